@@ -1,0 +1,3 @@
+//! `moh-convert`.
+
+fn main() {}

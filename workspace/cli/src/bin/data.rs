@@ -1,0 +1,3 @@
+//! `moh-data`.
+
+fn main() {}

@@ -1,0 +1,3 @@
+//! `moh-eval`.
+
+fn main() {}

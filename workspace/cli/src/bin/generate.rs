@@ -1,0 +1,3 @@
+//! `moh-generate`.
+
+fn main() {}

@@ -1,0 +1,3 @@
+//! `moh-train`.
+
+fn main() {}

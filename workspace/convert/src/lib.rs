@@ -1,0 +1,1 @@
+//! Hub download, conversion to Mixture-of-Head, vocabulary expansion and export.

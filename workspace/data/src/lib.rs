@@ -1,0 +1,1 @@
+//! Token files: preparation, reading and a deterministic order.

@@ -1,0 +1,1 @@
+//! Recipes, optimiser, checkpoints and the training loop.
