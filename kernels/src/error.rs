@@ -11,6 +11,14 @@ pub enum Error {
         /// What does not fit.
         reason: String,
     },
+    /// A token id has no row in the embedding.
+    #[error("token id {id} is outside the vocabulary of {vocab_size}")]
+    Vocabulary {
+        /// The id.
+        id: u32,
+        /// Rows of the embedding.
+        vocab_size: usize,
+    },
     /// The device has no room for a buffer.
     #[error("{device} has no room for {bytes} bytes: use a smaller micro_batch or sequence_length")]
     OutOfMemory {
@@ -19,4 +27,32 @@ pub enum Error {
         /// Size of the buffer.
         bytes: usize,
     },
+}
+
+/// Result of a backend's methods.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Refuses a buffer of another length than the operator's shape implies.
+pub(crate) fn check_len(
+    operator: &'static str,
+    what: &'static str,
+    len: usize,
+    expected: usize,
+) -> Result<()> {
+    if len == expected {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        operator,
+        reason: format!("{what} holds {len} numbers, expected {expected}"),
+    })
+}
+
+/// Refuses what `reason` describes unless `condition` holds.
+pub(crate) fn ensure(
+    operator: &'static str,
+    condition: bool,
+    reason: impl FnOnce() -> String,
+) -> Result<()> {
+    if condition { Ok(()) } else { Err(Error::Shape { operator, reason: reason() }) }
 }

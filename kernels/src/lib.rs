@@ -1,3 +1,24 @@
-//! The operators of a Mixture-of-Head Llama, forward and backward.
+#![doc = include_str!("../README.md")]
+
+pub mod adamw;
+pub mod attention;
+pub mod backend;
+mod cpu;
+pub mod cross_entropy;
+mod disjoint;
+mod embedding;
 mod error;
-pub use error::Error;
+mod key_value_cache;
+mod linear;
+mod math;
+mod matmul;
+mod rms_norm;
+pub mod rope;
+pub mod router;
+pub mod scalar;
+mod swiglu;
+
+pub use backend::{Backend, View, ViewMut};
+pub use cpu::Cpu;
+pub use error::{Error, Result};
+pub use scalar::{DType, Element, Scalar};

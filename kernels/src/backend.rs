@@ -1,0 +1,327 @@
+//! The interface of a device: its buffers, and every operator forward and backward.
+//!
+//! Buffers are allocated when a model is planned and reused in every step. Operators write into
+//! views of them; what accumulates says so. Matrices are row-major, a linear layer's weight is
+//! `[outputs, inputs]`, and the shape letters are those of `kernels/README.md`.
+
+use std::ops::Range;
+
+use crate::adamw::AdamW;
+use crate::attention::{AttentionShape, KeyValues, Visibility};
+use crate::cross_entropy::{HeadGradients, HeadShape};
+use crate::error::Result;
+use crate::rope::{QkvShape, RopeTable};
+use crate::router::{QueryNormRouter, RouterGradient};
+use crate::scalar::{Element, Scalar};
+
+/// Read access to a part of a [`Backend`]'s buffer.
+pub type View<'a, B, S> = <B as Backend>::View<'a, S>;
+/// Write access to a part of a [`Backend`]'s buffer.
+pub type ViewMut<'a, B, S> = <B as Backend>::ViewMut<'a, S>;
+
+/// A device, its buffers and its operators.
+///
+/// `T` is the type of weights and activations, `G` of gradients, `M` of the optimiser's moments.
+/// Every method may run asynchronously until [`Backend::synchronize`] or [`Backend::download`].
+///
+/// # Errors
+/// Every operator refuses buffers whose lengths do not fit its shape ([`crate::Error::Shape`]).
+pub trait Backend: Send + Sync + Sized + 'static {
+    /// An owned buffer.
+    type Buffer<S: Scalar>: Send + Sync;
+    /// Read access to a part of a buffer.
+    type View<'a, S: Scalar>: Copy;
+    /// Write access to a part of a buffer.
+    type ViewMut<'a, S: Scalar>;
+    /// What the router decided for the tokens of one micro-batch in one block, and what its
+    /// backward pass needs.
+    type Routing: Send + Sync;
+
+    // ---- memory ----
+
+    /// A name for messages, such as `the CPU`.
+    fn name(&self) -> String;
+
+    /// A buffer of `len` zeros.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`] when the device has no room.
+    fn allocate<S: Scalar>(&self, len: usize) -> Result<Self::Buffer<S>>;
+
+    /// Numbers in a buffer.
+    fn len<S: Scalar>(buffer: &Self::Buffer<S>) -> usize;
+
+    /// Read access to `range`, which lies within the buffer.
+    fn view<S: Scalar>(buffer: &Self::Buffer<S>, range: Range<usize>) -> Self::View<'_, S>;
+
+    /// Write access to `range`, which lies within the buffer.
+    fn view_mut<S: Scalar>(
+        buffer: &mut Self::Buffer<S>,
+        range: Range<usize>,
+    ) -> Self::ViewMut<'_, S>;
+
+    /// Copies from the host; both hold the same count.
+    fn upload<S: Scalar>(&self, source: &[S], destination: Self::ViewMut<'_, S>) -> Result<()>;
+
+    /// Copies to the host; both hold the same count.
+    fn download<S: Scalar>(&self, source: Self::View<'_, S>, destination: &mut [S]) -> Result<()>;
+
+    /// Copies on the device; both hold the same count.
+    fn copy<S: Scalar>(
+        &self,
+        source: Self::View<'_, S>,
+        destination: Self::ViewMut<'_, S>,
+    ) -> Result<()>;
+
+    /// Sets every number to zero.
+    fn zero<S: Scalar>(&self, destination: Self::ViewMut<'_, S>) -> Result<()>;
+
+    /// Waits until all operators so far are done.
+    fn synchronize(&self) -> Result<()>;
+
+    // ---- embedding ----
+
+    /// `out[n] = table[ids[n]]`; ids `[N]`, table `[V, C]`, out `[N, C]`.
+    ///
+    /// # Errors
+    /// [`crate::Error::Vocabulary`] for an id without a row, where the device can tell.
+    fn embedding_forward<T: Element>(
+        &self,
+        width: usize,
+        ids: Self::View<'_, u32>,
+        table: Self::View<'_, T>,
+        out: Self::ViewMut<'_, T>,
+    ) -> Result<()>;
+
+    /// `d_table[ids[n]] += d_out[n]`, in the order of n.
+    fn embedding_backward<T: Element, G: Element>(
+        &self,
+        width: usize,
+        ids: Self::View<'_, u32>,
+        d_out: Self::View<'_, T>,
+        d_table: Self::ViewMut<'_, G>,
+    ) -> Result<()>;
+
+    // ---- RMSNorm ----
+
+    /// `y = x * inv_rms * weight`, `inv_rms[n] = 1 / sqrt(mean(x[n]^2) + eps)`; x, y `[N, C]`,
+    /// weight `[C]`, inv_rms `[N]`.
+    fn rms_norm_forward<T: Element>(
+        &self,
+        eps: f64,
+        x: Self::View<'_, T>,
+        weight: Self::View<'_, T>,
+        y: Self::ViewMut<'_, T>,
+        inv_rms: Self::ViewMut<'_, f32>,
+    ) -> Result<()>;
+
+    /// Adds the gradients of [`Backend::rms_norm_forward`] to `d_x` and `d_weight`.
+    fn rms_norm_backward<T: Element, G: Element>(
+        &self,
+        x: Self::View<'_, T>,
+        weight: Self::View<'_, T>,
+        inv_rms: Self::View<'_, f32>,
+        d_y: Self::View<'_, T>,
+        d_x: Self::ViewMut<'_, T>,
+        d_weight: Self::ViewMut<'_, G>,
+    ) -> Result<()>;
+
+    // ---- linear ----
+
+    /// `y = x weight^T (+ residual)`; x `[N, inputs]`, weight `[outputs, inputs]`, y and residual
+    /// `[N, outputs]`.
+    fn linear_forward<T: Element>(
+        &self,
+        inputs: usize,
+        x: Self::View<'_, T>,
+        weight: Self::View<'_, T>,
+        residual: Option<Self::View<'_, T>>,
+        y: Self::ViewMut<'_, T>,
+    ) -> Result<()>;
+
+    /// `d_x = d_y weight`.
+    fn linear_backward_input<T: Element>(
+        &self,
+        inputs: usize,
+        d_y: Self::View<'_, T>,
+        weight: Self::View<'_, T>,
+        d_x: Self::ViewMut<'_, T>,
+    ) -> Result<()>;
+
+    /// `d_weight += d_y^T x`.
+    fn linear_backward_weight<T: Element, G: Element>(
+        &self,
+        inputs: usize,
+        x: Self::View<'_, T>,
+        d_y: Self::View<'_, T>,
+        d_weight: Self::ViewMut<'_, G>,
+    ) -> Result<()>;
+
+    // ---- RoPE and the router ----
+
+    /// Room for the routing of up to `tokens` tokens.
+    fn routing(
+        &self,
+        tokens: usize,
+        heads: usize,
+        router: QueryNormRouter,
+    ) -> Result<Self::Routing>;
+
+    /// Rotates queries and keys in place and, before that, routes the queries: one pass over them.
+    ///
+    /// `qkv` is `[B*T, (H + 2G) * D]`: queries, keys, values of a token side by side. Token t of a
+    /// sequence is at position `first_position + t`, which the table must cover.
+    fn rope_route_forward<T: Element>(
+        &self,
+        shape: &QkvShape,
+        table: RopeTable<'_, Self>,
+        first_position: usize,
+        qkv: Self::ViewMut<'_, T>,
+        routing: Option<&mut Self::Routing>,
+    ) -> Result<()>;
+
+    /// Turns the gradient of rotated queries and keys into that of the unrotated ones, in place,
+    /// and adds the router's gradient (design, section 2.6 and 2.7) to the queries'.
+    ///
+    /// `qkv` holds what the forward pass left: rotated queries and keys.
+    fn rope_route_backward<T: Element>(
+        &self,
+        shape: &QkvShape,
+        table: RopeTable<'_, Self>,
+        first_position: usize,
+        qkv: Self::View<'_, T>,
+        d_qkv: Self::ViewMut<'_, T>,
+        router: Option<RouterGradient<'_, Self>>,
+    ) -> Result<()>;
+
+    /// `out[0] += scale * sum_i f_i P_i`, the balance loss of one block and micro-batch.
+    fn balance_loss(
+        &self,
+        routing: &Self::Routing,
+        scale: f64,
+        out: Self::ViewMut<'_, f64>,
+    ) -> Result<()>;
+
+    /// Copies the selection to the host: 1 where a token selected a routed head;
+    /// `[tokens, routed]`.
+    fn routed_mask(&self, routing: &Self::Routing, mask: &mut [u8]) -> Result<()>;
+
+    /// Copies the gates to the host; `[tokens, routed]`.
+    fn gates(&self, routing: &Self::Routing, gates: &mut [f32]) -> Result<()>;
+
+    // ---- attention ----
+
+    /// Attention of the selected (token, head) pairs; the rows of the others become zero.
+    ///
+    /// `queries` is `[B*T, row_stride]` with the query heads first in each row; `out` is
+    /// `[B*T, H*D]`, `log_sum_exp` `[B*T, H]` (natural logarithm of the sum of exponentials of the
+    /// scaled scores). With `weights` `[B*T, H]` each head's output is multiplied by its weight.
+    #[allow(clippy::too_many_arguments)]
+    fn attention_forward<T: Element>(
+        &self,
+        shape: &AttentionShape,
+        queries: Self::View<'_, T>,
+        key_values: KeyValues<'_, Self, T>,
+        visibility: Visibility<'_, Self>,
+        selection: Option<&Self::Routing>,
+        weights: Option<Self::View<'_, f32>>,
+        out: Self::ViewMut<'_, T>,
+        log_sum_exp: Self::ViewMut<'_, f32>,
+    ) -> Result<()>;
+
+    /// Gradient of [`Backend::attention_forward`] over the packed `qkv` of a training step.
+    ///
+    /// Overwrites `d_qkv` (rows of queries that were not selected become zero) and, where given,
+    /// `delta` `[B*T, H]`: `<d_out, O>` with O the head's output before its weight, 0 where not
+    /// selected.
+    #[allow(clippy::too_many_arguments)]
+    fn attention_backward<T: Element>(
+        &self,
+        shape: &AttentionShape,
+        qkv: Self::View<'_, T>,
+        visibility: Visibility<'_, Self>,
+        selection: Option<&Self::Routing>,
+        weights: Option<Self::View<'_, f32>>,
+        out: Self::View<'_, T>,
+        log_sum_exp: Self::View<'_, f32>,
+        d_out: Self::View<'_, T>,
+        d_qkv: Self::ViewMut<'_, T>,
+        delta: Option<Self::ViewMut<'_, f32>>,
+    ) -> Result<()>;
+
+    /// Copies the keys and values of one sequence's new tokens from `qkv` to rows
+    /// `first_position..` of a contiguous cache, `[capacity, G*D]` each.
+    fn key_value_append<T: Element>(
+        &self,
+        shape: &QkvShape,
+        first_position: usize,
+        qkv: Self::View<'_, T>,
+        keys: Self::ViewMut<'_, T>,
+        values: Self::ViewMut<'_, T>,
+    ) -> Result<()>;
+
+    // ---- SwiGLU ----
+
+    /// `out = silu(gate) * up`; gate_up `[N, 2I]` with the gate first, out `[N, I]`.
+    fn swiglu_forward<T: Element>(
+        &self,
+        width: usize,
+        gate_up: Self::View<'_, T>,
+        out: Self::ViewMut<'_, T>,
+    ) -> Result<()>;
+
+    /// Overwrites `d_gate_up` with the gradient of [`Backend::swiglu_forward`].
+    fn swiglu_backward<T: Element>(
+        &self,
+        width: usize,
+        gate_up: Self::View<'_, T>,
+        d_out: Self::View<'_, T>,
+        d_gate_up: Self::ViewMut<'_, T>,
+    ) -> Result<()>;
+
+    // ---- output head and loss ----
+
+    /// Length of the scratch buffer that [`Backend::cross_entropy`] wants.
+    fn cross_entropy_scratch(&self, shape: &HeadShape) -> usize;
+
+    /// Cross-entropy of the output projection, by chunks of tokens so that the logits of all of
+    /// them are never held: `loss[0] += sum_n -log softmax(x[n] weight^T)[targets[n]]` over the
+    /// targets that are not [`crate::cross_entropy::IGNORED`]; and, where asked for, its gradients.
+    ///
+    /// x `[N, C]`, weight `[V, C]`, targets `[N]`.
+    #[allow(clippy::too_many_arguments)]
+    fn cross_entropy<T: Element, G: Element>(
+        &self,
+        shape: &HeadShape,
+        x: Self::View<'_, T>,
+        weight: Self::View<'_, T>,
+        targets: Self::View<'_, u32>,
+        scratch: Self::ViewMut<'_, f32>,
+        loss: Self::ViewMut<'_, f64>,
+        gradients: Option<HeadGradients<'_, Self, T, G>>,
+    ) -> Result<()>;
+
+    // ---- optimiser ----
+
+    /// `out[0] += sum(x^2)`.
+    fn squared_norm<G: Element>(
+        &self,
+        x: Self::View<'_, G>,
+        out: Self::ViewMut<'_, f64>,
+    ) -> Result<()>;
+
+    /// One AdamW step on a flat range. `master` is the exact f32 copy of the weights; without it
+    /// `weights` are their own master. With `squared_norm` the gradient is first clipped to
+    /// `step.clip_norm`.
+    #[allow(clippy::too_many_arguments)]
+    fn adamw<T: Element, G: Element, M: Element>(
+        &self,
+        step: &AdamW,
+        squared_norm: Self::View<'_, f64>,
+        gradients: Self::View<'_, G>,
+        weights: Self::ViewMut<'_, T>,
+        master: Option<Self::ViewMut<'_, f32>>,
+        first_moment: Self::ViewMut<'_, M>,
+        second_moment: Self::ViewMut<'_, M>,
+    ) -> Result<()>;
+}

@@ -1,0 +1,298 @@
+//! The CPU: buffers are vectors, operators run on rayon's threads.
+
+use std::ops::Range;
+
+use crate::adamw::{self, AdamW};
+use crate::attention::cpu::{Problem, Saved};
+use crate::attention::{self, AttentionShape, KeyValues, Visibility};
+use crate::backend::Backend;
+use crate::cross_entropy::{self, HeadGradients, HeadShape};
+use crate::error::{Error, Result, check_len};
+use crate::rope::{self, QkvShape, RopeTable};
+use crate::router::cpu::CpuRouting;
+use crate::router::{QueryNormRouter, RouterGradient};
+use crate::scalar::{Element, Scalar};
+use crate::{embedding, key_value_cache, linear, rms_norm, swiglu};
+
+/// The CPU as a [`Backend`]; its thread count is rayon's (`RAYON_NUM_THREADS`).
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Cpu;
+
+impl Backend for Cpu {
+    type Buffer<S: Scalar> = Vec<S>;
+    type View<'a, S: Scalar> = &'a [S];
+    type ViewMut<'a, S: Scalar> = &'a mut [S];
+    type Routing = CpuRouting;
+
+    fn name(&self) -> String {
+        "the CPU".into()
+    }
+
+    fn allocate<S: Scalar>(&self, len: usize) -> Result<Vec<S>> {
+        let refuse = || Error::OutOfMemory {
+            device: self.name(),
+            bytes: len.saturating_mul(size_of::<S>()),
+        };
+        // Zeroed memory straight from the system where it has room, and no abort where not.
+        bytemuck::try_zeroed_slice_box(len).map(|buffer| buffer.into_vec()).map_err(|()| refuse())
+    }
+
+    fn len<S: Scalar>(buffer: &Vec<S>) -> usize {
+        buffer.len()
+    }
+
+    fn view<S: Scalar>(buffer: &Vec<S>, range: Range<usize>) -> &[S] {
+        &buffer[range]
+    }
+
+    fn view_mut<S: Scalar>(buffer: &mut Vec<S>, range: Range<usize>) -> &mut [S] {
+        &mut buffer[range]
+    }
+
+    fn upload<S: Scalar>(&self, source: &[S], destination: &mut [S]) -> Result<()> {
+        self.copy(source, destination)
+    }
+
+    fn download<S: Scalar>(&self, source: &[S], destination: &mut [S]) -> Result<()> {
+        self.copy(source, destination)
+    }
+
+    fn copy<S: Scalar>(&self, source: &[S], destination: &mut [S]) -> Result<()> {
+        check_len("copy", "destination", destination.len(), source.len())?;
+        destination.copy_from_slice(source);
+        Ok(())
+    }
+
+    fn zero<S: Scalar>(&self, destination: &mut [S]) -> Result<()> {
+        destination.fill(S::zeroed());
+        Ok(())
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn embedding_forward<T: Element>(
+        &self,
+        width: usize,
+        ids: &[u32],
+        table: &[T],
+        out: &mut [T],
+    ) -> Result<()> {
+        embedding::cpu::forward(width, ids, table, out)
+    }
+
+    fn embedding_backward<T: Element, G: Element>(
+        &self,
+        width: usize,
+        ids: &[u32],
+        d_out: &[T],
+        d_table: &mut [G],
+    ) -> Result<()> {
+        embedding::cpu::backward(width, ids, d_out, d_table)
+    }
+
+    fn rms_norm_forward<T: Element>(
+        &self,
+        eps: f64,
+        x: &[T],
+        weight: &[T],
+        y: &mut [T],
+        inv_rms: &mut [f32],
+    ) -> Result<()> {
+        rms_norm::cpu::forward(eps, x, weight, y, inv_rms)
+    }
+
+    fn rms_norm_backward<T: Element, G: Element>(
+        &self,
+        x: &[T],
+        weight: &[T],
+        inv_rms: &[f32],
+        d_y: &[T],
+        d_x: &mut [T],
+        d_weight: &mut [G],
+    ) -> Result<()> {
+        rms_norm::cpu::backward(x, weight, inv_rms, d_y, d_x, d_weight)
+    }
+
+    fn linear_forward<T: Element>(
+        &self,
+        inputs: usize,
+        x: &[T],
+        weight: &[T],
+        residual: Option<&[T]>,
+        y: &mut [T],
+    ) -> Result<()> {
+        linear::cpu::forward(inputs, x, weight, residual, y)
+    }
+
+    fn linear_backward_input<T: Element>(
+        &self,
+        inputs: usize,
+        d_y: &[T],
+        weight: &[T],
+        d_x: &mut [T],
+    ) -> Result<()> {
+        linear::cpu::backward_input(inputs, d_y, weight, d_x)
+    }
+
+    fn linear_backward_weight<T: Element, G: Element>(
+        &self,
+        inputs: usize,
+        x: &[T],
+        d_y: &[T],
+        d_weight: &mut [G],
+    ) -> Result<()> {
+        linear::cpu::backward_weight(inputs, x, d_y, d_weight)
+    }
+
+    fn routing(
+        &self,
+        tokens: usize,
+        heads: usize,
+        router: QueryNormRouter,
+    ) -> Result<Self::Routing> {
+        CpuRouting::new(tokens, heads, router)
+    }
+
+    fn rope_route_forward<T: Element>(
+        &self,
+        shape: &QkvShape,
+        table: RopeTable<'_, Self>,
+        first_position: usize,
+        qkv: &mut [T],
+        routing: Option<&mut CpuRouting>,
+    ) -> Result<()> {
+        rope::cpu::forward(shape, table, first_position, qkv, routing)
+    }
+
+    fn rope_route_backward<T: Element>(
+        &self,
+        shape: &QkvShape,
+        table: RopeTable<'_, Self>,
+        first_position: usize,
+        qkv: &[T],
+        d_qkv: &mut [T],
+        router: Option<RouterGradient<'_, Self>>,
+    ) -> Result<()> {
+        rope::cpu::backward(shape, table, first_position, qkv, d_qkv, router)
+    }
+
+    fn balance_loss(&self, routing: &CpuRouting, scale: f64, out: &mut [f64]) -> Result<()> {
+        check_len("balance_loss", "out", out.len(), 1)?;
+        out[0] += scale * routing.balance_loss();
+        Ok(())
+    }
+
+    fn routed_mask(&self, routing: &CpuRouting, mask: &mut [u8]) -> Result<()> {
+        self.copy(routing.mask(), mask)
+    }
+
+    fn gates(&self, routing: &CpuRouting, gates: &mut [f32]) -> Result<()> {
+        self.copy(routing.gates(), gates)
+    }
+
+    fn attention_forward<T: Element>(
+        &self,
+        shape: &AttentionShape,
+        queries: &[T],
+        key_values: KeyValues<'_, Self, T>,
+        visibility: Visibility<'_, Self>,
+        selection: Option<&CpuRouting>,
+        weights: Option<&[f32]>,
+        out: &mut [T],
+        log_sum_exp: &mut [f32],
+    ) -> Result<()> {
+        let Visibility { causal, query_offset, first_key } = visibility;
+        let problem =
+            Problem { shape: *shape, causal, query_offset, first_key, selection, weights };
+        attention::cpu::forward(problem, queries, key_values, out, log_sum_exp)
+    }
+
+    fn attention_backward<T: Element>(
+        &self,
+        shape: &AttentionShape,
+        qkv: &[T],
+        visibility: Visibility<'_, Self>,
+        selection: Option<&CpuRouting>,
+        weights: Option<&[f32]>,
+        out: &[T],
+        log_sum_exp: &[f32],
+        d_out: &[T],
+        d_qkv: &mut [T],
+        delta: Option<&mut [f32]>,
+    ) -> Result<()> {
+        let Visibility { causal, query_offset, first_key } = visibility;
+        let problem =
+            Problem { shape: *shape, causal, query_offset, first_key, selection, weights };
+        let saved = Saved { qkv, out, log_sum_exp, d_out };
+        attention::cpu::backward(problem, saved, d_qkv, delta)
+    }
+
+    fn key_value_append<T: Element>(
+        &self,
+        shape: &QkvShape,
+        first_position: usize,
+        qkv: &[T],
+        keys: &mut [T],
+        values: &mut [T],
+    ) -> Result<()> {
+        key_value_cache::cpu::append(shape, first_position, qkv, keys, values)
+    }
+
+    fn swiglu_forward<T: Element>(&self, width: usize, gate_up: &[T], out: &mut [T]) -> Result<()> {
+        swiglu::cpu::forward(width, gate_up, out)
+    }
+
+    fn swiglu_backward<T: Element>(
+        &self,
+        width: usize,
+        gate_up: &[T],
+        d_out: &[T],
+        d_gate_up: &mut [T],
+    ) -> Result<()> {
+        swiglu::cpu::backward(width, gate_up, d_out, d_gate_up)
+    }
+
+    fn cross_entropy_scratch(&self, shape: &HeadShape) -> usize {
+        cross_entropy::cpu::scratch(shape)
+    }
+
+    fn cross_entropy<T: Element, G: Element>(
+        &self,
+        shape: &HeadShape,
+        x: &[T],
+        weight: &[T],
+        targets: &[u32],
+        scratch: &mut [f32],
+        loss: &mut [f64],
+        gradients: Option<HeadGradients<'_, Self, T, G>>,
+    ) -> Result<()> {
+        cross_entropy::cpu::cross_entropy(shape, x, weight, targets, scratch, loss, gradients)
+    }
+
+    fn squared_norm<G: Element>(&self, x: &[G], out: &mut [f64]) -> Result<()> {
+        adamw::cpu::squared_norm(x, out)
+    }
+
+    fn adamw<T: Element, G: Element, M: Element>(
+        &self,
+        step: &AdamW,
+        squared_norm: &[f64],
+        gradients: &[G],
+        weights: &mut [T],
+        master: Option<&mut [f32]>,
+        first_moment: &mut [M],
+        second_moment: &mut [M],
+    ) -> Result<()> {
+        adamw::cpu::adamw(
+            step,
+            squared_norm,
+            gradients,
+            weights,
+            master,
+            first_moment,
+            second_moment,
+        )
+    }
+}

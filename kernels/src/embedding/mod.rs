@@ -1,0 +1,3 @@
+//! Token embedding: a gather forward, a scatter-add backward.
+
+pub(crate) mod cpu;

@@ -1,0 +1,3 @@
+//! The cache of keys and values that generation appends to.
+
+pub(crate) mod cpu;

@@ -1,0 +1,5 @@
+//! SwiGLU (Shazeer, arXiv 2002.05202): out = silu(gate) * up, silu(x) = x / (1 + e^-x).
+//!
+//! With s = sigmoid(gate): d_up = d_out gate s, d_gate = d_out up s (1 + gate (1 - s)).
+
+pub(crate) mod cpu;

@@ -1,0 +1,248 @@
+//! The buffers of a forward and backward pass, planned once and reused in every step.
+//!
+//! What a block saves for its backward pass comes in two parts: what is costly to compute again
+//! ([`Kept`]), and what is cheap ([`Cheap`]: norms and SwiGLU). [`Recompute`] says which of them
+//! every block has for itself and which the blocks share and compute again.
+
+use moh_kernels::attention::AttentionShape;
+use moh_kernels::cross_entropy::HeadShape;
+use moh_kernels::rope::QkvShape;
+use moh_kernels::{Backend, Element};
+
+use crate::model::Model;
+use crate::Error;
+
+/// What the backward pass computes again instead of keeping it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Recompute {
+    /// Nothing.
+    None,
+    /// Norms and SwiGLU.
+    Cheap,
+    /// Everything but the input of each block.
+    Block,
+}
+
+/// What a block keeps that is costly to compute again.
+pub(crate) struct Kept<B: Backend, T: Element> {
+    /// Rotated queries and keys, and values; `[N, (H + 2G) D]`.
+    pub qkv: B::Buffer<T>,
+    /// Attention's output before its projection, `[N, H D]`.
+    pub attended: B::Buffer<T>,
+    /// Of attention's scores, `[N, H]`.
+    pub log_sum_exp: B::Buffer<f32>,
+    /// The residual stream between attention and MLP, `[N, C]`.
+    pub middle: B::Buffer<T>,
+    /// Gate and up, `[N, 2I]`.
+    pub gate_up: B::Buffer<T>,
+    /// Of a Mixture-of-Head block.
+    pub routing: Option<B::Routing>,
+}
+
+/// What a block keeps that is cheap to compute again.
+pub(crate) struct Cheap<B: Backend, T: Element> {
+    /// Input of the query, key and value projection, `[N, C]`.
+    pub input_normed: B::Buffer<T>,
+    /// `[N]`.
+    pub input_inv_rms: B::Buffer<f32>,
+    /// Input of the MLP, `[N, C]`.
+    pub post_normed: B::Buffer<T>,
+    /// `[N]`.
+    pub post_inv_rms: B::Buffer<f32>,
+    /// Input of the down projection, `[N, I]`.
+    pub activated: B::Buffer<T>,
+}
+
+/// Scratch of the backward pass, shared by the blocks.
+pub(crate) struct Backward<B: Backend, T: Element> {
+    /// Gradient of the residual stream, `[N, C]`.
+    pub d_stream: B::Buffer<T>,
+    /// Gradient of a norm's output, `[N, C]`.
+    pub d_normed: B::Buffer<T>,
+    pub d_qkv: B::Buffer<T>,
+    pub d_attended: B::Buffer<T>,
+    pub d_gate_up: B::Buffer<T>,
+    pub d_activated: B::Buffer<T>,
+    /// `<dO, O>`, `[N, H]`.
+    pub delta: B::Buffer<f32>,
+}
+
+/// Every buffer that a pass over one micro-batch needs.
+pub struct Activations<B: Backend, T: Element> {
+    pub(crate) shape: QkvShape,
+    pub(crate) recompute: Recompute,
+    pub(crate) ids: B::Buffer<u32>,
+    pub(crate) targets: B::Buffer<u32>,
+    pub(crate) first_key: Option<B::Buffer<u32>>,
+    /// The residual stream before each block and after the last one, `[N, C]` each.
+    pub(crate) stream: Vec<B::Buffer<T>>,
+    pub(crate) kept: Vec<Kept<B, T>>,
+    pub(crate) cheap: Vec<Cheap<B, T>>,
+    pub(crate) final_normed: B::Buffer<T>,
+    pub(crate) final_inv_rms: B::Buffer<f32>,
+    pub(crate) head_scratch: B::Buffer<f32>,
+    pub(crate) backward: Option<Backward<B, T>>,
+}
+
+/// What a pass is planned for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PassShape {
+    /// Sequences of a micro-batch.
+    pub batch: usize,
+    /// Tokens of a sequence.
+    pub length: usize,
+    /// What the backward pass computes again.
+    pub recompute: Recompute,
+    /// Whether there is a backward pass.
+    pub training: bool,
+    /// Whether tokens see only their own document.
+    pub document_mask: bool,
+}
+
+impl<B: Backend, T: Element> Activations<B, T> {
+    /// Plans the buffers.
+    ///
+    /// # Errors
+    /// When the device has no room.
+    pub fn new(model: &Model<B, T>, pass: PassShape) -> Result<Self, Error> {
+        let backend = &model.backend;
+        let config = &model.config;
+        let shape = model.qkv_shape(pass.batch, pass.length);
+        let tokens = shape.tokens();
+        let width = tokens * config.hidden_size;
+        let layers = config.num_hidden_layers;
+        let copies = |shared: bool| if shared { 1 } else { layers };
+        let kept_copies = copies(pass.recompute == Recompute::Block);
+        let cheap_copies = copies(pass.recompute != Recompute::None);
+        let scratch = backend.cross_entropy_scratch(&model.head_shape(tokens));
+        Ok(Activations {
+            shape,
+            recompute: pass.recompute,
+            ids: backend.allocate(tokens)?,
+            targets: backend.allocate(tokens)?,
+            first_key: pass.document_mask.then(|| backend.allocate(tokens)).transpose()?,
+            stream: (0..=layers).map(|_| backend.allocate(width)).collect::<Result<_, _>>()?,
+            kept: (0..kept_copies)
+                .map(|_| Kept::new(model, tokens))
+                .collect::<Result<_, Error>>()?,
+            cheap: (0..cheap_copies)
+                .map(|_| Cheap::new(model, tokens))
+                .collect::<Result<_, Error>>()?,
+            final_normed: backend.allocate(width)?,
+            final_inv_rms: backend.allocate(tokens)?,
+            head_scratch: backend.allocate(scratch)?,
+            backward: pass.training.then(|| Backward::new(model, tokens)).transpose()?,
+        })
+    }
+
+    /// Sequences and tokens of the micro-batch.
+    pub fn shape(&self) -> QkvShape {
+        self.shape
+    }
+
+    /// Copies a micro-batch to the device: ids and targets `[B*T]`, and `first_key` `[B*T]` where
+    /// the pass was planned with a document mask.
+    ///
+    /// # Errors
+    /// When the lengths differ from the plan's.
+    pub fn upload(
+        &mut self,
+        backend: &B,
+        ids: &[u32],
+        targets: &[u32],
+        first_key: &[u32],
+    ) -> Result<(), Error> {
+        backend.upload(ids, whole_mut::<B, _>(&mut self.ids))?;
+        backend.upload(targets, whole_mut::<B, _>(&mut self.targets))?;
+        if let Some(buffer) = &mut self.first_key {
+            backend.upload(first_key, whole_mut::<B, _>(buffer))?;
+        }
+        Ok(())
+    }
+}
+
+impl<B: Backend, T: Element> Kept<B, T> {
+    pub(crate) fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
+        let (backend, config) = (&model.backend, &model.config);
+        let heads = config.num_attention_heads;
+        let routing = model.router().map(|router| backend.routing(tokens, heads, router));
+        Ok(Kept {
+            qkv: backend.allocate(tokens * model.qkv_shape(1, 1).row())?,
+            attended: backend.allocate(tokens * config.query_width())?,
+            log_sum_exp: backend.allocate(tokens * heads)?,
+            middle: backend.allocate(tokens * config.hidden_size)?,
+            gate_up: backend.allocate(tokens * 2 * config.intermediate_size)?,
+            routing: routing.transpose()?,
+        })
+    }
+}
+
+impl<B: Backend, T: Element> Cheap<B, T> {
+    pub(crate) fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
+        let (backend, config) = (&model.backend, &model.config);
+        Ok(Cheap {
+            input_normed: backend.allocate(tokens * config.hidden_size)?,
+            input_inv_rms: backend.allocate(tokens)?,
+            post_normed: backend.allocate(tokens * config.hidden_size)?,
+            post_inv_rms: backend.allocate(tokens)?,
+            activated: backend.allocate(tokens * config.intermediate_size)?,
+        })
+    }
+}
+
+impl<B: Backend, T: Element> Backward<B, T> {
+    fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
+        let (backend, config) = (&model.backend, &model.config);
+        Ok(Backward {
+            d_stream: backend.allocate(tokens * config.hidden_size)?,
+            d_normed: backend.allocate(tokens * config.hidden_size)?,
+            d_qkv: backend.allocate(tokens * model.qkv_shape(1, 1).row())?,
+            d_attended: backend.allocate(tokens * config.query_width())?,
+            d_gate_up: backend.allocate(tokens * 2 * config.intermediate_size)?,
+            d_activated: backend.allocate(tokens * config.intermediate_size)?,
+            delta: backend.allocate(tokens * config.num_attention_heads)?,
+        })
+    }
+}
+
+impl<B: Backend, T: Element> Model<B, T> {
+    /// Shape of a micro-batch's packed queries, keys and values.
+    pub fn qkv_shape(&self, batch: usize, length: usize) -> QkvShape {
+        QkvShape {
+            batch,
+            length,
+            heads: self.config.num_attention_heads,
+            kv_heads: self.config.num_key_value_heads,
+            head_dim: self.config.head_dim,
+        }
+    }
+
+    pub(crate) fn attention_shape(&self, qkv: &QkvShape, key_length: usize) -> AttentionShape {
+        AttentionShape {
+            batch: qkv.batch,
+            query_length: qkv.length,
+            key_length,
+            heads: qkv.heads,
+            kv_heads: qkv.kv_heads,
+            head_dim: qkv.head_dim,
+            query_stride: qkv.row(),
+        }
+    }
+
+    pub(crate) fn head_shape(&self, tokens: usize) -> HeadShape {
+        HeadShape { tokens, width: self.config.hidden_size, vocab_size: self.config.vocab_size }
+    }
+}
+
+/// Read access to a whole buffer.
+pub(crate) fn whole<B: Backend, S: moh_kernels::Scalar>(buffer: &B::Buffer<S>) -> B::View<'_, S> {
+    B::view(buffer, 0..B::len(buffer))
+}
+
+/// Write access to a whole buffer.
+pub(crate) fn whole_mut<B: Backend, S: moh_kernels::Scalar>(
+    buffer: &mut B::Buffer<S>,
+) -> B::ViewMut<'_, S> {
+    let len = B::len(buffer);
+    B::view_mut(buffer, 0..len)
+}

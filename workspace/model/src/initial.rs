@@ -1,0 +1,70 @@
+//! Fresh weights: matrices normal with the configuration's standard deviation, norms 1, as
+//! Hugging Face's Llama initialises them. A tensor's numbers depend on the seed and its name only.
+
+use crate::layout::Segment;
+
+/// A small generator of uniform 64-bit numbers (SplitMix64, Steele et al. 2014).
+struct SplitMix(u64);
+
+impl SplitMix {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Uniform in (0, 1].
+    fn unit(&mut self) -> f64 {
+        ((self.next() >> 11) + 1) as f64 / (1u64 << 53) as f64
+    }
+}
+
+/// Writes a tensor's fresh numbers.
+pub fn initialize(seed: u64, deviation: f64, segment: &Segment, values: &mut [f32]) {
+    if segment.shape.len() < 2 {
+        values.fill(1.0);
+        return;
+    }
+    let keyed = segment.name.bytes().fold(seed ^ 0x6d6f_685f_696e_6974, |state, byte| {
+        SplitMix(state ^ u64::from(byte)).next()
+    });
+    let mut uniform = SplitMix(keyed);
+    for pair in values.chunks_mut(2) {
+        // Box and Muller's transform gives two normal numbers at a time.
+        let radius = deviation * (-2.0 * uniform.unit().ln()).sqrt();
+        let (sin, cos) = (std::f64::consts::TAU * uniform.unit()).sin_cos();
+        for (value, part) in pair.iter_mut().zip([cos, sin]) {
+            *value = (radius * part) as f32;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn matrix(name: &str) -> Vec<f32> {
+        let segment = Segment {
+            name: name.into(),
+            shape: vec![101, 99],
+            range: 0..9999,
+            decays: true,
+            counted: true,
+        };
+        let mut values = vec![0.0; 9999];
+        initialize(7, 0.02, &segment, &mut values);
+        values
+    }
+
+    #[test]
+    fn matrices_are_normal_and_differ_by_name() {
+        let values = matrix("a");
+        let mean = values.iter().map(|&v| f64::from(v)).sum::<f64>() / 9999.0;
+        let variance = values.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / 9999.0;
+        assert!(mean.abs() < 1e-3 && (variance.sqrt() - 0.02).abs() < 1e-3);
+        assert_eq!(values, matrix("a"));
+        assert_ne!(values, matrix("b"));
+    }
+}

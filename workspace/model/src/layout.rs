@@ -1,0 +1,178 @@
+//! Where each tensor lies in the flat buffers of a model: one buffer for the embedding, one for
+//! each block, one for the final norm and one for an untied head.
+//!
+//! Query, key and value weights are adjacent, and so are gate and up, so that one matrix product
+//! serves them. Names and shapes are those of Hugging Face's Llama.
+
+use std::ops::Range;
+
+use crate::ModelConfig;
+
+/// One tensor of a flat buffer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Segment {
+    /// Its name in checkpoints.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Its numbers within the buffer.
+    pub range: Range<usize>,
+    /// Whether weight decay applies: to matrices, not to norms.
+    pub decays: bool,
+    /// Whether it counts in the global gradient norm: a replicated tensor counts once.
+    pub counted: bool,
+}
+
+/// The tensors of one flat buffer, in order and without gaps between them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FlatLayout {
+    /// The tensors.
+    pub segments: Vec<Segment>,
+    /// Numbers in the buffer, padding included.
+    pub len: usize,
+}
+
+impl FlatLayout {
+    /// Lays tensors out one after the other and pads the end to a multiple of `multiple`.
+    fn new(tensors: Vec<(String, Vec<usize>)>, multiple: usize) -> Self {
+        let mut end = 0;
+        let segments = tensors
+            .into_iter()
+            .map(|(name, shape)| {
+                let start = end;
+                end += shape.iter().product::<usize>();
+                Segment { name, decays: shape.len() > 1, shape, range: start..end, counted: true }
+            })
+            .collect();
+        FlatLayout { segments, len: end.next_multiple_of(multiple) }
+    }
+
+    /// Maximal runs of adjacent tensors that agree on weight decay.
+    pub fn decay_runs(&self) -> Vec<(Range<usize>, bool)> {
+        let mut runs: Vec<(Range<usize>, bool)> = Vec::new();
+        for segment in &self.segments {
+            match runs.last_mut() {
+                Some((range, decays)) if *decays == segment.decays => {
+                    range.end = segment.range.end;
+                }
+                _ => runs.push((segment.range.clone(), segment.decays)),
+            }
+        }
+        runs
+    }
+}
+
+/// The flat buffers of a whole model, in order: embedding, blocks, final norm, untied head.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelLayout {
+    /// The buffers.
+    pub flats: Vec<FlatLayout>,
+    /// Number of blocks.
+    pub num_blocks: usize,
+    /// The ranges within a block's buffer, the same in every block.
+    pub block: BlockRanges,
+}
+
+/// The weights of a block by what they are multiplied with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BlockRanges {
+    /// Norm before attention, `[C]`.
+    pub input_norm: Range<usize>,
+    /// Queries, keys and values, `[(H + 2G) D, C]`.
+    pub qkv: Range<usize>,
+    /// Attention's output, `[C, H D]`.
+    pub output: Range<usize>,
+    /// Norm before the MLP, `[C]`.
+    pub post_norm: Range<usize>,
+    /// Gate and up, `[2I, C]`.
+    pub gate_up: Range<usize>,
+    /// Down, `[C, I]`.
+    pub down: Range<usize>,
+}
+
+impl ModelLayout {
+    /// The layout of a model on one rank.
+    pub fn new(config: &ModelConfig) -> Self {
+        let width = config.hidden_size;
+        let one = |name: &str, shape: Vec<usize>| FlatLayout::new(vec![(name.into(), shape)], 1);
+        let mut flats = vec![one("model.embed_tokens.weight", vec![config.vocab_size, width])];
+        flats.extend((0..config.num_hidden_layers).map(|layer| block_layout(config, layer)));
+        flats.push(one("model.norm.weight", vec![width]));
+        if !config.tie_word_embeddings {
+            flats.push(one("lm_head.weight", vec![config.vocab_size, width]));
+        }
+        let block = BlockRanges::new(&block_layout(config, 0));
+        ModelLayout { flats, num_blocks: config.num_hidden_layers, block }
+    }
+
+    /// Index of the embedding's buffer.
+    pub const EMBEDDING: usize = 0;
+
+    /// Index of a block's buffer.
+    pub fn block_index(&self, layer: usize) -> usize {
+        1 + layer
+    }
+
+    /// Index of the final norm's buffer.
+    pub fn final_norm_index(&self) -> usize {
+        1 + self.num_blocks
+    }
+
+    /// Index of the buffer that holds the output head: the embedding's when tied.
+    pub fn head_index(&self) -> usize {
+        let untied = self.num_blocks + 2;
+        if untied < self.flats.len() { untied } else { Self::EMBEDDING }
+    }
+
+    /// Every tensor with the index of its buffer.
+    pub fn segments(&self) -> impl Iterator<Item = (usize, &Segment)> {
+        self.flats
+            .iter()
+            .enumerate()
+            .flat_map(|(flat, layout)| layout.segments.iter().map(move |segment| (flat, segment)))
+    }
+
+    /// Numbers in all buffers.
+    pub fn len(&self) -> usize {
+        self.flats.iter().map(|flat| flat.len).sum()
+    }
+
+    /// Whether there is nothing in it, which no model is.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+fn block_layout(config: &ModelConfig, layer: usize) -> FlatLayout {
+    let (width, inner) = (config.hidden_size, config.intermediate_size);
+    let (queries, keys) = (config.query_width(), config.key_value_width());
+    let tensors = [
+        ("input_layernorm", vec![width]),
+        ("self_attn.q_proj", vec![queries, width]),
+        ("self_attn.k_proj", vec![keys, width]),
+        ("self_attn.v_proj", vec![keys, width]),
+        ("self_attn.o_proj", vec![width, queries]),
+        ("post_attention_layernorm", vec![width]),
+        ("mlp.gate_proj", vec![inner, width]),
+        ("mlp.up_proj", vec![inner, width]),
+        ("mlp.down_proj", vec![width, inner]),
+    ];
+    let named = |(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape);
+    FlatLayout::new(tensors.into_iter().map(named).collect(), 1)
+}
+
+impl BlockRanges {
+    fn new(layout: &FlatLayout) -> Self {
+        let run = |first: usize, last: usize| {
+            layout.segments[first].range.start..layout.segments[last].range.end
+        };
+        BlockRanges {
+            input_norm: run(0, 0),
+            qkv: run(1, 3),
+            output: run(4, 4),
+            post_norm: run(5, 5),
+            gate_up: run(6, 7),
+            down: run(8, 8),
+        }
+    }
+}

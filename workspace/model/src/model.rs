@@ -1,0 +1,328 @@
+//! A model on a device: weights in flat buffers, and passes over micro-batches.
+
+use moh_kernels::cross_entropy::HeadGradients;
+use moh_kernels::router::QueryNormRouter;
+use moh_kernels::{Backend, Element};
+
+use crate::activations::{Activations, Recompute, whole, whole_mut};
+use crate::block::{RouterScale, Tokens};
+use crate::layout::{ModelLayout, Segment};
+use crate::parameters::FlatBuffers;
+use crate::{Error, ModelConfig, rope};
+
+/// A Llama or Mixture-of-Head model with weights of type `T` on a device.
+pub struct Model<B: Backend, T: Element> {
+    pub(crate) backend: B,
+    pub(crate) config: ModelConfig,
+    pub(crate) layout: ModelLayout,
+    pub(crate) weights: FlatBuffers<B, T>,
+    pub(crate) rope_cos: B::Buffer<f32>,
+    pub(crate) rope_sin: B::Buffer<f32>,
+}
+
+/// Factors of a training pass.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LossScale {
+    /// 1 / (targets of the whole step).
+    pub cross_entropy: f32,
+    /// Weight of the balance loss over the micro-batches of the step: beta / micro-batches.
+    pub balance: f32,
+    /// Whether the loss reaches the gates through the selection (on in training).
+    pub straight_through: bool,
+}
+
+/// Sums that passes add to, on the device.
+pub struct LossSums<B: Backend> {
+    cross_entropy: B::Buffer<f64>,
+    balance: B::Buffer<f64>,
+}
+
+impl<B: Backend> LossSums<B> {
+    /// Zeros.
+    ///
+    /// # Errors
+    /// When the device has no room.
+    pub fn new(backend: &B) -> Result<Self, Error> {
+        Ok(LossSums { cross_entropy: backend.allocate(1)?, balance: backend.allocate(1)? })
+    }
+
+    /// Waits for the device, returns (sum of the cross-entropies of the targets, sum over
+    /// micro-batches of the balance loss averaged over layers) and starts again from zero.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn take(&mut self, backend: &B) -> Result<(f64, f64), Error> {
+        let (mut cross_entropy, mut balance) = ([0f64], [0f64]);
+        backend.download(whole::<B, f64>(&self.cross_entropy), &mut cross_entropy)?;
+        backend.download(whole::<B, f64>(&self.balance), &mut balance)?;
+        backend.zero(whole_mut::<B, f64>(&mut self.cross_entropy))?;
+        backend.zero(whole_mut::<B, f64>(&mut self.balance))?;
+        Ok((cross_entropy[0], balance[0]))
+    }
+}
+
+impl<B: Backend, T: Element> Model<B, T> {
+    /// A model whose weights `source` writes, tensor by tensor, for positions below `positions`.
+    ///
+    /// # Errors
+    /// What `source` refuses, counts of heads that do not fit, or a device without room.
+    pub fn new<E: From<Error>>(
+        backend: B,
+        config: ModelConfig,
+        positions: usize,
+        source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
+    ) -> Result<Self, E> {
+        let mut model = Self::zeros(backend, config, positions)?;
+        model.weights.fill(&model.backend, &model.layout, source)?;
+        Ok(model)
+    }
+
+    fn zeros(backend: B, config: ModelConfig, positions: usize) -> Result<Self, Error> {
+        if let Some(moh) = &config.moh {
+            moh.validate(config.num_attention_heads)?;
+        }
+        let layout = ModelLayout::new(&config);
+        let weights = FlatBuffers::zeros(&backend, &layout)?;
+        let (cos, sin) = rope::table(&config.rope, config.head_dim, positions);
+        let mut rope_cos = backend.allocate(cos.len())?;
+        let mut rope_sin = backend.allocate(sin.len())?;
+        backend.upload(&cos, whole_mut::<B, f32>(&mut rope_cos))?;
+        backend.upload(&sin, whole_mut::<B, f32>(&mut rope_sin))?;
+        Ok(Model { backend, config, layout, weights, rope_cos, rope_sin })
+    }
+
+    /// The device.
+    pub fn backend(&self) -> &B {
+        &self.backend
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Where each tensor lies.
+    pub fn layout(&self) -> &ModelLayout {
+        &self.layout
+    }
+
+    /// The weights.
+    pub fn weights(&self) -> &FlatBuffers<B, T> {
+        &self.weights
+    }
+
+    /// The weights, for the optimiser.
+    pub fn weights_mut(&mut self) -> &mut FlatBuffers<B, T> {
+        &mut self.weights
+    }
+
+    /// The router of a Mixture-of-Head model; `None` for a dense one, and for one that routes no
+    /// head or selects all of them, which is dense.
+    pub(crate) fn router(&self) -> Option<QueryNormRouter> {
+        let moh = self.config.moh?;
+        let routed = self.config.num_attention_heads - moh.shared_heads;
+        (routed > 0)
+            .then_some(QueryNormRouter { shared_heads: moh.shared_heads, top_k: moh.routed_top_k })
+    }
+
+    /// The forward pass up to the final norm; adds the balance loss to `sums`.
+    ///
+    /// # Errors
+    /// A token id outside the vocabulary, or a failing device.
+    pub fn forward(
+        &self,
+        activations: &mut Activations<B, T>,
+        sums: &mut LossSums<B>,
+    ) -> Result<(), Error> {
+        let backend = &self.backend;
+        let Activations { shape, ids, first_key, stream, kept, cheap, .. } = activations;
+        let tokens = Tokens::<B> { shape: *shape, first_position: 0, first_key: first_key.as_ref() };
+        let n = shape.tokens();
+        backend.embedding_forward(
+            self.config.hidden_size,
+            whole::<B, u32>(ids),
+            whole::<B, T>(self.weights.flat(ModelLayout::EMBEDDING)),
+            whole_mut::<B, T>(&mut stream[0]),
+        )?;
+        let share = 1.0 / self.config.num_hidden_layers as f64;
+        for layer in 0..self.config.num_hidden_layers {
+            let (before, after) = stream.split_at_mut(layer + 1);
+            let (input, output) = (&before[layer], &mut after[0]);
+            let kept_slot = layer.min(kept.len() - 1);
+            let cheap_slot = layer.min(cheap.len() - 1);
+            let (kept, cheap) = (&mut kept[kept_slot], &mut cheap[cheap_slot]);
+            self.attend(layer, &tokens, input, kept, cheap, None)?;
+            self.activate(layer, n, kept, cheap)?;
+            self.project_down(layer, n, kept, cheap, output)?;
+            if let Some(routing) = &kept.routing {
+                backend.balance_loss(routing, share, whole_mut::<B, f64>(&mut sums.balance))?;
+            }
+        }
+        backend.rms_norm_forward(
+            self.config.rms_norm_eps,
+            whole::<B, T>(&stream[self.config.num_hidden_layers]),
+            whole::<B, T>(self.weights.flat(self.layout.final_norm_index())),
+            whole_mut::<B, T>(&mut activations.final_normed),
+            whole_mut::<B, f32>(&mut activations.final_inv_rms),
+        )?;
+        Ok(())
+    }
+
+    /// Adds the cross-entropy of the uploaded micro-batch to `sums`, without gradients.
+    ///
+    /// # Errors
+    /// As [`Model::forward`].
+    pub fn evaluate(
+        &self,
+        activations: &mut Activations<B, T>,
+        sums: &mut LossSums<B>,
+    ) -> Result<(), Error> {
+        self.forward(activations, sums)?;
+        self.backend.cross_entropy::<T, f32>(
+            &self.head_shape(activations.shape.tokens()),
+            whole::<B, T>(&activations.final_normed),
+            whole::<B, T>(self.weights.flat(self.layout.head_index())),
+            whole::<B, u32>(&activations.targets),
+            whole_mut::<B, f32>(&mut activations.head_scratch),
+            whole_mut::<B, f64>(&mut sums.cross_entropy),
+            None,
+        )?;
+        Ok(())
+    }
+
+    /// Forward and backward over the uploaded micro-batch: adds its losses to `sums` and its
+    /// gradients to `gradients`.
+    ///
+    /// # Errors
+    /// As [`Model::forward`]; activations planned without a backward pass are refused.
+    pub fn forward_backward<G: Element>(
+        &self,
+        activations: &mut Activations<B, T>,
+        gradients: &mut FlatBuffers<B, G>,
+        scale: LossScale,
+        sums: &mut LossSums<B>,
+    ) -> Result<(), Error> {
+        self.forward(activations, sums)?;
+        let Activations { shape, recompute, stream, kept, cheap, backward, .. } = activations;
+        let Some(scratch) = backward else {
+            return Err(Error::NotPlannedForTraining);
+        };
+        let (backend, layout) = (&self.backend, &self.layout);
+        let (n, width) = (shape.tokens(), self.config.hidden_size);
+        let layers = self.config.num_hidden_layers;
+        backend.cross_entropy(
+            &self.head_shape(n),
+            whole::<B, T>(&activations.final_normed),
+            whole::<B, T>(self.weights.flat(layout.head_index())),
+            whole::<B, u32>(&activations.targets),
+            whole_mut::<B, f32>(&mut activations.head_scratch),
+            whole_mut::<B, f64>(&mut sums.cross_entropy),
+            Some(HeadGradients::<B, T, G> {
+                scale: scale.cross_entropy,
+                d_x: whole_mut::<B, T>(&mut scratch.d_normed),
+                d_weight: whole_mut::<B, G>(gradients.flat_mut(layout.head_index())),
+            }),
+        )?;
+        backend.zero(whole_mut::<B, T>(&mut scratch.d_stream))?;
+        let final_norm = layout.final_norm_index();
+        backend.rms_norm_backward(
+            whole::<B, T>(&stream[layers]),
+            whole::<B, T>(self.weights.flat(final_norm)),
+            whole::<B, f32>(&activations.final_inv_rms),
+            whole::<B, T>(&scratch.d_normed),
+            whole_mut::<B, T>(&mut scratch.d_stream),
+            whole_mut::<B, G>(gradients.flat_mut(final_norm)),
+        )?;
+        let first_key = activations.first_key.as_ref();
+        let tokens = Tokens::<B> { shape: *shape, first_position: 0, first_key };
+        let router = RouterScale {
+            balance_weight: scale.balance / layers as f32,
+            straight_through: scale.straight_through,
+        };
+        for layer in (0..layers).rev() {
+            let (kept_slot, cheap_slot) = (layer.min(kept.len() - 1), layer.min(cheap.len() - 1));
+            let (kept, cheap) = (&mut kept[kept_slot], &mut cheap[cheap_slot]);
+            let input = &stream[layer];
+            match recompute {
+                Recompute::None => {}
+                Recompute::Cheap => self.recompute_cheap(layer, n, input, kept, cheap)?,
+                Recompute::Block => {
+                    self.attend(layer, &tokens, input, kept, cheap, None)?;
+                    self.activate(layer, n, kept, cheap)?;
+                }
+            }
+            self.block_backward(layer, &tokens, input, kept, cheap, scratch, gradients, router)?;
+        }
+        backend.embedding_backward(
+            width,
+            whole::<B, u32>(&activations.ids),
+            whole::<B, T>(&scratch.d_stream),
+            whole_mut::<B, G>(gradients.flat_mut(ModelLayout::EMBEDDING)),
+        )?;
+        Ok(())
+    }
+
+    /// Logits of the last forward pass, `[N, V]`.
+    ///
+    /// # Errors
+    /// A failing device, or no room for the logits.
+    pub fn logits(&self, activations: &Activations<B, T>) -> Result<Vec<f32>, Error> {
+        let tokens = activations.shape.tokens();
+        self.project(whole::<B, T>(&activations.final_normed), tokens)
+    }
+
+    /// Logits of normed rows `[tokens, C]`, on the host.
+    pub(crate) fn project(
+        &self,
+        normed: B::View<'_, T>,
+        tokens: usize,
+    ) -> Result<Vec<f32>, Error> {
+        let backend = &self.backend;
+        let mut logits = backend.allocate::<T>(tokens * self.config.vocab_size)?;
+        backend.linear_forward(
+            self.config.hidden_size,
+            normed,
+            whole::<B, T>(self.weights.flat(self.layout.head_index())),
+            None,
+            whole_mut::<B, T>(&mut logits),
+        )?;
+        let mut host = vec![T::from_f32(0.0); tokens * self.config.vocab_size];
+        backend.download(whole::<B, T>(&logits), &mut host)?;
+        Ok(host.iter().map(|value| value.to_f32()).collect())
+    }
+
+    /// Which routed heads each token selected in the last forward pass, `[layers, N, R]`; empty
+    /// for a dense model. The activations keep every block's routing unless they recompute blocks.
+    ///
+    /// # Errors
+    /// A failing device.
+    pub fn routed_mask(&self, activations: &Activations<B, T>) -> Result<Vec<u8>, Error> {
+        let tokens = activations.shape.tokens();
+        let mut masks = Vec::new();
+        for routing in activations.kept.iter().filter_map(|kept| kept.routing.as_ref()) {
+            let shared = self.config.moh.map_or(0, |moh| moh.shared_heads);
+            let routed = self.config.num_attention_heads - shared;
+            let start = masks.len();
+            masks.resize(start + tokens * routed, 0);
+            self.backend.routed_mask(routing, &mut masks[start..])?;
+        }
+        Ok(masks)
+    }
+
+    /// The gates of the last forward pass, `[layers, N, R]`; empty for a dense model.
+    ///
+    /// # Errors
+    /// A failing device.
+    pub fn gates(&self, activations: &Activations<B, T>) -> Result<Vec<f32>, Error> {
+        let tokens = activations.shape.tokens();
+        let mut gates = Vec::new();
+        for routing in activations.kept.iter().filter_map(|kept| kept.routing.as_ref()) {
+            let shared = self.config.moh.map_or(0, |moh| moh.shared_heads);
+            let routed = self.config.num_attention_heads - shared;
+            let start = gates.len();
+            gates.resize(start + tokens * routed, 0.0);
+            self.backend.gates(routing, &mut gates[start..])?;
+        }
+        Ok(gates)
+    }
+}
