@@ -1,0 +1,252 @@
+//! Sizes that follow from a configuration: tensors, parameters and floating-point operations.
+//!
+//! The convention for FLOPs: a multiply-add counts as two; norms, RoPE, softmax, activations, the
+//! router and the optimiser count nothing. Linear layers, the output head included and the
+//! embedding's look-up excluded, take 2 x their parameters per token forward and twice that
+//! backward. The attention core has two products of 2 x length x head_dim per head, of which the
+//! causal half counts: (T + 1) / 2 keys on average; its backward takes 2.5 x its forward (five
+//! products, one of them the recomputed scores). Keys and values are computed for every token and
+//! head, and so are all queries (the router reads them): Mixture-of-Head saves in the core alone,
+//! and in the output projection no operation is counted as saved.
+
+use crate::config::ModelConfig;
+
+/// Parameters beyond this are not believed; it keeps every later product of sizes within 64 bits.
+const MAX_PARAMETERS: u128 = 1 << 50;
+
+/// Sizes that are each plausible and together are not.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LimitExceeded {
+    /// What is too large.
+    pub what: String,
+    /// The largest supported value.
+    pub limit: u64,
+}
+
+/// Floating-point operations per token, forward, at one sequence length.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Flops {
+    /// Linear layers and the output head.
+    pub linear: f64,
+    /// The attention core (scores and weighted values) of the active heads.
+    pub attention: f64,
+}
+
+impl Flops {
+    /// Forward and backward of all parts: 3 x the linear layers, 3.5 x the attention core.
+    pub fn training(&self) -> f64 {
+        3.0 * self.linear + 3.5 * self.attention
+    }
+
+    /// Forward of all parts.
+    pub fn forward(&self) -> f64 {
+        self.linear + self.attention
+    }
+}
+
+/// The tensors of one block, by name within it, each with its shape.
+fn block_shapes(config: &ModelConfig) -> [(&'static str, Vec<usize>); 9] {
+    let hidden = config.hidden_size;
+    let mlp = config.intermediate_size;
+    let (queries, keys) = (config.query_width(), config.key_value_width());
+    [
+        ("input_layernorm.weight", vec![hidden]),
+        ("self_attn.q_proj.weight", vec![queries, hidden]),
+        ("self_attn.k_proj.weight", vec![keys, hidden]),
+        ("self_attn.v_proj.weight", vec![keys, hidden]),
+        ("self_attn.o_proj.weight", vec![hidden, queries]),
+        ("post_attention_layernorm.weight", vec![hidden]),
+        ("mlp.gate_proj.weight", vec![mlp, hidden]),
+        ("mlp.up_proj.weight", vec![mlp, hidden]),
+        ("mlp.down_proj.weight", vec![hidden, mlp]),
+    ]
+}
+
+/// Name of the embedding, whose rows are the vocabulary.
+pub const EMBEDDING: &str = "model.embed_tokens.weight";
+/// Name of the output head; absent from the files of a tied model.
+pub const OUTPUT_HEAD: &str = "lm_head.weight";
+
+/// Names (as in Hugging Face's Llama) and shapes of a model's tensors, in the order of the forward
+/// pass, which is the order in which they are written. A tied model has no output head.
+pub fn tensor_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
+    let embedding = vec![config.vocab_size, config.hidden_size];
+    let mut shapes = vec![(EMBEDDING.to_string(), embedding.clone())];
+    for layer in 0..config.num_hidden_layers {
+        for (name, shape) in block_shapes(config) {
+            shapes.push((format!("model.layers.{layer}.{name}"), shape));
+        }
+    }
+    shapes.push(("model.norm.weight".to_string(), vec![config.hidden_size]));
+    if !config.tie_word_embeddings {
+        shapes.push((OUTPUT_HEAD.to_string(), embedding));
+    }
+    shapes
+}
+
+impl ModelConfig {
+    /// Elements of all tensors; a tied head counts once.
+    pub fn num_parameters(&self) -> u64 {
+        // Cannot be cut: `check_limits` refuses configurations beyond 2^50.
+        self.count_parameters() as u64
+    }
+
+    fn count_parameters(&self) -> u128 {
+        let elements = |shape: &[usize]| shape.iter().map(|&size| size as u128).product::<u128>();
+        let block: u128 = block_shapes(self)
+            .iter()
+            .map(|(_, shape)| elements(shape))
+            .sum();
+        let embedding = elements(&[self.vocab_size, self.hidden_size]);
+        let heads = if self.tie_word_embeddings { 1 } else { 2 };
+        block * self.num_hidden_layers as u128 + heads * embedding + self.hidden_size as u128
+    }
+
+    /// Whether the sizes are within what 64-bit arithmetic (and any machine) can hold.
+    ///
+    /// # Errors
+    /// Says which size is too large.
+    pub fn check_limits(&self) -> Result<(), LimitExceeded> {
+        for (what, heads) in [
+            ("query heads", self.num_attention_heads),
+            ("key/value heads", self.num_key_value_heads),
+        ] {
+            let width = heads as u128 * self.head_dim as u128;
+            if width > u128::from(u32::MAX) {
+                let what = format!("{what} {width} wide");
+                return Err(LimitExceeded {
+                    what,
+                    limit: u64::from(u32::MAX),
+                });
+            }
+        }
+        match self.count_parameters() {
+            count if count > MAX_PARAMETERS => Err(LimitExceeded {
+                what: format!("{count} parameters"),
+                limit: MAX_PARAMETERS as u64,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Forward FLOPs per token in sequences of `length` tokens, by the convention of this module.
+    pub fn flops_per_token(&self, length: usize) -> Flops {
+        let matrices: f64 = block_shapes(self)
+            .iter()
+            .filter(|(_, shape)| shape.len() == 2)
+            .map(|(_, shape)| shape.iter().map(|&size| size as f64).product::<f64>())
+            .sum();
+        let head = self.vocab_size as f64 * self.hidden_size as f64;
+        let layers = self.num_hidden_layers as f64;
+        let keys = (length as f64 + 1.0) / 2.0;
+        Flops {
+            linear: 2.0 * (layers * matrices + head),
+            attention: layers
+                * 2.0
+                * 2.0
+                * keys
+                * self.head_dim as f64
+                * self.active_heads() as f64,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{MohConfig, RopeConfig, Router};
+
+    /// Llama 3 8B.
+    fn llama3_8b() -> ModelConfig {
+        ModelConfig {
+            vocab_size: 128_256,
+            hidden_size: 4096,
+            intermediate_size: 14_336,
+            num_hidden_layers: 32,
+            num_attention_heads: 32,
+            num_key_value_heads: 8,
+            head_dim: 128,
+            max_position_embeddings: 8192,
+            rms_norm_eps: 1e-5,
+            rope: RopeConfig {
+                theta: 500_000.0,
+                scaling: None,
+            },
+            tie_word_embeddings: false,
+            initializer_range: 0.02,
+            bos_token_id: Some(128_000),
+            eos_token_ids: vec![128_001],
+            moh: None,
+        }
+    }
+
+    #[test]
+    fn llama3_8b_has_its_published_number_of_parameters() {
+        // sum(p.numel() for p in LlamaForCausalLM(config).parameters())
+        assert_eq!(llama3_8b().num_parameters(), 8_030_261_248);
+        let shapes = tensor_shapes(&llama3_8b());
+        let elements: usize = shapes
+            .iter()
+            .map(|(_, shape)| shape.iter().product::<usize>())
+            .sum();
+        assert_eq!(elements as u64, llama3_8b().num_parameters());
+        assert_eq!(shapes.len(), 3 + 9 * 32);
+    }
+
+    #[test]
+    fn a_tied_head_counts_once_and_is_not_in_the_files() {
+        let untied = llama3_8b();
+        let tied = ModelConfig {
+            tie_word_embeddings: true,
+            ..untied.clone()
+        };
+        assert_eq!(
+            untied.num_parameters() - tied.num_parameters(),
+            128_256 * 4096
+        );
+        assert!(
+            !tensor_shapes(&tied)
+                .iter()
+                .any(|(name, _)| name == OUTPUT_HEAD)
+        );
+        assert_eq!(tied.flops_per_token(8), untied.flops_per_token(8));
+    }
+
+    #[test]
+    fn flops_count_the_causal_half_of_the_active_heads() {
+        let dense = llama3_8b();
+        let moh = MohConfig {
+            router: Router::QueryNorm,
+            shared_heads: 16,
+            routed_top_k: 8,
+        };
+        let moh = ModelConfig {
+            moh: Some(moh),
+            ..dense.clone()
+        };
+        let (dense_flops, moh_flops) = (dense.flops_per_token(8191), moh.flops_per_token(8191));
+        assert_eq!(dense_flops.linear, moh_flops.linear);
+        assert_eq!(dense_flops.attention, 32.0 * 4.0 * 4096.0 * 128.0 * 32.0);
+        assert_eq!(moh_flops.attention, 0.75 * dense_flops.attention);
+        let norms = 65 * 4096;
+        let matrices = dense.num_parameters() - 128_256 * 4096 - norms;
+        assert_eq!(dense_flops.linear, 2.0 * matrices as f64);
+        assert_eq!(
+            dense_flops.training(),
+            3.0 * dense_flops.linear + 3.5 * dense_flops.attention
+        );
+    }
+
+    #[test]
+    fn sizes_that_overflow_together_are_refused() {
+        let mut config = llama3_8b();
+        config.intermediate_size = 1 << 24;
+        config.hidden_size = 1 << 24;
+        assert!(config.check_limits().is_err());
+        let mut config = llama3_8b();
+        config.head_dim = 1 << 24;
+        config.num_attention_heads = 1 << 24;
+        assert!(config.check_limits().is_err());
+        assert!(llama3_8b().check_limits().is_ok());
+    }
+}

@@ -1,0 +1,542 @@
+//! The weights of a model directory: `model.safetensors`, or shards with an index.
+//!
+//! Files are mapped, not read: a tensor is a slice of the mapping, whatever the model's size. What
+//! the headers promise is checked when the directory is opened (crate `safetensors` checks that the
+//! tensors cover a file exactly), so that no later access can leave the file.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::{Component, Path, PathBuf};
+
+use half::{bf16, f16};
+use memmap2::Mmap;
+use safetensors::SafeTensors;
+use safetensors::tensor::SafeTensorError;
+use serde_json::Value;
+
+use crate::Error;
+use crate::config::ModelConfig;
+use crate::flops::{EMBEDDING, OUTPUT_HEAD, tensor_shapes};
+
+/// Name of the weights of a model in one file.
+pub const WEIGHTS_FILE: &str = "model.safetensors";
+/// Name of the index of a model in several files.
+pub const INDEX_FILE: &str = "model.safetensors.index.json";
+
+/// A larger index is not an index.
+const MAX_INDEX_BYTES: u64 = 256 << 20;
+/// Buffers that old checkpoints carry and no model reads.
+const IGNORED_SUFFIX: &str = ".rotary_emb.inv_freq";
+
+/// Element type of a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Dtype {
+    /// 32-bit floating point.
+    F32,
+    /// 16-bit floating point (IEEE).
+    F16,
+    /// 16-bit floating point with the exponent of f32.
+    BF16,
+}
+
+impl Dtype {
+    /// Bytes of an element.
+    pub fn size(self) -> usize {
+        match self {
+            Dtype::F32 => 4,
+            Dtype::F16 | Dtype::BF16 => 2,
+        }
+    }
+
+    /// Its name in `config.json`: `float32`, `float16` or `bfloat16`.
+    pub fn config_name(self) -> &'static str {
+        match self {
+            Dtype::F32 => "float32",
+            Dtype::F16 => "float16",
+            Dtype::BF16 => "bfloat16",
+        }
+    }
+
+    /// Its name in a safetensors header: `F32`, `F16` or `BF16`.
+    pub fn header_name(self) -> &'static str {
+        match self {
+            Dtype::F32 => "F32",
+            Dtype::F16 => "F16",
+            Dtype::BF16 => "BF16",
+        }
+    }
+
+    fn from_safetensors(dtype: safetensors::Dtype) -> Option<Self> {
+        match dtype {
+            safetensors::Dtype::F32 => Some(Dtype::F32),
+            safetensors::Dtype::F16 => Some(Dtype::F16),
+            safetensors::Dtype::BF16 => Some(Dtype::BF16),
+            _ => None,
+        }
+    }
+
+    /// Index of the first element that is infinite or not a number.
+    pub fn first_not_finite(self, bytes: &[u8]) -> Option<usize> {
+        match self {
+            Dtype::F32 => first(bytes, |b: [u8; 4]| {
+                u32::from_le_bytes(b) & 0x7f80_0000 == 0x7f80_0000
+            }),
+            Dtype::F16 => first(bytes, |b: [u8; 2]| u16::from_le_bytes(b) & 0x7c00 == 0x7c00),
+            Dtype::BF16 => first(bytes, |b: [u8; 2]| u16::from_le_bytes(b) & 0x7f80 == 0x7f80),
+        }
+    }
+
+    /// Widens little-endian elements to f32, exactly; as many as the shorter side has.
+    pub fn read(self, bytes: &[u8], out: &mut [f32]) {
+        match self {
+            Dtype::F32 => {
+                for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                    *out = f32::from_le_bytes(*bytes);
+                }
+            }
+            Dtype::F16 => {
+                for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                    *out = f16::from_le_bytes(*bytes).to_f32();
+                }
+            }
+            Dtype::BF16 => {
+                for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                    *out = bf16::from_le_bytes(*bytes).to_f32();
+                }
+            }
+        }
+    }
+
+    /// Rounds f32 values to this type (to nearest, ties to even), little-endian; as many as the
+    /// shorter side has. Values beyond the type's range become infinite.
+    pub fn write(self, values: &[f32], out: &mut [u8]) {
+        match self {
+            Dtype::F32 => {
+                for (bytes, value) in out.as_chunks_mut::<4>().0.iter_mut().zip(values) {
+                    *bytes = value.to_le_bytes();
+                }
+            }
+            Dtype::F16 => {
+                for (bytes, value) in out.as_chunks_mut::<2>().0.iter_mut().zip(values) {
+                    *bytes = f16::from_f32(*value).to_le_bytes();
+                }
+            }
+            Dtype::BF16 => {
+                for (bytes, value) in out.as_chunks_mut::<2>().0.iter_mut().zip(values) {
+                    *bytes = bf16::from_f32(*value).to_le_bytes();
+                }
+            }
+        }
+    }
+}
+
+impl std::fmt::Display for Dtype {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.config_name())
+    }
+}
+
+/// First element that is `bad`: whole blocks are tested without a branch, so that the test runs at
+/// the speed of memory.
+fn first<const N: usize>(bytes: &[u8], bad: impl Fn([u8; N]) -> bool) -> Option<usize> {
+    const BLOCK: usize = 1024;
+    let (elements, _) = bytes.as_chunks::<N>();
+    for (block, elements) in elements.chunks(BLOCK).enumerate() {
+        if elements
+            .iter()
+            .fold(false, |any, element| any | bad(*element))
+        {
+            let within = elements.iter().position(|element| bad(*element))?;
+            return Some(block * BLOCK + within);
+        }
+    }
+    None
+}
+
+/// A tensor as it lies in its file.
+#[derive(Debug, Clone, Copy)]
+pub struct TensorBytes<'a> {
+    /// Element type.
+    pub dtype: Dtype,
+    /// Sizes, slowest first.
+    pub shape: &'a [usize],
+    /// Little-endian elements; not necessarily aligned.
+    pub bytes: &'a [u8],
+}
+
+/// The weight files of a model directory, mapped.
+#[derive(Debug)]
+pub struct WeightFiles {
+    shards: Vec<Shard>,
+    /// In file order.
+    tensors: Vec<Tensor>,
+    by_name: HashMap<String, usize>,
+    /// What messages call all of them: the one file or the index.
+    path: PathBuf,
+}
+
+#[derive(Debug)]
+struct Shard {
+    path: PathBuf,
+    map: Mmap,
+}
+
+#[derive(Debug)]
+struct Tensor {
+    name: String,
+    shard: usize,
+    dtype: safetensors::Dtype,
+    shape: Vec<usize>,
+    /// Byte range within the shard's file; inside it by `SafeTensors::read_metadata`.
+    range: std::ops::Range<usize>,
+}
+
+fn refuse<T>(path: &Path, reason: impl Into<String>) -> Result<T, Error> {
+    Err(Error::File {
+        path: path.to_path_buf(),
+        reason: reason.into(),
+    })
+}
+
+impl WeightFiles {
+    /// Maps the weights in `dir`: `model.safetensors` where it exists, as transformers does, else
+    /// the shards that `model.safetensors.index.json` names.
+    ///
+    /// # Errors
+    /// When files are missing, cut short or corrupt, or when the index does not fit its shards.
+    pub fn open(dir: &Path) -> Result<Self, Error> {
+        let single = dir.join(WEIGHTS_FILE);
+        let index = dir.join(INDEX_FILE);
+        if single.is_file() {
+            let mut files = WeightFiles::empty(single.clone());
+            files.add_shard(single, None)?;
+            return Ok(files);
+        }
+        if index.is_file() {
+            return Self::open_index(dir, index);
+        }
+        if !dir.is_dir() {
+            return refuse(dir, "is not a directory");
+        }
+        let has_pickles = std::fs::read_dir(dir).is_ok_and(|entries| {
+            entries.flatten().any(|entry| {
+                let path = entry.path();
+                path.extension()
+                    .is_some_and(|ext| ext == "bin" || ext == "pth" || ext == "pt")
+            })
+        });
+        let advice = if has_pickles {
+            "; its PyTorch weights (.bin, .pth) must be saved as safetensors first"
+        } else {
+            ""
+        };
+        refuse(
+            dir,
+            format!("holds neither {WEIGHTS_FILE} nor {INDEX_FILE}{advice}"),
+        )
+    }
+
+    fn empty(path: PathBuf) -> Self {
+        WeightFiles {
+            shards: Vec::new(),
+            tensors: Vec::new(),
+            by_name: HashMap::new(),
+            path,
+        }
+    }
+
+    fn open_index(dir: &Path, index: PathBuf) -> Result<Self, Error> {
+        let weight_map = read_index(&index)?;
+        let mut names: Vec<&String> = weight_map.values().collect();
+        names.sort();
+        names.dedup();
+        let mut files = WeightFiles::empty(index.clone());
+        for name in names {
+            let path = dir.join(name);
+            if !path.is_file() {
+                return refuse(&index, format!("names the shard {name}, which is missing"));
+            }
+            files.add_shard(path, Some((name, &weight_map)))?;
+        }
+        let mut missing: Vec<_> = weight_map
+            .iter()
+            .filter(|(name, _)| !files.by_name.contains_key(*name))
+            .collect();
+        missing.sort();
+        match missing.first() {
+            Some((name, file)) => refuse(
+                &index,
+                format!(
+                    "places {} in {file}, which does not hold it",
+                    name.escape_debug()
+                ),
+            ),
+            None => Ok(files),
+        }
+    }
+
+    /// Maps one file and lists its tensors; of a tensor that several shards hold, the one that the
+    /// index names counts.
+    fn add_shard(
+        &mut self,
+        path: PathBuf,
+        index: Option<(&String, &HashMap<String, String>)>,
+    ) -> Result<(), Error> {
+        let io = |source| Error::Io {
+            path: path.clone(),
+            source,
+        };
+        let file = File::open(&path).map_err(io)?;
+        let map = map(&file).map_err(io)?;
+        let (header, metadata) = match SafeTensors::read_metadata(&map) {
+            Ok(read) => read,
+            Err(error) => return refuse(&path, describe(&error, map.len())),
+        };
+        let start = header + size_of::<u64>();
+        for name in metadata.offset_keys() {
+            let Some(info) = metadata.info(&name) else {
+                continue;
+            };
+            let elsewhere = index.is_some_and(|(file_name, weight_map)| {
+                weight_map.get(&name).is_some_and(|file| file != file_name)
+            });
+            if elsewhere || self.by_name.contains_key(&name) {
+                continue;
+            }
+            let (from, to) = info.data_offsets;
+            self.by_name.insert(name.clone(), self.tensors.len());
+            self.tensors.push(Tensor {
+                name,
+                shard: self.shards.len(),
+                dtype: info.dtype,
+                shape: info.shape.clone(),
+                range: start + from..start + to,
+            });
+        }
+        self.shards.push(Shard { path, map });
+        Ok(())
+    }
+
+    /// Names of all tensors, in file order.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.iter().map(|tensor| tensor.name.as_str())
+    }
+
+    /// The tensor of that name, as it lies in its file.
+    ///
+    /// # Errors
+    /// When there is none, or its elements are not f32, f16 or bf16.
+    pub fn get(&self, name: &str) -> Result<TensorBytes<'_>, Error> {
+        let tensor = self.find(name)?;
+        let shard = &self.shards[tensor.shard];
+        let Some(dtype) = Dtype::from_safetensors(tensor.dtype) else {
+            let reason = format!(
+                "{name} has type {}: expected F32, F16 or BF16",
+                tensor.dtype
+            );
+            return refuse(&shard.path, reason);
+        };
+        Ok(TensorBytes {
+            dtype,
+            shape: &tensor.shape,
+            bytes: &shard.map[tensor.range.clone()],
+        })
+    }
+
+    fn find(&self, name: &str) -> Result<&Tensor, Error> {
+        match self.by_name.get(name) {
+            Some(&index) => Ok(&self.tensors[index]),
+            None => refuse(&self.path, format!("{name} is missing")),
+        }
+    }
+
+    /// The file that holds a tensor: what messages about it name.
+    pub fn file_of(&self, name: &str) -> &Path {
+        match self.by_name.get(name) {
+            Some(&index) => &self.shards[self.tensors[index].shard].path,
+            None => &self.path,
+        }
+    }
+
+    /// Checks that the files hold the tensors of `config` and no others.
+    ///
+    /// Tolerated are the output head of a tied model (Hugging Face drops it) and the `inv_freq`
+    /// buffers of old checkpoints.
+    ///
+    /// # Errors
+    /// Names the first tensor that is missing, has another shape or type, or is unexpected.
+    pub fn check(&self, config: &ModelConfig) -> Result<(), Error> {
+        let expected = tensor_shapes(config);
+        for (name, shape) in &expected {
+            let tensor = self.find(name)?;
+            if tensor.shape != *shape {
+                let reason = format!(
+                    "{name} has shape {:?}: the configuration says {shape:?}",
+                    tensor.shape
+                );
+                return refuse(self.file_of(name), reason);
+            }
+            self.get(name)?;
+        }
+        let expected: HashMap<&str, &[usize]> = expected
+            .iter()
+            .map(|(name, shape)| (name.as_str(), shape.as_slice()))
+            .collect();
+        let is_known = |tensor: &&Tensor| {
+            let name = tensor.name.as_str();
+            expected.contains_key(name)
+                || name.ends_with(IGNORED_SUFFIX)
+                || (name == OUTPUT_HEAD && expected.get(EMBEDDING) == Some(&&tensor.shape[..]))
+        };
+        match self.tensors.iter().find(|tensor| !is_known(tensor)) {
+            None => Ok(()),
+            Some(Tensor { name, shape, .. }) => refuse(
+                self.file_of(name),
+                format!(
+                    "unexpected tensor {} of shape {shape:?}",
+                    name.escape_debug()
+                ),
+            ),
+        }
+    }
+
+    /// Reads a tensor into `out`, widened to f32.
+    ///
+    /// # Errors
+    /// When there is no such tensor, `out` has another length, or an element is not finite.
+    pub fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<(), Error> {
+        let TensorBytes {
+            dtype,
+            shape,
+            bytes,
+        } = self.get(name)?;
+        let elements = bytes.len() / dtype.size();
+        if elements != out.len() {
+            let reason = format!(
+                "{name} has shape {shape:?}: expected {} elements",
+                out.len()
+            );
+            return refuse(self.file_of(name), reason);
+        }
+        if let Some(element) = dtype.first_not_finite(bytes) {
+            return Err(self.not_finite(name, element));
+        }
+        dtype.read(bytes, out);
+        Ok(())
+    }
+
+    /// The error for a tensor with an element that is infinite or not a number.
+    pub fn not_finite(&self, name: &str, element: usize) -> Error {
+        Error::File {
+            path: self.file_of(name).to_path_buf(),
+            reason: format!("{name} has a value that is not finite, at element {element}"),
+        }
+    }
+
+    /// Tells the system that the tensor's pages are not needed for now, so that reading a large
+    /// model leaves little resident. Its bytes remain readable.
+    pub fn release(&self, name: &str) {
+        if let Some(&index) = self.by_name.get(name) {
+            let Tensor { shard, range, .. } = &self.tensors[index];
+            release(&self.shards[*shard].map, range.clone());
+        }
+    }
+}
+
+/// Maps a file for reading.
+#[allow(unsafe_code)]
+fn map(file: &File) -> std::io::Result<Mmap> {
+    if !file.metadata()?.is_file() {
+        return Err(std::io::Error::other("is not a regular file"));
+    }
+    // SAFETY: the mapping is private and read-only. It is sound while no other process shortens or
+    // rewrites the file, which every program that maps weights asks of its user; this program
+    // itself replaces files by renaming and never writes into one that it has mapped.
+    unsafe { Mmap::map(file) }
+}
+
+#[cfg(unix)]
+#[allow(unsafe_code)]
+fn release(map: &Mmap, range: std::ops::Range<usize>) {
+    // SAFETY: the mapping is private, backed by a file and never written, so dropped pages are
+    // read from the file again at the next access. Failure costs memory, nothing else.
+    let _ = unsafe {
+        map.unchecked_advise_range(
+            memmap2::UncheckedAdvice::DontNeed,
+            range.start,
+            range.end - range.start,
+        )
+    };
+}
+
+#[cfg(not(unix))]
+fn release(_: &Mmap, _: std::ops::Range<usize>) {}
+
+/// The `weight_map` of an index: tensor name to file name.
+fn read_index(path: &Path) -> Result<HashMap<String, String>, Error> {
+    let io = |source| Error::Io {
+        path: path.to_path_buf(),
+        source,
+    };
+    let length = std::fs::metadata(path).map_err(io)?.len();
+    if length > MAX_INDEX_BYTES {
+        return refuse(
+            path,
+            format!("{length} bytes: an index has at most {MAX_INDEX_BYTES}"),
+        );
+    }
+    let bytes = std::fs::read(path).map_err(io)?;
+    let index: Value = match serde_json::from_slice(&bytes) {
+        Ok(index) => index,
+        Err(error) => return refuse(path, format!("not valid JSON: {error}")),
+    };
+    let Some(Value::Object(entries)) = index.get("weight_map") else {
+        return refuse(path, "weight_map is missing or not an object");
+    };
+    let mut weight_map = HashMap::with_capacity(entries.len());
+    for (name, file) in entries {
+        let shown = name.escape_debug();
+        let Some(file) = file.as_str() else {
+            return refuse(path, format!("weight_map.{shown}: expected a file name"));
+        };
+        if !is_plain_name(file) {
+            let file = file.escape_debug();
+            let reason =
+                format!("weight_map.{shown} = \"{file}\": must be a file of the directory");
+            return refuse(path, reason);
+        }
+        weight_map.insert(name.clone(), file.to_string());
+    }
+    if weight_map.is_empty() {
+        return refuse(path, "weight_map is empty");
+    }
+    Ok(weight_map)
+}
+
+/// Whether a name stays in its directory, on every system.
+fn is_plain_name(name: &str) -> bool {
+    let mut parts = Path::new(name).components();
+    matches!(
+        (parts.next(), parts.next()),
+        (Some(Component::Normal(_)), None)
+    ) && !name.contains(['/', '\\', ':', '\0'])
+}
+
+fn describe(error: &SafeTensorError, length: usize) -> String {
+    match error {
+        SafeTensorError::HeaderTooSmall => {
+            format!("is cut short: {length} bytes, less than the header's length field")
+        }
+        SafeTensorError::InvalidHeaderLength => {
+            format!("is cut short or corrupt: the header ends beyond the file's {length} bytes")
+        }
+        SafeTensorError::HeaderTooLarge => "is corrupt: the header's length is absurd".to_string(),
+        SafeTensorError::MetadataIncompleteBuffer => {
+            format!("is cut short or corrupt: its tensors do not end at its {length} bytes")
+        }
+        other => format!("has a corrupt safetensors header: {other}"),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,376 @@
+use super::*;
+use crate::config_file::ConfigFile;
+use serde_json::json;
+use std::collections::BTreeMap;
+
+type Tensors = BTreeMap<String, (Vec<usize>, Vec<u8>)>;
+
+fn config(tied: bool) -> ModelConfig {
+    let fields = json!({
+        "model_type": "llama", "vocab_size": 6, "hidden_size": 4, "intermediate_size": 6,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "tie_word_embeddings": tied,
+    });
+    ConfigFile::from_value(fields, Path::new("config.json"))
+        .unwrap()
+        .config
+}
+
+fn tensors(config: &ModelConfig) -> Tensors {
+    tensor_shapes(config)
+        .into_iter()
+        .enumerate()
+        .map(|(index, (name, shape))| {
+            let elements = shape.iter().product::<usize>();
+            let bytes = (0..elements)
+                .flat_map(|element| (index as f32 + element as f32 / 64.0).to_le_bytes())
+                .collect();
+            (name, (shape, bytes))
+        })
+        .collect()
+}
+
+fn safetensors_file(tensors: &Tensors) -> Vec<u8> {
+    let views = tensors.iter().map(|(name, (shape, bytes))| {
+        let dtype = safetensors::Dtype::F32;
+        (
+            name,
+            safetensors::tensor::TensorView::new(dtype, shape.clone(), bytes).unwrap(),
+        )
+    });
+    safetensors::serialize(views, None).unwrap()
+}
+
+fn single(tensors: &Tensors) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join(WEIGHTS_FILE), safetensors_file(tensors)).unwrap();
+    dir
+}
+
+/// Two shards and an index, which `edit` may spoil.
+fn sharded(tensors: &Tensors, edit: impl Fn(&mut Value)) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let half = tensors.len() / 2;
+    let mut index = json!({"metadata": {"total_size": 0}, "weight_map": {}});
+    for (part, name) in ["model-1.safetensors", "model-2.safetensors"]
+        .into_iter()
+        .enumerate()
+    {
+        let held: Tensors = tensors
+            .iter()
+            .enumerate()
+            .filter(|(position, _)| (*position >= half) == (part == 1))
+            .map(|(_, (key, value))| (key.clone(), value.clone()))
+            .collect();
+        held.keys()
+            .for_each(|key| index["weight_map"][key] = json!(name));
+        std::fs::write(dir.path().join(name), safetensors_file(&held)).unwrap();
+    }
+    edit(&mut index);
+    std::fs::write(dir.path().join(INDEX_FILE), index.to_string()).unwrap();
+    dir
+}
+
+fn open_error(dir: &tempfile::TempDir) -> String {
+    let message = WeightFiles::open(dir.path()).unwrap_err().to_string();
+    assert!(!message.contains('\n'), "{message}");
+    message
+}
+
+fn check_error(tensors: &Tensors, config: &ModelConfig) -> String {
+    let dir = single(tensors);
+    WeightFiles::open(dir.path())
+        .unwrap()
+        .check(config)
+        .unwrap_err()
+        .to_string()
+}
+
+#[test]
+fn one_file_and_shards_give_the_same_tensors() {
+    let config = config(false);
+    let tensors = tensors(&config);
+    for dir in [single(&tensors), sharded(&tensors, |_| ())] {
+        let files = WeightFiles::open(dir.path()).unwrap();
+        files.check(&config).unwrap();
+        assert_eq!(files.names().count(), tensors.len());
+        for (name, (shape, bytes)) in &tensors {
+            let tensor = files.get(name).unwrap();
+            assert_eq!(
+                (tensor.dtype, tensor.shape, tensor.bytes),
+                (Dtype::F32, &shape[..], &bytes[..])
+            );
+            files.release(name);
+            let mut values = vec![0.0; bytes.len() / 4];
+            files.read_f32(name, &mut values).unwrap();
+            assert_eq!(values[0].to_le_bytes(), bytes[..4]);
+        }
+    }
+}
+
+#[test]
+fn a_directory_without_weights_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    assert!(open_error(&dir).ends_with(&format!("holds neither {WEIGHTS_FILE} nor {INDEX_FILE}")));
+    std::fs::write(dir.path().join("pytorch_model.bin"), b"x").unwrap();
+    assert!(open_error(&dir).contains("must be saved as safetensors first"));
+    let message = WeightFiles::open(&dir.path().join("none"))
+        .unwrap_err()
+        .to_string();
+    assert!(message.ends_with("is not a directory"), "{message}");
+}
+
+#[test]
+fn a_file_cut_anywhere_is_refused() {
+    let bytes = safetensors_file(&tensors(&config(false)));
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(WEIGHTS_FILE);
+    for length in (0..200)
+        .chain((200..bytes.len()).step_by(97))
+        .chain([bytes.len() - 1])
+    {
+        std::fs::write(&path, &bytes[..length]).unwrap();
+        assert!(
+            open_error(&dir).contains("cut short"),
+            "{length}: {}",
+            open_error(&dir)
+        );
+    }
+}
+
+#[test]
+fn corrupt_headers_are_refused() {
+    let bytes = safetensors_file(&tensors(&config(false)));
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(WEIGHTS_FILE);
+    let header = |text: &str, data: usize| {
+        let mut file = (text.len() as u64).to_le_bytes().to_vec();
+        file.extend(text.as_bytes());
+        file.extend(std::iter::repeat_n(0, data));
+        file
+    };
+    let long = [&bytes[..], &[0]].concat();
+    let huge = [&u64::MAX.to_le_bytes()[..], &bytes[8..]].concat();
+    for (file, expected) in [
+        (long, "do not end at its"),
+        (huge, "length is absurd"),
+        (header("{\"a\": 1}", 0), "corrupt safetensors header"),
+        (header("not json", 0), "corrupt safetensors header"),
+        (
+            header(
+                r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}"#,
+                4,
+            ),
+            "corrupt",
+        ),
+        (
+            header(
+                r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}"#,
+                8,
+            ),
+            "corrupt",
+        ),
+        (
+            header(
+                r#"{"a":{"dtype":"F32","shape":[9223372036854775807,9],"data_offsets":[0,4]}}"#,
+                4,
+            ),
+            "corrupt",
+        ),
+    ] {
+        std::fs::write(&path, file).unwrap();
+        assert!(open_error(&dir).contains(expected), "{}", open_error(&dir));
+    }
+}
+
+#[test]
+fn an_index_that_does_not_fit_is_refused() {
+    let tensors = tensors(&config(false));
+    for (edit, expected) in [
+        (
+            json!({"weight_map": {"a": "model-9.safetensors"}}),
+            "model-9.safetensors, which is missing",
+        ),
+        (
+            json!({"weight_map": {"a": "model-1.safetensors"}}),
+            "places a in model-1.safetensors",
+        ),
+        (
+            json!({"weight_map": {"a": "../model-1.safetensors"}}),
+            "must be a file of the directory",
+        ),
+        (
+            json!({"weight_map": {"a": "/etc/passwd"}}),
+            "must be a file of the directory",
+        ),
+        (
+            json!({"weight_map": {"a": "..\\x"}}),
+            "must be a file of the directory",
+        ),
+        (
+            json!({"weight_map": {"a": "."}}),
+            "must be a file of the directory",
+        ),
+        (
+            json!({"weight_map": {"a": ""}}),
+            "must be a file of the directory",
+        ),
+        (
+            json!({"weight_map": {"a": 3}}),
+            "weight_map.a: expected a file name",
+        ),
+        (json!({"weight_map": {}}), "weight_map is empty"),
+        (
+            json!({"weight_map": []}),
+            "weight_map is missing or not an object",
+        ),
+        (json!([]), "weight_map is missing or not an object"),
+    ] {
+        let dir = sharded(&tensors, |index| *index = edit.clone());
+        assert!(open_error(&dir).contains(expected), "{}", open_error(&dir));
+    }
+    let dir = sharded(&tensors, |_| ());
+    std::fs::write(dir.path().join(INDEX_FILE), "{").unwrap();
+    assert!(open_error(&dir).contains("not valid JSON"));
+}
+
+#[test]
+fn a_cut_shard_is_named() {
+    let dir = sharded(&tensors(&config(false)), |_| ());
+    let path = dir.path().join("model-2.safetensors");
+    let length = std::fs::metadata(&path).unwrap().len();
+    std::fs::File::options()
+        .write(true)
+        .open(&path)
+        .unwrap()
+        .set_len(length - 1)
+        .unwrap();
+    let message = open_error(&dir);
+    assert!(
+        message.contains("model-2.safetensors: is cut short"),
+        "{message}"
+    );
+}
+
+#[test]
+fn tensors_must_be_those_of_the_configuration() {
+    let config = config(false);
+    let complete = tensors(&config);
+    let mut missing = complete.clone();
+    missing.remove("model.layers.1.mlp.up_proj.weight");
+    let message = check_error(&missing, &config);
+    assert!(
+        message.ends_with("model.layers.1.mlp.up_proj.weight is missing"),
+        "{message}"
+    );
+    let mut wrong = complete.clone();
+    wrong.get_mut("model.norm.weight").unwrap().0 = vec![2, 2];
+    let message = check_error(&wrong, &config);
+    assert!(message.contains("model.norm.weight has shape [2, 2]: the configuration says [4]"));
+    let mut more = complete.clone();
+    more.insert("model.layers.2.extra".to_string(), (vec![1], vec![0; 4]));
+    let message = check_error(&more, &config);
+    assert!(
+        message.contains("unexpected tensor model.layers.2.extra of shape [1]"),
+        "{message}"
+    );
+}
+
+#[test]
+fn a_tied_head_and_old_buffers_are_tolerated() {
+    let tied = config(true);
+    let mut held = tensors(&config(false));
+    let name = "model.layers.0.self_attn.rotary_emb.inv_freq".to_string();
+    held.insert(name, (vec![1], vec![0; 4]));
+    let dir = single(&held);
+    WeightFiles::open(dir.path()).unwrap().check(&tied).unwrap();
+    held.get_mut(OUTPUT_HEAD).unwrap().0 = vec![4, 6];
+    assert!(check_error(&held, &tied).contains("unexpected tensor lm_head.weight"));
+}
+
+#[test]
+fn values_that_are_not_finite_are_refused_by_name() {
+    let mut held = tensors(&config(false));
+    let name = "model.norm.weight";
+    held.get_mut(name).unwrap().1[12..].copy_from_slice(&f32::NAN.to_le_bytes());
+    let dir = single(&held);
+    let files = WeightFiles::open(dir.path()).unwrap();
+    let message = files.read_f32(name, &mut [0.0; 4]).unwrap_err().to_string();
+    assert!(message.ends_with("model.norm.weight has a value that is not finite, at element 3"));
+    assert!(files.read_f32(name, &mut [0.0; 5]).is_err());
+    assert!(files.get("none").is_err());
+}
+
+#[test]
+fn other_element_types_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let bytes = [0; 8];
+    let dtype = safetensors::Dtype::I64;
+    let view = safetensors::tensor::TensorView::new(dtype, vec![1], &bytes).unwrap();
+    let file = safetensors::serialize([("a", view)], None).unwrap();
+    std::fs::write(dir.path().join(WEIGHTS_FILE), file).unwrap();
+    let message = WeightFiles::open(dir.path())
+        .unwrap()
+        .get("a")
+        .unwrap_err()
+        .to_string();
+    assert!(
+        message.contains("a has type I64: expected F32, F16 or BF16"),
+        "{message}"
+    );
+}
+
+#[test]
+fn every_type_finds_its_first_value_that_is_not_finite() {
+    for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for position in [0, 7, 1023, 1024, 2999] {
+                let mut values = vec![-60000.0f32; 3000];
+                let mut bytes = vec![0; 3000 * dtype.size()];
+                dtype.write(&values, &mut bytes);
+                assert_eq!(dtype.first_not_finite(&bytes), None);
+                values[position] = bad;
+                dtype.write(&values, &mut bytes);
+                assert_eq!(dtype.first_not_finite(&bytes), Some(position));
+            }
+        }
+    }
+}
+
+#[test]
+fn the_fixtures_weights_are_read() {
+    let fixtures = Path::new(concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../../shared/fixtures"
+    ));
+    if !fixtures.is_dir() {
+        println!("skipped: no fixtures");
+        return;
+    }
+    for name in ["stories260K", "stories260K-sharded-bf16", "tiny-h8kv2"] {
+        let dir = fixtures.join(name);
+        let config = ConfigFile::read(&dir).unwrap().config;
+        let files = WeightFiles::open(&dir).unwrap();
+        files.check(&config).unwrap();
+        for (name, shape) in tensor_shapes(&config) {
+            files
+                .read_f32(&name, &mut vec![0.0; shape.iter().product()])
+                .unwrap();
+        }
+    }
+}
+
+proptest::proptest! {
+    #[test]
+    fn a_flipped_bit_in_the_header_never_panics(byte in 0usize..2000, bit in 0u8..8) {
+        let mut bytes = safetensors_file(&tensors(&config(false)));
+        bytes[byte] ^= 1 << bit;
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join(WEIGHTS_FILE), bytes).unwrap();
+        if let Ok(files) = WeightFiles::open(dir.path()) {
+            let _ = files.check(&config(false));
+            for name in files.names() {
+                let _ = files.get(name);
+            }
+        }
+    }
+}
