@@ -9,8 +9,8 @@ use moh_kernels::cross_entropy::HeadShape;
 use moh_kernels::rope::QkvShape;
 use moh_kernels::{Backend, Element};
 
-use crate::model::Model;
 use crate::Error;
+use crate::model::Model;
 
 /// What the backward pass computes again instead of keeping it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -10,10 +10,10 @@ use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::RouterGradient;
 use moh_kernels::{Backend, Element};
 
+use crate::Error;
 use crate::activations::{Backward, Cheap, Kept, whole, whole_mut};
 use crate::model::Model;
 use crate::parameters::FlatBuffers;
-use crate::Error;
 
 /// Keys and values of one block's past tokens, `[capacity, G D]` each.
 pub(crate) struct LayerCache<B: Backend, T: Element> {

@@ -91,9 +91,7 @@ impl MohConfig {
         let shared_heads = shared.unwrap_or(heads / 2);
         let refuse = |reason: String| Err(Error::Moh { reason });
         if !(0.0..=1.0).contains(&active) {
-            return refuse(format!(
-                "active = {active}: must be a share of the heads, 0 to 1"
-            ));
+            return refuse(format!("active = {active}: must be a share of the heads, 0 to 1"));
         }
         let count = (active * heads as f64).round() as usize;
         if count < shared_heads {
@@ -116,16 +114,10 @@ impl MohConfig {
     /// More shared or active heads than heads, or exactly one routed head (its norm has no
     /// standard deviation).
     pub fn validate(&self, heads: usize) -> Result<(), Error> {
-        let MohConfig {
-            shared_heads,
-            routed_top_k,
-            ..
-        } = *self;
+        let MohConfig { shared_heads, routed_top_k, .. } = *self;
         let refuse = |reason: String| Err(Error::Moh { reason });
         if shared_heads > heads {
-            return refuse(format!(
-                "shared_heads = {shared_heads}: the model has {heads} heads"
-            ));
+            return refuse(format!("shared_heads = {shared_heads}: the model has {heads} heads"));
         }
         let routed = heads - shared_heads;
         if routed == 1 {
@@ -166,7 +158,6 @@ impl ModelConfig {
 
     /// Query heads that a token computes: all of a dense model's.
     pub fn active_heads(&self) -> usize {
-        self.moh
-            .map_or(self.num_attention_heads, |moh| moh.active_heads())
+        self.moh.map_or(self.num_attention_heads, |moh| moh.active_heads())
     }
 }

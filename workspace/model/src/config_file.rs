@@ -50,15 +50,8 @@ impl ConfigFile {
     /// When the file cannot be read, is not a JSON object, or describes a model that this program
     /// does not compute; the message names the file and the key.
     pub fn read(path: &Path) -> Result<Self, Error> {
-        let path = &if path.is_dir() {
-            path.join(CONFIG_FILE)
-        } else {
-            path.to_path_buf()
-        };
-        let io = |source| Error::Io {
-            path: path.clone(),
-            source,
-        };
+        let path = &if path.is_dir() { path.join(CONFIG_FILE) } else { path.to_path_buf() };
+        let io = |source| Error::Io { path: path.clone(), source };
         let length = std::fs::metadata(path).map_err(io)?.len();
         if length > MAX_FILE_BYTES {
             return Err(Error::File {
@@ -85,11 +78,7 @@ impl ConfigFile {
                 reason: format!("expected a JSON object, found {}", kind(&value)),
             });
         };
-        let config = read_config(&Fields {
-            map: &fields,
-            path,
-            prefix: "",
-        })?;
+        let config = read_config(&Fields { map: &fields, path, prefix: "" })?;
         Ok(ConfigFile { config, fields })
     }
 
@@ -115,28 +104,19 @@ impl ConfigFile {
         put("hidden_size", json!(config.hidden_size));
         put("initializer_range", json!(config.initializer_range));
         put("intermediate_size", json!(config.intermediate_size));
-        put(
-            "max_position_embeddings",
-            json!(config.max_position_embeddings),
-        );
+        put("max_position_embeddings", json!(config.max_position_embeddings));
         put("mlp_bias", json!(false));
         put("num_attention_heads", json!(config.num_attention_heads));
         put("num_hidden_layers", json!(config.num_hidden_layers));
         put("num_key_value_heads", json!(config.num_key_value_heads));
         put("pretraining_tp", json!(1));
         put("rms_norm_eps", json!(config.rms_norm_eps));
-        put(
-            "rope_scaling",
-            config.rope.scaling.map_or(Value::Null, scaling_json),
-        );
+        put("rope_scaling", config.rope.scaling.map_or(Value::Null, scaling_json));
         put("rope_theta", json!(config.rope.theta));
         put("tie_word_embeddings", json!(config.tie_word_embeddings));
         put("use_cache", json!(true));
         put("vocab_size", json!(config.vocab_size));
-        let mut file = ConfigFile {
-            config: config.clone(),
-            fields,
-        };
+        let mut file = ConfigFile { config: config.clone(), fields };
         file.fields = file.to_json(config, None);
         file
     }
@@ -172,11 +152,8 @@ impl ConfigFile {
         }
         if let Some(dtype) = dtype {
             let known = ["dtype", "torch_dtype"].map(|key| (key, fields.contains_key(key)));
-            let default = if fields.contains_key("rope_parameters") {
-                "dtype"
-            } else {
-                "torch_dtype"
-            };
+            let default =
+                if fields.contains_key("rope_parameters") { "dtype" } else { "torch_dtype" };
             for (key, present) in known {
                 if present || (key == default && !known.iter().any(|(_, present)| *present)) {
                     fields.insert(key.to_string(), json!(dtype.config_name()));
@@ -197,9 +174,7 @@ impl Router {
 
     /// The router of that name, where there is one.
     pub fn from_name(name: &str) -> Option<Self> {
-        [Router::QueryNorm]
-            .into_iter()
-            .find(|router| router.name() == name)
+        [Router::QueryNorm].into_iter().find(|router| router.name() == name)
     }
 }
 
@@ -228,10 +203,7 @@ impl<'a> Fields<'a> {
 
     fn error<T>(&self, key: &str, reason: String) -> Result<T, Error> {
         let prefix = self.prefix;
-        Err(Error::File {
-            path: self.path.to_path_buf(),
-            reason: format!("{prefix}{key}{reason}"),
-        })
+        Err(Error::File { path: self.path.to_path_buf(), reason: format!("{prefix}{key}{reason}") })
     }
 
     fn wrong_type<T>(&self, key: &str, value: &Value, expected: &str) -> Result<T, Error> {
@@ -249,10 +221,7 @@ impl<'a> Fields<'a> {
         let Some(value) = self.get(key) else {
             return Ok(None);
         };
-        match value
-            .as_u64()
-            .and_then(|number| usize::try_from(number).ok())
-        {
+        match value.as_u64().and_then(|number| usize::try_from(number).ok()) {
             Some(number) => Ok(Some(number)),
             None => self.wrong_type(key, value, "a whole number"),
         }
@@ -311,11 +280,7 @@ impl<'a> Fields<'a> {
     fn object(&self, key: &str, prefix: &'a str) -> Result<Option<Fields<'a>>, Error> {
         match self.get(key) {
             None => Ok(None),
-            Some(Value::Object(map)) => Ok(Some(Fields {
-                map,
-                path: self.path,
-                prefix,
-            })),
+            Some(Value::Object(map)) => Ok(Some(Fields { map, path: self.path, prefix })),
             Some(value) => self.wrong_type(key, value, "an object"),
         }
     }
@@ -343,17 +308,11 @@ fn read_config(fields: &Fields<'_>) -> Result<ModelConfig, Error> {
     let is_moh = read_architecture(fields)?;
     let activation = fields.text("hidden_act")?.unwrap_or("silu");
     if activation != "silu" && activation != "swish" {
-        return fields.error(
-            "hidden_act",
-            format!(" = \"{activation}\": must be \"silu\""),
-        );
+        return fields.error("hidden_act", format!(" = \"{activation}\": must be \"silu\""));
     }
     for key in ["attention_bias", "mlp_bias"] {
         if fields.flag(key)? {
-            return fields.error(
-                key,
-                " = true: layers with biases are not supported".to_string(),
-            );
+            return fields.error(key, " = true: layers with biases are not supported".to_string());
         }
     }
     if fields.get("quantization_config").is_some() {
@@ -368,9 +327,7 @@ fn read_config(fields: &Fields<'_>) -> Result<ModelConfig, Error> {
     let layers = fields.size("num_hidden_layers", MAX_LAYERS)?;
     let num_hidden_layers = fields.required("num_hidden_layers", layers)?;
     let heads = dimension("num_attention_heads")?;
-    let key_value_heads = fields
-        .size("num_key_value_heads", MAX_DIMENSION)?
-        .unwrap_or(heads);
+    let key_value_heads = fields.size("num_key_value_heads", MAX_DIMENSION)?.unwrap_or(heads);
     if heads % key_value_heads != 0 {
         let reason =
             format!(" = {heads}: must be a multiple of num_key_value_heads = {key_value_heads}");
@@ -393,11 +350,7 @@ fn read_config(fields: &Fields<'_>) -> Result<ModelConfig, Error> {
     }
     let positions = fields.size("max_position_embeddings", MAX_POSITIONS)?;
 
-    let moh = if is_moh {
-        Some(read_moh(fields, heads)?)
-    } else {
-        None
-    };
+    let moh = if is_moh { Some(read_moh(fields, heads)?) } else { None };
     let config = ModelConfig {
         vocab_size,
         hidden_size,
@@ -481,10 +434,8 @@ fn read_moh(fields: &Fields<'_>, heads: usize) -> Result<MohConfig, Error> {
     let [router_key, shared_key, top_k_key] = MOH_KEYS;
     let name = fields.required(router_key, fields.text(router_key)?)?;
     let Some(router) = Router::from_name(name) else {
-        let reason = format!(
-            " = \"{}\": unknown router, expected \"query-norm\"",
-            name.escape_debug()
-        );
+        let reason =
+            format!(" = \"{}\": unknown router, expected \"query-norm\"", name.escape_debug());
         return fields.error(router_key, reason);
     };
     let moh = MohConfig {
@@ -520,10 +471,7 @@ fn read_rope(fields: &Fields<'_>) -> Result<RopeConfig, Error> {
         None => None,
         Some(rope) => read_scaling(&rope)?,
     };
-    Ok(RopeConfig {
-        theta: theta.unwrap_or(10_000.0),
-        scaling,
-    })
+    Ok(RopeConfig { theta: theta.unwrap_or(10_000.0), scaling })
 }
 
 fn read_scaling(rope: &Fields<'_>) -> Result<Option<Llama3Scaling>, Error> {
@@ -535,10 +483,8 @@ fn read_scaling(rope: &Fields<'_>) -> Result<Option<Llama3Scaling>, Error> {
         "default" => return Ok(None),
         "llama3" => {}
         other => {
-            let reason = format!(
-                " = \"{}\": must be \"default\" or \"llama3\"",
-                other.escape_debug()
-            );
+            let reason =
+                format!(" = \"{}\": must be \"default\" or \"llama3\"", other.escape_debug());
             return rope.error(key, reason);
         }
     }

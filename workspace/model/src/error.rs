@@ -27,6 +27,23 @@ pub enum Error {
         /// What is wrong.
         reason: String,
     },
+    /// Activations without a backward pass were used for training.
+    #[error("the activations were planned without a backward pass")]
+    NotPlannedForTraining,
+    /// A sequence is longer than what it was planned for, or empty.
+    #[error("a sequence of {tokens} tokens does not fit: there is room for 1 to {positions}")]
+    TooLong {
+        /// Its length.
+        tokens: usize,
+        /// What there is room for.
+        positions: usize,
+    },
+    /// The next token could not be chosen.
+    #[error("no token can be sampled from these logits: {reason}")]
+    Sampling {
+        /// Why.
+        reason: String,
+    },
     /// An operator refused its input.
     #[error(transparent)]
     Kernel(#[from] moh_kernels::Error),

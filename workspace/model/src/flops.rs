@@ -93,10 +93,7 @@ impl ModelConfig {
 
     fn count_parameters(&self) -> u128 {
         let elements = |shape: &[usize]| shape.iter().map(|&size| size as u128).product::<u128>();
-        let block: u128 = block_shapes(self)
-            .iter()
-            .map(|(_, shape)| elements(shape))
-            .sum();
+        let block: u128 = block_shapes(self).iter().map(|(_, shape)| elements(shape)).sum();
         let embedding = elements(&[self.vocab_size, self.hidden_size]);
         let heads = if self.tie_word_embeddings { 1 } else { 2 };
         block * self.num_hidden_layers as u128 + heads * embedding + self.hidden_size as u128
@@ -114,10 +111,7 @@ impl ModelConfig {
             let width = heads as u128 * self.head_dim as u128;
             if width > u128::from(u32::MAX) {
                 let what = format!("{what} {width} wide");
-                return Err(LimitExceeded {
-                    what,
-                    limit: u64::from(u32::MAX),
-                });
+                return Err(LimitExceeded { what, limit: u64::from(u32::MAX) });
             }
         }
         match self.count_parameters() {
@@ -168,10 +162,7 @@ mod tests {
             head_dim: 128,
             max_position_embeddings: 8192,
             rms_norm_eps: 1e-5,
-            rope: RopeConfig {
-                theta: 500_000.0,
-                scaling: None,
-            },
+            rope: RopeConfig { theta: 500_000.0, scaling: None },
             tie_word_embeddings: false,
             initializer_range: 0.02,
             bos_token_id: Some(128_000),
@@ -185,10 +176,7 @@ mod tests {
         // sum(p.numel() for p in LlamaForCausalLM(config).parameters())
         assert_eq!(llama3_8b().num_parameters(), 8_030_261_248);
         let shapes = tensor_shapes(&llama3_8b());
-        let elements: usize = shapes
-            .iter()
-            .map(|(_, shape)| shape.iter().product::<usize>())
-            .sum();
+        let elements: usize = shapes.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
         assert_eq!(elements as u64, llama3_8b().num_parameters());
         assert_eq!(shapes.len(), 3 + 9 * 32);
     }
@@ -196,34 +184,17 @@ mod tests {
     #[test]
     fn a_tied_head_counts_once_and_is_not_in_the_files() {
         let untied = llama3_8b();
-        let tied = ModelConfig {
-            tie_word_embeddings: true,
-            ..untied.clone()
-        };
-        assert_eq!(
-            untied.num_parameters() - tied.num_parameters(),
-            128_256 * 4096
-        );
-        assert!(
-            !tensor_shapes(&tied)
-                .iter()
-                .any(|(name, _)| name == OUTPUT_HEAD)
-        );
+        let tied = ModelConfig { tie_word_embeddings: true, ..untied.clone() };
+        assert_eq!(untied.num_parameters() - tied.num_parameters(), 128_256 * 4096);
+        assert!(!tensor_shapes(&tied).iter().any(|(name, _)| name == OUTPUT_HEAD));
         assert_eq!(tied.flops_per_token(8), untied.flops_per_token(8));
     }
 
     #[test]
     fn flops_count_the_causal_half_of_the_active_heads() {
         let dense = llama3_8b();
-        let moh = MohConfig {
-            router: Router::QueryNorm,
-            shared_heads: 16,
-            routed_top_k: 8,
-        };
-        let moh = ModelConfig {
-            moh: Some(moh),
-            ..dense.clone()
-        };
+        let moh = MohConfig { router: Router::QueryNorm, shared_heads: 16, routed_top_k: 8 };
+        let moh = ModelConfig { moh: Some(moh), ..dense.clone() };
         let (dense_flops, moh_flops) = (dense.flops_per_token(8191), moh.flops_per_token(8191));
         assert_eq!(dense_flops.linear, moh_flops.linear);
         assert_eq!(dense_flops.attention, 32.0 * 4.0 * 4096.0 * 128.0 * 32.0);
@@ -231,10 +202,7 @@ mod tests {
         let norms = 65 * 4096;
         let matrices = dense.num_parameters() - 128_256 * 4096 - norms;
         assert_eq!(dense_flops.linear, 2.0 * matrices as f64);
-        assert_eq!(
-            dense_flops.training(),
-            3.0 * dense_flops.linear + 3.5 * dense_flops.attention
-        );
+        assert_eq!(dense_flops.training(), 3.0 * dense_flops.linear + 3.5 * dense_flops.attention);
     }
 
     #[test]

@@ -27,9 +27,10 @@ pub fn initialize(seed: u64, deviation: f64, segment: &Segment, values: &mut [f3
         values.fill(1.0);
         return;
     }
-    let keyed = segment.name.bytes().fold(seed ^ 0x6d6f_685f_696e_6974, |state, byte| {
-        SplitMix(state ^ u64::from(byte)).next()
-    });
+    let keyed = segment
+        .name
+        .bytes()
+        .fold(seed ^ 0x6d6f_685f_696e_6974, |state, byte| SplitMix(state ^ u64::from(byte)).next());
     let mut uniform = SplitMix(keyed);
     for pair in values.chunks_mut(2) {
         // Box and Muller's transform gives two normal numbers at a time.

@@ -1,13 +1,24 @@
 //! Llama and Mixture-of-Head models: configuration, weights by name, blocks and generation.
 
+mod activations;
+mod block;
 pub mod config;
 pub mod config_file;
 mod error;
 pub mod flops;
+mod generation;
+pub mod initial;
+pub mod layout;
+mod model;
+pub mod parameters;
+pub mod rope;
 pub mod weight_files;
 
+pub use activations::{Activations, PassShape, Recompute};
 pub use config::{Llama3Scaling, ModelConfig, MohConfig, RopeConfig, Router};
 pub use config_file::ConfigFile;
 pub use error::Error;
 pub use flops::tensor_shapes;
+pub use generation::{Generator, Sampler};
+pub use model::{LossScale, LossSums, Model};
 pub use weight_files::{Dtype, TensorBytes, WeightFiles};

@@ -106,6 +106,11 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self.layout
     }
 
+    /// Positions that the model was made for.
+    pub fn positions(&self) -> usize {
+        B::len(&self.rope_cos) * 2 / self.config.head_dim
+    }
+
     /// The weights.
     pub fn weights(&self) -> &FlatBuffers<B, T> {
         &self.weights
@@ -136,7 +141,8 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<(), Error> {
         let backend = &self.backend;
         let Activations { shape, ids, first_key, stream, kept, cheap, .. } = activations;
-        let tokens = Tokens::<B> { shape: *shape, first_position: 0, first_key: first_key.as_ref() };
+        let tokens =
+            Tokens::<B> { shape: *shape, first_position: 0, first_key: first_key.as_ref() };
         let n = shape.tokens();
         backend.embedding_forward(
             self.config.hidden_size,
@@ -272,11 +278,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// Logits of normed rows `[tokens, C]`, on the host.
-    pub(crate) fn project(
-        &self,
-        normed: B::View<'_, T>,
-        tokens: usize,
-    ) -> Result<Vec<f32>, Error> {
+    pub(crate) fn project(&self, normed: B::View<'_, T>, tokens: usize) -> Result<Vec<f32>, Error> {
         let backend = &self.backend;
         let mut logits = backend.allocate::<T>(tokens * self.config.vocab_size)?;
         backend.linear_forward(

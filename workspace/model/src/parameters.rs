@@ -16,11 +16,8 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
     /// # Errors
     /// When the device has no room.
     pub fn zeros(backend: &B, layout: &ModelLayout) -> Result<Self, Error> {
-        let buffers = layout
-            .flats
-            .iter()
-            .map(|flat| backend.allocate(flat.len))
-            .collect::<Result<_, _>>()?;
+        let buffers =
+            layout.flats.iter().map(|flat| backend.allocate(flat.len)).collect::<Result<_, _>>()?;
         Ok(FlatBuffers { buffers })
     }
 

@@ -33,9 +33,8 @@ fn scaled(frequency: f64, scaling: &Llama3Scaling) -> f64 {
 /// Cosines and sines of positions 0.., `[positions, head_dim / 2]` each.
 pub fn table(rope: &RopeConfig, head_dim: usize, positions: usize) -> (Vec<f32>, Vec<f32>) {
     let frequencies = frequencies(rope, head_dim);
-    let angles = || {
-        (0..positions).flat_map(|position| frequencies.iter().map(move |f| f * position as f64))
-    };
+    let angles =
+        || (0..positions).flat_map(|position| frequencies.iter().map(move |f| f * position as f64));
     (angles().map(|a| a.cos() as f32).collect(), angles().map(|a| a.sin() as f32).collect())
 }
 

@@ -78,9 +78,9 @@ impl Dtype {
     /// Index of the first element that is infinite or not a number.
     pub fn first_not_finite(self, bytes: &[u8]) -> Option<usize> {
         match self {
-            Dtype::F32 => first(bytes, |b: [u8; 4]| {
-                u32::from_le_bytes(b) & 0x7f80_0000 == 0x7f80_0000
-            }),
+            Dtype::F32 => {
+                first(bytes, |b: [u8; 4]| u32::from_le_bytes(b) & 0x7f80_0000 == 0x7f80_0000)
+            }
             Dtype::F16 => first(bytes, |b: [u8; 2]| u16::from_le_bytes(b) & 0x7c00 == 0x7c00),
             Dtype::BF16 => first(bytes, |b: [u8; 2]| u16::from_le_bytes(b) & 0x7f80 == 0x7f80),
         }
@@ -142,10 +142,7 @@ fn first<const N: usize>(bytes: &[u8], bad: impl Fn([u8; N]) -> bool) -> Option<
     const BLOCK: usize = 1024;
     let (elements, _) = bytes.as_chunks::<N>();
     for (block, elements) in elements.chunks(BLOCK).enumerate() {
-        if elements
-            .iter()
-            .fold(false, |any, element| any | bad(*element))
-        {
+        if elements.iter().fold(false, |any, element| any | bad(*element)) {
             let within = elements.iter().position(|element| bad(*element))?;
             return Some(block * BLOCK + within);
         }
@@ -192,10 +189,7 @@ struct Tensor {
 }
 
 fn refuse<T>(path: &Path, reason: impl Into<String>) -> Result<T, Error> {
-    Err(Error::File {
-        path: path.to_path_buf(),
-        reason: reason.into(),
-    })
+    Err(Error::File { path: path.to_path_buf(), reason: reason.into() })
 }
 
 impl WeightFiles {
@@ -221,8 +215,7 @@ impl WeightFiles {
         let has_pickles = std::fs::read_dir(dir).is_ok_and(|entries| {
             entries.flatten().any(|entry| {
                 let path = entry.path();
-                path.extension()
-                    .is_some_and(|ext| ext == "bin" || ext == "pth" || ext == "pt")
+                path.extension().is_some_and(|ext| ext == "bin" || ext == "pth" || ext == "pt")
             })
         });
         let advice = if has_pickles {
@@ -230,19 +223,11 @@ impl WeightFiles {
         } else {
             ""
         };
-        refuse(
-            dir,
-            format!("holds neither {WEIGHTS_FILE} nor {INDEX_FILE}{advice}"),
-        )
+        refuse(dir, format!("holds neither {WEIGHTS_FILE} nor {INDEX_FILE}{advice}"))
     }
 
     fn empty(path: PathBuf) -> Self {
-        WeightFiles {
-            shards: Vec::new(),
-            tensors: Vec::new(),
-            by_name: HashMap::new(),
-            path,
-        }
+        WeightFiles { shards: Vec::new(), tensors: Vec::new(), by_name: HashMap::new(), path }
     }
 
     fn open_index(dir: &Path, index: PathBuf) -> Result<Self, Error> {
@@ -258,18 +243,13 @@ impl WeightFiles {
             }
             files.add_shard(path, Some((name, &weight_map)))?;
         }
-        let mut missing: Vec<_> = weight_map
-            .iter()
-            .filter(|(name, _)| !files.by_name.contains_key(*name))
-            .collect();
+        let mut missing: Vec<_> =
+            weight_map.iter().filter(|(name, _)| !files.by_name.contains_key(*name)).collect();
         missing.sort();
         match missing.first() {
             Some((name, file)) => refuse(
                 &index,
-                format!(
-                    "places {} in {file}, which does not hold it",
-                    name.escape_debug()
-                ),
+                format!("places {} in {file}, which does not hold it", name.escape_debug()),
             ),
             None => Ok(files),
         }
@@ -282,10 +262,7 @@ impl WeightFiles {
         path: PathBuf,
         index: Option<(&String, &HashMap<String, String>)>,
     ) -> Result<(), Error> {
-        let io = |source| Error::Io {
-            path: path.clone(),
-            source,
-        };
+        let io = |source| Error::Io { path: path.clone(), source };
         let file = File::open(&path).map_err(io)?;
         let map = map(&file).map_err(io)?;
         let (header, metadata) = match SafeTensors::read_metadata(&map) {
@@ -330,17 +307,10 @@ impl WeightFiles {
         let tensor = self.find(name)?;
         let shard = &self.shards[tensor.shard];
         let Some(dtype) = Dtype::from_safetensors(tensor.dtype) else {
-            let reason = format!(
-                "{name} has type {}: expected F32, F16 or BF16",
-                tensor.dtype
-            );
+            let reason = format!("{name} has type {}: expected F32, F16 or BF16", tensor.dtype);
             return refuse(&shard.path, reason);
         };
-        Ok(TensorBytes {
-            dtype,
-            shape: &tensor.shape,
-            bytes: &shard.map[tensor.range.clone()],
-        })
+        Ok(TensorBytes { dtype, shape: &tensor.shape, bytes: &shard.map[tensor.range.clone()] })
     }
 
     fn find(&self, name: &str) -> Result<&Tensor, Error> {
@@ -378,10 +348,8 @@ impl WeightFiles {
             }
             self.get(name)?;
         }
-        let expected: HashMap<&str, &[usize]> = expected
-            .iter()
-            .map(|(name, shape)| (name.as_str(), shape.as_slice()))
-            .collect();
+        let expected: HashMap<&str, &[usize]> =
+            expected.iter().map(|(name, shape)| (name.as_str(), shape.as_slice())).collect();
         let is_known = |tensor: &&Tensor| {
             let name = tensor.name.as_str();
             expected.contains_key(name)
@@ -392,10 +360,7 @@ impl WeightFiles {
             None => Ok(()),
             Some(Tensor { name, shape, .. }) => refuse(
                 self.file_of(name),
-                format!(
-                    "unexpected tensor {} of shape {shape:?}",
-                    name.escape_debug()
-                ),
+                format!("unexpected tensor {} of shape {shape:?}", name.escape_debug()),
             ),
         }
     }
@@ -405,17 +370,10 @@ impl WeightFiles {
     /// # Errors
     /// When there is no such tensor, `out` has another length, or an element is not finite.
     pub fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<(), Error> {
-        let TensorBytes {
-            dtype,
-            shape,
-            bytes,
-        } = self.get(name)?;
+        let TensorBytes { dtype, shape, bytes } = self.get(name)?;
         let elements = bytes.len() / dtype.size();
         if elements != out.len() {
-            let reason = format!(
-                "{name} has shape {shape:?}: expected {} elements",
-                out.len()
-            );
+            let reason = format!("{name} has shape {shape:?}: expected {} elements", out.len());
             return refuse(self.file_of(name), reason);
         }
         if let Some(element) = dtype.first_not_finite(bytes) {
@@ -474,16 +432,10 @@ fn release(_: &Mmap, _: std::ops::Range<usize>) {}
 
 /// The `weight_map` of an index: tensor name to file name.
 fn read_index(path: &Path) -> Result<HashMap<String, String>, Error> {
-    let io = |source| Error::Io {
-        path: path.to_path_buf(),
-        source,
-    };
+    let io = |source| Error::Io { path: path.to_path_buf(), source };
     let length = std::fs::metadata(path).map_err(io)?.len();
     if length > MAX_INDEX_BYTES {
-        return refuse(
-            path,
-            format!("{length} bytes: an index has at most {MAX_INDEX_BYTES}"),
-        );
+        return refuse(path, format!("{length} bytes: an index has at most {MAX_INDEX_BYTES}"));
     }
     let bytes = std::fs::read(path).map_err(io)?;
     let index: Value = match serde_json::from_slice(&bytes) {
@@ -516,10 +468,8 @@ fn read_index(path: &Path) -> Result<HashMap<String, String>, Error> {
 /// Whether a name stays in its directory, on every system.
 fn is_plain_name(name: &str) -> bool {
     let mut parts = Path::new(name).components();
-    matches!(
-        (parts.next(), parts.next()),
-        (Some(Component::Normal(_)), None)
-    ) && !name.contains(['/', '\\', ':', '\0'])
+    matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None))
+        && !name.contains(['/', '\\', ':', '\0'])
 }
 
 fn describe(error: &SafeTensorError, length: usize) -> String {

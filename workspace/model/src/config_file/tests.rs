@@ -43,24 +43,9 @@ fn moh(router: &str, shared: usize, top_k: usize) -> Result<ConfigFile, String> 
 #[test]
 fn both_styles_of_rope_are_read() {
     let old = with("rope_theta", json!(10_000)).unwrap().config;
-    assert_eq!(
-        old.rope,
-        RopeConfig {
-            theta: 10_000.0,
-            scaling: None
-        }
-    );
-    let new = with(
-        "rope_parameters",
-        json!({"rope_theta": 20.5, "rope_type": "default"}),
-    );
-    assert_eq!(
-        new.unwrap().config.rope,
-        RopeConfig {
-            theta: 20.5,
-            scaling: None
-        }
-    );
+    assert_eq!(old.rope, RopeConfig { theta: 10_000.0, scaling: None });
+    let new = with("rope_parameters", json!({"rope_theta": 20.5, "rope_type": "default"}));
+    assert_eq!(new.unwrap().config.rope, RopeConfig { theta: 20.5, scaling: None });
     let scaling = json!({
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
@@ -72,23 +57,11 @@ fn both_styles_of_rope_are_read() {
         original_max_position_embeddings: 64,
     };
     let old = with("rope_scaling", scaling.clone()).unwrap().config;
-    assert_eq!(
-        old.rope,
-        RopeConfig {
-            theta: 500_000.0,
-            scaling: Some(expected)
-        }
-    );
+    assert_eq!(old.rope, RopeConfig { theta: 500_000.0, scaling: Some(expected) });
     let mut new = scaling.clone();
     new["rope_theta"] = json!(7.0);
     let new = with("rope_parameters", new).unwrap().config;
-    assert_eq!(
-        new.rope,
-        RopeConfig {
-            theta: 7.0,
-            scaling: Some(expected)
-        }
-    );
+    assert_eq!(new.rope, RopeConfig { theta: 7.0, scaling: Some(expected) });
     let mut older = scaling;
     older["type"] = json!("llama3");
     older.as_object_mut().unwrap().shift_remove("rope_type");
@@ -103,36 +76,18 @@ fn absent_fields_take_hugging_faces_defaults() {
     let config = with("hidden_size", json!(64)).unwrap();
     let mut fields = config.fields;
     fields.shift_remove("head_dim");
-    for key in [
-        "rope_theta",
-        "rms_norm_eps",
-        "eos_token_id",
-        "bos_token_id",
-        "hidden_act",
-    ] {
+    for key in ["rope_theta", "rms_norm_eps", "eos_token_id", "bos_token_id", "hidden_act"] {
         fields.shift_remove(key);
     }
     let config = read(Value::Object(fields)).unwrap().config;
-    assert_eq!(
-        (config.head_dim, config.rope.theta, config.rms_norm_eps),
-        (8, 1e4, 1e-6)
-    );
+    assert_eq!((config.head_dim, config.rope.theta, config.rms_norm_eps), (8, 1e4, 1e-6));
     assert_eq!((config.bos_token_id, config.eos_token_ids), (None, vec![]));
 }
 
 #[test]
 fn the_end_token_is_one_or_a_list() {
-    assert_eq!(
-        with("eos_token_id", json!(7)).unwrap().config.eos_token_ids,
-        [7]
-    );
-    assert_eq!(
-        with("eos_token_id", json!([7, 9]))
-            .unwrap()
-            .config
-            .eos_token_ids,
-        [7, 9]
-    );
+    assert_eq!(with("eos_token_id", json!(7)).unwrap().config.eos_token_ids, [7]);
+    assert_eq!(with("eos_token_id", json!([7, 9])).unwrap().config.eos_token_ids, [7, 9]);
     assert!(refusal("eos_token_id", json!("</s>")).starts_with("eos_token_id: expected a token"));
     assert!(refusal("eos_token_id", json!([-1])).starts_with("eos_token_id: expected a token"));
 }
@@ -140,73 +95,21 @@ fn the_end_token_is_one_or_a_list() {
 #[test]
 fn other_architectures_are_refused() {
     for (key, value, expected) in [
-        (
-            "model_type",
-            json!("mistral"),
-            "model_type = \"mistral\": only Llama",
-        ),
-        (
-            "model_type",
-            json!("moh_llama"),
-            "architectures contradicts model_type",
-        ),
-        (
-            "model_type",
-            json!(3),
-            "model_type: expected a string, found 3",
-        ),
-        (
-            "architectures",
-            json!(["Qwen2ForCausalLM"]),
-            "architectures = [\"Qwen2ForCausalLM\"]",
-        ),
-        (
-            "architectures",
-            json!("LlamaForCausalLM"),
-            "architectures: expected a list",
-        ),
-        (
-            "hidden_act",
-            json!("gelu"),
-            "hidden_act = \"gelu\": must be \"silu\"",
-        ),
+        ("model_type", json!("mistral"), "model_type = \"mistral\": only Llama"),
+        ("model_type", json!("moh_llama"), "architectures contradicts model_type"),
+        ("model_type", json!(3), "model_type: expected a string, found 3"),
+        ("architectures", json!(["Qwen2ForCausalLM"]), "architectures = [\"Qwen2ForCausalLM\"]"),
+        ("architectures", json!("LlamaForCausalLM"), "architectures: expected a list"),
+        ("hidden_act", json!("gelu"), "hidden_act = \"gelu\": must be \"silu\""),
         ("attention_bias", json!(true), "attention_bias = true"),
         ("mlp_bias", json!(true), "mlp_bias = true"),
-        (
-            "quantization_config",
-            json!({"bits": 4}),
-            "quantization_config: quantised",
-        ),
-        (
-            "partial_rotary_factor",
-            json!(0.5),
-            "partial_rotary_factor = 0.5",
-        ),
-        (
-            "rope_scaling",
-            json!({"rope_type": "yarn"}),
-            "rope_scaling.rope_type = \"yarn\"",
-        ),
-        (
-            "rope_scaling",
-            json!({"type": "linear", "factor": 2}),
-            "rope_scaling.type = \"linear\"",
-        ),
-        (
-            "rope_scaling",
-            json!([1]),
-            "rope_scaling: expected an object",
-        ),
-        (
-            "rope_scaling",
-            json!({"rope_type": "llama3"}),
-            "rope_scaling.factor is missing",
-        ),
-        (
-            "rope_parameters",
-            json!({"rope_theta": 0}),
-            "rope_parameters.rope_theta = 0",
-        ),
+        ("quantization_config", json!({"bits": 4}), "quantization_config: quantised"),
+        ("partial_rotary_factor", json!(0.5), "partial_rotary_factor = 0.5"),
+        ("rope_scaling", json!({"rope_type": "yarn"}), "rope_scaling.rope_type = \"yarn\""),
+        ("rope_scaling", json!({"type": "linear", "factor": 2}), "rope_scaling.type = \"linear\""),
+        ("rope_scaling", json!([1]), "rope_scaling: expected an object"),
+        ("rope_scaling", json!({"rope_type": "llama3"}), "rope_scaling.factor is missing"),
+        ("rope_parameters", json!({"rope_theta": 0}), "rope_parameters.rope_theta = 0"),
     ] {
         let message = refusal(key, value);
         assert!(message.starts_with(expected), "{message}");
@@ -224,59 +127,19 @@ fn sizes_that_make_no_model_are_refused() {
     for (key, value, expected) in [
         ("vocab_size", Value::Null, "vocab_size is missing"),
         ("vocab_size", json!(0), "vocab_size = 0: must be from 1"),
-        (
-            "vocab_size",
-            json!("160"),
-            "vocab_size: expected a whole number, found \"160\"",
-        ),
-        (
-            "hidden_size",
-            json!(-4),
-            "hidden_size: expected a whole number, found -4",
-        ),
-        (
-            "hidden_size",
-            json!(48.5),
-            "hidden_size: expected a whole number, found 48.5",
-        ),
-        (
-            "intermediate_size",
-            json!(u64::MAX),
-            "intermediate_size = 18446744073709551615",
-        ),
-        (
-            "num_hidden_layers",
-            json!(1_000_000),
-            "num_hidden_layers = 1000000",
-        ),
-        (
-            "num_attention_heads",
-            json!(7),
-            "num_attention_heads = 7: must be a multiple",
-        ),
-        (
-            "num_key_value_heads",
-            json!(3),
-            "num_attention_heads = 8: must be a multiple",
-        ),
+        ("vocab_size", json!("160"), "vocab_size: expected a whole number, found \"160\""),
+        ("hidden_size", json!(-4), "hidden_size: expected a whole number, found -4"),
+        ("hidden_size", json!(48.5), "hidden_size: expected a whole number, found 48.5"),
+        ("intermediate_size", json!(u64::MAX), "intermediate_size = 18446744073709551615"),
+        ("num_hidden_layers", json!(1_000_000), "num_hidden_layers = 1000000"),
+        ("num_attention_heads", json!(7), "num_attention_heads = 7: must be a multiple"),
+        ("num_key_value_heads", json!(3), "num_attention_heads = 8: must be a multiple"),
         ("num_key_value_heads", json!(0), "num_key_value_heads = 0"),
         ("head_dim", json!(0), "head_dim = 0"),
         ("head_dim", json!(15), "head_dim = 15: must be even"),
-        (
-            "rms_norm_eps",
-            json!(-1),
-            "rms_norm_eps = -1: must be above 0",
-        ),
-        (
-            "tie_word_embeddings",
-            json!(1),
-            "tie_word_embeddings: expected true or false",
-        ),
-        (
-            "max_position_embeddings",
-            json!(0),
-            "max_position_embeddings = 0",
-        ),
+        ("rms_norm_eps", json!(-1), "rms_norm_eps = -1: must be above 0"),
+        ("tie_word_embeddings", json!(1), "tie_word_embeddings: expected true or false"),
+        ("max_position_embeddings", json!(0), "max_position_embeddings = 0"),
     ] {
         let message = refusal(key, value);
         assert!(message.starts_with(expected), "{message}");
@@ -290,46 +153,21 @@ fn sizes_that_make_no_model_are_refused() {
     fields["hidden_size"] = json!(50);
     fields.as_object_mut().unwrap().shift_remove("head_dim");
     let message = read(fields).unwrap_err();
-    assert!(
-        message.contains("head_dim is missing, and hidden_size = 50"),
-        "{message}"
-    );
+    assert!(message.contains("head_dim is missing, and hidden_size = 50"), "{message}");
 }
 
 #[test]
 fn moh_fields_are_read_and_checked() {
-    let expected = MohConfig {
-        router: Router::QueryNorm,
-        shared_heads: 4,
-        routed_top_k: 2,
-    };
+    let expected = MohConfig { router: Router::QueryNorm, shared_heads: 4, routed_top_k: 2 };
     assert_eq!(moh("query-norm", 4, 2).unwrap().config.moh, Some(expected));
     for (router, shared, top_k, expected) in [
         ("learned", 4, 2, "moh_router = \"learned\": unknown router"),
-        (
-            "query-norm",
-            9,
-            0,
-            "moh_shared_heads = 9: the model has 8 heads",
-        ),
-        (
-            "query-norm",
-            7,
-            1,
-            "moh_shared_heads = 7 of 8 leaves one routed head",
-        ),
-        (
-            "query-norm",
-            4,
-            5,
-            "moh_routed_top_k = 5: must be at most the 4",
-        ),
+        ("query-norm", 9, 0, "moh_shared_heads = 9: the model has 8 heads"),
+        ("query-norm", 7, 1, "moh_shared_heads = 7 of 8 leaves one routed head"),
+        ("query-norm", 4, 5, "moh_routed_top_k = 5: must be at most the 4"),
     ] {
         let message = moh(router, shared, top_k).unwrap_err();
-        assert!(
-            message.starts_with(&format!("m/config.json: {expected}")),
-            "{message}"
-        );
+        assert!(message.starts_with(&format!("m/config.json: {expected}")), "{message}");
     }
     let message = refusal("moh_shared_heads", json!(4));
     assert!(message.contains("model_type \"moh_llama\""), "{message}");
@@ -340,11 +178,7 @@ fn conversion_changes_only_its_own_fields() {
     let source = with("auto_map", json!({"AutoConfig": "x.Y"})).unwrap();
     let mut config = source.config.clone();
     config.vocab_size = 256;
-    config.moh = Some(MohConfig {
-        router: Router::QueryNorm,
-        shared_heads: 4,
-        routed_top_k: 2,
-    });
+    config.moh = Some(MohConfig { router: Router::QueryNorm, shared_heads: 4, routed_top_k: 2 });
     let fields = source.to_json(&config, Some(Dtype::BF16));
     assert_eq!(fields["architectures"], json!(["MohLlamaForCausalLM"]));
     assert_eq!(fields["torch_dtype"], json!("bfloat16"));
@@ -355,13 +189,7 @@ fn conversion_changes_only_its_own_fields() {
     let converted = read(Value::Object(fields)).unwrap();
     assert_eq!(converted.config, config);
     // and back
-    let mut dense = converted.to_json(
-        &ModelConfig {
-            moh: None,
-            ..config
-        },
-        None,
-    );
+    let mut dense = converted.to_json(&ModelConfig { moh: None, ..config }, None);
     dense["vocab_size"] = json!(160);
     dense["torch_dtype"] = json!("float32");
     let mut expected = source.fields.clone();
@@ -388,11 +216,7 @@ fn files_that_are_no_configuration_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("config.json");
     let message = |path: &Path| ConfigFile::read(path).unwrap_err().to_string();
-    assert!(
-        message(&path).contains("config.json: No such file"),
-        "{}",
-        message(&path)
-    );
+    assert!(message(&path).contains("config.json: No such file"), "{}", message(&path));
     for (bytes, expected) in [
         (&b""[..], "not valid JSON"),
         (b"{\"model_type\": \"llama\"", "not valid JSON"),
@@ -401,42 +225,26 @@ fn files_that_are_no_configuration_are_refused() {
         (b"{}", "model_type is missing"),
     ] {
         std::fs::write(&path, bytes).unwrap();
-        assert!(
-            message(dir.path()).contains(expected),
-            "{}",
-            message(dir.path())
-        );
+        assert!(message(dir.path()).contains(expected), "{}", message(dir.path()));
     }
     std::fs::write(&path, "[".repeat(1_000_000)).unwrap();
     assert!(message(&path).contains("not valid JSON"));
-    std::fs::File::create(&path)
-        .unwrap()
-        .set_len(MAX_FILE_BYTES + 1)
-        .unwrap();
+    std::fs::File::create(&path).unwrap().set_len(MAX_FILE_BYTES + 1).unwrap();
     assert!(message(&path).contains("a configuration has at most"));
 }
 
 #[test]
 fn the_fixtures_configurations_are_read() {
-    let fixtures = Path::new(concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../../../shared/fixtures"
-    ));
+    let fixtures = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"));
     if !fixtures.is_dir() {
         println!("skipped: no fixtures");
         return;
     }
-    let old = ConfigFile::read(&fixtures.join("stories260K"))
-        .unwrap()
-        .config;
-    let new = ConfigFile::read(&fixtures.join("stories260K-sharded-bf16"))
-        .unwrap()
-        .config;
+    let old = ConfigFile::read(&fixtures.join("stories260K")).unwrap().config;
+    let new = ConfigFile::read(&fixtures.join("stories260K-sharded-bf16")).unwrap().config;
     assert_eq!(old, new);
     assert_eq!(old.num_parameters(), 260_032);
-    let scaled = ConfigFile::read(&fixtures.join("tiny-h8kv2"))
-        .unwrap()
-        .config;
+    let scaled = ConfigFile::read(&fixtures.join("tiny-h8kv2")).unwrap().config;
     assert_eq!(scaled.rope.scaling.unwrap().factor, 8.0);
     assert_eq!((scaled.head_dim, scaled.num_key_value_heads), (16, 2));
 }

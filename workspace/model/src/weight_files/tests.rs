@@ -10,9 +10,7 @@ fn config(tied: bool) -> ModelConfig {
         "model_type": "llama", "vocab_size": 6, "hidden_size": 4, "intermediate_size": 6,
         "num_hidden_layers": 2, "num_attention_heads": 2, "tie_word_embeddings": tied,
     });
-    ConfigFile::from_value(fields, Path::new("config.json"))
-        .unwrap()
-        .config
+    ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config
 }
 
 fn tensors(config: &ModelConfig) -> Tensors {
@@ -32,10 +30,7 @@ fn tensors(config: &ModelConfig) -> Tensors {
 fn safetensors_file(tensors: &Tensors) -> Vec<u8> {
     let views = tensors.iter().map(|(name, (shape, bytes))| {
         let dtype = safetensors::Dtype::F32;
-        (
-            name,
-            safetensors::tensor::TensorView::new(dtype, shape.clone(), bytes).unwrap(),
-        )
+        (name, safetensors::tensor::TensorView::new(dtype, shape.clone(), bytes).unwrap())
     });
     safetensors::serialize(views, None).unwrap()
 }
@@ -51,18 +46,14 @@ fn sharded(tensors: &Tensors, edit: impl Fn(&mut Value)) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let half = tensors.len() / 2;
     let mut index = json!({"metadata": {"total_size": 0}, "weight_map": {}});
-    for (part, name) in ["model-1.safetensors", "model-2.safetensors"]
-        .into_iter()
-        .enumerate()
-    {
+    for (part, name) in ["model-1.safetensors", "model-2.safetensors"].into_iter().enumerate() {
         let held: Tensors = tensors
             .iter()
             .enumerate()
             .filter(|(position, _)| (*position >= half) == (part == 1))
             .map(|(_, (key, value))| (key.clone(), value.clone()))
             .collect();
-        held.keys()
-            .for_each(|key| index["weight_map"][key] = json!(name));
+        held.keys().for_each(|key| index["weight_map"][key] = json!(name));
         std::fs::write(dir.path().join(name), safetensors_file(&held)).unwrap();
     }
     edit(&mut index);
@@ -78,11 +69,7 @@ fn open_error(dir: &tempfile::TempDir) -> String {
 
 fn check_error(tensors: &Tensors, config: &ModelConfig) -> String {
     let dir = single(tensors);
-    WeightFiles::open(dir.path())
-        .unwrap()
-        .check(config)
-        .unwrap_err()
-        .to_string()
+    WeightFiles::open(dir.path()).unwrap().check(config).unwrap_err().to_string()
 }
 
 #[test]
@@ -113,9 +100,7 @@ fn a_directory_without_weights_is_refused() {
     assert!(open_error(&dir).ends_with(&format!("holds neither {WEIGHTS_FILE} nor {INDEX_FILE}")));
     std::fs::write(dir.path().join("pytorch_model.bin"), b"x").unwrap();
     assert!(open_error(&dir).contains("must be saved as safetensors first"));
-    let message = WeightFiles::open(&dir.path().join("none"))
-        .unwrap_err()
-        .to_string();
+    let message = WeightFiles::open(&dir.path().join("none")).unwrap_err().to_string();
     assert!(message.ends_with("is not a directory"), "{message}");
 }
 
@@ -124,16 +109,9 @@ fn a_file_cut_anywhere_is_refused() {
     let bytes = safetensors_file(&tensors(&config(false)));
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join(WEIGHTS_FILE);
-    for length in (0..200)
-        .chain((200..bytes.len()).step_by(97))
-        .chain([bytes.len() - 1])
-    {
+    for length in (0..200).chain((200..bytes.len()).step_by(97)).chain([bytes.len() - 1]) {
         std::fs::write(&path, &bytes[..length]).unwrap();
-        assert!(
-            open_error(&dir).contains("cut short"),
-            "{length}: {}",
-            open_error(&dir)
-        );
+        assert!(open_error(&dir).contains("cut short"), "{length}: {}", open_error(&dir));
     }
 }
 
@@ -155,20 +133,8 @@ fn corrupt_headers_are_refused() {
         (huge, "length is absurd"),
         (header("{\"a\": 1}", 0), "corrupt safetensors header"),
         (header("not json", 0), "corrupt safetensors header"),
-        (
-            header(
-                r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}"#,
-                4,
-            ),
-            "corrupt",
-        ),
-        (
-            header(
-                r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}"#,
-                8,
-            ),
-            "corrupt",
-        ),
+        (header(r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}"#, 4), "corrupt"),
+        (header(r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}"#, 8), "corrupt"),
         (
             header(
                 r#"{"a":{"dtype":"F32","shape":[9223372036854775807,9],"data_offsets":[0,4]}}"#,
@@ -190,39 +156,15 @@ fn an_index_that_does_not_fit_is_refused() {
             json!({"weight_map": {"a": "model-9.safetensors"}}),
             "model-9.safetensors, which is missing",
         ),
-        (
-            json!({"weight_map": {"a": "model-1.safetensors"}}),
-            "places a in model-1.safetensors",
-        ),
-        (
-            json!({"weight_map": {"a": "../model-1.safetensors"}}),
-            "must be a file of the directory",
-        ),
-        (
-            json!({"weight_map": {"a": "/etc/passwd"}}),
-            "must be a file of the directory",
-        ),
-        (
-            json!({"weight_map": {"a": "..\\x"}}),
-            "must be a file of the directory",
-        ),
-        (
-            json!({"weight_map": {"a": "."}}),
-            "must be a file of the directory",
-        ),
-        (
-            json!({"weight_map": {"a": ""}}),
-            "must be a file of the directory",
-        ),
-        (
-            json!({"weight_map": {"a": 3}}),
-            "weight_map.a: expected a file name",
-        ),
+        (json!({"weight_map": {"a": "model-1.safetensors"}}), "places a in model-1.safetensors"),
+        (json!({"weight_map": {"a": "../model-1.safetensors"}}), "must be a file of the directory"),
+        (json!({"weight_map": {"a": "/etc/passwd"}}), "must be a file of the directory"),
+        (json!({"weight_map": {"a": "..\\x"}}), "must be a file of the directory"),
+        (json!({"weight_map": {"a": "."}}), "must be a file of the directory"),
+        (json!({"weight_map": {"a": ""}}), "must be a file of the directory"),
+        (json!({"weight_map": {"a": 3}}), "weight_map.a: expected a file name"),
         (json!({"weight_map": {}}), "weight_map is empty"),
-        (
-            json!({"weight_map": []}),
-            "weight_map is missing or not an object",
-        ),
+        (json!({"weight_map": []}), "weight_map is missing or not an object"),
         (json!([]), "weight_map is missing or not an object"),
     ] {
         let dir = sharded(&tensors, |index| *index = edit.clone());
@@ -238,17 +180,9 @@ fn a_cut_shard_is_named() {
     let dir = sharded(&tensors(&config(false)), |_| ());
     let path = dir.path().join("model-2.safetensors");
     let length = std::fs::metadata(&path).unwrap().len();
-    std::fs::File::options()
-        .write(true)
-        .open(&path)
-        .unwrap()
-        .set_len(length - 1)
-        .unwrap();
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(length - 1).unwrap();
     let message = open_error(&dir);
-    assert!(
-        message.contains("model-2.safetensors: is cut short"),
-        "{message}"
-    );
+    assert!(message.contains("model-2.safetensors: is cut short"), "{message}");
 }
 
 #[test]
@@ -258,10 +192,7 @@ fn tensors_must_be_those_of_the_configuration() {
     let mut missing = complete.clone();
     missing.remove("model.layers.1.mlp.up_proj.weight");
     let message = check_error(&missing, &config);
-    assert!(
-        message.ends_with("model.layers.1.mlp.up_proj.weight is missing"),
-        "{message}"
-    );
+    assert!(message.ends_with("model.layers.1.mlp.up_proj.weight is missing"), "{message}");
     let mut wrong = complete.clone();
     wrong.get_mut("model.norm.weight").unwrap().0 = vec![2, 2];
     let message = check_error(&wrong, &config);
@@ -269,10 +200,7 @@ fn tensors_must_be_those_of_the_configuration() {
     let mut more = complete.clone();
     more.insert("model.layers.2.extra".to_string(), (vec![1], vec![0; 4]));
     let message = check_error(&more, &config);
-    assert!(
-        message.contains("unexpected tensor model.layers.2.extra of shape [1]"),
-        "{message}"
-    );
+    assert!(message.contains("unexpected tensor model.layers.2.extra of shape [1]"), "{message}");
 }
 
 #[test]
@@ -308,15 +236,8 @@ fn other_element_types_are_refused() {
     let view = safetensors::tensor::TensorView::new(dtype, vec![1], &bytes).unwrap();
     let file = safetensors::serialize([("a", view)], None).unwrap();
     std::fs::write(dir.path().join(WEIGHTS_FILE), file).unwrap();
-    let message = WeightFiles::open(dir.path())
-        .unwrap()
-        .get("a")
-        .unwrap_err()
-        .to_string();
-    assert!(
-        message.contains("a has type I64: expected F32, F16 or BF16"),
-        "{message}"
-    );
+    let message = WeightFiles::open(dir.path()).unwrap().get("a").unwrap_err().to_string();
+    assert!(message.contains("a has type I64: expected F32, F16 or BF16"), "{message}");
 }
 
 #[test]
@@ -338,10 +259,7 @@ fn every_type_finds_its_first_value_that_is_not_finite() {
 
 #[test]
 fn the_fixtures_weights_are_read() {
-    let fixtures = Path::new(concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../../../shared/fixtures"
-    ));
+    let fixtures = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"));
     if !fixtures.is_dir() {
         println!("skipped: no fixtures");
         return;
@@ -352,9 +270,7 @@ fn the_fixtures_weights_are_read() {
         let files = WeightFiles::open(&dir).unwrap();
         files.check(&config).unwrap();
         for (name, shape) in tensor_shapes(&config) {
-            files
-                .read_f32(&name, &mut vec![0.0; shape.iter().product()])
-                .unwrap();
+            files.read_f32(&name, &mut vec![0.0; shape.iter().product()]).unwrap();
         }
     }
 }

@@ -1,0 +1,127 @@
+//! The logits of given ids, written as safetensors: what another implementation compares with.
+
+use std::path::Path;
+
+use moh_kernels::{Backend, Element};
+use moh_model::{Activations, LossSums, Model, PassShape, Recompute};
+use safetensors::tensor::{Dtype, TensorView};
+
+use crate::Error;
+
+/// A longer list of ids is not computed in one pass.
+const MAX_FILE_BYTES: u64 = 1 << 28;
+
+/// Logits of a batch.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LogitsOf {
+    /// Sequences.
+    pub batch: usize,
+    /// Ids of each sequence.
+    pub length: usize,
+    /// Rows of the vocabulary.
+    pub vocab_size: usize,
+    /// `[batch, length, vocab_size]`.
+    pub logits: Vec<f32>,
+    /// `[layers, batch, length, routed heads]`, 1 where selected; empty for a dense model.
+    pub routed_mask: Vec<u8>,
+    /// Layers.
+    pub layers: usize,
+}
+
+/// Computes the logits of `ids`, lists of equal length.
+///
+/// # Errors
+/// Ids outside the vocabulary, or a device without room.
+pub fn logits<B: Backend, T: Element>(
+    model: &Model<B, T>,
+    ids: &[Vec<u32>],
+) -> Result<LogitsOf, Error> {
+    let (batch, length) = (ids.len(), ids.first().map_or(0, Vec::len));
+    let shape = PassShape {
+        batch,
+        length,
+        recompute: Recompute::Cheap,
+        training: false,
+        document_mask: false,
+    };
+    let mut activations = Activations::new(model, shape)?;
+    let flat: Vec<u32> = ids.concat();
+    activations.upload(model.backend(), &flat, &flat, &[])?;
+    model.forward(&mut activations, &mut LossSums::new(model.backend())?)?;
+    Ok(LogitsOf {
+        batch,
+        length,
+        vocab_size: model.config().vocab_size,
+        logits: model.logits(&activations)?,
+        routed_mask: model.routed_mask(&activations)?,
+        layers: model.config().num_hidden_layers,
+    })
+}
+
+impl LogitsOf {
+    /// Reads a list of equally long lists of ids.
+    ///
+    /// # Errors
+    /// When the file is not that, or asks for longer sequences than `positions`.
+    pub fn read_ids(path: &Path, positions: usize) -> Result<Vec<Vec<u32>>, Error> {
+        let io = |source| Error::Io { path: path.to_owned(), source };
+        let refuse = |reason: String| Err(Error::File { path: path.to_owned(), reason });
+        let bytes = std::fs::metadata(path).map_err(io)?.len();
+        if bytes > MAX_FILE_BYTES {
+            return refuse(format!("{bytes} bytes are more ids than fit one pass"));
+        }
+        let ids: Vec<Vec<u32>> = match serde_json::from_slice(&std::fs::read(path).map_err(io)?) {
+            Ok(ids) => ids,
+            Err(error) => {
+                return refuse(format!("not a list of lists of token ids, [[1, 2], [3, 4]]: {error}"));
+            }
+        };
+        let length = ids.first().map_or(0, Vec::len);
+        if length == 0 {
+            return refuse("holds no ids".into());
+        }
+        if let Some(row) = ids.iter().position(|row| row.len() != length) {
+            return refuse(format!(
+                "list {row} has {} ids where list 0 has {length}: give lists of equal length",
+                ids[row].len()
+            ));
+        }
+        if length > positions {
+            return refuse(format!("{length} ids are more than the model's {positions} positions"));
+        }
+        Ok(ids)
+    }
+
+    /// Writes `logits` f32 and, for a Mixture-of-Head model, `routed_mask` u8.
+    ///
+    /// # Errors
+    /// When the file cannot be written; nothing half-written stays.
+    pub fn write(&self, path: &Path) -> Result<(), Error> {
+        let io = |source| Error::Io { path: path.to_owned(), source };
+        let refuse = |error: safetensors::SafeTensorError| Error::File {
+            path: path.to_owned(),
+            reason: error.to_string(),
+        };
+        let bytes: Vec<u8> = self.logits.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let shape = vec![self.batch, self.length, self.vocab_size];
+        let mut tensors =
+            vec![("logits", TensorView::new(Dtype::F32, shape, &bytes).map_err(refuse)?)];
+        if !self.routed_mask.is_empty() {
+            let rows = self.layers * self.batch * self.length;
+            let shape =
+                vec![self.layers, self.batch, self.length, self.routed_mask.len() / rows];
+            let mask = TensorView::new(Dtype::U8, shape, &self.routed_mask).map_err(refuse)?;
+            tensors.push(("routed_mask", mask));
+        }
+        let serialized = safetensors::serialize(tensors, None).map_err(refuse)?;
+        let folder = match path.parent() {
+            Some(folder) if !folder.as_os_str().is_empty() => folder,
+            _ => Path::new("."),
+        };
+        let mut file = tempfile::NamedTempFile::new_in(folder).map_err(io)?;
+        std::io::Write::write_all(&mut file, &serialized).map_err(io)?;
+        file.as_file().sync_all().map_err(io)?;
+        file.persist(path).map_err(|error| io(error.error))?;
+        Ok(())
+    }
+}

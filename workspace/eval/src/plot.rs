@@ -1,0 +1,156 @@
+//! A picture of a run: curves over steps, with marks where stages begin, as SVG.
+
+use std::path::Path;
+
+use plotters::prelude::*;
+use plotters::style::FontTransform;
+
+use crate::Error;
+
+const SIZE: (u32, u32) = (960, 480);
+const COLORS: [RGBColor; 4] =
+    [RGBColor(31, 119, 180), RGBColor(214, 39, 40), RGBColor(44, 160, 44), RGBColor(148, 103, 189)];
+
+/// One curve.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Curve {
+    /// What the legend calls it.
+    pub label: String,
+    /// (step, value), in order.
+    pub points: Vec<(f64, f64)>,
+    /// Whether each point gets a dot: for curves of few points.
+    pub dots: bool,
+}
+
+/// A vertical line with a label.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Mark {
+    /// Where.
+    pub step: f64,
+    /// What begins there.
+    pub label: String,
+}
+
+/// A picture of curves over steps.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plot {
+    /// Its title.
+    pub title: String,
+    /// What the vertical axis shows.
+    pub unit: String,
+    /// The curves.
+    pub curves: Vec<Curve>,
+    /// Where stages begin.
+    pub marks: Vec<Mark>,
+}
+
+impl Plot {
+    /// Draws the picture; a run without a single finite point draws nothing but its axes.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn write(&self, path: &Path) -> Result<(), Error> {
+        let mut svg = String::new();
+        self.draw(&mut svg).map_err(|reason| Error::File { path: path.to_owned(), reason })?;
+        std::fs::write(path, svg).map_err(|source| Error::Io { path: path.to_owned(), source })
+    }
+
+    /// Ranges of the axes: all steps, and the values but for the highest 2 in 100, which are the
+    /// first steps of a fresh model.
+    fn ranges(&self) -> (std::ops::Range<f64>, std::ops::Range<f64>) {
+        let points = || self.curves.iter().flat_map(|curve| &curve.points);
+        let mut values: Vec<f64> =
+            points().map(|point| point.1).filter(|value| value.is_finite()).collect();
+        values.sort_by(f64::total_cmp);
+        let last = points().map(|point| point.0).fold(1.0, f64::max);
+        let (Some(&low), Some(&high)) = (values.first(), values.get(values.len() * 98 / 100))
+        else {
+            return (0.0..last, 0.0..1.0);
+        };
+        let room = ((high - low) * 0.08).max(1e-3);
+        (0.0..last, low - room..high + room)
+    }
+
+    fn draw(&self, svg: &mut String) -> Result<(), String> {
+        let root = SVGBackend::with_string(svg, SIZE).into_drawing_area();
+        let failed = |error: &dyn std::fmt::Display| error.to_string();
+        root.fill(&WHITE).map_err(|error| failed(&error))?;
+        let (steps, values) = self.ranges();
+        let mut chart = ChartBuilder::on(&root)
+            .caption(&self.title, ("sans-serif", 20))
+            .margin(12)
+            .x_label_area_size(40)
+            .y_label_area_size(56)
+            .build_cartesian_2d(steps, values.clone())
+            .map_err(|error| failed(&error))?;
+        chart
+            .configure_mesh()
+            .x_desc("step")
+            .y_desc(&self.unit)
+            .light_line_style(WHITE)
+            .label_style(("sans-serif", 13))
+            .draw()
+            .map_err(|error| failed(&error))?;
+        for mark in &self.marks {
+            let line = [(mark.step, values.start), (mark.step, values.end)];
+            chart
+                .draw_series(LineSeries::new(line, BLACK.mix(0.4)))
+                .map_err(|error| failed(&error))?;
+            let style = ("sans-serif", 13).into_font().transform(FontTransform::None);
+            let place = (mark.step, values.end);
+            chart
+                .draw_series([Text::new(format!(" {}", mark.label), place, style)])
+                .map_err(|error| failed(&error))?;
+        }
+        for (curve, color) in self.curves.iter().zip(COLORS.iter().cycle()) {
+            let clipped = curve.points.iter().map(|&(x, y)| (x, y.clamp(values.start, values.end)));
+            let width = if curve.dots { 3 } else { 1 };
+            chart
+                .draw_series(LineSeries::new(clipped.clone(), color.stroke_width(width)))
+                .map_err(|error| failed(&error))?
+                .label(&curve.label)
+                .legend(move |(x, y)| {
+                    PathElement::new([(x, y), (x + 18, y)], color.stroke_width(3))
+                });
+            if curve.dots {
+                let dots = clipped.map(|point| Circle::new(point, 4, color.filled()));
+                chart.draw_series(dots).map_err(|error| failed(&error))?;
+            }
+        }
+        chart
+            .configure_series_labels()
+            .background_style(WHITE.mix(0.85))
+            .border_style(BLACK.mix(0.3))
+            .label_font(("sans-serif", 14))
+            .position(SeriesLabelPosition::UpperRight)
+            .draw()
+            .map_err(|error| failed(&error))?;
+        root.present().map_err(|error| failed(&error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plot_names_its_curves_and_marks() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run.svg");
+        let plot = Plot {
+            title: "run".into(),
+            unit: "loss".into(),
+            curves: vec![Curve {
+                label: "validation".into(),
+                points: vec![(1.0, 2.0), (2.0, f64::NAN), (3.0, 1.0)],
+                dots: true,
+            }],
+            marks: vec![Mark { step: 2.0, label: "moh".into() }],
+        };
+        plot.write(&path).unwrap();
+        let svg = std::fs::read_to_string(&path).unwrap();
+        assert!(svg.contains("validation") && svg.contains("moh") && svg.ends_with("</svg>\n"));
+        let empty = Plot { curves: vec![], marks: vec![], ..plot };
+        empty.write(&path).unwrap();
+    }
+}

@@ -1,0 +1,152 @@
+//! Text generation, token by token, with a cache of keys and values: a Mixture-of-Head model
+//! computes the attention of the heads that a token selects, and no others.
+
+use candle_core::{Device, Tensor};
+use candle_transformers::generation::{LogitsProcessor, Sampling};
+use moh_kernels::{Backend, Element};
+
+use crate::Error;
+use crate::activations::{Cheap, Kept, whole};
+use crate::block::{LayerCache, Tokens};
+use crate::layout::ModelLayout;
+use crate::model::Model;
+
+/// Tokens of a prompt that pass through the model at a time.
+const CHUNK: usize = 512;
+
+/// One sequence in the course of being generated.
+pub struct Generator<'a, B: Backend, T: Element> {
+    model: &'a Model<B, T>,
+    cache: Vec<LayerCache<B, T>>,
+    ids: B::Buffer<u32>,
+    stream: [B::Buffer<T>; 2],
+    kept: Kept<B, T>,
+    cheap: Cheap<B, T>,
+    normed: B::Buffer<T>,
+    inv_rms: B::Buffer<f32>,
+    position: usize,
+    capacity: usize,
+}
+
+impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
+    /// Room for a sequence of `capacity` tokens; the model must have positions for all of them.
+    ///
+    /// # Errors
+    /// When the device has no room, or the model fewer positions.
+    pub fn new(model: &'a Model<B, T>, capacity: usize) -> Result<Self, Error> {
+        if capacity > model.positions() {
+            return Err(Error::TooLong { tokens: capacity, positions: model.positions() });
+        }
+        let (backend, config) = (&model.backend, &model.config);
+        let chunk = capacity.clamp(1, CHUNK);
+        let cached = capacity * config.key_value_width();
+        let layer = || {
+            Ok(LayerCache { keys: backend.allocate(cached)?, values: backend.allocate(cached)? })
+        };
+        let width = chunk * config.hidden_size;
+        Ok(Generator {
+            model,
+            cache: (0..config.num_hidden_layers).map(|_| layer()).collect::<Result<_, Error>>()?,
+            ids: backend.allocate(chunk)?,
+            stream: [backend.allocate(width)?, backend.allocate(width)?],
+            kept: Kept::new(model, chunk)?,
+            cheap: Cheap::new(model, chunk)?,
+            normed: backend.allocate(width)?,
+            inv_rms: backend.allocate(chunk)?,
+            position: 0,
+            capacity,
+        })
+    }
+
+    /// Tokens so far.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    /// Appends tokens and returns the logits of the token after them, `[V]`.
+    ///
+    /// # Errors
+    /// No token, a token outside the vocabulary, or more tokens than there is room for.
+    pub fn extend(&mut self, ids: &[u32]) -> Result<Vec<f32>, Error> {
+        let end = self.position + ids.len();
+        if end > self.capacity || ids.is_empty() {
+            return Err(Error::TooLong { tokens: end, positions: self.capacity });
+        }
+        let mut last = 0;
+        for chunk in ids.chunks(CHUNK) {
+            self.pass(chunk)?;
+            last = chunk.len() - 1;
+        }
+        let width = self.model.config.hidden_size;
+        self.model.project(B::view(&self.normed, last * width..(last + 1) * width), 1)
+    }
+
+    /// One pass over at most [`CHUNK`] tokens, up to the final norm.
+    fn pass(&mut self, ids: &[u32]) -> Result<(), Error> {
+        let model = self.model;
+        let (backend, config) = (&model.backend, &model.config);
+        let n = ids.len();
+        let width = n * config.hidden_size;
+        backend.upload(ids, B::view_mut(&mut self.ids, 0..n))?;
+        backend.embedding_forward(
+            config.hidden_size,
+            B::view(&self.ids, 0..n),
+            whole::<B, T>(model.weights.flat(ModelLayout::EMBEDDING)),
+            B::view_mut(&mut self.stream[0], 0..width),
+        )?;
+        let tokens = Tokens::<B> {
+            shape: model.qkv_shape(1, n),
+            first_position: self.position,
+            first_key: None,
+        };
+        for (layer, cache) in self.cache.iter_mut().enumerate() {
+            let [input, output] = &mut self.stream;
+            let (kept, cheap) = (&mut self.kept, &mut self.cheap);
+            model.attend(layer, &tokens, input, kept, cheap, Some(cache))?;
+            model.activate(layer, n, kept, cheap)?;
+            model.project_down(layer, n, kept, cheap, output)?;
+            self.stream.swap(0, 1);
+        }
+        backend.rms_norm_forward(
+            config.rms_norm_eps,
+            B::view(&self.stream[0], 0..width),
+            whole::<B, T>(model.weights.flat(model.layout.final_norm_index())),
+            B::view_mut(&mut self.normed, 0..width),
+            B::view_mut(&mut self.inv_rms, 0..n),
+        )?;
+        self.position += n;
+        Ok(())
+    }
+}
+
+/// Chooses tokens from logits.
+pub struct Sampler {
+    processor: LogitsProcessor,
+    vocab_size: usize,
+}
+
+impl Sampler {
+    /// Greedy when `temperature` is 0; otherwise samples, from the smallest set of tokens whose
+    /// probabilities reach `top_p` where one is given. Only ids below `vocab_size`, the
+    /// tokenizer's, are ever chosen: rows that pad the vocabulary are not.
+    pub fn new(seed: u64, temperature: f64, top_p: Option<f64>, vocab_size: usize) -> Self {
+        let sampling = match (temperature, top_p) {
+            (temperature, _) if temperature <= 0.0 => Sampling::ArgMax,
+            (temperature, None) => Sampling::All { temperature },
+            (temperature, Some(p)) => Sampling::TopP { p, temperature },
+        };
+        Sampler { processor: LogitsProcessor::from_sampling(seed, sampling), vocab_size }
+    }
+
+    /// The next token.
+    ///
+    /// # Errors
+    /// When the logits are not numbers to sample from.
+    pub fn sample(&mut self, logits: &[f32]) -> Result<u32, Error> {
+        let known = &logits[..logits.len().min(self.vocab_size)];
+        let logits = Tensor::from_slice(known, known.len(), &Device::Cpu);
+        logits
+            .and_then(|logits| self.processor.sample(&logits))
+            .map_err(|source| Error::Sampling { reason: source.to_string() })
+    }
+}
