@@ -1,9 +1,13 @@
 //! Recipes, optimiser, checkpoints and the training loop.
 
 mod error;
+pub mod metrics;
 pub mod recipe;
+pub mod run_directory;
 pub mod schedule;
 
 pub use error::{Error, KeyChange};
+pub use metrics::{MetricsWriter, StepMetrics, Validation};
 pub use recipe::{Fault, Recipe, Stage};
+pub use run_directory::{RunDirectory, RunLock};
 pub use schedule::Schedule;
