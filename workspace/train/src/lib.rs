@@ -5,9 +5,11 @@ pub mod metrics;
 pub mod recipe;
 pub mod run_directory;
 pub mod schedule;
+pub mod tensorboard;
 
 pub use error::{Error, KeyChange};
 pub use metrics::{MetricsWriter, StepMetrics, Validation};
 pub use recipe::{Fault, Recipe, Stage};
 pub use run_directory::{RunDirectory, RunLock};
 pub use schedule::Schedule;
+pub use tensorboard::TensorBoard;
