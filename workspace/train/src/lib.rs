@@ -2,6 +2,7 @@
 
 mod error;
 pub mod metrics;
+pub mod plan;
 pub mod recipe;
 pub mod run_directory;
 pub mod schedule;
@@ -9,6 +10,7 @@ pub mod tensorboard;
 
 pub use error::{Error, KeyChange};
 pub use metrics::{MetricsWriter, StepMetrics, Validation};
+pub use plan::Plan;
 pub use recipe::{Fault, Recipe, Stage};
 pub use run_directory::{RunDirectory, RunLock};
 pub use schedule::Schedule;
