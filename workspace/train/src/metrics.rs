@@ -1,0 +1,434 @@
+//! `metrics.jsonl`: one JSON object a step.
+//!
+//! A line is complete once its newline is written; what follows the last newline was torn by an
+//! interruption. [`cut_back`] makes the file agree with a checkpoint, so a continued run leaves
+//! the same file as one that never stopped. Numbers that are not finite are written as null.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+
+/// A longer line is not one of ours.
+const MAX_LINE_BYTES: u64 = 64 << 10;
+
+/// What one step measured.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(into = "Line", try_from = "Line")]
+pub struct StepMetrics {
+    /// Name of the stage.
+    pub stage: String,
+    /// Step within the stage, from 1.
+    pub step: u64,
+    /// Tokens trained on since the beginning of the run.
+    pub tokens: u64,
+    /// Mean cross-entropy of the step, in nats.
+    pub loss: f64,
+    /// The balance loss before its weight; `None` where attention is dense.
+    pub balance_loss: Option<f64>,
+    /// The step's learning rate.
+    pub learning_rate: f64,
+    /// Global gradient norm before clipping.
+    pub grad_norm: f64,
+    /// Speed of this step.
+    pub tokens_per_second: f64,
+    /// The evaluation that followed the step, if one did.
+    pub validation: Option<Validation>,
+}
+
+/// An evaluation on held-out text.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Validation {
+    /// Mean cross-entropy, in nats per token.
+    pub loss: f64,
+    /// The loss in bits over the bytes of the decoded targets; `None` without a tokenizer.
+    pub bits_per_byte: Option<f64>,
+}
+
+/// The fields of a line, in their order.
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Line {
+    stage: String,
+    step: u64,
+    tokens: u64,
+    loss: Option<f64>,
+    balance_loss: Option<f64>,
+    learning_rate: Option<f64>,
+    grad_norm: Option<f64>,
+    tokens_per_second: Option<f64>,
+    #[serde(
+        default,
+        deserialize_with = "present",
+        skip_serializing_if = "Option::is_none"
+    )]
+    validation_loss: Option<Option<f64>>,
+    #[serde(
+        default,
+        deserialize_with = "present",
+        skip_serializing_if = "Option::is_none"
+    )]
+    validation_bits_per_byte: Option<Option<f64>>,
+}
+
+/// A field that is there, null or not.
+fn present<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<Option<f64>>, D::Error> {
+    Option::deserialize(from).map(Some)
+}
+
+impl From<StepMetrics> for Line {
+    fn from(metrics: StepMetrics) -> Self {
+        let validation = metrics.validation;
+        Line {
+            stage: metrics.stage,
+            step: metrics.step,
+            tokens: metrics.tokens,
+            loss: Some(metrics.loss),
+            balance_loss: metrics.balance_loss,
+            learning_rate: Some(metrics.learning_rate),
+            grad_norm: Some(metrics.grad_norm),
+            tokens_per_second: Some(metrics.tokens_per_second),
+            validation_loss: validation.map(|validation| Some(validation.loss)),
+            validation_bits_per_byte: validation.map(|validation| validation.bits_per_byte),
+        }
+    }
+}
+
+impl TryFrom<Line> for StepMetrics {
+    type Error = &'static str;
+
+    fn try_from(line: Line) -> Result<Self, Self::Error> {
+        let number = |value: Option<f64>| value.unwrap_or(f64::NAN);
+        let validation = match (line.validation_loss, line.validation_bits_per_byte) {
+            (None, None) => None,
+            (Some(loss), Some(bits_per_byte)) => Some(Validation {
+                loss: number(loss),
+                bits_per_byte,
+            }),
+            _ => return Err("validation_loss and validation_bits_per_byte come together"),
+        };
+        Ok(StepMetrics {
+            stage: line.stage,
+            step: line.step,
+            tokens: line.tokens,
+            loss: number(line.loss),
+            balance_loss: line.balance_loss,
+            learning_rate: number(line.learning_rate),
+            grad_norm: number(line.grad_norm),
+            tokens_per_second: number(line.tokens_per_second),
+            validation,
+        })
+    }
+}
+
+/// Appends to a metrics file.
+#[derive(Debug)]
+pub struct MetricsWriter {
+    path: PathBuf,
+    file: File,
+}
+
+impl MetricsWriter {
+    /// Opens the file at `path` for appending, creating it where there is none. Cut it back first
+    /// with [`cut_back`] when continuing.
+    ///
+    /// # Errors
+    /// When the file cannot be opened.
+    pub fn append_to(path: &Path) -> Result<Self, Error> {
+        let file = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path)
+            .map_err(Error::io(path))?;
+        Ok(MetricsWriter {
+            path: path.to_path_buf(),
+            file,
+        })
+    }
+
+    /// Appends the line of one step, in a single write.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn write(&mut self, metrics: &StepMetrics) -> Result<(), Error> {
+        let io = Error::io(&self.path);
+        let mut line = match serde_json::to_vec(metrics) {
+            Ok(line) => line,
+            Err(error) => return Err(io(error.into())),
+        };
+        line.push(b'\n');
+        self.file.write_all(&line).map_err(io)
+    }
+
+    /// Waits until the lines are on the disk. A checkpoint of step N needs N lines to be continued
+    /// from, so sync before completing one.
+    ///
+    /// # Errors
+    /// When the system cannot write them.
+    pub fn sync(&self) -> Result<(), Error> {
+        self.file.sync_data().map_err(Error::io(&self.path))
+    }
+}
+
+/// Complete lines of a file one at a time, with a bound on their length.
+struct Lines {
+    path: PathBuf,
+    file: BufReader<File>,
+    number: u64,
+    line: Vec<u8>,
+}
+
+impl Lines {
+    /// `None` where there is no file.
+    fn open(path: &Path) -> Result<Option<Self>, Error> {
+        match File::open(path) {
+            Ok(file) => Ok(Some(Lines {
+                path: path.to_path_buf(),
+                file: BufReader::new(file),
+                number: 0,
+                line: Vec::new(),
+            })),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(Error::io(path)(error)),
+        }
+    }
+
+    /// The next line with its newline; `None` at the end, a torn last line left out.
+    fn next(&mut self) -> Result<Option<&[u8]>, Error> {
+        self.line.clear();
+        let mut bounded = (&mut self.file).take(MAX_LINE_BYTES);
+        bounded
+            .read_until(b'\n', &mut self.line)
+            .map_err(Error::io(&self.path))?;
+        if self.line.last() == Some(&b'\n') {
+            self.number += 1;
+            return Ok(Some(&self.line));
+        }
+        if self.line.len() as u64 == MAX_LINE_BYTES {
+            let reason = format!("longer than {MAX_LINE_BYTES} bytes: not a line of metrics");
+            return Err(self.refuse(self.number + 1, reason));
+        }
+        Ok(None)
+    }
+
+    fn refuse(&self, line: u64, reason: String) -> Error {
+        Error::MetricsLine {
+            path: self.path.clone(),
+            line,
+            reason,
+        }
+    }
+}
+
+/// All complete lines of the file at `path`; a torn last line is left out.
+///
+/// # Errors
+/// When the file cannot be read, or a line is not what [`MetricsWriter`] writes.
+pub fn read(path: &Path) -> Result<Vec<StepMetrics>, Error> {
+    let Some(mut lines) = Lines::open(path)? else {
+        return Err(Error::io(path)(std::io::ErrorKind::NotFound.into()));
+    };
+    let mut steps = Vec::new();
+    while let Some(line) = lines.next()? {
+        match serde_json::from_slice(line) {
+            Ok(step) => steps.push(step),
+            Err(error) => return Err(lines.refuse(lines.number, error.to_string())),
+        }
+    }
+    Ok(steps)
+}
+
+/// Keeps exactly the first `steps_kept` complete lines of the file at `path`, byte for byte, and
+/// drops the rest, a torn line too. The file is replaced at once: an interruption leaves the old
+/// one or the new one. A missing file counts as empty.
+///
+/// # Errors
+/// When the file has fewer complete lines, or cannot be read or replaced.
+pub fn cut_back(path: &Path, steps_kept: u64) -> Result<(), Error> {
+    let io = |error| Error::io(path)(error);
+    let Some(mut lines) = Lines::open(path)? else {
+        return match steps_kept {
+            0 => Ok(()),
+            expected => Err(Error::MetricsShort {
+                path: path.to_path_buf(),
+                found: 0,
+                expected,
+            }),
+        };
+    };
+    let directory = parent(path);
+    let temporary = tempfile::Builder::new()
+        .prefix(".tmp-metrics-")
+        .tempfile_in(directory)
+        .map_err(Error::io(directory))?;
+    let mut out = std::io::BufWriter::new(temporary);
+    for found in 0..steps_kept {
+        match lines.next()? {
+            Some(line) => out.write_all(line).map_err(io)?,
+            None => {
+                return Err(Error::MetricsShort {
+                    path: path.to_path_buf(),
+                    found,
+                    expected: steps_kept,
+                });
+            }
+        }
+    }
+    let temporary = out.into_inner().map_err(|error| io(error.into_error()))?;
+    crate::run_directory::persist(temporary, path)
+}
+
+/// The directory that holds `path`.
+pub(crate) fn parent(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(step: u64) -> StepMetrics {
+        StepMetrics {
+            stage: "moh".to_string(),
+            step,
+            tokens: step * 1024,
+            loss: 2.5,
+            balance_loss: Some(0.5),
+            learning_rate: 3e-5,
+            grad_norm: 1.25,
+            tokens_per_second: 1e4,
+            validation: None,
+        }
+    }
+
+    fn write(path: &Path, steps: std::ops::RangeInclusive<u64>) {
+        let mut writer = MetricsWriter::append_to(path).unwrap();
+        for number in steps {
+            writer.write(&step(number)).unwrap();
+        }
+        writer.sync().unwrap();
+    }
+
+    #[test]
+    fn a_line_has_the_documented_fields_in_their_order() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("metrics.jsonl");
+        let mut writer = MetricsWriter::append_to(&path).unwrap();
+        writer.write(&step(1)).unwrap();
+        let dense = StepMetrics {
+            balance_loss: None,
+            loss: f64::NAN,
+            validation: Some(Validation {
+                loss: 2.0,
+                bits_per_byte: None,
+            }),
+            ..step(2)
+        };
+        writer.write(&dense).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(
+            text,
+            "{\"stage\":\"moh\",\"step\":1,\"tokens\":1024,\"loss\":2.5,\"balance_loss\":0.5,\
+             \"learning_rate\":0.00003,\"grad_norm\":1.25,\"tokens_per_second\":10000.0}\n\
+             {\"stage\":\"moh\",\"step\":2,\"tokens\":2048,\"loss\":null,\"balance_loss\":null,\
+             \"learning_rate\":0.00003,\"grad_norm\":1.25,\"tokens_per_second\":10000.0,\
+             \"validation_loss\":2.0,\"validation_bits_per_byte\":null}\n"
+        );
+        let read = read(&path).unwrap();
+        assert_eq!(read[0], step(1));
+        assert!(read[1].loss.is_nan());
+        assert_eq!(read[1].validation, dense.validation);
+    }
+
+    #[test]
+    fn cutting_back_and_appending_gives_the_uninterrupted_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let whole = directory.path().join("whole.jsonl");
+        write(&whole, 1..=9);
+        let path = directory.path().join("metrics.jsonl");
+        for (kept, torn) in [(0, ""), (4, "{\"stage\":\"mo"), (6, "\n"), (7, "{}")] {
+            let _ = std::fs::remove_file(&path);
+            write(&path, 1..=7);
+            let mut text = std::fs::read(&path).unwrap();
+            text.extend_from_slice(torn.as_bytes());
+            std::fs::write(&path, text).unwrap();
+            cut_back(&path, kept).unwrap();
+            write(&path, kept + 1..=9);
+            assert_eq!(
+                std::fs::read(&path).unwrap(),
+                std::fs::read(&whole).unwrap()
+            );
+        }
+        let left: Vec<_> = std::fs::read_dir(directory.path()).unwrap().collect();
+        assert_eq!(left.len(), 2, "no temporary file stays");
+    }
+
+    #[test]
+    fn fewer_complete_lines_than_steps_are_an_error_and_change_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("metrics.jsonl");
+        cut_back(&path, 0).unwrap();
+        assert!(!path.exists());
+        let missing = cut_back(&path, 1).unwrap_err();
+        assert!(matches!(missing, Error::MetricsShort { found: 0, .. }));
+
+        write(&path, 1..=3);
+        let mut text = std::fs::read(&path).unwrap();
+        text.pop();
+        std::fs::write(&path, &text).unwrap();
+        let short = cut_back(&path, 3).unwrap_err();
+        assert!(matches!(
+            short,
+            Error::MetricsShort {
+                found: 2,
+                expected: 3,
+                ..
+            }
+        ));
+        assert_eq!(std::fs::read(&path).unwrap(), text);
+        assert_eq!(read(&path).unwrap().len(), 2);
+    }
+
+    #[test]
+    fn hostile_lines_are_named_by_number() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("metrics.jsonl");
+        let long = format!("{}\n", "x".repeat(1 << 20));
+        let nested = format!("{}\n", "[".repeat(10_000));
+        let half = "{\"stage\":\"a\",\"step\":1,\"tokens\":1,\"loss\":1,\"balance_loss\":null,\
+                    \"learning_rate\":1,\"grad_norm\":1,\"tokens_per_second\":1,\
+                    \"validation_loss\":1}\n";
+        let negative = half.replace("\"step\":1", "\"step\":-1");
+        for hostile in [&long, &nested, half, &negative, "null\n", "\n", "\u{0}\n"] {
+            let _ = std::fs::remove_file(&path);
+            write(&path, 1..=2);
+            let mut text = std::fs::read(&path).unwrap();
+            text.extend_from_slice(hostile.as_bytes());
+            std::fs::write(&path, text).unwrap();
+            let error = read(&path).unwrap_err();
+            assert!(
+                matches!(error, Error::MetricsLine { line: 3, .. }),
+                "{error}"
+            );
+            cut_back(&path, 2).unwrap();
+            assert_eq!(read(&path).unwrap(), [step(1), step(2)]);
+        }
+    }
+
+    #[test]
+    fn bytes_that_are_not_text_are_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("metrics.jsonl");
+        std::fs::write(&path, b"\xff\xfe\n").unwrap();
+        assert!(matches!(
+            read(&path),
+            Err(Error::MetricsLine { line: 1, .. })
+        ));
+    }
+}

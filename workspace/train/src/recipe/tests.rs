@@ -1,0 +1,594 @@
+//! Tests of reading, overriding, validating and writing recipes.
+
+use std::path::{Path, PathBuf};
+
+use moh_model::{MohConfig, Router};
+use proptest::prelude::*;
+
+use super::*;
+
+/// A recipe of two stages for a fresh model, with everything that has a default left out.
+pub(crate) fn small() -> &'static str {
+    r#"
+[run]
+dir = "runs/small"
+seed = 1
+device = "cpu"
+dtype = "f32"
+
+[model.new]
+vocab_size = 512
+hidden_size = 64
+intermediate_size = 172
+num_hidden_layers = 5
+num_attention_heads = 8
+num_key_value_heads = 4
+
+[data]
+sequence_length = 32
+[[data.sources]]
+path = "data/a"
+[data.validation]
+path = "data/b"
+batches = 4
+
+[[stage]]
+name = "adapt"
+tokens = 1000
+batch_tokens = 128
+micro_batch = 2
+attention = "dense"
+learning_rate = { max = 6e-5, min = 6e-6, warmup_steps = 2 }
+
+[[stage]]
+name = "moh"
+tokens = 1e3
+batch_tokens = 128
+micro_batch = 2
+attention = "moh"
+learning_rate = { max = 2e-5, min = 1e-6, warmup_steps = 2 }
+"#
+}
+
+fn parse(text: &str, overrides: &[&str]) -> Result<Recipe, Error> {
+    let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
+    Recipe::parse(text, Path::new("recipes/x.toml"), &overrides)
+}
+
+fn with(overrides: &[&str]) -> Recipe {
+    parse(small(), overrides).unwrap()
+}
+
+/// The message of a recipe that is refused.
+fn refused(text: &str, overrides: &[&str]) -> String {
+    match parse(text, overrides) {
+        Ok(recipe) => panic!("accepted: {recipe:?}"),
+        Err(error) => error.to_string(),
+    }
+}
+
+/// `small` with one piece replaced.
+fn edited(from: &str, to: &str) -> String {
+    assert!(small().contains(from));
+    small().replace(from, to)
+}
+
+#[test]
+fn defaults_are_filled_in() {
+    let recipe = with(&[]);
+    assert_eq!(recipe.data.order, Order::Shuffled);
+    assert_eq!(recipe.data.sources[0].weight, 1.0);
+    assert_eq!(recipe.stages[1].tokens, 1000);
+    assert_eq!(recipe.stages[1].num_steps(), 8);
+    assert_eq!(recipe.num_steps(), 16);
+    assert_eq!(recipe.steps_before(1), 8);
+    assert_eq!(recipe.stages[0].moh, None);
+    assert_eq!(recipe.stages[1].moh, Some(MohOptions::default()));
+    assert_eq!(recipe.stages[0].optimizer, Optimizer::default());
+    assert_eq!(recipe.log, Log::default());
+    let new = recipe.model.new.unwrap();
+    assert_eq!(new.max_position_embeddings, Some(32));
+    assert_eq!(new.head_dim, Some(8));
+    assert_eq!(recipe.model.pad_vocab_to, None);
+    let grown = with(&["model.tokenizer=dir"]);
+    assert_eq!(grown.model.pad_vocab_to, Some(128));
+}
+
+#[test]
+fn routing_is_resolved_against_the_models_heads() {
+    let path = Path::new("x.toml");
+    let mut recipe = with(&[]);
+    let mut model = recipe.local_model_config(path).unwrap().unwrap();
+    recipe.resolve(path, &model).unwrap();
+    let moh = recipe.stages[1].moh.clone().unwrap();
+    assert_eq!((moh.shared_heads, moh.routed_top_k), (Some(4), Some(2)));
+
+    model.moh = Some(MohConfig {
+        router: Router::QueryNorm,
+        shared_heads: 2,
+        routed_top_k: 1,
+    });
+    let mut recipe = with(&[]);
+    recipe.resolve(path, &model).unwrap();
+    let moh = recipe.stages[1].moh_config(&model).unwrap();
+    assert_eq!((moh.shared_heads, moh.routed_top_k), (2, 1));
+    let given = with(&["stage.moh.moh.shared_heads=5"]);
+    let moh = given.stages[1].moh_config(&model).unwrap();
+    assert_eq!((moh.shared_heads, moh.routed_top_k), (5, 1));
+}
+
+#[test]
+fn a_recipe_that_does_not_fit_its_model_is_refused() {
+    let path = Path::new("x.toml");
+    let text = edited("[model.new]", "[model]\nfrom = \"org/name\"\n[unused]");
+    let text = text.split("[unused]").next().unwrap().to_string()
+        + &small()[small().find("[data]").unwrap()..];
+    let mut recipe = parse(
+        &text,
+        &[
+            "data.sequence_length=64",
+            "stage.moh.moh.routed_top_k=17",
+            "stage.adapt.parallel.tensor=3",
+            "stage.adapt.parallel.pipeline=6",
+            "model.vocab_size=100",
+        ],
+    )
+    .unwrap();
+    let model = with(&[]).local_model_config(path).unwrap().unwrap();
+    let message = recipe.resolve(path, &model).unwrap_err().to_string();
+    for expected in [
+        "x.toml: data.sequence_length = 64: the model was made for 32 tokens",
+        "x.toml: stage.moh.moh: routed_top_k = 17: must be at most the 4 routed heads",
+        "x.toml: stage.adapt.parallel.tensor = 3: must divide the 4 key/value heads",
+        "x.toml: stage.adapt.parallel.pipeline = 6: must be at most the 5 blocks",
+        "x.toml: model.vocab_size = 100: the model has 512 already",
+    ] {
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn the_resolved_recipe_reads_back_equal() {
+    let path = Path::new("x.toml");
+    for overrides in [
+        &[][..],
+        &["model.new.eos_token_id=[1,2]", "model.new.bos_token_id=0"],
+        &["data.order=sequential", "checkpoint.keep_every=200"],
+        &[
+            "model.new.rope_scaling={rope_type=\"llama3\", factor=8, low_freq_factor=1, \
+           high_freq_factor=4, original_max_position_embeddings=16}",
+        ],
+        &[
+            "stage.moh.optimizer.eps=1e-300",
+            "stage.moh.learning_rate.min=0",
+        ],
+    ] {
+        let mut recipe = with(overrides);
+        assert_eq!(parse(&recipe.to_toml().unwrap(), &[]).unwrap(), recipe);
+        let model = recipe.local_model_config(path).unwrap().unwrap();
+        recipe.resolve(path, &model).unwrap();
+        assert_eq!(parse(&recipe.to_toml().unwrap(), &[]).unwrap(), recipe);
+    }
+}
+
+#[test]
+fn overrides_reach_stages_by_name_and_create_tables() {
+    let recipe = with(&[
+        "stage.moh.tokens=1e9",
+        "stage.moh.moh.routed_top_k = 1",
+        "stage.adapt.optimizer.beta2=0.99",
+        "run.dir=runs/other",
+        "data.sources.0.weight=2",
+        "log.every_steps=1",
+        "log.every_steps=10",
+    ]);
+    assert_eq!(recipe.stages[1].tokens, 1_000_000_000);
+    assert_eq!(recipe.stages[1].moh.as_ref().unwrap().routed_top_k, Some(1));
+    assert_eq!(recipe.stages[0].optimizer.beta2, 0.99);
+    assert_eq!(recipe.run.dir, PathBuf::from("runs/other"));
+    assert_eq!(recipe.data.sources[0].weight, 2.0);
+    assert_eq!(recipe.log.every_steps, 10);
+}
+
+#[test]
+fn one_override_makes_the_dense_run_to_compare_with() {
+    let routed = with(&["stage.moh.moh.routed_top_k=1"]);
+    assert!(routed.stages[1].moh.is_some());
+    let dense = with(&["stage.moh.moh.routed_top_k=1", "stage.moh.attention=dense"]);
+    assert_eq!(dense.stages[1].moh, None);
+}
+
+#[test]
+fn a_directory_may_look_like_a_date() {
+    assert_eq!(
+        with(&["run.dir=2026-11-21"]).run.dir,
+        PathBuf::from("2026-11-21")
+    );
+}
+
+#[test]
+fn wrong_overrides_are_named() {
+    let cases = [
+        (
+            "stage.mho.tokens=1",
+            "--set: stage.mho.tokens: there is no \"mho\", did you mean moh",
+        ),
+        (
+            "stage.xyz.tokens=1",
+            "--set: stage.xyz.tokens: there is no \"xyz\", only adapt, moh",
+        ),
+        (
+            "stage.moh.moh.routed_topk=3",
+            "--set: stage.moh.moh.routed_topk: unknown key, did you mean routed_top_k",
+        ),
+        (
+            "run.seed.x=3",
+            "--set: run.seed.x: \"x\" stands below a value that is not a table",
+        ),
+        ("run.seed", "--set: \"run.seed\": expected key=value"),
+        ("=3", "expected key=value"),
+        ("run..seed=3", "expected key=value"),
+        (
+            "run.seed=-1",
+            "--set: run.seed: must be a whole number from 0, not -1",
+        ),
+        (
+            "run.device=gpu",
+            "--set: run.device: must be \"cpu\" or \"cuda\", not \"gpu\"",
+        ),
+        (
+            "run.seed=1\n[log]\nevery_steps=0",
+            "--set: run.seed: must be a whole number",
+        ),
+        (
+            "stage.moh.tokens=1e30",
+            "--set: stage.moh.tokens: must be a whole number",
+        ),
+        (
+            "stage.moh.learning_rate.min=1",
+            "--set: stage.moh.learning_rate.min = 1: must be a number from 0 to max = 0.00002",
+        ),
+        ("run={}", "--set: run.dir: missing"),
+        ("stage=3", "--set: stage: must be a list, not 3"),
+        ("stage=[]", "--set: stage: must have from 1 to 1000 tables"),
+    ];
+    for (text, expected) in cases {
+        let message = refused(small(), &[text]);
+        assert!(message.contains(expected), "{text}: {message}");
+    }
+}
+
+#[test]
+fn all_unknown_keys_come_at_once_with_the_key_that_was_meant() {
+    let text = edited(
+        "micro_batch = 2\nattention = \"moh\"",
+        "microbatch = 2\nattention = \"moh\"\nmoh = { routed_topk = 3 }",
+    )
+    .replace("seed = 1", "sede = 1")
+    .replace("num_hidden_layers", "n_layer")
+        + "[checkpoints]\nkeep = 1\n[zzz]\n";
+    let message = refused(&text, &[]);
+    let mut lines: Vec<&str> = message.lines().collect();
+    lines.sort_unstable();
+    // Reading stops at the first missing key, which is one that was misspelt here.
+    assert_eq!(
+        lines,
+        [
+            "recipes/x.toml: checkpoints: unknown key, did you mean checkpoint",
+            "recipes/x.toml: run.sede: unknown key, did you mean seed",
+            "recipes/x.toml: zzz: unknown key, expected one of run, model, data, stage, \
+             precision, memory, checkpoint, log",
+        ]
+    );
+    let message = refused(
+        &text
+            .replace("sede", "seed")
+            .replace("n_layer", "num_hidden_layers"),
+        &[],
+    );
+    for expected in [
+        "recipes/x.toml: stage.moh.moh.routed_topk: unknown key, did you mean routed_top_k",
+        "recipes/x.toml: stage.moh.microbatch: unknown key, did you mean micro_batch",
+    ] {
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn wrong_types_name_the_key_and_what_was_expected() {
+    let cases = [
+        (
+            "seed = 1",
+            "seed = \"1\"",
+            "run.seed: must be a whole number from 0, not the text \"1\"",
+        ),
+        (
+            "seed = 1",
+            "seed = 1.5",
+            "run.seed: must be a whole number from 0, not 1.5",
+        ),
+        (
+            "seed = 1",
+            "seed = nan",
+            "run.seed: must be a whole number from 0, not NaN",
+        ),
+        (
+            "seed = 1",
+            "seed = 2026-01-01",
+            "run.seed: must be a whole number from 0, not the date",
+        ),
+        (
+            "dtype = \"f32\"",
+            "dtype = 32",
+            "run.dtype: must be \"f32\" or \"bf16\", not 32",
+        ),
+        (
+            "dtype = \"f32\"",
+            "dtype = \"fp8\"",
+            "run.dtype: must be \"f32\" or \"bf16\", not \"fp8\"",
+        ),
+        (
+            "dir = \"runs/small\"",
+            "dir = 3",
+            "run.dir: must be a text in quotes, not 3",
+        ),
+        (
+            "batches = 4",
+            "batches = []",
+            "data.validation.batches: must be a whole number from 0, not a list",
+        ),
+        (
+            "path = \"data/a\"",
+            "weight = 1",
+            "data.sources.0.path: missing",
+        ),
+        (
+            "max = 2e-5",
+            "max = true",
+            "stage.moh.learning_rate.max: must be a number, not true",
+        ),
+        ("name = \"moh\"\n", "", "stage.1.name: missing"),
+        (
+            "[data]",
+            "[log]\ntensorboard = 1\n[data]",
+            "log.tensorboard: must be true or false, not 1",
+        ),
+        ("[data]", "memory = 3\n[data]", "memory: unknown key"),
+        (
+            "num_key_value_heads = 4",
+            "num_key_value_heads = 4\neos_token_id = -1",
+            "model.new.eos_token_id: must be a token or a list of tokens, not integer `-1`",
+        ),
+        (
+            "num_key_value_heads = 4",
+            "num_key_value_heads = 4\nbos_token_id = 5000000000",
+            "model.new.bos_token_id: must be u32",
+        ),
+        (
+            "attention = \"moh\"",
+            "attention = \"moh\"\nmoh = { router = \"two\" }",
+            "stage.moh.moh.router: must be \"query-norm\", not \"two\"",
+        ),
+    ];
+    for (from, to, expected) in cases {
+        let message = refused(&edited(from, to), &[]);
+        assert_eq!(message.get(..16), Some("recipes/x.toml: "));
+        assert!(message.contains(expected), "{to}: {message}");
+    }
+}
+
+#[test]
+fn every_impossible_number_is_reported_at_once() {
+    let message = refused(
+        small(),
+        &[
+            "data.sequence_length=1",
+            "data.sources.0.weight=nan",
+            "data.validation.batches=0",
+            "stage.adapt.tokens=0",
+            "stage.adapt.learning_rate.max=inf",
+            "stage.moh.learning_rate.warmup_steps=9",
+            "stage.moh.learning_rate.min=3e-5",
+            "stage.moh.optimizer.beta1=1",
+            "stage.moh.optimizer.beta2=-0.1",
+            "stage.moh.optimizer.eps=0",
+            "stage.moh.optimizer.clip_norm=0",
+            "stage.moh.optimizer.weight_decay=-1",
+            "stage.moh.parallel.tensor=0",
+            "stage.moh.moh.balance_loss_weight=nan",
+            "stage.moh.micro_batch=0",
+            "checkpoint.keep=0",
+            "checkpoint.keep_every=150",
+            "log.every_steps=0",
+            "run.dir=''",
+        ],
+    );
+    for expected in [
+        "data.sequence_length = 1: must be from 2",
+        "data.sources.0.weight = NaN: must be a finite number above 0",
+        "data.validation.batches = 0: must be at least 1",
+        "stage.adapt.tokens = 0: must be from 1 to",
+        "stage.adapt.learning_rate.max = inf: must be a finite number above 0",
+        "stage.moh.learning_rate.warmup_steps = 9: must be at most the stage's 8 steps",
+        "stage.moh.learning_rate.min = 0.00003: must be a number from 0 to max = 0.00002",
+        "stage.moh.optimizer.beta1 = 1: must be a number from 0 to below 1",
+        "stage.moh.optimizer.beta2 = -0.1: must be a number from 0 to below 1",
+        "stage.moh.optimizer.eps = 0: must be a finite number above 0",
+        "stage.moh.optimizer.clip_norm = 0: must be a finite number above 0",
+        "stage.moh.optimizer.weight_decay = -1: must be a finite number from 0",
+        "stage.moh.parallel.tensor = 0: must be at least 1",
+        "stage.moh.moh.balance_loss_weight = NaN: must be a finite number from 0",
+        "stage.moh.micro_batch = 0: must be at least 1",
+        "checkpoint.keep = 0: must be at least 1",
+        "checkpoint.keep_every = 150: must be a multiple of checkpoint.every_steps = 100",
+        "log.every_steps = 0: must be at least 1",
+        "run.dir: must be a path in UTF-8, and not empty",
+    ] {
+        assert!(message.contains(expected), "{expected}\n{message}");
+    }
+}
+
+#[test]
+fn a_batch_that_is_not_whole_micro_batches_names_the_nearest() {
+    let message = refused(small(), &["stage.moh.batch_tokens=200"]);
+    let expected = "--set: stage.moh.batch_tokens = 200: must be a multiple of sequence_length x \
+                    micro_batch = 32 x 2 = 64: nearest 192 and 256";
+    assert_eq!(message, expected);
+    let message = refused(small(), &["stage.moh.batch_tokens=63"]);
+    assert!(message.ends_with("nearest 64"), "{message}");
+    refused(
+        small(),
+        &["stage.moh.micro_batch=9e15", "stage.moh.batch_tokens=9e15"],
+    );
+}
+
+#[test]
+fn odd_and_duplicate_stage_names_are_refused() {
+    for (name, reason) in [
+        ("adapt", "is the name of an earlier stage"),
+        ("", "must be 1 to 64 letters"),
+        ("a.b", "must be 1 to 64 letters"),
+        ("../x", "must be 1 to 64 letters"),
+        ("-x", "must be 1 to 64 letters"),
+        ("\\u0000", "must be 1 to 64 letters"),
+        ("\u{e9}", "must be 1 to 64 letters"),
+    ] {
+        let text = edited("name = \"moh\"", &format!("name = \"{name}\""));
+        let message = refused(&text, &[]);
+        assert!(message.contains("stage.1.name = "), "{message}");
+        assert!(message.contains(reason), "{message}");
+    }
+}
+
+#[test]
+fn a_model_is_either_loaded_or_new() {
+    let message = refused(small(), &["model.from=a/b"]);
+    assert!(
+        message.contains("model: has both from and [model.new]"),
+        "{message}"
+    );
+    let message = refused(small(), &["model.revision=main", "model.config=c.json"]);
+    assert!(
+        message.contains("--set: model.revision: belongs to from"),
+        "{message}"
+    );
+    assert!(
+        message.contains("--set: model.config: belongs to from"),
+        "{message}"
+    );
+    let message = refused(small(), &["model={}"]);
+    assert!(message.contains("--set: model: needs from"), "{message}");
+    let message = refused(
+        small(),
+        &["model.pad_vocab_to=128", "model.vocab_size=1000"],
+    );
+    assert!(message.contains("such as 1024"), "{message}");
+}
+
+#[test]
+fn a_fresh_models_shape_is_checked() {
+    let message = refused(small(), &["model.new.hidden_size=0"]);
+    assert!(message.contains("model.new"), "{message}");
+    assert!(
+        message.contains("hidden_size = 0: must be from 1"),
+        "{message}"
+    );
+    for hostile in [
+        "model.new.num_attention_heads=0",
+        "model.new.num_key_value_heads=3",
+        "model.new.vocab_size=1e15",
+        "model.new.rms_norm_eps=nan",
+        "model.new.rope_theta=inf",
+        "model.new.initializer_range=nan",
+        "model.new.num_hidden_layers=1e15",
+        "model.new.head_dim=7",
+        "stage.moh.moh.shared_heads=9",
+        "stage.moh.moh.shared_heads=7",
+    ] {
+        refused(small(), &[hostile]);
+    }
+}
+
+#[test]
+fn sequential_order_takes_no_weights() {
+    let message = refused(
+        small(),
+        &["data.order=sequential", "data.sources.0.weight=2"],
+    );
+    assert!(
+        message.contains("must be 1 with order = \"sequential\""),
+        "{message}"
+    );
+}
+
+#[test]
+fn parallel_splits_are_read_and_left_to_the_trainer() {
+    let recipe = with(&[
+        "stage.adapt.parallel.tensor=2",
+        "stage.moh.parallel={pipeline=5}",
+    ]);
+    assert_eq!(recipe.stages[0].parallel.tensor, 2);
+    assert_eq!(recipe.stages[1].parallel.pipeline, 5);
+}
+
+#[test]
+fn text_that_is_not_toml_names_its_line() {
+    let message = refused(&edited("seed = 1", "seed = = 1"), &[]);
+    assert!(message.starts_with("recipes/x.toml: line 4: "), "{message}");
+    refused("", &[]);
+    refused(&"[".repeat(100_000), &[]);
+    refused(&format!("a = {}", "[".repeat(100_000)), &[]);
+    refused(&format!("{}=1", "a.".repeat(1000) + "b"), &[]);
+    refused("run = 1", &[]);
+}
+
+#[test]
+fn files_that_are_no_recipes_are_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("x.toml");
+    assert!(matches!(Recipe::load(&path, &[]), Err(Error::Io { .. })));
+    std::fs::write(&path, b"\xff\xfe").unwrap();
+    let message = Recipe::load(&path, &[]).unwrap_err().to_string();
+    assert!(message.contains("not text in UTF-8"), "{message}");
+    std::fs::write(&path, vec![b'\n'; 2 << 20]).unwrap();
+    let message = Recipe::load(&path, &[]).unwrap_err().to_string();
+    assert!(message.contains("a recipe has at most"), "{message}");
+    std::fs::write(&path, small()).unwrap();
+    assert_eq!(Recipe::load(&path, &[]).unwrap(), with(&[]));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    #[test]
+    fn valid_numbers_read_back_equal(
+        seed in 0..=i64::MAX, max in 1e-12..1e3f64, share in 0.0..=1.0f64, beta in 0.0..1.0f64,
+        eps in 1e-30..1.0f64, steps in 1..1_000_000u64, micro in 1..64u64, batch in 1..1000u64,
+        weight in 1e-6..1e6f64, recompute in 0..3usize,
+    ) {
+        let batch_tokens = 32 * micro * batch;
+        let recipe = with(&[
+            &format!("run.seed={seed}"),
+            &format!("stage.moh.learning_rate={{max={max:?},min={:?},warmup_steps=0}}", max * share),
+            &format!("stage.moh.optimizer={{beta1={beta:?},beta2={beta:?},eps={eps:?}}}"),
+            &format!("stage.moh.micro_batch={micro}"),
+            &format!("stage.moh.batch_tokens={batch_tokens}"),
+            &format!("stage.moh.tokens={}", batch_tokens * steps),
+            &format!("data.sources.0.weight={weight:?}"),
+            &format!("memory.recompute={}", ["none", "cheap", "block"][recompute]),
+        ]);
+        prop_assert_eq!(recipe.stages[1].num_steps(), steps);
+        prop_assert_eq!(parse(&recipe.to_toml().unwrap(), &[]).unwrap(), recipe);
+    }
+
+    #[test]
+    fn arbitrary_text_and_overrides_never_panic(
+        text in "\\PC{0,200}", key in "[a-z_.0-9]{0,30}", value in "\\PC{0,40}",
+        cut in 0..600usize, insert in "\\PC{0,8}",
+    ) {
+        let _ = parse(&text, &[&format!("{key}={value}"), &text]);
+        let _ = parse(small(), &[&format!("{key}={value}")]);
+        let cut = small().floor_char_boundary(cut);
+        let _ = parse(&format!("{}{insert}{}", &small()[..cut], &small()[cut..]), &[]);
+    }
+}

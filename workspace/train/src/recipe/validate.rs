@@ -1,0 +1,373 @@
+//! The limits of a recipe's numbers and what its keys demand of each other.
+
+use std::collections::BTreeSet;
+use std::fmt::Display;
+use std::path::Path;
+
+use moh_model::ModelConfig;
+
+use super::{Checkpoint, Fault, LearningRate, Model, Optimizer, Order, Recipe, Stage};
+
+/// Token counts up to here are exact as floats, and sums over all stages fit 64 bits.
+const MAX_TOKENS: u64 = 1 << 53;
+/// More stages are a mistake.
+const MAX_STAGES: usize = 1000;
+/// A longer sequence is a mistake; squares of it still fit 64 bits.
+const MAX_SEQUENCE_LENGTH: usize = 1 << 31;
+/// The longest name of a stage.
+const MAX_NAME: usize = 64;
+/// TOML's integers are signed.
+const MAX_SEED: u64 = i64::MAX as u64;
+
+/// Faults as they are found.
+#[derive(Default)]
+struct Faults {
+    list: Vec<Fault>,
+}
+
+impl Faults {
+    /// Adds a fault unless `fine`.
+    fn check(&mut self, fine: bool, key: &str, value: impl Display, reason: impl Display) {
+        if !fine {
+            self.list.push(Fault {
+                origin: String::new(),
+                key: key.to_string(),
+                value: Some(value.to_string()),
+                reason: reason.to_string(),
+            });
+        }
+    }
+
+    /// Adds a fault that no single value shows.
+    fn add(&mut self, key: &str, reason: impl Display) {
+        self.list.push(Fault {
+            origin: String::new(),
+            key: key.to_string(),
+            value: None,
+            reason: reason.to_string(),
+        });
+    }
+
+    fn at_least_one(&mut self, key: &str, value: u64) {
+        self.check(value > 0, key, value, "must be at least 1");
+    }
+
+    fn path(&mut self, key: &str, path: &Path) {
+        let text = path.to_str();
+        if text.is_none_or(|text| text.is_empty() || text.contains('\0')) {
+            self.add(key, "must be a path in UTF-8, and not empty");
+        }
+    }
+}
+
+/// Every fault that can be found without the model.
+pub(super) fn faults(recipe: &Recipe) -> Vec<Fault> {
+    let mut faults = Faults::default();
+    faults.path("run.dir", &recipe.run.dir);
+    let seed = recipe.run.seed;
+    let reason = format!("must be at most {MAX_SEED}");
+    faults.check(seed <= MAX_SEED, "run.seed", seed, reason);
+    check_data(&mut faults, recipe);
+    check_stages(&mut faults, recipe);
+    check_checkpoint(&mut faults, &recipe.checkpoint);
+    faults.at_least_one("log.every_steps", recipe.log.every_steps);
+    if let Some(config) = check_model(&mut faults, &recipe.model) {
+        // The shape is in the recipe itself.
+        faults.list.extend(model_faults(recipe, &config));
+    }
+    faults.list
+}
+
+/// Checks `[model]`; the shape of a fresh model where it is sound.
+fn check_model(faults: &mut Faults, model: &Model) -> Option<ModelConfig> {
+    match (&model.from, &model.new) {
+        (None, None) => faults.add(
+            "model",
+            "needs from = a directory or a hub repository, or a table [model.new]",
+        ),
+        (Some(_), Some(_)) => faults.add(
+            "model",
+            "has both from and [model.new]: a fresh model has no weights to start from",
+        ),
+        (Some(from), None) => faults.path("model.from", Path::new(from)),
+        (None, Some(_)) => {
+            for (key, given) in [
+                ("model.revision", model.revision.is_some()),
+                ("model.config", model.config.is_some()),
+            ] {
+                if given {
+                    faults.add(key, "belongs to from, and [model.new] is given");
+                }
+            }
+        }
+    }
+    for (key, path) in [
+        ("model.config", &model.config),
+        ("model.tokenizer", &model.tokenizer),
+    ] {
+        if let Some(path) = path {
+            faults.path(key, path);
+        }
+    }
+    if model.revision.as_ref().is_some_and(|name| name.is_empty()) {
+        faults.add("model.revision", "must not be empty: leave it out");
+    }
+    if let Some(multiple) = model.pad_vocab_to {
+        faults.at_least_one("model.pad_vocab_to", multiple as u64);
+    }
+    if let Some(size) = model.vocab_size {
+        let padded = model.padded_vocabulary(size);
+        faults.at_least_one("model.vocab_size", size as u64);
+        let reason = format!(
+            "must be a multiple of pad_vocab_to = {}, such as {padded}",
+            model.pad_vocab_to.unwrap_or(1)
+        );
+        faults.check(padded == size, "model.vocab_size", size, reason);
+    }
+    let new = model.new.as_ref()?;
+    // JSON has no such numbers: they would become defaults on the way to the configuration.
+    let mut finite = true;
+    for (key, value) in [
+        ("model.new.rms_norm_eps", new.rms_norm_eps),
+        ("model.new.rope_theta", new.rope_theta),
+        ("model.new.initializer_range", new.initializer_range),
+    ] {
+        finite &= value.is_finite();
+        faults.check(value.is_finite(), key, value, "must be a finite number");
+    }
+    if !finite {
+        return None;
+    }
+    // The configuration's own messages begin with what they are given as the path.
+    match new.config(Path::new("model.new")) {
+        Ok(config) => Some(config),
+        Err(error) => {
+            let text = error.to_string();
+            let reason = text.strip_prefix("model.new: ").unwrap_or(&text);
+            faults.add("model.new", reason);
+            None
+        }
+    }
+}
+
+fn check_data(faults: &mut Faults, recipe: &Recipe) {
+    let data = &recipe.data;
+    let length = data.sequence_length;
+    faults.check(
+        (2..=MAX_SEQUENCE_LENGTH).contains(&length),
+        "data.sequence_length",
+        length,
+        format!("must be from 2 to {MAX_SEQUENCE_LENGTH} tokens"),
+    );
+    if data.sources.is_empty() {
+        faults.add("data.sources", "must name at least one token file");
+    }
+    for (index, source) in data.sources.iter().enumerate() {
+        faults.path(&format!("data.sources.{index}.path"), &source.path);
+        let key = format!("data.sources.{index}.weight");
+        let weight = source.weight;
+        let fine = weight.is_finite() && weight > 0.0;
+        faults.check(fine, &key, weight, "must be a finite number above 0");
+        if fine && data.order == Order::Sequential {
+            let reason = "must be 1 with order = \"sequential\", which reads each file once";
+            faults.check(weight == 1.0, &key, weight, reason);
+        }
+    }
+    let weights: f64 = data.sources.iter().map(|source| source.weight).sum();
+    if weights == f64::INFINITY && data.sources.iter().all(|source| source.weight.is_finite()) {
+        faults.add("data.sources", "weights must have a finite sum");
+    }
+    if let Some(validation) = &data.validation {
+        faults.path("data.validation.path", &validation.path);
+        faults.at_least_one("data.validation.batches", validation.batches as u64);
+    }
+}
+
+fn check_checkpoint(faults: &mut Faults, checkpoint: &Checkpoint) {
+    let Checkpoint {
+        every_steps,
+        keep,
+        keep_every,
+    } = *checkpoint;
+    faults.at_least_one("checkpoint.keep", keep);
+    if every_steps > 0 {
+        faults.check(
+            keep_every.is_multiple_of(every_steps),
+            "checkpoint.keep_every",
+            keep_every,
+            format!("must be a multiple of checkpoint.every_steps = {every_steps}, or 0"),
+        );
+    }
+}
+
+fn check_stages(faults: &mut Faults, recipe: &Recipe) {
+    let count = recipe.stages.len();
+    if count == 0 || count > MAX_STAGES {
+        faults.add(
+            "stage",
+            format!("must have from 1 to {MAX_STAGES} tables [[stage]], not {count}"),
+        );
+    }
+    let mut names = BTreeSet::new();
+    for (index, stage) in recipe.stages.iter().enumerate() {
+        let name = stage.name.as_str();
+        let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+        let begins_well = name.starts_with(|c: char| c.is_ascii_alphanumeric());
+        let fine = begins_well && name.len() <= MAX_NAME && name.chars().all(allowed);
+        let key = format!("stage.{index}.name");
+        let reason = format!(
+            "must be 1 to {MAX_NAME} letters, digits, - and _, the first a letter or digit"
+        );
+        faults.check(fine, &key, format!("{name:?}"), reason);
+        let reason = "is the name of an earlier stage";
+        faults.check(names.insert(name), &key, format!("{name:?}"), reason);
+        check_stage(faults, stage, recipe.data.sequence_length);
+    }
+}
+
+fn check_stage(faults: &mut Faults, stage: &Stage, sequence_length: usize) {
+    let name = if stage.name.is_empty() {
+        "?"
+    } else {
+        &stage.name
+    };
+    let key = |rest: &str| format!("stage.{name}.{rest}");
+    for (rest, value) in [
+        ("tokens", stage.tokens),
+        ("batch_tokens", stage.batch_tokens),
+    ] {
+        let reason = format!("must be from 1 to {MAX_TOKENS}");
+        let fine = (1..=MAX_TOKENS).contains(&value);
+        faults.check(fine, &key(rest), value, reason);
+    }
+    faults.at_least_one(&key("micro_batch"), stage.micro_batch as u64);
+    check_batch(faults, stage, sequence_length, &key("batch_tokens"));
+
+    let LearningRate {
+        max,
+        min,
+        warmup_steps,
+        ..
+    } = stage.learning_rate;
+    let positive = max.is_finite() && max > 0.0;
+    let reason = "must be a finite number above 0";
+    faults.check(positive, &key("learning_rate.max"), max, reason);
+    let reason = format!("must be a number from 0 to max = {max}");
+    let fine = min >= 0.0 && (min <= max || !positive) && min.is_finite();
+    faults.check(fine, &key("learning_rate.min"), min, reason);
+    let steps = stage.num_steps();
+    faults.check(
+        warmup_steps <= steps,
+        &key("learning_rate.warmup_steps"),
+        warmup_steps,
+        format!("must be at most the stage's {steps} steps (tokens / batch_tokens, rounded up)"),
+    );
+
+    let Optimizer {
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        clip_norm,
+    } = stage.optimizer;
+    for (rest, beta) in [("beta1", beta1), ("beta2", beta2)] {
+        let reason = "must be a number from 0 to below 1";
+        let fine = (0.0..1.0).contains(&beta);
+        faults.check(fine, &key(&format!("optimizer.{rest}")), beta, reason);
+    }
+    for (rest, value) in [("eps", eps), ("clip_norm", clip_norm)] {
+        let reason = "must be a finite number above 0";
+        let fine = value.is_finite() && value > 0.0;
+        faults.check(fine, &key(&format!("optimizer.{rest}")), value, reason);
+    }
+    let fine = weight_decay.is_finite() && weight_decay >= 0.0;
+    let reason = "must be a finite number from 0";
+    faults.check(fine, &key("optimizer.weight_decay"), weight_decay, reason);
+
+    for (rest, value) in [
+        ("parallel.tensor", stage.parallel.tensor),
+        ("parallel.pipeline", stage.parallel.pipeline),
+    ] {
+        faults.at_least_one(&key(rest), value as u64);
+    }
+    if let Some(moh) = &stage.moh {
+        let weight = moh.balance_loss_weight;
+        let fine = weight.is_finite() && weight >= 0.0;
+        let reason = "must be a finite number from 0";
+        faults.check(fine, &key("moh.balance_loss_weight"), weight, reason);
+    }
+}
+
+/// A batch is whole micro-batches.
+fn check_batch(faults: &mut Faults, stage: &Stage, sequence_length: usize, key: &str) {
+    let Stage {
+        batch_tokens,
+        micro_batch,
+        ..
+    } = *stage;
+    let unit = (sequence_length as u64).checked_mul(micro_batch as u64);
+    let described = format!(
+        "sequence_length x micro_batch = {sequence_length} x {micro_batch} = {}",
+        unit.map_or("too large".to_string(), |unit| unit.to_string())
+    );
+    let reason = match unit {
+        Some(0) => return,
+        Some(unit) if batch_tokens.is_multiple_of(unit) => return,
+        Some(unit) if unit <= MAX_TOKENS && batch_tokens <= MAX_TOKENS => {
+            let below = batch_tokens / unit * unit;
+            let above = below + unit;
+            let nearest = match below {
+                0 => above.to_string(),
+                below => format!("{below} and {above}"),
+            };
+            format!("must be a multiple of {described}: nearest {nearest}")
+        }
+        _ => format!("must be a multiple of {described}"),
+    };
+    faults.check(false, key, batch_tokens, reason);
+}
+
+/// Every key that does not fit the model, whose vocabulary is that before it grows.
+pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<Fault> {
+    let mut faults = Faults::default();
+    let length = recipe.data.sequence_length;
+    let longest = model.max_position_embeddings;
+    faults.check(
+        length <= longest,
+        "data.sequence_length",
+        length,
+        format!("the model was made for {longest} tokens (max_position_embeddings)"),
+    );
+    if let Some(size) = recipe.model.vocab_size {
+        faults.check(
+            size >= model.vocab_size,
+            "model.vocab_size",
+            size,
+            format!("the model has {} already", model.vocab_size),
+        );
+    }
+    for stage in &recipe.stages {
+        let key = |rest: &str| format!("stage.{}.{rest}", stage.name);
+        if let Some(moh) = stage.moh_config(model)
+            && let Err(error) = moh.validate(model.num_attention_heads)
+        {
+            faults.add(&key("moh"), error);
+        }
+        let (tensor, pipeline) = (stage.parallel.tensor, stage.parallel.pipeline);
+        let groups = model.num_key_value_heads;
+        faults.check(
+            tensor == 0 || groups.is_multiple_of(tensor),
+            &key("parallel.tensor"),
+            tensor,
+            format!("must divide the {groups} key/value heads"),
+        );
+        let layers = model.num_hidden_layers;
+        faults.check(
+            pipeline <= layers,
+            &key("parallel.pipeline"),
+            pipeline,
+            format!("must be at most the {layers} blocks"),
+        );
+    }
+    faults.list
+}

@@ -1,0 +1,359 @@
+//! The run directory: its layout, its lock and the recipe it was started with.
+//!
+//! A continued run must equal one that never stopped, so a directory with checkpoints accepts only
+//! the recipe it was started with. Changes of these keys are harmless, for they change no weight:
+//! `run.dir`, `log.*`, `checkpoint.*` and `data.validation.every_steps`.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use tempfile::NamedTempFile;
+use toml::Value;
+
+use crate::metrics::parent;
+use crate::{Error, KeyChange, Recipe};
+
+/// Keys, or beginnings of keys that end in a dot, that a continued run may change.
+const HARMLESS: [&str; 4] = [
+    "run.dir",
+    "log.",
+    "checkpoint.",
+    "data.validation.every_steps",
+];
+
+/// The paths of a run directory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RunDirectory {
+    root: PathBuf,
+}
+
+/// Exclusive use of a run directory, until dropped or until the process ends.
+#[derive(Debug)]
+pub struct RunLock {
+    _file: File,
+}
+
+impl RunDirectory {
+    /// The layout below `root`; touches no file.
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        RunDirectory { root: root.into() }
+    }
+
+    /// The directory itself.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The recipe as resolved.
+    pub fn recipe(&self) -> PathBuf {
+        self.root.join("recipe.toml")
+    }
+
+    /// One JSON object a step.
+    pub fn metrics(&self) -> PathBuf {
+        self.root.join("metrics.jsonl")
+    }
+
+    /// The directory of all checkpoints.
+    pub fn checkpoints(&self) -> PathBuf {
+        self.root.join("checkpoints")
+    }
+
+    /// The checkpoint after `step` steps over all stages.
+    pub fn checkpoint(&self, step: u64) -> PathBuf {
+        self.checkpoints().join(format!("step-{step}"))
+    }
+
+    /// TensorBoard's event files.
+    pub fn tensorboard(&self) -> PathBuf {
+        self.root.join("tensorboard")
+    }
+
+    /// The model in Hugging Face layout after the last stage.
+    pub fn export(&self) -> PathBuf {
+        self.root.join("export")
+    }
+
+    /// Creates the directory where it is missing and locks it against other processes.
+    ///
+    /// # Errors
+    /// When another process holds the lock, or the file system refuses.
+    pub fn lock(&self) -> Result<RunLock, Error> {
+        std::fs::create_dir_all(&self.root).map_err(Error::io(&self.root))?;
+        let path = self.root.join(".lock");
+        let file = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(&path)
+            .map_err(Error::io(&path))?;
+        match file.try_lock() {
+            Ok(()) => Ok(RunLock { _file: file }),
+            Err(TryLockError::WouldBlock) => Err(Error::Locked {
+                path: self.root.clone(),
+            }),
+            Err(TryLockError::Error(error)) => Err(Error::io(&path)(error)),
+        }
+    }
+
+    /// Steps of the complete checkpoints, ascending.
+    ///
+    /// # Errors
+    /// When the directory is there and cannot be listed.
+    pub fn checkpoint_steps(&self) -> Result<Vec<u64>, Error> {
+        let directory = self.checkpoints();
+        let entries = match std::fs::read_dir(&directory) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(Error::io(&directory)(error)),
+        };
+        let mut steps = Vec::new();
+        for entry in entries {
+            let name = entry.map_err(Error::io(&directory))?.file_name();
+            let step = name
+                .to_str()
+                .and_then(|name| name.strip_prefix("step-")?.parse().ok());
+            // Only the spelling that `checkpoint` gives: no sign, no leading zero.
+            steps.extend(step.filter(|&step: &u64| name == *format!("step-{step}")));
+        }
+        steps.sort_unstable();
+        Ok(steps)
+    }
+
+    /// Writes the resolved recipe into the directory, which the caller has locked. Where there are
+    /// checkpoints, the run continues: the recipe must then be the stored one but for harmless
+    /// keys.
+    ///
+    /// # Errors
+    /// [`Error::RecipeChanged`] with every key that differs; when the stored recipe is missing
+    /// beside checkpoints or cannot be read; when the file cannot be written.
+    pub fn store_recipe(&self, recipe: &Recipe) -> Result<(), Error> {
+        let path = self.recipe();
+        let text = recipe.to_toml()?;
+        if !self.checkpoint_steps()?.is_empty() {
+            let stored = Recipe::load(&path, &[])?;
+            let harmful = |change: &KeyChange| !is_harmless(&change.key);
+            let changes: Vec<KeyChange> = changes(&stored, recipe)?
+                .into_iter()
+                .filter(harmful)
+                .collect();
+            if !changes.is_empty() {
+                return Err(Error::RecipeChanged { path, changes });
+            }
+        }
+        let mut temporary = tempfile::Builder::new()
+            .prefix(".tmp-recipe-")
+            .tempfile_in(&self.root)
+            .map_err(Error::io(&self.root))?;
+        temporary
+            .write_all(text.as_bytes())
+            .map_err(Error::io(&path))?;
+        persist(temporary, &path)
+    }
+}
+
+/// Makes a written temporary file the file at `path`, on the disk before it has that name.
+pub(crate) fn persist(temporary: NamedTempFile, path: &Path) -> Result<(), Error> {
+    let io = |error| Error::io(path)(error);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt as _;
+        // Temporary files are private; results are not.
+        let readable = std::fs::Permissions::from_mode(0o644);
+        temporary.as_file().set_permissions(readable).map_err(io)?;
+    }
+    temporary.as_file().sync_all().map_err(io)?;
+    temporary.persist(path).map_err(|error| io(error.error))?;
+    // The name too: only Unix can sync a directory.
+    #[cfg(unix)]
+    File::open(parent(path))
+        .and_then(|directory| directory.sync_all())
+        .map_err(io)?;
+    Ok(())
+}
+
+fn is_harmless(key: &str) -> bool {
+    HARMLESS
+        .iter()
+        .any(|harmless| match harmless.ends_with('.') {
+            true => key.starts_with(harmless),
+            false => key == *harmless,
+        })
+}
+
+/// The keys in which two recipes differ, in order.
+fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>, Error> {
+    let (before, now) = (leaves(before)?, leaves(now)?);
+    let keys: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
+    let change = |key: &String| KeyChange {
+        key: key.clone(),
+        before: before.get(key).cloned(),
+        now: now.get(key).cloned(),
+    };
+    Ok(keys
+        .into_iter()
+        .map(change)
+        .filter(|change| change.before != change.now)
+        .collect())
+}
+
+/// Every value of a recipe by its full key, stages by name.
+fn leaves(recipe: &Recipe) -> Result<BTreeMap<String, String>, Error> {
+    let mut leaves = BTreeMap::new();
+    collect("", &recipe.to_value()?, &mut leaves);
+    // The order of stages is no value of a single key.
+    let order: Vec<&str> = recipe.stages.iter().map(|s| s.name.as_str()).collect();
+    leaves.insert("stage".to_string(), order.join(", "));
+    Ok(leaves)
+}
+
+fn collect(key: &str, value: &Value, leaves: &mut BTreeMap<String, String>) {
+    let join = |part: &str| match key {
+        "" => part.to_string(),
+        key => format!("{key}.{part}"),
+    };
+    match value {
+        Value::Table(table) => {
+            for (part, value) in table {
+                collect(&join(part), value, leaves);
+            }
+        }
+        Value::Array(elements) => {
+            for (index, element) in elements.iter().enumerate() {
+                let part = crate::recipe::element_name(element, index);
+                collect(&join(&part), element, leaves);
+            }
+        }
+        value => {
+            leaves.insert(key.to_string(), value.to_string());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::tests::small;
+
+    fn recipe(overrides: &[&str]) -> Recipe {
+        let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
+        Recipe::parse(small(), Path::new("small.toml"), &overrides).unwrap()
+    }
+
+    #[test]
+    fn two_processes_cannot_lock_one_directory() {
+        let temporary = tempfile::tempdir().unwrap();
+        let run = RunDirectory::new(temporary.path().join("a/b"));
+        let lock = run.lock().unwrap();
+        assert!(matches!(run.lock(), Err(Error::Locked { .. })));
+        drop(lock);
+        run.lock().unwrap();
+    }
+
+    #[test]
+    fn the_layout_has_the_documented_names() {
+        let run = RunDirectory::new("r");
+        assert_eq!(run.recipe(), Path::new("r/recipe.toml"));
+        assert_eq!(run.metrics(), Path::new("r/metrics.jsonl"));
+        assert_eq!(run.checkpoint(12), Path::new("r/checkpoints/step-12"));
+        assert_eq!(run.tensorboard(), Path::new("r/tensorboard"));
+        assert_eq!(run.export(), Path::new("r/export"));
+    }
+
+    #[test]
+    fn only_complete_checkpoints_are_listed() {
+        let temporary = tempfile::tempdir().unwrap();
+        let run = RunDirectory::new(temporary.path());
+        assert!(run.checkpoint_steps().unwrap().is_empty());
+        for name in [
+            "step-100",
+            "step-20",
+            ".tmp-step-30",
+            "damaged-step-40",
+            "step-",
+            "step-+5",
+            "step-007",
+            "step-9x",
+        ] {
+            std::fs::create_dir_all(run.checkpoints().join(name)).unwrap();
+        }
+        assert_eq!(run.checkpoint_steps().unwrap(), [20, 100]);
+    }
+
+    #[test]
+    fn a_stored_recipe_reads_back_equal() {
+        let temporary = tempfile::tempdir().unwrap();
+        let run = RunDirectory::new(temporary.path());
+        let _lock = run.lock().unwrap();
+        let recipe = recipe(&[]);
+        run.store_recipe(&recipe).unwrap();
+        assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), recipe);
+    }
+
+    #[test]
+    fn a_run_without_checkpoints_takes_any_recipe() {
+        let temporary = tempfile::tempdir().unwrap();
+        let run = RunDirectory::new(temporary.path());
+        run.store_recipe(&recipe(&[])).unwrap();
+        let other = recipe(&["run.seed=9"]);
+        run.store_recipe(&other).unwrap();
+        assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), other);
+    }
+
+    #[test]
+    fn a_continued_run_reports_every_changed_key_and_keeps_the_stored_recipe() {
+        let temporary = tempfile::tempdir().unwrap();
+        let run = RunDirectory::new(temporary.path());
+        let first = recipe(&[]);
+        run.store_recipe(&first).unwrap();
+        std::fs::create_dir_all(run.checkpoint(5)).unwrap();
+        run.store_recipe(&first).unwrap();
+
+        let changed = recipe(&[
+            "run.seed=9",
+            "stage.moh.learning_rate.min=0",
+            "log.every_steps=7",
+        ]);
+        let error = run.store_recipe(&changed).unwrap_err();
+        let Error::RecipeChanged { changes, .. } = &error else {
+            panic!("{error}");
+        };
+        let keys: Vec<&str> = changes.iter().map(|change| change.key.as_str()).collect();
+        assert_eq!(keys, ["run.seed", "stage.moh.learning_rate.min"]);
+        assert!(
+            error.to_string().contains("run.seed: was 1, now 9"),
+            "{error}"
+        );
+        assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), first);
+    }
+
+    #[test]
+    fn a_continued_run_takes_harmless_changes_and_stores_them() {
+        let temporary = tempfile::tempdir().unwrap();
+        let run = RunDirectory::new(temporary.path());
+        run.store_recipe(&recipe(&[])).unwrap();
+        std::fs::create_dir_all(run.checkpoint(5)).unwrap();
+        let changed = recipe(&[
+            "run.dir=elsewhere",
+            "log.tensorboard=false",
+            "checkpoint.keep=9",
+            "data.validation.every_steps=3",
+        ]);
+        run.store_recipe(&changed).unwrap();
+        assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), changed);
+    }
+
+    #[test]
+    fn a_damaged_stored_recipe_is_an_error_that_names_it() {
+        let temporary = tempfile::tempdir().unwrap();
+        let run = RunDirectory::new(temporary.path());
+        std::fs::create_dir_all(run.checkpoint(5)).unwrap();
+        let missing = run.store_recipe(&recipe(&[])).unwrap_err();
+        assert!(missing.to_string().contains("recipe.toml"), "{missing}");
+        std::fs::write(run.recipe(), "[run]\nseed = ").unwrap();
+        let damaged = run.store_recipe(&recipe(&[])).unwrap_err();
+        assert!(damaged.to_string().contains("recipe.toml"), "{damaged}");
+    }
+}

@@ -1,0 +1,314 @@
+//! TensorBoard's event files, as far as scalars need them.
+//!
+//! An event file is a sequence of TFRecords: u64 length, masked crc32c of the length, data, masked
+//! crc32c of the data, all little-endian. The data are `Event` messages of TensorFlow's protocol
+//! buffers (event.proto, summary.proto), few enough to be encoded by hand. A continued run opens a
+//! new file that begins with a session start, upon which TensorBoard drops what older files hold
+//! from that step on.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::{Error, StepMetrics};
+
+const PREFIX: &str = "events.out.tfevents.";
+
+// Field numbers of event.proto and summary.proto.
+const EVENT_WALL_TIME: u64 = 1;
+const EVENT_STEP: u64 = 2;
+const EVENT_FILE_VERSION: u64 = 3;
+const EVENT_SUMMARY: u64 = 5;
+const EVENT_SESSION_LOG: u64 = 7;
+const SUMMARY_VALUE: u64 = 1;
+const VALUE_TAG: u64 = 1;
+const VALUE_SIMPLE_VALUE: u64 = 2;
+const SESSION_LOG_STATUS: u64 = 1;
+const SESSION_START: u64 = 1;
+
+// Wire types of protocol buffers.
+const VARINT: u64 = 0;
+const FIXED64: u64 = 1;
+const BYTES: u64 = 2;
+const FIXED32: u64 = 5;
+
+/// Writes the curves of one process's life.
+#[derive(Debug)]
+pub struct TensorBoard {
+    path: PathBuf,
+    file: File,
+}
+
+impl TensorBoard {
+    /// Begins a new event file in `directory`, which is created where it is missing.
+    /// `steps_kept`, over all stages, is what the run continues from, 0 at its beginning.
+    ///
+    /// # Errors
+    /// When the file cannot be created.
+    pub fn create(directory: &Path, steps_kept: u64) -> Result<Self, Error> {
+        std::fs::create_dir_all(directory).map_err(Error::io(directory))?;
+        let (path, file) = new_file(directory)?;
+        let mut board = TensorBoard { path, file };
+        let mut version = event(0);
+        put_bytes(&mut version, EVENT_FILE_VERSION, b"brain.Event:2");
+        board.write_record(&version)?;
+        if steps_kept > 0 {
+            let mut start = event(steps_kept + 1);
+            let mut session = Vec::new();
+            put_varint_field(&mut session, SESSION_LOG_STATUS, SESSION_START);
+            put_bytes(&mut start, EVENT_SESSION_LOG, &session);
+            board.write_record(&start)?;
+        }
+        Ok(board)
+    }
+
+    /// Adds a point to each curve; `step` counts over all stages.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn write(&mut self, step: u64, metrics: &StepMetrics) -> Result<(), Error> {
+        let validation = metrics.validation;
+        let scalars = [
+            ("loss", Some(metrics.loss)),
+            ("balance_loss", metrics.balance_loss),
+            ("learning_rate", Some(metrics.learning_rate)),
+            ("grad_norm", Some(metrics.grad_norm)),
+            ("tokens_per_second", Some(metrics.tokens_per_second)),
+            ("validation_loss", validation.map(|v| v.loss)),
+            (
+                "validation_bits_per_byte",
+                validation.and_then(|v| v.bits_per_byte),
+            ),
+        ];
+        let mut summary = Vec::new();
+        for (tag, value) in scalars {
+            let Some(value) = value else { continue };
+            let mut scalar = Vec::new();
+            put_bytes(&mut scalar, VALUE_TAG, tag.as_bytes());
+            put_varint(&mut scalar, VALUE_SIMPLE_VALUE << 3 | FIXED32);
+            scalar.extend((value as f32).to_le_bytes());
+            put_bytes(&mut summary, SUMMARY_VALUE, &scalar);
+        }
+        let mut event = event(step);
+        put_bytes(&mut event, EVENT_SUMMARY, &summary);
+        self.write_record(&event)
+    }
+
+    fn write_record(&mut self, data: &[u8]) -> Result<(), Error> {
+        let length = (data.len() as u64).to_le_bytes();
+        let mut record = Vec::with_capacity(data.len() + 16);
+        record.extend(length);
+        record.extend(masked_crc(&length).to_le_bytes());
+        record.extend(data);
+        record.extend(masked_crc(data).to_le_bytes());
+        self.file.write_all(&record).map_err(Error::io(&self.path))
+    }
+}
+
+/// A file whose name sorts after those that are there: TensorBoard reads them in that order.
+fn new_file(directory: &Path) -> Result<(PathBuf, File), Error> {
+    let io = |error| Error::io(directory)(error);
+    let mut newest = now().as_secs();
+    for entry in std::fs::read_dir(directory).map_err(io)? {
+        let name = entry.map_err(io)?.file_name();
+        let seconds = name
+            .to_str()
+            .and_then(|name| name.strip_prefix(PREFIX)?.split('.').next()?.parse().ok());
+        // A clock that was set back must not put the new file before the old one.
+        newest = newest.max(seconds.unwrap_or(0));
+    }
+    for number in 0..u32::MAX {
+        let path = directory.join(format!("{PREFIX}{newest:010}.moh.{number:04}"));
+        match OpenOptions::new().append(true).create_new(true).open(&path) {
+            Ok(file) => return Ok((path, file)),
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(Error::io(&path)(error)),
+        }
+    }
+    Err(io(std::io::ErrorKind::AlreadyExists.into()))
+}
+
+fn now() -> std::time::Duration {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+}
+
+/// The checksum of TFRecords: rotated and shifted, since data may hold checksums themselves.
+fn masked_crc(data: &[u8]) -> u32 {
+    crc32c::crc32c(data)
+        .rotate_right(15)
+        .wrapping_add(0xa282_ead8)
+}
+
+/// The beginning of an `Event`.
+fn event(step: u64) -> Vec<u8> {
+    let mut event = Vec::new();
+    put_varint(&mut event, EVENT_WALL_TIME << 3 | FIXED64);
+    event.extend(now().as_secs_f64().to_le_bytes());
+    put_varint_field(&mut event, EVENT_STEP, step);
+    event
+}
+
+fn put_varint(out: &mut Vec<u8>, mut value: u64) {
+    while value >= 0x80 {
+        out.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    out.push(value as u8);
+}
+
+fn put_varint_field(out: &mut Vec<u8>, field: u64, value: u64) {
+    put_varint(out, field << 3 | VARINT);
+    put_varint(out, value);
+}
+
+fn put_bytes(out: &mut Vec<u8>, field: u64, bytes: &[u8]) {
+    put_varint(out, field << 3 | BYTES);
+    put_varint(out, bytes.len() as u64);
+    out.extend(bytes);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Validation;
+
+    /// One field of a message: number, and the value as bytes or as a number.
+    #[derive(Debug, PartialEq)]
+    enum Field<'a> {
+        Number(u64, u64),
+        Bytes(u64, &'a [u8]),
+    }
+
+    fn varint(data: &mut &[u8]) -> u64 {
+        let mut value = 0;
+        for shift in (0..).step_by(7) {
+            let byte = data[0];
+            *data = &data[1..];
+            value |= u64::from(byte & 0x7f) << shift;
+            if byte < 0x80 {
+                break;
+            }
+        }
+        value
+    }
+
+    fn fields(mut data: &[u8]) -> Vec<Field<'_>> {
+        let mut fields = Vec::new();
+        while !data.is_empty() {
+            let key = varint(&mut data);
+            let field = key >> 3;
+            let take = match key & 7 {
+                VARINT => {
+                    fields.push(Field::Number(field, varint(&mut data)));
+                    continue;
+                }
+                FIXED64 => 8,
+                FIXED32 => 4,
+                BYTES => varint(&mut data) as usize,
+                other => panic!("wire type {other}"),
+            };
+            fields.push(Field::Bytes(field, &data[..take]));
+            data = &data[take..];
+        }
+        fields
+    }
+
+    fn records(mut file: &[u8]) -> Vec<&[u8]> {
+        let mut records = Vec::new();
+        while !file.is_empty() {
+            let length = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+            let crc = |at: usize| u32::from_le_bytes(file[at..at + 4].try_into().unwrap());
+            assert_eq!(crc(8), masked_crc(&file[..8]));
+            let data = &file[12..12 + length];
+            assert_eq!(crc(12 + length), masked_crc(data));
+            records.push(data);
+            file = &file[16 + length..];
+        }
+        records
+    }
+
+    fn metrics() -> StepMetrics {
+        StepMetrics {
+            stage: "moh".to_string(),
+            step: 1,
+            tokens: 1024,
+            loss: 2.5,
+            balance_loss: None,
+            learning_rate: 0.5,
+            grad_norm: 1.25,
+            tokens_per_second: 1e4,
+            validation: Some(Validation {
+                loss: 3.5,
+                bits_per_byte: Some(1.5),
+            }),
+        }
+    }
+
+    #[test]
+    fn the_checksum_is_that_of_tfrecords() {
+        // crc = 0xe3069283, the published crc32c of "123456789";
+        // hex(((crc >> 15 | crc << 17) & 0xffffffff) + 0xa282ead8 & 0xffffffff)
+        assert_eq!(masked_crc(b""), 0xa282_ead8);
+        assert_eq!(masked_crc(b"123456789"), 0xc78a_b0e5);
+    }
+
+    #[test]
+    fn written_scalars_decode() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut board = TensorBoard::create(&directory.path().join("new"), 0).unwrap();
+        board.write(300, &metrics()).unwrap();
+        let file = std::fs::read(&board.path).unwrap();
+        let records = records(&file);
+        assert_eq!(records.len(), 2);
+        assert!(fields(records[0]).contains(&Field::Bytes(3, b"brain.Event:2")));
+        let event = fields(records[1]);
+        assert_eq!(event[1], Field::Number(2, 300));
+        let Field::Bytes(5, summary) = event[2] else {
+            panic!("{event:?}");
+        };
+        let scalars: Vec<(String, f32)> = fields(summary)
+            .into_iter()
+            .map(|value| {
+                let Field::Bytes(1, value) = value else {
+                    panic!("{value:?}");
+                };
+                match fields(value).as_slice() {
+                    [Field::Bytes(1, tag), Field::Bytes(2, number)] => (
+                        String::from_utf8(tag.to_vec()).unwrap(),
+                        f32::from_le_bytes((*number).try_into().unwrap()),
+                    ),
+                    other => panic!("{other:?}"),
+                }
+            })
+            .collect();
+        let expected = [
+            ("loss", 2.5),
+            ("learning_rate", 0.5),
+            ("grad_norm", 1.25),
+            ("tokens_per_second", 1e4),
+            ("validation_loss", 3.5),
+            ("validation_bits_per_byte", 1.5),
+        ];
+        assert_eq!(
+            scalars,
+            expected.map(|(tag, value)| (tag.to_string(), value))
+        );
+    }
+
+    #[test]
+    fn a_continued_run_purges_from_its_first_step_in_a_later_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let future = directory.path().join(format!("{PREFIX}9999999998.host.1"));
+        std::fs::write(&future, b"").unwrap();
+        let first = TensorBoard::create(directory.path(), 0).unwrap();
+        let second = TensorBoard::create(directory.path(), 200).unwrap();
+        assert!(future < first.path && first.path < second.path);
+        let file = std::fs::read(&second.path).unwrap();
+        let start = fields(records(&file)[1]);
+        assert_eq!(start[1], Field::Number(2, 201));
+        assert_eq!(start[2], Field::Bytes(7, &[8, 1]));
+    }
+}
