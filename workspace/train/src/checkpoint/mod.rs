@@ -1,0 +1,17 @@
+//! Checkpoints: directories that are complete or absent.
+//!
+//! A checkpoint holds the exact f32 weights and both moments as safetensors under Hugging Face's
+//! names, and a manifest with the state of the run and, for each tensor, its file, slice and hash,
+//! so that a training of another layout can read it. It is written beside its place, synced and
+//! renamed; one whose hashes do not fit is set aside and the one before it is used.
+
+mod manifest;
+mod read;
+mod write;
+
+pub use manifest::{Evaluation, Manifest, Moment, RunState, TensorEntry, TensorKind};
+pub use read::{StoredCheckpoint, newest};
+pub use write::{prune, write};
+
+/// Name of the manifest in a checkpoint's directory.
+const MANIFEST: &str = "manifest.json";

@@ -1,0 +1,172 @@
+//! The model that a run starts from: its configuration and where its weights come from.
+
+use std::path::{Path, PathBuf};
+
+use moh_convert::Expansion;
+use moh_data::TextTokenizer;
+use moh_model::layout::Segment;
+use moh_model::{ConfigFile, ModelConfig, WeightFiles, initial};
+
+use crate::{Error, Recipe};
+
+/// The names of the tensors that have a row for each token.
+const VOCABULARY_TENSORS: [&str; 2] = ["model.embed_tokens.weight", "lm_head.weight"];
+
+/// Where a run's first weights come from.
+pub struct ModelSource {
+    /// The fields of `config.json`, of the model before its vocabulary grows.
+    config_file: ConfigFile,
+    /// The shape after it.
+    config: ModelConfig,
+    weights: Weights,
+    expansion: Option<Expansion>,
+    tokenizer: Option<PathBuf>,
+    directory: Option<PathBuf>,
+}
+
+enum Weights {
+    Files(WeightFiles),
+    Fresh { seed: u64 },
+}
+
+impl ModelSource {
+    /// Opens the model of `recipe`; `directory` is where its `from` is on this machine.
+    ///
+    /// # Errors
+    /// When files are missing or unsound, or are not the model that the recipe describes.
+    pub fn open(recipe: &Recipe, path: &Path, directory: Option<&Path>) -> Result<Self, Error> {
+        let fresh = recipe.model.new.as_ref();
+        let (config_file, weights) = match (fresh, directory) {
+            (Some(new), _) => {
+                let seed = recipe.run.seed;
+                (ConfigFile::new(&new.config(path)?), Weights::Fresh { seed })
+            }
+            (None, Some(directory)) => {
+                let config_file = ConfigFile::read(&directory.join("config.json"))?;
+                let weights = WeightFiles::open(directory)?;
+                weights.check(&config_file.config)?;
+                (config_file, Weights::Files(weights))
+            }
+            (None, None) => return Err(Error::NoModel { path: path.to_owned() }),
+        };
+        let mut source = ModelSource {
+            config: config_file.config.clone(),
+            config_file,
+            weights,
+            expansion: None,
+            tokenizer: None,
+            directory: directory.map(Path::to_owned),
+        };
+        source.tokenizer = recipe.model.tokenizer.clone().or_else(|| {
+            directory.filter(|dir| dir.join("tokenizer.json").is_file()).map(Path::to_owned)
+        });
+        source.grow_vocabulary(recipe)?;
+        source.check(recipe, path)?;
+        Ok(source)
+    }
+
+    fn grow_vocabulary(&mut self, recipe: &Recipe) -> Result<(), Error> {
+        if matches!(self.weights, Weights::Fresh { .. }) {
+            return Ok(());
+        }
+        let rows = self.config.vocab_size;
+        let expansion = match (&recipe.model.tokenizer, &self.directory, recipe.model.pad_vocab_to) {
+            (Some(new), Some(old), pad) => Expansion::plan(old, new, rows, pad)?,
+            (None, _, Some(multiple)) => Expansion::padding(rows, multiple)?,
+            _ => return Ok(()),
+        };
+        self.config.vocab_size = expansion.num_rows();
+        self.expansion = (!expansion.is_identity()).then_some(expansion);
+        Ok(())
+    }
+
+    /// Holds the model against what the recipe says of it.
+    fn check(&self, recipe: &Recipe, path: &Path) -> Result<(), Error> {
+        let differs = |key: &str, reason: String| {
+            Err(Error::ModelDiffers { path: path.to_owned(), key: key.to_owned(), reason })
+        };
+        if let Some(expected) = recipe.model.vocab_size
+            && expected != self.config.vocab_size
+        {
+            let found = self.config.vocab_size;
+            return differs("model.vocab_size", format!("{expected}, but the model has {found}"));
+        }
+        if let (Some(shape), Weights::Files(_)) = (&recipe.model.config, &self.weights) {
+            let described = ConfigFile::read(shape)?.config;
+            let ours = &self.config_file.config;
+            let shape_of = |c: &ModelConfig| {
+                let heads = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
+                let widths = (c.hidden_size, c.intermediate_size, c.vocab_size);
+                (heads, widths, c.num_hidden_layers, c.tie_word_embeddings)
+            };
+            if shape_of(&described) != shape_of(ours) {
+                let reason = format!("{} has another shape than the model", shape.display());
+                return differs("model.config", reason);
+            }
+        }
+        Ok(())
+    }
+
+    /// The shape that training starts with.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The shape before the vocabulary grows, which the recipe's own checks are about.
+    pub fn original_config(&self) -> &ModelConfig {
+        &self.config_file.config
+    }
+
+    /// The fields of `config.json`.
+    pub fn config_file(&self) -> &ConfigFile {
+        &self.config_file
+    }
+
+    /// Where the model came from, for the files that an export copies.
+    pub fn directory(&self) -> Option<&Path> {
+        self.directory.as_deref()
+    }
+
+    /// The directory of the tokenizer, where the model has one.
+    pub fn tokenizer_directory(&self) -> Option<&Path> {
+        self.tokenizer.as_deref()
+    }
+
+    /// Loads the tokenizer, where the model has one.
+    ///
+    /// # Errors
+    /// When it is not a tokenizer.
+    pub fn tokenizer(&self) -> Result<Option<TextTokenizer>, Error> {
+        Ok(self.tokenizer.as_deref().map(TextTokenizer::load).transpose()?)
+    }
+
+    /// Writes one tensor's first numbers.
+    ///
+    /// # Errors
+    /// When the tensor cannot be read or is not finite.
+    pub fn fill(&self, segment: &Segment, values: &mut [f32]) -> Result<(), Error> {
+        let files = match &self.weights {
+            Weights::Fresh { seed } => {
+                initial::initialize(*seed, self.config.initializer_range, segment, values);
+                return Ok(());
+            }
+            Weights::Files(files) => files,
+        };
+        match &self.expansion {
+            Some(expansion) if VOCABULARY_TENSORS.contains(&segment.name.as_str()) => {
+                let width = self.config.hidden_size;
+                let mut old = vec![0f32; expansion.old_rows() * width];
+                files.read_f32(&segment.name, &mut old)?;
+                let row = |id: u32, out: &mut [f32]| {
+                    out.copy_from_slice(&old[id as usize * width..][..width]);
+                };
+                let rows = expansion.rows(width, &row);
+                for (row, out) in values.chunks_exact_mut(width).enumerate() {
+                    rows.read(row, out);
+                }
+                Ok(())
+            }
+            _ => Ok(files.read_f32(&segment.name, values)?),
+        }
+    }
+}
