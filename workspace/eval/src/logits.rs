@@ -73,7 +73,9 @@ impl LogitsOf {
         let ids: Vec<Vec<u32>> = match serde_json::from_slice(&std::fs::read(path).map_err(io)?) {
             Ok(ids) => ids,
             Err(error) => {
-                return refuse(format!("not a list of lists of token ids, [[1, 2], [3, 4]]: {error}"));
+                return refuse(format!(
+                    "not a list of lists of token ids, [[1, 2], [3, 4]]: {error}"
+                ));
             }
         };
         let length = ids.first().map_or(0, Vec::len);
@@ -108,8 +110,7 @@ impl LogitsOf {
             vec![("logits", TensorView::new(Dtype::F32, shape, &bytes).map_err(refuse)?)];
         if !self.routed_mask.is_empty() {
             let rows = self.layers * self.batch * self.length;
-            let shape =
-                vec![self.layers, self.batch, self.length, self.routed_mask.len() / rows];
+            let shape = vec![self.layers, self.batch, self.length, self.routed_mask.len() / rows];
             let mask = TensorView::new(Dtype::U8, shape, &self.routed_mask).map_err(refuse)?;
             tensors.push(("routed_mask", mask));
         }

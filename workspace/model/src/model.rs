@@ -101,6 +101,19 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self.config
     }
 
+    /// Changes the attention, which changes no weight; activations that were planned before do
+    /// not fit any more.
+    ///
+    /// # Errors
+    /// Counts of heads that do not fit.
+    pub fn set_moh(&mut self, moh: Option<crate::MohConfig>) -> Result<(), Error> {
+        if let Some(moh) = &moh {
+            moh.validate(self.config.num_attention_heads)?;
+        }
+        self.config.moh = moh;
+        Ok(())
+    }
+
     /// Where each tensor lies.
     pub fn layout(&self) -> &ModelLayout {
         &self.layout

@@ -63,9 +63,74 @@ pub enum Error {
         /// Steps that it should hold.
         expected: u64,
     },
-    /// The model's configuration is wrong.
+    /// A checkpoint, or a file of a finished run, is not whole.
+    #[error("{}: {reason}", path.display())]
+    Checkpoint {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong in it.
+        reason: String,
+    },
+    /// The loss or the gradient is not a number any more.
+    #[error(
+        "stage {stage}, step {step}: the loss is {loss} and the gradient's norm {norm}: lower \
+         learning_rate.max or lengthen its warm-up, and run the recipe in another run.dir"
+    )]
+    NotFinite {
+        /// The stage.
+        stage: String,
+        /// The step within it.
+        step: u64,
+        /// The loss of the step.
+        loss: f64,
+        /// The global norm of its gradient.
+        norm: f64,
+    },
+    /// The recipe names no model that is on this machine.
+    #[error("{}: model.from: there is no such directory, and nothing was downloaded", path.display())]
+    NoModel {
+        /// The recipe.
+        path: PathBuf,
+    },
+    /// The model is not what the recipe says of it.
+    #[error("{}: {key}: {reason}", path.display())]
+    ModelDiffers {
+        /// The recipe.
+        path: PathBuf,
+        /// The key that does not fit.
+        key: String,
+        /// What differs.
+        reason: String,
+    },
+    /// The recipe wants a device that this program was built without.
+    #[error("{}: run.device = \"cuda\": this build computes on the CPU: use --set run.device=cpu", path.display())]
+    NoDevice {
+        /// The recipe.
+        path: PathBuf,
+    },
+    /// The recipe wants several processes.
+    #[error(
+        "{}: stage.{stage}.parallel: this build trains in one process: use --set \
+         stage.{stage}.parallel.tensor=1 --set stage.{stage}.parallel.pipeline=1", path.display()
+    )]
+    NotParallel {
+        /// The recipe.
+        path: PathBuf,
+        /// The stage.
+        stage: String,
+    },
+    /// The model is wrong.
     #[error(transparent)]
     Model(#[from] moh_model::Error),
+    /// The data is wrong.
+    #[error(transparent)]
+    Data(#[from] moh_data::Error),
+    /// An evaluation failed.
+    #[error(transparent)]
+    Evaluation(#[from] moh_eval::Error),
+    /// The vocabulary could not grow, or the export could not be written.
+    #[error(transparent)]
+    Convert(#[from] moh_convert::Error),
 }
 
 impl Error {

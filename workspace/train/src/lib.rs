@@ -1,17 +1,30 @@
 //! Recipes, optimiser, checkpoints and the training loop.
 
+pub mod checkpoint;
 mod error;
+mod event;
+mod export;
 pub mod metrics;
+pub mod optimizer;
 pub mod plan;
 pub mod recipe;
+mod run;
 pub mod run_directory;
 pub mod schedule;
+mod source;
+mod step;
+mod summary;
 pub mod tensorboard;
+mod trainer;
 
 pub use error::{Error, KeyChange};
+pub use event::{Event, Outcome};
 pub use metrics::{MetricsWriter, StepMetrics, Validation};
 pub use plan::Plan;
 pub use recipe::{Fault, Recipe, Stage};
+pub use run::run;
 pub use run_directory::{RunDirectory, RunLock};
 pub use schedule::Schedule;
+pub use source::ModelSource;
+pub use summary::Summary;
 pub use tensorboard::TensorBoard;

@@ -60,17 +60,9 @@ struct Line {
     learning_rate: Option<f64>,
     grad_norm: Option<f64>,
     tokens_per_second: Option<f64>,
-    #[serde(
-        default,
-        deserialize_with = "present",
-        skip_serializing_if = "Option::is_none"
-    )]
+    #[serde(default, deserialize_with = "present", skip_serializing_if = "Option::is_none")]
     validation_loss: Option<Option<f64>>,
-    #[serde(
-        default,
-        deserialize_with = "present",
-        skip_serializing_if = "Option::is_none"
-    )]
+    #[serde(default, deserialize_with = "present", skip_serializing_if = "Option::is_none")]
     validation_bits_per_byte: Option<Option<f64>>,
 }
 
@@ -104,10 +96,9 @@ impl TryFrom<Line> for StepMetrics {
         let number = |value: Option<f64>| value.unwrap_or(f64::NAN);
         let validation = match (line.validation_loss, line.validation_bits_per_byte) {
             (None, None) => None,
-            (Some(loss), Some(bits_per_byte)) => Some(Validation {
-                loss: number(loss),
-                bits_per_byte,
-            }),
+            (Some(loss), Some(bits_per_byte)) => {
+                Some(Validation { loss: number(loss), bits_per_byte })
+            }
             _ => return Err("validation_loss and validation_bits_per_byte come together"),
         };
         Ok(StepMetrics {
@@ -138,15 +129,9 @@ impl MetricsWriter {
     /// # Errors
     /// When the file cannot be opened.
     pub fn append_to(path: &Path) -> Result<Self, Error> {
-        let file = OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(path)
-            .map_err(Error::io(path))?;
-        Ok(MetricsWriter {
-            path: path.to_path_buf(),
-            file,
-        })
+        let file =
+            OpenOptions::new().create(true).append(true).open(path).map_err(Error::io(path))?;
+        Ok(MetricsWriter { path: path.to_path_buf(), file })
     }
 
     /// Appends the line of one step, in a single write.
@@ -200,9 +185,7 @@ impl Lines {
     fn next(&mut self) -> Result<Option<&[u8]>, Error> {
         self.line.clear();
         let mut bounded = (&mut self.file).take(MAX_LINE_BYTES);
-        bounded
-            .read_until(b'\n', &mut self.line)
-            .map_err(Error::io(&self.path))?;
+        bounded.read_until(b'\n', &mut self.line).map_err(Error::io(&self.path))?;
         if self.line.last() == Some(&b'\n') {
             self.number += 1;
             return Ok(Some(&self.line));
@@ -215,11 +198,7 @@ impl Lines {
     }
 
     fn refuse(&self, line: u64, reason: String) -> Error {
-        Error::MetricsLine {
-            path: self.path.clone(),
-            line,
-            reason,
-        }
+        Error::MetricsLine { path: self.path.clone(), line, reason }
     }
 }
 
@@ -252,11 +231,7 @@ pub fn cut_back(path: &Path, steps_kept: u64) -> Result<(), Error> {
     let Some(mut lines) = Lines::open(path)? else {
         return match steps_kept {
             0 => Ok(()),
-            expected => Err(Error::MetricsShort {
-                path: path.to_path_buf(),
-                found: 0,
-                expected,
-            }),
+            expected => Err(Error::MetricsShort { path: path.to_path_buf(), found: 0, expected }),
         };
     };
     let directory = parent(path);
@@ -324,10 +299,7 @@ mod tests {
         let dense = StepMetrics {
             balance_loss: None,
             loss: f64::NAN,
-            validation: Some(Validation {
-                loss: 2.0,
-                bits_per_byte: None,
-            }),
+            validation: Some(Validation { loss: 2.0, bits_per_byte: None }),
             ..step(2)
         };
         writer.write(&dense).unwrap();
@@ -360,10 +332,7 @@ mod tests {
             std::fs::write(&path, text).unwrap();
             cut_back(&path, kept).unwrap();
             write(&path, kept + 1..=9);
-            assert_eq!(
-                std::fs::read(&path).unwrap(),
-                std::fs::read(&whole).unwrap()
-            );
+            assert_eq!(std::fs::read(&path).unwrap(), std::fs::read(&whole).unwrap());
         }
         let left: Vec<_> = std::fs::read_dir(directory.path()).unwrap().collect();
         assert_eq!(left.len(), 2, "no temporary file stays");
@@ -383,14 +352,7 @@ mod tests {
         text.pop();
         std::fs::write(&path, &text).unwrap();
         let short = cut_back(&path, 3).unwrap_err();
-        assert!(matches!(
-            short,
-            Error::MetricsShort {
-                found: 2,
-                expected: 3,
-                ..
-            }
-        ));
+        assert!(matches!(short, Error::MetricsShort { found: 2, expected: 3, .. }));
         assert_eq!(std::fs::read(&path).unwrap(), text);
         assert_eq!(read(&path).unwrap().len(), 2);
     }
@@ -412,10 +374,7 @@ mod tests {
             text.extend_from_slice(hostile.as_bytes());
             std::fs::write(&path, text).unwrap();
             let error = read(&path).unwrap_err();
-            assert!(
-                matches!(error, Error::MetricsLine { line: 3, .. }),
-                "{error}"
-            );
+            assert!(matches!(error, Error::MetricsLine { line: 3, .. }), "{error}");
             cut_back(&path, 2).unwrap();
             assert_eq!(read(&path).unwrap(), [step(1), step(2)]);
         }
@@ -426,9 +385,6 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("metrics.jsonl");
         std::fs::write(&path, b"\xff\xfe\n").unwrap();
-        assert!(matches!(
-            read(&path),
-            Err(Error::MetricsLine { line: 1, .. })
-        ));
+        assert!(matches!(read(&path), Err(Error::MetricsLine { line: 1, .. })));
     }
 }

@@ -75,12 +75,7 @@ pub struct StateBytes {
 impl StateBytes {
     /// All of it.
     pub fn total(&self) -> u64 {
-        let StateBytes {
-            weights,
-            master,
-            gradients,
-            moments,
-        } = *self;
+        let StateBytes { weights, master, gradients, moments } = *self;
         sum([weights, master, gradients, moments])
     }
 }
@@ -159,10 +154,7 @@ impl Plan {
     pub fn new(recipe: &Recipe, model: &ModelConfig) -> Plan {
         let expected = recipe.model.vocab_size;
         let padded = || recipe.model.padded_vocabulary(model.vocab_size);
-        let grown = ModelConfig {
-            vocab_size: expected.unwrap_or_else(padded),
-            ..model.clone()
-        };
+        let grown = ModelConfig { vocab_size: expected.unwrap_or_else(padded), ..model.clone() };
         let parameters = grown.num_parameters();
         let dtype = recipe.run.dtype;
         let of = |bytes: usize| parameters.saturating_mul(bytes as u64);
@@ -176,15 +168,8 @@ impl Plan {
             gradients: of(recipe.precision.gradients.bytes()),
             moments,
         };
-        let stages = recipe
-            .stages
-            .iter()
-            .map(|stage| plan_stage(recipe, stage, &grown))
-            .collect();
-        let for_good = recipe
-            .num_steps()
-            .checked_div(recipe.checkpoint.keep_every)
-            .unwrap_or(0);
+        let stages = recipe.stages.iter().map(|stage| plan_stage(recipe, stage, &grown)).collect();
+        let for_good = recipe.num_steps().checked_div(recipe.checkpoint.keep_every).unwrap_or(0);
         Plan {
             vocabulary: (model.vocab_size, grown.vocab_size),
             parameters: (model.num_parameters(), parameters),
@@ -204,10 +189,7 @@ impl Plan {
 
     /// The plan with times, for a device that achieves `tflops` TFLOP/s (not its peak).
     pub fn with_device_tflops(self, tflops: f64) -> Plan {
-        Plan {
-            device_tflops: Some(tflops),
-            ..self
-        }
+        Plan { device_tflops: Some(tflops), ..self }
     }
 
     /// The largest memory of any stage, in bytes.
@@ -219,16 +201,9 @@ impl Plan {
 
 fn plan_stage(recipe: &Recipe, stage: &Stage, model: &ModelConfig) -> StagePlan {
     let length = recipe.data.sequence_length;
-    let dense = ModelConfig {
-        moh: None,
-        ..model.clone()
-    };
+    let dense = ModelConfig { moh: None, ..model.clone() };
     let moh = stage.moh_config(model);
-    let flops = ModelConfig {
-        moh,
-        ..model.clone()
-    }
-    .flops_per_token(length);
+    let flops = ModelConfig { moh, ..model.clone() }.flops_per_token(length);
     let steps = stage.num_steps();
     let sequences = stage.batch_sequences(length);
     StagePlan {
@@ -328,10 +303,7 @@ impl Table<'_, '_> {
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "Model")?;
-        let mut table = Table {
-            f,
-            stages: &self.stages,
-        };
+        let mut table = Table { f, stages: &self.stages };
         table.one("parameters", &grouped(self.parameters.0))?;
         if self.vocabulary.0 != self.vocabulary.1 {
             let (before, after) = self.vocabulary;
@@ -352,9 +324,7 @@ impl fmt::Display for Plan {
         table.each("tokens per step", |stage| grouped(stage.batch_tokens))?;
         table.each("tokens", |stage| grouped(stage.tokens))?;
         table.each("sequences", |stage| grouped(stage.samples))?;
-        table.each("micro-batches per step", |stage| {
-            grouped(stage.micro_batches)
-        })?;
+        table.each("micro-batches per step", |stage| grouped(stage.micro_batches))?;
         table.each("tensor x pipeline parallel", |stage| {
             format!("{} x {}", stage.parallel.tensor, stage.parallel.pipeline)
         })?;
@@ -365,18 +335,12 @@ impl fmt::Display for Plan {
         )?;
         table.each("forward, per token", |s| flops(s.forward_flops))?;
         table.each("training, per token", |s| flops(s.training_flops))?;
-        table.each("training, per token, if dense", |s| {
-            flops(s.dense_training_flops)
-        })?;
+        table.each("training, per token, if dense", |s| flops(s.dense_training_flops))?;
         table.each("training, whole stage", |s| flops(s.total_flops()))?;
         if let Some(tflops) = self.device_tflops {
             let rate = tflops * 1e12;
-            table.title(&format!(
-                "Time on one device that achieves {tflops} TFLOP/s"
-            ))?;
-            table.each("tokens/s", |stage| {
-                grouped((rate / stage.training_flops) as u64)
-            })?;
+            table.title(&format!("Time on one device that achieves {tflops} TFLOP/s"))?;
+            table.each("tokens/s", |stage| grouped((rate / stage.training_flops) as u64))?;
             table.each("time", |stage| duration(stage.total_flops() / rate))?;
             let all: f64 = self.stages.iter().map(StagePlan::total_flops).sum();
             table.one("all stages", &duration(all / rate))?;
@@ -412,11 +376,7 @@ impl fmt::Display for Plan {
         })?;
 
         table.title("Disk")?;
-        let DiskBytes {
-            checkpoint,
-            num_checkpoints,
-            export,
-        } = self.disk;
+        let DiskBytes { checkpoint, num_checkpoints, export } = self.disk;
         table.one("one checkpoint", &bytes(checkpoint))?;
         let kept = format!("checkpoints kept, at most {}", grouped(num_checkpoints));
         table.one(&kept, &bytes(checkpoint.saturating_mul(num_checkpoints)))?;
@@ -452,17 +412,11 @@ fn scaled(mut value: f64, base: f64, units: &[&str]) -> String {
 }
 
 fn bytes(count: u64) -> String {
-    scaled(
-        count as f64,
-        1024.0,
-        &["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"],
-    )
+    scaled(count as f64, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"])
 }
 
 fn flops(count: f64) -> String {
-    let units = [
-        "FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP", "YFLOP",
-    ];
+    let units = ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP", "YFLOP"];
     scaled(count, 1000.0, &units)
 }
 
@@ -500,11 +454,7 @@ mod tests {
         assert_eq!(f32.state.master, 0);
         assert_eq!(f32.state.total(), 16 * parameters);
         assert_eq!(f32.disk.checkpoint, 12 * parameters);
-        let bf16 = plan(&[
-            "run.dtype=bf16",
-            "precision.gradients=bf16",
-            "precision.moments=bf16",
-        ]);
+        let bf16 = plan(&["run.dtype=bf16", "precision.gradients=bf16", "precision.moments=bf16"]);
         assert_eq!(bf16.state.weights, 2 * parameters);
         assert_eq!(bf16.state.total(), (2 + 4 + 2 + 4) * parameters);
         assert_eq!(bf16.disk.checkpoint, 8 * parameters);
@@ -534,10 +484,7 @@ mod tests {
             [dense_kept, moh_kept].map(|kept| 64 * (4 * 256 + kept + recomputable))
         );
         let activations = plan(&[]).stages[0].activations;
-        assert_eq!(
-            activations.block_gradients,
-            64 * 4 * (2 * 64 + 3 * 172 + 64 + 64 + 64)
-        );
+        assert_eq!(activations.block_gradients, 64 * 4 * (2 * 64 + 3 * 172 + 64 + 64 + 64));
         assert_eq!(activations.logits, 64 * 512 * 4);
     }
 

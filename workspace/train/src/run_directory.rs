@@ -16,12 +16,7 @@ use crate::metrics::parent;
 use crate::{Error, KeyChange, Recipe};
 
 /// Keys, or beginnings of keys that end in a dot, that a continued run may change.
-const HARMLESS: [&str; 4] = [
-    "run.dir",
-    "log.",
-    "checkpoint.",
-    "data.validation.every_steps",
-];
+const HARMLESS: [&str; 4] = ["run.dir", "log.", "checkpoint.", "data.validation.every_steps"];
 
 /// The paths of a run directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -76,6 +71,11 @@ impl RunDirectory {
         self.root.join("export")
     }
 
+    /// The results of a finished run.
+    pub fn summary(&self) -> PathBuf {
+        self.root.join("summary.json")
+    }
+
     /// Creates the directory where it is missing and locks it against other processes.
     ///
     /// # Errors
@@ -91,9 +91,7 @@ impl RunDirectory {
             .map_err(Error::io(&path))?;
         match file.try_lock() {
             Ok(()) => Ok(RunLock { _file: file }),
-            Err(TryLockError::WouldBlock) => Err(Error::Locked {
-                path: self.root.clone(),
-            }),
+            Err(TryLockError::WouldBlock) => Err(Error::Locked { path: self.root.clone() }),
             Err(TryLockError::Error(error)) => Err(Error::io(&path)(error)),
         }
     }
@@ -112,9 +110,7 @@ impl RunDirectory {
         let mut steps = Vec::new();
         for entry in entries {
             let name = entry.map_err(Error::io(&directory))?.file_name();
-            let step = name
-                .to_str()
-                .and_then(|name| name.strip_prefix("step-")?.parse().ok());
+            let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.parse().ok());
             // Only the spelling that `checkpoint` gives: no sign, no leading zero.
             steps.extend(step.filter(|&step: &u64| name == *format!("step-{step}")));
         }
@@ -135,10 +131,8 @@ impl RunDirectory {
         if !self.checkpoint_steps()?.is_empty() {
             let stored = Recipe::load(&path, &[])?;
             let harmful = |change: &KeyChange| !is_harmless(&change.key);
-            let changes: Vec<KeyChange> = changes(&stored, recipe)?
-                .into_iter()
-                .filter(harmful)
-                .collect();
+            let changes: Vec<KeyChange> =
+                changes(&stored, recipe)?.into_iter().filter(harmful).collect();
             if !changes.is_empty() {
                 return Err(Error::RecipeChanged { path, changes });
             }
@@ -147,9 +141,7 @@ impl RunDirectory {
             .prefix(".tmp-recipe-")
             .tempfile_in(&self.root)
             .map_err(Error::io(&self.root))?;
-        temporary
-            .write_all(text.as_bytes())
-            .map_err(Error::io(&path))?;
+        temporary.write_all(text.as_bytes()).map_err(Error::io(&path))?;
         persist(temporary, &path)
     }
 }
@@ -168,19 +160,15 @@ pub(crate) fn persist(temporary: NamedTempFile, path: &Path) -> Result<(), Error
     temporary.persist(path).map_err(|error| io(error.error))?;
     // The name too: only Unix can sync a directory.
     #[cfg(unix)]
-    File::open(parent(path))
-        .and_then(|directory| directory.sync_all())
-        .map_err(io)?;
+    File::open(parent(path)).and_then(|directory| directory.sync_all()).map_err(io)?;
     Ok(())
 }
 
 fn is_harmless(key: &str) -> bool {
-    HARMLESS
-        .iter()
-        .any(|harmless| match harmless.ends_with('.') {
-            true => key.starts_with(harmless),
-            false => key == *harmless,
-        })
+    HARMLESS.iter().any(|harmless| match harmless.ends_with('.') {
+        true => key.starts_with(harmless),
+        false => key == *harmless,
+    })
 }
 
 /// The keys in which two recipes differ, in order.
@@ -192,11 +180,7 @@ fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>, Error> {
         before: before.get(key).cloned(),
         now: now.get(key).cloned(),
     };
-    Ok(keys
-        .into_iter()
-        .map(change)
-        .filter(|change| change.before != change.now)
-        .collect())
+    Ok(keys.into_iter().map(change).filter(|change| change.before != change.now).collect())
 }
 
 /// Every value of a recipe by its full key, stages by name.
@@ -311,21 +295,14 @@ mod tests {
         std::fs::create_dir_all(run.checkpoint(5)).unwrap();
         run.store_recipe(&first).unwrap();
 
-        let changed = recipe(&[
-            "run.seed=9",
-            "stage.moh.learning_rate.min=0",
-            "log.every_steps=7",
-        ]);
+        let changed = recipe(&["run.seed=9", "stage.moh.learning_rate.min=0", "log.every_steps=7"]);
         let error = run.store_recipe(&changed).unwrap_err();
         let Error::RecipeChanged { changes, .. } = &error else {
             panic!("{error}");
         };
         let keys: Vec<&str> = changes.iter().map(|change| change.key.as_str()).collect();
         assert_eq!(keys, ["run.seed", "stage.moh.learning_rate.min"]);
-        assert!(
-            error.to_string().contains("run.seed: was 1, now 9"),
-            "{error}"
-        );
+        assert!(error.to_string().contains("run.seed: was 1, now 9"), "{error}");
         assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), first);
     }
 

@@ -24,20 +24,11 @@ impl Schedule {
     /// Learning rate of `step`, counted from 1 within the stage. Beyond the last step it stays at
     /// the last step's.
     pub fn learning_rate(&self, step: u64) -> f64 {
-        let LearningRate {
-            max,
-            min,
-            warmup_steps,
-            decay,
-        } = self.rates;
+        let LearningRate { max, min, warmup_steps, decay } = self.rates;
         let step = step.min(self.steps);
         if step <= warmup_steps {
             // A stage without steps and warm-up has no rate; max is what it would begin with.
-            return if warmup_steps == 0 {
-                max
-            } else {
-                max * step as f64 / warmup_steps as f64
-            };
+            return if warmup_steps == 0 { max } else { max * step as f64 / warmup_steps as f64 };
         }
         match decay {
             Decay::Cosine => {
@@ -56,12 +47,7 @@ mod tests {
     use super::*;
 
     fn schedule(max: f64, min: f64, warmup_steps: u64, steps: u64) -> Schedule {
-        let rates = LearningRate {
-            max,
-            min,
-            warmup_steps,
-            decay: Decay::Cosine,
-        };
+        let rates = LearningRate { max, min, warmup_steps, decay: Decay::Cosine };
         Schedule::new(rates, steps)
     }
 

@@ -70,7 +70,8 @@ impl ModelSource {
             return Ok(());
         }
         let rows = self.config.vocab_size;
-        let expansion = match (&recipe.model.tokenizer, &self.directory, recipe.model.pad_vocab_to) {
+        let expansion = match (&recipe.model.tokenizer, &self.directory, recipe.model.pad_vocab_to)
+        {
             (Some(new), Some(old), pad) => Expansion::plan(old, new, rows, pad)?,
             (None, _, Some(multiple)) => Expansion::padding(rows, multiple)?,
             _ => return Ok(()),

@@ -76,10 +76,7 @@ impl TensorBoard {
             ("grad_norm", Some(metrics.grad_norm)),
             ("tokens_per_second", Some(metrics.tokens_per_second)),
             ("validation_loss", validation.map(|v| v.loss)),
-            (
-                "validation_bits_per_byte",
-                validation.and_then(|v| v.bits_per_byte),
-            ),
+            ("validation_bits_per_byte", validation.and_then(|v| v.bits_per_byte)),
         ];
         let mut summary = Vec::new();
         for (tag, value) in scalars {
@@ -130,16 +127,12 @@ fn new_file(directory: &Path) -> Result<(PathBuf, File), Error> {
 }
 
 fn now() -> std::time::Duration {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default()
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
 /// The checksum of TFRecords: rotated and shifted, since data may hold checksums themselves.
 fn masked_crc(data: &[u8]) -> u32 {
-    crc32c::crc32c(data)
-        .rotate_right(15)
-        .wrapping_add(0xa282_ead8)
+    crc32c::crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
 /// The beginning of an `Event`.
@@ -240,10 +233,7 @@ mod tests {
             learning_rate: 0.5,
             grad_norm: 1.25,
             tokens_per_second: 1e4,
-            validation: Some(Validation {
-                loss: 3.5,
-                bits_per_byte: Some(1.5),
-            }),
+            validation: Some(Validation { loss: 3.5, bits_per_byte: Some(1.5) }),
         }
     }
 
@@ -292,10 +282,7 @@ mod tests {
             ("validation_loss", 3.5),
             ("validation_bits_per_byte", 1.5),
         ];
-        assert_eq!(
-            scalars,
-            expected.map(|(tag, value)| (tag.to_string(), value))
-        );
+        assert_eq!(scalars, expected.map(|(tag, value)| (tag.to_string(), value)));
     }
 
     #[test]

@@ -42,10 +42,7 @@ fn the_papers_recipe_has_the_papers_plan() {
     // 94,336 bytes kept per token and block, 45,064 once: 23.3 GiB.
     let kept = 8192 * (32 * 94_336 + 45_064);
     assert_eq!(adapt.activations.kept, kept);
-    assert_eq!(
-        moh.activations.kept,
-        kept + 8192 * 32 * (2 * 16 * 4 + 4 + 32)
-    );
+    assert_eq!(moh.activations.kept, kept + 8192 * 32 * (2 * 16 * 4 + 4 + 32));
     assert_eq!(adapt.activations.logits, 2048 * 160_896 * 2);
 
     let schedule = recipe.stages[0].schedule();
@@ -70,10 +67,7 @@ fn the_papers_recipe_has_the_papers_plan() {
 fn every_recipe_of_the_repository_loads() {
     for entry in std::fs::read_dir(root().join("recipes")).unwrap() {
         let path = entry.unwrap().path();
-        if path
-            .extension()
-            .is_some_and(|extension| extension == "toml")
-        {
+        if path.extension().is_some_and(|extension| extension == "toml") {
             Recipe::load(&path, &[]).unwrap_or_else(|error| panic!("{error}"));
         }
     }

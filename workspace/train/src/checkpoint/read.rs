@@ -64,15 +64,14 @@ impl StoredCheckpoint {
     /// Opens the checkpoint in `directory` and checks every hash.
     fn open(directory: &Path, step: u64) -> Result<Self, Error> {
         let path = directory.join(MANIFEST);
-        let refuse =
-            |reason: String| Error::Checkpoint { path: path.clone(), reason };
+        let refuse = |reason: String| Error::Checkpoint { path: path.clone(), reason };
         let length = fs::metadata(&path).map_err(Error::io(&path))?.len();
         if length > MAX_TEXT_BYTES {
             return Err(refuse(format!("{length} bytes are not a manifest")));
         }
         let text = fs::read(&path).map_err(Error::io(&path))?;
-        let manifest: Manifest =
-            serde_json::from_slice(&text).map_err(|error| refuse(format!("not a manifest: {error}")))?;
+        let manifest: Manifest = serde_json::from_slice(&text)
+            .map_err(|error| refuse(format!("not a manifest: {error}")))?;
         if manifest.format != FORMAT {
             return Err(refuse(format!(
                 "format {}: this program reads format {FORMAT}",
@@ -112,10 +111,9 @@ impl StoredCheckpoint {
         };
         let (dtype, bytes) = self.bytes(entry)?;
         let values: Vec<f32> = match dtype {
-            Dtype::BF16 => bytes
-                .chunks_exact(2)
-                .map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32())
-                .collect(),
+            Dtype::BF16 => {
+                bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
+            }
             Dtype::F32 => bytes
                 .chunks_exact(4)
                 .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
@@ -123,7 +121,11 @@ impl StoredCheckpoint {
             other => return refuse(format!("{name} is {other:?}, expected F32 or BF16")),
         };
         if values.len() != out.len() {
-            return refuse(format!("{name} holds {} numbers, expected {}", values.len(), out.len()));
+            return refuse(format!(
+                "{name} holds {} numbers, expected {}",
+                values.len(),
+                out.len()
+            ));
         }
         out.copy_from_slice(&values);
         Ok(())
@@ -133,9 +135,10 @@ impl StoredCheckpoint {
     fn bytes(&self, entry: &TensorEntry) -> Result<(Dtype, Vec<u8>), Error> {
         let path = self.directory.join(&entry.file);
         let refuse = |reason: String| Error::Checkpoint { path: path.clone(), reason };
-        let info = self.headers.get(&entry.file).and_then(|header| {
-            header.metadata.info(&entry.name).map(|info| (header, info))
-        });
+        let info = self
+            .headers
+            .get(&entry.file)
+            .and_then(|header| header.metadata.info(&entry.name).map(|info| (header, info)));
         let Some((header, info)) = info else {
             return Err(refuse(format!("holds no {}", entry.name)));
         };

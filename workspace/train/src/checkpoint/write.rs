@@ -46,9 +46,7 @@ pub fn write<B: Backend, T: Element, M: Element>(
         tensors.extend(match (kind, &optimizer.master) {
             (TensorKind::Weight, None) => write_file(kind, &file, model, model.weights()),
             (TensorKind::Weight, Some(master)) => write_file(kind, &file, model, master),
-            (TensorKind::FirstMoment, _) => {
-                write_file(kind, &file, model, &optimizer.first_moment)
-            }
+            (TensorKind::FirstMoment, _) => write_file(kind, &file, model, &optimizer.first_moment),
             (TensorKind::SecondMoment, _) => {
                 write_file(kind, &file, model, &optimizer.second_moment)
             }
@@ -78,7 +76,8 @@ pub fn write<B: Backend, T: Element, M: Element>(
 pub fn prune(run: &RunDirectory, kept: &Checkpoint) -> Result<(), Error> {
     let all = run.checkpoints();
     let steps = run.checkpoint_steps()?;
-    let newest = steps.len().saturating_sub(usize::try_from(kept.keep.max(1)).unwrap_or(usize::MAX));
+    let newest =
+        steps.len().saturating_sub(usize::try_from(kept.keep.max(1)).unwrap_or(usize::MAX));
     for &step in &steps[..newest] {
         if kept.keep_every > 0 && step.is_multiple_of(kept.keep_every) {
             continue;

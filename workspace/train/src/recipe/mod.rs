@@ -185,11 +185,7 @@ pub struct Precision {
 
 impl Default for Precision {
     fn default() -> Self {
-        Precision {
-            gradients: DType::F32,
-            moments: DType::F32,
-            reduce: DType::F32,
-        }
+        Precision { gradients: DType::F32, moments: DType::F32, reduce: DType::F32 }
     }
 }
 
@@ -230,11 +226,7 @@ pub struct Checkpoint {
 
 impl Default for Checkpoint {
     fn default() -> Self {
-        Checkpoint {
-            every_steps: 100,
-            keep: 2,
-            keep_every: 0,
-        }
+        Checkpoint { every_steps: 100, keep: 2, keep_every: 0 }
     }
 }
 
@@ -250,10 +242,7 @@ pub struct Log {
 
 impl Default for Log {
     fn default() -> Self {
-        Log {
-            every_steps: 1,
-            tensorboard: true,
-        }
+        Log { every_steps: 1, tensorboard: true }
     }
 }
 

@@ -160,8 +160,7 @@ impl Model {
             self.pad_vocab_to.get_or_insert(DEFAULT_VOCABULARY_MULTIPLE);
         }
         if let Some(new) = &mut self.new {
-            new.num_key_value_heads
-                .get_or_insert(new.num_attention_heads);
+            new.num_key_value_heads.get_or_insert(new.num_attention_heads);
             new.max_position_embeddings.get_or_insert(sequence_length);
             let width = new.hidden_size.checked_div(new.num_attention_heads);
             new.head_dim = new.head_dim.or(width);
@@ -171,9 +170,7 @@ impl Model {
     /// `vocabulary` rounded up as the recipe asks.
     pub fn padded_vocabulary(&self, vocabulary: usize) -> usize {
         let multiple = self.pad_vocab_to.unwrap_or(1).max(1);
-        vocabulary
-            .checked_next_multiple_of(multiple)
-            .unwrap_or(vocabulary)
+        vocabulary.checked_next_multiple_of(multiple).unwrap_or(vocabulary)
     }
 }
 
@@ -201,9 +198,7 @@ impl Recipe {
     /// # Errors
     /// When the configuration cannot be read or is not a model's.
     pub fn local_model_config(&self, path: &Path) -> Result<Option<ModelConfig>, Error> {
-        let Model {
-            new, config, from, ..
-        } = &self.model;
+        let Model { new, config, from, .. } = &self.model;
         if let Some(new) = new {
             return new.config(path).map(Some);
         }

@@ -34,9 +34,7 @@ impl Overrides {
             };
             let parts: Vec<&str> = key.split('.').map(str::trim).collect();
             let result = if parts.iter().any(|part| part.is_empty()) {
-                Err(format!(
-                    "{text:?}: expected key=value, such as stage.moh.tokens=1e9"
-                ))
+                Err(format!("{text:?}: expected key=value, such as stage.moh.tokens=1e9"))
             } else {
                 set(recipe, &parts, value)
             };
@@ -126,8 +124,6 @@ fn set(node: &mut Value, parts: &[&str], value: Value) -> Result<(), String> {
                 }
             }
         }
-        _ => Err(format!(
-            "{first:?} stands below a value that is not a table"
-        )),
+        _ => Err(format!("{first:?} stands below a value that is not a table")),
     }
 }

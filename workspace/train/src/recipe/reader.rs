@@ -34,11 +34,7 @@ pub(super) struct Problem {
 /// All unknown keys, and the first missing key or wrong value.
 pub(super) fn read<'de, T: Deserialize<'de>>(table: &'de Value) -> Result<T, Vec<Problem>> {
     let unknown = RefCell::new(Vec::new());
-    let node = Node {
-        value: table,
-        path: String::new(),
-        unknown: &unknown,
-    };
+    let node = Node { value: table, path: String::new(), unknown: &unknown };
     let result = T::deserialize(node);
     let mut problems = unknown.into_inner();
     match result {
@@ -96,11 +92,7 @@ fn split_last(key: &str) -> (&str, &str) {
 
 impl Problem {
     fn new(reason: String) -> Self {
-        Problem {
-            key: String::new(),
-            reason,
-            meant: None,
-        }
+        Problem { key: String::new(), reason, meant: None }
     }
 
     fn unknown_key(key: String, known: &'static [&'static str]) -> Self {
@@ -149,11 +141,7 @@ impl de::Error for Problem {
     }
 
     fn missing_field(field: &'static str) -> Self {
-        Problem {
-            key: String::new(),
-            reason: "missing".to_string(),
-            meant: Some(field),
-        }
+        Problem { key: String::new(), reason: "missing".to_string(), meant: Some(field) }
     }
 }
 
@@ -196,9 +184,9 @@ impl<'de> Node<'de, '_> {
 
     fn visit_unsigned<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Problem> {
         match self.whole().and_then(|number| u64::try_from(number).ok()) {
-            Some(number) => visitor
-                .visit_u64(number)
-                .map_err(|problem: Problem| problem.at(&self.path)),
+            Some(number) => {
+                visitor.visit_u64(number).map_err(|problem: Problem| problem.at(&self.path))
+            }
             None => self.refuse("a whole number from 0"),
         }
     }
@@ -259,9 +247,9 @@ impl<'de, 'p> Deserializer<'de> for Node<'de, 'p> {
 
     fn deserialize_str<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Problem> {
         match self.value {
-            Value::String(text) => visitor
-                .visit_borrowed_str(text)
-                .map_err(|problem: Problem| problem.at(&self.path)),
+            Value::String(text) => {
+                visitor.visit_borrowed_str(text).map_err(|problem: Problem| problem.at(&self.path))
+            }
             _ => self.refuse("a text in quotes"),
         }
     }
@@ -362,8 +350,7 @@ impl<'de> MapAccess<'de> for Entries<'de, '_> {
             return Ok(None);
         };
         self.next = Some((key, value));
-        seed.deserialize(de::value::StrDeserializer::new(key))
-            .map(Some)
+        seed.deserialize(de::value::StrDeserializer::new(key)).map(Some)
     }
 
     fn next_value_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<S::Value, Problem> {
@@ -371,12 +358,8 @@ impl<'de> MapAccess<'de> for Entries<'de, '_> {
             return Err(Problem::new("a value without its key".to_string()));
         };
         let path = join(&self.path, key);
-        seed.deserialize(Node {
-            value,
-            path: path.clone(),
-            unknown: self.unknown,
-        })
-        .map_err(|problem| problem.at(&path))
+        seed.deserialize(Node { value, path: path.clone(), unknown: self.unknown })
+            .map_err(|problem| problem.at(&path))
     }
 }
 
@@ -397,11 +380,7 @@ impl<'de> SeqAccess<'de> for Elements<'de, '_> {
             return Ok(None);
         };
         let name = element_name(value, index);
-        let node = Node {
-            value,
-            path: join(&self.path, &name),
-            unknown: self.unknown,
-        };
+        let node = Node { value, path: join(&self.path, &name), unknown: self.unknown };
         seed.deserialize(node).map(Some)
     }
 }

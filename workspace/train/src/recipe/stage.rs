@@ -116,13 +116,7 @@ pub struct Optimizer {
 
 impl Default for Optimizer {
     fn default() -> Self {
-        Optimizer {
-            beta1: 0.9,
-            beta2: 0.95,
-            eps: 1e-8,
-            weight_decay: 0.1,
-            clip_norm: 1.0,
-        }
+        Optimizer { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip_norm: 1.0 }
     }
 }
 
@@ -138,10 +132,7 @@ pub struct Parallel {
 
 impl Default for Parallel {
     fn default() -> Self {
-        Parallel {
-            tensor: 1,
-            pipeline: 1,
-        }
+        Parallel { tensor: 1, pipeline: 1 }
     }
 }
 
@@ -179,11 +170,7 @@ impl Stage {
                 (shared, top_k.unwrap_or(active.saturating_sub(shared)))
             }
         };
-        Some(MohConfig {
-            router: options.router,
-            shared_heads,
-            routed_top_k,
-        })
+        Some(MohConfig { router: options.router, shared_heads, routed_top_k })
     }
 }
 
@@ -199,10 +186,7 @@ mod router_name {
     pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Router, D::Error> {
         let name = String::deserialize(from)?;
         Router::from_name(&name).ok_or_else(|| {
-            D::Error::custom(format!(
-                "must be {:?}, not {name:?}",
-                Router::QueryNorm.name()
-            ))
+            D::Error::custom(format!("must be {:?}, not {name:?}", Router::QueryNorm.name()))
         })
     }
 }

@@ -103,11 +103,7 @@ fn routing_is_resolved_against_the_models_heads() {
     let moh = recipe.stages[1].moh.clone().unwrap();
     assert_eq!((moh.shared_heads, moh.routed_top_k), (Some(4), Some(2)));
 
-    model.moh = Some(MohConfig {
-        router: Router::QueryNorm,
-        shared_heads: 2,
-        routed_top_k: 1,
-    });
+    model.moh = Some(MohConfig { router: Router::QueryNorm, shared_heads: 2, routed_top_k: 1 });
     let mut recipe = with(&[]);
     recipe.resolve(path, &model).unwrap();
     let moh = recipe.stages[1].moh_config(&model).unwrap();
@@ -154,14 +150,9 @@ fn the_resolved_recipe_reads_back_equal() {
         &[][..],
         &["model.new.eos_token_id=[1,2]", "model.new.bos_token_id=0"],
         &["data.order=sequential", "checkpoint.keep_every=200"],
-        &[
-            "model.new.rope_scaling={rope_type=\"llama3\", factor=8, low_freq_factor=1, \
-           high_freq_factor=4, original_max_position_embeddings=16}",
-        ],
-        &[
-            "stage.moh.optimizer.eps=1e-300",
-            "stage.moh.learning_rate.min=0",
-        ],
+        &["model.new.rope_scaling={rope_type=\"llama3\", factor=8, low_freq_factor=1, \
+           high_freq_factor=4, original_max_position_embeddings=16}"],
+        &["stage.moh.optimizer.eps=1e-300", "stage.moh.learning_rate.min=0"],
     ] {
         let mut recipe = with(overrides);
         assert_eq!(parse(&recipe.to_toml().unwrap(), &[]).unwrap(), recipe);
@@ -200,50 +191,26 @@ fn one_override_makes_the_dense_run_to_compare_with() {
 
 #[test]
 fn a_directory_may_look_like_a_date() {
-    assert_eq!(
-        with(&["run.dir=2026-11-21"]).run.dir,
-        PathBuf::from("2026-11-21")
-    );
+    assert_eq!(with(&["run.dir=2026-11-21"]).run.dir, PathBuf::from("2026-11-21"));
 }
 
 #[test]
 fn wrong_overrides_are_named() {
     let cases = [
-        (
-            "stage.mho.tokens=1",
-            "--set: stage.mho.tokens: there is no \"mho\", did you mean moh",
-        ),
-        (
-            "stage.xyz.tokens=1",
-            "--set: stage.xyz.tokens: there is no \"xyz\", only adapt, moh",
-        ),
+        ("stage.mho.tokens=1", "--set: stage.mho.tokens: there is no \"mho\", did you mean moh"),
+        ("stage.xyz.tokens=1", "--set: stage.xyz.tokens: there is no \"xyz\", only adapt, moh"),
         (
             "stage.moh.moh.routed_topk=3",
             "--set: stage.moh.moh.routed_topk: unknown key, did you mean routed_top_k",
         ),
-        (
-            "run.seed.x=3",
-            "--set: run.seed.x: \"x\" stands below a value that is not a table",
-        ),
+        ("run.seed.x=3", "--set: run.seed.x: \"x\" stands below a value that is not a table"),
         ("run.seed", "--set: \"run.seed\": expected key=value"),
         ("=3", "expected key=value"),
         ("run..seed=3", "expected key=value"),
-        (
-            "run.seed=-1",
-            "--set: run.seed: must be a whole number from 0, not -1",
-        ),
-        (
-            "run.device=gpu",
-            "--set: run.device: must be \"cpu\" or \"cuda\", not \"gpu\"",
-        ),
-        (
-            "run.seed=1\n[log]\nevery_steps=0",
-            "--set: run.seed: must be a whole number",
-        ),
-        (
-            "stage.moh.tokens=1e30",
-            "--set: stage.moh.tokens: must be a whole number",
-        ),
+        ("run.seed=-1", "--set: run.seed: must be a whole number from 0, not -1"),
+        ("run.device=gpu", "--set: run.device: must be \"cpu\" or \"cuda\", not \"gpu\""),
+        ("run.seed=1\n[log]\nevery_steps=0", "--set: run.seed: must be a whole number"),
+        ("stage.moh.tokens=1e30", "--set: stage.moh.tokens: must be a whole number"),
         (
             "stage.moh.learning_rate.min=1",
             "--set: stage.moh.learning_rate.min = 1: must be a number from 0 to max = 0.00002",
@@ -280,12 +247,8 @@ fn all_unknown_keys_come_at_once_with_the_key_that_was_meant() {
              precision, memory, checkpoint, log",
         ]
     );
-    let message = refused(
-        &text
-            .replace("sede", "seed")
-            .replace("n_layer", "num_hidden_layers"),
-        &[],
-    );
+    let message =
+        refused(&text.replace("sede", "seed").replace("n_layer", "num_hidden_layers"), &[]);
     for expected in [
         "recipes/x.toml: stage.moh.moh.routed_topk: unknown key, did you mean routed_top_k",
         "recipes/x.toml: stage.moh.microbatch: unknown key, did you mean micro_batch",
@@ -297,56 +260,24 @@ fn all_unknown_keys_come_at_once_with_the_key_that_was_meant() {
 #[test]
 fn wrong_types_name_the_key_and_what_was_expected() {
     let cases = [
-        (
-            "seed = 1",
-            "seed = \"1\"",
-            "run.seed: must be a whole number from 0, not the text \"1\"",
-        ),
-        (
-            "seed = 1",
-            "seed = 1.5",
-            "run.seed: must be a whole number from 0, not 1.5",
-        ),
-        (
-            "seed = 1",
-            "seed = nan",
-            "run.seed: must be a whole number from 0, not NaN",
-        ),
-        (
-            "seed = 1",
-            "seed = 2026-01-01",
-            "run.seed: must be a whole number from 0, not the date",
-        ),
-        (
-            "dtype = \"f32\"",
-            "dtype = 32",
-            "run.dtype: must be \"f32\" or \"bf16\", not 32",
-        ),
+        ("seed = 1", "seed = \"1\"", "run.seed: must be a whole number from 0, not the text \"1\""),
+        ("seed = 1", "seed = 1.5", "run.seed: must be a whole number from 0, not 1.5"),
+        ("seed = 1", "seed = nan", "run.seed: must be a whole number from 0, not NaN"),
+        ("seed = 1", "seed = 2026-01-01", "run.seed: must be a whole number from 0, not the date"),
+        ("dtype = \"f32\"", "dtype = 32", "run.dtype: must be \"f32\" or \"bf16\", not 32"),
         (
             "dtype = \"f32\"",
             "dtype = \"fp8\"",
             "run.dtype: must be \"f32\" or \"bf16\", not \"fp8\"",
         ),
-        (
-            "dir = \"runs/small\"",
-            "dir = 3",
-            "run.dir: must be a text in quotes, not 3",
-        ),
+        ("dir = \"runs/small\"", "dir = 3", "run.dir: must be a text in quotes, not 3"),
         (
             "batches = 4",
             "batches = []",
             "data.validation.batches: must be a whole number from 0, not a list",
         ),
-        (
-            "path = \"data/a\"",
-            "weight = 1",
-            "data.sources.0.path: missing",
-        ),
-        (
-            "max = 2e-5",
-            "max = true",
-            "stage.moh.learning_rate.max: must be a number, not true",
-        ),
+        ("path = \"data/a\"", "weight = 1", "data.sources.0.path: missing"),
+        ("max = 2e-5", "max = true", "stage.moh.learning_rate.max: must be a number, not true"),
         ("name = \"moh\"\n", "", "stage.1.name: missing"),
         (
             "[data]",
@@ -436,10 +367,7 @@ fn a_batch_that_is_not_whole_micro_batches_names_the_nearest() {
     assert_eq!(message, expected);
     let message = refused(small(), &["stage.moh.batch_tokens=63"]);
     assert!(message.ends_with("nearest 64"), "{message}");
-    refused(
-        small(),
-        &["stage.moh.micro_batch=9e15", "stage.moh.batch_tokens=9e15"],
-    );
+    refused(small(), &["stage.moh.micro_batch=9e15", "stage.moh.batch_tokens=9e15"]);
 }
 
 #[test]
@@ -463,25 +391,13 @@ fn odd_and_duplicate_stage_names_are_refused() {
 #[test]
 fn a_model_is_either_loaded_or_new() {
     let message = refused(small(), &["model.from=a/b"]);
-    assert!(
-        message.contains("model: has both from and [model.new]"),
-        "{message}"
-    );
+    assert!(message.contains("model: has both from and [model.new]"), "{message}");
     let message = refused(small(), &["model.revision=main", "model.config=c.json"]);
-    assert!(
-        message.contains("--set: model.revision: belongs to from"),
-        "{message}"
-    );
-    assert!(
-        message.contains("--set: model.config: belongs to from"),
-        "{message}"
-    );
+    assert!(message.contains("--set: model.revision: belongs to from"), "{message}");
+    assert!(message.contains("--set: model.config: belongs to from"), "{message}");
     let message = refused(small(), &["model={}"]);
     assert!(message.contains("--set: model: needs from"), "{message}");
-    let message = refused(
-        small(),
-        &["model.pad_vocab_to=128", "model.vocab_size=1000"],
-    );
+    let message = refused(small(), &["model.pad_vocab_to=128", "model.vocab_size=1000"]);
     assert!(message.contains("such as 1024"), "{message}");
 }
 
@@ -489,10 +405,7 @@ fn a_model_is_either_loaded_or_new() {
 fn a_fresh_models_shape_is_checked() {
     let message = refused(small(), &["model.new.hidden_size=0"]);
     assert!(message.contains("model.new"), "{message}");
-    assert!(
-        message.contains("hidden_size = 0: must be from 1"),
-        "{message}"
-    );
+    assert!(message.contains("hidden_size = 0: must be from 1"), "{message}");
     for hostile in [
         "model.new.num_attention_heads=0",
         "model.new.num_key_value_heads=3",
@@ -511,22 +424,13 @@ fn a_fresh_models_shape_is_checked() {
 
 #[test]
 fn sequential_order_takes_no_weights() {
-    let message = refused(
-        small(),
-        &["data.order=sequential", "data.sources.0.weight=2"],
-    );
-    assert!(
-        message.contains("must be 1 with order = \"sequential\""),
-        "{message}"
-    );
+    let message = refused(small(), &["data.order=sequential", "data.sources.0.weight=2"]);
+    assert!(message.contains("must be 1 with order = \"sequential\""), "{message}");
 }
 
 #[test]
 fn parallel_splits_are_read_and_left_to_the_trainer() {
-    let recipe = with(&[
-        "stage.adapt.parallel.tensor=2",
-        "stage.moh.parallel={pipeline=5}",
-    ]);
+    let recipe = with(&["stage.adapt.parallel.tensor=2", "stage.moh.parallel={pipeline=5}"]);
     assert_eq!(recipe.stages[0].parallel.tensor, 2);
     assert_eq!(recipe.stages[1].parallel.pipeline, 5);
 }

@@ -81,10 +81,8 @@ pub(super) fn faults(recipe: &Recipe) -> Vec<Fault> {
 /// Checks `[model]`; the shape of a fresh model where it is sound.
 fn check_model(faults: &mut Faults, model: &Model) -> Option<ModelConfig> {
     match (&model.from, &model.new) {
-        (None, None) => faults.add(
-            "model",
-            "needs from = a directory or a hub repository, or a table [model.new]",
-        ),
+        (None, None) => faults
+            .add("model", "needs from = a directory or a hub repository, or a table [model.new]"),
         (Some(_), Some(_)) => faults.add(
             "model",
             "has both from and [model.new]: a fresh model has no weights to start from",
@@ -101,10 +99,7 @@ fn check_model(faults: &mut Faults, model: &Model) -> Option<ModelConfig> {
             }
         }
     }
-    for (key, path) in [
-        ("model.config", &model.config),
-        ("model.tokenizer", &model.tokenizer),
-    ] {
+    for (key, path) in [("model.config", &model.config), ("model.tokenizer", &model.tokenizer)] {
         if let Some(path) = path {
             faults.path(key, path);
         }
@@ -184,11 +179,7 @@ fn check_data(faults: &mut Faults, recipe: &Recipe) {
 }
 
 fn check_checkpoint(faults: &mut Faults, checkpoint: &Checkpoint) {
-    let Checkpoint {
-        every_steps,
-        keep,
-        keep_every,
-    } = *checkpoint;
+    let Checkpoint { every_steps, keep, keep_every } = *checkpoint;
     faults.at_least_one("checkpoint.keep", keep);
     if every_steps > 0 {
         faults.check(
@@ -226,16 +217,9 @@ fn check_stages(faults: &mut Faults, recipe: &Recipe) {
 }
 
 fn check_stage(faults: &mut Faults, stage: &Stage, sequence_length: usize) {
-    let name = if stage.name.is_empty() {
-        "?"
-    } else {
-        &stage.name
-    };
+    let name = if stage.name.is_empty() { "?" } else { &stage.name };
     let key = |rest: &str| format!("stage.{name}.{rest}");
-    for (rest, value) in [
-        ("tokens", stage.tokens),
-        ("batch_tokens", stage.batch_tokens),
-    ] {
+    for (rest, value) in [("tokens", stage.tokens), ("batch_tokens", stage.batch_tokens)] {
         let reason = format!("must be from 1 to {MAX_TOKENS}");
         let fine = (1..=MAX_TOKENS).contains(&value);
         faults.check(fine, &key(rest), value, reason);
@@ -243,12 +227,7 @@ fn check_stage(faults: &mut Faults, stage: &Stage, sequence_length: usize) {
     faults.at_least_one(&key("micro_batch"), stage.micro_batch as u64);
     check_batch(faults, stage, sequence_length, &key("batch_tokens"));
 
-    let LearningRate {
-        max,
-        min,
-        warmup_steps,
-        ..
-    } = stage.learning_rate;
+    let LearningRate { max, min, warmup_steps, .. } = stage.learning_rate;
     let positive = max.is_finite() && max > 0.0;
     let reason = "must be a finite number above 0";
     faults.check(positive, &key("learning_rate.max"), max, reason);
@@ -263,13 +242,7 @@ fn check_stage(faults: &mut Faults, stage: &Stage, sequence_length: usize) {
         format!("must be at most the stage's {steps} steps (tokens / batch_tokens, rounded up)"),
     );
 
-    let Optimizer {
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        clip_norm,
-    } = stage.optimizer;
+    let Optimizer { beta1, beta2, eps, weight_decay, clip_norm } = stage.optimizer;
     for (rest, beta) in [("beta1", beta1), ("beta2", beta2)] {
         let reason = "must be a number from 0 to below 1";
         let fine = (0.0..1.0).contains(&beta);
@@ -284,10 +257,9 @@ fn check_stage(faults: &mut Faults, stage: &Stage, sequence_length: usize) {
     let reason = "must be a finite number from 0";
     faults.check(fine, &key("optimizer.weight_decay"), weight_decay, reason);
 
-    for (rest, value) in [
-        ("parallel.tensor", stage.parallel.tensor),
-        ("parallel.pipeline", stage.parallel.pipeline),
-    ] {
+    for (rest, value) in
+        [("parallel.tensor", stage.parallel.tensor), ("parallel.pipeline", stage.parallel.pipeline)]
+    {
         faults.at_least_one(&key(rest), value as u64);
     }
     if let Some(moh) = &stage.moh {
@@ -300,11 +272,7 @@ fn check_stage(faults: &mut Faults, stage: &Stage, sequence_length: usize) {
 
 /// A batch is whole micro-batches.
 fn check_batch(faults: &mut Faults, stage: &Stage, sequence_length: usize, key: &str) {
-    let Stage {
-        batch_tokens,
-        micro_batch,
-        ..
-    } = *stage;
+    let Stage { batch_tokens, micro_batch, .. } = *stage;
     let unit = (sequence_length as u64).checked_mul(micro_batch as u64);
     let described = format!(
         "sequence_length x micro_batch = {sequence_length} x {micro_batch} = {}",

@@ -1,0 +1,61 @@
+//! The export of a finished run: the model in Hugging Face layout.
+
+use half::bf16;
+use moh_convert::hf_directory::{self, DEFAULT_SHARD_BYTES, TensorSpec};
+use moh_kernels::{Backend, Element};
+use moh_model::{Dtype, Model};
+
+use crate::recipe::DType;
+use crate::source::ModelSource;
+use crate::{Error, Recipe, RunDirectory};
+
+/// Writes the model to the run's `export/`, in the type it was trained in, with the tokenizer and
+/// generation files of the model it came from. An older export is replaced once the new one is
+/// complete.
+pub(crate) fn write<B: Backend, T: Element>(
+    run: &RunDirectory,
+    source: &ModelSource,
+    recipe: &Recipe,
+    model: &Model<B, T>,
+) -> Result<(), Error> {
+    let dtype = match recipe.run.dtype {
+        DType::F32 => Dtype::F32,
+        DType::Bf16 => Dtype::BF16,
+    };
+    let config = source.config_file().to_json(model.config(), Some(dtype));
+    let tensors: Vec<TensorSpec> = (model.layout().segments())
+        .map(|(_, segment)| TensorSpec {
+            name: segment.name.clone(),
+            shape: segment.shape.clone(),
+            dtype,
+        })
+        .collect();
+    let companions = match (source.directory(), source.tokenizer_directory()) {
+        (Some(directory), tokenizer) => {
+            hf_directory::companion_files(directory, tokenizer.unwrap_or(directory))?
+        }
+        (None, Some(tokenizer)) => hf_directory::companion_files(tokenizer, tokenizer)?,
+        (None, None) => Vec::new(),
+    };
+    let described = hf_directory::Model {
+        config: &config,
+        tensors: &tensors,
+        max_shard_bytes: DEFAULT_SHARD_BYTES,
+        companions: &companions,
+    };
+    hf_directory::write_model(&run.export(), true, &described, &mut |spec, sink| {
+        let named = model.layout().segments().find(|(_, segment)| segment.name == spec.name);
+        if let Some((flat, segment)) = named {
+            let values = model.weights().read(model.backend(), flat, segment)?;
+            let bytes: Vec<u8> = match dtype {
+                Dtype::BF16 => {
+                    values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect()
+                }
+                _ => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            };
+            sink(&bytes)?;
+        }
+        Ok(())
+    })?;
+    Ok(())
+}

@@ -1,0 +1,122 @@
+//! What a finished run leaves to read: `summary.json`, whose presence says that it finished.
+
+use std::io::Write as _;
+use std::path::Path;
+
+use moh_model::ModelConfig;
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+use crate::checkpoint::{Evaluation, Moment, RunState};
+use crate::metrics::parent;
+use crate::run_directory::persist;
+
+/// The results of a finished run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Summary {
+    /// Steps, over all stages.
+    pub steps: u64,
+    /// Tokens trained on.
+    pub tokens: u64,
+    /// Query heads of the exported model.
+    pub heads: usize,
+    /// Heads that a token computes in it.
+    pub active_heads: usize,
+    /// The losses at the moments of the run, in order.
+    pub evaluations: Vec<Evaluation>,
+}
+
+impl Summary {
+    pub(crate) fn new(state: &RunState, config: &ModelConfig) -> Self {
+        Summary {
+            steps: state.step,
+            tokens: state.tokens,
+            heads: config.num_attention_heads,
+            active_heads: config.active_heads(),
+            evaluations: state.evaluations.clone(),
+        }
+    }
+
+    /// Reads a summary; `None` where there is none.
+    ///
+    /// # Errors
+    /// When the file cannot be read or is not a summary.
+    pub fn read(path: &Path) -> Result<Option<Self>, Error> {
+        let bytes = match std::fs::read(path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(Error::io(path)(error)),
+        };
+        serde_json::from_slice(&bytes).map(Some).map_err(|error| Error::Checkpoint {
+            path: path.to_owned(),
+            reason: format!("not a summary: {error}"),
+        })
+    }
+
+    pub(crate) fn write(&self, path: &Path) -> Result<(), Error> {
+        let text = match serde_json::to_vec_pretty(self) {
+            Ok(text) => text,
+            Err(error) => return Err(Error::io(path)(error.into())),
+        };
+        let folder = parent(path);
+        let mut file = tempfile::Builder::new()
+            .prefix(".tmp-summary-")
+            .tempfile_in(folder)
+            .map_err(Error::io(folder))?;
+        file.write_all(&text).map_err(Error::io(path))?;
+        persist(file, path)
+    }
+
+    /// The share of the loss that conversion cost which its stage's training won back: of the last
+    /// conversion that has a loss before, at and after it.
+    pub fn recovered(&self) -> Option<f64> {
+        let evaluations = &self.evaluations;
+        let converted = evaluations
+            .iter()
+            .rposition(|evaluation| matches!(evaluation.moment, Moment::Converted { .. }))?;
+        let before = evaluations.get(converted.checked_sub(1)?)?.loss;
+        let at = evaluations.get(converted)?.loss;
+        let after = evaluations.get(converted + 1)?.loss;
+        (at > before).then(|| (at - after) / (at - before))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn summary(losses: [f64; 4]) -> Summary {
+        let stage = |name: &str| name.to_owned();
+        let moments = [
+            Moment::Loaded,
+            Moment::Trained { stage: stage("adapt") },
+            Moment::Converted { stage: stage("moh") },
+            Moment::Trained { stage: stage("moh") },
+        ];
+        let evaluations = moments
+            .into_iter()
+            .zip(losses)
+            .map(|(moment, loss)| Evaluation { moment, step: 0, loss, bits_per_byte: None })
+            .collect();
+        Summary { steps: 2, tokens: 64, heads: 8, active_heads: 6, evaluations }
+    }
+
+    #[test]
+    fn the_share_won_back_compares_conversion_with_before_and_after() {
+        assert_eq!(summary([3.0, 1.0, 2.0, 1.25]).recovered(), Some(0.75));
+        assert_eq!(summary([3.0, 2.0, 2.0, 1.5]).recovered(), None);
+    }
+
+    #[test]
+    fn a_summary_reads_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("summary.json");
+        assert_eq!(Summary::read(&path).unwrap(), None);
+        let written = summary([3.0, 1.0, 2.0, 1.25]);
+        written.write(&path).unwrap();
+        assert_eq!(Summary::read(&path).unwrap(), Some(written));
+        std::fs::write(&path, "{").unwrap();
+        assert!(Summary::read(&path).is_err());
+    }
+}

@@ -1,0 +1,349 @@
+//! The training run: stages in order, conversion between them, checkpoints, and the exact
+//! continuation of a run that was interrupted at any moment.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use moh_data::{TextTokenizer, TokenFile, TrainingData, Windows};
+use moh_eval::Evaluator;
+use moh_kernels::{Backend, Element};
+use moh_model::{Model, ModelConfig};
+
+use crate::checkpoint::{self, Evaluation, Moment, RunState, StoredCheckpoint, TensorKind};
+use crate::event::{Event, Outcome};
+use crate::export;
+use crate::metrics::{self, MetricsWriter, StepMetrics, Validation};
+use crate::optimizer::OptimizerState;
+use crate::recipe::{Order, Stage};
+use crate::source::ModelSource;
+use crate::step::Stepper;
+use crate::summary::Summary;
+use crate::{Error, Recipe, RunDirectory, TensorBoard};
+
+/// Everything that a run reads but the device.
+pub(crate) struct Inputs<'a> {
+    pub recipe: &'a Recipe,
+    pub source: &'a ModelSource,
+    pub run: &'a RunDirectory,
+    pub stop: &'a AtomicBool,
+}
+
+/// A run in progress; `T` is the type of weights and activations, `G` of gradients, `M` of moments.
+struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
+    inputs: Inputs<'a>,
+    events: &'e mut dyn FnMut(Event<'_>),
+    model: Model<B, T>,
+    optimizer: OptimizerState<B, M>,
+    data: TrainingData,
+    validation: Option<Windows>,
+    tokenizer: Option<TextTokenizer>,
+    metrics: MetricsWriter,
+    board: Option<TensorBoard>,
+    state: RunState,
+    gradients: std::marker::PhantomData<G>,
+}
+
+/// Runs the recipe to its end, or until `stop` is set.
+pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
+    backend: B,
+    inputs: Inputs<'_>,
+    events: &mut dyn FnMut(Event<'_>),
+) -> Result<Outcome, Error> {
+    let mut trainer = Trainer::<B, T, G, M>::start(backend, inputs, events)?;
+    if trainer.run()? == Progress::Stopped {
+        return Ok(Outcome::Stopped { step: trainer.state.step });
+    }
+    trainer.finish()
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Progress {
+    Done,
+    Stopped,
+}
+
+impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a, 'e, B, T, G, M> {
+    /// Loads the newest good checkpoint, or the model the recipe starts from.
+    fn start(
+        backend: B,
+        inputs: Inputs<'a>,
+        events: &'e mut dyn FnMut(Event<'_>),
+    ) -> Result<Self, Error> {
+        let Inputs { recipe, source, run, .. } = inputs;
+        let stored = checkpoint::newest(run, &mut |path, error| {
+            events(Event::DamagedCheckpoint { path, error });
+        })?;
+        let state = stored
+            .as_ref()
+            .map_or_else(RunState::default, |stored| stored.manifest().state.clone());
+        if state.stage > recipe.stages.len() {
+            return Err(Error::Checkpoint {
+                path: run.checkpoint(state.step),
+                reason: format!("is in stage {}, which the recipe does not have", state.stage),
+            });
+        }
+        let mut config = source.config().clone();
+        config.moh = attention_before(recipe, source, &state);
+        let model = Model::<B, T>::new::<Error>(
+            backend,
+            config,
+            recipe.data.sequence_length,
+            |segment, values| match &stored {
+                Some(stored) => stored.read_f32(TensorKind::Weight, &segment.name, values),
+                None => source.fill(segment, values),
+            },
+        )?;
+        let mut optimizer = OptimizerState::new(&model)?;
+        if let Some(stored) = &stored {
+            restore(&mut optimizer, &model, stored)?;
+            events(Event::Resumed { step: state.step });
+        }
+        let tokenizer = source.tokenizer()?;
+        let data = open_data(recipe, model.config())?;
+        let validation = open_validation(recipe, model.config())?;
+        if let Some(tokenizer) = &tokenizer {
+            data.check_tokenizer(tokenizer)?;
+            if let Some(windows) = &validation {
+                windows.file().check_tokenizer(tokenizer)?;
+            }
+        }
+        metrics::cut_back(&run.metrics(), state.step)?;
+        let board = (recipe.log.tensorboard)
+            .then(|| TensorBoard::create(&run.tensorboard(), state.step))
+            .transpose()?;
+        Ok(Trainer {
+            metrics: MetricsWriter::append_to(&run.metrics())?,
+            inputs,
+            events,
+            model,
+            optimizer,
+            data,
+            validation,
+            tokenizer,
+            board,
+            state,
+            gradients: std::marker::PhantomData,
+        })
+    }
+
+    fn run(&mut self) -> Result<Progress, Error> {
+        if self.state.step == 0 && self.state.evaluations.is_empty() {
+            self.evaluate_moment(Moment::Loaded, 1)?;
+        }
+        while let Some(stage) = self.inputs.recipe.stages.get(self.state.stage) {
+            if self.run_stage(stage)? == Progress::Stopped {
+                return Ok(Progress::Stopped);
+            }
+        }
+        Ok(Progress::Done)
+    }
+
+    /// Trains what is left of the current stage.
+    fn run_stage(&mut self, stage: &Stage) -> Result<Progress, Error> {
+        if self.state.stage_step == 0 {
+            self.begin_stage(stage)?;
+        }
+        let steps = stage.num_steps();
+        (self.events)(Event::Stage { stage, done: self.state.stage_step });
+        let mut stepper = Stepper::<B, T, G>::new(&self.model, self.inputs.recipe, stage)?;
+        let mut evaluator = self.evaluator(stage.micro_batch)?;
+        let schedule = stage.schedule();
+        while self.state.stage_step < steps {
+            let started = Instant::now();
+            let number = self.state.stage_step + 1;
+            let taken = stepper.step(
+                &mut self.model,
+                &mut self.optimizer,
+                &self.data,
+                self.state.sample,
+                (number, schedule.learning_rate(number)),
+            )?;
+            let seconds = started.elapsed().as_secs_f64();
+            self.state.step += 1;
+            self.state.stage_step = number;
+            self.state.tokens += stage.batch_tokens;
+            self.state.sample += stepper.batch_sequences();
+            let last = number == steps;
+            let validation = self.validate(&mut evaluator, last)?;
+            let metrics = StepMetrics {
+                stage: stage.name.clone(),
+                step: number,
+                tokens: self.state.tokens,
+                loss: taken.loss,
+                balance_loss: taken.balance_loss,
+                learning_rate: schedule.learning_rate(number),
+                grad_norm: taken.grad_norm,
+                tokens_per_second: stage.batch_tokens as f64 / seconds,
+                validation,
+            };
+            self.report(&metrics, last)?;
+            if last {
+                self.end_stage(stage, validation);
+            }
+            let stopping = self.inputs.stop.load(Ordering::Relaxed);
+            let every = self.inputs.recipe.checkpoint.every_steps;
+            if last || stopping || (every > 0 && self.state.step.is_multiple_of(every)) {
+                self.save()?;
+            }
+            if stopping && self.state.stage < self.inputs.recipe.stages.len() {
+                return Ok(Progress::Stopped);
+            }
+        }
+        Ok(Progress::Done)
+    }
+
+    /// Sets the stage's attention and forgets the moments; a change of attention is evaluated.
+    fn begin_stage(&mut self, stage: &Stage) -> Result<(), Error> {
+        let moh = stage.moh_config(self.inputs.source.original_config());
+        self.optimizer.reset(self.model.backend())?;
+        if moh != self.model.config().moh {
+            self.model.set_moh(moh)?;
+            let moment = Moment::Converted { stage: stage.name.clone() };
+            self.evaluate_moment(moment, stage.micro_batch)?;
+        }
+        Ok(())
+    }
+
+    fn end_stage(&mut self, stage: &Stage, validation: Option<Validation>) {
+        self.state.stage += 1;
+        self.state.stage_step = 0;
+        if let Some(Validation { loss, bits_per_byte }) = validation {
+            let moment = Moment::Trained { stage: stage.name.clone() };
+            self.record(Evaluation { moment, step: self.state.step, loss, bits_per_byte });
+        }
+    }
+
+    fn record(&mut self, evaluation: Evaluation) {
+        (self.events)(Event::Evaluated(&evaluation));
+        self.state.evaluations.push(evaluation);
+    }
+
+    fn evaluator(&self, batch: usize) -> Result<Option<Evaluator<B, T>>, Error> {
+        let length = self.inputs.recipe.data.sequence_length;
+        let plan = |_: &Windows| Evaluator::new(&self.model, batch, length);
+        Ok(self.validation.as_ref().map(plan).transpose()?)
+    }
+
+    /// The validation loss, when this step has one.
+    fn validate(
+        &mut self,
+        evaluator: &mut Option<Evaluator<B, T>>,
+        last: bool,
+    ) -> Result<Option<Validation>, Error> {
+        let Some(options) = &self.inputs.recipe.data.validation else { return Ok(None) };
+        let every = options.every_steps;
+        if !last && (every == 0 || !self.state.step.is_multiple_of(every)) {
+            return Ok(None);
+        }
+        let (Some(evaluator), Some(windows)) = (evaluator, &self.validation) else {
+            return Ok(None);
+        };
+        let count = validation_windows(self.inputs.recipe);
+        let events = &mut self.events;
+        let mut progress = |done, total| events(Event::Evaluating { done, total });
+        let tokenizer = self.tokenizer.as_ref();
+        let found = evaluator.evaluate(&self.model, windows, count, tokenizer, &mut progress)?;
+        Ok(Some(Validation { loss: found.loss, bits_per_byte: found.bits_per_byte }))
+    }
+
+    fn evaluate_moment(&mut self, moment: Moment, batch: usize) -> Result<(), Error> {
+        let mut evaluator = self.evaluator(batch)?;
+        if let Some(Validation { loss, bits_per_byte }) = self.validate(&mut evaluator, true)? {
+            self.record(Evaluation { moment, step: self.state.step, loss, bits_per_byte });
+        }
+        Ok(())
+    }
+
+    /// Writes a step's metrics; the terminal and TensorBoard hear of every n-th step.
+    fn report(&mut self, metrics: &StepMetrics, last: bool) -> Result<(), Error> {
+        self.metrics.write(metrics)?;
+        let every = self.inputs.recipe.log.every_steps.max(1);
+        let due = last || metrics.validation.is_some() || self.state.step.is_multiple_of(every);
+        if due && let Some(board) = &mut self.board {
+            board.write(self.state.step, metrics)?;
+        }
+        (self.events)(Event::Step { metrics, step: self.state.step, due });
+        Ok(())
+    }
+
+    fn save(&mut self) -> Result<(), Error> {
+        // A checkpoint of step n is continued from n lines of metrics.
+        self.metrics.sync()?;
+        let config = self.inputs.source.config_file().to_json(self.model.config(), None);
+        let Inputs { run, recipe, .. } = self.inputs;
+        let path = checkpoint::write(run, &self.state, config, &self.model, &self.optimizer)?;
+        checkpoint::prune(run, &recipe.checkpoint)?;
+        (self.events)(Event::Checkpoint { path: &path });
+        Ok(())
+    }
+
+    /// Exports the model and writes the summary, which marks the run as finished.
+    fn finish(self) -> Result<Outcome, Error> {
+        let Inputs { run, source, recipe, .. } = self.inputs;
+        export::write(run, source, recipe, &self.model)?;
+        let summary = Summary::new(&self.state, self.model.config());
+        summary.write(&run.summary())?;
+        Ok(Outcome::Finished(summary))
+    }
+}
+
+/// Windows that one evaluation reads.
+fn validation_windows(recipe: &Recipe) -> u64 {
+    let batches = recipe.data.validation.as_ref().map_or(0, |validation| validation.batches);
+    let sequences = recipe.stages.first().map_or(1, |stage| stage.micro_batch);
+    (batches as u64).saturating_mul(sequences as u64)
+}
+
+/// The attention that the model has at the state's step: that of the stage it is in, or, where no
+/// step of it is done, of the one before.
+fn attention_before(
+    recipe: &Recipe,
+    source: &ModelSource,
+    state: &RunState,
+) -> Option<moh_model::MohConfig> {
+    let stage = if state.stage_step > 0 { Some(state.stage) } else { state.stage.checked_sub(1) };
+    match stage.and_then(|index| recipe.stages.get(index)) {
+        Some(stage) => stage.moh_config(source.original_config()),
+        None => source.config().moh,
+    }
+}
+
+fn restore<B: Backend, T: Element, M: Element>(
+    optimizer: &mut OptimizerState<B, M>,
+    model: &Model<B, T>,
+    stored: &StoredCheckpoint,
+) -> Result<(), Error> {
+    let (backend, layout) = (model.backend(), model.layout());
+    let read = |kind| {
+        move |segment: &moh_model::layout::Segment, values: &mut [f32]| {
+            stored.read_f32(kind, &segment.name, values)
+        }
+    };
+    if let Some(master) = &mut optimizer.master {
+        master.fill(backend, layout, read(TensorKind::Weight))?;
+    }
+    optimizer.first_moment.fill(backend, layout, read(TensorKind::FirstMoment))?;
+    optimizer.second_moment.fill(backend, layout, read(TensorKind::SecondMoment))
+}
+
+fn open_data(recipe: &Recipe, config: &ModelConfig) -> Result<TrainingData, Error> {
+    let sources: Vec<_> = (recipe.data.sources.iter())
+        .map(|source| moh_data::Source { path: source.path.clone(), weight: source.weight })
+        .collect();
+    let order = match recipe.data.order {
+        Order::Shuffled => moh_data::Order::Shuffled,
+        Order::Sequential => moh_data::Order::Sequential,
+    };
+    let length = recipe.data.sequence_length;
+    Ok(TrainingData::open(&sources, length, order, recipe.run.seed, config.vocab_size)?)
+}
+
+fn open_validation(recipe: &Recipe, config: &ModelConfig) -> Result<Option<Windows>, Error> {
+    let open = |path: &Path| {
+        let mut file = TokenFile::open(path)?;
+        file.limit_vocabulary(config.vocab_size);
+        Windows::new(file, recipe.data.sequence_length)
+    };
+    Ok(recipe.data.validation.as_ref().map(|validation| open(&validation.path)).transpose()?)
+}
