@@ -2,7 +2,10 @@
 
 mod error;
 mod mapped;
+mod mixture;
 mod pending;
+mod permutation;
+mod samples;
 mod text_stream;
 mod token_file;
 mod token_index;
@@ -10,11 +13,15 @@ mod token_info;
 mod token_type;
 mod token_writer;
 mod tokenizer;
+mod windows;
 
 pub use error::{Error, Result};
+pub use permutation::Permutation;
+pub use samples::{Order, Source, TrainingData};
 pub use text_stream::TextStream;
 pub use token_file::TokenFile;
 pub use token_info::{Provenance, TokenFileInfo};
 pub use token_type::TokenType;
 pub use token_writer::TokenFileWriter;
 pub use tokenizer::TextTokenizer;
+pub use windows::Windows;
