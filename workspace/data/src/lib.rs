@@ -1,10 +1,12 @@
 //! Token files: preparation, reading and a deterministic order.
 
+mod documents;
 mod error;
 mod mapped;
 mod mixture;
 mod pending;
 mod permutation;
+mod prepare;
 mod samples;
 mod text_stream;
 mod token_file;
@@ -13,10 +15,12 @@ mod token_info;
 mod token_type;
 mod token_writer;
 mod tokenizer;
+mod tokenizer_training;
 mod windows;
 
 pub use error::{Error, Result};
 pub use permutation::Permutation;
+pub use prepare::{Prepare, prepare};
 pub use samples::{Order, Source, TrainingData};
 pub use text_stream::TextStream;
 pub use token_file::TokenFile;
@@ -24,4 +28,7 @@ pub use token_info::{Provenance, TokenFileInfo};
 pub use token_type::TokenType;
 pub use token_writer::TokenFileWriter;
 pub use tokenizer::TextTokenizer;
+pub use tokenizer_training::{
+    BEGIN_OF_TEXT, END_OF_TEXT, SMALLEST_VOCABULARY, TrainTokenizer, train_tokenizer,
+};
 pub use windows::Windows;
