@@ -1,4 +1,10 @@
 //! Token files: preparation, reading and a deterministic order.
+//!
+//! Text becomes a token file (Megatron's indexed dataset) in [`prepare`]; [`TokenFile`] reads one,
+//! ours or anybody's; [`TrainingData`] answers which tokens sample number n holds, as a pure
+//! function of the seed and n; [`Windows`] cuts a file for evaluation. [`TextTokenizer`] turns
+//! text into ids and back, [`train_tokenizer`] makes a new tokenizer, and [`stories`] writes the
+//! text that the repository's own small model learns from.
 
 mod documents;
 mod error;
@@ -8,6 +14,7 @@ mod pending;
 mod permutation;
 mod prepare;
 mod samples;
+pub mod stories;
 mod text_stream;
 mod token_file;
 mod token_index;
