@@ -1,0 +1,113 @@
+//! From a program's result to its exit code: 0 done, 1 error, 2 usage, 75 stopped early after a
+//! checkpoint. An error is one sentence on the standard error, `error: ...`. A reader that went
+//! away (`moh-data info ... | head`) is no error.
+
+use std::fmt;
+use std::io::ErrorKind;
+use std::process::ExitCode;
+
+/// Something went wrong.
+const ERROR: u8 = 1;
+/// The arguments do not make sense; clap exits with the same code.
+const USAGE: u8 = 2;
+/// Stopped early, run me again: sysexits' EX_TEMPFAIL.
+const STOPPED_EARLY: u8 = 75;
+
+/// Returned as an error when a program stopped early, after it saved what it had: exit code 75.
+/// Its message is printed as it is.
+#[derive(Debug)]
+pub struct StoppedEarly(pub String);
+
+/// Returned as an error when arguments contradict each other in a way that clap cannot see: exit
+/// code 2.
+#[derive(Debug)]
+pub struct Usage(pub String);
+
+impl fmt::Display for StoppedEarly {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(&self.0)
+    }
+}
+
+impl fmt::Display for Usage {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for StoppedEarly {}
+impl std::error::Error for Usage {}
+
+/// Runs a program, prints its error and returns its exit code.
+pub fn run(program: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
+    let Err(error) = program() else {
+        return ExitCode::SUCCESS;
+    };
+    if is_broken_pipe(&error) {
+        return ExitCode::SUCCESS;
+    }
+    if let Some(stopped) = error.downcast_ref::<StoppedEarly>() {
+        eprintln!("{stopped}");
+        return ExitCode::from(STOPPED_EARLY);
+    }
+    eprintln!("error: {}", sentence(&error));
+    ExitCode::from(if error.is::<Usage>() { USAGE } else { ERROR })
+}
+
+/// The error and its causes, without those that a message before them has quoted already.
+fn sentence(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error
+        .chain()
+        .filter_map(|cause| cause.downcast_ref::<std::io::Error>())
+        .any(|cause| cause.kind() == ErrorKind::BrokenPipe)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::{Context, anyhow};
+
+    fn code(result: anyhow::Result<()>) -> String {
+        format!("{:?}", run(|| result))
+    }
+
+    #[test]
+    fn results_have_their_exit_codes() {
+        let number = |code: u8| format!("{:?}", ExitCode::from(code));
+        assert_eq!(code(Ok(())), number(0));
+        assert_eq!(code(Err(anyhow!("no"))), number(1));
+        assert_eq!(code(Err(Usage("no".to_owned()).into())), number(2));
+        assert_eq!(
+            code(Err(StoppedEarly("later".to_owned()).into())),
+            number(75)
+        );
+        let broken = std::io::Error::from(ErrorKind::BrokenPipe);
+        assert_eq!(code(Err(broken).context("cannot print")), number(0));
+    }
+
+    #[test]
+    fn a_cause_is_told_once() {
+        let cause = anyhow!("disk full");
+        assert_eq!(
+            sentence(&cause.context("a.txt: cannot write")),
+            "a.txt: cannot write: disk full"
+        );
+        let cause = anyhow!("disk full");
+        assert_eq!(
+            sentence(&cause.context("a.txt: disk full")),
+            "a.txt: disk full"
+        );
+    }
+}

@@ -1,0 +1,4 @@
+//! What the command-line programs share: exit codes and progress.
+
+pub mod exit;
+pub mod progress;

@@ -1,0 +1,127 @@
+//! Progress of long work: a bar on a terminal, otherwise a plain line about every ten seconds, so
+//! that a log file stays readable. All of it goes to the standard error.
+
+use std::io::{IsTerminal, stderr};
+use std::time::{Duration, Instant};
+
+use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
+
+/// Between two lines where there is no terminal.
+const LINE_EVERY: Duration = Duration::from_secs(10);
+
+/// Progress of one piece of work; done when dropped.
+#[derive(Debug)]
+pub struct Bar {
+    label: String,
+    unit: Unit,
+    total: u64,
+    /// Only on a terminal.
+    bar: Option<ProgressBar>,
+    started: Instant,
+    /// When the last line was printed.
+    printed: Instant,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Unit {
+    Bytes,
+    Count,
+}
+
+impl Bar {
+    /// Progress in bytes. A `total` of 0 is not known yet; [`Bar::update`] can tell it.
+    pub fn bytes(label: &str, total: u64) -> Self {
+        Self::new(label, total, Unit::Bytes)
+    }
+
+    /// Progress in things that are counted.
+    pub fn count(label: &str, total: u64) -> Self {
+        Self::new(label, total, Unit::Count)
+    }
+
+    fn new(label: &str, total: u64, unit: Unit) -> Self {
+        let started = Instant::now();
+        let bar = stderr().is_terminal().then(|| {
+            let template = match unit {
+                Unit::Bytes => "{prefix} [{bar:40}] {bytes}/{total_bytes} {bytes_per_sec}, {eta}",
+                Unit::Count => "{prefix} [{bar:40}] {human_pos}/{human_len} {per_sec}, {eta}",
+            };
+            let bar = ProgressBar::new(total).with_prefix(label.to_owned());
+            // A fault in the template would leave indicatif's own style.
+            bar.set_style(
+                ProgressStyle::with_template(template)
+                    .unwrap_or_else(|_| ProgressStyle::default_bar())
+                    .progress_chars("=> "),
+            );
+            bar
+        });
+        Self {
+            label: label.to_owned(),
+            unit,
+            total,
+            bar,
+            started,
+            printed: started,
+        }
+    }
+
+    /// So much is done, of so much in all.
+    pub fn update(&mut self, done: u64, total: u64) {
+        self.total = total;
+        if let Some(bar) = &self.bar {
+            if bar.length() != Some(total) {
+                bar.set_length(total);
+            }
+            bar.set_position(done);
+        } else if self.printed.elapsed() >= LINE_EVERY {
+            self.printed = Instant::now();
+            eprintln!("{}", self.line(done));
+        }
+    }
+
+    /// So much is done.
+    pub fn set(&mut self, done: u64) {
+        self.update(done, self.total);
+    }
+
+    /// One line of a log.
+    fn line(&self, done: u64) -> String {
+        let shown = |number: u64| match self.unit {
+            Unit::Bytes => HumanBytes(number).to_string(),
+            Unit::Count => HumanCount(number).to_string(),
+        };
+        // A share of 100 and a rate need no precision.
+        let rate = (done as f64 / self.started.elapsed().as_secs_f64().max(1e-3)) as u64;
+        let percent = done
+            .saturating_mul(100)
+            .checked_div(self.total)
+            .unwrap_or(0);
+        let (label, done, total, rate) = (&self.label, shown(done), shown(self.total), shown(rate));
+        format!("{label}: {done} of {total} ({percent}%), {rate}/s")
+    }
+}
+
+impl Drop for Bar {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_tells_share_and_rate() {
+        let bar = Bar::bytes("reading", 2048);
+        let line = bar.line(1024);
+        assert!(
+            line.starts_with("reading: 1.00 KiB of 2.00 KiB (50%), "),
+            "{line}"
+        );
+        let line = Bar::count("stories", 0).line(0);
+        assert!(line.starts_with("stories: 0 of 0 (0%), 0/s"), "{line}");
+    }
+}

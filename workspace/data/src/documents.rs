@@ -1,0 +1,262 @@
+//! The documents of an input: one for each line of JSON lines (`.jsonl`, `.json`), and one for a
+//! whole file of plain text (everything else). Inputs are streamed; a batch, a line or a text file
+//! is the most that is in memory.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::{Error, Result};
+
+/// A longer line is not a document but a file in another format.
+const LONGEST_LINE: u64 = 1 << 30;
+/// Keys of an object that an error names.
+const KEYS_SHOWN: usize = 5;
+
+/// A document's text and the bytes of the input that it took.
+pub(crate) struct Document {
+    pub(crate) text: String,
+    pub(crate) input_bytes: u64,
+}
+
+/// The documents of several inputs, one input after the other.
+pub(crate) struct Documents<'a> {
+    inputs: std::slice::Iter<'a, PathBuf>,
+    field: &'a str,
+    lines: Option<Lines>,
+}
+
+impl<'a> Documents<'a> {
+    pub(crate) fn new(inputs: &'a [PathBuf], field: &'a str) -> Self {
+        Self {
+            inputs: inputs.iter(),
+            field,
+            lines: None,
+        }
+    }
+
+    fn next_document(&mut self) -> Result<Option<Document>> {
+        loop {
+            if let Some(lines) = &mut self.lines {
+                if let Some(document) = lines.next_document(self.field)? {
+                    return Ok(Some(document));
+                }
+                self.lines = None;
+            }
+            let Some(input) = self.inputs.next() else {
+                return Ok(None);
+            };
+            if !is_json_lines(input) {
+                return read_text(input).map(Some);
+            }
+            let file = File::open(input).map_err(Error::io(input, "read"))?;
+            let reader = BufReader::with_capacity(1 << 20, file);
+            self.lines = Some(Lines {
+                path: input.clone(),
+                reader,
+                line: 0,
+                bytes: Vec::new(),
+            });
+        }
+    }
+}
+
+impl Iterator for Documents<'_> {
+    type Item = Result<Document>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.next_document().transpose()
+    }
+}
+
+/// Bytes of all inputs; fails on one that cannot be read at all, before any work is done.
+pub(crate) fn input_bytes(inputs: &[PathBuf]) -> Result<u64> {
+    let mut total = 0;
+    for input in inputs {
+        let kind = File::open(input)
+            .and_then(|file| file.metadata())
+            .map_err(Error::io(input, "read"))?;
+        if kind.is_dir() {
+            return Err(Error::Io {
+                path: input.clone(),
+                action: "read",
+                source: std::io::Error::from(std::io::ErrorKind::IsADirectory),
+            });
+        }
+        total += kind.len();
+    }
+    Ok(total)
+}
+
+fn is_json_lines(path: &Path) -> bool {
+    path.extension()
+        .is_some_and(|end| end.eq_ignore_ascii_case("jsonl") || end.eq_ignore_ascii_case("json"))
+}
+
+/// A whole file as one document.
+fn read_text(path: &Path) -> Result<Document> {
+    let bytes = std::fs::read(path).map_err(Error::io(path, "read"))?;
+    let input_bytes = bytes.len() as u64;
+    let text = String::from_utf8(bytes).map_err(|fault| Error::NotUtf8 {
+        path: path.to_path_buf(),
+        offset: fault.utf8_error().valid_up_to() as u64,
+    })?;
+    Ok(Document { text, input_bytes })
+}
+
+/// A file of JSON lines, being read.
+struct Lines {
+    path: PathBuf,
+    reader: BufReader<File>,
+    line: u64,
+    bytes: Vec<u8>,
+}
+
+impl Lines {
+    fn next_document(&mut self, field: &str) -> Result<Option<Document>> {
+        let mut input_bytes = 0;
+        loop {
+            self.bytes.clear();
+            let mut limited = self.reader.by_ref().take(LONGEST_LINE + 1);
+            let read = limited
+                .read_until(b'\n', &mut self.bytes)
+                .map_err(Error::io(&self.path, "read"))?;
+            if read == 0 {
+                return Ok(None);
+            }
+            self.line += 1;
+            input_bytes += read as u64;
+            if read as u64 > LONGEST_LINE {
+                return Err(self.fault(format!("longer than {LONGEST_LINE} bytes, not JSON lines")));
+            }
+            let mut line = std::str::from_utf8(&self.bytes).map_err(|fault| {
+                self.fault(format!(
+                    "not UTF-8 at byte {} of the line",
+                    fault.valid_up_to()
+                ))
+            })?;
+            if self.line == 1 {
+                line = line.strip_prefix('\u{feff}').unwrap_or(line);
+            }
+            if line.trim().is_empty() {
+                continue;
+            }
+            let text = text_of(line, field).map_err(|reason| self.fault(reason))?;
+            return Ok(Some(Document { text, input_bytes }));
+        }
+    }
+
+    fn fault(&self, reason: String) -> Error {
+        Error::Line {
+            path: self.path.clone(),
+            line: self.line,
+            reason,
+        }
+    }
+}
+
+/// The string under `field` of a JSON object.
+fn text_of(line: &str, field: &str) -> Result<String, String> {
+    let value = serde_json::from_str(line).map_err(|fault| {
+        // The position inside the line is useful, "line 1" is not.
+        let text = fault.to_string();
+        let reason = text.split(" at line ").next().unwrap_or(&text);
+        format!("broken JSON at column {}: {reason}", fault.column())
+    })?;
+    let Value::Object(mut object) = value else {
+        return Err("expected one JSON object a line".to_owned());
+    };
+    match object.remove(field) {
+        Some(Value::String(text)) => Ok(text),
+        Some(_) => Err(format!("the field {field:?} is not a string")),
+        None => {
+            let keys: Vec<_> = object
+                .keys()
+                .take(KEYS_SHOWN)
+                .map(|key| format!("{key:?}"))
+                .collect();
+            let keys = if keys.is_empty() {
+                "nothing".to_owned()
+            } else {
+                keys.join(", ")
+            };
+            Err(format!(
+                "no field {field:?}, the line has {keys}: name the text's with --field"
+            ))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn texts(name: &str, bytes: &[u8]) -> Result<Vec<String>> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        Documents::new(&[path], "text")
+            .map(|document| document.map(|found| found.text))
+            .collect()
+    }
+
+    #[test]
+    fn each_line_is_a_document() {
+        let found = texts(
+            "a.jsonl",
+            b"{\"text\": \"one\"}\n\n{\"id\": 1, \"text\": \"t\\nwo\"}",
+        );
+        assert_eq!(found.unwrap(), ["one", "t\nwo"]);
+        assert_eq!(
+            texts("a.json", b"\xef\xbb\xbf{\"text\": \"\"}\r\n").unwrap(),
+            [""]
+        );
+        assert!(texts("a.jsonl", b"").unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_text_file_is_one_document() {
+        assert_eq!(texts("a.txt", b"one\ntwo\n").unwrap(), ["one\ntwo\n"]);
+        assert_eq!(texts("README", "\u{e4}".as_bytes()).unwrap(), ["\u{e4}"]);
+    }
+
+    #[test]
+    fn faults_name_the_line() {
+        let cases: [(&[u8], u64, &str); 6] = [
+            (
+                b"{\"text\": \"a\"}\n{\"text\": \"b\n",
+                2,
+                "broken JSON at column",
+            ),
+            (
+                b"\n{\"content\": \"a\"}",
+                2,
+                "no field \"text\", the line has \"content\"",
+            ),
+            (b"{}", 1, "the line has nothing"),
+            (b"{\"text\": 1}", 1, "is not a string"),
+            (b"[1]", 1, "expected one JSON object a line"),
+            (
+                b"{\"text\": \"a\"}\n{\"text\": \"\xff\"}",
+                2,
+                "not UTF-8 at byte 10",
+            ),
+        ];
+        for (bytes, expected, part) in cases {
+            let error = texts("a.jsonl", bytes).unwrap_err();
+            assert!(error.to_string().contains(part), "{error}");
+            assert!(
+                matches!(error, Error::Line { line, .. } if line == expected),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_bad_byte_in_a_text_is_located() {
+        let error = texts("a.txt", b"good \xc3").unwrap_err();
+        assert!(matches!(error, Error::NotUtf8 { offset: 5, .. }), "{error}");
+    }
+}

@@ -1,0 +1,22 @@
+//! Read-only memory maps: the one place of this crate with unsafe code.
+
+use std::fs::File;
+use std::path::Path;
+
+use memmap2::Mmap;
+
+use crate::{Error, Result};
+
+/// Maps a whole file for reading.
+#[allow(unsafe_code)]
+pub(crate) fn map(path: &Path) -> Result<Mmap> {
+    let file = File::open(path).map_err(Error::io(path, "read"))?;
+    let kind = file.metadata().map_err(Error::io(path, "read"))?;
+    if !kind.is_file() {
+        return Err(Error::token_file(path, "not a regular file"));
+    }
+    // SAFETY: the map is read-only and private to the value returned. Its bytes change only if
+    // another process writes into the file in place, which our own writer never does: it renames
+    // a finished file over the old name and leaves a mapped one as it is.
+    unsafe { Mmap::map(&file) }.map_err(Error::io(path, "map"))
+}

@@ -1,0 +1,219 @@
+//! Which source the n-th sample comes from, and how many samples that source gave before. In
+//! every block of 1,000 samples each source has exactly its share (largest remainder), so both
+//! are answered from the number alone. Inside a block the sources are shuffled with a key of seed
+//! and block, or spread evenly; the samples of one source always come in their own order.
+
+use std::path::Path;
+
+use crate::permutation::{Permutation, key_of};
+use crate::{Error, Order, Result};
+
+/// Samples of a block.
+pub(crate) const BLOCK: u64 = 1000;
+/// Sets the keys of the mixture apart from those of the windows.
+const MIXTURE_KEY: u64 = 0x6d69_7874;
+
+/// The shares of the sources.
+#[derive(Debug)]
+pub(crate) struct Mixture {
+    counts: Vec<u64>,
+    seed: u64,
+    /// Source and rank for each place of a block: only when sequential.
+    spread: Option<Vec<(usize, u64)>>,
+}
+
+impl Mixture {
+    /// Shares for these sources.
+    ///
+    /// Fails when there is none, or a weight is not a positive number, or so small beside the
+    /// others that it earns no sample in a block.
+    pub(crate) fn new(sources: &[(&Path, f64)], order: Order, seed: u64) -> Result<Self> {
+        if sources.is_empty() {
+            return Err(Error::Empty {
+                reason: "no data source: name at least one".to_owned(),
+            });
+        }
+        let refuse = |&(path, weight): &(&Path, f64), reason| Error::Weight {
+            path: path.to_path_buf(),
+            weight,
+            reason,
+        };
+        for source in sources {
+            if !(source.1.is_finite() && source.1 > 0.0) {
+                return Err(refuse(source, "must be a positive number"));
+            }
+        }
+        let counts = shares(sources);
+        if let Some(at) = counts.iter().position(|&count| count == 0) {
+            return Err(refuse(
+                &sources[at],
+                "too small beside the others, must be at least a thousandth of their sum",
+            ));
+        }
+        let spread = (order == Order::Sequential).then(|| spread(&counts));
+        Ok(Self {
+            counts,
+            seed,
+            spread,
+        })
+    }
+
+    /// The source of sample `number`, and how many samples of that source come before it.
+    pub(crate) fn locate(&self, number: u64) -> (usize, u64) {
+        if self.counts.len() == 1 {
+            return (0, number);
+        }
+        let (block, place) = (number / BLOCK, number % BLOCK);
+        let (source, rank) = match &self.spread {
+            // `place` is under BLOCK, the length of the table.
+            Some(spread) => spread[place as usize],
+            None => self.shuffled(block, place),
+        };
+        (source, block * self.counts[source] + rank)
+    }
+
+    /// Source and rank at `place` of a shuffled block.
+    fn shuffled(&self, block: u64, place: u64) -> (usize, u64) {
+        let permutation = Permutation::new(BLOCK, key_of(&[self.seed, MIXTURE_KEY, block]));
+        let at = |place| self.owner(permutation.apply(place));
+        let source = at(place);
+        (
+            source,
+            (0..place).filter(|&earlier| at(earlier) == source).count() as u64,
+        )
+    }
+
+    /// The source that owns a slot, when each owns as many in a row as its count says.
+    fn owner(&self, slot: u64) -> usize {
+        let mut end = 0;
+        self.counts
+            .iter()
+            .position(|count| {
+                end += count;
+                slot < end
+            })
+            // The counts add up to BLOCK, and every slot is under BLOCK.
+            .unwrap_or(0)
+    }
+}
+
+/// How many of a block each source gets: its weight's share, rounded by largest remainder.
+fn shares(sources: &[(&Path, f64)]) -> Vec<u64> {
+    // Dividing by the largest first keeps huge weights finite.
+    let largest = sources
+        .iter()
+        .fold(0.0, |largest: f64, source| largest.max(source.1));
+    let sum: f64 = sources.iter().map(|source| source.1 / largest).sum();
+    let exact: Vec<f64> = sources
+        .iter()
+        .map(|source| source.1 / largest / sum * BLOCK as f64)
+        .collect();
+    let mut counts: Vec<u64> = exact.iter().map(|share| share.floor() as u64).collect();
+    let mut by_remainder: Vec<usize> = (0..exact.len()).collect();
+    // Stable: equal remainders go to the source named first.
+    by_remainder.sort_by(|&a, &b| exact[b].fract().total_cmp(&exact[a].fract()));
+    let missing = BLOCK.saturating_sub(counts.iter().sum());
+    for &source in by_remainder.iter().cycle().take(missing as usize) {
+        counts[source] += 1;
+    }
+    counts
+}
+
+/// A block in which each source's samples are as far apart as can be.
+fn spread(counts: &[u64]) -> Vec<(usize, u64)> {
+    let mut places: Vec<(f64, usize, u64)> = Vec::with_capacity(BLOCK as usize);
+    for (source, &count) in counts.iter().enumerate() {
+        for rank in 0..count {
+            places.push(((rank as f64 + 0.5) / count as f64, source, rank));
+        }
+    }
+    places.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+    places
+        .into_iter()
+        .map(|(_, source, rank)| (source, rank))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn mixture(weights: &[f64], order: Order, seed: u64) -> Result<Mixture> {
+        let sources: Vec<_> = weights
+            .iter()
+            .map(|&weight| (Path::new("s"), weight))
+            .collect();
+        Mixture::new(&sources, order, seed)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+        #[test]
+        fn each_source_counts_up_from_zero(
+            weights in prop::collection::vec(0.1f64..10.0, 1..6),
+            sequential: bool,
+            seed: u64,
+        ) {
+            let order = if sequential { Order::Sequential } else { Order::Shuffled };
+            let mixture = mixture(&weights, order, seed).unwrap();
+            let mut next = vec![0; weights.len()];
+            for number in 0..2 * BLOCK {
+                let (source, index) = mixture.locate(number);
+                prop_assert_eq!(index, next[source]);
+                next[source] += 1;
+            }
+            let sum: f64 = weights.iter().sum();
+            for (count, weight) in next.iter().zip(&weights) {
+                prop_assert!((*count as f64 - 2.0 * weight / sum * 1000.0).abs() <= 2.0);
+            }
+        }
+    }
+
+    #[test]
+    fn shares_are_rounded_by_largest_remainder() {
+        let counts = |weights: &[f64]| mixture(weights, Order::Shuffled, 0).unwrap().counts;
+        assert_eq!(counts(&[1.0, 1.0, 1.0]), [334, 333, 333]);
+        assert_eq!(counts(&[0.7, 0.2, 0.1]), [700, 200, 100]);
+        assert_eq!(counts(&[1e308, 1e308]), [500, 500]);
+        assert_eq!(counts(&[5.0]), [1000]);
+    }
+
+    #[test]
+    fn impossible_weights_are_refused() {
+        for weights in [
+            &[1.0, 0.0][..],
+            &[-1.0],
+            &[f64::NAN],
+            &[f64::INFINITY, 1.0],
+            &[1e9, 1.0],
+        ] {
+            assert!(matches!(
+                mixture(weights, Order::Shuffled, 0),
+                Err(Error::Weight { .. })
+            ));
+        }
+        assert!(matches!(
+            mixture(&[], Order::Shuffled, 0),
+            Err(Error::Empty { .. })
+        ));
+    }
+
+    #[test]
+    fn sequential_sources_alternate() {
+        let mixture = mixture(&[1.0, 1.0], Order::Sequential, 0).unwrap();
+        let sources: Vec<_> = (0..6).map(|number| mixture.locate(number).0).collect();
+        assert_eq!(sources, [0, 1, 0, 1, 0, 1]);
+    }
+
+    #[test]
+    fn blocks_are_shuffled_differently() {
+        let mixture = mixture(&[1.0, 1.0], Order::Shuffled, 9).unwrap();
+        let block = |first: u64| -> Vec<_> {
+            (first..first + 50)
+                .map(|number| mixture.locate(number).0)
+                .collect()
+        };
+        assert_ne!(block(0), block(BLOCK));
+    }
+}

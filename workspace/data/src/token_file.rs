@@ -1,0 +1,263 @@
+//! A token file: Megatron's indexed dataset (`PREFIX.bin` + `PREFIX.idx`), with our optional
+//! `PREFIX.json`. Its documents are read joined, as one long row of tokens addressed by position.
+//! The tables are checked in `token_index.rs`, the ids themselves whenever they are read.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+
+use crate::mapped::map;
+use crate::pending::with_ending;
+use crate::token_index::TokenIndex;
+use crate::{Error, Result, TextTokenizer, TokenFileInfo, TokenType};
+
+/// Ids are u32, so no file holds more different ones.
+const ALL_IDS: u64 = 1 << 32;
+/// Tokens that [`TokenFile::scan_vocabulary`] looks at in one go.
+const SCAN_TOKENS: usize = 1 << 16;
+
+/// A token file, open for reading. Cheap to share between threads.
+pub struct TokenFile {
+    prefix: PathBuf,
+    bin_path: PathBuf,
+    bin: Mmap,
+    index: TokenIndex,
+    info: Option<TokenFileInfo>,
+    /// Ids from here on are an error when read.
+    limit: u64,
+}
+
+impl TokenFile {
+    /// Opens `PREFIX.bin` and `PREFIX.idx`, and `PREFIX.json` where there is one.
+    ///
+    /// Fails when a file is missing, or when its tables do not hold together: everything except
+    /// the ids is checked here.
+    pub fn open(prefix: &Path) -> Result<Self> {
+        let idx_path = with_ending(prefix, ".idx");
+        let named_whole = prefix
+            .extension()
+            .is_some_and(|ending| ending == "bin" || ending == "idx");
+        if named_whole && !idx_path.exists() {
+            return Err(Error::token_file(
+                prefix,
+                format!(
+                    "a token file is named without its ending, here {}",
+                    prefix.with_extension("").display()
+                ),
+            ));
+        }
+        let bin_path = with_ending(prefix, ".bin");
+        let bin = map(&bin_path)?;
+        let index = TokenIndex::open(&idx_path, bin.len() as u64)?;
+        let info_path = with_ending(prefix, ".json");
+        let info = TokenFileInfo::read(&info_path)?;
+        if let Some(info) = &info {
+            let (documents, tokens) = (index.documents() as u64, index.tokens());
+            if (info.documents, info.tokens) != (documents, tokens) {
+                return Err(Error::token_file(
+                    &info_path,
+                    format!(
+                        "it describes {} documents and {} tokens, the index has {documents} and \
+                         {tokens}: the files do not belong together",
+                        info.documents, info.tokens
+                    ),
+                ));
+            }
+        }
+        Ok(Self {
+            prefix: prefix.to_path_buf(),
+            bin_path,
+            bin,
+            index,
+            info,
+            limit: ALL_IDS,
+        })
+    }
+
+    /// The path without its endings.
+    pub fn prefix(&self) -> &Path {
+        &self.prefix
+    }
+
+    /// Tokens in the file.
+    pub fn num_tokens(&self) -> u64 {
+        self.index.tokens()
+    }
+
+    /// Documents in the file.
+    pub fn num_documents(&self) -> u64 {
+        self.index.documents() as u64
+    }
+
+    /// The stored type of a token.
+    pub fn token_type(&self) -> TokenType {
+        self.index.dtype()
+    }
+
+    /// What `PREFIX.json` says, where there is one.
+    pub fn info(&self) -> Option<&TokenFileInfo> {
+        self.info.as_ref()
+    }
+
+    /// Tokens of the longest document.
+    pub fn longest_document(&self) -> u64 {
+        let mut longest = 0;
+        for document in 0..self.index.documents() {
+            let sequences =
+                self.index.first_sequence(document)..self.index.first_sequence(document + 1);
+            longest = longest.max(sequences.map(|sequence| self.index.length(sequence)).sum());
+        }
+        longest
+    }
+
+    /// From now on, reading an id that is not under `vocab_size` is an error.
+    pub fn limit_vocabulary(&mut self, vocab_size: usize) {
+        self.limit = (vocab_size as u64).min(ALL_IDS);
+    }
+
+    /// Reads the whole file and fails on the first id that is not under `vocab_size`.
+    pub fn scan_vocabulary(&self, vocab_size: usize) -> Result<()> {
+        let limit = (vocab_size as u64).min(ALL_IDS);
+        let mut tokens = vec![0; SCAN_TOKENS];
+        let mut position = 0;
+        while position < self.num_tokens() {
+            let count = (self.num_tokens() - position).min(SCAN_TOKENS as u64);
+            // At most SCAN_TOKENS.
+            self.read_limited(position, &mut tokens[..count as usize], limit)?;
+            position += count;
+        }
+        Ok(())
+    }
+
+    /// Fails when `PREFIX.json` records another tokenizer; without a record, all is well.
+    pub fn check_tokenizer(&self, tokenizer: &TextTokenizer) -> Result<()> {
+        let recorded = self
+            .info
+            .as_ref()
+            .and_then(|info| info.tokenizer_hash.as_deref());
+        match recorded {
+            Some(recorded) if recorded != tokenizer.hash() => Err(Error::TokenizerMismatch {
+                path: with_ending(&self.prefix, ".json"),
+                tokenizer: tokenizer.path().to_path_buf(),
+                recorded: recorded.to_owned(),
+                found: tokenizer.hash().to_owned(),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Reads `out.len()` tokens from position `start` on, documents joined.
+    ///
+    /// Fails when that goes beyond the end, or when an id is outside the vocabulary (see
+    /// [`TokenFile::limit_vocabulary`]); `out` then holds anything.
+    pub fn read(&self, start: u64, out: &mut [u32]) -> Result<()> {
+        self.read_limited(start, out, self.limit)
+    }
+
+    fn read_limited(&self, start: u64, out: &mut [u32], limit: u64) -> Result<()> {
+        self.check_range(start, out.len() as u64)?;
+        let item = self.token_type().bytes() as u64;
+        if self.index.is_contiguous() {
+            return self.widen(start * item, start, out, limit);
+        }
+        let (mut sequence, first) = self.index.locate(start);
+        let (mut position, mut skipped, mut rest) = (start, start - first, out);
+        while !rest.is_empty() {
+            let here = (self.index.length(sequence) - skipped).min(rest.len() as u64);
+            // At most rest.len().
+            let (part, later) = rest.split_at_mut(here as usize);
+            let offset = self.index.offset(sequence) + skipped * item;
+            self.widen(offset, position, part, limit)?;
+            (position, skipped, rest) = (position + here, 0, later);
+            sequence += 1;
+        }
+        Ok(())
+    }
+
+    /// Reads tokens that lie together from byte `offset` on; the first is token `position`.
+    fn widen(&self, offset: u64, position: u64, out: &mut [u32], limit: u64) -> Result<()> {
+        let item = self.token_type().bytes();
+        // In bounds: `TokenIndex::open` has checked every sequence against the length of the map.
+        let bytes = &self.bin[offset as usize..offset as usize + out.len() * item];
+        self.token_type()
+            .widen(bytes, out, limit)
+            .map_err(|(at, id)| Error::Vocabulary {
+                path: self.bin_path.clone(),
+                position: position + at as u64,
+                id,
+                vocabulary: limit,
+            })
+    }
+
+    /// The first positions of all documents that start inside `range`, in order. Empty documents
+    /// do not appear.
+    ///
+    /// Fails when the range goes beyond the end.
+    pub fn document_starts(&self, range: Range<u64>) -> Result<Vec<u64>> {
+        self.check_range(range.start, range.end.saturating_sub(range.start))?;
+        let (mut sequence, mut position) = self.index.locate(range.start);
+        // A document that starts in an earlier, empty sequence has its first token here as well.
+        while sequence > 0 && position == range.start && self.index.length(sequence - 1) == 0 {
+            sequence -= 1;
+        }
+        if position < range.start {
+            position += self.index.length(sequence);
+            sequence += 1;
+        }
+        let mut starts = Vec::new();
+        for document in self.index.document_from(sequence)..self.index.documents() {
+            let first = self.index.first_sequence(document);
+            position += (sequence..first)
+                .map(|passed| self.index.length(passed))
+                .sum::<u64>();
+            sequence = first;
+            if position >= range.end {
+                break;
+            }
+            if starts.last() != Some(&position) {
+                starts.push(position);
+            }
+        }
+        Ok(starts)
+    }
+
+    /// The positions of a document's tokens.
+    ///
+    /// Fails when there is no such document.
+    pub fn document(&self, number: u64) -> Result<Range<u64>> {
+        let number = usize::try_from(number)
+            .ok()
+            .filter(|&number| number < self.index.documents())
+            .ok_or_else(|| Error::Argument {
+                name: "document",
+                value: number,
+                reason: format!("the file holds {}", self.index.documents()),
+            })?;
+        let bound = |document| self.index.start(self.index.first_sequence(document));
+        Ok(bound(number)..bound(number + 1))
+    }
+
+    fn check_range(&self, start: u64, count: u64) -> Result<()> {
+        match start.checked_add(count) {
+            Some(end) if end <= self.num_tokens() => Ok(()),
+            end => Err(Error::Range {
+                path: self.bin_path.clone(),
+                start,
+                end: end.unwrap_or(u64::MAX),
+                tokens: self.num_tokens(),
+            }),
+        }
+    }
+}
+
+impl std::fmt::Debug for TokenFile {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        out.debug_struct("TokenFile")
+            .field("prefix", &self.prefix)
+            .field("documents", &self.index.documents())
+            .field("sequences", &self.index.sequences())
+            .field("tokens", &self.index.tokens())
+            .finish_non_exhaustive()
+    }
+}

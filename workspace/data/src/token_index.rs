@@ -1,0 +1,262 @@
+//! `PREFIX.idx` of Megatron's indexed dataset, memory-mapped. Everything is validated in
+//! [`TokenIndex::open`]; the accessors rely on that. Little-endian: 9 bytes of magic, u64 version
+//! = 1, u8 type code, u64 S sequences, u64 D = documents + 1, then i32[S] lengths in tokens,
+//! i64[S] byte offsets into the `.bin`, i64[D] first sequence of each document (first 0, last S).
+
+use std::path::Path;
+
+use memmap2::Mmap;
+
+use crate::mapped::map;
+use crate::{Error, Result, TokenType};
+
+/// The first bytes of every index.
+pub(crate) const MAGIC: [u8; 9] = *b"MMIDIDX\0\0";
+/// The only version there is.
+pub(crate) const VERSION: u64 = 1;
+/// Bytes before the tables.
+pub(crate) const HEADER_BYTES: usize = 34;
+/// Sequences between two entries of the table of first positions. One entry for each sequence
+/// would take gigabytes on the largest corpora; walking the lengths of a few is as fast.
+const STRIDE: usize = 64;
+
+/// A validated index.
+pub(crate) struct TokenIndex {
+    map: Mmap,
+    dtype: TokenType,
+    sequences: usize,
+    documents: usize,
+    tokens: u64,
+    /// Position of the first token of sequences 0, STRIDE, 2 STRIDE, ...
+    starts: Vec<u64>,
+    /// Sequences lie in the `.bin` one behind the other, from its first byte on.
+    contiguous: bool,
+}
+
+impl TokenIndex {
+    /// Maps and validates the index at `path` against a `.bin` of `bin_bytes` bytes.
+    pub(crate) fn open(path: &Path, bin_bytes: u64) -> Result<Self> {
+        let fault = |reason: String| Error::token_file(path, reason);
+        let map = map(path)?;
+        let Some(header) = map.first_chunk::<HEADER_BYTES>() else {
+            return Err(fault(format!(
+                "{} bytes, the header alone has {HEADER_BYTES}: truncated, or not an index",
+                map.len()
+            )));
+        };
+        if header[..9] != MAGIC {
+            return Err(fault("it does not start like a Megatron index".to_owned()));
+        }
+        let version = u64_at(header, 9);
+        if version != VERSION {
+            return Err(fault(format!("version {version}, expected {VERSION}")));
+        }
+        let dtype = TokenType::from_code(header[17]).map_err(fault)?;
+        let (sequences, bounds) = (u64_at(header, 18), u64_at(header, 26));
+        let expected = index_bytes(sequences, bounds);
+        if expected != Some(map.len() as u64) {
+            return Err(fault(format!(
+                "{} bytes for {sequences} sequences and {bounds} document bounds, expected {}: \
+                 truncated or damaged",
+                map.len(),
+                expected.map_or("an impossible number".to_owned(), |bytes| bytes.to_string())
+            )));
+        }
+        if bounds == 0 {
+            return Err(fault(
+                "no document bounds, expected at least one".to_owned(),
+            ));
+        }
+        // Both fit: the file, which is mapped, has more bytes than either.
+        let (sequences, bounds) = (sequences as usize, bounds as usize);
+        let mut index = Self {
+            map,
+            dtype,
+            sequences,
+            documents: bounds - 1,
+            tokens: 0,
+            starts: Vec::with_capacity(sequences.div_ceil(STRIDE)),
+            contiguous: true,
+        };
+        index.check_sequences(bin_bytes).map_err(fault)?;
+        index.check_documents().map_err(fault)?;
+        Ok(index)
+    }
+
+    /// Checks lengths and offsets, and fills in `tokens`, `starts` and `contiguous`.
+    fn check_sequences(&mut self, bin_bytes: u64) -> Result<(), String> {
+        let item = self.dtype.bytes() as u64;
+        let mut tokens = 0u64;
+        for sequence in 0..self.sequences {
+            if sequence % STRIDE == 0 {
+                self.starts.push(tokens);
+            }
+            let stored = i32_at(&self.map, HEADER_BYTES + 4 * sequence);
+            let length = u64::try_from(stored)
+                .map_err(|_| format!("sequence {sequence} has the length {stored}"))?;
+            let stored = i64_at(&self.map, self.offsets() + 8 * sequence);
+            let offset = u64::try_from(stored)
+                .map_err(|_| format!("sequence {sequence} starts at byte {stored}"))?;
+            if offset % item != 0 {
+                return Err(format!(
+                    "sequence {sequence} starts at byte {offset}, not a multiple of the {item} \
+                     bytes of a token"
+                ));
+            }
+            // A length under 2^31 times 8 bytes, on top of an offset under 2^63, fits into u64.
+            let end = offset + length * item;
+            if end > bin_bytes {
+                return Err(format!(
+                    "sequence {sequence} ends at byte {end}, the .bin has {bin_bytes}: truncated, \
+                     or not the .bin of this index"
+                ));
+            }
+            self.contiguous &= offset == tokens * item;
+            tokens = tokens
+                .checked_add(length)
+                .filter(|tokens| tokens.checked_mul(item).is_some())
+                .ok_or_else(|| "its lengths add up to more than 2^64 bytes".to_owned())?;
+        }
+        self.tokens = tokens;
+        Ok(())
+    }
+
+    /// Checks that documents cover the sequences in order.
+    fn check_documents(&self) -> Result<(), String> {
+        let mut last = 0;
+        for document in 0..=self.documents {
+            let stored = i64_at(&self.map, self.bounds() + 8 * document);
+            let in_order = u64::try_from(stored)
+                .is_ok_and(|first| first >= last && first <= self.sequences as u64);
+            if !in_order || (document == 0 && stored != 0) {
+                return Err(format!(
+                    "document {document} starts at sequence {stored}, expected 0 for the first, \
+                     then an increasing number up to {}",
+                    self.sequences
+                ));
+            }
+            last = stored as u64;
+        }
+        if last != self.sequences as u64 {
+            return Err(format!(
+                "its documents end at sequence {last}, expected {}",
+                self.sequences
+            ));
+        }
+        Ok(())
+    }
+
+    /// Where the table of byte offsets starts.
+    fn offsets(&self) -> usize {
+        HEADER_BYTES + 4 * self.sequences
+    }
+
+    /// Where the table of document bounds starts.
+    fn bounds(&self) -> usize {
+        HEADER_BYTES + 12 * self.sequences
+    }
+
+    pub(crate) fn dtype(&self) -> TokenType {
+        self.dtype
+    }
+
+    pub(crate) fn sequences(&self) -> usize {
+        self.sequences
+    }
+
+    pub(crate) fn documents(&self) -> usize {
+        self.documents
+    }
+
+    pub(crate) fn tokens(&self) -> u64 {
+        self.tokens
+    }
+
+    pub(crate) fn is_contiguous(&self) -> bool {
+        self.contiguous
+    }
+
+    /// Tokens of a sequence.
+    pub(crate) fn length(&self, sequence: usize) -> u64 {
+        i32_at(&self.map, HEADER_BYTES + 4 * sequence) as u64
+    }
+
+    /// Offset of a sequence in the `.bin`, in bytes.
+    pub(crate) fn offset(&self, sequence: usize) -> u64 {
+        i64_at(&self.map, self.offsets() + 8 * sequence) as u64
+    }
+
+    /// First sequence of a document; for `documents()`, the number of sequences.
+    pub(crate) fn first_sequence(&self, document: usize) -> usize {
+        i64_at(&self.map, self.bounds() + 8 * document) as usize
+    }
+
+    /// The first document whose first sequence is `sequence` or a later one.
+    pub(crate) fn document_from(&self, sequence: usize) -> usize {
+        let (mut low, mut high) = (0, self.documents);
+        while low < high {
+            let middle = low.midpoint(high);
+            if self.first_sequence(middle) < sequence {
+                low = middle + 1
+            } else {
+                high = middle
+            }
+        }
+        low
+    }
+
+    /// The sequence that holds a token, and the position of that sequence's first token. For a
+    /// position at or beyond the end, the number of sequences and of tokens.
+    pub(crate) fn locate(&self, position: u64) -> (usize, u64) {
+        let block = self.starts.partition_point(|&start| start <= position);
+        let mut sequence = block.saturating_sub(1) * STRIDE;
+        let mut start = self
+            .starts
+            .get(block.saturating_sub(1))
+            .copied()
+            .unwrap_or(0);
+        while sequence < self.sequences && start + self.length(sequence) <= position {
+            start += self.length(sequence);
+            sequence += 1;
+        }
+        (sequence, start)
+    }
+
+    /// Position of the first token of a sequence.
+    pub(crate) fn start(&self, sequence: usize) -> u64 {
+        if sequence == self.sequences {
+            return self.tokens;
+        }
+        let block = sequence / STRIDE;
+        let walked: u64 = (block * STRIDE..sequence)
+            .map(|before| self.length(before))
+            .sum();
+        self.starts[block] + walked
+    }
+}
+
+/// Size of an index, unless it exceeds u64.
+fn index_bytes(sequences: u64, bounds: u64) -> Option<u64> {
+    let tables = sequences
+        .checked_mul(12)?
+        .checked_add(bounds.checked_mul(8)?)?;
+    tables.checked_add(HEADER_BYTES as u64)
+}
+
+/// The eight bytes at `at`, which the caller knows to be there.
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    let mut item = [0; 8];
+    item.copy_from_slice(&bytes[at..at + 8]);
+    u64::from_le_bytes(item)
+}
+
+fn i64_at(bytes: &[u8], at: usize) -> i64 {
+    u64_at(bytes, at) as i64
+}
+
+/// The four bytes at `at`, which the caller knows to be there.
+fn i32_at(bytes: &[u8], at: usize) -> i32 {
+    let mut item = [0; 4];
+    item.copy_from_slice(&bytes[at..at + 4]);
+    i32::from_le_bytes(item)
+}

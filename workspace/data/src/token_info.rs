@@ -1,0 +1,78 @@
+//! `PREFIX.json`: what is known about a token file beyond Megatron's format, above all which
+//! tokenizer made it.
+
+use std::io::ErrorKind;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result, TokenType};
+
+/// A larger `PREFIX.json` is not one of ours.
+const LARGEST_JSON: u64 = 16 << 20;
+
+/// The contents of `PREFIX.json`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TokenFileInfo {
+    /// blake3 of the tokenizer.json, in hexadecimal; absent when no tokenizer was involved.
+    #[serde(default)]
+    pub tokenizer_hash: Option<String>,
+    /// Number of ids of that tokenizer: its largest id + 1.
+    pub vocabulary_size: u64,
+    /// Documents in the file.
+    pub documents: u64,
+    /// Tokens in the file.
+    pub tokens: u64,
+    /// Bytes of the text that the tokens came from.
+    #[serde(default)]
+    pub text_bytes: u64,
+    /// Names of the inputs.
+    #[serde(default)]
+    pub sources: Vec<String>,
+    /// The stored type of a token.
+    pub dtype: TokenType,
+}
+
+/// Where a token file comes from: the part of [`TokenFileInfo`] that a writer cannot know itself.
+#[derive(Clone, Debug, Default)]
+pub struct Provenance {
+    /// [`crate::TextTokenizer::hash`], where a tokenizer was involved.
+    pub tokenizer_hash: Option<String>,
+    /// Bytes of text.
+    pub text_bytes: u64,
+    /// Names of the inputs.
+    pub sources: Vec<String>,
+}
+
+impl TokenFileInfo {
+    /// Reads a `PREFIX.json`; `None` where there is none. Fails when it is not what this crate
+    /// writes.
+    pub(crate) fn read(path: &Path) -> Result<Option<Self>> {
+        match std::fs::metadata(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(Error::io(path, "read")(error)),
+            Ok(kind) if kind.len() > LARGEST_JSON => {
+                return Err(Error::token_file(
+                    path,
+                    format!(
+                        "{} bytes are too many for a token file's description",
+                        kind.len()
+                    ),
+                ));
+            }
+            Ok(_) => {}
+        }
+        let bytes = std::fs::read(path).map_err(Error::io(path, "read"))?;
+        serde_json::from_slice(&bytes).map(Some).map_err(|fault| {
+            Error::token_file(path, format!("not a token file's description: {fault}"))
+        })
+    }
+
+    /// The bytes of a `PREFIX.json`.
+    pub(crate) fn to_json(&self) -> Vec<u8> {
+        // A struct of numbers, strings and a list always has a JSON form.
+        let mut text = serde_json::to_vec_pretty(self).unwrap_or_default();
+        text.push(b'\n');
+        text
+    }
+}

@@ -1,0 +1,173 @@
+//! How one token is stored: the integer types of Megatron's indexed dataset.
+
+use serde::{Deserialize, Serialize};
+
+/// The stored type of a token; the name is the one in `PREFIX.json`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TokenType {
+    /// Code 1.
+    U8,
+    /// Code 2.
+    I8,
+    /// Code 3.
+    I16,
+    /// Code 4: what writers use for large vocabularies.
+    I32,
+    /// Code 5.
+    I64,
+    /// Code 8: what writers use for vocabularies under 65,500.
+    U16,
+}
+
+/// Vocabularies from this size on are stored as i32, as Megatron does.
+const LARGE_VOCABULARY: usize = 65_500;
+
+impl TokenType {
+    /// The type for a code of the index, with a reason when there is none.
+    pub(crate) fn from_code(code: u8) -> Result<Self, String> {
+        match code {
+            1 => Ok(Self::U8),
+            2 => Ok(Self::I8),
+            3 => Ok(Self::I16),
+            4 => Ok(Self::I32),
+            5 => Ok(Self::I64),
+            8 => Ok(Self::U16),
+            6 | 7 => Err(format!(
+                "type code {code} is a floating-point type, not token ids"
+            )),
+            _ => Err(format!(
+                "type code {code} is unknown (1 to 5 and 8 are token ids)"
+            )),
+        }
+    }
+
+    /// The code in the index.
+    pub(crate) fn code(self) -> u8 {
+        match self {
+            Self::U8 => 1,
+            Self::I8 => 2,
+            Self::I16 => 3,
+            Self::I32 => 4,
+            Self::I64 => 5,
+            Self::U16 => 8,
+        }
+    }
+
+    /// Bytes of one token.
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::U8 | Self::I8 => 1,
+            Self::I16 | Self::U16 => 2,
+            Self::I32 => 4,
+            Self::I64 => 8,
+        }
+    }
+
+    /// The name, as `PREFIX.json` writes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::U8 => "u8",
+            Self::I8 => "i8",
+            Self::I16 => "i16",
+            Self::I32 => "i32",
+            Self::I64 => "i64",
+            Self::U16 => "u16",
+        }
+    }
+
+    /// What a writer uses for a vocabulary of this size.
+    pub fn for_vocabulary(vocab_size: usize) -> Self {
+        if vocab_size < LARGE_VOCABULARY {
+            Self::U16
+        } else {
+            Self::I32
+        }
+    }
+
+    /// Widens stored tokens into `out`, which has one entry for each. The first id that is
+    /// negative or not under `limit` is returned with its index in `out`.
+    pub(crate) fn widen(
+        self,
+        bytes: &[u8],
+        out: &mut [u32],
+        limit: u64,
+    ) -> Result<(), (usize, i64)> {
+        debug_assert_eq!(bytes.len(), out.len() * self.bytes());
+        match self {
+            Self::U8 => widen(bytes, out, limit, |[b]: [u8; 1]| i64::from(b)),
+            Self::I8 => widen(bytes, out, limit, |b| i64::from(i8::from_le_bytes(b))),
+            Self::I16 => widen(bytes, out, limit, |b| i64::from(i16::from_le_bytes(b))),
+            Self::I32 => widen(bytes, out, limit, |b| i64::from(i32::from_le_bytes(b))),
+            Self::I64 => widen(bytes, out, limit, i64::from_le_bytes),
+            Self::U16 => widen(bytes, out, limit, |b| i64::from(u16::from_le_bytes(b))),
+        }
+    }
+}
+
+/// The loop of [`TokenType::widen`] for one stored type of N bytes.
+fn widen<const N: usize>(
+    bytes: &[u8],
+    out: &mut [u32],
+    limit: u64,
+    id_of: impl Fn([u8; N]) -> i64,
+) -> Result<(), (usize, i64)> {
+    let (items, _) = bytes.as_chunks::<N>();
+    for (at, (item, slot)) in items.iter().zip(out).enumerate() {
+        let id = id_of(*item);
+        match u64::try_from(id)
+            .ok()
+            .filter(|&id| id < limit)
+            .and_then(|id| id.try_into().ok())
+        {
+            Some(id) => *slot = id,
+            None => return Err((at, id)),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_name_their_types() {
+        for code in [1, 2, 3, 4, 5, 8] {
+            assert_eq!(TokenType::from_code(code).unwrap().code(), code);
+        }
+        assert!(
+            TokenType::from_code(6)
+                .unwrap_err()
+                .contains("floating-point")
+        );
+        assert!(TokenType::from_code(0).unwrap_err().contains("unknown"));
+    }
+
+    #[test]
+    fn negative_and_large_ids_are_found() {
+        let mut out = [0; 3];
+        let ids: Vec<u8> = [1i64, -2, 3]
+            .iter()
+            .flat_map(|id| id.to_le_bytes())
+            .collect();
+        assert_eq!(TokenType::I64.widen(&ids, &mut out, u64::MAX), Err((1, -2)));
+        let ids: Vec<u8> = [1i64, 2, 1 << 40]
+            .iter()
+            .flat_map(|id| id.to_le_bytes())
+            .collect();
+        assert_eq!(
+            TokenType::I64.widen(&ids, &mut out, u64::MAX),
+            Err((2, 1 << 40))
+        );
+        assert_eq!(TokenType::U8.widen(&[7, 8, 9], &mut out, 9), Err((2, 9)));
+        assert_eq!(TokenType::U8.widen(&[7, 8, 9], &mut out, 10), Ok(()));
+        assert_eq!(out, [7, 8, 9]);
+    }
+
+    #[test]
+    fn the_stored_type_follows_megatrons_rule() {
+        assert_eq!(TokenType::for_vocabulary(65_499), TokenType::U16);
+        assert_eq!(TokenType::for_vocabulary(65_500), TokenType::I32);
+    }
+}

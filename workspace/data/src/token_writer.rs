@@ -1,0 +1,194 @@
+//! Writes a token file: `PREFIX.bin`, `PREFIX.idx` and `PREFIX.json`. Documents stream to
+//! temporary files beside the final ones, whatever their number; the three names appear at the
+//! end, the index last, so that a file that can be opened is a whole one.
+
+use std::io::{BufReader, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use crate::pending::{Pending, refuse_existing, with_ending};
+use crate::token_index::{HEADER_BYTES, MAGIC, VERSION};
+use crate::{Error, Provenance, Result, TokenFileInfo, TokenType};
+
+/// A token file under construction. Dropped without [`TokenFileWriter::finish`], it leaves
+/// nothing.
+pub struct TokenFileWriter {
+    prefix: PathBuf,
+    overwrite: bool,
+    bin: Pending,
+    /// Header (still zeros) and lengths; the other tables follow from these in `finish`.
+    idx: Pending,
+    dtype: TokenType,
+    vocab_size: usize,
+    documents: u64,
+    tokens: u64,
+    bytes: Vec<u8>,
+}
+
+impl TokenFileWriter {
+    /// Starts a token file for ids under `vocab_size`.
+    ///
+    /// Fails when one of its three files is there already, or the folder cannot be written.
+    pub fn create(prefix: &Path, vocab_size: usize) -> Result<Self> {
+        Self::start(prefix, vocab_size, false)
+    }
+
+    /// As [`TokenFileWriter::create`], but `finish` replaces the files that are there.
+    pub fn replace(prefix: &Path, vocab_size: usize) -> Result<Self> {
+        Self::start(prefix, vocab_size, true)
+    }
+
+    fn start(prefix: &Path, vocab_size: usize, overwrite: bool) -> Result<Self> {
+        for path in Self::outputs(prefix) {
+            refuse_existing(&path, overwrite)?;
+        }
+        let [bin, idx, _] = Self::outputs(prefix);
+        let bin = Pending::create(&bin)?;
+        let mut idx = Pending::create(&idx)?;
+        idx.write(&[0; HEADER_BYTES])?;
+        Ok(Self {
+            prefix: prefix.to_path_buf(),
+            overwrite,
+            bin,
+            idx,
+            dtype: TokenType::for_vocabulary(vocab_size),
+            vocab_size,
+            documents: 0,
+            tokens: 0,
+            bytes: Vec::new(),
+        })
+    }
+
+    /// The three files of a prefix: `.bin`, `.idx`, `.json`.
+    pub(crate) fn outputs(prefix: &Path) -> [PathBuf; 3] {
+        [".bin", ".idx", ".json"].map(|ending| with_ending(prefix, ending))
+    }
+
+    /// Appends a document.
+    ///
+    /// Fails on an id outside the vocabulary, on more tokens than the format can count, and when
+    /// the disk is full.
+    pub fn push_document(&mut self, tokens: &[u32]) -> Result<()> {
+        let length = i32::try_from(tokens.len()).map_err(|_| Error::Argument {
+            name: "tokens in a document",
+            value: tokens.len() as u64,
+            reason: format!("the format holds at most {}: split the document", i32::MAX),
+        })?;
+        self.bytes.clear();
+        for (at, &id) in tokens.iter().enumerate() {
+            if id as usize >= self.vocab_size {
+                return Err(Error::Vocabulary {
+                    path: self.bin.path().to_path_buf(),
+                    position: self.tokens + at as u64,
+                    id: i64::from(id),
+                    vocabulary: self.vocab_size as u64,
+                });
+            }
+            match self.dtype {
+                // Under 65,500, as `for_vocabulary` chose.
+                TokenType::U16 => self.bytes.extend_from_slice(&(id as u16).to_le_bytes()),
+                _ => self.bytes.extend_from_slice(&stored_i32(id)?.to_le_bytes()),
+            }
+        }
+        self.bin.write(&self.bytes)?;
+        self.idx.write(&length.to_le_bytes())?;
+        self.documents += 1;
+        self.tokens += tokens.len() as u64;
+        Ok(())
+    }
+
+    /// Completes the index and gives the three files their names.
+    ///
+    /// Fails when the disk is full or a name was taken meanwhile; then nothing of this file stays.
+    pub fn finish(mut self, provenance: Provenance) -> Result<TokenFileInfo> {
+        self.write_tables()?;
+        let info = TokenFileInfo {
+            tokenizer_hash: provenance.tokenizer_hash,
+            vocabulary_size: self.vocab_size as u64,
+            documents: self.documents,
+            tokens: self.tokens,
+            text_bytes: provenance.text_bytes,
+            sources: provenance.sources,
+            dtype: self.dtype,
+        };
+        let [_, idx_path, json_path] = Self::outputs(&self.prefix);
+        let mut json = Pending::create(&json_path)?;
+        json.write(&info.to_json())?;
+        let Self {
+            mut bin,
+            mut idx,
+            overwrite,
+            ..
+        } = self;
+        for file in [&mut bin, &mut idx, &mut json] {
+            file.sync()?;
+        }
+        if overwrite && idx_path.exists() {
+            // An old index must never stand beside a new .bin.
+            std::fs::remove_file(&idx_path).map_err(Error::io(&idx_path, "replace"))?;
+        }
+        let mut published = Vec::new();
+        for file in [bin, json, idx] {
+            let path = file.path().to_path_buf();
+            if let Err(error) = file.publish(overwrite) {
+                for path in published {
+                    // The first error is the one to report.
+                    let _ = std::fs::remove_file(path);
+                }
+                return Err(error);
+            }
+            published.push(path);
+        }
+        Ok(info)
+    }
+
+    /// Appends offsets and document bounds behind the lengths, then fills the header in.
+    fn write_tables(&mut self) -> Result<()> {
+        let path = self.idx.path().to_path_buf();
+        let failed = |error| Error::io(&path, "write")(error);
+        let lengths = self.idx.flushed()?.try_clone().map_err(failed)?;
+        let item = self.dtype.bytes() as i64;
+        // Clones share one cursor, so the lengths are read in pieces between the writes.
+        let mut offset = 0i64;
+        let mut piece = Vec::new();
+        for first in (0..self.documents).step_by(1 << 16) {
+            let count = (self.documents - first).min(1 << 16);
+            piece.clear();
+            let mut reader = BufReader::new(&lengths);
+            reader
+                .seek(SeekFrom::Start(HEADER_BYTES as u64 + 4 * first))
+                .map_err(failed)?;
+            reader
+                .take(4 * count)
+                .read_to_end(&mut piece)
+                .map_err(failed)?;
+            (&lengths).seek(SeekFrom::End(0)).map_err(failed)?;
+            let (items, _) = piece.as_chunks::<4>();
+            for length in items {
+                self.idx.write(&offset.to_le_bytes())?;
+                offset += i64::from(i32::from_le_bytes(*length)) * item;
+            }
+            self.idx.flushed()?;
+        }
+        for bound in 0..=self.documents {
+            self.idx.write(&bound.to_le_bytes())?;
+        }
+        let file = self.idx.flushed()?;
+        file.seek(SeekFrom::Start(0)).map_err(failed)?;
+        let mut header = Vec::with_capacity(HEADER_BYTES);
+        header.extend_from_slice(&MAGIC);
+        header.extend_from_slice(&VERSION.to_le_bytes());
+        header.push(self.dtype.code());
+        header.extend_from_slice(&self.documents.to_le_bytes());
+        header.extend_from_slice(&(self.documents + 1).to_le_bytes());
+        file.write_all(&header).map_err(failed)
+    }
+}
+
+/// An id as i32; only ids from 2^31 on have none.
+fn stored_i32(id: u32) -> Result<i32> {
+    i32::try_from(id).map_err(|_| Error::Argument {
+        name: "token id",
+        value: u64::from(id),
+        reason: format!("the format holds ids up to {}", i32::MAX),
+    })
+}

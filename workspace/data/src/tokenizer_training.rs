@@ -1,0 +1,200 @@
+//! Trains a tokenizer of the kind Llama 3 has: byte-level BPE, which reads every text and gives
+//! it back unchanged. Documents are framed by BOS and EOS. The files are those that Hugging
+//! Face's AutoTokenizer loads. The same inputs give the same files.
+
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use serde_json::json;
+use tokenizers::decoders::byte_level::ByteLevel;
+use tokenizers::models::bpe::{BPE, BpeTrainerBuilder};
+use tokenizers::models::{ModelWrapper, TrainerWrapper};
+use tokenizers::pre_tokenizers::PreTokenizerWrapper;
+use tokenizers::pre_tokenizers::sequence::Sequence;
+use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::processors::template::TemplateProcessing;
+use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer};
+
+use crate::documents::{Documents, input_bytes};
+use crate::pending::{refuse_existing, write_whole};
+use crate::prepare::refuse_inputs_as_outputs;
+use crate::{Error, Result, TextTokenizer};
+
+/// Stands in front of every document; its id is 0.
+pub const BEGIN_OF_TEXT: &str = "<|begin_of_text|>";
+/// Stands behind every document; its id is 1.
+pub const END_OF_TEXT: &str = "<|end_of_text|>";
+/// Ids that every byte-level tokenizer of ours has: the bytes and the two special tokens.
+pub const SMALLEST_VOCABULARY: usize = 258;
+
+/// How Llama 3 cuts a text into words before BPE.
+const WORDS: &str = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|\
+                     \x20?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+";
+/// A pair of tokens seen only once is not worth an id.
+const SMALLEST_FREQUENCY: u64 = 2;
+
+/// What to train on.
+#[derive(Clone, Copy, Debug)]
+pub struct TrainTokenizer<'a> {
+    /// Inputs, as for [`crate::prepare`].
+    pub inputs: &'a [PathBuf],
+    /// The field of a JSON line that holds the text.
+    pub field: &'a str,
+    /// Ids wanted; a small text may give fewer.
+    pub vocab_size: usize,
+    /// Where `tokenizer.json` and its companions go.
+    pub dir: &'a Path,
+    /// Whether existing files are replaced.
+    pub overwrite: bool,
+}
+
+/// Trains a tokenizer, writes its files and returns it. `progress` is called with the bytes of
+/// input read and in all.
+///
+/// Fails on input that is not text, on a vocabulary that has no room for the bytes, and on files
+/// that are there already.
+pub fn train_tokenizer(
+    options: TrainTokenizer<'_>,
+    progress: &mut (dyn FnMut(u64, u64) + Send),
+) -> Result<TextTokenizer> {
+    let TrainTokenizer {
+        inputs,
+        field,
+        vocab_size,
+        dir,
+        overwrite,
+    } = options;
+    if inputs.is_empty() {
+        return Err(Error::Empty {
+            reason: "no input: name at least one file".to_owned(),
+        });
+    }
+    if vocab_size < SMALLEST_VOCABULARY || u32::try_from(vocab_size).is_err() {
+        return Err(Error::Argument {
+            name: "vocab-size",
+            value: vocab_size as u64,
+            reason: format!(
+                "must be at least {SMALLEST_VOCABULARY}: 256 bytes, {BEGIN_OF_TEXT} and \
+                 {END_OF_TEXT}"
+            ),
+        });
+    }
+    let total = input_bytes(inputs)?;
+    let names = [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+    ];
+    let outputs = names.map(|name| dir.join(name));
+    refuse_inputs_as_outputs(inputs, &outputs)?;
+    for path in &outputs {
+        refuse_existing(path, overwrite)?;
+    }
+    let fault = |error: tokenizers::Error| Error::Tokenizer {
+        path: outputs[0].clone(),
+        reason: format!("cannot train: {error}"),
+    };
+    let mut tokenizer = untrained().map_err(fault)?;
+    let mut trainer: TrainerWrapper = BpeTrainerBuilder::new()
+        .vocab_size(vocab_size)
+        .min_frequency(SMALLEST_FREQUENCY)
+        .show_progress(false)
+        .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
+        .special_tokens(vec![special(BEGIN_OF_TEXT), special(END_OF_TEXT)])
+        .build()
+        .into();
+    let (mut done, mut any_text) = (0, false);
+    let failed = Mutex::new(None);
+    let texts = Documents::new(inputs, field).map_while(|document| match document {
+        Ok(document) => {
+            done += document.input_bytes;
+            any_text |= !document.text.is_empty();
+            progress(done.min(total), total);
+            Some(document.text)
+        }
+        Err(error) => {
+            // Held by nobody who could have panicked: this closure alone takes the lock.
+            *failed
+                .lock()
+                .unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(error);
+            None
+        }
+    });
+    tokenizer.train(&mut trainer, texts).map_err(fault)?;
+    if let Some(error) = failed
+        .into_inner()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
+    {
+        return Err(error);
+    }
+    if !any_text {
+        return Err(Error::Empty {
+            reason: "the inputs hold no text".to_owned(),
+        });
+    }
+    tokenizer.with_post_processor(Some(frame().map_err(fault)?));
+    let text = tokenizer.to_string(true).map_err(fault)?;
+    std::fs::create_dir_all(dir).map_err(Error::io(dir, "create"))?;
+    let [tokenizer_json, config, special_tokens] = &outputs;
+    write_whole(config, &pretty(&tokenizer_config()), overwrite)?;
+    write_whole(special_tokens, &pretty(&special_tokens_map()), overwrite)?;
+    write_whole(tokenizer_json, text.as_bytes(), overwrite)?;
+    TextTokenizer::from_bytes(tokenizer_json.clone(), text.as_bytes())
+}
+
+/// A byte-level BPE without merges.
+fn untrained() -> Result<Tokenizer, tokenizers::Error> {
+    let words = Split::new(
+        SplitPattern::Regex(WORDS.to_owned()),
+        SplitDelimiterBehavior::Isolated,
+        false,
+    )?;
+    let bytes = ByteLevel::new(false, true, false);
+    let mut tokenizer = Tokenizer::new(ModelWrapper::from(BPE::default()));
+    tokenizer.with_pre_tokenizer(Some(Sequence::new(vec![
+        PreTokenizerWrapper::from(words),
+        PreTokenizerWrapper::from(bytes),
+    ])));
+    tokenizer.with_decoder(Some(bytes));
+    Ok(tokenizer)
+}
+
+/// BOS, text, EOS.
+fn frame() -> Result<TemplateProcessing, tokenizers::Error> {
+    let single = format!("{BEGIN_OF_TEXT} $A {END_OF_TEXT}");
+    let pair = format!("{single} {BEGIN_OF_TEXT}:1 $B:1 {END_OF_TEXT}:1");
+    let mut template = TemplateProcessing::builder();
+    template.try_single(single)?.try_pair(pair)?;
+    template.special_tokens(vec![(BEGIN_OF_TEXT, 0), (END_OF_TEXT, 1)]);
+    Ok(template.build()?)
+}
+
+fn special(name: &str) -> AddedToken {
+    AddedToken::from(name, true)
+}
+
+/// What AutoTokenizer reads beside `tokenizer.json`.
+fn tokenizer_config() -> serde_json::Value {
+    let described = |name: &str| {
+        json!({
+            "content": name, "lstrip": false, "normalized": false, "rstrip": false,
+            "single_word": false, "special": true
+        })
+    };
+    json!({
+        "added_tokens_decoder": {"0": described(BEGIN_OF_TEXT), "1": described(END_OF_TEXT)},
+        "bos_token": BEGIN_OF_TEXT,
+        "clean_up_tokenization_spaces": false,
+        "eos_token": END_OF_TEXT,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "tokenizer_class": "PreTrainedTokenizerFast"
+    })
+}
+
+fn special_tokens_map() -> serde_json::Value {
+    json!({"bos_token": BEGIN_OF_TEXT, "eos_token": END_OF_TEXT})
+}
+
+fn pretty(value: &serde_json::Value) -> Vec<u8> {
+    format!("{value:#}\n").into_bytes()
+}

@@ -1,0 +1,105 @@
+//! A token file cut for evaluation: front to back, windows that do not overlap, the last partial
+//! one dropped. A window of n tokens has n - 1 targets.
+
+use crate::{Error, Result, TokenFile};
+
+/// The windows of a token file.
+#[derive(Debug)]
+pub struct Windows {
+    file: TokenFile,
+    length: usize,
+}
+
+impl Windows {
+    /// Cuts `file` into windows of `length` tokens.
+    ///
+    /// Fails when `length` leaves no target, or the file is shorter than one window.
+    pub fn new(file: TokenFile, length: usize) -> Result<Self> {
+        if length < 2 {
+            return Err(Error::Argument {
+                name: "sequence_length",
+                value: length as u64,
+                reason: "a window needs at least two tokens to have a target".to_owned(),
+            });
+        }
+        if file.num_tokens() < length as u64 {
+            return Err(Error::TooShort {
+                path: file.prefix().to_path_buf(),
+                tokens: file.num_tokens(),
+                needed: length as u64,
+            });
+        }
+        Ok(Self { file, length })
+    }
+
+    /// Number of windows.
+    pub fn len(&self) -> u64 {
+        self.file.num_tokens() / self.length as u64
+    }
+
+    /// Never: `new` refuses a file without a window.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Tokens of a window.
+    pub fn length(&self) -> usize {
+        self.length
+    }
+
+    /// The file that is cut.
+    pub fn file(&self) -> &TokenFile {
+        &self.file
+    }
+
+    /// Reads window `number` into `tokens`, which has [`Windows::length`] entries.
+    ///
+    /// Fails when there is no such window, or an id is outside the vocabulary.
+    ///
+    /// # Panics
+    /// When `tokens` has another length.
+    pub fn read(&self, number: u64, tokens: &mut [u32]) -> Result<()> {
+        assert_eq!(
+            tokens.len(),
+            self.length,
+            "one entry for each token of a window"
+        );
+        self.file
+            .read(number.saturating_mul(self.length as u64), tokens)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Provenance, TokenFileWriter};
+
+    #[test]
+    fn windows_do_not_overlap_and_drop_the_tail() {
+        let dir = tempfile::tempdir().unwrap();
+        let prefix = dir.path().join("t");
+        let mut writer = TokenFileWriter::create(&prefix, 100).unwrap();
+        writer.push_document(&[0, 1, 2, 3]).unwrap();
+        writer.push_document(&[4, 5, 6]).unwrap();
+        writer.finish(Provenance::default()).unwrap();
+        let windows = Windows::new(TokenFile::open(&prefix).unwrap(), 3).unwrap();
+        assert_eq!(windows.len(), 2);
+        let mut tokens = [0; 3];
+        windows.read(1, &mut tokens).unwrap();
+        assert_eq!(tokens, [3, 4, 5]);
+        assert!(matches!(
+            windows.read(2, &mut tokens),
+            Err(Error::Range { .. })
+        ));
+        assert!(windows.read(u64::MAX, &mut tokens).is_err());
+        let file = || TokenFile::open(&prefix).unwrap();
+        assert!(matches!(
+            Windows::new(file(), 8),
+            Err(Error::TooShort { needed: 8, .. })
+        ));
+        assert!(matches!(
+            Windows::new(file(), 1),
+            Err(Error::Argument { .. })
+        ));
+    }
+}

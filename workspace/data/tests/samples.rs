@@ -1,0 +1,192 @@
+//! The order of training data, over real token files.
+
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+use std::path::PathBuf;
+
+use moh_data::{Error, Order, Provenance, Source, TokenFileWriter, TrainingData};
+use proptest::prelude::*;
+use tempfile::TempDir;
+
+/// A token file whose token at position p is p + `first`, in documents of these lengths.
+fn counting_file(dir: &TempDir, name: &str, first: u32, documents: &[usize]) -> PathBuf {
+    let prefix = dir.path().join(name);
+    let mut writer = TokenFileWriter::create(&prefix, 100_000).unwrap();
+    let mut next = first;
+    for &length in documents {
+        let tokens: Vec<u32> = (next..).take(length).collect();
+        writer.push_document(&tokens).unwrap();
+        next += length as u32;
+    }
+    writer.finish(Provenance::default()).unwrap();
+    prefix
+}
+
+fn source(path: PathBuf, weight: f64) -> Source {
+    Source { path, weight }
+}
+
+fn tokens(data: &TrainingData, number: u64) -> Vec<u32> {
+    let mut tokens = vec![0; data.sequence_length() + 1];
+    data.sample(number, &mut tokens, None).unwrap();
+    tokens
+}
+
+#[test]
+fn sequential_windows_advance_by_the_sequence_length_and_start_over() {
+    let dir = tempfile::tempdir().unwrap();
+    let sources = [source(counting_file(&dir, "a", 0, &[5, 6]), 1.0)];
+    let data = TrainingData::open(&sources, 4, Order::Sequential, 0, 100_000).unwrap();
+    assert_eq!(data.num_windows(0), 2);
+    let read: Vec<_> = (0..3).map(|number| tokens(&data, number)).collect();
+    assert_eq!(read, [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [0, 1, 2, 3, 4]]);
+}
+
+#[test]
+fn positions_know_where_their_document_starts() {
+    let dir = tempfile::tempdir().unwrap();
+    let sources = [source(counting_file(&dir, "a", 0, &[3, 0, 1, 2, 9]), 1.0)];
+    let data = TrainingData::open(&sources, 5, Order::Sequential, 0, 100_000).unwrap();
+    let (mut tokens, mut first_key) = ([0; 6], [9; 5]);
+    data.sample(0, &mut tokens, Some(&mut first_key)).unwrap();
+    assert_eq!(first_key, [0, 0, 0, 3, 4]);
+    data.sample(1, &mut tokens, Some(&mut first_key)).unwrap();
+    assert_eq!((tokens[0], first_key), (5, [0, 1, 1, 1, 1]));
+    // The last target of a window may open a document: it is no key.
+    let data = TrainingData::open(&sources, 3, Order::Sequential, 0, 100_000).unwrap();
+    let (mut tokens, mut first_key) = ([0; 4], [9; 3]);
+    data.sample(0, &mut tokens, Some(&mut first_key)).unwrap();
+    assert_eq!(first_key, [0, 0, 0]);
+}
+
+#[test]
+fn what_cannot_be_sampled_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = counting_file(&dir, "a", 0, &[5]);
+    let open = |length, weight, vocab_size| {
+        let sources = [source(path.clone(), weight)];
+        TrainingData::open(&sources, length, Order::Shuffled, 0, vocab_size)
+    };
+    assert!(matches!(
+        open(5, 1.0, 99),
+        Err(Error::TooShort {
+            tokens: 5,
+            needed: 6,
+            ..
+        })
+    ));
+    assert!(matches!(open(0, 1.0, 99), Err(Error::Argument { .. })));
+    assert!(matches!(open(4, 0.0, 99), Err(Error::Weight { .. })));
+    assert!(
+        open(4, 1.0, 5)
+            .unwrap()
+            .sample(7, &mut [0; 5], None)
+            .is_ok()
+    );
+    let error = open(4, 1.0, 4)
+        .unwrap()
+        .sample(7, &mut [0; 5], None)
+        .unwrap_err();
+    assert!(matches!(
+        error,
+        Error::Vocabulary {
+            position: 4,
+            id: 4,
+            ..
+        }
+    ));
+    assert!(TrainingData::open(&[], 4, Order::Shuffled, 0, 9).is_err());
+}
+
+#[test]
+fn a_mixture_reads_each_source_with_its_weight() {
+    let dir = tempfile::tempdir().unwrap();
+    let sources = [
+        source(counting_file(&dir, "a", 0, &[41]), 3.0),
+        source(counting_file(&dir, "b", 50_000, &[10, 21]), 1.0),
+    ];
+    for order in [Order::Shuffled, Order::Sequential] {
+        let data = TrainingData::open(&sources, 10, order, 5, 100_000).unwrap();
+        let from_b = (0..4000)
+            .filter(|&number| tokens(&data, number)[0] >= 50_000)
+            .count();
+        assert_eq!(from_b, 1000);
+    }
+}
+
+#[test]
+fn seeds_and_epochs_change_the_order() {
+    let dir = tempfile::tempdir().unwrap();
+    let sources = [source(counting_file(&dir, "a", 0, &[1001]), 1.0)];
+    let order = |seed, epoch: u64| -> Vec<u32> {
+        let data = TrainingData::open(&sources, 10, Order::Shuffled, seed, 100_000).unwrap();
+        (epoch * 100..epoch * 100 + 100)
+            .map(|number| tokens(&data, number)[0])
+            .collect()
+    };
+    assert_ne!(order(1, 0), order(2, 0));
+    assert_ne!(order(1, 0), order(1, 1));
+    assert_eq!(order(1, 0), order(1, 0));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn each_epoch_visits_each_window_once(
+        documents in prop::collection::vec(1usize..30, 2..40),
+        length in 1usize..20,
+        seed: u64,
+        sequential: bool,
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let total: usize = documents.iter().sum();
+        prop_assume!(total > length);
+        let sources = [source(counting_file(&dir, "a", 0, &documents), 1.0)];
+        let order = if sequential { Order::Sequential } else { Order::Shuffled };
+        let data = TrainingData::open(&sources, length, order, seed, 100_000).unwrap();
+        let windows = data.num_windows(0);
+        prop_assert_eq!(windows, ((total - 1) / length) as u64);
+        let mut in_sequence = Vec::new();
+        for epoch in 0..3 {
+            let read: Vec<_> =
+                (0..windows).map(|place| tokens(&data, epoch * windows + place)).collect();
+            let mut firsts: Vec<u32> = read.iter().map(|window| window[0]).collect();
+            firsts.sort_unstable();
+            let expected: Vec<u32> =
+                (0..windows as u32).map(|window| window * length as u32).collect();
+            prop_assert_eq!(firsts, expected);
+            let joined =
+                read.iter().all(|window| window.windows(2).all(|pair| pair[1] == pair[0] + 1));
+            prop_assert!(joined);
+            in_sequence.extend(read);
+        }
+        // Asked alone and backwards, by another reader, each sample is the same.
+        let again = TrainingData::open(&sources, length, order, seed, 100_000).unwrap();
+        for (number, expected) in in_sequence.iter().enumerate().rev().step_by(7) {
+            prop_assert_eq!(&tokens(&again, number as u64), expected);
+        }
+    }
+
+    #[test]
+    fn each_source_of_a_mixture_is_read_in_whole_epochs(seed: u64, share in 0.1f64..0.9) {
+        let dir = tempfile::tempdir().unwrap();
+        let sources = [
+            source(counting_file(&dir, "a", 0, &[71]), share),
+            source(counting_file(&dir, "b", 50_000, &[31]), 1.0 - share),
+        ];
+        let data = TrainingData::open(&sources, 10, Order::Shuffled, seed, 100_000).unwrap();
+        let mut seen: [Vec<u64>; 2] = Default::default();
+        for number in 0..1500 {
+            let (from, start) = data.locate(number);
+            seen[from].push(start / 10);
+        }
+        for (from, starts) in seen.iter().enumerate() {
+            let windows = data.num_windows(from);
+            for epoch in starts.chunks_exact(windows as usize) {
+                let mut epoch = epoch.to_vec();
+                epoch.sort_unstable();
+                prop_assert!(epoch.iter().copied().eq(0..windows));
+            }
+        }
+    }
+}

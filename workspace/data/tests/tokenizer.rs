@@ -1,0 +1,234 @@
+//! Tokenizers: training one, round trips, framing, streaming, and the reference cases.
+
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use moh_data::{BEGIN_OF_TEXT, END_OF_TEXT, Error, TextTokenizer, TrainTokenizer, train_tokenizer};
+use proptest::prelude::*;
+
+const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures");
+
+const TEXT: &str = "Anna has a red kite. Anna gives the red kite to Ben. Ben isn't sad: he has a \
+                    kite now!\nThe kite flew over 1234 trees. Anna and Ben saw the kite fly.";
+
+fn train(dir: &Path, vocab_size: usize) -> TextTokenizer {
+    let input = dir.join("text.txt");
+    fs::write(&input, TEXT).unwrap();
+    let options = TrainTokenizer {
+        inputs: &[input],
+        field: "text",
+        vocab_size,
+        dir: &dir.join("tok"),
+        overwrite: true,
+    };
+    train_tokenizer(options, &mut |_, _| {}).unwrap()
+}
+
+fn fixture(name: &str) -> Option<PathBuf> {
+    let path = Path::new(FIXTURES).join(name);
+    if path.exists() {
+        return Some(path);
+    }
+    println!("skipped: no fixtures here");
+    None
+}
+
+#[test]
+fn documents_are_framed_and_prompts_stay_open() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = train(dir.path(), 300);
+    assert_eq!(tokenizer.token_id(BEGIN_OF_TEXT), Some(0));
+    assert_eq!(tokenizer.token_id(END_OF_TEXT), Some(1));
+    let plain = tokenizer.encode_plain("Anna flew").unwrap();
+    assert_eq!(
+        tokenizer.encode("Anna flew").unwrap(),
+        [&[0], &plain[..], &[1]].concat()
+    );
+    assert_eq!(
+        tokenizer.encode_prompt("Anna flew").unwrap(),
+        [&[0], &plain[..]].concat()
+    );
+    assert_eq!(tokenizer.encode("").unwrap(), [0, 1]);
+    assert_eq!(tokenizer.encode_prompt("").unwrap(), [0]);
+    assert_eq!(
+        tokenizer
+            .decoded_bytes(&tokenizer.encode("na\u{ef}ve").unwrap())
+            .unwrap(),
+        6
+    );
+    assert_eq!(
+        tokenizer.decode(&[0, 1], false).unwrap(),
+        "<|begin_of_text|><|end_of_text|>"
+    );
+}
+
+#[test]
+fn the_vocabulary_has_the_size_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    assert_eq!(train(dir.path(), 258).vocab_size(), 258);
+    assert_eq!(train(dir.path(), 280).vocab_size(), 280);
+    let few = train(dir.path(), 280).encode(TEXT).unwrap().len();
+    let none = train(dir.path(), 258).encode(TEXT).unwrap().len();
+    assert!(few < none && none == TEXT.len() + 2, "{few} {none}");
+}
+
+#[test]
+fn training_twice_gives_the_same_files() {
+    let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let hash = train(one.path(), 320).hash().to_owned();
+    for _ in 0..5 {
+        assert_eq!(train(two.path(), 320).hash(), hash);
+    }
+    let loaded = TextTokenizer::load(&one.path().join("tok")).unwrap();
+    assert_eq!(loaded.hash(), hash);
+    for name in ["tokenizer_config.json", "special_tokens_map.json"] {
+        let read = |dir: &Path| fs::read_to_string(dir.join("tok").join(name)).unwrap();
+        assert_eq!(read(one.path()), read(two.path()));
+        let json: serde_json::Value = serde_json::from_str(&read(one.path())).unwrap();
+        assert_eq!(json["bos_token"], BEGIN_OF_TEXT);
+        assert_eq!(json["eos_token"], END_OF_TEXT);
+    }
+}
+
+#[test]
+fn training_refuses_what_it_cannot_use() {
+    let dir = tempfile::tempdir().unwrap();
+    let good = dir.path().join("good.txt");
+    fs::write(&good, TEXT).unwrap();
+    let bad = dir.path().join("bad.jsonl");
+    fs::write(&bad, "{\"text\": \"a\"}\nnothing\n").unwrap();
+    let empty = dir.path().join("empty.txt");
+    fs::write(&empty, "").unwrap();
+    let tok = dir.path().join("tok");
+    let run = |inputs: &[PathBuf], vocab_size| {
+        let options = TrainTokenizer {
+            inputs,
+            field: "text",
+            vocab_size,
+            dir: &tok,
+            overwrite: false,
+        };
+        train_tokenizer(options, &mut |_, _| {}).map(|_| ())
+    };
+    assert!(matches!(
+        run(std::slice::from_ref(&good), 257),
+        Err(Error::Argument { .. })
+    ));
+    assert!(matches!(
+        run(&[good.clone(), bad], 300),
+        Err(Error::Line { line: 2, .. })
+    ));
+    assert!(matches!(run(&[empty], 300), Err(Error::Empty { .. })));
+    assert!(matches!(run(&[], 300), Err(Error::Empty { .. })));
+    assert!(!tok.exists());
+    run(std::slice::from_ref(&good), 300).unwrap();
+    assert!(matches!(run(&[good], 300), Err(Error::Exists { .. })));
+}
+
+#[test]
+fn a_missing_or_broken_tokenizer_names_its_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let missing = TextTokenizer::load(dir.path()).unwrap_err().to_string();
+    assert!(missing.contains("tokenizer.json: cannot read"), "{missing}");
+    fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
+    let broken = TextTokenizer::load(dir.path()).unwrap_err().to_string();
+    assert!(
+        broken.contains("tokenizer.json: not a usable tokenizer"),
+        "{broken}"
+    );
+}
+
+#[test]
+fn truncation_and_padding_of_the_file_are_ignored() {
+    let dir = tempfile::tempdir().unwrap();
+    train(dir.path(), 300);
+    let path = dir.path().join("tok/tokenizer.json");
+    let mut json: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    json["truncation"] = serde_json::json!({
+        "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0
+    });
+    fs::write(&path, json.to_string()).unwrap();
+    let tokenizer = TextTokenizer::load(&dir.path().join("tok")).unwrap();
+    assert!(tokenizer.encode(TEXT).unwrap().len() > 20);
+}
+
+#[test]
+fn ill_formed_bytes_stream_without_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = train(dir.path(), 258);
+    let bytes = tokenizer.encode_plain("\u{1f600}").unwrap();
+    let mut stream = tokenizer.stream(&[], true);
+    let mut text = String::new();
+    for _ in 0..20 {
+        text += &stream.push(bytes[1]).unwrap();
+    }
+    text += &stream
+        .push(tokenizer.encode_plain("a").unwrap()[0])
+        .unwrap();
+    text += &stream.finish().unwrap();
+    assert!(
+        text.ends_with('a') && text.starts_with('\u{fffd}'),
+        "{text}"
+    );
+    let mut stream = tokenizer.stream(&[], true);
+    assert_eq!(stream.push(bytes[0]).unwrap(), "");
+    assert_eq!(stream.finish().unwrap(), "\u{fffd}");
+}
+
+#[test]
+fn the_reference_cases_are_reproduced() {
+    let (Some(dir), Some(cases)) = (
+        fixture("stories260K"),
+        fixture("vectors/tokenizer-cases.json"),
+    ) else {
+        return;
+    };
+    let tokenizer = TextTokenizer::load(&dir).unwrap();
+    assert_eq!(tokenizer.vocab_size(), 512);
+    let cases: Vec<serde_json::Value> =
+        serde_json::from_str(&fs::read_to_string(cases).unwrap()).unwrap();
+    assert!(!cases.is_empty());
+    for case in cases {
+        let text = case["text"].as_str().unwrap();
+        let ids: Vec<u32> = serde_json::from_value(case["ids"].clone()).unwrap();
+        assert_eq!(tokenizer.encode(text).unwrap(), ids, "{text:?}");
+        let decoded = tokenizer.decode(&ids, true).unwrap();
+        assert_eq!(tokenizer.decoded_bytes(&ids).unwrap(), decoded.len() as u64);
+        // Special tokens and the tokenizer's own sign for a space do not come back.
+        if !text.contains(['<', '\u{2581}']) {
+            assert_eq!(decoded, text);
+        }
+        let mut stream = tokenizer.stream(&ids[..1], true);
+        let mut streamed = String::new();
+        for &id in &ids[1..] {
+            streamed += &stream.push(id).unwrap();
+        }
+        streamed += &stream.finish().unwrap();
+        // A continuation keeps the space that the decoder strips from the start of a text.
+        assert_eq!(streamed.trim_start(), decoded.trim_start());
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn decoding_gives_the_text_back(text in "\\PC{0,40}[ \\n\\t]{0,9}[a-z']{0,9}\\PC{0,10}") {
+        // The stream cannot tell a long row of these from characters that are incomplete.
+        let text = text.replace('\u{fffd}', "");
+        static TOKENIZER: std::sync::OnceLock<TextTokenizer> = std::sync::OnceLock::new();
+        let tokenizer =
+            TOKENIZER.get_or_init(|| train(tempfile::tempdir().unwrap().path(), 300));
+        let ids = tokenizer.encode(&text).unwrap();
+        prop_assert_eq!(tokenizer.decode(&ids, true).unwrap(), text.clone());
+        let mut stream = tokenizer.stream(&[], true);
+        let mut streamed = String::new();
+        for id in ids {
+            streamed += &stream.push(id).unwrap();
+        }
+        streamed += &stream.finish().unwrap();
+        prop_assert_eq!(streamed, text);
+    }
+}
