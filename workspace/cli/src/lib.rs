@@ -1,4 +1,7 @@
-//! What the command-line programs share: exit codes and progress.
+//! What the command-line programs share: exit codes, progress, models and the view of a run.
 
 pub mod exit;
+pub mod models;
 pub mod progress;
+pub mod run_view;
+pub mod summary_table;

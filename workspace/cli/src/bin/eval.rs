@@ -1,3 +1,152 @@
-//! `moh-eval`.
+//! `moh-eval`: the loss of a model over a token file, and its logits of given ids.
 
-fn main() {}
+use std::io::{Write as _, stdout};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use half::bf16;
+use moh_cli::models::{self, ComputeType};
+use moh_cli::progress::Bar;
+use moh_cli::exit;
+use moh_data::{TokenFile, Windows};
+use moh_eval::{Evaluator, LogitsOf};
+use moh_kernels::Element;
+
+/// Tokens of one pass; longer windows go one at a time.
+const BATCH_TOKENS: usize = 4096;
+
+/// Measure a model, dense or Mixture-of-Head.
+#[derive(Parser)]
+#[command(name = "moh-eval", version, arg_required_else_help = true)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Mean loss, perplexity and bits per byte over a token file
+    ///
+    /// The file is cut, front to back, into windows of --sequence-length tokens that do not
+    /// overlap; each has one target fewer than tokens.
+    #[command(after_help = "Example, from the repository's root:\n  \
+        moh-eval loss --model recipes/quickstart --data recipes/quickstart/voyage-valid \
+        --sequence-length 256")]
+    Loss(LossArguments),
+    /// The logits of token ids, and the heads that a Mixture-of-Head model selects
+    ///
+    /// Writes safetensors: logits f32 [batch, length, vocabulary] and, for a Mixture-of-Head model,
+    /// routed_mask u8 [layers, batch, length, routed heads].
+    #[command(after_help = "Example, from the repository's root:\n  \
+        echo '[[0, 5, 6, 7], [0, 8, 9, 10]]' > ids.json\n  \
+        moh-eval logits --model recipes/quickstart --ids ids.json --out logits.safetensors")]
+    Logits(LogitsArguments),
+}
+
+#[derive(clap::Args)]
+struct LossArguments {
+    /// Directory of the model, or its id on the hub
+    #[arg(long)]
+    model: String,
+    /// Token file, without .bin and .idx
+    #[arg(long, value_name = "PREFIX")]
+    data: PathBuf,
+    /// Tokens of a window; the model's context length when left out
+    #[arg(long, value_name = "TOKENS")]
+    sequence_length: Option<usize>,
+    /// What the model computes in
+    #[arg(long, value_enum, default_value = "f32")]
+    dtype: ComputeType,
+}
+
+#[derive(clap::Args)]
+struct LogitsArguments {
+    /// Directory of the model, or its id on the hub
+    #[arg(long)]
+    model: String,
+    /// JSON: a list of equally long lists of token ids
+    #[arg(long, value_name = "FILE")]
+    ids: PathBuf,
+    /// The safetensors file to write
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    /// What the model computes in
+    #[arg(long, value_enum, default_value = "f32")]
+    dtype: ComputeType,
+}
+
+fn main() -> ExitCode {
+    exit::run(|| match Arguments::parse().command {
+        Command::Loss(arguments) => match arguments.dtype {
+            ComputeType::F32 => loss::<f32>(&arguments),
+            ComputeType::Bf16 => loss::<bf16>(&arguments),
+        },
+        Command::Logits(arguments) => match arguments.dtype {
+            ComputeType::F32 => logits::<f32>(&arguments),
+            ComputeType::Bf16 => logits::<bf16>(&arguments),
+        },
+    })
+}
+
+fn loss<T: Element>(arguments: &LossArguments) -> anyhow::Result<()> {
+    let directory = models::locate(&arguments.model, None)?;
+    let length = window_length(&directory, arguments.sequence_length)?;
+    let model = models::load::<T>(&directory, length)?;
+    let mut file = TokenFile::open(&arguments.data)?;
+    file.limit_vocabulary(model.config().vocab_size);
+    let tokenizer = models::tokenizer(&directory)?;
+    if let Some(tokenizer) = &tokenizer {
+        file.check_tokenizer(tokenizer)?;
+    }
+    let windows = Windows::new(file, length)?;
+    // Never more sequences than there are; the count of them fits where the file did.
+    let batch = (BATCH_TOKENS / length).clamp(1, windows.len().clamp(1, 1 << 20) as usize);
+    let mut evaluator = Evaluator::new(&model, batch, length)?;
+    let mut bar = Bar::count("evaluating", windows.len());
+    let found = evaluator.evaluate(
+        &model,
+        &windows,
+        windows.len(),
+        tokenizer.as_ref(),
+        &mut |done, total| bar.update(done, total),
+    )?;
+    drop(bar);
+    let mut out = stdout();
+    writeln!(out, "loss           {:.6}", found.loss)?;
+    writeln!(out, "perplexity     {:.4}", found.perplexity())?;
+    match found.bits_per_byte {
+        Some(bits) => writeln!(out, "bits per byte  {bits:.6}")?,
+        None => writeln!(out, "bits per byte  - (the model has no tokenizer)")?,
+    }
+    writeln!(out, "tokens         {}", found.tokens)?;
+    Ok(())
+}
+
+/// The window length asked for, or the model's context length; longer ones are refused.
+fn window_length(directory: &Path, asked: Option<usize>) -> anyhow::Result<usize> {
+    let context = models::context_length(directory)?;
+    let length = asked.unwrap_or(context);
+    if !(2..=context).contains(&length) {
+        let message = format!("--sequence-length {length}: must be 2 to {context}, the model's context length");
+        return Err(exit::Usage(message).into());
+    }
+    Ok(length)
+}
+
+fn logits<T: Element>(arguments: &LogitsArguments) -> anyhow::Result<()> {
+    let directory = models::locate(&arguments.model, None)?;
+    let ids = LogitsOf::read_ids(&arguments.ids, models::context_length(&directory)?)?;
+    let length = ids.first().map_or(0, Vec::len);
+    let model = models::load::<T>(&directory, length)?;
+    let found = moh_eval::logits(&model, &ids)?;
+    found.write(&arguments.out)?;
+    writeln!(
+        stdout(),
+        "{}: logits of {} x {} tokens",
+        arguments.out.display(),
+        found.batch,
+        found.length
+    )?;
+    Ok(())
+}

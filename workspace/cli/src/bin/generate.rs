@@ -1,3 +1,117 @@
-//! `moh-generate`.
+//! `moh-generate`: continues a text.
 
-fn main() {}
+use std::io::{Write as _, stderr, stdout};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::Parser;
+use half::bf16;
+use moh_cli::models::{self, ComputeType};
+use moh_cli::exit;
+use moh_kernels::Element;
+use moh_model::{Generator, Sampler};
+
+/// Continue a text with a model, dense or Mixture-of-Head.
+///
+/// Keys and values of past tokens are cached, and a Mixture-of-Head model computes only the heads
+/// that a token selects. The text goes to standard output, the speed to standard error.
+#[derive(Parser)]
+#[command(
+    name = "moh-generate",
+    version,
+    arg_required_else_help = true,
+    after_help = "Example, from the repository's root:\n  \
+        moh-generate --model recipes/quickstart --prompt \"Once upon a time\" --temperature 0.8"
+)]
+struct Arguments {
+    /// Directory of the model, or its id on the hub
+    #[arg(long)]
+    model: String,
+    /// The text to continue
+    #[arg(long)]
+    prompt: String,
+    /// Tokens to generate at the most
+    #[arg(long, default_value_t = 256, value_name = "TOKENS")]
+    max_tokens: usize,
+    /// 0 takes the likeliest token every time
+    #[arg(long, default_value_t = 0.0)]
+    temperature: f64,
+    /// Sample from the likeliest tokens whose probabilities reach this
+    #[arg(long)]
+    top_p: Option<f64>,
+    /// Seed of the sampling
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// What the model computes in
+    #[arg(long, value_enum, default_value = "f32")]
+    dtype: ComputeType,
+}
+
+fn main() -> ExitCode {
+    exit::run(|| {
+        let arguments = Arguments::parse();
+        check(&arguments)?;
+        match arguments.dtype {
+            ComputeType::F32 => generate::<f32>(&arguments),
+            ComputeType::Bf16 => generate::<bf16>(&arguments),
+        }
+    })
+}
+
+fn check(arguments: &Arguments) -> anyhow::Result<()> {
+    let usage = |message: String| Err(exit::Usage(message).into());
+    if !(arguments.temperature >= 0.0 && arguments.temperature.is_finite()) {
+        return usage(format!("--temperature {}: must be at least 0", arguments.temperature));
+    }
+    match arguments.top_p {
+        Some(p) if !(p > 0.0 && p <= 1.0) => usage(format!("--top-p {p}: must be above 0, at most 1")),
+        _ => Ok(()),
+    }
+}
+
+fn generate<T: Element>(arguments: &Arguments) -> anyhow::Result<()> {
+    let directory = models::locate(&arguments.model, None)?;
+    let tokenizer = models::required_tokenizer(&directory)?;
+    let context = models::context_length(&directory)?;
+    let prompt = tokenizer.encode_prompt(&arguments.prompt)?;
+    if prompt.is_empty() || prompt.len() >= context {
+        anyhow::bail!(
+            "--prompt: {} tokens, expected 1 to {}, less than the model's context length",
+            prompt.len(),
+            context.saturating_sub(1)
+        );
+    }
+    let capacity = context.min(prompt.len().saturating_add(arguments.max_tokens));
+    let model = models::load::<T>(&directory, capacity)?;
+    let mut sampler = Sampler::new(
+        arguments.seed,
+        arguments.temperature,
+        arguments.top_p,
+        tokenizer.vocab_size(),
+    );
+    let ends = &model.config().eos_token_ids;
+    let mut generator = Generator::new(&model, capacity)?;
+    let mut text = tokenizer.stream(&prompt, true);
+    let mut out = stdout();
+    write!(out, "{}", arguments.prompt)?;
+    let mut logits = generator.extend(&prompt)?;
+    let started = Instant::now();
+    let mut count = 0u32;
+    while generator.position() < capacity {
+        let next = sampler.sample(&logits)?;
+        if ends.contains(&next) {
+            break;
+        }
+        count += 1;
+        write!(out, "{}", text.push(next)?)?;
+        out.flush()?;
+        if generator.position() + 1 > capacity {
+            break;
+        }
+        logits = generator.extend(&[next])?;
+    }
+    writeln!(out, "{}", text.finish()?)?;
+    let rate = f64::from(count) / started.elapsed().as_secs_f64().max(1e-9);
+    writeln!(stderr(), "{count} tokens, {rate:.0} tokens/s")?;
+    Ok(())
+}

@@ -1,3 +1,168 @@
-//! `moh-train`.
+//! `moh-train`: runs a recipe, or continues it.
 
-fn main() {}
+use std::io::{Write as _, stdout};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use anyhow::Context as _;
+use clap::Parser;
+use moh_cli::exit::{self, StoppedEarly};
+use moh_cli::run_view::RunView;
+use moh_cli::summary_table::{draw, invocation, table};
+use moh_cli::models;
+use moh_train::{Outcome, Plan, Recipe, RunDirectory, Summary};
+
+/// Train a recipe's stages in order, or continue where it was interrupted.
+///
+/// Running the same command again continues from the newest checkpoint, exactly as if the run had
+/// never stopped. SIGINT and SIGTERM end it after the step in progress, with a checkpoint and exit
+/// code 75: run it again.
+#[derive(Parser)]
+#[command(
+    name = "moh-train",
+    version,
+    arg_required_else_help = true,
+    after_help = "Example, from the repository's root, about two minutes:\n  \
+        moh-train --recipe recipes/quickstart.toml\n\
+        The plan of the paper's run, without weights or data:\n  \
+        moh-train --recipe recipes/moh-llama3-8b.toml --plan --device-tflops 600"
+)]
+struct Arguments {
+    /// The recipe, a TOML file
+    #[arg(long, value_name = "FILE")]
+    recipe: PathBuf,
+    /// Override a key of the recipe, stages by name: stage.moh.tokens=1e9
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    overrides: Vec<String>,
+    /// Print parameters, steps, memory, operations and time, and train nothing
+    #[arg(long)]
+    plan: bool,
+    /// TFLOP/s that the plan's device achieves, for its times
+    #[arg(long, value_name = "TFLOPS", requires = "plan")]
+    device_tflops: Option<f64>,
+}
+
+fn main() -> ExitCode {
+    exit::run(|| {
+        let arguments = Arguments::parse();
+        let recipe = Recipe::load(&arguments.recipe, &arguments.overrides)?;
+        if arguments.plan { plan(&arguments, recipe) } else { train(&arguments, recipe) }
+    })
+}
+
+fn plan(arguments: &Arguments, mut recipe: Recipe) -> anyhow::Result<()> {
+    if let Some(tflops) = arguments.device_tflops
+        && !(tflops > 0.0 && tflops.is_finite())
+    {
+        return Err(exit::Usage(format!("--device-tflops {tflops}: must be above 0")).into());
+    }
+    let path = &arguments.recipe;
+    let config = recipe.local_model_config(path)?.with_context(|| {
+        format!(
+            "{}: model.config: the plan needs the model's shape, and model.from is not on this \
+             machine: name its config.json",
+            path.display()
+        )
+    })?;
+    recipe.resolve(path, &config)?;
+    let plan = Plan::new(&recipe, &config);
+    let plan = match arguments.device_tflops {
+        Some(tflops) => plan.with_device_tflops(tflops),
+        None => plan,
+    };
+    write!(stdout(), "{plan}")?;
+    Ok(())
+}
+
+fn train(arguments: &Arguments, mut recipe: Recipe) -> anyhow::Result<()> {
+    let model = &recipe.model;
+    let directory = match &model.from {
+        Some(from) => Some(models::locate(from, model.revision.as_deref())?),
+        None => None,
+    };
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in signal_hook::consts::TERM_SIGNALS {
+        // A second signal ends the program at once.
+        signal_hook::flag::register_conditional_shutdown(*signal, 130, Arc::clone(&stop))?;
+        signal_hook::flag::register(*signal, Arc::clone(&stop))?;
+    }
+    let mut view = RunView::new(&recipe);
+    let outcome = moh_train::run(
+        &mut recipe,
+        &arguments.recipe,
+        directory.as_deref(),
+        &stop,
+        &mut |event| view.show(event),
+    );
+    view.finish();
+    let run = RunDirectory::new(&recipe.run.dir);
+    match outcome? {
+        Outcome::Stopped { step } => Err(StoppedEarly(format!(
+            "stopped after step {step} with a checkpoint: run the same command again to continue"
+        ))
+        .into()),
+        Outcome::AlreadyFinished(summary) => {
+            writeln!(stdout(), "this run has finished; nothing was left to do\n")?;
+            report(arguments, &recipe, &run, &summary)
+        }
+        Outcome::Finished(summary) => report(arguments, &recipe, &run, &summary),
+    }
+}
+
+/// The end of a run: losses, where everything is, what to try next.
+fn report(
+    arguments: &Arguments,
+    recipe: &Recipe,
+    run: &RunDirectory,
+    summary: &Summary,
+) -> anyhow::Result<()> {
+    let picture = draw(run, summary)?;
+    let mut out = stdout();
+    writeln!(out, "{}", table(summary))?;
+    for (what, path) in
+        [("model", &run.export()), ("metrics", &run.metrics()), ("picture", &picture)]
+    {
+        writeln!(out, "{what:<8} {}", path.display())?;
+    }
+    let export = run.export();
+    writeln!(out, "\nTry next:")?;
+    for command in next_commands(&arguments.recipe, recipe, &export) {
+        writeln!(out, "  {command}")?;
+    }
+    Ok(())
+}
+
+/// Three commands that work on what the run left.
+fn next_commands(path: &Path, recipe: &Recipe, export: &Path) -> Vec<String> {
+    let mut commands = Vec::new();
+    if export.join("tokenizer.json").is_file() {
+        let generate = invocation("moh-generate");
+        commands.push(format!("{generate} --model {} --prompt \"One day\"", export.display()));
+    }
+    if let Some(validation) = &recipe.data.validation {
+        commands.push(format!(
+            "{} loss --model {} --data {} --sequence-length {}",
+            invocation("moh-eval"),
+            export.display(),
+            validation.path.display(),
+            recipe.data.sequence_length
+        ));
+    }
+    if let Some(stage) = recipe.stages.iter().find(|stage| stage.moh.is_some()) {
+        let half = format!("{}-half", recipe.run.dir.display());
+        let heads = stage.moh.as_ref().and_then(|moh| moh.shared_heads).unwrap_or(4);
+        // A quarter of the heads shared and a quarter chosen: half of them active.
+        commands.push(format!(
+            "{} --recipe {} --set run.dir={half} --set stage.{name}.moh.shared_heads={} --set \
+             stage.{name}.moh.routed_top_k={}",
+            invocation("moh-train"),
+            path.display(),
+            heads / 2,
+            heads / 2,
+            name = stage.name,
+        ));
+    }
+    commands
+}

@@ -1,0 +1,62 @@
+//! Reading a model for evaluation or generation.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use clap::ValueEnum;
+use moh_convert::resolve;
+use moh_data::TextTokenizer;
+use moh_kernels::{Cpu, Element};
+use moh_model::{ConfigFile, Error, Model, WeightFiles};
+
+use crate::progress::Bar;
+
+/// The type that a model computes in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ComputeType {
+    /// 32-bit float, whatever the weights are stored in.
+    F32,
+    /// bfloat16 weights and activations.
+    Bf16,
+}
+
+/// The directory of a model: itself, or a repository of the hub, downloaded where it is not yet.
+pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
+    let mut bar: Option<Bar> = None;
+    let directory = resolve(model, revision, &mut |download| {
+        let total = download.total;
+        bar.get_or_insert_with(|| Bar::bytes("downloading", total))
+            .update(download.bytes, total);
+    })?;
+    Ok(directory)
+}
+
+/// Reads the model in `directory`, for sequences of up to `positions` tokens.
+pub fn load<T: Element>(directory: &Path, positions: usize) -> anyhow::Result<Model<Cpu, T>> {
+    let config = ConfigFile::read(&directory.join("config.json"))?.config;
+    let weights = WeightFiles::open(directory)?;
+    weights.check(&config)?;
+    let model = Model::new::<Error>(Cpu, config, positions, |segment, values| {
+        weights.read_f32(&segment.name, values)
+    })?;
+    Ok(model)
+}
+
+/// The context length of the model in `directory`, in tokens.
+pub fn context_length(directory: &Path) -> anyhow::Result<usize> {
+    Ok(ConfigFile::read(&directory.join("config.json"))?.config.max_position_embeddings)
+}
+
+/// The tokenizer beside a model, where there is one.
+pub fn tokenizer(directory: &Path) -> anyhow::Result<Option<TextTokenizer>> {
+    if !directory.join("tokenizer.json").is_file() {
+        return Ok(None);
+    }
+    Ok(Some(TextTokenizer::load(directory)?))
+}
+
+/// The tokenizer beside a model, which must be there.
+pub fn required_tokenizer(directory: &Path) -> anyhow::Result<TextTokenizer> {
+    let found = tokenizer(directory)?;
+    found.with_context(|| format!("{}: holds no tokenizer.json, which text needs", directory.display()))
+}

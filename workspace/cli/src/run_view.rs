@@ -1,0 +1,129 @@
+//! A run as it goes on: a progress bar on a terminal, plain lines otherwise, on standard error.
+
+use std::io::{IsTerminal, stderr};
+use std::time::{Duration, Instant};
+
+use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
+use moh_train::{Event, Recipe, StepMetrics};
+
+/// Steps whose times the estimate of the time left is made from.
+const WINDOW: usize = 50;
+
+/// The view of one run.
+pub struct RunView {
+    steps: u64,
+    stages: Vec<(String, u64)>,
+    bar: Option<ProgressBar>,
+    recent: std::collections::VecDeque<Instant>,
+}
+
+impl RunView {
+    /// The view of a run of `recipe`.
+    pub fn new(recipe: &Recipe) -> Self {
+        let steps = recipe.num_steps();
+        let bar = stderr().is_terminal().then(|| {
+            let style = ProgressStyle::with_template("{prefix} [{bar:30}] {pos}/{len}  {msg}");
+            ProgressBar::new(steps).with_style(
+                // A fault in the template would leave indicatif's own style.
+                style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "),
+            )
+        });
+        let stages =
+            recipe.stages.iter().map(|stage| (stage.name.clone(), stage.num_steps())).collect();
+        RunView { steps, stages, bar, recent: std::collections::VecDeque::new() }
+    }
+
+    /// Shows an event.
+    pub fn show(&mut self, event: Event<'_>) {
+        match event {
+            Event::DamagedCheckpoint { path, error } => {
+                self.line(&format!("set a damaged checkpoint aside as {}: {error}", path.display()));
+            }
+            Event::Resumed { step } => {
+                self.line(&format!("continuing after step {step} of {}", self.steps));
+            }
+            Event::Stage { stage, done } => {
+                self.recent.clear();
+                self.recent.push_back(Instant::now());
+                if let Some(bar) = &self.bar {
+                    bar.set_prefix(stage.name.clone());
+                }
+                if done == 0 {
+                    let attention = format!("{:?}", stage.attention).to_lowercase();
+                    let steps = stage.num_steps();
+                    self.line(&format!("stage {}: {attention} attention, {steps} steps", stage.name));
+                }
+            }
+            Event::Step { metrics, step, due } => self.step(metrics, step, due),
+            Event::Evaluating { done, total } => {
+                if let Some(bar) = &self.bar {
+                    bar.set_message(format!("evaluating {done}/{total}"));
+                }
+            }
+            Event::Evaluated(evaluation) => {
+                self.line(&format!("validation loss {:.4}", evaluation.loss));
+            }
+            Event::Checkpoint { .. } => {}
+        }
+    }
+
+    /// Takes the bar away.
+    pub fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+
+    fn step(&mut self, metrics: &StepMetrics, step: u64, due: bool) {
+        self.recent.push_back(Instant::now());
+        if self.recent.len() > WINDOW {
+            self.recent.pop_front();
+        }
+        let shown = format!("{}, {} left", describe(metrics), HumanDuration(self.left(step)));
+        match &self.bar {
+            Some(bar) => {
+                bar.set_position(step);
+                bar.set_message(shown);
+            }
+            None if due => {
+                let named = |(name, _): &&(String, u64)| *name == metrics.stage;
+                let steps = self.stages.iter().find(named).map_or(0, |stage| stage.1);
+                eprintln!("{} {}/{steps}: {shown}", metrics.stage, metrics.step);
+            }
+            None => {}
+        }
+    }
+
+    /// The time that the steps to come take at the speed of the last ones.
+    fn left(&self, step: u64) -> Duration {
+        let (Some(first), Some(last)) = (self.recent.front(), self.recent.back()) else {
+            return Duration::ZERO;
+        };
+        let per_step = (*last - *first).as_secs_f64() / (self.recent.len() - 1).max(1) as f64;
+        Duration::from_secs_f64(per_step * self.steps.saturating_sub(step) as f64)
+    }
+
+    /// A line that stays.
+    fn line(&self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.println(text),
+            None => eprintln!("{text}"),
+        }
+    }
+}
+
+fn describe(metrics: &StepMetrics) -> String {
+    let mut shown = format!("loss {:.4}", metrics.loss);
+    if let Some(balance) = metrics.balance_loss {
+        shown += &format!(", balance {balance:.4}");
+    }
+    if let Some(validation) = metrics.validation {
+        shown += &format!(", validation {:.4}", validation.loss);
+    }
+    // Whole tokens are precise enough for a rate.
+    let rate = HumanCount(metrics.tokens_per_second as u64);
+    shown + &format!(
+        ", gradient {:.3}, learning rate {:.2e}, {rate} tokens/s",
+        metrics.grad_norm, metrics.learning_rate
+    )
+}
