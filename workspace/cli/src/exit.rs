@@ -89,10 +89,7 @@ mod tests {
         assert_eq!(code(Ok(())), number(0));
         assert_eq!(code(Err(anyhow!("no"))), number(1));
         assert_eq!(code(Err(Usage("no".to_owned()).into())), number(2));
-        assert_eq!(
-            code(Err(StoppedEarly("later".to_owned()).into())),
-            number(75)
-        );
+        assert_eq!(code(Err(StoppedEarly("later".to_owned()).into())), number(75));
         let broken = std::io::Error::from(ErrorKind::BrokenPipe);
         assert_eq!(code(Err(broken).context("cannot print")), number(0));
     }
@@ -105,9 +102,6 @@ mod tests {
             "a.txt: cannot write: disk full"
         );
         let cause = anyhow!("disk full");
-        assert_eq!(
-            sentence(&cause.context("a.txt: disk full")),
-            "a.txt: disk full"
-        );
+        assert_eq!(sentence(&cause.context("a.txt: disk full")), "a.txt: disk full");
     }
 }

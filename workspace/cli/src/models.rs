@@ -25,8 +25,7 @@ pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
     let mut bar: Option<Bar> = None;
     let directory = resolve(model, revision, &mut |download| {
         let total = download.total;
-        bar.get_or_insert_with(|| Bar::bytes("downloading", total))
-            .update(download.bytes, total);
+        bar.get_or_insert_with(|| Bar::bytes("downloading", total)).update(download.bytes, total);
     })?;
     Ok(directory)
 }
@@ -58,5 +57,7 @@ pub fn tokenizer(directory: &Path) -> anyhow::Result<Option<TextTokenizer>> {
 /// The tokenizer beside a model, which must be there.
 pub fn required_tokenizer(directory: &Path) -> anyhow::Result<TextTokenizer> {
     let found = tokenizer(directory)?;
-    found.with_context(|| format!("{}: holds no tokenizer.json, which text needs", directory.display()))
+    found.with_context(|| {
+        format!("{}: holds no tokenizer.json, which text needs", directory.display())
+    })
 }

@@ -55,14 +55,7 @@ impl Bar {
             );
             bar
         });
-        Self {
-            label: label.to_owned(),
-            unit,
-            total,
-            bar,
-            started,
-            printed: started,
-        }
+        Self { label: label.to_owned(), unit, total, bar, started, printed: started }
     }
 
     /// So much is done, of so much in all.
@@ -92,10 +85,7 @@ impl Bar {
         };
         // A share of 100 and a rate need no precision.
         let rate = (done as f64 / self.started.elapsed().as_secs_f64().max(1e-3)) as u64;
-        let percent = done
-            .saturating_mul(100)
-            .checked_div(self.total)
-            .unwrap_or(0);
+        let percent = done.saturating_mul(100).checked_div(self.total).unwrap_or(0);
         let (label, done, total, rate) = (&self.label, shown(done), shown(self.total), shown(rate));
         format!("{label}: {done} of {total} ({percent}%), {rate}/s")
     }
@@ -117,10 +107,7 @@ mod tests {
     fn a_line_tells_share_and_rate() {
         let bar = Bar::bytes("reading", 2048);
         let line = bar.line(1024);
-        assert!(
-            line.starts_with("reading: 1.00 KiB of 2.00 KiB (50%), "),
-            "{line}"
-        );
+        assert!(line.starts_with("reading: 1.00 KiB of 2.00 KiB (50%), "), "{line}");
         let line = Bar::count("stories", 0).line(0);
         assert!(line.starts_with("stories: 0 of 0 (0%), 0/s"), "{line}");
     }

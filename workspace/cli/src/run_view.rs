@@ -37,7 +37,10 @@ impl RunView {
     pub fn show(&mut self, event: Event<'_>) {
         match event {
             Event::DamagedCheckpoint { path, error } => {
-                self.line(&format!("set a damaged checkpoint aside as {}: {error}", path.display()));
+                self.line(&format!(
+                    "set a damaged checkpoint aside as {}: {error}",
+                    path.display()
+                ));
             }
             Event::Resumed { step } => {
                 self.line(&format!("continuing after step {step} of {}", self.steps));
@@ -51,7 +54,10 @@ impl RunView {
                 if done == 0 {
                     let attention = format!("{:?}", stage.attention).to_lowercase();
                     let steps = stage.num_steps();
-                    self.line(&format!("stage {}: {attention} attention, {steps} steps", stage.name));
+                    self.line(&format!(
+                        "stage {}: {attention} attention, {steps} steps",
+                        stage.name
+                    ));
                 }
             }
             Event::Step { metrics, step, due } => self.step(metrics, step, due),
@@ -122,8 +128,9 @@ fn describe(metrics: &StepMetrics) -> String {
     }
     // Whole tokens are precise enough for a rate.
     let rate = HumanCount(metrics.tokens_per_second as u64);
-    shown + &format!(
-        ", gradient {:.3}, learning rate {:.2e}, {rate} tokens/s",
-        metrics.grad_norm, metrics.learning_rate
-    )
+    shown
+        + &format!(
+            ", gradient {:.3}, learning rate {:.2e}, {rate} tokens/s",
+            metrics.grad_norm, metrics.learning_rate
+        )
 }

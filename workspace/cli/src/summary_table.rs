@@ -13,8 +13,12 @@ pub fn table(summary: &Summary) -> String {
     let _ = writeln!(out, "{:<44} {:>9} {:>15}", "", "loss", "bits per byte");
     for evaluation in &summary.evaluations {
         let bits = evaluation.bits_per_byte.map_or("-".to_owned(), |bits| format!("{bits:.4}"));
-        let _ =
-            writeln!(out, "{:<44} {:>9.4} {bits:>15}", describe(summary, evaluation), evaluation.loss);
+        let _ = writeln!(
+            out,
+            "{:<44} {:>9.4} {bits:>15}",
+            describe(summary, evaluation),
+            evaluation.loss
+        );
     }
     if let Some(share) = summary.recovered() {
         let label = "conversion's loss won back by training";
@@ -86,9 +90,5 @@ fn marks(steps: &[StepMetrics]) -> Vec<Mark> {
 /// How to call a sibling program: through cargo when this one was, by name otherwise.
 pub fn invocation(program: &str) -> String {
     let from_cargo = std::env::var_os("CARGO").is_some() && Path::new("Cargo.toml").is_file();
-    if from_cargo {
-        format!("cargo run --release --bin {program} --")
-    } else {
-        program.to_owned()
-    }
+    if from_cargo { format!("cargo run --release --bin {program} --") } else { program.to_owned() }
 }

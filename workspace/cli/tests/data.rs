@@ -63,22 +63,12 @@ fn outputs_are_kept_unless_forced() {
     let dir = prepared();
     let cases: [&[&str]; 3] = [
         &["stories", "--count", "1", "--out", "s.jsonl"],
-        &[
-            "tokenizer",
-            "--vocab-size",
-            "300",
-            "--out",
-            "tok",
-            "s.jsonl",
-        ],
+        &["tokenizer", "--vocab-size", "300", "--out", "tok", "s.jsonl"],
         &["prepare", "--tokenizer", "tok", "--out", "p", "s.jsonl"],
     ];
     for case in cases {
         let text = stderr(&moh_data(dir.path(), case).code(1));
-        assert!(
-            text.starts_with("error: ") && text.contains("exists already"),
-            "{text}"
-        );
+        assert!(text.starts_with("error: ") && text.contains("exists already"), "{text}");
         assert_eq!(text.lines().count(), 1, "{text}");
         moh_data(dir.path(), &[case, &["--force"]].concat()).success();
     }
@@ -90,38 +80,19 @@ fn errors_are_one_sentence_and_name_the_file() {
     fs::write(dir.path().join("bad.jsonl"), "{\"body\": \"a\"}\n").unwrap();
     let prepare = ["prepare", "--tokenizer", "tok", "--out", "q"];
     let cases: [(Vec<&str>, &str); 5] = [
-        (
-            [&prepare[..], &["bad.jsonl"]].concat(),
-            "error: bad.jsonl:1: no field \"text\"",
-        ),
-        (
-            [&prepare[..], &["none.txt"]].concat(),
-            "error: none.txt: cannot read: No such file",
-        ),
-        (
-            vec!["info", "none"],
-            "error: none.bin: cannot read: No such file",
-        ),
+        ([&prepare[..], &["bad.jsonl"]].concat(), "error: bad.jsonl:1: no field \"text\""),
+        ([&prepare[..], &["none.txt"]].concat(), "error: none.txt: cannot read: No such file"),
+        (vec!["info", "none"], "error: none.bin: cannot read: No such file"),
         (vec!["info", "p.idxx"], "error: p.idxx.bin: cannot read"),
-        (
-            vec!["tokenizer", "--vocab-size", "9", "--out", "t", "s.jsonl"],
-            "error: vocab-size = 9",
-        ),
+        (vec!["tokenizer", "--vocab-size", "9", "--out", "t", "s.jsonl"], "error: vocab-size = 9"),
     ];
     for (arguments, start) in cases {
         let done = moh_data(dir.path(), &arguments).code(1);
         let text = stderr(&done);
-        assert!(
-            text.starts_with(start) && text.lines().count() == 1,
-            "{text}"
-        );
+        assert!(text.starts_with(start) && text.lines().count() == 1, "{text}");
         assert_eq!(stdout(&done), "");
     }
-    moh_data(
-        dir.path(),
-        &[&prepare[..], &["--field", "body", "bad.jsonl"]].concat(),
-    )
-    .success();
+    moh_data(dir.path(), &[&prepare[..], &["--field", "body", "bad.jsonl"]].concat()).success();
 }
 
 #[test]
@@ -151,9 +122,7 @@ fn examples_in_the_help_work_when_pasted() {
     ] {
         let dir = tempfile::tempdir().unwrap();
         let text = stdout(&moh_data(dir.path(), help).success());
-        let lines = text
-            .lines()
-            .filter_map(|line| line.trim().strip_prefix("moh-data "));
+        let lines = text.lines().filter_map(|line| line.trim().strip_prefix("moh-data "));
         let examples: Vec<_> = lines.collect();
         assert!(!examples.is_empty(), "{text}");
         for example in examples {
@@ -166,15 +135,7 @@ fn examples_in_the_help_work_when_pasted() {
 fn the_settings_differ_and_repeat() {
     let dir = tempfile::tempdir().unwrap();
     let read = |setting: &str, name: &str| {
-        let arguments = [
-            "stories",
-            "--count",
-            "5",
-            "--setting",
-            setting,
-            "--out",
-            name,
-        ];
+        let arguments = ["stories", "--count", "5", "--setting", setting, "--out", name];
         moh_data(dir.path(), &arguments).success();
         fs::read(dir.path().join(name)).unwrap()
     };

@@ -30,11 +30,7 @@ pub(crate) struct Documents<'a> {
 
 impl<'a> Documents<'a> {
     pub(crate) fn new(inputs: &'a [PathBuf], field: &'a str) -> Self {
-        Self {
-            inputs: inputs.iter(),
-            field,
-            lines: None,
-        }
+        Self { inputs: inputs.iter(), field, lines: None }
     }
 
     fn next_document(&mut self) -> Result<Option<Document>> {
@@ -53,12 +49,7 @@ impl<'a> Documents<'a> {
             }
             let file = File::open(input).map_err(Error::io(input, "read"))?;
             let reader = BufReader::with_capacity(1 << 20, file);
-            self.lines = Some(Lines {
-                path: input.clone(),
-                reader,
-                line: 0,
-                bytes: Vec::new(),
-            });
+            self.lines = Some(Lines { path: input.clone(), reader, line: 0, bytes: Vec::new() });
         }
     }
 }
@@ -75,9 +66,8 @@ impl Iterator for Documents<'_> {
 pub(crate) fn input_bytes(inputs: &[PathBuf]) -> Result<u64> {
     let mut total = 0;
     for input in inputs {
-        let kind = File::open(input)
-            .and_then(|file| file.metadata())
-            .map_err(Error::io(input, "read"))?;
+        let kind =
+            File::open(input).and_then(|file| file.metadata()).map_err(Error::io(input, "read"))?;
         if kind.is_dir() {
             return Err(Error::Io {
                 path: input.clone(),
@@ -132,10 +122,7 @@ impl Lines {
                 return Err(self.fault(format!("longer than {LONGEST_LINE} bytes, not JSON lines")));
             }
             let mut line = std::str::from_utf8(&self.bytes).map_err(|fault| {
-                self.fault(format!(
-                    "not UTF-8 at byte {} of the line",
-                    fault.valid_up_to()
-                ))
+                self.fault(format!("not UTF-8 at byte {} of the line", fault.valid_up_to()))
             })?;
             if self.line == 1 {
                 line = line.strip_prefix('\u{feff}').unwrap_or(line);
@@ -149,11 +136,7 @@ impl Lines {
     }
 
     fn fault(&self, reason: String) -> Error {
-        Error::Line {
-            path: self.path.clone(),
-            line: self.line,
-            reason,
-        }
+        Error::Line { path: self.path.clone(), line: self.line, reason }
     }
 }
 
@@ -172,19 +155,10 @@ fn text_of(line: &str, field: &str) -> Result<String, String> {
         Some(Value::String(text)) => Ok(text),
         Some(_) => Err(format!("the field {field:?} is not a string")),
         None => {
-            let keys: Vec<_> = object
-                .keys()
-                .take(KEYS_SHOWN)
-                .map(|key| format!("{key:?}"))
-                .collect();
-            let keys = if keys.is_empty() {
-                "nothing".to_owned()
-            } else {
-                keys.join(", ")
-            };
-            Err(format!(
-                "no field {field:?}, the line has {keys}: name the text's with --field"
-            ))
+            let keys: Vec<_> =
+                object.keys().take(KEYS_SHOWN).map(|key| format!("{key:?}")).collect();
+            let keys = if keys.is_empty() { "nothing".to_owned() } else { keys.join(", ") };
+            Err(format!("no field {field:?}, the line has {keys}: name the text's with --field"))
         }
     }
 }
@@ -197,22 +171,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(name);
         std::fs::write(&path, bytes).unwrap();
-        Documents::new(&[path], "text")
-            .map(|document| document.map(|found| found.text))
-            .collect()
+        Documents::new(&[path], "text").map(|document| document.map(|found| found.text)).collect()
     }
 
     #[test]
     fn each_line_is_a_document() {
-        let found = texts(
-            "a.jsonl",
-            b"{\"text\": \"one\"}\n\n{\"id\": 1, \"text\": \"t\\nwo\"}",
-        );
+        let found = texts("a.jsonl", b"{\"text\": \"one\"}\n\n{\"id\": 1, \"text\": \"t\\nwo\"}");
         assert_eq!(found.unwrap(), ["one", "t\nwo"]);
-        assert_eq!(
-            texts("a.json", b"\xef\xbb\xbf{\"text\": \"\"}\r\n").unwrap(),
-            [""]
-        );
+        assert_eq!(texts("a.json", b"\xef\xbb\xbf{\"text\": \"\"}\r\n").unwrap(), [""]);
         assert!(texts("a.jsonl", b"").unwrap().is_empty());
     }
 
@@ -225,32 +191,17 @@ mod tests {
     #[test]
     fn faults_name_the_line() {
         let cases: [(&[u8], u64, &str); 6] = [
-            (
-                b"{\"text\": \"a\"}\n{\"text\": \"b\n",
-                2,
-                "broken JSON at column",
-            ),
-            (
-                b"\n{\"content\": \"a\"}",
-                2,
-                "no field \"text\", the line has \"content\"",
-            ),
+            (b"{\"text\": \"a\"}\n{\"text\": \"b\n", 2, "broken JSON at column"),
+            (b"\n{\"content\": \"a\"}", 2, "no field \"text\", the line has \"content\""),
             (b"{}", 1, "the line has nothing"),
             (b"{\"text\": 1}", 1, "is not a string"),
             (b"[1]", 1, "expected one JSON object a line"),
-            (
-                b"{\"text\": \"a\"}\n{\"text\": \"\xff\"}",
-                2,
-                "not UTF-8 at byte 10",
-            ),
+            (b"{\"text\": \"a\"}\n{\"text\": \"\xff\"}", 2, "not UTF-8 at byte 10"),
         ];
         for (bytes, expected, part) in cases {
             let error = texts("a.jsonl", bytes).unwrap_err();
             assert!(error.to_string().contains(part), "{error}");
-            assert!(
-                matches!(error, Error::Line { line, .. } if line == expected),
-                "{error}"
-            );
+            assert!(matches!(error, Error::Line { line, .. } if line == expected), "{error}");
         }
     }
 

@@ -161,18 +161,11 @@ impl Error {
     /// A closure for `map_err` that adds the path and the action to an I/O error.
     pub(crate) fn io(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_path_buf();
-        move |source| Self::Io {
-            path,
-            action,
-            source,
-        }
+        move |source| Self::Io { path, action, source }
     }
 
     /// A fault in a token file.
     pub(crate) fn token_file(path: &Path, reason: impl Into<String>) -> Self {
-        Self::TokenFile {
-            path: path.to_path_buf(),
-            reason: reason.into(),
-        }
+        Self::TokenFile { path: path.to_path_buf(), reason: reason.into() }
     }
 }

@@ -29,9 +29,7 @@ impl Mixture {
     /// others that it earns no sample in a block.
     pub(crate) fn new(sources: &[(&Path, f64)], order: Order, seed: u64) -> Result<Self> {
         if sources.is_empty() {
-            return Err(Error::Empty {
-                reason: "no data source: name at least one".to_owned(),
-            });
+            return Err(Error::Empty { reason: "no data source: name at least one".to_owned() });
         }
         let refuse = |&(path, weight): &(&Path, f64), reason| Error::Weight {
             path: path.to_path_buf(),
@@ -51,11 +49,7 @@ impl Mixture {
             ));
         }
         let spread = (order == Order::Sequential).then(|| spread(&counts));
-        Ok(Self {
-            counts,
-            seed,
-            spread,
-        })
+        Ok(Self { counts, seed, spread })
     }
 
     /// The source of sample `number`, and how many samples of that source come before it.
@@ -77,10 +71,7 @@ impl Mixture {
         let permutation = Permutation::new(BLOCK, key_of(&[self.seed, MIXTURE_KEY, block]));
         let at = |place| self.owner(permutation.apply(place));
         let source = at(place);
-        (
-            source,
-            (0..place).filter(|&earlier| at(earlier) == source).count() as u64,
-        )
+        (source, (0..place).filter(|&earlier| at(earlier) == source).count() as u64)
     }
 
     /// The source that owns a slot, when each owns as many in a row as its count says.
@@ -100,14 +91,10 @@ impl Mixture {
 /// How many of a block each source gets: its weight's share, rounded by largest remainder.
 fn shares(sources: &[(&Path, f64)]) -> Vec<u64> {
     // Dividing by the largest first keeps huge weights finite.
-    let largest = sources
-        .iter()
-        .fold(0.0, |largest: f64, source| largest.max(source.1));
+    let largest = sources.iter().fold(0.0, |largest: f64, source| largest.max(source.1));
     let sum: f64 = sources.iter().map(|source| source.1 / largest).sum();
-    let exact: Vec<f64> = sources
-        .iter()
-        .map(|source| source.1 / largest / sum * BLOCK as f64)
-        .collect();
+    let exact: Vec<f64> =
+        sources.iter().map(|source| source.1 / largest / sum * BLOCK as f64).collect();
     let mut counts: Vec<u64> = exact.iter().map(|share| share.floor() as u64).collect();
     let mut by_remainder: Vec<usize> = (0..exact.len()).collect();
     // Stable: equal remainders go to the source named first.
@@ -128,10 +115,7 @@ fn spread(counts: &[u64]) -> Vec<(usize, u64)> {
         }
     }
     places.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
-    places
-        .into_iter()
-        .map(|(_, source, rank)| (source, rank))
-        .collect()
+    places.into_iter().map(|(_, source, rank)| (source, rank)).collect()
 }
 
 #[cfg(test)]
@@ -140,10 +124,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn mixture(weights: &[f64], order: Order, seed: u64) -> Result<Mixture> {
-        let sources: Vec<_> = weights
-            .iter()
-            .map(|&weight| (Path::new("s"), weight))
-            .collect();
+        let sources: Vec<_> = weights.iter().map(|&weight| (Path::new("s"), weight)).collect();
         Mixture::new(&sources, order, seed)
     }
 
@@ -181,22 +162,10 @@ mod tests {
 
     #[test]
     fn impossible_weights_are_refused() {
-        for weights in [
-            &[1.0, 0.0][..],
-            &[-1.0],
-            &[f64::NAN],
-            &[f64::INFINITY, 1.0],
-            &[1e9, 1.0],
-        ] {
-            assert!(matches!(
-                mixture(weights, Order::Shuffled, 0),
-                Err(Error::Weight { .. })
-            ));
+        for weights in [&[1.0, 0.0][..], &[-1.0], &[f64::NAN], &[f64::INFINITY, 1.0], &[1e9, 1.0]] {
+            assert!(matches!(mixture(weights, Order::Shuffled, 0), Err(Error::Weight { .. })));
         }
-        assert!(matches!(
-            mixture(&[], Order::Shuffled, 0),
-            Err(Error::Empty { .. })
-        ));
+        assert!(matches!(mixture(&[], Order::Shuffled, 0), Err(Error::Empty { .. })));
     }
 
     #[test]
@@ -210,9 +179,7 @@ mod tests {
     fn blocks_are_shuffled_differently() {
         let mixture = mixture(&[1.0, 1.0], Order::Shuffled, 9).unwrap();
         let block = |first: u64| -> Vec<_> {
-            (first..first + 50)
-                .map(|number| mixture.locate(number).0)
-                .collect()
+            (first..first + 50).map(|number| mixture.locate(number).0).collect()
         };
         assert_ne!(block(0), block(BLOCK));
     }

@@ -30,14 +30,9 @@ impl Pending {
             // As open(2) would make it: the umask takes away what it should.
             builder.permissions(std::fs::Permissions::from_mode(0o666));
         }
-        let file = builder
-            .tempfile_in(folder(path))
-            .map_err(Error::io(path, "write"))?;
+        let file = builder.tempfile_in(folder(path)).map_err(Error::io(path, "write"))?;
         let writer = BufWriter::with_capacity(BUFFER_BYTES, file);
-        Ok(Self {
-            path: path.to_path_buf(),
-            writer,
-        })
+        Ok(Self { path: path.to_path_buf(), writer })
     }
 
     /// The final name.
@@ -47,25 +42,19 @@ impl Pending {
 
     /// Appends bytes.
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.writer
-            .write_all(bytes)
-            .map_err(Error::io(&self.path, "write"))
+        self.writer.write_all(bytes).map_err(Error::io(&self.path, "write"))
     }
 
     /// The file itself, after everything written so far has reached it.
     pub(crate) fn flushed(&mut self) -> Result<&mut File> {
-        self.writer
-            .flush()
-            .map_err(Error::io(&self.path, "write"))?;
+        self.writer.flush().map_err(Error::io(&self.path, "write"))?;
         Ok(self.writer.get_mut().as_file_mut())
     }
 
     /// Flushes to the disk, so that [`Pending::publish`] is a mere rename.
     pub(crate) fn sync(&mut self) -> Result<()> {
         let path = self.path.clone();
-        self.flushed()?
-            .sync_all()
-            .map_err(Error::io(&path, "write"))
+        self.flushed()?.sync_all().map_err(Error::io(&path, "write"))
     }
 
     /// Gives the file its name; `overwrite` replaces a file of that name, else it is an error.
@@ -73,21 +62,13 @@ impl Pending {
         self.sync()?;
         let Self { path, writer } = self;
         let (file, _) = writer.into_parts();
-        let done = if overwrite {
-            file.persist(&path)
-        } else {
-            file.persist_noclobber(&path)
-        };
+        let done = if overwrite { file.persist(&path) } else { file.persist_noclobber(&path) };
         match done {
             Ok(_) => sync_folder(&path),
             Err(failed) if failed.error.kind() == std::io::ErrorKind::AlreadyExists => {
                 Err(Error::Exists { path })
             }
-            Err(failed) => Err(Error::Io {
-                path,
-                action: "write",
-                source: failed.error,
-            }),
+            Err(failed) => Err(Error::Io { path, action: "write", source: failed.error }),
         }
     }
 }
@@ -102,9 +83,7 @@ pub(crate) fn write_whole(path: &Path, bytes: &[u8], overwrite: bool) -> Result<
 /// Refuses an output that is already there, unless it may be overwritten.
 pub(crate) fn refuse_existing(path: &Path, overwrite: bool) -> Result<()> {
     if !overwrite && path.symlink_metadata().is_ok() {
-        return Err(Error::Exists {
-            path: path.to_path_buf(),
-        });
+        return Err(Error::Exists { path: path.to_path_buf() });
     }
     Ok(())
 }
@@ -128,9 +107,7 @@ pub(crate) fn folder(path: &Path) -> &Path {
 fn sync_folder(path: &Path) -> Result<()> {
     let folder = folder(path);
     #[cfg(unix)]
-    File::open(folder)
-        .and_then(|file| file.sync_all())
-        .map_err(Error::io(folder, "write"))?;
+    File::open(folder).and_then(|file| file.sync_all()).map_err(Error::io(folder, "write"))?;
     Ok(())
 }
 
@@ -152,10 +129,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a.b");
         write_whole(&path, b"one", false).unwrap();
-        assert!(matches!(
-            write_whole(&path, b"two", false),
-            Err(Error::Exists { .. })
-        ));
+        assert!(matches!(write_whole(&path, b"two", false), Err(Error::Exists { .. })));
         assert_eq!(std::fs::read(&path).unwrap(), b"one");
         write_whole(&path, b"two", true).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"two");
@@ -164,9 +138,6 @@ mod tests {
 
     #[test]
     fn endings_are_appended_behind_dots() {
-        assert_eq!(
-            with_ending(Path::new("a/b.v1"), ".bin"),
-            Path::new("a/b.v1.bin")
-        );
+        assert_eq!(with_ending(Path::new("a/b.v1"), ".bin"), Path::new("a/b.v1.bin"));
     }
 }

@@ -23,11 +23,7 @@ impl Permutation {
             state = state.wrapping_add(GOLDEN);
             scramble(state)
         });
-        Self {
-            n,
-            half_bits: bits.div_ceil(2).max(1),
-            keys,
-        }
+        Self { n, half_bits: bits.div_ceil(2).max(1), keys }
     }
 
     /// Where `index` goes.
@@ -35,11 +31,7 @@ impl Permutation {
     /// # Panics
     /// When `index` is not under n.
     pub fn apply(&self, index: u64) -> u64 {
-        assert!(
-            index < self.n,
-            "index {index} outside a permutation of {}",
-            self.n
-        );
+        assert!(index < self.n, "index {index} outside a permutation of {}", self.n);
         if self.n == 1 {
             return 0;
         }
@@ -103,9 +95,7 @@ mod tests {
     fn keys_give_different_orders() {
         let order = |key| {
             let permutation = Permutation::new(100, key);
-            (0..100)
-                .map(|index| permutation.apply(index))
-                .collect::<Vec<_>>()
+            (0..100).map(|index| permutation.apply(index)).collect::<Vec<_>>()
         };
         assert_ne!(order(1), order(2));
         assert_ne!(order(1), (0..100).collect::<Vec<_>>());
@@ -120,10 +110,7 @@ mod tests {
         for key in 0..5000 {
             counts[Permutation::new(5, key_of(&[key])).apply(0) as usize] += 1;
         }
-        assert!(
-            counts.iter().all(|count| (800..1200).contains(count)),
-            "{counts:?}"
-        );
+        assert!(counts.iter().all(|count| (800..1200).contains(count)), "{counts:?}");
     }
 
     #[test]

@@ -32,17 +32,9 @@ pub struct Prepare<'a> {
 /// Fails on input that is not text, naming file and line, on outputs that are there already, and
 /// when there is nothing to write. Nothing is left behind then.
 pub fn prepare(options: Prepare<'_>, progress: &mut dyn FnMut(u64, u64)) -> Result<TokenFileInfo> {
-    let Prepare {
-        tokenizer,
-        inputs,
-        field,
-        prefix,
-        overwrite,
-    } = options;
+    let Prepare { tokenizer, inputs, field, prefix, overwrite } = options;
     if inputs.is_empty() {
-        return Err(Error::Empty {
-            reason: "no input: name at least one file".to_owned(),
-        });
+        return Err(Error::Empty { reason: "no input: name at least one file".to_owned() });
     }
     let total = input_bytes(inputs)?;
     refuse_inputs_as_outputs(inputs, &TokenFileWriter::outputs(prefix))?;
@@ -60,10 +52,7 @@ pub fn prepare(options: Prepare<'_>, progress: &mut dyn FnMut(u64, u64)) -> Resu
         if batch.is_empty() {
             break;
         }
-        let texts: Vec<&str> = batch
-            .iter()
-            .map(|document| document.text.as_str())
-            .collect();
+        let texts: Vec<&str> = batch.iter().map(|document| document.text.as_str()).collect();
         for tokens in tokenizer.encode_batch(&texts)? {
             if !tokens.is_empty() {
                 writer.push_document(&tokens)?;
@@ -77,18 +66,13 @@ pub fn prepare(options: Prepare<'_>, progress: &mut dyn FnMut(u64, u64)) -> Resu
         progress(done.min(total), total);
     }
     if text_bytes == 0 {
-        return Err(Error::Empty {
-            reason: "the inputs hold no text".to_owned(),
-        });
+        return Err(Error::Empty { reason: "the inputs hold no text".to_owned() });
     }
     progress(total, total);
     writer.finish(Provenance {
         tokenizer_hash: Some(tokenizer.hash().to_owned()),
         text_bytes,
-        sources: inputs
-            .iter()
-            .map(|input| input.display().to_string())
-            .collect(),
+        sources: inputs.iter().map(|input| input.display().to_string()).collect(),
     })
 }
 
@@ -111,9 +95,7 @@ pub(crate) fn refuse_inputs_as_outputs(inputs: &[PathBuf], outputs: &[PathBuf]) 
         let input = input.canonicalize().map_err(Error::io(input, "read"))?;
         for output in outputs {
             if output.canonicalize().is_ok_and(|output| output == input) {
-                return Err(Error::OverwritesInput {
-                    path: output.clone(),
-                });
+                return Err(Error::OverwritesInput { path: output.clone() });
             }
         }
     }

@@ -58,10 +58,8 @@ impl TrainingData {
                 reason: "must be at least 1".to_owned(),
             });
         }
-        let weights: Vec<_> = sources
-            .iter()
-            .map(|source| (source.path.as_path(), source.weight))
-            .collect();
+        let weights: Vec<_> =
+            sources.iter().map(|source| (source.path.as_path(), source.weight)).collect();
         let mixture = Mixture::new(&weights, order, seed)?;
         let mut files = Vec::with_capacity(sources.len());
         for source in sources {
@@ -76,13 +74,7 @@ impl TrainingData {
             }
             files.push(file);
         }
-        Ok(Self {
-            files,
-            mixture,
-            sequence_length,
-            order,
-            seed,
-        })
+        Ok(Self { files, mixture, sequence_length, order, seed })
     }
 
     /// The token files, in the order of the sources.
@@ -105,9 +97,7 @@ impl TrainingData {
 
     /// Fails when a source records another tokenizer than this one.
     pub fn check_tokenizer(&self, tokenizer: &TextTokenizer) -> Result<()> {
-        self.files
-            .iter()
-            .try_for_each(|file| file.check_tokenizer(tokenizer))
+        self.files.iter().try_for_each(|file| file.check_tokenizer(tokenizer))
     }
 
     /// The source of sample `number`, and the position of its first token in that source.
@@ -141,22 +131,14 @@ impl TrainingData {
         tokens: &mut [u32],
         first_key: Option<&mut [u32]>,
     ) -> Result<()> {
-        assert_eq!(
-            tokens.len(),
-            self.sequence_length + 1,
-            "inputs and one last target"
-        );
+        assert_eq!(tokens.len(), self.sequence_length + 1, "inputs and one last target");
         let (source, start) = self.locate(number);
         let file = &self.files[source];
         file.read(start, tokens)?;
         let Some(first_key) = first_key else {
             return Ok(());
         };
-        assert_eq!(
-            first_key.len(),
-            self.sequence_length,
-            "one entry for each input"
-        );
+        assert_eq!(first_key.len(), self.sequence_length, "one entry for each input");
         first_key.fill(0);
         for first in file.document_starts(start..start + self.sequence_length as u64)? {
             // Inside the window, whose length is a usize.

@@ -32,12 +32,7 @@ impl<'a> TextStream<'a> {
     pub(crate) fn new(tokenizer: &'a TextTokenizer, context: &[u32], skip_special: bool) -> Self {
         let ids = context[context.len().saturating_sub(CONTEXT_IDS)..].to_vec();
         let pieces = VecDeque::from([ids.len()]);
-        Self {
-            tokenizer,
-            skip_special,
-            ids,
-            pieces,
-        }
+        Self { tokenizer, skip_special, ids, pieces }
     }
 
     /// Adds an id and returns the text that is new; empty while a character is incomplete.
@@ -53,9 +48,7 @@ impl<'a> TextStream<'a> {
 
     fn advance(&mut self, last: bool) -> Result<String> {
         let shown: usize = self.pieces.iter().sum();
-        let before = self
-            .tokenizer
-            .decode(&self.ids[..shown], self.skip_special)?;
+        let before = self.tokenizer.decode(&self.ids[..shown], self.skip_special)?;
         let now = self.tokenizer.decode(&self.ids, self.skip_special)?;
         let waiting = self.ids.len() - shown;
         if now.ends_with(REPLACEMENT) && waiting < LONGEST_WAIT && !last {

@@ -35,9 +35,8 @@ impl TokenFile {
     /// the ids is checked here.
     pub fn open(prefix: &Path) -> Result<Self> {
         let idx_path = with_ending(prefix, ".idx");
-        let named_whole = prefix
-            .extension()
-            .is_some_and(|ending| ending == "bin" || ending == "idx");
+        let named_whole =
+            prefix.extension().is_some_and(|ending| ending == "bin" || ending == "idx");
         if named_whole && !idx_path.exists() {
             return Err(Error::token_file(
                 prefix,
@@ -65,14 +64,7 @@ impl TokenFile {
                 ));
             }
         }
-        Ok(Self {
-            prefix: prefix.to_path_buf(),
-            bin_path,
-            bin,
-            index,
-            info,
-            limit: ALL_IDS,
-        })
+        Ok(Self { prefix: prefix.to_path_buf(), bin_path, bin, index, info, limit: ALL_IDS })
     }
 
     /// The path without its endings.
@@ -132,10 +124,7 @@ impl TokenFile {
 
     /// Fails when `PREFIX.json` records another tokenizer; without a record, all is well.
     pub fn check_tokenizer(&self, tokenizer: &TextTokenizer) -> Result<()> {
-        let recorded = self
-            .info
-            .as_ref()
-            .and_then(|info| info.tokenizer_hash.as_deref());
+        let recorded = self.info.as_ref().and_then(|info| info.tokenizer_hash.as_deref());
         match recorded {
             Some(recorded) if recorded != tokenizer.hash() => Err(Error::TokenizerMismatch {
                 path: with_ending(&self.prefix, ".json"),
@@ -180,14 +169,12 @@ impl TokenFile {
         let item = self.token_type().bytes();
         // In bounds: `TokenIndex::open` has checked every sequence against the length of the map.
         let bytes = &self.bin[offset as usize..offset as usize + out.len() * item];
-        self.token_type()
-            .widen(bytes, out, limit)
-            .map_err(|(at, id)| Error::Vocabulary {
-                path: self.bin_path.clone(),
-                position: position + at as u64,
-                id,
-                vocabulary: limit,
-            })
+        self.token_type().widen(bytes, out, limit).map_err(|(at, id)| Error::Vocabulary {
+            path: self.bin_path.clone(),
+            position: position + at as u64,
+            id,
+            vocabulary: limit,
+        })
     }
 
     /// The first positions of all documents that start inside `range`, in order. Empty documents
@@ -208,9 +195,7 @@ impl TokenFile {
         let mut starts = Vec::new();
         for document in self.index.document_from(sequence)..self.index.documents() {
             let first = self.index.first_sequence(document);
-            position += (sequence..first)
-                .map(|passed| self.index.length(passed))
-                .sum::<u64>();
+            position += (sequence..first).map(|passed| self.index.length(passed)).sum::<u64>();
             sequence = first;
             if position >= range.end {
                 break;

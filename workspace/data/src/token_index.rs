@@ -63,9 +63,7 @@ impl TokenIndex {
             )));
         }
         if bounds == 0 {
-            return Err(fault(
-                "no document bounds, expected at least one".to_owned(),
-            ));
+            return Err(fault("no document bounds, expected at least one".to_owned()));
         }
         // Both fit: the file, which is mapped, has more bytes than either.
         let (sequences, bounds) = (sequences as usize, bounds as usize);
@@ -196,11 +194,7 @@ impl TokenIndex {
         let (mut low, mut high) = (0, self.documents);
         while low < high {
             let middle = low.midpoint(high);
-            if self.first_sequence(middle) < sequence {
-                low = middle + 1
-            } else {
-                high = middle
-            }
+            if self.first_sequence(middle) < sequence { low = middle + 1 } else { high = middle }
         }
         low
     }
@@ -210,11 +204,7 @@ impl TokenIndex {
     pub(crate) fn locate(&self, position: u64) -> (usize, u64) {
         let block = self.starts.partition_point(|&start| start <= position);
         let mut sequence = block.saturating_sub(1) * STRIDE;
-        let mut start = self
-            .starts
-            .get(block.saturating_sub(1))
-            .copied()
-            .unwrap_or(0);
+        let mut start = self.starts.get(block.saturating_sub(1)).copied().unwrap_or(0);
         while sequence < self.sequences && start + self.length(sequence) <= position {
             start += self.length(sequence);
             sequence += 1;
@@ -228,18 +218,14 @@ impl TokenIndex {
             return self.tokens;
         }
         let block = sequence / STRIDE;
-        let walked: u64 = (block * STRIDE..sequence)
-            .map(|before| self.length(before))
-            .sum();
+        let walked: u64 = (block * STRIDE..sequence).map(|before| self.length(before)).sum();
         self.starts[block] + walked
     }
 }
 
 /// Size of an index, unless it exceeds u64.
 fn index_bytes(sequences: u64, bounds: u64) -> Option<u64> {
-    let tables = sequences
-        .checked_mul(12)?
-        .checked_add(bounds.checked_mul(8)?)?;
+    let tables = sequences.checked_mul(12)?.checked_add(bounds.checked_mul(8)?)?;
     tables.checked_add(HEADER_BYTES as u64)
 }
 

@@ -54,10 +54,7 @@ impl TokenFileInfo {
             Ok(kind) if kind.len() > LARGEST_JSON => {
                 return Err(Error::token_file(
                     path,
-                    format!(
-                        "{} bytes are too many for a token file's description",
-                        kind.len()
-                    ),
+                    format!("{} bytes are too many for a token file's description", kind.len()),
                 ));
             }
             Ok(_) => {}

@@ -33,12 +33,8 @@ impl TokenType {
             4 => Ok(Self::I32),
             5 => Ok(Self::I64),
             8 => Ok(Self::U16),
-            6 | 7 => Err(format!(
-                "type code {code} is a floating-point type, not token ids"
-            )),
-            _ => Err(format!(
-                "type code {code} is unknown (1 to 5 and 8 are token ids)"
-            )),
+            6 | 7 => Err(format!("type code {code} is a floating-point type, not token ids")),
+            _ => Err(format!("type code {code} is unknown (1 to 5 and 8 are token ids)")),
         }
     }
 
@@ -78,11 +74,7 @@ impl TokenType {
 
     /// What a writer uses for a vocabulary of this size.
     pub fn for_vocabulary(vocab_size: usize) -> Self {
-        if vocab_size < LARGE_VOCABULARY {
-            Self::U16
-        } else {
-            Self::I32
-        }
+        if vocab_size < LARGE_VOCABULARY { Self::U16 } else { Self::I32 }
     }
 
     /// Widens stored tokens into `out`, which has one entry for each. The first id that is
@@ -115,11 +107,7 @@ fn widen<const N: usize>(
     let (items, _) = bytes.as_chunks::<N>();
     for (at, (item, slot)) in items.iter().zip(out).enumerate() {
         let id = id_of(*item);
-        match u64::try_from(id)
-            .ok()
-            .filter(|&id| id < limit)
-            .and_then(|id| id.try_into().ok())
-        {
+        match u64::try_from(id).ok().filter(|&id| id < limit).and_then(|id| id.try_into().ok()) {
             Some(id) => *slot = id,
             None => return Err((at, id)),
         }
@@ -136,30 +124,17 @@ mod tests {
         for code in [1, 2, 3, 4, 5, 8] {
             assert_eq!(TokenType::from_code(code).unwrap().code(), code);
         }
-        assert!(
-            TokenType::from_code(6)
-                .unwrap_err()
-                .contains("floating-point")
-        );
+        assert!(TokenType::from_code(6).unwrap_err().contains("floating-point"));
         assert!(TokenType::from_code(0).unwrap_err().contains("unknown"));
     }
 
     #[test]
     fn negative_and_large_ids_are_found() {
         let mut out = [0; 3];
-        let ids: Vec<u8> = [1i64, -2, 3]
-            .iter()
-            .flat_map(|id| id.to_le_bytes())
-            .collect();
+        let ids: Vec<u8> = [1i64, -2, 3].iter().flat_map(|id| id.to_le_bytes()).collect();
         assert_eq!(TokenType::I64.widen(&ids, &mut out, u64::MAX), Err((1, -2)));
-        let ids: Vec<u8> = [1i64, 2, 1 << 40]
-            .iter()
-            .flat_map(|id| id.to_le_bytes())
-            .collect();
-        assert_eq!(
-            TokenType::I64.widen(&ids, &mut out, u64::MAX),
-            Err((2, 1 << 40))
-        );
+        let ids: Vec<u8> = [1i64, 2, 1 << 40].iter().flat_map(|id| id.to_le_bytes()).collect();
+        assert_eq!(TokenType::I64.widen(&ids, &mut out, u64::MAX), Err((2, 1 << 40)));
         assert_eq!(TokenType::U8.widen(&[7, 8, 9], &mut out, 9), Err((2, 9)));
         assert_eq!(TokenType::U8.widen(&[7, 8, 9], &mut out, 10), Ok(()));
         assert_eq!(out, [7, 8, 9]);

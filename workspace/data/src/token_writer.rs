@@ -113,12 +113,7 @@ impl TokenFileWriter {
         let [_, idx_path, json_path] = Self::outputs(&self.prefix);
         let mut json = Pending::create(&json_path)?;
         json.write(&info.to_json())?;
-        let Self {
-            mut bin,
-            mut idx,
-            overwrite,
-            ..
-        } = self;
+        let Self { mut bin, mut idx, overwrite, .. } = self;
         for file in [&mut bin, &mut idx, &mut json] {
             file.sync()?;
         }
@@ -154,13 +149,8 @@ impl TokenFileWriter {
             let count = (self.documents - first).min(1 << 16);
             piece.clear();
             let mut reader = BufReader::new(&lengths);
-            reader
-                .seek(SeekFrom::Start(HEADER_BYTES as u64 + 4 * first))
-                .map_err(failed)?;
-            reader
-                .take(4 * count)
-                .read_to_end(&mut piece)
-                .map_err(failed)?;
+            reader.seek(SeekFrom::Start(HEADER_BYTES as u64 + 4 * first)).map_err(failed)?;
+            reader.take(4 * count).read_to_end(&mut piece).map_err(failed)?;
             (&lengths).seek(SeekFrom::End(0)).map_err(failed)?;
             let (items, _) = piece.as_chunks::<4>();
             for length in items {

@@ -37,29 +37,17 @@ impl TextTokenizer {
         };
         let mut inner =
             Tokenizer::from_bytes(bytes).map_err(|error| fault(&path, error.to_string()))?;
-        inner
-            .with_truncation(None)
-            .map_err(|error| fault(&path, error.to_string()))?;
+        inner.with_truncation(None).map_err(|error| fault(&path, error.to_string()))?;
         inner.with_padding(None);
         let Some(largest) = inner.get_vocab(true).into_values().max() else {
             return Err(fault(&path, "its vocabulary is empty".to_owned()));
         };
-        let framed = inner
-            .encode_fast("a", true)
-            .map_err(|error| fault(&path, error.to_string()))?;
-        let special = framed
-            .get_special_tokens_mask()
-            .iter()
-            .take_while(|&&mask| mask == 1);
+        let framed =
+            inner.encode_fast("a", true).map_err(|error| fault(&path, error.to_string()))?;
+        let special = framed.get_special_tokens_mask().iter().take_while(|&&mask| mask == 1);
         let prefix = framed.get_ids()[..special.count()].to_vec();
         let hash = blake3::hash(bytes).to_hex().to_string();
-        Ok(Self {
-            inner,
-            path,
-            hash,
-            vocab_size: largest as usize + 1,
-            prefix,
-        })
+        Ok(Self { inner, path, hash, vocab_size: largest as usize + 1, prefix })
     }
 
     /// The `tokenizer.json`.
@@ -104,26 +92,19 @@ impl TextTokenizer {
 
     /// [`TextTokenizer::encode`] of many documents, in parallel; the order stays.
     pub fn encode_batch<T: AsRef<str> + Sync>(&self, texts: &[T]) -> Result<Vec<Vec<u32>>> {
-        texts
-            .par_iter()
-            .map(|text| self.encode(text.as_ref()))
-            .collect()
+        texts.par_iter().map(|text| self.encode(text.as_ref())).collect()
     }
 
     fn ids(&self, text: &str, framed: bool) -> Result<Vec<u32>> {
-        let encoding = self
-            .inner
-            .encode_fast(text, framed)
-            .map_err(|error| self.failure(&*error))?;
+        let encoding =
+            self.inner.encode_fast(text, framed).map_err(|error| self.failure(&*error))?;
         Ok(encoding.get_ids().to_vec())
     }
 
     /// The text of ids; `skip_special` leaves BOS, EOS and their like out. Ids without a token
     /// (a padded vocabulary has some) give nothing.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
-        self.inner
-            .decode(ids, skip_special)
-            .map_err(|error| self.failure(&*error))
+        self.inner.decode(ids, skip_special).map_err(|error| self.failure(&*error))
     }
 
     /// Decodes ids one by one as a continuation of `context`, for text shown while generated.
@@ -138,10 +119,7 @@ impl TextTokenizer {
     }
 
     fn failure(&self, error: &(dyn std::error::Error + Send + Sync)) -> Error {
-        Error::Tokenizer {
-            path: self.path.clone(),
-            reason: error.to_string(),
-        }
+        Error::Tokenizer { path: self.path.clone(), reason: error.to_string() }
     }
 }
 

@@ -57,17 +57,9 @@ pub fn train_tokenizer(
     options: TrainTokenizer<'_>,
     progress: &mut (dyn FnMut(u64, u64) + Send),
 ) -> Result<TextTokenizer> {
-    let TrainTokenizer {
-        inputs,
-        field,
-        vocab_size,
-        dir,
-        overwrite,
-    } = options;
+    let TrainTokenizer { inputs, field, vocab_size, dir, overwrite } = options;
     if inputs.is_empty() {
-        return Err(Error::Empty {
-            reason: "no input: name at least one file".to_owned(),
-        });
+        return Err(Error::Empty { reason: "no input: name at least one file".to_owned() });
     }
     if vocab_size < SMALLEST_VOCABULARY || u32::try_from(vocab_size).is_err() {
         return Err(Error::Argument {
@@ -80,11 +72,7 @@ pub fn train_tokenizer(
         });
     }
     let total = input_bytes(inputs)?;
-    let names = [
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-    ];
+    let names = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"];
     let outputs = names.map(|name| dir.join(name));
     refuse_inputs_as_outputs(inputs, &outputs)?;
     for path in &outputs {
@@ -114,23 +102,16 @@ pub fn train_tokenizer(
         }
         Err(error) => {
             // Held by nobody who could have panicked: this closure alone takes the lock.
-            *failed
-                .lock()
-                .unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(error);
+            *failed.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(error);
             None
         }
     });
     tokenizer.train(&mut trainer, texts).map_err(fault)?;
-    if let Some(error) = failed
-        .into_inner()
-        .unwrap_or_else(|poisoned| poisoned.into_inner())
-    {
+    if let Some(error) = failed.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()) {
         return Err(error);
     }
     if !any_text {
-        return Err(Error::Empty {
-            reason: "the inputs hold no text".to_owned(),
-        });
+        return Err(Error::Empty { reason: "the inputs hold no text".to_owned() });
     }
     tokenizer.with_post_processor(Some(frame().map_err(fault)?));
     let text = tokenizer.to_string(true).map_err(fault)?;
@@ -144,11 +125,8 @@ pub fn train_tokenizer(
 
 /// A byte-level BPE without merges.
 fn untrained() -> Result<Tokenizer, tokenizers::Error> {
-    let words = Split::new(
-        SplitPattern::Regex(WORDS.to_owned()),
-        SplitDelimiterBehavior::Isolated,
-        false,
-    )?;
+    let words =
+        Split::new(SplitPattern::Regex(WORDS.to_owned()), SplitDelimiterBehavior::Isolated, false)?;
     let bytes = ByteLevel::new(false, true, false);
     let mut tokenizer = Tokenizer::new(ModelWrapper::from(BPE::default()));
     tokenizer.with_pre_tokenizer(Some(Sequence::new(vec![

@@ -59,13 +59,8 @@ impl Windows {
     /// # Panics
     /// When `tokens` has another length.
     pub fn read(&self, number: u64, tokens: &mut [u32]) -> Result<()> {
-        assert_eq!(
-            tokens.len(),
-            self.length,
-            "one entry for each token of a window"
-        );
-        self.file
-            .read(number.saturating_mul(self.length as u64), tokens)
+        assert_eq!(tokens.len(), self.length, "one entry for each token of a window");
+        self.file.read(number.saturating_mul(self.length as u64), tokens)
     }
 }
 
@@ -87,19 +82,10 @@ mod tests {
         let mut tokens = [0; 3];
         windows.read(1, &mut tokens).unwrap();
         assert_eq!(tokens, [3, 4, 5]);
-        assert!(matches!(
-            windows.read(2, &mut tokens),
-            Err(Error::Range { .. })
-        ));
+        assert!(matches!(windows.read(2, &mut tokens), Err(Error::Range { .. })));
         assert!(windows.read(u64::MAX, &mut tokens).is_err());
         let file = || TokenFile::open(&prefix).unwrap();
-        assert!(matches!(
-            Windows::new(file(), 8),
-            Err(Error::TooShort { needed: 8, .. })
-        ));
-        assert!(matches!(
-            Windows::new(file(), 1),
-            Err(Error::Argument { .. })
-        ));
+        assert!(matches!(Windows::new(file(), 8), Err(Error::TooShort { needed: 8, .. })));
+        assert!(matches!(Windows::new(file(), 1), Err(Error::Argument { .. })));
     }
 }

@@ -15,13 +15,8 @@ fn tokenizer(dir: &Path, vocab_size: usize) -> TextTokenizer {
     let input = dir.join("words.txt");
     fs::write(&input, "one two three one two three one two one two").unwrap();
     let dir = &dir.join(format!("tok{vocab_size}"));
-    let options = TrainTokenizer {
-        inputs: &[input],
-        field: "text",
-        vocab_size,
-        dir,
-        overwrite: true,
-    };
+    let options =
+        TrainTokenizer { inputs: &[input], field: "text", vocab_size, dir, overwrite: true };
     train_tokenizer(options, &mut |_, _| {}).unwrap()
 }
 
@@ -31,16 +26,7 @@ fn run(
     prefix: &Path,
     overwrite: bool,
 ) -> Result<moh_data::TokenFileInfo, Error> {
-    prepare(
-        Prepare {
-            tokenizer,
-            inputs,
-            field: "text",
-            prefix,
-            overwrite,
-        },
-        &mut |_, _| {},
-    )
+    prepare(Prepare { tokenizer, inputs, field: "text", prefix, overwrite }, &mut |_, _| {})
 }
 
 #[test]
@@ -48,13 +34,9 @@ fn documents_keep_their_order_over_many_batches() {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = tokenizer(dir.path(), 260);
     let lines = dir.path().join("a.jsonl");
-    let texts: Vec<String> = (0..40_000)
-        .map(|number| format!("document {number}"))
-        .collect();
-    let json: String = texts
-        .iter()
-        .map(|text| format!("{}\n", serde_json::json!({"text": text})))
-        .collect();
+    let texts: Vec<String> = (0..40_000).map(|number| format!("document {number}")).collect();
+    let json: String =
+        texts.iter().map(|text| format!("{}\n", serde_json::json!({"text": text}))).collect();
     fs::write(&lines, &json).unwrap();
     let whole = dir.path().join("b.txt");
     fs::write(&whole, "the last\none").unwrap();
@@ -76,19 +58,14 @@ fn documents_keep_their_order_over_many_batches() {
     assert_eq!(info.tokenizer_hash.as_deref(), Some(tokenizer.hash()));
     assert_eq!(info.sources.len(), 2);
     let total = json.len() as u64 + 12;
-    assert_eq!(
-        (seen[0], seen[seen.len() - 1]),
-        ((0, total), (total, total))
-    );
+    assert_eq!((seen[0], seen[seen.len() - 1]), ((0, total), (total, total)));
     assert!(seen.len() > 3 && seen.is_sorted());
     let file = TokenFile::open(&prefix).unwrap();
     for number in [0, 16_383, 16_384, 39_999, 40_000] {
         let range = file.document(number).unwrap();
         let mut ids = vec![0; (range.end - range.start) as usize];
         file.read(range.start, &mut ids).unwrap();
-        let text = texts
-            .get(number as usize)
-            .map_or("the last\none", String::as_str);
+        let text = texts.get(number as usize).map_or("the last\none", String::as_str);
         assert_eq!(tokenizer.decode(&ids, true).unwrap(), text);
         assert_eq!((ids[0], ids[ids.len() - 1]), (0, 1));
     }
@@ -109,15 +86,9 @@ fn faults_leave_nothing_behind() {
     fs::write(&empty, "\n").unwrap();
     let missing = dir.path().join("missing.txt");
     let fail = |inputs: &[PathBuf]| run(&tokenizer, inputs, &prefix, false).unwrap_err();
-    assert!(matches!(
-        fail(&[good.clone(), bad]),
-        Error::Line { line: 2, .. }
-    ));
+    assert!(matches!(fail(&[good.clone(), bad]), Error::Line { line: 2, .. }));
     assert!(matches!(fail(&[good.clone(), missing]), Error::Io { .. }));
-    assert!(matches!(
-        fail(&[dir.path().to_path_buf()]),
-        Error::Io { .. }
-    ));
+    assert!(matches!(fail(&[dir.path().to_path_buf()]), Error::Io { .. }));
     assert!(matches!(fail(&[empty]), Error::Empty { .. }));
     assert!(matches!(fail(&[]), Error::Empty { .. }));
     assert_eq!(fs::read_dir(&out).unwrap().count(), 0);
@@ -134,16 +105,10 @@ fn outputs_are_overwritten_only_when_told() {
     let prefix = dir.path().join("q");
     let inputs = [input.clone()];
     run(&tokenizer, &inputs, &prefix, false).unwrap();
-    assert!(matches!(
-        run(&tokenizer, &inputs, &prefix, false),
-        Err(Error::Exists { .. })
-    ));
+    assert!(matches!(run(&tokenizer, &inputs, &prefix, false), Err(Error::Exists { .. })));
     run(&tokenizer, &inputs, &prefix, true).unwrap();
     let clash = run(&tokenizer, &inputs, &dir.path().join("p"), true);
-    assert!(
-        matches!(clash, Err(Error::OverwritesInput { .. })),
-        "{clash:?}"
-    );
+    assert!(matches!(clash, Err(Error::OverwritesInput { .. })), "{clash:?}");
     assert_eq!(fs::read_to_string(&input).unwrap(), "{\"text\": \"one\"}");
 }
 
@@ -158,15 +123,9 @@ fn another_tokenizer_is_noticed() {
     let file = TokenFile::open(&prefix).unwrap();
     file.check_tokenizer(&one).unwrap();
     let error = file.check_tokenizer(&other).unwrap_err().to_string();
-    assert!(
-        error.contains("p.json") && error.contains("tok259"),
-        "{error}"
-    );
+    assert!(error.contains("p.json") && error.contains("tok259"), "{error}");
     fs::remove_file(dir.path().join("p.json")).unwrap();
-    TokenFile::open(&prefix)
-        .unwrap()
-        .check_tokenizer(&other)
-        .unwrap();
+    TokenFile::open(&prefix).unwrap().check_tokenizer(&other).unwrap();
 }
 
 #[test]

@@ -67,34 +67,12 @@ fn what_cannot_be_sampled_is_refused() {
         let sources = [source(path.clone(), weight)];
         TrainingData::open(&sources, length, Order::Shuffled, 0, vocab_size)
     };
-    assert!(matches!(
-        open(5, 1.0, 99),
-        Err(Error::TooShort {
-            tokens: 5,
-            needed: 6,
-            ..
-        })
-    ));
+    assert!(matches!(open(5, 1.0, 99), Err(Error::TooShort { tokens: 5, needed: 6, .. })));
     assert!(matches!(open(0, 1.0, 99), Err(Error::Argument { .. })));
     assert!(matches!(open(4, 0.0, 99), Err(Error::Weight { .. })));
-    assert!(
-        open(4, 1.0, 5)
-            .unwrap()
-            .sample(7, &mut [0; 5], None)
-            .is_ok()
-    );
-    let error = open(4, 1.0, 4)
-        .unwrap()
-        .sample(7, &mut [0; 5], None)
-        .unwrap_err();
-    assert!(matches!(
-        error,
-        Error::Vocabulary {
-            position: 4,
-            id: 4,
-            ..
-        }
-    ));
+    assert!(open(4, 1.0, 5).unwrap().sample(7, &mut [0; 5], None).is_ok());
+    let error = open(4, 1.0, 4).unwrap().sample(7, &mut [0; 5], None).unwrap_err();
+    assert!(matches!(error, Error::Vocabulary { position: 4, id: 4, .. }));
     assert!(TrainingData::open(&[], 4, Order::Shuffled, 0, 9).is_err());
 }
 
@@ -107,9 +85,7 @@ fn a_mixture_reads_each_source_with_its_weight() {
     ];
     for order in [Order::Shuffled, Order::Sequential] {
         let data = TrainingData::open(&sources, 10, order, 5, 100_000).unwrap();
-        let from_b = (0..4000)
-            .filter(|&number| tokens(&data, number)[0] >= 50_000)
-            .count();
+        let from_b = (0..4000).filter(|&number| tokens(&data, number)[0] >= 50_000).count();
         assert_eq!(from_b, 1000);
     }
 }
@@ -120,9 +96,7 @@ fn seeds_and_epochs_change_the_order() {
     let sources = [source(counting_file(&dir, "a", 0, &[1001]), 1.0)];
     let order = |seed, epoch: u64| -> Vec<u32> {
         let data = TrainingData::open(&sources, 10, Order::Shuffled, seed, 100_000).unwrap();
-        (epoch * 100..epoch * 100 + 100)
-            .map(|number| tokens(&data, number)[0])
-            .collect()
+        (epoch * 100..epoch * 100 + 100).map(|number| tokens(&data, number)[0]).collect()
     };
     assert_ne!(order(1, 0), order(2, 0));
     assert_ne!(order(1, 0), order(1, 1));

@@ -87,18 +87,8 @@ fn a_sound_file_is_read_joined() {
     file.read(2, &mut two).unwrap();
     assert_eq!(two, [7, 8]);
     file.read(6, &mut []).unwrap();
-    assert!(matches!(
-        file.read(5, &mut two),
-        Err(Error::Range {
-            start: 5,
-            end: 7,
-            ..
-        })
-    ));
-    assert!(matches!(
-        file.read(u64::MAX, &mut two),
-        Err(Error::Range { .. })
-    ));
+    assert!(matches!(file.read(5, &mut two), Err(Error::Range { start: 5, end: 7, .. })));
+    assert!(matches!(file.read(u64::MAX, &mut two), Err(Error::Range { .. })));
     assert_eq!(file.document_starts(0..6).unwrap(), [0, 3]);
     assert_eq!(file.document_starts(1..3).unwrap(), [] as [u64; 0]);
     assert_eq!(file.document_starts(3..4).unwrap(), [3]);
@@ -111,34 +101,18 @@ fn a_sound_file_is_read_joined() {
 #[test]
 fn every_stored_integer_type_is_read() {
     for (code, item) in [(1u8, 1usize), (2, 1), (3, 2), (4, 4), (5, 8), (8, 2)] {
-        let bin: Vec<u8> = (0..6u64)
-            .flat_map(|id| (id * 20).to_le_bytes()[..item].to_vec())
-            .collect();
+        let bin: Vec<u8> =
+            (0..6u64).flat_map(|id| (id * 20).to_le_bytes()[..item].to_vec()).collect();
         let offsets = [0, 2, 3].map(|first| first * item as i64).to_vec();
-        let (_dir, prefix) = place(
-            &bin,
-            &Index {
-                code,
-                offsets,
-                ..Index::sound()
-            }
-            .bytes(),
-        );
+        let (_dir, prefix) = place(&bin, &Index { code, offsets, ..Index::sound() }.bytes());
         let file = TokenFile::open(&prefix).unwrap();
-        assert_eq!(
-            read_all(&file),
-            [0, 20, 40, 60, 80, 100],
-            "type code {code}"
-        );
+        assert_eq!(read_all(&file), [0, 20, 40, 60, 80, 100], "type code {code}");
     }
 }
 
 #[test]
 fn sequences_may_lie_anywhere_in_the_bin() {
-    let index = Index {
-        offsets: vec![8, 2, 2],
-        ..Index::sound()
-    };
+    let index = Index { offsets: vec![8, 2, 2], ..Index::sound() };
     let (_dir, prefix) = place(&u16s(&[9, 1, 2, 3, 4, 5]), &index.bytes());
     let file = TokenFile::open(&prefix).unwrap();
     assert_eq!(read_all(&file), [4, 5, 1, 1, 2, 3]);
@@ -183,84 +157,17 @@ fn spoiled_headers_are_refused() {
     let bin = u16s(&[0; 6]);
     let sound = Index::sound();
     let cases = [
-        (
-            Index {
-                magic: b"MMIDIDX\0\x01".to_vec(),
-                ..sound.clone()
-            },
-            "does not start like",
-        ),
-        (
-            Index {
-                version: 2,
-                ..sound.clone()
-            },
-            "version 2",
-        ),
-        (
-            Index {
-                code: 7,
-                ..sound.clone()
-            },
-            "floating-point",
-        ),
-        (
-            Index {
-                code: 6,
-                ..sound.clone()
-            },
-            "floating-point",
-        ),
-        (
-            Index {
-                code: 9,
-                ..sound.clone()
-            },
-            "unknown",
-        ),
-        (
-            Index {
-                sequences: 4,
-                ..sound.clone()
-            },
-            "truncated",
-        ),
-        (
-            Index {
-                sequences: u64::MAX,
-                ..sound.clone()
-            },
-            "impossible number",
-        ),
-        (
-            Index {
-                sequences: u64::MAX / 12,
-                ..sound.clone()
-            },
-            "impossible number",
-        ),
-        (
-            Index {
-                bounds: u64::MAX / 8,
-                ..sound.clone()
-            },
-            "impossible number",
-        ),
-        (
-            Index {
-                bounds: 1 << 40,
-                ..sound.clone()
-            },
-            "truncated",
-        ),
-        (
-            Index {
-                bounds: 0,
-                documents: vec![],
-                ..sound.clone()
-            },
-            "no document bounds",
-        ),
+        (Index { magic: b"MMIDIDX\0\x01".to_vec(), ..sound.clone() }, "does not start like"),
+        (Index { version: 2, ..sound.clone() }, "version 2"),
+        (Index { code: 7, ..sound.clone() }, "floating-point"),
+        (Index { code: 6, ..sound.clone() }, "floating-point"),
+        (Index { code: 9, ..sound.clone() }, "unknown"),
+        (Index { sequences: 4, ..sound.clone() }, "truncated"),
+        (Index { sequences: u64::MAX, ..sound.clone() }, "impossible number"),
+        (Index { sequences: u64::MAX / 12, ..sound.clone() }, "impossible number"),
+        (Index { bounds: u64::MAX / 8, ..sound.clone() }, "impossible number"),
+        (Index { bounds: 1 << 40, ..sound.clone() }, "truncated"),
+        (Index { bounds: 0, documents: vec![], ..sound.clone() }, "no document bounds"),
     ];
     for (index, part) in cases {
         let message = refusal(&bin, &index.bytes());
@@ -274,83 +181,17 @@ fn spoiled_tables_are_refused() {
     let bin = u16s(&[0; 6]);
     let sound = Index::sound();
     let cases = [
-        (
-            Index {
-                lengths: vec![2, -1, 3],
-                ..sound.clone()
-            },
-            "sequence 1 has the length -1",
-        ),
-        (
-            Index {
-                offsets: vec![0, -4, 6],
-                ..sound.clone()
-            },
-            "starts at byte -4",
-        ),
-        (
-            Index {
-                offsets: vec![0, 5, 6],
-                ..sound.clone()
-            },
-            "not a multiple",
-        ),
-        (
-            Index {
-                offsets: vec![0, 4, 8],
-                ..sound.clone()
-            },
-            "ends at byte 14, the .bin has 12",
-        ),
-        (
-            Index {
-                offsets: vec![0, 4, i64::MAX - 1],
-                ..sound.clone()
-            },
-            "the .bin has 12",
-        ),
-        (
-            Index {
-                lengths: vec![2, 1, i32::MAX],
-                ..sound.clone()
-            },
-            "the .bin has 12",
-        ),
-        (
-            Index {
-                documents: vec![1, 2, 3],
-                ..sound.clone()
-            },
-            "document 0 starts at sequence 1",
-        ),
-        (
-            Index {
-                documents: vec![0, 3, 2],
-                ..sound.clone()
-            },
-            "document 2 starts at sequence 2",
-        ),
-        (
-            Index {
-                documents: vec![0, -1, 3],
-                ..sound.clone()
-            },
-            "starts at sequence -1",
-        ),
-        (
-            Index {
-                documents: vec![0, 4, 3],
-                ..sound.clone()
-            },
-            "starts at sequence 4",
-        ),
-        (
-            Index {
-                documents: vec![0, 1, 2],
-                ..sound.clone()
-            },
-            "end at sequence 2, expected 3",
-        ),
+        (Index { lengths: vec![2, -1, 3], ..sound.clone() }, "sequence 1 has the length -1"),
+        (Index { offsets: vec![0, -4, 6], ..sound.clone() }, "starts at byte -4"),
+        (Index { offsets: vec![0, 5, 6], ..sound.clone() }, "not a multiple"),
+        (Index { offsets: vec![0, 4, 8], ..sound.clone() }, "ends at byte 14, the .bin has 12"),
+        (Index { offsets: vec![0, 4, i64::MAX - 1], ..sound.clone() }, "the .bin has 12"),
+        (Index { lengths: vec![2, 1, i32::MAX], ..sound.clone() }, "the .bin has 12"),
+        (Index { documents: vec![1, 2, 3], ..sound.clone() }, "document 0 starts at sequence 1"),
+        (Index { documents: vec![0, 3, 2], ..sound.clone() }, "document 2 starts at sequence 2"),
+        (Index { documents: vec![0, -1, 3], ..sound.clone() }, "starts at sequence -1"),
+        (Index { documents: vec![0, 4, 3], ..sound.clone() }, "starts at sequence 4"),
+        (Index { documents: vec![0, 1, 2], ..sound.clone() }, "end at sequence 2, expected 3"),
     ];
     for (index, part) in cases {
         let message = refusal(&bin, &index.bytes());
@@ -387,58 +228,23 @@ fn ids_outside_the_vocabulary_are_found() {
     let mut file = TokenFile::open(&prefix).unwrap();
     file.scan_vocabulary(65_536).unwrap();
     let error = file.scan_vocabulary(65_535).unwrap_err();
-    assert!(
-        matches!(
-            error,
-            Error::Vocabulary {
-                position: 5,
-                id: 65_535,
-                ..
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, Error::Vocabulary { position: 5, id: 65_535, .. }), "{error}");
     file.limit_vocabulary(8);
     let mut four = [0; 4];
     file.read(0, &mut four[..3]).unwrap();
     let error = file.read(0, &mut four).unwrap_err();
-    assert!(matches!(
-        error,
-        Error::Vocabulary {
-            position: 3,
-            id: 8,
-            vocabulary: 8,
-            ..
-        }
-    ));
+    assert!(matches!(error, Error::Vocabulary { position: 3, id: 8, vocabulary: 8, .. }));
     assert!(error.to_string().contains("t.v1.bin"), "{error}");
 }
 
 #[test]
 fn negative_ids_are_an_error() {
-    let bin: Vec<u8> = [1i32, -7, 2, 3, 4, 5]
-        .iter()
-        .flat_map(|id| id.to_le_bytes())
-        .collect();
-    let index = Index {
-        code: 4,
-        offsets: vec![0, 8, 12],
-        ..Index::sound()
-    };
+    let bin: Vec<u8> = [1i32, -7, 2, 3, 4, 5].iter().flat_map(|id| id.to_le_bytes()).collect();
+    let index = Index { code: 4, offsets: vec![0, 8, 12], ..Index::sound() };
     let (_dir, prefix) = place(&bin, &index.bytes());
     let file = TokenFile::open(&prefix).unwrap();
     let error = file.read(0, &mut [0; 2]).unwrap_err();
-    assert!(
-        matches!(
-            error,
-            Error::Vocabulary {
-                position: 1,
-                id: -7,
-                ..
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, Error::Vocabulary { position: 1, id: -7, .. }), "{error}");
 }
 
 #[test]
@@ -456,17 +262,7 @@ fn a_writer_leaves_three_files_or_none() {
     let mut writer = TokenFileWriter::create(&prefix, 10).unwrap();
     writer.push_document(&[1, 2]).unwrap();
     let error = writer.push_document(&[3, 10]).unwrap_err();
-    assert!(
-        matches!(
-            error,
-            Error::Vocabulary {
-                position: 3,
-                id: 10,
-                ..
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, Error::Vocabulary { position: 3, id: 10, .. }), "{error}");
     drop(writer);
     assert!(names().is_empty());
 
@@ -479,24 +275,15 @@ fn a_writer_leaves_three_files_or_none() {
     };
     let info = writer.finish(provenance).unwrap();
     assert_eq!(names(), ["t.bin", "t.idx", "t.json"]);
-    assert_eq!(
-        (info.documents, info.tokens, info.vocabulary_size),
-        (1, 2, 10)
-    );
+    assert_eq!((info.documents, info.tokens, info.vocabulary_size), (1, 2, 10));
     assert_eq!(TokenFile::open(&prefix).unwrap().info(), Some(&info));
-    assert!(matches!(
-        TokenFileWriter::create(&prefix, 10),
-        Err(Error::Exists { .. })
-    ));
+    assert!(matches!(TokenFileWriter::create(&prefix, 10), Err(Error::Exists { .. })));
 
     let mut writer = TokenFileWriter::replace(&prefix, 70_000).unwrap();
     writer.push_document(&[69_999]).unwrap();
     writer.finish(Provenance::default()).unwrap();
     let file = TokenFile::open(&prefix).unwrap();
-    assert_eq!(
-        (file.token_type(), read_all(&file)),
-        (TokenType::I32, vec![69_999])
-    );
+    assert_eq!((file.token_type(), read_all(&file)), (TokenType::I32, vec![69_999]));
     assert_eq!(names().len(), 3);
 }
 
@@ -510,10 +297,7 @@ fn a_json_of_other_files_is_refused() {
     )
     .unwrap();
     let error = TokenFile::open(&prefix).unwrap_err();
-    assert!(
-        error.to_string().contains("do not belong together"),
-        "{error}"
-    );
+    assert!(error.to_string().contains("do not belong together"), "{error}");
     fs::write(&json, "[]").unwrap();
     let error = TokenFile::open(&prefix).unwrap_err();
     assert!(error.to_string().contains("t.v1.json"), "{error}");

@@ -42,26 +42,12 @@ fn documents_are_framed_and_prompts_stay_open() {
     assert_eq!(tokenizer.token_id(BEGIN_OF_TEXT), Some(0));
     assert_eq!(tokenizer.token_id(END_OF_TEXT), Some(1));
     let plain = tokenizer.encode_plain("Anna flew").unwrap();
-    assert_eq!(
-        tokenizer.encode("Anna flew").unwrap(),
-        [&[0], &plain[..], &[1]].concat()
-    );
-    assert_eq!(
-        tokenizer.encode_prompt("Anna flew").unwrap(),
-        [&[0], &plain[..]].concat()
-    );
+    assert_eq!(tokenizer.encode("Anna flew").unwrap(), [&[0], &plain[..], &[1]].concat());
+    assert_eq!(tokenizer.encode_prompt("Anna flew").unwrap(), [&[0], &plain[..]].concat());
     assert_eq!(tokenizer.encode("").unwrap(), [0, 1]);
     assert_eq!(tokenizer.encode_prompt("").unwrap(), [0]);
-    assert_eq!(
-        tokenizer
-            .decoded_bytes(&tokenizer.encode("na\u{ef}ve").unwrap())
-            .unwrap(),
-        6
-    );
-    assert_eq!(
-        tokenizer.decode(&[0, 1], false).unwrap(),
-        "<|begin_of_text|><|end_of_text|>"
-    );
+    assert_eq!(tokenizer.decoded_bytes(&tokenizer.encode("na\u{ef}ve").unwrap()).unwrap(), 6);
+    assert_eq!(tokenizer.decode(&[0, 1], false).unwrap(), "<|begin_of_text|><|end_of_text|>");
 }
 
 #[test]
@@ -103,23 +89,12 @@ fn training_refuses_what_it_cannot_use() {
     fs::write(&empty, "").unwrap();
     let tok = dir.path().join("tok");
     let run = |inputs: &[PathBuf], vocab_size| {
-        let options = TrainTokenizer {
-            inputs,
-            field: "text",
-            vocab_size,
-            dir: &tok,
-            overwrite: false,
-        };
+        let options =
+            TrainTokenizer { inputs, field: "text", vocab_size, dir: &tok, overwrite: false };
         train_tokenizer(options, &mut |_, _| {}).map(|_| ())
     };
-    assert!(matches!(
-        run(std::slice::from_ref(&good), 257),
-        Err(Error::Argument { .. })
-    ));
-    assert!(matches!(
-        run(&[good.clone(), bad], 300),
-        Err(Error::Line { line: 2, .. })
-    ));
+    assert!(matches!(run(std::slice::from_ref(&good), 257), Err(Error::Argument { .. })));
+    assert!(matches!(run(&[good.clone(), bad], 300), Err(Error::Line { line: 2, .. })));
     assert!(matches!(run(&[empty], 300), Err(Error::Empty { .. })));
     assert!(matches!(run(&[], 300), Err(Error::Empty { .. })));
     assert!(!tok.exists());
@@ -134,10 +109,7 @@ fn a_missing_or_broken_tokenizer_names_its_file() {
     assert!(missing.contains("tokenizer.json: cannot read"), "{missing}");
     fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
     let broken = TextTokenizer::load(dir.path()).unwrap_err().to_string();
-    assert!(
-        broken.contains("tokenizer.json: not a usable tokenizer"),
-        "{broken}"
-    );
+    assert!(broken.contains("tokenizer.json: not a usable tokenizer"), "{broken}");
 }
 
 #[test]
@@ -165,14 +137,9 @@ fn ill_formed_bytes_stream_without_an_error() {
     for _ in 0..20 {
         text += &stream.push(bytes[1]).unwrap();
     }
-    text += &stream
-        .push(tokenizer.encode_plain("a").unwrap()[0])
-        .unwrap();
+    text += &stream.push(tokenizer.encode_plain("a").unwrap()[0]).unwrap();
     text += &stream.finish().unwrap();
-    assert!(
-        text.ends_with('a') && text.starts_with('\u{fffd}'),
-        "{text}"
-    );
+    assert!(text.ends_with('a') && text.starts_with('\u{fffd}'), "{text}");
     let mut stream = tokenizer.stream(&[], true);
     assert_eq!(stream.push(bytes[0]).unwrap(), "");
     assert_eq!(stream.finish().unwrap(), "\u{fffd}");
@@ -180,10 +147,9 @@ fn ill_formed_bytes_stream_without_an_error() {
 
 #[test]
 fn the_reference_cases_are_reproduced() {
-    let (Some(dir), Some(cases)) = (
-        fixture("stories260K"),
-        fixture("vectors/tokenizer-cases.json"),
-    ) else {
+    let (Some(dir), Some(cases)) =
+        (fixture("stories260K"), fixture("vectors/tokenizer-cases.json"))
+    else {
         return;
     };
     let tokenizer = TextTokenizer::load(&dir).unwrap();

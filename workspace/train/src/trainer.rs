@@ -189,6 +189,9 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             if stopping && self.state.stage < self.inputs.recipe.stages.len() {
                 return Ok(Progress::Stopped);
             }
+            if last {
+                break;
+            }
         }
         Ok(Progress::Done)
     }

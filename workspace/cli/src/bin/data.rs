@@ -200,10 +200,7 @@ fn train_tokenizer(arguments: &TokenizerArguments) -> anyhow::Result<()> {
     let found = tokenizer.vocab_size();
     if found < arguments.vocab_size {
         let wanted = arguments.vocab_size;
-        writeln!(
-            stdout(),
-            "{path}: {found} ids, the text has no use for all {wanted}"
-        )?;
+        writeln!(stdout(), "{path}: {found} ids, the text has no use for all {wanted}")?;
     } else {
         writeln!(stdout(), "{path}: {found} ids")?;
     }

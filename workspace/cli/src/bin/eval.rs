@@ -6,9 +6,9 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use half::bf16;
+use moh_cli::exit;
 use moh_cli::models::{self, ComputeType};
 use moh_cli::progress::Bar;
-use moh_cli::exit;
 use moh_data::{TokenFile, Windows};
 use moh_eval::{Evaluator, LogitsOf};
 use moh_kernels::Element;
@@ -128,7 +128,9 @@ fn window_length(directory: &Path, asked: Option<usize>) -> anyhow::Result<usize
     let context = models::context_length(directory)?;
     let length = asked.unwrap_or(context);
     if !(2..=context).contains(&length) {
-        let message = format!("--sequence-length {length}: must be 2 to {context}, the model's context length");
+        let message = format!(
+            "--sequence-length {length}: must be 2 to {context}, the model's context length"
+        );
         return Err(exit::Usage(message).into());
     }
     Ok(length)

@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use clap::Parser;
 use half::bf16;
-use moh_cli::models::{self, ComputeType};
 use moh_cli::exit;
+use moh_cli::models::{self, ComputeType};
 use moh_kernels::Element;
 use moh_model::{Generator, Sampler};
 
@@ -64,7 +64,9 @@ fn check(arguments: &Arguments) -> anyhow::Result<()> {
         return usage(format!("--temperature {}: must be at least 0", arguments.temperature));
     }
     match arguments.top_p {
-        Some(p) if !(p > 0.0 && p <= 1.0) => usage(format!("--top-p {p}: must be above 0, at most 1")),
+        Some(p) if !(p > 0.0 && p <= 1.0) => {
+            usage(format!("--top-p {p}: must be above 0, at most 1"))
+        }
         _ => Ok(()),
     }
 }

@@ -9,9 +9,9 @@ use std::sync::atomic::AtomicBool;
 use anyhow::Context as _;
 use clap::Parser;
 use moh_cli::exit::{self, StoppedEarly};
+use moh_cli::models;
 use moh_cli::run_view::RunView;
 use moh_cli::summary_table::{draw, invocation, table};
-use moh_cli::models;
 use moh_train::{Outcome, Plan, Recipe, RunDirectory, Summary};
 
 /// Train a recipe's stages in order, or continue where it was interrupted.
@@ -89,13 +89,10 @@ fn train(arguments: &Arguments, mut recipe: Recipe) -> anyhow::Result<()> {
         signal_hook::flag::register(*signal, Arc::clone(&stop))?;
     }
     let mut view = RunView::new(&recipe);
-    let outcome = moh_train::run(
-        &mut recipe,
-        &arguments.recipe,
-        directory.as_deref(),
-        &stop,
-        &mut |event| view.show(event),
-    );
+    let outcome =
+        moh_train::run(&mut recipe, &arguments.recipe, directory.as_deref(), &stop, &mut |event| {
+            view.show(event)
+        });
     view.finish();
     let run = RunDirectory::new(&recipe.run.dir);
     match outcome? {

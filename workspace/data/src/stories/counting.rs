@@ -11,11 +11,7 @@ pub(super) fn some_are_taken(t: &mut Teller, setting: Setting) -> Person {
     let total = t.between(4, 12);
     let given = t.between(1, total - 2);
     let left = total - given;
-    let (all, some, rest) = (
-        count(total, things),
-        count(given, things),
-        count(left, things),
-    );
+    let (all, some, rest) = (count(total, things), count(given, things), count(left, things));
     let (some_word, rest_word) = (number(given), number(left));
     let animal = t.animal();
     let place = t.place();
@@ -88,11 +84,7 @@ pub(super) fn more_are_found(t: &mut Teller, setting: Setting) -> Person {
     // Two at least: the sentences speak of several.
     let (start, more) = (t.between(2, 7), t.between(2, 7));
     let sum = start + more;
-    let (first, second, all) = (
-        count(start, things),
-        count(more, things),
-        count(sum, things),
-    );
+    let (first, second, all) = (count(start, things), count(more, things), count(sum, things));
     let (start_word, more_word, sum_word) = (number(start), number(more), number(sum));
     let (here, there) = (t.place(), t.place());
     let (here_at, there_at) = (here.at, there.at);
@@ -120,11 +112,7 @@ pub(super) fn more_are_found(t: &mut Teller, setting: Setting) -> Person {
         "{one} put everything together and counted: {start_word} and {more_word} make {sum_word}.",
         "\"{start_word} and {more_word},\" said {one}, \"that makes {sum_word}!\"",
     );
-    say!(
-        t,
-        "{one} brought {all} to the {elder}.",
-        "The {elder} was surprised to see {all}.",
-    );
+    say!(t, "{one} brought {all} to the {elder}.", "The {elder} was surprised to see {all}.",);
     say!(
         t,
         "\"Where did you find them?\" asked the {elder}.",
@@ -158,11 +146,7 @@ pub(super) fn shared_equally(t: &mut Teller, setting: Setting) -> Person {
     let at = place.at;
     open(t, setting, one);
     meet(t, one, two);
-    say!(
-        t,
-        "{at} they found a bag with {all} in it.",
-        "Together they picked {all} {at}.",
-    );
+    say!(t, "{at} they found a bag with {all} in it.", "Together they picked {all} {at}.",);
     if in_three {
         say!(
             t,
@@ -228,11 +212,7 @@ pub(super) fn who_has_more(t: &mut Teller, setting: Setting) -> Person {
     let (winner, loser) = if one_wins { (one, two) } else { (two, one) };
     let many = count(fewer + gap, things);
     let few = count(fewer, things);
-    let (of_one, of_two) = if one_wins {
-        (&many, &few)
-    } else {
-        (&few, &many)
-    };
+    let (of_one, of_two) = if one_wins { (&many, &few) } else { (&few, &many) };
     let gap_word = number(gap);
     let (loser_he, winner_his) = (loser.he, winner.his);
     let (here, there) = (t.place(), t.place());

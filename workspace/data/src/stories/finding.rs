@@ -40,16 +40,8 @@ pub(super) fn hidden_thing(t: &mut Teller, setting: Setting) -> Person {
             "At last {two} looked {right}, and there was the {thing}.",
             "\"Then it must be {right}!\" said {two}, and {two_he} was right.",
         );
-        say!(
-            t,
-            "{two} held up the {thing} and danced.",
-            "\"I found your {thing}!\" cried {two}.",
-        );
-        say!(
-            t,
-            "Now it was the turn of {two} to hide it.",
-            "\"Well done, {two},\" said {one}."
-        );
+        say!(t, "{two} held up the {thing} and danced.", "\"I found your {thing}!\" cried {two}.",);
+        say!(t, "Now it was the turn of {two} to hide it.", "\"Well done, {two},\" said {one}.");
     } else {
         say!(
             t,
@@ -185,11 +177,7 @@ pub(super) fn lost_pet(t: &mut Teller, setting: Setting) -> Person {
         "They looked {wrong_at}, but they saw only an old {other}.",
         "{wrong_at} they met a {other}, but that was not {name}.",
     );
-    say!(
-        t,
-        "Then they heard something {at}.",
-        "Next they went to {place} and listened.",
-    );
+    say!(t, "Then they heard something {at}.", "Next they went to {place} and listened.",);
     say!(
         t,
         "\"{name}! {name}!\" called {one}, and out came the {colour} {animal}.",

@@ -33,11 +33,7 @@ pub(super) fn open(t: &mut Teller, setting: Setting, who: Person) {
         }
     }
     if t.once_in(2) {
-        say!(
-            t,
-            "{weather}.",
-            "{weather}, and {he} was glad to be outside."
-        );
+        say!(t, "{weather}.", "{weather}, and {he} was glad to be outside.");
     }
 }
 

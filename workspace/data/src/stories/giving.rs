@@ -46,11 +46,7 @@ pub(super) fn gift_passed_on(t: &mut Teller, setting: Setting) -> Person {
             "\"{one} gave it to me,\" said {two}.",
             "{two} answered that {one} had given it away.",
         );
-        say!(
-            t,
-            "So the {thing} stayed with {two}.",
-            "{two} kept the {thing} for many years."
-        );
+        say!(t, "So the {thing} stayed with {two}.", "{two} kept the {thing} for many years.");
     } else {
         say!(
             t,
@@ -121,11 +117,7 @@ pub(super) fn trade(t: &mut Teller, setting: Setting) -> Person {
             "But at night {one} missed the {first}, and {two} missed the {second}.",
             "The next day {two} was sorry, because the {second} had been a gift from {two_his} mother.",
         );
-        say!(
-            t,
-            "They met again {at} and traded back.",
-            "So they gave everything back {at}."
-        );
+        say!(t, "They met again {at} and traded back.", "So they gave everything back {at}.");
         say!(
             t,
             "Now {one} had the {first} again, and {two} had the {second}.",
@@ -221,11 +213,7 @@ pub(super) fn mixed_up(t: &mut Teller, setting: Setting) -> Person {
         "The {noun} of {one} was {first}, and the {noun} of {two} was {second}.",
         "Each of them had a {noun}: the one of {one} was {first}, the one of {two} was {second}.",
     );
-    say!(
-        t,
-        "They left both {at} and went to eat.",
-        "{at} they put both down and ran a race.",
-    );
+    say!(t, "They left both {at} and went to eat.", "{at} they put both down and ran a race.",);
     say!(
         t,
         "Then the {elder} came and took both to a dry place.",

@@ -25,9 +25,8 @@ pub(super) struct Lexicon {
 }
 
 /// Colours of both settings.
-pub(super) const COLOURS: &[&str] = &[
-    "red", "blue", "green", "yellow", "white", "black", "brown", "orange", "pink", "grey",
-];
+pub(super) const COLOURS: &[&str] =
+    &["red", "blue", "green", "yellow", "white", "black", "brown", "orange", "pink", "grey"];
 
 /// Numbers in words, from nothing on.
 pub(super) const NUMBERS: &[&str] = &[
@@ -35,15 +34,8 @@ pub(super) const NUMBERS: &[&str] = &[
     "twelve", "thirteen", "fourteen", "fifteen", "sixteen",
 ];
 
-pub(super) const DAYS: &[&str] = &[
-    "Monday",
-    "Tuesday",
-    "Wednesday",
-    "Thursday",
-    "Friday",
-    "Saturday",
-    "Sunday",
-];
+pub(super) const DAYS: &[&str] =
+    &["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"];
 
 pub(super) const VILLAGE: Lexicon = Lexicon {
     girls: &[
@@ -88,18 +80,10 @@ pub(super) const VILLAGE: Lexicon = Lexicon {
         "under the stairs",
         "behind the curtain",
     ],
-    animals: &[
-        "cat", "dog", "goat", "hen", "duck", "horse", "rabbit", "owl", "mouse", "sheep",
-    ],
-    pet_names: &[
-        "Pip", "Dot", "Moss", "Star", "Biscuit", "Shadow", "Button", "Clover",
-    ],
-    elders: &[
-        "baker", "farmer", "teacher", "miller", "doctor", "gardener", "shepherd",
-    ],
-    foods: &[
-        "bread", "soup", "cheese", "honey", "milk", "jam", "butter", "tea",
-    ],
+    animals: &["cat", "dog", "goat", "hen", "duck", "horse", "rabbit", "owl", "mouse", "sheep"],
+    pet_names: &["Pip", "Dot", "Moss", "Star", "Biscuit", "Shadow", "Button", "Clover"],
+    elders: &["baker", "farmer", "teacher", "miller", "doctor", "gardener", "shepherd"],
+    foods: &["bread", "soup", "cheese", "honey", "milk", "jam", "butter", "tea"],
     jobs: &[
         ("swept the floor", "sweep the floor"),
         ("fed the hens", "feed the hens"),
@@ -166,15 +150,9 @@ pub(super) const VOYAGE: Lexicon = Lexicon {
     animals: &[
         "parrot", "monkey", "seal", "turtle", "crab", "gull", "cat", "dog", "dolphin", "mouse",
     ],
-    pet_names: &[
-        "Salt", "Coral", "Pepper", "Drift", "Ginger", "Pearl", "Rocket", "Storm",
-    ],
-    elders: &[
-        "captain", "cook", "sailor", "pilot", "doctor", "trader", "fisher",
-    ],
-    foods: &[
-        "rice", "soup", "cheese", "fish", "tea", "bread", "stew", "water",
-    ],
+    pet_names: &["Salt", "Coral", "Pepper", "Drift", "Ginger", "Pearl", "Rocket", "Storm"],
+    elders: &["captain", "cook", "sailor", "pilot", "doctor", "trader", "fisher"],
+    foods: &["rice", "soup", "cheese", "fish", "tea", "bread", "stew", "water"],
     jobs: &[
         ("mended the sail", "mend the sail"),
         ("scrubbed the deck", "scrub the deck"),

@@ -87,11 +87,7 @@ pub fn story(setting: Setting, seed: u64, number: u64) -> String {
         Setting::Voyage => (&VOYAGE, 1),
     };
     let mut teller = Teller::new(words, Random::new(&[seed, place, number]));
-    let extra = if setting == Setting::Voyage {
-        SAILING
-    } else {
-        &[]
-    };
+    let extra = if setting == Setting::Voyage { SAILING } else { &[] };
     let chosen = teller.below(SHARED.len() + extra.len());
     let template = SHARED.iter().chain(extra).nth(chosen).unwrap_or(&SHARED[0]);
     let who = template(&mut teller, setting);
@@ -115,9 +111,7 @@ pub fn write_stories(
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<()> {
     if count == 0 {
-        return Err(Error::Empty {
-            reason: "no story: ask for at least one".to_owned(),
-        });
+        return Err(Error::Empty { reason: "no story: ask for at least one".to_owned() });
     }
     refuse_existing(path, overwrite)?;
     let mut file = Pending::create(path)?;

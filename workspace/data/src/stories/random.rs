@@ -11,9 +11,7 @@ pub(super) struct Random {
 impl Random {
     /// The stream that these numbers name.
     pub(super) fn new(parts: &[u64]) -> Self {
-        Self {
-            state: key_of(parts),
-        }
+        Self { state: key_of(parts) }
     }
 
     /// A number under `n`, or 0 when `n` is 0.

@@ -16,11 +16,7 @@ pub(super) fn island_map(t: &mut Teller, setting: Setting) -> Person {
     let found = count(amount, treasure);
     let one_his = one.his;
     open(t, setting, one);
-    say!(
-        t,
-        "{one} had an old map of the island.",
-        "In a chest {one} found an old map.",
-    );
+    say!(t, "{one} had an old map of the island.", "In a chest {one} found an old map.",);
     say!(
         t,
         "\"Walk {far} steps north from the {rock} rock,\" it said, \"then {near} steps east to the {tree} tree.\"",
@@ -77,11 +73,7 @@ pub(super) fn crew(t: &mut Teller, setting: Setting) -> Person {
         "\"{one}, you wait {here},\" said the captain. \"{two}, you wait {there}, and {three} waits {yonder}.\"",
         "The captain sent {one} to wait {here}, {two} to wait {there} and {three} to wait {yonder}.",
     );
-    say!(
-        t,
-        "They did as they were told.",
-        "\"Yes, captain!\" said all three."
-    );
+    say!(t, "They did as they were told.", "\"Yes, captain!\" said all three.");
     say!(
         t,
         "Then the fog came, and nobody could see the others.",
@@ -193,11 +185,7 @@ pub(super) fn storm(t: &mut Teller, setting: Setting) -> Person {
     let day = t.new_of(DAYS);
     let (he, his) = (one.he, one.his);
     open(t, setting, one);
-    say!(
-        t,
-        "The ship carried {load} and {other}.",
-        "On board were {load}, and {other} as well.",
-    );
+    say!(t, "The ship carried {load} and {other}.", "On board were {load}, and {other} as well.",);
     say!(
         t,
         "{one} had counted them and written it in a book.",
@@ -208,11 +196,7 @@ pub(super) fn storm(t: &mut Teller, setting: Setting) -> Person {
         "On {day} there was a storm, and the waves were as high as the mast.",
         "Then, on {day}, a storm came from the west.",
     );
-    say!(
-        t,
-        "A wave took {gone} over the rail.",
-        "The ship rolled, and {gone} fell into the sea.",
-    );
+    say!(t, "A wave took {gone} over the rail.", "The ship rolled, and {gone} fell into the sea.",);
     t.paragraph();
     say!(
         t,
@@ -224,11 +208,7 @@ pub(super) fn storm(t: &mut Teller, setting: Setting) -> Person {
         "\"We had {load},\" said {one}, \"and we have lost {gone}.\"",
         "{one} opened {his} book: there had been {load}, and {gone} were gone.",
     );
-    say!(
-        t,
-        "\"So {rest} are left,\" said the captain.",
-        "Now there were {rest} on board.",
-    );
+    say!(t, "\"So {rest} are left,\" said the captain.", "Now there were {rest} on board.",);
     say!(
         t,
         "\"And the {second}?\" \"All {other} are here,\" said {one}.",
@@ -263,16 +243,8 @@ pub(super) fn log_book(t: &mut Teller, setting: Setting) -> Person {
         "Every day {one} wrote a line in the log book.",
         "{one} kept the log book of the ship.",
     );
-    say!(
-        t,
-        "{first}: good wind. We saw {seal}.",
-        "{first}: we saw {seal} in the morning.",
-    );
-    say!(
-        t,
-        "{second}: rain. We saw {gull}.",
-        "{second}: no wind. {gull} followed the ship."
-    );
+    say!(t, "{first}: good wind. We saw {seal}.", "{first}: we saw {seal} in the morning.",);
+    say!(t, "{second}: rain. We saw {gull}.", "{second}: no wind. {gull} followed the ship.");
     say!(
         t,
         "{third}: clear sky. We saw {crab} {at}.",
@@ -347,22 +319,10 @@ pub(super) fn signals(t: &mut Teller, setting: Setting) -> Person {
         "\"What does {colour} mean, {two}?\" asked {one}.",
         "\"It is {colour}!\" said {one}. \"What does it mean?\"",
     );
-    say!(
-        t,
-        "\"It means: {meaning},\" said {two}.",
-        "{two} knew it at once: \"{meaning}\".",
-    );
+    say!(t, "\"It means: {meaning},\" said {two}.", "{two} knew it at once: \"{meaning}\".",);
     match asked {
-        0 => say!(
-            t,
-            "So the ship stopped.",
-            "The captain took down the sails, and they stopped."
-        ),
-        1 => say!(
-            t,
-            "So they sailed to the other ship.",
-            "The ship turned, and they came closer."
-        ),
+        0 => say!(t, "So the ship stopped.", "The captain took down the sails, and they stopped."),
+        1 => say!(t, "So they sailed to the other ship.", "The ship turned, and they came closer."),
         _ => say!(
             t,
             "So they gave the other ship two barrels of water.",

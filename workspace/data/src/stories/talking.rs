@@ -33,11 +33,7 @@ pub(super) fn message(t: &mut Teller, setting: Setting) -> Person {
         "On the way {one} saw {animal_a} {way_at}, but {one_he} did not stop.",
         "{way_at} {one_he} fell down, but {one_he} got up again.",
     );
-    say!(
-        t,
-        "{at} {one} found {two}.",
-        "{two} was {at}, busy with {two_his} work."
-    );
+    say!(t, "{at} {one} found {two}.", "{two} was {at}, busy with {two_his} work.");
     t.paragraph();
     say!(
         t,
@@ -143,16 +139,11 @@ pub(super) fn question_game(t: &mut Teller, setting: Setting) -> Person {
     let (colour, other_colour) = (t.colour(), t.colour());
     let (place, other_place) = (t.place(), t.place());
     let (at, other_at) = (place.at, other_place.at);
-    let (animal_a, other_a) = (
-        a(&format!("{colour} {animal}")),
-        a(&format!("{other_colour} {other}")),
-    );
+    let (animal_a, other_a) =
+        (a(&format!("{colour} {animal}")), a(&format!("{other_colour} {other}")));
     let ask_first = t.once_in(2);
-    let (asked, asked_colour, asked_at) = if ask_first {
-        (animal, colour, &at)
-    } else {
-        (other, other_colour, &other_at)
-    };
+    let (asked, asked_colour, asked_at) =
+        if ask_first { (animal, colour, &at) } else { (other, other_colour, &other_at) };
     let (one_he, two_he) = (one.he, two.he);
     open(t, setting, one);
     meet(t, one, two);
@@ -188,11 +179,7 @@ pub(super) fn question_game(t: &mut Teller, setting: Setting) -> Person {
         "\"That is right,\" said {two}, and {two_he} clapped.",
         "\"You know everything, {one}!\" said {two}.",
     );
-    let (rest, rest_colour) = if ask_first {
-        (other, other_colour)
-    } else {
-        (animal, colour)
-    };
+    let (rest, rest_colour) = if ask_first { (other, other_colour) } else { (animal, colour) };
     say!(
         t,
         "\"And the {rest} was {rest_colour},\" said {one}.",

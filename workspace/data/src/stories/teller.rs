@@ -68,13 +68,7 @@ pub(super) struct Teller {
 
 impl Teller {
     pub(super) fn new(words: &'static Lexicon, random: Random) -> Self {
-        Self {
-            words,
-            random,
-            used: Vec::new(),
-            text: String::new(),
-            fresh: true,
-        }
+        Self { words, random, used: Vec::new(), text: String::new(), fresh: true }
     }
 
     /// The text, and its number of words.
@@ -122,42 +116,22 @@ impl Teller {
 
     pub(super) fn girl(&mut self) -> Person {
         let name = self.new_of(self.words.girls);
-        Person {
-            name,
-            kind: "girl",
-            he: "she",
-            him: "her",
-            his: "her",
-        }
+        Person { name, kind: "girl", he: "she", him: "her", his: "her" }
     }
 
     pub(super) fn boy(&mut self) -> Person {
         let name = self.new_of(self.words.boys);
-        Person {
-            name,
-            kind: "boy",
-            he: "he",
-            him: "him",
-            his: "his",
-        }
+        Person { name, kind: "boy", he: "he", him: "him", his: "his" }
     }
 
     pub(super) fn person(&mut self) -> Person {
-        if self.once_in(2) {
-            self.girl()
-        } else {
-            self.boy()
-        }
+        if self.once_in(2) { self.girl() } else { self.boy() }
     }
 
     /// A girl and a boy, in either order: pronouns then tell them apart.
     pub(super) fn pair(&mut self) -> (Person, Person) {
         let (girl, boy) = (self.girl(), self.boy());
-        if self.once_in(2) {
-            (girl, boy)
-        } else {
-            (boy, girl)
-        }
+        if self.once_in(2) { (girl, boy) } else { (boy, girl) }
     }
 
     /// A thing with a colour, without an article: "red ball".
@@ -200,9 +174,7 @@ impl Teller {
         let name = self.new_of(&names);
         let found = self.words.places.iter().find(|place| place.1 == name);
         let preposition = found.map_or("at", |place| place.0);
-        Place {
-            at: At { preposition, name },
-        }
+        Place { at: At { preposition, name } }
     }
 
     /// Work, as told ("swept the floor") and as asked for ("sweep the floor").
@@ -277,11 +249,7 @@ fn raised(line: &str) -> String {
 /// Things in a number: "three eggs", "one egg", "no eggs".
 pub(super) fn count(number: usize, plural: &str) -> String {
     let word = NUMBERS.get(number).copied().unwrap_or("many");
-    if number == 1 {
-        format!("one {}", singular(plural))
-    } else {
-        format!("{word} {plural}")
-    }
+    if number == 1 { format!("one {}", singular(plural)) } else { format!("{word} {plural}") }
 }
 
 /// The number in words.
@@ -291,11 +259,7 @@ pub(super) fn number(number: usize) -> &'static str {
 
 /// One of the counted things.
 pub(super) fn singular(plural: &str) -> &str {
-    if plural == "leaves" {
-        "leaf"
-    } else {
-        plural.strip_suffix('s').unwrap_or(plural)
-    }
+    if plural == "leaves" { "leaf" } else { plural.strip_suffix('s').unwrap_or(plural) }
 }
 
 #[cfg(test)]

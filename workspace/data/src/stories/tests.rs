@@ -13,10 +13,7 @@ fn lengths_are_within_their_limits() {
     for setting in [Setting::Village, Setting::Voyage] {
         for text in many(setting) {
             let words = text.split_whitespace().count();
-            assert!(
-                (FEWEST_WORDS..=MOST_WORDS).contains(&words),
-                "{words}: {text}"
-            );
+            assert!((FEWEST_WORDS..=MOST_WORDS).contains(&words), "{words}: {text}");
         }
     }
 }
@@ -25,31 +22,15 @@ fn lengths_are_within_their_limits() {
 fn text_is_clean() {
     for setting in [Setting::Village, Setting::Voyage] {
         for text in many(setting) {
-            assert!(
-                text.is_ascii() && !text.contains(['{', '}', '\\']),
-                "{text}"
-            );
-            for wrong in [
-                "  ",
-                " .",
-                " ,",
-                "..",
-                "one leaves",
-                "a an ",
-                " an b",
-                " a e",
-                " a o",
-            ] {
+            assert!(text.is_ascii() && !text.contains(['{', '}', '\\']), "{text}");
+            for wrong in ["  ", " .", " ,", "..", "one leaves", "a an ", " an b", " a e", " a o"] {
                 assert!(!text.contains(wrong), "{wrong:?} in {text}");
             }
             assert_eq!(text.matches('"').count() % 2, 0, "{text}");
             for plural in VILLAGE.counted.iter().chain(VOYAGE.counted) {
                 let one = format!("one {}", teller::singular(plural)).to_lowercase();
                 for verb in ["were", "are"] {
-                    assert!(
-                        !text.to_lowercase().contains(&format!("{one} {verb}")),
-                        "{text}"
-                    );
+                    assert!(!text.to_lowercase().contains(&format!("{one} {verb}")), "{text}");
                 }
             }
             for line in text.lines() {
@@ -76,13 +57,9 @@ fn sentences_start_with_a_capital() {
 
 #[test]
 fn a_story_depends_on_seed_and_number_alone() {
-    let backwards: Vec<String> = (0..50)
-        .rev()
-        .map(|number| story(Setting::Village, 3, number))
-        .collect();
-    let forwards: Vec<String> = (0..50)
-        .map(|number| story(Setting::Village, 3, number))
-        .collect();
+    let backwards: Vec<String> =
+        (0..50).rev().map(|number| story(Setting::Village, 3, number)).collect();
+    let forwards: Vec<String> = (0..50).map(|number| story(Setting::Village, 3, number)).collect();
     assert!(backwards.iter().rev().eq(&forwards));
     assert_ne!(story(Setting::Village, 3, 0), story(Setting::Village, 4, 0));
     assert_ne!(story(Setting::Village, 3, 0), story(Setting::Voyage, 3, 0));
@@ -110,16 +87,8 @@ fn the_vocabulary_is_small_and_mostly_shared() {
     let shared = village.intersection(&voyage).count();
     assert!((400..1200).contains(&village.len()), "{}", village.len());
     assert!((400..1200).contains(&voyage.len()), "{}", voyage.len());
-    assert!(
-        shared * 10 > voyage.len() * 6,
-        "{shared} of {}",
-        voyage.len()
-    );
-    assert!(
-        shared * 10 < voyage.len() * 9,
-        "{shared} of {}",
-        voyage.len()
-    );
+    assert!(shared * 10 > voyage.len() * 6, "{shared} of {}", voyage.len());
+    assert!(shared * 10 < voyage.len() * 9, "{shared} of {}", voyage.len());
 }
 
 #[test]
@@ -131,13 +100,7 @@ fn what_is_left_is_what_was_there_without_what_was_given() {
         let Some((before, after)) = text.split_once(". \"You took ") else {
             continue;
         };
-        let had = before
-            .rsplit_once("\"I had ")
-            .unwrap()
-            .1
-            .split(' ')
-            .next()
-            .unwrap();
+        let had = before.rsplit_once("\"I had ").unwrap().1.split(' ').next().unwrap();
         let (took, rest) = after.split_once(", so I have ").unwrap();
         let left = rest.split('.').next().unwrap();
         let [had, took, left] = [had, took, left].map(|word| number_of(word).unwrap());

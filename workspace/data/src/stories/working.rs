@@ -156,11 +156,7 @@ pub(super) fn painted(t: &mut Teller, setting: Setting) -> Person {
         "So {one} painted the {first} {new}, and {two} painted the {second} {other}.",
     );
     t.paragraph();
-    say!(
-        t,
-        "The next day everything was dry.",
-        "They waited until the paint was dry.",
-    );
+    say!(t, "The next day everything was dry.", "They waited until the paint was dry.",);
     say!(
         t,
         "Now {one} had a {new} {first}, and {two} had a {other} {second}.",
@@ -259,33 +255,13 @@ pub(super) fn tallest(t: &mut Teller, setting: Setting) -> Person {
     let (tall_he, small_he) = (tall.he, small.he);
     open(t, setting, one);
     meet(t, one, two);
-    say!(
-        t,
-        "With them was {three}.",
-        "They often played with {three} {at}.",
-    );
+    say!(t, "With them was {three}.", "They often played with {three} {at}.",);
     if t.once_in(2) {
-        say!(
-            t,
-            "{tall} was taller than {middle}.",
-            "{middle} was not as tall as {tall}."
-        );
-        say!(
-            t,
-            "{middle} was taller than {small}.",
-            "{small} was not as tall as {middle}."
-        );
+        say!(t, "{tall} was taller than {middle}.", "{middle} was not as tall as {tall}.");
+        say!(t, "{middle} was taller than {small}.", "{small} was not as tall as {middle}.");
     } else {
-        say!(
-            t,
-            "{small} was not as tall as {middle}.",
-            "{middle} was taller than {small}."
-        );
-        say!(
-            t,
-            "But {tall} was taller than {middle}.",
-            "{middle} was not as tall as {tall}."
-        );
+        say!(t, "{small} was not as tall as {middle}.", "{middle} was taller than {small}.");
+        say!(t, "But {tall} was taller than {middle}.", "{middle} was not as tall as {tall}.");
     }
     t.paragraph();
     say!(
