@@ -391,12 +391,16 @@ impl WeightFiles {
         }
     }
 
-    /// Tells the system that the tensor's pages are not needed for now, so that reading a large
-    /// model leaves little resident. Its bytes remain readable.
-    pub fn release(&self, name: &str) {
+    /// Tells the system that a part of a tensor's bytes is not needed for now, so that reading a
+    /// large model leaves little resident. The bytes remain readable.
+    pub fn release(&self, name: &str, part: std::ops::Range<usize>) {
         if let Some(&index) = self.by_name.get(name) {
             let Tensor { shard, range, .. } = &self.tensors[index];
-            release(&self.shards[*shard].map, range.clone());
+            let start = (range.start + part.start).min(range.end);
+            let end = (range.start + part.end).min(range.end);
+            if start < end {
+                release(&self.shards[*shard].map, start..end);
+            }
         }
     }
 }

@@ -1,3 +1,356 @@
-//! `moh-convert`.
+//! `moh-convert`: a Llama checkpoint in, a Mixture-of-Head model out.
 
-fn main() {}
+use std::io::{IsTerminal, Write};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::Context;
+use clap::{CommandFactory, Parser, ValueEnum};
+use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
+use moh_convert::convert::{Active, DEFAULT_ACTIVE};
+use moh_convert::{Attention, Options, Receipt, convert, hub};
+use moh_model::Dtype;
+
+/// Convert a Llama checkpoint to Mixture-of-Head attention
+#[derive(Debug, Parser)]
+#[command(
+    name = "moh-convert",
+    version,
+    after_help = "Example (a public model of 269 MB, written to ./SmolLM2-135M-MoH):\n  \
+                  moh-convert --from HuggingFaceTB/SmolLM2-135M --active 0.75"
+)]
+struct Arguments {
+    /// Model to convert: a directory in Hugging Face layout, or a hub id
+    #[arg(long, value_name = "DIR|ID")]
+    from: String,
+    /// Branch, tag or commit on the hub [default: main]
+    #[arg(long)]
+    revision: Option<String>,
+    /// Attention of the output
+    #[arg(long, value_enum, default_value_t = AttentionKind::Moh)]
+    attention: AttentionKind,
+    /// Heads that serve every token [default: half of them]
+    #[arg(long, value_name = "N")]
+    shared_heads: Option<usize>,
+    /// Share of the heads that a token computes [default: 0.75]
+    #[arg(long, value_name = "R", conflicts_with = "routed_top_k")]
+    active: Option<f64>,
+    /// Routed heads that a token computes besides the shared ones
+    #[arg(long, value_name = "K")]
+    routed_top_k: Option<usize>,
+    /// Element type of the output [default: that of the input]
+    #[arg(long, value_enum)]
+    dtype: Option<DtypeName>,
+    /// Largest weight file, e.g. 500MB or 4GiB
+    #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_size)]
+    max_shard_size: u64,
+    /// Directory to write [default: ./NAME-MoH]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Replace a model directory that exists
+    #[arg(long)]
+    force: bool,
+    /// Directory of a tokenizer whose larger vocabulary the model takes on
+    #[arg(long, value_name = "DIR")]
+    tokenizer: Option<PathBuf>,
+    /// Grow the vocabulary to a multiple of N
+    #[arg(long, value_name = "N")]
+    pad_vocab_to: Option<usize>,
+    /// Write what was done, tensor by tensor, as JSON
+    #[arg(long, value_name = "FILE")]
+    receipt: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum AttentionKind {
+    /// Mixture-of-Head
+    Moh,
+    /// A plain Llama
+    Dense,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum DtypeName {
+    #[value(alias = "float32")]
+    F32,
+    #[value(alias = "float16")]
+    F16,
+    #[value(alias = "bfloat16")]
+    Bf16,
+}
+
+/// Bytes in decimal (KB, MB, GB) or binary (KiB, MiB, GiB) units, as transformers reads them.
+fn parse_size(text: &str) -> Result<u64, String> {
+    let end = text
+        .find(|c: char| !c.is_ascii_digit())
+        .unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
+    let factor: u64 = match unit.trim().to_ascii_uppercase().as_str() {
+        "" | "B" => 1,
+        "KB" => 1_000,
+        "MB" => 1_000_000,
+        "GB" => 1_000_000_000,
+        "KIB" => 1 << 10,
+        "MIB" => 1 << 20,
+        "GIB" => 1 << 30,
+        _ => return Err("expected a size like 500MB or 5GB".to_string()),
+    };
+    match number
+        .parse::<u64>()
+        .ok()
+        .and_then(|number| number.checked_mul(factor))
+    {
+        Some(0) | None => Err("expected a size like 500MB or 5GB".to_string()),
+        Some(bytes) => Ok(bytes),
+    }
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    match run(&arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("moh-convert: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn attention(arguments: &Arguments) -> Attention {
+    let Arguments {
+        attention,
+        shared_heads,
+        active,
+        routed_top_k,
+        ..
+    } = *arguments;
+    if attention == AttentionKind::Dense {
+        if shared_heads.is_some() || active.is_some() || routed_top_k.is_some() {
+            let message =
+                "--attention dense has no use for --shared-heads, --active or --routed-top-k";
+            Arguments::command()
+                .error(clap::error::ErrorKind::ArgumentConflict, message)
+                .exit();
+        }
+        return Attention::Dense;
+    }
+    let active = match routed_top_k {
+        Some(routed_top_k) => Active::RoutedTopK(routed_top_k),
+        None => Active::Share(active.unwrap_or(DEFAULT_ACTIVE)),
+    };
+    Attention::Moh {
+        shared_heads,
+        active,
+    }
+}
+
+fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let attention = attention(arguments);
+    let mut meter = Meter::new("download");
+    let source = hub::resolve(
+        &arguments.from,
+        arguments.revision.as_deref(),
+        &mut |progress| {
+            meter.set(progress.bytes, progress.total, progress.file);
+        },
+    )?;
+    meter.finish();
+
+    let out = arguments.out.clone().unwrap_or_else(|| {
+        let suffix = if attention == Attention::Dense {
+            "Dense"
+        } else {
+            "MoH"
+        };
+        PathBuf::from(format!("./{}-{suffix}", model_name(&arguments.from)))
+    });
+    let options = Options {
+        attention,
+        dtype: arguments.dtype.map(|dtype| match dtype {
+            DtypeName::F32 => Dtype::F32,
+            DtypeName::F16 => Dtype::F16,
+            DtypeName::Bf16 => Dtype::BF16,
+        }),
+        max_shard_bytes: arguments.max_shard_size,
+        force: arguments.force,
+        tokenizer: arguments.tokenizer.clone(),
+        pad_vocab_to: arguments.pad_vocab_to,
+        ..Options::new(source, out)
+    };
+    let stop = stop_on_signals().context("signals")?;
+    let mut meter = Meter::new("convert");
+    let receipt = convert(&options, &mut |progress| {
+        meter.set(progress.bytes, progress.total, "");
+        match stop.load(Ordering::Relaxed) {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    })?;
+    meter.finish();
+    if let Some(path) = &arguments.receipt {
+        let json = serde_json::to_string_pretty(&receipt)?;
+        std::fs::write(path, json + "\n").with_context(|| path.display().to_string())?;
+    }
+    // A reader that has gone away is no failure of the conversion.
+    let _ = print_receipt(&receipt, &mut std::io::stdout().lock());
+    Ok(())
+}
+
+/// The last part of a hub id or of a directory's real name.
+fn model_name(from: &str) -> String {
+    let path = Path::new(from);
+    let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+    path.file_name().map_or_else(
+        || "model".to_string(),
+        |name| name.to_string_lossy().into_owned(),
+    )
+}
+
+/// A flag that an interruption sets, so that the temporary directory is removed; a second one ends
+/// the program at once.
+fn stop_on_signals() -> std::io::Result<Arc<AtomicBool>> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        signal_hook::flag::register_conditional_shutdown(signal, 1, Arc::clone(&stop))?;
+        signal_hook::flag::register(signal, Arc::clone(&stop))?;
+    }
+    // A file that grows beyond a limit is then an error of `write`, like a full disk.
+    #[cfg(unix)]
+    signal_hook::flag::register(
+        signal_hook::consts::SIGXFSZ,
+        Arc::new(AtomicBool::new(false)),
+    )?;
+    Ok(stop)
+}
+
+/// Progress on standard error: a bar on a terminal, else a line for every tenth of a long job.
+struct Meter {
+    name: &'static str,
+    bar: Option<ProgressBar>,
+    tenths: u64,
+}
+
+/// Shorter jobs do not report to files.
+const REPORTED_BYTES: u64 = 256 << 20;
+
+impl Meter {
+    fn new(name: &'static str) -> Self {
+        Meter {
+            name,
+            bar: None,
+            tenths: 0,
+        }
+    }
+
+    fn set(&mut self, bytes: u64, total: u64, file: &str) {
+        if std::io::stderr().is_terminal() {
+            let bar = self.bar.get_or_insert_with(|| {
+                let template = "{prefix} {bar:30} {bytes}/{total_bytes} {bytes_per_sec} {msg}";
+                let style = ProgressStyle::with_template(template)
+                    .unwrap_or_else(|_| ProgressStyle::default_bar());
+                ProgressBar::new(total)
+                    .with_prefix(self.name)
+                    .with_style(style)
+            });
+            bar.set_message(file.to_string());
+            bar.set_position(bytes);
+            return;
+        }
+        let tenths = (u128::from(bytes) * 10 / u128::from(total.max(1))) as u64;
+        if total >= REPORTED_BYTES && tenths > self.tenths {
+            self.tenths = tenths;
+            eprintln!("{}: {}0% of {}", self.name, tenths, HumanBytes(total));
+        }
+    }
+
+    fn finish(self) {
+        if let Some(bar) = self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+fn print_receipt(receipt: &Receipt, out: &mut impl Write) -> std::io::Result<()> {
+    let [attention_before, attention] = receipt.attention_flops_per_token;
+    let [before, after] = receipt.vocab_size;
+    let unchanged = receipt.num_unchanged();
+    writeln!(out, "{}", receipt.out.display())?;
+    writeln!(
+        out,
+        "  heads            {} shared + {} of {} routed = {} of {} active",
+        receipt.shared_heads,
+        receipt.active_heads - receipt.shared_heads,
+        receipt.routed_heads,
+        receipt.active_heads,
+        receipt.heads
+    )?;
+    writeln!(out, "  parameters       {}", grouped(receipt.parameters))?;
+    if before != after {
+        writeln!(out, "  vocabulary       {before} -> {after}")?;
+    }
+    writeln!(
+        out,
+        "  attention FLOPs  {attention_before:.3e} -> {attention:.3e} per token at length {} ({:.0}%)",
+        receipt.flops_length,
+        100.0 * attention / attention_before
+    )?;
+    writeln!(
+        out,
+        "  tensors          {} of {} unchanged (BLAKE3 of the source = of the output, read back)",
+        unchanged,
+        receipt.tensors.len()
+    )?;
+    writeln!(
+        out,
+        "  written          {} bytes in {} file{}, {:.2} s",
+        grouped(receipt.bytes),
+        receipt.shards,
+        if receipt.shards == 1 { "" } else { "s" },
+        receipt.seconds
+    )
+}
+
+/// Digits in groups of three.
+fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (position, digit) in digits.chars().enumerate() {
+        if position > 0 && (digits.len() - position).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_in_decimal_and_binary_units() {
+        assert_eq!(parse_size("5GB"), Ok(5_000_000_000));
+        assert_eq!(parse_size("2 MiB"), Ok(2 << 20));
+        assert_eq!(parse_size("77"), Ok(77));
+        for bad in ["", "GB", "0", "-1GB", "1.5GB", "99999999999GB", "5TBs"] {
+            assert!(parse_size(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn digits_are_grouped() {
+        assert_eq!(grouped(8_030_261_248), "8,030,261,248");
+        assert_eq!(
+            (grouped(999), grouped(1000)),
+            ("999".to_string(), "1,000".to_string())
+        );
+    }
+
+    #[test]
+    fn the_arguments_are_consistent() {
+        Arguments::command().debug_assert();
+    }
+}

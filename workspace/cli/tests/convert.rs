@@ -1,0 +1,500 @@
+//! `moh-convert` as a user runs it: what it writes, and one sentence for every bad input.
+
+#![allow(clippy::unwrap_used)] // in tests, and in their functions too
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+
+use assert_cmd::Command;
+use moh_convert::write_random_model;
+use moh_model::weight_files::{INDEX_FILE, WEIGHTS_FILE};
+use moh_model::{ConfigFile, Dtype};
+use serde_json::{Value, json};
+
+/// A directory with a tiny random Llama of 8 heads in `source`.
+fn workplace() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    write_source(&dir.path().join("source"), u64::MAX);
+    dir
+}
+
+fn write_source(path: &Path, max_shard_bytes: u64) {
+    let fields = json!({
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 37,
+        "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4,
+        "max_position_embeddings": 64,
+    });
+    let file = ConfigFile::from_value(fields, Path::new("config.json")).unwrap();
+    write_random_model(path, &file, Dtype::F32, max_shard_bytes, 1).unwrap();
+}
+
+/// The command in a directory, away from the user's own hub settings.
+fn moh_convert(dir: &Path) -> Command {
+    let mut command = Command::cargo_bin("moh-convert").unwrap();
+    command.current_dir(dir);
+    for (name, _) in std::env::vars_os() {
+        if name
+            .to_str()
+            .is_some_and(|name| name.starts_with("HF_") || name.ends_with("_PROXY"))
+        {
+            command.env_remove(name);
+        }
+    }
+    command
+        .env("HF_HOME", dir.join("hf"))
+        .env("HF_HUB_OFFLINE", "1")
+        .env("no_proxy", "127.0.0.1");
+    command
+}
+
+/// Runs, expects exit code 1 and one line on stderr, and that nothing was left behind.
+fn failure(dir: &Path, arguments: &[&str]) -> String {
+    let before = names(dir);
+    let output = moh_convert(dir).args(arguments).output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(output.stdout.is_empty());
+    assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
+    assert!(stderr.starts_with("moh-convert: "), "{stderr}");
+    assert_eq!(names(dir), before, "{stderr}");
+    stderr["moh-convert: ".len()..].trim_end().to_string()
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir).unwrap();
+    let mut names: Vec<_> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+fn edit_config(dir: &Path, edit: impl FnOnce(&mut Value)) {
+    let path = dir.join("source/config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    edit(&mut config);
+    fs::write(path, config.to_string()).unwrap();
+}
+
+/// Rewrites the one weight file with other tensors; values are f32.
+fn edit_weights(dir: &Path, edit: impl FnOnce(&mut Vec<(String, Vec<usize>, Vec<u8>)>)) {
+    let path = dir.join("source").join(WEIGHTS_FILE);
+    let bytes = fs::read(&path).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let mut tensors: Vec<_> = file
+        .iter()
+        .map(|(name, view)| {
+            (
+                name.to_string(),
+                view.shape().to_vec(),
+                view.data().to_vec(),
+            )
+        })
+        .collect();
+    edit(&mut tensors);
+    let views = tensors.iter().map(|(name, shape, data)| {
+        let dtype = safetensors::Dtype::F32;
+        (
+            name,
+            safetensors::tensor::TensorView::new(dtype, shape.clone(), data).unwrap(),
+        )
+    });
+    fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
+}
+
+#[test]
+fn a_model_is_converted_beside_its_receipt() {
+    let dir = workplace();
+    let arguments = [
+        "--from",
+        "source",
+        "--max-shard-size",
+        "9KB",
+        "--receipt",
+        "receipt.json",
+    ];
+    let output = moh_convert(dir.path()).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert!(output.stderr.is_empty());
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    let expected = "\
+./source-MoH
+  heads            4 shared + 2 of 4 routed = 6 of 8 active
+  parameters       11,496
+  attention FLOPs  8.320e3 -> 6.240e3 per token at length 64 (75%)
+  tensors          21 of 21 unchanged (BLAKE3 of the source = of the output, read back)
+";
+    assert!(stdout.starts_with(expected), "{stdout}");
+    let last = stdout.lines().last().unwrap();
+    assert!(
+        last.starts_with("  written          45,984 bytes in 6 files, "),
+        "{last}"
+    );
+    assert_eq!(names(dir.path()), ["receipt.json", "source", "source-MoH"]);
+    let receipt: Value =
+        serde_json::from_slice(&fs::read(dir.path().join("receipt.json")).unwrap()).unwrap();
+    assert_eq!(receipt["tensors"].as_array().unwrap().len(), 21);
+    assert_eq!(receipt["tensors"][0]["unchanged"], true);
+    let config = ConfigFile::read(&dir.path().join("source-MoH"))
+        .unwrap()
+        .config;
+    assert_eq!(config.moh.unwrap().routed_top_k, 2);
+}
+
+#[test]
+fn the_other_options_reach_the_output() {
+    let dir = workplace();
+    let arguments = [
+        "--from",
+        "source",
+        "--shared-heads",
+        "2",
+        "--routed-top-k",
+        "3",
+        "--dtype",
+        "bf16",
+        "--pad-vocab-to",
+        "64",
+        "--out",
+        "deep/er/out",
+    ];
+    moh_convert(dir.path()).args(arguments).assert().success();
+    let file = ConfigFile::read(&dir.path().join("deep/er/out")).unwrap();
+    let moh = file.config.moh.unwrap();
+    assert_eq!(
+        (moh.shared_heads, moh.routed_top_k, file.config.vocab_size),
+        (2, 3, 64)
+    );
+    assert_eq!(file.fields["torch_dtype"], "bfloat16");
+    let arguments = ["--from", "deep/er/out", "--attention", "dense"];
+    moh_convert(dir.path()).args(arguments).assert().success();
+    let dense = ConfigFile::read(&dir.path().join("out-Dense")).unwrap();
+    assert_eq!(dense.config.moh, None);
+}
+
+#[test]
+fn help_shows_an_example_and_usage_errors_exit_with_2() {
+    let dir = tempfile::tempdir().unwrap();
+    let help = moh_convert(dir.path()).arg("--help").output().unwrap();
+    assert!(help.status.success());
+    let text = String::from_utf8(help.stdout).unwrap();
+    assert!(text.contains("Example") && text.contains("moh-convert --from HuggingFaceTB/"));
+    for arguments in [
+        &[][..],
+        &["--from"],
+        &["--from", "x", "--active", "0.5", "--routed-top-k", "2"],
+        &["--from", "x", "--attention", "dense", "--active", "0.5"],
+        &["--from", "x", "--max-shard-size", "5 elephants"],
+        &["--from", "x", "--shared-heads", "-1"],
+        &["--from", "x", "--dtype", "f8"],
+        &["--from", "x", "--frm", "y"],
+    ] {
+        moh_convert(dir.path()).args(arguments).assert().code(2);
+    }
+}
+
+#[test]
+fn sources_that_are_no_model_are_refused() {
+    let dir = workplace();
+    let from = |source: &str| failure(dir.path(), &["--from", source]);
+    assert!(from("no/such/dir").contains("no such directory, and not a hub id"));
+    assert!(from("org/name").contains("HF_HUB_OFFLINE"));
+    assert!(from("source/config.json").contains("is a file"));
+    fs::create_dir(dir.path().join("empty")).unwrap();
+    assert!(from("empty").contains("empty/config.json: No such file"));
+    fs::copy(
+        dir.path().join("source/config.json"),
+        dir.path().join("empty/config.json"),
+    )
+    .unwrap();
+    assert!(from("empty").contains("holds neither model.safetensors nor"));
+    // Not even root reads a directory as a file.
+    fs::remove_file(dir.path().join("empty/config.json")).unwrap();
+    fs::create_dir(dir.path().join("empty/config.json")).unwrap();
+    assert!(from("empty").contains("config.json: "));
+}
+
+#[test]
+fn configurations_that_do_not_fit_are_refused() {
+    for (key, value, expected) in [
+        (
+            "model_type",
+            json!("gpt2"),
+            "config.json: model_type = \"gpt2\": only Llama",
+        ),
+        (
+            "architectures",
+            json!(["X"]),
+            "config.json: architectures = [\"X\"]",
+        ),
+        (
+            "num_key_value_heads",
+            json!(3),
+            "num_attention_heads = 8: must be a multiple of num_key",
+        ),
+        (
+            "hidden_size",
+            json!(u64::MAX),
+            "hidden_size = 18446744073709551615: must be from 1",
+        ),
+        (
+            "hidden_size",
+            json!("wide"),
+            "hidden_size: expected a whole number",
+        ),
+        (
+            "hidden_size",
+            json!(32),
+            "has shape [37, 24]: the configuration says [37, 32]",
+        ),
+        (
+            "num_hidden_layers",
+            json!(1),
+            "unexpected tensor model.layers.1.",
+        ),
+        (
+            "num_hidden_layers",
+            json!(3),
+            "model.layers.2.input_layernorm.weight is missing",
+        ),
+    ] {
+        let dir = workplace();
+        edit_config(dir.path(), |config| config[key] = value);
+        let message = failure(dir.path(), &["--from", "source"]);
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn head_counts_that_do_not_fit_are_refused() {
+    let dir = workplace();
+    for (arguments, expected) in [
+        (
+            &["--routed-top-k", "5"][..],
+            "routed_top_k = 5: must be at most the 4 routed heads",
+        ),
+        (
+            &["--active", "1.1"],
+            "active = 1.1: must be a share of the heads",
+        ),
+        (&["--active", "nan"], "active = NaN: must be a share"),
+        (&["--active", "0.25"], "is 2, fewer than the 4 shared heads"),
+        (
+            &["--shared-heads", "7", "--active", "1"],
+            "leaves one routed head",
+        ),
+        (&["--shared-heads", "9"], "fewer than the 9 shared heads"),
+        (
+            &["--pad-vocab-to", "0"],
+            "cannot be padded to a multiple of 0",
+        ),
+        (&["--tokenizer", "none"], "holds no tokenizer.json"),
+    ] {
+        let message = failure(dir.path(), &[&["--from", "source"], arguments].concat());
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn weights_that_are_damaged_are_refused() {
+    let dir = workplace();
+    let path = dir.path().join("source").join(WEIGHTS_FILE);
+    let good = fs::read(&path).unwrap();
+    let mut corrupt = good.clone();
+    corrupt[20] = b'}';
+    for (bytes, expected) in [
+        (&good[..4], "model.safetensors: is cut short"),
+        (&good[..100], "model.safetensors: is cut short or corrupt"),
+        (
+            &good[..good.len() - 1],
+            "model.safetensors: is cut short or corrupt",
+        ),
+        (
+            &corrupt[..],
+            "model.safetensors: has a corrupt safetensors header",
+        ),
+    ] {
+        fs::write(&path, bytes).unwrap();
+        let message = failure(dir.path(), &["--from", "source"]);
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn tensors_that_do_not_fit_are_refused() {
+    let name = "model.layers.1.self_attn.k_proj.weight";
+    let of = |tensors: &[(String, Vec<usize>, Vec<u8>)]| {
+        tensors
+            .iter()
+            .position(|(found, ..)| found == name)
+            .unwrap()
+    };
+    for (fault, expected) in [
+        ("missing", "k_proj.weight is missing"),
+        (
+            "unexpected",
+            "unexpected tensor model.layers.1.self_attn.k_proj.bias of shape [8]",
+        ),
+        (
+            "shape",
+            "k_proj.weight has shape [24, 8]: the configuration says [8, 24]",
+        ),
+        (
+            "nan",
+            "k_proj.weight has a value that is not finite, at element 5",
+        ),
+    ] {
+        let dir = workplace();
+        edit_weights(dir.path(), |tensors| {
+            let index = of(tensors);
+            match fault {
+                "missing" => drop(tensors.remove(index)),
+                "unexpected" => {
+                    let bias = "model.layers.1.self_attn.k_proj.bias".to_string();
+                    tensors.push((bias, vec![8], vec![0; 32]));
+                }
+                "shape" => tensors[index].1.reverse(),
+                _ => tensors[index].2[20..24].copy_from_slice(&f32::NAN.to_le_bytes()),
+            }
+        });
+        let message = failure(dir.path(), &["--from", "source"]);
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn shards_that_are_missing_or_cut_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    write_source(&dir.path().join("source"), 9_000);
+    let shard = dir.path().join("source/model-00002-of-00006.safetensors");
+    let good = fs::read(&shard).unwrap();
+    fs::write(&shard, &good[..good.len() - 3]).unwrap();
+    let message = failure(dir.path(), &["--from", "source"]);
+    assert!(
+        message.contains("model-00002-of-00006.safetensors: is cut short"),
+        "{message}"
+    );
+    fs::remove_file(&shard).unwrap();
+    let message = failure(dir.path(), &["--from", "source"]);
+    assert!(message.contains("names the shard model-00002-of-00006.safetensors, which is missing"));
+    let index = dir.path().join("source").join(INDEX_FILE);
+    let text = fs::read_to_string(&index)
+        .unwrap()
+        .replace("model-00002", "../model-00002");
+    fs::write(index, text).unwrap();
+    let message = failure(dir.path(), &["--from", "source"]);
+    assert!(
+        message.contains("must be a file of the directory"),
+        "{message}"
+    );
+}
+
+#[test]
+fn a_destination_in_use_is_kept_unless_forced() {
+    let dir = workplace();
+    let out = dir.path().join("out");
+    fs::create_dir(&out).unwrap();
+    fs::write(out.join("notes"), "mine").unwrap();
+    let arguments = ["--from", "source", "--out", "out"];
+    assert!(failure(dir.path(), &arguments).contains("out: is not empty"));
+    let forced = ["--from", "source", "--out", "out", "--force"];
+    assert!(failure(dir.path(), &forced).contains("only a model directory is replaced"));
+    assert_eq!(fs::read_to_string(out.join("notes")).unwrap(), "mine");
+    fs::remove_file(out.join("notes")).unwrap();
+    moh_convert(dir.path()).args(arguments).assert().success();
+    moh_convert(dir.path()).args(forced).assert().success();
+    assert_eq!(names(dir.path()), ["out", "source"]);
+    let message = failure(
+        dir.path(),
+        &["--from", "source", "--out", "source", "--force"],
+    );
+    assert!(message.contains("holds the source model"), "{message}");
+}
+
+/// With a limit on the size of files, as a full disk: `write` fails in the middle of a tensor.
+#[cfg(unix)]
+#[test]
+fn a_full_disk_leaves_nothing_behind() {
+    let dir = workplace();
+    let binary: PathBuf = Command::cargo_bin("moh-convert")
+        .unwrap()
+        .get_program()
+        .into();
+    // 16 blocks are 8 or 16 KB, depending on the shell; the weights have 46.
+    let script = format!(
+        "ulimit -f 16; exec '{}' --from source --out out",
+        binary.display()
+    );
+    let output = Command::new("sh")
+        .arg("-c")
+        .arg(script)
+        .current_dir(dir.path())
+        .output()
+        .unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(
+        stderr.contains("model.safetensors: File too large"),
+        "{stderr}"
+    );
+    assert_eq!(names(dir.path()), ["source"]);
+}
+
+/// A hub that gives every request the same answer.
+fn hub_that_answers(status: u16, code: &'static str) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let reader = BufReader::new(stream.try_clone().unwrap());
+            for line in reader.lines().map_while(Result::ok) {
+                if line.is_empty() {
+                    break;
+                }
+            }
+            let answer = format!(
+                "HTTP/1.1 {status} X\r\nX-Error-Code: {code}\r\nContent-Length: 0\r\n\
+                 Connection: close\r\n\r\n"
+            );
+            let _ = stream.write_all(answer.as_bytes());
+        }
+    });
+    endpoint
+}
+
+#[test]
+fn a_hub_that_refuses_is_one_sentence() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let silent = format!("http://{}", listener.local_addr().unwrap());
+    drop(listener);
+    for (endpoint, expected) in [
+        (
+            hub_that_answers(401, "GatedRepo"),
+            "the model is gated (401)",
+        ),
+        (hub_that_answers(403, ""), "the hub refuses access (403)"),
+        (
+            hub_that_answers(404, "RepoNotFound"),
+            "no such model on the hub (404)",
+        ),
+        (silent, "no answer from http://127.0.0.1"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut command = moh_convert(dir.path());
+        command
+            .env_remove("HF_HUB_OFFLINE")
+            .env("HF_ENDPOINT", endpoint);
+        let output = command.args(["--from", "org/name"]).output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        assert!(
+            stderr.starts_with(&format!("moh-convert: org/name: {expected}")),
+            "{stderr}"
+        );
+        assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
+        assert!(names(dir.path()).is_empty());
+    }
+}

@@ -1,0 +1,433 @@
+//! Conversion of a Llama checkpoint to Mixture-of-Head (or back to dense).
+//!
+//! The query-norm router has no parameters, so conversion changes no weight: tensors pass from the
+//! mapped source to the output in pieces, with one thread writing and one hashing. On request the
+//! element type changes, and the vocabulary grows (see [`crate::vocabulary`]). Memory does not
+//! depend on the size of the model.
+
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use moh_model::config_file::ConfigFile;
+use moh_model::flops::{EMBEDDING, Flops, OUTPUT_HEAD, tensor_shapes};
+use moh_model::weight_files::{Dtype, TensorBytes, WeightFiles};
+use moh_model::{ModelConfig, MohConfig, Router};
+use rayon::prelude::*;
+use serde::Serialize;
+
+use crate::Error;
+use crate::hf_directory::{
+    DEFAULT_SHARD_BYTES, Model, PIECE_BYTES, Sink, TensorSpec, check_destination, companion_files,
+    write_model,
+};
+use crate::vocabulary::Expansion;
+
+/// Share of the heads that a token computes where nothing else is asked for.
+pub const DEFAULT_ACTIVE: f64 = 0.75;
+
+/// The attention of the converted model.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Attention {
+    /// Every head for every token: a plain Llama.
+    Dense,
+    /// Mixture-of-Head.
+    Moh {
+        /// Heads that serve every token; half of them where not given.
+        shared_heads: Option<usize>,
+        /// How many heads a token computes.
+        active: Active,
+    },
+}
+
+/// How many heads a token computes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Active {
+    /// This share of all heads, shared ones included.
+    Share(f64),
+    /// The shared heads and this many routed ones.
+    RoutedTopK(usize),
+}
+
+impl Attention {
+    /// Mixture-of-Head with half of the heads shared and three quarters active.
+    pub const DEFAULT: Attention = Attention::Moh {
+        shared_heads: None,
+        active: Active::Share(DEFAULT_ACTIVE),
+    };
+
+    /// The configuration for a model of `heads` query heads.
+    ///
+    /// # Errors
+    /// When the counts do not fit.
+    pub fn configure(self, heads: usize) -> Result<Option<MohConfig>, Error> {
+        let Attention::Moh {
+            shared_heads,
+            active,
+        } = self
+        else {
+            return Ok(None);
+        };
+        let moh = match active {
+            Active::Share(share) => MohConfig::from_active(heads, shared_heads, share)?,
+            Active::RoutedTopK(routed_top_k) => MohConfig {
+                router: Router::QueryNorm,
+                shared_heads: shared_heads.unwrap_or(heads / 2),
+                routed_top_k,
+            },
+        };
+        moh.validate(heads)?;
+        Ok(Some(moh))
+    }
+}
+
+/// What to convert, and how.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// The model directory to read, see [`crate::hub::resolve`].
+    pub source: PathBuf,
+    /// The model directory to write.
+    pub out: PathBuf,
+    /// Its attention.
+    pub attention: Attention,
+    /// Its element type; that of each source tensor where not given.
+    pub dtype: Option<Dtype>,
+    /// A weight file is closed before it would exceed this.
+    pub max_shard_bytes: u64,
+    /// Whether a model directory at `out` is replaced.
+    pub force: bool,
+    /// A directory whose larger vocabulary the model takes on.
+    pub tokenizer: Option<PathBuf>,
+    /// Grow the vocabulary to a multiple of this.
+    pub pad_vocab_to: Option<usize>,
+}
+
+impl Options {
+    /// Mixture-of-Head with the defaults of the command line.
+    pub fn new(source: impl Into<PathBuf>, out: impl Into<PathBuf>) -> Self {
+        Options {
+            source: source.into(),
+            out: out.into(),
+            attention: Attention::DEFAULT,
+            dtype: None,
+            max_shard_bytes: DEFAULT_SHARD_BYTES,
+            force: false,
+            tokenizer: None,
+            pad_vocab_to: None,
+        }
+    }
+}
+
+/// How far a conversion is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Progress {
+    /// Bytes written.
+    pub bytes: u64,
+    /// Bytes to write.
+    pub total: u64,
+}
+
+/// What a conversion did.
+#[derive(Debug, Clone, Serialize)]
+pub struct Receipt {
+    /// The directory that was read.
+    pub source: PathBuf,
+    /// The directory that was written.
+    pub out: PathBuf,
+    /// Query heads of a block.
+    pub heads: usize,
+    /// Heads that serve every token; all of them in a dense model.
+    pub shared_heads: usize,
+    /// Heads that are chosen for each token.
+    pub routed_heads: usize,
+    /// Heads that a token computes.
+    pub active_heads: usize,
+    /// Parameters of the output; a tied head counts once.
+    pub parameters: u64,
+    /// Rows of the vocabulary before and after.
+    pub vocab_size: [usize; 2],
+    /// Length at which the operations below are counted: `max_position_embeddings`.
+    pub flops_length: usize,
+    /// Forward operations of the attention core per token, before and after.
+    pub attention_flops_per_token: [f64; 2],
+    /// Forward operations of everything per token, before and after.
+    pub flops_per_token: [f64; 2],
+    /// Bytes of the output's tensors.
+    pub bytes: u64,
+    /// Weight files.
+    pub shards: usize,
+    /// Wall-clock time.
+    pub seconds: f64,
+    /// Every tensor of the output.
+    pub tensors: Vec<TensorReceipt>,
+}
+
+/// What became of a tensor.
+#[derive(Debug, Clone, Serialize)]
+pub struct TensorReceipt {
+    /// Its name.
+    pub name: String,
+    /// BLAKE3 of the source's bytes, where they were copied as they are.
+    pub source_blake3: Option<String>,
+    /// BLAKE3 of its bytes, read back from the output.
+    pub blake3: String,
+    /// Whether the output holds the source's bytes.
+    pub unchanged: bool,
+}
+
+impl Receipt {
+    /// Tensors whose bytes are those of the source.
+    pub fn num_unchanged(&self) -> usize {
+        self.tensors
+            .iter()
+            .filter(|tensor| tensor.unchanged)
+            .count()
+    }
+}
+
+/// Converts a model directory. `progress` is told about every piece and stops the conversion by
+/// breaking.
+///
+/// # Errors
+/// When the source is not a complete Llama of finite weights, the options do not fit it, or the
+/// output cannot be written; nothing is left behind then.
+pub fn convert(
+    options: &Options,
+    progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
+) -> Result<Receipt, Error> {
+    let start = Instant::now();
+    let source = ConfigFile::read(&options.source)?;
+    let mut config = ModelConfig {
+        moh: options
+            .attention
+            .configure(source.config.num_attention_heads)?,
+        ..source.config.clone()
+    };
+    refuse_overlap(&options.source, &options.out)?;
+    check_destination(&options.out, options.force)?;
+    if options.max_shard_bytes == 0 {
+        return Err(Error::Option(
+            "the largest shard must have at least one byte".to_string(),
+        ));
+    }
+    let weights = WeightFiles::open(&options.source)?;
+    weights.check(&source.config)?;
+    let expansion = plan_expansion(options, source.config.vocab_size)?;
+    if let Some(expansion) = &expansion {
+        config.vocab_size = expansion.num_rows();
+    }
+
+    let mut specs = Vec::new();
+    for (name, shape) in tensor_shapes(&config) {
+        let dtype = options.dtype.unwrap_or(weights.get(&name)?.dtype);
+        specs.push(TensorSpec { name, shape, dtype });
+    }
+    // The configuration names one type: that of the widest part of the model, its embedding.
+    let dtype = options.dtype.or(specs.first().map(|spec| spec.dtype));
+    let fields = source.to_json(&config, dtype);
+    let tokenizer = options.tokenizer.as_deref().unwrap_or(&options.source);
+    let companions = companion_files(&options.source, tokenizer)?;
+    let model = Model {
+        config: &fields,
+        tensors: &specs,
+        max_shard_bytes: options.max_shard_bytes,
+        companions: &companions,
+    };
+
+    let total = specs.iter().map(TensorSpec::num_bytes).sum();
+    let mut done = 0;
+    let written = write_model(&options.out, options.force, &model, &mut |spec, sink| {
+        let mut counted = |bytes: &[u8]| {
+            sink(bytes)?;
+            done += bytes.len() as u64;
+            match progress(Progress { bytes: done, total }) {
+                ControlFlow::Continue(()) => Ok(()),
+                ControlFlow::Break(()) => Err(Error::Interrupted),
+            }
+        };
+        let expansion = expansion
+            .as_ref()
+            .filter(|_| has_vocabulary_rows(&spec.name));
+        write_tensor(&weights, spec, expansion, &mut counted)
+    })?;
+
+    let tensors = specs
+        .iter()
+        .zip(&written.hashes)
+        .map(|(spec, hash)| {
+            let grown = expansion.is_some() && has_vocabulary_rows(&spec.name);
+            let copied = !grown && weights.get(&spec.name).is_ok_and(|t| t.dtype == spec.dtype);
+            let blake3 = hash.to_hex().to_string();
+            // A copied tensor's bytes were hashed on their way out of the source's mapping.
+            let source_blake3 = copied.then(|| blake3.clone());
+            TensorReceipt {
+                name: spec.name.clone(),
+                source_blake3,
+                blake3,
+                unchanged: copied,
+            }
+        })
+        .collect();
+    let length = config.max_position_embeddings;
+    let flops = [&source.config, &config].map(|config| config.flops_per_token(length));
+    let heads = config.num_attention_heads;
+    let shared_heads = config.moh.map_or(heads, |moh| moh.shared_heads);
+    Ok(Receipt {
+        source: options.source.clone(),
+        out: options.out.clone(),
+        heads,
+        shared_heads,
+        routed_heads: heads - shared_heads,
+        active_heads: config.active_heads(),
+        parameters: config.num_parameters(),
+        vocab_size: [source.config.vocab_size, config.vocab_size],
+        flops_length: length,
+        attention_flops_per_token: flops.map(|flops| flops.attention),
+        flops_per_token: flops.map(|flops| Flops::forward(&flops)),
+        bytes: written.bytes,
+        shards: written.shards,
+        seconds: start.elapsed().as_secs_f64(),
+        tensors,
+    })
+}
+
+fn has_vocabulary_rows(name: &str) -> bool {
+    name == EMBEDDING || name == OUTPUT_HEAD
+}
+
+/// Replacing the source, or a directory around it, would delete what is being read.
+fn refuse_overlap(source: &Path, out: &Path) -> Result<(), Error> {
+    if let (Ok(source), Ok(out)) = (source.canonicalize(), out.canonicalize())
+        && source.starts_with(&out)
+    {
+        return Err(Error::file(
+            &out,
+            "holds the source model: choose another --out",
+        ));
+    }
+    Ok(())
+}
+
+fn plan_expansion(options: &Options, rows: usize) -> Result<Option<Expansion>, Error> {
+    let expansion = match (&options.tokenizer, options.pad_vocab_to) {
+        (None, None) => return Ok(None),
+        (None, Some(multiple)) => Expansion::padding(rows, multiple)?,
+        (Some(tokenizer), pad_to) => Expansion::plan(&options.source, tokenizer, rows, pad_to)?,
+    };
+    Ok(Some(expansion).filter(|expansion| !expansion.is_identity()))
+}
+
+fn write_tensor(
+    weights: &WeightFiles,
+    spec: &TensorSpec,
+    expansion: Option<&Expansion>,
+    sink: &mut Sink<'_>,
+) -> Result<(), Error> {
+    let name = &spec.name;
+    let TensorBytes { dtype, bytes, .. } = weights.get(name)?;
+    let mut converter = Converter {
+        weights,
+        spec,
+        buffers: (Vec::new(), Vec::new()),
+    };
+    match expansion {
+        None => converter.pass(dtype, bytes, sink)?,
+        Some(expansion) => {
+            if let Some(element) = dtype.first_not_finite(bytes) {
+                return Err(weights.not_finite(name, element).into());
+            }
+            let width = spec.shape.iter().skip(1).product::<usize>();
+            let row_bytes = width * dtype.size();
+            let row = |id: u32, out: &mut [f32]| {
+                let start = id as usize * row_bytes;
+                dtype.read(&bytes[start..start + row_bytes], out);
+            };
+            let rows = expansion.rows(width, &row);
+            let kept = expansion.num_kept();
+            converter.pass(dtype, &bytes[..kept * row_bytes], sink)?;
+            let per_piece = (PIECE_BYTES / 4 / width).max(1);
+            let mut values = Vec::new();
+            for start in (kept..expansion.num_rows()).step_by(per_piece) {
+                let end = (start + per_piece).min(expansion.num_rows());
+                values.resize((end - start) * width, 0.0);
+                for (row, out) in values.chunks_exact_mut(width).enumerate() {
+                    rows.read(start + row, out);
+                }
+                converter.round(&values, start * width, sink)?;
+            }
+        }
+    }
+    weights.release(name, 0..bytes.len());
+    Ok(())
+}
+
+/// Checks pieces of a tensor and changes their element type where that is asked for.
+struct Converter<'a> {
+    weights: &'a WeightFiles,
+    spec: &'a TensorSpec,
+    buffers: (Vec<f32>, Vec<u8>),
+}
+
+impl Converter<'_> {
+    /// Passes the tensor's bytes (or their beginning) on, as they are or converted.
+    fn pass(&mut self, dtype: Dtype, bytes: &[u8], sink: &mut Sink<'_>) -> Result<(), Error> {
+        for (number, piece) in bytes.chunks(PIECE_BYTES).enumerate() {
+            let first = number * (PIECE_BYTES / dtype.size());
+            if let Some(element) = dtype.first_not_finite(piece) {
+                return Err(self
+                    .weights
+                    .not_finite(&self.spec.name, first + element)
+                    .into());
+            }
+            if dtype == self.spec.dtype {
+                sink(piece)?;
+                self.release(first * dtype.size(), piece.len());
+                continue;
+            }
+            let mut values = std::mem::take(&mut self.buffers.0);
+            values.resize(piece.len() / dtype.size(), 0.0);
+            let block = PARALLEL_ELEMENTS;
+            values
+                .par_chunks_mut(block)
+                .zip(piece.par_chunks(block * dtype.size()))
+                .for_each(|(out, bytes)| dtype.read(bytes, out));
+            let result = self.round(&values, first, sink);
+            self.buffers.0 = values;
+            result?;
+            self.release(first * dtype.size(), piece.len());
+        }
+        Ok(())
+    }
+
+    fn release(&self, start: usize, length: usize) {
+        self.weights.release(&self.spec.name, start..start + length);
+    }
+
+    /// Rounds values to the output's type and passes them on.
+    fn round(&mut self, values: &[f32], first: usize, sink: &mut Sink<'_>) -> Result<(), Error> {
+        let TensorSpec { name, dtype, .. } = self.spec;
+        let mut bytes = std::mem::take(&mut self.buffers.1);
+        bytes.resize(values.len() * dtype.size(), 0);
+        let block = PARALLEL_ELEMENTS;
+        bytes
+            .par_chunks_mut(block * dtype.size())
+            .zip(values.par_chunks(block))
+            .for_each(|(out, values)| dtype.write(values, out));
+        if let Some(element) = dtype.first_not_finite(&bytes) {
+            let reason = format!(
+                "{name} has a value that {dtype} cannot hold, at element {}: choose another --dtype",
+                first + element
+            );
+            return Err(Error::file(self.weights.file_of(name), reason));
+        }
+        let result = sink(&bytes);
+        self.buffers.1 = bytes;
+        result
+    }
+}
+
+/// Elements that one task converts.
+const PARALLEL_ELEMENTS: usize = 1 << 16;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,411 @@
+//! Writing a model directory in Hugging Face layout.
+//!
+//! The tensors are streamed: the caller hands over each one's bytes piece by piece, they are hashed
+//! while they are written, and read back and hashed again before the directory gets its name. It
+//! is made beside its destination under a name that starts with `.tmp-` and renamed at the end, so
+//! that a directory with the final name is always complete; any error removes what was written.
+
+use std::fs::{self, File};
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+use moh_model::config_file::CONFIG_FILE;
+use moh_model::weight_files::{Dtype, INDEX_FILE, WEIGHTS_FILE, WeightFiles};
+use serde_json::{Map, Value, json};
+
+use crate::Error;
+
+/// The largest shard that transformers writes by default: 5 GB.
+pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
+
+/// Files that belong to a tokenizer; besides, every file that starts with `chat_template`.
+pub(crate) const TOKENIZER_FILES: [&str; 7] = [
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+];
+/// Default settings of text generation.
+pub(crate) const GENERATION_FILE: &str = "generation_config.json";
+
+/// A tensor to be written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// Its name in the files.
+    pub name: String,
+    /// Sizes, slowest first.
+    pub shape: Vec<usize>,
+    /// Element type.
+    pub dtype: Dtype,
+}
+
+impl TensorSpec {
+    /// Elements times the size of one.
+    pub fn num_bytes(&self) -> u64 {
+        let elements: u64 = self.shape.iter().map(|&size| size as u64).product();
+        elements * self.dtype.size() as u64
+    }
+}
+
+/// What a model directory shall hold.
+#[derive(Debug, Clone)]
+pub struct Model<'a> {
+    /// `config.json`.
+    pub config: &'a Map<String, Value>,
+    /// The tensors, in the order in which shards take them.
+    pub tensors: &'a [TensorSpec],
+    /// A shard is closed before it would exceed this; a larger tensor has one of its own.
+    pub max_shard_bytes: u64,
+    /// Files that are copied as they are, see [`companion_files`].
+    pub companions: &'a [PathBuf],
+}
+
+/// Takes the next bytes of a tensor.
+pub type Sink<'a> = dyn FnMut(&[u8]) -> Result<(), Error> + 'a;
+/// Produces a tensor: hands all of its little-endian bytes, in order, to the sink.
+pub type Fill<'a> = dyn FnMut(&TensorSpec, &mut Sink<'_>) -> Result<(), Error> + 'a;
+
+/// What was written.
+#[derive(Debug, Clone, Default)]
+pub struct Written {
+    /// Of each tensor, in order, the hash of its bytes: as handed over and, equal to that, as read
+    /// back from the finished file.
+    pub hashes: Vec<blake3::Hash>,
+    /// Bytes of all tensors.
+    pub bytes: u64,
+    /// Number of weight files.
+    pub shards: usize,
+}
+
+/// The tokenizer files in `tokenizer` and the generation settings in `dir`, those that exist.
+///
+/// # Errors
+/// When a directory cannot be listed.
+pub fn companion_files(dir: &Path, tokenizer: &Path) -> Result<Vec<PathBuf>, Error> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(tokenizer).map_err(Error::io(tokenizer))? {
+        let path = entry.map_err(Error::io(tokenizer))?.path();
+        let name = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .unwrap_or_default();
+        let wanted = TOKENIZER_FILES.contains(&name) || name.starts_with("chat_template");
+        if wanted && path.is_file() {
+            files.push(path);
+        }
+    }
+    files.extend(Some(dir.join(GENERATION_FILE)).filter(|path| path.is_file()));
+    files.sort();
+    Ok(files)
+}
+
+/// Writes a model directory at `out`, of which every part is on disk when this returns.
+///
+/// # Errors
+/// When `out` exists and is not an empty directory (with `force`: not a model directory, which is
+/// then replaced after everything else has succeeded), when writing fails or `fill` does. Nothing
+/// is left behind in any of these cases, and what was at `out` is still there.
+pub fn write_model(
+    out: &Path,
+    force: bool,
+    model: &Model<'_>,
+    fill: &mut Fill<'_>,
+) -> Result<Written, Error> {
+    let staged = Staged::create(out, force)?;
+    let written = write_tensors(staged.path(), model, fill)?;
+    let mut text = serde_json::to_string_pretty(model.config).map_err(|error| {
+        Error::file(
+            &staged.path().join(CONFIG_FILE),
+            format!("not representable: {error}"),
+        )
+    })?;
+    text.push('\n');
+    write_file(&staged.path().join(CONFIG_FILE), text.as_bytes())?;
+    for source in model.companions {
+        let Some(name) = source.file_name() else {
+            continue;
+        };
+        let bytes = fs::read(source).map_err(Error::io(source))?;
+        write_file(&staged.path().join(name), &bytes)?;
+    }
+    staged.commit()?;
+    Ok(written)
+}
+
+/// Refuses, before any work, a destination that [`write_model`] would refuse.
+///
+/// # Errors
+/// As [`write_model`].
+pub fn check_destination(out: &Path, force: bool) -> Result<(), Error> {
+    let mut entries = match fs::read_dir(out) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) if error.kind() == ErrorKind::NotADirectory => {
+            return Err(Error::file(
+                out,
+                "is a file, expected a directory or nothing",
+            ));
+        }
+        Err(source) => {
+            return Err(Error::Io {
+                path: out.to_path_buf(),
+                source,
+            });
+        }
+    };
+    if entries.next().is_none() {
+        return Ok(());
+    }
+    if !force {
+        return Err(Error::file(
+            out,
+            "is not empty: choose another --out, or --force to replace it",
+        ));
+    }
+    // A typing error in `out` must not delete somebody's home directory.
+    if !out.join(CONFIG_FILE).is_file() {
+        let reason = format!("holds no {CONFIG_FILE}: only a model directory is replaced");
+        return Err(Error::file(out, reason));
+    }
+    Ok(())
+}
+
+/// A directory in the making, removed unless it is committed.
+struct Staged {
+    dir: tempfile::TempDir,
+    parent: PathBuf,
+    out: PathBuf,
+    force: bool,
+}
+
+impl Staged {
+    fn create(out: &Path, force: bool) -> Result<Self, Error> {
+        check_destination(out, force)?;
+        // What a link points to is replaced, not the link.
+        let out = fs::canonicalize(out).unwrap_or_else(|_| out.to_path_buf());
+        let Some(name) = out
+            .file_name()
+            .map(|name| name.to_string_lossy().into_owned())
+        else {
+            return Err(Error::file(&out, "is not a name for a directory"));
+        };
+        let parent = match out.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),
+            _ => PathBuf::from("."),
+        };
+        fs::create_dir_all(&parent).map_err(Error::io(&parent))?;
+        let dir = temporary(&parent, &name)?;
+        Ok(Staged {
+            dir,
+            parent,
+            out,
+            force,
+        })
+    }
+
+    fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Gives the directory its name.
+    fn commit(self) -> Result<(), Error> {
+        let Staged {
+            dir,
+            parent,
+            out,
+            force,
+        } = self;
+        sync_directory(dir.path())?;
+        check_destination(&out, force)?;
+        let occupied = fs::read_dir(&out)
+            .ok()
+            .map(|mut entries| entries.next().is_some());
+        let old = match occupied {
+            Some(true) => {
+                // Renamed aside first, so that at no time there is half a directory.
+                let aside = temporary(&parent, "replaced")?;
+                let kept = aside.path().join("old");
+                fs::rename(&out, &kept).map_err(Error::io(&out))?;
+                Some((aside, kept))
+            }
+            // An empty directory is replaced by the renaming on Unix only.
+            Some(false) => {
+                fs::remove_dir(&out).map_err(Error::io(&out))?;
+                None
+            }
+            None => None,
+        };
+        if let Err(source) = fs::rename(dir.path(), &out) {
+            if let Some((aside, kept)) = old
+                && fs::rename(&kept, &out).is_err()
+            {
+                let _ = aside.keep();
+            }
+            return Err(Error::Io { path: out, source });
+        }
+        let _ = dir.keep();
+        sync_directory(&parent)
+    }
+}
+
+fn temporary(parent: &Path, name: &str) -> Result<tempfile::TempDir, Error> {
+    let prefix = format!(".tmp-{name}-");
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(&prefix);
+    // The default of 0700 would stay with the finished directory; the umask still applies.
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
+    builder.tempdir_in(parent).map_err(Error::io(parent))
+}
+
+/// Makes renames and new names in a directory durable.
+fn sync_directory(path: &Path) -> Result<(), Error> {
+    if cfg!(unix) {
+        File::open(path)
+            .and_then(|dir| dir.sync_all())
+            .map_err(Error::io(path))?;
+    }
+    Ok(())
+}
+
+fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Error> {
+    let write = || {
+        let mut file = File::create_new(path)?;
+        file.write_all(bytes)?;
+        file.sync_all()
+    };
+    write().map_err(Error::io(path))
+}
+
+/// Distributes tensors over shards as transformers does: in order, a new shard where the next
+/// tensor would not fit any more.
+fn plan_shards(tensors: &[TensorSpec], max_bytes: u64) -> Vec<Vec<usize>> {
+    let mut shards = vec![Vec::new()];
+    let mut size = 0u64;
+    for (index, tensor) in tensors.iter().enumerate() {
+        let bytes = tensor.num_bytes();
+        if size > 0 && size.saturating_add(bytes) > max_bytes {
+            shards.push(Vec::new());
+            size = 0;
+        }
+        size += bytes;
+        if let Some(shard) = shards.last_mut() {
+            shard.push(index);
+        }
+    }
+    // Wider elements first within a file keeps every tensor aligned to its element.
+    for shard in &mut shards {
+        shard.sort_by_key(|&index| std::cmp::Reverse(tensors[index].dtype.size()));
+    }
+    shards
+}
+
+fn write_tensors(dir: &Path, model: &Model<'_>, fill: &mut Fill<'_>) -> Result<Written, Error> {
+    let shards = plan_shards(model.tensors, model.max_shard_bytes);
+    let mut hashes = vec![None; model.tensors.len()];
+    let mut weight_map = Map::new();
+    for (number, shard) in shards.iter().enumerate() {
+        let name = match shards.len() {
+            1 => WEIGHTS_FILE.to_string(),
+            count => format!("model-{:05}-of-{count:05}.safetensors", number + 1),
+        };
+        let path = dir.join(&name);
+        let tensors: Vec<&TensorSpec> = shard.iter().map(|&index| &model.tensors[index]).collect();
+        let mut file = File::create_new(&path).map_err(Error::io(&path))?;
+        let written = write_shard(&mut file, &path, &tensors, fill)?;
+        file.sync_all().map_err(Error::io(&path))?;
+        for (&index, hash) in shard.iter().zip(written) {
+            hashes[index] = Some(hash);
+            weight_map.insert(model.tensors[index].name.clone(), json!(name));
+        }
+    }
+    let bytes = model.tensors.iter().map(TensorSpec::num_bytes).sum();
+    if shards.len() > 1 {
+        let index = json!({"metadata": {"total_size": bytes}, "weight_map": weight_map});
+        let path = dir.join(INDEX_FILE);
+        write_file(&path, format!("{index:#}\n").as_bytes())?;
+    }
+    let hashes = hashes.into_iter().flatten().collect();
+    read_back(dir, model.tensors, &hashes)?;
+    Ok(Written {
+        hashes,
+        bytes,
+        shards: shards.len(),
+    })
+}
+
+/// Writes one safetensors file and returns the hash of each tensor.
+fn write_shard(
+    file: &mut (impl Write + Send),
+    path: &Path,
+    tensors: &[&TensorSpec],
+    fill: &mut Fill<'_>,
+) -> Result<Vec<blake3::Hash>, Error> {
+    let mut header = Map::new();
+    header.insert("__metadata__".to_string(), json!({"format": "pt"}));
+    let mut end = 0u64;
+    for tensor in tensors {
+        let start = end;
+        end += tensor.num_bytes();
+        let entry = json!({
+            "dtype": tensor.dtype.header_name(),
+            "shape": tensor.shape,
+            "data_offsets": [start, end],
+        });
+        header.insert(tensor.name.clone(), entry);
+    }
+    let mut header = Value::Object(header).to_string();
+    header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
+    let mut put = |bytes: &[u8]| file.write_all(bytes);
+    put(&(header.len() as u64).to_le_bytes()).map_err(Error::io(path))?;
+    put(header.as_bytes()).map_err(Error::io(path))?;
+
+    let mut hashes = Vec::with_capacity(tensors.len());
+    for tensor in tensors {
+        let mut hasher = blake3::Hasher::new();
+        let mut remaining = tensor.num_bytes();
+        fill(tensor, &mut |bytes| {
+            remaining = remaining.checked_sub(bytes.len() as u64).ok_or_else(|| {
+                Error::file(path, format!("{} was given too many bytes", tensor.name))
+            })?;
+            let (written, _) = rayon::join(|| file.write_all(bytes), || hasher.update(bytes));
+            written.map_err(Error::io(path))
+        })?;
+        if remaining > 0 {
+            let reason = format!("{} was given {remaining} bytes too few", tensor.name);
+            return Err(Error::file(path, reason));
+        }
+        hashes.push(hasher.finalize());
+    }
+    file.flush().map_err(Error::io(path))?;
+    Ok(hashes)
+}
+
+/// Reads the files as a user of them would and compares every tensor with what was handed over.
+fn read_back(dir: &Path, tensors: &[TensorSpec], hashes: &Vec<blake3::Hash>) -> Result<(), Error> {
+    let files = WeightFiles::open(dir)?;
+    for (tensor, hash) in tensors.iter().zip(hashes) {
+        let bytes = files.get(&tensor.name)?.bytes;
+        let mut hasher = blake3::Hasher::new();
+        for (number, piece) in bytes.chunks(PIECE_BYTES).enumerate() {
+            hasher.update_rayon(piece);
+            let start = number * PIECE_BYTES;
+            files.release(&tensor.name, start..start + piece.len());
+        }
+        if hasher.finalize() != *hash {
+            let reason = format!("{} reads back differently than written", tensor.name);
+            return Err(Error::file(files.file_of(&tensor.name), reason));
+        }
+    }
+    Ok(())
+}
+
+/// Tensors are passed on in pieces of this size: large enough for two threads to share one, small
+/// beside the memory that conversion may take.
+pub(crate) const PIECE_BYTES: usize = 8 << 20;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,206 @@
+use super::*;
+use std::io;
+
+fn spec(name: &str, shape: &[usize], dtype: Dtype) -> TensorSpec {
+    TensorSpec {
+        name: name.to_string(),
+        shape: shape.to_vec(),
+        dtype,
+    }
+}
+
+fn specs() -> Vec<TensorSpec> {
+    vec![
+        spec("a", &[3, 5], Dtype::BF16),
+        spec("b", &[4], Dtype::F32),
+        spec("c", &[7], Dtype::BF16),
+    ]
+}
+
+/// Bytes that are finite in every type.
+fn content(spec: &TensorSpec) -> Vec<u8> {
+    (0..spec.num_bytes())
+        .map(|byte| (byte as u8 ^ spec.name.as_bytes()[0]) & 0x3f)
+        .collect()
+}
+
+fn write(out: &Path, force: bool, max_shard_bytes: u64) -> Result<Written, Error> {
+    let tensors = specs();
+    let config = Map::from_iter([("x".to_string(), json!(1))]);
+    let model = Model {
+        config: &config,
+        tensors: &tensors,
+        max_shard_bytes,
+        companions: &[],
+    };
+    write_model(out, force, &model, &mut |spec, sink| {
+        content(spec).chunks(3).try_for_each(&mut *sink)
+    })
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir).unwrap();
+    let mut names: Vec<_> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn what_is_written_reads_back() {
+    let dir = tempfile::tempdir().unwrap();
+    for (max, files) in [(1000, 1), (29, 3), (30, 2), (46, 2), (1, 3)] {
+        let out = dir.path().join(format!("deeper/m{max}"));
+        let written = write(&out, false, max).unwrap();
+        assert_eq!((written.shards, written.bytes), (files, 60), "{max}");
+        let read = WeightFiles::open(&out).unwrap();
+        for (spec, hash) in specs().iter().zip(&written.hashes) {
+            let tensor = read.get(&spec.name).unwrap();
+            assert_eq!((tensor.dtype, tensor.shape), (spec.dtype, &spec.shape[..]));
+            assert_eq!(tensor.bytes, content(spec));
+            assert_eq!(blake3::hash(tensor.bytes), *hash);
+        }
+        assert_eq!(
+            fs::read_to_string(out.join("config.json")).unwrap(),
+            "{\n  \"x\": 1\n}\n"
+        );
+    }
+    let index = fs::read_to_string(dir.path().join("deeper/m46").join(INDEX_FILE)).unwrap();
+    let index: Value = serde_json::from_str(&index).unwrap();
+    assert_eq!(index["metadata"]["total_size"], json!(60));
+    assert_eq!(
+        index["weight_map"]["c"],
+        json!("model-00002-of-00002.safetensors")
+    );
+    assert_eq!(
+        names(&dir.path().join("deeper")),
+        ["m1", "m1000", "m29", "m30", "m46"]
+    );
+}
+
+#[test]
+fn other_readers_read_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("m");
+    write(&out, false, 1000).unwrap();
+    let bytes = fs::read(out.join(WEIGHTS_FILE)).unwrap();
+    let (header, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    assert_eq!(header % 8, 0);
+    assert_eq!(metadata.metadata().as_ref().unwrap()["format"], "pt");
+    // The widest elements come first, so that every tensor is aligned.
+    assert_eq!(metadata.offset_keys(), ["b", "a", "c"]);
+}
+
+#[test]
+fn only_a_model_directory_is_replaced_and_only_when_forced() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("m");
+    fs::create_dir(&out).unwrap();
+    write(&out, false, 1000).unwrap();
+    let message = write(&out, false, 1000).unwrap_err().to_string();
+    assert!(
+        message.contains("is not empty: choose another --out, or --force"),
+        "{message}"
+    );
+    fs::write(out.join("stale"), "").unwrap();
+    write(&out, true, 1000).unwrap();
+    assert_eq!(names(&out), ["config.json", "model.safetensors"]);
+
+    let home = dir.path().join("home");
+    fs::create_dir(&home).unwrap();
+    fs::write(home.join("diary"), "dear").unwrap();
+    let message = write(&home, true, 1000).unwrap_err().to_string();
+    assert!(
+        message.contains("only a model directory is replaced"),
+        "{message}"
+    );
+    let message = write(&home.join("diary"), true, 1000)
+        .unwrap_err()
+        .to_string();
+    assert!(message.contains("is a file"), "{message}");
+    assert_eq!(names(dir.path()), ["home", "m"]);
+}
+
+#[test]
+fn an_error_leaves_what_was_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("m");
+    write(&out, false, 1000).unwrap();
+    let before = fs::read(out.join(WEIGHTS_FILE)).unwrap();
+    let tensors = specs();
+    let config = Map::new();
+    let missing = [PathBuf::from("/no/such/file")];
+    for (companions, bytes) in [(&missing[..0], 5), (&missing[..0], 100), (&missing[..], 0)] {
+        let model = Model {
+            config: &config,
+            tensors: &tensors,
+            max_shard_bytes: 40,
+            companions,
+        };
+        let result = write_model(&out, true, &model, &mut |spec, sink| match bytes {
+            0 => sink(&content(spec)),
+            bytes => sink(&vec![0; bytes]),
+        });
+        assert!(result.is_err());
+        assert_eq!(names(dir.path()), ["m"]);
+        assert_eq!(fs::read(out.join(WEIGHTS_FILE)).unwrap(), before);
+    }
+}
+
+/// A disk with room for so many bytes.
+struct Disk(usize);
+
+impl Write for Disk {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.0 == 0 {
+            return Err(io::Error::from(ErrorKind::StorageFull));
+        }
+        let written = bytes.len().min(self.0);
+        self.0 -= written;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_full_disk_is_an_error_wherever_it_fills_up() {
+    let tensors = specs();
+    let tensors: Vec<&TensorSpec> = tensors.iter().collect();
+    let write = |room| {
+        let fill: &mut Fill<'_> = &mut |spec, sink| sink(&content(spec));
+        write_shard(&mut Disk(room), Path::new("shard"), &tensors, fill)
+    };
+    let needed = (1..1000).find(|&room| write(room).is_ok()).unwrap();
+    for room in 0..needed {
+        let message = write(room).unwrap_err().to_string();
+        assert!(message.starts_with("shard: "), "{message}");
+    }
+}
+
+#[test]
+fn companions_are_the_tokenizers_and_the_generation_settings() {
+    let dir = tempfile::tempdir().unwrap();
+    let (source, tokenizer) = (dir.path().join("s"), dir.path().join("t"));
+    for dir in [&source, &tokenizer] {
+        fs::create_dir(dir).unwrap();
+        for name in [
+            "tokenizer.json",
+            "generation_config.json",
+            "README.md",
+            "chat_template.jinja",
+        ] {
+            fs::write(dir.join(name), "x").unwrap();
+        }
+    }
+    let files = companion_files(&source, &tokenizer).unwrap();
+    let expected = [
+        "s/generation_config.json",
+        "t/chat_template.jinja",
+        "t/tokenizer.json",
+    ];
+    assert_eq!(files, expected.map(|name| dir.path().join(name)));
+}

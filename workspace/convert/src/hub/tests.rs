@@ -1,0 +1,438 @@
+use super::*;
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader};
+use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+
+const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+const ID: &str = "org/tiny";
+
+/// What the server of a test does.
+#[derive(Default)]
+struct Behaviour {
+    files: HashMap<String, Vec<u8>>,
+    /// Status and error code of every answer.
+    refuse: Option<(u16, &'static str)>,
+    /// Bytes of weights that are sent before connections start to break.
+    breaks_after: Option<usize>,
+    ignores_ranges: bool,
+    /// Method, path and range of each request.
+    log: Vec<String>,
+}
+
+/// A small hub on loopback; the API is what hf-hub 1.0 asks for.
+struct Server {
+    endpoint: String,
+    behaviour: Arc<Mutex<Behaviour>>,
+}
+
+impl Server {
+    fn start(behaviour: Behaviour) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        let behaviour = Arc::new(Mutex::new(behaviour));
+        let shared = Arc::clone(&behaviour);
+        std::thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let shared = Arc::clone(&shared);
+                std::thread::spawn(move || answer(stream, &shared));
+            }
+        });
+        Server {
+            endpoint,
+            behaviour,
+        }
+    }
+
+    fn log(&self) -> Vec<String> {
+        std::mem::take(&mut self.behaviour.lock().unwrap().log)
+    }
+}
+
+fn answer(mut stream: TcpStream, behaviour: &Mutex<Behaviour>) -> Option<()> {
+    let mut reader = BufReader::new(stream.try_clone().ok()?);
+    let mut lines = Vec::new();
+    loop {
+        let mut line = String::new();
+        reader.read_line(&mut line).ok()?;
+        match line.trim() {
+            "" => break,
+            line => lines.push(line.to_string()),
+        }
+    }
+    let mut request = lines.first()?.split(' ');
+    let (method, path) = (request.next()?.to_string(), request.next()?.to_string());
+    let range = lines.iter().find_map(|line| {
+        let (name, value) = line.split_once(": ")?;
+        let (start, end) = value.strip_prefix("bytes=")?.split_once('-')?;
+        name.eq_ignore_ascii_case("range")
+            .then_some((start.parse().ok()?, end.parse().ok()?))
+    });
+    let mut behaviour = behaviour.lock().unwrap();
+    behaviour.log.push(match range {
+        Some((start, end)) => format!("{method} {path} {start}-{end}"),
+        None => format!("{method} {path}"),
+    });
+    let (status, headers, body) = behaviour.respond(&path, range);
+    let mut sent = body.len();
+    if let Some(left) = &mut behaviour.breaks_after
+        && path.ends_with(".safetensors")
+        && method == "GET"
+    {
+        sent = sent.min(*left);
+        *left -= sent;
+    }
+    drop(behaviour);
+    let head = format!(
+        "HTTP/1.1 {status} X\r\nContent-Length: {}\r\nConnection: close\r\n{headers}\r\n",
+        body.len()
+    );
+    stream.write_all(head.as_bytes()).ok()?;
+    if method != "HEAD" {
+        stream.write_all(&body[..sent]).ok()?;
+    }
+    stream.flush().ok()
+}
+
+impl Behaviour {
+    fn respond(&self, path: &str, range: Option<(usize, usize)>) -> (u16, String, Vec<u8>) {
+        if let Some((status, code)) = self.refuse {
+            return (status, format!("X-Error-Code: {code}\r\n"), Vec::new());
+        }
+        let json = |text: String| {
+            (
+                200,
+                "Content-Type: application/json\r\n".to_string(),
+                text.into_bytes(),
+            )
+        };
+        if path == format!("/api/models/{ID}/revision/main") {
+            return json(format!(
+                "{{\"id\": \"{ID}\", \"_id\": \"1\", \"sha\": \"{COMMIT}\"}}"
+            ));
+        }
+        if path.starts_with(&format!("/api/models/{ID}/tree/{COMMIT}")) {
+            let entries: Vec<_> = self
+                .files
+                .iter()
+                .map(|(name, bytes)| {
+                    let oid = blake3::hash(bytes).to_hex();
+                    serde_json::json!({
+                        "type": "file", "oid": &oid[..40], "size": bytes.len(), "path": name,
+                    })
+                })
+                .collect();
+            return json(serde_json::Value::Array(entries).to_string());
+        }
+        let file = path
+            .strip_prefix(&format!("/{ID}/resolve/{COMMIT}/"))
+            .and_then(|name| self.files.get(name));
+        match file {
+            None => (
+                404,
+                "X-Error-Code: RevisionNotFound\r\n".to_string(),
+                Vec::new(),
+            ),
+            Some(bytes) => {
+                let headers = format!("ETag: \"x\"\r\nX-Repo-Commit: {COMMIT}\r\n");
+                match range.filter(|_| !self.ignores_ranges) {
+                    Some((start, end)) => (206, headers, bytes[start..=end].to_vec()),
+                    None => (200, headers, bytes.clone()),
+                }
+            }
+        }
+    }
+}
+
+fn files(weights: usize) -> HashMap<String, Vec<u8>> {
+    let weights = (0..weights).map(|byte| (byte / 251) as u8).collect();
+    HashMap::from([
+        ("config.json".to_string(), b"{}".to_vec()),
+        ("tokenizer.json".to_string(), b"[]".to_vec()),
+        ("added_tokens.json".to_string(), Vec::new()),
+        ("chat_template.jinja".to_string(), b"hi".to_vec()),
+        ("model.safetensors".to_string(), weights),
+        ("pytorch_model.bin".to_string(), b"pickle".to_vec()),
+        ("README.md".to_string(), b"text".to_vec()),
+    ])
+}
+
+struct Place {
+    dir: tempfile::TempDir,
+    hub: Hub,
+}
+
+fn place(server: &Server) -> Place {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = Some(dir.path().join("hub"));
+    let hub = Hub {
+        endpoint: Some(server.endpoint.clone()),
+        cache,
+        offline: false,
+    };
+    Place { dir, hub }
+}
+
+fn resolve_error(hub: &Hub) -> String {
+    let message = hub.resolve(ID, None, &mut |_| ()).unwrap_err().to_string();
+    assert!(!message.contains('\n'), "{message}");
+    message
+}
+
+#[test]
+fn a_directory_is_used_as_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let from = dir.path().to_str().unwrap();
+    assert_eq!(
+        Hub::default().resolve(from, None, &mut |_| ()).unwrap(),
+        dir.path()
+    );
+    for from in [
+        "./no-such-dir",
+        "a/b/c",
+        "/nothing",
+        "../x",
+        "",
+        "a/../b",
+        "-x",
+        "a b",
+    ] {
+        let message = Hub::default()
+            .resolve(from, None, &mut |_| ())
+            .unwrap_err()
+            .to_string();
+        assert!(
+            message.contains("no such directory, and not a hub id"),
+            "{message}"
+        );
+    }
+    fs::write(dir.path().join("f"), "").unwrap();
+    let file = dir.path().join("f");
+    let message = Hub::default()
+        .resolve(file.to_str().unwrap(), None, &mut |_| ())
+        .unwrap_err();
+    assert!(message.to_string().contains("is a file"), "{message}");
+}
+
+#[test]
+fn a_model_is_fetched_once_into_the_shared_cache() {
+    let wanted = files(1000);
+    let server = Server::start(Behaviour {
+        files: wanted.clone(),
+        ..Behaviour::default()
+    });
+    let Place { dir, mut hub } = place(&server);
+    let mut last = (0, 0);
+    let path = hub
+        .resolve(ID, None, &mut |now| last = (now.bytes, now.total))
+        .unwrap();
+    assert_eq!(last, (1006, 1006));
+    let root = dir.path().join("hub/models--org--tiny");
+    assert_eq!(path, root.join("snapshots").join(COMMIT));
+    assert_eq!(fs::read_to_string(root.join("refs/main")).unwrap(), COMMIT);
+    let mut names: Vec<_> = fs::read_dir(&path)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    let expected = [
+        "added_tokens.json",
+        "chat_template.jinja",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ];
+    assert_eq!(names, expected);
+    for name in expected {
+        assert_eq!(fs::read(path.join(name)).unwrap(), wanted[name]);
+    }
+    server.log();
+    hub.resolve(ID, None, &mut |_| ()).unwrap();
+    assert!(
+        server
+            .log()
+            .iter()
+            .all(|line| line.starts_with("GET /api/"))
+    );
+    hub.offline = true;
+    assert_eq!(hub.resolve(ID, None, &mut |_| ()).unwrap(), path);
+    assert_eq!(hub.resolve(ID, Some(COMMIT), &mut |_| ()).unwrap(), path);
+    assert!(server.log().is_empty());
+}
+
+#[test]
+fn offline_without_a_cached_model_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let hub = Hub {
+        cache: Some(dir.path().to_path_buf()),
+        offline: true,
+        ..Hub::default()
+    };
+    let message = resolve_error(&hub);
+    assert!(message.contains("is not in the cache") && message.contains("HF_HUB_OFFLINE"));
+    let message = hub
+        .resolve(ID, Some("../../x"), &mut |_| ())
+        .unwrap_err()
+        .to_string();
+    assert!(message.contains("is not a revision"), "{message}");
+}
+
+#[test]
+fn a_broken_download_goes_on_where_it_stopped() {
+    // Two windows of parallel ranges and a bit.
+    let size = (2 * PARALLEL_REQUESTS * RANGE_BYTES + 12345) as usize;
+    let files = files(size);
+    let weights = files["model.safetensors"].clone();
+    let breaks_after = Some(size - 2_000_000);
+    let server = Server::start(Behaviour {
+        files,
+        breaks_after,
+        ..Behaviour::default()
+    });
+    let Place { dir, hub } = place(&server);
+    let message = resolve_error(&hub);
+    assert!(message.contains("run the same command again"), "{message}");
+    let blobs = dir.path().join("hub/models--org--tiny/blobs");
+    let partial = fs::read_dir(&blobs)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .find(|path| path.extension().is_some_and(|ext| ext == "incomplete"))
+        .unwrap();
+    let have = fs::metadata(&partial).unwrap().len();
+    assert!(
+        have >= PARALLEL_REQUESTS * RANGE_BYTES && have < size as u64,
+        "{have}"
+    );
+    assert_eq!(fs::read(&partial).unwrap(), weights[..have as usize]);
+
+    server.behaviour.lock().unwrap().breaks_after = None;
+    server.log();
+    let mut first = None;
+    let path = hub
+        .resolve(ID, None, &mut |now| {
+            if now.file == "model.safetensors" && first.is_none() {
+                first = Some(now.bytes);
+            }
+        })
+        .unwrap();
+    assert!(first.unwrap() >= have);
+    assert_eq!(fs::read(path.join("model.safetensors")).unwrap(), weights);
+    let mut starts: Vec<u64> = server
+        .log()
+        .iter()
+        .filter_map(|line| {
+            line.strip_prefix(&format!("GET /{ID}/resolve/{COMMIT}/model.safetensors "))
+        })
+        .map(|range| range.split_once('-').unwrap().0.parse().unwrap())
+        .collect();
+    starts.sort_unstable();
+    assert_eq!(starts[0], have);
+    assert!(!partial.exists());
+}
+
+#[test]
+fn a_server_without_ranges_serves_too() {
+    let files = files((RANGE_BYTES + 5) as usize);
+    let weights = files["model.safetensors"].clone();
+    let server = Server::start(Behaviour {
+        files,
+        ignores_ranges: true,
+        ..Behaviour::default()
+    });
+    let Place { dir: _dir, hub } = place(&server);
+    let path = hub.resolve(ID, None, &mut |_| ()).unwrap();
+    assert_eq!(fs::read(path.join("model.safetensors")).unwrap(), weights);
+}
+
+#[test]
+fn refusals_say_what_to_do_and_leave_nothing_in_the_way() {
+    for (status, code, expected) in [
+        (
+            401,
+            "GatedRepo",
+            "the model is gated (401): accept its terms at http://127.0.0.1",
+        ),
+        (
+            401,
+            "RepoNotFound",
+            "the hub asks for a login (401): check the name",
+        ),
+        (
+            403,
+            "GatedRepo",
+            "the hub refuses access (403): ask for it at",
+        ),
+        (404, "RepoNotFound", "no such model on the hub (404)"),
+        (404, "RevisionNotFound", "it has no revision main (404)"),
+    ] {
+        let refuse = Some((status, code));
+        let files = files(100);
+        let server = Server::start(Behaviour {
+            files,
+            refuse,
+            ..Behaviour::default()
+        });
+        let Place { dir, hub } = place(&server);
+        let message = resolve_error(&hub);
+        assert!(
+            message.starts_with("org/tiny: ") && message.contains(expected),
+            "{message}"
+        );
+        assert!(!dir.path().join("hub").exists());
+        server.behaviour.lock().unwrap().refuse = None;
+        hub.resolve(ID, None, &mut |_| ()).unwrap();
+    }
+}
+
+#[test]
+fn no_answer_is_one_sentence() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    drop(listener);
+    let dir = tempfile::tempdir().unwrap();
+    let cache = Some(dir.path().to_path_buf());
+    let hub = Hub {
+        endpoint: Some(endpoint.clone()),
+        cache,
+        offline: false,
+    };
+    let message = resolve_error(&hub);
+    assert!(
+        message.starts_with(&format!("org/tiny: no answer from {endpoint}")),
+        "{message}"
+    );
+    let nonsense = Hub {
+        endpoint: Some("not a url".to_string()),
+        ..hub
+    };
+    assert!(resolve_error(&nonsense).starts_with("org/tiny: "));
+}
+
+#[test]
+fn models_without_safetensors_are_refused() {
+    for (name, expected) in [
+        ("model.safetensors", "no weights in safetensors format"),
+        ("config.json", "no config.json"),
+    ] {
+        let mut files = files(100);
+        files.remove(name);
+        let server = Server::start(Behaviour {
+            files,
+            ..Behaviour::default()
+        });
+        let Place { dir: _dir, hub } = place(&server);
+        assert!(resolve_error(&hub).contains(expected));
+    }
+}
+
+#[test]
+fn names_from_the_hub_stay_in_their_directory() {
+    for name in ["../x", "a/../b", "/etc/passwd", "a//b", "", ".", "c:\\x"] {
+        assert!(!is_contained(name), "{name}");
+    }
+    for name in ["refs/pr/1", "main", "v1.0"] {
+        assert!(is_contained(name), "{name}");
+    }
+    assert!(!is_wanted("original/model.safetensors") && !is_wanted("x.bin"));
+    assert!(!is_content_address("../../x") && is_content_address(COMMIT));
+}
