@@ -36,17 +36,11 @@ fn moh_convert(dir: &Path) -> Command {
     let mut command = Command::cargo_bin("moh-convert").unwrap();
     command.current_dir(dir);
     for (name, _) in std::env::vars_os() {
-        if name
-            .to_str()
-            .is_some_and(|name| name.starts_with("HF_") || name.ends_with("_PROXY"))
-        {
+        if name.to_str().is_some_and(|name| name.starts_with("HF_") || name.ends_with("_PROXY")) {
             command.env_remove(name);
         }
     }
-    command
-        .env("HF_HOME", dir.join("hf"))
-        .env("HF_HUB_OFFLINE", "1")
-        .env("no_proxy", "127.0.0.1");
+    command.env("HF_HOME", dir.join("hf")).env("HF_HUB_OFFLINE", "1").env("no_proxy", "127.0.0.1");
     command
 }
 
@@ -65,9 +59,8 @@ fn failure(dir: &Path, arguments: &[&str]) -> String {
 
 fn names(dir: &Path) -> Vec<String> {
     let entries = fs::read_dir(dir).unwrap();
-    let mut names: Vec<_> = entries
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
     names
 }
@@ -86,21 +79,12 @@ fn edit_weights(dir: &Path, edit: impl FnOnce(&mut Vec<(String, Vec<usize>, Vec<
     let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let mut tensors: Vec<_> = file
         .iter()
-        .map(|(name, view)| {
-            (
-                name.to_string(),
-                view.shape().to_vec(),
-                view.data().to_vec(),
-            )
-        })
+        .map(|(name, view)| (name.to_string(), view.shape().to_vec(), view.data().to_vec()))
         .collect();
     edit(&mut tensors);
     let views = tensors.iter().map(|(name, shape, data)| {
         let dtype = safetensors::Dtype::F32;
-        (
-            name,
-            safetensors::tensor::TensorView::new(dtype, shape.clone(), data).unwrap(),
-        )
+        (name, safetensors::tensor::TensorView::new(dtype, shape.clone(), data).unwrap())
     });
     fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
@@ -108,14 +92,7 @@ fn edit_weights(dir: &Path, edit: impl FnOnce(&mut Vec<(String, Vec<usize>, Vec<
 #[test]
 fn a_model_is_converted_beside_its_receipt() {
     let dir = workplace();
-    let arguments = [
-        "--from",
-        "source",
-        "--max-shard-size",
-        "9KB",
-        "--receipt",
-        "receipt.json",
-    ];
+    let arguments = ["--from", "source", "--max-shard-size", "9KB", "--receipt", "receipt.json"];
     let output = moh_convert(dir.path()).args(arguments).output().unwrap();
     assert!(output.status.success(), "{output:?}");
     assert!(output.stderr.is_empty());
@@ -129,18 +106,13 @@ fn a_model_is_converted_beside_its_receipt() {
 ";
     assert!(stdout.starts_with(expected), "{stdout}");
     let last = stdout.lines().last().unwrap();
-    assert!(
-        last.starts_with("  written          45,984 bytes in 6 files, "),
-        "{last}"
-    );
+    assert!(last.starts_with("  written          45,984 bytes in 6 files, "), "{last}");
     assert_eq!(names(dir.path()), ["receipt.json", "source", "source-MoH"]);
     let receipt: Value =
         serde_json::from_slice(&fs::read(dir.path().join("receipt.json")).unwrap()).unwrap();
     assert_eq!(receipt["tensors"].as_array().unwrap().len(), 21);
     assert_eq!(receipt["tensors"][0]["unchanged"], true);
-    let config = ConfigFile::read(&dir.path().join("source-MoH"))
-        .unwrap()
-        .config;
+    let config = ConfigFile::read(&dir.path().join("source-MoH")).unwrap().config;
     assert_eq!(config.moh.unwrap().routed_top_k, 2);
 }
 
@@ -164,10 +136,7 @@ fn the_other_options_reach_the_output() {
     moh_convert(dir.path()).args(arguments).assert().success();
     let file = ConfigFile::read(&dir.path().join("deep/er/out")).unwrap();
     let moh = file.config.moh.unwrap();
-    assert_eq!(
-        (moh.shared_heads, moh.routed_top_k, file.config.vocab_size),
-        (2, 3, 64)
-    );
+    assert_eq!((moh.shared_heads, moh.routed_top_k, file.config.vocab_size), (2, 3, 64));
     assert_eq!(file.fields["torch_dtype"], "bfloat16");
     let arguments = ["--from", "deep/er/out", "--attention", "dense"];
     moh_convert(dir.path()).args(arguments).assert().success();
@@ -205,11 +174,7 @@ fn sources_that_are_no_model_are_refused() {
     assert!(from("source/config.json").contains("is a file"));
     fs::create_dir(dir.path().join("empty")).unwrap();
     assert!(from("empty").contains("empty/config.json: No such file"));
-    fs::copy(
-        dir.path().join("source/config.json"),
-        dir.path().join("empty/config.json"),
-    )
-    .unwrap();
+    fs::copy(dir.path().join("source/config.json"), dir.path().join("empty/config.json")).unwrap();
     assert!(from("empty").contains("holds neither model.safetensors nor"));
     // Not even root reads a directory as a file.
     fs::remove_file(dir.path().join("empty/config.json")).unwrap();
@@ -220,46 +185,14 @@ fn sources_that_are_no_model_are_refused() {
 #[test]
 fn configurations_that_do_not_fit_are_refused() {
     for (key, value, expected) in [
-        (
-            "model_type",
-            json!("gpt2"),
-            "config.json: model_type = \"gpt2\": only Llama",
-        ),
-        (
-            "architectures",
-            json!(["X"]),
-            "config.json: architectures = [\"X\"]",
-        ),
-        (
-            "num_key_value_heads",
-            json!(3),
-            "num_attention_heads = 8: must be a multiple of num_key",
-        ),
-        (
-            "hidden_size",
-            json!(u64::MAX),
-            "hidden_size = 18446744073709551615: must be from 1",
-        ),
-        (
-            "hidden_size",
-            json!("wide"),
-            "hidden_size: expected a whole number",
-        ),
-        (
-            "hidden_size",
-            json!(32),
-            "has shape [37, 24]: the configuration says [37, 32]",
-        ),
-        (
-            "num_hidden_layers",
-            json!(1),
-            "unexpected tensor model.layers.1.",
-        ),
-        (
-            "num_hidden_layers",
-            json!(3),
-            "model.layers.2.input_layernorm.weight is missing",
-        ),
+        ("model_type", json!("gpt2"), "config.json: model_type = \"gpt2\": only Llama"),
+        ("architectures", json!(["X"]), "config.json: architectures = [\"X\"]"),
+        ("num_key_value_heads", json!(3), "num_attention_heads = 8: must be a multiple of num_key"),
+        ("hidden_size", json!(u64::MAX), "hidden_size = 18446744073709551615: must be from 1"),
+        ("hidden_size", json!("wide"), "hidden_size: expected a whole number"),
+        ("hidden_size", json!(32), "has shape [37, 24]: the configuration says [37, 32]"),
+        ("num_hidden_layers", json!(1), "unexpected tensor model.layers.1."),
+        ("num_hidden_layers", json!(3), "model.layers.2.input_layernorm.weight is missing"),
     ] {
         let dir = workplace();
         edit_config(dir.path(), |config| config[key] = value);
@@ -272,25 +205,13 @@ fn configurations_that_do_not_fit_are_refused() {
 fn head_counts_that_do_not_fit_are_refused() {
     let dir = workplace();
     for (arguments, expected) in [
-        (
-            &["--routed-top-k", "5"][..],
-            "routed_top_k = 5: must be at most the 4 routed heads",
-        ),
-        (
-            &["--active", "1.1"],
-            "active = 1.1: must be a share of the heads",
-        ),
+        (&["--routed-top-k", "5"][..], "routed_top_k = 5: must be at most the 4 routed heads"),
+        (&["--active", "1.1"], "active = 1.1: must be a share of the heads"),
         (&["--active", "nan"], "active = NaN: must be a share"),
         (&["--active", "0.25"], "is 2, fewer than the 4 shared heads"),
-        (
-            &["--shared-heads", "7", "--active", "1"],
-            "leaves one routed head",
-        ),
+        (&["--shared-heads", "7", "--active", "1"], "leaves one routed head"),
         (&["--shared-heads", "9"], "fewer than the 9 shared heads"),
-        (
-            &["--pad-vocab-to", "0"],
-            "cannot be padded to a multiple of 0",
-        ),
+        (&["--pad-vocab-to", "0"], "cannot be padded to a multiple of 0"),
         (&["--tokenizer", "none"], "holds no tokenizer.json"),
     ] {
         let message = failure(dir.path(), &[&["--from", "source"], arguments].concat());
@@ -308,14 +229,8 @@ fn weights_that_are_damaged_are_refused() {
     for (bytes, expected) in [
         (&good[..4], "model.safetensors: is cut short"),
         (&good[..100], "model.safetensors: is cut short or corrupt"),
-        (
-            &good[..good.len() - 1],
-            "model.safetensors: is cut short or corrupt",
-        ),
-        (
-            &corrupt[..],
-            "model.safetensors: has a corrupt safetensors header",
-        ),
+        (&good[..good.len() - 1], "model.safetensors: is cut short or corrupt"),
+        (&corrupt[..], "model.safetensors: has a corrupt safetensors header"),
     ] {
         fs::write(&path, bytes).unwrap();
         let message = failure(dir.path(), &["--from", "source"]);
@@ -327,25 +242,13 @@ fn weights_that_are_damaged_are_refused() {
 fn tensors_that_do_not_fit_are_refused() {
     let name = "model.layers.1.self_attn.k_proj.weight";
     let of = |tensors: &[(String, Vec<usize>, Vec<u8>)]| {
-        tensors
-            .iter()
-            .position(|(found, ..)| found == name)
-            .unwrap()
+        tensors.iter().position(|(found, ..)| found == name).unwrap()
     };
     for (fault, expected) in [
         ("missing", "k_proj.weight is missing"),
-        (
-            "unexpected",
-            "unexpected tensor model.layers.1.self_attn.k_proj.bias of shape [8]",
-        ),
-        (
-            "shape",
-            "k_proj.weight has shape [24, 8]: the configuration says [8, 24]",
-        ),
-        (
-            "nan",
-            "k_proj.weight has a value that is not finite, at element 5",
-        ),
+        ("unexpected", "unexpected tensor model.layers.1.self_attn.k_proj.bias of shape [8]"),
+        ("shape", "k_proj.weight has shape [24, 8]: the configuration says [8, 24]"),
+        ("nan", "k_proj.weight has a value that is not finite, at element 5"),
     ] {
         let dir = workplace();
         edit_weights(dir.path(), |tensors| {
@@ -373,23 +276,15 @@ fn shards_that_are_missing_or_cut_are_refused() {
     let good = fs::read(&shard).unwrap();
     fs::write(&shard, &good[..good.len() - 3]).unwrap();
     let message = failure(dir.path(), &["--from", "source"]);
-    assert!(
-        message.contains("model-00002-of-00006.safetensors: is cut short"),
-        "{message}"
-    );
+    assert!(message.contains("model-00002-of-00006.safetensors: is cut short"), "{message}");
     fs::remove_file(&shard).unwrap();
     let message = failure(dir.path(), &["--from", "source"]);
     assert!(message.contains("names the shard model-00002-of-00006.safetensors, which is missing"));
     let index = dir.path().join("source").join(INDEX_FILE);
-    let text = fs::read_to_string(&index)
-        .unwrap()
-        .replace("model-00002", "../model-00002");
+    let text = fs::read_to_string(&index).unwrap().replace("model-00002", "../model-00002");
     fs::write(index, text).unwrap();
     let message = failure(dir.path(), &["--from", "source"]);
-    assert!(
-        message.contains("must be a file of the directory"),
-        "{message}"
-    );
+    assert!(message.contains("must be a file of the directory"), "{message}");
 }
 
 #[test]
@@ -407,10 +302,7 @@ fn a_destination_in_use_is_kept_unless_forced() {
     moh_convert(dir.path()).args(arguments).assert().success();
     moh_convert(dir.path()).args(forced).assert().success();
     assert_eq!(names(dir.path()), ["out", "source"]);
-    let message = failure(
-        dir.path(),
-        &["--from", "source", "--out", "source", "--force"],
-    );
+    let message = failure(dir.path(), &["--from", "source", "--out", "source", "--force"]);
     assert!(message.contains("holds the source model"), "{message}");
 }
 
@@ -419,27 +311,13 @@ fn a_destination_in_use_is_kept_unless_forced() {
 #[test]
 fn a_full_disk_leaves_nothing_behind() {
     let dir = workplace();
-    let binary: PathBuf = Command::cargo_bin("moh-convert")
-        .unwrap()
-        .get_program()
-        .into();
+    let binary: PathBuf = Command::cargo_bin("moh-convert").unwrap().get_program().into();
     // 16 blocks are 8 or 16 KB, depending on the shell; the weights have 46.
-    let script = format!(
-        "ulimit -f 16; exec '{}' --from source --out out",
-        binary.display()
-    );
-    let output = Command::new("sh")
-        .arg("-c")
-        .arg(script)
-        .current_dir(dir.path())
-        .output()
-        .unwrap();
+    let script = format!("ulimit -f 16; exec '{}' --from source --out out", binary.display());
+    let output = Command::new("sh").arg("-c").arg(script).current_dir(dir.path()).output().unwrap();
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{stderr}");
-    assert!(
-        stderr.contains("model.safetensors: File too large"),
-        "{stderr}"
-    );
+    assert!(stderr.contains("model.safetensors: File too large"), "{stderr}");
     assert_eq!(names(dir.path()), ["source"]);
 }
 
@@ -471,29 +349,18 @@ fn a_hub_that_refuses_is_one_sentence() {
     let silent = format!("http://{}", listener.local_addr().unwrap());
     drop(listener);
     for (endpoint, expected) in [
-        (
-            hub_that_answers(401, "GatedRepo"),
-            "the model is gated (401)",
-        ),
+        (hub_that_answers(401, "GatedRepo"), "the model is gated (401)"),
         (hub_that_answers(403, ""), "the hub refuses access (403)"),
-        (
-            hub_that_answers(404, "RepoNotFound"),
-            "no such model on the hub (404)",
-        ),
+        (hub_that_answers(404, "RepoNotFound"), "no such model on the hub (404)"),
         (silent, "no answer from http://127.0.0.1"),
     ] {
         let dir = tempfile::tempdir().unwrap();
         let mut command = moh_convert(dir.path());
-        command
-            .env_remove("HF_HUB_OFFLINE")
-            .env("HF_ENDPOINT", endpoint);
+        command.env_remove("HF_HUB_OFFLINE").env("HF_ENDPOINT", endpoint);
         let output = command.args(["--from", "org/name"]).output().unwrap();
         let stderr = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(1), "{stderr}");
-        assert!(
-            stderr.starts_with(&format!("moh-convert: org/name: {expected}")),
-            "{stderr}"
-        );
+        assert!(stderr.starts_with(&format!("moh-convert: org/name: {expected}")), "{stderr}");
         assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
         assert!(names(dir.path()).is_empty());
     }

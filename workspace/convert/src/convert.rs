@@ -51,21 +51,15 @@ pub enum Active {
 
 impl Attention {
     /// Mixture-of-Head with half of the heads shared and three quarters active.
-    pub const DEFAULT: Attention = Attention::Moh {
-        shared_heads: None,
-        active: Active::Share(DEFAULT_ACTIVE),
-    };
+    pub const DEFAULT: Attention =
+        Attention::Moh { shared_heads: None, active: Active::Share(DEFAULT_ACTIVE) };
 
     /// The configuration for a model of `heads` query heads.
     ///
     /// # Errors
     /// When the counts do not fit.
     pub fn configure(self, heads: usize) -> Result<Option<MohConfig>, Error> {
-        let Attention::Moh {
-            shared_heads,
-            active,
-        } = self
-        else {
+        let Attention::Moh { shared_heads, active } = self else {
             return Ok(None);
         };
         let moh = match active {
@@ -178,10 +172,7 @@ pub struct TensorReceipt {
 impl Receipt {
     /// Tensors whose bytes are those of the source.
     pub fn num_unchanged(&self) -> usize {
-        self.tensors
-            .iter()
-            .filter(|tensor| tensor.unchanged)
-            .count()
+        self.tensors.iter().filter(|tensor| tensor.unchanged).count()
     }
 }
 
@@ -198,17 +189,13 @@ pub fn convert(
     let start = Instant::now();
     let source = ConfigFile::read(&options.source)?;
     let mut config = ModelConfig {
-        moh: options
-            .attention
-            .configure(source.config.num_attention_heads)?,
+        moh: options.attention.configure(source.config.num_attention_heads)?,
         ..source.config.clone()
     };
     refuse_overlap(&options.source, &options.out)?;
     check_destination(&options.out, options.force)?;
     if options.max_shard_bytes == 0 {
-        return Err(Error::Option(
-            "the largest shard must have at least one byte".to_string(),
-        ));
+        return Err(Error::Option("the largest shard must have at least one byte".to_string()));
     }
     let weights = WeightFiles::open(&options.source)?;
     weights.check(&source.config)?;
@@ -245,9 +232,7 @@ pub fn convert(
                 ControlFlow::Break(()) => Err(Error::Interrupted),
             }
         };
-        let expansion = expansion
-            .as_ref()
-            .filter(|_| has_vocabulary_rows(&spec.name));
+        let expansion = expansion.as_ref().filter(|_| has_vocabulary_rows(&spec.name));
         write_tensor(&weights, spec, expansion, &mut counted)
     })?;
 
@@ -260,12 +245,7 @@ pub fn convert(
             let blake3 = hash.to_hex().to_string();
             // A copied tensor's bytes were hashed on their way out of the source's mapping.
             let source_blake3 = copied.then(|| blake3.clone());
-            TensorReceipt {
-                name: spec.name.clone(),
-                source_blake3,
-                blake3,
-                unchanged: copied,
-            }
+            TensorReceipt { name: spec.name.clone(), source_blake3, blake3, unchanged: copied }
         })
         .collect();
     let length = config.max_position_embeddings;
@@ -300,10 +280,7 @@ fn refuse_overlap(source: &Path, out: &Path) -> Result<(), Error> {
     if let (Ok(source), Ok(out)) = (source.canonicalize(), out.canonicalize())
         && source.starts_with(&out)
     {
-        return Err(Error::file(
-            &out,
-            "holds the source model: choose another --out",
-        ));
+        return Err(Error::file(&out, "holds the source model: choose another --out"));
     }
     Ok(())
 }
@@ -325,11 +302,7 @@ fn write_tensor(
 ) -> Result<(), Error> {
     let name = &spec.name;
     let TensorBytes { dtype, bytes, .. } = weights.get(name)?;
-    let mut converter = Converter {
-        weights,
-        spec,
-        buffers: (Vec::new(), Vec::new()),
-    };
+    let mut converter = Converter { weights, spec, buffers: (Vec::new(), Vec::new()) };
     match expansion {
         None => converter.pass(dtype, bytes, sink)?,
         Some(expansion) => {
@@ -374,10 +347,7 @@ impl Converter<'_> {
         for (number, piece) in bytes.chunks(PIECE_BYTES).enumerate() {
             let first = number * (PIECE_BYTES / dtype.size());
             if let Some(element) = dtype.first_not_finite(piece) {
-                return Err(self
-                    .weights
-                    .not_finite(&self.spec.name, first + element)
-                    .into());
+                return Err(self.weights.not_finite(&self.spec.name, first + element).into());
             }
             if dtype == self.spec.dtype {
                 sink(piece)?;

@@ -43,16 +43,10 @@ pub enum Error {
 impl Error {
     /// For `map_err` on what a file operation returns.
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + '_ {
-        move |source| Error::Io {
-            path: path.to_path_buf(),
-            source,
-        }
+        move |source| Error::Io { path: path.to_path_buf(), source }
     }
 
     pub(crate) fn file(path: &Path, reason: impl Into<String>) -> Error {
-        Error::File {
-            path: path.to_path_buf(),
-            reason: reason.into(),
-        }
+        Error::File { path: path.to_path_buf(), reason: reason.into() }
     }
 }

@@ -88,10 +88,7 @@ pub fn companion_files(dir: &Path, tokenizer: &Path) -> Result<Vec<PathBuf>, Err
     let mut files = Vec::new();
     for entry in fs::read_dir(tokenizer).map_err(Error::io(tokenizer))? {
         let path = entry.map_err(Error::io(tokenizer))?.path();
-        let name = path
-            .file_name()
-            .and_then(|name| name.to_str())
-            .unwrap_or_default();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         let wanted = TOKENIZER_FILES.contains(&name) || name.starts_with("chat_template");
         if wanted && path.is_file() {
             files.push(path);
@@ -117,10 +114,7 @@ pub fn write_model(
     let staged = Staged::create(out, force)?;
     let written = write_tensors(staged.path(), model, fill)?;
     let mut text = serde_json::to_string_pretty(model.config).map_err(|error| {
-        Error::file(
-            &staged.path().join(CONFIG_FILE),
-            format!("not representable: {error}"),
-        )
+        Error::file(&staged.path().join(CONFIG_FILE), format!("not representable: {error}"))
     })?;
     text.push('\n');
     write_file(&staged.path().join(CONFIG_FILE), text.as_bytes())?;
@@ -144,16 +138,10 @@ pub fn check_destination(out: &Path, force: bool) -> Result<(), Error> {
         Ok(entries) => entries,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
         Err(error) if error.kind() == ErrorKind::NotADirectory => {
-            return Err(Error::file(
-                out,
-                "is a file, expected a directory or nothing",
-            ));
+            return Err(Error::file(out, "is a file, expected a directory or nothing"));
         }
         Err(source) => {
-            return Err(Error::Io {
-                path: out.to_path_buf(),
-                source,
-            });
+            return Err(Error::Io { path: out.to_path_buf(), source });
         }
     };
     if entries.next().is_none() {
@@ -186,10 +174,7 @@ impl Staged {
         check_destination(out, force)?;
         // What a link points to is replaced, not the link.
         let out = fs::canonicalize(out).unwrap_or_else(|_| out.to_path_buf());
-        let Some(name) = out
-            .file_name()
-            .map(|name| name.to_string_lossy().into_owned())
-        else {
+        let Some(name) = out.file_name().map(|name| name.to_string_lossy().into_owned()) else {
             return Err(Error::file(&out, "is not a name for a directory"));
         };
         let parent = match out.parent() {
@@ -198,12 +183,7 @@ impl Staged {
         };
         fs::create_dir_all(&parent).map_err(Error::io(&parent))?;
         let dir = temporary(&parent, &name)?;
-        Ok(Staged {
-            dir,
-            parent,
-            out,
-            force,
-        })
+        Ok(Staged { dir, parent, out, force })
     }
 
     fn path(&self) -> &Path {
@@ -212,17 +192,10 @@ impl Staged {
 
     /// Gives the directory its name.
     fn commit(self) -> Result<(), Error> {
-        let Staged {
-            dir,
-            parent,
-            out,
-            force,
-        } = self;
+        let Staged { dir, parent, out, force } = self;
         sync_directory(dir.path())?;
         check_destination(&out, force)?;
-        let occupied = fs::read_dir(&out)
-            .ok()
-            .map(|mut entries| entries.next().is_some());
+        let occupied = fs::read_dir(&out).ok().map(|mut entries| entries.next().is_some());
         let old = match occupied {
             Some(true) => {
                 // Renamed aside first, so that at no time there is half a directory.
@@ -264,9 +237,7 @@ fn temporary(parent: &Path, name: &str) -> Result<tempfile::TempDir, Error> {
 /// Makes renames and new names in a directory durable.
 fn sync_directory(path: &Path) -> Result<(), Error> {
     if cfg!(unix) {
-        File::open(path)
-            .and_then(|dir| dir.sync_all())
-            .map_err(Error::io(path))?;
+        File::open(path).and_then(|dir| dir.sync_all()).map_err(Error::io(path))?;
     }
     Ok(())
 }
@@ -330,11 +301,7 @@ fn write_tensors(dir: &Path, model: &Model<'_>, fill: &mut Fill<'_>) -> Result<W
     }
     let hashes = hashes.into_iter().flatten().collect();
     read_back(dir, model.tensors, &hashes)?;
-    Ok(Written {
-        hashes,
-        bytes,
-        shards: shards.len(),
-    })
+    Ok(Written { hashes, bytes, shards: shards.len() })
 }
 
 /// Writes one safetensors file and returns the hash of each tensor.

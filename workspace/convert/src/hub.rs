@@ -76,11 +76,7 @@ pub fn resolve(
     let offline = std::env::var("HF_HUB_OFFLINE").is_ok_and(|value| {
         ["1", "on", "yes", "true"].contains(&value.to_ascii_lowercase().as_str())
     });
-    Hub {
-        offline,
-        ..Hub::default()
-    }
-    .resolve(from, revision, progress)
+    Hub { offline, ..Hub::default() }.resolve(from, revision, progress)
 }
 
 /// Whether `from` reads as a hub id: `name` or `organisation/name`.
@@ -90,9 +86,7 @@ fn is_hub_id(from: &str) -> bool {
             && part.len() <= 96
             && !part.starts_with(['.', '-'])
             && !part.contains("..")
-            && part
-                .chars()
-                .all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+            && part.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
     };
     from.split('/').count() <= 2 && from.split('/').all(is_part)
 }
@@ -100,9 +94,7 @@ fn is_hub_id(from: &str) -> bool {
 /// Whether a name from outside stays within the directory that it is joined to.
 fn is_contained(name: &str) -> bool {
     !name.is_empty()
-        && name
-            .split('/')
-            .all(|part| !part.is_empty() && part != "." && part != "..")
+        && name.split('/').all(|part| !part.is_empty() && part != "." && part != "..")
         && !name.contains(['\\', ':', '\0'])
 }
 
@@ -134,10 +126,7 @@ impl Hub {
             return Ok(path.to_path_buf());
         }
         if path.exists() {
-            return Err(Error::file(
-                path,
-                "is a file, expected a model directory or a hub id",
-            ));
+            return Err(Error::file(path, "is a file, expected a model directory or a hub id"));
         }
         if !is_hub_id(from) {
             let reason = "no such directory, and not a hub id like meta-llama/Meta-Llama-3-8B";
@@ -160,16 +149,9 @@ impl Hub {
                 )
             });
         }
-        let client = self
-            .client()
-            .map_err(|error| hub_error(from, error.to_string()))?;
+        let client = self.client().map_err(|error| hub_error(from, error.to_string()))?;
         let (owner, name) = from.split_once('/').unwrap_or(("", from));
-        let download = Download {
-            id: from,
-            revision,
-            folder,
-            repo: client.model(owner, name),
-        };
+        let download = Download { id: from, revision, folder, repo: client.model(owner, name) };
         download.run(progress).map_err(|error| match error {
             Failure::Hub(error) => self.explain(&download, &error),
             Failure::Other(error) => error,
@@ -182,9 +164,7 @@ impl Hub {
             .read_timeout(READ_TIMEOUT)
             .user_agent(concat!("moh-convert/", env!("CARGO_PKG_VERSION")))
             .build()?;
-        let mut builder = HFClientBuilder::new()
-            .client(http)
-            .retry_max_attempts(TRIES);
+        let mut builder = HFClientBuilder::new().client(http).retry_max_attempts(TRIES);
         if let Some(endpoint) = &self.endpoint {
             builder = builder.endpoint(endpoint);
         }
@@ -197,10 +177,7 @@ impl Hub {
     /// One sentence on what went wrong and what to do about it.
     fn explain(&self, download: &Download<'_>, error: &HFError) -> Error {
         let Download { id, revision, .. } = *download;
-        let endpoint = self
-            .endpoint
-            .clone()
-            .or_else(|| std::env::var("HF_ENDPOINT").ok());
+        let endpoint = self.endpoint.clone().or_else(|| std::env::var("HF_ENDPOINT").ok());
         let endpoint = endpoint.unwrap_or_else(|| "https://huggingface.co".to_string());
         let page = format!("{}/{id}", endpoint.trim_end_matches('/'));
         let reason = match error {
@@ -220,10 +197,9 @@ impl Hub {
                 "the hub refuses access (403): ask for it at {page}, and see that the token in \
                  HF_TOKEN may read gated models"
             ),
-            HFError::RevisionNotFound {
-                context: Some(context),
-                ..
-            } if context.error_code.as_deref() == Some("RepoNotFound") => {
+            HFError::RevisionNotFound { context: Some(context), .. }
+                if context.error_code.as_deref() == Some("RepoNotFound") =>
+            {
                 format!("no such model on the hub (404), see {page}")
             }
             HFError::RevisionNotFound { .. } => {
@@ -254,10 +230,7 @@ impl Hub {
 }
 
 fn hub_error(id: &str, reason: impl Into<String>) -> Error {
-    Error::Hub {
-        id: id.to_string(),
-        reason: reason.into(),
-    }
+    Error::Hub { id: id.to_string(), reason: reason.into() }
 }
 
 enum Failure {
@@ -286,10 +259,7 @@ struct Folder {
 impl Folder {
     fn new(cache: &Path, id: &str) -> Self {
         let name = format!("models--{}", id.replace('/', "--"));
-        Folder {
-            root: cache.join(&name),
-            locks: cache.join(".locks").join(&name),
-        }
+        Folder { root: cache.join(&name), locks: cache.join(".locks").join(&name) }
     }
 
     fn snapshot(&self, commit: &str) -> PathBuf {
@@ -316,13 +286,7 @@ struct Download<'a> {
 
 impl Download<'_> {
     fn run(&self, progress: &mut dyn FnMut(&Progress<'_>)) -> Result<PathBuf, Failure> {
-        let commit = self
-            .repo
-            .info()
-            .revision(self.revision)
-            .send()?
-            .sha
-            .unwrap_or_default();
+        let commit = self.repo.info().revision(self.revision).send()?.sha.unwrap_or_default();
         if !is_content_address(&commit) {
             return Err(hub_error(self.id, "the hub names no commit of the revision").into());
         }
@@ -333,11 +297,7 @@ impl Download<'_> {
         let mut before = 0;
         for file in &files {
             let mut report = |bytes| {
-                progress(&Progress {
-                    file: &file.name,
-                    bytes: before + bytes,
-                    total,
-                });
+                progress(&Progress { file: &file.name, bytes: before + bytes, total });
             };
             self.fetch(&commit, file, &snapshot.join(&file.name), &mut report)?;
             before += file.size;
@@ -356,14 +316,7 @@ impl Download<'_> {
         let mut files = Vec::new();
         // Not recursive: what lies deeper (`original/`, `onnx/`) is never wanted.
         for entry in self.repo.list_tree().revision(commit).send()? {
-            let RepoTreeEntry::File {
-                oid,
-                size,
-                path,
-                lfs,
-                ..
-            } = entry
-            else {
+            let RepoTreeEntry::File { oid, size, path, lfs, .. } = entry else {
                 continue;
             };
             if !is_wanted(&path) {
@@ -373,11 +326,7 @@ impl Download<'_> {
             if !is_content_address(&blob) || !is_contained(&path) {
                 return Err(hub_error(self.id, format!("the hub lists {path} oddly")).into());
             }
-            files.push(RemoteFile {
-                name: path,
-                size,
-                blob,
-            });
+            files.push(RemoteFile { name: path, size, blob });
         }
         if !files.iter().any(|file| file.name == CONFIG_FILE) {
             return Err(hub_error(self.id, format!("the model has no {CONFIG_FILE}")).into());
@@ -426,11 +375,8 @@ impl Download<'_> {
         path: &Path,
         report: &mut dyn FnMut(u64),
     ) -> Result<(), Failure> {
-        let mut out = File::options()
-            .create(true)
-            .append(true)
-            .open(path)
-            .map_err(Error::io(path))?;
+        let mut out =
+            File::options().create(true).append(true).open(path).map_err(Error::io(path))?;
         let mut have = out.metadata().map_err(Error::io(path))?.len();
         if have > file.size {
             out.set_len(0).map_err(Error::io(path))?;

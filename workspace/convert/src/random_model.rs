@@ -28,32 +28,20 @@ pub fn write_random_model(
         .into_iter()
         .map(|(name, shape)| TensorSpec { name, shape, dtype })
         .collect();
-    let model = Model {
-        config: &fields,
-        tensors: &tensors,
-        max_shard_bytes,
-        companions: &[],
-    };
+    let model = Model { config: &fields, tensors: &tensors, max_shard_bytes, companions: &[] };
     // A uniform distribution of this half-width has the standard deviation that is asked for.
     let half_width = file.config.initializer_range * 3f64.sqrt();
     write_model(out, false, &model, &mut |spec, sink| {
         let elements: usize = spec.shape.iter().product();
         let is_norm = spec.shape.len() == 1;
-        let mut state = spec
-            .name
-            .bytes()
-            .fold(seed, |state, byte| mix(state ^ u64::from(byte)));
+        let mut state = spec.name.bytes().fold(seed, |state, byte| mix(state ^ u64::from(byte)));
         let piece = PIECE_BYTES / dtype.size();
         for start in (0..elements).step_by(piece) {
             let values: Vec<f32> = (start..elements.min(start + piece))
                 .map(|_| {
                     state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
                     let unit = (mix(state) >> 11) as f64 / (1u64 << 53) as f64;
-                    if is_norm {
-                        1.0
-                    } else {
-                        ((2.0 * unit - 1.0) * half_width) as f32
-                    }
+                    if is_norm { 1.0 } else { ((2.0 * unit - 1.0) * half_width) as f32 }
                 })
                 .collect();
             let mut bytes = vec![0; values.len() * dtype.size()];

@@ -61,20 +61,13 @@ impl<'a> Speller<'a> {
     }
 
     fn tokenize(&self, entry: &str) -> Vec<u32> {
-        let tokens = self
-            .tokenizer
-            .get_model()
-            .tokenize(entry)
-            .unwrap_or_default();
+        let tokens = self.tokenizer.get_model().tokenize(entry).unwrap_or_default();
         let ids: Vec<u32> = tokens.into_iter().map(|token| token.id).collect();
         self.known(&ids)
     }
 
     fn known(&self, ids: &[u32]) -> Vec<u32> {
-        ids.iter()
-            .copied()
-            .filter(|id| Some(*id) != self.unknown)
-            .collect()
+        ids.iter().copied().filter(|id| Some(*id) != self.unknown).collect()
     }
 }
 

@@ -84,23 +84,14 @@ impl Expansion {
             return Err(Error::file(&new_dir.join(TOKENIZER_FILE), reason));
         }
         // An old token beyond the model's rows has never had one: it is new to the model.
-        let owned: Vec<u32> = old_tokens
-            .iter()
-            .map(|(id, _)| *id)
-            .filter(|id| (*id as usize) < old_rows)
-            .collect();
+        let owned: Vec<u32> =
+            old_tokens.iter().map(|(id, _)| *id).filter(|id| (*id as usize) < old_rows).collect();
         let is_owned = |id: &u32| owned.binary_search(id).is_ok();
         let rows = pad(old_rows.max(new_vocab), pad_to)?;
         let speller = Speller::new(old);
         let added = new.get_added_tokens_decoder();
         let mut sources: Vec<Vec<u32>> = (0..rows)
-            .map(|row| {
-                if row < old_rows {
-                    vec![row as u32]
-                } else {
-                    Vec::new()
-                }
-            })
+            .map(|row| if row < old_rows { vec![row as u32] } else { Vec::new() })
             .collect();
         for (id, token) in &new_tokens {
             if is_owned(id) {
@@ -113,17 +104,9 @@ impl Expansion {
             spelled.retain(is_owned);
             sources[*id as usize] = spelled;
         }
-        let kept = (0..old_rows)
-            .find(|&row| sources[row] != [row as u32])
-            .unwrap_or(old_rows);
+        let kept = (0..old_rows).find(|&row| sources[row] != [row as u32]).unwrap_or(old_rows);
         sources.drain(..kept);
-        Ok(Expansion {
-            old_rows,
-            new_vocab,
-            sources,
-            kept,
-            owned,
-        })
+        Ok(Expansion { old_rows, new_vocab, sources, kept, owned })
     }
 
     /// An expansion that only adds rows until their number is a multiple of `multiple`.
@@ -182,12 +165,7 @@ impl Expansion {
 
     /// The new rows of a tensor with `width` elements a row; `old` reads one of its old rows.
     pub fn rows<'a>(&'a self, width: usize, old: &'a dyn Fn(u32, &mut [f32])) -> Rows<'a> {
-        Rows {
-            expansion: self,
-            width,
-            old,
-            mean: OnceCell::new(),
-        }
+        Rows { expansion: self, width, old, mean: OnceCell::new() }
     }
 }
 
@@ -205,10 +183,9 @@ impl Rows<'_> {
     /// f64 in the order of the ids, so that the result does not depend on the machine.
     pub fn read(&self, row: usize, out: &mut [f32]) {
         match self.expansion.spelling(row).as_slice() {
-            [] => out.copy_from_slice(
-                self.mean
-                    .get_or_init(|| self.mean_of(&self.expansion.owned)),
-            ),
+            [] => {
+                out.copy_from_slice(self.mean.get_or_init(|| self.mean_of(&self.expansion.owned)))
+            }
             [one] => (self.old)(*one, out),
             several => out.copy_from_slice(&self.mean_of(several)),
         }
@@ -239,10 +216,7 @@ fn pad(rows: usize, multiple: Option<usize>) -> Result<usize, Error> {
 }
 
 fn by_id(vocabulary: &HashMap<String, u32>) -> Vec<(u32, &str)> {
-    let mut tokens: Vec<_> = vocabulary
-        .iter()
-        .map(|(token, id)| (*id, token.as_str()))
-        .collect();
+    let mut tokens: Vec<_> = vocabulary.iter().map(|(token, id)| (*id, token.as_str())).collect();
     tokens.sort_unstable();
     tokens
 }
@@ -253,12 +227,8 @@ fn load(dir: &Path) -> Result<Tokenizer, Error> {
         let reason = format!("holds no {TOKENIZER_FILE}, which growing the vocabulary needs");
         return Err(Error::file(dir, reason));
     }
-    Tokenizer::from_file(&path).map_err(|error| {
-        Error::file(
-            &path,
-            format!("not a tokenizer: {error}").replace('\n', " "),
-        )
-    })
+    Tokenizer::from_file(&path)
+        .map_err(|error| Error::file(&path, format!("not a tokenizer: {error}").replace('\n', " ")))
 }
 
 #[cfg(test)]

@@ -84,9 +84,7 @@ enum DtypeName {
 
 /// Bytes in decimal (KB, MB, GB) or binary (KiB, MiB, GiB) units, as transformers reads them.
 fn parse_size(text: &str) -> Result<u64, String> {
-    let end = text
-        .find(|c: char| !c.is_ascii_digit())
-        .unwrap_or(text.len());
+    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(end);
     let factor: u64 = match unit.trim().to_ascii_uppercase().as_str() {
         "" | "B" => 1,
@@ -98,11 +96,7 @@ fn parse_size(text: &str) -> Result<u64, String> {
         "GIB" => 1 << 30,
         _ => return Err("expected a size like 500MB or 5GB".to_string()),
     };
-    match number
-        .parse::<u64>()
-        .ok()
-        .and_then(|number| number.checked_mul(factor))
-    {
+    match number.parse::<u64>().ok().and_then(|number| number.checked_mul(factor)) {
         Some(0) | None => Err("expected a size like 500MB or 5GB".to_string()),
         Some(bytes) => Ok(bytes),
     }
@@ -120,20 +114,12 @@ fn main() -> ExitCode {
 }
 
 fn attention(arguments: &Arguments) -> Attention {
-    let Arguments {
-        attention,
-        shared_heads,
-        active,
-        routed_top_k,
-        ..
-    } = *arguments;
+    let Arguments { attention, shared_heads, active, routed_top_k, .. } = *arguments;
     if attention == AttentionKind::Dense {
         if shared_heads.is_some() || active.is_some() || routed_top_k.is_some() {
             let message =
                 "--attention dense has no use for --shared-heads, --active or --routed-top-k";
-            Arguments::command()
-                .error(clap::error::ErrorKind::ArgumentConflict, message)
-                .exit();
+            Arguments::command().error(clap::error::ErrorKind::ArgumentConflict, message).exit();
         }
         return Attention::Dense;
     }
@@ -141,30 +127,19 @@ fn attention(arguments: &Arguments) -> Attention {
         Some(routed_top_k) => Active::RoutedTopK(routed_top_k),
         None => Active::Share(active.unwrap_or(DEFAULT_ACTIVE)),
     };
-    Attention::Moh {
-        shared_heads,
-        active,
-    }
+    Attention::Moh { shared_heads, active }
 }
 
 fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let attention = attention(arguments);
     let mut meter = Meter::new("download");
-    let source = hub::resolve(
-        &arguments.from,
-        arguments.revision.as_deref(),
-        &mut |progress| {
-            meter.set(progress.bytes, progress.total, progress.file);
-        },
-    )?;
+    let source = hub::resolve(&arguments.from, arguments.revision.as_deref(), &mut |progress| {
+        meter.set(progress.bytes, progress.total, progress.file);
+    })?;
     meter.finish();
 
     let out = arguments.out.clone().unwrap_or_else(|| {
-        let suffix = if attention == Attention::Dense {
-            "Dense"
-        } else {
-            "MoH"
-        };
+        let suffix = if attention == Attention::Dense { "Dense" } else { "MoH" };
         PathBuf::from(format!("./{}-{suffix}", model_name(&arguments.from)))
     });
     let options = Options {
@@ -203,10 +178,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
 fn model_name(from: &str) -> String {
     let path = Path::new(from);
     let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
-    path.file_name().map_or_else(
-        || "model".to_string(),
-        |name| name.to_string_lossy().into_owned(),
-    )
+    path.file_name().map_or_else(|| "model".to_string(), |name| name.to_string_lossy().into_owned())
 }
 
 /// A flag that an interruption sets, so that the temporary directory is removed; a second one ends
@@ -219,10 +191,7 @@ fn stop_on_signals() -> std::io::Result<Arc<AtomicBool>> {
     }
     // A file that grows beyond a limit is then an error of `write`, like a full disk.
     #[cfg(unix)]
-    signal_hook::flag::register(
-        signal_hook::consts::SIGXFSZ,
-        Arc::new(AtomicBool::new(false)),
-    )?;
+    signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::new(AtomicBool::new(false)))?;
     Ok(stop)
 }
 
@@ -238,11 +207,7 @@ const REPORTED_BYTES: u64 = 256 << 20;
 
 impl Meter {
     fn new(name: &'static str) -> Self {
-        Meter {
-            name,
-            bar: None,
-            tenths: 0,
-        }
+        Meter { name, bar: None, tenths: 0 }
     }
 
     fn set(&mut self, bytes: u64, total: u64, file: &str) {
@@ -251,9 +216,7 @@ impl Meter {
                 let template = "{prefix} {bar:30} {bytes}/{total_bytes} {bytes_per_sec} {msg}";
                 let style = ProgressStyle::with_template(template)
                     .unwrap_or_else(|_| ProgressStyle::default_bar());
-                ProgressBar::new(total)
-                    .with_prefix(self.name)
-                    .with_style(style)
+                ProgressBar::new(total).with_prefix(self.name).with_style(style)
             });
             bar.set_message(file.to_string());
             bar.set_position(bytes);
@@ -343,10 +306,7 @@ mod tests {
     #[test]
     fn digits_are_grouped() {
         assert_eq!(grouped(8_030_261_248), "8,030,261,248");
-        assert_eq!(
-            (grouped(999), grouped(1000)),
-            ("999".to_string(), "1,000".to_string())
-        );
+        assert_eq!((grouped(999), grouped(1000)), ("999".to_string(), "1,000".to_string()));
     }
 
     #[test]

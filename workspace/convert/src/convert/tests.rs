@@ -31,17 +31,11 @@ fn conversion_changes_no_weight() {
         let source = model(&dir.path().join(dtype.config_name()), dtype, false);
         let out = source.with_file_name("out");
         let receipt = go(&Options::new(&source, &out)).unwrap();
-        assert_eq!(
-            (receipt.heads, receipt.shared_heads, receipt.active_heads),
-            (8, 4, 6)
-        );
+        assert_eq!((receipt.heads, receipt.shared_heads, receipt.active_heads), (8, 4, 6));
         assert_eq!(receipt.num_unchanged(), receipt.tensors.len());
         let [before, after] = receipt.attention_flops_per_token;
         assert_eq!(after, 0.75 * before);
-        let (from, to) = (
-            WeightFiles::open(&source).unwrap(),
-            WeightFiles::open(&out).unwrap(),
-        );
+        let (from, to) = (WeightFiles::open(&source).unwrap(), WeightFiles::open(&out).unwrap());
         to.check(&ConfigFile::read(&out).unwrap().config).unwrap();
         assert_eq!(from.names().count(), to.names().count());
         for tensor in &receipt.tensors {
@@ -88,22 +82,11 @@ fn the_element_type_changes_on_request() {
     let source = model(dir.path(), Dtype::F32, false);
     for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32] {
         let out = dir.path().join(dtype.config_name());
-        let receipt = go(&Options {
-            dtype: Some(dtype),
-            ..Options::new(&source, &out)
-        })
-        .unwrap();
-        let unchanged = if dtype == Dtype::F32 {
-            receipt.tensors.len()
-        } else {
-            0
-        };
+        let receipt = go(&Options { dtype: Some(dtype), ..Options::new(&source, &out) }).unwrap();
+        let unchanged = if dtype == Dtype::F32 { receipt.tensors.len() } else { 0 };
         assert_eq!(receipt.num_unchanged(), unchanged);
         assert_eq!(config(&out)["torch_dtype"], dtype.config_name());
-        let (from, to) = (
-            WeightFiles::open(&source).unwrap(),
-            WeightFiles::open(&out).unwrap(),
-        );
+        let (from, to) = (WeightFiles::open(&source).unwrap(), WeightFiles::open(&out).unwrap());
         for name in from.names() {
             let elements = from.get(name).unwrap().bytes.len() / 4;
             let (mut a, mut b) = (vec![0.0; elements], vec![0.0; elements]);
@@ -112,9 +95,7 @@ fn the_element_type_changes_on_request() {
             let smallest = 2f32.powi(-25); // half of f16's
             let tolerance = 1.0 / 256.0; // half a unit in bf16's last place
             assert!(
-                a.iter()
-                    .zip(&b)
-                    .all(|(a, b)| (a - b).abs() <= (a.abs() * tolerance).max(smallest)),
+                a.iter().zip(&b).all(|(a, b)| (a - b).abs() <= (a.abs() * tolerance).max(smallest)),
                 "{name}"
             );
         }
@@ -128,10 +109,7 @@ fn poke(source: &Path, name: &str, element: usize, value: f32) {
         let path = files.file_of(name).to_path_buf();
         let bytes = fs::read(&path).unwrap();
         let tensor = files.get(name).unwrap().bytes;
-        let offset = bytes
-            .windows(tensor.len())
-            .position(|part| part == tensor)
-            .unwrap();
+        let offset = bytes.windows(tensor.len()).position(|part| part == tensor).unwrap();
         (path, offset + 4 * element)
     };
     let mut bytes = fs::read(&path).unwrap();
@@ -145,29 +123,16 @@ fn weights_that_are_not_finite_are_named_and_nothing_is_left() {
     let source = model(dir.path(), Dtype::F32, false);
     let name = "model.layers.1.mlp.up_proj.weight";
     poke(&source, name, 7, f32::NAN);
-    let message = go(&Options::new(&source, dir.path().join("out")))
-        .unwrap_err()
-        .to_string();
-    assert!(message.contains(&format!(
-        "{name} has a value that is not finite, at element 7"
-    )));
+    let message = go(&Options::new(&source, dir.path().join("out"))).unwrap_err().to_string();
+    assert!(message.contains(&format!("{name} has a value that is not finite, at element 7")));
     poke(&source, name, 7, 1e6);
-    let options = Options {
-        dtype: Some(Dtype::F16),
-        ..Options::new(&source, dir.path().join("out"))
-    };
+    let options =
+        Options { dtype: Some(Dtype::F16), ..Options::new(&source, dir.path().join("out")) };
     let message = go(&options).unwrap_err().to_string();
-    assert!(
-        message.contains("float16 cannot hold, at element 7"),
-        "{message}"
-    );
+    assert!(message.contains("float16 cannot hold, at element 7"), "{message}");
     poke(&source, name, 7, 1.0);
     poke(&source, EMBEDDING, 3, f32::INFINITY);
-    let options = Options {
-        pad_vocab_to: Some(64),
-        dtype: None,
-        ..options
-    };
+    let options = Options { pad_vocab_to: Some(64), dtype: None, ..options };
     let message = go(&options).unwrap_err().to_string();
     assert!(message.contains("model.embed_tokens.weight has a value that is not finite"));
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
@@ -181,11 +146,7 @@ fn an_interruption_leaves_nothing() {
     let mut pieces = 0;
     let error = convert(&options, &mut |_| {
         pieces += 1;
-        if pieces == 5 {
-            ControlFlow::Break(())
-        } else {
-            ControlFlow::Continue(())
-        }
+        if pieces == 5 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })
     .unwrap_err();
     assert!(matches!(error, Error::Interrupted));
@@ -197,16 +158,8 @@ fn the_source_is_never_replaced() {
     let dir = tempfile::tempdir().unwrap();
     let source = model(dir.path(), Dtype::F32, false);
     for out in [source.clone(), dir.path().to_path_buf()] {
-        let options = Options {
-            force: true,
-            ..Options::new(&source, out)
-        };
-        assert!(
-            go(&options)
-                .unwrap_err()
-                .to_string()
-                .contains("holds the source model")
-        );
+        let options = Options { force: true, ..Options::new(&source, out) };
+        assert!(go(&options).unwrap_err().to_string().contains("holds the source model"));
     }
 }
 
@@ -217,22 +170,13 @@ fn padding_adds_mean_rows_to_both_ends() {
         let dir = dir.path().join(tied.to_string());
         let source = model(&dir, Dtype::F32, tied);
         let out = dir.join("out");
-        let options = Options {
-            pad_vocab_to: Some(16),
-            ..Options::new(&source, &out)
-        };
+        let options = Options { pad_vocab_to: Some(16), ..Options::new(&source, &out) };
         let receipt = go(&options).unwrap();
         assert_eq!(receipt.vocab_size, [37, 48]);
         assert_eq!(config(&out)["vocab_size"], 48);
-        let (from, to) = (
-            WeightFiles::open(&source).unwrap(),
-            WeightFiles::open(&out).unwrap(),
-        );
+        let (from, to) = (WeightFiles::open(&source).unwrap(), WeightFiles::open(&out).unwrap());
         to.check(&ConfigFile::read(&out).unwrap().config).unwrap();
-        for name in [EMBEDDING, OUTPUT_HEAD]
-            .into_iter()
-            .take(if tied { 1 } else { 2 })
-        {
+        for name in [EMBEDDING, OUTPUT_HEAD].into_iter().take(if tied { 1 } else { 2 }) {
             let old = from.get(name).unwrap().bytes;
             assert_eq!(&to.get(name).unwrap().bytes[..old.len()], old);
             let (mut rows, mut grown) = (vec![0.0; 37 * 24], vec![0.0; 48 * 24]);
@@ -240,75 +184,40 @@ fn padding_adds_mean_rows_to_both_ends() {
             to.read_f32(name, &mut grown).unwrap();
             for row in grown[37 * 24..].chunks_exact(24) {
                 for (column, value) in row.iter().enumerate() {
-                    let sum: f64 = rows
-                        .iter()
-                        .skip(column)
-                        .step_by(24)
-                        .map(|v| f64::from(*v))
-                        .sum();
+                    let sum: f64 =
+                        rows.iter().skip(column).step_by(24).map(|v| f64::from(*v)).sum();
                     assert_eq!(*value, (sum / 37.0) as f32);
                 }
             }
         }
-        let changed = receipt
-            .tensors
-            .iter()
-            .filter(|tensor| !tensor.unchanged)
-            .count();
+        let changed = receipt.tensors.iter().filter(|tensor| !tensor.unchanged).count();
         assert_eq!(changed, if tied { 1 } else { 2 });
     }
 }
 
 #[test]
 fn counts_that_do_not_fit_are_refused() {
-    let moh = |shared_heads, active| Attention::Moh {
-        shared_heads,
-        active,
-    };
+    let moh = |shared_heads, active| Attention::Moh { shared_heads, active };
     for (attention, expected) in [
-        (
-            moh(None, Active::Share(1.5)),
-            "active = 1.5: must be a share",
-        ),
-        (
-            moh(None, Active::Share(f64::NAN)),
-            "active = NaN: must be a share",
-        ),
-        (
-            moh(None, Active::Share(0.25)),
-            "fewer than the 4 shared heads",
-        ),
+        (moh(None, Active::Share(1.5)), "active = 1.5: must be a share"),
+        (moh(None, Active::Share(f64::NAN)), "active = NaN: must be a share"),
+        (moh(None, Active::Share(0.25)), "fewer than the 4 shared heads"),
         (moh(Some(7), Active::Share(1.0)), "leaves one routed head"),
-        (
-            moh(Some(9), Active::RoutedTopK(0)),
-            "shared_heads = 9: the model has 8 heads",
-        ),
-        (
-            moh(Some(4), Active::RoutedTopK(5)),
-            "must be at most the 4 routed heads",
-        ),
-        (
-            moh(Some(4), Active::RoutedTopK(usize::MAX)),
-            "must be at most the 4 routed heads",
-        ),
+        (moh(Some(9), Active::RoutedTopK(0)), "shared_heads = 9: the model has 8 heads"),
+        (moh(Some(4), Active::RoutedTopK(5)), "must be at most the 4 routed heads"),
+        (moh(Some(4), Active::RoutedTopK(usize::MAX)), "must be at most the 4 routed heads"),
     ] {
         let message = attention.configure(8).unwrap_err().to_string();
         assert!(message.contains(expected), "{message}");
     }
-    let moh = moh(None, Active::RoutedTopK(3))
-        .configure(8)
-        .unwrap()
-        .unwrap();
+    let moh = moh(None, Active::RoutedTopK(3)).configure(8).unwrap().unwrap();
     assert_eq!((moh.shared_heads, moh.routed_top_k), (4, 3));
     assert_eq!(Attention::Dense.configure(8).unwrap(), None);
 }
 
 #[test]
 fn the_fixtures_convert() {
-    let fixtures = Path::new(concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../../../shared/fixtures"
-    ));
+    let fixtures = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"));
     if !fixtures.is_dir() {
         println!("skipped: no fixtures");
         return;

@@ -2,37 +2,22 @@ use super::*;
 use std::io;
 
 fn spec(name: &str, shape: &[usize], dtype: Dtype) -> TensorSpec {
-    TensorSpec {
-        name: name.to_string(),
-        shape: shape.to_vec(),
-        dtype,
-    }
+    TensorSpec { name: name.to_string(), shape: shape.to_vec(), dtype }
 }
 
 fn specs() -> Vec<TensorSpec> {
-    vec![
-        spec("a", &[3, 5], Dtype::BF16),
-        spec("b", &[4], Dtype::F32),
-        spec("c", &[7], Dtype::BF16),
-    ]
+    vec![spec("a", &[3, 5], Dtype::BF16), spec("b", &[4], Dtype::F32), spec("c", &[7], Dtype::BF16)]
 }
 
 /// Bytes that are finite in every type.
 fn content(spec: &TensorSpec) -> Vec<u8> {
-    (0..spec.num_bytes())
-        .map(|byte| (byte as u8 ^ spec.name.as_bytes()[0]) & 0x3f)
-        .collect()
+    (0..spec.num_bytes()).map(|byte| (byte as u8 ^ spec.name.as_bytes()[0]) & 0x3f).collect()
 }
 
 fn write(out: &Path, force: bool, max_shard_bytes: u64) -> Result<Written, Error> {
     let tensors = specs();
     let config = Map::from_iter([("x".to_string(), json!(1))]);
-    let model = Model {
-        config: &config,
-        tensors: &tensors,
-        max_shard_bytes,
-        companions: &[],
-    };
+    let model = Model { config: &config, tensors: &tensors, max_shard_bytes, companions: &[] };
     write_model(out, force, &model, &mut |spec, sink| {
         content(spec).chunks(3).try_for_each(&mut *sink)
     })
@@ -40,9 +25,8 @@ fn write(out: &Path, force: bool, max_shard_bytes: u64) -> Result<Written, Error
 
 fn names(dir: &Path) -> Vec<String> {
     let entries = fs::read_dir(dir).unwrap();
-    let mut names: Vec<_> = entries
-        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
-        .collect();
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
     names
 }
@@ -61,22 +45,13 @@ fn what_is_written_reads_back() {
             assert_eq!(tensor.bytes, content(spec));
             assert_eq!(blake3::hash(tensor.bytes), *hash);
         }
-        assert_eq!(
-            fs::read_to_string(out.join("config.json")).unwrap(),
-            "{\n  \"x\": 1\n}\n"
-        );
+        assert_eq!(fs::read_to_string(out.join("config.json")).unwrap(), "{\n  \"x\": 1\n}\n");
     }
     let index = fs::read_to_string(dir.path().join("deeper/m46").join(INDEX_FILE)).unwrap();
     let index: Value = serde_json::from_str(&index).unwrap();
     assert_eq!(index["metadata"]["total_size"], json!(60));
-    assert_eq!(
-        index["weight_map"]["c"],
-        json!("model-00002-of-00002.safetensors")
-    );
-    assert_eq!(
-        names(&dir.path().join("deeper")),
-        ["m1", "m1000", "m29", "m30", "m46"]
-    );
+    assert_eq!(index["weight_map"]["c"], json!("model-00002-of-00002.safetensors"));
+    assert_eq!(names(&dir.path().join("deeper")), ["m1", "m1000", "m29", "m30", "m46"]);
 }
 
 #[test]
@@ -99,10 +74,7 @@ fn only_a_model_directory_is_replaced_and_only_when_forced() {
     fs::create_dir(&out).unwrap();
     write(&out, false, 1000).unwrap();
     let message = write(&out, false, 1000).unwrap_err().to_string();
-    assert!(
-        message.contains("is not empty: choose another --out, or --force"),
-        "{message}"
-    );
+    assert!(message.contains("is not empty: choose another --out, or --force"), "{message}");
     fs::write(out.join("stale"), "").unwrap();
     write(&out, true, 1000).unwrap();
     assert_eq!(names(&out), ["config.json", "model.safetensors"]);
@@ -111,13 +83,8 @@ fn only_a_model_directory_is_replaced_and_only_when_forced() {
     fs::create_dir(&home).unwrap();
     fs::write(home.join("diary"), "dear").unwrap();
     let message = write(&home, true, 1000).unwrap_err().to_string();
-    assert!(
-        message.contains("only a model directory is replaced"),
-        "{message}"
-    );
-    let message = write(&home.join("diary"), true, 1000)
-        .unwrap_err()
-        .to_string();
+    assert!(message.contains("only a model directory is replaced"), "{message}");
+    let message = write(&home.join("diary"), true, 1000).unwrap_err().to_string();
     assert!(message.contains("is a file"), "{message}");
     assert_eq!(names(dir.path()), ["home", "m"]);
 }
@@ -132,12 +99,7 @@ fn an_error_leaves_what_was_there() {
     let config = Map::new();
     let missing = [PathBuf::from("/no/such/file")];
     for (companions, bytes) in [(&missing[..0], 5), (&missing[..0], 100), (&missing[..], 0)] {
-        let model = Model {
-            config: &config,
-            tensors: &tensors,
-            max_shard_bytes: 40,
-            companions,
-        };
+        let model = Model { config: &config, tensors: &tensors, max_shard_bytes: 40, companions };
         let result = write_model(&out, true, &model, &mut |spec, sink| match bytes {
             0 => sink(&content(spec)),
             bytes => sink(&vec![0; bytes]),
@@ -187,20 +149,12 @@ fn companions_are_the_tokenizers_and_the_generation_settings() {
     let (source, tokenizer) = (dir.path().join("s"), dir.path().join("t"));
     for dir in [&source, &tokenizer] {
         fs::create_dir(dir).unwrap();
-        for name in [
-            "tokenizer.json",
-            "generation_config.json",
-            "README.md",
-            "chat_template.jinja",
-        ] {
+        for name in ["tokenizer.json", "generation_config.json", "README.md", "chat_template.jinja"]
+        {
             fs::write(dir.join(name), "x").unwrap();
         }
     }
     let files = companion_files(&source, &tokenizer).unwrap();
-    let expected = [
-        "s/generation_config.json",
-        "t/chat_template.jinja",
-        "t/tokenizer.json",
-    ];
+    let expected = ["s/generation_config.json", "t/chat_template.jinja", "t/tokenizer.json"];
     assert_eq!(files, expected.map(|name| dir.path().join(name)));
 }

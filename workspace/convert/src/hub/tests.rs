@@ -38,10 +38,7 @@ impl Server {
                 std::thread::spawn(move || answer(stream, &shared));
             }
         });
-        Server {
-            endpoint,
-            behaviour,
-        }
+        Server { endpoint, behaviour }
     }
 
     fn log(&self) -> Vec<String> {
@@ -65,8 +62,7 @@ fn answer(mut stream: TcpStream, behaviour: &Mutex<Behaviour>) -> Option<()> {
     let range = lines.iter().find_map(|line| {
         let (name, value) = line.split_once(": ")?;
         let (start, end) = value.strip_prefix("bytes=")?.split_once('-')?;
-        name.eq_ignore_ascii_case("range")
-            .then_some((start.parse().ok()?, end.parse().ok()?))
+        name.eq_ignore_ascii_case("range").then_some((start.parse().ok()?, end.parse().ok()?))
     });
     let mut behaviour = behaviour.lock().unwrap();
     behaviour.log.push(match range {
@@ -100,16 +96,10 @@ impl Behaviour {
             return (status, format!("X-Error-Code: {code}\r\n"), Vec::new());
         }
         let json = |text: String| {
-            (
-                200,
-                "Content-Type: application/json\r\n".to_string(),
-                text.into_bytes(),
-            )
+            (200, "Content-Type: application/json\r\n".to_string(), text.into_bytes())
         };
         if path == format!("/api/models/{ID}/revision/main") {
-            return json(format!(
-                "{{\"id\": \"{ID}\", \"_id\": \"1\", \"sha\": \"{COMMIT}\"}}"
-            ));
+            return json(format!("{{\"id\": \"{ID}\", \"_id\": \"1\", \"sha\": \"{COMMIT}\"}}"));
         }
         if path.starts_with(&format!("/api/models/{ID}/tree/{COMMIT}")) {
             let entries: Vec<_> = self
@@ -128,11 +118,7 @@ impl Behaviour {
             .strip_prefix(&format!("/{ID}/resolve/{COMMIT}/"))
             .and_then(|name| self.files.get(name));
         match file {
-            None => (
-                404,
-                "X-Error-Code: RevisionNotFound\r\n".to_string(),
-                Vec::new(),
-            ),
+            None => (404, "X-Error-Code: RevisionNotFound\r\n".to_string(), Vec::new()),
             Some(bytes) => {
                 let headers = format!("ETag: \"x\"\r\nX-Repo-Commit: {COMMIT}\r\n");
                 match range.filter(|_| !self.ignores_ranges) {
@@ -165,11 +151,7 @@ struct Place {
 fn place(server: &Server) -> Place {
     let dir = tempfile::tempdir().unwrap();
     let cache = Some(dir.path().join("hub"));
-    let hub = Hub {
-        endpoint: Some(server.endpoint.clone()),
-        cache,
-        offline: false,
-    };
+    let hub = Hub { endpoint: Some(server.endpoint.clone()), cache, offline: false };
     Place { dir, hub }
 }
 
@@ -183,49 +165,24 @@ fn resolve_error(hub: &Hub) -> String {
 fn a_directory_is_used_as_it_is() {
     let dir = tempfile::tempdir().unwrap();
     let from = dir.path().to_str().unwrap();
-    assert_eq!(
-        Hub::default().resolve(from, None, &mut |_| ()).unwrap(),
-        dir.path()
-    );
-    for from in [
-        "./no-such-dir",
-        "a/b/c",
-        "/nothing",
-        "../x",
-        "",
-        "a/../b",
-        "-x",
-        "a b",
-    ] {
-        let message = Hub::default()
-            .resolve(from, None, &mut |_| ())
-            .unwrap_err()
-            .to_string();
-        assert!(
-            message.contains("no such directory, and not a hub id"),
-            "{message}"
-        );
+    assert_eq!(Hub::default().resolve(from, None, &mut |_| ()).unwrap(), dir.path());
+    for from in ["./no-such-dir", "a/b/c", "/nothing", "../x", "", "a/../b", "-x", "a b"] {
+        let message = Hub::default().resolve(from, None, &mut |_| ()).unwrap_err().to_string();
+        assert!(message.contains("no such directory, and not a hub id"), "{message}");
     }
     fs::write(dir.path().join("f"), "").unwrap();
     let file = dir.path().join("f");
-    let message = Hub::default()
-        .resolve(file.to_str().unwrap(), None, &mut |_| ())
-        .unwrap_err();
+    let message = Hub::default().resolve(file.to_str().unwrap(), None, &mut |_| ()).unwrap_err();
     assert!(message.to_string().contains("is a file"), "{message}");
 }
 
 #[test]
 fn a_model_is_fetched_once_into_the_shared_cache() {
     let wanted = files(1000);
-    let server = Server::start(Behaviour {
-        files: wanted.clone(),
-        ..Behaviour::default()
-    });
+    let server = Server::start(Behaviour { files: wanted.clone(), ..Behaviour::default() });
     let Place { dir, mut hub } = place(&server);
     let mut last = (0, 0);
-    let path = hub
-        .resolve(ID, None, &mut |now| last = (now.bytes, now.total))
-        .unwrap();
+    let path = hub.resolve(ID, None, &mut |now| last = (now.bytes, now.total)).unwrap();
     assert_eq!(last, (1006, 1006));
     let root = dir.path().join("hub/models--org--tiny");
     assert_eq!(path, root.join("snapshots").join(COMMIT));
@@ -248,12 +205,7 @@ fn a_model_is_fetched_once_into_the_shared_cache() {
     }
     server.log();
     hub.resolve(ID, None, &mut |_| ()).unwrap();
-    assert!(
-        server
-            .log()
-            .iter()
-            .all(|line| line.starts_with("GET /api/"))
-    );
+    assert!(server.log().iter().all(|line| line.starts_with("GET /api/")));
     hub.offline = true;
     assert_eq!(hub.resolve(ID, None, &mut |_| ()).unwrap(), path);
     assert_eq!(hub.resolve(ID, Some(COMMIT), &mut |_| ()).unwrap(), path);
@@ -263,17 +215,10 @@ fn a_model_is_fetched_once_into_the_shared_cache() {
 #[test]
 fn offline_without_a_cached_model_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
-    let hub = Hub {
-        cache: Some(dir.path().to_path_buf()),
-        offline: true,
-        ..Hub::default()
-    };
+    let hub = Hub { cache: Some(dir.path().to_path_buf()), offline: true, ..Hub::default() };
     let message = resolve_error(&hub);
     assert!(message.contains("is not in the cache") && message.contains("HF_HUB_OFFLINE"));
-    let message = hub
-        .resolve(ID, Some("../../x"), &mut |_| ())
-        .unwrap_err()
-        .to_string();
+    let message = hub.resolve(ID, Some("../../x"), &mut |_| ()).unwrap_err().to_string();
     assert!(message.contains("is not a revision"), "{message}");
 }
 
@@ -284,11 +229,7 @@ fn a_broken_download_goes_on_where_it_stopped() {
     let files = files(size);
     let weights = files["model.safetensors"].clone();
     let breaks_after = Some(size - 2_000_000);
-    let server = Server::start(Behaviour {
-        files,
-        breaks_after,
-        ..Behaviour::default()
-    });
+    let server = Server::start(Behaviour { files, breaks_after, ..Behaviour::default() });
     let Place { dir, hub } = place(&server);
     let message = resolve_error(&hub);
     assert!(message.contains("run the same command again"), "{message}");
@@ -299,10 +240,7 @@ fn a_broken_download_goes_on_where_it_stopped() {
         .find(|path| path.extension().is_some_and(|ext| ext == "incomplete"))
         .unwrap();
     let have = fs::metadata(&partial).unwrap().len();
-    assert!(
-        have >= PARALLEL_REQUESTS * RANGE_BYTES && have < size as u64,
-        "{have}"
-    );
+    assert!(have >= PARALLEL_REQUESTS * RANGE_BYTES && have < size as u64, "{have}");
     assert_eq!(fs::read(&partial).unwrap(), weights[..have as usize]);
 
     server.behaviour.lock().unwrap().breaks_after = None;
@@ -334,11 +272,7 @@ fn a_broken_download_goes_on_where_it_stopped() {
 fn a_server_without_ranges_serves_too() {
     let files = files((RANGE_BYTES + 5) as usize);
     let weights = files["model.safetensors"].clone();
-    let server = Server::start(Behaviour {
-        files,
-        ignores_ranges: true,
-        ..Behaviour::default()
-    });
+    let server = Server::start(Behaviour { files, ignores_ranges: true, ..Behaviour::default() });
     let Place { dir: _dir, hub } = place(&server);
     let path = hub.resolve(ID, None, &mut |_| ()).unwrap();
     assert_eq!(fs::read(path.join("model.safetensors")).unwrap(), weights);
@@ -347,37 +281,18 @@ fn a_server_without_ranges_serves_too() {
 #[test]
 fn refusals_say_what_to_do_and_leave_nothing_in_the_way() {
     for (status, code, expected) in [
-        (
-            401,
-            "GatedRepo",
-            "the model is gated (401): accept its terms at http://127.0.0.1",
-        ),
-        (
-            401,
-            "RepoNotFound",
-            "the hub asks for a login (401): check the name",
-        ),
-        (
-            403,
-            "GatedRepo",
-            "the hub refuses access (403): ask for it at",
-        ),
+        (401, "GatedRepo", "the model is gated (401): accept its terms at http://127.0.0.1"),
+        (401, "RepoNotFound", "the hub asks for a login (401): check the name"),
+        (403, "GatedRepo", "the hub refuses access (403): ask for it at"),
         (404, "RepoNotFound", "no such model on the hub (404)"),
         (404, "RevisionNotFound", "it has no revision main (404)"),
     ] {
         let refuse = Some((status, code));
         let files = files(100);
-        let server = Server::start(Behaviour {
-            files,
-            refuse,
-            ..Behaviour::default()
-        });
+        let server = Server::start(Behaviour { files, refuse, ..Behaviour::default() });
         let Place { dir, hub } = place(&server);
         let message = resolve_error(&hub);
-        assert!(
-            message.starts_with("org/tiny: ") && message.contains(expected),
-            "{message}"
-        );
+        assert!(message.starts_with("org/tiny: ") && message.contains(expected), "{message}");
         assert!(!dir.path().join("hub").exists());
         server.behaviour.lock().unwrap().refuse = None;
         hub.resolve(ID, None, &mut |_| ()).unwrap();
@@ -391,20 +306,10 @@ fn no_answer_is_one_sentence() {
     drop(listener);
     let dir = tempfile::tempdir().unwrap();
     let cache = Some(dir.path().to_path_buf());
-    let hub = Hub {
-        endpoint: Some(endpoint.clone()),
-        cache,
-        offline: false,
-    };
+    let hub = Hub { endpoint: Some(endpoint.clone()), cache, offline: false };
     let message = resolve_error(&hub);
-    assert!(
-        message.starts_with(&format!("org/tiny: no answer from {endpoint}")),
-        "{message}"
-    );
-    let nonsense = Hub {
-        endpoint: Some("not a url".to_string()),
-        ..hub
-    };
+    assert!(message.starts_with(&format!("org/tiny: no answer from {endpoint}")), "{message}");
+    let nonsense = Hub { endpoint: Some("not a url".to_string()), ..hub };
     assert!(resolve_error(&nonsense).starts_with("org/tiny: "));
 }
 
@@ -416,10 +321,7 @@ fn models_without_safetensors_are_refused() {
     ] {
         let mut files = files(100);
         files.remove(name);
-        let server = Server::start(Behaviour {
-            files,
-            ..Behaviour::default()
-        });
+        let server = Server::start(Behaviour { files, ..Behaviour::default() });
         let Place { dir: _dir, hub } = place(&server);
         assert!(resolve_error(&hub).contains(expected));
     }

@@ -32,11 +32,7 @@ fn tokenizer(
     });
     for (key, value) in pipeline.as_object().unwrap() {
         match file[key].is_object() {
-            true => value
-                .as_object()
-                .unwrap()
-                .iter()
-                .for_each(|(k, v)| file[key][k] = v.clone()),
+            true => value.as_object().unwrap().iter().for_each(|(k, v)| file[key][k] = v.clone()),
             false => file[key] = value.clone(),
         }
     }
@@ -58,12 +54,7 @@ fn sentencepiece(tokens: &[&str], merges: &[&str], added: &[(u32, &str)]) -> Tok
         {"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"},
     ]});
     let model = json!({"byte_fallback": true, "unk_token": "<unk>", "fuse_unk": true});
-    tokenizer(
-        json!({"normalizer": normalizer, "model": model}),
-        tokens,
-        merges,
-        added,
-    )
+    tokenizer(json!({"normalizer": normalizer, "model": model}), tokens, merges, added)
 }
 
 fn between(old: &Tokenizer, new: &Tokenizer, rows: usize, pad: Option<usize>) -> Expansion {
@@ -81,84 +72,39 @@ fn byte_level_tokens_are_spelled_with_their_spaces() {
     let merges = [&merges[..], &["\u{120}a bc", "a bc", "\u{120}a b", "c c"]].concat();
     let new = byte_level(&more, &merges, &[(6, "<s>"), (11, "<t>"), (12, "b a")]);
     let expansion = between(&old, &new, 7, None);
-    assert_eq!(
-        (
-            expansion.num_kept(),
-            expansion.num_rows(),
-            expansion.new_vocab()
-        ),
-        (7, 13, 13)
-    );
+    assert_eq!((expansion.num_kept(), expansion.num_rows(), expansion.new_vocab()), (7, 13, 13));
     assert_eq!(expansion.spelling(7), [4, 5], "space belongs to the token");
     assert_eq!(expansion.spelling(8), [0, 5], "no space");
     assert_eq!(expansion.spelling(9), [4, 1]);
     assert_eq!(expansion.spelling(10), [2, 2]);
-    assert_eq!(
-        expansion.spelling(11),
-        [0u32; 0],
-        "no old token has its characters"
-    );
+    assert_eq!(expansion.spelling(11), [0u32; 0], "no old token has its characters");
     assert_eq!(expansion.spelling(12), [1, 4], "an added token is text");
 }
 
 #[test]
 fn sentencepiece_tokens_are_spelled_with_their_spaces() {
-    let tokens = [
-        "<unk>",
-        "<s>",
-        "<0x0A>",
-        "\u{2581}",
-        "f",
-        "o",
-        "\u{2581}f",
-        "oo",
-        "\n",
-        "-",
-    ];
+    let tokens = ["<unk>", "<s>", "<0x0A>", "\u{2581}", "f", "o", "\u{2581}f", "oo", "\n", "-"];
     let merges = ["\u{2581} f", "o o"];
     let old = sentencepiece(&tokens, &merges, &[(0, "<unk>"), (1, "<s>")]);
     let mut more = tokens.to_vec();
-    more.extend([
-        "\u{2581}foo",
-        "foo",
-        "\u{2581}of",
-        "\u{e9}",
-        "<0xFF>",
-        "<0x2D>",
-        "o f",
-    ]);
+    more.extend(["\u{2581}foo", "foo", "\u{2581}of", "\u{e9}", "<0xFF>", "<0x2D>", "o f"]);
     let merges = [&merges[..], &["\u{2581}f oo", "f oo"]].concat();
     let new = sentencepiece(&more, &merges, &[(0, "<unk>"), (1, "<s>"), (17, "f oo")]);
     let expansion = between(&old, &new, 10, None);
     assert_eq!(expansion.spelling(10), [6, 7], "with its leading space");
     assert_eq!(expansion.spelling(11), [4, 7], "without one");
     assert_eq!(expansion.spelling(12), [3, 5, 4]);
-    assert_eq!(
-        expansion.spelling(13),
-        [0u32; 0],
-        "unknown to the old tokenizer"
-    );
-    assert_eq!(
-        expansion.spelling(14),
-        [0u32; 0],
-        "a byte that is no character"
-    );
+    assert_eq!(expansion.spelling(13), [0u32; 0], "unknown to the old tokenizer");
+    assert_eq!(expansion.spelling(14), [0u32; 0], "a byte that is no character");
     assert_eq!(expansion.spelling(15), [9], "the byte of a hyphen");
-    assert_eq!(
-        expansion.spelling(17),
-        [4, 3, 7],
-        "text without a space before it"
-    );
+    assert_eq!(expansion.spelling(17), [4, 3, 7], "text without a space before it");
 }
 
 #[test]
 fn a_token_that_moves_is_refused_by_name() {
     let old = byte_level(&["a", "b", "c"], &[], &[]);
     for (tokens, expected) in [
-        (
-            &["a", "c", "b"][..],
-            "token \"b\" has id 1 in the model's tokenizer and has id 2 in the",
-        ),
+        (&["a", "c", "b"][..], "token \"b\" has id 1 in the model's tokenizer and has id 2 in the"),
         (
             &["a", "b"][..],
             "token \"c\" has id 2 in the model's tokenizer and is not in the new one",
@@ -195,22 +141,12 @@ fn new_rows_are_means_and_padding_is_the_mean_of_all() {
     assert_eq!(row(&expansion, 7), [1.0, 5.0 / 3.0]);
 
     let padding = Expansion::padding(3, 128).unwrap();
-    assert_eq!(
-        (
-            padding.num_kept(),
-            padding.num_rows(),
-            padding.padded_rows()
-        ),
-        (3, 128, 125)
-    );
+    assert_eq!((padding.num_kept(), padding.num_rows(), padding.padded_rows()), (3, 128, 125));
     assert_eq!(row(&padding, 127), [1.0, 5.0 / 3.0]);
     assert!(Expansion::padding(256, 128).unwrap().is_identity());
     for multiple in [0, usize::MAX, 1 << 40] {
         let message = Expansion::padding(3, multiple).unwrap_err().to_string();
-        assert!(
-            message.contains("cannot be padded to a multiple"),
-            "{message}"
-        );
+        assert!(message.contains("cannot be padded to a multiple"), "{message}");
     }
 }
 
@@ -222,20 +158,13 @@ fn rows_that_no_token_owned_are_reused_and_never_averaged() {
     let expansion = between(&old, &new, 6, Some(4));
     assert_eq!((expansion.num_kept(), expansion.num_rows()), (3, 8));
     assert_eq!(row(&expansion, 3), [0.5, 0.5]);
-    assert_eq!(
-        (row(&expansion, 4), row(&expansion, 5)),
-        ([4.0, 16.0], [5.0, 25.0])
-    );
+    assert_eq!((row(&expansion, 4), row(&expansion, 5)), ([4.0, 16.0], [5.0, 25.0]));
     assert_eq!(row(&expansion, 6), [1.0, 5.0 / 3.0]);
     assert_eq!(expansion.padded_rows(), 2);
     // A model with fewer rows than its tokenizer has tokens: the others are new to it.
     let expansion = between(&old, &new, 2, None);
     assert_eq!(
-        (
-            expansion.num_kept(),
-            expansion.spelling(2),
-            expansion.spelling(3)
-        ),
+        (expansion.num_kept(), expansion.spelling(2), expansion.spelling(3)),
         (2, vec![], vec![0, 1])
     );
 }
@@ -250,18 +179,10 @@ fn the_same_tokenizer_changes_nothing() {
 #[test]
 fn tokenizers_that_cannot_be_read_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let plan = || {
-        Expansion::plan(dir.path(), dir.path(), 3, None)
-            .unwrap_err()
-            .to_string()
-    };
+    let plan = || Expansion::plan(dir.path(), dir.path(), 3, None).unwrap_err().to_string();
     assert!(plan().contains("holds no tokenizer.json"), "{}", plan());
     std::fs::write(dir.path().join("tokenizer.json"), "{\"model\": 3}").unwrap();
-    assert!(
-        plan().contains("not a tokenizer") && !plan().contains('\n'),
-        "{}",
-        plan()
-    );
+    assert!(plan().contains("not a tokenizer") && !plan().contains('\n'), "{}", plan());
 }
 
 proptest::proptest! {
@@ -289,10 +210,8 @@ proptest::proptest! {
 
 #[test]
 fn the_fixtures_tokenizer_spells_with_and_without_a_space() {
-    let dir = Path::new(concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../../../shared/fixtures/stories260K"
-    ));
+    let dir =
+        Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures/stories260K"));
     if !dir.is_dir() {
         println!("skipped: no fixtures");
         return;
@@ -305,8 +224,5 @@ fn the_fixtures_tokenizer_spells_with_and_without_a_space() {
         assert_eq!(text(speller.spell_token(entry)), entry);
     }
     assert_eq!(text(speller.spell_text("two words")), "two\u{2581}words");
-    assert_eq!(
-        text(speller.spell_text("<|end|>")).replace("<0x7C>", "|"),
-        "<|end|>"
-    );
+    assert_eq!(text(speller.spell_text("<|end|>")).replace("<0x7C>", "|"), "<|end|>");
 }
