@@ -32,7 +32,7 @@ pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
 
 /// Reads the model in `directory`, for sequences of up to `positions` tokens.
 pub fn load<T: Element>(directory: &Path, positions: usize) -> anyhow::Result<Model<Cpu, T>> {
-    let config = ConfigFile::read(&directory.join("config.json"))?.config;
+    let config = ConfigFile::read(directory)?.config;
     let weights = WeightFiles::open(directory)?;
     weights.check(&config)?;
     let model = Model::new::<Error>(Cpu, config, positions, |segment, values| {
@@ -43,7 +43,7 @@ pub fn load<T: Element>(directory: &Path, positions: usize) -> anyhow::Result<Mo
 
 /// The context length of the model in `directory`, in tokens.
 pub fn context_length(directory: &Path) -> anyhow::Result<usize> {
-    Ok(ConfigFile::read(&directory.join("config.json"))?.config.max_position_embeddings)
+    Ok(ConfigFile::read(directory)?.config.max_position_embeddings)
 }
 
 /// The tokenizer beside a model, where there is one.

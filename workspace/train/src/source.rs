@@ -4,13 +4,11 @@ use std::path::{Path, PathBuf};
 
 use moh_convert::Expansion;
 use moh_data::TextTokenizer;
+use moh_model::flops::{EMBEDDING, OUTPUT_HEAD};
 use moh_model::layout::Segment;
 use moh_model::{ConfigFile, ModelConfig, WeightFiles, initial};
 
 use crate::{Error, Recipe};
-
-/// The names of the tensors that have a row for each token.
-const VOCABULARY_TENSORS: [&str; 2] = ["model.embed_tokens.weight", "lm_head.weight"];
 
 /// Where a run's first weights come from.
 pub struct ModelSource {
@@ -42,7 +40,7 @@ impl ModelSource {
                 (ConfigFile::new(&new.config(path)?), Weights::Fresh { seed })
             }
             (None, Some(directory)) => {
-                let config_file = ConfigFile::read(&directory.join("config.json"))?;
+                let config_file = ConfigFile::read(directory)?;
                 let weights = WeightFiles::open(directory)?;
                 weights.check(&config_file.config)?;
                 (config_file, Weights::Files(weights))
@@ -154,7 +152,7 @@ impl ModelSource {
             Weights::Files(files) => files,
         };
         match &self.expansion {
-            Some(expansion) if VOCABULARY_TENSORS.contains(&segment.name.as_str()) => {
+            Some(expansion) if [EMBEDDING, OUTPUT_HEAD].contains(&segment.name.as_str()) => {
                 let width = self.config.hidden_size;
                 let mut old = vec![0f32; expansion.old_rows() * width];
                 files.read_f32(&segment.name, &mut old)?;
@@ -162,7 +160,9 @@ impl ModelSource {
                     out.copy_from_slice(&old[id as usize * width..][..width]);
                 };
                 let rows = expansion.rows(width, &row);
-                for (row, out) in values.chunks_exact_mut(width).enumerate() {
+                let (kept, grown) = values.split_at_mut(expansion.num_kept() * width);
+                kept.copy_from_slice(&old[..kept.len()]);
+                for (row, out) in (expansion.num_kept()..).zip(grown.chunks_exact_mut(width)) {
                     rows.read(row, out);
                 }
                 Ok(())

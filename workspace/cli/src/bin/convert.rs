@@ -11,7 +11,7 @@ use anyhow::Context;
 use clap::{CommandFactory, Parser, ValueEnum};
 use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 use moh_convert::convert::{Active, DEFAULT_ACTIVE};
-use moh_convert::{Attention, Options, Receipt, convert, hub};
+use moh_convert::{Attention, Options, Receipt, Verification, convert, hub, verify};
 use moh_model::Dtype;
 
 /// Convert a Llama checkpoint to Mixture-of-Head attention
@@ -53,6 +53,12 @@ struct Arguments {
     /// Replace a model directory that exists
     #[arg(long)]
     force: bool,
+    /// Compare the output's logits, all heads on, with the source's [default: under 1 GB]
+    #[arg(long, overrides_with = "no_verify")]
+    verify: bool,
+    /// Do not compare logits
+    #[arg(long, overrides_with = "verify")]
+    no_verify: bool,
     /// Directory of a tokenizer whose larger vocabulary the model takes on
     #[arg(long, value_name = "DIR")]
     tokenizer: Option<PathBuf>,
@@ -165,13 +171,29 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         }
     })?;
     meter.finish();
+    let verification = verify_output(arguments, &receipt)?;
     if let Some(path) = &arguments.receipt {
         let json = serde_json::to_string_pretty(&receipt)?;
         std::fs::write(path, json + "\n").with_context(|| path.display().to_string())?;
     }
     // A reader that has gone away is no failure of the conversion.
-    let _ = print_receipt(&receipt, &mut std::io::stdout().lock());
+    let _ = print_receipt(&receipt, verification, &mut std::io::stdout().lock());
     Ok(())
+}
+
+/// Compares logits where the model is small or the user asked; an output that fails is removed.
+fn verify_output(arguments: &Arguments, receipt: &Receipt) -> anyhow::Result<Option<Verification>> {
+    if arguments.no_verify || !(arguments.verify || receipt.bytes < VERIFIED_BYTES) {
+        return Ok(None);
+    }
+    match verify(&receipt.source, &receipt.out) {
+        Ok(verification) => Ok(Some(verification)),
+        Err(error) => {
+            std::fs::remove_dir_all(&receipt.out)
+                .with_context(|| receipt.out.display().to_string())?;
+            Err(error.into())
+        }
+    }
 }
 
 /// The last part of a hub id or of a directory's real name.
@@ -201,6 +223,9 @@ struct Meter {
     bar: Option<ProgressBar>,
     tenths: u64,
 }
+
+/// Larger models are compared only when asked.
+const VERIFIED_BYTES: u64 = 1_000_000_000;
 
 /// Shorter jobs do not report to files.
 const REPORTED_BYTES: u64 = 256 << 20;
@@ -236,7 +261,11 @@ impl Meter {
     }
 }
 
-fn print_receipt(receipt: &Receipt, out: &mut impl Write) -> std::io::Result<()> {
+fn print_receipt(
+    receipt: &Receipt,
+    verification: Option<Verification>,
+    out: &mut impl Write,
+) -> std::io::Result<()> {
     let [attention_before, attention] = receipt.attention_flops_per_token;
     let [before, after] = receipt.vocab_size;
     let unchanged = receipt.num_unchanged();
@@ -266,6 +295,14 @@ fn print_receipt(receipt: &Receipt, out: &mut impl Write) -> std::io::Result<()>
         unchanged,
         receipt.tensors.len()
     )?;
+    if let Some(found) = verification {
+        writeln!(
+            out,
+            "  verified         {} logits with all heads on differ from the source's by at most {:e}",
+            grouped(found.logits as u64),
+            found.largest_difference
+        )?;
+    }
     writeln!(
         out,
         "  written          {} bytes in {} file{}, {:.2} s",

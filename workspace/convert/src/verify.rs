@@ -1,0 +1,149 @@
+//! The check that a conversion changed nothing but what it was asked to: with all heads on, the
+//! output computes the source's logits.
+//!
+//! Both models run in f32 on the same token ids. Where the output has another element type, the
+//! source's weights are rounded to it first, so that what is left to differ is nothing.
+
+use std::path::Path;
+
+use moh_kernels::Cpu;
+use moh_model::{
+    Activations, ConfigFile, Dtype, LossSums, Model, ModelConfig, MohConfig, PassShape, Recompute,
+    WeightFiles,
+};
+
+use crate::Error;
+
+/// Token ids that the models are compared on, at the most.
+const TOKENS: usize = 48;
+/// Relative to the largest logit: what sums of f32 in another order may differ by.
+const TOLERANCE: f32 = 1e-5;
+
+/// What a comparison found.
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
+pub struct Verification {
+    /// Tokens compared.
+    pub tokens: usize,
+    /// Logits compared: those of the source's vocabulary.
+    pub logits: usize,
+    /// The largest absolute difference.
+    pub largest_difference: f32,
+    /// The largest logit of the source.
+    pub largest_logit: f32,
+}
+
+/// Compares the model in `out` with the one in `source` it was converted from.
+///
+/// # Errors
+/// When a model cannot be read, or the logits differ by more than rounding.
+pub fn verify(source: &Path, out: &Path) -> Result<Verification, Error> {
+    let (before, after) = (ConfigFile::read(source)?.config, ConfigFile::read(out)?.config);
+    let output = WeightFiles::open(out)?;
+    let ids = sample_ids(before.vocab_size, before.max_position_embeddings);
+    let expected = {
+        let weights = WeightFiles::open(source)?;
+        let rounded = |name: &str| output.get(name).map(|tensor| tensor.dtype);
+        let dense = ModelConfig { moh: None, ..before.clone() };
+        logits(&weights, dense, &ids, rounded)?
+    };
+    let all_on = after
+        .moh
+        .map(|moh| MohConfig { routed_top_k: after.num_attention_heads - moh.shared_heads, ..moh });
+    let found = logits(&output, ModelConfig { moh: all_on, ..after.clone() }, &ids, |name| {
+        output.get(name).map(|tensor| tensor.dtype)
+    })?;
+    let verification = compare(&expected, before.vocab_size, &found, after.vocab_size, ids.len());
+    let allowed = TOLERANCE * verification.largest_logit.max(1.0);
+    // Written so that a difference that is not a number is refused too.
+    if verification.largest_difference <= allowed {
+        return Ok(verification);
+    }
+    Err(Error::file(
+        out,
+        format!(
+            "verification failed: with all heads on, a logit differs from the source's by {}, \
+             more than rounding explains",
+            verification.largest_difference
+        ),
+    ))
+}
+
+/// Distinct-looking ids from all over the vocabulary, the same every time.
+fn sample_ids(vocab_size: usize, positions: usize) -> Vec<u32> {
+    (0..TOKENS.min(positions))
+        // Below the vocabulary's size, which fits.
+        .map(|index| ((index * 7919 + 13) % vocab_size) as u32)
+        .collect()
+}
+
+fn logits(
+    weights: &WeightFiles,
+    config: ModelConfig,
+    ids: &[u32],
+    rounded: impl Fn(&str) -> Result<Dtype, moh_model::Error>,
+) -> Result<Vec<f32>, Error> {
+    let model = Model::<Cpu, f32>::new::<Error>(Cpu, config, ids.len(), |segment, values| {
+        weights.read_f32(&segment.name, values)?;
+        let dtype = rounded(&segment.name)?;
+        let mut bytes = vec![0; values.len() * dtype.size()];
+        dtype.write(values, &mut bytes);
+        dtype.read(&bytes, values);
+        Ok(())
+    })?;
+    let shape = PassShape {
+        batch: 1,
+        length: ids.len(),
+        recompute: Recompute::Block,
+        training: false,
+        document_mask: false,
+    };
+    let mut activations = Activations::new(&model, shape)?;
+    activations.upload(&Cpu, ids, ids, &[])?;
+    model.forward(&mut activations, &mut LossSums::new(&Cpu)?)?;
+    Ok(model.logits(&activations)?)
+}
+
+/// Compares the logits of the source's vocabulary, row by row.
+fn compare(
+    expected: &[f32],
+    old_vocab: usize,
+    found: &[f32],
+    new_vocab: usize,
+    tokens: usize,
+) -> Verification {
+    let shared = old_vocab.min(new_vocab);
+    let rows = expected.chunks_exact(old_vocab).zip(found.chunks_exact(new_vocab));
+    let (mut largest_difference, mut largest_logit) = (0f32, 0f32);
+    for (expected, found) in rows {
+        for (a, b) in expected.iter().zip(&found[..shared]) {
+            let difference = (a - b).abs();
+            // `max` would drop what is not a number.
+            if difference > largest_difference || difference.is_nan() {
+                largest_difference = difference;
+            }
+            largest_logit = largest_logit.max(a.abs());
+        }
+    }
+    Verification { tokens, logits: tokens * shared, largest_difference, largest_logit }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_difference_is_found_among_the_old_vocabulary_only() {
+        let verification =
+            compare(&[1.0, 2.0, -3.0, 4.0], 2, &[1.0, 2.5, 9.0, -3.0, 4.0, 9.0], 3, 2);
+        assert_eq!((verification.largest_difference, verification.largest_logit), (0.5, 4.0));
+        let nan = compare(&[f32::NAN, 1.0], 2, &[0.0, 1.0], 2, 1);
+        assert!(nan.largest_difference.is_nan());
+    }
+
+    #[test]
+    fn ids_stay_within_the_vocabulary_and_the_positions() {
+        assert!(sample_ids(7, 16).iter().all(|&id| id < 7));
+        assert_eq!(sample_ids(512, 16).len(), 16);
+        assert_eq!(sample_ids(512, 4096).len(), TOKENS);
+    }
+}
