@@ -1,6 +1,8 @@
 //! The model against vectors of an independent PyTorch implementation, computed in f64: logits,
 //! masks, losses and every gradient, dense and Mixture-of-Head.
 
+#![allow(clippy::unwrap_used)]
+
 use std::path::{Path, PathBuf};
 
 use moh_kernels::Cpu;

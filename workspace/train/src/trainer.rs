@@ -129,7 +129,8 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
 
     fn run(&mut self) -> Result<Progress, Error> {
         if self.state.step == 0 && self.state.evaluations.is_empty() {
-            self.evaluate_moment(Moment::Loaded, 1)?;
+            let batch = self.inputs.recipe.stages.first().map_or(1, |stage| stage.micro_batch);
+            self.evaluate_moment(Moment::Loaded, batch)?;
         }
         while let Some(stage) = self.inputs.recipe.stages.get(self.state.stage) {
             if self.run_stage(stage)? == Progress::Stopped {
