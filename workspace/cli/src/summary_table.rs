@@ -31,9 +31,8 @@ fn describe(summary: &Summary, evaluation: &Evaluation) -> String {
     match &evaluation.moment {
         Moment::Loaded => "the model as loaded".to_owned(),
         Moment::Trained { stage } => format!("after stage {stage}"),
-        Moment::Converted { .. } => {
-            let Summary { heads, active_heads, .. } = summary;
-            format!("converted, {active_heads} of {heads} heads active, not tuned")
+        Moment::Converted { active_heads, .. } => {
+            format!("converted, {active_heads} of {} heads active, not tuned", summary.heads)
         }
     }
 }

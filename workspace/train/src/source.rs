@@ -64,10 +64,11 @@ impl ModelSource {
     }
 
     fn grow_vocabulary(&mut self, recipe: &Recipe) -> Result<(), Error> {
+        let rows = self.config.vocab_size;
         if matches!(self.weights, Weights::Fresh { .. }) {
+            self.config.vocab_size = recipe.model.padded_vocabulary(rows);
             return Ok(());
         }
-        let rows = self.config.vocab_size;
         let expansion = match (&recipe.model.tokenizer, &self.directory, recipe.model.pad_vocab_to)
         {
             (Some(new), Some(old), pad) => Expansion::plan(old, new, rows, pad)?,

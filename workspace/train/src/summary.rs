@@ -21,8 +21,6 @@ pub struct Summary {
     pub tokens: u64,
     /// Query heads of the exported model.
     pub heads: usize,
-    /// Heads that a token computes in it.
-    pub active_heads: usize,
     /// The losses at the moments of the run, in order.
     pub evaluations: Vec<Evaluation>,
 }
@@ -33,7 +31,6 @@ impl Summary {
             steps: state.step,
             tokens: state.tokens,
             heads: config.num_attention_heads,
-            active_heads: config.active_heads(),
             evaluations: state.evaluations.clone(),
         }
     }
@@ -91,7 +88,7 @@ mod tests {
         let moments = [
             Moment::Loaded,
             Moment::Trained { stage: stage("adapt") },
-            Moment::Converted { stage: stage("moh") },
+            Moment::Converted { stage: stage("moh"), active_heads: 6 },
             Moment::Trained { stage: stage("moh") },
         ];
         let evaluations = moments
@@ -99,7 +96,7 @@ mod tests {
             .zip(losses)
             .map(|(moment, loss)| Evaluation { moment, step: 0, loss, bits_per_byte: None })
             .collect();
-        Summary { steps: 2, tokens: 64, heads: 8, active_heads: 6, evaluations }
+        Summary { steps: 2, tokens: 64, heads: 8, evaluations }
     }
 
     #[test]

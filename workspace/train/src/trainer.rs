@@ -203,7 +203,8 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         self.optimizer.reset(self.model.backend())?;
         if moh != self.model.config().moh {
             self.model.set_moh(moh)?;
-            let moment = Moment::Converted { stage: stage.name.clone() };
+            let active_heads = self.model.config().active_heads();
+            let moment = Moment::Converted { stage: stage.name.clone(), active_heads };
             self.evaluate_moment(moment, stage.micro_batch)?;
         }
         Ok(())

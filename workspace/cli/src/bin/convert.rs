@@ -1,6 +1,6 @@
 //! `moh-convert`: a Llama checkpoint in, a Mixture-of-Head model out.
 
-use std::io::{IsTerminal, Write};
+use std::io::Write;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -9,9 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Context;
 use clap::{CommandFactory, Parser, ValueEnum};
-use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
+use moh_cli::progress::Bar;
+use moh_cli::{exit, models};
 use moh_convert::convert::{Active, DEFAULT_ACTIVE};
-use moh_convert::{Attention, Options, Receipt, Verification, convert, hub, verify};
+use moh_convert::{Attention, Options, Receipt, Verification, convert, verify};
 use moh_model::Dtype;
 
 /// Convert a Llama checkpoint to Mixture-of-Head attention
@@ -109,14 +110,7 @@ fn parse_size(text: &str) -> Result<u64, String> {
 }
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
-    match run(&arguments) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("moh-convert: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    exit::run(|| run(&Arguments::parse()))
 }
 
 fn attention(arguments: &Arguments) -> Attention {
@@ -138,11 +132,7 @@ fn attention(arguments: &Arguments) -> Attention {
 
 fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let attention = attention(arguments);
-    let mut meter = Meter::new("download");
-    let source = hub::resolve(&arguments.from, arguments.revision.as_deref(), &mut |progress| {
-        meter.set(progress.bytes, progress.total, progress.file);
-    })?;
-    meter.finish();
+    let source = models::locate(&arguments.from, arguments.revision.as_deref())?;
 
     let out = arguments.out.clone().unwrap_or_else(|| {
         let suffix = if attention == Attention::Dense { "Dense" } else { "MoH" };
@@ -162,22 +152,21 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         ..Options::new(source, out)
     };
     let stop = stop_on_signals().context("signals")?;
-    let mut meter = Meter::new("convert");
+    let mut bar = Bar::bytes("converting", 0);
     let receipt = convert(&options, &mut |progress| {
-        meter.set(progress.bytes, progress.total, "");
+        bar.update(progress.bytes, progress.total);
         match stop.load(Ordering::Relaxed) {
             true => ControlFlow::Break(()),
             false => ControlFlow::Continue(()),
         }
     })?;
-    meter.finish();
+    drop(bar);
     let verification = verify_output(arguments, &receipt)?;
     if let Some(path) = &arguments.receipt {
         let json = serde_json::to_string_pretty(&receipt)?;
         std::fs::write(path, json + "\n").with_context(|| path.display().to_string())?;
     }
-    // A reader that has gone away is no failure of the conversion.
-    let _ = print_receipt(&receipt, verification, &mut std::io::stdout().lock());
+    print_receipt(&receipt, verification, &mut std::io::stdout().lock())?;
     Ok(())
 }
 
@@ -208,7 +197,7 @@ fn model_name(from: &str) -> String {
 fn stop_on_signals() -> std::io::Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        signal_hook::flag::register_conditional_shutdown(signal, 1, Arc::clone(&stop))?;
+        signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&stop))?;
         signal_hook::flag::register(signal, Arc::clone(&stop))?;
     }
     // A file that grows beyond a limit is then an error of `write`, like a full disk.
@@ -217,49 +206,8 @@ fn stop_on_signals() -> std::io::Result<Arc<AtomicBool>> {
     Ok(stop)
 }
 
-/// Progress on standard error: a bar on a terminal, else a line for every tenth of a long job.
-struct Meter {
-    name: &'static str,
-    bar: Option<ProgressBar>,
-    tenths: u64,
-}
-
 /// Larger models are compared only when asked.
 const VERIFIED_BYTES: u64 = 1_000_000_000;
-
-/// Shorter jobs do not report to files.
-const REPORTED_BYTES: u64 = 256 << 20;
-
-impl Meter {
-    fn new(name: &'static str) -> Self {
-        Meter { name, bar: None, tenths: 0 }
-    }
-
-    fn set(&mut self, bytes: u64, total: u64, file: &str) {
-        if std::io::stderr().is_terminal() {
-            let bar = self.bar.get_or_insert_with(|| {
-                let template = "{prefix} {bar:30} {bytes}/{total_bytes} {bytes_per_sec} {msg}";
-                let style = ProgressStyle::with_template(template)
-                    .unwrap_or_else(|_| ProgressStyle::default_bar());
-                ProgressBar::new(total).with_prefix(self.name).with_style(style)
-            });
-            bar.set_message(file.to_string());
-            bar.set_position(bytes);
-            return;
-        }
-        let tenths = (u128::from(bytes) * 10 / u128::from(total.max(1))) as u64;
-        if total >= REPORTED_BYTES && tenths > self.tenths {
-            self.tenths = tenths;
-            eprintln!("{}: {}0% of {}", self.name, tenths, HumanBytes(total));
-        }
-    }
-
-    fn finish(self) {
-        if let Some(bar) = self.bar {
-            bar.finish_and_clear();
-        }
-    }
-}
 
 fn print_receipt(
     receipt: &Receipt,

@@ -125,14 +125,14 @@ fn report(
     }
     let export = run.export();
     writeln!(out, "\nTry next:")?;
-    for command in next_commands(&arguments.recipe, recipe, &export) {
+    for command in next_commands(&arguments.recipe, recipe, &export, summary) {
         writeln!(out, "  {command}")?;
     }
     Ok(())
 }
 
 /// Three commands that work on what the run left.
-fn next_commands(path: &Path, recipe: &Recipe, export: &Path) -> Vec<String> {
+fn next_commands(path: &Path, recipe: &Recipe, export: &Path, summary: &Summary) -> Vec<String> {
     let mut commands = Vec::new();
     if export.join("tokenizer.json").is_file() {
         let generate = invocation("moh-generate");
@@ -147,18 +147,16 @@ fn next_commands(path: &Path, recipe: &Recipe, export: &Path) -> Vec<String> {
             recipe.data.sequence_length
         ));
     }
-    if let Some(stage) = recipe.stages.iter().find(|stage| stage.moh.is_some()) {
-        let half = format!("{}-half", recipe.run.dir.display());
-        let heads = stage.moh.as_ref().and_then(|moh| moh.shared_heads).unwrap_or(4);
-        // A quarter of the heads shared and a quarter chosen: half of them active.
+    let routed = recipe.stages.iter().find(|stage| stage.moh.is_some());
+    if let Some(stage) = routed.filter(|_| summary.heads.is_multiple_of(4)) {
         commands.push(format!(
-            "{} --recipe {} --set run.dir={half} --set stage.{name}.moh.shared_heads={} --set \
-             stage.{name}.moh.routed_top_k={}",
+            "{} --recipe {} --set run.dir={}-half --set stage.{name}.moh.shared_heads={quarter} \
+             --set stage.{name}.moh.routed_top_k={quarter}",
             invocation("moh-train"),
             path.display(),
-            heads / 2,
-            heads / 2,
+            recipe.run.dir.display(),
             name = stage.name,
+            quarter = summary.heads / 4,
         ));
     }
     commands

@@ -62,6 +62,8 @@ pub enum Moment {
     Converted {
         /// The stage's name.
         stage: String,
+        /// Heads that a token computes from here on.
+        active_heads: usize,
     },
     /// After a stage.
     Trained {
