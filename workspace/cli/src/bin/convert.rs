@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Context;
 use clap::{CommandFactory, Parser, ValueEnum};
+use indicatif::HumanCount;
 use moh_cli::progress::Bar;
 use moh_cli::{exit, models};
 use moh_convert::convert::{Active, DEFAULT_ACTIVE};
@@ -227,7 +228,7 @@ fn print_receipt(
         receipt.active_heads,
         receipt.heads
     )?;
-    writeln!(out, "  parameters       {}", grouped(receipt.parameters))?;
+    writeln!(out, "  parameters       {}", HumanCount(receipt.parameters))?;
     if before != after {
         writeln!(out, "  vocabulary       {before} -> {after}")?;
     }
@@ -247,31 +248,18 @@ fn print_receipt(
         writeln!(
             out,
             "  verified         {} logits with all heads on differ from the source's by at most {:e}",
-            grouped(found.logits as u64),
+            HumanCount(found.logits as u64),
             found.largest_difference
         )?;
     }
     writeln!(
         out,
         "  written          {} bytes in {} file{}, {:.2} s",
-        grouped(receipt.bytes),
+        HumanCount(receipt.bytes),
         receipt.shards,
         if receipt.shards == 1 { "" } else { "s" },
         receipt.seconds
     )
-}
-
-/// Digits in groups of three.
-fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (position, digit) in digits.chars().enumerate() {
-        if position > 0 && (digits.len() - position).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
 }
 
 #[cfg(test)]
@@ -286,12 +274,6 @@ mod tests {
         for bad in ["", "GB", "0", "-1GB", "1.5GB", "99999999999GB", "5TBs"] {
             assert!(parse_size(bad).is_err(), "{bad}");
         }
-    }
-
-    #[test]
-    fn digits_are_grouped() {
-        assert_eq!(grouped(8_030_261_248), "8,030,261,248");
-        assert_eq!((grouped(999), grouped(1000)), ("999".to_string(), "1,000".to_string()));
     }
 
     #[test]
