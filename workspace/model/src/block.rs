@@ -5,6 +5,8 @@
 //! routes, and that attention skips the (token, head) pairs which were not selected. Training and
 //! generation take the same path: `tokens` may be fewer than the buffers hold.
 
+use std::ops::Range;
+
 use moh_kernels::attention::{KeyValues, Visibility};
 use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::RouterGradient;
@@ -61,7 +63,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         input: &B::Buffer<T>,
         kept: &mut Kept<B, T>,
         cheap: &mut Cheap<B, T>,
-        cache: Option<&mut LayerCache<B, T>>,
+        mut cache: Option<&mut LayerCache<B, T>>,
     ) -> Result<(), Error> {
         let (backend, config, ranges) = (&self.backend, &self.config, &self.layout.block);
         let flat = self.layout.block_index(layer);
@@ -82,39 +84,13 @@ impl<B: Backend, T: Element> Model<B, T> {
             B::view_mut(&mut kept.qkv, 0..n * row),
             kept.routing.as_mut(),
         )?;
-        let qkv = B::view(&kept.qkv, 0..n * row);
-        let keys = tokens.shape.heads * tokens.shape.head_dim;
-        let values = keys + config.key_value_width();
-        let (key_length, key_values) = match cache {
-            None => (
-                tokens.shape.length,
-                KeyValues::Contiguous {
-                    keys: B::view(&kept.qkv, keys..n * row),
-                    values: B::view(&kept.qkv, values..n * row),
-                    row_stride: row,
-                },
-            ),
-            Some(cache) => {
-                let end = tokens.first_position + tokens.shape.length;
-                let len = end * config.key_value_width();
-                backend.key_value_append(
-                    &tokens.shape,
-                    tokens.first_position,
-                    qkv,
-                    B::view_mut(&mut cache.keys, 0..len),
-                    B::view_mut(&mut cache.values, 0..len),
-                )?;
-                let cached = KeyValues::Contiguous {
-                    keys: B::view(&cache.keys, 0..len),
-                    values: B::view(&cache.values, 0..len),
-                    row_stride: config.key_value_width(),
-                };
-                (end, cached)
-            }
-        };
+        if let Some(cache) = &mut cache {
+            self.append(tokens, &kept.qkv, cache)?;
+        }
+        let (key_length, key_values) = self.key_values(tokens, &kept.qkv, cache.as_deref());
         backend.attention_forward(
             &self.attention_shape(&tokens.shape, key_length),
-            qkv,
+            B::view(&kept.qkv, 0..n * row),
             key_values,
             tokens.visibility(),
             kept.routing.as_ref(),
@@ -130,6 +106,56 @@ impl<B: Backend, T: Element> Model<B, T> {
             B::view_mut(&mut kept.middle, 0..stream),
         )?;
         Ok(())
+    }
+
+    /// Appends the tokens' keys and values to the cache.
+    fn append(
+        &self,
+        tokens: &Tokens<'_, B>,
+        qkv: &B::Buffer<T>,
+        cache: &mut LayerCache<B, T>,
+    ) -> Result<(), Error> {
+        let end = tokens.first_position + tokens.shape.length;
+        let len = end * self.config.key_value_width();
+        self.backend.key_value_append(
+            &tokens.shape,
+            tokens.first_position,
+            B::view(qkv, 0..tokens.shape.tokens() * tokens.shape.row()),
+            B::view_mut(&mut cache.keys, 0..len),
+            B::view_mut(&mut cache.values, 0..len),
+        )?;
+        Ok(())
+    }
+
+    /// How many keys there are and where they lie: in the cache, or beside the queries.
+    fn key_values<'k>(
+        &self,
+        tokens: &Tokens<'_, B>,
+        qkv: &'k B::Buffer<T>,
+        cache: Option<&'k LayerCache<B, T>>,
+    ) -> (usize, KeyValues<'k, B, T>) {
+        let width = self.config.key_value_width();
+        let (row, end) = (tokens.shape.row(), tokens.shape.tokens() * tokens.shape.row());
+        let keys = self.config.query_width();
+        match cache {
+            None => (
+                tokens.shape.length,
+                KeyValues::Contiguous {
+                    keys: B::view(qkv, keys..end),
+                    values: B::view(qkv, keys + width..end),
+                    row_stride: row,
+                },
+            ),
+            Some(cache) => {
+                let length = tokens.first_position + tokens.shape.length;
+                let cached = KeyValues::Contiguous {
+                    keys: B::view(&cache.keys, 0..length * width),
+                    values: B::view(&cache.values, 0..length * width),
+                    row_stride: width,
+                };
+                (length, cached)
+            }
+        }
     }
 
     /// The MLP up to the input of its down projection.
@@ -193,16 +219,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         input: &B::Buffer<T>,
         cheap: &mut Cheap<B, T>,
     ) -> Result<(), Error> {
-        let stream = tokens * self.config.hidden_size;
-        let flat = self.layout.block_index(layer);
-        self.backend.rms_norm_forward(
-            self.config.rms_norm_eps,
-            B::view(input, 0..stream),
-            self.weights.view(flat, self.layout.block.input_norm.clone()),
-            B::view_mut(&mut cheap.input_normed, 0..stream),
-            B::view_mut(&mut cheap.input_inv_rms, 0..tokens),
-        )?;
-        Ok(())
+        let weight = &self.layout.block.input_norm;
+        let into = (&mut cheap.input_normed, &mut cheap.input_inv_rms);
+        self.normalize((layer, weight), tokens, input, into)
     }
 
     fn normalize_middle(
@@ -212,14 +231,25 @@ impl<B: Backend, T: Element> Model<B, T> {
         kept: &Kept<B, T>,
         cheap: &mut Cheap<B, T>,
     ) -> Result<(), Error> {
+        let weight = &self.layout.block.post_norm;
+        let into = (&mut cheap.post_normed, &mut cheap.post_inv_rms);
+        self.normalize((layer, weight), tokens, &kept.middle, into)
+    }
+
+    fn normalize(
+        &self,
+        (layer, weight): (usize, &Range<usize>),
+        tokens: usize,
+        x: &B::Buffer<T>,
+        (y, inv_rms): (&mut B::Buffer<T>, &mut B::Buffer<f32>),
+    ) -> Result<(), Error> {
         let stream = tokens * self.config.hidden_size;
-        let flat = self.layout.block_index(layer);
         self.backend.rms_norm_forward(
             self.config.rms_norm_eps,
-            B::view(&kept.middle, 0..stream),
-            self.weights.view(flat, self.layout.block.post_norm.clone()),
-            B::view_mut(&mut cheap.post_normed, 0..stream),
-            B::view_mut(&mut cheap.post_inv_rms, 0..tokens),
+            B::view(x, 0..stream),
+            self.weights.view(self.layout.block_index(layer), weight.clone()),
+            B::view_mut(y, 0..stream),
+            B::view_mut(inv_rms, 0..tokens),
         )?;
         Ok(())
     }
@@ -254,22 +284,81 @@ impl<B: Backend, T: Element> Model<B, T> {
         router: RouterScale,
     ) -> Result<(), Error> {
         self.mlp_backward(layer, kept, cheap, scratch, gradients)?;
-        let (backend, config, ranges) = (&self.backend, &self.config, &self.layout.block);
+        let (width, ranges) = (self.config.hidden_size, &self.layout.block);
         let flat = self.layout.block_index(layer);
-        let width = config.hidden_size;
-        backend.linear_backward_weight(
-            config.query_width(),
-            whole::<B, T>(&kept.attended),
-            whole::<B, T>(&scratch.d_stream),
-            gradients.view_mut(flat, ranges.output.clone()),
+        self.linear_backward(
+            (flat, &ranges.output, self.config.query_width()),
+            &kept.attended,
+            &scratch.d_stream,
+            &mut scratch.d_attended,
+            gradients,
         )?;
-        backend.linear_backward_input(
-            config.query_width(),
-            whole::<B, T>(&scratch.d_stream),
-            self.weights.view(flat, ranges.output.clone()),
-            whole_mut::<B, T>(&mut scratch.d_attended),
+        self.attention_backward(tokens, kept, scratch, router)?;
+        self.linear_backward(
+            (flat, &ranges.qkv, width),
+            &cheap.input_normed,
+            &scratch.d_qkv,
+            &mut scratch.d_normed,
+            gradients,
         )?;
-        backend.attention_backward(
+        self.norm_backward(
+            (flat, &ranges.input_norm),
+            input,
+            &cheap.input_inv_rms,
+            scratch,
+            gradients,
+        )
+    }
+
+    fn mlp_backward<G: Element>(
+        &self,
+        layer: usize,
+        kept: &Kept<B, T>,
+        cheap: &Cheap<B, T>,
+        scratch: &mut Backward<B, T>,
+        gradients: &mut FlatBuffers<B, G>,
+    ) -> Result<(), Error> {
+        let (flat, ranges) = (self.layout.block_index(layer), &self.layout.block);
+        let (width, inner) = (self.config.hidden_size, self.config.intermediate_size);
+        self.linear_backward(
+            (flat, &ranges.down, inner),
+            &cheap.activated,
+            &scratch.d_stream,
+            &mut scratch.d_activated,
+            gradients,
+        )?;
+        self.backend.swiglu_backward(
+            inner,
+            whole::<B, T>(&kept.gate_up),
+            whole::<B, T>(&scratch.d_activated),
+            whole_mut::<B, T>(&mut scratch.d_gate_up),
+        )?;
+        self.linear_backward(
+            (flat, &ranges.gate_up, width),
+            &cheap.post_normed,
+            &scratch.d_gate_up,
+            &mut scratch.d_normed,
+            gradients,
+        )?;
+        self.norm_backward(
+            (flat, &ranges.post_norm),
+            &kept.middle,
+            &cheap.post_inv_rms,
+            scratch,
+            gradients,
+        )
+    }
+
+    /// From `d_attended` to the gradient of the unrotated queries, keys and values in `d_qkv`, the
+    /// router's part included.
+    fn attention_backward(
+        &self,
+        tokens: &Tokens<'_, B>,
+        kept: &Kept<B, T>,
+        scratch: &mut Backward<B, T>,
+        router: RouterScale,
+    ) -> Result<(), Error> {
+        self.backend.attention_backward(
             &self.attention_shape(&tokens.shape, tokens.shape.length),
             whole::<B, T>(&kept.qkv),
             tokens.visibility(),
@@ -286,7 +375,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             delta: router.straight_through.then(|| whole::<B, f32>(&scratch.delta)),
             balance_weight: router.balance_weight,
         });
-        backend.rope_route_backward(
+        self.backend.rope_route_backward(
             &tokens.shape,
             self.rope_table(),
             tokens.first_position,
@@ -294,77 +383,49 @@ impl<B: Backend, T: Element> Model<B, T> {
             whole_mut::<B, T>(&mut scratch.d_qkv),
             gradient,
         )?;
-        backend.linear_backward_weight(
-            width,
-            whole::<B, T>(&cheap.input_normed),
-            whole::<B, T>(&scratch.d_qkv),
-            gradients.view_mut(flat, ranges.qkv.clone()),
+        Ok(())
+    }
+
+    /// Both gradients of a linear layer, whose weight is `range` of buffer `flat`.
+    fn linear_backward<G: Element>(
+        &self,
+        (flat, range, inputs): (usize, &Range<usize>, usize),
+        x: &B::Buffer<T>,
+        d_y: &B::Buffer<T>,
+        d_x: &mut B::Buffer<T>,
+        gradients: &mut FlatBuffers<B, G>,
+    ) -> Result<(), Error> {
+        self.backend.linear_backward_weight(
+            inputs,
+            whole::<B, T>(x),
+            whole::<B, T>(d_y),
+            gradients.view_mut(flat, range.clone()),
         )?;
-        backend.linear_backward_input(
-            width,
-            whole::<B, T>(&scratch.d_qkv),
-            self.weights.view(flat, ranges.qkv.clone()),
-            whole_mut::<B, T>(&mut scratch.d_normed),
-        )?;
-        backend.rms_norm_backward(
-            whole::<B, T>(input),
-            self.weights.view(flat, ranges.input_norm.clone()),
-            whole::<B, f32>(&cheap.input_inv_rms),
-            whole::<B, T>(&scratch.d_normed),
-            whole_mut::<B, T>(&mut scratch.d_stream),
-            gradients.view_mut(flat, ranges.input_norm.clone()),
+        self.backend.linear_backward_input(
+            inputs,
+            whole::<B, T>(d_y),
+            self.weights.view(flat, range.clone()),
+            whole_mut::<B, T>(d_x),
         )?;
         Ok(())
     }
 
-    fn mlp_backward<G: Element>(
+    /// Adds a norm's gradients, from `d_normed`, to `d_stream` and to those of its weight.
+    fn norm_backward<G: Element>(
         &self,
-        layer: usize,
-        kept: &Kept<B, T>,
-        cheap: &Cheap<B, T>,
+        (flat, range): (usize, &Range<usize>),
+        x: &B::Buffer<T>,
+        inv_rms: &B::Buffer<f32>,
         scratch: &mut Backward<B, T>,
         gradients: &mut FlatBuffers<B, G>,
     ) -> Result<(), Error> {
-        let (backend, ranges) = (&self.backend, &self.layout.block);
-        let flat = self.layout.block_index(layer);
-        let (width, inner) = (self.config.hidden_size, self.config.intermediate_size);
-        backend.linear_backward_weight(
-            inner,
-            whole::<B, T>(&cheap.activated),
-            whole::<B, T>(&scratch.d_stream),
-            gradients.view_mut(flat, ranges.down.clone()),
-        )?;
-        backend.linear_backward_input(
-            inner,
-            whole::<B, T>(&scratch.d_stream),
-            self.weights.view(flat, ranges.down.clone()),
-            whole_mut::<B, T>(&mut scratch.d_activated),
-        )?;
-        backend.swiglu_backward(
-            inner,
-            whole::<B, T>(&kept.gate_up),
-            whole::<B, T>(&scratch.d_activated),
-            whole_mut::<B, T>(&mut scratch.d_gate_up),
-        )?;
-        backend.linear_backward_weight(
-            width,
-            whole::<B, T>(&cheap.post_normed),
-            whole::<B, T>(&scratch.d_gate_up),
-            gradients.view_mut(flat, ranges.gate_up.clone()),
-        )?;
-        backend.linear_backward_input(
-            width,
-            whole::<B, T>(&scratch.d_gate_up),
-            self.weights.view(flat, ranges.gate_up.clone()),
-            whole_mut::<B, T>(&mut scratch.d_normed),
-        )?;
-        backend.rms_norm_backward(
-            whole::<B, T>(&kept.middle),
-            self.weights.view(flat, ranges.post_norm.clone()),
-            whole::<B, f32>(&cheap.post_inv_rms),
+        self.backend.rms_norm_backward(
+            whole::<B, T>(x),
+            self.weights.view(flat, range.clone()),
+            whole::<B, f32>(inv_rms),
             whole::<B, T>(&scratch.d_normed),
             whole_mut::<B, T>(&mut scratch.d_stream),
-            gradients.view_mut(flat, ranges.post_norm.clone()),
+            gradients.view_mut(flat, range.clone()),
         )?;
         Ok(())
     }
