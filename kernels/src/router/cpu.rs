@@ -246,6 +246,8 @@ fn gates_to_norms(gates: &[f32], norms: &[f64], inv_std: f64, gradient: &mut [f3
     let count = gates.len() as f64;
     let inner: f64 =
         gates.iter().zip(gradient.iter()).map(|(&g, &d)| f64::from(g) * f64::from(d)).sum();
+    // Rounded gates do not quite sum to 1, but d_s must to 0: what follows cancels all else.
+    let inner = inner / gates.iter().map(|&gate| f64::from(gate)).sum::<f64>();
     let mean = norms.iter().sum::<f64>() / count;
     let d_score = |gate: f32, d: f32| f64::from(gate) * (f64::from(d) - inner);
     let deviation = |norm: f64| (norm - mean) * inv_std;
