@@ -27,6 +27,9 @@ struct Constants {
     root_correction: f32,
     beta1: f32,
     beta2: f32,
+    /// 1 - beta, subtracted in f64: beta2's rounding to f32 is large beside the difference.
+    share1: f32,
+    share2: f32,
     eps: f32,
 }
 
@@ -40,6 +43,8 @@ impl Constants {
             root_correction: (1.0 / (1.0 - step.beta2.powi(exponent)).sqrt()) as f32,
             beta1: step.beta1 as f32,
             beta2: step.beta2 as f32,
+            share1: (1.0 - step.beta1) as f32,
+            share2: (1.0 - step.beta2) as f32,
             eps: step.eps as f32,
         }
     }
@@ -48,8 +53,8 @@ impl Constants {
     #[inline(always)]
     fn update(&self, parameter: f32, gradient: f32, m: &mut f32, v: &mut f32) -> f32 {
         let gradient = gradient * self.clip;
-        *m = self.beta1 * *m + (1.0 - self.beta1) * gradient;
-        *v = self.beta2 * *v + (1.0 - self.beta2) * gradient * gradient;
+        *m = self.beta1 * *m + self.share1 * gradient;
+        *v = self.beta2 * *v + self.share2 * gradient * gradient;
         let denominator = v.sqrt() * self.root_correction + self.eps;
         parameter * self.keep - self.rate * *m / denominator
     }

@@ -41,7 +41,7 @@ impl Problem<'_> {
     fn check(&self, operator: &'static str) -> Result<()> {
         let tokens = self.shape.tokens();
         if let Some(selection) = self.selection {
-            check_len(operator, "selection", selection.tokens(), tokens)?;
+            selection.check(operator, tokens, self.shape.heads)?;
         }
         if let Some(weights) = self.weights {
             check_len(operator, "weights", weights.len(), tokens * self.shape.heads)?;
@@ -49,10 +49,26 @@ impl Problem<'_> {
         if let Some(first_key) = self.first_key {
             check_len(operator, "first_key", first_key.len(), tokens)?;
         }
-        let end = self.query_offset + self.shape.query_length;
+        let end = self.query_offset.saturating_add(self.shape.query_length);
         ensure(operator, !self.causal || end <= self.shape.key_length, || {
             format!("queries up to position {end} of {} keys", self.shape.key_length)
-        })
+        })?;
+        self.check_visible(operator)
+    }
+
+    /// Refuses a query that sees no key, whose softmax would be 0 / 0, and bounds that decrease.
+    fn check_visible(&self, operator: &'static str) -> Result<()> {
+        let length = self.shape.query_length;
+        for token in 0..self.shape.tokens() {
+            let visible = self.visible(token);
+            ensure(operator, !visible.is_empty(), || format!("query {token} sees no key"))?;
+            ensure(
+                operator,
+                token % length == 0 || self.visible(token - 1).start <= visible.start,
+                || format!("first_key of query {token} is less than that of the one before"),
+            )?;
+        }
+        Ok(())
     }
 
     /// The tasks: every sequence with every key/value head.
@@ -312,6 +328,9 @@ pub(crate) fn backward<T: Element>(
     };
     delta.fill(0.0);
     d_qkv.fill(T::from_f32(0.0));
+    if d_qkv.is_empty() {
+        return Ok(());
+    }
     let targets = Targets {
         d_qkv: DisjointColumns::new(d_qkv, query_stride),
         delta: DisjointColumns::new(delta, heads),

@@ -96,8 +96,8 @@ pub struct Visibility<'a, B: Backend> {
     pub causal: bool,
     /// Position of the first query among the keys.
     pub query_offset: usize,
-    /// First visible key of each query, `[B*T]`, never decreasing within a sequence: the start of
-    /// its document.
+    /// First visible key of each query, `[B*T]`, never decreasing within a sequence and at or
+    /// before the query itself: the start of its document.
     pub first_key: Option<View<'a, B, u32>>,
 }
 

@@ -18,10 +18,11 @@ pub(crate) fn append<T: Element>(
         format!("{} sequences for the cache of one", shape.batch)
     })?;
     let width = shape.kv_heads * shape.head_dim;
-    let part = first_position * width..(first_position + shape.length) * width;
-    ensure(OPERATOR, keys.len() >= part.end && values.len() >= part.end, || {
-        format!("a cache of {} tokens is full", keys.len() / width)
+    let end = first_position.saturating_add(shape.length).saturating_mul(width);
+    ensure(OPERATOR, keys.len() >= end && values.len() >= end, || {
+        format!("a cache of {} tokens is full", keys.len().min(values.len()) / width)
     })?;
+    let part = first_position * width..end;
     let first = shape.heads * shape.head_dim;
     let rows = qkv
         .chunks_exact(shape.row())

@@ -87,12 +87,13 @@ fn check(
 ) -> Result<()> {
     shape.check(operator)?;
     check_len(operator, "qkv", qkv, shape.tokens() * shape.row())?;
-    let needed = (first_position + shape.length) * shape.head_dim / 2;
+    let end = first_position.saturating_add(shape.length);
+    let needed = end.saturating_mul(shape.head_dim / 2);
     ensure(operator, table.cos.len() >= needed && table.sin.len() == table.cos.len(), || {
         format!(
-            "the table covers {} positions, not {}",
-            table.cos.len() * 2 / shape.head_dim,
-            first_position + shape.length
+            "the table holds {} cosines and {} sines, expected {needed} for {end} positions",
+            table.cos.len(),
+            table.sin.len()
         )
     })
 }

@@ -17,10 +17,11 @@ pub struct CpuRouting {
     router: QueryNormRouter,
     routed: usize,
     tokens: usize,
-    norms: Vec<f32>,
+    /// In f64: the gradient divides differences of norms by their deviation, which may be small.
+    norms: Vec<f64>,
     gates: Vec<f32>,
     /// 1 / std of a token's norms; 0 where they are all equal. `[tokens]`.
-    inv_std: Vec<f32>,
+    inv_std: Vec<f64>,
     selected: Vec<u8>,
 }
 
@@ -47,9 +48,17 @@ impl CpuRouting {
         }
     }
 
-    /// Tokens routed last.
-    pub(crate) fn tokens(&self) -> usize {
-        self.tokens
+    /// Refuses tokens or heads other than those that were routed.
+    pub(crate) fn check(&self, operator: &'static str, tokens: usize, heads: usize) -> Result<()> {
+        check_len(operator, "routing", self.tokens, tokens)?;
+        self.check_heads(operator, heads)
+    }
+
+    fn check_heads(&self, operator: &'static str, heads: usize) -> Result<()> {
+        let routed = self.router.shared_heads + self.routed;
+        ensure(operator, heads == routed, || {
+            format!("the routing was made for {routed} heads, not {heads}")
+        })
     }
 
     pub(crate) fn mask(&self) -> &[u8] {
@@ -90,14 +99,12 @@ pub(crate) fn forward<T: Element>(
     qkv: &[T],
     routing: &mut CpuRouting,
 ) -> Result<()> {
-    let routed = routing.router.check("rope_route_forward", shape.heads)?;
-    let tokens = shape.tokens();
-    ensure("rope_route_forward", routed == routing.routed, || {
-        format!("the routing was made for {} routed heads, not {routed}", routing.routed)
-    })?;
-    ensure("rope_route_forward", tokens <= routing.inv_std.len(), || {
+    const OPERATOR: &str = "rope_route_forward";
+    let (routed, tokens) = (routing.routed, shape.tokens());
+    ensure(OPERATOR, tokens <= routing.inv_std.len(), || {
         format!("the routing has room for {} tokens, not {tokens}", routing.inv_std.len())
     })?;
+    routing.check_heads(OPERATOR, shape.heads)?;
     routing.tokens = tokens;
     if routed == 0 {
         return Ok(());
@@ -147,23 +154,27 @@ fn select(squares: &[f64], top_k: usize, selected: &mut [u8]) {
 }
 
 /// Writes a token's norms and gates; returns 1 / std, 0 where all norms are equal.
-fn score(squares: &[f64], norms: &mut [f32], gates: &mut [f32]) -> f32 {
-    let count = squares.len() as f64;
-    let mean = squares.iter().map(|s| s.sqrt()).sum::<f64>() / count;
-    let variance = squares.iter().map(|s| (s.sqrt() - mean).powi(2)).sum::<f64>() / (count - 1.0);
-    let inv_std = if variance > 0.0 { variance.sqrt().recip() } else { 0.0 };
-    let largest = squares.iter().fold(0f64, |largest, s| largest.max(s.sqrt()));
+fn score(squares: &[f64], norms: &mut [f64], gates: &mut [f32]) -> f64 {
+    for (norm, square) in norms.iter_mut().zip(squares) {
+        *norm = square.sqrt();
+    }
+    let count = norms.len() as f64;
+    let mean = norms.iter().sum::<f64>() / count;
+    let variance = norms.iter().map(|norm| (norm - mean).powi(2)).sum::<f64>() / (count - 1.0);
+    // The mean of equal norms may differ from them by a rounding, so equality is asked for itself.
+    let equal = norms.iter().all(|&norm| norm == norms[0]);
+    let inv_std = if equal { 0.0 } else { variance.sqrt().recip() };
+    let largest = norms.iter().fold(0f64, |largest, &norm| largest.max(norm));
     let mut sum = 0f64;
-    for ((norm, gate), square) in norms.iter_mut().zip(gates.iter_mut()).zip(squares) {
-        *norm = square.sqrt() as f32;
-        let exponential = ((square.sqrt() - largest) * inv_std).exp();
+    for (gate, norm) in gates.iter_mut().zip(norms.iter()) {
+        let exponential = ((norm - largest) * inv_std).exp();
         *gate = exponential as f32;
         sum += exponential;
     }
     for gate in gates {
         *gate = (f64::from(*gate) / sum) as f32;
     }
-    inv_std as f32
+    inv_std
 }
 
 /// Adds the router's gradient to that of the rotated queries.
@@ -175,7 +186,7 @@ pub(crate) fn backward<T: Element>(
 ) -> Result<()> {
     let RouterGradient { routing, delta, balance_weight } = gradient;
     let (routed, tokens) = (routing.routed, shape.tokens());
-    check_len("rope_route_backward", "routing", routing.tokens, tokens)?;
+    routing.check("rope_route_backward", tokens, shape.heads)?;
     if let Some(delta) = delta {
         check_len("rope_route_backward", "delta", delta.len(), tokens * shape.heads)?;
     }
@@ -216,7 +227,7 @@ pub(crate) fn backward<T: Element>(
                     if norm == 0.0 {
                         continue;
                     }
-                    let factor = d_norm / norm;
+                    let factor = d_norm / norm as f32;
                     for (d_query, query) in d_query.iter_mut().zip(query) {
                         *d_query = T::from_f32(d_query.to_f32() + factor * query.to_f32());
                     }
@@ -228,21 +239,24 @@ pub(crate) fn backward<T: Element>(
 
 /// Turns a token's gradient of its gates into that of its norms, in place.
 ///
-/// Through the softmax, d_s = g (d - <g, d>); through s = n / std with unbiased std,
-/// d_n = d_s / std - <d_s, n> (n - mean) / ((R - 1) std^3).
-fn gates_to_norms(gates: &[f32], norms: &[f32], inv_std: f32, gradient: &mut [f32]) {
+/// Through the softmax, d_s = g (d - <g, d>); through s = n / std with unbiased std and
+/// z = (n - mean) / std, d_n = (d_s - <d_s, z> z / (R - 1)) / std. (The formula has <d_s, n / std>,
+/// which is the same since d_s sums to 0, with more to cancel.)
+fn gates_to_norms(gates: &[f32], norms: &[f64], inv_std: f64, gradient: &mut [f32]) {
     let count = gates.len() as f64;
-    let inv_std = f64::from(inv_std);
     let inner: f64 =
         gates.iter().zip(gradient.iter()).map(|(&g, &d)| f64::from(g) * f64::from(d)).sum();
-    let mean = norms.iter().map(|&n| f64::from(n)).sum::<f64>() / count;
+    // Rounded gates do not quite sum to 1, but d_s must to 0: what follows cancels all else.
+    let inner = inner / gates.iter().map(|&gate| f64::from(gate)).sum::<f64>();
+    let mean = norms.iter().sum::<f64>() / count;
     let d_score = |gate: f32, d: f32| f64::from(gate) * (f64::from(d) - inner);
+    let deviation = |norm: f64| (norm - mean) * inv_std;
     let along: f64 = (gates.iter().zip(gradient.iter()).zip(norms))
-        .map(|((&gate, &d), &norm)| d_score(gate, d) * f64::from(norm))
+        .map(|((&gate, &d), &norm)| d_score(gate, d) * deviation(norm))
         .sum();
-    let pull = along * inv_std.powi(3) / (count - 1.0);
+    let pull = along / (count - 1.0);
     for ((slot, &gate), &norm) in gradient.iter_mut().zip(gates).zip(norms) {
-        *slot = (d_score(gate, *slot) * inv_std - pull * (f64::from(norm) - mean)) as f32;
+        *slot = ((d_score(gate, *slot) - pull * deviation(norm)) * inv_std) as f32;
     }
 }
 
@@ -261,7 +275,7 @@ mod tests {
 
     #[test]
     fn equal_norms_give_uniform_gates_and_no_gradient() {
-        let (mut norms, mut gates) = ([0f32; 4], [0f32; 4]);
+        let (mut norms, mut gates) = ([0f64; 4], [0f32; 4]);
         let inv_std = score(&[4.0; 4], &mut norms, &mut gates);
         assert_eq!((inv_std, gates), (0.0, [0.25; 4]));
         let mut gradient = [1.0, -2.0, 0.5, 3.0];
@@ -272,7 +286,7 @@ mod tests {
     #[test]
     fn two_routed_heads_always_have_the_same_gates() {
         // The normalised scores of two heads differ by sqrt 2 whatever the norms are.
-        let (mut norms, mut gates) = ([0f32; 2], [0f32; 2]);
+        let (mut norms, mut gates) = ([0f64; 2], [0f32; 2]);
         score(&[9.0, 1.0], &mut norms, &mut gates);
         let expected = 1.0 / (1.0 + (-std::f64::consts::SQRT_2).exp());
         assert!((f64::from(gates[0]) - expected).abs() < 1e-7);

@@ -1,0 +1,527 @@
+//! Attention against its reference: dense, routed, weighted, over documents, with a cache and by
+//! block table; forward, all gradients, and the whole of a Mixture-of-Head attention.
+
+#![allow(clippy::unwrap_used)]
+
+mod reference;
+
+use candle_core::Tensor;
+use half::bf16;
+use moh_kernels::attention::{AttentionShape, KeyValues, Visibility};
+use moh_kernels::rope::{QkvShape, RopeTable};
+use moh_kernels::router::{QueryNormRouter, RouterGradient};
+use moh_kernels::{Backend, Element};
+use proptest::prelude::*;
+use reference::operators::{self, Packed};
+use reference::{
+    F32_TOLERANCE, Random, assert_close, cases, columns, download, flat, garbage, gradient,
+    no_rotation, rope_tables, tensor, tolerance, upload, var, view, view_mut,
+};
+
+/// An attention of a training step.
+#[derive(Debug, Clone)]
+struct Case {
+    shape: QkvShape,
+    router: Option<QueryNormRouter>,
+    weighted: bool,
+    causal: bool,
+    first_key: Option<Vec<u32>>,
+    /// With positions, and the gradient that goes through the router to the unrotated queries.
+    whole: bool,
+}
+
+impl Case {
+    fn dense(shape: QkvShape) -> Self {
+        let (weighted, causal, whole) = (false, true, false);
+        Case { shape, router: None, weighted, causal, first_key: None, whole }
+    }
+
+    fn routed(shape: QkvShape, shared_heads: usize, top_k: usize) -> Self {
+        Case { router: Some(QueryNormRouter { shared_heads, top_k }), ..Case::dense(shape) }
+    }
+
+    fn attention_shape(&self) -> AttentionShape {
+        let QkvShape { batch, length, heads, kv_heads, head_dim } = self.shape;
+        AttentionShape {
+            batch,
+            query_length: length,
+            key_length: length,
+            heads,
+            kv_heads,
+            head_dim,
+            query_stride: self.shape.row(),
+        }
+    }
+
+    fn tables(&self) -> (Vec<f32>, Vec<f32>) {
+        let tables = if self.whole { rope_tables } else { no_rotation };
+        tables(self.shape.length, self.shape.head_dim)
+    }
+}
+
+/// Starts of the documents of every sequence, in the form of `first_key`.
+fn documents(shape: &QkvShape, random: &mut Random, mean_length: usize) -> Vec<u32> {
+    let mut first_key = Vec::new();
+    for _ in 0..shape.batch {
+        let mut start = 0;
+        for position in 0..shape.length {
+            if random.below(mean_length) == 0 {
+                start = position as u32;
+            }
+            first_key.push(start);
+        }
+    }
+    first_key
+}
+
+/// Numbers that a case works on.
+struct Inputs<T> {
+    qkv: Vec<T>,
+    d_out: Vec<T>,
+    weights: Vec<f32>,
+}
+
+impl<T: Element> Inputs<T> {
+    fn new(case: &Case, seed: u64) -> Self {
+        let (shape, mut random) = (case.shape, Random(seed));
+        Inputs {
+            qkv: random.numbers(shape.tokens() * shape.row()),
+            d_out: random.numbers(shape.tokens() * shape.heads * shape.head_dim),
+            weights: random.numbers(shape.tokens() * shape.heads),
+        }
+    }
+}
+
+/// What a device made of them.
+struct Results<T> {
+    out: Vec<T>,
+    log_sum_exp: Vec<f32>,
+    delta: Vec<f32>,
+    d_qkv: Vec<T>,
+}
+
+/// Weight of the balance loss where a case is a whole attention; exact in f32.
+const BALANCE: f32 = 0.5;
+
+fn run<B: Backend, T: Element>(device: &B, case: &Case, inputs: &Inputs<T>) -> Results<T> {
+    let shape = case.shape;
+    let (cos, sin) = case.tables();
+    let (cos, sin) = (upload(device, &cos), upload(device, &sin));
+    let table = RopeTable { cos: view::<B, f32>(&cos), sin: view::<B, f32>(&sin) };
+    let mut qkv = upload(device, &inputs.qkv);
+    let router = case.router;
+    let mut routing =
+        router.map(|router| device.routing(shape.tokens(), shape.heads, router).unwrap());
+    let qkv_view = view_mut::<B, T>(&mut qkv);
+    device.rope_route_forward(&shape, table, 0, qkv_view, routing.as_mut()).unwrap();
+
+    let first_key = case.first_key.as_ref().map(|first_key| upload(device, first_key));
+    let first_key = first_key.as_ref().map(|first_key| view::<B, u32>(first_key));
+    let visibility = Visibility { causal: case.causal, query_offset: 0, first_key };
+    let weights = upload(device, &inputs.weights);
+    let weights = case.weighted.then(|| view::<B, f32>(&weights));
+    let attention = case.attention_shape();
+    let (first, width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+    let key_values = KeyValues::Contiguous {
+        keys: B::view(&qkv, first..inputs.qkv.len()),
+        values: B::view(&qkv, first + width..inputs.qkv.len()),
+        row_stride: shape.row(),
+    };
+    let mut out = garbage::<B, T>(device, inputs.d_out.len());
+    let mut log_sum_exp = garbage::<B, f32>(device, shape.tokens() * shape.heads);
+    let mut delta = garbage::<B, f32>(device, shape.tokens() * shape.heads);
+    let mut d_qkv = garbage::<B, T>(device, inputs.qkv.len());
+    let d_out = upload(device, &inputs.d_out);
+    device
+        .attention_forward(
+            &attention,
+            view::<B, T>(&qkv),
+            key_values,
+            visibility,
+            routing.as_ref(),
+            weights,
+            view_mut::<B, T>(&mut out),
+            view_mut::<B, f32>(&mut log_sum_exp),
+        )
+        .unwrap();
+    device
+        .attention_backward(
+            &attention,
+            view::<B, T>(&qkv),
+            visibility,
+            routing.as_ref(),
+            weights,
+            view::<B, T>(&out),
+            view::<B, f32>(&log_sum_exp),
+            view::<B, T>(&d_out),
+            view_mut::<B, T>(&mut d_qkv),
+            Some(view_mut::<B, f32>(&mut delta)),
+        )
+        .unwrap();
+    if case.whole {
+        let router = routing.as_ref().map(|routing| RouterGradient {
+            routing,
+            delta: Some(view::<B, f32>(&delta)),
+            balance_weight: BALANCE,
+        });
+        let (qkv, d_qkv) = (view::<B, T>(&qkv), view_mut::<B, T>(&mut d_qkv));
+        device.rope_route_backward(&shape, table, 0, qkv, d_qkv, router).unwrap();
+    }
+    Results {
+        out: download::<B, T>(device, &out),
+        log_sum_exp: download::<B, f32>(device, &log_sum_exp),
+        delta: download::<B, f32>(device, &delta),
+        d_qkv: download::<B, T>(device, &d_qkv),
+    }
+}
+
+/// The same by the reference: output, log-sum-exp, delta, d_qkv.
+fn expected<T: Element>(case: &Case, inputs: &Inputs<T>) -> [Vec<f64>; 4] {
+    let shape = case.shape;
+    let QkvShape { batch, length, heads, head_dim, .. } = shape;
+    let packed = Packed::new(&shape);
+    let qkv = var(&inputs.qkv, packed.dims());
+    let (cos, sin) = case.tables();
+    let rotated = packed.rotate(&qkv, &packed.table(&cos, &sin, 0)).unwrap();
+    let [q, k, v] = packed.split(&rotated).unwrap();
+    let first_key = case.first_key.as_deref();
+    let seen = operators::visibility((batch, length, length), case.causal, 0, first_key).unwrap();
+    let (heads_out, log_sum_exp) = operators::attention(&q, &k, &v, &seen).unwrap();
+
+    let rows = (shape.tokens(), heads);
+    let ones = vec![1f32; shape.tokens() * heads];
+    let weights = var(if case.weighted { &inputs.weights } else { &ones }, rows);
+    let (mut mask, mut balance) = (tensor(&ones, rows), tensor(&[0f32], ()));
+    let mut through = mask.clone();
+    if let Some(QueryNormRouter { shared_heads, top_k }) = case.router {
+        let queries = packed.queries(&qkv).unwrap();
+        mask = operators::selection(&queries, shared_heads, top_k).unwrap();
+        through = mask.clone();
+        if case.whole {
+            let gates = operators::gates(&queries, shared_heads).unwrap();
+            through = operators::straight_through(&mask, &gates).unwrap();
+            balance = operators::balance_loss(&mask, &gates).unwrap();
+        }
+    }
+    let factor = (weights.as_tensor() * through).unwrap();
+    let out = heads_out.broadcast_mul(&factor.reshape((batch, length, heads, 1)).unwrap()).unwrap();
+    let d_out = tensor(&inputs.d_out, (batch, length, heads, head_dim));
+    let total = (&out * d_out).unwrap().sum_all().unwrap();
+    let total = (total + (balance * f64::from(BALANCE)).unwrap()).unwrap();
+    let gradients = total.backward().unwrap();
+    let log_sum_exp = (log_sum_exp.reshape(rows).unwrap() * mask).unwrap();
+    let delta = gradient(&gradients, &weights);
+    [flat(&out), flat(&log_sum_exp), delta, gradient(&gradients, &qkv)]
+}
+
+fn agrees<B: Backend, T: Element>(device: &B, case: &Case, seed: u64) {
+    let inputs = Inputs::<T>::new(case, seed);
+    let actual = run(device, case, &inputs);
+    let [out, log_sum_exp, delta, d_qkv] = expected(case, &inputs);
+    // The scores of a whole attention are formed from rotated queries and keys as they are stored;
+    // otherwise only results are rounded to `T`.
+    let (stored, internal) = if case.whole {
+        (2.0 * tolerance::<T>(), 2.0 * tolerance::<T>())
+    } else {
+        (tolerance::<T>(), F32_TOLERANCE)
+    };
+    assert_close("out", &actual.out, &out, stored);
+    assert_close("log_sum_exp", &actual.log_sum_exp, &log_sum_exp, internal);
+    assert_close("delta", &actual.delta, &delta, internal);
+    let QkvShape { heads, kv_heads, head_dim, .. } = case.shape;
+    let row = case.shape.row();
+    let (k, v) = (heads * head_dim, (heads + kv_heads) * head_dim);
+    for (what, part) in [("d_q", 0..k), ("d_k", k..v), ("d_v", v..row)] {
+        let expected = columns(&d_qkv, row, part.clone());
+        assert_close(what, &columns(&actual.d_qkv, row, part), &expected, stored);
+    }
+}
+
+/// Rows in several tiles of 64, none of them full.
+const SHAPE: QkvShape = QkvShape { batch: 2, length: 45, heads: 12, kv_heads: 3, head_dim: 16 };
+
+#[test]
+fn dense_attention_agrees() {
+    for causal in [true, false] {
+        let case = Case { causal, ..Case::dense(SHAPE) };
+        on_each_device!(device => agrees::<_, f32>(device, &case, 1));
+        on_each_device!(device => agrees::<_, bf16>(device, &case, 1));
+    }
+}
+
+#[test]
+fn attention_of_selected_heads_agrees() {
+    for (shared_heads, top_k) in [(3, 5), (0, 2), (2, 0), (2, 10)] {
+        for weighted in [false, true] {
+            let case = Case { weighted, ..Case::routed(SHAPE, shared_heads, top_k) };
+            on_each_device!(device => agrees::<_, f32>(device, &case, 2));
+            on_each_device!(device => agrees::<_, bf16>(device, &case, 2));
+        }
+    }
+}
+
+#[test]
+fn attention_within_documents_agrees() {
+    let first_key = Some(documents(&SHAPE, &mut Random(3), 9));
+    for causal in [true, false] {
+        let case = Case { first_key: first_key.clone(), causal, ..Case::routed(SHAPE, 3, 5) };
+        on_each_device!(device => agrees::<_, f32>(device, &case, 3));
+        on_each_device!(device => agrees::<_, bf16>(device, &case, 3));
+    }
+}
+
+#[test]
+fn a_whole_moh_attention_agrees_with_the_straight_through_gradient() {
+    for (shared_heads, top_k) in [(3, 5), (0, 2), (4, 8)] {
+        let case = Case { whole: true, ..Case::routed(SHAPE, shared_heads, top_k) };
+        on_each_device!(device => agrees::<_, f32>(device, &case, 4));
+        on_each_device!(device => agrees::<_, bf16>(device, &case, 4));
+    }
+}
+
+#[test]
+fn backward_agrees_with_central_differences() {
+    const NUDGE: f64 = 1e-5;
+    let shape = QkvShape { batch: 1, length: 3, heads: 2, kv_heads: 1, head_dim: 4 };
+    let case = Case::dense(shape);
+    let inputs = Inputs::<f32>::new(&case, 5);
+    let packed = Packed::new(&shape);
+    let seen = operators::visibility((1, 3, 3), true, 0, None).unwrap();
+    let d_out = tensor(&inputs.d_out, (1, 3, 2, 4));
+    let nudged = |at: usize, by: f64| {
+        let mut qkv = reference::wide(&inputs.qkv);
+        qkv[at] += by;
+        let qkv = Tensor::from_vec(qkv, packed.dims(), &candle_core::Device::Cpu).unwrap();
+        let [q, k, v] = packed.split(&qkv).unwrap();
+        let (out, _) = operators::attention(&q, &k, &v, &seen).unwrap();
+        (out * &d_out).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap()
+    };
+    let slope = |at| (nudged(at, NUDGE) - nudged(at, -NUDGE)) / (2.0 * NUDGE);
+    let expected: Vec<f64> = (0..inputs.qkv.len()).map(slope).collect();
+    on_each_device!(device => {
+        let actual = run(device, &case, &inputs);
+        assert_close("differences", &actual.d_qkv, &expected, F32_TOLERANCE)
+    });
+}
+
+/// New queries against cached keys and values: the reference, and block table = contiguous.
+fn cached_agrees<B: Backend, T: Element>(
+    device: &B,
+    shape: &AttentionShape,
+    query_offset: usize,
+    block_length: usize,
+    seed: u64,
+) {
+    let &AttentionShape { batch, query_length, key_length, heads, kv_heads, head_dim, .. } = shape;
+    let (mut random, width) = (Random(seed), kv_heads * head_dim);
+    let queries: Vec<T> = random.numbers(shape.tokens() * shape.query_stride);
+    let keys: Vec<T> = random.numbers(batch * key_length * width);
+    let values: Vec<T> = random.numbers(keys.len());
+    // Sequences lie in blocks of a shuffled order, of which there is one more than is used.
+    let blocks = key_length.div_ceil(block_length);
+    let table: Vec<u32> = random.permutation(batch * blocks + 1)[1..].to_vec();
+    let paged = |rows: &[T]| {
+        let mut out = vec![T::from_f32(f32::NAN); (table.len() + 1) * block_length * width];
+        for (at, row) in rows.chunks_exact(width).enumerate() {
+            let (sequence, position) = (at / key_length, at % key_length);
+            let block = table[sequence * blocks + position / block_length] as usize;
+            let start = (block * block_length + position % block_length) * width;
+            out[start..start + width].copy_from_slice(row);
+        }
+        out
+    };
+    let query_buffer = upload(device, &queries);
+    let forward = |key_values: KeyValues<'_, B, T>| {
+        let mut out = garbage::<B, T>(device, shape.tokens() * heads * head_dim);
+        let mut log_sum_exp = garbage::<B, f32>(device, shape.tokens() * heads);
+        let visibility = Visibility { causal: true, query_offset, first_key: None };
+        let queries = view::<B, T>(&query_buffer);
+        let (out_view, sums) = (view_mut::<B, T>(&mut out), view_mut::<B, f32>(&mut log_sum_exp));
+        device
+            .attention_forward(shape, queries, key_values, visibility, None, None, out_view, sums)
+            .unwrap();
+        (download::<B, T>(device, &out), download::<B, f32>(device, &log_sum_exp))
+    };
+    let (key_buffer, value_buffer) = (upload(device, &keys), upload(device, &values));
+    let contiguous = forward(KeyValues::Contiguous {
+        keys: view::<B, T>(&key_buffer),
+        values: view::<B, T>(&value_buffer),
+        row_stride: width,
+    });
+    let (key_buffer, value_buffer) =
+        (upload(device, &paged(&keys)), upload(device, &paged(&values)));
+    let block_table = upload(device, &table);
+    let by_table = forward(KeyValues::Paged {
+        keys: view::<B, T>(&key_buffer),
+        values: view::<B, T>(&value_buffer),
+        block_table: view::<B, u32>(&block_table),
+        block_length,
+    });
+    assert!(contiguous == by_table, "the block table changes the result");
+
+    let queries = columns(&queries, shape.query_stride, 0..heads * head_dim);
+    let q = tensor(&queries, (batch, query_length, heads, head_dim));
+    let [k, v] = [&keys, &values].map(|rows| tensor(rows, (batch, key_length, kv_heads, head_dim)));
+    let sizes = (batch, query_length, key_length);
+    let seen = operators::visibility(sizes, true, query_offset, None).unwrap();
+    let (out, log_sum_exp) = operators::attention(&q, &k, &v, &seen).unwrap();
+    assert_close("out", &contiguous.0, &flat(&out), tolerance::<T>());
+    assert_close("log_sum_exp", &contiguous.1, &flat(&log_sum_exp), F32_TOLERANCE);
+}
+
+#[test]
+fn queries_at_an_offset_see_the_cache_contiguous_or_by_block_table() {
+    let shape = AttentionShape {
+        batch: 3,
+        query_length: 5,
+        key_length: 39,
+        heads: 6,
+        kv_heads: 2,
+        head_dim: 8,
+        query_stride: 80,
+    };
+    for block_length in [1, 7, 16, 64] {
+        on_each_device!(device => cached_agrees::<_, f32>(device, &shape, 31, block_length, 6));
+        on_each_device!(device => cached_agrees::<_, bf16>(device, &shape, 31, block_length, 6));
+    }
+}
+
+#[test]
+fn a_sequence_of_no_token_is_no_work() {
+    let attention = Case::dense(QkvShape { length: 0, ..SHAPE }).attention_shape();
+    let seen = Visibility { causal: true, query_offset: 0, first_key: None };
+    let (none, no_out): (&[f32], &mut [f32]) = (&[], &mut []);
+    let cpu = moh_kernels::Cpu;
+    let done =
+        cpu.attention_backward(&attention, none, seen, None, None, none, none, none, no_out, None);
+    assert_eq!(done, Ok(()));
+}
+
+#[test]
+fn document_bounds_that_hide_every_key_or_decrease_are_refused() {
+    let shape = QkvShape { batch: 1, length: 3, heads: 1, kv_heads: 1, head_dim: 2 };
+    let attention = Case::dense(shape).attention_shape();
+    let (qkv, mut out, mut log_sum_exp) = ([0f32; 18], [0f32; 6], [0f32; 3]);
+    let mut forward = |first_key: &[u32]| {
+        let seen = Visibility { causal: true, query_offset: 0, first_key: Some(first_key) };
+        let (keys, values, row_stride) = (&qkv[2..], &qkv[4..], 6);
+        let key_values = KeyValues::Contiguous { keys, values, row_stride };
+        let (out, sums) = (&mut out[..], &mut log_sum_exp[..]);
+        let cpu = moh_kernels::Cpu;
+        cpu.attention_forward(&attention, &qkv, key_values, seen, None, None, out, sums)
+    };
+    assert_eq!(forward(&[0, 1, 1]), Ok(()));
+    assert!(forward(&[0, 2, 2]).is_err());
+    assert!(forward(&[0, 1, 0]).is_err());
+    assert!(forward(&[0, 0, u32::MAX]).is_err());
+}
+
+/// Shapes of any kind: one token, one head, one key/value head, any even head_dim, tiles that are
+/// not full.
+fn shapes() -> impl Strategy<Value = QkvShape> {
+    let length = prop_oneof![Just(1usize), 2usize..12, 12usize..80];
+    let half = prop_oneof![Just(1usize), 1usize..=128, Just(128usize)];
+    (1usize..3, length, 1usize..=3, 1usize..=4, half).prop_map(
+        |(batch, length, kv_heads, group, half)| {
+            let heads = kv_heads * group;
+            QkvShape { batch, length, heads, kv_heads, head_dim: 2 * half }
+        },
+    )
+}
+
+fn any_case() -> impl Strategy<Value = Case> {
+    (shapes(), any::<[bool; 4]>(), 1usize..9, any::<[prop::sample::Index; 2]>()).prop_map(
+        |(shape, [routed, weighted, causal, masked], mean_length, [first, second])| {
+            let heads = shape.heads;
+            let routed_heads = if routed && heads > 1 { 2 + first.index(heads - 1) } else { 0 };
+            let router = (routed_heads > 0).then(|| QueryNormRouter {
+                shared_heads: heads - routed_heads,
+                top_k: second.index(routed_heads + 1),
+            });
+            let mut random = Random(mean_length as u64);
+            let first_key = masked.then(|| documents(&shape, &mut random, mean_length));
+            Case { shape, router, weighted, causal, first_key, whole: false }
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(cases(48))]
+
+    #[test]
+    fn any_case_agrees(case in any_case(), seed: u64) {
+        on_each_device!(device => agrees::<_, f32>(device, &case, seed));
+    }
+
+    #[test]
+    fn packed_rows_equal_a_mask_on_dense_attention(
+        shape in shapes().prop_filter("heads to route", |shape| shape.heads > 1),
+        choice: [prop::sample::Index; 2],
+        seed: u64,
+    ) {
+        let shared_heads = choice[0].index(shape.heads - 1);
+        let top_k = choice[1].index(shape.heads - shared_heads + 1);
+        let (dense, routed) = (Case::dense(shape), Case::routed(shape, shared_heads, top_k));
+        let inputs = Inputs::<f32>::new(&dense, seed);
+        let packed = Packed::new(&shape);
+        let queries = packed.queries(&tensor(&inputs.qkv, packed.dims())).unwrap();
+        let mask = flat(&operators::selection(&queries, shared_heads, top_k).unwrap());
+        on_each_device!(device => {
+            let (dense, routed) = (run(device, &dense, &inputs), run(device, &routed, &inputs));
+            let row = shape.heads * shape.head_dim;
+            let d_q = columns(&routed.d_qkv, shape.row(), 0..row);
+            let masked: Vec<f64> = (dense.out.iter().enumerate())
+                .map(|(at, &x)| f64::from(x) * mask[at / shape.head_dim])
+                .collect();
+            assert_close("masked", &routed.out, &masked, F32_TOLERANCE);
+            for (pair, &selected) in mask.iter().enumerate() {
+                let part = pair * shape.head_dim..(pair + 1) * shape.head_dim;
+                if selected == 0.0 {
+                    prop_assert!(routed.out[part.clone()].iter().all(|&x| x == 0.0));
+                    prop_assert!(d_q[part].iter().all(|&x| x == 0.0));
+                    prop_assert_eq!((routed.delta[pair], routed.log_sum_exp[pair]), (0.0, 0.0));
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn a_document_of_one_token_returns_its_value(shape in shapes(), seed: u64) {
+        let positions = 0..shape.length as u32;
+        let first_key = Some((0..shape.batch).flat_map(|_| positions.clone()).collect());
+        let case = Case { first_key, ..Case::dense(shape) };
+        let inputs = Inputs::<f32>::new(&case, seed);
+        on_each_device!(device => {
+            let out = run(device, &case, &inputs).out;
+            let rows = inputs.qkv.chunks_exact(shape.row());
+            for (out, row) in out.chunks_exact(shape.heads * shape.head_dim).zip(rows) {
+                let values = &row[(shape.heads + shape.kv_heads) * shape.head_dim..];
+                for (head, out) in out.chunks_exact(shape.head_dim).enumerate() {
+                    let start = head / shape.group_size() * shape.head_dim;
+                    prop_assert_eq!(out, &values[start..start + shape.head_dim]);
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn any_cache_agrees(
+        shape in shapes(),
+        key_length in 1usize..60,
+        block_length in 1usize..20,
+        extra in 0usize..9,
+        choice: prop::sample::Index,
+        seed: u64,
+    ) {
+        let QkvShape { batch, length, heads, kv_heads, head_dim } = shape;
+        let query_length = length.min(key_length);
+        let query_stride = heads * head_dim + extra;
+        let query_offset = choice.index(key_length - query_length + 1);
+        let shape = AttentionShape {
+            batch, query_length, key_length, heads, kv_heads, head_dim, query_stride,
+        };
+        on_each_device!(device => {
+            cached_agrees::<_, f32>(device, &shape, query_offset, block_length, seed)
+        });
+    }
+}

@@ -1,0 +1,133 @@
+//! The fused output head and cross-entropy against its reference: loss and both gradients, with
+//! ignored targets and over more than one chunk of tokens.
+
+#![allow(clippy::unwrap_used)]
+
+mod reference;
+
+use half::bf16;
+use moh_kernels::cross_entropy::{HeadGradients, HeadShape, IGNORED};
+use moh_kernels::{Backend, Element, Error};
+use reference::{
+    F32_TOLERANCE, Random, added, assert_close, cases, download, flat, garbage, gradient,
+    operators, tolerance, upload, var, view, view_mut,
+};
+
+/// Exact in f32, so that the reference scales by the same number.
+const SCALE: f32 = 0.25;
+
+fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: HeadShape, seed: u64) {
+    let HeadShape { tokens, width, vocab_size } = shape;
+    let mut random = Random(seed);
+    let x: Vec<T> = random.numbers(tokens * width);
+    let weight: Vec<T> = random.numbers(vocab_size * width);
+    let d_weight: Vec<G> = random.numbers(weight.len());
+    let targets: Vec<u32> = (0..tokens)
+        .map(|_| if random.below(4) == 0 { IGNORED } else { random.below(vocab_size) as u32 })
+        .collect();
+
+    let (x_buffer, weight_buffer) = (upload(device, &x), upload(device, &weight));
+    let target_buffer = upload(device, &targets);
+    let mut scratch = garbage::<B, f32>(device, device.cross_entropy_scratch(&shape));
+    let mut d_x = garbage::<B, T>(device, x.len());
+    let mut d_weight_out = upload(device, &d_weight);
+    let mut run = |gradients: Option<HeadGradients<'_, B, T, G>>| {
+        let mut loss = upload(device, &[2.0f64]);
+        device
+            .cross_entropy(
+                &shape,
+                view::<B, T>(&x_buffer),
+                view::<B, T>(&weight_buffer),
+                view::<B, u32>(&target_buffer),
+                view_mut::<B, f32>(&mut scratch),
+                view_mut::<B, f64>(&mut loss),
+                gradients,
+            )
+            .unwrap();
+        download::<B, f64>(device, &loss)[0] - 2.0
+    };
+    let loss_alone = run(None);
+    let loss = run(Some(HeadGradients {
+        scale: SCALE,
+        d_x: view_mut::<B, T>(&mut d_x),
+        d_weight: view_mut::<B, G>(&mut d_weight_out),
+    }));
+
+    let (x, weight) = (var(&x, (tokens, width)), var(&weight, (vocab_size, width)));
+    let expected = operators::cross_entropy(&x, &weight, &targets).unwrap();
+    let gradients = (&expected * f64::from(SCALE)).unwrap().backward().unwrap();
+    assert_eq!(loss, loss_alone, "the loss does not depend on whether gradients are wanted");
+    assert_close("loss", &[loss as f32], &flat(&expected.unsqueeze(0).unwrap()), F32_TOLERANCE);
+    let expected = gradient(&gradients, &x);
+    assert_close("d_x", &download::<B, T>(device, &d_x), &expected, tolerance::<T>());
+    let expected = added(&d_weight, &gradient(&gradients, &weight));
+    assert_close("d_weight", &download::<B, G>(device, &d_weight_out), &expected, tolerance::<G>());
+}
+
+#[test]
+fn loss_and_gradients_agree_over_more_than_one_chunk() {
+    // A chunk has 1024 tokens at the most.
+    let shape = HeadShape { tokens: 1100, width: 24, vocab_size: 40 };
+    on_each_device!(device => agrees::<_, f32, f32>(device, shape, 1));
+    on_each_device!(device => agrees::<_, bf16, f32>(device, shape, 1));
+    on_each_device!(device => agrees::<_, bf16, bf16>(device, shape, 1));
+}
+
+#[test]
+fn a_vocabulary_that_fills_the_scratch_makes_chunks_of_fewer_tokens() {
+    let shape = HeadShape { tokens: 5, width: 2, vocab_size: 3 << 20 };
+    let mut scratch = vec![0f32; moh_kernels::Cpu.cross_entropy_scratch(&shape)];
+    assert_eq!(scratch.len(), 2 * shape.vocab_size);
+    // All logits are 0, so every token's loss is the logarithm of the vocabulary.
+    let (x, weight) = (vec![0f32; 10], vec![0f32; 2 * shape.vocab_size]);
+    let targets = [0, IGNORED, 7, 8, 9];
+    let mut loss = [0f64];
+    moh_kernels::Cpu
+        .cross_entropy::<f32, f32>(&shape, &x, &weight, &targets, &mut scratch, &mut loss, None)
+        .unwrap();
+    let expected = 4.0 * (shape.vocab_size as f64).ln();
+    assert!((loss[0] / expected - 1.0).abs() < F32_TOLERANCE, "{} is not {expected}", loss[0]);
+}
+
+#[test]
+fn ignored_targets_have_neither_loss_nor_gradient() {
+    let shape = HeadShape { tokens: 3, width: 2, vocab_size: 5 };
+    let mut scratch = vec![0f32; moh_kernels::Cpu.cross_entropy_scratch(&shape)];
+    let (mut loss, mut d_x, mut d_weight) = ([0f64], [9f32; 6], [1f32; 10]);
+    let gradients = HeadGradients { scale: 1.0, d_x: &mut d_x[..], d_weight: &mut d_weight[..] };
+    let (x, weight, targets) = ([1f32; 6], [0.5f32; 10], [IGNORED; 3]);
+    moh_kernels::Cpu
+        .cross_entropy(&shape, &x, &weight, &targets, &mut scratch, &mut loss, Some(gradients))
+        .unwrap();
+    assert_eq!((loss, d_x, d_weight), ([0.0], [0.0; 6], [1.0; 10]));
+}
+
+#[test]
+fn a_target_without_a_row_is_refused() {
+    let shape = HeadShape { tokens: 1, width: 1, vocab_size: 5 };
+    let (mut scratch, mut loss) = ([0f32; 5], [0f64]);
+    let refused = moh_kernels::Cpu.cross_entropy::<f32, f32>(
+        &shape,
+        &[0.0],
+        &[0.0; 5],
+        &[5],
+        &mut scratch,
+        &mut loss,
+        None,
+    );
+    assert_eq!(refused, Err(Error::Vocabulary { id: 5, vocab_size: 5 }));
+}
+
+proptest::proptest! {
+    #![proptest_config(cases(48))]
+    #[test]
+    fn any_shape_agrees(
+        tokens in 1usize..50,
+        width in 1usize..40,
+        vocab_size in 1usize..70,
+        seed: u64,
+    ) {
+        let shape = HeadShape { tokens, width, vocab_size };
+        on_each_device!(device => agrees::<_, f32, f32>(device, shape, seed));
+    }
+}

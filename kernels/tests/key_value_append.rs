@@ -1,0 +1,52 @@
+//! Appending to the cache: keys and values land in their rows, and no other row changes.
+
+#![allow(clippy::unwrap_used)]
+
+mod reference;
+
+use moh_kernels::Backend;
+use moh_kernels::rope::QkvShape;
+use reference::{Random, cases, columns, download, upload, view, view_mut};
+
+fn appends<B: Backend>(device: &B, shape: QkvShape, first_position: usize, seed: u64) {
+    let (mut random, width) = (Random(seed), shape.kv_heads * shape.head_dim);
+    let qkv: Vec<f32> = random.numbers(shape.length * shape.row());
+    let before: Vec<f32> = random.numbers((first_position + shape.length + 2) * width);
+    let qkv_buffer = upload(device, &qkv);
+    let (mut keys, mut values) = (upload(device, &before), upload(device, &before));
+    let (keys_view, values_view) = (view_mut::<B, f32>(&mut keys), view_mut::<B, f32>(&mut values));
+    let qkv_view = view::<B, f32>(&qkv_buffer);
+    device.key_value_append(&shape, first_position, qkv_view, keys_view, values_view).unwrap();
+    let first = shape.heads * shape.head_dim;
+    for (what, cache, start) in [("keys", keys, first), ("values", values, first + width)] {
+        let mut expected = before.clone();
+        let new = columns(&qkv, shape.row(), start..start + width);
+        expected[first_position * width..][..new.len()].copy_from_slice(&new);
+        assert!(download::<B, f32>(device, &cache) == expected, "{what}");
+    }
+}
+
+#[test]
+fn the_cache_of_one_sequence_takes_one_sequence() {
+    let shape = QkvShape { batch: 2, length: 1, heads: 1, kv_heads: 1, head_dim: 2 };
+    let (qkv, mut keys, mut values) = ([0f32; 12], [0f32; 4], [0f32; 4]);
+    let refused = moh_kernels::Cpu.key_value_append(&shape, 0, &qkv, &mut keys, &mut values);
+    assert!(refused.is_err());
+}
+
+proptest::proptest! {
+    #![proptest_config(cases(32))]
+    #[test]
+    fn rows_land_where_they_belong(
+        length in 1usize..20,
+        kv_heads in 1usize..4,
+        group in 1usize..4,
+        half in 1usize..20,
+        first_position in 0usize..9,
+        seed: u64,
+    ) {
+        let heads = kv_heads * group;
+        let shape = QkvShape { batch: 1, length, heads, kv_heads, head_dim: 2 * half };
+        on_each_device!(device => appends(device, shape, first_position, seed));
+    }
+}

@@ -1,0 +1,190 @@
+//! What the tests of the operators share: seeded numbers, buffers on a device, and the comparison
+//! of an operator's result with its reference in f64 ([`operators`]).
+//!
+//! All inputs are representable in bf16, so that the f32 operator, the bf16 operator and the
+//! reference start from the same numbers and select the same heads.
+
+// Every test file compiles this module for itself and uses a part of it.
+#![allow(dead_code)]
+
+pub mod operators;
+
+use candle_core::backprop::GradStore;
+use candle_core::{DType as CandleType, Device, Shape, Tensor, Var};
+use half::bf16;
+use moh_kernels::{Backend, DType, Element, Scalar, View, ViewMut};
+use proptest::test_runner::Config;
+
+/// Relative L2 error of results that are computed and stored in f32: some tens of roundings of
+/// 6e-8 each.
+pub const F32_TOLERANCE: f64 = 1e-5;
+/// Relative L2 error of results that are stored in bf16: two roundings of at most 2^-9 each (a
+/// gradient is added to, then rotated), on top of arithmetic in f32.
+pub const BF16_TOLERANCE: f64 = 4e-3;
+/// Root mean square below which a result is compared absolutely; inputs are of order 1, so this
+/// is where a gradient vanishes (one key, one head) and only its rounding is left.
+pub const VANISHING: f64 = 1e-3;
+
+/// Runs the body once for every device of this build, so that a new device is one line here.
+#[macro_export]
+macro_rules! on_each_device {
+    ($device:ident => $body:expr) => {{
+        let $device = &moh_kernels::Cpu;
+        $body;
+    }};
+}
+
+/// The tolerance of results that are stored as `T`.
+pub fn tolerance<T: Element>() -> f64 {
+    if T::DTYPE == DType::BF16 { BF16_TOLERANCE } else { F32_TOLERANCE }
+}
+
+/// A property's number of cases; nothing is written beside the sources.
+pub fn cases(count: u32) -> Config {
+    Config { cases: count, failure_persistence: None, ..Config::default() }
+}
+
+/// A small generator (splitmix64), the same numbers for the same seed everywhere.
+pub struct Random(pub u64);
+
+impl Random {
+    fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// A whole number below `end`.
+    pub fn below(&mut self, end: usize) -> usize {
+        (self.bits() % end as u64) as usize
+    }
+
+    /// About normal, of variance 1, representable in bf16.
+    pub fn number<T: Element>(&mut self) -> T {
+        let uniform = |bits: u64| (bits & 0xffff) as f32 / 65536.0 - 0.5;
+        let bits = self.bits();
+        let sum: f32 = (0..4).map(|part| uniform(bits >> (16 * part))).sum();
+        T::from_f32(bf16::from_f32(sum * 3f32.sqrt()).to_f32())
+    }
+
+    /// `len` of them.
+    pub fn numbers<T: Element>(&mut self, len: usize) -> Vec<T> {
+        (0..len).map(|_| self.number()).collect()
+    }
+
+    /// `0..end` in a random order.
+    pub fn permutation(&mut self, end: usize) -> Vec<u32> {
+        let mut order: Vec<u32> = (0..end as u32).collect();
+        for last in (1..end).rev() {
+            order.swap(last, self.below(last + 1));
+        }
+        order
+    }
+}
+
+/// Cosines and sines `[positions, D/2]` of Llama's frequencies, computed in f64, stored in f32.
+pub fn rope_tables(positions: usize, head_dim: usize) -> (Vec<f32>, Vec<f32>) {
+    let angles = (0..positions).flat_map(|position| {
+        let frequency = move |i| 1e4f64.powf(-2.0 * i as f64 / head_dim as f64);
+        (0..head_dim / 2).map(move |i| position as f64 * frequency(i))
+    });
+    angles.map(|angle| (angle.cos() as f32, angle.sin() as f32)).unzip()
+}
+
+/// Tables that leave every number as it is, for tests that look at the router alone.
+pub fn no_rotation(positions: usize, head_dim: usize) -> (Vec<f32>, Vec<f32>) {
+    (vec![1.0; positions * head_dim / 2], vec![0.0; positions * head_dim / 2])
+}
+
+// ---- buffers on a device ----
+
+/// A buffer that holds these numbers.
+pub fn upload<B: Backend, S: Scalar>(device: &B, numbers: &[S]) -> B::Buffer<S> {
+    let mut buffer = device.allocate(numbers.len()).unwrap();
+    device.upload(numbers, view_mut::<B, S>(&mut buffer)).unwrap();
+    buffer
+}
+
+/// A buffer whose content an operator must replace.
+pub fn garbage<B: Backend, T: Element>(device: &B, len: usize) -> B::Buffer<T> {
+    upload(device, &vec![T::from_f32(777.0); len])
+}
+
+/// The numbers of a buffer.
+pub fn download<B: Backend, S: Scalar>(device: &B, buffer: &B::Buffer<S>) -> Vec<S> {
+    let mut numbers = vec![S::zeroed(); B::len(buffer)];
+    device.download(view::<B, S>(buffer), &mut numbers).unwrap();
+    numbers
+}
+
+/// Read access to all of a buffer.
+pub fn view<B: Backend, S: Scalar>(buffer: &B::Buffer<S>) -> View<'_, B, S> {
+    B::view(buffer, 0..B::len(buffer))
+}
+
+/// Write access to all of a buffer.
+pub fn view_mut<B: Backend, S: Scalar>(buffer: &mut B::Buffer<S>) -> ViewMut<'_, B, S> {
+    let len = B::len(buffer);
+    B::view_mut(buffer, 0..len)
+}
+
+// ---- tensors of the reference ----
+
+/// The numbers exactly.
+pub fn wide<T: Element>(numbers: &[T]) -> Vec<f64> {
+    numbers.iter().map(|&x| f64::from(x.to_f32())).collect()
+}
+
+/// A constant of the reference.
+pub fn tensor<T: Element>(numbers: &[T], shape: impl Into<Shape>) -> Tensor {
+    Tensor::from_vec(wide(numbers), shape, &Device::Cpu).unwrap()
+}
+
+/// An input of the reference that has a gradient.
+pub fn var<T: Element>(numbers: &[T], shape: impl Into<Shape>) -> Var {
+    Var::from_tensor(&tensor(numbers, shape)).unwrap()
+}
+
+/// A tensor's numbers in row-major order.
+pub fn flat(tensor: &Tensor) -> Vec<f64> {
+    assert_eq!(tensor.dtype(), CandleType::F64);
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Gradients of `<out, d_out>`.
+pub fn backward(out: &Tensor, d_out: &Tensor) -> GradStore {
+    (out * d_out).unwrap().sum_all().unwrap().backward().unwrap()
+}
+
+/// A variable's gradient, zero where nothing depends on it.
+pub fn gradient(gradients: &GradStore, var: &Var) -> Vec<f64> {
+    gradients.get(var).map_or_else(|| vec![0.0; var.elem_count()], flat)
+}
+
+/// Elementwise sum: what an operator that accumulates must hold.
+pub fn added<T: Element>(before: &[T], gradient: &[f64]) -> Vec<f64> {
+    wide(before).iter().zip(gradient).map(|(a, b)| a + b).collect()
+}
+
+/// Some columns of a row-major matrix.
+pub fn columns<S: Copy>(matrix: &[S], row: usize, range: std::ops::Range<usize>) -> Vec<S> {
+    matrix.chunks_exact(row).flat_map(|row| &row[range.clone()]).copied().collect()
+}
+
+// ---- comparison ----
+
+/// Asserts that a result agrees with its reference in relative L2 norm; `--nocapture` shows the
+/// errors reached.
+#[track_caller]
+pub fn assert_close<T: Element>(what: &str, actual: &[T], expected: &[f64], tolerance: f64) {
+    assert_eq!(actual.len(), expected.len(), "{what}: lengths");
+    let actual = wide(actual);
+    let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
+    let error = squares(&mut actual.iter().zip(expected).map(|(a, e)| a - e)).sqrt();
+    let norm = squares(&mut expected.iter().copied()).sqrt();
+    let relative = error / norm.max(VANISHING * (expected.len() as f64).sqrt()).max(1e-300);
+    println!("{what}: {:?} relative error {relative:.1e}", T::DTYPE);
+    assert!(relative <= tolerance, "{what}: relative error {relative:e} above {tolerance:e}");
+}

@@ -1,0 +1,209 @@
+//! The operators as plain mathematics in f64, on candle tensors whose autograd gives the
+//! gradients. Only primitive operations: candle's fused ones have no backward pass.
+
+use candle_core::{D, Device, Result, Tensor};
+use moh_kernels::adamw::AdamW;
+use moh_kernels::cross_entropy::IGNORED;
+use moh_kernels::rope::QkvShape;
+
+/// Rows of a table `[V, C]`.
+pub fn embedding(table: &Tensor, ids: &[u32]) -> Result<Tensor> {
+    table.index_select(&Tensor::from_slice(ids, ids.len(), &Device::Cpu)?, 0)
+}
+
+/// x `[N, C]`, weight `[C]`.
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    let mean = (x.sqr()?.mean_keepdim(1)? + eps)?;
+    x.broadcast_div(&mean.sqrt()?)?.broadcast_mul(weight)
+}
+
+/// x `[N, inputs]`, weight `[outputs, inputs]`.
+pub fn linear(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    x.matmul(&weight.t()?)
+}
+
+/// gate_up `[N, 2I]`.
+pub fn swiglu(gate_up: &Tensor) -> Result<Tensor> {
+    let width = gate_up.dim(1)? / 2;
+    let (gate, up) = (gate_up.narrow(1, 0, width)?, gate_up.narrow(1, width, width)?);
+    (gate.clone() / (gate.neg()?.exp()? + 1.0)?)? * up
+}
+
+/// Summed loss of logits x weight^T over the targets that are not ignored.
+pub fn cross_entropy(x: &Tensor, weight: &Tensor, targets: &[u32]) -> Result<Tensor> {
+    let logits = linear(x, weight)?;
+    let valid: Vec<f64> = targets.iter().map(|&t| f64::from(u8::from(t != IGNORED))).collect();
+    let chosen: Vec<u32> = targets.iter().map(|&t| if t == IGNORED { 0 } else { t }).collect();
+    let valid = Tensor::from_vec(valid, targets.len(), &Device::Cpu)?;
+    let chosen = Tensor::from_vec(chosen, (targets.len(), 1), &Device::Cpu)?;
+    let losses = (log_sum_exp(&logits)? - logits.gather(&chosen, 1)?.squeeze(1)?)?;
+    (losses * valid)?.sum_all()
+}
+
+/// Over the last dimension, which it removes.
+pub fn log_sum_exp(x: &Tensor) -> Result<Tensor> {
+    let largest = x.max_keepdim(D::Minus1)?.detach();
+    let sum = x.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?;
+    (sum.log()? + largest)?.squeeze(D::Minus1)
+}
+
+/// Packed queries, keys and values as a tensor `[B, T, H + 2G, D]`.
+pub struct Packed {
+    batch: usize,
+    length: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+}
+
+impl Packed {
+    /// The layout of `shape`.
+    pub fn new(shape: &QkvShape) -> Self {
+        let &QkvShape { batch, length, heads, kv_heads, head_dim } = shape;
+        Packed { batch, length, heads, kv_heads, head_dim }
+    }
+
+    /// Dimensions of the tensor.
+    pub fn dims(&self) -> (usize, usize, usize, usize) {
+        (self.batch, self.length, self.heads + 2 * self.kv_heads, self.head_dim)
+    }
+
+    /// Queries, keys and values.
+    pub fn split(&self, qkv: &Tensor) -> Result<[Tensor; 3]> {
+        let &Packed { heads, kv_heads, .. } = self;
+        Ok([
+            qkv.narrow(2, 0, heads)?,
+            qkv.narrow(2, heads, kv_heads)?,
+            qkv.narrow(2, heads + kv_heads, kv_heads)?,
+        ])
+    }
+
+    /// Queries as `[N, H, D]`, for the router.
+    pub fn queries(&self, qkv: &Tensor) -> Result<Tensor> {
+        let &Packed { batch, length, heads, head_dim, .. } = self;
+        qkv.narrow(2, 0, heads)?.reshape((batch * length, heads, head_dim))
+    }
+
+    /// The rows of f32 tables that its tokens use, exactly.
+    pub fn table(&self, cos: &[f32], sin: &[f32], first_position: usize) -> [Tensor; 2] {
+        let half = self.head_dim / 2;
+        let part = first_position * half..(first_position + self.length) * half;
+        [cos, sin].map(|table| super::tensor(&table[part.clone()], (self.length, half)))
+    }
+
+    /// Rotates queries and keys.
+    pub fn rotate(&self, qkv: &Tensor, [cos, sin]: &[Tensor; 2]) -> Result<Tensor> {
+        let turned = qkv.narrow(2, 0, self.heads + self.kv_heads)?;
+        let values = qkv.narrow(2, self.heads + self.kv_heads, self.kv_heads)?;
+        Tensor::cat(&[rope(&turned, cos, sin)?, values], 2)
+    }
+}
+
+/// x `[B, T, heads, D]`, cos and sin `[T, D/2]` of the positions at hand.
+pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    let half = x.dim(3)? / 2;
+    let (cos, sin) = (cos.unsqueeze(1)?, sin.unsqueeze(1)?);
+    let (low, high) = (x.narrow(3, 0, half)?, x.narrow(3, half, half)?);
+    let low_out = (low.broadcast_mul(&cos)? - high.broadcast_mul(&sin)?)?;
+    let high_out = (high.broadcast_mul(&cos)? + low.broadcast_mul(&sin)?)?;
+    Tensor::cat(&[low_out, high_out], 3)
+}
+
+/// Gates `[N, R]` of the queries `[N, H, D]` before RoPE.
+pub fn gates(queries: &Tensor, shared_heads: usize) -> Result<Tensor> {
+    let routed = queries.dim(1)? - shared_heads;
+    let norms = queries.narrow(1, shared_heads, routed)?.sqr()?.sum(2)?.sqrt()?;
+    let deviations = norms.broadcast_sub(&norms.mean_keepdim(1)?)?;
+    let variance = (deviations.sqr()?.sum_keepdim(1)? / (routed as f64 - 1.0))?;
+    let scores = norms.broadcast_div(&variance.sqrt()?)?;
+    let exponentials = scores.broadcast_sub(&scores.max_keepdim(1)?.detach())?.exp()?;
+    exponentials.broadcast_div(&exponentials.sum_keepdim(1)?)
+}
+
+/// 1 for shared heads and for the `top_k` routed heads of largest norm, the lower of equals first;
+/// `[N, H]`.
+pub fn selection(queries: &Tensor, shared_heads: usize, top_k: usize) -> Result<Tensor> {
+    let squares = queries.sqr()?.sum(2)?.to_vec2::<f64>()?;
+    let heads = queries.dim(1)?;
+    let mut mask = Vec::with_capacity(squares.len() * heads);
+    for squares in &squares {
+        let mut ranked: Vec<usize> = (shared_heads..heads).collect();
+        ranked.sort_by(|&a, &b| squares[b].total_cmp(&squares[a]).then(a.cmp(&b)));
+        let chosen = &ranked[..top_k];
+        mask.extend(
+            (0..heads).map(|h| f64::from(u8::from(h < shared_heads || chosen.contains(&h)))),
+        );
+    }
+    Tensor::from_vec(mask, (squares.len(), heads), &Device::Cpu)
+}
+
+/// Weights `[N, H]` whose value is the mask and whose gradient goes to the gates `[N, R]` of the
+/// selected heads: mask * (1 + gate - detach(gate)).
+pub fn straight_through(mask: &Tensor, gates: &Tensor) -> Result<Tensor> {
+    let (tokens, heads) = mask.dims2()?;
+    let shared = heads - gates.dim(1)?;
+    let none = Tensor::zeros((tokens, shared), gates.dtype(), &Device::Cpu)?;
+    let through = Tensor::cat(&[none, (gates - gates.detach())?], 1)?;
+    mask * (through + 1.0)?
+}
+
+/// `sum_i f_i P_i` of the gates `[N, R]` and the selection `[N, H]`.
+pub fn balance_loss(mask: &Tensor, gates: &Tensor) -> Result<Tensor> {
+    let routed = gates.dim(1)?;
+    let share = mask.narrow(1, mask.dim(1)? - routed, routed)?.mean(0)?;
+    (share * gates.mean(0)?)?.sum_all()
+}
+
+/// 0 where a query sees a key and minus infinity elsewhere, `[B, T, keys]`.
+pub fn visibility(
+    (batch, queries, keys): (usize, usize, usize),
+    causal: bool,
+    query_offset: usize,
+    first_key: Option<&[u32]>,
+) -> Result<Tensor> {
+    let mut mask = Vec::with_capacity(batch * queries * keys);
+    for token in 0..batch * queries {
+        let first = first_key.map_or(0, |first_key| first_key[token] as usize);
+        let last = if causal { query_offset + token % queries } else { keys - 1 };
+        let sees = |key| key >= first && key <= last;
+        mask.extend((0..keys).map(|key| if sees(key) { 0.0 } else { f64::NEG_INFINITY }));
+    }
+    Tensor::from_vec(mask, (batch, queries, keys), &Device::Cpu)
+}
+
+/// Output `[B, T, H, D]` of every head before its weight, and the log-sum-exp `[B, T, H]`.
+///
+/// q `[B, T, H, D]`, k and v `[B, keys, G, D]`, mask `[B, T, keys]`.
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> Result<(Tensor, Tensor)> {
+    let (_, _, heads, head_dim) = q.dims4()?;
+    let group = heads / k.dim(2)?;
+    let owner: Vec<u32> = (0..heads).map(|head| (head / group) as u32).collect();
+    let owner = Tensor::from_vec(owner, heads, &Device::Cpu)?;
+    let by_head =
+        |x: &Tensor| x.contiguous()?.index_select(&owner, 2)?.transpose(1, 2)?.contiguous();
+    let (k, v) = (by_head(k)?, by_head(v)?);
+    let q = q.transpose(1, 2)?.contiguous()?;
+    let scores = (q.matmul(&k.t()?.contiguous()?)? / (head_dim as f64).sqrt())?;
+    let scores = scores.broadcast_add(&mask.unsqueeze(1)?)?;
+    let log_sum_exp = log_sum_exp(&scores)?;
+    let probabilities = scores.broadcast_sub(&log_sum_exp.unsqueeze(3)?)?.exp()?;
+    Ok((probabilities.matmul(&v)?.transpose(1, 2)?, log_sum_exp.transpose(1, 2)?))
+}
+
+/// One AdamW step: the new (parameters, first moment, second moment).
+pub fn adamw(
+    step: &AdamW,
+    squared_norm: f64,
+    gradient: &Tensor,
+    [parameter, first, second]: [&Tensor; 3],
+) -> Result<[Tensor; 3]> {
+    let &AdamW { learning_rate, beta1, beta2, eps, weight_decay, clip_norm, step } = step;
+    let gradient = (gradient * (clip_norm / (squared_norm.sqrt() + 1e-6)).min(1.0))?;
+    let first = ((first * beta1)? + (&gradient * (1.0 - beta1))?)?;
+    let second = ((second * beta2)? + (gradient.sqr()? * (1.0 - beta2))?)?;
+    let mean = (&first / (1.0 - beta1.powf(step as f64)))?;
+    let root = (&second / (1.0 - beta2.powf(step as f64)))?.sqrt()?;
+    let decayed = (parameter * (1.0 - learning_rate * weight_decay))?;
+    let parameter = (decayed - ((mean / (root + eps)?)? * learning_rate)?)?;
+    Ok([parameter, first, second])
+}

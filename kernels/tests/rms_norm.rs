@@ -1,0 +1,72 @@
+//! RMSNorm against its reference, forward and both gradients.
+
+#![allow(clippy::unwrap_used)]
+
+mod reference;
+
+use half::bf16;
+use moh_kernels::{Backend, Element};
+use reference::{
+    Random, added, assert_close, backward, cases, download, flat, garbage, gradient, operators,
+    tensor, tolerance, upload, var, view, view_mut,
+};
+
+const EPS: f64 = 1e-5;
+
+fn agrees<B: Backend, T: Element, G: Element>(device: &B, tokens: usize, width: usize, seed: u64) {
+    let mut random = Random(seed);
+    let (x, weight): (Vec<T>, Vec<T>) = (random.numbers(tokens * width), random.numbers(width));
+    let (d_y, d_x): (Vec<T>, Vec<T>) = (random.numbers(x.len()), random.numbers(x.len()));
+    let d_weight: Vec<G> = random.numbers(width);
+
+    let (x_buffer, weight_buffer) = (upload(device, &x), upload(device, &weight));
+    let (x_view, weight_view) = (view::<B, T>(&x_buffer), view::<B, T>(&weight_buffer));
+    let mut y = garbage::<B, T>(device, x.len());
+    let mut inv_rms = garbage::<B, f32>(device, tokens);
+    let (y_view, inv_rms_view) = (view_mut::<B, T>(&mut y), view_mut::<B, f32>(&mut inv_rms));
+    device.rms_norm_forward(EPS, x_view, weight_view, y_view, inv_rms_view).unwrap();
+    let d_y_buffer = upload(device, &d_y);
+    let (mut d_x_out, mut d_weight_out) = (upload(device, &d_x), upload(device, &d_weight));
+    device
+        .rms_norm_backward(
+            x_view,
+            weight_view,
+            view::<B, f32>(&inv_rms),
+            view::<B, T>(&d_y_buffer),
+            view_mut::<B, T>(&mut d_x_out),
+            view_mut::<B, G>(&mut d_weight_out),
+        )
+        .unwrap();
+
+    let (x, weight) = (var(&x, (tokens, width)), var(&weight, width));
+    let expected = operators::rms_norm(&x, &weight, EPS).unwrap();
+    let gradients = backward(&expected, &tensor(&d_y, (tokens, width)));
+    assert_close("y", &download::<B, T>(device, &y), &flat(&expected), tolerance::<T>());
+    let expected = added(&d_x, &gradient(&gradients, &x));
+    assert_close("d_x", &download::<B, T>(device, &d_x_out), &expected, tolerance::<T>());
+    let expected = added(&d_weight, &gradient(&gradients, &weight));
+    assert_close("d_weight", &download::<B, G>(device, &d_weight_out), &expected, tolerance::<G>());
+}
+
+#[test]
+fn forward_and_gradients_agree_over_more_than_one_task() {
+    on_each_device!(device => agrees::<_, f32, f32>(device, 150, 96, 1));
+    on_each_device!(device => agrees::<_, bf16, f32>(device, 150, 96, 1));
+    on_each_device!(device => agrees::<_, bf16, bf16>(device, 150, 96, 1));
+}
+
+#[test]
+fn a_token_of_zeros_stays_zero() {
+    let (mut y, mut inv_rms) = ([1f32; 4], [0f32; 1]);
+    moh_kernels::Cpu.rms_norm_forward(EPS, &[0.0; 4], &[1.0; 4], &mut y, &mut inv_rms).unwrap();
+    assert_eq!(y, [0.0; 4]);
+    assert!((f64::from(inv_rms[0]) - EPS.sqrt().recip()).abs() < 1e-4);
+}
+
+proptest::proptest! {
+    #![proptest_config(cases(32))]
+    #[test]
+    fn any_shape_agrees(tokens in 1usize..130, width in 1usize..70, seed: u64) {
+        on_each_device!(device => agrees::<_, f32, f32>(device, tokens, width, seed));
+    }
+}

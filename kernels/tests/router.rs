@@ -1,0 +1,271 @@
+//! The query-norm router against its reference: selection, gates, balance loss, and the gradient
+//! that it adds to the queries, checked by autograd and by central differences.
+
+#![allow(clippy::unwrap_used)]
+
+mod reference;
+
+use candle_core::Tensor;
+use half::bf16;
+use moh_kernels::rope::{QkvShape, RopeTable};
+use moh_kernels::router::{QueryNormRouter, RouterGradient};
+use moh_kernels::{Backend, Cpu, Element};
+use proptest::prelude::*;
+use reference::operators::{self, Packed};
+use reference::{
+    F32_TOLERANCE, Random, assert_close, cases, columns, download, flat, gradient, no_rotation,
+    rope_tables, tensor, tolerance, upload, var, view, view_mut,
+};
+
+/// Weight of the balance loss in the total, exact in f32.
+const BALANCE: f32 = 0.5;
+
+/// What a device made of one micro-batch.
+struct Routed<T> {
+    mask: Vec<u8>,
+    gates: Vec<f32>,
+    balance_loss: f64,
+    d_qkv: Vec<T>,
+}
+
+struct Case<'a, T> {
+    shape: QkvShape,
+    router: QueryNormRouter,
+    qkv: &'a [T],
+    d_qkv: &'a [T],
+    delta: Option<&'a [f32]>,
+    balance: f32,
+    tables: &'a (Vec<f32>, Vec<f32>),
+}
+
+fn route<B: Backend, T: Element>(device: &B, case: &Case<'_, T>) -> Routed<T> {
+    let &Case { shape, router, qkv, d_qkv, delta, balance, tables } = case;
+    let (cos, sin) = (upload(device, &tables.0), upload(device, &tables.1));
+    let table = RopeTable { cos: view::<B, f32>(&cos), sin: view::<B, f32>(&sin) };
+    let routed = shape.heads - router.shared_heads;
+    let mut routing = device.routing(shape.tokens() + 1, shape.heads, router).unwrap();
+    let mut rotated = upload(device, qkv);
+    let rotated_view = view_mut::<B, T>(&mut rotated);
+    device.rope_route_forward(&shape, table, 0, rotated_view, Some(&mut routing)).unwrap();
+    let mut mask = vec![9; shape.tokens() * routed];
+    let mut gates = vec![9.0; mask.len()];
+    device.routed_mask(&routing, &mut mask).unwrap();
+    device.gates(&routing, &mut gates).unwrap();
+    let mut loss = upload(device, &[1.0f64]);
+    device.balance_loss(&routing, 2.0, view_mut::<B, f64>(&mut loss)).unwrap();
+    let balance_loss = (download::<B, f64>(device, &loss)[0] - 1.0) / 2.0;
+
+    let delta = delta.map(|delta| upload(device, delta));
+    let delta = delta.as_ref().map(|delta| view::<B, f32>(delta));
+    let gradient = RouterGradient { routing: &routing, delta, balance_weight: balance };
+    let mut d_out = upload(device, d_qkv);
+    let (qkv_view, d_view) = (view::<B, T>(&rotated), view_mut::<B, T>(&mut d_out));
+    device.rope_route_backward(&shape, table, 0, qkv_view, d_view, Some(gradient)).unwrap();
+    Routed { mask, gates, balance_loss, d_qkv: download::<B, T>(device, &d_out) }
+}
+
+fn agrees<B: Backend, T: Element>(device: &B, shape: QkvShape, router: QueryNormRouter, seed: u64) {
+    let mut random = Random(seed);
+    let qkv: Vec<T> = random.numbers(shape.tokens() * shape.row());
+    // The router's gradient alone, or on top of another that arrives.
+    let arriving: Vec<T> = random.numbers(qkv.len());
+    let d_qkv = if seed.is_multiple_of(2) { vec![T::zeroed(); qkv.len()] } else { arriving };
+    let delta: Vec<f32> = random.numbers(shape.tokens() * shape.heads);
+    let tables = &rope_tables(shape.length, shape.head_dim);
+    let (qkv, d_qkv, delta) = (&qkv[..], &d_qkv[..], &delta[..]);
+    let case = Case { shape, router, qkv, d_qkv, delta: Some(delta), balance: BALANCE, tables };
+    let actual = route(device, &case);
+
+    let packed = Packed::new(&shape);
+    let QueryNormRouter { shared_heads, top_k } = router;
+    let qkv = var(qkv, packed.dims());
+    let rotated = packed.rotate(&qkv, &packed.table(&tables.0, &tables.1, 0)).unwrap();
+    let queries = packed.queries(&qkv).unwrap();
+    let mask = operators::selection(&queries, shared_heads, top_k).unwrap();
+    let gates = operators::gates(&queries, shared_heads).unwrap();
+    let weights = operators::straight_through(&mask, &gates).unwrap();
+    let balance_loss = operators::balance_loss(&mask, &gates).unwrap();
+    let attended = (weights * tensor(delta, mask.dims())).unwrap().sum_all().unwrap();
+    let arriving = (rotated * tensor(d_qkv, packed.dims())).unwrap().sum_all().unwrap();
+    let balanced = (&balance_loss * f64::from(BALANCE)).unwrap();
+    let total = ((attended + arriving).unwrap() + balanced).unwrap();
+    let expected = gradient(&total.backward().unwrap(), &qkv);
+
+    let expected_mask = columns(&flat(&mask), shape.heads, shared_heads..shape.heads);
+    assert!(actual.mask.iter().map(|&mark| f64::from(mark)).eq(expected_mask), "another selection");
+    assert_close("gates", &actual.gates, &flat(&gates), F32_TOLERANCE);
+    let error = actual.balance_loss / balance_loss.to_scalar::<f64>().unwrap() - 1.0;
+    assert!(top_k == 0 || error.abs() < F32_TOLERANCE, "the balance loss is off by {error:e}");
+    assert_close("d_qkv", &actual.d_qkv, &expected, tolerance::<T>());
+}
+
+#[test]
+fn selection_gates_losses_and_gradients_agree_over_more_than_one_task() {
+    let shape = QkvShape { batch: 2, length: 75, heads: 12, kv_heads: 4, head_dim: 16 };
+    for (shared_heads, top_k) in [(4, 5), (0, 3), (2, 10), (4, 0), (10, 1)] {
+        let router = QueryNormRouter { shared_heads, top_k };
+        for seed in [1, 2] {
+            on_each_device!(device => agrees::<_, f32>(device, shape, router, seed));
+            on_each_device!(device => agrees::<_, bf16>(device, shape, router, seed));
+        }
+    }
+}
+
+#[test]
+fn backward_agrees_with_central_differences() {
+    const NUDGE: f64 = 1e-5;
+    /// The differences' own error: NUDGE^2 and rounding over NUDGE, about 1e-10, below f32's.
+    const TOLERANCE: f64 = F32_TOLERANCE;
+    let shape = QkvShape { batch: 1, length: 3, heads: 5, kv_heads: 5, head_dim: 4 };
+    let router = QueryNormRouter { shared_heads: 1, top_k: 2 };
+    let mut random = Random(8);
+    let qkv: Vec<f32> = random.numbers(shape.tokens() * shape.row());
+    let delta: Vec<f32> = random.numbers(shape.tokens() * shape.heads);
+    let (tables, d_qkv) = (no_rotation(3, 4), vec![0f32; qkv.len()]);
+    let delta_view = Some(&delta[..]);
+    let (qkv_view, d_qkv, tables) = (&qkv[..], &d_qkv[..], &tables);
+    let case =
+        Case { shape, router, qkv: qkv_view, d_qkv, delta: delta_view, balance: BALANCE, tables };
+
+    // The selection is a constant to the gradient: that of the numbers before the nudge.
+    let packed = Packed::new(&shape);
+    let queries = packed.queries(&tensor(&qkv, packed.dims())).unwrap();
+    let mask = operators::selection(&queries, 1, 2).unwrap();
+    let loss = |qkv: Vec<f64>| {
+        let qkv = Tensor::from_vec(qkv, packed.dims(), &candle_core::Device::Cpu).unwrap();
+        let gates = operators::gates(&packed.queries(&qkv).unwrap(), 1).unwrap();
+        let balance = operators::balance_loss(&mask, &gates).unwrap().to_scalar::<f64>().unwrap();
+        let routed = columns(&flat(&mask), 5, 1..5);
+        let delta = columns(&reference::wide(&delta), 5, 1..5);
+        let weighed: f64 =
+            flat(&gates).iter().zip(routed).zip(delta).map(|((gate, m), d)| gate * m * d).sum();
+        weighed + f64::from(BALANCE) * balance
+    };
+    let nudged = |at: usize, by: f64| {
+        let mut qkv = reference::wide(&qkv);
+        qkv[at] += by;
+        loss(qkv)
+    };
+    let expected: Vec<f64> =
+        (0..qkv.len()).map(|at| (nudged(at, NUDGE) - nudged(at, -NUDGE)) / (2.0 * NUDGE)).collect();
+    on_each_device!(device => {
+        assert_close("differences", &route(device, &case).d_qkv, &expected, TOLERANCE)
+    });
+}
+
+/// Queries in which every head of a token has the same numbers in another order: equal norms.
+fn equal_norms<T: Element>(shape: &QkvShape, random: &mut Random) -> Vec<T> {
+    let mut qkv: Vec<T> = random.numbers(shape.tokens() * shape.row());
+    for row in qkv.chunks_exact_mut(shape.row()) {
+        let first: Vec<T> = row[..shape.head_dim].to_vec();
+        for head in row[..shape.heads * shape.head_dim].chunks_exact_mut(shape.head_dim) {
+            for (slot, from) in head.iter_mut().zip(random.permutation(shape.head_dim)) {
+                *slot = first[from as usize];
+            }
+        }
+    }
+    qkv
+}
+
+#[test]
+fn a_query_of_norm_zero_gets_no_gradient_of_the_router() {
+    let shape = QkvShape { batch: 1, length: 1, heads: 3, kv_heads: 1, head_dim: 2 };
+    let router = QueryNormRouter { shared_heads: 0, top_k: 2 };
+    let qkv = [0f32, 0.0, 1.0, 0.0, 0.0, 2.0, 1.0, 1.0, 1.0, 1.0];
+    let (delta, tables) = ([1f32, 2.0, 3.0], &no_rotation(1, 2));
+    let (qkv, d_qkv, delta) = (&qkv[..], &[0f32; 10][..], Some(&delta[..]));
+    let case = Case { shape, router, qkv, d_qkv, delta, balance: 0.0, tables };
+    let routed = route(&Cpu, &case);
+    assert_eq!(routed.mask, [0, 1, 1]);
+    assert_eq!(routed.d_qkv[..2], [0.0; 2]);
+    assert!(routed.d_qkv.iter().all(|x| x.is_finite()) && routed.d_qkv[2] != 0.0);
+}
+
+#[test]
+fn routers_that_cannot_work_are_refused() {
+    for (shared_heads, top_k) in [(5, 0), (3, 1), (3, 0), (0, 5), (2, 3)] {
+        let router = QueryNormRouter { shared_heads, top_k };
+        assert!(Cpu.routing(1, 4, router).is_err(), "{router:?} of 4 heads");
+    }
+}
+
+#[test]
+fn all_heads_shared_is_dense() {
+    let shape = QkvShape { batch: 1, length: 2, heads: 2, kv_heads: 1, head_dim: 2 };
+    let router = QueryNormRouter { shared_heads: 2, top_k: 0 };
+    let (qkv, tables): (Vec<f32>, _) = (Random(1).numbers(16), &no_rotation(2, 2));
+    let (qkv, delta) = (&qkv[..], Some(&[1f32; 4][..]));
+    let case = Case { shape, router, qkv, d_qkv: qkv, delta, balance: 1.0, tables };
+    let routed = route(&Cpu, &case);
+    assert_eq!((routed.balance_loss, &routed.d_qkv[..]), (0.0, qkv));
+    assert!(routed.mask.is_empty() && routed.gates.is_empty());
+}
+
+/// Shapes of any kind, with a router that fits.
+fn routed_shapes() -> impl Strategy<Value = (QkvShape, QueryNormRouter)> {
+    let heads = (1usize..=3, 1usize..=6).prop_filter("two heads to route", |(g, n)| g * n > 1);
+    (1usize..3, 1usize..70, heads, 1usize..=128)
+        .prop_flat_map(|(batch, length, (kv_heads, group), half)| {
+            let heads = kv_heads * group;
+            let shape = QkvShape { batch, length, heads, kv_heads, head_dim: 2 * half };
+            (Just(shape), 2..=heads)
+        })
+        .prop_flat_map(|(shape, routed)| {
+            let router = move |top_k| QueryNormRouter { shared_heads: shape.heads - routed, top_k };
+            (Just(shape), (0..=routed).prop_map(router))
+        })
+}
+
+proptest! {
+    #![proptest_config(cases(48))]
+
+    #[test]
+    fn any_shape_agrees((shape, router) in routed_shapes(), seed: u64) {
+        on_each_device!(device => agrees::<_, f32>(device, shape, router, seed));
+    }
+
+    #[test]
+    fn gates_sum_to_one_and_every_token_selects_k_heads(
+        (shape, router) in routed_shapes(),
+        seed: u64,
+    ) {
+        let qkv: Vec<bf16> = Random(seed).numbers(shape.tokens() * shape.row());
+        let (qkv, tables) = (&qkv[..], &no_rotation(shape.length, shape.head_dim));
+        let case = Case { shape, router, qkv, d_qkv: qkv, delta: None, balance: 0.0, tables };
+        let routed = shape.heads - router.shared_heads;
+        on_each_device!(device => {
+            let actual = route(device, &case);
+            for (gates, mask) in actual.gates.chunks(routed).zip(actual.mask.chunks(routed)) {
+                let sum: f64 = reference::wide(gates).iter().sum();
+                prop_assert!((sum - 1.0).abs() < 1e-6, "gates sum to {sum}");
+                prop_assert_eq!(mask.iter().map(|&m| usize::from(m)).sum::<usize>(), router.top_k);
+            }
+            // Without delta and balance weight nothing is added.
+            prop_assert!(actual.d_qkv == qkv);
+        });
+    }
+
+    #[test]
+    fn equal_norms_select_the_lower_heads_and_pass_no_gradient(
+        (shape, router) in routed_shapes(),
+        seed: u64,
+    ) {
+        let mut random = Random(seed);
+        let qkv: Vec<f32> = equal_norms(&shape, &mut random);
+        let delta: Vec<f32> = random.numbers(shape.tokens() * shape.heads);
+        let d_qkv: Vec<f32> = random.numbers(qkv.len());
+        let (delta, tables) = (Some(&delta[..]), &no_rotation(shape.length, shape.head_dim));
+        let (qkv, d_qkv) = (&qkv[..], &d_qkv[..]);
+        let case = Case { shape, router, qkv, d_qkv, delta, balance: BALANCE, tables };
+        let routed = shape.heads - router.shared_heads;
+        on_each_device!(device => {
+            let actual = route(device, &case);
+            for (at, &mark) in actual.mask.iter().enumerate() {
+                prop_assert_eq!(mark, u8::from(at % routed < router.top_k));
+            }
+            let uniform = 1.0 / routed as f32;
+            prop_assert!(actual.gates.iter().all(|gate| (gate - uniform).abs() < 1e-7));
+            prop_assert!(actual.d_qkv == d_qkv, "a gradient of the router");
+        });
+    }
+}
