@@ -1,8 +1,6 @@
 //! Fresh weights: matrices normal with the configuration's standard deviation, norms 1, as
 //! Hugging Face's Llama initialises them. A tensor's numbers depend on the seed and its name only.
 
-use crate::layout::Segment;
-
 /// A small generator of uniform 64-bit numbers (SplitMix64, Steele et al. 2014).
 struct SplitMix(u64);
 
@@ -22,13 +20,12 @@ impl SplitMix {
 }
 
 /// Writes a tensor's fresh numbers.
-pub fn initialize(seed: u64, deviation: f64, segment: &Segment, values: &mut [f32]) {
-    if segment.shape.len() < 2 {
+pub fn initialize(seed: u64, deviation: f64, name: &str, shape: &[usize], values: &mut [f32]) {
+    if shape.len() < 2 {
         values.fill(1.0);
         return;
     }
-    let keyed = segment
-        .name
+    let keyed = name
         .bytes()
         .fold(seed ^ 0x6d6f_685f_696e_6974, |state, byte| SplitMix(state ^ u64::from(byte)).next());
     let mut uniform = SplitMix(keyed);
@@ -47,15 +44,8 @@ mod tests {
     use super::*;
 
     fn matrix(name: &str) -> Vec<f32> {
-        let segment = Segment {
-            name: name.into(),
-            shape: vec![101, 99],
-            range: 0..9999,
-            decays: true,
-            counted: true,
-        };
         let mut values = vec![0.0; 9999];
-        initialize(7, 0.02, &segment, &mut values);
+        initialize(7, 0.02, name, &[101, 99], &mut values);
         values
     }
 

@@ -147,7 +147,8 @@ impl ModelSource {
     pub fn fill(&self, segment: &Segment, values: &mut [f32]) -> Result<(), Error> {
         let files = match &self.weights {
             Weights::Fresh { seed } => {
-                initial::initialize(*seed, self.config.initializer_range, segment, values);
+                let deviation = self.config.initializer_range;
+                initial::initialize(*seed, deviation, &segment.name, &segment.shape, values);
                 return Ok(());
             }
             Weights::Files(files) => files,

@@ -1,0 +1,168 @@
+//! A run that takes on a larger vocabulary starts from the model that conversion would write.
+
+#![allow(clippy::unwrap_used)]
+
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+use moh_convert::{Attention, Options, convert, write_random_model};
+use moh_data::{Prepare, TextTokenizer, TrainTokenizer, prepare, train_tokenizer};
+use moh_model::layout::ModelLayout;
+use moh_model::{ConfigFile, Dtype, WeightFiles};
+use moh_train::{ModelSource, Outcome, Recipe};
+use serde_json::{Value, json};
+
+const TEXT: &str = "{\"text\": \"the ship left the village and the village left the ship\"}\n";
+
+/// A model with its tokenizer, a tokenizer that adds two tokens to it, and text to train on.
+fn prepare_files(dir: &Path) {
+    std::fs::write(dir.join("text.jsonl"), TEXT.repeat(20)).unwrap();
+    let inputs = [dir.join("text.jsonl")];
+    let old = dir.join("model");
+    let options = TrainTokenizer {
+        inputs: &inputs,
+        field: "text",
+        vocab_size: 262,
+        dir: &old,
+        overwrite: false,
+    };
+    let tokenizer = train_tokenizer(options, &mut |_, _| {}).unwrap();
+    let rows = tokenizer.vocab_size();
+    let config = json!({
+        "model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": rows, "head_dim": 2,
+        "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+        "tie_word_embeddings": false, "hidden_act": "silu",
+    });
+    let weights = dir.join("weights");
+    let config = ConfigFile::from_value(config, Path::new("config.json")).unwrap();
+    write_random_model(&weights, &config, Dtype::F32, 1 << 30, 5).unwrap();
+    for file in std::fs::read_dir(&weights).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), old.join(file.file_name())).unwrap();
+    }
+    let mut larger: Value =
+        serde_json::from_slice(&std::fs::read(old.join("tokenizer.json")).unwrap()).unwrap();
+    for (id, content) in [(rows, "village"), (rows + 1, " ship")] {
+        larger["added_tokens"].as_array_mut().unwrap().push(json!({
+            "id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": false,
+        }));
+    }
+    let new = dir.join("larger");
+    std::fs::create_dir(&new).unwrap();
+    std::fs::write(new.join("tokenizer.json"), larger.to_string()).unwrap();
+    let tokenizer = TextTokenizer::load(&new).unwrap();
+    let options = Prepare {
+        tokenizer: &tokenizer,
+        inputs: &inputs,
+        field: "text",
+        prefix: &dir.join("tokens"),
+        overwrite: false,
+    };
+    prepare(options, &mut |_, _| {}).unwrap();
+}
+
+fn recipe(dir: &Path) -> Recipe {
+    let path = |name: &str| dir.join(name).display().to_string();
+    let text = format!(
+        r#"
+        [run]
+        dir = "{}"
+        seed = 1
+        device = "cpu"
+        dtype = "f32"
+        [model]
+        from = "{}"
+        tokenizer = "{}"
+        pad_vocab_to = 32
+        [data]
+        sequence_length = 8
+        sources = [{{ path = "{}" }}]
+        [[stage]]
+        name = "moh"
+        attention = "moh"
+        tokens = 32
+        batch_tokens = 16
+        micro_batch = 2
+        learning_rate = {{ max = 1e-3, min = 1e-4, warmup_steps = 0 }}
+        "#,
+        path("run"),
+        path("model"),
+        path("larger"),
+        path("tokens"),
+    );
+    Recipe::parse(&text, Path::new("recipe.toml"), &[]).unwrap()
+}
+
+#[test]
+fn a_run_starts_from_the_rows_that_conversion_writes() {
+    let dir = tempfile::tempdir().unwrap();
+    prepare_files(dir.path());
+    let options = Options {
+        attention: Attention::Dense,
+        tokenizer: Some(dir.path().join("larger")),
+        pad_vocab_to: Some(32),
+        ..Options::new(dir.path().join("model"), dir.path().join("expanded"))
+    };
+    convert(&options, &mut |_| std::ops::ControlFlow::Continue(())).unwrap();
+    let expanded = WeightFiles::open(&dir.path().join("expanded")).unwrap();
+
+    let recipe = recipe(dir.path());
+    let model = dir.path().join("model");
+    let source = ModelSource::open(&recipe, Path::new("recipe.toml"), Some(&model)).unwrap();
+    assert_eq!(source.config().vocab_size % 32, 0);
+    assert!(source.config().vocab_size > source.original_config().vocab_size);
+    let layout = ModelLayout::new(source.config());
+    for (_, segment) in layout.segments() {
+        let (mut ours, mut theirs) =
+            (vec![0f32; segment.range.len()], vec![0f32; segment.range.len()]);
+        source.fill(segment, &mut ours).unwrap();
+        expanded.read_f32(&segment.name, &mut theirs).unwrap();
+        assert_eq!(ours, theirs, "{}", segment.name);
+    }
+}
+
+#[test]
+fn a_run_with_a_larger_vocabulary_exports_it_with_its_tokenizer() {
+    let dir = tempfile::tempdir().unwrap();
+    prepare_files(dir.path());
+    let mut recipe = recipe(dir.path());
+    let model = dir.path().join("model");
+    let outcome = moh_train::run(
+        &mut recipe,
+        Path::new("recipe.toml"),
+        Some(&model),
+        &AtomicBool::new(false),
+        &mut |_| {},
+    )
+    .unwrap();
+    assert!(matches!(outcome, Outcome::Finished(_)));
+    let export = dir.path().join("run/export");
+    let config = ConfigFile::read(&export).unwrap().config;
+    assert_eq!(config.vocab_size % 32, 0);
+    assert_eq!(config.moh.map(|moh| (moh.shared_heads, moh.routed_top_k)), Some((2, 1)));
+    WeightFiles::open(&export).unwrap().check(&config).unwrap();
+    let exported = TextTokenizer::load(&export).unwrap();
+    let larger = TextTokenizer::load(&dir.path().join("larger")).unwrap();
+    assert_eq!(exported.hash(), larger.hash());
+}
+
+#[test]
+fn token_files_of_the_smaller_tokenizer_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    prepare_files(dir.path());
+    let mut recipe = recipe(dir.path());
+    recipe.model.tokenizer = None;
+    recipe.model.pad_vocab_to = None;
+    let model = dir.path().join("model");
+    let error = moh_train::run(
+        &mut recipe,
+        Path::new("recipe.toml"),
+        Some(&model),
+        &AtomicBool::new(false),
+        &mut |_| {},
+    )
+    .unwrap_err();
+    assert!(error.to_string().contains("tokens.json"), "{error}");
+}
