@@ -438,7 +438,7 @@ fn a_new_run_in_the_place_of_a_finished_one_is_not_taken_for_it() {
 fn another_recipe_is_refused_and_a_harmless_change_is_not() {
     let place = Workplace::new();
     stop_at(&place.recipe(&[]), 3);
-    for change in ["run.seed=2", "stage.moh.tokens=640", "stage.adapt.learning_rate.max=1e-4"] {
+    for change in ["run.seed=2", "stage.moh.tokens=640", "stage.adapt.learning_rate.max=1e-1"] {
         let error = train(&place.recipe(&[change])).unwrap_err();
         assert!(matches!(error, Error::RecipeChanged { .. }), "{error}");
         let (key, _) = change.split_once('=').unwrap();
@@ -499,7 +499,7 @@ fn recomputing_gives_the_same_bits() {
     }
 }
 
-/// Float sums in another order: the losses are about 4.
+/// Relative, above 1: float sums in another order, over 20 steps.
 const ACCUMULATION_TOLERANCE: f64 = 1e-5;
 
 #[test]
@@ -526,7 +526,8 @@ fn accumulating_micro_batches_is_one_large_batch() {
                 assert_eq!((field, whole.get(field)), ("validation_loss", None));
                 continue;
             };
-            assert!((a - b).abs() < ACCUMULATION_TOLERANCE, "{field}: {a} and {b}");
+            let tolerance = ACCUMULATION_TOLERANCE * a.abs().max(1.0);
+            assert!((a - b).abs() < tolerance, "{field}: {a} and {b}");
         }
     }
 }

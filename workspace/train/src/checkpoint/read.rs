@@ -6,7 +6,6 @@ use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use half::bf16;
-use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, Metadata};
 
 use super::manifest::{FORMAT, Manifest, TensorEntry, TensorKind};
@@ -159,7 +158,7 @@ impl StoredCheckpoint {
             )));
         }
         let (from, to) = info.data_offsets;
-        if to as u64 > header.data_len {
+        if from > to || to as u64 > header.data_len {
             return Err(refuse(format!("ends inside {}", entry.name)));
         }
         let mut bytes = vec![0; to - from];
@@ -185,11 +184,11 @@ impl Header {
         if text > MAX_TEXT_BYTES || text > length.saturating_sub(8) {
             return Err(refuse(format!("a header of {text} bytes is not a safetensors file's")));
         }
-        let mut buffer = head.to_vec();
         // Below 100 MB by the check above.
-        buffer.resize(8 + text as usize, 0);
-        file.read_exact(&mut buffer[8..]).map_err(io)?;
-        let (_, metadata) = SafeTensors::read_metadata(&buffer)
+        let mut header = vec![0; text as usize];
+        file.read_exact(&mut header).map_err(io)?;
+        // Not `SafeTensors::read_metadata`, which wants the whole file in memory.
+        let metadata = serde_json::from_slice(&header)
             .map_err(|error| refuse(format!("not a safetensors file: {error}")))?;
         let start = 8 + text;
         Ok(Header { metadata, start, data_len: length - start })
