@@ -5,6 +5,8 @@
 use std::fmt;
 use std::io::ErrorKind;
 use std::process::ExitCode;
+#[cfg(unix)]
+use std::sync::{Arc, atomic::AtomicBool};
 
 /// Something went wrong.
 const ERROR: u8 = 1;
@@ -40,7 +42,7 @@ impl std::error::Error for Usage {}
 
 /// Runs a program, prints its error and returns its exit code.
 pub fn run(program: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
-    let Err(error) = program() else {
+    let Err(error) = full_disks_are_errors().and_then(|()| program()) else {
         return ExitCode::SUCCESS;
     };
     if is_broken_pipe(&error) {
@@ -52,6 +54,14 @@ pub fn run(program: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
     }
     eprintln!("error: {}", sentence(&error));
     ExitCode::from(if error.is::<Usage>() { USAGE } else { ERROR })
+}
+
+/// A file that grows beyond a limit is then an error of `write`, like a full disk; by default the
+/// signal ends the process.
+fn full_disks_are_errors() -> anyhow::Result<()> {
+    #[cfg(unix)]
+    signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::new(AtomicBool::new(false)))?;
+    Ok(())
 }
 
 /// The error and its causes, without those that a message before them has quoted already.

@@ -8,40 +8,16 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
-use moh_convert::write_random_model;
+use moh_model::ConfigFile;
 use moh_model::weight_files::{INDEX_FILE, WEIGHTS_FILE};
-use moh_model::{ConfigFile, Dtype};
 use serde_json::{Value, json};
+use support::{edit_config, edit_weights, names, workplace, write_source};
 
-/// A directory with a tiny random Llama of 8 heads in `source`.
-fn workplace() -> tempfile::TempDir {
-    let dir = tempfile::tempdir().unwrap();
-    write_source(&dir.path().join("source"), u64::MAX);
-    dir
-}
-
-fn write_source(path: &Path, max_shard_bytes: u64) {
-    let fields = json!({
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 37,
-        "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4,
-        "max_position_embeddings": 64,
-    });
-    let file = ConfigFile::from_value(fields, Path::new("config.json")).unwrap();
-    write_random_model(path, &file, Dtype::F32, max_shard_bytes, 1).unwrap();
-}
+mod support;
 
 /// The command in a directory, away from the user's own hub settings.
 fn moh_convert(dir: &Path) -> Command {
-    let mut command = Command::cargo_bin("moh-convert").unwrap();
-    command.current_dir(dir);
-    for (name, _) in std::env::vars_os() {
-        if name.to_str().is_some_and(|name| name.starts_with("HF_") || name.ends_with("_PROXY")) {
-            command.env_remove(name);
-        }
-    }
-    command.env("HF_HOME", dir.join("hf")).env("HF_HUB_OFFLINE", "1").env("no_proxy", "127.0.0.1");
-    command
+    Command::from_std(support::program(env!("CARGO_BIN_EXE_moh-convert"), dir))
 }
 
 /// Runs, expects exit code 1 and one line on stderr, and that nothing was left behind.
@@ -55,38 +31,6 @@ fn failure(dir: &Path, arguments: &[&str]) -> String {
     assert!(stderr.starts_with("moh-convert: "), "{stderr}");
     assert_eq!(names(dir), before, "{stderr}");
     stderr["moh-convert: ".len()..].trim_end().to_string()
-}
-
-fn names(dir: &Path) -> Vec<String> {
-    let entries = fs::read_dir(dir).unwrap();
-    let mut names: Vec<_> =
-        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
-
-fn edit_config(dir: &Path, edit: impl FnOnce(&mut Value)) {
-    let path = dir.join("source/config.json");
-    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-    edit(&mut config);
-    fs::write(path, config.to_string()).unwrap();
-}
-
-/// Rewrites the one weight file with other tensors; values are f32.
-fn edit_weights(dir: &Path, edit: impl FnOnce(&mut Vec<(String, Vec<usize>, Vec<u8>)>)) {
-    let path = dir.join("source").join(WEIGHTS_FILE);
-    let bytes = fs::read(&path).unwrap();
-    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-    let mut tensors: Vec<_> = file
-        .iter()
-        .map(|(name, view)| (name.to_string(), view.shape().to_vec(), view.data().to_vec()))
-        .collect();
-    edit(&mut tensors);
-    let views = tensors.iter().map(|(name, shape, data)| {
-        let dtype = safetensors::Dtype::F32;
-        (name, safetensors::tensor::TensorView::new(dtype, shape.clone(), data).unwrap())
-    });
-    fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
 #[test]

@@ -9,6 +9,7 @@ pub mod optimizer;
 pub mod plan;
 pub mod recipe;
 mod run;
+mod run_data;
 pub mod run_directory;
 pub mod schedule;
 mod source;

@@ -9,6 +9,7 @@ use moh_kernels::{Backend, Cpu, Element};
 
 use crate::event::{Event, Outcome};
 use crate::recipe::{DType, Device};
+use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::summary::Summary;
 use crate::trainer::{Inputs, train};
@@ -39,6 +40,11 @@ pub fn run(
     let source = ModelSource::open(recipe, path, directory)?;
     recipe.resolve(path, source.original_config())?;
     let run = RunDirectory::new(&recipe.run.dir);
+    // Faults of the data leave no directory behind, and a finished run has no need of its data.
+    let data = match RunData::open(recipe, &source) {
+        Err(error) if !run.root().exists() => return Err(error),
+        opened => opened,
+    };
     let _lock = run.lock()?;
     run.store_recipe(recipe)?;
     if let Some(summary) = Summary::read(&run.summary())?
@@ -47,22 +53,25 @@ pub fn run(
     {
         return Ok(Outcome::AlreadyFinished(summary));
     }
+    let data = data?;
+    run.clear_remains()?;
     let inputs = Inputs { recipe, source: &source, run: &run, stop };
     match recipe.run.dtype {
-        DType::F32 => with_gradients::<Cpu, f32>(Cpu, inputs, events),
-        DType::Bf16 => with_gradients::<Cpu, bf16>(Cpu, inputs, events),
+        DType::F32 => with_gradients::<Cpu, f32>(Cpu, inputs, data, events),
+        DType::Bf16 => with_gradients::<Cpu, bf16>(Cpu, inputs, data, events),
     }
 }
 
 fn with_gradients<B: Backend + Clone, T: Element>(
     backend: B,
     inputs: Inputs<'_>,
+    data: RunData,
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<Outcome, Error> {
     match (inputs.recipe.precision.gradients, inputs.recipe.precision.moments) {
-        (DType::F32, DType::F32) => train::<B, T, f32, f32>(backend, inputs, events),
-        (DType::F32, DType::Bf16) => train::<B, T, f32, bf16>(backend, inputs, events),
-        (DType::Bf16, DType::F32) => train::<B, T, bf16, f32>(backend, inputs, events),
-        (DType::Bf16, DType::Bf16) => train::<B, T, bf16, bf16>(backend, inputs, events),
+        (DType::F32, DType::F32) => train::<B, T, f32, f32>(backend, inputs, data, events),
+        (DType::F32, DType::Bf16) => train::<B, T, f32, bf16>(backend, inputs, data, events),
+        (DType::Bf16, DType::F32) => train::<B, T, bf16, f32>(backend, inputs, data, events),
+        (DType::Bf16, DType::Bf16) => train::<B, T, bf16, bf16>(backend, inputs, data, events),
     }
 }

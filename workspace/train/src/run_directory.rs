@@ -118,6 +118,35 @@ impl RunDirectory {
         Ok(steps)
     }
 
+    /// Removes what earlier processes left unfinished beside the checkpoints, and the summary of a
+    /// run that goes on. The caller has locked the directory.
+    pub(crate) fn clear_remains(&self) -> Result<(), Error> {
+        let mut remains = vec![self.summary()];
+        for entry in std::fs::read_dir(&self.root).map_err(Error::io(&self.root))? {
+            let entry = entry.map_err(Error::io(&self.root))?;
+            if entry.file_name().to_string_lossy().starts_with(".tmp-") {
+                remains.push(entry.path());
+            }
+        }
+        // Half of an export; a whole one is replaced when the next is complete.
+        if !self.export().join("config.json").is_file() {
+            remains.push(self.export());
+        }
+        for path in remains {
+            let removed = match path.is_dir() {
+                true => std::fs::remove_dir_all(&path),
+                false => std::fs::remove_file(&path),
+            };
+            match removed {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(Error::io(&path)(error));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
     /// Writes the resolved recipe into the directory, which the caller has locked. Where there are
     /// checkpoints, the run continues: the recipe must then be the stored one but for harmless
     /// keys.

@@ -1,21 +1,21 @@
 //! The training run: stages in order, conversion between them, checkpoints, and the exact
 //! continuation of a run that was interrupted at any moment.
 
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use moh_data::{TextTokenizer, TokenFile, TrainingData, Windows};
+use moh_data::Windows;
 use moh_eval::Evaluator;
 use moh_kernels::{Backend, Element};
-use moh_model::{Model, ModelConfig};
+use moh_model::Model;
 
 use crate::checkpoint::{self, Evaluation, Moment, RunState, StoredCheckpoint, TensorKind};
 use crate::event::{Event, Outcome};
 use crate::export;
 use crate::metrics::{self, MetricsWriter, StepMetrics, Validation};
 use crate::optimizer::OptimizerState;
-use crate::recipe::{Order, Stage};
+use crate::recipe::Stage;
+use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::step::Stepper;
 use crate::summary::Summary;
@@ -35,9 +35,7 @@ struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
     events: &'e mut dyn FnMut(Event<'_>),
     model: Model<B, T>,
     optimizer: OptimizerState<B, M>,
-    data: TrainingData,
-    validation: Option<Windows>,
-    tokenizer: Option<TextTokenizer>,
+    data: RunData,
     metrics: MetricsWriter,
     board: Option<TensorBoard>,
     state: RunState,
@@ -48,9 +46,10 @@ struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
 pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
     backend: B,
     inputs: Inputs<'_>,
+    data: RunData,
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<Outcome, Error> {
-    let mut trainer = Trainer::<B, T, G, M>::start(backend, inputs, events)?;
+    let mut trainer = Trainer::<B, T, G, M>::start(backend, inputs, data, events)?;
     if trainer.run()? == Progress::Stopped {
         return Ok(Outcome::Stopped { step: trainer.state.step });
     }
@@ -68,6 +67,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
     fn start(
         backend: B,
         inputs: Inputs<'a>,
+        data: RunData,
         events: &'e mut dyn FnMut(Event<'_>),
     ) -> Result<Self, Error> {
         let Inputs { recipe, source, run, .. } = inputs;
@@ -99,15 +99,6 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             restore(&mut optimizer, &model, stored)?;
             events(Event::Resumed { step: state.step });
         }
-        let tokenizer = source.tokenizer()?;
-        let data = open_data(recipe, model.config())?;
-        let validation = open_validation(recipe, model.config())?;
-        if let Some(tokenizer) = &tokenizer {
-            data.check_tokenizer(tokenizer)?;
-            if let Some(windows) = &validation {
-                windows.file().check_tokenizer(tokenizer)?;
-            }
-        }
         metrics::cut_back(&run.metrics(), state.step)?;
         let board = (recipe.log.tensorboard)
             .then(|| TensorBoard::create(&run.tensorboard(), state.step))
@@ -119,8 +110,6 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             model,
             optimizer,
             data,
-            validation,
-            tokenizer,
             board,
             state,
             gradients: std::marker::PhantomData,
@@ -156,7 +145,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             let taken = stepper.step(
                 &mut self.model,
                 &mut self.optimizer,
-                &self.data,
+                &self.data.training,
                 self.state.sample,
                 (number, schedule.learning_rate(number)),
             )?;
@@ -167,6 +156,12 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             self.state.sample += stepper.batch_sequences();
             let last = number == steps;
             let validation = self.validate(&mut evaluator, last)?;
+            if let Some(Validation { loss, .. }) = validation
+                && !loss.is_finite()
+            {
+                let stage = stage.name.clone();
+                return Err(Error::NotFinite { stage, step: number, loss, norm: taken.grad_norm });
+            }
             let metrics = StepMetrics {
                 stage: stage.name.clone(),
                 step: number,
@@ -227,7 +222,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
     fn evaluator(&self, batch: usize) -> Result<Option<Evaluator<B, T>>, Error> {
         let length = self.inputs.recipe.data.sequence_length;
         let plan = |_: &Windows| Evaluator::new(&self.model, batch, length);
-        Ok(self.validation.as_ref().map(plan).transpose()?)
+        Ok(self.data.validation.as_ref().map(plan).transpose()?)
     }
 
     /// The validation loss, when this step has one.
@@ -241,13 +236,13 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         if !last && (every == 0 || !self.state.step.is_multiple_of(every)) {
             return Ok(None);
         }
-        let (Some(evaluator), Some(windows)) = (evaluator, &self.validation) else {
+        let (Some(evaluator), Some(windows)) = (evaluator, &self.data.validation) else {
             return Ok(None);
         };
         let count = validation_windows(self.inputs.recipe);
         let events = &mut self.events;
         let mut progress = |done, total| events(Event::Evaluating { done, total });
-        let tokenizer = self.tokenizer.as_ref();
+        let tokenizer = self.data.tokenizer.as_ref();
         let found = evaluator.evaluate(&self.model, windows, count, tokenizer, &mut progress)?;
         Ok(Some(Validation { loss: found.loss, bits_per_byte: found.bits_per_byte }))
     }
@@ -330,25 +325,4 @@ fn restore<B: Backend, T: Element, M: Element>(
     }
     optimizer.first_moment.fill(backend, layout, read(TensorKind::FirstMoment))?;
     optimizer.second_moment.fill(backend, layout, read(TensorKind::SecondMoment))
-}
-
-fn open_data(recipe: &Recipe, config: &ModelConfig) -> Result<TrainingData, Error> {
-    let sources: Vec<_> = (recipe.data.sources.iter())
-        .map(|source| moh_data::Source { path: source.path.clone(), weight: source.weight })
-        .collect();
-    let order = match recipe.data.order {
-        Order::Shuffled => moh_data::Order::Shuffled,
-        Order::Sequential => moh_data::Order::Sequential,
-    };
-    let length = recipe.data.sequence_length;
-    Ok(TrainingData::open(&sources, length, order, recipe.run.seed, config.vocab_size)?)
-}
-
-fn open_validation(recipe: &Recipe, config: &ModelConfig) -> Result<Option<Windows>, Error> {
-    let open = |path: &Path| {
-        let mut file = TokenFile::open(path)?;
-        file.limit_vocabulary(config.vocab_size);
-        Windows::new(file, recipe.data.sequence_length)
-    };
-    Ok(recipe.data.validation.as_ref().map(|validation| open(&validation.path)).transpose()?)
 }

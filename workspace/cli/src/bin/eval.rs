@@ -18,7 +18,14 @@ const BATCH_TOKENS: usize = 4096;
 
 /// Measure a model, dense or Mixture-of-Head.
 #[derive(Parser)]
-#[command(name = "moh-eval", version, arg_required_else_help = true)]
+#[command(
+    name = "moh-eval",
+    version,
+    arg_required_else_help = true,
+    after_help = "Example, from the repository's root:\n  \
+        moh-eval loss --model recipes/quickstart --data recipes/quickstart/voyage-valid \
+        --sequence-length 256"
+)]
 struct Arguments {
     #[command(subcommand)]
     command: Command,

@@ -107,7 +107,8 @@ fn generate<T: Element>(arguments: &Arguments) -> anyhow::Result<()> {
         count += 1;
         write!(out, "{}", text.push(next)?)?;
         out.flush()?;
-        if generator.position() + 1 > capacity {
+        if generator.position() + 1 == capacity {
+            // No token follows this one: its keys and values are of no use.
             break;
         }
         logits = generator.extend(&[next])?;

@@ -2,7 +2,8 @@
 //!
 //! A checkpoint holds the exact f32 weights and both moments as safetensors under Hugging Face's
 //! names, and a manifest with the state of the run and, for each tensor, its file, slice and hash,
-//! so that a training of another layout can read it. It is written beside its place, synced and
+//! so that a training of another layout can read it; the
+//! manifest's own hash lies beside it. It is written beside its place, synced and
 //! renamed; one whose hashes do not fit is set aside and the one before it is used.
 
 mod manifest;
@@ -15,3 +16,5 @@ pub use write::{prune, write};
 
 /// Name of the manifest in a checkpoint's directory.
 const MANIFEST: &str = "manifest.json";
+/// Name of the file with the manifest's own hash, as `b3sum --check` reads it.
+const MANIFEST_HASH: &str = "manifest.json.b3";

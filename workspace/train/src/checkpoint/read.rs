@@ -6,12 +6,11 @@ use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use half::bf16;
-use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, Metadata};
 
-use super::MANIFEST;
 use super::manifest::{FORMAT, Manifest, TensorEntry, TensorKind};
 use super::write::sync;
+use super::{MANIFEST, MANIFEST_HASH};
 use crate::{Error, RunDirectory};
 
 /// A longer manifest or header is not one of ours.
@@ -70,6 +69,13 @@ impl StoredCheckpoint {
             return Err(refuse(format!("{length} bytes are not a manifest")));
         }
         let text = fs::read(&path).map_err(Error::io(&path))?;
+        let hash_path = directory.join(MANIFEST_HASH);
+        let hash = fs::read(&hash_path).map_err(Error::io(&hash_path))?;
+        if hash != format!("{}  {MANIFEST}\n", blake3::hash(&text)).as_bytes() {
+            return Err(refuse(format!(
+                "does not have the hash in {MANIFEST_HASH}: it is damaged"
+            )));
+        }
         let manifest: Manifest = serde_json::from_slice(&text)
             .map_err(|error| refuse(format!("not a manifest: {error}")))?;
         if manifest.format != FORMAT {
@@ -142,8 +148,17 @@ impl StoredCheckpoint {
         let Some((header, info)) = info else {
             return Err(refuse(format!("holds no {}", entry.name)));
         };
+        let dtype = format!("{:?}", info.dtype);
+        let part: Vec<usize> =
+            entry.slice.iter().map(|[from, to]| to.saturating_sub(*from)).collect();
+        if dtype != entry.dtype || info.shape != part {
+            return Err(refuse(format!(
+                "{} is {dtype} {:?}, and the manifest says {} {part:?}",
+                entry.name, info.shape, entry.dtype
+            )));
+        }
         let (from, to) = info.data_offsets;
-        if to as u64 > header.data_len {
+        if from > to || to as u64 > header.data_len {
             return Err(refuse(format!("ends inside {}", entry.name)));
         }
         let mut bytes = vec![0; to - from];
@@ -169,11 +184,11 @@ impl Header {
         if text > MAX_TEXT_BYTES || text > length.saturating_sub(8) {
             return Err(refuse(format!("a header of {text} bytes is not a safetensors file's")));
         }
-        let mut buffer = head.to_vec();
         // Below 100 MB by the check above.
-        buffer.resize(8 + text as usize, 0);
-        file.read_exact(&mut buffer[8..]).map_err(io)?;
-        let (_, metadata) = SafeTensors::read_metadata(&buffer)
+        let mut header = vec![0; text as usize];
+        file.read_exact(&mut header).map_err(io)?;
+        // Not `SafeTensors::read_metadata`, which wants the whole file in memory.
+        let metadata = serde_json::from_slice(&header)
             .map_err(|error| refuse(format!("not a safetensors file: {error}")))?;
         let start = 8 + text;
         Ok(Header { metadata, start, data_len: length - start })

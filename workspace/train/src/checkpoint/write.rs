@@ -14,8 +14,8 @@ use moh_model::parameters::FlatBuffers;
 use safetensors::tensor::{Dtype, View};
 use serde_json::{Map, Value};
 
-use super::MANIFEST;
 use super::manifest::{FORMAT, Manifest, RunState, TensorEntry, TensorKind};
+use super::{MANIFEST, MANIFEST_HASH};
 use crate::optimizer::OptimizerState;
 use crate::recipe::Checkpoint;
 use crate::{Error, RunDirectory};
@@ -53,7 +53,7 @@ pub fn write<B: Backend, T: Element, M: Element>(
         }?);
     }
     let manifest = Manifest { format: FORMAT, state: state.clone(), config, tensors };
-    write_manifest(&folder.path().join(MANIFEST), &manifest)?;
+    write_manifest(folder.path(), &manifest)?;
     sync(folder.path())?;
     let place = run.checkpoint(state.step);
     // A temporary directory is private; a checkpoint need not be.
@@ -175,18 +175,22 @@ fn write_file<B: Backend, T: Element, S: Element>(
     Ok(model.layout().segments().map(entry).collect())
 }
 
-fn write_manifest(path: &Path, manifest: &Manifest) -> Result<(), Error> {
-    let io = Error::io(path);
-    let text = match serde_json::to_vec_pretty(manifest) {
-        Ok(text) => text,
-        Err(error) => return Err(io(error.into())),
-    };
+fn write_manifest(folder: &Path, manifest: &Manifest) -> Result<(), Error> {
+    let path = folder.join(MANIFEST);
+    let text = serde_json::to_vec_pretty(manifest)
+        .map_err(|error| Error::io(&path)(std::io::Error::from(error)))?;
+    let hash = format!("{}  {MANIFEST}\n", blake3::hash(&text));
+    write_synced(&path, &text)?;
+    write_synced(&folder.join(MANIFEST_HASH), hash.as_bytes())
+}
+
+fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), Error> {
     File::create(path)
         .and_then(|mut file| {
-            file.write_all(&text)?;
+            file.write_all(bytes)?;
             file.sync_all()
         })
-        .map_err(io)
+        .map_err(Error::io(path))
 }
 
 /// Puts a directory's entries on the disk; only Unix can.

@@ -1,0 +1,193 @@
+//! `moh-eval` from the outside: what it prints and writes, and one sentence for every bad input.
+
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use safetensors::{Dtype, SafeTensors};
+use support::{
+    VOCABULARY, edit_weights, failure, fixtures, program, success, workplace, write_tokenizer,
+    write_tokens,
+};
+
+mod support;
+
+fn moh_eval(dir: &Path, line: &str) -> Command {
+    let mut command = program(env!("CARGO_BIN_EXE_moh-eval"), dir);
+    command.args(line.split(' '));
+    command
+}
+
+/// The values that `moh-eval loss` prints, by name.
+fn printed(text: &str, name: &str) -> f64 {
+    let line = text.lines().find(|line| line.starts_with(name)).unwrap();
+    line[name.len()..].trim().parse().unwrap()
+}
+
+/// A model in `source` whose logits are all 0.
+fn uniform() -> tempfile::TempDir {
+    let dir = workplace();
+    edit_weights(dir.path(), |tensors| {
+        for (name, _, bytes) in tensors {
+            if name == "lm_head.weight" {
+                bytes.fill(0);
+            }
+        }
+    });
+    dir
+}
+
+#[test]
+fn a_uniform_model_has_the_loss_of_its_vocabulary() {
+    let dir = uniform();
+    write_tokens(&dir.path().join("text"), VOCABULARY, 333, 1);
+    let line = "loss --model source --data text --sequence-length 10";
+    let text = success(&mut moh_eval(dir.path(), line));
+    // 33 windows of 9 targets; ln 37 = 3.610918.
+    let expected = "loss           3.610918\nperplexity     37.0000\n\
+                    bits per byte  - (the model has no tokenizer)\ntokens         297\n";
+    assert_eq!(text, expected);
+    // The model's context, 64 tokens, where no length is given.
+    let text = success(&mut moh_eval(dir.path(), "loss --model source --data text"));
+    assert!(text.ends_with("tokens         315\n"), "{text}");
+    let text = success(&mut moh_eval(dir.path(), &format!("{line} --dtype bf16")));
+    assert!((printed(&text, "loss") - 37f64.ln()).abs() < 1e-6, "{text}");
+}
+
+#[test]
+fn bits_per_byte_count_the_bytes_of_the_targets() {
+    let dir = uniform();
+    write_tokenizer(&dir.path().join("source"), "w0");
+    write_tokens(&dir.path().join("text"), 10, 50, 1);
+    let line = "loss --model source --data text --sequence-length 10";
+    let text = success(&mut moh_eval(dir.path(), line));
+    // 9 words of 2 bytes with 8 spaces between them.
+    let expected = 37f64.log2() * 9.0 / 26.0;
+    assert!((printed(&text, "bits per byte") - expected).abs() < 1e-6, "{text}");
+}
+
+#[test]
+fn logits_are_written_with_the_heads_that_were_selected() {
+    let dir = workplace();
+    fs::write(dir.path().join("ids.json"), "[[1, 2, 3, 4, 5], [36, 0, 7, 7, 7]]").unwrap();
+    let convert = "--from source --out moh --shared-heads 4 --routed-top-k 2";
+    let mut command = program(env!("CARGO_BIN_EXE_moh-convert"), dir.path());
+    success(command.args(convert.split(' ')));
+    let logits = |model: &str| {
+        let line = format!("logits --model {model} --ids ids.json --out {model}.logits");
+        let text = success(&mut moh_eval(dir.path(), &line));
+        assert_eq!(text, format!("{model}.logits: logits of 2 x 5 tokens\n"));
+        fs::read(dir.path().join(format!("{model}.logits"))).unwrap()
+    };
+    let (dense, moh) = (logits("source"), logits("moh"));
+    let (dense, moh) = (SafeTensors::deserialize(&dense), SafeTensors::deserialize(&moh));
+    let (dense, moh) = (dense.unwrap(), moh.unwrap());
+    assert_eq!(dense.names(), ["logits"]);
+    let mut names = moh.names();
+    names.sort_unstable();
+    assert_eq!(names, ["logits", "routed_mask"]);
+    for file in [&dense, &moh] {
+        let logits = file.tensor("logits").unwrap();
+        assert_eq!((logits.dtype(), logits.shape()), (Dtype::F32, &[2, 5, VOCABULARY][..]));
+    }
+    assert!(dense.tensor("logits").unwrap().data() != moh.tensor("logits").unwrap().data());
+    let mask = moh.tensor("routed_mask").unwrap();
+    assert_eq!((mask.dtype(), mask.shape()), (Dtype::U8, &[2, 2, 5, 4][..]));
+    for row in mask.data().chunks(4) {
+        assert!(row.iter().all(|&bit| bit <= 1) && row.iter().sum::<u8>() == 2, "{row:?}");
+    }
+}
+
+#[test]
+fn ids_that_do_not_fit_are_refused() {
+    let dir = workplace();
+    for (text, expected) in [
+        ("{", "ids.json: not a list of lists of token ids"),
+        ("[1, 2]", "ids.json: not a list of lists of token ids"),
+        ("[[-1]]", "ids.json: not a list of lists of token ids"),
+        ("[]", "ids.json: holds no ids"),
+        ("[[], []]", "ids.json: holds no ids"),
+        ("[[1, 2], [3]]", "ids.json: list 1 has 1 ids where list 0 has 2"),
+        ("[[1, 37]]", "37"),
+        (&format!("[{:?}]", [1; 65]), "ids.json: 65 ids are more than the model's 64 positions"),
+    ] {
+        fs::write(dir.path().join("ids.json"), text).unwrap();
+        let line = "logits --model source --ids ids.json --out out";
+        let message = failure(dir.path(), &mut moh_eval(dir.path(), line), 1);
+        assert!(message.contains(expected), "{message}");
+    }
+    fs::write(dir.path().join("ids.json"), "[[1]]").unwrap();
+    for (ids, out, expected) in
+        [("none", "out", "none: No such file"), ("ids.json", "no/out", "no/out: No such file")]
+    {
+        let line = format!("logits --model source --ids {ids} --out {out}");
+        let message = failure(dir.path(), &mut moh_eval(dir.path(), &line), 1);
+        assert!(message.starts_with(expected), "{message}");
+    }
+}
+
+#[test]
+fn token_files_and_models_that_do_not_fit_are_refused() {
+    let dir = workplace();
+    let root = dir.path();
+    write_tokens(&root.join("text"), VOCABULARY, 100, 1);
+    write_tokens(&root.join("short"), VOCABULARY, 9, 1);
+    write_tokens(&root.join("wide"), VOCABULARY + 9, 100, 1);
+    for (arguments, expected) in [
+        ("--model source --data none", "none.bin: cannot read: No such file"),
+        ("--model source --data short", "short: holds 9 tokens, one window needs 10"),
+        ("--model source --data wide", "wide.bin: token "),
+        ("--model ./none --data text", "./none: no such directory"),
+    ] {
+        let line = format!("loss {arguments} --sequence-length 10");
+        let message = failure(root, &mut moh_eval(root, &line), 1);
+        assert!(message.starts_with(expected), "{message}");
+    }
+    for length in ["0", "1", "65"] {
+        let line = format!("loss --model source --data text --sequence-length {length}");
+        let message = failure(root, &mut moh_eval(root, &line), 2);
+        assert!(message.contains("must be 2 to 64, the model's context length"), "{message}");
+    }
+    let line = "loss --model source --data text --sequence-length many";
+    assert_eq!(moh_eval(root, line).output().unwrap().status.code(), Some(2));
+
+    write_tokenizer(&root.join("source"), "w0");
+    write_tokenizer(&root.join("other"), "w1");
+    fs::write(root.join("words.txt"), "w1 w2 w3 ".repeat(40)).unwrap();
+    let prepare = "prepare --tokenizer other --out theirs words.txt";
+    success(program(env!("CARGO_BIN_EXE_moh-data"), root).args(prepare.split(' ')));
+    let line = "loss --model source --data theirs --sequence-length 10";
+    let message = failure(root, &mut moh_eval(root, line), 1);
+    assert!(message.starts_with("theirs.json: prepared with another tokenizer"), "{message}");
+    fs::write(root.join("source/tokenizer.json"), b"{\xff}").unwrap();
+    let line = "loss --model source --data text --sequence-length 10";
+    let message = failure(root, &mut moh_eval(root, line), 1);
+    assert!(message.starts_with("source/tokenizer.json: not a usable tokenizer"), "{message}");
+}
+
+#[test]
+fn each_help_has_an_example() {
+    let dir = tempfile::tempdir().unwrap();
+    for line in ["--help", "loss --help", "logits --help"] {
+        let text = success(&mut moh_eval(dir.path(), line));
+        assert!(text.contains("Example") && text.contains("\n  moh-eval "), "{text}");
+    }
+    assert_eq!(moh_eval(dir.path(), "none").output().unwrap().status.code(), Some(2));
+}
+
+#[test]
+fn the_validation_stories_have_their_known_loss() {
+    let Some(fixtures) = fixtures() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let (model, stories) =
+        (fixtures.join("stories260K"), fixtures.join("data/stories-valid.jsonl"));
+    let mut prepare = program(env!("CARGO_BIN_EXE_moh-data"), dir.path());
+    prepare.args(["prepare", "--out", "valid", "--tokenizer"]).arg(&model).arg(stories);
+    success(&mut prepare);
+    let mut command = moh_eval(dir.path(), "loss --data valid --sequence-length 256");
+    let text = success(command.arg("--model").arg(model));
+    // shared/fixtures/README.md: windows of 256 tokens with 255 targets each.
+    assert!((printed(&text, "loss") - 1.2202).abs() < 0.001, "{text}");
+}

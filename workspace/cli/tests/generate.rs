@@ -1,0 +1,171 @@
+//! `moh-generate` from the outside: what it prints, and one sentence for every bad input.
+
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::Value;
+use support::{
+    VOCABULARY, WORDS, edit_config, edit_weights, failure, fixtures, program, success, workplace,
+    write_tokenizer,
+};
+
+mod support;
+
+/// The command on the model `source` and a prompt of three words.
+fn moh_generate(dir: &Path, options: &[&str]) -> Command {
+    let mut command = program(env!("CARGO_BIN_EXE_moh-generate"), dir);
+    command.args(["--model", "source", "--prompt", "w1 w2 w3"]).args(options);
+    command
+}
+
+/// A model in `source` with a tokenizer of fewer words than its vocabulary has rows.
+fn prepared() -> tempfile::TempDir {
+    let dir = workplace();
+    write_tokenizer(&dir.path().join("source"), "w0");
+    dir
+}
+
+#[test]
+fn greedy_text_is_always_the_same_and_as_long_as_asked() {
+    let dir = prepared();
+    let text = success(&mut moh_generate(dir.path(), &["--max-tokens", "9"]));
+    assert!(text.starts_with("w1 w2 w3 w") && text.ends_with('\n'), "{text}");
+    assert_eq!(text.split_whitespace().count(), 12, "{text}");
+    let again = ["--max-tokens", "9", "--temperature", "0", "--seed", "7"];
+    assert_eq!(success(&mut moh_generate(dir.path(), &again)), text);
+    let longer = success(&mut moh_generate(dir.path(), &[]));
+    assert!(longer.starts_with(text.trim_end()), "{longer}");
+    assert_eq!(longer.split_whitespace().count(), 64, "to the end of the context");
+    assert_eq!(success(&mut moh_generate(dir.path(), &["--max-tokens", "0"])), "w1 w2 w3\n");
+    for dtype in ["f32", "bf16"] {
+        success(&mut moh_generate(dir.path(), &["--dtype", dtype, "--max-tokens", "2"]));
+    }
+}
+
+#[test]
+fn a_seed_reproduces_its_text() {
+    let dir = prepared();
+    let sample = |seed: &str| {
+        let options = ["--temperature", "1", "--top-p", "0.95", "--seed", seed];
+        success(&mut moh_generate(dir.path(), &options))
+    };
+    assert_eq!(sample("1"), sample("1"));
+    assert_ne!(sample("1"), sample("2"));
+}
+
+#[test]
+fn rows_that_pad_the_vocabulary_are_never_chosen() {
+    let dir = prepared();
+    // Whatever the hidden state, a padding row has the largest logit by far.
+    edit_weights(dir.path(), |tensors| {
+        let (_, shape, bytes) =
+            tensors.iter_mut().find(|(name, ..)| name == "lm_head.weight").unwrap();
+        for (id, row) in bytes.chunks_mut(4 * shape[1]).enumerate().skip(WORDS) {
+            // One of two neighbours points along the first component, the other against it.
+            let weight = if id % 2 == 0 { 1e3f32 } else { -1e3 };
+            row.fill(0);
+            row[..4].copy_from_slice(&weight.to_le_bytes());
+        }
+    });
+    fs::write(dir.path().join("ids.json"), "[[1, 2, 3]]").unwrap();
+    let mut logits = program(env!("CARGO_BIN_EXE_moh-eval"), dir.path());
+    success(logits.args("logits --model source --ids ids.json --out logits".split(' ')));
+    let bytes = fs::read(dir.path().join("logits")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let logits: Vec<f32> = (file.tensor("logits").unwrap().data().chunks(4))
+        .map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()))
+        .collect();
+    let largest = |row: &[f32]| (0..VOCABULARY).max_by(|&a, &b| row[a].total_cmp(&row[b])).unwrap();
+    assert!(logits.chunks(VOCABULARY).all(|row| largest(row) >= WORDS), "the test's own premise");
+
+    for options in [&[][..], &["--temperature", "1"], &["--temperature", "2", "--top-p", "0.9"]] {
+        let text = success(&mut moh_generate(dir.path(), options));
+        for word in text.split_whitespace() {
+            let id: usize = word.strip_prefix('w').unwrap().parse().unwrap();
+            assert!(id < WORDS, "{text}");
+        }
+        assert_eq!(text.split_whitespace().count(), 64, "{text}");
+    }
+}
+
+#[test]
+fn an_end_token_ends_the_text() {
+    let dir = prepared();
+    let text = success(&mut moh_generate(dir.path(), &["--max-tokens", "1"]));
+    let first: u32 = text.split_whitespace().last().unwrap()[1..].parse().unwrap();
+    edit_config(dir.path(), |config| config["eos_token_id"] = vec![first].into());
+    assert_eq!(success(&mut moh_generate(dir.path(), &[])), "w1 w2 w3\n");
+}
+
+#[test]
+fn prompts_and_models_that_do_not_fit_are_refused() {
+    let dir = prepared();
+    let root = dir.path();
+    let prompt = |prompt: &str| {
+        let mut command = program(env!("CARGO_BIN_EXE_moh-generate"), root);
+        failure(root, command.args(["--model", "source", "--prompt", prompt]), 1)
+    };
+    assert!(prompt(&"w1 ".repeat(64)).starts_with("--prompt: 64 tokens, expected 1 to 63"));
+    assert!(prompt("").starts_with("--prompt: 0 tokens, expected 1 to 63"));
+
+    let tokenizer = root.join("source/tokenizer.json");
+    fs::write(&tokenizer, b"{\xff}").unwrap();
+    let message = failure(root, &mut moh_generate(root, &[]), 1);
+    assert!(message.starts_with("source/tokenizer.json: not a usable tokenizer"), "{message}");
+    fs::remove_file(tokenizer).unwrap();
+    let message = failure(root, &mut moh_generate(root, &[]), 1);
+    assert_eq!(message, "source: holds no tokenizer.json, which text needs");
+}
+
+#[test]
+fn wrong_usage_exits_with_two_and_the_help_has_an_example() {
+    let dir = prepared();
+    for options in [
+        &["--temperature", "-1"][..],
+        &["--temperature=-1"],
+        &["--temperature", "nan"],
+        &["--top-p", "0"],
+        &["--top-p", "1.1"],
+        &["--max-tokens", "-1"],
+        &["--none"],
+    ] {
+        let output = moh_generate(dir.path(), options).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{options:?}");
+        assert!(output.stdout.is_empty());
+    }
+    let help = program(env!("CARGO_BIN_EXE_moh-generate"), dir.path()).arg("--help").output();
+    let text = support::stdout(&help.unwrap());
+    assert!(text.contains("Example") && text.contains("\n  moh-generate --model "), "{text}");
+}
+
+#[test]
+fn the_known_story_is_told() {
+    let Some(fixtures) = fixtures() else { return };
+    let bytes = fs::read(fixtures.join("vectors/greedy-stories260K.json")).unwrap();
+    let cases: Value = serde_json::from_slice(&bytes).unwrap();
+    let mut told = 0;
+    for case in cases["cases"].as_array().unwrap() {
+        let Some(text) = case["text"].as_str() else { continue };
+        let dir = tempfile::tempdir().unwrap();
+        let mut model = fixtures.join("stories260K");
+        if let (Some(shared), Some(top_k)) =
+            (case["shared"].as_u64(), case["routed_top_k"].as_u64())
+        {
+            let mut convert = program(env!("CARGO_BIN_EXE_moh-convert"), dir.path());
+            convert.arg("--from").arg(model).args(["--out", "moh", "--shared-heads"]);
+            success(convert.args([&shared.to_string(), "--routed-top-k", &top_k.to_string()]));
+            model = dir.path().join("moh");
+        }
+        let new =
+            case["ids"].as_array().unwrap().len() as u64 - case["prompt_len"].as_u64().unwrap();
+        let mut command = program(env!("CARGO_BIN_EXE_moh-generate"), dir.path());
+        command.arg("--model").arg(model).args(["--prompt", case["prompt"].as_str().unwrap()]);
+        let found = success(command.args(["--max-tokens", &new.to_string()]));
+        assert_eq!(found.trim_end(), text.trim_end());
+        told += 1;
+    }
+    assert!(told > 0);
+}

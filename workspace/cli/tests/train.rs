@@ -1,0 +1,358 @@
+//! `moh-train` as real processes: killed, stopped, locked out, out of disk, and one sentence for
+//! every bad input.
+
+#![cfg(unix)]
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, ChildStderr, Command, Stdio};
+
+use serde_json::Value;
+use support::{
+    failure, names, program, repository, stderr, success, workplace, write_tokenizer, write_tokens,
+};
+
+mod support;
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-train");
+
+const RECIPE: &str = r#"
+[run]
+dir = "run"
+seed = 1
+device = "cpu"
+dtype = "f32"
+
+[model]
+from = "source"
+
+[data]
+sequence_length = 16
+sources = [{ path = "text" }]
+validation = { path = "text", batches = 2, every_steps = 9 }
+
+[[stage]]
+name = "adapt"
+attention = "dense"
+tokens = 3840
+batch_tokens = 64
+micro_batch = 2
+learning_rate = { max = 1e-2, min = 1e-3, warmup_steps = 2 }
+
+[[stage]]
+name = "moh"
+attention = "moh"
+moh = { shared_heads = 4, routed_top_k = 2 }
+tokens = 3840
+batch_tokens = 64
+micro_batch = 2
+learning_rate = { max = 5e-3, min = 1e-3, warmup_steps = 1 }
+
+[checkpoint]
+every_steps = 7
+"#;
+
+/// A directory with a model, a token file and a recipe of two stages of 60 steps.
+fn prepared() -> tempfile::TempDir {
+    let dir = workplace();
+    write_tokens(&dir.path().join("text"), support::VOCABULARY, 2000, 1);
+    fs::write(dir.path().join("recipe.toml"), RECIPE).unwrap();
+    dir
+}
+
+fn moh_train(dir: &Path, overrides: &[&str]) -> Command {
+    let mut command = program(PROGRAM, dir);
+    command.args(["--recipe", "recipe.toml"]);
+    for change in overrides {
+        command.args(["--set", change]);
+    }
+    command
+}
+
+/// Starts a run and waits for the first `lines` lines that it prints.
+fn started(command: &mut Command, lines: usize) -> (Child, BufReader<ChildStderr>) {
+    let mut child = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    let mut reader = BufReader::new(child.stderr.take().unwrap());
+    for _ in 0..lines {
+        reader.read_line(&mut String::new()).unwrap();
+    }
+    (child, reader)
+}
+
+fn terminate(child: &Child) {
+    let done = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap();
+    assert!(done.success());
+}
+
+/// What a finished run leaves, but for the speed.
+#[derive(PartialEq)]
+struct Results(Vec<u8>, String, Vec<Value>);
+
+fn results(run: &Path) -> Results {
+    let metrics = fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+    let line = |line: &str| {
+        let mut value: Value = serde_json::from_str(line).unwrap();
+        value.as_object_mut().unwrap().remove("tokens_per_second").unwrap();
+        value
+    };
+    Results(
+        fs::read(run.join("export/model.safetensors")).unwrap(),
+        fs::read_to_string(run.join("summary.json")).unwrap(),
+        metrics.lines().map(line).collect(),
+    )
+}
+
+/// The newest checkpoint's step; 0 where there is none.
+fn newest_checkpoint(run: &Path) -> u64 {
+    let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return 0 };
+    entries
+        .filter_map(|entry| {
+            entry.unwrap().file_name().to_str()?.strip_prefix("step-")?.parse().ok()
+        })
+        .max()
+        .unwrap_or(0)
+}
+
+#[test]
+fn a_killed_run_ends_as_one_that_was_not() {
+    let dir = prepared();
+    success(&mut moh_train(dir.path(), &["run.dir=whole"]));
+    // The process dies some time after the lines were read, in the middle of anything.
+    for (lines, microseconds) in [(2, 700), (9, 3100), (17, 12_000), (31, 400)] {
+        let (mut child, _reader) = started(&mut moh_train(dir.path(), &[]), lines);
+        std::thread::sleep(std::time::Duration::from_micros(microseconds));
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+    success(&mut moh_train(dir.path(), &[]));
+    let run = dir.path().join("run");
+    assert!(results(&run) == results(&dir.path().join("whole")));
+    let parts = [".lock", "checkpoints", "export", "metrics.jsonl", "recipe.toml", "run.svg"];
+    assert_eq!(names(&run), [&parts[..], &["summary.json", "tensorboard"]].concat());
+    assert_eq!(names(&run.join("checkpoints")), ["step-119", "step-120"]);
+
+    let text = success(&mut moh_train(dir.path(), &[]));
+    assert!(text.starts_with("this run has finished; nothing was left to do\n"), "{text}");
+}
+
+#[test]
+fn a_terminated_run_exits_with_75_and_continues() {
+    let dir = prepared();
+    let long = ["stage.adapt.tokens=25600"];
+    success(&mut moh_train(dir.path(), &[long[0], "run.dir=whole"]));
+    let (mut child, mut reader) = started(&mut moh_train(dir.path(), &long), 5);
+    terminate(&child);
+    let mut rest = String::new();
+    std::io::Read::read_to_string(&mut reader, &mut rest).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(75), "{rest}");
+    let step = newest_checkpoint(&dir.path().join("run"));
+    let last = format!(
+        "stopped after step {step} with a checkpoint: run the same command again to continue"
+    );
+    assert_eq!(rest.lines().last(), Some(last.as_str()));
+    let output = moh_train(dir.path(), &long).output().unwrap();
+    assert!(output.status.success());
+    assert!(stderr(&output).starts_with(&format!("continuing after step {step} of 460\n")));
+    assert!(results(&dir.path().join("run")) == results(&dir.path().join("whole")));
+}
+
+#[test]
+fn a_second_process_in_one_run_directory_is_refused() {
+    let dir = prepared();
+    let long = ["stage.adapt.tokens=64e6"];
+    let (mut child, _reader) = started(&mut moh_train(dir.path(), &long), 3);
+    let message = failure(dir.path(), &mut moh_train(dir.path(), &long), 1);
+    assert_eq!(message, "run: another process is training in this run directory");
+    terminate(&child);
+    assert_eq!(child.wait().unwrap().code(), Some(75));
+}
+
+#[test]
+fn the_plan_of_the_papers_run_needs_nothing_but_the_repository() {
+    let mut command = program(PROGRAM, &repository());
+    command.args(["--recipe", "recipes/moh-llama3-8b.toml", "--plan", "--device-tflops", "600"]);
+    let text = success(&mut command);
+    assert!(text.contains("8,030,261,248"), "{text}");
+    assert!(!repository().join("runs/moh-llama3-8b").exists());
+}
+
+#[test]
+fn recipes_that_do_not_fit_are_refused() {
+    let dir = prepared();
+    for (change, expected) in [
+        ("data.sequence_lenght=16", "sequence_length"),
+        ("run.seed=abc", "--set: run.seed"),
+        ("stage.adapt.learning_rate.max=-1", "must be a finite number above 0"),
+        ("stage.adapt.micro_batch=0", "stage.adapt.micro_batch"),
+        ("stage.tune.tokens=1", "stage.tune"),
+        ("stage.adapt", "expected key=value"),
+        ("stage.adapt.batch_tokens=65", "must be a multiple of sequence_length x micro_batch"),
+        ("stage.moh.moh={shared_heads = 7, routed_top_k = 1}", "leaves one routed head"),
+        ("stage.moh.moh.routed_top_k=5", "must be at most the 4 routed heads"),
+        ("stage.moh.moh.shared_heads=9", "the model has 8 heads"),
+        ("run.device=cuda", "use --set run.device=cpu"),
+        ("stage.adapt.parallel.tensor=2", "use --set stage.adapt.parallel.tensor=1"),
+        ("model.from=./none", "./none: no such directory"),
+        ("model.from=recipe.toml", "recipe.toml: is a file, expected a model directory"),
+        ("model.from=org/none", "org/none: "),
+    ] {
+        let message = failure(dir.path(), &mut moh_train(dir.path(), &[change]), 1);
+        assert!(message.contains(expected), "{change}: {message}");
+    }
+    let longer =
+        ["data.sequence_length=80", "stage.adapt.batch_tokens=160", "stage.moh.batch_tokens=160"];
+    let message = failure(dir.path(), &mut moh_train(dir.path(), &longer), 1);
+    assert!(message.contains("the model was made for 64 tokens"), "{message}");
+    let other = |text: Option<&str>| {
+        match text {
+            Some(text) => fs::write(dir.path().join("recipe.toml"), text).unwrap(),
+            None => fs::remove_file(dir.path().join("recipe.toml")).unwrap(),
+        }
+        failure(dir.path(), &mut moh_train(dir.path(), &[]), 1)
+    };
+    let message = other(Some("[run\n"));
+    assert!(message.starts_with("recipe.toml: line 1: "), "{message}");
+    let message = other(None);
+    assert!(message.starts_with("recipe.toml: No such file"), "{message}");
+}
+
+#[test]
+fn wrong_usage_exits_with_two() {
+    let dir = prepared();
+    for arguments in [&[][..], &["--plan"], &["recipe.toml"], &["--recipe"]] {
+        let output = program(PROGRAM, dir.path()).args(arguments).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+    }
+    for arguments in [&["--device-tflops", "9"][..], &["--plan", "--device-tflops", "0"]] {
+        let output = moh_train(dir.path(), &[]).args(arguments).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+    }
+    let text = success(program(PROGRAM, dir.path()).arg("--help"));
+    assert!(text.contains("Example") && text.contains("  moh-train --recipe recipes/"), "{text}");
+}
+
+#[test]
+fn models_that_are_damaged_are_refused() {
+    let dir = prepared();
+    let path = dir.path().join("source/model.safetensors");
+    let good = fs::read(&path).unwrap();
+    let mut corrupt = good.clone();
+    corrupt[20] = b'}';
+    for (bytes, expected) in [
+        (&good[..good.len() - 1], "model.safetensors: is cut short or corrupt"),
+        (&corrupt[..], "model.safetensors: has a corrupt safetensors header"),
+    ] {
+        fs::write(&path, bytes).unwrap();
+        let message = failure(dir.path(), &mut moh_train(dir.path(), &[]), 1);
+        assert!(message.contains(expected), "{message}");
+    }
+    fs::write(&path, good).unwrap();
+    fs::remove_file(dir.path().join("source/config.json")).unwrap();
+    let message = failure(dir.path(), &mut moh_train(dir.path(), &[]), 1);
+    assert!(message.starts_with("source/config.json: No such file"), "{message}");
+}
+
+#[test]
+fn token_files_that_do_not_fit_are_refused() {
+    let dir = prepared();
+    let root = dir.path();
+    write_tokens(&root.join("short"), support::VOCABULARY, 16, 1);
+    write_tokens(&root.join("cut"), support::VOCABULARY, 2000, 1);
+    let bytes = fs::read(root.join("cut.bin")).unwrap();
+    fs::write(root.join("cut.bin"), &bytes[..bytes.len() - 1]).unwrap();
+    for (path, expected) in [
+        ("none", "none.bin: cannot read: No such file"),
+        ("short", "short: holds 16 tokens, one window needs 17"),
+        ("cut", "cut."),
+    ] {
+        let source = format!("data.sources=[{{path = \"{path}\"}}]");
+        let message = failure(root, &mut moh_train(root, &[&source]), 1);
+        assert!(message.starts_with(expected), "{message}");
+    }
+    let held_out = "data.validation.path=none";
+    let message = failure(root, &mut moh_train(root, &[held_out]), 1);
+    assert!(message.starts_with("none.bin: cannot read"), "{message}");
+
+    // Found when the id is read, by then the run has begun.
+    write_tokens(&root.join("wide"), support::VOCABULARY + 9, 2000, 1);
+    let source = "data.sources=[{path = \"wide\"}]";
+    let output = moh_train(root, &[source, "run.dir=wide-run"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let text = stderr(&output);
+    let last = text.lines().last().unwrap();
+    assert!(last.starts_with("error: wide.bin: token ") && last.contains("outside the vocabulary"));
+}
+
+#[test]
+fn a_token_file_of_another_tokenizer_is_refused() {
+    let dir = prepared();
+    let root = dir.path();
+    write_tokenizer(&root.join("source"), "w0");
+    write_tokenizer(&root.join("other"), "w1");
+    fs::write(root.join("words.txt"), "w1 w2 w3 ".repeat(40)).unwrap();
+    let prepare = |tokenizer: &str, out: &str| {
+        let mut command = program(env!("CARGO_BIN_EXE_moh-data"), root);
+        success(command.args(["prepare", "--tokenizer", tokenizer, "--out", out, "words.txt"]));
+    };
+    prepare("other", "theirs");
+    prepare("source", "ours");
+    for key in ["data.sources=[{path = \"theirs\"}]", "data.validation.path=theirs"] {
+        let message = failure(root, &mut moh_train(root, &[key]), 1);
+        assert!(message.starts_with("theirs.json: prepared with another tokenizer"), "{message}");
+    }
+    // The tokenizer gives bits per byte, and goes with the export.
+    let ours = ["data.sources=[{path = \"ours\"}]", "data.validation.path=ours"];
+    let text = success(&mut moh_train(root, &ours));
+    assert!(text.contains("moh-generate --model run/export"), "{text}");
+    let same = |name: &str| fs::read(root.join(name).join("tokenizer.json")).unwrap();
+    assert!(same("source") == same("run/export"));
+    let metrics = fs::read_to_string(root.join("run/metrics.jsonl")).unwrap();
+    let last: Value = serde_json::from_str(metrics.lines().last().unwrap()).unwrap();
+    // Windows of 16 words have 15 targets: 15 words of 2 bytes and 14 spaces between them.
+    let expected = last["validation_loss"].as_f64().unwrap() * 15.0 / 44.0 / 2f64.ln();
+    assert!((last["validation_bits_per_byte"].as_f64().unwrap() - expected).abs() < 1e-12);
+}
+
+#[test]
+fn a_run_directory_that_cannot_be_written_is_refused() {
+    let dir = prepared();
+    fs::write(dir.path().join("occupied"), "mine").unwrap();
+    for place in ["occupied", "occupied/deeper"] {
+        let run = format!("run.dir={place}");
+        let message = failure(dir.path(), &mut moh_train(dir.path(), &[&run]), 1);
+        assert!(message.starts_with(&format!("{place}: ")), "{message}");
+    }
+    assert_eq!(fs::read_to_string(dir.path().join("occupied")).unwrap(), "mine");
+}
+
+/// With a limit on the size of files, as a full disk.
+#[test]
+fn a_full_disk_keeps_the_newest_checkpoint_and_room_continues() {
+    let dir = prepared();
+    success(&mut moh_train(dir.path(), &["run.dir=whole"]));
+    let (mut child, _reader) = started(&mut moh_train(dir.path(), &[]), 12);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let run = dir.path().join("run");
+    let step = newest_checkpoint(&run);
+    assert!(step >= 7);
+    let before = names(&run.join("checkpoints"));
+    // 32 blocks are 16 or 32 KB, depending on the shell; the weights have 46.
+    let script = format!("ulimit -f 32; exec '{PROGRAM}' --recipe recipe.toml");
+    let mut shell = Command::new("sh");
+    support::isolate(&mut shell, dir.path());
+    let output = shell.arg("-c").arg(script).output().unwrap();
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    let last = text.lines().last().unwrap();
+    assert!(last.starts_with("error: ") && last.contains("File too large"), "{text}");
+    let left = names(&run.join("checkpoints"));
+    let whole: Vec<_> = left.iter().filter(|name| !name.starts_with(".tmp-")).collect();
+    assert_eq!(whole, before.iter().filter(|name| !name.starts_with(".tmp-")).collect::<Vec<_>>());
+    let output = moh_train(dir.path(), &[]).output().unwrap();
+    assert!(output.status.success());
+    assert!(stderr(&output).starts_with(&format!("continuing after step {step} of 120\n")));
+    assert!(results(&run) == results(&dir.path().join("whole")));
+}

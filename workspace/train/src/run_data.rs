@@ -1,0 +1,56 @@
+//! The texts that a run reads: what it trains on, what is held out, and the tokenizer that both
+//! were prepared with.
+
+use moh_data::{TextTokenizer, TokenFile, TrainingData, Windows};
+
+use crate::Error;
+use crate::recipe::{Order, Recipe};
+use crate::source::ModelSource;
+
+/// Opened and checked against each other.
+pub(crate) struct RunData {
+    pub training: TrainingData,
+    pub validation: Option<Windows>,
+    /// Absent where the model has none.
+    pub tokenizer: Option<TextTokenizer>,
+}
+
+impl RunData {
+    /// Opens what `recipe` names.
+    ///
+    /// # Errors
+    /// When a file is missing or unsound, too short for one window, or made with another tokenizer
+    /// than the model's.
+    pub(crate) fn open(recipe: &Recipe, source: &ModelSource) -> Result<Self, Error> {
+        let vocab_size = source.config().vocab_size;
+        let training = open_training(recipe, vocab_size)?;
+        let validation = open_validation(recipe, vocab_size)?;
+        let tokenizer = source.tokenizer()?;
+        if let Some(tokenizer) = &tokenizer {
+            training.check_tokenizer(tokenizer)?;
+            if let Some(windows) = &validation {
+                windows.file().check_tokenizer(tokenizer)?;
+            }
+        }
+        Ok(RunData { training, validation, tokenizer })
+    }
+}
+
+fn open_training(recipe: &Recipe, vocab_size: usize) -> Result<TrainingData, Error> {
+    let sources: Vec<_> = (recipe.data.sources.iter())
+        .map(|source| moh_data::Source { path: source.path.clone(), weight: source.weight })
+        .collect();
+    let order = match recipe.data.order {
+        Order::Shuffled => moh_data::Order::Shuffled,
+        Order::Sequential => moh_data::Order::Sequential,
+    };
+    let length = recipe.data.sequence_length;
+    Ok(TrainingData::open(&sources, length, order, recipe.run.seed, vocab_size)?)
+}
+
+fn open_validation(recipe: &Recipe, vocab_size: usize) -> Result<Option<Windows>, Error> {
+    let Some(validation) = &recipe.data.validation else { return Ok(None) };
+    let mut file = TokenFile::open(&validation.path)?;
+    file.limit_vocabulary(vocab_size);
+    Ok(Some(Windows::new(file, recipe.data.sequence_length)?))
+}

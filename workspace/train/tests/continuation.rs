@@ -1,0 +1,589 @@
+//! A run that was interrupted, at any moment and in any way, ends as one that never was: the same
+//! weights bit for bit, the same metrics but for the speed, the same summary.
+
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use moh_data::{Provenance, TokenFileWriter};
+use moh_train::checkpoint;
+use moh_train::{Error, Event, Outcome, Recipe, RunDirectory, Schedule, metrics};
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// Steps of the recipe below: five of each stage.
+const STEPS: u64 = 10;
+
+/// Two stages of 5 steps of 8 sequences of 8 tokens; checkpoints after steps 2, 4, 5, 6, 8 and 10.
+fn recipe_text(dir: &Path) -> String {
+    let dir = dir.display();
+    format!(
+        r#"
+[run]
+dir = "{dir}/run"
+seed = 1
+device = "cpu"
+dtype = "f32"
+
+[model.new]
+vocab_size = 64
+hidden_size = 16
+intermediate_size = 24
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 4
+initializer_range = 0.1
+
+[data]
+sequence_length = 8
+sources = [{{ path = "{dir}/text" }}]
+validation = {{ path = "{dir}/held-out", batches = 2, every_steps = 3 }}
+
+[[stage]]
+name = "adapt"
+attention = "dense"
+tokens = 320
+batch_tokens = 64
+micro_batch = 4
+learning_rate = {{ max = 1e-2, min = 1e-3, warmup_steps = 2 }}
+
+[[stage]]
+name = "moh"
+attention = "moh"
+moh = {{ shared_heads = 1, routed_top_k = 2 }}
+tokens = 320
+batch_tokens = 64
+micro_batch = 4
+learning_rate = {{ max = 5e-3, min = 1e-3, warmup_steps = 1 }}
+
+[checkpoint]
+every_steps = 2
+keep = 2
+"#
+    )
+}
+
+/// A directory with token files for the recipe.
+struct Workplace {
+    dir: TempDir,
+}
+
+impl Workplace {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        write_tokens(&dir.path().join("text"), 1, 60);
+        write_tokens(&dir.path().join("held-out"), 2, 20);
+        Workplace { dir }
+    }
+
+    fn recipe(&self, overrides: &[&str]) -> Recipe {
+        let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
+        let text = recipe_text(self.dir.path());
+        Recipe::parse(&text, Path::new("recipe.toml"), &overrides).unwrap()
+    }
+
+    /// The recipe in a run directory of another name.
+    fn recipe_in(&self, name: &str) -> Recipe {
+        let mut recipe = self.recipe(&[]);
+        recipe.run.dir = self.dir.path().join(name);
+        recipe
+    }
+}
+
+/// Documents of 1 to 12 tokens, in which a token depends on the one before it.
+fn write_tokens(prefix: &Path, seed: u64, documents: u64) {
+    let mut writer = TokenFileWriter::create(prefix, 64).unwrap();
+    let mut state = seed;
+    let mut next = |below: u64| {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % below
+    };
+    for _ in 0..documents {
+        let mut token = next(64) as u32;
+        let length = 1 + next(12);
+        let tokens: Vec<u32> = (0..length)
+            .map(|_| {
+                token = (token * 5 + 1 + next(3) as u32) % 64;
+                token
+            })
+            .collect();
+        writer.push_document(&tokens).unwrap();
+    }
+    writer.finish(Provenance::default()).unwrap();
+}
+
+/// Runs a recipe and hears its events.
+fn watch(
+    recipe: &Recipe,
+    mut heard: impl FnMut(&Event<'_>, &AtomicBool),
+) -> Result<Outcome, Error> {
+    let stop = AtomicBool::new(false);
+    let path = Path::new("recipe.toml");
+    moh_train::run(&mut recipe.clone(), path, None, &stop, &mut |event| heard(&event, &stop))
+}
+
+fn train(recipe: &Recipe) -> Result<Outcome, Error> {
+    watch(recipe, |_, _| {})
+}
+
+/// Runs a recipe, asking it to stop during `step`.
+fn stop_at(recipe: &Recipe, step: u64) -> Outcome {
+    watch(recipe, |event, stop| {
+        if matches!(event, Event::Step { step: now, .. } if *now == step) {
+            stop.store(true, Ordering::Relaxed);
+        }
+    })
+    .unwrap()
+}
+
+/// Runs a recipe to its end, and copies its directory to `copy` after `step` was reported and
+/// before what follows a step: what a process that was killed there leaves.
+fn killed_at(recipe: &Recipe, step: u64, copy: &Path) {
+    let done = watch(recipe, |event, _| {
+        if matches!(event, Event::Step { step: now, .. } if *now == step) {
+            copy_all(&recipe.run.dir, copy);
+        }
+    });
+    assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
+}
+
+fn copy_all(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        let target = to.join(path.file_name().unwrap());
+        if path.is_dir() {
+            copy_all(&path, &target);
+        } else {
+            fs::copy(&path, target).unwrap();
+        }
+    }
+}
+
+/// All files below a directory.
+fn files(root: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    for entry in fs::read_dir(root).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            found.extend(files(&path));
+        } else {
+            found.insert(path.clone(), fs::read(&path).unwrap());
+        }
+    }
+    found
+}
+
+/// What a finished run leaves, but for times.
+#[derive(Debug, PartialEq)]
+struct Results {
+    weights: Vec<u8>,
+    config: String,
+    summary: String,
+    metrics: Vec<Value>,
+}
+
+impl Results {
+    fn of(recipe: &Recipe) -> Self {
+        let run = RunDirectory::new(&recipe.run.dir);
+        let text = fs::read_to_string(run.metrics()).unwrap();
+        assert!(text.ends_with('\n'));
+        let line = |line: &str| {
+            let mut value: Value = serde_json::from_str(line).unwrap();
+            value.as_object_mut().unwrap().remove("tokens_per_second").unwrap();
+            value
+        };
+        Results {
+            weights: fs::read(run.export().join("model.safetensors")).unwrap(),
+            config: fs::read_to_string(run.export().join("config.json")).unwrap(),
+            summary: fs::read_to_string(run.summary()).unwrap(),
+            metrics: text.lines().map(line).collect(),
+        }
+    }
+
+    /// Of a recipe's uninterrupted run.
+    fn uninterrupted(overrides: &[&str]) -> Self {
+        let place = Workplace::new();
+        let recipe = place.recipe(overrides);
+        assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
+        Results::of(&recipe)
+    }
+}
+
+/// The results of the recipe as it stands.
+fn reference() -> &'static Results {
+    static REFERENCE: OnceLock<Results> = OnceLock::new();
+    REFERENCE.get_or_init(|| Results::uninterrupted(&[]))
+}
+
+/// Names below a run directory that no finished run has.
+fn remains(recipe: &Recipe) -> Vec<PathBuf> {
+    let is_remain = |path: &PathBuf| path.to_string_lossy().contains(".tmp-");
+    files(&recipe.run.dir).into_keys().filter(is_remain).collect()
+}
+
+#[test]
+fn a_stopped_run_continues_to_the_same_end() {
+    // Between checkpoints, at one, at the last step of a stage, after the first of the next.
+    for step in [1, 3, 4, 5, 6, 9] {
+        let place = Workplace::new();
+        let recipe = place.recipe(&[]);
+        assert_eq!(stop_at(&recipe, step), Outcome::Stopped { step });
+        let run = RunDirectory::new(&recipe.run.dir);
+        assert_eq!(run.checkpoint_steps().unwrap().last(), Some(&step));
+        let mut resumed = Vec::new();
+        let done = watch(&recipe, |event, _| {
+            if let Event::Resumed { step } = event {
+                resumed.push(*step);
+            }
+        });
+        assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
+        assert_eq!(resumed, [step]);
+        assert!(Results::of(&recipe) == *reference(), "stopped at step {step}");
+    }
+    // After the last step nothing is left to stop.
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    assert!(matches!(stop_at(&recipe, STEPS), Outcome::Finished(_)));
+    assert!(Results::of(&recipe) == *reference());
+}
+
+#[test]
+fn a_run_that_is_stopped_at_every_step_ends_the_same() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    for step in 1..STEPS {
+        assert_eq!(stop_at(&recipe, step), Outcome::Stopped { step });
+    }
+    assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
+    assert!(Results::of(&recipe) == *reference());
+}
+
+#[test]
+fn a_killed_run_continues_to_the_same_end() {
+    // Before the first checkpoint, between two, at a stage's end, at the run's end.
+    for step in [1, 3, 5, 7, STEPS] {
+        let place = Workplace::new();
+        let mut recipe = place.recipe_in("copy");
+        killed_at(&place.recipe(&[]), step, &recipe.run.dir);
+        let run = RunDirectory::new(&recipe.run.dir);
+        // Beyond the checkpoint, and torn.
+        let mut text = fs::read_to_string(run.metrics()).unwrap();
+        assert_eq!(text.lines().count() as u64, step);
+        let first = text.lines().next().unwrap();
+        text += &first[..first.len() / 2].to_owned();
+        fs::write(run.metrics(), text).unwrap();
+        // A checkpoint and an export that were being written.
+        for half in [
+            run.checkpoints().join(format!(".tmp-step-{step}-abc/weights.safetensors")),
+            run.root().join(".tmp-export-abc/model.safetensors"),
+            run.root().join(".tmp-metrics-abc"),
+            run.export().join("model.safetensors"),
+        ] {
+            fs::create_dir_all(half.parent().unwrap()).unwrap();
+            fs::write(half, b"half").unwrap();
+        }
+        assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)), "killed at {step}");
+        assert!(Results::of(&recipe) == *reference(), "killed at {step}");
+        assert!(remains(&recipe).is_empty(), "{:?}", remains(&recipe));
+        // And once more, to be sure that it is finished.
+        recipe.log.tensorboard = false;
+        assert!(matches!(train(&recipe).unwrap(), Outcome::AlreadyFinished(_)));
+    }
+}
+
+const FILES: [&str; 5] = [
+    "manifest.json",
+    "manifest.json.b3",
+    "weights.safetensors",
+    "first_moment.safetensors",
+    "second_moment.safetensors",
+];
+
+fn flip(path: &Path, position: usize) {
+    let mut bytes = fs::read(path).unwrap();
+    bytes[position] ^= 1;
+    fs::write(path, bytes).unwrap();
+}
+
+fn shorten(path: &Path) {
+    let bytes = fs::read(path).unwrap();
+    fs::write(path, &bytes[..bytes.len() - 7]).unwrap();
+}
+
+#[test]
+fn a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used() {
+    let place = Workplace::new();
+    let killed = place.dir.path().join("killed");
+    killed_at(&place.recipe(&[]), 9, &killed);
+    let damages: [(&str, fn(&Path)); 3] = [
+        ("flipped", |path| flip(path, fs::read(path).unwrap().len() / 2)),
+        ("shortened", shorten),
+        ("missing", |path| fs::remove_file(path).unwrap()),
+    ];
+    for (what, damage) in damages {
+        for file in FILES {
+            let recipe = place.recipe_in(&format!("{what}-{file}"));
+            copy_all(&killed, &recipe.run.dir);
+            let run = RunDirectory::new(&recipe.run.dir);
+            assert_eq!(run.checkpoint_steps().unwrap(), [6, 8]);
+            damage(&run.checkpoint(8).join(file));
+            let mut heard = Vec::new();
+            train_and_hear(&recipe, &mut heard);
+            assert_eq!(heard[0], "damaged damaged-step-8", "{file} {what}");
+            assert_eq!(heard[1], "resumed 6", "{file} {what}");
+            assert!(run.checkpoints().join("damaged-step-8").is_dir());
+            assert!(Results::of(&recipe) == *reference(), "{file} {what}");
+        }
+    }
+}
+
+fn train_and_hear(recipe: &Recipe, heard: &mut Vec<String>) {
+    let done = watch(recipe, |event, _| match event {
+        Event::DamagedCheckpoint { path, .. } => {
+            heard.push(format!("damaged {}", path.file_name().unwrap().to_string_lossy()));
+        }
+        Event::Resumed { step } => heard.push(format!("resumed {step}")),
+        Event::Stage { stage, done } => heard.push(format!("{} {done}", stage.name)),
+        _ => {}
+    });
+    assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
+}
+
+#[test]
+fn without_a_good_checkpoint_a_run_begins_again() {
+    let place = Workplace::new();
+    let recipe = place.recipe_in("copy");
+    killed_at(&place.recipe(&[]), 9, &recipe.run.dir);
+    let run = RunDirectory::new(&recipe.run.dir);
+    for step in [6, 8] {
+        shorten(&run.checkpoint(step).join("manifest.json"));
+    }
+    let mut heard = Vec::new();
+    train_and_hear(&recipe, &mut heard);
+    assert_eq!(heard, ["damaged damaged-step-8", "damaged damaged-step-6", "adapt 0", "moh 0"]);
+    assert!(Results::of(&recipe) == *reference());
+}
+
+#[test]
+fn no_flipped_byte_of_a_checkpoint_goes_unseen() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    stop_at(&recipe, 3);
+    let run = RunDirectory::new(&recipe.run.dir);
+    let (good, aside) = (run.checkpoint(3), run.checkpoints().join("damaged-step-3"));
+    fs::remove_dir_all(run.checkpoint(2)).unwrap();
+    let mut ignore = |_: &Path, _: &Error| {};
+    for file in FILES {
+        let length = fs::read(good.join(file)).unwrap().len();
+        // Every byte of what is text, and some of the numbers.
+        let text = length.min(if file.starts_with("manifest") { 600 } else { 300 });
+        for position in (0..text).step_by(3).chain((text..length).step_by(length / 50 + 1)) {
+            flip(&good.join(file), position);
+            let found = checkpoint::newest(&run, &mut ignore).unwrap();
+            assert!(found.is_none(), "{file}, byte {position} of {length}");
+            fs::rename(&aside, &good).unwrap();
+            flip(&good.join(file), position);
+        }
+    }
+    assert!(checkpoint::newest(&run, &mut ignore).unwrap().is_some());
+}
+
+#[test]
+fn a_finished_run_says_so_and_changes_nothing() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    let Outcome::Finished(summary) = train(&recipe).unwrap() else { panic!("did not finish") };
+    let before = files(&recipe.run.dir);
+    // Not even the data is needed any more.
+    fs::remove_file(place.dir.path().join("text.bin")).unwrap();
+    assert_eq!(train(&recipe).unwrap(), Outcome::AlreadyFinished(summary));
+    assert!(files(&recipe.run.dir) == before);
+}
+
+#[test]
+fn an_export_that_is_missing_or_half_written_is_written_again() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    train(&recipe).unwrap();
+    let export = recipe.run.dir.join("export");
+    for part in ["", "config.json"] {
+        match part {
+            "" => fs::remove_dir_all(&export).unwrap(),
+            part => fs::remove_file(export.join(part)).unwrap(),
+        }
+        assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
+        assert!(Results::of(&recipe) == *reference(), "without export/{part}");
+    }
+}
+
+#[test]
+fn a_new_run_in_the_place_of_a_finished_one_is_not_taken_for_it() {
+    let place = Workplace::new();
+    train(&place.recipe(&[])).unwrap();
+    let recipe = place.recipe(&["run.seed=2"]);
+    fs::remove_dir_all(recipe.run.dir.join("checkpoints")).unwrap();
+    assert_eq!(stop_at(&recipe, 3), Outcome::Stopped { step: 3 });
+    assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
+    assert!(Results::of(&recipe) == Results::uninterrupted(&["run.seed=2"]));
+}
+
+#[test]
+fn another_recipe_is_refused_and_a_harmless_change_is_not() {
+    let place = Workplace::new();
+    stop_at(&place.recipe(&[]), 3);
+    for change in ["run.seed=2", "stage.moh.tokens=640", "stage.adapt.learning_rate.max=1e-1"] {
+        let error = train(&place.recipe(&[change])).unwrap_err();
+        assert!(matches!(error, Error::RecipeChanged { .. }), "{error}");
+        let (key, _) = change.split_once('=').unwrap();
+        assert!(error.to_string().contains(key), "{error}");
+    }
+    let harmless = ["log.every_steps=5", "log.tensorboard=false", "checkpoint.every_steps=3"];
+    let recipe = place.recipe(&harmless);
+    assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
+    assert!(Results::of(&recipe) == *reference());
+}
+
+#[test]
+fn the_newest_checkpoints_and_every_nth_are_kept() {
+    let place = Workplace::new();
+    let every = ["checkpoint.every_steps=1", "checkpoint.keep=2", "checkpoint.keep_every=3"];
+    let recipe = place.recipe(&every);
+    train(&recipe).unwrap();
+    let run = RunDirectory::new(&recipe.run.dir);
+    assert_eq!(run.checkpoint_steps().unwrap(), [3, 6, 9, 10]);
+
+    let place = Workplace::new();
+    let recipe = place.recipe(&["checkpoint.every_steps=0", "checkpoint.keep=9"]);
+    train(&recipe).unwrap();
+    let run = RunDirectory::new(&recipe.run.dir);
+    assert_eq!(run.checkpoint_steps().unwrap(), [5, 10], "the stages' ends, always");
+}
+
+#[test]
+fn runs_of_every_element_type_and_data_option_continue_exactly() {
+    for overrides in [
+        &["run.dtype=bf16"][..],
+        &["precision.moments=bf16"],
+        &["precision.gradients=bf16"],
+        &["run.dtype=bf16", "precision.gradients=bf16", "precision.moments=bf16"],
+        &["data.document_mask=true"],
+        &["data.order=sequential"],
+    ] {
+        let expected = Results::uninterrupted(overrides);
+        assert!(expected.metrics != reference().metrics, "{overrides:?} had no effect");
+        let place = Workplace::new();
+        let recipe = place.recipe(overrides);
+        for step in [3, 5, 7] {
+            assert_eq!(stop_at(&recipe, step), Outcome::Stopped { step });
+        }
+        train(&recipe).unwrap();
+        assert!(Results::of(&recipe) == expected, "{overrides:?}");
+    }
+}
+
+#[test]
+fn recomputing_gives_the_same_bits() {
+    for dtype in ["run.dtype=f32", "run.dtype=bf16"] {
+        let expected = Results::uninterrupted(&[dtype]);
+        for recompute in ["memory.recompute=cheap", "memory.recompute=block"] {
+            let found = Results::uninterrupted(&[dtype, recompute]);
+            assert!(found == expected, "{dtype} {recompute}");
+        }
+    }
+}
+
+/// Relative, above 1: float sums in another order, over 20 steps.
+const ACCUMULATION_TOLERANCE: f64 = 1e-5;
+
+#[test]
+fn accumulating_micro_batches_is_one_large_batch() {
+    // The balance loss is a mean over micro-batches, not over tokens: it is left out here.
+    let base = ["stage.adapt.batch_tokens=32", "stage.moh.batch_tokens=32"];
+    let with = |micro_batch: usize| {
+        let sizes = [
+            format!("stage.adapt.micro_batch={micro_batch}"),
+            format!("stage.moh.micro_batch={micro_batch}"),
+            "stage.moh.moh.balance_loss_weight=0".to_owned(),
+            // The windows of an evaluation go by the micro-batch.
+            format!("data.validation.batches={}", 4 / micro_batch),
+        ];
+        let overrides: Vec<&str> =
+            base.into_iter().chain(sizes.iter().map(String::as_str)).collect();
+        Results::uninterrupted(&overrides)
+    };
+    let (whole, split) = (with(4), with(1));
+    assert_eq!(whole.metrics.len(), 20);
+    for (whole, split) in whole.metrics.iter().zip(&split.metrics) {
+        for field in ["loss", "grad_norm", "validation_loss"] {
+            let [Some(a), Some(b)] = [whole, split].map(|line| line[field].as_f64()) else {
+                assert_eq!((field, whole.get(field)), ("validation_loss", None));
+                continue;
+            };
+            let tolerance = ACCUMULATION_TOLERANCE * a.abs().max(1.0);
+            assert!((a - b).abs() < tolerance, "{field}: {a} and {b}");
+        }
+    }
+}
+
+#[test]
+fn metrics_have_the_documented_fields() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    train(&recipe).unwrap();
+    let run = RunDirectory::new(&recipe.run.dir);
+    let text = fs::read_to_string(run.metrics()).unwrap();
+    let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len() as u64, STEPS);
+    let schedules: Vec<Schedule> = recipe.stages.iter().map(|stage| stage.schedule()).collect();
+    for (number, line) in (1..).zip(&lines) {
+        let mut fields = vec!["stage", "step", "tokens", "loss", "balance_loss", "learning_rate"];
+        fields.extend(["grad_norm", "tokens_per_second"]);
+        // Every third step, and the last of a stage.
+        if number % 3 == 0 || number % 5 == 0 {
+            fields.extend(["validation_loss", "validation_bits_per_byte"]);
+            assert!(line["validation_loss"].is_f64() && line["validation_bits_per_byte"].is_null());
+        }
+        assert_eq!(line.as_object().unwrap().keys().collect::<Vec<_>>(), fields);
+        let (stage, step) = ((number as usize - 1) / 5, (number - 1) % 5 + 1);
+        assert_eq!(line["stage"], ["adapt", "moh"][stage]);
+        assert_eq!((&line["step"], &line["tokens"]), (&step.into(), &(64 * number).into()));
+        assert_eq!(line["balance_loss"].is_f64(), stage == 1);
+        assert_eq!(line["learning_rate"], schedules[stage].learning_rate(step));
+        for field in ["loss", "grad_norm", "tokens_per_second"] {
+            assert!(line[field].as_f64().unwrap() > 0.0, "{line}");
+        }
+    }
+    assert!(lines[9]["loss"].as_f64() < lines[0]["loss"].as_f64());
+    assert_eq!(metrics::read(&run.metrics()).unwrap().len() as u64, STEPS);
+}
+
+#[test]
+fn a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_checkpoint_good() {
+    let place = Workplace::new();
+    for (every, failed) in
+        [("data.validation.every_steps=3", 1), ("data.validation.every_steps=0", 2)]
+    {
+        let rates = "stage.moh.learning_rate={max = 1e30, min = 1e29, warmup_steps = 0}";
+        let mut recipe = place.recipe(&[rates, every, "checkpoint.every_steps=5"]);
+        recipe.run.dir = place.dir.path().join(format!("run-{failed}"));
+        let error = train(&recipe).unwrap_err();
+        // Seen in the evaluation after the step, or in the loss of the next.
+        assert!(
+            matches!(&error, Error::NotFinite { stage, step, .. } if stage == "moh" && *step == failed),
+            "{error}"
+        );
+        assert!(error.to_string().contains("lower learning_rate.max"), "{error}");
+        let run = RunDirectory::new(&recipe.run.dir);
+        let newest = checkpoint::newest(&run, &mut |_, error| panic!("{error}")).unwrap().unwrap();
+        assert_eq!(newest.manifest().state.step, 5);
+        let lines = metrics::read(&run.metrics()).unwrap();
+        assert!(lines.iter().all(|line| line.loss.is_finite()));
+    }
+}
