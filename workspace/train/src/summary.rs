@@ -105,6 +105,17 @@ mod tests {
         assert_eq!(summary([3.0, 2.0, 2.0, 1.5]).recovered(), None);
     }
 
+    /// A continued run reads its earlier losses from a checkpoint.
+    #[test]
+    fn every_loss_reads_back_exactly() {
+        for number in 1..5000u32 {
+            let loss = f64::from(number).sqrt();
+            let written = summary([loss, loss.ln(), loss / 7.0, loss.exp()]);
+            let text = serde_json::to_string(&written).unwrap();
+            assert_eq!(serde_json::from_str::<Summary>(&text).unwrap(), written);
+        }
+    }
+
     #[test]
     fn a_summary_reads_back() {
         let dir = tempfile::tempdir().unwrap();

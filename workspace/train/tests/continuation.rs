@@ -276,8 +276,8 @@ fn a_killed_run_continues_to_the_same_end() {
         // Beyond the checkpoint, and torn.
         let mut text = fs::read_to_string(run.metrics()).unwrap();
         assert_eq!(text.lines().count() as u64, step);
-        let first = text.lines().next().unwrap();
-        text += &first[..first.len() / 2].to_owned();
+        let first = text.lines().next().unwrap().to_owned();
+        text += &first[..first.len() / 2];
         fs::write(run.metrics(), text).unwrap();
         // A checkpoint and an export that were being written.
         for half in [
@@ -306,6 +306,9 @@ const FILES: [&str; 5] = [
     "second_moment.safetensors",
 ];
 
+/// Damages a file.
+type Damage = fn(&Path);
+
 fn flip(path: &Path, position: usize) {
     let mut bytes = fs::read(path).unwrap();
     bytes[position] ^= 1;
@@ -322,7 +325,7 @@ fn a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used() {
     let place = Workplace::new();
     let killed = place.dir.path().join("killed");
     killed_at(&place.recipe(&[]), 9, &killed);
-    let damages: [(&str, fn(&Path)); 3] = [
+    let damages: [(&str, Damage); 3] = [
         ("flipped", |path| flip(path, fs::read(path).unwrap().len() / 2)),
         ("shortened", shorten),
         ("missing", |path| fs::remove_file(path).unwrap()),
