@@ -28,9 +28,9 @@ fn failure(dir: &Path, arguments: &[&str]) -> String {
     assert_eq!(output.status.code(), Some(1), "{stderr}");
     assert!(output.stdout.is_empty());
     assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
-    assert!(stderr.starts_with("moh-convert: "), "{stderr}");
+    assert!(stderr.starts_with("error: "), "{stderr}");
     assert_eq!(names(dir), before, "{stderr}");
-    stderr["moh-convert: ".len()..].trim_end().to_string()
+    stderr["error: ".len()..].trim_end().to_string()
 }
 
 #[test]
@@ -304,7 +304,7 @@ fn a_hub_that_refuses_is_one_sentence() {
         let output = command.args(["--from", "org/name"]).output().unwrap();
         let stderr = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(1), "{stderr}");
-        assert!(stderr.starts_with(&format!("moh-convert: org/name: {expected}")), "{stderr}");
+        assert!(stderr.starts_with(&format!("error: org/name: {expected}")), "{stderr}");
         assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
         assert!(names(dir.path()).is_empty());
     }

@@ -21,8 +21,10 @@ use moh_model::Dtype;
 #[command(
     name = "moh-convert",
     version,
-    after_help = "Example (a public model of 269 MB, written to ./SmolLM2-135M-MoH):\n  \
-                  moh-convert --from HuggingFaceTB/SmolLM2-135M --active 0.75"
+    after_help = "Example, from the repository's root:\n  \
+        moh-convert --from recipes/quickstart --active 0.75 --out quickstart-MoH\n\
+        The paper's model, 16 shared heads and 8 of 16, from the hub (ask there for access first):\n  \
+        moh-convert --from meta-llama/Meta-Llama-3-8B"
 )]
 struct Arguments {
     /// Model to convert: a directory in Hugging Face layout, or a hub id
@@ -201,9 +203,6 @@ fn stop_on_signals() -> std::io::Result<Arc<AtomicBool>> {
         signal_hook::flag::register_conditional_shutdown(signal, 130, Arc::clone(&stop))?;
         signal_hook::flag::register(signal, Arc::clone(&stop))?;
     }
-    // A file that grows beyond a limit is then an error of `write`, like a full disk.
-    #[cfg(unix)]
-    signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::new(AtomicBool::new(false)))?;
     Ok(stop)
 }
 
