@@ -79,6 +79,7 @@ impl Plot {
         let mut chart = ChartBuilder::on(&root)
             .caption(&self.title, ("sans-serif", 20))
             .margin(12)
+            .margin_right(28)
             .x_label_area_size(40)
             .y_label_area_size(56)
             .build_cartesian_2d(steps, values.clone())
@@ -86,6 +87,7 @@ impl Plot {
         chart
             .configure_mesh()
             .x_desc("step")
+            .x_label_formatter(&|step| format!("{step:.0}"))
             .y_desc(&self.unit)
             .light_line_style(WHITE)
             .label_style(("sans-serif", 13))
