@@ -94,7 +94,14 @@ fn help_shows_an_example_and_usage_errors_exit_with_2() {
     let help = moh_convert(dir.path()).arg("--help").output().unwrap();
     assert!(help.status.success());
     let text = String::from_utf8(help.stdout).unwrap();
-    assert!(text.contains("Example") && text.contains("moh-convert --from HuggingFaceTB/"));
+    let example = "moh-convert --from recipes/quickstart --active 0.75 --out quickstart-MoH";
+    assert!(text.contains(example), "{text}");
+    // As pasted, but for the directory that it writes.
+    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
+    let out = dir.path().join("quickstart-MoH");
+    let arguments = ["--from", "recipes/quickstart", "--active", "0.75", "--out"];
+    moh_convert(root).args(arguments).arg(&out).assert().success();
+    assert_eq!(ConfigFile::read(&out).unwrap().config.active_heads(), 6);
     for arguments in [
         &[][..],
         &["--from"],
