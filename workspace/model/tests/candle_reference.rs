@@ -142,7 +142,7 @@ fn gradients_are_differences_of_the_loss() {
             let gradient = gradients.read(&Cpu, flat, segment).unwrap();
             let norm = gradient.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
             // Along its own gradient the loss rises by the gradient's norm.
-            let step = 4e-3;
+            let step = 5e-4;
             let moved = |sign: f64| {
                 let mut weights = weights.clone();
                 let values = &mut weights.get_mut(&segment.name).unwrap().1;
