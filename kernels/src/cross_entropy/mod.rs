@@ -1,7 +1,7 @@
 //! Cross-entropy fused with the output projection: logits exist for one chunk of tokens at a time,
 //! whatever the vocabulary, and their gradient is formed where they lay.
 //!
-//! With p = softmax(x W^T): loss = -log p[target], d_logits = scale (p - onehot(target)),
+//! With p = softmax(x W^T): loss = -log `p[target]`, d_logits = scale (p - onehot(target)),
 //! d_x = d_logits W, d_W += d_logits^T x.
 
 pub(crate) mod cpu;
