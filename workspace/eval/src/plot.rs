@@ -55,7 +55,7 @@ impl Plot {
         std::fs::write(path, svg).map_err(|source| Error::Io { path: path.to_owned(), source })
     }
 
-    /// Ranges of the axes: all steps, and the values but for the highest 2 in 100, which are the
+    /// Ranges of the axes: all steps, and the values but for the highest 10 in 100, which are the
     /// first steps of a fresh model.
     fn ranges(&self) -> (std::ops::Range<f64>, std::ops::Range<f64>) {
         let points = || self.curves.iter().flat_map(|curve| &curve.points);
@@ -63,7 +63,7 @@ impl Plot {
             points().map(|point| point.1).filter(|value| value.is_finite()).collect();
         values.sort_by(f64::total_cmp);
         let last = points().map(|point| point.0).fold(1.0, f64::max);
-        let (Some(&low), Some(&high)) = (values.first(), values.get(values.len() * 98 / 100))
+        let (Some(&low), Some(&high)) = (values.first(), values.get(values.len() * 90 / 100))
         else {
             return (0.0..last, 0.0..1.0);
         };
