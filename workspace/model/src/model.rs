@@ -312,16 +312,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// # Errors
     /// A failing device.
     pub fn routed_mask(&self, activations: &Activations<B, T>) -> Result<Vec<u8>, Error> {
-        let tokens = activations.shape.tokens();
-        let mut masks = Vec::new();
-        for routing in activations.kept.iter().filter_map(|kept| kept.routing.as_ref()) {
-            let shared = self.config.moh.map_or(0, |moh| moh.shared_heads);
-            let routed = self.config.num_attention_heads - shared;
-            let start = masks.len();
-            masks.resize(start + tokens * routed, 0);
-            self.backend.routed_mask(routing, &mut masks[start..])?;
-        }
-        Ok(masks)
+        self.of_routings(activations, |routing, masks| self.backend.routed_mask(routing, masks))
     }
 
     /// The gates of the last forward pass, `[layers, N, R]`; empty for a dense model.
@@ -329,15 +320,23 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// # Errors
     /// A failing device.
     pub fn gates(&self, activations: &Activations<B, T>) -> Result<Vec<f32>, Error> {
-        let tokens = activations.shape.tokens();
-        let mut gates = Vec::new();
+        self.of_routings(activations, |routing, gates| self.backend.gates(routing, gates))
+    }
+
+    /// One table `[N, R]` of each routing that the activations keep, one after the other.
+    fn of_routings<S: Copy + Default>(
+        &self,
+        activations: &Activations<B, T>,
+        read: impl Fn(&B::Routing, &mut [S]) -> moh_kernels::Result<()>,
+    ) -> Result<Vec<S>, Error> {
+        let shared = self.config.moh.map_or(0, |moh| moh.shared_heads);
+        let table = activations.shape.tokens() * (self.config.num_attention_heads - shared);
+        let mut tables = Vec::new();
         for routing in activations.kept.iter().filter_map(|kept| kept.routing.as_ref()) {
-            let shared = self.config.moh.map_or(0, |moh| moh.shared_heads);
-            let routed = self.config.num_attention_heads - shared;
-            let start = gates.len();
-            gates.resize(start + tokens * routed, 0.0);
-            self.backend.gates(routing, &mut gates[start..])?;
+            let start = tables.len();
+            tables.resize(start + table, S::default());
+            read(routing, &mut tables[start..])?;
         }
-        Ok(gates)
+        Ok(tables)
     }
 }

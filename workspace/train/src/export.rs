@@ -1,6 +1,5 @@
 //! The export of a finished run: the model in Hugging Face layout.
 
-use half::bf16;
 use moh_convert::hf_directory::{self, DEFAULT_SHARD_BYTES, TensorSpec};
 use moh_kernels::{Backend, Element};
 use moh_model::{Dtype, Model};
@@ -47,12 +46,8 @@ pub(crate) fn write<B: Backend, T: Element>(
         let named = model.layout().segments().find(|(_, segment)| segment.name == spec.name);
         if let Some((flat, segment)) = named {
             let values = model.weights().read(model.backend(), flat, segment)?;
-            let bytes: Vec<u8> = match dtype {
-                Dtype::BF16 => {
-                    values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect()
-                }
-                _ => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
-            };
+            let mut bytes = vec![0; values.len() * dtype.size()];
+            dtype.write(&values, &mut bytes);
             sink(&bytes)?;
         }
         Ok(())
