@@ -37,6 +37,12 @@ pub trait Backend: Send + Sync + Sized + 'static {
     /// backward pass needs.
     type Routing: Send + Sync;
 
+    /// Runs a group of operators, such as a training step, where each of them starts soonest: on
+    /// the CPU, on one of the threads that share its work.
+    fn scope<R: Send>(&self, operators: impl FnOnce() -> R + Send) -> R {
+        operators()
+    }
+
     // ---- memory ----
 
     /// A name for messages, such as `the CPU`.

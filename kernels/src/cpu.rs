@@ -28,6 +28,10 @@ impl Backend for Cpu {
         "the CPU".into()
     }
 
+    fn scope<R: Send>(&self, operators: impl FnOnce() -> R + Send) -> R {
+        rayon::scope(|_| operators())
+    }
+
     fn allocate<S: Scalar>(&self, len: usize) -> Result<Vec<S>> {
         let refuse = || Error::OutOfMemory {
             device: self.name(),

@@ -16,6 +16,8 @@ mod rms_norm;
 pub mod rope;
 pub mod router;
 pub mod scalar;
+mod scratch;
+mod simd;
 mod swiglu;
 
 pub use backend::{Backend, View, ViewMut};

@@ -42,19 +42,20 @@ pub(crate) fn max(x: &[f32]) -> f32 {
     reduce(x, larger, f32::NEG_INFINITY).into_iter().fold(f32::NEG_INFINITY, larger)
 }
 
-/// Inner product in eight interleaved partial sums.
+/// Sum of `term(0)..term(len - 1)` in sixteen interleaved partial sums.
 #[inline(always)]
-pub(crate) fn dot(x: &[f32], y: &[f32]) -> f32 {
-    let (x_chunks, x_rest) = x.as_chunks::<8>();
-    let (y_chunks, y_rest) = y.as_chunks::<8>();
-    let mut partial = [0f32; 8];
-    for (a, b) in x_chunks.iter().zip(y_chunks) {
-        for lane in 0..8 {
-            partial[lane] += a[lane] * b[lane];
+pub(crate) fn sum_of(len: usize, term: impl Fn(usize) -> f32) -> f32 {
+    let mut partial = [0f32; 16];
+    let whole = len - len % 16;
+    for start in (0..whole).step_by(16) {
+        for (lane, sum) in partial.iter_mut().enumerate() {
+            *sum += term(start + lane);
         }
     }
-    let rest: f32 = x_rest.iter().zip(y_rest).map(|(a, b)| a * b).sum();
-    partial.iter().sum::<f32>() + rest
+    for (i, sum) in (whole..len).zip(&mut partial) {
+        *sum += term(i);
+    }
+    partial.iter().sum()
 }
 
 #[inline(always)]
@@ -94,7 +95,7 @@ mod tests {
         let x: Vec<f32> = (1..=19).map(|i| i as f32).collect();
         assert_eq!(sum(&x), 190.0);
         assert_eq!(max(&x), 19.0);
-        assert_eq!(dot(&x, &x), 2470.0);
+        assert_eq!(sum_of(19, |i| x[i] * x[i]), 2470.0);
         assert_eq!(max(&[]), f32::NEG_INFINITY);
     }
 }

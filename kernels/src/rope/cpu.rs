@@ -8,6 +8,7 @@ use crate::error::{Result, check_len, ensure};
 use crate::router::RouterGradient;
 use crate::router::cpu::{self as router, CpuRouting};
 use crate::scalar::Element;
+use crate::simd::vectorized;
 
 /// Tokens of one task.
 const ROWS: usize = 32;
@@ -60,22 +61,61 @@ fn rotate<T: Element>(
 ) {
     let half = shape.head_dim / 2;
     let rotated = (shape.heads + shape.kv_heads) * shape.head_dim;
-    let sign = if direction == Direction::Forward { 1.0 } else { -1.0 };
     qkv.par_chunks_mut(ROWS * shape.row()).enumerate().for_each(|(part, rows)| {
-        for (row, token) in rows.chunks_exact_mut(shape.row()).zip(part * ROWS..) {
-            let position = first_position + token % shape.length;
-            let cos = &table.cos[position * half..][..half];
-            let sin = &table.sin[position * half..][..half];
-            for head in row[..rotated].chunks_exact_mut(shape.head_dim) {
+        vectorized(|| {
+            for (row, token) in rows.chunks_exact_mut(shape.row()).zip(part * ROWS..) {
+                let angles = (first_position + token % shape.length) * half;
+                let cos = &table.cos[angles..angles + half];
+                let sin = &table.sin[angles..angles + half];
+                rotate_heads(&mut row[..rotated], cos, sin, direction);
+            }
+        });
+    });
+}
+
+/// Turns every head of a row; the widths of small heads are compiled in.
+#[inline(always)]
+fn rotate_heads<T: Element>(row: &mut [T], cos: &[f32], sin: &[f32], direction: Direction) {
+    match cos.len() {
+        4 => rotate_fixed::<T, 4>(row, cos, sin, direction),
+        8 => rotate_fixed::<T, 8>(row, cos, sin, direction),
+        half => {
+            for head in row.chunks_exact_mut(2 * half) {
                 let (low, high) = head.split_at_mut(half);
-                for (((low, high), &cos), &sin) in low.iter_mut().zip(high).zip(cos).zip(sin) {
-                    let (a, b, sin) = (low.to_f32(), high.to_f32(), sign * sin);
-                    *low = T::from_f32(a * cos - b * sin);
-                    *high = T::from_f32(b * cos + a * sin);
-                }
+                rotate_head(low, high, cos, sin, direction);
             }
         }
-    });
+    }
+}
+
+#[inline(always)]
+fn rotate_fixed<T: Element, const HALF: usize>(
+    row: &mut [T],
+    cos: &[f32],
+    sin: &[f32],
+    direction: Direction,
+) {
+    let ((cos, _), (sin, _)) = (cos.as_chunks::<HALF>(), sin.as_chunks::<HALF>());
+    for head in row.as_chunks_mut::<HALF>().0.as_chunks_mut::<2>().0 {
+        let [low, high] = head;
+        rotate_head(low, high, &cos[0], &sin[0], direction);
+    }
+}
+
+#[inline(always)]
+fn rotate_head<T: Element>(
+    low: &mut [T],
+    high: &mut [T],
+    cos: &[f32],
+    sin: &[f32],
+    direction: Direction,
+) {
+    let sign = if direction == Direction::Forward { 1.0 } else { -1.0 };
+    for (((low, high), &cos), &sin) in low.iter_mut().zip(high).zip(cos).zip(sin) {
+        let (a, b, sin) = (low.to_f32(), high.to_f32(), sign * sin);
+        *low = T::from_f32(a * cos - b * sin);
+        *high = T::from_f32(b * cos + a * sin);
+    }
 }
 
 fn check(

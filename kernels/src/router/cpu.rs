@@ -7,6 +7,7 @@ use crate::cpu::Cpu;
 use crate::error::{Result, check_len, ensure};
 use crate::rope::QkvShape;
 use crate::scalar::Element;
+use crate::simd::vectorized;
 
 /// Tokens of one task.
 const ROWS: usize = 64;
@@ -121,26 +122,42 @@ pub(crate) fn forward<T: Element>(
     )
         .into_par_iter()
         .for_each(|(qkv, norms, gates, selected, inv_std)| {
-            let mut squares = vec![0f64; routed];
             let rows = qkv
                 .chunks_exact(shape.row())
                 .zip(norms.chunks_exact_mut(routed))
                 .zip(gates.chunks_exact_mut(routed))
                 .zip(selected.chunks_exact_mut(routed))
                 .zip(inv_std);
-            for ((((row, norms), gates), selected), inv_std) in rows {
-                let heads = row[queries.clone()].chunks_exact(shape.head_dim);
-                for (square, query) in squares.iter_mut().zip(heads) {
-                    *square = query.iter().map(|q| f64::from(q.to_f32()).powi(2)).sum();
+            vectorized(|| {
+                for ((((row, norms), gates), selected), inv_std) in rows {
+                    let heads = row[queries.clone()].chunks_exact(shape.head_dim);
+                    for (square, query) in norms.iter_mut().zip(heads) {
+                        *square = squared_norm(query);
+                    }
+                    select(norms, router.top_k, selected);
+                    *inv_std = score(norms, gates);
                 }
-                select(&squares, router.top_k, selected);
-                *inv_std = score(&squares, norms, gates);
-            }
+            });
         });
     Ok(())
 }
 
+/// Sum of the squares of a query in f64, in eight interleaved partial sums.
+#[inline(always)]
+fn squared_norm<T: Element>(query: &[T]) -> f64 {
+    let square = |q: T| f64::from(q.to_f32()) * f64::from(q.to_f32());
+    let (chunks, rest) = query.as_chunks::<8>();
+    let mut partial = [0f64; 8];
+    for chunk in chunks {
+        for (sum, &q) in partial.iter_mut().zip(chunk) {
+            *sum += square(q);
+        }
+    }
+    partial.iter().sum::<f64>() + rest.iter().map(|&q| square(q)).sum::<f64>()
+}
+
 /// Marks the `top_k` largest squares, lower heads first among equals.
+#[inline(always)]
 fn select(squares: &[f64], top_k: usize, selected: &mut [u8]) {
     for (head, mark) in selected.iter_mut().enumerate() {
         let square = squares[head];
@@ -153,10 +170,12 @@ fn select(squares: &[f64], top_k: usize, selected: &mut [u8]) {
     }
 }
 
-/// Writes a token's norms and gates; returns 1 / std, 0 where all norms are equal.
-fn score(squares: &[f64], norms: &mut [f64], gates: &mut [f32]) -> f64 {
-    for (norm, square) in norms.iter_mut().zip(squares) {
-        *norm = square.sqrt();
+/// Turns a token's squares into norms and writes its gates; returns 1 / std, 0 where all norms are
+/// equal.
+#[inline(always)]
+fn score(norms: &mut [f64], gates: &mut [f32]) -> f64 {
+    for norm in norms.iter_mut() {
+        *norm = norm.sqrt();
     }
     let count = norms.len() as f64;
     let mean = norms.iter().sum::<f64>() / count;
@@ -206,33 +225,37 @@ pub(crate) fn backward<T: Element>(
         .for_each(|(part, (qkv, d_qkv))| {
             let mut d_norms = vec![0f32; routed];
             let rows = qkv.chunks_exact(shape.row()).zip(d_qkv.chunks_exact_mut(shape.row()));
-            for ((row, d_row), token) in rows.zip(part * ROWS..) {
-                let table = token * routed..(token + 1) * routed;
-                let gates = &routing.gates[table.clone()];
-                let norms = &routing.norms[table.clone()];
-                d_norms.copy_from_slice(&balance);
-                if let Some(delta) = delta {
-                    let delta = &delta[token * shape.heads + routing.router.shared_heads..];
-                    let selected = &routing.selected[table];
-                    for ((slot, &delta), &selected) in d_norms.iter_mut().zip(delta).zip(selected) {
-                        *slot += delta * f32::from(selected);
+            vectorized(|| {
+                for ((row, d_row), token) in rows.zip(part * ROWS..) {
+                    let table = token * routed..(token + 1) * routed;
+                    let gates = &routing.gates[table.clone()];
+                    let norms = &routing.norms[table.clone()];
+                    d_norms.copy_from_slice(&balance);
+                    if let Some(delta) = delta {
+                        let delta = &delta[token * shape.heads + routing.router.shared_heads..];
+                        let selected = &routing.selected[table];
+                        for ((slot, &delta), &selected) in
+                            d_norms.iter_mut().zip(delta).zip(selected)
+                        {
+                            *slot += delta * f32::from(selected);
+                        }
+                    }
+                    gates_to_norms(gates, norms, routing.inv_std[token], &mut d_norms);
+                    let heads = row[queries.clone()].chunks_exact(shape.head_dim);
+                    let d_heads = d_row[queries.clone()].chunks_exact_mut(shape.head_dim);
+                    for (((query, d_query), &norm), &d_norm) in
+                        heads.zip(d_heads).zip(norms).zip(&d_norms)
+                    {
+                        if norm == 0.0 {
+                            continue;
+                        }
+                        let factor = d_norm / norm as f32;
+                        for (d_query, query) in d_query.iter_mut().zip(query) {
+                            *d_query = T::from_f32(d_query.to_f32() + factor * query.to_f32());
+                        }
                     }
                 }
-                gates_to_norms(gates, norms, routing.inv_std[token], &mut d_norms);
-                let heads = row[queries.clone()].chunks_exact(shape.head_dim);
-                let d_heads = d_row[queries.clone()].chunks_exact_mut(shape.head_dim);
-                for (((query, d_query), &norm), &d_norm) in
-                    heads.zip(d_heads).zip(norms).zip(&d_norms)
-                {
-                    if norm == 0.0 {
-                        continue;
-                    }
-                    let factor = d_norm / norm as f32;
-                    for (d_query, query) in d_query.iter_mut().zip(query) {
-                        *d_query = T::from_f32(d_query.to_f32() + factor * query.to_f32());
-                    }
-                }
-            }
+            });
         });
     Ok(())
 }
@@ -242,6 +265,7 @@ pub(crate) fn backward<T: Element>(
 /// Through the softmax, d_s = g (d - <g, d>); through s = n / std with unbiased std and
 /// z = (n - mean) / std, d_n = (d_s - <d_s, z> z / (R - 1)) / std. (The formula has <d_s, n / std>,
 /// which is the same since d_s sums to 0, with more to cancel.)
+#[inline(always)]
 fn gates_to_norms(gates: &[f32], norms: &[f64], inv_std: f64, gradient: &mut [f32]) {
     let count = gates.len() as f64;
     let inner: f64 =
@@ -275,8 +299,8 @@ mod tests {
 
     #[test]
     fn equal_norms_give_uniform_gates_and_no_gradient() {
-        let (mut norms, mut gates) = ([0f64; 4], [0f32; 4]);
-        let inv_std = score(&[4.0; 4], &mut norms, &mut gates);
+        let (mut norms, mut gates) = ([4f64; 4], [0f32; 4]);
+        let inv_std = score(&mut norms, &mut gates);
         assert_eq!((inv_std, gates), (0.0, [0.25; 4]));
         let mut gradient = [1.0, -2.0, 0.5, 3.0];
         gates_to_norms(&gates, &norms, inv_std, &mut gradient);
@@ -286,8 +310,8 @@ mod tests {
     #[test]
     fn two_routed_heads_always_have_the_same_gates() {
         // The normalised scores of two heads differ by sqrt 2 whatever the norms are.
-        let (mut norms, mut gates) = ([0f64; 2], [0f32; 2]);
-        score(&[9.0, 1.0], &mut norms, &mut gates);
+        let mut gates = [0f32; 2];
+        score(&mut [9.0, 1.0], &mut gates);
         let expected = 1.0 / (1.0 + (-std::f64::consts::SQRT_2).exp());
         assert!((f64::from(gates[0]) - expected).abs() < 1e-7);
     }

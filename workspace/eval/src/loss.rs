@@ -86,8 +86,9 @@ impl<B: Backend, T: Element> Evaluator<B, T> {
                     bytes += tokenizer.decoded_bytes(&ids[1..])?;
                 }
             }
-            self.activations.upload(model.backend(), &ids, &targets, &[])?;
-            model.evaluate(&mut self.activations, &mut self.sums)?;
+            let backend = model.backend();
+            self.activations.upload(backend, &ids, &targets, &[])?;
+            backend.scope(|| model.evaluate(&mut self.activations, &mut self.sums))?;
             sum += self.sums.take(model.backend())?.0;
             done += batch as u64;
             progress(done, count);

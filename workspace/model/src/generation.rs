@@ -72,13 +72,16 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         if end > self.capacity || ids.is_empty() {
             return Err(Error::TooLong { tokens: end, positions: self.capacity });
         }
-        let mut last = 0;
-        for chunk in ids.chunks(CHUNK) {
-            self.pass(chunk)?;
-            last = chunk.len() - 1;
-        }
-        let width = self.model.config.hidden_size;
-        self.model.project(B::view(&self.normed, last * width..(last + 1) * width), 1)
+        let model = self.model;
+        model.backend.scope(|| {
+            let mut last = 0;
+            for chunk in ids.chunks(CHUNK) {
+                self.pass(chunk)?;
+                last = chunk.len() - 1;
+            }
+            let width = model.config.hidden_size;
+            model.project(B::view(&self.normed, last * width..(last + 1) * width), 1)
+        })
     }
 
     /// One pass over at most [`CHUNK`] tokens, up to the final norm.

@@ -142,13 +142,16 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         while self.state.stage_step < steps {
             let started = Instant::now();
             let number = self.state.stage_step + 1;
-            let taken = stepper.step(
-                &mut self.model,
-                &mut self.optimizer,
-                &self.data.training,
-                self.state.sample,
-                (number, schedule.learning_rate(number)),
-            )?;
+            let backend = self.model.backend().clone();
+            let taken = backend.scope(|| {
+                stepper.step(
+                    &mut self.model,
+                    &mut self.optimizer,
+                    &self.data.training,
+                    self.state.sample,
+                    (number, schedule.learning_rate(number)),
+                )
+            })?;
             let seconds = started.elapsed().as_secs_f64();
             self.state.step += 1;
             self.state.stage_step = number;

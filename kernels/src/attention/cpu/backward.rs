@@ -1,0 +1,169 @@
+//! The backward pass: dQ of the selected rows, and the gradients of all keys and values, which a
+//! task sums over its tiles in f32.
+
+use pulp::Arch;
+
+use super::gather::{gather_columns, gather_key_values, gather_rows};
+use super::lanes::{KEYS, Lanes, padded_rows};
+use super::problem::{Problem, Row};
+use super::tile::{BackwardTile, Head};
+use super::{for_each_task, for_each_tile, product};
+use crate::attention::{AttentionShape, KeyValues};
+use crate::disjoint::DisjointColumns;
+use crate::error::{Result, check_len, ensure};
+use crate::scalar::Element;
+use crate::scratch::with_scratch;
+
+/// The saved tensors and gradients that the backward pass reads.
+#[derive(Clone, Copy)]
+pub(crate) struct Saved<'a, T> {
+    pub qkv: &'a [T],
+    pub out: &'a [T],
+    pub log_sum_exp: &'a [f32],
+    pub d_out: &'a [T],
+}
+
+pub(crate) fn backward<T: Element>(
+    problem: Problem<'_>,
+    saved: Saved<'_, T>,
+    d_qkv: &mut [T],
+    delta: Option<&mut [f32]>,
+) -> Result<()> {
+    const OPERATOR: &str = "attention_backward";
+    let shape = problem.shape;
+    let AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = shape;
+    shape.check(OPERATOR, saved.out.len(), saved.log_sum_exp.len())?;
+    problem.check(OPERATOR)?;
+    check_len(OPERATOR, "d_out", saved.d_out.len(), saved.out.len())?;
+    check_len(OPERATOR, "qkv", saved.qkv.len(), shape.tokens() * query_stride)?;
+    check_len(OPERATOR, "d_qkv", d_qkv.len(), saved.qkv.len())?;
+    ensure(OPERATOR, query_stride == (heads + 2 * kv_heads) * head_dim, || {
+        format!("rows of {query_stride} numbers are not packed queries, keys and values")
+    })?;
+    ensure(OPERATOR, shape.key_length == shape.query_length, || {
+        format!("{} queries of {} keys", shape.query_length, shape.key_length)
+    })?;
+    if let Some(delta) = &delta {
+        check_len(OPERATOR, "delta", delta.len(), shape.tokens() * heads)?;
+    }
+    if d_qkv.is_empty() {
+        return Ok(());
+    }
+    let gradients = Gradients {
+        d_qkv: DisjointColumns::new(d_qkv, query_stride),
+        delta: delta.map(|delta| DisjointColumns::new(delta, heads)),
+    };
+    for_each_task(&shape, |sequence, kv_head| {
+        backward_task(&problem, saved, &gradients, (sequence, kv_head));
+    });
+    Ok(())
+}
+
+/// What the tasks write.
+struct Gradients<'a, T> {
+    d_qkv: DisjointColumns<'a, T>,
+    delta: Option<DisjointColumns<'a, f32>>,
+}
+
+impl<T: Element> Gradients<'_, T> {
+    /// The gradient of one head, or key/value head, of a token: numbers `column..column + len`.
+    #[allow(clippy::mut_from_ref)]
+    fn head(&self, token: usize, column: usize, len: usize) -> &mut [T] {
+        // SAFETY: a task takes the columns of its own key/value head and of its own query heads, in
+        // the tokens of its own sequence, each once.
+        #[allow(unsafe_code)]
+        unsafe {
+            self.d_qkv.block_mut(token, column..column + len)
+        }
+    }
+
+    fn set_delta(&self, row: Row, value: f32) {
+        if let Some(delta) = &self.delta {
+            // SAFETY: a (token, head) pair belongs to one task only; the slice ends here.
+            #[allow(unsafe_code)]
+            unsafe {
+                delta.block_mut(row.token, row.head..row.head + 1)[0] = value;
+            }
+        }
+    }
+}
+
+fn backward_task<T: Element>(
+    problem: &Problem<'_>,
+    saved: Saved<'_, T>,
+    gradients: &Gradients<'_, T>,
+    task: (usize, usize),
+) {
+    let shape = &problem.shape;
+    let AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = *shape;
+    let lanes = Arch::new().dispatch(Lanes);
+    let padded = head_dim.next_multiple_of(product::ROWS);
+    let width = head_dim.next_multiple_of(lanes / 2);
+    let rows = padded_rows(shape.key_length);
+    let key_values = KeyValues::Contiguous {
+        keys: &saved.qkv[heads * head_dim..],
+        values: &saved.qkv[(heads + kv_heads) * head_dim..],
+        row_stride: query_stride,
+    };
+    let blocks = rows.next_multiple_of(KEYS) * lanes;
+    let (columns, tile_rows, d_columns) = (head_dim * lanes, lanes * width, padded * lanes);
+    let (keys, d_keys) = (rows * padded, rows * width);
+    let lengths = [
+        keys, keys, d_keys, d_keys, columns, columns, tile_rows, tile_rows, blocks, blocks,
+        d_columns,
+    ];
+    with_scratch(lengths, |scratch| {
+        let [keys, values, d_keys, d_values, q, d_o, q_rows, d_o_rows, p, d_p, d_q] = scratch;
+        gather_key_values(shape, key_values, task, padded, [&mut *keys, &mut *values]);
+        d_keys.fill(0.0);
+        d_values.fill(0.0);
+        let head = Head { keys, values, head_dim, padded };
+        let scale = problem.scale();
+        let take = |tile: &[Row]| {
+            let (queries, outputs) = ((query_stride, head_dim), (heads * head_dim, head_dim));
+            let base2 = scale * std::f32::consts::LOG2_E;
+            gather_columns(saved.qkv, queries, tile, base2, lanes, q);
+            gather_columns(saved.d_out, outputs, tile, 1.0, lanes, d_o);
+            gather_rows(saved.qkv, queries, tile, scale, width, q_rows);
+            gather_rows(saved.d_out, outputs, tile, 1.0, width, d_o_rows);
+            let delta = Arch::new().dispatch(BackwardTile {
+                problem,
+                head,
+                tile,
+                log_sum_exp: saved.log_sum_exp,
+                q,
+                d_o,
+                q_rows,
+                d_o_rows,
+                width,
+                p,
+                d_p,
+                d_q,
+                d_keys,
+                d_values,
+            });
+            for (lane, &row) in tile.iter().enumerate() {
+                gradients.set_delta(row, delta[lane]);
+                let slots = gradients.head(row.token, row.head * head_dim, head_dim);
+                for (slot, d_q) in slots.iter_mut().zip(d_q.chunks_exact(lanes)) {
+                    *slot = T::from_f32(d_q[lane] * scale);
+                }
+            }
+        };
+        for_each_tile(problem, task, lanes, take, |row| {
+            gradients.set_delta(row, 0.0);
+            gradients.head(row.token, row.head * head_dim, head_dim).fill(T::zeroed());
+        });
+        let first = task.0 * shape.query_length;
+        for (column, gradient) in [(heads, &*d_keys), (heads + kv_heads, &*d_values)] {
+            let column = (column + task.1) * head_dim;
+            let rows = gradient.chunks_exact(width).take(shape.key_length);
+            for (token, row) in (first..).zip(rows) {
+                let slots = gradients.head(token, column, head_dim);
+                for (slot, &value) in slots.iter_mut().zip(row) {
+                    *slot = T::from_f32(value);
+                }
+            }
+        }
+    });
+}

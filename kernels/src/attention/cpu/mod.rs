@@ -1,0 +1,60 @@
+//! The CPU bodies of attention: one task for each (sequence, key/value head), which takes the
+//! packed rows in tiles and a tile's keys in blocks ([`tile`]).
+//!
+//! Keys, and the columns of queries, keys and values, are padded with zeros to [`product::ROWS`],
+//! columns of gradients to the vector's length; what lies beyond the last key is masked.
+
+mod backward;
+mod forward;
+mod gather;
+mod lanes;
+mod problem;
+mod product;
+mod tile;
+
+use rayon::prelude::*;
+
+use super::AttentionShape;
+pub(crate) use backward::{Saved, backward};
+pub(crate) use forward::forward;
+use lanes::MOST_ROWS;
+pub(crate) use problem::Problem;
+use problem::Row;
+
+/// Multiply-adds of a call below which its tasks stay on one thread.
+const SMALL: usize = 1 << 18;
+
+/// Runs every (sequence, key/value head).
+fn for_each_task(shape: &AttentionShape, task: impl Fn(usize, usize) + Sync) {
+    let tasks = 0..shape.batch * shape.kv_heads;
+    let work = shape.tokens() * shape.key_length * shape.heads * shape.head_dim;
+    let task = |index| task(index / shape.kv_heads, index % shape.kv_heads);
+    if work < SMALL {
+        tasks.for_each(task);
+    } else {
+        tasks.into_par_iter().for_each(task);
+    }
+}
+
+/// Calls `take` with tiles of at most `lanes` selected rows, and `skip` with the rows between.
+fn for_each_tile(
+    problem: &Problem<'_>,
+    (sequence, kv_head): (usize, usize),
+    lanes: usize,
+    mut take: impl FnMut(&[Row]),
+    skip: impl FnMut(Row),
+) {
+    let (mut tile, mut filled) = ([Row { token: 0, head: 0 }; MOST_ROWS], 0);
+    let select = |row| {
+        tile[filled] = row;
+        filled += 1;
+        if filled == lanes {
+            take(&tile[..lanes]);
+            filled = 0;
+        }
+    };
+    problem.for_each_row(sequence, kv_head, select, skip);
+    if filled > 0 {
+        take(&tile[..filled]);
+    }
+}

@@ -1,0 +1,141 @@
+//! The matrix product of attention's tiles: a broadcast left operand against vectors of the right
+//! one, on register tiles, without packing.
+//!
+//! Attention's products are thin (a head's width, a tile of rows), so a general matrix product would
+//! spend its time on packing. Here the right operand and the result have the tile's packed rows, or a
+//! head's width, along their vectors, and the left operand is read number by number at any strides.
+
+use pulp::Simd;
+
+/// Rows of the left operand, and of the result, come in multiples of this.
+pub(super) const ROWS: usize = 8;
+
+/// The left operand: number (i, k) is `data[i * row_stride + k * column_stride]`.
+#[derive(Clone, Copy)]
+pub(super) struct Left<'a> {
+    pub data: &'a [f32],
+    pub row_stride: usize,
+    pub column_stride: usize,
+}
+
+/// A row-major operand.
+#[derive(Clone, Copy)]
+pub(super) struct Right<'a> {
+    pub data: &'a [f32],
+    pub stride: usize,
+}
+
+/// Sizes of a product: `rows` is a multiple of [`ROWS`], `columns` of the vector's length.
+#[derive(Clone, Copy)]
+pub(super) struct Sizes {
+    pub rows: usize,
+    pub depth: usize,
+    pub columns: usize,
+}
+
+/// `c = left right`, or `c += left right`; row i of `c` starts at `i * c_stride`.
+#[inline(always)]
+pub(super) fn product<S: Simd>(
+    simd: S,
+    sizes: Sizes,
+    left: Left<'_>,
+    right: Right<'_>,
+    c: &mut [f32],
+    c_stride: usize,
+    accumulate: bool,
+) {
+    let Sizes { rows, depth, columns } = sizes;
+    assert!(rows.is_multiple_of(ROWS) && columns.is_multiple_of(S::F32_LANES));
+    if rows == 0 || columns == 0 || depth == 0 {
+        assert!(accumulate || rows == 0 || columns == 0, "a product of no depth would be zero");
+        return;
+    }
+    assert!(left.data.len() > (rows - 1) * left.row_stride + (depth - 1) * left.column_stride);
+    assert!(right.data.len() >= (depth - 1) * right.stride + columns);
+    assert!(c.len() >= (rows - 1) * c_stride + columns);
+    // With 32 registers eight rows of two vectors fit beside their operands, with 16 four.
+    if S::REGISTER_COUNT >= 32 {
+        tiles::<S, 8>(simd, sizes, left, right, c, c_stride, accumulate);
+    } else {
+        tiles::<S, 4>(simd, sizes, left, right, c, c_stride, accumulate);
+    }
+}
+
+#[inline(always)]
+fn tiles<S: Simd, const M: usize>(
+    simd: S,
+    sizes: Sizes,
+    left: Left<'_>,
+    right: Right<'_>,
+    c: &mut [f32],
+    c_stride: usize,
+    accumulate: bool,
+) {
+    let mut column = 0;
+    while column < sizes.columns {
+        let pair = column + 2 * S::F32_LANES <= sizes.columns;
+        for row in (0..sizes.rows).step_by(M) {
+            // SAFETY: `product` checked that rows x depth, depth x columns and rows x columns lie
+            // within the operands; this tile's rows and columns are among them, since M divides the
+            // rows and one or two vectors of columns are left.
+            #[allow(unsafe_code)]
+            unsafe {
+                let a = left.data.as_ptr().add(row * left.row_stride);
+                let b = right.data.as_ptr().add(column);
+                let c = c.as_mut_ptr().add(row * c_stride + column);
+                let strides = (left.row_stride, left.column_stride, right.stride, c_stride);
+                if pair {
+                    tile::<S, M, 2>(simd, sizes.depth, a, b, c, strides, accumulate);
+                } else {
+                    tile::<S, M, 1>(simd, sizes.depth, a, b, c, strides, accumulate);
+                }
+            }
+        }
+        column += if pair { 2 * S::F32_LANES } else { S::F32_LANES };
+    }
+}
+
+/// M rows and V vectors of columns, held in registers over the whole depth.
+///
+/// # Safety
+/// Every number at the strides named is within its operand, and `c` is borrowed by nobody else.
+#[allow(unsafe_code)]
+#[inline(always)]
+unsafe fn tile<S: Simd, const M: usize, const V: usize>(
+    simd: S,
+    depth: usize,
+    a: *const f32,
+    b: *const f32,
+    c: *mut f32,
+    (a_row, a_column, b_stride, c_stride): (usize, usize, usize, usize),
+    accumulate: bool,
+) {
+    let mut sums = [[simd.splat_f32s(0.0); V]; M];
+    for k in 0..depth {
+        let mut vectors = [simd.splat_f32s(0.0); V];
+        for (v, vector) in vectors.iter_mut().enumerate() {
+            // SAFETY: row k and these columns of the right operand, by the caller's promise.
+            *vector = unsafe {
+                b.add(k * b_stride + v * S::F32_LANES).cast::<S::f32s>().read_unaligned()
+            };
+        }
+        for (i, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: number (i, k) of the left operand, by the caller's promise.
+            let factor = simd.splat_f32s(unsafe { *a.add(i * a_row + k * a_column) });
+            for (sum, &vector) in sums.iter_mut().zip(&vectors) {
+                *sum = simd.mul_add_e_f32s(factor, vector, *sum);
+            }
+        }
+    }
+    for (i, sums) in sums.iter().enumerate() {
+        for (v, &sum) in sums.iter().enumerate() {
+            // SAFETY: row i and these columns of the result, by the caller's promise.
+            unsafe {
+                let slot = c.add(i * c_stride + v * S::F32_LANES).cast::<S::f32s>();
+                let before = slot.read_unaligned();
+                let after = if accumulate { simd.add_f32s(before, sum) } else { sum };
+                slot.write_unaligned(after);
+            }
+        }
+    }
+}

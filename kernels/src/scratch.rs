@@ -1,0 +1,66 @@
+//! Working memory of a thread: it grows to what the largest task wants and is used again by every
+//! later one, so that operators allocate nothing in the steady state.
+
+use std::cell::Cell;
+
+/// A cache line of numbers, so that scratch starts on one.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([f32; LINE]);
+
+/// Numbers of a cache line.
+const LINE: usize = 16;
+
+thread_local! {
+    static MEMORY: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
+}
+
+/// Runs `body` with slices of the wanted lengths, each on a cache line of its own. They hold what
+/// earlier tasks left there.
+///
+/// A call within a call has memory of its own, which is freed after it.
+pub(crate) fn with_scratch<const N: usize, R>(
+    lengths: [usize; N],
+    body: impl FnOnce([&mut [f32]; N]) -> R,
+) -> R {
+    let mut memory = MEMORY.take();
+    let lines: usize = lengths.iter().map(|len| len.div_ceil(LINE)).sum();
+    if memory.len() < lines {
+        memory.resize(lines, Line([0.0; LINE]));
+    }
+    let mut rest: &mut [Line] = &mut memory;
+    let slices = lengths.map(|len| {
+        let (part, after) = std::mem::take(&mut rest).split_at_mut(len.div_ceil(LINE));
+        rest = after;
+        &mut numbers(part)[..len]
+    });
+    let result = body(slices);
+    MEMORY.set(memory);
+    result
+}
+
+fn numbers(lines: &mut [Line]) -> &mut [f32] {
+    // SAFETY: a line is LINE numbers without padding (its size is its alignment), so the slice
+    // covers the same bytes, and it takes over the exclusive borrow.
+    #[allow(unsafe_code)]
+    unsafe {
+        std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), lines.len() * LINE)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_are_apart_and_aligned_within_a_call_and_in_one_inside_it() {
+        with_scratch([3, 0, 17], |[a, b, c]| {
+            assert_eq!((a.len(), b.len(), c.len()), (3, 0, 17));
+            assert!(a.as_ptr().addr().is_multiple_of(64) && c.as_ptr().addr().is_multiple_of(64));
+            a.fill(1.0);
+            c.fill(2.0);
+            with_scratch([40], |[inner]| inner.fill(3.0));
+            assert!(a.iter().all(|&x| x == 1.0) && c.iter().all(|&x| x == 2.0));
+        });
+    }
+}
