@@ -13,7 +13,7 @@ const CHUNK: usize = 16 * 1024;
 pub(crate) fn squared_norm<G: Element>(x: &[G], out: &mut [f64]) -> Result<()> {
     check_len("squared_norm", "out", out.len(), 1)?;
     let partial: Vec<f64> =
-        x.par_chunks(CHUNK).map(|chunk| vectorized(|| sum_of_squares(chunk))).collect();
+        x.par_chunks(CHUNK).map(|chunk| vectorized!(sum_of_squares(chunk))).collect();
     out[0] += partial.iter().sum::<f64>();
     Ok(())
 }
@@ -97,14 +97,14 @@ pub(crate) fn adamw<T: Element, G: Element, M: Element>(
     );
     match master {
         None => state.into_par_iter().for_each(|(g, m, v, w)| {
-            vectorized(|| update_weights(&constants, g, m, v, w));
+            vectorized!(update_weights(&constants, g, m, v, w));
         }),
         Some(master) => {
             check_len("adamw", "master", master.len(), len)?;
             (state.0, state.1, state.2, state.3, master.par_chunks_mut(CHUNK))
                 .into_par_iter()
                 .for_each(|(g, m, v, w, exact)| {
-                    vectorized(|| {
+                    vectorized!({
                         update_weights(&constants, g, m, v, exact);
                         for (w, &exact) in w.iter_mut().zip(&*exact) {
                             *w = T::from_f32(exact);

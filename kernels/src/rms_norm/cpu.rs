@@ -22,7 +22,7 @@ pub(crate) fn forward<T: Element>(
     check_len("rms_norm_forward", "y", y.len(), x.len())?;
     (x.par_chunks(ROWS * width), y.par_chunks_mut(ROWS * width), inv_rms.par_chunks_mut(ROWS))
         .into_par_iter()
-        .for_each(|(x, y, inv_rms)| vectorized(|| forward_rows(eps, x, weight, y, inv_rms)));
+        .for_each(|(x, y, inv_rms)| vectorized!(forward_rows(eps, x, weight, y, inv_rms)));
     Ok(())
 }
 
@@ -68,7 +68,7 @@ pub(crate) fn backward<T: Element, G: Element>(
                     .zip(d_y.chunks_exact(width))
                     .zip(d_x.chunks_exact_mut(width))
                     .zip(inv_rms);
-                vectorized(|| {
+                vectorized!({
                     for (((x, d_y), d_x), &inv_rms) in rows {
                         row_backward(x, weight, inv_rms, d_y, d_x, d_weight);
                     }

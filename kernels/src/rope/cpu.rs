@@ -62,7 +62,7 @@ fn rotate<T: Element>(
     let half = shape.head_dim / 2;
     let rotated = (shape.heads + shape.kv_heads) * shape.head_dim;
     qkv.par_chunks_mut(ROWS * shape.row()).enumerate().for_each(|(part, rows)| {
-        vectorized(|| {
+        vectorized!({
             for (row, token) in rows.chunks_exact_mut(shape.row()).zip(part * ROWS..) {
                 let angles = (first_position + token % shape.length) * half;
                 let cos = &table.cos[angles..angles + half];

@@ -128,7 +128,7 @@ pub(crate) fn forward<T: Element>(
                 .zip(gates.chunks_exact_mut(routed))
                 .zip(selected.chunks_exact_mut(routed))
                 .zip(inv_std);
-            vectorized(|| {
+            vectorized!({
                 for ((((row, norms), gates), selected), inv_std) in rows {
                     let heads = row[queries.clone()].chunks_exact(shape.head_dim);
                     for (square, query) in norms.iter_mut().zip(heads) {
@@ -225,7 +225,7 @@ pub(crate) fn backward<T: Element>(
         .for_each(|(part, (qkv, d_qkv))| {
             let mut d_norms = vec![0f32; routed];
             let rows = qkv.chunks_exact(shape.row()).zip(d_qkv.chunks_exact_mut(shape.row()));
-            vectorized(|| {
+            vectorized!({
                 for ((row, d_row), token) in rows.zip(part * ROWS..) {
                     let table = token * routed..(token + 1) * routed;
                     let gates = &routing.gates[table.clone()];

@@ -14,7 +14,7 @@ pub(crate) fn forward<T: Element>(width: usize, gate_up: &[T], out: &mut [T]) ->
     check("swiglu_forward", width, gate_up.len(), out.len())?;
     (gate_up.par_chunks(ROWS * 2 * width), out.par_chunks_mut(ROWS * width))
         .into_par_iter()
-        .for_each(|(gate_up, out)| vectorized(|| forward_rows(width, gate_up, out)));
+        .for_each(|(gate_up, out)| vectorized!(forward_rows(width, gate_up, out)));
     Ok(())
 }
 
@@ -44,7 +44,7 @@ pub(crate) fn backward<T: Element>(
     )
         .into_par_iter()
         .for_each(|(gate_up, d_out, d_gate_up)| {
-            vectorized(|| backward_rows(width, gate_up, d_out, d_gate_up));
+            vectorized!(backward_rows(width, gate_up, d_out, d_gate_up));
         });
     Ok(())
 }

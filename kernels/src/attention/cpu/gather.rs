@@ -17,7 +17,7 @@ fn gather_keys<T: Element>(
 ) {
     let head_dim = shape.head_dim;
     let (rows, rest) = out.split_at_mut(shape.key_length * padded);
-    vectorized(|| {
+    vectorized!({
         for (position, out) in rows.chunks_exact_mut(padded).enumerate() {
             let start = row_start(position) + kv_head * head_dim;
             let (out, padding) = out.split_at_mut(head_dim);
@@ -87,7 +87,7 @@ pub(super) fn gather_rows<T: Element>(
     width: usize,
     out: &mut [f32],
 ) {
-    vectorized(|| {
+    vectorized!({
         for (out, row) in out.chunks_exact_mut(width).zip(tile) {
             let start = row.token * stride + row.head * head_dim;
             let (out, padding) = out.split_at_mut(head_dim);
