@@ -3,7 +3,8 @@
 //! is GFLOP/s); where an operator moves numbers rather than computes, bytes are counted.
 //!
 //! Shapes: 2048 tokens of width 512, MLP 1408, 8 query and 4 key/value heads of 64; attention also
-//! one sequence of 512 tokens with 32 query and 8 key/value heads of 128.
+//! eight sequences of 256 tokens with heads of 8, and one of 512 tokens with 32 query and 8 key/value
+//! heads of 128.
 
 // A bench stops where an operator refuses its arguments.
 #![allow(clippy::unwrap_used)]
@@ -25,6 +26,7 @@ const WIDTH: usize = 512;
 const MLP: usize = 1408;
 const VOCABULARY: usize = 8192;
 const SMALL: QkvShape = QkvShape { batch: 4, length: 512, heads: 8, kv_heads: 4, head_dim: 64 };
+const TINY: QkvShape = QkvShape { batch: 8, length: 256, heads: 8, kv_heads: 4, head_dim: 8 };
 const LARGE: QkvShape = QkvShape { batch: 1, length: 512, heads: 32, kv_heads: 8, head_dim: 128 };
 
 fn main() {
@@ -292,6 +294,16 @@ fn attention_8_heads_of_64_forward<T: Element>(bencher: Bencher, active: usize) 
 #[divan::bench(types = [f32, bf16], args = ACTIVE)]
 fn attention_8_heads_of_64_backward<T: Element>(bencher: Bencher, active: usize) {
     Attention::<T>::bench_backward(bencher, SMALL, active);
+}
+
+#[divan::bench(types = [f32, bf16], args = ACTIVE)]
+fn attention_8_heads_of_8_forward<T: Element>(bencher: Bencher, active: usize) {
+    Attention::<T>::bench_forward(bencher, TINY, active);
+}
+
+#[divan::bench(types = [f32, bf16], args = ACTIVE)]
+fn attention_8_heads_of_8_backward<T: Element>(bencher: Bencher, active: usize) {
+    Attention::<T>::bench_backward(bencher, TINY, active);
 }
 
 #[divan::bench(types = [f32, bf16], args = ACTIVE)]

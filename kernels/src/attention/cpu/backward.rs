@@ -98,7 +98,8 @@ fn backward_task<T: Element>(
     let AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = *shape;
     let lanes = Arch::new().dispatch(Lanes);
     let padded = head_dim.next_multiple_of(product::ROWS);
-    let width = head_dim.next_multiple_of(lanes / 2);
+    let narrow = head_dim <= product::NARROW;
+    let width = if narrow { product::NARROW } else { head_dim.next_multiple_of(lanes / 2) };
     let rows = padded_rows(shape.key_length);
     let key_values = KeyValues::Contiguous {
         keys: &saved.qkv[heads * head_dim..],

@@ -25,7 +25,11 @@ pub(super) struct Right<'a> {
     pub stride: usize,
 }
 
-/// Sizes of a product: `rows` is a multiple of [`ROWS`], `columns` of the vector's length.
+/// Columns that suffice for a head of at most so many numbers, whatever the vector's length.
+pub(super) const NARROW: usize = 8;
+
+/// Sizes of a product: `rows` is a multiple of [`ROWS`], `columns` of the vector's length or
+/// [`NARROW`].
 #[derive(Clone, Copy)]
 pub(super) struct Sizes {
     pub rows: usize,
@@ -45,7 +49,8 @@ pub(super) fn product<S: Simd>(
     accumulate: bool,
 ) {
     let Sizes { rows, depth, columns } = sizes;
-    assert!(rows.is_multiple_of(ROWS) && columns.is_multiple_of(S::F32_LANES));
+    let narrow = columns == NARROW && S::F32_LANES > NARROW;
+    assert!(rows.is_multiple_of(ROWS) && (narrow || columns.is_multiple_of(S::F32_LANES)));
     if rows == 0 || columns == 0 || depth == 0 {
         assert!(accumulate || rows == 0 || columns == 0, "a product of no depth would be zero");
         return;
@@ -53,6 +58,9 @@ pub(super) fn product<S: Simd>(
     assert!(left.data.len() > (rows - 1) * left.row_stride + (depth - 1) * left.column_stride);
     assert!(right.data.len() >= (depth - 1) * right.stride + columns);
     assert!(c.len() >= (rows - 1) * c_stride + columns);
+    if narrow {
+        return narrow_tiles(sizes, left, right, c, c_stride, accumulate);
+    }
     // With 32 registers eight rows of two vectors fit beside their operands, with 16 four.
     if S::REGISTER_COUNT >= 32 {
         tiles::<S, 8>(simd, sizes, left, right, c, c_stride, accumulate);
@@ -92,6 +100,45 @@ fn tiles<S: Simd, const M: usize>(
             }
         }
         column += if pair { 2 * S::F32_LANES } else { S::F32_LANES };
+    }
+}
+
+/// Products of [`NARROW`] columns on machines whose vectors are longer: half a vector would be
+/// wasted. All of those fuse multiplication and addition.
+#[inline(always)]
+fn narrow_tiles(
+    sizes: Sizes,
+    left: Left<'_>,
+    right: Right<'_>,
+    c: &mut [f32],
+    c_stride: usize,
+    accumulate: bool,
+) {
+    for first in (0..sizes.rows).step_by(ROWS) {
+        let mut sums = [[0f32; NARROW]; ROWS];
+        for k in 0..sizes.depth {
+            // SAFETY: `product` checked that rows x depth and depth x columns lie within the
+            // operands.
+            #[allow(unsafe_code)]
+            let vector = unsafe {
+                right.data.as_ptr().add(k * right.stride).cast::<[f32; NARROW]>().read_unaligned()
+            };
+            for (i, sums) in sums.iter_mut().enumerate() {
+                let index = (first + i) * left.row_stride + k * left.column_stride;
+                // SAFETY: as above.
+                #[allow(unsafe_code)]
+                let factor = unsafe { *left.data.get_unchecked(index) };
+                for (sum, &number) in sums.iter_mut().zip(&vector) {
+                    *sum = factor.mul_add(number, *sum);
+                }
+            }
+        }
+        for (i, sums) in sums.iter().enumerate() {
+            let slots = &mut c[(first + i) * c_stride..][..NARROW];
+            for (slot, &sum) in slots.iter_mut().zip(sums) {
+                *slot = if accumulate { *slot + sum } else { sum };
+            }
+        }
     }
 }
 
