@@ -10,9 +10,10 @@ pub(crate) fn exp(x: f32) -> f32 {
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to the nearest integer
     const LN2_HIGH: f32 = 0.693_359_4; // few bits, so that k * LN2_HIGH is exact
     const LN2_LOW: f32 = -2.121_944_4e-4;
-    let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let clamped = x.clamp(-87.0, 88.0);
+    let shifted = clamped.mul_add(std::f32::consts::LOG2_E, ROUND);
     let k = shifted - ROUND;
-    let r = k.mul_add(-LN2_LOW, k.mul_add(-LN2_HIGH, x));
+    let r = k.mul_add(-LN2_LOW, k.mul_add(-LN2_HIGH, clamped));
     let p = 1.388_888_9e-3_f32;
     let p = p.mul_add(r, 8.333_334e-3);
     let p = p.mul_add(r, 4.166_666_6e-2);
@@ -22,13 +23,7 @@ pub(crate) fn exp(x: f32) -> f32 {
     let p = p.mul_add(r, 1.0);
     // shifted's low mantissa bits hold k in two's complement; moved to the exponent they are 2^k.
     let scaled = f32::from_bits(p.to_bits().wrapping_add(shifted.to_bits() << 23));
-    if x < -87.0 {
-        0.0
-    } else if x > 88.0 {
-        f32::INFINITY
-    } else {
-        scaled
-    }
+    if x < -87.0 { 0.0 } else { scaled }
 }
 
 /// 1 / (1 + e^-x).

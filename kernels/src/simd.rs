@@ -10,16 +10,24 @@
 /// hundred numbers, not one step of it. Multiplication and addition stay two roundings, and sums
 /// keep the order that the source gives them, so results have the same bits on every machine.
 ///
-/// A macro, since a closure that is not itself `#[inline(always)]` stays a function of its own,
-/// compiled for the oldest machine.
+/// A macro, since only a closure that is itself `#[inline(always)]`, and that can be called but once,
+/// is sure to become a part of the compiled variants: the way from `FnOnce` to another closure is a
+/// function of its own, compiled for the oldest machine.
 macro_rules! vectorized {
-    ($body:expr) => {
+    ($body:expr) => {{
+        let once = $crate::simd::Once;
         pulp::Arch::new().dispatch(
             #[inline(always)]
-            || $body,
+            || {
+                let _consumed = once;
+                $body
+            },
         )
-    };
+    }};
 }
+
+/// What a closure consumes so that it can be called but once.
+pub(crate) struct Once;
 
 pub(crate) use vectorized;
 
