@@ -16,6 +16,7 @@ mod rms_norm;
 pub mod rope;
 pub mod router;
 pub mod scalar;
+mod simd;
 mod swiglu;
 
 pub use backend::{Backend, View, ViewMut};

@@ -8,6 +8,7 @@ use crate::error::{Error, Result, check_len, ensure};
 use crate::linear::cpu as linear;
 use crate::math::{exp, max, sum};
 use crate::scalar::Element;
+use crate::simd::vectorized;
 
 /// Numbers that a chunk's logits may take, unless one token's are more: 32 MiB.
 const SCRATCH: usize = 8 << 20;
@@ -67,12 +68,13 @@ fn losses(logits: &mut [f32], targets: &[u32], vocab_size: usize, scale: Option<
         .into_par_iter()
         .map(|(logits, targets)| {
             let rows = logits.chunks_exact_mut(vocab_size).zip(targets);
-            rows.map(|(row, &target)| token_loss(row, target, scale)).sum()
+            rows.map(|(row, &target)| vectorized(|| token_loss(row, target, scale))).sum()
         })
         .collect();
     partial.iter().sum()
 }
 
+#[inline(always)]
 fn token_loss(row: &mut [f32], target: u32, scale: Option<f32>) -> f64 {
     if target == IGNORED {
         row.fill(0.0);
