@@ -54,10 +54,32 @@ impl Element for f32 {
 impl Element for bf16 {
     #[inline(always)]
     fn to_f32(self) -> f32 {
-        bf16::to_f32(self)
+        f32::from_bits(u32::from(self.to_bits()) << 16)
     }
     #[inline(always)]
     fn from_f32(value: f32) -> Self {
-        bf16::from_f32(value)
+        // Without branches, so that loops over it vectorise.
+        let bits = value.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
+        let quiet = bits >> 16 | 0x40;
+        bf16::from_bits(if value.is_nan() { quiet } else { rounded } as u16)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bf16_rounds_to_nearest_even_as_the_crate_half_does() {
+        let near_ties = (0..=u16::MAX).flat_map(|high| {
+            [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| u32::from(high) << 16 | low)
+        });
+        for value in near_ties.map(f32::from_bits) {
+            let (ours, theirs) = (<bf16 as Element>::from_f32(value), bf16::from_f32(value));
+            assert_eq!(ours.to_bits(), theirs.to_bits(), "{value:e}");
+            let (ours, theirs) = (Element::to_f32(theirs), theirs.to_f32());
+            assert!(ours == theirs || ours.is_nan() && theirs.is_nan(), "{value:e}");
+        }
     }
 }
