@@ -10,7 +10,7 @@ use crate::cpu::Cpu;
 use crate::disjoint::DisjointColumns;
 use crate::error::{Result, check_len, ensure};
 use crate::math::{dot, exp, max, sum};
-use crate::matmul::{Destination, Matrix, matmul};
+use crate::matmul::{Destination, Matrix, MatrixMut, matmul};
 use crate::router::cpu::CpuRouting;
 use crate::scalar::Element;
 
@@ -259,10 +259,12 @@ pub(crate) fn forward<T: Element>(
             let k = Matrix::new(&keys[part.clone()], seen.len(), head_dim);
             let v = Matrix::new(&values[part], seen.len(), head_dim);
             let scale = problem.scale();
-            matmul(&mut scores, Destination::Overwrite, scale, q, k.transposed());
+            let to_scores = MatrixMut::new(&mut scores, tile.len(), seen.len());
+            matmul(to_scores, Destination::Overwrite, scale, q, k.transposed());
             exponentials(&problem, tile, &seen, &mut scores, &mut statistics);
             let p = Matrix::new(&scores, tile.len(), seen.len());
-            matmul(&mut o, Destination::Overwrite, 1.0, p, v);
+            let to_o = MatrixMut::new(&mut o, tile.len(), head_dim);
+            matmul(to_o, Destination::Overwrite, 1.0, p, v);
             for ((&row, o), &(largest, total)) in
                 tile.iter().zip(o.chunks_exact(head_dim)).zip(&statistics)
             {
@@ -378,10 +380,12 @@ fn backward_task<T: Element>(
         let k = Matrix::new(&keys[part.clone()], columns, head_dim);
         let v = Matrix::new(&values[part.clone()], columns, head_dim);
         let queries = Matrix::new(&q, rows, head_dim);
-        matmul(&mut p, Destination::Overwrite, scale, queries, k.transposed());
+        let to_p = MatrixMut::new(&mut p, rows, columns);
+        matmul(to_p, Destination::Overwrite, scale, queries, k.transposed());
         probabilities(problem, tile, &seen, saved.log_sum_exp, &mut p);
         let d_rows = Matrix::new(&d_o, rows, head_dim);
-        matmul(&mut d_p, Destination::Overwrite, 1.0, d_rows, v.transposed());
+        let to_d_p = MatrixMut::new(&mut d_p, rows, columns);
+        matmul(to_d_p, Destination::Overwrite, 1.0, d_rows, v.transposed());
         // dP becomes dS and, for the values' gradient, P takes the heads' weights on.
         for ((&row, p), d_p) in
             tile.iter().zip(p.chunks_exact_mut(columns)).zip(d_p.chunks_exact_mut(columns))
@@ -401,9 +405,12 @@ fn backward_task<T: Element>(
         let p = Matrix::new(&p, rows, columns);
         let d_s = Matrix::new(&d_p, rows, columns);
         let accumulate = Destination::Accumulate;
-        matmul(&mut d_values[part.clone()], accumulate, 1.0, p.transposed(), d_rows);
-        matmul(&mut d_keys[part], accumulate, scale, d_s.transposed(), queries);
-        matmul(&mut d_q, Destination::Overwrite, scale, d_s, k);
+        let to_values = MatrixMut::new(&mut d_values[part.clone()], columns, head_dim);
+        matmul(to_values, accumulate, 1.0, p.transposed(), d_rows);
+        let to_keys = MatrixMut::new(&mut d_keys[part], columns, head_dim);
+        matmul(to_keys, accumulate, scale, d_s.transposed(), queries);
+        let to_q = MatrixMut::new(&mut d_q, rows, head_dim);
+        matmul(to_q, Destination::Overwrite, scale, d_s, k);
         for (row, d_q) in tile.iter().zip(d_q.chunks_exact(head_dim)) {
             write(&targets.d_qkv, row.token, row.head * head_dim, d_q);
         }

@@ -5,8 +5,8 @@ use rayon::prelude::*;
 use super::{HeadGradients, HeadShape, IGNORED};
 use crate::cpu::Cpu;
 use crate::error::{Error, Result, check_len, ensure};
-use crate::linear::cpu as linear;
 use crate::math::{exp, max, sum};
+use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::scalar::Element;
 use crate::simd::vectorized;
 
@@ -38,25 +38,27 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
     check(shape, x.len(), weight.len(), targets, scratch.len(), loss.len())?;
     let &HeadShape { width, vocab_size, .. } = shape;
     let rows = chunk_rows(shape);
-    let weight = linear::as_f32(weight);
     if let Some(gradients) = &gradients {
         check_len("cross_entropy", "d_x", gradients.d_x.len(), x.len())?;
         check_len("cross_entropy", "d_weight", gradients.d_weight.len(), weight.len())?;
     }
+    let weight = Matrix::new(weight, vocab_size, width);
     for (part, (x, targets)) in x.chunks(rows * width).zip(targets.chunks(rows)).enumerate() {
-        let x = linear::as_f32(x);
-        let logits = &mut scratch[..targets.len() * vocab_size];
-        linear::forward(width, &x, &weight, None, logits)?;
+        let tokens = targets.len();
+        let logits = &mut scratch[..tokens * vocab_size];
+        let x = Matrix::new(x, tokens, width);
+        let to_logits = MatrixMut::new(logits, tokens, vocab_size);
+        matmul_parallel(to_logits, Destination::Overwrite, 1.0, x, weight.transposed());
         let scale = gradients.as_ref().map(|gradients| gradients.scale);
         loss[0] += losses(logits, targets, vocab_size, scale);
         if let Some(gradients) = &mut gradients {
-            linear::backward_weight(width, &x, logits, gradients.d_weight)?;
-            let d_x = &mut gradients.d_x[part * rows * width..][..x.len()];
-            let mut d_chunk = vec![0f32; x.len()];
-            linear::backward_input(width, logits, &weight, &mut d_chunk)?;
-            for (slot, value) in d_x.iter_mut().zip(d_chunk) {
-                *slot = T::from_f32(value);
-            }
+            let d_logits = Matrix::new(logits, tokens, vocab_size);
+            let d_weight = MatrixMut::new(gradients.d_weight, vocab_size, width);
+            let accumulate = Destination::Accumulate;
+            matmul_parallel(d_weight, accumulate, 1.0, d_logits.transposed(), x);
+            let d_x = &mut gradients.d_x[part * rows * width..][..tokens * width];
+            let d_x = MatrixMut::new(d_x, tokens, width);
+            matmul_parallel(d_x, Destination::Overwrite, 1.0, d_logits, weight);
         }
     }
     Ok(())

@@ -1,108 +1,73 @@
-//! f32 matrix products of the crate `gemm`, behind bounds-checked views.
+//! Matrix products of the CPU's operators, behind bounds-checked views.
+//!
+//! [`matmul`] runs on the calling thread, [`parallel`](matmul_parallel) on rayon's. Who computes
+//! depends on the types and the shape alone: a few rows against a matrix that is contiguous along
+//! k are inner products (`dot`), f32 is the crate `gemm` (`single`), and bf16 is our own kernel
+//! (`packed`) where the machine has AVX512-BF16 and `gemm` on converted tiles (`converted`)
+//! elsewhere. All of them sum in f32 and round once, when the result is stored.
 
-/// A read-only matrix with strides, in numbers.
-#[derive(Clone, Copy)]
-pub(crate) struct Matrix<'a> {
-    data: &'a [f32],
-    rows: usize,
-    columns: usize,
-    row_stride: usize,
-    column_stride: usize,
-}
+mod converted;
+mod dot;
+mod matrix;
+#[cfg(target_arch = "x86_64")]
+mod pack;
+#[cfg(target_arch = "x86_64")]
+mod packed;
+mod parallel;
+mod scratch;
+mod single;
+#[cfg(test)]
+mod tests;
+#[cfg(target_arch = "x86_64")]
+mod tile;
 
-impl<'a> Matrix<'a> {
-    /// A row-major matrix that starts at the slice's start.
-    pub(crate) fn new(data: &'a [f32], rows: usize, columns: usize) -> Self {
-        assert!(data.len() >= rows * columns);
-        Matrix { data, rows, columns, row_stride: columns, column_stride: 1 }
-    }
+pub(crate) use matrix::{Destination, Matrix, MatrixMut};
+pub(crate) use parallel::matmul_parallel;
 
-    /// Some of the columns.
-    pub(crate) fn columns(self, columns: std::ops::Range<usize>) -> Self {
-        assert!(columns.start <= columns.end && columns.end <= self.columns);
-        // A matrix without rows holds no number to start at.
-        let start = if self.rows == 0 { 0 } else { columns.start * self.column_stride };
-        Matrix { data: &self.data[start..], columns: columns.len(), ..self }
-    }
+use crate::scalar::Element;
 
-    /// The transpose, without moving a number.
-    pub(crate) fn transposed(self) -> Self {
-        Matrix {
-            rows: self.columns,
-            columns: self.rows,
-            row_stride: self.column_stride,
-            column_stride: self.row_stride,
-            ..self
-        }
-    }
-}
-
-/// What becomes of the numbers that the destination held.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Destination {
-    /// They are replaced.
-    Overwrite,
-    /// The product is added to them.
-    Accumulate,
-}
-
-/// `out (+)= scale * left right`, on the calling thread; `out` is row-major.
-pub(crate) fn matmul(
-    out: &mut [f32],
-    destination: Destination,
+/// `out = scale * left right`, plus what the destination says, on the calling thread.
+///
+/// Where one of left and right is bf16, an f32 one is rounded to bf16 on machines whose
+/// instructions multiply bf16.
+pub(crate) fn matmul<O: Element, A: Element, B: Element>(
+    out: MatrixMut<'_, O>,
+    destination: Destination<'_, O>,
     scale: f32,
-    left: Matrix<'_>,
-    right: Matrix<'_>,
+    left: Matrix<'_, A>,
+    right: Matrix<'_, B>,
 ) {
-    let (m, n, k) = (left.rows, right.columns, left.columns);
-    assert_eq!(k, right.rows);
-    assert!(out.len() >= m * n);
-    if m == 0 || n == 0 {
+    check(&out, &destination, &left, &right);
+    if out.rows == 0 || out.columns == 0 {
         return;
     }
-    let accumulate = destination == Destination::Accumulate;
-    // SAFETY: each matrix holds rows x columns numbers at its strides (checked when it was made;
-    // transposing keeps the set of addresses and taking columns makes it smaller), out holds m x n (checked above) and cannot
-    // overlap the inputs, being borrowed mutably.
-    #[allow(unsafe_code)]
-    unsafe {
-        gemm::gemm(
-            m,
-            n,
-            k,
-            out.as_mut_ptr(),
-            1,
-            n as isize,
-            accumulate,
-            left.data.as_ptr(),
-            left.column_stride as isize,
-            left.row_stride as isize,
-            right.data.as_ptr(),
-            right.column_stride as isize,
-            right.row_stride as isize,
-            1.0,
-            scale,
-            false,
-            false,
-            false,
-            gemm::Parallelism::None,
-        );
+    if dot::applies(&left, &right) {
+        return dot::multiply(out, destination, scale, left, right);
     }
+    if let (Some(left), Some(right)) = (left.as_f32(), right.as_f32()) {
+        return match out.into_f32() {
+            Ok(out) => single::multiply(out, Destination::of_f32(destination), scale, left, right),
+            Err(out) => converted::multiply(out, destination, scale, left, right),
+        };
+    }
+    #[cfg(target_arch = "x86_64")]
+    if packed::available() {
+        return packed::multiply(out, destination, scale, left, right);
+    }
+    converted::multiply(out, destination, scale, left, right)
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn transposes_scales_and_accumulates() {
-        let left = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]; // 2 x 3
-        let right = [1.0, 0.0, 2.0, 0.0, 1.0, 1.0]; // 2 x 3
-        let mut out = [10.0; 4];
-        let product = Matrix::new(&right, 2, 3).transposed();
-        matmul(&mut out, Destination::Accumulate, 2.0, Matrix::new(&left, 2, 3), product);
-        assert_eq!(out, [24.0, 20.0, 42.0, 32.0]);
-        matmul(&mut out, Destination::Overwrite, 1.0, Matrix::new(&left, 2, 3), product);
-        assert_eq!(out, [7.0, 5.0, 16.0, 11.0]);
+/// Panics where the shapes do not fit each other.
+fn check<O: Element, A: Element, B: Element>(
+    out: &MatrixMut<'_, O>,
+    destination: &Destination<'_, O>,
+    left: &Matrix<'_, A>,
+    right: &Matrix<'_, B>,
+) {
+    assert_eq!(left.columns, right.rows, "the inner dimensions differ");
+    assert_eq!((out.rows, out.columns), (left.rows, right.columns), "another shape of the product");
+    if let Destination::AddTo(addend) = destination {
+        assert_eq!((addend.rows, addend.columns), (out.rows, out.columns), "another addend");
+        assert_eq!(addend.column_stride, 1, "the addend is not row-major");
     }
 }
