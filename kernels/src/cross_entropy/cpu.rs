@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use super::{HeadGradients, HeadShape, IGNORED};
 use crate::cpu::Cpu;
 use crate::error::{Error, Result, check_len, ensure};
-use crate::math::{exp, max, sum};
+use crate::math::{exp, sum};
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::scalar::Element;
 use crate::simd::vectorized;
@@ -16,6 +16,8 @@ const SCRATCH: usize = 8 << 20;
 const MOST_ROWS: usize = 1024;
 /// Tokens of one task.
 const ROWS: usize = 16;
+/// Interleaved parts of a reduction.
+const LANES: usize = 32;
 
 fn chunk_rows(shape: &HeadShape) -> usize {
     (SCRATCH / shape.vocab_size.max(1)).clamp(1, MOST_ROWS).min(shape.tokens.max(1))
@@ -83,19 +85,54 @@ fn token_loss(row: &mut [f32], target: u32, scale: Option<f32>) -> f64 {
         return 0.0;
     }
     let target = target as usize;
-    let (largest, chosen) = (max(row), row[target]);
-    for logit in row.iter_mut() {
-        *logit = exp(*logit - largest);
-    }
-    let total = sum(row);
+    let (largest, chosen) = (largest(row), row[target]);
+    // The target's term joins the sum in f64: where it is the largest it is 1, and the loss is
+    // the logarithm of 1 and the little that the others add.
+    row[target] = f32::NEG_INFINITY;
+    let others = exponentials(row, largest);
+    let own = exp(chosen - largest);
+    let total = f64::from(others) + f64::from(own);
     if let Some(scale) = scale {
-        let factor = scale / total;
+        let factor = (f64::from(scale) / total) as f32;
+        row[target] = own;
         for value in row.iter_mut() {
             *value *= factor;
         }
         row[target] -= scale;
     }
-    f64::from(largest) + f64::from(total).ln() - f64::from(chosen)
+    f64::from(largest) - f64::from(chosen) + total.ln()
+}
+
+/// The largest logit.
+#[inline(always)]
+fn largest(row: &[f32]) -> f32 {
+    let larger = |a: f32, b: f32| if a > b { a } else { b };
+    let (chunks, rest) = row.as_chunks::<LANES>();
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    for chunk in chunks {
+        for (lane, &logit) in lanes.iter_mut().zip(chunk) {
+            *lane = larger(*lane, logit);
+        }
+    }
+    lanes.into_iter().chain(rest.iter().copied()).fold(f32::NEG_INFINITY, larger)
+}
+
+/// Turns logits into exponentials less the largest and returns their sum.
+#[inline(always)]
+fn exponentials(row: &mut [f32], largest: f32) -> f32 {
+    let (chunks, rest) = row.as_chunks_mut::<LANES>();
+    let mut lanes = [0f32; LANES];
+    for chunk in chunks {
+        for (lane, logit) in lanes.iter_mut().zip(chunk) {
+            *logit = exp(*logit - largest);
+            *lane += *logit;
+        }
+    }
+    for (lane, logit) in lanes.iter_mut().zip(rest) {
+        *logit = exp(*logit - largest);
+        *lane += *logit;
+    }
+    sum(&lanes)
 }
 
 fn check(
