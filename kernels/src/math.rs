@@ -32,17 +32,10 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// Sum of a slice in eight interleaved partial sums, a fixed order that vectorises.
+/// Sum of a slice in sixteen interleaved partial sums, a fixed order that vectorises.
 #[inline(always)]
 pub(crate) fn sum(x: &[f32]) -> f32 {
-    reduce(x, |partial, value| partial + value, 0.0).iter().sum()
-}
-
-/// Largest number of a slice, negative infinity when empty.
-#[inline(always)]
-pub(crate) fn max(x: &[f32]) -> f32 {
-    let larger = |a: f32, b: f32| if a > b { a } else { b };
-    reduce(x, larger, f32::NEG_INFINITY).into_iter().fold(f32::NEG_INFINITY, larger)
+    sum_of(x.len(), |i| x[i])
 }
 
 /// Sum of `term(0)..term(len - 1)` in sixteen interleaved partial sums.
@@ -59,21 +52,6 @@ pub(crate) fn sum_of(len: usize, term: impl Fn(usize) -> f32) -> f32 {
         *sum += term(i);
     }
     partial.iter().sum()
-}
-
-#[inline(always)]
-fn reduce(x: &[f32], combine: impl Fn(f32, f32) -> f32, start: f32) -> [f32; 8] {
-    let (chunks, rest) = x.as_chunks::<8>();
-    let mut partial = [start; 8];
-    for chunk in chunks {
-        for lane in 0..8 {
-            partial[lane] = combine(partial[lane], chunk[lane]);
-        }
-    }
-    for (slot, &value) in partial.iter_mut().zip(rest) {
-        *slot = combine(*slot, value);
-    }
-    partial
 }
 
 #[cfg(test)]
@@ -97,8 +75,6 @@ mod tests {
     fn reductions_cover_the_rest_of_the_last_chunk() {
         let x: Vec<f32> = (1..=19).map(|i| i as f32).collect();
         assert_eq!(sum(&x), 190.0);
-        assert_eq!(max(&x), 19.0);
         assert_eq!(sum_of(19, |i| x[i] * x[i]), 2470.0);
-        assert_eq!(max(&[]), f32::NEG_INFINITY);
     }
 }

@@ -61,7 +61,9 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: HeadShape, seed
     let expected = gradient(&gradients, &x);
     assert_close("d_x", &download::<B, T>(device, &d_x), &expected, tolerance::<T>());
     let expected = added(&d_weight, &gradient(&gradients, &weight));
-    assert_close("d_weight", &download::<B, G>(device, &d_weight_out), &expected, tolerance::<G>());
+    // A machine that multiplies bf16 rounds the logits' gradients to the type of x, once.
+    let rounded = tolerance::<T>().max(tolerance::<G>());
+    assert_close("d_weight", &download::<B, G>(device, &d_weight_out), &expected, rounded);
 }
 
 #[test]

@@ -5,9 +5,10 @@ use rayon::prelude::*;
 use super::{HeadGradients, HeadShape, IGNORED};
 use crate::cpu::Cpu;
 use crate::error::{Error, Result, check_len, ensure};
-use crate::linear::cpu as linear;
-use crate::math::{exp, max, sum};
+use crate::math::{exp, sum};
+use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::scalar::Element;
+use crate::simd::vectorized;
 
 /// Numbers that a chunk's logits may take, unless one token's are more: 32 MiB.
 const SCRATCH: usize = 8 << 20;
@@ -15,6 +16,8 @@ const SCRATCH: usize = 8 << 20;
 const MOST_ROWS: usize = 1024;
 /// Tokens of one task.
 const ROWS: usize = 16;
+/// Interleaved parts of a reduction.
+const LANES: usize = 32;
 
 fn chunk_rows(shape: &HeadShape) -> usize {
     (SCRATCH / shape.vocab_size.max(1)).clamp(1, MOST_ROWS).min(shape.tokens.max(1))
@@ -37,25 +40,27 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
     check(shape, x.len(), weight.len(), targets, scratch.len(), loss.len())?;
     let &HeadShape { width, vocab_size, .. } = shape;
     let rows = chunk_rows(shape);
-    let weight = linear::as_f32(weight);
     if let Some(gradients) = &gradients {
         check_len("cross_entropy", "d_x", gradients.d_x.len(), x.len())?;
         check_len("cross_entropy", "d_weight", gradients.d_weight.len(), weight.len())?;
     }
+    let weight = Matrix::new(weight, vocab_size, width);
     for (part, (x, targets)) in x.chunks(rows * width).zip(targets.chunks(rows)).enumerate() {
-        let x = linear::as_f32(x);
-        let logits = &mut scratch[..targets.len() * vocab_size];
-        linear::forward(width, &x, &weight, None, logits)?;
+        let tokens = targets.len();
+        let logits = &mut scratch[..tokens * vocab_size];
+        let x = Matrix::new(x, tokens, width);
+        let to_logits = MatrixMut::new(logits, tokens, vocab_size);
+        matmul_parallel(to_logits, Destination::Overwrite, 1.0, x, weight.transposed());
         let scale = gradients.as_ref().map(|gradients| gradients.scale);
         loss[0] += losses(logits, targets, vocab_size, scale);
         if let Some(gradients) = &mut gradients {
-            linear::backward_weight(width, &x, logits, gradients.d_weight)?;
-            let d_x = &mut gradients.d_x[part * rows * width..][..x.len()];
-            let mut d_chunk = vec![0f32; x.len()];
-            linear::backward_input(width, logits, &weight, &mut d_chunk)?;
-            for (slot, value) in d_x.iter_mut().zip(d_chunk) {
-                *slot = T::from_f32(value);
-            }
+            let d_logits = Matrix::new(logits, tokens, vocab_size);
+            let d_weight = MatrixMut::new(gradients.d_weight, vocab_size, width);
+            let accumulate = Destination::Accumulate;
+            matmul_parallel(d_weight, accumulate, 1.0, d_logits.transposed(), x);
+            let d_x = &mut gradients.d_x[part * rows * width..][..tokens * width];
+            let d_x = MatrixMut::new(d_x, tokens, width);
+            matmul_parallel(d_x, Destination::Overwrite, 1.0, d_logits, weight);
         }
     }
     Ok(())
@@ -67,31 +72,67 @@ fn losses(logits: &mut [f32], targets: &[u32], vocab_size: usize, scale: Option<
         .into_par_iter()
         .map(|(logits, targets)| {
             let rows = logits.chunks_exact_mut(vocab_size).zip(targets);
-            rows.map(|(row, &target)| token_loss(row, target, scale)).sum()
+            rows.map(|(row, &target)| vectorized!(token_loss(row, target, scale))).sum()
         })
         .collect();
     partial.iter().sum()
 }
 
+#[inline(always)]
 fn token_loss(row: &mut [f32], target: u32, scale: Option<f32>) -> f64 {
     if target == IGNORED {
         row.fill(0.0);
         return 0.0;
     }
     let target = target as usize;
-    let (largest, chosen) = (max(row), row[target]);
-    for logit in row.iter_mut() {
-        *logit = exp(*logit - largest);
-    }
-    let total = sum(row);
+    let (largest, chosen) = (largest(row), row[target]);
+    // The target's term joins the sum in f64: where it is the largest it is 1, and the loss is
+    // the logarithm of 1 and the little that the others add.
+    row[target] = f32::NEG_INFINITY;
+    let others = exponentials(row, largest);
+    let own = exp(chosen - largest);
+    let total = f64::from(others) + f64::from(own);
     if let Some(scale) = scale {
-        let factor = scale / total;
+        let factor = (f64::from(scale) / total) as f32;
+        row[target] = own;
         for value in row.iter_mut() {
             *value *= factor;
         }
         row[target] -= scale;
     }
-    f64::from(largest) + f64::from(total).ln() - f64::from(chosen)
+    f64::from(largest) - f64::from(chosen) + total.ln()
+}
+
+/// The largest logit.
+#[inline(always)]
+fn largest(row: &[f32]) -> f32 {
+    let larger = |a: f32, b: f32| if a > b { a } else { b };
+    let (chunks, rest) = row.as_chunks::<LANES>();
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    for chunk in chunks {
+        for (lane, &logit) in lanes.iter_mut().zip(chunk) {
+            *lane = larger(*lane, logit);
+        }
+    }
+    lanes.into_iter().chain(rest.iter().copied()).fold(f32::NEG_INFINITY, larger)
+}
+
+/// Turns logits into exponentials less the largest and returns their sum.
+#[inline(always)]
+fn exponentials(row: &mut [f32], largest: f32) -> f32 {
+    let (chunks, rest) = row.as_chunks_mut::<LANES>();
+    let mut lanes = [0f32; LANES];
+    for chunk in chunks {
+        for (lane, logit) in lanes.iter_mut().zip(chunk) {
+            *logit = exp(*logit - largest);
+            *lane += *logit;
+        }
+    }
+    for (lane, logit) in lanes.iter_mut().zip(rest) {
+        *logit = exp(*logit - largest);
+        *lane += *logit;
+    }
+    sum(&lanes)
 }
 
 fn check(

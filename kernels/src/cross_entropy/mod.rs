@@ -2,7 +2,8 @@
 //! whatever the vocabulary, and their gradient is formed where they lay.
 //!
 //! With p = softmax(x W^T): loss = -log `p[target]`, d_logits = scale (p - onehot(target)),
-//! d_x = d_logits W, d_W += d_logits^T x.
+//! d_x = d_logits W, d_W += d_logits^T x. With x and W in bf16, a device may round d_logits to bf16
+//! before it multiplies by them; sums stay f32.
 
 pub(crate) mod cpu;
 

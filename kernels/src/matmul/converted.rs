@@ -1,0 +1,96 @@
+//! bf16 products for machines without bf16 instructions: tiles are converted to f32 and multiplied
+//! by the crate `gemm`.
+
+use super::matrix::{Destination, Matrix, MatrixMut};
+use super::{scratch, single};
+use crate::scalar::Element;
+use crate::simd::vectorized;
+
+/// Rows and columns of a tile of the product.
+const SIDE: usize = 256;
+/// Terms of the sums that are converted at a time.
+const DEPTH: usize = 512;
+
+/// `out = scale * left right`, plus what the destination says.
+pub(super) fn multiply<O: Element, A: Element, B: Element>(
+    mut out: MatrixMut<'_, O>,
+    destination: Destination<'_, O>,
+    scale: f32,
+    left: Matrix<'_, A>,
+    right: Matrix<'_, B>,
+) {
+    let accumulate = destination.prepare(&mut out);
+    let depth = left.columns.min(DEPTH);
+    let (height, width) = (out.rows.min(SIDE), out.columns.min(SIDE));
+    scratch::with(&scratch::LEFT, height * depth, |left_tile: &mut [f32]| {
+        scratch::with(&scratch::RIGHT, depth * width, |right_tile: &mut [f32]| {
+            scratch::with(&scratch::PARTIAL, height * width, |sums: &mut [f32]| {
+                for row in (0..out.rows).step_by(SIDE) {
+                    let rows = row..out.rows.min(row + SIDE);
+                    for column in (0..out.columns).step_by(SIDE) {
+                        let columns = column..out.columns.min(column + SIDE);
+                        let sums = &mut sums[..rows.len() * columns.len()];
+                        let left = left.rows(rows.clone());
+                        let right = right.columns(columns.clone());
+                        tile(sums, scale, left, right, left_tile, right_tile);
+                        for (row, sums) in rows.clone().zip(sums.chunks_exact(columns.len())) {
+                            let out = &mut out.row_mut(row)[columns.clone()];
+                            store(out, accumulate, sums);
+                        }
+                    }
+                }
+            });
+        });
+    });
+}
+
+/// A tile of the product in f32.
+fn tile<A: Element, B: Element>(
+    sums: &mut [f32],
+    scale: f32,
+    left: Matrix<'_, A>,
+    right: Matrix<'_, B>,
+    left_tile: &mut [f32],
+    right_tile: &mut [f32],
+) {
+    let mut sums = MatrixMut::new(sums, left.rows, right.columns);
+    if left.columns == 0 {
+        return (0..sums.rows).for_each(|row| sums.row_mut(row).fill(0.0));
+    }
+    for start in (0..left.columns).step_by(DEPTH) {
+        let range = start..left.columns.min(start + DEPTH);
+        let left = convert(left.columns(range.clone()), left_tile);
+        let right = convert(right.rows(range), right_tile);
+        single::product(&mut sums, start > 0, scale, left, right);
+    }
+}
+
+/// The matrix in f32, contiguous along the same dimension.
+fn convert<'a, T: Element>(matrix: Matrix<'_, T>, tile: &'a mut [f32]) -> Matrix<'a, f32> {
+    let transposed = matrix.column_stride != 1;
+    let source = if transposed { matrix.transposed() } else { matrix };
+    vectorized!({
+        for (row, slots) in tile.chunks_exact_mut(source.columns).take(source.rows).enumerate() {
+            for (slot, value) in slots.iter_mut().zip(source.row(row)) {
+                *slot = value.to_f32();
+            }
+        }
+    });
+    let converted = Matrix::new(tile, source.rows, source.columns);
+    if transposed { converted.transposed() } else { converted }
+}
+
+/// Rounds the sums into a row of the destination.
+fn store<O: Element>(out: &mut [O], accumulate: bool, sums: &[f32]) {
+    vectorized!({
+        if accumulate {
+            for (slot, &sum) in out.iter_mut().zip(sums) {
+                *slot = O::from_f32(slot.to_f32() + sum);
+            }
+        } else {
+            for (slot, &sum) in out.iter_mut().zip(sums) {
+                *slot = O::from_f32(sum);
+            }
+        }
+    });
+}

@@ -1,0 +1,228 @@
+//! Views of matrices: where the numbers of a product lie and where they go.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use bytemuck::Pod;
+
+use crate::scalar::{DType, Element};
+
+/// A read-only matrix with strides, in numbers; along rows or along columns it is contiguous.
+///
+/// Invariant: the numbers of all rows and columns lie in `data`.
+#[derive(Clone, Copy)]
+pub(crate) struct Matrix<'a, T> {
+    pub(super) data: &'a [T],
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    pub(super) row_stride: usize,
+    pub(super) column_stride: usize,
+}
+
+impl<'a, T> Matrix<'a, T> {
+    /// A row-major matrix that starts at the slice's start.
+    pub(crate) fn new(data: &'a [T], rows: usize, columns: usize) -> Self {
+        Self::with_stride(data, rows, columns, columns)
+    }
+
+    /// A row-major matrix whose rows lie `row_stride` numbers apart.
+    pub(crate) fn with_stride(
+        data: &'a [T],
+        rows: usize,
+        columns: usize,
+        row_stride: usize,
+    ) -> Self {
+        assert!(fits(data.len(), rows, columns, row_stride), "the matrix leaves its slice");
+        Matrix { data, rows, columns, row_stride, column_stride: 1 }
+    }
+
+    /// Some of the columns.
+    pub(crate) fn columns(self, columns: Range<usize>) -> Self {
+        assert!(columns.start <= columns.end && columns.end <= self.columns);
+        // A matrix without a number has none to start at.
+        let empty = self.rows == 0 || columns.is_empty();
+        let start = if empty { 0 } else { columns.start * self.column_stride };
+        Matrix { data: &self.data[start..], columns: columns.len(), ..self }
+    }
+
+    /// Some of the rows.
+    pub(crate) fn rows(self, rows: Range<usize>) -> Self {
+        self.transposed().columns(rows).transposed()
+    }
+
+    /// The transpose, without moving a number.
+    pub(crate) fn transposed(self) -> Self {
+        Matrix {
+            rows: self.columns,
+            columns: self.rows,
+            row_stride: self.column_stride,
+            column_stride: self.row_stride,
+            ..self
+        }
+    }
+
+    /// The numbers of a row that is contiguous.
+    pub(super) fn row(&self, row: usize) -> &'a [T] {
+        assert!(row < self.rows && self.column_stride == 1);
+        &self.data[row * self.row_stride..][..self.columns]
+    }
+}
+
+impl<'a, T: Element> Matrix<'a, T> {
+    /// The same matrix where its numbers are f32.
+    pub(super) fn as_f32(&self) -> Option<Matrix<'a, f32>> {
+        self.cast()
+    }
+
+    /// The same matrix where its numbers are of type `U`.
+    pub(super) fn cast<U: Element>(&self) -> Option<Matrix<'a, U>> {
+        let &Matrix { data, rows, columns, row_stride, column_stride } = self;
+        let data = cast(data)?;
+        Some(Matrix { data, rows, columns, row_stride, column_stride })
+    }
+}
+
+/// A matrix that is written, row-major with a stride; its parts can be written by several threads.
+pub(crate) struct MatrixMut<'a, T> {
+    pub(super) start: *mut T,
+    pub(super) rows: usize,
+    pub(super) columns: usize,
+    pub(super) row_stride: usize,
+    owner: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: the view is the only access to its numbers (made from a unique slice, split into parts
+// that share none), and T itself may move between threads.
+#[allow(unsafe_code)]
+unsafe impl<T: Send> Send for MatrixMut<'_, T> {}
+
+impl<'a, T> MatrixMut<'a, T> {
+    /// A row-major matrix that starts at the slice's start.
+    pub(crate) fn new(data: &'a mut [T], rows: usize, columns: usize) -> Self {
+        Self::with_stride(data, rows, columns, columns)
+    }
+
+    /// A row-major matrix whose rows lie `row_stride` numbers apart.
+    pub(crate) fn with_stride(
+        data: &'a mut [T],
+        rows: usize,
+        columns: usize,
+        row_stride: usize,
+    ) -> Self {
+        assert!(fits(data.len(), rows, columns, row_stride), "the matrix leaves its slice");
+        MatrixMut { start: data.as_mut_ptr(), rows, columns, row_stride, owner: PhantomData }
+    }
+
+    /// The rows before `row`, and the rest.
+    pub(super) fn split_rows(self, row: usize) -> (Self, Self) {
+        assert!(row <= self.rows);
+        let rest = MatrixMut { rows: self.rows - row, ..self.part(row, 0) };
+        (MatrixMut { rows: row, ..self }, rest)
+    }
+
+    /// The columns before `column`, and the rest.
+    pub(super) fn split_columns(self, column: usize) -> (Self, Self) {
+        assert!(column <= self.columns);
+        let rest = MatrixMut { columns: self.columns - column, ..self.part(0, column) };
+        (MatrixMut { columns: column, ..self }, rest)
+    }
+
+    /// A view whose first number is the one at (row, column); the caller gives it its shape.
+    fn part(&self, row: usize, column: usize) -> Self {
+        // Wrapping: the start of an empty part may lie behind the slice's end; it is not read.
+        let start = self.start.wrapping_add(row * self.row_stride + column);
+        MatrixMut { start, owner: PhantomData, ..*self }
+    }
+
+    /// The numbers of a row.
+    pub(super) fn row_mut(&mut self, row: usize) -> &mut [T] {
+        assert!(row < self.rows);
+        // SAFETY: the row lies in the slice that the view was made of (checked there, and above),
+        // and the view is borrowed mutably for as long as the row.
+        #[allow(unsafe_code)]
+        unsafe {
+            std::slice::from_raw_parts_mut(self.start.add(row * self.row_stride), self.columns)
+        }
+    }
+}
+
+impl<'a, T: Element> MatrixMut<'a, T> {
+    /// The same matrix where its numbers are f32.
+    pub(super) fn into_f32(self) -> Result<MatrixMut<'a, f32>, Self> {
+        if T::DTYPE != DType::F32 {
+            return Err(self);
+        }
+        let MatrixMut { start, rows, columns, row_stride, .. } = self;
+        Ok(MatrixMut { start: start.cast(), rows, columns, row_stride, owner: PhantomData })
+    }
+}
+
+/// What is added to the product.
+#[derive(Clone, Copy)]
+pub(crate) enum Destination<'a, T> {
+    /// Nothing: the numbers that the destination held are replaced.
+    Overwrite,
+    /// The numbers that the destination held.
+    Accumulate,
+    /// A row-major matrix of the product's shape; the destination's numbers are replaced.
+    AddTo(Matrix<'a, T>),
+}
+
+impl<T: Element> Destination<'_, T> {
+    /// The same for some of the product's rows.
+    pub(super) fn rows(self, rows: Range<usize>) -> Self {
+        match self {
+            Destination::AddTo(addend) => Destination::AddTo(addend.rows(rows)),
+            other => other,
+        }
+    }
+
+    /// The same for some of the product's columns.
+    pub(super) fn columns(self, columns: Range<usize>) -> Self {
+        match self {
+            Destination::AddTo(addend) => Destination::AddTo(addend.columns(columns)),
+            other => other,
+        }
+    }
+
+    /// Puts what is added into the product's place; true where something is.
+    pub(super) fn prepare(&self, out: &mut MatrixMut<'_, T>) -> bool {
+        if let Destination::AddTo(addend) = self {
+            for row in 0..out.rows {
+                out.row_mut(row).copy_from_slice(addend.row(row));
+            }
+        }
+        !matches!(self, Destination::Overwrite)
+    }
+}
+
+impl<'a> Destination<'a, f32> {
+    /// The same for a destination that turned out to hold f32.
+    pub(super) fn of_f32<T: Element>(destination: Destination<'a, T>) -> Self {
+        match destination {
+            Destination::Overwrite => Destination::Overwrite,
+            Destination::Accumulate => Destination::Accumulate,
+            Destination::AddTo(addend) => match addend.as_f32() {
+                Some(addend) => Destination::AddTo(addend),
+                None => unreachable!("an addend has its destination's type"),
+            },
+        }
+    }
+}
+
+/// The slice where its numbers are of type `U`.
+fn cast<T: Element, U: Element>(data: &[T]) -> Option<&[U]> {
+    fn checked<T: Pod, U: Pod>(data: &[T]) -> Option<&[U]> {
+        bytemuck::try_cast_slice(data).ok()
+    }
+    if T::DTYPE == U::DTYPE { checked(data) } else { None }
+}
+
+/// Whether rows of `columns` numbers, `row_stride` apart and not overlapping, lie in `len` numbers.
+fn fits(len: usize, rows: usize, columns: usize, row_stride: usize) -> bool {
+    if rows == 0 || columns == 0 {
+        return true;
+    }
+    let end = (rows - 1).checked_mul(row_stride).and_then(|start| start.checked_add(columns));
+    (rows == 1 || row_stride >= columns) && end.is_some_and(|end| end <= len)
+}

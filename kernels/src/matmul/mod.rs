@@ -1,0 +1,73 @@
+//! Matrix products of the CPU's operators, behind bounds-checked views.
+//!
+//! [`matmul`] runs on the calling thread, [`parallel`](matmul_parallel) on rayon's. Who computes
+//! depends on the types and the shape alone: a few rows against a matrix that is contiguous along
+//! k are inner products (`dot`), f32 is the crate `gemm` (`single`), and bf16 is our own kernel
+//! (`packed`) where the machine has AVX512-BF16 and `gemm` on converted tiles (`converted`)
+//! elsewhere. All of them sum in f32 and round once, when the result is stored.
+
+mod converted;
+mod dot;
+mod matrix;
+#[cfg(target_arch = "x86_64")]
+mod pack;
+#[cfg(target_arch = "x86_64")]
+mod packed;
+mod parallel;
+mod scratch;
+mod single;
+#[cfg(test)]
+mod tests;
+#[cfg(target_arch = "x86_64")]
+mod tile;
+
+pub(crate) use matrix::{Destination, Matrix, MatrixMut};
+pub(crate) use parallel::matmul_parallel;
+
+use crate::scalar::Element;
+
+/// `out = scale * left right`, plus what the destination says, on the calling thread.
+///
+/// Where one of left and right is bf16, an f32 one is rounded to bf16 on machines whose
+/// instructions multiply bf16.
+pub(crate) fn matmul<O: Element, A: Element, B: Element>(
+    out: MatrixMut<'_, O>,
+    destination: Destination<'_, O>,
+    scale: f32,
+    left: Matrix<'_, A>,
+    right: Matrix<'_, B>,
+) {
+    check(&out, &destination, &left, &right);
+    if out.rows == 0 || out.columns == 0 {
+        return;
+    }
+    if dot::applies(&left, &right) {
+        return dot::multiply(out, destination, scale, left, right);
+    }
+    if let (Some(left), Some(right)) = (left.as_f32(), right.as_f32()) {
+        return match out.into_f32() {
+            Ok(out) => single::multiply(out, Destination::of_f32(destination), scale, left, right),
+            Err(out) => converted::multiply(out, destination, scale, left, right),
+        };
+    }
+    #[cfg(target_arch = "x86_64")]
+    if packed::available() {
+        return packed::multiply(out, destination, scale, left, right);
+    }
+    converted::multiply(out, destination, scale, left, right)
+}
+
+/// Panics where the shapes do not fit each other.
+fn check<O: Element, A: Element, B: Element>(
+    out: &MatrixMut<'_, O>,
+    destination: &Destination<'_, O>,
+    left: &Matrix<'_, A>,
+    right: &Matrix<'_, B>,
+) {
+    assert_eq!(left.columns, right.rows, "the inner dimensions differ");
+    assert_eq!((out.rows, out.columns), (left.rows, right.columns), "another shape of the product");
+    if let Destination::AddTo(addend) = destination {
+        assert_eq!((addend.rows, addend.columns), (out.rows, out.columns), "another addend");
+        assert_eq!(addend.column_stride, 1, "the addend is not row-major");
+    }
+}

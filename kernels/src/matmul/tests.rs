@@ -1,0 +1,210 @@
+//! Every way to compute a product against plain sums in f64.
+
+use half::bf16;
+use proptest::prelude::*;
+use proptest::test_runner::Config;
+
+use super::*;
+use crate::scalar::DType;
+
+/// Relative L2 error of sums in f32.
+const F32_TOLERANCE: f64 = 2e-6;
+/// Relative L2 error of one rounding to bf16, at most 2^-8.
+const BF16_TOLERANCE: f64 = 1.0 / 256.0;
+
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    shape: [usize; 3],
+    left_transposed: bool,
+    right_transposed: bool,
+    /// 0: overwrite, 1: accumulate, 2: add another matrix.
+    destination: u8,
+    /// Numbers between the end of a row and the next one's start.
+    gap: usize,
+    scale: f32,
+    seed: u32,
+}
+
+/// Who computes.
+#[derive(Debug, Clone, Copy)]
+enum Path {
+    Serial,
+    Parallel,
+    Converted,
+    #[cfg(target_arch = "x86_64")]
+    Packed,
+}
+
+/// Numbers between -1 and 1 that bf16 represents.
+fn numbers<T: Element>(len: usize, seed: u32) -> Vec<T> {
+    let mut state = seed ^ 0x9e37_79b9;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        bf16::from_f32((state >> 8) as f32 / 8_388_608.0 - 1.0)
+    };
+    (0..len).map(|_| T::from_f32(next().to_f32())).collect()
+}
+
+/// A row-major view, or the transpose of one, of this shape.
+fn view<T>(data: &[T], rows: usize, columns: usize, gap: usize, transposed: bool) -> Matrix<'_, T> {
+    if transposed {
+        Matrix::with_stride(data, columns, rows, rows + gap).transposed()
+    } else {
+        Matrix::with_stride(data, rows, columns, columns + gap)
+    }
+}
+
+fn at<T: Element>(matrix: &Matrix<'_, T>, row: usize, column: usize) -> f64 {
+    let number = matrix.data[row * matrix.row_stride + column * matrix.column_stride];
+    f64::from(number.to_f32())
+}
+
+fn agrees<O: Element, A: Element, B: Element>(case: Case, path: Path) {
+    let Case { shape: [m, n, k], gap, scale, seed, .. } = case;
+    let left = numbers::<A>((m + gap) * (k + gap), seed);
+    let right = numbers::<B>((k + gap) * (n + gap), seed + 1);
+    let left = view(&left, m, k, gap, case.left_transposed);
+    let right = view(&right, k, n, gap, case.right_transposed);
+    let before = numbers::<O>(m * (n + gap), seed + 2);
+    let addend = numbers::<O>(m * (n + gap), seed + 3);
+    let mut out = before.clone();
+    let added = match case.destination {
+        0 => None,
+        1 => Some(&before),
+        _ => Some(&addend),
+    };
+    let destination = match case.destination {
+        0 => Destination::Overwrite,
+        1 => Destination::Accumulate,
+        _ => Destination::AddTo(view(&addend, m, n, gap, false)),
+    };
+    let view_mut = MatrixMut::with_stride(&mut out, m, n, n + gap);
+    match path {
+        Path::Serial => matmul(view_mut, destination, scale, left, right),
+        Path::Parallel => matmul_parallel(view_mut, destination, scale, left, right),
+        Path::Converted => converted::multiply(view_mut, destination, scale, left, right),
+        #[cfg(target_arch = "x86_64")]
+        Path::Packed => packed::multiply(view_mut, destination, scale, left, right),
+    }
+    let (mut squares, mut error) = (1e-12, 0.0);
+    for row in 0..m {
+        for column in 0..n + gap {
+            let index = row * (n + gap) + column;
+            if column >= n {
+                assert_eq!(out[index], before[index], "between the rows of {case:?}");
+                continue;
+            }
+            let sum: f64 = (0..k).map(|i| at(&left, row, i) * at(&right, i, column)).sum();
+            let added = added.map_or(0.0, |numbers| f64::from(numbers[index].to_f32()));
+            let expected = added + f64::from(scale) * sum;
+            squares += expected * expected;
+            error += (expected - f64::from(out[index].to_f32())).powi(2);
+        }
+    }
+    let bound = if O::DTYPE == DType::F32 { F32_TOLERANCE } else { BF16_TOLERANCE };
+    let relative = (error / squares).sqrt();
+    assert!(relative <= bound, "{path:?} {case:?}: relative error {relative:e} above {bound:e}");
+}
+
+/// Every combination of types on every path that computes it.
+fn all_agree(case: Case) {
+    for path in [Path::Serial, Path::Parallel] {
+        agrees::<f32, f32, f32>(case, path);
+        agrees::<bf16, f32, f32>(case, path);
+    }
+    let mut paths = vec![Path::Serial, Path::Parallel, Path::Converted];
+    #[cfg(target_arch = "x86_64")]
+    if packed::available() && case.shape[0] > 0 && case.shape[1] > 0 {
+        paths.push(Path::Packed);
+    }
+    for path in paths {
+        agrees::<f32, bf16, bf16>(case, path);
+        agrees::<bf16, bf16, bf16>(case, path);
+        agrees::<f32, f32, bf16>(case, path);
+        agrees::<bf16, f32, bf16>(case, path);
+        agrees::<f32, bf16, f32>(case, path);
+        agrees::<bf16, bf16, f32>(case, path);
+    }
+}
+
+#[test]
+fn products_of_several_blocks_agree() {
+    for (left_transposed, right_transposed) in [(false, true), (false, false), (true, false)] {
+        for (destination, shape) in [
+            (0, [205, 100, 1101]),
+            (1, [30, 1061, 33]),
+            (2, [13, 70, 1030]),
+            (1, [300, 300, 4]),
+            (2, [2, 300, 300]),
+        ] {
+            all_agree(Case {
+                shape,
+                left_transposed,
+                right_transposed,
+                destination,
+                gap: 0,
+                scale: 1.0,
+                seed: 1,
+            });
+        }
+    }
+}
+
+#[test]
+fn sums_of_no_term_are_what_is_added() {
+    for destination in 0..3 {
+        for shape in [[5, 7, 0], [1, 7, 0], [0, 7, 3], [7, 0, 3], [0, 0, 0]] {
+            let [left_transposed, right_transposed] = [false, true];
+            all_agree(Case {
+                shape,
+                left_transposed,
+                right_transposed,
+                destination,
+                gap: 0,
+                scale: 2.0,
+                seed: 2,
+            });
+        }
+    }
+}
+
+#[test]
+fn bf16_results_are_rounded_once() {
+    // 1 + 600 / 512: each half of the terms alone would round to a neighbour of its sum.
+    let terms = 1201;
+    let left = vec![bf16::ONE; terms];
+    let mut right = vec![bf16::from_f32(1.0 / 1024.0); terms];
+    right[0] = bf16::ONE;
+    for rows in [1, 5] {
+        let left = left.repeat(rows);
+        let mut out = vec![bf16::ZERO; rows];
+        matmul(
+            MatrixMut::new(&mut out, rows, 1),
+            Destination::Overwrite,
+            1.0,
+            Matrix::new(&left, rows, terms),
+            Matrix::new(&right, terms, 1),
+        );
+        assert_eq!(out, vec![bf16::from_f32(1.0 + 1200.0 / 1024.0); rows]);
+    }
+}
+
+proptest! {
+    #![proptest_config(Config { cases: 96, failure_persistence: None, ..Config::default() })]
+
+    #[test]
+    fn any_product_agrees(
+        (m, n, k) in (1usize..60, 1usize..110, 0usize..90),
+        left_transposed: bool,
+        right_transposed: bool,
+        destination in 0u8..3,
+        gap in 0usize..3,
+        scale in prop::sample::select(vec![1.0f32, 0.3, -2.0]),
+        seed in 0u32..1_000_000,
+    ) {
+        let shape = [m, n, k];
+        all_agree(Case {
+            shape, left_transposed, right_transposed, destination, gap, scale, seed,
+        });
+    }
+}
