@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use pulp::Arch;
+
 use crate::adamw::{self, AdamW};
 use crate::attention::cpu::{Problem, Saved};
 use crate::attention::{self, AttentionShape, KeyValues, Visibility};
@@ -210,7 +212,7 @@ impl Backend for Cpu {
         let Visibility { causal, query_offset, first_key } = visibility;
         let problem =
             Problem { shape: *shape, causal, query_offset, first_key, selection, weights };
-        attention::cpu::forward(problem, queries, key_values, out, log_sum_exp)
+        attention::cpu::forward(Arch::new(), problem, queries, key_values, out, log_sum_exp)
     }
 
     fn attention_backward<T: Element>(
@@ -230,7 +232,7 @@ impl Backend for Cpu {
         let problem =
             Problem { shape: *shape, causal, query_offset, first_key, selection, weights };
         let saved = Saved { qkv, out, log_sum_exp, d_out };
-        attention::cpu::backward(problem, saved, d_qkv, delta)
+        attention::cpu::backward(Arch::new(), problem, saved, d_qkv, delta)
     }
 
     fn key_value_append<T: Element>(

@@ -23,7 +23,9 @@ pub(crate) struct Saved<'a, T> {
     pub d_out: &'a [T],
 }
 
+/// The backward pass with the vector instructions of `arch`.
 pub(crate) fn backward<T: Element>(
+    arch: Arch,
     problem: Problem<'_>,
     saved: Saved<'_, T>,
     d_qkv: &mut [T],
@@ -54,7 +56,7 @@ pub(crate) fn backward<T: Element>(
         delta: delta.map(|delta| DisjointColumns::new(delta, heads)),
     };
     for_each_task(&shape, |sequence, kv_head| {
-        backward_task(&problem, saved, &gradients, (sequence, kv_head));
+        backward_task(arch, &problem, saved, &gradients, (sequence, kv_head));
     });
     Ok(())
 }
@@ -89,6 +91,7 @@ impl<T: Element> Gradients<'_, T> {
 }
 
 fn backward_task<T: Element>(
+    arch: Arch,
     problem: &Problem<'_>,
     saved: Saved<'_, T>,
     gradients: &Gradients<'_, T>,
@@ -96,7 +99,7 @@ fn backward_task<T: Element>(
 ) {
     let shape = &problem.shape;
     let AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = *shape;
-    let lanes = Arch::new().dispatch(Lanes);
+    let lanes = arch.dispatch(Lanes);
     let padded = head_dim.next_multiple_of(product::ROWS);
     let narrow = head_dim <= product::NARROW;
     let width = if narrow { product::NARROW } else { head_dim.next_multiple_of(lanes / 2) };
@@ -127,7 +130,7 @@ fn backward_task<T: Element>(
             gather_columns(saved.d_out, outputs, tile, 1.0, lanes, d_o);
             gather_rows(saved.qkv, queries, tile, scale, width, q_rows);
             gather_rows(saved.d_out, outputs, tile, 1.0, width, d_o_rows);
-            let delta = Arch::new().dispatch(BackwardTile {
+            let delta = arch.dispatch(BackwardTile {
                 problem,
                 head,
                 tile,

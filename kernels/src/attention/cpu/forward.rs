@@ -14,7 +14,9 @@ use crate::error::Result;
 use crate::scalar::Element;
 use crate::scratch::with_scratch;
 
+/// The forward pass with the vector instructions of `arch`.
 pub(crate) fn forward<T: Element>(
+    arch: Arch,
     problem: Problem<'_>,
     queries: &[T],
     key_values: KeyValues<'_, Cpu, T>,
@@ -35,7 +37,7 @@ pub(crate) fn forward<T: Element>(
         log_sum_exp: DisjointColumns::new(log_sum_exp, shape.heads),
     };
     for_each_task(&shape, |sequence, kv_head| {
-        forward_task(&problem, queries, key_values, &outputs, (sequence, kv_head));
+        forward_task(arch, &problem, queries, key_values, &outputs, (sequence, kv_head));
     });
     Ok(())
 }
@@ -61,6 +63,7 @@ impl<T: Element> Outputs<'_, T> {
 }
 
 fn forward_task<T: Element>(
+    arch: Arch,
     problem: &Problem<'_>,
     queries: &[T],
     key_values: KeyValues<'_, Cpu, T>,
@@ -68,7 +71,7 @@ fn forward_task<T: Element>(
     task: (usize, usize),
 ) {
     let shape = &problem.shape;
-    let (head_dim, lanes) = (shape.head_dim, Arch::new().dispatch(Lanes));
+    let (head_dim, lanes) = (shape.head_dim, arch.dispatch(Lanes));
     let padded = head_dim.next_multiple_of(product::ROWS);
     let keys = padded_rows(shape.key_length) * padded;
     let lengths = [keys, keys, head_dim * lanes, KEYS * lanes, padded * lanes];
@@ -80,7 +83,7 @@ fn forward_task<T: Element>(
             gather_columns(queries, (shape.query_stride, head_dim), tile, scale, lanes, q);
             let (scores, out) = (&mut *scores, &mut *o);
             let work = ForwardTile { problem, head, tile, q, scores, o: out };
-            let softmax = Arch::new().dispatch(work);
+            let softmax = arch.dispatch(work);
             for (lane, &row) in tile.iter().enumerate() {
                 let (out, log_sum_exp) = outputs.row(row, head_dim);
                 let (maximum, sum) = (softmax.maximum[lane], softmax.sum[lane]);

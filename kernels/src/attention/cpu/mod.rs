@@ -10,6 +10,8 @@ mod gather;
 mod lanes;
 mod problem;
 mod product;
+#[cfg(test)]
+mod tests;
 mod tile;
 
 use rayon::prelude::*;
