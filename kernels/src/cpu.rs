@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use pulp::Arch;
+use rayon::prelude::*;
 
 use crate::adamw::{self, AdamW};
 use crate::attention::cpu::{Problem, Saved};
@@ -15,6 +16,9 @@ use crate::router::cpu::CpuRouting;
 use crate::router::{QueryNormRouter, RouterGradient};
 use crate::scalar::{Element, Scalar};
 use crate::{embedding, key_value_cache, linear, rms_norm, swiglu};
+
+/// Numbers that one task sets to zero.
+const ZEROED: usize = 256 * 1024;
 
 /// The CPU as a [`Backend`]; its thread count is rayon's (`RAYON_NUM_THREADS`).
 #[derive(Debug, Clone, Copy, Default)]
@@ -70,7 +74,7 @@ impl Backend for Cpu {
     }
 
     fn zero<S: Scalar>(&self, destination: &mut [S]) -> Result<()> {
-        destination.fill(S::zeroed());
+        destination.par_chunks_mut(ZEROED).for_each(|part| part.fill(S::zeroed()));
         Ok(())
     }
 
