@@ -270,6 +270,20 @@ fn attention_within_documents_agrees() {
     }
 }
 
+/// Longer than the blocks that keys are taken in, and than several tiles of rows.
+#[test]
+fn attention_over_long_sequences_agrees() {
+    let shape = QkvShape { batch: 1, length: 210, heads: 4, kv_heads: 2, head_dim: 24 };
+    for mean_length in [20, 100, 1000] {
+        let first_key = Some(documents(&shape, &mut Random(5), mean_length));
+        for causal in [true, false] {
+            let case = Case { first_key: first_key.clone(), causal, ..Case::routed(shape, 1, 2) };
+            on_each_device!(device => agrees::<_, f32>(device, &case, 5));
+            on_each_device!(device => agrees::<_, bf16>(device, &case, 5));
+        }
+    }
+}
+
 #[test]
 fn a_whole_moh_attention_agrees_with_the_straight_through_gradient() {
     for (shared_heads, top_k) in [(3, 5), (0, 2), (4, 8)] {
