@@ -85,7 +85,11 @@ fn rms_norm_backward<T: Element>(bencher: Bencher) {
     });
 }
 
-/// The gate and up projections: [2048, 512] x [2816, 512]^T.
+/// Inputs and outputs of linear layers: the gate and up projections, the down projection, and a
+/// gate and up projection of the smallest models.
+const LAYERS: [[usize; 2]; 3] = [[WIDTH, 2 * MLP], [MLP, WIDTH], [64, 344]];
+
+/// A layer on [`TOKENS`] tokens, or fewer.
 struct Linear<T> {
     x: Vec<T>,
     weight: Vec<T>,
@@ -93,37 +97,53 @@ struct Linear<T> {
 }
 
 impl<T: Element> Linear<T> {
-    const OPERATIONS: usize = 2 * TOKENS * WIDTH * 2 * MLP;
+    fn new(tokens: usize, [inputs, outputs]: [usize; 2]) -> Self {
+        let (x, weight) = (numbers(tokens * inputs), numbers(outputs * inputs));
+        Linear { x, weight, y: numbers(tokens * outputs) }
+    }
 
-    fn new() -> Self {
-        let (x, weight) = (numbers(TOKENS * WIDTH), numbers(2 * MLP * WIDTH));
-        Linear { x, weight, y: numbers(TOKENS * 2 * MLP) }
+    fn operations(&self, inputs: usize) -> ItemsCount {
+        ItemsCount::new(2 * self.y.len() * inputs)
     }
 }
 
-#[divan::bench(types = [f32, bf16])]
-fn linear_forward<T: Element>(bencher: Bencher) {
-    let Linear { x, weight, mut y } = Linear::<T>::new();
+#[divan::bench(types = [f32, bf16], args = LAYERS)]
+fn linear_forward<T: Element>(bencher: Bencher, layer: [usize; 2]) {
+    let mut linear = Linear::<T>::new(TOKENS, layer);
+    let operations = linear.operations(layer[0]);
+    let Linear { x, weight, y } = &mut linear;
     bencher
-        .counter(ItemsCount::new(Linear::<T>::OPERATIONS))
-        .bench_local(|| Cpu.linear_forward(WIDTH, &x, &weight, None, &mut y).unwrap());
+        .counter(operations)
+        .bench_local(|| Cpu.linear_forward(layer[0], x, weight, None, y).unwrap());
 }
 
-#[divan::bench(types = [f32, bf16])]
-fn linear_backward_input<T: Element>(bencher: Bencher) {
-    let Linear { mut x, weight, y } = Linear::<T>::new();
+#[divan::bench(types = [f32, bf16], args = LAYERS)]
+fn linear_backward_input<T: Element>(bencher: Bencher, layer: [usize; 2]) {
+    let mut linear = Linear::<T>::new(TOKENS, layer);
+    let operations = linear.operations(layer[0]);
+    let Linear { x, weight, y } = &mut linear;
     bencher
-        .counter(ItemsCount::new(Linear::<T>::OPERATIONS))
-        .bench_local(|| Cpu.linear_backward_input(WIDTH, &y, &weight, &mut x).unwrap());
+        .counter(operations)
+        .bench_local(|| Cpu.linear_backward_input(layer[0], y, weight, x).unwrap());
 }
 
-#[divan::bench(types = [f32, bf16])]
-fn linear_backward_weight<T: Element>(bencher: Bencher) {
-    let Linear { x, weight, y } = Linear::<T>::new();
-    let mut d_weight = vec![0f32; weight.len()];
+#[divan::bench(types = [f32, bf16], args = LAYERS)]
+fn linear_backward_weight<T: Element>(bencher: Bencher, layer: [usize; 2]) {
+    let linear = Linear::<T>::new(TOKENS, layer);
+    let mut d_weight = vec![0f32; linear.weight.len()];
+    bencher.counter(linear.operations(layer[0])).bench_local(|| {
+        Cpu.linear_backward_weight(layer[0], &linear.x, &linear.y, &mut d_weight).unwrap()
+    });
+}
+
+/// As in generation; counts the weight's bytes. The vocabulary's projection does not fit a cache.
+#[divan::bench(types = [f32, bf16], args = [[WIDTH, 2 * MLP], [2048, 32000]])]
+fn linear_forward_one_token<T: Element>(bencher: Bencher, layer: [usize; 2]) {
+    let mut linear = Linear::<T>::new(1, layer);
+    let Linear { x, weight, y } = &mut linear;
     bencher
-        .counter(ItemsCount::new(Linear::<T>::OPERATIONS))
-        .bench_local(|| Cpu.linear_backward_weight(WIDTH, &x, &y, &mut d_weight).unwrap());
+        .counter(bytes::<T>(weight.len()))
+        .bench_local(|| Cpu.linear_forward(layer[0], x, weight, None, y).unwrap());
 }
 
 #[divan::bench(types = [f32, bf16])]

@@ -35,7 +35,17 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
 /// Sum of a slice in sixteen interleaved partial sums, a fixed order that vectorises.
 #[inline(always)]
 pub(crate) fn sum(x: &[f32]) -> f32 {
-    sum_of(x.len(), |i| x[i])
+    let (chunks, rest) = x.as_chunks::<16>();
+    let mut partial = [0f32; 16];
+    for chunk in chunks {
+        for lane in 0..16 {
+            partial[lane] += chunk[lane];
+        }
+    }
+    for (sum, value) in partial.iter_mut().zip(rest) {
+        *sum += value;
+    }
+    partial.iter().sum()
 }
 
 /// Sum of `term(0)..term(len - 1)` in sixteen interleaved partial sums.

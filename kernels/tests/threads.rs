@@ -14,14 +14,15 @@ use moh_kernels::{Backend, Cpu, Element};
 use proptest::prelude::*;
 use reference::{Random, cases, rope_tables, wide};
 
-/// Runs `body` on pools of one and of two threads and asserts equal results.
+/// Runs `body` on pools of one, two and five threads and asserts equal results.
 fn same_bits(body: impl Fn() -> Vec<f64> + Sync) {
-    let [one, two] = [1, 2].map(|threads| {
+    let [one, two, five] = [1, 2, 5].map(|threads| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(&body)
     });
     let bits = |numbers: &[f64]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     assert!(bits(&one) == bits(&two), "one and two threads differ");
+    assert!(bits(&one) == bits(&five), "one and five threads differ");
 }
 
 /// All numbers of several buffers; f32 is exact in f64.
@@ -133,6 +134,11 @@ fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> V
 fn large_shapes_have_the_same_bits_with_one_and_two_threads() {
     same_bits(|| rows::<f32>(1100, 64, 300, 1));
     same_bits(|| rows::<bf16>(1100, 64, 300, 1));
+    // One token, a few, and as many as could leave a few over when they are divided.
+    for (tokens, outputs) in [(1, 1500), (7, 1500), (50, 1500), (50, 100)] {
+        same_bits(|| rows::<f32>(tokens, 300, outputs, 1));
+        same_bits(|| rows::<bf16>(tokens, 300, outputs, 1));
+    }
     let shape = QkvShape { batch: 2, length: 100, heads: 8, kv_heads: 4, head_dim: 64 };
     let router = QueryNormRouter { shared_heads: 2, top_k: 3 };
     same_bits(|| attention::<f32>(shape, router, 1));

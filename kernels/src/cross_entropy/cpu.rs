@@ -1,7 +1,5 @@
 //! The CPU body of the fused cross-entropy.
 
-use rayon::prelude::*;
-
 use super::{HeadGradients, HeadShape, IGNORED};
 use crate::cpu::Cpu;
 use crate::error::{Error, Result, check_len, ensure};
@@ -10,17 +8,26 @@ use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::scalar::Element;
 use crate::simd::vectorized;
 
-/// Numbers that a chunk's logits may take, unless one token's are more: 32 MiB.
+/// Numbers that a chunk's logits take where the vocabulary is small: 32 MiB.
 const SCRATCH: usize = 8 << 20;
+/// Numbers that they may take, unless one token's are more: 256 MiB.
+const MOST_SCRATCH: usize = 64 << 20;
+/// Tokens of a chunk below which adding to the weight's gradient, which each chunk reads and
+/// writes, costs more than a tenth of the time; a smaller chunk only keeps within MOST_SCRATCH.
+const ENOUGH_ROWS: usize = 512;
 /// Tokens of a chunk at the most.
 const MOST_ROWS: usize = 1024;
-/// Tokens of one task.
+/// Tokens of one task at the most.
 const ROWS: usize = 16;
-/// Interleaved parts of a reduction.
-const LANES: usize = 32;
+/// Interleaved parts of a row whose largest logits are found.
+const LANES: usize = 16;
+/// Logits that are turned into exponentials before they are summed.
+const BLOCK: usize = 1024;
 
 fn chunk_rows(shape: &HeadShape) -> usize {
-    (SCRATCH / shape.vocab_size.max(1)).clamp(1, MOST_ROWS).min(shape.tokens.max(1))
+    let vocab_size = shape.vocab_size.max(1);
+    let rows = (SCRATCH / vocab_size).max(ENOUGH_ROWS.min(MOST_SCRATCH / vocab_size));
+    rows.clamp(1, MOST_ROWS).min(shape.tokens.max(1))
 }
 
 pub(crate) fn scratch(shape: &HeadShape) -> usize {
@@ -66,16 +73,21 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
     Ok(())
 }
 
-/// The chunk's summed loss; with a scale, logits become their gradients.
+/// The chunk's summed loss, in an order that depends on its length alone; with a scale, logits
+/// become their gradients.
 fn losses(logits: &mut [f32], targets: &[u32], vocab_size: usize, scale: Option<f32>) -> f64 {
-    let partial: Vec<f64> = (logits.par_chunks_mut(ROWS * vocab_size), targets.par_chunks(ROWS))
-        .into_par_iter()
-        .map(|(logits, targets)| {
-            let rows = logits.chunks_exact_mut(vocab_size).zip(targets);
-            rows.map(|(row, &target)| vectorized!(token_loss(row, target, scale))).sum()
-        })
-        .collect();
-    partial.iter().sum()
+    if targets.len() > ROWS {
+        let half = targets.len().div_ceil(2);
+        let (first, second) = logits.split_at_mut(half * vocab_size);
+        let (first_targets, second_targets) = targets.split_at(half);
+        let (first, second) = rayon::join(
+            || losses(first, first_targets, vocab_size, scale),
+            || losses(second, second_targets, vocab_size, scale),
+        );
+        return first + second;
+    }
+    let rows = logits.chunks_exact_mut(vocab_size).zip(targets);
+    rows.map(|(row, &target)| vectorized!(token_loss(row, target, scale))).sum()
 }
 
 #[inline(always)]
@@ -110,29 +122,25 @@ fn largest(row: &[f32]) -> f32 {
     let (chunks, rest) = row.as_chunks::<LANES>();
     let mut lanes = [f32::NEG_INFINITY; LANES];
     for chunk in chunks {
-        for (lane, &logit) in lanes.iter_mut().zip(chunk) {
-            *lane = larger(*lane, logit);
+        for lane in 0..LANES {
+            lanes[lane] = larger(chunk[lane], lanes[lane]);
         }
     }
-    lanes.into_iter().chain(rest.iter().copied()).fold(f32::NEG_INFINITY, larger)
+    lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |largest, &logit| larger(logit, largest))
 }
 
 /// Turns logits into exponentials less the largest and returns their sum.
 #[inline(always)]
 fn exponentials(row: &mut [f32], largest: f32) -> f32 {
-    let (chunks, rest) = row.as_chunks_mut::<LANES>();
-    let mut lanes = [0f32; LANES];
-    for chunk in chunks {
-        for (lane, logit) in lanes.iter_mut().zip(chunk) {
+    let mut total = 0.0;
+    // The sum reads a block while it is in the first cache; one loop for both does not vectorise.
+    for block in row.chunks_mut(BLOCK) {
+        for logit in block.iter_mut() {
             *logit = exp(*logit - largest);
-            *lane += *logit;
         }
+        total += sum(block);
     }
-    for (lane, logit) in lanes.iter_mut().zip(rest) {
-        *logit = exp(*logit - largest);
-        *lane += *logit;
-    }
-    sum(&lanes)
+    total
 }
 
 fn check(

@@ -1,9 +1,11 @@
 //! bf16 products for machines without bf16 instructions: tiles are converted to f32 and multiplied
 //! by the crate `gemm`.
 
+use super::dot::widen;
 use super::matrix::{Destination, Matrix, MatrixMut};
-use super::{scratch, single};
+use super::single;
 use crate::scalar::Element;
+use crate::scratch::with_scratch;
 use crate::simd::vectorized;
 
 /// Rows and columns of a tile of the product.
@@ -22,25 +24,22 @@ pub(super) fn multiply<O: Element, A: Element, B: Element>(
     let accumulate = destination.prepare(&mut out);
     let depth = left.columns.min(DEPTH);
     let (height, width) = (out.rows.min(SIDE), out.columns.min(SIDE));
-    scratch::with(&scratch::LEFT, height * depth, |left_tile: &mut [f32]| {
-        scratch::with(&scratch::RIGHT, depth * width, |right_tile: &mut [f32]| {
-            scratch::with(&scratch::PARTIAL, height * width, |sums: &mut [f32]| {
-                for row in (0..out.rows).step_by(SIDE) {
-                    let rows = row..out.rows.min(row + SIDE);
-                    for column in (0..out.columns).step_by(SIDE) {
-                        let columns = column..out.columns.min(column + SIDE);
-                        let sums = &mut sums[..rows.len() * columns.len()];
-                        let left = left.rows(rows.clone());
-                        let right = right.columns(columns.clone());
-                        tile(sums, scale, left, right, left_tile, right_tile);
-                        for (row, sums) in rows.clone().zip(sums.chunks_exact(columns.len())) {
-                            let out = &mut out.row_mut(row)[columns.clone()];
-                            store(out, accumulate, sums);
-                        }
-                    }
+    let lengths = [height * depth, depth * width, height * width];
+    with_scratch(lengths, |[left_tile, right_tile, sums]| {
+        for row in (0..out.rows).step_by(SIDE) {
+            let rows = row..out.rows.min(row + SIDE);
+            for column in (0..out.columns).step_by(SIDE) {
+                let columns = column..out.columns.min(column + SIDE);
+                let sums = &mut sums[..rows.len() * columns.len()];
+                let left = left.rows(rows.clone());
+                let right = right.columns(columns.clone());
+                tile(sums, scale, left, right, left_tile, right_tile);
+                for (row, sums) in rows.clone().zip(sums.chunks_exact(columns.len())) {
+                    let out = &mut out.row_mut(row)[columns.clone()];
+                    vectorized!(store(out, accumulate, sums));
                 }
-            });
-        });
+            }
+        }
     });
 }
 
@@ -69,28 +68,23 @@ fn tile<A: Element, B: Element>(
 fn convert<'a, T: Element>(matrix: Matrix<'_, T>, tile: &'a mut [f32]) -> Matrix<'a, f32> {
     let transposed = matrix.column_stride != 1;
     let source = if transposed { matrix.transposed() } else { matrix };
-    vectorized!({
-        for (row, slots) in tile.chunks_exact_mut(source.columns).take(source.rows).enumerate() {
-            for (slot, value) in slots.iter_mut().zip(source.row(row)) {
-                *slot = value.to_f32();
-            }
-        }
-    });
+    for (row, slots) in tile.chunks_exact_mut(source.columns).take(source.rows).enumerate() {
+        vectorized!(widen(source.row(row), slots));
+    }
     let converted = Matrix::new(tile, source.rows, source.columns);
     if transposed { converted.transposed() } else { converted }
 }
 
 /// Rounds the sums into a row of the destination.
+#[inline(always)]
 fn store<O: Element>(out: &mut [O], accumulate: bool, sums: &[f32]) {
-    vectorized!({
-        if accumulate {
-            for (slot, &sum) in out.iter_mut().zip(sums) {
-                *slot = O::from_f32(slot.to_f32() + sum);
-            }
-        } else {
-            for (slot, &sum) in out.iter_mut().zip(sums) {
-                *slot = O::from_f32(sum);
-            }
+    if accumulate {
+        for (slot, &sum) in out.iter_mut().zip(sums) {
+            *slot = O::from_f32(slot.to_f32() + sum);
         }
-    });
+    } else {
+        for (slot, &sum) in out.iter_mut().zip(sums) {
+            *slot = O::from_f32(sum);
+        }
+    }
 }

@@ -1,96 +1,148 @@
 //! Products of a few rows, as one generated token has: inner products that read the right matrix
 //! once, in the order in which it lies in memory.
 
-use super::matrix::{Destination, Matrix, MatrixMut};
-use super::scratch;
-use crate::scalar::Element;
-use crate::simd::vectorized;
+use pulp::{Arch, Simd, WithSimd};
 
-/// Rows of the left matrix at the most.
+use super::matrix::{Destination, Matrix, MatrixMut};
+use crate::scalar::{DType, Element};
+use crate::scratch::with_scratch;
+
+/// Rows of the left matrix at the most: the other ways to multiply copy the right matrix, which
+/// costs more than reading it once for each of a few rows. f32 gains less by a copy than bf16.
 const MOST_ROWS: usize = 4;
-/// Partial sums of an inner product.
-const LANES: usize = 32;
+const MOST_ROWS_F32: usize = 7;
+/// Vectors of partial sums of an inner product.
+const PARTS: usize = 4;
 
 /// Whether the product is one of few rows, with both matrices contiguous along k.
-pub(super) fn applies<A, B>(left: &Matrix<'_, A>, right: &Matrix<'_, B>) -> bool {
-    left.rows <= MOST_ROWS && left.column_stride == 1 && right.row_stride == 1
+pub(super) fn applies<A, B: Element>(left: &Matrix<'_, A>, right: &Matrix<'_, B>) -> bool {
+    let most = if B::DTYPE == DType::F32 { MOST_ROWS_F32 } else { MOST_ROWS };
+    left.rows <= most && left.column_stride == 1 && right.row_stride == 1
 }
 
 /// `out = scale * left right`, plus what the destination says.
 pub(super) fn multiply<O: Element, A: Element, B: Element>(
-    out: MatrixMut<'_, O>,
+    mut out: MatrixMut<'_, O>,
     destination: Destination<'_, O>,
     scale: f32,
     left: Matrix<'_, A>,
     right: Matrix<'_, B>,
 ) {
-    let inner = left.columns;
-    scratch::with(&scratch::LEFT, left.rows * inner, |values: &mut [f32]| {
-        vectorized!({
-            for (row, values) in values.chunks_exact_mut(inner.max(1)).enumerate() {
-                for (slot, value) in values.iter_mut().zip(left.row(row)) {
-                    *slot = value.to_f32();
-                }
-            }
-        });
-        match left.rows {
-            1 => rows::<1, O, B>(out, destination, scale, values, right),
-            2 => rows::<2, O, B>(out, destination, scale, values, right),
-            3 => rows::<3, O, B>(out, destination, scale, values, right),
-            _ => rows::<4, O, B>(out, destination, scale, values, right),
-        }
+    let accumulate = destination.prepare(&mut out);
+    with_scratch([left.rows * left.columns], |[values]| {
+        let weight = right.transposed();
+        Arch::new().dispatch(Products { out, accumulate, scale, left, weight, values });
     });
 }
 
-fn rows<const M: usize, O: Element, B: Element>(
-    mut out: MatrixMut<'_, O>,
-    destination: Destination<'_, O>,
+struct Products<'a, 'b, O, A, B> {
+    out: MatrixMut<'a, O>,
+    accumulate: bool,
     scale: f32,
-    left: &[f32],
-    right: Matrix<'_, B>,
-) {
-    let accumulate = destination.prepare(&mut out);
-    let weight = right.transposed();
-    let left: [&[f32]; M] = std::array::from_fn(|row| &left[row * right.rows..][..right.rows]);
-    vectorized!({
+    left: Matrix<'a, A>,
+    weight: Matrix<'a, B>,
+    /// Room for the left matrix in f32.
+    values: &'b mut [f32],
+}
+
+impl<O: Element, A: Element, B: Element> WithSimd for Products<'_, '_, O, A, B> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Products { mut out, accumulate, scale, left, weight, values } = self;
+        let inner = left.columns;
+        for row in 0..left.rows {
+            let values = &mut values[row * inner..][..inner];
+            widen(left.row(row), values);
+            if B::DTYPE == DType::BF16 {
+                separate::<S>(left.row(row), values);
+            }
+        }
         for column in 0..out.columns {
-            let products = inner_products(left, weight.row(column));
-            for (row, product) in products.into_iter().enumerate() {
+            let weight = weight.row(column);
+            // The weight's row comes from memory for the first product only.
+            for row in 0..out.rows {
+                let product = inner_product(simd, &values[row * inner..][..inner], weight);
                 let slot = &mut out.row_mut(row)[column];
                 let before = if accumulate { slot.to_f32() } else { 0.0 };
                 *slot = O::from_f32(before + scale * product);
             }
         }
-    });
+    }
 }
 
-/// Inner products of each row with the weight's row, in a fixed order that vectorises.
+/// Writes the numbers as f32.
 #[inline(always)]
-fn inner_products<const M: usize, B: Element>(left: [&[f32]; M], weight: &[B]) -> [f32; M] {
-    let (chunks, rest) = weight.as_chunks::<LANES>();
-    let left_chunks = left.map(|row| row.as_chunks::<LANES>());
-    let mut partial = [[0f32; LANES]; M];
-    for (index, chunk) in chunks.iter().enumerate() {
-        for row in 0..M {
-            let values = &left_chunks[row].0[index];
-            for lane in 0..LANES {
-                partial[row][lane] += values[lane] * chunk[lane].to_f32();
-            }
+pub(super) fn widen<T: Element>(numbers: &[T], out: &mut [f32]) {
+    for (slot, number) in out.iter_mut().zip(numbers) {
+        *slot = number.to_f32();
+    }
+}
+
+/// Puts the numbers at even places of each two vectors into the first, and those at odd places
+/// into the second: a vector of bf16, read as one of u32, falls apart like this.
+#[inline(always)]
+fn separate<S: Simd>(numbers: &[impl Element], out: &mut [f32]) {
+    let chunks = out.chunks_exact_mut(2 * S::F32_LANES).zip(numbers.chunks_exact(2 * S::F32_LANES));
+    for (out, numbers) in chunks {
+        let (even, odd) = out.split_at_mut(S::F32_LANES);
+        for ((even, odd), pair) in even.iter_mut().zip(odd).zip(numbers.chunks_exact(2)) {
+            (*even, *odd) = (pair[0].to_f32(), pair[1].to_f32());
         }
     }
-    for row in 0..M {
-        for ((slot, &value), weight) in partial[row].iter_mut().zip(left_chunks[row].1).zip(rest) {
-            *slot += value * weight.to_f32();
+}
+
+/// An inner product in an order that depends on its length, and on the machine's vectors.
+#[inline(always)]
+fn inner_product<S: Simd, B: Element>(simd: S, left: &[f32], weight: &[B]) -> f32 {
+    let mut sums = [simd.splat_f32s(0.0); PARTS];
+    let chunk = 2 * S::F32_LANES;
+    let (mut left_chunks, mut weight_chunks) =
+        (left.chunks_exact(2 * chunk), weight.chunks_exact(2 * chunk));
+    for (left, weight) in left_chunks.by_ref().zip(weight_chunks.by_ref()) {
+        for half in 0..2 {
+            let [first, second] = two_vectors(simd, &weight[half * chunk..][..chunk]);
+            let left = &left[half * chunk..][..chunk];
+            let (left_first, left_second) = left.split_at(S::F32_LANES);
+            let (sum, place) = (sums[2 * half], vector::<S>(left_first));
+            sums[2 * half] = simd.mul_add_e_f32s(first, place, sum);
+            let (sum, place) = (sums[2 * half + 1], vector::<S>(left_second));
+            sums[2 * half + 1] = simd.mul_add_e_f32s(second, place, sum);
         }
     }
-    partial.map(|mut lanes| {
-        let mut width = LANES / 2;
-        while width > 0 {
-            for lane in 0..width {
-                lanes[lane] += lanes[lane + width];
-            }
-            width /= 2;
-        }
-        lanes[0]
-    })
+    let (left, weight) = (left_chunks.remainder(), weight_chunks.remainder());
+    let (mut left_chunks, mut weight_chunks) =
+        (left.chunks_exact(chunk), weight.chunks_exact(chunk));
+    for (left, weight) in left_chunks.by_ref().zip(weight_chunks.by_ref()) {
+        let [first, second] = two_vectors(simd, weight);
+        let (left_first, left_second) = left.split_at(S::F32_LANES);
+        sums[0] = simd.mul_add_e_f32s(first, vector::<S>(left_first), sums[0]);
+        sums[1] = simd.mul_add_e_f32s(second, vector::<S>(left_second), sums[1]);
+    }
+    let rest = left_chunks.remainder().iter().zip(weight_chunks.remainder());
+    let rest: f32 = rest.map(|(left, weight)| left * weight.to_f32()).sum();
+    let first = simd.add_f32s(sums[0], sums[1]);
+    let second = simd.add_f32s(sums[2], sums[3]);
+    rest + simd.reduce_sum_f32s(simd.add_f32s(first, second))
+}
+
+/// The numbers of two vectors: in order where they are f32, [separated](separate) where bf16.
+#[inline(always)]
+fn two_vectors<S: Simd, B: Element>(simd: S, numbers: &[B]) -> [S::f32s; 2] {
+    if B::DTYPE == DType::F32 {
+        let (first, second) = numbers.split_at(S::F32_LANES);
+        return [first, second]
+            .map(|half| bytemuck::pod_read_unaligned(bytemuck::cast_slice(half)));
+    }
+    let pairs: S::u32s = bytemuck::pod_read_unaligned(bytemuck::cast_slice(numbers));
+    // bf16 is the upper half of f32.
+    let even = simd.wrapping_dyn_shl_u32s(pairs, simd.splat_u32s(16));
+    let odd = simd.and_u32s(pairs, simd.splat_u32s(0xffff_0000));
+    [even, odd].map(|bits| simd.transmute_f32s_u32s(bits))
+}
+
+#[inline(always)]
+fn vector<S: Simd>(numbers: &[f32]) -> S::f32s {
+    bytemuck::pod_read_unaligned(bytemuck::cast_slice(numbers))
 }

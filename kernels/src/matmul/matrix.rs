@@ -127,6 +127,18 @@ impl<'a, T> MatrixMut<'a, T> {
         (MatrixMut { columns: column, ..self }, rest)
     }
 
+    /// Some rows and columns, for as long as the whole is borrowed.
+    pub(super) fn block(
+        &mut self,
+        row: usize,
+        column: usize,
+        rows: usize,
+        columns: usize,
+    ) -> MatrixMut<'_, T> {
+        assert!(row + rows <= self.rows && column + columns <= self.columns);
+        MatrixMut { rows, columns, ..self.part(row, column) }
+    }
+
     /// A view whose first number is the one at (row, column); the caller gives it its shape.
     fn part(&self, row: usize, column: usize) -> Self {
         // Wrapping: the start of an empty part may lie behind the slice's end; it is not read.

@@ -14,12 +14,12 @@ mod pack;
 #[cfg(target_arch = "x86_64")]
 mod packed;
 mod parallel;
-mod scratch;
 mod single;
 #[cfg(test)]
 mod tests;
 #[cfg(target_arch = "x86_64")]
 mod tile;
+mod transpose;
 
 pub(crate) use matrix::{Destination, Matrix, MatrixMut};
 pub(crate) use parallel::matmul_parallel;

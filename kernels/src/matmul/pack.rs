@@ -7,6 +7,7 @@
 use std::arch::x86_64::*;
 
 use super::matrix::Matrix;
+use super::transpose::square_of_u32;
 use crate::scalar::{DType, Element};
 
 /// Columns of the right matrix in a panel.
@@ -54,31 +55,35 @@ pub(super) fn right<T: Element>(matrix: Matrix<'_, T>, out: &mut [u32]) {
         }
         let panel = matrix.columns(start..matrix.columns.min(start + PANEL));
         if panel.column_stride == 1 {
-            interleave_rows(panel, out);
+            interleave_rows(panel, out, PANEL);
         } else {
             transpose_columns(panel, out);
         }
     }
 }
 
-/// A panel of a matrix whose rows (terms) are contiguous.
+/// Packs a matrix whose rows (terms) are contiguous to `[pairs, width]`, `width` whole vectors.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-fn interleave_rows<T: Element>(panel: Matrix<'_, T>, out: &mut [u32]) {
+fn interleave_rows<T: Element>(matrix: Matrix<'_, T>, out: &mut [u32], width: usize) {
     // SAFETY: the arrays are as long as a vector.
     #[allow(unsafe_code)]
     let (first, last) = unsafe {
         (_mm512_loadu_epi16(FIRST.as_ptr().cast()), _mm512_loadu_epi16(LAST.as_ptr().cast()))
     };
-    for (pair, out) in out.chunks_exact_mut(PANEL).enumerate() {
-        let even = load(panel.row(2 * pair));
-        let odd = if 2 * pair + 1 < panel.rows {
-            load(panel.row(2 * pair + 1))
-        } else {
-            _mm512_setzero_si512()
-        };
-        store(&mut out[..PAIRS], _mm512_permutex2var_epi16(even, first, odd));
-        store(&mut out[PAIRS..], _mm512_permutex2var_epi16(even, last, odd));
+    for (pair, out) in out.chunks_exact_mut(width).take(pairs(matrix.rows)).enumerate() {
+        let even = matrix.row(2 * pair);
+        let odd = if 2 * pair + 1 < matrix.rows { matrix.row(2 * pair + 1) } else { &[] };
+        for (start, out) in (0..width).step_by(VECTOR).zip(out.chunks_exact_mut(VECTOR)) {
+            let (even, odd) = (load(part(even, start)), load(part(odd, start)));
+            store(&mut out[..PAIRS], _mm512_permutex2var_epi16(even, first, odd));
+            store(&mut out[PAIRS..], _mm512_permutex2var_epi16(even, last, odd));
+        }
     }
+}
+
+/// Up to [`VECTOR`] numbers of a row.
+fn part<T>(row: &[T], start: usize) -> &[T] {
+    &row[start.min(row.len())..row.len().min(start + VECTOR)]
 }
 
 /// A panel of a matrix whose columns are contiguous.
@@ -95,7 +100,7 @@ fn transpose_columns<T: Element>(panel: Matrix<'_, T>, out: &mut [u32]) {
                     *vector = load(&columns.row(column)[terms.clone()]);
                 }
             }
-            let square = transpose(square);
+            let square = square_of_u32(square);
             for (out, vector) in out.chunks_exact_mut(PANEL).zip(square) {
                 store(&mut out[half * PAIRS..][..PAIRS], vector);
             }
@@ -103,30 +108,15 @@ fn transpose_columns<T: Element>(panel: Matrix<'_, T>, out: &mut [u32]) {
     }
 }
 
-/// Length of packed tiles of a left matrix of this shape; a store reaches beyond the last.
-pub(super) const fn left_tiles_len(rows: usize, terms: usize) -> usize {
-    rows.next_multiple_of(TILE_ROWS) * pairs(terms) + PAIRS - TILE_ROWS
+/// Distance between the pairs of a packed left matrix of this many rows.
+pub(super) const fn left_width(rows: usize) -> usize {
+    rows.next_multiple_of(VECTOR)
 }
 
-/// Packs a left matrix whose columns (terms) are contiguous into tiles of [`TILE_ROWS`] rows, each
-/// `[pairs, TILE_ROWS]`.
+/// Packs a left matrix whose columns (terms) are contiguous to `[pairs, left_width(rows)]`.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-pub(super) fn left_tiles<T: Element>(matrix: Matrix<'_, T>, out: &mut [u32]) {
-    let pairs = pairs(matrix.columns);
-    for row in (0..matrix.rows).step_by(TILE_ROWS) {
-        let terms = matrix.rows(row..matrix.rows.min(row + TILE_ROWS)).transposed();
-        for pair in 0..pairs {
-            let even = load_half(terms.row(2 * pair));
-            let odd = if 2 * pair + 1 < terms.rows {
-                load_half(terms.row(2 * pair + 1))
-            } else {
-                _mm512_setzero_si512()
-            };
-            let packed = _mm512_or_si512(even, _mm512_slli_epi32::<16>(odd));
-            // The vector's last numbers are overwritten by the next pair.
-            store(&mut out[row * pairs + pair * TILE_ROWS..][..PAIRS], packed);
-        }
-    }
+pub(super) fn left_columns<T: Element>(matrix: Matrix<'_, T>, out: &mut [u32]) {
+    interleave_rows(matrix.transposed(), out, left_width(matrix.rows));
 }
 
 /// Distance between packed rows of this many terms, which spreads them over the cache's sets.
@@ -166,27 +156,6 @@ fn load<T: Element>(numbers: &[T]) -> __m512i {
     }
 }
 
-/// Up to [`PAIRS`] numbers as bf16 in the low halves of 32 bits, followed by zeros.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-fn load_half<T: Element>(numbers: &[T]) -> __m512i {
-    debug_assert!(numbers.len() <= PAIRS);
-    let mask = ((1u32 << numbers.len()) - 1) as u16;
-    // SAFETY: as in `load`.
-    #[allow(unsafe_code)]
-    unsafe {
-        if T::DTYPE == DType::F32 {
-            let numbers = _mm512_maskz_loadu_ps(mask, numbers.as_ptr().cast());
-            let rounded = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(numbers));
-            _mm512_cvtepu16_epi32(rounded)
-        } else {
-            // A masked load of 16 bits a number in 512 bits: the 256-bit form needs AVX512VL.
-            let numbers = _mm512_maskz_loadu_epi16(u32::from(mask), numbers.as_ptr().cast());
-            _mm512_cvtepu16_epi32(_mm512_castsi512_si256(numbers))
-        }
-    }
-}
-
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn store(out: &mut [u32], vector: __m512i) {
@@ -196,36 +165,4 @@ fn store(out: &mut [u32], vector: __m512i) {
     unsafe {
         _mm512_storeu_si512(out.as_mut_ptr().cast(), vector)
     }
-}
-
-/// Transposes a square of u32.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-fn transpose(rows: [__m512i; PAIRS]) -> [__m512i; PAIRS] {
-    let mut pairs = rows;
-    for i in 0..8 {
-        pairs[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
-        pairs[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
-    }
-    // fours[4 g + c] holds, in its quarter q, column 4 q + c of rows 4 g to 4 g + 3.
-    let mut fours = pairs;
-    for g in 0..4 {
-        for c in 0..2 {
-            let (low, high) = (pairs[4 * g + c], pairs[4 * g + 2 + c]);
-            fours[4 * g + 2 * c] = _mm512_unpacklo_epi64(low, high);
-            fours[4 * g + 2 * c + 1] = _mm512_unpackhi_epi64(low, high);
-        }
-    }
-    let mut columns = fours;
-    for c in 0..4 {
-        let first = _mm512_shuffle_i32x4::<0x88>(fours[c], fours[4 + c]);
-        let second = _mm512_shuffle_i32x4::<0xdd>(fours[c], fours[4 + c]);
-        let third = _mm512_shuffle_i32x4::<0x88>(fours[8 + c], fours[12 + c]);
-        let fourth = _mm512_shuffle_i32x4::<0xdd>(fours[8 + c], fours[12 + c]);
-        columns[c] = _mm512_shuffle_i32x4::<0x88>(first, third);
-        columns[8 + c] = _mm512_shuffle_i32x4::<0xdd>(first, third);
-        columns[4 + c] = _mm512_shuffle_i32x4::<0x88>(second, fourth);
-        columns[12 + c] = _mm512_shuffle_i32x4::<0xdd>(second, fourth);
-    }
-    columns
 }

@@ -1,24 +1,26 @@
 //! bf16 products on machines with AVX512-BF16: the blocks that fit the caches, packed, and the
 //! tiles that they are made of. f32 matrices that are multiplied by bf16 ones are rounded.
 
-use std::ptr::{null, null_mut};
-
 use half::bf16;
 
 use super::matrix::{Destination, Matrix, MatrixMut};
 use super::pack::{self, PANEL, TILE_ROWS};
-use super::scratch;
-use super::tile::{Output, Terms, tile};
+use super::tile::{Addend, Output, Target, Terms, tile};
 use crate::scalar::{DType, Element, Scalar};
+use crate::scratch::with_scratch;
 
-/// Terms of a block: a panel of the right matrix and a tile of the left one share the first cache.
-const DEPTH: usize = 512;
+/// Terms of a block. Most layers have fewer, so that their sums leave the registers once; what a
+/// panel of the right matrix loses by not fitting the first cache was not measurable.
+const DEPTH: usize = 2048;
 /// Rows of a block of the left matrix, which stays in the second cache.
-const ROWS: usize = 16 * TILE_ROWS;
-/// Columns of a block of the right matrix.
+const ROWS: usize = 8 * TILE_ROWS;
+/// Columns of a block of the right matrix, which stays in the last cache.
 const COLUMNS: usize = 1024;
 /// Rows that share a block of the right matrix where sums stay in scratch between blocks.
 const PARTIAL_ROWS: usize = 2048;
+
+/// Bytes of a pair of terms.
+const PAIR: usize = size_of::<u32>();
 
 /// Whether this machine has the instructions.
 pub(super) fn available() -> bool {
@@ -46,37 +48,41 @@ pub(super) fn multiply<O: Element, A: Element, B: Element>(
     let outer = if rounded { out.rows.min(PARTIAL_ROWS) } else { out.rows };
     let partial_len = if rounded { outer * out.columns.min(COLUMNS) } else { 0 };
     let right_len = pack::right_len(depth, out.columns.min(COLUMNS));
-    scratch::with(&scratch::PARTIAL, partial_len, |partial: &mut [f32]| {
-        scratch::with(&scratch::RIGHT, right_len, |packed: &mut [u32]| {
-            for column in (0..out.columns).step_by(COLUMNS) {
-                let columns = column..out.columns.min(column + COLUMNS);
-                for row in (0..out.rows).step_by(outer) {
-                    let rows = row..out.rows.min(row + outer);
-                    let mut start = 0;
-                    loop {
-                        let range = start..terms.min(start + depth);
-                        let place =
-                            Place { row, column, first: start == 0, last: range.end == terms };
-                        let output =
-                            place.output(&mut out, destination, scale, partial, columns.len());
-                        let right = right.rows(range.clone()).columns(columns.clone());
-                        let left = left.columns(range.clone()).rows(rows.clone());
-                        // SAFETY: the machine has the instructions (asserted above) and the output
-                        // is that of these rows and columns.
-                        #[allow(unsafe_code)]
-                        unsafe {
-                            pack::right(right, packed);
-                            block(left, packed, columns.len(), output);
-                        }
-                        start = range.end;
-                        if place.last {
-                            break;
-                        }
+    let left_len = left_len(left.rows.min(ROWS), depth, left.column_stride == 1);
+    with_scratch([partial_len, right_len, left_len], |[partial, packed_right, packed_left]| {
+        let packed_right = bytemuck::cast_slice_mut(packed_right);
+        let packed_left = bytemuck::cast_slice_mut(packed_left);
+        for column in (0..out.columns).step_by(COLUMNS) {
+            let columns = column..out.columns.min(column + COLUMNS);
+            for row in (0..out.rows).step_by(outer) {
+                let rows = row..out.rows.min(row + outer);
+                // Without a term there is still something to add to nothing.
+                for start in (0..terms.max(1)).step_by(depth.max(1)) {
+                    let range = start..terms.min(start + depth);
+                    let place = Place { row, column, first: start == 0, last: range.end == terms };
+                    let output = place.output(&mut out, destination, scale, partial, columns.len());
+                    let right = right.rows(range.clone()).columns(columns.clone());
+                    let left = left.columns(range).rows(rows.clone());
+                    // SAFETY: the machine has the instructions (asserted above) and the output is
+                    // that of these rows and columns.
+                    #[allow(unsafe_code)]
+                    unsafe {
+                        pack::right(right, packed_right);
+                        block(left, packed_left, packed_right, columns.len(), output);
                     }
                 }
             }
-        });
+        }
     });
+}
+
+/// Numbers of scratch for a block of the left matrix, whose rows are contiguous or its columns.
+fn left_len(rows: usize, terms: usize, by_rows: bool) -> usize {
+    if by_rows {
+        rows * pack::left_stride(terms)
+    } else {
+        pack::pairs(terms) * pack::left_width(rows)
+    }
 }
 
 /// Which part of the product, and which of the terms, a block is.
@@ -99,45 +105,33 @@ impl Place {
     ) -> Output {
         let &Place { row, column, first, last } = self;
         let start = out.start.wrapping_add(row * out.row_stride + column);
-        let (addend, addend_stride) = match destination {
-            Destination::Overwrite => (null(), 0),
-            Destination::Accumulate => (start.cast_const(), out.row_stride),
-            Destination::AddTo(addend) => {
-                let start = row * addend.row_stride + column;
-                (addend.data[start..].as_ptr(), addend.row_stride)
+        let f32_out = O::DTYPE == DType::F32;
+        let addend = match destination {
+            _ if !first && f32_out => Addend::F32(start.cast_const().cast(), out.row_stride),
+            _ if !first => Addend::F32(partial.as_ptr(), partial_stride),
+            Destination::Overwrite => Addend::Nothing,
+            Destination::Accumulate => addend(start.cast_const(), out.row_stride),
+            Destination::AddTo(Matrix { data, row_stride, .. }) => {
+                addend(data[row * row_stride + column..].as_ptr(), row_stride)
             }
         };
-        let mut output = Output {
-            scale,
-            add_f32: null(),
-            add_bf16: null(),
-            add_f32_stride: 0,
-            add_bf16_stride: 0,
-            f32: null_mut(),
-            bf16: null_mut(),
-            f32_stride: 0,
-            bf16_stride: 0,
-        };
-        if O::DTYPE == DType::F32 {
-            let start = start.cast::<f32>();
-            (output.f32, output.f32_stride) = (start, out.row_stride);
-            (output.add_f32, output.add_f32_stride) = if first {
-                (addend.cast(), addend_stride)
-            } else {
-                (start.cast_const(), out.row_stride)
-            };
-            return output;
-        }
-        if !first {
-            (output.add_f32, output.add_f32_stride) = (partial.as_ptr(), partial_stride);
-        }
-        if last {
-            (output.add_bf16, output.add_bf16_stride) = (addend.cast(), addend_stride);
-            (output.bf16, output.bf16_stride) = (start.cast::<bf16>(), out.row_stride);
+        let target = if f32_out {
+            Target::F32(start.cast(), out.row_stride)
+        } else if last {
+            Target::Bf16(start.cast(), out.row_stride)
         } else {
-            (output.f32, output.f32_stride) = (partial.as_mut_ptr(), partial_stride);
-        }
-        output
+            Target::F32(partial.as_mut_ptr(), partial_stride)
+        };
+        Output { scale, addend, target }
+    }
+}
+
+/// Numbers of the output's type as an addend.
+fn addend<O: Element>(start: *const O, stride: usize) -> Addend {
+    if O::DTYPE == DType::F32 {
+        Addend::F32(start.cast(), stride)
+    } else {
+        Addend::Bf16(start.cast(), stride)
     }
 }
 
@@ -148,43 +142,37 @@ impl Place {
 /// hold the left matrix's rows and `columns` columns.
 #[allow(unsafe_code)]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn block<A: Element>(left: Matrix<'_, A>, packed: &[u32], columns: usize, output: Output) {
+unsafe fn block<A: Element>(
+    left: Matrix<'_, A>,
+    scratch: &mut [u32],
+    packed: &[u32],
+    columns: usize,
+    output: Output,
+) {
     let pairs = pack::pairs(left.columns);
-    let strided = left.column_stride == 1;
-    let len = if strided {
-        left.rows.min(ROWS) * pack::left_stride(left.columns)
-    } else {
-        pack::left_tiles_len(left.rows.min(ROWS), left.columns)
-    };
-    scratch::with(&scratch::LEFT, len, |scratch: &mut [u32]| {
-        for row in (0..left.rows).step_by(ROWS) {
-            let part = left.rows(row..left.rows.min(row + ROWS));
-            let (start, stride) = if !strided {
-                pack::left_tiles(part, scratch);
-                (scratch.as_ptr(), None)
-            } else if A::DTYPE == bf16::DTYPE && part.columns.is_multiple_of(2) {
-                (part.data.as_ptr().cast(), Some(2 * part.row_stride))
-            } else {
-                pack::left_rows(part, scratch);
-                (scratch.as_ptr(), Some(4 * pack::left_stride(part.columns)))
-            };
-            for column in (0..columns).step_by(PANEL) {
-                let panel = packed[pairs * column..][..pairs * PANEL].as_ptr();
-                for first in (0..part.rows).step_by(TILE_ROWS) {
-                    // Packed tiles and rows of pairs follow each other.
-                    let offset = stride.map_or(4 * pairs * first, |stride| stride * first);
-                    let terms = Terms {
-                        pairs,
-                        left: start.wrapping_byte_add(offset),
-                        left_stride: stride,
-                        right: panel,
-                    };
-                    let size = (TILE_ROWS.min(part.rows - first), PANEL.min(columns - column));
-                    // SAFETY: the tile lies in the packed rows or in the left matrix itself, in
-                    // the panel, and in the output by the caller's promise.
-                    unsafe { tile(size.0, size.1, terms, &output.at(row + first, column)) };
-                }
+    for row in (0..left.rows).step_by(ROWS) {
+        let part = left.rows(row..left.rows.min(row + ROWS));
+        let by_rows = left.column_stride == 1;
+        let (start, row_stride, pair_stride) = if !by_rows {
+            pack::left_columns(part, scratch);
+            (scratch.as_ptr(), PAIR, PAIR * pack::left_width(part.rows))
+        } else if A::DTYPE == bf16::DTYPE && part.columns.is_multiple_of(2) {
+            // Pairs lie as the kernel reads them.
+            (part.data.as_ptr().cast(), size_of::<bf16>() * part.row_stride, PAIR)
+        } else {
+            pack::left_rows(part, scratch);
+            (scratch.as_ptr(), PAIR * pack::left_stride(part.columns), PAIR)
+        };
+        for column in (0..columns).step_by(PANEL) {
+            let right = packed[pairs * column..][..pairs * PANEL].as_ptr();
+            for first in (0..part.rows).step_by(TILE_ROWS) {
+                let left = start.wrapping_byte_add(row_stride * first);
+                let terms = Terms { pairs, left, row_stride, pair_stride, right };
+                let size = (TILE_ROWS.min(part.rows - first), PANEL.min(columns - column));
+                // SAFETY: the tile lies in the packed rows or in the left matrix itself, in the
+                // panel, and in the output by the caller's promise.
+                unsafe { tile(size.0, size.1, terms, &output.at(row + first, column)) };
             }
         }
-    });
+    }
 }

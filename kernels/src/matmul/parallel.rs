@@ -13,7 +13,8 @@ const PARTS: usize = 16;
 const PARTS_PER_THREAD: usize = 2;
 /// Multiplications and additions of the smallest part of a large product.
 const SMALLEST: usize = 1 << 19;
-/// What rows and columns are divided by where they can be: a tile's and a panel's sizes.
+/// What rows and columns are divided by where they can be, from a tile's and a panel's sizes. No
+/// part has fewer rows, so that none becomes one of a few rows, whose sums have another order.
 const ROW_STEP: usize = 24;
 const COLUMN_STEP: usize = 64;
 
@@ -65,7 +66,7 @@ impl Division {
             return matmul(out, destination, scale, left, right);
         }
         if by_rows && (rows >= columns || !by_columns) {
-            let at = (rows / 2).next_multiple_of(ROW_STEP);
+            let at = half(rows, ROW_STEP);
             let (first, second) = out.split_rows(at);
             rayon::join(
                 || self.run(first, destination.rows(0..at), scale, left.rows(0..at), right),
@@ -76,7 +77,7 @@ impl Division {
                 },
             );
         } else {
-            let at = (columns / 2).next_multiple_of(COLUMN_STEP);
+            let at = half(columns, COLUMN_STEP);
             let (first, second) = out.split_columns(at);
             rayon::join(
                 || self.run(first, destination.columns(0..at), scale, left, right.columns(0..at)),
@@ -88,4 +89,9 @@ impl Division {
             );
         }
     }
+}
+
+/// About half of `count`, whole steps.
+fn half(count: usize, step: usize) -> usize {
+    count / 2 / step * step
 }

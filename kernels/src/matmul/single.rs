@@ -1,14 +1,21 @@
 //! f32 products by the crate `gemm`.
 
 use super::matrix::{Destination, Matrix, MatrixMut};
-use super::scratch;
+use super::transpose::to_row_major;
+use crate::scratch::with_scratch;
 
-/// Columns of the left matrix that are transposed at a time.
-const DEPTH: usize = 1024;
-/// Side of the squares that are transposed.
-const SQUARE: usize = 16;
+/// Terms, rows and columns of the blocks that are transposed.
+const DEPTH: usize = 512;
+const ROWS: usize = 512;
+const COLUMNS: usize = 512;
+/// Rows and columns of the output below which a transposed matrix is not read often enough.
+const FEW: usize = 8;
 
 /// `out = scale * left right`, plus what the destination says.
+///
+/// gemm reads matrices that are contiguous along the columns of the output (a left one along its
+/// terms) at full speed, and packs others by single numbers, which costs up to half of it where
+/// they are large: those are transposed first, in blocks.
 pub(super) fn multiply(
     mut out: MatrixMut<'_, f32>,
     destination: Destination<'_, f32>,
@@ -17,49 +24,43 @@ pub(super) fn multiply(
     right: Matrix<'_, f32>,
 ) {
     let mut accumulate = destination.prepare(&mut out);
-    if left.column_stride == 1 || left.rows < SQUARE || left.columns < SQUARE {
+    let terms = left.columns;
+    let turn_left = left.column_stride != 1 && out.columns >= FEW;
+    let turn_right = right.column_stride != 1 && out.rows >= FEW;
+    if terms == 0 || !(turn_left || turn_right) {
         return product(&mut out, accumulate, scale, left, right);
     }
-    // gemm packs a left matrix that is contiguous along m by single numbers, which costs up to
-    // half its speed; transposed by squares first it is as fast as any.
-    let deepest = left.columns.min(DEPTH);
-    scratch::with(&scratch::LEFT, left.rows * deepest, |transposed: &mut [f32]| {
-        for start in (0..left.columns).step_by(DEPTH) {
-            let range = start..left.columns.min(start + DEPTH);
-            let depth = range.len();
-            transpose(left.columns(range.clone()), transposed);
-            let part = Matrix::new(transposed, left.rows, depth);
-            product(&mut out, accumulate, scale, part, right.rows(range));
+    let rows = if turn_left { out.rows.min(ROWS) } else { out.rows };
+    let columns = if turn_right { out.columns.min(COLUMNS) } else { out.columns };
+    let depth = terms.min(DEPTH);
+    let left_len = if turn_left { rows * depth } else { 0 };
+    let right_len = if turn_right { depth * columns } else { 0 };
+    with_scratch([left_len, right_len], |[left_block, right_block]| {
+        for start in (0..terms).step_by(DEPTH) {
+            let range = start..terms.min(start + DEPTH);
+            let (left, right) = (left.columns(range.clone()), right.rows(range));
+            for column in (0..out.columns).step_by(columns) {
+                let right = right.columns(column..out.columns.min(column + columns));
+                let right = turned(turn_right, right, right_block);
+                for row in (0..out.rows).step_by(rows) {
+                    let left = left.rows(row..out.rows.min(row + rows));
+                    let left = turned(turn_left, left, left_block);
+                    let mut out = out.block(row, column, left.rows, right.columns);
+                    product(&mut out, accumulate, scale, left, right);
+                }
+            }
             accumulate = true;
         }
     });
 }
 
-/// Writes a matrix that is contiguous along its rows' dimension to row-major order.
-fn transpose(matrix: Matrix<'_, f32>, out: &mut [f32]) {
-    crate::simd::vectorized!({
-        for row in (0..matrix.rows).step_by(SQUARE) {
-            for column in (0..matrix.columns).step_by(SQUARE) {
-                transpose_square(&matrix, row, column, out);
-            }
-        }
-    });
-}
-
-#[inline(always)]
-fn transpose_square(matrix: &Matrix<'_, f32>, row: usize, column: usize, out: &mut [f32]) {
-    let (rows, columns) = (SQUARE.min(matrix.rows - row), SQUARE.min(matrix.columns - column));
-    let mut square = [[0f32; SQUARE]; SQUARE];
-    for (i, square) in square[..columns].iter_mut().enumerate() {
-        let start = (column + i) * matrix.column_stride + row;
-        square[..rows].copy_from_slice(&matrix.data[start..start + rows]);
+/// The matrix in row-major order in the block where asked for.
+fn turned<'a>(turn: bool, matrix: Matrix<'a, f32>, block: &'a mut [f32]) -> Matrix<'a, f32> {
+    if !turn {
+        return matrix;
     }
-    for i in 0..rows {
-        let out = &mut out[(row + i) * matrix.columns + column..][..columns];
-        for (slot, square) in out.iter_mut().zip(&square) {
-            *slot = square[i];
-        }
-    }
+    to_row_major(matrix, block);
+    Matrix::new(block, matrix.rows, matrix.columns)
 }
 
 /// The product, added to what `out` holds where asked for.

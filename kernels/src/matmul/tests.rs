@@ -131,10 +131,12 @@ fn all_agree(case: Case) {
 fn products_of_several_blocks_agree() {
     for (left_transposed, right_transposed) in [(false, true), (false, false), (true, false)] {
         for (destination, shape) in [
-            (0, [205, 100, 1101]),
+            (0, [205, 100, 301]),
+            (0, [14, 530, 30]),
             (1, [30, 1061, 33]),
-            (2, [13, 70, 1030]),
-            (1, [300, 300, 4]),
+            (1, [37, 20, 2101]),
+            (2, [13, 70, 4130]),
+            (1, [530, 300, 4]),
             (2, [2, 300, 300]),
         ] {
             all_agree(Case {
@@ -146,6 +148,31 @@ fn products_of_several_blocks_agree() {
                 scale: 1.0,
                 seed: 1,
             });
+        }
+    }
+}
+
+/// The bits of a product that pools of several sizes compute.
+fn same_bits<A: Element>([m, n, k]: [usize; 3], transposed: [bool; 2]) {
+    let (left, right) = (numbers::<A>(m * k, 1), numbers::<A>(k * n, 2));
+    let left = view(&left, m, k, 0, transposed[0]);
+    let right = view(&right, k, n, 0, transposed[1]);
+    let [one, two, five] = [1, 2, 5].map(|threads| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let mut out = vec![0f32; m * n];
+        let view = MatrixMut::new(&mut out, m, n);
+        pool.install(|| matmul_parallel(view, Destination::Overwrite, 1.0, left, right));
+        out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+    });
+    assert!(one == two && one == five, "{m} x {n} x {k}");
+}
+
+#[test]
+fn threads_do_not_change_a_bit() {
+    for shape in [[146, 100, 300], [97, 50, 2100], [3, 900, 200], [1, 4000, 130], [300, 300, 100]] {
+        for transposed in [[false, true], [false, false], [true, false]] {
+            same_bits::<f32>(shape, transposed);
+            same_bits::<bf16>(shape, transposed);
         }
     }
 }
@@ -170,10 +197,11 @@ fn sums_of_no_term_are_what_is_added() {
 
 #[test]
 fn bf16_results_are_rounded_once() {
-    // 1 + 600 / 512: each half of the terms alone would round to a neighbour of its sum.
-    let terms = 1201;
+    // 1 + 4191 / 4096 lies just below the middle of two numbers; rounded after the first third
+    // of the terms too, the sum would end in the middle and go up.
+    let terms = 4192;
     let left = vec![bf16::ONE; terms];
-    let mut right = vec![bf16::from_f32(1.0 / 1024.0); terms];
+    let mut right = vec![bf16::from_f32(1.0 / 4096.0); terms];
     right[0] = bf16::ONE;
     for rows in [1, 5] {
         let left = left.repeat(rows);
@@ -185,7 +213,7 @@ fn bf16_results_are_rounded_once() {
             Matrix::new(&left, rows, terms),
             Matrix::new(&right, terms, 1),
         );
-        assert_eq!(out, vec![bf16::from_f32(1.0 + 1200.0 / 1024.0); rows]);
+        assert_eq!(out, vec![bf16::from_f32(1.0 + 4191.0 / 4096.0); rows]);
     }
 }
 

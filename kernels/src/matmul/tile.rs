@@ -19,83 +19,89 @@ pub(super) struct Terms {
     pub(super) pairs: usize,
     /// The first pair of the first row.
     pub(super) left: *const u32,
-    /// Bytes between rows of the left matrix whose pairs follow each other; none for a packed
-    /// tile, where the rows of a pair follow each other.
-    pub(super) left_stride: Option<usize>,
+    /// Bytes between rows, and between the pairs of a row.
+    pub(super) row_stride: usize,
+    pub(super) pair_stride: usize,
     /// A packed panel.
     pub(super) right: *const u32,
 }
 
-/// What becomes of a tile's sums: they are scaled, the addends that are not null are added, and
-/// the result is written to the output that is not null.
+/// What becomes of a tile's sums: they are scaled, something is added, and they are stored.
 #[derive(Clone, Copy)]
 pub(super) struct Output {
     pub(super) scale: f32,
-    pub(super) add_f32: *const f32,
-    pub(super) add_bf16: *const bf16,
-    /// Numbers between rows, of each of the four.
-    pub(super) add_f32_stride: usize,
-    pub(super) add_bf16_stride: usize,
-    pub(super) f32: *mut f32,
-    pub(super) bf16: *mut bf16,
-    pub(super) f32_stride: usize,
-    pub(super) bf16_stride: usize,
+    pub(super) addend: Addend,
+    pub(super) target: Target,
+}
+
+/// What is added to the sums: numbers and the distance of their rows.
+#[derive(Clone, Copy)]
+pub(super) enum Addend {
+    Nothing,
+    F32(*const f32, usize),
+    Bf16(*const bf16, usize),
+}
+
+/// Where sums are stored, and the distance of the rows there.
+#[derive(Clone, Copy)]
+pub(super) enum Target {
+    F32(*mut f32, usize),
+    Bf16(*mut bf16, usize),
 }
 
 impl Output {
     /// The same for a tile that starts at this row and column.
     pub(super) fn at(self, row: usize, column: usize) -> Output {
-        // Wrapping: null pointers move too, but are only compared before they move (`has_*`).
-        Output {
-            add_f32: moved(self.add_f32, row * self.add_f32_stride + column),
-            add_bf16: moved(self.add_bf16, row * self.add_bf16_stride + column),
-            f32: moved(self.f32, row * self.f32_stride + column).cast_mut(),
-            bf16: moved(self.bf16, row * self.bf16_stride + column).cast_mut(),
-            ..self
-        }
+        let addend = match self.addend {
+            Addend::Nothing => Addend::Nothing,
+            Addend::F32(start, stride) => {
+                Addend::F32(start.wrapping_add(row * stride + column), stride)
+            }
+            Addend::Bf16(start, stride) => {
+                Addend::Bf16(start.wrapping_add(row * stride + column), stride)
+            }
+        };
+        let target = match self.target {
+            Target::F32(start, stride) => {
+                Target::F32(start.wrapping_add(row * stride + column), stride)
+            }
+            Target::Bf16(start, stride) => {
+                Target::Bf16(start.wrapping_add(row * stride + column), stride)
+            }
+        };
+        Output { addend, target, ..self }
     }
-}
-
-/// The pointer some numbers further, null where it was.
-fn moved<T>(pointer: *const T, numbers: usize) -> *const T {
-    if pointer.is_null() { pointer } else { pointer.wrapping_add(numbers) }
 }
 
 /// Computes a tile of `rows` x `columns` numbers.
 ///
 /// # Safety
-/// The terms' pointers hold `rows` and a panel of pairs; the output's pointers that are not null
-/// hold `rows` x `columns` numbers at their strides, and no other thread touches those written.
+/// The terms' pointers hold `rows` and a panel of pairs; the output's pointers hold `rows` x
+/// `columns` numbers at their strides, and no other thread touches those written.
 #[allow(unsafe_code)]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(super) unsafe fn tile(rows: usize, columns: usize, terms: Terms, output: &Output) {
     macro_rules! of_rows {
         ($($rows:literal)*) => {
-            match (rows, columns > LANES, terms.left_stride.is_some()) {
+            match (rows, columns > LANES) {
                 $(
-                    ($rows, true, true) => sums::<$rows, 2, true>(columns, terms, output),
-                    ($rows, true, false) => sums::<$rows, 2, false>(columns, terms, output),
-                    ($rows, false, true) => sums::<$rows, 1, true>(columns, terms, output),
-                    ($rows, false, false) => sums::<$rows, 1, false>(columns, terms, output),
+                    ($rows, true) => finish(sums::<$rows, 2>(terms), columns, output),
+                    ($rows, false) => finish(sums::<$rows, 1>(terms), columns, output),
                 )*
                 _ => unreachable!("a tile has 1 to {TILE_ROWS} rows"),
             }
         };
     }
-    // SAFETY: the caller's promise is that of `sums`.
+    // SAFETY: the caller's promise is that of `sums` and `finish`.
     unsafe { of_rows!(1 2 3 4 5 6 7 8 9 10 11 12) }
 }
 
-/// A tile of `ROWS` x up to `VECTORS * LANES` numbers; `STRIDED` where the left rows are.
+/// The sums of `ROWS` x `VECTORS * LANES` numbers.
 #[allow(unsafe_code)]
+#[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn sums<const ROWS: usize, const VECTORS: usize, const STRIDED: bool>(
-    columns: usize,
-    terms: Terms,
-    output: &Output,
-) {
+unsafe fn sums<const ROWS: usize, const VECTORS: usize>(terms: Terms) -> [[__m512; VECTORS]; ROWS] {
     let mut sums = [[_mm512_setzero_ps(); VECTORS]; ROWS];
-    let stride = terms.left_stride.unwrap_or(0);
     let (mut left, mut right) = (terms.left.cast::<u8>(), terms.right);
     // SAFETY: the caller's promise: each iteration reads one pair of the rows and of the panel.
     unsafe {
@@ -105,8 +111,8 @@ unsafe fn sums<const ROWS: usize, const VECTORS: usize, const STRIDED: bool>(
                 *panel = _mm512_loadu_ps(right.add(vector * LANES).cast());
             }
             for (row, sums) in sums.iter_mut().enumerate() {
-                let pair = if STRIDED { left.add(row * stride) } else { left.add(row * 4) };
-                let pair = _mm512_set1_epi32(pair.cast::<i32>().read_unaligned());
+                let pair = left.add(row * terms.row_stride).cast::<i32>().read_unaligned();
+                let pair = _mm512_set1_epi32(pair);
                 for (sums, panel) in sums.iter_mut().zip(panel) {
                     *sums = _mm512_dpbf16_ps(
                         *sums,
@@ -115,42 +121,121 @@ unsafe fn sums<const ROWS: usize, const VECTORS: usize, const STRIDED: bool>(
                     );
                 }
             }
-            left = left.add(if STRIDED { 4 } else { 4 * TILE_ROWS });
+            left = left.add(terms.pair_stride);
             right = right.add(PANEL);
         }
     }
-    for (vector, start) in (0..columns).step_by(LANES).enumerate().take(VECTORS) {
-        let mask = if columns - start < LANES { (1u16 << (columns - start)) - 1 } else { u16::MAX };
-        let part = output.at(0, start);
-        for (row, sums) in sums.iter().enumerate() {
-            // SAFETY: the mask covers columns of the tile alone; the caller's promise.
-            unsafe { finish(sums[vector], mask, part.at(row, 0)) };
+    sums
+}
+
+/// Scales the sums, adds to them and stores them.
+#[allow(unsafe_code)]
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+unsafe fn finish<const ROWS: usize, const VECTORS: usize>(
+    sums: [[__m512; VECTORS]; ROWS],
+    columns: usize,
+    output: &Output,
+) {
+    let scale = _mm512_set1_ps(output.scale);
+    let mut masks = [u16::MAX; VECTORS];
+    let rest = columns - (VECTORS - 1) * LANES;
+    if rest < LANES {
+        masks[VECTORS - 1] = (1 << rest) - 1;
+    }
+    macro_rules! each_vector {
+        ($mask:ident, $at:ident, $value:ident, $addend:expr, $store:expr) => {
+            for (row, sums) in sums.iter().enumerate() {
+                for (vector, (&sums, $mask)) in sums.iter().zip(masks).enumerate() {
+                    let $at = |stride: usize| row * stride + vector * LANES;
+                    let $value = _mm512_add_ps(_mm512_mul_ps(sums, scale), $addend);
+                    $store;
+                }
+            }
+        };
+    }
+    use {Addend::*, Target as To};
+    // SAFETY: the masks cover the tile's columns alone, for which the caller promises.
+    unsafe {
+        match (output.addend, output.target) {
+            (Nothing, To::F32(to, stride)) => {
+                each_vector!(mask, at, value, zero(), store_f32(to.add(at(stride)), mask, value))
+            }
+            (F32(from, step), To::F32(to, stride)) => each_vector!(
+                mask,
+                at,
+                value,
+                load_f32(from.add(at(step)), mask),
+                store_f32(to.add(at(stride)), mask, value)
+            ),
+            (Bf16(from, step), To::F32(to, stride)) => each_vector!(
+                mask,
+                at,
+                value,
+                load_bf16(from.add(at(step)), mask),
+                store_f32(to.add(at(stride)), mask, value)
+            ),
+            (Nothing, To::Bf16(to, stride)) => {
+                each_vector!(mask, at, value, zero(), store_bf16(to.add(at(stride)), mask, value))
+            }
+            (F32(from, step), To::Bf16(to, stride)) => each_vector!(
+                mask,
+                at,
+                value,
+                load_f32(from.add(at(step)), mask),
+                store_bf16(to.add(at(stride)), mask, value)
+            ),
+            (Bf16(from, step), To::Bf16(to, stride)) => each_vector!(
+                mask,
+                at,
+                value,
+                load_bf16(from.add(at(step)), mask),
+                store_bf16(to.add(at(stride)), mask, value)
+            ),
         }
     }
 }
 
-/// Scales, adds and writes one vector of sums.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn zero() -> __m512 {
+    _mm512_setzero_ps()
+}
+
+/// # Safety
+/// As for the others below, the numbers of the mask lie at the address.
+#[allow(unsafe_code)]
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn load_f32(from: *const f32, mask: u16) -> __m512 {
+    // SAFETY: the caller's promise.
+    unsafe { _mm512_maskz_loadu_ps(mask, from) }
+}
+
+#[allow(unsafe_code)]
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+unsafe fn load_bf16(from: *const bf16, mask: u16) -> __m512 {
+    // SAFETY: the caller's promise.
+    let bits = unsafe { _mm256_maskz_loadu_epi16(mask, from.cast()) };
+    _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
+}
+
+#[allow(unsafe_code)]
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn store_f32(to: *mut f32, mask: u16, value: __m512) {
+    // SAFETY: the caller's promise.
+    unsafe { _mm512_mask_storeu_ps(to, mask, value) }
+}
+
 #[allow(unsafe_code)]
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn finish(sums: __m512, mask: u16, output: Output) {
-    let mut value = _mm512_mul_ps(sums, _mm512_set1_ps(output.scale));
-    // SAFETY: the caller's promise: pointers that are not null hold the numbers of the mask.
+unsafe fn store_bf16(to: *mut bf16, mask: u16, value: __m512) {
+    // SAFETY: the caller's promise; both types are 32 bytes without a forbidden value.
     unsafe {
-        if !output.add_f32.is_null() {
-            value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, output.add_f32));
-        }
-        if !output.add_bf16.is_null() {
-            let bits = _mm256_maskz_loadu_epi16(mask, output.add_bf16.cast());
-            let wide = _mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits));
-            value = _mm512_add_ps(value, _mm512_castsi512_ps(wide));
-        }
-        if !output.f32.is_null() {
-            _mm512_mask_storeu_ps(output.f32, mask, value);
-        }
-        if !output.bf16.is_null() {
-            let rounded = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(value));
-            _mm256_mask_storeu_epi16(output.bf16.cast(), mask, rounded);
-        }
+        let rounded = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(value));
+        _mm256_mask_storeu_epi16(to.cast(), mask, rounded);
     }
 }
