@@ -3,6 +3,8 @@
 pub mod adamw;
 pub mod attention;
 pub mod backend;
+#[cfg(feature = "cases")]
+pub mod cases;
 mod cpu;
 pub mod cross_entropy;
 mod disjoint;

@@ -20,6 +20,16 @@ pub enum ComputeType {
     Bf16,
 }
 
+impl ComputeType {
+    /// The name on the command line and in recipes.
+    pub fn name(self) -> &'static str {
+        match self {
+            ComputeType::F32 => "f32",
+            ComputeType::Bf16 => "bf16",
+        }
+    }
+}
+
 /// The directory of a model: itself, or a repository of the hub, downloaded where it is not yet.
 pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
     let mut bar: Option<Bar> = None;

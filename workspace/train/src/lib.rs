@@ -13,7 +13,7 @@ mod run_data;
 pub mod run_directory;
 pub mod schedule;
 mod source;
-mod step;
+pub mod step;
 mod summary;
 pub mod tensorboard;
 mod trainer;

@@ -1,25 +1,44 @@
 //! One optimisation step: micro-batches, accumulated gradients, clipping and the update.
+//!
+//! A [`Stepper`] knows nothing of recipes or token files: it takes its sizes from a [`StepPlan`]
+//! and its tokens from whoever calls it, the trainer or a measurement.
 
-use moh_data::TrainingData;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::{Backend, Element};
 use moh_model::parameters::FlatBuffers;
-use moh_model::{Activations, LossScale, LossSums, Model, PassShape};
+use moh_model::{Activations, LossScale, LossSums, Model, PassShape, Recompute};
 
 use crate::Error;
 use crate::optimizer::OptimizerState;
-use crate::recipe::{Optimizer, Recipe, Recompute, Stage};
+use crate::recipe::{self, Optimizer, Recipe, Stage};
+
+/// What the steps of a stage have in common.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepPlan {
+    /// The stage's name, for messages.
+    pub stage: String,
+    /// Tokens of a sequence.
+    pub sequence_length: usize,
+    /// Sequences of a micro-batch.
+    pub micro_batch: usize,
+    /// Micro-batches of a step.
+    pub micro_batches: u64,
+    /// Whether attention stops at the boundaries of documents.
+    pub document_mask: bool,
+    /// What backward computes again.
+    pub recompute: Recompute,
+    /// Weight of the balance loss; without effect on a dense model.
+    pub balance_loss_weight: f64,
+    /// AdamW's constants.
+    pub optimizer: Optimizer,
+}
 
 /// The buffers of a stage's steps, and what does not change between them.
-pub(crate) struct Stepper<B: Backend, T: Element, G: Element> {
+pub struct Stepper<B: Backend, T: Element, G: Element> {
     activations: Activations<B, T>,
     gradients: FlatBuffers<B, G>,
     sums: LossSums<B>,
-    micro_batches: u64,
-    micro_batch: u64,
-    balance_loss_weight: f64,
-    optimizer: Optimizer,
-    stage: String,
+    plan: StepPlan,
     host: HostBatch,
 }
 
@@ -29,79 +48,119 @@ struct HostBatch {
     ids: Vec<u32>,
     targets: Vec<u32>,
     first_key: Vec<u32>,
-    document_mask: bool,
 }
 
 /// What a step measured.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Taken {
+pub struct Taken {
+    /// Mean cross-entropy of the step's targets, before the update.
     pub loss: f64,
+    /// Mean balance loss of its micro-batches; `None` for a dense model.
     pub balance_loss: Option<f64>,
+    /// Global norm of the gradients before clipping.
     pub grad_norm: f64,
 }
 
-impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
-    pub(crate) fn new(model: &Model<B, T>, recipe: &Recipe, stage: &Stage) -> Result<Self, Error> {
-        let length = recipe.data.sequence_length;
-        let document_mask = recipe.data.document_mask;
-        let shape = PassShape {
-            batch: stage.micro_batch,
-            length,
+impl StepPlan {
+    /// The steps of `stage` of `recipe`.
+    pub fn new(recipe: &Recipe, stage: &Stage) -> Self {
+        let tokens = stage.micro_batch * recipe.data.sequence_length;
+        StepPlan {
+            stage: stage.name.clone(),
+            sequence_length: recipe.data.sequence_length,
+            micro_batch: stage.micro_batch,
+            micro_batches: stage.batch_tokens / tokens as u64,
+            document_mask: recipe.data.document_mask,
             recompute: match recipe.memory.recompute {
-                Recompute::None => moh_model::Recompute::None,
-                Recompute::Cheap => moh_model::Recompute::Cheap,
-                Recompute::Block => moh_model::Recompute::Block,
+                recipe::Recompute::None => Recompute::None,
+                recipe::Recompute::Cheap => Recompute::Cheap,
+                recipe::Recompute::Block => Recompute::Block,
             },
+            balance_loss_weight: stage.moh.as_ref().map_or(0.0, |moh| moh.balance_loss_weight),
+            optimizer: stage.optimizer,
+        }
+    }
+
+    /// Sequences of one step.
+    pub fn batch_sequences(&self) -> u64 {
+        self.micro_batches * self.micro_batch as u64
+    }
+}
+
+impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
+    /// The buffers of `plan`'s steps on `model`.
+    ///
+    /// # Errors
+    /// When the device has no room.
+    pub fn new(model: &Model<B, T>, plan: StepPlan) -> Result<Self, Error> {
+        let length = plan.sequence_length;
+        let shape = PassShape {
+            batch: plan.micro_batch,
+            length,
+            recompute: plan.recompute,
             training: true,
-            document_mask,
+            document_mask: plan.document_mask,
         };
-        let tokens = stage.micro_batch * length;
+        let tokens = plan.micro_batch * length;
         Ok(Stepper {
             activations: Activations::new(model, shape)?,
             gradients: FlatBuffers::zeros(model.backend(), model.layout())?,
             sums: LossSums::new(model.backend())?,
-            micro_batches: stage.batch_tokens / tokens as u64,
-            micro_batch: stage.micro_batch as u64,
-            balance_loss_weight: stage.moh.as_ref().map_or(0.0, |moh| moh.balance_loss_weight),
-            optimizer: stage.optimizer,
-            stage: stage.name.clone(),
             host: HostBatch {
                 window: vec![0; length + 1],
                 ids: vec![0; tokens],
                 targets: vec![0; tokens],
-                first_key: vec![0; if document_mask { tokens } else { 0 }],
-                document_mask,
+                first_key: vec![0; if plan.document_mask { tokens } else { 0 }],
             },
+            plan,
         })
     }
 
-    /// Sequences of one step.
-    pub(crate) fn batch_sequences(&self) -> u64 {
-        self.micro_batches * self.micro_batch
+    /// What the steps have in common.
+    pub fn plan(&self) -> &StepPlan {
+        &self.plan
     }
 
-    /// Takes step `number` of the stage at learning rate `rate` on the samples from `sample` on.
-    pub(crate) fn step<M: Element>(
+    /// Takes step `number` of the stage at learning rate `rate` on the samples from `first` on.
+    ///
+    /// `read` writes a sample, given by its number: a sequence and the token after it, and, with
+    /// a document mask, the first key that each of its tokens sees.
+    ///
+    /// # Errors
+    /// What `read` refuses, a failing device, and [`Error::NotFinite`] before anything is updated.
+    pub fn step<M: Element>(
         &mut self,
         model: &mut Model<B, T>,
         optimizer: &mut OptimizerState<B, M>,
-        data: &TrainingData,
-        sample: u64,
+        read: impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error> + Send,
+        first: u64,
         (number, rate): (u64, f64),
     ) -> Result<Taken, Error> {
         let backend = model.backend().clone();
-        let targets = self.micro_batches as f64 * self.host.ids.len() as f64;
+        backend.scope(|| self.take(&backend, model, optimizer, read, first, (number, rate)))
+    }
+
+    fn take<M: Element>(
+        &mut self,
+        backend: &B,
+        model: &mut Model<B, T>,
+        optimizer: &mut OptimizerState<B, M>,
+        read: impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
+        first: u64,
+        (number, rate): (u64, f64),
+    ) -> Result<Taken, Error> {
+        let targets = self.plan.micro_batches as f64 * self.host.ids.len() as f64;
         let scale = LossScale {
             cross_entropy: (1.0 / targets) as f32,
-            balance: (self.balance_loss_weight / self.micro_batches as f64) as f32,
+            balance: (self.plan.balance_loss_weight / self.plan.micro_batches as f64) as f32,
             straight_through: true,
         };
-        self.gradients.zero(&backend)?;
-        for part in 0..self.micro_batches {
-            let first = sample + part * self.micro_batch;
-            self.host.read(data, first)?;
+        self.gradients.zero(backend)?;
+        for part in 0..self.plan.micro_batches {
+            let first = first + part * self.plan.micro_batch as u64;
+            self.host.read(self.plan.sequence_length, &read, first)?;
             let HostBatch { ids, targets, first_key, .. } = &self.host;
-            self.activations.upload(&backend, ids, targets, first_key)?;
+            self.activations.upload(backend, ids, targets, first_key)?;
             model.forward_backward(
                 &mut self.activations,
                 &mut self.gradients,
@@ -109,33 +168,41 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                 &mut self.sums,
             )?;
         }
-        let (cross_entropy, balance) = self.sums.take(&backend)?;
-        let norm = optimizer.gradient_norm(&backend, model.layout(), &self.gradients)?;
+        let (cross_entropy, balance) = self.sums.take(backend)?;
+        let norm = optimizer.gradient_norm(backend, model.layout(), &self.gradients)?;
         let loss = cross_entropy / targets;
         if !loss.is_finite() || !norm.is_finite() {
-            return Err(Error::NotFinite { stage: self.stage.clone(), step: number, loss, norm });
+            return Err(Error::NotFinite {
+                stage: self.plan.stage.clone(),
+                step: number,
+                loss,
+                norm,
+            });
         }
-        let Optimizer { beta1, beta2, eps, weight_decay, clip_norm } = self.optimizer;
+        let Optimizer { beta1, beta2, eps, weight_decay, clip_norm } = self.plan.optimizer;
         let constants =
             AdamW { learning_rate: rate, beta1, beta2, eps, weight_decay, clip_norm, step: number };
         optimizer.update(model, &self.gradients, &constants)?;
         let routes = model.config().moh.is_some();
-        let balance_loss = routes.then_some(balance / self.micro_batches as f64);
+        let balance_loss = routes.then_some(balance / self.plan.micro_batches as f64);
         Ok(Taken { loss, balance_loss, grad_norm: norm })
     }
 }
 
 impl HostBatch {
     /// Reads the samples `first..`, one a sequence.
-    fn read(&mut self, data: &TrainingData, first: u64) -> Result<(), Error> {
-        let length = data.sequence_length();
+    fn read(
+        &mut self,
+        length: usize,
+        read: &impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
+        first: u64,
+    ) -> Result<(), Error> {
         let sequences =
             self.ids.chunks_exact_mut(length).zip(self.targets.chunks_exact_mut(length));
         for (index, (ids, targets)) in sequences.enumerate() {
-            let first_key = self
-                .document_mask
-                .then(|| &mut self.first_key[index * length..(index + 1) * length]);
-            data.sample(first + index as u64, &mut self.window, first_key)?;
+            // Empty without a document mask.
+            let first_key = self.first_key.get_mut(index * length..(index + 1) * length);
+            read(first + index as u64, &mut self.window, first_key)?;
             ids.copy_from_slice(&self.window[..length]);
             targets.copy_from_slice(&self.window[1..]);
         }

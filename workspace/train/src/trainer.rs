@@ -17,7 +17,7 @@ use crate::optimizer::OptimizerState;
 use crate::recipe::Stage;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
-use crate::step::Stepper;
+use crate::step::{StepPlan, Stepper};
 use crate::summary::Summary;
 use crate::{Error, Recipe, RunDirectory, TensorBoard};
 
@@ -136,27 +136,27 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         }
         let steps = stage.num_steps();
         (self.events)(Event::Stage { stage, done: self.state.stage_step });
-        let mut stepper = Stepper::<B, T, G>::new(&self.model, self.inputs.recipe, stage)?;
+        let plan = StepPlan::new(self.inputs.recipe, stage);
+        let mut stepper = Stepper::<B, T, G>::new(&self.model, plan)?;
         let mut evaluator = self.evaluator(stage.micro_batch)?;
         let schedule = stage.schedule();
         while self.state.stage_step < steps {
             let started = Instant::now();
             let number = self.state.stage_step + 1;
-            let backend = self.model.backend().clone();
-            let taken = backend.scope(|| {
-                stepper.step(
-                    &mut self.model,
-                    &mut self.optimizer,
-                    &self.data.training,
-                    self.state.sample,
-                    (number, schedule.learning_rate(number)),
-                )
-            })?;
+            let taken = stepper.step(
+                &mut self.model,
+                &mut self.optimizer,
+                |sample, window, first_key| {
+                    Ok(self.data.training.sample(sample, window, first_key)?)
+                },
+                self.state.sample,
+                (number, schedule.learning_rate(number)),
+            )?;
             let seconds = started.elapsed().as_secs_f64();
             self.state.step += 1;
             self.state.stage_step = number;
             self.state.tokens += stage.batch_tokens;
-            self.state.sample += stepper.batch_sequences();
+            self.state.sample += stepper.plan().batch_sequences();
             let last = number == steps;
             let validation = self.validate(&mut evaluator, last)?;
             if let Some(Validation { loss, .. }) = validation

@@ -1,0 +1,206 @@
+//! Attention with everything around it: queries routed, keys rotated, a gradient to go back.
+
+use super::{Case, Work, numbers, upload, whole, whole_mut};
+use crate::attention::{AttentionShape, KeyValues, Visibility};
+use crate::backend::Backend;
+use crate::error::Result;
+use crate::rope::{QkvShape, RopeTable};
+use crate::router::{QueryNormRouter, RouterGradient};
+use crate::scalar::Element;
+
+/// Causal attention over random queries, keys and values, dense or of the heads that the router
+/// selects.
+pub struct AttentionCase<B: Backend, T: Element> {
+    shape: QkvShape,
+    active_heads: usize,
+    qkv: B::Buffer<T>,
+    routing: Option<B::Routing>,
+    cos: B::Buffer<f32>,
+    sin: B::Buffer<f32>,
+    out: B::Buffer<T>,
+    log_sum_exp: B::Buffer<f32>,
+    d_out: B::Buffer<T>,
+    d_qkv: B::Buffer<T>,
+    delta: B::Buffer<f32>,
+}
+
+impl<B: Backend, T: Element> AttentionCase<B, T> {
+    /// Allocates the buffers, rotates, routes (with a router; dense without) and takes a forward
+    /// pass.
+    ///
+    /// # Errors
+    /// Heads that do not fit each other, and when the device has no room.
+    pub fn new(backend: &B, shape: QkvShape, router: Option<QueryNormRouter>) -> Result<Self> {
+        let QkvShape { length, heads, head_dim, .. } = shape;
+        let (tokens, width) = (shape.tokens(), heads * head_dim);
+        // Any rotation does: it keeps the norms.
+        let angles = length * head_dim / 2;
+        let routing = router.map(|router| backend.routing(tokens, heads, router)).transpose()?;
+        let mut case = AttentionCase {
+            shape,
+            active_heads: router.map_or(heads, |router| router.shared_heads + router.top_k),
+            qkv: numbers::<B, T>(backend, tokens * shape.row())?,
+            routing,
+            cos: upload(backend, &vec![0.6f32; angles])?,
+            sin: upload(backend, &vec![0.8f32; angles])?,
+            out: backend.allocate(tokens * width)?,
+            log_sum_exp: backend.allocate(tokens * heads)?,
+            d_out: numbers::<B, T>(backend, tokens * width)?,
+            d_qkv: numbers::<B, T>(backend, tokens * shape.row())?,
+            delta: backend.allocate(tokens * heads)?,
+        };
+        case.route(backend)?;
+        case.forward(backend)?;
+        Ok(case)
+    }
+
+    /// Operations of the forward pass: scores, and their product with the values, of the active
+    /// heads and the causal half of the pairs.
+    pub fn forward_operations(&self) -> u64 {
+        forward_operations(self.shape, self.active_heads)
+    }
+
+    /// Operations of the backward pass: scores again, dP, dq, dk and dv, five products for the
+    /// forward pass's two.
+    pub fn backward_operations(&self) -> u64 {
+        self.forward_operations() * 5 / 2
+    }
+
+    /// Rotates queries and keys once more, and routes the queries.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn route(&mut self, backend: &B) -> Result<()> {
+        let (cos, sin) = (whole::<B, f32>(&self.cos), whole::<B, f32>(&self.sin));
+        let qkv = whole_mut::<B, T>(&mut self.qkv);
+        let table = RopeTable { cos, sin };
+        backend.rope_route_forward(&self.shape, table, 0, qkv, self.routing.as_mut())
+    }
+
+    /// Attention alone.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn forward(&mut self, backend: &B) -> Result<()> {
+        let QkvShape { heads, kv_heads, head_dim, .. } = self.shape;
+        let (first, end) = (heads * head_dim, B::len(&self.qkv));
+        let key_values = KeyValues::Contiguous {
+            keys: B::view(&self.qkv, first..end),
+            values: B::view(&self.qkv, first + kv_heads * head_dim..end),
+            row_stride: self.shape.row(),
+        };
+        backend.attention_forward(
+            &attention_shape(self.shape),
+            whole::<B, T>(&self.qkv),
+            key_values,
+            causal(),
+            self.routing.as_ref(),
+            None,
+            whole_mut::<B, T>(&mut self.out),
+            whole_mut::<B, f32>(&mut self.log_sum_exp),
+        )
+    }
+
+    /// Its gradient.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn backward(&mut self, backend: &B) -> Result<()> {
+        backend.attention_backward(
+            &attention_shape(self.shape),
+            whole::<B, T>(&self.qkv),
+            causal(),
+            self.routing.as_ref(),
+            None,
+            whole::<B, T>(&self.out),
+            whole::<B, f32>(&self.log_sum_exp),
+            whole::<B, T>(&self.d_out),
+            whole_mut::<B, T>(&mut self.d_qkv),
+            Some(whole_mut::<B, f32>(&mut self.delta)),
+        )
+    }
+
+    /// The gradient of [`Self::route`], with what a backward pass of attention left.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn route_backward(&mut self, backend: &B) -> Result<()> {
+        let table = RopeTable { cos: whole::<B, f32>(&self.cos), sin: whole::<B, f32>(&self.sin) };
+        let delta = whole::<B, f32>(&self.delta);
+        let router = self.routing.as_ref().map(|routing| RouterGradient {
+            routing,
+            delta: Some(delta),
+            balance_weight: 0.01,
+        });
+        let (qkv, d_qkv) = (whole::<B, T>(&self.qkv), whole_mut::<B, T>(&mut self.d_qkv));
+        backend.rope_route_backward(&self.shape, table, 0, qkv, d_qkv, router)
+    }
+}
+
+fn forward_operations(shape: QkvShape, active_heads: usize) -> u64 {
+    (2 * shape.tokens() * shape.length * active_heads * shape.head_dim) as u64
+}
+
+/// Every key up to the query's own position.
+fn causal<B: Backend>() -> Visibility<'static, B> {
+    Visibility { causal: true, query_offset: 0, first_key: None }
+}
+
+fn attention_shape(shape: QkvShape) -> AttentionShape {
+    let QkvShape { batch, length, heads, kv_heads, head_dim } = shape;
+    let (query_length, key_length, query_stride) = (length, length, shape.row());
+    AttentionShape { batch, query_length, key_length, heads, kv_heads, head_dim, query_stride }
+}
+
+const SMALL: QkvShape = QkvShape { batch: 4, length: 512, heads: 8, kv_heads: 4, head_dim: 64 };
+const TINY: QkvShape = QkvShape { batch: 8, length: 256, heads: 8, kv_heads: 4, head_dim: 8 };
+const LARGE: QkvShape = QkvShape { batch: 1, length: 512, heads: 32, kv_heads: 8, head_dim: 128 };
+
+/// A quarter of the heads shared, `active` percent of them active.
+fn router(shape: QkvShape, active: usize) -> QueryNormRouter {
+    let shared_heads = shape.heads / 4;
+    QueryNormRouter { shared_heads, top_k: shape.heads * active / 100 - shared_heads }
+}
+
+pub(super) fn cases<B: Backend, T: Element>() -> Vec<Case<B>> {
+    let mut cases = Vec::new();
+    for shape in [SMALL, TINY, LARGE] {
+        for active in [100, 75, 50] {
+            let QkvShape { heads, head_dim, .. } = shape;
+            let router = router(shape, active);
+            let heads_of = format!("{heads}_heads_of_{head_dim}");
+            let forward = forward_operations(shape, router.shared_heads + router.top_k);
+            let name = |pass: &str| format!("attention_{pass} {heads_of}, {active}% active");
+            cases.push(Case::new(name("forward"), Work::Operations(forward), move |b: &B| {
+                let mut case = AttentionCase::<B, T>::new(b, shape, Some(router))?;
+                Ok(move |backend: &B| case.forward(backend))
+            }));
+            let backward = Work::Operations(forward * 5 / 2);
+            cases.push(Case::new(name("backward"), backward, move |b: &B| {
+                let mut case = AttentionCase::<B, T>::new(b, shape, Some(router))?;
+                Ok(move |backend: &B| case.backward(backend))
+            }));
+        }
+    }
+    let numbers = SMALL.tokens() * SMALL.row();
+    let routed = |backend: &B| AttentionCase::<B, T>::new(backend, SMALL, Some(router(SMALL, 75)));
+    cases.push(Case::new("rope_route_forward", Work::moved::<T>(2 * numbers), move |b: &B| {
+        let mut case = routed(b)?;
+        Ok(move |backend: &B| case.route(backend))
+    }));
+    cases.push(Case::new("rope_route_backward", Work::moved::<T>(3 * numbers), move |b: &B| {
+        let mut case = routed(b)?;
+        case.backward(b)?;
+        Ok(move |backend: &B| case.route_backward(backend))
+    }));
+    let gates = SMALL.tokens() * (SMALL.heads - router(SMALL, 75).shared_heads);
+    cases.push(Case::new("balance_loss", Work::moved::<f32>(gates), move |b: &B| {
+        let case = routed(b)?;
+        let mut out = b.allocate::<f64>(1)?;
+        Ok(move |backend: &B| match &case.routing {
+            Some(routing) => backend.balance_loss(routing, 1.0, whole_mut::<B, f64>(&mut out)),
+            None => Ok(()),
+        })
+    }));
+    cases
+}

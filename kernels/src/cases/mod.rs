@@ -1,0 +1,133 @@
+//! Cases to measure: every operator, forward and backward, at shapes of a small Llama, on any
+//! [`Backend`]. The benchmarks and `moh-bench operators` run the same list; nothing else needs the
+//! feature `cases`.
+//!
+//! Shapes: 2048 tokens of width 512, MLP 1408, vocabulary 8192, 8 query and 4 key/value heads of
+//! 64; attention also eight sequences of 256 tokens with heads of 8, and one of 512 tokens with 32
+//! query and 8 key/value heads of 128.
+
+mod attention;
+mod rows;
+
+pub use attention::AttentionCase;
+
+use crate::backend::Backend;
+use crate::error::Result;
+use crate::scalar::{Element, Scalar};
+
+/// One operator at one shape.
+pub struct Case<B: Backend> {
+    /// Operator and pass; attention's also with its heads and the share of them that is active.
+    pub name: String,
+    /// What one run of it does.
+    pub work: Work,
+    prepare: Box<dyn Fn(&B) -> Result<Run<B>>>,
+}
+
+/// Runs a case once. The device may still compute when it returns.
+pub type Run<B> = Box<dyn FnMut(&B) -> Result<()> + Send>;
+
+/// The work of one run of a case.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Work {
+    /// Floating-point operations, a multiply-add counted as two.
+    Operations(u64),
+    /// Bytes read and written, of an operator that moves numbers rather than computes.
+    Bytes(u64),
+}
+
+impl Work {
+    /// `count` numbers of type `S`, each moved once.
+    fn moved<S>(count: usize) -> Self {
+        Work::Bytes((count * size_of::<S>()) as u64)
+    }
+
+    /// Products of matrices: `count` times `rows x inputs x outputs` multiply-adds.
+    fn products(count: usize, rows: usize, inputs: usize, outputs: usize) -> Self {
+        Work::Operations((2 * count * rows * inputs * outputs) as u64)
+    }
+}
+
+impl<B: Backend> Case<B> {
+    /// Allocates and fills the operator's buffers.
+    ///
+    /// # Errors
+    /// When the device has no room.
+    pub fn prepare(&self, backend: &B) -> Result<Run<B>> {
+        (self.prepare)(backend)
+    }
+
+    fn new<R: FnMut(&B) -> Result<()> + Send + 'static>(
+        name: impl Into<String>,
+        work: Work,
+        prepare: impl Fn(&B) -> Result<R> + 'static,
+    ) -> Self {
+        let prepare = move |backend: &B| Ok(Box::new(prepare(backend)?) as Run<B>);
+        Case { name: name.into(), work, prepare: Box::new(prepare) }
+    }
+}
+
+/// Every case, with weights and activations of type `T`; gradients and moments are f32.
+pub fn all<B: Backend, T: Element>() -> Vec<Case<B>> {
+    let mut cases = rows::cases::<B, T>();
+    cases.extend(attention::cases::<B, T>());
+    cases
+}
+
+/// A buffer of numbers between -1 and 1 without a pattern that matters.
+fn numbers<B: Backend, T: Element>(backend: &B, len: usize) -> Result<B::Buffer<T>> {
+    let unit = |index: u64| (scramble(index) >> 40) as f32 / (1 << 23) as f32 - 1.0;
+    upload(backend, &(0..len as u64).map(|index| T::from_f32(unit(index))).collect::<Vec<T>>())
+}
+
+/// A buffer of ids below `end`.
+fn ids<B: Backend>(backend: &B, len: usize, end: usize) -> Result<B::Buffer<u32>> {
+    let id = |index| (scramble(index) % end as u64) as u32;
+    upload(backend, &(0..len as u64).map(id).collect::<Vec<u32>>())
+}
+
+fn upload<B: Backend, S: Scalar>(backend: &B, values: &[S]) -> Result<B::Buffer<S>> {
+    let mut buffer = backend.allocate(values.len())?;
+    backend.upload(values, whole_mut::<B, S>(&mut buffer))?;
+    Ok(buffer)
+}
+
+/// The mixing steps of SplitMix (Steele et al. 2014).
+fn scramble(index: u64) -> u64 {
+    let mut z = index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+fn whole<B: Backend, S: Scalar>(buffer: &B::Buffer<S>) -> B::View<'_, S> {
+    B::view(buffer, 0..B::len(buffer))
+}
+
+fn whole_mut<B: Backend, S: Scalar>(buffer: &mut B::Buffer<S>) -> B::ViewMut<'_, S> {
+    let len = B::len(buffer);
+    B::view_mut(buffer, 0..len)
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+    use crate::Cpu;
+
+    #[test]
+    fn every_case_runs_twice_and_has_a_name_of_its_own() {
+        let mut names = Vec::new();
+        // The other types differ in nothing but their loads and stores.
+        for case in all::<Cpu, bf16>() {
+            let mut run = case.prepare(&Cpu).unwrap();
+            run(&Cpu).unwrap();
+            run(&Cpu).unwrap();
+            let (Work::Operations(work) | Work::Bytes(work)) = case.work;
+            assert!(work > 0, "{}", case.name);
+            assert!(!names.contains(&case.name), "{}", case.name);
+            names.push(case.name);
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! `moh-bench attention`: what skipping heads saves in attention itself.
+//!
+//! All cases take turns, run by run, so that what else the machine does falls on all of them.
+
+use clap::builder::RangedU64ValueParser;
+use half::bf16;
+use moh_cli::exit::Usage;
+use moh_cli::models::ComputeType;
+use moh_kernels::cases::AttentionCase;
+use moh_kernels::rope::QkvShape;
+use moh_kernels::router::QueryNormRouter;
+use moh_kernels::{Backend, Cpu, Element};
+use moh_model::MohConfig;
+use serde_json::{Value, json};
+
+use crate::machine::Machine;
+use crate::report;
+use crate::timing::Times;
+
+/// Fewest runs of every case.
+const FEWEST_RUNS: usize = 3;
+/// Tokens of a measurement at the most: more is a slip of the hand.
+const MAX_TOKENS: usize = 1 << 24;
+
+#[derive(clap::Args)]
+pub struct AttentionArguments {
+    /// Query heads
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = count())]
+    heads: usize,
+    /// Key/value heads
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = count())]
+    kv_heads: usize,
+    /// Width of a head
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = count())]
+    head_dim: usize,
+    /// Tokens of a sequence
+    #[arg(long, value_name = "TOKENS", default_value_t = 2048)]
+    length: usize,
+    /// Sequences
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    batch: usize,
+    /// Shares of the heads that are active
+    #[arg(long, value_name = "SHARES", value_delimiter = ',', default_value = "1.0,0.75,0.5")]
+    active: Vec<f64>,
+    /// Heads that serve every token, one count for each share or one for all; half of the heads,
+    /// or of the active ones where that would leave none to choose, when left out
+    #[arg(long, value_name = "COUNTS", value_delimiter = ',')]
+    shared_heads: Vec<usize>,
+    /// Type of queries, keys and values
+    #[arg(long, value_enum, default_value = "f32")]
+    dtype: ComputeType,
+    /// Seconds that all runs take together, at three runs of each at least
+    #[arg(long, default_value_t = 10.0)]
+    seconds: f64,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+fn count() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=1 << 16)
+}
+
+/// Times of one share of active heads.
+struct Row {
+    router: Option<QueryNormRouter>,
+    active_heads: usize,
+    forward: Times,
+    backward: Times,
+    /// Operations forward and backward.
+    operations: (f64, f64),
+}
+
+impl Row {
+    fn seconds(&self) -> [f64; 3] {
+        let (forward, backward) = (self.forward.median(), self.backward.median());
+        [forward, backward, forward + backward]
+    }
+}
+
+/// Measures what the arguments describe and prints it.
+pub fn run(arguments: &AttentionArguments) -> anyhow::Result<()> {
+    let shape = QkvShape {
+        batch: arguments.batch,
+        length: arguments.length,
+        heads: arguments.heads,
+        kv_heads: arguments.kv_heads,
+        head_dim: arguments.head_dim,
+    };
+    let routers = routers(arguments)?;
+    if !matches!(shape.batch.checked_mul(shape.length), Some(1..=MAX_TOKENS)) {
+        let message = format!(
+            "--batch {} --length {}: must make 1 to {MAX_TOKENS} tokens",
+            shape.batch, shape.length
+        );
+        return Err(Usage(message).into());
+    }
+    let rows = match arguments.dtype {
+        ComputeType::F32 => measure::<f32>(shape, &routers, arguments.seconds)?,
+        ComputeType::Bf16 => measure::<bf16>(shape, &routers, arguments.seconds)?,
+    };
+    let machine = Machine::measure()?;
+    report::print(
+        arguments.json,
+        &as_json(arguments, &rows, &machine),
+        &as_text(arguments, &rows, &machine),
+    )
+}
+
+/// Dense attention first, then one router for each share.
+fn routers(arguments: &AttentionArguments) -> anyhow::Result<Vec<Option<QueryNormRouter>>> {
+    let AttentionArguments { heads, active, shared_heads, .. } = arguments;
+    if !matches!(shared_heads.len(), 0 | 1) && shared_heads.len() != active.len() {
+        let message = format!(
+            "--shared-heads: {} counts for {} shares of --active, expected as many, or one",
+            shared_heads.len(),
+            active.len()
+        );
+        return Err(Usage(message).into());
+    }
+    let mut routers = vec![None];
+    for (index, &share) in active.iter().enumerate() {
+        let given = shared_heads.get(index.min(shared_heads.len().saturating_sub(1)));
+        let shared = given.copied().unwrap_or_else(|| default_shared(*heads, share));
+        let moh = MohConfig::from_active(*heads, Some(shared), share)
+            .map_err(|error| Usage(format!("--active: {error}")))?;
+        let (shared_heads, top_k) = (moh.shared_heads, moh.routed_top_k);
+        routers.push(Some(QueryNormRouter { shared_heads, top_k }));
+    }
+    Ok(routers)
+}
+
+/// Half of the heads, or of the active ones where that would leave none to choose.
+fn default_shared(heads: usize, share: f64) -> usize {
+    let active = (share * heads as f64).round() as usize;
+    if active > heads / 2 { heads / 2 } else { active / 2 }
+}
+
+fn measure<T: Element>(
+    shape: QkvShape,
+    routers: &[Option<QueryNormRouter>],
+    seconds: f64,
+) -> anyhow::Result<Vec<Row>> {
+    let mut cases = Vec::new();
+    let mut rows = Vec::new();
+    for &router in routers {
+        let mut case = AttentionCase::<Cpu, T>::new(&Cpu, shape, router)?;
+        // A first backward pass touches its buffers.
+        case.backward(&Cpu)?;
+        rows.push(Row {
+            router,
+            active_heads: router.map_or(shape.heads, |router| router.shared_heads + router.top_k),
+            forward: Times::default(),
+            backward: Times::default(),
+            operations: (case.forward_operations() as f64, case.backward_operations() as f64),
+        });
+        cases.push(case);
+    }
+    let spent = |rows: &[Row]| -> f64 {
+        rows.iter().map(|row| row.forward.total() + row.backward.total()).sum()
+    };
+    while rows.iter().any(|row| row.forward.len() < FEWEST_RUNS) || spent(&rows) < seconds {
+        for (case, row) in cases.iter_mut().zip(&mut rows) {
+            row.forward.time(|| Cpu.scope(|| case.forward(&Cpu)))?;
+            row.backward.time(|| Cpu.scope(|| case.backward(&Cpu)))?;
+        }
+    }
+    Ok(rows)
+}
+
+fn as_json(arguments: &AttentionArguments, rows: &[Row], machine: &Machine) -> Value {
+    let AttentionArguments { heads, kv_heads, head_dim, length, batch, .. } = arguments;
+    let dense = rows.first().map_or([0.0; 3], Row::seconds);
+    let cases = rows.iter().map(|row| {
+        let [forward, backward, both] = row.seconds();
+        let (f, b) = row.operations;
+        json!({
+            "attention": if row.router.is_none() { "dense" } else { "moh" },
+            "active": row.active_heads as f64 / *heads as f64,
+            "shared_heads": row.router.map(|router| router.shared_heads),
+            "routed_top_k": row.router.map(|router| router.top_k),
+            "runs": row.forward.len(),
+            "forward": {
+                "seconds": row.forward.json(),
+                "flops_per_second": f / forward,
+                "ratio_to_dense": forward / dense[0],
+            },
+            "backward": {
+                "seconds": row.backward.json(),
+                "flops_per_second": b / backward,
+                "ratio_to_dense": backward / dense[1],
+            },
+            "both": {
+                "seconds": {"median": both},
+                "flops_per_second": (f + b) / both,
+                "ratio_to_dense": both / dense[2],
+            },
+        })
+    });
+    json!({
+        "machine": machine.json(),
+        "shape": {
+            "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "length": length,
+            "batch": batch, "dtype": arguments.dtype.name(),
+        },
+        "cases": cases.collect::<Vec<_>>(),
+    })
+}
+
+fn as_text(arguments: &AttentionArguments, rows: &[Row], machine: &Machine) -> String {
+    let dense = rows.first().map_or([0.0; 3], Row::seconds);
+    let table_rows: Vec<[String; 7]> = rows
+        .iter()
+        .map(|row| {
+            let [forward, backward, both] = row.seconds();
+            let (f, b) = row.operations;
+            let heads = match row.router {
+                None => "dense".to_owned(),
+                Some(QueryNormRouter { shared_heads, top_k }) => {
+                    format!("{shared_heads} shared + {top_k} routed")
+                }
+            };
+            let active = 100.0 * row.active_heads as f64 / arguments.heads as f64;
+            [
+                heads,
+                format!("{active:.0}%"),
+                format!("{:.2}", forward * 1e3),
+                format!("{:.2}", backward * 1e3),
+                format!("{:.2}", both * 1e3),
+                format!("{:.1}", (f + b) / both / 1e9),
+                format!("{:.3}", both / dense[2]),
+            ]
+        })
+        .collect();
+    let header = ["heads", "active", "forward ms", "backward ms", "both ms", "GFLOP/s", "of dense"];
+    let AttentionArguments { heads, kv_heads, head_dim, length, batch, dtype, .. } = arguments;
+    format!(
+        "{batch} x {length} tokens, {heads}/{kv_heads} heads of {head_dim}, {}\n{}\n\n{}",
+        dtype.name(),
+        machine.line(),
+        report::table(header, &table_rows)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn half_of_the_heads_are_shared_unless_none_would_be_chosen() {
+        let shared = |share| default_shared(32, share);
+        assert_eq!([1.0, 0.75, 0.5, 0.25].map(shared), [16, 16, 8, 4]);
+    }
+}

@@ -1,0 +1,134 @@
+//! `moh-bench operators`: every operator against what the machine reaches at best.
+
+use half::bf16;
+use moh_cli::exit::Usage;
+use moh_cli::models::ComputeType;
+use moh_kernels::cases::{self, Work};
+use moh_kernels::{Backend, Cpu, Element};
+use serde_json::{Value, json};
+
+use crate::machine::Machine;
+use crate::report;
+use crate::timing::Times;
+
+/// Fewest runs of a case, after one to warm up.
+const FEWEST_RUNS: usize = 3;
+
+#[derive(clap::Args)]
+pub struct OperatorsArguments {
+    /// Only the operators whose names contain this
+    #[arg(value_name = "NAME")]
+    filter: Option<String>,
+    /// Type of weights and activations; both when left out
+    #[arg(long, value_enum)]
+    dtype: Option<ComputeType>,
+    /// Seconds that the runs of each case take, at three runs at least
+    #[arg(long, default_value_t = 0.3)]
+    seconds: f64,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+struct Row {
+    name: String,
+    dtype: ComputeType,
+    work: Work,
+    times: Times,
+}
+
+impl Row {
+    /// Work a second in the median, and the limit that it is held against.
+    fn rate_and_limit(&self, machine: &Machine) -> (f64, f64) {
+        let (work, limit) = match (self.work, self.dtype) {
+            (Work::Operations(count), ComputeType::F32) => (count, machine.f32_matmul),
+            (Work::Operations(count), ComputeType::Bf16) => (count, machine.bf16_matmul),
+            (Work::Bytes(count), _) => (count, machine.copy),
+        };
+        (self.times.rates(work as f64).median, limit)
+    }
+}
+
+/// Measures the operators that the arguments name and prints them.
+pub fn run(arguments: &OperatorsArguments) -> anyhow::Result<()> {
+    let mut rows = Vec::new();
+    if arguments.dtype != Some(ComputeType::Bf16) {
+        measure::<f32>(ComputeType::F32, arguments, &mut rows)?;
+    }
+    if arguments.dtype != Some(ComputeType::F32) {
+        measure::<bf16>(ComputeType::Bf16, arguments, &mut rows)?;
+    }
+    if rows.is_empty() {
+        let filter = arguments.filter.as_deref().unwrap_or_default();
+        return Err(Usage(format!("{filter}: no operator's name contains it")).into());
+    }
+    let machine = Machine::measure()?;
+    report::print(arguments.json, &as_json(&rows, &machine), &as_text(&rows, &machine))
+}
+
+fn measure<T: Element>(
+    dtype: ComputeType,
+    arguments: &OperatorsArguments,
+    rows: &mut Vec<Row>,
+) -> anyhow::Result<()> {
+    for case in cases::all::<Cpu, T>() {
+        if arguments.filter.as_ref().is_some_and(|filter| !case.name.contains(filter)) {
+            continue;
+        }
+        let mut run = case.prepare(&Cpu)?;
+        // As in a training step: on one of the threads that share the work.
+        let times = Cpu.scope(|| {
+            run(&Cpu)?;
+            let mut times = Times::default();
+            while times.len() < FEWEST_RUNS || times.total() < arguments.seconds {
+                times.time(|| run(&Cpu))?;
+            }
+            Ok::<_, moh_kernels::Error>(times)
+        })?;
+        rows.push(Row { name: case.name, dtype, work: case.work, times });
+    }
+    Ok(())
+}
+
+fn as_json(rows: &[Row], machine: &Machine) -> Value {
+    let operators = rows.iter().map(|row| {
+        let (rate, limit) = row.rate_and_limit(machine);
+        let (work, unit) = match row.work {
+            Work::Operations(count) => (count, "operations"),
+            Work::Bytes(count) => (count, "bytes"),
+        };
+        json!({
+            "operator": row.name,
+            "dtype": row.dtype.name(),
+            "runs": row.times.len(),
+            "seconds": row.times.json(),
+            "work": work,
+            "unit": unit,
+            "per_second": rate,
+            "share_of_limit": rate / limit,
+        })
+    });
+    json!({"machine": machine.json(), "operators": operators.collect::<Vec<_>>()})
+}
+
+fn as_text(rows: &[Row], machine: &Machine) -> String {
+    let table_rows: Vec<[String; 5]> = rows
+        .iter()
+        .map(|row| {
+            let (rate, limit) = row.rate_and_limit(machine);
+            let unit = match row.work {
+                Work::Operations(_) => "GFLOP/s",
+                Work::Bytes(_) => "GB/s",
+            };
+            [
+                row.name.clone(),
+                row.dtype.name().to_owned(),
+                format!("{:.3}", row.times.median() * 1e3),
+                format!("{:.1} {unit:<7}", rate / 1e9),
+                format!("{:.0}%", 100.0 * rate / limit),
+            ]
+        })
+        .collect();
+    let header = ["operator", "type", "ms", "rate        ", "of limit"];
+    format!("{}\n\n{}", machine.line(), report::table(header, &table_rows))
+}

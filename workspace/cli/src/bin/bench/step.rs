@@ -1,0 +1,231 @@
+//! `moh-bench step`: tokens a second, operations a second and memory of training steps.
+
+use half::bf16;
+use moh_kernels::{Cpu, Element};
+use moh_model::{Model, ModelConfig, initial};
+use moh_train::optimizer::OptimizerState;
+use moh_train::recipe::DType;
+use moh_train::step::{Stepper, Taken};
+use serde_json::{Value, json};
+
+use crate::machine::{self, Machine, gflops};
+use crate::report;
+use crate::step_job::{StepArguments, StepJob};
+use crate::timing::Times;
+
+/// Seconds that the measured steps take together where their number is not given.
+const SECONDS: f64 = 5.0;
+/// Fewest steps then.
+const FEWEST_STEPS: usize = 3;
+/// Seed of the weights and of the tokens.
+const SEED: u64 = 0;
+
+/// What the steps of a job showed.
+struct Measured {
+    times: Times,
+    first: Taken,
+    last: Taken,
+    /// Resident bytes before the model, and at most.
+    memory: Option<(u64, u64)>,
+}
+
+/// Measures what the arguments describe and prints it.
+pub fn run(arguments: &StepArguments) -> anyhow::Result<()> {
+    let job = StepJob::new(arguments)?;
+    let measured = match job.dtype {
+        DType::F32 => with_state::<f32>(&job, arguments)?,
+        DType::Bf16 => with_state::<bf16>(&job, arguments)?,
+    };
+    // Afterwards: the matrices and copies must not count in the memory of the step.
+    let machine = Machine::measure()?;
+    report::print(
+        arguments.json,
+        &as_json(&job, &measured, &machine, arguments.warmup),
+        &as_text(&job, &measured, &machine),
+    )
+}
+
+fn with_state<T: Element>(job: &StepJob, arguments: &StepArguments) -> anyhow::Result<Measured> {
+    match (job.precision.gradients, job.precision.moments) {
+        (DType::F32, DType::F32) => measure::<T, f32, f32>(job, arguments),
+        (DType::F32, DType::Bf16) => measure::<T, f32, bf16>(job, arguments),
+        (DType::Bf16, DType::F32) => measure::<T, bf16, f32>(job, arguments),
+        (DType::Bf16, DType::Bf16) => measure::<T, bf16, bf16>(job, arguments),
+    }
+}
+
+fn measure<T: Element, G: Element, M: Element>(
+    job: &StepJob,
+    arguments: &StepArguments,
+) -> anyhow::Result<Measured> {
+    let before = machine::resident();
+    let (config, plan) = (job.config.clone(), job.plan.clone());
+    let (vocabulary, deviation) = (config.vocab_size as u64, config.initializer_range);
+    let mut model = Model::<Cpu, T>::new::<moh_model::Error>(
+        Cpu,
+        config,
+        plan.sequence_length,
+        |segment, values| {
+            initial::initialize(SEED, deviation, &segment.name, &segment.shape, values);
+            Ok(())
+        },
+    )?;
+    let mut optimizer = OptimizerState::<Cpu, M>::new(&model)?;
+    let mut stepper = Stepper::<Cpu, T, G>::new(&model, plan)?;
+    let sequences = job.plan.batch_sequences();
+    let mut number = 0;
+    let mut step = || {
+        number += 1;
+        stepper.step(
+            &mut model,
+            &mut optimizer,
+            |sample, window, first_key| {
+                synthetic(sample, vocabulary, window);
+                // One document that began before the window.
+                first_key.map(|first_key| first_key.fill(0));
+                Ok(())
+            },
+            (number - 1) * sequences,
+            (number, job.learning_rate),
+        )
+    };
+    let mut first = None;
+    for _ in 0..arguments.warmup {
+        first.get_or_insert(step()?);
+    }
+    let mut times = Times::default();
+    let mut last = times.time(&mut step)?;
+    let first = first.unwrap_or(last);
+    let enough = |times: &Times| match arguments.steps {
+        Some(steps) => times.len() >= steps as usize,
+        None => times.len() >= FEWEST_STEPS && times.total() >= SECONDS,
+    };
+    while !enough(&times) {
+        last = times.time(&mut step)?;
+    }
+    let memory = before.zip(machine::resident()).map(|((now, _), (_, most))| (now, most));
+    Ok(Measured { times, first, last, memory })
+}
+
+/// Writes a sample's tokens: uniform, and the same in every run.
+fn synthetic(sample: u64, vocabulary: u64, window: &mut [u32]) {
+    let mut state = (sample ^ SEED).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    for id in window {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        // Below the vocabulary, which a `ModelConfig` bounds far below 2^32.
+        *id = ((state >> 33) % vocabulary) as u32;
+    }
+}
+
+impl StepJob {
+    /// Tokens of a step.
+    fn tokens(&self) -> f64 {
+        self.plan.batch_sequences() as f64 * self.plan.sequence_length as f64
+    }
+
+    /// Operations of a step, by the convention of [`moh_model::flops`].
+    fn flops(&self) -> f64 {
+        self.config.flops_per_token(self.plan.sequence_length).training() * self.tokens()
+    }
+}
+
+fn as_json(job: &StepJob, measured: &Measured, machine: &Machine, warmup: u32) -> Value {
+    let StepJob { config, plan, .. } = job;
+    let Measured { times, first, last, memory } = measured;
+    let flops = times.rates(job.flops());
+    json!({
+        "machine": machine.json(),
+        "model": {
+            "parameters": config.num_parameters(),
+            "layers": config.num_hidden_layers,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "heads": config.num_attention_heads,
+            "kv_heads": config.num_key_value_heads,
+            "active_heads": config.active_heads(),
+            "shared_heads": config.moh.map(|moh| moh.shared_heads),
+            "routed_top_k": config.moh.map(|moh| moh.routed_top_k),
+            "vocab_size": config.vocab_size,
+        },
+        "step": {
+            "sequence_length": plan.sequence_length,
+            "micro_batch": plan.micro_batch,
+            "micro_batches": plan.micro_batches,
+            "tokens": job.tokens(),
+            "dtype": job.dtype.name(),
+            "gradients": job.precision.gradients.name(),
+            "moments": job.precision.moments.name(),
+            "recompute": format!("{:?}", plan.recompute).to_lowercase(),
+        },
+        "steps": times.len(),
+        "warmup": warmup,
+        "seconds": times.json(),
+        "tokens_per_second": times.rates(job.tokens()).json(),
+        "flops": job.flops(),
+        "flops_per_second": flops.json(),
+        "share_of_f32_matmul": flops.median / machine.f32_matmul,
+        "share_of_bf16_matmul": flops.median / machine.bf16_matmul,
+        "memory": memory.map(|(before, peak)| json!({
+            "before_bytes": before, "peak_bytes": peak,
+        })),
+        "loss": {"first": first.loss, "last": last.loss},
+    })
+}
+
+fn as_text(job: &StepJob, measured: &Measured, machine: &Machine) -> String {
+    let Measured { times, first, last, memory } = measured;
+    let (tokens, flops) = (times.rates(job.tokens()), times.rates(job.flops()));
+    let plan = &job.plan;
+    let memory = memory.map_or("-".to_owned(), |(before, peak)| {
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        format!("{:.0} MiB at most, {:.0} MiB before the model", mib(peak), mib(before))
+    });
+    let lines = [
+        ("model", describe(&job.config)),
+        (
+            "step",
+            format!(
+                "{} x {} sequences of {} tokens, {}, gradients {}, moments {}",
+                plan.micro_batches,
+                plan.micro_batch,
+                plan.sequence_length,
+                job.dtype.name(),
+                job.precision.gradients.name(),
+                job.precision.moments.name()
+            ),
+        ),
+        ("machine", machine.line()),
+        ("steps", format!("{} measured", times.len())),
+        ("tokens/s", format!("{:.0} (best {:.0})", tokens.median, tokens.best)),
+        ("ms/step", format!("{:.2} (best {:.2})", times.median() * 1e3, times.best() * 1e3)),
+        ("FLOP/s", format!("{} (best {})", gflops(flops.median), gflops(flops.best))),
+        (
+            "share",
+            format!(
+                "{:.1}% of the f32 matmul, {:.1}% of the bf16 matmul",
+                100.0 * flops.median / machine.f32_matmul,
+                100.0 * flops.median / machine.bf16_matmul
+            ),
+        ),
+        ("memory", memory),
+        ("loss", format!("{:.4} first, {:.4} last", first.loss, last.loss)),
+    ];
+    lines.iter().map(|(name, value)| format!("{name:<9} {value}\n")).collect()
+}
+
+fn describe(config: &ModelConfig) -> String {
+    let attention = match config.moh {
+        None => "dense".to_owned(),
+        Some(moh) => format!("{} shared heads and {} routed", moh.shared_heads, moh.routed_top_k),
+    };
+    format!(
+        "{} layers of {}, MLP {}, {}/{} heads, {} words, {:.1} M parameters, {attention}",
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.vocab_size,
+        config.num_parameters() as f64 / 1e6
+    )
+}

@@ -1,0 +1,164 @@
+//! What `moh-bench step` measures: the steps of a recipe's stage, or of a bare configuration.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use moh_cli::exit::Usage;
+use moh_cli::models::ComputeType;
+use moh_model::{ConfigFile, ModelConfig, MohConfig, Recompute};
+use moh_train::recipe::{DType, MohOptions, Optimizer, Precision};
+use moh_train::step::StepPlan;
+use moh_train::{Plan, Recipe};
+
+/// A longer micro-batch is a slip of the hand.
+const MAX_TOKENS: usize = 1 << 28;
+/// The learning rate of a bare configuration's steps.
+const LEARNING_RATE: f64 = 1e-4;
+
+#[derive(clap::Args)]
+pub struct StepArguments {
+    /// A recipe, which gives the model's shape, the batch and the element types
+    #[arg(long, value_name = "FILE", required_unless_present = "config")]
+    recipe: Option<PathBuf>,
+    /// The stage of the recipe; its first one when left out
+    #[arg(long, value_name = "NAME", conflicts_with = "config")]
+    stage: Option<String>,
+    /// Override a key of the recipe, stages by name: stage.moh.micro_batch=4
+    #[arg(long = "set", value_name = "KEY=VALUE", conflicts_with = "config")]
+    overrides: Vec<String>,
+    /// A config.json, or the directory that holds one, in place of a recipe
+    #[arg(long, value_name = "FILE", conflicts_with = "recipe")]
+    config: Option<PathBuf>,
+    /// Sequences of a step, with --config
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "recipe")]
+    batch: usize,
+    /// Tokens of a sequence, with --config
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, conflicts_with = "recipe")]
+    length: usize,
+    /// Blocks of the model in place of its own number
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    layers: Option<u32>,
+    /// Type of weights and activations; the recipe's, or f32
+    #[arg(long, value_enum)]
+    dtype: Option<ComputeType>,
+    /// Share of the heads that are active, half of the heads being shared unless --shared-heads
+    /// says otherwise
+    #[arg(long, value_name = "SHARE")]
+    active: Option<f64>,
+    /// Heads that serve every token
+    #[arg(long, value_name = "N", requires = "active")]
+    shared_heads: Option<usize>,
+    /// All heads for every token, whatever the recipe or the configuration says
+    #[arg(long, conflicts_with = "active")]
+    dense: bool,
+    /// Steps to measure; as many as fit into five seconds, at least three, when left out
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub steps: Option<u32>,
+    /// Steps before them, which are not measured
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    pub warmup: u32,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// A training step to measure.
+pub struct StepJob {
+    pub config: ModelConfig,
+    pub plan: StepPlan,
+    pub dtype: DType,
+    pub precision: Precision,
+    pub learning_rate: f64,
+}
+
+impl StepJob {
+    /// The step that the arguments describe.
+    pub fn new(arguments: &StepArguments) -> anyhow::Result<Self> {
+        let mut job = match (&arguments.recipe, &arguments.config) {
+            (Some(path), _) => of_recipe(path, arguments)?,
+            (None, Some(path)) => of_config(path, arguments)?,
+            (None, None) => return Err(Usage("--recipe or --config is needed".into()).into()),
+        };
+        if let Some(dtype) = arguments.dtype {
+            job.dtype = match dtype {
+                ComputeType::F32 => DType::F32,
+                ComputeType::Bf16 => DType::Bf16,
+            };
+        }
+        if let Some(layers) = arguments.layers {
+            job.config.num_hidden_layers = layers as usize;
+        }
+        let heads = job.config.num_attention_heads;
+        if arguments.dense {
+            job.config.moh = None;
+        } else if let Some(active) = arguments.active {
+            let moh = MohConfig::from_active(heads, arguments.shared_heads, active);
+            job.config.moh = Some(moh.map_err(|error| Usage(format!("--active: {error}")))?);
+        }
+        if let Some(moh) = &job.config.moh {
+            moh.validate(heads)?;
+        }
+        if let Err(limit) = job.config.check_limits() {
+            anyhow::bail!("the model has {}: at most {}", limit.what, limit.limit);
+        }
+        let StepPlan { micro_batch, sequence_length, .. } = job.plan;
+        match micro_batch.checked_mul(sequence_length) {
+            Some(1..=MAX_TOKENS) => Ok(job),
+            _ => Err(Usage(format!(
+                "{micro_batch} sequences of {sequence_length} tokens: must make 1 to \
+                 {MAX_TOKENS} tokens"
+            ))
+            .into()),
+        }
+    }
+}
+
+fn of_recipe(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> {
+    let mut recipe = Recipe::load(path, &arguments.overrides)?;
+    let mut config = recipe.local_model_config(path)?.with_context(|| {
+        format!(
+            "{}: model.config: the step needs the model's shape, and model.from is not on this \
+             machine: name its config.json",
+            path.display()
+        )
+    })?;
+    recipe.resolve(path, &config)?;
+    let stage = match &arguments.stage {
+        None => recipe.stages.first(),
+        Some(name) => recipe.stages.iter().find(|stage| stage.name == *name),
+    };
+    let stage = stage.ok_or_else(|| {
+        let names: Vec<_> = recipe.stages.iter().map(|stage| stage.name.as_str()).collect();
+        let asked = arguments.stage.as_deref().unwrap_or_default();
+        Usage(format!("--stage {asked}: the recipe has {}", names.join(", ")))
+    })?;
+    let moh = stage.moh_config(&config);
+    config.vocab_size = Plan::new(&recipe, &config).vocabulary.1;
+    config.moh = moh;
+    Ok(StepJob {
+        config,
+        plan: StepPlan::new(&recipe, stage),
+        dtype: recipe.run.dtype,
+        precision: recipe.precision,
+        learning_rate: stage.learning_rate.max,
+    })
+}
+
+fn of_config(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> {
+    Ok(StepJob {
+        config: ConfigFile::read(path)?.config,
+        plan: StepPlan {
+            stage: "bench".into(),
+            sequence_length: arguments.length,
+            micro_batch: arguments.batch,
+            micro_batches: 1,
+            document_mask: false,
+            recompute: Recompute::None,
+            balance_loss_weight: MohOptions::default().balance_loss_weight,
+            optimizer: Optimizer::default(),
+        },
+        dtype: DType::F32,
+        precision: Precision::default(),
+        learning_rate: LEARNING_RATE,
+    })
+}
