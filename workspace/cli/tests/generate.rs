@@ -46,6 +46,18 @@ fn greedy_text_is_always_the_same_and_as_long_as_asked() {
 }
 
 #[test]
+fn the_speed_is_told_apart_from_the_prompt() {
+    let dir = prepared();
+    let output = moh_generate(dir.path(), &["--max-tokens", "9"]).output().unwrap();
+    let line = support::stderr(&output);
+    assert!(line.starts_with("9 tokens, ") && line.trim_end().ends_with(" s"), "{line}");
+    let (_, rest) = line.split_once("tokens, ").unwrap();
+    let (rate, rest) = rest.split_once(" tokens/s after a prompt of 3 tokens in ").unwrap();
+    let seconds = rest.trim_end().strip_suffix(" s").unwrap();
+    assert!(rate.parse::<f64>().unwrap() > 0.0 && seconds.parse::<f64>().is_ok(), "{line}");
+}
+
+#[test]
 fn a_seed_reproduces_its_text() {
     let dir = prepared();
     let sample = |seed: &str| {

@@ -14,7 +14,8 @@ use moh_model::{Generator, Sampler};
 /// Continue a text with a model, dense or Mixture-of-Head.
 ///
 /// Keys and values of past tokens are cached, and a Mixture-of-Head model computes only the heads
-/// that a token selects. The text goes to standard output, the speed to standard error.
+/// that a token selects. The text goes to standard output, the speed without loading to
+/// standard error.
 #[derive(Parser)]
 #[command(
     name = "moh-generate",
@@ -96,9 +97,11 @@ fn generate<T: Element>(arguments: &Arguments) -> anyhow::Result<()> {
     let mut text = tokenizer.stream(&prompt, true);
     let mut out = stdout();
     write!(out, "{}", arguments.prompt)?;
-    let mut logits = generator.extend(&prompt)?;
     let started = Instant::now();
-    let mut count = 0u32;
+    let mut logits = generator.extend(&prompt)?;
+    let prompt_seconds = started.elapsed().as_secs_f64();
+    let started = Instant::now();
+    let (mut count, mut passes) = (0u32, 0u32);
     while generator.position() < capacity {
         let next = sampler.sample(&logits)?;
         if ends.contains(&next) {
@@ -112,9 +115,16 @@ fn generate<T: Element>(arguments: &Arguments) -> anyhow::Result<()> {
             break;
         }
         logits = generator.extend(&[next])?;
+        passes += 1;
     }
+    let seconds = started.elapsed().as_secs_f64();
     writeln!(out, "{}", text.finish()?)?;
-    let rate = f64::from(count) / started.elapsed().as_secs_f64().max(1e-9);
-    writeln!(stderr(), "{count} tokens, {rate:.0} tokens/s")?;
+    // The prompt's pass gave the first token.
+    let rate = f64::from(passes) / seconds.max(1e-9);
+    writeln!(
+        stderr(),
+        "{count} tokens, {rate:.1} tokens/s after a prompt of {} tokens in {prompt_seconds:.3} s",
+        prompt.len()
+    )?;
     Ok(())
 }
