@@ -83,6 +83,7 @@ def warn_of_load(threads: int) -> float | None:
 def main():
     options = parse()
     torch.set_num_threads(options.threads)
+    transformers.utils.logging.disable_progress_bar()
     programs = Programs(options.binaries, options.threads)
     versions = {
         "torch": torch.__version__,

@@ -21,8 +21,10 @@ pub struct Case<B: Backend> {
     pub name: String,
     /// What one run of it does.
     pub work: Work,
-    prepare: Box<dyn Fn(&B) -> Result<Run<B>>>,
+    prepare: Box<Prepare<B>>,
 }
+
+type Prepare<B> = dyn Fn(&B) -> Result<Run<B>>;
 
 /// Runs a case once. The device may still compute when it returns.
 pub type Run<B> = Box<dyn FnMut(&B) -> Result<()> + Send>;

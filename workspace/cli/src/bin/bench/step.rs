@@ -81,8 +81,10 @@ fn measure<T: Element, G: Element, M: Element>(
             &mut optimizer,
             |sample, window, first_key| {
                 synthetic(sample, vocabulary, window);
-                // One document that began before the window.
-                first_key.map(|first_key| first_key.fill(0));
+                if let Some(first_key) = first_key {
+                    // One document that began before the window.
+                    first_key.fill(0);
+                }
                 Ok(())
             },
             (number - 1) * sequences,
