@@ -1,5 +1,7 @@
 //! Elementary functions written so that the compiler turns loops over them into vector code.
 
+use crate::scalar::Element;
+
 /// e^x to within 2 ulp for x <= 88; 0 below -87.
 ///
 /// Range reduction x = k ln 2 + r, |r| <= ln 2 / 2, and a polynomial of degree 6 for e^r. The fused
@@ -62,6 +64,21 @@ pub(crate) fn sum_of(len: usize, term: impl Fn(usize) -> f32) -> f32 {
         *sum += term(i);
     }
     partial.iter().sum()
+}
+
+/// Sum of the squares of a slice in f64, where those of the largest numbers fit too, in `LANES`
+/// interleaved partial sums.
+#[inline(always)]
+pub(crate) fn sum_of_squares<const LANES: usize, T: Element>(x: &[T]) -> f64 {
+    let square = |value: T| f64::from(value.to_f32()) * f64::from(value.to_f32());
+    let (chunks, rest) = x.as_chunks::<LANES>();
+    let mut partial = [0f64; LANES];
+    for chunk in chunks {
+        for (sum, &value) in partial.iter_mut().zip(chunk) {
+            *sum += square(value);
+        }
+    }
+    partial.iter().sum::<f64>() + rest.iter().map(|&value| square(value)).sum::<f64>()
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use rayon::prelude::*;
 
 use super::{AdamW, clip_factor};
 use crate::error::{Result, check_len};
+use crate::math::sum_of_squares;
 use crate::scalar::Element;
 use crate::simd::vectorized;
 
@@ -13,23 +14,9 @@ const CHUNK: usize = 16 * 1024;
 pub(crate) fn squared_norm<G: Element>(x: &[G], out: &mut [f64]) -> Result<()> {
     check_len("squared_norm", "out", out.len(), 1)?;
     let partial: Vec<f64> =
-        x.par_chunks(CHUNK).map(|chunk| vectorized!(sum_of_squares(chunk))).collect();
+        x.par_chunks(CHUNK).map(|chunk| vectorized!(sum_of_squares::<16, _>(chunk))).collect();
     out[0] += partial.iter().sum::<f64>();
     Ok(())
-}
-
-/// In f64, in sixteen interleaved partial sums.
-#[inline(always)]
-fn sum_of_squares<G: Element>(x: &[G]) -> f64 {
-    let square = |value: G| f64::from(value.to_f32()) * f64::from(value.to_f32());
-    let (chunks, rest) = x.as_chunks::<16>();
-    let mut partial = [0f64; 16];
-    for chunk in chunks {
-        for (sum, &value) in partial.iter_mut().zip(chunk) {
-            *sum += square(value);
-        }
-    }
-    partial.iter().sum::<f64>() + rest.iter().map(|&value| square(value)).sum::<f64>()
 }
 
 /// The constants of a step as the inner loop uses them.

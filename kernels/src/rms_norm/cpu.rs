@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use crate::error::{Result, check_len, ensure};
-use crate::math::sum_of;
+use crate::math::{sum_of, sum_of_squares};
 use crate::scalar::Element;
 use crate::scratch::with_scratch;
 use crate::simd::vectorized;
@@ -31,7 +31,7 @@ fn forward_rows<T: Element>(eps: f64, x: &[T], weight: &[T], y: &mut [T], inv_rm
     let width = weight.len();
     let rows = x.chunks_exact(width).zip(y.chunks_exact_mut(width)).zip(inv_rms);
     for ((x, y), inv_rms) in rows {
-        let mean = f64::from(sum_of(width, |i| x[i].to_f32() * x[i].to_f32())) / width as f64;
+        let mean = sum_of_squares::<16, _>(x) / width as f64;
         *inv_rms = (mean + eps).sqrt().recip() as f32;
         for ((y, &x), &weight) in y.iter_mut().zip(x).zip(weight) {
             *y = T::from_f32(x.to_f32() * *inv_rms * weight.to_f32());

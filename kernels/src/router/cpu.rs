@@ -5,6 +5,7 @@ use rayon::prelude::*;
 use super::{QueryNormRouter, RouterGradient};
 use crate::cpu::Cpu;
 use crate::error::{Result, check_len, ensure};
+use crate::math::sum_of_squares;
 use crate::rope::QkvShape;
 use crate::scalar::Element;
 use crate::simd::vectorized;
@@ -132,7 +133,7 @@ pub(crate) fn forward<T: Element>(
                 for ((((row, norms), gates), selected), inv_std) in rows {
                     let heads = row[queries.clone()].chunks_exact(shape.head_dim);
                     for (square, query) in norms.iter_mut().zip(heads) {
-                        *square = squared_norm(query);
+                        *square = sum_of_squares::<8, _>(query);
                     }
                     select(norms, router.top_k, selected);
                     *inv_std = score(norms, gates);
@@ -140,20 +141,6 @@ pub(crate) fn forward<T: Element>(
             });
         });
     Ok(())
-}
-
-/// Sum of the squares of a query in f64, in eight interleaved partial sums.
-#[inline(always)]
-fn squared_norm<T: Element>(query: &[T]) -> f64 {
-    let square = |q: T| f64::from(q.to_f32()) * f64::from(q.to_f32());
-    let (chunks, rest) = query.as_chunks::<8>();
-    let mut partial = [0f64; 8];
-    for chunk in chunks {
-        for (sum, &q) in partial.iter_mut().zip(chunk) {
-            *sum += square(q);
-        }
-    }
-    partial.iter().sum::<f64>() + rest.iter().map(|&q| square(q)).sum::<f64>()
 }
 
 /// Marks the `top_k` largest squares, lower heads first among equals.
