@@ -26,7 +26,8 @@ use problem::Row;
 /// Multiply-adds of a call below which its tasks stay on one thread.
 const SMALL: usize = 1 << 18;
 
-/// Runs every (sequence, key/value head).
+/// Runs every (sequence, key/value head); each on its own, since those of routed heads take less time
+/// than those of shared ones.
 fn for_each_task(shape: &AttentionShape, task: impl Fn(usize, usize) + Sync) {
     let tasks = 0..shape.batch * shape.kv_heads;
     let work = shape.tokens() * shape.key_length * shape.heads * shape.head_dim;
@@ -34,7 +35,7 @@ fn for_each_task(shape: &AttentionShape, task: impl Fn(usize, usize) + Sync) {
     if work < SMALL {
         tasks.for_each(task);
     } else {
-        tasks.into_par_iter().for_each(task);
+        tasks.into_par_iter().with_max_len(1).for_each(task);
     }
 }
 
