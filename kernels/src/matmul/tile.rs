@@ -143,99 +143,67 @@ unsafe fn finish<const ROWS: usize, const VECTORS: usize>(
     if rest < LANES {
         masks[VECTORS - 1] = (1 << rest) - 1;
     }
-    macro_rules! each_vector {
-        ($mask:ident, $at:ident, $value:ident, $addend:expr, $store:expr) => {
-            for (row, sums) in sums.iter().enumerate() {
-                for (vector, (&sums, $mask)) in sums.iter().zip(masks).enumerate() {
-                    let $at = |stride: usize| row * stride + vector * LANES;
-                    let $value = _mm512_add_ps(_mm512_mul_ps(sums, scale), $addend);
-                    $store;
-                }
+    for (row, sums) in sums.iter().enumerate() {
+        for (vector, (&sums, mask)) in sums.iter().zip(masks).enumerate() {
+            let column = vector * LANES;
+            // SAFETY: the masks cover the tile's columns alone, for which the caller promises.
+            unsafe {
+                let addend = output.addend.load(row, column, mask);
+                let value = _mm512_add_ps(_mm512_mul_ps(sums, scale), addend);
+                output.target.store(row, column, mask, value);
             }
-        };
-    }
-    use {Addend::*, Target as To};
-    // SAFETY: the masks cover the tile's columns alone, for which the caller promises.
-    unsafe {
-        match (output.addend, output.target) {
-            (Nothing, To::F32(to, stride)) => {
-                each_vector!(mask, at, value, zero(), store_f32(to.add(at(stride)), mask, value))
-            }
-            (F32(from, step), To::F32(to, stride)) => each_vector!(
-                mask,
-                at,
-                value,
-                load_f32(from.add(at(step)), mask),
-                store_f32(to.add(at(stride)), mask, value)
-            ),
-            (Bf16(from, step), To::F32(to, stride)) => each_vector!(
-                mask,
-                at,
-                value,
-                load_bf16(from.add(at(step)), mask),
-                store_f32(to.add(at(stride)), mask, value)
-            ),
-            (Nothing, To::Bf16(to, stride)) => {
-                each_vector!(mask, at, value, zero(), store_bf16(to.add(at(stride)), mask, value))
-            }
-            (F32(from, step), To::Bf16(to, stride)) => each_vector!(
-                mask,
-                at,
-                value,
-                load_f32(from.add(at(step)), mask),
-                store_bf16(to.add(at(stride)), mask, value)
-            ),
-            (Bf16(from, step), To::Bf16(to, stride)) => each_vector!(
-                mask,
-                at,
-                value,
-                load_bf16(from.add(at(step)), mask),
-                store_bf16(to.add(at(stride)), mask, value)
-            ),
         }
     }
 }
 
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn zero() -> __m512 {
-    _mm512_setzero_ps()
+impl Addend {
+    /// A vector of numbers.
+    ///
+    /// # Safety
+    /// The numbers of the mask lie from this row and column on.
+    #[allow(unsafe_code)]
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+    unsafe fn load(self, row: usize, column: usize, mask: u16) -> __m512 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Addend::Nothing => _mm512_setzero_ps(),
+                Addend::F32(start, stride) => {
+                    _mm512_maskz_loadu_ps(mask, start.add(row * stride + column))
+                }
+                Addend::Bf16(start, stride) => {
+                    let start = start.add(row * stride + column);
+                    let bits = _mm256_maskz_loadu_epi16(mask, start.cast());
+                    _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
+                }
+            }
+        }
+    }
 }
 
-/// # Safety
-/// As for the others below, the numbers of the mask lie at the address.
-#[allow(unsafe_code)]
-#[inline]
-#[target_feature(enable = "avx512f")]
-unsafe fn load_f32(from: *const f32, mask: u16) -> __m512 {
-    // SAFETY: the caller's promise.
-    unsafe { _mm512_maskz_loadu_ps(mask, from) }
-}
-
-#[allow(unsafe_code)]
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-unsafe fn load_bf16(from: *const bf16, mask: u16) -> __m512 {
-    // SAFETY: the caller's promise.
-    let bits = unsafe { _mm256_maskz_loadu_epi16(mask, from.cast()) };
-    _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
-}
-
-#[allow(unsafe_code)]
-#[inline]
-#[target_feature(enable = "avx512f")]
-unsafe fn store_f32(to: *mut f32, mask: u16, value: __m512) {
-    // SAFETY: the caller's promise.
-    unsafe { _mm512_mask_storeu_ps(to, mask, value) }
-}
-
-#[allow(unsafe_code)]
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn store_bf16(to: *mut bf16, mask: u16, value: __m512) {
-    // SAFETY: the caller's promise; both types are 32 bytes without a forbidden value.
-    unsafe {
-        let rounded = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(value));
-        _mm256_mask_storeu_epi16(to.cast(), mask, rounded);
+impl Target {
+    /// Stores a vector of numbers.
+    ///
+    /// # Safety
+    /// The numbers of the mask lie from this row and column on, and nobody else touches them.
+    #[allow(unsafe_code)]
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+    unsafe fn store(self, row: usize, column: usize, mask: u16, value: __m512) {
+        // SAFETY: the caller's promise; both types of 32 bytes are without a forbidden value.
+        unsafe {
+            match self {
+                Target::F32(start, stride) => {
+                    _mm512_mask_storeu_ps(start.add(row * stride + column), mask, value);
+                }
+                Target::Bf16(start, stride) => {
+                    let start = start.add(row * stride + column);
+                    let rounded = _mm512_cvtneps_pbh(value);
+                    let rounded = std::mem::transmute::<__m256bh, __m256i>(rounded);
+                    _mm256_mask_storeu_epi16(start.cast(), mask, rounded);
+                }
+            }
+        }
     }
 }
