@@ -276,13 +276,13 @@ pub trait Backend: Send + Sync + Sized + 'static {
         out: Self::ViewMut<'_, T>,
     ) -> Result<()>;
 
-    /// Overwrites `d_gate_up` with the gradient of [`Backend::swiglu_forward`].
+    /// The gradient of [`Backend::swiglu_forward`], in place: `gate_up` turns into its gradient,
+    /// and `out` from the output's gradient into the output, which therefore needs no keeping.
     fn swiglu_backward<T: Element>(
         &self,
         width: usize,
-        gate_up: Self::View<'_, T>,
-        d_out: Self::View<'_, T>,
-        d_gate_up: Self::ViewMut<'_, T>,
+        gate_up: Self::ViewMut<'_, T>,
+        out: Self::ViewMut<'_, T>,
     ) -> Result<()>;
 
     // ---- output head and loss ----

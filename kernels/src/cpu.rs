@@ -257,11 +257,10 @@ impl Backend for Cpu {
     fn swiglu_backward<T: Element>(
         &self,
         width: usize,
-        gate_up: &[T],
-        d_out: &[T],
-        d_gate_up: &mut [T],
+        gate_up: &mut [T],
+        out: &mut [T],
     ) -> Result<()> {
-        swiglu::cpu::backward(width, gate_up, d_out, d_gate_up)
+        swiglu::cpu::backward(width, gate_up, out)
     }
 
     fn cross_entropy_scratch(&self, shape: &HeadShape) -> usize {

@@ -154,10 +154,7 @@ const OPERATORS: &[(&str, &[Fit])] = &[
         &[Exactly(TOKENS * ROW), AtLeast((TOKENS + 1) * KEYS), AtLeast((TOKENS + 1) * KEYS)],
     ),
     ("swiglu_forward", &[Exactly(TOKENS * 2 * WIDTH), Exactly(TOKENS * WIDTH)]),
-    (
-        "swiglu_backward",
-        &[Exactly(TOKENS * 2 * WIDTH), Exactly(TOKENS * WIDTH), Exactly(TOKENS * 2 * WIDTH)],
-    ),
+    ("swiglu_backward", &[Exactly(TOKENS * 2 * WIDTH), Exactly(TOKENS * WIDTH)]),
     (
         "cross_entropy",
         &[
@@ -329,8 +326,8 @@ fn call<B: Backend>(device: &B, operator: &str, lengths: &[usize]) -> Result<()>
             device.swiglu_forward(WIDTH, read!(f[0]), write!(out))
         }
         "swiglu_backward" => {
-            let mut d_gate_up = take(2);
-            device.swiglu_backward(WIDTH, read!(f[0]), read!(f[1]), write!(d_gate_up))
+            let (mut gate_up, mut out) = (take(0), take(1));
+            device.swiglu_backward(WIDTH, write!(gate_up), write!(out))
         }
         "cross_entropy" => {
             let (targets, mut scratch, mut d_x, mut d_weight) =

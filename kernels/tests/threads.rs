@@ -102,7 +102,7 @@ fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> V
     let gate_up: Vec<T> = x.iter().chain(&y).copied().collect();
     let (mut silu, mut d_gate_up) = (y.clone(), gate_up.clone());
     Cpu.swiglu_forward(width, &gate_up, &mut silu).unwrap();
-    Cpu.swiglu_backward(width, &gate_up, &silu, &mut d_gate_up).unwrap();
+    Cpu.swiglu_backward(width, &mut d_gate_up, &mut silu.clone()).unwrap();
 
     let head = HeadShape { tokens, width, vocab_size: outputs };
     let mut scratch = vec![0f32; Cpu.cross_entropy_scratch(&head)];

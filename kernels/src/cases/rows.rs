@@ -161,13 +161,12 @@ fn swiglu_forward<B: Backend, T: Element>() -> Case<B> {
 }
 
 fn swiglu_backward<B: Backend, T: Element>() -> Case<B> {
-    Case::new("swiglu_backward", Work::moved::<T>(5 * TOKENS * MLP), |backend: &B| {
-        let gate_up = numbers::<B, T>(backend, TOKENS * 2 * MLP)?;
-        let d_out = numbers::<B, T>(backend, TOKENS * MLP)?;
-        let mut d_gate_up = backend.allocate::<T>(TOKENS * 2 * MLP)?;
+    Case::new("swiglu_backward", Work::moved::<T>(6 * TOKENS * MLP), |backend: &B| {
+        let mut gate_up = numbers::<B, T>(backend, TOKENS * 2 * MLP)?;
+        let mut out = numbers::<B, T>(backend, TOKENS * MLP)?;
         Ok(move |backend: &B| {
-            let (gate_up, d_out) = (whole::<B, T>(&gate_up), whole::<B, T>(&d_out));
-            backend.swiglu_backward(MLP, gate_up, d_out, whole_mut::<B, T>(&mut d_gate_up))
+            let gate_up = whole_mut::<B, T>(&mut gate_up);
+            backend.swiglu_backward(MLP, gate_up, whole_mut::<B, T>(&mut out))
         })
     })
 }

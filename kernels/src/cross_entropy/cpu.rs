@@ -8,15 +8,11 @@ use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::scalar::Element;
 use crate::simd::vectorized;
 
-/// Numbers that a chunk's logits take where the vocabulary is small: 32 MiB.
-const SCRATCH: usize = 8 << 20;
-/// Numbers that they may take, unless one token's are more: 256 MiB.
+/// Tokens of a chunk. With fewer, adding to the weight's gradient, which each chunk reads and
+/// writes, would cost more than a tenth of the time.
+const CHUNK: usize = 512;
+/// Numbers that a chunk's logits may take, unless one token's are more: 256 MiB.
 const MOST_SCRATCH: usize = 64 << 20;
-/// Tokens of a chunk below which adding to the weight's gradient, which each chunk reads and
-/// writes, costs more than a tenth of the time; a smaller chunk only keeps within MOST_SCRATCH.
-const ENOUGH_ROWS: usize = 512;
-/// Tokens of a chunk at the most.
-const MOST_ROWS: usize = 1024;
 /// Tokens of one task at the most.
 const ROWS: usize = 16;
 /// Interleaved parts of a row whose largest logits are found.
@@ -25,9 +21,8 @@ const LANES: usize = 16;
 const BLOCK: usize = 1024;
 
 fn chunk_rows(shape: &HeadShape) -> usize {
-    let vocab_size = shape.vocab_size.max(1);
-    let rows = (SCRATCH / vocab_size).max(ENOUGH_ROWS.min(MOST_SCRATCH / vocab_size));
-    rows.clamp(1, MOST_ROWS).min(shape.tokens.max(1))
+    let most = MOST_SCRATCH / shape.vocab_size.max(1);
+    CHUNK.min(shape.tokens).min(most).max(1)
 }
 
 pub(crate) fn scratch(shape: &HeadShape) -> usize {

@@ -9,6 +9,8 @@ use crate::simd::vectorized;
 
 /// Tokens of one task.
 const ROWS: usize = 16;
+/// Numbers that the backward pass takes at a time.
+const BLOCK: usize = 32;
 
 pub(crate) fn forward<T: Element>(width: usize, gate_up: &[T], out: &mut [T]) -> Result<()> {
     check("swiglu_forward", width, gate_up.len(), out.len())?;
@@ -29,45 +31,48 @@ fn forward_rows<T: Element>(width: usize, gate_up: &[T], out: &mut [T]) {
     }
 }
 
-pub(crate) fn backward<T: Element>(
-    width: usize,
-    gate_up: &[T],
-    d_out: &[T],
-    d_gate_up: &mut [T],
-) -> Result<()> {
-    check("swiglu_backward", width, gate_up.len(), d_out.len())?;
-    check_len("swiglu_backward", "d_gate_up", d_gate_up.len(), gate_up.len())?;
-    (
-        gate_up.par_chunks(ROWS * 2 * width),
-        d_out.par_chunks(ROWS * width),
-        d_gate_up.par_chunks_mut(ROWS * 2 * width),
-    )
+pub(crate) fn backward<T: Element>(width: usize, gate_up: &mut [T], out: &mut [T]) -> Result<()> {
+    check("swiglu_backward", width, gate_up.len(), out.len())?;
+    (gate_up.par_chunks_mut(ROWS * 2 * width), out.par_chunks_mut(ROWS * width))
         .into_par_iter()
-        .for_each(|(gate_up, d_out, d_gate_up)| {
-            vectorized!(backward_rows(width, gate_up, d_out, d_gate_up));
-        });
+        .for_each(|(gate_up, out)| vectorized!(backward_rows(width, gate_up, out)));
     Ok(())
 }
 
 #[inline(always)]
-fn backward_rows<T: Element>(width: usize, gate_up: &[T], d_out: &[T], d_gate_up: &mut [T]) {
-    let rows = gate_up
-        .chunks_exact(2 * width)
-        .zip(d_out.chunks_exact(width))
-        .zip(d_gate_up.chunks_exact_mut(2 * width));
-    for ((gate_up, d_out), d_gate_up) in rows {
-        let (gate, up) = gate_up.split_at(width);
-        let (d_gate, d_up) = d_gate_up.split_at_mut(width);
-        // Indices below lengths that are plainly equal: five zipped iterators are not vectorised.
-        let (up, d_out) = (&up[..width], &d_out[..width]);
-        let (d_gate, d_up) = (&mut d_gate[..width], &mut d_up[..width]);
-        for i in 0..width {
-            let (gate, up, d_out) = (gate[i].to_f32(), up[i].to_f32(), d_out[i].to_f32());
-            let s = sigmoid(gate);
-            d_up[i] = T::from_f32(d_out * gate * s);
-            d_gate[i] = T::from_f32(d_out * up * s * (1.0 + gate * (1.0 - s)));
+fn backward_rows<T: Element>(width: usize, gate_up: &mut [T], out: &mut [T]) {
+    for (gate_up, out) in gate_up.chunks_exact_mut(2 * width).zip(out.chunks_exact_mut(width)) {
+        let (gate, up) = gate_up.split_at_mut(width);
+        let (gate, gate_rest) = gate.as_chunks_mut();
+        let (up, up_rest) = up.as_chunks_mut();
+        let (out, out_rest) = out.as_chunks_mut();
+        for ((gate, up), out) in gate.iter_mut().zip(up).zip(out) {
+            backward_block(gate, up, out);
+        }
+        for ((gate, up), out) in gate_rest.iter_mut().zip(up_rest).zip(out_rest) {
+            (*gate, *up, *out) = backward_one(*gate, *up, *out);
         }
     }
+}
+
+/// All numbers are read before the first is written: in a loop that reads and writes three slices
+/// the compiler cannot tell that they share nothing.
+#[inline(always)]
+fn backward_block<T: Element>(gate: &mut [T; BLOCK], up: &mut [T; BLOCK], out: &mut [T; BLOCK]) {
+    let (mut gates, mut ups, mut outs) = (*gate, *up, *out);
+    for i in 0..BLOCK {
+        (gates[i], ups[i], outs[i]) = backward_one(gates[i], ups[i], outs[i]);
+    }
+    (*gate, *up, *out) = (gates, ups, outs);
+}
+
+/// From (gate, up, d_out) to (d_gate, d_up, out).
+#[inline(always)]
+fn backward_one<T: Element>(gate: T, up: T, d_out: T) -> (T, T, T) {
+    let (gate, up, d_out) = (gate.to_f32(), up.to_f32(), d_out.to_f32());
+    let s = sigmoid(gate);
+    let d_gate = d_out * up * s * (1.0 + gate * (1.0 - s));
+    (T::from_f32(d_gate), T::from_f32(d_out * gate * s), T::from_f32(gate * s * up))
 }
 
 fn check(operator: &'static str, width: usize, gate_up: usize, out: usize) -> Result<()> {

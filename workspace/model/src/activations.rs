@@ -1,8 +1,9 @@
 //! The buffers of a forward and backward pass, planned once and reused in every step.
 //!
 //! What a block saves for its backward pass comes in two parts: what is costly to compute again
-//! ([`Kept`]), and what is cheap ([`Cheap`]: norms and SwiGLU). [`Recompute`] says which of them
-//! every block has for itself and which the blocks share and compute again.
+//! ([`Kept`]), and what is cheap ([`Cheap`]: norms). [`Recompute`] says which of them every block
+//! has for itself and which the blocks share and compute again. The MLP's activation is shared
+//! always: SwiGLU's backward pass yields it beside the gradients.
 
 use moh_kernels::attention::AttentionShape;
 use moh_kernels::cross_entropy::HeadShape;
@@ -17,7 +18,7 @@ use crate::model::Model;
 pub enum Recompute {
     /// Nothing.
     None,
-    /// Norms and SwiGLU.
+    /// Norms.
     Cheap,
     /// Everything but the input of each block.
     Block,
@@ -49,20 +50,32 @@ pub(crate) struct Cheap<B: Backend, T: Element> {
     pub post_normed: B::Buffer<T>,
     /// `[N]`.
     pub post_inv_rms: B::Buffer<f32>,
-    /// Input of the down projection, `[N, I]`.
-    pub activated: B::Buffer<T>,
+}
+
+/// What the blocks of a pass keep.
+pub(crate) struct Blocks<B: Backend, T: Element> {
+    kept: Vec<Kept<B, T>>,
+    cheap: Vec<Cheap<B, T>>,
+    wide: B::Buffer<T>,
+}
+
+/// The buffers of one block.
+pub(crate) struct BlockBuffers<'a, B: Backend, T: Element> {
+    pub layer: usize,
+    pub kept: &'a mut Kept<B, T>,
+    pub cheap: &'a mut Cheap<B, T>,
+    /// What no block keeps and no two parts of a block need at the same time: the input of the
+    /// down projection and its gradient, `[N, I]`, and the gradient of queries, keys and values,
+    /// `[N, (H + 2G) D]`.
+    pub wide: &'a mut B::Buffer<T>,
 }
 
 /// Scratch of the backward pass, shared by the blocks.
 pub(crate) struct Backward<B: Backend, T: Element> {
     /// Gradient of the residual stream, `[N, C]`.
     pub d_stream: B::Buffer<T>,
-    /// Gradient of a norm's output, `[N, C]`.
-    pub d_normed: B::Buffer<T>,
-    pub d_qkv: B::Buffer<T>,
-    pub d_attended: B::Buffer<T>,
-    pub d_gate_up: B::Buffer<T>,
-    pub d_activated: B::Buffer<T>,
+    /// Gradient of a norm's output, `[N, C]`, or of attention's, `[N, H D]`.
+    pub d_branch: B::Buffer<T>,
     /// `<dO, O>`, `[N, H]`.
     pub delta: B::Buffer<f32>,
 }
@@ -76,8 +89,7 @@ pub struct Activations<B: Backend, T: Element> {
     pub(crate) first_key: Option<B::Buffer<u32>>,
     /// The residual stream before each block and after the last one, `[N, C]` each.
     pub(crate) stream: Vec<B::Buffer<T>>,
-    pub(crate) kept: Vec<Kept<B, T>>,
-    pub(crate) cheap: Vec<Cheap<B, T>>,
+    pub(crate) blocks: Blocks<B, T>,
     pub(crate) final_normed: B::Buffer<T>,
     pub(crate) final_inv_rms: B::Buffer<f32>,
     pub(crate) head_scratch: B::Buffer<f32>,
@@ -111,9 +123,6 @@ impl<B: Backend, T: Element> Activations<B, T> {
         let tokens = shape.tokens();
         let width = tokens * config.hidden_size;
         let layers = config.num_hidden_layers;
-        let copies = |shared: bool| if shared { 1 } else { layers };
-        let kept_copies = copies(pass.recompute == Recompute::Block);
-        let cheap_copies = copies(pass.recompute != Recompute::None);
         let scratch = backend.cross_entropy_scratch(&model.head_shape(tokens));
         Ok(Activations {
             shape,
@@ -122,12 +131,7 @@ impl<B: Backend, T: Element> Activations<B, T> {
             targets: backend.allocate(tokens)?,
             first_key: pass.document_mask.then(|| backend.allocate(tokens)).transpose()?,
             stream: (0..=layers).map(|_| backend.allocate(width)).collect::<Result<_, _>>()?,
-            kept: (0..kept_copies)
-                .map(|_| Kept::new(model, tokens))
-                .collect::<Result<_, Error>>()?,
-            cheap: (0..cheap_copies)
-                .map(|_| Cheap::new(model, tokens))
-                .collect::<Result<_, Error>>()?,
+            blocks: Blocks::new(model, tokens, pass.recompute)?,
             final_normed: backend.allocate(width)?,
             final_inv_rms: backend.allocate(tokens)?,
             head_scratch: backend.allocate(scratch)?,
@@ -161,8 +165,47 @@ impl<B: Backend, T: Element> Activations<B, T> {
     }
 }
 
+impl<B: Backend, T: Element> Blocks<B, T> {
+    /// Buffers for the blocks of `model` on `tokens` tokens.
+    ///
+    /// # Errors
+    /// When the device has no room.
+    pub(crate) fn new(
+        model: &Model<B, T>,
+        tokens: usize,
+        recompute: Recompute,
+    ) -> Result<Self, Error> {
+        let layers = model.config.num_hidden_layers;
+        let copies = |shared: bool| if shared { layers.min(1) } else { layers };
+        let kept = 0..copies(recompute == Recompute::Block);
+        let cheap = 0..copies(recompute != Recompute::None);
+        let wide = model.config.intermediate_size.max(model.qkv_shape(1, 1).row());
+        Ok(Blocks {
+            kept: kept.map(|_| Kept::new(model, tokens)).collect::<Result<_, _>>()?,
+            cheap: cheap.map(|_| Cheap::new(model, tokens)).collect::<Result<_, _>>()?,
+            wide: model.backend.allocate(tokens * wide)?,
+        })
+    }
+
+    /// The buffers of block `layer`, its own or shared ones.
+    pub(crate) fn of(&mut self, layer: usize) -> BlockBuffers<'_, B, T> {
+        let (kept, cheap) = (layer.min(self.kept.len() - 1), layer.min(self.cheap.len() - 1));
+        BlockBuffers {
+            layer,
+            kept: &mut self.kept[kept],
+            cheap: &mut self.cheap[cheap],
+            wide: &mut self.wide,
+        }
+    }
+
+    /// The routings that are kept, in the order of the blocks.
+    pub(crate) fn routings(&self) -> impl Iterator<Item = &B::Routing> {
+        self.kept.iter().filter_map(|kept| kept.routing.as_ref())
+    }
+}
+
 impl<B: Backend, T: Element> Kept<B, T> {
-    pub(crate) fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
+    fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
         let (backend, config) = (&model.backend, &model.config);
         let heads = config.num_attention_heads;
         let routing = model.router().map(|router| backend.routing(tokens, heads, router));
@@ -178,14 +221,13 @@ impl<B: Backend, T: Element> Kept<B, T> {
 }
 
 impl<B: Backend, T: Element> Cheap<B, T> {
-    pub(crate) fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
+    fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
         let (backend, config) = (&model.backend, &model.config);
         Ok(Cheap {
             input_normed: backend.allocate(tokens * config.hidden_size)?,
             input_inv_rms: backend.allocate(tokens)?,
             post_normed: backend.allocate(tokens * config.hidden_size)?,
             post_inv_rms: backend.allocate(tokens)?,
-            activated: backend.allocate(tokens * config.intermediate_size)?,
         })
     }
 }
@@ -195,11 +237,7 @@ impl<B: Backend, T: Element> Backward<B, T> {
         let (backend, config) = (&model.backend, &model.config);
         Ok(Backward {
             d_stream: backend.allocate(tokens * config.hidden_size)?,
-            d_normed: backend.allocate(tokens * config.hidden_size)?,
-            d_qkv: backend.allocate(tokens * model.qkv_shape(1, 1).row())?,
-            d_attended: backend.allocate(tokens * config.query_width())?,
-            d_gate_up: backend.allocate(tokens * 2 * config.intermediate_size)?,
-            d_activated: backend.allocate(tokens * config.intermediate_size)?,
+            d_branch: backend.allocate(tokens * config.hidden_size.max(config.query_width()))?,
             delta: backend.allocate(tokens * config.num_attention_heads)?,
         })
     }

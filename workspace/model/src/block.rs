@@ -13,7 +13,7 @@ use moh_kernels::router::RouterGradient;
 use moh_kernels::{Backend, Element};
 
 use crate::Error;
-use crate::activations::{Backward, Cheap, Kept, whole, whole_mut};
+use crate::activations::{Backward, BlockBuffers, Cheap, Kept, whole, whole_mut};
 use crate::model::Model;
 use crate::parameters::FlatBuffers;
 
@@ -41,6 +41,22 @@ impl<B: Backend> Tokens<'_, B> {
     }
 }
 
+/// A linear layer of a block's backward pass: its weight, `range` of the flat buffer `flat`, and
+/// sizes. Buffers may be longer than the tensors in them.
+#[derive(Clone, Copy)]
+struct Linear<'a> {
+    flat: usize,
+    range: &'a Range<usize>,
+    tokens: usize,
+    inputs: usize,
+}
+
+impl Linear<'_> {
+    fn outputs(&self) -> usize {
+        self.range.len() / self.inputs
+    }
+}
+
 /// What steers a block's backward pass beside the gradient from above.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct RouterScale {
@@ -58,13 +74,13 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Attention's half of a block: fills `kept` up to `middle`.
     pub(crate) fn attend(
         &self,
-        layer: usize,
         tokens: &Tokens<'_, B>,
         input: &B::Buffer<T>,
-        kept: &mut Kept<B, T>,
-        cheap: &mut Cheap<B, T>,
+        block: &mut BlockBuffers<'_, B, T>,
         mut cache: Option<&mut LayerCache<B, T>>,
     ) -> Result<(), Error> {
+        let BlockBuffers { layer, kept, cheap, .. } = block;
+        let layer = *layer;
         let (backend, config, ranges) = (&self.backend, &self.config, &self.layout.block);
         let flat = self.layout.block_index(layer);
         let (n, width) = (tokens.shape.tokens(), config.hidden_size);
@@ -158,58 +174,68 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
     }
 
-    /// The MLP up to the input of its down projection.
-    pub(crate) fn activate(
+    /// The MLP's norm and its gate and up projections.
+    pub(crate) fn project_up(
         &self,
-        layer: usize,
         tokens: usize,
-        kept: &mut Kept<B, T>,
-        cheap: &mut Cheap<B, T>,
+        block: &mut BlockBuffers<'_, B, T>,
     ) -> Result<(), Error> {
+        let BlockBuffers { layer, kept, cheap, .. } = block;
         let (width, inner) = (self.config.hidden_size, self.config.intermediate_size);
-        self.normalize_middle(layer, tokens, kept, cheap)?;
+        self.normalize_middle(*layer, tokens, kept, cheap)?;
         self.backend.linear_forward(
             width,
             B::view(&cheap.post_normed, 0..tokens * width),
-            self.weights.view(self.layout.block_index(layer), self.layout.block.gate_up.clone()),
+            self.weights.view(self.layout.block_index(*layer), self.layout.block.gate_up.clone()),
             None,
             B::view_mut(&mut kept.gate_up, 0..tokens * 2 * inner),
         )?;
-        self.swiglu(tokens, kept, cheap)
+        Ok(())
+    }
+
+    /// The MLP up to the input of its down projection.
+    pub(crate) fn activate(
+        &self,
+        tokens: usize,
+        block: &mut BlockBuffers<'_, B, T>,
+    ) -> Result<(), Error> {
+        self.project_up(tokens, block)?;
+        let inner = self.config.intermediate_size;
+        self.backend.swiglu_forward(
+            inner,
+            B::view(&block.kept.gate_up, 0..tokens * 2 * inner),
+            B::view_mut(block.wide, 0..tokens * inner),
+        )?;
+        Ok(())
     }
 
     /// The MLP's down projection, added to the residual stream.
     pub(crate) fn project_down(
         &self,
-        layer: usize,
         tokens: usize,
-        kept: &Kept<B, T>,
-        cheap: &Cheap<B, T>,
+        block: &BlockBuffers<'_, B, T>,
         output: &mut B::Buffer<T>,
     ) -> Result<(), Error> {
         let (stream, inner) = (tokens * self.config.hidden_size, self.config.intermediate_size);
         self.backend.linear_forward(
             inner,
-            B::view(&cheap.activated, 0..tokens * inner),
-            self.weights.view(self.layout.block_index(layer), self.layout.block.down.clone()),
-            Some(B::view(&kept.middle, 0..stream)),
+            B::view(block.wide, 0..tokens * inner),
+            self.weights.view(self.layout.block_index(block.layer), self.layout.block.down.clone()),
+            Some(B::view(&block.kept.middle, 0..stream)),
             B::view_mut(output, 0..stream),
         )?;
         Ok(())
     }
 
-    /// Computes norms and SwiGLU of the forward pass again.
-    pub(crate) fn recompute_cheap(
+    /// Computes the norms of the forward pass again.
+    pub(crate) fn recompute_norms(
         &self,
-        layer: usize,
         tokens: usize,
         input: &B::Buffer<T>,
-        kept: &Kept<B, T>,
-        cheap: &mut Cheap<B, T>,
+        block: &mut BlockBuffers<'_, B, T>,
     ) -> Result<(), Error> {
-        self.normalize_input(layer, tokens, input, cheap)?;
-        self.normalize_middle(layer, tokens, kept, cheap)?;
-        self.swiglu(tokens, kept, cheap)
+        self.normalize_input(block.layer, tokens, input, block.cheap)?;
+        self.normalize_middle(block.layer, tokens, block.kept, block.cheap)
     }
 
     fn normalize_input(
@@ -254,120 +280,81 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(())
     }
 
-    fn swiglu(
-        &self,
-        tokens: usize,
-        kept: &Kept<B, T>,
-        cheap: &mut Cheap<B, T>,
-    ) -> Result<(), Error> {
-        let inner = self.config.intermediate_size;
-        self.backend.swiglu_forward(
-            inner,
-            B::view(&kept.gate_up, 0..tokens * 2 * inner),
-            B::view_mut(&mut cheap.activated, 0..tokens * inner),
-        )?;
-        Ok(())
-    }
-
     /// Turns `scratch.d_stream` from the gradient of the block's output into that of its input,
     /// and adds the gradients of its weights to `gradients`.
-    #[allow(clippy::too_many_arguments)]
     pub(crate) fn block_backward<G: Element>(
         &self,
-        layer: usize,
         tokens: &Tokens<'_, B>,
         input: &B::Buffer<T>,
-        kept: &Kept<B, T>,
-        cheap: &Cheap<B, T>,
+        mut block: BlockBuffers<'_, B, T>,
         scratch: &mut Backward<B, T>,
         gradients: &mut FlatBuffers<B, G>,
         router: RouterScale,
     ) -> Result<(), Error> {
-        self.mlp_backward(layer, kept, cheap, scratch, gradients)?;
+        let n = tokens.shape.tokens();
+        self.mlp_backward(n, &mut block, scratch, gradients)?;
+        let flat = self.layout.block_index(block.layer);
         let (width, ranges) = (self.config.hidden_size, &self.layout.block);
-        let flat = self.layout.block_index(layer);
-        self.linear_backward(
-            (flat, &ranges.output, self.config.query_width()),
-            &kept.attended,
-            &scratch.d_stream,
-            &mut scratch.d_attended,
-            gradients,
-        )?;
-        self.attention_backward(tokens, kept, scratch, router)?;
-        self.linear_backward(
-            (flat, &ranges.qkv, width),
-            &cheap.input_normed,
-            &scratch.d_qkv,
-            &mut scratch.d_normed,
-            gradients,
-        )?;
-        self.norm_backward(
-            (flat, &ranges.input_norm),
-            input,
-            &cheap.input_inv_rms,
-            scratch,
-            gradients,
-        )
+        let linear = |range, inputs| Linear { flat, range, tokens: n, inputs };
+        let output = linear(&ranges.output, self.config.query_width());
+        self.linear_backward_weight(output, &block.kept.attended, &scratch.d_stream, gradients)?;
+        self.linear_backward_input(output, &scratch.d_stream, &mut scratch.d_branch)?;
+        self.attention_backward(tokens, &mut block, scratch, router)?;
+        let qkv = linear(&ranges.qkv, width);
+        self.linear_backward_weight(qkv, &block.cheap.input_normed, block.wide, gradients)?;
+        self.linear_backward_input(qkv, block.wide, &mut scratch.d_branch)?;
+        let inv_rms = &block.cheap.input_inv_rms;
+        self.norm_backward((flat, &ranges.input_norm), input, inv_rms, scratch, gradients)
     }
 
+    /// Leaves the gradient of gate and up in their own place.
     fn mlp_backward<G: Element>(
         &self,
-        layer: usize,
-        kept: &Kept<B, T>,
-        cheap: &Cheap<B, T>,
+        n: usize,
+        block: &mut BlockBuffers<'_, B, T>,
         scratch: &mut Backward<B, T>,
         gradients: &mut FlatBuffers<B, G>,
     ) -> Result<(), Error> {
-        let (flat, ranges) = (self.layout.block_index(layer), &self.layout.block);
+        let BlockBuffers { layer, kept, cheap, wide } = block;
+        let (flat, ranges) = (self.layout.block_index(*layer), &self.layout.block);
         let (width, inner) = (self.config.hidden_size, self.config.intermediate_size);
-        self.linear_backward(
-            (flat, &ranges.down, inner),
-            &cheap.activated,
-            &scratch.d_stream,
-            &mut scratch.d_activated,
-            gradients,
-        )?;
+        let linear = |range, inputs| Linear { flat, range, tokens: n, inputs };
+        let down = linear(&ranges.down, inner);
+        self.linear_backward_input(down, &scratch.d_stream, wide)?;
         self.backend.swiglu_backward(
             inner,
-            whole::<B, T>(&kept.gate_up),
-            whole::<B, T>(&scratch.d_activated),
-            whole_mut::<B, T>(&mut scratch.d_gate_up),
+            whole_mut::<B, T>(&mut kept.gate_up),
+            B::view_mut(wide, 0..n * inner),
         )?;
-        self.linear_backward(
-            (flat, &ranges.gate_up, width),
-            &cheap.post_normed,
-            &scratch.d_gate_up,
-            &mut scratch.d_normed,
-            gradients,
-        )?;
-        self.norm_backward(
-            (flat, &ranges.post_norm),
-            &kept.middle,
-            &cheap.post_inv_rms,
-            scratch,
-            gradients,
-        )
+        self.linear_backward_weight(down, wide, &scratch.d_stream, gradients)?;
+        let gate_up = linear(&ranges.gate_up, width);
+        self.linear_backward_weight(gate_up, &cheap.post_normed, &kept.gate_up, gradients)?;
+        self.linear_backward_input(gate_up, &kept.gate_up, &mut scratch.d_branch)?;
+        let (middle, inv_rms) = (&kept.middle, &cheap.post_inv_rms);
+        self.norm_backward((flat, &ranges.post_norm), middle, inv_rms, scratch, gradients)
     }
 
-    /// From `d_attended` to the gradient of the unrotated queries, keys and values in `d_qkv`, the
-    /// router's part included.
+    /// From the gradient of attention's output in `d_branch` to that of the unrotated queries, keys
+    /// and values in `wide`, the router's part included.
     fn attention_backward(
         &self,
         tokens: &Tokens<'_, B>,
-        kept: &Kept<B, T>,
+        block: &mut BlockBuffers<'_, B, T>,
         scratch: &mut Backward<B, T>,
         router: RouterScale,
     ) -> Result<(), Error> {
+        let BlockBuffers { kept, wide, .. } = block;
+        let (n, shape) = (tokens.shape.tokens(), &tokens.shape);
         self.backend.attention_backward(
-            &self.attention_shape(&tokens.shape, tokens.shape.length),
+            &self.attention_shape(shape, shape.length),
             whole::<B, T>(&kept.qkv),
             tokens.visibility(),
             kept.routing.as_ref(),
             None,
             whole::<B, T>(&kept.attended),
             whole::<B, f32>(&kept.log_sum_exp),
-            whole::<B, T>(&scratch.d_attended),
-            whole_mut::<B, T>(&mut scratch.d_qkv),
+            B::view(&scratch.d_branch, 0..n * self.config.query_width()),
+            B::view_mut(wide, 0..n * shape.row()),
             kept.routing.is_some().then(|| whole_mut::<B, f32>(&mut scratch.delta)),
         )?;
         let gradient = kept.routing.as_ref().map(|routing| RouterGradient {
@@ -380,37 +367,44 @@ impl<B: Backend, T: Element> Model<B, T> {
             self.rope_table(),
             tokens.first_position,
             whole::<B, T>(&kept.qkv),
-            whole_mut::<B, T>(&mut scratch.d_qkv),
+            B::view_mut(wide, 0..n * shape.row()),
             gradient,
         )?;
         Ok(())
     }
 
-    /// Both gradients of a linear layer, whose weight is `range` of buffer `flat`.
-    fn linear_backward<G: Element>(
+    fn linear_backward_weight<G: Element>(
         &self,
-        (flat, range, inputs): (usize, &Range<usize>, usize),
+        linear: Linear<'_>,
         x: &B::Buffer<T>,
         d_y: &B::Buffer<T>,
-        d_x: &mut B::Buffer<T>,
         gradients: &mut FlatBuffers<B, G>,
     ) -> Result<(), Error> {
         self.backend.linear_backward_weight(
-            inputs,
-            whole::<B, T>(x),
-            whole::<B, T>(d_y),
-            gradients.view_mut(flat, range.clone()),
-        )?;
-        self.backend.linear_backward_input(
-            inputs,
-            whole::<B, T>(d_y),
-            self.weights.view(flat, range.clone()),
-            whole_mut::<B, T>(d_x),
+            linear.inputs,
+            B::view(x, 0..linear.tokens * linear.inputs),
+            B::view(d_y, 0..linear.tokens * linear.outputs()),
+            gradients.view_mut(linear.flat, linear.range.clone()),
         )?;
         Ok(())
     }
 
-    /// Adds a norm's gradients, from `d_normed`, to `d_stream` and to those of its weight.
+    fn linear_backward_input(
+        &self,
+        linear: Linear<'_>,
+        d_y: &B::Buffer<T>,
+        d_x: &mut B::Buffer<T>,
+    ) -> Result<(), Error> {
+        self.backend.linear_backward_input(
+            linear.inputs,
+            B::view(d_y, 0..linear.tokens * linear.outputs()),
+            self.weights.view(linear.flat, linear.range.clone()),
+            B::view_mut(d_x, 0..linear.tokens * linear.inputs),
+        )?;
+        Ok(())
+    }
+
+    /// Adds a norm's gradients, from that of its output in `d_branch`, to `d_stream` and to those of its weight.
     fn norm_backward<G: Element>(
         &self,
         (flat, range): (usize, &Range<usize>),
@@ -423,7 +417,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             whole::<B, T>(x),
             self.weights.view(flat, range.clone()),
             whole::<B, f32>(inv_rms),
-            whole::<B, T>(&scratch.d_normed),
+            B::view(&scratch.d_branch, 0..B::len(x)),
             whole_mut::<B, T>(&mut scratch.d_stream),
             gradients.view_mut(flat, range.clone()),
         )?;

@@ -6,7 +6,7 @@ use candle_transformers::generation::{LogitsProcessor, Sampling};
 use moh_kernels::{Backend, Element};
 
 use crate::Error;
-use crate::activations::{Cheap, Kept, whole};
+use crate::activations::{Blocks, Recompute, whole};
 use crate::block::{LayerCache, Tokens};
 use crate::layout::ModelLayout;
 use crate::model::Model;
@@ -20,8 +20,7 @@ pub struct Generator<'a, B: Backend, T: Element> {
     cache: Vec<LayerCache<B, T>>,
     ids: B::Buffer<u32>,
     stream: [B::Buffer<T>; 2],
-    kept: Kept<B, T>,
-    cheap: Cheap<B, T>,
+    blocks: Blocks<B, T>,
     normed: B::Buffer<T>,
     inv_rms: B::Buffer<f32>,
     position: usize,
@@ -49,8 +48,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
             cache: (0..config.num_hidden_layers).map(|_| layer()).collect::<Result<_, Error>>()?,
             ids: backend.allocate(chunk)?,
             stream: [backend.allocate(width)?, backend.allocate(width)?],
-            kept: Kept::new(model, chunk)?,
-            cheap: Cheap::new(model, chunk)?,
+            blocks: Blocks::new(model, chunk, Recompute::Block)?,
             normed: backend.allocate(width)?,
             inv_rms: backend.allocate(chunk)?,
             position: 0,
@@ -104,10 +102,10 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         };
         for (layer, cache) in self.cache.iter_mut().enumerate() {
             let [input, output] = &mut self.stream;
-            let (kept, cheap) = (&mut self.kept, &mut self.cheap);
-            model.attend(layer, &tokens, input, kept, cheap, Some(cache))?;
-            model.activate(layer, n, kept, cheap)?;
-            model.project_down(layer, n, kept, cheap, output)?;
+            let mut block = self.blocks.of(layer);
+            model.attend(&tokens, input, &mut block, Some(cache))?;
+            model.activate(n, &mut block)?;
+            model.project_down(n, &block, output)?;
             self.stream.swap(0, 1);
         }
         backend.rms_norm_forward(

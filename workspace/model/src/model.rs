@@ -153,7 +153,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         sums: &mut LossSums<B>,
     ) -> Result<(), Error> {
         let backend = &self.backend;
-        let Activations { shape, ids, first_key, stream, kept, cheap, .. } = activations;
+        let Activations { shape, ids, first_key, stream, blocks, .. } = activations;
         let tokens =
             Tokens::<B> { shape: *shape, first_position: 0, first_key: first_key.as_ref() };
         let n = shape.tokens();
@@ -167,13 +167,11 @@ impl<B: Backend, T: Element> Model<B, T> {
         for layer in 0..self.config.num_hidden_layers {
             let (before, after) = stream.split_at_mut(layer + 1);
             let (input, output) = (&before[layer], &mut after[0]);
-            let kept_slot = layer.min(kept.len() - 1);
-            let cheap_slot = layer.min(cheap.len() - 1);
-            let (kept, cheap) = (&mut kept[kept_slot], &mut cheap[cheap_slot]);
-            self.attend(layer, &tokens, input, kept, cheap, None)?;
-            self.activate(layer, n, kept, cheap)?;
-            self.project_down(layer, n, kept, cheap, output)?;
-            if let Some(routing) = &kept.routing {
+            let mut block = blocks.of(layer);
+            self.attend(&tokens, input, &mut block, None)?;
+            self.activate(n, &mut block)?;
+            self.project_down(n, &block, output)?;
+            if let Some(routing) = &block.kept.routing {
                 backend.balance_loss(routing, share, whole_mut::<B, f64>(&mut sums.balance))?;
             }
         }
@@ -222,7 +220,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         sums: &mut LossSums<B>,
     ) -> Result<(), Error> {
         self.forward(activations, sums)?;
-        let Activations { shape, recompute, stream, kept, cheap, backward, .. } = activations;
+        let Activations { shape, recompute, stream, blocks, backward, .. } = activations;
         let Some(scratch) = backward else {
             return Err(Error::NotPlannedForTraining);
         };
@@ -238,7 +236,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             whole_mut::<B, f64>(&mut sums.cross_entropy),
             Some(HeadGradients::<B, T, G> {
                 scale: scale.cross_entropy,
-                d_x: whole_mut::<B, T>(&mut scratch.d_normed),
+                d_x: B::view_mut(&mut scratch.d_branch, 0..n * width),
                 d_weight: whole_mut::<B, G>(gradients.flat_mut(layout.head_index())),
             }),
         )?;
@@ -248,7 +246,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             whole::<B, T>(&stream[layers]),
             whole::<B, T>(self.weights.flat(final_norm)),
             whole::<B, f32>(&activations.final_inv_rms),
-            whole::<B, T>(&scratch.d_normed),
+            B::view(&scratch.d_branch, 0..n * width),
             whole_mut::<B, T>(&mut scratch.d_stream),
             whole_mut::<B, G>(gradients.flat_mut(final_norm)),
         )?;
@@ -259,18 +257,16 @@ impl<B: Backend, T: Element> Model<B, T> {
             straight_through: scale.straight_through,
         };
         for layer in (0..layers).rev() {
-            let (kept_slot, cheap_slot) = (layer.min(kept.len() - 1), layer.min(cheap.len() - 1));
-            let (kept, cheap) = (&mut kept[kept_slot], &mut cheap[cheap_slot]);
-            let input = &stream[layer];
+            let (input, mut block) = (&stream[layer], blocks.of(layer));
             match recompute {
                 Recompute::None => {}
-                Recompute::Cheap => self.recompute_cheap(layer, n, input, kept, cheap)?,
+                Recompute::Cheap => self.recompute_norms(n, input, &mut block)?,
                 Recompute::Block => {
-                    self.attend(layer, &tokens, input, kept, cheap, None)?;
-                    self.activate(layer, n, kept, cheap)?;
+                    self.attend(&tokens, input, &mut block, None)?;
+                    self.project_up(n, &mut block)?;
                 }
             }
-            self.block_backward(layer, &tokens, input, kept, cheap, scratch, gradients, router)?;
+            self.block_backward(&tokens, input, block, scratch, gradients, router)?;
         }
         backend.embedding_backward(
             width,
@@ -332,7 +328,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let shared = self.config.moh.map_or(0, |moh| moh.shared_heads);
         let table = activations.shape.tokens() * (self.config.num_attention_heads - shared);
         let mut tables = Vec::new();
-        for routing in activations.kept.iter().filter_map(|kept| kept.routing.as_ref()) {
+        for routing in activations.blocks.routings() {
             let start = tables.len();
             tables.resize(start + table, S::default());
             read(routing, &mut tables[start..])?;

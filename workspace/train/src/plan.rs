@@ -11,12 +11,12 @@
 //!   block input c e, queries, keys and values (q + 2 kv) e, attention output q e, log-sum-exp 4 h,
 //!   residual after attention c e, gate and up 2 i e, and with Mixture-of-Head the routed heads'
 //!   norms and gates 8 r, their standard deviation 4 and the selection h. Recomputable: both norms
-//!   2 c e, activated MLP i e, both inverse root mean squares 8. `recompute = "none"` keeps all of
-//!   it for every block, `"cheap"` one shared copy of the recomputable part, `"block"` the input
-//!   of every block and one shared copy of the rest.
-//! - gradients of one block's activations, per token: (2 c + 3 i + q + 2 kv + q) e.
-//! - one chunk of the logits: at most [`LOGITS_CHUNK_TOKENS`] tokens of the vocabulary's width, e
-//!   bytes each.
+//!   2 c e, both inverse root mean squares 8. `recompute = "none"` keeps all of it for every block,
+//!   `"cheap"` one shared copy of the recomputable part, `"block"` the input of every block and one
+//!   shared copy of the rest. The blocks always share max(i, q + 2 kv) e, the activated MLP and the gradient
+//!   of queries, keys and values; the gradient of gate and up lies in their own place.
+//! - gradients of one block's other activations, per token: (c + max(c, q)) e + 4 h.
+//! - one chunk of the logits in f32, as long as the CPU's operator asks for.
 //!
 //! Token ids, workspaces of libraries and the system's own needs come on top.
 //!
@@ -29,12 +29,11 @@
 
 use std::fmt;
 
+use moh_kernels::cross_entropy::HeadShape;
+use moh_kernels::{Backend, Cpu};
 use moh_model::{ModelConfig, MohConfig};
 
 use crate::recipe::{DType, Parallel, Recipe, Recompute, Stage};
-
-/// Tokens whose logits exist at one time.
-pub const LOGITS_CHUNK_TOKENS: usize = 2048;
 
 /// What a recipe will take.
 #[derive(Debug, Clone, PartialEq)]
@@ -245,18 +244,23 @@ fn activation_bytes(
         2 * routed * 4 + 4 + h
     });
     let kept = input + (q + 2 * kv) * e + q * e + h * 4 + c * e + 2 * i * e + routing;
-    let recomputable = 2 * c * e + i * e + 8;
+    let recomputable = 2 * c * e + 8;
+    let wide = i.max(q + 2 * kv) * e;
     let per_token = match recipe.memory.recompute {
         Recompute::None => blocks * (kept + recomputable),
         Recompute::Cheap => blocks * kept + recomputable,
         Recompute::Block => blocks * input + (kept - input) + recomputable,
+    } + wide;
+    let gradients = (c + c.max(q)) * e + 4 * h;
+    let head = HeadShape {
+        tokens: usize::try_from(tokens).unwrap_or(usize::MAX),
+        width: model.hidden_size,
+        vocab_size: model.vocab_size,
     };
-    let gradients = (2 * c + 2 * i + i + q + 2 * kv + q) * e;
-    let chunk = tokens.min(LOGITS_CHUNK_TOKENS as u128);
     ActivationBytes {
         kept: saturate(tokens.saturating_mul(per_token)),
         block_gradients: saturate(tokens.saturating_mul(gradients)),
-        logits: saturate(chunk * model.vocab_size as u128 * e),
+        logits: 4 * Cpu.cross_entropy_scratch(&head) as u64,
     }
 }
 
@@ -466,25 +470,25 @@ mod tests {
         // c = 64, q = 64, kv = 32, i = 172, h = 8, r = 4, 5 blocks, f32; 2 sequences of 32 tokens.
         let dense_kept = 4 * (64 + (64 + 64) + 64 + 64 + 344) + 8 * 4;
         let moh_kept = dense_kept + 2 * 4 * 4 + 4 + 8;
-        let recomputable = 4 * (2 * 64 + 172) + 8;
+        let (recomputable, wide) = (4 * 2 * 64 + 8, 4 * 172);
         let kept = |plan: Plan| {
             let stages = plan.stages.into_iter();
             stages.map(|s| s.activations.kept).collect::<Vec<_>>()
         };
         assert_eq!(
-            kept(plan(&[])),
-            [dense_kept, moh_kept].map(|kept| 64 * 5 * (kept + recomputable))
+            kept(plan(&["memory.recompute=none"])),
+            [dense_kept, moh_kept].map(|kept| 64 * (5 * (kept + recomputable) + wide))
         );
         assert_eq!(
             kept(plan(&["memory.recompute=cheap"])),
-            [dense_kept, moh_kept].map(|kept| 64 * (5 * kept + recomputable))
+            [dense_kept, moh_kept].map(|kept| 64 * (5 * kept + recomputable + wide))
         );
         assert_eq!(
             kept(plan(&["memory.recompute=block"])),
-            [dense_kept, moh_kept].map(|kept| 64 * (4 * 256 + kept + recomputable))
+            [dense_kept, moh_kept].map(|kept| 64 * (4 * 256 + kept + recomputable + wide))
         );
         let activations = plan(&[]).stages[0].activations;
-        assert_eq!(activations.block_gradients, 64 * 4 * (2 * 64 + 3 * 172 + 64 + 64 + 64));
+        assert_eq!(activations.block_gradients, 64 * (4 * 2 * 64 + 4 * 8));
         assert_eq!(activations.logits, 64 * 512 * 4);
     }
 

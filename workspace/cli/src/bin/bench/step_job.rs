@@ -153,7 +153,7 @@ fn of_config(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
             micro_batch: arguments.batch,
             micro_batches: 1,
             document_mask: false,
-            recompute: Recompute::None,
+            recompute: Recompute::Cheap,
             balance_loss_weight: MohOptions::default().balance_loss_weight,
             optimizer: Optimizer::default(),
         },
