@@ -19,6 +19,16 @@ pub enum Error {
         /// Rows of the embedding.
         vocab_size: usize,
     },
+    /// A device that is missing, unfit or failing.
+    #[error("{device}: {operation} failed: {reason}")]
+    Device {
+        /// The device.
+        device: String,
+        /// What was tried.
+        operation: &'static str,
+        /// What the device, or its driver, says.
+        reason: String,
+    },
     /// The device has no room for a buffer.
     #[error("{device} has no room for {bytes} bytes: use a smaller micro_batch or sequence_length")]
     OutOfMemory {

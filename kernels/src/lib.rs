@@ -7,6 +7,8 @@ pub mod backend;
 pub mod cases;
 mod cpu;
 pub mod cross_entropy;
+#[cfg(gpu)]
+mod cuda;
 mod disjoint;
 mod embedding;
 mod error;
@@ -24,5 +26,7 @@ mod swiglu;
 
 pub use backend::{Backend, View, ViewMut};
 pub use cpu::Cpu;
+#[cfg(gpu)]
+pub use cuda::Cuda;
 pub use error::{Error, Result};
 pub use scalar::{DType, Element, Scalar};

@@ -4,7 +4,7 @@ use bytemuck::Pod;
 use half::bf16;
 
 /// The type of a buffer's numbers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DType {
     /// 32-bit float.
     F32,

@@ -7,7 +7,7 @@ mod reference;
 
 use half::bf16;
 use moh_kernels::cross_entropy::{HeadGradients, HeadShape, IGNORED};
-use moh_kernels::{Backend, Element, Error};
+use moh_kernels::{Backend, DType, Element, Error};
 use reference::{
     F32_TOLERANCE, Random, added, assert_close, cases, download, flat, garbage, gradient,
     operators, tolerance, upload, var, view, view_mut,
@@ -57,7 +57,9 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: HeadShape, seed
     let expected = operators::cross_entropy(&x, &weight, &targets).unwrap();
     let gradients = (&expected * f64::from(SCALE)).unwrap().backward().unwrap();
     assert_eq!(loss, loss_alone, "the loss does not depend on whether gradients are wanted");
-    assert_close("loss", &[loss as f32], &flat(&expected.unsqueeze(0).unwrap()), F32_TOLERANCE);
+    // A device may round the logits to the type of x; over the tokens most of that cancels.
+    let loss_tolerance = if T::DTYPE == DType::BF16 { 1e-4 } else { F32_TOLERANCE };
+    assert_close("loss", &[loss as f32], &flat(&expected.unsqueeze(0).unwrap()), loss_tolerance);
     let expected = gradient(&gradients, &x);
     assert_close("d_x", &download::<B, T>(device, &d_x), &expected, tolerance::<T>());
     let expected = added(&d_weight, &gradient(&gradients, &weight));
@@ -68,8 +70,8 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: HeadShape, seed
 
 #[test]
 fn loss_and_gradients_agree_over_more_than_one_chunk() {
-    // A chunk has 1024 tokens at the most.
-    let shape = HeadShape { tokens: 1100, width: 24, vocab_size: 40 };
+    // A chunk has 2048 tokens at the most.
+    let shape = HeadShape { tokens: 2100, width: 24, vocab_size: 40 };
     on_each_device!(device => agrees::<_, f32, f32>(device, shape, 1));
     on_each_device!(device => agrees::<_, bf16, f32>(device, shape, 1));
     on_each_device!(device => agrees::<_, bf16, bf16>(device, shape, 1));

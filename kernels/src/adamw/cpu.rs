@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{AdamW, clip_factor};
+use super::{AdamW, Constants, check, clip_factor};
 use crate::error::{Result, check_len};
 use crate::math::sum_of_squares;
 use crate::scalar::Element;
@@ -19,44 +19,23 @@ pub(crate) fn squared_norm<G: Element>(x: &[G], out: &mut [f64]) -> Result<()> {
     Ok(())
 }
 
-/// The constants of a step as the inner loop uses them.
-struct Constants {
+/// The constants of a step and its clipping.
+struct Rule {
+    constants: Constants,
     clip: f32,
-    keep: f32,
-    rate: f32,
-    root_correction: f32,
-    beta1: f32,
-    beta2: f32,
-    /// 1 - beta, subtracted in f64: beta2's rounding to f32 is large beside the difference.
-    share1: f32,
-    share2: f32,
-    eps: f32,
 }
 
-impl Constants {
-    fn new(step: &AdamW, squared_norm: f64) -> Self {
-        let exponent = i32::try_from(step.step).unwrap_or(i32::MAX);
-        Constants {
-            clip: clip_factor(step.clip_norm, squared_norm) as f32,
-            keep: (1.0 - step.learning_rate * step.weight_decay) as f32,
-            rate: (step.learning_rate / (1.0 - step.beta1.powi(exponent))) as f32,
-            root_correction: (1.0 / (1.0 - step.beta2.powi(exponent)).sqrt()) as f32,
-            beta1: step.beta1 as f32,
-            beta2: step.beta2 as f32,
-            share1: (1.0 - step.beta1) as f32,
-            share2: (1.0 - step.beta2) as f32,
-            eps: step.eps as f32,
-        }
-    }
-
+impl Rule {
     /// The updated parameter; `m` and `v` are updated in place.
     #[inline(always)]
     fn update(&self, parameter: f32, gradient: f32, m: &mut f32, v: &mut f32) -> f32 {
+        let Constants { keep, rate, root_correction, beta1, beta2, share1, share2, eps } =
+            self.constants;
         let gradient = gradient * self.clip;
-        *m = self.beta1 * *m + self.share1 * gradient;
-        *v = self.beta2 * *v + self.share2 * gradient * gradient;
-        let denominator = v.sqrt() * self.root_correction + self.eps;
-        parameter * self.keep - self.rate * *m / denominator
+        *m = beta1 * *m + share1 * gradient;
+        *v = beta2 * *v + share2 * gradient * gradient;
+        let denominator = v.sqrt() * root_correction + eps;
+        parameter * keep - rate * *m / denominator
     }
 }
 
@@ -70,12 +49,15 @@ pub(crate) fn adamw<T: Element, G: Element, M: Element>(
     first_moment: &mut [M],
     second_moment: &mut [M],
 ) -> Result<()> {
-    let len = gradients.len();
-    check_len("adamw", "squared_norm", squared_norm.len(), 1)?;
-    check_len("adamw", "weights", weights.len(), len)?;
-    check_len("adamw", "first_moment", first_moment.len(), len)?;
-    check_len("adamw", "second_moment", second_moment.len(), len)?;
-    let constants = Constants::new(step, squared_norm[0]);
+    check(
+        gradients.len(),
+        squared_norm.len(),
+        weights.len(),
+        master.as_ref().map(|master| master.len()),
+        [first_moment.len(), second_moment.len()],
+    )?;
+    let clip = clip_factor(step.clip_norm, squared_norm[0]) as f32;
+    let rule = Rule { constants: Constants::new(step), clip };
     let state = (
         gradients.par_chunks(CHUNK),
         first_moment.par_chunks_mut(CHUNK),
@@ -84,15 +66,14 @@ pub(crate) fn adamw<T: Element, G: Element, M: Element>(
     );
     match master {
         None => state.into_par_iter().for_each(|(g, m, v, w)| {
-            vectorized!(update_weights(&constants, g, m, v, w));
+            vectorized!(update_weights(&rule, g, m, v, w));
         }),
         Some(master) => {
-            check_len("adamw", "master", master.len(), len)?;
             (state.0, state.1, state.2, state.3, master.par_chunks_mut(CHUNK))
                 .into_par_iter()
                 .for_each(|(g, m, v, w, exact)| {
                     vectorized!({
-                        update_weights(&constants, g, m, v, exact);
+                        update_weights(&rule, g, m, v, exact);
                         for (w, &exact) in w.iter_mut().zip(&*exact) {
                             *w = T::from_f32(exact);
                         }
@@ -105,7 +86,7 @@ pub(crate) fn adamw<T: Element, G: Element, M: Element>(
 
 #[inline(always)]
 fn update_weights<W: Element, G: Element, M: Element>(
-    constants: &Constants,
+    rule: &Rule,
     gradients: &[G],
     first_moment: &mut [M],
     second_moment: &mut [M],
@@ -117,7 +98,7 @@ fn update_weights<W: Element, G: Element, M: Element>(
     for i in 0..len {
         let (mut m, mut v) = (first[i].to_f32(), second[i].to_f32());
         let gradient = gradients[i].to_f32();
-        weights[i] = W::from_f32(constants.update(weights[i].to_f32(), gradient, &mut m, &mut v));
+        weights[i] = W::from_f32(rule.update(weights[i].to_f32(), gradient, &mut m, &mut v));
         (first[i], second[i]) = (M::from_f32(m), M::from_f32(v));
     }
 }

@@ -8,6 +8,12 @@
 //! ```
 
 pub(crate) mod cpu;
+#[cfg(gpu)]
+pub(crate) mod cuda;
+
+use bytemuck::{Pod, Zeroable};
+
+use crate::error::{Result, check_len};
 
 /// Constants of one step on one range of parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -31,4 +37,50 @@ pub struct AdamW {
 /// The factor that clipping puts on every gradient, from the squared global norm.
 pub fn clip_factor(clip_norm: f64, squared_norm: f64) -> f64 {
     (clip_norm / (squared_norm.sqrt() + 1e-6)).min(1.0)
+}
+
+/// The constants as the inner loop uses them (adamw.cu has the same fields).
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+struct Constants {
+    keep: f32,
+    rate: f32,
+    root_correction: f32,
+    beta1: f32,
+    beta2: f32,
+    /// 1 - beta, subtracted in f64: beta2's rounding to f32 is large beside the difference.
+    share1: f32,
+    share2: f32,
+    eps: f32,
+}
+
+impl Constants {
+    fn new(step: &AdamW) -> Self {
+        let exponent = i32::try_from(step.step).unwrap_or(i32::MAX);
+        Constants {
+            keep: (1.0 - step.learning_rate * step.weight_decay) as f32,
+            rate: (step.learning_rate / (1.0 - step.beta1.powi(exponent))) as f32,
+            root_correction: (1.0 / (1.0 - step.beta2.powi(exponent)).sqrt()) as f32,
+            beta1: step.beta1 as f32,
+            beta2: step.beta2 as f32,
+            share1: (1.0 - step.beta1) as f32,
+            share2: (1.0 - step.beta2) as f32,
+            eps: step.eps as f32,
+        }
+    }
+}
+
+/// Checks the lengths of an update of `len` parameters.
+fn check(
+    len: usize,
+    squared_norm: usize,
+    weights: usize,
+    master: Option<usize>,
+    moments: [usize; 2],
+) -> Result<()> {
+    check_len("adamw", "squared_norm", squared_norm, 1)?;
+    check_len("adamw", "weights", weights, len)?;
+    check_len("adamw", "first_moment", moments[0], len)?;
+    check_len("adamw", "second_moment", moments[1], len)?;
+    master.map_or(Ok(()), |master| check_len("adamw", "master", master, len))
 }

@@ -9,6 +9,8 @@
 //! dS = P (dP - delta), dq = dS k / sqrt(D), dk = dS^T q / sqrt(D), dv = P^T dO.
 
 pub(crate) mod cpu;
+#[cfg(gpu)]
+pub(crate) mod cuda;
 
 use crate::backend::{Backend, View};
 use crate::error::{Result, check_len, ensure};
@@ -55,6 +57,57 @@ impl AttentionShape {
         check_len(operator, "out", out, self.tokens() * heads * head_dim)?;
         check_len(operator, "log_sum_exp", log_sum_exp, self.tokens() * heads)
     }
+
+    fn check_queries(&self, operator: &'static str, queries: usize) -> Result<()> {
+        let rows = self.tokens();
+        let width = self.heads * self.head_dim;
+        let needed = if rows == 0 { 0 } else { (rows - 1) * self.query_stride + width };
+        ensure(operator, queries >= needed, || {
+            format!("queries hold {queries} numbers, expected {needed}")
+        })
+    }
+
+    /// Keys and values in rows `row_stride` apart.
+    fn check_contiguous(
+        &self,
+        operator: &'static str,
+        keys: usize,
+        values: usize,
+        row_stride: usize,
+    ) -> Result<()> {
+        let (rows, width) = (self.batch * self.key_length, self.kv_heads * self.head_dim);
+        let needed = if rows == 0 { 0 } else { (rows - 1) * row_stride + width };
+        ensure(operator, keys >= needed && values >= needed, || {
+            format!("{keys} keys and {values} values, expected {needed}")
+        })
+    }
+
+    fn check_backward(&self, lens: &BackwardLens) -> Result<()> {
+        const OPERATOR: &str = "attention_backward";
+        let &AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = self;
+        self.check(OPERATOR, lens.out, lens.log_sum_exp)?;
+        check_len(OPERATOR, "d_out", lens.d_out, lens.out)?;
+        check_len(OPERATOR, "qkv", lens.qkv, self.tokens() * query_stride)?;
+        check_len(OPERATOR, "d_qkv", lens.d_qkv, lens.qkv)?;
+        ensure(OPERATOR, query_stride == (heads + 2 * kv_heads) * head_dim, || {
+            format!("rows of {query_stride} numbers are not packed queries, keys and values")
+        })?;
+        ensure(OPERATOR, self.key_length == self.query_length, || {
+            format!("{} queries of {} keys", self.query_length, self.key_length)
+        })?;
+        lens.delta
+            .map_or(Ok(()), |delta| check_len(OPERATOR, "delta", delta, self.tokens() * heads))
+    }
+}
+
+/// Lengths of the buffers of a backward pass.
+struct BackwardLens {
+    qkv: usize,
+    out: usize,
+    log_sum_exp: usize,
+    d_out: usize,
+    d_qkv: usize,
+    delta: Option<usize>,
 }
 
 /// Where keys and values lie.

@@ -1,8 +1,8 @@
 //! The CPU body of the fused cross-entropy.
 
-use super::{HeadGradients, HeadShape, IGNORED};
+use super::{HeadGradients, HeadShape, IGNORED, Lens, check};
 use crate::cpu::Cpu;
-use crate::error::{Error, Result, check_len, ensure};
+use crate::error::{Error, Result};
 use crate::math::{exp, sum};
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::scalar::Element;
@@ -39,13 +39,18 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
     loss: &mut [f64],
     mut gradients: Option<HeadGradients<'_, Cpu, T, G>>,
 ) -> Result<()> {
-    check(shape, x.len(), weight.len(), targets, scratch.len(), loss.len())?;
+    let found = Lens {
+        x: x.len(),
+        weight: weight.len(),
+        targets: targets.len(),
+        scratch: (scratch.len(), self::scratch(shape)),
+        loss: loss.len(),
+        gradients: gradients.as_ref().map(|g| [g.d_x.len(), g.d_weight.len()]),
+    };
+    check(shape, &found)?;
     let &HeadShape { width, vocab_size, .. } = shape;
+    check_targets(targets, vocab_size)?;
     let rows = chunk_rows(shape);
-    if let Some(gradients) = &gradients {
-        check_len("cross_entropy", "d_x", gradients.d_x.len(), x.len())?;
-        check_len("cross_entropy", "d_weight", gradients.d_weight.len(), weight.len())?;
-    }
     let weight = Matrix::new(weight, vocab_size, width);
     for (part, (x, targets)) in x.chunks(rows * width).zip(targets.chunks(rows)).enumerate() {
         let tokens = targets.len();
@@ -138,24 +143,8 @@ fn exponentials(row: &mut [f32], largest: f32) -> f32 {
     total
 }
 
-fn check(
-    shape: &HeadShape,
-    x: usize,
-    weight: usize,
-    targets: &[u32],
-    scratch_len: usize,
-    loss: usize,
-) -> Result<()> {
-    const OPERATOR: &str = "cross_entropy";
-    let &HeadShape { tokens, width, vocab_size } = shape;
-    ensure(OPERATOR, width > 0 && vocab_size > 0, || "the head is empty".into())?;
-    check_len(OPERATOR, "x", x, tokens * width)?;
-    check_len(OPERATOR, "weight", weight, vocab_size * width)?;
-    check_len(OPERATOR, "targets", targets.len(), tokens)?;
-    check_len(OPERATOR, "loss", loss, 1)?;
-    ensure(OPERATOR, scratch_len >= scratch(shape), || {
-        format!("scratch of {scratch_len} numbers, expected {}", scratch(shape))
-    })?;
+/// Refuses a target without a row.
+fn check_targets(targets: &[u32], vocab_size: usize) -> Result<()> {
     match targets.iter().find(|&&id| id != IGNORED && id as usize >= vocab_size) {
         Some(&id) => Err(Error::Vocabulary { id, vocab_size }),
         None => Ok(()),

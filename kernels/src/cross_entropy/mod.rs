@@ -6,8 +6,11 @@
 //! before it multiplies by them; sums stay f32.
 
 pub(crate) mod cpu;
+#[cfg(gpu)]
+pub(crate) mod cuda;
 
 use crate::backend::{Backend, ViewMut};
+use crate::error::{Result, check_len, ensure};
 use crate::scalar::Element;
 
 /// A target that has no loss.
@@ -32,4 +35,35 @@ pub struct HeadGradients<'a, B: Backend, T: Element, G: Element> {
     pub d_x: ViewMut<'a, B, T>,
     /// Added to; `[V, C]`.
     pub d_weight: ViewMut<'a, B, G>,
+}
+
+/// Lengths of the buffers of a call.
+struct Lens {
+    x: usize,
+    weight: usize,
+    targets: usize,
+    /// As it is, and the least.
+    scratch: (usize, usize),
+    loss: usize,
+    /// Of d_x and d_weight.
+    gradients: Option<[usize; 2]>,
+}
+
+fn check(shape: &HeadShape, lens: &Lens) -> Result<()> {
+    const OPERATOR: &str = "cross_entropy";
+    let &HeadShape { tokens, width, vocab_size } = shape;
+    ensure(OPERATOR, width > 0 && vocab_size > 0, || "the head is empty".into())?;
+    check_len(OPERATOR, "x", lens.x, tokens * width)?;
+    check_len(OPERATOR, "weight", lens.weight, vocab_size * width)?;
+    check_len(OPERATOR, "targets", lens.targets, tokens)?;
+    check_len(OPERATOR, "loss", lens.loss, 1)?;
+    let (scratch, least) = lens.scratch;
+    ensure(OPERATOR, scratch >= least, || {
+        format!("scratch of {scratch} numbers, expected {least}")
+    })?;
+    if let Some([d_x, d_weight]) = lens.gradients {
+        check_len(OPERATOR, "d_x", d_x, lens.x)?;
+        check_len(OPERATOR, "d_weight", d_weight, lens.weight)?;
+    }
+    Ok(())
 }

@@ -1,6 +1,7 @@
 //! The CPU bodies of the embedding.
 
-use crate::error::{Error, Result, check_len, ensure};
+use super::check;
+use crate::error::{Error, Result};
 use crate::scalar::Element;
 
 pub(crate) fn forward<T: Element>(
@@ -9,12 +10,10 @@ pub(crate) fn forward<T: Element>(
     table: &[T],
     out: &mut [T],
 ) -> Result<()> {
-    let rows = check_ids("embedding_forward", width, ids, table.len())?;
-    check_len("embedding_forward", "out", out.len(), ids.len() * width)?;
+    let rows = check("embedding_forward", width, ids.len(), table.len(), ("out", out.len()))?;
+    check_ids(ids, rows)?;
     for (&id, out) in ids.iter().zip(out.chunks_exact_mut(width)) {
-        let row = id as usize;
-        debug_assert!(row < rows);
-        out.copy_from_slice(&table[row * width..][..width]);
+        out.copy_from_slice(&table[id as usize * width..][..width]);
     }
     Ok(())
 }
@@ -25,8 +24,9 @@ pub(crate) fn backward<T: Element, G: Element>(
     d_out: &[T],
     d_table: &mut [G],
 ) -> Result<()> {
-    check_ids("embedding_backward", width, ids, d_table.len())?;
-    check_len("embedding_backward", "d_out", d_out.len(), ids.len() * width)?;
+    let gradient = ("d_out", d_out.len());
+    let rows = check("embedding_backward", width, ids.len(), d_table.len(), gradient)?;
+    check_ids(ids, rows)?;
     for (&id, d_out) in ids.iter().zip(d_out.chunks_exact(width)) {
         let d_row = &mut d_table[id as usize * width..][..width];
         for (slot, &gradient) in d_row.iter_mut().zip(d_out) {
@@ -36,14 +36,10 @@ pub(crate) fn backward<T: Element, G: Element>(
     Ok(())
 }
 
-/// Checks every id against the table; returns its number of rows.
-fn check_ids(operator: &'static str, width: usize, ids: &[u32], table: usize) -> Result<usize> {
-    ensure(operator, width > 0 && table.is_multiple_of(width), || {
-        format!("a table of {table} numbers does not divide into rows of {width}")
-    })?;
-    let rows = table / width;
+/// Refuses an id without a row.
+fn check_ids(ids: &[u32], rows: usize) -> Result<()> {
     match ids.iter().find(|&&id| id as usize >= rows) {
         Some(&id) => Err(Error::Vocabulary { id, vocab_size: rows }),
-        None => Ok(rows),
+        None => Ok(()),
     }
 }

@@ -1,6 +1,7 @@
 //! The CPU body of appending to the cache.
 
-use crate::error::{Result, check_len, ensure};
+use super::check;
+use crate::error::Result;
 use crate::rope::QkvShape;
 use crate::scalar::Element;
 
@@ -11,18 +12,8 @@ pub(crate) fn append<T: Element>(
     keys: &mut [T],
     values: &mut [T],
 ) -> Result<()> {
-    const OPERATOR: &str = "key_value_append";
-    shape.check(OPERATOR)?;
-    check_len(OPERATOR, "qkv", qkv.len(), shape.tokens() * shape.row())?;
-    ensure(OPERATOR, shape.batch == 1, || {
-        format!("{} sequences for the cache of one", shape.batch)
-    })?;
+    let part = check(shape, first_position, qkv.len(), keys.len().min(values.len()))?;
     let width = shape.kv_heads * shape.head_dim;
-    let end = first_position.saturating_add(shape.length).saturating_mul(width);
-    ensure(OPERATOR, keys.len() >= end && values.len() >= end, || {
-        format!("a cache of {} tokens is full", keys.len().min(values.len()) / width)
-    })?;
-    let part = first_position * width..end;
     let first = shape.heads * shape.head_dim;
     let rows = qkv
         .chunks_exact(shape.row())

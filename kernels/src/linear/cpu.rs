@@ -1,7 +1,8 @@
 //! The CPU bodies of the linear layer: matrix products on rayon's threads, straight from and into
 //! the buffers.
 
-use crate::error::{Result, check_len, ensure};
+use super::check;
+use crate::error::{Result, check_len};
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::scalar::Element;
 
@@ -54,24 +55,4 @@ pub(crate) fn backward_weight<T: Element, G: Element>(
     let x = Matrix::new(x, tokens, inputs);
     matmul_parallel(d_weight, Destination::Accumulate, 1.0, d_y, x);
     Ok(())
-}
-
-/// Checks the lengths of a layer's `[tokens, inputs]`, weight and `[tokens, outputs]`; returns
-/// (tokens, outputs).
-fn check(
-    operator: &'static str,
-    inputs: usize,
-    x: usize,
-    weight: usize,
-    y: usize,
-) -> Result<(usize, usize)> {
-    ensure(operator, inputs > 0 && weight > 0 && weight.is_multiple_of(inputs), || {
-        format!("a weight of {weight} numbers does not divide into rows of {inputs} inputs")
-    })?;
-    ensure(operator, x.is_multiple_of(inputs), || {
-        format!("{x} numbers do not divide into tokens of {inputs} inputs")
-    })?;
-    let (tokens, outputs) = (x / inputs, weight / inputs);
-    check_len(operator, "the outputs' side", y, tokens * outputs)?;
-    Ok((tokens, outputs))
 }

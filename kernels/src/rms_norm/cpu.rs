@@ -2,7 +2,8 @@
 
 use rayon::prelude::*;
 
-use crate::error::{Result, check_len, ensure};
+use super::check;
+use crate::error::{Result, check_len};
 use crate::math::{sum_of, sum_of_squares};
 use crate::scalar::Element;
 use crate::scratch::with_scratch;
@@ -102,11 +103,4 @@ fn row_backward<T: Element>(
         d_x[i] = T::from_f32(d_x[i].to_f32() + gradient);
         d_weight[i] += d_y * x * inv_rms;
     }
-}
-
-/// Checks the lengths that both passes share; returns the width.
-fn check(operator: &'static str, x: usize, width: usize, inv_rms: usize) -> Result<usize> {
-    ensure(operator, width > 0, || "weight is empty".into())?;
-    check_len(operator, "x", x, inv_rms * width)?;
-    Ok(width)
 }

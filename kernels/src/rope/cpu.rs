@@ -2,9 +2,9 @@
 
 use rayon::prelude::*;
 
-use super::{QkvShape, RopeTable};
+use super::{QkvShape, RopeTable, check};
 use crate::cpu::Cpu;
-use crate::error::{Result, check_len, ensure};
+use crate::error::{Result, check_len};
 use crate::router::RouterGradient;
 use crate::router::cpu::{self as router, CpuRouting};
 use crate::scalar::Element;
@@ -20,7 +20,7 @@ pub(crate) fn forward<T: Element>(
     qkv: &mut [T],
     routing: Option<&mut CpuRouting>,
 ) -> Result<()> {
-    check("rope_route_forward", shape, table, first_position, qkv.len())?;
+    check("rope_route_forward", shape, table_lens(table), first_position, qkv.len())?;
     if let Some(routing) = routing {
         router::forward(shape, qkv, routing)?;
     }
@@ -36,7 +36,7 @@ pub(crate) fn backward<T: Element>(
     d_qkv: &mut [T],
     gradient: Option<RouterGradient<'_, Cpu>>,
 ) -> Result<()> {
-    check("rope_route_backward", shape, table, first_position, d_qkv.len())?;
+    check("rope_route_backward", shape, table_lens(table), first_position, d_qkv.len())?;
     check_len("rope_route_backward", "qkv", qkv.len(), d_qkv.len())?;
     // A rotation keeps norms, so the router's gradient may be added in rotated coordinates.
     if let Some(gradient) = gradient {
@@ -118,22 +118,7 @@ fn rotate_head<T: Element>(
     }
 }
 
-fn check(
-    operator: &'static str,
-    shape: &QkvShape,
-    table: RopeTable<'_, Cpu>,
-    first_position: usize,
-    qkv: usize,
-) -> Result<()> {
-    shape.check(operator)?;
-    check_len(operator, "qkv", qkv, shape.tokens() * shape.row())?;
-    let end = first_position.saturating_add(shape.length);
-    let needed = end.saturating_mul(shape.head_dim / 2);
-    ensure(operator, table.cos.len() >= needed && table.sin.len() == table.cos.len(), || {
-        format!(
-            "the table holds {} cosines and {} sines, expected {needed} for {end} positions",
-            table.cos.len(),
-            table.sin.len()
-        )
-    })
+/// Cosines and sines.
+fn table_lens(table: RopeTable<'_, Cpu>) -> [usize; 2] {
+    [table.cos.len(), table.sin.len()]
 }

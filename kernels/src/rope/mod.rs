@@ -5,9 +5,11 @@
 //! routes the queries before it does ([`crate::router`]).
 
 pub(crate) mod cpu;
+#[cfg(gpu)]
+pub(crate) mod cuda;
 
 use crate::backend::{Backend, View};
-use crate::error::{Result, ensure};
+use crate::error::{Result, check_len, ensure};
 
 /// Shape of the packed queries, keys and values of a micro-batch: `[B*T, (H + 2G) * D]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,3 +69,22 @@ impl<B: Backend> Clone for RopeTable<'_, B> {
 }
 
 impl<B: Backend> Copy for RopeTable<'_, B> {}
+
+/// Checks a shape, the length of its `qkv`, and that the table's cosines and sines cover it.
+fn check(
+    operator: &'static str,
+    shape: &QkvShape,
+    [cos, sin]: [usize; 2],
+    first_position: usize,
+    qkv: usize,
+) -> Result<()> {
+    shape.check(operator)?;
+    check_len(operator, "qkv", qkv, shape.tokens() * shape.row())?;
+    let end = first_position.saturating_add(shape.length);
+    let needed = end.saturating_mul(shape.head_dim / 2);
+    ensure(operator, cos >= needed && sin == cos, || {
+        format!(
+            "the table holds {cos} cosines and {sin} sines, expected {needed} for {end} positions"
+        )
+    })
+}

@@ -13,6 +13,8 @@
 //! query of norm 0.
 
 pub(crate) mod cpu;
+#[cfg(gpu)]
+pub(crate) mod cuda;
 
 use crate::backend::{Backend, View};
 use crate::error::{Result, ensure};

@@ -2,7 +2,8 @@
 
 use rayon::prelude::*;
 
-use crate::error::{Result, check_len, ensure};
+use super::check;
+use crate::error::Result;
 use crate::math::sigmoid;
 use crate::scalar::Element;
 use crate::simd::vectorized;
@@ -73,11 +74,4 @@ fn backward_one<T: Element>(gate: T, up: T, d_out: T) -> (T, T, T) {
     let s = sigmoid(gate);
     let d_gate = d_out * up * s * (1.0 + gate * (1.0 - s));
     (T::from_f32(d_gate), T::from_f32(d_out * gate * s), T::from_f32(gate * s * up))
-}
-
-fn check(operator: &'static str, width: usize, gate_up: usize, out: usize) -> Result<()> {
-    ensure(operator, width > 0 && out.is_multiple_of(width), || {
-        format!("{out} numbers do not divide into tokens of {width}")
-    })?;
-    check_len(operator, "gate_up", gate_up, 2 * out)
 }

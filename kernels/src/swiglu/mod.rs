@@ -5,3 +5,14 @@
 //! the largest tensor that a block would otherwise keep beside gate and up.
 
 pub(crate) mod cpu;
+#[cfg(gpu)]
+pub(crate) mod cuda;
+
+use crate::error::{Result, check_len, ensure};
+
+fn check(operator: &'static str, width: usize, gate_up: usize, out: usize) -> Result<()> {
+    ensure(operator, width > 0 && out.is_multiple_of(width), || {
+        format!("{out} numbers do not divide into tokens of {width}")
+    })?;
+    check_len(operator, "gate_up", gate_up, 2 * out)
+}

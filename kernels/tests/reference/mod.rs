@@ -29,8 +29,15 @@ pub const VANISHING: f64 = 1e-3;
 #[macro_export]
 macro_rules! on_each_device {
     ($device:ident => $body:expr) => {{
-        let $device = &moh_kernels::Cpu;
-        $body;
+        {
+            let $device = &moh_kernels::Cpu;
+            $body;
+        }
+        #[cfg(feature = "cuda-emulator")]
+        {
+            let $device = &moh_kernels::Cuda::emulated();
+            $body;
+        }
     }};
 }
 

@@ -8,9 +8,9 @@ use super::lanes::{KEYS, Lanes, padded_rows};
 use super::problem::{Problem, Row};
 use super::tile::{BackwardTile, Head};
 use super::{for_each_task, for_each_tile, product};
-use crate::attention::{AttentionShape, KeyValues};
+use crate::attention::{AttentionShape, BackwardLens, KeyValues};
 use crate::disjoint::DisjointColumns;
-use crate::error::{Result, check_len, ensure};
+use crate::error::Result;
 use crate::scalar::Element;
 use crate::scratch::with_scratch;
 
@@ -31,23 +31,17 @@ pub(crate) fn backward<T: Element>(
     d_qkv: &mut [T],
     delta: Option<&mut [f32]>,
 ) -> Result<()> {
-    const OPERATOR: &str = "attention_backward";
     let shape = problem.shape;
-    let AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = shape;
-    shape.check(OPERATOR, saved.out.len(), saved.log_sum_exp.len())?;
-    problem.check(OPERATOR)?;
-    check_len(OPERATOR, "d_out", saved.d_out.len(), saved.out.len())?;
-    check_len(OPERATOR, "qkv", saved.qkv.len(), shape.tokens() * query_stride)?;
-    check_len(OPERATOR, "d_qkv", d_qkv.len(), saved.qkv.len())?;
-    ensure(OPERATOR, query_stride == (heads + 2 * kv_heads) * head_dim, || {
-        format!("rows of {query_stride} numbers are not packed queries, keys and values")
+    let AttentionShape { heads, query_stride, .. } = shape;
+    shape.check_backward(&BackwardLens {
+        qkv: saved.qkv.len(),
+        out: saved.out.len(),
+        log_sum_exp: saved.log_sum_exp.len(),
+        d_out: saved.d_out.len(),
+        d_qkv: d_qkv.len(),
+        delta: delta.as_ref().map(|delta| delta.len()),
     })?;
-    ensure(OPERATOR, shape.key_length == shape.query_length, || {
-        format!("{} queries of {} keys", shape.query_length, shape.key_length)
-    })?;
-    if let Some(delta) = &delta {
-        check_len(OPERATOR, "delta", delta.len(), shape.tokens() * heads)?;
-    }
+    problem.check("attention_backward")?;
     if d_qkv.is_empty() {
         return Ok(());
     }

@@ -4,7 +4,7 @@ use pulp::Arch;
 
 use super::gather::{gather_columns, gather_key_values};
 use super::lanes::{KEYS, Lanes, padded_rows};
-use super::problem::{Problem, Row, check_key_values, check_queries};
+use super::problem::{Problem, Row, check_key_values};
 use super::tile::{ForwardTile, Head};
 use super::{for_each_task, for_each_tile, product};
 use crate::attention::KeyValues;
@@ -28,7 +28,7 @@ pub(crate) fn forward<T: Element>(
     shape.check(OPERATOR, out.len(), log_sum_exp.len())?;
     problem.check(OPERATOR)?;
     check_key_values(OPERATOR, &shape, key_values)?;
-    check_queries(OPERATOR, &shape, queries.len())?;
+    shape.check_queries(OPERATOR, queries.len())?;
     if out.is_empty() {
         return Ok(());
     }

@@ -120,37 +120,19 @@ pub(super) fn check_key_values<T: Element>(
     shape: &AttentionShape,
     key_values: KeyValues<'_, Cpu, T>,
 ) -> Result<()> {
-    let width = shape.kv_heads * shape.head_dim;
-    let (keys, values, needed) = match key_values {
+    match key_values {
         KeyValues::Contiguous { keys, values, row_stride } => {
-            let rows = shape.batch * shape.key_length;
-            (keys, values, if rows == 0 { 0 } else { (rows - 1) * row_stride + width })
+            shape.check_contiguous(operator, keys.len(), values.len(), row_stride)
         }
         KeyValues::Paged { keys, values, block_table, block_length } => {
             ensure(operator, block_length > 0, || "blocks of no token".into())?;
             let blocks = shape.batch * shape.key_length.div_ceil(block_length);
             check_len(operator, "block_table", block_table.len(), blocks)?;
             let blocks = block_table.iter().max().map_or(0, |&block| block as usize + 1);
-            (keys, values, blocks * block_length * width)
+            let needed = blocks * block_length * shape.kv_heads * shape.head_dim;
+            ensure(operator, keys.len() >= needed && values.len() >= needed, || {
+                format!("{} keys and {} values, expected {needed}", keys.len(), values.len())
+            })
         }
-    };
-    ensure(operator, keys.len() >= needed && values.len() >= needed, || {
-        format!("{} keys and {} values, expected {needed}", keys.len(), values.len())
-    })
-}
-
-pub(super) fn check_queries(
-    operator: &'static str,
-    shape: &AttentionShape,
-    queries: usize,
-) -> Result<()> {
-    let tokens = shape.tokens();
-    let needed = if tokens == 0 {
-        0
-    } else {
-        (tokens - 1) * shape.query_stride + shape.heads * shape.head_dim
-    };
-    ensure(operator, queries >= needed, || {
-        format!("queries hold {queries} numbers, expected {needed}")
-    })
+    }
 }

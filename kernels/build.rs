@@ -1,0 +1,80 @@
+//! Compiles the CUDA kernels: with nvcc for the feature `cuda`, for the CPU with the C++ compiler
+//! for the feature `cuda-emulator`.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The unit that includes all kernels.
+const KERNELS: &str = "src/cuda/kernels.cu";
+/// Generations that the kernels are compiled for where MOH_CUDA_ARCHITECTURES does not say: Ampere,
+/// as machine code and for GPUs to come, and Hopper.
+const ARCHITECTURES: &str = "80,90a";
+
+fn main() {
+    println!("cargo::rustc-check-cfg=cfg(gpu)");
+    println!("cargo::rerun-if-changed=src");
+    for variable in ["CUDA_HOME", "CUDA_PATH", "MOH_CUDA_ARCHITECTURES", "CXX", "PATH"] {
+        println!("cargo::rerun-if-env-changed={variable}");
+    }
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    let has = |feature: &str| std::env::var_os(format!("CARGO_FEATURE_{feature}")).is_some();
+    let (gpu, emulator) = (has("CUDA"), has("CUDA_EMULATOR"));
+    if gpu || emulator {
+        println!("cargo::rustc-cfg=gpu");
+    }
+    if gpu {
+        compile_for_gpus(&out.join("kernels.fatbin"));
+    }
+    if emulator {
+        compile_for_the_cpu(&out);
+    }
+}
+
+/// Runs a command; its failure is the build's.
+fn run(command: &mut Command, advice: &str) {
+    match command.status() {
+        Ok(status) if status.success() => {}
+        Ok(status) => panic!("{command:?} failed: {status}"),
+        Err(error) => panic!("{command:?} cannot be started: {error}; {advice}"),
+    }
+}
+
+fn compile_for_gpus(out: &Path) {
+    let root = ["CUDA_HOME", "CUDA_PATH"].iter().find_map(std::env::var_os).map(PathBuf::from);
+    let nvcc = root.as_ref().map_or("nvcc".into(), |root| root.join("bin/nvcc"));
+    let architectures =
+        std::env::var("MOH_CUDA_ARCHITECTURES").unwrap_or_else(|_| ARCHITECTURES.into());
+    let mut command = Command::new(nvcc);
+    command.args(["-O3", "-std=c++17", "-fatbin", "-o"]).arg(out).arg(KERNELS);
+    if let Some(root) = root {
+        command.arg("-I").arg(root.join("include/cccl"));
+    }
+    for architecture in architectures.split(',') {
+        let real = format!("arch=compute_{architecture},code=sm_{architecture}");
+        command.arg(format!("-gencode={real}"));
+        // Code of an architecture with a letter runs on that one alone; the others' also serves
+        // later GPUs, whose driver compiles it.
+        if architecture.bytes().all(|byte| byte.is_ascii_digit()) {
+            let later = format!("arch=compute_{architecture},code=compute_{architecture}");
+            command.arg(format!("-gencode={later}"));
+        }
+    }
+    run(
+        &mut command,
+        "set CUDA_HOME to a CUDA 13 toolkit, or get a compiler by tools/cuda-toolchain",
+    );
+}
+
+fn compile_for_the_cpu(out: &Path) {
+    let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
+    let (object, library) = (out.join("kernels.o"), out.join("libmoh_emulated.a"));
+    let mut command = Command::new(compiler);
+    command.args(["-x", "c++", "-std=c++17", "-O2", "-Wno-unknown-pragmas", "-fPIC", "-c"]);
+    run(command.arg(KERNELS).arg("-o").arg(&object), "install a C++ compiler, or set CXX");
+    // A fresh archive: `ar` would keep what an earlier one held.
+    let _ = std::fs::remove_file(&library);
+    run(Command::new("ar").arg("crs").arg(&library).arg(&object), "install binutils");
+    println!("cargo::rustc-link-search=native={}", out.display());
+    println!("cargo::rustc-link-lib=static:+whole-archive=moh_emulated");
+    println!("cargo::rustc-link-lib=stdc++");
+}

@@ -1,0 +1,41 @@
+// What every kernel needs: bf16, packing of bf16 pairs, reductions over a warp.
+//
+// The sources compile as CUDA and, through emulated.h, as C++ that runs on the CPU.
+#pragma once
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <stdint.h>
+// Declares `name`, a pointer to the block's dynamic shared memory, 1024-byte aligned.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
+#else
+#include "emulated.h"
+#endif
+
+using bf16 = __nv_bfloat16;
+using bf16x2 = __nv_bfloat162;
+
+constexpr unsigned ALL_LANES = 0xffffffffu;
+
+// Two numbers as one register, the first in the low half.
+static __device__ __forceinline__ uint32_t pack_bf16x2(float first, float second) {
+    bf16x2 pair = __floats2bfloat162_rn(first, second);
+    return uint32_t(__bfloat16_as_ushort(pair.y)) << 16 | __bfloat16_as_ushort(pair.x);
+}
+
+static __device__ __forceinline__ float2 unpack_bf16x2(uint32_t pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
+static __device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int bits = 16; bits > 0; bits /= 2) value += __shfl_xor_sync(ALL_LANES, value, bits);
+    return value;
+}
+
+static __device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+    for (int bits = 16; bits > 0; bits /= 2)
+        value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, bits));
+    return value;
+}

@@ -1,0 +1,81 @@
+//! What the operators need of a device. Addresses are the device's own; kernels and products run in
+//! the order in which they are asked for, and later than the call that asks.
+
+use crate::error::Result;
+use crate::scalar::DType;
+
+/// A device's memory, kernels and matrix products.
+pub(crate) trait Device: Send + Sync {
+    /// A name for messages.
+    fn name(&self) -> String;
+
+    /// Memory filled with zeros, aligned to 256 bytes.
+    fn allocate(&self, bytes: usize) -> Result<u64>;
+
+    /// Gives memory back, once the work so far is done.
+    fn free(&self, address: u64, bytes: usize);
+
+    /// Copies from the host; `source` may be reused when the call returns.
+    fn upload(&self, source: &[u8], to: u64) -> Result<()>;
+
+    /// Waits for the work so far and copies to the host.
+    fn download(&self, from: u64, destination: &mut [u8]) -> Result<()>;
+
+    /// Copies within the device.
+    fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()>;
+
+    /// Fills with zeros.
+    fn zero(&self, at: u64, bytes: usize) -> Result<()>;
+
+    /// Waits for the work so far.
+    fn synchronize(&self) -> Result<()>;
+
+    /// Runs a kernel of `threads` threads a block, whose one parameter is a structure with these
+    /// bytes.
+    fn launch(
+        &self,
+        kernel: &str,
+        grid: [u32; 3],
+        threads: u32,
+        shared_bytes: u32,
+        parameters: &[u8],
+    ) -> Result<()>;
+
+    /// Runs a matrix product.
+    fn gemm(&self, gemm: &Gemm) -> Result<()>;
+}
+
+/// A row-major matrix in a device's memory, as it takes part in a product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Operand {
+    pub address: u64,
+    pub dtype: DType,
+    /// Rows and columns of the matrix that is multiplied, which are those in memory, swapped where
+    /// `transposed`.
+    pub rows: usize,
+    pub columns: usize,
+    /// Whether memory holds the transpose.
+    pub transposed: bool,
+}
+
+impl Operand {
+    /// `rows` x `columns` numbers as they lie in memory.
+    pub(crate) fn new(address: u64, dtype: DType, rows: usize, columns: usize) -> Self {
+        Operand { address, dtype, rows, columns, transposed: false }
+    }
+
+    /// The transpose, without moving a number.
+    pub(crate) fn transposed(self) -> Self {
+        Operand { rows: self.columns, columns: self.rows, transposed: !self.transposed, ..self }
+    }
+}
+
+/// `out = left right`, plus what `addend` says; sums in f32.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Gemm {
+    pub out: Operand,
+    pub left: Operand,
+    pub right: Operand,
+    /// Address of a matrix of out's shape and type that is added; it may be out's own.
+    pub addend: Option<u64>,
+}

@@ -1,0 +1,249 @@
+//! A GPU through CUDA's driver, loaded when it is first asked for.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::{CudaContext, DriverError, result, sys};
+
+use super::device::{Device, Gemm};
+use super::products::Products;
+use crate::error::{Error, Result};
+
+/// The kernels, compiled for several generations of GPUs (build.rs).
+static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
+
+/// Dynamic shared memory beyond which a kernel must ask for it.
+const SMALL_SHARED: u32 = 48 << 10;
+/// Compute capability that the kernels need at least.
+const LEAST_CAPABILITY: i32 = 8;
+
+/// A GPU, one stream on it, and the kernels.
+pub(super) struct Driver {
+    name: String,
+    context: Arc<CudaContext>,
+    stream: sys::CUstream,
+    module: sys::CUmodule,
+    functions: Mutex<HashMap<String, Function>>,
+    products: Mutex<Products>,
+}
+
+#[derive(Clone, Copy)]
+struct Function {
+    handle: sys::CUfunction,
+    /// Dynamic shared memory that it may have.
+    shared_bytes: u32,
+}
+
+// SAFETY: the driver's handles may be used by any thread to which the context is bound, which every
+// method does first.
+#[allow(unsafe_code)]
+unsafe impl Send for Driver {}
+// SAFETY: as above; what changes is behind locks.
+#[allow(unsafe_code)]
+unsafe impl Sync for Driver {}
+
+fn failed(device: &str, operation: &'static str, error: impl std::fmt::Display) -> Error {
+    Error::Device { device: device.into(), operation, reason: error.to_string() }
+}
+
+impl Driver {
+    /// GPU number `ordinal`, with the kernels loaded.
+    pub(super) fn new(ordinal: usize) -> Result<Self> {
+        let name = format!("GPU {ordinal}");
+        // SAFETY: looks for shared libraries by name and nothing else.
+        #[allow(unsafe_code)]
+        let (driver, blas) =
+            unsafe { (sys::is_culib_present(), cudarc::cublaslt::sys::is_culib_present()) };
+        let missing = |library| failed(&name, "start", format!("{library} was not found"));
+        if !driver {
+            return Err(missing("NVIDIA's driver (libcuda.so.1)"));
+        }
+        if !blas {
+            return Err(missing(
+                "cuBLASLt (libcublasLt.so.13; LD_LIBRARY_PATH says where to look)",
+            ));
+        }
+        let start = |error: DriverError| failed(&name, "start", error);
+        let context = CudaContext::new(ordinal).map_err(start)?;
+        let name = context.name().map_or(name.clone(), |model| format!("{name} ({model})"));
+        let start = |error: DriverError| failed(&name, "start", error);
+        let major = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
+        let capability = context.attribute(major).map_err(start)?;
+        if capability < LEAST_CAPABILITY {
+            let reason = format!(
+                "compute capability {capability} is less than {LEAST_CAPABILITY}, Ampere's"
+            );
+            return Err(failed(&name, "start", reason));
+        }
+        let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
+        let stream = stream.map_err(start)?;
+        // SAFETY: the image is a whole fat binary, which the build made.
+        #[allow(unsafe_code)]
+        let module = unsafe { result::module::load_data(KERNELS.as_ptr().cast()) };
+        let module = module.map_err(|error| failed(&name, "loading the kernels", error))?;
+        let products = Mutex::new(Products::new(&name)?);
+        Ok(Driver { name, context, stream, module, functions: Mutex::default(), products })
+    }
+
+    /// Binds the GPU to this thread and runs `work`.
+    fn run<R>(
+        &self,
+        operation: &'static str,
+        work: impl FnOnce() -> std::result::Result<R, DriverError>,
+    ) -> Result<R> {
+        let bound = self.context.bind_to_thread();
+        bound.and_then(|()| work()).map_err(|error| failed(&self.name, operation, error))
+    }
+
+    /// The kernel of that name, allowed as much dynamic shared memory as asked for.
+    fn function(&self, kernel: &str, shared_bytes: u32) -> Result<sys::CUfunction> {
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = functions.get(kernel).filter(|f| f.shared_bytes >= shared_bytes) {
+            return Ok(function.handle);
+        }
+        let name = CString::new(kernel).map_err(|error| failed(&self.name, "launch", error))?;
+        let handle = self.run("looking for a kernel", || {
+            // SAFETY: the module stays loaded as long as the program runs.
+            #[allow(unsafe_code)]
+            unsafe {
+                let handle = result::module::get_function(self.module, name)?;
+                if shared_bytes > SMALL_SHARED {
+                    use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                    result::function::set_function_attribute(
+                        handle,
+                        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                        shared_bytes as i32,
+                    )?;
+                }
+                Ok(handle)
+            }
+        })?;
+        let shared_bytes = shared_bytes.max(SMALL_SHARED);
+        functions.insert(kernel.to_owned(), Function { handle, shared_bytes });
+        Ok(handle)
+    }
+}
+
+impl Device for Driver {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<u64> {
+        let address = self.run("allocation", || {
+            // SAFETY: the size is not 0.
+            #[allow(unsafe_code)]
+            unsafe {
+                result::malloc_sync(bytes.max(1))
+            }
+        });
+        let full = |_| Error::OutOfMemory { device: self.name(), bytes };
+        let address = address.map_err(full)?;
+        self.zero(address, bytes)?;
+        Ok(address)
+    }
+
+    fn free(&self, address: u64, _bytes: usize) {
+        // A device that fails here has failed before; a destructor has nobody to tell.
+        let _ = self.run("giving memory back", || {
+            // SAFETY: `allocate` gave the address; the driver waits for work that uses it.
+            #[allow(unsafe_code)]
+            unsafe {
+                result::stream::synchronize(self.stream)?;
+                result::free_sync(address)
+            }
+        });
+    }
+
+    fn upload(&self, source: &[u8], to: u64) -> Result<()> {
+        self.run("upload", || {
+            // SAFETY: `to` comes from a view of as many bytes; the wait ends the source's use.
+            #[allow(unsafe_code)]
+            unsafe {
+                result::memcpy_htod_async(to, source, self.stream)?;
+                result::stream::synchronize(self.stream)
+            }
+        })
+    }
+
+    fn download(&self, from: u64, destination: &mut [u8]) -> Result<()> {
+        self.run("download", || {
+            // SAFETY: `from` comes from a view of as many bytes; the wait ends the copy.
+            #[allow(unsafe_code)]
+            unsafe {
+                result::memcpy_dtoh_async(destination, from, self.stream)?;
+                result::stream::synchronize(self.stream)
+            }
+        })
+    }
+
+    fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
+        self.run("copy", || {
+            // SAFETY: both addresses come from views of as many bytes.
+            #[allow(unsafe_code)]
+            unsafe {
+                result::memcpy_dtod_async(to, from, bytes, self.stream)
+            }
+        })
+    }
+
+    fn zero(&self, at: u64, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.run("zero", || {
+            // SAFETY: the address comes from a view of as many bytes.
+            #[allow(unsafe_code)]
+            unsafe {
+                result::memset_d8_async(at, 0, bytes, self.stream)
+            }
+        })
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.run("synchronisation", || {
+            // SAFETY: the stream lives as long as the device.
+            #[allow(unsafe_code)]
+            unsafe {
+                result::stream::synchronize(self.stream)
+            }
+        })
+    }
+
+    fn launch(
+        &self,
+        kernel: &str,
+        grid: [u32; 3],
+        threads: u32,
+        shared_bytes: u32,
+        parameters: &[u8],
+    ) -> Result<()> {
+        let function = self.function(kernel, shared_bytes)?;
+        let [x, y, z] = grid;
+        self.run("launch", || {
+            // SAFETY: the kernel of that name takes the one structure that its operator passes,
+            // which the driver copies; its addresses come from views of checked lengths.
+            #[allow(unsafe_code)]
+            unsafe {
+                let mut arguments = [parameters.as_ptr() as *mut c_void];
+                let blocks = (x, y, z);
+                let stream = self.stream;
+                result::launch_kernel(
+                    function,
+                    blocks,
+                    (threads, 1, 1),
+                    shared_bytes,
+                    stream,
+                    &mut arguments,
+                )
+            }
+        })
+    }
+
+    fn gemm(&self, gemm: &Gemm) -> Result<()> {
+        self.run("gemm", || Ok(()))?;
+        let mut products = self.products.lock().unwrap_or_else(PoisonError::into_inner);
+        products.run(gemm, self.stream).map_err(|error| failed(&self.name, "gemm", error))
+    }
+}

@@ -1,0 +1,159 @@
+//! The kernels, compiled for the CPU and run there block after block (`emulated.h`). Addresses are
+//! the host's.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ffi::{CString, c_char, c_void};
+
+use half::bf16;
+
+use super::device::{Device, Gemm, Operand};
+use crate::error::{Error, Result};
+use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
+use crate::scalar::{DType, Element};
+
+/// The host's memory as a device's.
+pub(super) struct Emulator;
+
+const ALIGNMENT: usize = 256;
+
+#[allow(unsafe_code)]
+unsafe extern "C" {
+    /// Runs a kernel; false where there is none of that name (kernels.cu).
+    fn emulated_launch(
+        name: *const c_char,
+        grid: *const u32,
+        threads: u32,
+        shared_bytes: u32,
+        parameters: *mut c_void,
+    ) -> bool;
+}
+
+impl Emulator {
+    fn layout(bytes: usize) -> Option<Layout> {
+        Layout::from_size_align(bytes.max(1), ALIGNMENT).ok()
+    }
+
+    fn error(&self, operation: &'static str, reason: impl Into<String>) -> Error {
+        Error::Device { device: self.name(), operation, reason: reason.into() }
+    }
+}
+
+impl Device for Emulator {
+    fn name(&self) -> String {
+        "the emulated GPU".into()
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<u64> {
+        // SAFETY: the layout's size is not 0.
+        #[allow(unsafe_code)]
+        let start = Self::layout(bytes).map(|layout| unsafe { alloc_zeroed(layout) });
+        match start {
+            Some(start) if !start.is_null() => Ok(start as u64),
+            _ => Err(Error::OutOfMemory { device: self.name(), bytes }),
+        }
+    }
+
+    fn free(&self, address: u64, bytes: usize) {
+        if let Some(layout) = Self::layout(bytes) {
+            // SAFETY: `allocate` gave the address for a layout of as many bytes.
+            #[allow(unsafe_code)]
+            unsafe {
+                dealloc(address as *mut u8, layout);
+            }
+        }
+    }
+
+    fn upload(&self, source: &[u8], to: u64) -> Result<()> {
+        self.copy(source.as_ptr() as u64, to, source.len())
+    }
+
+    fn download(&self, from: u64, destination: &mut [u8]) -> Result<()> {
+        self.copy(from, destination.as_mut_ptr() as u64, destination.len())
+    }
+
+    fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
+        // SAFETY: both addresses come from views, or slices, of as many bytes.
+        #[allow(unsafe_code)]
+        unsafe {
+            std::ptr::copy(from as *const u8, to as *mut u8, bytes);
+        }
+        Ok(())
+    }
+
+    fn zero(&self, at: u64, bytes: usize) -> Result<()> {
+        // SAFETY: the address comes from a view of as many bytes.
+        #[allow(unsafe_code)]
+        unsafe {
+            std::ptr::write_bytes(at as *mut u8, 0, bytes);
+        }
+        Ok(())
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn launch(
+        &self,
+        kernel: &str,
+        grid: [u32; 3],
+        threads: u32,
+        shared_bytes: u32,
+        parameters: &[u8],
+    ) -> Result<()> {
+        let name = CString::new(kernel).map_err(|_| self.error("launch", "a zero in a name"))?;
+        // The structure's alignment is at most 8; a vector of bytes may have less.
+        let mut aligned = vec![0u64; parameters.len().div_ceil(8)];
+        bytemuck::cast_slice_mut(&mut aligned)[..parameters.len()].copy_from_slice(parameters);
+        // SAFETY: the kernel of that name takes the structure that its operator passes, whose
+        // addresses come from views of the lengths that the operator checked.
+        #[allow(unsafe_code)]
+        let found = unsafe {
+            let parameters = aligned.as_mut_ptr().cast();
+            emulated_launch(name.as_ptr(), grid.as_ptr(), threads, shared_bytes, parameters)
+        };
+        if found { Ok(()) } else { Err(self.error("launch", format!("no kernel {kernel}"))) }
+    }
+
+    fn gemm(&self, gemm: &Gemm) -> Result<()> {
+        match (gemm.left.dtype, gemm.out.dtype) {
+            (DType::F32, DType::F32) => product::<f32, f32>(gemm),
+            (DType::F32, DType::BF16) => product::<f32, bf16>(gemm),
+            (DType::BF16, DType::F32) => product::<bf16, f32>(gemm),
+            (DType::BF16, DType::BF16) => product::<bf16, bf16>(gemm),
+            types => return Err(self.error("gemm", format!("no product of {types:?}"))),
+        }
+        Ok(())
+    }
+}
+
+fn product<T: Element, O: Element>(gemm: &Gemm) {
+    let (rows, columns) = (gemm.out.rows, gemm.out.columns);
+    // SAFETY: operators make operands of views of rows x columns numbers; out is the only access
+    // to its numbers, but for an addend in the same place, of which no slice is made.
+    #[allow(unsafe_code)]
+    let (out, addend) = unsafe {
+        let slice = |address: u64| std::slice::from_raw_parts(address as *const O, rows * columns);
+        let out = std::slice::from_raw_parts_mut(gemm.out.address as *mut O, rows * columns);
+        (out, gemm.addend.filter(|&addend| addend != gemm.out.address).map(slice))
+    };
+    let destination = match (gemm.addend, addend) {
+        (None, _) => Destination::Overwrite,
+        (Some(_), None) => Destination::Accumulate,
+        (Some(_), Some(addend)) => Destination::AddTo(Matrix::new(addend, rows, columns)),
+    };
+    let out = MatrixMut::new(out, rows, columns);
+    matmul_parallel(out, destination, 1.0, matrix::<T>(&gemm.left), matrix::<T>(&gemm.right));
+}
+
+fn matrix<T: Element>(operand: &Operand) -> Matrix<'_, T> {
+    let Operand { address, rows, columns, transposed, .. } = *operand;
+    // SAFETY: as in `product`.
+    #[allow(unsafe_code)]
+    let numbers = unsafe { std::slice::from_raw_parts(address as *const T, rows * columns) };
+    if transposed {
+        Matrix::new(numbers, columns, rows).transposed()
+    } else {
+        Matrix::new(numbers, rows, columns)
+    }
+}

@@ -1,0 +1,60 @@
+//! Launching kernels.
+
+use bytemuck::Pod;
+
+use super::Cuda;
+use crate::error::Result;
+use crate::scalar::{DType, Element};
+
+/// Threads of a block, in every kernel that does not say otherwise (`operators.cuh`).
+pub(crate) const THREADS: usize = 256;
+
+/// Blocks that give `count` threads, at the most as many as fill a large GPU some times over.
+pub(crate) fn blocks(count: usize) -> usize {
+    const MOST: usize = 4096;
+    count.div_ceil(THREADS).clamp(1, MOST)
+}
+
+fn suffix<T: Element>() -> &'static str {
+    match T::DTYPE {
+        DType::BF16 => "bf16",
+        // The only other type that operators compute in.
+        _ => "f32",
+    }
+}
+
+/// The name of a kernel for numbers of type `T`.
+pub(crate) fn name<T: Element>(kernel: &str) -> String {
+    format!("{kernel}_{}", suffix::<T>())
+}
+
+impl Cuda {
+    /// Runs a kernel on `grid` blocks; none where one of its sizes is 0.
+    pub(crate) fn launch<P: Pod>(
+        &self,
+        kernel: &str,
+        grid: [usize; 2],
+        shared_bytes: usize,
+        parameters: &P,
+    ) -> Result<()> {
+        self.launch_blocks_of(THREADS, kernel, [grid[0], grid[1], 1], shared_bytes, parameters)
+    }
+
+    /// As [`Cuda::launch`], with blocks of `threads` threads.
+    pub(crate) fn launch_blocks_of<P: Pod>(
+        &self,
+        threads: usize,
+        kernel: &str,
+        grid: [usize; 3],
+        shared_bytes: usize,
+        parameters: &P,
+    ) -> Result<()> {
+        if grid.contains(&0) {
+            return Ok(());
+        }
+        // Grids come from shapes whose buffers exist, far below 2^32 blocks.
+        let grid = grid.map(|size| size as u32);
+        let bytes = bytemuck::bytes_of(parameters);
+        self.device().launch(kernel, grid, threads as u32, shared_bytes as u32, bytes)
+    }
+}

@@ -1,0 +1,92 @@
+// The embedding, a block for each token.
+#include "../cuda/operators.cuh"
+
+namespace embedding {
+
+struct Parameters {
+    const uint32_t* ids;
+    // Forward: the table and the rows read from it. Backward: its gradient and theirs.
+    void* table;
+    void* rows;
+    uint64_t tokens;
+    uint64_t width;
+    uint64_t vocab_size;
+};
+
+// An id without a row reads zeros: the host checks ids before they get here, and a kernel must not
+// read beyond its table whatever it is given.
+template <class T> __device__ void forward(const Parameters& p) {
+    const uint32_t id = p.ids[blockIdx.x];
+    const T* row = static_cast<const T*>(p.table) + uint64_t(id) * p.width;
+    T* out = static_cast<T*>(p.rows) + blockIdx.x * p.width;
+    for (uint64_t i = threadIdx.x; i < p.width; i += THREADS) {
+        out[i] = id < p.vocab_size ? row[i] : from_float<T>(0.0f);
+    }
+}
+
+// Whether `id` stands among the tokens before `end`.
+__device__ __forceinline__ bool seen_before(const uint32_t* ids, uint64_t end, uint32_t id) {
+    int found = 0;
+    for (uint64_t i = threadIdx.x; i < end; i += THREADS) {
+        found |= ids[i] == id;
+    }
+    return block_sum(found) > 0;
+}
+
+// Columns that a thread sums in registers at a time.
+constexpr int COLUMNS = 8;
+
+// Adds the gradients of all tokens with this id, in their order, to a part of its row.
+template <class T, class G>
+__device__ void add_rows(const Parameters& p, uint32_t id, uint64_t first_column) {
+    __shared__ uint32_t matches[THREADS / 32];
+    float sums[COLUMNS] = {};
+    for (uint64_t start = blockIdx.x; start < p.tokens; start += THREADS) {
+        const uint64_t token = start + threadIdx.x;
+        const bool match = token < p.tokens && p.ids[token] == id;
+        const uint32_t ballot = __ballot_sync(0xffffffffu, match);
+        __syncthreads();
+        if (threadIdx.x % 32 == 0) {
+            matches[threadIdx.x / 32] = ballot;
+        }
+        __syncthreads();
+        for (int warp = 0; warp < THREADS / 32; warp++) {
+            for (uint32_t bits = matches[warp]; bits != 0; bits &= bits - 1) {
+                const uint64_t match = start + warp * 32 + __ffs(bits) - 1;
+                const T* row = static_cast<const T*>(p.rows) + match * p.width;
+                for (int j = 0; j < COLUMNS; j++) {
+                    const uint64_t column = first_column + j * THREADS + threadIdx.x;
+                    sums[j] += column < p.width ? to_float(row[column]) : 0.0f;
+                }
+            }
+        }
+    }
+    G* d_row = static_cast<G*>(p.table) + uint64_t(id) * p.width;
+    for (int j = 0; j < COLUMNS; j++) {
+        const uint64_t column = first_column + j * THREADS + threadIdx.x;
+        if (column < p.width) {
+            d_row[column] = from_float<G>(to_float(d_row[column]) + sums[j]);
+        }
+    }
+}
+
+// The block of the first token with an id takes all of them, so that no row has two writers and
+// the order of its sum is fixed.
+template <class T, class G> __device__ void backward(const Parameters& p) {
+    const uint32_t id = p.ids[blockIdx.x];
+    if (id >= p.vocab_size || seen_before(p.ids, blockIdx.x, id)) {
+        return;
+    }
+    for (uint64_t column = 0; column < p.width; column += COLUMNS * THREADS) {
+        add_rows<T, G>(p, id, column);
+    }
+}
+
+}  // namespace embedding
+
+EXPORT(embedding_forward_f32, embedding::forward<float>, embedding::Parameters)
+EXPORT(embedding_forward_bf16, embedding::forward<bf16>, embedding::Parameters)
+EXPORT(embedding_backward_f32_f32, (embedding::backward<float, float>), embedding::Parameters)
+EXPORT(embedding_backward_f32_bf16, (embedding::backward<float, bf16>), embedding::Parameters)
+EXPORT(embedding_backward_bf16_f32, (embedding::backward<bf16, float>), embedding::Parameters)
+EXPORT(embedding_backward_bf16_bf16, (embedding::backward<bf16, bf16>), embedding::Parameters)

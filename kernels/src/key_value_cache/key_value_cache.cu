@@ -1,0 +1,27 @@
+// Appending to the cache, a block for each token.
+#include "../cuda/operators.cuh"
+
+namespace key_value_cache {
+
+struct Append {
+    const void* qkv;
+    void* keys;
+    void* values;
+    // Numbers of a token in qkv, before its keys, and of its keys.
+    uint64_t row;
+    uint64_t first;
+    uint64_t width;
+};
+
+template <class T> __device__ void append(const Append& p) {
+    const T* keys = static_cast<const T*>(p.qkv) + blockIdx.x * p.row + p.first;
+    for (uint64_t i = threadIdx.x; i < p.width; i += THREADS) {
+        static_cast<T*>(p.keys)[blockIdx.x * p.width + i] = keys[i];
+        static_cast<T*>(p.values)[blockIdx.x * p.width + i] = keys[p.width + i];
+    }
+}
+
+}  // namespace key_value_cache
+
+EXPORT(key_value_append_f32, key_value_cache::append<float>, key_value_cache::Append)
+EXPORT(key_value_append_bf16, key_value_cache::append<bf16>, key_value_cache::Append)

@@ -1,0 +1,97 @@
+//! The pass over queries and keys on a GPU.
+
+use bytemuck::{Pod, Zeroable};
+
+use super::{QkvShape, RopeTable, check};
+use crate::cuda::{Cuda, CudaView, CudaViewMut, address_or_null, name};
+use crate::error::{Result, check_len};
+use crate::router::RouterGradient;
+use crate::router::cuda::{CudaRouting, Tables, count_selected};
+use crate::scalar::Element;
+
+/// `Parameters` of rope.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct Parameters {
+    qkv: u64,
+    d_qkv: u64,
+    cos: u64,
+    sin: u64,
+    delta: u64,
+    first_position: u64,
+    length: u64,
+    heads: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    balance_weight: f32,
+    tables: Tables,
+}
+
+impl Parameters {
+    fn new(shape: &QkvShape, table: RopeTable<'_, Cuda>, first_position: usize) -> Self {
+        Parameters {
+            cos: table.cos.address,
+            sin: table.sin.address,
+            first_position: first_position as u64,
+            length: shape.length as u64,
+            heads: shape.heads as u32,
+            kv_heads: shape.kv_heads as u32,
+            head_dim: shape.head_dim as u32,
+            ..Self::zeroed()
+        }
+    }
+
+    /// Room for two f64 of each routed head.
+    fn shared_bytes(&self) -> usize {
+        2 * self.tables.routed as usize * size_of::<f64>()
+    }
+}
+
+pub(crate) fn forward<T: Element>(
+    cuda: &Cuda,
+    shape: &QkvShape,
+    table: RopeTable<'_, Cuda>,
+    first_position: usize,
+    qkv: CudaViewMut<'_, T>,
+    mut routing: Option<&mut CudaRouting>,
+) -> Result<()> {
+    let lens = [table.cos.len, table.sin.len];
+    check("rope_route_forward", shape, lens, first_position, qkv.len)?;
+    let mut parameters = Parameters::new(shape, table, first_position);
+    parameters.qkv = qkv.address;
+    if let Some(routing) = &mut routing {
+        routing.start(shape.tokens(), shape.heads)?;
+        parameters.tables = routing.tables();
+    }
+    let (kernel, shared) = (name::<T>("rope_route_forward"), parameters.shared_bytes());
+    cuda.launch(&kernel, [shape.tokens(), 1], shared, &parameters)?;
+    routing.map_or(Ok(()), |routing| count_selected(cuda, routing))
+}
+
+pub(crate) fn backward<T: Element>(
+    cuda: &Cuda,
+    shape: &QkvShape,
+    table: RopeTable<'_, Cuda>,
+    first_position: usize,
+    qkv: CudaView<'_, T>,
+    d_qkv: CudaViewMut<'_, T>,
+    gradient: Option<RouterGradient<'_, Cuda>>,
+) -> Result<()> {
+    const OPERATOR: &str = "rope_route_backward";
+    let lens = [table.cos.len, table.sin.len];
+    check(OPERATOR, shape, lens, first_position, d_qkv.len)?;
+    check_len(OPERATOR, "qkv", qkv.len, d_qkv.len)?;
+    let mut parameters = Parameters::new(shape, table, first_position);
+    (parameters.qkv, parameters.d_qkv) = (qkv.address, d_qkv.address);
+    if let Some(RouterGradient { routing, delta, balance_weight }) = gradient {
+        routing.check(OPERATOR, shape.tokens(), shape.heads)?;
+        if let Some(delta) = delta {
+            check_len(OPERATOR, "delta", delta.len, shape.tokens() * shape.heads)?;
+        }
+        parameters.tables = routing.tables();
+        parameters.balance_weight = balance_weight;
+        parameters.delta = address_or_null(delta);
+    }
+    let (kernel, shared) = (name::<T>("rope_route_backward"), parameters.shared_bytes());
+    cuda.launch(&kernel, [shape.tokens(), 1], shared, &parameters)
+}

@@ -1,0 +1,238 @@
+// One pass over a token's queries and keys: the router reads the queries' norms, then queries and
+// keys turn. A block for each token.
+#include "../cuda/operators.cuh"
+
+namespace rope {
+
+// The tables of a routing, [tokens, routed]; `selected` is null where nothing is routed.
+struct Routing {
+    double* norms;
+    float* gates;
+    double* inv_std;
+    uint8_t* selected;
+    // Tokens that selected each routed head.
+    uint32_t* counts;
+    uint64_t tokens;
+    uint32_t shared_heads;
+    uint32_t routed;
+    uint32_t top_k;
+    uint32_t padding;
+};
+
+struct Parameters {
+    // Forward: rotated in place. Backward: what forward left.
+    void* qkv;
+    // Backward alone: turned back in place.
+    void* d_qkv;
+    const float* cos;
+    const float* sin;
+    // Backward alone: <dO, O>, [tokens, heads], or null.
+    const float* delta;
+    uint64_t first_position;
+    uint64_t length;
+    uint32_t heads;
+    uint32_t kv_heads;
+    uint32_t head_dim;
+    float balance_weight;
+    Routing routing;
+};
+
+template <class T> __device__ double squared_norm(const T* head, uint32_t head_dim) {
+    double sum = 0.0;
+    for (uint32_t i = threadIdx.x % 32; i < head_dim; i += 32) {
+        const double x = to_float(head[i]);
+        sum += x * x;
+    }
+    for (int offset = 16; offset > 0; offset /= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    }
+    return sum;
+}
+
+// Whether head `head` is among the `top_k` largest squares, lower heads first among equals.
+__device__ __forceinline__ bool selects(const double* squares, const Routing& r, uint32_t head) {
+    uint32_t ahead = 0;
+    for (uint32_t other = 0; other < r.routed; other++) {
+        const double difference = squares[other] - squares[head];
+        ahead += difference > 0.0 || (difference == 0.0 && other < head);
+    }
+    return ahead < r.top_k;
+}
+
+// Mean of a token's norms.
+__device__ __forceinline__ double mean_of(const double* norms, uint32_t count) {
+    double sum = 0.0;
+    for (uint32_t i = 0; i < count; i++) {
+        sum += norms[i];
+    }
+    return sum / count;
+}
+
+// 1 / (unbiased standard deviation), 0 where all norms are equal.
+__device__ __forceinline__ double inverse_deviation(const double* norms, uint32_t count) {
+    const double mean = mean_of(norms, count);
+    double squares = 0.0;
+    bool equal = true;
+    for (uint32_t i = 0; i < count; i++) {
+        squares += (norms[i] - mean) * (norms[i] - mean);
+        equal = equal && norms[i] == norms[0];
+    }
+    return equal ? 0.0 : 1.0 / sqrt(squares / (count - 1.0));
+}
+
+// Routes the token: norms, selection, gates. `squares` has room for two numbers a routed head.
+template <class T> __device__ void route(const Parameters& p, const T* row, double* squares) {
+    const Routing& r = p.routing;
+    const uint64_t table = uint64_t(blockIdx.x) * r.routed;
+    double* norms = squares + r.routed;
+    for (uint32_t head = threadIdx.x / 32; head < r.routed; head += THREADS / 32) {
+        const T* query = row + uint64_t(r.shared_heads + head) * p.head_dim;
+        const double square = squared_norm(query, p.head_dim);
+        if (threadIdx.x % 32 == 0) {
+            squares[head] = square;
+            norms[head] = sqrt(square);
+        }
+    }
+    __syncthreads();
+    const double inv_std = inverse_deviation(norms, r.routed);
+    double largest = 0.0;
+    for (uint32_t head = 0; head < r.routed; head++) {
+        largest = norms[head] > largest ? norms[head] : largest;
+    }
+    double sum = 0.0;
+    for (uint32_t head = 0; head < r.routed; head++) {
+        sum += exp((norms[head] - largest) * inv_std);
+    }
+    for (uint32_t head = threadIdx.x; head < r.routed; head += THREADS) {
+        r.norms[table + head] = norms[head];
+        r.gates[table + head] = float(exp((norms[head] - largest) * inv_std) / sum);
+        r.selected[table + head] = selects(squares, r, head);
+    }
+    if (threadIdx.x == 0) {
+        r.inv_std[blockIdx.x] = inv_std;
+    }
+    __syncthreads();  // The queries have been read.
+}
+
+template <class T> __device__ void forward(const Parameters& p) {
+    DYNAMIC_SHARED(shared);
+    const uint64_t row_length = uint64_t(p.heads + 2 * p.kv_heads) * p.head_dim;
+    T* row = static_cast<T*>(p.qkv) + blockIdx.x * row_length;
+    if (p.routing.selected) {
+        route(p, row, reinterpret_cast<double*>(shared));
+    }
+    const uint32_t half = p.head_dim / 2;
+    const uint64_t angles = (p.first_position + blockIdx.x % p.length) * half;
+    for (uint32_t i = threadIdx.x; i < (p.heads + p.kv_heads) * half; i += THREADS) {
+        const uint32_t pair = i % half;
+        T* low = row + (i / half) * p.head_dim + pair;
+        const float cos = p.cos[angles + pair], sin = p.sin[angles + pair];
+        const float a = to_float(low[0]), b = to_float(low[half]);
+        low[0] = from_float<T>(a * cos - b * sin);
+        low[half] = from_float<T>(b * cos + a * sin);
+    }
+}
+
+// The gradient of the token's norms, over the norms themselves, into `factors`: what a query is
+// multiplied by. Formulas as in the CPU's body (`gates_to_norms`). `gradient` has room for a number
+// a routed head.
+__device__ __forceinline__ void norm_factors(const Parameters& p, double* gradient, double* factors) {
+    const Routing& r = p.routing;
+    const uint64_t token = blockIdx.x, table = token * r.routed;
+    const double* norms = r.norms + table;
+    const float* gates = r.gates + table;
+    for (uint32_t i = threadIdx.x; i < r.routed; i += THREADS) {
+        const double share = double(r.counts[i]) / double(r.tokens);
+        gradient[i] = double(p.balance_weight) * share / double(r.tokens);
+        if (p.delta && r.selected[table + i]) {
+            gradient[i] += p.delta[token * p.heads + r.shared_heads + i];
+        }
+    }
+    __syncthreads();
+    const double inv_std = r.inv_std[token], mean = mean_of(norms, r.routed);
+    double inner = 0.0, sum = 0.0, along = 0.0;
+    for (uint32_t i = 0; i < r.routed; i++) {
+        inner += double(gates[i]) * gradient[i];
+        sum += gates[i];
+    }
+    inner /= sum;
+    for (uint32_t i = 0; i < r.routed; i++) {
+        along += double(gates[i]) * (gradient[i] - inner) * (norms[i] - mean) * inv_std;
+    }
+    const double pull = along / (r.routed - 1.0);
+    for (uint32_t i = threadIdx.x; i < r.routed; i += THREADS) {
+        const double d_score = double(gates[i]) * (gradient[i] - inner);
+        const double d_norm = (d_score - pull * (norms[i] - mean) * inv_std) * inv_std;
+        factors[i] = norms[i] == 0.0 ? 0.0 : d_norm / norms[i];
+    }
+    __syncthreads();
+}
+
+// A rotation keeps norms, so the router's gradient is added in rotated coordinates.
+template <class T> __device__ void backward(const Parameters& p) {
+    DYNAMIC_SHARED(shared);
+    double* factors = reinterpret_cast<double*>(shared);
+    const bool routes = p.routing.selected != nullptr;
+    if (routes) {
+        norm_factors(p, factors + p.routing.routed, factors);
+    }
+    const uint64_t row_length = uint64_t(p.heads + 2 * p.kv_heads) * p.head_dim;
+    const T* row = static_cast<const T*>(p.qkv) + blockIdx.x * row_length;
+    T* d_row = static_cast<T*>(p.d_qkv) + blockIdx.x * row_length;
+    const uint32_t half = p.head_dim / 2;
+    const uint64_t angles = (p.first_position + blockIdx.x % p.length) * half;
+    for (uint32_t i = threadIdx.x; i < (p.heads + p.kv_heads) * half; i += THREADS) {
+        const uint32_t head = i / half, pair = i % half;
+        const uint64_t low = uint64_t(head) * p.head_dim + pair;
+        float a = to_float(d_row[low]), b = to_float(d_row[low + half]);
+        if (routes && head >= p.routing.shared_heads && head < p.heads) {
+            const float factor = float(factors[head - p.routing.shared_heads]);
+            a += factor * to_float(row[low]);
+            b += factor * to_float(row[low + half]);
+        }
+        const float cos = p.cos[angles + pair], sin = p.sin[angles + pair];
+        d_row[low] = from_float<T>(a * cos + b * sin);
+        d_row[low + half] = from_float<T>(b * cos - a * sin);
+    }
+}
+
+// Block i counts the tokens that selected routed head i.
+__device__ __forceinline__ void count_selected(const Routing& r) {
+    int count = 0;
+    for (uint64_t token = threadIdx.x; token < r.tokens; token += THREADS) {
+        count += r.selected[token * r.routed + blockIdx.x];
+    }
+    count = block_sum(count);
+    if (threadIdx.x == 0) {
+        r.counts[blockIdx.x] = count;
+    }
+}
+
+struct Balance {
+    // f_i P_i, one for each routed head.
+    double* products;
+    Routing routing;
+};
+
+// Block i: the share of tokens that selected routed head i, times its mean gate.
+__device__ __forceinline__ void balance(const Balance& p) {
+    const Routing& r = p.routing;
+    double sum = 0.0;
+    for (uint64_t token = threadIdx.x; token < r.tokens; token += THREADS) {
+        sum += r.gates[token * r.routed + blockIdx.x];
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) {
+        const double tokens = r.tokens;
+        p.products[blockIdx.x] = r.counts[blockIdx.x] / tokens * (sum / tokens);
+    }
+}
+
+}  // namespace rope
+
+EXPORT(rope_route_forward_f32, rope::forward<float>, rope::Parameters)
+EXPORT(rope_route_forward_bf16, rope::forward<bf16>, rope::Parameters)
+EXPORT(rope_route_backward_f32, rope::backward<float>, rope::Parameters)
+EXPORT(rope_route_backward_bf16, rope::backward<bf16>, rope::Parameters)
+EXPORT(router_count_selected, rope::count_selected, rope::Routing)
+EXPORT(router_balance, rope::balance, rope::Balance)

@@ -1,0 +1,39 @@
+//! SwiGLU on a GPU.
+
+use bytemuck::{Pod, Zeroable};
+
+use super::check;
+use crate::cuda::{Cuda, CudaView, CudaViewMut, name};
+use crate::error::Result;
+use crate::scalar::Element;
+
+/// `Forward` and `Backward` of swiglu.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct Parameters {
+    gate_up: u64,
+    out: u64,
+    width: u64,
+}
+
+pub(crate) fn forward<T: Element>(
+    cuda: &Cuda,
+    width: usize,
+    gate_up: CudaView<'_, T>,
+    out: CudaViewMut<'_, T>,
+) -> Result<()> {
+    check("swiglu_forward", width, gate_up.len, out.len)?;
+    let parameters = Parameters { gate_up: gate_up.address, out: out.address, width: width as u64 };
+    cuda.launch(&name::<T>("swiglu_forward"), [out.len / width, 1], 0, &parameters)
+}
+
+pub(crate) fn backward<T: Element>(
+    cuda: &Cuda,
+    width: usize,
+    gate_up: CudaViewMut<'_, T>,
+    out: CudaViewMut<'_, T>,
+) -> Result<()> {
+    check("swiglu_backward", width, gate_up.len, out.len)?;
+    let parameters = Parameters { gate_up: gate_up.address, out: out.address, width: width as u64 };
+    cuda.launch(&name::<T>("swiglu_backward"), [out.len / width, 1], 0, &parameters)
+}
