@@ -102,8 +102,21 @@ pub enum Error {
         /// What differs.
         reason: String,
     },
+    /// The recipe wants a device that is missing or unfit.
+    #[cfg(feature = "cuda")]
+    #[error("{}: run.device = \"cuda\": {source}: use --set run.device=cpu", path.display())]
+    Device {
+        /// The recipe.
+        path: PathBuf,
+        /// What the device says.
+        source: moh_kernels::Error,
+    },
     /// The recipe wants a device that this program was built without.
-    #[error("{}: run.device = \"cuda\": this build computes on the CPU: use --set run.device=cpu", path.display())]
+    #[cfg(not(feature = "cuda"))]
+    #[error(
+        "{}: run.device = \"cuda\": this build computes on the CPU: build it with --features cuda, or \
+         use --set run.device=cpu", path.display()
+    )]
     NoDevice {
         /// The recipe.
         path: PathBuf,

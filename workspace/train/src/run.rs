@@ -28,9 +28,8 @@ pub fn run(
     stop: &AtomicBool,
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<Outcome, Error> {
-    if recipe.run.device == Device::Cuda {
-        return Err(Error::NoDevice { path: path.to_owned() });
-    }
+    // A device that is missing leaves no directory behind either.
+    let device = open_device(recipe, path)?;
     if let Some(stage) = recipe.stages.iter().find(|stage| {
         let parallel = stage.parallel;
         parallel.tensor * parallel.pipeline > 1
@@ -56,9 +55,41 @@ pub fn run(
     let data = data?;
     run.clear_remains()?;
     let inputs = Inputs { recipe, source: &source, run: &run, stop };
-    match recipe.run.dtype {
-        DType::F32 => with_gradients::<Cpu, f32>(Cpu, inputs, data, events),
-        DType::Bf16 => with_gradients::<Cpu, bf16>(Cpu, inputs, data, events),
+    match device {
+        OpenDevice::Cpu => with_weights(Cpu, inputs, data, events),
+        #[cfg(feature = "cuda")]
+        OpenDevice::Cuda(cuda) => with_weights(cuda, inputs, data, events),
+    }
+}
+
+/// What computes, ready to.
+enum OpenDevice {
+    Cpu,
+    #[cfg(feature = "cuda")]
+    Cuda(moh_kernels::Cuda),
+}
+
+fn open_device(recipe: &Recipe, path: &Path) -> Result<OpenDevice, Error> {
+    match recipe.run.device {
+        Device::Cpu => Ok(OpenDevice::Cpu),
+        #[cfg(feature = "cuda")]
+        Device::Cuda => moh_kernels::Cuda::new(0)
+            .map(OpenDevice::Cuda)
+            .map_err(|source| Error::Device { path: path.to_owned(), source }),
+        #[cfg(not(feature = "cuda"))]
+        Device::Cuda => Err(Error::NoDevice { path: path.to_owned() }),
+    }
+}
+
+fn with_weights<B: Backend + Clone>(
+    backend: B,
+    inputs: Inputs<'_>,
+    data: RunData,
+    events: &mut dyn FnMut(Event<'_>),
+) -> Result<Outcome, Error> {
+    match inputs.recipe.run.dtype {
+        DType::F32 => with_gradients::<B, f32>(backend, inputs, data, events),
+        DType::Bf16 => with_gradients::<B, bf16>(backend, inputs, data, events),
     }
 }
 
