@@ -9,6 +9,9 @@ pub(crate) trait Device: Send + Sync {
     /// A name for messages.
     fn name(&self) -> String;
 
+    /// The most shared memory that a block may ask for, in bytes.
+    fn most_shared_bytes(&self) -> usize;
+
     /// Memory filled with zeros, aligned to 256 bytes.
     fn allocate(&self, bytes: usize) -> Result<u64>;
 

@@ -26,6 +26,7 @@ pub(super) struct Driver {
     module: sys::CUmodule,
     functions: Mutex<HashMap<String, Function>>,
     products: Mutex<Products>,
+    most_shared_bytes: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -76,6 +77,8 @@ impl Driver {
             );
             return Err(failed(&name, "start", reason));
         }
+        let most = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        let most_shared_bytes = context.attribute(most).map_err(start)?.max(0) as usize;
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
         let stream = stream.map_err(start)?;
         // SAFETY: the image is a whole fat binary, which the build made.
@@ -83,7 +86,8 @@ impl Driver {
         let module = unsafe { result::module::load_data(KERNELS.as_ptr().cast()) };
         let module = module.map_err(|error| failed(&name, "loading the kernels", error))?;
         let products = Mutex::new(Products::new(&name)?);
-        Ok(Driver { name, context, stream, module, functions: Mutex::default(), products })
+        let functions = Mutex::default();
+        Ok(Driver { name, context, stream, module, functions, products, most_shared_bytes })
     }
 
     /// Binds the GPU to this thread and runs `work`.
@@ -128,6 +132,10 @@ impl Driver {
 impl Device for Driver {
     fn name(&self) -> String {
         self.name.clone()
+    }
+
+    fn most_shared_bytes(&self) -> usize {
+        self.most_shared_bytes
     }
 
     fn allocate(&self, bytes: usize) -> Result<u64> {

@@ -43,6 +43,11 @@ impl Device for Emulator {
         "the emulated GPU".into()
     }
 
+    fn most_shared_bytes(&self) -> usize {
+        // Hopper's.
+        227 * 1024
+    }
+
     fn allocate(&self, bytes: usize) -> Result<u64> {
         // SAFETY: the layout's size is not 0.
         #[allow(unsafe_code)]
