@@ -8,6 +8,7 @@ use cudarc::driver::{CudaContext, DriverError, result, sys};
 
 use super::device::{Device, Gemm};
 use super::products::Products;
+use crate::backend::DeviceMemory;
 use crate::error::{Error, Result};
 
 /// The kernels, compiled for several generations of GPUs (build.rs).
@@ -138,6 +139,11 @@ impl Device for Driver {
         self.most_shared_bytes
     }
 
+    fn memory(&self) -> Option<DeviceMemory> {
+        let (free, total) = self.run("asking for the memory in use", result::mem_get_info).ok()?;
+        Some(DeviceMemory { used: (total - free) as u64, total: total as u64 })
+    }
+
     fn allocate(&self, bytes: usize) -> Result<u64> {
         let address = self.run("allocation", || {
             // SAFETY: the size is not 0.
@@ -166,11 +172,12 @@ impl Device for Driver {
 
     fn upload(&self, source: &[u8], to: u64) -> Result<()> {
         self.run("upload", || {
-            // SAFETY: `to` comes from a view of as many bytes; the wait ends the source's use.
+            // SAFETY: `to` comes from a view of as many bytes. The driver has copied pageable memory
+            // away when it returns (API synchronization behavior, CUDA driver API), so nothing waits
+            // for the stream.
             #[allow(unsafe_code)]
             unsafe {
-                result::memcpy_htod_async(to, source, self.stream)?;
-                result::stream::synchronize(self.stream)
+                result::memcpy_htod_async(to, source, self.stream)
             }
         })
     }
