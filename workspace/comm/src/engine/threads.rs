@@ -38,9 +38,14 @@ pub(crate) struct Room {
     slots: [Vec<RwLock<Slot>>; 2],
     post: Mutex<Post>,
     posted: Condvar,
-    /// Rooms of groups that are being split off, by exchange and colour, and how many ranks have
-    /// yet to enter.
-    annexes: Mutex<HashMap<(u64, u32), (Arc<Room>, usize)>>,
+    /// Rooms of groups that are being split off, by exchange and colour.
+    annexes: Mutex<HashMap<(u64, u32), Annex>>,
+}
+
+struct Annex {
+    room: Arc<Room>,
+    /// Ranks that have yet to enter.
+    missing: usize,
 }
 
 #[derive(Default)]
@@ -326,11 +331,11 @@ impl Engine for Threads {
         // This rank brought its own colour to the exchange.
         let rank = members.iter().position(|&(_, rank)| rank == self.rank).unwrap_or(0);
         let mut annexes = locked(&self.room.annexes);
-        let (room, missing) =
-            annexes.entry((number, color)).or_insert_with(|| (Room::new(size), size));
-        *missing -= 1;
-        let (room, entered) = (Arc::clone(room), *missing == 0);
-        if entered {
+        let new = || Annex { room: Room::new(size), missing: size };
+        let annex = annexes.entry((number, color)).or_insert_with(new);
+        annex.missing -= 1;
+        let (room, complete) = (Arc::clone(&annex.room), annex.missing == 0);
+        if complete {
             annexes.remove(&(number, color));
         }
         let engine = Threads::new(room, rank, Arc::clone(&self.health));

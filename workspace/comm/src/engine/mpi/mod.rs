@@ -188,7 +188,7 @@ impl Communicator {
         let Work { send, receive, received } = &mut *work;
         let others = size - 1;
         let largest = (0..size).map(|rank| part(rank).len()).max().unwrap_or(0);
-        let piece = (PIECE / width / others).min(largest).next_multiple_of(ALIGNED);
+        let piece = (PIECE / width / others).clamp(1, largest.max(1)).next_multiple_of(ALIGNED);
         for start in (0..largest).step_by(piece) {
             let piece_of = |rank: usize| {
                 let Range { start: first, end } = part(rank);
@@ -227,15 +227,28 @@ impl Communicator {
         part: impl Fn(usize) -> Range<usize>,
     ) -> Result<()> {
         let me = self.rank;
+        if bytes.is_empty() {
+            return Ok(());
+        }
         let mut work = self.work.lock().unwrap_or_else(PoisonError::into_inner);
         let Work { send, receive, .. } = &mut *work;
-        send.set(self.size, |rank| if rank == me { 0..0 } else { part(me) });
-        receive.set(self.size, |rank| if rank == me { 0..0 } else { part(rank) });
-        let bytes = bytes.as_mut_ptr();
-        // SAFETY: the parts divide `bytes`; this rank's is read, the others are written.
+        let own = part(me);
+        // Open MPI takes two equal addresses for its way of saying "in place", so that what is sent
+        // and what is received are counted from different ones: this rank's part, and the start, or
+        // where this rank's part is there, its end.
+        let origin = if me == 0 { own.end } else { 0 };
+        send.set(self.size, |rank| if rank == me { 0..0 } else { 0..own.len() });
+        receive.set(self.size, |rank| {
+            let Range { start, end } = part(rank);
+            if rank == me { 0..0 } else { start - origin..end - origin }
+        });
+        let (width, bytes) = (dtype.bytes(), bytes.as_mut_ptr());
+        // SAFETY: the parts divide `bytes` in the order of the ranks; this rank's is read, the
+        // others are written, and for rank 0 they all start at `origin` or later.
         #[allow(unsafe_code)]
         unsafe {
-            self.exchange(dtype, bytes, send, bytes, receive)
+            let (from, to) = (bytes.add(own.start * width), bytes.add(origin * width));
+            self.exchange(dtype, from, send, to, receive)
         }
     }
 
