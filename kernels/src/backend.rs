@@ -10,6 +10,7 @@ use crate::adamw::AdamW;
 use crate::attention::{AttentionShape, KeyValues, Visibility};
 use crate::cross_entropy::{HeadGradients, HeadShape};
 use crate::error::Result;
+use crate::region::{Region, RegionMut};
 use crate::rope::{QkvShape, RopeTable};
 use crate::router::{QueryNormRouter, RouterGradient};
 use crate::scalar::{Element, Scalar};
@@ -79,6 +80,12 @@ pub trait Backend: Send + Sync + Sized + 'static {
         buffer: &mut Self::Buffer<S>,
         range: Range<usize>,
     ) -> Self::ViewMut<'_, S>;
+
+    /// The view with its type erased.
+    fn region<'a, S: Scalar>(view: Self::View<'a, S>) -> Region<'a>;
+
+    /// The view with its type erased.
+    fn region_mut<'a, S: Scalar>(view: Self::ViewMut<'a, S>) -> RegionMut<'a>;
 
     /// Copies from the host; both hold the same count.
     fn upload<S: Scalar>(&self, source: &[S], destination: Self::ViewMut<'_, S>) -> Result<()>;

@@ -11,6 +11,7 @@ use crate::attention::{self, AttentionShape, KeyValues, Visibility};
 use crate::backend::Backend;
 use crate::cross_entropy::{self, HeadGradients, HeadShape};
 use crate::error::{Error, Result, check_len};
+use crate::region::{Memory, MemoryMut, Region, RegionMut};
 use crate::rope::{self, QkvShape, RopeTable};
 use crate::router::cpu::CpuRouting;
 use crate::router::{QueryNormRouter, RouterGradient};
@@ -57,6 +58,17 @@ impl Backend for Cpu {
 
     fn view_mut<S: Scalar>(buffer: &mut Vec<S>, range: Range<usize>) -> &mut [S] {
         &mut buffer[range]
+    }
+
+    fn region<'a, S: Scalar>(view: Self::View<'a, S>) -> Region<'a> {
+        let memory = Memory::Host(bytemuck::cast_slice(view));
+        Region { dtype: S::DTYPE, len: view.len(), memory }
+    }
+
+    fn region_mut<'a, S: Scalar>(view: Self::ViewMut<'a, S>) -> RegionMut<'a> {
+        let len = view.len();
+        let memory = MemoryMut::Host(bytemuck::cast_slice_mut(view));
+        RegionMut { dtype: S::DTYPE, len, memory }
     }
 
     fn upload<S: Scalar>(&self, source: &[S], destination: &mut [S]) -> Result<()> {

@@ -16,6 +16,7 @@ mod key_value_cache;
 mod linear;
 mod math;
 mod matmul;
+mod region;
 mod rms_norm;
 pub mod rope;
 pub mod router;
@@ -28,5 +29,8 @@ pub use backend::{Backend, DeviceMemory, View, ViewMut};
 pub use cpu::Cpu;
 #[cfg(gpu)]
 pub use cuda::Cuda;
+#[cfg(feature = "cuda")]
+pub use cuda::CudaStream;
 pub use error::{Error, Result};
+pub use region::{Memory, MemoryMut, Region, RegionMut};
 pub use scalar::{DType, Element, Scalar};

@@ -18,6 +18,18 @@ pub enum DType {
     U8,
 }
 
+impl DType {
+    /// Bytes of one number.
+    pub const fn bytes(self) -> usize {
+        match self {
+            DType::F64 => 8,
+            DType::F32 | DType::U32 => 4,
+            DType::BF16 => 2,
+            DType::U8 => 1,
+        }
+    }
+}
+
 /// A number that a buffer can hold.
 pub trait Scalar: Pod + Send + Sync + std::fmt::Debug + PartialEq {
     /// Its type.

@@ -8,6 +8,7 @@ use crate::attention::{self, AttentionShape, KeyValues, Visibility};
 use crate::backend::{Backend, DeviceMemory};
 use crate::cross_entropy::{self, HeadGradients, HeadShape};
 use crate::error::{Result, check_len};
+use crate::region::{Memory, MemoryMut, Region, RegionMut};
 use crate::rope::{self, QkvShape, RopeTable};
 use crate::router::cuda::CudaRouting;
 use crate::router::{QueryNormRouter, RouterGradient};
@@ -42,6 +43,14 @@ impl Backend for Cuda {
 
     fn view_mut<S: Scalar>(buffer: &mut CudaBuffer<S>, range: Range<usize>) -> CudaViewMut<'_, S> {
         buffer.view_mut(range)
+    }
+
+    fn region<'a, S: Scalar>(view: Self::View<'a, S>) -> Region<'a> {
+        Region { dtype: S::DTYPE, len: view.len, memory: Memory::Device(view.address) }
+    }
+
+    fn region_mut<'a, S: Scalar>(view: Self::ViewMut<'a, S>) -> RegionMut<'a> {
+        RegionMut { dtype: S::DTYPE, len: view.len, memory: MemoryMut::Device(view.address) }
     }
 
     fn upload<S: Scalar>(&self, source: &[S], destination: CudaViewMut<'_, S>) -> Result<()> {

@@ -38,6 +38,12 @@ pub(crate) trait Device: Send + Sync {
     /// Waits for the work so far.
     fn synchronize(&self) -> Result<()>;
 
+    /// The GPU's context and the stream of its work, where the device is a GPU.
+    #[cfg(feature = "cuda")]
+    fn stream(&self) -> Option<super::CudaStream> {
+        None
+    }
+
     /// Runs a kernel of `threads` threads a block, whose one parameter is a structure with these
     /// bytes.
     fn launch(

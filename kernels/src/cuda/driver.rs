@@ -226,6 +226,10 @@ impl Device for Driver {
         })
     }
 
+    fn stream(&self) -> Option<super::CudaStream> {
+        Some(super::CudaStream { context: Arc::clone(&self.context), stream: self.stream })
+    }
+
     fn launch(
         &self,
         kernel: &str,

@@ -34,7 +34,23 @@ pub struct Cuda {
     scratch: Arc<Mutex<Option<Memory>>>,
 }
 
+/// What a library of NVIDIA's needs in order to work in step with the operators.
+#[cfg(feature = "cuda")]
+#[derive(Clone)]
+pub struct CudaStream {
+    /// The GPU's context.
+    pub context: Arc<cudarc::driver::CudaContext>,
+    /// The stream on which every operator runs; it lives as long as the [`Cuda`].
+    pub stream: cudarc::driver::sys::CUstream,
+}
+
 impl Cuda {
+    /// The stream of the operators; none where they are emulated.
+    #[cfg(feature = "cuda")]
+    pub fn stream(&self) -> Option<CudaStream> {
+        self.device.stream()
+    }
+
     /// GPU number `ordinal` of this machine.
     ///
     /// # Errors

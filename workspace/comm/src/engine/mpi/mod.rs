@@ -1,0 +1,451 @@
+//! MPI between processes, for the host's memory.
+//!
+//! Reductions are exchanges of parts and sums of ours, in the order of the ranks: MPI's own may take
+//! any order. A part is exchanged in pieces, so that what is received stays in the caches until it
+//! is summed, and needs little room.
+
+mod library;
+
+use std::ffi::c_int;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use moh_kernels::{DType, Memory, MemoryMut, Region, RegionMut};
+use mpi::ffi;
+
+use self::library::{Library, failed};
+use super::scratch::Scratch;
+use super::{Engine, Member, Ticket};
+use crate::error::Result;
+use crate::launch::Launch;
+use crate::reduce::{Reduce, reduce};
+use crate::watchdog::Health;
+
+/// Bytes that a rank receives at a time in order to sum them.
+const PIECE: usize = 4 << 20;
+/// Bytes up to which every rank sums everything: one exchange in place of two.
+const SMALL: usize = 16 << 10;
+/// Bytes of one message; MPI counts in C's int.
+const MESSAGE: usize = 1 << 30;
+/// Numbers to whose multiples the received parts are aligned.
+const ALIGNED: usize = 8;
+
+/// One rank's end of a communicator.
+struct Communicator {
+    raw: ffi::MPI_Comm,
+    /// Made by a split, so to be freed.
+    owned: bool,
+    rank: usize,
+    size: usize,
+    work: Mutex<Work>,
+    library: Arc<Library>,
+}
+
+/// What exchanges need, kept from call to call.
+#[derive(Default)]
+struct Work {
+    send: Places,
+    receive: Places,
+    received: Scratch,
+}
+
+/// Counts and positions by rank, in numbers.
+#[derive(Default)]
+struct Places {
+    counts: Vec<c_int>,
+    starts: Vec<c_int>,
+}
+
+// SAFETY: the communicator's handle may be used by any thread, one at a time; every call goes through
+// the library's lock.
+#[allow(unsafe_code)]
+unsafe impl Send for Communicator {}
+// SAFETY: as above.
+#[allow(unsafe_code)]
+unsafe impl Sync for Communicator {}
+
+/// Starts MPI, and checks that it knows the ranks that the launcher told.
+pub(crate) fn world(launch: &Launch, health: Arc<Health>) -> Result<Arc<dyn Engine>> {
+    let library = Library::start(health)?;
+    let (rank, size) = library.rank_and_size();
+    if (rank, size) != (launch.rank, launch.size) {
+        let reason = format!(
+            "MPI says rank {rank} of {size}, the launcher's variables say rank {} of {}: start the \
+             program by mpirun, or by srun --mpi=pmix",
+            launch.rank, launch.size
+        );
+        return Err(failed("MPI_Init", reason));
+    }
+    let raw = library.world();
+    Ok(Arc::new(Communicator::new(raw, false, rank, size, Arc::new(library))))
+}
+
+impl Places {
+    fn set(&mut self, ranks: usize, place: impl Fn(usize) -> Range<usize>) {
+        self.counts.clear();
+        self.starts.clear();
+        for place in (0..ranks).map(place) {
+            // Callers have checked that all numbers are within C's int.
+            self.counts.push(place.len() as c_int);
+            self.starts.push(if place.is_empty() { 0 } else { place.start as c_int });
+        }
+    }
+}
+
+/// The parts that `len` numbers are divided into: as equal as they can be.
+fn part_of(len: usize, size: usize, rank: usize) -> Range<usize> {
+    let (least, more) = (len / size, len % size);
+    let start = rank * least + rank.min(more);
+    start..start + least + usize::from(rank < more)
+}
+
+fn datatype(dtype: DType) -> ffi::MPI_Datatype {
+    // SAFETY: constants of the bindings, set before the program starts.
+    #[allow(unsafe_code)]
+    unsafe {
+        match dtype {
+            DType::F32 => ffi::RSMPI_FLOAT,
+            DType::F64 => ffi::RSMPI_DOUBLE,
+            DType::U32 => ffi::RSMPI_UINT32_T,
+            // MPI has no bf16; it only moves these bytes.
+            DType::BF16 => ffi::RSMPI_UINT16_T,
+            DType::U8 => ffi::RSMPI_UINT8_T,
+        }
+    }
+}
+
+/// The host's bytes of a region whose length MPI can count.
+fn host<'a>(operation: &'static str, part: RegionMut<'a>) -> Result<(DType, usize, &'a mut [u8])> {
+    let RegionMut { dtype, len, memory } = part;
+    match memory {
+        MemoryMut::Device(_) => Err(failed(operation, ON_A_GPU)),
+        MemoryMut::Host(_) if c_int::try_from(len).is_err() => Err(failed(
+            operation,
+            format!("{len} numbers are more than MPI counts: pass at most {}", c_int::MAX),
+        )),
+        MemoryMut::Host(bytes) => Ok((dtype, len, bytes)),
+    }
+}
+
+const ON_A_GPU: &str = "the buffer is a GPU's: connect with the GPU's buffers to use NCCL";
+
+impl Communicator {
+    fn new(
+        raw: ffi::MPI_Comm,
+        owned: bool,
+        rank: usize,
+        size: usize,
+        library: Arc<Library>,
+    ) -> Self {
+        Communicator { raw, owned, rank, size, work: Mutex::default(), library }
+    }
+
+    /// Sends to every other rank the numbers at `send` of `from`, and puts what they sent to
+    /// `receive` of `to`; both hold nothing for this rank itself.
+    ///
+    /// # Safety
+    /// The places of `send` lie within the numbers at `from`, those of `receive` within those at
+    /// `to`; nobody else touches the latter until this returns, and no two of them overlap.
+    #[allow(unsafe_code)]
+    unsafe fn exchange(
+        &self,
+        dtype: DType,
+        from: *const u8,
+        send: &Places,
+        to: *mut u8,
+        receive: &Places,
+    ) -> Result<()> {
+        let dtype = datatype(dtype);
+        // SAFETY: the caller's promise; the places outlive the operation, which `complete` awaits.
+        self.library.complete("MPI_Ialltoallv", |request| unsafe {
+            ffi::MPI_Ialltoallv(
+                from.cast(),
+                send.counts.as_ptr(),
+                send.starts.as_ptr(),
+                dtype,
+                to.cast(),
+                receive.counts.as_ptr(),
+                receive.starts.as_ptr(),
+                dtype,
+                self.raw,
+                request,
+            )
+        })?;
+        Ok(())
+    }
+
+    /// This rank's part of `bytes` becomes the reduction of all ranks' parts.
+    fn reduce_own_part(
+        &self,
+        dtype: DType,
+        how: Reduce,
+        bytes: &mut [u8],
+        part: impl Fn(usize) -> Range<usize>,
+    ) -> Result<()> {
+        let &Communicator { rank: me, size, .. } = self;
+        let width = dtype.bytes();
+        let mut work = self.work.lock().unwrap_or_else(PoisonError::into_inner);
+        let Work { send, receive, received } = &mut *work;
+        let others = size - 1;
+        let largest = (0..size).map(|rank| part(rank).len()).max().unwrap_or(0);
+        let piece = (PIECE / width / others).clamp(1, largest.max(1)).next_multiple_of(ALIGNED);
+        for start in (0..largest).step_by(piece) {
+            let piece_of = |rank: usize| {
+                let Range { start: first, end } = part(rank);
+                (first + start).min(end)..(first + start + piece).min(end)
+            };
+            let own = piece_of(me);
+            // Others' numbers lie one after the other, this rank's being left out.
+            let slot = |rank: usize| (rank - usize::from(rank > me)) * piece;
+            send.set(size, |rank| if rank == me { 0..0 } else { piece_of(rank) });
+            receive.set(size, |rank| match rank {
+                _ if rank == me => 0..0,
+                _ => slot(rank)..slot(rank) + own.len(),
+            });
+            let received = received.of_len(others * piece * width);
+            // SAFETY: pieces lie within the parts, which divide `bytes`; the slots lie within
+            // `received`, apart by `piece`, the most that one holds.
+            #[allow(unsafe_code)]
+            unsafe {
+                self.exchange(dtype, bytes.as_ptr(), send, received.as_mut_ptr(), receive)?;
+            }
+            let received = &*received;
+            let out = &mut bytes[own.start * width..own.end * width];
+            let length = out.len();
+            reduce(dtype, how, out, size, |rank| {
+                (rank != me).then(|| &received[slot(rank) * width..][..length])
+            });
+        }
+        Ok(())
+    }
+
+    /// Every rank's part becomes that rank's.
+    fn gather_parts(
+        &self,
+        dtype: DType,
+        bytes: &mut [u8],
+        part: impl Fn(usize) -> Range<usize>,
+    ) -> Result<()> {
+        let me = self.rank;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let mut work = self.work.lock().unwrap_or_else(PoisonError::into_inner);
+        let Work { send, receive, .. } = &mut *work;
+        let own = part(me);
+        // Open MPI takes two equal addresses for its way of saying "in place", so that what is sent
+        // and what is received are counted from different ones: this rank's part, and the start, or
+        // where this rank's part is there, its end.
+        let origin = if me == 0 { own.end } else { 0 };
+        send.set(self.size, |rank| if rank == me { 0..0 } else { 0..own.len() });
+        receive.set(self.size, |rank| {
+            let Range { start, end } = part(rank);
+            if rank == me { 0..0 } else { start - origin..end - origin }
+        });
+        let (width, bytes) = (dtype.bytes(), bytes.as_mut_ptr());
+        // SAFETY: the parts divide `bytes` in the order of the ranks; this rank's is read, the
+        // others are written, and for rank 0 they all start at `origin` or later.
+        #[allow(unsafe_code)]
+        unsafe {
+            let (from, to) = (bytes.add(own.start * width), bytes.add(origin * width));
+            self.exchange(dtype, from, send, to, receive)
+        }
+    }
+
+    /// Every rank sums everything.
+    fn reduce_small(&self, dtype: DType, how: Reduce, len: usize, bytes: &mut [u8]) -> Result<()> {
+        let &Communicator { rank: me, size, .. } = self;
+        let width = dtype.bytes();
+        let mut work = self.work.lock().unwrap_or_else(PoisonError::into_inner);
+        let Work { send, receive, received } = &mut *work;
+        let apart = len.next_multiple_of(ALIGNED);
+        let slot = |rank: usize| rank * apart;
+        let unless_me = |rank: usize, place| if rank == me { 0..0 } else { place };
+        send.set(size, |rank| unless_me(rank, 0..len));
+        receive.set(size, |rank| unless_me(rank, slot(rank)..slot(rank) + len));
+        let received = received.of_len(size * apart * width);
+        // SAFETY: all of `bytes` is sent; the slots lie within `received`, apart by at least `len`.
+        #[allow(unsafe_code)]
+        unsafe {
+            self.exchange(dtype, bytes.as_ptr(), send, received.as_mut_ptr(), receive)?;
+        }
+        let (received, length) = (&*received, bytes.len());
+        reduce(dtype, how, bytes, size, |rank| {
+            (rank != me).then(|| &received[slot(rank) * width..][..length])
+        });
+        Ok(())
+    }
+
+    fn tag(&self, operation: &'static str, tag: u32) -> Result<c_int> {
+        let refuse = |_| failed(operation, format!("tag {tag}: expected one below 2^31"));
+        c_int::try_from(tag).map_err(refuse)
+    }
+}
+
+impl Engine for Communicator {
+    fn all_reduce(&self, part: RegionMut<'_>, how: Reduce) -> Result<Ticket> {
+        let (dtype, len, bytes) = host("all_reduce", part)?;
+        if len == 0 {
+            return Ok(None);
+        }
+        if bytes.len() <= SMALL {
+            self.reduce_small(dtype, how, len, bytes)?;
+            return Ok(None);
+        }
+        let part = |rank| part_of(len, self.size, rank);
+        self.reduce_own_part(dtype, how, bytes, part)?;
+        self.gather_parts(dtype, bytes, part)?;
+        Ok(None)
+    }
+
+    fn reduce_scatter(&self, whole: RegionMut<'_>, how: Reduce) -> Result<Ticket> {
+        let (dtype, len, bytes) = host("reduce_scatter", whole)?;
+        self.reduce_own_part(dtype, how, bytes, |rank| part_of(len, self.size, rank))?;
+        Ok(None)
+    }
+
+    fn all_gather(&self, whole: RegionMut<'_>) -> Result<Ticket> {
+        let (dtype, len, bytes) = host("all_gather", whole)?;
+        self.gather_parts(dtype, bytes, |rank| part_of(len, self.size, rank))?;
+        Ok(None)
+    }
+
+    fn broadcast(&self, part: RegionMut<'_>, root: usize) -> Result<Ticket> {
+        let (_, _, bytes) = host("broadcast", part)?;
+        for bytes in bytes.chunks_mut(MESSAGE) {
+            let count = bytes.len() as c_int;
+            let start = bytes.as_mut_ptr();
+            // SAFETY: `count` bytes from `start` are borrowed until `complete` returns.
+            #[allow(unsafe_code)]
+            self.library.complete("MPI_Ibcast", |request| unsafe {
+                let (bytes, root) = (ffi::RSMPI_UINT8_T, root as c_int);
+                ffi::MPI_Ibcast(start.cast(), count, bytes, root, self.raw, request)
+            })?;
+        }
+        Ok(None)
+    }
+
+    fn send(&self, part: Region<'_>, to: usize, tag: u32) -> Result<Ticket> {
+        let Memory::Host(bytes) = part.memory else { return Err(failed("send", ON_A_GPU)) };
+        let tag = self.tag("send", tag)?;
+        for bytes in messages(bytes) {
+            // SAFETY: `post` keeps the copy that it passes until the message has left.
+            #[allow(unsafe_code)]
+            self.library.post(bytes, |copy, request| unsafe {
+                let (count, to) = (copy.len() as c_int, to as c_int);
+                let bytes = ffi::RSMPI_UINT8_T;
+                ffi::MPI_Isend(copy.as_ptr().cast(), count, bytes, to, tag, self.raw, request)
+            })?;
+        }
+        Ok(None)
+    }
+
+    fn recv(&self, part: RegionMut<'_>, from: usize, tag: u32) -> Result<Ticket> {
+        let MemoryMut::Host(bytes) = part.memory else { return Err(failed("recv", ON_A_GPU)) };
+        let tag_number = self.tag("recv", tag)?;
+        let (mut rest, mut first) = (bytes, true);
+        while first || !rest.is_empty() {
+            first = false;
+            let (bytes, others) = rest.split_at_mut(rest.len().min(MESSAGE));
+            rest = others;
+            let (count, start) = (bytes.len() as c_int, bytes.as_mut_ptr());
+            // SAFETY: `count` bytes from `start` are borrowed until `complete` returns.
+            #[allow(unsafe_code)]
+            let status = self.library.complete("MPI_Irecv", |request| unsafe {
+                let (bytes, from) = (ffi::RSMPI_UINT8_T, from as c_int);
+                ffi::MPI_Irecv(start.cast(), count, bytes, from, tag_number, self.raw, request)
+            })?;
+            let mut received = 0;
+            // SAFETY: the status is that of the message, counted in the type it came in.
+            #[allow(unsafe_code)]
+            self.library.call("MPI_Get_count", || unsafe {
+                ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut received)
+            })?;
+            if received != count {
+                let reason = format!(
+                    "rank {from} sent {received} bytes with tag {tag}, {count} were expected"
+                );
+                return Err(failed("recv", reason));
+            }
+        }
+        Ok(None)
+    }
+
+    fn barrier(&self) -> Result<()> {
+        // SAFETY: a barrier has no buffers.
+        #[allow(unsafe_code)]
+        self.library
+            .complete("MPI_Ibarrier", |request| unsafe { ffi::MPI_Ibarrier(self.raw, request) })?;
+        Ok(())
+    }
+
+    fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Member>> {
+        self.library.health.check()?;
+        // SAFETY: constants of the bindings, set before the program starts.
+        #[allow(unsafe_code)]
+        let (mut raw, none) = unsafe { (ffi::RSMPI_COMM_NULL, ffi::RSMPI_UNDEFINED) };
+        // `Group::split` has checked that both are within C's int.
+        let color_number = color.map_or(none, |color| color as c_int);
+        // SAFETY: `raw` lives through the call.
+        #[allow(unsafe_code)]
+        self.library.call("MPI_Comm_split", || unsafe {
+            ffi::MPI_Comm_split(self.raw, color_number, key as c_int, &mut raw)
+        })?;
+        if color.is_none() {
+            return Ok(None);
+        }
+        let library = Arc::clone(&self.library);
+        library.report_errors_of(raw)?;
+        let (mut rank, mut size) = (0, 0);
+        // SAFETY: the communicator is new, and the numbers live through the calls.
+        #[allow(unsafe_code)]
+        unsafe {
+            library.call("MPI_Comm_rank", || ffi::MPI_Comm_rank(raw, &mut rank))?;
+            library.call("MPI_Comm_size", || ffi::MPI_Comm_size(raw, &mut size))?;
+        }
+        let (rank, size) = (rank as usize, size as usize);
+        let engine = Arc::new(Communicator::new(raw, true, rank, size, library));
+        Ok(Some(Member { engine, rank, size }))
+    }
+
+    fn finish(&self) -> Result<()> {
+        self.library.finish()
+    }
+
+    fn abort(&self, code: i32) -> ! {
+        self.library.abort(code)
+    }
+}
+
+/// The messages that bytes are sent in; no bytes are one.
+fn messages(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
+    let none = bytes.is_empty().then_some(bytes);
+    none.into_iter().chain(bytes.chunks(MESSAGE))
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        if self.owned && self.library.health.fault().is_none() {
+            // SAFETY: the communicator is this value's own, and no operation runs on it any more.
+            // An error has nobody to be told to.
+            #[allow(unsafe_code)]
+            let _ =
+                self.library.call("MPI_Comm_free", || unsafe { ffi::MPI_Comm_free(&mut self.raw) });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_divide_any_length_in_order() {
+        for (len, size) in [(0, 3), (1, 3), (7, 3), (9, 3), (10, 4), (5, 8)] {
+            let parts: Vec<_> = (0..size).map(|rank| part_of(len, size, rank)).collect();
+            assert_eq!((parts[0].start, parts[size - 1].end), (0, len));
+            assert!(parts.windows(2).all(|pair| pair[0].end == pair[1].start));
+            assert!(parts.iter().all(|part| part.len().abs_diff(len / size) <= 1));
+        }
+    }
+}

@@ -1,0 +1,283 @@
+//! A group of ranks and its operations, typed: what callers see of an engine.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use moh_kernels::{Backend, Scalar};
+
+use crate::engine::{Engine, Member, Ticket};
+use crate::error::{Error, Result};
+use crate::pending::Pending;
+use crate::reduce::Reduce;
+use crate::watchdog::{Health, Operation};
+
+/// Some ranks that work together. Clones are the same group.
+///
+/// All ranks call the same operations of a group in the same order, with views of the same length.
+/// On a GPU an operation runs in step with the operators: after those before it and before those
+/// after it, while the call returns at once. A group of one rank does nothing at no cost.
+///
+/// # Errors
+/// Every operation fails with [`Error::Fault`] once the job has ended, and with [`Error::Argument`]
+/// where ranks or lengths do not fit the group.
+#[derive(Clone)]
+pub struct Group {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    name: Arc<str>,
+    rank: usize,
+    size: usize,
+    /// None in a group of one.
+    engine: Option<Arc<dyn Engine>>,
+    health: Arc<Health>,
+    operations: AtomicU64,
+}
+
+impl Group {
+    pub(crate) fn new(name: &str, member: Member, health: Arc<Health>) -> Self {
+        let Member { engine, rank, size } = member;
+        let engine = (size > 1).then_some(engine);
+        let (name, operations) = (name.into(), AtomicU64::new(0));
+        Group { inner: Arc::new(Inner { name, rank, size, engine, health, operations }) }
+    }
+
+    pub(crate) fn alone(name: &str, health: Arc<Health>) -> Self {
+        let (name, operations) = (name.into(), AtomicU64::new(0));
+        Group {
+            inner: Arc::new(Inner { name, rank: 0, size: 1, engine: None, health, operations }),
+        }
+    }
+
+    pub(crate) fn engine(&self) -> Option<&Arc<dyn Engine>> {
+        self.inner.engine.as_ref()
+    }
+
+    /// This rank's number in the group.
+    pub fn rank(&self) -> usize {
+        self.inner.rank
+    }
+
+    /// The number of ranks.
+    pub fn size(&self) -> usize {
+        self.inner.size
+    }
+
+    /// The group's name, for messages.
+    pub fn name(&self) -> &str {
+        &self.inner.name
+    }
+
+    /// Replaces the numbers by their sum, or maximum, over the ranks; any length. Where the host's
+    /// memory is reduced, sums are taken in the order of the ranks, so that they are the same in
+    /// every run; bf16 is summed in f32 and rounded once.
+    pub fn all_reduce<B: Backend, S: Scalar>(
+        &self,
+        part: B::ViewMut<'_, S>,
+        reduce: Reduce,
+    ) -> Result<()> {
+        self.run("all_reduce", |engine| engine.all_reduce(B::region_mut(part), reduce))
+    }
+
+    /// Reduces in place: of the group's equal parts of `whole`, the one numbered by this rank
+    /// becomes the reduction of all ranks' parts of that number; the others are undefined then.
+    pub fn reduce_scatter<B: Backend, S: Scalar>(
+        &self,
+        whole: B::ViewMut<'_, S>,
+        reduce: Reduce,
+    ) -> Result<()> {
+        self.run("reduce_scatter", |engine| {
+            let whole = B::region_mut(whole);
+            self.check_parts("reduce_scatter", whole.len)?;
+            engine.reduce_scatter(whole, reduce)
+        })
+    }
+
+    /// Gathers in place: every one of the group's equal parts of `whole` becomes that of the rank
+    /// with its number.
+    pub fn all_gather<B: Backend, S: Scalar>(&self, whole: B::ViewMut<'_, S>) -> Result<()> {
+        self.run("all_gather", |engine| {
+            let whole = B::region_mut(whole);
+            self.check_parts("all_gather", whole.len)?;
+            engine.all_gather(whole)
+        })
+    }
+
+    /// Every rank's numbers become those of rank `root` of the group.
+    pub fn broadcast<B: Backend, S: Scalar>(
+        &self,
+        part: B::ViewMut<'_, S>,
+        root: usize,
+    ) -> Result<()> {
+        self.check_rank("broadcast", root)?;
+        self.run("broadcast", |engine| engine.broadcast(B::region_mut(part), root))
+    }
+
+    /// Sends to rank `to` of the group, without waiting until it receives. Tags tell messages
+    /// between the same two ranks apart where they may come in another order than they are
+    /// received in; NCCL has none and matches by order alone. The portable tags are below 32,768.
+    pub fn send<B: Backend, S: Scalar>(
+        &self,
+        part: B::View<'_, S>,
+        to: usize,
+        tag: u32,
+    ) -> Result<()> {
+        self.check_other("send", to)?;
+        self.run("send", |engine| engine.send(B::region(part), to, tag))
+    }
+
+    /// Receives what rank `from` of the group sends with this tag, in the order in which it does.
+    pub fn recv<B: Backend, S: Scalar>(
+        &self,
+        part: B::ViewMut<'_, S>,
+        from: usize,
+        tag: u32,
+    ) -> Result<()> {
+        self.check_other("recv", from)?;
+        self.run("recv", |engine| engine.recv(B::region_mut(part), from, tag))
+    }
+
+    /// Returns when every rank has called it and, on a GPU, has done its work so far.
+    pub fn barrier(&self) -> Result<()> {
+        self.run("barrier", |engine| engine.barrier().map(|()| None))
+    }
+
+    /// As [`Group::all_reduce`] of a whole buffer, at the same time as what follows on the device,
+    /// where the engine can.
+    pub fn start_all_reduce<B: Backend, S: Scalar>(
+        &self,
+        mut buffer: B::Buffer<S>,
+        reduce: Reduce,
+    ) -> Result<Pending<B::Buffer<S>>> {
+        let range = 0..B::len(&buffer);
+        let ticket = self.start("all_reduce", |engine| {
+            engine.all_reduce(B::region_mut(B::view_mut(&mut buffer, range)), reduce)
+        })?;
+        Ok(Pending::new(buffer, ticket))
+    }
+
+    /// As [`Group::reduce_scatter`] of a whole buffer, at the same time as what follows on the
+    /// device, where the engine can.
+    pub fn start_reduce_scatter<B: Backend, S: Scalar>(
+        &self,
+        mut buffer: B::Buffer<S>,
+        reduce: Reduce,
+    ) -> Result<Pending<B::Buffer<S>>> {
+        let range = 0..B::len(&buffer);
+        let ticket = self.start("reduce_scatter", |engine| {
+            self.check_parts("reduce_scatter", range.len())?;
+            engine.reduce_scatter(B::region_mut(B::view_mut(&mut buffer, range)), reduce)
+        })?;
+        Ok(Pending::new(buffer, ticket))
+    }
+
+    /// As [`Group::all_gather`] of a whole buffer, at the same time as what follows on the device,
+    /// where the engine can.
+    pub fn start_all_gather<B: Backend, S: Scalar>(
+        &self,
+        mut buffer: B::Buffer<S>,
+    ) -> Result<Pending<B::Buffer<S>>> {
+        let range = 0..B::len(&buffer);
+        let ticket = self.start("all_gather", |engine| {
+            self.check_parts("all_gather", range.len())?;
+            engine.all_gather(B::region_mut(B::view_mut(&mut buffer, range)))
+        })?;
+        Ok(Pending::new(buffer, ticket))
+    }
+
+    /// Divides the group; every rank must call it. Ranks that give the same colour become a group
+    /// in which they are ordered by key, then by their rank in this one; those that give none
+    /// belong to none.
+    pub fn split(&self, name: &str, color: Option<usize>, key: usize) -> Result<Option<Group>> {
+        let number = |number: usize| {
+            // Open MPI takes colours and keys as C's int.
+            let number = u32::try_from(number).ok().filter(|&number| number <= i32::MAX as u32);
+            let reason = "colours and keys must be below 2^31";
+            number.ok_or_else(|| self.refuse("split", reason.into()))
+        };
+        let (color, key) = (color.map(number).transpose()?, number(key)?);
+        let health = || Arc::clone(&self.inner.health);
+        let mut member = None;
+        self.run("split", |engine| {
+            member = engine.split(color, key)?;
+            Ok(None)
+        })?;
+        Ok(match (member, self.engine(), color) {
+            (Some(member), ..) => Some(Group::new(name, member, health())),
+            (None, None, Some(_)) => Some(Group::alone(name, health())),
+            (None, ..) => None,
+        })
+    }
+
+    fn refuse(&self, operation: &'static str, reason: String) -> Error {
+        Error::Argument { operation, group: self.name().into(), reason }
+    }
+
+    fn check_parts(&self, operation: &'static str, len: usize) -> Result<()> {
+        if len.is_multiple_of(self.size()) {
+            return Ok(());
+        }
+        Err(self.refuse(
+            operation,
+            format!(
+                "{len} numbers cannot be divided among {} ranks: pad the buffer to a multiple",
+                self.size()
+            ),
+        ))
+    }
+
+    fn check_rank(&self, operation: &'static str, rank: usize) -> Result<()> {
+        if rank < self.size() {
+            return Ok(());
+        }
+        let last = self.size() - 1;
+        Err(self.refuse(operation, format!("there is no rank {rank}, the last is {last}")))
+    }
+
+    fn check_other(&self, operation: &'static str, rank: usize) -> Result<()> {
+        self.check_rank(operation, rank)?;
+        if rank == self.rank() {
+            return Err(self.refuse(operation, format!("rank {rank} is this one itself")));
+        }
+        Ok(())
+    }
+
+    /// Runs an operation, on a GPU in step with the operators.
+    fn run(
+        &self,
+        name: &'static str,
+        work: impl FnOnce(&dyn Engine) -> Result<Ticket>,
+    ) -> Result<()> {
+        match self.start(name, work)? {
+            Some(outstanding) => outstanding.join(),
+            None => Ok(()),
+        }
+    }
+
+    /// Starts an operation, which the record of running ones lists until it is done.
+    fn start(
+        &self,
+        name: &'static str,
+        work: impl FnOnce(&dyn Engine) -> Result<Ticket>,
+    ) -> Result<Ticket> {
+        let Some(engine) = self.engine() else { return Ok(None) };
+        let health = &self.inner.health;
+        health.check()?;
+        let number = self.inner.operations.fetch_add(1, Ordering::Relaxed) + 1;
+        let group = Arc::clone(&self.inner.name);
+        let running = health.begin(Operation { name, group, number });
+        let ticket = work(&**engine)?;
+        if let Some(outstanding) = &ticket {
+            running.goes_on(Arc::clone(outstanding));
+        }
+        Ok(ticket)
+    }
+}
+
+impl fmt::Debug for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Group({}: rank {} of {})", self.name(), self.rank(), self.size())
+    }
+}

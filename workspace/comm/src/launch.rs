@@ -1,0 +1,398 @@
+//! Which rank this process is, as its launcher tells by environment variables.
+//!
+//! The innermost launcher counts: torchrun's variables before Open MPI's before Slurm's, so that
+//! torchrun inside `srun` and `mpirun` inside `sbatch` work. A set of variables that is incomplete
+//! or contradicts itself is an error, never a guess.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use crate::error::{Error, Result};
+use crate::host_list;
+
+/// Ranks that a job may have.
+const MOST_RANKS: usize = 65_536;
+/// Where a job on one machine meets whose launcher names no job: PyTorch's default.
+const DEFAULT_PORT: u16 = 29_500;
+/// Ports that are derived from a job's number: below Linux's ports for outgoing connections.
+const DERIVED_PORTS: std::ops::Range<u32> = 20_000..30_000;
+/// Slurm's steps of one job get ports this far apart.
+const PORTS_APART: u64 = 101;
+
+/// What started this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Launcher {
+    /// Nothing that starts several processes.
+    None,
+    /// torchrun, or whoever sets its variables.
+    Torchrun,
+    /// Open MPI's mpirun.
+    OpenMpi,
+    /// Slurm's srun.
+    Slurm,
+}
+
+/// Where the ranks of a job meet: at rank 0, on this port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Address {
+    /// A name or an IP address.
+    pub host: String,
+    /// A TCP port.
+    pub port: u16,
+}
+
+/// A process among those of its job.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Launch {
+    /// Its number among all.
+    pub rank: usize,
+    /// The number of processes.
+    pub size: usize,
+    /// Its number among those of its machine, which says which GPU is its own.
+    pub local_rank: usize,
+    /// What started it.
+    pub launcher: Launcher,
+    /// Where the ranks meet; there is an address wherever there are several.
+    pub rendezvous: Option<Address>,
+    /// What tells this job's processes from another's that use the same address.
+    pub job: String,
+}
+
+impl Launch {
+    /// A single process.
+    pub fn single() -> Self {
+        Launch {
+            rank: 0,
+            size: 1,
+            local_rank: 0,
+            launcher: Launcher::None,
+            rendezvous: None,
+            job: String::new(),
+        }
+    }
+
+    /// What the environment of this process says; `rendezvous`, `HOST:PORT`, goes before the
+    /// address in it.
+    ///
+    /// # Errors
+    /// [`Error::Launch`] as for [`Launch::parse`].
+    pub fn from_environment(rendezvous: Option<&str>) -> Result<Self> {
+        let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
+            Some((name.into_string().ok()?, value.into_string().ok()?))
+        };
+        Self::parse(&std::env::vars_os().filter_map(text).collect(), rendezvous)
+    }
+
+    /// What these variables say; an empty one counts as absent.
+    ///
+    /// # Errors
+    /// [`Error::Launch`] for variables that are incomplete, contradict each other or are no numbers,
+    /// and where several ranks have no address to meet at.
+    pub fn parse(variables: &BTreeMap<String, String>, rendezvous: Option<&str>) -> Result<Self> {
+        let variables = Variables(variables);
+        let given = rendezvous.map(|text| Address::parse(text, "--rendezvous")).transpose()?;
+        let Some((launcher, ranks)) = variables.ranks()? else { return Ok(Self::single()) };
+        let Ranks { rank, size, local_rank, .. } = ranks;
+        let rendezvous = match given {
+            _ if size == 1 => None,
+            Some(address) => Some(address),
+            None => Some(variables.rendezvous(launcher, ranks)?),
+        };
+        Ok(Launch { rank, size, local_rank, launcher, rendezvous, job: variables.job(launcher) })
+    }
+}
+
+impl Address {
+    /// `HOST:PORT`, where HOST may be an IPv6 address in brackets.
+    fn parse(text: &str, source: &str) -> Result<Self> {
+        let parts = text.rsplit_once(':').and_then(|(host, port)| {
+            let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+            let ambiguous = bare.is_none() && host.contains(':');
+            let port = port.parse().ok().filter(|&port| port != 0)?;
+            let host = bare.unwrap_or(host);
+            let sound = !host.is_empty() && !ambiguous && !host.contains(char::is_whitespace);
+            sound.then(|| Address { host: host.into(), port })
+        });
+        parts.ok_or_else(|| {
+            Error::Launch(format!("{source} = {text}: expected HOST:PORT, such as node7:29500"))
+        })
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Address { host, port } = self;
+        if host.contains(':') { write!(f, "[{host}]:{port}") } else { write!(f, "{host}:{port}") }
+    }
+}
+
+/// The numbers of one launcher.
+#[derive(Debug, Clone, Copy)]
+struct Ranks {
+    rank: usize,
+    size: usize,
+    local_rank: usize,
+    local_size: Option<usize>,
+}
+
+/// The names of one launcher's variables.
+struct Names {
+    launcher: &'static str,
+    rank: &'static str,
+    size: &'static str,
+    local_rank: &'static str,
+    local_size: Option<&'static str>,
+}
+
+const TORCHRUN: Names = Names {
+    launcher: "torchrun",
+    rank: "RANK",
+    size: "WORLD_SIZE",
+    local_rank: "LOCAL_RANK",
+    local_size: Some("LOCAL_WORLD_SIZE"),
+};
+
+const OPEN_MPI: Names = Names {
+    launcher: "mpirun",
+    rank: "OMPI_COMM_WORLD_RANK",
+    size: "OMPI_COMM_WORLD_SIZE",
+    local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+    local_size: Some("OMPI_COMM_WORLD_LOCAL_SIZE"),
+};
+
+const SLURM: Names = Names {
+    launcher: "srun",
+    rank: "SLURM_PROCID",
+    size: "SLURM_NTASKS",
+    local_rank: "SLURM_LOCALID",
+    local_size: None,
+};
+
+struct Variables<'a>(&'a BTreeMap<String, String>);
+
+impl Variables<'_> {
+    fn text(&self, name: &str) -> Option<&str> {
+        self.0.get(name).map(|value| value.trim()).filter(|value| !value.is_empty())
+    }
+
+    fn number(&self, name: &str) -> Result<Option<usize>> {
+        let parse = |text: &str| {
+            let number = text.parse().ok().filter(|&number: &usize| number <= MOST_RANKS);
+            number.ok_or_else(|| {
+                Error::Launch(format!("{name} = {text}: expected a number up to {MOST_RANKS}"))
+            })
+        };
+        self.text(name).map(parse).transpose()
+    }
+
+    /// The numbers of the innermost launcher; none where nothing started several processes.
+    fn ranks(&self) -> Result<Option<(Launcher, Ranks)>> {
+        let torchrun = self.complete(&TORCHRUN)?;
+        // torchrun may run several processes in one of an outer launcher's, and number them anew.
+        // Variables that were set by hand may not contradict the launcher that is there.
+        let by_hand = self.text("TORCHELASTIC_RUN_ID").is_none();
+        if let (Some(inner), true) = (torchrun, by_hand) {
+            if let Some(outer) = self.complete(&OPEN_MPI)? {
+                let same = (inner.rank, inner.size) == (outer.rank, outer.size);
+                agree(same, inner, outer, &OPEN_MPI)?;
+            } else if let Some(outer) = self.slurm()? {
+                let same = inner.size != outer.size || inner.rank == outer.rank;
+                agree(same, inner, outer, &SLURM)?;
+            }
+        }
+        if let Some(ranks) = torchrun {
+            return Ok(Some((Launcher::Torchrun, ranks)));
+        }
+        if let Some(ranks) = self.complete(&OPEN_MPI)? {
+            return Ok(Some((Launcher::OpenMpi, ranks)));
+        }
+        Ok(self.slurm()?.map(|ranks| (Launcher::Slurm, ranks)))
+    }
+
+    /// Slurm's numbers, where this is a task: the shell of `salloc` has SLURM_NTASKS alone, and the
+    /// script of `sbatch` a SLURM_PROCID, but no step; both are one process.
+    fn slurm(&self) -> Result<Option<Ranks>> {
+        let script =
+            self.text("ENVIRONMENT") == Some("BATCH") && self.text("SLURM_STEP_ID").is_none();
+        if script || self.text(SLURM.rank).is_none() {
+            return Ok(None);
+        }
+        self.complete(&SLURM)
+    }
+
+    /// One launcher's numbers: all or none.
+    fn complete(&self, names: &Names) -> Result<Option<Ranks>> {
+        let needed = [names.rank, names.size, names.local_rank];
+        let (set, missing): (Vec<&str>, Vec<&str>) =
+            needed.into_iter().partition(|name| self.text(name).is_some());
+        if set.is_empty() {
+            return Ok(None);
+        }
+        let local_size = names.local_size.map(|name| self.number(name)).transpose()?.flatten();
+        let (Some(rank), Some(size), Some(local_rank)) =
+            (self.number(names.rank)?, self.number(names.size)?, self.number(names.local_rank)?)
+        else {
+            return Err(Error::Launch(format!(
+                "{} set without {}: unset what is left of another job, or start with {}, which sets \
+                 all of them",
+                listed(&set),
+                listed(&missing),
+                names.launcher
+            )));
+        };
+        let below = |name, number, limit_name: &str, limit| {
+            if number < limit {
+                return Ok(());
+            }
+            Err(Error::Launch(format!(
+                "{name} = {number} is not below {limit_name} = {limit}: unset what is left of another \
+                 job, or start with {}",
+                names.launcher
+            )))
+        };
+        below(names.rank, rank, names.size, size)?;
+        below(names.local_rank, local_rank, names.size, size)?;
+        if let (Some(name), Some(local_size)) = (names.local_size, local_size) {
+            below(names.local_rank, local_rank, name, local_size)?;
+            below(name, local_size, &format!("{} + 1", names.size), size + 1)?;
+        }
+        Ok(Some(Ranks { rank, size, local_rank, local_size }))
+    }
+
+    /// Where the ranks meet, unless the command line says so.
+    fn rendezvous(&self, launcher: Launcher, ranks: Ranks) -> Result<Address> {
+        match (self.text("MASTER_ADDR"), self.text("MASTER_PORT")) {
+            (Some(host), Some(port)) => {
+                let host = host.trim_start_matches('[').trim_end_matches(']');
+                let bracketed = if host.contains(':') { format!("[{host}]") } else { host.into() };
+                let text = format!("{bracketed}:{port}");
+                let address = Address::parse(&text, "MASTER_ADDR:MASTER_PORT")?;
+                return self.beside_the_agent(launcher, address);
+            }
+            (Some(_), None) => return Err(half("MASTER_ADDR", "MASTER_PORT")),
+            (None, Some(_)) => return Err(half("MASTER_PORT", "MASTER_ADDR")),
+            (None, None) => {}
+        }
+        let nowhere = |why: &str| {
+            Error::Launch(format!(
+                "{} ranks have no address to meet at, {why}: set MASTER_ADDR and MASTER_PORT, or \
+                 give --rendezvous HOST:PORT with rank 0's host",
+                ranks.size
+            ))
+        };
+        match launcher {
+            Launcher::OpenMpi if ranks.local_size == Some(ranks.size) => {
+                let job = self.open_mpi_job();
+                let port = job.map_or(DEFAULT_PORT, |job| derived_port(fnv1a(job.as_bytes())));
+                Ok(Address { host: "127.0.0.1".into(), port })
+            }
+            Launcher::OpenMpi | Launcher::Slurm => match self.slurm_rendezvous()? {
+                Some(address) => Ok(address),
+                None if launcher == Launcher::Slurm => {
+                    Err(nowhere("SLURM_JOB_ID or SLURM_JOB_NODELIST is not set"))
+                }
+                None => Err(nowhere("mpirun does not tell on which host rank 0 runs")),
+            },
+            Launcher::None | Launcher::Torchrun => {
+                Err(nowhere("MASTER_ADDR and MASTER_PORT are not set"))
+            }
+        }
+    }
+
+    /// The next port where torchrun's agent listens on the one that it passes on.
+    fn beside_the_agent(&self, launcher: Launcher, mut address: Address) -> Result<Address> {
+        let agent = self.text("TORCHELASTIC_USE_AGENT_STORE");
+        let listens = agent.is_some_and(|agent| agent.eq_ignore_ascii_case("true"));
+        if launcher == Launcher::Torchrun && listens {
+            address.port = address.port.checked_add(1).ok_or_else(|| {
+                Error::Launch(
+                    "MASTER_PORT = 65535 is torchrun's own, and there is no port after it: choose \
+                     a lower --master-port"
+                        .into(),
+                )
+            })?;
+        }
+        Ok(address)
+    }
+
+    /// The first host of the step, or of the job, and a port from their numbers.
+    fn slurm_rendezvous(&self) -> Result<Option<Address>> {
+        let lists = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
+        let list = lists.into_iter().find_map(|name| Some((name, self.text(name)?)));
+        let (Some((name, list)), Some(job)) = (list, self.text("SLURM_JOB_ID")) else {
+            return Ok(None);
+        };
+        let refuse = |reason| Error::Launch(format!("{name} = {list}: {reason}"));
+        let hosts = host_list::expand(list).map_err(refuse)?;
+        let host = hosts.into_iter().next().ok_or_else(|| refuse("no host".into()))?;
+        let job = job.parse::<u64>().map_err(|_| {
+            Error::Launch(format!("SLURM_JOB_ID = {job}: expected the number of a job"))
+        })?;
+        let step = self.text("SLURM_STEP_ID").and_then(|step| step.parse::<u64>().ok());
+        let number = job.wrapping_add(step.unwrap_or(0).wrapping_mul(PORTS_APART));
+        Ok(Some(Address { host, port: derived_port(number) }))
+    }
+
+    fn open_mpi_job(&self) -> Option<&str> {
+        self.text("PMIX_NAMESPACE").or_else(|| self.text("OMPI_MCA_ess_base_jobid"))
+    }
+
+    fn job(&self, launcher: Launcher) -> String {
+        match launcher {
+            Launcher::None => String::new(),
+            Launcher::Torchrun => self
+                .text("TORCHELASTIC_RUN_ID")
+                .map_or(String::new(), |id| format!("torchrun {id}")),
+            Launcher::OpenMpi => {
+                self.open_mpi_job().map_or(String::new(), |job| format!("mpirun {job}"))
+            }
+            Launcher::Slurm => {
+                let [job, step] = ["SLURM_JOB_ID", "SLURM_STEP_ID"].map(|name| self.text(name));
+                format!("srun {}.{}", job.unwrap_or("-"), step.unwrap_or("-"))
+            }
+        }
+    }
+}
+
+/// `A and B are`, `A is`.
+fn listed(names: &[&str]) -> String {
+    match names {
+        [name] => (*name).into(),
+        [names @ .., last] => format!("{} and {last}", names.join(", ")),
+        [] => "nothing".into(),
+    }
+}
+
+fn half(set: &str, missing: &str) -> Error {
+    Error::Launch(format!(
+        "{set} is set without {missing}: set both, or give --rendezvous HOST:PORT"
+    ))
+}
+
+fn agree(same: bool, inner: Ranks, outer: Ranks, names: &Names) -> Result<()> {
+    if same {
+        return Ok(());
+    }
+    Err(Error::Launch(format!(
+        "RANK = {} of WORLD_SIZE = {} contradicts {} = {} of {} = {}: unset RANK, WORLD_SIZE and \
+         LOCAL_RANK to follow {}",
+        inner.rank, inner.size, names.rank, outer.rank, names.size, outer.size, names.launcher
+    )))
+}
+
+fn derived_port(number: u64) -> u16 {
+    let ports = u64::from(DERIVED_PORTS.end - DERIVED_PORTS.start);
+    // Below 30,000, so it fits.
+    (u64::from(DERIVED_PORTS.start) + number % ports) as u16
+}
+
+/// The FNV-1a hash: the same on every rank, and in every version of the program.
+fn fnv1a(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+#[cfg(test)]
+#[path = "launch_tests.rs"]
+mod tests;

@@ -1,0 +1,157 @@
+//! How ranks are arranged: data x pipeline x tensor.
+//!
+//! The order is Megatron's default, tp-dp-pp: the tensor dimension varies fastest, so that its
+//! ranks, which talk most, share a node; then data; the pipeline slowest.
+//! `rank = tensor + T (data + D pipeline)`.
+
+use std::num::NonZeroUsize;
+
+use crate::error::{Error, Result};
+use crate::group::Group;
+
+/// The sizes of the three parallel dimensions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layout {
+    tensor: usize,
+    data: usize,
+    pipeline: usize,
+}
+
+/// Where a rank stands in each dimension.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Coordinates {
+    /// Among the ranks that share a tensor.
+    pub tensor: usize,
+    /// Among the ranks that share the data.
+    pub data: usize,
+    /// Among the stages of the pipeline.
+    pub pipeline: usize,
+}
+
+/// The groups that a rank belongs to; its rank in each is its coordinate.
+#[derive(Debug, Clone)]
+pub struct Groups {
+    /// The ranks that hold parts of the same tensors.
+    pub tensor: Group,
+    /// The ranks that hold the same parts and see different data.
+    pub data: Group,
+    /// The stages through which this rank's data passes.
+    pub pipeline: Group,
+}
+
+impl Layout {
+    /// `size` ranks of which `tensor` share each tensor and `pipeline` each model; the data dimension
+    /// takes the rest.
+    ///
+    /// # Errors
+    /// [`Error::Layout`] unless `tensor * pipeline` divides `size`.
+    pub fn new(size: usize, tensor: NonZeroUsize, pipeline: NonZeroUsize) -> Result<Self> {
+        let (tensor, pipeline) = (tensor.get(), pipeline.get());
+        match tensor.checked_mul(pipeline) {
+            Some(model) if size > 0 && size.is_multiple_of(model) => {
+                Ok(Layout { tensor, data: size / model, pipeline })
+            }
+            _ => Err(Error::Layout(format!(
+                "{size} ranks cannot be arranged as tensor = {tensor} x pipeline = {pipeline}: \
+                 start a multiple of {} ranks, or change the two",
+                tensor.saturating_mul(pipeline)
+            ))),
+        }
+    }
+
+    /// Ranks in all.
+    pub fn size(&self) -> usize {
+        self.tensor * self.data * self.pipeline
+    }
+
+    /// Ranks that share a tensor.
+    pub fn tensor(&self) -> usize {
+        self.tensor
+    }
+
+    /// Ranks that see different data.
+    pub fn data(&self) -> usize {
+        self.data
+    }
+
+    /// Stages of the pipeline.
+    pub fn pipeline(&self) -> usize {
+        self.pipeline
+    }
+
+    /// Where `rank` stands; the pipeline's coordinate is out of range where the rank is.
+    pub fn coordinates(&self, rank: usize) -> Coordinates {
+        Coordinates {
+            tensor: rank % self.tensor,
+            data: rank / self.tensor % self.data,
+            pipeline: rank / (self.tensor * self.data),
+        }
+    }
+
+    /// The rank that stands there.
+    pub fn rank(&self, at: Coordinates) -> usize {
+        at.tensor + self.tensor * (at.data + self.data * at.pipeline)
+    }
+
+    /// Splits the group of all ranks; every rank must call it.
+    ///
+    /// # Errors
+    /// [`Error::Layout`] for a group of another size; whatever [`Group::split`] reports.
+    pub fn groups(&self, all: &Group) -> Result<Groups> {
+        if all.size() != self.size() {
+            return Err(Error::Layout(format!(
+                "a layout of {} ranks cannot divide a group of {}",
+                self.size(),
+                all.size()
+            )));
+        }
+        let at = self.coordinates(all.rank());
+        // All ranks that differ in one coordinate alone have the same colour.
+        let group = |name, apart: Coordinates, key| {
+            let group = all.split(name, Some(self.rank(apart)), key)?;
+            group.ok_or_else(|| Error::Layout(format!("no group {name} for rank {}", all.rank())))
+        };
+        Ok(Groups {
+            tensor: group("tensor", Coordinates { tensor: 0, ..at }, at.tensor)?,
+            data: group("data", Coordinates { data: 0, ..at }, at.data)?,
+            pipeline: group("pipeline", Coordinates { pipeline: 0, ..at }, at.pipeline)?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout(size: usize, tensor: usize, pipeline: usize) -> Result<Layout> {
+        let size_of = |n| NonZeroUsize::new(n).unwrap();
+        Layout::new(size, size_of(tensor), size_of(pipeline))
+    }
+
+    #[test]
+    fn tensor_varies_fastest_then_data_then_pipeline() {
+        let layout = layout(12, 2, 3).unwrap();
+        assert_eq!((layout.tensor(), layout.data(), layout.pipeline()), (2, 2, 3));
+        let at = |tensor, data, pipeline| Coordinates { tensor, data, pipeline };
+        assert_eq!(layout.coordinates(0), at(0, 0, 0));
+        assert_eq!(layout.coordinates(1), at(1, 0, 0));
+        assert_eq!(layout.coordinates(2), at(0, 1, 0));
+        assert_eq!(layout.coordinates(4), at(0, 0, 1));
+        assert_eq!(layout.coordinates(11), at(1, 1, 2));
+        for rank in 0..12 {
+            assert_eq!(layout.rank(layout.coordinates(rank)), rank);
+        }
+    }
+
+    #[test]
+    fn sizes_that_do_not_divide_are_refused_with_the_multiple() {
+        let error = layout(6, 2, 2).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "6 ranks cannot be arranged as tensor = 2 x pipeline = 2: start a multiple of 4 ranks, \
+             or change the two"
+        );
+        assert!(layout(0, 1, 1).is_err());
+        assert!(layout(6, usize::MAX, usize::MAX).is_err());
+    }
+}

@@ -1,0 +1,65 @@
+//! Process groups for training on several GPUs, machines or threads.
+//!
+//! [`Launch`] reads from the environment which rank this process is. [`World::connect`] meets the
+//! other processes, refuses those that were started differently, and watches over all of them: a
+//! rank that dies, fails or hangs ends the job with an error that names it. The [`Group`] of all
+//! ranks, and those that [`Layout::groups`] splits off, move numbers between ranks, by NCCL
+//! between GPUs (feature `nccl`) and by MPI between CPUs (feature `mpi`). Nothing of this crate
+//! moves tensors over sockets.
+//!
+//! Threads can play the ranks of a job:
+//!
+//! ```
+//! use moh_comm::{Reduce, World};
+//! use moh_kernels::Cpu;
+//!
+//! let ranks: Vec<_> = World::threads(3)
+//!     .into_iter()
+//!     .map(|world| {
+//!         std::thread::spawn(move || -> moh_comm::Result<Vec<f32>> {
+//!             let group = world.group();
+//!             let mut numbers = vec![world.rank() as f32; 6];
+//!             group.all_reduce::<Cpu, f32>(&mut numbers, Reduce::Sum)?;
+//!             assert_eq!(numbers, [3.0; 6]);
+//!
+//!             // ZeRO-1: rank r reduces its part of the gradients, and gathers everyone's weights.
+//!             let gradients = vec![1.0f32; 6];
+//!             let pending = group.start_reduce_scatter::<Cpu, f32>(gradients, Reduce::Sum)?;
+//!             let gradients = pending.wait()?;
+//!             let own = 2 * world.rank()..2 * world.rank() + 2;
+//!             let mut weights = vec![0.0f32; 6];
+//!             for i in own {
+//!                 weights[i] = i as f32 - gradients[i];
+//!             }
+//!             group.all_gather::<Cpu, f32>(&mut weights)?;
+//!             world.close()?;
+//!             Ok(weights)
+//!         })
+//!     })
+//!     .collect();
+//! for rank in ranks {
+//!     assert_eq!(rank.join().unwrap().unwrap(), [-3.0, -2.0, -1.0, 0.0, 1.0, 2.0]);
+//! }
+//! ```
+
+mod engine;
+mod error;
+mod group;
+mod host_list;
+mod launch;
+mod layout;
+mod liveness;
+mod pending;
+mod reduce;
+mod rendezvous;
+mod watchdog;
+mod wire;
+mod world;
+
+pub use error::{Error, Fault, Result};
+pub use group::Group;
+pub use launch::{Address, Launch, Launcher};
+pub use layout::{Coordinates, Groups, Layout};
+pub use pending::Pending;
+pub use reduce::Reduce;
+pub use world::{Buffers, Options, World};

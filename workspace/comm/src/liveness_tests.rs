@@ -1,0 +1,147 @@
+//! Tests of `liveness.rs`: ranks are threads, connections are real.
+
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use super::*;
+use crate::rendezvous::tests::{free_address, launch};
+use crate::rendezvous::{hello, host, join};
+use crate::watchdog::Operation;
+
+const LIMITS: Limits =
+    Limits { operation: Duration::from_secs(600), silence: Duration::from_secs(45) };
+const LIMIT: Duration = Duration::from_secs(20);
+
+struct Rank {
+    link: Link,
+    health: Arc<Health>,
+    faults: Receiver<Fault>,
+}
+
+/// The connections of a job of that many ranks: those of rank 0 first.
+fn meet(size: usize) -> Vec<Vec<Peer>> {
+    let address = free_address();
+    let others: Vec<_> = (1..size)
+        .map(|rank| {
+            let (address, me) = (address.clone(), hello(&launch(rank, size, &address), ""));
+            std::thread::spawn(move || join(&address, &me, LIMIT).unwrap().0)
+        })
+        .collect();
+    let me = hello(&launch(0, size, &address), "");
+    let mut peers = vec![host(&address, &me, LIMIT, Vec::new()).unwrap()];
+    peers.extend(others.into_iter().map(|other| vec![other.join().unwrap()]));
+    peers
+}
+
+fn start(rank: usize, peers: Vec<Peer>, limits: Limits) -> Rank {
+    let (tell, faults) = channel();
+    let tell = Mutex::new(tell);
+    let on_fault = move |fault: &Fault| tell.lock().unwrap().send(fault.clone()).unwrap();
+    let health = Arc::new(Health::new(Arc::new(on_fault)));
+    let link = Link::start(rank, "here", peers, Arc::clone(&health), limits).unwrap();
+    Rank { link, health, faults }
+}
+
+fn ranks(size: usize, limits: Limits) -> Vec<Rank> {
+    meet(size).into_iter().enumerate().map(|(rank, peers)| start(rank, peers, limits)).collect()
+}
+
+fn fault(rank: &Rank) -> String {
+    rank.faults.recv_timeout(Duration::from_secs(10)).unwrap().to_string()
+}
+
+#[test]
+fn ranks_that_say_goodbye_part_in_peace() {
+    let ranks = ranks(4, LIMITS);
+    let ends: Vec<_> = ranks
+        .into_iter()
+        .enumerate()
+        .map(|(at, rank)| {
+            std::thread::spawn(move || {
+                // Rank 0 first, then the last: all wait for the slowest.
+                std::thread::sleep(Duration::from_millis(40) * at as u32);
+                rank.link.close()
+            })
+        })
+        .collect();
+    for end in ends {
+        end.join().unwrap().unwrap();
+    }
+}
+
+#[test]
+fn a_lost_connection_is_named_to_all() {
+    let mut peers = meet(4);
+    // The process of rank 2 is gone, and its connections with it.
+    drop(peers.remove(2));
+    let ranks: Vec<Rank> =
+        [0, 1, 3].into_iter().zip(peers).map(|(rank, peers)| start(rank, peers, LIMITS)).collect();
+    for rank in &ranks {
+        let fault = fault(rank);
+        assert!(fault.starts_with("rank 2 (") && fault.contains("died"), "{fault}");
+        assert!(rank.link.close().is_err());
+    }
+}
+
+#[test]
+fn all_notice_that_rank_0_is_gone() {
+    let mut peers = meet(3);
+    drop(peers.remove(0));
+    for (rank, peers) in [1, 2].into_iter().zip(peers) {
+        let fault = fault(&start(rank, peers, LIMITS));
+        assert!(fault.starts_with("rank 0 (") && fault.contains("died"), "{fault}");
+    }
+}
+
+#[test]
+fn a_rank_that_falls_silent_is_named() {
+    let limits = Limits { silence: Duration::from_millis(500), ..LIMITS };
+    let mut peers = meet(3);
+    // A connection that stays open while nothing comes from it: a stopped process, a lost machine.
+    let _frozen = peers.remove(1);
+    let ranks: Vec<Rank> =
+        [0, 2].into_iter().zip(peers).map(|(rank, peers)| start(rank, peers, limits)).collect();
+    for rank in &ranks {
+        let fault = fault(rank);
+        assert!(fault.starts_with("rank 1 (") && fault.contains("no sign of life"), "{fault}");
+    }
+}
+
+#[test]
+fn a_rank_that_fails_tells_the_others_why() {
+    for failing in [0, 1] {
+        let mut ranks = ranks(3, LIMITS);
+        ranks.remove(failing).link.fail("the disk is full");
+        for rank in &ranks {
+            let fault = fault(rank);
+            assert!(
+                fault.starts_with(&format!("rank {failing} ("))
+                    && fault.ends_with("failed: the disk is full"),
+                "{fault}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_stuck_operation_is_reported_with_what_every_rank_does() {
+    let limits = Limits { operation: Duration::from_millis(300), ..LIMITS };
+    for stuck in [0, 2] {
+        let ranks = ranks(3, limits);
+        let operation = || Operation { name: "all_reduce", group: "data".into(), number: 7 };
+        let waiting = ranks[stuck].health.begin(operation());
+        drop(ranks[1].health.begin(Operation { number: 6, ..operation() }));
+        for rank in &ranks {
+            let fault = fault(rank);
+            for part in [
+                &format!("rank {stuck} ("),
+                "waits in all_reduce no. 7 of group data since",
+                "is in no operation, the last was all_reduce no. 6 of group data",
+                "is in no operation, and in none before",
+            ] {
+                assert!(fault.contains(part), "{part}: {fault}");
+            }
+        }
+        drop(waiting);
+    }
+}

@@ -1,0 +1,371 @@
+//! The meeting of all ranks before the start, at an address of rank 0's machine: who is there, and
+//! whether all were started alike. What rank 0's engine wants all to know (NCCL's unique id) goes
+//! along. The connections stay open: they show who is alive (`liveness.rs`).
+//!
+//! Rank 0 serves all connections from one loop that never blocks, so that strangers on its port,
+//! silent or loud, keep nobody waiting.
+
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Fault, Result};
+use crate::launch::{Address, Launch};
+use crate::wire::{
+    Connection, Heard, Hello, Message, PROTOCOL, Refusal, STRANGER_LIMIT, TICK, part,
+};
+
+/// How long a connection may take to say who it is.
+const INTRODUCTION: Duration = Duration::from_secs(10);
+/// Connections that may be about to, beside those of the ranks.
+const MOST_STRANGERS: usize = 64;
+/// How long rank 0 waits for more ranks once one was started differently, so that those learn why too.
+const SETTLE: Duration = Duration::from_secs(2);
+/// How long rank 0 tries to get a port that an earlier job may still be giving back.
+const PORT_PATIENCE: Duration = Duration::from_secs(5);
+/// How long the last words of a refusal may take.
+const FAREWELL: Duration = Duration::from_secs(2);
+/// How long one attempt to connect may take.
+const ATTEMPT: Duration = Duration::from_secs(3);
+/// How long a rank that has introduced itself waits beyond the time limit, which rank 0 keeps and
+/// may have begun to count later.
+const GRACE: Duration = Duration::from_secs(20);
+/// Characters of a fingerprint that a message shows.
+const SHOWN: usize = 120;
+
+/// Another process of the job.
+pub(crate) struct Peer {
+    pub rank: usize,
+    /// Host and process.
+    pub place: String,
+    pub connection: Connection,
+}
+
+impl Peer {
+    pub(crate) fn who(&self) -> String {
+        who(self.rank, &self.place)
+    }
+}
+
+/// A rank and its process, for messages.
+pub(crate) fn who(rank: usize, place: &str) -> String {
+    format!("rank {rank} ({place})")
+}
+
+/// Host and process of this one.
+pub(crate) fn place() -> String {
+    let kernel = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
+    let host = kernel.or_else(|| std::env::var("HOSTNAME").ok()).unwrap_or_default();
+    let host = if host.trim().is_empty() { "unknown host" } else { host.trim() };
+    format!("{host}, process {}", std::process::id())
+}
+
+fn failed(address: &Address, reason: impl Into<String>) -> Error {
+    Error::Rendezvous { address: address.to_string(), reason: reason.into() }
+}
+
+/// What this process says of itself.
+pub(crate) fn hello(launch: &Launch, fingerprint: &str) -> Hello {
+    Hello {
+        protocol: PROTOCOL,
+        job: launch.job.clone(),
+        rank: launch.rank,
+        size: launch.size,
+        place: place(),
+        fingerprint: fingerprint.to_owned(),
+    }
+}
+
+/// Rank 0: waits for all others, and gives them `payload`.
+pub(crate) fn host(
+    address: &Address,
+    me: &Hello,
+    limit: Duration,
+    payload: Vec<u8>,
+) -> Result<Vec<Peer>> {
+    let start = Instant::now();
+    let listener = listen(address, start + limit.min(PORT_PATIENCE))?;
+    let mut door = Door {
+        me,
+        peers: (1..me.size).map(|_| None).collect(),
+        strangers: Vec::new(),
+        fault: None,
+        deadline: start + limit,
+    };
+    let missing = |missing| Fault::Missing {
+        missing,
+        size: me.size,
+        address: address.to_string(),
+        seconds: limit.as_secs(),
+    };
+    loop {
+        door.let_in(&listener);
+        door.listen_to_strangers();
+        door.listen_to_peers();
+        let absent = door.absent();
+        if absent.is_empty() && door.fault.is_none() {
+            break;
+        }
+        if absent.is_empty() || Instant::now() >= door.deadline {
+            let fault = door.fault.take().unwrap_or_else(|| missing(absent));
+            return Err(door.refuse_all(fault));
+        }
+        std::thread::sleep(TICK);
+    }
+    let mut peers: Vec<Peer> = door.peers.into_iter().flatten().collect();
+    let welcome = Message::Welcome { who: me.place.clone(), payload };
+    for peer in &mut peers {
+        peer.connection.admit();
+        peer.connection.say(&welcome);
+    }
+    Ok(peers)
+}
+
+/// Rank 0's side of the rendezvous.
+struct Door<'a> {
+    me: &'a Hello,
+    /// Rank r at r - 1.
+    peers: Vec<Option<Peer>>,
+    /// Connections that have not said yet who they are, and until when they may.
+    strangers: Vec<(Connection, Instant)>,
+    fault: Option<Fault>,
+    deadline: Instant,
+}
+
+impl Door<'_> {
+    fn absent(&self) -> Vec<usize> {
+        let absent = |(at, peer): (usize, &Option<Peer>)| peer.is_none().then_some(at + 1);
+        self.peers.iter().enumerate().filter_map(absent).collect()
+    }
+
+    fn let_in(&mut self, listener: &TcpListener) {
+        // An error here is one connection's, or passes; the time limit ends what does not.
+        while let Ok((stream, _)) = listener.accept() {
+            if let Ok(connection) = Connection::new(stream, STRANGER_LIMIT) {
+                self.strangers.push((connection, Instant::now() + INTRODUCTION));
+            }
+            if self.strangers.len() > self.me.size + MOST_STRANGERS {
+                self.strangers.remove(0);
+            }
+        }
+    }
+
+    fn listen_to_strangers(&mut self) {
+        for (mut connection, until) in std::mem::take(&mut self.strangers) {
+            match connection.hear() {
+                Heard::Nothing if Instant::now() < until => {
+                    self.strangers.push((connection, until));
+                }
+                Heard::Message(Message::Hello(hello)) => self.admit(connection, hello),
+                _ => {}
+            }
+        }
+    }
+
+    fn admit(&mut self, mut connection: Connection, hello: Hello) {
+        let refuse = |mut connection: Connection, refusal| {
+            // The answer fits the socket's buffer; whoever does not read it is not waited for.
+            connection.say(&Message::Refused(refusal));
+        };
+        if hello.protocol != PROTOCOL {
+            let reason = format!(
+                "rank 0 speaks version {PROTOCOL} of the rendezvous: start every rank with the same \
+                 program"
+            );
+            return refuse(connection, Refusal::Rank(reason));
+        }
+        if hello.job != self.me.job {
+            return refuse(connection, Refusal::OtherJob);
+        }
+        if hello.rank == 0 || hello.rank >= self.me.size {
+            let reason = format!(
+                "rank 0 was started as one of {} ranks, this is {} of {}",
+                self.me.size, hello.rank, hello.size
+            );
+            return refuse(connection, Refusal::Rank(reason));
+        }
+        let peer = &mut self.peers[hello.rank - 1];
+        if let Some(peer) = peer {
+            let reason =
+                format!("{} is there already, {} claims its rank", peer.who(), hello.place);
+            return refuse(connection, Refusal::Rank(reason));
+        }
+        if self.fault.is_none()
+            && let Some(fault) = difference(self.me, &hello)
+        {
+            self.fault = Some(fault);
+            self.deadline = self.deadline.min(Instant::now() + SETTLE);
+        }
+        connection.admit();
+        *peer = Some(Peer { rank: hello.rank, place: clip(&hello.place), connection });
+    }
+
+    /// A rank that has been here and is gone will not come back.
+    fn listen_to_peers(&mut self) {
+        for slot in &mut self.peers {
+            let Some(peer) = slot else { continue };
+            if let Heard::Lost(reason) = peer.connection.hear() {
+                let who = peer.who();
+                self.fault.get_or_insert(Fault::Lost { who, reason });
+                self.deadline = self.deadline.min(Instant::now());
+                *slot = None;
+            }
+        }
+    }
+
+    fn refuse_all(self, fault: Fault) -> Error {
+        let connections = self.peers.into_iter().flatten().map(|mut peer| {
+            peer.connection.say(&Message::Refused(Refusal::Fault(fault.clone())));
+            peer.connection
+        });
+        part(connections.collect(), FAREWELL);
+        fault.into()
+    }
+}
+
+/// How a rank was started otherwise than rank 0.
+fn difference(ours: &Hello, theirs: &Hello) -> Option<Fault> {
+    let (mine, other) = if ours.size != theirs.size {
+        (format!("{} ranks", ours.size), format!("{} ranks", theirs.size))
+    } else if ours.fingerprint != theirs.fingerprint {
+        // Of a fingerprint of many lines, such as a recipe, the first that differs is shown.
+        let (mut mine, mut other) = (ours.fingerprint.lines(), theirs.fingerprint.lines());
+        loop {
+            match (mine.next(), other.next()) {
+                (Some(mine), Some(other)) if mine == other => {}
+                (mine, other) => break (clip(mine.unwrap_or("")), clip(other.unwrap_or(""))),
+            }
+        }
+    } else {
+        return None;
+    };
+    Some(Fault::Different {
+        who: who(theirs.rank, &clip(&theirs.place)),
+        theirs: other,
+        ours: mine,
+    })
+}
+
+/// The start of a text of another process, fit for a terminal.
+fn clip(text: &str) -> String {
+    let shown = text.chars().map(|c| if c.is_control() { ' ' } else { c });
+    let mut shown: String = shown.take(SHOWN).collect();
+    if text.chars().nth(SHOWN).is_some() {
+        shown.push_str("...");
+    }
+    shown
+}
+
+fn listen(address: &Address, until: Instant) -> Result<TcpListener> {
+    let port = address.port;
+    // A name may mean another address here than on the other machines, so only what can mean
+    // nothing else keeps other machines out.
+    let loopback = address.host == "localhost"
+        || address.host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback());
+    let choices: Vec<SocketAddr> = if loopback {
+        let resolved = (address.host.as_str(), port).to_socket_addrs();
+        resolved.map_err(|error| failed(address, error.to_string()))?.collect()
+    } else {
+        vec![(Ipv6Addr::UNSPECIFIED, port).into(), (Ipv4Addr::UNSPECIFIED, port).into()]
+    };
+    loop {
+        let error = match TcpListener::bind(&choices[..]) {
+            Ok(listener) => {
+                let prepared = listener.set_nonblocking(true).map(|()| listener);
+                return prepared.map_err(|error| failed(address, error.to_string()));
+            }
+            Err(error) => error,
+        };
+        if Instant::now() >= until {
+            return Err(failed(
+                address,
+                format!(
+                    "cannot listen on port {port}: {error}; choose another by --rendezvous HOST:PORT \
+                     or MASTER_PORT"
+                ),
+            ));
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// Another rank: finds rank 0 and waits for its welcome. Returns rank 0 and its payload.
+pub(crate) fn join(address: &Address, me: &Hello, limit: Duration) -> Result<(Peer, Vec<u8>)> {
+    let deadline = Instant::now() + limit;
+    let mut pause = Duration::from_millis(20);
+    loop {
+        let reason = match introduce(address, me) {
+            Ok(connection) => match await_welcome(connection, limit + GRACE) {
+                Answer::Welcome(peer, payload) => return Ok((*peer, payload)),
+                Answer::Refused(Refusal::Fault(fault)) => return Err(fault.into()),
+                Answer::Refused(Refusal::Rank(reason)) => return Err(failed(address, reason)),
+                Answer::Refused(Refusal::OtherJob) => {
+                    "rank 0 of another job listens there: choose \
+                     another port by --rendezvous HOST:PORT or MASTER_PORT"
+                        .into()
+                }
+                Answer::None(reason) => reason,
+            },
+            Err(reason) => reason,
+        };
+        if Instant::now() + pause >= deadline {
+            let (rank, seconds) = (me.rank, limit.as_secs());
+            return Err(failed(
+                address,
+                format!(
+                    "rank {rank} found no rank 0 within {seconds} s: {reason}; see whether rank 0 has \
+                     started, and whether this is its address"
+                ),
+            ));
+        }
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(Duration::from_millis(500));
+    }
+}
+
+fn introduce(address: &Address, me: &Hello) -> std::result::Result<Connection, String> {
+    let resolved = (address.host.as_str(), address.port).to_socket_addrs();
+    let resolved = resolved.map_err(|error| format!("no such host: {error}"))?;
+    let mut reason = "the name has no address".to_owned();
+    for socket in resolved {
+        match TcpStream::connect_timeout(&socket, ATTEMPT) {
+            Ok(stream) => {
+                let connection = Connection::new(stream, crate::wire::MEMBER_LIMIT);
+                let mut connection = connection.map_err(|error| error.to_string())?;
+                connection.say(&Message::Hello(me.clone()));
+                return Ok(connection);
+            }
+            Err(error) => reason = error.to_string(),
+        }
+    }
+    Err(reason)
+}
+
+enum Answer {
+    Welcome(Box<Peer>, Vec<u8>),
+    Refused(Refusal),
+    None(String),
+}
+
+fn await_welcome(mut connection: Connection, limit: Duration) -> Answer {
+    let until = Instant::now() + limit;
+    while Instant::now() < until {
+        connection.flush();
+        match connection.hear() {
+            Heard::Nothing => std::thread::sleep(TICK),
+            Heard::Message(Message::Welcome { who, payload }) => {
+                return Answer::Welcome(
+                    Box::new(Peer { rank: 0, place: who, connection }),
+                    payload,
+                );
+            }
+            Heard::Message(Message::Refused(refusal)) => return Answer::Refused(refusal),
+            Heard::Message(_) => return Answer::None("what answers there is not rank 0".into()),
+            Heard::Lost(reason) => return Answer::None(reason),
+        }
+    }
+    Answer::None("it took the connection and did not answer".into())
+}
+
+#[cfg(test)]
+#[path = "rendezvous_tests.rs"]
+pub(crate) mod tests;

@@ -1,0 +1,223 @@
+//! What this process waits for: the operations that have begun and not ended. The liveness thread
+//! reads it, and ends the job when one of them lasts too long.
+
+use std::fmt::Write as _;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::error::{Fault, Result};
+
+/// An operation that goes on after its call has returned.
+pub(crate) trait Outstanding: Send + Sync {
+    /// Whether it has ended.
+    fn is_done(&self) -> bool;
+    /// Lets what follows on the device start after it.
+    fn join(&self) -> Result<()>;
+}
+
+/// The operations of a process, and the fault that ended its job.
+pub(crate) struct Health {
+    fault: OnceLock<Fault>,
+    on_fault: Arc<dyn Fn(&Fault) + Send + Sync>,
+    activity: Mutex<Activity>,
+}
+
+#[derive(Default)]
+struct Activity {
+    next_id: u64,
+    running: Vec<Entry>,
+    last: Option<Operation>,
+}
+
+/// One call of an operation of a group.
+#[derive(Clone)]
+pub(crate) struct Operation {
+    pub name: &'static str,
+    pub group: Arc<str>,
+    /// Which operation of the group, counted from 1.
+    pub number: u64,
+}
+
+struct Entry {
+    id: u64,
+    operation: Operation,
+    since: Instant,
+    outstanding: Option<Arc<dyn Outstanding>>,
+}
+
+/// An operation that ends when this is dropped, unless it goes on.
+pub(crate) struct Running<'a> {
+    health: &'a Health,
+    id: u64,
+}
+
+impl Health {
+    pub(crate) fn new(on_fault: Arc<dyn Fn(&Fault) + Send + Sync>) -> Self {
+        Health { fault: OnceLock::new(), on_fault, activity: Mutex::default() }
+    }
+
+    /// Why the job has ended, if it has.
+    pub(crate) fn fault(&self) -> Option<&Fault> {
+        self.fault.get()
+    }
+
+    /// # Errors
+    /// The fault that ended the job.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.fault().map_or(Ok(()), |fault| Err(fault.clone().into()))
+    }
+
+    /// Ends the job: operations that wait return with this fault, and the caller's function is told.
+    /// Only the first fault counts.
+    pub(crate) fn report(&self, fault: Fault) {
+        if self.fault.set(fault).is_ok()
+            && let Some(fault) = self.fault()
+        {
+            (self.on_fault)(fault);
+        }
+    }
+
+    /// Every change leaves the record sound, so a panic elsewhere does not matter.
+    fn activity(&self) -> MutexGuard<'_, Activity> {
+        self.activity.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn begin(&self, operation: Operation) -> Running<'_> {
+        let mut activity = self.activity();
+        let id = activity.next_id;
+        activity.next_id += 1;
+        activity.running.push(Entry { id, operation, since: Instant::now(), outstanding: None });
+        Running { health: self, id }
+    }
+
+    /// The operation that has lasted longest, and how long.
+    pub(crate) fn longest(&self) -> Option<(String, Duration)> {
+        let mut activity = self.activity();
+        activity.forget_finished();
+        let oldest = activity.running.iter().min_by_key(|entry| entry.since)?;
+        Some((oldest.operation.to_string(), oldest.since.elapsed()))
+    }
+
+    /// What this process is in, for the report of a stuck operation.
+    pub(crate) fn describe(&self) -> String {
+        let mut activity = self.activity();
+        activity.forget_finished();
+        let mut text = String::new();
+        for Entry { operation, since, .. } in &activity.running {
+            let separator = if text.is_empty() { "in " } else { " and in " };
+            // Writing to a string does not fail.
+            let _ = write!(text, "{separator}{operation} since {:.0?}", since.elapsed());
+        }
+        match (text.is_empty(), &activity.last) {
+            (false, _) => text,
+            (true, Some(last)) => format!("in no operation, the last was {last}"),
+            (true, None) => "in no operation, and in none before".into(),
+        }
+    }
+}
+
+impl Activity {
+    fn forget_finished(&mut self) {
+        let Activity { running, last, .. } = self;
+        running.retain(|entry| {
+            let done = entry.outstanding.as_ref().is_some_and(|outstanding| outstanding.is_done());
+            if done {
+                *last = Some(entry.operation.clone());
+            }
+            !done
+        });
+    }
+}
+
+impl Running<'_> {
+    /// The operation goes on until `outstanding` is done.
+    pub(crate) fn goes_on(self, outstanding: Arc<dyn Outstanding>) {
+        let mut activity = self.health.activity();
+        if let Some(entry) = activity.running.iter_mut().find(|entry| entry.id == self.id) {
+            entry.outstanding = Some(outstanding);
+        }
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        let mut activity = self.health.activity();
+        let Activity { running, last, .. } = &mut *activity;
+        let of_this = |entry: &Entry| entry.id == self.id && entry.outstanding.is_none();
+        if let Some(at) = running.iter().position(of_this) {
+            *last = Some(running.swap_remove(at).operation);
+        }
+        // Where the process never becomes stuck, nobody else looks at what goes on.
+        activity.forget_finished();
+    }
+}
+
+impl std::fmt::Display for Operation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} no. {} of group {}", self.name, self.number, self.group)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+
+    fn operation(number: u64) -> Operation {
+        Operation { name: "all_reduce", group: "data".into(), number }
+    }
+
+    fn health() -> Health {
+        Health::new(Arc::new(|_| ()))
+    }
+
+    #[test]
+    fn an_operation_is_known_until_it_ends() {
+        let health = health();
+        assert_eq!(health.describe(), "in no operation, and in none before");
+        let running = health.begin(operation(1));
+        assert_eq!(health.longest().unwrap().0, "all_reduce no. 1 of group data");
+        assert!(health.describe().starts_with("in all_reduce no. 1 of group data since "));
+        drop(running);
+        assert!(health.longest().is_none());
+        assert_eq!(
+            health.describe(),
+            "in no operation, the last was all_reduce no. 1 of group data"
+        );
+    }
+
+    #[test]
+    fn an_operation_on_a_device_lasts_until_the_device_is_done() {
+        struct Event(AtomicBool);
+        impl Outstanding for Event {
+            fn is_done(&self) -> bool {
+                self.0.load(Ordering::Relaxed)
+            }
+            fn join(&self) -> Result<()> {
+                Ok(())
+            }
+        }
+        let (health, event) = (health(), Arc::new(Event(AtomicBool::new(false))));
+        health.begin(operation(1)).goes_on(event.clone());
+        assert!(health.longest().is_some());
+        event.0.store(true, Ordering::Relaxed);
+        assert!(health.longest().is_none());
+    }
+
+    #[test]
+    fn the_first_fault_is_told_once() {
+        let told = Arc::new(Mutex::new(Vec::new()));
+        let tell = {
+            let told = told.clone();
+            move |fault: &Fault| told.lock().unwrap().push(fault.clone())
+        };
+        let health = Health::new(Arc::new(tell));
+        let lost = |who: &str| Fault::Lost { who: who.into(), reason: String::new() };
+        health.check().unwrap();
+        health.report(lost("rank 1"));
+        health.report(lost("rank 2"));
+        assert_eq!(*told.lock().unwrap(), [lost("rank 1")]);
+        assert_eq!(health.check(), Err(lost("rank 1").into()));
+    }
+}
