@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use std::sync::{Arc, atomic::AtomicBool};
 
 /// Something went wrong.
-const ERROR: u8 = 1;
+pub const ERROR: u8 = 1;
 /// The arguments do not make sense; clap exits with the same code.
 const USAGE: u8 = 2;
 /// Stopped early, run me again: sysexits' EX_TEMPFAIL.

@@ -19,8 +19,11 @@ pub struct RunView {
 }
 
 impl RunView {
-    /// The view of a run of `recipe`.
-    pub fn new(recipe: &Recipe) -> Self {
+    /// The view of a run of `recipe` on `ranks` ranks.
+    pub fn new(recipe: &Recipe, ranks: usize) -> Self {
+        if ranks > 1 {
+            eprintln!("{ranks} ranks share each step's micro-batches");
+        }
         let steps = recipe.num_steps();
         let bar = stderr().is_terminal().then(|| {
             let style = ProgressStyle::with_template("{prefix} [{bar:30}] {pos}/{len}  {msg}");

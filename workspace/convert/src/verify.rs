@@ -8,7 +8,7 @@ use std::path::Path;
 
 use moh_kernels::Cpu;
 use moh_model::{
-    Activations, ConfigFile, Dtype, LossSums, Model, ModelConfig, MohConfig, PassShape, Recompute,
+    Activations, ConfigFile, Dtype, Model, ModelConfig, MohConfig, PassShape, Recompute, StepSums,
     WeightFiles,
 };
 
@@ -82,7 +82,7 @@ fn logits(
     ids: &[u32],
     rounded: impl Fn(&str) -> Result<Dtype, moh_model::Error>,
 ) -> Result<Vec<f32>, Error> {
-    let model = Model::<Cpu, f32>::new::<Error>(Cpu, config, ids.len(), |segment, values| {
+    let mut model = Model::<Cpu, f32>::new::<Error>(Cpu, config, ids.len(), |segment, values| {
         weights.read_f32(&segment.name, values)?;
         let dtype = rounded(&segment.name)?;
         let mut bytes = vec![0; values.len() * dtype.size()];
@@ -99,7 +99,7 @@ fn logits(
     };
     let mut activations = Activations::new(&model, shape)?;
     activations.upload(&Cpu, ids, ids, &[])?;
-    model.forward(&mut activations, &mut LossSums::new(&Cpu)?)?;
+    model.forward(&mut activations, &mut StepSums::new(&Cpu)?)?;
     Ok(model.logits(&activations)?)
 }
 

@@ -7,5 +7,5 @@ mod plot;
 
 pub use error::Error;
 pub use logits::{LogitsOf, logits};
-pub use loss::{Evaluator, Loss};
+pub use loss::{Evaluator, Loss, Sums};
 pub use plot::{Curve, Mark, Plot};

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use moh_kernels::{Backend, Element};
-use moh_model::{Activations, LossSums, Model, PassShape, Recompute};
+use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
 use safetensors::tensor::{Dtype, TensorView};
 
 use crate::Error;
@@ -33,7 +33,7 @@ pub struct LogitsOf {
 /// # Errors
 /// Ids outside the vocabulary, or a device without room.
 pub fn logits<B: Backend, T: Element>(
-    model: &Model<B, T>,
+    model: &mut Model<B, T>,
     ids: &[Vec<u32>],
 ) -> Result<LogitsOf, Error> {
     let (batch, length) = (ids.len(), ids.first().map_or(0, Vec::len));
@@ -47,7 +47,7 @@ pub fn logits<B: Backend, T: Element>(
     let mut activations = Activations::new(model, shape)?;
     let flat: Vec<u32> = ids.concat();
     activations.upload(model.backend(), &flat, &flat, &[])?;
-    model.forward(&mut activations, &mut LossSums::new(model.backend())?)?;
+    model.forward(&mut activations, &mut StepSums::new(model.backend())?)?;
     Ok(LogitsOf {
         batch,
         length,

@@ -5,7 +5,8 @@ use std::f64::consts::LN_2;
 use moh_data::{TextTokenizer, Windows};
 use moh_kernels::cross_entropy::IGNORED;
 use moh_kernels::{Backend, Element};
-use moh_model::{Activations, LossSums, Model, PassShape, Recompute};
+use moh_model::parameters::Shard;
+use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
 
 use crate::Error;
 
@@ -27,16 +28,36 @@ impl Loss {
     }
 }
 
+/// What batches of windows add up to.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Sums {
+    /// Cross-entropy of the targets, in nats.
+    pub cross_entropy: f64,
+    /// Targets.
+    pub tokens: u64,
+    /// Bytes of the decoded targets; 0 without a tokenizer.
+    pub bytes: u64,
+}
+
+impl Sums {
+    /// The means.
+    pub fn loss(&self) -> Loss {
+        let Sums { cross_entropy, tokens, bytes } = *self;
+        let bits_per_byte = (bytes > 0).then(|| cross_entropy / LN_2 / bytes as f64);
+        Loss { loss: cross_entropy / tokens.max(1) as f64, tokens, bits_per_byte }
+    }
+}
+
 /// The buffers of an evaluation, for batches of windows of one length.
 ///
 /// A window of n tokens gives n - 1 targets, as Hugging Face counts them; the last batch is
 /// filled up with windows that have none.
 pub struct Evaluator<B: Backend, T: Element> {
     activations: Activations<B, T>,
-    sums: LossSums<B>,
+    sums: StepSums<B>,
 }
 
-impl<B: Backend, T: Element> Evaluator<B, T> {
+impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
     /// Plans the buffers for `batch` windows of `length` tokens at a time.
     ///
     /// # Errors
@@ -51,7 +72,7 @@ impl<B: Backend, T: Element> Evaluator<B, T> {
         };
         Ok(Evaluator {
             activations: Activations::new(model, shape)?,
-            sums: LossSums::new(model.backend())?,
+            sums: StepSums::new(model.backend())?,
         })
     }
 
@@ -62,38 +83,54 @@ impl<B: Backend, T: Element> Evaluator<B, T> {
     /// When the token file cannot be read or holds ids outside the vocabulary.
     pub fn evaluate(
         &mut self,
-        model: &Model<B, T>,
+        model: &mut Model<B, T>,
         windows: &Windows,
         count: u64,
         tokenizer: Option<&TextTokenizer>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Loss, Error> {
+        let sums = self.evaluate_share(model, windows, count, tokenizer, Shard::WHOLE, progress)?;
+        Ok(sums.loss())
+    }
+
+    /// What one rank adds to the loss over the first `count` windows: ranks take the batches in
+    /// turns. `progress` hears of the windows of all ranks.
+    ///
+    /// # Errors
+    /// As [`Evaluator::evaluate`].
+    pub fn evaluate_share(
+        &mut self,
+        model: &mut Model<B, T>,
+        windows: &Windows,
+        count: u64,
+        tokenizer: Option<&TextTokenizer>,
+        shard: Shard,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Sums, Error> {
         let shape = self.activations.shape();
-        let count = count.min(windows.len());
+        let (count, batch) = (count.min(windows.len()), shape.batch as u64);
         let mut ids = vec![0u32; shape.tokens()];
         let mut targets = vec![IGNORED; shape.tokens()];
-        let (mut sum, mut tokens, mut bytes) = (0f64, 0u64, 0u64);
-        let mut done = 0;
-        while done < count {
+        let mut sums = Sums::default();
+        let starts = (0..count).step_by(shape.batch);
+        for start in starts.skip(shard.rank).step_by(shard.size) {
             targets.fill(IGNORED);
-            let batch = (count - done).min(shape.batch as u64) as usize;
+            let end = count.min(start + batch);
             let rows = ids.chunks_exact_mut(shape.length).zip(targets.chunks_mut(shape.length));
-            for (number, (ids, targets)) in (done..).zip(rows.take(batch)) {
+            for (number, (ids, targets)) in (start..end).zip(rows) {
                 windows.read(number, ids)?;
                 targets[..shape.length - 1].copy_from_slice(&ids[1..]);
-                tokens += shape.length as u64 - 1;
+                sums.tokens += shape.length as u64 - 1;
                 if let Some(tokenizer) = tokenizer {
-                    bytes += tokenizer.decoded_bytes(&ids[1..])?;
+                    sums.bytes += tokenizer.decoded_bytes(&ids[1..])?;
                 }
             }
-            let backend = model.backend();
-            self.activations.upload(backend, &ids, &targets, &[])?;
+            let backend = model.backend().clone();
+            self.activations.upload(&backend, &ids, &targets, &[])?;
             backend.scope(|| model.evaluate(&mut self.activations, &mut self.sums))?;
-            sum += self.sums.take(model.backend())?.0;
-            done += batch as u64;
-            progress(done, count);
+            sums.cross_entropy += self.sums.take(&backend)?.0;
+            progress(count.min(start + batch * shard.size as u64), count);
         }
-        let bits_per_byte = (bytes > 0).then(|| sum / LN_2 / bytes as f64);
-        Ok(Loss { loss: sum / tokens.max(1) as f64, tokens, bits_per_byte })
+        Ok(sums)
     }
 }

@@ -47,4 +47,7 @@ pub enum Error {
     /// An operator refused its input.
     #[error(transparent)]
     Kernel(#[from] moh_kernels::Error),
+    /// An exchange with other ranks failed.
+    #[error(transparent)]
+    Comm(#[from] moh_comm::Error),
 }

@@ -92,7 +92,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         backend.embedding_forward(
             config.hidden_size,
             B::view(&self.ids, 0..n),
-            whole::<B, T>(model.weights.flat(ModelLayout::EMBEDDING)),
+            model.weights_of(ModelLayout::EMBEDDING),
             B::view_mut(&mut self.stream[0], 0..width),
         )?;
         let tokens = Tokens::<B> {
@@ -111,7 +111,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         backend.rms_norm_forward(
             config.rms_norm_eps,
             B::view(&self.stream[0], 0..width),
-            whole::<B, T>(model.weights.flat(model.layout.final_norm_index())),
+            model.weights_of(model.layout.final_norm_index()),
             B::view_mut(&mut self.normed, 0..width),
             B::view_mut(&mut self.inv_rms, 0..n),
         )?;

@@ -47,6 +47,11 @@ impl FlatLayout {
         FlatLayout { segments, len: end.next_multiple_of(multiple) }
     }
 
+    /// The numbers of its tensors, without the padding.
+    pub fn used(&self) -> Range<usize> {
+        0..self.segments.last().map_or(0, |segment| segment.range.end)
+    }
+
     /// Maximal runs of adjacent tensors that agree on weight decay.
     pub fn decay_runs(&self) -> Vec<(Range<usize>, bool)> {
         let mut runs: Vec<(Range<usize>, bool)> = Vec::new();
@@ -93,15 +98,22 @@ pub struct BlockRanges {
 impl ModelLayout {
     /// The layout of a model on one rank.
     pub fn new(config: &ModelConfig) -> Self {
+        Self::padded(config, 1)
+    }
+
+    /// The layout of a model of which up to `ranks` ranks share the optimiser's state: the length of
+    /// every buffer is a multiple of `ranks`.
+    pub fn padded(config: &ModelConfig, ranks: usize) -> Self {
         let width = config.hidden_size;
-        let one = |name: &str, shape: Vec<usize>| FlatLayout::new(vec![(name.into(), shape)], 1);
+        let one =
+            |name: &str, shape: Vec<usize>| FlatLayout::new(vec![(name.into(), shape)], ranks);
         let mut flats = vec![one("model.embed_tokens.weight", vec![config.vocab_size, width])];
-        flats.extend((0..config.num_hidden_layers).map(|layer| block_layout(config, layer)));
+        flats.extend((0..config.num_hidden_layers).map(|layer| block_layout(config, layer, ranks)));
         flats.push(one("model.norm.weight", vec![width]));
         if !config.tie_word_embeddings {
             flats.push(one("lm_head.weight", vec![config.vocab_size, width]));
         }
-        let block = BlockRanges::new(&block_layout(config, 0));
+        let block = BlockRanges::new(&block_layout(config, 0, ranks));
         ModelLayout { flats, num_blocks: config.num_hidden_layers, block }
     }
 
@@ -124,6 +136,13 @@ impl ModelLayout {
         if untied < self.flats.len() { untied } else { Self::EMBEDDING }
     }
 
+    /// The buffers in the order in which a backward pass completes their gradients.
+    pub fn backward_order(&self) -> impl Iterator<Item = usize> {
+        let head = Some(self.head_index()).filter(|&head| head != Self::EMBEDDING);
+        let blocks = (0..self.num_blocks).rev().map(|layer| self.block_index(layer));
+        head.into_iter().chain([self.final_norm_index()]).chain(blocks).chain([Self::EMBEDDING])
+    }
+
     /// Every tensor with the index of its buffer.
     pub fn segments(&self) -> impl Iterator<Item = (usize, &Segment)> {
         self.flats
@@ -143,7 +162,7 @@ impl ModelLayout {
     }
 }
 
-fn block_layout(config: &ModelConfig, layer: usize) -> FlatLayout {
+fn block_layout(config: &ModelConfig, layer: usize, ranks: usize) -> FlatLayout {
     let (width, inner) = (config.hidden_size, config.intermediate_size);
     let (queries, keys) = (config.query_width(), config.key_value_width());
     let tensors = [
@@ -158,7 +177,7 @@ fn block_layout(config: &ModelConfig, layer: usize) -> FlatLayout {
         ("mlp.down_proj", vec![width, inner]),
     ];
     let named = |(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape);
-    FlatLayout::new(tensors.into_iter().map(named).collect(), 1)
+    FlatLayout::new(tensors.into_iter().map(named).collect(), ranks)
 }
 
 impl BlockRanges {

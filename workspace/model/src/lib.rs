@@ -20,5 +20,5 @@ pub use config_file::ConfigFile;
 pub use error::Error;
 pub use flops::tensor_shapes;
 pub use generation::{Generator, Sampler};
-pub use model::{LossScale, LossSums, Model};
+pub use model::{LossScale, Model, StepSums};
 pub use weight_files::{Dtype, TensorBytes, WeightFiles};

@@ -1,5 +1,6 @@
 //! A model on a device: weights in flat buffers, and passes over micro-batches.
 
+use moh_comm::{Group, Reduce};
 use moh_kernels::cross_entropy::HeadGradients;
 use moh_kernels::router::QueryNormRouter;
 use moh_kernels::{Backend, Element};
@@ -31,33 +32,74 @@ pub struct LossScale {
     pub straight_through: bool,
 }
 
-/// Sums that passes add to, on the device.
-pub struct LossSums<B: Backend> {
-    cross_entropy: B::Buffer<f64>,
-    balance: B::Buffer<f64>,
+/// Sums over a step, on the device: what passes and the optimiser add to.
+pub struct StepSums<B: Backend> {
+    /// Cross-entropy of the targets, balance loss averaged over layers, squared gradients.
+    sums: B::Buffer<f64>,
 }
 
-impl<B: Backend> LossSums<B> {
+impl<B: Backend> StepSums<B> {
     /// Zeros.
     ///
     /// # Errors
     /// When the device has no room.
     pub fn new(backend: &B) -> Result<Self, Error> {
-        Ok(LossSums { cross_entropy: backend.allocate(1)?, balance: backend.allocate(1)? })
+        Ok(StepSums { sums: backend.allocate(3)? })
     }
 
-    /// Waits for the device, returns (sum of the cross-entropies of the targets, sum over
-    /// micro-batches of the balance loss averaged over layers) and starts again from zero.
+    /// Starts again from zero.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn zero(&mut self, backend: &B) -> Result<(), Error> {
+        Ok(backend.zero(whole_mut::<B, f64>(&mut self.sums))?)
+    }
+
+    pub(crate) fn cross_entropy(&mut self) -> B::ViewMut<'_, f64> {
+        B::view_mut(&mut self.sums, 0..1)
+    }
+
+    pub(crate) fn balance(&mut self) -> B::ViewMut<'_, f64> {
+        B::view_mut(&mut self.sums, 1..2)
+    }
+
+    /// The squared norm of the gradients, `[1]`.
+    pub fn squared_norm(&self) -> B::View<'_, f64> {
+        B::view(&self.sums, 2..3)
+    }
+
+    /// The same, to add to.
+    pub fn squared_norm_mut(&mut self) -> B::ViewMut<'_, f64> {
+        B::view_mut(&mut self.sums, 2..3)
+    }
+
+    /// Adds up the sums of the ranks of `group`.
+    ///
+    /// # Errors
+    /// When another rank has failed.
+    pub fn all_reduce(&mut self, group: &Group) -> Result<(), Error> {
+        Ok(group.all_reduce::<B, f64>(whole_mut::<B, f64>(&mut self.sums), Reduce::Sum)?)
+    }
+
+    /// Waits for the device, returns the sums of the cross-entropies of the targets, of the balance
+    /// loss over micro-batches, and of the squared gradients.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn read(&self, backend: &B) -> Result<[f64; 3], Error> {
+        let mut sums = [0f64; 3];
+        backend.download(whole::<B, f64>(&self.sums), &mut sums)?;
+        Ok(sums)
+    }
+
+    /// As [`Self::read`], of the two losses, and starts again from zero.
     ///
     /// # Errors
     /// When the device fails.
     pub fn take(&mut self, backend: &B) -> Result<(f64, f64), Error> {
-        let (mut cross_entropy, mut balance) = ([0f64], [0f64]);
-        backend.download(whole::<B, f64>(&self.cross_entropy), &mut cross_entropy)?;
-        backend.download(whole::<B, f64>(&self.balance), &mut balance)?;
-        backend.zero(whole_mut::<B, f64>(&mut self.cross_entropy))?;
-        backend.zero(whole_mut::<B, f64>(&mut self.balance))?;
-        Ok((cross_entropy[0], balance[0]))
+        let [cross_entropy, balance, _] = self.read(backend)?;
+        self.zero(backend)?;
+        Ok((cross_entropy, balance))
     }
 }
 
@@ -72,16 +114,35 @@ impl<B: Backend, T: Element> Model<B, T> {
         positions: usize,
         source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
     ) -> Result<Self, E> {
-        let mut model = Self::zeros(backend, config, positions)?;
+        Self::padded(backend, config, positions, 1, source)
+    }
+
+    /// As [`Model::new`], with buffers that `ranks` ranks can share ([`ModelLayout::padded`]).
+    ///
+    /// # Errors
+    /// As [`Model::new`].
+    pub fn padded<E: From<Error>>(
+        backend: B,
+        config: ModelConfig,
+        positions: usize,
+        ranks: usize,
+        source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
+    ) -> Result<Self, E> {
+        let layout = ModelLayout::padded(&config, ranks);
+        let mut model = Self::zeros(backend, config, layout, positions)?;
         model.weights.fill(&model.backend, &model.layout, source)?;
         Ok(model)
     }
 
-    fn zeros(backend: B, config: ModelConfig, positions: usize) -> Result<Self, Error> {
+    fn zeros(
+        backend: B,
+        config: ModelConfig,
+        layout: ModelLayout,
+        positions: usize,
+    ) -> Result<Self, Error> {
         if let Some(moh) = &config.moh {
             moh.validate(config.num_attention_heads)?;
         }
-        let layout = ModelLayout::new(&config);
         let weights = FlatBuffers::zeros(&backend, &layout)?;
         let (cos, sin) = rope::table(&config.rope, config.head_dim, positions);
         let mut rope_cos = backend.allocate(cos.len())?;
@@ -129,6 +190,11 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self.weights
     }
 
+    /// The tensor of a buffer that holds one, without padding.
+    pub(crate) fn weights_of(&self, flat: usize) -> B::View<'_, T> {
+        self.weights.view(flat, self.layout.flats[flat].used())
+    }
+
     /// The weights, for the optimiser.
     pub fn weights_mut(&mut self) -> &mut FlatBuffers<B, T> {
         &mut self.weights
@@ -143,24 +209,25 @@ impl<B: Backend, T: Element> Model<B, T> {
             .then_some(QueryNormRouter { shared_heads: moh.shared_heads, top_k: moh.routed_top_k })
     }
 
-    /// The forward pass up to the final norm; adds the balance loss to `sums`.
+    /// The forward pass up to the final norm; adds the balance loss to `sums`. Weights that are on
+    /// their way from other ranks are waited for where they are first used.
     ///
     /// # Errors
-    /// A token id outside the vocabulary, or a failing device.
+    /// A token id outside the vocabulary, or a failing device or rank.
     pub fn forward(
-        &self,
+        &mut self,
         activations: &mut Activations<B, T>,
-        sums: &mut LossSums<B>,
+        sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
-        let backend = &self.backend;
         let Activations { shape, ids, first_key, stream, blocks, .. } = activations;
         let tokens =
             Tokens::<B> { shape: *shape, first_position: 0, first_key: first_key.as_ref() };
         let n = shape.tokens();
-        backend.embedding_forward(
+        self.weights.arrive(ModelLayout::EMBEDDING)?;
+        self.backend.embedding_forward(
             self.config.hidden_size,
             whole::<B, u32>(ids),
-            whole::<B, T>(self.weights.flat(ModelLayout::EMBEDDING)),
+            self.weights_of(ModelLayout::EMBEDDING),
             whole_mut::<B, T>(&mut stream[0]),
         )?;
         let share = 1.0 / self.config.num_hidden_layers as f64;
@@ -168,17 +235,20 @@ impl<B: Backend, T: Element> Model<B, T> {
             let (before, after) = stream.split_at_mut(layer + 1);
             let (input, output) = (&before[layer], &mut after[0]);
             let mut block = blocks.of(layer);
+            self.weights.arrive(self.layout.block_index(layer))?;
             self.attend(&tokens, input, &mut block, None)?;
             self.activate(n, &mut block)?;
             self.project_down(n, &block, output)?;
             if let Some(routing) = &block.kept.routing {
-                backend.balance_loss(routing, share, whole_mut::<B, f64>(&mut sums.balance))?;
+                self.backend.balance_loss(routing, share, sums.balance())?;
             }
         }
-        backend.rms_norm_forward(
+        self.weights.arrive(self.layout.final_norm_index())?;
+        self.weights.arrive(self.layout.head_index())?;
+        self.backend.rms_norm_forward(
             self.config.rms_norm_eps,
             whole::<B, T>(&stream[self.config.num_hidden_layers]),
-            whole::<B, T>(self.weights.flat(self.layout.final_norm_index())),
+            self.weights_of(self.layout.final_norm_index()),
             whole_mut::<B, T>(&mut activations.final_normed),
             whole_mut::<B, f32>(&mut activations.final_inv_rms),
         )?;
@@ -190,34 +260,36 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// # Errors
     /// As [`Model::forward`].
     pub fn evaluate(
-        &self,
+        &mut self,
         activations: &mut Activations<B, T>,
-        sums: &mut LossSums<B>,
+        sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
         self.forward(activations, sums)?;
         self.backend.cross_entropy::<T, f32>(
             &self.head_shape(activations.shape.tokens()),
             whole::<B, T>(&activations.final_normed),
-            whole::<B, T>(self.weights.flat(self.layout.head_index())),
+            self.weights_of(self.layout.head_index()),
             whole::<B, u32>(&activations.targets),
             whole_mut::<B, f32>(&mut activations.head_scratch),
-            whole_mut::<B, f64>(&mut sums.cross_entropy),
+            sums.cross_entropy(),
             None,
         )?;
         Ok(())
     }
 
     /// Forward and backward over the uploaded micro-batch: adds its losses to `sums` and its
-    /// gradients to `gradients`.
+    /// gradients to `gradients`. With `reduce`, of a step's last micro-batch, the sum of each buffer
+    /// over the group's ranks starts as soon as the buffer is complete.
     ///
     /// # Errors
     /// As [`Model::forward`]; activations planned without a backward pass are refused.
     pub fn forward_backward<G: Element>(
-        &self,
+        &mut self,
         activations: &mut Activations<B, T>,
         gradients: &mut FlatBuffers<B, G>,
         scale: LossScale,
-        sums: &mut LossSums<B>,
+        sums: &mut StepSums<B>,
+        reduce: Option<&Group>,
     ) -> Result<(), Error> {
         self.forward(activations, sums)?;
         let Activations { shape, recompute, stream, blocks, backward, .. } = activations;
@@ -230,26 +302,35 @@ impl<B: Backend, T: Element> Model<B, T> {
         backend.cross_entropy(
             &self.head_shape(n),
             whole::<B, T>(&activations.final_normed),
-            whole::<B, T>(self.weights.flat(layout.head_index())),
+            self.weights_of(layout.head_index()),
             whole::<B, u32>(&activations.targets),
             whole_mut::<B, f32>(&mut activations.head_scratch),
-            whole_mut::<B, f64>(&mut sums.cross_entropy),
+            sums.cross_entropy(),
             Some(HeadGradients::<B, T, G> {
                 scale: scale.cross_entropy,
                 d_x: B::view_mut(&mut scratch.d_branch, 0..n * width),
-                d_weight: whole_mut::<B, G>(gradients.flat_mut(layout.head_index())),
+                d_weight: gradients
+                    .view_mut(layout.head_index(), layout.flats[layout.head_index()].used()),
             }),
         )?;
+        let complete = |gradients: &mut FlatBuffers<B, G>, flat| match reduce {
+            Some(group) => gradients.start_reduce_scatter(flat, group),
+            None => Ok(()),
+        };
+        if layout.head_index() != ModelLayout::EMBEDDING {
+            complete(gradients, layout.head_index())?;
+        }
         backend.zero(whole_mut::<B, T>(&mut scratch.d_stream))?;
         let final_norm = layout.final_norm_index();
         backend.rms_norm_backward(
             whole::<B, T>(&stream[layers]),
-            whole::<B, T>(self.weights.flat(final_norm)),
+            self.weights_of(final_norm),
             whole::<B, f32>(&activations.final_inv_rms),
             B::view(&scratch.d_branch, 0..n * width),
             whole_mut::<B, T>(&mut scratch.d_stream),
-            whole_mut::<B, G>(gradients.flat_mut(final_norm)),
+            gradients.view_mut(final_norm, layout.flats[final_norm].used()),
         )?;
+        complete(gradients, final_norm)?;
         let first_key = activations.first_key.as_ref();
         let tokens = Tokens::<B> { shape: *shape, first_position: 0, first_key };
         let router = RouterScale {
@@ -267,14 +348,15 @@ impl<B: Backend, T: Element> Model<B, T> {
                 }
             }
             self.block_backward(&tokens, input, block, scratch, gradients, router)?;
+            complete(gradients, layout.block_index(layer))?;
         }
         backend.embedding_backward(
             width,
             whole::<B, u32>(&activations.ids),
             whole::<B, T>(&scratch.d_stream),
-            whole_mut::<B, G>(gradients.flat_mut(ModelLayout::EMBEDDING)),
+            gradients.view_mut(ModelLayout::EMBEDDING, layout.flats[ModelLayout::EMBEDDING].used()),
         )?;
-        Ok(())
+        complete(gradients, ModelLayout::EMBEDDING)
     }
 
     /// Logits of the last forward pass, `[N, V]`.
@@ -293,7 +375,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         backend.linear_forward(
             self.config.hidden_size,
             normed,
-            whole::<B, T>(self.weights.flat(self.layout.head_index())),
+            self.weights_of(self.layout.head_index()),
             None,
             whole_mut::<B, T>(&mut logits),
         )?;

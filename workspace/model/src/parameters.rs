@@ -1,44 +1,119 @@
 //! Flat buffers on a device: a model's weights, or its gradients, master copy or moments.
+//!
+//! Ranks that see different data share the optimiser's state (ZeRO-1): each holds one [`Shard`] of
+//! every flat buffer. Gradients are reduced to it and weights gathered from it in place, buffer by
+//! buffer, while other work goes on; a buffer is away until [`FlatBuffers::arrive`].
 
+use std::ops::Range;
+
+use moh_comm::{Group, Pending, Reduce};
 use moh_kernels::{Backend, Element, Scalar, View, ViewMut};
 
 use crate::Error;
 use crate::layout::{ModelLayout, Segment};
 
-/// One device buffer for each [`crate::layout::FlatLayout`] of a model.
+/// One of the equal parts of every flat buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shard {
+    /// Its number.
+    pub rank: usize,
+    /// How many there are.
+    pub size: usize,
+}
+
+impl Shard {
+    /// All of it.
+    pub const WHOLE: Shard = Shard { rank: 0, size: 1 };
+
+    /// The part of this rank of `group`.
+    pub fn of(group: &Group) -> Self {
+        Shard { rank: group.rank(), size: group.size() }
+    }
+
+    /// Its numbers in a buffer of `len`, which is a multiple of the number of parts.
+    pub fn range(&self, len: usize) -> Range<usize> {
+        let part = len / self.size;
+        self.rank * part..(self.rank + 1) * part
+    }
+}
+
+/// The numbers that two ranges share.
+pub fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
+    let start = a.start.max(b.start);
+    start..a.end.min(b.end).max(start)
+}
+
+/// A buffer, or the exchange that has it.
+enum Slot<T> {
+    Here(T),
+    Away(Pending<T>),
+    /// Between the two, or lost to an exchange that failed.
+    Lost,
+}
+
+/// One device buffer for each [`crate::layout::FlatLayout`] of a model, or a shard of each.
 pub struct FlatBuffers<B: Backend, S: Scalar> {
-    buffers: Vec<B::Buffer<S>>,
+    slots: Vec<Slot<B::Buffer<S>>>,
+    shard: Shard,
 }
 
 impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
-    /// Buffers of zeros.
+    /// Whole buffers of zeros.
     ///
     /// # Errors
     /// When the device has no room.
     pub fn zeros(backend: &B, layout: &ModelLayout) -> Result<Self, Error> {
-        let buffers =
-            layout.flats.iter().map(|flat| backend.allocate(flat.len)).collect::<Result<_, _>>()?;
-        Ok(FlatBuffers { buffers })
+        Self::zeros_of(backend, layout, Shard::WHOLE)
     }
 
-    /// A part of one buffer.
-    pub fn view(&self, flat: usize, range: std::ops::Range<usize>) -> View<'_, B, S> {
-        B::view(&self.buffers[flat], range)
+    /// A shard of each buffer, of zeros.
+    ///
+    /// # Errors
+    /// When the device has no room.
+    pub fn zeros_of(backend: &B, layout: &ModelLayout, shard: Shard) -> Result<Self, Error> {
+        let slots = (layout.flats.iter())
+            .map(|flat| Ok(Slot::Here(backend.allocate(shard.range(flat.len).len())?)))
+            .collect::<Result<_, Error>>()?;
+        Ok(FlatBuffers { slots, shard })
     }
 
-    /// A part of one buffer, for writing.
-    pub fn view_mut(&mut self, flat: usize, range: std::ops::Range<usize>) -> ViewMut<'_, B, S> {
-        B::view_mut(&mut self.buffers[flat], range)
+    /// A part of one buffer, which the shard holds.
+    pub fn view(&self, flat: usize, range: Range<usize>) -> View<'_, B, S> {
+        let start = self.held(flat).start;
+        B::view(self.flat(flat), range.start - start..range.end - start)
     }
 
-    /// One buffer.
+    /// A part of one buffer, which the shard holds, for writing.
+    pub fn view_mut(&mut self, flat: usize, range: Range<usize>) -> ViewMut<'_, B, S> {
+        let start = self.held(flat).start;
+        B::view_mut(self.flat_mut(flat), range.start - start..range.end - start)
+    }
+
+    /// The range of a flat buffer that is held here.
+    pub fn held(&self, flat: usize) -> Range<usize> {
+        self.shard.range(B::len(self.flat(flat)) * self.shard.size)
+    }
+
+    /// One buffer, or the shard of it.
+    ///
+    /// # Panics
+    /// While the buffer is away.
     pub fn flat(&self, flat: usize) -> &B::Buffer<S> {
-        &self.buffers[flat]
+        match &self.slots[flat] {
+            Slot::Here(buffer) => buffer,
+            _ => panic!("buffer {flat} is used before it has arrived"),
+        }
     }
 
-    /// One buffer, for writing.
+    /// One buffer, or the shard of it, for writing.
+    ///
+    /// # Panics
+    /// While the buffer is away.
     pub fn flat_mut(&mut self, flat: usize) -> &mut B::Buffer<S> {
-        &mut self.buffers[flat]
+        match &mut self.slots[flat] {
+            Slot::Here(buffer) => buffer,
+            _ => panic!("buffer {flat} is used before it has arrived"),
+        }
     }
 
     /// Sets every number to zero.
@@ -46,16 +121,71 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
     /// # Errors
     /// When the device fails.
     pub fn zero(&mut self, backend: &B) -> Result<(), Error> {
-        for buffer in &mut self.buffers {
+        for flat in 0..self.slots.len() {
+            let buffer = self.flat_mut(flat);
             let len = B::len(buffer);
             backend.zero(B::view_mut(buffer, 0..len))?;
         }
         Ok(())
     }
+
+    /// Starts to sum a whole buffer over the ranks of `group`, each of which gets its shard's sums.
+    ///
+    /// # Errors
+    /// When another rank has failed.
+    pub fn start_reduce_scatter(&mut self, flat: usize, group: &Group) -> Result<(), Error> {
+        self.start(flat, group, |buffer| group.start_reduce_scatter::<B, S>(buffer, Reduce::Sum))
+    }
+
+    /// Starts to complete a whole buffer from the shards of all ranks of `group`.
+    ///
+    /// # Errors
+    /// When another rank has failed.
+    pub fn start_all_gather(&mut self, flat: usize, group: &Group) -> Result<(), Error> {
+        self.start(flat, group, |buffer| group.start_all_gather::<B, S>(buffer))
+    }
+
+    fn start(
+        &mut self,
+        flat: usize,
+        group: &Group,
+        exchange: impl FnOnce(B::Buffer<S>) -> moh_comm::Result<Pending<B::Buffer<S>>>,
+    ) -> Result<(), Error> {
+        if group.size() == 1 {
+            return Ok(());
+        }
+        self.arrive(flat)?;
+        if let Slot::Here(buffer) = std::mem::replace(&mut self.slots[flat], Slot::Lost) {
+            self.slots[flat] = Slot::Away(exchange(buffer)?);
+        }
+        Ok(())
+    }
+
+    /// Waits for what was started with a buffer; on a GPU the device waits, not the caller.
+    ///
+    /// # Errors
+    /// What made the exchange fail; the buffer is lost then.
+    pub fn arrive(&mut self, flat: usize) -> Result<(), Error> {
+        if matches!(self.slots[flat], Slot::Away(_))
+            && let Slot::Away(pending) = std::mem::replace(&mut self.slots[flat], Slot::Lost)
+        {
+            self.slots[flat] = Slot::Here(pending.wait()?);
+        }
+        Ok(())
+    }
+
+    /// Waits for all buffers.
+    ///
+    /// # Errors
+    /// As [`Self::arrive`].
+    pub fn arrive_all(&mut self) -> Result<(), Error> {
+        (0..self.slots.len()).try_for_each(|flat| self.arrive(flat))
+    }
 }
 
 impl<B: Backend, T: Element> FlatBuffers<B, T> {
-    /// Fills every tensor with what `source` writes for it, rounded to `T`.
+    /// Fills what is held of every tensor with what `source` writes for it, rounded to `T`. Tensors of
+    /// which nothing is held are not asked for.
     ///
     /// # Errors
     /// What `source` refuses, or the device.
@@ -67,13 +197,19 @@ impl<B: Backend, T: Element> FlatBuffers<B, T> {
     ) -> Result<(), E> {
         let (mut values, mut rounded) = (Vec::new(), Vec::new());
         for (flat, segment) in layout.segments() {
+            let part = overlap(&segment.range, &self.held(flat));
+            if part.is_empty() {
+                continue;
+            }
             values.clear();
             values.resize(segment.range.len(), 0f32);
             source(segment, &mut values)?;
+            let start = segment.range.start;
             rounded.clear();
-            rounded.extend(values.iter().map(|&value| T::from_f32(value)));
-            let target = B::view_mut(&mut self.buffers[flat], segment.range.clone());
-            backend.upload(&rounded, target).map_err(Error::from)?;
+            rounded.extend(
+                values[part.start - start..part.end - start].iter().map(|&v| T::from_f32(v)),
+            );
+            backend.upload(&rounded, self.view_mut(flat, part)).map_err(Error::from)?;
         }
         Ok(())
     }
@@ -83,8 +219,40 @@ impl<B: Backend, T: Element> FlatBuffers<B, T> {
     /// # Errors
     /// When the device fails.
     pub fn read(&self, backend: &B, flat: usize, segment: &Segment) -> Result<Vec<f32>, Error> {
-        let mut stored = vec![T::from_f32(0.0); segment.range.len()];
-        backend.download(self.view(flat, segment.range.clone()), &mut stored)?;
+        self.read_range(backend, flat, segment.range.clone())
+    }
+
+    /// Copies a part of a buffer, which the shard holds, to the host as f32.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn read_range(
+        &self,
+        backend: &B,
+        flat: usize,
+        range: Range<usize>,
+    ) -> Result<Vec<f32>, Error> {
+        let mut stored = vec![T::from_f32(0.0); range.len()];
+        backend.download(self.view(flat, range), &mut stored)?;
         Ok(stored.iter().map(|value| value.to_f32()).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shards_cover_a_buffer_without_overlap() {
+        let ranges: Vec<_> = (0..3).map(|rank| Shard { rank, size: 3 }.range(12)).collect();
+        assert_eq!(ranges, [0..4, 4..8, 8..12]);
+        assert_eq!(Shard::WHOLE.range(7), 0..7);
+    }
+
+    #[test]
+    fn ranges_that_do_not_meet_share_nothing() {
+        assert_eq!(overlap(&(2..9), &(5..20)), 5..9);
+        assert!(overlap(&(2..5), &(5..9)).is_empty());
+        assert!(overlap(&(7..9), &(1..3)).is_empty());
     }
 }

@@ -14,8 +14,8 @@ use moh_kernels::cross_entropy::IGNORED;
 use moh_model::layout::ModelLayout;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, ConfigFile, Error, LossScale, LossSums, Model, ModelConfig, MohConfig, PassShape,
-    Recompute, Router, initial,
+    Activations, ConfigFile, Error, LossScale, Model, ModelConfig, MohConfig, PassShape, Recompute,
+    Router, StepSums, initial,
 };
 use serde_json::{Value, json};
 
@@ -87,7 +87,7 @@ fn logits_are_those_of_candles_llama() {
         let ours = model(config, &weights);
         let mut activations = activations(&ours, 1, ids.len(), false);
         activations.upload(&Cpu, &ids, &ids, &[]).unwrap();
-        ours.forward(&mut activations, &mut LossSums::new(&Cpu).unwrap()).unwrap();
+        ours.forward(&mut activations, &mut StepSums::new(&Cpu).unwrap()).unwrap();
         let logits = ours.logits(&activations).unwrap();
         let last = &logits[(ids.len() - 1) * 37..];
 
@@ -114,7 +114,7 @@ fn logits_are_those_of_candles_llama() {
 fn total_loss(model: &Model<Cpu, f32>, ids: &[u32], targets: &[u32], count: f64) -> (f64, Vec<u8>) {
     let mut activations = activations(model, 2, ids.len() / 2, false);
     activations.upload(&Cpu, ids, targets, &[]).unwrap();
-    let mut sums = LossSums::new(&Cpu).unwrap();
+    let mut sums = StepSums::new(&Cpu).unwrap();
     model.evaluate(&mut activations, &mut sums).unwrap();
     let (cross_entropy, balance) = sums.take(&Cpu).unwrap();
     (cross_entropy / count + 0.1 * balance, model.routed_mask(&activations).unwrap())
@@ -136,8 +136,8 @@ fn gradients_are_differences_of_the_loss() {
         activations.upload(&Cpu, &ids, &targets, &[]).unwrap();
         let mut gradients = FlatBuffers::<Cpu, f32>::zeros(&Cpu, ours.layout()).unwrap();
         let scale = LossScale { cross_entropy: 1.0 / 21.0, balance: 0.1, straight_through: false };
-        let mut sums = LossSums::new(&Cpu).unwrap();
-        ours.forward_backward(&mut activations, &mut gradients, scale, &mut sums).unwrap();
+        let mut sums = StepSums::new(&Cpu).unwrap();
+        ours.forward_backward(&mut activations, &mut gradients, scale, &mut sums, None).unwrap();
         for (flat, segment) in ours.layout().segments() {
             let gradient = gradients.read(&Cpu, flat, segment).unwrap();
             let norm = gradient.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();

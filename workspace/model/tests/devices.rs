@@ -9,8 +9,8 @@ use half::bf16;
 use moh_kernels::{Backend, Cpu, Cuda, Element};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, ConfigFile, Error, LossScale, LossSums, Model, MohConfig, PassShape, Recompute,
-    Router, initial,
+    Activations, ConfigFile, Error, LossScale, Model, MohConfig, PassShape, Recompute, Router,
+    StepSums, initial,
 };
 use serde_json::json;
 
@@ -31,7 +31,7 @@ fn pass<B: Backend, T: Element>(backend: B, moh: Option<MohConfig>, recompute: R
     });
     let mut config = ConfigFile::from_value(json, Path::new("config.json")).unwrap().config;
     config.moh = moh;
-    let model = Model::<B, T>::new::<Error>(backend, config, 64, |segment, values| {
+    let mut model = Model::<B, T>::new::<Error>(backend, config, 64, |segment, values| {
         initial::initialize(3, 0.2, &segment.name, &[values.len(), 1], values);
         if segment.shape.len() == 1 {
             values.iter_mut().for_each(|value| *value += 1.0);
@@ -48,10 +48,10 @@ fn pass<B: Backend, T: Element>(backend: B, moh: Option<MohConfig>, recompute: R
     let mut activations = Activations::new(&model, shape).unwrap();
     let backend = model.backend();
     activations.upload(backend, &ids, &targets, &first_key).unwrap();
-    let mut sums = LossSums::new(backend).unwrap();
+    let mut sums = StepSums::new(backend).unwrap();
     let mut gradients = FlatBuffers::<B, f32>::zeros(backend, model.layout()).unwrap();
     let scale = LossScale { cross_entropy: 1.0 / 80.0, balance: 0.1, straight_through: true };
-    model.forward_backward(&mut activations, &mut gradients, scale, &mut sums).unwrap();
+    model.forward_backward(&mut activations, &mut gradients, scale, &mut sums, None).unwrap();
     let losses = sums.take(model.backend()).unwrap();
     let mask = match recompute {
         Recompute::Block => Vec::new(),

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use moh_kernels::Cpu;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, ConfigFile, Error, Generator, LossScale, LossSums, Model, MohConfig, PassShape,
-    Recompute, Router, WeightFiles,
+    Activations, ConfigFile, Error, Generator, LossScale, Model, MohConfig, PassShape, Recompute,
+    Router, StepSums, WeightFiles,
 };
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -118,7 +118,7 @@ fn relative_l2(left: &[f32], right: &[f32]) -> f64 {
 
 /// One training pass; returns (cross-entropy, balance loss).
 fn pass(
-    model: &Model<Cpu, f32>,
+    model: &mut Model<Cpu, f32>,
     vector: &Vector,
     recompute: Recompute,
     straight_through: bool,
@@ -128,10 +128,10 @@ fn pass(
     let shape = PassShape { batch, length, recompute, training: true, document_mask: false };
     let mut activations = Activations::new(model, shape).unwrap();
     activations.upload(&Cpu, &ids, &targets, &[]).unwrap();
-    let mut sums = LossSums::new(&Cpu).unwrap();
+    let mut sums = StepSums::new(&Cpu).unwrap();
     let count = (batch * (length - 1)) as f64;
     let scale = LossScale { cross_entropy: (1.0 / count) as f32, balance: 0.01, straight_through };
-    model.forward_backward(&mut activations, gradients, scale, &mut sums).unwrap();
+    model.forward_backward(&mut activations, gradients, scale, &mut sums, None).unwrap();
     let (cross_entropy, balance) = sums.take(&Cpu).unwrap();
     (cross_entropy / count, balance, activations)
 }
@@ -155,10 +155,10 @@ fn dense_logits_loss_and_gradients_match() {
     let Some(fixtures) = fixtures() else { return };
     for vector in Vector::all(&fixtures) {
         let dir = fixtures.join("vectors").join(vector.entry["model"].as_str().unwrap());
-        let model = load(&dir, None);
+        let mut model = load(&dir, None);
         let mut gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
         let (loss, balance, activations) =
-            pass(&model, &vector, Recompute::None, true, &mut gradients);
+            pass(&mut model, &vector, Recompute::None, true, &mut gradients);
         let error = worst(&model.logits(&activations).unwrap(), &vector.f32("dense_logits"));
         assert!(error < LOGITS, "{}: logits off by {error}", vector.name());
         let expected = vector.number("dense_ce");
@@ -173,11 +173,11 @@ fn moh_logits_masks_gates_losses_and_gradients_match() {
     let Some(fixtures) = fixtures() else { return };
     for vector in Vector::all(&fixtures) {
         let dir = fixtures.join("vectors").join(vector.entry["model"].as_str().unwrap());
-        let model = load(&dir, Some(vector.moh()));
+        let mut model = load(&dir, Some(vector.moh()));
         for (straight_through, prefix) in [(true, "grad"), (false, "grad_noste")] {
             let mut gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
             let (loss, balance, activations) =
-                pass(&model, &vector, Recompute::None, straight_through, &mut gradients);
+                pass(&mut model, &vector, Recompute::None, straight_through, &mut gradients);
             let error = worst(&model.logits(&activations).unwrap(), &vector.f32("moh_logits"));
             assert!(error < LOGITS, "{}: logits off by {error}", vector.name());
             assert_eq!(model.routed_mask(&activations).unwrap(), vector.bytes("mask"));
@@ -200,10 +200,10 @@ fn recomputing_gives_the_same_bits() {
     let vectors = Vector::all(&fixtures);
     let vector = &vectors[0];
     let dir = fixtures.join("vectors").join(vector.entry["model"].as_str().unwrap());
-    let model = load(&dir, Some(vector.moh()));
-    let run = |recompute| {
+    let mut model = load(&dir, Some(vector.moh()));
+    let mut run = |recompute| {
         let mut gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
-        let (loss, balance, _) = pass(&model, vector, recompute, true, &mut gradients);
+        let (loss, balance, _) = pass(&mut model, vector, recompute, true, &mut gradients);
         let flats = model.layout().segments();
         let values: Vec<Vec<f32>> =
             flats.map(|(flat, s)| gradients.read(&Cpu, flat, s).unwrap()).collect();
@@ -261,7 +261,7 @@ fn all_heads_active_is_the_dense_model() {
     let vectors = Vector::all(&fixtures);
     let (batch, length, ids, targets) = vectors[0].batch();
     let logits = |moh| {
-        let model = load(&fixtures.join("stories260K"), moh);
+        let mut model = load(&fixtures.join("stories260K"), moh);
         let shape = PassShape {
             batch,
             length,
@@ -271,7 +271,7 @@ fn all_heads_active_is_the_dense_model() {
         };
         let mut activations = Activations::new(&model, shape).unwrap();
         activations.upload(&Cpu, &ids, &targets, &[]).unwrap();
-        model.forward(&mut activations, &mut LossSums::new(&Cpu).unwrap()).unwrap();
+        model.forward(&mut activations, &mut StepSums::new(&Cpu).unwrap()).unwrap();
         model.logits(&activations).unwrap()
     };
     let all = MohConfig::from_active(8, None, 1.0).unwrap();

@@ -121,7 +121,14 @@ pub enum Error {
         /// The recipe.
         path: PathBuf,
     },
-    /// The recipe wants several processes.
+    /// Several GPUs in a build that cannot connect them.
+    #[cfg(all(feature = "cuda", not(feature = "nccl")))]
+    #[error(
+        "several processes were started, and this program was built without NCCL: build it with \
+         --features nccl, or start one process"
+    )]
+    NoNccl,
+    /// The recipe divides the model among processes.
     #[error(
         "{}: stage.{stage}.parallel: this build trains in one process: use --set \
          stage.{stage}.parallel.tensor=1 --set stage.{stage}.parallel.pipeline=1", path.display()
@@ -132,6 +139,15 @@ pub enum Error {
         /// The stage.
         stage: String,
     },
+    /// Another rank reports an error, which ends the run on this one too.
+    #[error("rank {rank} failed, and tells why")]
+    OtherRank {
+        /// It.
+        rank: usize,
+    },
+    /// Ranks lost each other.
+    #[error(transparent)]
+    Comm(#[from] moh_comm::Error),
     /// The model is wrong.
     #[error(transparent)]
     Model(#[from] moh_model::Error),

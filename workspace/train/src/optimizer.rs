@@ -1,37 +1,39 @@
-//! AdamW over a model's flat buffers, with clipping by the global gradient norm.
+//! AdamW over a model's flat buffers, with clipping by the global gradient norm. Ranks that see
+//! different data each keep and update one shard of it (ZeRO-1, arXiv 1910.02054).
 
+use moh_comm::Group;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::{Backend, Element, Scalar};
-use moh_model::Model;
 use moh_model::layout::ModelLayout;
-use moh_model::parameters::FlatBuffers;
+use moh_model::parameters::{FlatBuffers, Shard, overlap};
+use moh_model::{Model, StepSums};
 
 use crate::Error;
 
-/// The optimiser's state: moments, and the exact f32 weights where the model's are rounded.
+/// The optimiser's state, or a shard of it: moments, and the exact f32 weights where the model's are
+/// rounded.
 pub struct OptimizerState<B: Backend, M: Element> {
     pub(crate) master: Option<FlatBuffers<B, f32>>,
     pub(crate) first_moment: FlatBuffers<B, M>,
     pub(crate) second_moment: FlatBuffers<B, M>,
-    squared_norm: B::Buffer<f64>,
+    shard: Shard,
 }
 
 impl<B: Backend, M: Element> OptimizerState<B, M> {
-    /// Fresh moments; the master copy, where `T` is not f32, is the model's weights until it is
-    /// filled with exact ones.
+    /// Fresh moments of `shard`; the master copy, where `T` is not f32, is the model's weights until it
+    /// is filled with exact ones.
     ///
     /// # Errors
     /// When the device has no room.
-    pub fn new<T: Element>(model: &Model<B, T>) -> Result<Self, Error> {
+    pub fn new<T: Element>(model: &Model<B, T>, shard: Shard) -> Result<Self, Error> {
         let (backend, layout) = (model.backend(), model.layout());
         let master = if T::DTYPE == f32::DTYPE {
             None
         } else {
-            let mut master = FlatBuffers::zeros(backend, layout)?;
-            let mut segments = layout.segments();
-            master.fill(backend, layout, |_, values| {
-                // Both walk the layout in the same order.
-                if let Some((flat, segment)) = segments.next() {
+            let mut master = FlatBuffers::zeros_of(backend, layout, shard)?;
+            master.fill(backend, layout, |segment, values| {
+                let named = layout.segments().find(|(_, other)| other.name == segment.name);
+                if let Some((flat, segment)) = named {
                     values.copy_from_slice(&model.weights().read(backend, flat, segment)?);
                 }
                 Ok::<(), Error>(())
@@ -40,44 +42,52 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         };
         Ok(OptimizerState {
             master,
-            first_moment: FlatBuffers::zeros(backend, layout)?,
-            second_moment: FlatBuffers::zeros(backend, layout)?,
-            squared_norm: backend.allocate(1).map_err(moh_model::Error::from)?,
+            first_moment: FlatBuffers::zeros_of(backend, layout, shard)?,
+            second_moment: FlatBuffers::zeros_of(backend, layout, shard)?,
+            shard,
         })
     }
 
-    /// The global norm of the gradients, over every tensor that counts.
+    /// The part of every flat buffer that is updated here.
+    pub fn shard(&self) -> Shard {
+        self.shard
+    }
+
+    /// Adds the squares of the shard's gradients, of every tensor that counts, to `sums`.
     ///
     /// # Errors
     /// When the device fails.
-    pub fn gradient_norm<G: Element>(
-        &mut self,
+    pub fn add_squared_norm<G: Element>(
+        &self,
         backend: &B,
         layout: &ModelLayout,
         gradients: &FlatBuffers<B, G>,
-    ) -> Result<f64, Error> {
-        let kernel = moh_model::Error::from;
-        backend.zero(B::view_mut(&mut self.squared_norm, 0..1)).map_err(kernel)?;
+        sums: &mut StepSums<B>,
+    ) -> Result<(), Error> {
         for (flat, segment) in layout.segments().filter(|(_, segment)| segment.counted) {
-            let part = gradients.view(flat, segment.range.clone());
-            let out = B::view_mut(&mut self.squared_norm, 0..1);
-            backend.squared_norm(part, out).map_err(kernel)?;
+            let part = overlap(&segment.range, &self.first_moment.held(flat));
+            if !part.is_empty() {
+                backend
+                    .squared_norm(gradients.view(flat, part), sums.squared_norm_mut())
+                    .map_err(moh_model::Error::from)?;
+            }
         }
-        let mut squared = [0f64];
-        backend.download(B::view(&self.squared_norm, 0..1), &mut squared).map_err(kernel)?;
-        Ok(squared[0].sqrt())
+        Ok(())
     }
 
-    /// Updates the model by one step, clipping by the norm that [`Self::gradient_norm`] found.
-    /// `step.weight_decay` applies to matrices alone.
+    /// Updates the shard of the model's weights by one step, clipping by the norm in
+    /// `sums`. `step.weight_decay` applies to matrices alone. Completing each of the
+    /// model's buffers from the shards of `group` starts as soon as its own is updated.
     ///
     /// # Errors
-    /// When the device fails.
+    /// When the device or another rank fails.
     pub fn update<T: Element, G: Element>(
         &mut self,
         model: &mut Model<B, T>,
         gradients: &FlatBuffers<B, G>,
+        sums: &StepSums<B>,
         step: &AdamW,
+        group: &Group,
     ) -> Result<(), Error>
     where
         B: Clone,
@@ -85,12 +95,17 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         let backend = model.backend().clone();
         let runs: Vec<_> = model.layout().flats.iter().map(|flat| flat.decay_runs()).collect();
         for (flat, runs) in runs.into_iter().enumerate() {
+            let held = self.first_moment.held(flat);
             for (range, decays) in runs {
+                let range = overlap(&range, &held);
+                if range.is_empty() {
+                    continue;
+                }
                 let weight_decay = if decays { step.weight_decay } else { 0.0 };
                 backend
                     .adamw(
                         &AdamW { weight_decay, ..*step },
-                        B::view(&self.squared_norm, 0..1),
+                        sums.squared_norm(),
                         gradients.view(flat, range.clone()),
                         model.weights_mut().view_mut(flat, range.clone()),
                         self.master.as_mut().map(|master| master.view_mut(flat, range.clone())),
@@ -99,6 +114,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
                     )
                     .map_err(moh_model::Error::from)?;
             }
+            model.weights_mut().start_all_gather(flat, group)?;
         }
         Ok(())
     }

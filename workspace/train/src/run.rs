@@ -5,104 +5,136 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use half::bf16;
+use moh_comm::{Group, World};
 use moh_kernels::{Backend, Cpu, Element};
 
 use crate::event::{Event, Outcome};
-use crate::recipe::{DType, Device};
+use crate::open_device::OpenDevice;
+use crate::recipe::DType;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::summary::Summary;
 use crate::trainer::{Inputs, train};
-use crate::{Error, Recipe, RunDirectory};
+use crate::{Error, Ranks, Recipe, RunDirectory};
 
 /// Runs `recipe`, or continues it where its run directory has checkpoints; `path` is what messages
-/// call the recipe, and `directory` is where its `[model] from` is on this machine. Setting `stop`
-/// ends the run after the step in progress, with a checkpoint.
+/// call the recipe, and `directory` is where its `[model] from` is on this machine. All ranks of
+/// `world` call it with the same recipe and share each step's micro-batches; the first writes the run
+/// directory and hears the events. Setting `stop` on any rank ends the run after the step in progress,
+/// with a checkpoint.
 ///
 /// # Errors
-/// Everything that the recipe, the model, the data, the run directory or the device refuses.
+/// Everything that the recipe, the model, the data, the run directory, the device or another rank
+/// refuses.
 pub fn run(
     recipe: &mut Recipe,
     path: &Path,
     directory: Option<&Path>,
+    (device, world): (OpenDevice, &World),
     stop: &AtomicBool,
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<Outcome, Error> {
-    // A device that is missing leaves no directory behind either.
-    let device = open_device(recipe, path)?;
-    if let Some(stage) = recipe.stages.iter().find(|stage| {
-        let parallel = stage.parallel;
-        parallel.tensor * parallel.pipeline > 1
-    }) {
-        return Err(Error::NotParallel { path: path.to_owned(), stage: stage.name.clone() });
-    }
-    let source = ModelSource::open(recipe, path, directory)?;
-    recipe.resolve(path, source.original_config())?;
-    let run = RunDirectory::new(&recipe.run.dir);
-    // Faults of the data leave no directory behind, and a finished run has no need of its data.
-    let data = match RunData::open(recipe, &source) {
-        Err(error) if !run.root().exists() => return Err(error),
-        opened => opened,
-    };
-    let _lock = run.lock()?;
-    run.store_recipe(recipe)?;
-    if let Some(summary) = Summary::read(&run.summary())?
-        && run.export().join("config.json").is_file()
-        && !run.checkpoint_steps()?.is_empty()
-    {
-        return Ok(Outcome::AlreadyFinished(summary));
-    }
-    let data = data?;
-    run.clear_remains()?;
-    let inputs = Inputs { recipe, source: &source, run: &run, stop };
+    let job = Job { path, directory, group: world.group(), stop };
     match device {
-        OpenDevice::Cpu => with_weights(Cpu, inputs, data, events),
+        OpenDevice::Cpu => job.run(Cpu, recipe, events),
         #[cfg(feature = "cuda")]
-        OpenDevice::Cuda(cuda) => with_weights(cuda, inputs, data, events),
+        OpenDevice::Cuda(cuda) => job.run(cuda, recipe, events),
     }
 }
 
-/// What computes, ready to.
-enum OpenDevice {
-    Cpu,
-    #[cfg(feature = "cuda")]
-    Cuda(moh_kernels::Cuda),
+/// What a run is given beside its recipe.
+struct Job<'a> {
+    path: &'a Path,
+    directory: Option<&'a Path>,
+    group: &'a Group,
+    stop: &'a AtomicBool,
 }
 
-fn open_device(recipe: &Recipe, path: &Path) -> Result<OpenDevice, Error> {
-    match recipe.run.device {
-        Device::Cpu => Ok(OpenDevice::Cpu),
-        #[cfg(feature = "cuda")]
-        Device::Cuda => moh_kernels::Cuda::new(0)
-            .map(OpenDevice::Cuda)
-            .map_err(|source| Error::Device { path: path.to_owned(), source }),
-        #[cfg(not(feature = "cuda"))]
-        Device::Cuda => Err(Error::NoDevice { path: path.to_owned() }),
+impl Job<'_> {
+    fn run<B: Backend + Clone>(
+        &self,
+        backend: B,
+        recipe: &mut Recipe,
+        events: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Outcome, Error> {
+        let mut ranks = Ranks::new(backend.clone(), self.group.clone())?;
+        let opened = self.open(recipe);
+        let (source, data) = ranks.agree(opened)?;
+        let run = RunDirectory::new(&recipe.run.dir);
+        let mut lock = None;
+        // A finished run has no need of its data; faults of the data leave no directory behind.
+        let data = match ranks.any(data.is_err() && !run.root().exists())? {
+            true => Ok(ranks.agree(data)?),
+            false => data,
+        };
+        let finished = ranks.first(|| {
+            lock = Some(run.lock()?);
+            run.store_recipe(recipe)?;
+            Ok(f64::from(u8::from(finished_before(&run)?)))
+        })?;
+        if finished > 0.0
+            && let Some(summary) = Summary::read(&run.summary())?
+        {
+            return Ok(Outcome::AlreadyFinished(summary));
+        }
+        let data = ranks.agree(data)?;
+        ranks.first(|| {
+            run.clear_remains()?;
+            Ok(0.0)
+        })?;
+        let inputs = Inputs { recipe, source: &source, run: &run, stop: self.stop };
+        with_weights(backend, ranks, inputs, data, events)
     }
+
+    /// Opens the model and the data; faults of the data are told later.
+    fn open(&self, recipe: &mut Recipe) -> Result<(ModelSource, Result<RunData, Error>), Error> {
+        if let Some(stage) = recipe.stages.iter().find(|stage| {
+            let parallel = stage.parallel;
+            parallel.tensor * parallel.pipeline > 1
+        }) {
+            let stage = stage.name.clone();
+            return Err(Error::NotParallel { path: self.path.to_owned(), stage });
+        }
+        let source = ModelSource::open(recipe, self.path, self.directory)?;
+        recipe.resolve(self.path, source.original_config())?;
+        let data = RunData::open(recipe, &source);
+        Ok((source, data))
+    }
+}
+
+/// Whether the run came to its end: with a summary, an export and the checkpoint behind them.
+fn finished_before(run: &RunDirectory) -> Result<bool, Error> {
+    Ok(Summary::read(&run.summary())?.is_some()
+        && run.export().join("config.json").is_file()
+        && !run.checkpoint_steps()?.is_empty())
 }
 
 fn with_weights<B: Backend + Clone>(
     backend: B,
+    ranks: Ranks<B>,
     inputs: Inputs<'_>,
     data: RunData,
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<Outcome, Error> {
     match inputs.recipe.run.dtype {
-        DType::F32 => with_gradients::<B, f32>(backend, inputs, data, events),
-        DType::Bf16 => with_gradients::<B, bf16>(backend, inputs, data, events),
+        DType::F32 => with_gradients::<B, f32>(backend, ranks, inputs, data, events),
+        DType::Bf16 => with_gradients::<B, bf16>(backend, ranks, inputs, data, events),
     }
 }
 
 fn with_gradients<B: Backend + Clone, T: Element>(
     backend: B,
+    ranks: Ranks<B>,
     inputs: Inputs<'_>,
     data: RunData,
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<Outcome, Error> {
     match (inputs.recipe.precision.gradients, inputs.recipe.precision.moments) {
-        (DType::F32, DType::F32) => train::<B, T, f32, f32>(backend, inputs, data, events),
-        (DType::F32, DType::Bf16) => train::<B, T, f32, bf16>(backend, inputs, data, events),
-        (DType::Bf16, DType::F32) => train::<B, T, bf16, f32>(backend, inputs, data, events),
-        (DType::Bf16, DType::Bf16) => train::<B, T, bf16, bf16>(backend, inputs, data, events),
+        (DType::F32, DType::F32) => train::<B, T, f32, f32>(backend, ranks, inputs, data, events),
+        (DType::F32, DType::Bf16) => train::<B, T, f32, bf16>(backend, ranks, inputs, data, events),
+        (DType::Bf16, DType::F32) => train::<B, T, bf16, f32>(backend, ranks, inputs, data, events),
+        (DType::Bf16, DType::Bf16) => {
+            train::<B, T, bf16, bf16>(backend, ranks, inputs, data, events)
+        }
     }
 }

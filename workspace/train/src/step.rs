@@ -3,10 +3,13 @@
 //! A [`Stepper`] knows nothing of recipes or token files: it takes its sizes from a [`StepPlan`]
 //! and its tokens from whoever calls it, the trainer or a measurement.
 
+use std::ops::Range;
+
+use moh_comm::Group;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::{Backend, Element};
 use moh_model::parameters::FlatBuffers;
-use moh_model::{Activations, LossScale, LossSums, Model, PassShape, Recompute};
+use moh_model::{Activations, LossScale, Model, PassShape, Recompute, StepSums};
 
 use crate::Error;
 use crate::optimizer::OptimizerState;
@@ -37,9 +40,11 @@ pub struct StepPlan {
 pub struct Stepper<B: Backend, T: Element, G: Element> {
     activations: Activations<B, T>,
     gradients: FlatBuffers<B, G>,
-    sums: LossSums<B>,
+    sums: StepSums<B>,
     plan: StepPlan,
     host: HostBatch,
+    /// The ranks that share a step's micro-batches.
+    group: Group,
 }
 
 /// A micro-batch on the host.
@@ -88,11 +93,11 @@ impl StepPlan {
 }
 
 impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
-    /// The buffers of `plan`'s steps on `model`.
+    /// The buffers of `plan`'s steps on `model`, whose micro-batches the ranks of `group` share.
     ///
     /// # Errors
     /// When the device has no room.
-    pub fn new(model: &Model<B, T>, plan: StepPlan) -> Result<Self, Error> {
+    pub fn new(model: &Model<B, T>, plan: StepPlan, group: &Group) -> Result<Self, Error> {
         let length = plan.sequence_length;
         let shape = PassShape {
             batch: plan.micro_batch,
@@ -105,7 +110,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         Ok(Stepper {
             activations: Activations::new(model, shape)?,
             gradients: FlatBuffers::zeros(model.backend(), model.layout())?,
-            sums: LossSums::new(model.backend())?,
+            sums: StepSums::new(model.backend())?,
             host: HostBatch {
                 window: vec![0; length + 1],
                 ids: vec![0; tokens],
@@ -113,6 +118,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                 first_key: vec![0; if plan.document_mask { tokens } else { 0 }],
             },
             plan,
+            group: group.clone(),
         })
     }
 
@@ -150,27 +156,11 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         (number, rate): (u64, f64),
     ) -> Result<Taken, Error> {
         let targets = self.plan.micro_batches as f64 * self.host.ids.len() as f64;
-        let scale = LossScale {
-            cross_entropy: (1.0 / targets) as f32,
-            balance: (self.plan.balance_loss_weight / self.plan.micro_batches as f64) as f32,
-            straight_through: true,
-        };
-        self.gradients.zero(backend)?;
-        for part in 0..self.plan.micro_batches {
-            let first = first + part * self.plan.micro_batch as u64;
-            self.host.read(self.plan.sequence_length, &read, first)?;
-            let HostBatch { ids, targets, first_key, .. } = &self.host;
-            self.activations.upload(backend, ids, targets, first_key)?;
-            model.forward_backward(
-                &mut self.activations,
-                &mut self.gradients,
-                scale,
-                &mut self.sums,
-            )?;
-        }
-        let (cross_entropy, balance) = self.sums.take(backend)?;
-        let norm = optimizer.gradient_norm(backend, model.layout(), &self.gradients)?;
-        let loss = cross_entropy / targets;
+        self.passes(backend, model, read, first, targets)?;
+        optimizer.add_squared_norm(backend, model.layout(), &self.gradients, &mut self.sums)?;
+        self.sums.all_reduce(&self.group)?;
+        let [cross_entropy, balance, squared_norm] = self.sums.read(backend)?;
+        let (loss, norm) = (cross_entropy / targets, squared_norm.sqrt());
         if !loss.is_finite() || !norm.is_finite() {
             return Err(Error::NotFinite {
                 stage: self.plan.stage.clone(),
@@ -182,11 +172,59 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         let Optimizer { beta1, beta2, eps, weight_decay, clip_norm } = self.plan.optimizer;
         let constants =
             AdamW { learning_rate: rate, beta1, beta2, eps, weight_decay, clip_norm, step: number };
-        optimizer.update(model, &self.gradients, &constants)?;
+        optimizer.update(model, &self.gradients, &self.sums, &constants, &self.group)?;
         let routes = model.config().moh.is_some();
         let balance_loss = routes.then_some(balance / self.plan.micro_batches as f64);
         Ok(Taken { loss, balance_loss, grad_norm: norm })
     }
+
+    /// Takes this rank's micro-batches; leaves the sums of all ranks' gradients in its shard.
+    fn passes(
+        &mut self,
+        backend: &B,
+        model: &mut Model<B, T>,
+        read: impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
+        first: u64,
+        targets: f64,
+    ) -> Result<(), Error> {
+        let scale = LossScale {
+            cross_entropy: (1.0 / targets) as f32,
+            balance: (self.plan.balance_loss_weight / self.plan.micro_batches as f64) as f32,
+            straight_through: true,
+        };
+        self.sums.zero(backend)?;
+        self.gradients.zero(backend)?;
+        let own = share(self.plan.micro_batches, &self.group);
+        for number in own.clone() {
+            let first = first + number * self.plan.micro_batch as u64;
+            self.host.read(self.plan.sequence_length, &read, first)?;
+            let HostBatch { ids, targets, first_key, .. } = &self.host;
+            self.activations.upload(backend, ids, targets, first_key)?;
+            let last = number + 1 == own.end;
+            model.forward_backward(
+                &mut self.activations,
+                &mut self.gradients,
+                scale,
+                &mut self.sums,
+                last.then_some(&self.group),
+            )?;
+        }
+        if own.is_empty() {
+            // The others wait for this rank's zeros, and it for their weights.
+            model.weights_mut().arrive_all()?;
+            for flat in model.layout().backward_order() {
+                self.gradients.start_reduce_scatter(flat, &self.group)?;
+            }
+        }
+        Ok(self.gradients.arrive_all()?)
+    }
+}
+
+/// The micro-batches of a step that this rank of `group` takes: consecutive ones, and as many as the
+/// others or one fewer.
+fn share(micro_batches: u64, group: &Group) -> Range<u64> {
+    let (rank, size) = (group.rank() as u64, group.size() as u64);
+    rank * micro_batches / size..(rank + 1) * micro_batches / size
 }
 
 impl HostBatch {

@@ -5,9 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use moh_data::Windows;
-use moh_eval::Evaluator;
+use moh_eval::{Evaluator, Sums};
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
+use moh_model::parameters::Shard;
 
 use crate::checkpoint::{self, Evaluation, Moment, RunState, StoredCheckpoint, TensorKind};
 use crate::event::{Event, Outcome};
@@ -19,9 +20,9 @@ use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::step::{StepPlan, Stepper};
 use crate::summary::Summary;
-use crate::{Error, Recipe, RunDirectory, TensorBoard};
+use crate::{Error, Ranks, Recipe, RunDirectory, TensorBoard};
 
-/// Everything that a run reads but the device.
+/// Everything that a run reads but the device and the other ranks.
 pub(crate) struct Inputs<'a> {
     pub recipe: &'a Recipe,
     pub source: &'a ModelSource,
@@ -32,24 +33,30 @@ pub(crate) struct Inputs<'a> {
 /// A run in progress; `T` is the type of weights and activations, `G` of gradients, `M` of moments.
 struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
     inputs: Inputs<'a>,
+    ranks: Ranks<B>,
     events: &'e mut dyn FnMut(Event<'_>),
     model: Model<B, T>,
     optimizer: OptimizerState<B, M>,
     data: RunData,
-    metrics: MetricsWriter,
+    /// On the first rank.
+    metrics: Option<MetricsWriter>,
     board: Option<TensorBoard>,
     state: RunState,
     gradients: std::marker::PhantomData<G>,
 }
 
-/// Runs the recipe to its end, or until `stop` is set.
+/// Runs the recipe to its end, or until `stop` is set on any rank; only the first rank's `events` hear
+/// of it.
 pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
     backend: B,
+    ranks: Ranks<B>,
     inputs: Inputs<'_>,
     data: RunData,
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<Outcome, Error> {
-    let mut trainer = Trainer::<B, T, G, M>::start(backend, inputs, data, events)?;
+    let mut silence = |_: Event<'_>| {};
+    let events = if ranks.is_first() { events } else { &mut silence };
+    let mut trainer = Trainer::<B, T, G, M>::start(backend, ranks, inputs, data, events)?;
     if trainer.run()? == Progress::Stopped {
         return Ok(Outcome::Stopped { step: trainer.state.step });
     }
@@ -66,12 +73,13 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
     /// Loads the newest good checkpoint, or the model the recipe starts from.
     fn start(
         backend: B,
+        mut ranks: Ranks<B>,
         inputs: Inputs<'a>,
         data: RunData,
         events: &'e mut dyn FnMut(Event<'_>),
     ) -> Result<Self, Error> {
         let Inputs { recipe, source, run, .. } = inputs;
-        let stored = checkpoint::newest(run, &mut |path, error| {
+        let stored = checkpoint::newest(run, &mut ranks, &mut |path, error| {
             events(Event::DamagedCheckpoint { path, error });
         })?;
         let state = stored
@@ -85,32 +93,33 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         }
         let mut config = source.config().clone();
         config.moh = attention_before(recipe, source, &state);
-        let model = Model::<B, T>::new::<Error>(
+        let model = Model::<B, T>::padded::<Error>(
             backend,
             config,
             recipe.data.sequence_length,
+            ranks.group().size(),
             |segment, values| match &stored {
                 Some(stored) => stored.read_f32(TensorKind::Weight, &segment.name, values),
                 None => source.fill(segment, values),
             },
         )?;
-        let mut optimizer = OptimizerState::new(&model)?;
+        let mut optimizer = OptimizerState::new(&model, Shard::of(ranks.group()))?;
         if let Some(stored) = &stored {
             restore(&mut optimizer, &model, stored)?;
             events(Event::Resumed { step: state.step });
         }
-        metrics::cut_back(&run.metrics(), state.step)?;
-        let board = (recipe.log.tensorboard)
-            .then(|| TensorBoard::create(&run.tensorboard(), state.step))
-            .transpose()?;
+        let writers =
+            if ranks.is_first() { open_writers(run, recipe, &state).map(Some) } else { Ok(None) };
+        let (metrics, board) = ranks.agree(writers)?.unzip();
         Ok(Trainer {
-            metrics: MetricsWriter::append_to(&run.metrics())?,
+            metrics,
             inputs,
+            ranks,
             events,
             model,
             optimizer,
             data,
-            board,
+            board: board.flatten(),
             state,
             gradients: std::marker::PhantomData,
         })
@@ -136,7 +145,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         }
         let steps = stage.num_steps();
         let plan = StepPlan::new(self.inputs.recipe, stage);
-        let mut stepper = Stepper::<B, T, G>::new(&self.model, plan)?;
+        let mut stepper = Stepper::<B, T, G>::new(&self.model, plan, self.ranks.group())?;
         let mut evaluator = self.evaluator(stage.micro_batch)?;
         let memory = self.model.backend().memory();
         (self.events)(Event::Stage { stage, done: self.state.stage_step, memory });
@@ -181,7 +190,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             if last {
                 self.end_stage(stage, validation);
             }
-            let stopping = self.inputs.stop.load(Ordering::Relaxed);
+            let stopping = self.ranks.any(self.inputs.stop.load(Ordering::Relaxed))?;
             let every = self.inputs.recipe.checkpoint.every_steps;
             if last || stopping || (every > 0 && self.state.step.is_multiple_of(every)) {
                 self.save()?;
@@ -247,7 +256,19 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         let events = &mut self.events;
         let mut progress = |done, total| events(Event::Evaluating { done, total });
         let tokenizer = self.data.tokenizer.as_ref();
-        let found = evaluator.evaluate(&self.model, windows, count, tokenizer, &mut progress)?;
+        let shard = Shard::of(self.ranks.group());
+        let sums = evaluator.evaluate_share(
+            &mut self.model,
+            windows,
+            count,
+            tokenizer,
+            shard,
+            &mut progress,
+        )?;
+        // Counts of tokens and bytes, which f64 holds exactly.
+        let [cross_entropy, tokens, bytes] =
+            self.ranks.sum([sums.cross_entropy, sums.tokens as f64, sums.bytes as f64])?;
+        let found = Sums { cross_entropy, tokens: tokens as u64, bytes: bytes as u64 }.loss();
         Ok(Some(Validation { loss: found.loss, bits_per_byte: found.bits_per_byte }))
     }
 
@@ -261,7 +282,9 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
 
     /// Writes a step's metrics; the terminal and TensorBoard hear of every n-th step.
     fn report(&mut self, metrics: &StepMetrics, last: bool) -> Result<(), Error> {
-        self.metrics.write(metrics)?;
+        if let Some(writer) = &mut self.metrics {
+            writer.write(metrics)?;
+        }
         let every = self.inputs.recipe.log.every_steps.max(1);
         let due = last || metrics.validation.is_some() || self.state.step.is_multiple_of(every);
         if due && let Some(board) = &mut self.board {
@@ -273,23 +296,53 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
 
     fn save(&mut self) -> Result<(), Error> {
         // A checkpoint of step n is continued from n lines of metrics.
-        self.metrics.sync()?;
+        if let Some(writer) = &mut self.metrics {
+            writer.sync()?;
+        }
+        self.model.weights_mut().arrive_all()?;
         let config = self.inputs.source.config_file().to_json(self.model.config(), None);
         let Inputs { run, recipe, .. } = self.inputs;
-        let path = checkpoint::write(run, &self.state, config, &self.model, &self.optimizer)?;
-        checkpoint::prune(run, &recipe.checkpoint)?;
+        let path = checkpoint::write(
+            run,
+            &mut self.ranks,
+            &self.state,
+            config,
+            &self.model,
+            &self.optimizer,
+        )?;
+        self.ranks.first(|| {
+            checkpoint::prune(run, &recipe.checkpoint)?;
+            Ok(0.0)
+        })?;
         (self.events)(Event::Checkpoint { path: &path });
         Ok(())
     }
 
     /// Exports the model and writes the summary, which marks the run as finished.
-    fn finish(self) -> Result<Outcome, Error> {
+    fn finish(mut self) -> Result<Outcome, Error> {
         let Inputs { run, source, recipe, .. } = self.inputs;
-        export::write(run, source, recipe, &self.model)?;
+        self.model.weights_mut().arrive_all()?;
         let summary = Summary::new(&self.state, self.model.config());
-        summary.write(&run.summary())?;
+        self.ranks.first(|| {
+            export::write(run, source, recipe, &self.model)?;
+            summary.write(&run.summary())?;
+            Ok(0.0)
+        })?;
         Ok(Outcome::Finished(summary))
     }
+}
+
+/// Opens what the first rank writes as it goes on, cut back to the state's step.
+fn open_writers(
+    run: &RunDirectory,
+    recipe: &Recipe,
+    state: &RunState,
+) -> Result<(MetricsWriter, Option<TensorBoard>), Error> {
+    metrics::cut_back(&run.metrics(), state.step)?;
+    let board = (recipe.log.tensorboard)
+        .then(|| TensorBoard::create(&run.tensorboard(), state.step))
+        .transpose()?;
+    Ok((MetricsWriter::append_to(&run.metrics())?, board))
 }
 
 /// Windows that one evaluation reads.

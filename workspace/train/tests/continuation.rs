@@ -3,120 +3,24 @@
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
-use std::collections::BTreeMap;
+mod support;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use moh_data::{Provenance, TokenFileWriter};
+use moh_comm::World;
+use moh_kernels::Cpu;
 use moh_train::checkpoint;
-use moh_train::{Error, Event, Outcome, Recipe, RunDirectory, Schedule, metrics};
+use moh_train::{
+    Error, Event, OpenDevice, Outcome, Ranks, Recipe, RunDirectory, Schedule, metrics,
+};
 use serde_json::Value;
-use tempfile::TempDir;
+use support::{Results, Workplace, copy_all, files};
 
 /// Steps of the recipe below: five of each stage.
 const STEPS: u64 = 10;
-
-/// Two stages of 5 steps of 8 sequences of 8 tokens; checkpoints after steps 2, 4, 5, 6, 8 and 10.
-fn recipe_text(dir: &Path) -> String {
-    let dir = dir.display();
-    format!(
-        r#"
-[run]
-dir = "{dir}/run"
-seed = 1
-device = "cpu"
-dtype = "f32"
-
-[model.new]
-vocab_size = 64
-hidden_size = 16
-intermediate_size = 24
-num_hidden_layers = 2
-num_attention_heads = 4
-num_key_value_heads = 2
-head_dim = 4
-initializer_range = 0.1
-
-[data]
-sequence_length = 8
-sources = [{{ path = "{dir}/text" }}]
-validation = {{ path = "{dir}/held-out", batches = 2, every_steps = 3 }}
-
-[[stage]]
-name = "adapt"
-attention = "dense"
-tokens = 320
-batch_tokens = 64
-micro_batch = 4
-learning_rate = {{ max = 1e-2, min = 1e-3, warmup_steps = 2 }}
-
-[[stage]]
-name = "moh"
-attention = "moh"
-moh = {{ shared_heads = 1, routed_top_k = 2 }}
-tokens = 320
-batch_tokens = 64
-micro_batch = 4
-learning_rate = {{ max = 5e-3, min = 1e-3, warmup_steps = 1 }}
-
-[checkpoint]
-every_steps = 2
-keep = 2
-"#
-    )
-}
-
-/// A directory with token files for the recipe.
-struct Workplace {
-    dir: TempDir,
-}
-
-impl Workplace {
-    fn new() -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        write_tokens(&dir.path().join("text"), 1, 60);
-        write_tokens(&dir.path().join("held-out"), 2, 20);
-        Workplace { dir }
-    }
-
-    fn recipe(&self, overrides: &[&str]) -> Recipe {
-        let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
-        let text = recipe_text(self.dir.path());
-        Recipe::parse(&text, Path::new("recipe.toml"), &overrides).unwrap()
-    }
-
-    /// The recipe in a run directory of another name.
-    fn recipe_in(&self, name: &str) -> Recipe {
-        let mut recipe = self.recipe(&[]);
-        recipe.run.dir = self.dir.path().join(name);
-        recipe
-    }
-}
-
-/// Documents of 1 to 12 tokens, in which a token depends on the one before it.
-fn write_tokens(prefix: &Path, seed: u64, documents: u64) {
-    let mut writer = TokenFileWriter::create(prefix, 64).unwrap();
-    let mut state = seed;
-    let mut next = |below: u64| {
-        state =
-            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 33) % below
-    };
-    for _ in 0..documents {
-        let mut token = next(64) as u32;
-        let length = 1 + next(12);
-        let tokens: Vec<u32> = (0..length)
-            .map(|_| {
-                token = (token * 5 + 1 + next(3) as u32) % 64;
-                token
-            })
-            .collect();
-        writer.push_document(&tokens).unwrap();
-    }
-    writer.finish(Provenance::default()).unwrap();
-}
 
 /// Runs a recipe and hears its events.
 fn watch(
@@ -125,7 +29,13 @@ fn watch(
 ) -> Result<Outcome, Error> {
     let stop = AtomicBool::new(false);
     let path = Path::new("recipe.toml");
-    moh_train::run(&mut recipe.clone(), path, None, &stop, &mut |event| heard(&event, &stop))
+    let world = World::single();
+    let ranks = (OpenDevice::Cpu, &world);
+    moh_train::run(&mut recipe.clone(), path, None, ranks, &stop, &mut |event| heard(&event, &stop))
+}
+
+fn alone() -> Ranks<Cpu> {
+    Ranks::new(Cpu, World::single().group().clone()).unwrap()
 }
 
 fn train(recipe: &Recipe) -> Result<Outcome, Error> {
@@ -153,73 +63,18 @@ fn killed_at(recipe: &Recipe, step: u64, copy: &Path) {
     assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
 }
 
-fn copy_all(from: &Path, to: &Path) {
-    fs::create_dir_all(to).unwrap();
-    for entry in fs::read_dir(from).unwrap() {
-        let path = entry.unwrap().path();
-        let target = to.join(path.file_name().unwrap());
-        if path.is_dir() {
-            copy_all(&path, &target);
-        } else {
-            fs::copy(&path, target).unwrap();
-        }
-    }
-}
-
-/// All files below a directory.
-fn files(root: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
-    let mut found = BTreeMap::new();
-    for entry in fs::read_dir(root).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_dir() {
-            found.extend(files(&path));
-        } else {
-            found.insert(path.clone(), fs::read(&path).unwrap());
-        }
-    }
-    found
-}
-
-/// What a finished run leaves, but for times.
-#[derive(Debug, PartialEq)]
-struct Results {
-    weights: Vec<u8>,
-    config: String,
-    summary: String,
-    metrics: Vec<Value>,
-}
-
-impl Results {
-    fn of(recipe: &Recipe) -> Self {
-        let run = RunDirectory::new(&recipe.run.dir);
-        let text = fs::read_to_string(run.metrics()).unwrap();
-        assert!(text.ends_with('\n'));
-        let line = |line: &str| {
-            let mut value: Value = serde_json::from_str(line).unwrap();
-            value.as_object_mut().unwrap().remove("tokens_per_second").unwrap();
-            value
-        };
-        Results {
-            weights: fs::read(run.export().join("model.safetensors")).unwrap(),
-            config: fs::read_to_string(run.export().join("config.json")).unwrap(),
-            summary: fs::read_to_string(run.summary()).unwrap(),
-            metrics: text.lines().map(line).collect(),
-        }
-    }
-
-    /// Of a recipe's uninterrupted run.
-    fn uninterrupted(overrides: &[&str]) -> Self {
-        let place = Workplace::new();
-        let recipe = place.recipe(overrides);
-        assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
-        Results::of(&recipe)
-    }
+/// Of a recipe's uninterrupted run.
+fn uninterrupted(overrides: &[&str]) -> Results {
+    let place = Workplace::new();
+    let recipe = place.recipe(overrides);
+    assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
+    Results::of(&recipe)
 }
 
 /// The results of the recipe as it stands.
 fn reference() -> &'static Results {
     static REFERENCE: OnceLock<Results> = OnceLock::new();
-    REFERENCE.get_or_init(|| Results::uninterrupted(&[]))
+    REFERENCE.get_or_init(|| uninterrupted(&[]))
 }
 
 /// Names below a run directory that no finished run has.
@@ -389,13 +244,13 @@ fn no_flipped_byte_of_a_checkpoint_goes_unseen() {
         let text = length.min(if file.starts_with("manifest") { 600 } else { 300 });
         for position in (0..text).step_by(3).chain((text..length).step_by(length / 50 + 1)) {
             flip(&good.join(file), position);
-            let found = checkpoint::newest(&run, &mut ignore).unwrap();
+            let found = checkpoint::newest(&run, &mut alone(), &mut ignore).unwrap();
             assert!(found.is_none(), "{file}, byte {position} of {length}");
             fs::rename(&aside, &good).unwrap();
             flip(&good.join(file), position);
         }
     }
-    assert!(checkpoint::newest(&run, &mut ignore).unwrap().is_some());
+    assert!(checkpoint::newest(&run, &mut alone(), &mut ignore).unwrap().is_some());
 }
 
 #[test]
@@ -434,7 +289,7 @@ fn a_new_run_in_the_place_of_a_finished_one_is_not_taken_for_it() {
     fs::remove_dir_all(recipe.run.dir.join("checkpoints")).unwrap();
     assert_eq!(stop_at(&recipe, 3), Outcome::Stopped { step: 3 });
     assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
-    assert!(Results::of(&recipe) == Results::uninterrupted(&["run.seed=2"]));
+    assert!(Results::of(&recipe) == uninterrupted(&["run.seed=2"]));
 }
 
 #[test]
@@ -479,7 +334,7 @@ fn runs_of_every_element_type_and_data_option_continue_exactly() {
         &["data.document_mask=true"],
         &["data.order=sequential"],
     ] {
-        let expected = Results::uninterrupted(overrides);
+        let expected = uninterrupted(overrides);
         assert!(expected.metrics != reference().metrics, "{overrides:?} had no effect");
         let place = Workplace::new();
         let recipe = place.recipe(overrides);
@@ -494,9 +349,9 @@ fn runs_of_every_element_type_and_data_option_continue_exactly() {
 #[test]
 fn recomputing_gives_the_same_bits() {
     for dtype in ["run.dtype=f32", "run.dtype=bf16"] {
-        let expected = Results::uninterrupted(&[dtype]);
+        let expected = uninterrupted(&[dtype]);
         for recompute in ["memory.recompute=cheap", "memory.recompute=block"] {
-            let found = Results::uninterrupted(&[dtype, recompute]);
+            let found = uninterrupted(&[dtype, recompute]);
             assert!(found == expected, "{dtype} {recompute}");
         }
     }
@@ -519,7 +374,7 @@ fn accumulating_micro_batches_is_one_large_batch() {
         ];
         let overrides: Vec<&str> =
             base.into_iter().chain(sizes.iter().map(String::as_str)).collect();
-        Results::uninterrupted(&overrides)
+        uninterrupted(&overrides)
     };
     let (whole, split) = (with(4), with(1));
     assert_eq!(whole.metrics.len(), 20);
@@ -584,7 +439,9 @@ fn a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_checkpoint_good() {
         );
         assert!(error.to_string().contains("lower learning_rate.max"), "{error}");
         let run = RunDirectory::new(&recipe.run.dir);
-        let newest = checkpoint::newest(&run, &mut |_, error| panic!("{error}")).unwrap().unwrap();
+        let newest = checkpoint::newest(&run, &mut alone(), &mut |_, error| panic!("{error}"))
+            .unwrap()
+            .unwrap();
         assert_eq!(newest.manifest().state.step, 5);
         let lines = metrics::read(&run.metrics()).unwrap();
         assert!(lines.iter().all(|line| line.loss.is_finite()));

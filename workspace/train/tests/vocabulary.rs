@@ -5,11 +5,12 @@
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
+use moh_comm::World;
 use moh_convert::{Attention, Options, convert, write_random_model};
 use moh_data::{Prepare, TextTokenizer, TrainTokenizer, prepare, train_tokenizer};
 use moh_model::layout::ModelLayout;
 use moh_model::{ConfigFile, Dtype, WeightFiles};
-use moh_train::{ModelSource, Outcome, Recipe};
+use moh_train::{ModelSource, OpenDevice, Outcome, Recipe};
 use serde_json::{Value, json};
 
 const TEXT: &str = "{\"text\": \"the ship left the village and the village left the ship\"}\n";
@@ -133,6 +134,7 @@ fn a_run_with_a_larger_vocabulary_exports_it_with_its_tokenizer() {
         &mut recipe,
         Path::new("recipe.toml"),
         Some(&model),
+        (OpenDevice::Cpu, &World::single()),
         &AtomicBool::new(false),
         &mut |_| {},
     )
@@ -160,6 +162,7 @@ fn token_files_of_the_smaller_tokenizer_are_refused() {
         &mut recipe,
         Path::new("recipe.toml"),
         Some(&model),
+        (OpenDevice::Cpu, &World::single()),
         &AtomicBool::new(false),
         &mut |_| {},
     )

@@ -99,7 +99,7 @@ fn main() -> ExitCode {
 fn loss<T: Element>(arguments: &LossArguments) -> anyhow::Result<()> {
     let directory = models::locate(&arguments.model, None)?;
     let length = window_length(&directory, arguments.sequence_length)?;
-    let model = models::load::<T>(&directory, length)?;
+    let mut model = models::load::<T>(&directory, length)?;
     let mut file = TokenFile::open(&arguments.data)?;
     file.limit_vocabulary(model.config().vocab_size);
     let tokenizer = models::tokenizer(&directory)?;
@@ -112,7 +112,7 @@ fn loss<T: Element>(arguments: &LossArguments) -> anyhow::Result<()> {
     let mut evaluator = Evaluator::new(&model, batch, length)?;
     let mut bar = Bar::count("evaluating", windows.len());
     let found = evaluator.evaluate(
-        &model,
+        &mut model,
         &windows,
         windows.len(),
         tokenizer.as_ref(),
@@ -147,8 +147,8 @@ fn logits<T: Element>(arguments: &LogitsArguments) -> anyhow::Result<()> {
     let directory = models::locate(&arguments.model, None)?;
     let ids = LogitsOf::read_ids(&arguments.ids, models::context_length(&directory)?)?;
     let length = ids.first().map_or(0, Vec::len);
-    let model = models::load::<T>(&directory, length)?;
-    let found = moh_eval::logits(&model, &ids)?;
+    let mut model = models::load::<T>(&directory, length)?;
+    let found = moh_eval::logits(&mut model, &ids)?;
     found.write(&arguments.out)?;
     writeln!(
         stdout(),

@@ -12,7 +12,8 @@ use moh_cli::exit::{self, StoppedEarly};
 use moh_cli::models;
 use moh_cli::run_view::RunView;
 use moh_cli::summary_table::{draw, invocation, table};
-use moh_train::{Outcome, Plan, Recipe, RunDirectory, Summary};
+use moh_comm::{Launch, World};
+use moh_train::{OpenDevice, Outcome, Plan, Recipe, RunDirectory, Summary};
 
 /// Train a recipe's stages in order, or continue where it was interrupted.
 ///
@@ -36,6 +37,9 @@ struct Arguments {
     /// Override a key of the recipe, stages by name: stage.moh.tokens=1e9
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
+    /// Where the ranks of a run meet, in place of what their launcher says
+    #[arg(long, value_name = "HOST:PORT")]
+    rendezvous: Option<String>,
     /// Print parameters, steps, memory, operations and time, and train nothing
     #[arg(long)]
     plan: bool,
@@ -76,36 +80,90 @@ fn plan(arguments: &Arguments, mut recipe: Recipe) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn train(arguments: &Arguments, mut recipe: Recipe) -> anyhow::Result<()> {
-    let model = &recipe.model;
-    let directory = match &model.from {
-        Some(from) => Some(models::locate(from, model.revision.as_deref())?),
-        None => None,
-    };
+fn train(arguments: &Arguments, recipe: Recipe) -> anyhow::Result<()> {
+    let launch = Launch::from_environment(arguments.rendezvous.as_deref())?;
+    // A device that is missing leaves no run directory behind, and keeps no other rank waiting.
+    let device = OpenDevice::open(&recipe, &arguments.recipe, launch.local_rank)?;
+    let rank = launch.rank;
+    let world = moh_train::connect(&launch, &device, &recipe, move |fault| {
+        eprintln!("error: rank {rank}: {fault}");
+        std::process::exit(exit::ERROR.into());
+    })?;
+    match train_as_rank(arguments, recipe, device, &world) {
+        Ok(()) => Ok(world.close()?),
+        // All ranks stop, or see the error that one of them tells, together.
+        Err(error) if error.is::<StoppedEarly>() || is_of_another_rank(&error) => {
+            world.close()?;
+            Err(error)
+        }
+        Err(error) if world.size() > 1 => {
+            eprintln!("error: rank {rank}: {error:#}");
+            world.abort(&format!("{error:#}"), exit::ERROR.into())
+        }
+        Err(error) => Err(error),
+    }
+}
+
+fn is_of_another_rank(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(moh_train::Error::OtherRank { .. }))
+}
+
+fn train_as_rank(
+    arguments: &Arguments,
+    mut recipe: Recipe,
+    device: OpenDevice,
+    world: &World,
+) -> anyhow::Result<()> {
+    let directory = locate_model(&recipe, world)?;
     let stop = Arc::new(AtomicBool::new(false));
     for signal in signal_hook::consts::TERM_SIGNALS {
         // A second signal ends the program at once.
         signal_hook::flag::register_conditional_shutdown(*signal, 130, Arc::clone(&stop))?;
         signal_hook::flag::register(*signal, Arc::clone(&stop))?;
     }
-    let mut view = RunView::new(&recipe);
-    let outcome =
-        moh_train::run(&mut recipe, &arguments.recipe, directory.as_deref(), &stop, &mut |event| {
-            view.show(event)
-        });
-    view.finish();
+    let first = world.rank() == 0;
+    let mut view = first.then(|| RunView::new(&recipe, world.size()));
+    let path = &arguments.recipe;
+    let outcome = moh_train::run(
+        &mut recipe,
+        path,
+        directory.as_deref(),
+        (device, world),
+        &stop,
+        &mut |event| {
+            if let Some(view) = &mut view {
+                view.show(event);
+            }
+        },
+    );
+    if let Some(view) = view {
+        view.finish();
+    }
     let run = RunDirectory::new(&recipe.run.dir);
     match outcome? {
         Outcome::Stopped { step } => Err(StoppedEarly(format!(
             "stopped after step {step} with a checkpoint: run the same command again to continue"
         ))
         .into()),
+        _ if !first => Ok(()),
         Outcome::AlreadyFinished(summary) => {
             writeln!(stdout(), "this run has finished; nothing was left to do\n")?;
             report(arguments, &recipe, &run, &summary)
         }
         Outcome::Finished(summary) => report(arguments, &recipe, &run, &summary),
     }
+}
+
+/// Where the model is on this machine: the first rank downloads it, the others find it.
+fn locate_model(recipe: &Recipe, world: &World) -> anyhow::Result<Option<PathBuf>> {
+    let model = &recipe.model;
+    let locate = || match &model.from {
+        Some(from) => models::locate(from, model.revision.as_deref()).map(Some),
+        None => Ok(None),
+    };
+    let located = if world.rank() == 0 { Some(locate()?) } else { None };
+    world.group().barrier()?;
+    located.map_or_else(locate, Ok)
 }
 
 /// The end of a run: losses, where everything is, what to try next.

@@ -1,10 +1,10 @@
 //! Checkpoints: directories that are complete or absent.
 //!
 //! A checkpoint holds the exact f32 weights and both moments as safetensors under Hugging Face's
-//! names, and a manifest with the state of the run and, for each tensor, its file, slice and hash,
-//! so that a training of another layout can read it; the
-//! manifest's own hash lies beside it. It is written beside its place, synced and
-//! renamed; one whose hashes do not fit is set aside and the one before it is used.
+//! names, each rank's shard in files of its own, and a manifest with the state of the run and, for each
+//! part of a tensor, its file, place and hash, so that a training on other ranks can read it; the
+//! manifest's own hash lies beside it. It is written beside its place, synced and renamed; one whose
+//! hashes do not fit is set aside and the one before it is used.
 
 mod manifest;
 mod read;

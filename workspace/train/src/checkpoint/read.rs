@@ -6,12 +6,14 @@ use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use half::bf16;
+use moh_kernels::Backend;
+use moh_model::parameters::Shard;
 use safetensors::tensor::{Dtype, Metadata};
 
 use super::manifest::{FORMAT, Manifest, TensorEntry, TensorKind};
 use super::write::sync;
 use super::{MANIFEST, MANIFEST_HASH};
-use crate::{Error, RunDirectory};
+use crate::{Error, Ranks, RunDirectory};
 
 /// A longer manifest or header is not one of ours.
 const MAX_TEXT_BYTES: u64 = 100_000_000;
@@ -32,68 +34,74 @@ struct Header {
     data_len: u64,
 }
 
-/// The newest checkpoint that is whole. Damaged ones are renamed to `damaged-step-N` and told to
-/// `damaged` with what is wrong in them.
+/// The newest checkpoint that is whole, the same on all ranks, which check its parts in turns. Damaged
+/// ones are renamed to `damaged-step-N` and told to `damaged`, on the first rank, with what is wrong
+/// in them.
 ///
 /// # Errors
-/// When a directory cannot be listed or renamed.
-pub fn newest(
+/// When a directory cannot be listed or renamed, or another rank has failed.
+pub fn newest<B: Backend>(
     run: &RunDirectory,
+    ranks: &mut Ranks<B>,
     damaged: &mut dyn FnMut(&Path, &Error),
 ) -> Result<Option<StoredCheckpoint>, Error> {
-    for step in run.checkpoint_steps()?.into_iter().rev() {
+    loop {
+        // Steps from 1, so 0 says that there is none; f64 holds them exactly.
+        let listed = || Ok(run.checkpoint_steps()?.last().copied().unwrap_or(0) as f64);
+        let step = ranks.first(listed)? as u64;
+        if step == 0 {
+            return Ok(None);
+        }
         let directory = run.checkpoint(step);
-        match StoredCheckpoint::open(&directory, step) {
-            Ok(checkpoint) => return Ok(Some(checkpoint)),
-            Err(error) => {
-                let aside = run.checkpoints().join(format!("damaged-step-{step}"));
-                if aside.exists() {
-                    fs::remove_dir_all(&aside).map_err(Error::io(&aside))?;
-                }
-                fs::rename(&directory, &aside).map_err(Error::io(&aside))?;
-                sync(&run.checkpoints())?;
+        let mut opened = StoredCheckpoint::open(&directory, step, Shard::of(ranks.group()));
+        if ranks.any(opened.is_err())? {
+            let aside = run.checkpoints().join(format!("damaged-step-{step}"));
+            ranks.first(|| {
+                set_aside(run, &directory, &aside)?;
+                Ok(0.0)
+            })?;
+            // The first rank tells, though another may have seen more than that.
+            if let (true, Ok(_)) = (ranks.is_first(), &opened) {
+                opened = Err(Error::Checkpoint {
+                    path: aside.join(MANIFEST),
+                    reason: "another rank found a part that is damaged".into(),
+                });
+            }
+            if let (true, Err(error)) = (ranks.is_first(), opened) {
                 damaged(&aside, &error);
             }
+        } else {
+            return opened.map(Some);
         }
     }
-    Ok(None)
+}
+
+fn set_aside(run: &RunDirectory, directory: &Path, aside: &Path) -> Result<(), Error> {
+    if aside.exists() {
+        fs::remove_dir_all(aside).map_err(Error::io(aside))?;
+    }
+    fs::rename(directory, aside).map_err(Error::io(aside))?;
+    sync(&run.checkpoints())
 }
 
 impl StoredCheckpoint {
-    /// Opens the checkpoint in `directory` and checks every hash.
-    fn open(directory: &Path, step: u64) -> Result<Self, Error> {
-        let path = directory.join(MANIFEST);
-        let refuse = |reason: String| Error::Checkpoint { path: path.clone(), reason };
-        let length = fs::metadata(&path).map_err(Error::io(&path))?.len();
-        if length > MAX_TEXT_BYTES {
-            return Err(refuse(format!("{length} bytes are not a manifest")));
-        }
-        let text = fs::read(&path).map_err(Error::io(&path))?;
-        let hash_path = directory.join(MANIFEST_HASH);
-        let hash = fs::read(&hash_path).map_err(Error::io(&hash_path))?;
-        if hash != format!("{}  {MANIFEST}\n", blake3::hash(&text)).as_bytes() {
-            return Err(refuse(format!(
-                "does not have the hash in {MANIFEST_HASH}: it is damaged"
-            )));
-        }
-        let manifest: Manifest = serde_json::from_slice(&text)
-            .map_err(|error| refuse(format!("not a manifest: {error}")))?;
-        if manifest.format != FORMAT {
-            return Err(refuse(format!(
-                "format {}: this program reads format {FORMAT}",
-                manifest.format
-            )));
-        }
-        if manifest.state.step != step {
-            return Err(refuse(format!("of step {}, not {step}", manifest.state.step)));
-        }
+    /// Opens the checkpoint in `directory` and checks the hashes of this rank's share of its parts.
+    fn open(directory: &Path, step: u64, share: Shard) -> Result<Self, Error> {
+        let manifest = read_manifest(directory, step)?;
         let mut headers = HashMap::new();
-        for kind in TensorKind::ALL {
-            let name = kind.file().to_owned();
-            headers.insert(name, Header::read(&directory.join(kind.file()))?);
+        for entry in &manifest.tensors {
+            let path = directory.join(&entry.file);
+            // A name with a folder in it would lead elsewhere.
+            if Path::new(&entry.file).file_name() != Some(entry.file.as_ref()) {
+                let reason = format!("{:?} is not the name of a file", entry.file);
+                return Err(Error::Checkpoint { path: directory.join(MANIFEST), reason });
+            }
+            if !headers.contains_key(&entry.file) {
+                headers.insert(entry.file.clone(), Header::read(&path)?);
+            }
         }
         let checkpoint = StoredCheckpoint { directory: directory.to_owned(), manifest, headers };
-        for entry in &checkpoint.manifest.tensors {
+        for entry in checkpoint.manifest.tensors.iter().skip(share.rank).step_by(share.size) {
             checkpoint.bytes(entry)?;
         }
         Ok(checkpoint)
@@ -104,37 +112,40 @@ impl StoredCheckpoint {
         &self.manifest
     }
 
-    /// Reads a tensor as f32.
+    /// Reads a tensor as f32, from as many parts as it was written in.
     ///
     /// # Errors
-    /// When the checkpoint has no such tensor of this length, or it cannot be read.
+    /// When the checkpoint does not hold all of it in this length, or cannot be read.
     pub fn read_f32(&self, kind: TensorKind, name: &str, out: &mut [f32]) -> Result<(), Error> {
-        let path = self.directory.join(kind.file());
-        let refuse = |reason: String| Err(Error::Checkpoint { path: path.clone(), reason });
+        let path = self.directory.join(MANIFEST);
+        let refuse = |reason: String| Error::Checkpoint { path: path.clone(), reason };
+        let mut placed = 0;
         let named = |entry: &&TensorEntry| entry.kind == kind && entry.name == name;
-        let Some(entry) = self.manifest.tensors.iter().find(named) else {
-            return refuse(format!("holds no {name}"));
-        };
-        let (dtype, bytes) = self.bytes(entry)?;
-        let values: Vec<f32> = match dtype {
-            Dtype::BF16 => {
-                bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
+        for entry in self.manifest.tensors.iter().filter(named) {
+            let (dtype, bytes) = self.bytes(entry)?;
+            let whole = entry.shape.iter().try_fold(1usize, |n, &extent| n.checked_mul(extent));
+            if whole != Some(out.len()) {
+                return Err(refuse(format!(
+                    "{name} is of shape {:?}, expected {} numbers",
+                    entry.shape,
+                    out.len()
+                )));
             }
-            Dtype::F32 => bytes
-                .chunks_exact(4)
-                .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-                .collect(),
-            other => return refuse(format!("{name} is {other:?}, expected F32 or BF16")),
-        };
-        if values.len() != out.len() {
-            return refuse(format!(
-                "{name} holds {} numbers, expected {}",
-                values.len(),
-                out.len()
-            ));
+            let values = to_f32(dtype, &bytes)
+                .ok_or_else(|| refuse(format!("{name} is {dtype:?}, expected F32 or BF16")))?;
+            // `bytes` has checked the shape that the file gives; its length is another matter.
+            if values.len() != entry.range[1] - entry.range[0] {
+                return Err(refuse(format!("{name} ends early in {}", entry.file)));
+            }
+            placed += entry.place(&values, out);
         }
-        out.copy_from_slice(&values);
-        Ok(())
+        if placed == out.len() {
+            return Ok(());
+        }
+        Err(refuse(match placed {
+            0 => format!("holds no {name}"),
+            _ => format!("holds {placed} of the {} numbers of {name}", out.len()),
+        }))
     }
 
     /// A tensor's bytes, whose hash fits.
@@ -149,9 +160,8 @@ impl StoredCheckpoint {
             return Err(refuse(format!("holds no {}", entry.name)));
         };
         let dtype = format!("{:?}", info.dtype);
-        let part: Vec<usize> =
-            entry.slice.iter().map(|[from, to]| to.saturating_sub(*from)).collect();
-        if dtype != entry.dtype || info.shape != part {
+        let part = entry.stored_shape();
+        if dtype != entry.dtype || part.as_ref() != Some(&info.shape) {
             return Err(refuse(format!(
                 "{} is {dtype} {:?}, and the manifest says {} {part:?}",
                 entry.name, info.shape, entry.dtype
@@ -169,6 +179,46 @@ impl StoredCheckpoint {
             return Err(refuse(format!("{} does not have its hash: it is damaged", entry.name)));
         }
         Ok((info.dtype, bytes))
+    }
+}
+
+fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, Error> {
+    let path = directory.join(MANIFEST);
+    let refuse = |reason: String| Error::Checkpoint { path: path.clone(), reason };
+    let length = fs::metadata(&path).map_err(Error::io(&path))?.len();
+    if length > MAX_TEXT_BYTES {
+        return Err(refuse(format!("{length} bytes are not a manifest")));
+    }
+    let text = fs::read(&path).map_err(Error::io(&path))?;
+    let hash_path = directory.join(MANIFEST_HASH);
+    let hash = fs::read(&hash_path).map_err(Error::io(&hash_path))?;
+    if hash != format!("{}  {MANIFEST}\n", blake3::hash(&text)).as_bytes() {
+        return Err(refuse(format!("does not have the hash in {MANIFEST_HASH}: it is damaged")));
+    }
+    let manifest: Manifest = serde_json::from_slice(&text)
+        .map_err(|error| refuse(format!("not a manifest: {error}")))?;
+    if manifest.format != FORMAT {
+        return Err(refuse(format!(
+            "format {}: this program reads format {FORMAT}",
+            manifest.format
+        )));
+    }
+    if manifest.state.step != step {
+        return Err(refuse(format!("of step {}, not {step}", manifest.state.step)));
+    }
+    Ok(manifest)
+}
+
+/// Numbers of the two types that checkpoints hold.
+fn to_f32(dtype: Dtype, bytes: &[u8]) -> Option<Vec<f32>> {
+    match dtype {
+        Dtype::BF16 => Some(
+            bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+        ),
+        Dtype::F32 => Some(
+            (bytes.chunks_exact(4)).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        ),
+        _ => None,
     }
 }
 

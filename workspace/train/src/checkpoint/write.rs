@@ -2,15 +2,18 @@
 
 use std::borrow::Cow;
 use std::cell::RefCell;
+use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::Write as _;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use half::bf16;
+use moh_comm::Group;
 use moh_kernels::{Backend, DType, Element};
 use moh_model::Model;
-use moh_model::layout::Segment;
-use moh_model::parameters::FlatBuffers;
+use moh_model::layout::{ModelLayout, Segment};
+use moh_model::parameters::{FlatBuffers, Shard, overlap};
 use safetensors::tensor::{Dtype, View};
 use serde_json::{Map, Value};
 
@@ -18,55 +21,116 @@ use super::manifest::{FORMAT, Manifest, RunState, TensorEntry, TensorKind};
 use super::{MANIFEST, MANIFEST_HASH};
 use crate::optimizer::OptimizerState;
 use crate::recipe::Checkpoint;
-use crate::{Error, RunDirectory};
+use crate::{Error, Ranks, RunDirectory};
 
 /// Prefix of what is not complete yet, or not any more.
 pub(super) const TEMPORARY: &str = ".tmp-";
 
-/// Writes the checkpoint of `state` and returns its directory.
+/// Writes the checkpoint of `state`, each rank its shard in files of its own, and returns its
+/// directory.
 ///
 /// # Errors
-/// When a file cannot be written; nothing half-written stays under a checkpoint's name.
+/// When a file cannot be written, on any rank; nothing half-written stays under a checkpoint's name.
 pub fn write<B: Backend, T: Element, M: Element>(
     run: &RunDirectory,
+    ranks: &mut Ranks<B>,
     state: &RunState,
     config: Map<String, Value>,
     model: &Model<B, T>,
     optimizer: &OptimizerState<B, M>,
 ) -> Result<PathBuf, Error> {
     let all = run.checkpoints();
-    fs::create_dir_all(&all).map_err(Error::io(&all))?;
-    let folder = tempfile::Builder::new()
-        .prefix(&format!("{TEMPORARY}step-{}-", state.step))
-        .tempdir_in(&all)
-        .map_err(Error::io(&all))?;
-    let mut tensors = Vec::new();
-    for kind in TensorKind::ALL {
-        let file = folder.path().join(kind.file());
-        tensors.extend(match (kind, &optimizer.master) {
-            (TensorKind::Weight, None) => write_file(kind, &file, model, model.weights()),
-            (TensorKind::Weight, Some(master)) => write_file(kind, &file, model, master),
-            (TensorKind::FirstMoment, _) => write_file(kind, &file, model, &optimizer.first_moment),
-            (TensorKind::SecondMoment, _) => {
-                write_file(kind, &file, model, &optimizer.second_moment)
+    let folder = Unfinished { path: all.join(format!("{TEMPORARY}step-{}", state.step)) };
+    ranks.first(|| {
+        folder.remove()?;
+        fs::create_dir_all(&folder.path).map_err(Error::io(&folder.path))?;
+        Ok(0.0)
+    })?;
+    let written = write_parts(&folder.path, ranks.group(), model, optimizer);
+    let entries = match ranks.agree(written) {
+        Err(error) => {
+            // Best effort: what stays is removed with the next checkpoint.
+            let _ = ranks.is_first().then(|| folder.remove());
+            return Err(error);
+        }
+        Ok(entries) => entries,
+    };
+    // A list of plain structures has no reason to fail.
+    let text = serde_json::to_vec(&entries)
+        .map_err(|error| Error::io(&folder.path)(std::io::Error::from(error)))?;
+    let texts = ranks.gather(text)?;
+    let place = run.checkpoint(state.step);
+    ranks.first(|| {
+        let finished = finish(&folder.path, &place, state, config, &texts);
+        if finished.is_err() {
+            let _ = folder.remove();
+        }
+        finished?;
+        sync(&all)?;
+        Ok(0.0)
+    })?;
+    Ok(place)
+}
+
+/// A checkpoint's directory before it has its name.
+struct Unfinished {
+    path: PathBuf,
+}
+
+impl Unfinished {
+    fn remove(&self) -> Result<(), Error> {
+        match fs::remove_dir_all(&self.path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(Error::io(&self.path)(error))
             }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Writes what this rank holds; returns the entries of the manifest.
+fn write_parts<B: Backend, T: Element, M: Element>(
+    folder: &Path,
+    group: &Group,
+    model: &Model<B, T>,
+    optimizer: &OptimizerState<B, M>,
+) -> Result<Vec<TensorEntry>, Error> {
+    let mut entries = Vec::new();
+    for kind in TensorKind::ALL {
+        let file = PartFile {
+            folder,
+            name: kind.file(group.rank(), group.size()),
+            kind,
+            shard: optimizer.shard(),
+        };
+        entries.extend(match (kind, &optimizer.master) {
+            (TensorKind::Weight, None) => file.write(model, model.weights()),
+            (TensorKind::Weight, Some(master)) => file.write(model, master),
+            (TensorKind::FirstMoment, _) => file.write(model, &optimizer.first_moment),
+            (TensorKind::SecondMoment, _) => file.write(model, &optimizer.second_moment),
         }?);
     }
-    let manifest = Manifest { format: FORMAT, state: state.clone(), config, tensors };
-    write_manifest(folder.path(), &manifest)?;
-    sync(folder.path())?;
-    let place = run.checkpoint(state.step);
-    // A temporary directory is private; a checkpoint need not be.
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt as _;
-        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))
-            .map_err(Error::io(folder.path()))?;
+    Ok(entries)
+}
+
+/// Writes the manifest of all ranks' entries and gives the directory its name.
+fn finish(
+    folder: &Path,
+    place: &Path,
+    state: &RunState,
+    config: Map<String, Value>,
+    texts: &[Vec<u8>],
+) -> Result<(), Error> {
+    let mut tensors = Vec::new();
+    for text in texts {
+        let entries: Vec<TensorEntry> = serde_json::from_slice(text)
+            .map_err(|error| Error::io(folder)(std::io::Error::from(error)))?;
+        tensors.extend(entries);
     }
-    fs::rename(folder.path(), &place).map_err(Error::io(&place))?;
-    let _renamed = folder.keep();
-    sync(&all)?;
-    Ok(place)
+    let manifest = Manifest { format: FORMAT, state: state.clone(), config, tensors };
+    write_manifest(folder, &manifest)?;
+    sync(folder)?;
+    fs::rename(folder, place).map_err(Error::io(place))
 }
 
 /// Removes the checkpoints that `kept` does not keep, and what earlier processes left unfinished.
@@ -96,14 +160,16 @@ pub fn prune(run: &RunDirectory, kept: &Checkpoint) -> Result<(), Error> {
     Ok(())
 }
 
-/// A tensor on the device, read when the writer asks for its bytes and hashed on the way.
+/// A part of a tensor on the device, read when the writer asks for its bytes and hashed on the way.
 struct DeviceTensor<'a, B: Backend, S: Element> {
     backend: &'a B,
     buffers: &'a FlatBuffers<B, S>,
     flat: usize,
-    segment: &'a Segment,
+    range: Range<usize>,
+    name: &'a str,
+    shape: Vec<usize>,
     dtype: Dtype,
-    hash: &'a RefCell<Vec<(String, Result<blake3::Hash, Error>)>>,
+    hash: &'a RefCell<HashMap<String, Result<blake3::Hash, Error>>>,
 }
 
 impl<B: Backend, S: Element> View for DeviceTensor<'_, B, S> {
@@ -112,11 +178,11 @@ impl<B: Backend, S: Element> View for DeviceTensor<'_, B, S> {
     }
 
     fn shape(&self) -> &[usize] {
-        &self.segment.shape
+        &self.shape
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        let values = self.buffers.read(self.backend, self.flat, self.segment);
+        let values = self.buffers.read_range(self.backend, self.flat, self.range.clone());
         let (bytes, hash) = match values {
             Ok(values) => {
                 let bytes = to_bytes(self.dtype, &values);
@@ -126,12 +192,12 @@ impl<B: Backend, S: Element> View for DeviceTensor<'_, B, S> {
             // The writer cannot be stopped from here; the error is found among the hashes.
             Err(error) => (vec![0; self.data_len()], Err(Error::from(error))),
         };
-        self.hash.borrow_mut().push((self.segment.name.clone(), hash));
+        self.hash.borrow_mut().insert(self.name.to_owned(), hash);
         Cow::Owned(bytes)
     }
 
     fn data_len(&self) -> usize {
-        self.segment.range.len() * self.dtype.bitsize() / 8
+        self.range.len() * self.dtype.bitsize() / 8
     }
 }
 
@@ -142,37 +208,75 @@ fn to_bytes(dtype: Dtype, values: &[f32]) -> Vec<u8> {
     }
 }
 
-/// Writes all tensors of one kind; returns their entries.
-fn write_file<B: Backend, T: Element, S: Element>(
+/// A file of one rank's parts of all tensors of one kind.
+struct PartFile<'a> {
+    folder: &'a Path,
+    name: String,
     kind: TensorKind,
-    path: &Path,
-    model: &Model<B, T>,
-    buffers: &FlatBuffers<B, S>,
-) -> Result<Vec<TensorEntry>, Error> {
-    let dtype = if S::DTYPE == DType::BF16 { Dtype::BF16 } else { Dtype::F32 };
-    let hash = RefCell::new(Vec::new());
-    let tensors = model.layout().segments().map(|(flat, segment)| {
-        let backend = model.backend();
-        let tensor = DeviceTensor { backend, buffers, flat, segment, dtype, hash: &hash };
-        (segment.name.as_str(), tensor)
-    });
-    safetensors::serialize_to_file(tensors, None, path)
-        .map_err(|error| Error::io(path)(std::io::Error::other(error)))?;
-    File::open(path).and_then(|file| file.sync_all()).map_err(Error::io(path))?;
-    let mut hashes = std::collections::HashMap::new();
-    for (name, hash) in hash.into_inner() {
-        hashes.insert(name, hash?);
+    shard: Shard,
+}
+
+impl PartFile<'_> {
+    fn write<B: Backend, T: Element, S: Element>(
+        &self,
+        model: &Model<B, T>,
+        buffers: &FlatBuffers<B, S>,
+    ) -> Result<Vec<TensorEntry>, Error> {
+        let path = &self.folder.join(&self.name);
+        let dtype = if S::DTYPE == DType::BF16 { Dtype::BF16 } else { Dtype::F32 };
+        let parts: Vec<_> = (model.layout().segments())
+            .filter_map(|(flat, segment)| self.part(model.layout(), flat, segment, dtype))
+            .collect();
+        let hash = RefCell::new(HashMap::new());
+        let tensors = parts.iter().map(|(flat, range, entry)| {
+            let tensor = DeviceTensor {
+                backend: model.backend(),
+                buffers,
+                flat: *flat,
+                range: range.clone(),
+                name: &entry.name,
+                // Its slice is the whole tensor and the range lies in it.
+                shape: entry.stored_shape().unwrap_or_default(),
+                dtype,
+                hash: &hash,
+            };
+            (entry.name.as_str(), tensor)
+        });
+        safetensors::serialize_to_file(tensors, None, path)
+            .map_err(|error| Error::io(path)(std::io::Error::other(error)))?;
+        File::open(path).and_then(|file| file.sync_all()).map_err(Error::io(path))?;
+        let mut hashes = hash.into_inner();
+        let with_hash = |(_, _, mut entry): (usize, Range<usize>, TensorEntry)| {
+            if let Some(hash) = hashes.remove(&entry.name) {
+                entry.blake3 = hash?.to_hex().to_string();
+            }
+            Ok(entry)
+        };
+        parts.into_iter().map(with_hash).collect()
     }
-    let entry = |(_, segment): (usize, &Segment)| TensorEntry {
-        name: segment.name.clone(),
-        kind,
-        file: kind.file().to_owned(),
-        dtype: format!("{dtype:?}"),
-        shape: segment.shape.clone(),
-        slice: segment.shape.iter().map(|&end| [0, end]).collect(),
-        blake3: hashes.get(&segment.name).map(|hash| hash.to_hex().to_string()).unwrap_or_default(),
-    };
-    Ok(model.layout().segments().map(entry).collect())
+
+    /// The part of a tensor that the shard holds, with its entry but for the hash.
+    fn part(
+        &self,
+        layout: &ModelLayout,
+        flat: usize,
+        segment: &Segment,
+        dtype: Dtype,
+    ) -> Option<(usize, Range<usize>, TensorEntry)> {
+        let range = overlap(&segment.range, &self.shard.range(layout.flats[flat].len));
+        let start = segment.range.start;
+        let entry = TensorEntry {
+            name: segment.name.clone(),
+            kind: self.kind,
+            file: self.name.clone(),
+            dtype: format!("{dtype:?}"),
+            shape: segment.shape.clone(),
+            slice: segment.shape.iter().map(|&end| [0, end]).collect(),
+            range: [range.start.saturating_sub(start), range.end.saturating_sub(start)],
+            blake3: String::new(),
+        };
+        (!range.is_empty()).then_some((flat, range, entry))
+    }
 }
 
 fn write_manifest(folder: &Path, manifest: &Manifest) -> Result<(), Error> {

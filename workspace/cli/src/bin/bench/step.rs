@@ -1,8 +1,10 @@
 //! `moh-bench step`: tokens a second, operations a second and memory of training steps.
 
 use half::bf16;
+use moh_comm::World;
 use moh_kernels::{Backend, Element};
 use moh_model::layout::Segment;
+use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig, initial};
 use moh_train::optimizer::OptimizerState;
 use moh_train::recipe::DType;
@@ -87,8 +89,8 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
             Ok(())
         },
     )?;
-    let mut optimizer = OptimizerState::<B, M>::new(&model)?;
-    let mut stepper = Stepper::<B, T, G>::new(&model, plan)?;
+    let mut optimizer = OptimizerState::<B, M>::new(&model, Shard::WHOLE)?;
+    let mut stepper = Stepper::<B, T, G>::new(&model, plan, World::single().group())?;
     let sequences = job.plan.batch_sequences();
     let mut number = 0;
     let mut step = || {

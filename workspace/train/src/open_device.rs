@@ -1,0 +1,80 @@
+//! The device that a recipe names, and the meeting with the other ranks of its run.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use moh_comm::{Buffers, Fault, Launch, Options, World};
+
+use crate::Error;
+use crate::recipe::{Device, Recipe};
+
+/// What computes, ready to.
+#[derive(Debug, Clone)]
+pub enum OpenDevice {
+    /// This machine's processors.
+    Cpu,
+    /// A GPU.
+    #[cfg(feature = "cuda")]
+    Cuda(moh_kernels::Cuda),
+}
+
+impl OpenDevice {
+    /// The device that `recipe` names: of several GPUs that of this process's number on its machine.
+    ///
+    /// # Errors
+    /// When this build or this machine has none; `path` is what the message calls the recipe.
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "GPUs alone are numbered"))]
+    pub fn open(recipe: &Recipe, path: &Path, local_rank: usize) -> Result<Self, Error> {
+        match recipe.run.device {
+            Device::Cpu => Ok(OpenDevice::Cpu),
+            #[cfg(feature = "cuda")]
+            Device::Cuda => moh_kernels::Cuda::new(local_rank)
+                .map(OpenDevice::Cuda)
+                .map_err(|source| Error::Device { path: path.to_owned(), source }),
+            #[cfg(not(feature = "cuda"))]
+            Device::Cuda => Err(Error::NoDevice { path: path.to_owned() }),
+        }
+    }
+
+    /// Where the buffers lie that ranks exchange.
+    fn buffers(&self) -> Result<Buffers, Error> {
+        match self {
+            OpenDevice::Cpu => Ok(Buffers::Host),
+            #[cfg(feature = "nccl")]
+            OpenDevice::Cuda(cuda) => Ok(Buffers::Gpu(cuda.clone())),
+            #[cfg(all(feature = "cuda", not(feature = "nccl")))]
+            OpenDevice::Cuda(_) => Err(Error::NoNccl),
+        }
+    }
+}
+
+/// Meets the other processes of this run, all of which must run this program with this recipe.
+/// `on_fault` is called, on a thread of its own, when another rank ends the job.
+///
+/// # Errors
+/// Ranks that do not arrive or were started differently, and builds without the means to connect
+/// them.
+pub fn connect(
+    launch: &Launch,
+    device: &OpenDevice,
+    recipe: &Recipe,
+    on_fault: impl Fn(&Fault) + Send + Sync + 'static,
+) -> Result<World, Error> {
+    if launch.size == 1 {
+        return Ok(World::single());
+    }
+    let (buffers, fingerprint) = (device.buffers()?, fingerprint(recipe)?);
+    let options = Options { fingerprint, on_fault: Arc::new(on_fault), ..Options::default() };
+    Ok(World::connect(launch, buffers, options)?)
+}
+
+/// What must be the same on all ranks: the program, byte for byte, and the recipe.
+fn fingerprint(recipe: &Recipe) -> Result<String, Error> {
+    let program = std::env::current_exe().and_then(|path| {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update_mmap_rayon(path)?;
+        Ok(hasher.finalize().to_hex())
+    });
+    let program = program.map_err(Error::io(Path::new("the program's own file")))?;
+    Ok(format!("program {}\n{}", &program[..16], recipe.to_toml()?))
+}

@@ -1,0 +1,191 @@
+//! Runs on several ranks end as a run on one: the same losses and weights but for the order of sums,
+//! whatever the number of ranks, and continued on other numbers of them.
+
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+mod support;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use moh_comm::World;
+use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory};
+use safetensors::SafeTensors;
+use support::{Results, Workplace};
+
+/// Runs a recipe on threads that play `ranks` ranks, each with one thread of its own for the operators;
+/// with `stop_at`, one of them is asked to stop after that step.
+fn train_on(
+    ranks: usize,
+    recipe: &Recipe,
+    directory: Option<&Path>,
+    stop_at: Option<u64>,
+) -> Vec<Result<Outcome, Error>> {
+    let stop = Arc::new(AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let run = |world: World| {
+            let stop = Arc::clone(&stop);
+            scope.spawn(move || {
+                // The signal reaches the last rank alone.
+                let own_stop = AtomicBool::new(false);
+                let asked = if world.rank() + 1 == ranks { &*stop } else { &own_stop };
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+                let heard = |event: Event<'_>| {
+                    if let Event::Step { step, .. } = event
+                        && Some(step) == stop_at
+                    {
+                        stop.store(true, Ordering::Relaxed);
+                    }
+                };
+                let found = pool.install(|| {
+                    let path = Path::new("recipe.toml");
+                    let on = (OpenDevice::Cpu, &world);
+                    moh_train::run(&mut recipe.clone(), path, directory, on, asked, &mut |event| {
+                        heard(event)
+                    })
+                });
+                world.close().unwrap();
+                found
+            })
+        };
+        let threads: Vec<_> = World::threads(ranks).into_iter().map(run).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Stops a run during `step`, or the step after it: ranks hear of a signal when they hear of it.
+fn stop_on(ranks: usize, recipe: &Recipe, step: u64) -> u64 {
+    let outcomes: Vec<_> =
+        train_on(ranks, recipe, None, Some(step)).into_iter().map(Result::unwrap).collect();
+    let Outcome::Stopped { step: stopped } = outcomes[0] else { panic!("{outcomes:?}") };
+    assert!(stopped == step || stopped == step + 1, "{outcomes:?}");
+    assert!(outcomes.iter().all(|outcome| *outcome == outcomes[0]), "{outcomes:?}");
+    stopped
+}
+
+fn finish_on(ranks: usize, recipe: &Recipe) -> Results {
+    for outcome in train_on(ranks, recipe, None, None) {
+        assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
+    }
+    Results::of(recipe)
+}
+
+/// Relative L2 difference of two exports.
+fn difference(found: &[u8], expected: &[u8]) -> f64 {
+    let (found, expected) =
+        (SafeTensors::deserialize(found).unwrap(), SafeTensors::deserialize(expected).unwrap());
+    let (mut squares, mut all) = (0.0, 0.0);
+    for (name, tensor) in expected.tensors() {
+        let numbers = |bytes: &[u8]| -> Vec<f64> {
+            bytes
+                .chunks_exact(4)
+                .map(|b| f32::from_le_bytes(b.try_into().unwrap()).into())
+                .collect()
+        };
+        let found = numbers(found.tensor(&name).unwrap().data());
+        for (a, b) in found.into_iter().zip(numbers(tensor.data())) {
+            squares += (a - b).powi(2);
+            all += b.powi(2);
+        }
+    }
+    (squares / all).sqrt()
+}
+
+/// Losses within 1e-4 where attention is dense and 1e-3 where rounding may choose another head.
+fn assert_alike(found: &Results, expected: &Results, what: &str) {
+    assert_eq!(found.metrics.len(), expected.metrics.len(), "{what}");
+    for (line, reference) in found.metrics.iter().zip(&expected.metrics) {
+        let tolerance = if reference["balance_loss"].is_null() { 1e-4 } else { 1e-3 };
+        for key in ["loss", "validation_loss", "grad_norm"] {
+            let Some(expected) = reference.get(key).map(|value| value.as_f64().unwrap()) else {
+                assert!(line.get(key).is_none(), "{what}: {line}");
+                continue;
+            };
+            let found = line[key].as_f64().unwrap();
+            let error = ((found - expected) / expected).abs();
+            assert!(error < tolerance, "{what}: {key} {found}, not {expected}: {line}");
+        }
+        for key in ["stage", "step", "tokens", "learning_rate"] {
+            assert_eq!(line[key], reference[key], "{what}");
+        }
+    }
+    let error = difference(&found.weights, &expected.weights);
+    assert!(error < 1e-3, "{what}: weights differ by {error:.1e}");
+    assert_eq!(found.config, expected.config, "{what}");
+}
+
+/// Eight micro-batches a step.
+const MICRO_BATCHES: [&str; 2] = ["stage.adapt.micro_batch=1", "stage.moh.micro_batch=1"];
+
+#[test]
+fn every_number_of_ranks_ends_as_one() {
+    let place = Workplace::new();
+    let reference = finish_on(1, &place.recipe(&MICRO_BATCHES));
+    // Uneven shares; as many ranks as micro-batches; more of them, of which some have no work.
+    for ranks in [2, 3, 4, 6, 8, 11] {
+        let place = Workplace::new();
+        let recipe = place.recipe(&MICRO_BATCHES);
+        let found = finish_on(ranks, &recipe);
+        assert_alike(&found, &reference, &format!("{ranks} ranks"));
+        let again = Workplace::new();
+        let repeated = finish_on(ranks, &again.recipe(&MICRO_BATCHES));
+        assert!(repeated.weights == found.weights, "{ranks} ranks: other bits the second time");
+    }
+}
+
+#[test]
+fn rounded_weights_gather_from_exact_shards() {
+    let place = Workplace::new();
+    let overrides = [&MICRO_BATCHES[..], &["run.dtype=bf16"]].concat();
+    let losses = |results: &Results| -> Vec<f64> {
+        results.metrics.iter().map(|line| line["loss"].as_f64().unwrap()).collect()
+    };
+    let expected = losses(&finish_on(1, &place.recipe(&overrides)));
+    let place = Workplace::new();
+    let found = losses(&finish_on(3, &place.recipe(&overrides)));
+    for (found, expected) in found.iter().zip(&expected) {
+        assert!((found / expected - 1.0).abs() < 1e-2, "{found}, not {expected}");
+    }
+}
+
+#[test]
+fn a_run_continues_on_other_numbers_of_ranks() {
+    let place = Workplace::new();
+    let reference = finish_on(1, &place.recipe(&MICRO_BATCHES));
+    let place = Workplace::new();
+    let recipe = place.recipe(&MICRO_BATCHES);
+    for (ranks, step) in [(4, 1), (3, 3), (1, 5), (2, 7)] {
+        let step = stop_on(ranks, &recipe, step);
+        let run = RunDirectory::new(&recipe.run.dir);
+        let files = std::fs::read_dir(run.checkpoint(step)).unwrap().count();
+        assert_eq!(files, 3 * ranks + 2, "parts of {ranks} ranks, the manifest and its hash");
+    }
+    assert_alike(&finish_on(5, &recipe), &reference, "4, 3, 1, 2, then 5 ranks");
+}
+
+#[test]
+fn a_part_that_is_damaged_sets_the_checkpoint_aside_on_all_ranks() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&MICRO_BATCHES);
+    let step = stop_on(3, &recipe, 6);
+    let run = RunDirectory::new(&recipe.run.dir);
+    let part = run.checkpoint(step).join("second_moment-00003-of-00003.safetensors");
+    let mut bytes = std::fs::read(&part).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&part, bytes).unwrap();
+    let found = finish_on(2, &recipe);
+    assert!(run.checkpoints().join(format!("damaged-step-{step}")).is_dir());
+    let place = Workplace::new();
+    assert_alike(&found, &finish_on(1, &place.recipe(&MICRO_BATCHES)), "from the one before");
+}
+
+#[test]
+fn an_error_of_one_rank_is_told_once() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&["data.validation.path=nowhere"]);
+    let outcomes = train_on(3, &recipe, None, None);
+    let told = outcomes.iter().filter(|outcome| !matches!(outcome, Err(Error::OtherRank { .. })));
+    assert_eq!(told.count(), 1, "{outcomes:?}");
+    assert!(outcomes.iter().all(Result::is_err));
+}
