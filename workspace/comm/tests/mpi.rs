@@ -2,6 +2,8 @@
 //! of which each rank runs `rank_of_mpirun`. Where there is no mpirun the tests say so and pass.
 #![cfg(feature = "mpi")]
 
+#![allow(clippy::unwrap_used)]
+
 mod collectives;
 
 use std::process::{Command, Output};

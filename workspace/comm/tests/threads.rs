@@ -1,5 +1,7 @@
 //! Every operation on groups of threads.
 
+#![allow(clippy::unwrap_used)]
+
 mod collectives;
 
 use moh_comm::World;
