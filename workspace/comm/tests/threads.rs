@@ -1,6 +1,6 @@
 //! Every operation on groups of threads.
 
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
 
 mod collectives;
 
