@@ -12,6 +12,9 @@ use crate::collectives;
 
 const ROLE: &str = "MOH_COMM_TEST_ROLE";
 
+/// How long a rank calls nothing, in one of the tests.
+const COMPUTATION: Duration = Duration::from_secs(2);
+
 /// What each process of the tests below does.
 #[test]
 fn rank_of_mpirun() {
@@ -50,6 +53,19 @@ fn rank_of_mpirun() {
             std::process::exit(6);
         }
         "hangs" if last => group.recv::<Cpu, f32>(&mut [0.0], 0, 0).unwrap(),
+        "computes" => {
+            let mut numbers = vec![1.0; 4_000_000];
+            group.barrier().unwrap();
+            let start = Instant::now();
+            if last {
+                group.recv::<Cpu, f32>(&mut numbers, 0, 0).unwrap();
+                eprintln!("arrived after {:?}", start.elapsed());
+                assert!(start.elapsed() < COMPUTATION / 2);
+            } else {
+                group.send::<Cpu, f32>(&numbers, 1, 0).unwrap();
+                std::thread::sleep(COMPUTATION);
+            }
+        }
         "truncates" => {
             if last {
                 group.send::<Cpu, f32>(&[1.0, 2.0], 0, 0).unwrap();
@@ -67,7 +83,12 @@ fn rank_of_mpirun() {
 
 /// Runs that many ranks; none where there is no mpirun.
 fn mpirun(size: usize, role: &str) -> Option<Output> {
+    mpirun_with(&[], size, role)
+}
+
+fn mpirun_with(settings: &[&str], size: usize, role: &str) -> Option<Output> {
     let mut command = Command::new("mpirun");
+    command.args(settings);
     command.args(["--allow-run-as-root", "--oversubscribe", "-n", &size.to_string()]);
     command.arg(std::env::current_exe().unwrap());
     command.args(["--exact", "processes::rank_of_mpirun", "--nocapture"]).env(ROLE, role);
@@ -158,6 +179,14 @@ fn another_recipe_is_refused_before_the_start() {
         said.contains("refused: rank 1 (") && said.contains("was started with `recipe B`"),
         "{said}"
     );
+}
+
+#[test]
+fn a_message_arrives_while_its_sender_computes() {
+    // As between machines: the receiver cannot take it from the sender's memory.
+    let settings = ["--mca", "btl_vader_single_copy_mechanism", "none"];
+    let Some(output) = mpirun_with(&settings, 2, "computes") else { return };
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 #[test]
