@@ -200,3 +200,27 @@ fn errors_of_mpi_are_errors() {
         "{said}"
     );
 }
+
+#[test]
+fn ranks_that_mpi_does_not_know_are_refused() {
+    // As torchrun starts them, which knows nothing of MPI.
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let rank = |rank: &str| {
+        Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "processes::rank_of_mpirun", "--nocapture"])
+            .envs([(ROLE, "works"), ("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", rank)])
+            .envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port.to_string())])
+            .stdout(std::process::Stdio::null())
+            .stderr(std::process::Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    let ranks = [rank("0"), rank("1")];
+    let said = ranks.map(|rank| {
+        let output = rank.wait_with_output().unwrap();
+        assert!(!output.status.success());
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    });
+    let expected = "MPI says rank 0 of 1, the launcher's variables say rank";
+    assert!(said.iter().any(|said| said.contains(expected)), "{said:?}");
+}

@@ -56,6 +56,8 @@ struct Calls {
 struct Mail {
     outstanding: Vec<Letter>,
     free: Vec<Scratch>,
+    /// Why a message did not leave.
+    failure: Option<Error>,
     ended: bool,
 }
 
@@ -236,7 +238,7 @@ impl Calls {
                 mail = self.posted.wait(mail).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
-            // An error stays with its message, and `finish` reports it.
+            // The error is kept, and what is sent next reports it, or the end.
             if mail.take_back_what_has_left().is_err() {
                 return;
             }
@@ -257,15 +259,18 @@ impl Mail {
             #[allow(unsafe_code)]
             let code =
                 unsafe { ffi::MPI_Test(&mut letter.request, &mut done, ffi::RSMPI_STATUS_IGNORE) };
-            check("MPI_Isend", code)?;
-            if done == 0 {
+            if let Err(error) = check("MPI_Isend", code) {
+                self.failure.get_or_insert(error);
+                // MPI may still read it.
+                std::mem::forget(self.outstanding.swap_remove(at));
+            } else if done == 0 {
                 at += 1;
-                continue;
+            } else {
+                let letter = self.outstanding.swap_remove(at);
+                self.free.push(letter.content);
             }
-            let letter = self.outstanding.swap_remove(at);
-            self.free.push(letter.content);
         }
-        Ok(())
+        self.failure.clone().map_or(Ok(()), Err)
     }
 }
 
