@@ -304,3 +304,51 @@ impl Engine for Nccl {
         std::process::exit(code)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The engine of a world of one, which groups of one do without.
+    fn engine() -> Option<(Cuda, Arc<dyn Engine>)> {
+        let health = Arc::new(Health::new(Arc::new(|_| ())));
+        let id = unique_id().map_err(|error| println!("skipped: {error}")).ok()?;
+        let cuda = Cuda::new(0).map_err(|error| println!("skipped: {error}")).ok()?;
+        let engine = world(&Launch::single(), &id, cuda.clone(), health).unwrap();
+        Some((cuda, engine))
+    }
+
+    fn whole(buffer: &mut <Cuda as Backend>::Buffer<f32>) -> RegionMut<'_> {
+        let range = 0..Cuda::len(buffer);
+        Cuda::region_mut(Cuda::view_mut(buffer, range))
+    }
+
+    #[test]
+    fn one_gpu_runs_every_collective() {
+        let Some((cuda, engine)) = engine() else { return };
+        let half = engine.split(Some(1), 0).unwrap().unwrap();
+        assert_eq!((half.rank, half.size), (0, 1));
+        assert!(engine.split(None, 0).unwrap().is_none());
+        let numbers: Vec<f32> = (0..1000).map(|i| i as f32).collect();
+        let mut buffer = cuda.allocate::<f32>(1000).unwrap();
+        for engine in [engine, half.engine] {
+            cuda.upload(&numbers, Cuda::view_mut(&mut buffer, 0..1000)).unwrap();
+            for ticket in [
+                engine.all_reduce(whole(&mut buffer), Reduce::Sum).unwrap(),
+                engine.reduce_scatter(whole(&mut buffer), Reduce::Max).unwrap(),
+                engine.all_gather(whole(&mut buffer)).unwrap(),
+                engine.broadcast(whole(&mut buffer), 0).unwrap(),
+            ] {
+                let event = ticket.unwrap();
+                event.join().unwrap();
+                cuda.synchronize().unwrap();
+                assert!(event.is_done());
+            }
+            engine.barrier().unwrap();
+            engine.finish().unwrap();
+            let mut back = vec![0.0; 1000];
+            cuda.download(Cuda::view(&buffer, 0..1000), &mut back).unwrap();
+            assert_eq!(back, numbers);
+        }
+    }
+}
