@@ -11,7 +11,7 @@ use std::time::Duration;
 use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
 use half::bf16;
-use moh_kernels::cases::{self, Work};
+use moh_kernels::cases::{self, Sizes, Work};
 use moh_kernels::{Backend, Cpu, Element};
 
 fn main() {
@@ -19,12 +19,13 @@ fn main() {
 }
 
 fn names() -> impl Iterator<Item = String> {
-    cases::all::<Cpu, f32>().into_iter().map(|case| case.name)
+    cases::all::<Cpu, f32>(Sizes::SMALL).into_iter().map(|case| case.name)
 }
 
 #[divan::bench(types = [f32, bf16], args = names())]
 fn operators<T: Element>(bencher: Bencher, name: &str) {
-    let case = cases::all::<Cpu, T>().into_iter().find(|case| case.name == name).unwrap();
+    let case =
+        cases::all::<Cpu, T>(Sizes::SMALL).into_iter().find(|case| case.name == name).unwrap();
     let mut run = case.prepare(&Cpu).unwrap();
     // As in a training step: on one of the threads that share the work.
     let bencher = match case.work {

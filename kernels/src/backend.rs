@@ -20,6 +20,15 @@ pub type View<'a, B, S> = <B as Backend>::View<'a, S>;
 /// Write access to a part of a [`Backend`]'s buffer.
 pub type ViewMut<'a, B, S> = <B as Backend>::ViewMut<'a, S>;
 
+/// Bytes of a device's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DeviceMemory {
+    /// In use, by this program and others.
+    pub used: u64,
+    /// In all.
+    pub total: u64,
+}
+
 /// A device, its buffers and its operators.
 ///
 /// `T` is the type of weights and activations, `G` of gradients, `M` of the optimiser's moments.
@@ -48,6 +57,11 @@ pub trait Backend: Send + Sync + Sized + 'static {
 
     /// A name for messages, such as `the CPU`.
     fn name(&self) -> String;
+
+    /// The device's own memory; `None` where buffers lie in the host's.
+    fn memory(&self) -> Option<DeviceMemory> {
+        None
+    }
 
     /// A buffer of `len` zeros.
     ///

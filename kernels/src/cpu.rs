@@ -18,8 +18,8 @@ use crate::router::{QueryNormRouter, RouterGradient};
 use crate::scalar::{Element, Scalar};
 use crate::{embedding, key_value_cache, linear, rms_norm, swiglu};
 
-/// Numbers that one task sets to zero.
-const ZEROED: usize = 256 * 1024;
+/// Numbers that one task copies or sets to zero.
+const PART: usize = 256 * 1024;
 
 /// The CPU as a [`Backend`]; its thread count is rayon's (`RAYON_NUM_THREADS`).
 #[derive(Debug, Clone, Copy, Default)]
@@ -81,12 +81,13 @@ impl Backend for Cpu {
 
     fn copy<S: Scalar>(&self, source: &[S], destination: &mut [S]) -> Result<()> {
         check_len("copy", "destination", destination.len(), source.len())?;
-        destination.copy_from_slice(source);
+        let parts = destination.par_chunks_mut(PART).zip(source.par_chunks(PART));
+        parts.for_each(|(to, from)| to.copy_from_slice(from));
         Ok(())
     }
 
     fn zero<S: Scalar>(&self, destination: &mut [S]) -> Result<()> {
-        destination.par_chunks_mut(ZEROED).for_each(|part| part.fill(S::zeroed()));
+        destination.par_chunks_mut(PART).for_each(|part| part.fill(S::zeroed()));
         Ok(())
     }
 

@@ -25,7 +25,7 @@ mod scratch;
 mod simd;
 mod swiglu;
 
-pub use backend::{Backend, View, ViewMut};
+pub use backend::{Backend, DeviceMemory, View, ViewMut};
 pub use cpu::Cpu;
 #[cfg(gpu)]
 pub use cuda::Cuda;

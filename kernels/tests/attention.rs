@@ -227,7 +227,8 @@ fn agrees<B: Backend, T: Element>(device: &B, case: &Case, seed: u64) {
     };
     assert_close("out", &actual.out, &out, stored);
     assert_close("log_sum_exp", &actual.log_sum_exp, &log_sum_exp, internal);
-    assert_close("delta", &actual.delta, &delta, internal);
+    // A device may form it from the output as it is stored.
+    assert_close("delta", &actual.delta, &delta, stored);
     let QkvShape { heads, kv_heads, head_dim, .. } = case.shape;
     let row = case.shape.row();
     let (k, v) = (heads * head_dim, (heads + kv_heads) * head_dim);

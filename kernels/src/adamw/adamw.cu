@@ -37,7 +37,8 @@ struct Update {
     float eps;
 };
 
-template <class G> __device__ void squared_norm(const SquaredNorm& p) {
+template <class G>
+__device__ void squared_norm(const SquaredNorm& p) {
     double sum = 0.0;
     for (uint64_t i = global_thread(); i < p.count; i += global_threads()) {
         const double x = to_float(static_cast<const G*>(p.x)[i]);
@@ -61,7 +62,8 @@ __device__ __forceinline__ void sum(const Sum& p) {
     }
 }
 
-template <class T, class G, class M> __device__ void update(const Update& p) {
+template <class T, class G, class M>
+__device__ void update(const Update& p) {
     const double norm = sqrt(p.squared_norm[0]);
     const float clip = float(fmin(p.clip_norm / (norm + 1e-6), 1.0));
     T* weights = static_cast<T*>(p.weights);

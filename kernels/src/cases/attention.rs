@@ -1,6 +1,6 @@
 //! Attention with everything around it: queries routed, keys rotated, a gradient to go back.
 
-use super::{Case, Work, numbers, upload, whole, whole_mut};
+use super::{Case, Sizes, Work, numbers, upload, whole, whole_mut};
 use crate::attention::{AttentionShape, KeyValues, Visibility};
 use crate::backend::Backend;
 use crate::error::Result;
@@ -152,7 +152,6 @@ fn attention_shape(shape: QkvShape) -> AttentionShape {
     AttentionShape { batch, query_length, key_length, heads, kv_heads, head_dim, query_stride }
 }
 
-const SMALL: QkvShape = QkvShape { batch: 4, length: 512, heads: 8, kv_heads: 4, head_dim: 64 };
 const TINY: QkvShape = QkvShape { batch: 8, length: 256, heads: 8, kv_heads: 4, head_dim: 8 };
 const LARGE: QkvShape = QkvShape { batch: 1, length: 512, heads: 32, kv_heads: 8, head_dim: 128 };
 
@@ -162,9 +161,12 @@ fn router(shape: QkvShape, active: usize) -> QueryNormRouter {
     QueryNormRouter { shared_heads, top_k: shape.heads * active / 100 - shared_heads }
 }
 
-pub(super) fn cases<B: Backend, T: Element>() -> Vec<Case<B>> {
+pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     let mut cases = Vec::new();
-    for shape in [SMALL, TINY, LARGE] {
+    let own = sizes.attention;
+    // The others would repeat the heads of a large model.
+    let shapes = if sizes == Sizes::SMALL { vec![own, TINY, LARGE] } else { vec![own] };
+    for shape in shapes {
         for active in [100, 75, 50] {
             let QkvShape { heads, head_dim, .. } = shape;
             let router = router(shape, active);
@@ -182,8 +184,8 @@ pub(super) fn cases<B: Backend, T: Element>() -> Vec<Case<B>> {
             }));
         }
     }
-    let numbers = SMALL.tokens() * SMALL.row();
-    let routed = |backend: &B| AttentionCase::<B, T>::new(backend, SMALL, Some(router(SMALL, 75)));
+    let numbers = own.tokens() * own.row();
+    let routed = move |backend: &B| AttentionCase::<B, T>::new(backend, own, Some(router(own, 75)));
     cases.push(Case::new("rope_route_forward", Work::moved::<T>(2 * numbers), move |b: &B| {
         let mut case = routed(b)?;
         Ok(move |backend: &B| case.route(backend))
@@ -193,7 +195,7 @@ pub(super) fn cases<B: Backend, T: Element>() -> Vec<Case<B>> {
         case.backward(b)?;
         Ok(move |backend: &B| case.route_backward(backend))
     }));
-    let gates = SMALL.tokens() * (SMALL.heads - router(SMALL, 75).shared_heads);
+    let gates = own.tokens() * (own.heads - router(own, 75).shared_heads);
     cases.push(Case::new("balance_loss", Work::moved::<f32>(gates), move |b: &B| {
         let case = routed(b)?;
         let mut out = b.allocate::<f64>(1)?;

@@ -2,9 +2,9 @@
 //! [`Backend`]. The benchmarks and `moh-bench operators` run the same list; nothing else needs the
 //! feature `cases`.
 //!
-//! Shapes: 2048 tokens of width 512, MLP 1408, vocabulary 8192, 8 query and 4 key/value heads of
-//! 64; attention also eight sequences of 256 tokens with heads of 8, and one of 512 tokens with 32
-//! query and 8 key/value heads of 128.
+//! The CPU's shapes are those of a small Llama ([`Sizes::SMALL`]); attention also takes eight
+//! sequences of 256 tokens with heads of 8, and one of 512 tokens with 32 query and 8 key/value heads
+//! of 128. A GPU's are those of LLaMA-3-8B ([`Sizes::LLAMA_8B`]).
 
 mod attention;
 mod rows;
@@ -13,7 +13,47 @@ pub use attention::AttentionCase;
 
 use crate::backend::Backend;
 use crate::error::Result;
+use crate::rope::QkvShape;
 use crate::scalar::{Element, Scalar};
+
+/// Sizes of the model that the cases are cut from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sizes {
+    /// Tokens of a micro-batch.
+    pub tokens: usize,
+    /// Width of the residual stream.
+    pub width: usize,
+    /// Width of the MLP.
+    pub mlp: usize,
+    /// Rows of the vocabulary.
+    pub vocabulary: usize,
+    /// Heads, and the sequences of a micro-batch.
+    pub attention: QkvShape,
+}
+
+impl Sizes {
+    /// A small Llama: 2048 tokens of width 512.
+    pub const SMALL: Self = Sizes {
+        tokens: 2048,
+        width: 512,
+        mlp: 1408,
+        vocabulary: 8192,
+        attention: QkvShape { batch: 4, length: 512, heads: 8, kv_heads: 4, head_dim: 64 },
+    };
+    /// LLaMA-3-8B on a sequence of 8192 tokens.
+    pub const LLAMA_8B: Self = Sizes {
+        tokens: 8192,
+        width: 4096,
+        mlp: 14_336,
+        vocabulary: 128_256,
+        attention: QkvShape { batch: 1, length: 8192, heads: 32, kv_heads: 8, head_dim: 128 },
+    };
+
+    /// Inputs and outputs of the gate and up projections.
+    fn gate_up(&self) -> [usize; 2] {
+        [self.width, 2 * self.mlp]
+    }
+}
 
 /// One operator at one shape.
 pub struct Case<B: Backend> {
@@ -70,16 +110,25 @@ impl<B: Backend> Case<B> {
 }
 
 /// Every case, with weights and activations of type `T`; gradients and moments are f32.
-pub fn all<B: Backend, T: Element>() -> Vec<Case<B>> {
-    let mut cases = rows::cases::<B, T>();
-    cases.extend(attention::cases::<B, T>());
+pub fn all<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
+    let mut cases = rows::cases::<B, T>(sizes);
+    cases.extend(attention::cases::<B, T>(sizes));
     cases
 }
 
 /// A buffer of numbers between -1 and 1 without a pattern that matters.
 fn numbers<B: Backend, T: Element>(backend: &B, len: usize) -> Result<B::Buffer<T>> {
+    // Long buffers repeat the same numbers: making them up would take longer than the measurement.
+    const PERIOD: usize = (1 << 20) + 1;
     let unit = |index: u64| (scramble(index) >> 40) as f32 / (1 << 23) as f32 - 1.0;
-    upload(backend, &(0..len as u64).map(|index| T::from_f32(unit(index))).collect::<Vec<T>>())
+    let period: Vec<T> =
+        (0..len.min(PERIOD) as u64).map(|index| T::from_f32(unit(index))).collect();
+    let mut buffer = backend.allocate(len)?;
+    for start in (0..len).step_by(PERIOD) {
+        let end = len.min(start + PERIOD);
+        backend.upload(&period[..end - start], B::view_mut::<T>(&mut buffer, start..end))?;
+    }
+    Ok(buffer)
 }
 
 /// A buffer of ids below `end`.
@@ -122,7 +171,7 @@ mod tests {
     fn every_case_runs_twice_and_has_a_name_of_its_own() {
         let mut names = Vec::new();
         // The other types differ in nothing but their loads and stores.
-        for case in all::<Cpu, bf16>() {
+        for case in all::<Cpu, bf16>(Sizes::SMALL) {
             let mut run = case.prepare(&Cpu).unwrap();
             run(&Cpu).unwrap();
             run(&Cpu).unwrap();

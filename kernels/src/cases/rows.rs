@@ -1,132 +1,149 @@
 //! Cases of the operators that work on rows: everything but attention and RoPE.
 
-use super::{Case, Work, ids, numbers, upload, whole, whole_mut};
+use super::{Case, Sizes, Work, ids, numbers, upload, whole, whole_mut};
 use crate::adamw::AdamW;
 use crate::backend::Backend;
 use crate::cross_entropy::{HeadGradients, HeadShape};
 use crate::rope::QkvShape;
 use crate::scalar::{Element, Scalar};
 
-const TOKENS: usize = 2048;
-const WIDTH: usize = 512;
-const MLP: usize = 1408;
-const VOCABULARY: usize = 8192;
-/// Inputs and outputs of linear layers: the gate and up projections, the down projection, and the
-/// gate and up projections of the smallest models.
-const LAYERS: [[usize; 2]; 3] = [[WIDTH, 2 * MLP], [MLP, WIDTH], [64, 344]];
-/// A vocabulary's projection, which does not fit a cache.
+/// Layers beside the model's own: that of the smallest models, and a vocabulary's projection, which
+/// does not fit a cache.
+const SMALL_LAYER: [usize; 2] = [64, 344];
 const LARGE_LAYER: [usize; 2] = [2048, 32_000];
 
-pub(super) fn cases<B: Backend, T: Element>() -> Vec<Case<B>> {
+pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     let mut cases = vec![
-        embedding_forward::<B, T>(),
-        embedding_backward::<B, T>(),
-        rms_norm_forward::<B, T>(),
-        rms_norm_backward::<B, T>(),
+        embedding_forward::<B, T>(sizes),
+        embedding_backward::<B, T>(sizes),
+        rms_norm_forward::<B, T>(sizes),
+        rms_norm_backward::<B, T>(sizes),
     ];
-    cases.extend(LAYERS.into_iter().flat_map(linear::<B, T>));
+    let layers = [sizes.gate_up(), [sizes.mlp, sizes.width], SMALL_LAYER];
+    cases.extend(layers.into_iter().flat_map(|layer| linear::<B, T>(sizes, layer)));
     cases.extend([
-        linear_one_token::<B, T>(LAYERS[0]),
+        linear_one_token::<B, T>(sizes.gate_up()),
         linear_one_token::<B, T>(LARGE_LAYER),
-        swiglu_forward::<B, T>(),
-        swiglu_backward::<B, T>(),
-        cross_entropy::<B, T>("cross_entropy_forward", false),
-        cross_entropy::<B, T>("cross_entropy_forward_backward", true),
-        key_value_append::<B, T>(),
-        squared_norm::<B, T>(),
-        adamw::<B, T>(),
+        swiglu_forward::<B, T>(sizes),
+        swiglu_backward::<B, T>(sizes),
+        cross_entropy::<B, T>(sizes, "cross_entropy_forward", false),
+        cross_entropy::<B, T>(sizes, "cross_entropy_forward_backward", true),
+        key_value_append::<B, T>(sizes),
+        squared_norm::<B, T>(sizes),
+        adamw::<B, T>(sizes),
     ]);
     cases
 }
 
-fn embedding_forward<B: Backend, T: Element>() -> Case<B> {
-    Case::new("embedding_forward", Work::moved::<T>(2 * TOKENS * WIDTH), |backend: &B| {
-        let ids = ids(backend, TOKENS, VOCABULARY)?;
-        let table = numbers::<B, T>(backend, VOCABULARY * WIDTH)?;
-        let mut out = numbers::<B, T>(backend, TOKENS * WIDTH)?;
-        Ok(move |backend: &B| {
-            let (ids, table) = (whole::<B, u32>(&ids), whole::<B, T>(&table));
-            backend.embedding_forward(WIDTH, ids, table, whole_mut::<B, T>(&mut out))
-        })
-    })
+fn embedding_forward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
+    Case::new(
+        "embedding_forward",
+        Work::moved::<T>(2 * sizes.tokens * sizes.width),
+        move |backend: &B| {
+            let ids = ids(backend, sizes.tokens, sizes.vocabulary)?;
+            let table = numbers::<B, T>(backend, sizes.vocabulary * sizes.width)?;
+            let mut out = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
+            Ok(move |backend: &B| {
+                let (ids, table) = (whole::<B, u32>(&ids), whole::<B, T>(&table));
+                backend.embedding_forward(sizes.width, ids, table, whole_mut::<B, T>(&mut out))
+            })
+        },
+    )
 }
 
-fn embedding_backward<B: Backend, T: Element>() -> Case<B> {
-    Case::new("embedding_backward", Work::moved::<T>(2 * TOKENS * WIDTH), |backend: &B| {
-        let ids = ids(backend, TOKENS, VOCABULARY)?;
-        let d_out = numbers::<B, T>(backend, TOKENS * WIDTH)?;
-        let mut d_table = numbers::<B, f32>(backend, VOCABULARY * WIDTH)?;
-        Ok(move |backend: &B| {
-            let (ids, d_out) = (whole::<B, u32>(&ids), whole::<B, T>(&d_out));
-            backend.embedding_backward(WIDTH, ids, d_out, whole_mut::<B, f32>(&mut d_table))
-        })
-    })
+fn embedding_backward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
+    Case::new(
+        "embedding_backward",
+        Work::moved::<T>(2 * sizes.tokens * sizes.width),
+        move |backend: &B| {
+            let ids = ids(backend, sizes.tokens, sizes.vocabulary)?;
+            let d_out = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
+            let mut d_table = numbers::<B, f32>(backend, sizes.vocabulary * sizes.width)?;
+            Ok(move |backend: &B| {
+                let (ids, d_out) = (whole::<B, u32>(&ids), whole::<B, T>(&d_out));
+                backend.embedding_backward(
+                    sizes.width,
+                    ids,
+                    d_out,
+                    whole_mut::<B, f32>(&mut d_table),
+                )
+            })
+        },
+    )
 }
 
-fn rms_norm_forward<B: Backend, T: Element>() -> Case<B> {
-    Case::new("rms_norm_forward", Work::moved::<T>(2 * TOKENS * WIDTH), |backend: &B| {
-        let x = numbers::<B, T>(backend, TOKENS * WIDTH)?;
-        let weight = numbers::<B, T>(backend, WIDTH)?;
-        let mut y = numbers::<B, T>(backend, TOKENS * WIDTH)?;
-        let mut inv_rms = backend.allocate::<f32>(TOKENS)?;
-        Ok(move |backend: &B| {
-            backend.rms_norm_forward(
-                1e-5,
-                whole::<B, T>(&x),
-                whole::<B, T>(&weight),
-                whole_mut::<B, T>(&mut y),
-                whole_mut::<B, f32>(&mut inv_rms),
-            )
-        })
-    })
+fn rms_norm_forward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
+    Case::new(
+        "rms_norm_forward",
+        Work::moved::<T>(2 * sizes.tokens * sizes.width),
+        move |backend: &B| {
+            let x = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
+            let weight = numbers::<B, T>(backend, sizes.width)?;
+            let mut y = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
+            let mut inv_rms = backend.allocate::<f32>(sizes.tokens)?;
+            Ok(move |backend: &B| {
+                backend.rms_norm_forward(
+                    1e-5,
+                    whole::<B, T>(&x),
+                    whole::<B, T>(&weight),
+                    whole_mut::<B, T>(&mut y),
+                    whole_mut::<B, f32>(&mut inv_rms),
+                )
+            })
+        },
+    )
 }
 
-fn rms_norm_backward<B: Backend, T: Element>() -> Case<B> {
-    Case::new("rms_norm_backward", Work::moved::<T>(4 * TOKENS * WIDTH), |backend: &B| {
-        let x = numbers::<B, T>(backend, TOKENS * WIDTH)?;
-        let weight = numbers::<B, T>(backend, WIDTH)?;
-        let inv_rms = upload(backend, &[0.5f32; TOKENS])?;
-        let d_y = numbers::<B, T>(backend, TOKENS * WIDTH)?;
-        let mut d_x = backend.allocate::<T>(TOKENS * WIDTH)?;
-        let mut d_weight = backend.allocate::<f32>(WIDTH)?;
-        Ok(move |backend: &B| {
-            backend.rms_norm_backward(
-                whole::<B, T>(&x),
-                whole::<B, T>(&weight),
-                whole::<B, f32>(&inv_rms),
-                whole::<B, T>(&d_y),
-                whole_mut::<B, T>(&mut d_x),
-                whole_mut::<B, f32>(&mut d_weight),
-            )
-        })
-    })
+fn rms_norm_backward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
+    Case::new(
+        "rms_norm_backward",
+        Work::moved::<T>(4 * sizes.tokens * sizes.width),
+        move |backend: &B| {
+            let x = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
+            let weight = numbers::<B, T>(backend, sizes.width)?;
+            let inv_rms = upload(backend, &vec![0.5f32; sizes.tokens])?;
+            let d_y = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
+            let mut d_x = backend.allocate::<T>(sizes.tokens * sizes.width)?;
+            let mut d_weight = backend.allocate::<f32>(sizes.width)?;
+            Ok(move |backend: &B| {
+                backend.rms_norm_backward(
+                    whole::<B, T>(&x),
+                    whole::<B, T>(&weight),
+                    whole::<B, f32>(&inv_rms),
+                    whole::<B, T>(&d_y),
+                    whole_mut::<B, T>(&mut d_x),
+                    whole_mut::<B, f32>(&mut d_weight),
+                )
+            })
+        },
+    )
 }
 
 /// Both passes of a linear layer of these inputs and outputs.
-fn linear<B: Backend, T: Element>([inputs, outputs]: [usize; 2]) -> [Case<B>; 3] {
-    let work = Work::products(1, TOKENS, inputs, outputs);
+fn linear<B: Backend, T: Element>(sizes: Sizes, [inputs, outputs]: [usize; 2]) -> [Case<B>; 3] {
+    let work = Work::products(1, sizes.tokens, inputs, outputs);
     let name = |pass: &str| format!("linear_{pass} {inputs} to {outputs}");
     let forward = Case::new(name("forward"), work, move |backend: &B| {
-        let x = numbers::<B, T>(backend, TOKENS * inputs)?;
+        let x = numbers::<B, T>(backend, sizes.tokens * inputs)?;
         let weight = numbers::<B, T>(backend, outputs * inputs)?;
-        let mut y = backend.allocate::<T>(TOKENS * outputs)?;
+        let mut y = backend.allocate::<T>(sizes.tokens * outputs)?;
         Ok(move |backend: &B| {
             let (x, weight) = (whole::<B, T>(&x), whole::<B, T>(&weight));
             backend.linear_forward(inputs, x, weight, None, whole_mut::<B, T>(&mut y))
         })
     });
     let input = Case::new(name("backward_input"), work, move |backend: &B| {
-        let d_y = numbers::<B, T>(backend, TOKENS * outputs)?;
+        let d_y = numbers::<B, T>(backend, sizes.tokens * outputs)?;
         let weight = numbers::<B, T>(backend, outputs * inputs)?;
-        let mut d_x = backend.allocate::<T>(TOKENS * inputs)?;
+        let mut d_x = backend.allocate::<T>(sizes.tokens * inputs)?;
         Ok(move |backend: &B| {
             let (d_y, weight) = (whole::<B, T>(&d_y), whole::<B, T>(&weight));
             backend.linear_backward_input(inputs, d_y, weight, whole_mut::<B, T>(&mut d_x))
         })
     });
     let weight = Case::new(name("backward_weight"), work, move |backend: &B| {
-        let x = numbers::<B, T>(backend, TOKENS * inputs)?;
-        let d_y = numbers::<B, T>(backend, TOKENS * outputs)?;
+        let x = numbers::<B, T>(backend, sizes.tokens * inputs)?;
+        let d_y = numbers::<B, T>(backend, sizes.tokens * outputs)?;
         let mut d_weight = backend.allocate::<f32>(outputs * inputs)?;
         Ok(move |backend: &B| {
             let (x, d_y) = (whole::<B, T>(&x), whole::<B, T>(&d_y));
@@ -150,39 +167,56 @@ fn linear_one_token<B: Backend, T: Element>([inputs, outputs]: [usize; 2]) -> Ca
     })
 }
 
-fn swiglu_forward<B: Backend, T: Element>() -> Case<B> {
-    Case::new("swiglu_forward", Work::moved::<T>(3 * TOKENS * MLP), |backend: &B| {
-        let gate_up = numbers::<B, T>(backend, TOKENS * 2 * MLP)?;
-        let mut out = backend.allocate::<T>(TOKENS * MLP)?;
-        Ok(move |backend: &B| {
-            backend.swiglu_forward(MLP, whole::<B, T>(&gate_up), whole_mut::<B, T>(&mut out))
-        })
-    })
+fn swiglu_forward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
+    Case::new(
+        "swiglu_forward",
+        Work::moved::<T>(3 * sizes.tokens * sizes.mlp),
+        move |backend: &B| {
+            let gate_up = numbers::<B, T>(backend, sizes.tokens * 2 * sizes.mlp)?;
+            let mut out = backend.allocate::<T>(sizes.tokens * sizes.mlp)?;
+            Ok(move |backend: &B| {
+                backend.swiglu_forward(
+                    sizes.mlp,
+                    whole::<B, T>(&gate_up),
+                    whole_mut::<B, T>(&mut out),
+                )
+            })
+        },
+    )
 }
 
-fn swiglu_backward<B: Backend, T: Element>() -> Case<B> {
-    Case::new("swiglu_backward", Work::moved::<T>(6 * TOKENS * MLP), |backend: &B| {
-        let mut gate_up = numbers::<B, T>(backend, TOKENS * 2 * MLP)?;
-        let mut out = numbers::<B, T>(backend, TOKENS * MLP)?;
-        Ok(move |backend: &B| {
-            let gate_up = whole_mut::<B, T>(&mut gate_up);
-            backend.swiglu_backward(MLP, gate_up, whole_mut::<B, T>(&mut out))
-        })
-    })
+fn swiglu_backward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
+    Case::new(
+        "swiglu_backward",
+        Work::moved::<T>(6 * sizes.tokens * sizes.mlp),
+        move |backend: &B| {
+            let mut gate_up = numbers::<B, T>(backend, sizes.tokens * 2 * sizes.mlp)?;
+            let mut out = numbers::<B, T>(backend, sizes.tokens * sizes.mlp)?;
+            Ok(move |backend: &B| {
+                let gate_up = whole_mut::<B, T>(&mut gate_up);
+                backend.swiglu_backward(sizes.mlp, gate_up, whole_mut::<B, T>(&mut out))
+            })
+        },
+    )
 }
 
-fn cross_entropy<B: Backend, T: Element>(name: &str, with_gradients: bool) -> Case<B> {
+fn cross_entropy<B: Backend, T: Element>(
+    sizes: Sizes,
+    name: &str,
+    with_gradients: bool,
+) -> Case<B> {
     let products = if with_gradients { 3 } else { 1 };
-    let work = Work::products(products, TOKENS, WIDTH, VOCABULARY);
+    let work = Work::products(products, sizes.tokens, sizes.width, sizes.vocabulary);
     Case::new(name, work, move |backend: &B| {
-        let shape = HeadShape { tokens: TOKENS, width: WIDTH, vocab_size: VOCABULARY };
-        let x = numbers::<B, T>(backend, TOKENS * WIDTH)?;
-        let weight = numbers::<B, T>(backend, VOCABULARY * WIDTH)?;
-        let targets = ids(backend, TOKENS, VOCABULARY)?;
+        let shape =
+            HeadShape { tokens: sizes.tokens, width: sizes.width, vocab_size: sizes.vocabulary };
+        let x = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
+        let weight = numbers::<B, T>(backend, sizes.vocabulary * sizes.width)?;
+        let targets = ids(backend, sizes.tokens, sizes.vocabulary)?;
         let mut scratch = backend.allocate::<f32>(backend.cross_entropy_scratch(&shape))?;
         let mut loss = backend.allocate::<f64>(1)?;
-        let mut d_x = backend.allocate::<T>(TOKENS * WIDTH)?;
-        let mut d_weight = backend.allocate::<f32>(VOCABULARY * WIDTH)?;
+        let mut d_x = backend.allocate::<T>(sizes.tokens * sizes.width)?;
+        let mut d_weight = backend.allocate::<f32>(sizes.vocabulary * sizes.width)?;
         Ok(move |backend: &B| {
             let gradients = with_gradients.then(|| HeadGradients {
                 scale: 1.0,
@@ -202,13 +236,13 @@ fn cross_entropy<B: Backend, T: Element>(name: &str, with_gradients: bool) -> Ca
     })
 }
 
-fn key_value_append<B: Backend, T: Element>() -> Case<B> {
-    let shape = QkvShape { batch: 1, length: TOKENS, heads: 8, kv_heads: 4, head_dim: 64 };
+fn key_value_append<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
+    let shape = QkvShape { batch: 1, length: sizes.tokens, ..sizes.attention };
     let width = shape.kv_heads * shape.head_dim;
-    Case::new("key_value_append", Work::moved::<T>(4 * TOKENS * width), move |backend: &B| {
-        let qkv = numbers::<B, T>(backend, TOKENS * shape.row())?;
-        let mut keys = backend.allocate::<T>(TOKENS * width)?;
-        let mut values = backend.allocate::<T>(TOKENS * width)?;
+    Case::new("key_value_append", Work::moved::<T>(4 * sizes.tokens * width), move |backend: &B| {
+        let qkv = numbers::<B, T>(backend, sizes.tokens * shape.row())?;
+        let mut keys = backend.allocate::<T>(sizes.tokens * width)?;
+        let mut values = backend.allocate::<T>(sizes.tokens * width)?;
         Ok(move |backend: &B| {
             let (keys, values) = (whole_mut::<B, T>(&mut keys), whole_mut::<B, T>(&mut values));
             backend.key_value_append(&shape, 0, whole::<B, T>(&qkv), keys, values)
@@ -216,17 +250,21 @@ fn key_value_append<B: Backend, T: Element>() -> Case<B> {
     })
 }
 
-fn squared_norm<B: Backend, T: Element>() -> Case<B> {
-    Case::new("squared_norm", Work::moved::<T>(VOCABULARY * WIDTH), |backend: &B| {
-        let x = numbers::<B, T>(backend, VOCABULARY * WIDTH)?;
-        let mut out = backend.allocate::<f64>(1)?;
-        Ok(move |backend: &B| {
-            backend.squared_norm(whole::<B, T>(&x), whole_mut::<B, f64>(&mut out))
-        })
-    })
+fn squared_norm<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
+    Case::new(
+        "squared_norm",
+        Work::moved::<T>(sizes.vocabulary * sizes.width),
+        move |backend: &B| {
+            let x = numbers::<B, T>(backend, sizes.vocabulary * sizes.width)?;
+            let mut out = backend.allocate::<f64>(1)?;
+            Ok(move |backend: &B| {
+                backend.squared_norm(whole::<B, T>(&x), whole_mut::<B, f64>(&mut out))
+            })
+        },
+    )
 }
 
-fn adamw<B: Backend, T: Element>() -> Case<B> {
+fn adamw<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
     const STEP: AdamW = AdamW {
         learning_rate: 1e-4,
         beta1: 0.9,
@@ -236,19 +274,19 @@ fn adamw<B: Backend, T: Element>() -> Case<B> {
         clip_norm: 1.0,
         step: 10,
     };
-    const LEN: usize = VOCABULARY * WIDTH;
+    let len = sizes.vocabulary * sizes.width;
     // f32 weights are their own master copy; others are only written.
     let with_master = T::DTYPE != f32::DTYPE;
     let state = if with_master { 7 } else { 5 };
     let weights = if with_master { 1 } else { 2 };
-    let bytes = LEN * (state * size_of::<f32>() + weights * size_of::<T>());
+    let bytes = len * (state * size_of::<f32>() + weights * size_of::<T>());
     Case::new("adamw", Work::Bytes(bytes as u64), move |backend: &B| {
-        let mut weights = numbers::<B, T>(backend, LEN)?;
-        let gradients = numbers::<B, f32>(backend, LEN)?;
+        let mut weights = numbers::<B, T>(backend, len)?;
+        let gradients = numbers::<B, f32>(backend, len)?;
         let squared_norm = upload(backend, &[1f64])?;
-        let mut master = numbers::<B, f32>(backend, LEN)?;
-        let mut first_moment = numbers::<B, f32>(backend, LEN)?;
-        let mut second_moment = upload(backend, &vec![1f32; LEN])?;
+        let mut master = numbers::<B, f32>(backend, len)?;
+        let mut first_moment = numbers::<B, f32>(backend, len)?;
+        let mut second_moment = upload(backend, &vec![1f32; len])?;
         Ok(move |backend: &B| {
             backend.adamw(
                 &STEP,

@@ -16,7 +16,8 @@ struct Losses {
     uint32_t with_gradients;
 };
 
-template <class T> __device__ void losses(const Losses& p) {
+template <class T>
+__device__ void losses(const Losses& p) {
     T* row = static_cast<T*>(p.logits) + blockIdx.x * p.vocab_size;
     const uint32_t target = p.targets[blockIdx.x];
     // A target without a row has no loss: the host checks targets before they get here.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::{Cuda, CudaBuffer, CudaView, CudaViewMut};
 use crate::adamw::{self, AdamW};
 use crate::attention::{self, AttentionShape, KeyValues, Visibility};
-use crate::backend::Backend;
+use crate::backend::{Backend, DeviceMemory};
 use crate::cross_entropy::{self, HeadGradients, HeadShape};
 use crate::error::{Result, check_len};
 use crate::region::{Memory, MemoryMut, Region, RegionMut};
@@ -23,6 +23,10 @@ impl Backend for Cuda {
 
     fn name(&self) -> String {
         self.device.name()
+    }
+
+    fn memory(&self) -> Option<DeviceMemory> {
+        self.device.memory()
     }
 
     fn allocate<S: Scalar>(&self, len: usize) -> Result<CudaBuffer<S>> {

@@ -5,6 +5,7 @@
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
+#include <math.h>
 #include <stdint.h>
 // Declares `name`, a pointer to the block's dynamic shared memory, 1024-byte aligned.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
@@ -38,4 +39,15 @@ static __device__ __forceinline__ float warp_max(float value) {
     for (int bits = 16; bits > 0; bits /= 2)
         value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, bits));
     return value;
+}
+
+// 2^value; tiny results become 0.
+static __device__ __forceinline__ float exp2_fast(float value) {
+#ifdef __CUDACC__
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+#else
+    return std::exp2(value);
+#endif
 }

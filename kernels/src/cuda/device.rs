@@ -1,6 +1,7 @@
 //! What the operators need of a device. Addresses are the device's own; kernels and products run in
 //! the order in which they are asked for, and later than the call that asks.
 
+use crate::backend::DeviceMemory;
 use crate::error::Result;
 use crate::scalar::DType;
 
@@ -9,13 +10,20 @@ pub(crate) trait Device: Send + Sync {
     /// A name for messages.
     fn name(&self) -> String;
 
+    /// The most shared memory that a block may ask for, in bytes.
+    fn most_shared_bytes(&self) -> usize;
+
+    /// How much memory is in use; `None` where the device cannot tell.
+    fn memory(&self) -> Option<DeviceMemory>;
+
     /// Memory filled with zeros, aligned to 256 bytes.
     fn allocate(&self, bytes: usize) -> Result<u64>;
 
     /// Gives memory back, once the work so far is done.
     fn free(&self, address: u64, bytes: usize);
 
-    /// Copies from the host; `source` may be reused when the call returns.
+    /// Copies from the host's ordinary (pageable) memory; `source` may be reused when the call
+    /// returns.
     fn upload(&self, source: &[u8], to: u64) -> Result<()>;
 
     /// Waits for the work so far and copies to the host.

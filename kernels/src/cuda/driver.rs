@@ -8,6 +8,7 @@ use cudarc::driver::{CudaContext, DriverError, result, sys};
 
 use super::device::{Device, Gemm};
 use super::products::Products;
+use crate::backend::DeviceMemory;
 use crate::error::{Error, Result};
 
 /// The kernels, compiled for several generations of GPUs (build.rs).
@@ -26,6 +27,7 @@ pub(super) struct Driver {
     module: sys::CUmodule,
     functions: Mutex<HashMap<String, Function>>,
     products: Mutex<Products>,
+    most_shared_bytes: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -76,6 +78,8 @@ impl Driver {
             );
             return Err(failed(&name, "start", reason));
         }
+        let most = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        let most_shared_bytes = context.attribute(most).map_err(start)?.max(0) as usize;
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
         let stream = stream.map_err(start)?;
         // SAFETY: the image is a whole fat binary, which the build made.
@@ -83,7 +87,8 @@ impl Driver {
         let module = unsafe { result::module::load_data(KERNELS.as_ptr().cast()) };
         let module = module.map_err(|error| failed(&name, "loading the kernels", error))?;
         let products = Mutex::new(Products::new(&name)?);
-        Ok(Driver { name, context, stream, module, functions: Mutex::default(), products })
+        let functions = Mutex::default();
+        Ok(Driver { name, context, stream, module, functions, products, most_shared_bytes })
     }
 
     /// Binds the GPU to this thread and runs `work`.
@@ -130,6 +135,15 @@ impl Device for Driver {
         self.name.clone()
     }
 
+    fn most_shared_bytes(&self) -> usize {
+        self.most_shared_bytes
+    }
+
+    fn memory(&self) -> Option<DeviceMemory> {
+        let (free, total) = self.run("asking for the memory in use", result::mem_get_info).ok()?;
+        Some(DeviceMemory { used: (total - free) as u64, total: total as u64 })
+    }
+
     fn allocate(&self, bytes: usize) -> Result<u64> {
         let address = self.run("allocation", || {
             // SAFETY: the size is not 0.
@@ -158,11 +172,12 @@ impl Device for Driver {
 
     fn upload(&self, source: &[u8], to: u64) -> Result<()> {
         self.run("upload", || {
-            // SAFETY: `to` comes from a view of as many bytes; the wait ends the source's use.
+            // SAFETY: `to` comes from a view of as many bytes. The driver has copied pageable memory
+            // away when it returns (API synchronization behavior, CUDA driver API), so nothing waits
+            // for the stream.
             #[allow(unsafe_code)]
             unsafe {
-                result::memcpy_htod_async(to, source, self.stream)?;
-                result::stream::synchronize(self.stream)
+                result::memcpy_htod_async(to, source, self.stream)
             }
         })
     }

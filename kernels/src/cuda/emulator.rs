@@ -7,6 +7,7 @@ use std::ffi::{CString, c_char, c_void};
 use half::bf16;
 
 use super::device::{Device, Gemm, Operand};
+use crate::backend::DeviceMemory;
 use crate::error::{Error, Result};
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::scalar::{DType, Element};
@@ -41,6 +42,15 @@ impl Emulator {
 impl Device for Emulator {
     fn name(&self) -> String {
         "the emulated GPU".into()
+    }
+
+    fn most_shared_bytes(&self) -> usize {
+        // Hopper's.
+        227 * 1024
+    }
+
+    fn memory(&self) -> Option<DeviceMemory> {
+        None
     }
 
     fn allocate(&self, bytes: usize) -> Result<u64> {

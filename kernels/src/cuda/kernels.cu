@@ -1,6 +1,7 @@
 // Every kernel, as one unit.
 #include "../adamw/adamw.cu"
 #include "../attention/cuda/plain.cu"
+#include "../attention/cuda/tiled.cu"
 #include "../cross_entropy/cross_entropy.cu"
 #include "../embedding/embedding.cu"
 #include "../key_value_cache/key_value_cache.cu"

@@ -11,10 +11,10 @@
 constexpr int THREADS = 256;
 
 // Defines the kernel `name`, which runs `function(parameters)`.
-#define EXPORT(name, function, Parameters)                                    \
+#define EXPORT(name, function, Parameters)                                              \
     extern "C" __global__ void __launch_bounds__(THREADS) name(Parameters parameters) { \
-        function(parameters);                                                 \
-    }                                                                         \
+        function(parameters);                                                           \
+    }                                                                                   \
     REGISTER(name)
 
 #ifdef __CUDACC__
@@ -28,7 +28,7 @@ inline std::map<std::string, ErasedLaunch>& kernel_table() {
     static std::map<std::string, ErasedLaunch> table;
     return table;
 }
-#define REGISTER(name) \
+#define REGISTER(name)                    \
     static const bool registered_##name = \
         kernel_table().emplace(#name, &emulated::launch_erased<&name>).second;
 #endif
@@ -36,25 +36,36 @@ inline std::map<std::string, ErasedLaunch>& kernel_table() {
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }
 
-template <class T> __device__ __forceinline__ T from_float(float x);
-template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
-template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
+template <class T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) {
+    return x;
+}
+template <>
+__device__ __forceinline__ bf16 from_float<bf16>(float x) {
+    return __float2bfloat16_rn(x);
+}
 
 // N numbers that are read and written at once.
-template <class T, int N> struct alignas(N * sizeof(T)) Pack {
+template <class T, int N>
+struct alignas(N * sizeof(T)) Pack {
     T at[N];
 };
 
 // Numbers in 16 bytes.
-template <class T> constexpr int WIDE = 16 / sizeof(T);
+template <class T>
+constexpr int WIDE = 16 / sizeof(T);
 
 // Whether rows of `width` numbers that start at `address` can be read 16 bytes at a time.
-template <class T> __device__ __forceinline__ bool wide(uint64_t width, const void* address) {
+template <class T>
+__device__ __forceinline__ bool wide(uint64_t width, const void* address) {
     return width % WIDE<T> == 0 && reinterpret_cast<uint64_t>(address) % 16 == 0;
 }
 
 // The sum of `value` over the block's threads, in a fixed order, for all of them.
-template <class A> __device__ A block_sum(A value) {
+template <class A>
+__device__ A block_sum(A value) {
     __shared__ A partial[THREADS / 32];
     for (int offset = 16; offset > 0; offset /= 2) {
         value += __shfl_xor_sync(0xffffffffu, value, offset);

@@ -15,7 +15,8 @@ struct Parameters {
 
 // An id without a row reads zeros: the host checks ids before they get here, and a kernel must not
 // read beyond its table whatever it is given.
-template <class T> __device__ void forward(const Parameters& p) {
+template <class T>
+__device__ void forward(const Parameters& p) {
     const uint32_t id = p.ids[blockIdx.x];
     const T* row = static_cast<const T*>(p.table) + uint64_t(id) * p.width;
     T* out = static_cast<T*>(p.rows) + blockIdx.x * p.width;
@@ -72,7 +73,8 @@ __device__ void add_rows(const Parameters& p, uint32_t id, uint64_t first_column
 
 // The block of the first token with an id takes all of them, so that no row has two writers and
 // the order of its sum is fixed.
-template <class T, class G> __device__ void backward(const Parameters& p) {
+template <class T, class G>
+__device__ void backward(const Parameters& p) {
     const uint32_t id = p.ids[blockIdx.x];
     if (id >= p.vocab_size || seen_before(p.ids, blockIdx.x, id)) {
         return;

@@ -13,7 +13,8 @@ struct Append {
     uint64_t width;
 };
 
-template <class T> __device__ void append(const Append& p) {
+template <class T>
+__device__ void append(const Append& p) {
     const T* keys = static_cast<const T*>(p.qkv) + blockIdx.x * p.row + p.first;
     for (uint64_t i = threadIdx.x; i < p.width; i += THREADS) {
         static_cast<T*>(p.keys)[blockIdx.x * p.width + i] = keys[i];

@@ -27,7 +27,8 @@ struct Backward {
     uint64_t parts;
 };
 
-template <class T, int N> __device__ void forward_row(const Forward& p) {
+template <class T, int N>
+__device__ void forward_row(const Forward& p) {
     using P = Pack<T, N>;
     const uint64_t start = blockIdx.x * p.width;
     const P* x = reinterpret_cast<const P*>(static_cast<const T*>(p.x) + start);
@@ -55,7 +56,8 @@ template <class T, int N> __device__ void forward_row(const Forward& p) {
     }
 }
 
-template <class T> __device__ void forward(const Forward& p) {
+template <class T>
+__device__ void forward(const Forward& p) {
     if (wide<T>(p.width, p.x) && wide<T>(p.width, p.weight) && wide<T>(p.width, p.y)) {
         forward_row<T, WIDE<T>>(p);
     } else {
@@ -63,7 +65,8 @@ template <class T> __device__ void forward(const Forward& p) {
     }
 }
 
-template <class T> __device__ void backward_input(const Backward& p) {
+template <class T>
+__device__ void backward_input(const Backward& p) {
     const uint64_t start = blockIdx.x * p.width;
     const T* x = static_cast<const T*>(p.x) + start;
     const T* d_y = static_cast<const T*>(p.d_y) + start;
@@ -83,7 +86,8 @@ template <class T> __device__ void backward_input(const Backward& p) {
 }
 
 // Block (columns, part): the part's sum of d_y x inv_rms, a column for each thread.
-template <class T> __device__ void backward_partial(const Backward& p) {
+template <class T>
+__device__ void backward_partial(const Backward& p) {
     const uint64_t column = global_thread();
     const uint64_t part = blockIdx.y, rows = (p.tokens + p.parts - 1) / p.parts;
     const uint64_t end = part * rows + rows < p.tokens ? part * rows + rows : p.tokens;
@@ -99,7 +103,8 @@ template <class T> __device__ void backward_partial(const Backward& p) {
     p.partial[part * p.width + column] = sum;
 }
 
-template <class G> __device__ void backward_weight(const Backward& p) {
+template <class G>
+__device__ void backward_weight(const Backward& p) {
     const uint64_t column = global_thread();
     if (column >= p.width) {
         return;

@@ -37,7 +37,8 @@ struct Parameters {
     Routing routing;
 };
 
-template <class T> __device__ double squared_norm(const T* head, uint32_t head_dim) {
+template <class T>
+__device__ double squared_norm(const T* head, uint32_t head_dim) {
     double sum = 0.0;
     for (uint32_t i = threadIdx.x % 32; i < head_dim; i += 32) {
         const double x = to_float(head[i]);
@@ -81,7 +82,8 @@ __device__ __forceinline__ double inverse_deviation(const double* norms, uint32_
 }
 
 // Routes the token: norms, selection, gates. `squares` has room for two numbers a routed head.
-template <class T> __device__ void route(const Parameters& p, const T* row, double* squares) {
+template <class T>
+__device__ void route(const Parameters& p, const T* row, double* squares) {
     const Routing& r = p.routing;
     const uint64_t table = uint64_t(blockIdx.x) * r.routed;
     double* norms = squares + r.routed;
@@ -114,7 +116,8 @@ template <class T> __device__ void route(const Parameters& p, const T* row, doub
     __syncthreads();  // The queries have been read.
 }
 
-template <class T> __device__ void forward(const Parameters& p) {
+template <class T>
+__device__ void forward(const Parameters& p) {
     DYNAMIC_SHARED(shared);
     const uint64_t row_length = uint64_t(p.heads + 2 * p.kv_heads) * p.head_dim;
     T* row = static_cast<T*>(p.qkv) + blockIdx.x * row_length;
@@ -136,7 +139,8 @@ template <class T> __device__ void forward(const Parameters& p) {
 // The gradient of the token's norms, over the norms themselves, into `factors`: what a query is
 // multiplied by. Formulas as in the CPU's body (`gates_to_norms`). `gradient` has room for a number
 // a routed head.
-__device__ __forceinline__ void norm_factors(const Parameters& p, double* gradient, double* factors) {
+__device__ __forceinline__ void norm_factors(const Parameters& p, double* gradient,
+                                             double* factors) {
     const Routing& r = p.routing;
     const uint64_t token = blockIdx.x, table = token * r.routed;
     const double* norms = r.norms + table;
@@ -169,7 +173,8 @@ __device__ __forceinline__ void norm_factors(const Parameters& p, double* gradie
 }
 
 // A rotation keeps norms, so the router's gradient is added in rotated coordinates.
-template <class T> __device__ void backward(const Parameters& p) {
+template <class T>
+__device__ void backward(const Parameters& p) {
     DYNAMIC_SHARED(shared);
     double* factors = reinterpret_cast<double*>(shared);
     const bool routes = p.routing.selected != nullptr;

@@ -17,7 +17,8 @@ struct Backward {
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-template <class T, int N> __device__ void forward_row(const T* gate_up, T* out, uint64_t width) {
+template <class T, int N>
+__device__ void forward_row(const T* gate_up, T* out, uint64_t width) {
     using P = Pack<T, N>;
     const P* gates = reinterpret_cast<const P*>(gate_up);
     const P* ups = reinterpret_cast<const P*>(gate_up + width);
@@ -32,7 +33,8 @@ template <class T, int N> __device__ void forward_row(const T* gate_up, T* out, 
     }
 }
 
-template <class T> __device__ void forward(const Forward& p) {
+template <class T>
+__device__ void forward(const Forward& p) {
     const T* gate_up = static_cast<const T*>(p.gate_up) + blockIdx.x * 2 * p.width;
     T* out = static_cast<T*>(p.out) + blockIdx.x * p.width;
     if (wide<T>(p.width, p.gate_up) && wide<T>(p.width, p.out)) {
@@ -42,7 +44,8 @@ template <class T> __device__ void forward(const Forward& p) {
     }
 }
 
-template <class T, int N> __device__ void backward_row(T* gate_up, T* out, uint64_t width) {
+template <class T, int N>
+__device__ void backward_row(T* gate_up, T* out, uint64_t width) {
     using P = Pack<T, N>;
     P* gates = reinterpret_cast<P*>(gate_up);
     P* ups = reinterpret_cast<P*>(gate_up + width);
@@ -62,7 +65,8 @@ template <class T, int N> __device__ void backward_row(T* gate_up, T* out, uint6
     }
 }
 
-template <class T> __device__ void backward(const Backward& p) {
+template <class T>
+__device__ void backward(const Backward& p) {
     T* gate_up = static_cast<T*>(p.gate_up) + blockIdx.x * 2 * p.width;
     T* out = static_cast<T*>(p.out) + blockIdx.x * p.width;
     if (wide<T>(p.width, p.gate_up) && wide<T>(p.width, p.out)) {

@@ -38,7 +38,18 @@ macro_rules! on_each_device {
             let $device = &moh_kernels::Cuda::emulated();
             $body;
         }
+        #[cfg(feature = "cuda")]
+        if let Some($device) = &$crate::reference::gpu() {
+            $body;
+        }
     }};
+}
+
+/// The first GPU, where the variable MOH_TEST_GPU is set: a machine that compiles for GPUs need not
+/// have one.
+#[cfg(feature = "cuda")]
+pub fn gpu() -> Option<moh_kernels::Cuda> {
+    std::env::var_os("MOH_TEST_GPU").map(|_| moh_kernels::Cuda::new(0).unwrap())
 }
 
 /// The tolerance of results that are stored as `T`.

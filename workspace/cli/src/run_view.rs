@@ -4,6 +4,7 @@ use std::io::{IsTerminal, stderr};
 use std::time::{Duration, Instant};
 
 use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
+use moh_kernels::DeviceMemory;
 use moh_train::{Event, Recipe, StepMetrics};
 
 /// Steps whose times the estimate of the time left is made from.
@@ -45,7 +46,7 @@ impl RunView {
             Event::Resumed { step } => {
                 self.line(&format!("continuing after step {step} of {}", self.steps));
             }
-            Event::Stage { stage, done } => {
+            Event::Stage { stage, done, memory } => {
                 self.recent.clear();
                 self.recent.push_back(Instant::now());
                 if let Some(bar) = &self.bar {
@@ -58,6 +59,10 @@ impl RunView {
                         "stage {}: {attention} attention, {steps} steps",
                         stage.name
                     ));
+                }
+                if let Some(DeviceMemory { used, total }) = memory {
+                    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+                    self.line(&format!("{:.1} of {:.1} GiB in use", gib(used), gib(total)));
                 }
             }
             Event::Step { metrics, step, due } => self.step(metrics, step, due),

@@ -1,6 +1,6 @@
 //! The CUDA kernels in a whole model, against the CPU's operators.
 
-#![cfg(feature = "cuda-emulator")]
+#![cfg(any(feature = "cuda", feature = "cuda-emulator"))]
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
@@ -73,7 +73,25 @@ fn relative_error(found: &[f32], expected: &[f32]) -> f64 {
 
 fn agree<T: Element>(moh: Option<MohConfig>, recompute: Recompute, tolerance: f64) {
     let expected = pass::<Cpu, T>(Cpu, moh, recompute);
-    let found = pass::<Cuda, T>(Cuda::emulated(), moh, recompute);
+    for device in devices() {
+        agrees(&pass::<Cuda, T>(device, moh, recompute), &expected, tolerance);
+    }
+}
+
+/// The emulated GPU, and the first real one where the variable MOH_TEST_GPU is set.
+fn devices() -> Vec<Cuda> {
+    let mut devices = Vec::new();
+    #[cfg(feature = "cuda-emulator")]
+    devices.push(Cuda::emulated());
+    #[cfg(feature = "cuda")]
+    devices.extend(std::env::var_os("MOH_TEST_GPU").map(|_| Cuda::new(0).unwrap()));
+    if devices.is_empty() {
+        println!("skipped: MOH_TEST_GPU is not set");
+    }
+    devices
+}
+
+fn agrees(found: &Pass, expected: &Pass, tolerance: f64) {
     for (a, b) in [(found.losses.0, expected.losses.0), (found.losses.1, expected.losses.1)] {
         assert!((a - b).abs() <= tolerance * b.abs(), "loss {a}, expected {b}");
     }

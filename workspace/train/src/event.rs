@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use moh_kernels::DeviceMemory;
+
 use crate::Error;
 use crate::checkpoint::Evaluation;
 use crate::metrics::StepMetrics;
@@ -29,6 +31,8 @@ pub enum Event<'a> {
         stage: &'a Stage,
         /// Its steps that are done.
         done: u64,
+        /// The device's memory with all of the stage's buffers in it, where it has its own.
+        memory: Option<DeviceMemory>,
     },
     /// A step was done.
     Step {

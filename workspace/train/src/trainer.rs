@@ -135,10 +135,11 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             self.begin_stage(stage)?;
         }
         let steps = stage.num_steps();
-        (self.events)(Event::Stage { stage, done: self.state.stage_step });
         let plan = StepPlan::new(self.inputs.recipe, stage);
         let mut stepper = Stepper::<B, T, G>::new(&self.model, plan)?;
         let mut evaluator = self.evaluator(stage.micro_batch)?;
+        let memory = self.model.backend().memory();
+        (self.events)(Event::Stage { stage, done: self.state.stage_step, memory });
         let schedule = stage.schedule();
         while self.state.stage_step < steps {
             let started = Instant::now();

@@ -353,7 +353,7 @@ fn train_and_hear(recipe: &Recipe, heard: &mut Vec<String>) {
             heard.push(format!("damaged {}", path.file_name().unwrap().to_string_lossy()));
         }
         Event::Resumed { step } => heard.push(format!("resumed {step}")),
-        Event::Stage { stage, done } => heard.push(format!("{} {done}", stage.name)),
+        Event::Stage { stage, done, .. } => heard.push(format!("{} {done}", stage.name)),
         _ => {}
     });
     assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");

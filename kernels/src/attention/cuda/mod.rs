@@ -1,6 +1,8 @@
-//! Attention on a GPU.
+//! Attention on a GPU: on tensor cores (`tiled`) where the numbers allow it, by plain arithmetic
+//! (`plain`) elsewhere.
 
 mod plain;
+mod tiled;
 
 use super::{AttentionShape, KeyValues, Visibility};
 use crate::cuda::{Cuda, CudaView, CudaViewMut};
@@ -26,6 +28,56 @@ pub(crate) struct Saved<'a, T> {
     pub d_out: CudaView<'a, T>,
 }
 
+/// Where the tensors lie; 0 for those that the pass does not know.
+#[derive(Default)]
+struct Addresses {
+    q: u64,
+    k: u64,
+    v: u64,
+    /// Numbers from one key to the next.
+    key_stride: usize,
+    block_table: u64,
+    block_length: usize,
+    out: u64,
+    log_sum_exp: u64,
+    d_out: u64,
+    d_qkv: u64,
+    delta: u64,
+}
+
+impl Addresses {
+    fn of_keys<T: Element>(shape: &AttentionShape, key_values: KeyValues<'_, Cuda, T>) -> Self {
+        match key_values {
+            KeyValues::Contiguous { keys, values, row_stride } => Addresses {
+                k: keys.address,
+                v: values.address,
+                key_stride: row_stride,
+                ..Self::default()
+            },
+            KeyValues::Paged { keys, values, block_table, block_length } => Addresses {
+                k: keys.address,
+                v: values.address,
+                key_stride: shape.kv_heads * shape.head_dim,
+                block_table: block_table.address,
+                block_length,
+                ..Self::default()
+            },
+        }
+    }
+
+    /// Queries, keys and values side by side.
+    fn of_qkv<T: Element>(shape: &AttentionShape, qkv: u64) -> Self {
+        let at = |heads: usize| qkv + (heads * shape.head_dim * size_of::<T>()) as u64;
+        Addresses {
+            q: qkv,
+            k: at(shape.heads),
+            v: at(shape.heads + shape.kv_heads),
+            key_stride: shape.query_stride,
+            ..Self::default()
+        }
+    }
+}
+
 impl<'a> Problem<'a> {
     pub(crate) fn new<'v: 'a>(
         shape: &AttentionShape,
@@ -35,6 +87,21 @@ impl<'a> Problem<'a> {
     ) -> Self {
         let Visibility { causal, query_offset, first_key } = visibility;
         Problem { shape: *shape, causal, query_offset, first_key, selection, weights }
+    }
+
+    /// Heads before the routed ones.
+    fn shared_heads(&self) -> usize {
+        self.selection.map_or(self.shape.heads, |selection| selection.shared_heads())
+    }
+
+    /// Which routed heads each token selected; none where every head serves every token.
+    fn routed_mask(&self) -> Option<CudaView<'a, u8>> {
+        self.selection.map(|selection| selection.mask()).filter(|mask| mask.len > 0)
+    }
+
+    /// Factor of the scores.
+    fn scale(&self) -> f32 {
+        (self.shape.head_dim as f32).sqrt().recip()
     }
 
     fn check(&self, operator: &'static str) -> Result<()> {
@@ -71,7 +138,16 @@ pub(crate) fn forward<T: Element>(
     problem.check(OPERATOR)?;
     check_key_values(shape, key_values)?;
     shape.check_queries(OPERATOR, queries.len)?;
-    plain::forward(cuda, problem, queries, key_values, out, log_sum_exp)
+    let at = Addresses {
+        q: queries.address,
+        out: out.address,
+        log_sum_exp: log_sum_exp.address,
+        ..Addresses::of_keys(shape, key_values)
+    };
+    if tiled::takes::<T>(cuda, problem, &at) {
+        return tiled::forward(cuda, problem, &at, cuda.scratch(tiled::scratch_bytes(problem))?);
+    }
+    plain::forward::<T>(cuda, problem, &at)
 }
 
 /// The backward pass.
@@ -91,11 +167,21 @@ pub(crate) fn backward<T: Element>(
         delta: delta.as_ref().map(|delta| delta.len),
     })?;
     problem.check("attention_backward")?;
-    let delta = match delta {
-        Some(delta) => delta.address,
-        None => cuda.scratch(saved.log_sum_exp.len * size_of::<f32>())?,
+    let packed = tiled::scratch_bytes(problem);
+    let own_delta = if delta.is_some() { 0 } else { saved.log_sum_exp.len * size_of::<f32>() };
+    let scratch = cuda.scratch(packed + own_delta)?;
+    let at = Addresses {
+        out: saved.out.address,
+        log_sum_exp: saved.log_sum_exp.address,
+        d_out: saved.d_out.address,
+        d_qkv: d_qkv.address,
+        delta: delta.map_or(scratch + packed as u64, |delta| delta.address),
+        ..Addresses::of_qkv::<T>(&problem.shape, saved.qkv.address)
     };
-    plain::backward(cuda, problem, saved, d_qkv, delta)
+    if tiled::takes::<T>(cuda, problem, &at) {
+        return tiled::backward(cuda, problem, &at, scratch);
+    }
+    plain::backward::<T>(cuda, problem, &at)
 }
 
 fn check_key_values<T: Element>(

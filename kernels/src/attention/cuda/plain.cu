@@ -48,7 +48,8 @@ struct Head {
     float at[SLOTS];
 };
 
-template <class T> __device__ Head read(const T* numbers, uint32_t head_dim) {
+template <class T>
+__device__ Head read(const T* numbers, uint32_t head_dim) {
     Head head;
     for (int j = 0; j < SLOTS; j++) {
         const uint32_t i = j * 32 + threadIdx.x % 32;
@@ -57,7 +58,8 @@ template <class T> __device__ Head read(const T* numbers, uint32_t head_dim) {
     return head;
 }
 
-template <class T> __device__ void write(T* numbers, uint32_t head_dim, const Head& head, float by) {
+template <class T>
+__device__ void write(T* numbers, uint32_t head_dim, const Head& head, float by) {
     for (int j = 0; j < SLOTS; j++) {
         const uint32_t i = j * 32 + threadIdx.x % 32;
         if (i < head_dim) {
@@ -95,7 +97,8 @@ __device__ __forceinline__ uint32_t end_key(const Parameters& p, uint64_t token)
 }
 
 // Where a key, or value, of a sequence starts.
-__device__ __forceinline__ uint64_t key_start(const Parameters& p, uint32_t sequence, uint32_t key) {
+__device__ __forceinline__ uint64_t key_start(const Parameters& p, uint32_t sequence,
+                                              uint32_t key) {
     uint64_t row = uint64_t(sequence) * p.key_length + key;
     if (p.block_table) {
         const uint32_t blocks = (p.key_length + p.block_length - 1) / p.block_length;
@@ -108,7 +111,8 @@ __device__ __forceinline__ uint64_t key_start(const Parameters& p, uint32_t sequ
 __device__ __forceinline__ uint64_t global_warp() { return global_thread() / 32; }
 
 // A warp for each (token, query head).
-template <class T> __device__ void forward(const Parameters& p) {
+template <class T>
+__device__ void forward(const Parameters& p) {
     const uint64_t pair = global_warp(), token = pair / p.heads;
     const uint32_t head = pair % p.heads, sequence = token / p.query_length;
     if (token >= uint64_t(p.batch) * p.query_length) {
@@ -144,7 +148,8 @@ template <class T> __device__ void forward(const Parameters& p) {
 }
 
 // A warp for each (token, query head): the query's gradient and delta = sum(P dP).
-template <class T> __device__ void backward_queries(const Parameters& p) {
+template <class T>
+__device__ void backward_queries(const Parameters& p) {
     const uint64_t pair = global_warp(), token = pair / p.heads;
     const uint32_t head = pair % p.heads, sequence = token / p.query_length;
     if (token >= uint64_t(p.batch) * p.query_length) {
@@ -185,7 +190,8 @@ template <class T> __device__ void backward_queries(const Parameters& p) {
 }
 
 // A warp for each (sequence, key, key/value head): the gradients of the key and the value.
-template <class T> __device__ void backward_keys(const Parameters& p) {
+template <class T>
+__device__ void backward_keys(const Parameters& p) {
     const uint64_t index = global_warp(), row = index / p.kv_heads;
     const uint32_t kv_head = index % p.kv_heads, group = p.heads / p.kv_heads;
     if (row >= uint64_t(p.batch) * p.key_length) {

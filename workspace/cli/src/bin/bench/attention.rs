@@ -9,10 +9,11 @@ use moh_cli::models::ComputeType;
 use moh_kernels::cases::AttentionCase;
 use moh_kernels::rope::QkvShape;
 use moh_kernels::router::QueryNormRouter;
-use moh_kernels::{Backend, Cpu, Element};
+use moh_kernels::{Backend, Element};
 use moh_model::MohConfig;
 use serde_json::{Value, json};
 
+use crate::device::{Bench, Device, Measurement};
 use crate::machine::Machine;
 use crate::report;
 use crate::timing::Times;
@@ -49,6 +50,9 @@ pub struct AttentionArguments {
     /// Type of queries, keys and values
     #[arg(long, value_enum, default_value = "f32")]
     dtype: ComputeType,
+    /// Where to run
+    #[arg(long, value_enum, default_value = "cpu")]
+    device: Device,
     /// Seconds that all runs take together, at three runs of each at least
     #[arg(long, default_value_t = 10.0)]
     seconds: f64,
@@ -62,16 +66,36 @@ fn count() -> RangedU64ValueParser<usize> {
 }
 
 /// Times of one share of active heads.
-struct Row {
+pub struct Row {
     router: Option<QueryNormRouter>,
     active_heads: usize,
     forward: Times,
     backward: Times,
+    /// Routing and rotating the queries and keys, forward and backward.
+    route: Times,
     /// Operations forward and backward.
     operations: (f64, f64),
 }
 
 impl Row {
+    fn spent(&self) -> f64 {
+        self.forward.total() + self.backward.total() + self.route.total()
+    }
+
+    fn time<B: Backend, T: Element>(
+        &mut self,
+        bench: &Bench<B>,
+        case: &mut AttentionCase<B, T>,
+    ) -> moh_kernels::Result<()> {
+        let backend = &bench.backend;
+        bench.time(&mut self.forward, 1, || case.forward(backend))?;
+        bench.time(&mut self.backward, 1, || case.backward(backend))?;
+        bench.time(&mut self.route, 1, || {
+            case.route(backend)?;
+            case.route_backward(backend)
+        })
+    }
+
     fn seconds(&self) -> [f64; 3] {
         let (forward, backward) = (self.forward.median(), self.backward.median());
         [forward, backward, forward + backward]
@@ -95,11 +119,7 @@ pub fn run(arguments: &AttentionArguments) -> anyhow::Result<()> {
         );
         return Err(Usage(message).into());
     }
-    let rows = match arguments.dtype {
-        ComputeType::F32 => measure::<f32>(shape, &routers, arguments.seconds)?,
-        ComputeType::Bf16 => measure::<bf16>(shape, &routers, arguments.seconds)?,
-    };
-    let machine = Machine::measure()?;
+    let (rows, machine) = arguments.device.measure(Job { shape, routers, arguments })?;
     report::print(
         arguments.json,
         &as_json(arguments, &rows, &machine),
@@ -136,36 +156,57 @@ fn default_shared(heads: usize, share: f64) -> usize {
     if active > heads / 2 { heads / 2 } else { active / 2 }
 }
 
-fn measure<T: Element>(
+/// Attention with each of the routers, dense attention being one without.
+struct Job<'a> {
     shape: QkvShape,
-    routers: &[Option<QueryNormRouter>],
-    seconds: f64,
-) -> anyhow::Result<Vec<Row>> {
-    let mut cases = Vec::new();
-    let mut rows = Vec::new();
-    for &router in routers {
-        let mut case = AttentionCase::<Cpu, T>::new(&Cpu, shape, router)?;
-        // A first backward pass touches its buffers.
-        case.backward(&Cpu)?;
-        rows.push(Row {
-            router,
-            active_heads: router.map_or(shape.heads, |router| router.shared_heads + router.top_k),
-            forward: Times::default(),
-            backward: Times::default(),
-            operations: (case.forward_operations() as f64, case.backward_operations() as f64),
-        });
-        cases.push(case);
+    routers: Vec<Option<QueryNormRouter>>,
+    arguments: &'a AttentionArguments,
+}
+
+impl Measurement for Job<'_> {
+    type Found = (Vec<Row>, Machine);
+
+    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found> {
+        let rows = match self.arguments.dtype {
+            ComputeType::F32 => self.measure::<B, f32>(bench)?,
+            ComputeType::Bf16 => self.measure::<B, bf16>(bench)?,
+        };
+        Ok((rows, Machine::measure(bench)?))
     }
-    let spent = |rows: &[Row]| -> f64 {
-        rows.iter().map(|row| row.forward.total() + row.backward.total()).sum()
-    };
-    while rows.iter().any(|row| row.forward.len() < FEWEST_RUNS) || spent(&rows) < seconds {
-        for (case, row) in cases.iter_mut().zip(&mut rows) {
-            row.forward.time(|| Cpu.scope(|| case.forward(&Cpu)))?;
-            row.backward.time(|| Cpu.scope(|| case.backward(&Cpu)))?;
+}
+
+impl Job<'_> {
+    fn measure<B: Backend, T: Element>(&self, bench: &Bench<B>) -> anyhow::Result<Vec<Row>> {
+        let backend = &bench.backend;
+        let mut cases = Vec::new();
+        let mut rows = Vec::new();
+        for &router in &self.routers {
+            let mut case = AttentionCase::<B, T>::new(backend, self.shape, router)?;
+            // A first pass of each touches its buffers.
+            case.backward(backend)?;
+            case.route_backward(backend)?;
+            rows.push(Row {
+                router,
+                active_heads: router
+                    .map_or(self.shape.heads, |router| router.shared_heads + router.top_k),
+                forward: Times::default(),
+                backward: Times::default(),
+                route: Times::default(),
+                operations: (case.forward_operations() as f64, case.backward_operations() as f64),
+            });
+            cases.push(case);
         }
+        backend.synchronize()?;
+        let spent = |rows: &[Row]| -> f64 { rows.iter().map(Row::spent).sum() };
+        while rows.iter().any(|row| row.forward.len() < FEWEST_RUNS)
+            || spent(&rows) < self.arguments.seconds
+        {
+            for (case, row) in cases.iter_mut().zip(&mut rows) {
+                backend.scope(|| row.time(bench, case))?;
+            }
+        }
+        Ok(rows)
     }
-    Ok(rows)
 }
 
 fn as_json(arguments: &AttentionArguments, rows: &[Row], machine: &Machine) -> Value {
@@ -190,6 +231,7 @@ fn as_json(arguments: &AttentionArguments, rows: &[Row], machine: &Machine) -> V
                 "flops_per_second": b / backward,
                 "ratio_to_dense": backward / dense[1],
             },
+            "route": {"seconds": row.route.json()},
             "both": {
                 "seconds": {"median": both},
                 "flops_per_second": (f + b) / both,
@@ -209,7 +251,7 @@ fn as_json(arguments: &AttentionArguments, rows: &[Row], machine: &Machine) -> V
 
 fn as_text(arguments: &AttentionArguments, rows: &[Row], machine: &Machine) -> String {
     let dense = rows.first().map_or([0.0; 3], Row::seconds);
-    let table_rows: Vec<[String; 7]> = rows
+    let table_rows: Vec<[String; 8]> = rows
         .iter()
         .map(|row| {
             let [forward, backward, both] = row.seconds();
@@ -227,12 +269,22 @@ fn as_text(arguments: &AttentionArguments, rows: &[Row], machine: &Machine) -> S
                 format!("{:.2}", forward * 1e3),
                 format!("{:.2}", backward * 1e3),
                 format!("{:.2}", both * 1e3),
+                format!("{:.2}", row.route.median() * 1e3),
                 format!("{:.1}", (f + b) / both / 1e9),
                 format!("{:.3}", both / dense[2]),
             ]
         })
         .collect();
-    let header = ["heads", "active", "forward ms", "backward ms", "both ms", "GFLOP/s", "of dense"];
+    let header = [
+        "heads",
+        "active",
+        "forward ms",
+        "backward ms",
+        "both ms",
+        "route ms",
+        "GFLOP/s",
+        "of dense",
+    ];
     let AttentionArguments { heads, kv_heads, head_dim, length, batch, dtype, .. } = arguments;
     format!(
         "{batch} x {length} tokens, {heads}/{kv_heads} heads of {head_dim}, {}\n{}\n\n{}",

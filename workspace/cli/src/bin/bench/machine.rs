@@ -1,28 +1,23 @@
-//! The machine's own limits, measured: what matrix products and copies reach over all threads,
-//! and the memory of this process.
+//! The machine's own limits, measured: what matrix products and copies of the device reach, and the
+//! memory in use.
 
 use half::bf16;
-use moh_kernels::{Backend, Cpu, Element};
-use rayon::prelude::*;
+use moh_kernels::{Backend, Element};
 use serde_json::{Value, json};
 
-use crate::timing::Times;
+use crate::device::Bench;
 
-/// Rows, inputs and outputs of the matrix product that is measured.
-const PRODUCT: usize = 1024;
-/// Bytes of a copy's source: more than caches hold.
-const COPIED: usize = 256 << 20;
-/// Bytes that a thread copies at a time.
-const PIECE: usize = 1 << 20;
 /// Seconds that each limit is measured for, after one run to warm up.
 const SECONDS: f64 = 0.3;
 
 /// What the machine reaches at best.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Machine {
-    /// Threads that operators run on.
+    /// The device.
+    pub device: String,
+    /// Threads that the CPU's operators run on.
     pub threads: usize,
-    /// Operations a second of a product of f32 matrices, 1024 x 1024 x 1024.
+    /// Operations a second of a product of f32 matrices.
     pub f32_matmul: f64,
     /// The same of bf16 matrices.
     pub bf16_matmul: f64,
@@ -32,19 +27,21 @@ pub struct Machine {
 
 impl Machine {
     /// Measures it, which takes a second or two.
-    pub fn measure() -> anyhow::Result<Self> {
+    pub fn measure<B: Backend>(bench: &Bench<B>) -> anyhow::Result<Self> {
         Ok(Machine {
+            device: bench.backend.name(),
             threads: rayon::current_num_threads(),
-            f32_matmul: matmul::<f32>()?,
-            bf16_matmul: matmul::<bf16>()?,
-            copy: copy()?,
+            f32_matmul: matmul::<B, f32>(bench)?,
+            bf16_matmul: matmul::<B, bf16>(bench)?,
+            copy: copy(bench)?,
         })
     }
 
     /// One line of a table.
     pub fn line(&self) -> String {
         format!(
-            "{} threads, f32 matmul {}, bf16 matmul {}, copy {:.1} GB/s",
+            "{}, {} threads, f32 matmul {}, bf16 matmul {}, copy {:.1} GB/s",
+            self.device,
             self.threads,
             gflops(self.f32_matmul),
             gflops(self.bf16_matmul),
@@ -55,6 +52,7 @@ impl Machine {
     /// The fields of `machine`.
     pub fn json(&self) -> Value {
         json!({
+            "device": self.device,
             "threads": self.threads,
             "f32_matmul_flops_per_second": self.f32_matmul,
             "bf16_matmul_flops_per_second": self.bf16_matmul,
@@ -65,42 +63,54 @@ impl Machine {
 
 /// Operations a second, to be read.
 pub fn gflops(per_second: f64) -> String {
-    format!("{:.1} GFLOP/s", per_second / 1e9)
-}
-
-fn matmul<T: Element>() -> anyhow::Result<f64> {
-    let number = |index: usize| T::from_f32((index % 251) as f32 / 251.0 - 0.5);
-    let x: Vec<T> = (0..PRODUCT * PRODUCT).map(number).collect();
-    let (weight, mut y) = (x.clone(), x.clone());
-    let times = Cpu.scope(|| {
-        repeat(|| Cpu.linear_forward(PRODUCT, &x, &weight, None, &mut y).map_err(Into::into))
-    })?;
-    Ok(times.rates(2.0 * (PRODUCT as f64).powi(3)).best)
-}
-
-fn copy() -> anyhow::Result<f64> {
-    let mut source = Cpu.allocate::<u8>(COPIED)?;
-    let mut destination = Cpu.allocate::<u8>(COPIED)?;
-    source.par_chunks_mut(PIECE).for_each(|piece| piece.fill(1));
-    let times = repeat(|| {
-        let pieces = destination.par_chunks_mut(PIECE).zip(source.par_chunks(PIECE));
-        pieces.for_each(|(to, from)| to.copy_from_slice(from));
-        Ok(())
-    })?;
-    Ok(times.rates(2.0 * COPIED as f64).best)
-}
-
-fn repeat(mut run: impl FnMut() -> anyhow::Result<()>) -> anyhow::Result<Times> {
-    run()?;
-    let mut times = Times::default();
-    while times.total() < SECONDS {
-        times.time(&mut run)?;
+    if per_second < 1e13 {
+        format!("{:.1} GFLOP/s", per_second / 1e9)
+    } else {
+        format!("{:.1} TFLOP/s", per_second / 1e12)
     }
-    Ok(times)
+}
+
+fn matmul<B: Backend, T: Element>(bench: &Bench<B>) -> anyhow::Result<f64> {
+    let Bench { backend, product, .. } = bench;
+    let number = |index: usize| T::from_f32((index % 251) as f32 / 251.0 - 0.5);
+    let numbers: Vec<T> = (0..product * product).map(number).collect();
+    let count = numbers.len();
+    let [mut x, mut weight, mut y] =
+        [backend.allocate(count)?, backend.allocate(count)?, backend.allocate(count)?];
+    for buffer in [&mut x, &mut weight] {
+        backend.upload(&numbers, B::view_mut(buffer, 0..count))?;
+    }
+    let times = bench.repeat(1, SECONDS, || {
+        let (x, weight) = (B::view(&x, 0..count), B::view(&weight, 0..count));
+        backend.linear_forward(*product, x, weight, None, B::view_mut(&mut y, 0..count))
+    })?;
+    Ok(times.rates(2.0 * (*product as f64).powi(3)).best)
+}
+
+fn copy<B: Backend>(bench: &Bench<B>) -> anyhow::Result<f64> {
+    let Bench { backend, copied, .. } = bench;
+    let mut source = backend.allocate::<u8>(*copied)?;
+    let mut destination = backend.allocate::<u8>(*copied)?;
+    // Untouched pages of the host would all be the same one.
+    backend.upload(&vec![1; *copied], B::view_mut(&mut source, 0..*copied))?;
+    let times = bench.repeat(1, SECONDS, || {
+        backend.copy(B::view(&source, 0..*copied), B::view_mut(&mut destination, 0..*copied))
+    })?;
+    Ok(times.rates(2.0 * *copied as f64).best)
+}
+
+/// Bytes of memory in use, now and at most so far: the device's own, or this process's where the
+/// system tells.
+pub fn memory<B: Backend>(backend: &B) -> Option<(u64, u64)> {
+    match backend.memory() {
+        // All of it is taken before the first step and given back after the last.
+        Some(memory) => Some((memory.used, memory.used)),
+        None => resident(),
+    }
 }
 
 /// Resident memory of this process in bytes, now and at most so far, where the system tells.
-pub fn resident() -> Option<(u64, u64)> {
+fn resident() -> Option<(u64, u64)> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let field = |name: &str| {
         let line = status.lines().find_map(|line| line.strip_prefix(name))?;

@@ -1,6 +1,7 @@
 //! `moh-bench`: how fast this machine trains, and how close each operator comes to its limits.
 
 mod attention;
+mod device;
 mod machine;
 mod operators;
 mod report;
@@ -16,7 +17,7 @@ use moh_cli::exit;
 /// Measure training steps and operators on this machine.
 ///
 /// Every command times the code that training runs, on numbers made up for it, and measures the
-/// machine's own limits beside it. RAYON_NUM_THREADS sets the number of threads.
+/// machine's own limits beside it. RAYON_NUM_THREADS sets the number of the CPU's threads.
 #[derive(Parser)]
 #[command(
     name = "moh-bench",
@@ -46,8 +47,9 @@ enum Command {
     Attention(attention::AttentionArguments),
     /// Every operator, forward and backward, against the machine's limits
     ///
-    /// The limits are a matrix product of the same type, 1024 x 1024 x 1024, and a copy of 256 MiB.
-    /// What moves numbers that fit into caches can be faster than that copy.
+    /// The limits are a matrix product of the same type, 1024 x 1024 x 1024, and a copy of 256 MiB;
+    /// on a GPU 8192 x 8192 x 8192 and 4 GiB. What moves numbers that fit into caches can be faster
+    /// than that copy. The shapes are those of a small Llama, on a GPU of LLaMA-3-8B.
     #[command(after_help = "Examples:\n  \
         moh-bench operators\n  \
         moh-bench operators linear --dtype bf16")]

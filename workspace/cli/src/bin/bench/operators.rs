@@ -4,9 +4,10 @@ use half::bf16;
 use moh_cli::exit::Usage;
 use moh_cli::models::ComputeType;
 use moh_kernels::cases::{self, Work};
-use moh_kernels::{Backend, Cpu, Element};
+use moh_kernels::{Backend, Element};
 use serde_json::{Value, json};
 
+use crate::device::{Bench, Device, Measurement};
 use crate::machine::Machine;
 use crate::report;
 use crate::timing::Times;
@@ -22,6 +23,9 @@ pub struct OperatorsArguments {
     /// Type of weights and activations; both when left out
     #[arg(long, value_enum)]
     dtype: Option<ComputeType>,
+    /// Where to run
+    #[arg(long, value_enum, default_value = "cpu")]
+    device: Device,
     /// Seconds that the runs of each case take, at three runs at least
     #[arg(long, default_value_t = 0.3)]
     seconds: f64,
@@ -30,7 +34,7 @@ pub struct OperatorsArguments {
     json: bool,
 }
 
-struct Row {
+pub struct Row {
     name: String,
     dtype: ComputeType,
     work: Work,
@@ -51,40 +55,41 @@ impl Row {
 
 /// Measures the operators that the arguments name and prints them.
 pub fn run(arguments: &OperatorsArguments) -> anyhow::Result<()> {
-    let mut rows = Vec::new();
-    if arguments.dtype != Some(ComputeType::Bf16) {
-        measure::<f32>(ComputeType::F32, arguments, &mut rows)?;
-    }
-    if arguments.dtype != Some(ComputeType::F32) {
-        measure::<bf16>(ComputeType::Bf16, arguments, &mut rows)?;
-    }
-    if rows.is_empty() {
-        let filter = arguments.filter.as_deref().unwrap_or_default();
-        return Err(Usage(format!("{filter}: no operator's name contains it")).into());
-    }
-    let machine = Machine::measure()?;
+    let (rows, machine) = arguments.device.measure(arguments)?;
     report::print(arguments.json, &as_json(&rows, &machine), &as_text(&rows, &machine))
 }
 
-fn measure<T: Element>(
+impl Measurement for &OperatorsArguments {
+    type Found = (Vec<Row>, Machine);
+
+    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found> {
+        let mut rows = Vec::new();
+        if self.dtype != Some(ComputeType::Bf16) {
+            measure::<B, f32>(bench, ComputeType::F32, self, &mut rows)?;
+        }
+        if self.dtype != Some(ComputeType::F32) {
+            measure::<B, bf16>(bench, ComputeType::Bf16, self, &mut rows)?;
+        }
+        if rows.is_empty() {
+            let filter = self.filter.as_deref().unwrap_or_default();
+            return Err(Usage(format!("{filter}: no operator's name contains it")).into());
+        }
+        Ok((rows, Machine::measure(bench)?))
+    }
+}
+
+fn measure<B: Backend, T: Element>(
+    bench: &Bench<B>,
     dtype: ComputeType,
     arguments: &OperatorsArguments,
     rows: &mut Vec<Row>,
 ) -> anyhow::Result<()> {
-    for case in cases::all::<Cpu, T>() {
+    for case in cases::all::<B, T>(bench.sizes) {
         if arguments.filter.as_ref().is_some_and(|filter| !case.name.contains(filter)) {
             continue;
         }
-        let mut run = case.prepare(&Cpu)?;
-        // As in a training step: on one of the threads that share the work.
-        let times = Cpu.scope(|| {
-            run(&Cpu)?;
-            let mut times = Times::default();
-            while times.len() < FEWEST_RUNS || times.total() < arguments.seconds {
-                times.time(|| run(&Cpu))?;
-            }
-            Ok::<_, moh_kernels::Error>(times)
-        })?;
+        let mut run = case.prepare(&bench.backend)?;
+        let times = bench.repeat(FEWEST_RUNS, arguments.seconds, || run(&bench.backend))?;
         rows.push(Row { name: case.name, dtype, work: case.work, times });
     }
     Ok(())

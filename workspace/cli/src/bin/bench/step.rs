@@ -1,13 +1,15 @@
 //! `moh-bench step`: tokens a second, operations a second and memory of training steps.
 
 use half::bf16;
-use moh_kernels::{Cpu, Element};
+use moh_kernels::{Backend, Element};
+use moh_model::layout::Segment;
 use moh_model::{Model, ModelConfig, initial};
 use moh_train::optimizer::OptimizerState;
 use moh_train::recipe::DType;
 use moh_train::step::{Stepper, Taken};
 use serde_json::{Value, json};
 
+use crate::device::{Bench, Measurement};
 use crate::machine::{self, Machine, gflops};
 use crate::report;
 use crate::step_job::{StepArguments, StepJob};
@@ -21,23 +23,18 @@ const FEWEST_STEPS: usize = 3;
 const SEED: u64 = 0;
 
 /// What the steps of a job showed.
-struct Measured {
+pub struct Measured {
     times: Times,
     first: Taken,
     last: Taken,
-    /// Resident bytes before the model, and at most.
+    /// Bytes in use before the model, and at most.
     memory: Option<(u64, u64)>,
 }
 
 /// Measures what the arguments describe and prints it.
 pub fn run(arguments: &StepArguments) -> anyhow::Result<()> {
     let job = StepJob::new(arguments)?;
-    let measured = match job.dtype {
-        DType::F32 => with_state::<f32>(&job, arguments)?,
-        DType::Bf16 => with_state::<bf16>(&job, arguments)?,
-    };
-    // Afterwards: the matrices and copies must not count in the memory of the step.
-    let machine = Machine::measure()?;
+    let (measured, machine) = arguments.device.measure((&job, arguments))?;
     report::print(
         arguments.json,
         &as_json(&job, &measured, &machine, arguments.warmup),
@@ -45,33 +42,53 @@ pub fn run(arguments: &StepArguments) -> anyhow::Result<()> {
     )
 }
 
-fn with_state<T: Element>(job: &StepJob, arguments: &StepArguments) -> anyhow::Result<Measured> {
-    match (job.precision.gradients, job.precision.moments) {
-        (DType::F32, DType::F32) => measure::<T, f32, f32>(job, arguments),
-        (DType::F32, DType::Bf16) => measure::<T, f32, bf16>(job, arguments),
-        (DType::Bf16, DType::F32) => measure::<T, bf16, f32>(job, arguments),
-        (DType::Bf16, DType::Bf16) => measure::<T, bf16, bf16>(job, arguments),
+impl Measurement for (&StepJob, &StepArguments) {
+    type Found = (Measured, Machine);
+
+    fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found> {
+        let (job, arguments) = self;
+        let backend = &bench.backend;
+        let measured = match job.dtype {
+            DType::F32 => with_state::<B, f32>(backend, job, arguments)?,
+            DType::Bf16 => with_state::<B, bf16>(backend, job, arguments)?,
+        };
+        // Afterwards: the matrices and copies must not count in the memory of the step.
+        Ok((measured, Machine::measure(bench)?))
     }
 }
 
-fn measure<T: Element, G: Element, M: Element>(
+fn with_state<B: Backend + Clone, T: Element>(
+    backend: &B,
     job: &StepJob,
     arguments: &StepArguments,
 ) -> anyhow::Result<Measured> {
-    let before = machine::resident();
+    match (job.precision.gradients, job.precision.moments) {
+        (DType::F32, DType::F32) => measure::<B, T, f32, f32>(backend, job, arguments),
+        (DType::F32, DType::Bf16) => measure::<B, T, f32, bf16>(backend, job, arguments),
+        (DType::Bf16, DType::F32) => measure::<B, T, bf16, f32>(backend, job, arguments),
+        (DType::Bf16, DType::Bf16) => measure::<B, T, bf16, bf16>(backend, job, arguments),
+    }
+}
+
+fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
+    backend: &B,
+    job: &StepJob,
+    arguments: &StepArguments,
+) -> anyhow::Result<Measured> {
+    let before = machine::memory(backend);
     let (config, plan) = (job.config.clone(), job.plan.clone());
     let (vocabulary, deviation) = (config.vocab_size as u64, config.initializer_range);
-    let mut model = Model::<Cpu, T>::new::<moh_model::Error>(
-        Cpu,
+    let mut model = Model::<B, T>::new::<moh_model::Error>(
+        backend.clone(),
         config,
         plan.sequence_length,
         |segment, values| {
-            initial::initialize(SEED, deviation, &segment.name, &segment.shape, values);
+            fresh(segment, deviation, values);
             Ok(())
         },
     )?;
-    let mut optimizer = OptimizerState::<Cpu, M>::new(&model)?;
-    let mut stepper = Stepper::<Cpu, T, G>::new(&model, plan)?;
+    let mut optimizer = OptimizerState::<B, M>::new(&model)?;
+    let mut stepper = Stepper::<B, T, G>::new(&model, plan)?;
     let sequences = job.plan.batch_sequences();
     let mut number = 0;
     let mut step = || {
@@ -96,17 +113,29 @@ fn measure<T: Element, G: Element, M: Element>(
         first.get_or_insert(step()?);
     }
     let mut times = Times::default();
-    let mut last = times.time(&mut step)?;
+    let mut last = times.time(1, &mut step)?;
     let first = first.unwrap_or(last);
     let enough = |times: &Times| match arguments.steps {
         Some(steps) => times.len() >= steps as usize,
         None => times.len() >= FEWEST_STEPS && times.total() >= SECONDS,
     };
     while !enough(&times) {
-        last = times.time(&mut step)?;
+        last = times.time(1, &mut step)?;
     }
-    let memory = before.zip(machine::resident()).map(|((now, _), (_, most))| (now, most));
+    let memory = before.zip(machine::memory(backend)).map(|((now, _), (_, most))| (now, most));
     Ok(Measured { times, first, last, memory })
+}
+
+/// Writes a tensor's numbers: random ones, which repeat in large tensors, because billions of them
+/// would take longer than the measurement.
+fn fresh(segment: &Segment, deviation: f64, values: &mut [f32]) {
+    const PERIOD: usize = (1 << 20) + 1;
+    let period = values.len().min(PERIOD);
+    let (first, rest) = values.split_at_mut(period);
+    initial::initialize(SEED, deviation, &segment.name, &segment.shape, first);
+    for part in rest.chunks_mut(PERIOD) {
+        part.copy_from_slice(&first[..part.len()]);
+    }
 }
 
 /// Writes a sample's tokens: uniform, and the same in every run.

@@ -6,30 +6,37 @@ use serde_json::{Value, json};
 
 /// Seconds of repeated runs of one thing.
 #[derive(Debug, Clone, Default)]
-pub struct Times(Vec<f64>);
+pub struct Times {
+    /// Of one run each.
+    runs: Vec<f64>,
+    /// All of them together.
+    spent: f64,
+}
 
 impl Times {
-    /// Runs it once more and keeps the time.
-    pub fn time<R>(&mut self, run: impl FnOnce() -> R) -> R {
+    /// Runs something that does its work `count` times and keeps the time of one.
+    pub fn time<R>(&mut self, count: usize, run: impl FnOnce() -> R) -> R {
         let started = Instant::now();
         let result = run();
-        self.0.push(started.elapsed().as_secs_f64());
+        let seconds = started.elapsed().as_secs_f64();
+        self.spent += seconds;
+        self.runs.push(seconds / count as f64);
         result
     }
 
-    /// Runs so far.
+    /// Timings so far.
     pub fn len(&self) -> usize {
-        self.0.len()
+        self.runs.len()
     }
 
-    /// All of them together.
+    /// Seconds that they took together.
     pub fn total(&self) -> f64 {
-        self.0.iter().sum()
+        self.spent
     }
 
     /// The middle one; 0 without a run.
     pub fn median(&self) -> f64 {
-        let mut sorted = self.0.clone();
+        let mut sorted = self.runs.clone();
         sorted.sort_by(f64::total_cmp);
         let upper = sorted.get(sorted.len() / 2).copied().unwrap_or(0.0);
         let lower = sorted.get(sorted.len().saturating_sub(1) / 2).copied().unwrap_or(0.0);
@@ -38,7 +45,7 @@ impl Times {
 
     /// The shortest one; 0 without a run.
     pub fn best(&self) -> f64 {
-        self.0.iter().copied().reduce(f64::min).unwrap_or(0.0)
+        self.runs.iter().copied().reduce(f64::min).unwrap_or(0.0)
     }
 
     /// Both, in seconds.
@@ -72,11 +79,22 @@ impl Rates {
 mod tests {
     use super::*;
 
+    fn times(runs: &[f64]) -> Times {
+        Times { runs: runs.to_vec(), spent: runs.iter().sum() }
+    }
+
     #[test]
     fn the_median_of_an_even_count_lies_between_the_middle_two() {
-        assert_eq!(Times(vec![4.0, 1.0, 3.0]).median(), 3.0);
-        assert_eq!(Times(vec![4.0, 1.0, 2.0, 3.0]).median(), 2.5);
-        assert_eq!(Times(vec![4.0, 1.0]).best(), 1.0);
+        assert_eq!(times(&[4.0, 1.0, 3.0]).median(), 3.0);
+        assert_eq!(times(&[4.0, 1.0, 2.0, 3.0]).median(), 2.5);
+        assert_eq!(times(&[4.0, 1.0]).best(), 1.0);
         assert_eq!(Times::default().median(), 0.0);
+    }
+
+    #[test]
+    fn a_timing_of_several_runs_is_that_of_one() {
+        let mut times = Times::default();
+        times.time(4, || std::thread::sleep(std::time::Duration::from_millis(20)));
+        assert_eq!(times.best(), times.total() / 4.0);
     }
 }

@@ -1,0 +1,119 @@
+// Packing of selected (token, query head) pairs, and the work done once for each pair.
+#pragma once
+
+#include "tile.cuh"
+
+namespace tiled_attention {
+
+// Whether a token selected a query head.
+static __device__ __forceinline__ bool is_selected(const Parameters& params, uint32_t token,
+                                                   uint32_t head) {
+    uint32_t shared = params.heads - params.routed;
+    if (params.selected == nullptr || head < shared) return true;
+    return params.selected[uint64_t(token) * params.routed + head - shared] != 0;
+}
+
+// Sum of the counts of the threads before this one; `total` becomes that of all.
+static __device__ __forceinline__ uint32_t count_before(uint32_t count, uint32_t& total) {
+    __shared__ uint32_t warp_counts[PACK_THREADS / 32];
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint32_t sum = count;
+#pragma unroll
+    for (int delta = 1; delta < 32; delta *= 2) {
+        const uint32_t other = __shfl_up_sync(ALL_LANES, sum, delta);
+        if (lane >= uint32_t(delta)) sum += other;
+    }
+    if (lane == 31) warp_counts[warp] = sum;
+    __syncthreads();
+    uint32_t before = sum - count;
+    total = 0;
+    for (uint32_t i = 0; i < PACK_THREADS / 32; ++i) {
+        if (i < warp) before += warp_counts[i];
+        total += warp_counts[i];
+    }
+    return before;
+}
+
+// Calls `take` for each selected head of the thread's tokens, which are consecutive, in order.
+template <typename Take>
+static __device__ __forceinline__ void for_each_selected(const Parameters& params, Take take) {
+    const uint32_t group = params.heads / params.kv_heads, first_head = blockIdx.x * group;
+    const uint32_t share = (params.query_length + PACK_THREADS - 1) / PACK_THREADS;
+    const uint32_t first = threadIdx.x * share;
+    const uint32_t end = min(first + share, params.query_length);
+    for (uint32_t token = first; token < end; ++token)
+        for (uint32_t h = 0; h < group; ++h)
+            if (is_selected(params, blockIdx.y * params.query_length + token, first_head + h))
+                take(token * group + h);
+}
+
+// Writes `rows` and `row_counts`: one block per key/value head and sequence, and one sum over its
+// threads, so that little waits for other threads.
+extern "C" __global__ void __launch_bounds__(PACK_THREADS) attention_pack(Parameters params) {
+    const uint32_t index = blockIdx.y * params.kv_heads + blockIdx.x;
+    const uint64_t most = uint64_t(params.query_length) * (params.heads / params.kv_heads);
+    uint32_t count = 0, total;
+    for_each_selected(params, [&](uint32_t) { ++count; });
+    uint32_t* slot = params.rows + index * most + count_before(count, total);
+    for_each_selected(params, [&](uint32_t row) { *slot++ = row; });
+    if (threadIdx.x == 0) params.row_counts[index] = total;
+}
+
+// The pair of this warp: pair i is head first_head + i % heads of token i / heads.
+struct Pair {
+    uint32_t token, head;
+    bool exists;
+};
+
+static __device__ __forceinline__ Pair warp_pair(const Parameters& params, uint32_t first_head) {
+    uint32_t heads = params.heads - first_head;
+    uint64_t index = uint64_t(blockIdx.x) * PAIRS_PER_BLOCK + threadIdx.x / 32;
+    uint64_t token = index / heads;
+    bool exists = token < uint64_t(params.batch) * params.query_length;
+    return {uint32_t(token), first_head + uint32_t(index - token * heads), exists};
+}
+
+static __device__ __forceinline__ void clear_row(bf16* row, uint32_t head_dim) {
+    for (uint32_t column = threadIdx.x % 32 * 2; column < head_dim; column += 64)
+        *reinterpret_cast<uint32_t*>(row + column) = 0;
+}
+
+// Zeros for the output and log_sum_exp of the pairs that were not selected: one warp per routed
+// pair.
+extern "C" __global__ void __launch_bounds__(PAIR_THREADS) attention_clear(Parameters params) {
+    Pair pair = warp_pair(params, params.heads - params.routed);
+    if (!pair.exists || is_selected(params, pair.token, pair.head)) return;
+    uint64_t index = uint64_t(pair.token) * params.heads + pair.head;
+    clear_row(params.out + index * params.head_dim, params.head_dim);
+    if (threadIdx.x % 32 == 0) params.log_sum_exp[index] = 0.0f;
+}
+
+// delta of every pair, and zeros for the query gradient of pairs that were not selected: one warp
+// per pair.
+extern "C" __global__ void __launch_bounds__(PAIR_THREADS)
+    attention_backward_delta(Parameters params) {
+    Pair pair = warp_pair(params, 0);
+    if (!pair.exists) return;
+    uint64_t index = uint64_t(pair.token) * params.heads + pair.head;
+    bool selected = is_selected(params, pair.token, pair.head);
+    float sum = 0.0f;
+    if (selected) {
+        const bf16* out = params.out + index * params.head_dim;
+        const bf16* d_out = params.d_out + index * params.head_dim;
+        for (uint32_t i = threadIdx.x % 32 * 2; i < params.head_dim; i += 64) {
+            float2 o = unpack_bf16x2(*reinterpret_cast<const uint32_t*>(out + i));
+            float2 d_o = unpack_bf16x2(*reinterpret_cast<const uint32_t*>(d_out + i));
+            sum += o.x * d_o.x + o.y * d_o.y;
+        }
+        sum = warp_sum(sum);
+        float weight = params.weights != nullptr ? params.weights[index] : 1.0f;
+        // Without a weight nothing reached the output, and nothing is left to measure.
+        sum = weight != 0.0f ? sum / weight : 0.0f;
+    } else {
+        bf16* d_q = params.d_q + pair.token * params.d_q_stride;
+        clear_row(d_q + pair.head * params.head_dim, params.head_dim);
+    }
+    if (threadIdx.x % 32 == 0) params.delta[index] = sum;
+}
+
+}  // namespace tiled_attention

@@ -1,0 +1,36 @@
+// Head-sparse attention for sm_80 and later: entry points for each padded head dimension.
+//
+// bf16 in and out, f32 sums, mma.sync. tiled.cuh describes parameters and launches.
+#include "backward.cuh"
+#include "forward.cuh"
+#include "pack.cuh"
+
+namespace tiled_attention {
+
+REGISTER(attention_pack)
+REGISTER(attention_clear)
+REGISTER(attention_backward_delta)
+
+#define ATTENTION_KERNELS(width)                                     \
+    extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, 2) \
+        attention_forward_d##width(Parameters params) {              \
+        forward<width>(params);                                      \
+    }                                                                \
+    REGISTER(attention_forward_d##width)                             \
+    extern "C" __global__ void __launch_bounds__(DQ_THREADS, 1)      \
+        attention_backward_dq_d##width(Parameters params) {          \
+        backward_dq<width>(params);                                  \
+    }                                                                \
+    REGISTER(attention_backward_dq_d##width)                         \
+    extern "C" __global__ void __launch_bounds__(DKDV_THREADS, 1)    \
+        attention_backward_dkdv_d##width(Parameters params) {        \
+        backward_dkdv<width>(params);                                \
+    }                                                                \
+    REGISTER(attention_backward_dkdv_d##width)
+
+ATTENTION_KERNELS(32)
+ATTENTION_KERNELS(64)
+ATTENTION_KERNELS(96)
+ATTENTION_KERNELS(128)
+
+}  // namespace tiled_attention

@@ -1,0 +1,105 @@
+// Attention over the (token, query head) pairs that were selected: parameters and launch geometry.
+//
+// For each sequence and key/value head the selected pairs are packed into rows in token order, so
+// that work is proportional to their number. A packed row is token * group + head_in_group, with
+// `group` query heads per key/value head. A query of token t sees the keys from first_key[t] to,
+// when causal, its own position query_offset + t.
+//
+// Order of launches, each with one Parameters (head dimension D, padded to 32, 64, 96, 128):
+//   selection: attention_pack, once; its rows serve forward and backward.
+//   forward:   attention_clear (only with a selection), attention_forward_dX.
+//   backward:  attention_backward_delta, then attention_backward_dq_dX and
+//              attention_backward_dkdv_dX in any order.
+// Together they write every number of out, log_sum_exp, delta, d_q, d_k and d_v.
+//
+// Pointers to bf16 are 4-byte aligned, head_dim and all strides even; 16-byte copies are used where
+// pointers, head_dim and strides are multiples of 16 bytes.
+#pragma once
+
+#include "../../cuda/operators.cuh"
+
+namespace tiled_attention {
+
+struct Parameters {
+    // Queries: token row r at number r * q_stride, head h at h * head_dim in it.
+    const bf16* q;
+    // Keys and values: token row r at number r * kv_stride, head g at g * head_dim in it.
+    const bf16 *k, *v;
+    // Paged keys when not null: token p of sequence b is row p % block_length of block
+    // block_table[b * ceil(key_length / block_length) + p / block_length]. Forward only.
+    const uint32_t* block_table;
+    // Packed rows [B*G][T*group] in increasing order, and how many there are [B*G]; null when every
+    // row is selected.
+    uint32_t *rows, *row_counts;
+    // 1 where a token selected a routed head [B*T, routed]; null when every row is selected. The
+    // heads - routed heads before the routed ones are always selected.
+    const uint8_t* selected;
+    // First visible key of each token [B*T], never decreasing within a sequence; null: key 0.
+    const uint32_t* first_key;
+    // Factor of each head's output [B*T, H]; null: 1.
+    const float* weights;
+    // Output [B*T, H*D], multiplied by its weight.
+    bf16* out;
+    // Natural logarithm of the sum of exponentials of scaled scores [B*T, H].
+    float* log_sum_exp;
+    // Gradient of out [B*T, H*D].
+    const bf16* d_out;
+    // <d_out, O>, O being the output before its weight [B*T, H]; 0 where the weight is 0.
+    float* delta;
+    // Gradients, laid out as q, k and v.
+    bf16 *d_q, *d_k, *d_v;
+    uint64_t q_stride, kv_stride, d_q_stride, d_kv_stride;
+    uint32_t batch, query_length, key_length, heads, kv_heads, head_dim;
+    uint32_t routed, block_length, query_offset, causal;
+    // 1 / sqrt(head_dim).
+    float scale;
+};
+
+// ---- launch geometry ----
+//
+// kernel                    grid                                         block  shared bytes
+// attention_pack            (kv_heads, batch)                            1024   0
+// attention_clear           ceil(B*T*routed / 8)                         256    0
+// attention_forward_dX      (ceil(T*group / 128), kv_heads, batch)       128    forward_shared(X)
+// attention_backward_delta  ceil(B*T*heads / 8)                          256    0
+// attention_backward_dq_dX  (ceil(T*group / 128), kv_heads, batch)       256    dq_shared(X)
+// attention_backward_dkdv_dX (ceil(key_length / 128), kv_heads, batch)   256    dkdv_shared(X)
+//
+// More than 48 KiB of dynamic shared memory has to be allowed for each kernel before its launch.
+
+constexpr int PACK_THREADS = 1024;
+constexpr int PAIR_THREADS = 256;
+constexpr int PAIRS_PER_BLOCK = PAIR_THREADS / 32;
+
+constexpr int FORWARD_THREADS = 128;
+constexpr int FORWARD_ROWS = 128;
+constexpr int FORWARD_KEYS = 64;
+
+constexpr int DQ_THREADS = 256;
+constexpr int DQ_ROWS = 128;
+constexpr int DQ_KEYS = 64;
+
+constexpr int DKDV_THREADS = 256;
+constexpr int DKDV_KEYS = 128;
+constexpr int DKDV_ROWS = 64;
+
+// Bytes of `rows` rows of a tile.
+__host__ __device__ constexpr int tile_bytes(int rows, int width) { return rows * width * 2; }
+
+// Queries, keys, values; token, head, first and end of each row.
+__host__ __device__ constexpr int forward_shared(int width) {
+    return tile_bytes(FORWARD_ROWS + 2 * FORWARD_KEYS, width) + 4 * FORWARD_ROWS * 4;
+}
+
+// Two stages of keys and values, which the queries and output gradients pass through first.
+__host__ __device__ constexpr int dq_shared(int width) {
+    return tile_bytes(4 * DQ_KEYS, width) + 4 * DQ_ROWS * 4;
+}
+
+// Keys, values; two stages of queries, output gradients, first, end, log_sum_exp, delta, weight
+// and packed row.
+__host__ __device__ constexpr int dkdv_shared(int width) {
+    return tile_bytes(2 * DKDV_KEYS + 4 * DKDV_ROWS, width) + 2 * 6 * DKDV_ROWS * 4;
+}
+
+}  // namespace tiled_attention

@@ -1,0 +1,135 @@
+// Matrix instructions of sm_80: ldmatrix, mma m16n8k16 of bf16 with f32 sums, cp.async.
+//
+// On the CPU the same functions exchange values between the lanes of a warp according to the
+// fragment layouts. With g = lane / 4 and t = lane % 4:
+//   A (16x16): a0 holds row g, columns 2t and 2t+1; a1 row g+8; a2 and a3 the same rows, columns
+//   + 8. B (16x8):  b0 holds rows 2t and 2t+1 of column g; b1 rows + 8. C, D (16x8): d0, d1 hold
+//   row g, columns 2t and 2t+1; d2, d3 row g+8.
+#pragma once
+
+#include "common.cuh"
+
+#ifdef __CUDACC__
+
+// An address in shared memory; counts bytes.
+using SharedAddress = uint32_t;
+
+static __device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
+    return uint32_t(__cvta_generic_to_shared(pointer));
+}
+
+// Four 8x8 matrices; lanes 8i..8i+7 give the rows of matrix i. Lane holds (g, 2t), (g, 2t+1).
+static __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+// The same with each matrix transposed: lane holds (2t, g), (2t+1, g).
+static __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], SharedAddress row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+// d += a b.
+static __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4],
+                                                    const uint32_t (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Copies 16 bytes to shared memory, or fills them with zeros; both addresses 16-byte aligned.
+static __device__ __forceinline__ void cp_async_16(SharedAddress shared, const void* global,
+                                                   bool valid) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared),
+                 "l"(__cvta_generic_to_global(global)), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+
+// The same for 4 bytes.
+static __device__ __forceinline__ void cp_async_4(SharedAddress shared, const void* global,
+                                                  bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared),
+                 "l"(__cvta_generic_to_global(global)), "r"(valid ? 4 : 0)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void cp_async_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits for this thread's copies, but for the `NEWEST` groups committed last.
+template <int NEWEST>
+static __device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory");
+}
+
+#else
+
+using SharedAddress = unsigned char*;
+
+inline SharedAddress shared_address(const void* pointer) {
+    return static_cast<unsigned char*>(const_cast<void*>(pointer));
+}
+
+inline void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row) {
+    auto rows = emulated::machine().exchange(ALL_LANES, row);
+    unsigned lane = emulated::machine().current->lane;
+    for (unsigned i = 0; i < 4; ++i) std::memcpy(&r[i], rows[8 * i + lane / 4] + lane % 4 * 4, 4);
+}
+
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], SharedAddress row) {
+    auto rows = emulated::machine().exchange(ALL_LANES, row);
+    unsigned lane = emulated::machine().current->lane;
+    for (unsigned i = 0; i < 4; ++i) {
+        uint16_t first, second;
+        std::memcpy(&first, rows[8 * i + lane % 4 * 2] + lane / 4 * 2, 2);
+        std::memcpy(&second, rows[8 * i + lane % 4 * 2 + 1] + lane / 4 * 2, 2);
+        r[i] = uint32_t(second) << 16 | first;
+    }
+}
+
+inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    // Each lane's fragments as numbers, so that they are converted once.
+    struct Fragments {
+        float2 a[4], b[2];
+    } own;
+    for (int i = 0; i < 4; ++i) own.a[i] = unpack_bf16x2(a[i]);
+    for (int i = 0; i < 2; ++i) own.b[i] = unpack_bf16x2(b[i]);
+    auto lanes = emulated::machine().exchange(ALL_LANES, own);
+    unsigned lane = emulated::machine().current->lane, row = lane / 4, column = lane % 4 * 2;
+    for (unsigned k = 0; k < 4; ++k) {
+        const Fragments& left = lanes[row * 4 + k];
+        const Fragments &first = lanes[column * 4 + k], &second = lanes[column * 4 + 4 + k];
+        for (int half = 0; half < 2; ++half) {
+            float2 upper = left.a[2 * half], lower = left.a[2 * half + 1];
+            d[0] += upper.x * first.b[half].x + upper.y * first.b[half].y;
+            d[1] += upper.x * second.b[half].x + upper.y * second.b[half].y;
+            d[2] += lower.x * first.b[half].x + lower.y * first.b[half].y;
+            d[3] += lower.x * second.b[half].x + lower.y * second.b[half].y;
+        }
+    }
+}
+
+inline void cp_async_16(SharedAddress shared, const void* global, bool valid) {
+    emulated::copy_async(shared, global, 16, valid ? 16 : 0);
+}
+
+inline void cp_async_4(SharedAddress shared, const void* global, bool valid) {
+    emulated::copy_async(shared, global, 4, valid ? 4 : 0);
+}
+
+inline void cp_async_commit() { emulated::copy_async_commit(); }
+
+template <int NEWEST>
+void cp_async_wait() {
+    emulated::copy_async_wait(NEWEST);
+}
+
+#endif
