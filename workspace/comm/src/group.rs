@@ -211,6 +211,11 @@ impl Group {
         })
     }
 
+    /// Waits until what this process has sent has left.
+    pub(crate) fn finish(&self) -> Result<()> {
+        self.run("finish", |engine| engine.finish().map(|()| None))
+    }
+
     fn refuse(&self, operation: &'static str, reason: String) -> Error {
         Error::Argument { operation, group: self.name().into(), reason }
     }

@@ -95,7 +95,7 @@ fn all_notice_that_rank_0_is_gone() {
 
 #[test]
 fn a_rank_that_falls_silent_is_named() {
-    let limits = Limits { silence: Duration::from_millis(500), ..LIMITS };
+    let limits = Limits { silence: Duration::from_millis(1500), ..LIMITS };
     let mut peers = meet(3);
     // A connection that stays open while nothing comes from it: a stopped process, a lost machine.
     let _frozen = peers.remove(1);

@@ -29,6 +29,8 @@ const ATTEMPT: Duration = Duration::from_secs(3);
 /// How long a rank that has introduced itself waits beyond the time limit, which rank 0 keeps and
 /// may have begun to count later.
 const GRACE: Duration = Duration::from_secs(20);
+/// How long a rank whose rank 0 has hung up without an answer tries again.
+const SECOND_CHANCE: Duration = Duration::from_secs(40);
 /// Characters of a fingerprint that a message shows.
 const SHOWN: usize = 120;
 
@@ -290,7 +292,8 @@ fn listen(address: &Address, until: Instant) -> Result<TcpListener> {
 
 /// Another rank: finds rank 0 and waits for its welcome. Returns rank 0 and its payload.
 pub(crate) fn join(address: &Address, me: &Hello, limit: Duration) -> Result<(Peer, Vec<u8>)> {
-    let deadline = Instant::now() + limit;
+    let start = Instant::now();
+    let mut deadline = start + limit;
     let mut pause = Duration::from_millis(20);
     loop {
         let reason = match introduce(address, me) {
@@ -303,12 +306,15 @@ pub(crate) fn join(address: &Address, me: &Hello, limit: Duration) -> Result<(Pe
                      another port by --rendezvous HOST:PORT or MASTER_PORT"
                         .into()
                 }
-                Answer::None(reason) => reason,
+                Answer::None(reason) => {
+                    deadline = deadline.min(Instant::now() + SECOND_CHANCE);
+                    reason
+                }
             },
             Err(reason) => reason,
         };
         if Instant::now() + pause >= deadline {
-            let (rank, seconds) = (me.rank, limit.as_secs());
+            let (rank, seconds) = (me.rank, start.elapsed().as_secs());
             return Err(failed(
                 address,
                 format!(

@@ -7,7 +7,7 @@ use super::*;
 use crate::launch::Launcher;
 
 const LIMIT: Duration = Duration::from_secs(20);
-const SHORT: Duration = Duration::from_millis(700);
+const SHORT: Duration = Duration::from_millis(1500);
 
 /// An address of this machine that nobody listens on.
 pub(crate) fn free_address() -> Address {
@@ -64,7 +64,7 @@ fn ranks_that_do_not_come_are_named_on_every_rank() {
     let host = host_thread(&address, me(0, 5, ""), SHORT);
     let other = join_thread(&address, me(2, 5, ""));
     let expected = format!(
-        "ranks 1, 3, 4 of 5 did not reach the rendezvous at {address} within 0 s: see why their \
+        "ranks 1, 3, 4 of 5 did not reach the rendezvous at {address} within 1 s: see why their \
          processes did not start, or whether a firewall keeps them from that port"
     );
     assert_eq!(message(host.join().unwrap()), expected);
@@ -76,7 +76,7 @@ fn a_rank_without_rank_0_says_where_it_looked() {
     let address = free_address();
     let error = message(join(&address, &me(1, 2, ""), SHORT));
     assert!(
-        error.starts_with(&format!("rendezvous at {address}: rank 1 found no rank 0 within 0 s:")),
+        error.starts_with(&format!("rendezvous at {address}: rank 1 found no rank 0 within 1 s:")),
         "{error}"
     );
     let nowhere = Address { host: "no.such.host.invalid".into(), port: 1 };
@@ -167,12 +167,17 @@ fn strangers_neither_crash_nor_delay_the_rendezvous() {
 fn a_rank_that_is_there_twice_is_refused_the_second_time() {
     let address = free_address();
     let host = host_thread(&address, me(0, 3, ""), LIMIT);
-    let first = join_thread(&address, me(1, 3, ""));
-    std::thread::sleep(Duration::from_millis(300));
-    let error = message(join_thread(&address, me(1, 3, "")).join().unwrap());
+    let mut twice = vec![join_thread(&address, me(1, 3, "")), join_thread(&address, me(1, 3, ""))];
+    let refused = loop {
+        if let Some(at) = twice.iter().position(JoinHandle::is_finished) {
+            break twice.remove(at);
+        }
+        std::thread::sleep(TICK);
+    };
+    let error = message(refused.join().unwrap());
     assert!(error.contains("rank 1 (") && error.contains("is there already"), "{error}");
     join_thread(&address, me(2, 3, "")).join().unwrap().unwrap();
-    first.join().unwrap().unwrap();
+    twice.remove(0).join().unwrap().unwrap();
     host.join().unwrap().unwrap();
 }
 
@@ -187,7 +192,7 @@ fn a_rank_that_dies_before_the_start_is_named() {
             Err(_) => std::thread::sleep(Duration::from_millis(5)),
         }
     };
-    std::thread::sleep(Duration::from_millis(200));
+    std::thread::sleep(Duration::from_secs(1));
     drop(connection);
     for error in [message(host.join().unwrap()), message(other.join().unwrap())] {
         assert!(error.starts_with("rank 1 (") && error.contains("died"), "{error}");

@@ -199,10 +199,8 @@ impl World {
     /// # Errors
     /// [`Error::Fault`] where another rank failed before its end.
     pub fn close(mut self) -> Result<()> {
+        self.group.finish()?;
         self.closed = true;
-        if let Some(engine) = self.group.engine() {
-            engine.finish()?;
-        }
         self.link.as_ref().map_or(Ok(()), Link::close)
     }
 

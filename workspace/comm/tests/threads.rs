@@ -1,5 +1,7 @@
 //! Every operation on groups of threads.
 
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
 mod collectives;
 
 use moh_comm::World;

@@ -120,18 +120,26 @@ fn on_the_host(operation: &'static str) -> Error {
     }
 }
 
+/// What all ranks brought to an exchange.
+struct Gathered<'a> {
+    slots: Vec<RwLockReadGuard<'a, Slot>>,
+    /// The number of the exchange, held so that a rank's exchanges come one after the other.
+    number: MutexGuard<'a, u64>,
+}
+
+impl Gathered<'_> {
+    fn of(&self, rank: usize) -> &[u8] {
+        self.slots[rank].bytes.bytes()
+    }
+}
+
 impl Threads {
     pub(crate) fn new(room: Arc<Room>, rank: usize, health: Arc<Health>) -> Self {
         Threads { room, rank, health, exchanges: Mutex::default() }
     }
 
-    /// Brings `brought` to all ranks, and reads what they brought.
-    fn exchange<R>(
-        &self,
-        call: Call,
-        brought: &[u8],
-        read: impl FnOnce(u64, &[RwLockReadGuard<'_, Slot>]) -> R,
-    ) -> Result<R> {
+    /// Brings `brought` to all ranks; what they have brought can be read until the result is dropped.
+    fn exchange(&self, call: Call, brought: &[u8]) -> Result<Gathered<'_>> {
         let mut number = locked(&self.exchanges);
         let slots = &self.room.slots[(*number % 2) as usize];
         {
@@ -158,7 +166,7 @@ impl Threads {
                 });
             }
         }
-        Ok(read(*number, &slots))
+        Ok(Gathered { slots, number })
     }
 
     /// Waits for all ranks.
@@ -201,15 +209,8 @@ impl Engine for Threads {
             return Err(on_the_host("all_reduce"));
         };
         let call = Call { operation: "all_reduce", dtype, len, reduce: Some(how), root: None };
-        let brought: &[u8] = out;
-        let size = self.room.size;
-        let mut sums = Scratch::default();
-        let sums = self.exchange(call, brought, |_, slots| {
-            let sums = sums.of_len(brought.len());
-            reduce(dtype, how, sums, size, |rank| Some(slots[rank].bytes.bytes()));
-            sums
-        })?;
-        out.copy_from_slice(sums);
+        let gathered = self.exchange(call, out)?;
+        reduce(dtype, how, out, self.room.size, |rank| Some(gathered.of(rank)));
         Ok(None)
     }
 
@@ -220,13 +221,10 @@ impl Engine for Threads {
         let call = Call { operation: "reduce_scatter", dtype, len, reduce: Some(how), root: None };
         let size = self.room.size;
         let own = out.len() / size * self.rank..out.len() / size * (self.rank + 1);
-        let mut sums = Scratch::default();
-        let sums = self.exchange(call, out, |_, slots| {
-            let sums = sums.of_len(own.len());
-            reduce(dtype, how, sums, size, |rank| Some(&slots[rank].bytes.bytes()[own.clone()]));
-            sums
-        })?;
-        out[own].copy_from_slice(sums);
+        let gathered = self.exchange(call, out)?;
+        reduce(dtype, how, &mut out[own.clone()], size, |rank| {
+            Some(&gathered.of(rank)[own.clone()])
+        });
         Ok(None)
     }
 
@@ -236,16 +234,10 @@ impl Engine for Threads {
         };
         let call = Call { operation: "all_gather", dtype, len, reduce: None, root: None };
         let part = out.len() / self.room.size;
-        let mut gathered = Scratch::default();
-        let brought = &out[part * self.rank..part * (self.rank + 1)];
-        let gathered = self.exchange(call, brought, |_, slots| {
-            let gathered = gathered.of_len(out.len());
-            for (rank, slot) in slots.iter().enumerate() {
-                gathered[part * rank..part * (rank + 1)].copy_from_slice(slot.bytes.bytes());
-            }
-            gathered
-        })?;
-        out.copy_from_slice(gathered);
+        let gathered = self.exchange(call, &out[part * self.rank..part * (self.rank + 1)])?;
+        for rank in 0..self.room.size {
+            out[part * rank..part * (rank + 1)].copy_from_slice(gathered.of(rank));
+        }
         Ok(None)
     }
 
@@ -255,9 +247,8 @@ impl Engine for Threads {
         };
         let call = Call { operation: "broadcast", dtype, len, reduce: None, root: Some(root) };
         let brought: &[u8] = if root == self.rank { out } else { &[] };
-        let mut received = Scratch::default();
-        self.exchange(call, brought, |_, slots| received.fill(slots[root].bytes.bytes()))?;
-        out.copy_from_slice(received.bytes());
+        let gathered = self.exchange(call, brought)?;
+        out.copy_from_slice(gathered.of(root));
         Ok(None)
     }
 
@@ -306,19 +297,17 @@ impl Engine for Threads {
     fn barrier(&self) -> Result<()> {
         let call =
             Call { operation: "barrier", dtype: DType::U8, len: 0, reduce: None, root: None };
-        self.exchange(call, &[], |_, _| ())
+        self.exchange(call, &[]).map(|_| ())
     }
 
     fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Member>> {
         let call = Call { operation: "split", dtype: DType::U32, len: 3, reduce: None, root: None };
         let brought = [u32::from(color.is_some()), color.unwrap_or(0), key];
-        let asked = self.exchange(call, bytemuck::bytes_of(&brought), |number, slots| {
-            let of = |slot: &RwLockReadGuard<'_, Slot>| -> [u32; 3] {
-                bytemuck::pod_read_unaligned(slot.bytes.bytes())
-            };
-            (number, slots.iter().map(of).collect::<Vec<_>>())
-        })?;
-        let (number, asked) = asked;
+        let gathered = self.exchange(call, bytemuck::bytes_of(&brought))?;
+        let of = |rank| bytemuck::pod_read_unaligned(gathered.of(rank));
+        let asked: Vec<[u32; 3]> = (0..self.room.size).map(of).collect();
+        let number = *gathered.number;
+        drop(gathered);
         let Some(color) = color else { return Ok(None) };
         let mut members: Vec<(u32, usize)> = Vec::new();
         for (rank, &[has_color, its_color, key]) in asked.iter().enumerate() {

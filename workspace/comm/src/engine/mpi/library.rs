@@ -4,10 +4,13 @@
 //! The crate `mpi` throws return codes away and has no error handling of its own, so that what can
 //! fail is called through its bindings here. Calls never block: they start something and test it,
 //! so that an operation whose partner has died ends with the fault that the liveness thread found.
+//! MPI moves long messages while it is called, and their sender computes meanwhile: a thread calls
+//! it as long as messages wait.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use mpi::Threading;
@@ -21,6 +24,8 @@ use crate::watchdog::Health;
 
 /// How long after a fault what other processes had begun to write may still arrive.
 const SETTLE: Duration = Duration::from_millis(500);
+/// How often MPI is called while a message waits.
+const PROGRESS: Duration = Duration::from_micros(50);
 /// Room that MPI wants for the text of an error.
 const ERROR_TEXT: usize = ffi::MPI_MAX_ERROR_STRING as usize;
 
@@ -31,11 +36,19 @@ pub(super) fn failed(operation: &'static str, reason: impl Into<String>) -> Erro
 /// The library, between its start and its end.
 pub(super) struct Library {
     universe: Option<Universe>,
-    /// Held during each call: the library is asked for one calling thread at a time.
-    calls: Mutex<Mail>,
+    calls: Arc<Calls>,
+    progress: Option<JoinHandle<()>>,
     /// The job has come to its end, so that all processes finalise.
     finished: AtomicBool,
     pub(super) health: Arc<Health>,
+}
+
+/// The right to call MPI.
+#[derive(Default)]
+struct Calls {
+    /// Held during each call: the library is asked for one calling thread at a time.
+    mail: Mutex<Mail>,
+    posted: Condvar,
 }
 
 /// What was sent and may not have left.
@@ -43,6 +56,9 @@ pub(super) struct Library {
 struct Mail {
     outstanding: Vec<Letter>,
     free: Vec<Scratch>,
+    /// Why a message did not leave.
+    failure: Option<Error>,
+    ended: bool,
 }
 
 struct Letter {
@@ -67,9 +83,10 @@ impl Library {
     pub(super) fn start(health: Arc<Health>) -> Result<Self> {
         let (universe, threading) = mpi::initialize_with_threading(Threading::Serialized)
             .ok_or_else(|| failed("MPI_Init", "MPI has been started in this process already"))?;
-        let library = Library {
+        let mut library = Library {
             universe: Some(universe),
-            calls: Mutex::default(),
+            calls: Arc::default(),
+            progress: None,
             finished: AtomicBool::new(false),
             health,
         };
@@ -77,6 +94,11 @@ impl Library {
             return Err(failed("MPI_Init", "this MPI library serves the main thread alone"));
         }
         library.report_errors_of(library.world())?;
+        let (calls, health) = (Arc::clone(&library.calls), Arc::clone(&library.health));
+        let thread = std::thread::Builder::new().name("moh-mpi".into());
+        let thread = thread.spawn(move || calls.move_messages(&health));
+        let thread = thread.map_err(|error| failed("starting a thread", error.to_string()))?;
+        library.progress = Some(thread);
         Ok(library)
     }
 
@@ -104,9 +126,8 @@ impl Library {
         })
     }
 
-    /// A panic elsewhere leaves the mail sound: each change is one step.
     fn mail(&self) -> MutexGuard<'_, Mail> {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+        self.calls.mail()
     }
 
     /// One call of the library that returns an error code.
@@ -162,12 +183,16 @@ impl Library {
     ) -> Result<()> {
         self.health.check()?;
         let mut mail = self.mail();
-        mail.take_back_what_has_left()?;
         let mut letter =
             Letter { request: null_request(), content: mail.free.pop().unwrap_or_default() };
         letter.content.fill(bytes);
         check("MPI_Isend", start(letter.content.bytes(), &mut letter.request))?;
         mail.outstanding.push(letter);
+        // Most messages are short and have left by now.
+        mail.take_back_what_has_left()?;
+        if !mail.outstanding.is_empty() {
+            self.calls.posted.notify_one();
+        }
         Ok(())
     }
 
@@ -199,6 +224,31 @@ impl Library {
     }
 }
 
+impl Calls {
+    /// A panic elsewhere leaves the mail sound: each change is one step.
+    fn mail(&self) -> MutexGuard<'_, Mail> {
+        self.mail.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Calls MPI while messages wait, until the end.
+    fn move_messages(&self, health: &Health) {
+        let mut mail = self.mail();
+        while !mail.ended && health.fault().is_none() {
+            if mail.outstanding.is_empty() {
+                mail = self.posted.wait(mail).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
+            // The error is kept, and what is sent next reports it, or the end.
+            if mail.take_back_what_has_left().is_err() {
+                return;
+            }
+            drop(mail);
+            std::thread::sleep(PROGRESS);
+            mail = self.mail();
+        }
+    }
+}
+
 impl Mail {
     fn take_back_what_has_left(&mut self) -> Result<()> {
         let mut at = 0;
@@ -209,20 +259,29 @@ impl Mail {
             #[allow(unsafe_code)]
             let code =
                 unsafe { ffi::MPI_Test(&mut letter.request, &mut done, ffi::RSMPI_STATUS_IGNORE) };
-            check("MPI_Isend", code)?;
-            if done == 0 {
+            if let Err(error) = check("MPI_Isend", code) {
+                self.failure.get_or_insert(error);
+                // MPI may still read it.
+                std::mem::forget(self.outstanding.swap_remove(at));
+            } else if done == 0 {
                 at += 1;
-                continue;
+            } else {
+                let letter = self.outstanding.swap_remove(at);
+                self.free.push(letter.content);
             }
-            let letter = self.outstanding.swap_remove(at);
-            self.free.push(letter.content);
         }
-        Ok(())
+        self.failure.clone().map_or(Ok(()), Err)
     }
 }
 
 impl Drop for Library {
     fn drop(&mut self) {
+        self.mail().ended = true;
+        self.calls.posted.notify_one();
+        if let Some(progress) = self.progress.take() {
+            // It does not panic, and if it did, nothing here would change.
+            let _ = progress.join();
+        }
         let well = self.finished.load(Ordering::Relaxed) && self.health.fault().is_none();
         if !well {
             // MPI's end waits for all processes, which would be for ever; and what was sent may

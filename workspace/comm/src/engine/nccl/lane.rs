@@ -1,0 +1,334 @@
+//! A communicator of NCCL with a stream of its own, in step with the stream of the operators: what
+//! is asked of a lane starts after the operators so far, and operators start after it where its
+//! event is joined. No call waits for the GPU.
+
+use std::ffi::CStr;
+use std::mem::MaybeUninit;
+use std::ptr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::{DriverError, result, sys as driver};
+use cudarc::nccl::sys;
+use moh_kernels::{Cuda, CudaStream};
+
+use crate::error::{Error, Result};
+use crate::watchdog::{Health, Outstanding};
+
+pub(super) fn failed(operation: &'static str, reason: impl Into<String>) -> Error {
+    Error::Engine { engine: "NCCL", operation, reason: reason.into() }
+}
+
+/// The GPU of this process.
+pub(super) struct Device {
+    pub cuda: Cuda,
+    compute: CudaStream,
+    pub health: Arc<Health>,
+}
+
+// SAFETY: the stream's handle may be used by any thread to which its context is bound, which `run`
+// does first; it lives as long as `cuda`.
+#[allow(unsafe_code)]
+unsafe impl Send for Device {}
+// SAFETY: as above.
+#[allow(unsafe_code)]
+unsafe impl Sync for Device {}
+
+impl Device {
+    pub(super) fn new(cuda: Cuda, health: Arc<Health>) -> Result<Arc<Self>> {
+        let compute = cuda.stream();
+        let compute = compute.ok_or_else(|| failed("start", "the GPU is an emulated one"))?;
+        Ok(Arc::new(Device { cuda, compute, health }))
+    }
+
+    /// Binds the GPU to this thread and runs `work` with the stream of the operators.
+    fn run<R>(
+        &self,
+        operation: &'static str,
+        work: impl FnOnce(driver::CUstream) -> Result<R, DriverError>,
+    ) -> Result<R> {
+        let bound = self.compute.context.bind_to_thread();
+        let done = bound.and_then(|()| work(self.compute.stream));
+        done.map_err(|error| failed(operation, error.to_string()))
+    }
+
+    /// Copies within the GPU, after the operators so far and before those to come.
+    ///
+    /// # Safety
+    /// Both addresses are of as many bytes, which live until the operators to come are done.
+    #[allow(unsafe_code)]
+    pub(super) unsafe fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
+        self.run("copying a message", |compute| {
+            // SAFETY: the caller's promise.
+            unsafe { result::memcpy_dtod_async(to, from, bytes, compute) }
+        })
+    }
+}
+
+/// A point in a lane's work.
+pub(super) struct Event {
+    raw: driver::CUevent,
+    device: Arc<Device>,
+}
+
+// SAFETY: as for `Device`.
+#[allow(unsafe_code)]
+unsafe impl Send for Event {}
+// SAFETY: as for `Device`.
+#[allow(unsafe_code)]
+unsafe impl Sync for Event {}
+
+impl Event {
+    fn new(device: &Arc<Device>) -> Result<Self> {
+        let flags = driver::CUevent_flags::CU_EVENT_DISABLE_TIMING;
+        let raw = device.run("creating an event", |_| result::event::create(flags))?;
+        Ok(Event { raw, device: Arc::clone(device) })
+    }
+}
+
+impl Outstanding for Event {
+    fn is_done(&self) -> bool {
+        // An error counts as an end: the operators' next call meets it as well.
+        // SAFETY: the event lives as long as this value.
+        #[allow(unsafe_code)]
+        let query = self.device.run("asking for an event", |_| unsafe {
+            Ok(result::event::query(self.raw) != Err(NOT_READY))
+        });
+        query.unwrap_or(true)
+    }
+
+    fn join(&self) -> Result<()> {
+        self.device.run("waiting for an event", |compute| {
+            let flags = driver::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+            // SAFETY: stream and event live as long as this value.
+            #[allow(unsafe_code)]
+            unsafe {
+                result::stream::wait_event(compute, self.raw, flags)
+            }
+        })
+    }
+}
+
+const NOT_READY: DriverError = DriverError(driver::cudaError_enum::CUDA_ERROR_NOT_READY);
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: nobody uses the event any more; an error has nobody to be told to.
+        #[allow(unsafe_code)]
+        let _ =
+            self.device.run("destroying an event", |_| unsafe { result::event::destroy(self.raw) });
+    }
+}
+
+/// A communicator and its stream.
+pub(super) struct Lane {
+    communicator: sys::ncclComm_t,
+    stream: driver::CUstream,
+    device: Arc<Device>,
+    /// Held while an operation is put on the stream.
+    events: Mutex<Events>,
+}
+
+struct Events {
+    /// Where the operators stood when an operation was asked for.
+    before: Event,
+    /// The ends of operations; those that nobody else holds are free.
+    after: Vec<Arc<Event>>,
+}
+
+// SAFETY: communicator and stream are used by one thread at a time, under the lock of `events`.
+#[allow(unsafe_code)]
+unsafe impl Send for Lane {}
+// SAFETY: as above.
+#[allow(unsafe_code)]
+unsafe impl Sync for Lane {}
+
+impl Lane {
+    /// The communicator of all ranks; returns when all have called it.
+    pub(super) fn world(
+        device: &Arc<Device>,
+        id: sys::ncclUniqueId,
+        rank: usize,
+        size: usize,
+    ) -> Result<Self> {
+        device.run("binding the GPU", |_| Ok(()))?;
+        let mut communicator = ptr::null_mut();
+        // SAFETY: the communicator lives through the call, and the numbers fit (`Launch`).
+        #[allow(unsafe_code)]
+        let code =
+            unsafe { sys::ncclCommInitRank(&mut communicator, size as i32, id, rank as i32) };
+        check("ncclCommInitRank", code, ptr::null_mut())?;
+        Self::of(device, communicator)
+    }
+
+    /// A communicator of the ranks of one colour; returns when all ranks of this one have called it.
+    pub(super) fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Self>> {
+        const NO_COLOR: i32 = -1;
+        self.device.run("binding the GPU", |_| Ok(()))?;
+        let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut communicator = ptr::null_mut();
+        // `Group::split` has checked that both are within C's int.
+        let (color, key) = (color.map_or(NO_COLOR, |color| color as i32), key as i32);
+        // SAFETY: this communicator is whole, the new one lives through the call, and no
+        // configuration means that of this one.
+        #[allow(unsafe_code)]
+        let code = unsafe {
+            let same = ptr::null_mut();
+            sys::ncclCommSplit(self.communicator, color, key, &mut communicator, same)
+        };
+        check("ncclCommSplit", code, self.communicator)?;
+        drop(events);
+        if communicator.is_null() {
+            return Ok(None);
+        }
+        Self::of(&self.device, communicator).map(Some)
+    }
+
+    fn of(device: &Arc<Device>, communicator: sys::ncclComm_t) -> Result<Self> {
+        let stream = device.run("creating a stream", |_| {
+            result::stream::create(result::stream::StreamKind::NonBlocking)
+        })?;
+        let events = Events { before: Event::new(device)?, after: Vec::new() };
+        let (device, events) = (Arc::clone(device), Mutex::new(events));
+        Ok(Lane { communicator, stream, device, events })
+    }
+
+    /// This rank's number in the communicator, and the number of ranks.
+    pub(super) fn rank_and_size(&self) -> Result<(usize, usize)> {
+        let (mut rank, mut size) = (MaybeUninit::uninit(), MaybeUninit::uninit());
+        // SAFETY: NCCL sets both where it reports success, which is checked before they are read.
+        #[allow(unsafe_code)]
+        unsafe {
+            let code = sys::ncclCommUserRank(self.communicator, rank.as_mut_ptr());
+            check("ncclCommUserRank", code, self.communicator)?;
+            let code = sys::ncclCommCount(self.communicator, size.as_mut_ptr());
+            check("ncclCommCount", code, self.communicator)?;
+            Ok((rank.assume_init() as usize, size.assume_init() as usize))
+        }
+    }
+
+    /// Puts an operation on the stream, after the operators so far; its event is not joined yet.
+    ///
+    /// # Safety
+    /// `operation` passes addresses of as many numbers as it says, which live, and which nobody else
+    /// uses, until the event is joined.
+    #[allow(unsafe_code)]
+    pub(super) unsafe fn start(
+        &self,
+        name: &'static str,
+        operation: impl FnOnce(sys::ncclComm_t, sys::cudaStream_t) -> sys::ncclResult_t,
+    ) -> Result<Arc<Event>> {
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        self.check()?;
+        let before = events.before.raw;
+        let after = events.free(&self.device)?;
+        self.device.run(name, |compute| {
+            let flags = driver::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+            // SAFETY: streams and event live as long as this value; a wait keeps the state of the
+            // event at its call, so that the event can be recorded again.
+            unsafe {
+                result::event::record(before, compute)?;
+                result::stream::wait_event(self.stream, before, flags)
+            }
+        })?;
+        check(name, operation(self.communicator, self.stream.cast()), self.communicator)?;
+        self.device.run(name, |_| {
+            // SAFETY: as above.
+            unsafe { result::event::record(after.raw, self.stream) }
+        })?;
+        Ok(after)
+    }
+
+    /// Waits on the host until the lane has come to an event.
+    pub(super) fn await_event(&self, event: &Event) -> Result<()> {
+        while !event.is_done() {
+            self.device.health.check()?;
+            {
+                let _events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+                self.check()?;
+            }
+            std::thread::sleep(std::time::Duration::from_micros(20));
+        }
+        Ok(())
+    }
+
+    /// Waits on the host until the lane has done everything.
+    pub(super) fn finish(&self) -> Result<()> {
+        let event = {
+            let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+            let event = events.free(&self.device)?;
+            self.device.run("finishing", |_| {
+                // SAFETY: stream and event live as long as this value.
+                #[allow(unsafe_code)]
+                unsafe {
+                    result::event::record(event.raw, self.stream)
+                }
+            })?;
+            event
+        };
+        self.await_event(&event)
+    }
+
+    /// What went wrong on the communicator since the last call.
+    fn check(&self) -> Result<()> {
+        let mut state = sys::ncclResult_t::ncclSuccess;
+        // SAFETY: the communicator is whole, and the caller holds the lock.
+        #[allow(unsafe_code)]
+        let code = unsafe { sys::ncclCommGetAsyncError(self.communicator, &mut state) };
+        check("ncclCommGetAsyncError", code, self.communicator)?;
+        check("an operation", state, self.communicator)
+    }
+}
+
+impl Events {
+    fn free(&mut self, device: &Arc<Device>) -> Result<Arc<Event>> {
+        if let Some(event) = self.after.iter().find(|event| Arc::strong_count(event) == 1) {
+            return Ok(Arc::clone(event));
+        }
+        let event = Arc::new(Event::new(device)?);
+        self.after.push(Arc::clone(&event));
+        Ok(event)
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        let well = self.device.health.fault().is_none();
+        // Errors have nobody to be told to.
+        // SAFETY: nobody uses communicator and stream any more; after a fault the communicator is
+        // aborted, because its end would wait for ranks that are gone.
+        #[allow(unsafe_code)]
+        let _ = self.device.run("ending a communicator", |_| unsafe {
+            if well {
+                result::stream::synchronize(self.stream)?;
+                sys::ncclCommDestroy(self.communicator);
+            } else {
+                sys::ncclCommAbort(self.communicator);
+            }
+            result::stream::destroy(self.stream)
+        });
+    }
+}
+
+/// The error that a result stands for.
+pub(super) fn check(
+    operation: &'static str,
+    code: sys::ncclResult_t,
+    communicator: sys::ncclComm_t,
+) -> Result<()> {
+    if matches!(code, sys::ncclResult_t::ncclSuccess | sys::ncclResult_t::ncclInProgress) {
+        return Ok(());
+    }
+    // SAFETY: NCCL returns texts of its own, or none; it takes a null communicator.
+    #[allow(unsafe_code)]
+    let text = |text: *const std::ffi::c_char| {
+        (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+    };
+    // SAFETY: as above.
+    #[allow(unsafe_code)]
+    let (what, last) =
+        unsafe { (text(sys::ncclGetErrorString(code)), text(sys::ncclGetLastError(communicator))) };
+    let what = what.unwrap_or_else(|| format!("{code:?}"));
+    let last =
+        last.filter(|last| !last.is_empty()).map_or(String::new(), |last| format!(": {last}"));
+    Err(failed(operation, format!("{what}{last}; NCCL_DEBUG=INFO makes NCCL say more")))
+}
