@@ -63,7 +63,12 @@ impl Link {
         limits: Limits,
     ) -> Result<Self> {
         let control = Arc::new(Control::default());
-        let peers = peers.into_iter().map(|peer| Watched { peer, gone: false }).collect();
+        let watched = |mut peer: Peer| {
+            // It may have been waiting for others longer than it may be silent from now on.
+            peer.connection.last_heard = Instant::now();
+            Watched { peer, gone: false }
+        };
+        let peers = peers.into_iter().map(watched).collect();
         let watch = Watch {
             rank,
             who: who(rank, place),

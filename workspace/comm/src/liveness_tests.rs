@@ -108,6 +108,19 @@ fn a_rank_that_falls_silent_is_named() {
 }
 
 #[test]
+fn a_long_rendezvous_is_no_silence() {
+    let limits = Limits { silence: Duration::from_millis(800), ..LIMITS };
+    let peers = meet(3);
+    std::thread::sleep(Duration::from_millis(1000));
+    let start = |(rank, peers)| start(rank, peers, limits);
+    let ranks: Vec<Rank> = peers.into_iter().enumerate().map(start).collect();
+    std::thread::sleep(Duration::from_millis(1500));
+    for rank in &ranks {
+        assert_eq!(rank.health.fault(), None);
+    }
+}
+
+#[test]
 fn a_rank_that_fails_tells_the_others_why() {
     for failing in [0, 1] {
         let mut ranks = ranks(3, LIMITS);

@@ -3,7 +3,8 @@
 //! along. The connections stay open: they show who is alive (`liveness.rs`).
 //!
 //! Rank 0 serves all connections from one loop that never blocks, so that strangers on its port,
-//! silent or loud, keep nobody waiting.
+//! silent or loud, keep nobody waiting. There are no secrets: whoever reaches the port and knows the
+//! job can claim a rank, so that it belongs on a network of the cluster's own.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};

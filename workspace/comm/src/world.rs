@@ -17,10 +17,11 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 /// Where the buffers lie that the ranks exchange, which decides what moves them.
 #[derive(Debug, Clone)]
 pub enum Buffers {
-    /// In the host's memory: MPI, feature `mpi`.
+    /// In the host's memory: MPI, feature `mpi`. mpirun keeps each process on one core unless it is
+    /// told `--bind-to none`.
     Host,
-    /// On this GPU, one for each rank: NCCL.
-    #[cfg(feature = "nccl")]
+    /// On this GPU, one for each rank: NCCL, feature `nccl`.
+    #[cfg(feature = "cuda")]
     Gpu(moh_kernels::Cuda),
 }
 
@@ -110,19 +111,7 @@ impl World {
                 |launch, _, health| crate::engine::mpi::world(launch, health),
             ),
             #[cfg(not(feature = "mpi"))]
-            Buffers::Host => {
-                let no_engine = || {
-                    Error::NoEngine(format!(
-                        "{} processes were started, and this program was built without MPI: build \
-                         it with --features mpi, or start one process",
-                        launch.size
-                    ))
-                };
-                if launch.size > 1 {
-                    return Err(no_engine());
-                }
-                Self::connect_with(launch, options, || Ok(Vec::new()), |_, _, _| Err(no_engine()))
-            }
+            Buffers::Host => Self::without_engine(launch, options, "MPI", "mpi"),
             #[cfg(feature = "nccl")]
             Buffers::Gpu(cuda) => Self::connect_with(
                 launch,
@@ -130,7 +119,30 @@ impl World {
                 crate::engine::nccl::unique_id,
                 |launch, id, health| crate::engine::nccl::world(launch, id, cuda, health),
             ),
+            #[cfg(all(feature = "cuda", not(feature = "nccl")))]
+            Buffers::Gpu(_) => Self::without_engine(launch, options, "NCCL", "nccl"),
         }
+    }
+
+    /// In a build without the engine there can be one process.
+    #[cfg(any(not(feature = "mpi"), all(feature = "cuda", not(feature = "nccl"))))]
+    fn without_engine(
+        launch: &Launch,
+        options: Options,
+        engine: &str,
+        feature: &str,
+    ) -> Result<Self> {
+        let no_engine = || {
+            Error::NoEngine(format!(
+                "{} processes were started, and this program was built without {engine}: build it \
+                 with --features {feature}, or start one process",
+                launch.size
+            ))
+        };
+        if launch.size > 1 {
+            return Err(no_engine());
+        }
+        Self::connect_with(launch, options, || Ok(Vec::new()), |_, _, _| Err(no_engine()))
     }
 
     /// Meets the other processes; rank 0's payload goes to all of them, and to `engine`.
