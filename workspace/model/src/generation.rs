@@ -6,7 +6,7 @@ use candle_transformers::generation::{LogitsProcessor, Sampling};
 use moh_kernels::{Backend, Element};
 
 use crate::Error;
-use crate::activations::{Blocks, Recompute, whole};
+use crate::activations::{Blocks, Recompute};
 use crate::block::{LayerCache, Tokens};
 use crate::layout::ModelLayout;
 use crate::model::Model;

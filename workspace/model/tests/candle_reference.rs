@@ -84,7 +84,7 @@ fn logits_are_those_of_candles_llama() {
         let weights = weights(&config);
         let ids: Vec<u32> = (0..19).map(|i| (i * 11 + 5) % 37).collect();
 
-        let ours = model(config, &weights);
+        let mut ours = model(config, &weights);
         let mut activations = activations(&ours, 1, ids.len(), false);
         activations.upload(&Cpu, &ids, &ids, &[]).unwrap();
         ours.forward(&mut activations, &mut StepSums::new(&Cpu).unwrap()).unwrap();
@@ -111,7 +111,12 @@ fn logits_are_those_of_candles_llama() {
 }
 
 /// The loss whose gradient is checked: cross-entropy and balance loss, the selection a constant.
-fn total_loss(model: &Model<Cpu, f32>, ids: &[u32], targets: &[u32], count: f64) -> (f64, Vec<u8>) {
+fn total_loss(
+    model: &mut Model<Cpu, f32>,
+    ids: &[u32],
+    targets: &[u32],
+    count: f64,
+) -> (f64, Vec<u8>) {
     let mut activations = activations(model, 2, ids.len() / 2, false);
     activations.upload(&Cpu, ids, targets, &[]).unwrap();
     let mut sums = StepSums::new(&Cpu).unwrap();
@@ -131,7 +136,7 @@ fn gradients_are_differences_of_the_loss() {
         let ids: Vec<u32> = (0..22).map(|i| (i * 7 + i * i) % 37).collect();
         let mut targets: Vec<u32> = (0..22).map(|i| (i * 5 + 1) % 37).collect();
         targets[10] = IGNORED;
-        let ours = model(config.clone(), &weights);
+        let mut ours = model(config.clone(), &weights);
         let mut activations = activations(&ours, 2, 11, true);
         activations.upload(&Cpu, &ids, &targets, &[]).unwrap();
         let mut gradients = FlatBuffers::<Cpu, f32>::zeros(&Cpu, ours.layout()).unwrap();
@@ -149,7 +154,7 @@ fn gradients_are_differences_of_the_loss() {
                 for (value, g) in values.iter_mut().zip(&gradient) {
                     *value += (sign * step * f64::from(*g) / norm) as f32;
                 }
-                total_loss(&model(config.clone(), &weights), &ids, &targets, 21.0)
+                total_loss(&mut model(config.clone(), &weights), &ids, &targets, 21.0)
             };
             let ((above, mask_above), (below, mask_below)) = (moved(1.0), moved(-1.0));
             assert_eq!(mask_above, mask_below, "{}: a selection changed", segment.name);

@@ -161,7 +161,14 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
                 },
                 self.state.sample,
                 (number, schedule.learning_rate(number)),
-            )?;
+            );
+            let taken = match taken {
+                // All ranks see the same numbers, and one tells of them.
+                Err(Error::NotFinite { .. }) if !self.ranks.is_first() => {
+                    return Err(Error::OtherRank { rank: 0 });
+                }
+                taken => taken?,
+            };
             let seconds = started.elapsed().as_secs_f64();
             self.state.step += 1;
             self.state.stage_step = number;

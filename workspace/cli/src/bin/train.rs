@@ -12,7 +12,7 @@ use moh_cli::exit::{self, StoppedEarly};
 use moh_cli::models;
 use moh_cli::run_view::RunView;
 use moh_cli::summary_table::{draw, invocation, table};
-use moh_comm::{Launch, World};
+use moh_comm::{Fault, Launch, World};
 use moh_train::{OpenDevice, Outcome, Plan, Recipe, RunDirectory, Summary};
 
 /// Train a recipe's stages in order, or continue where it was interrupted.
@@ -86,26 +86,26 @@ fn train(arguments: &Arguments, recipe: Recipe) -> anyhow::Result<()> {
     let device = OpenDevice::open(&recipe, &arguments.recipe, launch.local_rank)?;
     let rank = launch.rank;
     let world = moh_train::connect(&launch, &device, &recipe, move |fault| {
-        eprintln!("error: rank {rank}: {fault}");
+        // A rank that fails tells why itself.
+        if !matches!(fault, Fault::Failed { .. }) {
+            eprintln!("error: rank {rank}: {fault}");
+        }
         std::process::exit(exit::ERROR.into());
     })?;
     match train_as_rank(arguments, recipe, device, &world) {
         Ok(()) => Ok(world.close()?),
-        // All ranks stop, or see the error that one of them tells, together.
-        Err(error) if error.is::<StoppedEarly>() || is_of_another_rank(&error) => {
+        Err(error) if error.is::<StoppedEarly>() => {
             world.close()?;
             Err(error)
         }
         Err(error) if world.size() > 1 => {
-            eprintln!("error: rank {rank}: {error:#}");
+            if !matches!(error.downcast_ref(), Some(moh_train::Error::OtherRank { .. })) {
+                eprintln!("error: rank {rank}: {error:#}");
+            }
             world.abort(&format!("{error:#}"), exit::ERROR.into())
         }
         Err(error) => Err(error),
     }
-}
-
-fn is_of_another_rank(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref(), Some(moh_train::Error::OtherRank { .. }))
 }
 
 fn train_as_rank(
