@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
+use moh_data::{Prepare, TextTokenizer, prepare};
 use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory};
 use safetensors::SafeTensors;
 use support::{Results, Workplace};
@@ -188,4 +189,68 @@ fn an_error_of_one_rank_is_told_once() {
     let told = outcomes.iter().filter(|outcome| !matches!(outcome, Err(Error::OtherRank { .. })));
     assert_eq!(told.count(), 1, "{outcomes:?}");
     assert!(outcomes.iter().all(Result::is_err));
+}
+
+/// Fifty steps of 24 sequences on stories260K, dense and with three quarters of its heads.
+fn stories_recipe(model: &Path, dir: &Path, attention: &str) -> Recipe {
+    let text = format!(
+        r#"
+[run]
+dir = "{dir}/run"
+seed = 1
+device = "cpu"
+dtype = "f32"
+
+[model]
+from = "{model}"
+
+[data]
+sequence_length = 32
+sources = [{{ path = "{dir}/stories" }}]
+
+[[stage]]
+name = "only"
+{attention}
+tokens = 38_400
+batch_tokens = 768
+micro_batch = 2
+learning_rate = {{ max = 1e-3, min = 1e-4, warmup_steps = 5 }}
+"#,
+        dir = dir.display(),
+        model = model.display(),
+    );
+    Recipe::parse(&text, Path::new("recipe.toml"), &[]).unwrap()
+}
+
+#[test]
+fn a_pretrained_model_learns_on_many_ranks_as_on_one() {
+    let fixtures = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"));
+    if !fixtures.is_dir() {
+        println!("skipped: no fixtures in {}", fixtures.display());
+        return;
+    }
+    let model = fixtures.join("stories260K");
+    let tokenizer = TextTokenizer::load(&model).unwrap();
+    let moh = "attention = \"moh\"\nmoh = { shared_heads = 4, routed_top_k = 2 }";
+    for attention in ["attention = \"dense\"", moh] {
+        let mut reference = None;
+        for ranks in [1, 2, 3, 4, 6, 8] {
+            let dir = tempfile::tempdir().unwrap();
+            let options = Prepare {
+                tokenizer: &tokenizer,
+                inputs: &[fixtures.join("data/stories-valid.jsonl")],
+                field: "text",
+                prefix: &dir.path().join("stories"),
+                overwrite: false,
+            };
+            prepare(options, &mut |_, _| {}).unwrap();
+            let recipe = stories_recipe(&model, dir.path(), attention);
+            for outcome in train_on(ranks, &recipe, Some(&model), None) {
+                assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
+            }
+            let found = Results::of(&recipe);
+            let expected = reference.get_or_insert(found);
+            assert_alike(&Results::of(&recipe), expected, &format!("{ranks} ranks, {attention}"));
+        }
+    }
 }
