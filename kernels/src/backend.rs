@@ -103,6 +103,13 @@ pub trait Backend: Send + Sync + Sized + 'static {
     /// Sets every number to zero.
     fn zero<S: Scalar>(&self, destination: Self::ViewMut<'_, S>) -> Result<()>;
 
+    /// `y = x`, rounded to the type of y; both hold the same count.
+    fn convert<X: Element, Y: Element>(
+        &self,
+        x: Self::View<'_, X>,
+        y: Self::ViewMut<'_, Y>,
+    ) -> Result<()>;
+
     /// Waits until all operators so far are done.
     fn synchronize(&self) -> Result<()>;
 

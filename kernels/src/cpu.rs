@@ -16,7 +16,7 @@ use crate::rope::{self, QkvShape, RopeTable};
 use crate::router::cpu::CpuRouting;
 use crate::router::{QueryNormRouter, RouterGradient};
 use crate::scalar::{Element, Scalar};
-use crate::{embedding, key_value_cache, linear, rms_norm, swiglu};
+use crate::{convert, embedding, key_value_cache, linear, rms_norm, swiglu};
 
 /// Numbers that one task copies or sets to zero.
 const PART: usize = 256 * 1024;
@@ -89,6 +89,10 @@ impl Backend for Cpu {
     fn zero<S: Scalar>(&self, destination: &mut [S]) -> Result<()> {
         destination.par_chunks_mut(PART).for_each(|part| part.fill(S::zeroed()));
         Ok(())
+    }
+
+    fn convert<X: Element, Y: Element>(&self, x: &[X], y: &mut [Y]) -> Result<()> {
+        convert::cpu::convert(x, y)
     }
 
     fn synchronize(&self) -> Result<()> {

@@ -5,6 +5,7 @@ pub mod attention;
 pub mod backend;
 #[cfg(feature = "cases")]
 pub mod cases;
+mod convert;
 mod cpu;
 pub mod cross_entropy;
 #[cfg(gpu)]

@@ -29,6 +29,7 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
         cross_entropy::<B, T>(sizes, "cross_entropy_forward", false),
         cross_entropy::<B, T>(sizes, "cross_entropy_forward_backward", true),
         key_value_append::<B, T>(sizes),
+        convert::<B, T>(sizes),
         squared_norm::<B, T>(sizes),
         adamw::<B, T>(sizes),
     ]);
@@ -247,6 +248,17 @@ fn key_value_append<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
             let (keys, values) = (whole_mut::<B, T>(&mut keys), whole_mut::<B, T>(&mut values));
             backend.key_value_append(&shape, 0, whole::<B, T>(&qkv), keys, values)
         })
+    })
+}
+
+/// From f32 to the case's type.
+fn convert<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
+    let count = sizes.vocabulary * sizes.width;
+    let bytes = count * (size_of::<f32>() + size_of::<T>());
+    Case::new("convert", Work::Bytes(bytes as u64), move |backend: &B| {
+        let x = numbers::<B, f32>(backend, count)?;
+        let mut y = backend.allocate::<T>(count)?;
+        Ok(move |backend: &B| backend.convert(whole::<B, f32>(&x), whole_mut::<B, T>(&mut y)))
     })
 }
 

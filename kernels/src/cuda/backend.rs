@@ -13,7 +13,7 @@ use crate::rope::{self, QkvShape, RopeTable};
 use crate::router::cuda::CudaRouting;
 use crate::router::{QueryNormRouter, RouterGradient};
 use crate::scalar::{Element, Scalar};
-use crate::{embedding, key_value_cache, linear, rms_norm, router, swiglu};
+use crate::{convert, embedding, key_value_cache, linear, rms_norm, router, swiglu};
 
 impl Backend for Cuda {
     type Buffer<S: Scalar> = CudaBuffer<S>;
@@ -74,6 +74,14 @@ impl Backend for Cuda {
 
     fn zero<S: Scalar>(&self, destination: CudaViewMut<'_, S>) -> Result<()> {
         self.device.zero(destination.address, destination.len * size_of::<S>())
+    }
+
+    fn convert<X: Element, Y: Element>(
+        &self,
+        x: CudaView<'_, X>,
+        y: CudaViewMut<'_, Y>,
+    ) -> Result<()> {
+        convert::cuda::convert(self, x, y)
     }
 
     fn synchronize(&self) -> Result<()> {

@@ -2,6 +2,7 @@
 #include "../adamw/adamw.cu"
 #include "../attention/cuda/plain.cu"
 #include "../attention/cuda/tiled.cu"
+#include "../convert/convert.cu"
 #include "../cross_entropy/cross_entropy.cu"
 #include "../embedding/embedding.cu"
 #include "../key_value_cache/key_value_cache.cu"

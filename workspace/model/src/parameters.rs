@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 
+use half::bf16;
 use moh_comm::{Group, Pending, Reduce};
 use moh_kernels::{Backend, Element, Scalar, View, ViewMut};
 
@@ -44,17 +45,26 @@ pub fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
 }
 
 /// A buffer, or the exchange that has it.
-enum Slot<T> {
-    Here(T),
-    Away(Pending<T>),
-    /// Between the two, or lost to an exchange that failed.
+enum Slot<B: Backend, S: Scalar> {
+    Here(B::Buffer<S>),
+    Away(Pending<B::Buffer<S>>),
+    /// A rounded copy is exchanged, whose part of the shard then replaces the exact one.
+    Rounded(B::Buffer<S>, Pending<B::Buffer<bf16>>, Shard),
+    /// Between these, or lost to an exchange that failed.
     Lost,
+}
+
+/// Room for the rounded copy of each buffer.
+struct Rounding<B: Backend> {
+    backend: B,
+    copies: Vec<Option<B::Buffer<bf16>>>,
 }
 
 /// One device buffer for each [`crate::layout::FlatLayout`] of a model, or a shard of each.
 pub struct FlatBuffers<B: Backend, S: Scalar> {
-    slots: Vec<Slot<B::Buffer<S>>>,
+    slots: Vec<Slot<B, S>>,
     shard: Shard,
+    rounding: Option<Rounding<B>>,
 }
 
 impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
@@ -74,7 +84,7 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
         let slots = (layout.flats.iter())
             .map(|flat| Ok(Slot::Here(backend.allocate(shard.range(flat.len).len())?)))
             .collect::<Result<_, Error>>()?;
-        Ok(FlatBuffers { slots, shard })
+        Ok(FlatBuffers { slots, shard, rounding: None })
     }
 
     /// A part of one buffer, which the shard holds.
@@ -128,13 +138,44 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
         }
         Ok(())
     }
+}
+
+impl<B: Backend, T: Element> FlatBuffers<B, T> {
+    /// Rounds to bf16 what is exchanged, which halves it where the numbers are f32.
+    ///
+    /// # Errors
+    /// When the device has no room for the copies.
+    pub fn exchange_rounded(&mut self, backend: B) -> Result<(), Error> {
+        let copies = (0..self.slots.len())
+            .map(|flat| Ok(Some(backend.allocate(B::len(self.flat(flat)))?)))
+            .collect::<Result<_, Error>>()?;
+        self.rounding = Some(Rounding { backend, copies });
+        Ok(())
+    }
 
     /// Starts to sum a whole buffer over the ranks of `group`, each of which gets its shard's sums.
     ///
     /// # Errors
     /// When another rank has failed.
     pub fn start_reduce_scatter(&mut self, flat: usize, group: &Group) -> Result<(), Error> {
-        self.start(flat, group, |buffer| group.start_reduce_scatter::<B, S>(buffer, Reduce::Sum))
+        if group.size() == 1 {
+            return Ok(());
+        }
+        let buffer = self.take(flat)?;
+        let copy = match &mut self.rounding {
+            Some(Rounding { backend, copies }) => copies[flat].take().map(|copy| (backend, copy)),
+            None => None,
+        };
+        self.slots[flat] = match copy {
+            Some((backend, mut copy)) => {
+                let whole = 0..B::len(&buffer);
+                backend.convert(B::view(&buffer, whole.clone()), B::view_mut(&mut copy, whole))?;
+                let pending = group.start_reduce_scatter::<B, bf16>(copy, Reduce::Sum)?;
+                Slot::Rounded(buffer, pending, Shard::of(group))
+            }
+            None => Slot::Away(group.start_reduce_scatter::<B, T>(buffer, Reduce::Sum)?),
+        };
+        Ok(())
     }
 
     /// Starts to complete a whole buffer from the shards of all ranks of `group`.
@@ -142,23 +183,20 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
     /// # Errors
     /// When another rank has failed.
     pub fn start_all_gather(&mut self, flat: usize, group: &Group) -> Result<(), Error> {
-        self.start(flat, group, |buffer| group.start_all_gather::<B, S>(buffer))
-    }
-
-    fn start(
-        &mut self,
-        flat: usize,
-        group: &Group,
-        exchange: impl FnOnce(B::Buffer<S>) -> moh_comm::Result<Pending<B::Buffer<S>>>,
-    ) -> Result<(), Error> {
-        if group.size() == 1 {
-            return Ok(());
-        }
-        self.arrive(flat)?;
-        if let Slot::Here(buffer) = std::mem::replace(&mut self.slots[flat], Slot::Lost) {
-            self.slots[flat] = Slot::Away(exchange(buffer)?);
+        if group.size() > 1 {
+            let buffer = self.take(flat)?;
+            self.slots[flat] = Slot::Away(group.start_all_gather::<B, T>(buffer)?);
         }
         Ok(())
+    }
+
+    /// The buffer itself, after it has arrived.
+    fn take(&mut self, flat: usize) -> Result<B::Buffer<T>, Error> {
+        self.arrive(flat)?;
+        match std::mem::replace(&mut self.slots[flat], Slot::Lost) {
+            Slot::Here(buffer) => Ok(buffer),
+            _ => panic!("buffer {flat} was lost in an exchange that failed"),
+        }
     }
 
     /// Waits for what was started with a buffer; on a GPU the device waits, not the caller.
@@ -166,11 +204,20 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
     /// # Errors
     /// What made the exchange fail; the buffer is lost then.
     pub fn arrive(&mut self, flat: usize) -> Result<(), Error> {
-        if matches!(self.slots[flat], Slot::Away(_))
-            && let Slot::Away(pending) = std::mem::replace(&mut self.slots[flat], Slot::Lost)
-        {
-            self.slots[flat] = Slot::Here(pending.wait()?);
-        }
+        self.slots[flat] = match std::mem::replace(&mut self.slots[flat], Slot::Lost) {
+            Slot::Away(pending) => Slot::Here(pending.wait()?),
+            Slot::Rounded(mut exact, pending, shard) => {
+                let copy = pending.wait()?;
+                if let Some(Rounding { backend, copies }) = &mut self.rounding {
+                    let part = shard.range(B::len(&exact));
+                    let into = B::view_mut(&mut exact, part.clone());
+                    backend.convert(B::view(&copy, part), into)?;
+                    copies[flat] = Some(copy);
+                }
+                Slot::Here(exact)
+            }
+            here => here,
+        };
         Ok(())
     }
 
@@ -181,9 +228,7 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
     pub fn arrive_all(&mut self) -> Result<(), Error> {
         (0..self.slots.len()).try_for_each(|flat| self.arrive(flat))
     }
-}
 
-impl<B: Backend, T: Element> FlatBuffers<B, T> {
     /// Fills what is held of every tensor with what `source` writes for it, rounded to `T`. Tensors of
     /// which nothing is held are not asked for.
     ///

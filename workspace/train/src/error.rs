@@ -139,15 +139,6 @@ pub enum Error {
         /// The stage.
         stage: String,
     },
-    /// Gradients would have to be rounded on their way between ranks.
-    #[error(
-        "{}: precision.reduce = \"bf16\": between ranks this version rounds no f32 gradients: use --set \
-         precision.gradients=bf16 too, or precision.reduce=f32", path.display()
-    )]
-    NotReduced {
-        /// The recipe.
-        path: PathBuf,
-    },
     /// Another rank reports an error, which ends the run on this one too.
     #[error("rank {rank} failed, and tells why")]
     OtherRank {

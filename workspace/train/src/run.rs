@@ -10,7 +10,7 @@ use moh_kernels::{Backend, Cpu, Element};
 
 use crate::event::{Event, Outcome};
 use crate::open_device::OpenDevice;
-use crate::recipe::{DType, Precision};
+use crate::recipe::DType;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::summary::Summary;
@@ -94,10 +94,6 @@ impl Job<'_> {
         }) {
             let stage = stage.name.clone();
             return Err(Error::NotParallel { path: self.path.to_owned(), stage });
-        }
-        let Precision { gradients, reduce, .. } = recipe.precision;
-        if self.group.size() > 1 && reduce == DType::Bf16 && gradients != reduce {
-            return Err(Error::NotReduced { path: self.path.to_owned() });
         }
         let source = ModelSource::open(recipe, self.path, self.directory)?;
         recipe.resolve(self.path, source.original_config())?;

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use moh_comm::Group;
 use moh_kernels::adamw::AdamW;
-use moh_kernels::{Backend, Element};
+use moh_kernels::{Backend, Element, Scalar};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{Activations, LossScale, Model, PassShape, Recompute, StepSums};
 
@@ -34,6 +34,8 @@ pub struct StepPlan {
     pub balance_loss_weight: f64,
     /// AdamW's constants.
     pub optimizer: Optimizer,
+    /// Type in which ranks exchange gradients that are f32.
+    pub reduce: recipe::DType,
 }
 
 /// The buffers of a stage's steps, and what does not change between them.
@@ -83,6 +85,7 @@ impl StepPlan {
             },
             balance_loss_weight: stage.moh.as_ref().map_or(0.0, |moh| moh.balance_loss_weight),
             optimizer: stage.optimizer,
+            reduce: recipe.precision.reduce,
         }
     }
 
@@ -107,9 +110,14 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             document_mask: plan.document_mask,
         };
         let tokens = plan.micro_batch * length;
+        let mut gradients = FlatBuffers::zeros(model.backend(), model.layout())?;
+        let rounds = plan.reduce == recipe::DType::Bf16 && G::DTYPE == f32::DTYPE;
+        if group.size() > 1 && rounds {
+            gradients.exchange_rounded(model.backend().clone())?;
+        }
         Ok(Stepper {
             activations: Activations::new(model, shape)?,
-            gradients: FlatBuffers::zeros(model.backend(), model.layout())?,
+            gradients,
             sums: StepSums::new(model.backend())?,
             host: HostBatch {
                 window: vec![0; length + 1],

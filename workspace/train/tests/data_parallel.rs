@@ -136,18 +136,26 @@ fn every_number_of_ranks_ends_as_one() {
 }
 
 #[test]
-fn rounded_weights_gather_from_exact_shards() {
-    let place = Workplace::new();
-    let overrides = [&MICRO_BATCHES[..], &["run.dtype=bf16"]].concat();
-    let losses = |results: &Results| -> Vec<f64> {
+fn rounded_weights_gradients_and_exchanges_stay_close() {
+    let losses = |ranks: usize, changes: &[&str]| -> Vec<f64> {
+        let place = Workplace::new();
+        let results = finish_on(ranks, &place.recipe(&[&MICRO_BATCHES[..], changes].concat()));
         results.metrics.iter().map(|line| line["loss"].as_f64().unwrap()).collect()
     };
-    let expected = losses(&finish_on(1, &place.recipe(&overrides)));
-    let place = Workplace::new();
-    let found = losses(&finish_on(3, &place.recipe(&overrides)));
-    for (found, expected) in found.iter().zip(&expected) {
-        assert!((found / expected - 1.0).abs() < 1e-2, "{found}, not {expected}");
+    for changes in [
+        &["run.dtype=bf16"][..],
+        &["precision.reduce=bf16"],
+        &["run.dtype=bf16", "precision.gradients=bf16", "precision.moments=bf16"],
+    ] {
+        let expected = losses(1, changes);
+        let found = losses(3, changes);
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!((found / expected - 1.0).abs() < 1e-2, "{found}, not {expected}: {changes:?}");
+        }
+        // The exchange that is rounded shows in the losses.
+        assert_ne!(found, expected, "{changes:?}");
     }
+    assert_ne!(losses(3, &["precision.reduce=bf16"]), losses(3, &[]));
 }
 
 #[test]

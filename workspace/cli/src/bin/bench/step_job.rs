@@ -161,6 +161,7 @@ fn of_config(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
             recompute: Recompute::Cheap,
             balance_loss_weight: MohOptions::default().balance_loss_weight,
             optimizer: Optimizer::default(),
+            reduce: DType::F32,
         },
         dtype: DType::F32,
         precision: Precision::default(),
