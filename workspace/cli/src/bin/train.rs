@@ -13,7 +13,7 @@ use moh_cli::models;
 use moh_cli::run_view::RunView;
 use moh_cli::summary_table::{draw, invocation, table};
 use moh_comm::{Fault, Launch, World};
-use moh_train::{OpenDevice, Outcome, Plan, Recipe, RunDirectory, Summary};
+use moh_train::{OpenDevice, Outcome, Plan, RankSpeed, Recipe, RunDirectory, Summary};
 
 /// Train a recipe's stages in order, or continue where it was interrupted.
 ///
@@ -40,6 +40,9 @@ struct Arguments {
     /// Where the ranks of a run meet, in place of what their launcher says
     #[arg(long, value_name = "HOST:PORT")]
     rendezvous: Option<String>,
+    /// Measure every rank's matrix products and its connection, name the slow ones, and train nothing
+    #[arg(long, conflicts_with = "plan")]
+    preflight: bool,
     /// Print parameters, steps, memory, operations and time, and train nothing
     #[arg(long)]
     plan: bool,
@@ -92,7 +95,12 @@ fn train(arguments: &Arguments, recipe: Recipe) -> anyhow::Result<()> {
         }
         std::process::exit(exit::ERROR.into());
     })?;
-    match train_as_rank(arguments, recipe, device, &world) {
+    let done = if arguments.preflight {
+        preflight(&recipe, device, &world)
+    } else {
+        train_as_rank(arguments, recipe, device, &world)
+    };
+    match done {
         Ok(()) => Ok(world.close()?),
         Err(error) if error.is::<StoppedEarly>() => {
             world.close()?;
@@ -106,6 +114,23 @@ fn train(arguments: &Arguments, recipe: Recipe) -> anyhow::Result<()> {
         }
         Err(error) => Err(error),
     }
+}
+
+/// Prints what every rank reaches, and names the slow ones.
+fn preflight(recipe: &Recipe, device: OpenDevice, world: &World) -> anyhow::Result<()> {
+    let Some(found) = moh_train::preflight(recipe.run.dtype, device, world)? else { return Ok(()) };
+    let rate =
+        |bytes: Option<f64>| bytes.map_or("-".to_owned(), |b| format!("{:.2} GB/s", b / 1e9));
+    let mut out = stdout();
+    for RankSpeed { rank, host, matmul, receives } in &found.ranks {
+        let (matmul, receives) = (matmul / 1e9, rate(*receives));
+        writeln!(out, "rank {rank:<4} {host:<20} {matmul:>10.1} GFLOP/s  receives {receives}")?;
+    }
+    writeln!(out, "all_reduce over all ranks: {}", rate(found.all_reduce))?;
+    for (rank, what, share) in found.slow() {
+        writeln!(out, "rank {rank} is slow: {what} at {:.0}% of the median", 100.0 * share)?;
+    }
+    Ok(())
 }
 
 fn train_as_rank(

@@ -1,0 +1,214 @@
+//! A look at every rank before a long job: how fast it multiplies matrices, and how fast numbers reach
+//! it from the rank before it. A rank that is much slower than the others slows all of them.
+
+use std::time::Instant;
+
+use half::bf16;
+use moh_comm::{Group, Reduce, World};
+use moh_kernels::{Backend, Cpu, Element};
+use serde::{Deserialize, Serialize};
+
+use crate::recipe::DType;
+use crate::{Error, OpenDevice, Ranks};
+
+/// Seconds that the products take, after one to warm up.
+const SECONDS: f64 = 1.0;
+/// Numbers of a message, f32: 64 MiB.
+const MESSAGE: usize = 16 << 20;
+/// Messages, of which the fastest counts.
+const MESSAGES: usize = 5;
+/// A rank below this share of the median is slow.
+const SLOW: f64 = 0.8;
+/// Tag of the messages.
+const TAG: u32 = 2;
+
+/// What one rank showed.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RankSpeed {
+    /// The rank.
+    pub rank: usize,
+    /// Its machine, as that calls itself.
+    pub host: String,
+    /// Operations a second of its matrix products, while all ranks multiply.
+    pub matmul: f64,
+    /// Bytes a second from the rank before it, while all ranks send to the next; `None` on one rank.
+    pub receives: Option<f64>,
+}
+
+/// The speeds of all ranks.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Preflight {
+    /// In the order of the ranks.
+    pub ranks: Vec<RankSpeed>,
+    /// Bytes a second of an `all_reduce` over all ranks, as each of them moves them
+    /// (2 (n - 1) / n of the buffer); `None` on one rank.
+    pub all_reduce: Option<f64>,
+}
+
+impl Preflight {
+    /// The ranks that are slow in something, with what and how much of the median they reach.
+    pub fn slow(&self) -> Vec<(usize, &'static str, f64)> {
+        let matmul: Vec<f64> = self.ranks.iter().map(|rank| rank.matmul).collect();
+        let receives: Vec<f64> = self.ranks.iter().filter_map(|rank| rank.receives).collect();
+        let mut slow = Vec::new();
+        for (what, speeds) in [("matrix products", matmul), ("receiving", receives)] {
+            let mut sorted = speeds.clone();
+            sorted.sort_by(f64::total_cmp);
+            let median = sorted.get(sorted.len() / 2).copied().unwrap_or(0.0);
+            let shares = speeds.iter().map(|speed| speed / median).enumerate();
+            slow.extend(
+                shares.filter(|&(_, share)| share < SLOW).map(|(rank, share)| (rank, what, share)),
+            );
+        }
+        slow
+    }
+}
+
+/// Measures all ranks; they call it together, and the first gets the result.
+///
+/// # Errors
+/// When a device or a rank fails.
+pub fn preflight(
+    dtype: DType,
+    device: OpenDevice,
+    world: &World,
+) -> Result<Option<Preflight>, Error> {
+    match device {
+        OpenDevice::Cpu => measure(dtype, Cpu, 1024, world.group()),
+        #[cfg(feature = "cuda")]
+        OpenDevice::Cuda(cuda) => measure(dtype, cuda, 8192, world.group()),
+    }
+}
+
+fn measure<B: Backend + Clone>(
+    dtype: DType,
+    backend: B,
+    size: usize,
+    group: &Group,
+) -> Result<Option<Preflight>, Error> {
+    let mut ranks = Ranks::new(backend.clone(), group.clone())?;
+    group.barrier()?;
+    let matmul = match dtype {
+        DType::F32 => matmul::<B, f32>(&backend, size),
+        DType::Bf16 => matmul::<B, bf16>(&backend, size),
+    };
+    let matmul = ranks.agree(matmul.map_err(|error| moh_model::Error::from(error).into()))?;
+    let (receives, all_reduce) = if group.size() > 1 {
+        (Some(receives(&backend, group)?), Some(all_reduce(&backend, group)?))
+    } else {
+        (None, None)
+    };
+    let own = RankSpeed { rank: group.rank(), host: host(), matmul, receives };
+    let unreadable = |error| Error::Io { path: "a rank's speed".into(), source: error };
+    let text = serde_json::to_vec(&own).map_err(|error| unreadable(error.into()))?;
+    let mut found = Vec::new();
+    for text in ranks.gather(text)? {
+        found.push(serde_json::from_slice(&text).map_err(|error| unreadable(error.into()))?);
+    }
+    Ok(ranks.is_first().then_some(Preflight { ranks: found, all_reduce }))
+}
+
+/// Operations a second of products of `size` x `size` matrices.
+fn matmul<B: Backend, T: Element>(backend: &B, size: usize) -> moh_kernels::Result<f64> {
+    let count = size * size;
+    let numbers: Vec<T> =
+        (0..count).map(|index| T::from_f32((index % 251) as f32 / 251.0 - 0.5)).collect();
+    let (mut x, mut y) = (backend.allocate(count)?, backend.allocate(count)?);
+    backend.upload(&numbers, B::view_mut(&mut x, 0..count))?;
+    let mut product = || {
+        let (x, y) = (B::view(&x, 0..count), B::view_mut(&mut y, 0..count));
+        backend.linear_forward(size, x, x, None, y)?;
+        backend.synchronize()
+    };
+    product()?;
+    let (start, mut products) = (Instant::now(), 0);
+    while start.elapsed().as_secs_f64() < SECONDS {
+        product()?;
+        products += 1;
+    }
+    let operations = 2.0 * (size as f64).powi(3) * f64::from(products);
+    Ok(operations / start.elapsed().as_secs_f64())
+}
+
+/// Bytes a second from the rank before this one, round the ring.
+fn receives<B: Backend>(backend: &B, group: &Group) -> Result<f64, Error> {
+    let kernel = moh_model::Error::from;
+    let (rank, size) = (group.rank(), group.size());
+    let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
+    let sent = backend.allocate::<f32>(MESSAGE).map_err(kernel)?;
+    let mut received = backend.allocate::<f32>(MESSAGE).map_err(kernel)?;
+    fastest(backend, group, || {
+        group.send::<B, f32>(B::view(&sent, 0..MESSAGE), next, TAG)?;
+        group.recv::<B, f32>(B::view_mut(&mut received, 0..MESSAGE), previous, TAG)
+    })
+    .map(|seconds| (MESSAGE * size_of::<f32>()) as f64 / seconds)
+}
+
+/// Bytes a second that a rank moves in an `all_reduce`.
+fn all_reduce<B: Backend>(backend: &B, group: &Group) -> Result<f64, Error> {
+    let mut numbers = backend.allocate::<f32>(MESSAGE).map_err(moh_model::Error::from)?;
+    let seconds = fastest(backend, group, || {
+        group.all_reduce::<B, f32>(B::view_mut(&mut numbers, 0..MESSAGE), Reduce::Sum)
+    })?;
+    let moved = 2.0 * (group.size() - 1) as f64 / group.size() as f64;
+    Ok(moved * (MESSAGE * size_of::<f32>()) as f64 / seconds)
+}
+
+/// Seconds of the fastest of some messages, which all ranks begin together.
+fn fastest<B: Backend>(
+    backend: &B,
+    group: &Group,
+    mut message: impl FnMut() -> moh_comm::Result<()>,
+) -> Result<f64, Error> {
+    let mut fastest = f64::INFINITY;
+    for _ in 0..MESSAGES {
+        group.barrier()?;
+        let start = Instant::now();
+        message()?;
+        backend.synchronize().map_err(moh_model::Error::from)?;
+        fastest = fastest.min(start.elapsed().as_secs_f64());
+    }
+    Ok(fastest)
+}
+
+fn host() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname");
+    name.map_or_else(|_| "?".to_owned(), |name| name.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn speed(rank: usize, matmul: f64, receives: f64) -> RankSpeed {
+        RankSpeed { rank, host: "h".into(), matmul, receives: Some(receives) }
+    }
+
+    #[test]
+    fn a_rank_far_below_the_median_is_slow() {
+        let ranks =
+            vec![speed(0, 9.0, 5.0), speed(1, 10.0, 5.0), speed(2, 5.0, 5.0), speed(3, 10.0, 1.0)];
+        let found = Preflight { ranks, all_reduce: None };
+        assert_eq!(found.slow(), [(2, "matrix products", 0.5), (3, "receiving", 0.2)]);
+    }
+
+    #[test]
+    fn every_rank_is_measured() {
+        let threads: Vec<_> = World::threads(3)
+            .into_iter()
+            .map(|world| {
+                std::thread::spawn(move || {
+                    let found = preflight(DType::F32, OpenDevice::Cpu, &world).unwrap();
+                    world.close().unwrap();
+                    found
+                })
+            })
+            .collect();
+        let found: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+        assert!(found[1].is_none() && found[2].is_none());
+        let found = found[0].clone().unwrap();
+        assert_eq!(found.ranks.iter().map(|rank| rank.rank).collect::<Vec<_>>(), [0, 1, 2]);
+        assert!(found.ranks.iter().all(|rank| rank.matmul > 0.0 && rank.receives > Some(0.0)));
+        assert!(found.all_reduce > Some(0.0));
+    }
+}
