@@ -25,6 +25,8 @@ mod scratch;
 mod simd;
 mod swiglu;
 
+#[cfg(gpu)]
+pub use attention::cuda::AttentionPath;
 pub use backend::{Backend, DeviceMemory, View, ViewMut};
 pub use cpu::Cpu;
 #[cfg(gpu)]
