@@ -12,12 +12,9 @@ use moh_kernels::rope::QkvShape;
 use moh_kernels::router::QueryNormRouter;
 use moh_kernels::{Backend, Element};
 use proptest::prelude::*;
-use reference::attention::{Case, Inputs, agrees, documents, run};
+use reference::attention::{Case, Inputs, agrees, cached, documents, run};
 use reference::operators::{self, Packed};
-use reference::{
-    F32_TOLERANCE, Random, assert_close, cases, columns, download, flat, garbage, tensor,
-    tolerance, upload, view, view_mut,
-};
+use reference::{F32_TOLERANCE, Random, assert_close, cases, columns, flat, tensor};
 
 /// Rows in several tiles of 64, none of them full.
 const SHAPE: QkvShape = QkvShape { batch: 2, length: 45, heads: 12, kv_heads: 3, head_dim: 16 };
@@ -108,61 +105,9 @@ fn cached_agrees<B: Backend, T: Element>(
     block_length: usize,
     seed: u64,
 ) {
-    let &AttentionShape { batch, query_length, key_length, heads, kv_heads, head_dim, .. } = shape;
-    let (mut random, width) = (Random(seed), kv_heads * head_dim);
-    let queries: Vec<T> = random.numbers(shape.tokens() * shape.query_stride);
-    let keys: Vec<T> = random.numbers(batch * key_length * width);
-    let values: Vec<T> = random.numbers(keys.len());
-    // Sequences lie in blocks of a shuffled order, of which there is one more than is used.
-    let blocks = key_length.div_ceil(block_length);
-    let table: Vec<u32> = random.permutation(batch * blocks + 1)[1..].to_vec();
-    let paged = |rows: &[T]| {
-        let mut out = vec![T::from_f32(f32::NAN); (table.len() + 1) * block_length * width];
-        for (at, row) in rows.chunks_exact(width).enumerate() {
-            let (sequence, position) = (at / key_length, at % key_length);
-            let block = table[sequence * blocks + position / block_length] as usize;
-            let start = (block * block_length + position % block_length) * width;
-            out[start..start + width].copy_from_slice(row);
-        }
-        out
-    };
-    let query_buffer = upload(device, &queries);
-    let forward = |key_values: KeyValues<'_, B, T>| {
-        let mut out = garbage::<B, T>(device, shape.tokens() * heads * head_dim);
-        let mut log_sum_exp = garbage::<B, f32>(device, shape.tokens() * heads);
-        let visibility = Visibility { causal: true, query_offset, first_key: None };
-        let queries = view::<B, T>(&query_buffer);
-        let (out_view, sums) = (view_mut::<B, T>(&mut out), view_mut::<B, f32>(&mut log_sum_exp));
-        device
-            .attention_forward(shape, queries, key_values, visibility, None, None, out_view, sums)
-            .unwrap();
-        (download::<B, T>(device, &out), download::<B, f32>(device, &log_sum_exp))
-    };
-    let (key_buffer, value_buffer) = (upload(device, &keys), upload(device, &values));
-    let contiguous = forward(KeyValues::Contiguous {
-        keys: view::<B, T>(&key_buffer),
-        values: view::<B, T>(&value_buffer),
-        row_stride: width,
-    });
-    let (key_buffer, value_buffer) =
-        (upload(device, &paged(&keys)), upload(device, &paged(&values)));
-    let block_table = upload(device, &table);
-    let by_table = forward(KeyValues::Paged {
-        keys: view::<B, T>(&key_buffer),
-        values: view::<B, T>(&value_buffer),
-        block_table: view::<B, u32>(&block_table),
-        block_length,
-    });
+    let contiguous = cached::<B, T>(device, shape, query_offset, None, seed);
+    let by_table = cached::<B, T>(device, shape, query_offset, Some(block_length), seed);
     assert!(contiguous == by_table, "the block table changes the result");
-
-    let queries = columns(&queries, shape.query_stride, 0..heads * head_dim);
-    let q = tensor(&queries, (batch, query_length, heads, head_dim));
-    let [k, v] = [&keys, &values].map(|rows| tensor(rows, (batch, key_length, kv_heads, head_dim)));
-    let sizes = (batch, query_length, key_length);
-    let seen = operators::visibility(sizes, true, query_offset, None).unwrap();
-    let (out, log_sum_exp) = operators::attention(&q, &k, &v, &seen).unwrap();
-    assert_close("out", &contiguous.0, &flat(&out), tolerance::<T>());
-    assert_close("log_sum_exp", &contiguous.1, &flat(&log_sum_exp), F32_TOLERANCE);
 }
 
 #[test]

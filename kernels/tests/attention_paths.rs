@@ -7,10 +7,11 @@
 mod reference;
 
 use half::bf16;
+use moh_kernels::attention::AttentionShape;
 use moh_kernels::rope::QkvShape;
 use moh_kernels::{AttentionPath, Cuda};
 use reference::Random;
-use reference::attention::{Case, Inputs, agrees, documents, run};
+use reference::attention::{Case, Inputs, agrees, cached, documents, run};
 
 /// The GPUs of this build, emulated and real.
 fn devices() -> impl Iterator<Item = Cuda> {
@@ -73,6 +74,32 @@ fn every_path_of_a_whole_moh_attention_agrees() {
 fn every_path_leaves_heads_without_rows_alone() {
     let shape = QkvShape { batch: 2, length: 40, heads: 2, kv_heads: 2, head_dim: 64 };
     each_agrees(&Case::routed(shape, 0, 0), 14);
+}
+
+#[test]
+fn every_path_of_queries_over_a_cache_agrees() {
+    for head_dim in [64, 128] {
+        let query_stride = 4 * head_dim + 8;
+        let (batch, query_length, key_length, heads, kv_heads) = (2, 40, 170, 4, 2);
+        let shape = AttentionShape {
+            batch,
+            query_length,
+            key_length,
+            heads,
+            kv_heads,
+            head_dim,
+            query_stride,
+        };
+        for device in devices() {
+            for path in ALL.into_iter().filter(|&path| device.has_attention(path)) {
+                let device = device.clone().with_attention(path);
+                cached::<_, bf16>(&device, &shape, 120, None, 17);
+                assert_eq!(device.attention_path(), Some(path));
+                cached::<_, bf16>(&device, &shape, 120, Some(16), 17);
+                assert_eq!(device.attention_path(), Some(path.max(AttentionPath::Tiled)));
+            }
+        }
+    }
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! An attention of a training step on any device, against its reference.
+//! An attention on any device against its reference: of a training step, and over a cache.
 
 use moh_kernels::attention::{AttentionShape, KeyValues, Visibility};
 use moh_kernels::rope::{QkvShape, RopeTable};
@@ -229,4 +229,71 @@ pub fn agrees<B: Backend, T: Element>(device: &B, case: &Case, seed: u64) {
         let expected = columns(&d_qkv, row, part.clone());
         assert_close(what, &columns(&actual.d_qkv, row, part), &expected, stored);
     }
+}
+
+/// New queries against cached keys and values, contiguous or in blocks of `block_length`; asserts
+/// that the output and the log-sum-exp, which it returns, agree with the reference.
+pub fn cached<B: Backend, T: Element>(
+    device: &B,
+    shape: &AttentionShape,
+    query_offset: usize,
+    block_length: Option<usize>,
+    seed: u64,
+) -> (Vec<T>, Vec<f32>) {
+    let &AttentionShape { batch, query_length, key_length, heads, kv_heads, head_dim, .. } = shape;
+    let (mut random, width) = (Random(seed), kv_heads * head_dim);
+    let queries: Vec<T> = random.numbers(shape.tokens() * shape.query_stride);
+    let keys: Vec<T> = random.numbers(batch * key_length * width);
+    let values: Vec<T> = random.numbers(keys.len());
+    let query_buffer = upload(device, &queries);
+    let mut out = garbage::<B, T>(device, shape.tokens() * heads * head_dim);
+    let mut log_sum_exp = garbage::<B, f32>(device, shape.tokens() * heads);
+    let mut forward = |key_values: KeyValues<'_, B, T>| {
+        let visibility = Visibility { causal: true, query_offset, first_key: None };
+        let queries = view::<B, T>(&query_buffer);
+        let (out, sums) = (view_mut::<B, T>(&mut out), view_mut::<B, f32>(&mut log_sum_exp));
+        device
+            .attention_forward(shape, queries, key_values, visibility, None, None, out, sums)
+            .unwrap();
+    };
+    if let Some(block_length) = block_length {
+        // Sequences lie in blocks of a shuffled order, of which there is one more than is used.
+        let blocks = key_length.div_ceil(block_length);
+        let table: Vec<u32> = random.permutation(batch * blocks + 1)[1..].to_vec();
+        let paged = |rows: &[T]| {
+            let mut out = vec![T::from_f32(f32::NAN); (table.len() + 1) * block_length * width];
+            for (at, row) in rows.chunks_exact(width).enumerate() {
+                let (sequence, position) = (at / key_length, at % key_length);
+                let block = table[sequence * blocks + position / block_length] as usize;
+                let start = (block * block_length + position % block_length) * width;
+                out[start..start + width].copy_from_slice(row);
+            }
+            upload(device, &out)
+        };
+        let (keys, values, block_table) = (paged(&keys), paged(&values), upload(device, &table));
+        forward(KeyValues::Paged {
+            keys: view::<B, T>(&keys),
+            values: view::<B, T>(&values),
+            block_table: view::<B, u32>(&block_table),
+            block_length,
+        });
+    } else {
+        let (keys, values) = (upload(device, &keys), upload(device, &values));
+        forward(KeyValues::Contiguous {
+            keys: view::<B, T>(&keys),
+            values: view::<B, T>(&values),
+            row_stride: width,
+        });
+    }
+    let results = (download::<B, T>(device, &out), download::<B, f32>(device, &log_sum_exp));
+
+    let queries = columns(&queries, shape.query_stride, 0..heads * head_dim);
+    let q = tensor(&queries, (batch, query_length, heads, head_dim));
+    let [k, v] = [&keys, &values].map(|rows| tensor(rows, (batch, key_length, kv_heads, head_dim)));
+    let sizes = (batch, query_length, key_length);
+    let seen = operators::visibility(sizes, true, query_offset, None).unwrap();
+    let (out, log_sum_exp) = operators::attention(&q, &k, &v, &seen).unwrap();
+    assert_close("out", &results.0, &flat(&out), tolerance::<T>());
+    assert_close("log_sum_exp", &results.1, &flat(&log_sum_exp), F32_TOLERANCE);
+    results
 }
