@@ -289,7 +289,12 @@ mod tests {
         let (tokens, pairs) = (SHAPE.tokens(), SHAPE.tokens() * SHAPE.heads);
         let mut qkv = uploaded(&cuda, &numbers(tokens * SHAPE.row(), 0.37));
         let routing = routing(&cuda, &mut qkv);
-        let first_key: Vec<u32> = (0..tokens as u32).map(|at| at % 40 / 17 * 17).collect();
+        // Documents of another length in each sequence.
+        let start = |at: usize| {
+            let (length, position) = (11 + at / SHAPE.length, at % SHAPE.length);
+            (position / length * length) as u32
+        };
+        let first_key: Vec<u32> = (0..tokens).map(start).collect();
         let first_key = uploaded(&cuda, &first_key);
         let weights: Vec<f32> = (0..pairs).map(|at| 1.0 + at as f32 / pairs as f32).collect();
         let weights = uploaded(&cuda, &weights);
