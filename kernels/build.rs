@@ -9,9 +9,13 @@ const KERNELS: &str = "src/cuda/kernels.cu";
 /// Generations that the kernels are compiled for where MOH_CUDA_ARCHITECTURES does not say: Ampere,
 /// as machine code and for GPUs to come, and Hopper.
 const ARCHITECTURES: &str = "80,90a";
+/// The generation that the kernels of Hopper's instructions have a body for; the crate is told by
+/// `cfg(hopper)` that the binary holds them.
+const HOPPER: &str = "90a";
 
 fn main() {
     println!("cargo::rustc-check-cfg=cfg(gpu)");
+    println!("cargo::rustc-check-cfg=cfg(hopper)");
     println!("cargo::rerun-if-changed=src");
     for variable in ["CUDA_HOME", "CUDA_PATH", "MOH_CUDA_ARCHITECTURES", "CXX", "PATH"] {
         println!("cargo::rerun-if-env-changed={variable}");
@@ -49,6 +53,9 @@ fn compile_for_gpus(out: &Path) {
     if let Some(root) = root {
         command.arg("-I").arg(root.join("include/cccl"));
     }
+    if architectures.split(',').any(|architecture| architecture == HOPPER) {
+        println!("cargo::rustc-cfg=hopper");
+    }
     for architecture in architectures.split(',') {
         let real = format!("arch=compute_{architecture},code=sm_{architecture}");
         command.arg(format!("-gencode={real}"));
@@ -69,7 +76,8 @@ fn compile_for_the_cpu(out: &Path) {
     let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
     let (object, library) = (out.join("kernels.o"), out.join("libmoh_emulated.a"));
     let mut command = Command::new(compiler);
-    command.args(["-x", "c++", "-std=c++17", "-O2", "-Wno-unknown-pragmas", "-fPIC", "-c"]);
+    command.args(["-x", "c++", "-std=c++17", "-O2", "-Wno-unknown-pragmas"]);
+    command.args(["-Wno-psabi", "-fPIC", "-c"]);
     run(command.arg(KERNELS).arg("-o").arg(&object), "install a C++ compiler, or set CXX");
     // A fresh archive: `ar` would keep what an earlier one held.
     let _ = std::fs::remove_file(&library);

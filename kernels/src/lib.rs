@@ -26,6 +26,8 @@ mod scratch;
 mod simd;
 mod swiglu;
 
+#[cfg(gpu)]
+pub use attention::cuda::AttentionPath;
 pub use backend::{Backend, DeviceMemory, View, ViewMut};
 pub use cpu::Cpu;
 #[cfg(gpu)]

@@ -1,6 +1,8 @@
 //! What the operators need of a device. Addresses are the device's own; kernels and products run in
 //! the order in which they are asked for, and later than the call that asks.
 
+use bytemuck::{Pod, Zeroable};
+
 use crate::backend::DeviceMemory;
 use crate::error::Result;
 use crate::scalar::DType;
@@ -12,6 +14,15 @@ pub(crate) trait Device: Send + Sync {
 
     /// The most shared memory that a block may ask for, in bytes.
     fn most_shared_bytes(&self) -> usize;
+
+    /// How many blocks of the largest kernels run at a time: one on each multiprocessor.
+    fn multiprocessors(&self) -> usize;
+
+    /// Whether the kernels that are compiled for sm_90a alone run here.
+    fn runs_hopper(&self) -> bool;
+
+    /// What those kernels bring a tensor to shared memory by.
+    fn tensor_map(&self, tensor: &BoxedTensor) -> Result<TensorMap>;
 
     /// How much memory is in use; `None` where the device cannot tell.
     fn memory(&self) -> Option<DeviceMemory>;
@@ -44,20 +55,36 @@ pub(crate) trait Device: Send + Sync {
         None
     }
 
-    /// Runs a kernel of `threads` threads a block, whose one parameter is a structure with these
-    /// bytes.
+    /// Runs a kernel of `threads` threads a block, whose parameters are structures with these bytes.
     fn launch(
         &self,
         kernel: &str,
         grid: [u32; 3],
         threads: u32,
         shared_bytes: u32,
-        parameters: &[u8],
+        parameters: &[&[u8]],
     ) -> Result<()>;
 
     /// Runs a matrix product.
     fn gemm(&self, gemm: &Gemm) -> Result<()>;
 }
+
+/// A tensor of bf16 that the copy engine reads box by box, each box's rows swizzled over 128 bytes
+/// and numbers beyond the tensor zeros. Dimensions go from the innermost.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct BoxedTensor {
+    pub address: u64,
+    pub dimensions: [u64; 3],
+    /// Bytes from one row to the next, and from one matrix to the next.
+    pub strides: [u64; 2],
+    /// Sides of a box.
+    pub sides: [u32; 3],
+}
+
+/// A [`BoxedTensor`] as a kernel takes it: the bytes of a `CUtensorMap`.
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Pod, Zeroable)]
+pub(crate) struct TensorMap(pub(super) [u64; 16]);
 
 /// A row-major matrix in a device's memory, as it takes part in a product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

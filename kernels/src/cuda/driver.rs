@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
 
-use super::device::{Device, Gemm};
+use super::device::{BoxedTensor, Device, Gemm, TensorMap};
 use super::products::Products;
 use crate::backend::DeviceMemory;
 use crate::error::{Error, Result};
@@ -18,6 +18,8 @@ static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin
 const SMALL_SHARED: u32 = 48 << 10;
 /// Compute capability that the kernels need at least.
 const LEAST_CAPABILITY: i32 = 8;
+/// Compute capability of sm_90a.
+const HOPPER: (i32, i32) = (9, 0);
 
 /// A GPU, one stream on it, and the kernels.
 pub(super) struct Driver {
@@ -28,6 +30,8 @@ pub(super) struct Driver {
     functions: Mutex<HashMap<String, Function>>,
     products: Mutex<Products>,
     most_shared_bytes: usize,
+    multiprocessors: usize,
+    runs_hopper: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -70,16 +74,22 @@ impl Driver {
         let context = CudaContext::new(ordinal).map_err(start)?;
         let name = context.name().map_or(name.clone(), |model| format!("{name} ({model})"));
         let start = |error: DriverError| failed(&name, "start", error);
-        let major = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
-        let capability = context.attribute(major).map_err(start)?;
+        use sys::CUdevice_attribute as Attribute;
+        let attribute = |attribute| context.attribute(attribute).map_err(start);
+        let capability = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         if capability < LEAST_CAPABILITY {
             let reason = format!(
                 "compute capability {capability} is less than {LEAST_CAPABILITY}, Ampere's"
             );
             return Err(failed(&name, "start", reason));
         }
-        let most = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
-        let most_shared_bytes = context.attribute(most).map_err(start)?.max(0) as usize;
+        // On a GPU of another capability, and in a binary without them, these kernels do nothing.
+        let runs_hopper = cfg!(hopper) && (capability, minor) == HOPPER;
+        let most = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        let most_shared_bytes = attribute(most)?.max(0) as usize;
+        let count = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let multiprocessors = count.max(1) as usize;
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
         let stream = stream.map_err(start)?;
         // SAFETY: the image is a whole fat binary, which the build made.
@@ -88,7 +98,17 @@ impl Driver {
         let module = module.map_err(|error| failed(&name, "loading the kernels", error))?;
         let products = Mutex::new(Products::new(&name)?);
         let functions = Mutex::default();
-        Ok(Driver { name, context, stream, module, functions, products, most_shared_bytes })
+        Ok(Driver {
+            name,
+            context,
+            stream,
+            module,
+            functions,
+            products,
+            most_shared_bytes,
+            multiprocessors,
+            runs_hopper,
+        })
     }
 
     /// Binds the GPU to this thread and runs `work`.
@@ -137,6 +157,40 @@ impl Device for Driver {
 
     fn most_shared_bytes(&self) -> usize {
         self.most_shared_bytes
+    }
+
+    fn multiprocessors(&self) -> usize {
+        self.multiprocessors
+    }
+
+    fn runs_hopper(&self) -> bool {
+        self.runs_hopper
+    }
+
+    fn tensor_map(&self, tensor: &BoxedTensor) -> Result<TensorMap> {
+        let BoxedTensor { address, dimensions, strides, sides } = tensor;
+        let mut map = sys::CUtensorMap_st { opaque: [0; 16] };
+        // SAFETY: the arrays are as long as the rank says, with one stride less; the driver reads
+        // them and writes the map, and reads nothing at the address.
+        #[allow(unsafe_code)]
+        let encoded = unsafe {
+            sys::cuTensorMapEncodeTiled(
+                &mut map,
+                sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                dimensions.len() as u32,
+                *address as *mut c_void,
+                dimensions.as_ptr(),
+                strides.as_ptr(),
+                sides.as_ptr(),
+                [1; 3].as_ptr(),
+                sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                sys::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_128B,
+                sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        };
+        encoded.result().map_err(|error| failed(&self.name, "describing a tensor", error))?;
+        Ok(TensorMap(map.opaque))
     }
 
     fn memory(&self) -> Option<DeviceMemory> {
@@ -236,16 +290,17 @@ impl Device for Driver {
         grid: [u32; 3],
         threads: u32,
         shared_bytes: u32,
-        parameters: &[u8],
+        parameters: &[&[u8]],
     ) -> Result<()> {
         let function = self.function(kernel, shared_bytes)?;
         let [x, y, z] = grid;
         self.run("launch", || {
-            // SAFETY: the kernel of that name takes the one structure that its operator passes,
-            // which the driver copies; its addresses come from views of checked lengths.
+            // SAFETY: the kernel of that name takes the structures that its operator passes, which
+            // the driver copies; their addresses come from views of checked lengths.
             #[allow(unsafe_code)]
             unsafe {
-                let mut arguments = [parameters.as_ptr() as *mut c_void];
+                let mut arguments: Vec<*mut c_void> =
+                    parameters.iter().map(|bytes| bytes.as_ptr() as *mut c_void).collect();
                 let blocks = (x, y, z);
                 let stream = self.stream;
                 result::launch_kernel(

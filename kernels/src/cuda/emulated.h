@@ -6,27 +6,20 @@
 // state is thread_local, so several OS threads may launch at once.
 //
 // To make races and missing waits visible, dynamic shared memory starts as NaN, copies of cp.async
-// land only when waited for, and `emulated::schedule_seed` varies the order of the threads.
+// land only when waited for, other asynchronous work is put off until no thread can go on, and
+// `emulated::schedule_seed` varies the order of the threads. emulated_threads.h holds the threads,
+// emulated_sm90.h the instructions of sm_90.
 #pragma once
-
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstddef>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <tuple>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
-#if !defined(__x86_64__)
-#include <ucontext.h>
-#endif
+#include "emulated_threads.h"
 
 #define __global__
 #define __device__
@@ -42,15 +35,6 @@
 #define DYNAMIC_SHARED(name) unsigned char* const name = emulated::machine().dynamic_shared()
 
 // ---- vector types ----
-
-struct uint3 {
-    unsigned x, y, z;
-};
-
-struct dim3 {
-    unsigned x, y, z;
-    constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
-};
 
 #define EMULATED_VECTOR_TYPES(scalar, prefix)                                     \
     struct alignas(2 * sizeof(scalar)) prefix##2 { scalar x, y; };                \
@@ -73,301 +57,7 @@ EMULATED_VECTOR_TYPES(long long, longlong)
 EMULATED_VECTOR_TYPES(unsigned long long, ulonglong)
 #undef EMULATED_VECTOR_TYPES
 
-// ---- fibers ----
-
 namespace emulated {
-
-// Copy of cp.async: it lands when its group is waited for.
-struct PendingCopy {
-    void* destination;
-    const void* source;
-    unsigned bytes, copied, group;
-};
-
-#if defined(__x86_64__)
-// A suspended fiber: its stack pointer, with the callee-saved registers on the stack.
-struct Context {
-    void* stack_pointer = nullptr;
-};
-
-// Saves the running fiber in `save` and continues the one whose stack pointer is `load`.
-__attribute__((naked, noinline)) inline void switch_stack(void**, void*) {
-    asm("pushq %rbp\n\tpushq %rbx\n\tpushq %r12\n\tpushq %r13\n\tpushq %r14\n\tpushq %r15\n\t"
-        "movq %rsp, (%rdi)\n\tmovq %rsi, %rsp\n\t"
-        "popq %r15\n\tpopq %r14\n\tpopq %r13\n\tpopq %r12\n\tpopq %rbx\n\tpopq %rbp\n\tret");
-}
-
-inline void switch_context(Context& from, Context& to) {
-    switch_stack(&from.stack_pointer, to.stack_pointer);
-}
-
-inline void prepare_context(Context& context, char* stack, size_t bytes, void (*entry)()) {
-    // Six registers, the address to return to, and a slot that aligns the entry's frame.
-    void** top = reinterpret_cast<void**>(stack + bytes) - 8;
-    std::fill(top, top + 8, nullptr);
-    top[6] = reinterpret_cast<void*>(entry);
-    context.stack_pointer = top;
-}
-#else
-struct Context {
-    ucontext_t state;
-};
-
-inline void switch_context(Context& from, Context& to) { swapcontext(&from.state, &to.state); }
-
-inline void prepare_context(Context& context, char* stack, size_t bytes, void (*entry)()) {
-    getcontext(&context.state);
-    context.state.uc_stack.ss_sp = stack;
-    context.state.uc_stack.ss_size = bytes;
-    context.state.uc_link = nullptr;
-    makecontext(&context.state, entry, 0);
-}
-#endif
-
-struct Fiber {
-    Context context;
-    uint3 thread_index{};
-    unsigned lane = 0, warp = 0;
-    std::vector<PendingCopy> copies;
-    unsigned copy_group = 0;
-};
-
-// Fibers that wait until `expected` of them have arrived.
-struct Barrier {
-    std::vector<Fiber*> waiting;
-    // Two sets, for the fibers that have gone on to the next use while others still read.
-    int count[2] = {0, 0};
-    unsigned parity = 0;
-};
-
-constexpr size_t LARGEST_EXCHANGE = 64;
-
-// Lanes of one warp that meet in collectives with the same mask.
-struct LaneGroup {
-    unsigned mask = 0, expected = 0;
-    Barrier barrier;
-    alignas(16) unsigned char slots[2][32][LARGEST_EXCHANGE];
-};
-
-// What a collective leaves with each lane: the values of all lanes of the mask.
-template <typename T>
-struct Exchanged {
-    const unsigned char (*slots)[LARGEST_EXCHANGE];
-    const T& operator[](unsigned lane) const { return *reinterpret_cast<const T*>(slots[lane]); }
-};
-
-// 0 runs threads in order; other values give a repeatable order of their own.
-inline thread_local unsigned schedule_seed = 0;
-
-class Machine {
-  public:
-    Fiber* current = nullptr;
-    dim3 grid, block;
-    uint3 block_index{};
-
-    Machine() = default;
-    Machine(const Machine&) = delete;
-    ~Machine() {
-        if (stacks_ != nullptr) munmap(stacks_, fibers_.size() * STACK_PITCH);
-    }
-
-    unsigned char* dynamic_shared() { return shared_; }
-
-    // Runs body(argument) for every thread of every block.
-    void run(dim3 grid_size, dim3 block_size, size_t shared_bytes, void (*body)(void*),
-             void* argument) {
-        if (current != nullptr) fail("a kernel launches a kernel");
-        grid = grid_size;
-        block = block_size;
-        body_ = body;
-        argument_ = argument;
-        random_ = schedule_seed;
-        reserve(block.x * block.y * block.z, shared_bytes);
-        for (unsigned z = 0; z < grid.z; ++z)
-            for (unsigned y = 0; y < grid.y; ++y)
-                for (unsigned x = 0; x < grid.x; ++x) {
-                    block_index = {x, y, z};
-                    run_block(shared_bytes);
-                }
-        current = nullptr;
-    }
-
-    // __syncthreads, which also counts the threads whose predicate holds.
-    int sync_block(bool predicate) {
-        int* count = &block_barrier_.count[block_barrier_.parity];
-        *count += predicate;
-        arrive(block_barrier_, threads_);
-        return *count;
-    }
-
-    // Hands `value` to every lane of `mask` and returns theirs.
-    template <typename T>
-    Exchanged<T> exchange(unsigned mask, const T& value) {
-        static_assert(sizeof(T) <= LARGEST_EXCHANGE && std::is_trivially_copyable_v<T>);
-        LaneGroup& group = lane_group(mask);
-        auto* slots = group.slots[group.barrier.parity];
-        std::memcpy(slots[current->lane], &value, sizeof(T));
-        arrive(group.barrier, group.expected);
-        return {slots};
-    }
-
-  private:
-    static constexpr size_t GUARD = 4096;
-    static constexpr size_t STACK = 256 * 1024;
-    static constexpr size_t STACK_PITCH = STACK + GUARD;
-
-    [[noreturn]] static void fail(const char* message) {
-        std::fprintf(stderr, "emulated kernel: %s\n", message);
-        std::abort();
-    }
-
-    void reserve(unsigned threads, size_t shared_bytes) {
-        if (threads == 0 || threads > 1024) fail("a block has 1 to 1024 threads");
-        threads_ = threads;
-        if (fibers_.size() < threads) {
-            if (stacks_ != nullptr) munmap(stacks_, fibers_.size() * STACK_PITCH);
-            fibers_ = std::vector<Fiber>(threads);
-            void* memory = mmap(nullptr, threads * STACK_PITCH, PROT_READ | PROT_WRITE,
-                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-            if (memory == MAP_FAILED) fail("no memory for stacks");
-            stacks_ = static_cast<char*>(memory);
-            for (unsigned i = 0; i < threads; ++i)
-                mprotect(stacks_ + i * STACK_PITCH, GUARD, PROT_NONE);
-        }
-        if (storage_.size() < shared_bytes + 1024) storage_.resize(shared_bytes + 1024);
-        auto address = reinterpret_cast<uintptr_t>(storage_.data());
-        shared_ = storage_.data() + (1024 - address % 1024) % 1024;
-        for (Fiber& fiber : fibers_) fiber.copies.clear();
-    }
-
-    void run_block(size_t shared_bytes) {
-        std::memset(shared_, 0xff, shared_bytes);
-        groups_.resize((threads_ + 31) / 32);
-        for (auto& warp : groups_) warp.clear();
-        groups_used_ = 0;
-        block_barrier_ = Barrier{};
-        ready_.clear();
-        ready_head_ = 0;
-        finished_ = 0;
-        for (unsigned i = 0; i < threads_; ++i) start_fiber(i);
-        current = nullptr;
-        Fiber* first = next_ready();
-        current = first;
-        switch_context(scheduler_, first->context);
-        if (finished_ != threads_) report_deadlock();
-    }
-
-    void start_fiber(unsigned i) {
-        Fiber& fiber = fibers_[i];
-        fiber.thread_index = {i % block.x, i / block.x % block.y, i / (block.x * block.y)};
-        fiber.lane = i % 32;
-        fiber.warp = i / 32;
-        fiber.copies.clear();
-        prepare_context(fiber.context, stacks_ + i * STACK_PITCH + GUARD, STACK, &Machine::enter);
-        ready_.push_back(&fiber);
-    }
-
-    static void enter();
-
-    void finish_fiber() {
-        ++finished_;
-        leave(current);
-    }
-
-    Fiber* next_ready() {
-        size_t index = ready_head_;
-        if (random_ != 0) {
-            random_ = random_ * 1664525u + 1013904223u;
-            index += (random_ >> 8) % (ready_.size() - ready_head_);
-            std::swap(ready_[index], ready_[ready_head_]);
-        }
-        Fiber* next = ready_[ready_head_++];
-        if (ready_head_ == ready_.size()) {
-            ready_.clear();
-            ready_head_ = 0;
-        }
-        return next;
-    }
-
-    // Goes on with another fiber, or back to run_block when none can go on.
-    void leave(Fiber* self) {
-        if (ready_.empty()) {
-            switch_context(self->context, scheduler_);
-        } else {
-            Fiber* next = next_ready();
-            current = next;
-            if (next != self) switch_context(self->context, next->context);
-        }
-        current = self;
-    }
-
-    void arrive(Barrier& barrier, unsigned expected) {
-        Fiber* self = current;
-        if (barrier.waiting.size() + 1 < expected) {
-            barrier.waiting.push_back(self);
-            leave(self);
-            return;
-        }
-        barrier.parity ^= 1;
-        barrier.count[barrier.parity] = 0;
-        ready_.insert(ready_.end(), barrier.waiting.begin(), barrier.waiting.end());
-        barrier.waiting.clear();
-    }
-
-    LaneGroup& lane_group(unsigned mask) {
-        auto& warp = groups_[current->warp];
-        if ((mask >> current->lane & 1) == 0) fail("a lane is not in its collective's mask");
-        for (LaneGroup* group : warp)
-            if (group->mask == mask) return *group;
-        unsigned lanes = std::min(32u, threads_ - current->warp * 32);
-        unsigned present = lanes == 32 ? ~0u : (1u << lanes) - 1;
-        if (groups_used_ == pool_.size()) pool_.push_back(std::make_unique<LaneGroup>());
-        LaneGroup* group = pool_[groups_used_++].get();
-        group->mask = mask;
-        group->expected = __builtin_popcount(mask & present);
-        group->barrier = Barrier{};
-        warp.push_back(group);
-        return *group;
-    }
-
-    void report_deadlock() {
-        size_t in_warps = 0;
-        for (const auto& warp : groups_)
-            for (const LaneGroup* group : warp) in_warps += group->barrier.waiting.size();
-        std::fprintf(stderr,
-                     "emulated kernel: deadlock in block (%u, %u, %u): of %u threads %u finished, "
-                     "%zu wait at __syncthreads, %zu in warp collectives\n",
-                     block_index.x, block_index.y, block_index.z, threads_, finished_,
-                     block_barrier_.waiting.size(), in_warps);
-        std::abort();
-    }
-
-    unsigned threads_ = 0, finished_ = 0, random_ = 0;
-    void (*body_)(void*) = nullptr;
-    void* argument_ = nullptr;
-    Context scheduler_;
-    std::vector<Fiber> fibers_;
-    char* stacks_ = nullptr;
-    std::vector<Fiber*> ready_;
-    size_t ready_head_ = 0;
-    Barrier block_barrier_;
-    std::vector<std::vector<LaneGroup*>> groups_;
-    std::vector<std::unique_ptr<LaneGroup>> pool_;
-    size_t groups_used_ = 0;
-    std::vector<unsigned char> storage_;
-    unsigned char* shared_ = nullptr;
-};
-
-inline Machine& machine() {
-    static thread_local Machine instance;
-    return instance;
-}
-
-inline void Machine::enter() {
-    Machine& self = machine();
-    self.body_(self.argument_);
-    self.finish_fiber();
-}
 
 // ---- launches ----
 
@@ -430,6 +120,7 @@ inline void copy_async_wait(unsigned newest) {
         auto* destination = static_cast<unsigned char*>(copy.destination);
         std::memcpy(destination, copy.source, copy.copied);
         std::memset(destination + copy.copied, 0, copy.bytes - copy.copied);
+        machine().mark_written(destination, copy.bytes);
     }
     fiber.copies.resize(kept);
 }

@@ -4,9 +4,10 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ffi::{CString, c_char, c_void};
 
+use bytemuck::{Pod, Zeroable};
 use half::bf16;
 
-use super::device::{Device, Gemm, Operand};
+use super::device::{BoxedTensor, Device, Gemm, Operand, TensorMap};
 use crate::backend::DeviceMemory;
 use crate::error::{Error, Result};
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
@@ -16,6 +17,13 @@ use crate::scalar::{DType, Element};
 pub(super) struct Emulator;
 
 const ALIGNMENT: usize = 256;
+/// Its blocks run one after the other; several show that they share their work.
+const MULTIPROCESSORS: usize = 3;
+
+/// Bytes as strictly aligned as a kernel's structures are at most.
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct Aligned([u8; 64]);
 
 #[allow(unsafe_code)]
 unsafe extern "C" {
@@ -25,8 +33,17 @@ unsafe extern "C" {
         grid: *const u32,
         threads: u32,
         shared_bytes: u32,
-        parameters: *mut c_void,
+        parameters: *const *mut c_void,
     ) -> bool;
+
+    /// Writes a tensor map of three dimensions (kernels.cu).
+    fn emulated_tensor_map(
+        map: *mut c_void,
+        numbers: *const c_void,
+        dimensions: *const u64,
+        strides: *const u64,
+        sides: *const u32,
+    );
 }
 
 impl Emulator {
@@ -47,6 +64,31 @@ impl Device for Emulator {
     fn most_shared_bytes(&self) -> usize {
         // Hopper's.
         227 * 1024
+    }
+
+    fn multiprocessors(&self) -> usize {
+        MULTIPROCESSORS
+    }
+
+    fn runs_hopper(&self) -> bool {
+        true
+    }
+
+    fn tensor_map(&self, tensor: &BoxedTensor) -> Result<TensorMap> {
+        let BoxedTensor { address, dimensions, strides, sides } = tensor;
+        let mut map = TensorMap::zeroed();
+        // SAFETY: the arrays have the lengths that the function reads, the map its size.
+        #[allow(unsafe_code)]
+        unsafe {
+            emulated_tensor_map(
+                (&raw mut map).cast(),
+                *address as *const c_void,
+                dimensions.as_ptr(),
+                strides.as_ptr(),
+                sides.as_ptr(),
+            );
+        }
+        Ok(map)
     }
 
     fn memory(&self) -> Option<DeviceMemory> {
@@ -109,18 +151,22 @@ impl Device for Emulator {
         grid: [u32; 3],
         threads: u32,
         shared_bytes: u32,
-        parameters: &[u8],
+        parameters: &[&[u8]],
     ) -> Result<()> {
         let name = CString::new(kernel).map_err(|_| self.error("launch", "a zero in a name"))?;
-        // The structure's alignment is at most 8; a vector of bytes may have less.
-        let mut aligned = vec![0u64; parameters.len().div_ceil(8)];
-        bytemuck::cast_slice_mut(&mut aligned)[..parameters.len()].copy_from_slice(parameters);
-        // SAFETY: the kernel of that name takes the structure that its operator passes, whose
+        let aligned = |bytes: &&[u8]| {
+            let mut aligned = vec![Aligned::zeroed(); bytes.len().div_ceil(size_of::<Aligned>())];
+            bytemuck::cast_slice_mut(&mut aligned)[..bytes.len()].copy_from_slice(bytes);
+            aligned
+        };
+        let mut structures: Vec<Vec<Aligned>> = parameters.iter().map(aligned).collect();
+        let pointers: Vec<*mut c_void> =
+            structures.iter_mut().map(|structure| structure.as_mut_ptr().cast()).collect();
+        // SAFETY: the kernel of that name takes the structures that its operator passes, whose
         // addresses come from views of the lengths that the operator checked.
         #[allow(unsafe_code)]
         let found = unsafe {
-            let parameters = aligned.as_mut_ptr().cast();
-            emulated_launch(name.as_ptr(), grid.as_ptr(), threads, shared_bytes, parameters)
+            emulated_launch(name.as_ptr(), grid.as_ptr(), threads, shared_bytes, pointers.as_ptr())
         };
         if found { Ok(()) } else { Err(self.error("launch", format!("no kernel {kernel}"))) }
     }

@@ -49,12 +49,23 @@ impl Cuda {
         shared_bytes: usize,
         parameters: &P,
     ) -> Result<()> {
+        self.launch_with(threads, kernel, grid, shared_bytes, &[bytemuck::bytes_of(parameters)])
+    }
+
+    /// As [`Cuda::launch_blocks_of`], for a kernel of several structures, given as their bytes.
+    pub(crate) fn launch_with(
+        &self,
+        threads: usize,
+        kernel: &str,
+        grid: [usize; 3],
+        shared_bytes: usize,
+        parameters: &[&[u8]],
+    ) -> Result<()> {
         if grid.contains(&0) {
             return Ok(());
         }
         // Grids come from shapes whose buffers exist, far below 2^32 blocks.
         let grid = grid.map(|size| size as u32);
-        let bytes = bytemuck::bytes_of(parameters);
-        self.device().launch(kernel, grid, threads as u32, shared_bytes as u32, bytes)
+        self.device().launch(kernel, grid, threads as u32, shared_bytes as u32, parameters)
     }
 }

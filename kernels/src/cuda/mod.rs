@@ -16,13 +16,14 @@ mod memory;
 #[cfg(feature = "cuda")]
 mod products;
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-pub(crate) use device::{Device, Gemm, Operand};
+pub(crate) use device::{BoxedTensor, Device, Gemm, Operand, TensorMap};
 pub(crate) use launch::{THREADS, blocks, name};
 pub(crate) use memory::address_or_null;
 pub use memory::{CudaBuffer, CudaView, CudaViewMut};
 
+use crate::attention::cuda::AttentionPath;
 use crate::error::Result;
 use memory::Memory;
 
@@ -32,6 +33,17 @@ pub struct Cuda {
     device: Arc<dyn Device>,
     /// What operators need for themselves, one after the other; grows to the largest need.
     scratch: Arc<Mutex<Option<Memory>>>,
+    /// One number, 0 between any two kernels.
+    counter: Arc<Mutex<Option<Memory>>>,
+    /// The first path that attention tries.
+    first_attention: AttentionPath,
+    /// The one that it took last.
+    last_attention: Arc<Mutex<Option<AttentionPath>>>,
+}
+
+/// What a lock guards here is whole whenever a thread can panic.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What a library of NVIDIA's needs in order to work in step with the operators.
@@ -54,10 +66,12 @@ impl Cuda {
     /// GPU number `ordinal` of this machine.
     ///
     /// # Errors
-    /// [`crate::Error::Device`] where the driver, cuBLASLt or the GPU is missing or too old.
+    /// [`crate::Error::Device`] where the driver, cuBLASLt or the GPU is missing or too old, or the
+    /// variable `MOH_ATTENTION` names no [`AttentionPath`].
     #[cfg(feature = "cuda")]
     pub fn new(ordinal: usize) -> Result<Self> {
-        Ok(Self::of(Arc::new(driver::Driver::new(ordinal)?)))
+        let first = AttentionPath::from_environment()?;
+        Ok(Self::of(Arc::new(driver::Driver::new(ordinal)?)).with_attention(first))
     }
 
     /// The kernels run by the CPU: for tests, some thousand times slower than a GPU.
@@ -67,7 +81,37 @@ impl Cuda {
     }
 
     fn of(device: Arc<dyn Device>) -> Self {
-        Cuda { device, scratch: Arc::default() }
+        Cuda {
+            device,
+            scratch: Arc::default(),
+            counter: Arc::default(),
+            first_attention: AttentionPath::Hopper,
+            last_attention: Arc::default(),
+        }
+    }
+
+    /// The same GPU with another first choice of attention: a path that does not take a problem, or
+    /// does not run on this GPU, leaves it to the next one.
+    pub fn with_attention(self, first: AttentionPath) -> Self {
+        Cuda { first_attention: first, last_attention: Arc::default(), ..self }
+    }
+
+    /// Whether the kernels of a path run on this GPU at all.
+    pub fn has_attention(&self, path: AttentionPath) -> bool {
+        path != AttentionPath::Hopper || self.device.runs_hopper()
+    }
+
+    /// The path that attention took last, forward or backward; none before the first.
+    pub fn attention_path(&self) -> Option<AttentionPath> {
+        *locked(&self.last_attention)
+    }
+
+    pub(crate) fn first_attention(&self) -> AttentionPath {
+        self.first_attention
+    }
+
+    pub(crate) fn remember_attention(&self, path: AttentionPath) {
+        *locked(&self.last_attention) = Some(path);
     }
 
     pub(crate) fn device(&self) -> &dyn Device {
@@ -76,8 +120,7 @@ impl Cuda {
 
     /// Address of at least `bytes` bytes that are free until the next operator asks.
     pub(crate) fn scratch(&self, bytes: usize) -> Result<u64> {
-        // A thread that panicked while it held the lock left a buffer or none: both are sound.
-        let mut scratch = self.scratch.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut scratch = locked(&self.scratch);
         if let Some(memory) = scratch.as_ref().filter(|memory| memory.bytes() >= bytes) {
             return Ok(memory.address());
         }
@@ -86,6 +129,16 @@ impl Cuda {
         let address = memory.address();
         *scratch = Some(memory);
         Ok(address)
+    }
+
+    /// Address of a u32 that is 0, for a kernel that leaves it so.
+    pub(crate) fn counter(&self) -> Result<u64> {
+        let mut counter = locked(&self.counter);
+        if let Some(memory) = counter.as_ref() {
+            return Ok(memory.address());
+        }
+        let memory = Memory::new(&self.device, size_of::<u32>())?;
+        Ok(counter.insert(memory).address())
     }
 }
 

@@ -1,7 +1,7 @@
 // What the operators' kernels share: number types, vector access, sums over a block.
 //
-// Every kernel takes one structure by value. EXPORT gives it a name for each type of number; the
-// host mirrors the structure (`Parameters` beside the operator's `launch`).
+// A kernel takes structures by value, most take one. EXPORT gives it a name for each type of number;
+// the host mirrors the structure (`Parameters` beside the operator's `launch`).
 #pragma once
 
 #include <cstdint>

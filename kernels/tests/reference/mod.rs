@@ -7,6 +7,7 @@
 // Every test file compiles this module for itself and uses a part of it.
 #![allow(dead_code)]
 
+pub mod attention;
 pub mod operators;
 
 use candle_core::backprop::GradStore;

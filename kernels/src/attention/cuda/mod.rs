@@ -1,6 +1,8 @@
-//! Attention on a GPU: on tensor cores (`tiled`) where the numbers allow it, by plain arithmetic
-//! (`plain`) elsewhere.
+//! Attention on a GPU: on Hopper's tensor cores (`hopper`) or those of any GPU (`tiled`) where the
+//! numbers allow it, by plain arithmetic (`plain`) elsewhere.
 
+mod hopper;
+mod packed;
 mod plain;
 mod tiled;
 
@@ -9,6 +11,57 @@ use crate::cuda::{Cuda, CudaView, CudaViewMut};
 use crate::error::{Result, check_len, ensure};
 use crate::router::cuda::CudaRouting;
 use crate::scalar::Element;
+
+/// A way to compute attention on a GPU. Each takes fewer problems, and is faster on them, than the
+/// next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum AttentionPath {
+    /// The tensor cores and the copy engine of Hopper (sm_90a): bf16, heads of 64 or 128, contiguous
+    /// keys, rows at multiples of 16 bytes.
+    Hopper,
+    /// The tensor cores of Ampere and later GPUs: bf16, even heads of at most 128.
+    Tiled,
+    /// Plain arithmetic: everything else.
+    Plain,
+}
+
+impl AttentionPath {
+    /// The first path to try, as the variable `MOH_ATTENTION` says.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn from_environment() -> Result<Self> {
+        let name = std::env::var_os("MOH_ATTENTION");
+        name.map_or(Ok(Self::Hopper), |name| Self::named(&name.to_string_lossy()))
+    }
+
+    /// The path that the variable names.
+    #[cfg(any(feature = "cuda", test))]
+    fn named(name: &str) -> Result<Self> {
+        match name {
+            "hopper" => Ok(Self::Hopper),
+            "tiled" => Ok(Self::Tiled),
+            "plain" => Ok(Self::Plain),
+            _ => Err(crate::Error::Device {
+                device: "the GPU".into(),
+                operation: "start",
+                reason: format!("MOH_ATTENTION = {name:?}: expected hopper, tiled or plain"),
+            }),
+        }
+    }
+
+    /// The first path, from the one that the GPU is to try first, that takes the problem.
+    fn choose<T: Element>(cuda: &Cuda, problem: &Problem<'_>, at: &Addresses) -> Self {
+        let takes = |path: &Self| match path {
+            Self::Hopper => hopper::takes::<T>(cuda, problem, at),
+            Self::Tiled => tiled::takes::<T>(cuda, problem, at),
+            Self::Plain => true,
+        };
+        let paths = [Self::Hopper, Self::Tiled, Self::Plain].into_iter();
+        let mut allowed = paths.filter(|&path| path >= cuda.first_attention());
+        let path = allowed.find(takes).unwrap_or(Self::Plain);
+        cuda.remember_attention(path);
+        path
+    }
+}
 
 /// The problem and who takes part in it.
 pub(crate) struct Problem<'a> {
@@ -75,6 +128,21 @@ impl Addresses {
             key_stride: shape.query_stride,
             ..Self::default()
         }
+    }
+
+    /// Whether all rows of bf16 start at multiples of `count` numbers.
+    fn are_multiples_of(&self, shape: &AttentionShape, count: usize) -> bool {
+        let strides = [shape.head_dim, shape.query_stride, self.key_stride];
+        let starts = [self.q, self.k, self.v, self.out, self.d_out, self.d_qkv];
+        strides.iter().all(|stride| stride.is_multiple_of(count))
+            && starts.iter().all(|at| at.is_multiple_of(2 * count as u64))
+    }
+
+    /// Whether numbers of queries, keys and values in a sequence fit 32 bits.
+    fn fit_32_bits(&self, shape: &AttentionShape) -> bool {
+        let longest = shape.query_length.max(shape.key_length);
+        let widest = shape.query_stride.max(self.key_stride).max(shape.heads);
+        u32::try_from(longest.saturating_mul(widest)).is_ok()
     }
 }
 
@@ -144,10 +212,12 @@ pub(crate) fn forward<T: Element>(
         log_sum_exp: log_sum_exp.address,
         ..Addresses::of_keys(shape, key_values)
     };
-    if tiled::takes::<T>(cuda, problem, &at) {
-        return tiled::forward(cuda, problem, &at, cuda.scratch(tiled::scratch_bytes(problem))?);
+    let packed = || cuda.scratch(packed::scratch_bytes(problem));
+    match AttentionPath::choose::<T>(cuda, problem, &at) {
+        AttentionPath::Hopper => hopper::forward(cuda, problem, &at, packed()?),
+        AttentionPath::Tiled => tiled::forward(cuda, problem, &at, packed()?),
+        AttentionPath::Plain => plain::forward::<T>(cuda, problem, &at),
     }
-    plain::forward::<T>(cuda, problem, &at)
 }
 
 /// The backward pass.
@@ -167,21 +237,30 @@ pub(crate) fn backward<T: Element>(
         delta: delta.as_ref().map(|delta| delta.len),
     })?;
     problem.check("attention_backward")?;
-    let packed = tiled::scratch_bytes(problem);
-    let own_delta = if delta.is_some() { 0 } else { saved.log_sum_exp.len * size_of::<f32>() };
-    let scratch = cuda.scratch(packed + own_delta)?;
-    let at = Addresses {
+    let mut at = Addresses {
         out: saved.out.address,
         log_sum_exp: saved.log_sum_exp.address,
         d_out: saved.d_out.address,
         d_qkv: d_qkv.address,
-        delta: delta.map_or(scratch + packed as u64, |delta| delta.address),
         ..Addresses::of_qkv::<T>(&problem.shape, saved.qkv.address)
     };
-    if tiled::takes::<T>(cuda, problem, &at) {
-        return tiled::backward(cuda, problem, &at, scratch);
+    let path = AttentionPath::choose::<T>(cuda, problem, &at);
+    let own_delta = if delta.is_some() { 0 } else { saved.log_sum_exp.len * size_of::<f32>() };
+    // What follows it starts at a multiple of 16 bytes.
+    let own_delta = own_delta.next_multiple_of(16);
+    let others = match path {
+        AttentionPath::Hopper => hopper::backward_scratch_bytes(problem),
+        AttentionPath::Tiled => packed::scratch_bytes(problem),
+        AttentionPath::Plain => 0,
+    };
+    let scratch = cuda.scratch(own_delta + others)?;
+    at.delta = delta.map_or(scratch, |delta| delta.address);
+    let others = scratch + own_delta as u64;
+    match path {
+        AttentionPath::Hopper => hopper::backward(cuda, problem, &at, others),
+        AttentionPath::Tiled => tiled::backward(cuda, problem, &at, others),
+        AttentionPath::Plain => plain::backward::<T>(cuda, problem, &at),
     }
-    plain::backward::<T>(cuda, problem, &at)
 }
 
 fn check_key_values<T: Element>(
@@ -204,5 +283,20 @@ fn check_key_values<T: Element>(
                 format!("{} keys and {} values, expected {needed}", keys.len, values.len)
             })
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::AttentionPath;
+
+    #[test]
+    fn the_variable_names_a_path_or_is_refused() {
+        assert_eq!(AttentionPath::named("hopper"), Ok(AttentionPath::Hopper));
+        assert_eq!(AttentionPath::named("tiled"), Ok(AttentionPath::Tiled));
+        assert_eq!(AttentionPath::named("plain"), Ok(AttentionPath::Plain));
+        let refused = AttentionPath::named("flash").map_err(|error| error.to_string());
+        let message = "MOH_ATTENTION = \"flash\": expected hopper, tiled or plain";
+        assert!(refused.is_err_and(|refusal| refusal.ends_with(message)));
     }
 }

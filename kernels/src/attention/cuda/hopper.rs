@@ -1,0 +1,344 @@
+//! Attention on Hopper's tensor cores (hopper/hopper.cu).
+//!
+//! The gradient of the queries is summed over tiles of keys in the order of the keys, so results
+//! have the same bits in every run.
+
+use bytemuck::{Pod, Zeroable};
+
+use super::packed::{Packed, Parameters};
+use super::{Addresses, AttentionShape, Problem, packed};
+use crate::cuda::{BoxedTensor, Cuda, TensorMap};
+use crate::error::Result;
+use crate::scalar::{DType, Element};
+
+/// Widths of a head that kernels are compiled for.
+const WIDTHS: [usize; 2] = [64, 128];
+/// Threads of the blocks that multiply, and of those before and after.
+const THREADS: usize = 384;
+const OTHER_THREADS: usize = 256;
+/// Keys, and packed rows forward and backward, of a tile.
+const KEYS: usize = 128;
+const FORWARD_ROWS: usize = 128;
+const ROWS: usize = 64;
+/// Stages of tiles in shared memory.
+const STAGES: usize = 2;
+/// Columns of a matrix's panel in shared memory.
+const PANEL: usize = 64;
+/// Multiple of numbers at which rows start: 16 bytes.
+const ALIGNMENT: usize = 8;
+/// Scratch memory up to which the backward pass takes several sequences at once.
+const FEW_BYTES: usize = 512 << 20;
+
+/// `Scratch` of hopper.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct Scratch {
+    row_tiles: u64,
+    d_q_sums: u64,
+    /// With 0 here the tiles of keys add to d_q in any order: no waiting, and other roundings in
+    /// every run.
+    turns: u64,
+    next_tile: u64,
+}
+
+/// `Maps` of hopper.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct Maps {
+    k: TensorMap,
+    v: TensorMap,
+}
+
+/// Bytes of a tile of bf16.
+fn tile_bytes(rows: usize, width: usize) -> usize {
+    rows * width * 2
+}
+
+/// `row_tile_bytes` of hopper.cuh.
+fn row_tile_bytes(width: usize) -> usize {
+    tile_bytes(2 * ROWS, width) + ROWS * 16
+}
+
+/// `forward_shared` of hopper.cuh.
+fn forward_shared_bytes(width: usize) -> usize {
+    STAGES * (tile_bytes(FORWARD_ROWS + 2 * KEYS, width) + 4 * FORWARD_ROWS * 4 + 4 * 4)
+        + 6 * STAGES * 8
+}
+
+/// `backward_shared` of hopper.cuh.
+fn backward_shared_bytes(width: usize) -> usize {
+    tile_bytes(2 * KEYS + 2 * STAGES * ROWS, width)
+        + STAGES * tile_bytes(ROWS, KEYS)
+        + ROWS * width * 4
+        + STAGES * ROWS * 16
+        + (4 * STAGES + 1) * 8
+        + 4 * 4
+}
+
+/// Whether these kernels take the problem: a Hopper GPU, bf16, a head_dim of 64 or 128, contiguous
+/// keys, rows that start at multiples of 16 bytes, and indices into a sequence that fit 32 bits.
+pub(super) fn takes<T: Element>(cuda: &Cuda, problem: &Problem<'_>, at: &Addresses) -> bool {
+    let (shape, device) = (&problem.shape, cuda.device());
+    T::DTYPE == DType::BF16
+        && WIDTHS.contains(&shape.head_dim)
+        && shape.tokens() > 0
+        && at.block_table == 0
+        && at.are_multiples_of(shape, ALIGNMENT)
+        && at.fit_32_bits(shape)
+        && device.runs_hopper()
+        && forward_shared_bytes(shape.head_dim) <= device.most_shared_bytes()
+        && backward_shared_bytes(shape.head_dim) <= device.most_shared_bytes()
+}
+
+/// Row tiles of each key/value head of a sequence.
+fn row_tiles(shape: &AttentionShape) -> usize {
+    (shape.query_length * shape.group_size()).div_ceil(ROWS)
+}
+
+/// Scratch of the backward pass beside the packed rows, for some sequences.
+struct Areas {
+    row_tiles: usize,
+    d_q_sums: usize,
+    turns: usize,
+}
+
+impl Areas {
+    fn new(shape: &AttentionShape, sequences: usize) -> Self {
+        let tiles = sequences * shape.kv_heads * row_tiles(shape);
+        Areas {
+            row_tiles: tiles * row_tile_bytes(shape.head_dim),
+            d_q_sums: tiles * ROWS * shape.head_dim * 4,
+            turns: tiles * 4,
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        self.row_tiles + self.d_q_sums + self.turns
+    }
+}
+
+/// How many sequences the backward pass takes at once: one, or as many as need few bytes.
+fn sequences_at_once(shape: &AttentionShape) -> usize {
+    let one = Areas::new(shape, 1).bytes().max(1);
+    (FEW_BYTES / one).clamp(1, shape.batch.max(1))
+}
+
+/// Bytes of the packed rows before other areas, which start at multiples of 16 bytes.
+fn packed_bytes(problem: &Problem<'_>) -> usize {
+    packed::scratch_bytes(problem).next_multiple_of(16)
+}
+
+/// Scratch of the backward pass.
+pub(super) fn backward_scratch_bytes(problem: &Problem<'_>) -> usize {
+    let shape = &problem.shape;
+    packed_bytes(problem) + Areas::new(shape, sequences_at_once(shape)).bytes()
+}
+
+/// Some sequences of a problem whose rows are packed.
+struct Part<'a> {
+    packed: &'a Packed<'a>,
+    parameters: Parameters,
+    scratch: Scratch,
+    maps: Maps,
+}
+
+impl<'a> Part<'a> {
+    fn new(packed: &'a Packed<'a>, parameters: Parameters, scratch: Scratch) -> Result<Self> {
+        let shape = &packed.problem.shape;
+        let ([k, v], stride) = parameters.key_values();
+        let map = |address| {
+            packed.cuda.device().tensor_map(&BoxedTensor {
+                address,
+                dimensions: [
+                    (shape.kv_heads * shape.head_dim) as u64,
+                    shape.key_length as u64,
+                    parameters.batch() as u64,
+                ],
+                strides: [2 * stride, 2 * stride * shape.key_length as u64],
+                sides: [PANEL as u32, KEYS as u32, 1],
+            })
+        };
+        let maps = Maps { k: map(k)?, v: map(v)? };
+        Ok(Part { packed, parameters, scratch, maps })
+    }
+
+    /// Runs a kernel that takes the maps, with `WITH_MAPS`, or does without.
+    fn run<const WITH_MAPS: bool>(
+        &self,
+        threads: usize,
+        kernel: &str,
+        grid: [usize; 3],
+        shared_bytes: usize,
+    ) -> Result<()> {
+        let kernel = format!("{kernel}_d{}", self.packed.problem.shape.head_dim);
+        let structures = [
+            bytemuck::bytes_of(&self.parameters),
+            bytemuck::bytes_of(&self.scratch),
+            bytemuck::bytes_of(&self.maps),
+        ];
+        let structures = if WITH_MAPS { &structures[..] } else { &structures[..2] };
+        self.packed.cuda.launch_with(threads, &kernel, grid, shared_bytes, structures)
+    }
+
+    fn forward(&self) -> Result<()> {
+        let shape = &self.packed.problem.shape;
+        let grid = [self.packed.cuda.device().multiprocessors(), 1, 1];
+        self.run::<true>(THREADS, "hopper_forward", grid, forward_shared_bytes(shape.head_dim))
+    }
+
+    fn backward(&self) -> Result<()> {
+        let shape = &self.packed.problem.shape;
+        let width = shape.head_dim;
+        let grid = |blocks| [blocks, shape.kv_heads, self.parameters.batch()];
+        // A thread prepares 8 numbers of a row.
+        let blocks = row_tiles(shape) * (ROWS * width / 8 / OTHER_THREADS);
+        self.run::<false>(OTHER_THREADS, "hopper_prepare", grid(blocks), 0)?;
+        let blocks = shape.key_length.div_ceil(KEYS);
+        let shared_bytes = backward_shared_bytes(width);
+        self.run::<true>(THREADS, "hopper_backward", grid(blocks), shared_bytes)?;
+        let (blocks, shared_bytes) = (row_tiles(shape), tile_bytes(ROWS, width));
+        self.run::<false>(OTHER_THREADS, "hopper_finish", grid(blocks), shared_bytes)
+    }
+}
+
+pub(super) fn forward(
+    cuda: &Cuda,
+    problem: &Problem<'_>,
+    at: &Addresses,
+    scratch: u64,
+) -> Result<()> {
+    let packed = Packed::new(cuda, problem, at, scratch)?;
+    packed.run_routed_pairs("attention_clear")?;
+    let scratch = Scratch { next_tile: cuda.counter()?, ..Scratch::zeroed() };
+    Part::new(&packed, packed.parameters, scratch)?.forward()
+}
+
+pub(super) fn backward(
+    cuda: &Cuda,
+    problem: &Problem<'_>,
+    at: &Addresses,
+    scratch: u64,
+) -> Result<()> {
+    backward_by(sequences_at_once(&problem.shape), cuda, problem, at, scratch)
+}
+
+/// The backward pass, `sequences` at once.
+fn backward_by(
+    sequences: usize,
+    cuda: &Cuda,
+    problem: &Problem<'_>,
+    at: &Addresses,
+    scratch: u64,
+) -> Result<()> {
+    let shape = &problem.shape;
+    let packed = Packed::new(cuda, problem, at, scratch)?;
+    packed.run_routed_pairs("hopper_clear")?;
+    let areas = Areas::new(shape, sequences);
+    let row_tiles = scratch + packed_bytes(problem) as u64;
+    let d_q_sums = row_tiles + areas.row_tiles as u64;
+    let turns = d_q_sums + areas.d_q_sums as u64;
+    let scratch = Scratch { row_tiles, d_q_sums, turns, next_tile: 0 };
+    for first in (0..shape.batch).step_by(sequences) {
+        let count = sequences.min(shape.batch - first);
+        Part::new(&packed, packed.parameters.of_sequences(first, count), scratch)?.backward()?;
+    }
+    Ok(())
+}
+
+#[cfg(all(test, feature = "cuda-emulator"))]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+    use crate::attention::Visibility;
+    use crate::backend::Backend;
+    use crate::cuda::CudaBuffer;
+    use crate::rope::{QkvShape, RopeTable};
+    use crate::router::QueryNormRouter;
+    use crate::router::cuda::CudaRouting;
+
+    const SHAPE: QkvShape = QkvShape { batch: 3, length: 40, heads: 4, kv_heads: 2, head_dim: 64 };
+
+    /// Numbers of both signs, different everywhere.
+    fn numbers(count: usize, factor: f32) -> Vec<bf16> {
+        (0..count).map(|at| bf16::from_f32((at as f32 * factor).sin())).collect()
+    }
+
+    fn uploaded<S: crate::Scalar>(cuda: &Cuda, numbers: &[S]) -> CudaBuffer<S> {
+        let mut buffer = cuda.allocate(numbers.len()).unwrap();
+        cuda.upload(numbers, buffer.view_mut(0..numbers.len())).unwrap();
+        buffer
+    }
+
+    /// Routing of the queries, which stay as they are.
+    fn routing(cuda: &Cuda, qkv: &mut CudaBuffer<bf16>) -> CudaRouting {
+        let router = QueryNormRouter { shared_heads: 1, top_k: 1 };
+        let mut routing = cuda.routing(SHAPE.tokens(), SHAPE.heads, router).unwrap();
+        let angles = SHAPE.length * SHAPE.head_dim / 2;
+        let (cos, sin) = (uploaded(cuda, &vec![1f32; angles]), uploaded(cuda, &vec![0f32; angles]));
+        let table = RopeTable::<Cuda> { cos: cos.view(0..angles), sin: sin.view(0..angles) };
+        let qkv = qkv.view_mut(0..SHAPE.tokens() * SHAPE.row());
+        cuda.rope_route_forward(&SHAPE, table, 0, qkv, Some(&mut routing)).unwrap();
+        routing
+    }
+
+    #[test]
+    fn sequences_in_several_parts_have_the_gradients_of_all_at_once() {
+        let cuda = Cuda::emulated();
+        let (tokens, pairs) = (SHAPE.tokens(), SHAPE.tokens() * SHAPE.heads);
+        let mut qkv = uploaded(&cuda, &numbers(tokens * SHAPE.row(), 0.37));
+        let routing = routing(&cuda, &mut qkv);
+        // Documents of another length in each sequence.
+        let start = |at: usize| {
+            let (length, position) = (11 + at / SHAPE.length, at % SHAPE.length);
+            (position / length * length) as u32
+        };
+        let first_key: Vec<u32> = (0..tokens).map(start).collect();
+        let first_key = uploaded(&cuda, &first_key);
+        let weights: Vec<f32> = (0..pairs).map(|at| 1.0 + at as f32 / pairs as f32).collect();
+        let weights = uploaded(&cuda, &weights);
+        let shape = AttentionShape {
+            batch: SHAPE.batch,
+            query_length: SHAPE.length,
+            key_length: SHAPE.length,
+            heads: SHAPE.heads,
+            kv_heads: SHAPE.kv_heads,
+            head_dim: SHAPE.head_dim,
+            query_stride: SHAPE.row(),
+        };
+        let first_key = Some(first_key.view(0..tokens));
+        let visibility = Visibility { causal: true, query_offset: 0, first_key };
+        let weights = Some(weights.view(0..pairs));
+        let problem = Problem::new(&shape, visibility, Some(&routing), weights);
+
+        let outputs = pairs * SHAPE.head_dim;
+        let out = uploaded(&cuda, &vec![bf16::NAN; outputs]);
+        let log_sum_exp = uploaded(&cuda, &vec![f32::NAN; pairs]);
+        let d_out = uploaded(&cuda, &numbers(outputs, 0.73));
+        let results = |sequences| {
+            let d_qkv = uploaded(&cuda, &vec![bf16::NAN; tokens * SHAPE.row()]);
+            let delta = uploaded(&cuda, &vec![f32::NAN; pairs]);
+            let at = Addresses {
+                out: out.address(),
+                log_sum_exp: log_sum_exp.address(),
+                d_out: d_out.address(),
+                d_qkv: d_qkv.address(),
+                delta: delta.address(),
+                ..Addresses::of_qkv::<bf16>(&shape, qkv.address())
+            };
+            let scratch = cuda.scratch(backward_scratch_bytes(&problem)).unwrap();
+            forward(&cuda, &problem, &at, scratch).unwrap();
+            backward_by(sequences, &cuda, &problem, &at, scratch).unwrap();
+            let mut gradients = vec![bf16::ZERO; d_qkv.len()];
+            cuda.download(d_qkv.view(0..d_qkv.len()), &mut gradients).unwrap();
+            let mut deltas = vec![0f32; pairs];
+            cuda.download(delta.view(0..pairs), &mut deltas).unwrap();
+            assert!(gradients.iter().all(|x| x.is_finite()) && deltas.iter().all(|x| !x.is_nan()));
+            (gradients, deltas)
+        };
+        let all = results(SHAPE.batch);
+        assert!(results(1) == all);
+        assert!(results(2) == all);
+    }
+}

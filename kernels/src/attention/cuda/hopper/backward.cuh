@@ -1,0 +1,441 @@
+// Backward pass: one block per tile of 128 keys and key/value head, 64 packed rows at a time.
+//
+// With P the probabilities, dP = dO V^T, delta = <dO, O>, and weights folded into dO before:
+//   dS = P (dP - delta), dQ = dS K scale, dK = dS^T Q scale, dV = P^T dO.
+// Two warpgroups take 64 keys each. They compute the transposed K Q^T and V dO^T, so that P^T and
+// dS^T go from the registers of these products to those of dV and dK, which stay in registers until
+// they are written once. dS^T also goes to shared memory, where each warpgroup reads that of all
+// 128 keys for half the columns of dQ. One warp brings row tiles, two stages of them; another adds
+// dQ to its sums in global memory. 240 registers a thread for the products, 24 for the copies;
+// 195 KiB of shared memory at head dimension 128.
+#pragma once
+
+#include "row_tiles.cuh"
+
+namespace hopper_attention {
+
+constexpr int BACKWARD_COPY_REGISTERS = 24;
+constexpr int BACKWARD_PRODUCT_REGISTERS = 240;
+
+// Named barriers: dS^T of both warpgroups is there; a warpgroup's dQ is there to be added; it was
+// read.
+constexpr uint32_t SCORE_BARRIER = 1;
+constexpr uint32_t SUM_FULL_BARRIER = 2;
+constexpr uint32_t SUM_EMPTY_BARRIER = 4;
+constexpr uint32_t SUM_THREADS = WARPGROUP + 32;
+
+// Shared memory of a block.
+template <int WIDTH>
+struct BackwardMemory {
+    static constexpr uint32_t KEY_BYTES = tile_bytes(TILE_KEYS, WIDTH);
+    static constexpr uint32_t ROW_BYTES = tile_bytes(TILE_ROWS, WIDTH);
+    static constexpr uint32_t SCORE_BYTES = tile_bytes(TILE_ROWS, TILE_KEYS);
+    static constexpr uint32_t SUM_BYTES = TILE_ROWS * WIDTH * 4;
+    static constexpr uint32_t NUMBER_BYTES = TILE_ROWS * 16;
+    static constexpr uint32_t SCORES = 2 * KEY_BYTES + 2 * STAGES * ROW_BYTES;
+    static constexpr uint32_t SUMS = SCORES + STAGES * SCORE_BYTES;
+    static constexpr uint32_t NUMBERS = SUMS + SUM_BYTES;
+    static constexpr uint32_t BARRIERS = NUMBERS + STAGES * NUMBER_BYTES;
+    unsigned char* memory;
+
+    __device__ __forceinline__ SharedAddress at(uint32_t offset) const {
+        return shared_address(memory) + offset;
+    }
+    __device__ __forceinline__ SharedAddress k() const { return at(0); }
+    __device__ __forceinline__ SharedAddress v() const { return at(KEY_BYTES); }
+    __device__ __forceinline__ SharedAddress q(uint32_t index) const {
+        return at(2 * KEY_BYTES + index % STAGES * ROW_BYTES);
+    }
+    __device__ __forceinline__ SharedAddress d_out(uint32_t index) const {
+        return q(index) + STAGES * ROW_BYTES;
+    }
+    // dS^T: a panel of 64 rows for each key.
+    __device__ __forceinline__ SharedAddress scores(uint32_t index) const {
+        return at(SCORES + index % STAGES * SCORE_BYTES);
+    }
+    // A warpgroup's half of dQ, as row_tiles.cuh describes it.
+    __device__ __forceinline__ SharedAddress sums(uint32_t group) const {
+        return at(SUMS + group * (SUM_BYTES / 2));
+    }
+    // log_sum_exp, delta and bounds of the rows.
+    __device__ __forceinline__ unsigned char* numbers(uint32_t index) const {
+        return memory + NUMBERS + index % STAGES * NUMBER_BYTES;
+    }
+    __device__ __forceinline__ Ring q_ring() const { return {at(BARRIERS)}; }
+    __device__ __forceinline__ Ring d_out_ring() const { return {at(BARRIERS + 2 * STAGES * 8)}; }
+    __device__ __forceinline__ SharedAddress keys_full() const {
+        return at(BARRIERS + 4 * STAGES * 8);
+    }
+    __device__ __forceinline__ uint32_t* limits() const {
+        return reinterpret_cast<uint32_t*>(memory + BARRIERS + (4 * STAGES + 1) * 8);
+    }
+};
+
+// ---- the rows that see a tile of keys ----
+
+// How many of `count` items come before the first for which `before` is false; all lanes of a warp
+// call this. Every step asks 32 of the items left.
+template <typename Before>
+static __device__ __forceinline__ uint32_t count_leading(uint32_t count, Before before) {
+    uint32_t low = 0, high = count;
+    while (low < high) {
+        uint32_t step = (high - low + 31) / 32, probe = low + threadIdx.x % 32 * step;
+        bool is_before = probe < high && before(probe);
+        uint32_t leading = __popc(__ballot_sync(ALL_LANES, is_before));
+        if (leading == 0) return low;
+        high = min(high, low + leading * step);
+        low += (leading - 1) * step + 1;
+    }
+    return low;
+}
+
+// Rows of tokens before `token`; all lanes of a warp call this.
+static __device__ __forceinline__ uint32_t count_rows(const Segment& segment, uint32_t token) {
+    if (segment.rows == nullptr) return min(token * segment.group, segment.count);
+    return count_leading(segment.count,
+                         [&](uint32_t i) { return segment.rows[i] < token * segment.group; });
+}
+
+// Rows that see no key from `key` on.
+static __device__ __forceinline__ uint32_t rows_ending_by(const Parameters& params,
+                                                          const Segment& segment, uint32_t key) {
+    if (key >= params.key_length) return segment.count;
+    if (!params.causal || key <= params.query_offset) return 0;
+    return count_rows(segment, min(key - params.query_offset, params.query_length));
+}
+
+// Rows whose first key comes before `key`.
+static __device__ __forceinline__ uint32_t rows_starting_before(const Parameters& params,
+                                                                const Segment& segment,
+                                                                uint32_t key) {
+    if (params.first_key == nullptr) return key > 0 ? segment.count : 0;
+    const uint32_t* first_key = params.first_key + segment.sequence * params.query_length;
+    uint32_t tokens =
+        count_leading(params.query_length, [&](uint32_t t) { return first_key[t] < key; });
+    return count_rows(segment, tokens);
+}
+
+// The row tiles [begin, end) of which some row may see a tile of keys. All rows of those of
+// [unmasked, unmasked_end) see it whole.
+struct RowTiles {
+    uint32_t begin, end, unmasked, unmasked_end;
+
+    __device__ __forceinline__ bool is_unmasked(uint32_t tile) const {
+        return tile >= unmasked && tile < unmasked_end;
+    }
+};
+
+// The first four warps compute one limit each; synchronises the block.
+static __device__ __forceinline__ RowTiles find_row_tiles(const Parameters& params,
+                                                          const Segment& segment, uint32_t key,
+                                                          uint32_t* limits) {
+    uint32_t warp = threadIdx.x / 32, limit = 0;
+    if (warp == 0) limit = rows_ending_by(params, segment, key);
+    if (warp == 1) limit = rows_starting_before(params, segment, key + TILE_KEYS);
+    if (warp == 2) limit = rows_ending_by(params, segment, key + TILE_KEYS - 1);
+    if (warp == 3) limit = rows_starting_before(params, segment, key + 1);
+    if (warp < 4 && threadIdx.x % 32 == 0) limits[warp] = limit;
+    __syncthreads();
+    RowTiles tiles;
+    tiles.begin = limits[0] / TILE_ROWS;
+    tiles.end = (limits[1] + TILE_ROWS - 1) / TILE_ROWS;
+    tiles.unmasked = (limits[2] + TILE_ROWS - 1) / TILE_ROWS;
+    // Rows beyond the segment's end need no mask.
+    tiles.unmasked_end = limits[3] == segment.count ? tiles.end : limits[3] / TILE_ROWS;
+    return tiles;
+}
+
+// ---- copies ----
+
+// Brings the keys and values, then the row tiles.
+template <int WIDTH>
+static __device__ __forceinline__ void copy_row_tiles(const Maps& maps, const Segment& segment,
+                                                      uint32_t key, const RowTiles& tiles,
+                                                      const unsigned char* row_tiles,
+                                                      const BackwardMemory<WIDTH>& memory) {
+    using Memory = BackwardMemory<WIDTH>;
+    using Layout = RowTileLayout<WIDTH>;
+    barrier_expect(memory.keys_full(), 2 * Memory::KEY_BYTES);
+    copy_keys<WIDTH>(memory.k(), &maps.k, segment, key, memory.keys_full());
+    copy_keys<WIDTH>(memory.v(), &maps.v, segment, key, memory.keys_full());
+    Ring q_ring = memory.q_ring(), d_out_ring = memory.d_out_ring();
+    const unsigned char* tile = row_tiles + uint64_t(tiles.begin) * Layout::BYTES;
+#pragma unroll 1
+    for (uint32_t i = 0; i < tiles.end - tiles.begin; ++i, tile += Layout::BYTES) {
+        q_ring.begin_fill(i, Memory::ROW_BYTES + Memory::NUMBER_BYTES);
+        copy_bulk(memory.q(i), tile, Memory::ROW_BYTES, q_ring.full(i));
+        copy_bulk(shared_address(memory.numbers(i)), tile + Layout::LOG_SUM_EXP,
+                  Memory::NUMBER_BYTES, q_ring.full(i));
+        d_out_ring.begin_fill(i, Memory::ROW_BYTES);
+        copy_bulk(memory.d_out(i), tile + Layout::D_OUT, Memory::ROW_BYTES, d_out_ring.full(i));
+    }
+}
+
+// How many tiles of keys add to a row tile's d_q before this one: those with later keys.
+template <int WIDTH>
+static __device__ __forceinline__ uint32_t turn_of(const unsigned char* row_tile, uint32_t rows,
+                                                   uint32_t key) {
+    const uint2* bounds = reinterpret_cast<const uint2*>(row_tile + RowTileLayout<WIDTH>::BOUNDS);
+    return (bounds[min(rows, uint32_t(TILE_ROWS)) - 1].y - 1) / TILE_KEYS - key / TILE_KEYS;
+}
+
+// One warp adds the halves of dQ that the warpgroups leave in shared memory to their sums.
+template <int WIDTH>
+static __device__ __forceinline__ void add_query_gradients(const Parameters& params,
+                                                           const Scratch& scratch,
+                                                           const Segment& segment, uint32_t key,
+                                                           const RowTiles& tiles,
+                                                           const BackwardMemory<WIDTH>& memory) {
+    constexpr uint32_t HALF_BYTES = BackwardMemory<WIDTH>::SUM_BYTES / 2;
+    uint64_t first_tile = first_row_tile(params, segment);
+    bool first_lane = threadIdx.x % 32 == 0;
+    for (uint32_t group = 0; group < 2; ++group)
+        named_arrive(SUM_EMPTY_BARRIER + group, SUM_THREADS);
+#pragma unroll 1
+    for (uint32_t tile = tiles.begin; tile < tiles.end; ++tile) {
+        uint64_t index = first_tile + tile;
+        if (first_lane && scratch.turns != nullptr)
+            turn_wait(scratch.turns + index,
+                      turn_of<WIDTH>(scratch.row_tiles + index * row_tile_bytes(WIDTH),
+                                     segment.count - tile * TILE_ROWS, key));
+        __syncwarp();
+        float* sums = scratch.d_q_sums + index * (TILE_ROWS * WIDTH);
+        for (uint32_t group = 0; group < 2; ++group) {
+            named_sync(SUM_FULL_BARRIER + group, SUM_THREADS);
+            if (first_lane) {
+                reduce_bulk(sums + group * (HALF_BYTES / 4), memory.sums(group), HALF_BYTES);
+                reduce_commit();
+            }
+            __syncwarp();
+        }
+        bool is_last = tile + 1 == tiles.end;
+        if (first_lane) reduce_wait_read<1>();
+        __syncwarp();
+        if (!is_last) named_arrive(SUM_EMPTY_BARRIER, SUM_THREADS);
+        if (first_lane) reduce_wait_read<0>();
+        __syncwarp();
+        if (!is_last) named_arrive(SUM_EMPTY_BARRIER + 1, SUM_THREADS);
+        if (first_lane && scratch.turns != nullptr) {
+            reduce_wait();
+            turn_pass(scratch.turns + index);
+        }
+        __syncwarp();
+    }
+    if (first_lane) reduce_wait();
+}
+
+// ---- products ----
+
+// Numbers of a lane for K Q^T of 64 keys and 64 rows.
+constexpr int TRANSPOSED = TILE_ROWS / 2;
+
+// What a warpgroup keeps of its 64 keys.
+template <int WIDTH>
+struct BackwardGroup {
+    uint32_t group, first_row;
+    // The lane's keys are this one and the eighth after it.
+    uint32_t key;
+    float scale_log2;
+    BackwardMemory<WIDTH> memory;
+    Ring q_ring, d_out_ring;
+    float d_k[WIDTH / 2], d_v[WIDTH / 2];
+
+    __device__ __forceinline__ BackwardGroup(const Parameters& params,
+                                             const BackwardMemory<WIDTH>& memory,
+                                             uint32_t first_key, uint32_t group)
+        : group(group),
+          first_row(group * 64 + threadIdx.x % WARPGROUP / 32 * 16),
+          key(first_key + first_row + threadIdx.x % 32 / 4),
+          scale_log2(params.scale * LOG2_E),
+          memory(memory),
+          q_ring(memory.q_ring()),
+          d_out_ring(memory.d_out_ring()) {
+        clear_sums(d_k);
+        clear_sums(d_v);
+    }
+
+    // Probabilities from scores.
+    template <bool MASKED>
+    __device__ __forceinline__ void soften(const float (&scores)[TRANSPOSED],
+                                           float (&p)[TRANSPOSED], uint32_t index) const {
+        const float* log_sum_exp = reinterpret_cast<const float*>(memory.numbers(index));
+        const uint2* bounds = reinterpret_cast<const uint2*>(log_sum_exp + 2 * TILE_ROWS);
+#pragma unroll
+        for (int n = 0; n < TRANSPOSED / 4; ++n) {
+            uint32_t row = 8 * n + threadIdx.x % 4 * 2;
+            float2 offset = *reinterpret_cast<const float2*>(log_sum_exp + row);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                p[4 * n + i] = exp2_fast(
+                    fmaf(scores[4 * n + i], scale_log2, -(i % 2 == 0 ? offset.x : offset.y)));
+            if (!MASKED) continue;
+            // first, end of one row, then of the next.
+            uint4 seen = *reinterpret_cast<const uint4*>(bounds + row);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                uint32_t column = key + i / 2 * 8;
+                bool sees = i % 2 == 0 ? column >= seen.x && column < seen.y
+                                       : column >= seen.z && column < seen.w;
+                if (!sees) p[4 * n + i] = 0.0f;
+            }
+        }
+    }
+
+    // dS^T = P^T (dP^T - delta).
+    __device__ __forceinline__ void differentiate(const float (&d_p)[TRANSPOSED],
+                                                  const float (&p)[TRANSPOSED],
+                                                  float (&d_s)[TRANSPOSED], uint32_t index) const {
+        const float* delta = reinterpret_cast<const float*>(memory.numbers(index)) + TILE_ROWS;
+#pragma unroll
+        for (int n = 0; n < TRANSPOSED / 4; ++n) {
+            uint32_t row = 8 * n + threadIdx.x % 4 * 2;
+            float2 both = *reinterpret_cast<const float2*>(delta + row);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                d_s[4 * n + i] = p[4 * n + i] * (d_p[4 * n + i] - (i % 2 == 0 ? both.x : both.y));
+        }
+    }
+
+    // Writes dS^T for the products of both warpgroups.
+    __device__ __forceinline__ void share(const uint32_t (&d_s)[TILE_ROWS / 16][4],
+                                          uint32_t index) const {
+        // Matrix i of a fragment: keys 8 (i % 2).., rows 8 (i / 2)...
+        uint32_t lane = threadIdx.x % 32, row = first_row + lane / 8 % 2 * 8 + lane % 8;
+#pragma unroll
+        for (int k = 0; k < TILE_ROWS / 16; ++k)
+            stmatrix_x4(memory.scores(index) + panel_offset<TILE_KEYS>(row, 2 * k + lane / 16),
+                        d_s[k]);
+        fence_async_proxy();
+    }
+
+    // Leaves the warpgroup's half of dQ to the warp that adds it.
+    __device__ __forceinline__ void hand_over(const float (&d_q)[WIDTH / 4]) const {
+        named_sync(SUM_EMPTY_BARRIER + group, SUM_THREADS);
+        SharedAddress target = memory.sums(group) + threadIdx.x % WARPGROUP * 16;
+#pragma unroll
+        for (int n = 0; n < WIDTH / 16; ++n)
+            store_4(target + n * (WARPGROUP * 16), d_q[4 * n], d_q[4 * n + 1], d_q[4 * n + 2],
+                    d_q[4 * n + 3]);
+        fence_async_proxy();
+        named_arrive(SUM_FULL_BARRIER + group, SUM_THREADS);
+    }
+
+    __device__ __forceinline__ void start_scores(float (&scores)[TRANSPOSED],
+                                                 uint32_t index) const {
+        q_ring.wait_full(index);
+        start_rows<WIDTH>(scores, RowOperand<TILE_KEYS>(memory.k(), group * 64),
+                          RowOperand<TILE_ROWS>(memory.q(index)));
+    }
+
+    // Adds what row tile `index` since the first gives, whose scores were started, and starts the
+    // next one's. Every exchange with shared memory has products under way beside it.
+    template <bool MASKED>
+    __device__ __forceinline__ void step(float (&scores)[TRANSPOSED], uint32_t index,
+                                         bool is_last) {
+        float p[TRANSPOSED], d_p[TRANSPOSED], d_s[TRANSPOSED], d_q[WIDTH / 4];
+        uint32_t p_fragments[TILE_ROWS / 16][4], d_s_fragments[TILE_ROWS / 16][4];
+        d_out_ring.wait_full(index);
+        start_rows<WIDTH>(d_p, RowOperand<TILE_KEYS>(memory.v(), group * 64),
+                          RowOperand<TILE_ROWS>(memory.d_out(index)));
+        soften<MASKED>(scores, p, index);
+        to_fragments(p, p_fragments);
+        start_columns(d_v, p_fragments, ColumnOperand<TILE_ROWS>(memory.d_out(index)));
+        wgmma_wait<1>();
+        hold(d_p);
+        differentiate(d_p, p, d_s, index);
+        to_fragments(d_s, d_s_fragments);
+        share(d_s_fragments, index);
+        // Both warpgroups are also done with the products that read the stage before last.
+        named_sync(SCORE_BARRIER, PRODUCT_THREADS);
+        start_transposed<TILE_KEYS / 16>(d_q, ColumnOperand<TILE_KEYS>(memory.scores(index)),
+                                         ColumnOperand<TILE_KEYS>(memory.k(), group * (WIDTH / 2)));
+        wgmma_wait<1>();
+        hold(d_v);
+        d_out_ring.release(index);
+        start_columns(d_k, d_s_fragments, ColumnOperand<TILE_ROWS>(memory.q(index)));
+        // After the last tile this one's scores are computed again, and not used.
+        start_scores(scores, is_last ? index : index + 1);
+        wgmma_wait<2>();
+        hold(d_q);
+        hand_over(d_q);
+        wgmma_wait<0>();
+        hold(d_k);
+        hold(scores);
+        q_ring.release(index);
+    }
+
+    __device__ __forceinline__ void visit(const RowTiles& tiles) {
+        float scores[TRANSPOSED];
+        barrier_wait(memory.keys_full(), 0);
+        start_scores(scores, 0);
+        wgmma_wait<0>();
+        hold(scores);
+        uint32_t tile = tiles.begin;
+        while (tile < tiles.end) {
+#pragma unroll 1
+            for (; tile < tiles.end && !tiles.is_unmasked(tile); ++tile)
+                step<true>(scores, tile - tiles.begin, tile + 1 == tiles.end);
+#pragma unroll 1
+            for (; tile < tiles.end && tiles.is_unmasked(tile); ++tile)
+                step<false>(scores, tile - tiles.begin, tile + 1 == tiles.end);
+        }
+    }
+
+    // Writes gradients through the warp's own rows of a matrix of panels of the block's keys.
+    __device__ __forceinline__ void store(const Parameters& params, const Segment& segment,
+                                          unsigned char* matrix, const float (&sums)[WIDTH / 2],
+                                          float factor, uint32_t first_key, bf16* gradient) const {
+        stage_sums<TILE_KEYS>(matrix, first_row, sums, factor, factor);
+        __syncwarp();
+        auto target = [&](uint32_t row) -> bf16* {
+            if (first_key + row >= params.key_length) return nullptr;
+            uint64_t index = uint64_t(segment.sequence) * params.key_length + first_key + row;
+            return gradient + index * params.d_kv_stride + segment.kv_head * WIDTH;
+        };
+        store_panel_rows<WIDTH, TILE_KEYS, 32>(matrix, first_row, 16, threadIdx.x % 32, target);
+    }
+};
+
+template <int WIDTH>
+static __device__ __forceinline__ void backward(const Parameters& params, const Scratch& scratch,
+                                                const Maps& maps) {
+    Segment segment = make_segment(params, blockIdx.y, blockIdx.z);
+    // Earlier keys are seen by more rows: the longest tiles start first. In a fixed order the
+    // shortest do: then each adds to a row tile before the next one comes to it.
+    bool in_turn = scratch.turns != nullptr;
+    uint32_t first_key = (in_turn ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * TILE_KEYS;
+
+    DYNAMIC_SHARED(shared);
+    BackwardMemory<WIDTH> memory{shared};
+    if (threadIdx.x == 0) {
+        memory.q_ring().init();
+        memory.d_out_ring().init();
+        barrier_init(memory.keys_full(), 1);
+        barrier_init_fence();
+    }
+    RowTiles tiles = find_row_tiles(params, segment, first_key, memory.limits());
+
+    uint32_t warpgroup = uniform(threadIdx.x / WARPGROUP);
+    if (warpgroup == 0) {
+        give_registers<BACKWARD_COPY_REGISTERS>();
+        if (tiles.begin >= tiles.end) return;
+        if (threadIdx.x == 0)
+            copy_row_tiles(
+                maps, segment, first_key, tiles,
+                scratch.row_tiles + first_row_tile(params, segment) * row_tile_bytes(WIDTH),
+                memory);
+        if (threadIdx.x / 32 == 1)
+            add_query_gradients(params, scratch, segment, first_key, tiles, memory);
+    } else {
+        take_registers<BACKWARD_PRODUCT_REGISTERS>();
+        BackwardGroup<WIDTH> state(params, memory, first_key, warpgroup - 1);
+        if (tiles.begin < tiles.end) state.visit(tiles);
+        // Both warpgroups are done with the keys and values.
+        named_sync(SCORE_BARRIER, PRODUCT_THREADS);
+        state.store(params, segment, shared, state.d_k, params.scale, first_key, params.d_k);
+        state.store(params, segment, shared + BackwardMemory<WIDTH>::KEY_BYTES, state.d_v, 1.0f,
+                    first_key, params.d_v);
+    }
+}
+
+}  // namespace hopper_attention

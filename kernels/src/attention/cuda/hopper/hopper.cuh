@@ -1,0 +1,103 @@
+// Head-sparse attention for sm_90a: what the kernels take beside tiled.cuh's Parameters, and their
+// launches.
+//
+// The kernels compute what those of tiled.cuh do, for head dimensions 64 and 128, contiguous
+// keys, and rows of all bf16 tensors at multiples of 16 bytes. Anything else stays with sm_80.
+//
+// Order of launches (X the head dimension):
+//   selection: attention_pack, once; its rows serve forward and backward.
+//   forward:   attention_clear (only with a selection), hopper_forward_dX.
+//   backward:  hopper_clear (only with a selection), hopper_prepare_dX, hopper_backward_dX,
+//              hopper_finish_dX.
+//
+// The backward pass copies the queries and output gradients of the selected pairs to tiles of
+// packed rows first, as wgmma wants them, with what is known of each row. That reads and writes
+// each of them once, some 2% of the pass's time by its bytes, where each is read by every tile of
+// keys that it sees; gathering them there would need a warpgroup for addresses and copies of 16
+// bytes.
+#pragma once
+
+#include "../../../cuda/sm90.cuh"
+#include "../tile.cuh"
+
+namespace hopper_attention {
+
+using namespace tiled_attention;
+
+// Keys and values as tensors of three dimensions of bf16:
+//   dimensions   kv_heads * head_dim, key_length, batch
+//   strides      kv_stride * 2, key_length * kv_stride * 2 bytes (of the second and third)
+//   box          64, 128, 1; element strides 1
+//   128-byte swizzle, no interleaving, zeros out of range.
+struct Maps {
+    TensorMap k, v;
+};
+
+// Scratch memory, 16-byte aligned. The backward pass needs the first three, whose contents are
+// arbitrary before; the forward pass needs the last.
+// S = batch * kv_heads * ceil(query_length * heads / kv_heads / 64) counts the row tiles.
+struct Scratch {
+    // Row tiles: S * row_tile_bytes(head_dim) bytes.
+    unsigned char* row_tiles;
+    // Gradients of the row tiles' queries: S * 64 * head_dim.
+    float* d_q_sums;
+    // How many tiles of keys added to each row tile's gradient: S numbers. Null: they add in any
+    // order; otherwise in a fixed one, which gives the same bits every time.
+    uint32_t* turns;
+    // Number of the forward pass's next tile: one number, 0 before the first launch and after each.
+    uint32_t* next_tile;
+};
+
+// ---- launch geometry ----
+//
+// kernel              grid                                          block  shared bytes
+// hopper_forward_dX   number of multiprocessors                     384    forward_shared(X)
+// hopper_clear        ceil(B*T*routed / 8)                          256    0
+// hopper_prepare_dX   (ceil(T*group / 64) * prepare_blocks(X), kv_heads, batch)
+//                                                                   256    0
+// hopper_backward_dX  (ceil(key_length / 128), kv_heads, batch)     384    backward_shared(X)
+// hopper_finish_dX    (ceil(T*group / 64), kv_heads, batch)         256    tile_bytes(64, X)
+//
+// Kernels take Parameters, then Scratch (all but hopper_clear), then Maps (forward, backward). More
+// than 48 KiB of dynamic shared memory has to be allowed for each kernel before its launch.
+
+constexpr int BLOCK_THREADS = 3 * WARPGROUP;
+constexpr int TILE_KEYS = 128;
+
+// A warpgroup computes 64 rows of the forward pass, two of them share keys and values.
+constexpr int FORWARD_ROWS = 128;
+constexpr int STAGES = 2;
+
+// Rows of a row tile of the backward pass.
+constexpr int TILE_ROWS = 64;
+
+constexpr int PREPARE_THREADS = 256;
+constexpr int FINISH_THREADS = 256;
+
+// Queries, output gradients; log_sum_exp and delta of each row; first and end of each row.
+__host__ __device__ constexpr int row_tile_bytes(int width) {
+    return tile_bytes(2 * TILE_ROWS, width) + TILE_ROWS * 16;
+}
+
+// Blocks of hopper_prepare for each row tile: one thread for every 8 numbers of a row.
+__host__ __device__ constexpr int prepare_blocks(int width) {
+    return TILE_ROWS * width / 8 / PREPARE_THREADS;
+}
+
+// Two stages of queries, keys and values; token, head, first and end of each row; what is known of
+// two tiles; mbarriers.
+__host__ __device__ constexpr int forward_shared(int width) {
+    return STAGES *
+               (tile_bytes(FORWARD_ROWS + 2 * TILE_KEYS, width) + 4 * FORWARD_ROWS * 4 + 4 * 4) +
+           6 * STAGES * 8;
+}
+
+// Keys, values, two stages of row tiles, two of dS, the gradient of one row tile; numbers of two
+// row tiles; mbarriers and row range.
+__host__ __device__ constexpr int backward_shared(int width) {
+    return tile_bytes(2 * TILE_KEYS + 2 * STAGES * TILE_ROWS, width) +
+           STAGES * tile_bytes(TILE_ROWS, TILE_KEYS) + TILE_ROWS * width * 4 +
+           STAGES * TILE_ROWS * 16 + (4 * STAGES + 1) * 8 + 4 * 4;
+}
+
+}  // namespace hopper_attention

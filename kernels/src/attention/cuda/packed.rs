@@ -1,0 +1,188 @@
+//! What attention on tensor cores takes, whatever the instructions (`Parameters` of tiled.cuh), and
+//! the packing of the selected rows before it (pack.cuh).
+
+use bytemuck::{Pod, Zeroable};
+
+use super::{Addresses, Problem};
+use crate::cuda::{Cuda, address_or_null};
+use crate::error::Result;
+
+/// Threads of a block that packs.
+const PACK_THREADS: usize = 1024;
+/// Threads and (token, head) pairs of a block of the kernels that take a warp for each pair.
+const PAIR_THREADS: usize = 256;
+const PAIRS: usize = 8;
+
+/// `Parameters` of tiled.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+pub(super) struct Parameters {
+    q: u64,
+    k: u64,
+    v: u64,
+    block_table: u64,
+    rows: u64,
+    row_counts: u64,
+    selected: u64,
+    first_key: u64,
+    weights: u64,
+    out: u64,
+    log_sum_exp: u64,
+    d_out: u64,
+    delta: u64,
+    d_q: u64,
+    d_k: u64,
+    d_v: u64,
+    q_stride: u64,
+    kv_stride: u64,
+    d_q_stride: u64,
+    d_kv_stride: u64,
+    batch: u32,
+    query_length: u32,
+    key_length: u32,
+    heads: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    routed: u32,
+    block_length: u32,
+    query_offset: u32,
+    causal: u32,
+    scale: f32,
+    padding: u32,
+}
+
+impl Parameters {
+    fn new(problem: &Problem<'_>, at: &Addresses, rows: u64) -> Self {
+        let shape = &problem.shape;
+        Parameters {
+            q: at.q,
+            k: at.k,
+            v: at.v,
+            block_table: at.block_table,
+            rows,
+            row_counts: rows + (shape.tokens() * shape.heads * 4) as u64,
+            selected: address_or_null(problem.routed_mask()),
+            first_key: address_or_null(problem.first_key),
+            weights: address_or_null(problem.weights),
+            out: at.out,
+            log_sum_exp: at.log_sum_exp,
+            d_out: at.d_out,
+            delta: at.delta,
+            d_q: at.d_qkv,
+            d_k: at.d_qkv + (shape.heads * shape.head_dim * 2) as u64,
+            d_v: at.d_qkv + ((shape.heads + shape.kv_heads) * shape.head_dim * 2) as u64,
+            q_stride: shape.query_stride as u64,
+            kv_stride: at.key_stride as u64,
+            d_q_stride: shape.query_stride as u64,
+            d_kv_stride: shape.query_stride as u64,
+            batch: shape.batch as u32,
+            query_length: shape.query_length as u32,
+            key_length: shape.key_length as u32,
+            heads: shape.heads as u32,
+            kv_heads: shape.kv_heads as u32,
+            head_dim: shape.head_dim as u32,
+            routed: (shape.heads - problem.shared_heads()) as u32,
+            block_length: at.block_length as u32,
+            query_offset: problem.query_offset as u32,
+            causal: u32::from(problem.causal),
+            scale: problem.scale(),
+            padding: 0,
+        }
+    }
+
+    /// The same for `count` sequences from number `first` on; keys not by block table.
+    pub(super) fn of_sequences(&self, first: usize, count: usize) -> Self {
+        let first = first as u64;
+        let tokens = first * u64::from(self.query_length);
+        let keys = first * u64::from(self.key_length);
+        let pairs = tokens * u64::from(self.heads);
+        let outputs = 2 * pairs * u64::from(self.head_dim);
+        let at = |address: u64, bytes: u64| if address == 0 { 0 } else { address + bytes };
+        Parameters {
+            q: self.q + 2 * tokens * self.q_stride,
+            k: self.k + 2 * keys * self.kv_stride,
+            v: self.v + 2 * keys * self.kv_stride,
+            rows: at(self.rows, 4 * pairs),
+            row_counts: at(self.row_counts, 4 * first * u64::from(self.kv_heads)),
+            selected: at(self.selected, tokens * u64::from(self.routed)),
+            first_key: at(self.first_key, 4 * tokens),
+            weights: at(self.weights, 4 * pairs),
+            out: self.out + outputs,
+            log_sum_exp: self.log_sum_exp + 4 * pairs,
+            d_out: self.d_out + outputs,
+            delta: self.delta + 4 * pairs,
+            d_q: self.d_q + 2 * tokens * self.d_q_stride,
+            d_k: self.d_k + 2 * keys * self.d_kv_stride,
+            d_v: self.d_v + 2 * keys * self.d_kv_stride,
+            batch: count as u32,
+            ..*self
+        }
+    }
+
+    /// Addresses of the keys and values, and numbers from one key to the next.
+    pub(super) fn key_values(&self) -> ([u64; 2], u64) {
+        ([self.k, self.v], self.kv_stride)
+    }
+
+    pub(super) fn batch(&self) -> usize {
+        self.batch as usize
+    }
+}
+
+/// Bytes of the packed rows.
+pub(super) fn scratch_bytes(problem: &Problem<'_>) -> usize {
+    let shape = &problem.shape;
+    let routed = problem.routed_mask().is_some();
+    if routed { (shape.tokens() * shape.heads + shape.batch * shape.kv_heads) * 4 } else { 0 }
+}
+
+/// A problem whose rows are packed.
+pub(super) struct Packed<'a> {
+    pub cuda: &'a Cuda,
+    pub problem: &'a Problem<'a>,
+    pub parameters: Parameters,
+}
+
+impl<'a> Packed<'a> {
+    /// Packs the rows, where the heads are selected, into `scratch`.
+    pub(super) fn new(
+        cuda: &'a Cuda,
+        problem: &'a Problem<'a>,
+        at: &Addresses,
+        scratch: u64,
+    ) -> Result<Self> {
+        let shape = &problem.shape;
+        let selected = problem.routed_mask().is_some();
+        let parameters = Parameters::new(problem, at, if selected { scratch } else { 0 });
+        let packed = Packed { cuda, problem, parameters };
+        if selected {
+            let grid = [shape.kv_heads, shape.batch, 1];
+            packed.run(PACK_THREADS, "attention_pack", grid, 0)?;
+        }
+        Ok(packed)
+    }
+
+    pub(super) fn run(
+        &self,
+        threads: usize,
+        kernel: &str,
+        grid: [usize; 3],
+        shared_bytes: usize,
+    ) -> Result<()> {
+        self.cuda.launch_blocks_of(threads, kernel, grid, shared_bytes, &self.parameters)
+    }
+
+    /// Runs a kernel with a warp for each of `count` pairs.
+    pub(super) fn run_pairs(&self, kernel: &str, count: usize) -> Result<()> {
+        self.run(PAIR_THREADS, kernel, [count.div_ceil(PAIRS), 1, 1], 0)
+    }
+
+    /// Runs a kernel with a warp for each routed pair; none where every row is selected.
+    pub(super) fn run_routed_pairs(&self, kernel: &str) -> Result<()> {
+        if self.problem.routed_mask().is_none() {
+            return Ok(());
+        }
+        let shape = &self.problem.shape;
+        self.run_pairs(kernel, shape.tokens() * (shape.heads - self.problem.shared_heads()))
+    }
+}

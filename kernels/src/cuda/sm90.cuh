@@ -1,0 +1,516 @@
+// Instructions of sm_90: mbarriers, the copy engine, named barriers, registers per warp, wgmma.
+//
+// Matrices of bf16 lie in shared memory as panels of 64 columns: rows of 128 bytes one after the
+// other, chunk c of 16 bytes of row r at c ^ (r & 7). Panels start at multiples of 1024 bytes. The
+// copy engine writes them with its 128-byte swizzle and wgmma reads them with that of its
+// descriptors.
+//
+// wgmma computes D (64 x N, f32) += A (64 x 16) B (16 x N). Warp w of the warpgroup holds rows
+// 16w.. of D; with g = lane / 4 and t = lane % 4, d[4n], d[4n + 1] are row g, columns 8n + 2t and
+// 8n + 2t + 1; d[4n + 2], d[4n + 3] row g + 8. A in registers is laid out as for mma m16n8k16
+// (mma.cuh).
+#pragma once
+
+#include "mma.cuh"
+
+#ifndef __CUDACC__
+#include "emulated_sm90.h"
+#endif
+
+constexpr int WARPGROUP = 128;
+
+// Describes a tensor to the copy engine; the bytes of a CUtensorMap.
+struct alignas(64) TensorMap {
+    uint64_t words[16];
+};
+
+// A matrix of panels to wgmma. The rows of the operand's matrix are those of A, or those of B
+// transposed. Where a panel's rows are the matrix's rows (K along the 128 bytes), `group` is the
+// distance of 8 rows and `panel` is not used; where they are its columns (transposed), `group` is
+// the distance of 8 columns and `panel` that of 64 rows.
+static __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t panel,
+                                                             uint32_t group) {
+    constexpr uint64_t SWIZZLE_128 = 1;
+    return SWIZZLE_128 << 62 | uint64_t(group / 16) << 32 | uint64_t(panel / 16) << 16 |
+           (address / 16 & 0x3fff);
+}
+
+// The same matrix from `bytes` further on, a multiple of 16.
+static __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes) {
+    return descriptor + bytes / 16;
+}
+
+#ifdef __CUDACC__
+
+// ---- mbarriers ----
+
+static __device__ __forceinline__ void barrier_init(SharedAddress barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals)
+                 : "memory");
+}
+
+// Makes initialised barriers known to the copy engine; before the block synchronises.
+static __device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+static __device__ __forceinline__ void barrier_arrive(SharedAddress barrier) {
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and lets the phase wait for `bytes` of copies too.
+static __device__ __forceinline__ void barrier_expect(SharedAddress barrier, uint32_t bytes) {
+    asm volatile(
+        "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+        "r"(bytes)
+        : "memory");
+}
+
+// Waits until the phase of this parity is complete; the phase before the first one is.
+static __device__ __forceinline__ void barrier_wait(SharedAddress barrier, uint32_t parity) {
+    uint32_t done = 0;
+    while (done == 0)
+        asm volatile(
+            "{\n"
+            ".reg .pred p;\n"
+            "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}\n"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+}
+
+// ---- the copy engine ----
+
+// Orders this thread's earlier stores to shared memory before what wgmma and the copy engine do
+// after the next barrier.
+static __device__ __forceinline__ void fence_async_proxy() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+static __device__ __forceinline__ void prefetch_tensor_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Starts the copy of the box at (x, y, z), whose bytes `barrier` expects.
+static __device__ __forceinline__ void copy_tensor(SharedAddress target, const TensorMap* map,
+                                                   int x, int y, int z, SharedAddress barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(target),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
+// Starts the copy of `bytes`, a multiple of 16, which `barrier` expects.
+static __device__ __forceinline__ void copy_bulk(SharedAddress target, const void* source,
+                                                 uint32_t bytes, SharedAddress barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1], %2, [%3];" ::"r"(target),
+        "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// Starts target[i] += source[i] for `bytes` of f32.
+static __device__ __forceinline__ void reduce_bulk(float* target, SharedAddress source,
+                                                   uint32_t bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                     __cvta_generic_to_global(target)),
+                 "r"(source), "r"(bytes)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void reduce_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until the sources of all reductions but those of the `NEWEST` groups were read.
+template <int NEWEST>
+static __device__ __forceinline__ void reduce_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(NEWEST) : "memory");
+}
+
+// Waits for the sums themselves.
+static __device__ __forceinline__ void reduce_wait() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// ---- turns of blocks ----
+
+static __device__ __forceinline__ void turn_wait(const uint32_t* turn, uint32_t value) {
+    uint32_t now;
+    do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                     : "=r"(now)
+                     : "l"(__cvta_generic_to_global(turn))
+                     : "memory");
+    } while (now != value);
+    // What follows is done by the copy engine.
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+// Lets the next block go on, after sums that were waited for.
+static __device__ __forceinline__ void turn_pass(uint32_t* turn) {
+    asm volatile("fence.proxy.async;" ::: "memory");
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(turn))
+                 : "memory");
+}
+
+// ---- warps ----
+
+// Registers per thread of the warpgroup; all of its warps call this.
+template <int COUNT>
+static __device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+static __device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// Barriers 1 to 15 of the block; `threads` counts those that wait and those that only arrive.
+static __device__ __forceinline__ void named_sync(uint32_t barrier, uint32_t threads) {
+    asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+static __device__ __forceinline__ void named_arrive(uint32_t barrier, uint32_t threads) {
+    asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// ---- stores to shared memory ----
+
+// Four 8x8 matrices; lanes 8i..8i+7 give the rows of matrix i. Lane holds (g, 2t), (g, 2t+1).
+static __device__ __forceinline__ void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+static __device__ __forceinline__ void store_4(SharedAddress target, float a, float b, float c,
+                                               float d) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(target), "f"(a), "f"(b), "f"(c),
+                 "f"(d)
+                 : "memory");
+}
+
+// ---- wgmma ----
+
+static __device__ __forceinline__ uint32_t descriptor_address(SharedAddress address) {
+    return address;
+}
+
+// Keeps the compiler from moving accesses to sums across the asynchronous products.
+template <int COUNT>
+static __device__ __forceinline__ void hold(float (&sums)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+// Before the first product, and after registers of its operands were accessed.
+static __device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+static __device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits for all groups of products but the `NEWEST` committed last.
+template <int NEWEST>
+static __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NEWEST) : "memory");
+}
+
+// d = A B with A from shared memory. A TRANSPOSE flag is 1 where the panels' rows are k. What d
+// held before is no operand: other instructions may have written it while products were under way,
+// for which the assembler would have to put the products one after the other.
+template <int TRANSPOSE_A, int TRANSPOSE_B>
+static __device__ __forceinline__ void wgmma_first(float (&d)[16], uint64_t a, uint64_t b) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+        "}, %16, %17, p, 1, 1, %18, %19;\n}\n"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]),
+          "=f"(d[7]), "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]),
+          "=f"(d[14]), "=f"(d[15])
+        : "l"(a), "l"(b), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
+}
+
+template <int TRANSPOSE_A, int TRANSPOSE_B>
+static __device__ __forceinline__ void wgmma_first(float (&d)[32], uint64_t a, uint64_t b) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, %34, %35;\n}\n"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]),
+          "=f"(d[7]), "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]),
+          "=f"(d[14]), "=f"(d[15]), "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]),
+          "=f"(d[21]), "=f"(d[22]), "=f"(d[23]), "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]),
+          "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31])
+        : "l"(a), "l"(b), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
+}
+
+template <int TRANSPOSE_A, int TRANSPOSE_B>
+static __device__ __forceinline__ void wgmma_first(float (&d)[64], uint64_t a, uint64_t b) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, p, 1, 1, %66, %67;\n}\n"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]),
+          "=f"(d[7]), "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]),
+          "=f"(d[14]), "=f"(d[15]), "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]),
+          "=f"(d[21]), "=f"(d[22]), "=f"(d[23]), "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]),
+          "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31]), "=f"(d[32]), "=f"(d[33]), "=f"(d[34]),
+          "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39]), "=f"(d[40]), "=f"(d[41]),
+          "=f"(d[42]), "=f"(d[43]), "=f"(d[44]), "=f"(d[45]), "=f"(d[46]), "=f"(d[47]), "=f"(d[48]),
+          "=f"(d[49]), "=f"(d[50]), "=f"(d[51]), "=f"(d[52]), "=f"(d[53]), "=f"(d[54]), "=f"(d[55]),
+          "=f"(d[56]), "=f"(d[57]), "=f"(d[58]), "=f"(d[59]), "=f"(d[60]), "=f"(d[61]), "=f"(d[62]),
+          "=f"(d[63])
+        : "l"(a), "l"(b), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
+}
+
+// d += A B with A from shared memory.
+template <int TRANSPOSE_A, int TRANSPOSE_B>
+static __device__ __forceinline__ void wgmma(float (&d)[16], uint64_t a, uint64_t b) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, 1, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+        "}, %16, %17, p, 1, 1, %18, %19;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+          "+f"(d[14]), "+f"(d[15])
+        : "l"(a), "l"(b), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
+}
+
+template <int TRANSPOSE_A, int TRANSPOSE_B>
+static __device__ __forceinline__ void wgmma(float (&d)[32], uint64_t a, uint64_t b) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, 1, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1, %34, %35;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
+}
+
+template <int TRANSPOSE_A, int TRANSPOSE_B>
+static __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, 1, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, p, 1, 1, %66, %67;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+          "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+          "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+          "+f"(d[63])
+        : "l"(a), "l"(b), "n"(TRANSPOSE_A), "n"(TRANSPOSE_B));
+}
+
+// d += A B with A from registers.
+template <int TRANSPOSE_B>
+static __device__ __forceinline__ void wgmma(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, 1, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, %37;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSE_B));
+}
+
+template <int TRANSPOSE_B>
+static __device__ __forceinline__ void wgmma(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, 1, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, {%64, %65, %66, %67}, %68, p, 1, 1, %69;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+          "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+          "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+          "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+          "+f"(d[63])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSE_B));
+}
+
+#else
+
+inline void barrier_init(SharedAddress barrier, uint32_t arrivals) {
+    emulated::barrier_init(barrier, arrivals);
+}
+
+inline void barrier_init_fence() {}
+
+inline void barrier_arrive(SharedAddress barrier) { emulated::barrier_arrive(barrier, 0); }
+
+inline void barrier_expect(SharedAddress barrier, uint32_t bytes) {
+    emulated::barrier_arrive(barrier, bytes);
+}
+
+inline void barrier_wait(SharedAddress barrier, uint32_t parity) {
+    emulated::barrier_wait(barrier, parity);
+}
+
+inline void fence_async_proxy() { emulated::machine().fence_async_proxy(); }
+
+inline void prefetch_tensor_map(const TensorMap*) {}
+
+inline void copy_tensor(SharedAddress target, const TensorMap* map, int x, int y, int z,
+                        SharedAddress barrier) {
+    emulated::copy_tensor(target, map, x, y, z, barrier);
+}
+
+inline void copy_bulk(SharedAddress target, const void* source, uint32_t bytes,
+                      SharedAddress barrier) {
+    emulated::copy_bulk(target, source, bytes, barrier);
+}
+
+inline void reduce_bulk(float* target, SharedAddress source, uint32_t bytes) {
+    emulated::reduce_bulk(target, source, bytes);
+}
+
+inline void reduce_commit() { emulated::reduce_commit(); }
+
+template <int NEWEST>
+void reduce_wait_read() {
+    emulated::reduce_wait(NEWEST, false);
+}
+
+inline void reduce_wait() { emulated::reduce_wait(0, true); }
+
+// Blocks run one after the other: a turn that has not come yet never will.
+inline void turn_wait(const uint32_t* turn, uint32_t value) {
+    if (*turn != value) emulated::Machine::fail("a block waits for a later one");
+}
+
+inline void turn_pass(uint32_t* turn) {
+    if (!emulated::machine().current->reductions.empty())
+        emulated::Machine::fail("a turn ends before its sums are done");
+    ++*turn;
+}
+
+template <int COUNT>
+void take_registers() {
+    static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256);
+}
+
+template <int COUNT>
+void give_registers() {
+    static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256);
+}
+
+inline void named_sync(uint32_t barrier, uint32_t threads) {
+    emulated::machine().named_barrier(barrier, threads, true);
+}
+
+inline void named_arrive(uint32_t barrier, uint32_t threads) {
+    emulated::machine().named_barrier(barrier, threads, false);
+}
+
+inline void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]) {
+    struct Registers {
+        uint32_t r[4];
+        SharedAddress row;
+    } own{{r[0], r[1], r[2], r[3]}, row};
+    auto lanes = emulated::machine().exchange(ALL_LANES, own);
+    unsigned lane = emulated::machine().current->lane;
+    for (unsigned i = 0; i < 4; ++i)
+        std::memcpy(lanes[8 * i + lane / 4].row + lane % 4 * 4, &r[i], 4);
+    // Marked as this lane's own row: the fence is this lane's too.
+    emulated::machine().mark_written(row, 16);
+}
+
+inline void store_4(SharedAddress target, float a, float b, float c, float d) {
+    const float numbers[4] = {a, b, c, d};
+    std::memcpy(target, numbers, sizeof(numbers));
+    emulated::machine().mark_written(target, sizeof(numbers));
+}
+
+inline uint32_t descriptor_address(SharedAddress address) {
+    return emulated::machine().shared_offset(address);
+}
+
+template <int COUNT>
+void hold(float (&)[COUNT]) {}
+
+inline void wgmma_fence() { emulated::machine().current->product_fence = true; }
+
+inline void wgmma_commit() { emulated::wgmma_commit(); }
+
+template <int NEWEST>
+void wgmma_wait() {
+    emulated::wgmma_wait(NEWEST);
+}
+
+template <int TRANSPOSE_A, int TRANSPOSE_B, int COUNT>
+void wgmma_first(float (&d)[COUNT], uint64_t a, uint64_t b) {
+    emulated::wgmma_issue(d, 2 * COUNT, nullptr, a, b, TRANSPOSE_A, TRANSPOSE_B, false);
+}
+
+template <int TRANSPOSE_A, int TRANSPOSE_B, int COUNT>
+void wgmma(float (&d)[COUNT], uint64_t a, uint64_t b) {
+    emulated::wgmma_issue(d, 2 * COUNT, nullptr, a, b, TRANSPOSE_A, TRANSPOSE_B, true);
+}
+
+template <int TRANSPOSE_B, int COUNT>
+void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b) {
+    emulated::wgmma_issue(d, 2 * COUNT, a, 0, b, false, TRANSPOSE_B, true);
+}
+
+#endif

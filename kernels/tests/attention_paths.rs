@@ -1,0 +1,130 @@
+//! Every path of attention on a GPU against the reference, on problems that it takes, and what it
+//! leaves to the next one.
+
+#![cfg(any(feature = "cuda", feature = "cuda-emulator"))]
+#![allow(clippy::unwrap_used)]
+
+mod reference;
+
+use half::bf16;
+use moh_kernels::attention::AttentionShape;
+use moh_kernels::rope::QkvShape;
+use moh_kernels::{AttentionPath, Cuda};
+use reference::Random;
+use reference::attention::{Case, Inputs, agrees, cached, documents, run};
+
+/// The GPUs of this build, emulated and real.
+fn devices() -> impl Iterator<Item = Cuda> {
+    #[cfg(feature = "cuda-emulator")]
+    let emulated = Some(Cuda::emulated());
+    #[cfg(not(feature = "cuda-emulator"))]
+    let emulated = None;
+    #[cfg(feature = "cuda")]
+    let gpu = reference::gpu();
+    #[cfg(not(feature = "cuda"))]
+    let gpu = None;
+    [emulated, gpu].into_iter().flatten()
+}
+
+/// Compares all paths of a device with the reference, each asked for by name.
+fn each_agrees(case: &Case, seed: u64) {
+    for device in devices() {
+        for path in ALL.into_iter().filter(|&path| device.has_attention(path)) {
+            let device = device.clone().with_attention(path);
+            println!("{path:?} on {device:?}: {:?}", case.shape);
+            agrees::<_, bf16>(&device, case, seed);
+            assert_eq!(device.attention_path(), Some(path));
+        }
+    }
+}
+
+const ALL: [AttentionPath; 3] = [AttentionPath::Hopper, AttentionPath::Tiled, AttentionPath::Plain];
+
+/// Several tiles of rows and of keys, none of them full.
+fn shape(batch: usize, head_dim: usize) -> QkvShape {
+    QkvShape { batch, length: 150, heads: 4, kv_heads: 2, head_dim }
+}
+
+#[test]
+fn every_path_of_dense_attention_agrees() {
+    for (head_dim, causal) in [(64, true), (64, false), (128, true)] {
+        let case = Case { causal, ..Case::dense(shape(1, head_dim)) };
+        each_agrees(&case, 11);
+    }
+}
+
+#[test]
+fn every_path_of_selected_heads_within_documents_agrees() {
+    for (head_dim, causal) in [(64, true), (128, true), (128, false)] {
+        let shape = shape(2, head_dim);
+        let first_key = Some(documents(&shape, &mut Random(12), 60));
+        let case = Case { weighted: true, causal, first_key, ..Case::routed(shape, 1, 1) };
+        each_agrees(&case, 12);
+    }
+}
+
+#[test]
+fn every_path_of_a_whole_moh_attention_agrees() {
+    let shape = QkvShape { length: 70, ..shape(2, 64) };
+    each_agrees(&Case { whole: true, ..Case::routed(shape, 1, 2) }, 13);
+}
+
+/// Key/value heads that no token selected have gradients of zero.
+#[test]
+fn every_path_leaves_heads_without_rows_alone() {
+    let shape = QkvShape { batch: 2, length: 40, heads: 2, kv_heads: 2, head_dim: 64 };
+    each_agrees(&Case::routed(shape, 0, 0), 14);
+}
+
+#[test]
+fn every_path_of_queries_over_a_cache_agrees() {
+    for head_dim in [64, 128] {
+        let query_stride = 4 * head_dim + 8;
+        let (batch, query_length, key_length, heads, kv_heads) = (2, 40, 170, 4, 2);
+        let shape = AttentionShape {
+            batch,
+            query_length,
+            key_length,
+            heads,
+            kv_heads,
+            head_dim,
+            query_stride,
+        };
+        for device in devices() {
+            for path in ALL.into_iter().filter(|&path| device.has_attention(path)) {
+                let device = device.clone().with_attention(path);
+                cached::<_, bf16>(&device, &shape, 120, None, 17);
+                assert_eq!(device.attention_path(), Some(path));
+                cached::<_, bf16>(&device, &shape, 120, Some(16), 17);
+                assert_eq!(device.attention_path(), Some(path.max(AttentionPath::Tiled)));
+            }
+        }
+    }
+}
+
+#[test]
+fn what_a_path_does_not_take_falls_to_the_next() {
+    let path = |head_dim, first| {
+        let case = Case::dense(QkvShape { length: 3, ..shape(1, head_dim) });
+        let inputs = Inputs::<bf16>::new(&case, 15);
+        devices().map(move |device| {
+            let device = device.with_attention(first);
+            run(&device, &case, &inputs);
+            device.attention_path().unwrap()
+        })
+    };
+    let [hopper, tiled, plain] = ALL;
+    assert!(path(96, hopper).all(|path| path == tiled));
+    assert!(path(160, hopper).all(|path| path == plain));
+    assert!(path(160, tiled).all(|path| path == plain));
+}
+
+#[test]
+fn sums_have_the_same_bits_in_every_run() {
+    let case = Case::routed(shape(2, 64), 1, 1);
+    let inputs = Inputs::<bf16>::new(&case, 16);
+    for device in devices() {
+        let [first, second] = [(); 2].map(|()| run(&device, &case, &inputs));
+        assert!(first.d_qkv == second.d_qkv && first.out == second.out);
+    }
+}
