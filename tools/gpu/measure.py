@@ -43,12 +43,13 @@ class Machine:
             known = self.environment.get("LD_LIBRARY_PATH")
             self.environment["LD_LIBRARY_PATH"] = ":".join(libraries + ([known] if known else []))
 
-    def run(self, command, seconds):
-        print("+", " ".join(map(str, command)), flush=True)
+    def run(self, command, seconds, variables=None):
+        print("+", *(f"{name}={value}" for name, value in (variables or {}).items()), *command,
+              flush=True)
         try:
             done = subprocess.run(
-                list(map(str, command)), cwd=ROOT, env=self.environment, timeout=seconds,
-                capture_output=True, text=True)
+                list(map(str, command)), cwd=ROOT, env=self.environment | (variables or {}),
+                timeout=seconds, capture_output=True, text=True)
         except subprocess.TimeoutExpired as error:
             raise Failed(f"took more than {seconds} seconds") from error
         except OSError as error:
@@ -57,9 +58,10 @@ class Machine:
             raise Failed("\n".join((done.stdout + done.stderr).strip().splitlines()[-30:]))
         return done.stdout + done.stderr
 
-    def bench(self, *options, seconds=300):
+    def bench(self, *options, seconds=300, variables=None):
         program = self.arguments.programs / "moh-bench"
-        text = self.run([program, *options, "--device", self.arguments.device, "--json"], seconds)
+        command = [program, *options, "--device", self.arguments.device, "--json"]
+        text = self.run(command, seconds, variables)
         return json.loads(text[text.index("{"):])
 
     def peer(self, *options, seconds=400):
@@ -121,14 +123,17 @@ def limits(machine):
 
 
 def attention(machine):
-    """Forward and backward against dense attention and PyTorch's, and over lengths."""
+    """Forward and backward against dense attention and PyTorch's, over lengths and paths."""
     shapes = [(2048, 4), (8192, 1), (8192, 2), (16384, 1), (32768, 1), (65536, 1), (131072, 1)]
+    cases = [(length, batch, "hopper") for length, batch in shapes] + [(8192, 1, "tiled")]
     rows = []
-    for length, batch in [(256, 1)] if machine.small else shapes:
+    for length, batch, path in [(256, 1, "hopper")] if machine.small else cases:
         options = ["--length", length, "--batch", batch]
-        row = machine.bench("attention", "--dtype", "bf16", "--active", "1.0,0.75,0.5", *options)
-        rows.append({**row["shape"], "cases": row["cases"],
-                     "pytorch": machine.peer("attention", *options) if length == 8192 else []})
+        row = machine.bench("attention", "--dtype", "bf16", "--active", "1.0,0.75,0.5", *options,
+                            variables={"MOH_ATTENTION": path})
+        with_peer = length == 8192 and path == "hopper"
+        rows.append({**row["shape"], "path": path, "cases": row["cases"],
+                     "pytorch": machine.peer("attention", *options) if with_peer else []})
     return rows
 
 
@@ -207,8 +212,8 @@ def markdown(results):
                                                sorted(row["largest_relative_errors"].items()))]
                for name, row in done["tests"].items()])
     if "attention" in done:
-        table(["tokens", "heads", "forward ms", "backward ms", "TFLOP/s", "of dense", "route ms"],
-              [[f"{row['batch']} x {row['length']}",
+        table(["tokens", "path", "heads", "forward ms", "backward ms", "TFLOP/s", "of dense", "route ms"],
+              [[f"{row['batch']} x {row['length']}", row["path"],
                 "dense" if case["attention"] == "dense" else f"{case['active']:.0%}",
                 f"{case['forward']['seconds']['median'] * 1e3:.3f}",
                 f"{case['backward']['seconds']['median'] * 1e3:.3f}",
