@@ -80,15 +80,25 @@ fn agree<T: Element>(moh: Option<MohConfig>, recompute: Recompute, tolerance: f6
 
 /// The emulated GPU, and the first real one where the variable MOH_TEST_GPU is set.
 fn devices() -> Vec<Cuda> {
-    let mut devices = Vec::new();
-    #[cfg(feature = "cuda-emulator")]
-    devices.push(Cuda::emulated());
-    #[cfg(feature = "cuda")]
-    devices.extend(std::env::var_os("MOH_TEST_GPU").map(|_| Cuda::new(0).unwrap()));
+    let devices: Vec<Cuda> = [emulated(), gpu()].into_iter().flatten().collect();
     if devices.is_empty() {
         println!("skipped: MOH_TEST_GPU is not set");
     }
     devices
+}
+
+fn emulated() -> Option<Cuda> {
+    #[cfg(feature = "cuda-emulator")]
+    return Some(Cuda::emulated());
+    #[cfg(not(feature = "cuda-emulator"))]
+    None
+}
+
+fn gpu() -> Option<Cuda> {
+    #[cfg(feature = "cuda")]
+    return std::env::var_os("MOH_TEST_GPU").map(|_| Cuda::new(0).unwrap());
+    #[cfg(not(feature = "cuda"))]
+    None
 }
 
 fn agrees(found: &Pass, expected: &Pass, tolerance: f64) {
