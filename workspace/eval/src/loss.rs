@@ -94,7 +94,7 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
     }
 
     /// What one rank adds to the loss over the first `count` windows: ranks take the batches in
-    /// turns. `progress` hears of the windows of all ranks.
+    /// turns; of a pipeline's stages the last one counts. `progress` hears of the windows of all ranks.
     ///
     /// # Errors
     /// As [`Evaluator::evaluate`].
@@ -117,9 +117,13 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
             targets.fill(IGNORED);
             let end = count.min(start + batch);
             let rows = ids.chunks_exact_mut(shape.length).zip(targets.chunks_mut(shape.length));
+            let counts = model.pipeline().part().last;
             for (number, (ids, targets)) in (start..end).zip(rows) {
                 windows.read(number, ids)?;
                 targets[..shape.length - 1].copy_from_slice(&ids[1..]);
+                if !counts {
+                    continue;
+                }
                 sums.tokens += shape.length as u64 - 1;
                 if let Some(tokenizer) = tokenizer {
                     sums.bytes += tokenizer.decoded_bytes(&ids[1..])?;

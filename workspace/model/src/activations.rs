@@ -54,6 +54,8 @@ pub(crate) struct Cheap<B: Backend, T: Element> {
 
 /// What the blocks of a pass keep.
 pub(crate) struct Blocks<B: Backend, T: Element> {
+    /// The first block of this part of the model.
+    first: usize,
     kept: Vec<Kept<B, T>>,
     cheap: Vec<Cheap<B, T>>,
     wide: B::Buffer<T>,
@@ -87,7 +89,7 @@ pub struct Activations<B: Backend, T: Element> {
     pub(crate) ids: B::Buffer<u32>,
     pub(crate) targets: B::Buffer<u32>,
     pub(crate) first_key: Option<B::Buffer<u32>>,
-    /// The residual stream before each block and after the last one, `[N, C]` each.
+    /// The residual stream before each block of this part and after its last one, `[N, C]` each.
     pub(crate) stream: Vec<B::Buffer<T>>,
     pub(crate) blocks: Blocks<B, T>,
     pub(crate) final_normed: B::Buffer<T>,
@@ -122,7 +124,10 @@ impl<B: Backend, T: Element> Activations<B, T> {
         let shape = model.qkv_shape(pass.batch, pass.length);
         let tokens = shape.tokens();
         let width = tokens * config.hidden_size;
-        let layers = config.num_hidden_layers;
+        let part = model.pipeline.part();
+        let layers = part.layers.len();
+        // What belongs to the head.
+        let of_head = |len: usize| if part.last { len } else { 0 };
         let scratch = backend.cross_entropy_scratch(&model.head_shape(tokens));
         Ok(Activations {
             shape,
@@ -132,9 +137,9 @@ impl<B: Backend, T: Element> Activations<B, T> {
             first_key: pass.document_mask.then(|| backend.allocate(tokens)).transpose()?,
             stream: (0..=layers).map(|_| backend.allocate(width)).collect::<Result<_, _>>()?,
             blocks: Blocks::new(model, tokens, pass.recompute)?,
-            final_normed: backend.allocate(width)?,
-            final_inv_rms: backend.allocate(tokens)?,
-            head_scratch: backend.allocate(scratch)?,
+            final_normed: backend.allocate(of_head(width))?,
+            final_inv_rms: backend.allocate(of_head(tokens))?,
+            head_scratch: backend.allocate(of_head(scratch))?,
             backward: pass.training.then(|| Backward::new(model, tokens)).transpose()?,
         })
     }
@@ -175,12 +180,13 @@ impl<B: Backend, T: Element> Blocks<B, T> {
         tokens: usize,
         recompute: Recompute,
     ) -> Result<Self, Error> {
-        let layers = model.config.num_hidden_layers;
+        let layers = model.pipeline.part().layers.len();
         let copies = |shared: bool| if shared { layers.min(1) } else { layers };
         let kept = 0..copies(recompute == Recompute::Block);
         let cheap = 0..copies(recompute != Recompute::None);
         let wide = model.config.intermediate_size.max(model.qkv_shape(1, 1).row());
         Ok(Blocks {
+            first: model.pipeline.part().layers.start,
             kept: kept.map(|_| Kept::new(model, tokens)).collect::<Result<_, _>>()?,
             cheap: cheap.map(|_| Cheap::new(model, tokens)).collect::<Result<_, _>>()?,
             wide: model.backend.allocate(tokens * wide)?,
@@ -189,7 +195,8 @@ impl<B: Backend, T: Element> Blocks<B, T> {
 
     /// The buffers of block `layer`, its own or shared ones.
     pub(crate) fn of(&mut self, layer: usize) -> BlockBuffers<'_, B, T> {
-        let (kept, cheap) = (layer.min(self.kept.len() - 1), layer.min(self.cheap.len() - 1));
+        let slot = layer - self.first;
+        let (kept, cheap) = (slot.min(self.kept.len() - 1), slot.min(self.cheap.len() - 1));
         BlockBuffers {
             layer,
             kept: &mut self.kept[kept],

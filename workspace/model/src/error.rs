@@ -44,6 +44,14 @@ pub enum Error {
         /// Why.
         reason: String,
     },
+    /// A pipeline has more stages than the model has blocks, or none.
+    #[error("a model of {layers} layers has no pipeline of {stages} stages: use 1 to {layers}")]
+    Pipeline {
+        /// Stages.
+        stages: usize,
+        /// Blocks of the model.
+        layers: usize,
+    },
     /// An operator refused its input.
     #[error(transparent)]
     Kernel(#[from] moh_kernels::Error),

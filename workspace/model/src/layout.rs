@@ -7,6 +7,7 @@
 use std::ops::Range;
 
 use crate::ModelConfig;
+use crate::pipeline::{Part, counted_elsewhere};
 
 /// One tensor of a flat buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -104,14 +105,32 @@ impl ModelLayout {
     /// The layout of a model of which up to `ranks` ranks share the optimiser's state: the length of
     /// every buffer is a multiple of `ranks`.
     pub fn padded(config: &ModelConfig, ranks: usize) -> Self {
+        Self::of_part(config, ranks, &Part::whole(config))
+    }
+
+    /// The layout of a part of such a model: buffers of other parts are empty.
+    pub fn of_part(config: &ModelConfig, ranks: usize, part: &Part) -> Self {
         let width = config.hidden_size;
-        let one =
-            |name: &str, shape: Vec<usize>| FlatLayout::new(vec![(name.into(), shape)], ranks);
-        let mut flats = vec![one("model.embed_tokens.weight", vec![config.vocab_size, width])];
-        flats.extend((0..config.num_hidden_layers).map(|layer| block_layout(config, layer, ranks)));
-        flats.push(one("model.norm.weight", vec![width]));
-        if !config.tie_word_embeddings {
-            flats.push(one("lm_head.weight", vec![config.vocab_size, width]));
+        let one = |name: &str, shape: Vec<usize>, here: bool| match here {
+            true => FlatLayout::new(vec![(name.into(), shape)], ranks),
+            false => FlatLayout { segments: Vec::new(), len: 0 },
+        };
+        let tied = config.tie_word_embeddings;
+        let vocabulary = vec![config.vocab_size, width];
+        let embedded = part.first || part.last && tied;
+        let mut embedding = one("model.embed_tokens.weight", vocabulary.clone(), embedded);
+        if !part.first {
+            counted_elsewhere(&mut embedding.segments);
+        }
+        let block = |layer| match part.layers.contains(&layer) {
+            true => block_layout(config, layer, ranks),
+            false => FlatLayout { segments: Vec::new(), len: 0 },
+        };
+        let mut flats = vec![embedding];
+        flats.extend((0..config.num_hidden_layers).map(block));
+        flats.push(one("model.norm.weight", vec![width], part.last));
+        if !tied {
+            flats.push(one("lm_head.weight", vocabulary, part.last));
         }
         let block = BlockRanges::new(&block_layout(config, 0, ranks));
         ModelLayout { flats, num_blocks: config.num_hidden_layers, block }
@@ -140,7 +159,12 @@ impl ModelLayout {
     pub fn backward_order(&self) -> impl Iterator<Item = usize> {
         let head = Some(self.head_index()).filter(|&head| head != Self::EMBEDDING);
         let blocks = (0..self.num_blocks).rev().map(|layer| self.block_index(layer));
-        head.into_iter().chain([self.final_norm_index()]).chain(blocks).chain([Self::EMBEDDING])
+        let all = head
+            .into_iter()
+            .chain([self.final_norm_index()])
+            .chain(blocks)
+            .chain([Self::EMBEDDING]);
+        all.filter(|&flat| self.flats[flat].len > 0)
     }
 
     /// Every tensor with the index of its buffer.

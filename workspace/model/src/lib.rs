@@ -11,6 +11,7 @@ pub mod initial;
 pub mod layout;
 mod model;
 pub mod parameters;
+pub mod pipeline;
 pub mod rope;
 pub mod weight_files;
 

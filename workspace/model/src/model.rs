@@ -9,13 +9,19 @@ use crate::activations::{Activations, Recompute, whole, whole_mut};
 use crate::block::{RouterScale, Tokens};
 use crate::layout::{ModelLayout, Segment};
 use crate::parameters::FlatBuffers;
+use crate::pipeline::Pipeline;
 use crate::{Error, ModelConfig, rope};
+
+/// Tags of the residual stream and of its gradient between stages.
+const FORWARD: u32 = 3;
+const BACKWARD: u32 = 4;
 
 /// A Llama or Mixture-of-Head model with weights of type `T` on a device.
 pub struct Model<B: Backend, T: Element> {
     pub(crate) backend: B,
     pub(crate) config: ModelConfig,
     pub(crate) layout: ModelLayout,
+    pub(crate) pipeline: Pipeline,
     pub(crate) weights: FlatBuffers<B, T>,
     pub(crate) rope_cos: B::Buffer<f32>,
     pub(crate) rope_sin: B::Buffer<f32>,
@@ -114,22 +120,25 @@ impl<B: Backend, T: Element> Model<B, T> {
         positions: usize,
         source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
     ) -> Result<Self, E> {
-        Self::padded(backend, config, positions, 1, source)
+        let pipeline = Pipeline::whole(&config);
+        Self::of_pipeline(backend, config, positions, pipeline, 1, source)
     }
 
-    /// As [`Model::new`], with buffers that `ranks` ranks can share ([`ModelLayout::padded`]).
+    /// As [`Model::new`], the part of a stage of `pipeline`, with buffers that `ranks` ranks can share
+    /// ([`ModelLayout::padded`]).
     ///
     /// # Errors
     /// As [`Model::new`].
-    pub fn padded<E: From<Error>>(
+    pub fn of_pipeline<E: From<Error>>(
         backend: B,
         config: ModelConfig,
         positions: usize,
+        pipeline: Pipeline,
         ranks: usize,
         source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
     ) -> Result<Self, E> {
-        let layout = ModelLayout::padded(&config, ranks);
-        let mut model = Self::zeros(backend, config, layout, positions)?;
+        let layout = ModelLayout::of_part(&config, ranks, pipeline.part());
+        let mut model = Self::zeros(backend, config, layout, pipeline, positions)?;
         model.weights.fill(&model.backend, &model.layout, source)?;
         Ok(model)
     }
@@ -138,6 +147,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         backend: B,
         config: ModelConfig,
         layout: ModelLayout,
+        pipeline: Pipeline,
         positions: usize,
     ) -> Result<Self, Error> {
         if let Some(moh) = &config.moh {
@@ -149,12 +159,17 @@ impl<B: Backend, T: Element> Model<B, T> {
         let mut rope_sin = backend.allocate(sin.len())?;
         backend.upload(&cos, whole_mut::<B, f32>(&mut rope_cos))?;
         backend.upload(&sin, whole_mut::<B, f32>(&mut rope_sin))?;
-        Ok(Model { backend, config, layout, weights, rope_cos, rope_sin })
+        Ok(Model { backend, config, layout, pipeline, weights, rope_cos, rope_sin })
     }
 
     /// The device.
     pub fn backend(&self) -> &B {
         &self.backend
+    }
+
+    /// The stage of a pipeline that this model is, the only one where it is whole.
+    pub fn pipeline(&self) -> &Pipeline {
+        &self.pipeline
     }
 
     /// The configuration.
@@ -209,8 +224,9 @@ impl<B: Backend, T: Element> Model<B, T> {
             .then_some(QueryNormRouter { shared_heads: moh.shared_heads, top_k: moh.routed_top_k })
     }
 
-    /// The forward pass up to the final norm; adds the balance loss to `sums`. Weights that are on
-    /// their way from other ranks are waited for where they are first used.
+    /// The forward pass up to the final norm, of this stage between its neighbours; adds the balance loss
+    /// to `sums`. Weights that are on their way from other ranks are waited for where they are first
+    /// used.
     ///
     /// # Errors
     /// A token id outside the vocabulary, or a failing device or rank.
@@ -223,17 +239,24 @@ impl<B: Backend, T: Element> Model<B, T> {
         let tokens =
             Tokens::<B> { shape: *shape, first_position: 0, first_key: first_key.as_ref() };
         let n = shape.tokens();
-        self.weights.arrive(ModelLayout::EMBEDDING)?;
-        self.backend.embedding_forward(
-            self.config.hidden_size,
-            whole::<B, u32>(ids),
-            self.weights_of(ModelLayout::EMBEDDING),
-            whole_mut::<B, T>(&mut stream[0]),
-        )?;
+        let part = self.pipeline.part().clone();
+        let neighbours = self.pipeline.group().clone();
+        let stage = neighbours.rank();
+        if part.first {
+            self.weights.arrive(ModelLayout::EMBEDDING)?;
+            self.backend.embedding_forward(
+                self.config.hidden_size,
+                whole::<B, u32>(ids),
+                self.weights_of(ModelLayout::EMBEDDING),
+                whole_mut::<B, T>(&mut stream[0]),
+            )?;
+        } else {
+            neighbours.recv::<B, T>(whole_mut::<B, T>(&mut stream[0]), stage - 1, FORWARD)?;
+        }
         let share = 1.0 / self.config.num_hidden_layers as f64;
-        for layer in 0..self.config.num_hidden_layers {
-            let (before, after) = stream.split_at_mut(layer + 1);
-            let (input, output) = (&before[layer], &mut after[0]);
+        for layer in part.layers.clone() {
+            let (before, after) = stream.split_at_mut(layer - part.layers.start + 1);
+            let (input, output) = (&before[layer - part.layers.start], &mut after[0]);
             let mut block = blocks.of(layer);
             self.weights.arrive(self.layout.block_index(layer))?;
             self.attend(&tokens, input, &mut block, None)?;
@@ -243,11 +266,16 @@ impl<B: Backend, T: Element> Model<B, T> {
                 self.backend.balance_loss(routing, share, sums.balance())?;
             }
         }
+        let output = &stream[part.layers.len()];
+        if !part.last {
+            let output = whole::<B, T>(output);
+            return Ok(neighbours.send::<B, T>(output, stage + 1, FORWARD)?);
+        }
         self.weights.arrive(self.layout.final_norm_index())?;
         self.weights.arrive(self.layout.head_index())?;
         self.backend.rms_norm_forward(
             self.config.rms_norm_eps,
-            whole::<B, T>(&stream[self.config.num_hidden_layers]),
+            whole::<B, T>(output),
             self.weights_of(self.layout.final_norm_index()),
             whole_mut::<B, T>(&mut activations.final_normed),
             whole_mut::<B, f32>(&mut activations.final_inv_rms),
@@ -255,7 +283,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(())
     }
 
-    /// Adds the cross-entropy of the uploaded micro-batch to `sums`, without gradients.
+    /// Adds the cross-entropy of the uploaded micro-batch to `sums`, without gradients, on the stage that
+    /// has the head.
     ///
     /// # Errors
     /// As [`Model::forward`].
@@ -265,6 +294,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
         self.forward(activations, sums)?;
+        if !self.pipeline.part().last {
+            return Ok(());
+        }
         self.backend.cross_entropy::<T, f32>(
             &self.head_shape(activations.shape.tokens()),
             whole::<B, T>(&activations.final_normed),
@@ -278,67 +310,66 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// Forward and backward over the uploaded micro-batch: adds its losses to `sums` and its
-    /// gradients to `gradients`. With `reduce`, of a step's last micro-batch, the sum of each buffer
-    /// over the group's ranks starts as soon as the buffer is complete.
+    /// gradients to `gradients`.
     ///
     /// # Errors
-    /// As [`Model::forward`]; activations planned without a backward pass are refused.
+    /// As [`Model::forward`] and [`Model::backward`].
     pub fn forward_backward<G: Element>(
         &mut self,
         activations: &mut Activations<B, T>,
         gradients: &mut FlatBuffers<B, G>,
         scale: LossScale,
         sums: &mut StepSums<B>,
-        reduce: Option<&Group>,
     ) -> Result<(), Error> {
         self.forward(activations, sums)?;
-        let Activations { shape, recompute, stream, blocks, backward, .. } = activations;
-        let Some(scratch) = backward else {
-            return Err(Error::NotPlannedForTraining);
-        };
-        let (backend, layout) = (&self.backend, &self.layout);
-        let (n, width) = (shape.tokens(), self.config.hidden_size);
-        let layers = self.config.num_hidden_layers;
-        backend.cross_entropy(
-            &self.head_shape(n),
-            whole::<B, T>(&activations.final_normed),
-            self.weights_of(layout.head_index()),
-            whole::<B, u32>(&activations.targets),
-            whole_mut::<B, f32>(&mut activations.head_scratch),
-            sums.cross_entropy(),
-            Some(HeadGradients::<B, T, G> {
-                scale: scale.cross_entropy,
-                d_x: B::view_mut(&mut scratch.d_branch, 0..n * width),
-                d_weight: gradients
-                    .view_mut(layout.head_index(), layout.flats[layout.head_index()].used()),
-            }),
-        )?;
+        self.backward(activations, gradients, scale, sums, None)
+    }
+
+    /// The backward pass after a forward pass, of this stage between its neighbours: adds the
+    /// cross-entropy to `sums` and the gradients to `gradients`. With `reduce`, of a step's last
+    /// micro-batch, the sum of each buffer over the group's ranks starts as soon as the buffer is
+    /// complete; that of a tied head on two stages waits for [`Model::reduce_tied_head`].
+    ///
+    /// # Errors
+    /// A failing device or rank; activations planned without a backward pass are refused.
+    pub fn backward<G: Element>(
+        &self,
+        activations: &mut Activations<B, T>,
+        gradients: &mut FlatBuffers<B, G>,
+        scale: LossScale,
+        sums: &mut StepSums<B>,
+        reduce: Option<&Group>,
+    ) -> Result<(), Error> {
         let complete = |gradients: &mut FlatBuffers<B, G>, flat| match reduce {
             Some(group) => gradients.start_reduce_scatter(flat, group),
             None => Ok(()),
         };
-        if layout.head_index() != ModelLayout::EMBEDDING {
-            complete(gradients, layout.head_index())?;
+        let part = self.pipeline.part();
+        let (neighbours, layout) = (self.pipeline.group(), &self.layout);
+        if part.last {
+            self.head_backward(activations, gradients, scale, sums)?;
+            if layout.head_index() != ModelLayout::EMBEDDING {
+                complete(gradients, layout.head_index())?;
+            }
+            complete(gradients, layout.final_norm_index())?;
         }
-        backend.zero(whole_mut::<B, T>(&mut scratch.d_stream))?;
-        let final_norm = layout.final_norm_index();
-        backend.rms_norm_backward(
-            whole::<B, T>(&stream[layers]),
-            self.weights_of(final_norm),
-            whole::<B, f32>(&activations.final_inv_rms),
-            B::view(&scratch.d_branch, 0..n * width),
-            whole_mut::<B, T>(&mut scratch.d_stream),
-            gradients.view_mut(final_norm, layout.flats[final_norm].used()),
-        )?;
-        complete(gradients, final_norm)?;
+        let Activations { shape, recompute, stream, blocks, backward, .. } = activations;
+        let Some(scratch) = backward else {
+            return Err(Error::NotPlannedForTraining);
+        };
+        if !part.last {
+            let d_stream = whole_mut::<B, T>(&mut scratch.d_stream);
+            neighbours.recv::<B, T>(d_stream, neighbours.rank() + 1, BACKWARD)?;
+        }
+        let n = shape.tokens();
         let first_key = activations.first_key.as_ref();
         let tokens = Tokens::<B> { shape: *shape, first_position: 0, first_key };
         let router = RouterScale {
-            balance_weight: scale.balance / layers as f32,
+            balance_weight: scale.balance / self.config.num_hidden_layers as f32,
             straight_through: scale.straight_through,
         };
-        for layer in (0..layers).rev() {
-            let (input, mut block) = (&stream[layer], blocks.of(layer));
+        for layer in part.layers.clone().rev() {
+            let (input, mut block) = (&stream[layer - part.layers.start], blocks.of(layer));
             match recompute {
                 Recompute::None => {}
                 Recompute::Cheap => self.recompute_norms(n, input, &mut block)?,
@@ -350,13 +381,78 @@ impl<B: Backend, T: Element> Model<B, T> {
             self.block_backward(&tokens, input, block, scratch, gradients, router)?;
             complete(gradients, layout.block_index(layer))?;
         }
-        backend.embedding_backward(
-            width,
+        if !part.first {
+            let d_stream = whole::<B, T>(&scratch.d_stream);
+            return Ok(neighbours.send::<B, T>(d_stream, neighbours.rank() - 1, BACKWARD)?);
+        }
+        let embedding = &layout.flats[ModelLayout::EMBEDDING];
+        self.backend.embedding_backward(
+            self.config.hidden_size,
             whole::<B, u32>(&activations.ids),
             whole::<B, T>(&scratch.d_stream),
-            gradients.view_mut(ModelLayout::EMBEDDING, layout.flats[ModelLayout::EMBEDDING].used()),
+            gradients.view_mut(ModelLayout::EMBEDDING, embedding.used()),
         )?;
-        complete(gradients, ModelLayout::EMBEDDING)
+        match self.pipeline.ends() {
+            Some(_) => Ok(()),
+            None => complete(gradients, ModelLayout::EMBEDDING),
+        }
+    }
+
+    /// From the targets to the gradient of the residual stream after the last block.
+    fn head_backward<G: Element>(
+        &self,
+        activations: &mut Activations<B, T>,
+        gradients: &mut FlatBuffers<B, G>,
+        scale: LossScale,
+        sums: &mut StepSums<B>,
+    ) -> Result<(), Error> {
+        let Activations { shape, stream, backward, .. } = activations;
+        let Some(scratch) = backward else {
+            return Err(Error::NotPlannedForTraining);
+        };
+        let (backend, layout) = (&self.backend, &self.layout);
+        let (n, width) = (shape.tokens(), self.config.hidden_size);
+        let head = layout.head_index();
+        backend.cross_entropy(
+            &self.head_shape(n),
+            whole::<B, T>(&activations.final_normed),
+            self.weights_of(head),
+            whole::<B, u32>(&activations.targets),
+            whole_mut::<B, f32>(&mut activations.head_scratch),
+            sums.cross_entropy(),
+            Some(HeadGradients::<B, T, G> {
+                scale: scale.cross_entropy,
+                d_x: B::view_mut(&mut scratch.d_branch, 0..n * width),
+                d_weight: gradients.view_mut(head, layout.flats[head].used()),
+            }),
+        )?;
+        backend.zero(whole_mut::<B, T>(&mut scratch.d_stream))?;
+        let final_norm = layout.final_norm_index();
+        backend.rms_norm_backward(
+            whole::<B, T>(&stream[self.pipeline.part().layers.len()]),
+            self.weights_of(final_norm),
+            whole::<B, f32>(&activations.final_inv_rms),
+            B::view(&scratch.d_branch, 0..n * width),
+            whole_mut::<B, T>(&mut scratch.d_stream),
+            gradients.view_mut(final_norm, layout.flats[final_norm].used()),
+        )?;
+        Ok(())
+    }
+
+    /// Adds up the gradients of a tied head that two stages hold, after a step's last backward pass, and
+    /// starts their sum over the ranks of `reduce`; nothing on other stages and models.
+    ///
+    /// # Errors
+    /// When another rank has failed.
+    pub fn reduce_tied_head<G: Element>(
+        &self,
+        gradients: &mut FlatBuffers<B, G>,
+        reduce: &Group,
+    ) -> Result<(), Error> {
+        let Some(ends) = self.pipeline.ends() else { return Ok(()) };
+        let whole = whole_mut::<B, G>(gradients.flat_mut(ModelLayout::EMBEDDING));
+        ends.all_reduce::<B, G>(whole, Reduce::Sum)?;
+        gradients.start_reduce_scatter(ModelLayout::EMBEDDING, reduce)
     }
 
     /// Logits of the last forward pass, `[N, V]`.

@@ -158,10 +158,10 @@ impl<B: Backend, T: Element> FlatBuffers<B, T> {
     /// # Errors
     /// When another rank has failed.
     pub fn start_reduce_scatter(&mut self, flat: usize, group: &Group) -> Result<(), Error> {
-        if group.size() == 1 {
-            return Ok(());
-        }
-        let buffer = self.take(flat)?;
+        let buffer = match group.size() {
+            1 => return Ok(()),
+            _ => self.take(flat)?,
+        };
         let copy = match &mut self.rounding {
             Some(Rounding { backend, copies }) => copies[flat].take().map(|copy| (backend, copy)),
             None => None,
@@ -183,7 +183,7 @@ impl<B: Backend, T: Element> FlatBuffers<B, T> {
     /// # Errors
     /// When another rank has failed.
     pub fn start_all_gather(&mut self, flat: usize, group: &Group) -> Result<(), Error> {
-        if group.size() > 1 {
+        if group.size() > 1 && B::len(self.flat(flat)) > 0 {
             let buffer = self.take(flat)?;
             self.slots[flat] = Slot::Away(group.start_all_gather::<B, T>(buffer)?);
         }

@@ -142,7 +142,7 @@ fn gradients_are_differences_of_the_loss() {
         let mut gradients = FlatBuffers::<Cpu, f32>::zeros(&Cpu, ours.layout()).unwrap();
         let scale = LossScale { cross_entropy: 1.0 / 21.0, balance: 0.1, straight_through: false };
         let mut sums = StepSums::new(&Cpu).unwrap();
-        ours.forward_backward(&mut activations, &mut gradients, scale, &mut sums, None).unwrap();
+        ours.forward_backward(&mut activations, &mut gradients, scale, &mut sums).unwrap();
         for (flat, segment) in ours.layout().segments() {
             let gradient = gradients.read(&Cpu, flat, segment).unwrap();
             let norm = gradient.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();

@@ -51,7 +51,7 @@ fn pass<B: Backend, T: Element>(backend: B, moh: Option<MohConfig>, recompute: R
     let mut sums = StepSums::new(backend).unwrap();
     let mut gradients = FlatBuffers::<B, f32>::zeros(backend, model.layout()).unwrap();
     let scale = LossScale { cross_entropy: 1.0 / 80.0, balance: 0.1, straight_through: true };
-    model.forward_backward(&mut activations, &mut gradients, scale, &mut sums, None).unwrap();
+    model.forward_backward(&mut activations, &mut gradients, scale, &mut sums).unwrap();
     let losses = sums.take(model.backend()).unwrap();
     let mask = match recompute {
         Recompute::Block => Vec::new(),

@@ -131,7 +131,7 @@ fn pass(
     let mut sums = StepSums::new(&Cpu).unwrap();
     let count = (batch * (length - 1)) as f64;
     let scale = LossScale { cross_entropy: (1.0 / count) as f32, balance: 0.01, straight_through };
-    model.forward_backward(&mut activations, gradients, scale, &mut sums, None).unwrap();
+    model.forward_backward(&mut activations, gradients, scale, &mut sums).unwrap();
     let (cross_entropy, balance) = sums.take(&Cpu).unwrap();
     (cross_entropy / count, balance, activations)
 }

@@ -128,7 +128,7 @@ pub enum Error {
          --features nccl, or start one process"
     )]
     NoNccl,
-    /// The recipe divides the model among processes.
+    /// The recipe divides tensors among ranks.
     #[error(
         "{}: stage.{stage}.parallel: this build trains in one process: use --set \
          stage.{stage}.parallel.tensor=1 --set stage.{stage}.parallel.pipeline=1", path.display()
@@ -138,6 +138,21 @@ pub enum Error {
         path: PathBuf,
         /// The stage.
         stage: String,
+    },
+    /// The ranks cannot form a pipeline's stages.
+    #[error(
+        "{}: stage.{stage}.parallel.pipeline = {stages}: {ranks} ranks were started: start a multiple of \
+         {stages}, or set it to a divisor of {ranks}", path.display()
+    )]
+    Pipeline {
+        /// The recipe.
+        path: PathBuf,
+        /// The stage of the recipe.
+        stage: String,
+        /// Stages of the pipeline.
+        stages: usize,
+        /// Ranks.
+        ranks: usize,
     },
     /// Another rank reports an error, which ends the run on this one too.
     #[error("rank {rank} failed, and tells why")]

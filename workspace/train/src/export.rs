@@ -2,27 +2,35 @@
 
 use moh_convert::hf_directory::{self, DEFAULT_SHARD_BYTES, TensorSpec};
 use moh_kernels::{Backend, Element};
+use moh_model::layout::ModelLayout;
 use moh_model::{Dtype, Model};
 
+use crate::checkpoint::{StoredCheckpoint, TensorKind};
 use crate::recipe::DType;
 use crate::source::ModelSource;
 use crate::{Error, Recipe, RunDirectory};
 
 /// Writes the model to the run's `export/`, in the type it was trained in, with the tokenizer and
 /// generation files of the model it came from. An older export is replaced once the new one is
-/// complete.
+/// complete. What this rank does not hold comes from the checkpoint after `step` steps.
 pub(crate) fn write<B: Backend, T: Element>(
     run: &RunDirectory,
     source: &ModelSource,
     recipe: &Recipe,
     model: &Model<B, T>,
+    step: u64,
 ) -> Result<(), Error> {
     let dtype = match recipe.run.dtype {
         DType::F32 => Dtype::F32,
         DType::Bf16 => Dtype::BF16,
     };
     let config = source.config_file().to_json(model.config(), Some(dtype));
-    let tensors: Vec<TensorSpec> = (model.layout().segments())
+    let whole = ModelLayout::new(model.config());
+    let stored = match model.pipeline().stages() {
+        1 => None,
+        _ => Some(StoredCheckpoint::of_step(run, step)?),
+    };
+    let tensors: Vec<TensorSpec> = (whole.segments())
         .map(|(_, segment)| TensorSpec {
             name: segment.name.clone(),
             shape: segment.shape.clone(),
@@ -43,13 +51,28 @@ pub(crate) fn write<B: Backend, T: Element>(
         companions: &companions,
     };
     hf_directory::write_model(&run.export(), true, &described, &mut |spec, sink| {
-        let named = model.layout().segments().find(|(_, segment)| segment.name == spec.name);
-        if let Some((flat, segment)) = named {
-            let values = model.weights().read(model.backend(), flat, segment)?;
-            let mut bytes = vec![0; values.len() * dtype.size()];
-            dtype.write(&values, &mut bytes);
-            sink(&bytes)?;
-        }
+        let named = |layout: &ModelLayout| {
+            let mut segments = layout.segments();
+            segments.find(|(_, segment)| segment.name == spec.name).map(|(f, s)| (f, s.clone()))
+        };
+        let values = match (&stored, named(&whole), named(model.layout())) {
+            (Some(stored), Some((_, segment)), _) => {
+                let mut values = vec![0f32; segment.range.len()];
+                let read = stored.read_f32(TensorKind::Weight, &spec.name, &mut values);
+                read.map_err(|error| moh_convert::Error::File {
+                    path: run.checkpoint(step),
+                    reason: error.to_string(),
+                })?;
+                values
+            }
+            (_, _, Some((flat, segment))) => {
+                model.weights().read(model.backend(), flat, &segment)?
+            }
+            _ => return Ok(()),
+        };
+        let mut bytes = vec![0; values.len() * dtype.size()];
+        dtype.write(&values, &mut bytes);
+        sink(&bytes)?;
         Ok(())
     })?;
     Ok(())

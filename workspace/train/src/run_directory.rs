@@ -1,8 +1,9 @@
 //! The run directory: its layout, its lock and the recipe it was started with.
 //!
 //! A continued run must equal one that never stopped, so a directory with checkpoints accepts only
-//! the recipe it was started with. Changes of these keys are harmless, for they change no weight:
-//! `run.dir`, `log.*`, `checkpoint.*` and `data.validation.every_steps`.
+//! the recipe it was started with. Changes of these keys are harmless, for they change no weight but
+//! by the order of sums: `run.dir`, `log.*`, `checkpoint.*`, `data.validation.every_steps` and
+//! `stage.NAME.parallel.*`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions, TryLockError};
@@ -194,10 +195,12 @@ pub(crate) fn persist(temporary: NamedTempFile, path: &Path) -> Result<(), Error
 }
 
 fn is_harmless(key: &str) -> bool {
-    HARMLESS.iter().any(|harmless| match harmless.ends_with('.') {
-        true => key.starts_with(harmless),
-        false => key == *harmless,
-    })
+    let divides = key.starts_with("stage.") && key.contains(".parallel.");
+    divides
+        || HARMLESS.iter().any(|harmless| match harmless.ends_with('.') {
+            true => key.starts_with(harmless),
+            false => key == *harmless,
+        })
 }
 
 /// The keys in which two recipes differ, in order.

@@ -8,6 +8,7 @@ use std::ops::Range;
 use moh_comm::Group;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::{Backend, Element, Scalar};
+use moh_model::layout::ModelLayout;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{Activations, LossScale, Model, PassShape, Recompute, StepSums};
 
@@ -38,15 +39,24 @@ pub struct StepPlan {
     pub reduce: recipe::DType,
 }
 
+/// The groups of ranks that take a step together.
+#[derive(Debug, Clone)]
+pub struct StepGroups {
+    /// All ranks.
+    pub all: Group,
+    /// Those that hold the same part of the model and share a step's micro-batches.
+    pub data: Group,
+}
+
 /// The buffers of a stage's steps, and what does not change between them.
 pub struct Stepper<B: Backend, T: Element, G: Element> {
-    activations: Activations<B, T>,
+    /// One for each micro-batch that is under way on this stage of a pipeline.
+    activations: Vec<Activations<B, T>>,
     gradients: FlatBuffers<B, G>,
     sums: StepSums<B>,
     plan: StepPlan,
     host: HostBatch,
-    /// The ranks that share a step's micro-batches.
-    group: Group,
+    groups: StepGroups,
 }
 
 /// A micro-batch on the host.
@@ -96,11 +106,11 @@ impl StepPlan {
 }
 
 impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
-    /// The buffers of `plan`'s steps on `model`, whose micro-batches the ranks of `group` share.
+    /// The buffers of `plan`'s steps on `model`, which the ranks of `groups` take together.
     ///
     /// # Errors
     /// When the device has no room.
-    pub fn new(model: &Model<B, T>, plan: StepPlan, group: &Group) -> Result<Self, Error> {
+    pub fn new(model: &Model<B, T>, plan: StepPlan, groups: StepGroups) -> Result<Self, Error> {
         let length = plan.sequence_length;
         let shape = PassShape {
             batch: plan.micro_batch,
@@ -112,11 +122,14 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         let tokens = plan.micro_batch * length;
         let mut gradients = FlatBuffers::zeros(model.backend(), model.layout())?;
         let rounds = plan.reduce == recipe::DType::Bf16 && G::DTYPE == f32::DTYPE;
-        if group.size() > 1 && rounds {
+        if groups.data.size() > 1 && rounds {
             gradients.exchange_rounded(model.backend().clone())?;
         }
+        let own = share(plan.micro_batches, &groups.data);
+        let under_way = 1 + ahead(model, &own);
+        let activations = (0..under_way).map(|_| Activations::new(model, shape));
         Ok(Stepper {
-            activations: Activations::new(model, shape)?,
+            activations: activations.collect::<Result<_, _>>()?,
             gradients,
             sums: StepSums::new(model.backend())?,
             host: HostBatch {
@@ -126,7 +139,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                 first_key: vec![0; if plan.document_mask { tokens } else { 0 }],
             },
             plan,
-            group: group.clone(),
+            groups,
         })
     }
 
@@ -166,7 +179,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         let targets = self.plan.micro_batches as f64 * self.host.ids.len() as f64;
         self.passes(backend, model, read, first, targets)?;
         optimizer.add_squared_norm(backend, model.layout(), &self.gradients, &mut self.sums)?;
-        self.sums.all_reduce(&self.group)?;
+        self.sums.all_reduce(&self.groups.all)?;
         let [cross_entropy, balance, squared_norm] = self.sums.read(backend)?;
         let (loss, norm) = (cross_entropy / targets, squared_norm.sqrt());
         if !loss.is_finite() || !norm.is_finite() {
@@ -180,7 +193,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         let Optimizer { beta1, beta2, eps, weight_decay, clip_norm } = self.plan.optimizer;
         let constants =
             AdamW { learning_rate: rate, beta1, beta2, eps, weight_decay, clip_norm, step: number };
-        optimizer.update(model, &self.gradients, &self.sums, &constants, &self.group)?;
+        optimizer.update(model, &self.gradients, &self.sums, &constants, &self.groups.data)?;
         let routes = model.config().moh.is_some();
         let balance_loss = routes.then_some(balance / self.plan.micro_batches as f64);
         Ok(Taken { loss, balance_loss, grad_norm: norm })
@@ -202,30 +215,68 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         };
         self.sums.zero(backend)?;
         self.gradients.zero(backend)?;
-        let own = share(self.plan.micro_batches, &self.group);
-        for number in own.clone() {
-            let first = first + number * self.plan.micro_batch as u64;
-            self.host.read(self.plan.sequence_length, &read, first)?;
-            let HostBatch { ids, targets, first_key, .. } = &self.host;
-            self.activations.upload(backend, ids, targets, first_key)?;
+        let own = share(self.plan.micro_batches, &self.groups.data);
+        let data = self.groups.data.clone();
+        // One forward, one backward (arXiv 2104.04473): a stage goes ahead by as many forward passes as
+        // there are stages after it, and then holds no more micro-batches than that.
+        let ahead = ahead(model, &own) as u64;
+        for turn in own.start..own.end + ahead {
+            if turn < own.end {
+                self.forward(backend, model, &read, first, turn)?;
+            }
+            let Some(number) = turn.checked_sub(ahead).filter(|number| *number >= own.start) else {
+                continue;
+            };
             let last = number + 1 == own.end;
-            model.forward_backward(
-                &mut self.activations,
+            let slot = self.slot(number);
+            model.backward(
+                &mut self.activations[slot],
                 &mut self.gradients,
                 scale,
                 &mut self.sums,
-                last.then_some(&self.group),
+                last.then_some(&data),
             )?;
         }
         if own.is_empty() {
             // The others wait for this rank's zeros, and it for their weights.
             model.weights_mut().arrive_all()?;
-            for flat in model.layout().backward_order() {
-                self.gradients.start_reduce_scatter(flat, &self.group)?;
+            let shared = model.pipeline().shares_head().then_some(ModelLayout::EMBEDDING);
+            for flat in model.layout().backward_order().filter(|&flat| Some(flat) != shared) {
+                self.gradients.start_reduce_scatter(flat, &data)?;
             }
         }
+        model.reduce_tied_head(&mut self.gradients, &data)?;
         Ok(self.gradients.arrive_all()?)
     }
+
+    /// The forward pass of micro-batch `number` of the step whose samples begin at `first`.
+    fn forward(
+        &mut self,
+        backend: &B,
+        model: &mut Model<B, T>,
+        read: &impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
+        first: u64,
+        number: u64,
+    ) -> Result<(), Error> {
+        let first = first + number * self.plan.micro_batch as u64;
+        self.host.read(self.plan.sequence_length, read, first)?;
+        let slot = self.slot(number);
+        let activations = &mut self.activations[slot];
+        let HostBatch { ids, targets, first_key, .. } = &self.host;
+        activations.upload(backend, ids, targets, first_key)?;
+        Ok(model.forward(activations, &mut self.sums)?)
+    }
+
+    /// Which activations a micro-batch has.
+    fn slot(&self, number: u64) -> usize {
+        (number % self.activations.len() as u64) as usize
+    }
+}
+
+/// Forward passes that a stage of a pipeline takes before its first backward pass.
+fn ahead<B: Backend, T: Element>(model: &Model<B, T>, own: &Range<u64>) -> usize {
+    let micro_batches = usize::try_from(own.end - own.start).unwrap_or(usize::MAX);
+    model.pipeline().stages_after().min(micro_batches.saturating_sub(1))
 }
 
 /// The micro-batches of a step that this rank of `group` takes: consecutive ones, and as many as the

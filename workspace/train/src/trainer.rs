@@ -1,14 +1,17 @@
 //! The training run: stages in order, conversion between them, checkpoints, and the exact
 //! continuation of a run that was interrupted at any moment.
 
+use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use moh_comm::Layout;
 use moh_data::Windows;
 use moh_eval::{Evaluator, Sums};
 use moh_kernels::{Backend, Element};
-use moh_model::Model;
 use moh_model::parameters::Shard;
+use moh_model::pipeline::{Part, Pipeline};
+use moh_model::{Model, ModelConfig};
 
 use crate::checkpoint::{self, Evaluation, Moment, RunState, StoredCheckpoint, TensorKind};
 use crate::event::{Event, Outcome};
@@ -18,11 +21,12 @@ use crate::optimizer::OptimizerState;
 use crate::recipe::Stage;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
-use crate::step::{StepPlan, Stepper};
+use crate::step::{StepGroups, StepPlan, Stepper};
 use crate::summary::Summary;
 use crate::{Error, Ranks, Recipe, RunDirectory, TensorBoard};
 
 /// Everything that a run reads but the device and the other ranks.
+#[derive(Clone)]
 pub(crate) struct Inputs<'a> {
     pub recipe: &'a Recipe,
     pub source: &'a ModelSource,
@@ -34,6 +38,8 @@ pub(crate) struct Inputs<'a> {
 struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
     inputs: Inputs<'a>,
     ranks: Ranks<B>,
+    /// Those of the stage that the state is in.
+    groups: StepGroups,
     events: &'e mut dyn FnMut(Event<'_>),
     model: Model<B, T>,
     optimizer: OptimizerState<B, M>,
@@ -56,17 +62,24 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
 ) -> Result<Outcome, Error> {
     let mut silence = |_: Event<'_>| {};
     let events = if ranks.is_first() { events } else { &mut silence };
-    let mut trainer = Trainer::<B, T, G, M>::start(backend, ranks, inputs, data, events)?;
-    if trainer.run()? == Progress::Stopped {
-        return Ok(Outcome::Stopped { step: trainer.state.step });
+    let (mut ranks, mut data) = (ranks, data);
+    loop {
+        let (backend, inputs) = (backend.clone(), inputs.clone());
+        let mut trainer = Trainer::<B, T, G, M>::start(backend, ranks, inputs, data, &mut *events)?;
+        match trainer.run()? {
+            Progress::Done => return trainer.finish(),
+            Progress::Stopped => return Ok(Outcome::Stopped { step: trainer.state.step }),
+            // The next stage is another pipeline, which begins with the last one's checkpoint.
+            Progress::Divided => (ranks, data) = (trainer.ranks, trainer.data),
+        }
     }
-    trainer.finish()
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Progress {
     Done,
     Stopped,
+    Divided,
 }
 
 impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a, 'e, B, T, G, M> {
@@ -93,17 +106,21 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         }
         let mut config = source.config().clone();
         config.moh = attention_before(recipe, source, &state);
-        let model = Model::<B, T>::padded::<Error>(
+        let stages = stages_at(recipe, state.stage);
+        let divided = divide(&ranks, stages, &config);
+        let (groups, pipeline) = ranks.agree(divided)?;
+        let model = Model::<B, T>::of_pipeline::<Error>(
             backend,
             config,
             recipe.data.sequence_length,
+            pipeline,
             ranks.group().size(),
             |segment, values| match &stored {
                 Some(stored) => stored.read_f32(TensorKind::Weight, &segment.name, values),
                 None => source.fill(segment, values),
             },
         )?;
-        let mut optimizer = OptimizerState::new(&model, Shard::of(ranks.group()))?;
+        let mut optimizer = OptimizerState::new(&model, Shard::of(&groups.data))?;
         if let Some(stored) = &stored {
             restore(&mut optimizer, &model, stored)?;
             events(Event::Resumed { step: state.step });
@@ -115,6 +132,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             metrics,
             inputs,
             ranks,
+            groups,
             events,
             model,
             optimizer,
@@ -131,6 +149,9 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             self.evaluate_moment(Moment::Loaded, batch)?;
         }
         while let Some(stage) = self.inputs.recipe.stages.get(self.state.stage) {
+            if stage.parallel.pipeline != self.model.pipeline().stages() {
+                return Ok(Progress::Divided);
+            }
             if self.run_stage(stage)? == Progress::Stopped {
                 return Ok(Progress::Stopped);
             }
@@ -145,7 +166,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         }
         let steps = stage.num_steps();
         let plan = StepPlan::new(self.inputs.recipe, stage);
-        let mut stepper = Stepper::<B, T, G>::new(&self.model, plan, self.ranks.group())?;
+        let mut stepper = Stepper::<B, T, G>::new(&self.model, plan, self.groups.clone())?;
         let mut evaluator = self.evaluator(stage.micro_batch)?;
         let memory = self.model.backend().memory();
         (self.events)(Event::Stage { stage, done: self.state.stage_step, memory });
@@ -263,7 +284,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         let events = &mut self.events;
         let mut progress = |done, total| events(Event::Evaluating { done, total });
         let tokenizer = self.data.tokenizer.as_ref();
-        let shard = Shard::of(self.ranks.group());
+        let shard = Shard::of(&self.groups.data);
         let sums = evaluator.evaluate_share(
             &mut self.model,
             windows,
@@ -331,12 +352,33 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         self.model.weights_mut().arrive_all()?;
         let summary = Summary::new(&self.state, self.model.config());
         self.ranks.first(|| {
-            export::write(run, source, recipe, &self.model)?;
+            export::write(run, source, recipe, &self.model, self.state.step)?;
             summary.write(&run.summary())?;
             Ok(0.0)
         })?;
         Ok(Outcome::Finished(summary))
     }
+}
+
+/// Stages of the pipeline that the recipe's stage `index` wants, or its last one after all of them.
+fn stages_at(recipe: &Recipe, index: usize) -> usize {
+    let last = recipe.stages.len().saturating_sub(1);
+    recipe.stages.get(index.min(last)).map_or(1, |stage| stage.parallel.pipeline)
+}
+
+/// This rank's groups and part of the model among `stages` stages.
+fn divide<B: Backend>(
+    ranks: &Ranks<B>,
+    stages: usize,
+    config: &ModelConfig,
+) -> Result<(StepGroups, Pipeline), Error> {
+    let all = ranks.group().clone();
+    // Checked with the recipe; as one stage it would be refused by the model's own check.
+    let stages = NonZeroUsize::new(stages).unwrap_or(NonZeroUsize::MIN);
+    Part::divide(config, stages.get())?;
+    let groups = Layout::new(all.size(), NonZeroUsize::MIN, stages)?.groups(&all)?;
+    let pipeline = Pipeline::new(config, groups.pipeline)?;
+    Ok((StepGroups { all, data: groups.data }, pipeline))
 }
 
 /// Opens what the first rank writes as it goes on, cut back to the state's step.

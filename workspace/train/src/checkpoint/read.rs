@@ -85,6 +85,14 @@ fn set_aside(run: &RunDirectory, directory: &Path, aside: &Path) -> Result<(), E
 }
 
 impl StoredCheckpoint {
+    /// Opens the run's checkpoint after `step` steps; what is read of it is checked then.
+    ///
+    /// # Errors
+    /// When there is none, or its manifest is damaged.
+    pub fn of_step(run: &RunDirectory, step: u64) -> Result<Self, Error> {
+        Self::open(&run.checkpoint(step), step, Shard { rank: usize::MAX, size: usize::MAX })
+    }
+
     /// Opens the checkpoint in `directory` and checks the hashes of this rank's share of its parts.
     fn open(directory: &Path, step: u64, share: Shard) -> Result<Self, Error> {
         let manifest = read_manifest(directory, step)?;

@@ -225,6 +225,8 @@ impl PartFile<'_> {
         let path = &self.folder.join(&self.name);
         let dtype = if S::DTYPE == DType::BF16 { Dtype::BF16 } else { Dtype::F32 };
         let parts: Vec<_> = (model.layout().segments())
+            // A tensor that several ranks hold is written by the one where it counts.
+            .filter(|(_, segment)| segment.counted)
             .filter_map(|(flat, segment)| self.part(model.layout(), flat, segment, dtype))
             .collect();
         let hash = RefCell::new(HashMap::new());

@@ -8,7 +8,7 @@ use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig, initial};
 use moh_train::optimizer::OptimizerState;
 use moh_train::recipe::DType;
-use moh_train::step::{Stepper, Taken};
+use moh_train::step::{StepGroups, Stepper, Taken};
 use serde_json::{Value, json};
 
 use crate::device::{Bench, Measurement};
@@ -90,7 +90,7 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
         },
     )?;
     let mut optimizer = OptimizerState::<B, M>::new(&model, Shard::WHOLE)?;
-    let mut stepper = Stepper::<B, T, G>::new(&model, plan, World::single().group())?;
+    let mut stepper = Stepper::<B, T, G>::new(&model, plan, alone())?;
     let sequences = job.plan.batch_sequences();
     let mut number = 0;
     let mut step = || {
@@ -126,6 +126,12 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
     }
     let memory = before.zip(machine::memory(backend)).map(|((now, _), (_, most))| (now, most));
     Ok(Measured { times, first, last, memory })
+}
+
+/// One rank.
+fn alone() -> StepGroups {
+    let group = World::single().group().clone();
+    StepGroups { all: group.clone(), data: group }
 }
 
 /// Writes a tensor's numbers: random ones, which repeat in large tensors, because billions of them

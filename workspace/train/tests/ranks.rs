@@ -1,5 +1,5 @@
 //! Runs on several ranks end as a run on one: the same losses and weights but for the order of sums,
-//! whatever the number of ranks, and continued on other numbers of them.
+//! whatever the number of ranks and the pipeline that they form, and continued on others.
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
@@ -135,6 +135,57 @@ fn every_number_of_ranks_ends_as_one() {
     }
 }
 
+/// The recipe with so many stages of a pipeline in its two stages of training.
+fn pipelines(adapt: usize, moh: usize) -> Vec<String> {
+    let mut changes = MICRO_BATCHES.map(str::to_owned).to_vec();
+    changes.push(format!("stage.adapt.parallel.pipeline={adapt}"));
+    changes.push(format!("stage.moh.parallel.pipeline={moh}"));
+    changes
+}
+
+#[test]
+fn every_pipeline_ends_as_one_rank() {
+    for tied in ["model.new.tie_word_embeddings=false", "model.new.tie_word_embeddings=true"] {
+        let recipe = |place: &Workplace, changes: &[String]| {
+            let changes: Vec<&str> = changes.iter().map(String::as_str).chain([tied]).collect();
+            place.recipe(&changes)
+        };
+        let place = Workplace::new();
+        let reference = finish_on(1, &recipe(&place, &pipelines(1, 1)));
+        // Alone, with data parallelism, with ranks that have no work, and another one in each stage.
+        for (ranks, adapt, moh) in [(2, 2, 2), (6, 2, 2), (18, 2, 2), (4, 1, 2), (2, 2, 1)] {
+            let place = Workplace::new();
+            let found = finish_on(ranks, &recipe(&place, &pipelines(adapt, moh)));
+            assert_alike(&found, &reference, &format!("{ranks} ranks, {adapt}, {moh}, {tied}"));
+        }
+    }
+}
+
+#[test]
+fn a_pipeline_continues_as_another_layout() {
+    let place = Workplace::new();
+    let recipe =
+        |changes: &[String]| place.recipe(&changes.iter().map(String::as_str).collect::<Vec<_>>());
+    stop_on(4, &recipe(&pipelines(2, 2)), 2);
+    stop_on(3, &recipe(&pipelines(1, 1)), 4);
+    stop_on(2, &recipe(&pipelines(1, 2)), 7);
+    let found = finish_on(1, &recipe(&pipelines(1, 1)));
+    let other = Workplace::new();
+    assert_alike(&found, &finish_on(1, &other.recipe(&MICRO_BATCHES)), "4 x 2, 3, 2 x 2, then 1");
+}
+
+#[test]
+fn pipelines_that_ranks_cannot_form_are_refused_before_the_run_begins() {
+    let place = Workplace::new();
+    let changes = pipelines(2, 1);
+    let recipe = place.recipe(&changes.iter().map(String::as_str).collect::<Vec<_>>());
+    let outcomes = train_on(3, &recipe, None, None);
+    let told = |error: &Error| !matches!(error, Error::OtherRank { .. });
+    let error = outcomes.into_iter().map(Result::unwrap_err).find(told).unwrap().to_string();
+    assert!(error.contains("stage.adapt.parallel.pipeline = 2: 3 ranks were started"), "{error}");
+    assert!(!recipe.run.dir.exists());
+}
+
 #[test]
 fn rounded_weights_gradients_and_exchanges_stay_close() {
     let losses = |ranks: usize, changes: &[&str]| -> Vec<f64> {
@@ -242,7 +293,24 @@ fn a_pretrained_model_learns_on_many_ranks_as_on_one() {
     let moh = "attention = \"moh\"\nmoh = { shared_heads = 4, routed_top_k = 2 }";
     for attention in ["attention = \"dense\"", moh] {
         let mut reference = None;
-        for ranks in [1, 2, 3, 4, 6, 8] {
+        let layouts = [
+            (1, 1),
+            (2, 1),
+            (3, 1),
+            (4, 1),
+            (6, 1),
+            (8, 1),
+            (2, 2),
+            (3, 3),
+            (4, 2),
+            (4, 4),
+            (5, 5),
+            (6, 2),
+            (6, 3),
+            (8, 2),
+            (8, 4),
+        ];
+        for (ranks, stages) in layouts {
             let dir = tempfile::tempdir().unwrap();
             let options = Prepare {
                 tokenizer: &tokenizer,
@@ -252,13 +320,18 @@ fn a_pretrained_model_learns_on_many_ranks_as_on_one() {
                 overwrite: false,
             };
             prepare(options, &mut |_, _| {}).unwrap();
-            let recipe = stories_recipe(&model, dir.path(), attention);
+            let mut recipe = stories_recipe(&model, dir.path(), attention);
+            recipe.stages[0].parallel.pipeline = stages;
             for outcome in train_on(ranks, &recipe, Some(&model), None) {
                 assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
             }
             let found = Results::of(&recipe);
             let expected = reference.get_or_insert(found);
-            assert_alike(&Results::of(&recipe), expected, &format!("{ranks} ranks, {attention}"));
+            assert_alike(
+                &Results::of(&recipe),
+                expected,
+                &format!("{ranks} ranks, {stages} stages, {attention}"),
+            );
         }
     }
 }
