@@ -106,15 +106,18 @@ fn process_of(dir: &Path, rank: usize) -> Option<u32> {
 #[test]
 fn processes_end_as_one_alone() {
     let Some(dir) = prepared() else { return };
-    for count in [1, 2, 4] {
-        let override_ = format!("run.dir=run{count}");
-        let done = mpirun(dir.path(), &ranks(count, &[&override_])).output().unwrap();
+    // Sharing the data; as a pipeline; both.
+    for (count, stages) in [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)] {
+        let name = format!("run{count}-{stages}");
+        let changes = [format!("run.dir={name}"), format!("stage.moh.parallel.pipeline={stages}")];
+        let changes: Vec<&str> = changes.iter().map(String::as_str).collect();
+        let done = mpirun(dir.path(), &ranks(count, &changes)).output().unwrap();
         assert!(done.status.success(), "{}", stderr(&done));
         // One rank tells of it.
         let text = String::from_utf8(done.stdout).unwrap();
         assert_eq!(text.matches("Try next:").count(), 1, "{text}");
-        let found = losses(&dir.path().join(format!("run{count}")));
-        assert_alike(&found, &losses(&dir.path().join("run1")));
+        let found = losses(&dir.path().join(name));
+        assert_alike(&found, &losses(&dir.path().join("run1-1")));
     }
 }
 
