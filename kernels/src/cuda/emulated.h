@@ -227,36 +227,6 @@ T atomicAdd(T* address, U value) {
     *address = T(old + value);
     return old;
 }
-template <typename T, typename U>
-T atomicMax(T* address, U value) {
-    T old = *address;
-    *address = std::max(old, T(value));
-    return old;
-}
-template <typename T, typename U>
-T atomicMin(T* address, U value) {
-    T old = *address;
-    *address = std::min(old, T(value));
-    return old;
-}
-template <typename T, typename U>
-T atomicOr(T* address, U value) {
-    T old = *address;
-    *address = T(old | value);
-    return old;
-}
-template <typename T, typename U>
-T atomicExch(T* address, U value) {
-    T old = *address;
-    *address = T(value);
-    return old;
-}
-template <typename T, typename U, typename V>
-T atomicCAS(T* address, U compare, V value) {
-    T old = *address;
-    if (old == T(compare)) *address = T(value);
-    return old;
-}
 
 template <typename T>
 T __ldg(const T* address) {
