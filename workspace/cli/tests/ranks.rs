@@ -11,25 +11,14 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use support::{isolate, stderr, workplace, write_tokens};
+use support::{isolate, stderr, trainable};
 
 mod support;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-train");
 
+/// What follows the head of the recipe.
 const RECIPE: &str = r#"
-[run]
-dir = "run"
-seed = 1
-device = "cpu"
-dtype = "f32"
-
-[model]
-from = "source"
-
-[data]
-sequence_length = 16
-sources = [{ path = "text" }]
 
 [[stage]]
 name = "moh"
@@ -52,10 +41,7 @@ fn prepared() -> Option<tempfile::TempDir> {
         println!("skipped: needs --features mpi and mpirun");
         return None;
     }
-    let dir = workplace();
-    write_tokens(&dir.path().join("text"), support::VOCABULARY, 2000, 1);
-    fs::write(dir.path().join("recipe.toml"), RECIPE).unwrap();
-    Some(dir)
+    Some(trainable(RECIPE))
 }
 
 /// The command of some ranks, with overrides of their recipe.

@@ -11,26 +11,15 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 
 use serde_json::Value;
 use support::{
-    failure, names, program, repository, stderr, success, workplace, write_tokenizer, write_tokens,
+    failure, names, program, repository, stderr, success, trainable, write_tokenizer, write_tokens,
 };
 
 mod support;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-train");
 
+/// What follows the head of the recipe.
 const RECIPE: &str = r#"
-[run]
-dir = "run"
-seed = 1
-device = "cpu"
-dtype = "f32"
-
-[model]
-from = "source"
-
-[data]
-sequence_length = 16
-sources = [{ path = "text" }]
 validation = { path = "text", batches = 2, every_steps = 9 }
 
 [[stage]]
@@ -56,10 +45,7 @@ every_steps = 7
 
 /// A directory with a model, a token file and a recipe of two stages of 60 steps.
 fn prepared() -> tempfile::TempDir {
-    let dir = workplace();
-    write_tokens(&dir.path().join("text"), support::VOCABULARY, 2000, 1);
-    fs::write(dir.path().join("recipe.toml"), RECIPE).unwrap();
-    dir
+    trainable(RECIPE)
 }
 
 fn moh_train(dir: &Path, overrides: &[&str]) -> Command {

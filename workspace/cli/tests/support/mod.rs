@@ -13,6 +13,31 @@ use moh_model::weight_files::WEIGHTS_FILE;
 use moh_model::{ConfigFile, Dtype};
 use serde_json::{Value, json};
 
+/// The beginning of a recipe that trains the model of [`write_source`] on [`trainable`]'s tokens; the
+/// rest of `[data]` and the stages follow.
+pub const RECIPE_HEAD: &str = r#"
+[run]
+dir = "run"
+seed = 1
+device = "cpu"
+dtype = "f32"
+
+[model]
+from = "source"
+
+[data]
+sequence_length = 16
+sources = [{ path = "text" }]
+"#;
+
+/// A directory with that model, a token file, and a recipe of the head and `rest`.
+pub fn trainable(rest: &str) -> tempfile::TempDir {
+    let dir = workplace();
+    write_tokens(&dir.path().join("text"), VOCABULARY, 2000, 1);
+    fs::write(dir.path().join("recipe.toml"), format!("{RECIPE_HEAD}{rest}")).unwrap();
+    dir
+}
+
 /// Ids of the model of [`write_source`].
 pub const VOCABULARY: usize = 37;
 
