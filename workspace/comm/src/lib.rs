@@ -62,4 +62,5 @@ pub use launch::{Address, Launch, Launcher};
 pub use layout::{Coordinates, Groups, Layout};
 pub use pending::Pending;
 pub use reduce::Reduce;
+pub use rendezvous::host_name;
 pub use world::{Buffers, Options, World};

@@ -56,10 +56,14 @@ pub(crate) fn who(rank: usize, place: &str) -> String {
 
 /// Host and process of this one.
 pub(crate) fn place() -> String {
+    format!("{}, process {}", host_name(), std::process::id())
+}
+
+/// What this machine calls itself.
+pub fn host_name() -> String {
     let kernel = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
     let host = kernel.or_else(|| std::env::var("HOSTNAME").ok()).unwrap_or_default();
-    let host = if host.trim().is_empty() { "unknown host" } else { host.trim() };
-    format!("{host}, process {}", std::process::id())
+    if host.trim().is_empty() { "unknown host".to_owned() } else { host.trim().to_owned() }
 }
 
 fn failed(address: &Address, reason: impl Into<String>) -> Error {

@@ -84,6 +84,10 @@ pub fn tensor_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
     shapes
 }
 
+fn elements(shape: &[usize]) -> u128 {
+    shape.iter().map(|&size| size as u128).product()
+}
+
 impl ModelConfig {
     /// Elements of all tensors; a tied head counts once.
     pub fn num_parameters(&self) -> u64 {
@@ -91,12 +95,17 @@ impl ModelConfig {
         self.count_parameters() as u64
     }
 
+    /// Elements of the tensors of one block.
+    pub(crate) fn block_parameters(&self) -> u128 {
+        block_shapes(self).iter().map(|(_, shape)| elements(shape)).sum()
+    }
+
     fn count_parameters(&self) -> u128 {
-        let elements = |shape: &[usize]| shape.iter().map(|&size| size as u128).product::<u128>();
-        let block: u128 = block_shapes(self).iter().map(|(_, shape)| elements(shape)).sum();
         let embedding = elements(&[self.vocab_size, self.hidden_size]);
         let heads = if self.tie_word_embeddings { 1 } else { 2 };
-        block * self.num_hidden_layers as u128 + heads * embedding + self.hidden_size as u128
+        self.block_parameters() * self.num_hidden_layers as u128
+            + heads * embedding
+            + self.hidden_size as u128
     }
 
     /// Whether the sizes are within what 64-bit arithmetic (and any machine) can hold.

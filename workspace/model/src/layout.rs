@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use crate::ModelConfig;
-use crate::pipeline::{Part, counted_elsewhere};
+use crate::pipeline::Part;
 
 /// One tensor of a flat buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -119,9 +119,8 @@ impl ModelLayout {
         let vocabulary = vec![config.vocab_size, width];
         let embedded = part.first || part.last && tied;
         let mut embedding = one("model.embed_tokens.weight", vocabulary.clone(), embedded);
-        if !part.first {
-            counted_elsewhere(&mut embedding.segments);
-        }
+        // A tied head counts where it is the embedding.
+        embedding.segments.iter_mut().for_each(|segment| segment.counted = part.first);
         let block = |layer| match part.layers.contains(&layer) {
             true => block_layout(config, layer, ranks),
             false => FlatLayout { segments: Vec::new(), len: 0 },

@@ -439,6 +439,21 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(())
     }
 
+    /// Starts the sums that the last backward pass of a step starts, in the same order, on a rank that
+    /// takes no pass.
+    ///
+    /// # Errors
+    /// When another rank has failed.
+    pub fn reduce_without_pass<G: Element>(
+        &self,
+        gradients: &mut FlatBuffers<B, G>,
+        reduce: &Group,
+    ) -> Result<(), Error> {
+        let waits = |flat| self.pipeline.ends().is_some() && flat == ModelLayout::EMBEDDING;
+        let mut order = self.layout.backward_order().filter(|&flat| !waits(flat));
+        order.try_for_each(|flat| gradients.start_reduce_scatter(flat, reduce))
+    }
+
     /// Adds up the gradients of a tied head that two stages hold, after a step's last backward pass, and
     /// starts their sum over the ranks of `reduce`; nothing on other stages and models.
     ///

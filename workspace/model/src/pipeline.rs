@@ -7,7 +7,6 @@ use std::ops::Range;
 
 use moh_comm::{Group, World};
 
-use crate::layout::Segment;
 use crate::{Error, ModelConfig};
 
 /// What a stage holds.
@@ -42,7 +41,7 @@ impl Part {
         for _ in stages..layers {
             let load = |stage: usize| {
                 let head = if stage + 1 == stages { head } else { 0.0 };
-                counts[stage] as f64 + head / block_weights(config)
+                counts[stage] as f64 + head / config.block_parameters() as f64
             };
             // The first of equal ones: later stages wait longer for their first work.
             let least = (0..stages).min_by(|&a, &b| load(a).total_cmp(&load(b))).unwrap_or(0);
@@ -56,12 +55,6 @@ impl Part {
         };
         Ok(counts.into_iter().enumerate().map(part).collect())
     }
-}
-
-/// Weights of a block's matrices.
-fn block_weights(config: &ModelConfig) -> f64 {
-    let attention = 2 * (config.query_width() + config.key_value_width());
-    (config.hidden_size * (attention + 3 * config.intermediate_size)) as f64
 }
 
 /// A stage of a pipeline: its part of the model and the group of all stages.
@@ -111,24 +104,12 @@ impl Pipeline {
         self.group.size() - 1 - self.group.rank()
     }
 
-    /// Whether this stage holds a tied head that another one holds too.
-    pub fn shares_head(&self) -> bool {
-        self.ends.is_some()
-    }
-
     pub(crate) fn group(&self) -> &Group {
         &self.group
     }
 
     pub(crate) fn ends(&self) -> Option<&Group> {
         self.ends.as_ref()
-    }
-}
-
-/// Marks the tensors that count on another stage: a replicated tensor counts once.
-pub(crate) fn counted_elsewhere(segments: &mut [Segment]) {
-    for segment in segments {
-        segment.counted = false;
     }
 }
 

@@ -163,6 +163,9 @@ pub enum Error {
     /// Ranks lost each other.
     #[error(transparent)]
     Comm(#[from] moh_comm::Error),
+    /// The device failed, or an operator refused its input.
+    #[error(transparent)]
+    Kernel(#[from] moh_kernels::Error),
     /// The model is wrong.
     #[error(transparent)]
     Model(#[from] moh_model::Error),

@@ -31,13 +31,11 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
             None
         } else {
             let mut master = FlatBuffers::zeros_of(backend, layout, shard)?;
-            master.fill(backend, layout, |segment, values| {
-                let named = layout.segments().find(|(_, other)| other.name == segment.name);
-                if let Some((flat, segment)) = named {
-                    values.copy_from_slice(&model.weights().read(backend, flat, segment)?);
-                }
-                Ok::<(), Error>(())
-            })?;
+            for flat in 0..layout.flats.len() {
+                let held = master.held(flat);
+                let weights = model.weights().view(flat, held.clone());
+                backend.convert(weights, master.view_mut(flat, held))?;
+            }
             Some(master)
         };
         Ok(OptimizerState {
@@ -67,9 +65,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         for (flat, segment) in layout.segments().filter(|(_, segment)| segment.counted) {
             let part = overlap(&segment.range, &self.first_moment.held(flat));
             if !part.is_empty() {
-                backend
-                    .squared_norm(gradients.view(flat, part), sums.squared_norm_mut())
-                    .map_err(moh_model::Error::from)?;
+                backend.squared_norm(gradients.view(flat, part), sums.squared_norm_mut())?;
             }
         }
         Ok(())
@@ -102,17 +98,15 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
                     continue;
                 }
                 let weight_decay = if decays { step.weight_decay } else { 0.0 };
-                backend
-                    .adamw(
-                        &AdamW { weight_decay, ..*step },
-                        sums.squared_norm(),
-                        gradients.view(flat, range.clone()),
-                        model.weights_mut().view_mut(flat, range.clone()),
-                        self.master.as_mut().map(|master| master.view_mut(flat, range.clone())),
-                        self.first_moment.view_mut(flat, range.clone()),
-                        self.second_moment.view_mut(flat, range),
-                    )
-                    .map_err(moh_model::Error::from)?;
+                backend.adamw(
+                    &AdamW { weight_decay, ..*step },
+                    sums.squared_norm(),
+                    gradients.view(flat, range.clone()),
+                    model.weights_mut().view_mut(flat, range.clone()),
+                    self.master.as_mut().map(|master| master.view_mut(flat, range.clone())),
+                    self.first_moment.view_mut(flat, range.clone()),
+                    self.second_moment.view_mut(flat, range),
+                )?;
             }
             model.weights_mut().start_all_gather(flat, group)?;
         }

@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use half::bf16;
-use moh_comm::{Group, Reduce, World};
+use moh_comm::{Group, Reduce, World, host_name};
 use moh_kernels::{Backend, Cpu, Element};
 use serde::{Deserialize, Serialize};
 
@@ -92,13 +92,13 @@ fn measure<B: Backend + Clone>(
         DType::F32 => matmul::<B, f32>(&backend, size),
         DType::Bf16 => matmul::<B, bf16>(&backend, size),
     };
-    let matmul = ranks.agree(matmul.map_err(|error| moh_model::Error::from(error).into()))?;
+    let matmul = ranks.agree(matmul.map_err(Error::from))?;
     let (receives, all_reduce) = if group.size() > 1 {
         (Some(receives(&backend, group)?), Some(all_reduce(&backend, group)?))
     } else {
         (None, None)
     };
-    let own = RankSpeed { rank: group.rank(), host: host(), matmul, receives };
+    let own = RankSpeed { rank: group.rank(), host: host_name(), matmul, receives };
     let unreadable = |error| Error::Io { path: "a rank's speed".into(), source: error };
     let text = serde_json::to_vec(&own).map_err(|error| unreadable(error.into()))?;
     let mut found = Vec::new();
@@ -132,11 +132,10 @@ fn matmul<B: Backend, T: Element>(backend: &B, size: usize) -> moh_kernels::Resu
 
 /// Bytes a second from the rank before this one, round the ring.
 fn receives<B: Backend>(backend: &B, group: &Group) -> Result<f64, Error> {
-    let kernel = moh_model::Error::from;
     let (rank, size) = (group.rank(), group.size());
     let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
-    let sent = backend.allocate::<f32>(MESSAGE).map_err(kernel)?;
-    let mut received = backend.allocate::<f32>(MESSAGE).map_err(kernel)?;
+    let sent = backend.allocate::<f32>(MESSAGE)?;
+    let mut received = backend.allocate::<f32>(MESSAGE)?;
     fastest(backend, group, || {
         group.send::<B, f32>(B::view(&sent, 0..MESSAGE), next, TAG)?;
         group.recv::<B, f32>(B::view_mut(&mut received, 0..MESSAGE), previous, TAG)
@@ -146,7 +145,7 @@ fn receives<B: Backend>(backend: &B, group: &Group) -> Result<f64, Error> {
 
 /// Bytes a second that a rank moves in an `all_reduce`.
 fn all_reduce<B: Backend>(backend: &B, group: &Group) -> Result<f64, Error> {
-    let mut numbers = backend.allocate::<f32>(MESSAGE).map_err(moh_model::Error::from)?;
+    let mut numbers = backend.allocate::<f32>(MESSAGE)?;
     let seconds = fastest(backend, group, || {
         group.all_reduce::<B, f32>(B::view_mut(&mut numbers, 0..MESSAGE), Reduce::Sum)
     })?;
@@ -165,15 +164,10 @@ fn fastest<B: Backend>(
         group.barrier()?;
         let start = Instant::now();
         message()?;
-        backend.synchronize().map_err(moh_model::Error::from)?;
+        backend.synchronize()?;
         fastest = fastest.min(start.elapsed().as_secs_f64());
     }
     Ok(fastest)
-}
-
-fn host() -> String {
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname");
-    name.map_or_else(|_| "?".to_owned(), |name| name.trim().to_owned())
 }
 
 #[cfg(test)]

@@ -24,7 +24,7 @@ impl<B: Backend> Ranks<B> {
     /// # Errors
     /// When the device has no room.
     pub fn new(backend: B, group: Group) -> Result<Self, Error> {
-        let numbers = backend.allocate(NUMBERS).map_err(moh_model::Error::from)?;
+        let numbers = backend.allocate(NUMBERS)?;
         Ok(Ranks { backend, group, numbers })
     }
 
@@ -61,11 +61,10 @@ impl<B: Backend> Ranks<B> {
     ) -> Result<[f64; N], Error> {
         const { assert!(N <= NUMBERS, "more numbers than one message holds") };
         if self.group.size() > 1 {
-            let kernel = moh_model::Error::from;
             let part = B::view_mut(&mut self.numbers, 0..N);
-            self.backend.upload(&numbers, part).map_err(kernel)?;
+            self.backend.upload(&numbers, part)?;
             self.group.all_reduce::<B, f64>(B::view_mut(&mut self.numbers, 0..N), reduce)?;
-            self.backend.download(B::view(&self.numbers, 0..N), &mut numbers).map_err(kernel)?;
+            self.backend.download(B::view(&self.numbers, 0..N), &mut numbers)?;
         }
         Ok(numbers)
     }
@@ -102,9 +101,21 @@ impl<B: Backend> Ranks<B> {
     /// # Errors
     /// What `work` reports, on the other ranks [`Error::OtherRank`].
     pub fn first(&mut self, work: impl FnOnce() -> Result<f64, Error>) -> Result<f64, Error> {
-        let result = if self.is_first() { work() } else { Ok(0.0) };
-        let number = self.agree(result)?;
+        let mut number = 0.0;
+        self.first_does(|| {
+            number = work()?;
+            Ok(())
+        })?;
         Ok(self.sum([number])?[0])
+    }
+
+    /// The first rank alone runs `work`; the others wait for it.
+    ///
+    /// # Errors
+    /// As [`Self::first`].
+    pub fn first_does(&mut self, work: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+        let done = if self.is_first() { work() } else { Ok(()) };
+        self.agree(done)
     }
 
     /// Every rank's text, in the order of the ranks, on the first rank; nothing on the others.
@@ -131,19 +142,17 @@ impl<B: Backend> Ranks<B> {
     }
 
     fn send<S: Scalar>(&self, numbers: &[S]) -> Result<(), Error> {
-        let kernel = moh_model::Error::from;
-        let mut buffer = self.backend.allocate(numbers.len()).map_err(kernel)?;
+        let mut buffer = self.backend.allocate(numbers.len())?;
         let whole = 0..numbers.len();
-        self.backend.upload(numbers, B::view_mut(&mut buffer, whole.clone())).map_err(kernel)?;
+        self.backend.upload(numbers, B::view_mut(&mut buffer, whole.clone()))?;
         Ok(self.group.send::<B, S>(B::view(&buffer, whole), 0, TEXT)?)
     }
 
     fn receive<S: Scalar>(&self, from: usize, numbers: &mut [S]) -> Result<(), Error> {
-        let kernel = moh_model::Error::from;
-        let mut buffer = self.backend.allocate(numbers.len()).map_err(kernel)?;
+        let mut buffer = self.backend.allocate(numbers.len())?;
         let whole = 0..numbers.len();
         self.group.recv::<B, S>(B::view_mut(&mut buffer, whole.clone()), from, TEXT)?;
-        Ok(self.backend.download(B::view(&buffer, whole), numbers).map_err(kernel)?)
+        Ok(self.backend.download(B::view(&buffer, whole), numbers)?)
     }
 }
 

@@ -78,10 +78,7 @@ impl Job<'_> {
             return Ok(Outcome::AlreadyFinished(summary));
         }
         let data = ranks.agree(data)?;
-        ranks.first(|| {
-            run.clear_remains()?;
-            Ok(0.0)
-        })?;
+        ranks.first_does(|| run.clear_remains())?;
         let inputs = Inputs { recipe, source: &source, run: &run, stop: self.stop };
         with_weights(backend, ranks, inputs, data, events)
     }

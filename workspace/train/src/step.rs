@@ -8,7 +8,6 @@ use std::ops::Range;
 use moh_comm::Group;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::{Backend, Element, Scalar};
-use moh_model::layout::ModelLayout;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{Activations, LossScale, Model, PassShape, Recompute, StepSums};
 
@@ -224,9 +223,10 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             if turn < own.end {
                 self.forward(backend, model, &read, first, turn)?;
             }
-            let Some(number) = turn.checked_sub(ahead).filter(|number| *number >= own.start) else {
+            if turn < own.start + ahead {
                 continue;
-            };
+            }
+            let number = turn - ahead;
             let last = number + 1 == own.end;
             let slot = self.slot(number);
             model.backward(
@@ -240,10 +240,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         if own.is_empty() {
             // The others wait for this rank's zeros, and it for their weights.
             model.weights_mut().arrive_all()?;
-            let shared = model.pipeline().shares_head().then_some(ModelLayout::EMBEDDING);
-            for flat in model.layout().backward_order().filter(|&flat| Some(flat) != shared) {
-                self.gradients.start_reduce_scatter(flat, &data)?;
-            }
+            model.reduce_without_pass(&mut self.gradients, &data)?;
         }
         model.reduce_tied_head(&mut self.gradients, &data)?;
         Ok(self.gradients.arrive_all()?)

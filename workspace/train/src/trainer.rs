@@ -10,7 +10,7 @@ use moh_data::Windows;
 use moh_eval::{Evaluator, Sums};
 use moh_kernels::{Backend, Element};
 use moh_model::parameters::Shard;
-use moh_model::pipeline::{Part, Pipeline};
+use moh_model::pipeline::Pipeline;
 use moh_model::{Model, ModelConfig};
 
 use crate::checkpoint::{self, Evaluation, Moment, RunState, StoredCheckpoint, TensorKind};
@@ -338,10 +338,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             &self.model,
             &self.optimizer,
         )?;
-        self.ranks.first(|| {
-            checkpoint::prune(run, &recipe.checkpoint)?;
-            Ok(0.0)
-        })?;
+        self.ranks.first_does(|| checkpoint::prune(run, &recipe.checkpoint))?;
         (self.events)(Event::Checkpoint { path: &path });
         Ok(())
     }
@@ -351,10 +348,9 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         let Inputs { run, source, recipe, .. } = self.inputs;
         self.model.weights_mut().arrive_all()?;
         let summary = Summary::new(&self.state, self.model.config());
-        self.ranks.first(|| {
+        self.ranks.first_does(|| {
             export::write(run, source, recipe, &self.model, self.state.step)?;
-            summary.write(&run.summary())?;
-            Ok(0.0)
+            summary.write(&run.summary())
         })?;
         Ok(Outcome::Finished(summary))
     }
@@ -375,7 +371,6 @@ fn divide<B: Backend>(
     let all = ranks.group().clone();
     // Checked with the recipe; as one stage it would be refused by the model's own check.
     let stages = NonZeroUsize::new(stages).unwrap_or(NonZeroUsize::MIN);
-    Part::divide(config, stages.get())?;
     let groups = Layout::new(all.size(), NonZeroUsize::MIN, stages)?.groups(&all)?;
     let pipeline = Pipeline::new(config, groups.pipeline)?;
     Ok((StepGroups { all, data: groups.data }, pipeline))

@@ -53,13 +53,11 @@ pub fn newest<B: Backend>(
             return Ok(None);
         }
         let directory = run.checkpoint(step);
-        let mut opened = StoredCheckpoint::open(&directory, step, Shard::of(ranks.group()));
+        let mut opened = StoredCheckpoint::open(&directory, step)
+            .and_then(|stored| stored.checked(Shard::of(ranks.group())));
         if ranks.any(opened.is_err())? {
             let aside = run.checkpoints().join(format!("damaged-step-{step}"));
-            ranks.first(|| {
-                set_aside(run, &directory, &aside)?;
-                Ok(0.0)
-            })?;
+            ranks.first_does(|| set_aside(run, &directory, &aside))?;
             // The first rank tells, though another may have seen more than that.
             if let (true, Ok(_)) = (ranks.is_first(), &opened) {
                 opened = Err(Error::Checkpoint {
@@ -90,11 +88,11 @@ impl StoredCheckpoint {
     /// # Errors
     /// When there is none, or its manifest is damaged.
     pub fn of_step(run: &RunDirectory, step: u64) -> Result<Self, Error> {
-        Self::open(&run.checkpoint(step), step, Shard { rank: usize::MAX, size: usize::MAX })
+        Self::open(&run.checkpoint(step), step)
     }
 
-    /// Opens the checkpoint in `directory` and checks the hashes of this rank's share of its parts.
-    fn open(directory: &Path, step: u64, share: Shard) -> Result<Self, Error> {
+    /// Opens the checkpoint in `directory`, whose parts are not looked at.
+    fn open(directory: &Path, step: u64) -> Result<Self, Error> {
         let manifest = read_manifest(directory, step)?;
         let mut headers = HashMap::new();
         for entry in &manifest.tensors {
@@ -108,11 +106,15 @@ impl StoredCheckpoint {
                 headers.insert(entry.file.clone(), Header::read(&path)?);
             }
         }
-        let checkpoint = StoredCheckpoint { directory: directory.to_owned(), manifest, headers };
-        for entry in checkpoint.manifest.tensors.iter().skip(share.rank).step_by(share.size) {
-            checkpoint.bytes(entry)?;
+        Ok(StoredCheckpoint { directory: directory.to_owned(), manifest, headers })
+    }
+
+    /// The same, when the hashes of this rank's share of its parts fit.
+    fn checked(self, share: Shard) -> Result<Self, Error> {
+        for entry in self.manifest.tensors.iter().skip(share.rank).step_by(share.size) {
+            self.bytes(entry)?;
         }
-        Ok(checkpoint)
+        Ok(self)
     }
 
     /// Its manifest.

@@ -41,10 +41,9 @@ pub fn write<B: Backend, T: Element, M: Element>(
 ) -> Result<PathBuf, Error> {
     let all = run.checkpoints();
     let folder = Unfinished { path: all.join(format!("{TEMPORARY}step-{}", state.step)) };
-    ranks.first(|| {
+    ranks.first_does(|| {
         folder.remove()?;
-        fs::create_dir_all(&folder.path).map_err(Error::io(&folder.path))?;
-        Ok(0.0)
+        fs::create_dir_all(&folder.path).map_err(Error::io(&folder.path))
     })?;
     let written = write_parts(&folder.path, ranks.group(), model, optimizer);
     let entries = match ranks.agree(written) {
@@ -60,14 +59,13 @@ pub fn write<B: Backend, T: Element, M: Element>(
         .map_err(|error| Error::io(&folder.path)(std::io::Error::from(error)))?;
     let texts = ranks.gather(text)?;
     let place = run.checkpoint(state.step);
-    ranks.first(|| {
+    ranks.first_does(|| {
         let finished = finish(&folder.path, &place, state, config, &texts);
         if finished.is_err() {
             let _ = folder.remove();
         }
         finished?;
-        sync(&all)?;
-        Ok(0.0)
+        sync(&all)
     })?;
     Ok(place)
 }
