@@ -10,6 +10,7 @@ use crate::adamw::AdamW;
 use crate::attention::{AttentionShape, KeyValues, Visibility};
 use crate::cross_entropy::{HeadGradients, HeadShape};
 use crate::error::Result;
+use crate::ranks::{AllReduce, HeadRanks, Heads, VocabularyRows};
 use crate::region::{Region, RegionMut};
 use crate::rope::{QkvShape, RopeTable};
 use crate::router::{QueryNormRouter, RouterGradient};
@@ -93,6 +94,14 @@ pub trait Backend: Send + Sync + Sized + 'static {
     /// Copies to the host; both hold the same count.
     fn download<S: Scalar>(&self, source: Self::View<'_, S>, destination: &mut [S]) -> Result<()>;
 
+    /// Lets the host change numbers: on a device, copies them there and back. For small tables: it waits
+    /// for the operators so far.
+    fn on_host<S: Scalar>(
+        &self,
+        numbers: Self::ViewMut<'_, S>,
+        change: impl FnOnce(&mut [S]) -> Result<()>,
+    ) -> Result<()>;
+
     /// Copies on the device; both hold the same count.
     fn copy<S: Scalar>(
         &self,
@@ -110,27 +119,38 @@ pub trait Backend: Send + Sync + Sized + 'static {
         y: Self::ViewMut<'_, Y>,
     ) -> Result<()>;
 
+    /// `out = x + y`, in f32, rounded once; all hold the same count.
+    fn add<T: Element>(
+        &self,
+        x: Self::View<'_, T>,
+        y: Self::View<'_, T>,
+        out: Self::ViewMut<'_, T>,
+    ) -> Result<()>;
+
     /// Waits until all operators so far are done.
     fn synchronize(&self) -> Result<()>;
 
     // ---- embedding ----
 
-    /// `out[n] = table[ids[n]]`; ids `[N]`, table `[V, C]`, out `[N, C]`.
+    /// `out[n] = table[ids[n]]`; ids `[N]`, table `[V, C]` of the rows that are held, out `[N, C]`. The
+    /// others give zeros.
     ///
     /// # Errors
-    /// [`crate::Error::Vocabulary`] for an id without a row, where the device can tell.
+    /// [`crate::Error::Vocabulary`] for an id outside the vocabulary, where the device can tell.
     fn embedding_forward<T: Element>(
         &self,
         width: usize,
+        rows: VocabularyRows,
         ids: Self::View<'_, u32>,
         table: Self::View<'_, T>,
         out: Self::ViewMut<'_, T>,
     ) -> Result<()>;
 
-    /// `d_table[ids[n]] += d_out[n]`, in the order of n.
+    /// `d_table[ids[n]] += d_out[n]`, in the order of n, of the rows that are held.
     fn embedding_backward<T: Element, G: Element>(
         &self,
         width: usize,
+        rows: VocabularyRows,
         ids: Self::View<'_, u32>,
         d_out: Self::View<'_, T>,
         d_table: Self::ViewMut<'_, G>,
@@ -193,18 +213,20 @@ pub trait Backend: Send + Sync + Sized + 'static {
 
     // ---- RoPE and the router ----
 
-    /// Room for the routing of up to `tokens` tokens.
+    /// Room for the routing of up to `tokens` tokens, over all heads of a layer of which some may be
+    /// held here.
     fn routing(
         &self,
         tokens: usize,
-        heads: usize,
+        heads: Heads,
         router: QueryNormRouter,
     ) -> Result<Self::Routing>;
 
     /// Rotates queries and keys in place and, before that, routes the queries: one pass over them.
     ///
     /// `qkv` is `[B*T, (H + 2G) * D]`: queries, keys, values of a token side by side. Token t of a
-    /// sequence is at position `first_position + t`, which the table must cover.
+    /// sequence is at position `first_position + t`, which the table must cover. A routing whose heads
+    /// are divided among ranks needs `all_reduce`, once.
     fn rope_route_forward<T: Element>(
         &self,
         shape: &QkvShape,
@@ -212,6 +234,7 @@ pub trait Backend: Send + Sync + Sized + 'static {
         first_position: usize,
         qkv: Self::ViewMut<'_, T>,
         routing: Option<&mut Self::Routing>,
+        all_reduce: Option<AllReduce<'_, Self>>,
     ) -> Result<()>;
 
     /// Turns the gradient of rotated queries and keys into that of the unrotated ones, in place,
@@ -237,10 +260,10 @@ pub trait Backend: Send + Sync + Sized + 'static {
     ) -> Result<()>;
 
     /// Copies the selection to the host: 1 where a token selected a routed head;
-    /// `[tokens, routed]`.
+    /// `[tokens, routed]`, of all ranks' heads.
     fn routed_mask(&self, routing: &Self::Routing, mask: &mut [u8]) -> Result<()>;
 
-    /// Copies the gates to the host; `[tokens, routed]`.
+    /// Copies the gates to the host; `[tokens, routed]`, of all ranks' heads.
     fn gates(&self, routing: &Self::Routing, gates: &mut [f32]) -> Result<()>;
 
     // ---- attention ----
@@ -318,11 +341,17 @@ pub trait Backend: Send + Sync + Sized + 'static {
     /// Length of the scratch buffer that [`Backend::cross_entropy`] wants.
     fn cross_entropy_scratch(&self, shape: &HeadShape) -> usize;
 
+    /// Length of the sums that [`Backend::cross_entropy`] wants of `ranks` ranks that share the rows of
+    /// the head.
+    fn cross_entropy_sums(&self, shape: &HeadShape, ranks: usize) -> usize;
+
     /// Cross-entropy of the output projection, by chunks of tokens so that the logits of all of
     /// them are never held: `loss[0] += sum_n -log softmax(x[n] weight^T)[targets[n]]` over the
     /// targets that are not [`crate::cross_entropy::IGNORED`]; and, where asked for, its gradients.
     ///
-    /// x `[N, C]`, weight `[V, C]`, targets `[N]`.
+    /// x `[N, C]`, weight `[V, C]`, targets `[N]`. Of a head whose rows are divided among `ranks`, the
+    /// shape and the weight have this rank's; rank 0 adds the loss, and the ranks' `d_x` are to be added
+    /// up.
     #[allow(clippy::too_many_arguments)]
     fn cross_entropy<T: Element, G: Element>(
         &self,
@@ -333,6 +362,7 @@ pub trait Backend: Send + Sync + Sized + 'static {
         scratch: Self::ViewMut<'_, f32>,
         loss: Self::ViewMut<'_, f64>,
         gradients: Option<HeadGradients<'_, Self, T, G>>,
+        ranks: Option<HeadRanks<'_, Self>>,
     ) -> Result<()>;
 
     // ---- optimiser ----

@@ -11,12 +11,13 @@ use crate::attention::{self, AttentionShape, KeyValues, Visibility};
 use crate::backend::Backend;
 use crate::cross_entropy::{self, HeadGradients, HeadShape};
 use crate::error::{Error, Result, check_len};
+use crate::ranks::{AllReduce, HeadRanks, Heads, VocabularyRows};
 use crate::region::{Memory, MemoryMut, Region, RegionMut};
 use crate::rope::{self, QkvShape, RopeTable};
 use crate::router::cpu::CpuRouting;
 use crate::router::{QueryNormRouter, RouterGradient};
 use crate::scalar::{Element, Scalar};
-use crate::{convert, embedding, key_value_cache, linear, rms_norm, swiglu};
+use crate::{add, convert, embedding, key_value_cache, linear, rms_norm, swiglu};
 
 /// Numbers that one task copies or sets to zero.
 const PART: usize = 256 * 1024;
@@ -79,6 +80,14 @@ impl Backend for Cpu {
         self.copy(source, destination)
     }
 
+    fn on_host<S: Scalar>(
+        &self,
+        numbers: &mut [S],
+        change: impl FnOnce(&mut [S]) -> Result<()>,
+    ) -> Result<()> {
+        change(numbers)
+    }
+
     fn copy<S: Scalar>(&self, source: &[S], destination: &mut [S]) -> Result<()> {
         check_len("copy", "destination", destination.len(), source.len())?;
         let parts = destination.par_chunks_mut(PART).zip(source.par_chunks(PART));
@@ -95,6 +104,10 @@ impl Backend for Cpu {
         convert::cpu::convert(x, y)
     }
 
+    fn add<T: Element>(&self, x: &[T], y: &[T], out: &mut [T]) -> Result<()> {
+        add::cpu::add(x, y, out)
+    }
+
     fn synchronize(&self) -> Result<()> {
         Ok(())
     }
@@ -102,21 +115,23 @@ impl Backend for Cpu {
     fn embedding_forward<T: Element>(
         &self,
         width: usize,
+        rows: VocabularyRows,
         ids: &[u32],
         table: &[T],
         out: &mut [T],
     ) -> Result<()> {
-        embedding::cpu::forward(width, ids, table, out)
+        embedding::cpu::forward(width, rows, ids, table, out)
     }
 
     fn embedding_backward<T: Element, G: Element>(
         &self,
         width: usize,
+        rows: VocabularyRows,
         ids: &[u32],
         d_out: &[T],
         d_table: &mut [G],
     ) -> Result<()> {
-        embedding::cpu::backward(width, ids, d_out, d_table)
+        embedding::cpu::backward(width, rows, ids, d_out, d_table)
     }
 
     fn rms_norm_forward<T: Element>(
@@ -176,7 +191,7 @@ impl Backend for Cpu {
     fn routing(
         &self,
         tokens: usize,
-        heads: usize,
+        heads: Heads,
         router: QueryNormRouter,
     ) -> Result<Self::Routing> {
         CpuRouting::new(tokens, heads, router)
@@ -189,8 +204,9 @@ impl Backend for Cpu {
         first_position: usize,
         qkv: &mut [T],
         routing: Option<&mut CpuRouting>,
+        all_reduce: Option<AllReduce<'_, Self>>,
     ) -> Result<()> {
-        rope::cpu::forward(shape, table, first_position, qkv, routing)
+        rope::cpu::forward(shape, table, first_position, qkv, routing, all_reduce)
     }
 
     fn rope_route_backward<T: Element>(
@@ -284,6 +300,10 @@ impl Backend for Cpu {
         cross_entropy::cpu::scratch(shape)
     }
 
+    fn cross_entropy_sums(&self, shape: &HeadShape, ranks: usize) -> usize {
+        cross_entropy::cpu::sums(shape, ranks)
+    }
+
     fn cross_entropy<T: Element, G: Element>(
         &self,
         shape: &HeadShape,
@@ -293,8 +313,10 @@ impl Backend for Cpu {
         scratch: &mut [f32],
         loss: &mut [f64],
         gradients: Option<HeadGradients<'_, Self, T, G>>,
+        ranks: Option<HeadRanks<'_, Self>>,
     ) -> Result<()> {
-        cross_entropy::cpu::cross_entropy(shape, x, weight, targets, scratch, loss, gradients)
+        let into = (scratch, loss, gradients);
+        cross_entropy::cpu::cross_entropy(shape, x, weight, targets, into, ranks)
     }
 
     fn squared_norm<G: Element>(&self, x: &[G], out: &mut [f64]) -> Result<()> {

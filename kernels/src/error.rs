@@ -29,6 +29,9 @@ pub enum Error {
         /// What the device, or its driver, says.
         reason: String,
     },
+    /// The ranks that share an operator could not add up what they have.
+    #[error("{0}")]
+    Ranks(String),
     /// The device has no room for a buffer.
     #[error("{device} has no room for {bytes} bytes: use a smaller micro_batch or sequence_length")]
     OutOfMemory {

@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 pub mod adamw;
+mod add;
 pub mod attention;
 pub mod backend;
 #[cfg(feature = "cases")]
@@ -17,6 +18,7 @@ mod key_value_cache;
 mod linear;
 mod math;
 mod matmul;
+pub mod ranks;
 mod region;
 mod rms_norm;
 pub mod rope;

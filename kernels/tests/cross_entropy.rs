@@ -42,6 +42,7 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: HeadShape, seed
                 view_mut::<B, f32>(&mut scratch),
                 view_mut::<B, f64>(&mut loss),
                 gradients,
+                None,
             )
             .unwrap();
         download::<B, f64>(device, &loss)[0] - 2.0
@@ -87,7 +88,16 @@ fn a_vocabulary_that_fills_the_scratch_makes_chunks_of_fewer_tokens() {
     let targets: Vec<u32> = (0..23).map(|i| if i == 1 { IGNORED } else { i }).collect();
     let mut loss = [0f64];
     moh_kernels::Cpu
-        .cross_entropy::<f32, f32>(&shape, &x, &weight, &targets, &mut scratch, &mut loss, None)
+        .cross_entropy::<f32, f32>(
+            &shape,
+            &x,
+            &weight,
+            &targets,
+            &mut scratch,
+            &mut loss,
+            None,
+            None,
+        )
         .unwrap();
     let expected = 22.0 * (shape.vocab_size as f64).ln();
     assert!((loss[0] / expected - 1.0).abs() < F32_TOLERANCE, "{} is not {expected}", loss[0]);
@@ -101,7 +111,16 @@ fn ignored_targets_have_neither_loss_nor_gradient() {
     let gradients = HeadGradients { scale: 1.0, d_x: &mut d_x[..], d_weight: &mut d_weight[..] };
     let (x, weight, targets) = ([1f32; 6], [0.5f32; 10], [IGNORED; 3]);
     moh_kernels::Cpu
-        .cross_entropy(&shape, &x, &weight, &targets, &mut scratch, &mut loss, Some(gradients))
+        .cross_entropy(
+            &shape,
+            &x,
+            &weight,
+            &targets,
+            &mut scratch,
+            &mut loss,
+            Some(gradients),
+            None,
+        )
         .unwrap();
     assert_eq!((loss, d_x, d_weight), ([0.0], [0.0; 6], [1.0; 10]));
 }
@@ -117,6 +136,7 @@ fn a_target_without_a_row_is_refused() {
         &[5],
         &mut scratch,
         &mut loss,
+        None,
         None,
     );
     assert_eq!(refused, Err(Error::Vocabulary { id: 5, vocab_size: 5 }));

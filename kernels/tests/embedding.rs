@@ -6,6 +6,7 @@
 mod reference;
 
 use half::bf16;
+use moh_kernels::ranks::VocabularyRows;
 use moh_kernels::{Backend, Element, Error};
 use reference::{
     Random, added, assert_close, backward, cases, download, garbage, gradient, operators, tensor,
@@ -22,12 +23,14 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, rows: usize, width: us
     let mut out = garbage::<B, T>(device, ids.len() * width);
     let table_buffer = upload(device, &table);
     let (id_view, table_view) = (view::<B, _>(&id_buffer), view::<B, _>(&table_buffer));
-    device.embedding_forward(width, id_view, table_view, view_mut::<B, T>(&mut out)).unwrap();
+    let held = VocabularyRows::all(rows);
+    let out_view = view_mut::<B, T>(&mut out);
+    device.embedding_forward(width, held, id_view, table_view, out_view).unwrap();
     let mut d_table = upload(device, &before);
     let d_out_buffer = upload(device, &d_out);
     let d_out_view = view::<B, T>(&d_out_buffer);
     let d_table_view = view_mut::<B, G>(&mut d_table);
-    device.embedding_backward(width, id_view, d_out_view, d_table_view).unwrap();
+    device.embedding_backward(width, held, id_view, d_out_view, d_table_view).unwrap();
 
     let table = var(&table, (rows, width));
     let expected = operators::embedding(&table, ids).unwrap();
@@ -50,10 +53,17 @@ fn rows_are_gathered_and_gradients_added_to_what_is_there() {
 #[test]
 fn an_id_without_a_row_is_refused() {
     let (table, mut out) = ([0f32; 6], [0f32; 4]);
-    let refused = moh_kernels::Cpu.embedding_forward(2, &[0, 3], &table, &mut out);
+    let refused =
+        moh_kernels::Cpu.embedding_forward(2, VocabularyRows::all(3), &[0, 3], &table, &mut out);
     assert_eq!(refused, Err(Error::Vocabulary { id: 3, vocab_size: 3 }));
     let mut d_table = [0f32; 6];
-    let refused = moh_kernels::Cpu.embedding_backward(2, &[0, 3], &[0f32; 4], &mut d_table);
+    let refused = moh_kernels::Cpu.embedding_backward(
+        2,
+        VocabularyRows::all(3),
+        &[0, 3],
+        &[0f32; 4],
+        &mut d_table,
+    );
     assert_eq!(refused, Err(Error::Vocabulary { id: 3, vocab_size: 3 }));
 }
 

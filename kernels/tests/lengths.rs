@@ -8,6 +8,7 @@ mod reference;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::attention::{AttentionShape, KeyValues, Visibility};
 use moh_kernels::cross_entropy::{HeadGradients, HeadShape};
+use moh_kernels::ranks::{Heads, VocabularyRows};
 use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::{QueryNormRouter, RouterGradient};
 use moh_kernels::{Backend, Result, Scalar};
@@ -21,14 +22,12 @@ enum Fit {
     Exactly(usize),
     /// This one and more.
     AtLeast(usize),
-    /// One or more rows of this length.
-    Rows(usize),
 }
 
 impl Fit {
     fn right(self) -> usize {
         match self {
-            Fit::Exactly(len) | Fit::AtLeast(len) | Fit::Rows(len) => len,
+            Fit::Exactly(len) | Fit::AtLeast(len) => len,
         }
     }
 
@@ -36,12 +35,11 @@ impl Fit {
         match self {
             Fit::Exactly(right) => len == right,
             Fit::AtLeast(right) => len >= right,
-            Fit::Rows(width) => len > 0 && len.is_multiple_of(width),
         }
     }
 }
 
-use Fit::{AtLeast, Exactly, Rows};
+use Fit::{AtLeast, Exactly};
 
 const SHAPE: QkvShape = QkvShape { batch: 1, length: 3, heads: 4, kv_heads: 2, head_dim: 2 };
 const TOKENS: usize = 3;
@@ -73,8 +71,8 @@ const ATTENTION: AttentionShape = AttentionShape {
 
 /// Every operator with the lengths of its buffers in the order of its arguments.
 const OPERATORS: &[(&str, &[Fit])] = &[
-    ("embedding_forward", &[Exactly(TOKENS), Rows(WIDTH), Exactly(TOKENS * WIDTH)]),
-    ("embedding_backward", &[Exactly(TOKENS), Exactly(TOKENS * WIDTH), Rows(WIDTH)]),
+    ("embedding_forward", &[Exactly(TOKENS), Exactly(7 * WIDTH), Exactly(TOKENS * WIDTH)]),
+    ("embedding_backward", &[Exactly(TOKENS), Exactly(TOKENS * WIDTH), Exactly(7 * WIDTH)]),
     (
         "rms_norm_forward",
         &[Exactly(TOKENS * WIDTH), Exactly(WIDTH), Exactly(TOKENS * WIDTH), Exactly(TOKENS)],
@@ -167,6 +165,7 @@ const OPERATORS: &[(&str, &[Fit])] = &[
             Exactly(7 * WIDTH),
         ],
     ),
+    ("add", &[Exactly(WIDTH), Exactly(WIDTH), Exactly(WIDTH)]),
     ("squared_norm", &[AtLeast(0), Exactly(1)]),
     (
         "adamw",
@@ -187,9 +186,9 @@ fn routing<B: Backend>(device: &B, tokens: usize) -> B::Routing {
     let (cos, sin) = (zeros::<B, f32>(device, tokens), zeros::<B, f32>(device, tokens));
     let table = RopeTable { cos: view::<B, f32>(&cos), sin: view::<B, f32>(&sin) };
     let mut qkv = zeros::<B, f32>(device, tokens * ROW);
-    let mut routing = device.routing(tokens, SHAPE.heads, ROUTER).unwrap();
+    let mut routing = device.routing(tokens, Heads::all(SHAPE.heads), ROUTER).unwrap();
     let qkv = view_mut::<B, f32>(&mut qkv);
-    device.rope_route_forward(&shape, table, 0, qkv, Some(&mut routing)).unwrap();
+    device.rope_route_forward(&shape, table, 0, qkv, Some(&mut routing), None).unwrap();
     routing
 }
 
@@ -211,6 +210,7 @@ fn call<B: Backend>(device: &B, operator: &str, lengths: &[usize]) -> Result<()>
             view_mut::<B, f32>(&mut $buffer)
         };
     }
+    let rows = VocabularyRows::all(7);
     let mut f: Vec<B::Buffer<f32>> = (0..lengths.len()).map(floats).collect();
     // What an operator writes, taken out so that the others can be read.
     let mut take = |at: usize| std::mem::replace(&mut f[at], zeros(device, 0));
@@ -218,11 +218,17 @@ fn call<B: Backend>(device: &B, operator: &str, lengths: &[usize]) -> Result<()>
     match operator {
         "embedding_forward" => {
             let (ids, mut out) = (words(0), take(2));
-            device.embedding_forward(WIDTH, view::<B, u32>(&ids), read!(f[1]), write!(out))
+            device.embedding_forward(WIDTH, rows, view::<B, u32>(&ids), read!(f[1]), write!(out))
         }
         "embedding_backward" => {
             let (ids, mut d_table) = (words(0), take(2));
-            device.embedding_backward(WIDTH, view::<B, u32>(&ids), read!(f[1]), write!(d_table))
+            device.embedding_backward(
+                WIDTH,
+                rows,
+                view::<B, u32>(&ids),
+                read!(f[1]),
+                write!(d_table),
+            )
         }
         "rms_norm_forward" => {
             let (mut y, mut inv_rms) = (take(2), take(3));
@@ -248,13 +254,13 @@ fn call<B: Backend>(device: &B, operator: &str, lengths: &[usize]) -> Result<()>
         }
         "rope_route_forward" => {
             let (mut qkv, table) = (take(2), table::<B>(&f[0], &f[1]));
-            let mut routing = device.routing(lengths[3], SHAPE.heads, ROUTER)?;
-            device.rope_route_forward(&SHAPE, table, 0, write!(qkv), Some(&mut routing))
+            let mut routing = device.routing(lengths[3], Heads::all(SHAPE.heads), ROUTER)?;
+            device.rope_route_forward(&SHAPE, table, 0, write!(qkv), Some(&mut routing), None)
         }
         "rope_route_backward" => {
             let (mut d_qkv, table) = (take(3), table::<B>(&f[0], &f[1]));
             let (routing, delta) = (&routing(device, lengths[4]), Some(read!(f[5])));
-            let gradient = RouterGradient { routing, delta, balance_weight: 1.0 };
+            let gradient = RouterGradient { routing, delta, balance_weight: 1.0, ranks: None };
             device.rope_route_backward(&SHAPE, table, 0, read!(f[2]), write!(d_qkv), Some(gradient))
         }
         "balance_loss" => {
@@ -343,7 +349,12 @@ fn call<B: Backend>(device: &B, operator: &str, lengths: &[usize]) -> Result<()>
                 write!(scratch),
                 view_mut::<B, f64>(&mut loss),
                 Some(gradients),
+                None,
             )
+        }
+        "add" => {
+            let mut out = take(2);
+            device.add(read!(f[0]), read!(f[1]), write!(out))
         }
         "squared_norm" => {
             let mut out = zeros::<B, f64>(device, lengths[1]);
@@ -400,7 +411,8 @@ fn a_routing_of_other_heads_is_refused() {
         let table = table::<B>(&tables, &tables);
         let qkv = zeros::<B, f32>(device, TOKENS * other.row());
         let (mut d_qkv, mut rotated) = (zeros(device, B::len(&qkv)), zeros(device, B::len(&qkv)));
-        let gradient = RouterGradient { routing: &routing, delta: None, balance_weight: 1.0 };
+        let gradient =
+            RouterGradient { routing: &routing, delta: None, balance_weight: 1.0, ranks: None };
         let (qkv_view, d_view) = (view::<B, f32>(&qkv), view_mut::<B, f32>(&mut d_qkv));
         assert!(
             device.rope_route_backward(&other, table, 0, qkv_view, d_view, Some(gradient)).is_err()
@@ -417,7 +429,9 @@ fn a_routing_of_other_heads_is_refused() {
             .attention_forward(&attention, qkv_view, key_values, seen, selection, None, out, sums);
         assert!(done.is_err());
         let rotated = view_mut::<B, f32>(&mut rotated);
-        assert!(device.rope_route_forward(&other, table, 0, rotated, Some(&mut routing)).is_err());
+        assert!(
+            device.rope_route_forward(&other, table, 0, rotated, Some(&mut routing), None).is_err()
+        );
     }
     on_each_device!(device => refuses(device, 2));
     on_each_device!(device => refuses(device, 6));

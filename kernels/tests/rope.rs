@@ -25,7 +25,7 @@ fn agrees<B: Backend, T: Element>(device: &B, shape: QkvShape, first_position: u
     let table = RopeTable { cos: view::<B, f32>(&cos_buffer), sin: view::<B, f32>(&sin_buffer) };
     let (mut rotated, mut d_rotated) = (upload(device, &qkv), upload(device, &d_qkv));
     let rotated_view = view_mut::<B, T>(&mut rotated);
-    device.rope_route_forward(&shape, table, first_position, rotated_view, None).unwrap();
+    device.rope_route_forward(&shape, table, first_position, rotated_view, None, None).unwrap();
     let (qkv_view, d_view) = (view::<B, T>(&rotated), view_mut::<B, T>(&mut d_rotated));
     device.rope_route_backward(&shape, table, first_position, qkv_view, d_view, None).unwrap();
 

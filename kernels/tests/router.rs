@@ -7,6 +7,7 @@ mod reference;
 
 use candle_core::Tensor;
 use half::bf16;
+use moh_kernels::ranks::Heads;
 use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::{QueryNormRouter, RouterGradient};
 use moh_kernels::{Backend, Cpu, Element};
@@ -43,10 +44,10 @@ fn route<B: Backend, T: Element>(device: &B, case: &Case<'_, T>) -> Routed<T> {
     let (cos, sin) = (upload(device, &tables.0), upload(device, &tables.1));
     let table = RopeTable { cos: view::<B, f32>(&cos), sin: view::<B, f32>(&sin) };
     let routed = shape.heads - router.shared_heads;
-    let mut routing = device.routing(shape.tokens() + 1, shape.heads, router).unwrap();
+    let mut routing = device.routing(shape.tokens() + 1, Heads::all(shape.heads), router).unwrap();
     let mut rotated = upload(device, qkv);
     let rotated_view = view_mut::<B, T>(&mut rotated);
-    device.rope_route_forward(&shape, table, 0, rotated_view, Some(&mut routing)).unwrap();
+    device.rope_route_forward(&shape, table, 0, rotated_view, Some(&mut routing), None).unwrap();
     let mut mask = vec![9; shape.tokens() * routed];
     let mut gates = vec![9.0; mask.len()];
     device.routed_mask(&routing, &mut mask).unwrap();
@@ -57,7 +58,8 @@ fn route<B: Backend, T: Element>(device: &B, case: &Case<'_, T>) -> Routed<T> {
 
     let delta = delta.map(|delta| upload(device, delta));
     let delta = delta.as_ref().map(|delta| view::<B, f32>(delta));
-    let gradient = RouterGradient { routing: &routing, delta, balance_weight: balance };
+    let gradient =
+        RouterGradient { routing: &routing, delta, balance_weight: balance, ranks: None };
     let mut d_out = upload(device, d_qkv);
     let (qkv_view, d_view) = (view::<B, T>(&rotated), view_mut::<B, T>(&mut d_out));
     device.rope_route_backward(&shape, table, 0, qkv_view, d_view, Some(gradient)).unwrap();
@@ -185,7 +187,7 @@ fn a_query_of_norm_zero_gets_no_gradient_of_the_router() {
 fn routers_that_cannot_work_are_refused() {
     for (shared_heads, top_k) in [(5, 0), (3, 1), (3, 0), (0, 5), (2, 3)] {
         let router = QueryNormRouter { shared_heads, top_k };
-        assert!(Cpu.routing(1, 4, router).is_err(), "{router:?} of 4 heads");
+        assert!(Cpu.routing(1, Heads::all(4), router).is_err(), "{router:?} of 4 heads");
     }
 }
 

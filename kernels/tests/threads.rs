@@ -8,6 +8,7 @@ use half::bf16;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::attention::{AttentionShape, KeyValues, Visibility};
 use moh_kernels::cross_entropy::{HeadGradients, HeadShape};
+use moh_kernels::ranks::{Heads, VocabularyRows};
 use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::{QueryNormRouter, RouterGradient};
 use moh_kernels::{Backend, Cpu, Element};
@@ -38,8 +39,8 @@ fn attention<T: Element>(shape: QkvShape, router: QueryNormRouter, seed: u64) ->
     let d_out: Vec<T> = random.numbers(tokens * heads * head_dim);
     let (cos, sin) = rope_tables(length, head_dim);
     let table = RopeTable { cos: &cos[..], sin: &sin[..] };
-    let mut routing = Cpu.routing(tokens, heads, router).unwrap();
-    Cpu.rope_route_forward(&shape, table, 0, &mut qkv, Some(&mut routing)).unwrap();
+    let mut routing = Cpu.routing(tokens, Heads::all(heads), router).unwrap();
+    Cpu.rope_route_forward(&shape, table, 0, &mut qkv, Some(&mut routing), None).unwrap();
     let attention = AttentionShape {
         batch,
         query_length: length,
@@ -70,8 +71,12 @@ fn attention<T: Element>(shape: QkvShape, router: QueryNormRouter, seed: u64) ->
         Some(&mut delta),
     )
     .unwrap();
-    let gradient =
-        RouterGradient { routing: &routing, delta: Some(&delta[..]), balance_weight: 0.5 };
+    let gradient = RouterGradient {
+        routing: &routing,
+        delta: Some(&delta[..]),
+        balance_weight: 0.5,
+        ranks: None,
+    };
     Cpu.rope_route_backward(&shape, table, 0, &qkv, &mut d_qkv, Some(gradient)).unwrap();
     let mut loss = [0f64];
     Cpu.balance_loss(&routing, 1.0, &mut loss).unwrap();
@@ -109,8 +114,9 @@ fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> V
     let (mut loss, mut d_hidden, mut norm) = ([0f64], y.clone(), [0f64]);
     let gradients =
         HeadGradients { scale: 0.1, d_x: &mut d_hidden[..], d_weight: &mut d_weight[..] };
-    Cpu.cross_entropy(&head, &y, &weight, &ids, &mut scratch, &mut loss, Some(gradients)).unwrap();
-    Cpu.embedding_backward(width, &ids, &d_x, &mut d_weight).unwrap();
+    Cpu.cross_entropy(&head, &y, &weight, &ids, &mut scratch, &mut loss, Some(gradients), None)
+        .unwrap();
+    Cpu.embedding_backward(width, VocabularyRows::all(outputs), &ids, &d_x, &mut d_weight).unwrap();
 
     Cpu.squared_norm(&d_weight, &mut norm).unwrap();
     let step = AdamW {

@@ -4,6 +4,7 @@ use super::{Case, Sizes, Work, numbers, upload, whole, whole_mut};
 use crate::attention::{AttentionShape, KeyValues, Visibility};
 use crate::backend::Backend;
 use crate::error::Result;
+use crate::ranks::Heads;
 use crate::rope::{QkvShape, RopeTable};
 use crate::router::{QueryNormRouter, RouterGradient};
 use crate::scalar::Element;
@@ -35,7 +36,8 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         let (tokens, width) = (shape.tokens(), heads * head_dim);
         // Any rotation does: it keeps the norms.
         let angles = length * head_dim / 2;
-        let routing = router.map(|router| backend.routing(tokens, heads, router)).transpose()?;
+        let routing =
+            router.map(|router| backend.routing(tokens, Heads::all(heads), router)).transpose()?;
         let mut case = AttentionCase {
             shape,
             active_heads: router.map_or(heads, |router| router.shared_heads + router.top_k),
@@ -74,7 +76,7 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         let (cos, sin) = (whole::<B, f32>(&self.cos), whole::<B, f32>(&self.sin));
         let qkv = whole_mut::<B, T>(&mut self.qkv);
         let table = RopeTable { cos, sin };
-        backend.rope_route_forward(&self.shape, table, 0, qkv, self.routing.as_mut())
+        backend.rope_route_forward(&self.shape, table, 0, qkv, self.routing.as_mut(), None)
     }
 
     /// Attention alone.
@@ -131,6 +133,7 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
             routing,
             delta: Some(delta),
             balance_weight: 0.01,
+            ranks: None,
         });
         let (qkv, d_qkv) = (whole::<B, T>(&self.qkv), whole_mut::<B, T>(&mut self.d_qkv));
         backend.rope_route_backward(&self.shape, table, 0, qkv, d_qkv, router)

@@ -4,6 +4,7 @@ use super::{Case, Sizes, Work, ids, numbers, upload, whole, whole_mut};
 use crate::adamw::AdamW;
 use crate::backend::Backend;
 use crate::cross_entropy::{HeadGradients, HeadShape};
+use crate::ranks::VocabularyRows;
 use crate::rope::QkvShape;
 use crate::scalar::{Element, Scalar};
 
@@ -30,6 +31,7 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
         cross_entropy::<B, T>(sizes, "cross_entropy_forward_backward", true),
         key_value_append::<B, T>(sizes),
         convert::<B, T>(sizes),
+        add::<B, T>(sizes),
         squared_norm::<B, T>(sizes),
         adamw::<B, T>(sizes),
     ]);
@@ -46,7 +48,14 @@ fn embedding_forward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
             let mut out = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
             Ok(move |backend: &B| {
                 let (ids, table) = (whole::<B, u32>(&ids), whole::<B, T>(&table));
-                backend.embedding_forward(sizes.width, ids, table, whole_mut::<B, T>(&mut out))
+                let rows = VocabularyRows::all(sizes.vocabulary);
+                backend.embedding_forward(
+                    sizes.width,
+                    rows,
+                    ids,
+                    table,
+                    whole_mut::<B, T>(&mut out),
+                )
             })
         },
     )
@@ -64,6 +73,7 @@ fn embedding_backward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
                 let (ids, d_out) = (whole::<B, u32>(&ids), whole::<B, T>(&d_out));
                 backend.embedding_backward(
                     sizes.width,
+                    VocabularyRows::all(sizes.vocabulary),
                     ids,
                     d_out,
                     whole_mut::<B, f32>(&mut d_table),
@@ -232,6 +242,7 @@ fn cross_entropy<B: Backend, T: Element>(
                 whole_mut::<B, f32>(&mut scratch),
                 whole_mut::<B, f64>(&mut loss),
                 gradients,
+                None,
             )
         })
     })
@@ -247,6 +258,19 @@ fn key_value_append<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
         Ok(move |backend: &B| {
             let (keys, values) = (whole_mut::<B, T>(&mut keys), whole_mut::<B, T>(&mut values));
             backend.key_value_append(&shape, 0, whole::<B, T>(&qkv), keys, values)
+        })
+    })
+}
+
+fn add<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
+    let count = sizes.tokens * sizes.width;
+    Case::new("add", Work::moved::<T>(3 * count), move |backend: &B| {
+        let x = numbers::<B, T>(backend, count)?;
+        let y = numbers::<B, T>(backend, count)?;
+        let mut out = backend.allocate::<T>(count)?;
+        Ok(move |backend: &B| {
+            let out = whole_mut::<B, T>(&mut out);
+            backend.add(whole::<B, T>(&x), whole::<B, T>(&y), out)
         })
     })
 }

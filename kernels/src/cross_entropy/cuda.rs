@@ -2,10 +2,12 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{HeadGradients, HeadShape, Lens, check};
+use super::{HeadGradients, HeadShape, Lens, check, check_ranks};
 use crate::adamw;
+use crate::backend::Backend;
 use crate::cuda::{Cuda, CudaView, CudaViewMut, Gemm, Operand, name};
 use crate::error::Result;
+use crate::ranks::HeadRanks;
 use crate::scalar::Element;
 
 /// Tokens of a chunk of f32 logits; of bf16 logits twice as many fit.
@@ -23,20 +25,44 @@ struct Losses {
     with_gradients: u32,
 }
 
+/// `Divided` of cross_entropy.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct Divided {
+    losses: Losses,
+    sums: u64,
+    first_row: u64,
+    vocab_size: u64,
+    rank: u32,
+    ranks: u32,
+}
+
+/// Tokens of a chunk of logits of `bytes` bytes each.
+fn chunk_rows(shape: &HeadShape, bytes: usize) -> usize {
+    CHUNK.min(shape.tokens.max(1)) * size_of::<f32>() / bytes
+}
+
+pub(crate) fn sums(shape: &HeadShape, ranks: usize) -> usize {
+    // The type of the logits is not known here; those of the smaller one come more at a time.
+    chunk_rows(shape, size_of::<half::bf16>()) * (ranks + 1)
+}
+
 pub(crate) fn scratch(shape: &HeadShape) -> usize {
     CHUNK.min(shape.tokens.max(1)) * shape.vocab_size
 }
 
-#[allow(clippy::too_many_arguments)]
+/// The scratch, the loss and the gradients.
+type Outputs<'s, 'l, 'g, T, G> =
+    (CudaViewMut<'s, f32>, CudaViewMut<'l, f64>, Option<HeadGradients<'g, Cuda, T, G>>);
+
 pub(crate) fn cross_entropy<T: Element, G: Element>(
     cuda: &Cuda,
     shape: &HeadShape,
     x: CudaView<'_, T>,
     weight: CudaView<'_, T>,
     targets: CudaView<'_, u32>,
-    scratch: CudaViewMut<'_, f32>,
-    loss: CudaViewMut<'_, f64>,
-    gradients: Option<HeadGradients<'_, Cuda, T, G>>,
+    (scratch, loss, gradients): Outputs<'_, '_, '_, T, G>,
+    mut ranks: Option<HeadRanks<'_, Cuda>>,
 ) -> Result<()> {
     check(
         shape,
@@ -47,11 +73,13 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
             scratch: (scratch.len, self::scratch(shape)),
             loss: loss.len,
             gradients: gradients.as_ref().map(|g| [g.d_x.len, g.d_weight.len]),
+            sums: ranks.as_ref().map(|ranks| (ranks.sums.len, self::sums(shape, ranks.rank.1))),
         },
     )?;
+    check_ranks(shape, ranks.as_ref())?;
     let &HeadShape { tokens, width, vocab_size } = shape;
     let losses = cuda.scratch(tokens * size_of::<f64>())?;
-    let chunk = self::scratch(shape) * size_of::<f32>() / (vocab_size * size_of::<T>());
+    let chunk = chunk_rows(shape, size_of::<T>());
     let device = cuda.device();
     for first in (0..tokens).step_by(chunk.max(1)) {
         let rows = chunk.min(tokens - first);
@@ -68,7 +96,10 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
             scale: gradients.as_ref().map_or(0.0, |gradients| gradients.scale),
             with_gradients: u32::from(gradients.is_some()),
         };
-        cuda.launch(&name::<T>("cross_entropy_losses"), [rows, 1], 0, &parameters)?;
+        match &mut ranks {
+            None => cuda.launch(&name::<T>("cross_entropy_losses"), [rows, 1], 0, &parameters)?,
+            Some(ranks) => divided_losses::<T>(cuda, rows, parameters, ranks)?,
+        }
         if let Some(gradients) = &gradients {
             let d_x = Operand::new(part(gradients.d_x.address), T::DTYPE, rows, width);
             device.gemm(&Gemm { out: d_x, left: logits, right: weight, addend: None })?;
@@ -79,4 +110,27 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
         }
     }
     adamw::cuda::sum(cuda, losses, tokens, 1.0, loss)
+}
+
+/// The losses of a chunk whose logits are divided among ranks.
+fn divided_losses<T: Element>(
+    cuda: &Cuda,
+    tokens: usize,
+    losses: Losses,
+    ranks: &mut HeadRanks<'_, Cuda>,
+) -> Result<()> {
+    let HeadRanks { rows, rank: (rank, count), sums, all_reduce } = ranks;
+    let table = tokens * (*count + 1);
+    let parameters = Divided {
+        losses,
+        sums: sums.address,
+        first_row: rows.first as u64,
+        vocab_size: rows.vocab_size as u64,
+        rank: *rank as u32,
+        ranks: *count as u32,
+    };
+    cuda.zero(sums.first(table))?;
+    cuda.launch(&name::<T>("divided_sums"), [tokens, 1], 0, &parameters)?;
+    all_reduce(sums.first(table))?;
+    cuda.launch(&name::<T>("divided_losses"), [tokens, 1], 0, &parameters)
 }

@@ -4,6 +4,10 @@
 //! With p = softmax(x W^T): loss = -log `p[target]`, d_logits = scale (p - onehot(target)),
 //! d_x = d_logits W, d_W += d_logits^T x. With x and W in bf16, a device may round d_logits to bf16
 //! before it multiplies by them; sums stay f32.
+//!
+//! Ranks that hold some of the head's rows each exchange, for every chunk, the logarithms of their own
+//! sums of exponentials and the target's logit, in one table that they add up: each rank has a
+//! column of its own, and the last one is the logit's.
 
 pub(crate) mod cpu;
 #[cfg(gpu)]
@@ -11,6 +15,7 @@ pub(crate) mod cuda;
 
 use crate::backend::{Backend, ViewMut};
 use crate::error::{Result, check_len, ensure};
+use crate::ranks::HeadRanks;
 use crate::scalar::Element;
 
 /// A target that has no loss.
@@ -23,7 +28,7 @@ pub struct HeadShape {
     pub tokens: usize,
     /// Width of the residual stream, C.
     pub width: usize,
-    /// Rows of the head, V.
+    /// Rows of the head that are held here, V: the vocabulary's, unless ranks divide it.
     pub vocab_size: usize,
 }
 
@@ -47,6 +52,8 @@ struct Lens {
     loss: usize,
     /// Of d_x and d_weight.
     gradients: Option<[usize; 2]>,
+    /// Of the ranks' sums, as they are and the least.
+    sums: Option<(usize, usize)>,
 }
 
 fn check(shape: &HeadShape, lens: &Lens) -> Result<()> {
@@ -61,9 +68,23 @@ fn check(shape: &HeadShape, lens: &Lens) -> Result<()> {
     ensure(OPERATOR, scratch >= least, || {
         format!("scratch of {scratch} numbers, expected {least}")
     })?;
+    if let Some((sums, least)) = lens.sums {
+        ensure(OPERATOR, sums >= least, || format!("{sums} sums, expected {least}"))?;
+    }
     if let Some([d_x, d_weight]) = lens.gradients {
         check_len(OPERATOR, "d_x", d_x, lens.x)?;
         check_len(OPERATOR, "d_weight", d_weight, lens.weight)?;
     }
     Ok(())
+}
+
+/// Refuses ranks that do not fit the head.
+fn check_ranks<B: Backend>(shape: &HeadShape, ranks: Option<&HeadRanks<'_, B>>) -> Result<()> {
+    let Some(HeadRanks { rows, rank: (rank, count), .. }) = ranks else { return Ok(()) };
+    let fit = rank < count
+        && rows.count == shape.vocab_size
+        && rows.first + rows.count <= rows.vocab_size;
+    ensure("cross_entropy", fit, || {
+        format!("{rows:?} of rank {rank} of {count}, and a head of {} rows", shape.vocab_size)
+    })
 }

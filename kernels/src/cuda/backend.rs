@@ -8,12 +8,13 @@ use crate::attention::{self, AttentionShape, KeyValues, Visibility};
 use crate::backend::{Backend, DeviceMemory};
 use crate::cross_entropy::{self, HeadGradients, HeadShape};
 use crate::error::{Result, check_len};
+use crate::ranks::{AllReduce, HeadRanks, Heads, VocabularyRows};
 use crate::region::{Memory, MemoryMut, Region, RegionMut};
 use crate::rope::{self, QkvShape, RopeTable};
 use crate::router::cuda::CudaRouting;
 use crate::router::{QueryNormRouter, RouterGradient};
 use crate::scalar::{Element, Scalar};
-use crate::{convert, embedding, key_value_cache, linear, rms_norm, router, swiglu};
+use crate::{add, convert, embedding, key_value_cache, linear, rms_norm, router, swiglu};
 
 impl Backend for Cuda {
     type Buffer<S: Scalar> = CudaBuffer<S>;
@@ -63,6 +64,17 @@ impl Backend for Cuda {
         self.device.download(source.address, bytemuck::cast_slice_mut(destination))
     }
 
+    fn on_host<S: Scalar>(
+        &self,
+        numbers: CudaViewMut<'_, S>,
+        change: impl FnOnce(&mut [S]) -> Result<()>,
+    ) -> Result<()> {
+        let mut host = vec![S::zeroed(); numbers.len];
+        self.device.download(numbers.address, bytemuck::cast_slice_mut(&mut host))?;
+        change(&mut host)?;
+        self.upload(&host, numbers)
+    }
+
     fn copy<S: Scalar>(
         &self,
         source: CudaView<'_, S>,
@@ -84,6 +96,15 @@ impl Backend for Cuda {
         convert::cuda::convert(self, x, y)
     }
 
+    fn add<T: Element>(
+        &self,
+        x: CudaView<'_, T>,
+        y: CudaView<'_, T>,
+        out: CudaViewMut<'_, T>,
+    ) -> Result<()> {
+        add::cuda::add(self, x, y, out)
+    }
+
     fn synchronize(&self) -> Result<()> {
         self.device.synchronize()
     }
@@ -91,21 +112,23 @@ impl Backend for Cuda {
     fn embedding_forward<T: Element>(
         &self,
         width: usize,
+        rows: VocabularyRows,
         ids: CudaView<'_, u32>,
         table: CudaView<'_, T>,
         out: CudaViewMut<'_, T>,
     ) -> Result<()> {
-        embedding::cuda::forward(self, width, ids, table, out)
+        embedding::cuda::forward(self, width, rows, ids, table, out)
     }
 
     fn embedding_backward<T: Element, G: Element>(
         &self,
         width: usize,
+        rows: VocabularyRows,
         ids: CudaView<'_, u32>,
         d_out: CudaView<'_, T>,
         d_table: CudaViewMut<'_, G>,
     ) -> Result<()> {
-        embedding::cuda::backward(self, width, ids, d_out, d_table)
+        embedding::cuda::backward(self, width, rows, ids, d_out, d_table)
     }
 
     fn rms_norm_forward<T: Element>(
@@ -162,7 +185,7 @@ impl Backend for Cuda {
         linear::cuda::backward_weight(self, inputs, x, d_y, d_weight)
     }
 
-    fn routing(&self, tokens: usize, heads: usize, router: QueryNormRouter) -> Result<CudaRouting> {
+    fn routing(&self, tokens: usize, heads: Heads, router: QueryNormRouter) -> Result<CudaRouting> {
         CudaRouting::new(self, tokens, heads, router)
     }
 
@@ -173,8 +196,9 @@ impl Backend for Cuda {
         first_position: usize,
         qkv: CudaViewMut<'_, T>,
         routing: Option<&mut CudaRouting>,
+        all_reduce: Option<AllReduce<'_, Self>>,
     ) -> Result<()> {
-        rope::cuda::forward(self, shape, table, first_position, qkv, routing)
+        rope::cuda::forward(self, shape, table, first_position, qkv, routing, all_reduce)
     }
 
     fn rope_route_backward<T: Element>(
@@ -272,6 +296,10 @@ impl Backend for Cuda {
         cross_entropy::cuda::scratch(shape)
     }
 
+    fn cross_entropy_sums(&self, shape: &HeadShape, ranks: usize) -> usize {
+        cross_entropy::cuda::sums(shape, ranks)
+    }
+
     fn cross_entropy<T: Element, G: Element>(
         &self,
         shape: &HeadShape,
@@ -281,10 +309,10 @@ impl Backend for Cuda {
         scratch: CudaViewMut<'_, f32>,
         loss: CudaViewMut<'_, f64>,
         gradients: Option<HeadGradients<'_, Self, T, G>>,
+        ranks: Option<HeadRanks<'_, Self>>,
     ) -> Result<()> {
-        cross_entropy::cuda::cross_entropy(
-            self, shape, x, weight, targets, scratch, loss, gradients,
-        )
+        let into = (scratch, loss, gradients);
+        cross_entropy::cuda::cross_entropy(self, shape, x, weight, targets, into, ranks)
     }
 
     fn squared_norm<G: Element>(

@@ -1,5 +1,6 @@
 // Every kernel, as one unit.
 #include "../adamw/adamw.cu"
+#include "../add/add.cu"
 #include "../attention/cuda/hopper/hopper.cu"
 #include "../attention/cuda/plain.cu"
 #include "../attention/cuda/tiled.cu"

@@ -100,6 +100,14 @@ pub struct CudaViewMut<'a, S> {
     numbers: PhantomData<&'a mut [S]>,
 }
 
+impl<S> CudaViewMut<'_, S> {
+    /// The first `len` of its numbers.
+    pub(crate) fn first(&mut self, len: usize) -> CudaViewMut<'_, S> {
+        assert!(len <= self.len, "{len} numbers of a view of {}", self.len);
+        CudaViewMut { address: self.address, len, numbers: PhantomData }
+    }
+}
+
 /// The address of an optional view, null where there is none.
 pub(crate) fn address_or_null<S>(view: Option<CudaView<'_, S>>) -> u64 {
     view.map_or(0, |view| view.address)

@@ -10,18 +10,26 @@ struct Parameters {
     void* rows;
     uint64_t tokens;
     uint64_t width;
-    uint64_t vocab_size;
+    // The rows of the vocabulary that the table holds.
+    uint64_t first_row;
+    uint64_t count;
 };
 
-// An id without a row reads zeros: the host checks ids before they get here, and a kernel must not
-// read beyond its table whatever it is given.
+// The place of an id in the table; an id before its rows wraps around to one beyond them. One that
+// the table does not hold reads zeros: it is another rank's, and a kernel must not read beyond its table
+// whatever it is given.
+__device__ __forceinline__ uint64_t place(const Parameters& p, uint32_t id) {
+    return uint64_t(id) - p.first_row;
+}
+
 template <class T>
 __device__ void forward(const Parameters& p) {
-    const uint32_t id = p.ids[blockIdx.x];
-    const T* row = static_cast<const T*>(p.table) + uint64_t(id) * p.width;
+    const uint64_t id = place(p, p.ids[blockIdx.x]);
+    const bool held = id < p.count;
+    const T* row = static_cast<const T*>(p.table) + (held ? id : 0) * p.width;
     T* out = static_cast<T*>(p.rows) + blockIdx.x * p.width;
     for (uint64_t i = threadIdx.x; i < p.width; i += THREADS) {
-        out[i] = id < p.vocab_size ? row[i] : from_float<T>(0.0f);
+        out[i] = held ? row[i] : from_float<T>(0.0f);
     }
 }
 
@@ -62,7 +70,7 @@ __device__ void add_rows(const Parameters& p, uint32_t id, uint64_t first_column
             }
         }
     }
-    G* d_row = static_cast<G*>(p.table) + uint64_t(id) * p.width;
+    G* d_row = static_cast<G*>(p.table) + place(p, id) * p.width;
     for (int j = 0; j < COLUMNS; j++) {
         const uint64_t column = first_column + j * THREADS + threadIdx.x;
         if (column < p.width) {
@@ -76,7 +84,7 @@ __device__ void add_rows(const Parameters& p, uint32_t id, uint64_t first_column
 template <class T, class G>
 __device__ void backward(const Parameters& p) {
     const uint32_t id = p.ids[blockIdx.x];
-    if (id >= p.vocab_size || seen_before(p.ids, blockIdx.x, id)) {
+    if (place(p, id) >= p.count || seen_before(p.ids, blockIdx.x, id)) {
         return;
     }
     for (uint64_t column = 0; column < p.width; column += COLUMNS * THREADS) {

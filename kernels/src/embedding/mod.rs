@@ -1,24 +1,27 @@
-//! Token embedding: a gather forward, a scatter-add backward.
+//! Token embedding: a gather forward, a scatter-add backward. A rank that holds some
+//! rows alone gives zeros for the others.
 
 pub(crate) mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
 
 use crate::error::{Result, check_len, ensure};
+use crate::ranks::VocabularyRows;
 
-/// Checks the lengths that both passes share, `rows` being the tokens' own; returns the rows of the
-/// table.
+/// Checks the lengths that both passes share, `activations` being the tokens' own rows.
 fn check(
     operator: &'static str,
     width: usize,
+    rows: VocabularyRows,
     tokens: usize,
     table: usize,
-    (what, rows): (&'static str, usize),
-) -> Result<usize> {
-    ensure(operator, width > 0 && table.is_multiple_of(width), || {
-        format!("a table of {table} numbers does not divide into rows of {width}")
+    (what, activations): (&'static str, usize),
+) -> Result<()> {
+    let VocabularyRows { vocab_size, first, count } = rows;
+    ensure(operator, width > 0, || "rows have no width".into())?;
+    ensure(operator, first + count <= vocab_size, || {
+        format!("{count} rows from {first} on are not in a vocabulary of {vocab_size}")
     })?;
-    ensure(operator, table > 0 || tokens == 0, || "the table is empty".into())?;
-    check_len(operator, what, rows, tokens * width)?;
-    Ok(table / width)
+    check_len(operator, "table", table, count * width)?;
+    check_len(operator, what, activations, tokens * width)
 }

@@ -5,6 +5,7 @@ use rayon::prelude::*;
 use super::{QkvShape, RopeTable, check};
 use crate::cpu::Cpu;
 use crate::error::{Result, check_len};
+use crate::ranks::AllReduce;
 use crate::router::RouterGradient;
 use crate::router::cpu::{self as router, CpuRouting};
 use crate::scalar::Element;
@@ -19,10 +20,11 @@ pub(crate) fn forward<T: Element>(
     first_position: usize,
     qkv: &mut [T],
     routing: Option<&mut CpuRouting>,
+    all_reduce: Option<AllReduce<'_, Cpu>>,
 ) -> Result<()> {
     check("rope_route_forward", shape, table_lens(table), first_position, qkv.len())?;
     if let Some(routing) = routing {
-        router::forward(shape, qkv, routing)?;
+        router::forward(shape, qkv, routing, all_reduce)?;
     }
     rotate(shape, table, first_position, qkv, Direction::Forward);
     Ok(())

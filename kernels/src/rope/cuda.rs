@@ -3,10 +3,12 @@
 use bytemuck::{Pod, Zeroable};
 
 use super::{QkvShape, RopeTable, check};
+use crate::backend::Backend;
 use crate::cuda::{Cuda, CudaView, CudaViewMut, address_or_null, name};
 use crate::error::{Result, check_len};
-use crate::router::RouterGradient;
+use crate::ranks::AllReduce;
 use crate::router::cuda::{CudaRouting, Tables, count_selected};
+use crate::router::{RouterGradient, RouterRanks, exchange};
 use crate::scalar::Element;
 
 /// `Parameters` of rope.cu.
@@ -18,6 +20,7 @@ struct Parameters {
     cos: u64,
     sin: u64,
     delta: u64,
+    deltas: u64,
     first_position: u64,
     length: u64,
     heads: u32,
@@ -54,14 +57,22 @@ pub(crate) fn forward<T: Element>(
     first_position: usize,
     qkv: CudaViewMut<'_, T>,
     mut routing: Option<&mut CudaRouting>,
+    all_reduce: Option<AllReduce<'_, Cuda>>,
 ) -> Result<()> {
+    const OPERATOR: &str = "rope_route_forward";
     let lens = [table.cos.len, table.sin.len];
-    check("rope_route_forward", shape, lens, first_position, qkv.len)?;
+    check(OPERATOR, shape, lens, first_position, qkv.len)?;
     let mut parameters = Parameters::new(shape, table, first_position);
     parameters.qkv = qkv.address;
     if let Some(routing) = &mut routing {
         routing.start(shape.tokens(), shape.heads)?;
         parameters.tables = routing.tables();
+        let all_reduce = exchange(OPERATOR, routing.heads(), all_reduce)?;
+        if let Some(all_reduce) = all_reduce.filter(|_| routing.pairs() > 0) {
+            cuda.zero(routing.squares())?;
+            cuda.launch(&name::<T>("router_squares"), [shape.tokens(), 1], 0, &parameters)?;
+            all_reduce(routing.squares())?;
+        }
     }
     let (kernel, shared) = (name::<T>("rope_route_forward"), parameters.shared_bytes());
     cuda.launch(&kernel, [shape.tokens(), 1], shared, &parameters)?;
@@ -83,7 +94,7 @@ pub(crate) fn backward<T: Element>(
     check_len(OPERATOR, "qkv", qkv.len, d_qkv.len)?;
     let mut parameters = Parameters::new(shape, table, first_position);
     (parameters.qkv, parameters.d_qkv) = (qkv.address, d_qkv.address);
-    if let Some(RouterGradient { routing, delta, balance_weight }) = gradient {
+    if let Some(RouterGradient { routing, delta, balance_weight, ranks }) = gradient {
         routing.check(OPERATOR, shape.tokens(), shape.heads)?;
         if let Some(delta) = delta {
             check_len(OPERATOR, "delta", delta.len, shape.tokens() * shape.heads)?;
@@ -91,6 +102,15 @@ pub(crate) fn backward<T: Element>(
         parameters.tables = routing.tables();
         parameters.balance_weight = balance_weight;
         parameters.delta = address_or_null(delta);
+        let ranks = delta.map_or(Ok(None), |_| exchange(OPERATOR, routing.heads(), ranks))?;
+        let ranks = ranks.filter(|_| routing.pairs() > 0);
+        if let Some(RouterRanks { mut table, all_reduce }) = ranks {
+            check_len(OPERATOR, "table", table.len, routing.pairs())?;
+            parameters.deltas = table.address;
+            cuda.zero(table.first(table.len))?;
+            cuda.launch("router_spread", [shape.tokens(), 1], 0, &parameters)?;
+            all_reduce(table)?;
+        }
     }
     let (kernel, shared) = (name::<T>("rope_route_backward"), parameters.shared_bytes());
     cuda.launch(&kernel, [shape.tokens(), 1], shared, &parameters)

@@ -12,11 +12,24 @@ struct Routing {
     uint8_t* selected;
     // Tokens that selected each routed head.
     uint32_t* counts;
+    // Of ranks that share the heads: the columns of `selected` that are held here.
+    uint8_t* held_selected;
     uint64_t tokens;
     uint32_t shared_heads;
     uint32_t routed;
     uint32_t top_k;
+    // Shared heads that are held here, and which heads those are (ranks.rs, `Heads`).
+    uint32_t held_shared;
+    uint32_t group_size;
+    uint32_t rank;
+    uint32_t ranks;
     uint32_t padding;
+
+    // Among the routed heads, the number of head `head` of those held here.
+    __device__ __forceinline__ uint32_t number(uint32_t head) const {
+        const uint32_t group = head / group_size * ranks + rank;
+        return group * group_size + head % group_size - shared_heads;
+    }
 };
 
 struct Parameters {
@@ -28,6 +41,8 @@ struct Parameters {
     const float* sin;
     // Backward alone: <dO, O>, [tokens, heads], or null.
     const float* delta;
+    // The same of all heads, [tokens, routed], for ranks that share them; null otherwise.
+    double* deltas;
     uint64_t first_position;
     uint64_t length;
     uint32_t heads;
@@ -81,19 +96,42 @@ __device__ __forceinline__ double inverse_deviation(const double* norms, uint32_
     return equal ? 0.0 : 1.0 / sqrt(squares / (count - 1.0));
 }
 
+// Writes the squares of the queries that are held here to their places among those of all heads.
+template <class T>
+__device__ void measure(const Parameters& p, const T* row, double* squares) {
+    const Routing& r = p.routing;
+    for (uint32_t head = r.held_shared + threadIdx.x / 32; head < p.heads; head += THREADS / 32) {
+        const double square = squared_norm(row + uint64_t(head) * p.head_dim, p.head_dim);
+        if (threadIdx.x % 32 == 0) {
+            squares[r.number(head)] = square;
+        }
+    }
+}
+
+// As `measure`, for ranks that add up their tables before the tokens choose.
+template <class T>
+__device__ void squares(const Parameters& p) {
+    const uint64_t row_length = uint64_t(p.heads + 2 * p.kv_heads) * p.head_dim;
+    const T* row = static_cast<const T*>(p.qkv) + blockIdx.x * row_length;
+    measure(p, row, p.routing.norms + uint64_t(blockIdx.x) * p.routing.routed);
+}
+
 // Routes the token: norms, selection, gates. `squares` has room for two numbers a routed head.
 template <class T>
 __device__ void route(const Parameters& p, const T* row, double* squares) {
     const Routing& r = p.routing;
     const uint64_t table = uint64_t(blockIdx.x) * r.routed;
     double* norms = squares + r.routed;
-    for (uint32_t head = threadIdx.x / 32; head < r.routed; head += THREADS / 32) {
-        const T* query = row + uint64_t(r.shared_heads + head) * p.head_dim;
-        const double square = squared_norm(query, p.head_dim);
-        if (threadIdx.x % 32 == 0) {
-            squares[head] = square;
-            norms[head] = sqrt(square);
+    if (r.ranks == 1) {
+        measure(p, row, squares);
+    } else {
+        for (uint32_t head = threadIdx.x; head < r.routed; head += THREADS) {
+            squares[head] = r.norms[table + head];
         }
+    }
+    __syncthreads();
+    for (uint32_t head = threadIdx.x; head < r.routed; head += THREADS) {
+        norms[head] = sqrt(squares[head]);
     }
     __syncthreads();
     const double inv_std = inverse_deviation(norms, r.routed);
@@ -109,6 +147,10 @@ __device__ void route(const Parameters& p, const T* row, double* squares) {
         r.norms[table + head] = norms[head];
         r.gates[table + head] = float(exp((norms[head] - largest) * inv_std) / sum);
         r.selected[table + head] = selects(squares, r, head);
+    }
+    const uint64_t held_table = uint64_t(blockIdx.x) * (p.heads - r.held_shared);
+    for (uint32_t i = threadIdx.x; r.ranks > 1 && i < p.heads - r.held_shared; i += THREADS) {
+        r.held_selected[held_table + i] = selects(squares, r, r.number(r.held_shared + i));
     }
     if (threadIdx.x == 0) {
         r.inv_std[blockIdx.x] = inv_std;
@@ -148,7 +190,9 @@ __device__ __forceinline__ void norm_factors(const Parameters& p, double* gradie
     for (uint32_t i = threadIdx.x; i < r.routed; i += THREADS) {
         const double share = double(r.counts[i]) / double(r.tokens);
         gradient[i] = double(p.balance_weight) * share / double(r.tokens);
-        if (p.delta && r.selected[table + i]) {
+        if (p.deltas) {
+            gradient[i] += p.deltas[table + i];
+        } else if (p.delta && r.selected[table + i]) {
             gradient[i] += p.delta[token * p.heads + r.shared_heads + i];
         }
     }
@@ -190,14 +234,27 @@ __device__ void backward(const Parameters& p) {
         const uint32_t head = i / half, pair = i % half;
         const uint64_t low = uint64_t(head) * p.head_dim + pair;
         float a = to_float(d_row[low]), b = to_float(d_row[low + half]);
-        if (routes && head >= p.routing.shared_heads && head < p.heads) {
-            const float factor = float(factors[head - p.routing.shared_heads]);
+        if (routes && head >= p.routing.held_shared && head < p.heads) {
+            const float factor = float(factors[p.routing.number(head)]);
             a += factor * to_float(row[low]);
             b += factor * to_float(row[low + half]);
         }
         const float cos = p.cos[angles + pair], sin = p.sin[angles + pair];
         d_row[low] = from_float<T>(a * cos + b * sin);
         d_row[low + half] = from_float<T>(b * cos - a * sin);
+    }
+}
+
+// Writes the gradients of the weights of the heads that are held here to their places among those of
+// all heads.
+__device__ __forceinline__ void spread(const Parameters& p) {
+    const Routing& r = p.routing;
+    const uint64_t token = blockIdx.x, table = token * r.routed;
+    for (uint32_t head = r.held_shared + threadIdx.x; head < p.heads; head += THREADS) {
+        const uint32_t number = r.number(head);
+        if (r.selected[table + number]) {
+            p.deltas[table + number] = p.delta[token * p.heads + head];
+        }
     }
 }
 
@@ -239,5 +296,8 @@ EXPORT(rope_route_forward_f32, rope::forward<float>, rope::Parameters)
 EXPORT(rope_route_forward_bf16, rope::forward<bf16>, rope::Parameters)
 EXPORT(rope_route_backward_f32, rope::backward<float>, rope::Parameters)
 EXPORT(rope_route_backward_bf16, rope::backward<bf16>, rope::Parameters)
+EXPORT(router_squares_f32, rope::squares<float>, rope::Parameters)
+EXPORT(router_squares_bf16, rope::squares<bf16>, rope::Parameters)
+EXPORT(router_spread, rope::spread, rope::Parameters)
 EXPORT(router_count_selected, rope::count_selected, rope::Routing)
 EXPORT(router_balance, rope::balance, rope::Balance)

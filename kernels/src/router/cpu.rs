@@ -1,11 +1,14 @@
 //! The CPU body of the query-norm router.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
-use super::{QueryNormRouter, RouterGradient};
+use super::{QueryNormRouter, RouterGradient, RouterRanks, exchange};
 use crate::cpu::Cpu;
 use crate::error::{Result, check_len, ensure};
 use crate::math::sum_of_squares;
+use crate::ranks::{AllReduce, Heads};
 use crate::rope::QkvShape;
 use crate::scalar::Element;
 use crate::simd::vectorized;
@@ -17,7 +20,11 @@ const ROWS: usize = 64;
 #[derive(Debug)]
 pub struct CpuRouting {
     router: QueryNormRouter,
+    heads: Heads,
+    /// Routed heads of the layer.
     routed: usize,
+    /// Of those that are held here, their number among the routed ones.
+    held: Vec<usize>,
     tokens: usize,
     /// In f64: the gradient divides differences of norms by their deviation, which may be small.
     norms: Vec<f64>,
@@ -28,11 +35,15 @@ pub struct CpuRouting {
 }
 
 impl CpuRouting {
-    pub(crate) fn new(capacity: usize, heads: usize, router: QueryNormRouter) -> Result<Self> {
+    pub(crate) fn new(capacity: usize, heads: Heads, router: QueryNormRouter) -> Result<Self> {
         let routed = router.check("routing", heads)?;
+        let shared = heads.held_below(router.shared_heads);
+        let number = |held| heads.index(held) - router.shared_heads;
         Ok(CpuRouting {
             router,
+            heads,
             routed,
+            held: (shared..heads.held()).map(number).collect(),
             tokens: 0,
             norms: vec![0.0; capacity * routed],
             gates: vec![0.0; capacity * routed],
@@ -41,13 +52,24 @@ impl CpuRouting {
         })
     }
 
-    /// Whether query head `head` serves `token`.
+    /// Whether query head `head` of those held here serves `token`.
     #[inline]
     pub(crate) fn serves(&self, token: usize, head: usize) -> bool {
-        match head.checked_sub(self.router.shared_heads) {
+        match head.checked_sub(self.held_shared()) {
             None => true,
-            Some(routed) => self.selected[token * self.routed + routed] != 0,
+            Some(routed) => self.selected[token * self.routed + self.held[routed]] != 0,
         }
+    }
+
+    /// Shared heads that are held here.
+    #[inline]
+    fn held_shared(&self) -> usize {
+        self.heads.held() - self.held.len()
+    }
+
+    /// The routed queries that are held here, within a token's row.
+    fn queries(&self, shape: &QkvShape) -> Range<usize> {
+        self.held_shared() * shape.head_dim..shape.heads * shape.head_dim
     }
 
     /// Refuses tokens or heads other than those that were routed.
@@ -57,9 +79,9 @@ impl CpuRouting {
     }
 
     fn check_heads(&self, operator: &'static str, heads: usize) -> Result<()> {
-        let routed = self.router.shared_heads + self.routed;
-        ensure(operator, heads == routed, || {
-            format!("the routing was made for {routed} heads, not {heads}")
+        let held = self.heads.held();
+        ensure(operator, heads == held, || {
+            format!("the routing was made for {held} heads, not {heads}")
         })
     }
 
@@ -100,47 +122,71 @@ pub(crate) fn forward<T: Element>(
     shape: &QkvShape,
     qkv: &[T],
     routing: &mut CpuRouting,
+    all_reduce: Option<AllReduce<'_, Cpu>>,
 ) -> Result<()> {
     const OPERATOR: &str = "rope_route_forward";
-    let (routed, tokens) = (routing.routed, shape.tokens());
+    let tokens = shape.tokens();
     ensure(OPERATOR, tokens <= routing.inv_std.len(), || {
         format!("the routing has room for {} tokens, not {tokens}", routing.inv_std.len())
     })?;
     routing.check_heads(OPERATOR, shape.heads)?;
+    let all_reduce = exchange(OPERATOR, routing.heads, all_reduce)?;
     routing.tokens = tokens;
-    if routed == 0 {
+    if routing.routed == 0 {
         return Ok(());
     }
-    let router = routing.router;
-    let first = router.shared_heads * shape.head_dim;
-    let queries = first..shape.heads * shape.head_dim;
+    measure(shape, qkv, routing);
+    if let Some(all_reduce) = all_reduce {
+        all_reduce(&mut routing.norms[..tokens * routing.routed])?;
+    }
+    choose(routing);
+    Ok(())
+}
+
+/// Writes the squares of the queries that are held here, and zeros for the others.
+fn measure<T: Element>(shape: &QkvShape, qkv: &[T], routing: &mut CpuRouting) {
+    let (routed, queries) = (routing.routed, routing.queries(shape));
+    let (held, norms) = (&routing.held, &mut routing.norms[..shape.tokens() * routed]);
+    let parts = qkv.par_chunks(ROWS * shape.row()).zip(norms.par_chunks_mut(ROWS * routed));
+    parts.for_each(|(qkv, squares)| {
+        let rows = qkv.chunks_exact(shape.row()).zip(squares.chunks_exact_mut(routed));
+        vectorized!({
+            for (row, squares) in rows {
+                if held.len() < routed {
+                    squares.fill(0.0);
+                }
+                let heads = row[queries.clone()].chunks_exact(shape.head_dim);
+                for (&number, query) in held.iter().zip(heads) {
+                    squares[number] = sum_of_squares::<8, _>(query);
+                }
+            }
+        });
+    });
+}
+
+/// Selects, and turns squares into norms and gates.
+fn choose(routing: &mut CpuRouting) {
+    let (routed, tokens, top_k) = (routing.routed, routing.tokens, routing.router.top_k);
     (
-        qkv.par_chunks(ROWS * shape.row()),
         routing.norms[..tokens * routed].par_chunks_mut(ROWS * routed),
         routing.gates[..tokens * routed].par_chunks_mut(ROWS * routed),
         routing.selected[..tokens * routed].par_chunks_mut(ROWS * routed),
         routing.inv_std[..tokens].par_chunks_mut(ROWS),
     )
         .into_par_iter()
-        .for_each(|(qkv, norms, gates, selected, inv_std)| {
-            let rows = qkv
-                .chunks_exact(shape.row())
-                .zip(norms.chunks_exact_mut(routed))
+        .for_each(|(norms, gates, selected, inv_std)| {
+            let rows = norms
+                .chunks_exact_mut(routed)
                 .zip(gates.chunks_exact_mut(routed))
                 .zip(selected.chunks_exact_mut(routed))
                 .zip(inv_std);
             vectorized!({
-                for ((((row, norms), gates), selected), inv_std) in rows {
-                    let heads = row[queries.clone()].chunks_exact(shape.head_dim);
-                    for (square, query) in norms.iter_mut().zip(heads) {
-                        *square = sum_of_squares::<8, _>(query);
-                    }
-                    select(norms, router.top_k, selected);
+                for (((norms, gates), selected), inv_std) in rows {
+                    select(norms, top_k, selected);
                     *inv_std = score(norms, gates);
                 }
             });
         });
-    Ok(())
 }
 
 /// Marks the `top_k` largest squares, lower heads first among equals.
@@ -190,61 +236,121 @@ pub(crate) fn backward<T: Element>(
     d_qkv: &mut [T],
     gradient: RouterGradient<'_, Cpu>,
 ) -> Result<()> {
-    let RouterGradient { routing, delta, balance_weight } = gradient;
-    let (routed, tokens) = (routing.routed, shape.tokens());
-    routing.check("rope_route_backward", tokens, shape.heads)?;
+    const OPERATOR: &str = "rope_route_backward";
+    let RouterGradient { routing, delta, balance_weight, ranks } = gradient;
+    let tokens = shape.tokens();
+    routing.check(OPERATOR, tokens, shape.heads)?;
     if let Some(delta) = delta {
-        check_len("rope_route_backward", "delta", delta.len(), tokens * shape.heads)?;
+        check_len(OPERATOR, "delta", delta.len(), tokens * shape.heads)?;
     }
-    if routed == 0 {
+    let ranks = delta.map_or(Ok(None), |_| exchange(OPERATOR, routing.heads, ranks))?;
+    if routing.routed == 0 {
         return Ok(());
     }
-    let balance: Vec<f32> = routing
-        .load()
-        .iter()
-        .map(|share| (f64::from(balance_weight) * share / tokens as f64) as f32)
-        .collect();
-    let first = routing.router.shared_heads * shape.head_dim;
-    let queries = first..shape.heads * shape.head_dim;
+    let weights = match (delta, ranks) {
+        (None, _) => Weights::Constant,
+        (Some(delta), None) => Weights::Held(delta),
+        (Some(delta), Some(RouterRanks { table, all_reduce })) => {
+            check_len(OPERATOR, "table", table.len(), tokens * routing.routed)?;
+            spread(routing, delta, table);
+            all_reduce(&mut *table)?;
+            Weights::All(table)
+        }
+    };
+    let share = |share: &f64| (f64::from(balance_weight) * share / tokens as f64) as f32;
+    let balance: Vec<f32> = routing.load().iter().map(share).collect();
+    let queries = routing.queries(shape);
     (qkv.par_chunks(ROWS * shape.row()), d_qkv.par_chunks_mut(ROWS * shape.row()))
         .into_par_iter()
         .enumerate()
         .for_each(|(part, (qkv, d_qkv))| {
-            let mut d_norms = vec![0f32; routed];
+            let mut d_norms = vec![0f32; routing.routed];
             let rows = qkv.chunks_exact(shape.row()).zip(d_qkv.chunks_exact_mut(shape.row()));
             vectorized!({
                 for ((row, d_row), token) in rows.zip(part * ROWS..) {
-                    let table = token * routed..(token + 1) * routed;
-                    let gates = &routing.gates[table.clone()];
-                    let norms = &routing.norms[table.clone()];
                     d_norms.copy_from_slice(&balance);
-                    if let Some(delta) = delta {
-                        let delta = &delta[token * shape.heads + routing.router.shared_heads..];
-                        let selected = &routing.selected[table];
-                        for ((slot, &delta), &selected) in
-                            d_norms.iter_mut().zip(delta).zip(selected)
-                        {
-                            *slot += delta * f32::from(selected);
-                        }
-                    }
-                    gates_to_norms(gates, norms, routing.inv_std[token], &mut d_norms);
-                    let heads = row[queries.clone()].chunks_exact(shape.head_dim);
-                    let d_heads = d_row[queries.clone()].chunks_exact_mut(shape.head_dim);
-                    for (((query, d_query), &norm), &d_norm) in
-                        heads.zip(d_heads).zip(norms).zip(&d_norms)
-                    {
-                        if norm == 0.0 {
-                            continue;
-                        }
-                        let factor = d_norm / norm as f32;
-                        for (d_query, query) in d_query.iter_mut().zip(query) {
-                            *d_query = T::from_f32(d_query.to_f32() + factor * query.to_f32());
-                        }
-                    }
+                    weights.add(routing, token, &mut d_norms);
+                    let (row, d_row) = (&row[queries.clone()], &mut d_row[queries.clone()]);
+                    norms_backward(routing, token, &mut d_norms, row, d_row, shape.head_dim);
                 }
             });
         });
     Ok(())
+}
+
+/// Where the gradients of the heads' weights are.
+#[derive(Clone, Copy)]
+enum Weights<'a> {
+    /// Nowhere: the selection is a constant.
+    Constant,
+    /// Those of the heads that are held here, which are all of them.
+    Held(&'a [f32]),
+    /// `[tokens, routed]`, of all heads.
+    All(&'a [f64]),
+}
+
+impl Weights<'_> {
+    /// Adds those of a token's selected heads.
+    #[inline(always)]
+    fn add(self, routing: &CpuRouting, token: usize, gradient: &mut [f32]) {
+        let table = token * routing.routed..(token + 1) * routing.routed;
+        match self {
+            Weights::Constant => {}
+            Weights::Held(delta) => {
+                let heads = routing.heads.held();
+                let delta = &delta[token * heads + routing.held_shared()..];
+                let selected = &routing.selected[table];
+                for ((slot, &delta), &selected) in gradient.iter_mut().zip(delta).zip(selected) {
+                    *slot += delta * f32::from(selected);
+                }
+            }
+            Weights::All(deltas) => {
+                for (slot, &delta) in gradient.iter_mut().zip(&deltas[table]) {
+                    *slot += delta as f32;
+                }
+            }
+        }
+    }
+}
+
+/// Writes the gradients of the selected heads that are held here into the table, and zeros for the
+/// others.
+fn spread(routing: &CpuRouting, delta: &[f32], table: &mut [f64]) {
+    let (heads, shared, routed) = (routing.heads.held(), routing.held_shared(), routing.routed);
+    let selected = routing.selected.par_chunks(routed);
+    let rows = table.par_chunks_mut(routed).zip(delta.par_chunks(heads)).zip(selected);
+    rows.for_each(|((row, delta), selected)| {
+        row.fill(0.0);
+        for (&number, &delta) in routing.held.iter().zip(&delta[shared..]) {
+            row[number] = f64::from(delta) * f64::from(selected[number]);
+        }
+    });
+}
+
+/// From the gradients of a token's gates to those of its queries that are held here, which are added.
+#[inline(always)]
+fn norms_backward<T: Element>(
+    routing: &CpuRouting,
+    token: usize,
+    gradient: &mut [f32],
+    queries: &[T],
+    d_queries: &mut [T],
+    head_dim: usize,
+) {
+    let table = token * routing.routed..(token + 1) * routing.routed;
+    let (gates, norms) = (&routing.gates[table.clone()], &routing.norms[table]);
+    gates_to_norms(gates, norms, routing.inv_std[token], gradient);
+    let heads = queries.chunks_exact(head_dim).zip(d_queries.chunks_exact_mut(head_dim));
+    for (&number, (query, d_query)) in routing.held.iter().zip(heads) {
+        let norm = norms[number];
+        if norm == 0.0 {
+            continue;
+        }
+        let factor = gradient[number] / norm as f32;
+        for (d_query, query) in d_query.iter_mut().zip(query) {
+            *d_query = T::from_f32(d_query.to_f32() + factor * query.to_f32());
+        }
+    }
 }
 
 /// Turns a token's gradient of its gates into that of its norms, in place.

@@ -7,6 +7,7 @@ use crate::adamw;
 use crate::backend::Backend;
 use crate::cuda::{Cuda, CudaBuffer, CudaView, CudaViewMut};
 use crate::error::{Result, check_len, ensure};
+use crate::ranks::Heads;
 
 /// `Routing` of rope.cu.
 #[repr(C)]
@@ -17,10 +18,15 @@ pub(crate) struct Tables {
     inv_std: u64,
     selected: u64,
     counts: u64,
+    held_selected: u64,
     tokens: u64,
     shared_heads: u32,
     pub(crate) routed: u32,
     top_k: u32,
+    held_shared: u32,
+    group_size: u32,
+    rank: u32,
+    ranks: u32,
     padding: u32,
 }
 
@@ -35,6 +41,8 @@ struct Balance {
 /// The routing of one block and micro-batch; every table is `[tokens, routed]`.
 pub struct CudaRouting {
     router: QueryNormRouter,
+    heads: Heads,
+    /// Routed heads of the layer.
     routed: usize,
     tokens: usize,
     norms: CudaBuffer<f64>,
@@ -44,18 +52,23 @@ pub struct CudaRouting {
     selected: CudaBuffer<u8>,
     /// Tokens that selected each routed head.
     counts: CudaBuffer<u32>,
+    /// The columns of `selected` that are held here; of ranks that share the heads.
+    held_selected: CudaBuffer<u8>,
 }
 
 impl CudaRouting {
     pub(crate) fn new(
         cuda: &Cuda,
         capacity: usize,
-        heads: usize,
+        heads: Heads,
         router: QueryNormRouter,
     ) -> Result<Self> {
         let routed = router.check("routing", heads)?;
+        let held = heads.held() - heads.held_below(router.shared_heads);
+        let apart = if heads.ranks > 1 { capacity * held } else { 0 };
         Ok(CudaRouting {
             router,
+            heads,
             routed,
             tokens: 0,
             norms: cuda.allocate(capacity * routed)?,
@@ -63,6 +76,7 @@ impl CudaRouting {
             inv_std: cuda.allocate(capacity)?,
             selected: cuda.allocate(capacity * routed)?,
             counts: cuda.allocate(routed)?,
+            held_selected: cuda.allocate(apart)?,
         })
     }
 
@@ -84,9 +98,9 @@ impl CudaRouting {
     }
 
     fn check_heads(&self, operator: &'static str, heads: usize) -> Result<()> {
-        let routed = self.router.shared_heads + self.routed;
-        ensure(operator, heads == routed, || {
-            format!("the routing was made for {routed} heads, not {heads}")
+        let held = self.heads.held();
+        ensure(operator, heads == held, || {
+            format!("the routing was made for {held} heads, not {heads}")
         })
     }
 
@@ -101,16 +115,48 @@ impl CudaRouting {
             inv_std: self.inv_std.address(),
             selected: self.selected.address(),
             counts: self.counts.address(),
+            held_selected: self.held_selected.address(),
             tokens: self.tokens as u64,
             shared_heads: self.router.shared_heads as u32,
             routed: self.routed as u32,
             top_k: self.router.top_k as u32,
+            held_shared: self.held_shared() as u32,
+            group_size: self.heads.group_size as u32,
+            rank: self.heads.rank as u32,
+            ranks: self.heads.ranks as u32,
             padding: 0,
         }
     }
 
-    pub(crate) fn shared_heads(&self) -> usize {
-        self.router.shared_heads
+    /// All heads, and which of them are held here.
+    pub(crate) fn heads(&self) -> Heads {
+        self.heads
+    }
+
+    /// Shared heads that are held here.
+    pub(crate) fn held_shared(&self) -> usize {
+        self.heads.held_below(self.router.shared_heads)
+    }
+
+    /// Which of the routed heads that are held here each token selected.
+    pub(crate) fn held_mask(&self) -> CudaView<'_, u8> {
+        match self.heads.ranks {
+            1 => self.mask(),
+            _ => {
+                let held = self.heads.held() - self.held_shared();
+                self.held_selected.view(0..self.tokens * held)
+            }
+        }
+    }
+
+    /// The squares of all heads' norms, before the tokens choose among them.
+    pub(crate) fn squares(&mut self) -> CudaViewMut<'_, f64> {
+        self.norms.view_mut(0..self.tokens * self.routed)
+    }
+
+    /// Numbers of every token and routed head.
+    pub(crate) fn pairs(&self) -> usize {
+        self.tokens * self.routed
     }
 
     pub(crate) fn mask(&self) -> CudaView<'_, u8> {

@@ -1,6 +1,7 @@
 //! An attention on any device against its reference: of a training step, and over a cache.
 
 use moh_kernels::attention::{AttentionShape, KeyValues, Visibility};
+use moh_kernels::ranks::Heads;
 use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::{QueryNormRouter, RouterGradient};
 use moh_kernels::{Backend, Element};
@@ -103,10 +104,10 @@ pub fn run<B: Backend, T: Element>(device: &B, case: &Case, inputs: &Inputs<T>) 
     let table = RopeTable { cos: view::<B, f32>(&cos), sin: view::<B, f32>(&sin) };
     let mut qkv = upload(device, &inputs.qkv);
     let router = case.router;
-    let mut routing =
-        router.map(|router| device.routing(shape.tokens(), shape.heads, router).unwrap());
+    let mut routing = router
+        .map(|router| device.routing(shape.tokens(), Heads::all(shape.heads), router).unwrap());
     let qkv_view = view_mut::<B, T>(&mut qkv);
-    device.rope_route_forward(&shape, table, 0, qkv_view, routing.as_mut()).unwrap();
+    device.rope_route_forward(&shape, table, 0, qkv_view, routing.as_mut(), None).unwrap();
 
     let first_key = case.first_key.as_ref().map(|first_key| upload(device, first_key));
     let first_key = first_key.as_ref().map(|first_key| view::<B, u32>(first_key));
@@ -156,6 +157,7 @@ pub fn run<B: Backend, T: Element>(device: &B, case: &Case, inputs: &Inputs<T>) 
             routing,
             delta: Some(view::<B, f32>(&delta)),
             balance_weight: BALANCE,
+            ranks: None,
         });
         let (qkv, d_qkv) = (view::<B, T>(&qkv), view_mut::<B, T>(&mut d_qkv));
         device.rope_route_backward(&shape, table, 0, qkv, d_qkv, router).unwrap();

@@ -53,6 +53,36 @@ pub fn gpu() -> Option<moh_kernels::Cuda> {
     std::env::var_os("MOH_TEST_GPU").map(|_| moh_kernels::Cuda::new(0).unwrap())
 }
 
+/// A device of its own for each rank of a test.
+pub trait Another {
+    /// One more of the same kind, which shares no working memory with this one.
+    fn another(&self) -> Self;
+}
+
+impl Another for moh_kernels::Cpu {
+    fn another(&self) -> Self {
+        *self
+    }
+}
+
+#[cfg(feature = "cuda-emulator")]
+impl Another for moh_kernels::Cuda {
+    fn another(&self) -> Self {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = gpu().filter(|gpu| gpu.name() == self.name()) {
+            return gpu;
+        }
+        Self::emulated()
+    }
+}
+
+#[cfg(all(feature = "cuda", not(feature = "cuda-emulator")))]
+impl Another for moh_kernels::Cuda {
+    fn another(&self) -> Self {
+        Self::new(0).unwrap()
+    }
+}
+
 /// The tolerance of results that are stored as `T`.
 pub fn tolerance<T: Element>() -> f64 {
     if T::DTYPE == DType::BF16 { BF16_TOLERANCE } else { F32_TOLERANCE }

@@ -68,6 +68,11 @@ impl RunView {
                     self.line(&format!("{:.1} of {:.1} GiB in use", gib(used), gib(total)));
                 }
             }
+            Event::UnevenHeads { stage, shared_heads } => self.line(&format!(
+                "stage {}: the ranks that share tensors hold {shared_heads:?} shared heads, which the \
+                 key/value heads do not divide equally: some wait for others in attention",
+                stage.name
+            )),
             Event::Step { metrics, step, due } => self.step(metrics, step, due),
             Event::Evaluating { done, total } => {
                 if let Some(bar) = &self.bar {

@@ -94,7 +94,7 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
     }
 
     /// What one rank adds to the loss over the first `count` windows: ranks take the batches in
-    /// turns; of a pipeline's stages the last one counts. `progress` hears of the windows of all ranks.
+    /// turns; of those that hold parts of one model the last stage's first counts. `progress` hears of the windows of all ranks.
     ///
     /// # Errors
     /// As [`Evaluator::evaluate`].
@@ -117,7 +117,7 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
             targets.fill(IGNORED);
             let end = count.min(start + batch);
             let rows = ids.chunks_exact_mut(shape.length).zip(targets.chunks_mut(shape.length));
-            let counts = model.pipeline().part().last;
+            let counts = model.parallel().counts_losses();
             for (number, (ids, targets)) in (start..end).zip(rows) {
                 windows.read(number, ids)?;
                 targets[..shape.length - 1].copy_from_slice(&ids[1..]);

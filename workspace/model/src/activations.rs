@@ -24,7 +24,8 @@ pub enum Recompute {
     Block,
 }
 
-/// What a block keeps that is costly to compute again.
+/// What a block keeps that is costly to compute again. Of ranks that share tensors, H, G and I are
+/// those held, and rows of the residual stream and of norms, written M, those of the rank's own tokens.
 pub(crate) struct Kept<B: Backend, T: Element> {
     /// Rotated queries and keys, and values; `[N, (H + 2G) D]`.
     pub qkv: B::Buffer<T>,
@@ -32,7 +33,7 @@ pub(crate) struct Kept<B: Backend, T: Element> {
     pub attended: B::Buffer<T>,
     /// Of attention's scores, `[N, H]`.
     pub log_sum_exp: B::Buffer<f32>,
-    /// The residual stream between attention and MLP, `[N, C]`.
+    /// The residual stream between attention and MLP, `[M, C]`.
     pub middle: B::Buffer<T>,
     /// Gate and up, `[N, 2I]`.
     pub gate_up: B::Buffer<T>,
@@ -42,13 +43,13 @@ pub(crate) struct Kept<B: Backend, T: Element> {
 
 /// What a block keeps that is cheap to compute again.
 pub(crate) struct Cheap<B: Backend, T: Element> {
-    /// Input of the query, key and value projection, `[N, C]`.
+    /// Input of the query, key and value projection, `[M, C]`.
     pub input_normed: B::Buffer<T>,
-    /// `[N]`.
+    /// `[M]`.
     pub input_inv_rms: B::Buffer<f32>,
-    /// Input of the MLP, `[N, C]`.
+    /// Input of the MLP, `[M, C]`.
     pub post_normed: B::Buffer<T>,
-    /// `[N]`.
+    /// `[M]`.
     pub post_inv_rms: B::Buffer<f32>,
 }
 
@@ -59,6 +60,7 @@ pub(crate) struct Blocks<B: Backend, T: Element> {
     kept: Vec<Kept<B, T>>,
     cheap: Vec<Cheap<B, T>>,
     wide: B::Buffer<T>,
+    gathered: Option<B::Buffer<T>>,
 }
 
 /// The buffers of one block.
@@ -70,16 +72,21 @@ pub(crate) struct BlockBuffers<'a, B: Backend, T: Element> {
     /// down projection and its gradient, `[N, I]`, and the gradient of queries, keys and values,
     /// `[N, (H + 2G) D]`.
     pub wide: &'a mut B::Buffer<T>,
+    /// Where ranks share tensors: rows of the residual stream's width for all tokens, gathered or to be
+    /// added up.
+    pub gathered: &'a mut Option<B::Buffer<T>>,
 }
 
 /// Scratch of the backward pass, shared by the blocks.
 pub(crate) struct Backward<B: Backend, T: Element> {
-    /// Gradient of the residual stream, `[N, C]`.
+    /// Gradient of the residual stream, `[M, C]`.
     pub d_stream: B::Buffer<T>,
     /// Gradient of a norm's output, `[N, C]`, or of attention's, `[N, H D]`.
     pub d_branch: B::Buffer<T>,
     /// `<dO, O>`, `[N, H]`.
     pub delta: B::Buffer<f32>,
+    /// The same of all heads that are routed, `[N, R]`, where ranks share them.
+    pub deltas: B::Buffer<f64>,
 }
 
 /// Every buffer that a pass over one micro-batch needs.
@@ -89,12 +96,14 @@ pub struct Activations<B: Backend, T: Element> {
     pub(crate) ids: B::Buffer<u32>,
     pub(crate) targets: B::Buffer<u32>,
     pub(crate) first_key: Option<B::Buffer<u32>>,
-    /// The residual stream before each block of this part and after its last one, `[N, C]` each.
+    /// The residual stream before each block of this part and after its last one, `[M, C]` each.
     pub(crate) stream: Vec<B::Buffer<T>>,
     pub(crate) blocks: Blocks<B, T>,
     pub(crate) final_normed: B::Buffer<T>,
     pub(crate) final_inv_rms: B::Buffer<f32>,
     pub(crate) head_scratch: B::Buffer<f32>,
+    /// What ranks that share the head add up.
+    pub(crate) head_sums: B::Buffer<f64>,
     pub(crate) backward: Option<Backward<B, T>>,
 }
 
@@ -123,12 +132,18 @@ impl<B: Backend, T: Element> Activations<B, T> {
         let config = &model.config;
         let shape = model.qkv_shape(pass.batch, pass.length);
         let tokens = shape.tokens();
-        let width = tokens * config.hidden_size;
-        let part = model.pipeline.part();
+        let held = model.token_share(tokens).part;
+        let width = held * config.hidden_size;
+        let part = model.parallel.part();
         let layers = part.layers.len();
         // What belongs to the head.
         let of_head = |len: usize| if part.last { len } else { 0 };
-        let scratch = backend.cross_entropy_scratch(&model.head_shape(tokens));
+        let head = model.head_shape(tokens);
+        let scratch = backend.cross_entropy_scratch(&head);
+        let sums = match part.tensor.ranks {
+            1 => 0,
+            ranks => backend.cross_entropy_sums(&head, ranks),
+        };
         Ok(Activations {
             shape,
             recompute: pass.recompute,
@@ -138,8 +153,9 @@ impl<B: Backend, T: Element> Activations<B, T> {
             stream: (0..=layers).map(|_| backend.allocate(width)).collect::<Result<_, _>>()?,
             blocks: Blocks::new(model, tokens, pass.recompute)?,
             final_normed: backend.allocate(of_head(width))?,
-            final_inv_rms: backend.allocate(of_head(tokens))?,
+            final_inv_rms: backend.allocate(of_head(held))?,
             head_scratch: backend.allocate(of_head(scratch))?,
+            head_sums: backend.allocate(of_head(sums))?,
             backward: pass.training.then(|| Backward::new(model, tokens)).transpose()?,
         })
     }
@@ -180,16 +196,19 @@ impl<B: Backend, T: Element> Blocks<B, T> {
         tokens: usize,
         recompute: Recompute,
     ) -> Result<Self, Error> {
-        let layers = model.pipeline.part().layers.len();
+        let (config, part) = (&model.config, model.parallel.part());
+        let layers = part.layers.len();
         let copies = |shared: bool| if shared { layers.min(1) } else { layers };
         let kept = 0..copies(recompute == Recompute::Block);
         let cheap = 0..copies(recompute != Recompute::None);
-        let wide = model.config.intermediate_size.max(model.qkv_shape(1, 1).row());
+        let wide = part.tensor.mlp_width(config).max(model.qkv_shape(1, 1).row());
+        let gathered = model.token_share(tokens).padded() * config.hidden_size;
         Ok(Blocks {
-            first: model.pipeline.part().layers.start,
+            first: part.layers.start,
             kept: kept.map(|_| Kept::new(model, tokens)).collect::<Result<_, _>>()?,
             cheap: cheap.map(|_| Cheap::new(model, tokens)).collect::<Result<_, _>>()?,
             wide: model.backend.allocate(tokens * wide)?,
+            gathered: model.is_shared().then(|| model.backend.allocate(gathered)).transpose()?,
         })
     }
 
@@ -202,7 +221,13 @@ impl<B: Backend, T: Element> Blocks<B, T> {
             kept: &mut self.kept[kept],
             cheap: &mut self.cheap[cheap],
             wide: &mut self.wide,
+            gathered: &mut self.gathered,
         }
+    }
+
+    /// The buffer that the blocks share for rows of all tokens.
+    pub(crate) fn gathered(&mut self) -> &mut Option<B::Buffer<T>> {
+        &mut self.gathered
     }
 
     /// The routings that are kept, in the order of the blocks.
@@ -214,14 +239,15 @@ impl<B: Backend, T: Element> Blocks<B, T> {
 impl<B: Backend, T: Element> Kept<B, T> {
     fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
         let (backend, config) = (&model.backend, &model.config);
-        let heads = config.num_attention_heads;
+        let share = model.parallel.part().tensor;
+        let (heads, held) = (share.heads(config), model.token_share(tokens).part);
         let routing = model.router().map(|router| backend.routing(tokens, heads, router));
         Ok(Kept {
             qkv: backend.allocate(tokens * model.qkv_shape(1, 1).row())?,
-            attended: backend.allocate(tokens * config.query_width())?,
-            log_sum_exp: backend.allocate(tokens * heads)?,
-            middle: backend.allocate(tokens * config.hidden_size)?,
-            gate_up: backend.allocate(tokens * 2 * config.intermediate_size)?,
+            attended: backend.allocate(tokens * share.query_width(config))?,
+            log_sum_exp: backend.allocate(tokens * heads.held())?,
+            middle: backend.allocate(held * config.hidden_size)?,
+            gate_up: backend.allocate(tokens * 2 * share.mlp_width(config))?,
             routing: routing.transpose()?,
         })
     }
@@ -230,11 +256,12 @@ impl<B: Backend, T: Element> Kept<B, T> {
 impl<B: Backend, T: Element> Cheap<B, T> {
     fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
         let (backend, config) = (&model.backend, &model.config);
+        let held = model.token_share(tokens).part;
         Ok(Cheap {
-            input_normed: backend.allocate(tokens * config.hidden_size)?,
-            input_inv_rms: backend.allocate(tokens)?,
-            post_normed: backend.allocate(tokens * config.hidden_size)?,
-            post_inv_rms: backend.allocate(tokens)?,
+            input_normed: backend.allocate(held * config.hidden_size)?,
+            input_inv_rms: backend.allocate(held)?,
+            post_normed: backend.allocate(held * config.hidden_size)?,
+            post_inv_rms: backend.allocate(held)?,
         })
     }
 }
@@ -242,22 +269,27 @@ impl<B: Backend, T: Element> Cheap<B, T> {
 impl<B: Backend, T: Element> Backward<B, T> {
     fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
         let (backend, config) = (&model.backend, &model.config);
+        let (share, tokens_of) = (model.parallel.part().tensor, model.token_share(tokens));
+        let heads = share.heads(config);
+        let branch = tokens_of.padded() * config.hidden_size;
+        let deltas = if share.ranks > 1 { tokens * model.routed_heads() } else { 0 };
         Ok(Backward {
-            d_stream: backend.allocate(tokens * config.hidden_size)?,
-            d_branch: backend.allocate(tokens * config.hidden_size.max(config.query_width()))?,
-            delta: backend.allocate(tokens * config.num_attention_heads)?,
+            d_stream: backend.allocate(tokens_of.part * config.hidden_size)?,
+            d_branch: backend.allocate(branch.max(tokens * share.query_width(config)))?,
+            delta: backend.allocate(tokens * heads.held())?,
+            deltas: backend.allocate(deltas)?,
         })
     }
 }
 
 impl<B: Backend, T: Element> Model<B, T> {
-    /// Shape of a micro-batch's packed queries, keys and values.
+    /// Shape of a micro-batch's packed queries, keys and values of the heads that are held.
     pub fn qkv_shape(&self, batch: usize, length: usize) -> QkvShape {
         QkvShape {
             batch,
             length,
-            heads: self.config.num_attention_heads,
-            kv_heads: self.config.num_key_value_heads,
+            heads: self.parallel.part().tensor.heads(&self.config).held(),
+            kv_heads: self.parallel.part().tensor.key_value_heads(&self.config),
             head_dim: self.config.head_dim,
         }
     }
@@ -275,7 +307,8 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     pub(crate) fn head_shape(&self, tokens: usize) -> HeadShape {
-        HeadShape { tokens, width: self.config.hidden_size, vocab_size: self.config.vocab_size }
+        let rows = self.parallel.part().tensor.vocabulary(&self.config);
+        HeadShape { tokens, width: self.config.hidden_size, vocab_size: rows.count }
     }
 }
 

@@ -8,9 +8,10 @@
 use std::ops::Range;
 
 use moh_kernels::attention::{KeyValues, Visibility};
+use moh_kernels::ranks::AllReduce;
 use moh_kernels::rope::{QkvShape, RopeTable};
-use moh_kernels::router::RouterGradient;
-use moh_kernels::{Backend, Element};
+use moh_kernels::router::{RouterGradient, RouterRanks};
+use moh_kernels::{Backend, Element, View};
 
 use crate::Error;
 use crate::activations::{Backward, BlockBuffers, Cheap, Kept, whole, whole_mut};
@@ -51,12 +52,6 @@ struct Linear<'a> {
     inputs: usize,
 }
 
-impl Linear<'_> {
-    fn outputs(&self) -> usize {
-        self.range.len() / self.inputs
-    }
-}
-
 /// What steers a block's backward pass beside the gradient from above.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct RouterScale {
@@ -79,16 +74,16 @@ impl<B: Backend, T: Element> Model<B, T> {
         block: &mut BlockBuffers<'_, B, T>,
         mut cache: Option<&mut LayerCache<B, T>>,
     ) -> Result<(), Error> {
-        let BlockBuffers { layer, kept, cheap, .. } = block;
+        let BlockBuffers { layer, kept, cheap, gathered, .. } = block;
         let layer = *layer;
         let (backend, config, ranges) = (&self.backend, &self.config, &self.layout.block);
         let flat = self.layout.block_index(layer);
-        let (n, width) = (tokens.shape.tokens(), config.hidden_size);
-        let (stream, row) = (n * width, tokens.shape.row());
+        let (n, row) = (tokens.shape.tokens(), tokens.shape.row());
+        let queries = tokens.shape.heads * tokens.shape.head_dim;
         self.normalize_input(layer, n, input, cheap)?;
         backend.linear_forward(
-            width,
-            B::view(&cheap.input_normed, 0..stream),
+            config.hidden_size,
+            self.gather(n, &cheap.input_normed, gathered)?,
             self.weights.view(flat, ranges.qkv.clone()),
             None,
             B::view_mut(&mut kept.qkv, 0..n * row),
@@ -99,6 +94,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             tokens.first_position,
             B::view_mut(&mut kept.qkv, 0..n * row),
             kept.routing.as_mut(),
+            self.is_shared().then_some(&self.sum_over_ranks() as AllReduce<'_, B>),
         )?;
         if let Some(cache) = &mut cache {
             self.append(tokens, &kept.qkv, cache)?;
@@ -111,17 +107,17 @@ impl<B: Backend, T: Element> Model<B, T> {
             tokens.visibility(),
             kept.routing.as_ref(),
             None,
-            B::view_mut(&mut kept.attended, 0..n * config.query_width()),
-            B::view_mut(&mut kept.log_sum_exp, 0..n * config.num_attention_heads),
+            B::view_mut(&mut kept.attended, 0..n * queries),
+            B::view_mut(&mut kept.log_sum_exp, 0..n * tokens.shape.heads),
         )?;
-        backend.linear_forward(
-            config.query_width(),
-            B::view(&kept.attended, 0..n * config.query_width()),
+        self.project_to_stream(
+            (n, queries),
+            B::view(&kept.attended, 0..n * queries),
             self.weights.view(flat, ranges.output.clone()),
-            Some(B::view(input, 0..stream)),
-            B::view_mut(&mut kept.middle, 0..stream),
-        )?;
-        Ok(())
+            input,
+            &mut kept.middle,
+            gathered,
+        )
     }
 
     /// Appends the tokens' keys and values to the cache.
@@ -132,7 +128,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         cache: &mut LayerCache<B, T>,
     ) -> Result<(), Error> {
         let end = tokens.first_position + tokens.shape.length;
-        let len = end * self.config.key_value_width();
+        let len = end * tokens.shape.kv_heads * tokens.shape.head_dim;
         self.backend.key_value_append(
             &tokens.shape,
             tokens.first_position,
@@ -150,9 +146,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         qkv: &'k B::Buffer<T>,
         cache: Option<&'k LayerCache<B, T>>,
     ) -> (usize, KeyValues<'k, B, T>) {
-        let width = self.config.key_value_width();
+        let width = tokens.shape.kv_heads * tokens.shape.head_dim;
         let (row, end) = (tokens.shape.row(), tokens.shape.tokens() * tokens.shape.row());
-        let keys = self.config.query_width();
+        let keys = tokens.shape.heads * tokens.shape.head_dim;
         match cache {
             None => (
                 tokens.shape.length,
@@ -180,15 +176,14 @@ impl<B: Backend, T: Element> Model<B, T> {
         tokens: usize,
         block: &mut BlockBuffers<'_, B, T>,
     ) -> Result<(), Error> {
-        let BlockBuffers { layer, kept, cheap, .. } = block;
-        let (width, inner) = (self.config.hidden_size, self.config.intermediate_size);
+        let BlockBuffers { layer, kept, cheap, gathered, .. } = block;
         self.normalize_middle(*layer, tokens, kept, cheap)?;
         self.backend.linear_forward(
-            width,
-            B::view(&cheap.post_normed, 0..tokens * width),
+            self.config.hidden_size,
+            self.gather(tokens, &cheap.post_normed, gathered)?,
             self.weights.view(self.layout.block_index(*layer), self.layout.block.gate_up.clone()),
             None,
-            B::view_mut(&mut kept.gate_up, 0..tokens * 2 * inner),
+            B::view_mut(&mut kept.gate_up, 0..tokens * 2 * self.mlp_width()),
         )?;
         Ok(())
     }
@@ -200,7 +195,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         block: &mut BlockBuffers<'_, B, T>,
     ) -> Result<(), Error> {
         self.project_up(tokens, block)?;
-        let inner = self.config.intermediate_size;
+        let inner = self.mlp_width();
         self.backend.swiglu_forward(
             inner,
             B::view(&block.kept.gate_up, 0..tokens * 2 * inner),
@@ -213,18 +208,23 @@ impl<B: Backend, T: Element> Model<B, T> {
     pub(crate) fn project_down(
         &self,
         tokens: usize,
-        block: &BlockBuffers<'_, B, T>,
+        block: &mut BlockBuffers<'_, B, T>,
         output: &mut B::Buffer<T>,
     ) -> Result<(), Error> {
-        let (stream, inner) = (tokens * self.config.hidden_size, self.config.intermediate_size);
-        self.backend.linear_forward(
-            inner,
+        let inner = self.mlp_width();
+        self.project_to_stream(
+            (tokens, inner),
             B::view(block.wide, 0..tokens * inner),
             self.weights.view(self.layout.block_index(block.layer), self.layout.block.down.clone()),
-            Some(B::view(&block.kept.middle, 0..stream)),
-            B::view_mut(output, 0..stream),
-        )?;
-        Ok(())
+            &block.kept.middle,
+            output,
+            block.gathered,
+        )
+    }
+
+    /// Width of the MLP's columns that are held.
+    fn mlp_width(&self) -> usize {
+        self.parallel.part().tensor.mlp_width(&self.config)
     }
 
     /// Computes the norms of the forward pass again.
@@ -269,13 +269,13 @@ impl<B: Backend, T: Element> Model<B, T> {
         x: &B::Buffer<T>,
         (y, inv_rms): (&mut B::Buffer<T>, &mut B::Buffer<f32>),
     ) -> Result<(), Error> {
-        let stream = tokens * self.config.hidden_size;
+        let stream = self.stream_len(tokens);
         self.backend.rms_norm_forward(
             self.config.rms_norm_eps,
             B::view(x, 0..stream),
             self.weights.view(self.layout.block_index(layer), weight.clone()),
             B::view_mut(y, 0..stream),
-            B::view_mut(inv_rms, 0..tokens),
+            B::view_mut(inv_rms, 0..self.token_share(tokens).held()),
         )?;
         Ok(())
     }
@@ -296,15 +296,20 @@ impl<B: Backend, T: Element> Model<B, T> {
         let flat = self.layout.block_index(block.layer);
         let (width, ranges) = (self.config.hidden_size, &self.layout.block);
         let linear = |range, inputs| Linear { flat, range, tokens: n, inputs };
-        let output = linear(&ranges.output, self.config.query_width());
-        self.linear_backward_weight(output, &block.kept.attended, &scratch.d_stream, gradients)?;
-        self.linear_backward_input(output, &scratch.d_stream, &mut scratch.d_branch)?;
+        let queries = tokens.shape.heads * tokens.shape.head_dim;
+        let output = linear(&ranges.output, queries);
+        let attended = B::view(&block.kept.attended, 0..n * queries);
+        let d_output = self.gather(n, &scratch.d_stream, block.gathered)?;
+        self.linear_backward_weight(output, attended, d_output, gradients)?;
+        self.linear_backward_input(output, d_output, &mut scratch.d_branch)?;
         self.attention_backward(tokens, &mut block, scratch, router)?;
         let qkv = linear(&ranges.qkv, width);
-        self.linear_backward_weight(qkv, &block.cheap.input_normed, block.wide, gradients)?;
-        self.linear_backward_input(qkv, block.wide, &mut scratch.d_branch)?;
+        let d_qkv = B::view(block.wide, 0..n * tokens.shape.row());
+        let normed = self.gather(n, &block.cheap.input_normed, block.gathered)?;
+        self.linear_backward_weight(qkv, normed, d_qkv, gradients)?;
+        self.linear_backward_input(qkv, d_qkv, &mut scratch.d_branch)?;
         let inv_rms = &block.cheap.input_inv_rms;
-        self.norm_backward((flat, &ranges.input_norm), input, inv_rms, scratch, gradients)
+        self.norm_backward((flat, &ranges.input_norm, n), input, inv_rms, scratch, gradients)
     }
 
     /// Leaves the gradient of gate and up in their own place.
@@ -315,23 +320,26 @@ impl<B: Backend, T: Element> Model<B, T> {
         scratch: &mut Backward<B, T>,
         gradients: &mut FlatBuffers<B, G>,
     ) -> Result<(), Error> {
-        let BlockBuffers { layer, kept, cheap, wide } = block;
+        let BlockBuffers { layer, kept, cheap, wide, gathered } = block;
         let (flat, ranges) = (self.layout.block_index(*layer), &self.layout.block);
-        let (width, inner) = (self.config.hidden_size, self.config.intermediate_size);
+        let (width, inner) = (self.config.hidden_size, self.mlp_width());
         let linear = |range, inputs| Linear { flat, range, tokens: n, inputs };
         let down = linear(&ranges.down, inner);
-        self.linear_backward_input(down, &scratch.d_stream, wide)?;
+        let d_output = self.gather(n, &scratch.d_stream, gathered)?;
+        self.linear_backward_input(down, d_output, wide)?;
         self.backend.swiglu_backward(
             inner,
             whole_mut::<B, T>(&mut kept.gate_up),
             B::view_mut(wide, 0..n * inner),
         )?;
-        self.linear_backward_weight(down, wide, &scratch.d_stream, gradients)?;
+        self.linear_backward_weight(down, B::view(wide, 0..n * inner), d_output, gradients)?;
         let gate_up = linear(&ranges.gate_up, width);
-        self.linear_backward_weight(gate_up, &cheap.post_normed, &kept.gate_up, gradients)?;
-        self.linear_backward_input(gate_up, &kept.gate_up, &mut scratch.d_branch)?;
+        let d_gate_up = whole::<B, T>(&kept.gate_up);
+        let normed = self.gather(n, &cheap.post_normed, gathered)?;
+        self.linear_backward_weight(gate_up, normed, d_gate_up, gradients)?;
+        self.linear_backward_input(gate_up, d_gate_up, &mut scratch.d_branch)?;
         let (middle, inv_rms) = (&kept.middle, &cheap.post_inv_rms);
-        self.norm_backward((flat, &ranges.post_norm), middle, inv_rms, scratch, gradients)
+        self.norm_backward((flat, &ranges.post_norm, n), middle, inv_rms, scratch, gradients)
     }
 
     /// From the gradient of attention's output in `d_branch` to that of the unrotated queries, keys
@@ -353,14 +361,19 @@ impl<B: Backend, T: Element> Model<B, T> {
             None,
             whole::<B, T>(&kept.attended),
             whole::<B, f32>(&kept.log_sum_exp),
-            B::view(&scratch.d_branch, 0..n * self.config.query_width()),
+            B::view(&scratch.d_branch, 0..n * shape.heads * shape.head_dim),
             B::view_mut(wide, 0..n * shape.row()),
             kept.routing.is_some().then(|| whole_mut::<B, f32>(&mut scratch.delta)),
         )?;
+        let all_reduce = &self.sum_over_ranks();
         let gradient = kept.routing.as_ref().map(|routing| RouterGradient {
             routing,
             delta: router.straight_through.then(|| whole::<B, f32>(&scratch.delta)),
             balance_weight: router.balance_weight,
+            ranks: self.is_shared().then(|| RouterRanks {
+                table: whole_mut::<B, f64>(&mut scratch.deltas),
+                all_reduce,
+            }),
         });
         self.backend.rope_route_backward(
             &tokens.shape,
@@ -376,14 +389,14 @@ impl<B: Backend, T: Element> Model<B, T> {
     fn linear_backward_weight<G: Element>(
         &self,
         linear: Linear<'_>,
-        x: &B::Buffer<T>,
-        d_y: &B::Buffer<T>,
+        x: View<'_, B, T>,
+        d_y: View<'_, B, T>,
         gradients: &mut FlatBuffers<B, G>,
     ) -> Result<(), Error> {
         self.backend.linear_backward_weight(
             linear.inputs,
-            B::view(x, 0..linear.tokens * linear.inputs),
-            B::view(d_y, 0..linear.tokens * linear.outputs()),
+            x,
+            d_y,
             gradients.view_mut(linear.flat, linear.range.clone()),
         )?;
         Ok(())
@@ -392,33 +405,36 @@ impl<B: Backend, T: Element> Model<B, T> {
     fn linear_backward_input(
         &self,
         linear: Linear<'_>,
-        d_y: &B::Buffer<T>,
+        d_y: View<'_, B, T>,
         d_x: &mut B::Buffer<T>,
     ) -> Result<(), Error> {
         self.backend.linear_backward_input(
             linear.inputs,
-            B::view(d_y, 0..linear.tokens * linear.outputs()),
+            d_y,
             self.weights.view(linear.flat, linear.range.clone()),
             B::view_mut(d_x, 0..linear.tokens * linear.inputs),
         )?;
         Ok(())
     }
 
-    /// Adds a norm's gradients, from that of its output in `d_branch`, to `d_stream` and to those of its weight.
+    /// Adds a norm's gradients, from that of its output in `d_branch`, to `d_stream` and to those of its
+    /// weight.
     fn norm_backward<G: Element>(
         &self,
-        (flat, range): (usize, &Range<usize>),
+        (flat, range, tokens): (usize, &Range<usize>, usize),
         x: &B::Buffer<T>,
         inv_rms: &B::Buffer<f32>,
         scratch: &mut Backward<B, T>,
         gradients: &mut FlatBuffers<B, G>,
     ) -> Result<(), Error> {
+        let own = self.reduce_scatter(tokens, &mut scratch.d_branch)?;
+        let held = own.len();
         self.backend.rms_norm_backward(
-            whole::<B, T>(x),
+            B::view(x, 0..held),
             self.weights.view(flat, range.clone()),
-            whole::<B, f32>(inv_rms),
-            B::view(&scratch.d_branch, 0..B::len(x)),
-            whole_mut::<B, T>(&mut scratch.d_stream),
+            B::view(inv_rms, 0..self.token_share(tokens).held()),
+            B::view(&scratch.d_branch, own),
+            B::view_mut(&mut scratch.d_stream, 0..held),
             gradients.view_mut(flat, range.clone()),
         )?;
         Ok(())

@@ -52,6 +52,20 @@ pub enum Error {
         /// Blocks of the model.
         layers: usize,
     },
+    /// The ranks that are to share a model's tensors cannot.
+    #[error(
+        "{ranks} ranks cannot share the tensors of a model of {heads} key/value heads: use a number \
+         that divides them, at most the MLP's width and the vocabulary"
+    )]
+    Tensor {
+        /// Ranks.
+        ranks: usize,
+        /// Key/value heads of the model.
+        heads: usize,
+    },
+    /// What needs the whole model was asked of a rank that holds a part.
+    #[error("this rank holds a part of the model: generate, and read logits, with all of it")]
+    Divided,
     /// An operator refused its input.
     #[error(transparent)]
     Kernel(#[from] moh_kernels::Error),

@@ -3,6 +3,7 @@
 
 use candle_core::{Device, Tensor};
 use candle_transformers::generation::{LogitsProcessor, Sampling};
+use moh_kernels::ranks::VocabularyRows;
 use moh_kernels::{Backend, Element};
 
 use crate::Error;
@@ -31,8 +32,11 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
     /// Room for a sequence of `capacity` tokens; the model must have positions for all of them.
     ///
     /// # Errors
-    /// When the device has no room, or the model fewer positions.
+    /// When the device has no room, or the model fewer positions; [`Error::Divided`] for a part of one.
     pub fn new(model: &'a Model<B, T>, capacity: usize) -> Result<Self, Error> {
+        if !model.is_whole() {
+            return Err(Error::Divided);
+        }
         if capacity > model.positions() {
             return Err(Error::TooLong { tokens: capacity, positions: model.positions() });
         }
@@ -91,6 +95,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         backend.upload(ids, B::view_mut(&mut self.ids, 0..n))?;
         backend.embedding_forward(
             config.hidden_size,
+            VocabularyRows::all(config.vocab_size),
             B::view(&self.ids, 0..n),
             model.weights_of(ModelLayout::EMBEDDING),
             B::view_mut(&mut self.stream[0], 0..width),
@@ -105,7 +110,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
             let mut block = self.blocks.of(layer);
             model.attend(&tokens, input, &mut block, Some(cache))?;
             model.activate(n, &mut block)?;
-            model.project_down(n, &block, output)?;
+            model.project_down(n, &mut block, output)?;
             self.stream.swap(0, 1);
         }
         backend.rms_norm_forward(

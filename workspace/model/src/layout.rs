@@ -7,21 +7,36 @@
 use std::ops::Range;
 
 use crate::ModelConfig;
-use crate::pipeline::Part;
+use crate::model_parallel::{Part, TensorShare};
+use crate::slice::Slice;
 
 /// One tensor of a flat buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Segment {
     /// Its name in checkpoints.
     pub name: String,
-    /// Its shape.
-    pub shape: Vec<usize>,
-    /// Its numbers within the buffer.
+    /// The part of it that is held.
+    pub slice: Slice,
+    /// The part's numbers within the buffer.
     pub range: Range<usize>,
     /// Whether weight decay applies: to matrices, not to norms.
     pub decays: bool,
     /// Whether it counts in the global gradient norm: a replicated tensor counts once.
     pub counted: bool,
+    /// Whether ranks that share the other tensors all hold this one: they add up its gradients.
+    pub replicated: bool,
+}
+
+impl Segment {
+    /// Shape of the whole tensor.
+    pub fn shape(&self) -> &[usize] {
+        self.slice.shape()
+    }
+
+    /// Numbers of the whole tensor.
+    pub fn whole_len(&self) -> usize {
+        self.shape().iter().product()
+    }
 }
 
 /// The tensors of one flat buffer, in order and without gaps between them.
@@ -34,15 +49,20 @@ pub struct FlatLayout {
 }
 
 impl FlatLayout {
-    /// Lays tensors out one after the other and pads the end to a multiple of `multiple`.
-    fn new(tensors: Vec<(String, Vec<usize>)>, multiple: usize) -> Self {
+    /// Lays the parts of tensors that `share` holds out one after the other and pads the end to a
+    /// multiple of `multiple`.
+    fn new(tensors: Vec<(String, Slice)>, multiple: usize, share: TensorShare) -> Self {
         let mut end = 0;
         let segments = tensors
             .into_iter()
-            .map(|(name, shape)| {
+            .map(|(name, slice)| {
                 let start = end;
-                end += shape.iter().product::<usize>();
-                Segment { name, decays: shape.len() > 1, shape, range: start..end, counted: true }
+                end += slice.len();
+                let decays = slice.shape().len() > 1;
+                // Matrices are divided, norms are not.
+                let replicated = share.ranks > 1 && !decays;
+                let counted = !replicated || share.rank == 0;
+                Segment { name, slice, range: start..end, decays, counted, replicated }
             })
             .collect();
         FlatLayout { segments, len: end.next_multiple_of(multiple) }
@@ -68,7 +88,7 @@ impl FlatLayout {
     }
 }
 
-/// The flat buffers of a whole model, in order: embedding, blocks, final norm, untied head.
+/// The flat buffers of a model, or of a part of one, in order: embedding, blocks, final norm, untied head.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelLayout {
     /// The buffers.
@@ -79,7 +99,8 @@ pub struct ModelLayout {
     pub block: BlockRanges,
 }
 
-/// The weights of a block by what they are multiplied with.
+/// The weights of a block by what they are multiplied with; of ranks that share tensors H, G and I are
+/// those held.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockRanges {
     /// Norm before attention, `[C]`.
@@ -111,27 +132,29 @@ impl ModelLayout {
     /// The layout of a part of such a model: buffers of other parts are empty.
     pub fn of_part(config: &ModelConfig, ranks: usize, part: &Part) -> Self {
         let width = config.hidden_size;
-        let one = |name: &str, shape: Vec<usize>, here: bool| match here {
-            true => FlatLayout::new(vec![(name.into(), shape)], ranks),
+        let one = |name: &str, slice: Slice, here: bool| match here {
+            true => FlatLayout::new(vec![(name.into(), slice)], ranks, part.tensor),
             false => FlatLayout { segments: Vec::new(), len: 0 },
         };
         let tied = config.tie_word_embeddings;
-        let vocabulary = vec![config.vocab_size, width];
+        let rows = part.tensor.vocabulary(config);
+        let rows = std::iter::once(rows.first..rows.first + rows.count).collect();
+        let vocabulary = Slice::along(vec![config.vocab_size, width], 0, rows);
         let embedded = part.first || part.last && tied;
         let mut embedding = one("model.embed_tokens.weight", vocabulary.clone(), embedded);
         // A tied head counts where it is the embedding.
         embedding.segments.iter_mut().for_each(|segment| segment.counted = part.first);
         let block = |layer| match part.layers.contains(&layer) {
-            true => block_layout(config, layer, ranks),
+            true => block_layout(config, layer, ranks, part.tensor),
             false => FlatLayout { segments: Vec::new(), len: 0 },
         };
         let mut flats = vec![embedding];
         flats.extend((0..config.num_hidden_layers).map(block));
-        flats.push(one("model.norm.weight", vec![width], part.last));
+        flats.push(one("model.norm.weight", Slice::whole(vec![width]), part.last));
         if !tied {
             flats.push(one("lm_head.weight", vocabulary, part.last));
         }
-        let block = BlockRanges::new(&block_layout(config, 0, ranks));
+        let block = BlockRanges::new(&block_layout(config, 0, ranks, part.tensor));
         ModelLayout { flats, num_blocks: config.num_hidden_layers, block }
     }
 
@@ -185,22 +208,32 @@ impl ModelLayout {
     }
 }
 
-fn block_layout(config: &ModelConfig, layer: usize, ranks: usize) -> FlatLayout {
+fn block_layout(
+    config: &ModelConfig,
+    layer: usize,
+    ranks: usize,
+    share: TensorShare,
+) -> FlatLayout {
     let (width, inner) = (config.hidden_size, config.intermediate_size);
     let (queries, keys) = (config.query_width(), config.key_value_width());
+    let norm = || Slice::whole(vec![width]);
+    // The rows of a projection that are those of the heads held.
+    let heads = |outputs: usize| share.head_ranges(config, outputs / config.num_key_value_heads);
+    let of_heads = |outputs: usize| Slice::along(vec![outputs, width], 0, heads(outputs));
+    let columns = || vec![share.mlp_columns(config)];
     let tensors = [
-        ("input_layernorm", vec![width]),
-        ("self_attn.q_proj", vec![queries, width]),
-        ("self_attn.k_proj", vec![keys, width]),
-        ("self_attn.v_proj", vec![keys, width]),
-        ("self_attn.o_proj", vec![width, queries]),
-        ("post_attention_layernorm", vec![width]),
-        ("mlp.gate_proj", vec![inner, width]),
-        ("mlp.up_proj", vec![inner, width]),
-        ("mlp.down_proj", vec![width, inner]),
+        ("input_layernorm", norm()),
+        ("self_attn.q_proj", of_heads(queries)),
+        ("self_attn.k_proj", of_heads(keys)),
+        ("self_attn.v_proj", of_heads(keys)),
+        ("self_attn.o_proj", Slice::along(vec![width, queries], 1, heads(queries))),
+        ("post_attention_layernorm", norm()),
+        ("mlp.gate_proj", Slice::along(vec![inner, width], 0, columns())),
+        ("mlp.up_proj", Slice::along(vec![inner, width], 0, columns())),
+        ("mlp.down_proj", Slice::along(vec![width, inner], 1, columns())),
     ];
-    let named = |(name, shape)| (format!("model.layers.{layer}.{name}.weight"), shape);
-    FlatLayout::new(tensors.into_iter().map(named).collect(), ranks)
+    let named = |(name, slice)| (format!("model.layers.{layer}.{name}.weight"), slice);
+    FlatLayout::new(tensors.into_iter().map(named).collect(), ranks, share)
 }
 
 impl BlockRanges {

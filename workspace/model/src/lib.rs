@@ -10,9 +10,11 @@ mod generation;
 pub mod initial;
 pub mod layout;
 mod model;
+pub mod model_parallel;
 pub mod parameters;
-pub mod pipeline;
 pub mod rope;
+mod sequence;
+pub mod slice;
 pub mod weight_files;
 
 pub use activations::{Activations, PassShape, Recompute};

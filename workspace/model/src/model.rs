@@ -2,14 +2,15 @@
 
 use moh_comm::{Group, Reduce};
 use moh_kernels::cross_entropy::HeadGradients;
+use moh_kernels::ranks::HeadRanks;
 use moh_kernels::router::QueryNormRouter;
 use moh_kernels::{Backend, Element};
 
 use crate::activations::{Activations, Recompute, whole, whole_mut};
 use crate::block::{RouterScale, Tokens};
 use crate::layout::{ModelLayout, Segment};
+use crate::model_parallel::ModelParallel;
 use crate::parameters::FlatBuffers;
-use crate::pipeline::Pipeline;
 use crate::{Error, ModelConfig, rope};
 
 /// Tags of the residual stream and of its gradient between stages.
@@ -21,7 +22,7 @@ pub struct Model<B: Backend, T: Element> {
     pub(crate) backend: B,
     pub(crate) config: ModelConfig,
     pub(crate) layout: ModelLayout,
-    pub(crate) pipeline: Pipeline,
+    pub(crate) parallel: ModelParallel,
     pub(crate) weights: FlatBuffers<B, T>,
     pub(crate) rope_cos: B::Buffer<f32>,
     pub(crate) rope_sin: B::Buffer<f32>,
@@ -120,25 +121,25 @@ impl<B: Backend, T: Element> Model<B, T> {
         positions: usize,
         source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
     ) -> Result<Self, E> {
-        let pipeline = Pipeline::whole(&config);
-        Self::of_pipeline(backend, config, positions, pipeline, 1, source)
+        let parallel = ModelParallel::whole(&config);
+        Self::of_part(backend, config, positions, parallel, 1, source)
     }
 
-    /// As [`Model::new`], the part of a stage of `pipeline`, with buffers that `ranks` ranks can share
-    /// ([`ModelLayout::padded`]).
+    /// As [`Model::new`], the part of one rank of `parallel`, with buffers whose optimiser's state `ranks`
+    /// ranks can share ([`ModelLayout::padded`]).
     ///
     /// # Errors
     /// As [`Model::new`].
-    pub fn of_pipeline<E: From<Error>>(
+    pub fn of_part<E: From<Error>>(
         backend: B,
         config: ModelConfig,
         positions: usize,
-        pipeline: Pipeline,
+        parallel: ModelParallel,
         ranks: usize,
         source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
     ) -> Result<Self, E> {
-        let layout = ModelLayout::of_part(&config, ranks, pipeline.part());
-        let mut model = Self::zeros(backend, config, layout, pipeline, positions)?;
+        let layout = ModelLayout::of_part(&config, ranks, parallel.part());
+        let mut model = Self::zeros(backend, config, layout, parallel, positions)?;
         model.weights.fill(&model.backend, &model.layout, source)?;
         Ok(model)
     }
@@ -147,7 +148,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         backend: B,
         config: ModelConfig,
         layout: ModelLayout,
-        pipeline: Pipeline,
+        parallel: ModelParallel,
         positions: usize,
     ) -> Result<Self, Error> {
         if let Some(moh) = &config.moh {
@@ -159,7 +160,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let mut rope_sin = backend.allocate(sin.len())?;
         backend.upload(&cos, whole_mut::<B, f32>(&mut rope_cos))?;
         backend.upload(&sin, whole_mut::<B, f32>(&mut rope_sin))?;
-        Ok(Model { backend, config, layout, pipeline, weights, rope_cos, rope_sin })
+        Ok(Model { backend, config, layout, parallel, weights, rope_cos, rope_sin })
     }
 
     /// The device.
@@ -167,9 +168,14 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self.backend
     }
 
-    /// The stage of a pipeline that this model is, the only one where it is whole.
-    pub fn pipeline(&self) -> &Pipeline {
-        &self.pipeline
+    /// The part of a model that this one is, and the ranks that have the others.
+    pub fn parallel(&self) -> &ModelParallel {
+        &self.parallel
+    }
+
+    /// Whether this rank holds all of the model.
+    pub fn is_whole(&self) -> bool {
+        self.parallel.stages() == 1 && !self.is_shared()
     }
 
     /// The configuration.
@@ -219,9 +225,13 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// head or selects all of them, which is dense.
     pub(crate) fn router(&self) -> Option<QueryNormRouter> {
         let moh = self.config.moh?;
-        let routed = self.config.num_attention_heads - moh.shared_heads;
-        (routed > 0)
+        (self.routed_heads() > 0)
             .then_some(QueryNormRouter { shared_heads: moh.shared_heads, top_k: moh.routed_top_k })
+    }
+
+    /// Routed heads of a block, on all ranks; 0 in a dense model.
+    pub(crate) fn routed_heads(&self) -> usize {
+        self.config.moh.map_or(0, |moh| self.config.num_attention_heads - moh.shared_heads)
     }
 
     /// The forward pass up to the final norm, of this stage between its neighbours; adds the balance loss
@@ -239,17 +249,12 @@ impl<B: Backend, T: Element> Model<B, T> {
         let tokens =
             Tokens::<B> { shape: *shape, first_position: 0, first_key: first_key.as_ref() };
         let n = shape.tokens();
-        let part = self.pipeline.part().clone();
-        let neighbours = self.pipeline.group().clone();
+        let part = self.parallel.part().clone();
+        let neighbours = self.parallel.pipeline().clone();
         let stage = neighbours.rank();
         if part.first {
             self.weights.arrive(ModelLayout::EMBEDDING)?;
-            self.backend.embedding_forward(
-                self.config.hidden_size,
-                whole::<B, u32>(ids),
-                self.weights_of(ModelLayout::EMBEDDING),
-                whole_mut::<B, T>(&mut stream[0]),
-            )?;
+            self.embed(n, ids, &mut stream[0], blocks.gathered())?;
         } else {
             neighbours.recv::<B, T>(whole_mut::<B, T>(&mut stream[0]), stage - 1, FORWARD)?;
         }
@@ -261,8 +266,9 @@ impl<B: Backend, T: Element> Model<B, T> {
             self.weights.arrive(self.layout.block_index(layer))?;
             self.attend(&tokens, input, &mut block, None)?;
             self.activate(n, &mut block)?;
-            self.project_down(n, &block, output)?;
-            if let Some(routing) = &block.kept.routing {
+            self.project_down(n, &mut block, output)?;
+            // Every rank that shares the heads knows the loss.
+            if let (Some(routing), 0) = (&block.kept.routing, part.tensor.rank) {
                 self.backend.balance_loss(routing, share, sums.balance())?;
             }
         }
@@ -273,14 +279,42 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
         self.weights.arrive(self.layout.final_norm_index())?;
         self.weights.arrive(self.layout.head_index())?;
+        let held = self.stream_len(n);
         self.backend.rms_norm_forward(
             self.config.rms_norm_eps,
-            whole::<B, T>(output),
+            B::view(output, 0..held),
             self.weights_of(self.layout.final_norm_index()),
-            whole_mut::<B, T>(&mut activations.final_normed),
-            whole_mut::<B, f32>(&mut activations.final_inv_rms),
+            B::view_mut(&mut activations.final_normed, 0..held),
+            B::view_mut(&mut activations.final_inv_rms, 0..self.token_share(n).held()),
         )?;
         Ok(())
+    }
+
+    /// The embedding of the tokens whose rows are held here.
+    fn embed(
+        &self,
+        tokens: usize,
+        ids: &B::Buffer<u32>,
+        stream: &mut B::Buffer<T>,
+        gathered: &mut Option<B::Buffer<T>>,
+    ) -> Result<(), Error> {
+        let (backend, width) = (&self.backend, self.config.hidden_size);
+        let rows = self.parallel.part().tensor.vocabulary(&self.config);
+        let (ids, table) = (whole::<B, u32>(ids), self.weights_of(ModelLayout::EMBEDDING));
+        let Some(partial) = gathered else {
+            return Ok(backend.embedding_forward(
+                width,
+                rows,
+                ids,
+                table,
+                whole_mut::<B, T>(stream),
+            )?);
+        };
+        let into = B::view_mut(partial, 0..tokens * width);
+        backend.embedding_forward(width, rows, ids, table, into)?;
+        let own = self.reduce_scatter(tokens, partial)?;
+        let held = B::view_mut(stream, 0..own.len());
+        Ok(backend.copy(B::view(partial, own), held)?)
     }
 
     /// Adds the cross-entropy of the uploaded micro-batch to `sums`, without gradients, on the stage that
@@ -294,17 +328,36 @@ impl<B: Backend, T: Element> Model<B, T> {
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
         self.forward(activations, sums)?;
-        if !self.pipeline.part().last {
-            return Ok(());
+        match self.parallel.part().last {
+            true => self.losses::<f32>(activations, sums, None),
+            false => Ok(()),
         }
-        self.backend.cross_entropy::<T, f32>(
-            &self.head_shape(activations.shape.tokens()),
-            whole::<B, T>(&activations.final_normed),
+    }
+
+    /// Adds the cross-entropy to `sums`; with gradients, writes that of the normed residual stream.
+    fn losses<G: Element>(
+        &self,
+        activations: &mut Activations<B, T>,
+        sums: &mut StepSums<B>,
+        gradients: Option<HeadGradients<'_, B, T, G>>,
+    ) -> Result<(), Error> {
+        let Activations { shape, blocks, final_normed, targets, head_sums, .. } = activations;
+        let (n, tensor) = (shape.tokens(), self.parallel.part().tensor);
+        let all_reduce = &self.sum_over_ranks();
+        self.backend.cross_entropy(
+            &self.head_shape(n),
+            self.gather(n, final_normed, blocks.gathered())?,
             self.weights_of(self.layout.head_index()),
-            whole::<B, u32>(&activations.targets),
+            whole::<B, u32>(targets),
             whole_mut::<B, f32>(&mut activations.head_scratch),
             sums.cross_entropy(),
-            None,
+            gradients,
+            self.is_shared().then(|| HeadRanks {
+                rows: tensor.vocabulary(&self.config),
+                rank: (tensor.rank, tensor.ranks),
+                sums: whole_mut::<B, f64>(head_sums),
+                all_reduce,
+            }),
         )?;
         Ok(())
     }
@@ -341,11 +394,14 @@ impl<B: Backend, T: Element> Model<B, T> {
         reduce: Option<&Group>,
     ) -> Result<(), Error> {
         let complete = |gradients: &mut FlatBuffers<B, G>, flat| match reduce {
-            Some(group) => gradients.start_reduce_scatter(flat, group),
+            Some(group) => {
+                self.add_up_replicated(gradients, flat)?;
+                gradients.start_reduce_scatter(flat, group)
+            }
             None => Ok(()),
         };
-        let part = self.pipeline.part();
-        let (neighbours, layout) = (self.pipeline.group(), &self.layout);
+        let part = self.parallel.part();
+        let (neighbours, layout) = (self.parallel.pipeline(), &self.layout);
         if part.last {
             self.head_backward(activations, gradients, scale, sums)?;
             if layout.head_index() != ModelLayout::EMBEDDING {
@@ -388,11 +444,12 @@ impl<B: Backend, T: Element> Model<B, T> {
         let embedding = &layout.flats[ModelLayout::EMBEDDING];
         self.backend.embedding_backward(
             self.config.hidden_size,
+            part.tensor.vocabulary(&self.config),
             whole::<B, u32>(&activations.ids),
-            whole::<B, T>(&scratch.d_stream),
+            self.gather(n, &scratch.d_stream, blocks.gathered())?,
             gradients.view_mut(ModelLayout::EMBEDDING, embedding.used()),
         )?;
-        match self.pipeline.ends() {
+        match self.parallel.ends() {
             Some(_) => Ok(()),
             None => complete(gradients, ModelLayout::EMBEDDING),
         }
@@ -406,36 +463,47 @@ impl<B: Backend, T: Element> Model<B, T> {
         scale: LossScale,
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
-        let Activations { shape, stream, backward, .. } = activations;
-        let Some(scratch) = backward else {
+        let Some(mut scratch) = activations.backward.take() else {
             return Err(Error::NotPlannedForTraining);
         };
         let (backend, layout) = (&self.backend, &self.layout);
-        let (n, width) = (shape.tokens(), self.config.hidden_size);
+        let (n, width) = (activations.shape.tokens(), self.config.hidden_size);
         let head = layout.head_index();
-        backend.cross_entropy(
-            &self.head_shape(n),
-            whole::<B, T>(&activations.final_normed),
-            self.weights_of(head),
-            whole::<B, u32>(&activations.targets),
-            whole_mut::<B, f32>(&mut activations.head_scratch),
-            sums.cross_entropy(),
-            Some(HeadGradients::<B, T, G> {
-                scale: scale.cross_entropy,
-                d_x: B::view_mut(&mut scratch.d_branch, 0..n * width),
-                d_weight: gradients.view_mut(head, layout.flats[head].used()),
-            }),
-        )?;
+        let head_gradients = HeadGradients::<B, T, G> {
+            scale: scale.cross_entropy,
+            d_x: B::view_mut(&mut scratch.d_branch, 0..n * width),
+            d_weight: gradients.view_mut(head, layout.flats[head].used()),
+        };
+        let found = self.losses(activations, sums, Some(head_gradients));
+        let Activations { stream, backward, .. } = activations;
+        let scratch = backward.insert(scratch);
+        found?;
         backend.zero(whole_mut::<B, T>(&mut scratch.d_stream))?;
         let final_norm = layout.final_norm_index();
+        let own = self.reduce_scatter(n, &mut scratch.d_branch)?;
+        let held = own.len();
         backend.rms_norm_backward(
-            whole::<B, T>(&stream[self.pipeline.part().layers.len()]),
+            B::view(&stream[self.parallel.part().layers.len()], 0..held),
             self.weights_of(final_norm),
-            whole::<B, f32>(&activations.final_inv_rms),
-            B::view(&scratch.d_branch, 0..n * width),
-            whole_mut::<B, T>(&mut scratch.d_stream),
+            B::view(&activations.final_inv_rms, 0..self.token_share(n).held()),
+            B::view(&scratch.d_branch, own),
+            B::view_mut(&mut scratch.d_stream, 0..held),
             gradients.view_mut(final_norm, layout.flats[final_norm].used()),
         )?;
+        Ok(())
+    }
+
+    /// Adds up what ranks that share the other tensors have of the gradients of those that they all hold.
+    fn add_up_replicated<G: Element>(
+        &self,
+        gradients: &mut FlatBuffers<B, G>,
+        flat: usize,
+    ) -> Result<(), Error> {
+        let segments = self.layout.flats[flat].segments.iter();
+        for segment in segments.filter(|segment| segment.replicated) {
+            let part = gradients.view_mut(flat, segment.range.clone());
+            self.parallel.tensor().all_reduce::<B, G>(part, Reduce::Sum)?;
+        }
         Ok(())
     }
 
@@ -449,7 +517,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         gradients: &mut FlatBuffers<B, G>,
         reduce: &Group,
     ) -> Result<(), Error> {
-        let waits = |flat| self.pipeline.ends().is_some() && flat == ModelLayout::EMBEDDING;
+        let waits = |flat| self.parallel.ends().is_some() && flat == ModelLayout::EMBEDDING;
         let mut order = self.layout.backward_order().filter(|&flat| !waits(flat));
         order.try_for_each(|flat| gradients.start_reduce_scatter(flat, reduce))
     }
@@ -464,7 +532,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         gradients: &mut FlatBuffers<B, G>,
         reduce: &Group,
     ) -> Result<(), Error> {
-        let Some(ends) = self.pipeline.ends() else { return Ok(()) };
+        let Some(ends) = self.parallel.ends() else { return Ok(()) };
         let whole = whole_mut::<B, G>(gradients.flat_mut(ModelLayout::EMBEDDING));
         ends.all_reduce::<B, G>(whole, Reduce::Sum)?;
         gradients.start_reduce_scatter(ModelLayout::EMBEDDING, reduce)
@@ -473,8 +541,11 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Logits of the last forward pass, `[N, V]`.
     ///
     /// # Errors
-    /// A failing device, or no room for the logits.
+    /// A failing device, or no room for the logits; [`Error::Divided`] of a part of a model.
     pub fn logits(&self, activations: &Activations<B, T>) -> Result<Vec<f32>, Error> {
+        if !self.is_whole() {
+            return Err(Error::Divided);
+        }
         let tokens = activations.shape.tokens();
         self.project(whole::<B, T>(&activations.final_normed), tokens)
     }
@@ -518,8 +589,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         activations: &Activations<B, T>,
         read: impl Fn(&B::Routing, &mut [S]) -> moh_kernels::Result<()>,
     ) -> Result<Vec<S>, Error> {
-        let shared = self.config.moh.map_or(0, |moh| moh.shared_heads);
-        let table = activations.shape.tokens() * (self.config.num_attention_heads - shared);
+        let table = activations.shape.tokens() * self.routed_heads();
         let mut tables = Vec::new();
         for routing in activations.blocks.routings() {
             let start = tables.len();

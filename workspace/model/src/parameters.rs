@@ -247,19 +247,20 @@ impl<B: Backend, T: Element> FlatBuffers<B, T> {
                 continue;
             }
             values.clear();
-            values.resize(segment.range.len(), 0f32);
+            values.resize(segment.whole_len(), 0f32);
             source(segment, &mut values)?;
             let start = segment.range.start;
             rounded.clear();
-            rounded.extend(
-                values[part.start - start..part.end - start].iter().map(|&v| T::from_f32(v)),
-            );
+            for run in segment.slice.runs(part.start - start..part.end - start) {
+                let values = &values[run.whole..run.whole + run.len];
+                rounded.extend(values.iter().map(|&v| T::from_f32(v)));
+            }
             backend.upload(&rounded, self.view_mut(flat, part)).map_err(Error::from)?;
         }
         Ok(())
     }
 
-    /// Copies a tensor to the host as f32.
+    /// Copies what is held of a tensor to the host as f32.
     ///
     /// # Errors
     /// When the device fails.

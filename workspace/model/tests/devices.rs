@@ -33,7 +33,7 @@ fn pass<B: Backend, T: Element>(backend: B, moh: Option<MohConfig>, recompute: R
     config.moh = moh;
     let mut model = Model::<B, T>::new::<Error>(backend, config, 64, |segment, values| {
         initial::initialize(3, 0.2, &segment.name, &[values.len(), 1], values);
-        if segment.shape.len() == 1 {
+        if segment.shape().len() == 1 {
             values.iter_mut().for_each(|value| *value += 1.0);
         }
         Ok(())

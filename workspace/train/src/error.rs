@@ -128,29 +128,21 @@ pub enum Error {
          --features nccl, or start one process"
     )]
     NoNccl,
-    /// The recipe divides tensors among ranks.
+    /// The ranks cannot be arranged as a stage wants.
     #[error(
-        "{}: stage.{stage}.parallel: this build trains in one process: use --set \
-         stage.{stage}.parallel.tensor=1 --set stage.{stage}.parallel.pipeline=1", path.display()
+        "{}: stage.{stage}.parallel = {{ tensor = {tensor}, pipeline = {pipeline} }}: {ranks} ranks were \
+         started: start a multiple of {}, or change the two",
+        path.display(), tensor.saturating_mul(*pipeline)
     )]
-    NotParallel {
-        /// The recipe.
-        path: PathBuf,
-        /// The stage.
-        stage: String,
-    },
-    /// The ranks cannot form a pipeline's stages.
-    #[error(
-        "{}: stage.{stage}.parallel.pipeline = {stages}: {ranks} ranks were started: start a multiple of \
-         {stages}, or set it to a divisor of {ranks}", path.display()
-    )]
-    Pipeline {
+    Parallel {
         /// The recipe.
         path: PathBuf,
         /// The stage of the recipe.
         stage: String,
+        /// Ranks that share each tensor.
+        tensor: usize,
         /// Stages of the pipeline.
-        stages: usize,
+        pipeline: usize,
         /// Ranks.
         ranks: usize,
     },

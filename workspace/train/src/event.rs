@@ -34,6 +34,13 @@ pub enum Event<'a> {
         /// The device's memory with all of the stage's buffers in it, where it has its own.
         memory: Option<DeviceMemory>,
     },
+    /// A stage's ranks share tensors, and do not hold equal numbers of shared heads.
+    UnevenHeads {
+        /// The stage.
+        stage: &'a Stage,
+        /// Shared heads of each rank.
+        shared_heads: &'a [usize],
+    },
     /// A step was done.
     Step {
         /// What it measured.

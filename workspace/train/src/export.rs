@@ -26,14 +26,14 @@ pub(crate) fn write<B: Backend, T: Element>(
     };
     let config = source.config_file().to_json(model.config(), Some(dtype));
     let whole = ModelLayout::new(model.config());
-    let stored = match model.pipeline().stages() {
-        1 => None,
-        _ => Some(StoredCheckpoint::of_step(run, step)?),
+    let stored = match model.is_whole() {
+        true => None,
+        false => Some(StoredCheckpoint::of_step(run, step)?),
     };
     let tensors: Vec<TensorSpec> = (whole.segments())
         .map(|(_, segment)| TensorSpec {
             name: segment.name.clone(),
-            shape: segment.shape.clone(),
+            shape: segment.shape().to_vec(),
             dtype,
         })
         .collect();

@@ -10,7 +10,7 @@ use moh_kernels::{Backend, Cpu, Element};
 
 use crate::event::{Event, Outcome};
 use crate::open_device::OpenDevice;
-use crate::recipe::{DType, Stage};
+use crate::recipe::{DType, Parallel, Stage};
 use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::summary::Summary;
@@ -83,24 +83,22 @@ impl Job<'_> {
         with_weights(backend, ranks, inputs, data, events)
     }
 
-    /// Refuses a pipeline that these ranks cannot form.
-    fn check_pipeline(&self, stage: &Stage) -> Result<(), Error> {
-        let (ranks, stages) = (self.group.size(), stage.parallel.pipeline);
-        if stages > 0 && ranks.is_multiple_of(stages) {
+    /// Refuses an arrangement that these ranks cannot form.
+    fn check_parallel(&self, stage: &Stage) -> Result<(), Error> {
+        let Parallel { tensor, pipeline, .. } = stage.parallel;
+        let ranks = self.group.size();
+        let shared = tensor.saturating_mul(pipeline);
+        if shared > 0 && ranks.is_multiple_of(shared) {
             return Ok(());
         }
         let (path, stage) = (self.path.to_owned(), stage.name.clone());
-        Err(Error::Pipeline { path, stage, stages, ranks })
+        Err(Error::Parallel { path, stage, tensor, pipeline, ranks })
     }
 
     /// Opens the model and the data; faults of the data are told later.
     fn open(&self, recipe: &mut Recipe) -> Result<(ModelSource, Result<RunData, Error>), Error> {
-        if let Some(stage) = recipe.stages.iter().find(|stage| stage.parallel.tensor > 1) {
-            let stage = stage.name.clone();
-            return Err(Error::NotParallel { path: self.path.to_owned(), stage });
-        }
         for stage in &recipe.stages {
-            self.check_pipeline(stage)?;
+            self.check_parallel(stage)?;
         }
         let source = ModelSource::open(recipe, self.path, self.directory)?;
         recipe.resolve(self.path, source.original_config())?;

@@ -148,7 +148,7 @@ impl ModelSource {
         let files = match &self.weights {
             Weights::Fresh { seed } => {
                 let deviation = self.config.initializer_range;
-                initial::initialize(*seed, deviation, &segment.name, &segment.shape, values);
+                initial::initialize(*seed, deviation, &segment.name, segment.shape(), values);
                 return Ok(());
             }
             Weights::Files(files) => files,

@@ -273,7 +273,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
 /// Forward passes that a stage of a pipeline takes before its first backward pass.
 fn ahead<B: Backend, T: Element>(model: &Model<B, T>, own: &Range<u64>) -> usize {
     let micro_batches = usize::try_from(own.end - own.start).unwrap_or(usize::MAX);
-    model.pipeline().stages_after().min(micro_batches.saturating_sub(1))
+    model.parallel().stages_after().min(micro_batches.saturating_sub(1))
 }
 
 /// The micro-batches of a step that this rank of `group` takes: consecutive ones, and as many as the

@@ -9,8 +9,8 @@ use moh_comm::Layout;
 use moh_data::Windows;
 use moh_eval::{Evaluator, Sums};
 use moh_kernels::{Backend, Element};
+use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
-use moh_model::pipeline::Pipeline;
 use moh_model::{Model, ModelConfig};
 
 use crate::checkpoint::{self, Evaluation, Moment, RunState, StoredCheckpoint, TensorKind};
@@ -18,7 +18,7 @@ use crate::event::{Event, Outcome};
 use crate::export;
 use crate::metrics::{self, MetricsWriter, StepMetrics, Validation};
 use crate::optimizer::OptimizerState;
-use crate::recipe::Stage;
+use crate::recipe::{Parallel, Stage};
 use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::step::{StepGroups, StepPlan, Stepper};
@@ -40,6 +40,8 @@ struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
     ranks: Ranks<B>,
     /// Those of the stage that the state is in.
     groups: StepGroups,
+    /// How they were made.
+    parallel: Parallel,
     events: &'e mut dyn FnMut(Event<'_>),
     model: Model<B, T>,
     optimizer: OptimizerState<B, M>,
@@ -69,7 +71,7 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
         match trainer.run()? {
             Progress::Done => return trainer.finish(),
             Progress::Stopped => return Ok(Outcome::Stopped { step: trainer.state.step }),
-            // The next stage is another pipeline, which begins with the last one's checkpoint.
+            // The next stage divides the model in another way and begins with the last checkpoint.
             Progress::Divided => (ranks, data) = (trainer.ranks, trainer.data),
         }
     }
@@ -106,15 +108,15 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         }
         let mut config = source.config().clone();
         config.moh = attention_before(recipe, source, &state);
-        let stages = stages_at(recipe, state.stage);
-        let divided = divide(&ranks, stages, &config);
-        let (groups, pipeline) = ranks.agree(divided)?;
-        let model = Model::<B, T>::of_pipeline::<Error>(
+        let parallel = parallel_at(recipe, state.stage);
+        let divided = divide(&ranks, parallel, &config);
+        let (groups, parallel) = ranks.agree(divided)?;
+        let model = Model::<B, T>::of_part::<Error>(
             backend,
             config,
             recipe.data.sequence_length,
-            pipeline,
-            ranks.group().size(),
+            parallel,
+            groups.data.size(),
             |segment, values| match &stored {
                 Some(stored) => stored.read_f32(TensorKind::Weight, &segment.name, values),
                 None => source.fill(segment, values),
@@ -133,6 +135,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             inputs,
             ranks,
             groups,
+            parallel: parallel_at(recipe, state.stage),
             events,
             model,
             optimizer,
@@ -149,7 +152,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             self.evaluate_moment(Moment::Loaded, batch)?;
         }
         while let Some(stage) = self.inputs.recipe.stages.get(self.state.stage) {
-            if stage.parallel.pipeline != self.model.pipeline().stages() {
+            if stage.parallel != self.parallel {
                 return Ok(Progress::Divided);
             }
             if self.run_stage(stage)? == Progress::Stopped {
@@ -170,6 +173,10 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         let mut evaluator = self.evaluator(stage.micro_batch)?;
         let memory = self.model.backend().memory();
         (self.events)(Event::Stage { stage, done: self.state.stage_step, memory });
+        let tensor = self.model.parallel().part().tensor;
+        if let Some(shared_heads) = tensor.uneven_shared_heads(self.model.config()) {
+            (self.events)(Event::UnevenHeads { stage, shared_heads: &shared_heads });
+        }
         let schedule = stage.schedule();
         while self.state.stage_step < steps {
             let started = Instant::now();
@@ -356,24 +363,25 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
     }
 }
 
-/// Stages of the pipeline that the recipe's stage `index` wants, or its last one after all of them.
-fn stages_at(recipe: &Recipe, index: usize) -> usize {
+/// What the recipe's stage `index` wants, or its last one after all of them.
+fn parallel_at(recipe: &Recipe, index: usize) -> Parallel {
     let last = recipe.stages.len().saturating_sub(1);
-    recipe.stages.get(index.min(last)).map_or(1, |stage| stage.parallel.pipeline)
+    recipe.stages.get(index.min(last)).map_or_else(Parallel::default, |stage| stage.parallel)
 }
 
-/// This rank's groups and part of the model among `stages` stages.
+/// This rank's groups and part of the model.
 fn divide<B: Backend>(
     ranks: &Ranks<B>,
-    stages: usize,
+    parallel: Parallel,
     config: &ModelConfig,
-) -> Result<(StepGroups, Pipeline), Error> {
+) -> Result<(StepGroups, ModelParallel), Error> {
     let all = ranks.group().clone();
-    // Checked with the recipe; as one stage it would be refused by the model's own check.
-    let stages = NonZeroUsize::new(stages).unwrap_or(NonZeroUsize::MIN);
-    let groups = Layout::new(all.size(), NonZeroUsize::MIN, stages)?.groups(&all)?;
-    let pipeline = Pipeline::new(config, groups.pipeline)?;
-    Ok((StepGroups { all, data: groups.data }, pipeline))
+    // Checked with the recipe; 1 would be refused by the model's own check.
+    let count = |count: usize| NonZeroUsize::new(count).unwrap_or(NonZeroUsize::MIN);
+    let layout = Layout::new(all.size(), count(parallel.tensor), count(parallel.pipeline))?;
+    let groups = layout.groups(&all)?;
+    let parallel = ModelParallel::new(config, groups.pipeline, groups.tensor)?;
+    Ok((StepGroups { all, data: groups.data }, parallel))
 }
 
 /// Opens what the first rank writes as it goes on, cut back to the state's step.

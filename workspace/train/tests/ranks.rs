@@ -161,6 +161,61 @@ fn every_pipeline_ends_as_one_rank() {
     }
 }
 
+/// The recipe with so many ranks that share tensors and stages of a pipeline in its two stages.
+fn arranged(adapt: (usize, usize), moh: (usize, usize)) -> Vec<String> {
+    let mut changes = pipelines(adapt.1, moh.1);
+    changes.push(format!("stage.adapt.parallel.tensor={}", adapt.0));
+    changes.push(format!("stage.moh.parallel.tensor={}", moh.0));
+    changes
+}
+
+#[test]
+fn every_share_of_the_tensors_ends_as_one_rank() {
+    // Tied or not; every layer kept, norms computed again, or blocks; documents apart.
+    for changes in [
+        &["model.new.tie_word_embeddings=true", "memory.recompute=none"][..],
+        &["model.new.tie_word_embeddings=false", "memory.recompute=cheap"],
+        &["memory.recompute=block", "data.document_mask=true"],
+    ] {
+        let recipe = |place: &Workplace, arrangement: &[String]| {
+            let all = arrangement.iter().map(String::as_str).chain(changes.iter().copied());
+            place.recipe(&all.collect::<Vec<_>>())
+        };
+        let place = Workplace::new();
+        let reference = finish_on(1, &recipe(&place, &arranged((1, 1), (1, 1))));
+        // Alone; with data parallelism, ranks that have no work and a pipeline; another in each stage.
+        for (ranks, adapt, moh) in [
+            (2, (2, 1), (2, 1)),
+            (4, (2, 1), (2, 1)),
+            (18, (2, 1), (2, 1)),
+            (4, (2, 2), (2, 2)),
+            (4, (2, 1), (1, 2)),
+        ] {
+            let place = Workplace::new();
+            let found = finish_on(ranks, &recipe(&place, &arranged(adapt, moh)));
+            let what = format!("{ranks} ranks, {adapt:?}, {moh:?}, {changes:?}");
+            assert_alike(&found, &reference, &what);
+            let again = Workplace::new();
+            let repeated = finish_on(ranks, &recipe(&again, &arranged(adapt, moh)));
+            assert!(repeated.weights == found.weights, "{what}: other bits the second time");
+        }
+    }
+}
+
+#[test]
+fn shares_of_tensors_continue_as_another_layout() {
+    let place = Workplace::new();
+    let recipe =
+        |changes: &[String]| place.recipe(&changes.iter().map(String::as_str).collect::<Vec<_>>());
+    stop_on(8, &recipe(&arranged((2, 2), (2, 2))), 2);
+    stop_on(3, &recipe(&arranged((1, 1), (1, 1))), 4);
+    stop_on(2, &recipe(&arranged((1, 1), (2, 1))), 7);
+    let found = finish_on(1, &recipe(&arranged((1, 1), (1, 1))));
+    let other = Workplace::new();
+    let what = "tensor 2 x pipeline 2 x data 2, then 3, 2 and 1";
+    assert_alike(&found, &finish_on(1, &other.recipe(&MICRO_BATCHES)), what);
+}
+
 #[test]
 fn a_pipeline_continues_as_another_layout() {
     let place = Workplace::new();
@@ -182,7 +237,8 @@ fn pipelines_that_ranks_cannot_form_are_refused_before_the_run_begins() {
     let outcomes = train_on(3, &recipe, None, None);
     let told = |error: &Error| !matches!(error, Error::OtherRank { .. });
     let error = outcomes.into_iter().map(Result::unwrap_err).find(told).unwrap().to_string();
-    assert!(error.contains("stage.adapt.parallel.pipeline = 2: 3 ranks were started"), "{error}");
+    let parallel = "stage.adapt.parallel = { tensor = 1, pipeline = 2 }: 3 ranks were started";
+    assert!(error.contains(parallel), "{error}");
     assert!(!recipe.run.dir.exists());
 }
 
@@ -250,6 +306,19 @@ fn an_error_of_one_rank_is_told_once() {
     assert!(outcomes.iter().all(Result::is_err));
 }
 
+/// Every arrangement of one to eight ranks as (ranks, tensor, pipeline) that a model of five blocks
+/// and four key/value heads has.
+fn layouts() -> Vec<(usize, usize, usize)> {
+    let of = |ranks: usize| {
+        [1, 2, 4]
+            .into_iter()
+            .flat_map(move |tensor| (1..=5).map(move |stages| (ranks, tensor, stages)))
+    };
+    let fits =
+        |&(ranks, tensor, stages): &(usize, usize, usize)| ranks.is_multiple_of(tensor * stages);
+    [1, 2, 3, 4, 6, 8].into_iter().flat_map(of).filter(fits).collect()
+}
+
 /// Fifty steps of 24 sequences on stories260K, dense and with three quarters of its heads.
 fn stories_recipe(model: &Path, dir: &Path, attention: &str) -> Recipe {
     let text = format!(
@@ -293,24 +362,7 @@ fn a_pretrained_model_learns_on_many_ranks_as_on_one() {
     let moh = "attention = \"moh\"\nmoh = { shared_heads = 4, routed_top_k = 2 }";
     for attention in ["attention = \"dense\"", moh] {
         let mut reference = None;
-        let layouts = [
-            (1, 1),
-            (2, 1),
-            (3, 1),
-            (4, 1),
-            (6, 1),
-            (8, 1),
-            (2, 2),
-            (3, 3),
-            (4, 2),
-            (4, 4),
-            (5, 5),
-            (6, 2),
-            (6, 3),
-            (8, 2),
-            (8, 4),
-        ];
-        for (ranks, stages) in layouts {
+        for (ranks, tensor, stages) in layouts() {
             let dir = tempfile::tempdir().unwrap();
             let options = Prepare {
                 tokenizer: &tokenizer,
@@ -321,6 +373,7 @@ fn a_pretrained_model_learns_on_many_ranks_as_on_one() {
             };
             prepare(options, &mut |_, _| {}).unwrap();
             let mut recipe = stories_recipe(&model, dir.path(), attention);
+            recipe.stages[0].parallel.tensor = tensor;
             recipe.stages[0].parallel.pipeline = stages;
             for outcome in train_on(ranks, &recipe, Some(&model), None) {
                 assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
@@ -330,7 +383,7 @@ fn a_pretrained_model_learns_on_many_ranks_as_on_one() {
             assert_alike(
                 &Results::of(&recipe),
                 expected,
-                &format!("{ranks} ranks, {stages} stages, {attention}"),
+                &format!("{ranks} ranks, tensor {tensor}, pipeline {stages}, {attention}"),
             );
         }
     }

@@ -254,6 +254,7 @@ mod tests {
     use crate::attention::Visibility;
     use crate::backend::Backend;
     use crate::cuda::CudaBuffer;
+    use crate::ranks::Heads;
     use crate::rope::{QkvShape, RopeTable};
     use crate::router::QueryNormRouter;
     use crate::router::cuda::CudaRouting;
@@ -274,12 +275,12 @@ mod tests {
     /// Routing of the queries, which stay as they are.
     fn routing(cuda: &Cuda, qkv: &mut CudaBuffer<bf16>) -> CudaRouting {
         let router = QueryNormRouter { shared_heads: 1, top_k: 1 };
-        let mut routing = cuda.routing(SHAPE.tokens(), SHAPE.heads, router).unwrap();
+        let mut routing = cuda.routing(SHAPE.tokens(), Heads::all(SHAPE.heads), router).unwrap();
         let angles = SHAPE.length * SHAPE.head_dim / 2;
         let (cos, sin) = (uploaded(cuda, &vec![1f32; angles]), uploaded(cuda, &vec![0f32; angles]));
         let table = RopeTable::<Cuda> { cos: cos.view(0..angles), sin: sin.view(0..angles) };
         let qkv = qkv.view_mut(0..SHAPE.tokens() * SHAPE.row());
-        cuda.rope_route_forward(&SHAPE, table, 0, qkv, Some(&mut routing)).unwrap();
+        cuda.rope_route_forward(&SHAPE, table, 0, qkv, Some(&mut routing), None).unwrap();
         routing
     }
 

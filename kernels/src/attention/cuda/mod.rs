@@ -159,12 +159,12 @@ impl<'a> Problem<'a> {
 
     /// Heads before the routed ones.
     fn shared_heads(&self) -> usize {
-        self.selection.map_or(self.shape.heads, |selection| selection.shared_heads())
+        self.selection.map_or(self.shape.heads, |selection| selection.held_shared())
     }
 
     /// Which routed heads each token selected; none where every head serves every token.
     fn routed_mask(&self) -> Option<CudaView<'a, u8>> {
-        self.selection.map(|selection| selection.mask()).filter(|mask| mask.len > 0)
+        self.selection.map(|selection| selection.held_mask()).filter(|mask| mask.len > 0)
     }
 
     /// Factor of the scores.

@@ -1,10 +1,11 @@
 //! What a checkpoint says about itself.
 
+use moh_model::slice::Slice;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 /// The format that this program writes and reads.
-pub(super) const FORMAT: u32 = 2;
+pub(super) const FORMAT: u32 = 3;
 
 /// The manifest of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -118,8 +119,8 @@ pub struct TensorEntry {
     pub dtype: String,
     /// Shape of the whole tensor.
     pub shape: Vec<usize>,
-    /// First and end index in each dimension.
-    pub slice: Vec<[usize; 2]>,
+    /// The indices of the slice in each dimension: first and end of ranges in ascending order.
+    pub slice: Vec<Vec<[usize; 2]>>,
     /// First and end of the slice's numbers, counted in the order of its rows, that the file holds: in
     /// the slice's shape where they are all of it, else as a list.
     pub range: [usize; 2],
@@ -128,53 +129,20 @@ pub struct TensorEntry {
 }
 
 impl TensorEntry {
+    /// The part's slice of its tensor; `None` where it makes no sense.
+    pub(super) fn part(&self) -> Option<Slice> {
+        let ranges = |ranges: &Vec<[usize; 2]>| ranges.iter().map(|&[from, to]| from..to).collect();
+        Slice::new(self.shape.clone(), self.slice.iter().map(ranges).collect())
+    }
+
     /// The shape in which the file holds the part; `None` where slice and range make no sense.
     pub(super) fn stored_shape(&self) -> Option<Vec<usize>> {
-        if self.slice.len() != self.shape.len() {
-            return None;
-        }
-        let extents = (self.slice.iter().zip(&self.shape))
-            .map(|(&[from, to], &end)| (from <= to && to <= end).then(|| to - from))
-            .collect::<Option<Vec<usize>>>()?;
-        let numbers =
-            extents.iter().try_fold(1usize, |count, &extent| count.checked_mul(extent))?;
+        let part = self.part()?;
         match self.range {
-            [0, end] if end == numbers => Some(extents),
-            [from, to] if from <= to && to <= numbers => Some(vec![to - from]),
+            [0, end] if end == part.len() => Some(part.extents()),
+            [from, to] if from <= to && to <= part.len() => Some(vec![to - from]),
             _ => None,
         }
-    }
-
-    /// Puts the part's numbers where they belong in the whole tensor; returns how many they are.
-    pub(super) fn place(&self, values: &[f32], whole: &mut [f32]) -> usize {
-        // Rows of the last dimension; the others count as one.
-        let columns = self.shape.last().copied().unwrap_or(1).max(1);
-        let [first, end] = self.slice.last().copied().unwrap_or([0, 1]);
-        let width = (end - first).max(1);
-        let mut placed = 0;
-        while placed < values.len() {
-            let number = self.range[0] + placed;
-            let (row, column) = (number / width, number % width);
-            let count = (width - column).min(values.len() - placed);
-            let start = self.row(row) * columns + first + column;
-            whole[start..start + count].copy_from_slice(&values[placed..placed + count]);
-            placed += count;
-        }
-        placed
-    }
-
-    /// The whole tensor's row, all dimensions but the last taken together, that is row `row` of the
-    /// slice.
-    fn row(&self, mut row: usize) -> usize {
-        let (mut found, mut stride) = (0, 1);
-        let outer = self.shape.len().saturating_sub(1);
-        for (&[first, end], &extent) in self.slice[..outer].iter().zip(&self.shape).rev() {
-            let width = (end - first).max(1);
-            found += (first + row % width) * stride;
-            row /= width;
-            stride *= extent;
-        }
-        found
     }
 }
 
@@ -182,50 +150,42 @@ impl TensorEntry {
 mod tests {
     use super::*;
 
-    fn entry(shape: &[usize], slice: &[[usize; 2]], range: [usize; 2]) -> TensorEntry {
+    fn entry(shape: &[usize], slice: &[&[[usize; 2]]], range: [usize; 2]) -> TensorEntry {
         TensorEntry {
             name: "a".into(),
             kind: TensorKind::Weight,
             file: "f".into(),
             dtype: "F32".into(),
             shape: shape.to_vec(),
-            slice: slice.to_vec(),
+            slice: slice.iter().map(|ranges| ranges.to_vec()).collect(),
             range,
             blake3: String::new(),
         }
     }
 
     #[test]
-    fn parts_of_slices_find_their_place() {
-        let mut whole = [0.0; 12];
-        let part = entry(&[3, 4], &[[1, 3], [1, 3]], [1, 4]);
-        assert_eq!(part.stored_shape(), Some(vec![3]));
-        assert_eq!(part.place(&[1.0, 2.0, 3.0], &mut whole), 3);
-        assert_eq!(whole, [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 2.0, 3.0, 0.0]);
-
-        let mut whole = [0.0; 8];
-        let part = entry(&[2, 2, 2], &[[0, 2], [1, 2], [0, 2]], [0, 4]);
-        assert_eq!(part.stored_shape(), Some(vec![2, 1, 2]));
-        part.place(&[1.0, 2.0, 3.0, 4.0], &mut whole);
-        assert_eq!(whole, [0.0, 0.0, 1.0, 2.0, 0.0, 0.0, 3.0, 4.0]);
-
-        let mut whole = [0.0; 3];
-        entry(&[3], &[[0, 3]], [1, 3]).place(&[1.0, 2.0], &mut whole);
-        assert_eq!(whole, [0.0, 1.0, 2.0]);
+    fn whole_slices_keep_their_shape_and_parts_of_them_are_lists() {
+        let rows: &[&[[usize; 2]]] = &[&[[0, 1], [2, 3]], &[[1, 4]]];
+        assert_eq!(entry(&[3, 4], rows, [0, 6]).stored_shape(), Some(vec![2, 3]));
+        assert_eq!(entry(&[3, 4], rows, [1, 4]).stored_shape(), Some(vec![3]));
+        assert_eq!(entry(&[3], &[&[[0, 3]]], [1, 3]).stored_shape(), Some(vec![2]));
     }
 
     #[test]
     fn slices_and_ranges_that_make_no_sense_have_no_shape() {
+        let every: &[[usize; 2]] = &[[0, 4]];
         for (slice, range) in [
-            (&[[0, 4], [0, 4]][..], [0, 16]),
-            (&[[2, 1], [0, 4]], [0, 0]),
-            (&[[0, 3]], [0, 3]),
-            (&[[0, 3], [0, 4]], [0, 13]),
-            (&[[0, 3], [0, 4]], [5, 4]),
+            (&[&[[0, 4]][..], every][..], [0, 16]),
+            (&[&[[2, 1]], every], [0, 0]),
+            (&[&[[0, 2], [1, 3]], every], [0, 12]),
+            (&[&[[0, 3]]], [0, 3]),
+            (&[&[[0, 3]], every], [0, 13]),
+            (&[&[[0, 3]], every], [5, 4]),
         ] {
             assert_eq!(entry(&[3, 4], slice, range).stored_shape(), None, "{slice:?} {range:?}");
         }
         let huge = usize::MAX / 2;
-        assert_eq!(entry(&[huge, 3], &[[0, huge], [0, 3]], [0, 1]).stored_shape(), None);
+        let slice: &[&[[usize; 2]]] = &[&[[0, huge]], &[[0, 3]]];
+        assert_eq!(entry(&[huge, 3], slice, [0, 1]).stored_shape(), None);
     }
 }

@@ -235,7 +235,7 @@ impl PartFile<'_> {
                 flat: *flat,
                 range: range.clone(),
                 name: &entry.name,
-                // Its slice is the whole tensor and the range lies in it.
+                // The range lies in the slice, which the layout has made.
                 shape: entry.stored_shape().unwrap_or_default(),
                 dtype,
                 hash: &hash,
@@ -270,13 +270,18 @@ impl PartFile<'_> {
             kind: self.kind,
             file: self.name.clone(),
             dtype: format!("{dtype:?}"),
-            shape: segment.shape.clone(),
-            slice: segment.shape.iter().map(|&end| [0, end]).collect(),
+            shape: segment.shape().to_vec(),
+            slice: segment.slice.indices().iter().map(|ranges| bounds(ranges)).collect(),
             range: [range.start.saturating_sub(start), range.end.saturating_sub(start)],
             blake3: String::new(),
         };
         (!range.is_empty()).then_some((flat, range, entry))
     }
+}
+
+/// First and end of each range.
+fn bounds(ranges: &[Range<usize>]) -> Vec<[usize; 2]> {
+    ranges.iter().map(|range| [range.start, range.end]).collect()
 }
 
 fn write_manifest(folder: &Path, manifest: &Manifest) -> Result<(), Error> {

@@ -140,7 +140,7 @@ fn fresh(segment: &Segment, deviation: f64, values: &mut [f32]) {
     const PERIOD: usize = (1 << 20) + 1;
     let period = values.len().min(PERIOD);
     let (first, rest) = values.split_at_mut(period);
-    initial::initialize(SEED, deviation, &segment.name, &segment.shape, first);
+    initial::initialize(SEED, deviation, &segment.name, segment.shape(), first);
     for part in rest.chunks_mut(PERIOD) {
         part.copy_from_slice(&first[..part.len()]);
     }

@@ -1,10 +1,13 @@
 //! The CPU body of the fused cross-entropy.
 
-use super::{HeadGradients, HeadShape, IGNORED, Lens, check};
+mod divided;
+
+use super::{HeadGradients, HeadShape, IGNORED, Lens, check, check_ranks};
 use crate::cpu::Cpu;
 use crate::error::{Error, Result};
 use crate::math::{exp, sum};
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
+use crate::ranks::HeadRanks;
 use crate::scalar::Element;
 use crate::simd::vectorized;
 
@@ -29,15 +32,20 @@ pub(crate) fn scratch(shape: &HeadShape) -> usize {
     chunk_rows(shape) * shape.vocab_size
 }
 
-#[allow(clippy::too_many_arguments)]
+pub(crate) fn sums(shape: &HeadShape, ranks: usize) -> usize {
+    divided::sums(chunk_rows(shape), ranks)
+}
+
+/// The scratch, the loss and the gradients.
+type Outputs<'s, 'g, T, G> = (&'s mut [f32], &'s mut [f64], Option<HeadGradients<'g, Cpu, T, G>>);
+
 pub(crate) fn cross_entropy<T: Element, G: Element>(
     shape: &HeadShape,
     x: &[T],
     weight: &[T],
     targets: &[u32],
-    scratch: &mut [f32],
-    loss: &mut [f64],
-    mut gradients: Option<HeadGradients<'_, Cpu, T, G>>,
+    (scratch, loss, mut gradients): Outputs<'_, '_, T, G>,
+    mut ranks: Option<HeadRanks<'_, Cpu>>,
 ) -> Result<()> {
     let found = Lens {
         x: x.len(),
@@ -46,10 +54,12 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
         scratch: (scratch.len(), self::scratch(shape)),
         loss: loss.len(),
         gradients: gradients.as_ref().map(|g| [g.d_x.len(), g.d_weight.len()]),
+        sums: ranks.as_ref().map(|ranks| (ranks.sums.len(), self::sums(shape, ranks.rank.1))),
     };
     check(shape, &found)?;
+    check_ranks(shape, ranks.as_ref())?;
     let &HeadShape { width, vocab_size, .. } = shape;
-    check_targets(targets, vocab_size)?;
+    check_targets(targets, ranks.as_ref().map_or(vocab_size, |ranks| ranks.rows.vocab_size))?;
     let rows = chunk_rows(shape);
     let weight = Matrix::new(weight, vocab_size, width);
     for (part, (x, targets)) in x.chunks(rows * width).zip(targets.chunks(rows)).enumerate() {
@@ -59,7 +69,10 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
         let to_logits = MatrixMut::new(logits, tokens, vocab_size);
         matmul_parallel(to_logits, Destination::Overwrite, 1.0, x, weight.transposed());
         let scale = gradients.as_ref().map(|gradients| gradients.scale);
-        loss[0] += losses(logits, targets, vocab_size, scale);
+        loss[0] += match &mut ranks {
+            None => losses(logits, targets, vocab_size, scale),
+            Some(ranks) => divided::losses(logits, targets, scale, ranks)?,
+        };
         if let Some(gradients) = &mut gradients {
             let d_logits = Matrix::new(logits, tokens, vocab_size);
             let d_weight = MatrixMut::new(gradients.d_weight, vocab_size, width);
@@ -97,22 +110,33 @@ fn token_loss(row: &mut [f32], target: u32, scale: Option<f32>) -> f64 {
         return 0.0;
     }
     let target = target as usize;
-    let (largest, chosen) = (largest(row), row[target]);
-    // The target's term joins the sum in f64: where it is the largest it is 1, and the loss is
-    // the logarithm of 1 and the little that the others add.
-    row[target] = f32::NEG_INFINITY;
-    let others = exponentials(row, largest);
-    let own = exp(chosen - largest);
-    let total = f64::from(others) + f64::from(own);
+    let chosen = row[target];
+    let (largest, total) = turn_to_exponentials(row, Some(target));
     if let Some(scale) = scale {
         let factor = (f64::from(scale) / total) as f32;
-        row[target] = own;
         for value in row.iter_mut() {
             *value *= factor;
         }
         row[target] -= scale;
     }
     f64::from(largest) - f64::from(chosen) + total.ln()
+}
+
+/// Turns logits into exponentials less the largest; returns that and their sum.
+///
+/// The target's term joins the sum in f64: where it is the largest it is 1, and the loss is the
+/// logarithm of 1 and the little that the others add.
+#[inline(always)]
+fn turn_to_exponentials(row: &mut [f32], target: Option<usize>) -> (f32, f64) {
+    let largest = largest(row);
+    let Some(target) = target else {
+        return (largest, f64::from(exponentials(row, largest)));
+    };
+    let own = exp(row[target] - largest);
+    row[target] = f32::NEG_INFINITY;
+    let others = exponentials(row, largest);
+    row[target] = own;
+    (largest, f64::from(others) + f64::from(own))
 }
 
 /// The largest logit.

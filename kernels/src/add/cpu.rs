@@ -1,0 +1,25 @@
+//! The CPU body of the addition.
+
+use rayon::prelude::*;
+
+use super::check;
+use crate::error::Result;
+use crate::scalar::Element;
+use crate::simd::vectorized;
+
+/// Numbers of one task.
+const PART: usize = 64 * 1024;
+
+pub(crate) fn add<T: Element>(x: &[T], y: &[T], out: &mut [T]) -> Result<()> {
+    check([x.len(), y.len(), out.len()])?;
+    let parts = out.par_chunks_mut(PART).zip(x.par_chunks(PART)).zip(y.par_chunks(PART));
+    parts.for_each(|((out, x), y)| vectorized!(add_part(x, y, out)));
+    Ok(())
+}
+
+#[inline(always)]
+fn add_part<T: Element>(x: &[T], y: &[T], out: &mut [T]) {
+    for ((out, x), y) in out.iter_mut().zip(x).zip(y) {
+        *out = T::from_f32(x.to_f32() + y.to_f32());
+    }
+}

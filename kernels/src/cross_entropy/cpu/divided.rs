@@ -1,0 +1,107 @@
+//! The losses of a chunk whose logits are divided among ranks.
+
+use rayon::prelude::*;
+
+use super::{ROWS, turn_to_exponentials};
+use crate::cpu::Cpu;
+use crate::cross_entropy::IGNORED;
+use crate::error::Result;
+use crate::ranks::{HeadRanks, VocabularyRows};
+use crate::simd::vectorized;
+
+/// Numbers of `rows` rows: what the ranks add up, and each row's largest logit.
+pub(super) fn sums(rows: usize, ranks: usize) -> usize {
+    rows * (ranks + 2)
+}
+
+/// The chunk's summed loss on rank 0, zero on the others; with a scale, the logits that are held here
+/// become their gradients.
+pub(super) fn losses(
+    logits: &mut [f32],
+    targets: &[u32],
+    scale: Option<f32>,
+    ranks: &mut HeadRanks<'_, Cpu>,
+) -> Result<f64> {
+    let HeadRanks { rows, rank: (rank, count), sums, all_reduce } = ranks;
+    let (rows, rank, columns) = (*rows, *rank, *count + 1);
+    let (table, largest) = sums.split_at_mut(targets.len() * columns);
+    let parts = (
+        logits.par_chunks_mut(ROWS * rows.count),
+        targets.par_chunks(ROWS),
+        table.par_chunks_mut(ROWS * columns),
+        largest[..targets.len()].par_chunks_mut(ROWS),
+    );
+    parts.into_par_iter().for_each(|(logits, targets, table, largest)| {
+        let tokens = logits.chunks_exact_mut(rows.count).zip(targets);
+        let sums = table.chunks_exact_mut(columns).zip(largest);
+        for ((row, &target), (sums, largest)) in tokens.zip(sums) {
+            sums.fill(0.0);
+            *largest = vectorized!(row_sums(row, target, rows, rank, sums));
+        }
+    });
+    all_reduce(table)?;
+    let parts = (
+        logits.par_chunks_mut(ROWS * rows.count),
+        targets.par_chunks(ROWS),
+        table.par_chunks_mut(ROWS * columns),
+        largest[..targets.len()].par_chunks(ROWS),
+    );
+    parts.into_par_iter().for_each(|(logits, targets, table, largest)| {
+        let tokens = logits.chunks_exact_mut(rows.count).zip(targets);
+        let sums = table.chunks_exact_mut(columns).zip(largest);
+        for ((row, &target), (sums, &largest)) in tokens.zip(sums) {
+            sums[0] = vectorized!(row_loss(row, target, rows, largest, sums, scale));
+        }
+    });
+    Ok(if rank == 0 { table.iter().step_by(columns).sum() } else { 0.0 })
+}
+
+/// Turns a row into exponentials less its largest logit, which it returns; writes the logarithm of
+/// their sum into the rank's column and the target's logit, where it is held here, into the last.
+#[inline(always)]
+fn row_sums(
+    row: &mut [f32],
+    target: u32,
+    rows: VocabularyRows,
+    rank: usize,
+    sums: &mut [f64],
+) -> f64 {
+    if target == IGNORED {
+        return 0.0;
+    }
+    let place = rows.place(target);
+    if let (Some(place), Some(chosen)) = (place, sums.last_mut()) {
+        *chosen = f64::from(row[place]);
+    }
+    let (largest, total) = turn_to_exponentials(row, place);
+    sums[rank] = f64::from(largest) + total.ln();
+    f64::from(largest)
+}
+
+/// The token's loss from all ranks' sums; with a scale, the row becomes its gradient.
+#[inline(always)]
+fn row_loss(
+    row: &mut [f32],
+    target: u32,
+    rows: VocabularyRows,
+    own_largest: f64,
+    sums: &[f64],
+    scale: Option<f32>,
+) -> f64 {
+    let Some((chosen, sums)) = sums.split_last().filter(|_| target != IGNORED) else {
+        row.fill(0.0);
+        return 0.0;
+    };
+    let largest = sums.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let total = sums.iter().map(|sum| (sum - largest).exp()).sum::<f64>().ln();
+    if let Some(scale) = scale {
+        let factor = (f64::from(scale) * (own_largest - largest - total).exp()) as f32;
+        for value in row.iter_mut() {
+            *value *= factor;
+        }
+        if let Some(place) = rows.place(target) {
+            row[place] -= scale;
+        }
+    }
+    largest - chosen + total
+}

@@ -1,0 +1,385 @@
+//! Operators whose heads or vocabulary are divided among ranks, played by threads, against the same
+//! operators on one.
+
+#![allow(clippy::unwrap_used)]
+
+mod reference;
+
+use std::sync::{Barrier, Mutex};
+
+use half::bf16;
+use moh_kernels::attention::{AttentionShape, KeyValues, Visibility};
+use moh_kernels::cross_entropy::{HeadGradients, HeadShape, IGNORED};
+use moh_kernels::ranks::{AllReduce, HeadRanks, Heads, VocabularyRows};
+use moh_kernels::rope::{QkvShape, RopeTable};
+use moh_kernels::router::{QueryNormRouter, RouterGradient, RouterRanks};
+use moh_kernels::{Backend, Cpu, DType, Element, ViewMut};
+use proptest::prelude::*;
+use reference::{
+    Another, F32_TOLERANCE, Random, assert_close, cases, download, garbage, rope_tables, tolerance,
+    upload, view, view_mut, wide,
+};
+
+/// What every rank of `count` returns, on a device of its own; they add up tables by way of the host.
+fn on_ranks<B: Backend + Another, R: Send>(
+    device: &B,
+    count: usize,
+    work: impl Fn(&B, usize, AllReduce<'_, B>) -> R + Sync,
+) -> Vec<R> {
+    let (barrier, tables) = (&Barrier::new(count), &Mutex::new(vec![Vec::new(); count]));
+    let rank = |rank| {
+        let device = &device.another();
+        let all_reduce = move |table: ViewMut<'_, B, f64>| {
+            device.on_host::<f64>(table, |table| {
+                tables.lock().unwrap()[rank] = table.to_vec();
+                barrier.wait();
+                for (at, sum) in table.iter_mut().enumerate() {
+                    *sum = tables.lock().unwrap().iter().map(|table| table[at]).sum();
+                }
+                barrier.wait();
+                Ok(())
+            })
+        };
+        work(device, rank, &all_reduce)
+    };
+    std::thread::scope(|scope| {
+        let start = |number| scope.spawn(move || rank(number));
+        let threads: Vec<_> = (0..count).map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Parts of whole rows that belong to the key/value heads of a rank: of a row of `heads` parts of
+/// `part` numbers those of every `ranks`-th group.
+fn held_columns<S: Copy>(row: &[S], heads: Heads, part: usize) -> Vec<S> {
+    let head = |held| row[heads.index(held) * part..][..part].iter().copied();
+    (0..heads.held()).flat_map(head).collect()
+}
+
+/// What a rank holds of packed queries, keys and values.
+fn held_qkv<T: Copy>(qkv: &[T], shape: &QkvShape, rank: usize, ranks: usize) -> Vec<T> {
+    let &QkvShape { heads, kv_heads, head_dim, .. } = shape;
+    let queries = Heads { count: heads, group_size: heads / kv_heads, rank, ranks };
+    let keys = Heads { count: kv_heads, group_size: 1, rank, ranks };
+    let rows = qkv.chunks_exact(shape.row()).flat_map(|row| {
+        let (query, rest) = row.split_at(heads * head_dim);
+        let (key, value) = rest.split_at(kv_heads * head_dim);
+        let key_values = [key, value].map(|part| held_columns(part, keys, head_dim)).concat();
+        [held_columns(query, queries, head_dim), key_values].concat()
+    });
+    rows.collect()
+}
+
+/// The inputs of a routed attention.
+struct Attended<'a, T> {
+    shape: QkvShape,
+    router: QueryNormRouter,
+    qkv: &'a [T],
+    d_qkv: &'a [T],
+    delta: &'a [f32],
+}
+
+/// What comes of them on a rank.
+struct Found<T> {
+    mask: Vec<u8>,
+    gates: Vec<f32>,
+    balance_loss: f64,
+    out: Vec<T>,
+    d_qkv: Vec<T>,
+}
+
+fn attend<B: Backend, T: Element>(
+    device: &B,
+    case: &Attended<'_, T>,
+    heads: Heads,
+    all_reduce: Option<AllReduce<'_, B>>,
+) -> Found<T> {
+    let &Attended { shape, router, qkv, d_qkv, delta } = case;
+    let tables = rope_tables(shape.length, shape.head_dim);
+    let (cos, sin) = (upload(device, &tables.0), upload(device, &tables.1));
+    let table = RopeTable { cos: view::<B, f32>(&cos), sin: view::<B, f32>(&sin) };
+    let (tokens, routed) = (shape.tokens(), heads.count - router.shared_heads);
+    let mut routing = device.routing(tokens, heads, router).unwrap();
+    let mut qkv = upload(device, qkv);
+    let rotated = view_mut::<B, T>(&mut qkv);
+    device.rope_route_forward(&shape, table, 0, rotated, Some(&mut routing), all_reduce).unwrap();
+
+    let QkvShape { batch, length, heads: held, kv_heads, head_dim } = shape;
+    let attention = AttentionShape {
+        batch,
+        query_length: length,
+        key_length: length,
+        heads: held,
+        kv_heads,
+        head_dim,
+        query_stride: shape.row(),
+    };
+    let keys = held * head_dim;
+    let key_values = KeyValues::Contiguous {
+        keys: B::view::<T>(&qkv, keys..tokens * shape.row()),
+        values: B::view::<T>(&qkv, keys + kv_heads * head_dim..tokens * shape.row()),
+        row_stride: shape.row(),
+    };
+    let mut out = garbage::<B, T>(device, tokens * keys);
+    let mut log_sum_exp = garbage::<B, f32>(device, tokens * held);
+    device
+        .attention_forward(
+            &attention,
+            view::<B, T>(&qkv),
+            key_values,
+            Visibility { causal: true, query_offset: 0, first_key: None },
+            Some(&routing),
+            None,
+            view_mut::<B, T>(&mut out),
+            view_mut::<B, f32>(&mut log_sum_exp),
+        )
+        .unwrap();
+
+    let (mut d_qkv, delta) = (upload(device, d_qkv), upload(device, delta));
+    let mut deltas = upload(device, &vec![7f64; tokens * routed]);
+    let gradient = RouterGradient {
+        routing: &routing,
+        delta: Some(view::<B, f32>(&delta)),
+        balance_weight: 0.5,
+        ranks: all_reduce
+            .map(|all_reduce| RouterRanks { table: view_mut::<B, f64>(&mut deltas), all_reduce }),
+    };
+    let (qkv, d_view) = (view::<B, T>(&qkv), view_mut::<B, T>(&mut d_qkv));
+    device.rope_route_backward(&shape, table, 0, qkv, d_view, Some(gradient)).unwrap();
+    let (mut mask, mut gates) = (vec![9; tokens * routed], vec![9.0; tokens * routed]);
+    device.routed_mask(&routing, &mut mask).unwrap();
+    device.gates(&routing, &mut gates).unwrap();
+    let mut loss = upload(device, &[0f64]);
+    device.balance_loss(&routing, 1.0, view_mut::<B, f64>(&mut loss)).unwrap();
+    Found {
+        mask,
+        gates,
+        balance_loss: download::<B, f64>(device, &loss)[0],
+        out: download::<B, T>(device, &out),
+        d_qkv: download::<B, T>(device, &d_qkv),
+    }
+}
+
+fn routing_agrees<B: Backend + Another, T: Element>(
+    device: &B,
+    shape: QkvShape,
+    router: QueryNormRouter,
+    ranks: usize,
+    seed: u64,
+) {
+    let mut random = Random(seed);
+    let qkv: Vec<T> = random.numbers(shape.tokens() * shape.row());
+    let d_qkv: Vec<T> = random.numbers(qkv.len());
+    let delta: Vec<f32> = random.numbers(shape.tokens() * shape.heads);
+    let case = Attended { shape, router, qkv: &qkv, d_qkv: &d_qkv, delta: &delta };
+    let whole = attend(device, &case, Heads::all(shape.heads), None);
+
+    let heads =
+        |rank| Heads { count: shape.heads, group_size: shape.heads / shape.kv_heads, rank, ranks };
+    let held = QkvShape { heads: shape.heads / ranks, kv_heads: shape.kv_heads / ranks, ..shape };
+    let found = on_ranks(device, ranks, |device, rank, all_reduce| {
+        let deltas = delta.chunks_exact(shape.heads);
+        let case = Attended {
+            shape: held,
+            router,
+            qkv: &held_qkv(&qkv, &shape, rank, ranks),
+            d_qkv: &held_qkv(&d_qkv, &shape, rank, ranks),
+            delta: &deltas.flat_map(|row| held_columns(row, heads(rank), 1)).collect::<Vec<_>>(),
+        };
+        attend(device, &case, heads(rank), Some(all_reduce))
+    });
+    for (rank, found) in found.into_iter().enumerate() {
+        let out = whole.out.chunks_exact(shape.heads * shape.head_dim);
+        let expected = Found {
+            mask: whole.mask.clone(),
+            gates: whole.gates.clone(),
+            balance_loss: whole.balance_loss,
+            out: out.flat_map(|row| held_columns(row, heads(rank), shape.head_dim)).collect(),
+            d_qkv: held_qkv(&whole.d_qkv, &shape, rank, ranks),
+        };
+        let same = |is: bool, what: &str| assert!(is, "rank {rank} of {ranks}: another {what}");
+        same(found.mask == expected.mask, "selection");
+        same(found.gates == expected.gates, "gate");
+        same(found.balance_loss == expected.balance_loss, "balance loss");
+        same(found.out == expected.out, "output");
+        same(found.d_qkv == expected.d_qkv, "gradient");
+    }
+}
+
+#[test]
+fn ranks_select_the_same_heads_as_one_and_their_gradients_have_the_same_bits() {
+    let shape = QkvShape { batch: 2, length: 70, heads: 12, kv_heads: 4, head_dim: 16 };
+    // Equal shares of shared heads, unequal ones, none, and ranks that route nothing.
+    for (shared_heads, top_k) in [(6, 3), (4, 5), (0, 3), (9, 2), (2, 10), (12, 0)] {
+        let router = QueryNormRouter { shared_heads, top_k };
+        for ranks in [2, 4] {
+            on_each_device!(device => routing_agrees::<_, f32>(device, shape, router, ranks, 1));
+            on_each_device!(device => routing_agrees::<_, bf16>(device, shape, router, ranks, 2));
+        }
+    }
+}
+
+#[test]
+fn divided_heads_that_exchange_nothing_are_refused() {
+    let router = QueryNormRouter { shared_heads: 2, top_k: 1 };
+    let shape = QkvShape { batch: 1, length: 1, heads: 2, kv_heads: 1, head_dim: 2 };
+    let heads = Heads { count: 4, group_size: 2, rank: 0, ranks: 2 };
+    let mut routing = Cpu.routing(1, heads, router).unwrap();
+    let table = RopeTable { cos: &[1.0][..], sin: &[0.0][..] };
+    let routing = Some(&mut routing);
+    let refused = Cpu.rope_route_forward(&shape, table, 0, &mut [1f32; 8], routing, None);
+    assert!(refused.unwrap_err().to_string().contains("divided among 2 ranks"));
+    assert!(Cpu.routing(1, Heads { ranks: 3, ..heads }, router).is_err());
+}
+
+fn embedding_agrees<B: Backend, T: Element>(device: &B, rows: usize, ranks: usize, seed: u64) {
+    const WIDTH: usize = 5;
+    let mut random = Random(seed);
+    let table: Vec<T> = random.numbers(rows * WIDTH);
+    let ids: Vec<u32> = (0..40).map(|_| random.below(rows) as u32).collect();
+    let d_out: Vec<T> = random.numbers(ids.len() * WIDTH);
+    let run = |held: VocabularyRows| {
+        let part = &table[held.first * WIDTH..(held.first + held.count) * WIDTH];
+        let (ids, part) = (upload(device, &ids), upload(device, part));
+        let (ids, mut out) = (view::<B, u32>(&ids), garbage::<B, T>(device, 40 * WIDTH));
+        let out_view = view_mut::<B, T>(&mut out);
+        device.embedding_forward(WIDTH, held, ids, view::<B, T>(&part), out_view).unwrap();
+        let mut d_table = upload(device, &vec![1f32; held.count * WIDTH]);
+        let (d_out, d_view) = (upload(device, &d_out), view_mut::<B, f32>(&mut d_table));
+        device.embedding_backward(WIDTH, held, ids, view::<B, T>(&d_out), d_view).unwrap();
+        (wide(&download::<B, T>(device, &out)), download::<B, f32>(device, &d_table))
+    };
+    let (out, d_table) = run(VocabularyRows::all(rows));
+    let parts = (0..ranks).map(|rank| run(VocabularyRows::of_rank(rows, rank, ranks)));
+    let (outs, d_tables): (Vec<_>, Vec<_>) = parts.unzip();
+    let sum = |at| outs.iter().map(|out: &Vec<f64>| out[at]).sum::<f64>();
+    assert_eq!((0..out.len()).map(sum).collect::<Vec<_>>(), out);
+    assert_eq!(d_tables.concat(), d_table);
+}
+
+#[test]
+fn rows_of_the_vocabulary_give_the_embedding_in_parts() {
+    for (rows, ranks) in [(8, 2), (37, 3), (37, 4)] {
+        on_each_device!(device => embedding_agrees::<_, f32>(device, rows, ranks, 1));
+        on_each_device!(device => embedding_agrees::<_, bf16>(device, rows, ranks, 2));
+    }
+}
+
+fn losses_agree<B: Backend + Another, T: Element>(
+    device: &B,
+    shape: HeadShape,
+    ranks: usize,
+    seed: u64,
+) {
+    let HeadShape { tokens, width, vocab_size } = shape;
+    let mut random = Random(seed);
+    let x: Vec<T> = random.numbers(tokens * width);
+    let weight: Vec<T> = random.numbers(vocab_size * width);
+    let targets: Vec<u32> = (0..tokens)
+        .map(|_| if random.below(4) == 0 { IGNORED } else { random.below(vocab_size) as u32 })
+        .collect();
+    let run = |device: &B, rank: usize, ranks: usize, all_reduce: Option<AllReduce<'_, B>>| {
+        let rows = VocabularyRows::of_rank(vocab_size, rank, ranks);
+        let shape = HeadShape { vocab_size: rows.count, ..shape };
+        let part = &weight[rows.first * width..(rows.first + rows.count) * width];
+        let (x, part, targets) =
+            (upload(device, &x), upload(device, part), upload(device, &targets));
+        let mut scratch = garbage::<B, f32>(device, device.cross_entropy_scratch(&shape));
+        let mut sums = upload(device, &vec![7f64; device.cross_entropy_sums(&shape, ranks)]);
+        let mut loss = upload(device, &[2f64]);
+        let mut d_x = garbage::<B, T>(device, tokens * width);
+        let mut d_weight = upload(device, &vec![1f32; rows.count * width]);
+        let mut evaluate = |gradients: Option<HeadGradients<'_, B, T, f32>>| {
+            let ranks = all_reduce.map(|all_reduce| HeadRanks {
+                rows,
+                rank: (rank, ranks),
+                sums: view_mut::<B, f64>(&mut sums),
+                all_reduce,
+            });
+            let (x, part) = (view::<B, T>(&x), view::<B, T>(&part));
+            let (scratch, loss) = (view_mut::<B, f32>(&mut scratch), view_mut::<B, f64>(&mut loss));
+            let targets = view::<B, u32>(&targets);
+            device
+                .cross_entropy(&shape, x, part, targets, scratch, loss, gradients, ranks)
+                .unwrap();
+        };
+        evaluate(None);
+        evaluate(Some(HeadGradients {
+            scale: 0.25,
+            d_x: view_mut::<B, T>(&mut d_x),
+            d_weight: view_mut::<B, f32>(&mut d_weight),
+        }));
+        let loss = download::<B, f64>(device, &loss)[0] - 2.0;
+        (loss, wide(&download::<B, T>(device, &d_x)), download::<B, f32>(device, &d_weight))
+    };
+    let (loss, d_x, d_weight) = run(device, 0, 1, None);
+    let found = on_ranks(device, ranks, |device, rank, all_reduce| {
+        run(device, rank, ranks, Some(all_reduce))
+    });
+    assert!(found[1..].iter().all(|(loss, ..)| *loss == 0.0), "rank 0 alone adds the loss");
+    let tolerance = tolerance::<T>();
+    let loss_tolerance = if T::DTYPE == DType::BF16 { 1e-4 } else { F32_TOLERANCE };
+    assert_close("loss", &[found[0].0 as f32], &[loss], loss_tolerance);
+    let sum = |at| found.iter().map(|(_, d_x, _)| d_x[at]).sum::<f64>() as f32;
+    assert_close("d_x", &(0..d_x.len()).map(sum).collect::<Vec<_>>(), &d_x, 2.0 * tolerance);
+    let parts: Vec<f32> = found.iter().flat_map(|(.., d_weight)| d_weight.clone()).collect();
+    assert_close("d_weight", &parts, &wide(&d_weight), tolerance);
+}
+
+#[test]
+fn rows_of_the_head_give_the_loss_and_its_gradients_in_parts() {
+    // More than one chunk, of which the last is not full; and a vocabulary with a remainder.
+    for (tokens, vocab_size, ranks) in [(2100, 40, 2), (30, 517, 3), (1, 4, 4)] {
+        let shape = HeadShape { tokens, width: 12, vocab_size };
+        on_each_device!(device => losses_agree::<_, f32>(device, shape, ranks, 1));
+        on_each_device!(device => losses_agree::<_, bf16>(device, shape, ranks, 2));
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(24))]
+
+    #[test]
+    fn any_division_routes_alike(
+        (length, group, half) in (1usize..40, 1usize..4, 1usize..20),
+        (groups, ranks) in (1usize..3, 2usize..4),
+        shared in 0usize..100,
+        top_k in 0usize..100,
+        seed: u64,
+    ) {
+        let (kv_heads, heads) = (groups * ranks, groups * ranks * group);
+        let shape = QkvShape { batch: 1, length, heads, kv_heads, head_dim: 2 * half };
+        // Any but one routed head.
+        let routed = match shared % (heads + 1) { 1 => 2, routed => routed };
+        let router = QueryNormRouter { shared_heads: heads - routed, top_k: top_k % (routed + 1) };
+        on_each_device!(device => routing_agrees::<_, f32>(device, shape, router, ranks, seed));
+    }
+
+    #[test]
+    fn any_division_has_the_same_losses(
+        (tokens, width) in (1usize..30, 1usize..20),
+        (vocab_size, ranks) in (4usize..80, 2usize..5),
+        seed: u64,
+    ) {
+        let shape = HeadShape { tokens, width, vocab_size };
+        on_each_device!(device => losses_agree::<_, f32>(device, shape, ranks, seed));
+    }
+
+    #[test]
+    fn sums_are_rounded_once(numbers in prop::collection::vec((-9f32..9.0, -9f32..9.0), 0..300)) {
+        let [x, y] = [0, 1].map(|side| -> Vec<bf16> {
+            let of = |&(x, y): &(f32, f32)| bf16::from_f32([x, y][side]);
+            numbers.iter().map(of).collect()
+        });
+        let sum = |(x, y): (&bf16, &bf16)| bf16::from_f32(x.to_f32() + y.to_f32());
+        let expected: Vec<bf16> = x.iter().zip(&y).map(sum).collect();
+        fn added<B: Backend>(device: &B, x: &[bf16], y: &[bf16]) -> Vec<bf16> {
+            let (x, y) = (upload(device, x), upload(device, y));
+            let mut out = garbage::<B, bf16>(device, B::len(&x));
+            let (x, y) = (view::<B, bf16>(&x), view::<B, bf16>(&y));
+            device.add(x, y, view_mut::<B, bf16>(&mut out)).unwrap();
+            download::<B, bf16>(device, &out)
+        }
+        on_each_device!(device => assert_eq!(added(device, &x, &y), expected));
+    }
+}

@@ -1,0 +1,290 @@
+//! The part of a model that one rank holds, and the ranks that it works with.
+//!
+//! Stages of a pipeline have consecutive blocks each, the first stage the embedding, the last one the
+//! final norm and the head; a tied head lies on both ends, whose gradients of it are added up. Ranks that
+//! share every tensor (tensor parallelism, arXiv 1909.08053) each have some key/value heads with their
+//! query heads, some of the MLP's columns and some rows of the vocabulary, and hold the residual
+//! stream for some of the tokens (sequence parallelism, arXiv 2205.05198).
+
+use std::ops::Range;
+
+use moh_comm::{Group, World};
+use moh_kernels::ranks::{Heads, VocabularyRows};
+
+use crate::{Error, ModelConfig};
+
+/// Which share of every tensor a rank holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorShare {
+    /// Its number.
+    pub rank: usize,
+    /// How many ranks share the tensors.
+    pub ranks: usize,
+}
+
+impl TensorShare {
+    /// All of them.
+    pub const WHOLE: TensorShare = TensorShare { rank: 0, ranks: 1 };
+
+    /// The query heads of a block, and which of them are held.
+    pub fn heads(&self, config: &ModelConfig) -> Heads {
+        Heads {
+            count: config.num_attention_heads,
+            group_size: config.group_size(),
+            rank: self.rank,
+            ranks: self.ranks,
+        }
+    }
+
+    /// Key/value heads that are held.
+    pub fn key_value_heads(&self, config: &ModelConfig) -> usize {
+        config.num_key_value_heads / self.ranks
+    }
+
+    /// Width of the query heads that are held.
+    pub fn query_width(&self, config: &ModelConfig) -> usize {
+        config.query_width() / self.ranks
+    }
+
+    /// Width of the key (or value) heads that are held.
+    pub fn key_value_width(&self, config: &ModelConfig) -> usize {
+        config.key_value_width() / self.ranks
+    }
+
+    /// Columns of the MLP that are held: as many as the others', or one fewer.
+    pub fn mlp_columns(&self, config: &ModelConfig) -> Range<usize> {
+        let start = |rank: usize| rank * config.intermediate_size / self.ranks;
+        start(self.rank)..start(self.rank + 1)
+    }
+
+    /// Width of the MLP's columns that are held.
+    pub fn mlp_width(&self, config: &ModelConfig) -> usize {
+        self.mlp_columns(config).len()
+    }
+
+    /// Rows of the vocabulary that are held.
+    pub fn vocabulary(&self, config: &ModelConfig) -> VocabularyRows {
+        VocabularyRows::of_rank(config.vocab_size, self.rank, self.ranks)
+    }
+
+    /// For each key/value head that is held, the numbers of a dimension of `width` times as many that
+    /// belong to it.
+    pub(crate) fn head_ranges(&self, config: &ModelConfig, width: usize) -> Vec<Range<usize>> {
+        let groups = (self.rank..config.num_key_value_heads).step_by(self.ranks);
+        groups.map(|group| group * width..(group + 1) * width).collect()
+    }
+
+    /// The tokens of a micro-batch whose part of the residual stream is held.
+    pub(crate) fn tokens(&self, tokens: usize) -> TokenShare {
+        TokenShare { share: *self, tokens, part: tokens.div_ceil(self.ranks) }
+    }
+
+    /// Shared heads of each rank where they differ: key/value heads did not divide them equally.
+    pub fn uneven_shared_heads(&self, config: &ModelConfig) -> Option<Vec<usize>> {
+        let shared = config.moh?.shared_heads;
+        let held = |rank| TensorShare { rank, ..*self }.heads(config).held_below(shared);
+        let counts: Vec<usize> = (0..self.ranks).map(held).collect();
+        counts.iter().any(|&count| count != counts[0]).then_some(counts)
+    }
+}
+
+/// A rank's share of a micro-batch's tokens: consecutive ones, equal parts but for the end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct TokenShare {
+    share: TensorShare,
+    tokens: usize,
+    /// Tokens of a part.
+    pub part: usize,
+}
+
+impl TokenShare {
+    /// Tokens of this rank.
+    pub fn held(&self) -> usize {
+        self.part.min(self.tokens.saturating_sub(self.start()))
+    }
+
+    /// The first of them, counted in parts: past the end where there are none.
+    pub fn start(&self) -> usize {
+        self.share.rank * self.part
+    }
+
+    /// Tokens of all parts, of which the last ones may not exist.
+    pub fn padded(&self) -> usize {
+        self.share.ranks * self.part
+    }
+}
+
+/// What a rank holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// Its blocks.
+    pub layers: Range<usize>,
+    /// Whether it is the first stage, which has the embedding.
+    pub first: bool,
+    /// Whether it is the last stage, which has the final norm and the head.
+    pub last: bool,
+    /// Its share of their tensors.
+    pub tensor: TensorShare,
+}
+
+impl Part {
+    /// A whole model.
+    pub fn whole(config: &ModelConfig) -> Self {
+        let layers = 0..config.num_hidden_layers;
+        Part { layers, first: true, last: true, tensor: TensorShare::WHOLE }
+    }
+
+    /// The parts of `stages` stages, with whole tensors. Blocks are dealt out so that the busiest stage has the least to
+    /// do, the head counting as the blocks that have as many weights.
+    ///
+    /// # Errors
+    /// [`Error::Pipeline`] when there are fewer blocks than stages, or no stage.
+    pub fn divide(config: &ModelConfig, stages: usize) -> Result<Vec<Self>, Error> {
+        let layers = config.num_hidden_layers;
+        if !(1..=layers).contains(&stages) {
+            return Err(Error::Pipeline { stages, layers });
+        }
+        let head = config.vocab_size as f64 * config.hidden_size as f64;
+        let mut counts = vec![1usize; stages];
+        for _ in stages..layers {
+            let load = |stage: usize| {
+                let head = if stage + 1 == stages { head } else { 0.0 };
+                counts[stage] as f64 + head / config.block_parameters() as f64
+            };
+            // The first of equal ones: later stages wait longer for their first work.
+            let least = (0..stages).min_by(|&a, &b| load(a).total_cmp(&load(b))).unwrap_or(0);
+            counts[least] += 1;
+        }
+        let mut start = 0;
+        let part = |(stage, count): (usize, usize)| {
+            let layers = start..start + count;
+            start = layers.end;
+            let (first, last) = (stage == 0, stage + 1 == stages);
+            Part { layers, first, last, tensor: TensorShare::WHOLE }
+        };
+        Ok(counts.into_iter().enumerate().map(part).collect())
+    }
+}
+
+/// A rank's part of a model, and the ranks that it works with.
+#[derive(Debug, Clone)]
+pub struct ModelParallel {
+    part: Part,
+    /// The stages through which this rank's tokens pass.
+    pipeline: Group,
+    /// The ranks that share its tensors.
+    tensor: Group,
+    /// The first and the last stage, on those two, where they share a tied head.
+    ends: Option<Group>,
+}
+
+impl ModelParallel {
+    /// A rank that holds all of the model.
+    pub fn whole(config: &ModelConfig) -> Self {
+        let alone = World::single().group().clone();
+        let (pipeline, tensor) = (alone.clone(), alone);
+        ModelParallel { part: Part::whole(config), pipeline, tensor, ends: None }
+    }
+
+    /// The stage of this rank of `pipeline`, whose tensors the ranks of `tensor` share; all their ranks
+    /// call this.
+    ///
+    /// # Errors
+    /// [`Error::Pipeline`] when there are fewer blocks than stages, [`Error::Tensor`] when the ranks of
+    /// `tensor` do not divide the heads or are more than the rows to share; when another rank has
+    /// failed.
+    pub fn new(config: &ModelConfig, pipeline: Group, tensor: Group) -> Result<Self, Error> {
+        let share = TensorShare { rank: tensor.rank(), ranks: tensor.size() };
+        let least = config.intermediate_size.min(config.vocab_size);
+        if !config.num_key_value_heads.is_multiple_of(share.ranks) || share.ranks > least {
+            let (ranks, heads) = (share.ranks, config.num_key_value_heads);
+            return Err(Error::Tensor { ranks, heads });
+        }
+        let (rank, stages) = (pipeline.rank(), pipeline.size());
+        let part = Part::divide(config, stages)?.swap_remove(rank);
+        let part = Part { tensor: share, ..part };
+        let shares = stages > 1 && config.tie_word_embeddings;
+        let is_end = part.first || part.last;
+        let ends = match shares {
+            true => pipeline.split("tied head", is_end.then_some(0), rank)?,
+            false => None,
+        };
+        Ok(ModelParallel { part, pipeline, tensor, ends })
+    }
+
+    /// What this rank holds.
+    pub fn part(&self) -> &Part {
+        &self.part
+    }
+
+    /// Stages of the pipeline.
+    pub fn stages(&self) -> usize {
+        self.pipeline.size()
+    }
+
+    /// Stages after this one.
+    pub fn stages_after(&self) -> usize {
+        self.pipeline.size() - 1 - self.pipeline.rank()
+    }
+
+    /// Whether this rank's sums of losses count: those of one of the ranks that know them.
+    pub fn counts_losses(&self) -> bool {
+        self.part.last && self.part.tensor.rank == 0
+    }
+
+    pub(crate) fn pipeline(&self) -> &Group {
+        &self.pipeline
+    }
+
+    pub(crate) fn tensor(&self) -> &Group {
+        &self.tensor
+    }
+
+    pub(crate) fn ends(&self) -> Option<&Group> {
+        self.ends.as_ref()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::ConfigFile;
+
+    fn config(layers: usize, vocabulary: usize) -> ModelConfig {
+        let fields = json!({
+            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "head_dim": 8,
+            "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": vocabulary,
+            "max_position_embeddings": 64,
+        });
+        ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config
+    }
+
+    #[test]
+    fn the_busiest_stage_has_the_least_to_do() {
+        let counts = |layers, vocabulary, stages| -> Vec<usize> {
+            let parts = Part::divide(&config(layers, vocabulary), stages).unwrap();
+            assert!(parts[0].first && parts[stages - 1].last);
+            assert_eq!(parts[stages - 1].layers.end, layers);
+            assert!(parts.windows(2).all(|pair| pair[0].layers.end == pair[1].layers.start));
+            parts.iter().map(|part| part.layers.len()).collect()
+        };
+        // A head that counts as nothing, as two blocks and as many.
+        assert_eq!(counts(8, 1, 4), [2, 2, 2, 2]);
+        assert_eq!(counts(10, 640, 4), [3, 3, 3, 1]);
+        assert_eq!(counts(9, 64_000, 3), [4, 4, 1]);
+        assert_eq!(counts(5, 1, 5), [1; 5]);
+    }
+
+    #[test]
+    fn more_stages_than_blocks_are_refused() {
+        for stages in [0, 6] {
+            let error = Part::divide(&config(5, 10), stages).unwrap_err().to_string();
+            assert!(error.contains(&format!("5 layers has no pipeline of {stages}")), "{error}");
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! Ranks that share a model's tensors hold the residual stream for some of the tokens each: rows are
+//! gathered before a product, and what the ranks' products add up to is scattered after it.
+
+use std::ops::Range;
+
+use moh_comm::Reduce;
+use moh_kernels::{Backend, Element, View, ViewMut};
+
+use crate::Error;
+use crate::model::Model;
+use crate::model_parallel::TokenShare;
+
+impl<B: Backend, T: Element> Model<B, T> {
+    /// The tokens of a micro-batch whose rows this rank holds.
+    pub(crate) fn token_share(&self, tokens: usize) -> TokenShare {
+        self.parallel.part().tensor.tokens(tokens)
+    }
+
+    /// Numbers of the residual stream that are held here of so many tokens.
+    pub(crate) fn stream_len(&self, tokens: usize) -> usize {
+        self.token_share(tokens).held() * self.config.hidden_size
+    }
+
+    /// The sum over the ranks that share the tensors, for operators that need it in their middle.
+    pub(crate) fn sum_over_ranks(
+        &self,
+    ) -> impl for<'v> Fn(ViewMut<'v, B, f64>) -> moh_kernels::Result<()> + Sync {
+        |table| {
+            let summed = self.parallel.tensor().all_reduce::<B, f64>(table, Reduce::Sum);
+            summed.map_err(|error| moh_kernels::Error::Ranks(error.to_string()))
+        }
+    }
+
+    /// Whether ranks share the tensors.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.parallel.part().tensor.ranks > 1
+    }
+
+    /// The rows `[N, C]` of all tokens, from the ranks' own in `held`; in `gathered` where ranks share
+    /// them.
+    pub(crate) fn gather<'a>(
+        &self,
+        tokens: usize,
+        held: &'a B::Buffer<T>,
+        gathered: &'a mut Option<B::Buffer<T>>,
+    ) -> Result<View<'a, B, T>, Error> {
+        let (width, own) = (self.config.hidden_size, self.stream_len(tokens));
+        let Some(gathered) = gathered else { return Ok(B::view(held, 0..own)) };
+        let share = self.token_share(tokens);
+        let start = share.start() * width;
+        let into = B::view_mut(gathered, start..start + own);
+        self.backend.copy(B::view(held, 0..own), into)?;
+        let whole = B::view_mut(gathered, 0..share.padded() * width);
+        self.parallel.tensor().all_gather::<B, T>(whole)?;
+        Ok(B::view(gathered, 0..tokens * width))
+    }
+
+    /// Adds up the ranks' rows `[N, C]` in `partial`, of which each keeps its own; where they lie in it.
+    pub(crate) fn reduce_scatter(
+        &self,
+        tokens: usize,
+        partial: &mut B::Buffer<T>,
+    ) -> Result<Range<usize>, Error> {
+        let (share, width) = (self.token_share(tokens), self.config.hidden_size);
+        let start = share.start() * width;
+        let own = start..start + self.stream_len(tokens);
+        if self.is_shared() {
+            let whole = B::view_mut(partial, 0..share.padded() * width);
+            self.parallel.tensor().reduce_scatter::<B, T>(whole, Reduce::Sum)?;
+        }
+        Ok(own)
+    }
+
+    /// `out = residual + x weight^T` for the tokens held here, of x `[N, inputs]` whose columns ranks may
+    /// share.
+    pub(crate) fn project_to_stream(
+        &self,
+        (tokens, inputs): (usize, usize),
+        x: View<'_, B, T>,
+        weight: View<'_, B, T>,
+        residual: &B::Buffer<T>,
+        out: &mut B::Buffer<T>,
+        gathered: &mut Option<B::Buffer<T>>,
+    ) -> Result<(), Error> {
+        let own = self.stream_len(tokens);
+        let (residual, out) = (B::view(residual, 0..own), B::view_mut(out, 0..own));
+        let Some(partial) = gathered else {
+            return Ok(self.backend.linear_forward(inputs, x, weight, Some(residual), out)?);
+        };
+        let into = B::view_mut(partial, 0..tokens * self.config.hidden_size);
+        self.backend.linear_forward(inputs, x, weight, None, into)?;
+        let own = self.reduce_scatter(tokens, partial)?;
+        Ok(self.backend.add(residual, B::view(partial, own), out)?)
+    }
+}
