@@ -41,7 +41,7 @@ fn weights(config: &ModelConfig) -> HashMap<String, (Vec<usize>, Vec<f32>)> {
     };
     ModelLayout::new(config)
         .segments()
-        .map(|(_, s)| (s.name.clone(), (s.shape.clone(), draw(&s.name, &s.shape))))
+        .map(|(_, s)| (s.name.clone(), (s.shape().to_vec(), draw(&s.name, s.shape()))))
         .collect()
 }
 
