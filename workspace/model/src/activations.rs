@@ -5,6 +5,8 @@
 //! has for itself and which the blocks share and compute again. The MLP's activation is shared
 //! always: SwiGLU's backward pass yields it beside the gradients.
 
+use std::ops::Range;
+
 use moh_kernels::attention::AttentionShape;
 use moh_kernels::cross_entropy::HeadShape;
 use moh_kernels::rope::QkvShape;
@@ -55,12 +57,16 @@ pub(crate) struct Cheap<B: Backend, T: Element> {
 
 /// What the blocks of a pass keep.
 pub(crate) struct Blocks<B: Backend, T: Element> {
-    /// The first block of this part of the model.
+    /// The first block of the chunk.
     first: usize,
     kept: Vec<Kept<B, T>>,
     cheap: Vec<Cheap<B, T>>,
+}
+
+/// What blocks of all passes share.
+pub(crate) struct Shared<B: Backend, T: Element> {
     wide: B::Buffer<T>,
-    gathered: Option<B::Buffer<T>>,
+    pub gathered: Option<B::Buffer<T>>,
 }
 
 /// The buffers of one block.
@@ -89,22 +95,39 @@ pub(crate) struct Backward<B: Backend, T: Element> {
     pub deltas: B::Buffer<f64>,
 }
 
-/// Every buffer that a pass over one micro-batch needs.
+/// Every buffer that passes over micro-batches need: what is kept between a forward and its backward
+/// pass, once for each micro-batch that is under way, and what all passes share.
 pub struct Activations<B: Backend, T: Element> {
     pub(crate) shape: QkvShape,
     pub(crate) recompute: Recompute,
-    pub(crate) ids: B::Buffer<u32>,
-    pub(crate) targets: B::Buffer<u32>,
-    pub(crate) first_key: Option<B::Buffer<u32>>,
-    /// The residual stream before each block of this part and after its last one, `[M, C]` each.
-    pub(crate) stream: Vec<B::Buffer<T>>,
-    pub(crate) blocks: Blocks<B, T>,
-    pub(crate) final_normed: B::Buffer<T>,
-    pub(crate) final_inv_rms: B::Buffer<f32>,
+    /// For each chunk of the rank's part, a pass for each micro-batch under way.
+    pub(crate) passes: Vec<Vec<Pass<B, T>>>,
+    pub(crate) shared: Shared<B, T>,
     pub(crate) head_scratch: B::Buffer<f32>,
     /// What ranks that share the head add up.
     pub(crate) head_sums: B::Buffer<f64>,
     pub(crate) backward: Option<Backward<B, T>>,
+}
+
+/// Which of a rank's chunks a pass takes, and in which of its places the micro-batch is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Turn {
+    /// The chunk.
+    pub chunk: usize,
+    /// The place, counted for each chunk.
+    pub slot: usize,
+}
+
+/// What is kept of a micro-batch in a chunk.
+pub(crate) struct Pass<B: Backend, T: Element> {
+    pub(crate) ids: B::Buffer<u32>,
+    pub(crate) targets: B::Buffer<u32>,
+    pub(crate) first_key: Option<B::Buffer<u32>>,
+    /// The residual stream before each block of the chunk and after its last one, `[M, C]` each.
+    pub(crate) stream: Vec<B::Buffer<T>>,
+    pub(crate) blocks: Blocks<B, T>,
+    pub(crate) final_normed: B::Buffer<T>,
+    pub(crate) final_inv_rms: B::Buffer<f32>,
 }
 
 /// What a pass is planned for.
@@ -123,37 +146,37 @@ pub struct PassShape {
 }
 
 impl<B: Backend, T: Element> Activations<B, T> {
-    /// Plans the buffers.
+    /// Plans the buffers of one micro-batch.
     ///
     /// # Errors
     /// When the device has no room.
     pub fn new(model: &Model<B, T>, pass: PassShape) -> Result<Self, Error> {
-        let backend = &model.backend;
-        let config = &model.config;
+        Self::under_way(model, pass, &vec![1; model.parallel.part().chunks.len()])
+    }
+
+    /// As [`Activations::new`], of as many micro-batches at the same time as `slots` says for each chunk.
+    ///
+    /// # Errors
+    /// When the device has no room.
+    pub fn under_way(model: &Model<B, T>, pass: PassShape, slots: &[usize]) -> Result<Self, Error> {
+        let (backend, part) = (&model.backend, model.parallel.part());
         let shape = model.qkv_shape(pass.batch, pass.length);
         let tokens = shape.tokens();
-        let held = model.token_share(tokens).part;
-        let width = held * config.hidden_size;
-        let part = model.parallel.part();
-        let layers = part.layers.len();
-        // What belongs to the head.
-        let of_head = |len: usize| if part.last { len } else { 0 };
         let head = model.head_shape(tokens);
         let scratch = backend.cross_entropy_scratch(&head);
         let sums = match part.tensor.ranks {
             1 => 0,
             ranks => backend.cross_entropy_sums(&head, ranks),
         };
+        let of_head = |len: usize| if part.last { len } else { 0 };
+        let chunk = |(chunk, &slots): (usize, &usize)| {
+            (0..slots).map(|_| Pass::new(model, tokens, pass, chunk)).collect()
+        };
         Ok(Activations {
             shape,
             recompute: pass.recompute,
-            ids: backend.allocate(tokens)?,
-            targets: backend.allocate(tokens)?,
-            first_key: pass.document_mask.then(|| backend.allocate(tokens)).transpose()?,
-            stream: (0..=layers).map(|_| backend.allocate(width)).collect::<Result<_, _>>()?,
-            blocks: Blocks::new(model, tokens, pass.recompute)?,
-            final_normed: backend.allocate(of_head(width))?,
-            final_inv_rms: backend.allocate(of_head(held))?,
+            passes: slots.iter().enumerate().map(chunk).collect::<Result<_, _>>()?,
+            shared: Shared::new(model, tokens)?,
             head_scratch: backend.allocate(of_head(scratch))?,
             head_sums: backend.allocate(of_head(sums))?,
             backward: pass.training.then(|| Backward::new(model, tokens)).transpose()?,
@@ -165,8 +188,8 @@ impl<B: Backend, T: Element> Activations<B, T> {
         self.shape
     }
 
-    /// Copies a micro-batch to the device: ids and targets `[B*T]`, and `first_key` `[B*T]` where
-    /// the pass was planned with a document mask.
+    /// Copies a micro-batch to the device, for the passes over all chunks: ids and targets `[B*T]`, and
+    /// `first_key` `[B*T]` where the pass was planned with a document mask.
     ///
     /// # Errors
     /// When the lengths differ from the plan's.
@@ -177,17 +200,78 @@ impl<B: Backend, T: Element> Activations<B, T> {
         targets: &[u32],
         first_key: &[u32],
     ) -> Result<(), Error> {
-        backend.upload(ids, whole_mut::<B, _>(&mut self.ids))?;
-        backend.upload(targets, whole_mut::<B, _>(&mut self.targets))?;
-        if let Some(buffer) = &mut self.first_key {
+        (0..self.passes.len()).try_for_each(|chunk| {
+            self.upload_turn(backend, Turn { chunk, slot: 0 }, ids, targets, first_key)
+        })
+    }
+
+    /// As [`Activations::upload`], for the passes of one turn.
+    ///
+    /// # Errors
+    /// When the lengths differ from the plan's.
+    pub fn upload_turn(
+        &mut self,
+        backend: &B,
+        turn: Turn,
+        ids: &[u32],
+        targets: &[u32],
+        first_key: &[u32],
+    ) -> Result<(), Error> {
+        let pass = &mut self.passes[turn.chunk][turn.slot];
+        backend.upload(ids, whole_mut::<B, _>(&mut pass.ids))?;
+        backend.upload(targets, whole_mut::<B, _>(&mut pass.targets))?;
+        if let Some(buffer) = &mut pass.first_key {
             backend.upload(first_key, whole_mut::<B, _>(buffer))?;
         }
         Ok(())
     }
 }
 
+impl<B: Backend, T: Element> Pass<B, T> {
+    fn new(
+        model: &Model<B, T>,
+        tokens: usize,
+        pass: PassShape,
+        chunk: usize,
+    ) -> Result<Self, Error> {
+        let backend = &model.backend;
+        let held = model.token_share(tokens).part;
+        let width = held * model.config.hidden_size;
+        let layers = model.parallel.part().chunks[chunk].clone();
+        // What belongs to the head.
+        let of_head = |len: usize| if model.parallel.ends_with(chunk) { len } else { 0 };
+        Ok(Pass {
+            ids: backend.allocate(tokens)?,
+            targets: backend.allocate(tokens)?,
+            first_key: pass.document_mask.then(|| backend.allocate(tokens)).transpose()?,
+            stream: (0..=layers.len())
+                .map(|_| backend.allocate(width))
+                .collect::<Result<_, _>>()?,
+            blocks: Blocks::new(model, tokens, pass.recompute, layers)?,
+            final_normed: backend.allocate(of_head(width))?,
+            final_inv_rms: backend.allocate(of_head(held))?,
+        })
+    }
+}
+
+impl<B: Backend, T: Element> Shared<B, T> {
+    /// Buffers for passes of `model` over `tokens` tokens.
+    ///
+    /// # Errors
+    /// When the device has no room.
+    pub(crate) fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
+        let (config, tensor) = (&model.config, model.parallel.part().tensor);
+        let wide = tensor.mlp_width(config).max(model.qkv_shape(1, 1).row());
+        let gathered = model.token_share(tokens).padded() * config.hidden_size;
+        Ok(Shared {
+            wide: model.backend.allocate(tokens * wide)?,
+            gathered: model.is_shared().then(|| model.backend.allocate(gathered)).transpose()?,
+        })
+    }
+}
+
 impl<B: Backend, T: Element> Blocks<B, T> {
-    /// Buffers for the blocks of `model` on `tokens` tokens.
+    /// Buffers for some blocks of `model` on `tokens` tokens.
     ///
     /// # Errors
     /// When the device has no room.
@@ -195,39 +279,33 @@ impl<B: Backend, T: Element> Blocks<B, T> {
         model: &Model<B, T>,
         tokens: usize,
         recompute: Recompute,
+        layers: Range<usize>,
     ) -> Result<Self, Error> {
-        let (config, part) = (&model.config, model.parallel.part());
-        let layers = part.layers.len();
-        let copies = |shared: bool| if shared { layers.min(1) } else { layers };
+        let copies = |shared: bool| if shared { layers.len().min(1) } else { layers.len() };
         let kept = 0..copies(recompute == Recompute::Block);
         let cheap = 0..copies(recompute != Recompute::None);
-        let wide = part.tensor.mlp_width(config).max(model.qkv_shape(1, 1).row());
-        let gathered = model.token_share(tokens).padded() * config.hidden_size;
         Ok(Blocks {
-            first: part.layers.start,
+            first: layers.start,
             kept: kept.map(|_| Kept::new(model, tokens)).collect::<Result<_, _>>()?,
             cheap: cheap.map(|_| Cheap::new(model, tokens)).collect::<Result<_, _>>()?,
-            wide: model.backend.allocate(tokens * wide)?,
-            gathered: model.is_shared().then(|| model.backend.allocate(gathered)).transpose()?,
         })
     }
 
     /// The buffers of block `layer`, its own or shared ones.
-    pub(crate) fn of(&mut self, layer: usize) -> BlockBuffers<'_, B, T> {
+    pub(crate) fn of<'a>(
+        &'a mut self,
+        layer: usize,
+        shared: &'a mut Shared<B, T>,
+    ) -> BlockBuffers<'a, B, T> {
         let slot = layer - self.first;
         let (kept, cheap) = (slot.min(self.kept.len() - 1), slot.min(self.cheap.len() - 1));
         BlockBuffers {
             layer,
             kept: &mut self.kept[kept],
             cheap: &mut self.cheap[cheap],
-            wide: &mut self.wide,
-            gathered: &mut self.gathered,
+            wide: &mut shared.wide,
+            gathered: &mut shared.gathered,
         }
-    }
-
-    /// The buffer that the blocks share for rows of all tokens.
-    pub(crate) fn gathered(&mut self) -> &mut Option<B::Buffer<T>> {
-        &mut self.gathered
     }
 
     /// The routings that are kept, in the order of the blocks.

@@ -7,7 +7,7 @@ use moh_kernels::ranks::VocabularyRows;
 use moh_kernels::{Backend, Element};
 
 use crate::Error;
-use crate::activations::{Blocks, Recompute};
+use crate::activations::{Blocks, Recompute, Shared};
 use crate::block::{LayerCache, Tokens};
 use crate::layout::ModelLayout;
 use crate::model::Model;
@@ -22,6 +22,7 @@ pub struct Generator<'a, B: Backend, T: Element> {
     ids: B::Buffer<u32>,
     stream: [B::Buffer<T>; 2],
     blocks: Blocks<B, T>,
+    shared: Shared<B, T>,
     normed: B::Buffer<T>,
     inv_rms: B::Buffer<f32>,
     position: usize,
@@ -52,7 +53,8 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
             cache: (0..config.num_hidden_layers).map(|_| layer()).collect::<Result<_, Error>>()?,
             ids: backend.allocate(chunk)?,
             stream: [backend.allocate(width)?, backend.allocate(width)?],
-            blocks: Blocks::new(model, chunk, Recompute::Block)?,
+            blocks: Blocks::new(model, chunk, Recompute::Block, 0..config.num_hidden_layers)?,
+            shared: Shared::new(model, chunk)?,
             normed: backend.allocate(width)?,
             inv_rms: backend.allocate(chunk)?,
             position: 0,
@@ -107,7 +109,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         };
         for (layer, cache) in self.cache.iter_mut().enumerate() {
             let [input, output] = &mut self.stream;
-            let mut block = self.blocks.of(layer);
+            let mut block = self.blocks.of(layer, &mut self.shared);
             model.attend(&tokens, input, &mut block, Some(cache))?;
             model.activate(n, &mut block)?;
             model.project_down(n, &mut block, output)?;

@@ -144,7 +144,7 @@ impl ModelLayout {
         let mut embedding = one("model.embed_tokens.weight", vocabulary.clone(), embedded);
         // A tied head counts where it is the embedding.
         embedding.segments.iter_mut().for_each(|segment| segment.counted = part.first);
-        let block = |layer| match part.layers.contains(&layer) {
+        let block = |layer| match part.holds(layer) {
             true => block_layout(config, layer, ranks, part.tensor),
             false => FlatLayout { segments: Vec::new(), len: 0 },
         };

@@ -117,11 +117,11 @@ impl TokenShare {
 /// What a rank holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
-    /// Its blocks.
-    pub layers: Range<usize>,
-    /// Whether it is the first stage, which has the embedding.
+    /// Its blocks: one run of consecutive ones, or with virtual stages several, in ascending order.
+    pub chunks: Vec<Range<usize>>,
+    /// Whether it is the first stage, whose first chunk has the embedding.
     pub first: bool,
-    /// Whether it is the last stage, which has the final norm and the head.
+    /// Whether it is the last stage, whose last chunk has the final norm and the head.
     pub last: bool,
     /// Its share of their tensors.
     pub tensor: TensorShare,
@@ -130,16 +130,33 @@ pub struct Part {
 impl Part {
     /// A whole model.
     pub fn whole(config: &ModelConfig) -> Self {
-        let layers = 0..config.num_hidden_layers;
-        Part { layers, first: true, last: true, tensor: TensorShare::WHOLE }
+        let chunks = std::iter::once(0..config.num_hidden_layers).collect();
+        Part { chunks, first: true, last: true, tensor: TensorShare::WHOLE }
     }
 
-    /// The parts of `stages` stages, with whole tensors. Blocks are dealt out so that the busiest stage has the least to
-    /// do, the head counting as the blocks that have as many weights.
+    /// The parts of `stages` stages of `virtual_stages` chunks each, with whole tensors: chunk c of stage s
+    /// is number c x `stages` + s of all chunks.
     ///
     /// # Errors
-    /// [`Error::Pipeline`] when there are fewer blocks than stages, or no stage.
-    pub fn divide(config: &ModelConfig, stages: usize) -> Result<Vec<Self>, Error> {
+    /// [`Error::Pipeline`] when there are fewer blocks than chunks, or no stage.
+    pub fn divide(
+        config: &ModelConfig,
+        stages: usize,
+        virtual_stages: usize,
+    ) -> Result<Vec<Self>, Error> {
+        let chunks = Self::chunks(config, stages.saturating_mul(virtual_stages))?;
+        let part = |stage: usize| Part {
+            chunks: chunks.iter().skip(stage).step_by(stages).cloned().collect(),
+            first: stage == 0,
+            last: stage + 1 == stages,
+            tensor: TensorShare::WHOLE,
+        };
+        Ok((0..stages).map(part).collect())
+    }
+
+    /// The blocks of so many chunks, dealt out so that the busiest one has the least to do, the head
+    /// counting as the blocks that have as many weights.
+    fn chunks(config: &ModelConfig, stages: usize) -> Result<Vec<Range<usize>>, Error> {
         let layers = config.num_hidden_layers;
         if !(1..=layers).contains(&stages) {
             return Err(Error::Pipeline { stages, layers });
@@ -156,13 +173,17 @@ impl Part {
             counts[least] += 1;
         }
         let mut start = 0;
-        let part = |(stage, count): (usize, usize)| {
+        let chunk = |count| {
             let layers = start..start + count;
             start = layers.end;
-            let (first, last) = (stage == 0, stage + 1 == stages);
-            Part { layers, first, last, tensor: TensorShare::WHOLE }
+            layers
         };
-        Ok(counts.into_iter().enumerate().map(part).collect())
+        Ok(counts.into_iter().map(chunk).collect())
+    }
+
+    /// Whether it has this block.
+    pub(crate) fn holds(&self, layer: usize) -> bool {
+        self.chunks.iter().any(|layers| layers.contains(&layer))
     }
 }
 
@@ -176,6 +197,9 @@ pub struct ModelParallel {
     tensor: Group,
     /// The first and the last stage, on those two, where they share a tied head.
     ends: Option<Group>,
+    /// The stages again, for gradients: with virtual stages they go the same way as other stages'
+    /// outputs, and engines may tell messages between two ranks apart by their order alone.
+    backward: Group,
 }
 
 impl ModelParallel {
@@ -183,17 +207,22 @@ impl ModelParallel {
     pub fn whole(config: &ModelConfig) -> Self {
         let alone = World::single().group().clone();
         let (pipeline, tensor) = (alone.clone(), alone);
-        ModelParallel { part: Part::whole(config), pipeline, tensor, ends: None }
+        let backward = pipeline.clone();
+        ModelParallel { part: Part::whole(config), pipeline, tensor, ends: None, backward }
     }
 
-    /// The stage of this rank of `pipeline`, whose tensors the ranks of `tensor` share; all their ranks
+    /// The stage of this rank of `pipeline`, of `virtual_stages` chunks, whose tensors the ranks of `tensor` share; all their ranks
     /// call this.
     ///
     /// # Errors
-    /// [`Error::Pipeline`] when there are fewer blocks than stages, [`Error::Tensor`] when the ranks of
+    /// [`Error::Pipeline`] when there are fewer blocks than chunks, [`Error::Tensor`] when the ranks of
     /// `tensor` do not divide the heads or are more than the rows to share; when another rank has
     /// failed.
-    pub fn new(config: &ModelConfig, pipeline: Group, tensor: Group) -> Result<Self, Error> {
+    pub fn new(
+        config: &ModelConfig,
+        (pipeline, virtual_stages): (Group, usize),
+        tensor: Group,
+    ) -> Result<Self, Error> {
         let share = TensorShare { rank: tensor.rank(), ranks: tensor.size() };
         let least = config.intermediate_size.min(config.vocab_size);
         if !config.num_key_value_heads.is_multiple_of(share.ranks) || share.ranks > least {
@@ -201,7 +230,7 @@ impl ModelParallel {
             return Err(Error::Tensor { ranks, heads });
         }
         let (rank, stages) = (pipeline.rank(), pipeline.size());
-        let part = Part::divide(config, stages)?.swap_remove(rank);
+        let part = Part::divide(config, stages, virtual_stages)?.swap_remove(rank);
         let part = Part { tensor: share, ..part };
         let shares = stages > 1 && config.tie_word_embeddings;
         let is_end = part.first || part.last;
@@ -209,7 +238,12 @@ impl ModelParallel {
             true => pipeline.split("tied head", is_end.then_some(0), rank)?,
             false => None,
         };
-        Ok(ModelParallel { part, pipeline, tensor, ends })
+        let backward = match virtual_stages {
+            1 => None,
+            _ => pipeline.split("pipeline backward", Some(0), rank)?,
+        };
+        let backward = backward.unwrap_or_else(|| pipeline.clone());
+        Ok(ModelParallel { part, pipeline, tensor, ends, backward })
     }
 
     /// What this rank holds.
@@ -222,9 +256,29 @@ impl ModelParallel {
         self.pipeline.size()
     }
 
-    /// Stages after this one.
-    pub fn stages_after(&self) -> usize {
-        self.pipeline.size() - 1 - self.pipeline.rank()
+    /// This rank's stage.
+    pub fn stage(&self) -> usize {
+        self.pipeline.rank()
+    }
+
+    /// Whether the model begins with this chunk.
+    pub(crate) fn begins_with(&self, chunk: usize) -> bool {
+        self.part.first && chunk == 0
+    }
+
+    /// Whether the model ends with this chunk.
+    pub(crate) fn ends_with(&self, chunk: usize) -> bool {
+        self.part.last && chunk + 1 == self.part.chunks.len()
+    }
+
+    /// The stage that a chunk's output goes to.
+    pub(crate) fn next(&self) -> usize {
+        (self.pipeline.rank() + 1) % self.pipeline.size()
+    }
+
+    /// The stage that a chunk's input comes from.
+    pub(crate) fn previous(&self) -> usize {
+        (self.pipeline.rank() + self.pipeline.size() - 1) % self.pipeline.size()
     }
 
     /// Whether this rank's sums of losses count: those of one of the ranks that know them.
@@ -234,6 +288,10 @@ impl ModelParallel {
 
     pub(crate) fn pipeline(&self) -> &Group {
         &self.pipeline
+    }
+
+    pub(crate) fn backward(&self) -> &Group {
+        &self.backward
     }
 
     pub(crate) fn tensor(&self) -> &Group {
@@ -267,11 +325,12 @@ mod tests {
     #[test]
     fn the_busiest_stage_has_the_least_to_do() {
         let counts = |layers, vocabulary, stages| -> Vec<usize> {
-            let parts = Part::divide(&config(layers, vocabulary), stages).unwrap();
+            let parts = Part::divide(&config(layers, vocabulary), stages, 1).unwrap();
             assert!(parts[0].first && parts[stages - 1].last);
-            assert_eq!(parts[stages - 1].layers.end, layers);
-            assert!(parts.windows(2).all(|pair| pair[0].layers.end == pair[1].layers.start));
-            parts.iter().map(|part| part.layers.len()).collect()
+            let chunks: Vec<_> = parts.iter().map(|part| part.chunks[0].clone()).collect();
+            assert_eq!(chunks[stages - 1].end, layers);
+            assert!(chunks.windows(2).all(|pair| pair[0].end == pair[1].start));
+            chunks.iter().map(ExactSizeIterator::len).collect()
         };
         // A head that counts as nothing, as two blocks and as many.
         assert_eq!(counts(8, 1, 4), [2, 2, 2, 2]);
@@ -281,9 +340,19 @@ mod tests {
     }
 
     #[test]
+    fn virtual_stages_take_turns() {
+        let parts = Part::divide(&config(8, 1), 2, 2).unwrap();
+        assert_eq!(parts[0].chunks, [0..2, 4..6]);
+        assert_eq!(parts[1].chunks, [2..4, 6..8]);
+        assert!(parts[0].first && !parts[0].last && parts[1].last);
+        assert!(parts[1].holds(7) && !parts[1].holds(4));
+        assert!(Part::divide(&config(5, 1), 2, 3).is_err());
+    }
+
+    #[test]
     fn more_stages_than_blocks_are_refused() {
         for stages in [0, 6] {
-            let error = Part::divide(&config(5, 10), stages).unwrap_err().to_string();
+            let error = Part::divide(&config(5, 10), stages, 1).unwrap_err().to_string();
             assert!(error.contains(&format!("5 layers has no pipeline of {stages}")), "{error}");
         }
     }

@@ -7,6 +7,7 @@ mod export;
 pub mod metrics;
 mod open_device;
 pub mod optimizer;
+mod pipeline_schedule;
 pub mod plan;
 mod preflight;
 pub mod ranks;

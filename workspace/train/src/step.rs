@@ -9,10 +9,11 @@ use moh_comm::Group;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::{Backend, Element, Scalar};
 use moh_model::parameters::FlatBuffers;
-use moh_model::{Activations, LossScale, Model, PassShape, Recompute, StepSums};
+use moh_model::{Activations, LossScale, Model, PassShape, Recompute, StepSums, Turn};
 
 use crate::Error;
 use crate::optimizer::OptimizerState;
+use crate::pipeline_schedule::{self, Pass};
 use crate::recipe::{self, Optimizer, Recipe, Stage};
 
 /// What the steps of a stage have in common.
@@ -49,8 +50,11 @@ pub struct StepGroups {
 
 /// The buffers of a stage's steps, and what does not change between them.
 pub struct Stepper<B: Backend, T: Element, G: Element> {
-    /// One for each micro-batch that is under way on this stage of a pipeline.
-    activations: Vec<Activations<B, T>>,
+    activations: Activations<B, T>,
+    /// What this rank does in a step, its own micro-batches counted from 0.
+    passes: Vec<Pass>,
+    /// For each chunk of its blocks, how many micro-batches are under way at the most.
+    slots: Vec<usize>,
     gradients: FlatBuffers<B, G>,
     sums: StepSums<B>,
     plan: StepPlan,
@@ -124,11 +128,15 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         if groups.data.size() > 1 && rounds {
             gradients.exchange_rounded(model.backend().clone())?;
         }
+        let stage = stage_of(model);
         let own = share(plan.micro_batches, &groups.data);
-        let under_way = 1 + ahead(model, &own);
-        let activations = (0..under_way).map(|_| Activations::new(model, shape));
+        // As many passes as memory could hold in any case.
+        let passes = stage.passes(usize::try_from(own.end - own.start).unwrap_or(usize::MAX));
+        let slots = stage.under_way(&passes);
         Ok(Stepper {
-            activations: activations.collect::<Result<_, _>>()?,
+            activations: Activations::under_way(model, shape, &slots)?,
+            passes,
+            slots,
             gradients,
             sums: StepSums::new(model.backend())?,
             host: HostBatch {
@@ -216,26 +224,24 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         self.gradients.zero(backend)?;
         let own = share(self.plan.micro_batches, &self.groups.data);
         let data = self.groups.data.clone();
-        // One forward, one backward (arXiv 2104.04473): a stage goes ahead by as many forward passes as
-        // there are stages after it, and then holds no more micro-batches than that.
-        let ahead = ahead(model, &own) as u64;
-        for turn in own.start..own.end + ahead {
-            if turn < own.end {
+        for at in 0..self.passes.len() {
+            let pass = self.passes[at];
+            let turn = self.turn(&pass);
+            if pass.forward {
+                let number = own.start + pass.micro_batch as u64;
+                let first = first + number * self.plan.micro_batch as u64;
                 self.forward(backend, model, &read, first, turn)?;
+            } else {
+                let last = pass.micro_batch as u64 + 1 == own.end - own.start;
+                model.backward_turn(
+                    &mut self.activations,
+                    turn,
+                    &mut self.gradients,
+                    scale,
+                    &mut self.sums,
+                    last.then_some(&data),
+                )?;
             }
-            if turn < own.start + ahead {
-                continue;
-            }
-            let number = turn - ahead;
-            let last = number + 1 == own.end;
-            let slot = self.slot(number);
-            model.backward(
-                &mut self.activations[slot],
-                &mut self.gradients,
-                scale,
-                &mut self.sums,
-                last.then_some(&data),
-            )?;
         }
         if own.is_empty() {
             // The others wait for this rank's zeros, and it for their weights.
@@ -246,34 +252,35 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         Ok(self.gradients.arrive_all()?)
     }
 
-    /// The forward pass of micro-batch `number` of the step whose samples begin at `first`.
+    /// The forward pass of the micro-batch whose samples begin at `first`.
     fn forward(
         &mut self,
         backend: &B,
         model: &mut Model<B, T>,
         read: &impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
         first: u64,
-        number: u64,
+        turn: Turn,
     ) -> Result<(), Error> {
-        let first = first + number * self.plan.micro_batch as u64;
         self.host.read(self.plan.sequence_length, read, first)?;
-        let slot = self.slot(number);
-        let activations = &mut self.activations[slot];
         let HostBatch { ids, targets, first_key, .. } = &self.host;
-        activations.upload(backend, ids, targets, first_key)?;
-        Ok(model.forward(activations, &mut self.sums)?)
+        self.activations.upload_turn(backend, turn, ids, targets, first_key)?;
+        Ok(model.forward_turn(&mut self.activations, turn, &mut self.sums)?)
     }
 
-    /// Which activations a micro-batch has.
-    fn slot(&self, number: u64) -> usize {
-        (number % self.activations.len() as u64) as usize
+    /// Where a pass's micro-batch is kept.
+    fn turn(&self, pass: &Pass) -> Turn {
+        Turn { chunk: pass.chunk, slot: pass.micro_batch % self.slots[pass.chunk] }
     }
 }
 
-/// Forward passes that a stage of a pipeline takes before its first backward pass.
-fn ahead<B: Backend, T: Element>(model: &Model<B, T>, own: &Range<u64>) -> usize {
-    let micro_batches = usize::try_from(own.end - own.start).unwrap_or(usize::MAX);
-    model.parallel().stages_after().min(micro_batches.saturating_sub(1))
+/// Where this rank's part of a model stands in its pipeline.
+fn stage_of<B: Backend, T: Element>(model: &Model<B, T>) -> pipeline_schedule::Stage {
+    let parallel = model.parallel();
+    pipeline_schedule::Stage {
+        number: parallel.stage(),
+        stages: parallel.stages(),
+        chunks: parallel.part().chunks.len(),
+    }
 }
 
 /// The micro-batches of a step that this rank of `group` takes: consecutive ones, and as many as the

@@ -1,0 +1,359 @@
+//! Forward and backward passes over micro-batches, of a whole model or of a rank's part between its
+//! neighbours.
+
+use moh_comm::{Group, Reduce};
+use moh_kernels::cross_entropy::HeadGradients;
+use moh_kernels::ranks::HeadRanks;
+use moh_kernels::{Backend, Element};
+
+use crate::activations::{Activations, Pass, Recompute, Turn, whole, whole_mut};
+use crate::block::{RouterScale, Tokens};
+use crate::layout::ModelLayout;
+use crate::model::{LossScale, Model};
+use crate::parameters::FlatBuffers;
+use crate::{Error, StepSums};
+
+/// Tags of the residual stream and of its gradient between stages.
+const FORWARD: u32 = 3;
+const BACKWARD: u32 = 4;
+
+impl<B: Backend, T: Element> Model<B, T> {
+    /// The forward pass up to the final norm, of one micro-batch in a row through all chunks of this
+    /// rank's part; adds the balance loss to `sums`. Weights that are on their way from other ranks are
+    /// waited for where they are first used.
+    ///
+    /// # Errors
+    /// A token id outside the vocabulary, or a failing device or rank.
+    pub fn forward(
+        &mut self,
+        activations: &mut Activations<B, T>,
+        sums: &mut StepSums<B>,
+    ) -> Result<(), Error> {
+        (0..activations.passes.len())
+            .try_for_each(|chunk| self.forward_turn(activations, Turn { chunk, slot: 0 }, sums))
+    }
+
+    /// The forward pass through one chunk, between the stages before and after it.
+    ///
+    /// # Errors
+    /// As [`Model::forward`].
+    pub fn forward_turn(
+        &mut self,
+        activations: &mut Activations<B, T>,
+        turn: Turn,
+        sums: &mut StepSums<B>,
+    ) -> Result<(), Error> {
+        let Activations { shape, passes, shared, .. } = activations;
+        let Pass { ids, first_key, stream, blocks, .. } = &mut passes[turn.chunk][turn.slot];
+        let tokens =
+            Tokens::<B> { shape: *shape, first_position: 0, first_key: first_key.as_ref() };
+        let (n, parallel) = (shape.tokens(), self.parallel.clone());
+        let layers = parallel.part().chunks[turn.chunk].clone();
+        if parallel.begins_with(turn.chunk) {
+            self.weights.arrive(ModelLayout::EMBEDDING)?;
+            self.embed(n, ids, &mut stream[0], &mut shared.gathered)?;
+        } else {
+            let input = whole_mut::<B, T>(&mut stream[0]);
+            parallel.pipeline().recv::<B, T>(input, parallel.previous(), FORWARD)?;
+        }
+        let share = 1.0 / self.config.num_hidden_layers as f64;
+        for (at, layer) in layers.enumerate() {
+            let (before, after) = stream.split_at_mut(at + 1);
+            let (input, output) = (&before[at], &mut after[0]);
+            let mut block = blocks.of(layer, shared);
+            self.weights.arrive(self.layout.block_index(layer))?;
+            self.attend(&tokens, input, &mut block, None)?;
+            self.activate(n, &mut block)?;
+            self.project_down(n, &mut block, output)?;
+            // Every rank that shares the heads knows the loss.
+            if let (Some(routing), 0) = (&block.kept.routing, parallel.part().tensor.rank) {
+                self.backend.balance_loss(routing, share, sums.balance())?;
+            }
+        }
+        if parallel.ends_with(turn.chunk) {
+            return self.final_norm(n, &mut passes[turn.chunk][turn.slot]);
+        }
+        let output = stream.last().map(whole::<B, T>);
+        let sent =
+            output.map(|output| parallel.pipeline().send::<B, T>(output, parallel.next(), FORWARD));
+        Ok(sent.unwrap_or(Ok(()))?)
+    }
+
+    /// The norm before the head.
+    fn final_norm(&mut self, tokens: usize, pass: &mut Pass<B, T>) -> Result<(), Error> {
+        let Pass { stream, final_normed, final_inv_rms, .. } = pass;
+        self.weights.arrive(self.layout.final_norm_index())?;
+        self.weights.arrive(self.layout.head_index())?;
+        let held = self.stream_len(tokens);
+        self.backend.rms_norm_forward(
+            self.config.rms_norm_eps,
+            B::view(&stream[stream.len() - 1], 0..held),
+            self.weights_of(self.layout.final_norm_index()),
+            B::view_mut(final_normed, 0..held),
+            B::view_mut(final_inv_rms, 0..self.token_share(tokens).held()),
+        )?;
+        Ok(())
+    }
+
+    /// The embedding of the tokens whose rows are held here.
+    fn embed(
+        &self,
+        tokens: usize,
+        ids: &B::Buffer<u32>,
+        stream: &mut B::Buffer<T>,
+        gathered: &mut Option<B::Buffer<T>>,
+    ) -> Result<(), Error> {
+        let (backend, width) = (&self.backend, self.config.hidden_size);
+        let rows = self.parallel.part().tensor.vocabulary(&self.config);
+        let (ids, table) = (whole::<B, u32>(ids), self.weights_of(ModelLayout::EMBEDDING));
+        let Some(partial) = gathered else {
+            let stream = whole_mut::<B, T>(stream);
+            return Ok(backend.embedding_forward(width, rows, ids, table, stream)?);
+        };
+        let into = B::view_mut(partial, 0..tokens * width);
+        backend.embedding_forward(width, rows, ids, table, into)?;
+        let own = self.reduce_scatter(tokens, partial)?;
+        let held = B::view_mut(stream, 0..own.len());
+        Ok(backend.copy(B::view(partial, own), held)?)
+    }
+
+    /// Adds the cross-entropy of the uploaded micro-batch to `sums`, without gradients, on the stage that
+    /// has the head.
+    ///
+    /// # Errors
+    /// As [`Model::forward`].
+    pub fn evaluate(
+        &mut self,
+        activations: &mut Activations<B, T>,
+        sums: &mut StepSums<B>,
+    ) -> Result<(), Error> {
+        self.forward(activations, sums)?;
+        match self.parallel.part().last {
+            true => {
+                let turn = Turn { chunk: activations.passes.len() - 1, slot: 0 };
+                self.losses::<f32>(activations, turn, sums, None)
+            }
+            false => Ok(()),
+        }
+    }
+
+    /// Adds the cross-entropy to `sums`; with gradients, writes that of the normed residual stream.
+    fn losses<G: Element>(
+        &self,
+        activations: &mut Activations<B, T>,
+        turn: Turn,
+        sums: &mut StepSums<B>,
+        gradients: Option<HeadGradients<'_, B, T, G>>,
+    ) -> Result<(), Error> {
+        let Activations { shape, passes, shared, head_scratch, head_sums, .. } = activations;
+        let pass = &passes[turn.chunk][turn.slot];
+        let (n, tensor) = (shape.tokens(), self.parallel.part().tensor);
+        let all_reduce = &self.sum_over_ranks();
+        self.backend.cross_entropy(
+            &self.head_shape(n),
+            self.gather(n, &pass.final_normed, &mut shared.gathered)?,
+            self.weights_of(self.layout.head_index()),
+            whole::<B, u32>(&pass.targets),
+            whole_mut::<B, f32>(head_scratch),
+            sums.cross_entropy(),
+            gradients,
+            self.is_shared().then(|| HeadRanks {
+                rows: tensor.vocabulary(&self.config),
+                rank: (tensor.rank, tensor.ranks),
+                sums: whole_mut::<B, f64>(head_sums),
+                all_reduce,
+            }),
+        )?;
+        Ok(())
+    }
+
+    /// Forward and backward over the uploaded micro-batch: adds its losses to `sums` and its
+    /// gradients to `gradients`.
+    ///
+    /// # Errors
+    /// As [`Model::forward`] and [`Model::backward_turn`].
+    pub fn forward_backward<G: Element>(
+        &mut self,
+        activations: &mut Activations<B, T>,
+        gradients: &mut FlatBuffers<B, G>,
+        scale: LossScale,
+        sums: &mut StepSums<B>,
+    ) -> Result<(), Error> {
+        self.forward(activations, sums)?;
+        (0..activations.passes.len()).rev().try_for_each(|chunk| {
+            let turn = Turn { chunk, slot: 0 };
+            self.backward_turn(activations, turn, gradients, scale, sums, None)
+        })
+    }
+
+    /// The backward pass through one chunk after its forward pass, between the stages after and before
+    /// it: adds the cross-entropy to `sums` and the gradients to `gradients`. With `reduce`, of a step's
+    /// last micro-batch, the sum of each buffer over the group's ranks starts as soon as the buffer is
+    /// complete; that of a tied head on two stages waits for [`Model::reduce_tied_head`].
+    ///
+    /// # Errors
+    /// A failing device or rank; activations planned without a backward pass are refused.
+    pub fn backward_turn<G: Element>(
+        &self,
+        activations: &mut Activations<B, T>,
+        turn: Turn,
+        gradients: &mut FlatBuffers<B, G>,
+        scale: LossScale,
+        sums: &mut StepSums<B>,
+        reduce: Option<&Group>,
+    ) -> Result<(), Error> {
+        let (parallel, layout) = (&self.parallel, &self.layout);
+        if parallel.ends_with(turn.chunk) {
+            self.head_backward(activations, turn, gradients, scale, sums)?;
+            if layout.head_index() != ModelLayout::EMBEDDING {
+                self.complete(gradients, layout.head_index(), reduce)?;
+            }
+            self.complete(gradients, layout.final_norm_index(), reduce)?;
+        }
+        let Activations { shape, recompute, passes, shared, backward, .. } = activations;
+        let Some(scratch) = backward else {
+            return Err(Error::NotPlannedForTraining);
+        };
+        let Pass { ids, first_key, stream, blocks, .. } = &mut passes[turn.chunk][turn.slot];
+        if !parallel.ends_with(turn.chunk) {
+            let d_stream = whole_mut::<B, T>(&mut scratch.d_stream);
+            parallel.backward().recv::<B, T>(d_stream, parallel.next(), BACKWARD)?;
+        }
+        let n = shape.tokens();
+        let tokens =
+            Tokens::<B> { shape: *shape, first_position: 0, first_key: first_key.as_ref() };
+        let router = RouterScale {
+            balance_weight: scale.balance / self.config.num_hidden_layers as f32,
+            straight_through: scale.straight_through,
+        };
+        for (at, layer) in parallel.part().chunks[turn.chunk].clone().enumerate().rev() {
+            let (input, mut block) = (&stream[at], blocks.of(layer, shared));
+            match recompute {
+                Recompute::None => {}
+                Recompute::Cheap => self.recompute_norms(n, input, &mut block)?,
+                Recompute::Block => {
+                    self.attend(&tokens, input, &mut block, None)?;
+                    self.project_up(n, &mut block)?;
+                }
+            }
+            self.block_backward(&tokens, input, block, scratch, gradients, router)?;
+            self.complete(gradients, layout.block_index(layer), reduce)?;
+        }
+        if !parallel.begins_with(turn.chunk) {
+            let d_stream = whole::<B, T>(&scratch.d_stream);
+            return Ok(parallel.backward().send::<B, T>(
+                d_stream,
+                parallel.previous(),
+                BACKWARD,
+            )?);
+        }
+        let embedding = &layout.flats[ModelLayout::EMBEDDING];
+        self.backend.embedding_backward(
+            self.config.hidden_size,
+            parallel.part().tensor.vocabulary(&self.config),
+            whole::<B, u32>(ids),
+            self.gather(n, &scratch.d_stream, &mut shared.gathered)?,
+            gradients.view_mut(ModelLayout::EMBEDDING, embedding.used()),
+        )?;
+        match parallel.ends() {
+            Some(_) => Ok(()),
+            None => self.complete(gradients, ModelLayout::EMBEDDING, reduce),
+        }
+    }
+
+    /// Starts the sum of a complete buffer over the ranks of `reduce`.
+    fn complete<G: Element>(
+        &self,
+        gradients: &mut FlatBuffers<B, G>,
+        flat: usize,
+        reduce: Option<&Group>,
+    ) -> Result<(), Error> {
+        let Some(group) = reduce else { return Ok(()) };
+        self.add_up_replicated(gradients, flat)?;
+        gradients.start_reduce_scatter(flat, group)
+    }
+
+    /// From the targets to the gradient of the residual stream after the last block.
+    fn head_backward<G: Element>(
+        &self,
+        activations: &mut Activations<B, T>,
+        turn: Turn,
+        gradients: &mut FlatBuffers<B, G>,
+        scale: LossScale,
+        sums: &mut StepSums<B>,
+    ) -> Result<(), Error> {
+        let Some(mut scratch) = activations.backward.take() else {
+            return Err(Error::NotPlannedForTraining);
+        };
+        let (backend, layout) = (&self.backend, &self.layout);
+        let (n, width) = (activations.shape.tokens(), self.config.hidden_size);
+        let head = layout.head_index();
+        let head_gradients = HeadGradients::<B, T, G> {
+            scale: scale.cross_entropy,
+            d_x: B::view_mut(&mut scratch.d_branch, 0..n * width),
+            d_weight: gradients.view_mut(head, layout.flats[head].used()),
+        };
+        let found = self.losses(activations, turn, sums, Some(head_gradients));
+        let scratch = activations.backward.insert(scratch);
+        found?;
+        let Pass { stream, final_inv_rms, .. } = &activations.passes[turn.chunk][turn.slot];
+        backend.zero(whole_mut::<B, T>(&mut scratch.d_stream))?;
+        let final_norm = layout.final_norm_index();
+        let own = self.reduce_scatter(n, &mut scratch.d_branch)?;
+        let held = own.len();
+        backend.rms_norm_backward(
+            B::view(&stream[stream.len() - 1], 0..held),
+            self.weights_of(final_norm),
+            B::view(final_inv_rms, 0..self.token_share(n).held()),
+            B::view(&scratch.d_branch, own),
+            B::view_mut(&mut scratch.d_stream, 0..held),
+            gradients.view_mut(final_norm, layout.flats[final_norm].used()),
+        )?;
+        Ok(())
+    }
+
+    /// Adds up what ranks that share the other tensors have of the gradients of those that they all hold.
+    fn add_up_replicated<G: Element>(
+        &self,
+        gradients: &mut FlatBuffers<B, G>,
+        flat: usize,
+    ) -> Result<(), Error> {
+        let segments = self.layout.flats[flat].segments.iter();
+        for segment in segments.filter(|segment| segment.replicated) {
+            let part = gradients.view_mut(flat, segment.range.clone());
+            self.parallel.tensor().all_reduce::<B, G>(part, Reduce::Sum)?;
+        }
+        Ok(())
+    }
+
+    /// Starts the sums that the last backward pass of a step starts, in the same order, on a rank that
+    /// takes no pass.
+    ///
+    /// # Errors
+    /// When another rank has failed.
+    pub fn reduce_without_pass<G: Element>(
+        &self,
+        gradients: &mut FlatBuffers<B, G>,
+        reduce: &Group,
+    ) -> Result<(), Error> {
+        let waits = |flat| self.parallel.ends().is_some() && flat == ModelLayout::EMBEDDING;
+        let mut order = self.layout.backward_order().filter(|&flat| !waits(flat));
+        order.try_for_each(|flat| gradients.start_reduce_scatter(flat, reduce))
+    }
+
+    /// Adds up the gradients of a tied head that two stages hold, after a step's last backward pass, and
+    /// starts their sum over the ranks of `reduce`; nothing on other stages and models.
+    ///
+    /// # Errors
+    /// When another rank has failed.
+    pub fn reduce_tied_head<G: Element>(
+        &self,
+        gradients: &mut FlatBuffers<B, G>,
+        reduce: &Group,
+    ) -> Result<(), Error> {
+        let Some(ends) = self.parallel.ends() else { return Ok(()) };
+        let whole = whole_mut::<B, G>(gradients.flat_mut(ModelLayout::EMBEDDING));
+        ends.all_reduce::<B, G>(whole, Reduce::Sum)?;
+        gradients.start_reduce_scatter(ModelLayout::EMBEDDING, reduce)
+    }
+}

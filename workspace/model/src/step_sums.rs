@@ -1,0 +1,78 @@
+//! The sums of a training step.
+
+use moh_comm::{Group, Reduce};
+use moh_kernels::Backend;
+
+use crate::Error;
+use crate::activations::{whole, whole_mut};
+
+/// Sums over a step, on the device: what passes and the optimiser add to.
+pub struct StepSums<B: Backend> {
+    /// Cross-entropy of the targets, balance loss averaged over layers, squared gradients.
+    sums: B::Buffer<f64>,
+}
+
+impl<B: Backend> StepSums<B> {
+    /// Zeros.
+    ///
+    /// # Errors
+    /// When the device has no room.
+    pub fn new(backend: &B) -> Result<Self, Error> {
+        Ok(StepSums { sums: backend.allocate(3)? })
+    }
+
+    /// Starts again from zero.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn zero(&mut self, backend: &B) -> Result<(), Error> {
+        Ok(backend.zero(whole_mut::<B, f64>(&mut self.sums))?)
+    }
+
+    pub(crate) fn cross_entropy(&mut self) -> B::ViewMut<'_, f64> {
+        B::view_mut(&mut self.sums, 0..1)
+    }
+
+    pub(crate) fn balance(&mut self) -> B::ViewMut<'_, f64> {
+        B::view_mut(&mut self.sums, 1..2)
+    }
+
+    /// The squared norm of the gradients, `[1]`.
+    pub fn squared_norm(&self) -> B::View<'_, f64> {
+        B::view(&self.sums, 2..3)
+    }
+
+    /// The same, to add to.
+    pub fn squared_norm_mut(&mut self) -> B::ViewMut<'_, f64> {
+        B::view_mut(&mut self.sums, 2..3)
+    }
+
+    /// Adds up the sums of the ranks of `group`.
+    ///
+    /// # Errors
+    /// When another rank has failed.
+    pub fn all_reduce(&mut self, group: &Group) -> Result<(), Error> {
+        Ok(group.all_reduce::<B, f64>(whole_mut::<B, f64>(&mut self.sums), Reduce::Sum)?)
+    }
+
+    /// Waits for the device, returns the sums of the cross-entropies of the targets, of the balance
+    /// loss over micro-batches, and of the squared gradients.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn read(&self, backend: &B) -> Result<[f64; 3], Error> {
+        let mut sums = [0f64; 3];
+        backend.download(whole::<B, f64>(&self.sums), &mut sums)?;
+        Ok(sums)
+    }
+
+    /// As [`Self::read`], of the two losses, and starts again from zero.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn take(&mut self, backend: &B) -> Result<(f64, f64), Error> {
+        let [cross_entropy, balance, _] = self.read(backend)?;
+        self.zero(backend)?;
+        Ok((cross_entropy, balance))
+    }
+}
