@@ -57,7 +57,7 @@ fn the_papers_recipe_has_the_papers_plan() {
         "17,882",
         "5,961",
         "53.3",
-        "131.98 GiB",
+        "136.17 GiB",
     ] {
         assert!(text.contains(expected), "{expected}\n{text}");
     }
