@@ -197,7 +197,7 @@ pub struct Memory {
     pub recompute: Recompute,
 }
 
-/// What backward computes again; [`crate::plan`] has the bytes of each.
+/// What backward computes again; `docs/plan.md` has the bytes of each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Recompute {
