@@ -164,6 +164,73 @@ fn the_plan_of_the_papers_run_needs_nothing_but_the_repository() {
     assert!(!repository().join("runs/moh-llama3-8b").exists());
 }
 
+/// `moh-train --plan` of the paper's run with more arguments.
+fn cluster_plan(arguments: &[&str]) -> Command {
+    let mut command = program(PROGRAM, &repository());
+    command.args(["--recipe", "recipes/moh-llama3-8b.toml", "--plan"]).args(arguments);
+    command
+}
+
+const H100: &str = "recipes/hardware/h100-sxm.toml";
+
+#[test]
+fn the_plan_of_many_ranks_has_their_memory_traffic_and_time() {
+    let text = success(&mut cluster_plan(&["--ranks", "64"]));
+    for expected in ["Layout of 64 ranks", "2 x 32 x 1", "1 x 8 x 8", "Sent by one rank in a step"]
+    {
+        assert!(text.contains(expected), "{expected}\n{text}");
+    }
+    assert!(!text.contains("Predicted time") && !text.contains("one process"), "{text}");
+    let text = success(&mut cluster_plan(&["--ranks", "64", "--hardware", H100]));
+    for expected in [
+        "Predicted time on H100 SXM 80 GB",
+        "pipeline bubble",
+        "tokens/s",
+        "stage, with its checkpoints",
+        "one checkpoint",
+    ] {
+        assert!(text.contains(expected), "{expected}\n{text}");
+    }
+    let long = ["--set", "stage.adapt.micro_batch=8", "--ranks", "64", "--hardware", H100];
+    let text = success(&mut cluster_plan(&long));
+    assert!(text.contains("stage adapt DOES NOT FIT: "), "{text}");
+}
+
+#[test]
+fn suggested_layouts_can_be_planned() {
+    let text = success(&mut cluster_plan(&["--ranks", "64", "--hardware", H100, "--suggest"]));
+    let first = |stage: &str| {
+        let lines = text.lines().skip_while(|line| !line.starts_with(&format!("Stage {stage}: ")));
+        let mut lines = lines.filter(|line| line.contains("--set"));
+        lines.next().unwrap().split_once(". ").unwrap().1.to_string()
+    };
+    let (adapt, moh) = (first("adapt"), first("moh"));
+    let overrides = adapt.split(' ').chain(moh.split(' '));
+    let arguments: Vec<&str> =
+        ["--ranks", "64", "--hardware", H100].into_iter().chain(overrides).collect();
+    let planned = success(&mut cluster_plan(&arguments));
+    assert!(!planned.contains("DOES NOT FIT"), "{planned}");
+    let text = success(&mut cluster_plan(&["--ranks", "1", "--hardware", H100, "--suggest"]));
+    assert!(text.contains("Stage adapt: 0 of ") && text.contains("the smallest needs "), "{text}");
+}
+
+#[test]
+fn plans_of_ranks_that_cannot_be_are_refused() {
+    let dir = prepared();
+    let refused = |arguments: &[&str]| failure(&repository(), &mut cluster_plan(arguments), 1);
+    let message = refused(&["--ranks", "12"]);
+    assert!(message.contains("stage.moh.parallel: --ranks 12 is no multiple of"), "{message}");
+    assert!(message.contains("use --ranks 8, or --suggest"), "{message}");
+    let message = refused(&["--ranks", "8", "--hardware", "none.toml"]);
+    assert!(message.starts_with("none.toml: No such file"), "{message}");
+    let profile = dir.path().join("h.toml");
+    let text = fs::read_to_string(repository().join(H100)).unwrap();
+    fs::write(&profile, text.replace("latency_us", "latency")).unwrap();
+    let message = refused(&["--ranks", "8", "--hardware", profile.to_str().unwrap()]);
+    assert!(message.contains("h.toml: line "), "{message}");
+    assert!(message.contains("network.latency: unknown key, did you mean latency_us"), "{message}");
+}
+
 #[test]
 fn recipes_that_do_not_fit_are_refused() {
     let dir = prepared();
@@ -211,7 +278,14 @@ fn wrong_usage_exits_with_two() {
         let output = program(PROGRAM, dir.path()).args(arguments).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{arguments:?}");
     }
-    for arguments in [&["--device-tflops", "9"][..], &["--plan", "--device-tflops", "0"]] {
+    for arguments in [
+        &["--device-tflops", "9"][..],
+        &["--plan", "--device-tflops", "0"],
+        &["--ranks", "2"],
+        &["--plan", "--ranks", "0"],
+        &["--plan", "--hardware", "h.toml"],
+        &["--plan", "--ranks", "2", "--suggest"],
+    ] {
         let output = moh_train(dir.path(), &[]).args(arguments).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{arguments:?}");
     }

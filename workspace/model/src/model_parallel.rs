@@ -181,6 +181,11 @@ impl Part {
         Ok(counts.into_iter().map(chunk).collect())
     }
 
+    /// How many blocks it has.
+    pub fn num_blocks(&self) -> usize {
+        self.chunks.iter().map(Range::len).sum()
+    }
+
     /// Whether it has this block.
     pub(crate) fn holds(&self, layer: usize) -> bool {
         self.chunks.iter().any(|layers| layers.contains(&layer))

@@ -22,6 +22,31 @@ pub enum Error {
         /// Everything that is wrong with it; never empty.
         faults: Vec<Fault>,
     },
+    /// A hardware profile is wrong: one line for each fault.
+    #[error("{}", lines(faults))]
+    Hardware {
+        /// Everything that is wrong with it; never empty.
+        faults: Vec<Fault>,
+    },
+    /// A plan's ranks do not make whole copies of the model.
+    #[error(
+        "{}: stage.{stage}.parallel: --ranks {ranks} is no multiple of tensor x pipeline = {tensor} x \
+         {pipeline}: use --ranks {nearest}, or --suggest for layouts of {ranks} ranks", path.display()
+    )]
+    PlanRanks {
+        /// The recipe.
+        path: PathBuf,
+        /// The stage.
+        stage: String,
+        /// Ranks that divide each block.
+        tensor: usize,
+        /// Ranks that divide the blocks.
+        pipeline: usize,
+        /// Ranks that were asked for.
+        ranks: usize,
+        /// A number of ranks nearby that would do.
+        nearest: usize,
+    },
     /// A run directory was started with another recipe.
     #[error(
         "{}: this run was started with another recipe, and would not continue as it began:\n{}\n\

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
 use moh_data::{Prepare, TextTokenizer, prepare};
+use moh_train::recipe::Parallel;
 use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory};
 use safetensors::SafeTensors;
 use support::{Results, Workplace};
@@ -203,6 +204,34 @@ fn every_share_of_the_tensors_ends_as_one_rank() {
 }
 
 #[test]
+fn stages_of_several_chunks_end_as_one_rank() {
+    // Eight micro-batches a step: as many as two stages' turns, or not.
+    for changes in [
+        &["model.new.tie_word_embeddings=true", "model.new.num_hidden_layers=6"][..],
+        &["model.new.num_hidden_layers=6", "memory.recompute=block"],
+    ] {
+        let recipe = |place: &Workplace, stages: usize, chunks: usize, tensor: usize| {
+            let mut all = arranged((tensor, stages), (tensor, stages));
+            for stage in ["adapt", "moh"] {
+                all.push(format!("stage.{stage}.parallel.virtual_stages={chunks}"));
+            }
+            let all = all.iter().map(String::as_str).chain(changes.iter().copied());
+            place.recipe(&all.collect::<Vec<_>>())
+        };
+        let place = Workplace::new();
+        let reference = finish_on(1, &recipe(&place, 1, 1, 1));
+        for (ranks, stages, chunks, tensor) in
+            [(2, 2, 3, 1), (3, 3, 2, 1), (6, 2, 2, 1), (8, 2, 2, 2), (18, 2, 3, 1)]
+        {
+            let place = Workplace::new();
+            let found = finish_on(ranks, &recipe(&place, stages, chunks, tensor));
+            let what = format!("{ranks} ranks, {stages} stages of {chunks}, {changes:?}");
+            assert_alike(&found, &reference, &what);
+        }
+    }
+}
+
+#[test]
 fn shares_of_tensors_continue_as_another_layout() {
     let place = Workplace::new();
     let recipe =
@@ -306,17 +335,19 @@ fn an_error_of_one_rank_is_told_once() {
     assert!(outcomes.iter().all(Result::is_err));
 }
 
-/// Every arrangement of one to eight ranks as (ranks, tensor, pipeline) that a model of five blocks
-/// and four key/value heads has.
-fn layouts() -> Vec<(usize, usize, usize)> {
-    let of = |ranks: usize| {
-        [1, 2, 4]
-            .into_iter()
-            .flat_map(move |tensor| (1..=5).map(move |stages| (ranks, tensor, stages)))
-    };
-    let fits =
-        |&(ranks, tensor, stages): &(usize, usize, usize)| ranks.is_multiple_of(tensor * stages);
-    [1, 2, 3, 4, 6, 8].into_iter().flat_map(of).filter(fits).collect()
+/// Every arrangement of one to eight ranks as (ranks, tensor, pipeline, virtual stages) that a model of
+/// five blocks and four key/value heads has.
+fn layouts() -> Vec<(usize, usize, usize, usize)> {
+    let mut found = Vec::new();
+    for ranks in [1, 2, 3, 4, 6, 8] {
+        for (tensor, stages) in [1, 2, 4].into_iter().flat_map(|t| (1..=5).map(move |p| (t, p))) {
+            let chunks = if stages > 1 { 5 / stages } else { 1 };
+            if ranks % (tensor * stages) == 0 {
+                found.extend((1..=chunks).map(|chunks| (ranks, tensor, stages, chunks)));
+            }
+        }
+    }
+    found
 }
 
 /// Fifty steps of 24 sequences on stories260K, dense and with three quarters of its heads.
@@ -362,7 +393,7 @@ fn a_pretrained_model_learns_on_many_ranks_as_on_one() {
     let moh = "attention = \"moh\"\nmoh = { shared_heads = 4, routed_top_k = 2 }";
     for attention in ["attention = \"dense\"", moh] {
         let mut reference = None;
-        for (ranks, tensor, stages) in layouts() {
+        for (ranks, tensor, stages, virtual_stages) in layouts() {
             let dir = tempfile::tempdir().unwrap();
             let options = Prepare {
                 tokenizer: &tokenizer,
@@ -373,8 +404,7 @@ fn a_pretrained_model_learns_on_many_ranks_as_on_one() {
             };
             prepare(options, &mut |_, _| {}).unwrap();
             let mut recipe = stories_recipe(&model, dir.path(), attention);
-            recipe.stages[0].parallel.tensor = tensor;
-            recipe.stages[0].parallel.pipeline = stages;
+            recipe.stages[0].parallel = Parallel { tensor, pipeline: stages, virtual_stages };
             for outcome in train_on(ranks, &recipe, Some(&model), None) {
                 assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
             }
@@ -383,7 +413,7 @@ fn a_pretrained_model_learns_on_many_ranks_as_on_one() {
             assert_alike(
                 &Results::of(&recipe),
                 expected,
-                &format!("{ranks} ranks, tensor {tensor}, pipeline {stages}, {attention}"),
+                &format!("{ranks} ranks, {:?}, {attention}", recipe.stages[0].parallel),
             );
         }
     }

@@ -1,6 +1,7 @@
 //! `moh-train`: runs a recipe, or continues it.
 
 use std::io::{Write as _, stdout};
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -13,6 +14,8 @@ use moh_cli::models;
 use moh_cli::run_view::RunView;
 use moh_cli::summary_table::{draw, invocation, table};
 use moh_comm::{Fault, Launch, World};
+use moh_model::ModelConfig;
+use moh_train::plan::{Hardware, Suggestions};
 use moh_train::{OpenDevice, Outcome, Plan, RankSpeed, Recipe, RunDirectory, Summary};
 
 /// Train a recipe's stages in order, or continue where it was interrupted.
@@ -27,8 +30,10 @@ use moh_train::{OpenDevice, Outcome, Plan, RankSpeed, Recipe, RunDirectory, Summ
     arg_required_else_help = true,
     after_help = "Example, from the repository's root, about two minutes:\n  \
         moh-train --recipe recipes/quickstart.toml\n\
-        The plan of the paper's run, without weights or data:\n  \
-        moh-train --recipe recipes/moh-llama3-8b.toml --plan --device-tflops 600"
+        The plan of the paper's run, without weights or data, and on 64 GPUs:\n  \
+        moh-train --recipe recipes/moh-llama3-8b.toml --plan --device-tflops 600\n  \
+        moh-train --recipe recipes/moh-llama3-8b.toml --plan --ranks 64 \\\n    \
+            --hardware recipes/hardware/h100-sxm.toml --suggest"
 )]
 struct Arguments {
     /// The recipe, a TOML file
@@ -49,6 +54,15 @@ struct Arguments {
     /// TFLOP/s that the plan's device achieves, for its times
     #[arg(long, value_name = "TFLOPS", requires = "plan")]
     device_tflops: Option<f64>,
+    /// Plan this many ranks: their layout, the memory of each and what it sends
+    #[arg(long, value_name = "N", requires = "plan")]
+    ranks: Option<NonZeroUsize>,
+    /// What these ranks compute with, a TOML file as in recipes/hardware: adds times and what fits
+    #[arg(long, value_name = "FILE", requires = "ranks")]
+    hardware: Option<PathBuf>,
+    /// In place of the recipe's own layout, the fastest ones that fit in memory
+    #[arg(long, requires = "hardware", conflicts_with = "device_tflops")]
+    suggest: bool,
 }
 
 fn main() -> ExitCode {
@@ -74,13 +88,35 @@ fn plan(arguments: &Arguments, mut recipe: Recipe) -> anyhow::Result<()> {
         )
     })?;
     recipe.resolve(path, &config)?;
-    let plan = Plan::new(&recipe, &config);
-    let plan = match arguments.device_tflops {
-        Some(tflops) => plan.with_device_tflops(tflops),
-        None => plan,
-    };
-    write!(stdout(), "{plan}")?;
+    let hardware = arguments.hardware.as_deref().map(Hardware::load).transpose()?;
+    match (arguments.ranks, hardware) {
+        (Some(ranks), Some(hardware)) if arguments.suggest => {
+            let found = Suggestions::new(&recipe, &config, ranks.get(), hardware);
+            write!(stdout(), "{found}")?;
+        }
+        (ranks, hardware) => {
+            let plan = plan_of(arguments, &recipe, &config, (ranks, hardware))?;
+            write!(stdout(), "{plan}")?;
+        }
+    }
     Ok(())
+}
+
+/// The plan of the recipe's own layout.
+fn plan_of(
+    arguments: &Arguments,
+    recipe: &Recipe,
+    config: &ModelConfig,
+    (ranks, hardware): (Option<NonZeroUsize>, Option<Hardware>),
+) -> anyhow::Result<Plan> {
+    let mut plan = Plan::new(recipe, config);
+    if let Some(tflops) = arguments.device_tflops {
+        plan = plan.with_device_tflops(tflops);
+    }
+    if let Some(ranks) = ranks {
+        plan = plan.on_ranks(recipe, (config, &arguments.recipe), ranks.get(), hardware)?;
+    }
+    Ok(plan)
 }
 
 fn train(arguments: &Arguments, recipe: Recipe) -> anyhow::Result<()> {

@@ -6,7 +6,7 @@
 
 mod model;
 mod overrides;
-mod reader;
+pub(crate) mod reader;
 mod stage;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -197,7 +197,7 @@ pub struct Memory {
     pub recompute: Recompute,
 }
 
-/// What backward computes again; [`crate::plan`] has the bytes of each.
+/// What backward computes again; `docs/plan.md` has the bytes of each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Recompute {
@@ -302,13 +302,7 @@ impl Recipe {
     /// # Errors
     /// As [`Recipe::load`], but for the file.
     pub fn parse(text: &str, path: &Path, overrides: &[String]) -> Result<Self, Error> {
-        let table: toml::Table = text.parse().map_err(|error: toml::de::Error| {
-            let line = error.span().map_or(1, |span| {
-                let before = text.get(..span.start).unwrap_or(text);
-                before.matches('\n').count() + 1
-            });
-            file_fault(path, format!("line {line}: {}", error.message().trim()))
-        })?;
+        let table = reader::parse_table(text).map_err(|reason| file_fault(path, reason))?;
         let mut value = Value::Table(table);
         let overrides = Overrides::apply(&mut value, overrides)?;
         let faults = |problems: Vec<reader::Problem>| {

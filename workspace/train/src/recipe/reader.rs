@@ -19,20 +19,34 @@ const MAX_WHOLE_FLOAT: f64 = (1u64 << 53) as f64;
 
 /// A wrong key or value, at its path.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Problem {
+pub(crate) struct Problem {
     /// The full key; empty until the value that holds it is known.
-    pub(super) key: String,
+    pub(crate) key: String,
     /// What is wrong.
-    pub(super) reason: String,
+    pub(crate) reason: String,
     /// The key that was probably meant.
     meant: Option<&'static str>,
+}
+
+/// Parses TOML.
+///
+/// # Errors
+/// What is wrong with it, after the line.
+pub(crate) fn parse_table(text: &str) -> Result<toml::Table, String> {
+    text.parse().map_err(|error: toml::de::Error| {
+        let line = error.span().map_or(1, |span| {
+            let before = text.get(..span.start).unwrap_or(text);
+            before.matches('\n').count() + 1
+        });
+        format!("line {line}: {}", error.message().trim())
+    })
 }
 
 /// Reads a `T` from a table.
 ///
 /// # Errors
 /// All unknown keys, and the first missing key or wrong value.
-pub(super) fn read<'de, T: Deserialize<'de>>(table: &'de Value) -> Result<T, Vec<Problem>> {
+pub(crate) fn read<'de, T: Deserialize<'de>>(table: &'de Value) -> Result<T, Vec<Problem>> {
     let unknown = RefCell::new(Vec::new());
     let node = Node { value: table, path: String::new(), unknown: &unknown };
     let result = T::deserialize(node);

@@ -128,11 +128,14 @@ pub struct Parallel {
     pub tensor: usize,
     /// Processes that the blocks are divided among.
     pub pipeline: usize,
+    /// Parts of the model that each of these has, dealt out in turns (interleaved one forward, one
+    /// backward, arXiv 2104.04473).
+    pub virtual_stages: usize,
 }
 
 impl Default for Parallel {
     fn default() -> Self {
-        Parallel { tensor: 1, pipeline: 1 }
+        Parallel { tensor: 1, pipeline: 1, virtual_stages: 1 }
     }
 }
 

@@ -126,6 +126,7 @@ fn a_recipe_that_does_not_fit_its_model_is_refused() {
             "stage.moh.moh.routed_top_k=17",
             "stage.adapt.parallel.tensor=3",
             "stage.adapt.parallel.pipeline=6",
+            "stage.moh.parallel={pipeline = 2, virtual_stages = 3}",
             "model.vocab_size=100",
         ],
     )
@@ -137,6 +138,8 @@ fn a_recipe_that_does_not_fit_its_model_is_refused() {
         "x.toml: stage.moh.moh: routed_top_k = 17: must be at most the 4 routed heads",
         "x.toml: stage.adapt.parallel.tensor = 3: must divide the 4 key/value heads",
         "x.toml: stage.adapt.parallel.pipeline = 6: must be at most the 5 blocks",
+        "x.toml: stage.moh.parallel.virtual_stages = 3: must be at most 2: pipeline = 2 times it are \
+         parts of 5 blocks",
         "x.toml: model.vocab_size = 100: the model has 512 already",
     ] {
         assert!(message.contains(expected), "{message}");
@@ -326,6 +329,8 @@ fn every_impossible_number_is_reported_at_once() {
             "stage.moh.optimizer.clip_norm=0",
             "stage.moh.optimizer.weight_decay=-1",
             "stage.moh.parallel.tensor=0",
+            "stage.moh.parallel.virtual_stages=0",
+            "stage.adapt.parallel.virtual_stages=2",
             "stage.moh.moh.balance_loss_weight=nan",
             "stage.moh.micro_batch=0",
             "checkpoint.keep=0",
@@ -348,6 +353,8 @@ fn every_impossible_number_is_reported_at_once() {
         "stage.moh.optimizer.clip_norm = 0: must be a finite number above 0",
         "stage.moh.optimizer.weight_decay = -1: must be a finite number from 0",
         "stage.moh.parallel.tensor = 0: must be at least 1",
+        "stage.moh.parallel.virtual_stages = 0: must be at least 1",
+        "stage.adapt.parallel.virtual_stages = 2: needs a pipeline: set parallel.pipeline to 2 or",
         "stage.moh.moh.balance_loss_weight = NaN: must be a finite number from 0",
         "stage.moh.micro_batch = 0: must be at least 1",
         "checkpoint.keep = 0: must be at least 1",
@@ -431,8 +438,13 @@ fn sequential_order_takes_no_weights() {
 #[test]
 fn parallel_splits_are_read_and_left_to_the_trainer() {
     let recipe = with(&["stage.adapt.parallel.tensor=2", "stage.moh.parallel={pipeline=5}"]);
-    assert_eq!(recipe.stages[0].parallel.tensor, 2);
-    assert_eq!(recipe.stages[1].parallel.pipeline, 5);
+    let (adapt, moh) = (recipe.stages[0].parallel, recipe.stages[1].parallel);
+    assert_eq!(adapt, Parallel { tensor: 2, pipeline: 1, virtual_stages: 1 });
+    assert_eq!(moh, Parallel { tensor: 1, pipeline: 5, virtual_stages: 1 });
+    let recipe = with(&["stage.moh.parallel={pipeline = 2, virtual_stages = 2}"]);
+    assert_eq!(recipe.stages[1].parallel.virtual_stages, 2);
+    let text = recipe.to_toml().unwrap();
+    assert_eq!(Recipe::parse(&text, Path::new("again.toml"), &[]).unwrap(), recipe);
 }
 
 #[test]

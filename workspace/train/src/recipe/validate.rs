@@ -6,7 +6,7 @@ use std::path::Path;
 
 use moh_model::ModelConfig;
 
-use super::{Checkpoint, Fault, LearningRate, Model, Optimizer, Order, Recipe, Stage};
+use super::{Checkpoint, Fault, LearningRate, Model, Optimizer, Order, Parallel, Recipe, Stage};
 
 /// Token counts up to here are exact as floats, and sums over all stages fit 64 bits.
 const MAX_TOKENS: u64 = 1 << 53;
@@ -257,17 +257,29 @@ fn check_stage(faults: &mut Faults, stage: &Stage, sequence_length: usize) {
     let reason = "must be a finite number from 0";
     faults.check(fine, &key("optimizer.weight_decay"), weight_decay, reason);
 
-    for (rest, value) in
-        [("parallel.tensor", stage.parallel.tensor), ("parallel.pipeline", stage.parallel.pipeline)]
-    {
-        faults.at_least_one(&key(rest), value as u64);
-    }
+    check_parallel(faults, stage.parallel, &key("parallel"));
     if let Some(moh) = &stage.moh {
         let weight = moh.balance_loss_weight;
         let fine = weight.is_finite() && weight >= 0.0;
         let reason = "must be a finite number from 0";
         faults.check(fine, &key("moh.balance_loss_weight"), weight, reason);
     }
+}
+
+/// Counts of ranks, and parts only for those of a pipeline.
+fn check_parallel(faults: &mut Faults, parallel: Parallel, key: &str) {
+    let Parallel { tensor, pipeline, virtual_stages } = parallel;
+    for (rest, value) in
+        [("tensor", tensor), ("pipeline", pipeline), ("virtual_stages", virtual_stages)]
+    {
+        faults.at_least_one(&format!("{key}.{rest}"), value as u64);
+    }
+    faults.check(
+        virtual_stages <= 1 || pipeline != 1,
+        &format!("{key}.virtual_stages"),
+        virtual_stages,
+        "needs a pipeline: set parallel.pipeline to 2 or more, or leave it out",
+    );
 }
 
 /// A batch is whole micro-batches.
@@ -321,7 +333,7 @@ pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<Fault> {
         {
             faults.add(&key("moh"), error);
         }
-        let (tensor, pipeline) = (stage.parallel.tensor, stage.parallel.pipeline);
+        let Parallel { tensor, pipeline, virtual_stages } = stage.parallel;
         let groups = model.num_key_value_heads;
         faults.check(
             tensor == 0 || groups.is_multiple_of(tensor),
@@ -335,6 +347,13 @@ pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<Fault> {
             &key("parallel.pipeline"),
             pipeline,
             format!("must be at most the {layers} blocks"),
+        );
+        let most = layers / pipeline.max(1);
+        faults.check(
+            virtual_stages <= most || pipeline > layers,
+            &key("parallel.virtual_stages"),
+            virtual_stages,
+            format!("must be at most {most}: pipeline = {pipeline} times it are parts of {layers} blocks"),
         );
     }
     faults.list

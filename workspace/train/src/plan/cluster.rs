@@ -1,0 +1,145 @@
+//! What the stages of a recipe take on many ranks: memory of the fullest rank, what a rank sends, and,
+//! where the machine is known, time.
+
+use std::path::Path;
+
+use moh_model::ModelConfig;
+
+use super::communication::Traffic;
+use super::hardware::Hardware;
+use super::memory::RankMemory;
+use super::time::StepTime;
+use super::work::{Layout, Work};
+use super::{Plan, grown};
+use crate::Error;
+use crate::recipe::{Recipe, Stage};
+
+/// The stages of a plan on a number of ranks.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Cluster {
+    /// Ranks.
+    pub ranks: usize,
+    /// The machine, where times were asked for.
+    pub hardware: Option<Hardware>,
+    /// The stages, in order.
+    pub stages: Vec<ClusterStage>,
+    /// Seconds that a checkpoint takes.
+    pub checkpoint_seconds: Option<f64>,
+}
+
+/// One stage on its ranks.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ClusterStage {
+    /// How the ranks divide it.
+    pub layout: Layout,
+    /// Micro-batches of a step on the data rank that has most of them.
+    pub micro_batches: u64,
+    /// Data ranks that a step has no micro-batch for.
+    pub idle_data_ranks: u64,
+    /// Memory of the rank that has most to hold.
+    pub memory: RankMemory,
+    /// What the rank that sends most sends in a step.
+    pub traffic: Traffic,
+    /// The time of a step, where the machine is known.
+    pub speed: Option<Speed>,
+}
+
+/// How fast a stage is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Speed {
+    /// Seconds of a step, by what they are spent on.
+    pub step: StepTime,
+    /// Tokens a second of all ranks.
+    pub tokens_per_second: f64,
+    /// The model's operations (those of the plan, without recomputation) as a share of what the matrix
+    /// products of all ranks would do in that time.
+    pub matmul_share: f64,
+    /// Seconds of all steps of the stage and their checkpoints.
+    pub stage: f64,
+}
+
+impl ClusterStage {
+    pub(super) fn new(work: &Work, hardware: Option<&Hardware>, checkpoint: f64) -> Self {
+        let sent = (0..work.layout.pipeline).map(|rank| Traffic::new(work, rank));
+        let more = |most: Traffic, next: Traffic| {
+            if next.bytes() > most.bytes() { next } else { most }
+        };
+        ClusterStage {
+            layout: work.layout,
+            micro_batches: work.own_micro_batches(),
+            idle_data_ranks: (work.layout.data as u64).saturating_sub(work.micro_batches()),
+            memory: RankMemory::fullest(work),
+            traffic: sent.fold(Traffic::default(), more),
+            speed: hardware.map(|hardware| Speed::new(work, hardware, checkpoint)),
+        }
+    }
+}
+
+impl Speed {
+    fn new(work: &Work, hardware: &Hardware, checkpoint: f64) -> Speed {
+        let step = StepTime::new(work, hardware);
+        let tokens_per_second = work.stage.batch_tokens as f64 / step.total();
+        let flops = work.model.flops_per_token(work.recipe.data.sequence_length).training();
+        let rate = hardware.matmul(work.recipe.run.dtype) * work.layout.ranks() as f64;
+        let steps = work.stage.num_steps();
+        let every = work.recipe.checkpoint.every_steps;
+        // One more at the end.
+        let checkpoints = steps.checked_div(every).unwrap_or(0).saturating_add(1);
+        Speed {
+            step,
+            tokens_per_second,
+            matmul_share: flops * tokens_per_second / rate,
+            stage: steps as f64 * step.total() + checkpoints as f64 * checkpoint,
+        }
+    }
+}
+
+/// Seconds to write `bytes` from all nodes of `ranks` ranks at once.
+pub(super) fn checkpoint_seconds(bytes: u64, hardware: &Hardware, ranks: usize) -> f64 {
+    let rate = 1e9 * hardware.node.filesystem_write_gb_per_s * hardware.nodes(ranks) as f64;
+    bytes as f64 / rate
+}
+
+impl Plan {
+    /// The plan on `ranks` ranks, with times where the machine is given; `path` is what messages call
+    /// the recipe.
+    ///
+    /// # Errors
+    /// When the ranks are no multiple of a stage's tensor x pipeline, or a stage has more parts than
+    /// the model has blocks.
+    pub fn on_ranks(
+        self,
+        recipe: &Recipe,
+        (model, path): (&ModelConfig, &Path),
+        ranks: usize,
+        hardware: Option<Hardware>,
+    ) -> Result<Plan, Error> {
+        let model = grown(recipe, model);
+        let written =
+            |hardware: &Hardware| checkpoint_seconds(self.disk.checkpoint, hardware, ranks);
+        let checkpoint_seconds = hardware.as_ref().map(written);
+        let stage = |stage: &Stage| {
+            let layout = Layout::new(stage.parallel, ranks)
+                .ok_or_else(|| no_multiple(path, stage, ranks))?;
+            let work = Work::new(recipe, stage, &model, layout)?;
+            let checkpoint = checkpoint_seconds.unwrap_or(0.0);
+            Ok::<_, Error>(ClusterStage::new(&work, hardware.as_ref(), checkpoint))
+        };
+        let stages = recipe.stages.iter().map(stage).collect::<Result<_, _>>()?;
+        let cluster = Cluster { ranks, hardware, stages, checkpoint_seconds };
+        Ok(Plan { cluster: Some(cluster), ..self })
+    }
+}
+
+fn no_multiple(path: &Path, stage: &Stage, ranks: usize) -> Error {
+    let (tensor, pipeline) = (stage.parallel.tensor, stage.parallel.pipeline);
+    let one = tensor.saturating_mul(pipeline).max(1);
+    Error::PlanRanks {
+        path: path.to_owned(),
+        stage: stage.name.clone(),
+        tensor,
+        pipeline,
+        ranks,
+        nearest: (ranks / one).max(1).saturating_mul(one),
+    }
+}

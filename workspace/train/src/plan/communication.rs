@@ -1,0 +1,235 @@
+//! What a rank sends, counted from the sizes that are exchanged. The formulas are in `docs/plan.md`.
+//!
+//! A ring of n ranks gathers or reduces S bytes by each rank sending (n - 1) / n of S; an
+//! all-reduce is both, one after the other.
+
+use std::iter::Sum;
+use std::ops::{Add, Mul};
+
+use moh_model::model_parallel::Part;
+
+use super::work::Work;
+use crate::recipe::{DType, Recompute};
+
+/// Operations, and what one rank sends in them.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Volume {
+    /// Operations.
+    pub operations: f64,
+    /// Bytes that one rank sends; it receives as many.
+    pub bytes: f64,
+}
+
+/// What one rank sends in a step, by the group that it exchanges with.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Traffic {
+    /// Gradients to the data ranks, and weights from them.
+    pub data: Volume,
+    /// Activations and their gradients among the tensor ranks.
+    pub tensor: Volume,
+    /// Activations and their gradients to neighbours in the pipeline, and a tied head's gradients.
+    pub pipeline: Volume,
+}
+
+impl Add for Volume {
+    type Output = Volume;
+
+    fn add(self, other: Volume) -> Volume {
+        Volume { operations: self.operations + other.operations, bytes: self.bytes + other.bytes }
+    }
+}
+
+impl Mul<f64> for Volume {
+    type Output = Volume;
+
+    fn mul(self, times: f64) -> Volume {
+        Volume { operations: self.operations * times, bytes: self.bytes * times }
+    }
+}
+
+impl Sum for Volume {
+    fn sum<I: Iterator<Item = Volume>>(volumes: I) -> Volume {
+        volumes.fold(Volume::default(), Add::add)
+    }
+}
+
+impl Volume {
+    /// Gathers or reduces `bytes` in a ring of `ranks`.
+    fn ring(ranks: usize, bytes: f64) -> Volume {
+        match ranks {
+            0 | 1 => Volume::default(),
+            ranks => Volume { operations: 1.0, bytes: bytes * (ranks - 1) as f64 / ranks as f64 },
+        }
+    }
+
+    /// Reduces and gathers `bytes` in a ring of `ranks`, as one operation.
+    fn all_reduce(ranks: usize, bytes: f64) -> Volume {
+        Volume { bytes: 2.0 * Volume::ring(ranks, bytes).bytes, ..Volume::ring(ranks, bytes) }
+    }
+}
+
+impl Traffic {
+    /// Bytes to all groups.
+    pub fn bytes(&self) -> f64 {
+        self.data.bytes + self.tensor.bytes + self.pipeline.bytes
+    }
+
+    /// What rank `rank` of the pipeline sends in a step.
+    pub(super) fn new(work: &Work, rank: usize) -> Traffic {
+        let micro_batches = work.own_micro_batches() as f64;
+        Traffic {
+            data: reduce_scatter(work, rank) + all_gather(work, rank),
+            tensor: tensor(work, rank) * micro_batches,
+            pipeline: sends(work, rank) * micro_batches + tied_head(work, rank),
+        }
+    }
+}
+
+/// The gradients of a step, to the data ranks that update them: an operation for each flat buffer.
+pub(super) fn reduce_scatter(work: &Work, rank: usize) -> Volume {
+    let precision = &work.recipe.precision;
+    let dtype = match precision.gradients {
+        DType::F32 => precision.reduce,
+        DType::Bf16 => DType::Bf16,
+    };
+    of_flat_buffers(work, rank, dtype)
+}
+
+/// The updated weights, to all data ranks.
+pub(super) fn all_gather(work: &Work, rank: usize) -> Volume {
+    of_flat_buffers(work, rank, work.recipe.run.dtype)
+}
+
+fn of_flat_buffers(work: &Work, rank: usize, dtype: DType) -> Volume {
+    let bytes = work.rank_numbers(rank) as f64 * dtype.bytes() as f64;
+    let ring = Volume::ring(work.layout.data, bytes);
+    Volume { operations: ring.operations * work.flat_buffers(rank) as f64, ..ring }
+}
+
+/// Among the tensor ranks, for one micro-batch, forward and backward, of all parts of a rank.
+pub(super) fn tensor(work: &Work, rank: usize) -> Volume {
+    work.parts(rank).map(|part| tensor_of_part(work, part)).sum()
+}
+
+fn tensor_of_part(work: &Work, part: &Part) -> Volume {
+    let ranks = work.layout.tensor;
+    let tokens = work.tokens() as f64;
+    let activation = Volume::ring(ranks, activation_bytes(work));
+    // Two gathers and two reductions forward, four and two backward, those of forward again.
+    let of_block = match work.recipe.memory.recompute {
+        Recompute::None | Recompute::Cheap => 4.0 + 6.0,
+        Recompute::Block => 4.0 + 6.0 + 4.0,
+    };
+    let routed = work.routed_heads() as f64;
+    let router = match work.routed_heads() {
+        0 => Volume::default(),
+        // The heads' norms in f64 forward, the gradients of their gates backward.
+        _ => Volume::all_reduce(ranks, tokens * routed * 8.0) * 2.0,
+    };
+    let blocks = (activation * of_block + router) * part.num_blocks() as f64;
+    // Forward and backward; the largest logit, their sum and the target's of each rank.
+    let embedding = activation * if part.first { 2.0 } else { 0.0 };
+    let head = match part.last {
+        true => {
+            let losses = tokens * (ranks as f64 + 1.0) * 8.0;
+            activation * 2.0 + Volume::all_reduce(ranks, losses)
+        }
+        false => Volume::default(),
+    };
+    blocks + embedding + head
+}
+
+/// To the neighbours in the pipeline, for one micro-batch, forward and backward.
+pub(super) fn sends(work: &Work, rank: usize) -> Volume {
+    if work.layout.pipeline <= 1 {
+        return Volume::default();
+    }
+    let send = Volume {
+        operations: 1.0,
+        bytes: activation_bytes(work) / work.layout.tensor.max(1) as f64,
+    };
+    // A part sends forward unless it is the last, and backward unless it is the first.
+    let count = |part: &Part| f64::from(!part.last) + f64::from(!part.first);
+    send * work.parts(rank).map(count).sum::<f64>()
+}
+
+/// The gradients of a tied head, which lies on both ends of a pipeline, once a step.
+pub(super) fn tied_head(work: &Work, rank: usize) -> Volume {
+    let is_end = work.parts(rank).any(|part| part.first || part.last);
+    if !(work.model.tie_word_embeddings && is_end && work.layout.pipeline > 1) {
+        return Volume::default();
+    }
+    let bytes = work.recipe.precision.gradients.bytes() as f64;
+    Volume::all_reduce(2, work.numbers().vocabulary as f64 * bytes)
+}
+
+/// The residual stream of a micro-batch.
+fn activation_bytes(work: &Work) -> f64 {
+    work.tokens() as f64 * work.model.hidden_size as f64 * work.recipe.run.dtype.bytes() as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Layout;
+    use crate::plan::tests::{llama3_8b, small};
+
+    /// A micro-batch of 8192 tokens of 4096 numbers in bf16.
+    const STREAM: f64 = 67_108_864.0;
+
+    fn traffic(overrides: &[&str], stage: usize, layout: Layout, rank: usize) -> Traffic {
+        let (recipe, model) = llama3_8b(overrides);
+        Traffic::new(&Work::new(&recipe, &recipe.stages[stage], &model, layout).unwrap(), rank)
+    }
+
+    #[test]
+    fn data_ranks_exchange_every_gradient_and_every_weight_once() {
+        let layout = Layout { data: 8, ..Layout::ALONE };
+        // 8,297,648,128 parameters, of which 7/8 are sent: 4 bytes a gradient, 2 a weight, in two
+        // operations for each of 32 blocks, embedding, norm and head.
+        let found = traffic(&[], 0, layout, 0);
+        assert_eq!(found.data.bytes, 7.0 / 8.0 * 6.0 * 8_297_648_128.0);
+        assert_eq!(found.data.operations, 2.0 * 35.0);
+        assert_eq!((found.tensor, found.pipeline), (Volume::default(), Volume::default()));
+        let rounded = traffic(&["precision.reduce=bf16"], 0, layout, 0);
+        assert_eq!(rounded.data.bytes, 7.0 / 8.0 * 4.0 * 8_297_648_128.0);
+        assert_eq!(traffic(&[], 0, Layout::ALONE, 0), Traffic::default());
+    }
+
+    #[test]
+    fn tensor_ranks_exchange_ten_activations_a_block() {
+        let layout = Layout { tensor: 2, data: 2048, ..Layout::ALONE };
+        // One micro-batch: 10 for each of 32 blocks, 2 for the embedding, 2 for the head, half of each
+        // sent; and 8192 x 3 numbers of 8 bytes, all-reduced by two ranks.
+        let dense = traffic(&[], 0, layout, 0);
+        assert_eq!(dense.tensor.operations, 320.0 + 4.0 + 1.0);
+        assert_eq!(dense.tensor.bytes, 324.0 * STREAM / 2.0 + 8192.0 * 3.0 * 8.0);
+        // 16 routed heads, twice in each block; recomputation adds 4 activations.
+        let moh = traffic(&["memory.recompute=block"], 1, layout, 0);
+        assert_eq!(moh.tensor.operations, 32.0 * 16.0 + 4.0 + 1.0);
+        let routing = 32.0 * 2.0 * 8192.0 * 16.0 * 8.0;
+        assert_eq!(moh.tensor.bytes, 452.0 * STREAM / 2.0 + routing + 8192.0 * 3.0 * 8.0);
+    }
+
+    #[test]
+    fn neighbours_in_a_pipeline_send_activations_and_gradients() {
+        let layout = |virtual_stages| Layout { tensor: 2, data: 8, pipeline: 4, virtual_stages };
+        // 2048 / 8 micro-batches, half of each activation, forward but from the last and backward but
+        // from the first.
+        let sent = |virtual_stages, rank| {
+            traffic(&[], 1, layout(virtual_stages), rank).pipeline.bytes / (256.0 * STREAM / 2.0)
+        };
+        assert_eq!([0, 1, 2, 3].map(|rank| sent(1, rank)), [1.0, 2.0, 2.0, 1.0]);
+        assert_eq!([0, 1, 2, 3].map(|rank| sent(4, rank)), [7.0, 8.0, 8.0, 7.0]);
+    }
+
+    #[test]
+    fn a_tied_head_is_summed_by_both_ends() {
+        let (recipe, model) = small(&["model.new.tie_word_embeddings=true"]);
+        let layout = Layout { pipeline: 3, ..Layout::ALONE };
+        let work = Work::new(&recipe, &recipe.stages[0], &model, layout).unwrap();
+        // 512 rows of 64 f32.
+        let bytes = [0, 1, 2].map(|rank| tied_head(&work, rank).bytes);
+        assert_eq!(bytes, [131_072.0, 0.0, 131_072.0]);
+    }
+}

@@ -1,0 +1,363 @@
+//! Hardware profiles: what a device, a node and their connections achieve, from a TOML file. The keys
+//! are documented in `docs/plan.md`; profiles of common machines are in `recipes/hardware`.
+
+use std::path::Path;
+
+use serde::Deserialize;
+use toml::Value;
+
+use crate::Error;
+use crate::recipe::{DType, Fault, reader};
+
+/// A longer file is not a profile.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+/// Rates and times beyond this are mistakes; products of some of them still fit an f64.
+const MAX_NUMBER: f64 = 1e12;
+/// Attention slower than this share of matrix products is a mistake.
+const MIN_SHARE: f64 = 1e-3;
+/// Bytes of memory beyond this are a mistake.
+const MAX_BYTES: u64 = 1 << 50;
+/// Ranks of a node beyond this are a mistake.
+const MAX_RANKS: usize = 1 << 20;
+
+/// What a machine achieves, as measured, not its data sheet.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Hardware {
+    /// What a plan calls it.
+    pub name: String,
+    /// What one rank computes with.
+    pub device: DeviceRates,
+    /// Several of them in one machine.
+    pub node: Node,
+    /// Connections.
+    pub network: Network,
+}
+
+/// `[device]`: one GPU, or what one rank has of a CPU.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DeviceRates {
+    /// Memory in bytes.
+    pub memory_bytes: u64,
+    /// Of it, what the driver, libraries and their workspaces take.
+    pub reserved_bytes: u64,
+    /// Matrix products in bf16, TFLOP/s.
+    pub matmul_bf16_tflops: f64,
+    /// Matrix products in f32, TFLOP/s.
+    pub matmul_f32_tflops: f64,
+    /// Rate of the attention core as a share of that of matrix products.
+    pub attention_share: f64,
+    /// What operators that move numbers read and write together, GB/s.
+    pub memory_gb_per_s: f64,
+}
+
+/// `[node]`: ranks that share a machine.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Node {
+    /// Ranks of one node.
+    pub ranks: usize,
+    /// What one node writes to the file system of the checkpoints, GB/s.
+    pub filesystem_write_gb_per_s: f64,
+}
+
+/// `[network]`: what ranks send to each other.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Network {
+    /// Bus bandwidth within a node, GB/s for each rank and direction.
+    pub within_node_gb_per_s: f64,
+    /// Bus bandwidth between nodes, GB/s for each rank and direction.
+    pub between_nodes_gb_per_s: f64,
+    /// Time of an operation that moves nothing, microseconds.
+    pub latency_us: f64,
+    /// Share of the exchange of data ranks that goes on beside the computation, 0 to 1.
+    pub data_overlap: f64,
+}
+
+impl Hardware {
+    /// Reads the profile at `path`.
+    ///
+    /// # Errors
+    /// When the file cannot be read or is not TOML, for unknown and missing keys and for values out of
+    /// their limits, with the line where it is known.
+    pub fn load(path: &Path) -> Result<Self, Error> {
+        let length = std::fs::metadata(path).map_err(Error::io(path))?.len();
+        if length > MAX_FILE_BYTES {
+            let reason = format!("{length} bytes: a profile has at most {MAX_FILE_BYTES}");
+            return Err(faults(path, "", vec![(String::new(), reason)]));
+        }
+        let bytes = std::fs::read(path).map_err(Error::io(path))?;
+        match String::from_utf8(bytes) {
+            Ok(text) => Self::parse(&text, path),
+            Err(error) => {
+                let reason = format!("not text in UTF-8: {error}");
+                Err(faults(path, "", vec![(String::new(), reason)]))
+            }
+        }
+    }
+
+    /// As [`Hardware::load`], from `text`; `path` is what messages call it.
+    ///
+    /// # Errors
+    /// As [`Hardware::load`], but for the file.
+    pub fn parse(text: &str, path: &Path) -> Result<Self, Error> {
+        let table = reader::parse_table(text)
+            .map_err(|reason| faults(path, text, vec![(String::new(), reason)]))?;
+        let hardware: Hardware = reader::read(&Value::Table(table)).map_err(|problems| {
+            let problems = problems.into_iter().map(|problem| (problem.key, problem.reason));
+            faults(path, text, problems.collect())
+        })?;
+        match hardware.problems() {
+            problems if problems.is_empty() => Ok(hardware),
+            problems => Err(faults(path, text, problems)),
+        }
+    }
+
+    /// Keys whose values are out of their limits, each with what is wrong.
+    fn problems(&self) -> Vec<(String, String)> {
+        let DeviceRates {
+            memory_bytes,
+            reserved_bytes,
+            matmul_bf16_tflops,
+            matmul_f32_tflops,
+            attention_share,
+            memory_gb_per_s,
+        } = self.device;
+        let Network { within_node_gb_per_s, between_nodes_gb_per_s, latency_us, data_overlap } =
+            self.network;
+        let mut problems = Vec::new();
+        let mut check = |fine: bool, key: &str, reason: String| {
+            if !fine {
+                problems.push((key.to_string(), reason));
+            }
+        };
+        for (key, rate) in [
+            ("device.matmul_bf16_tflops", matmul_bf16_tflops),
+            ("device.matmul_f32_tflops", matmul_f32_tflops),
+            ("device.memory_gb_per_s", memory_gb_per_s),
+            ("node.filesystem_write_gb_per_s", self.node.filesystem_write_gb_per_s),
+            ("network.within_node_gb_per_s", within_node_gb_per_s),
+            ("network.between_nodes_gb_per_s", between_nodes_gb_per_s),
+        ] {
+            let fine = (1.0 / MAX_NUMBER..=MAX_NUMBER).contains(&rate);
+            check(
+                fine,
+                key,
+                format!("must be a number above 0, at most {MAX_NUMBER:e}, not {rate}"),
+            );
+        }
+        let fine = (MIN_SHARE..=10.0).contains(&attention_share);
+        let reason = format!("must be a share from {MIN_SHARE} to 10, not {attention_share}");
+        check(fine, "device.attention_share", reason);
+        let fine = (0.0..=MAX_NUMBER).contains(&latency_us);
+        let reason = format!("must be a number from 0 to {MAX_NUMBER:e}, not {latency_us}");
+        check(fine, "network.latency_us", reason);
+        let fine = (0.0..=1.0).contains(&data_overlap);
+        let reason = format!("must be a share from 0 to 1, not {data_overlap}");
+        check(fine, "network.data_overlap", reason);
+        let reason = format!("must be from 1 to {MAX_BYTES}, not {memory_bytes}");
+        check((1..=MAX_BYTES).contains(&memory_bytes), "device.memory_bytes", reason);
+        let reason = format!("must be below memory_bytes = {memory_bytes}, not {reserved_bytes}");
+        check(reserved_bytes < memory_bytes, "device.reserved_bytes", reason);
+        let ranks = self.node.ranks;
+        let reason = format!("must be from 1 to {MAX_RANKS}, not {ranks}");
+        check((1..=MAX_RANKS).contains(&ranks), "node.ranks", reason);
+        problems
+    }
+
+    /// Operations a second of matrix products in `dtype`.
+    pub fn matmul(&self, dtype: DType) -> f64 {
+        1e12 * match dtype {
+            DType::F32 => self.device.matmul_f32_tflops,
+            DType::Bf16 => self.device.matmul_bf16_tflops,
+        }
+    }
+
+    /// Bytes of memory that a rank has for itself.
+    pub fn usable_bytes(&self) -> u64 {
+        self.device.memory_bytes.saturating_sub(self.device.reserved_bytes)
+    }
+
+    /// Nodes of `ranks` ranks.
+    pub fn nodes(&self, ranks: usize) -> usize {
+        ranks.div_ceil(self.node.ranks.max(1)).max(1)
+    }
+
+    /// Bytes a second that each of `members` ranks, `stride` apart, sends in a ring. Between nodes
+    /// every member has its own link, and a group uses those of all its members in a node.
+    pub(super) fn ring(&self, members: usize, stride: usize) -> f64 {
+        let Network { within_node_gb_per_s, between_nodes_gb_per_s, .. } = self.network;
+        let within = 1e9 * within_node_gb_per_s;
+        if members.saturating_mul(stride) <= self.node.ranks {
+            return within;
+        }
+        let per_node = (self.node.ranks / stride.max(1)).max(1);
+        within.min(1e9 * between_nodes_gb_per_s * per_node as f64)
+    }
+
+    /// Bytes a second that a rank sends to one other; between nodes where all `ranks` are not in one.
+    pub(super) fn to_neighbour(&self, ranks: usize) -> f64 {
+        let Network { within_node_gb_per_s, between_nodes_gb_per_s, .. } = self.network;
+        let within = ranks <= self.node.ranks;
+        1e9 * if within { within_node_gb_per_s } else { between_nodes_gb_per_s }
+    }
+
+    /// Seconds of an operation that moves nothing.
+    pub(super) fn latency(&self) -> f64 {
+        1e-6 * self.network.latency_us
+    }
+}
+
+/// The error of these (key, reason) in the profile `text` at `path`.
+fn faults(path: &Path, text: &str, problems: Vec<(String, String)>) -> Error {
+    let fault = |(key, reason): (String, String)| {
+        let path = path.display();
+        let origin = match line_of(text, &key) {
+            Some(line) => format!("{path}: line {line}"),
+            None => path.to_string(),
+        };
+        Fault { origin, key, value: None, reason }
+    };
+    Error::Hardware { faults: problems.into_iter().map(fault).collect() }
+}
+
+/// The line, from 1, on which `key` is given in a table of its own; `None` where it is not.
+fn line_of(text: &str, key: &str) -> Option<usize> {
+    let (table, name) = key.rsplit_once('.').unwrap_or(("", key));
+    let mut current = String::new();
+    for (index, line) in text.lines().map(str::trim).enumerate() {
+        if let Some(header) = line.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+            current = header.0.trim().to_string();
+            if current == key {
+                return Some(index + 1);
+            }
+        }
+        let given = line.split_once('=').map(|(name, _)| name.trim());
+        if given == Some(name) && current == table || given == Some(key) && current.is_empty() {
+            return Some(index + 1);
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn profile() -> String {
+        include_str!("../../../../recipes/hardware/h100-sxm.toml").to_string()
+    }
+
+    /// The message of a profile in which `old` is `new`.
+    fn refused(old: &str, new: &str) -> String {
+        let text = profile();
+        assert!(text.contains(old), "{old}");
+        let text = text.replacen(old, new, 1);
+        Hardware::parse(&text, Path::new("h.toml")).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn every_profile_of_ours_is_read() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/hardware");
+        let mut count = 0;
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let hardware = Hardware::load(&path).unwrap();
+            assert!(!hardware.name.is_empty() && hardware.usable_bytes() > 0);
+            count += 1;
+        }
+        assert_eq!(count, 4);
+    }
+
+    #[test]
+    fn faults_name_line_and_key() {
+        let text = profile();
+        let line = |key: &str| {
+            text.lines().position(|line| line.trim_start().starts_with(key)).unwrap() + 1
+        };
+        let at = |key: &str, rest: &str| format!("h.toml: line {}: {rest}", line(key));
+        for (old, new, expected) in [
+            (
+                "latency_us",
+                "latency_ms",
+                at("latency_us", "network.latency_ms: unknown key, did you mean latency_us"),
+            ),
+            ("ranks = 8", "ranks = 0", at("ranks", "node.ranks: must be from 1 to 1048576, not 0")),
+            (
+                "ranks = 8",
+                "ranks = 1.5",
+                at("ranks", "node.ranks: must be a whole number from 0, not 1.5"),
+            ),
+            ("ranks = 8", "", "h.toml: node.ranks: missing".to_string()),
+            ("ranks = 8", "ranks = = 8", at("ranks", "")),
+        ] {
+            let message = refused(old, new);
+            assert!(message.starts_with(&expected), "{message}\n{expected}");
+        }
+    }
+
+    #[test]
+    fn values_out_of_their_limits_are_refused() {
+        let number = |text: &str, key: &str| {
+            let line = text.lines().find(|line| line.starts_with(key)).unwrap();
+            line.split('#').next().unwrap().trim_end().to_string()
+        };
+        let text = profile();
+        for (key, values) in [
+            ("matmul_bf16_tflops", &["0", "-1", "nan", "inf", "1e300"][..]),
+            ("attention_share", &["0", "nan", "11"]),
+            ("data_overlap", &["-0.1", "1.1", "nan"]),
+            ("latency_us", &["-1", "inf"]),
+            ("memory_bytes", &["0", "9e15", "-1", "\"80 GB\""]),
+            ("reserved_bytes", &["1e14"]),
+            ("filesystem_write_gb_per_s", &["0"]),
+            ("ranks", &["0", "9e9"]),
+        ] {
+            for value in values {
+                let message = refused(&number(&text, key), &format!("{key} = {value}"));
+                assert!(message.contains(key) && message.contains("must be"), "{message}");
+            }
+        }
+    }
+
+    #[test]
+    fn files_that_are_no_profiles_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("h.toml");
+        let message = |path: &Path| Hardware::load(path).unwrap_err().to_string();
+        assert!(message(&path).contains("h.toml: No such file"));
+        std::fs::write(&path, b"\xff\xfe").unwrap();
+        assert!(message(&path).contains("not text in UTF-8"));
+        std::fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();
+        assert!(message(&path).contains("a profile has at most"));
+        std::fs::write(&path, "[".repeat(100_000)).unwrap();
+        assert!(message(&path).contains("line 1: "));
+    }
+
+    #[test]
+    fn a_group_uses_the_links_of_all_its_members_in_a_node() {
+        let mut hardware = Hardware::parse(&profile(), Path::new("h.toml")).unwrap();
+        hardware.network.within_node_gb_per_s = 300.0;
+        hardware.network.between_nodes_gb_per_s = 40.0;
+        // 8 in a node; 64 ranks side by side, 4 apart (two in each node), 8 apart.
+        assert_eq!(hardware.ring(8, 1), 300e9);
+        assert_eq!(hardware.ring(2, 4), 300e9);
+        assert_eq!(hardware.ring(64, 1), 300e9);
+        assert_eq!(hardware.ring(16, 4), 80e9);
+        assert_eq!(hardware.ring(8, 8), 40e9);
+        assert_eq!(hardware.ring(2, 100), 40e9);
+        assert_eq!((hardware.to_neighbour(8), hardware.to_neighbour(16)), (300e9, 40e9));
+        assert_eq!((hardware.nodes(1), hardware.nodes(8), hardware.nodes(9)), (1, 1, 2));
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_read_or_refused(text in "\\PC*") {
+            let _ = Hardware::parse(&text, Path::new("h.toml"));
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! What a recipe will take, worked out from the model's shape before anything is loaded: steps,
+//! memory, floating-point operations, time and disk; on many ranks also what they send, and the
+//! layouts to choose from. Every formula and its source is in `docs/plan.md`.
+//!
+//! **Floating-point operations** follow [`moh_model::flops`]: a multiply-add counts as two, only the
+//! causal half of attention counts, training is forward and backward, and what `memory.recompute`
+//! computes again does not count.
+//!
+//! **Disk**: a checkpoint holds the parameters in f32 and both moments; the export holds the
+//! parameters in `run.dtype`.
+
+mod cluster;
+mod communication;
+mod hardware;
+mod layouts;
+mod memory;
+mod table;
+mod time;
+mod units;
+mod work;
+
+use moh_model::{ModelConfig, MohConfig};
+
+pub use cluster::{Cluster, ClusterStage, Speed};
+pub use communication::{Traffic, Volume};
+pub use hardware::{DeviceRates, Hardware, Network, Node};
+pub use layouts::{StageSuggestions, Suggestion, Suggestions};
+pub use memory::{ActivationBytes, RankMemory, StateBytes};
+pub use time::StepTime;
+pub use work::Layout;
+
+use crate::recipe::{DType, Parallel, Recipe, Recompute, Stage};
+use work::Work;
+
+/// What a recipe will take.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    /// Rows of the embedding before and after the vocabulary grows.
+    pub vocabulary: (usize, usize),
+    /// Parameters before and after the vocabulary grows.
+    pub parameters: (u64, u64),
+    /// The stages, in order.
+    pub stages: Vec<StagePlan>,
+    /// Bytes on disk.
+    pub disk: DiskBytes,
+    /// Achieved TFLOP/s of one device, where the time was asked for.
+    pub device_tflops: Option<f64>,
+    /// The stages on many ranks, where those were asked for.
+    pub cluster: Option<Cluster>,
+    /// `run.dtype`.
+    pub dtype: DType,
+    /// `precision.gradients` and `precision.moments`.
+    pub state_dtypes: (DType, DType),
+    /// `memory.recompute`.
+    pub recompute: Recompute,
+}
+
+/// Bytes on disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DiskBytes {
+    /// One checkpoint.
+    pub checkpoint: u64,
+    /// Checkpoints that are there at the end: the newest and those kept for good.
+    pub num_checkpoints: u64,
+    /// The exported model.
+    pub export: u64,
+}
+
+/// One stage of a plan.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StagePlan {
+    /// The stage's name.
+    pub name: String,
+    /// Routing; `None` where attention is dense.
+    pub moh: Option<MohConfig>,
+    /// Query heads.
+    pub num_heads: usize,
+    /// Optimiser steps.
+    pub steps: u64,
+    /// Tokens of a step.
+    pub batch_tokens: u64,
+    /// Tokens trained on: whole batches.
+    pub tokens: u64,
+    /// Sequences trained on.
+    pub samples: u64,
+    /// Micro-batches that make a step, over all processes.
+    pub micro_batches: u64,
+    /// The split that the recipe asks for.
+    pub parallel: Parallel,
+    /// Memory of one process that holds the whole model.
+    pub memory: RankMemory,
+    /// Forward FLOPs per token of this stage.
+    pub forward_flops: f64,
+    /// Training FLOPs per token of this stage.
+    pub training_flops: f64,
+    /// Training FLOPs per token if all heads were active.
+    pub dense_training_flops: f64,
+}
+
+impl StagePlan {
+    /// Training FLOPs of the stage.
+    pub fn total_flops(&self) -> f64 {
+        self.training_flops * self.tokens as f64
+    }
+}
+
+impl Plan {
+    /// The plan of `recipe` on `model`, whose vocabulary is that before it grows. Where the recipe
+    /// does not give `model.vocab_size`, the vocabulary is the model's, padded: a larger tokenizer
+    /// is not looked at.
+    pub fn new(recipe: &Recipe, model: &ModelConfig) -> Plan {
+        let grown = grown(recipe, model);
+        let parameters = grown.num_parameters();
+        let of = |bytes: usize| parameters.saturating_mul(bytes as u64);
+        let stages = recipe.stages.iter().map(|stage| plan_stage(recipe, stage, &grown)).collect();
+        let for_good = recipe.num_steps().checked_div(recipe.checkpoint.keep_every).unwrap_or(0);
+        Plan {
+            vocabulary: (model.vocab_size, grown.vocab_size),
+            parameters: (model.num_parameters(), parameters),
+            stages,
+            disk: DiskBytes {
+                checkpoint: of(4).saturating_add(of(2 * recipe.precision.moments.bytes())),
+                num_checkpoints: for_good.saturating_add(recipe.checkpoint.keep),
+                export: of(recipe.run.dtype.bytes()),
+            },
+            device_tflops: None,
+            cluster: None,
+            dtype: recipe.run.dtype,
+            state_dtypes: (recipe.precision.gradients, recipe.precision.moments),
+            recompute: recipe.memory.recompute,
+        }
+    }
+
+    /// The plan with times, for a device that achieves `tflops` TFLOP/s (not its peak).
+    pub fn with_device_tflops(self, tflops: f64) -> Plan {
+        Plan { device_tflops: Some(tflops), ..self }
+    }
+}
+
+/// The model after its vocabulary has grown.
+fn grown(recipe: &Recipe, model: &ModelConfig) -> ModelConfig {
+    let padded = || recipe.model.padded_vocabulary(model.vocab_size);
+    ModelConfig { vocab_size: recipe.model.vocab_size.unwrap_or_else(padded), ..model.clone() }
+}
+
+fn plan_stage(recipe: &Recipe, stage: &Stage, model: &ModelConfig) -> StagePlan {
+    let length = recipe.data.sequence_length;
+    let dense = ModelConfig { moh: None, ..model.clone() };
+    let work = Work::alone(recipe, stage, model);
+    let flops = work.model.flops_per_token(length);
+    let steps = stage.num_steps();
+    StagePlan {
+        name: stage.name.clone(),
+        moh: work.model.moh,
+        num_heads: model.num_attention_heads,
+        steps,
+        batch_tokens: stage.batch_tokens,
+        tokens: steps.saturating_mul(stage.batch_tokens),
+        samples: steps.saturating_mul(stage.batch_sequences(length)),
+        micro_batches: work.micro_batches(),
+        parallel: stage.parallel,
+        memory: RankMemory::fullest(&work),
+        forward_flops: flops.forward(),
+        training_flops: flops.training(),
+        dense_training_flops: dense.flops_per_token(length).training(),
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

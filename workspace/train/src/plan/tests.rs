@@ -1,0 +1,188 @@
+//! Tests of plans as a whole.
+
+use std::path::Path;
+
+use super::*;
+
+fn read(text: &str, overrides: &[&str]) -> (Recipe, ModelConfig) {
+    let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
+    let path = Path::new("recipe.toml");
+    let recipe = Recipe::parse(text, path, &overrides).unwrap();
+    let model = recipe.local_model_config(path).unwrap().unwrap();
+    (recipe, model)
+}
+
+/// The small recipe and its model.
+pub(crate) fn small(overrides: &[&str]) -> (Recipe, ModelConfig) {
+    let (recipe, model) = read(crate::recipe::tests::small(), overrides);
+    let grown = grown(&recipe, &model);
+    (recipe, grown)
+}
+
+/// The recipe of the paper's run and its model, the vocabulary grown.
+pub(crate) fn llama3_8b(overrides: &[&str]) -> (Recipe, ModelConfig) {
+    let config = concat!(env!("CARGO_MANIFEST_DIR"), "/../../recipes/llama3-8b/config.json");
+    let config = format!("model.config={config}");
+    let overrides: Vec<&str> = [config.as_str()].into_iter().chain(overrides.to_vec()).collect();
+    let text = include_str!("../../../../recipes/moh-llama3-8b.toml");
+    let (recipe, model) = read(text, &overrides);
+    let grown = grown(&recipe, &model);
+    (recipe, grown)
+}
+
+fn plan(overrides: &[&str]) -> Plan {
+    let (recipe, model) = read(crate::recipe::tests::small(), overrides);
+    Plan::new(&recipe, &model)
+}
+
+/// Memory of the fullest of `ranks` ranks in each stage of the 8B recipe.
+fn on_ranks(overrides: &[&str], ranks: usize) -> Vec<RankMemory> {
+    let (recipe, model) = llama3_8b(overrides);
+    let path = Path::new("recipe.toml");
+    let plan = Plan::new(&recipe, &model).on_ranks(&recipe, (&model, path), ranks, None).unwrap();
+    plan.cluster.unwrap().stages.into_iter().map(|stage| stage.memory).collect()
+}
+
+#[test]
+fn state_bytes_follow_the_dtypes() {
+    let f32 = plan(&[]);
+    let state = f32.stages[0].memory.state;
+    let parameters = f32.parameters.1;
+    assert_eq!(f32.parameters.0, parameters);
+    assert_eq!(state.weights, 4 * parameters);
+    assert_eq!(state.master, 0);
+    assert_eq!(state.total(), 16 * parameters);
+    assert_eq!(f32.disk.checkpoint, 12 * parameters);
+    let bf16 = plan(&["run.dtype=bf16", "precision.gradients=bf16", "precision.moments=bf16"]);
+    let state = bf16.stages[0].memory.state;
+    assert_eq!(state.weights, 2 * parameters);
+    assert_eq!(state.total(), (2 + 4 + 2 + 4) * parameters);
+    assert_eq!(bf16.disk.checkpoint, 8 * parameters);
+    assert_eq!(bf16.disk.export, 2 * parameters);
+}
+
+#[test]
+fn activation_bytes_follow_the_formulas() {
+    // c = 64, q = 64, kv = 32, i = 172, h = 8, r = 4, 5 blocks, f32; 2 sequences of 32 tokens.
+    let dense_block = 4 * ((64 + 64) + 64 + 64 + 344) + 8 * 4;
+    let moh_block = dense_block + 4 * (8 + 4 + 1) + 8;
+    let (norms, wide, stream) = (4 * 2 * 64 + 8, 4 * 172, 4 * 64);
+    // The residual stream after the last block, the final norm, token and target.
+    let ends = stream + (stream + 4) + 8;
+    let kept = |plan: Plan| {
+        let stages = plan.stages.into_iter();
+        stages.map(|stage| stage.memory.activations.kept).collect::<Vec<_>>()
+    };
+    let expected = |blocks: fn(u64, u64) -> u64| {
+        [dense_block, moh_block].map(|block| 64 * (5 * stream + blocks(block, norms) + wide + ends))
+    };
+    let none = expected(|block, norms| 5 * (block + norms));
+    assert_eq!(kept(plan(&["memory.recompute=none"])), none);
+    let cheap = expected(|block, norms| 5 * block + norms);
+    assert_eq!(kept(plan(&["memory.recompute=cheap"])), cheap);
+    let block = expected(|block, norms| block + norms);
+    assert_eq!(kept(plan(&["memory.recompute=block"])), block);
+    let activations = plan(&[]).stages[0].memory.activations;
+    assert_eq!(activations.block_gradients, 64 * (4 * 2 * 64 + 4 * 8));
+    assert_eq!(activations.logits, 64 * 512 * 4);
+    // The validation loss keeps what whole recomputation keeps.
+    assert_eq!(activations.evaluation, block[0] + activations.logits);
+    assert_eq!(activations.gathered, 0);
+}
+
+#[test]
+fn data_ranks_divide_the_state_of_the_optimiser_alone() {
+    // 8,297,648,128 parameters on 8 data ranks of one device each.
+    let parallel = ["stage.moh.parallel.pipeline=1", "stage.adapt.parallel.tensor=1"];
+    let state = on_ranks(&parallel, 8)[0].state;
+    assert_eq!(state.weights, 2 * 8_297_648_128);
+    assert_eq!(state.gradients, 4 * 8_297_648_128);
+    assert_eq!(state.master, 8_297_648_128 / 8 * 4);
+    assert_eq!(state.moments, 8_297_648_128 / 8 * 4);
+    assert_eq!(state.rounded, 0);
+    let rounded = [&parallel[..], &["precision.reduce=bf16"]].concat();
+    assert_eq!(on_ranks(&rounded, 8)[0].state.rounded, 2 * 8_297_648_128);
+}
+
+#[test]
+fn tensor_ranks_keep_a_share_of_activations_and_one_gathered_buffer() {
+    let memory = on_ranks(&["stage.moh.parallel.pipeline=1"], 2)[0];
+    // Two ranks with half of everything, in bf16: c = 4096, q = 4096, kv = 1024, i = 14,336, h = 32.
+    let stream = 4096;
+    let block = (2048 + 2 * 512) * 2 + 2048 * 2 + 64 + stream + 2 * 7168 * 2;
+    let norms = 2 * stream + 4;
+    let wide = 7168 * 2;
+    let per_token = 33 * stream + 32 * block + norms + wide + stream + 2 + 8;
+    assert_eq!(memory.activations.kept, 8192 * per_token);
+    assert_eq!(memory.activations.block_gradients, 8192 * (4096 + 4096 + 64));
+    assert_eq!(memory.activations.gathered, 8192 * 8192);
+    // 1024 tokens of half of 160,896 logits.
+    assert_eq!(memory.activations.logits, 1024 * 80_448 * 4);
+    assert_eq!(memory.state.weights, 2 * (32 * (109_051_904 + 8192) + 2 * 329_515_008 + 4096));
+}
+
+#[test]
+fn the_first_stage_of_a_pipeline_holds_most() {
+    // 32 blocks and a head of three: 5 on the first stages, and 8 micro-batches under way there.
+    let memory = on_ranks(&[], 8)[1];
+    assert_eq!((memory.pipeline_rank, memory.under_way), (0, 8));
+    assert_eq!(memory.activations.logits, 0);
+    assert_eq!(memory.state.weights, 2 * (5 * (218_103_808 + 8192) + 659_030_016));
+    // Stream after the last block: 6; 16 routed heads have 13 bytes each and 8 for all.
+    let block = (4096 + 2048) * 2 + 4096 * 2 + 128 + 8192 + 2 * 14_336 * 2 + 16 * 13 + 8;
+    let per_token = 6 * 8192 + 5 * block + (2 * 8192 + 8) + 14_336 * 2 + 8;
+    assert_eq!(memory.activations.kept, 8 * 8192 * per_token);
+}
+
+#[test]
+fn ranks_that_make_no_whole_models_are_refused() {
+    let (recipe, model) = llama3_8b(&[]);
+    let refused = |ranks| {
+        let plan = Plan::new(&recipe, &model);
+        let path = Path::new("x.toml");
+        plan.on_ranks(&recipe, (&model, path), ranks, None).unwrap_err().to_string()
+    };
+    let message = refused(63);
+    assert!(
+        message.starts_with("x.toml: stage.adapt.parallel: --ranks 63 is no multiple"),
+        "{message}"
+    );
+    assert!(message.contains("2 x 1: use --ranks 62, or --suggest"), "{message}");
+    assert!(refused(0).contains("use --ranks 2"));
+    assert!(refused(60).contains(
+        "stage.moh.parallel: --ranks 60 is no multiple of tensor x pipeline = 1 x 8: use --ranks 56"
+    ));
+}
+
+#[test]
+fn padding_grows_the_vocabulary() {
+    let plan = plan(&["model.pad_vocab_to=1000"]);
+    assert_eq!(plan.vocabulary, (512, 1000));
+    assert_eq!(plan.parameters.1 - plan.parameters.0, 2 * 488 * 64);
+}
+
+#[test]
+fn huge_numbers_saturate_and_print() {
+    let huge = [
+        "model.vocab_size=9e15",
+        "stage.adapt.micro_batch=2147483648",
+        "stage.adapt.batch_tokens=137438953472",
+        "stage.adapt.tokens=9e15",
+    ];
+    let text = plan(&huge).with_device_tflops(1e-9).to_string();
+    assert!(text.contains("years") || text.contains("days"));
+    let (recipe, model) = small(&huge);
+    let slow = "name = \"slow\"\n[device]\nmemory_bytes = 1e15\nreserved_bytes = 0\n\
+        matmul_bf16_tflops = 1e-12\nmatmul_f32_tflops = 1e-12\nattention_share = 1e-3\n\
+        memory_gb_per_s = 1e-12\n[node]\nranks = 1\nfilesystem_write_gb_per_s = 1e-12\n[network]\n\
+        within_node_gb_per_s = 1e-12\nbetween_nodes_gb_per_s = 1e-12\nlatency_us = 1e12\n\
+        data_overlap = 0\n";
+    let slow = Hardware::parse(slow, Path::new("slow.toml")).unwrap();
+    let path = Path::new("recipe.toml");
+    for ranks in [1, usize::MAX] {
+        let plan = Plan::new(&recipe, &model);
+        let plan = plan.on_ranks(&recipe, (&model, path), ranks, Some(slow.clone())).unwrap();
+        assert!(!plan.to_string().contains("NaN"));
+        Suggestions::new(&recipe, &model, ranks, slow.clone()).to_string();
+    }
+}

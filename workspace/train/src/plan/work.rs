@@ -1,0 +1,256 @@
+//! What one rank of a stage has to do: its parts of the model, their sizes, and how many micro-batches
+//! are under way in it. Memory, traffic and time follow from this and from nothing else.
+//!
+//! Sizes are those of one rank: heads are dealt to tensor ranks by key/value groups, the MLP by
+//! columns, the vocabulary by rows; norms are whole everywhere.
+
+use moh_model::ModelConfig;
+use moh_model::model_parallel::Part;
+
+use crate::recipe::{Parallel, Recipe, Stage};
+
+/// How ranks divide a stage's work: tensor fastest, then data, pipeline slowest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layout {
+    /// Ranks that divide each block.
+    pub tensor: usize,
+    /// Ranks that share a step's micro-batches.
+    pub data: usize,
+    /// Ranks that divide the blocks.
+    pub pipeline: usize,
+    /// Parts of the model that each rank of a pipeline has.
+    pub virtual_stages: usize,
+}
+
+impl Layout {
+    /// One rank that does everything.
+    pub const ALONE: Layout = Layout { tensor: 1, data: 1, pipeline: 1, virtual_stages: 1 };
+
+    /// A recipe's split on `ranks` ranks; `None` when they are no multiple of it.
+    pub fn new(parallel: Parallel, ranks: usize) -> Option<Layout> {
+        let Parallel { tensor, pipeline, virtual_stages } = parallel;
+        let model = tensor.checked_mul(pipeline).filter(|&model| model > 0)?;
+        let data = ranks / model;
+        let whole = data > 0 && ranks.is_multiple_of(model);
+        whole.then_some(Layout { tensor, data, pipeline, virtual_stages })
+    }
+
+    /// Ranks in all.
+    pub fn ranks(&self) -> usize {
+        self.tensor.saturating_mul(self.data).saturating_mul(self.pipeline)
+    }
+}
+
+/// A stage of a recipe on ranks in a layout.
+pub(super) struct Work<'a> {
+    pub recipe: &'a Recipe,
+    pub stage: &'a Stage,
+    /// With the stage's routing and the grown vocabulary.
+    pub model: ModelConfig,
+    pub layout: Layout,
+    /// Sequences that a rank computes at a time.
+    pub micro_batch: usize,
+    /// The parts of the model, in its order: rank s of the pipeline has s, s + pipeline, and so on.
+    parts: Vec<Part>,
+}
+
+/// Numbers of a part's tensors on one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Numbers {
+    /// The matrices of one block.
+    pub matrices: u128,
+    /// Both norms of one block.
+    pub norms: u128,
+    /// The embedding, and also the output head.
+    pub vocabulary: u128,
+}
+
+impl<'a> Work<'a> {
+    /// The work of `stage` on a model whose vocabulary has grown.
+    ///
+    /// # Errors
+    /// When the layout has more parts than the model has blocks.
+    pub fn new(
+        recipe: &'a Recipe,
+        stage: &'a Stage,
+        grown: &ModelConfig,
+        layout: Layout,
+    ) -> Result<Self, moh_model::Error> {
+        let parts = layout.pipeline.saturating_mul(layout.virtual_stages);
+        let parts = Part::divide(grown, parts, 1)?;
+        Ok(Work { layout, parts, ..Work::alone(recipe, stage, grown) })
+    }
+
+    /// The same on one rank.
+    pub fn alone(recipe: &'a Recipe, stage: &'a Stage, grown: &ModelConfig) -> Self {
+        let model = ModelConfig { moh: stage.moh_config(grown), ..grown.clone() };
+        let parts = vec![Part::whole(&model)];
+        let micro_batch = stage.micro_batch;
+        Work { recipe, stage, model, layout: Layout::ALONE, micro_batch, parts }
+    }
+
+    /// The parts of rank `rank` of the pipeline.
+    pub fn parts(&self, rank: usize) -> impl Iterator<Item = &Part> {
+        self.parts.iter().skip(rank).step_by(self.layout.pipeline.max(1))
+    }
+
+    /// Tokens of a micro-batch.
+    pub fn tokens(&self) -> u128 {
+        (self.recipe.data.sequence_length as u128).saturating_mul(self.micro_batch as u128)
+    }
+
+    /// Micro-batches of a step, over all ranks.
+    pub fn micro_batches(&self) -> u64 {
+        let sequences = self.stage.batch_sequences(self.recipe.data.sequence_length);
+        sequences / (self.micro_batch as u64).max(1)
+    }
+
+    /// Micro-batches of the data rank that has most of them.
+    pub fn own_micro_batches(&self) -> u64 {
+        self.micro_batches().div_ceil(self.layout.data as u64)
+    }
+
+    /// Passes whose activations rank `rank` of the pipeline holds at a time: those that it goes ahead
+    /// by, as Megatron-LM does, and the one in work.
+    pub fn under_way(&self, rank: usize) -> u64 {
+        let Layout { pipeline, virtual_stages, .. } = self.layout;
+        let after = pipeline.saturating_sub(1 + rank) as u64;
+        let ahead = match virtual_stages {
+            1 => after,
+            parts => (2 * after).saturating_add((parts as u64 - 1) * pipeline as u64),
+        };
+        let passes = self.own_micro_batches().saturating_mul(virtual_stages as u64);
+        ahead.saturating_add(1).min(passes).max(1)
+    }
+
+    /// Sizes of the tensors on one rank.
+    pub fn numbers(&self) -> Numbers {
+        let model = &self.model;
+        let hidden = model.hidden_size as u128;
+        let rows = 2 * self.query_width() + 2 * self.key_value_width() + 3 * self.mlp_width();
+        Numbers {
+            matrices: rows * hidden,
+            norms: 2 * hidden,
+            vocabulary: self.vocabulary() * hidden,
+        }
+    }
+
+    fn tensor(&self) -> u128 {
+        self.layout.tensor.max(1) as u128
+    }
+
+    /// Width of a rank's query heads.
+    pub fn query_width(&self) -> u128 {
+        (self.model.query_width() as u128).div_ceil(self.tensor())
+    }
+
+    /// Width of a rank's key (or value) heads.
+    pub fn key_value_width(&self) -> u128 {
+        (self.model.key_value_width() as u128).div_ceil(self.tensor())
+    }
+
+    /// A rank's columns of the MLP.
+    pub fn mlp_width(&self) -> u128 {
+        (self.model.intermediate_size as u128).div_ceil(self.tensor())
+    }
+
+    /// A rank's rows of the vocabulary.
+    pub fn vocabulary(&self) -> u128 {
+        (self.model.vocab_size as u128).div_ceil(self.tensor())
+    }
+
+    /// Heads that the router chooses from; none where attention is dense.
+    pub fn routed_heads(&self) -> u128 {
+        let heads = self.model.num_attention_heads;
+        self.model.moh.map_or(0, |moh| heads.saturating_sub(moh.shared_heads)) as u128
+    }
+
+    /// Numbers of all tensors of rank `rank` of the pipeline, each flat buffer padded to a multiple
+    /// of the data ranks.
+    pub fn rank_numbers(&self, rank: usize) -> u128 {
+        self.parts(rank).map(|part| self.part_numbers(part)).sum()
+    }
+
+    fn part_numbers(&self, part: &Part) -> u128 {
+        let Numbers { matrices, norms, vocabulary } = self.numbers();
+        let padded = |count: u128| count.next_multiple_of(self.layout.data.max(1) as u128);
+        let tied = self.model.tie_word_embeddings;
+        let embedding = part.first || part.last && tied;
+        let head = part.last && !tied;
+        part.num_blocks() as u128 * padded(matrices + norms)
+            + (u128::from(embedding) + u128::from(head)) * padded(vocabulary)
+            + u128::from(part.last) * padded(self.model.hidden_size as u128)
+    }
+
+    /// Flat buffers of rank `rank` of the pipeline: blocks, embedding, final norm and head.
+    pub fn flat_buffers(&self, rank: usize) -> u64 {
+        let flats = |part: &Part| {
+            let ends = u64::from(part.first) + 2 * u64::from(part.last);
+            part.num_blocks() as u64 + ends
+        };
+        self.parts(rank).map(flats).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use moh_model::layout::ModelLayout;
+
+    use super::*;
+    use crate::plan::tests::{llama3_8b, small};
+
+    #[test]
+    fn ranks_are_a_multiple_of_the_split() {
+        let parallel = Parallel { tensor: 2, pipeline: 4, virtual_stages: 1 };
+        let layout = Layout::new(parallel, 64).unwrap();
+        assert_eq!((layout.data, layout.ranks()), (8, 64));
+        assert_eq!(Layout::new(parallel, 12), None);
+        assert_eq!(Layout::new(parallel, 0), None);
+        let huge = Parallel { tensor: usize::MAX, pipeline: 2, virtual_stages: 1 };
+        assert_eq!(Layout::new(huge, 8), None);
+    }
+
+    #[test]
+    fn the_numbers_of_a_rank_are_those_that_a_model_allocates() {
+        let (recipe, model) = small(&[]);
+        for (data, pipeline) in [(1, 1), (3, 1), (2, 2), (7, 5)] {
+            let layout = Layout { data, pipeline, ..Layout::ALONE };
+            let work = Work::new(&recipe, &recipe.stages[1], &model, layout).unwrap();
+            for (rank, part) in Part::divide(&model, pipeline, 1).unwrap().iter().enumerate() {
+                let allocated = ModelLayout::of_part(&model, data, part);
+                assert_eq!(work.rank_numbers(rank), allocated.len() as u128);
+                let flats = allocated.flats.iter().filter(|flat| flat.len > 0).count();
+                assert_eq!(work.flat_buffers(rank), flats as u64);
+            }
+        }
+    }
+
+    #[test]
+    fn tensor_ranks_have_their_share_of_everything_but_the_norms() {
+        let (recipe, model) = llama3_8b(&[]);
+        let layout = Layout { tensor: 4, ..Layout::ALONE };
+        let work = Work::new(&recipe, &recipe.stages[0], &model, layout).unwrap();
+        // A block of LLaMA-3-8B has 4096 x (4096 + 2 x 1024 + 4096 + 3 x 14336) = 218,103,808 numbers in
+        // matrices and 8192 in norms; 160,896 rows of 4096 are 659,030,016.
+        let Numbers { matrices, norms, vocabulary } = work.numbers();
+        assert_eq!((matrices, norms, vocabulary), (54_525_952, 8192, 164_757_504));
+        let all = 32 * (54_525_952 + 8192) + 2 * 164_757_504 + 4096;
+        assert_eq!(work.rank_numbers(0), all);
+    }
+
+    #[test]
+    fn a_stage_goes_ahead_by_those_after_it() {
+        let (recipe, model) = llama3_8b(&[]);
+        let under_way = |data, virtual_stages| {
+            let layout = Layout { tensor: 1, data, pipeline: 8, virtual_stages };
+            let work = Work::new(&recipe, &recipe.stages[1], &model, layout).unwrap();
+            (0..8).map(|rank| work.under_way(rank)).collect::<Vec<_>>()
+        };
+        // 2048 micro-batches in a step.
+        assert_eq!(under_way(8, 1), [8, 7, 6, 5, 4, 3, 2, 1]);
+        assert_eq!(under_way(512, 1), [4, 4, 4, 4, 4, 3, 2, 1]);
+        // 2 x 7 + (4 - 1) x 8 ahead on the first rank, 24 on the last.
+        assert_eq!(under_way(8, 4), [39, 37, 35, 33, 31, 29, 27, 25]);
+        assert_eq!(under_way(512, 4), [16; 8]);
+    }
+}
