@@ -14,12 +14,14 @@ use moh_cli::run_view::RunView;
 use moh_cli::summary_table::{draw, invocation, table};
 use moh_comm::{Fault, Launch, World};
 use moh_train::{OpenDevice, Outcome, Plan, RankSpeed, Recipe, RunDirectory, Summary};
+use signal_hook::consts::{SIGINT, TERM_SIGNALS};
+use signal_hook::flag;
 
 /// Train a recipe's stages in order, or continue where it was interrupted.
 ///
 /// Running the same command again continues from the newest checkpoint, exactly as if the run had
-/// never stopped. SIGINT and SIGTERM end it after the step in progress, with a checkpoint and exit
-/// code 75: run it again.
+/// never stopped. SIGINT, SIGTERM and SIGUSR1 end it after the step in progress, with a checkpoint
+/// and exit code 75: run it again.
 #[derive(Parser)]
 #[command(
     name = "moh-train",
@@ -141,11 +143,14 @@ fn train_as_rank(
 ) -> anyhow::Result<()> {
     let directory = locate_model(&recipe, world)?;
     let stop = Arc::new(AtomicBool::new(false));
-    for signal in signal_hook::consts::TERM_SIGNALS {
-        // A second signal ends the program at once.
-        signal_hook::flag::register_conditional_shutdown(*signal, 130, Arc::clone(&stop))?;
-        signal_hook::flag::register(*signal, Arc::clone(&stop))?;
+    // A second Ctrl-C ends the program at once. Launchers repeat SIGTERM, so that it asks as often.
+    flag::register_conditional_shutdown(SIGINT, 130, Arc::clone(&stop))?;
+    for signal in TERM_SIGNALS {
+        flag::register(*signal, Arc::clone(&stop))?;
     }
+    // mpirun passes this one on to its ranks; asked to end itself, it kills them within seconds.
+    #[cfg(unix)]
+    flag::register(signal_hook::consts::SIGUSR1, Arc::clone(&stop))?;
     let first = world.rank() == 0;
     let mut view = first.then(|| RunView::new(&recipe, world.size()));
     let path = &arguments.recipe;
