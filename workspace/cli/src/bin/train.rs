@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::Parser;
@@ -12,7 +13,7 @@ use moh_cli::exit::{self, StoppedEarly};
 use moh_cli::models;
 use moh_cli::run_view::RunView;
 use moh_cli::summary_table::{draw, invocation, table};
-use moh_comm::{Fault, Launch, World};
+use moh_comm::{Fault, Launch, OPERATION_LIMIT, Options, RENDEZVOUS_LIMIT, World};
 use moh_train::{OpenDevice, Outcome, Plan, RankSpeed, Recipe, RunDirectory, Summary};
 use signal_hook::consts::{SIGINT, TERM_SIGNALS};
 use signal_hook::flag;
@@ -42,6 +43,14 @@ struct Arguments {
     /// Where the ranks of a run meet, in place of what their launcher says
     #[arg(long, value_name = "HOST:PORT")]
     rendezvous: Option<String>,
+    /// How long the ranks wait for each other at the start
+    #[arg(long, value_name = "SECONDS", env = "MOH_RENDEZVOUS_TIMEOUT")]
+    #[arg(default_value_t = RENDEZVOUS_LIMIT.as_secs(), value_parser = seconds())]
+    rendezvous_timeout: u64,
+    /// How long an operation between ranks may last before it counts as stuck
+    #[arg(long, value_name = "SECONDS", env = "MOH_OPERATION_TIMEOUT")]
+    #[arg(default_value_t = OPERATION_LIMIT.as_secs(), value_parser = seconds())]
+    operation_timeout: u64,
     /// Measure every rank's matrix products and its connection, name the slow ones, and train nothing
     #[arg(long, conflicts_with = "plan")]
     preflight: bool,
@@ -51,6 +60,11 @@ struct Arguments {
     /// TFLOP/s that the plan's device achieves, for its times
     #[arg(long, value_name = "TFLOPS", requires = "plan")]
     device_tflops: Option<f64>,
+}
+
+/// A time limit: up to 30 days.
+fn seconds() -> clap::builder::RangedU64ValueParser {
+    clap::value_parser!(u64).range(1..=30 * 24 * 3600)
 }
 
 fn main() -> ExitCode {
@@ -90,13 +104,19 @@ fn train(arguments: &Arguments, recipe: Recipe) -> anyhow::Result<()> {
     // A device that is missing leaves no run directory behind, and keeps no other rank waiting.
     let device = OpenDevice::open(&recipe, &arguments.recipe, launch.local_rank)?;
     let rank = launch.rank;
-    let world = moh_train::connect(&launch, &device, &recipe, move |fault| {
-        // A rank that fails tells why itself.
-        if !matches!(fault, Fault::Failed { .. }) {
-            eprintln!("error: rank {rank}: {fault}");
-        }
-        std::process::exit(exit::ERROR.into());
-    })?;
+    let options = Options {
+        rendezvous_limit: Duration::from_secs(arguments.rendezvous_timeout),
+        operation_limit: Duration::from_secs(arguments.operation_timeout),
+        on_fault: Arc::new(move |fault| {
+            // A rank that fails tells why itself.
+            if !matches!(fault, Fault::Failed { .. }) {
+                eprintln!("error: rank {rank}: {fault}");
+            }
+            std::process::exit(exit::ERROR.into());
+        }),
+        ..Options::default()
+    };
+    let world = moh_train::connect(&launch, &device, &recipe, options)?;
     let done = if arguments.preflight {
         preflight(&recipe, device, &world)
     } else {
