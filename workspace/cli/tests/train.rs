@@ -211,7 +211,12 @@ fn wrong_usage_exits_with_two() {
         let output = program(PROGRAM, dir.path()).args(arguments).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{arguments:?}");
     }
-    for arguments in [&["--device-tflops", "9"][..], &["--plan", "--device-tflops", "0"]] {
+    for arguments in [
+        &["--device-tflops", "9"][..],
+        &["--plan", "--device-tflops", "0"],
+        &["--rendezvous-timeout", "0"],
+        &["--operation-timeout", "99999999999"],
+    ] {
         let output = moh_train(dir.path(), &[]).args(arguments).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{arguments:?}");
     }
