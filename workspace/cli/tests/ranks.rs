@@ -5,52 +5,25 @@
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Read as _};
+use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
-use support::{isolate, stderr, trainable};
+use support::job::{
+    Job, PROGRAM, arguments, assert_alike, losses, prepared, process_of, signal, wait_for_steps,
+};
+use support::{isolate, program, stderr};
 
 mod support;
 
-const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-train");
-
-/// What follows the head of the recipe.
-const RECIPE: &str = r#"
-
-[[stage]]
-name = "moh"
-attention = "moh"
-moh = { shared_heads = 4, routed_top_k = 2 }
-tokens = 7680
-batch_tokens = 96
-micro_batch = 1
-learning_rate = { max = 5e-3, min = 1e-3, warmup_steps = 1 }
-
-[checkpoint]
-every_steps = 5
-"#;
-
-/// A directory with a model, a token file and a recipe of 80 steps of 6 micro-batches; `None` where
-/// ranks cannot be started.
-fn prepared() -> Option<tempfile::TempDir> {
-    let found = Command::new("mpirun").arg("--version").output().is_ok();
-    if !cfg!(feature = "mpi") || !found {
-        println!("skipped: needs --features mpi and mpirun");
-        return None;
-    }
-    Some(trainable(RECIPE))
-}
+/// A fault ends a job within this time; rank 0 that falls silent is the slowest to be noticed.
+const BOUND: Duration = Duration::from_secs(60);
 
 /// The command of some ranks, with overrides of their recipe.
 fn ranks(count: usize, overrides: &[&str]) -> Vec<String> {
     let mut words = vec!["-n".to_owned(), count.to_string(), PROGRAM.to_owned()];
-    words.extend(["--recipe", "recipe.toml"].map(str::to_owned));
-    for change in overrides {
-        words.extend(["--set".to_owned(), (*change).to_owned()]);
-    }
+    words.extend(arguments(overrides));
     words
 }
 
@@ -61,32 +34,6 @@ fn mpirun(dir: &Path, words: &[String]) -> Command {
     // As many threads as there are ranks would only be in each other's way.
     command.env("RAYON_NUM_THREADS", "1").stdin(Stdio::null());
     command
-}
-
-fn losses(run: &Path) -> Vec<f64> {
-    let text = fs::read_to_string(run.join("metrics.jsonl")).unwrap();
-    let loss = |line: &str| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap();
-    text.lines().map(loss).collect()
-}
-
-fn assert_alike(found: &[f64], expected: &[f64]) {
-    assert_eq!(found.len(), expected.len());
-    for (found, expected) in found.iter().zip(expected) {
-        assert!((found / expected - 1.0).abs() < 1e-3, "{found}, not {expected}");
-    }
-}
-
-/// Process numbers of rank `rank` of this test's job.
-fn process_of(dir: &Path, rank: usize) -> Option<u32> {
-    let variable = format!("OMPI_COMM_WORLD_RANK={rank}");
-    fs::read_dir("/proc").unwrap().find_map(|entry| {
-        let path = entry.unwrap().path();
-        let number = path.file_name()?.to_str()?.parse().ok()?;
-        let environment = fs::read(path.join("environ")).ok()?;
-        let of_rank = environment.split(|&byte| byte == 0).any(|text| text == variable.as_bytes());
-        (of_rank && fs::read_link(path.join("cwd")).ok()? == dir.canonicalize().unwrap())
-            .then_some(number)
-    })
 }
 
 #[test]
@@ -113,19 +60,11 @@ fn a_rank_that_is_killed_is_named_and_the_rest_continues_with_fewer() {
     let alone = mpirun(dir.path(), &ranks(1, &["run.dir=whole"])).output().unwrap();
     assert!(alone.status.success(), "{}", stderr(&alone));
 
-    let mut command = mpirun(dir.path(), &ranks(3, &[]));
-    let mut child = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
-    let mut reader = BufReader::new(child.stderr.take().unwrap());
-    let mut text = String::new();
-    while !text.contains("moh 12/80") {
-        assert!(reader.read_line(&mut text).unwrap() > 0, "{text}");
-    }
-    let victim = process_of(dir.path(), 2).unwrap();
-    let killed = Instant::now();
-    assert!(Command::new("kill").args(["-KILL", &victim.to_string()]).status().unwrap().success());
-    reader.read_to_string(&mut text).unwrap();
-    assert!(!child.wait().unwrap().success());
-    assert!(killed.elapsed() < Duration::from_secs(60));
+    let job = Job::start(&mut mpirun(dir.path(), &ranks(3, &[])), dir.path());
+    wait_for_steps(&dir.path().join("run"), 12);
+    signal(process_of(dir.path(), 2).unwrap(), "KILL");
+    let (status, text) = job.end(BOUND);
+    assert!(!status.success());
     assert!(text.contains("rank 2 "), "{text}");
 
     let resumed = mpirun(dir.path(), &ranks(2, &[])).output().unwrap();
@@ -145,6 +84,109 @@ fn ranks_with_other_recipes_are_refused_before_they_begin() {
     let text = stderr(&done);
     assert!(text.contains("rank 1") && text.contains("seed = 2"), "{text}");
     assert!(!dir.path().join("run").exists());
+}
+
+#[test]
+fn another_build_of_the_program_is_refused_before_it_begins() {
+    let Some(dir) = prepared() else { return };
+    let other = dir.path().join("moh-train");
+    let mut bytes = fs::read(PROGRAM).unwrap();
+    bytes.extend(b"built elsewhere");
+    fs::write(&other, bytes).unwrap();
+    fs::set_permissions(&other, fs::metadata(PROGRAM).unwrap().permissions()).unwrap();
+    let mut words = ranks(1, &[]);
+    words.extend([":", "-n", "1", other.to_str().unwrap()].map(str::to_owned));
+    words.extend(arguments(&[]));
+    let done = mpirun(dir.path(), &words).output().unwrap();
+    assert!(!done.status.success());
+    let text = stderr(&done);
+    let version = concat!("`program ", env!("CARGO_PKG_VERSION"), " ");
+    assert!(text.contains(&format!("was started with {version}")), "{text}");
+    assert!(text.contains(&format!("rank 0 with {version}")), "{text}");
+    assert!(!dir.path().join("run").exists());
+}
+
+/// A rank of two, as a launcher starts it, whose other one never comes; its error.
+fn alone_of_two(rank: usize, limit: [&str; 2]) -> Option<String> {
+    let dir = prepared()?;
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let mut command = program(PROGRAM, dir.path());
+    let [name, value] = limit;
+    if name.starts_with("--") {
+        command.args(limit);
+    } else {
+        command.env(name, value);
+    }
+    command.args(arguments(&[]));
+    let rank = rank.to_string();
+    command.envs([("RANK", rank.as_str()), ("WORLD_SIZE", "2"), ("LOCAL_RANK", &rank)]);
+    command.envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port.to_string())]);
+    let start = Instant::now();
+    let done = command.output().unwrap();
+    assert!(start.elapsed() >= Duration::from_secs(1) && start.elapsed() < BOUND);
+    assert_eq!(done.status.code(), Some(1));
+    assert!(!dir.path().join("run").exists());
+    Some(stderr(&done))
+}
+
+#[test]
+fn a_rank_that_never_arrives_is_named_at_the_time_limit() {
+    let Some(text) = alone_of_two(0, ["--rendezvous-timeout", "2"]) else { return };
+    let expected = "rank 1 of 2 did not reach the rendezvous at 127.0.0.1:";
+    assert!(text.contains(expected) && text.contains(" within 2 s: "), "{text}");
+}
+
+#[test]
+fn a_rank_0_that_never_arrives_is_named_at_the_time_limit() {
+    let Some(text) = alone_of_two(1, ["MOH_RENDEZVOUS_TIMEOUT", "2"]) else { return };
+    assert!(text.contains("rendezvous at 127.0.0.1:"), "{text}");
+    assert!(text.contains("rank 1 found no rank 0 within "), "{text}");
+}
+
+#[test]
+fn a_job_that_mpirun_is_asked_to_stop_ends_with_a_checkpoint() {
+    let Some(dir) = prepared() else { return };
+    let job = Job::start(&mut mpirun(dir.path(), &ranks(2, &[])), dir.path());
+    wait_for_steps(&dir.path().join("run"), 12);
+    job.signal("USR1");
+    let (status, text) = job.end(BOUND);
+    assert_eq!(status.code(), Some(75), "{text}");
+    assert!(text.contains("stopped after step ") && text.contains(" with a checkpoint"), "{text}");
+
+    let resumed = mpirun(dir.path(), &ranks(2, &[])).output().unwrap();
+    assert!(resumed.status.success(), "{}", stderr(&resumed));
+    assert!(stderr(&resumed).contains("continuing after step "), "{}", stderr(&resumed));
+    assert_eq!(losses(&dir.path().join("run")).len(), 80);
+}
+
+/// A job of two ranks, of which one hangs in the middle of a run; what the job says.
+fn hangs(rank: usize) -> Option<String> {
+    let dir = prepared()?;
+    let mut words = ranks(2, &[]);
+    words.extend(["--operation-timeout", "10"].map(str::to_owned));
+    let job = Job::start(&mut mpirun(dir.path(), &words), dir.path());
+    wait_for_steps(&dir.path().join("run"), 12);
+    signal(process_of(dir.path(), rank).unwrap(), "STOP");
+    let (status, text) = job.end(BOUND);
+    assert!(!status.success());
+    // mpirun ends those that are left, stopped ones too.
+    assert_eq!(process_of(dir.path(), rank), None);
+    Some(text)
+}
+
+#[test]
+fn a_rank_that_hangs_is_named_with_the_operation_that_waits_for_it() {
+    let Some(text) = hangs(1) else { return };
+    let report = text.lines().find(|line| line.starts_with("error: rank 0: rank 0 (")).unwrap();
+    assert!(report.contains(" waits in ") && report.contains(" of group "), "{text}");
+    assert!(report.contains("; rank 1 (") && report.contains(") is silent: "), "{text}");
+}
+
+#[test]
+fn a_rank_0_that_hangs_is_named_once_it_has_been_silent() {
+    // It is the one that asks the others what they wait in, so its silence tells.
+    let Some(text) = hangs(0) else { return };
+    assert!(text.contains("error: rank 1: rank 0 (") && text.contains("no sign of life"), "{text}");
 }
 
 #[test]

@@ -285,6 +285,8 @@ fn wrong_usage_exits_with_two() {
         &["--plan", "--ranks", "0"],
         &["--plan", "--hardware", "h.toml"],
         &["--plan", "--ranks", "2", "--suggest"],
+        &["--rendezvous-timeout", "0"],
+        &["--operation-timeout", "99999999999"],
     ] {
         let output = moh_train(dir.path(), &[]).args(arguments).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{arguments:?}");

@@ -63,4 +63,4 @@ pub use layout::{Coordinates, Groups, Layout};
 pub use pending::Pending;
 pub use reduce::Reduce;
 pub use rendezvous::host_name;
-pub use world::{Buffers, Options, World};
+pub use world::{Buffers, OPERATION_LIMIT, Options, RENDEZVOUS_LIMIT, World};

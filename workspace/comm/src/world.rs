@@ -14,6 +14,11 @@ use crate::watchdog::Health;
 /// How long the other processes get to say why the job ends before this one takes them down.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
+/// How long the ranks wait for each other at the start, unless told otherwise.
+pub const RENDEZVOUS_LIMIT: Duration = Duration::from_secs(300);
+/// How long an operation may last, unless told otherwise.
+pub const OPERATION_LIMIT: Duration = Duration::from_secs(600);
+
 /// Where the buffers lie that the ranks exchange, which decides what moves them.
 #[derive(Debug, Clone)]
 pub enum Buffers {
@@ -31,9 +36,9 @@ pub struct Options {
     /// What must be the same on all ranks, such as the program's version and the recipe; of several
     /// lines, the first that differs is shown.
     pub fingerprint: String,
-    /// How long the ranks wait for each other at the start: 5 minutes.
+    /// How long the ranks wait for each other at the start: [`RENDEZVOUS_LIMIT`].
     pub rendezvous_limit: Duration,
-    /// How long an operation may last: 10 minutes.
+    /// How long an operation may last: [`OPERATION_LIMIT`].
     pub operation_limit: Duration,
     /// How long a process may give no sign of life: 45 seconds.
     pub silence_limit: Duration,
@@ -47,8 +52,8 @@ impl Default for Options {
     fn default() -> Self {
         Options {
             fingerprint: String::new(),
-            rendezvous_limit: Duration::from_secs(300),
-            operation_limit: Duration::from_secs(600),
+            rendezvous_limit: RENDEZVOUS_LIMIT,
+            operation_limit: OPERATION_LIMIT,
             silence_limit: Duration::from_secs(45),
             on_fault: Arc::new(|_| ()),
         }

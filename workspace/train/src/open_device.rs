@@ -1,9 +1,9 @@
 //! The device that a recipe names, and the meeting with the other ranks of its run.
 
+use std::env::consts::ARCH;
 use std::path::Path;
-use std::sync::Arc;
 
-use moh_comm::{Buffers, Fault, Launch, Options, World};
+use moh_comm::{Buffers, Launch, Options, World};
 
 use crate::Error;
 use crate::recipe::{Device, Recipe};
@@ -48,8 +48,8 @@ impl OpenDevice {
     }
 }
 
-/// Meets the other processes of this run, all of which must run this program with this recipe.
-/// `on_fault` is called, on a thread of its own, when another rank ends the job.
+/// Meets the other processes of this run, all of which must run this program with this recipe: the
+/// fingerprint of `options` is made here.
 ///
 /// # Errors
 /// Ranks that do not arrive or were started differently, and builds without the means to connect
@@ -58,17 +58,17 @@ pub fn connect(
     launch: &Launch,
     device: &OpenDevice,
     recipe: &Recipe,
-    on_fault: impl Fn(&Fault) + Send + Sync + 'static,
+    options: Options,
 ) -> Result<World, Error> {
     if launch.size == 1 {
         return Ok(World::single());
     }
     let (buffers, fingerprint) = (device.buffers()?, fingerprint(recipe)?);
-    let options = Options { fingerprint, on_fault: Arc::new(on_fault), ..Options::default() };
-    Ok(World::connect(launch, buffers, options)?)
+    Ok(World::connect(launch, buffers, Options { fingerprint, ..options })?)
 }
 
-/// What must be the same on all ranks: the program, byte for byte, and the recipe.
+/// What must be the same on all ranks: the program, byte for byte, and the recipe. Two builds of one
+/// version may differ in their results, and so may processors of two architectures.
 fn fingerprint(recipe: &Recipe) -> Result<String, Error> {
     let program = std::env::current_exe().and_then(|path| {
         let mut hasher = blake3::Hasher::new();
@@ -76,5 +76,6 @@ fn fingerprint(recipe: &Recipe) -> Result<String, Error> {
         Ok(hasher.finalize().to_hex())
     });
     let program = program.map_err(Error::io(Path::new("the program's own file")))?;
-    Ok(format!("program {}\n{}", &program[..16], recipe.to_toml()?))
+    let version = env!("CARGO_PKG_VERSION");
+    Ok(format!("program {version} {ARCH} {}\n{}", &program[..16], recipe.to_toml()?))
 }

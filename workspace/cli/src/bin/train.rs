@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::Parser;
@@ -13,16 +14,18 @@ use moh_cli::exit::{self, StoppedEarly};
 use moh_cli::models;
 use moh_cli::run_view::RunView;
 use moh_cli::summary_table::{draw, invocation, table};
-use moh_comm::{Fault, Launch, World};
+use moh_comm::{Fault, Launch, OPERATION_LIMIT, Options, RENDEZVOUS_LIMIT, World};
 use moh_model::ModelConfig;
 use moh_train::plan::{Hardware, Suggestions};
 use moh_train::{OpenDevice, Outcome, Plan, RankSpeed, Recipe, RunDirectory, Summary};
+use signal_hook::consts::{SIGINT, TERM_SIGNALS};
+use signal_hook::flag;
 
 /// Train a recipe's stages in order, or continue where it was interrupted.
 ///
 /// Running the same command again continues from the newest checkpoint, exactly as if the run had
-/// never stopped. SIGINT and SIGTERM end it after the step in progress, with a checkpoint and exit
-/// code 75: run it again.
+/// never stopped. SIGINT, SIGTERM and SIGUSR1 end it after the step in progress, with a checkpoint
+/// and exit code 75: run it again.
 #[derive(Parser)]
 #[command(
     name = "moh-train",
@@ -45,6 +48,14 @@ struct Arguments {
     /// Where the ranks of a run meet, in place of what their launcher says
     #[arg(long, value_name = "HOST:PORT")]
     rendezvous: Option<String>,
+    /// How long the ranks wait for each other at the start
+    #[arg(long, value_name = "SECONDS", env = "MOH_RENDEZVOUS_TIMEOUT")]
+    #[arg(default_value_t = RENDEZVOUS_LIMIT.as_secs(), value_parser = seconds())]
+    rendezvous_timeout: u64,
+    /// How long an operation between ranks may last before it counts as stuck
+    #[arg(long, value_name = "SECONDS", env = "MOH_OPERATION_TIMEOUT")]
+    #[arg(default_value_t = OPERATION_LIMIT.as_secs(), value_parser = seconds())]
+    operation_timeout: u64,
     /// Measure every rank's matrix products and its connection, name the slow ones, and train nothing
     #[arg(long, conflicts_with = "plan")]
     preflight: bool,
@@ -63,6 +74,11 @@ struct Arguments {
     /// In place of the recipe's own layout, the fastest ones that fit in memory
     #[arg(long, requires = "hardware", conflicts_with = "device_tflops")]
     suggest: bool,
+}
+
+/// A time limit: up to 30 days.
+fn seconds() -> clap::builder::RangedU64ValueParser {
+    clap::value_parser!(u64).range(1..=30 * 24 * 3600)
 }
 
 fn main() -> ExitCode {
@@ -124,13 +140,19 @@ fn train(arguments: &Arguments, recipe: Recipe) -> anyhow::Result<()> {
     // A device that is missing leaves no run directory behind, and keeps no other rank waiting.
     let device = OpenDevice::open(&recipe, &arguments.recipe, launch.local_rank)?;
     let rank = launch.rank;
-    let world = moh_train::connect(&launch, &device, &recipe, move |fault| {
-        // A rank that fails tells why itself.
-        if !matches!(fault, Fault::Failed { .. }) {
-            eprintln!("error: rank {rank}: {fault}");
-        }
-        std::process::exit(exit::ERROR.into());
-    })?;
+    let options = Options {
+        rendezvous_limit: Duration::from_secs(arguments.rendezvous_timeout),
+        operation_limit: Duration::from_secs(arguments.operation_timeout),
+        on_fault: Arc::new(move |fault| {
+            // A rank that fails tells why itself.
+            if !matches!(fault, Fault::Failed { .. }) {
+                eprintln!("error: rank {rank}: {fault}");
+            }
+            std::process::exit(exit::ERROR.into());
+        }),
+        ..Options::default()
+    };
+    let world = moh_train::connect(&launch, &device, &recipe, options)?;
     let done = if arguments.preflight {
         preflight(&recipe, device, &world)
     } else {
@@ -177,11 +199,14 @@ fn train_as_rank(
 ) -> anyhow::Result<()> {
     let directory = locate_model(&recipe, world)?;
     let stop = Arc::new(AtomicBool::new(false));
-    for signal in signal_hook::consts::TERM_SIGNALS {
-        // A second signal ends the program at once.
-        signal_hook::flag::register_conditional_shutdown(*signal, 130, Arc::clone(&stop))?;
-        signal_hook::flag::register(*signal, Arc::clone(&stop))?;
+    // A second Ctrl-C ends the program at once. Launchers repeat SIGTERM, so that it asks as often.
+    flag::register_conditional_shutdown(SIGINT, 130, Arc::clone(&stop))?;
+    for signal in TERM_SIGNALS {
+        flag::register(*signal, Arc::clone(&stop))?;
     }
+    // mpirun passes this one on to its ranks; asked to end itself, it kills them within seconds.
+    #[cfg(unix)]
+    flag::register(signal_hook::consts::SIGUSR1, Arc::clone(&stop))?;
     let first = world.rank() == 0;
     let mut view = first.then(|| RunView::new(&recipe, world.size()));
     let path = &arguments.recipe;

@@ -13,6 +13,8 @@ use moh_model::weight_files::WEIGHTS_FILE;
 use moh_model::{ConfigFile, Dtype};
 use serde_json::{Value, json};
 
+pub mod job;
+
 /// The beginning of a recipe that trains the model of [`write_source`] on [`trainable`]'s tokens; the
 /// rest of `[data]` and the stages follow.
 pub const RECIPE_HEAD: &str = r#"
