@@ -1,6 +1,8 @@
 //! Hardware profiles: what a device, a node and their connections achieve, from a TOML file. The keys
 //! are documented in `docs/plan.md`; profiles of common machines are in `recipes/hardware`.
 
+use std::fmt::Display;
+use std::ops::RangeInclusive;
 use std::path::Path;
 
 use serde::Deserialize;
@@ -19,6 +21,9 @@ const MIN_SHARE: f64 = 1e-3;
 const MAX_BYTES: u64 = 1 << 50;
 /// Ranks of a node beyond this are a mistake.
 const MAX_RANKS: usize = 1 << 20;
+
+/// A key, empty where the file as a whole is meant, and what is wrong with it.
+type Problem = (String, String);
 
 /// What a machine achieves, as measured, not its data sheet.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
@@ -116,54 +121,10 @@ impl Hardware {
     }
 
     /// Keys whose values are out of their limits, each with what is wrong.
-    fn problems(&self) -> Vec<(String, String)> {
-        let DeviceRates {
-            memory_bytes,
-            reserved_bytes,
-            matmul_bf16_tflops,
-            matmul_f32_tflops,
-            attention_share,
-            memory_gb_per_s,
-        } = self.device;
-        let Network { within_node_gb_per_s, between_nodes_gb_per_s, latency_us, data_overlap } =
-            self.network;
-        let mut problems = Vec::new();
-        let mut check = |fine: bool, key: &str, reason: String| {
-            if !fine {
-                problems.push((key.to_string(), reason));
-            }
-        };
-        for (key, rate) in [
-            ("device.matmul_bf16_tflops", matmul_bf16_tflops),
-            ("device.matmul_f32_tflops", matmul_f32_tflops),
-            ("device.memory_gb_per_s", memory_gb_per_s),
-            ("node.filesystem_write_gb_per_s", self.node.filesystem_write_gb_per_s),
-            ("network.within_node_gb_per_s", within_node_gb_per_s),
-            ("network.between_nodes_gb_per_s", between_nodes_gb_per_s),
-        ] {
-            let fine = (1.0 / MAX_NUMBER..=MAX_NUMBER).contains(&rate);
-            check(
-                fine,
-                key,
-                format!("must be a number above 0, at most {MAX_NUMBER:e}, not {rate}"),
-            );
-        }
-        let fine = (MIN_SHARE..=10.0).contains(&attention_share);
-        let reason = format!("must be a share from {MIN_SHARE} to 10, not {attention_share}");
-        check(fine, "device.attention_share", reason);
-        let fine = (0.0..=MAX_NUMBER).contains(&latency_us);
-        let reason = format!("must be a number from 0 to {MAX_NUMBER:e}, not {latency_us}");
-        check(fine, "network.latency_us", reason);
-        let fine = (0.0..=1.0).contains(&data_overlap);
-        let reason = format!("must be a share from 0 to 1, not {data_overlap}");
-        check(fine, "network.data_overlap", reason);
-        let reason = format!("must be from 1 to {MAX_BYTES}, not {memory_bytes}");
-        check((1..=MAX_BYTES).contains(&memory_bytes), "device.memory_bytes", reason);
-        let reason = format!("must be below memory_bytes = {memory_bytes}, not {reserved_bytes}");
-        check(reserved_bytes < memory_bytes, "device.reserved_bytes", reason);
-        let ranks = self.node.ranks;
-        let reason = format!("must be from 1 to {MAX_RANKS}, not {ranks}");
-        check((1..=MAX_RANKS).contains(&ranks), "node.ranks", reason);
+    fn problems(&self) -> Vec<Problem> {
+        let mut problems = self.device.problems();
+        problems.extend(self.node.problems());
+        problems.extend(self.network.problems());
         problems
     }
 
@@ -210,9 +171,66 @@ impl Hardware {
     }
 }
 
+impl DeviceRates {
+    fn problems(&self) -> Vec<Problem> {
+        let (memory, reserved) = (self.memory_bytes, self.reserved_bytes);
+        let smaller = format!("must be below memory_bytes = {memory}");
+        let found = [
+            within("device.memory_bytes", memory, 1..=MAX_BYTES),
+            refuse(reserved < memory, "device.reserved_bytes", reserved, smaller),
+            rate("device.matmul_bf16_tflops", self.matmul_bf16_tflops),
+            rate("device.matmul_f32_tflops", self.matmul_f32_tflops),
+            within("device.attention_share", self.attention_share, MIN_SHARE..=10.0),
+            rate("device.memory_gb_per_s", self.memory_gb_per_s),
+        ];
+        found.into_iter().flatten().collect()
+    }
+}
+
+impl Node {
+    fn problems(&self) -> Vec<Problem> {
+        let found = [
+            within("node.ranks", self.ranks, 1..=MAX_RANKS),
+            rate("node.filesystem_write_gb_per_s", self.filesystem_write_gb_per_s),
+        ];
+        found.into_iter().flatten().collect()
+    }
+}
+
+impl Network {
+    fn problems(&self) -> Vec<Problem> {
+        let found = [
+            rate("network.within_node_gb_per_s", self.within_node_gb_per_s),
+            rate("network.between_nodes_gb_per_s", self.between_nodes_gb_per_s),
+            within("network.latency_us", self.latency_us, 0.0..=MAX_NUMBER),
+            within("network.data_overlap", self.data_overlap, 0.0..=1.0),
+        ];
+        found.into_iter().flatten().collect()
+    }
+}
+
+/// A rate that time can be divided by.
+fn rate(key: &str, value: f64) -> Option<Problem> {
+    within(key, value, 1.0 / MAX_NUMBER..=MAX_NUMBER)
+}
+
+/// What is wrong with a value outside of its limits; not a number is outside of all.
+fn within<T: PartialOrd + Display>(
+    key: &str,
+    value: T,
+    limits: RangeInclusive<T>,
+) -> Option<Problem> {
+    let reason = format!("must be from {} to {}", limits.start(), limits.end());
+    refuse(limits.contains(&value), key, value, reason)
+}
+
+fn refuse(fine: bool, key: &str, value: impl Display, reason: String) -> Option<Problem> {
+    (!fine).then(|| (key.to_string(), format!("{reason}, not {value}")))
+}
+
 /// The error of these (key, reason) in the profile `text` at `path`.
-fn faults(path: &Path, text: &str, problems: Vec<(String, String)>) -> Error {
-    let fault = |(key, reason): (String, String)| {
+fn faults(path: &Path, text: &str, problems: Vec<Problem>) -> Error {
+    let fault = |(key, reason): Problem| {
         let path = path.display();
         let origin = match line_of(text, &key) {
             Some(line) => format!("{path}: line {line}"),

@@ -178,7 +178,7 @@ impl Plan {
             write_times(table, &speeds, hardware)?;
         }
         match cluster.checkpoint_seconds {
-            Some(seconds) => table.one("one checkpoint", &duration(seconds)),
+            Some(seconds) => table.one("writing one checkpoint", &duration(seconds)),
             None => Ok(()),
         }
     }
