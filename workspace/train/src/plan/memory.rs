@@ -48,7 +48,7 @@ pub struct ActivationBytes {
 pub struct RankMemory {
     /// The rank's place in its pipeline, from 0.
     pub pipeline_rank: usize,
-    /// Micro-batches whose activations it holds.
+    /// Passes, each of one micro-batch through one part, whose activations it holds.
     pub under_way: u64,
     /// Weights and optimiser.
     pub state: StateBytes,

@@ -138,8 +138,8 @@ fn a_recipe_that_does_not_fit_its_model_is_refused() {
         "x.toml: stage.moh.moh: routed_top_k = 17: must be at most the 4 routed heads",
         "x.toml: stage.adapt.parallel.tensor = 3: must divide the 4 key/value heads",
         "x.toml: stage.adapt.parallel.pipeline = 6: must be at most the 5 blocks",
-        "x.toml: stage.moh.parallel.virtual_stages = 3: must be at most 2: pipeline = 2 times it are \
-         parts of 5 blocks",
+        "x.toml: stage.moh.parallel.virtual_stages = 3: must be at most 2: the 5 blocks \
+         make no more parts for pipeline = 2",
         "x.toml: model.vocab_size = 100: the model has 512 already",
     ] {
         assert!(message.contains(expected), "{message}");

@@ -353,7 +353,10 @@ pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<Fault> {
             virtual_stages <= most || pipeline > layers,
             &key("parallel.virtual_stages"),
             virtual_stages,
-            format!("must be at most {most}: pipeline = {pipeline} times it are parts of {layers} blocks"),
+            format!(
+                "must be at most {most}: the {layers} blocks make no more parts for pipeline = \
+                 {pipeline}"
+            ),
         );
     }
     faults.list
