@@ -6,14 +6,13 @@
 
 use std::fs;
 use std::net::TcpListener;
-use std::path::Path;
-use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use support::job::{
-    Job, PROGRAM, arguments, assert_alike, losses, prepared, process_of, signal, wait_for_steps,
+    Job, PROGRAM, arguments, assert_alike, losses, mpirun, prepared, process_of, signal,
+    wait_for_steps,
 };
-use support::{isolate, program, stderr};
+use support::{program, stderr};
 
 mod support;
 
@@ -25,15 +24,6 @@ fn ranks(count: usize, overrides: &[&str]) -> Vec<String> {
     let mut words = vec!["-n".to_owned(), count.to_string(), PROGRAM.to_owned()];
     words.extend(arguments(overrides));
     words
-}
-
-fn mpirun(dir: &Path, words: &[String]) -> Command {
-    let mut command = Command::new("mpirun");
-    isolate(&mut command, dir);
-    command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]).args(words);
-    // As many threads as there are ranks would only be in each other's way.
-    command.env("RAYON_NUM_THREADS", "1").stdin(Stdio::null());
-    command
 }
 
 #[test]

@@ -17,7 +17,8 @@ use moh_train::{
     Error, Event, OpenDevice, Outcome, Ranks, Recipe, RunDirectory, Schedule, metrics,
 };
 use serde_json::Value;
-use support::{Results, Workplace, copy_all, files};
+use support::results::Results;
+use support::{Workplace, copy_all, files};
 
 /// Steps of the recipe below: five of each stage.
 const STEPS: u64 = 10;

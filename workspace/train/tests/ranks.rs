@@ -10,11 +10,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
-use moh_data::{Prepare, TextTokenizer, prepare};
-use moh_train::recipe::Parallel;
 use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory};
-use safetensors::SafeTensors;
-use support::{Results, Workplace};
+use support::Workplace;
+use support::results::{Results, assert_alike};
+use support::stories::Stories;
 
 /// Runs a recipe on threads that play `ranks` ranks, each with one thread of its own for the operators;
 /// with `stop_at`, one of them is asked to stop after that step.
@@ -71,50 +70,6 @@ fn finish_on(ranks: usize, recipe: &Recipe) -> Results {
         assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
     }
     Results::of(recipe)
-}
-
-/// Relative L2 difference of two exports.
-fn difference(found: &[u8], expected: &[u8]) -> f64 {
-    let (found, expected) =
-        (SafeTensors::deserialize(found).unwrap(), SafeTensors::deserialize(expected).unwrap());
-    let (mut squares, mut all) = (0.0, 0.0);
-    for (name, tensor) in expected.tensors() {
-        let numbers = |bytes: &[u8]| -> Vec<f64> {
-            bytes
-                .chunks_exact(4)
-                .map(|b| f32::from_le_bytes(b.try_into().unwrap()).into())
-                .collect()
-        };
-        let found = numbers(found.tensor(&name).unwrap().data());
-        for (a, b) in found.into_iter().zip(numbers(tensor.data())) {
-            squares += (a - b).powi(2);
-            all += b.powi(2);
-        }
-    }
-    (squares / all).sqrt()
-}
-
-/// Losses within 1e-4 where attention is dense and 1e-3 where rounding may choose another head.
-fn assert_alike(found: &Results, expected: &Results, what: &str) {
-    assert_eq!(found.metrics.len(), expected.metrics.len(), "{what}");
-    for (line, reference) in found.metrics.iter().zip(&expected.metrics) {
-        let tolerance = if reference["balance_loss"].is_null() { 1e-4 } else { 1e-3 };
-        for key in ["loss", "validation_loss", "grad_norm"] {
-            let Some(expected) = reference.get(key).map(|value| value.as_f64().unwrap()) else {
-                assert!(line.get(key).is_none(), "{what}: {line}");
-                continue;
-            };
-            let found = line[key].as_f64().unwrap();
-            let error = ((found - expected) / expected).abs();
-            assert!(error < tolerance, "{what}: {key} {found}, not {expected}: {line}");
-        }
-        for key in ["stage", "step", "tokens", "learning_rate"] {
-            assert_eq!(line[key], reference[key], "{what}");
-        }
-    }
-    let error = difference(&found.weights, &expected.weights);
-    assert!(error < 1e-3, "{what}: weights differ by {error:.1e}");
-    assert_eq!(found.config, expected.config, "{what}");
 }
 
 /// Eight micro-batches a step.
@@ -335,86 +290,16 @@ fn an_error_of_one_rank_is_told_once() {
     assert!(outcomes.iter().all(Result::is_err));
 }
 
-/// Every arrangement of one to eight ranks as (ranks, tensor, pipeline, virtual stages) that a model of
-/// five blocks and four key/value heads has.
-fn layouts() -> Vec<(usize, usize, usize, usize)> {
-    let mut found = Vec::new();
-    for ranks in [1, 2, 3, 4, 6, 8] {
-        for (tensor, stages) in [1, 2, 4].into_iter().flat_map(|t| (1..=5).map(move |p| (t, p))) {
-            let chunks = if stages > 1 { 5 / stages } else { 1 };
-            if ranks % (tensor * stages) == 0 {
-                found.extend((1..=chunks).map(|chunks| (ranks, tensor, stages, chunks)));
-            }
-        }
-    }
-    found
-}
-
-/// Fifty steps of 24 sequences on stories260K, dense and with three quarters of its heads.
-fn stories_recipe(model: &Path, dir: &Path, attention: &str) -> Recipe {
-    let text = format!(
-        r#"
-[run]
-dir = "{dir}/run"
-seed = 1
-device = "cpu"
-dtype = "f32"
-
-[model]
-from = "{model}"
-
-[data]
-sequence_length = 32
-sources = [{{ path = "{dir}/stories" }}]
-
-[[stage]]
-name = "only"
-{attention}
-tokens = 38_400
-batch_tokens = 768
-micro_batch = 2
-learning_rate = {{ max = 1e-3, min = 1e-4, warmup_steps = 5 }}
-"#,
-        dir = dir.display(),
-        model = model.display(),
-    );
-    Recipe::parse(&text, Path::new("recipe.toml"), &[]).unwrap()
-}
-
 #[test]
 fn a_pretrained_model_learns_on_many_ranks_as_on_one() {
-    let fixtures = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"));
-    if !fixtures.is_dir() {
-        println!("skipped: no fixtures in {}", fixtures.display());
-        return;
-    }
-    let model = fixtures.join("stories260K");
-    let tokenizer = TextTokenizer::load(&model).unwrap();
-    let moh = "attention = \"moh\"\nmoh = { shared_heads = 4, routed_top_k = 2 }";
-    for attention in ["attention = \"dense\"", moh] {
-        let mut reference = None;
-        for (ranks, tensor, stages, virtual_stages) in layouts() {
-            let dir = tempfile::tempdir().unwrap();
-            let options = Prepare {
-                tokenizer: &tokenizer,
-                inputs: &[fixtures.join("data/stories-valid.jsonl")],
-                field: "text",
-                prefix: &dir.path().join("stories"),
-                overwrite: false,
-            };
-            prepare(options, &mut |_, _| {}).unwrap();
-            let mut recipe = stories_recipe(&model, dir.path(), attention);
-            recipe.stages[0].parallel = Parallel { tensor, pipeline: stages, virtual_stages };
-            for outcome in train_on(ranks, &recipe, Some(&model), None) {
+    for attention in ["dense", "moh"] {
+        let Some(mut stories) = Stories::new(attention) else { return };
+        for layout in stories.layouts() {
+            let recipe = Recipe::load(&stories.write_recipe(layout), &[]).unwrap();
+            for outcome in train_on(layout.ranks, &recipe, Some(&stories.model()), None) {
                 assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
             }
-            let found = Results::of(&recipe);
-            let expected = reference.get_or_insert(found);
-            assert_alike(
-                &Results::of(&recipe),
-                expected,
-                &format!("{ranks} ranks, {:?}, {attention}", recipe.stages[0].parallel),
-            );
+            stories.compare(layout, &recipe);
         }
     }
 }

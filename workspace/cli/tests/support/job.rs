@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::trainable;
+use super::{isolate, trainable};
 
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-train");
 
@@ -31,14 +31,29 @@ learning_rate = { max = 5e-3, min = 1e-3, warmup_steps = 1 }
 every_steps = 5
 "#;
 
+/// Whether ranks can be started; says that a test is skipped where not.
+pub fn can_start() -> bool {
+    let found = Command::new("mpirun").arg("--version").output().is_ok();
+    let can = cfg!(feature = "mpi") && found;
+    if !can {
+        println!("skipped: needs --features mpi and mpirun");
+    }
+    can
+}
+
 /// A directory with a model, a token file and a recipe; `None` where ranks cannot be started.
 pub fn prepared() -> Option<tempfile::TempDir> {
-    let found = Command::new("mpirun").arg("--version").output().is_ok();
-    if !cfg!(feature = "mpi") || !found {
-        println!("skipped: needs --features mpi and mpirun");
-        return None;
-    }
-    Some(trainable(RECIPE))
+    can_start().then(|| trainable(RECIPE))
+}
+
+/// The ranks that mpirun starts with these arguments, in `dir`.
+pub fn mpirun(dir: &Path, words: &[String]) -> Command {
+    let mut command = Command::new("mpirun");
+    isolate(&mut command, dir);
+    command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]).args(words);
+    // As many threads as there are ranks would only be in each other's way.
+    command.env("RAYON_NUM_THREADS", "1").stdin(Stdio::null());
+    command
 }
 
 /// The arguments of `moh-train` for that recipe, with overrides.

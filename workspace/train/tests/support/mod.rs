@@ -3,13 +3,15 @@
 // Every test file compiles this module for itself and uses a part of it.
 #![allow(dead_code)]
 
+pub mod results;
+pub mod stories;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use moh_data::{Provenance, TokenFileWriter};
-use moh_train::{Recipe, RunDirectory};
-use serde_json::Value;
+use moh_train::Recipe;
 use tempfile::TempDir;
 
 /// Two stages of 5 steps of 8 sequences of 8 tokens; checkpoints after steps 2, 4, 5, 6, 8 and 10.
@@ -137,32 +139,4 @@ pub fn files(root: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
         }
     }
     found
-}
-
-/// What a finished run leaves, but for times.
-#[derive(Debug, PartialEq)]
-pub struct Results {
-    pub weights: Vec<u8>,
-    pub config: String,
-    pub summary: String,
-    pub metrics: Vec<Value>,
-}
-
-impl Results {
-    pub fn of(recipe: &Recipe) -> Self {
-        let run = RunDirectory::new(&recipe.run.dir);
-        let text = fs::read_to_string(run.metrics()).unwrap();
-        assert!(text.ends_with('\n'));
-        let line = |line: &str| {
-            let mut value: Value = serde_json::from_str(line).unwrap();
-            value.as_object_mut().unwrap().remove("tokens_per_second").unwrap();
-            value
-        };
-        Results {
-            weights: fs::read(run.export().join("model.safetensors")).unwrap(),
-            config: fs::read_to_string(run.export().join("config.json")).unwrap(),
-            summary: fs::read_to_string(run.summary()).unwrap(),
-            metrics: text.lines().map(line).collect(),
-        }
-    }
 }

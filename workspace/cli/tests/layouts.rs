@@ -1,0 +1,48 @@
+//! A pretrained model on ranks in every arrangement, real processes that mpirun starts: the losses, the
+//! weights and, but for ties, the selected heads of one rank. Where the feature `mpi` is off, or mpirun
+//! or the fixtures are missing, the tests say so and pass.
+
+#![cfg(unix)]
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+use moh_train::Recipe;
+use stories::{Layout, Stories};
+use support::job::{PROGRAM, can_start, mpirun};
+use support::stderr;
+
+#[path = "../../train/tests/support/results.rs"]
+mod results;
+#[path = "../../train/tests/support/stories.rs"]
+mod stories;
+mod support;
+
+fn train(stories: &Stories, layout: Layout) -> Recipe {
+    let recipe = stories.write_recipe(layout);
+    let place = recipe.parent().unwrap();
+    let words = ["-n", &layout.ranks.to_string(), PROGRAM, "--recipe"].map(str::to_owned);
+    let words = [&words[..], &[recipe.display().to_string()]].concat();
+    let done = mpirun(place, &words).output().unwrap();
+    assert!(done.status.success(), "{layout:?}: {}", stderr(&done));
+    Recipe::load(&recipe, &[]).unwrap()
+}
+
+fn as_one_rank(attention: &'static str) {
+    if !can_start() {
+        return;
+    }
+    let Some(mut stories) = Stories::new(attention) else { return };
+    for layout in stories.layouts() {
+        let recipe = train(&stories, layout);
+        stories.compare(layout, &recipe);
+    }
+}
+
+#[test]
+fn dense_models_train_as_on_one_rank() {
+    as_one_rank("dense");
+}
+
+#[test]
+fn mixture_of_head_models_train_as_on_one_rank() {
+    as_one_rank("moh");
+}
