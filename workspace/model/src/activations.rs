@@ -57,8 +57,6 @@ pub(crate) struct Cheap<B: Backend, T: Element> {
 
 /// What the blocks of a pass keep.
 pub(crate) struct Blocks<B: Backend, T: Element> {
-    /// The first block of the chunk.
-    first: usize,
     kept: Vec<Kept<B, T>>,
     cheap: Vec<Cheap<B, T>>,
 }
@@ -100,25 +98,23 @@ pub(crate) struct Backward<B: Backend, T: Element> {
 pub struct Activations<B: Backend, T: Element> {
     pub(crate) shape: QkvShape,
     pub(crate) recompute: Recompute,
-    /// For each chunk of the rank's part, a pass for each micro-batch under way.
-    pub(crate) passes: Vec<Vec<Pass<B, T>>>,
+    /// A place for each pass that is under way.
+    pub(crate) passes: Vec<Pass<B, T>>,
     pub(crate) shared: Shared<B, T>,
-    pub(crate) head_scratch: B::Buffer<f32>,
-    /// What ranks that share the head add up.
-    pub(crate) head_sums: B::Buffer<f64>,
+    pub(crate) head: Head<B, T>,
     pub(crate) backward: Option<Backward<B, T>>,
 }
 
-/// Which of a rank's chunks a pass takes, and in which of its places the micro-batch is kept.
+/// Which of a rank's chunks a pass takes, and in which place it is kept until its backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Turn {
     /// The chunk.
     pub chunk: usize,
-    /// The place, counted for each chunk.
+    /// The place.
     pub slot: usize,
 }
 
-/// What is kept of a micro-batch in a chunk.
+/// What is kept of a micro-batch's pass through a chunk, with room for the largest one.
 pub(crate) struct Pass<B: Backend, T: Element> {
     pub(crate) ids: B::Buffer<u32>,
     pub(crate) targets: B::Buffer<u32>,
@@ -126,8 +122,17 @@ pub(crate) struct Pass<B: Backend, T: Element> {
     /// The residual stream before each block of the chunk and after its last one, `[M, C]` each.
     pub(crate) stream: Vec<B::Buffer<T>>,
     pub(crate) blocks: Blocks<B, T>,
-    pub(crate) final_normed: B::Buffer<T>,
-    pub(crate) final_inv_rms: B::Buffer<f32>,
+}
+
+/// The buffers of the head, whose backward pass follows its forward pass at once.
+pub(crate) struct Head<B: Backend, T: Element> {
+    /// The head's input, `[M, C]`.
+    pub normed: B::Buffer<T>,
+    /// `[M]`.
+    pub inv_rms: B::Buffer<f32>,
+    pub scratch: B::Buffer<f32>,
+    /// What ranks that share the head add up.
+    pub sums: B::Buffer<f64>,
 }
 
 /// What a pass is planned for.
@@ -146,39 +151,28 @@ pub struct PassShape {
 }
 
 impl<B: Backend, T: Element> Activations<B, T> {
-    /// Plans the buffers of one micro-batch.
+    /// Plans the buffers of one pass at a time.
     ///
     /// # Errors
     /// When the device has no room.
     pub fn new(model: &Model<B, T>, pass: PassShape) -> Result<Self, Error> {
-        Self::under_way(model, pass, &vec![1; model.parallel.part().chunks.len()])
+        Self::under_way(model, pass, 1)
     }
 
-    /// As [`Activations::new`], of as many micro-batches at the same time as `slots` says for each chunk.
+    /// As [`Activations::new`], with places for `slots` passes that wait for their backward passes.
     ///
     /// # Errors
     /// When the device has no room.
-    pub fn under_way(model: &Model<B, T>, pass: PassShape, slots: &[usize]) -> Result<Self, Error> {
-        let (backend, part) = (&model.backend, model.parallel.part());
+    pub fn under_way(model: &Model<B, T>, pass: PassShape, slots: usize) -> Result<Self, Error> {
         let shape = model.qkv_shape(pass.batch, pass.length);
         let tokens = shape.tokens();
-        let head = model.head_shape(tokens);
-        let scratch = backend.cross_entropy_scratch(&head);
-        let sums = match part.tensor.ranks {
-            1 => 0,
-            ranks => backend.cross_entropy_sums(&head, ranks),
-        };
-        let of_head = |len: usize| if part.last { len } else { 0 };
-        let chunk = |(chunk, &slots): (usize, &usize)| {
-            (0..slots).map(|_| Pass::new(model, tokens, pass, chunk)).collect()
-        };
+        let passes = (0..slots).map(|_| Pass::new(model, tokens, pass));
         Ok(Activations {
             shape,
             recompute: pass.recompute,
-            passes: slots.iter().enumerate().map(chunk).collect::<Result<_, _>>()?,
+            passes: passes.collect::<Result<_, _>>()?,
             shared: Shared::new(model, tokens)?,
-            head_scratch: backend.allocate(of_head(scratch))?,
-            head_sums: backend.allocate(of_head(sums))?,
+            head: Head::new(model, tokens)?,
             backward: pass.training.then(|| Backward::new(model, tokens)).transpose()?,
         })
     }
@@ -188,8 +182,8 @@ impl<B: Backend, T: Element> Activations<B, T> {
         self.shape
     }
 
-    /// Copies a micro-batch to the device, for the passes over all chunks: ids and targets `[B*T]`, and
-    /// `first_key` `[B*T]` where the pass was planned with a document mask.
+    /// Copies a micro-batch to the device, to the first place: ids and targets `[B*T]`, and `first_key`
+    /// `[B*T]` where the pass was planned with a document mask.
     ///
     /// # Errors
     /// When the lengths differ from the plan's.
@@ -200,24 +194,22 @@ impl<B: Backend, T: Element> Activations<B, T> {
         targets: &[u32],
         first_key: &[u32],
     ) -> Result<(), Error> {
-        (0..self.passes.len()).try_for_each(|chunk| {
-            self.upload_turn(backend, Turn { chunk, slot: 0 }, ids, targets, first_key)
-        })
+        self.upload_to(0, backend, ids, targets, first_key)
     }
 
-    /// As [`Activations::upload`], for the passes of one turn.
+    /// As [`Activations::upload`], to place `slot`.
     ///
     /// # Errors
     /// When the lengths differ from the plan's.
-    pub fn upload_turn(
+    pub fn upload_to(
         &mut self,
+        slot: usize,
         backend: &B,
-        turn: Turn,
         ids: &[u32],
         targets: &[u32],
         first_key: &[u32],
     ) -> Result<(), Error> {
-        let pass = &mut self.passes[turn.chunk][turn.slot];
+        let pass = &mut self.passes[slot];
         backend.upload(ids, whole_mut::<B, _>(&mut pass.ids))?;
         backend.upload(targets, whole_mut::<B, _>(&mut pass.targets))?;
         if let Some(buffer) = &mut pass.first_key {
@@ -228,28 +220,36 @@ impl<B: Backend, T: Element> Activations<B, T> {
 }
 
 impl<B: Backend, T: Element> Pass<B, T> {
-    fn new(
-        model: &Model<B, T>,
-        tokens: usize,
-        pass: PassShape,
-        chunk: usize,
-    ) -> Result<Self, Error> {
+    fn new(model: &Model<B, T>, tokens: usize, pass: PassShape) -> Result<Self, Error> {
         let backend = &model.backend;
-        let held = model.token_share(tokens).part;
-        let width = held * model.config.hidden_size;
-        let layers = model.parallel.part().chunks[chunk].clone();
-        // What belongs to the head.
-        let of_head = |len: usize| if model.parallel.ends_with(chunk) { len } else { 0 };
+        let width = model.token_share(tokens).part * model.config.hidden_size;
+        let layers = model.parallel.part().chunks.iter().map(Range::len).max().unwrap_or(0);
         Ok(Pass {
             ids: backend.allocate(tokens)?,
             targets: backend.allocate(tokens)?,
             first_key: pass.document_mask.then(|| backend.allocate(tokens)).transpose()?,
-            stream: (0..=layers.len())
-                .map(|_| backend.allocate(width))
-                .collect::<Result<_, _>>()?,
+            stream: (0..=layers).map(|_| backend.allocate(width)).collect::<Result<_, _>>()?,
             blocks: Blocks::new(model, tokens, pass.recompute, layers)?,
-            final_normed: backend.allocate(of_head(width))?,
-            final_inv_rms: backend.allocate(of_head(held))?,
+        })
+    }
+}
+
+impl<B: Backend, T: Element> Head<B, T> {
+    /// Buffers where the head is, else empty ones.
+    fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
+        let (backend, part) = (&model.backend, model.parallel.part());
+        let shape = model.head_shape(tokens);
+        let held = model.token_share(tokens).part;
+        let sums = match part.tensor.ranks {
+            1 => 0,
+            ranks => backend.cross_entropy_sums(&shape, ranks),
+        };
+        let here = |len: usize| if part.last { len } else { 0 };
+        Ok(Head {
+            normed: backend.allocate(here(held * model.config.hidden_size))?,
+            inv_rms: backend.allocate(here(held))?,
+            scratch: backend.allocate(here(backend.cross_entropy_scratch(&shape)))?,
+            sums: backend.allocate(here(sums))?,
         })
     }
 }
@@ -271,7 +271,7 @@ impl<B: Backend, T: Element> Shared<B, T> {
 }
 
 impl<B: Backend, T: Element> Blocks<B, T> {
-    /// Buffers for some blocks of `model` on `tokens` tokens.
+    /// Buffers for `layers` blocks of `model` on `tokens` tokens.
     ///
     /// # Errors
     /// When the device has no room.
@@ -279,25 +279,23 @@ impl<B: Backend, T: Element> Blocks<B, T> {
         model: &Model<B, T>,
         tokens: usize,
         recompute: Recompute,
-        layers: Range<usize>,
+        layers: usize,
     ) -> Result<Self, Error> {
-        let copies = |shared: bool| if shared { layers.len().min(1) } else { layers.len() };
+        let copies = |shared: bool| if shared { layers.min(1) } else { layers };
         let kept = 0..copies(recompute == Recompute::Block);
         let cheap = 0..copies(recompute != Recompute::None);
         Ok(Blocks {
-            first: layers.start,
             kept: kept.map(|_| Kept::new(model, tokens)).collect::<Result<_, _>>()?,
             cheap: cheap.map(|_| Cheap::new(model, tokens)).collect::<Result<_, _>>()?,
         })
     }
 
-    /// The buffers of block `layer`, its own or shared ones.
+    /// The buffers of block `layer`, number `slot` of its chunk: its own or shared ones.
     pub(crate) fn of<'a>(
         &'a mut self,
-        layer: usize,
+        (slot, layer): (usize, usize),
         shared: &'a mut Shared<B, T>,
     ) -> BlockBuffers<'a, B, T> {
-        let slot = layer - self.first;
         let (kept, cheap) = (slot.min(self.kept.len() - 1), slot.min(self.cheap.len() - 1));
         BlockBuffers {
             layer,

@@ -53,7 +53,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
             cache: (0..config.num_hidden_layers).map(|_| layer()).collect::<Result<_, Error>>()?,
             ids: backend.allocate(chunk)?,
             stream: [backend.allocate(width)?, backend.allocate(width)?],
-            blocks: Blocks::new(model, chunk, Recompute::Block, 0..config.num_hidden_layers)?,
+            blocks: Blocks::new(model, chunk, Recompute::Block, config.num_hidden_layers)?,
             shared: Shared::new(model, chunk)?,
             normed: backend.allocate(width)?,
             inv_rms: backend.allocate(chunk)?,
@@ -109,7 +109,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         };
         for (layer, cache) in self.cache.iter_mut().enumerate() {
             let [input, output] = &mut self.stream;
-            let mut block = self.blocks.of(layer, &mut self.shared);
+            let mut block = self.blocks.of((layer, layer), &mut self.shared);
             model.attend(&tokens, input, &mut block, Some(cache))?;
             model.activate(n, &mut block)?;
             model.project_down(n, &mut block, output)?;

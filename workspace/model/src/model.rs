@@ -164,9 +164,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         if !self.is_whole() {
             return Err(Error::Divided);
         }
-        let pass = activations.passes.last().and_then(|slots| slots.first());
-        let Some(pass) = pass else { return Ok(Vec::new()) };
-        self.project(whole::<B, T>(&pass.final_normed), activations.shape.tokens())
+        self.project(whole::<B, T>(&activations.head.normed), activations.shape.tokens())
     }
 
     /// Logits of normed rows `[tokens, C]`, on the host.
@@ -210,8 +208,8 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<Vec<S>, Error> {
         let table = activations.shape.tokens() * self.routed_heads();
         let mut tables = Vec::new();
-        let passes = activations.passes.iter().filter_map(|slots| slots.first());
-        for routing in passes.flat_map(|pass| pass.blocks.routings()) {
+        let first = activations.passes.iter().take(1);
+        for routing in first.flat_map(|pass| pass.blocks.routings()) {
             let start = tables.len();
             tables.resize(start + table, S::default());
             read(routing, &mut tables[start..])?;

@@ -6,7 +6,7 @@ use moh_kernels::cross_entropy::HeadGradients;
 use moh_kernels::ranks::HeadRanks;
 use moh_kernels::{Backend, Element};
 
-use crate::activations::{Activations, Pass, Recompute, Turn, whole, whole_mut};
+use crate::activations::{Activations, Head, Pass, Recompute, Turn, whole, whole_mut};
 use crate::block::{RouterScale, Tokens};
 use crate::layout::ModelLayout;
 use crate::model::{LossScale, Model};
@@ -43,8 +43,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         turn: Turn,
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
-        let Activations { shape, passes, shared, .. } = activations;
-        let Pass { ids, first_key, stream, blocks, .. } = &mut passes[turn.chunk][turn.slot];
+        let Activations { shape, passes, shared, head, .. } = activations;
+        let Pass { ids, first_key, stream, blocks, .. } = &mut passes[turn.slot];
         let tokens =
             Tokens::<B> { shape: *shape, first_position: 0, first_key: first_key.as_ref() };
         let (n, parallel) = (shape.tokens(), self.parallel.clone());
@@ -57,10 +57,11 @@ impl<B: Backend, T: Element> Model<B, T> {
             parallel.pipeline().recv::<B, T>(input, parallel.previous(), FORWARD)?;
         }
         let share = 1.0 / self.config.num_hidden_layers as f64;
+        let end = layers.len();
         for (at, layer) in layers.enumerate() {
             let (before, after) = stream.split_at_mut(at + 1);
             let (input, output) = (&before[at], &mut after[0]);
-            let mut block = blocks.of(layer, shared);
+            let mut block = blocks.of((at, layer), shared);
             self.weights.arrive(self.layout.block_index(layer))?;
             self.attend(&tokens, input, &mut block, None)?;
             self.activate(n, &mut block)?;
@@ -70,27 +71,30 @@ impl<B: Backend, T: Element> Model<B, T> {
                 self.backend.balance_loss(routing, share, sums.balance())?;
             }
         }
+        let output = &stream[end];
         if parallel.ends_with(turn.chunk) {
-            return self.final_norm(n, &mut passes[turn.chunk][turn.slot]);
+            return self.final_norm(n, output, head);
         }
-        let output = stream.last().map(whole::<B, T>);
-        let sent =
-            output.map(|output| parallel.pipeline().send::<B, T>(output, parallel.next(), FORWARD));
-        Ok(sent.unwrap_or(Ok(()))?)
+        let output = whole::<B, T>(output);
+        Ok(parallel.pipeline().send::<B, T>(output, parallel.next(), FORWARD)?)
     }
 
     /// The norm before the head.
-    fn final_norm(&mut self, tokens: usize, pass: &mut Pass<B, T>) -> Result<(), Error> {
-        let Pass { stream, final_normed, final_inv_rms, .. } = pass;
+    fn final_norm(
+        &mut self,
+        tokens: usize,
+        stream: &B::Buffer<T>,
+        head: &mut Head<B, T>,
+    ) -> Result<(), Error> {
         self.weights.arrive(self.layout.final_norm_index())?;
         self.weights.arrive(self.layout.head_index())?;
         let held = self.stream_len(tokens);
         self.backend.rms_norm_forward(
             self.config.rms_norm_eps,
-            B::view(&stream[stream.len() - 1], 0..held),
+            B::view(stream, 0..held),
             self.weights_of(self.layout.final_norm_index()),
-            B::view_mut(final_normed, 0..held),
-            B::view_mut(final_inv_rms, 0..self.token_share(tokens).held()),
+            B::view_mut(&mut head.normed, 0..held),
+            B::view_mut(&mut head.inv_rms, 0..self.token_share(tokens).held()),
         )?;
         Ok(())
     }
@@ -129,10 +133,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<(), Error> {
         self.forward(activations, sums)?;
         match self.parallel.part().last {
-            true => {
-                let turn = Turn { chunk: activations.passes.len() - 1, slot: 0 };
-                self.losses::<f32>(activations, turn, sums, None)
-            }
+            true => self.losses::<f32>(activations, 0, sums, None),
             false => Ok(()),
         }
     }
@@ -141,26 +142,25 @@ impl<B: Backend, T: Element> Model<B, T> {
     fn losses<G: Element>(
         &self,
         activations: &mut Activations<B, T>,
-        turn: Turn,
+        slot: usize,
         sums: &mut StepSums<B>,
         gradients: Option<HeadGradients<'_, B, T, G>>,
     ) -> Result<(), Error> {
-        let Activations { shape, passes, shared, head_scratch, head_sums, .. } = activations;
-        let pass = &passes[turn.chunk][turn.slot];
+        let Activations { shape, passes, shared, head, .. } = activations;
         let (n, tensor) = (shape.tokens(), self.parallel.part().tensor);
         let all_reduce = &self.sum_over_ranks();
         self.backend.cross_entropy(
             &self.head_shape(n),
-            self.gather(n, &pass.final_normed, &mut shared.gathered)?,
+            self.gather(n, &head.normed, &mut shared.gathered)?,
             self.weights_of(self.layout.head_index()),
-            whole::<B, u32>(&pass.targets),
-            whole_mut::<B, f32>(head_scratch),
+            whole::<B, u32>(&passes[slot].targets),
+            whole_mut::<B, f32>(&mut head.scratch),
             sums.cross_entropy(),
             gradients,
             self.is_shared().then(|| HeadRanks {
                 rows: tensor.vocabulary(&self.config),
                 rank: (tensor.rank, tensor.ranks),
-                sums: whole_mut::<B, f64>(head_sums),
+                sums: whole_mut::<B, f64>(&mut head.sums),
                 all_reduce,
             }),
         )?;
@@ -180,7 +180,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
         self.forward(activations, sums)?;
-        (0..activations.passes.len()).rev().try_for_each(|chunk| {
+        (0..self.parallel.part().chunks.len()).rev().try_for_each(|chunk| {
             let turn = Turn { chunk, slot: 0 };
             self.backward_turn(activations, turn, gradients, scale, sums, None)
         })
@@ -214,7 +214,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let Some(scratch) = backward else {
             return Err(Error::NotPlannedForTraining);
         };
-        let Pass { ids, first_key, stream, blocks, .. } = &mut passes[turn.chunk][turn.slot];
+        let Pass { ids, first_key, stream, blocks, .. } = &mut passes[turn.slot];
         if !parallel.ends_with(turn.chunk) {
             let d_stream = whole_mut::<B, T>(&mut scratch.d_stream);
             parallel.backward().recv::<B, T>(d_stream, parallel.next(), BACKWARD)?;
@@ -227,7 +227,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             straight_through: scale.straight_through,
         };
         for (at, layer) in parallel.part().chunks[turn.chunk].clone().enumerate().rev() {
-            let (input, mut block) = (&stream[at], blocks.of(layer, shared));
+            let (input, mut block) = (&stream[at], blocks.of((at, layer), shared));
             match recompute {
                 Recompute::None => {}
                 Recompute::Cheap => self.recompute_norms(n, input, &mut block)?,
@@ -293,18 +293,18 @@ impl<B: Backend, T: Element> Model<B, T> {
             d_x: B::view_mut(&mut scratch.d_branch, 0..n * width),
             d_weight: gradients.view_mut(head, layout.flats[head].used()),
         };
-        let found = self.losses(activations, turn, sums, Some(head_gradients));
+        let found = self.losses(activations, turn.slot, sums, Some(head_gradients));
         let scratch = activations.backward.insert(scratch);
         found?;
-        let Pass { stream, final_inv_rms, .. } = &activations.passes[turn.chunk][turn.slot];
+        let end = self.parallel.part().chunks[turn.chunk].len();
         backend.zero(whole_mut::<B, T>(&mut scratch.d_stream))?;
         let final_norm = layout.final_norm_index();
         let own = self.reduce_scatter(n, &mut scratch.d_branch)?;
         let held = own.len();
         backend.rms_norm_backward(
-            B::view(&stream[stream.len() - 1], 0..held),
+            B::view(&activations.passes[turn.slot].stream[end], 0..held),
             self.weights_of(final_norm),
-            B::view(final_inv_rms, 0..self.token_share(n).held()),
+            B::view(&activations.head.inv_rms, 0..self.token_share(n).held()),
             B::view(&scratch.d_branch, own),
             B::view_mut(&mut scratch.d_stream, 0..held),
             gradients.view_mut(final_norm, layout.flats[final_norm].used()),

@@ -3,8 +3,8 @@
 //! One forward, one backward: a stage goes ahead by some forward passes and then alternates, so that it
 //! keeps few micro-batches (PipeDream-Flush; arXiv 2104.04473, section 2.2.1). With virtual stages it has
 //! several chunks of blocks and takes them in turns of as many micro-batches as there are stages, which
-//! divides the time that the pipeline takes to fill and to drain (section 2.2.2). A last turn may be of
-//! fewer micro-batches.
+//! divides the time that the pipeline takes to fill and to drain (section 2.2.2). Where they are no
+//! multiple of the stages some turns are of a few more, so that any number keeps the stages busy.
 
 use std::ops::Range;
 
@@ -17,6 +17,8 @@ pub(crate) struct Pass {
     pub chunk: usize,
     /// The micro-batch, from 0.
     pub micro_batch: usize,
+    /// Where it is kept between its two passes: the first place that is free.
+    pub slot: usize,
 }
 
 /// Where a stage stands.
@@ -35,54 +37,73 @@ impl Stage {
     pub fn passes(&self, micro_batches: usize) -> Vec<Pass> {
         let forward = self.turns(micro_batches, true);
         let backward = self.turns(micro_batches, false);
-        let ahead = self.ahead().min(forward.len());
+        let ahead = self.ahead(micro_batches).min(forward.len());
         let mut passes: Vec<Pass> = forward[..ahead].to_vec();
         for (at, backward) in backward.into_iter().enumerate() {
             passes.extend(forward.get(ahead + at));
             passes.push(backward);
         }
+        self.assign_slots(&mut passes);
         passes
     }
 
+    fn assign_slots(&self, passes: &mut [Pass]) {
+        let mut taken: Vec<Option<(usize, usize)>> = Vec::new();
+        for pass in passes {
+            let key = (pass.chunk, pass.micro_batch);
+            let wanted = if pass.forward { None } else { Some(key) };
+            let found = taken.iter().position(|slot| *slot == wanted);
+            pass.slot = found.unwrap_or(taken.len());
+            if found.is_none() {
+                taken.push(None);
+            }
+            taken[pass.slot] = pass.forward.then_some(key);
+        }
+    }
+
     /// Forward passes before the first backward pass.
-    fn ahead(&self) -> usize {
+    fn ahead(&self, micro_batches: usize) -> usize {
         let after = self.stages - 1 - self.number;
+        let largest_turn = micro_batches.div_ceil(self.rounds(micro_batches));
         match self.chunks {
             1 => after,
-            chunks => 2 * after + (chunks - 1) * self.stages,
+            chunks => 2 * after + (chunks - 1) * largest_turn,
         }
+    }
+
+    /// Passes that wait for their backward passes at a time, at the most.
+    pub fn under_way(&self, micro_batches: usize) -> usize {
+        let all = micro_batches.saturating_mul(self.chunks);
+        self.ahead(micro_batches).saturating_add(1).min(all)
+    }
+
+    /// Rounds in which every chunk has a turn, of at least as many micro-batches as there are stages: with
+    /// fewer, stages would wait for each other.
+    fn rounds(&self, micro_batches: usize) -> usize {
+        (micro_batches / self.stages).max(1)
     }
 
     /// All passes in one direction.
     fn turns(&self, micro_batches: usize, forward: bool) -> Vec<Pass> {
-        let groups = (0..micro_batches).step_by(self.stages);
-        let group = |start: usize| start..micro_batches.min(start + self.stages);
-        groups.flat_map(|start| self.turns_of(group(start), forward)).collect()
+        let count = self.rounds(micro_batches);
+        let start = |round: usize| round * micro_batches / count;
+        let rounds = (0..count).map(|round| start(round)..start(round + 1));
+        rounds.flat_map(|round| self.turns_of(round, forward)).collect()
     }
 
     /// Those of some micro-batches, which take one chunk after the other.
-    fn turns_of(&self, group: Range<usize>, forward: bool) -> impl Iterator<Item = Pass> {
+    fn turns_of(&self, round: Range<usize>, forward: bool) -> impl Iterator<Item = Pass> {
         let last = self.chunks - 1;
         (0..self.chunks).flat_map(move |turn| {
             let chunk = if forward { turn } else { last - turn };
-            group.clone().map(move |micro_batch| Pass { forward, chunk, micro_batch })
+            round.clone().map(move |micro_batch| Pass { forward, chunk, micro_batch, slot: 0 })
         })
     }
+}
 
-    /// For each chunk, how many micro-batches it keeps at the same time at the most; 1 without any.
-    pub fn under_way(&self, passes: &[Pass]) -> Vec<usize> {
-        let mut now = vec![0usize; self.chunks];
-        let mut most = vec![1; self.chunks];
-        for pass in passes {
-            let count = &mut now[pass.chunk];
-            match pass.forward {
-                true => *count += 1,
-                false => *count -= 1,
-            }
-            most[pass.chunk] = most[pass.chunk].max(*count);
-        }
-        most
-    }
+/// Places that the passes of a step take; 1 without any.
+pub(crate) fn slots(passes: &[Pass]) -> usize {
+    passes.iter().map(|pass| pass.slot + 1).max().unwrap_or(1)
 }
 
 #[cfg(test)]
@@ -109,14 +130,17 @@ mod tests {
         assert_eq!(text(&stage(0, 3, 1).passes(1)), "F0 B0");
         assert!(stage(1, 3, 1).passes(0).is_empty());
         let passes = stage(0, 3, 1).passes(9);
-        assert_eq!(stage(0, 3, 1).under_way(&passes), [3]);
+        assert_eq!(slots(&passes), 3);
+        assert_eq!(slots(&[]), 1);
     }
 
     #[test]
     fn virtual_stages_take_turns_of_as_many_micro_batches_as_stages() {
         let passes = stage(1, 2, 2).passes(4);
         assert_eq!(text(&passes), "F0 F1 F0' B0' F1' B1' F2 B0 F3 B1 F2' B2' F3' B3' B2 B3");
-        assert_eq!(stage(1, 2, 2).under_way(&passes), [3, 1]);
+        assert_eq!(slots(&passes), 3);
+        // As many as the passes that a stage goes ahead by, and one more.
+        assert_eq!(slots(&stage(0, 8, 4).passes(64)), 2 * 7 + 3 * 8 + 1);
     }
 
     /// How long all stages take when every pass takes as long; none where they wait for each other
@@ -135,10 +159,22 @@ mod tests {
                     true => place.checked_sub(1),
                     false => Some(place + 1).filter(|&place| place < chunks * stages),
                 };
-                let ready = needs.is_none_or(|place| {
-                    let from = Pass { chunk: place / stages, ..pass };
-                    done.contains(&(place % stages, from))
-                });
+                let own = |(by, done): &(usize, Pass)| {
+                    *by == number && {
+                        done.forward
+                            && (done.chunk, done.micro_batch) == (pass.chunk, pass.micro_batch)
+                    }
+                };
+                let kept = pass.forward || done.iter().any(own);
+                let ready = kept
+                    && needs.is_none_or(|place| {
+                        let from = |(number, done): &(usize, Pass)| {
+                            (*number, done.chunk) == (place % stages, place / stages)
+                                && (done.forward, done.micro_batch)
+                                    == (pass.forward, pass.micro_batch)
+                        };
+                        done.iter().any(from)
+                    });
                 if ready {
                     started.push((number, pass));
                 }
@@ -168,23 +204,34 @@ mod tests {
     }
 
     #[test]
-    fn virtual_stages_divide_the_time_that_a_pipeline_waits() {
-        // Each stage is busy for 2 m v passes; without virtual stages it waits for 2 (p - 1).
-        assert_eq!(time(4, 1, 8), Some(2 * 8 + 2 * 3));
-        assert_eq!(time(4, 2, 8), Some(2 * 8 * 2 + 2 * 3));
-        assert_eq!(time(4, 3, 8), Some(2 * 8 * 3 + 2 * 3));
+    fn a_pipeline_waits_for_no_longer_than_it_takes_to_fill_and_drain() {
+        for stages in 2..6 {
+            for chunks in 1..4 {
+                for micro_batches in stages..14 {
+                    // A stage is busy for 2 m v passes, and waits for 2 (p - 1) whatever the chunks.
+                    let least = 2 * micro_batches * chunks + 2 * (stages - 1);
+                    assert_eq!(time(stages, chunks, micro_batches), Some(least));
+                }
+            }
+        }
     }
 
     #[test]
     fn every_pass_is_taken_once_and_forward_first() {
         for (stages, chunks, micro_batches) in [(3, 1, 7), (3, 2, 7), (4, 3, 2), (2, 2, 5)] {
             for number in 0..stages {
-                let passes = stage(number, stages, chunks).passes(micro_batches);
+                let stage = stage(number, stages, chunks);
+                let passes = stage.passes(micro_batches);
                 assert_eq!(passes.len(), 2 * chunks * micro_batches);
+                assert_eq!(slots(&passes), stage.under_way(micro_batches));
                 for (at, pass) in passes.iter().enumerate() {
                     assert_eq!(passes.iter().filter(|other| *other == pass).count(), 1);
                     let forward = Pass { forward: true, ..*pass };
-                    assert!(passes[..=at].contains(&forward));
+                    let start = passes.iter().position(|other| *other == forward).unwrap();
+                    assert!(start <= at);
+                    // Nothing else takes its place in between.
+                    let others = &passes[start + usize::from(start < at)..at];
+                    assert!(pass.forward || others.iter().all(|other| { other.slot != pass.slot }));
                 }
             }
         }

@@ -13,7 +13,7 @@ use moh_model::{Activations, LossScale, Model, PassShape, Recompute, StepSums, T
 
 use crate::Error;
 use crate::optimizer::OptimizerState;
-use crate::pipeline_schedule::{self, Pass};
+use crate::pipeline_schedule::{self, Pass, slots};
 use crate::recipe::{self, Optimizer, Recipe, Stage};
 
 /// What the steps of a stage have in common.
@@ -53,8 +53,6 @@ pub struct Stepper<B: Backend, T: Element, G: Element> {
     activations: Activations<B, T>,
     /// What this rank does in a step, its own micro-batches counted from 0.
     passes: Vec<Pass>,
-    /// For each chunk of its blocks, how many micro-batches are under way at the most.
-    slots: Vec<usize>,
     gradients: FlatBuffers<B, G>,
     sums: StepSums<B>,
     plan: StepPlan,
@@ -132,11 +130,9 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         let own = share(plan.micro_batches, &groups.data);
         // As many passes as memory could hold in any case.
         let passes = stage.passes(usize::try_from(own.end - own.start).unwrap_or(usize::MAX));
-        let slots = stage.under_way(&passes);
         Ok(Stepper {
-            activations: Activations::under_way(model, shape, &slots)?,
+            activations: Activations::under_way(model, shape, slots(&passes))?,
             passes,
-            slots,
             gradients,
             sums: StepSums::new(model.backend())?,
             host: HostBatch {
@@ -226,7 +222,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         let data = self.groups.data.clone();
         for at in 0..self.passes.len() {
             let pass = self.passes[at];
-            let turn = self.turn(&pass);
+            let turn = Turn { chunk: pass.chunk, slot: pass.slot };
             if pass.forward {
                 let number = own.start + pass.micro_batch as u64;
                 let first = first + number * self.plan.micro_batch as u64;
@@ -263,13 +259,8 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     ) -> Result<(), Error> {
         self.host.read(self.plan.sequence_length, read, first)?;
         let HostBatch { ids, targets, first_key, .. } = &self.host;
-        self.activations.upload_turn(backend, turn, ids, targets, first_key)?;
+        self.activations.upload_to(turn.slot, backend, ids, targets, first_key)?;
         Ok(model.forward_turn(&mut self.activations, turn, &mut self.sums)?)
-    }
-
-    /// Where a pass's micro-batch is kept.
-    fn turn(&self, pass: &Pass) -> Turn {
-        Turn { chunk: pass.chunk, slot: pass.micro_batch % self.slots[pass.chunk] }
     }
 }
 

@@ -146,14 +146,13 @@ fn micro_batches(recipe: &Recipe, stage: &Stage) -> impl Iterator<Item = usize> 
     (1..=MOST_SEQUENCES.min(sequences)).filter(divides).map(|count| count as usize)
 }
 
-/// Whether every data rank has work, and an interleaved pipeline whole turns, as its order of passes
-/// asks for.
+/// Whether every data rank has work, and an interleaved pipeline a whole turn of micro-batches: with
+/// fewer its stages wait.
 fn serves(work: &Work) -> bool {
     let (micro_batches, data) = (work.micro_batches(), work.layout.data as u64);
-    let turns = data > 0
-        && micro_batches.is_multiple_of(data)
-        && work.own_micro_batches().is_multiple_of(work.layout.pipeline as u64);
-    data <= micro_batches && (work.layout.virtual_stages == 1 || turns)
+    let fewest = micro_batches / data.max(1);
+    let turn = fewest >= work.layout.pipeline as u64;
+    data <= micro_batches && (work.layout.virtual_stages == 1 || turn)
 }
 
 #[cfg(test)]

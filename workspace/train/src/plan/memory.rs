@@ -123,20 +123,19 @@ fn state(work: &Work, rank: usize) -> StateBytes {
 }
 
 fn activations(work: &Work, rank: usize) -> ActivationBytes {
-    let under_way = u128::from(work.under_way(rank));
     let per_token = Widths::new(work);
     let recompute = work.recipe.memory.recompute;
     let of = |bytes: u128| saturate(work.tokens().saturating_mul(bytes));
-    let kept = |part: &Part| per_token.kept(part, recompute);
-    // A pass holds one part; the largest counts for all of them.
-    let largest = work.parts(rank).map(kept).max().unwrap_or(0);
+    // A place has room for the largest part.
+    let largest = |recompute| work.parts(rank).map(|part| per_token.kept(part, recompute)).max();
+    let kept = |recompute| largest(recompute).unwrap_or(0);
+    let under_way = u128::from(work.under_way(rank));
     let has_head = work.parts(rank).any(|part| part.last);
     let logits = if has_head { logits(work) } else { 0 };
-    let evaluation: u128 =
-        work.parts(rank).map(|part| per_token.kept(part, Recompute::Block)).sum::<u128>()
-            + per_token.wide;
+    let shared = per_token.wide + if has_head { per_token.final_norm } else { 0 };
+    let evaluation = kept(Recompute::Block) + shared;
     ActivationBytes {
-        kept: of(under_way.saturating_mul(largest).saturating_add(per_token.wide)),
+        kept: of(under_way.saturating_mul(kept(recompute)).saturating_add(shared)),
         block_gradients: of(per_token.gradients),
         gathered: if work.layout.tensor > 1 { of(per_token.gathered) } else { 0 },
         logits,
@@ -207,8 +206,7 @@ impl Widths {
             Recompute::Cheap => blocks * self.block + self.norms,
             Recompute::Block => self.block + self.norms,
         };
-        let final_norm = if part.last { self.final_norm } else { 0 };
-        (blocks + 1) * self.stream + of_blocks + final_norm + self.ids
+        (blocks + 1) * self.stream + of_blocks + self.ids
     }
 }
 

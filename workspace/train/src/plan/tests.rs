@@ -114,7 +114,8 @@ fn tensor_ranks_keep_a_share_of_activations_and_one_gathered_buffer() {
     let wide = 7168 * 2;
     let per_token = 33 * stream + 32 * block + norms + wide + stream + 2 + 8;
     assert_eq!(memory.activations.kept, 8192 * per_token);
-    assert_eq!(memory.activations.block_gradients, 8192 * (4096 + 4096 + 64));
+    // The stream's gradient on half the tokens, a branch's on all.
+    assert_eq!(memory.activations.block_gradients, 8192 * (4096 + 8192 + 64));
     assert_eq!(memory.activations.gathered, 8192 * 8192);
     // 1024 tokens of half of 160,896 logits.
     assert_eq!(memory.activations.logits, 1024 * 80_448 * 4);
@@ -130,8 +131,9 @@ fn the_first_stage_of_a_pipeline_holds_most() {
     assert_eq!(memory.state.weights, 2 * (5 * (218_103_808 + 8192) + 659_030_016));
     // Stream after the last block: 6; 16 routed heads have 13 bytes each and 8 for all.
     let block = (4096 + 2048) * 2 + 4096 * 2 + 128 + 8192 + 2 * 14_336 * 2 + 16 * 13 + 8;
-    let per_token = 6 * 8192 + 5 * block + (2 * 8192 + 8) + 14_336 * 2 + 8;
-    assert_eq!(memory.activations.kept, 8 * 8192 * per_token);
+    let per_token = 6 * 8192 + 5 * block + (2 * 8192 + 8) + 8;
+    let shared = 14_336 * 2;
+    assert_eq!(memory.activations.kept, 8192 * (8 * per_token + shared));
 }
 
 #[test]

@@ -7,6 +7,7 @@
 use moh_model::ModelConfig;
 use moh_model::model_parallel::Part;
 
+use crate::pipeline_schedule;
 use crate::recipe::{Parallel, Recipe, Stage};
 
 /// How ranks divide a stage's work: tensor fastest, then data, pipeline slowest.
@@ -110,17 +111,17 @@ impl<'a> Work<'a> {
         self.micro_batches().div_ceil(self.layout.data as u64)
     }
 
-    /// Passes whose activations rank `rank` of the pipeline holds at a time: those that it goes ahead
-    /// by, as Megatron-LM does, and the one in work.
+    /// Passes, each of one micro-batch through one part, whose activations rank `rank` of the pipeline
+    /// holds at a time at the most.
     pub fn under_way(&self, rank: usize) -> u64 {
         let Layout { pipeline, virtual_stages, .. } = self.layout;
-        let after = pipeline.saturating_sub(1 + rank) as u64;
-        let ahead = match virtual_stages {
-            1 => after,
-            parts => (2 * after).saturating_add((parts as u64 - 1) * pipeline as u64),
+        let stage = pipeline_schedule::Stage {
+            number: rank,
+            stages: pipeline.max(1),
+            chunks: virtual_stages.max(1),
         };
-        let passes = self.own_micro_batches().saturating_mul(virtual_stages as u64);
-        ahead.saturating_add(1).min(passes).max(1)
+        let micro_batches = usize::try_from(self.own_micro_batches()).unwrap_or(usize::MAX);
+        stage.under_way(micro_batches) as u64
     }
 
     /// Sizes of the tensors on one rank.
@@ -251,6 +252,7 @@ mod tests {
         assert_eq!(under_way(512, 1), [4, 4, 4, 4, 4, 3, 2, 1]);
         // 2 x 7 + (4 - 1) x 8 ahead on the first rank, 24 on the last.
         assert_eq!(under_way(8, 4), [39, 37, 35, 33, 31, 29, 27, 25]);
-        assert_eq!(under_way(512, 4), [16; 8]);
+        // Turns of 4 micro-batches, no more than there are.
+        assert_eq!(under_way(512, 4), [16, 16, 16, 16, 16, 16, 15, 13]);
     }
 }
