@@ -29,7 +29,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         activations: &mut Activations<B, T>,
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
-        (0..activations.passes.len())
+        (0..self.parallel.part().chunks.len())
             .try_for_each(|chunk| self.forward_turn(activations, Turn { chunk, slot: 0 }, sums))
     }
 
