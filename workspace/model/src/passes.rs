@@ -6,7 +6,7 @@ use moh_kernels::cross_entropy::HeadGradients;
 use moh_kernels::ranks::HeadRanks;
 use moh_kernels::{Backend, Element};
 
-use crate::activations::{Activations, Head, Pass, Recompute, Turn, whole, whole_mut};
+use crate::activations::{Activations, Head, Pass, Recompute, Shared, Turn, whole, whole_mut};
 use crate::block::{RouterScale, Tokens};
 use crate::layout::ModelLayout;
 use crate::model::{LossScale, Model};
@@ -133,7 +133,11 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<(), Error> {
         self.forward(activations, sums)?;
         match self.parallel.part().last {
-            true => self.losses::<f32>(activations, 0, sums, None),
+            true => {
+                let Activations { shape, passes, shared, head, .. } = activations;
+                let targets = &passes[0].targets;
+                self.losses::<f32>(shape.tokens(), targets, (shared, head), sums, None)
+            }
             false => Ok(()),
         }
     }
@@ -141,19 +145,19 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Adds the cross-entropy to `sums`; with gradients, writes that of the normed residual stream.
     fn losses<G: Element>(
         &self,
-        activations: &mut Activations<B, T>,
-        slot: usize,
+        n: usize,
+        targets: &B::Buffer<u32>,
+        (shared, head): (&mut Shared<B, T>, &mut Head<B, T>),
         sums: &mut StepSums<B>,
         gradients: Option<HeadGradients<'_, B, T, G>>,
     ) -> Result<(), Error> {
-        let Activations { shape, passes, shared, head, .. } = activations;
-        let (n, tensor) = (shape.tokens(), self.parallel.part().tensor);
+        let tensor = self.parallel.part().tensor;
         let all_reduce = &self.sum_over_ranks();
         self.backend.cross_entropy(
             &self.head_shape(n),
             self.gather(n, &head.normed, &mut shared.gathered)?,
             self.weights_of(self.layout.head_index()),
-            whole::<B, u32>(&passes[slot].targets),
+            whole::<B, u32>(targets),
             whole_mut::<B, f32>(&mut head.scratch),
             sums.cross_entropy(),
             gradients,
@@ -282,29 +286,28 @@ impl<B: Backend, T: Element> Model<B, T> {
         scale: LossScale,
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
-        let Some(mut scratch) = activations.backward.take() else {
+        let Activations { shape, passes, shared, head: of_head, backward, .. } = activations;
+        let (pass, Some(scratch)) = (&passes[turn.slot], backward) else {
             return Err(Error::NotPlannedForTraining);
         };
         let (backend, layout) = (&self.backend, &self.layout);
-        let (n, width) = (activations.shape.tokens(), self.config.hidden_size);
+        let (n, width) = (shape.tokens(), self.config.hidden_size);
         let head = layout.head_index();
         let head_gradients = HeadGradients::<B, T, G> {
             scale: scale.cross_entropy,
             d_x: B::view_mut(&mut scratch.d_branch, 0..n * width),
             d_weight: gradients.view_mut(head, layout.flats[head].used()),
         };
-        let found = self.losses(activations, turn.slot, sums, Some(head_gradients));
-        let scratch = activations.backward.insert(scratch);
-        found?;
+        self.losses(n, &pass.targets, (shared, of_head), sums, Some(head_gradients))?;
         let end = self.parallel.part().chunks[turn.chunk].len();
         backend.zero(whole_mut::<B, T>(&mut scratch.d_stream))?;
         let final_norm = layout.final_norm_index();
         let own = self.reduce_scatter(n, &mut scratch.d_branch)?;
         let held = own.len();
         backend.rms_norm_backward(
-            B::view(&activations.passes[turn.slot].stream[end], 0..held),
+            B::view(&pass.stream[end], 0..held),
             self.weights_of(final_norm),
-            B::view(&activations.head.inv_rms, 0..self.token_share(n).held()),
+            B::view(&of_head.inv_rms, 0..self.token_share(n).held()),
             B::view(&scratch.d_branch, own),
             B::view_mut(&mut scratch.d_stream, 0..held),
             gradients.view_mut(final_norm, layout.flats[final_norm].used()),

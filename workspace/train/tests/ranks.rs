@@ -182,6 +182,9 @@ fn stages_of_several_chunks_end_as_one_rank() {
             let found = finish_on(ranks, &recipe(&place, stages, chunks, tensor));
             let what = format!("{ranks} ranks, {stages} stages of {chunks}, {changes:?}");
             assert_alike(&found, &reference, &what);
+            let again = Workplace::new();
+            let repeated = finish_on(ranks, &recipe(&again, stages, chunks, tensor));
+            assert!(repeated.weights == found.weights, "{what}: other bits the second time");
         }
     }
 }

@@ -25,35 +25,50 @@ pub(super) fn losses(
     let HeadRanks { rows, rank: (rank, count), sums, all_reduce } = ranks;
     let (rows, rank, columns) = (*rows, *rank, *count + 1);
     let (table, largest) = sums.split_at_mut(targets.len() * columns);
-    let parts = (
-        logits.par_chunks_mut(ROWS * rows.count),
-        targets.par_chunks(ROWS),
-        table.par_chunks_mut(ROWS * columns),
-        largest[..targets.len()].par_chunks_mut(ROWS),
-    );
-    parts.into_par_iter().for_each(|(logits, targets, table, largest)| {
-        let tokens = logits.chunks_exact_mut(rows.count).zip(targets);
-        let sums = table.chunks_exact_mut(columns).zip(largest);
-        for ((row, &target), (sums, largest)) in tokens.zip(sums) {
-            sums.fill(0.0);
-            *largest = vectorized!(row_sums(row, target, rows, rank, sums));
-        }
+    let mut chunk = Chunk { logits, targets, table, largest: &mut largest[..targets.len()] };
+    chunk.each_row(rows.count, |row, target, sums, largest| {
+        sums.fill(0.0);
+        *largest = vectorized!(row_sums(row, target, rows, rank, sums));
     });
-    all_reduce(table)?;
-    let parts = (
-        logits.par_chunks_mut(ROWS * rows.count),
-        targets.par_chunks(ROWS),
-        table.par_chunks_mut(ROWS * columns),
-        largest[..targets.len()].par_chunks(ROWS),
-    );
-    parts.into_par_iter().for_each(|(logits, targets, table, largest)| {
-        let tokens = logits.chunks_exact_mut(rows.count).zip(targets);
-        let sums = table.chunks_exact_mut(columns).zip(largest);
-        for ((row, &target), (sums, &largest)) in tokens.zip(sums) {
-            sums[0] = vectorized!(row_loss(row, target, rows, largest, sums, scale));
-        }
+    all_reduce(&mut *chunk.table)?;
+    chunk.each_row(rows.count, |row, target, sums, largest| {
+        sums[0] = vectorized!(row_loss(row, target, rows, *largest, sums, scale));
     });
-    Ok(if rank == 0 { table.iter().step_by(columns).sum() } else { 0.0 })
+    Ok(if rank == 0 { chunk.table.iter().step_by(columns).sum() } else { 0.0 })
+}
+
+/// A chunk's logits, and what is kept of each row.
+struct Chunk<'a> {
+    logits: &'a mut [f32],
+    targets: &'a [u32],
+    /// What the ranks add up.
+    table: &'a mut [f64],
+    /// Each row's largest logit.
+    largest: &'a mut [f64],
+}
+
+impl Chunk<'_> {
+    /// Takes every row of `width` logits, with its target and what is kept of it.
+    fn each_row(
+        &mut self,
+        width: usize,
+        work: impl Fn(&mut [f32], u32, &mut [f64], &mut f64) + Sync,
+    ) {
+        let columns = self.table.len() / self.targets.len().max(1);
+        let parts = (
+            self.logits.par_chunks_mut(ROWS * width),
+            self.targets.par_chunks(ROWS),
+            self.table.par_chunks_mut(ROWS * columns),
+            self.largest.par_chunks_mut(ROWS),
+        );
+        parts.into_par_iter().for_each(|(logits, targets, table, largest)| {
+            let tokens = logits.chunks_exact_mut(width).zip(targets);
+            let sums = table.chunks_exact_mut(columns).zip(largest);
+            for ((row, &target), (sums, largest)) in tokens.zip(sums) {
+                work(row, target, sums, largest);
+            }
+        });
+    }
 }
 
 /// Turns a row into exponentials less its largest logit, which it returns; writes the logarithm of
