@@ -345,6 +345,37 @@ mod tests {
     }
 
     #[test]
+    fn ranks_share_tokens_columns_and_rows_with_any_remainder() {
+        let config = config(2, 517);
+        for ranks in 1..5 {
+            let shares: Vec<_> = (0..ranks).map(|rank| TensorShare { rank, ranks }).collect();
+            for tokens in [1, 5, 8] {
+                let held: Vec<_> = shares.iter().map(|share| share.tokens(tokens)).collect();
+                assert_eq!(held.iter().map(TokenShare::held).sum::<usize>(), tokens);
+                assert!(held.iter().all(|share| share.held() <= share.part));
+                assert!(held[0].padded() >= tokens);
+            }
+            let columns: Vec<_> = shares.iter().map(|share| share.mlp_columns(&config)).collect();
+            assert!(columns.windows(2).all(|pair| pair[0].end == pair[1].start));
+            assert_eq!((columns[0].start, columns[ranks - 1].end), (0, 64));
+            let rows = shares.iter().map(|share| share.vocabulary(&config).count);
+            assert_eq!(rows.sum::<usize>(), 517);
+        }
+    }
+
+    #[test]
+    fn shares_say_where_shared_heads_do_not_divide() {
+        let mut config = config(2, 10);
+        let share = TensorShare { rank: 0, ranks: 2 };
+        assert_eq!(share.uneven_shared_heads(&config), None);
+        for (shared_heads, expected) in [(2, None), (3, Some(vec![2, 1])), (1, Some(vec![1, 0]))] {
+            let router = crate::Router::QueryNorm;
+            config.moh = Some(crate::MohConfig { router, shared_heads, routed_top_k: 1 });
+            assert_eq!(share.uneven_shared_heads(&config), expected);
+        }
+    }
+
+    #[test]
     fn virtual_stages_take_turns() {
         let parts = Part::divide(&config(8, 1), 2, 2).unwrap();
         assert_eq!(parts[0].chunks, [0..2, 4..6]);
