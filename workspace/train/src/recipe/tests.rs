@@ -337,9 +337,13 @@ fn every_impossible_number_is_reported_at_once() {
             "checkpoint.keep_every=150",
             "log.every_steps=0",
             "run.dir=''",
+            "run.device=cuda",
+            "run.dtype=f32",
+            "precision.gradients=bf16",
         ],
     );
     for expected in [
+        "precision.gradients = bf16: must be f32 with run.device",
         "data.sequence_length = 1: must be from 2",
         "data.sources.0.weight = NaN: must be a finite number above 0",
         "data.validation.batches = 0: must be at least 1",

@@ -6,7 +6,10 @@ use std::path::Path;
 
 use moh_model::ModelConfig;
 
-use super::{Checkpoint, Fault, LearningRate, Model, Optimizer, Order, Parallel, Recipe, Stage};
+use super::{
+    Checkpoint, DType, Device, Fault, LearningRate, Model, Optimizer, Order, Parallel, Recipe,
+    Stage,
+};
 
 /// Token counts up to here are exact as floats, and sums over all stages fit 64 bits.
 const MAX_TOKENS: u64 = 1 << 53;
@@ -67,6 +70,7 @@ pub(super) fn faults(recipe: &Recipe) -> Vec<Fault> {
     let seed = recipe.run.seed;
     let reason = format!("must be at most {MAX_SEED}");
     faults.check(seed <= MAX_SEED, "run.seed", seed, reason);
+    check_precision(&mut faults, recipe);
     check_data(&mut faults, recipe);
     check_stages(&mut faults, recipe);
     check_checkpoint(&mut faults, &recipe.checkpoint);
@@ -76,6 +80,14 @@ pub(super) fn faults(recipe: &Recipe) -> Vec<Fault> {
         faults.list.extend(model_faults(recipe, &config));
     }
     faults.list
+}
+
+/// A GPU's matrix products add to numbers of the type that they multiply, or wider.
+fn check_precision(faults: &mut Faults, recipe: &Recipe) {
+    let narrow = recipe.run.dtype == DType::F32 && recipe.precision.gradients == DType::Bf16;
+    let fine = recipe.run.device != Device::Cuda || !narrow;
+    let reason = "must be f32 with run.device = \"cuda\" and run.dtype = \"f32\"";
+    faults.check(fine, "precision.gradients", "bf16", reason);
 }
 
 /// Checks `[model]`; the shape of a fresh model where it is sound.
