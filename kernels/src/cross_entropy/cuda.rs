@@ -2,16 +2,13 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{HeadGradients, HeadShape, Lens, check, check_ranks};
+use super::{GPU_CHUNK, HeadGradients, HeadShape, Lens, check, check_ranks};
 use crate::adamw;
 use crate::backend::Backend;
 use crate::cuda::{Cuda, CudaView, CudaViewMut, Gemm, Operand, name};
 use crate::error::Result;
 use crate::ranks::HeadRanks;
 use crate::scalar::Element;
-
-/// Tokens of a chunk of f32 logits; of bf16 logits twice as many fit.
-const CHUNK: usize = 1024;
 
 /// `Losses` of cross_entropy.cu.
 #[repr(C)]
@@ -39,7 +36,7 @@ struct Divided {
 
 /// Tokens of a chunk of logits of `bytes` bytes each.
 fn chunk_rows(shape: &HeadShape, bytes: usize) -> usize {
-    CHUNK.min(shape.tokens.max(1)) * size_of::<f32>() / bytes
+    GPU_CHUNK.min(shape.tokens.max(1)) * size_of::<f32>() / bytes
 }
 
 pub(crate) fn sums(shape: &HeadShape, ranks: usize) -> usize {
@@ -48,7 +45,7 @@ pub(crate) fn sums(shape: &HeadShape, ranks: usize) -> usize {
 }
 
 pub(crate) fn scratch(shape: &HeadShape) -> usize {
-    CHUNK.min(shape.tokens.max(1)) * shape.vocab_size
+    GPU_CHUNK.min(shape.tokens.max(1)) * shape.vocab_size
 }
 
 /// The scratch, the loss and the gradients.

@@ -3,15 +3,12 @@
 //! What is counted here is what a rank allocates: [`StateBytes`] once, [`ActivationBytes`] for every
 //! micro-batch that is under way. Workspaces of libraries and the system's own needs come on top.
 
-use moh_kernels::cross_entropy::HeadShape;
+use moh_kernels::cross_entropy::{GPU_CHUNK, HeadShape};
 use moh_kernels::{Backend, Cpu};
 use moh_model::model_parallel::Part;
 
 use super::work::Work;
 use crate::recipe::{DType, Device, Recompute};
-
-/// Tokens whose logits a GPU has at a time.
-const GPU_LOGITS_TOKENS: usize = 1024;
 
 /// Memory of weights and optimiser, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -221,7 +218,7 @@ fn logits(work: &Work) -> u64 {
     let numbers = match work.recipe.run.device {
         Device::Cpu => Cpu.cross_entropy_scratch(&head),
         // The operator itself is not in every build.
-        Device::Cuda => GPU_LOGITS_TOKENS.min(head.tokens).saturating_mul(head.vocab_size),
+        Device::Cuda => GPU_CHUNK.min(head.tokens).saturating_mul(head.vocab_size),
     };
     (numbers as u64).saturating_mul(4)
 }

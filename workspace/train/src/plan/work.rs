@@ -30,10 +30,8 @@ impl Layout {
     /// A recipe's split on `ranks` ranks; `None` when they are no multiple of it.
     pub fn new(parallel: Parallel, ranks: usize) -> Option<Layout> {
         let Parallel { tensor, pipeline, virtual_stages } = parallel;
-        let model = tensor.checked_mul(pipeline).filter(|&model| model > 0)?;
-        let data = ranks / model;
-        let whole = data > 0 && ranks.is_multiple_of(model);
-        whole.then_some(Layout { tensor, data, pipeline, virtual_stages })
+        let data = parallel.data_ranks(ranks)?;
+        Some(Layout { tensor, data, pipeline, virtual_stages })
     }
 
     /// Ranks in all.
