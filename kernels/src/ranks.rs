@@ -1,6 +1,8 @@
 //! Tensor parallelism, as far as operators see it: which heads and which rows of the vocabulary a
 //! rank holds, and the sum over the ranks in the middle of an operator.
 
+use std::ops::Range;
+
 use crate::backend::{Backend, ViewMut};
 use crate::error::Result;
 
@@ -52,6 +54,12 @@ impl Heads {
     }
 }
 
+/// The share of rank `rank` of `ranks` in `count` things: consecutive ones, as many as the others' or one
+/// fewer.
+pub fn share(count: usize, rank: usize, ranks: usize) -> Range<usize> {
+    rank * count / ranks..(rank + 1) * count / ranks
+}
+
 /// The rows of a vocabulary's table that are held here: all, or a rank's share of consecutive ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct VocabularyRows {
@@ -69,10 +77,10 @@ impl VocabularyRows {
         VocabularyRows { vocab_size, first: 0, count: vocab_size }
     }
 
-    /// The share of rank `rank` of `ranks`: as many rows as the others', or one fewer.
+    /// The share of rank `rank` of `ranks`.
     pub fn of_rank(vocab_size: usize, rank: usize, ranks: usize) -> Self {
-        let first = rank * vocab_size / ranks;
-        VocabularyRows { vocab_size, first, count: (rank + 1) * vocab_size / ranks - first }
+        let held = share(vocab_size, rank, ranks);
+        VocabularyRows { vocab_size, first: held.start, count: held.len() }
     }
 
     /// The place of a token's row among those held; `None` for one that is elsewhere.

@@ -9,7 +9,7 @@
 use std::ops::Range;
 
 use moh_comm::{Group, World};
-use moh_kernels::ranks::{Heads, VocabularyRows};
+use moh_kernels::ranks::{Heads, VocabularyRows, share};
 
 use crate::{Error, ModelConfig};
 
@@ -51,10 +51,9 @@ impl TensorShare {
         config.key_value_width() / self.ranks
     }
 
-    /// Columns of the MLP that are held: as many as the others', or one fewer.
+    /// Columns of the MLP that are held.
     pub fn mlp_columns(&self, config: &ModelConfig) -> Range<usize> {
-        let start = |rank: usize| rank * config.intermediate_size / self.ranks;
-        start(self.rank)..start(self.rank + 1)
+        share(config.intermediate_size, self.rank, self.ranks)
     }
 
     /// Width of the MLP's columns that are held.
