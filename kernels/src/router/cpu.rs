@@ -23,7 +23,9 @@ pub struct CpuRouting {
     heads: Heads,
     /// Routed heads of the layer.
     routed: usize,
-    /// Of those that are held here, their number among the routed ones.
+    /// Shared heads that are held here.
+    held_shared: usize,
+    /// Of the routed heads that are held here, their number among all of them.
     held: Vec<usize>,
     tokens: usize,
     /// In f64: the gradient divides differences of norms by their deviation, which may be small.
@@ -37,13 +39,14 @@ pub struct CpuRouting {
 impl CpuRouting {
     pub(crate) fn new(capacity: usize, heads: Heads, router: QueryNormRouter) -> Result<Self> {
         let routed = router.check("routing", heads)?;
-        let shared = heads.held_below(router.shared_heads);
+        let held_shared = heads.held_below(router.shared_heads);
         let number = |held| heads.index(held) - router.shared_heads;
         Ok(CpuRouting {
             router,
             heads,
             routed,
-            held: (shared..heads.held()).map(number).collect(),
+            held_shared,
+            held: (held_shared..heads.held()).map(number).collect(),
             tokens: 0,
             norms: vec![0.0; capacity * routed],
             gates: vec![0.0; capacity * routed],
@@ -55,21 +58,15 @@ impl CpuRouting {
     /// Whether query head `head` of those held here serves `token`.
     #[inline]
     pub(crate) fn serves(&self, token: usize, head: usize) -> bool {
-        match head.checked_sub(self.held_shared()) {
+        match head.checked_sub(self.held_shared) {
             None => true,
             Some(routed) => self.selected[token * self.routed + self.held[routed]] != 0,
         }
     }
 
-    /// Shared heads that are held here.
-    #[inline]
-    fn held_shared(&self) -> usize {
-        self.heads.held() - self.held.len()
-    }
-
     /// The routed queries that are held here, within a token's row.
     fn queries(&self, shape: &QkvShape) -> Range<usize> {
-        self.held_shared() * shape.head_dim..shape.heads * shape.head_dim
+        self.held_shared * shape.head_dim..shape.heads * shape.head_dim
     }
 
     /// Refuses tokens or heads other than those that were routed.
@@ -298,7 +295,7 @@ impl Weights<'_> {
             Weights::Constant => {}
             Weights::Held(delta) => {
                 let heads = routing.heads.held();
-                let delta = &delta[token * heads + routing.held_shared()..];
+                let delta = &delta[token * heads + routing.held_shared..];
                 let selected = &routing.selected[table];
                 for ((slot, &delta), &selected) in gradient.iter_mut().zip(delta).zip(selected) {
                     *slot += delta * f32::from(selected);
@@ -316,7 +313,7 @@ impl Weights<'_> {
 /// Writes the gradients of the selected heads that are held here into the table, and zeros for the
 /// others.
 fn spread(routing: &CpuRouting, delta: &[f32], table: &mut [f64]) {
-    let (heads, shared, routed) = (routing.heads.held(), routing.held_shared(), routing.routed);
+    let (heads, shared, routed) = (routing.heads.held(), routing.held_shared, routing.routed);
     let selected = routing.selected.par_chunks(routed);
     let rows = table.par_chunks_mut(routed).zip(delta.par_chunks(heads)).zip(selected);
     rows.for_each(|((row, delta), selected)| {
