@@ -196,27 +196,24 @@ impl Library {
         Ok(())
     }
 
-    /// Waits until everything sent has left, of all processes, which finalise from now on.
-    pub(super) fn finish(&self) -> Result<()> {
+    /// Waits until everything sent has left.
+    pub(super) fn wait_for_sent(&self) -> Result<()> {
         loop {
             {
                 let mut mail = self.mail();
                 mail.take_back_what_has_left()?;
                 if mail.outstanding.is_empty() {
-                    break;
+                    return Ok(());
                 }
             }
             self.health.check()?;
             std::thread::yield_now();
         }
-        // A long message leaves its sender only while its receiver calls MPI, even after it was received.
-        // SAFETY: a barrier has no buffers.
-        #[allow(unsafe_code)]
-        self.complete("MPI_Ibarrier", |request| unsafe {
-            ffi::MPI_Ibarrier(self.world(), request)
-        })?;
+    }
+
+    /// All processes finalise from now on.
+    pub(super) fn finish(&self) {
         self.finished.store(true, Ordering::Relaxed);
-        Ok(())
     }
 
     /// Ends all processes of the job.

@@ -409,7 +409,11 @@ impl Engine for Communicator {
     }
 
     fn finish(&self) -> Result<()> {
-        self.library.finish()
+        self.library.wait_for_sent()?;
+        // A message may leave its sender only while its receiver calls MPI.
+        self.barrier()?;
+        self.library.finish();
+        Ok(())
     }
 
     fn abort(&self, code: i32) -> ! {
