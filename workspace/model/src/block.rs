@@ -245,9 +245,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         input: &B::Buffer<T>,
         cheap: &mut Cheap<B, T>,
     ) -> Result<(), Error> {
-        let weight = &self.layout.block.input_norm;
+        let weight = (self.layout.block_index(layer), &self.layout.block.input_norm);
         let into = (&mut cheap.input_normed, &mut cheap.input_inv_rms);
-        self.normalize((layer, weight), tokens, input, into)
+        self.normalize(weight, tokens, input, into)
     }
 
     fn normalize_middle(
@@ -257,14 +257,15 @@ impl<B: Backend, T: Element> Model<B, T> {
         kept: &Kept<B, T>,
         cheap: &mut Cheap<B, T>,
     ) -> Result<(), Error> {
-        let weight = &self.layout.block.post_norm;
+        let weight = (self.layout.block_index(layer), &self.layout.block.post_norm);
         let into = (&mut cheap.post_normed, &mut cheap.post_inv_rms);
-        self.normalize((layer, weight), tokens, &kept.middle, into)
+        self.normalize(weight, tokens, &kept.middle, into)
     }
 
-    fn normalize(
+    /// The norm of the tokens held here, whose weight is a range of a flat buffer.
+    pub(crate) fn normalize(
         &self,
-        (layer, weight): (usize, &Range<usize>),
+        (flat, weight): (usize, &Range<usize>),
         tokens: usize,
         x: &B::Buffer<T>,
         (y, inv_rms): (&mut B::Buffer<T>, &mut B::Buffer<f32>),
@@ -273,7 +274,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.backend.rms_norm_forward(
             self.config.rms_norm_eps,
             B::view(x, 0..stream),
-            self.weights.view(self.layout.block_index(layer), weight.clone()),
+            self.weights.view(flat, weight.clone()),
             B::view_mut(y, 0..stream),
             B::view_mut(inv_rms, 0..self.token_share(tokens).held()),
         )?;
@@ -419,7 +420,7 @@ impl<B: Backend, T: Element> Model<B, T> {
 
     /// Adds a norm's gradients, from that of its output in `d_branch`, to `d_stream` and to those of its
     /// weight.
-    fn norm_backward<G: Element>(
+    pub(crate) fn norm_backward<G: Element>(
         &self,
         (flat, range, tokens): (usize, &Range<usize>, usize),
         x: &B::Buffer<T>,

@@ -115,13 +115,8 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
             model.project_down(n, &mut block, output)?;
             self.stream.swap(0, 1);
         }
-        backend.rms_norm_forward(
-            config.rms_norm_eps,
-            B::view(&self.stream[0], 0..width),
-            model.weights_of(model.layout.final_norm_index()),
-            B::view_mut(&mut self.normed, 0..width),
-            B::view_mut(&mut self.inv_rms, 0..n),
-        )?;
+        let into = (&mut self.normed, &mut self.inv_rms);
+        model.normalize(model.layout.final_norm(), n, &self.stream[0], into)?;
         self.position += n;
         Ok(())
     }

@@ -120,16 +120,11 @@ pub struct BlockRanges {
 impl ModelLayout {
     /// The layout of a model on one rank.
     pub fn new(config: &ModelConfig) -> Self {
-        Self::padded(config, 1)
+        Self::of_part(config, 1, &Part::whole(config))
     }
 
-    /// The layout of a model of which up to `ranks` ranks share the optimiser's state: the length of
-    /// every buffer is a multiple of `ranks`.
-    pub fn padded(config: &ModelConfig, ranks: usize) -> Self {
-        Self::of_part(config, ranks, &Part::whole(config))
-    }
-
-    /// The layout of a part of such a model: buffers of other parts are empty.
+    /// The layout of a part of a model, of which up to `ranks` ranks share the optimiser's state: the length
+    /// of every buffer is a multiple of `ranks`, and buffers of other parts are empty.
     pub fn of_part(config: &ModelConfig, ranks: usize, part: &Part) -> Self {
         let width = config.hidden_size;
         let one = |name: &str, slice: Slice, here: bool| match here {
@@ -169,6 +164,12 @@ impl ModelLayout {
     /// Index of the final norm's buffer.
     pub fn final_norm_index(&self) -> usize {
         1 + self.num_blocks
+    }
+
+    /// The final norm's buffer and range, on a rank that has it.
+    pub(crate) fn final_norm(&self) -> (usize, &Range<usize>) {
+        let flat = self.final_norm_index();
+        (flat, &self.flats[flat].segments[0].range)
     }
 
     /// Index of the buffer that holds the output head: the embedding's when tied.

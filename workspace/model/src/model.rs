@@ -48,7 +48,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// As [`Model::new`], the part of one rank of `parallel`, with buffers whose optimiser's state `ranks`
-    /// ranks can share ([`ModelLayout::padded`]).
+    /// ranks can share ([`ModelLayout::of_part`]).
     ///
     /// # Errors
     /// As [`Model::new`].

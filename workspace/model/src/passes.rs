@@ -88,15 +88,8 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<(), Error> {
         self.weights.arrive(self.layout.final_norm_index())?;
         self.weights.arrive(self.layout.head_index())?;
-        let held = self.stream_len(tokens);
-        self.backend.rms_norm_forward(
-            self.config.rms_norm_eps,
-            B::view(stream, 0..held),
-            self.weights_of(self.layout.final_norm_index()),
-            B::view_mut(&mut head.normed, 0..held),
-            B::view_mut(&mut head.inv_rms, 0..self.token_share(tokens).held()),
-        )?;
-        Ok(())
+        let into = (&mut head.normed, &mut head.inv_rms);
+        self.normalize(self.layout.final_norm(), tokens, stream, into)
     }
 
     /// The embedding of the tokens whose rows are held here.
@@ -290,7 +283,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let (pass, Some(scratch)) = (&passes[turn.slot], backward) else {
             return Err(Error::NotPlannedForTraining);
         };
-        let (backend, layout) = (&self.backend, &self.layout);
+        let layout = &self.layout;
         let (n, width) = (shape.tokens(), self.config.hidden_size);
         let head = layout.head_index();
         let head_gradients = HeadGradients::<B, T, G> {
@@ -300,19 +293,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         };
         self.losses(n, &pass.targets, (shared, of_head), sums, Some(head_gradients))?;
         let end = self.parallel.part().chunks[turn.chunk].len();
-        backend.zero(whole_mut::<B, T>(&mut scratch.d_stream))?;
-        let final_norm = layout.final_norm_index();
-        let own = self.reduce_scatter(n, &mut scratch.d_branch)?;
-        let held = own.len();
-        backend.rms_norm_backward(
-            B::view(&pass.stream[end], 0..held),
-            self.weights_of(final_norm),
-            B::view(&of_head.inv_rms, 0..self.token_share(n).held()),
-            B::view(&scratch.d_branch, own),
-            B::view_mut(&mut scratch.d_stream, 0..held),
-            gradients.view_mut(final_norm, layout.flats[final_norm].used()),
-        )?;
-        Ok(())
+        self.backend.zero(whole_mut::<B, T>(&mut scratch.d_stream))?;
+        let ((flat, range), inv_rms) = (layout.final_norm(), &of_head.inv_rms);
+        self.norm_backward((flat, range, n), &pass.stream[end], inv_rms, scratch, gradients)
     }
 
     /// Adds up what ranks that share the other tensors have of the gradients of those that they all hold.
