@@ -25,12 +25,11 @@ pub(crate) fn write<B: Backend, T: Element>(
         DType::Bf16 => Dtype::BF16,
     };
     let config = source.config_file().to_json(model.config(), Some(dtype));
-    let whole = ModelLayout::new(model.config());
     let stored = match model.is_whole() {
         true => None,
         false => Some(StoredCheckpoint::of_step(run, step)?),
     };
-    let tensors: Vec<TensorSpec> = (whole.segments())
+    let tensors: Vec<TensorSpec> = (ModelLayout::new(model.config()).segments())
         .map(|(_, segment)| TensorSpec {
             name: segment.name.clone(),
             shape: segment.shape().to_vec(),
@@ -51,13 +50,9 @@ pub(crate) fn write<B: Backend, T: Element>(
         companions: &companions,
     };
     hf_directory::write_model(&run.export(), true, &described, &mut |spec, sink| {
-        let named = |layout: &ModelLayout| {
-            let mut segments = layout.segments();
-            segments.find(|(_, segment)| segment.name == spec.name).map(|(f, s)| (f, s.clone()))
-        };
-        let values = match (&stored, named(&whole), named(model.layout())) {
-            (Some(stored), Some((_, segment)), _) => {
-                let mut values = vec![0f32; segment.range.len()];
+        let values = match &stored {
+            Some(stored) => {
+                let mut values = vec![0f32; spec.shape.iter().product()];
                 let read = stored.read_f32(TensorKind::Weight, &spec.name, &mut values);
                 read.map_err(|error| moh_convert::Error::File {
                     path: run.checkpoint(step),
@@ -65,10 +60,15 @@ pub(crate) fn write<B: Backend, T: Element>(
                 })?;
                 values
             }
-            (_, _, Some((flat, segment))) => {
-                model.weights().read(model.backend(), flat, &segment)?
+            None => {
+                let mut segments = model.layout().segments();
+                match segments.find(|(_, segment)| segment.name == spec.name) {
+                    Some((flat, segment)) => {
+                        model.weights().read(model.backend(), flat, segment)?
+                    }
+                    None => return Ok(()),
+                }
             }
-            _ => return Ok(()),
         };
         let mut bytes = vec![0; values.len() * dtype.size()];
         dtype.write(&values, &mut bytes);

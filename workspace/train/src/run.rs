@@ -85,12 +85,11 @@ impl Job<'_> {
 
     /// Refuses an arrangement that these ranks cannot form.
     fn check_parallel(&self, stage: &Stage) -> Result<(), Error> {
-        let Parallel { tensor, pipeline, .. } = stage.parallel;
         let ranks = self.group.size();
-        let shared = tensor.saturating_mul(pipeline);
-        if shared > 0 && ranks.is_multiple_of(shared) {
+        if stage.parallel.data_ranks(ranks).is_some() {
             return Ok(());
         }
+        let Parallel { tensor, pipeline, .. } = stage.parallel;
         let (path, stage) = (self.path.to_owned(), stage.name.clone());
         Err(Error::Parallel { path, stage, tensor, pipeline, ranks })
     }

@@ -110,12 +110,12 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         config.moh = attention_before(recipe, source, &state);
         let parallel = parallel_at(recipe, state.stage);
         let divided = divide(&ranks, parallel, &config);
-        let (groups, parallel) = ranks.agree(divided)?;
+        let (groups, place) = ranks.agree(divided)?;
         let model = Model::<B, T>::of_part::<Error>(
             backend,
             config,
             recipe.data.sequence_length,
-            parallel,
+            place,
             groups.data.size(),
             |segment, values| match &stored {
                 Some(stored) => stored.read_f32(TensorKind::Weight, &segment.name, values),
@@ -135,7 +135,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             inputs,
             ranks,
             groups,
-            parallel: parallel_at(recipe, state.stage),
+            parallel,
             events,
             model,
             optimizer,

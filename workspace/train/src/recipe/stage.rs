@@ -139,6 +139,15 @@ impl Default for Parallel {
     }
 }
 
+impl Parallel {
+    /// Ranks that share the data where `ranks` are divided like this; `None` where they are no multiple of
+    /// tensor x pipeline.
+    pub fn data_ranks(&self, ranks: usize) -> Option<usize> {
+        let model = self.tensor.checked_mul(self.pipeline).filter(|&model| model > 0)?;
+        (ranks > 0 && ranks.is_multiple_of(model)).then_some(ranks / model)
+    }
+}
+
 impl Stage {
     /// Optimiser steps: the tokens over those of a batch, rounded up.
     pub fn num_steps(&self) -> u64 {
