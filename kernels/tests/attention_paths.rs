@@ -102,6 +102,24 @@ fn every_path_of_queries_over_a_cache_agrees() {
     }
 }
 
+/// Heads of 128 take smaller tiles where a block has 99 KiB of shared memory, as on GPUs for desktops.
+#[test]
+fn gpus_of_little_shared_memory_keep_their_tensor_cores() {
+    for head_dim in [80, 128] {
+        let shape = shape(2, head_dim);
+        let first_key = Some(documents(&shape, &mut Random(18), 60));
+        let case = Case { weighted: true, first_key, ..Case::routed(shape, 1, 1) };
+        for device in devices() {
+            let small = device.with_shared_bytes(99 << 10);
+            agrees::<_, bf16>(&small, &case, 18);
+            assert_eq!(small.attention_path(), Some(AttentionPath::Tiled));
+            let smaller = small.with_shared_bytes(48 << 10);
+            agrees::<_, bf16>(&smaller, &case, 18);
+            assert_eq!(smaller.attention_path(), Some(AttentionPath::Plain));
+        }
+    }
+}
+
 #[test]
 fn what_a_path_does_not_take_falls_to_the_next() {
     let path = |head_dim, first| {

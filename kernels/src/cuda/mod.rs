@@ -39,6 +39,8 @@ pub struct Cuda {
     first_attention: AttentionPath,
     /// The one that it took last.
     last_attention: Arc<Mutex<Option<AttentionPath>>>,
+    /// Shared memory that a block of threads may ask for.
+    most_shared_bytes: usize,
 }
 
 /// What a lock guards here is whole whenever a thread can panic.
@@ -82,6 +84,7 @@ impl Cuda {
 
     fn of(device: Arc<dyn Device>) -> Self {
         Cuda {
+            most_shared_bytes: device.most_shared_bytes(),
             device,
             scratch: Arc::default(),
             counter: Arc::default(),
@@ -94,6 +97,18 @@ impl Cuda {
     /// does not run on this GPU, leaves it to the next one.
     pub fn with_attention(self, first: AttentionPath) -> Self {
         Cuda { first_attention: first, last_attention: Arc::default(), ..self }
+    }
+
+    /// The same GPU with no more shared memory for a block of threads than `bytes`, as on a smaller
+    /// GPU (99 KiB on compute capability 8.6, 8.9 and 12.0, 163 KiB on 8.0, 227 KiB on 9.0).
+    pub fn with_shared_bytes(self, bytes: usize) -> Self {
+        let most_shared_bytes = bytes.min(self.most_shared_bytes);
+        Cuda { most_shared_bytes, last_attention: Arc::default(), ..self }
+    }
+
+    /// Shared memory that a block may ask for, in bytes.
+    pub(crate) fn most_shared_bytes(&self) -> usize {
+        self.most_shared_bytes
     }
 
     /// Whether the kernels of a path run on this GPU at all.

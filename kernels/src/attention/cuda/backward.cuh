@@ -1,6 +1,6 @@
 // Backward pass in two kernels that write each gradient once, in a fixed order of sums:
 //   dq    one block per tile of 128 packed rows, 8 warps of 16 rows, 64 keys at a time;
-//   dkdv  one block per tile of 128 keys, 8 warps of 16 keys, 64 packed rows at a time.
+//   dkdv  one block per tile of 128 keys, 8 warps of 16 keys, 64 or 32 packed rows at a time.
 //
 // With P the probabilities, w the row's weight, dP = dO V^T and delta = <dO, O>:
 //   dS = w P (dP - delta), dQ = dS K scale, dK = dS^T Q scale, dV = (w P)^T dO.
@@ -144,7 +144,7 @@ static __device__ __forceinline__ void backward_dq(const Parameters& params) {
 // ---- gradients of the keys and values ----
 
 // One of two stages of packed rows: queries, output gradients, and what is known of each row.
-template <int WIDTH>
+template <int WIDTH, int ROWS>
 struct RowStage {
     SharedAddress q, d_out;
     uint32_t *first, *end;
@@ -154,15 +154,15 @@ struct RowStage {
 
     __device__ __forceinline__ RowStage(unsigned char* tiles, unsigned char* numbers,
                                         uint32_t stage) {
-        constexpr int TILE = tile_bytes(DKDV_ROWS, WIDTH);
+        constexpr int TILE = tile_bytes(ROWS, WIDTH);
         q = shared_address(tiles) + stage * (2 * TILE);
         d_out = q + TILE;
-        first = reinterpret_cast<uint32_t*>(numbers) + stage * (6 * DKDV_ROWS);
-        end = first + DKDV_ROWS;
-        packed = end + DKDV_ROWS;
-        log_sum_exp = reinterpret_cast<float*>(packed + DKDV_ROWS);
-        delta = log_sum_exp + DKDV_ROWS;
-        weight = delta + DKDV_ROWS;
+        first = reinterpret_cast<uint32_t*>(numbers) + stage * (6 * ROWS);
+        end = first + ROWS;
+        packed = end + ROWS;
+        log_sum_exp = reinterpret_cast<float*>(packed + ROWS);
+        delta = log_sum_exp + ROWS;
+        weight = delta + ROWS;
     }
 };
 
@@ -192,10 +192,10 @@ static __device__ __forceinline__ RowRange rows_seeing(const Parameters& params,
 }
 
 // Starts the copy of the packed rows from `row`.
-template <int WIDTH>
+template <int WIDTH, int ROWS>
 static __device__ __forceinline__ void load_packed(const Segment& segment, uint32_t row,
-                                                   uint32_t end, const RowStage<WIDTH>& stage) {
-    if (segment.rows == nullptr || threadIdx.x >= DKDV_ROWS) return;
+                                                   uint32_t end, const RowStage<WIDTH, ROWS>& stage) {
+    if (segment.rows == nullptr || threadIdx.x >= ROWS) return;
     bool valid = row + threadIdx.x < end;
     cp_async_4(shared_address(stage.packed + threadIdx.x),
                segment.rows + (valid ? row + threadIdx.x : 0), valid);
@@ -203,9 +203,9 @@ static __device__ __forceinline__ void load_packed(const Segment& segment, uint3
 
 // Starts the copy of what is known of each row: one thread a row. Rows that do not exist get
 // zeros, which with their queries and output gradients of zero add nothing.
-template <int WIDTH>
+template <int WIDTH, int ROWS>
 static __device__ __forceinline__ void load_numbers(const Parameters& params,
-                                                    const RowStage<WIDTH>& stage, uint32_t r,
+                                                    const RowStage<WIDTH, ROWS>& stage, uint32_t r,
                                                     uint32_t in_sequence, uint32_t token,
                                                     uint32_t head, bool valid) {
     uint64_t pair = uint64_t(token) * params.heads + head;
@@ -223,11 +223,11 @@ static __device__ __forceinline__ void load_numbers(const Parameters& params,
 }
 
 // Starts the copy of the rows from `row`, whose packed rows have arrived.
-template <int WIDTH>
+template <int WIDTH, int ROWS>
 static __device__ __forceinline__ void load_rows(const Parameters& params, const Segment& segment,
                                                  uint32_t row, uint32_t end,
-                                                 const RowStage<WIDTH>& stage, bool wide) {
-    for_each_chunk<WIDTH, DKDV_ROWS, DKDV_THREADS, 16>([&](uint32_t r, uint32_t chunk) {
+                                                 const RowStage<WIDTH, ROWS>& stage, bool wide) {
+    for_each_chunk<WIDTH, ROWS, DKDV_THREADS, 16>([&](uint32_t r, uint32_t chunk) {
         bool valid = row + r < end;
         uint32_t packed = segment.rows != nullptr ? stage.packed[r] : row + r;
         packed = valid ? packed : 0;
@@ -256,14 +256,14 @@ struct KeyGradients {
 };
 
 // Scores [16 keys][rows] become w P; those of rows that do not see the key become 0.
-template <int WIDTH>
-static __device__ __forceinline__ void transposed_probabilities(float (&p)[1][DKDV_ROWS / 8][4],
-                                                                const RowStage<WIDTH>& stage,
+template <int WIDTH, int ROWS>
+static __device__ __forceinline__ void transposed_probabilities(float (&p)[1][ROWS / 8][4],
+                                                                const RowStage<WIDTH, ROWS>& stage,
                                                                 uint32_t key, bool masked,
                                                                 float scale_log2) {
     uint32_t lane = threadIdx.x % 32;
 #pragma unroll
-    for (int n = 0; n < DKDV_ROWS / 8; ++n) {
+    for (int n = 0; n < ROWS / 8; ++n) {
         uint32_t row = 8 * n + lane % 4 * 2;
         float2 log_sum_exp = *reinterpret_cast<const float2*>(stage.log_sum_exp + row);
         float2 weight = *reinterpret_cast<const float2*>(stage.weight + row);
@@ -276,7 +276,7 @@ static __device__ __forceinline__ void transposed_probabilities(float (&p)[1][DK
     }
     if (!masked) return;
 #pragma unroll
-    for (int n = 0; n < DKDV_ROWS / 8; ++n)
+    for (int n = 0; n < ROWS / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             uint32_t row = 8 * n + lane % 4 * 2 + i % 2, column = key + lane / 4 + i / 2 * 8;
@@ -286,16 +286,16 @@ static __device__ __forceinline__ void transposed_probabilities(float (&p)[1][DK
 
 // Adds what `count` rows of a stage give to the gradients of 16 keys from `key`, whose keys and
 // values are the lane's rows.
-template <int WIDTH>
+template <int WIDTH, int ROWS>
 static __device__ __forceinline__ void add_key_gradients(KeyGradients<WIDTH>& gradients,
-                                                         const RowStage<WIDTH>& stage,
+                                                         const RowStage<WIDTH, ROWS>& stage,
                                                          uint32_t count, LaneTile<WIDTH> k_lane,
                                                          LaneTile<WIDTH> v_lane, uint32_t key,
                                                          float scale_log2) {
     // Bounds never decrease with the row.
     if (key >= stage.end[count - 1] || key + 16 <= stage.first[0]) return;
     bool masked = key < stage.first[count - 1] || key + 16 > stage.end[0];
-    float p[1][DKDV_ROWS / 8][4], d_p[1][DKDV_ROWS / 8][4];
+    float p[1][ROWS / 8][4], d_p[1][ROWS / 8][4];
     clear(p);
     multiply_rows<WIDTH>(p, lane_rows<WIDTH>(stage.q), [&](int, int k, uint32_t (&a)[4]) {
         ldmatrix_x4(a, k_lane.at(0, 2 * k));
@@ -307,7 +307,7 @@ static __device__ __forceinline__ void add_key_gradients(KeyGradients<WIDTH>& gr
         ldmatrix_x4(a, v_lane.at(0, 2 * k));
     });
 #pragma unroll
-    for (int n = 0; n < DKDV_ROWS / 8; ++n) {
+    for (int n = 0; n < ROWS / 8; ++n) {
         uint32_t row = 8 * n + threadIdx.x % 4 * 2;
         float2 delta = *reinterpret_cast<const float2*>(stage.delta + row);
 #pragma unroll
@@ -334,7 +334,7 @@ static __device__ __forceinline__ void store_key_gradient(
     store_rows<WIDTH, 16>(tile, first_row, params.head_dim, wide, target);
 }
 
-template <int WIDTH>
+template <int WIDTH, int ROWS>
 static __device__ __forceinline__ void backward_dkdv(const Parameters& params) {
     Segment segment = make_segment(params, blockIdx.y, blockIdx.z);
     // Earlier keys are seen by more rows: the longest tiles start first.
@@ -344,15 +344,15 @@ static __device__ __forceinline__ void backward_dkdv(const Parameters& params) {
     DYNAMIC_SHARED(shared);
     unsigned char* v_memory = shared + tile_bytes(DKDV_KEYS, WIDTH);
     unsigned char* stages = shared + tile_bytes(2 * DKDV_KEYS, WIDTH);
-    unsigned char* numbers = stages + tile_bytes(4 * DKDV_ROWS, WIDTH);
-    auto stage = [&](uint32_t index) { return RowStage<WIDTH>(stages, numbers, index % 2); };
+    unsigned char* numbers = stages + tile_bytes(4 * ROWS, WIDTH);
+    auto stage = [&](uint32_t index) { return RowStage<WIDTH, ROWS>(stages, numbers, index % 2); };
     bool wide = inputs_are_wide(params);
     load_keys<WIDTH, DKDV_KEYS, DKDV_THREADS>(params, segment, params.k, first_key,
                                               shared_address(shared), wide);
     load_keys<WIDTH, DKDV_KEYS, DKDV_THREADS>(params, segment, params.v, first_key,
                                               shared_address(v_memory), wide);
     load_packed(segment, range.begin, range.end, stage(0));
-    load_packed(segment, range.begin + DKDV_ROWS, range.end, stage(1));
+    load_packed(segment, range.begin + ROWS, range.end, stage(1));
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
@@ -366,16 +366,16 @@ static __device__ __forceinline__ void backward_dkdv(const Parameters& params) {
     clear(gradients.d_k);
     clear(gradients.d_v);
     uint32_t tile = 0;
-    for (uint32_t row = range.begin; row < range.end; row += DKDV_ROWS, ++tile) {
+    for (uint32_t row = range.begin; row < range.end; row += ROWS, ++tile) {
         // This stage and the next packed rows are here, and every warp is done with the other
         // stage.
         cp_async_wait<0>();
         __syncthreads();
-        if (row + DKDV_ROWS < range.end)
-            load_rows(params, segment, row + DKDV_ROWS, range.end, stage(tile + 1), wide);
-        load_packed(segment, row + 2 * DKDV_ROWS, range.end, stage(tile));
+        if (row + ROWS < range.end)
+            load_rows(params, segment, row + ROWS, range.end, stage(tile + 1), wide);
+        load_packed(segment, row + 2 * ROWS, range.end, stage(tile));
         cp_async_commit();
-        add_key_gradients(gradients, stage(tile), min(uint32_t(DKDV_ROWS), range.end - row), k_lane,
+        add_key_gradients(gradients, stage(tile), min(uint32_t(ROWS), range.end - row), k_lane,
                           v_lane, first_key + warp_row, params.scale * LOG2_E);
     }
     cp_async_wait<0>();

@@ -86,8 +86,8 @@ pub(super) fn takes<T: Element>(cuda: &Cuda, problem: &Problem<'_>, at: &Address
         && at.are_multiples_of(shape, ALIGNMENT)
         && at.fit_32_bits(shape)
         && device.runs_hopper()
-        && forward_shared_bytes(shape.head_dim) <= device.most_shared_bytes()
-        && backward_shared_bytes(shape.head_dim) <= device.most_shared_bytes()
+        && forward_shared_bytes(shape.head_dim) <= cuda.most_shared_bytes()
+        && backward_shared_bytes(shape.head_dim) <= cuda.most_shared_bytes()
 }
 
 /// Row tiles of each key/value head of a sequence.

@@ -24,7 +24,7 @@ REGISTER(attention_backward_delta)
     REGISTER(attention_backward_dq_d##width)                         \
     extern "C" __global__ void __launch_bounds__(DKDV_THREADS, 1)    \
         attention_backward_dkdv_d##width(Parameters params) {        \
-        backward_dkdv<width>(params);                                \
+        backward_dkdv<width, 64>(params);                            \
     }                                                                \
     REGISTER(attention_backward_dkdv_d##width)
 
@@ -32,5 +32,11 @@ ATTENTION_KERNELS(32)
 ATTENTION_KERNELS(64)
 ATTENTION_KERNELS(96)
 ATTENTION_KERNELS(128)
+
+extern "C" __global__ void __launch_bounds__(DKDV_THREADS, 1)
+    attention_backward_dkdv_d128_r32(Parameters params) {
+    backward_dkdv<128, 32>(params);
+}
+REGISTER(attention_backward_dkdv_d128_r32)
 
 }  // namespace tiled_attention

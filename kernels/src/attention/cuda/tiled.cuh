@@ -63,7 +63,9 @@ struct Parameters {
 // attention_forward_dX      (ceil(T*group / 128), kv_heads, batch)       128    forward_shared(X)
 // attention_backward_delta  ceil(B*T*heads / 8)                          256    0
 // attention_backward_dq_dX  (ceil(T*group / 128), kv_heads, batch)       256    dq_shared(X)
-// attention_backward_dkdv_dX (ceil(key_length / 128), kv_heads, batch)   256    dkdv_shared(X)
+// attention_backward_dkdv_dX (ceil(key_length / 128), kv_heads, batch)   256    dkdv_shared(X, 64)
+// attention_backward_dkdv_d128_r32, the same with dkdv_shared(128, 32), where a block cannot have the
+// 131 KiB of dkdv_shared(128, 64): on every GPU of 99 KiB, as sm_86, sm_89 and sm_120 have.
 //
 // More than 48 KiB of dynamic shared memory has to be allowed for each kernel before its launch.
 
@@ -81,7 +83,6 @@ constexpr int DQ_KEYS = 64;
 
 constexpr int DKDV_THREADS = 256;
 constexpr int DKDV_KEYS = 128;
-constexpr int DKDV_ROWS = 64;
 
 // Bytes of `rows` rows of a tile.
 __host__ __device__ constexpr int tile_bytes(int rows, int width) { return rows * width * 2; }
@@ -98,8 +99,8 @@ __host__ __device__ constexpr int dq_shared(int width) {
 
 // Keys, values; two stages of queries, output gradients, first, end, log_sum_exp, delta, weight
 // and packed row.
-__host__ __device__ constexpr int dkdv_shared(int width) {
-    return tile_bytes(2 * DKDV_KEYS + 4 * DKDV_ROWS, width) + 2 * 6 * DKDV_ROWS * 4;
+__host__ __device__ constexpr int dkdv_shared(int width, int rows) {
+    return tile_bytes(2 * DKDV_KEYS + 4 * rows, width) + 2 * 6 * rows * 4;
 }
 
 }  // namespace tiled_attention

@@ -12,6 +12,8 @@ const WIDTHS: [usize; 4] = [32, 64, 96, 128];
 /// A kernel's launch geometry, as tiled.cuh lists it.
 struct Tiling {
     kernel: &'static str,
+    /// What follows the width in the kernel's name.
+    suffix: &'static str,
     threads: usize,
     /// Packed rows, or keys, of a block.
     rows: usize,
@@ -22,6 +24,7 @@ struct Tiling {
 
 const FORWARD: Tiling = Tiling {
     kernel: "attention_forward",
+    suffix: "",
     threads: 128,
     rows: 128,
     tile_rows: 256,
@@ -29,6 +32,7 @@ const FORWARD: Tiling = Tiling {
 };
 const DQ: Tiling = Tiling {
     kernel: "attention_backward_dq",
+    suffix: "",
     threads: 256,
     rows: 128,
     tile_rows: 256,
@@ -36,11 +40,16 @@ const DQ: Tiling = Tiling {
 };
 const DKDV: Tiling = Tiling {
     kernel: "attention_backward_dkdv",
+    suffix: "",
     threads: 256,
     rows: 128,
     tile_rows: 512,
     other_bytes: 2 * 6 * 64 * 4,
 };
+/// The same with half as many packed rows at a time, for the widest heads on GPUs whose blocks have
+/// 99 KiB.
+const SMALL_DKDV: Tiling =
+    Tiling { suffix: "_r32", tile_rows: 384, other_bytes: 2 * 6 * 32 * 4, ..DKDV };
 
 impl Tiling {
     fn shared_bytes(&self, width: usize) -> usize {
@@ -61,16 +70,27 @@ pub(super) fn takes<T: Element>(cuda: &Cuda, problem: &Problem<'_>, at: &Address
     T::DTYPE == DType::BF16
         && at.are_multiples_of(shape, 2)
         && at.fit_32_bits(shape)
-        && DKDV.shared_bytes(width) <= cuda.device().most_shared_bytes()
+        && dkdv(cuda, width).is_some()
+}
+
+/// How the gradients of keys and values are computed on this GPU; none where a block has too little
+/// shared memory, of which these kernels take the most.
+fn dkdv(cuda: &Cuda, width: usize) -> Option<&'static Tiling> {
+    let tilings: &[Tiling] = if width == 128 { &[DKDV, SMALL_DKDV] } else { &[DKDV] };
+    tilings.iter().find(|tiling| tiling.shared_bytes(width) <= cuda.most_shared_bytes())
+}
+
+/// The width of a problem that these kernels take, which `takes` found.
+fn width_of(packed: &Packed<'_>) -> usize {
+    // The widest serves the empty case.
+    width(packed.problem.shape.head_dim).unwrap_or(WIDTHS[3])
 }
 
 /// Runs a kernel with a block for every tile of `count` rows of each key/value head.
 fn run_tiles(packed: &Packed<'_>, tiling: &Tiling, count: usize) -> Result<()> {
-    let shape = &packed.problem.shape;
-    // `takes` found one; the widest serves the empty case.
-    let width = width(shape.head_dim).unwrap_or(WIDTHS[3]);
+    let (shape, width) = (&packed.problem.shape, width_of(packed));
     let grid = [count.div_ceil(tiling.rows), shape.kv_heads, shape.batch];
-    let kernel = format!("{}_d{width}", tiling.kernel);
+    let kernel = format!("{}_d{width}{}", tiling.kernel, tiling.suffix);
     packed.run(tiling.threads, &kernel, grid, tiling.shared_bytes(width))
 }
 
@@ -96,5 +116,6 @@ pub(super) fn backward(
     let packed = Packed::new(cuda, problem, at, scratch)?;
     packed.run_pairs("attention_backward_delta", shape.tokens() * shape.heads)?;
     run_tiles(&packed, &DQ, shape.query_length * shape.group_size())?;
-    run_tiles(&packed, &DKDV, shape.key_length)
+    let dkdv = dkdv(cuda, width_of(&packed)).unwrap_or(&DKDV);
+    run_tiles(&packed, dkdv, shape.key_length)
 }
