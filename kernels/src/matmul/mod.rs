@@ -57,6 +57,14 @@ pub(crate) fn matmul<O: Element, A: Element, B: Element>(
     converted::multiply(out, destination, scale, left, right)
 }
 
+/// Whether this machine has instructions that multiply bf16.
+pub(crate) fn multiplies_bf16() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return packed::available();
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
+}
+
 /// Panics where the shapes do not fit each other.
 fn check<O: Element, A: Element, B: Element>(
     out: &MatrixMut<'_, O>,

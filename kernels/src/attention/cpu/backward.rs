@@ -3,11 +3,14 @@
 
 use pulp::Arch;
 
-use super::gather::{gather_columns, gather_key_values, gather_rows};
-use super::lanes::{KEYS, Lanes, padded_rows};
+use super::factor::{Factor, NARROW};
+use super::gather::{
+    HeadRows, gather_along_rows, gather_columns, gather_rows, scatter_columns, tile_rows,
+};
+use super::lanes::{KEYS, Lanes, MOST_ROWS, padded_rows};
 use super::problem::{Problem, Row};
 use super::tile::{BackwardTile, Head};
-use super::{for_each_task, for_each_tile, product};
+use super::{as_factors, for_each_task, for_each_tile, product, with_factors};
 use crate::attention::{AttentionShape, BackwardLens, KeyValues};
 use crate::disjoint::DisjointColumns;
 use crate::error::Result;
@@ -49,8 +52,10 @@ pub(crate) fn backward<T: Element>(
         d_qkv: DisjointColumns::new(d_qkv, query_stride),
         delta: delta.map(|delta| DisjointColumns::new(delta, heads)),
     };
-    for_each_task(&shape, |sequence, kv_head| {
-        backward_task(arch, &problem, saved, &gradients, (sequence, kv_head));
+    with_factors!(F, T, arch, {
+        for_each_task(&shape, |sequence, kv_head| {
+            backward_task::<T, F>(arch, &problem, saved, &gradients, (sequence, kv_head));
+        });
     });
     Ok(())
 }
@@ -84,7 +89,7 @@ impl<T: Element> Gradients<'_, T> {
     }
 }
 
-fn backward_task<T: Element>(
+fn backward_task<T: Element, F: Factor>(
     arch: Arch,
     problem: &Problem<'_>,
     saved: Saved<'_, T>,
@@ -95,38 +100,67 @@ fn backward_task<T: Element>(
     let AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = *shape;
     let lanes = arch.dispatch(Lanes);
     let padded = head_dim.next_multiple_of(product::ROWS);
-    let narrow = head_dim <= product::NARROW;
-    let width = if narrow { product::NARROW } else { head_dim.next_multiple_of(lanes / 2) };
+    let width = if head_dim <= NARROW { NARROW } else { head_dim.next_multiple_of(lanes / 2) };
     let rows = padded_rows(shape.key_length);
-    let key_values = KeyValues::Contiguous {
-        keys: &saved.qkv[heads * head_dim..],
-        values: &saved.qkv[(heads + kv_heads) * head_dim..],
-        row_stride: query_stride,
-    };
     let blocks = rows.next_multiple_of(KEYS) * lanes;
-    let (columns, tile_rows, d_columns) = (head_dim * lanes, lanes * width, padded * lanes);
-    let (keys, d_keys) = (rows * padded, rows * width);
+    let factors = |count: usize| count / F::TERMS;
+    let (keys, columns, tile) = (rows * padded, head_dim * lanes, lanes * width);
+    // Where a factor has one term, both forms of the keys are the same.
+    let turned = if F::TERMS == 1 { 0 } else { factors(keys) };
+    let block = factors(KEYS * lanes);
     let lengths = [
-        keys, keys, d_keys, d_keys, columns, columns, tile_rows, tile_rows, blocks, blocks,
-        d_columns,
+        factors(keys),
+        turned,
+        factors(keys),
+        factors(columns),
+        factors(columns),
+        factors(tile),
+        factors(tile),
+        block,
+        block,
+        block,
+        blocks,
+        blocks,
+        padded * lanes,
+        padded * lanes,
+        rows * width,
+        rows * width,
     ];
     with_scratch(lengths, |scratch| {
-        let [keys, values, d_keys, d_values, q, d_o, q_rows, d_o_rows, p, d_p, d_q] = scratch;
-        gather_key_values(shape, key_values, task, padded, [&mut *keys, &mut *values]);
+        let [operands @ .., p, d_p, d_q, rounded, d_keys, d_values] = scratch;
+        let rounded: &mut [T] = bytemuck::cast_slice_mut(rounded);
+        let [keys, turned, values, q, d_o, q_rows, d_o_rows, p_rows, d_s_keys, d_s_rows] =
+            operands.map(as_factors::<F>);
+        let key_values = KeyValues::Contiguous {
+            keys: &saved.qkv[heads * head_dim..],
+            values: &saved.qkv[(heads + kv_heads) * head_dim..],
+            row_stride: query_stride,
+        };
+        let (source, key_length) = (HeadRows::new(*shape, key_values, task), shape.key_length);
+        gather_rows(key_length, |position| source.key(position), padded, keys);
+        gather_rows(key_length, |position| source.value(position), padded, values);
+        let (keys, keys_along_rows) = if F::TERMS == 1 {
+            (&*keys, &*keys)
+        } else {
+            gather_along_rows(key_length, |position| source.key(position), padded, turned);
+            (&*keys, &*turned)
+        };
         d_keys.fill(0.0);
         d_values.fill(0.0);
-        let head = Head { keys, values, head_dim, padded };
         let scale = problem.scale();
         let take = |tile: &[Row]| {
-            let (queries, outputs) = ((query_stride, head_dim), (heads * head_dim, head_dim));
-            let base2 = scale * std::f32::consts::LOG2_E;
-            gather_columns(saved.qkv, queries, tile, base2, lanes, q);
-            gather_columns(saved.d_out, outputs, tile, 1.0, lanes, d_o);
-            gather_rows(saved.qkv, queries, tile, scale, width, q_rows);
-            gather_rows(saved.d_out, outputs, tile, 1.0, width, d_o_rows);
-            let delta = arch.dispatch(BackwardTile {
+            let queries = tile_rows(saved.qkv, (query_stride, head_dim), tile);
+            let outputs = tile_rows(saved.d_out, (heads * head_dim, head_dim), tile);
+            gather_columns(tile.len(), &queries, lanes, q);
+            gather_columns(tile.len(), &outputs, lanes, d_o);
+            gather_along_rows(tile.len(), &queries, width, q_rows);
+            gather_along_rows(tile.len(), &outputs, width, d_o_rows);
+            let work = BackwardTile {
                 problem,
-                head,
+                head: Head { head_dim, padded },
+                keys,
+                keys_along_rows,
+                values,
                 tile,
                 log_sum_exp: saved.log_sum_exp,
                 q,
@@ -136,30 +170,32 @@ fn backward_task<T: Element>(
                 width,
                 p,
                 d_p,
+                factors: [&mut *p_rows, &mut *d_s_keys, &mut *d_s_rows],
                 d_q,
                 d_keys,
                 d_values,
+            };
+            let delta = F::dispatch(arch, work);
+            let rows = tile.iter().zip(delta).map(|(&row, delta)| {
+                gradients.set_delta(row, delta);
+                gradients.head(row.token, row.head * head_dim, head_dim)
             });
-            for (lane, &row) in tile.iter().enumerate() {
-                gradients.set_delta(row, delta[lane]);
-                let slots = gradients.head(row.token, row.head * head_dim, head_dim);
-                for (slot, d_q) in slots.iter_mut().zip(d_q.chunks_exact(lanes)) {
-                    *slot = T::from_f32(d_q[lane] * scale);
-                }
-            }
+            scatter_columns(d_q, &[scale; MOST_ROWS][..lanes], rounded, rows);
         };
         for_each_tile(problem, task, lanes, take, |row| {
             gradients.set_delta(row, 0.0);
             gradients.head(row.token, row.head * head_dim, head_dim).fill(T::zeroed());
         });
         let first = task.0 * shape.query_length;
-        for (column, gradient) in [(heads, &*d_keys), (heads + kv_heads, &*d_values)] {
+        for (column, gradient, scale) in
+            [(heads, &*d_keys, scale), (heads + kv_heads, &*d_values, 1.0)]
+        {
             let column = (column + task.1) * head_dim;
             let rows = gradient.chunks_exact(width).take(shape.key_length);
             for (token, row) in (first..).zip(rows) {
                 let slots = gradients.head(token, column, head_dim);
                 for (slot, &value) in slots.iter_mut().zip(row) {
-                    *slot = T::from_f32(value);
+                    *slot = T::from_f32(value * scale);
                 }
             }
         }

@@ -2,11 +2,14 @@
 
 use pulp::Arch;
 
-use super::gather::{gather_columns, gather_key_values};
-use super::lanes::{KEYS, Lanes, padded_rows};
+use super::factor::Factor;
+use super::gather::{
+    HeadRows, gather_along_rows, gather_columns, gather_rows, scatter_columns, tile_rows,
+};
+use super::lanes::{KEYS, Lanes, MOST_ROWS, padded_rows};
 use super::problem::{Problem, Row, check_key_values};
 use super::tile::{ForwardTile, Head};
-use super::{for_each_task, for_each_tile, product};
+use super::{as_factors, for_each_task, for_each_tile, product, with_factors};
 use crate::attention::KeyValues;
 use crate::cpu::Cpu;
 use crate::disjoint::DisjointColumns;
@@ -36,8 +39,11 @@ pub(crate) fn forward<T: Element>(
         out: DisjointColumns::new(out, shape.heads * shape.head_dim),
         log_sum_exp: DisjointColumns::new(log_sum_exp, shape.heads),
     };
-    for_each_task(&shape, |sequence, kv_head| {
-        forward_task(arch, &problem, queries, key_values, &outputs, (sequence, kv_head));
+    with_factors!(F, T, arch, {
+        for_each_task(&shape, |sequence, kv_head| {
+            let task = (sequence, kv_head);
+            forward_task::<T, F>(arch, &problem, queries, key_values, &outputs, task);
+        });
     });
     Ok(())
 }
@@ -62,7 +68,7 @@ impl<T: Element> Outputs<'_, T> {
     }
 }
 
-fn forward_task<T: Element>(
+fn forward_task<T: Element, F: Factor>(
     arch: Arch,
     problem: &Problem<'_>,
     queries: &[T],
@@ -73,26 +79,41 @@ fn forward_task<T: Element>(
     let shape = &problem.shape;
     let (head_dim, lanes) = (shape.head_dim, arch.dispatch(Lanes));
     let padded = head_dim.next_multiple_of(product::ROWS);
-    let keys = padded_rows(shape.key_length) * padded;
-    let lengths = [keys, keys, head_dim * lanes, KEYS * lanes, padded * lanes];
-    let scale = problem.scale() * std::f32::consts::LOG2_E;
-    with_scratch(lengths, |[keys, values, q, scores, o]| {
-        gather_key_values(shape, key_values, task, padded, [&mut *keys, &mut *values]);
-        let head = Head { keys, values, head_dim, padded };
+    let (rows, block) = (padded_rows(shape.key_length), KEYS * lanes);
+    let factors = |count: usize| count / F::TERMS;
+    let lengths = [
+        factors(rows * padded),
+        factors(rows * padded),
+        factors(head_dim * lanes),
+        block,
+        factors(block),
+        padded * lanes,
+        padded * lanes,
+    ];
+    with_scratch(lengths, |[keys, values, q, scores, factors, o, rounded]| {
+        let rounded: &mut [T] = bytemuck::cast_slice_mut(rounded);
+        let [keys, values, q, factors] = [keys, values, q, factors].map(as_factors::<F>);
+        let source = HeadRows::new(*shape, key_values, task);
+        gather_rows(shape.key_length, |position| source.key(position), padded, keys);
+        gather_along_rows(shape.key_length, |position| source.value(position), padded, values);
+        let head = Head { head_dim, padded };
         let take = |tile: &[Row]| {
-            gather_columns(queries, (shape.query_stride, head_dim), tile, scale, lanes, q);
-            let (scores, out) = (&mut *scores, &mut *o);
-            let work = ForwardTile { problem, head, tile, q, scores, o: out };
-            let softmax = arch.dispatch(work);
+            let row = tile_rows(queries, (shape.query_stride, head_dim), tile);
+            gather_columns(tile.len(), row, lanes, q);
+            let (scores, factors, o) = (&mut *scores, &mut *factors, &mut *o);
+            let work = ForwardTile { problem, head, keys, values, tile, q, scores, factors, o };
+            let softmax = F::dispatch(arch, work);
+            let mut factors = [0f32; MOST_ROWS];
             for (lane, &row) in tile.iter().enumerate() {
+                factors[lane] = problem.weight(row) / softmax.sum[lane];
+            }
+            let rows = tile.iter().enumerate().map(|(lane, &row)| {
                 let (out, log_sum_exp) = outputs.row(row, head_dim);
                 let (maximum, sum) = (softmax.maximum[lane], softmax.sum[lane]);
                 *log_sum_exp = maximum * std::f32::consts::LN_2 + sum.ln();
-                let factor = problem.weight(row) / sum;
-                for (slot, o) in out.iter_mut().zip(o.chunks_exact(lanes)) {
-                    *slot = T::from_f32(o[lane] * factor);
-                }
-            }
+                out
+            });
+            scatter_columns(o, &factors[..lanes], rounded, rows);
         };
         for_each_tile(problem, task, lanes, take, |row| {
             let (out, log_sum_exp) = outputs.row(row, head_dim);

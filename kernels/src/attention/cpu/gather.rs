@@ -1,101 +1,158 @@
-//! Copies between packed buffers and the f32 scratch of attention's tasks.
+//! Copies from packed buffers to the factors of attention's products.
 
+use super::factor::Factor;
 use super::problem::Row;
 use crate::attention::{AttentionShape, KeyValues};
 use crate::cpu::Cpu;
 use crate::scalar::Element;
 use crate::simd::vectorized;
 
-/// Copies one key/value head of a sequence; what pads becomes zero.
-fn gather_keys<T: Element>(
-    shape: &AttentionShape,
-    source: &[T],
-    row_start: impl Fn(usize) -> usize,
-    kv_head: usize,
-    padded: usize,
-    out: &mut [f32],
-) {
-    let head_dim = shape.head_dim;
-    let (rows, rest) = out.split_at_mut(shape.key_length * padded);
-    vectorized!({
-        for (position, out) in rows.chunks_exact_mut(padded).enumerate() {
-            let start = row_start(position) + kv_head * head_dim;
-            let (out, padding) = out.split_at_mut(head_dim);
-            for (slot, value) in out.iter_mut().zip(&source[start..start + head_dim]) {
-                *slot = value.to_f32();
-            }
-            padding.fill(0.0);
-        }
-    });
-    rest.fill(0.0);
-}
-
-pub(super) fn gather_key_values<T: Element>(
-    shape: &AttentionShape,
-    key_values: KeyValues<'_, Cpu, T>,
-    (sequence, kv_head): (usize, usize),
-    padded: usize,
-    out: [&mut [f32]; 2],
-) {
-    match key_values {
-        KeyValues::Contiguous { keys, values, row_stride } => {
-            let row = |position| (sequence * shape.key_length + position) * row_stride;
-            for (source, out) in [keys, values].into_iter().zip(out) {
-                gather_keys(shape, source, row, kv_head, padded, out);
-            }
-        }
-        KeyValues::Paged { keys, values, block_table, block_length } => {
-            let blocks = shape.key_length.div_ceil(block_length);
-            let row = |position: usize| {
-                let block = block_table[sequence * blocks + position / block_length] as usize;
-                (block * block_length + position % block_length) * shape.kv_heads * shape.head_dim
-            };
-            for (source, out) in [keys, values].into_iter().zip(out) {
-                gather_keys(shape, source, row, kv_head, padded, out);
-            }
-        }
-    }
-}
-
-/// Copies a tile's rows, times `scale`, as columns: `[D, rows]`. Lanes without a row become zero.
-pub(super) fn gather_columns<T: Element>(
-    source: &[T],
-    (stride, head_dim): (usize, usize),
-    tile: &[Row],
-    scale: f32,
-    lanes: usize,
-    out: &mut [f32],
-) {
-    let out = &mut out[..head_dim * lanes];
-    if tile.len() < lanes {
-        out.fill(0.0);
-    }
-    for (lane, row) in tile.iter().enumerate() {
-        let start = row.token * stride + row.head * head_dim;
-        for (slots, value) in out.chunks_exact_mut(lanes).zip(&source[start..start + head_dim]) {
-            slots[lane] = value.to_f32() * scale;
-        }
-    }
-}
-
-/// Copies a tile's rows: `[rows, width]`, what pads being zero.
-pub(super) fn gather_rows<T: Element>(
-    source: &[T],
-    (stride, head_dim): (usize, usize),
-    tile: &[Row],
-    scale: f32,
+/// Copies `count` rows as factors of terms along the columns: `[rows, width / TERMS]`, what pads being
+/// zero, as are the rows beyond.
+pub(super) fn gather_rows<'a, T: Element, F: Factor>(
+    count: usize,
+    row: impl Fn(usize) -> &'a [T],
     width: usize,
-    out: &mut [f32],
+    out: &mut [F],
 ) {
+    let (rows, rest) = out.split_at_mut(count * (width / F::TERMS));
     vectorized!({
-        for (out, row) in out.chunks_exact_mut(width).zip(tile) {
-            let start = row.token * stride + row.head * head_dim;
-            let (out, padding) = out.split_at_mut(head_dim);
-            for (slot, value) in out.iter_mut().zip(&source[start..start + head_dim]) {
-                *slot = value.to_f32() * scale;
+        for (i, out) in rows.chunks_exact_mut(width / F::TERMS).enumerate() {
+            let terms = row(i).chunks_exact(F::TERMS);
+            let (out, padding) = out.split_at_mut(terms.len());
+            for (slot, terms) in out.iter_mut().zip(terms) {
+                *slot = F::of(|term| terms[term]);
             }
-            padding.fill(0.0);
+            padding.fill(F::zeroed());
         }
     });
-    out[tile.len() * width..].fill(0.0);
+    rest.fill(F::zeroed());
+}
+
+/// Copies `count` rows as factors of terms along the rows: `[rows / TERMS, width]`, what pads being
+/// zero, as are the rows beyond.
+pub(super) fn gather_along_rows<'a, T: Element, F: Factor>(
+    count: usize,
+    row: impl Fn(usize) -> &'a [T],
+    width: usize,
+    out: &mut [F],
+) {
+    let (whole, rest) = out.split_at_mut(count / F::TERMS * width);
+    vectorized!({
+        for (i, out) in whole.chunks_exact_mut(width).enumerate() {
+            let (first, last) = (row(i * F::TERMS), row(i * F::TERMS + F::TERMS - 1));
+            let (out, padding) = out.split_at_mut(first.len());
+            for ((slot, &first), &last) in out.iter_mut().zip(first).zip(last) {
+                *slot = F::of(|term| if term == 0 { first } else { last });
+            }
+            padding.fill(F::zeroed());
+        }
+    });
+    rest.fill(F::zeroed());
+    if !count.is_multiple_of(F::TERMS) {
+        for (slot, &number) in rest.iter_mut().zip(row(count - 1)) {
+            *slot = F::of(|term| if term == 0 { number } else { T::zeroed() });
+        }
+    }
+}
+
+/// Copies a tile's rows as columns of factors: `[D / TERMS, lanes]`. Lanes without a row become zero.
+pub(super) fn gather_columns<'a, T: Element, F: Factor>(
+    count: usize,
+    row: impl Fn(usize) -> &'a [T],
+    lanes: usize,
+    out: &mut [F],
+) {
+    if count < lanes {
+        out.fill(F::zeroed());
+    }
+    for lane in 0..count {
+        for (i, terms) in row(lane).chunks_exact(F::TERMS).enumerate() {
+            out[i * lanes + lane] = F::of(|term| terms[term]);
+        }
+    }
+}
+
+/// Writes a tile's columns `[D, lanes]`, times a factor for each lane, as rows. `rounded` has room for as
+/// many numbers: they are rounded together, which takes less time than one by one.
+pub(super) fn scatter_columns<'a, T: Element>(
+    columns: &[f32],
+    factors: &[f32],
+    rounded: &mut [T],
+    rows: impl Iterator<Item = &'a mut [T]>,
+) {
+    let lanes = factors.len();
+    vectorized!({
+        for (out, column) in rounded.chunks_exact_mut(lanes).zip(columns.chunks_exact(lanes)) {
+            for ((slot, number), factor) in out.iter_mut().zip(column).zip(factors) {
+                *slot = T::from_f32(number * factor);
+            }
+        }
+    });
+    for (lane, row) in rows.enumerate() {
+        for (i, slot) in row.iter_mut().enumerate() {
+            *slot = rounded[i * lanes + lane];
+        }
+    }
+}
+
+/// The rows of a tile in a buffer of `stride` numbers a token.
+pub(super) fn tile_rows<'a, T>(
+    source: &'a [T],
+    (stride, head_dim): (usize, usize),
+    tile: &[Row],
+) -> impl Fn(usize) -> &'a [T] {
+    move |i| &source[tile[i].token * stride + tile[i].head * head_dim..][..head_dim]
+}
+
+/// Where one key/value head of a sequence lies.
+#[derive(Clone, Copy)]
+pub(super) struct HeadRows<'a, T: Element> {
+    shape: AttentionShape,
+    key_values: KeyValues<'a, Cpu, T>,
+    sequence: usize,
+    kv_head: usize,
+}
+
+impl<'a, T: Element> HeadRows<'a, T> {
+    pub(super) fn new(
+        shape: AttentionShape,
+        key_values: KeyValues<'a, Cpu, T>,
+        (sequence, kv_head): (usize, usize),
+    ) -> Self {
+        HeadRows { shape, key_values, sequence, kv_head }
+    }
+
+    /// The key of a position.
+    pub(super) fn key(&self, position: usize) -> &'a [T] {
+        match self.key_values {
+            KeyValues::Contiguous { keys, .. } | KeyValues::Paged { keys, .. } => {
+                &keys[self.start(position)..][..self.shape.head_dim]
+            }
+        }
+    }
+
+    /// The value of a position.
+    pub(super) fn value(&self, position: usize) -> &'a [T] {
+        match self.key_values {
+            KeyValues::Contiguous { values, .. } | KeyValues::Paged { values, .. } => {
+                &values[self.start(position)..][..self.shape.head_dim]
+            }
+        }
+    }
+
+    fn start(&self, position: usize) -> usize {
+        let AttentionShape { key_length, kv_heads, head_dim, .. } = self.shape;
+        let row = match self.key_values {
+            KeyValues::Contiguous { row_stride, .. } => {
+                (self.sequence * key_length + position) * row_stride
+            }
+            KeyValues::Paged { block_table, block_length, .. } => {
+                let blocks = key_length.div_ceil(block_length);
+                let block = block_table[self.sequence * blocks + position / block_length] as usize;
+                (block * block_length + position % block_length) * kv_heads * head_dim
+            }
+        };
+        row + self.kv_head * head_dim
+    }
 }

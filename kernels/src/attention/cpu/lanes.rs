@@ -6,6 +6,8 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
+use super::exp2::exp2;
+use super::factor::{Block, Factor};
 use super::problem::{Problem, Row};
 use super::product::ROWS;
 
@@ -13,6 +15,9 @@ use super::product::ROWS;
 pub(super) const KEYS: usize = 64;
 /// The most rows of a tile: two vectors of 16 numbers.
 pub(super) const MOST_ROWS: usize = 32;
+
+/// The score of a key that a row does not see: its exponential is 0, and no step on the way infinite.
+const UNSEEN: f32 = f32::MIN;
 
 /// Rows of a tile on this machine.
 #[inline(always)]
@@ -50,8 +55,8 @@ impl Bounds {
     pub(super) fn new(problem: &Problem<'_>, tile: &[Row], lanes: usize) -> Self {
         let mut bounds =
             Bounds { first: [0.0; MOST_ROWS], end: [0.0; MOST_ROWS], common: 0..usize::MAX };
-        for (lane, row) in tile.iter().enumerate() {
-            let visible = problem.visible(row.token);
+        for (lane, &row) in tile.iter().enumerate() {
+            let visible = problem.visible(row);
             bounds.first[lane] = visible.start as f32;
             bounds.end[lane] = visible.end as f32;
             bounds.common.start = bounds.common.start.max(visible.start);
@@ -63,14 +68,14 @@ impl Bounds {
         bounds
     }
 
-    /// Puts minus infinity where a row does not see a key of the block.
+    /// Puts [`UNSEEN`] where a row does not see a key of the block.
     #[inline(always)]
     pub(super) fn mask<S: Simd>(&self, simd: S, keys: &Range<usize>, scores: &mut [f32]) {
         if self.common.start <= keys.start && keys.end <= self.common.end {
             return;
         }
         let (first, end) = (vectors::<S>(&self.first), vectors::<S>(&self.end));
-        let unseen = simd.splat_f32s(f32::NEG_INFINITY);
+        let unseen = simd.splat_f32s(UNSEEN);
         for (key, scores) in keys.clone().zip(lanes_mut::<S>(scores).chunks_exact_mut(2)) {
             let key = simd.splat_f32s(key as f32);
             for v in 0..2 {
@@ -91,62 +96,67 @@ fn vectors<S: Simd>(lanes: &[f32; MOST_ROWS]) -> [S::f32s; 2] {
     [vectors[0], vectors[1]]
 }
 
+/// The vectors of two keys of a block.
+#[inline(always)]
+fn keys<S: Simd>(block: &[f32], two: usize) -> [[S::f32s; 2]; 2] {
+    let vectors = &lanes::<S>(block)[4 * two..][..4];
+    [[vectors[0], vectors[1]], [vectors[2], vectors[3]]]
+}
+
+/// Whole vectors of a slice.
+#[inline(always)]
+fn lanes<S: Simd>(x: &[f32]) -> &[S::f32s] {
+    S::as_simd_f32s(x).0
+}
+
 /// Whole vectors of a slice.
 #[inline(always)]
 fn lanes_mut<S: Simd>(x: &mut [f32]) -> &mut [S::f32s] {
     S::as_mut_simd_f32s(x).0
 }
 
-/// 2^x to within 1.5e-7 of itself for x <= 127, and 0 below -126.
-///
-/// x = k + f with k the nearest integer, and a polynomial of degree 5 for 2^f (its coefficients make
-/// the largest relative error least, the constant one being set to 1).
+/// A score's exponent of 2, relative to `offset`.
 #[inline(always)]
-fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
-    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to the nearest integer
-    const COEFFICIENTS: [f32; 5] =
-        [1.327_647_2e-3, 9.675_541e-3, 5.550_713_3e-2, 2.402_212e-1, 6.931_469_7e-1];
-    let round = simd.splat_f32s(ROUND);
-    let shifted = simd.add_f32s(x, round);
-    let f = simd.sub_f32s(x, simd.sub_f32s(shifted, round));
-    let mut p = simd.splat_f32s(COEFFICIENTS[0]);
-    for coefficient in &COEFFICIENTS[1..] {
-        p = simd.mul_add_e_f32s(p, f, simd.splat_f32s(*coefficient));
-    }
-    p = simd.mul_add_e_f32s(p, f, simd.splat_f32s(1.0));
-    // The low bits of `shifted` hold k; moved to the exponent they multiply by 2^k.
-    let k = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
-    let scaled = simd.transmute_f32s_u32s(simd.add_u32s(simd.transmute_u32s_f32s(p), k));
-    // In this order a score that is not a number stays one.
-    let tiny = simd.less_than_f32s(x, simd.splat_f32s(-126.0));
-    simd.select_f32s(tiny, simd.splat_f32s(0.0), scaled)
+fn exponent<S: Simd>(simd: S, score: S::f32s, scale: S::f32s, offset: S::f32s) -> S::f32s {
+    simd.sub_f32s(simd.mul_f32s(score, scale), offset)
 }
 
-/// Running maximum and sum of every row's exponentials, to base 2.
+/// Running maximum of every row's scores, and sum of its exponentials.
 pub(super) struct Softmax {
+    /// What scores are multiplied by before they are exponents of 2.
+    scale: f32,
+    /// Of the scores times the scale.
     pub maximum: [f32; MOST_ROWS],
     pub sum: [f32; MOST_ROWS],
 }
 
 impl Softmax {
-    /// Below every score: finite, so that a block in which a row sees nothing leaves zeros, not NaN.
+    /// Below every score but above [`UNSEEN`] times any scale, so that a block in which a row sees nothing
+    /// leaves zeros.
     const NOTHING: f32 = -1e30;
 
-    pub(super) fn new() -> Self {
-        Softmax { maximum: [Self::NOTHING; MOST_ROWS], sum: [0.0; MOST_ROWS] }
+    pub(super) fn new(scale: f32) -> Self {
+        Softmax { scale, maximum: [Self::NOTHING; MOST_ROWS], sum: [0.0; MOST_ROWS] }
     }
 
-    /// Takes a block's scores `[keys, rows]` in, turns them into exponentials less the new maximum, and
-    /// scales the output `[D, rows]` so far to it.
+    /// Takes a block's scores `[keys, rows]` in, turns them into powers of 2 relative to the new maximum,
+    /// and scales the output `[D, rows]` so far to it.
     #[inline(always)]
-    pub(super) fn block<S: Simd>(&mut self, simd: S, scores: &mut [f32], output: &mut [f32]) {
-        let before = vectors::<S>(&self.maximum);
-        let mut maximum = before;
-        let scores = lanes_mut::<S>(scores);
-        for scores in scores.chunks_exact(2) {
+    pub(super) fn block<S: Simd, F: Factor>(
+        &mut self,
+        simd: S,
+        scores: &mut Block<'_, F>,
+        output: &mut [f32],
+    ) {
+        let (before, scale) = (vectors::<S>(&self.maximum), simd.splat_f32s(self.scale));
+        let mut maximum = [simd.splat_f32s(f32::MIN); 2];
+        for scores in lanes::<S>(scores.numbers).chunks_exact(2) {
             for v in 0..2 {
                 maximum[v] = simd.max_f32s(maximum[v], scores[v]);
             }
+        }
+        for v in 0..2 {
+            maximum[v] = simd.max_f32s(before[v], simd.mul_f32s(maximum[v], scale));
         }
         let mut sum = vectors::<S>(&self.sum);
         let mut factor = sum;
@@ -154,11 +164,15 @@ impl Softmax {
             factor[v] = exp2(simd, simd.sub_f32s(before[v], maximum[v]));
             sum[v] = simd.mul_f32s(sum[v], factor[v]);
         }
-        for scores in scores.chunks_exact_mut(2) {
-            for v in 0..2 {
-                scores[v] = exp2(simd, simd.sub_f32s(scores[v], maximum[v]));
-                sum[v] = simd.add_f32s(sum[v], scores[v]);
+        for two in 0..lanes::<S>(scores.numbers).len() / 4 {
+            let mut keys = keys::<S>(scores.numbers, two);
+            for key in &mut keys {
+                for v in 0..2 {
+                    key[v] = exp2(simd, exponent(simd, key[v], scale, maximum[v]));
+                    sum[v] = simd.add_f32s(sum[v], key[v]);
+                }
             }
+            F::store(simd, scores, two, keys);
         }
         for output in lanes_mut::<S>(output).chunks_exact_mut(2) {
             for v in 0..2 {
@@ -170,13 +184,19 @@ impl Softmax {
     }
 }
 
-/// Turns scores `[keys, rows]` into probabilities by the rows' log-sum-exp, to base 2.
+/// Turns scores `[keys, rows]` into probabilities by the rows' log-sum-exp, which like the scores times
+/// the scale is to base 2.
 #[inline(always)]
-pub(super) fn probabilities<S: Simd>(simd: S, log_sum_exp: &[f32; MOST_ROWS], scores: &mut [f32]) {
-    let log_sum_exp = vectors::<S>(log_sum_exp);
+pub(super) fn probabilities<S: Simd>(
+    simd: S,
+    scale: f32,
+    log_sum_exp: &[f32; MOST_ROWS],
+    scores: &mut [f32],
+) {
+    let (scale, log_sum_exp) = (simd.splat_f32s(scale), vectors::<S>(log_sum_exp));
     for scores in lanes_mut::<S>(scores).chunks_exact_mut(2) {
         for v in 0..2 {
-            scores[v] = exp2(simd, simd.sub_f32s(scores[v], log_sum_exp[v]));
+            scores[v] = exp2(simd, exponent(simd, scores[v], scale, log_sum_exp[v]));
         }
     }
 }
@@ -196,7 +216,7 @@ impl Deltas {
     #[inline(always)]
     pub(super) fn block<S: Simd>(&mut self, simd: S, p: &[f32], d_p: &[f32]) {
         let (mut sum, mut inner) = (vectors::<S>(&self.p), vectors::<S>(&self.p_d_p));
-        let (p, d_p) = (S::as_simd_f32s(p).0, S::as_simd_f32s(d_p).0);
+        let (p, d_p) = (lanes::<S>(p), lanes::<S>(d_p));
         for (p, d_p) in p.chunks_exact(2).zip(d_p.chunks_exact(2)) {
             for v in 0..2 {
                 sum[v] = simd.add_f32s(sum[v], p[v]);
@@ -216,30 +236,29 @@ impl Deltas {
     }
 }
 
-/// Multiplies P `[keys, rows]` by the rows' weights.
+/// Multiplies P by the rows' weights, where there are any, and turns dP into dS = P (dP - delta).
 #[inline(always)]
-pub(super) fn weigh<S: Simd>(simd: S, weights: &[f32; MOST_ROWS], p: &mut [f32]) {
-    let weights = vectors::<S>(weights);
-    for p in lanes_mut::<S>(p).chunks_exact_mut(2) {
-        for v in 0..2 {
-            p[v] = simd.mul_f32s(p[v], weights[v]);
-        }
-    }
-}
-
-/// Turns dP into dS = P (dP - delta), all `[keys, rows]`.
-#[inline(always)]
-pub(super) fn score_gradients<S: Simd>(
+pub(super) fn score_gradients<S: Simd, F: Factor>(
     simd: S,
-    p: &[f32],
+    weights: Option<&[f32; MOST_ROWS]>,
     delta: &[f32; MOST_ROWS],
-    d_p: &mut [f32],
+    p: &mut Block<'_, F>,
+    d_p: &mut Block<'_, F>,
 ) {
-    let delta = vectors::<S>(delta);
-    let p = S::as_simd_f32s(p).0;
-    for (p, d_p) in p.chunks_exact(2).zip(lanes_mut::<S>(d_p).chunks_exact_mut(2)) {
-        for v in 0..2 {
-            d_p[v] = simd.mul_f32s(p[v], simd.sub_f32s(d_p[v], delta[v]));
+    let (weights, delta) = (weights.map(vectors::<S>), vectors::<S>(delta));
+    for two in 0..lanes::<S>(p.numbers).len() / 4 {
+        let (mut p_keys, mut d_keys) = (keys::<S>(p.numbers, two), keys::<S>(d_p.numbers, two));
+        for (p, d_p) in p_keys.iter_mut().zip(&mut d_keys) {
+            for v in 0..2 {
+                if let Some(weights) = weights {
+                    p[v] = simd.mul_f32s(p[v], weights[v]);
+                }
+                d_p[v] = simd.mul_f32s(p[v], simd.sub_f32s(d_p[v], delta[v]));
+            }
         }
+        if F::TERMS > 1 || weights.is_some() {
+            F::store(simd, p, two, p_keys);
+        }
+        F::store(simd, d_p, two, d_keys);
     }
 }

@@ -3,11 +3,19 @@
 //!
 //! Keys, and the columns of queries, keys and values, are padded with zeros to [`product::ROWS`],
 //! columns of gradients to the vector's length; what lies beyond the last key is masked.
+//!
+//! Products of bf16 multiply pairs of terms where the machine can ([`factor`]); then probabilities and
+//! the gradients of scores are rounded to bf16 for the products that they enter. Softmax and sums are
+//! f32 everywhere.
 
 mod backward;
+mod exp2;
+mod factor;
 mod forward;
 mod gather;
 mod lanes;
+#[cfg(target_arch = "x86_64")]
+mod pair;
 mod problem;
 mod product;
 #[cfg(test)]
@@ -18,13 +26,40 @@ use rayon::prelude::*;
 
 use super::AttentionShape;
 pub(crate) use backward::{Saved, backward};
+use factor::Factor;
 pub(crate) use forward::forward;
 use lanes::MOST_ROWS;
+#[cfg(target_arch = "x86_64")]
+use pair::Pair;
 pub(crate) use problem::Problem;
 use problem::Row;
 
 /// Multiply-adds of a call below which its tasks stay on one thread.
 const SMALL: usize = 1 << 18;
+
+/// What numbers of bf16 are multiplied as on machines that have no better way.
+#[cfg(not(target_arch = "x86_64"))]
+type Pair = f32;
+
+/// Evaluates an expression with `$factor` as the type of the factors that the machine multiplies numbers
+/// of type `$element` as.
+macro_rules! with_factors {
+    ($factor:ident, $element:ty, $arch:expr, $body:expr) => {
+        if <$crate::attention::cpu::Pair as Factor>::multiplies::<$element>($arch) {
+            type $factor = $crate::attention::cpu::Pair;
+            $body
+        } else {
+            type $factor = f32;
+            $body
+        }
+    };
+}
+use with_factors;
+
+/// Scratch that holds factors, which have the size of its numbers.
+fn as_factors<F: Factor>(scratch: &mut [f32]) -> &mut [F] {
+    bytemuck::cast_slice_mut(scratch)
+}
 
 /// Runs every (sequence, key/value head); each on its own, since those of routed heads take less time
 /// than those of shared ones.
@@ -47,7 +82,7 @@ fn for_each_tile(
     mut take: impl FnMut(&[Row]),
     skip: impl FnMut(Row),
 ) {
-    let (mut tile, mut filled) = ([Row { token: 0, head: 0 }; MOST_ROWS], 0);
+    let (mut tile, mut filled) = ([Row { token: 0, position: 0, head: 0 }; MOST_ROWS], 0);
     let select = |row| {
         tile[filled] = row;
         filled += 1;

@@ -25,6 +25,8 @@ pub(crate) struct Problem<'a> {
 pub(super) struct Row {
     /// Token among all sequences.
     pub token: usize,
+    /// Its number among the queries of its sequence.
+    pub position: usize,
     /// Query head among all heads.
     pub head: usize,
 }
@@ -52,14 +54,15 @@ impl Problem<'_> {
     fn check_visible(&self, operator: &'static str) -> Result<()> {
         let length = self.shape.query_length;
         let checked = if self.first_key.is_some() { self.shape.tokens() } else { length.min(1) };
+        let mut before = 0;
         for token in 0..checked {
-            let visible = self.visible(token);
+            let position = token % length;
+            let visible = self.visible(Row { token, position, head: 0 });
             ensure(operator, !visible.is_empty(), || format!("query {token} sees no key"))?;
-            ensure(
-                operator,
-                token % length == 0 || self.visible(token - 1).start <= visible.start,
-                || format!("first_key of query {token} is less than that of the one before"),
-            )?;
+            ensure(operator, position == 0 || before <= visible.start, || {
+                format!("first_key of query {token} is less than that of the one before")
+            })?;
+            before = visible.start;
         }
         Ok(())
     }
@@ -74,9 +77,10 @@ impl Problem<'_> {
         mut skipped: impl FnMut(Row),
     ) {
         let (length, group) = (self.shape.query_length, self.shape.group_size());
-        for token in sequence * length..(sequence + 1) * length {
+        for position in 0..length {
+            let token = sequence * length + position;
             for head in kv_head * group..(kv_head + 1) * group {
-                let row = Row { token, head };
+                let row = Row { token, position, head };
                 match self.selection {
                     Some(selection) if !selection.serves(token, head) => skipped(row),
                     _ => selected(row),
@@ -85,23 +89,18 @@ impl Problem<'_> {
         }
     }
 
-    /// Keys that the token sees.
-    pub(super) fn visible(&self, token: usize) -> Range<usize> {
-        let first = self.first_key.map_or(0, |first_key| first_key[token] as usize);
-        let end = if self.causal {
-            self.query_offset + token % self.shape.query_length + 1
-        } else {
-            self.shape.key_length
-        };
+    /// Keys that the row's token sees.
+    pub(super) fn visible(&self, row: Row) -> Range<usize> {
+        let first = self.first_key.map_or(0, |first_key| first_key[row.token] as usize);
+        let end =
+            if self.causal { self.query_offset + row.position + 1 } else { self.shape.key_length };
         first.min(end)..end
     }
 
     /// Keys that some row of the tile sees; `first_key` and the causal bound never decrease.
     pub(super) fn tile_keys(&self, tile: &[Row]) -> Range<usize> {
         match (tile.first(), tile.last()) {
-            (Some(first), Some(last)) => {
-                self.visible(first.token).start..self.visible(last.token).end
-            }
+            (Some(&first), Some(&last)) => self.visible(first).start..self.visible(last).end,
             _ => 0..0,
         }
     }
@@ -110,8 +109,14 @@ impl Problem<'_> {
         self.weights.map_or(1.0, |weights| weights[row.token * self.shape.heads + row.head])
     }
 
+    /// What scores are multiplied by.
     pub(super) fn scale(&self) -> f32 {
         (self.shape.head_dim as f32).sqrt().recip()
+    }
+
+    /// The same where their exponentials are powers of 2.
+    pub(super) fn base2_scale(&self) -> f32 {
+        self.scale() * std::f32::consts::LOG2_E
     }
 }
 

@@ -3,33 +3,33 @@
 //!
 //! Attention's products are thin (a head's width, a tile of rows), so a general matrix product would
 //! spend its time on packing. Here the right operand and the result have the tile's packed rows, or a
-//! head's width, along their vectors, and the left operand is read number by number at any strides.
+//! head's width, along their vectors, and the left operand is read factor by factor at any strides. A
+//! factor is a term of the sums, or a pair of them ([`Factor`]).
 
 use pulp::Simd;
+
+use super::factor::{Factor, NARROW};
 
 /// Rows of the left operand, and of the result, come in multiples of this.
 pub(super) const ROWS: usize = 8;
 
-/// The left operand: number (i, k) is `data[i * row_stride + k * column_stride]`.
+/// The left operand: factor (i, k) is `data[i * row_stride + k * column_stride]`.
 #[derive(Clone, Copy)]
-pub(super) struct Left<'a> {
-    pub data: &'a [f32],
+pub(super) struct Left<'a, F> {
+    pub data: &'a [F],
     pub row_stride: usize,
     pub column_stride: usize,
 }
 
 /// A row-major operand.
 #[derive(Clone, Copy)]
-pub(super) struct Right<'a> {
-    pub data: &'a [f32],
+pub(super) struct Right<'a, F> {
+    pub data: &'a [F],
     pub stride: usize,
 }
 
-/// Columns that suffice for a head of at most so many numbers, whatever the vector's length.
-pub(super) const NARROW: usize = 8;
-
-/// Sizes of a product: `rows` is a multiple of [`ROWS`], `columns` of the vector's length or
-/// [`NARROW`].
+/// Sizes of a product, `depth` in factors: `rows` is a multiple of [`ROWS`], `columns` of the vector's
+/// length or [`NARROW`].
 #[derive(Clone, Copy)]
 pub(super) struct Sizes {
     pub rows: usize,
@@ -39,11 +39,11 @@ pub(super) struct Sizes {
 
 /// `c = left right`, or `c += left right`; row i of `c` starts at `i * c_stride`.
 #[inline(always)]
-pub(super) fn product<S: Simd>(
+pub(super) fn product<S: Simd, F: Factor>(
     simd: S,
     sizes: Sizes,
-    left: Left<'_>,
-    right: Right<'_>,
+    left: Left<'_, F>,
+    right: Right<'_, F>,
     c: &mut [f32],
     c_stride: usize,
     accumulate: bool,
@@ -63,18 +63,18 @@ pub(super) fn product<S: Simd>(
     }
     // With 32 registers eight rows of two vectors fit beside their operands, with 16 four.
     if S::REGISTER_COUNT >= 32 {
-        tiles::<S, 8>(simd, sizes, left, right, c, c_stride, accumulate);
+        tiles::<S, F, 8>(simd, sizes, left, right, c, c_stride, accumulate);
     } else {
-        tiles::<S, 4>(simd, sizes, left, right, c, c_stride, accumulate);
+        tiles::<S, F, 4>(simd, sizes, left, right, c, c_stride, accumulate);
     }
 }
 
 #[inline(always)]
-fn tiles<S: Simd, const M: usize>(
+fn tiles<S: Simd, F: Factor, const M: usize>(
     simd: S,
     sizes: Sizes,
-    left: Left<'_>,
-    right: Right<'_>,
+    left: Left<'_, F>,
+    right: Right<'_, F>,
     c: &mut [f32],
     c_stride: usize,
     accumulate: bool,
@@ -93,9 +93,9 @@ fn tiles<S: Simd, const M: usize>(
                 let c = c.as_mut_ptr().add(row * c_stride + column);
                 let strides = (left.row_stride, left.column_stride, right.stride, c_stride);
                 if pair {
-                    tile::<S, M, 2>(simd, sizes.depth, a, b, c, strides, accumulate);
+                    tile::<S, F, M, 2>(simd, sizes.depth, a, b, c, strides, accumulate);
                 } else {
-                    tile::<S, M, 1>(simd, sizes.depth, a, b, c, strides, accumulate);
+                    tile::<S, F, M, 1>(simd, sizes.depth, a, b, c, strides, accumulate);
                 }
             }
         }
@@ -104,12 +104,12 @@ fn tiles<S: Simd, const M: usize>(
 }
 
 /// Products of [`NARROW`] columns on machines whose vectors are longer: half a vector would be
-/// wasted. All of those fuse multiplication and addition.
+/// wasted.
 #[inline(always)]
-fn narrow_tiles(
+fn narrow_tiles<F: Factor>(
     sizes: Sizes,
-    left: Left<'_>,
-    right: Right<'_>,
+    left: Left<'_, F>,
+    right: Right<'_, F>,
     c: &mut [f32],
     c_stride: usize,
     accumulate: bool,
@@ -121,16 +121,14 @@ fn narrow_tiles(
             // operands.
             #[allow(unsafe_code)]
             let vector = unsafe {
-                right.data.as_ptr().add(k * right.stride).cast::<[f32; NARROW]>().read_unaligned()
+                right.data.as_ptr().add(k * right.stride).cast::<[F; NARROW]>().read_unaligned()
             };
             for (i, sums) in sums.iter_mut().enumerate() {
                 let index = (first + i) * left.row_stride + k * left.column_stride;
                 // SAFETY: as above.
                 #[allow(unsafe_code)]
                 let factor = unsafe { *left.data.get_unchecked(index) };
-                for (sum, &number) in sums.iter_mut().zip(&vector) {
-                    *sum = factor.mul_add(number, *sum);
-                }
+                *sums = factor.multiply_add_narrow(vector, *sums);
             }
         }
         for (i, sums) in sums.iter().enumerate() {
@@ -148,11 +146,11 @@ fn narrow_tiles(
 /// Every number at the strides named is within its operand, and `c` is borrowed by nobody else.
 #[allow(unsafe_code)]
 #[inline(always)]
-unsafe fn tile<S: Simd, const M: usize, const V: usize>(
+unsafe fn tile<S: Simd, F: Factor, const M: usize, const V: usize>(
     simd: S,
     depth: usize,
-    a: *const f32,
-    b: *const f32,
+    a: *const F,
+    b: *const F,
     c: *mut f32,
     (a_row, a_column, b_stride, c_stride): (usize, usize, usize, usize),
     accumulate: bool,
@@ -167,10 +165,10 @@ unsafe fn tile<S: Simd, const M: usize, const V: usize>(
             };
         }
         for (i, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: number (i, k) of the left operand, by the caller's promise.
-            let factor = simd.splat_f32s(unsafe { *a.add(i * a_row + k * a_column) });
+            // SAFETY: factor (i, k) of the left operand, by the caller's promise.
+            let factor = unsafe { *a.add(i * a_row + k * a_column) };
             for (sum, &vector) in sums.iter_mut().zip(&vectors) {
-                *sum = simd.mul_add_e_f32s(factor, vector, *sum);
+                *sum = factor.multiply_add(simd, vector, *sum);
             }
         }
     }

@@ -3,13 +3,18 @@
 use pulp::Arch;
 
 use super::{Problem, Saved, backward, forward};
+use half::bf16;
+
 use crate::attention::{AttentionShape, KeyValues};
+use crate::scalar::Element;
 
 /// Rounding apart: the kinds differ in where they fuse, and in the order of a tile's sums.
 const TOLERANCE: f64 = 2e-6;
+/// Of bf16 also in whether probabilities and the gradients of scores are rounded for products.
+const BF16_TOLERANCE: f64 = 2e-3;
 
 /// The kinds of instructions, the plainest first.
-fn kinds() -> Vec<Arch> {
+pub(super) fn kinds() -> Vec<Arch> {
     let mut kinds = vec![Arch::Scalar, Arch::new()];
     #[cfg(target_arch = "x86_64")]
     kinds.extend(pulp::x86::V3::try_new().map(Arch::V3));
@@ -17,14 +22,19 @@ fn kinds() -> Vec<Arch> {
 }
 
 /// Numbers between -1 and 1.
-fn numbers(len: usize) -> Vec<f32> {
+fn numbers<T: Element>(len: usize) -> Vec<T> {
     (0..len as u32)
-        .map(|i| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0)
+        .map(|i| T::from_f32((i.wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0))
         .collect()
 }
 
 /// Output, log-sum-exp, gradients and delta, one after the other.
-fn attention(arch: Arch, shape: AttentionShape, causal: bool, first_key: &[u32]) -> Vec<f32> {
+fn attention<T: Element>(
+    arch: Arch,
+    shape: AttentionShape,
+    causal: bool,
+    first_key: &[u32],
+) -> Vec<f32> {
     let AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = shape;
     let problem = Problem {
         shape,
@@ -34,21 +44,32 @@ fn attention(arch: Arch, shape: AttentionShape, causal: bool, first_key: &[u32])
         selection: None,
         weights: None,
     };
-    let qkv = numbers(shape.tokens() * query_stride);
+    let qkv: Vec<T> = numbers(shape.tokens() * query_stride);
     let (keys, values) = (&qkv[heads * head_dim..], &qkv[(heads + kv_heads) * head_dim..]);
     let key_values = KeyValues::Contiguous { keys, values, row_stride: query_stride };
-    let mut out = vec![7.0; shape.tokens() * heads * head_dim];
+    let mut out = vec![T::from_f32(7.0); shape.tokens() * heads * head_dim];
     let mut log_sum_exp = vec![7.0; shape.tokens() * heads];
     forward(arch, problem, &qkv, key_values, &mut out, &mut log_sum_exp).unwrap();
-    let d_out = numbers(out.len());
+    let d_out: Vec<T> = numbers(out.len());
     let saved = Saved { qkv: &qkv, out: &out, log_sum_exp: &log_sum_exp, d_out: &d_out };
-    let (mut d_qkv, mut delta) = (vec![7.0; qkv.len()], vec![7.0; log_sum_exp.len()]);
+    let mut d_qkv = vec![T::from_f32(7.0); qkv.len()];
+    let mut delta = vec![7.0; log_sum_exp.len()];
     backward(arch, problem, saved, &mut d_qkv, Some(&mut delta)).unwrap();
-    [out, log_sum_exp, d_qkv, delta].concat()
+    let of_type = out.iter().chain(&d_qkv).map(|number| number.to_f32());
+    of_type.chain(log_sum_exp).chain(delta).collect()
 }
 
 #[test]
 fn every_kind_of_instructions_gives_the_same_attention() {
+    every_kind_agrees::<f32>(TOLERANCE);
+}
+
+#[test]
+fn pairs_of_bf16_give_the_same_attention() {
+    every_kind_agrees::<bf16>(BF16_TOLERANCE);
+}
+
+fn every_kind_agrees<T: Element>(tolerance: f64) {
     for (length, heads, kv_heads, head_dim) in
         [(1, 1, 1, 2), (150, 3, 1, 8), (67, 4, 2, 10), (200, 2, 2, 40)]
     {
@@ -65,14 +86,14 @@ fn every_kind_of_instructions_gives_the_same_attention() {
         };
         let documents: Vec<u32> = (0..length as u32).map(|token| token - token % 90).collect();
         for causal in [true, false] {
-            let expected = attention(Arch::Scalar, shape, causal, &documents);
+            let expected = attention::<T>(Arch::Scalar, shape, causal, &documents);
             let size: f64 = expected.iter().map(|&x| f64::from(x).powi(2)).sum();
             for arch in kinds() {
-                let found = attention(arch, shape, causal, &documents);
+                let found = attention::<T>(arch, shape, causal, &documents);
                 let pairs = found.iter().zip(&expected);
                 let error: f64 = pairs.map(|(&a, &b)| (f64::from(a) - f64::from(b)).powi(2)).sum();
                 let error = (error / size).sqrt();
-                assert!(error < TOLERANCE, "{arch:?}, {shape:?}: {error:e}");
+                assert!(error < tolerance, "{arch:?}, {shape:?}: {error:e}");
             }
         }
     }

@@ -4,96 +4,107 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
+use super::factor::{Block, Factor};
 use super::lanes::{self, Bounds, Deltas, KEYS, MOST_ROWS, Softmax, rows};
 use super::problem::{Problem, Row};
 use super::product::{Left, ROWS, Right, Sizes, product};
 
-/// A key/value head of one sequence.
+/// The widths of a key/value head.
 #[derive(Clone, Copy)]
-pub(super) struct Head<'a> {
-    /// `[key_length padded, D padded]`, zero where padded.
-    pub keys: &'a [f32],
-    /// The same shape.
-    pub values: &'a [f32],
+pub(super) struct Head {
     pub head_dim: usize,
     /// D rounded up to [`ROWS`].
     pub padded: usize,
 }
 
-impl<'a> Head<'a> {
-    /// Keys (or values) of a block times a tile's columns `[D, rows]`: `[keys, rows]`.
+impl Head {
+    /// Keys (or values) `[keys, D padded / TERMS]` of a block times a tile's columns
+    /// `[D / TERMS, rows]`: `[keys, rows]`.
     #[inline(always)]
-    fn scores<S: Simd>(
+    fn scores<S: Simd, F: Factor>(
         self,
         simd: S,
         keys: &Range<usize>,
-        of: &[f32],
-        columns: &[f32],
+        of: &[F],
+        columns: &[F],
         out: &mut [f32],
     ) {
-        let sizes = Sizes { rows: keys.len(), depth: self.head_dim, columns: rows::<S>() };
-        let data = &of[keys.start * self.padded..];
-        let left = Left { data, row_stride: self.padded, column_stride: 1 };
+        let (depth, stride) = (self.head_dim / F::TERMS, self.padded / F::TERMS);
+        let sizes = Sizes { rows: keys.len(), depth, columns: rows::<S>() };
+        let data = &of[keys.start * stride..];
+        let left = Left { data, row_stride: stride, column_stride: 1 };
         let right = Right { data: columns, stride: rows::<S>() };
         product(simd, sizes, left, right, out, rows::<S>(), false);
     }
 
-    /// Adds the transpose of a block's keys (or values) times its scores `[keys, rows]` to
-    /// `[D padded, rows]`.
+    /// Adds the transpose of a block's keys (or values) `[keys / TERMS, D padded]` times its scores
+    /// `[keys / TERMS, rows]` to `[D padded, rows]`.
     #[inline(always)]
-    fn combine<S: Simd>(
+    fn combine<S: Simd, F: Factor>(
         self,
         simd: S,
         keys: &Range<usize>,
-        of: &[f32],
-        scores: &[f32],
+        of: &[F],
+        scores: &[F],
         out: &mut [f32],
     ) {
-        let sizes = Sizes { rows: self.padded, depth: keys.len(), columns: rows::<S>() };
-        let data = &of[keys.start * self.padded..];
+        let depth = keys.len() / F::TERMS;
+        let sizes = Sizes { rows: self.padded, depth, columns: rows::<S>() };
+        let data = &of[keys.start / F::TERMS * self.padded..];
         let left = Left { data, row_stride: 1, column_stride: self.padded };
         let right = Right { data: scores, stride: rows::<S>() };
         product(simd, sizes, left, right, out, rows::<S>(), true);
     }
 }
 
-/// The blocks of a range of keys, each a multiple of [`ROWS`] long.
+/// The blocks of a range of keys, each a multiple of [`ROWS`] long; the first starts at an even key, so
+/// that pairs of keys lie in one block.
 fn blocks(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = keys.end;
-    keys.step_by(KEYS).map(move |start| {
+    (keys.start & !1..end).step_by(KEYS).map(move |start| {
         let len = KEYS.min(end - start).next_multiple_of(ROWS);
         start..start + len
     })
 }
 
 /// Forward: returns the rows' maxima and sums.
-pub(super) struct ForwardTile<'a> {
+pub(super) struct ForwardTile<'a, F> {
     pub problem: &'a Problem<'a>,
-    pub head: Head<'a>,
+    pub head: Head,
+    /// `[key_length padded, D padded / TERMS]`, zero where padded.
+    pub keys: &'a [F],
+    /// `[key_length padded / TERMS, D padded]`, zero where padded.
+    pub values: &'a [F],
     pub tile: &'a [Row],
-    /// Scaled to base-2 scores, `[D, rows]`.
-    pub q: &'a [f32],
+    /// `[D / TERMS, rows]`.
+    pub q: &'a [F],
     /// Of a block, `[KEYS, rows]`.
     pub scores: &'a mut [f32],
+    /// The same as factors, `[KEYS / TERMS, rows]`.
+    pub factors: &'a mut [F],
     /// Replaced by the outputs before the division by the sums, `[D padded, rows]`.
     pub o: &'a mut [f32],
 }
 
-impl WithSimd for ForwardTile<'_> {
+impl<F: Factor> WithSimd for ForwardTile<'_, F> {
     type Output = Softmax;
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> Softmax {
-        let ForwardTile { problem, head, tile, q, scores, o } = self;
+        let ForwardTile { problem, head, keys: of_keys, values, tile, q, scores, factors, o } =
+            self;
         let bounds = Bounds::new(problem, tile, rows::<S>());
-        let mut softmax = Softmax::new();
+        let mut softmax = Softmax::new(problem.base2_scale());
         o.fill(0.0);
         for keys in blocks(problem.tile_keys(tile)) {
-            let scores = &mut scores[..keys.len() * rows::<S>()];
-            head.scores(simd, &keys, head.keys, q, scores);
-            bounds.mask(simd, &keys, scores);
-            softmax.block(simd, scores, o);
-            head.combine(simd, &keys, head.values, scores, o);
+            let len = keys.len() * rows::<S>();
+            let numbers = &mut scores[..len];
+            head.scores(simd, &keys, of_keys, q, numbers);
+            bounds.mask(simd, &keys, numbers);
+            let along_keys = &mut factors[..len / F::TERMS];
+            let mut block = Block { numbers, along_keys, along_rows: &mut [] };
+            softmax.block(simd, &mut block, o);
+            head.combine(simd, &keys, values, F::along_keys(&block), o);
         }
         softmax
     }
@@ -103,34 +114,42 @@ impl WithSimd for ForwardTile<'_> {
 ///
 /// `p` and `d_p` hold the tile's rows of all keys, since dS needs delta = sum(P dP), which is exact
 /// where `<dO, O>` would have the output's rounding.
-pub(super) struct BackwardTile<'a> {
+pub(super) struct BackwardTile<'a, F> {
     pub problem: &'a Problem<'a>,
-    pub head: Head<'a>,
+    pub head: Head,
+    /// `[key_length padded, D padded / TERMS]`, zero where padded.
+    pub keys: &'a [F],
+    /// The same keys, `[key_length padded / TERMS, D padded]`.
+    pub keys_along_rows: &'a [F],
+    /// As `keys`.
+    pub values: &'a [F],
     pub tile: &'a [Row],
     pub log_sum_exp: &'a [f32],
-    /// Scaled to base-2 scores, `[D, rows]`.
-    pub q: &'a [f32],
-    /// `[D, rows]`.
-    pub d_o: &'a [f32],
-    /// Scaled, `[rows, width]`.
-    pub q_rows: &'a [f32],
-    /// `[rows, width]`.
-    pub d_o_rows: &'a [f32],
+    /// `[D / TERMS, rows]`.
+    pub q: &'a [F],
+    /// `[D / TERMS, rows]`.
+    pub d_o: &'a [F],
+    /// `[rows / TERMS, width]`.
+    pub q_rows: &'a [F],
+    /// `[rows / TERMS, width]`.
+    pub d_o_rows: &'a [F],
     /// D rounded up to the vector's length.
     pub width: usize,
     /// `[key_length padded, rows]`.
     pub p: &'a mut [f32],
     /// The same shape.
     pub d_p: &'a mut [f32],
+    /// A block's P along its rows, dS along its keys and along its rows, `KEYS * rows / TERMS` each.
+    pub factors: [&'a mut [F]; 3],
     /// Replaced by the gradient of the queries before the scale, `[D padded, rows]`.
     pub d_q: &'a mut [f32],
-    /// `[key_length padded, width]`; added to.
+    /// `[key_length padded, width]`, before the scale; added to.
     pub d_keys: &'a mut [f32],
-    /// The same.
+    /// The same, of the values, which have no scale.
     pub d_values: &'a mut [f32],
 }
 
-impl WithSimd for BackwardTile<'_> {
+impl<F: Factor> WithSimd for BackwardTile<'_, F> {
     type Output = [f32; MOST_ROWS];
 
     #[inline(always)]
@@ -141,12 +160,13 @@ impl WithSimd for BackwardTile<'_> {
     }
 }
 
-impl BackwardTile<'_> {
+impl<F: Factor> BackwardTile<'_, F> {
     /// Fills `p` and `d_p`; returns delta.
     #[inline(always)]
     fn probabilities<S: Simd>(&mut self, simd: S) -> [f32; MOST_ROWS] {
         let lanes = rows::<S>();
-        let bounds = Bounds::new(self.problem, self.tile, lanes);
+        let (bounds, scale) =
+            (Bounds::new(self.problem, self.tile, lanes), self.problem.base2_scale());
         let mut base2 = [0f32; MOST_ROWS];
         for (base2, row) in base2.iter_mut().zip(self.tile) {
             let value = self.log_sum_exp[row.token * self.problem.shape.heads + row.head];
@@ -157,10 +177,10 @@ impl BackwardTile<'_> {
         let p = self.p.chunks_mut(KEYS * lanes);
         for ((keys, p), d_p) in blocks.zip(p).zip(self.d_p.chunks_mut(KEYS * lanes)) {
             let (p, d_p) = (&mut p[..keys.len() * lanes], &mut d_p[..keys.len() * lanes]);
-            self.head.scores(simd, &keys, self.head.keys, self.q, p);
+            self.head.scores(simd, &keys, self.keys, self.q, p);
             bounds.mask(simd, &keys, p);
-            lanes::probabilities(simd, &base2, p);
-            self.head.scores(simd, &keys, self.head.values, self.d_o, d_p);
+            lanes::probabilities(simd, scale, &base2, p);
+            self.head.scores(simd, &keys, self.values, self.d_o, d_p);
             deltas.block(simd, p, d_p);
         }
         deltas.finish()
@@ -175,24 +195,43 @@ impl BackwardTile<'_> {
         for (weight, &row) in weights.iter_mut().zip(self.tile) {
             *weight = self.problem.weight(row);
         }
+        let weights = self.problem.weights.map(|_| &weights);
         self.d_q.fill(0.0);
         let blocks = blocks(self.problem.tile_keys(self.tile));
         let p = self.p.chunks_mut(KEYS * lanes);
         for ((keys, p), d_p) in blocks.zip(p).zip(self.d_p.chunks_mut(KEYS * lanes)) {
             let (p, d_p) = (&mut p[..keys.len() * lanes], &mut d_p[..keys.len() * lanes]);
-            if self.problem.weights.is_some() {
-                lanes::weigh(simd, &weights, p);
-            }
-            lanes::score_gradients(simd, p, delta, d_p);
-            let sizes = Sizes { rows: keys.len(), depth: lanes, columns: width };
+            let [p_rows, d_s_keys, d_s_rows] = self.factors.each_mut();
+            let room = keys.len() * lanes / F::TERMS;
+            let mut p = Block { numbers: p, along_keys: &mut [], along_rows: &mut p_rows[..room] };
+            let mut d_s = Block {
+                numbers: d_p,
+                along_keys: &mut d_s_keys[..room],
+                along_rows: &mut d_s_rows[..room],
+            };
+            lanes::score_gradients(simd, weights, delta, &mut p, &mut d_s);
             let part = keys.start * width..keys.end * width;
-            let left = Left { data: p, row_stride: lanes, column_stride: 1 };
-            let right = Right { data: self.d_o_rows, stride: width };
-            product(simd, sizes, left, right, &mut self.d_values[part.clone()], width, true);
-            let left = Left { data: d_p, ..left };
-            let right = Right { data: self.q_rows, stride: width };
-            product(simd, sizes, left, right, &mut self.d_keys[part], width, true);
-            self.head.combine(simd, &keys, self.head.keys, d_p, self.d_q);
+            let of_values = &mut self.d_values[part.clone()];
+            add_transposed(simd, F::along_rows(&p), (self.d_o_rows, width), of_values);
+            let of_keys = &mut self.d_keys[part];
+            add_transposed(simd, F::along_rows(&d_s), (self.q_rows, width), of_keys);
+            let along_keys = F::along_keys(&d_s);
+            self.head.combine(simd, &keys, self.keys_along_rows, along_keys, self.d_q);
         }
     }
+}
+
+/// Adds a block `[keys, rows / TERMS]` times a tile's rows `[rows / TERMS, width]` to the keys'
+/// gradients `[keys, width]`.
+#[inline(always)]
+fn add_transposed<S: Simd, F: Factor>(
+    simd: S,
+    block: &[F],
+    (tile_rows, width): (&[F], usize),
+    out: &mut [f32],
+) {
+    let depth = rows::<S>() / F::TERMS;
+    let sizes = Sizes { rows: out.len() / width, depth, columns: width };
+    let left = Left { data: block, row_stride: depth, column_stride: 1 };
+    product(simd, sizes, left, Right { data: tile_rows, stride: width }, out, width, true);
 }

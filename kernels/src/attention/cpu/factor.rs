@@ -1,0 +1,100 @@
+//! What attention's products multiply: numbers of f32, or pairs of bf16 where the machine multiplies
+//! those.
+
+use bytemuck::Pod;
+use pulp::{Arch, Simd, WithSimd};
+
+use crate::scalar::Element;
+
+/// Columns that suffice for a head of at most so many numbers, whatever the vector's length.
+pub(super) const NARROW: usize = 8;
+
+/// What a lane of a product's operand holds: a term of its sum or several, in 32 bits.
+pub(super) trait Factor: Pod {
+    /// Terms of a factor.
+    const TERMS: usize;
+
+    /// Whether the machine multiplies numbers of this type as such factors.
+    fn multiplies<T: Element>(arch: Arch) -> bool;
+
+    /// The factor of terms `term(0)..term(TERMS - 1)`.
+    fn of<T: Element>(term: impl Fn(usize) -> T) -> Self;
+
+    /// Runs vector code that multiplies such factors.
+    fn dispatch<W: WithSimd>(arch: Arch, work: W) -> W::Output;
+
+    /// `sum` plus the products of this factor's terms and those of the vector's factors.
+    fn multiply_add<S: Simd>(self, simd: S, vector: S::f32s, sum: S::f32s) -> S::f32s;
+
+    /// The same for a vector of [`NARROW`] factors, on a machine of longer vectors.
+    fn multiply_add_narrow(self, vector: [Self; NARROW], sum: [f32; NARROW]) -> [f32; NARROW];
+
+    /// Writes the numbers of two keys of a block, of which each has two vectors: number `two` of the
+    /// block's pairs of keys.
+    fn store<S: Simd>(simd: S, block: &mut Block<'_, Self>, two: usize, keys: [[S::f32s; 2]; 2]);
+
+    /// The block as factors of terms along its keys, `[keys / TERMS, rows]`.
+    fn along_keys<'a>(block: &'a Block<'_, Self>) -> &'a [Self];
+
+    /// The block as factors of terms along its rows, `[keys, rows / TERMS]`.
+    fn along_rows<'a>(block: &'a Block<'_, Self>) -> &'a [Self];
+}
+
+/// Numbers of a block of keys and a tile's rows, `[keys, rows]`, and the same as factors, for which there
+/// is room where they have several terms and a product wants them.
+pub(super) struct Block<'a, F> {
+    /// What the factors are computed from; the factors themselves where they have one term.
+    pub numbers: &'a mut [f32],
+    /// Empty, or `[keys / TERMS, rows]`.
+    pub along_keys: &'a mut [F],
+    /// Empty, or `[keys, rows / TERMS]`.
+    pub along_rows: &'a mut [F],
+}
+
+impl Factor for f32 {
+    const TERMS: usize = 1;
+
+    fn multiplies<T: Element>(_: Arch) -> bool {
+        true
+    }
+
+    #[inline(always)]
+    fn of<T: Element>(term: impl Fn(usize) -> T) -> f32 {
+        term(0).to_f32()
+    }
+
+    fn dispatch<W: WithSimd>(arch: Arch, work: W) -> W::Output {
+        arch.dispatch(work)
+    }
+
+    #[inline(always)]
+    fn multiply_add<S: Simd>(self, simd: S, vector: S::f32s, sum: S::f32s) -> S::f32s {
+        simd.mul_add_e_f32s(simd.splat_f32s(self), vector, sum)
+    }
+
+    #[inline(always)]
+    fn multiply_add_narrow(self, vector: [f32; NARROW], mut sum: [f32; NARROW]) -> [f32; NARROW] {
+        // All machines of longer vectors fuse multiplication and addition.
+        for (sum, number) in sum.iter_mut().zip(vector) {
+            *sum = self.mul_add(number, *sum);
+        }
+        sum
+    }
+
+    #[inline(always)]
+    fn store<S: Simd>(_: S, block: &mut Block<'_, f32>, two: usize, keys: [[S::f32s; 2]; 2]) {
+        let vectors = &mut S::as_mut_simd_f32s(block.numbers).0[4 * two..][..4];
+        vectors[..2].copy_from_slice(&keys[0]);
+        vectors[2..].copy_from_slice(&keys[1]);
+    }
+
+    #[inline(always)]
+    fn along_keys<'a>(block: &'a Block<'_, f32>) -> &'a [f32] {
+        block.numbers
+    }
+
+    #[inline(always)]
+    fn along_rows<'a>(block: &'a Block<'_, f32>) -> &'a [f32] {
+        block.numbers
+    }
+}
