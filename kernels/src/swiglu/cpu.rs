@@ -10,8 +10,8 @@ use crate::simd::vectorized;
 
 /// Tokens of one task.
 const ROWS: usize = 16;
-/// Numbers that the backward pass takes at a time.
-const BLOCK: usize = 32;
+/// Numbers that are taken at a time.
+const BLOCK: usize = 16;
 
 pub(crate) fn forward<T: Element>(width: usize, gate_up: &[T], out: &mut [T]) -> Result<()> {
     check("swiglu_forward", width, gate_up.len(), out.len())?;
@@ -25,11 +25,33 @@ pub(crate) fn forward<T: Element>(width: usize, gate_up: &[T], out: &mut [T]) ->
 fn forward_rows<T: Element>(width: usize, gate_up: &[T], out: &mut [T]) {
     for (gate_up, out) in gate_up.chunks_exact(2 * width).zip(out.chunks_exact_mut(width)) {
         let (gate, up) = gate_up.split_at(width);
-        for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
-            let gate = gate.to_f32();
-            *out = T::from_f32(gate * sigmoid(gate) * up.to_f32());
+        let ((gate, gate_rest), (up, up_rest)) = (gate.as_chunks(), up.as_chunks());
+        let (out, out_rest) = out.as_chunks_mut();
+        for ((gate, up), out) in gate.iter().zip(up).zip(out) {
+            *out = forward_block(gate, up);
         }
+        let values = forward_block(&padded(gate_rest), &padded(up_rest));
+        out_rest.copy_from_slice(&values[..out_rest.len()]);
     }
+}
+
+#[inline(always)]
+fn forward_block<T: Element>(gate: &[T; BLOCK], up: &[T; BLOCK]) -> [T; BLOCK] {
+    let mut out = [T::zeroed(); BLOCK];
+    for i in 0..BLOCK {
+        let gate = gate[i].to_f32();
+        out[i] = T::from_f32(gate * sigmoid(gate) * up[i].to_f32());
+    }
+    out
+}
+
+/// The numbers after a row's last whole block, with zeros behind them: single numbers would take
+/// longer than a block.
+#[inline(always)]
+fn padded<T: Element>(rest: &[T]) -> [T; BLOCK] {
+    let mut block = [T::zeroed(); BLOCK];
+    block[..rest.len()].copy_from_slice(rest);
+    block
 }
 
 pub(crate) fn backward<T: Element>(width: usize, gate_up: &mut [T], out: &mut [T]) -> Result<()> {
@@ -50,9 +72,11 @@ fn backward_rows<T: Element>(width: usize, gate_up: &mut [T], out: &mut [T]) {
         for ((gate, up), out) in gate.iter_mut().zip(up).zip(out) {
             backward_block(gate, up, out);
         }
-        for ((gate, up), out) in gate_rest.iter_mut().zip(up_rest).zip(out_rest) {
-            (*gate, *up, *out) = backward_one(*gate, *up, *out);
-        }
+        let rest = (&mut padded(gate_rest), &mut padded(up_rest), &mut padded(out_rest));
+        backward_block(rest.0, rest.1, rest.2);
+        gate_rest.copy_from_slice(&rest.0[..gate_rest.len()]);
+        up_rest.copy_from_slice(&rest.1[..up_rest.len()]);
+        out_rest.copy_from_slice(&rest.2[..out_rest.len()]);
     }
 }
 
