@@ -4,13 +4,15 @@ use rayon::prelude::*;
 
 use super::check;
 use crate::error::{Result, check_len};
-use crate::math::{sum_of, sum_of_squares};
+use crate::math::{sum_of_squares, total};
 use crate::scalar::Element;
 use crate::scratch::with_scratch;
 use crate::simd::vectorized;
 
 /// Tokens of one task.
 const ROWS: usize = 64;
+/// Numbers of a row that are taken at a time.
+const BLOCK: usize = 16;
 
 pub(crate) fn forward<T: Element>(
     eps: f64,
@@ -92,15 +94,47 @@ fn row_backward<T: Element>(
     d_x: &mut [T],
     d_weight: &mut [f32],
 ) {
-    let width = x.len();
-    let (weight, d_y) = (&weight[..width], &d_y[..width]);
-    let (d_x, d_weight) = (&mut d_x[..width], &mut d_weight[..width]);
-    let inner = sum_of(width, |i| x[i].to_f32() * weight[i].to_f32() * d_y[i].to_f32());
-    let correction = inner / width as f32 * inv_rms * inv_rms * inv_rms;
-    for i in 0..width {
-        let (x, d_y) = (x[i].to_f32(), d_y[i].to_f32());
-        let gradient = inv_rms * weight[i].to_f32() * d_y - correction * x;
-        d_x[i] = T::from_f32(d_x[i].to_f32() + gradient);
-        d_weight[i] += d_y * x * inv_rms;
+    let correction = inner(x, weight, d_y) / x.len() as f32 * inv_rms * inv_rms * inv_rms;
+    let ((x, x_rest), (weight, weight_rest)) =
+        (x.as_chunks::<BLOCK>(), weight.as_chunks::<BLOCK>());
+    let ((d_y, d_y_rest), (d_x, d_x_rest)) =
+        (d_y.as_chunks::<BLOCK>(), d_x.as_chunks_mut::<BLOCK>());
+    let (d_weight, d_weight_rest) = d_weight.as_chunks_mut::<BLOCK>();
+    let one = |x: T, weight: T, d_y: T, d_x: T, d_weight: f32| {
+        let (x, d_y) = (x.to_f32(), d_y.to_f32());
+        let gradient = inv_rms * weight.to_f32() * d_y - correction * x;
+        (T::from_f32(d_x.to_f32() + gradient), d_weight + d_y * x * inv_rms)
+    };
+    for ((((x, weight), d_y), d_x), d_weight) in
+        x.iter().zip(weight).zip(d_y).zip(d_x).zip(d_weight)
+    {
+        // All numbers are read before the first is written: the compiler cannot tell that the slices
+        // share nothing.
+        let (mut stream, mut sums) = (*d_x, *d_weight);
+        for i in 0..BLOCK {
+            (stream[i], sums[i]) = one(x[i], weight[i], d_y[i], stream[i], sums[i]);
+        }
+        (*d_x, *d_weight) = (stream, sums);
     }
+    for (i, (d_x, d_weight)) in d_x_rest.iter_mut().zip(d_weight_rest).enumerate() {
+        (*d_x, *d_weight) = one(x_rest[i], weight_rest[i], d_y_rest[i], *d_x, *d_weight);
+    }
+}
+
+/// Sum of x w dy over a row.
+#[inline(always)]
+fn inner<T: Element>(x: &[T], weight: &[T], d_y: &[T]) -> f32 {
+    let ((x, x_rest), (weight, weight_rest)) =
+        (x.as_chunks::<BLOCK>(), weight.as_chunks::<BLOCK>());
+    let (d_y, d_y_rest) = d_y.as_chunks::<BLOCK>();
+    let mut partial = [0f32; BLOCK];
+    for ((x, weight), d_y) in x.iter().zip(weight).zip(d_y) {
+        for i in 0..BLOCK {
+            partial[i] += x[i].to_f32() * weight[i].to_f32() * d_y[i].to_f32();
+        }
+    }
+    for (i, x) in x_rest.iter().enumerate() {
+        partial[i] += x.to_f32() * weight_rest[i].to_f32() * d_y_rest[i].to_f32();
+    }
+    total(partial)
 }
