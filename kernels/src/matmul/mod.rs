@@ -22,6 +22,8 @@ mod tile;
 mod transpose;
 
 pub(crate) use matrix::{Destination, Matrix, MatrixMut};
+#[cfg(target_arch = "x86_64")]
+pub(crate) use packed::available as multiplies_bf16;
 pub(crate) use parallel::matmul_parallel;
 
 use crate::scalar::Element;
@@ -55,14 +57,6 @@ pub(crate) fn matmul<O: Element, A: Element, B: Element>(
         return packed::multiply(out, destination, scale, left, right);
     }
     converted::multiply(out, destination, scale, left, right)
-}
-
-/// Whether this machine has instructions that multiply bf16.
-pub(crate) fn multiplies_bf16() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return packed::available();
-    #[cfg(not(target_arch = "x86_64"))]
-    return false;
 }
 
 /// Panics where the shapes do not fit each other.

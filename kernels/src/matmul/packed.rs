@@ -22,8 +22,8 @@ const PARTIAL_ROWS: usize = 2048;
 /// Bytes of a pair of terms.
 const PAIR: usize = size_of::<u32>();
 
-/// Whether this machine has the instructions.
-pub(super) fn available() -> bool {
+/// Whether this machine has the instructions that multiply bf16.
+pub(crate) fn available() -> bool {
     is_x86_feature_detected!("avx512f")
         && is_x86_feature_detected!("avx512bw")
         && is_x86_feature_detected!("avx512vl")

@@ -78,6 +78,24 @@ impl<T: Element> Gradients<'_, T> {
         }
     }
 
+    /// Writes the gradients of a key/value head, which is head `head` of a row, in all tokens of a
+    /// sequence: rows of `width` numbers times `scale`.
+    fn set_sequence(
+        &self,
+        shape: &AttentionShape,
+        (sequence, head): (usize, usize),
+        (gradients, width): (&[f32], usize),
+        scale: f32,
+    ) {
+        let rows = gradients.chunks_exact(width).take(shape.key_length);
+        for (token, row) in (sequence * shape.query_length..).zip(rows) {
+            let slots = self.head(token, head * shape.head_dim, shape.head_dim);
+            for (slot, &value) in slots.iter_mut().zip(row) {
+                *slot = T::from_f32(value * scale);
+            }
+        }
+    }
+
     fn set_delta(&self, row: Row, value: f32) {
         if let Some(delta) = &self.delta {
             // SAFETY: a (token, head) pair belongs to one task only; the slice ends here.
@@ -186,18 +204,7 @@ fn backward_task<T: Element, F: Factor>(
             gradients.set_delta(row, 0.0);
             gradients.head(row.token, row.head * head_dim, head_dim).fill(T::zeroed());
         });
-        let first = task.0 * shape.query_length;
-        for (column, gradient, scale) in
-            [(heads, &*d_keys, scale), (heads + kv_heads, &*d_values, 1.0)]
-        {
-            let column = (column + task.1) * head_dim;
-            let rows = gradient.chunks_exact(width).take(shape.key_length);
-            for (token, row) in (first..).zip(rows) {
-                let slots = gradients.head(token, column, head_dim);
-                for (slot, &value) in slots.iter_mut().zip(row) {
-                    *slot = T::from_f32(value * scale);
-                }
-            }
-        }
+        gradients.set_sequence(shape, (task.0, heads + task.1), (d_keys, width), scale);
+        gradients.set_sequence(shape, (task.0, heads + kv_heads + task.1), (d_values, width), 1.0);
     });
 }
