@@ -33,11 +33,8 @@ pub(super) trait Factor: Pod {
     /// block's pairs of keys.
     fn store<S: Simd>(simd: S, block: &mut Block<'_, Self>, two: usize, keys: [[S::f32s; 2]; 2]);
 
-    /// The block as factors of terms along its keys, `[keys / TERMS, rows]`.
-    fn along_keys<'a>(block: &'a Block<'_, Self>) -> &'a [Self];
-
-    /// The block as factors of terms along its rows, `[keys, rows / TERMS]`.
-    fn along_rows<'a>(block: &'a Block<'_, Self>) -> &'a [Self];
+    /// What a product of such factors reads: the numbers themselves, or what was stored of them.
+    fn choose<'a>(numbers: &'a [f32], stored: &'a [Self]) -> &'a [Self];
 }
 
 /// Numbers of a block of keys and a tile's rows, `[keys, rows]`, and the same as factors, for which there
@@ -49,6 +46,20 @@ pub(super) struct Block<'a, F> {
     pub along_keys: &'a mut [F],
     /// Empty, or `[keys, rows / TERMS]`.
     pub along_rows: &'a mut [F],
+}
+
+impl<F: Factor> Block<'_, F> {
+    /// The block as factors of terms along its keys, `[keys / TERMS, rows]`.
+    #[inline(always)]
+    pub(super) fn factors_along_keys(&self) -> &[F] {
+        F::choose(self.numbers, self.along_keys)
+    }
+
+    /// The block as factors of terms along its rows, `[keys, rows / TERMS]`.
+    #[inline(always)]
+    pub(super) fn factors_along_rows(&self) -> &[F] {
+        F::choose(self.numbers, self.along_rows)
+    }
 }
 
 impl Factor for f32 {
@@ -89,12 +100,7 @@ impl Factor for f32 {
     }
 
     #[inline(always)]
-    fn along_keys<'a>(block: &'a Block<'_, f32>) -> &'a [f32] {
-        block.numbers
-    }
-
-    #[inline(always)]
-    fn along_rows<'a>(block: &'a Block<'_, f32>) -> &'a [f32] {
-        block.numbers
+    fn choose<'a>(numbers: &'a [f32], _: &'a [f32]) -> &'a [f32] {
+        numbers
     }
 }

@@ -110,13 +110,8 @@ impl Factor for Pair {
     }
 
     #[inline(always)]
-    fn along_keys<'a>(block: &'a Block<'_, Pair>) -> &'a [Pair] {
-        block.along_keys
-    }
-
-    #[inline(always)]
-    fn along_rows<'a>(block: &'a Block<'_, Pair>) -> &'a [Pair] {
-        block.along_rows
+    fn choose<'a>(_: &'a [f32], stored: &'a [Pair]) -> &'a [Pair] {
+        stored
     }
 }
 

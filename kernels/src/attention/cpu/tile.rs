@@ -104,7 +104,7 @@ impl<F: Factor> WithSimd for ForwardTile<'_, F> {
             let along_keys = &mut factors[..len / F::TERMS];
             let mut block = Block { numbers, along_keys, along_rows: &mut [] };
             softmax.block(simd, &mut block, o);
-            head.combine(simd, &keys, values, F::along_keys(&block), o);
+            head.combine(simd, &keys, values, block.factors_along_keys(), o);
         }
         softmax
     }
@@ -212,10 +212,10 @@ impl<F: Factor> BackwardTile<'_, F> {
             lanes::score_gradients(simd, weights, delta, &mut p, &mut d_s);
             let part = keys.start * width..keys.end * width;
             let of_values = &mut self.d_values[part.clone()];
-            add_transposed(simd, F::along_rows(&p), (self.d_o_rows, width), of_values);
+            add_transposed(simd, p.factors_along_rows(), (self.d_o_rows, width), of_values);
             let of_keys = &mut self.d_keys[part];
-            add_transposed(simd, F::along_rows(&d_s), (self.q_rows, width), of_keys);
-            let along_keys = F::along_keys(&d_s);
+            add_transposed(simd, d_s.factors_along_rows(), (self.q_rows, width), of_keys);
+            let along_keys = d_s.factors_along_keys();
             self.head.combine(simd, &keys, self.keys_along_rows, along_keys, self.d_q);
         }
     }
