@@ -79,6 +79,16 @@ fn loss_and_gradients_agree_over_more_than_one_chunk() {
 }
 
 #[test]
+fn rows_that_a_block_reads_in_several_rounds_agree() {
+    // A block of a GPU reads 2048 numbers of bf16 in a round, where 16 bytes hold whole ones.
+    for vocab_size in [2600, 2603] {
+        let shape = HeadShape { tokens: 3, width: 8, vocab_size };
+        on_each_device!(device => agrees::<_, f32, f32>(device, shape, 2));
+        on_each_device!(device => agrees::<_, bf16, f32>(device, shape, 2));
+    }
+}
+
+#[test]
 fn a_vocabulary_that_fills_the_scratch_makes_chunks_of_fewer_tokens() {
     let shape = HeadShape { tokens: 23, width: 2, vocab_size: 3 << 20 };
     let mut scratch = vec![0f32; moh_kernels::Cpu.cross_entropy_scratch(&shape)];

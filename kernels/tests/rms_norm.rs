@@ -53,6 +53,8 @@ fn forward_and_gradients_agree_over_more_than_one_task() {
     on_each_device!(device => agrees::<_, f32, f32>(device, 150, 96, 1));
     on_each_device!(device => agrees::<_, bf16, f32>(device, 150, 96, 1));
     on_each_device!(device => agrees::<_, bf16, bf16>(device, 150, 96, 1));
+    // A block of a GPU reads 2048 numbers of bf16 in a round.
+    on_each_device!(device => agrees::<_, bf16, f32>(device, 3, 2304, 1));
 }
 
 #[test]

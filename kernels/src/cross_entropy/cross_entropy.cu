@@ -28,24 +28,84 @@ struct Divided {
     uint32_t ranks;
 };
 
-// The largest logit of a row.
-template <class T>
-__device__ float row_max(const T* row, uint64_t count) {
+// Of some logits: the largest, and the sum of their exponentials less it. Of none: -inf and 0.
+struct Exponentials {
     float largest = -INFINITY;
-    for (uint64_t i = threadIdx.x; i < count; i += THREADS) {
-        largest = fmaxf(largest, to_float(row[i]));
+    float sum = 0.0f;
+
+    template <int N>
+    __device__ __forceinline__ void add(const float (&logits)[N]) {
+        float most = largest;
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            most = fmaxf(most, logits[j]);
+        }
+        if (most > largest) {
+            sum *= expf(largest - most);
+            largest = most;
+        }
+        // The largest may be -inf too. A NaN gets into the sum.
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            sum += logits[j] == -INFINITY ? 0.0f : expf(logits[j] - largest);
+        }
     }
-    return block_max(largest);
+
+    // The sum less another number, at least as large as the largest.
+    __device__ __forceinline__ float less(float reference) const {
+        return sum == 0.0f ? 0.0f : sum * expf(largest - reference);
+    }
+};
+
+// Of a row's logits but the one at `except`, for all threads of the block.
+template <class T, int N>
+__device__ Exponentials exponentials_of(const T* row, uint64_t count, uint64_t except) {
+    Exponentials own;
+    for (uint64_t i = threadIdx.x; i < count / N; i += THREADS) {
+        const Pack<T, N> pack = packs<N>(row)[i];
+        float logits[N];
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            logits[j] = i * N + j == except ? -INFINITY : to_float(pack.at[j]);
+        }
+        own.add(logits);
+    }
+    const float largest = block_max(own.largest);
+    return {largest, block_sum(own.less(largest))};
 }
 
-// The sum of a row's exponentials less the largest, but for the one at `except`.
 template <class T>
-__device__ float row_sum(const T* row, uint64_t count, uint64_t except, float largest) {
-    float sum = 0.0f;
-    for (uint64_t i = threadIdx.x; i < count; i += THREADS) {
-        sum += i == except ? 0.0f : expf(to_float(row[i]) - largest);
+__device__ Exponentials exponentials(const T* row, uint64_t count, uint64_t except) {
+    if (wide<T>(count, row)) {
+        return exponentials_of<T, WIDE<T>>(row, count, except);
     }
-    return block_sum(sum);
+    return exponentials_of<T, 1>(row, count, except);
+}
+
+// Replaces a row's logits by their gradients: the exponential less `reference`, times `factor`, and
+// `scale` less of the target's.
+template <class T, int N>
+__device__ void differentiate_by(T* row, uint64_t count, uint64_t target, float reference,
+                                 float factor, float scale) {
+    for (uint64_t i = threadIdx.x; i < count / N; i += THREADS) {
+        Pack<T, N> pack = packs<N>(row)[i];
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const float share = expf(to_float(pack.at[j]) - reference) * factor;
+            pack.at[j] = from_float<T>(i * N + j == target ? share - scale : share);
+        }
+        packs<N>(row)[i] = pack;
+    }
+}
+
+template <class T>
+__device__ void differentiate(T* row, uint64_t count, uint64_t target, float reference,
+                              float factor, float scale) {
+    if (wide<T>(count, row)) {
+        differentiate_by<T, WIDE<T>>(row, count, target, reference, factor, scale);
+    } else {
+        differentiate_by<T, 1>(row, count, target, reference, factor, scale);
+    }
 }
 
 template <class T>
@@ -67,12 +127,13 @@ __device__ void losses(const Losses& p) {
         }
         return;
     }
-    const float largest = row_max(row, p.vocab_size);
+    // Before the block meets in the sums: after them the row is written.
     const float chosen = to_float(row[target]);
+    const Exponentials others = exponentials(row, p.vocab_size, target);
+    const float largest = fmaxf(others.largest, chosen);
     // The target's term joins the sum in f64: where it is the largest it is 1, and the loss is the
     // logarithm of 1 and the little that the others add.
-    const double others = row_sum(row, p.vocab_size, target, largest);
-    const double total = others + double(expf(chosen - largest));
+    const double total = double(others.less(largest)) + double(expf(chosen - largest));
     if (threadIdx.x == 0) {
         p.losses[blockIdx.x] = double(largest) - double(chosen) + log(total);
     }
@@ -80,14 +141,11 @@ __device__ void losses(const Losses& p) {
         return;
     }
     const float factor = float(double(p.scale) / total);
-    for (uint64_t i = threadIdx.x; i < p.vocab_size; i += THREADS) {
-        const float share = expf(to_float(row[i]) - largest) * factor;
-        row[i] = from_float<T>(i == target ? share - p.scale : share);
-    }
+    differentiate(row, p.vocab_size, target, largest, factor, p.scale);
 }
 
-// Writes what the ranks add up: the logarithm of the rank's own sum into its column and the target's
-// logit, where it is held here, into the last. The table holds zeros.
+// Writes what the ranks add up: the logarithm of the rank's own sum into its column and the
+// target's logit, where it is held here, into the last. The table holds zeros.
 template <class T>
 __device__ void divided_sums(const Divided& p) {
     const uint64_t count = p.losses.vocab_size;
@@ -98,13 +156,15 @@ __device__ void divided_sums(const Divided& p) {
     }
     // An id before the rows wraps around to one beyond them.
     const uint64_t target = uint64_t(id) - p.first_row;
-    const float largest = row_max(row, count);
-    double total = row_sum(row, count, target, largest);
+    const Exponentials others = exponentials(row, count, target);
+    const float chosen = target < count ? to_float(row[target]) : -INFINITY;
+    const float largest = fmaxf(others.largest, chosen);
     double* sums = p.sums + uint64_t(blockIdx.x) * (p.ranks + 1);
     if (threadIdx.x == 0) {
+        double total = others.less(largest);
         if (target < count) {
-            total += double(expf(to_float(row[target]) - largest));
-            sums[p.ranks] = to_float(row[target]);
+            total += double(expf(chosen - largest));
+            sums[p.ranks] = chosen;
         }
         sums[p.rank] = double(largest) + log(total);
     }
@@ -139,12 +199,10 @@ __device__ void divided_losses(const Divided& p) {
         return;
     }
     const uint64_t target = uint64_t(id) - p.first_row;
-    const float own_largest = row_max(row, count);
-    const float factor = float(double(p.losses.scale) * exp(double(own_largest) - log_sum));
-    for (uint64_t i = threadIdx.x; i < count; i += THREADS) {
-        const float share = expf(to_float(row[i]) - own_largest) * factor;
-        row[i] = from_float<T>(i == target ? share - p.losses.scale : share);
-    }
+    // What f32 rounds away of the logarithm goes into the factor.
+    const float reference = float(log_sum);
+    const float factor = float(double(p.losses.scale) * exp(double(reference) - log_sum));
+    differentiate(row, count, target, reference, factor, p.losses.scale);
 }
 
 }  // namespace cross_entropy

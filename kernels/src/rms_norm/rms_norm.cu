@@ -65,42 +65,89 @@ __device__ void forward(const Forward& p) {
     }
 }
 
-template <class T>
-__device__ void backward_input(const Backward& p) {
+template <class T, int N>
+__device__ void backward_row(const Backward& p) {
+    using P = Pack<T, N>;
     const uint64_t start = blockIdx.x * p.width;
-    const T* x = static_cast<const T*>(p.x) + start;
-    const T* d_y = static_cast<const T*>(p.d_y) + start;
-    const T* weight = static_cast<const T*>(p.weight);
-    T* d_x = static_cast<T*>(p.d_x) + start;
+    const P* x = packs<N>(static_cast<const T*>(p.x) + start);
+    const P* d_y = packs<N>(static_cast<const T*>(p.d_y) + start);
+    const P* weight = static_cast<const P*>(p.weight);
+    P* d_x = packs<N>(static_cast<T*>(p.d_x) + start);
     const float inv_rms = p.inv_rms[blockIdx.x];
     float inner = 0.0f;
-    for (uint64_t i = threadIdx.x; i < p.width; i += THREADS) {
-        inner += to_float(x[i]) * to_float(weight[i]) * to_float(d_y[i]);
+    for (uint64_t i = threadIdx.x; i < p.width / N; i += THREADS) {
+        const P x_pack = x[i], weight_pack = weight[i], d_y_pack = d_y[i];
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            inner +=
+                to_float(x_pack.at[j]) * to_float(weight_pack.at[j]) * to_float(d_y_pack.at[j]);
+        }
     }
     const float correction = block_sum(inner) / p.width * inv_rms * inv_rms * inv_rms;
-    for (uint64_t i = threadIdx.x; i < p.width; i += THREADS) {
-        const float gradient =
-            inv_rms * to_float(weight[i]) * to_float(d_y[i]) - correction * to_float(x[i]);
-        d_x[i] = from_float<T>(to_float(d_x[i]) + gradient);
+    for (uint64_t i = threadIdx.x; i < p.width / N; i += THREADS) {
+        const P x_pack = x[i], weight_pack = weight[i], d_y_pack = d_y[i];
+        P sum = d_x[i];
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const float gradient =
+                inv_rms * to_float(weight_pack.at[j]) * to_float(d_y_pack.at[j]) -
+                correction * to_float(x_pack.at[j]);
+            sum.at[j] = from_float<T>(to_float(sum.at[j]) + gradient);
+        }
+        d_x[i] = sum;
     }
 }
 
-// Block (columns, part): the part's sum of d_y x inv_rms, a column for each thread.
 template <class T>
-__device__ void backward_partial(const Backward& p) {
-    const uint64_t column = global_thread();
-    const uint64_t part = blockIdx.y, rows = (p.tokens + p.parts - 1) / p.parts;
+__device__ __forceinline__ bool reads_wide(const Backward& p) {
+    return wide<T>(p.width, p.x) && aligned(p.weight) && aligned(p.d_y) && aligned(p.d_x);
+}
+
+template <class T>
+__device__ void backward_input(const Backward& p) {
+    if (reads_wide<T>(p)) {
+        backward_row<T, WIDE<T>>(p);
+    } else {
+        backward_row<T, 1>(p);
+    }
+}
+
+// The sums of d_y x inv_rms over a part of the tokens, of N columns a thread.
+template <class T, int N>
+__device__ void add_columns(const Backward& p, uint64_t part) {
+    const uint64_t rows = (p.tokens + p.parts - 1) / p.parts;
     const uint64_t end = part * rows + rows < p.tokens ? part * rows + rows : p.tokens;
-    if (column >= p.width) {
+    const uint64_t packs_of_row = p.width / N;
+    if (global_thread() >= packs_of_row) {
         return;
     }
-    float sum = 0.0f;
+    float sums[N] = {};
+#pragma unroll 4
     for (uint64_t token = part * rows; token < end; token++) {
-        const uint64_t i = token * p.width + column;
-        const float x = to_float(static_cast<const T*>(p.x)[i]);
-        sum += to_float(static_cast<const T*>(p.d_y)[i]) * x * p.inv_rms[token];
+        const uint64_t i = token * packs_of_row + global_thread();
+        const Pack<T, N> x = packs<N>(static_cast<const T*>(p.x))[i];
+        const Pack<T, N> d_y = packs<N>(static_cast<const T*>(p.d_y))[i];
+        const float inv_rms = p.inv_rms[token];
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            sums[j] += to_float(d_y.at[j]) * to_float(x.at[j]) * inv_rms;
+        }
     }
-    p.partial[part * p.width + column] = sum;
+    float* partial = p.partial + part * p.width + global_thread() * N;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        partial[j] = sums[j];
+    }
+}
+
+// Block (columns, part). Where rows are read wide, the first blocks have all columns.
+template <class T>
+__device__ void backward_partial(const Backward& p) {
+    if (reads_wide<T>(p)) {
+        add_columns<T, WIDE<T>>(p, blockIdx.y);
+    } else {
+        add_columns<T, 1>(p, blockIdx.y);
+    }
 }
 
 template <class G>

@@ -44,9 +44,9 @@ impl Parameters {
         }
     }
 
-    /// Room for two f64 of each routed head.
+    /// Room for three f64 of each routed head.
     fn shared_bytes(&self) -> usize {
-        2 * self.tables.routed as usize * size_of::<f64>()
+        3 * self.tables.routed as usize * size_of::<f64>()
     }
 }
 

@@ -116,12 +116,13 @@ __device__ void squares(const Parameters& p) {
     measure(p, row, p.routing.norms + uint64_t(blockIdx.x) * p.routing.routed);
 }
 
-// Routes the token: norms, selection, gates. `squares` has room for two numbers a routed head.
+// Routes the token: norms, selection, gates. `squares` has room for three numbers a routed head.
 template <class T>
 __device__ void route(const Parameters& p, const T* row, double* squares) {
     const Routing& r = p.routing;
     const uint64_t table = uint64_t(blockIdx.x) * r.routed;
     double* norms = squares + r.routed;
+    double* exponentials = norms + r.routed;
     if (r.ranks == 1) {
         measure(p, row, squares);
     } else {
@@ -139,13 +140,17 @@ __device__ void route(const Parameters& p, const T* row, double* squares) {
     for (uint32_t head = 0; head < r.routed; head++) {
         largest = norms[head] > largest ? norms[head] : largest;
     }
+    for (uint32_t head = threadIdx.x; head < r.routed; head += THREADS) {
+        exponentials[head] = exp((norms[head] - largest) * inv_std);
+    }
+    __syncthreads();
     double sum = 0.0;
     for (uint32_t head = 0; head < r.routed; head++) {
-        sum += exp((norms[head] - largest) * inv_std);
+        sum += exponentials[head];
     }
     for (uint32_t head = threadIdx.x; head < r.routed; head += THREADS) {
         r.norms[table + head] = norms[head];
-        r.gates[table + head] = float(exp((norms[head] - largest) * inv_std) / sum);
+        r.gates[table + head] = float(exponentials[head] / sum);
         r.selected[table + head] = selects(squares, r, head);
     }
     const uint64_t held_table = uint64_t(blockIdx.x) * (p.heads - r.held_shared);
@@ -158,6 +163,35 @@ __device__ void route(const Parameters& p, const T* row, double* squares) {
     __syncthreads();  // The queries have been read.
 }
 
+// Turns the token's queries and keys, N pairs of numbers at a time.
+template <class T, int N>
+__device__ void turn(const Parameters& p, T* row) {
+    const uint32_t half = p.head_dim / 2, packs_of_half = half / N;
+    const uint64_t angles = (p.first_position + blockIdx.x % p.length) * packs_of_half;
+    for (uint32_t i = threadIdx.x; i < (p.heads + p.kv_heads) * packs_of_half; i += THREADS) {
+        const uint32_t place = i % packs_of_half;
+        Pack<T, N>* lows = packs<N>(row + (i / packs_of_half) * p.head_dim);
+        Pack<T, N>* highs = lows + packs_of_half;
+        const Pack<float, N> cos = packs<N>(p.cos)[angles + place];
+        const Pack<float, N> sin = packs<N>(p.sin)[angles + place];
+        Pack<T, N> low = lows[place], high = highs[place];
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const float a = to_float(low.at[j]), b = to_float(high.at[j]);
+            low.at[j] = from_float<T>(a * cos.at[j] - b * sin.at[j]);
+            high.at[j] = from_float<T>(b * cos.at[j] + a * sin.at[j]);
+        }
+        lows[place] = low;
+        highs[place] = high;
+    }
+}
+
+// Whether the halves of heads and the angles can be read 16 bytes at a time.
+template <class T>
+__device__ __forceinline__ bool turns_wide(const Parameters& p) {
+    return wide<T>(p.head_dim / 2, p.qkv) && aligned(p.d_qkv) && aligned(p.cos) && aligned(p.sin);
+}
+
 template <class T>
 __device__ void forward(const Parameters& p) {
     DYNAMIC_SHARED(shared);
@@ -166,15 +200,10 @@ __device__ void forward(const Parameters& p) {
     if (p.routing.selected) {
         route(p, row, reinterpret_cast<double*>(shared));
     }
-    const uint32_t half = p.head_dim / 2;
-    const uint64_t angles = (p.first_position + blockIdx.x % p.length) * half;
-    for (uint32_t i = threadIdx.x; i < (p.heads + p.kv_heads) * half; i += THREADS) {
-        const uint32_t pair = i % half;
-        T* low = row + (i / half) * p.head_dim + pair;
-        const float cos = p.cos[angles + pair], sin = p.sin[angles + pair];
-        const float a = to_float(low[0]), b = to_float(low[half]);
-        low[0] = from_float<T>(a * cos - b * sin);
-        low[half] = from_float<T>(b * cos + a * sin);
+    if (turns_wide<T>(p)) {
+        turn<T, WIDE<T>>(p, row);
+    } else {
+        turn<T, 1>(p, row);
     }
 }
 
@@ -216,37 +245,58 @@ __device__ __forceinline__ void norm_factors(const Parameters& p, double* gradie
     __syncthreads();
 }
 
+// Turns the gradients of the token's queries and keys back, N pairs at a time, those of routed
+// queries after `factors` times the query is added, where there are any.
+template <class T, int N>
+__device__ void turn_back(const Parameters& p, const T* row, T* d_row, const double* factors) {
+    const uint32_t half = p.head_dim / 2, packs_of_half = half / N;
+    const uint64_t angles = (p.first_position + blockIdx.x % p.length) * packs_of_half;
+    for (uint32_t i = threadIdx.x; i < (p.heads + p.kv_heads) * packs_of_half; i += THREADS) {
+        const uint32_t head = i / packs_of_half, place = i % packs_of_half;
+        Pack<T, N>* lows = packs<N>(d_row + head * p.head_dim);
+        Pack<T, N>* highs = lows + packs_of_half;
+        const Pack<float, N> cos = packs<N>(p.cos)[angles + place];
+        const Pack<float, N> sin = packs<N>(p.sin)[angles + place];
+        Pack<T, N> low = lows[place], high = highs[place], query_low{}, query_high{};
+        float factor = 0.0f;
+        if (factors && head >= p.routing.held_shared && head < p.heads) {
+            factor = float(factors[p.routing.number(head)]);
+            query_low = packs<N>(row + head * p.head_dim)[place];
+            query_high = packs<N>(row + head * p.head_dim)[packs_of_half + place];
+        }
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const float a = to_float(low.at[j]) + factor * to_float(query_low.at[j]);
+            const float b = to_float(high.at[j]) + factor * to_float(query_high.at[j]);
+            low.at[j] = from_float<T>(a * cos.at[j] + b * sin.at[j]);
+            high.at[j] = from_float<T>(b * cos.at[j] - a * sin.at[j]);
+        }
+        lows[place] = low;
+        highs[place] = high;
+    }
+}
+
 // A rotation keeps norms, so the router's gradient is added in rotated coordinates.
 template <class T>
 __device__ void backward(const Parameters& p) {
     DYNAMIC_SHARED(shared);
-    double* factors = reinterpret_cast<double*>(shared);
-    const bool routes = p.routing.selected != nullptr;
-    if (routes) {
+    double* factors = nullptr;
+    if (p.routing.selected) {
+        factors = reinterpret_cast<double*>(shared);
         norm_factors(p, factors + p.routing.routed, factors);
     }
     const uint64_t row_length = uint64_t(p.heads + 2 * p.kv_heads) * p.head_dim;
     const T* row = static_cast<const T*>(p.qkv) + blockIdx.x * row_length;
     T* d_row = static_cast<T*>(p.d_qkv) + blockIdx.x * row_length;
-    const uint32_t half = p.head_dim / 2;
-    const uint64_t angles = (p.first_position + blockIdx.x % p.length) * half;
-    for (uint32_t i = threadIdx.x; i < (p.heads + p.kv_heads) * half; i += THREADS) {
-        const uint32_t head = i / half, pair = i % half;
-        const uint64_t low = uint64_t(head) * p.head_dim + pair;
-        float a = to_float(d_row[low]), b = to_float(d_row[low + half]);
-        if (routes && head >= p.routing.held_shared && head < p.heads) {
-            const float factor = float(factors[p.routing.number(head)]);
-            a += factor * to_float(row[low]);
-            b += factor * to_float(row[low + half]);
-        }
-        const float cos = p.cos[angles + pair], sin = p.sin[angles + pair];
-        d_row[low] = from_float<T>(a * cos + b * sin);
-        d_row[low + half] = from_float<T>(b * cos - a * sin);
+    if (turns_wide<T>(p)) {
+        turn_back<T, WIDE<T>>(p, row, d_row, factors);
+    } else {
+        turn_back<T, 1>(p, row, d_row, factors);
     }
 }
 
-// Writes the gradients of the weights of the heads that are held here to their places among those of
-// all heads.
+// Writes the gradients of the weights of the heads that are held here to their places among those
+// of all heads.
 __device__ __forceinline__ void spread(const Parameters& p) {
     const Routing& r = p.routing;
     const uint64_t token = blockIdx.x, table = token * r.routed;
