@@ -374,9 +374,9 @@ pub trait Backend: Send + Sync + Sized + 'static {
         out: Self::ViewMut<'_, f64>,
     ) -> Result<()>;
 
-    /// One AdamW step on a flat range. `master` is the exact f32 copy of the weights; without it
-    /// `weights` are their own master. With `squared_norm` the gradient is first clipped to
-    /// `step.clip_norm`.
+    /// One AdamW step on a flat range. With `remainder`, which bf16 weights alone have, f32 numbers
+    /// are updated ([`crate::adamw::remainder`]); without it what `weights` hold. With `squared_norm`
+    /// the gradient is first clipped to `step.clip_norm`.
     #[allow(clippy::too_many_arguments)]
     fn adamw<T: Element, G: Element, M: Element>(
         &self,
@@ -384,7 +384,7 @@ pub trait Backend: Send + Sync + Sized + 'static {
         squared_norm: Self::View<'_, f64>,
         gradients: Self::View<'_, G>,
         weights: Self::ViewMut<'_, T>,
-        master: Option<Self::ViewMut<'_, f32>>,
+        remainder: Option<Self::ViewMut<'_, i16>>,
         first_moment: Self::ViewMut<'_, M>,
         second_moment: Self::ViewMut<'_, M>,
     ) -> Result<()>;

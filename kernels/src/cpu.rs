@@ -329,7 +329,7 @@ impl Backend for Cpu {
         squared_norm: &[f64],
         gradients: &[G],
         weights: &mut [T],
-        master: Option<&mut [f32]>,
+        remainder: Option<&mut [i16]>,
         first_moment: &mut [M],
         second_moment: &mut [M],
     ) -> Result<()> {
@@ -338,7 +338,7 @@ impl Backend for Cpu {
             squared_norm,
             gradients,
             weights,
-            master,
+            remainder,
             first_moment,
             second_moment,
         )

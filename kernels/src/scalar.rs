@@ -14,6 +14,8 @@ pub enum DType {
     F64,
     /// 32-bit unsigned integer: token ids, positions, block numbers.
     U32,
+    /// 16-bit integer: what the rounding of weights left.
+    I16,
     /// A byte: masks.
     U8,
 }
@@ -24,7 +26,7 @@ impl DType {
         match self {
             DType::F64 => 8,
             DType::F32 | DType::U32 => 4,
-            DType::BF16 => 2,
+            DType::BF16 | DType::I16 => 2,
             DType::U8 => 1,
         }
     }
@@ -50,7 +52,7 @@ macro_rules! scalar {
     };
 }
 
-scalar!(f32 => F32, bf16 => BF16, f64 => F64, u32 => U32, u8 => U8);
+scalar!(f32 => F32, bf16 => BF16, f64 => F64, u32 => U32, i16 => I16, u8 => U8);
 
 impl Element for f32 {
     #[inline(always)]

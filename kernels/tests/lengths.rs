@@ -5,6 +5,7 @@
 
 mod reference;
 
+use half::bf16;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::attention::{AttentionShape, KeyValues, Visibility};
 use moh_kernels::cross_entropy::{HeadGradients, HeadShape};
@@ -362,10 +363,12 @@ fn call<B: Backend>(device: &B, operator: &str, lengths: &[usize]) -> Result<()>
         }
         "adamw" => {
             let norm = zeros::<B, f64>(device, lengths[0]);
-            let (mut weights, mut master, mut m, mut v) = (take(2), take(3), take(4), take(5));
-            let (norm, master) = (view::<B, f64>(&norm), Some(write!(master)));
-            let (m, v) = (write!(m), write!(v));
-            device.adamw(&STEP, norm, read!(f[1]), write!(weights), master, m, v)
+            let mut weights = zeros::<B, bf16>(device, lengths[2]);
+            let mut remainder = zeros::<B, i16>(device, lengths[3]);
+            let (mut m, mut v) = (take(4), take(5));
+            let (norm, weights) = (view::<B, f64>(&norm), view_mut::<B, bf16>(&mut weights));
+            let remainder = Some(view_mut::<B, i16>(&mut remainder));
+            device.adamw(&STEP, norm, read!(f[1]), weights, remainder, write!(m), write!(v))
         }
         _ => unreachable!("{operator} is not in the table"),
     }

@@ -1,7 +1,9 @@
 //! The CPU bodies of AdamW and of the norm that its clipping needs.
 
+use half::bf16;
 use rayon::prelude::*;
 
+use super::remainder::{join, split};
 use super::{AdamW, Constants, check, clip_factor};
 use crate::error::{Result, check_len};
 use crate::math::sum_of_squares;
@@ -39,21 +41,64 @@ impl Rule {
     }
 }
 
+/// Where a task's numbers are that are updated.
+trait Parameters {
+    fn len(&self) -> usize;
+    fn get(&self, i: usize) -> f32;
+    fn set(&mut self, i: usize, value: f32);
+}
+
+impl<W: Element> Parameters for &mut [W] {
+    #[inline(always)]
+    fn len(&self) -> usize {
+        <[W]>::len(self)
+    }
+    #[inline(always)]
+    fn get(&self, i: usize) -> f32 {
+        self[i].to_f32()
+    }
+    #[inline(always)]
+    fn set(&mut self, i: usize, value: f32) {
+        self[i] = W::from_f32(value);
+    }
+}
+
+/// f32 numbers, each a weight and its remainder.
+struct Joined<'a> {
+    weights: &'a mut [bf16],
+    remainders: &'a mut [i16],
+}
+
+impl Parameters for Joined<'_> {
+    #[inline(always)]
+    fn len(&self) -> usize {
+        self.weights.len().min(self.remainders.len())
+    }
+    #[inline(always)]
+    fn get(&self, i: usize) -> f32 {
+        join(self.weights[i], self.remainders[i])
+    }
+    #[inline(always)]
+    fn set(&mut self, i: usize, value: f32) {
+        (self.weights[i], self.remainders[i]) = split(value);
+    }
+}
+
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn adamw<T: Element, G: Element, M: Element>(
     step: &AdamW,
     squared_norm: &[f64],
     gradients: &[G],
     weights: &mut [T],
-    master: Option<&mut [f32]>,
+    remainder: Option<&mut [i16]>,
     first_moment: &mut [M],
     second_moment: &mut [M],
 ) -> Result<()> {
-    check(
+    check::<T>(
         gradients.len(),
         squared_norm.len(),
         weights.len(),
-        master.as_ref().map(|master| master.len()),
+        remainder.as_ref().map(|remainder| remainder.len()),
         [first_moment.len(), second_moment.len()],
     )?;
     let clip = clip_factor(step.clip_norm, squared_norm[0]) as f32;
@@ -62,43 +107,42 @@ pub(crate) fn adamw<T: Element, G: Element, M: Element>(
         gradients.par_chunks(CHUNK),
         first_moment.par_chunks_mut(CHUNK),
         second_moment.par_chunks_mut(CHUNK),
-        weights.par_chunks_mut(CHUNK),
     );
-    match master {
-        None => state.into_par_iter().for_each(|(g, m, v, w)| {
-            vectorized!(update_weights(&rule, g, m, v, w));
-        }),
-        Some(master) => {
-            (state.0, state.1, state.2, state.3, master.par_chunks_mut(CHUNK))
+    match remainder {
+        None => {
+            (state.0, state.1, state.2, weights.par_chunks_mut(CHUNK))
                 .into_par_iter()
-                .for_each(|(g, m, v, w, exact)| {
-                    vectorized!({
-                        update_weights(&rule, g, m, v, exact);
-                        for (w, &exact) in w.iter_mut().zip(&*exact) {
-                            *w = T::from_f32(exact);
-                        }
-                    });
-                });
+                .for_each(|(g, m, v, weights)| vectorized!(update(&rule, g, m, v, weights)));
+        }
+        Some(remainder) => {
+            // `check` has seen that these are bf16.
+            let weights = bytemuck::cast_slice_mut::<T, bf16>(weights);
+            let exact = (weights.par_chunks_mut(CHUNK), remainder.par_chunks_mut(CHUNK));
+            (state.0, state.1, state.2, exact.0, exact.1).into_par_iter().for_each(
+                |(g, m, v, weights, remainders)| {
+                    vectorized!(update(&rule, g, m, v, Joined { weights, remainders }));
+                },
+            );
         }
     }
     Ok(())
 }
 
 #[inline(always)]
-fn update_weights<W: Element, G: Element, M: Element>(
+fn update<G: Element, M: Element>(
     rule: &Rule,
     gradients: &[G],
     first_moment: &mut [M],
     second_moment: &mut [M],
-    weights: &mut [W],
+    mut parameters: impl Parameters,
 ) {
     let len = gradients.len();
     let (first, second) = (&mut first_moment[..len], &mut second_moment[..len]);
-    let weights = &mut weights[..len];
+    assert!(parameters.len() >= len, "a task's slices are of one length");
     for i in 0..len {
         let (mut m, mut v) = (first[i].to_f32(), second[i].to_f32());
         let gradient = gradients[i].to_f32();
-        weights[i] = W::from_f32(rule.update(weights[i].to_f32(), gradient, &mut m, &mut v));
+        parameters.set(i, rule.update(parameters.get(i), gradient, &mut m, &mut v));
         (first[i], second[i]) = (M::from_f32(m), M::from_f32(v));
     }
 }

@@ -33,7 +33,7 @@ struct Update {
     squared_norm: u64,
     gradients: u64,
     weights: u64,
-    master: u64,
+    remainder: u64,
     first_moment: u64,
     second_moment: u64,
     count: u64,
@@ -73,22 +73,22 @@ pub(crate) fn adamw<T: Element, G: Element, M: Element>(
     squared_norm: CudaView<'_, f64>,
     gradients: CudaView<'_, G>,
     weights: CudaViewMut<'_, T>,
-    master: Option<CudaViewMut<'_, f32>>,
+    remainder: Option<CudaViewMut<'_, i16>>,
     first_moment: CudaViewMut<'_, M>,
     second_moment: CudaViewMut<'_, M>,
 ) -> Result<()> {
-    check(
+    check::<T>(
         gradients.len,
         squared_norm.len,
         weights.len,
-        master.as_ref().map(|master| master.len),
+        remainder.as_ref().map(|remainder| remainder.len),
         [first_moment.len, second_moment.len],
     )?;
     let parameters = Update {
         squared_norm: squared_norm.address,
         gradients: gradients.address,
         weights: weights.address,
-        master: master.map_or(0, |master| master.address),
+        remainder: remainder.map_or(0, |remainder| remainder.address),
         first_moment: first_moment.address,
         second_moment: second_moment.address,
         count: gradients.len as u64,

@@ -6,14 +6,18 @@
 //! m <- beta1 m + (1 - beta1) g,   v <- beta2 v + (1 - beta2) g^2
 //! p <- p - lr / (1 - beta1^s) * m / (sqrt(v) / sqrt(1 - beta2^s) + eps)
 //! ```
+//!
+//! Weights that the model has in bf16 are updated as f32 numbers, each a weight and its [`remainder`].
 
 pub(crate) mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
+pub mod remainder;
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::error::{Result, check_len};
+use crate::error::{Result, check_len, ensure};
+use crate::scalar::{DType, Element};
 
 /// Constants of one step on one range of parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -70,17 +74,21 @@ impl Constants {
     }
 }
 
-/// Checks the lengths of an update of `len` parameters.
-fn check(
+/// Checks the lengths of an update of `len` parameters of `T`.
+fn check<T: Element>(
     len: usize,
     squared_norm: usize,
     weights: usize,
-    master: Option<usize>,
+    remainder: Option<usize>,
     moments: [usize; 2],
 ) -> Result<()> {
     check_len("adamw", "squared_norm", squared_norm, 1)?;
     check_len("adamw", "weights", weights, len)?;
     check_len("adamw", "first_moment", moments[0], len)?;
     check_len("adamw", "second_moment", moments[1], len)?;
-    master.map_or(Ok(()), |master| check_len("adamw", "master", master, len))
+    let Some(remainder) = remainder else { return Ok(()) };
+    ensure("adamw", T::DTYPE == DType::BF16, || {
+        format!("weights of {:?} have no remainder, only those of BF16 have", T::DTYPE)
+    })?;
+    check_len("adamw", "remainder", remainder, len)
 }

@@ -6,7 +6,7 @@ use crate::backend::Backend;
 use crate::cross_entropy::{HeadGradients, HeadShape};
 use crate::ranks::VocabularyRows;
 use crate::rope::QkvShape;
-use crate::scalar::{Element, Scalar};
+use crate::scalar::{DType, Element};
 
 /// Layers beside the model's own: that of the smallest models, and a vocabulary's projection, which
 /// does not fit a cache.
@@ -311,16 +311,14 @@ fn adamw<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
         step: 10,
     };
     let len = sizes.vocabulary * sizes.width;
-    // f32 weights are their own master copy; others are only written.
-    let with_master = T::DTYPE != f32::DTYPE;
-    let state = if with_master { 7 } else { 5 };
-    let weights = if with_master { 1 } else { 2 };
-    let bytes = len * (state * size_of::<f32>() + weights * size_of::<T>());
+    let with_remainder = T::DTYPE == DType::BF16;
+    let remainder = if with_remainder { 2 * size_of::<i16>() } else { 0 };
+    let bytes = len * (5 * size_of::<f32>() + 2 * size_of::<T>() + remainder);
     Case::new("adamw", Work::Bytes(bytes as u64), move |backend: &B| {
         let mut weights = numbers::<B, T>(backend, len)?;
         let gradients = numbers::<B, f32>(backend, len)?;
         let squared_norm = upload(backend, &[1f64])?;
-        let mut master = numbers::<B, f32>(backend, len)?;
+        let mut remainder = upload(backend, &vec![0i16; if with_remainder { len } else { 0 }])?;
         let mut first_moment = numbers::<B, f32>(backend, len)?;
         let mut second_moment = upload(backend, &vec![1f32; len])?;
         Ok(move |backend: &B| {
@@ -329,7 +327,7 @@ fn adamw<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
                 whole::<B, f64>(&squared_norm),
                 whole::<B, f32>(&gradients),
                 whole_mut::<B, T>(&mut weights),
-                with_master.then(|| whole_mut::<B, f32>(&mut master)),
+                with_remainder.then(|| whole_mut::<B, i16>(&mut remainder)),
                 whole_mut::<B, f32>(&mut first_moment),
                 whole_mut::<B, f32>(&mut second_moment),
             )

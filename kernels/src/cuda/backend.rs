@@ -329,7 +329,7 @@ impl Backend for Cuda {
         squared_norm: CudaView<'_, f64>,
         gradients: CudaView<'_, G>,
         weights: CudaViewMut<'_, T>,
-        master: Option<CudaViewMut<'_, f32>>,
+        remainder: Option<CudaViewMut<'_, i16>>,
         first_moment: CudaViewMut<'_, M>,
         second_moment: CudaViewMut<'_, M>,
     ) -> Result<()> {
@@ -339,7 +339,7 @@ impl Backend for Cuda {
             squared_norm,
             gradients,
             weights,
-            master,
+            remainder,
             first_moment,
             second_moment,
         )

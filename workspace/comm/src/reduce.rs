@@ -68,6 +68,7 @@ summand! {
     f64 as f64: same, same, std::ops::Add::add, larger;
     bf16 as f32: Element::to_f32, Element::from_f32, std::ops::Add::add, larger;
     u32 as u32: same, same, u32::wrapping_add, Ord::max;
+    i16 as i16: same, same, i16::wrapping_add, Ord::max;
     u8 as u8: same, same, u8::wrapping_add, Ord::max;
 }
 
@@ -85,6 +86,7 @@ pub(crate) fn reduce<'a>(
         DType::BF16 => reduce_of::<bf16>(reduce, out, num_ranks, part),
         DType::F64 => reduce_of::<f64>(reduce, out, num_ranks, part),
         DType::U32 => reduce_of::<u32>(reduce, out, num_ranks, part),
+        DType::I16 => reduce_of::<i16>(reduce, out, num_ranks, part),
         DType::U8 => reduce_of::<u8>(reduce, out, num_ranks, part),
     }
 }

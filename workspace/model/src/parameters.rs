@@ -1,4 +1,4 @@
-//! Flat buffers on a device: a model's weights, or its gradients, master copy or moments.
+//! Flat buffers on a device: a model's weights, or its gradients, remainders or moments.
 //!
 //! Ranks that see different data share the optimiser's state (ZeRO-1): each holds one [`Shard`] of
 //! every flat buffer. Gradients are reduced to it and weights gathered from it in place, buffer by
@@ -126,6 +126,37 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
         }
     }
 
+    /// As [`FlatBuffers::fill`], with what `number` makes of each value.
+    ///
+    /// # Errors
+    /// What `source` refuses, or the device.
+    pub fn fill_by<E: From<Error>>(
+        &mut self,
+        number: impl Fn(f32) -> S,
+        backend: &B,
+        layout: &ModelLayout,
+        mut source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (mut values, mut numbers) = (Vec::new(), Vec::new());
+        for (flat, segment) in layout.segments() {
+            let part = overlap(&segment.range, &self.held(flat));
+            if part.is_empty() {
+                continue;
+            }
+            values.clear();
+            values.resize(segment.whole_len(), 0f32);
+            source(segment, &mut values)?;
+            let start = segment.range.start;
+            numbers.clear();
+            for run in segment.slice.runs(part.start - start..part.end - start) {
+                let values = &values[run.whole..run.whole + run.len];
+                numbers.extend(values.iter().map(|&value| number(value)));
+            }
+            backend.upload(&numbers, self.view_mut(flat, part)).map_err(Error::from)?;
+        }
+        Ok(())
+    }
+
     /// Sets every number to zero.
     ///
     /// # Errors
@@ -238,26 +269,9 @@ impl<B: Backend, T: Element> FlatBuffers<B, T> {
         &mut self,
         backend: &B,
         layout: &ModelLayout,
-        mut source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
+        source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let (mut values, mut rounded) = (Vec::new(), Vec::new());
-        for (flat, segment) in layout.segments() {
-            let part = overlap(&segment.range, &self.held(flat));
-            if part.is_empty() {
-                continue;
-            }
-            values.clear();
-            values.resize(segment.whole_len(), 0f32);
-            source(segment, &mut values)?;
-            let start = segment.range.start;
-            rounded.clear();
-            for run in segment.slice.runs(part.start - start..part.end - start) {
-                let values = &values[run.whole..run.whole + run.len];
-                rounded.extend(values.iter().map(|&v| T::from_f32(v)));
-            }
-            backend.upload(&rounded, self.view_mut(flat, part)).map_err(Error::from)?;
-        }
-        Ok(())
+        self.fill_by(T::from_f32, backend, layout, source)
     }
 
     /// Copies what is held of a tensor to the host as f32.

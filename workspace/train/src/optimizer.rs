@@ -1,45 +1,41 @@
 //! AdamW over a model's flat buffers, with clipping by the global gradient norm. Ranks that see
 //! different data each keep and update one shard of it (ZeRO-1, arXiv 1910.02054).
 
+use std::ops::Range;
+
+use half::bf16;
 use moh_comm::Group;
 use moh_kernels::adamw::AdamW;
+use moh_kernels::adamw::remainder::{join, split};
 use moh_kernels::{Backend, Element, Scalar};
-use moh_model::layout::ModelLayout;
+use moh_model::layout::{ModelLayout, Segment};
 use moh_model::parameters::{FlatBuffers, Shard, overlap};
 use moh_model::{Model, StepSums};
 
 use crate::Error;
+use crate::checkpoint::TensorKind;
 
-/// The optimiser's state, or a shard of it: moments, and the exact f32 weights where the model's are
-/// rounded.
+/// The optimiser's state, or a shard of it: moments, and where the model's weights are bf16 what they
+/// lack of the f32 numbers that are updated.
 pub struct OptimizerState<B: Backend, M: Element> {
-    pub(crate) master: Option<FlatBuffers<B, f32>>,
+    pub(crate) remainder: Option<FlatBuffers<B, i16>>,
     pub(crate) first_moment: FlatBuffers<B, M>,
     pub(crate) second_moment: FlatBuffers<B, M>,
     shard: Shard,
 }
 
 impl<B: Backend, M: Element> OptimizerState<B, M> {
-    /// Fresh moments of `shard`; the master copy, where `T` is not f32, is the model's weights until it
-    /// is filled with exact ones.
+    /// Fresh moments of `shard`, for weights as they are.
     ///
     /// # Errors
     /// When the device has no room.
     pub fn new<T: Element>(model: &Model<B, T>, shard: Shard) -> Result<Self, Error> {
         let (backend, layout) = (model.backend(), model.layout());
-        let master = if T::DTYPE == f32::DTYPE {
-            None
-        } else {
-            let mut master = FlatBuffers::zeros_of(backend, layout, shard)?;
-            for flat in 0..layout.flats.len() {
-                let held = master.held(flat);
-                let weights = model.weights().view(flat, held.clone());
-                backend.convert(weights, master.view_mut(flat, held))?;
-            }
-            Some(master)
-        };
+        let remainder = (T::DTYPE == bf16::DTYPE)
+            .then(|| FlatBuffers::zeros_of(backend, layout, shard))
+            .transpose()?;
         Ok(OptimizerState {
-            master,
+            remainder,
             first_moment: FlatBuffers::zeros_of(backend, layout, shard)?,
             second_moment: FlatBuffers::zeros_of(backend, layout, shard)?,
             shard,
@@ -103,7 +99,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
                     sums.squared_norm(),
                     gradients.view(flat, range.clone()),
                     model.weights_mut().view_mut(flat, range.clone()),
-                    self.master.as_mut().map(|master| master.view_mut(flat, range.clone())),
+                    self.remainder.as_mut().map(|left| left.view_mut(flat, range.clone())),
                     self.first_moment.view_mut(flat, range.clone()),
                     self.second_moment.view_mut(flat, range),
                 )?;
@@ -111,6 +107,49 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
             model.weights_mut().start_all_gather(flat, group)?;
         }
         Ok(())
+    }
+
+    /// The numbers that are updated, of a part of a buffer that the shard holds.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn exact_weights<T: Element>(
+        &self,
+        model: &Model<B, T>,
+        flat: usize,
+        range: Range<usize>,
+    ) -> Result<Vec<f32>, Error> {
+        let backend = model.backend();
+        let mut weights = model.weights().read_range(backend, flat, range.clone())?;
+        let Some(remainder) = &self.remainder else { return Ok(weights) };
+        let mut left = vec![0; weights.len()];
+        backend.download(remainder.view(flat, range), &mut left)?;
+        for (weight, left) in weights.iter_mut().zip(left) {
+            *weight = join(bf16::from_f32(*weight), left);
+        }
+        Ok(weights)
+    }
+
+    /// Fills the state from what `read` has of each kind for a tensor; `weights` are those that the
+    /// model was filled with.
+    ///
+    /// # Errors
+    /// What `read` refuses, or the device.
+    pub fn fill(
+        &mut self,
+        backend: &B,
+        layout: &ModelLayout,
+        read: impl Fn(TensorKind, &Segment, &mut [f32]) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let of = |kind| {
+            let read = &read;
+            move |segment: &Segment, values: &mut [f32]| read(kind, segment, values)
+        };
+        if let Some(remainder) = &mut self.remainder {
+            remainder.fill_by(|exact| split(exact).1, backend, layout, of(TensorKind::Weight))?;
+        }
+        self.first_moment.fill(backend, layout, of(TensorKind::FirstMoment))?;
+        self.second_moment.fill(backend, layout, of(TensorKind::SecondMoment))
     }
 
     /// Forgets the moments, as each stage begins.

@@ -13,7 +13,7 @@ use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
 
-use crate::checkpoint::{self, Evaluation, Moment, RunState, StoredCheckpoint, TensorKind};
+use crate::checkpoint::{self, Evaluation, Moment, RunState, TensorKind};
 use crate::event::{Event, Outcome};
 use crate::export;
 use crate::metrics::{self, MetricsWriter, StepMetrics, Validation};
@@ -124,7 +124,9 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         )?;
         let mut optimizer = OptimizerState::new(&model, Shard::of(&groups.data))?;
         if let Some(stored) = &stored {
-            restore(&mut optimizer, &model, stored)?;
+            optimizer.fill(model.backend(), model.layout(), |kind, segment, values| {
+                stored.read_f32(kind, &segment.name, values)
+            })?;
             events(Event::Resumed { step: state.step });
         }
         let writers =
@@ -417,22 +419,4 @@ fn attention_before(
         Some(stage) => stage.moh_config(source.original_config()),
         None => source.config().moh,
     }
-}
-
-fn restore<B: Backend, T: Element, M: Element>(
-    optimizer: &mut OptimizerState<B, M>,
-    model: &Model<B, T>,
-    stored: &StoredCheckpoint,
-) -> Result<(), Error> {
-    let (backend, layout) = (model.backend(), model.layout());
-    let read = |kind| {
-        move |segment: &moh_model::layout::Segment, values: &mut [f32]| {
-            stored.read_f32(kind, &segment.name, values)
-        }
-    };
-    if let Some(master) = &mut optimizer.master {
-        master.fill(backend, layout, read(TensorKind::Weight))?;
-    }
-    optimizer.first_moment.fill(backend, layout, read(TensorKind::FirstMoment))?;
-    optimizer.second_moment.fill(backend, layout, read(TensorKind::SecondMoment))
 }

@@ -101,11 +101,18 @@ fn write_parts<B: Backend, T: Element, M: Element>(
             kind,
             shard: optimizer.shard(),
         };
-        entries.extend(match (kind, &optimizer.master) {
-            (TensorKind::Weight, None) => file.write(model, model.weights()),
-            (TensorKind::Weight, Some(master)) => file.write(model, master),
-            (TensorKind::FirstMoment, _) => file.write(model, &optimizer.first_moment),
-            (TensorKind::SecondMoment, _) => file.write(model, &optimizer.second_moment),
+        let (backend, layout) = (model.backend(), model.layout());
+        let moments = |buffers: &FlatBuffers<B, M>| {
+            let dtype = if M::DTYPE == DType::BF16 { Dtype::BF16 } else { Dtype::F32 };
+            let read = |flat, range| Ok(buffers.read_range(backend, flat, range)?);
+            file.write(layout, dtype, &read)
+        };
+        entries.extend(match kind {
+            TensorKind::Weight => file.write(layout, Dtype::F32, &|flat, range| {
+                optimizer.exact_weights(model, flat, range)
+            }),
+            TensorKind::FirstMoment => moments(&optimizer.first_moment),
+            TensorKind::SecondMoment => moments(&optimizer.second_moment),
         }?);
     }
     Ok(entries)
@@ -158,10 +165,12 @@ pub fn prune(run: &RunDirectory, kept: &Checkpoint) -> Result<(), Error> {
     Ok(())
 }
 
+/// Reads a part of a flat buffer from the device.
+type Read<'a> = dyn Fn(usize, Range<usize>) -> Result<Vec<f32>, Error> + 'a;
+
 /// A part of a tensor on the device, read when the writer asks for its bytes and hashed on the way.
-struct DeviceTensor<'a, B: Backend, S: Element> {
-    backend: &'a B,
-    buffers: &'a FlatBuffers<B, S>,
+struct DeviceTensor<'a> {
+    read: &'a Read<'a>,
     flat: usize,
     range: Range<usize>,
     name: &'a str,
@@ -170,7 +179,7 @@ struct DeviceTensor<'a, B: Backend, S: Element> {
     hash: &'a RefCell<HashMap<String, Result<blake3::Hash, Error>>>,
 }
 
-impl<B: Backend, S: Element> View for DeviceTensor<'_, B, S> {
+impl View for DeviceTensor<'_> {
     fn dtype(&self) -> Dtype {
         self.dtype
     }
@@ -180,15 +189,14 @@ impl<B: Backend, S: Element> View for DeviceTensor<'_, B, S> {
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        let values = self.buffers.read_range(self.backend, self.flat, self.range.clone());
-        let (bytes, hash) = match values {
+        let (bytes, hash) = match (self.read)(self.flat, self.range.clone()) {
             Ok(values) => {
                 let bytes = to_bytes(self.dtype, &values);
                 let hash = blake3::hash(&bytes);
                 (bytes, Ok(hash))
             }
             // The writer cannot be stopped from here; the error is found among the hashes.
-            Err(error) => (vec![0; self.data_len()], Err(Error::from(error))),
+            Err(error) => (vec![0; self.data_len()], Err(error)),
         };
         self.hash.borrow_mut().insert(self.name.to_owned(), hash);
         Cow::Owned(bytes)
@@ -215,23 +223,22 @@ struct PartFile<'a> {
 }
 
 impl PartFile<'_> {
-    fn write<B: Backend, T: Element, S: Element>(
+    fn write(
         &self,
-        model: &Model<B, T>,
-        buffers: &FlatBuffers<B, S>,
+        layout: &ModelLayout,
+        dtype: Dtype,
+        read: &Read<'_>,
     ) -> Result<Vec<TensorEntry>, Error> {
         let path = &self.folder.join(&self.name);
-        let dtype = if S::DTYPE == DType::BF16 { Dtype::BF16 } else { Dtype::F32 };
-        let parts: Vec<_> = (model.layout().segments())
+        let parts: Vec<_> = (layout.segments())
             // A tensor that several ranks hold is written by the one where it counts.
             .filter(|(_, segment)| segment.counted)
-            .filter_map(|(flat, segment)| self.part(model.layout(), flat, segment, dtype))
+            .filter_map(|(flat, segment)| self.part(layout, flat, segment, dtype))
             .collect();
         let hash = RefCell::new(HashMap::new());
         let tensors = parts.iter().map(|(flat, range, entry)| {
             let tensor = DeviceTensor {
-                backend: model.backend(),
-                buffers,
+                read,
                 flat: *flat,
                 range: range.clone(),
                 name: &entry.name,

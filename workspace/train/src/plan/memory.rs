@@ -15,8 +15,8 @@ use crate::recipe::{DType, Device, Recompute};
 pub struct StateBytes {
     /// Weights in the compute dtype.
     pub weights: u64,
-    /// The f32 copy that the optimiser updates; none where the weights are f32.
-    pub master: u64,
+    /// What bf16 weights lack of the f32 numbers that the optimiser updates.
+    pub remainder: u64,
     /// Gradients.
     pub gradients: u64,
     /// Rounded gradients on their way between data ranks, where `precision.reduce` asks for them.
@@ -56,8 +56,8 @@ pub struct RankMemory {
 impl StateBytes {
     /// All of it.
     pub fn total(&self) -> u64 {
-        let StateBytes { weights, master, gradients, rounded, moments } = *self;
-        sum([weights, master, gradients, rounded, moments])
+        let StateBytes { weights, remainder, gradients, rounded, moments } = *self;
+        sum([weights, remainder, gradients, rounded, moments])
     }
 }
 
@@ -109,9 +109,9 @@ fn state(work: &Work, rank: usize) -> StateBytes {
         && precision.reduce == DType::Bf16;
     StateBytes {
         weights: of(numbers, dtype.bytes()),
-        master: match dtype {
+        remainder: match dtype {
             DType::F32 => 0,
-            DType::Bf16 => of(share, 4),
+            DType::Bf16 => of(share, 2),
         },
         gradients: of(numbers, precision.gradients.bytes()),
         rounded: if rounds { of(numbers, 2) } else { 0 },

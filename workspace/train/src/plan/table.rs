@@ -133,7 +133,7 @@ impl Plan {
         let (gradients, moments) = self.state_dtypes;
         let of = |what: &str, dtype: DType| format!("{what}, {}", dtype.name());
         table.bytes(&of("weights", self.dtype), stages, |rank| rank.state.weights)?;
-        table.bytes(&of("master copy", DType::F32), stages, |rank| rank.state.master)?;
+        table.bytes("remainders, 16 bits", stages, |rank| rank.state.remainder)?;
         table.bytes(&of("gradients", gradients), stages, |rank| rank.state.gradients)?;
         table.bytes("rounded gradients, bf16", stages, |rank| rank.state.rounded)?;
         table.bytes(&of("moments", moments), stages, |rank| rank.state.moments)?;

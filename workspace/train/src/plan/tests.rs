@@ -50,13 +50,13 @@ fn state_bytes_follow_the_dtypes() {
     let parameters = f32.parameters.1;
     assert_eq!(f32.parameters.0, parameters);
     assert_eq!(state.weights, 4 * parameters);
-    assert_eq!(state.master, 0);
+    assert_eq!(state.remainder, 0);
     assert_eq!(state.total(), 16 * parameters);
     assert_eq!(f32.disk.checkpoint, 12 * parameters);
     let bf16 = plan(&["run.dtype=bf16", "precision.gradients=bf16", "precision.moments=bf16"]);
     let state = bf16.stages[0].memory.state;
     assert_eq!(state.weights, 2 * parameters);
-    assert_eq!(state.total(), (2 + 4 + 2 + 4) * parameters);
+    assert_eq!(state.total(), (2 + 2 + 2 + 4) * parameters);
     assert_eq!(bf16.disk.checkpoint, 8 * parameters);
     assert_eq!(bf16.disk.export, 2 * parameters);
 }
@@ -97,7 +97,7 @@ fn data_ranks_divide_the_state_of_the_optimiser_alone() {
     let state = on_ranks(&parallel, 8)[0].state;
     assert_eq!(state.weights, 2 * 8_297_648_128);
     assert_eq!(state.gradients, 4 * 8_297_648_128);
-    assert_eq!(state.master, 8_297_648_128 / 8 * 4);
+    assert_eq!(state.remainder, 8_297_648_128 / 8 * 2);
     assert_eq!(state.moments, 8_297_648_128 / 8 * 4);
     assert_eq!(state.rounded, 0);
     let rounded = [&parallel[..], &["precision.reduce=bf16"]].concat();

@@ -107,6 +107,7 @@ fn datatype(dtype: DType) -> ffi::MPI_Datatype {
             DType::F32 => ffi::RSMPI_FLOAT,
             DType::F64 => ffi::RSMPI_DOUBLE,
             DType::U32 => ffi::RSMPI_UINT32_T,
+            DType::I16 => ffi::RSMPI_INT16_T,
             // MPI has no bf16; it only moves these bytes.
             DType::BF16 => ffi::RSMPI_UINT16_T,
             DType::U8 => ffi::RSMPI_UINT8_T,

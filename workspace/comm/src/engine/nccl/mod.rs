@@ -87,14 +87,15 @@ pub(crate) fn world(
     Ok(Arc::new(Nccl::new(lane, rank, (0..size).collect(), shared)?))
 }
 
-fn number_type(dtype: DType) -> sys::ncclDataType_t {
-    match dtype {
+fn number_type(operation: &'static str, dtype: DType) -> Result<sys::ncclDataType_t> {
+    Ok(match dtype {
         DType::F32 => sys::ncclDataType_t::ncclFloat32,
         DType::BF16 => sys::ncclDataType_t::ncclBfloat16,
         DType::F64 => sys::ncclDataType_t::ncclFloat64,
         DType::U32 => sys::ncclDataType_t::ncclUint32,
         DType::U8 => sys::ncclDataType_t::ncclUint8,
-    }
+        DType::I16 => return Err(failed(operation, "NCCL has no 16-bit integers")),
+    })
 }
 
 fn reduction(reduce: Reduce) -> sys::ncclRedOp_t {
@@ -164,7 +165,8 @@ impl Nccl {
 impl Engine for Nccl {
     fn all_reduce(&self, part: RegionMut<'_>, reduce: Reduce) -> Result<Ticket> {
         let place = Place::of("all_reduce", &part)?;
-        let (at, dtype, reduce) = (place.at(0), number_type(place.dtype), reduction(reduce));
+        let (at, dtype, reduce) =
+            (place.at(0), number_type("all_reduce", place.dtype)?, reduction(reduce));
         // SAFETY: the region is the caller's until the ticket is done (`Ticket`).
         #[allow(unsafe_code)]
         unsafe {
@@ -178,7 +180,7 @@ impl Engine for Nccl {
         let place = Place::of("reduce_scatter", &whole)?;
         let part = place.len / self.ranks.len();
         let (from, to) = (place.at(0), place.at(part * self.rank));
-        let (dtype, reduce) = (number_type(place.dtype), reduction(reduce));
+        let (dtype, reduce) = (number_type("reduce_scatter", place.dtype)?, reduction(reduce));
         // SAFETY: as in `all_reduce`; NCCL's way in place is this rank's part as the destination.
         #[allow(unsafe_code)]
         unsafe {
@@ -192,7 +194,7 @@ impl Engine for Nccl {
         let place = Place::of("all_gather", &whole)?;
         let part = place.len / self.ranks.len();
         let (from, to) = (place.at(part * self.rank), place.at(0));
-        let dtype = number_type(place.dtype);
+        let dtype = number_type("all_gather", place.dtype)?;
         // SAFETY: as in `all_reduce`; NCCL's way in place is this rank's part as the source.
         #[allow(unsafe_code)]
         unsafe {
@@ -204,7 +206,7 @@ impl Engine for Nccl {
 
     fn broadcast(&self, part: RegionMut<'_>, root: usize) -> Result<Ticket> {
         let place = Place::of("broadcast", &part)?;
-        let (at, dtype, root) = (place.at(0), number_type(place.dtype), root as i32);
+        let (at, dtype, root) = (place.at(0), number_type("broadcast", place.dtype)?, root as i32);
         // SAFETY: as in `all_reduce`.
         #[allow(unsafe_code)]
         unsafe {
@@ -262,7 +264,7 @@ impl Engine for Nccl {
         let mut nothing = self.nothing.lock().unwrap_or_else(PoisonError::into_inner);
         let region = Cuda::region_mut(Cuda::view_mut(&mut nothing, 0..1));
         let place = Place::of("barrier", &region)?;
-        let (at, dtype) = (place.at(0), number_type(place.dtype));
+        let (at, dtype) = (place.at(0), number_type("barrier", place.dtype)?);
         // SAFETY: the number lives in this value, whose lane is finished before it is dropped.
         #[allow(unsafe_code)]
         let done = unsafe {

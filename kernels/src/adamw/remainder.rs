@@ -1,0 +1,66 @@
+//! An f32 weight as the bf16 number that the model computes with and what its rounding left: 16
+//! bits more make the exact number of it, where an f32 copy beside it would take 32 (Megatron-LM's
+//! `store_param_remainders`).
+//!
+//! ```text
+//! bits(exact) = bits(weight) * 2^16 + remainder
+//! ```
+
+use half::bf16;
+
+use crate::scalar::Element;
+
+/// The number of a bf16 weight and its remainder.
+#[inline(always)]
+pub fn join(weight: bf16, remainder: i16) -> f32 {
+    let bits = u32::from(weight.to_bits()) << 16;
+    f32::from_bits(bits.wrapping_add_signed(i32::from(remainder)))
+}
+
+/// The nearest bf16 number, ties to even, and the remainder, whose [`join`] is `exact`. One number in
+/// 2^17 is a tie that was rounded down, 2^15 away where a remainder reaches 2^15 - 1: it comes back
+/// less in magnitude by the last of its 24 bits, which is what any f32 operation may lose.
+#[inline(always)]
+pub fn split(exact: f32) -> (bf16, i16) {
+    let weight = <bf16 as Element>::from_f32(exact);
+    let left = exact.to_bits().wrapping_sub(u32::from(weight.to_bits()) << 16).cast_signed();
+    // More than the tie's is left of a NaN alone, which stays one.
+    (weight, left.clamp(i32::from(i16::MIN), i32::from(i16::MAX)) as i16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Numbers around every rounding of some bf16 number.
+    fn numbers() -> impl Iterator<Item = f32> {
+        let lows = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
+        (0..=u32::from(u16::MAX))
+            .flat_map(move |high| lows.map(|low| f32::from_bits(high << 16 | low)))
+    }
+
+    #[test]
+    fn a_number_comes_back_but_for_the_last_bit_of_a_tie() {
+        for exact in numbers() {
+            let (weight, remainder) = split(exact);
+            let back = join(weight, remainder);
+            if exact.is_nan() {
+                assert!(back.is_nan() && weight.is_nan());
+                continue;
+            }
+            let tie = exact.to_bits() & 0x1_ffff == 0x8000;
+            assert_eq!(back.to_bits(), exact.to_bits() - u32::from(tie), "{exact}");
+            assert_eq!(weight, bf16::from_f32(exact), "{exact}");
+        }
+    }
+
+    #[test]
+    fn what_came_back_splits_into_the_same() {
+        // Else a run would not continue from a checkpoint with the same bits.
+        for exact in numbers().filter(|exact| !exact.is_nan()) {
+            let (weight, remainder) = split(exact);
+            let (weight_again, remainder_again) = split(join(weight, remainder));
+            assert_eq!((weight.to_bits(), remainder), (weight_again.to_bits(), remainder_again));
+        }
+    }
+}
