@@ -114,6 +114,18 @@ fn a_vocabulary_that_fills_the_scratch_makes_chunks_of_fewer_tokens() {
 }
 
 #[test]
+fn a_head_that_caches_hold_has_smaller_chunks() {
+    let tokens_at_once = |width, vocab_size| {
+        let shape = HeadShape { tokens: 1000, width, vocab_size };
+        moh_kernels::Cpu.cross_entropy_scratch(&shape) / vocab_size
+    };
+    assert_eq!(tokens_at_once(512, 4096), 256);
+    assert_eq!(tokens_at_once(512, 3000), 349);
+    assert_eq!(tokens_at_once(64, 512), 512);
+    assert_eq!(tokens_at_once(2048, 4096), 512);
+}
+
+#[test]
 fn ignored_targets_have_neither_loss_nor_gradient() {
     let shape = HeadShape { tokens: 3, width: 2, vocab_size: 5 };
     let mut scratch = vec![0f32; moh_kernels::Cpu.cross_entropy_scratch(&shape)];

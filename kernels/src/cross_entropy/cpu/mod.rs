@@ -16,6 +16,11 @@ use crate::simd::vectorized;
 const CHUNK: usize = 512;
 /// Numbers that a chunk's logits may take, unless one token's are more: 256 MiB.
 const MOST_SCRATCH: usize = 64 << 20;
+/// Numbers of a weight whose gradient stays in the last cache between chunks, 16 MiB; the fewest tokens
+/// of a chunk there, and the numbers that its logits take where these are more: 4 MiB.
+const CACHED: usize = 4 << 20;
+const CACHED_CHUNK: usize = 256;
+const CACHED_SCRATCH: usize = 1 << 20;
 /// Tokens of one task at the most.
 const ROWS: usize = 16;
 /// Interleaved parts of a row whose largest logits are found.
@@ -24,8 +29,12 @@ const LANES: usize = 16;
 const BLOCK: usize = 1024;
 
 fn chunk_rows(shape: &HeadShape) -> usize {
-    let most = MOST_SCRATCH / shape.vocab_size.max(1);
-    CHUNK.min(shape.tokens).min(most).max(1)
+    let holds = |numbers: usize| numbers / shape.vocab_size.max(1);
+    let chunk = match shape.vocab_size.saturating_mul(shape.width) <= CACHED {
+        true => holds(CACHED_SCRATCH).clamp(CACHED_CHUNK, CHUNK),
+        false => CHUNK,
+    };
+    chunk.min(shape.tokens).min(holds(MOST_SCRATCH)).max(1)
 }
 
 pub(crate) fn scratch(shape: &HeadShape) -> usize {
