@@ -126,14 +126,15 @@ def limits(machine):
 def attention(machine):
     """Forward and backward against dense attention and PyTorch's, over lengths and paths."""
     shapes = [(2048, 4), (8192, 1), (8192, 2), (16384, 1), (32768, 1), (65536, 1), (131072, 1)]
-    cases = [(length, batch, "hopper") for length, batch in shapes] + [(8192, 1, "tiled")]
+    cases = [(length, batch, "hopper", []) for length, batch in shapes]
+    cases += [(8192, 1, "hopper", ["--deterministic"]), (8192, 1, "tiled", [])]
     rows = []
-    for length, batch, path in [(256, 1, "hopper")] if machine.small else cases:
-        options = ["--length", length, "--batch", batch]
+    for length, batch, path, order in [(256, 1, "hopper", [])] if machine.small else cases:
+        options = ["--length", length, "--batch", batch, *order]
         row = machine.bench("attention", "--dtype", "bf16", "--active", "1.0,0.75,0.5", *options,
                             variables={"MOH_ATTENTION": path})
-        with_peer = length == 8192 and path == "hopper"
-        rows.append({**row["shape"], "path": path, "cases": row["cases"],
+        with_peer = length == 8192 and path == "hopper" and not order
+        rows.append({**row["shape"], "path": " ".join([path, *order]), "cases": row["cases"],
                      "pytorch": machine.peer("attention", *options) if with_peer else []})
     return rows
 

@@ -77,14 +77,13 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
     let &HeadShape { tokens, width, vocab_size } = shape;
     let losses = cuda.scratch(tokens * size_of::<f64>())?;
     let chunk = chunk_rows(shape, size_of::<T>());
-    let device = cuda.device();
     for first in (0..tokens).step_by(chunk.max(1)) {
         let rows = chunk.min(tokens - first);
         let part = |address: u64| address + (first * width * size_of::<T>()) as u64;
         let logits = Operand::new(scratch.address, T::DTYPE, rows, vocab_size);
         let x = Operand::new(part(x.address), T::DTYPE, rows, width);
         let weight = Operand::new(weight.address, T::DTYPE, vocab_size, width);
-        device.gemm(&Gemm { out: logits, left: x, right: weight.transposed(), addend: None })?;
+        cuda.gemm(&Gemm { out: logits, left: x, right: weight.transposed(), addend: None })?;
         let parameters = Losses {
             logits: scratch.address,
             targets: targets.address + (first * size_of::<u32>()) as u64,
@@ -99,11 +98,11 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
         }
         if let Some(gradients) = &gradients {
             let d_x = Operand::new(part(gradients.d_x.address), T::DTYPE, rows, width);
-            device.gemm(&Gemm { out: d_x, left: logits, right: weight, addend: None })?;
+            cuda.gemm(&Gemm { out: d_x, left: logits, right: weight, addend: None })?;
             let address = gradients.d_weight.address;
             let out = Operand::new(address, G::DTYPE, vocab_size, width);
             let left = logits.transposed();
-            device.gemm(&Gemm { out, left, right: x, addend: Some(address) })?;
+            cuda.gemm(&Gemm { out, left, right: x, addend: Some(address) })?;
         }
     }
     adamw::cuda::sum(cuda, losses, tokens, 1.0, loss)

@@ -65,8 +65,9 @@ pub(crate) trait Device: Send + Sync {
         parameters: &[&[u8]],
     ) -> Result<()>;
 
-    /// Runs a matrix product.
-    fn gemm(&self, gemm: &Gemm) -> Result<()>;
+    /// Runs a matrix product, `deterministic` where the same operands must give the same bits in every
+    /// run.
+    fn gemm(&self, gemm: &Gemm, deterministic: bool) -> Result<()>;
 }
 
 /// A tensor of bf16 that the copy engine reads box by box, each box's rows swizzled over 128 bytes

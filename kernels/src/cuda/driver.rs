@@ -315,9 +315,10 @@ impl Device for Driver {
         })
     }
 
-    fn gemm(&self, gemm: &Gemm) -> Result<()> {
+    fn gemm(&self, gemm: &Gemm, deterministic: bool) -> Result<()> {
         self.run("gemm", || Ok(()))?;
         let mut products = self.products.lock().unwrap_or_else(PoisonError::into_inner);
-        products.run(gemm, self.stream).map_err(|error| failed(&self.name, "gemm", error))
+        let started = products.run(gemm, deterministic, self.stream);
+        started.map_err(|error| failed(&self.name, "gemm", error))
     }
 }

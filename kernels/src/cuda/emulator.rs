@@ -171,7 +171,7 @@ impl Device for Emulator {
         if found { Ok(()) } else { Err(self.error("launch", format!("no kernel {kernel}"))) }
     }
 
-    fn gemm(&self, gemm: &Gemm) -> Result<()> {
+    fn gemm(&self, gemm: &Gemm, _deterministic: bool) -> Result<()> {
         match (gemm.left.dtype, gemm.out.dtype) {
             (DType::F32, DType::F32) => product::<f32, f32>(gemm),
             (DType::F32, DType::BF16) => product::<f32, bf16>(gemm),

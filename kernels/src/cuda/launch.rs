@@ -1,8 +1,8 @@
-//! Launching kernels.
+//! Launching kernels and matrix products.
 
 use bytemuck::Pod;
 
-use super::Cuda;
+use super::{Cuda, Gemm};
 use crate::error::Result;
 use crate::scalar::{DType, Element};
 
@@ -29,6 +29,11 @@ pub(crate) fn name<T: Element>(kernel: &str) -> String {
 }
 
 impl Cuda {
+    /// Runs a matrix product.
+    pub(crate) fn gemm(&self, gemm: &Gemm) -> Result<()> {
+        self.device().gemm(gemm, self.is_deterministic())
+    }
+
     /// Runs a kernel on `grid` blocks; none where one of its sizes is 0.
     pub(crate) fn launch<P: Pod>(
         &self,

@@ -41,6 +41,7 @@ pub struct Cuda {
     last_attention: Arc<Mutex<Option<AttentionPath>>>,
     /// Shared memory that a block of threads may ask for.
     most_shared_bytes: usize,
+    deterministic: bool,
 }
 
 /// What a lock guards here is whole whenever a thread can panic.
@@ -90,6 +91,7 @@ impl Cuda {
             counter: Arc::default(),
             first_attention: AttentionPath::Hopper,
             last_attention: Arc::default(),
+            deterministic: true,
         }
     }
 
@@ -104,6 +106,18 @@ impl Cuda {
     pub fn with_shared_bytes(self, bytes: usize) -> Self {
         let most_shared_bytes = bytes.min(self.most_shared_bytes);
         Cuda { most_shared_bytes, last_attention: Arc::default(), ..self }
+    }
+
+    /// The same GPU, with results that have the same bits in every run, as they have where nothing is
+    /// said, or without: then attention adds to the gradient of the queries in any order, and large
+    /// products take the fastest of several algorithms, timed when their shape is first seen.
+    pub fn with_deterministic(self, deterministic: bool) -> Self {
+        Cuda { deterministic, ..self }
+    }
+
+    /// Whether results have the same bits in every run.
+    pub(crate) fn is_deterministic(&self) -> bool {
+        self.deterministic
     }
 
     /// Shared memory that a block may ask for, in bytes.

@@ -71,5 +71,5 @@ fn run(cuda: &Cuda, gemm: Gemm) -> Result<()> {
     if gemm.left.rows == 0 || gemm.left.columns == 0 {
         return Ok(());
     }
-    cuda.device().gemm(&gemm)
+    cuda.gemm(&gemm)
 }

@@ -29,7 +29,7 @@ impl OpenDevice {
             Device::Cpu => Ok(OpenDevice::Cpu),
             #[cfg(feature = "cuda")]
             Device::Cuda => moh_kernels::Cuda::new(local_rank)
-                .map(OpenDevice::Cuda)
+                .map(|cuda| OpenDevice::Cuda(cuda.with_deterministic(recipe.run.deterministic)))
                 .map_err(|source| Error::Device { path: path.to_owned(), source }),
             #[cfg(not(feature = "cuda"))]
             Device::Cuda => Err(Error::NoDevice { path: path.to_owned() }),

@@ -1,7 +1,7 @@
 //! Attention on Hopper's tensor cores (hopper/hopper.cu).
 //!
-//! The gradient of the queries is summed over tiles of keys in the order of the keys, so results
-//! have the same bits in every run.
+//! The gradient of the queries is summed over tiles of keys: in the order of the keys where results
+//! must have the same bits in every run, else in the order in which they are done.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -236,7 +236,7 @@ fn backward_by(
     let areas = Areas::new(shape, sequences);
     let row_tiles = scratch + packed_bytes(problem) as u64;
     let d_q_sums = row_tiles + areas.row_tiles as u64;
-    let turns = d_q_sums + areas.d_q_sums as u64;
+    let turns = if cuda.is_deterministic() { d_q_sums + areas.d_q_sums as u64 } else { 0 };
     let scratch = Scratch { row_tiles, d_q_sums, turns, next_tile: 0 };
     for first in (0..shape.batch).step_by(sequences) {
         let count = sequences.min(shape.batch - first);

@@ -73,7 +73,7 @@ pub struct Run {
     pub device: Device,
     /// Element type of weights and activations.
     pub dtype: DType,
-    /// Whether a GPU gives the same bits every time, at some cost; a CPU always does.
+    /// Whether a GPU gives the same bits in every run, at some cost; a CPU always does.
     #[serde(default)]
     pub deterministic: bool,
 }

@@ -13,7 +13,7 @@ use moh_kernels::{Backend, Element};
 use moh_model::MohConfig;
 use serde_json::{Value, json};
 
-use crate::device::{Bench, Device, Measurement};
+use crate::device::{Bench, DeviceArguments, Measurement};
 use crate::machine::Machine;
 use crate::report;
 use crate::timing::Times;
@@ -50,9 +50,8 @@ pub struct AttentionArguments {
     /// Type of queries, keys and values
     #[arg(long, value_enum, default_value = "f32")]
     dtype: ComputeType,
-    /// Where to run
-    #[arg(long, value_enum, default_value = "cpu")]
-    device: Device,
+    #[command(flatten)]
+    device: DeviceArguments,
     /// Seconds that all runs take together, at three runs of each at least
     #[arg(long, default_value_t = 10.0)]
     seconds: f64,

@@ -14,6 +14,17 @@ pub enum Device {
     Cuda,
 }
 
+/// The device, and how exact its results must be.
+#[derive(Debug, clap::Args)]
+pub struct DeviceArguments {
+    /// Where to run
+    #[arg(long, value_enum, default_value = "cpu")]
+    device: Device,
+    /// Have a GPU give the same bits in every run, as `run.deterministic` of a recipe does
+    #[arg(long)]
+    deterministic: bool,
+}
+
 /// Something to measure on any device.
 pub trait Measurement {
     /// What it shows.
@@ -23,10 +34,10 @@ pub trait Measurement {
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found>;
 }
 
-impl Device {
-    /// Measures on this device.
-    pub fn measure<M: Measurement>(self, measurement: M) -> anyhow::Result<M::Found> {
-        match self {
+impl DeviceArguments {
+    /// Measures on the device.
+    pub fn measure<M: Measurement>(&self, measurement: M) -> anyhow::Result<M::Found> {
+        match self.device {
             Device::Cpu => measurement.on(&Bench {
                 backend: Cpu,
                 sizes: Sizes::SMALL,
@@ -36,7 +47,7 @@ impl Device {
             }),
             #[cfg(feature = "cuda")]
             Device::Cuda => measurement.on(&Bench {
-                backend: moh_kernels::Cuda::new(0)?,
+                backend: moh_kernels::Cuda::new(0)?.with_deterministic(self.deterministic),
                 sizes: Sizes::LLAMA_8B,
                 product: 8192,
                 copied: 4 << 30,

@@ -7,7 +7,7 @@ use moh_kernels::cases::{self, Work};
 use moh_kernels::{Backend, Element};
 use serde_json::{Value, json};
 
-use crate::device::{Bench, Device, Measurement};
+use crate::device::{Bench, DeviceArguments, Measurement};
 use crate::machine::Machine;
 use crate::report;
 use crate::timing::Times;
@@ -23,9 +23,8 @@ pub struct OperatorsArguments {
     /// Type of weights and activations; both when left out
     #[arg(long, value_enum)]
     dtype: Option<ComputeType>,
-    /// Where to run
-    #[arg(long, value_enum, default_value = "cpu")]
-    device: Device,
+    #[command(flatten)]
+    device: DeviceArguments,
     /// Seconds that the runs of each case take, at three runs at least
     #[arg(long, default_value_t = 0.3)]
     seconds: f64,

@@ -10,7 +10,7 @@ use moh_train::recipe::{DType, MohOptions, Optimizer, Precision};
 use moh_train::step::StepPlan;
 use moh_train::{Plan, Recipe};
 
-use crate::device::Device;
+use crate::device::DeviceArguments;
 
 /// A longer micro-batch is a slip of the hand.
 const MAX_TOKENS: usize = 1 << 28;
@@ -53,9 +53,8 @@ pub struct StepArguments {
     /// All heads for every token, whatever the recipe or the configuration says
     #[arg(long, conflicts_with = "active")]
     dense: bool,
-    /// Where to run
-    #[arg(long, value_enum, default_value = "cpu")]
-    pub device: Device,
+    #[command(flatten)]
+    pub device: DeviceArguments,
     /// Steps to measure; as many as fit into five seconds, at least three, when left out
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub steps: Option<u32>,

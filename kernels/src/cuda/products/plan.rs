@@ -1,0 +1,136 @@
+//! How cuBLASLt computes products of one shape.
+
+use std::ptr;
+
+use cudarc::cublaslt::result::{self, CublasError};
+use cudarc::cublaslt::sys;
+
+use super::{Key, WORKSPACE};
+use crate::cuda::device::Operand;
+use crate::scalar::DType;
+
+/// The descriptions of a product and its matrices, and algorithms for it, of which the first is used.
+pub(super) struct Plan {
+    pub(super) description: sys::cublasLtMatmulDesc_t,
+    pub(super) out: sys::cublasLtMatrixLayout_t,
+    pub(super) left: sys::cublasLtMatrixLayout_t,
+    pub(super) right: sys::cublasLtMatrixLayout_t,
+    pub(super) algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
+}
+
+impl Plan {
+    /// With at least one algorithm and at most `candidates`, in cuBLASLt's order.
+    pub(super) fn new(
+        handle: sys::cublasLtHandle_t,
+        key: &Key,
+        candidates: usize,
+    ) -> Result<Self, CublasError> {
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+        let [out, left, right] = key.operands;
+        let description = result::create_matmul_desc(
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            sys::cudaDataType_t::CUDA_R_32F,
+        )?;
+        let transpositions = [
+            (Attribute::CUBLASLT_MATMUL_DESC_TRANSA, right.transposed),
+            (Attribute::CUBLASLT_MATMUL_DESC_TRANSB, left.transposed),
+        ];
+        for (attribute, transposed) in transpositions {
+            let operation = i32::from(transposed);
+            // SAFETY: the attribute is an i32, and the description is whole.
+            #[allow(unsafe_code)]
+            unsafe {
+                let value = ptr::from_ref(&operation).cast();
+                result::set_matmul_desc_attribute(description, attribute, value, size_of::<i32>())?;
+            }
+        }
+        let (out, left, right) = (layout(&out)?, layout(&left)?, layout(&right)?);
+        let mut plan = Plan { description, out, left, right, algorithms: Vec::new() };
+        let preference = preference(if key.aligned { 16 } else { 2 })?;
+        let found = plan.find_algorithms(handle, preference, candidates);
+        // SAFETY: the preference was made above and is not used any more.
+        #[allow(unsafe_code)]
+        unsafe {
+            result::destroy_matmul_pref(preference)?;
+        }
+        plan.algorithms = found?;
+        Ok(plan)
+    }
+
+    fn find_algorithms(
+        &self,
+        handle: sys::cublasLtHandle_t,
+        preference: sys::cublasLtMatmulPreference_t,
+        candidates: usize,
+    ) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, CublasError> {
+        let none = sys::cublasLtMatmulHeuristicResult_t {
+            algo: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
+            workspaceSize: 0,
+            state: sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED,
+            wavesCount: 0.0,
+            reserved: [0; 4],
+        };
+        let (mut found, mut count) = (vec![none; candidates], 0);
+        // SAFETY: the handles are whole, and there is room for as many results as asked for.
+        #[allow(unsafe_code)]
+        unsafe {
+            sys::cublasLtMatmulAlgoGetHeuristic(
+                handle,
+                self.description,
+                self.right,
+                self.left,
+                self.out,
+                self.out,
+                preference,
+                candidates as i32,
+                found.as_mut_ptr(),
+                &mut count,
+            )
+            .result()?;
+        }
+        let works = |found: &sys::cublasLtMatmulHeuristicResult_t| found.state.result().is_ok();
+        let algorithms: Vec<_> = found.into_iter().filter(works).map(|found| found.algo).collect();
+        match algorithms.is_empty() {
+            true => Err(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)),
+            false => Ok(algorithms),
+        }
+    }
+}
+
+/// The operand's memory as a column-major matrix.
+fn layout(operand: &Operand) -> Result<sys::cublasLtMatrixLayout_t, CublasError> {
+    let dtype = match operand.dtype {
+        DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
+        // The only other type that operators multiply.
+        _ => sys::cudaDataType_t::CUDA_R_32F,
+    };
+    let (mut rows, mut columns) = (operand.rows, operand.columns);
+    if operand.transposed {
+        (rows, columns) = (columns, rows);
+    }
+    result::create_matrix_layout(dtype, columns as u64, rows as u64, columns as i64)
+}
+
+/// What algorithms may use: the workspace, and addresses that are multiples of `alignment`.
+fn preference(alignment: u32) -> Result<sys::cublasLtMatmulPreference_t, CublasError> {
+    use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
+    let preference = result::create_matmul_pref()?;
+    let alignments = [
+        Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+        Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+        Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+    ];
+    // SAFETY: the attributes are a size and four u32, and the preference is whole.
+    #[allow(unsafe_code)]
+    unsafe {
+        let size = ptr::from_ref(&WORKSPACE).cast();
+        let workspace = Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+        result::set_matmul_pref_attribute(preference, workspace, size, size_of::<usize>())?;
+        for attribute in alignments {
+            let value = ptr::from_ref(&alignment).cast();
+            result::set_matmul_pref_attribute(preference, attribute, value, size_of::<u32>())?;
+        }
+    }
+    Ok(preference)
+}
