@@ -17,7 +17,7 @@ use reference::{
 const SCALE: f32 = 0.25;
 
 fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: HeadShape, seed: u64) {
-    let HeadShape { tokens, width, vocab_size } = shape;
+    let HeadShape { tokens, width, vocab_size, .. } = shape;
     let mut random = Random(seed);
     let x: Vec<T> = random.numbers(tokens * width);
     let weight: Vec<T> = random.numbers(vocab_size * width);
@@ -72,7 +72,7 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: HeadShape, seed
 #[test]
 fn loss_and_gradients_agree_over_more_than_one_chunk() {
     // A chunk has 2048 tokens at the most.
-    let shape = HeadShape { tokens: 2100, width: 24, vocab_size: 40 };
+    let shape = HeadShape::whole(2100, 24, 40);
     on_each_device!(device => agrees::<_, f32, f32>(device, shape, 1));
     on_each_device!(device => agrees::<_, bf16, f32>(device, shape, 1));
     on_each_device!(device => agrees::<_, bf16, bf16>(device, shape, 1));
@@ -82,7 +82,7 @@ fn loss_and_gradients_agree_over_more_than_one_chunk() {
 fn rows_that_a_block_reads_in_several_rounds_agree() {
     // A block of a GPU reads 2048 numbers of bf16 in a round, where 16 bytes hold whole ones.
     for vocab_size in [2600, 2603] {
-        let shape = HeadShape { tokens: 3, width: 8, vocab_size };
+        let shape = HeadShape::whole(3, 8, vocab_size);
         on_each_device!(device => agrees::<_, f32, f32>(device, shape, 2));
         on_each_device!(device => agrees::<_, bf16, f32>(device, shape, 2));
     }
@@ -90,7 +90,7 @@ fn rows_that_a_block_reads_in_several_rounds_agree() {
 
 #[test]
 fn a_vocabulary_that_fills_the_scratch_makes_chunks_of_fewer_tokens() {
-    let shape = HeadShape { tokens: 23, width: 2, vocab_size: 3 << 20 };
+    let shape = HeadShape::whole(23, 2, 3 << 20);
     let mut scratch = vec![0f32; moh_kernels::Cpu.cross_entropy_scratch(&shape)];
     assert_eq!(scratch.len(), 21 * shape.vocab_size);
     // All logits are 0, so every token's loss is the logarithm of the vocabulary.
@@ -116,7 +116,7 @@ fn a_vocabulary_that_fills_the_scratch_makes_chunks_of_fewer_tokens() {
 #[test]
 fn a_head_that_caches_hold_has_smaller_chunks() {
     let tokens_at_once = |width, vocab_size| {
-        let shape = HeadShape { tokens: 1000, width, vocab_size };
+        let shape = HeadShape::whole(1000, width, vocab_size);
         moh_kernels::Cpu.cross_entropy_scratch(&shape) / vocab_size
     };
     assert_eq!(tokens_at_once(512, 4096), 256);
@@ -127,7 +127,7 @@ fn a_head_that_caches_hold_has_smaller_chunks() {
 
 #[test]
 fn ignored_targets_have_neither_loss_nor_gradient() {
-    let shape = HeadShape { tokens: 3, width: 2, vocab_size: 5 };
+    let shape = HeadShape::whole(3, 2, 5);
     let mut scratch = vec![0f32; moh_kernels::Cpu.cross_entropy_scratch(&shape)];
     let (mut loss, mut d_x, mut d_weight) = ([0f64], [9f32; 6], [1f32; 10]);
     let gradients = HeadGradients { scale: 1.0, d_x: &mut d_x[..], d_weight: &mut d_weight[..] };
@@ -149,7 +149,7 @@ fn ignored_targets_have_neither_loss_nor_gradient() {
 
 #[test]
 fn a_target_without_a_row_is_refused() {
-    let shape = HeadShape { tokens: 1, width: 1, vocab_size: 5 };
+    let shape = HeadShape::whole(1, 1, 5);
     let (mut scratch, mut loss) = ([0f32; 5], [0f64]);
     let refused = moh_kernels::Cpu.cross_entropy::<f32, f32>(
         &shape,
@@ -173,7 +173,7 @@ proptest::proptest! {
         vocab_size in 1usize..70,
         seed: u64,
     ) {
-        let shape = HeadShape { tokens, width, vocab_size };
+        let shape = HeadShape::whole(tokens, width, vocab_size);
         on_each_device!(device => agrees::<_, f32, f32>(device, shape, seed));
     }
 }

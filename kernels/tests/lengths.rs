@@ -50,7 +50,7 @@ const ROW: usize = 16;
 const QUERIES: usize = 8;
 const KEYS: usize = 4;
 const ROUTER: QueryNormRouter = QueryNormRouter { shared_heads: 1, top_k: 2 };
-const HEAD: HeadShape = HeadShape { tokens: TOKENS, width: WIDTH, vocab_size: 7 };
+const HEAD: HeadShape = HeadShape::whole(TOKENS, WIDTH, 7);
 const STEP: AdamW = AdamW {
     learning_rate: 0.1,
     beta1: 0.9,

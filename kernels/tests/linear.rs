@@ -67,6 +67,19 @@ fn no_token_adds_nothing_to_the_gradient() {
     assert_eq!(d_weight, [3.0; 6]);
 }
 
+/// Of products as large as these a GPU times several algorithms, unless it must be deterministic: when
+/// their shape is first seen, on the buffers of the product itself.
+#[cfg(feature = "cuda")]
+#[test]
+fn the_fastest_algorithms_of_a_gpu_agree() {
+    let Some(gpu) = reference::gpu() else { return println!("skipped: no GPU") };
+    let gpu = gpu.with_deterministic(false);
+    for _first_and_later in 0..2 {
+        agrees::<_, bf16, bf16>(&gpu, [2048, 2048, 2560], true, 3);
+        agrees::<_, bf16, f32>(&gpu, [2048, 2048, 2560], false, 4);
+    }
+}
+
 proptest::proptest! {
     #![proptest_config(cases(48))]
     #[test]

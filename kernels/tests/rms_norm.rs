@@ -70,5 +70,6 @@ proptest::proptest! {
     #[test]
     fn any_shape_agrees(tokens in 1usize..130, width in 1usize..70, seed: u64) {
         on_each_device!(device => agrees::<_, f32, f32>(device, tokens, width, seed));
+        on_each_device!(device => agrees::<_, bf16, bf16>(device, tokens, width, seed));
     }
 }

@@ -62,5 +62,6 @@ proptest::proptest! {
         let heads = kv_heads * group;
         let shape = QkvShape { batch, length, heads, kv_heads, head_dim: 2 * half };
         on_each_device!(device => agrees::<_, f32>(device, shape, first_position, seed));
+        on_each_device!(device => agrees::<_, bf16>(device, shape, first_position, seed));
     }
 }

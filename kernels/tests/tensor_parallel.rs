@@ -271,7 +271,7 @@ fn losses_agree<B: Backend + Another, T: Element>(
     ranks: usize,
     seed: u64,
 ) {
-    let HeadShape { tokens, width, vocab_size } = shape;
+    let HeadShape { tokens, width, vocab_size, .. } = shape;
     let mut random = Random(seed);
     let x: Vec<T> = random.numbers(tokens * width);
     let weight: Vec<T> = random.numbers(vocab_size * width);
@@ -280,7 +280,7 @@ fn losses_agree<B: Backend + Another, T: Element>(
         .collect();
     let run = |device: &B, rank: usize, ranks: usize, all_reduce: Option<AllReduce<'_, B>>| {
         let rows = VocabularyRows::of_rank(vocab_size, rank, ranks);
-        let shape = HeadShape { vocab_size: rows.count, ..shape };
+        let shape = HeadShape::of_rows(tokens, width, rows, ranks);
         let part = &weight[rows.first * width..(rows.first + rows.count) * width];
         let (x, part, targets) =
             (upload(device, &x), upload(device, part), upload(device, &targets));
@@ -328,9 +328,10 @@ fn losses_agree<B: Backend + Another, T: Element>(
 
 #[test]
 fn rows_of_the_head_give_the_loss_and_its_gradients_in_parts() {
-    // More than one chunk, of which the last is not full; and a vocabulary with a remainder.
-    for (tokens, vocab_size, ranks) in [(2100, 40, 2), (30, 517, 3), (1, 4, 4)] {
-        let shape = HeadShape { tokens, width: 12, vocab_size };
+    // More than one chunk, of which the last is not full; vocabularies with a remainder, one of which
+    // gives the ranks shares that would be taken in chunks of 512 and of 511 tokens.
+    for (tokens, vocab_size, ranks) in [(2100, 40, 2), (600, 4097, 2), (30, 517, 3), (1, 4, 4)] {
+        let shape = HeadShape::whole(tokens, 12, vocab_size);
         on_each_device!(device => losses_agree::<_, f32>(device, shape, ranks, 1));
         on_each_device!(device => losses_agree::<_, bf16>(device, shape, ranks, 2));
     }
@@ -361,7 +362,7 @@ proptest! {
         (vocab_size, ranks) in (4usize..80, 2usize..5),
         seed: u64,
     ) {
-        let shape = HeadShape { tokens, width, vocab_size };
+        let shape = HeadShape::whole(tokens, width, vocab_size);
         on_each_device!(device => losses_agree::<_, f32>(device, shape, ranks, seed));
     }
 

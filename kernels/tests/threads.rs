@@ -109,7 +109,7 @@ fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> V
     Cpu.swiglu_forward(width, &gate_up, &mut silu).unwrap();
     Cpu.swiglu_backward(width, &mut d_gate_up, &mut silu.clone()).unwrap();
 
-    let head = HeadShape { tokens, width, vocab_size: outputs };
+    let head = HeadShape::whole(tokens, width, outputs);
     let mut scratch = vec![0f32; Cpu.cross_entropy_scratch(&head)];
     let (mut loss, mut d_hidden, mut norm) = ([0f64], y.clone(), [0f64]);
     let gradients =

@@ -219,8 +219,7 @@ fn cross_entropy<B: Backend, T: Element>(
     let products = if with_gradients { 3 } else { 1 };
     let work = Work::products(products, sizes.tokens, sizes.width, sizes.vocabulary);
     Case::new(name, work, move |backend: &B| {
-        let shape =
-            HeadShape { tokens: sizes.tokens, width: sizes.width, vocab_size: sizes.vocabulary };
+        let shape = HeadShape::whole(sizes.tokens, sizes.width, sizes.vocabulary);
         let x = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
         let weight = numbers::<B, T>(backend, sizes.vocabulary * sizes.width)?;
         let targets = ids(backend, sizes.tokens, sizes.vocabulary)?;

@@ -74,7 +74,7 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
         },
     )?;
     check_ranks(shape, ranks.as_ref())?;
-    let &HeadShape { tokens, width, vocab_size } = shape;
+    let &HeadShape { tokens, width, vocab_size, .. } = shape;
     let losses = cuda.scratch(tokens * size_of::<f64>())?;
     let chunk = chunk_rows(shape, size_of::<T>());
     for first in (0..tokens).step_by(chunk.max(1)) {

@@ -15,7 +15,7 @@ pub(crate) mod cuda;
 
 use crate::backend::{Backend, ViewMut};
 use crate::error::{Result, check_len, ensure};
-use crate::ranks::HeadRanks;
+use crate::ranks::{HeadRanks, VocabularyRows};
 use crate::scalar::Element;
 
 /// Tokens whose f32 logits a GPU has at a time; of bf16 logits twice as many fit.
@@ -33,6 +33,21 @@ pub struct HeadShape {
     pub width: usize,
     /// Rows of the head that are held here, V: the vocabulary's, unless ranks divide it.
     pub vocab_size: usize,
+    /// Rows of the rank that holds most of them, by which all ranks choose the tokens of a chunk.
+    pub largest_share: usize,
+}
+
+impl HeadShape {
+    /// Of a head whose rows are all held here.
+    pub const fn whole(tokens: usize, width: usize, vocab_size: usize) -> Self {
+        HeadShape { tokens, width, vocab_size, largest_share: vocab_size }
+    }
+
+    /// Of the rows that one of `ranks` ranks holds.
+    pub fn of_rows(tokens: usize, width: usize, rows: VocabularyRows, ranks: usize) -> Self {
+        let largest_share = rows.vocab_size.div_ceil(ranks);
+        HeadShape { tokens, width, vocab_size: rows.count, largest_share }
+    }
 }
 
 /// Where the gradients of the output head go.
@@ -61,7 +76,7 @@ struct Lens {
 
 fn check(shape: &HeadShape, lens: &Lens) -> Result<()> {
     const OPERATOR: &str = "cross_entropy";
-    let &HeadShape { tokens, width, vocab_size } = shape;
+    let &HeadShape { tokens, width, vocab_size, .. } = shape;
     ensure(OPERATOR, width > 0 && vocab_size > 0, || "the head is empty".into())?;
     check_len(OPERATOR, "x", lens.x, tokens * width)?;
     check_len(OPERATOR, "weight", lens.weight, vocab_size * width)?;

@@ -23,6 +23,8 @@ mod transpose;
 
 pub(crate) use matrix::{Destination, Matrix, MatrixMut};
 #[cfg(target_arch = "x86_64")]
+pub(crate) use pack::interleaved;
+#[cfg(target_arch = "x86_64")]
 pub(crate) use packed::available as multiplies_bf16;
 pub(crate) use parallel::matmul_parallel;
 

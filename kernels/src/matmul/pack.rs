@@ -18,14 +18,15 @@ pub(super) const TILE_ROWS: usize = 12;
 const VECTOR: usize = 32;
 const PAIRS: usize = 16;
 /// Where the pairs of the two vectors' first halves, and of their last, come from.
-const FIRST: [u16; VECTOR] = interleaved(0);
-const LAST: [u16; VECTOR] = interleaved(16);
+const FIRST: [u16; VECTOR] = interleaved(0, VECTOR);
+const LAST: [u16; VECTOR] = interleaved(16, VECTOR);
 
-const fn interleaved(start: u16) -> [u16; VECTOR] {
+/// Places of a vector's numbers that make pairs: `start` and `start + distance`, and those after them.
+pub(crate) const fn interleaved(start: usize, distance: usize) -> [u16; VECTOR] {
     let mut order = [0; VECTOR];
     let mut i = 0;
     while i < VECTOR {
-        order[i] = start + i as u16 / 2 + (i as u16 % 2) * VECTOR as u16;
+        order[i] = (start + i / 2 + i % 2 * distance) as u16;
         i += 1;
     }
     order

@@ -44,7 +44,7 @@ impl Parameters {
         }
     }
 
-    /// Room for three f64 of each routed head.
+    /// Room for three f64 of each routed head: what forward needs, backward needs two.
     fn shared_bytes(&self) -> usize {
         3 * self.tables.routed as usize * size_of::<f64>()
     }

@@ -383,8 +383,9 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     pub(crate) fn head_shape(&self, tokens: usize) -> HeadShape {
-        let rows = self.parallel.part().tensor.vocabulary(&self.config);
-        HeadShape { tokens, width: self.config.hidden_size, vocab_size: rows.count }
+        let tensor = self.parallel.part().tensor;
+        let rows = tensor.vocabulary(&self.config);
+        HeadShape::of_rows(tokens, self.config.hidden_size, rows, tensor.ranks)
     }
 }
 

@@ -130,8 +130,8 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         Ok(weights)
     }
 
-    /// Fills the state from what `read` has of each kind for a tensor; `weights` are those that the
-    /// model was filled with.
+    /// Fills the state from what `read` has of each kind for a tensor: as weights what the model was
+    /// filled with.
     ///
     /// # Errors
     /// What `read` refuses, or the device.

@@ -1,6 +1,6 @@
 //! The run directory: its layout, its lock and the recipe it was started with.
 //!
-//! A continued run must equal one that never stopped, so a directory with checkpoints accepts only
+//! A continued run must equal one that never stopped, where its device is deterministic, so a directory with checkpoints accepts only
 //! the recipe it was started with. Changes of these keys are harmless, for they change no weight but
 //! by the order of sums: `run.dir`, `log.*`, `checkpoint.*`, `data.validation.every_steps` and
 //! `stage.NAME.parallel.*`.

@@ -268,6 +268,19 @@ fn a_run_continues_on_other_numbers_of_ranks() {
 }
 
 #[test]
+fn shards_of_what_bf16_weights_lack_continue_with_the_same_bits() {
+    let changes = [&MICRO_BATCHES[..], &["run.dtype=bf16", "precision.moments=bf16"]].concat();
+    let place = Workplace::new();
+    let reference = finish_on(3, &place.recipe(&changes));
+    let place = Workplace::new();
+    let recipe = place.recipe(&changes);
+    stop_on(3, &recipe, 4);
+    let found = finish_on(3, &recipe);
+    assert!(found.weights == reference.weights, "other weights than without the stop");
+    assert_alike(&found, &reference, "stopped and continued");
+}
+
+#[test]
 fn a_part_that_is_damaged_sets_the_checkpoint_aside_on_all_ranks() {
     let place = Workplace::new();
     let recipe = place.recipe(&MICRO_BATCHES);

@@ -7,7 +7,7 @@ use pulp::x86::V4;
 use pulp::{Arch, Simd, WithSimd};
 
 use super::factor::{Block, Factor, NARROW};
-use crate::matmul::multiplies_bf16;
+use crate::matmul::{interleaved, multiplies_bf16};
 use crate::scalar::{DType, Element};
 
 /// Two terms, the first in the low half. A block's terms are rounded to nearest.
@@ -138,14 +138,4 @@ fn store(out: &mut [Pair; LANES], pairs: __m512i) {
 }
 
 /// Puts number i of a vector's first half into the low half of pair i, that of its second into the high.
-static ORDER: [u16; 2 * LANES] = interleaved();
-
-const fn interleaved() -> [u16; 2 * LANES] {
-    let mut order = [0; 2 * LANES];
-    let mut i = 0;
-    while i < 2 * LANES {
-        order[i] = (i / 2 + i % 2 * LANES) as u16;
-        i += 1;
-    }
-    order
-}
+static ORDER: [u16; 2 * LANES] = interleaved(0, LANES);

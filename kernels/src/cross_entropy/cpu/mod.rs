@@ -29,8 +29,8 @@ const LANES: usize = 16;
 const BLOCK: usize = 1024;
 
 fn chunk_rows(shape: &HeadShape) -> usize {
-    let holds = |numbers: usize| numbers / shape.vocab_size.max(1);
-    let chunk = match shape.vocab_size.saturating_mul(shape.width) <= CACHED {
+    let holds = |numbers: usize| numbers / shape.largest_share.max(1);
+    let chunk = match shape.largest_share.saturating_mul(shape.width) <= CACHED {
         true => holds(CACHED_SCRATCH).clamp(CACHED_CHUNK, CHUNK),
         false => CHUNK,
     };

@@ -9,12 +9,12 @@ use super::{Gemm, Library};
 
 /// Products of an algorithm that are timed together, after one that is not.
 const TIMED: usize = 3;
-/// What a product is multiplied by while algorithms are timed, where it is added to its own output:
-/// too little to change it, while 0 would let the library leave the product out.
+/// What a product is multiplied by while algorithms are timed, where it is added to its own output: of
+/// the product that follows, too little to count, while 0 would let the library leave it out.
 const NOTHING: f32 = 1e-30;
 
 /// Two events on a stream.
-pub(super) struct Stopwatch {
+struct Stopwatch {
     stream: CUstream,
     start: CUevent,
     end: CUevent,
@@ -22,9 +22,14 @@ pub(super) struct Stopwatch {
 
 impl Stopwatch {
     /// None where the driver has no events left.
-    pub(super) fn new(stream: CUstream) -> Option<Self> {
+    fn new(stream: CUstream) -> Option<Self> {
         let event = || event::create(CUevent_flags::CU_EVENT_DEFAULT).ok();
-        Some(Stopwatch { stream, start: event()?, end: event()? })
+        let start = event()?;
+        let Some(end) = event() else {
+            destroy(start);
+            return None;
+        };
+        Some(Stopwatch { stream, start, end })
     }
 
     /// Milliseconds of what `work` starts on the stream; none where it fails.
@@ -43,27 +48,32 @@ impl Stopwatch {
 
 impl Drop for Stopwatch {
     fn drop(&mut self) {
-        for event in [self.start, self.end] {
-            // SAFETY: the event is whole and not used any more. Nobody is there to hear of a failure.
-            #[allow(unsafe_code)]
-            let _ = unsafe { event::destroy(event) };
-        }
+        destroy(self.start);
+        destroy(self.end);
     }
 }
 
+/// Gives back an event that is not used any more.
+fn destroy(event: CUevent) {
+    // SAFETY: `Stopwatch::new` made the event. Nobody is there to hear of a failure.
+    #[allow(unsafe_code)]
+    let _ = unsafe { event::destroy(event) };
+}
+
 impl Plan {
-    /// Times every algorithm on the operands of `gemm`, whose output is written but, where it is added
-    /// to, not changed. Algorithms that fail are not chosen.
+    /// Times every algorithm on the operands of `gemm`. Its output is overwritten, or where the product
+    /// is added to it changes by next to nothing. Algorithms that fail are not chosen.
     pub(super) fn put_first_the_fastest(
         &mut self,
         library: &Library,
         gemm: &Gemm,
-        stopwatch: &Stopwatch,
+        stream: CUstream,
     ) {
+        let Some(stopwatch) = Stopwatch::new(stream) else { return };
         let in_place = gemm.addend == Some(gemm.out.address);
         let scale = if in_place { NOTHING } else { 1.0 };
         let time = |algorithm: &cublasLtMatmulAlgo_t| {
-            let run = || library.multiply(self, algorithm, gemm, scale, stopwatch.stream).ok();
+            let run = || library.multiply(self, algorithm, gemm, scale, stream).ok();
             run()?;
             stopwatch.time(|| (0..TIMED).try_for_each(|_| run()))
         };

@@ -17,7 +17,6 @@ use cudarc::driver::sys::CUstream;
 
 use super::device::{Gemm, Operand};
 use crate::error::{Error, Result};
-use fastest::Stopwatch;
 use plan::Plan;
 
 /// Device memory that products may use.
@@ -97,8 +96,8 @@ impl Products {
             Entry::Vacant(entry) => {
                 let candidates = if key.timed { CANDIDATES } else { 1 };
                 let mut plan = Plan::new(library.handle, &key, candidates)?;
-                if let Some(stopwatch) = Stopwatch::new(stream).filter(|_| key.timed) {
-                    plan.put_first_the_fastest(library, gemm, &stopwatch);
+                if plan.algorithms.len() > 1 {
+                    plan.put_first_the_fastest(library, gemm, stream);
                 }
                 entry.insert(plan)
             }

@@ -89,6 +89,7 @@ impl Plan {
             .result()?;
         }
         let works = |found: &sys::cublasLtMatmulHeuristicResult_t| found.state.result().is_ok();
+        found.truncate(count.max(0) as usize);
         let algorithms: Vec<_> = found.into_iter().filter(works).map(|found| found.algo).collect();
         match algorithms.is_empty() {
             true => Err(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)),

@@ -24,8 +24,8 @@ use signal_hook::flag;
 /// Train a recipe's stages in order, or continue where it was interrupted.
 ///
 /// Running the same command again continues from the newest checkpoint, exactly as if the run had
-/// never stopped. SIGINT, SIGTERM and SIGUSR1 end it after the step in progress, with a checkpoint
-/// and exit code 75: run it again.
+/// never stopped (on a GPU with run.deterministic = true). SIGINT, SIGTERM and SIGUSR1 end it after
+/// the step in progress, with a checkpoint and exit code 75: run it again.
 #[derive(Parser)]
 #[command(
     name = "moh-train",

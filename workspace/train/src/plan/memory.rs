@@ -210,11 +210,8 @@ impl Widths {
 /// One chunk of logits in f32, as long as the device's operator asks for.
 fn logits(work: &Work) -> u64 {
     let clamp = |count: u128| usize::try_from(count).unwrap_or(usize::MAX);
-    let head = HeadShape {
-        tokens: clamp(work.tokens()),
-        width: work.model.hidden_size,
-        vocab_size: clamp(work.vocabulary()),
-    };
+    let width = work.model.hidden_size;
+    let head = HeadShape::whole(clamp(work.tokens()), width, clamp(work.vocabulary()));
     let numbers = match work.recipe.run.device {
         Device::Cpu => Cpu.cross_entropy_scratch(&head),
         // The operator itself is not in every build.
