@@ -14,9 +14,12 @@
 /// is sure to become a part of the compiled variants: the way from `FnOnce` to another closure is a
 /// function of its own, compiled for the oldest machine.
 macro_rules! vectorized {
-    ($body:expr) => {{
+    ($body:expr) => {
+        vectorized!(pulp::Arch::new(), $body)
+    };
+    ($arch:expr, $body:expr) => {{
         let once = $crate::simd::Once;
-        pulp::Arch::new().dispatch(
+        $arch.dispatch(
             #[inline(always)]
             || {
                 let _consumed = once;

@@ -128,6 +128,73 @@ fn queries_at_an_offset_see_the_cache_contiguous_or_by_block_table() {
 }
 
 #[test]
+fn one_query_sees_the_cache() {
+    // Widths of whole blocks of columns, of blocks and a few more, and of a few; keys in all remainders.
+    for (head_dim, key_length) in [(8, 39), (48, 300), (22, 41), (6, 40), (2, 1)] {
+        let (query_length, query_stride) = (1, 10 * head_dim);
+        let shape = AttentionShape {
+            batch: 3,
+            query_length,
+            key_length,
+            heads: 6,
+            kv_heads: 2,
+            head_dim,
+            query_stride,
+        };
+        // With keys after the query, and without.
+        for offset in [key_length - 1, key_length / 2] {
+            on_each_device!(device => cached_agrees::<_, f32>(device, &shape, offset, 7, 8));
+            on_each_device!(device => cached_agrees::<_, bf16>(device, &shape, offset, 7, 9));
+        }
+    }
+}
+
+/// The last token of a sequence alone, against the same token among all of them.
+#[test]
+fn the_last_token_alone_is_that_of_the_sequence() {
+    use moh_kernels::Cpu;
+    use moh_kernels::attention::KeyValues;
+    let (length, heads, kv_heads, head_dim) = (70, 6, 2, 10);
+    let (row, width) = ((heads + 2 * kv_heads) * head_dim, heads * head_dim);
+    let shape = AttentionShape {
+        batch: 1,
+        query_length: length,
+        key_length: length,
+        heads,
+        kv_heads,
+        head_dim,
+        query_stride: row,
+    };
+    let mut random = Random(3);
+    let (qkv, weights) =
+        (random.numbers::<f32>(length * row), random.numbers::<f32>(length * heads));
+    let run = |tokens: usize| {
+        let first = length - tokens;
+        let shape = AttentionShape { query_length: tokens, ..shape };
+        let first_key: Vec<u32> = (first..length).map(|token| token as u32 / 30 * 30).collect();
+        let visibility =
+            Visibility { causal: true, query_offset: first, first_key: Some(&first_key[..]) };
+        let key_values = KeyValues::Contiguous {
+            keys: &qkv[width..],
+            values: &qkv[width + kv_heads * head_dim..],
+            row_stride: row,
+        };
+        let (mut out, mut log_sum_exp) = (vec![0f32; tokens * width], vec![0f32; tokens * heads]);
+        let (queries, weights) = (&qkv[first * row..], &weights[first * heads..]);
+        let (sums, weights) = (&mut log_sum_exp[..], Some(weights));
+        Cpu.attention_forward(
+            &shape, queries, key_values, visibility, None, weights, &mut out, sums,
+        )
+        .unwrap();
+        (out[(tokens - 1) * width..].to_vec(), log_sum_exp[(tokens - 1) * heads..].to_vec())
+    };
+    let ((out, sums), (all_out, all_sums)) = (run(1), run(length));
+    let wide = |numbers: &[f32]| numbers.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
+    assert_close("out", &out, &wide(&all_out), F32_TOLERANCE);
+    assert_close("log_sum_exp", &sums, &wide(&all_sums), F32_TOLERANCE);
+}
+
+#[test]
 fn a_sequence_of_no_token_is_no_work() {
     let attention = Case::dense(QkvShape { length: 0, ..SHAPE }).attention_shape();
     let seen = Visibility { causal: true, query_offset: 0, first_key: None };

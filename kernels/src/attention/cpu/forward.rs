@@ -9,7 +9,7 @@ use super::gather::{
 use super::lanes::{KEYS, Lanes, MOST_ROWS, padded_rows};
 use super::problem::{Problem, Row, check_key_values};
 use super::tile::{ForwardTile, Head};
-use super::{as_factors, for_each_task, for_each_tile, product, with_factors};
+use super::{as_factors, for_each_task, for_each_tile, product, token, with_factors};
 use crate::attention::KeyValues;
 use crate::cpu::Cpu;
 use crate::disjoint::DisjointColumns;
@@ -39,6 +39,13 @@ pub(crate) fn forward<T: Element>(
         out: DisjointColumns::new(out, shape.heads * shape.head_dim),
         log_sum_exp: DisjointColumns::new(log_sum_exp, shape.heads),
     };
+    if shape.query_length == 1 {
+        for_each_task(&shape, |sequence, kv_head| {
+            let task = (sequence, kv_head);
+            token::forward_task(arch, &problem, queries, key_values, &outputs, task);
+        });
+        return Ok(());
+    }
     with_factors!(F, T, arch, {
         for_each_task(&shape, |sequence, kv_head| {
             let task = (sequence, kv_head);
@@ -49,7 +56,7 @@ pub(crate) fn forward<T: Element>(
 }
 
 /// What the tasks write.
-struct Outputs<'a, T> {
+pub(super) struct Outputs<'a, T> {
     out: DisjointColumns<'a, T>,
     log_sum_exp: DisjointColumns<'a, f32>,
 }
@@ -57,7 +64,7 @@ struct Outputs<'a, T> {
 impl<T: Element> Outputs<'_, T> {
     /// A row's output and log-sum-exp.
     #[allow(clippy::mut_from_ref)]
-    fn row(&self, row: Row, head_dim: usize) -> (&mut [T], &mut f32) {
+    pub(super) fn row(&self, row: Row, head_dim: usize) -> (&mut [T], &mut f32) {
         let columns = row.head * head_dim..(row.head + 1) * head_dim;
         // SAFETY: a (token, head) pair belongs to one task only, which takes a row once.
         #[allow(unsafe_code)]
@@ -65,6 +72,13 @@ impl<T: Element> Outputs<'_, T> {
             let log_sum_exp = self.log_sum_exp.block_mut(row.token, row.head..row.head + 1);
             (self.out.block_mut(row.token, columns), &mut log_sum_exp[0])
         }
+    }
+
+    /// Zeros for a row that is not selected.
+    pub(super) fn skip(&self, row: Row, head_dim: usize) {
+        let (out, log_sum_exp) = self.row(row, head_dim);
+        out.fill(T::zeroed());
+        *log_sum_exp = 0.0;
     }
 }
 
@@ -115,10 +129,6 @@ fn forward_task<T: Element, F: Factor>(
             });
             scatter_columns(o, &factors[..lanes], rounded, rows);
         };
-        for_each_tile(problem, task, lanes, take, |row| {
-            let (out, log_sum_exp) = outputs.row(row, head_dim);
-            out.fill(T::zeroed());
-            *log_sum_exp = 0.0;
-        });
+        for_each_tile(problem, task, lanes, take, |row| outputs.skip(row, head_dim));
     });
 }

@@ -124,6 +124,7 @@ impl<'a, T: Element> HeadRows<'a, T> {
     }
 
     /// The key of a position.
+    #[inline(always)]
     pub(super) fn key(&self, position: usize) -> &'a [T] {
         match self.key_values {
             KeyValues::Contiguous { keys, .. } | KeyValues::Paged { keys, .. } => {
@@ -133,6 +134,7 @@ impl<'a, T: Element> HeadRows<'a, T> {
     }
 
     /// The value of a position.
+    #[inline(always)]
     pub(super) fn value(&self, position: usize) -> &'a [T] {
         match self.key_values {
             KeyValues::Contiguous { values, .. } | KeyValues::Paged { values, .. } => {
@@ -141,6 +143,7 @@ impl<'a, T: Element> HeadRows<'a, T> {
         }
     }
 
+    #[inline(always)]
     fn start(&self, position: usize) -> usize {
         let AttentionShape { key_length, kv_heads, head_dim, .. } = self.shape;
         let row = match self.key_values {

@@ -4,6 +4,8 @@
 //! Keys, and the columns of queries, keys and values, are padded with zeros to [`product::ROWS`],
 //! columns of gradients to the vector's length; what lies beyond the last key is masked.
 //!
+//! A single token of each sequence takes no tiles ([`token`]).
+//!
 //! Products of bf16 multiply pairs of terms where the machine can ([`factor`]); then probabilities and
 //! the gradients of scores are rounded to bf16 for the products that they enter. Softmax and sums are
 //! f32 everywhere.
@@ -21,6 +23,7 @@ mod product;
 #[cfg(test)]
 mod tests;
 mod tile;
+mod token;
 
 use rayon::prelude::*;
 

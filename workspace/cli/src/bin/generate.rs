@@ -8,8 +8,9 @@ use clap::Parser;
 use half::bf16;
 use moh_cli::exit;
 use moh_cli::models::{self, ComputeType};
-use moh_kernels::Element;
-use moh_model::{Generator, Sampler};
+use moh_data::TextTokenizer;
+use moh_kernels::{Backend, Element};
+use moh_model::{Generator, Model, Sampler};
 
 /// Continue a text with a model, dense or Mixture-of-Head.
 ///
@@ -86,6 +87,18 @@ fn generate<T: Element>(arguments: &Arguments) -> anyhow::Result<()> {
     }
     let capacity = context.min(prompt.len().saturating_add(arguments.max_tokens));
     let model = models::load::<T>(&directory, capacity)?;
+    // On one of the operators' threads: a token of a small model takes less time than waking them.
+    model.backend().scope(|| decode(arguments, &tokenizer, &model, &prompt))
+}
+
+/// Writes the prompt and what follows it, as they come.
+fn decode<B: Backend, T: Element>(
+    arguments: &Arguments,
+    tokenizer: &TextTokenizer,
+    model: &Model<B, T>,
+    prompt: &[u32],
+) -> anyhow::Result<()> {
+    let capacity = model.positions();
     let mut sampler = Sampler::new(
         arguments.seed,
         arguments.temperature,
@@ -93,12 +106,12 @@ fn generate<T: Element>(arguments: &Arguments) -> anyhow::Result<()> {
         tokenizer.vocab_size(),
     );
     let ends = &model.config().eos_token_ids;
-    let mut generator = Generator::new(&model, capacity)?;
-    let mut text = tokenizer.stream(&prompt, true);
+    let mut generator = Generator::new(model, capacity)?;
+    let mut text = tokenizer.stream(prompt, true);
     let mut out = stdout();
     write!(out, "{}", arguments.prompt)?;
     let started = Instant::now();
-    let mut logits = generator.extend(&prompt)?;
+    let mut logits = generator.extend(prompt)?;
     let prompt_seconds = started.elapsed().as_secs_f64();
     let started = Instant::now();
     let (mut count, mut passes) = (0u32, 0u32);

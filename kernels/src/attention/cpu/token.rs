@@ -1,0 +1,151 @@
+//! Attention of one token a sequence, as generation has it: its few rows read keys and values where they
+//! lie. A tile would copy all of these for a vector's lanes of rows, most of them empty.
+
+use pulp::Arch;
+
+use super::forward::Outputs;
+use super::gather::HeadRows;
+use super::problem::{Problem, Row};
+use crate::attention::KeyValues;
+use crate::cpu::Cpu;
+use crate::math::{exp, sum};
+use crate::scalar::Element;
+use crate::scratch::with_scratch;
+use crate::simd::vectorized;
+
+/// Interleaved parts of an inner product's sum.
+const PARTS: usize = 8;
+/// Interleaved parts of the scores whose largest are found.
+const LANES: usize = 16;
+/// Values that are added at a time.
+const VALUES: usize = 4;
+
+pub(super) fn forward_task<T: Element>(
+    arch: Arch,
+    problem: &Problem<'_>,
+    queries: &[T],
+    key_values: KeyValues<'_, Cpu, T>,
+    outputs: &Outputs<'_, T>,
+    (sequence, kv_head): (usize, usize),
+) {
+    let (shape, head_dim) = (&problem.shape, problem.shape.head_dim);
+    let source = HeadRows::new(*shape, key_values, (sequence, kv_head));
+    with_scratch([head_dim, shape.key_length, head_dim], |[query, scores, sums]| {
+        let attend = |row: Row| {
+            let numbers = &queries[row.token * shape.query_stride + row.head * head_dim..];
+            for (slot, number) in query.iter_mut().zip(numbers) {
+                *slot = number.to_f32() * problem.scale();
+            }
+            let visible = problem.visible(row);
+            let (first, scores) = (visible.start, &mut scores[..visible.len()]);
+            let (maximum, sum) = vectorized!(arch, {
+                let softmax = soften(query, &source, first, scores);
+                add_values(scores, &source, first, sums);
+                softmax
+            });
+            let (out, log_sum_exp) = outputs.row(row, head_dim);
+            *log_sum_exp = maximum + sum.ln();
+            let factor = problem.weight(row) / sum;
+            for (slot, number) in out.iter_mut().zip(&*sums) {
+                *slot = T::from_f32(number * factor);
+            }
+        };
+        problem.for_each_row(sequence, kv_head, attend, |row| outputs.skip(row, head_dim));
+    });
+}
+
+/// Writes the exponentials of the scores less the largest, which it returns with their sum. The scores
+/// are those of the keys from position `first` on.
+#[inline(always)]
+fn soften<T: Element>(
+    query: &[f32],
+    source: &HeadRows<'_, T>,
+    first: usize,
+    scores: &mut [f32],
+) -> (f32, f32) {
+    for (i, score) in scores.iter_mut().enumerate() {
+        *score = inner_product(query, source.key(first + i));
+    }
+    let maximum = largest(scores);
+    for score in &mut *scores {
+        *score = exp(*score - maximum);
+    }
+    (maximum, sum(scores))
+}
+
+#[inline(always)]
+fn inner_product<T: Element>(query: &[f32], key: &[T]) -> f32 {
+    let (queries, few_queries) = query.as_chunks::<PARTS>();
+    let (keys, few_keys) = key.as_chunks::<PARTS>();
+    let mut parts = [0f32; PARTS];
+    for (query, key) in queries.iter().zip(keys) {
+        for i in 0..PARTS {
+            parts[i] += query[i] * key[i].to_f32();
+        }
+    }
+    for ((part, query), key) in parts.iter_mut().zip(few_queries).zip(few_keys) {
+        *part += query * key.to_f32();
+    }
+    for half in [4, 2, 1] {
+        for i in 0..half {
+            parts[i] += parts[i + half];
+        }
+    }
+    parts[0]
+}
+
+#[inline(always)]
+fn largest(scores: &[f32]) -> f32 {
+    let (chunks, rest) = scores.as_chunks::<LANES>();
+    let mut largest = [f32::NEG_INFINITY; LANES];
+    for chunk in chunks {
+        for i in 0..LANES {
+            largest[i] = if chunk[i] > largest[i] { chunk[i] } else { largest[i] };
+        }
+    }
+    largest.iter().chain(rest).fold(f32::NEG_INFINITY, |most, &score| most.max(score))
+}
+
+/// `sums = probabilities values`, some columns at a time, which stay in registers.
+#[inline(always)]
+fn add_values<T: Element>(
+    probabilities: &[f32],
+    source: &HeadRows<'_, T>,
+    first: usize,
+    sums: &mut [f32],
+) {
+    let (blocks, rest) = sums.as_chunks_mut::<PARTS>();
+    let first_of_rest = blocks.len() * PARTS;
+    for (block, sums) in blocks.iter_mut().enumerate() {
+        *sums = sum_of_values(probabilities, source, first, block * PARTS);
+    }
+    for (i, sum) in rest.iter_mut().enumerate() {
+        [*sum] = sum_of_values(probabilities, source, first, first_of_rest + i);
+    }
+}
+
+/// `WIDTH` columns from `column` on, in [`VALUES`] interleaved sums.
+#[inline(always)]
+fn sum_of_values<T: Element, const WIDTH: usize>(
+    probabilities: &[f32],
+    source: &HeadRows<'_, T>,
+    first: usize,
+    column: usize,
+) -> [f32; WIDTH] {
+    let mut sums = [[0f32; WIDTH]; VALUES];
+    for (chunk, probabilities) in probabilities.chunks(VALUES).enumerate() {
+        let positions = first + chunk * VALUES..;
+        for ((sums, &probability), position) in sums.iter_mut().zip(probabilities).zip(positions) {
+            let values = &source.value(position)[column..column + WIDTH];
+            for i in 0..WIDTH {
+                sums[i] += probability * values[i].to_f32();
+            }
+        }
+    }
+    let [a, b, c, d] = sums;
+    let mut sum = [0f32; WIDTH];
+    for i in 0..WIDTH {
+        sum[i] = (a[i] + b[i]) + (c[i] + d[i]);
+    }
+    sum
+}
