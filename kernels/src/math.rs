@@ -50,6 +50,20 @@ pub(crate) fn sum(x: &[f32]) -> f32 {
     partial.iter().sum()
 }
 
+/// The largest of a slice, found in sixteen interleaved parts, or -inf; NaN is never the largest.
+#[inline(always)]
+pub(crate) fn largest(x: &[f32]) -> f32 {
+    let larger = |a: f32, b: f32| if a > b { a } else { b };
+    let (chunks, rest) = x.as_chunks::<16>();
+    let mut lanes = [f32::NEG_INFINITY; 16];
+    for chunk in chunks {
+        for lane in 0..16 {
+            lanes[lane] = larger(chunk[lane], lanes[lane]);
+        }
+    }
+    lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |largest, &value| larger(value, largest))
+}
+
 /// Sum of sixteen partial sums, by halves: each step is a vector's.
 #[inline(always)]
 pub(crate) fn total(mut partial: [f32; 16]) -> f32 {

@@ -8,15 +8,13 @@ use super::gather::HeadRows;
 use super::problem::{Problem, Row};
 use crate::attention::KeyValues;
 use crate::cpu::Cpu;
-use crate::math::{exp, sum};
+use crate::math::{exp, largest, sum};
 use crate::scalar::Element;
 use crate::scratch::with_scratch;
 use crate::simd::vectorized;
 
 /// Interleaved parts of an inner product's sum.
 const PARTS: usize = 8;
-/// Interleaved parts of the scores whose largest are found.
-const LANES: usize = 16;
 /// Values that are added at a time.
 const VALUES: usize = 4;
 
@@ -92,18 +90,6 @@ fn inner_product<T: Element>(query: &[f32], key: &[T]) -> f32 {
         }
     }
     parts[0]
-}
-
-#[inline(always)]
-fn largest(scores: &[f32]) -> f32 {
-    let (chunks, rest) = scores.as_chunks::<LANES>();
-    let mut largest = [f32::NEG_INFINITY; LANES];
-    for chunk in chunks {
-        for i in 0..LANES {
-            largest[i] = if chunk[i] > largest[i] { chunk[i] } else { largest[i] };
-        }
-    }
-    largest.iter().chain(rest).fold(f32::NEG_INFINITY, |most, &score| most.max(score))
 }
 
 /// `sums = probabilities values`, some columns at a time, which stay in registers.

@@ -5,7 +5,7 @@ mod divided;
 use super::{HeadGradients, HeadShape, IGNORED, Lens, check, check_ranks};
 use crate::cpu::Cpu;
 use crate::error::{Error, Result};
-use crate::math::{exp, sum};
+use crate::math::{exp, largest, sum};
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::ranks::HeadRanks;
 use crate::scalar::Element;
@@ -23,8 +23,6 @@ const CACHED_CHUNK: usize = 256;
 const CACHED_SCRATCH: usize = 1 << 20;
 /// Tokens of one task at the most.
 const ROWS: usize = 16;
-/// Interleaved parts of a row whose largest logits are found.
-const LANES: usize = 16;
 /// Logits that are turned into exponentials before they are summed.
 const BLOCK: usize = 1024;
 
@@ -146,20 +144,6 @@ fn turn_to_exponentials(row: &mut [f32], target: Option<usize>) -> (f32, f64) {
     let others = exponentials(row, largest);
     row[target] = own;
     (largest, f64::from(others) + f64::from(own))
-}
-
-/// The largest logit.
-#[inline(always)]
-fn largest(row: &[f32]) -> f32 {
-    let larger = |a: f32, b: f32| if a > b { a } else { b };
-    let (chunks, rest) = row.as_chunks::<LANES>();
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    for chunk in chunks {
-        for lane in 0..LANES {
-            lanes[lane] = larger(chunk[lane], lanes[lane]);
-        }
-    }
-    lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |largest, &logit| larger(logit, largest))
 }
 
 /// Turns logits into exponentials less the largest and returns their sum.
