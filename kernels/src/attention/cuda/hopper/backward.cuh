@@ -138,7 +138,9 @@ static __device__ __forceinline__ RowTiles find_row_tiles(const Parameters& para
     __syncthreads();
     RowTiles tiles;
     tiles.begin = limits[0] / TILE_ROWS;
-    tiles.end = (limits[1] + TILE_ROWS - 1) / TILE_ROWS;
+    // Where every row ends before these keys, the last row tile is not visited either: no turn of
+    // it is kept for them.
+    tiles.end = limits[0] < segment.count ? (limits[1] + TILE_ROWS - 1) / TILE_ROWS : tiles.begin;
     tiles.unmasked = (limits[2] + TILE_ROWS - 1) / TILE_ROWS;
     // Rows beyond the segment's end need no mask.
     tiles.unmasked_end = limits[3] == segment.count ? tiles.end : limits[3] / TILE_ROWS;
