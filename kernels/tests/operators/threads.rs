@@ -1,9 +1,6 @@
 //! Results have the same bits whatever the number of rayon's threads.
 
-#![allow(clippy::unwrap_used)]
-
-mod reference;
-
+use crate::reference::{Random, cases, rope_tables, wide};
 use half::bf16;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::attention::{AttentionShape, KeyValues, Visibility};
@@ -13,7 +10,6 @@ use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::{QueryNormRouter, RouterGradient};
 use moh_kernels::{Backend, Cpu, Element};
 use proptest::prelude::*;
-use reference::{Random, cases, rope_tables, wide};
 
 /// Runs `body` on pools of one, two and five threads and asserts equal results.
 fn same_bits(body: impl Fn() -> Vec<f64> + Sync) {

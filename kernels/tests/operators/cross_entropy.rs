@@ -1,17 +1,13 @@
 //! The fused output head and cross-entropy against its reference: loss and both gradients, with
 //! ignored targets and over more than one chunk of tokens.
 
-#![allow(clippy::unwrap_used)]
-
-mod reference;
-
-use half::bf16;
-use moh_kernels::cross_entropy::{HeadGradients, HeadShape, IGNORED};
-use moh_kernels::{Backend, DType, Element, Error};
-use reference::{
+use crate::reference::{
     F32_TOLERANCE, Random, added, assert_close, cases, download, flat, garbage, gradient,
     operators, tolerance, upload, var, view, view_mut,
 };
+use half::bf16;
+use moh_kernels::cross_entropy::{HeadGradients, HeadShape, IGNORED};
+use moh_kernels::{Backend, DType, Element, Error};
 
 /// Exact in f32, so that the reference scales by the same number.
 const SCALE: f32 = 0.25;

@@ -1,15 +1,11 @@
 //! The linear layer against its reference: with and without a residual, and both gradients.
 
-#![allow(clippy::unwrap_used)]
-
-mod reference;
-
-use half::bf16;
-use moh_kernels::{Backend, Element};
-use reference::{
+use crate::reference::{
     Random, added, assert_close, backward, cases, download, flat, garbage, gradient, operators,
     tensor, tolerance, upload, var, view, view_mut,
 };
+use half::bf16;
+use moh_kernels::{Backend, Element};
 
 fn agrees<B: Backend, T: Element, G: Element>(
     device: &B,
@@ -72,7 +68,7 @@ fn no_token_adds_nothing_to_the_gradient() {
 #[cfg(feature = "cuda")]
 #[test]
 fn the_fastest_algorithms_of_a_gpu_agree() {
-    let Some(gpu) = reference::gpu() else { return println!("skipped: no GPU") };
+    let Some(gpu) = crate::reference::gpu() else { return println!("skipped: no GPU") };
     let gpu = gpu.with_deterministic(false);
     for _first_and_later in 0..2 {
         agrees::<_, bf16, bf16>(&gpu, [2048, 2048, 2560], true, 3);

@@ -1,12 +1,8 @@
 //! Conversion between the types of numbers.
 
-#![allow(clippy::unwrap_used)]
-
-mod reference;
-
+use crate::reference::{cases, download, garbage, upload, view, view_mut};
 use half::bf16;
 use moh_kernels::{Backend, Element};
-use reference::{cases, download, garbage, upload, view, view_mut};
 
 fn converted<B: Backend, X: Element, Y: Element>(device: &B, x: &[X]) -> Vec<Y> {
     let (x, mut y) = (upload(device, x), garbage::<B, Y>(device, x.len()));

@@ -1,10 +1,11 @@
 //! The query-norm router against its reference: selection, gates, balance loss, and the gradient
 //! that it adds to the queries, checked by autograd and by central differences.
 
-#![allow(clippy::unwrap_used)]
-
-mod reference;
-
+use crate::reference::operators::{self, Packed};
+use crate::reference::{
+    F32_TOLERANCE, Random, assert_close, cases, columns, download, flat, gradient, no_rotation,
+    rope_tables, tensor, tolerance, upload, var, view, view_mut,
+};
 use candle_core::Tensor;
 use half::bf16;
 use moh_kernels::ranks::Heads;
@@ -12,11 +13,6 @@ use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::{QueryNormRouter, RouterGradient};
 use moh_kernels::{Backend, Cpu, Element};
 use proptest::prelude::*;
-use reference::operators::{self, Packed};
-use reference::{
-    F32_TOLERANCE, Random, assert_close, cases, columns, download, flat, gradient, no_rotation,
-    rope_tables, tensor, tolerance, upload, var, view, view_mut,
-};
 
 /// Weight of the balance loss in the total, exact in f32.
 const BALANCE: f32 = 0.5;
@@ -138,13 +134,13 @@ fn backward_agrees_with_central_differences() {
         let gates = operators::gates(&packed.queries(&qkv).unwrap(), 1).unwrap();
         let balance = operators::balance_loss(&mask, &gates).unwrap().to_scalar::<f64>().unwrap();
         let routed = columns(&flat(&mask), 5, 1..5);
-        let delta = columns(&reference::wide(&delta), 5, 1..5);
+        let delta = columns(&crate::reference::wide(&delta), 5, 1..5);
         let weighed: f64 =
             flat(&gates).iter().zip(routed).zip(delta).map(|((gate, m), d)| gate * m * d).sum();
         weighed + f64::from(BALANCE) * balance
     };
     let nudged = |at: usize, by: f64| {
-        let mut qkv = reference::wide(&qkv);
+        let mut qkv = crate::reference::wide(&qkv);
         qkv[at] += by;
         loss(qkv)
     };
@@ -238,7 +234,7 @@ proptest! {
         on_each_device!(device => {
             let actual = route(device, &case);
             for (gates, mask) in actual.gates.chunks(routed).zip(actual.mask.chunks(routed)) {
-                let sum: f64 = reference::wide(gates).iter().sum();
+                let sum: f64 = crate::reference::wide(gates).iter().sum();
                 prop_assert!((sum - 1.0).abs() < 1e-6, "gates sum to {sum}");
                 prop_assert_eq!(mask.iter().map(|&m| usize::from(m)).sum::<usize>(), router.top_k);
             }

@@ -1,18 +1,14 @@
 //! Rotary position embedding against its reference, without a router: forward and gradient, from
 //! a first position other than 0.
 
-#![allow(clippy::unwrap_used)]
-
-mod reference;
-
-use half::bf16;
-use moh_kernels::rope::{QkvShape, RopeTable};
-use moh_kernels::{Backend, Element};
-use reference::operators::Packed;
-use reference::{
+use crate::reference::operators::Packed;
+use crate::reference::{
     Random, assert_close, backward, cases, download, flat, gradient, rope_tables, tensor,
     tolerance, upload, var, view, view_mut,
 };
+use half::bf16;
+use moh_kernels::rope::{QkvShape, RopeTable};
+use moh_kernels::{Backend, Element};
 
 fn agrees<B: Backend, T: Element>(device: &B, shape: QkvShape, first_position: usize, seed: u64) {
     let mut random = Random(seed);

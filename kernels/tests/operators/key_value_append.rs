@@ -1,12 +1,8 @@
 //! Appending to the cache: keys and values land in their rows, and no other row changes.
 
-#![allow(clippy::unwrap_used)]
-
-mod reference;
-
+use crate::reference::{Random, cases, columns, download, upload, view, view_mut};
 use moh_kernels::Backend;
 use moh_kernels::rope::QkvShape;
-use reference::{Random, cases, columns, download, upload, view, view_mut};
 
 fn appends<B: Backend>(device: &B, shape: QkvShape, first_position: usize, seed: u64) {
     let (mut random, width) = (Random(seed), shape.kv_heads * shape.head_dim);

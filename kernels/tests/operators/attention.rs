@@ -1,10 +1,9 @@
 //! Attention against its reference: dense, routed, weighted, over documents, with a cache and by
 //! block table; forward, all gradients, and the whole of a Mixture-of-Head attention.
 
-#![allow(clippy::unwrap_used)]
-
-mod reference;
-
+use crate::reference::attention::{Case, Inputs, agrees, cached, documents, run};
+use crate::reference::operators::{self, Packed};
+use crate::reference::{F32_TOLERANCE, Random, assert_close, cases, columns, flat, tensor};
 use candle_core::Tensor;
 use half::bf16;
 use moh_kernels::attention::{AttentionShape, KeyValues, Visibility};
@@ -12,9 +11,6 @@ use moh_kernels::rope::QkvShape;
 use moh_kernels::router::QueryNormRouter;
 use moh_kernels::{Backend, Element};
 use proptest::prelude::*;
-use reference::attention::{Case, Inputs, agrees, cached, documents, run};
-use reference::operators::{self, Packed};
-use reference::{F32_TOLERANCE, Random, assert_close, cases, columns, flat, tensor};
 
 /// Rows in several tiles of 64, none of them full.
 const SHAPE: QkvShape = QkvShape { batch: 2, length: 45, heads: 12, kv_heads: 3, head_dim: 16 };
@@ -82,7 +78,7 @@ fn backward_agrees_with_central_differences() {
     let seen = operators::visibility((1, 3, 3), true, 0, None).unwrap();
     let d_out = tensor(&inputs.d_out, (1, 3, 2, 4));
     let nudged = |at: usize, by: f64| {
-        let mut qkv = reference::wide(&inputs.qkv);
+        let mut qkv = crate::reference::wide(&inputs.qkv);
         qkv[at] += by;
         let qkv = Tensor::from_vec(qkv, packed.dims(), &candle_core::Device::Cpu).unwrap();
         let [q, k, v] = packed.split(&qkv).unwrap();

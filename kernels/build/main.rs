@@ -1,6 +1,8 @@
 //! Compiles the CUDA kernels: with nvcc for the feature `cuda`, for the CPU with the C++ compiler
 //! for the feature `cuda-emulator`.
 
+mod ptxas;
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -17,7 +19,10 @@ fn main() {
     println!("cargo::rustc-check-cfg=cfg(gpu)");
     println!("cargo::rustc-check-cfg=cfg(hopper)");
     println!("cargo::rerun-if-changed=src");
-    for variable in ["CUDA_HOME", "CUDA_PATH", "MOH_CUDA_ARCHITECTURES", "CXX", "PATH"] {
+    println!("cargo::rerun-if-changed=build");
+    for variable in
+        ["CUDA_HOME", "CUDA_PATH", "MOH_CUDA_ARCHITECTURES", "MOH_CUDA_RESOURCES", "CXX", "PATH"]
+    {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
@@ -34,11 +39,14 @@ fn main() {
     }
 }
 
-/// Runs a command; its failure is the build's.
-fn run(command: &mut Command, advice: &str) {
-    match command.status() {
-        Ok(status) if status.success() => {}
-        Ok(status) => panic!("{command:?} failed: {status}"),
+/// Runs a command and returns what it reports; its failure is the build's.
+fn run(command: &mut Command, advice: &str) -> String {
+    match command.output() {
+        Ok(output) => {
+            let report = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(output.status.success(), "{command:?} failed: {}\n{report}", output.status);
+            report
+        }
         Err(error) => panic!("{command:?} cannot be started: {error}; {advice}"),
     }
 }
@@ -49,7 +57,7 @@ fn compile_for_gpus(out: &Path) {
     let architectures =
         std::env::var("MOH_CUDA_ARCHITECTURES").unwrap_or_else(|_| ARCHITECTURES.into());
     let mut command = Command::new(nvcc);
-    command.args(["-O3", "-std=c++17", "-fatbin", "-o"]).arg(out).arg(KERNELS);
+    command.args(["-O3", "-std=c++17", "-Xptxas", "-v", "-fatbin", "-o"]).arg(out).arg(KERNELS);
     if let Some(root) = root {
         command.arg("-I").arg(root.join("include/cccl"));
     }
@@ -66,10 +74,17 @@ fn compile_for_gpus(out: &Path) {
             command.arg(format!("-gencode={later}"));
         }
     }
-    run(
+    let report = run(
         &mut command,
         "set CUDA_HOME to a CUDA 13 toolkit, or get a compiler by tools/cuda-toolchain",
     );
+    let kernels = ptxas::kernels(&report);
+    let faults = ptxas::faults(&report, &kernels);
+    assert!(faults.is_empty(), "the assembler slowed kernels down:\n{}", faults.join("\n"));
+    if let Some(file) = std::env::var_os("MOH_CUDA_RESOURCES") {
+        let written = std::fs::write(&file, ptxas::table(&kernels));
+        written.unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    }
 }
 
 fn compile_for_the_cpu(out: &Path) {

@@ -1,10 +1,7 @@
 //! Every operator refuses buffers whose lengths do not fit its shape, with an error and without a
 //! panic; and accepts those that do.
 
-#![allow(clippy::unwrap_used)]
-
-mod reference;
-
+use crate::reference::{cases, view, view_mut};
 use half::bf16;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::attention::{AttentionShape, KeyValues, Visibility};
@@ -14,7 +11,6 @@ use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::{QueryNormRouter, RouterGradient};
 use moh_kernels::{Backend, Result, Scalar};
 use proptest::prelude::*;
-use reference::{cases, view, view_mut};
 
 /// Which lengths of a buffer fit, given the others.
 #[derive(Debug, Clone, Copy)]

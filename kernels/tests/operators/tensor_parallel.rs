@@ -1,12 +1,12 @@
 //! Operators whose heads or vocabulary are divided among ranks, played by threads, against the same
 //! operators on one.
 
-#![allow(clippy::unwrap_used)]
-
-mod reference;
-
 use std::sync::{Barrier, Mutex};
 
+use crate::reference::{
+    Another, F32_TOLERANCE, Random, assert_close, cases, download, garbage, rope_tables, tolerance,
+    upload, view, view_mut, wide,
+};
 use half::bf16;
 use moh_kernels::attention::{AttentionShape, KeyValues, Visibility};
 use moh_kernels::cross_entropy::{HeadGradients, HeadShape, IGNORED};
@@ -15,10 +15,6 @@ use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::{QueryNormRouter, RouterGradient, RouterRanks};
 use moh_kernels::{Backend, Cpu, DType, Element, ViewMut};
 use proptest::prelude::*;
-use reference::{
-    Another, F32_TOLERANCE, Random, assert_close, cases, download, garbage, rope_tables, tolerance,
-    upload, view, view_mut, wide,
-};
 
 /// What every rank of `count` returns, on a device of its own; they add up tables by way of the host.
 fn on_ranks<B: Backend + Another, R: Send>(

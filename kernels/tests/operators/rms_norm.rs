@@ -1,15 +1,11 @@
 //! RMSNorm against its reference, forward and both gradients.
 
-#![allow(clippy::unwrap_used)]
-
-mod reference;
-
-use half::bf16;
-use moh_kernels::{Backend, Element};
-use reference::{
+use crate::reference::{
     Random, added, assert_close, backward, cases, download, flat, garbage, gradient, operators,
     tensor, tolerance, upload, var, view, view_mut,
 };
+use half::bf16;
+use moh_kernels::{Backend, Element};
 
 const EPS: f64 = 1e-5;
 

@@ -1,17 +1,13 @@
 //! The embedding against its reference: a gather, and a scatter-add into a gradient that already
 //! holds something.
 
-#![allow(clippy::unwrap_used)]
-
-mod reference;
-
-use half::bf16;
-use moh_kernels::ranks::VocabularyRows;
-use moh_kernels::{Backend, Element, Error};
-use reference::{
+use crate::reference::{
     Random, added, assert_close, backward, cases, download, garbage, gradient, operators, tensor,
     tolerance, upload, var, view, view_mut,
 };
+use half::bf16;
+use moh_kernels::ranks::VocabularyRows;
+use moh_kernels::{Backend, Element, Error};
 
 fn agrees<B: Backend, T: Element, G: Element>(device: &B, rows: usize, width: usize, ids: &[u32]) {
     let mut random = Random(1);
@@ -35,7 +31,12 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, rows: usize, width: us
     let table = var(&table, (rows, width));
     let expected = operators::embedding(&table, ids).unwrap();
     let gradients = backward(&expected, &tensor(&d_out, (ids.len(), width)));
-    assert_close("embedding", &download::<B, T>(device, &out), &reference::flat(&expected), 0.0);
+    assert_close(
+        "embedding",
+        &download::<B, T>(device, &out),
+        &crate::reference::flat(&expected),
+        0.0,
+    );
     let d_table = download::<B, G>(device, &d_table);
     let expected = added(&before, &gradient(&gradients, &table));
     assert_close("d_table", &d_table, &expected, tolerance::<G>());

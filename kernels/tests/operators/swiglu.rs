@@ -1,15 +1,11 @@
 //! SwiGLU against its reference, forward and gradient.
 
-#![allow(clippy::unwrap_used)]
-
-mod reference;
-
-use half::bf16;
-use moh_kernels::{Backend, Element};
-use reference::{
+use crate::reference::{
     F32_TOLERANCE, Random, assert_close, backward, cases, download, flat, garbage, gradient,
     operators, tensor, tolerance, upload, var, view, view_mut,
 };
+use half::bf16;
+use moh_kernels::{Backend, Element};
 
 fn agrees<B: Backend, T: Element>(device: &B, tokens: usize, width: usize, seed: u64) {
     let mut random = Random(seed);

@@ -4,7 +4,7 @@ use moh_kernels::attention::{AttentionShape, KeyValues, Visibility};
 use moh_kernels::ranks::Heads;
 use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::{QueryNormRouter, RouterGradient};
-use moh_kernels::{Backend, Element};
+use moh_kernels::{Backend, Element, View};
 
 use super::operators::{self, Packed};
 use super::{
@@ -97,77 +97,153 @@ pub struct Results<T> {
 /// Weight of the balance loss where a case is a whole attention; exact in f32.
 const BALANCE: f32 = 0.5;
 
-pub fn run<B: Backend, T: Element>(device: &B, case: &Case, inputs: &Inputs<T>) -> Results<T> {
-    let shape = case.shape;
-    let (cos, sin) = case.tables();
-    let (cos, sin) = (upload(device, &cos), upload(device, &sin));
-    let table = RopeTable { cos: view::<B, f32>(&cos), sin: view::<B, f32>(&sin) };
-    let mut qkv = upload(device, &inputs.qkv);
-    let router = case.router;
-    let mut routing = router
-        .map(|router| device.routing(shape.tokens(), Heads::all(shape.heads), router).unwrap());
-    let qkv_view = view_mut::<B, T>(&mut qkv);
-    device.rope_route_forward(&shape, table, 0, qkv_view, routing.as_mut(), None).unwrap();
+/// A case on a device, whose queries are routed and rotated.
+pub struct Prepared<'a, B: Backend, T: Element> {
+    device: &'a B,
+    case: &'a Case,
+    given: Given<B, T>,
+    out: B::Buffer<T>,
+    log_sum_exp: B::Buffer<f32>,
+    delta: B::Buffer<f32>,
+    d_qkv: B::Buffer<T>,
+}
 
-    let first_key = case.first_key.as_ref().map(|first_key| upload(device, first_key));
-    let first_key = first_key.as_ref().map(|first_key| view::<B, u32>(first_key));
-    let visibility = Visibility { causal: case.causal, query_offset: 0, first_key };
-    let weights = upload(device, &inputs.weights);
-    let weights = case.weighted.then(|| view::<B, f32>(&weights));
-    let attention = case.attention_shape();
-    let (first, width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
-    let key_values = KeyValues::Contiguous {
-        keys: B::view(&qkv, first..inputs.qkv.len()),
-        values: B::view(&qkv, first + width..inputs.qkv.len()),
-        row_stride: shape.row(),
-    };
-    let mut out = garbage::<B, T>(device, inputs.d_out.len());
-    let mut log_sum_exp = garbage::<B, f32>(device, shape.tokens() * shape.heads);
-    let mut delta = garbage::<B, f32>(device, shape.tokens() * shape.heads);
-    let mut d_qkv = garbage::<B, T>(device, inputs.qkv.len());
-    let d_out = upload(device, &inputs.d_out);
-    device
-        .attention_forward(
-            &attention,
-            view::<B, T>(&qkv),
-            key_values,
-            visibility,
-            routing.as_ref(),
-            weights,
-            view_mut::<B, T>(&mut out),
-            view_mut::<B, f32>(&mut log_sum_exp),
-        )
-        .unwrap();
-    device
-        .attention_backward(
-            &attention,
-            view::<B, T>(&qkv),
-            visibility,
-            routing.as_ref(),
-            weights,
-            view::<B, T>(&out),
-            view::<B, f32>(&log_sum_exp),
-            view::<B, T>(&d_out),
-            view_mut::<B, T>(&mut d_qkv),
-            Some(view_mut::<B, f32>(&mut delta)),
-        )
-        .unwrap();
-    if case.whole {
-        let router = routing.as_ref().map(|routing| RouterGradient {
+/// What attention reads.
+struct Given<B: Backend, T: Element> {
+    causal: bool,
+    angles: [B::Buffer<f32>; 2],
+    qkv: B::Buffer<T>,
+    routing: Option<B::Routing>,
+    first_key: Option<B::Buffer<u32>>,
+    weights: Option<B::Buffer<f32>>,
+    d_out: B::Buffer<T>,
+}
+
+impl<B: Backend, T: Element> Given<B, T> {
+    fn new(device: &B, case: &Case, inputs: &Inputs<T>) -> Self {
+        let (cos, sin) = case.tables();
+        let routing = case.router.map(|router| {
+            device.routing(case.shape.tokens(), Heads::all(case.shape.heads), router).unwrap()
+        });
+        Given {
+            causal: case.causal,
+            angles: [upload(device, &cos), upload(device, &sin)],
+            qkv: upload(device, &inputs.qkv),
             routing,
-            delta: Some(view::<B, f32>(&delta)),
+            first_key: case.first_key.as_ref().map(|first_key| upload(device, first_key)),
+            weights: case.weighted.then(|| upload(device, &inputs.weights)),
+            d_out: upload(device, &inputs.d_out),
+        }
+    }
+
+    fn table(&self) -> RopeTable<'_, B> {
+        let [cos, sin] = &self.angles;
+        RopeTable { cos: view::<B, f32>(cos), sin: view::<B, f32>(sin) }
+    }
+
+    fn visibility(&self) -> Visibility<'_, B> {
+        let first_key = self.first_key.as_ref().map(|first_key| view::<B, u32>(first_key));
+        Visibility { causal: self.causal, query_offset: 0, first_key }
+    }
+
+    fn weights(&self) -> Option<View<'_, B, f32>> {
+        self.weights.as_ref().map(|weights| view::<B, f32>(weights))
+    }
+}
+
+impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
+    pub fn new(device: &'a B, case: &'a Case, inputs: &Inputs<T>) -> Self {
+        let (shape, mut given) = (case.shape, Given::new(device, case, inputs));
+        let Given { angles: [cos, sin], qkv, routing, .. } = &mut given;
+        let table = RopeTable { cos: view::<B, f32>(cos), sin: view::<B, f32>(sin) };
+        let qkv = view_mut::<B, T>(qkv);
+        device.rope_route_forward(&shape, table, 0, qkv, routing.as_mut(), None).unwrap();
+        let pairs = shape.tokens() * shape.heads;
+        Prepared {
+            device,
+            case,
+            given,
+            out: garbage::<B, T>(device, inputs.d_out.len()),
+            log_sum_exp: garbage::<B, f32>(device, pairs),
+            delta: garbage::<B, f32>(device, pairs),
+            d_qkv: garbage::<B, T>(device, inputs.qkv.len()),
+        }
+    }
+
+    pub fn forward(&mut self) {
+        let (shape, given) = (self.case.shape, &self.given);
+        let (first, width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+        let len = B::len(&given.qkv);
+        let key_values = KeyValues::Contiguous {
+            keys: B::view(&given.qkv, first..len),
+            values: B::view(&given.qkv, first + width..len),
+            row_stride: shape.row(),
+        };
+        self.device
+            .attention_forward(
+                &self.case.attention_shape(),
+                view::<B, T>(&given.qkv),
+                key_values,
+                given.visibility(),
+                given.routing.as_ref(),
+                given.weights(),
+                view_mut::<B, T>(&mut self.out),
+                view_mut::<B, f32>(&mut self.log_sum_exp),
+            )
+            .unwrap();
+    }
+
+    /// After [`Prepared::forward`].
+    pub fn backward(&mut self) {
+        let given = &self.given;
+        self.device
+            .attention_backward(
+                &self.case.attention_shape(),
+                view::<B, T>(&given.qkv),
+                given.visibility(),
+                given.routing.as_ref(),
+                given.weights(),
+                view::<B, T>(&self.out),
+                view::<B, f32>(&self.log_sum_exp),
+                view::<B, T>(&given.d_out),
+                view_mut::<B, T>(&mut self.d_qkv),
+                Some(view_mut::<B, f32>(&mut self.delta)),
+            )
+            .unwrap();
+    }
+
+    /// Takes the gradient on through positions and router, once.
+    fn route_backward(&mut self) {
+        let given = &self.given;
+        let router = given.routing.as_ref().map(|routing| RouterGradient {
+            routing,
+            delta: Some(view::<B, f32>(&self.delta)),
             balance_weight: BALANCE,
             ranks: None,
         });
-        let (qkv, d_qkv) = (view::<B, T>(&qkv), view_mut::<B, T>(&mut d_qkv));
-        device.rope_route_backward(&shape, table, 0, qkv, d_qkv, router).unwrap();
+        let (qkv, d_qkv) = (view::<B, T>(&given.qkv), view_mut::<B, T>(&mut self.d_qkv));
+        let shape = self.case.shape;
+        self.device.rope_route_backward(&shape, given.table(), 0, qkv, d_qkv, router).unwrap();
     }
-    Results {
-        out: download::<B, T>(device, &out),
-        log_sum_exp: download::<B, f32>(device, &log_sum_exp),
-        delta: download::<B, f32>(device, &delta),
-        d_qkv: download::<B, T>(device, &d_qkv),
+
+    pub fn results(&self) -> Results<T> {
+        Results {
+            out: download::<B, T>(self.device, &self.out),
+            log_sum_exp: download::<B, f32>(self.device, &self.log_sum_exp),
+            delta: download::<B, f32>(self.device, &self.delta),
+            d_qkv: download::<B, T>(self.device, &self.d_qkv),
+        }
     }
+}
+
+pub fn run<B: Backend, T: Element>(device: &B, case: &Case, inputs: &Inputs<T>) -> Results<T> {
+    let mut prepared = Prepared::new(device, case, inputs);
+    prepared.forward();
+    prepared.backward();
+    if case.whole {
+        prepared.route_backward();
+    }
+    prepared.results()
 }
 
 /// The same by the reference: output, log-sum-exp, delta, d_qkv.
@@ -210,9 +286,13 @@ fn expected<T: Element>(case: &Case, inputs: &Inputs<T>) -> [Vec<f64>; 4] {
 }
 
 pub fn agrees<B: Backend, T: Element>(device: &B, case: &Case, seed: u64) {
-    let inputs = Inputs::<T>::new(case, seed);
-    let actual = run(device, case, &inputs);
-    let [out, log_sum_exp, delta, d_qkv] = expected(case, &inputs);
+    agrees_on(device, case, &Inputs::<T>::new(case, seed));
+}
+
+/// As [`agrees`], on numbers of the caller's.
+pub fn agrees_on<B: Backend, T: Element>(device: &B, case: &Case, inputs: &Inputs<T>) {
+    let actual = run(device, case, inputs);
+    let [out, log_sum_exp, delta, d_qkv] = expected(case, inputs);
     // The scores of a whole attention are formed from rotated queries and keys as they are stored;
     // otherwise only results are rounded to `T`.
     let (stored, internal) = if case.whole {

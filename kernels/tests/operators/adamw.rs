@@ -1,18 +1,14 @@
 //! AdamW and the squared norm against their references, step after step from the operator's own
 //! state.
 
-#![allow(clippy::unwrap_used)]
-
-mod reference;
-
+use crate::reference::{
+    F32_TOLERANCE, Random, assert_close, cases, download, flat, operators, tensor, tolerance,
+    upload, view, view_mut, wide,
+};
 use half::bf16;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::adamw::remainder::join;
 use moh_kernels::{Backend, Element};
-use reference::{
-    F32_TOLERANCE, Random, assert_close, cases, download, flat, operators, tensor, tolerance,
-    upload, view, view_mut, wide,
-};
 
 /// A large learning rate, so that the change of a weight shows above the weight's rounding.
 const STEP: AdamW = AdamW {

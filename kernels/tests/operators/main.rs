@@ -1,0 +1,25 @@
+//! Every operator, on every device of the build, against the plain mathematics in f64: one module an
+//! operator, in one program, so that it can be carried to a machine with a GPU.
+
+#![allow(clippy::unwrap_used)]
+
+#[macro_use]
+mod reference;
+
+mod adamw;
+mod attention;
+mod attention_paths;
+mod attention_stress;
+mod convert;
+mod cross_entropy;
+mod embedding;
+mod key_value_append;
+mod lengths;
+mod linear;
+mod ptxas;
+mod rms_norm;
+mod rope;
+mod router;
+mod swiglu;
+mod tensor_parallel;
+mod threads;
