@@ -11,6 +11,7 @@ use cudarc::driver::{DriverError, result, sys as driver};
 use cudarc::nccl::sys;
 use moh_kernels::{Cuda, CudaStream};
 
+use super::library;
 use crate::error::{Error, Result};
 use crate::watchdog::{Health, Outstanding};
 
@@ -155,7 +156,7 @@ impl Lane {
         // SAFETY: the communicator lives through the call, and the numbers fit (`Launch`).
         #[allow(unsafe_code)]
         let code =
-            unsafe { sys::ncclCommInitRank(&mut communicator, size as i32, id, rank as i32) };
+            unsafe { library::ncclCommInitRank(&mut communicator, size as i32, id, rank as i32) };
         check("ncclCommInitRank", code, ptr::null_mut())?;
         Self::of(device, communicator)
     }
@@ -173,7 +174,7 @@ impl Lane {
         #[allow(unsafe_code)]
         let code = unsafe {
             let same = ptr::null_mut();
-            sys::ncclCommSplit(self.communicator, color, key, &mut communicator, same)
+            library::ncclCommSplit(self.communicator, color, key, &mut communicator, same)
         };
         check("ncclCommSplit", code, self.communicator)?;
         drop(events);
@@ -198,9 +199,9 @@ impl Lane {
         // SAFETY: NCCL sets both where it reports success, which is checked before they are read.
         #[allow(unsafe_code)]
         unsafe {
-            let code = sys::ncclCommUserRank(self.communicator, rank.as_mut_ptr());
+            let code = library::ncclCommUserRank(self.communicator, rank.as_mut_ptr());
             check("ncclCommUserRank", code, self.communicator)?;
-            let code = sys::ncclCommCount(self.communicator, size.as_mut_ptr());
+            let code = library::ncclCommCount(self.communicator, size.as_mut_ptr());
             check("ncclCommCount", code, self.communicator)?;
             Ok((rank.assume_init() as usize, size.assume_init() as usize))
         }
@@ -273,7 +274,7 @@ impl Lane {
         let mut state = sys::ncclResult_t::ncclSuccess;
         // SAFETY: the communicator is whole, and the caller holds the lock.
         #[allow(unsafe_code)]
-        let code = unsafe { sys::ncclCommGetAsyncError(self.communicator, &mut state) };
+        let code = unsafe { library::ncclCommGetAsyncError(self.communicator, &mut state) };
         check("ncclCommGetAsyncError", code, self.communicator)?;
         check("an operation", state, self.communicator)
     }
@@ -300,9 +301,9 @@ impl Drop for Lane {
         let _ = self.device.run("ending a communicator", |_| unsafe {
             if well {
                 result::stream::synchronize(self.stream)?;
-                sys::ncclCommDestroy(self.communicator);
+                library::ncclCommDestroy(self.communicator);
             } else {
-                sys::ncclCommAbort(self.communicator);
+                library::ncclCommAbort(self.communicator);
             }
             result::stream::destroy(self.stream)
         });
@@ -325,8 +326,9 @@ pub(super) fn check(
     };
     // SAFETY: as above.
     #[allow(unsafe_code)]
-    let (what, last) =
-        unsafe { (text(sys::ncclGetErrorString(code)), text(sys::ncclGetLastError(communicator))) };
+    let (what, last) = unsafe {
+        (text(library::ncclGetErrorString(code)), text(library::ncclGetLastError(communicator)))
+    };
     let what = what.unwrap_or_else(|| format!("{code:?}"));
     let last =
         last.filter(|last| !last.is_empty()).map_or(String::new(), |last| format!(": {last}"));

@@ -6,6 +6,7 @@
 //! before they receive. A message is copied first, which lets its sender go on.
 
 mod lane;
+mod library;
 
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -47,21 +48,12 @@ struct Nccl {
 
 /// What rank 0 gives to all ranks so that they find each other.
 pub(crate) fn unique_id() -> Result<Vec<u8>> {
-    library()?;
+    library::load()?;
     let mut id = sys::ncclUniqueId { internal: [0; 128] };
     // SAFETY: the id lives through the call.
     #[allow(unsafe_code)]
-    check("ncclGetUniqueId", unsafe { sys::ncclGetUniqueId(&mut id) }, std::ptr::null_mut())?;
+    check("ncclGetUniqueId", unsafe { library::ncclGetUniqueId(&mut id) }, std::ptr::null_mut())?;
     Ok(bytemuck::cast_slice(&id.internal).to_vec())
-}
-
-/// An error where NCCL is missing, which its first call would panic about.
-fn library() -> Result<()> {
-    // SAFETY: looks for a shared library by name and nothing else.
-    #[allow(unsafe_code)]
-    let present = unsafe { sys::is_culib_present() };
-    let reason = "libnccl.so.2 was not found; LD_LIBRARY_PATH says where to look";
-    if present { Ok(()) } else { Err(failed("start", reason)) }
 }
 
 /// Connects the GPUs of all ranks.
@@ -71,7 +63,7 @@ pub(crate) fn world(
     cuda: Cuda,
     health: Arc<Health>,
 ) -> Result<Arc<dyn Engine>> {
-    library()?;
+    library::load()?;
     let internal = bytemuck::cast_slice(id).try_into();
     let internal = internal.map_err(|_| failed("start", "rank 0 sent no unique id"))?;
     let device = Device::new(cuda, health)?;
@@ -171,7 +163,7 @@ impl Engine for Nccl {
         #[allow(unsafe_code)]
         unsafe {
             self.collective("ncclAllReduce", |communicator, stream| {
-                sys::ncclAllReduce(at, at, place.len, dtype, reduce, communicator, stream)
+                library::ncclAllReduce(at, at, place.len, dtype, reduce, communicator, stream)
             })
         }
     }
@@ -185,7 +177,7 @@ impl Engine for Nccl {
         #[allow(unsafe_code)]
         unsafe {
             self.collective("ncclReduceScatter", |communicator, stream| {
-                sys::ncclReduceScatter(from, to, part, dtype, reduce, communicator, stream)
+                library::ncclReduceScatter(from, to, part, dtype, reduce, communicator, stream)
             })
         }
     }
@@ -199,7 +191,7 @@ impl Engine for Nccl {
         #[allow(unsafe_code)]
         unsafe {
             self.collective("ncclAllGather", |communicator, stream| {
-                sys::ncclAllGather(from, to, part, dtype, communicator, stream)
+                library::ncclAllGather(from, to, part, dtype, communicator, stream)
             })
         }
     }
@@ -211,7 +203,7 @@ impl Engine for Nccl {
         #[allow(unsafe_code)]
         unsafe {
             self.collective("ncclBroadcast", |communicator, stream| {
-                sys::ncclBroadcast(at, at, place.len, dtype, root, communicator, stream)
+                library::ncclBroadcast(at, at, place.len, dtype, root, communicator, stream)
             })
         }
     }
@@ -237,7 +229,7 @@ impl Engine for Nccl {
             self.lane_of_messages(rank, to).start("ncclSend", |communicator, stream| {
                 let dtype = sys::ncclDataType_t::ncclUint8;
                 let copied = copied as *const c_void;
-                sys::ncclSend(copied, bytes, dtype, to as i32, communicator, stream)
+                library::ncclSend(copied, bytes, dtype, to as i32, communicator, stream)
             })?
         };
         outbox.push(Letter { copy, sent });
@@ -254,7 +246,7 @@ impl Engine for Nccl {
         let received = unsafe {
             self.lane_of_messages(from, rank).start("ncclRecv", |communicator, stream| {
                 let dtype = sys::ncclDataType_t::ncclUint8;
-                sys::ncclRecv(at, bytes, dtype, from as i32, communicator, stream)
+                library::ncclRecv(at, bytes, dtype, from as i32, communicator, stream)
             })?
         };
         Ok(Some(received))
@@ -270,7 +262,7 @@ impl Engine for Nccl {
         let done = unsafe {
             self.lane.start("ncclAllReduce", |communicator, stream| {
                 let max = sys::ncclRedOp_t::ncclMax;
-                sys::ncclAllReduce(at, at, 1, dtype, max, communicator, stream)
+                library::ncclAllReduce(at, at, 1, dtype, max, communicator, stream)
             })?
         };
         self.lane.await_event(&done)
