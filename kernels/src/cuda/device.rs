@@ -83,7 +83,7 @@ pub(crate) struct BoxedTensor {
 }
 
 /// A [`BoxedTensor`] as a kernel takes it: the bytes of a `CUtensorMap`.
-#[repr(C, align(64))]
+#[repr(C, align(128))]
 #[derive(Clone, Copy, Pod, Zeroable)]
 pub(crate) struct TensorMap(pub(super) [u64; 16]);
 

@@ -12,7 +12,12 @@ use crate::backend::DeviceMemory;
 use crate::error::{Error, Result};
 
 /// The kernels, compiled for several generations of GPUs (build.rs).
-static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
+static KERNELS: &Aligned<[u8]> =
+    &Aligned(*include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin")));
+
+/// Bytes that start at a multiple of 64, as machine code does in the files that nvcc writes.
+#[repr(C, align(64))]
+struct Aligned<T: ?Sized>(T);
 
 /// Dynamic shared memory beyond which a kernel must ask for it.
 const SMALL_SHARED: u32 = 48 << 10;
@@ -53,23 +58,33 @@ fn failed(device: &str, operation: &'static str, error: impl std::fmt::Display) 
     Error::Device { device: device.into(), operation, reason: error.to_string() }
 }
 
+/// An error where one of the libraries that are loaded when they are needed is missing, of which the
+/// first call would panic.
+fn libraries(device: &str) -> Result<()> {
+    // SAFETY: looks for shared libraries by name and nothing else.
+    #[allow(unsafe_code)]
+    let (driver, blas) =
+        unsafe { (sys::is_culib_present(), cudarc::cublaslt::sys::is_culib_present()) };
+    let missing = |library| Err(failed(device, "start", format!("{library} was not found")));
+    match (driver, blas) {
+        (false, _) => missing("NVIDIA's driver (libcuda.so.1)"),
+        (_, false) => missing("cuBLASLt (libcublasLt.so.13; LD_LIBRARY_PATH says where to look)"),
+        (true, true) => Ok(()),
+    }
+}
+
+/// How many GPUs the driver shows.
+pub(super) fn count() -> Result<usize> {
+    libraries("GPUs")?;
+    let count = CudaContext::device_count().map_err(|error| failed("GPUs", "start", error))?;
+    Ok(count.max(0) as usize)
+}
+
 impl Driver {
     /// GPU number `ordinal`, with the kernels loaded.
     pub(super) fn new(ordinal: usize) -> Result<Self> {
         let name = format!("GPU {ordinal}");
-        // SAFETY: looks for shared libraries by name and nothing else.
-        #[allow(unsafe_code)]
-        let (driver, blas) =
-            unsafe { (sys::is_culib_present(), cudarc::cublaslt::sys::is_culib_present()) };
-        let missing = |library| failed(&name, "start", format!("{library} was not found"));
-        if !driver {
-            return Err(missing("NVIDIA's driver (libcuda.so.1)"));
-        }
-        if !blas {
-            return Err(missing(
-                "cuBLASLt (libcublasLt.so.13; LD_LIBRARY_PATH says where to look)",
-            ));
-        }
+        libraries(&name)?;
         let start = |error: DriverError| failed(&name, "start", error);
         let context = CudaContext::new(ordinal).map_err(start)?;
         let name = context.name().map_or(name.clone(), |model| format!("{name} ({model})"));
@@ -94,7 +109,7 @@ impl Driver {
         let stream = stream.map_err(start)?;
         // SAFETY: the image is a whole fat binary, which the build made.
         #[allow(unsafe_code)]
-        let module = unsafe { result::module::load_data(KERNELS.as_ptr().cast()) };
+        let module = unsafe { result::module::load_data(KERNELS.0.as_ptr().cast()) };
         let module = module.map_err(|error| failed(&name, "loading the kernels", error))?;
         let products = Mutex::new(Products::new(&name)?);
         let functions = Mutex::default();
@@ -129,7 +144,7 @@ impl Driver {
         }
         let name = CString::new(kernel).map_err(|error| failed(&self.name, "launch", error))?;
         let handle = self.run("looking for a kernel", || {
-            // SAFETY: the module stays loaded as long as the program runs.
+            // SAFETY: the module stays loaded as long as this value lives.
             #[allow(unsafe_code)]
             unsafe {
                 let handle = result::module::get_function(self.module, name)?;
@@ -147,6 +162,24 @@ impl Driver {
         let shared_bytes = shared_bytes.max(SMALL_SHARED);
         functions.insert(kernel.to_owned(), Function { handle, shared_bytes });
         Ok(handle)
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        // A device that fails here has failed before; a destructor has nobody to tell.
+        let _ = self.run("giving the GPU back", || {
+            let mut products = self.products.lock().unwrap_or_else(PoisonError::into_inner);
+            // SAFETY: buffers hold the device they lie on, so nothing is left that could use the
+            // kernels, the products or the stream once its work is done.
+            #[allow(unsafe_code)]
+            unsafe {
+                result::stream::synchronize(self.stream)?;
+                products.destroy()?;
+                result::module::unload(self.module)?;
+                result::stream::destroy(self.stream)
+            }
+        });
     }
 }
 

@@ -21,9 +21,9 @@ const ALIGNMENT: usize = 256;
 const MULTIPROCESSORS: usize = 3;
 
 /// Bytes as strictly aligned as a kernel's structures are at most.
-#[repr(C, align(64))]
+#[repr(C, align(128))]
 #[derive(Clone, Copy, Pod, Zeroable)]
-struct Aligned([u8; 64]);
+struct Aligned([u8; 128]);
 
 #[allow(unsafe_code)]
 unsafe extern "C" {

@@ -77,6 +77,15 @@ impl Cuda {
         Ok(Self::of(Arc::new(driver::Driver::new(ordinal)?)).with_attention(first))
     }
 
+    /// How many GPUs this process sees.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`] where the driver is missing.
+    #[cfg(feature = "cuda")]
+    pub fn count() -> Result<usize> {
+        driver::count()
+    }
+
     /// The kernels run by the CPU: for tests, some thousand times slower than a GPU.
     #[cfg(feature = "cuda-emulator")]
     pub fn emulated() -> Self {

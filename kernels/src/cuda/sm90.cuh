@@ -20,7 +20,7 @@
 constexpr int WARPGROUP = 128;
 
 // Describes a tensor to the copy engine; the bytes of a CUtensorMap.
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
     uint64_t words[16];
 };
 
@@ -203,11 +203,20 @@ static __device__ __forceinline__ uint32_t descriptor_address(SharedAddress addr
     return address;
 }
 
-// Keeps the compiler from moving accesses to sums across the asynchronous products.
+// Keeps the compiler from moving accesses to sums, or to fragments that are multiplied, across the
+// asynchronous products.
 template <int COUNT>
 static __device__ __forceinline__ void hold(float (&sums)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+template <int COUNT>
+static __device__ __forceinline__ void hold(uint32_t (&fragments)[COUNT][4]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) asm volatile("" : "+r"(fragments[i][j])::"memory");
 }
 
 // Before the first product, and after registers of its operands were accessed.
@@ -488,6 +497,9 @@ inline uint32_t descriptor_address(SharedAddress address) {
 
 template <int COUNT>
 void hold(float (&)[COUNT]) {}
+
+template <int COUNT>
+void hold(uint32_t (&)[COUNT][4]) {}
 
 inline void wgmma_fence() { emulated::machine().current->product_fence = true; }
 

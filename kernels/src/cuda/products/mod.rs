@@ -13,6 +13,7 @@ use std::ptr;
 
 use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys;
+use cudarc::driver::DriverError;
 use cudarc::driver::sys::CUstream;
 
 use super::device::{Gemm, Operand};
@@ -26,13 +27,17 @@ const CANDIDATES: usize = 8;
 /// Multiply-adds of a product for which that is worth its time: some 30 microseconds of a large GPU.
 const WORTH_TIMING: u128 = 10_000_000_000;
 
-/// What a plan depends on: shapes, types, transposition, whether something is added, whether all
-/// addresses are multiples of 16, which the fast algorithms need, and whether algorithms are timed.
+/// What addresses of whole buffers are multiples of, and most of those within: cuBLASLt has more
+/// algorithms to choose from.
+const ALIGNMENT: u32 = 256;
+
+/// What a plan depends on: shapes, types, transposition, whether something is added, the power of two
+/// that all addresses are multiples of, and whether algorithms are timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     operands: [Operand; 3],
     adds: bool,
-    aligned: bool,
+    alignment: u32,
     timed: bool,
 }
 
@@ -43,7 +48,7 @@ impl Key {
         let [rows, columns, terms] = [gemm.out.rows, gemm.out.columns, gemm.left.columns];
         let products = rows as u128 * columns as u128 * terms as u128;
         Key {
-            aligned: addresses.fold(0, |bits, address| bits | address).is_multiple_of(16),
+            alignment: alignment(addresses),
             operands: operands.map(|operand| Operand { address: 0, ..operand }),
             adds: gemm.addend.is_some(),
             timed: !deterministic && products >= WORTH_TIMING,
@@ -51,7 +56,15 @@ impl Key {
     }
 }
 
-/// cuBLASLt, its workspace, and the plans so far; they live as long as the program.
+/// The largest of the alignments that plans tell apart which all addresses have, in bytes.
+fn alignment(addresses: impl Iterator<Item = u64>) -> u32 {
+    let bits = addresses.fold(0, |bits, address| bits | address);
+    let has = |alignment: &u32| bits.is_multiple_of(u64::from(*alignment));
+    // Numbers themselves are aligned.
+    [ALIGNMENT, 16, 4].into_iter().find(has).unwrap_or(2)
+}
+
+/// cuBLASLt, its workspace, and the plans so far.
 pub(super) struct Products {
     library: Library,
     plans: HashMap<Key, Plan>,
@@ -77,6 +90,23 @@ impl Products {
         let workspace = unsafe { cudarc::driver::result::malloc_sync(WORKSPACE) };
         let workspace = workspace.map_err(|error| failed(error.to_string()))?;
         Ok(Products { library: Library { handle, workspace }, plans: HashMap::new() })
+    }
+
+    /// Gives everything back.
+    ///
+    /// # Safety
+    /// The GPU is bound to this thread, its work is done, and no product follows.
+    #[allow(unsafe_code)]
+    pub(super) unsafe fn destroy(&mut self) -> std::result::Result<(), DriverError> {
+        for (_, plan) in self.plans.drain() {
+            plan.destroy();
+        }
+        // SAFETY: the caller's promise; `new` made both. Nobody is there to hear of a failure of the
+        // library's.
+        unsafe {
+            let _ = result::destroy_handle(self.library.handle);
+            cudarc::driver::result::free_sync(self.library.workspace)
+        }
     }
 
     /// Runs the product on `stream`.
@@ -141,5 +171,19 @@ impl Library {
                 stream.cast(),
             )
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::alignment;
+
+    #[test]
+    fn the_least_aligned_address_decides() {
+        let of = |addresses: &[u64]| alignment(addresses.iter().copied());
+        assert_eq!(of(&[4096, 256]), 256);
+        assert_eq!(of(&[4096, 256 + 128]), 16);
+        assert_eq!(of(&[256, 20]), 4);
+        assert_eq!(of(&[256, 6]), 2);
     }
 }

@@ -46,7 +46,7 @@ impl Plan {
         }
         let (out, left, right) = (layout(&out)?, layout(&left)?, layout(&right)?);
         let mut plan = Plan { description, out, left, right, algorithms: Vec::new() };
-        let preference = preference(if key.aligned { 16 } else { 2 })?;
+        let preference = preference(key.alignment)?;
         let found = plan.find_algorithms(handle, preference, candidates);
         // SAFETY: the preference was made above and is not used any more.
         #[allow(unsafe_code)]
@@ -55,6 +55,19 @@ impl Plan {
         }
         plan.algorithms = found?;
         Ok(plan)
+    }
+
+    /// Gives the descriptions back.
+    pub(super) fn destroy(self) {
+        // SAFETY: `new` made them, and no product uses them any more. Nobody is there to hear of a
+        // failure.
+        #[allow(unsafe_code)]
+        unsafe {
+            let _ = result::destroy_matmul_desc(self.description);
+            for layout in [self.out, self.left, self.right] {
+                let _ = result::destroy_matrix_layout(layout);
+            }
+        }
     }
 
     fn find_algorithms(

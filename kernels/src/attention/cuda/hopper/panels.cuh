@@ -76,9 +76,10 @@ static __device__ __forceinline__ void start_rows(float (&sums)[COUNT], RowOpera
 // sums += A B with A in registers, 16K columns deep.
 template <int K, int COUNT, int B_ROWS>
 static __device__ __forceinline__ void start_columns(float (&sums)[COUNT],
-                                                     const uint32_t (&a)[K][4],
+                                                     uint32_t (&a)[K][4],
                                                      ColumnOperand<B_ROWS> b) {
     hold(sums);
+    hold(a);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < K; ++k) wgmma<1>(sums, a[k], b.at(k));
