@@ -28,7 +28,8 @@ impl OpenDevice {
         match recipe.run.device {
             Device::Cpu => Ok(OpenDevice::Cpu),
             #[cfg(feature = "cuda")]
-            Device::Cuda => moh_kernels::Cuda::new(local_rank)
+            Device::Cuda => moh_kernels::Cuda::count()
+                .and_then(|count| moh_kernels::Cuda::new(ordinal(local_rank, count)))
                 .map(|cuda| OpenDevice::Cuda(cuda.with_deterministic(recipe.run.deterministic)))
                 .map_err(|source| Error::Device { path: path.to_owned(), source }),
             #[cfg(not(feature = "cuda"))]
@@ -46,6 +47,13 @@ impl OpenDevice {
             OpenDevice::Cuda(_) => Err(Error::NoNccl),
         }
     }
+}
+
+/// The GPU of a process, by its number on its machine. Slurm and others show each process the one that
+/// is its own: that one has number 0.
+#[cfg(feature = "cuda")]
+fn ordinal(local_rank: usize, gpus: usize) -> usize {
+    if gpus == 1 { 0 } else { local_rank }
 }
 
 /// Meets the other processes of this run, all of which must run this program with this recipe: the
@@ -78,4 +86,15 @@ fn fingerprint(recipe: &Recipe) -> Result<String, Error> {
     let program = program.map_err(Error::io(Path::new("the program's own file")))?;
     let version = env!("CARGO_PKG_VERSION");
     Ok(format!("program {version} {ARCH} {}\n{}", &program[..16], recipe.to_toml()?))
+}
+
+#[cfg(all(test, feature = "cuda"))]
+mod tests {
+    use super::ordinal;
+
+    #[test]
+    fn a_process_that_sees_one_gpu_takes_it() {
+        assert_eq!([0, 3].map(|rank| ordinal(rank, 1)), [0, 0]);
+        assert_eq!([0, 3].map(|rank| ordinal(rank, 8)), [0, 3]);
+    }
 }
