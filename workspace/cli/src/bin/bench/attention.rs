@@ -72,6 +72,8 @@ pub struct Row {
     backward: Times,
     /// Routing and rotating the queries and keys, forward and backward.
     route: Times,
+    /// How many times each is done in a timing.
+    counts: [usize; 3],
     /// Operations forward and backward.
     operations: (f64, f64),
 }
@@ -86,10 +88,10 @@ impl Row {
         bench: &Bench<B>,
         case: &mut AttentionCase<B, T>,
     ) -> moh_kernels::Result<()> {
-        let backend = &bench.backend;
-        bench.time(&mut self.forward, 1, || case.forward(backend))?;
-        bench.time(&mut self.backward, 1, || case.backward(backend))?;
-        bench.time(&mut self.route, 1, || {
+        let (backend, [forward, backward, route]) = (&bench.backend, self.counts);
+        bench.time(&mut self.forward, forward, || case.forward(backend))?;
+        bench.time(&mut self.backward, backward, || case.backward(backend))?;
+        bench.time(&mut self.route, route, || {
             case.route(backend)?;
             case.route_backward(backend)
         })
@@ -184,6 +186,12 @@ impl Job<'_> {
             // A first pass of each touches its buffers.
             case.backward(backend)?;
             case.route_backward(backend)?;
+            backend.synchronize()?;
+            let counts = [
+                bench.count(|| case.forward(backend))?,
+                bench.count(|| case.backward(backend))?,
+                bench.count(|| case.route(backend))?,
+            ];
             rows.push(Row {
                 router,
                 active_heads: router
@@ -191,6 +199,7 @@ impl Job<'_> {
                 forward: Times::default(),
                 backward: Times::default(),
                 route: Times::default(),
+                counts,
                 operations: (case.forward_operations() as f64, case.backward_operations() as f64),
             });
             cases.push(case);

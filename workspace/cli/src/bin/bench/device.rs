@@ -51,8 +51,8 @@ impl DeviceArguments {
                 sizes: Sizes::LLAMA_8B,
                 product: 8192,
                 copied: 4 << 30,
-                // A hundred times what starting and waiting takes.
-                shortest: 1e-3,
+                // A thousand times what starting and waiting takes.
+                shortest: 1e-2,
             }),
             #[cfg(not(feature = "cuda"))]
             Device::Cuda => Err(moh_cli::exit::Usage(
@@ -89,18 +89,24 @@ impl<B: Backend> Bench<B> {
         let times = self.backend.scope(|| {
             work()?;
             self.backend.synchronize()?;
+            let count = self.count(&mut work)?;
             let mut times = Times::default();
-            self.time(&mut times, 1, &mut work)?;
-            let times_a_timing = (self.shortest / times.best().max(1e-9)).ceil().max(1.0);
-            if times_a_timing > 1.0 {
-                times = Times::default();
-            }
             while times.len() < fewest || times.total() < seconds {
-                self.time(&mut times, times_a_timing as usize, &mut work)?;
+                self.time(&mut times, count, &mut work)?;
             }
             Ok::<_, moh_kernels::Error>(times)
         })?;
         Ok(times)
+    }
+
+    /// How many times `work`, which is done once, makes a timing long enough.
+    pub fn count(
+        &self,
+        work: impl FnMut() -> moh_kernels::Result<()>,
+    ) -> moh_kernels::Result<usize> {
+        let mut once = Times::default();
+        self.time(&mut once, 1, work)?;
+        Ok((self.shortest / once.best().max(1e-9)).ceil().max(1.0) as usize)
     }
 
     /// Times `work`, done `count` times, until the device is done with it.
