@@ -1,0 +1,173 @@
+"""Runs one command so that it can neither hang, flood nor outlive this program.
+
+The command gets a session of its own, so that its whole process group can be ended; its output is
+read into buffers of fixed size, which keep the beginning and the end. Nothing here waits without a
+limit: not for output, and not for a process that the kernel does not let go.
+"""
+
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+
+# What is kept of each stream. JSON stands at the beginning, the summary of tests at the end.
+HEAD_BYTES = 4 << 20
+TAIL_BYTES = 256 << 10
+# A program that prints more than this, both streams together, is ended.
+MOST_BYTES = 64 << 20
+# Seconds between SIGTERM and SIGKILL, and those that a killed process may take to be gone.
+GRACE = 1.0
+# Seconds to wait for the end of the output when the program has ended: a process that left the
+# group may hold the pipe for ever.
+DRAIN = 0.5
+# The longest that `execute` takes beyond its limit.
+OVERRUN = 2 * GRACE + DRAIN
+# How often it looks whether the program has ended.
+POLL = 0.05
+
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+@dataclass
+class Finished:
+    """How a command ended, and what it printed."""
+
+    # "exited", "timed out", "stopped", "flooded" or "cannot start"
+    ended: str
+    # Negative where a signal ended it; None where it never started or is still not gone.
+    code: int | None
+    seconds: float
+    stdout: str = ""
+    stderr: str = ""
+    why: str = ""
+
+
+class Bounded:
+    """The beginning and the end of a stream of any length."""
+
+    def __init__(self):
+        self.head, self.tail, self.length = bytearray(), bytearray(), 0
+
+    def add(self, data):
+        self.length += len(data)
+        room = HEAD_BYTES - len(self.head)
+        self.head += data[:room]
+        self.tail += data[room:] if room > 0 else data
+        if len(self.tail) > 2 * TAIL_BYTES:
+            del self.tail[:-TAIL_BYTES]
+
+    def text(self):
+        tail = self.tail[-TAIL_BYTES:]
+        lost = self.length - len(self.head) - len(tail)
+        middle = b"\n... %d bytes left out ...\n" % lost if lost else b""
+        return (bytes(self.head) + middle + bytes(tail)).decode("utf-8", "replace")
+
+
+def execute(command, *, seconds, environment=None, folder=None, stopped=lambda: False):
+    """Runs a command for at most `seconds`, and OVERRUN more to end it.
+
+    `stopped` is asked often; when it says yes, the command is ended as if its time were up.
+    """
+    start = time.monotonic()
+    try:
+        process = subprocess.Popen(
+            [str(word) for word in command], cwd=folder, env=environment,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            start_new_session=True, preexec_fn=_end_with_parent)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return Finished("cannot start", None, time.monotonic() - start, why=str(error))
+    streams = {process.stdout: Bounded(), process.stderr: Bounded()}
+    try:
+        with selectors.DefaultSelector() as selector:
+            for stream in streams:
+                os.set_blocking(stream.fileno(), False)
+                selector.register(stream, selectors.EVENT_READ)
+            ended = _watch(process, selector, streams, start + seconds, stopped)
+            _end(process, selector, streams, politely=ended != "exited")
+    except BaseException:
+        _signal_group(process, signal.SIGKILL)
+        raise
+    for stream in streams:
+        stream.close()
+    stdout, stderr = (streams[stream].text() for stream in (process.stdout, process.stderr))
+    why = {
+        "timed out": f"took more than {seconds:.0f} seconds",
+        "stopped": "this program was told to stop",
+        "flooded": f"printed more than {MOST_BYTES >> 20} MiB",
+    }.get(ended, "")
+    if process.returncode is None:
+        why = ", ".join(filter(None, [why, "and did not end when killed"]))
+    return Finished(ended, process.returncode, time.monotonic() - start, stdout, stderr, why)
+
+
+def _end_with_parent():
+    """Has the kernel kill the program if this one is killed, which no handler sees."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _watch(process, selector, streams, end, stopped):
+    """Reads until the program has ended or must be; says which."""
+    while True:
+        # The output first: what an ended program printed is in the pipe already.
+        _read(selector, streams, POLL)
+        if _has_ended(process):
+            return "exited"
+        if sum(stream.length for stream in streams.values()) > MOST_BYTES:
+            return "flooded"
+        if stopped():
+            return "stopped"
+        if time.monotonic() >= end:
+            return "timed out"
+
+
+def _end(process, selector, streams, politely):
+    """Ends the whole group, takes what is left of the output, and reaps the program."""
+    if politely:
+        _signal_group(process, signal.SIGTERM)
+        _wait(process, selector, streams, GRACE)
+    # What the program left behind goes with it. It is not reaped yet, so the group's number is
+    # still its own.
+    _signal_group(process, signal.SIGKILL)
+    _wait(process, selector, streams, GRACE)
+    end = time.monotonic() + DRAIN
+    while selector.get_map() and time.monotonic() < end:
+        _read(selector, streams, POLL)
+    process.poll()
+
+
+def _wait(process, selector, streams, seconds):
+    end = time.monotonic() + seconds
+    while not _has_ended(process) and time.monotonic() < end:
+        _read(selector, streams, POLL)
+
+
+def _has_ended(process):
+    """Whether the program has ended; it stays to be reaped."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+
+
+def _signal_group(process, number):
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _read(selector, streams, seconds):
+    """Takes one piece of what each stream holds, waiting for it at most `seconds`."""
+    if not selector.get_map():
+        time.sleep(seconds)
+        return
+    for key, _ in selector.select(seconds):
+        try:
+            data = os.read(key.fd, 1 << 16)
+        except BlockingIOError:
+            continue
+        if data:
+            streams[key.fileobj].add(data)
+        else:
+            selector.unregister(key.fileobj)

@@ -1,0 +1,65 @@
+"""OUT/RUN.jsonl: a header for each time the run was started, and a row for each case.
+
+Rows are only ever appended, each with one write, so that a run that is cut off loses no more than
+the row in flight. Of several rows of one name the last counts.
+"""
+
+import json
+import os
+import sys
+
+# Of one row; a larger result is left out, and the row says so.
+MOST_ROW = 256 << 10
+# How a case ended: these need no second try.
+FINAL = ["passed", "failed"]
+
+
+def append(path, row):
+    """Adds a row; where that fails, the terminal is all that is left to keep it."""
+    data = json.dumps(row).encode()
+    if len(data) > MOST_ROW:
+        row = row | {"result": None, "why": f"a result of {len(data)} bytes was left out"}
+        data = json.dumps(row).encode()
+    try:
+        with open(path, "ab+") as file:
+            # A row that was cut off ends here.
+            if file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                data = data if file.read(1) == b"\n" else b"\n" + data
+            file.write(data + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        print(f"{path}: the row cannot be written: {error}: {data.decode()}", file=sys.stderr,
+              flush=True)
+
+
+def read(path):
+    """The headers, and the last row of each name in the order of the first ones.
+
+    Lines that are no rows are passed over: a run that was killed may leave half a line.
+    """
+    headers, rows = [], {}
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError:
+        return headers, rows
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(row, dict):
+            continue
+        if row.get("header"):
+            headers.append(row)
+        elif isinstance(row.get("name"), str) and isinstance(row.get("status"), str):
+            # A second run that does not come to a case takes nothing from the first.
+            if row["status"] != "no time" or row["name"] not in rows:
+                rows[row["name"]] = row | {"header": len(headers) - 1}
+    return headers, rows
+
+
+def is_final(row):
+    """Whether a case is done; one that had its whole limit would take it again."""
+    return row["status"] in FINAL or (row["status"] == "timed out" and not row.get("cut"))
