@@ -2,152 +2,77 @@
 """PyTorch on this GPU, as JSON lines: what `tools/gpu/measure.py` holds our figures against.
 
     python3 tools/peer/gpu.py attention --length 8192 --batch 1
+    python3 tools/peer/gpu.py flash --length 8192 --batch 1
     python3 tools/peer/gpu.py step --layers 32 --length 8192
     python3 tools/peer/gpu.py limits
 
 attention  causal grouped-query attention in bf16, forward and backward, by every backend of
-           scaled_dot_product_attention that takes it, and FlexAttention with the heads of each token
-           chosen at random, 75% and 50% of them.
+           scaled_dot_product_attention, and FlexAttention dense and with the heads of each token
+           chosen at random, 75% and 50% of them, as a mask.
+flash      what can be assembled beyond that: FlexAttention on packed rows, and with the package
+           flash-attn-4 its own calls and FlexAttention on its kernels.
 step       forward, backward and fused AdamW of transformers' Llama, compiled, all of it in bf16 and
-           without f32 master weights, which flatters PyTorch.
+           without f32 master weights; once more with --checkpointing where memory runs out.
 limits     the rate of an 8192 x 8192 x 8192 bf16 product, and of a copy of 4 GiB.
+
+Without a GPU it runs on the CPU, on small shapes unless they are given, what can run there.
 """
 
 import argparse
-import json
-import statistics
+import os
+import sys
+
+# Before torch is imported: a step that just fits must not fail for scattered free memory.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
-from torch.nn import functional
+
+from gpu_timing import CUDA, DEVICE, median_ms, report
+
+# Each option with its default on a GPU, which is LLaMA-3-8B's shape, and on a CPU.
+SHAPE = {"length": (8192, 256), "batch": (1, 2), "heads": (32, 8), "kv-heads": (8, 4),
+         "head-dim": (128, 64), "layers": (32, 2), "vocab": (128256, 512), "hidden": (4096, 256),
+         "mlp": (14336, 512), "runs": (20, 3)}
 
 
-def median_seconds(work, warmup=3, runs=10):
-    seconds = []
-    for index in range(warmup + runs):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        if index >= warmup:
-            seconds.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(seconds)
-
-
-def report(kind, **fields):
-    print(json.dumps({"kind": kind, **fields}), flush=True)
-
-
-def random(*shape, grad=False):
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
-
-
-class Attention:
-    def __init__(self, options):
-        self.options = options
-        shape = (options.length, options.head_dim)
-        self.query = random(options.batch, options.heads, *shape, grad=True)
-        self.key = random(options.batch, options.kv_heads, *shape, grad=True)
-        self.value = random(options.batch, options.kv_heads, *shape, grad=True)
-        self.gradient = random(options.batch, options.heads, *shape)
-
-    def report(self, kind, call, **fields):
-        """Times a call forward, and forward and backward; a backend may refuse the shape."""
-        fields |= {"batch": self.options.batch, "length": self.options.length}
-        try:
-            with torch.no_grad():
-                forward = median_seconds(call)
-            both = median_seconds(lambda: call().backward(self.gradient))
-        except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
-            report(kind, error=str(error).splitlines()[0], **fields)
-            return
-        report(kind, forward_ms=forward * 1e3, forward_backward_ms=both * 1e3, **fields)
-
-    def scaled_dot_product(self):
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        for backend in [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]:
-            def call(backend=backend):
-                with sdpa_kernel(backend):
-                    return functional.scaled_dot_product_attention(
-                        self.query, self.key, self.value, is_causal=True, enable_gqa=True)
-
-            self.report("sdpa", call, backend=backend.name.lower())
-
-    def flex(self, active, shared):
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        options = self.options
-        chosen = torch.rand(options.batch, options.length, options.heads, device="cuda")
-        chosen[..., :shared] = 2.0
-        count = round(active * options.heads)
-        selected = torch.zeros_like(chosen, dtype=torch.bool)
-        selected.scatter_(-1, chosen.topk(count, dim=-1).indices, True)
-
-        def visible(batch, head, query, key):
-            return selected[batch, query, head] & (key <= query)
-
-        mask = create_block_mask(
-            visible, options.batch, options.heads, options.length, options.length, device="cuda")
-        compiled = torch.compile(flex_attention)
-        self.report("flex", lambda: compiled(
-            self.query, self.key, self.value, block_mask=mask, enable_gqa=True), active=active)
-
-
-def attention(options):
-    case = Attention(options)
-    case.scaled_dot_product()
-    case.flex(0.75, options.heads // 2)
-    case.flex(0.5, options.heads // 4)
-
-
-def step(options):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.set_default_dtype(torch.bfloat16)
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=options.layers,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=options.vocab,
-        max_position_embeddings=options.length, use_cache=False, attn_implementation="sdpa")
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(config)
-    if options.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    compiled = torch.compile(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    ids = torch.randint(options.vocab, (options.batch, options.length), device="cuda")
-
-    def work():
-        compiled(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    seconds = median_seconds(work, runs=5)
-    report("step", tokens_per_second=ids.numel() / seconds, layers=options.layers,
-           vocab=options.vocab, length=options.length, batch=options.batch,
-           checkpointing=options.checkpointing,
-           peak_gib=torch.cuda.max_memory_allocated() / 2**30)
-
-
-def limits(_options):
-    left, right = random(8192, 8192), random(8192, 8192)
-    report("matmul", flops_per_second=2 * 8192**3 / median_seconds(lambda: left @ right))
-    source = random(2**31)
+def limits(options):
+    side = 8192 if CUDA else 512
+    left, right = (torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    report("matmul", side=side, tflops=2 * side**3 / median_ms(lambda: left @ right, options) / 1e9)
+    source = torch.randn(2**31 if CUDA else 2**24, device=DEVICE, dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    report("copy", bytes_per_second=2**33 / median_seconds(lambda: target.copy_(source)))
+    milliseconds = median_ms(lambda: target.copy_(source), options)
+    # Every byte is read and written.
+    report("copy", bytes=source.nbytes, tb_per_second=2 * source.nbytes / milliseconds / 1e9)
 
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["attention", "step", "limits"])
-    for name, default in [("length", 8192), ("batch", 1), ("heads", 32), ("kv-heads", 8),
-                          ("head-dim", 128), ("layers", 32), ("vocab", 128256)]:
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("part", choices=["attention", "flash", "step", "limits"])
+    for name, (gpu, cpu) in SHAPE.items():
+        parser.add_argument(f"--{name}", type=int, default=gpu if CUDA else cpu)
+    parser.add_argument("--seconds", type=float, default=120,
+                        help="at most this long a variant of attention, its compilation included, "
+                        "and a quarter of it for each timing")
+    parser.add_argument("--only", metavar="WORDS",
+                        help="variants of attention whose kind, backend and share hold one of "
+                        "these, separated by commas: 'packed,flex flash 0.5'")
+    parser.add_argument("--autotune", action="store_true",
+                        help="FlexAttention tries every tile size first, which takes minutes")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute from the start")
+    parser.add_argument("--eager", action="store_true", help="a step without torch.compile")
     options = parser.parse_args()
-    {"attention": attention, "step": step, "limits": limits}[options.part](options)
+    if options.part == "attention":
+        from gpu_attention import attention as part
+    elif options.part == "flash":
+        from gpu_flash import flash as part
+    elif options.part == "step":
+        from gpu_step import step as part
+    else:
+        part = limits
+    return 1 if part(options) is False else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""PyTorch's own attention: scaled_dot_product_attention by each backend, and FlexAttention.
+
+FlexAttention gets MoH as a mask of all rows: a row reads the keys up to its own token where the
+token selected the head, and none where it did not.
+"""
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from gpu_case import SHARED, Case, measure
+from gpu_timing import CUDA, attempt
+
+BLOCK = 128
+# What FlexAttention runs on by default.
+USUAL = "triton" if CUDA else "uncompiled"
+# The slow one last: it writes every score, and may leave no memory for others.
+BACKENDS = ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]
+
+
+def prefix_mask(last, length, visible=None):
+    """A BlockMask in which row r of problem b and head h reads the keys 0 to last[b, h, r].
+
+    The rows a block covers see a common prefix in full and a longer one in part, so its two counts
+    follow from the smallest and the largest of `last`, without looking at every pair of row and
+    key as `create_block_mask` does. A row with -1 reads nothing. `visible` says the same in other
+    words than by `last`.
+    """
+    def within_prefix(batch, head, row, key):
+        return key <= last[batch, head, row]
+
+    batch, heads, rows = last.shape
+    # Rows beyond the end must not make a block look full: they do not read anything.
+    padded = functional.pad(last, (0, -rows % BLOCK), value=-1)
+    blocks = padded.view(batch, heads, -1, BLOCK)
+    full = ((blocks.amin(-1) + 1) // BLOCK).int()
+    touched = ((blocks.amax(-1) + BLOCK) // BLOCK).int()
+    keys = torch.arange(-(-length // BLOCK), dtype=torch.int32, device=last.device)
+    # The partial blocks follow the full ones; what is beyond the count is not read.
+    partial = (keys + full[..., None]).clamp(max=len(keys) - 1)
+    return BlockMask.from_kv_blocks(
+        touched - full, partial, full, keys.expand(partial.shape).contiguous(), BLOCK_SIZE=BLOCK,
+        mask_mod=visible or within_prefix,
+        seq_lengths=(rows, length))
+
+
+def compiled_flex(options, backend):
+    """FlexAttention on the kernel asked for; on a CPU it runs uncompiled, forward only."""
+    if not CUDA:
+        return flex_attention
+    mode = "max-autotune-no-cudagraphs" if options.autotune else None
+    compiled = torch.compile(flex_attention, dynamic=False, mode=mode)
+    kernel = {"BACKEND": "FLASH"} if backend == "flash" else {}
+
+    def call(*inputs, rows_read_a_key=False, **arguments):
+        chosen = kernel
+        if rows_read_a_key and backend != "flash":
+            chosen = {"ROWS_GUARANTEED_SAFE": True}
+        return compiled(*inputs, kernel_options=chosen, **arguments)
+
+    return call
+
+
+def causal(_batch, _head, row, key):
+    return row >= key
+
+
+def row_mask(case):
+    """The mask of all rows: causal, and nothing for the rows of heads that were not selected."""
+    token = torch.arange(case.length, dtype=torch.int32, device=case.query.device)
+    if case.selected is None:
+        # One mask for all heads, which reads no tensor.
+        return prefix_mask(token[None, None], case.length, causal)
+    return prefix_mask(torch.where(case.selected, token, -1), case.length)
+
+
+def masked(options, backend):
+    """FlexAttention over every row, with the mask of the heads selected."""
+    flex = compiled_flex(options, backend)
+
+    def build(case):
+        mask = row_mask(case)
+        return (lambda: flex(*case.inputs, block_mask=mask, enable_gqa=True),
+                case.active and (lambda: row_mask(case)))
+
+    return build
+
+
+def scaled_dot_product(*backends):
+    """Dense causal attention by the first of the backends that takes the shape."""
+    backends = [getattr(SDPBackend, name) for name in backends]
+
+    def call(query, key, value):
+        with sdpa_kernel(backends, set_priority=True):
+            return functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=True)
+
+    return call
+
+
+def variant(options, kind, backend, active, make, backward=True):
+    """One row; `make` returns the variant's `build`, and may itself fail.
+
+    `backward` is false for one that has no backward pass on this device.
+    """
+    name = f"{kind} {backend} {active or 1.0:g}"
+    if options.only and not any(word in name for word in options.only.split(",")):
+        return
+
+    def steps():
+        case = Case(options, active=active, backward=backward)
+        yield case.fields()
+        yield from measure(case, make(), options)
+
+    attempt(kind, {"backend": backend, "active": active or 1.0}, options.seconds, steps)
+
+
+def attention(options):
+    """The rows of the part `attention`."""
+    for backend in BACKENDS:
+        call = scaled_dot_product(backend)
+        variant(options, "sdpa", backend.lower(), None,
+                lambda call=call: lambda case: (lambda: call(*case.inputs), None))
+    for active in [None, *SHARED]:
+        # FlexAttention has no backward pass on a CPU.
+        variant(options, "flex", USUAL, active,
+                lambda: masked(options, USUAL), backward=CUDA)

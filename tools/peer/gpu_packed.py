@@ -1,0 +1,153 @@
+"""MoH on packed rows: what one can assemble of PyTorch's parts so that skipped heads cost nothing.
+
+The selected (token, head) rows of a key/value head are gathered in the order of their tokens, and
+all read the keys of that head up to their own token. A causal mask of stock kernels aligns the
+last query with the last key and moves one key a row, which packed rows do not: several are of one
+token, and tokens without a selected head are missing. Packing each query head by itself does not
+help, since its queries are still a subset of the tokens while its keys are all. So the last key of
+each row is a tensor that the mask reads. Blocks wholly before their rows' tokens, nearly all,
+need no mask.
+
+Key/value heads are the problems of a batch, one head each, padded to the longest with rows that
+read key 0 alone: no row without keys needs care, and the gradient of their result is zero.
+"""
+
+import torch
+from torch.nn import functional
+
+from gpu_attention import BLOCK, USUAL, compiled_flex, prefix_mask, scaled_dot_product, variant
+from gpu_case import SHARED
+from gpu_timing import CUDA
+
+
+class Packing:
+    """Where the rows of `selected`, of batch, query head and token, stand when packed."""
+
+    def __init__(self, selected, kv_heads):
+        batch, heads, length = selected.shape
+        group = heads // kv_heads
+        by_problem = (batch * kv_heads, length * group)
+
+        def packed_order(tensor):
+            return tensor.view(batch, kv_heads, group, length).transpose(2, 3).reshape(by_problem)
+
+        chosen = packed_order(selected)
+        rank = chosen.cumsum(-1) - 1
+        self.rows = -(-int(rank[:, -1].max() + 1) // BLOCK) * BLOCK
+        device = selected.device
+        all_rows = torch.arange(selected.numel(), device=device).view(selected.shape)
+        slot = torch.where(chosen, rank, self.rows)
+        # The packed rows' places among all rows, and -1 for padding; the last column is dropped.
+        source = torch.full((by_problem[0], self.rows + 1), -1, device=device)
+        source.scatter_(1, slot, packed_order(all_rows))
+        self.source = source[:, :-1].reshape(-1)
+        # All rows' places among the packed ones, and -1 for those not selected.
+        first = torch.arange(by_problem[0], device=device)[:, None] * self.rows
+        target = torch.where(chosen, first + rank, -1)
+        self.target = target.view(batch, kv_heads, length, group).transpose(2, 3).reshape(-1)
+        # The token of each packed row, which is its last key; padding reads key 0.
+        last = torch.where(self.source >= 0, self.source % length, 0).int()
+        self.last = last.view(by_problem[0], 1, self.rows)
+
+
+def read_rows(rows, index):
+    """The rows at `index`, zero where it is -1."""
+    return torch.where(index[:, None] >= 0, rows[index.clamp(min=0)], 0)
+
+
+class Take(torch.autograd.Function):
+    """`read_rows` at `index`, whose backward pass reads at `inverse`: no row is written twice.
+
+    Autograd's own backward pass of an indexing would add with atomics.
+    """
+
+    @staticmethod
+    def forward(context, rows, index, inverse, read):
+        context.save_for_backward(inverse)
+        context.read = read
+        return read(rows, index)
+
+    @staticmethod
+    def backward(context, gradient):
+        (inverse,) = context.saved_tensors
+        return context.read(gradient.contiguous(), inverse), None, None, None
+
+
+def packed(attend_with, dense=None):
+    """Attention over packed rows, gathering before it and scattering after it.
+
+    `attend_with(packing, length)` returns the attention of packed queries, one head, with the keys
+    of their problem. With `dense`, the key/value heads whose query heads are all shared go there
+    unpacked, and only the others are packed.
+    """
+    read = torch.compile(read_rows, dynamic=False) if CUDA else read_rows
+
+    def build(case):
+        group = case.heads // case.kv_heads
+        whole = case.shared_heads // group if dense else 0
+        if dense and whole == 0:
+            raise ValueError("no key/value head has shared heads only")
+        routed = (case.batch * (case.kv_heads - whole), 1)
+        selected = case.selected[:, whole * group:].contiguous()
+
+        def prepare():
+            packing = Packing(selected, case.kv_heads - whole)
+            return packing, attend_with(packing, case.length)
+
+        packing, attend = prepare()
+
+        def sparse(query, key, value):
+            shape = query.shape
+            rows = Take.apply(query.reshape(-1, case.head_dim), packing.source, packing.target,
+                              read)
+            result = attend(rows.view(*routed, packing.rows, case.head_dim),
+                            key.reshape(*routed, case.length, case.head_dim),
+                            value.reshape(*routed, case.length, case.head_dim))
+            return Take.apply(result.reshape(-1, case.head_dim), packing.target, packing.source,
+                              read).view(shape)
+
+        def both():
+            sizes = [[whole * heads, (case.kv_heads - whole) * heads] for heads in [group, 1, 1]]
+            parts = [tensor.split(size, 1) for tensor, size in zip(case.inputs, sizes)]
+            return torch.cat([dense(*(part[0] for part in parts)),
+                              sparse(*(part[1] for part in parts))], 1)
+
+        return both if dense else lambda: sparse(*case.inputs), prepare
+
+    return build
+
+
+def flex_rows(options, backend):
+    flex = compiled_flex(options, backend)
+
+    def attend_with(packing, length):
+        mask = prefix_mask(packing.last, length)
+        if not CUDA:
+            return lambda *inputs: flex(*inputs, block_mask=mask)
+        return lambda *inputs: flex(*inputs, block_mask=mask, rows_read_a_key=True)
+
+    return attend_with
+
+
+def written_out_rows(packing, length):
+    """The mask in full, for a CPU, where this has a backward pass and FlexAttention has none."""
+    visible = torch.arange(length, device=packing.last.device) <= packing.last[..., None]
+    return lambda *inputs: functional.scaled_dot_product_attention(*inputs, attn_mask=visible)
+
+
+def packed_rows(options, backend, active, attend_with, dense):
+    """The rows of one way to attend: all heads packed, and the shared ones left to `dense`."""
+    backward = CUDA or backend == "written out"
+    variant(options, "packed", backend, active, lambda: packed(attend_with()), backward)
+    variant(options, "packed", f"{backend}, shared heads dense", active,
+            lambda: packed(attend_with(), dense()), backward)
+
+
+def with_triton(options):
+    def dense():
+        return scaled_dot_product("CUDNN_ATTENTION", "FLASH_ATTENTION", "MATH")
+
+    for active in SHARED:
+        if not CUDA:
+            packed_rows(options, "written out", active, lambda: written_out_rows, dense)
+        packed_rows(options, USUAL, active, lambda: flex_rows(options, USUAL), dense)
