@@ -132,9 +132,10 @@ static __device__ __forceinline__ void reduce_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(NEWEST) : "memory");
 }
 
-// Waits for the sums themselves.
+// Waits for the sums themselves of all groups but the `NEWEST` committed last.
+template <int NEWEST = 0>
 static __device__ __forceinline__ void reduce_wait() {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(NEWEST) : "memory");
 }
 
 // ---- turns of blocks ----
@@ -151,10 +152,12 @@ static __device__ __forceinline__ void turn_wait(const uint32_t* turn, uint32_t 
     asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-// Lets the next block go on, after sums that were waited for.
+// Lets the next block go on, once the sums of all groups but the `NEWEST` are done. The release
+// orders what this thread waited for before it, the copy engine's writes by the fence.
+template <int NEWEST>
 static __device__ __forceinline__ void turn_pass(uint32_t* turn) {
+    reduce_wait<NEWEST>();
     asm volatile("fence.proxy.async;" ::: "memory");
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(turn))
                  : "memory");
 }
@@ -441,16 +444,19 @@ void reduce_wait_read() {
     emulated::reduce_wait(NEWEST, false);
 }
 
-inline void reduce_wait() { emulated::reduce_wait(0, true); }
+template <int NEWEST = 0>
+void reduce_wait() {
+    emulated::reduce_wait(NEWEST, true);
+}
 
 // Blocks run one after the other: a turn that has not come yet never will.
 inline void turn_wait(const uint32_t* turn, uint32_t value) {
     if (*turn != value) emulated::Machine::fail("a block waits for a later one");
 }
 
-inline void turn_pass(uint32_t* turn) {
-    if (!emulated::machine().current->reductions.empty())
-        emulated::Machine::fail("a turn ends before its sums are done");
+template <int NEWEST>
+void turn_pass(uint32_t* turn) {
+    reduce_wait<NEWEST>();
     ++*turn;
 }
 

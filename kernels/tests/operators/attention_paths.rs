@@ -102,6 +102,13 @@ fn every_path_of_keys_that_no_row_of_their_head_sees_agrees() {
     }
 }
 
+/// More tokens than one block packs.
+#[test]
+fn every_path_of_several_packed_blocks_agrees() {
+    let shape = QkvShape { batch: 2, length: 530, heads: 2, kv_heads: 1, head_dim: 64 };
+    each_agrees(&Case::routed(shape, 0, 1), 22);
+}
+
 #[test]
 fn every_path_of_queries_over_a_cache_agrees() {
     for head_dim in [64, 128] {

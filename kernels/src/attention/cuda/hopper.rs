@@ -1,6 +1,6 @@
 //! Attention on Hopper's tensor cores (hopper/hopper.cu).
 //!
-//! The gradient of the queries is summed over tiles of keys: in the order of the keys where results
+//! The gradient of the queries is summed over tiles of keys: from the first keys on where results
 //! must have the same bits in every run, else in the order in which they are done.
 
 use bytemuck::{Pod, Zeroable};
@@ -26,6 +26,8 @@ const STAGES: usize = 2;
 const PANEL: usize = 64;
 /// Multiple of numbers at which rows start: 16 bytes.
 const ALIGNMENT: usize = 8;
+/// Tiles of keys of a sequence at the most: a grid has no more blocks in its second dimension.
+const MOST_KEY_TILES: usize = 65535;
 /// Scratch memory up to which the backward pass takes several sequences at once.
 const FEW_BYTES: usize = 512 << 20;
 
@@ -85,6 +87,7 @@ pub(super) fn takes<T: Element>(cuda: &Cuda, problem: &Problem<'_>, at: &Address
         && at.block_table == 0
         && at.are_multiples_of(shape, ALIGNMENT)
         && at.fit_32_bits(shape)
+        && shape.key_length.div_ceil(KEYS) <= MOST_KEY_TILES
         && device.runs_hopper()
         && forward_shared_bytes(shape.head_dim) <= cuda.most_shared_bytes()
         && backward_shared_bytes(shape.head_dim) <= cuda.most_shared_bytes()
@@ -193,9 +196,10 @@ impl<'a> Part<'a> {
         // A thread prepares 8 numbers of a row.
         let blocks = row_tiles(shape) * (ROWS * width / 8 / OTHER_THREADS);
         self.run::<false>(OTHER_THREADS, "hopper_prepare", grid(blocks), 0)?;
-        let blocks = shape.key_length.div_ceil(KEYS);
+        let key_tiles = shape.key_length.div_ceil(KEYS);
+        let by_key_tile = [shape.kv_heads, key_tiles, self.parameters.batch()];
         let shared_bytes = backward_shared_bytes(width);
-        self.run::<true>(THREADS, "hopper_backward", grid(blocks), shared_bytes)?;
+        self.run::<true>(THREADS, "hopper_backward", by_key_tile, shared_bytes)?;
         let (blocks, shared_bytes) = (row_tiles(shape), tile_bytes(ROWS, width));
         self.run::<false>(OTHER_THREADS, "hopper_finish", grid(blocks), shared_bytes)
     }

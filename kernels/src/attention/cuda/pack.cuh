@@ -23,6 +23,7 @@ static __device__ __forceinline__ uint32_t count_before(uint32_t count, uint32_t
         const uint32_t other = __shfl_up_sync(ALL_LANES, sum, delta);
         if (lane >= uint32_t(delta)) sum += other;
     }
+    __syncthreads();  // The counts of the call before have been read.
     if (lane == 31) warp_counts[warp] = sum;
     __syncthreads();
     uint32_t before = sum - count;
@@ -34,29 +35,38 @@ static __device__ __forceinline__ uint32_t count_before(uint32_t count, uint32_t
     return before;
 }
 
-// Calls `take` for each selected head of the thread's tokens, which are consecutive, in order.
-template <typename Take>
-static __device__ __forceinline__ void for_each_selected(const Parameters& params, Take take) {
-    const uint32_t group = params.heads / params.kv_heads, first_head = blockIdx.x * group;
-    const uint32_t share = (params.query_length + PACK_THREADS - 1) / PACK_THREADS;
-    const uint32_t first = threadIdx.x * share;
-    const uint32_t end = min(first + share, params.query_length);
-    for (uint32_t token = first; token < end; ++token)
-        for (uint32_t h = 0; h < group; ++h)
-            if (is_selected(params, blockIdx.y * params.query_length + token, first_head + h))
-                take(token * group + h);
+// How many of a key/value head's query heads a token selected.
+static __device__ __forceinline__ uint32_t count_selected(const Parameters& params, uint32_t token,
+                                                          uint32_t kv_head) {
+    const uint32_t group = params.heads / params.kv_heads;
+    uint32_t count = 0;
+    for (uint32_t h = 0; h < group; ++h) count += is_selected(params, token, kv_head * group + h);
+    return count;
 }
 
-// Writes `rows` and `row_counts`: one block per key/value head and sequence, and one sum over its
-// threads, so that little waits for other threads.
+// Writes `rows` and `row_counts`: a thread for each token of a block, and a block for every
+// PACK_THREADS tokens of each key/value head and sequence, which counts the rows of the tokens
+// before its own itself, so that no block waits for another.
 extern "C" __global__ void __launch_bounds__(PACK_THREADS) attention_pack(Parameters params) {
-    const uint32_t index = blockIdx.y * params.kv_heads + blockIdx.x;
-    const uint64_t most = uint64_t(params.query_length) * (params.heads / params.kv_heads);
-    uint32_t count = 0, total;
-    for_each_selected(params, [&](uint32_t) { ++count; });
-    uint32_t* slot = params.rows + index * most + count_before(count, total);
-    for_each_selected(params, [&](uint32_t row) { *slot++ = row; });
-    if (threadIdx.x == 0) params.row_counts[index] = total;
+    const uint32_t kv_head = blockIdx.y, group = params.heads / params.kv_heads;
+    const uint32_t index = blockIdx.z * params.kv_heads + kv_head;
+    const uint32_t first = blockIdx.z * params.query_length, start = blockIdx.x * PACK_THREADS;
+    const uint32_t token = start + threadIdx.x;
+    uint32_t earlier = 0, earlier_total, total;
+#pragma unroll 4
+    for (uint32_t before = threadIdx.x; before < start; before += PACK_THREADS)
+        earlier += count_selected(params, first + before, kv_head);
+    count_before(earlier, earlier_total);
+    const bool exists = token < params.query_length;
+    uint32_t count = exists ? count_selected(params, first + token, kv_head) : 0;
+    uint32_t* slot = params.rows + uint64_t(index) * params.query_length * group + earlier_total +
+                     count_before(count, total);
+    if (exists)
+        for (uint32_t h = 0; h < group; ++h)
+            if (is_selected(params, first + token, kv_head * group + h))
+                *slot++ = token * group + h;
+    if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0)
+        params.row_counts[index] = earlier_total + total;
 }
 
 // The pair of this warp: pair i is head first_head + i % heads of token i / heads.

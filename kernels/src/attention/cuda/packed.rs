@@ -7,8 +7,8 @@ use super::{Addresses, Problem};
 use crate::cuda::{Cuda, address_or_null};
 use crate::error::Result;
 
-/// Threads of a block that packs.
-const PACK_THREADS: usize = 1024;
+/// Threads of a block that packs, and tokens.
+const PACK_THREADS: usize = 512;
 /// Threads and (token, head) pairs of a block of the kernels that take a warp for each pair.
 const PAIR_THREADS: usize = 256;
 const PAIRS: usize = 8;
@@ -156,7 +156,8 @@ impl<'a> Packed<'a> {
         let parameters = Parameters::new(problem, at, if selected { scratch } else { 0 });
         let packed = Packed { cuda, problem, parameters };
         if selected {
-            let grid = [shape.kv_heads, shape.batch, 1];
+            let blocks = shape.query_length.div_ceil(PACK_THREADS);
+            let grid = [blocks, shape.kv_heads, shape.batch];
             packed.run(PACK_THREADS, "attention_pack", grid, 0)?;
         }
         Ok(packed)

@@ -58,7 +58,7 @@ struct Parameters {
 // ---- launch geometry ----
 //
 // kernel                    grid                                         block  shared bytes
-// attention_pack            (kv_heads, batch)                            1024   0
+// attention_pack            (ceil(T / 512), kv_heads, batch)             512    0
 // attention_clear           ceil(B*T*routed / 8)                         256    0
 // attention_forward_dX      (ceil(T*group / 128), kv_heads, batch)       128    forward_shared(X)
 // attention_backward_delta  ceil(B*T*heads / 8)                          256    0
@@ -69,7 +69,7 @@ struct Parameters {
 //
 // More than 48 KiB of dynamic shared memory has to be allowed for each kernel before its launch.
 
-constexpr int PACK_THREADS = 1024;
+constexpr int PACK_THREADS = 512;
 constexpr int PAIR_THREADS = 256;
 constexpr int PAIRS_PER_BLOCK = PAIR_THREADS / 32;
 

@@ -6,7 +6,8 @@
 // dS^T go from the registers of these products to those of dV and dK, which stay in registers until
 // they are written once. dS^T also goes to shared memory, where each warpgroup reads that of all
 // 128 keys for half the columns of dQ. One warp brings row tiles, two stages of them; another adds
-// dQ to its sums in global memory. 240 registers a thread for the products, 24 for the copies;
+// dQ to its sums in global memory. Blocks visit row tiles from the last to the first: those of one
+// head are at the same row tiles at the same time, which the second cache then holds. 240 registers a thread for the products, 24 for the copies;
 // 195 KiB of shared memory at head dimension 128.
 #pragma once
 
@@ -161,9 +162,10 @@ static __device__ __forceinline__ void copy_row_tiles(const Maps& maps, const Se
     copy_keys<WIDTH>(memory.k(), &maps.k, segment, key, memory.keys_full());
     copy_keys<WIDTH>(memory.v(), &maps.v, segment, key, memory.keys_full());
     Ring q_ring = memory.q_ring(), d_out_ring = memory.d_out_ring();
-    const unsigned char* tile = row_tiles + uint64_t(tiles.begin) * Layout::BYTES;
+    const unsigned char* tile = row_tiles + uint64_t(tiles.end) * Layout::BYTES;
 #pragma unroll 1
-    for (uint32_t i = 0; i < tiles.end - tiles.begin; ++i, tile += Layout::BYTES) {
+    for (uint32_t i = 0; i < tiles.end - tiles.begin; ++i) {
+        tile -= Layout::BYTES;
         q_ring.begin_fill(i, Memory::ROW_BYTES + Memory::NUMBER_BYTES);
         copy_bulk(memory.q(i), tile, Memory::ROW_BYTES, q_ring.full(i));
         copy_bulk(shared_address(memory.numbers(i)), tile + Layout::LOG_SUM_EXP,
@@ -173,12 +175,14 @@ static __device__ __forceinline__ void copy_row_tiles(const Maps& maps, const Se
     }
 }
 
-// How many tiles of keys add to a row tile's d_q before this one: those with later keys.
+// How many tiles of keys add to a row tile's d_q before this one: those with earlier keys that its
+// first row sees.
 template <int WIDTH>
-static __device__ __forceinline__ uint32_t turn_of(const unsigned char* row_tile, uint32_t rows,
-                                                   uint32_t key) {
+static __device__ __forceinline__ uint32_t turn_of(const Parameters& params,
+                                                   const unsigned char* row_tile, uint32_t key) {
     const uint2* bounds = reinterpret_cast<const uint2*>(row_tile + RowTileLayout<WIDTH>::BOUNDS);
-    return (bounds[min(rows, uint32_t(TILE_ROWS)) - 1].y - 1) / TILE_KEYS - key / TILE_KEYS;
+    uint32_t first = params.first_key != nullptr ? bounds[0].x : 0;
+    return key / TILE_KEYS - first / TILE_KEYS;
 }
 
 // One warp adds the halves of dQ that the warpgroups leave in shared memory to their sums.
@@ -194,12 +198,12 @@ static __device__ __forceinline__ void add_query_gradients(const Parameters& par
     for (uint32_t group = 0; group < 2; ++group)
         named_arrive(SUM_EMPTY_BARRIER + group, SUM_THREADS);
 #pragma unroll 1
-    for (uint32_t tile = tiles.begin; tile < tiles.end; ++tile) {
+    for (uint32_t tile = tiles.end; tile-- > tiles.begin;) {
         uint64_t index = first_tile + tile;
         if (first_lane && scratch.turns != nullptr)
             turn_wait(scratch.turns + index,
-                      turn_of<WIDTH>(scratch.row_tiles + index * row_tile_bytes(WIDTH),
-                                     segment.count - tile * TILE_ROWS, key));
+                      turn_of<WIDTH>(params, scratch.row_tiles + index * row_tile_bytes(WIDTH),
+                                     key));
         __syncwarp();
         float* sums = scratch.d_q_sums + index * (TILE_ROWS * WIDTH);
         for (uint32_t group = 0; group < 2; ++group) {
@@ -210,20 +214,22 @@ static __device__ __forceinline__ void add_query_gradients(const Parameters& par
             }
             __syncwarp();
         }
-        bool is_last = tile + 1 == tiles.end;
+        bool is_last = tile == tiles.begin;
         if (first_lane) reduce_wait_read<1>();
         __syncwarp();
         if (!is_last) named_arrive(SUM_EMPTY_BARRIER, SUM_THREADS);
         if (first_lane) reduce_wait_read<0>();
         __syncwarp();
         if (!is_last) named_arrive(SUM_EMPTY_BARRIER + 1, SUM_THREADS);
-        if (first_lane && scratch.turns != nullptr) {
-            reduce_wait();
-            turn_pass(scratch.turns + index);
-        }
+        // The sums before these two, which had all this time.
+        if (first_lane && scratch.turns != nullptr && tile + 1 < tiles.end)
+            turn_pass<2>(scratch.turns + index + 1);
         __syncwarp();
     }
-    if (first_lane) reduce_wait();
+    if (first_lane && scratch.turns != nullptr)
+        turn_pass<0>(scratch.turns + first_tile + tiles.begin);
+    else if (first_lane)
+        reduce_wait();
 }
 
 // ---- products ----
@@ -372,14 +378,14 @@ struct BackwardGroup {
         start_scores(scores, 0);
         wgmma_wait<0>();
         hold(scores);
-        uint32_t tile = tiles.begin;
-        while (tile < tiles.end) {
+        uint32_t left = tiles.end - tiles.begin, index = 0;
+        while (left > 0) {
 #pragma unroll 1
-            for (; tile < tiles.end && !tiles.is_unmasked(tile); ++tile)
-                step<true>(scores, tile - tiles.begin, tile + 1 == tiles.end);
+            for (; left > 0 && !tiles.is_unmasked(tiles.begin + left - 1); --left, ++index)
+                step<true>(scores, index, left == 1);
 #pragma unroll 1
-            for (; tile < tiles.end && tiles.is_unmasked(tile); ++tile)
-                step<false>(scores, tile - tiles.begin, tile + 1 == tiles.end);
+            for (; left > 0 && tiles.is_unmasked(tiles.begin + left - 1); --left, ++index)
+                step<false>(scores, index, left == 1);
         }
     }
 
@@ -401,11 +407,10 @@ struct BackwardGroup {
 template <int WIDTH>
 static __device__ __forceinline__ void backward(const Parameters& params, const Scratch& scratch,
                                                 const Maps& maps) {
-    Segment segment = make_segment(params, blockIdx.y, blockIdx.z);
-    // Earlier keys are seen by more rows: the longest tiles start first. In a fixed order the
-    // shortest do: then each adds to a row tile before the next one comes to it.
-    bool in_turn = scratch.turns != nullptr;
-    uint32_t first_key = (in_turn ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * TILE_KEYS;
+    // Blocks start in the order of x, then y: all heads' longest tiles first, those of the earliest
+    // keys. By turns, a tile adds after those that started before it.
+    Segment segment = make_segment(params, blockIdx.x, blockIdx.z);
+    uint32_t first_key = blockIdx.y * TILE_KEYS;
 
     DYNAMIC_SHARED(shared);
     BackwardMemory<WIDTH> memory{shared};

@@ -55,7 +55,7 @@ struct Scratch {
 // hopper_clear        ceil(B*T*routed / 8)                          256    0
 // hopper_prepare_dX   (ceil(T*group / 64) * prepare_blocks(X), kv_heads, batch)
 //                                                                   256    0
-// hopper_backward_dX  (ceil(key_length / 128), kv_heads, batch)     384    backward_shared(X)
+// hopper_backward_dX  (kv_heads, ceil(key_length / 128), batch)     384    backward_shared(X)
 // hopper_finish_dX    (ceil(T*group / 64), kv_heads, batch)         256    tile_bytes(64, X)
 //
 // Kernels take Parameters, then Scratch (all but hopper_clear), then Maps (forward, backward). More
