@@ -20,8 +20,9 @@ const OTHER_THREADS: usize = 256;
 const KEYS: usize = 128;
 const FORWARD_ROWS: usize = 128;
 const ROWS: usize = 64;
-/// Stages of tiles in shared memory.
+/// Stages of tiles in shared memory, and of the backward pass's queries.
 const STAGES: usize = 2;
+const QUERY_STAGES: usize = 3;
 /// Columns of a matrix's panel in shared memory.
 const PANEL: usize = 64;
 /// Multiple of numbers at which rows start: 16 bytes.
@@ -41,6 +42,10 @@ struct Scratch {
     /// every run.
     turns: u64,
     next_tile: u64,
+    /// Tiles of keys of a head that run at a time, of which every other lot visits rows in the other
+    /// order; 0 where all visit them in one order.
+    key_tiles_at_once: u32,
+    padding: u32,
 }
 
 /// `Maps` of hopper.cuh.
@@ -69,11 +74,11 @@ fn forward_shared_bytes(width: usize) -> usize {
 
 /// `backward_shared` of hopper.cuh.
 fn backward_shared_bytes(width: usize) -> usize {
-    tile_bytes(2 * KEYS + 2 * STAGES * ROWS, width)
+    tile_bytes(2 * KEYS + (QUERY_STAGES + STAGES) * ROWS, width)
         + STAGES * tile_bytes(ROWS, KEYS)
         + ROWS * width * 4
-        + STAGES * ROWS * 16
-        + (4 * STAGES + 1) * 8
+        + QUERY_STAGES * ROWS * 16
+        + (2 * (QUERY_STAGES + STAGES) + 1) * 8
         + 4 * 4
 }
 
@@ -241,7 +246,9 @@ fn backward_by(
     let row_tiles = scratch + packed_bytes(problem) as u64;
     let d_q_sums = row_tiles + areas.row_tiles as u64;
     let turns = if cuda.is_deterministic() { d_q_sums + areas.d_q_sums as u64 } else { 0 };
-    let scratch = Scratch { row_tiles, d_q_sums, turns, next_tile: 0 };
+    let at_once = cuda.device().multiprocessors() / shape.kv_heads;
+    let key_tiles_at_once = if turns == 0 { at_once.max(1) as u32 } else { 0 };
+    let scratch = Scratch { row_tiles, d_q_sums, turns, key_tiles_at_once, ..Scratch::zeroed() };
     for first in (0..shape.batch).step_by(sequences) {
         let count = sequences.min(shape.batch - first);
         Part::new(&packed, packed.parameters.of_sequences(first, count), scratch)?.backward()?;

@@ -5,10 +5,16 @@
 // Two warpgroups take 64 keys each. They compute the transposed K Q^T and V dO^T, so that P^T and
 // dS^T go from the registers of these products to those of dV and dK, which stay in registers until
 // they are written once. dS^T also goes to shared memory, where each warpgroup reads that of all
-// 128 keys for half the columns of dQ. One warp brings row tiles, two stages of them; another adds
-// dQ to its sums in global memory. Blocks visit row tiles from the last to the first: those of one
-// head are at the same row tiles at the same time, which the second cache then holds. 240 registers a thread for the products, 24 for the copies;
-// 195 KiB of shared memory at head dimension 128.
+// 128 keys for half the columns of dQ. Scores of the next rows are computed, and softened, while dQ
+// and dK of these are multiplied. One warp brings row tiles, three stages of queries and two of
+// output gradients; another adds dQ to its sums in global memory. 240 registers a thread for the
+// products, 24 for the copies; 212 KiB of shared memory at head dimension 128.
+//
+// The second cache cannot hold all rows of all heads, but a part of them: blocks of one head should
+// be at the same rows at the same time. The first of them start together with the last rows. An
+// earlier one ends later, by as many row tiles as its keys are seen by more; the next ones start
+// there, in the order of their keys, and with the first rows that see them, and so again meet at
+// the same rows. They end together, with the last rows.
 #pragma once
 
 #include "row_tiles.cuh"
@@ -33,10 +39,12 @@ struct BackwardMemory {
     static constexpr uint32_t SCORE_BYTES = tile_bytes(TILE_ROWS, TILE_KEYS);
     static constexpr uint32_t SUM_BYTES = TILE_ROWS * WIDTH * 4;
     static constexpr uint32_t NUMBER_BYTES = TILE_ROWS * 16;
-    static constexpr uint32_t SCORES = 2 * KEY_BYTES + 2 * STAGES * ROW_BYTES;
+    static constexpr uint32_t SCORES = 2 * KEY_BYTES + (QUERY_STAGES + STAGES) * ROW_BYTES;
     static constexpr uint32_t SUMS = SCORES + STAGES * SCORE_BYTES;
     static constexpr uint32_t NUMBERS = SUMS + SUM_BYTES;
-    static constexpr uint32_t BARRIERS = NUMBERS + STAGES * NUMBER_BYTES;
+    static constexpr uint32_t BARRIERS = NUMBERS + QUERY_STAGES * NUMBER_BYTES;
+    static constexpr uint32_t D_OUT_BARRIERS = BARRIERS + Ring<QUERY_STAGES>::BYTES;
+    static constexpr uint32_t KEY_BARRIER = D_OUT_BARRIERS + Ring<STAGES>::BYTES;
     unsigned char* memory;
 
     __device__ __forceinline__ SharedAddress at(uint32_t offset) const {
@@ -45,10 +53,10 @@ struct BackwardMemory {
     __device__ __forceinline__ SharedAddress k() const { return at(0); }
     __device__ __forceinline__ SharedAddress v() const { return at(KEY_BYTES); }
     __device__ __forceinline__ SharedAddress q(uint32_t index) const {
-        return at(2 * KEY_BYTES + index % STAGES * ROW_BYTES);
+        return at(2 * KEY_BYTES + index % QUERY_STAGES * ROW_BYTES);
     }
     __device__ __forceinline__ SharedAddress d_out(uint32_t index) const {
-        return q(index) + STAGES * ROW_BYTES;
+        return at(2 * KEY_BYTES + (QUERY_STAGES + index % STAGES) * ROW_BYTES);
     }
     // dS^T: a panel of 64 rows for each key.
     __device__ __forceinline__ SharedAddress scores(uint32_t index) const {
@@ -60,15 +68,13 @@ struct BackwardMemory {
     }
     // log_sum_exp, delta and bounds of the rows.
     __device__ __forceinline__ unsigned char* numbers(uint32_t index) const {
-        return memory + NUMBERS + index % STAGES * NUMBER_BYTES;
+        return memory + NUMBERS + index % QUERY_STAGES * NUMBER_BYTES;
     }
-    __device__ __forceinline__ Ring q_ring() const { return {at(BARRIERS)}; }
-    __device__ __forceinline__ Ring d_out_ring() const { return {at(BARRIERS + 2 * STAGES * 8)}; }
-    __device__ __forceinline__ SharedAddress keys_full() const {
-        return at(BARRIERS + 4 * STAGES * 8);
-    }
+    __device__ __forceinline__ Ring<QUERY_STAGES> q_ring() const { return {at(BARRIERS)}; }
+    __device__ __forceinline__ Ring<STAGES> d_out_ring() const { return {at(D_OUT_BARRIERS)}; }
+    __device__ __forceinline__ SharedAddress keys_full() const { return at(KEY_BARRIER); }
     __device__ __forceinline__ uint32_t* limits() const {
-        return reinterpret_cast<uint32_t*>(memory + BARRIERS + (4 * STAGES + 1) * 8);
+        return reinterpret_cast<uint32_t*>(memory + KEY_BARRIER + 8);
     }
 };
 
@@ -117,9 +123,16 @@ static __device__ __forceinline__ uint32_t rows_starting_before(const Parameters
 }
 
 // The row tiles [begin, end) of which some row may see a tile of keys. All rows of those of
-// [unmasked, unmasked_end) see it whole.
+// [unmasked, unmasked_end) see it whole. They are visited from the first or from the last.
 struct RowTiles {
     uint32_t begin, end, unmasked, unmasked_end;
+    bool is_ascending;
+
+    __device__ __forceinline__ uint32_t count() const { return end - begin; }
+    // Visit number i.
+    __device__ __forceinline__ uint32_t at(uint32_t i) const {
+        return is_ascending ? begin + i : end - 1 - i;
+    }
 
     __device__ __forceinline__ bool is_unmasked(uint32_t tile) const {
         return tile >= unmasked && tile < unmasked_end;
@@ -129,7 +142,7 @@ struct RowTiles {
 // The first four warps compute one limit each; synchronises the block.
 static __device__ __forceinline__ RowTiles find_row_tiles(const Parameters& params,
                                                           const Segment& segment, uint32_t key,
-                                                          uint32_t* limits) {
+                                                          bool is_ascending, uint32_t* limits) {
     uint32_t warp = threadIdx.x / 32, limit = 0;
     if (warp == 0) limit = rows_ending_by(params, segment, key);
     if (warp == 1) limit = rows_starting_before(params, segment, key + TILE_KEYS);
@@ -138,6 +151,7 @@ static __device__ __forceinline__ RowTiles find_row_tiles(const Parameters& para
     if (warp < 4 && threadIdx.x % 32 == 0) limits[warp] = limit;
     __syncthreads();
     RowTiles tiles;
+    tiles.is_ascending = is_ascending;
     tiles.begin = limits[0] / TILE_ROWS;
     // Where every row ends before these keys, the last row tile is not visited either: no turn of
     // it is kept for them.
@@ -161,11 +175,11 @@ static __device__ __forceinline__ void copy_row_tiles(const Maps& maps, const Se
     barrier_expect(memory.keys_full(), 2 * Memory::KEY_BYTES);
     copy_keys<WIDTH>(memory.k(), &maps.k, segment, key, memory.keys_full());
     copy_keys<WIDTH>(memory.v(), &maps.v, segment, key, memory.keys_full());
-    Ring q_ring = memory.q_ring(), d_out_ring = memory.d_out_ring();
-    const unsigned char* tile = row_tiles + uint64_t(tiles.end) * Layout::BYTES;
+    Ring<QUERY_STAGES> q_ring = memory.q_ring();
+    Ring<STAGES> d_out_ring = memory.d_out_ring();
 #pragma unroll 1
-    for (uint32_t i = 0; i < tiles.end - tiles.begin; ++i) {
-        tile -= Layout::BYTES;
+    for (uint32_t i = 0; i < tiles.count(); ++i) {
+        const unsigned char* tile = row_tiles + uint64_t(tiles.at(i)) * Layout::BYTES;
         q_ring.begin_fill(i, Memory::ROW_BYTES + Memory::NUMBER_BYTES);
         copy_bulk(memory.q(i), tile, Memory::ROW_BYTES, q_ring.full(i));
         copy_bulk(shared_address(memory.numbers(i)), tile + Layout::LOG_SUM_EXP,
@@ -198,8 +212,8 @@ static __device__ __forceinline__ void add_query_gradients(const Parameters& par
     for (uint32_t group = 0; group < 2; ++group)
         named_arrive(SUM_EMPTY_BARRIER + group, SUM_THREADS);
 #pragma unroll 1
-    for (uint32_t tile = tiles.end; tile-- > tiles.begin;) {
-        uint64_t index = first_tile + tile;
+    for (uint32_t i = 0; i < tiles.count(); ++i) {
+        uint64_t index = first_tile + tiles.at(i);
         if (first_lane && scratch.turns != nullptr)
             turn_wait(scratch.turns + index,
                       turn_of<WIDTH>(params, scratch.row_tiles + index * row_tile_bytes(WIDTH),
@@ -214,7 +228,7 @@ static __device__ __forceinline__ void add_query_gradients(const Parameters& par
             }
             __syncwarp();
         }
-        bool is_last = tile == tiles.begin;
+        bool is_last = i + 1 == tiles.count();
         if (first_lane) reduce_wait_read<1>();
         __syncwarp();
         if (!is_last) named_arrive(SUM_EMPTY_BARRIER, SUM_THREADS);
@@ -222,12 +236,12 @@ static __device__ __forceinline__ void add_query_gradients(const Parameters& par
         __syncwarp();
         if (!is_last) named_arrive(SUM_EMPTY_BARRIER + 1, SUM_THREADS);
         // The sums before these two, which had all this time.
-        if (first_lane && scratch.turns != nullptr && tile + 1 < tiles.end)
-            turn_pass<2>(scratch.turns + index + 1);
+        if (first_lane && scratch.turns != nullptr && i > 0)
+            turn_pass<2>(scratch.turns + first_tile + tiles.at(i - 1));
         __syncwarp();
     }
     if (first_lane && scratch.turns != nullptr)
-        turn_pass<0>(scratch.turns + first_tile + tiles.begin);
+        turn_pass<0>(scratch.turns + first_tile + tiles.at(tiles.count() - 1));
     else if (first_lane)
         reduce_wait();
 }
@@ -245,7 +259,8 @@ struct BackwardGroup {
     uint32_t key;
     float scale_log2;
     BackwardMemory<WIDTH> memory;
-    Ring q_ring, d_out_ring;
+    Ring<QUERY_STAGES> q_ring;
+    Ring<STAGES> d_out_ring;
     float d_k[WIDTH / 2], d_v[WIDTH / 2];
 
     __device__ __forceinline__ BackwardGroup(const Parameters& params,
@@ -335,57 +350,69 @@ struct BackwardGroup {
                           RowOperand<TILE_ROWS>(memory.q(index)));
     }
 
-    // Adds what row tile `index` since the first gives, whose scores were started, and starts the
-    // next one's. Every exchange with shared memory has products under way beside it.
-    template <bool MASKED>
-    __device__ __forceinline__ void step(float (&scores)[TRANSPOSED], uint32_t index,
-                                         bool is_last) {
-        float p[TRANSPOSED], d_p[TRANSPOSED], d_s[TRANSPOSED], d_q[WIDTH / 4];
+    // Adds what visit `index` gives, whose probabilities are there, and computes the next one's. Every
+    // exchange with shared memory, and every exponential, has products under way beside it.
+    template <bool NEXT_IS_MASKED>
+    __device__ __forceinline__ void step(float (&p)[TRANSPOSED], uint32_t index, bool is_last) {
+        float d_p[TRANSPOSED], d_s[TRANSPOSED], scores[TRANSPOSED], d_q[WIDTH / 4];
         uint32_t p_fragments[TILE_ROWS / 16][4], d_s_fragments[TILE_ROWS / 16][4];
         d_out_ring.wait_full(index);
         start_rows<WIDTH>(d_p, RowOperand<TILE_KEYS>(memory.v(), group * 64),
                           RowOperand<TILE_ROWS>(memory.d_out(index)));
-        soften<MASKED>(scores, p, index);
         to_fragments(p, p_fragments);
         start_columns(d_v, p_fragments, ColumnOperand<TILE_ROWS>(memory.d_out(index)));
         wgmma_wait<1>();
         hold(d_p);
         differentiate(d_p, p, d_s, index);
         to_fragments(d_s, d_s_fragments);
+        // After the last visit its own scores are computed again, and not used.
+        uint32_t next = is_last ? index : index + 1;
+        start_scores(scores, next);
         share(d_s_fragments, index);
         // Both warpgroups are also done with the products that read the stage before last.
         named_sync(SCORE_BARRIER, PRODUCT_THREADS);
-        start_transposed<TILE_KEYS / 16>(d_q, ColumnOperand<TILE_KEYS>(memory.scores(index)),
-                                         ColumnOperand<TILE_KEYS>(memory.k(), group * (WIDTH / 2)));
+        // The scores are still under way, and P^T gives its registers to dQ.
         wgmma_wait<1>();
         hold(d_v);
         d_out_ring.release(index);
-        start_columns(d_k, d_s_fragments, ColumnOperand<TILE_ROWS>(memory.q(index)));
-        // After the last tile this one's scores are computed again, and not used.
-        start_scores(scores, is_last ? index : index + 1);
+        start_transposed<TILE_KEYS / 16>(d_q, ColumnOperand<TILE_KEYS>(memory.scores(index)),
+                                         ColumnOperand<TILE_KEYS>(memory.k(), group * (WIDTH / 2)));
+        // From shared memory: in registers, dS^T would leave too few for the probabilities.
+        start_columns<TILE_ROWS / 16>(d_k, RowOperand<TILE_KEYS>(memory.scores(index), group * 64),
+                                      ColumnOperand<TILE_ROWS>(memory.q(index)));
         wgmma_wait<2>();
+        hold(scores);
+        soften<NEXT_IS_MASKED>(scores, p, next);
+        hold(p);
+        wgmma_wait<1>();
         hold(d_q);
         hand_over(d_q);
         wgmma_wait<0>();
         hold(d_k);
-        hold(scores);
         q_ring.release(index);
     }
 
     __device__ __forceinline__ void visit(const RowTiles& tiles) {
-        float scores[TRANSPOSED];
+        float p[TRANSPOSED];
         barrier_wait(memory.keys_full(), 0);
-        start_scores(scores, 0);
-        wgmma_wait<0>();
-        hold(scores);
-        uint32_t left = tiles.end - tiles.begin, index = 0;
-        while (left > 0) {
+        {
+            float scores[TRANSPOSED];
+            start_scores(scores, 0);
+            wgmma_wait<0>();
+            hold(scores);
+            soften<true>(scores, p, 0);
+        }
+        uint32_t index = 0, count = tiles.count();
+        auto next_is_masked = [&] {
+            return index + 1 < count && !tiles.is_unmasked(tiles.at(index + 1));
+        };
+        while (index < count) {
 #pragma unroll 1
-            for (; left > 0 && !tiles.is_unmasked(tiles.begin + left - 1); --left, ++index)
-                step<true>(scores, index, left == 1);
+            for (; index < count && next_is_masked(); ++index)
+                step<true>(p, index, index + 1 == count);
 #pragma unroll 1
-            for (; left > 0 && tiles.is_unmasked(tiles.begin + left - 1); --left, ++index)
-                step<false>(scores, index, left == 1);
+            for (; index < count && !next_is_masked(); ++index)
+                step<false>(p, index, index + 1 == count);
         }
     }
 
@@ -411,6 +438,8 @@ static __device__ __forceinline__ void backward(const Parameters& params, const 
     // keys. By turns, a tile adds after those that started before it.
     Segment segment = make_segment(params, blockIdx.x, blockIdx.z);
     uint32_t first_key = blockIdx.y * TILE_KEYS;
+    bool is_ascending = scratch.key_tiles_at_once != 0 &&
+                        blockIdx.y / scratch.key_tiles_at_once % 2 == 1;
 
     DYNAMIC_SHARED(shared);
     BackwardMemory<WIDTH> memory{shared};
@@ -420,7 +449,7 @@ static __device__ __forceinline__ void backward(const Parameters& params, const 
         barrier_init(memory.keys_full(), 1);
         barrier_init_fence();
     }
-    RowTiles tiles = find_row_tiles(params, segment, first_key, memory.limits());
+    RowTiles tiles = find_row_tiles(params, segment, first_key, is_ascending, memory.limits());
 
     uint32_t warpgroup = uniform(threadIdx.x / WARPGROUP);
     if (warpgroup == 0) {

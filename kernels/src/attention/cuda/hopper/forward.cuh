@@ -56,12 +56,12 @@ struct ForwardMemory {
     __device__ __forceinline__ ForwardTile& tile(uint32_t index) const {
         return reinterpret_cast<ForwardTile*>(memory + TILES)[index % STAGES];
     }
-    __device__ __forceinline__ Ring ring(uint32_t number) const {
-        return {shared_address(memory) + BARRIERS + number * (2 * STAGES * 8)};
+    __device__ __forceinline__ Ring<STAGES> ring(uint32_t number) const {
+        return {shared_address(memory) + BARRIERS + number * Ring<STAGES>::BYTES};
     }
-    __device__ __forceinline__ Ring tile_ring() const { return ring(0); }
-    __device__ __forceinline__ Ring k_ring() const { return ring(1); }
-    __device__ __forceinline__ Ring v_ring() const { return ring(2); }
+    __device__ __forceinline__ Ring<STAGES> tile_ring() const { return ring(0); }
+    __device__ __forceinline__ Ring<STAGES> k_ring() const { return ring(1); }
+    __device__ __forceinline__ Ring<STAGES> v_ring() const { return ring(2); }
 };
 
 // The tiles of keys that a tile of rows sees. Of these, those of [unmasked, unmasked_end) every row
@@ -137,7 +137,7 @@ static __device__ __forceinline__ void copy_key_tiles(const Maps& maps, const Se
                                                       const ForwardMemory<WIDTH>& memory,
                                                       uint32_t index) {
     constexpr uint32_t BYTES = ForwardMemory<WIDTH>::KEY_BYTES;
-    Ring k_ring = memory.k_ring(), v_ring = memory.v_ring();
+    Ring<STAGES> k_ring = memory.k_ring(), v_ring = memory.v_ring();
 #pragma unroll 1
     for (uint32_t left = tiles.count; left > 0; --left, ++index) {
         if (left == tiles.count) {
@@ -162,7 +162,7 @@ template <int WIDTH>
 static __device__ __forceinline__ void bring_tiles(const Parameters& params, const Maps& maps,
                                                    uint32_t* next_tile,
                                                    const ForwardMemory<WIDTH>& memory) {
-    Ring ring = memory.tile_ring();
+    Ring<STAGES> ring = memory.tile_ring();
     uint32_t keys = 0;
 #pragma unroll 1
     for (uint32_t index = 0;; ++index) {
@@ -246,7 +246,7 @@ struct ForwardGroup {
     int first[2], end[2];
     float scale_log2;
     ForwardMemory<WIDTH> memory;
-    Ring k_ring, v_ring;
+    Ring<STAGES> k_ring, v_ring;
     // Tiles of rows and of keys that were used before.
     uint32_t row_tiles, key_tiles;
     RowOperand<64> q;
@@ -389,7 +389,7 @@ template <int WIDTH>
 static __device__ __forceinline__ void compute_tiles(const Parameters& params,
                                                      const ForwardMemory<WIDTH>& memory,
                                                      uint32_t group) {
-    Ring ring = memory.tile_ring();
+    Ring<STAGES> ring = memory.tile_ring();
     uint32_t key_tiles = 0;
 #pragma unroll 1
     for (uint32_t index = 0;; ++index) {

@@ -46,6 +46,9 @@ struct Scratch {
     uint32_t* turns;
     // Number of the forward pass's next tile: one number, 0 before the first launch and after each.
     uint32_t* next_tile;
+    // How many tiles of keys of a head run at a time. Every other lot of them visits row tiles from the
+    // first one on; with 0 all visit them from the last one, as turns need it to go fast.
+    uint32_t key_tiles_at_once, padding;
 };
 
 // ---- launch geometry ----
@@ -67,6 +70,8 @@ constexpr int TILE_KEYS = 128;
 // A warpgroup computes 64 rows of the forward pass, two of them share keys and values.
 constexpr int FORWARD_ROWS = 128;
 constexpr int STAGES = 2;
+// Queries of the backward pass are needed earlier than its output gradients, and longer.
+constexpr int QUERY_STAGES = 3;
 
 // Rows of a row tile of the backward pass.
 constexpr int TILE_ROWS = 64;
@@ -92,12 +97,12 @@ __host__ __device__ constexpr int forward_shared(int width) {
            6 * STAGES * 8;
 }
 
-// Keys, values, two stages of row tiles, two of dS, the gradient of one row tile; numbers of two
-// row tiles; mbarriers and row range.
+// Keys, values, three stages of queries and their numbers, two of output gradients, two of dS, the
+// gradient of one row tile; mbarriers and row range.
 __host__ __device__ constexpr int backward_shared(int width) {
-    return tile_bytes(2 * TILE_KEYS + 2 * STAGES * TILE_ROWS, width) +
+    return tile_bytes(2 * TILE_KEYS + (QUERY_STAGES + STAGES) * TILE_ROWS, width) +
            STAGES * tile_bytes(TILE_ROWS, TILE_KEYS) + TILE_ROWS * width * 4 +
-           STAGES * TILE_ROWS * 16 + (4 * STAGES + 1) * 8 + 4 * 4;
+           QUERY_STAGES * TILE_ROWS * 16 + (2 * (QUERY_STAGES + STAGES) + 1) * 8 + 4 * 4;
 }
 
 }  // namespace hopper_attention

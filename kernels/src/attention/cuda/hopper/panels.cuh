@@ -87,6 +87,18 @@ static __device__ __forceinline__ void start_columns(float (&sums)[COUNT],
     hold(sums);
 }
 
+// sums += A B with A from shared memory, 16K columns deep.
+template <int K, int COUNT, int A_ROWS, int B_ROWS>
+static __device__ __forceinline__ void start_columns(float (&sums)[COUNT], RowOperand<A_ROWS> a,
+                                                     ColumnOperand<B_ROWS> b) {
+    hold(sums);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < K; ++k) wgmma<0, 1>(sums, a.at(k), b.at(k));
+    wgmma_commit();
+    hold(sums);
+}
+
 // sums = A^T B, both of 16K rows.
 template <int K, int COUNT, int A_ROWS, int B_ROWS>
 static __device__ __forceinline__ void start_transposed(float (&sums)[COUNT],
@@ -169,24 +181,26 @@ constexpr int PRODUCT_THREADS = 2 * WARPGROUP;
 constexpr int PRODUCT_WARPS = PRODUCT_THREADS / 32;
 
 // Barriers of a ring of stages: full when the copies arrived, empty when every warp has used them.
+template <uint32_t COUNT>
 struct Ring {
+    static constexpr uint32_t BYTES = 2 * COUNT * 8;
     SharedAddress barriers;
 
     __device__ __forceinline__ SharedAddress full(uint32_t index) const {
-        return barriers + index % STAGES * 8;
+        return barriers + index % COUNT * 8;
     }
     __device__ __forceinline__ SharedAddress empty(uint32_t index) const {
-        return full(index) + STAGES * 8;
+        return full(index) + COUNT * 8;
     }
     // With the number of threads that say that a stage is full.
     __device__ __forceinline__ void init(uint32_t fillers = 1) const {
-        for (uint32_t i = 0; i < STAGES; ++i) {
+        for (uint32_t i = 0; i < COUNT; ++i) {
             barrier_init(full(i), fillers);
             barrier_init(empty(i), PRODUCT_WARPS);
         }
     }
     __device__ __forceinline__ void wait_empty(uint32_t index) const {
-        barrier_wait(empty(index), index / STAGES % 2 ^ 1);
+        barrier_wait(empty(index), index / COUNT % 2 ^ 1);
     }
     // The copying thread waits until stage `index` is free, and announces its bytes.
     __device__ __forceinline__ void begin_fill(uint32_t index, uint32_t bytes) const {
@@ -194,7 +208,7 @@ struct Ring {
         barrier_expect(full(index), bytes);
     }
     __device__ __forceinline__ void wait_full(uint32_t index) const {
-        barrier_wait(full(index), index / STAGES % 2);
+        barrier_wait(full(index), index / COUNT % 2);
     }
     // Each warp, once its products that read the stage are done.
     __device__ __forceinline__ void release(uint32_t index) const {
