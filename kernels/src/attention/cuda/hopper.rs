@@ -5,7 +5,7 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::packed::{Packed, Parameters};
+use super::packed::{PACK_BACKWARD, PACK_FORWARD, Packed, Parameters};
 use super::{Addresses, AttentionShape, Problem, packed};
 use crate::cuda::{BoxedTensor, Cuda, TensorMap};
 use crate::error::Result;
@@ -216,8 +216,7 @@ pub(super) fn forward(
     at: &Addresses,
     scratch: u64,
 ) -> Result<()> {
-    let packed = Packed::new(cuda, problem, at, scratch)?;
-    packed.run_routed_pairs("attention_clear")?;
+    let packed = Packed::new(PACK_FORWARD, cuda, problem, at, scratch)?;
     let scratch = Scratch { next_tile: cuda.counter()?, ..Scratch::zeroed() };
     Part::new(&packed, packed.parameters, scratch)?.forward()
 }
@@ -240,8 +239,7 @@ fn backward_by(
     scratch: u64,
 ) -> Result<()> {
     let shape = &problem.shape;
-    let packed = Packed::new(cuda, problem, at, scratch)?;
-    packed.run_routed_pairs("hopper_clear")?;
+    let packed = Packed::new(PACK_BACKWARD, cuda, problem, at, scratch)?;
     let areas = Areas::new(shape, sequences);
     let row_tiles = scratch + packed_bytes(problem) as u64;
     let d_q_sums = row_tiles + areas.row_tiles as u64;

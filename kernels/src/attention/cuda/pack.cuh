@@ -44,10 +44,50 @@ static __device__ __forceinline__ uint32_t count_selected(const Parameters& para
     return count;
 }
 
+// What becomes zero of the pairs that were not selected.
+enum class Clear { NOTHING, OUTPUT, QUERY_GRADIENT };
+
+// Clears a row by LANES threads, of which this is number `lane`.
+template <uint32_t LANES>
+static __device__ __forceinline__ void clear_row(bf16* row, uint32_t head_dim, uint32_t lane) {
+    if (is_aligned(row, head_dim)) {
+        for (uint32_t column = lane * 8; column < head_dim; column += LANES * 8)
+            *reinterpret_cast<uint4*>(row + column) = make_uint4(0, 0, 0, 0);
+    } else {
+        for (uint32_t column = lane * 2; column < head_dim; column += LANES * 2)
+            *reinterpret_cast<uint32_t*>(row + column) = 0;
+    }
+}
+
+// Clears what a block's tokens did not select of a key/value head's query heads.
+template <Clear WHAT>
+static __device__ __forceinline__ void clear_pairs(const Parameters& params, uint32_t kv_head,
+                                                   uint32_t first_token, uint32_t tokens) {
+    constexpr uint32_t LANES = 16;
+    const uint32_t group = params.heads / params.kv_heads, lane = threadIdx.x % LANES;
+    const uint32_t shared = params.heads - params.routed;
+    if (WHAT == Clear::NOTHING || (kv_head + 1) * group <= shared) return;
+#pragma unroll 4
+    for (uint32_t i = threadIdx.x / LANES; i < tokens * group; i += PACK_THREADS / LANES) {
+        const uint32_t token = first_token + i / group, head = kv_head * group + i % group;
+        if (is_selected(params, token, head)) continue;
+        const uint64_t pair = uint64_t(token) * params.heads + head;
+        if (WHAT == Clear::OUTPUT) {
+            clear_row<LANES>(params.out + pair * params.head_dim, params.head_dim, lane);
+            if (lane == 0) params.log_sum_exp[pair] = 0.0f;
+        } else {
+            bf16* d_q = params.d_q + token * params.d_q_stride + head * params.head_dim;
+            clear_row<LANES>(d_q, params.head_dim, lane);
+            if (lane == 0) params.delta[pair] = 0.0f;
+        }
+    }
+}
+
 // Writes `rows` and `row_counts`: a thread for each token of a block, and a block for every
 // PACK_THREADS tokens of each key/value head and sequence, which counts the rows of the tokens
-// before its own itself, so that no block waits for another.
-extern "C" __global__ void __launch_bounds__(PACK_THREADS) attention_pack(Parameters params) {
+// before its own itself, so that no block waits for another. Clears what has no row.
+template <Clear WHAT>
+static __device__ __forceinline__ void pack(const Parameters& params) {
     const uint32_t kv_head = blockIdx.y, group = params.heads / params.kv_heads;
     const uint32_t index = blockIdx.z * params.kv_heads + kv_head;
     const uint32_t first = blockIdx.z * params.query_length, start = blockIdx.x * PACK_THREADS;
@@ -67,42 +107,44 @@ extern "C" __global__ void __launch_bounds__(PACK_THREADS) attention_pack(Parame
                 *slot++ = token * group + h;
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0)
         params.row_counts[index] = earlier_total + total;
+    const uint32_t tokens = min(uint32_t(PACK_THREADS), params.query_length - start);
+    clear_pairs<WHAT>(params, kv_head, first + start, tokens);
 }
 
-// The pair of this warp: pair i is head first_head + i % heads of token i / heads.
+extern "C" __global__ void __launch_bounds__(PACK_THREADS) attention_pack(Parameters params) {
+    pack<Clear::NOTHING>(params);
+}
+
+// The same, with zeros for the output and log_sum_exp of the pairs that were not selected.
+extern "C" __global__ void __launch_bounds__(PACK_THREADS) attention_pack_forward(
+    Parameters params) {
+    pack<Clear::OUTPUT>(params);
+}
+
+// The same, with zeros for delta and the query gradient of the pairs that were not selected.
+extern "C" __global__ void __launch_bounds__(PACK_THREADS) attention_pack_backward(
+    Parameters params) {
+    pack<Clear::QUERY_GRADIENT>(params);
+}
+
+// The pair of this warp: pair i is head i % heads of token i / heads.
 struct Pair {
     uint32_t token, head;
     bool exists;
 };
 
-static __device__ __forceinline__ Pair warp_pair(const Parameters& params, uint32_t first_head) {
-    uint32_t heads = params.heads - first_head;
+static __device__ __forceinline__ Pair warp_pair(const Parameters& params) {
     uint64_t index = uint64_t(blockIdx.x) * PAIRS_PER_BLOCK + threadIdx.x / 32;
-    uint64_t token = index / heads;
+    uint64_t token = index / params.heads;
     bool exists = token < uint64_t(params.batch) * params.query_length;
-    return {uint32_t(token), first_head + uint32_t(index - token * heads), exists};
-}
-
-static __device__ __forceinline__ void clear_row(bf16* row, uint32_t head_dim) {
-    for (uint32_t column = threadIdx.x % 32 * 2; column < head_dim; column += 64)
-        *reinterpret_cast<uint32_t*>(row + column) = 0;
-}
-
-// Zeros for the output and log_sum_exp of the pairs that were not selected: one warp per routed
-// pair.
-extern "C" __global__ void __launch_bounds__(PAIR_THREADS) attention_clear(Parameters params) {
-    Pair pair = warp_pair(params, params.heads - params.routed);
-    if (!pair.exists || is_selected(params, pair.token, pair.head)) return;
-    uint64_t index = uint64_t(pair.token) * params.heads + pair.head;
-    clear_row(params.out + index * params.head_dim, params.head_dim);
-    if (threadIdx.x % 32 == 0) params.log_sum_exp[index] = 0.0f;
+    return {uint32_t(token), uint32_t(index - token * params.heads), exists};
 }
 
 // delta of every pair, and zeros for the query gradient of pairs that were not selected: one warp
 // per pair.
 extern "C" __global__ void __launch_bounds__(PAIR_THREADS)
     attention_backward_delta(Parameters params) {
-    Pair pair = warp_pair(params, 0);
+    Pair pair = warp_pair(params);
     if (!pair.exists) return;
     uint64_t index = uint64_t(pair.token) * params.heads + pair.head;
     bool selected = is_selected(params, pair.token, pair.head);
@@ -121,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(PAIR_THREADS)
         sum = weight != 0.0f ? sum / weight : 0.0f;
     } else {
         bf16* d_q = params.d_q + pair.token * params.d_q_stride;
-        clear_row(d_q + pair.head * params.head_dim, params.head_dim);
+        clear_row<32>(d_q + pair.head * params.head_dim, params.head_dim, threadIdx.x % 32);
     }
     if (threadIdx.x % 32 == 0) params.delta[index] = sum;
 }

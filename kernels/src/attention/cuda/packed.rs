@@ -136,6 +136,12 @@ pub(super) fn scratch_bytes(problem: &Problem<'_>) -> usize {
     if routed { (shape.tokens() * shape.heads + shape.batch * shape.kv_heads) * 4 } else { 0 }
 }
 
+/// Kernels that pack the rows: alone, or with zeros for what the pass does not write of the pairs
+/// that were not selected.
+pub(super) const PACK: &str = "attention_pack";
+pub(super) const PACK_FORWARD: &str = "attention_pack_forward";
+pub(super) const PACK_BACKWARD: &str = "attention_pack_backward";
+
 /// A problem whose rows are packed.
 pub(super) struct Packed<'a> {
     pub cuda: &'a Cuda,
@@ -144,8 +150,9 @@ pub(super) struct Packed<'a> {
 }
 
 impl<'a> Packed<'a> {
-    /// Packs the rows, where the heads are selected, into `scratch`.
+    /// Packs the rows, where the heads are selected, into `scratch`, by one of the kernels above.
     pub(super) fn new(
+        kernel: &str,
         cuda: &'a Cuda,
         problem: &'a Problem<'a>,
         at: &Addresses,
@@ -158,7 +165,7 @@ impl<'a> Packed<'a> {
         if selected {
             let blocks = shape.query_length.div_ceil(PACK_THREADS);
             let grid = [blocks, shape.kv_heads, shape.batch];
-            packed.run(PACK_THREADS, "attention_pack", grid, 0)?;
+            packed.run(PACK_THREADS, kernel, grid, 0)?;
         }
         Ok(packed)
     }
@@ -176,14 +183,5 @@ impl<'a> Packed<'a> {
     /// Runs a kernel with a warp for each of `count` pairs.
     pub(super) fn run_pairs(&self, kernel: &str, count: usize) -> Result<()> {
         self.run(PAIR_THREADS, kernel, [count.div_ceil(PAIRS), 1, 1], 0)
-    }
-
-    /// Runs a kernel with a warp for each routed pair; none where every row is selected.
-    pub(super) fn run_routed_pairs(&self, kernel: &str) -> Result<()> {
-        if self.problem.routed_mask().is_none() {
-            return Ok(());
-        }
-        let shape = &self.problem.shape;
-        self.run_pairs(kernel, shape.tokens() * (shape.heads - self.problem.shared_heads()))
     }
 }

@@ -8,7 +8,8 @@
 namespace tiled_attention {
 
 REGISTER(attention_pack)
-REGISTER(attention_clear)
+REGISTER(attention_pack_forward)
+REGISTER(attention_pack_backward)
 REGISTER(attention_backward_delta)
 
 #define ATTENTION_KERNELS(width)                                     \

@@ -6,9 +6,8 @@
 // when causal, its own position query_offset + t.
 //
 // Order of launches, each with one Parameters (head dimension D, padded to 32, 64, 96, 128):
-//   selection: attention_pack, once; its rows serve forward and backward.
-//   forward:   attention_clear (only with a selection), attention_forward_dX.
-//   backward:  attention_backward_delta, then attention_backward_dq_dX and
+//   forward:   attention_pack_forward (only with a selection), attention_forward_dX.
+//   backward:  attention_pack (only with a selection), attention_backward_delta, then attention_backward_dq_dX and
 //              attention_backward_dkdv_dX in any order.
 // Together they write every number of out, log_sum_exp, delta, d_q, d_k and d_v.
 //
@@ -58,8 +57,7 @@ struct Parameters {
 // ---- launch geometry ----
 //
 // kernel                    grid                                         block  shared bytes
-// attention_pack            (ceil(T / 512), kv_heads, batch)             512    0
-// attention_clear           ceil(B*T*routed / 8)                         256    0
+// attention_pack...         (ceil(T / 512), kv_heads, batch)             512    0
 // attention_forward_dX      (ceil(T*group / 128), kv_heads, batch)       128    forward_shared(X)
 // attention_backward_delta  ceil(B*T*heads / 8)                          256    0
 // attention_backward_dq_dX  (ceil(T*group / 128), kv_heads, batch)       256    dq_shared(X)

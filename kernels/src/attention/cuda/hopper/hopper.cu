@@ -13,8 +13,6 @@ namespace hopper_attention {
 #define ON_SM_90A(...)
 #endif
 
-REGISTER(hopper_clear)
-
 #define HOPPER_KERNELS(width)                                                                 \
     extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) hopper_forward_d##width(   \
         const __grid_constant__ Parameters params, const __grid_constant__ Scratch scratch,   \

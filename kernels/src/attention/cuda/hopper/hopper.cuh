@@ -5,10 +5,9 @@
 // keys, and rows of all bf16 tensors at multiples of 16 bytes. Anything else stays with sm_80.
 //
 // Order of launches (X the head dimension):
-//   selection: attention_pack, once; its rows serve forward and backward.
-//   forward:   attention_clear (only with a selection), hopper_forward_dX.
-//   backward:  hopper_clear (only with a selection), hopper_prepare_dX, hopper_backward_dX,
-//              hopper_finish_dX.
+//   forward:   attention_pack_forward (only with a selection), hopper_forward_dX.
+//   backward:  attention_pack_backward (only with a selection), hopper_prepare_dX,
+//              hopper_backward_dX, hopper_finish_dX.
 //
 // The backward pass copies the queries and output gradients of the selected pairs to tiles of
 // packed rows first, as wgmma wants them, with what is known of each row. That reads and writes
@@ -55,13 +54,12 @@ struct Scratch {
 //
 // kernel              grid                                          block  shared bytes
 // hopper_forward_dX   number of multiprocessors                     384    forward_shared(X)
-// hopper_clear        ceil(B*T*routed / 8)                          256    0
 // hopper_prepare_dX   (ceil(T*group / 64) * prepare_blocks(X), kv_heads, batch)
 //                                                                   256    0
 // hopper_backward_dX  (kv_heads, ceil(key_length / 128), batch)     384    backward_shared(X)
 // hopper_finish_dX    (ceil(T*group / 64), kv_heads, batch)         256    tile_bytes(64, X)
 //
-// Kernels take Parameters, then Scratch (all but hopper_clear), then Maps (forward, backward). More
+// Kernels take Parameters, then Scratch, then Maps (forward, backward). More
 // than 48 KiB of dynamic shared memory has to be allowed for each kernel before its launch.
 
 constexpr int BLOCK_THREADS = 3 * WARPGROUP;

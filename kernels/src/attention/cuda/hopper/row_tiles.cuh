@@ -46,15 +46,6 @@ struct RowTileLayout {
 
 // ---- before the backward pass ----
 
-// Zeros for delta and the query gradient of pairs that were not selected: one warp per routed pair.
-extern "C" __global__ void __launch_bounds__(PAIR_THREADS) hopper_clear(Parameters params) {
-    Pair pair = warp_pair(params, params.heads - params.routed);
-    if (!pair.exists || is_selected(params, pair.token, pair.head)) return;
-    bf16* d_q = params.d_q + pair.token * params.d_q_stride;
-    clear_row(d_q + pair.head * params.head_dim, params.head_dim);
-    if (threadIdx.x % 32 == 0) params.delta[uint64_t(pair.token) * params.heads + pair.head] = 0.0f;
-}
-
 // Eight numbers of a row.
 struct Chunk {
     uint32_t pairs[4];
