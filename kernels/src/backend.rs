@@ -367,10 +367,10 @@ pub trait Backend: Send + Sync + Sized + 'static {
 
     // ---- optimiser ----
 
-    /// `out[0] += sum(x^2)`.
-    fn squared_norm<G: Element>(
+    /// `out[0] += sum(x^2)` over all of `xs`, which may be of any length and begin anywhere.
+    fn squared_norms<G: Element>(
         &self,
-        x: Self::View<'_, G>,
+        xs: &[Self::View<'_, G>],
         out: Self::ViewMut<'_, f64>,
     ) -> Result<()>;
 

@@ -319,8 +319,8 @@ impl Backend for Cpu {
         cross_entropy::cpu::cross_entropy(shape, x, weight, targets, into, ranks)
     }
 
-    fn squared_norm<G: Element>(&self, x: &[G], out: &mut [f64]) -> Result<()> {
-        adamw::cpu::squared_norm(x, out)
+    fn squared_norms<G: Element>(&self, xs: &[&[G]], out: &mut [f64]) -> Result<()> {
+        adamw::cpu::squared_norms(xs, out)
     }
 
     fn adamw<T: Element, G: Element, M: Element>(

@@ -293,7 +293,7 @@ fn squared_norm<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
             let x = numbers::<B, T>(backend, sizes.vocabulary * sizes.width)?;
             let mut out = backend.allocate::<f64>(1)?;
             Ok(move |backend: &B| {
-                backend.squared_norm(whole::<B, T>(&x), whole_mut::<B, f64>(&mut out))
+                backend.squared_norms(&[whole::<B, T>(&x)], whole_mut::<B, f64>(&mut out))
             })
         },
     )

@@ -315,12 +315,12 @@ impl Backend for Cuda {
         cross_entropy::cuda::cross_entropy(self, shape, x, weight, targets, into, ranks)
     }
 
-    fn squared_norm<G: Element>(
+    fn squared_norms<G: Element>(
         &self,
-        x: CudaView<'_, G>,
+        xs: &[CudaView<'_, G>],
         out: CudaViewMut<'_, f64>,
     ) -> Result<()> {
-        adamw::cuda::squared_norm(self, x, out)
+        adamw::cuda::squared_norms(self, xs, out)
     }
 
     fn adamw<T: Element, G: Element, M: Element>(

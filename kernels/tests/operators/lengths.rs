@@ -163,7 +163,7 @@ const OPERATORS: &[(&str, &[Fit])] = &[
         ],
     ),
     ("add", &[Exactly(WIDTH), Exactly(WIDTH), Exactly(WIDTH)]),
-    ("squared_norm", &[AtLeast(0), Exactly(1)]),
+    ("squared_norms", &[AtLeast(0), AtLeast(0), Exactly(1)]),
     (
         "adamw",
         &[
@@ -353,9 +353,10 @@ fn call<B: Backend>(device: &B, operator: &str, lengths: &[usize]) -> Result<()>
             let mut out = take(2);
             device.add(read!(f[0]), read!(f[1]), write!(out))
         }
-        "squared_norm" => {
-            let mut out = zeros::<B, f64>(device, lengths[1]);
-            device.squared_norm(read!(f[0]), view_mut::<B, f64>(&mut out))
+        "squared_norms" => {
+            let mut out = zeros::<B, f64>(device, lengths[2]);
+            let xs = [read!(f[0]), read!(f[1])];
+            device.squared_norms(&xs, view_mut::<B, f64>(&mut out))
         }
         "adamw" => {
             let norm = zeros::<B, f64>(device, lengths[0]);

@@ -114,7 +114,7 @@ fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> V
         .unwrap();
     Cpu.embedding_backward(width, VocabularyRows::all(outputs), &ids, &d_x, &mut d_weight).unwrap();
 
-    Cpu.squared_norm(&d_weight, &mut norm).unwrap();
+    Cpu.squared_norms(&[&d_weight[..]], &mut norm).unwrap();
     let step = AdamW {
         learning_rate: 0.1,
         beta1: 0.9,
