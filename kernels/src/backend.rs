@@ -30,6 +30,15 @@ pub struct DeviceMemory {
     pub total: u64,
 }
 
+/// What becomes of the numbers where a weight's gradient is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Accumulation {
+    /// They are replaced, and need not have been written before.
+    Overwrite,
+    /// The gradient is added to them.
+    Add,
+}
+
 /// A device, its buffers and its operators.
 ///
 /// `T` is the type of weights and activations, `G` of gradients, `M` of the optimiser's moments.
@@ -202,13 +211,15 @@ pub trait Backend: Send + Sync + Sized + 'static {
         d_x: Self::ViewMut<'_, T>,
     ) -> Result<()>;
 
-    /// `d_weight += d_y^T x`.
+    /// `d_weight = d_y^T x`, or `d_weight += d_y^T x`, as `accumulation` says; without a token the
+    /// product is zeros.
     fn linear_backward_weight<T: Element, G: Element>(
         &self,
         inputs: usize,
         x: Self::View<'_, T>,
         d_y: Self::View<'_, T>,
         d_weight: Self::ViewMut<'_, G>,
+        accumulation: Accumulation,
     ) -> Result<()>;
 
     // ---- RoPE and the router ----

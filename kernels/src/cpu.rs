@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use crate::adamw::{self, AdamW};
 use crate::attention::cpu::{Problem, Saved};
 use crate::attention::{self, AttentionShape, KeyValues, Visibility};
-use crate::backend::Backend;
+use crate::backend::{Accumulation, Backend};
 use crate::cross_entropy::{self, HeadGradients, HeadShape};
 use crate::error::{Error, Result, check_len};
 use crate::ranks::{AllReduce, HeadRanks, Heads, VocabularyRows};
@@ -184,8 +184,9 @@ impl Backend for Cpu {
         x: &[T],
         d_y: &[T],
         d_weight: &mut [G],
+        accumulation: Accumulation,
     ) -> Result<()> {
-        linear::cpu::backward_weight(inputs, x, d_y, d_weight)
+        linear::cpu::backward_weight(inputs, x, d_y, d_weight, accumulation)
     }
 
     fn routing(

@@ -30,7 +30,7 @@ mod swiglu;
 
 #[cfg(gpu)]
 pub use attention::cuda::AttentionPath;
-pub use backend::{Backend, DeviceMemory, View, ViewMut};
+pub use backend::{Accumulation, Backend, DeviceMemory, View, ViewMut};
 pub use cpu::Cpu;
 #[cfg(gpu)]
 pub use cuda::Cuda;

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::{Cuda, CudaBuffer, CudaView, CudaViewMut};
 use crate::adamw::{self, AdamW};
 use crate::attention::{self, AttentionShape, KeyValues, Visibility};
-use crate::backend::{Backend, DeviceMemory};
+use crate::backend::{Accumulation, Backend, DeviceMemory};
 use crate::cross_entropy::{self, HeadGradients, HeadShape};
 use crate::error::{Result, check_len};
 use crate::ranks::{AllReduce, HeadRanks, Heads, VocabularyRows};
@@ -181,8 +181,9 @@ impl Backend for Cuda {
         x: CudaView<'_, T>,
         d_y: CudaView<'_, T>,
         d_weight: CudaViewMut<'_, G>,
+        accumulation: Accumulation,
     ) -> Result<()> {
-        linear::cuda::backward_weight(self, inputs, x, d_y, d_weight)
+        linear::cuda::backward_weight(self, inputs, x, d_y, d_weight, accumulation)
     }
 
     fn routing(&self, tokens: usize, heads: Heads, router: QueryNormRouter) -> Result<CudaRouting> {
