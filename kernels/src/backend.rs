@@ -30,6 +30,21 @@ pub struct DeviceMemory {
     pub total: u64,
 }
 
+/// Passes and a step that a device can take memory for beforehand ([`Backend::reserve`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WorkingSet {
+    /// Attention of a micro-batch.
+    pub attention: AttentionShape,
+    /// Whether a router selects heads.
+    pub routed: bool,
+    /// Whether there are backward passes and updates.
+    pub training: bool,
+    /// Width of the residual stream, C.
+    pub width: usize,
+    /// The most tensors of a [`Backend::squared_norms`].
+    pub tensors: usize,
+}
+
 /// What becomes of the numbers where a weight's gradient is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accumulation {
@@ -135,6 +150,14 @@ pub trait Backend: Send + Sync + Sized + 'static {
         y: Self::View<'_, T>,
         out: Self::ViewMut<'_, T>,
     ) -> Result<()>;
+
+    /// Takes the memory that operators need for themselves on such passes, with numbers of type
+    /// `T`, so that none is taken or given back while they run. Without it they take it when they
+    /// need it.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`] when the device has no room.
+    fn reserve<T: Element>(&self, passes: &WorkingSet) -> Result<()>;
 
     /// Waits until all operators so far are done.
     fn synchronize(&self) -> Result<()>;

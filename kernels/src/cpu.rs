@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use crate::adamw::{self, AdamW};
 use crate::attention::cpu::{Problem, Saved};
 use crate::attention::{self, AttentionShape, KeyValues, Visibility};
-use crate::backend::{Accumulation, Backend};
+use crate::backend::{Accumulation, Backend, WorkingSet};
 use crate::cross_entropy::{self, HeadGradients, HeadShape};
 use crate::error::{Error, Result, check_len};
 use crate::ranks::{AllReduce, HeadRanks, Heads, VocabularyRows};
@@ -106,6 +106,11 @@ impl Backend for Cpu {
 
     fn add<T: Element>(&self, x: &[T], y: &[T], out: &mut [T]) -> Result<()> {
         add::cpu::add(x, y, out)
+    }
+
+    /// Scratch of the CPU belongs to its threads and is the host's.
+    fn reserve<T: Element>(&self, _passes: &WorkingSet) -> Result<()> {
+        Ok(())
     }
 
     fn synchronize(&self) -> Result<()> {

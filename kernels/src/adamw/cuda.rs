@@ -6,7 +6,7 @@
 use bytemuck::{Pod, Zeroable};
 
 use super::{AdamW, Constants, check};
-use crate::cuda::{Cuda, CudaView, CudaViewMut, THREADS, blocks, name};
+use crate::cuda::{Cuda, CudaView, CudaViewMut, MOST_BLOCKS, THREADS, blocks, name};
 use crate::error::{Result, check_len};
 use crate::scalar::Element;
 
@@ -57,6 +57,12 @@ struct Update {
     count: u64,
     clip_norm: f64,
     constants: Constants,
+}
+
+/// The most scratch that the norm of so many segments needs: every segment has a last block that
+/// may be nearly empty.
+pub(crate) fn scratch_bytes(segments: usize) -> usize {
+    (MOST_BLOCKS + segments) * size_of::<f64>()
 }
 
 pub(crate) fn squared_norms<G: Element>(

@@ -48,6 +48,11 @@ pub(crate) fn scratch(shape: &HeadShape) -> usize {
     GPU_CHUNK.min(shape.tokens.max(1)) * shape.vocab_size
 }
 
+/// Bytes of the tokens' losses, which do not lie in the caller's scratch.
+pub(crate) fn own_scratch_bytes(tokens: usize) -> usize {
+    tokens * size_of::<f64>()
+}
+
 /// The scratch, the loss and the gradients.
 type Outputs<'s, 'l, 'g, T, G> =
     (CudaViewMut<'s, f32>, CudaViewMut<'l, f64>, Option<HeadGradients<'g, Cuda, T, G>>);
@@ -80,7 +85,7 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
     {
         cuda.zero(gradients.d_weight.first(shape.vocab_size * width))?;
     }
-    let losses = cuda.scratch(tokens * size_of::<f64>())?;
+    let losses = cuda.scratch(own_scratch_bytes(tokens))?;
     let chunk = chunk_rows(shape, size_of::<T>());
     for first in (0..tokens).step_by(chunk.max(1)) {
         let rows = chunk.min(tokens - first);

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::{Cuda, CudaBuffer, CudaView, CudaViewMut};
 use crate::adamw::{self, AdamW};
 use crate::attention::{self, AttentionShape, KeyValues, Visibility};
-use crate::backend::{Accumulation, Backend, DeviceMemory};
+use crate::backend::{Accumulation, Backend, DeviceMemory, WorkingSet};
 use crate::cross_entropy::{self, HeadGradients, HeadShape};
 use crate::error::{Result, check_len};
 use crate::ranks::{AllReduce, HeadRanks, Heads, VocabularyRows};
@@ -103,6 +103,12 @@ impl Backend for Cuda {
         out: CudaViewMut<'_, T>,
     ) -> Result<()> {
         add::cuda::add(self, x, y, out)
+    }
+
+    fn reserve<T: Element>(&self, passes: &WorkingSet) -> Result<()> {
+        self.scratch(super::reserve::scratch_bytes::<T>(self, passes))?;
+        self.counter()?;
+        Ok(())
     }
 
     fn synchronize(&self) -> Result<()> {

@@ -179,8 +179,8 @@ fn the_squared_norm_is_added_to_what_is_there() {
     on_each_device!(device => check::<_, bf16>(device));
 }
 
-/// More segments than a launch takes, of odd lengths and none, each at another offset of 16 bytes; and
-/// none at all.
+/// More segments than a launch takes, of odd lengths and none, each at another offset of 16 bytes;
+/// and none at all.
 #[test]
 fn the_squared_norm_of_many_segments_is_that_of_all_their_numbers() {
     fn check<B: Backend, G: Element>(device: &B, count: usize) {

@@ -172,8 +172,8 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
         Ok(())
     }
 
-    /// Makes the numbers of all buffers count as zeros, without a pass over memory: what would be added
-    /// to them replaces them. Only a backward pass may use the buffers then, or
+    /// Makes the numbers of all buffers count as zeros, without a pass over memory: what would be
+    /// added to them replaces them. Only a backward pass may use the buffers then, or
     /// [`Model::reduce_without_pass`](crate::Model::reduce_without_pass); padding stays as it is.
     pub fn forget(&mut self) {
         self.forgotten.fill(true);
@@ -189,7 +189,8 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
         self.forgotten[flat] = false;
     }
 
-    /// Sets a part of a buffer to zero where its numbers are forgotten, for what can only add to it.
+    /// Sets a part of a buffer to zero where its numbers are forgotten, for what can only add to
+    /// it.
     pub(crate) fn clear_forgotten(
         &mut self,
         backend: &B,

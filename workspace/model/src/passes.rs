@@ -184,10 +184,10 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// The backward pass through one chunk after its forward pass, between the stages after and before
-    /// it: adds the cross-entropy to `sums` and the gradients to `gradients`, where they replace what was
-    /// forgotten ([`FlatBuffers::forget`]). With `reduce`, of a step's
-    /// last micro-batch, the sum of each buffer over the group's ranks starts as soon as the buffer is
-    /// complete; that of a tied head on two stages waits for [`Model::reduce_tied_head`].
+    /// it: adds the cross-entropy to `sums` and the gradients to `gradients`, where they replace
+    /// what was forgotten ([`FlatBuffers::forget`]). With `reduce`, of a step's last micro-batch,
+    /// the sum of each buffer over the group's ranks starts as soon as the buffer is complete; that
+    /// of a tied head on two stages waits for [`Model::reduce_tied_head`].
     ///
     /// # Errors
     /// A failing device or rank; activations planned without a backward pass are refused.
