@@ -30,6 +30,30 @@ pub struct DeviceMemory {
     pub total: u64,
 }
 
+/// Passes and a step that a device can take memory for beforehand ([`Backend::reserve`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WorkingSet {
+    /// Attention of a micro-batch.
+    pub attention: AttentionShape,
+    /// Whether a router selects heads.
+    pub routed: bool,
+    /// Whether there are backward passes and updates.
+    pub training: bool,
+    /// Width of the residual stream, C.
+    pub width: usize,
+    /// The most tensors of a [`Backend::squared_norms`].
+    pub tensors: usize,
+}
+
+/// What becomes of the numbers where a weight's gradient is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Accumulation {
+    /// They are replaced, and need not have been written before.
+    Overwrite,
+    /// The gradient is added to them.
+    Add,
+}
+
 /// A device, its buffers and its operators.
 ///
 /// `T` is the type of weights and activations, `G` of gradients, `M` of the optimiser's moments.
@@ -127,6 +151,14 @@ pub trait Backend: Send + Sync + Sized + 'static {
         out: Self::ViewMut<'_, T>,
     ) -> Result<()>;
 
+    /// Takes the memory that operators need for themselves on such passes, with numbers of type
+    /// `T`, so that none is taken or given back while they run. Without it they take it when they
+    /// need it.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`] when the device has no room.
+    fn reserve<T: Element>(&self, passes: &WorkingSet) -> Result<()>;
+
     /// Waits until all operators so far are done.
     fn synchronize(&self) -> Result<()>;
 
@@ -202,13 +234,15 @@ pub trait Backend: Send + Sync + Sized + 'static {
         d_x: Self::ViewMut<'_, T>,
     ) -> Result<()>;
 
-    /// `d_weight += d_y^T x`.
+    /// `d_weight = d_y^T x`, or `d_weight += d_y^T x`, as `accumulation` says; without a token the
+    /// product is zeros.
     fn linear_backward_weight<T: Element, G: Element>(
         &self,
         inputs: usize,
         x: Self::View<'_, T>,
         d_y: Self::View<'_, T>,
         d_weight: Self::ViewMut<'_, G>,
+        accumulation: Accumulation,
     ) -> Result<()>;
 
     // ---- RoPE and the router ----
@@ -367,10 +401,10 @@ pub trait Backend: Send + Sync + Sized + 'static {
 
     // ---- optimiser ----
 
-    /// `out[0] += sum(x^2)`.
-    fn squared_norm<G: Element>(
+    /// `out[0] += sum(x^2)` over all of `xs`, which may be of any length and begin anywhere.
+    fn squared_norms<G: Element>(
         &self,
-        x: Self::View<'_, G>,
+        xs: &[Self::View<'_, G>],
         out: Self::ViewMut<'_, f64>,
     ) -> Result<()>;
 

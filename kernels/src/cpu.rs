@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use crate::adamw::{self, AdamW};
 use crate::attention::cpu::{Problem, Saved};
 use crate::attention::{self, AttentionShape, KeyValues, Visibility};
-use crate::backend::Backend;
+use crate::backend::{Accumulation, Backend, WorkingSet};
 use crate::cross_entropy::{self, HeadGradients, HeadShape};
 use crate::error::{Error, Result, check_len};
 use crate::ranks::{AllReduce, HeadRanks, Heads, VocabularyRows};
@@ -108,6 +108,11 @@ impl Backend for Cpu {
         add::cpu::add(x, y, out)
     }
 
+    /// Scratch of the CPU belongs to its threads and is the host's.
+    fn reserve<T: Element>(&self, _passes: &WorkingSet) -> Result<()> {
+        Ok(())
+    }
+
     fn synchronize(&self) -> Result<()> {
         Ok(())
     }
@@ -184,8 +189,9 @@ impl Backend for Cpu {
         x: &[T],
         d_y: &[T],
         d_weight: &mut [G],
+        accumulation: Accumulation,
     ) -> Result<()> {
-        linear::cpu::backward_weight(inputs, x, d_y, d_weight)
+        linear::cpu::backward_weight(inputs, x, d_y, d_weight, accumulation)
     }
 
     fn routing(
@@ -319,8 +325,8 @@ impl Backend for Cpu {
         cross_entropy::cpu::cross_entropy(shape, x, weight, targets, into, ranks)
     }
 
-    fn squared_norm<G: Element>(&self, x: &[G], out: &mut [f64]) -> Result<()> {
-        adamw::cpu::squared_norm(x, out)
+    fn squared_norms<G: Element>(&self, xs: &[&[G]], out: &mut [f64]) -> Result<()> {
+        adamw::cpu::squared_norms(xs, out)
     }
 
     fn adamw<T: Element, G: Element, M: Element>(

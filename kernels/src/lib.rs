@@ -30,12 +30,14 @@ mod swiglu;
 
 #[cfg(gpu)]
 pub use attention::cuda::AttentionPath;
-pub use backend::{Backend, DeviceMemory, View, ViewMut};
+pub use backend::{Accumulation, Backend, DeviceMemory, View, ViewMut, WorkingSet};
 pub use cpu::Cpu;
 #[cfg(gpu)]
 pub use cuda::Cuda;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaStream;
+#[cfg(feature = "cuda-emulator")]
+pub use cuda::MemoryCalls;
 pub use error::{Error, Result};
 pub use region::{Memory, MemoryMut, Region, RegionMut};
 pub use scalar::{DType, Element, Scalar};

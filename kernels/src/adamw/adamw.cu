@@ -3,11 +3,20 @@
 
 namespace adamw {
 
-struct SquaredNorm {
+// Some of the numbers whose squares are summed, and which blocks sum them.
+struct Segment {
     const void* x;
+    uint64_t count;
+    uint32_t first_block;
+    uint32_t blocks;
+};
+
+// A table of segments, which lies with the kernel's parameters: it takes no memory and no copy.
+struct SquaredNorms {
     // One sum for each block.
     double* partial;
     uint64_t count;
+    Segment segments[128];
 };
 
 struct Sum {
@@ -37,32 +46,55 @@ struct Update {
     float eps;
 };
 
-// The sum of the squares of this thread's numbers from `start` on, N at a time.
-template <class G, int N>
-__device__ double squares_from(const SquaredNorm& p, uint64_t start) {
-    const Pack<G, N>* x = packs<N>(static_cast<const G*>(p.x) + start);
-    double sum = 0.0;
-    for (uint64_t i = global_thread(); i < (p.count - start) / N; i += global_threads()) {
-        const Pack<G, N> pack = x[i];
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            const double number = to_float(pack.at[j]);
-            sum += number * number;
+// The segment that has a block: the last one that begins with it or before it.
+__device__ __forceinline__ const Segment& segment_of(const SquaredNorms& p, uint32_t block) {
+    uint64_t at = 0, end = p.count;
+    while (end - at > 1) {
+        const uint64_t middle = (at + end) / 2;
+        if (p.segments[middle].first_block <= block) {
+            at = middle;
+        } else {
+            end = middle;
         }
     }
-    return sum;
+    return p.segments[at];
 }
 
 template <class G>
-__device__ void squared_norm(const SquaredNorm& p) {
+__device__ __forceinline__ double square(G number) {
+    const double wide = to_float(number);
+    return wide * wide;
+}
+
+// The numbers of a segment by the threads of its blocks, 16 bytes at a time; those before the first
+// boundary of 16 bytes and after the last one by its first threads.
+template <class G>
+__device__ void squared_norms(const SquaredNorms& p) {
     constexpr int N = WIDE<G>;
+    const Segment& segment = segment_of(p, blockIdx.x);
+    const uint64_t thread = uint64_t(blockIdx.x - segment.first_block) * THREADS + threadIdx.x;
+    const uint64_t threads = uint64_t(segment.blocks) * THREADS;
+    const G* x = static_cast<const G*>(segment.x);
+    const uint64_t to_boundary = (16 - reinterpret_cast<uint64_t>(x) % 16) % 16 / sizeof(G);
+    const uint64_t before = to_boundary < segment.count ? to_boundary : segment.count;
+    const uint64_t wide = (segment.count - before) / N;
+    const Pack<G, N>* pack = packs<N>(x + before);
     double sum = 0.0;
-    uint64_t rest = 0;
-    if (aligned(p.x)) {
-        sum = squares_from<G, N>(p, 0);
-        rest = p.count / N * N;
+    for (uint64_t i = thread; i < wide; i += threads) {
+        const Pack<G, N> numbers = pack[i];
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            sum += square(numbers.at[j]);
+        }
     }
-    sum = block_sum(sum + squares_from<G, 1>(p, rest));
+    const uint64_t after = before + wide * N;
+    if (thread < before) {
+        sum += square(x[thread]);
+    }
+    if (thread < segment.count - after) {
+        sum += square(x[after + thread]);
+    }
+    sum = block_sum(sum);
     if (threadIdx.x == 0) {
         p.partial[blockIdx.x] = sum;
     }
@@ -147,8 +179,8 @@ __device__ void update(const Update& p) {
 
 }  // namespace adamw
 
-EXPORT(squared_norm_f32, adamw::squared_norm<float>, adamw::SquaredNorm)
-EXPORT(squared_norm_bf16, adamw::squared_norm<bf16>, adamw::SquaredNorm)
+EXPORT(squared_norms_f32, adamw::squared_norms<float>, adamw::SquaredNorms)
+EXPORT(squared_norms_bf16, adamw::squared_norms<bf16>, adamw::SquaredNorms)
 EXPORT(sum_f64, adamw::sum, adamw::Sum)
 EXPORT(adamw_f32_f32_f32, (adamw::update<float, float, float>), adamw::Update)
 EXPORT(adamw_f32_f32_bf16, (adamw::update<float, float, bf16>), adamw::Update)

@@ -13,11 +13,13 @@ use crate::simd::vectorized;
 /// Numbers that one task updates or sums.
 const CHUNK: usize = 16 * 1024;
 
-pub(crate) fn squared_norm<G: Element>(x: &[G], out: &mut [f64]) -> Result<()> {
-    check_len("squared_norm", "out", out.len(), 1)?;
-    let partial: Vec<f64> =
-        x.par_chunks(CHUNK).map(|chunk| vectorized!(sum_of_squares::<16, _>(chunk))).collect();
-    out[0] += partial.iter().sum::<f64>();
+pub(crate) fn squared_norms<G: Element>(xs: &[&[G]], out: &mut [f64]) -> Result<()> {
+    check_len("squared_norms", "out", out.len(), 1)?;
+    for x in xs {
+        let partial: Vec<f64> =
+            x.par_chunks(CHUNK).map(|chunk| vectorized!(sum_of_squares::<16, _>(chunk))).collect();
+        out[0] += partial.iter().sum::<f64>();
+    }
     Ok(())
 }
 

@@ -1,19 +1,37 @@
 //! AdamW and the squared norm on a GPU.
+//!
+//! The norm of many segments takes one launch for [`SEGMENTS`] of them, whose table is the kernel's
+//! parameter, and one sum.
 
 use bytemuck::{Pod, Zeroable};
 
 use super::{AdamW, Constants, check};
-use crate::cuda::{Cuda, CudaView, CudaViewMut, blocks, name};
+use crate::cuda::{Cuda, CudaView, CudaViewMut, MOST_BLOCKS, THREADS, blocks, name};
 use crate::error::{Result, check_len};
 use crate::scalar::Element;
 
-/// `SquaredNorm` of adamw.cu.
+/// Segments of a launch: a kernel takes 4 KiB of parameters.
+const SEGMENTS: usize = 128;
+/// The fewest numbers that a block is launched for: 8 of each thread.
+const LEAST_OF_BLOCK: usize = 8 * THREADS;
+
+/// `Segment` of adamw.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
-struct SquaredNorm {
+struct Segment {
     x: u64,
+    count: u64,
+    first_block: u32,
+    blocks: u32,
+}
+
+/// `SquaredNorms` of adamw.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct SquaredNorms {
     partial: u64,
     count: u64,
+    segments: [Segment; SEGMENTS],
 }
 
 /// `Sum` of adamw.cu.
@@ -41,17 +59,50 @@ struct Update {
     constants: Constants,
 }
 
-pub(crate) fn squared_norm<G: Element>(
+/// The most scratch that the norm of so many segments needs: every segment has a last block that
+/// may be nearly empty.
+pub(crate) fn scratch_bytes(segments: usize) -> usize {
+    (MOST_BLOCKS + segments) * size_of::<f64>()
+}
+
+pub(crate) fn squared_norms<G: Element>(
     cuda: &Cuda,
-    x: CudaView<'_, G>,
+    xs: &[CudaView<'_, G>],
     out: CudaViewMut<'_, f64>,
 ) -> Result<()> {
-    check_len("squared_norm", "out", out.len, 1)?;
-    let parts = blocks(x.len);
+    check_len("squared_norms", "out", out.len, 1)?;
+    let xs: Vec<_> = xs.iter().filter(|x| x.len > 0).copied().collect();
+    let numbers: usize = xs.iter().map(|x| x.len).sum();
+    let of_block = numbers.div_ceil(blocks(numbers)).max(LEAST_OF_BLOCK);
+    let parts = xs.iter().map(|x| x.len.div_ceil(of_block)).sum();
     let partial = cuda.scratch(parts * size_of::<f64>())?;
-    let parameters = SquaredNorm { x: x.address, partial, count: x.len as u64 };
-    cuda.launch(&name::<G>("squared_norm"), [parts, 1], 0, &parameters)?;
+    let mut done = 0;
+    for xs in xs.chunks(SEGMENTS) {
+        let (segments, blocks) = table(xs, of_block);
+        let partial = partial + (done * size_of::<f64>()) as u64;
+        let parameters = SquaredNorms { partial, count: xs.len() as u64, segments };
+        cuda.launch(&name::<G>("squared_norms"), [blocks, 1], 0, &parameters)?;
+        done += blocks;
+    }
     sum(cuda, partial, parts, 1.0, out)
+}
+
+/// The table of up to [`SEGMENTS`] segments, a block for every `of_block` numbers of each, and the
+/// blocks of all.
+fn table<G: Element>(xs: &[CudaView<'_, G>], of_block: usize) -> ([Segment; SEGMENTS], usize) {
+    let mut segments = [Segment::zeroed(); SEGMENTS];
+    let mut first = 0;
+    for (segment, x) in segments.iter_mut().zip(xs) {
+        let blocks = x.len.div_ceil(of_block);
+        *segment = Segment {
+            x: x.address,
+            count: x.len as u64,
+            first_block: first as u32,
+            blocks: blocks as u32,
+        };
+        first += blocks;
+    }
+    (segments, first)
 }
 
 /// `out[0] += scale * sum(x)`, `x` being `count` f64 in scratch memory.

@@ -2,7 +2,7 @@
 
 use super::{Case, Sizes, Work, ids, numbers, upload, whole, whole_mut};
 use crate::adamw::AdamW;
-use crate::backend::Backend;
+use crate::backend::{Accumulation, Backend};
 use crate::cross_entropy::{HeadGradients, HeadShape};
 use crate::ranks::VocabularyRows;
 use crate::rope::QkvShape;
@@ -158,7 +158,8 @@ fn linear<B: Backend, T: Element>(sizes: Sizes, [inputs, outputs]: [usize; 2]) -
         let mut d_weight = backend.allocate::<f32>(outputs * inputs)?;
         Ok(move |backend: &B| {
             let (x, d_y) = (whole::<B, T>(&x), whole::<B, T>(&d_y));
-            backend.linear_backward_weight(inputs, x, d_y, whole_mut::<B, f32>(&mut d_weight))
+            let d_weight = whole_mut::<B, f32>(&mut d_weight);
+            backend.linear_backward_weight(inputs, x, d_y, d_weight, Accumulation::Add)
         })
     });
     [forward, input, weight]
@@ -232,6 +233,7 @@ fn cross_entropy<B: Backend, T: Element>(
                 scale: 1.0,
                 d_x: whole_mut::<B, T>(&mut d_x),
                 d_weight: whole_mut::<B, f32>(&mut d_weight),
+                accumulation: Accumulation::Add,
             });
             backend.cross_entropy(
                 &shape,
@@ -293,7 +295,7 @@ fn squared_norm<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
             let x = numbers::<B, T>(backend, sizes.vocabulary * sizes.width)?;
             let mut out = backend.allocate::<f64>(1)?;
             Ok(move |backend: &B| {
-                backend.squared_norm(whole::<B, T>(&x), whole_mut::<B, f64>(&mut out))
+                backend.squared_norms(&[whole::<B, T>(&x)], whole_mut::<B, f64>(&mut out))
             })
         },
     )

@@ -4,7 +4,7 @@ use bytemuck::{Pod, Zeroable};
 
 use super::{GPU_CHUNK, HeadGradients, HeadShape, Lens, check, check_ranks};
 use crate::adamw;
-use crate::backend::Backend;
+use crate::backend::{Accumulation, Backend};
 use crate::cuda::{Cuda, CudaView, CudaViewMut, Gemm, Operand, name};
 use crate::error::Result;
 use crate::ranks::HeadRanks;
@@ -48,6 +48,11 @@ pub(crate) fn scratch(shape: &HeadShape) -> usize {
     GPU_CHUNK.min(shape.tokens.max(1)) * shape.vocab_size
 }
 
+/// Bytes of the tokens' losses, which do not lie in the caller's scratch.
+pub(crate) fn own_scratch_bytes(tokens: usize) -> usize {
+    tokens * size_of::<f64>()
+}
+
 /// The scratch, the loss and the gradients.
 type Outputs<'s, 'l, 'g, T, G> =
     (CudaViewMut<'s, f32>, CudaViewMut<'l, f64>, Option<HeadGradients<'g, Cuda, T, G>>);
@@ -58,7 +63,7 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
     x: CudaView<'_, T>,
     weight: CudaView<'_, T>,
     targets: CudaView<'_, u32>,
-    (scratch, loss, gradients): Outputs<'_, '_, '_, T, G>,
+    (scratch, loss, mut gradients): Outputs<'_, '_, '_, T, G>,
     mut ranks: Option<HeadRanks<'_, Cuda>>,
 ) -> Result<()> {
     check(
@@ -75,7 +80,12 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
     )?;
     check_ranks(shape, ranks.as_ref())?;
     let &HeadShape { tokens, width, vocab_size, .. } = shape;
-    let losses = cuda.scratch(tokens * size_of::<f64>())?;
+    if let (0, Some(gradients)) = (tokens, &mut gradients)
+        && gradients.accumulation == Accumulation::Overwrite
+    {
+        cuda.zero(gradients.d_weight.first(shape.vocab_size * width))?;
+    }
+    let losses = cuda.scratch(own_scratch_bytes(tokens))?;
     let chunk = chunk_rows(shape, size_of::<T>());
     for first in (0..tokens).step_by(chunk.max(1)) {
         let rows = chunk.min(tokens - first);
@@ -96,13 +106,15 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
             None => cuda.launch(&name::<T>("cross_entropy_losses"), [rows, 1], 0, &parameters)?,
             Some(ranks) => divided_losses::<T>(cuda, rows, parameters, ranks)?,
         }
-        if let Some(gradients) = &gradients {
+        if let Some(gradients) = &mut gradients {
             let d_x = Operand::new(part(gradients.d_x.address), T::DTYPE, rows, width);
             cuda.gemm(&Gemm { out: d_x, left: logits, right: weight, addend: None })?;
             let address = gradients.d_weight.address;
             let out = Operand::new(address, G::DTYPE, vocab_size, width);
             let left = logits.transposed();
-            cuda.gemm(&Gemm { out, left, right: x, addend: Some(address) })?;
+            let adds = gradients.accumulation == Accumulation::Add;
+            cuda.gemm(&Gemm { out, left, right: x, addend: adds.then_some(address) })?;
+            gradients.accumulation = Accumulation::Add;
         }
     }
     adamw::cuda::sum(cuda, losses, tokens, 1.0, loss)

@@ -2,7 +2,8 @@
 //! whatever the vocabulary, and their gradient is formed where they lay.
 //!
 //! With p = softmax(x W^T): loss = -log `p[target]`, d_logits = scale (p - onehot(target)),
-//! d_x = d_logits W, d_W += d_logits^T x. With x and W in bf16, a device may round d_logits to bf16
+//! d_x = d_logits W, d_W = d_logits^T x, added to what is there or not: from the second
+//! chunk on it is. With x and W in bf16, a device may round d_logits to bf16
 //! before it multiplies by them; sums stay f32.
 //!
 //! Ranks that hold some of the head's rows each exchange, for every chunk, the logarithms of their own
@@ -13,7 +14,7 @@ pub(crate) mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
 
-use crate::backend::{Backend, ViewMut};
+use crate::backend::{Accumulation, Backend, ViewMut};
 use crate::error::{Result, check_len, ensure};
 use crate::ranks::{HeadRanks, VocabularyRows};
 use crate::scalar::Element;
@@ -56,8 +57,10 @@ pub struct HeadGradients<'a, B: Backend, T: Element, G: Element> {
     pub scale: f32,
     /// Overwritten; `[N, C]`.
     pub d_x: ViewMut<'a, B, T>,
-    /// Added to; `[V, C]`.
+    /// `[V, C]`.
     pub d_weight: ViewMut<'a, B, G>,
+    /// What becomes of what `d_weight` holds.
+    pub accumulation: Accumulation,
 }
 
 /// Lengths of the buffers of a call.

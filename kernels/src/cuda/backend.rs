@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::{Cuda, CudaBuffer, CudaView, CudaViewMut};
 use crate::adamw::{self, AdamW};
 use crate::attention::{self, AttentionShape, KeyValues, Visibility};
-use crate::backend::{Backend, DeviceMemory};
+use crate::backend::{Accumulation, Backend, DeviceMemory, WorkingSet};
 use crate::cross_entropy::{self, HeadGradients, HeadShape};
 use crate::error::{Result, check_len};
 use crate::ranks::{AllReduce, HeadRanks, Heads, VocabularyRows};
@@ -105,6 +105,12 @@ impl Backend for Cuda {
         add::cuda::add(self, x, y, out)
     }
 
+    fn reserve<T: Element>(&self, passes: &WorkingSet) -> Result<()> {
+        self.scratch(super::reserve::scratch_bytes::<T>(self, passes))?;
+        self.counter()?;
+        Ok(())
+    }
+
     fn synchronize(&self) -> Result<()> {
         self.device.synchronize()
     }
@@ -181,8 +187,9 @@ impl Backend for Cuda {
         x: CudaView<'_, T>,
         d_y: CudaView<'_, T>,
         d_weight: CudaViewMut<'_, G>,
+        accumulation: Accumulation,
     ) -> Result<()> {
-        linear::cuda::backward_weight(self, inputs, x, d_y, d_weight)
+        linear::cuda::backward_weight(self, inputs, x, d_y, d_weight, accumulation)
     }
 
     fn routing(&self, tokens: usize, heads: Heads, router: QueryNormRouter) -> Result<CudaRouting> {
@@ -315,12 +322,12 @@ impl Backend for Cuda {
         cross_entropy::cuda::cross_entropy(self, shape, x, weight, targets, into, ranks)
     }
 
-    fn squared_norm<G: Element>(
+    fn squared_norms<G: Element>(
         &self,
-        x: CudaView<'_, G>,
+        xs: &[CudaView<'_, G>],
         out: CudaViewMut<'_, f64>,
     ) -> Result<()> {
-        adamw::cuda::squared_norm(self, x, out)
+        adamw::cuda::squared_norms(self, xs, out)
     }
 
     fn adamw<T: Element, G: Element, M: Element>(

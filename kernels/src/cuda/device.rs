@@ -27,6 +27,12 @@ pub(crate) trait Device: Send + Sync {
     /// How much memory is in use; `None` where the device cannot tell.
     fn memory(&self) -> Option<DeviceMemory>;
 
+    /// How often memory was taken and given back, where that is counted.
+    #[cfg(feature = "cuda-emulator")]
+    fn memory_calls(&self) -> Option<super::MemoryCalls> {
+        None
+    }
+
     /// Memory filled with zeros, aligned to 256 bytes.
     fn allocate(&self, bytes: usize) -> Result<u64>;
 

@@ -3,6 +3,7 @@
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ffi::{CString, c_char, c_void};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytemuck::{Pod, Zeroable};
 use half::bf16;
@@ -14,7 +15,20 @@ use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::scalar::{DType, Element};
 
 /// The host's memory as a device's.
-pub(super) struct Emulator;
+#[derive(Default)]
+pub(super) struct Emulator {
+    allocations: AtomicU64,
+    frees: AtomicU64,
+}
+
+/// How often the memory of an emulated GPU was taken and given back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryCalls {
+    /// Buffers taken.
+    pub allocations: u64,
+    /// Buffers given back.
+    pub frees: u64,
+}
 
 const ALIGNMENT: usize = 256;
 /// Its blocks run one after the other; several show that they share their work.
@@ -95,7 +109,13 @@ impl Device for Emulator {
         None
     }
 
+    fn memory_calls(&self) -> Option<MemoryCalls> {
+        let count = |calls: &AtomicU64| calls.load(Ordering::Relaxed);
+        Some(MemoryCalls { allocations: count(&self.allocations), frees: count(&self.frees) })
+    }
+
     fn allocate(&self, bytes: usize) -> Result<u64> {
+        self.allocations.fetch_add(1, Ordering::Relaxed);
         // SAFETY: the layout's size is not 0.
         #[allow(unsafe_code)]
         let start = Self::layout(bytes).map(|layout| unsafe { alloc_zeroed(layout) });
@@ -106,6 +126,7 @@ impl Device for Emulator {
     }
 
     fn free(&self, address: u64, bytes: usize) {
+        self.frees.fetch_add(1, Ordering::Relaxed);
         if let Some(layout) = Self::layout(bytes) {
             // SAFETY: `allocate` gave the address for a layout of as many bytes.
             #[allow(unsafe_code)]

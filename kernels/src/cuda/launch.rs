@@ -9,10 +9,12 @@ use crate::scalar::{DType, Element};
 /// Threads of a block, in every kernel that does not say otherwise (`operators.cuh`).
 pub(crate) const THREADS: usize = 256;
 
-/// Blocks that give `count` threads, at the most as many as fill a large GPU some times over.
+/// Blocks that fill a large GPU some times over.
+pub(crate) const MOST_BLOCKS: usize = 4096;
+
+/// Blocks that give `count` threads, at the most [`MOST_BLOCKS`].
 pub(crate) fn blocks(count: usize) -> usize {
-    const MOST: usize = 4096;
-    count.div_ceil(THREADS).clamp(1, MOST)
+    count.div_ceil(THREADS).clamp(1, MOST_BLOCKS)
 }
 
 fn suffix<T: Element>() -> &'static str {

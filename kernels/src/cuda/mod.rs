@@ -15,11 +15,14 @@ mod launch;
 mod memory;
 #[cfg(feature = "cuda")]
 mod products;
+mod reserve;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub(crate) use device::{BoxedTensor, Device, Gemm, Operand, TensorMap};
-pub(crate) use launch::{THREADS, blocks, name};
+#[cfg(feature = "cuda-emulator")]
+pub use emulator::MemoryCalls;
+pub(crate) use launch::{MOST_BLOCKS, THREADS, blocks, name};
 pub(crate) use memory::address_or_null;
 pub use memory::{CudaBuffer, CudaView, CudaViewMut};
 
@@ -89,7 +92,7 @@ impl Cuda {
     /// The kernels run by the CPU: for tests, some thousand times slower than a GPU.
     #[cfg(feature = "cuda-emulator")]
     pub fn emulated() -> Self {
-        Self::of(Arc::new(emulator::Emulator))
+        Self::of(Arc::new(emulator::Emulator::default()))
     }
 
     fn of(device: Arc<dyn Device>) -> Self {
@@ -156,7 +159,15 @@ impl Cuda {
         &*self.device
     }
 
-    /// Address of at least `bytes` bytes that are free until the next operator asks.
+    /// How often memory was taken and given back so far, where the GPU is emulated: for tests.
+    #[cfg(feature = "cuda-emulator")]
+    pub fn memory_calls(&self) -> Option<MemoryCalls> {
+        self.device.memory_calls()
+    }
+
+    /// Address of at least `bytes` bytes that are free until the next operator asks. Growing gives
+    /// memory back, for which the host waits: [`Backend::reserve`](crate::Backend::reserve) comes
+    /// before.
     pub(crate) fn scratch(&self, bytes: usize) -> Result<u64> {
         let mut scratch = locked(&self.scratch);
         if let Some(memory) = scratch.as_ref().filter(|memory| memory.bytes() >= bytes) {

@@ -2,6 +2,7 @@
 //! the buffers.
 
 use super::check;
+use crate::backend::Accumulation;
 use crate::error::{Result, check_len};
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::scalar::Element;
@@ -47,12 +48,13 @@ pub(crate) fn backward_weight<T: Element, G: Element>(
     x: &[T],
     d_y: &[T],
     d_weight: &mut [G],
+    accumulation: Accumulation,
 ) -> Result<()> {
     let (tokens, outputs) =
         check("linear_backward_weight", inputs, x.len(), d_weight.len(), d_y.len())?;
     let d_weight = MatrixMut::new(d_weight, outputs, inputs);
     let d_y = Matrix::new(d_y, tokens, outputs).transposed();
     let x = Matrix::new(x, tokens, inputs);
-    matmul_parallel(d_weight, Destination::Accumulate, 1.0, d_y, x);
+    matmul_parallel(d_weight, accumulation.into(), 1.0, d_y, x);
     Ok(())
 }

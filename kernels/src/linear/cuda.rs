@@ -1,6 +1,7 @@
 //! Linear layers on a GPU.
 
 use super::check;
+use crate::backend::{Accumulation, Backend};
 use crate::cuda::{Cuda, CudaView, CudaViewMut, Gemm, Operand};
 use crate::error::{Result, check_len};
 use crate::scalar::Element;
@@ -53,15 +54,20 @@ pub(crate) fn backward_weight<T: Element, G: Element>(
     x: CudaView<'_, T>,
     d_y: CudaView<'_, T>,
     d_weight: CudaViewMut<'_, G>,
+    accumulation: Accumulation,
 ) -> Result<()> {
     let (tokens, outputs) = check("linear_backward_weight", inputs, x.len, d_weight.len, d_y.len)?;
+    let adds = accumulation == Accumulation::Add;
+    if tokens == 0 && !adds {
+        return cuda.zero(d_weight);
+    }
     run(
         cuda,
         Gemm {
             out: Operand::new(d_weight.address, G::DTYPE, outputs, inputs),
             left: Operand::new(d_y.address, T::DTYPE, tokens, outputs).transposed(),
             right: Operand::new(x.address, T::DTYPE, tokens, inputs),
-            addend: Some(d_weight.address),
+            addend: adds.then_some(d_weight.address),
         },
     )
 }

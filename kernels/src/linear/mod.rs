@@ -1,6 +1,6 @@
 //! Linear layers: y = x W^T with W `[outputs, inputs]`, as checkpoints store it.
 //!
-//! Backward: d_x = d_y W, and d_W += d_y^T x straight into the gradient buffer.
+//! Backward: d_x = d_y W, and d_W = d_y^T x, or d_W += d_y^T x, straight into the gradient buffer.
 
 pub(crate) mod cpu;
 #[cfg(gpu)]

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use bytemuck::Pod;
 
+use crate::backend::Accumulation;
 use crate::scalar::{DType, Element};
 
 /// A read-only matrix with strides, in numbers; along rows or along columns it is contiguous.
@@ -178,6 +179,15 @@ pub(crate) enum Destination<'a, T> {
     Accumulate,
     /// A row-major matrix of the product's shape; the destination's numbers are replaced.
     AddTo(Matrix<'a, T>),
+}
+
+impl<T> From<Accumulation> for Destination<'_, T> {
+    fn from(accumulation: Accumulation) -> Self {
+        match accumulation {
+            Accumulation::Overwrite => Destination::Overwrite,
+            Accumulation::Add => Destination::Accumulate,
+        }
+    }
 }
 
 impl<T: Element> Destination<'_, T> {

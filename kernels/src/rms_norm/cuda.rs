@@ -59,6 +59,11 @@ pub(crate) fn forward<T: Element>(
     cuda.launch(&name::<T>("rms_norm_forward"), [inv_rms.len, 1], 0, &parameters)
 }
 
+/// Scratch of the backward pass.
+pub(crate) fn scratch_bytes(tokens: usize, width: usize) -> usize {
+    tokens.min(PARTS) * width * size_of::<f32>()
+}
+
 pub(crate) fn backward<T: Element, G: Element>(
     cuda: &Cuda,
     x: CudaView<'_, T>,
@@ -80,7 +85,7 @@ pub(crate) fn backward<T: Element, G: Element>(
         inv_rms: inv_rms.address,
         d_y: d_y.address,
         d_x: d_x.address,
-        partial: cuda.scratch(parts * width * size_of::<f32>())?,
+        partial: cuda.scratch(scratch_bytes(tokens, width))?,
         d_weight: d_weight.address,
         tokens: tokens as u64,
         width: width as u64,

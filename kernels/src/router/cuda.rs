@@ -173,6 +173,11 @@ pub(crate) fn count_selected(cuda: &Cuda, routing: &CudaRouting) -> Result<()> {
     cuda.launch("router_count_selected", [routing.routed, 1], 0, &routing.tables())
 }
 
+/// Scratch of the balance loss.
+pub(crate) fn scratch_bytes(routed: usize) -> usize {
+    routed * size_of::<f64>()
+}
+
 pub(crate) fn balance_loss(
     cuda: &Cuda,
     routing: &CudaRouting,
@@ -183,7 +188,7 @@ pub(crate) fn balance_loss(
     if routing.routed == 0 || routing.tokens == 0 {
         return Ok(());
     }
-    let products = cuda.scratch(routing.routed * size_of::<f64>())?;
+    let products = cuda.scratch(scratch_bytes(routing.routed))?;
     let parameters = Balance { products, tables: routing.tables() };
     cuda.launch("router_balance", [routing.routed, 1], 0, &parameters)?;
     adamw::cuda::sum(cuda, products, routing.routed, scale, out)

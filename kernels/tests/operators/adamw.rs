@@ -170,13 +170,40 @@ fn the_squared_norm_is_added_to_what_is_there() {
         let x: Vec<G> = Random(3).numbers(40_000);
         let mut out = upload(device, &[5.0f64]);
         let buffer = upload(device, &x);
-        device.squared_norm(view::<B, G>(&buffer), view_mut::<B, f64>(&mut out)).unwrap();
+        device.squared_norms(&[view::<B, G>(&buffer)], view_mut::<B, f64>(&mut out)).unwrap();
         let expected = 5.0 + wide(&x).iter().map(|x| x * x).sum::<f64>();
         let norm = download::<B, f64>(device, &out)[0];
         assert!((norm / expected - 1.0).abs() < 1e-14, "{norm} is not {expected}");
     }
     on_each_device!(device => check::<_, f32>(device));
     on_each_device!(device => check::<_, bf16>(device));
+}
+
+/// More segments than a launch takes, of odd lengths and none, each at another offset of 16 bytes;
+/// and none at all.
+#[test]
+fn the_squared_norm_of_many_segments_is_that_of_all_their_numbers() {
+    fn check<B: Backend, G: Element>(device: &B, count: usize) {
+        let mut random = Random(count as u64);
+        let (mut end, mut ranges) = (0, Vec::new());
+        for at in 0..count {
+            let (gap, len) = (random.below(9), [0, random.below(40), random.below(5000)][at % 3]);
+            ranges.push(end + gap..end + gap + len);
+            end += gap + len;
+        }
+        let x: Vec<G> = random.numbers(end);
+        let (buffer, mut out) = (upload(device, &x), upload(device, &[5.0f64]));
+        let xs: Vec<_> = ranges.iter().map(|range| B::view(&buffer, range.clone())).collect();
+        device.squared_norms(&xs, view_mut::<B, f64>(&mut out)).unwrap();
+        let inside = ranges.iter().flat_map(|range| wide(&x[range.clone()]));
+        let expected = 5.0 + inside.map(|x| x * x).sum::<f64>();
+        let norm = download::<B, f64>(device, &out)[0];
+        assert!((norm / expected - 1.0).abs() < 1e-14, "{norm} is not {expected}");
+    }
+    for count in [0, 1, 2, 128, 129, 300] {
+        on_each_device!(device => check::<_, f32>(device, count));
+        on_each_device!(device => check::<_, bf16>(device, count));
+    }
 }
 
 proptest::proptest! {

@@ -7,7 +7,7 @@ use crate::reference::{
 };
 use half::bf16;
 use moh_kernels::cross_entropy::{HeadGradients, HeadShape, IGNORED};
-use moh_kernels::{Backend, DType, Element, Error};
+use moh_kernels::{Accumulation, Backend, DType, Element, Error};
 
 /// Exact in f32, so that the reference scales by the same number.
 const SCALE: f32 = 0.25;
@@ -48,6 +48,14 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: HeadShape, seed
         scale: SCALE,
         d_x: view_mut::<B, T>(&mut d_x),
         d_weight: view_mut::<B, G>(&mut d_weight_out),
+        accumulation: Accumulation::Add,
+    }));
+    let mut alone = garbage::<B, G>(device, weight.len());
+    run(Some(HeadGradients {
+        scale: SCALE,
+        d_x: view_mut::<B, T>(&mut d_x),
+        d_weight: view_mut::<B, G>(&mut alone),
+        accumulation: Accumulation::Overwrite,
     }));
 
     let (x, weight) = (var(&x, (tokens, width)), var(&weight, (vocab_size, width)));
@@ -59,9 +67,11 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: HeadShape, seed
     assert_close("loss", &[loss as f32], &flat(&expected.unsqueeze(0).unwrap()), loss_tolerance);
     let expected = gradient(&gradients, &x);
     assert_close("d_x", &download::<B, T>(device, &d_x), &expected, tolerance::<T>());
-    let expected = added(&d_weight, &gradient(&gradients, &weight));
+    let expected = gradient(&gradients, &weight);
     // A machine that multiplies bf16 rounds the logits' gradients to the type of x, once.
     let rounded = tolerance::<T>().max(tolerance::<G>());
+    assert_close("d_weight alone", &download::<B, G>(device, &alone), &expected, rounded);
+    let expected = added(&d_weight, &expected);
     assert_close("d_weight", &download::<B, G>(device, &d_weight_out), &expected, rounded);
 }
 
@@ -126,7 +136,12 @@ fn ignored_targets_have_neither_loss_nor_gradient() {
     let shape = HeadShape::whole(3, 2, 5);
     let mut scratch = vec![0f32; moh_kernels::Cpu.cross_entropy_scratch(&shape)];
     let (mut loss, mut d_x, mut d_weight) = ([0f64], [9f32; 6], [1f32; 10]);
-    let gradients = HeadGradients { scale: 1.0, d_x: &mut d_x[..], d_weight: &mut d_weight[..] };
+    let gradients = HeadGradients {
+        scale: 1.0,
+        d_x: &mut d_x[..],
+        d_weight: &mut d_weight[..],
+        accumulation: Accumulation::Add,
+    };
     let (x, weight, targets) = ([1f32; 6], [0.5f32; 10], [IGNORED; 3]);
     moh_kernels::Cpu
         .cross_entropy(

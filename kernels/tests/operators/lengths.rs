@@ -9,7 +9,7 @@ use moh_kernels::cross_entropy::{HeadGradients, HeadShape};
 use moh_kernels::ranks::{Heads, VocabularyRows};
 use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::{QueryNormRouter, RouterGradient};
-use moh_kernels::{Backend, Result, Scalar};
+use moh_kernels::{Accumulation, Backend, Result, Scalar};
 use proptest::prelude::*;
 
 /// Which lengths of a buffer fit, given the others.
@@ -163,7 +163,7 @@ const OPERATORS: &[(&str, &[Fit])] = &[
         ],
     ),
     ("add", &[Exactly(WIDTH), Exactly(WIDTH), Exactly(WIDTH)]),
-    ("squared_norm", &[AtLeast(0), Exactly(1)]),
+    ("squared_norms", &[AtLeast(0), AtLeast(0), Exactly(1)]),
     (
         "adamw",
         &[
@@ -247,7 +247,8 @@ fn call<B: Backend>(device: &B, operator: &str, lengths: &[usize]) -> Result<()>
         }
         "linear_backward_weight" => {
             let mut d_weight = take(2);
-            device.linear_backward_weight(WIDTH, read!(f[0]), read!(f[1]), write!(d_weight))
+            let (x, d_y, into) = (read!(f[0]), read!(f[1]), write!(d_weight));
+            device.linear_backward_weight(WIDTH, x, d_y, into, Accumulation::Overwrite)
         }
         "rope_route_forward" => {
             let (mut qkv, table) = (take(2), table::<B>(&f[0], &f[1]));
@@ -336,8 +337,12 @@ fn call<B: Backend>(device: &B, operator: &str, lengths: &[usize]) -> Result<()>
             let (targets, mut scratch, mut d_x, mut d_weight) =
                 (words(2), take(3), take(5), take(6));
             let mut loss = zeros::<B, f64>(device, lengths[4]);
-            let gradients =
-                HeadGradients { scale: 1.0, d_x: write!(d_x), d_weight: write!(d_weight) };
+            let gradients = HeadGradients {
+                scale: 1.0,
+                d_x: write!(d_x),
+                d_weight: write!(d_weight),
+                accumulation: Accumulation::Overwrite,
+            };
             device.cross_entropy(
                 &HEAD,
                 read!(f[0]),
@@ -353,9 +358,10 @@ fn call<B: Backend>(device: &B, operator: &str, lengths: &[usize]) -> Result<()>
             let mut out = take(2);
             device.add(read!(f[0]), read!(f[1]), write!(out))
         }
-        "squared_norm" => {
-            let mut out = zeros::<B, f64>(device, lengths[1]);
-            device.squared_norm(read!(f[0]), view_mut::<B, f64>(&mut out))
+        "squared_norms" => {
+            let mut out = zeros::<B, f64>(device, lengths[2]);
+            let xs = [read!(f[0]), read!(f[1])];
+            device.squared_norms(&xs, view_mut::<B, f64>(&mut out))
         }
         "adamw" => {
             let norm = zeros::<B, f64>(device, lengths[0]);

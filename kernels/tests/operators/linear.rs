@@ -2,10 +2,10 @@
 
 use crate::reference::{
     Random, added, assert_close, backward, cases, download, flat, garbage, gradient, operators,
-    tensor, tolerance, upload, var, view, view_mut,
+    tensor, tolerance, upload, var, view, view_mut, wide,
 };
 use half::bf16;
-use moh_kernels::{Backend, Element};
+use moh_kernels::{Accumulation, Backend, Element};
 
 fn agrees<B: Backend, T: Element, G: Element>(
     device: &B,
@@ -32,8 +32,13 @@ fn agrees<B: Backend, T: Element, G: Element>(
     let d_x_view = view_mut::<B, T>(&mut d_x);
     device.linear_backward_input(inputs, d_y_view, weight_view, d_x_view).unwrap();
     let mut d_weight_out = upload(device, &d_weight);
-    let d_weight_view = view_mut::<B, G>(&mut d_weight_out);
-    device.linear_backward_weight(inputs, x_view, d_y_view, d_weight_view).unwrap();
+    let mut alone = garbage::<B, G>(device, weight.len());
+    for (buffer, accumulation) in
+        [(&mut d_weight_out, Accumulation::Add), (&mut alone, Accumulation::Overwrite)]
+    {
+        let into = view_mut::<B, G>(buffer);
+        device.linear_backward_weight(inputs, x_view, d_y_view, into, accumulation).unwrap();
+    }
 
     let (x, weight) = (var(&x, (tokens, inputs)), var(&weight, (outputs, inputs)));
     let product = operators::linear(&x, &weight).unwrap();
@@ -42,7 +47,9 @@ fn agrees<B: Backend, T: Element, G: Element>(
     assert_close("y", &download::<B, T>(device, &y), &expected, tolerance::<T>());
     let expected = gradient(&gradients, &x);
     assert_close("d_x", &download::<B, T>(device, &d_x), &expected, tolerance::<T>());
-    let expected = added(&d_weight, &gradient(&gradients, &weight));
+    let expected = gradient(&gradients, &weight);
+    assert_close("d_weight alone", &download::<B, G>(device, &alone), &expected, tolerance::<G>());
+    let expected = added(&d_weight, &expected);
     assert_close("d_weight", &download::<B, G>(device, &d_weight_out), &expected, tolerance::<G>());
 }
 
@@ -57,10 +64,42 @@ fn forward_and_gradients_agree_over_more_than_one_task() {
 }
 
 #[test]
-fn no_token_adds_nothing_to_the_gradient() {
-    let mut d_weight = [3f32; 6];
-    moh_kernels::Cpu.linear_backward_weight::<f32, f32>(2, &[], &[], &mut d_weight).unwrap();
-    assert_eq!(d_weight, [3.0; 6]);
+fn the_gradient_of_no_token_is_zeros() {
+    fn check<B: Backend, T: Element>(device: &B) {
+        let (none, mut d_weight) = (upload::<B, T>(device, &[]), upload(device, &[3f32; 6]));
+        for (accumulation, expected) in [(Accumulation::Add, 3.0), (Accumulation::Overwrite, 0.0)] {
+            let (x, into) = (view::<B, T>(&none), view_mut::<B, f32>(&mut d_weight));
+            device.linear_backward_weight(2, x, x, into, accumulation).unwrap();
+            assert_eq!(download::<B, f32>(device, &d_weight), [expected; 6]);
+        }
+    }
+    on_each_device!(device => check::<_, f32>(device));
+    on_each_device!(device => check::<_, bf16>(device));
+}
+
+/// What the weights' bits depend on where a step's first gradients replace what is there.
+#[test]
+fn overwriting_is_adding_to_zeros() {
+    fn check<B: Backend, T: Element, G: Element>(device: &B) {
+        // More terms than a block of a product has.
+        let [tokens, inputs, outputs] = [4100, 33, 40];
+        let mut random = Random(5);
+        let x = upload(device, &random.numbers::<T>(tokens * inputs));
+        let d_y = upload(device, &random.numbers::<T>(tokens * outputs));
+        let found = [Accumulation::Add, Accumulation::Overwrite].map(|accumulation| {
+            let zeros = accumulation == Accumulation::Add;
+            let before = if zeros { 0.0 } else { 777.0 };
+            let mut d_weight = upload(device, &vec![G::from_f32(before); inputs * outputs]);
+            let (x, d_y) = (view::<B, T>(&x), view::<B, T>(&d_y));
+            let into = view_mut::<B, G>(&mut d_weight);
+            device.linear_backward_weight(inputs, x, d_y, into, accumulation).unwrap();
+            wide(&download::<B, G>(device, &d_weight))
+        });
+        assert!(found[0] == found[1]);
+    }
+    on_each_device!(device => check::<_, f32, f32>(device));
+    on_each_device!(device => check::<_, bf16, f32>(device));
+    on_each_device!(device => check::<_, bf16, bf16>(device));
 }
 
 /// Of products as large as these a GPU times several algorithms, unless it must be deterministic: when

@@ -13,7 +13,7 @@ use moh_kernels::cross_entropy::{HeadGradients, HeadShape, IGNORED};
 use moh_kernels::ranks::{AllReduce, HeadRanks, Heads, VocabularyRows};
 use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::{QueryNormRouter, RouterGradient, RouterRanks};
-use moh_kernels::{Backend, Cpu, DType, Element, ViewMut};
+use moh_kernels::{Accumulation, Backend, Cpu, DType, Element, ViewMut};
 use proptest::prelude::*;
 
 /// What every rank of `count` returns, on a device of its own; they add up tables by way of the host.
@@ -304,6 +304,7 @@ fn losses_agree<B: Backend + Another, T: Element>(
             scale: 0.25,
             d_x: view_mut::<B, T>(&mut d_x),
             d_weight: view_mut::<B, f32>(&mut d_weight),
+            accumulation: Accumulation::Add,
         }));
         let loss = download::<B, f64>(device, &loss)[0] - 2.0;
         (loss, wide(&download::<B, T>(device, &d_x)), download::<B, f32>(device, &d_weight))

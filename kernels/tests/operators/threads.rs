@@ -8,7 +8,7 @@ use moh_kernels::cross_entropy::{HeadGradients, HeadShape};
 use moh_kernels::ranks::{Heads, VocabularyRows};
 use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::{QueryNormRouter, RouterGradient};
-use moh_kernels::{Backend, Cpu, Element};
+use moh_kernels::{Accumulation, Backend, Cpu, Element};
 use proptest::prelude::*;
 
 /// Runs `body` on pools of one, two and five threads and asserts equal results.
@@ -96,7 +96,7 @@ fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> V
     let mut product = vec![T::zeroed(); tokens * outputs];
     Cpu.linear_forward(width, &y, &weight, None, &mut product).unwrap();
     let mut d_weight = vec![0f32; weight.len()];
-    Cpu.linear_backward_weight(width, &y, &product, &mut d_weight).unwrap();
+    Cpu.linear_backward_weight(width, &y, &product, &mut d_weight, Accumulation::Add).unwrap();
     let mut d_y = y.clone();
     Cpu.linear_backward_input(width, &product, &weight, &mut d_y).unwrap();
 
@@ -108,13 +108,17 @@ fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> V
     let head = HeadShape::whole(tokens, width, outputs);
     let mut scratch = vec![0f32; Cpu.cross_entropy_scratch(&head)];
     let (mut loss, mut d_hidden, mut norm) = ([0f64], y.clone(), [0f64]);
-    let gradients =
-        HeadGradients { scale: 0.1, d_x: &mut d_hidden[..], d_weight: &mut d_weight[..] };
+    let gradients = HeadGradients {
+        scale: 0.1,
+        d_x: &mut d_hidden[..],
+        d_weight: &mut d_weight[..],
+        accumulation: Accumulation::Add,
+    };
     Cpu.cross_entropy(&head, &y, &weight, &ids, &mut scratch, &mut loss, Some(gradients), None)
         .unwrap();
     Cpu.embedding_backward(width, VocabularyRows::all(outputs), &ids, &d_x, &mut d_weight).unwrap();
 
-    Cpu.squared_norm(&d_weight, &mut norm).unwrap();
+    Cpu.squared_norms(&[&d_weight[..]], &mut norm).unwrap();
     let step = AdamW {
         learning_rate: 0.1,
         beta1: 0.9,

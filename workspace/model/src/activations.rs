@@ -10,7 +10,7 @@ use std::ops::Range;
 use moh_kernels::attention::AttentionShape;
 use moh_kernels::cross_entropy::HeadShape;
 use moh_kernels::rope::QkvShape;
-use moh_kernels::{Backend, Element};
+use moh_kernels::{Backend, Element, WorkingSet};
 
 use crate::Error;
 use crate::model::Model;
@@ -167,6 +167,13 @@ impl<B: Backend, T: Element> Activations<B, T> {
         let shape = model.qkv_shape(pass.batch, pass.length);
         let tokens = shape.tokens();
         let passes = (0..slots).map(|_| Pass::new(model, tokens, pass));
+        model.backend.reserve::<T>(&WorkingSet {
+            attention: model.attention_shape(&shape, pass.length),
+            routed: model.router().is_some(),
+            training: pass.training,
+            width: model.config.hidden_size,
+            tensors: model.layout.segments().count(),
+        })?;
         Ok(Activations {
             shape,
             recompute: pass.recompute,

@@ -282,7 +282,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// Turns `scratch.d_stream` from the gradient of the block's output into that of its input,
-    /// and adds the gradients of its weights to `gradients`.
+    /// and adds the gradients of its weights to `gradients`, or replaces what was forgotten there.
     pub(crate) fn block_backward<G: Element>(
         &self,
         tokens: &Tokens<'_, B>,
@@ -310,7 +310,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.linear_backward_weight(qkv, normed, d_qkv, gradients)?;
         self.linear_backward_input(qkv, d_qkv, &mut scratch.d_branch)?;
         let inv_rms = &block.cheap.input_inv_rms;
-        self.norm_backward((flat, &ranges.input_norm, n), input, inv_rms, scratch, gradients)
+        self.norm_backward((flat, &ranges.input_norm, n), input, inv_rms, scratch, gradients)?;
+        gradients.remember(flat);
+        Ok(())
     }
 
     /// Leaves the gradient of gate and up in their own place.
@@ -394,11 +396,13 @@ impl<B: Backend, T: Element> Model<B, T> {
         d_y: View<'_, B, T>,
         gradients: &mut FlatBuffers<B, G>,
     ) -> Result<(), Error> {
+        let accumulation = gradients.accumulation(linear.flat);
         self.backend.linear_backward_weight(
             linear.inputs,
             x,
             d_y,
             gradients.view_mut(linear.flat, linear.range.clone()),
+            accumulation,
         )?;
         Ok(())
     }
@@ -430,6 +434,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<(), Error> {
         let own = self.reduce_scatter(tokens, &mut scratch.d_branch)?;
         let held = own.len();
+        gradients.clear_forgotten(&self.backend, flat, range.clone())?;
         self.backend.rms_norm_backward(
             B::view(x, 0..held),
             self.weights.view(flat, range.clone()),

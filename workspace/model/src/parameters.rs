@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use half::bf16;
 use moh_comm::{Group, Pending, Reduce};
-use moh_kernels::{Backend, Element, Scalar, View, ViewMut};
+use moh_kernels::{Accumulation, Backend, Element, Scalar, View, ViewMut};
 
 use crate::Error;
 use crate::layout::{ModelLayout, Segment};
@@ -63,6 +63,8 @@ struct Rounding<B: Backend> {
 /// One device buffer for each [`crate::layout::FlatLayout`] of a model, or a shard of each.
 pub struct FlatBuffers<B: Backend, S: Scalar> {
     slots: Vec<Slot<B, S>>,
+    /// Buffers whose numbers count for nothing ([`FlatBuffers::forget`]).
+    forgotten: Vec<bool>,
     shard: Shard,
     rounding: Option<Rounding<B>>,
 }
@@ -83,8 +85,8 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
     pub fn zeros_of(backend: &B, layout: &ModelLayout, shard: Shard) -> Result<Self, Error> {
         let slots = (layout.flats.iter())
             .map(|flat| Ok(Slot::Here(backend.allocate(shard.range(flat.len).len())?)))
-            .collect::<Result<_, Error>>()?;
-        Ok(FlatBuffers { slots, shard, rounding: None })
+            .collect::<Result<Vec<_>, Error>>()?;
+        Ok(FlatBuffers { forgotten: vec![false; slots.len()], slots, shard, rounding: None })
     }
 
     /// A part of one buffer, which the shard holds.
@@ -169,6 +171,37 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
         }
         Ok(())
     }
+
+    /// Makes the numbers of all buffers count as zeros, without a pass over memory: what would be
+    /// added to them replaces them. Only a backward pass may use the buffers then, or
+    /// [`Model::reduce_without_pass`](crate::Model::reduce_without_pass); padding stays as it is.
+    pub fn forget(&mut self) {
+        self.forgotten.fill(true);
+    }
+
+    /// What becomes of the numbers of a buffer where a gradient is written.
+    pub(crate) fn accumulation(&self, flat: usize) -> Accumulation {
+        if self.forgotten[flat] { Accumulation::Overwrite } else { Accumulation::Add }
+    }
+
+    /// Notes that every number of a buffer has been written.
+    pub(crate) fn remember(&mut self, flat: usize) {
+        self.forgotten[flat] = false;
+    }
+
+    /// Sets a part of a buffer to zero where its numbers are forgotten, for what can only add to
+    /// it.
+    pub(crate) fn clear_forgotten(
+        &mut self,
+        backend: &B,
+        flat: usize,
+        range: Range<usize>,
+    ) -> Result<(), Error> {
+        match self.accumulation(flat) {
+            Accumulation::Overwrite => Ok(backend.zero(self.view_mut(flat, range))?),
+            Accumulation::Add => Ok(()),
+        }
+    }
 }
 
 impl<B: Backend, T: Element> FlatBuffers<B, T> {
@@ -189,6 +222,7 @@ impl<B: Backend, T: Element> FlatBuffers<B, T> {
     /// # Errors
     /// When another rank has failed.
     pub fn start_reduce_scatter(&mut self, flat: usize, group: &Group) -> Result<(), Error> {
+        debug_assert!(!self.forgotten[flat], "buffer {flat} is summed before it is written");
         let buffer = match group.size() {
             1 => return Ok(()),
             _ => self.take(flat)?,

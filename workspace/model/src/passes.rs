@@ -184,9 +184,10 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// The backward pass through one chunk after its forward pass, between the stages after and before
-    /// it: adds the cross-entropy to `sums` and the gradients to `gradients`. With `reduce`, of a step's
-    /// last micro-batch, the sum of each buffer over the group's ranks starts as soon as the buffer is
-    /// complete; that of a tied head on two stages waits for [`Model::reduce_tied_head`].
+    /// it: adds the cross-entropy to `sums` and the gradients to `gradients`, where they replace
+    /// what was forgotten ([`FlatBuffers::forget`]). With `reduce`, of a step's last micro-batch,
+    /// the sum of each buffer over the group's ranks starts as soon as the buffer is complete; that
+    /// of a tied head on two stages waits for [`Model::reduce_tied_head`].
     ///
     /// # Errors
     /// A failing device or rank; activations planned without a backward pass are refused.
@@ -245,6 +246,8 @@ impl<B: Backend, T: Element> Model<B, T> {
             )?);
         }
         let embedding = &layout.flats[ModelLayout::EMBEDDING];
+        gradients.clear_forgotten(&self.backend, ModelLayout::EMBEDDING, embedding.used())?;
+        gradients.remember(ModelLayout::EMBEDDING);
         self.backend.embedding_backward(
             self.config.hidden_size,
             parallel.part().tensor.vocabulary(&self.config),
@@ -289,13 +292,17 @@ impl<B: Backend, T: Element> Model<B, T> {
         let head_gradients = HeadGradients::<B, T, G> {
             scale: scale.cross_entropy,
             d_x: B::view_mut(&mut scratch.d_branch, 0..n * width),
+            accumulation: gradients.accumulation(head),
             d_weight: gradients.view_mut(head, layout.flats[head].used()),
         };
         self.losses(n, &pass.targets, (shared, of_head), sums, Some(head_gradients))?;
+        gradients.remember(head);
         let end = self.parallel.part().chunks[turn.chunk].len();
         self.backend.zero(whole_mut::<B, T>(&mut scratch.d_stream))?;
         let ((flat, range), inv_rms) = (layout.final_norm(), &of_head.inv_rms);
-        self.norm_backward((flat, range, n), &pass.stream[end], inv_rms, scratch, gradients)
+        self.norm_backward((flat, range, n), &pass.stream[end], inv_rms, scratch, gradients)?;
+        gradients.remember(flat);
+        Ok(())
     }
 
     /// Adds up what ranks that share the other tensors have of the gradients of those that they all hold.
@@ -313,15 +320,19 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// Starts the sums that the last backward pass of a step starts, in the same order, on a rank that
-    /// takes no pass.
+    /// takes no pass; gradients that were forgotten are zeros.
     ///
     /// # Errors
-    /// When another rank has failed.
+    /// When the device or another rank has failed.
     pub fn reduce_without_pass<G: Element>(
         &self,
         gradients: &mut FlatBuffers<B, G>,
         reduce: &Group,
     ) -> Result<(), Error> {
+        for flat in self.layout.backward_order() {
+            gradients.clear_forgotten(&self.backend, flat, self.layout.flats[flat].used())?;
+            gradients.remember(flat);
+        }
         let waits = |flat| self.parallel.ends().is_some() && flat == ModelLayout::EMBEDDING;
         let mut order = self.layout.backward_order().filter(|&flat| !waits(flat));
         order.try_for_each(|flat| gradients.start_reduce_scatter(flat, reduce))

@@ -6,6 +6,8 @@
 use std::path::Path;
 
 use half::bf16;
+#[cfg(feature = "cuda-emulator")]
+use moh_kernels::adamw::AdamW;
 use moh_kernels::{Backend, Cpu, Cuda, Element};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
@@ -21,37 +23,56 @@ struct Pass {
     gradients: Vec<f32>,
 }
 
-fn pass<B: Backend, T: Element>(backend: B, moh: Option<MohConfig>, recompute: Recompute) -> Pass {
+fn model<B: Backend, T: Element>(
+    backend: B,
+    moh: Option<MohConfig>,
+    head_dim: usize,
+) -> Model<B, T> {
     let json = json!({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
-        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 16,
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": head_dim,
         "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 61,
         "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
         "tie_word_embeddings": true,
     });
     let mut config = ConfigFile::from_value(json, Path::new("config.json")).unwrap().config;
     config.moh = moh;
-    let mut model = Model::<B, T>::new::<Error>(backend, config, 64, |segment, values| {
+    Model::<B, T>::new::<Error>(backend, config, 64, |segment, values| {
         initial::initialize(3, 0.2, &segment.name, &[values.len(), 1], values);
         if segment.shape().len() == 1 {
             values.iter_mut().for_each(|value| *value += 1.0);
         }
         Ok(())
     })
-    .unwrap();
-    let (batch, length) = (2, 40);
-    let shape = PassShape { batch, length, recompute, training: true, document_mask: true };
+    .unwrap()
+}
+
+const SHAPE: PassShape = PassShape {
+    batch: 2,
+    length: 40,
+    recompute: Recompute::None,
+    training: true,
+    document_mask: true,
+};
+const SCALE: LossScale =
+    LossScale { cross_entropy: 1.0 / 80.0, balance: 0.1, straight_through: true };
+
+fn upload<B: Backend, T: Element>(backend: &B, activations: &mut Activations<B, T>) {
     let ids: Vec<u32> = (0..80).map(|i| (i * 37 + i * i) % 61).collect();
     let targets: Vec<u32> = ids.iter().map(|id| (id * 7 + 3) % 61).collect();
     let first_key: Vec<u32> = (0..80).map(|i| if i % 40 < 23 { 0 } else { 23 }).collect();
+    activations.upload(backend, &ids, &targets, &first_key).unwrap();
+}
 
+fn pass<B: Backend, T: Element>(backend: B, moh: Option<MohConfig>, recompute: Recompute) -> Pass {
+    let mut model = model::<B, T>(backend, moh, 16);
+    let shape = PassShape { recompute, ..SHAPE };
     let mut activations = Activations::new(&model, shape).unwrap();
     let backend = model.backend();
-    activations.upload(backend, &ids, &targets, &first_key).unwrap();
+    upload(backend, &mut activations);
     let mut sums = StepSums::new(backend).unwrap();
     let mut gradients = FlatBuffers::<B, f32>::zeros(backend, model.layout()).unwrap();
-    let scale = LossScale { cross_entropy: 1.0 / 80.0, balance: 0.1, straight_through: true };
-    model.forward_backward(&mut activations, &mut gradients, scale, &mut sums).unwrap();
+    model.forward_backward(&mut activations, &mut gradients, SCALE, &mut sums).unwrap();
     let losses = sums.take(model.backend()).unwrap();
     let mask = match recompute {
         Recompute::Block => Vec::new(),
@@ -125,4 +146,71 @@ fn a_mixture_of_head_pass_is_the_cpus() {
     agree::<f32>(Some(MOH), Recompute::None, 1e-5);
     agree::<f32>(Some(MOH), Recompute::Block, 1e-5);
     agree::<bf16>(Some(MOH), Recompute::Cheap, 5e-2);
+}
+
+/// Steps of two micro-batches with an evaluation after each, on memory that was planned before
+/// them.
+#[cfg(feature = "cuda-emulator")]
+fn take_steps<T: Element>(moh: Option<MohConfig>, head_dim: usize, recompute: Recompute) {
+    let cuda = Cuda::emulated();
+    let mut model = model::<Cuda, T>(cuda.clone(), moh, head_dim);
+    let shape = PassShape { recompute, ..SHAPE };
+    let mut training = Activations::new(&model, shape).unwrap();
+    let evaluated = PassShape { training: false, ..shape };
+    let mut evaluation = Activations::new(&model, evaluated).unwrap();
+    let zeros = || FlatBuffers::<Cuda, T>::zeros(&cuda, model.layout()).unwrap();
+    let (mut gradients, mut first, mut second) = (zeros(), zeros(), zeros());
+    let mut sums = StepSums::new(&cuda).unwrap();
+    let planned = cuda.memory_calls().unwrap();
+    for step in 1..=2 {
+        gradients.forget();
+        sums.zero(&cuda).unwrap();
+        for _micro_batch in 0..2 {
+            upload(&cuda, &mut training);
+            model.forward_backward(&mut training, &mut gradients, SCALE, &mut sums).unwrap();
+        }
+        let segments = model.layout().segments();
+        let parts: Vec<_> =
+            segments.map(|(flat, segment)| gradients.view(flat, segment.range.clone())).collect();
+        cuda.squared_norms(&parts, sums.squared_norm_mut()).unwrap();
+        for flat in 0..model.layout().flats.len() {
+            let all = 0..model.layout().flats[flat].len;
+            cuda.adamw(
+                &AdamW { step, ..ADAMW },
+                sums.squared_norm(),
+                gradients.view(flat, all.clone()),
+                model.weights_mut().view_mut(flat, all.clone()),
+                None,
+                first.view_mut(flat, all.clone()),
+                second.view_mut(flat, all),
+            )
+            .unwrap();
+        }
+        upload(&cuda, &mut evaluation);
+        model.evaluate(&mut evaluation, &mut sums).unwrap();
+        sums.read(&cuda).unwrap();
+        assert_eq!(cuda.memory_calls().unwrap(), planned, "step {step}");
+    }
+}
+
+#[cfg(feature = "cuda-emulator")]
+const ADAMW: AdamW = AdamW {
+    learning_rate: 1e-3,
+    beta1: 0.9,
+    beta2: 0.95,
+    eps: 1e-8,
+    weight_decay: 0.1,
+    clip_norm: 1.0,
+    step: 1,
+};
+
+#[cfg(feature = "cuda-emulator")]
+#[test]
+fn steps_take_and_give_back_no_memory() {
+    for moh in [None, Some(MOH)] {
+        // Each path of attention: plain, tiled and Hopper's.
+        take_steps::<f32>(moh, 16, Recompute::Cheap);
+        take_steps::<bf16>(moh, 16, Recompute::Block);
+        take_steps::<bf16>(moh, 64, Recompute::None);
+    }
 }

@@ -58,13 +58,12 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         gradients: &FlatBuffers<B, G>,
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
-        for (flat, segment) in layout.segments().filter(|(_, segment)| segment.counted) {
+        let counted = layout.segments().filter(|(_, segment)| segment.counted);
+        let parts = counted.filter_map(|(flat, segment)| {
             let part = overlap(&segment.range, &self.first_moment.held(flat));
-            if !part.is_empty() {
-                backend.squared_norm(gradients.view(flat, part), sums.squared_norm_mut())?;
-            }
-        }
-        Ok(())
+            (!part.is_empty()).then(|| gradients.view(flat, part))
+        });
+        Ok(backend.squared_norms(&parts.collect::<Vec<_>>(), sums.squared_norm_mut())?)
     }
 
     /// Updates the shard of the model's weights by one step, clipping by the norm in

@@ -217,7 +217,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             straight_through: true,
         };
         self.sums.zero(backend)?;
-        self.gradients.zero(backend)?;
+        self.gradients.forget();
         let own = share(self.plan.micro_batches, &self.groups.data);
         let data = self.groups.data.clone();
         for at in 0..self.passes.len() {

@@ -132,14 +132,13 @@ fn sequences_at_once(shape: &AttentionShape) -> usize {
 }
 
 /// Bytes of the packed rows before other areas, which start at multiples of 16 bytes.
-fn packed_bytes(problem: &Problem<'_>) -> usize {
-    packed::scratch_bytes(problem).next_multiple_of(16)
+fn packed_bytes(shape: &AttentionShape, routed: bool) -> usize {
+    packed::scratch_bytes(shape, routed).next_multiple_of(16)
 }
 
 /// Scratch of the backward pass.
-pub(super) fn backward_scratch_bytes(problem: &Problem<'_>) -> usize {
-    let shape = &problem.shape;
-    packed_bytes(problem) + Areas::new(shape, sequences_at_once(shape)).bytes()
+pub(super) fn backward_scratch_bytes(shape: &AttentionShape, routed: bool) -> usize {
+    packed_bytes(shape, routed) + Areas::new(shape, sequences_at_once(shape)).bytes()
 }
 
 /// Some sequences of a problem whose rows are packed.
@@ -241,7 +240,7 @@ fn backward_by(
     let shape = &problem.shape;
     let packed = Packed::new(PACK_BACKWARD, cuda, problem, at, scratch)?;
     let areas = Areas::new(shape, sequences);
-    let row_tiles = scratch + packed_bytes(problem) as u64;
+    let row_tiles = scratch + packed_bytes(shape, problem.is_routed()) as u64;
     let d_q_sums = row_tiles + areas.row_tiles as u64;
     let turns = if cuda.is_deterministic() { d_q_sums + areas.d_q_sums as u64 } else { 0 };
     let at_once = cuda.device().multiprocessors() / shape.kv_heads;
@@ -337,7 +336,7 @@ mod tests {
                 delta: delta.address(),
                 ..Addresses::of_qkv::<bf16>(&shape, qkv.address())
             };
-            let scratch = cuda.scratch(backward_scratch_bytes(&problem)).unwrap();
+            let scratch = cuda.scratch(backward_scratch_bytes(&shape, true)).unwrap();
             forward(&cuda, &problem, &at, scratch).unwrap();
             backward_by(sequences, &cuda, &problem, &at, scratch).unwrap();
             let mut gradients = vec![bf16::ZERO; d_qkv.len()];

@@ -57,9 +57,16 @@ impl AttentionPath {
         };
         let paths = [Self::Hopper, Self::Tiled, Self::Plain].into_iter();
         let mut allowed = paths.filter(|&path| path >= cuda.first_attention());
-        let path = allowed.find(takes).unwrap_or(Self::Plain);
-        cuda.remember_attention(path);
-        path
+        allowed.find(takes).unwrap_or(Self::Plain)
+    }
+
+    /// The scratch that the backward pass needs on this path.
+    fn backward_scratch_bytes(self, shape: &AttentionShape, routed: bool) -> usize {
+        match self {
+            Self::Hopper => hopper::backward_scratch_bytes(shape, routed),
+            Self::Tiled => packed::scratch_bytes(shape, routed),
+            Self::Plain => 0,
+        }
     }
 }
 
@@ -167,6 +174,11 @@ impl<'a> Problem<'a> {
         self.selection.map(|selection| selection.held_mask()).filter(|mask| mask.len > 0)
     }
 
+    /// Whether some rows may not be selected.
+    fn is_routed(&self) -> bool {
+        self.routed_mask().is_some()
+    }
+
     /// Factor of the scores.
     fn scale(&self) -> f32 {
         (self.shape.head_dim as f32).sqrt().recip()
@@ -191,6 +203,31 @@ impl<'a> Problem<'a> {
     }
 }
 
+/// The most scratch of the forward pass.
+pub(crate) fn forward_scratch_bytes(shape: &AttentionShape, routed: bool) -> usize {
+    packed::scratch_bytes(shape, routed)
+}
+
+/// The most scratch of the backward pass over aligned rows of `T`, whatever the caller has room
+/// for.
+pub(crate) fn backward_scratch_bytes<T: Element>(
+    cuda: &Cuda,
+    shape: &AttentionShape,
+    routed: bool,
+) -> usize {
+    let nowhere = Addresses::of_qkv::<T>(shape, 0);
+    let visibility = Visibility { causal: true, query_offset: 0, first_key: None };
+    let problem = Problem::new(shape, visibility, None, None);
+    let path = AttentionPath::choose::<T>(cuda, &problem, &nowhere);
+    delta_bytes(shape) + path.backward_scratch_bytes(shape, routed)
+}
+
+/// Bytes of `<d_out, O>` where the caller does not want it; what follows starts at a multiple of
+/// 16.
+fn delta_bytes(shape: &AttentionShape) -> usize {
+    (shape.tokens() * shape.heads * size_of::<f32>()).next_multiple_of(16)
+}
+
 /// The forward pass.
 pub(crate) fn forward<T: Element>(
     cuda: &Cuda,
@@ -212,8 +249,10 @@ pub(crate) fn forward<T: Element>(
         log_sum_exp: log_sum_exp.address,
         ..Addresses::of_keys(shape, key_values)
     };
-    let packed = || cuda.scratch(packed::scratch_bytes(problem));
-    match AttentionPath::choose::<T>(cuda, problem, &at) {
+    let packed = || cuda.scratch(forward_scratch_bytes(shape, problem.is_routed()));
+    let path = AttentionPath::choose::<T>(cuda, problem, &at);
+    cuda.remember_attention(path);
+    match path {
         AttentionPath::Hopper => hopper::forward(cuda, problem, &at, packed()?),
         AttentionPath::Tiled => tiled::forward(cuda, problem, &at, packed()?),
         AttentionPath::Plain => plain::forward::<T>(cuda, problem, &at),
@@ -245,14 +284,9 @@ pub(crate) fn backward<T: Element>(
         ..Addresses::of_qkv::<T>(&problem.shape, saved.qkv.address)
     };
     let path = AttentionPath::choose::<T>(cuda, problem, &at);
-    let own_delta = if delta.is_some() { 0 } else { saved.log_sum_exp.len * size_of::<f32>() };
-    // What follows it starts at a multiple of 16 bytes.
-    let own_delta = own_delta.next_multiple_of(16);
-    let others = match path {
-        AttentionPath::Hopper => hopper::backward_scratch_bytes(problem),
-        AttentionPath::Tiled => packed::scratch_bytes(problem),
-        AttentionPath::Plain => 0,
-    };
+    cuda.remember_attention(path);
+    let own_delta = if delta.is_some() { 0 } else { delta_bytes(&problem.shape) };
+    let others = path.backward_scratch_bytes(&problem.shape, problem.is_routed());
     let scratch = cuda.scratch(own_delta + others)?;
     at.delta = delta.map_or(scratch, |delta| delta.address);
     let others = scratch + own_delta as u64;

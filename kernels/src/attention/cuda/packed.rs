@@ -3,7 +3,7 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{Addresses, Problem};
+use super::{Addresses, AttentionShape, Problem};
 use crate::cuda::{Cuda, address_or_null};
 use crate::error::Result;
 
@@ -129,10 +129,8 @@ impl Parameters {
     }
 }
 
-/// Bytes of the packed rows.
-pub(super) fn scratch_bytes(problem: &Problem<'_>) -> usize {
-    let shape = &problem.shape;
-    let routed = problem.routed_mask().is_some();
+/// Bytes of the packed rows, of which there are none where every row is selected.
+pub(super) fn scratch_bytes(shape: &AttentionShape, routed: bool) -> usize {
     if routed { (shape.tokens() * shape.heads + shape.batch * shape.kv_heads) * 4 } else { 0 }
 }
 

@@ -3,6 +3,7 @@
 mod divided;
 
 use super::{HeadGradients, HeadShape, IGNORED, Lens, check, check_ranks};
+use crate::backend::Accumulation;
 use crate::cpu::Cpu;
 use crate::error::{Error, Result};
 use crate::math::{exp, largest, sum};
@@ -67,6 +68,11 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
     check_ranks(shape, ranks.as_ref())?;
     let &HeadShape { width, vocab_size, .. } = shape;
     check_targets(targets, ranks.as_ref().map_or(vocab_size, |ranks| ranks.rows.vocab_size))?;
+    if let (0, Some(gradients)) = (targets.len(), &mut gradients)
+        && gradients.accumulation == Accumulation::Overwrite
+    {
+        gradients.d_weight.fill(G::zeroed());
+    }
     let rows = chunk_rows(shape);
     let weight = Matrix::new(weight, vocab_size, width);
     for (part, (x, targets)) in x.chunks(rows * width).zip(targets.chunks(rows)).enumerate() {
@@ -83,8 +89,8 @@ pub(crate) fn cross_entropy<T: Element, G: Element>(
         if let Some(gradients) = &mut gradients {
             let d_logits = Matrix::new(logits, tokens, vocab_size);
             let d_weight = MatrixMut::new(gradients.d_weight, vocab_size, width);
-            let accumulate = Destination::Accumulate;
-            matmul_parallel(d_weight, accumulate, 1.0, d_logits.transposed(), x);
+            let accumulation = std::mem::replace(&mut gradients.accumulation, Accumulation::Add);
+            matmul_parallel(d_weight, accumulation.into(), 1.0, d_logits.transposed(), x);
             let d_x = &mut gradients.d_x[part * rows * width..][..tokens * width];
             let d_x = MatrixMut::new(d_x, tokens, width);
             matmul_parallel(d_x, Destination::Overwrite, 1.0, d_logits, weight);
