@@ -17,7 +17,7 @@ use crate::rope::{self, QkvShape, RopeTable};
 use crate::router::cpu::CpuRouting;
 use crate::router::{QueryNormRouter, RouterGradient};
 use crate::scalar::{Element, Scalar};
-use crate::{add, convert, embedding, key_value_cache, linear, rms_norm, swiglu};
+use crate::{add, convert, embedding, key_value_cache, linear, rms_norm, span, swiglu};
 
 /// Numbers that one task copies or sets to zero.
 const PART: usize = 256 * 1024;
@@ -37,7 +37,8 @@ impl Backend for Cpu {
     }
 
     fn scope<R: Send>(&self, operators: impl FnOnce() -> R + Send) -> R {
-        rayon::scope(|_| operators())
+        let sink = span::of_thread();
+        rayon::scope(|_| span::on_behalf(sink, operators))
     }
 
     fn allocate<S: Scalar>(&self, len: usize) -> Result<Vec<S>> {

@@ -32,6 +32,16 @@ pub enum Error {
     /// The ranks that share an operator could not add up what they have.
     #[error("{0}")]
     Ranks(String),
+    /// The profiler that the environment names cannot be loaded.
+    #[error("{variable}={path}: {reason}: unset {variable} to run without a profiler")]
+    Profiler {
+        /// The variable of the environment.
+        variable: &'static str,
+        /// Its value.
+        path: String,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// The device has no room for a buffer.
     #[error("{device} has no room for {bytes} bytes: use a smaller micro_batch or sequence_length")]
     OutOfMemory {

@@ -26,6 +26,7 @@ pub mod router;
 pub mod scalar;
 mod scratch;
 mod simd;
+pub mod span;
 mod swiglu;
 
 #[cfg(gpu)]

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use moh_kernels::{Backend, Scalar};
+use moh_kernels::{Backend, Scalar, span};
 
 use crate::engine::{Engine, Member, Ticket};
 use crate::error::{Error, Result};
@@ -155,7 +155,7 @@ impl Group {
         let ticket = self.start("all_reduce", |engine| {
             engine.all_reduce(B::region_mut(B::view_mut(&mut buffer, range)), reduce)
         })?;
-        Ok(Pending::new(buffer, ticket))
+        Ok(Pending::new(buffer, ticket, "all_reduce"))
     }
 
     /// As [`Group::reduce_scatter`] of a whole buffer, at the same time as what follows on the
@@ -170,7 +170,7 @@ impl Group {
             self.check_parts("reduce_scatter", range.len())?;
             engine.reduce_scatter(B::region_mut(B::view_mut(&mut buffer, range)), reduce)
         })?;
-        Ok(Pending::new(buffer, ticket))
+        Ok(Pending::new(buffer, ticket, "reduce_scatter"))
     }
 
     /// As [`Group::all_gather`] of a whole buffer, at the same time as what follows on the device,
@@ -184,7 +184,7 @@ impl Group {
             self.check_parts("all_gather", range.len())?;
             engine.all_gather(B::region_mut(B::view_mut(&mut buffer, range)))
         })?;
-        Ok(Pending::new(buffer, ticket))
+        Ok(Pending::new(buffer, ticket, "all_gather"))
     }
 
     /// Divides the group; every rank must call it. Ranks that give the same colour become a group
@@ -255,14 +255,25 @@ impl Group {
         name: &'static str,
         work: impl FnOnce(&dyn Engine) -> Result<Ticket>,
     ) -> Result<()> {
-        match self.start(name, work)? {
+        let _span = self.engine().map(|_| span::enter(name));
+        match self.begin(name, work)? {
             Some(outstanding) => outstanding.join(),
             None => Ok(()),
         }
     }
 
-    /// Starts an operation, which the record of running ones lists until it is done.
+    /// Starts an operation that goes on beside what follows.
     fn start(
+        &self,
+        name: &'static str,
+        work: impl FnOnce(&dyn Engine) -> Result<Ticket>,
+    ) -> Result<Ticket> {
+        let _span = self.engine().map(|_| span::enter(name));
+        self.begin(name, work)
+    }
+
+    /// Starts an operation, which the record of running ones lists until it is done.
+    fn begin(
         &self,
         name: &'static str,
         work: impl FnOnce(&dyn Engine) -> Result<Ticket>,

@@ -1,5 +1,7 @@
 //! A buffer that an operation still works on.
 
+use moh_kernels::span;
+
 use crate::engine::Ticket;
 use crate::error::Result;
 
@@ -10,11 +12,12 @@ pub struct Pending<T> {
     /// Some until the buffer is given back.
     buffer: Option<T>,
     ticket: Ticket,
+    operation: &'static str,
 }
 
 impl<T> Pending<T> {
-    pub(crate) fn new(buffer: T, ticket: Ticket) -> Self {
-        Pending { buffer: Some(buffer), ticket }
+    pub(crate) fn new(buffer: T, ticket: Ticket, operation: &'static str) -> Self {
+        Pending { buffer: Some(buffer), ticket, operation }
     }
 
     /// The buffer with the operation's result. On a GPU the call returns at once: what is asked of
@@ -24,6 +27,7 @@ impl<T> Pending<T> {
     /// Whatever made the operation fail; the buffer is lost then.
     pub fn wait(mut self) -> Result<T> {
         if let Some(outstanding) = self.ticket.take() {
+            let _span = span::enter(self.operation);
             outstanding.join()?;
         }
         // `new` puts a buffer in, and only this method, which consumes the value, takes it out.

@@ -11,7 +11,7 @@ use moh_kernels::attention::{KeyValues, Visibility};
 use moh_kernels::ranks::AllReduce;
 use moh_kernels::rope::{QkvShape, RopeTable};
 use moh_kernels::router::{RouterGradient, RouterRanks};
-use moh_kernels::{Backend, Element, View};
+use moh_kernels::{Backend, Element, View, span};
 
 use crate::Error;
 use crate::activations::{Backward, BlockBuffers, Cheap, Kept, whole, whole_mut};
@@ -74,6 +74,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         block: &mut BlockBuffers<'_, B, T>,
         mut cache: Option<&mut LayerCache<B, T>>,
     ) -> Result<(), Error> {
+        let _span = span::enter("attention");
         let BlockBuffers { layer, kept, cheap, gathered, .. } = block;
         let layer = *layer;
         let (backend, config, ranges) = (&self.backend, &self.config, &self.layout.block);
@@ -294,6 +295,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<(), Error> {
         let n = tokens.shape.tokens();
         self.mlp_backward(n, &mut block, scratch, gradients)?;
+        let _attention = span::enter("attention");
         let flat = self.layout.block_index(block.layer);
         let (width, ranges) = (self.config.hidden_size, &self.layout.block);
         let linear = |range, inputs| Linear { flat, range, tokens: n, inputs };
@@ -323,6 +325,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         scratch: &mut Backward<B, T>,
         gradients: &mut FlatBuffers<B, G>,
     ) -> Result<(), Error> {
+        let _span = span::enter("mlp");
         let BlockBuffers { layer, kept, cheap, wide, gathered } = block;
         let (flat, ranges) = (self.layout.block_index(*layer), &self.layout.block);
         let (width, inner) = (self.config.hidden_size, self.mlp_width());

@@ -4,7 +4,7 @@
 use moh_comm::{Group, Reduce};
 use moh_kernels::cross_entropy::HeadGradients;
 use moh_kernels::ranks::HeadRanks;
-use moh_kernels::{Backend, Element};
+use moh_kernels::{Backend, Element, span};
 
 use crate::activations::{Activations, Head, Pass, Recompute, Shared, Turn, whole, whole_mut};
 use crate::block::{RouterScale, Tokens};
@@ -62,10 +62,13 @@ impl<B: Backend, T: Element> Model<B, T> {
             let (before, after) = stream.split_at_mut(at + 1);
             let (input, output) = (&before[at], &mut after[0]);
             let mut block = blocks.of((at, layer), shared);
+            let _block = span::enter_numbered("block", layer as u64);
             self.weights.arrive(self.layout.block_index(layer))?;
             self.attend(&tokens, input, &mut block, None)?;
+            let mlp = span::enter("mlp");
             self.activate(n, &mut block)?;
             self.project_down(n, &mut block, output)?;
+            drop(mlp);
             // Every rank that shares the heads knows the loss.
             if let (Some(routing), 0) = (&block.kept.routing, parallel.part().tensor.rank) {
                 self.backend.balance_loss(routing, share, sums.balance())?;
@@ -86,6 +89,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         stream: &B::Buffer<T>,
         head: &mut Head<B, T>,
     ) -> Result<(), Error> {
+        let _span = span::enter("head");
         self.weights.arrive(self.layout.final_norm_index())?;
         self.weights.arrive(self.layout.head_index())?;
         let into = (&mut head.normed, &mut head.inv_rms);
@@ -100,6 +104,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         stream: &mut B::Buffer<T>,
         gathered: &mut Option<B::Buffer<T>>,
     ) -> Result<(), Error> {
+        let _span = span::enter("embedding");
         let (backend, width) = (&self.backend, self.config.hidden_size);
         let rows = self.parallel.part().tensor.vocabulary(&self.config);
         let (ids, table) = (whole::<B, u32>(ids), self.weights_of(ModelLayout::EMBEDDING));
@@ -127,6 +132,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.forward(activations, sums)?;
         match self.parallel.part().last {
             true => {
+                let _span = span::enter("head");
                 let Activations { shape, passes, shared, head, .. } = activations;
                 let targets = &passes[0].targets;
                 self.losses::<f32>(shape.tokens(), targets, (shared, head), sums, None)
@@ -226,6 +232,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         };
         for (at, layer) in parallel.part().chunks[turn.chunk].clone().enumerate().rev() {
             let (input, mut block) = (&stream[at], blocks.of((at, layer), shared));
+            let _block = span::enter_numbered("block", layer as u64);
+            let recomputing = (*recompute != Recompute::None).then(|| span::enter("recompute"));
             match recompute {
                 Recompute::None => {}
                 Recompute::Cheap => self.recompute_norms(n, input, &mut block)?,
@@ -234,6 +242,7 @@ impl<B: Backend, T: Element> Model<B, T> {
                     self.project_up(n, &mut block)?;
                 }
             }
+            drop(recomputing);
             self.block_backward(&tokens, input, block, scratch, gradients, router)?;
             self.complete(gradients, layout.block_index(layer), reduce)?;
         }
@@ -245,6 +254,7 @@ impl<B: Backend, T: Element> Model<B, T> {
                 BACKWARD,
             )?);
         }
+        let _span = span::enter("embedding");
         let embedding = &layout.flats[ModelLayout::EMBEDDING];
         gradients.clear_forgotten(&self.backend, ModelLayout::EMBEDDING, embedding.used())?;
         gradients.remember(ModelLayout::EMBEDDING);
@@ -282,6 +292,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         scale: LossScale,
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
+        let _span = span::enter("head");
         let Activations { shape, passes, shared, head: of_head, backward, .. } = activations;
         let (pass, Some(scratch)) = (&passes[turn.slot], backward) else {
             return Err(Error::NotPlannedForTraining);

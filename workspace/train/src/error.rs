@@ -65,6 +65,14 @@ pub enum Error {
         /// The run directory.
         path: PathBuf,
     },
+    /// Steps to trace are not written as such.
+    #[error("{text:?}: {reason}")]
+    TraceSteps {
+        /// The part of the list that is wrong.
+        text: String,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
     /// A line of a metrics file is not what the trainer writes.
     #[error("{}:{line}: {reason}", path.display())]
     MetricsLine {

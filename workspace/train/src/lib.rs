@@ -20,6 +20,7 @@ mod source;
 pub mod step;
 mod summary;
 pub mod tensorboard;
+pub mod trace;
 mod trainer;
 
 pub use error::{Error, KeyChange};
@@ -36,3 +37,4 @@ pub use schedule::Schedule;
 pub use source::ModelSource;
 pub use summary::Summary;
 pub use tensorboard::TensorBoard;
+pub use trace::TraceSteps;

@@ -14,6 +14,7 @@ use crate::recipe::{DType, Parallel, Stage};
 use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::summary::Summary;
+use crate::trace::TraceSteps;
 use crate::trainer::{Inputs, train};
 use crate::{Error, Ranks, Recipe, RunDirectory};
 
@@ -21,7 +22,7 @@ use crate::{Error, Ranks, Recipe, RunDirectory};
 /// call the recipe, and `directory` is where its `[model] from` is on this machine. All ranks of
 /// `world` call it with the same recipe and share each step's micro-batches; the first writes the run
 /// directory and hears the events. Setting `stop` on any rank ends the run after the step in progress,
-/// with a checkpoint.
+/// with a checkpoint. Each rank writes a timeline of those of its steps that are in `trace`.
 ///
 /// # Errors
 /// Everything that the recipe, the model, the data, the run directory, the device or another rank
@@ -32,9 +33,10 @@ pub fn run(
     directory: Option<&Path>,
     (device, world): (OpenDevice, &World),
     stop: &AtomicBool,
+    trace: &TraceSteps,
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<Outcome, Error> {
-    let job = Job { path, directory, group: world.group(), stop };
+    let job = Job { path, directory, group: world.group(), stop, trace };
     match device {
         OpenDevice::Cpu => job.run(Cpu, recipe, events),
         #[cfg(feature = "cuda")]
@@ -48,6 +50,7 @@ struct Job<'a> {
     directory: Option<&'a Path>,
     group: &'a Group,
     stop: &'a AtomicBool,
+    trace: &'a TraceSteps,
 }
 
 impl Job<'_> {
@@ -79,7 +82,8 @@ impl Job<'_> {
         }
         let data = ranks.agree(data)?;
         ranks.first_does(|| run.clear_remains())?;
-        let inputs = Inputs { recipe, source: &source, run: &run, stop: self.stop };
+        let inputs =
+            Inputs { recipe, source: &source, run: &run, stop: self.stop, trace: self.trace };
         with_weights(backend, ranks, inputs, data, events)
     }
 

@@ -77,6 +77,12 @@ impl RunDirectory {
         self.root.join("summary.json")
     }
 
+    /// The timeline of a step over all stages; `rank` is given where there are several.
+    pub fn trace(&self, step: u64, rank: Option<usize>) -> PathBuf {
+        let rank = rank.map_or_else(String::new, |rank| format!("-rank-{rank}"));
+        self.root.join(format!("trace-step-{step}{rank}.json"))
+    }
+
     /// Creates the directory where it is missing and locks it against other processes.
     ///
     /// # Errors
@@ -276,6 +282,8 @@ mod tests {
         assert_eq!(run.checkpoint(12), Path::new("r/checkpoints/step-12"));
         assert_eq!(run.tensorboard(), Path::new("r/tensorboard"));
         assert_eq!(run.export(), Path::new("r/export"));
+        assert_eq!(run.trace(12, None), Path::new("r/trace-step-12.json"));
+        assert_eq!(run.trace(12, Some(3)), Path::new("r/trace-step-12-rank-3.json"));
     }
 
     #[test]

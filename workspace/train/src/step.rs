@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use moh_comm::Group;
 use moh_kernels::adamw::AdamW;
-use moh_kernels::{Backend, Element, Scalar};
+use moh_kernels::{Backend, Element, Scalar, span};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{Activations, LossScale, Model, PassShape, Recompute, StepSums, Turn};
 
@@ -181,9 +181,11 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     ) -> Result<Taken, Error> {
         let targets = self.plan.micro_batches as f64 * self.host.ids.len() as f64;
         self.passes(backend, model, read, first, targets)?;
+        let gradient_norm = span::enter("gradient norm");
         optimizer.add_squared_norm(backend, model.layout(), &self.gradients, &mut self.sums)?;
         self.sums.all_reduce(&self.groups.all)?;
         let [cross_entropy, balance, squared_norm] = self.sums.read(backend)?;
+        drop(gradient_norm);
         let (loss, norm) = (cross_entropy / targets, squared_norm.sqrt());
         if !loss.is_finite() || !norm.is_finite() {
             return Err(Error::NotFinite {
@@ -196,6 +198,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         let Optimizer { beta1, beta2, eps, weight_decay, clip_norm } = self.plan.optimizer;
         let constants =
             AdamW { learning_rate: rate, beta1, beta2, eps, weight_decay, clip_norm, step: number };
+        let _optimizer = span::enter("optimizer");
         optimizer.update(model, &self.gradients, &self.sums, &constants, &self.groups.data)?;
         let routes = model.config().moh.is_some();
         let balance_loss = routes.then_some(balance / self.plan.micro_batches as f64);
@@ -223,11 +226,11 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         for at in 0..self.passes.len() {
             let pass = self.passes[at];
             let turn = Turn { chunk: pass.chunk, slot: pass.slot };
+            let number = own.start + pass.micro_batch as u64;
             if pass.forward {
-                let number = own.start + pass.micro_batch as u64;
-                let first = first + number * self.plan.micro_batch as u64;
-                self.forward(backend, model, &read, first, turn)?;
+                self.forward(backend, model, &read, (first, number), turn)?;
             } else {
+                let _backward = span::enter_numbered("backward", number);
                 let last = pass.micro_batch as u64 + 1 == own.end - own.start;
                 model.backward_turn(
                     &mut self.activations,
@@ -248,18 +251,22 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         Ok(self.gradients.arrive_all()?)
     }
 
-    /// The forward pass of the micro-batch whose samples begin at `first`.
+    /// The forward pass of micro-batch `number` of the step whose samples begin at `first`.
     fn forward(
         &mut self,
         backend: &B,
         model: &mut Model<B, T>,
         read: &impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
-        first: u64,
+        (first, number): (u64, u64),
         turn: Turn,
     ) -> Result<(), Error> {
+        let data = span::enter("data");
+        let first = first + number * self.plan.micro_batch as u64;
         self.host.read(self.plan.sequence_length, read, first)?;
         let HostBatch { ids, targets, first_key, .. } = &self.host;
         self.activations.upload_to(turn.slot, backend, ids, targets, first_key)?;
+        drop(data);
+        let _forward = span::enter_numbered("forward", number);
         Ok(model.forward_turn(&mut self.activations, turn, &mut self.sums)?)
     }
 }

@@ -8,7 +8,7 @@ use std::time::Instant;
 use moh_comm::Layout;
 use moh_data::Windows;
 use moh_eval::{Evaluator, Sums};
-use moh_kernels::{Backend, Element};
+use moh_kernels::{Backend, Element, span};
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
@@ -23,6 +23,7 @@ use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::step::{StepGroups, StepPlan, Stepper};
 use crate::summary::Summary;
+use crate::trace::{StepTrace, TraceSteps};
 use crate::{Error, Ranks, Recipe, RunDirectory, TensorBoard};
 
 /// Everything that a run reads but the device and the other ranks.
@@ -32,6 +33,7 @@ pub(crate) struct Inputs<'a> {
     pub source: &'a ModelSource,
     pub run: &'a RunDirectory,
     pub stop: &'a AtomicBool,
+    pub trace: &'a TraceSteps,
 }
 
 /// A run in progress; `T` is the type of weights and activations, `G` of gradients, `M` of moments.
@@ -181,6 +183,8 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         }
         let schedule = stage.schedule();
         while self.state.stage_step < steps {
+            let trace = self.trace_next();
+            let step = span::enter_numbered("step", self.state.step + 1);
             let started = Instant::now();
             let number = self.state.stage_step + 1;
             let taken = stepper.step(
@@ -232,6 +236,10 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             if last || stopping || (every > 0 && self.state.step.is_multiple_of(every)) {
                 self.save()?;
             }
+            drop(step);
+            if let Some(trace) = trace {
+                trace.write(self.inputs.run, self.ranks.group())?;
+            }
             if stopping && self.state.stage < self.inputs.recipe.stages.len() {
                 return Ok(Progress::Stopped);
             }
@@ -240,6 +248,13 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             }
         }
         Ok(Progress::Done)
+    }
+
+    /// Records the next step, if it is one of those that are asked for.
+    fn trace_next(&self) -> Option<StepTrace<B>> {
+        let step = self.state.step + 1;
+        let wanted = self.inputs.trace.contains(step);
+        wanted.then(|| StepTrace::new(step, self.model.backend().clone()))
     }
 
     /// Sets the stage's attention and forgets the moments; a change of attention is evaluated.
@@ -289,6 +304,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         let (Some(evaluator), Some(windows)) = (evaluator, &self.data.validation) else {
             return Ok(None);
         };
+        let _span = span::enter("evaluation");
         let count = validation_windows(self.inputs.recipe);
         let events = &mut self.events;
         let mut progress = |done, total| events(Event::Evaluating { done, total });
@@ -332,6 +348,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
     }
 
     fn save(&mut self) -> Result<(), Error> {
+        let _span = span::enter("checkpoint");
         // A checkpoint of step n is continued from n lines of metrics.
         if let Some(writer) = &mut self.metrics {
             writer.sync()?;

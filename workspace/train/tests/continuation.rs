@@ -14,7 +14,7 @@ use moh_comm::World;
 use moh_kernels::Cpu;
 use moh_train::checkpoint;
 use moh_train::{
-    Error, Event, OpenDevice, Outcome, Ranks, Recipe, RunDirectory, Schedule, metrics,
+    Error, Event, OpenDevice, Outcome, Ranks, Recipe, RunDirectory, Schedule, TraceSteps, metrics,
 };
 use serde_json::Value;
 use support::results::Results;
@@ -32,7 +32,9 @@ fn watch(
     let path = Path::new("recipe.toml");
     let world = World::single();
     let ranks = (OpenDevice::Cpu, &world);
-    moh_train::run(&mut recipe.clone(), path, None, ranks, &stop, &mut |event| heard(&event, &stop))
+    moh_train::run(&mut recipe.clone(), path, None, ranks, &stop, &TraceSteps::NONE, &mut |event| {
+        heard(&event, &stop);
+    })
 }
 
 fn alone() -> Ranks<Cpu> {

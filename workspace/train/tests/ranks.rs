@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
-use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory};
+use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory, TraceSteps};
 use support::Workplace;
 use support::results::{Results, assert_alike};
 use support::stories::Stories;
@@ -42,7 +42,8 @@ fn train_on(
                 let found = pool.install(|| {
                     let path = Path::new("recipe.toml");
                     let on = (OpenDevice::Cpu, &world);
-                    moh_train::run(&mut recipe.clone(), path, directory, on, asked, &mut |event| {
+                    let (mut recipe, none) = (recipe.clone(), &TraceSteps::NONE);
+                    moh_train::run(&mut recipe, path, directory, on, asked, none, &mut |event| {
                         heard(event)
                     })
                 });

@@ -10,7 +10,7 @@ use moh_convert::{Attention, Options, convert, write_random_model};
 use moh_data::{Prepare, TextTokenizer, TrainTokenizer, prepare, train_tokenizer};
 use moh_model::layout::ModelLayout;
 use moh_model::{ConfigFile, Dtype, WeightFiles};
-use moh_train::{ModelSource, OpenDevice, Outcome, Recipe};
+use moh_train::{ModelSource, OpenDevice, Outcome, Recipe, TraceSteps};
 use serde_json::{Value, json};
 
 const TEXT: &str = "{\"text\": \"the ship left the village and the village left the ship\"}\n";
@@ -136,6 +136,7 @@ fn a_run_with_a_larger_vocabulary_exports_it_with_its_tokenizer() {
         Some(&model),
         (OpenDevice::Cpu, &World::single()),
         &AtomicBool::new(false),
+        &TraceSteps::NONE,
         &mut |_| {},
     )
     .unwrap();
@@ -164,6 +165,7 @@ fn token_files_of_the_smaller_tokenizer_are_refused() {
         Some(&model),
         (OpenDevice::Cpu, &World::single()),
         &AtomicBool::new(false),
+        &TraceSteps::NONE,
         &mut |_| {},
     )
     .unwrap_err();

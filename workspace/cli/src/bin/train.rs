@@ -15,9 +15,10 @@ use moh_cli::models;
 use moh_cli::run_view::RunView;
 use moh_cli::summary_table::{draw, invocation, table};
 use moh_comm::{Fault, Launch, OPERATION_LIMIT, Options, RENDEZVOUS_LIMIT, World};
+use moh_kernels::span;
 use moh_model::ModelConfig;
 use moh_train::plan::{Hardware, Suggestions};
-use moh_train::{OpenDevice, Outcome, Plan, RankSpeed, Recipe, RunDirectory, Summary};
+use moh_train::{OpenDevice, Outcome, Plan, RankSpeed, Recipe, RunDirectory, Summary, TraceSteps};
 use signal_hook::consts::{SIGINT, TERM_SIGNALS};
 use signal_hook::flag;
 
@@ -59,6 +60,10 @@ struct Arguments {
     /// Measure every rank's matrix products and its connection, name the slow ones, and train nothing
     #[arg(long, conflicts_with = "plan")]
     preflight: bool,
+    /// Write a timeline of these steps, such as 3,10-12, counted over all stages, into the run
+    /// directory: trace-step-N.json, for Perfetto. On a GPU these steps are slower
+    #[arg(long, value_name = "STEPS", conflicts_with_all = ["plan", "preflight"])]
+    trace: Option<TraceSteps>,
     /// Print parameters, steps, memory, operations and time, and train nothing
     #[arg(long)]
     plan: bool,
@@ -136,6 +141,8 @@ fn plan_of(
 }
 
 fn train(arguments: &Arguments, recipe: Recipe) -> anyhow::Result<()> {
+    check_trace(arguments, &recipe)?;
+    span::connect_profiler()?;
     let launch = Launch::from_environment(arguments.rendezvous.as_deref())?;
     // A device that is missing leaves no run directory behind, and keeps no other rank waiting.
     let device = OpenDevice::open(&recipe, &arguments.recipe, launch.local_rank)?;
@@ -172,6 +179,15 @@ fn train(arguments: &Arguments, recipe: Recipe) -> anyhow::Result<()> {
         }
         Err(error) => Err(error),
     }
+}
+
+/// Refuses to trace steps that the run does not have.
+fn check_trace(arguments: &Arguments, recipe: &Recipe) -> anyhow::Result<()> {
+    let (last, steps) = (arguments.trace.as_ref().map_or(0, TraceSteps::last), recipe.num_steps());
+    if last > steps {
+        return Err(exit::Usage(format!("--trace: step {last}: the run has {steps} steps")).into());
+    }
+    Ok(())
 }
 
 /// Prints what every rank reaches, and names the slow ones.
@@ -216,6 +232,7 @@ fn train_as_rank(
         directory.as_deref(),
         (device, world),
         &stop,
+        arguments.trace.as_ref().unwrap_or(&TraceSteps::NONE),
         &mut |event| {
             if let Some(view) = &mut view {
                 view.show(event);

@@ -2,7 +2,7 @@
 
 use half::bf16;
 use moh_comm::World;
-use moh_kernels::{Backend, Element};
+use moh_kernels::{Backend, Element, span};
 use moh_model::layout::Segment;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig, initial};
@@ -35,6 +35,7 @@ pub struct Measured {
 
 /// Measures what the arguments describe and prints it.
 pub fn run(arguments: &StepArguments) -> anyhow::Result<()> {
+    span::connect_profiler()?;
     let job = StepJob::new(arguments)?;
     let (measured, machine) = arguments.device.measure((&job, arguments))?;
     report::print(
@@ -95,6 +96,7 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
     let mut number = 0;
     let mut step = || {
         number += 1;
+        let _step = span::enter_numbered("step", number);
         stepper.step(
             &mut model,
             &mut optimizer,

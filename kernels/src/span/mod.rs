@@ -1,0 +1,220 @@
+//! Spans: what a step is doing, from [`enter`] until the guard is dropped. They are observed and change
+//! no result.
+//!
+//! Two kinds of [`Sink`] hear of them: that of a thread, which also hears of the work that
+//! [`crate::Backend::scope`] takes to another thread for it, and a profiler, which hears of all threads.
+//! Without either a span costs one atomic load.
+
+mod nvtx;
+
+use std::cell::RefCell;
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+pub use nvtx::connect_profiler;
+
+/// Sinks there are in this process.
+static SINKS: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    static OF_THREAD: RefCell<Option<Arc<dyn Sink>>> = const { RefCell::new(None) };
+}
+
+/// What a span is called.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Label {
+    /// Its kind, such as `block`.
+    pub name: &'static str,
+    /// Which one of its kind, from 0.
+    pub number: Option<u64>,
+}
+
+impl fmt::Display for Label {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.number {
+            Some(number) => write!(out, "{} {number}", self.name),
+            None => out.write_str(self.name),
+        }
+    }
+}
+
+/// What hears of spans.
+pub trait Sink: Send + Sync {
+    /// A span begins, within those that have begun on this thread and not ended.
+    fn enter(&self, label: Label);
+
+    /// The span that began last ends.
+    fn exit(&self);
+}
+
+/// A span that is going on; it ends when this is dropped.
+#[must_use = "the span ends when this is dropped"]
+pub struct Span {
+    of_thread: Option<Arc<dyn Sink>>,
+    profiler: Option<&'static dyn Sink>,
+    /// A span ends on the thread on which it began.
+    _stays: PhantomData<*const ()>,
+}
+
+/// Begins a span.
+pub fn enter(name: &'static str) -> Span {
+    Span::of(Label { name, number: None })
+}
+
+/// Begins one of several spans of a kind, such as block 3.
+pub fn enter_numbered(name: &'static str, number: u64) -> Span {
+    Span::of(Label { name, number: Some(number) })
+}
+
+impl Span {
+    fn of(label: Label) -> Self {
+        let mut span = Span { of_thread: None, profiler: None, _stays: PhantomData };
+        if SINKS.load(Ordering::Relaxed) > 0 {
+            span.profiler = nvtx::profiler();
+            span.of_thread = of_thread();
+        }
+        if let Some(sink) = span.profiler {
+            sink.enter(label);
+        }
+        if let Some(sink) = &span.of_thread {
+            sink.enter(label);
+        }
+        span
+    }
+}
+
+impl Drop for Span {
+    fn drop(&mut self) {
+        if let Some(sink) = &self.of_thread {
+            sink.exit();
+        }
+        if let Some(sink) = self.profiler {
+            sink.exit();
+        }
+    }
+}
+
+/// Until it is dropped, this thread's spans are heard of.
+#[must_use = "the sink hears of nothing more when this is dropped"]
+pub struct Listening {
+    _sink: Replaced,
+}
+
+/// Makes `sink` hear of the spans of this thread, in place of the one before it.
+pub fn listen(sink: Arc<dyn Sink>) -> Listening {
+    SINKS.fetch_add(1, Ordering::Relaxed);
+    Listening { _sink: Replaced::by(Some(sink)) }
+}
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        SINKS.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// The sink of this thread.
+pub(crate) fn of_thread() -> Option<Arc<dyn Sink>> {
+    OF_THREAD.with_borrow(Clone::clone)
+}
+
+/// Runs work of another thread, whose sink is given, on this one.
+pub(crate) fn on_behalf<R>(sink: Option<Arc<dyn Sink>>, work: impl FnOnce() -> R) -> R {
+    // None too: this thread may wait within the work of a thread that listens.
+    let _restored = Replaced::by(sink);
+    work()
+}
+
+/// A thread's sink from before, which it gets back when this is dropped.
+struct Replaced {
+    before: Option<Arc<dyn Sink>>,
+    /// Of one thread.
+    _stays: PhantomData<*const ()>,
+}
+
+impl Replaced {
+    fn by(sink: Option<Arc<dyn Sink>>) -> Self {
+        Replaced { before: OF_THREAD.replace(sink), _stays: PhantomData }
+    }
+}
+
+impl Drop for Replaced {
+    fn drop(&mut self) {
+        OF_THREAD.set(self.before.take());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::{Backend as _, Cpu};
+
+    #[derive(Default)]
+    struct Heard(Mutex<Vec<String>>);
+
+    impl Sink for Heard {
+        fn enter(&self, label: Label) {
+            self.0.lock().unwrap().push(label.to_string());
+        }
+
+        fn exit(&self) {
+            self.0.lock().unwrap().push("end".into());
+        }
+    }
+
+    impl Heard {
+        fn words(&self) -> Vec<String> {
+            self.0.lock().unwrap().clone()
+        }
+    }
+
+    #[test]
+    fn a_sink_hears_of_its_threads_spans_while_it_listens() {
+        let heard = Arc::new(Heard::default());
+        drop(enter("before"));
+        let listening = listen(heard.clone());
+        {
+            let _outer = enter("forward");
+            let _inner = enter_numbered("block", 3);
+            std::thread::spawn(|| drop(enter("elsewhere"))).join().unwrap();
+        }
+        drop(listening);
+        drop(enter("after"));
+        assert_eq!(heard.words(), ["forward", "block 3", "end", "end"]);
+    }
+
+    #[test]
+    fn a_span_that_outlives_the_listening_still_ends() {
+        let heard = Arc::new(Heard::default());
+        let listening = listen(heard.clone());
+        let span = enter("step");
+        drop(listening);
+        drop(span);
+        assert_eq!(heard.words(), ["step", "end"]);
+    }
+
+    #[test]
+    fn sinks_follow_the_work_of_a_scope_and_no_other() {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+        let heard = Arc::new(Heard::default());
+        let listening = listen(heard.clone());
+        // The pool's one thread takes the work, and while it waits in it work of nobody's.
+        pool.in_place_scope(|_| {
+            let sink = of_thread();
+            pool.install(|| {
+                on_behalf(sink, || {
+                    let _own = enter("own");
+                    on_behalf(None, || drop(enter("another's")));
+                    drop(enter("inner"));
+                });
+                drop(enter("later"));
+            });
+        });
+        Cpu.scope(|| drop(enter("scope")));
+        drop(listening);
+        assert_eq!(heard.words(), ["own", "inner", "end", "end", "scope", "end"]);
+    }
+}
