@@ -115,11 +115,11 @@ impl Nvtx {
     fn load(path: &OsStr) -> std::result::Result<Option<Self>, String> {
         // SAFETY: who starts a process says what its profiler is; its initialisers are its own.
         #[allow(unsafe_code)]
-        let library = unsafe { Library::new(path) }.map_err(|error| error.to_string())?;
+        let library = unsafe { Library::new(path) }.map_err(|error| whole(&error))?;
         // SAFETY: the type is that of nvtxTypes.h.
         #[allow(unsafe_code)]
         let initialize = *unsafe { library.get::<Initialize>(b"InitializeInjectionNvtx2") }
-            .map_err(|error| error.to_string())?;
+            .map_err(|error| whole(&error))?;
         let nvtx = Self::attach(initialize);
         // Its functions are called until the process ends, and a profiler may have threads of its own.
         std::mem::forget(library);
@@ -145,6 +145,14 @@ impl Nvtx {
                 pop: transmute::<*mut c_void, Pop>(pop),
             }
         })
+    }
+}
+
+/// What the loader says: an error tells the reason apart.
+fn whole(error: &libloading::Error) -> String {
+    match std::error::Error::source(error) {
+        Some(reason) => format!("{error}: {reason}"),
+        None => error.to_string(),
     }
 }
 

@@ -181,11 +181,11 @@ fn optimizer(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
     let precision = &work.recipe.precision;
     let numbers = work.rank_numbers(rank) as f64;
     let share = numbers / work.layout.data.max(1) as f64;
-    let gradient = precision.gradients.bytes() as f64;
     // Gradients for the norm and for the update, both moments and 4 bytes of the weight, in bf16 with
     // its remainder, in and out.
-    let update = 2.0 * gradient + 2.0 * 4.0 + 4.0 * precision.moments.bytes() as f64;
-    (share * update + numbers * gradient) / (1e9 * hardware.device.memory_gb_per_s)
+    let (gradient, moment) = (precision.gradients.bytes(), precision.moments.bytes());
+    let update = 2.0 * gradient as f64 + 2.0 * 4.0 + 4.0 * moment as f64;
+    share * update / (1e9 * hardware.device.memory_gb_per_s)
 }
 
 #[cfg(test)]
@@ -246,7 +246,7 @@ mod tests {
         // f32 gradients and bf16 moments: 8 + 8 + 8 bytes a number of the share, 4 of all.
         let layout = Layout { data: 64, ..Layout::ALONE };
         let time = time(&[], 0, layout, &round());
-        close(time.optimizer, 8_297_648_128.0 * (24.0 / 64.0 + 4.0) / 1e12);
+        close(time.optimizer, 8_297_648_128.0 * 24.0 / 64.0 / 1e12);
     }
 
     #[test]

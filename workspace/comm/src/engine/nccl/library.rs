@@ -3,6 +3,7 @@
 //! Packages that are not for developers hold the library by the name with its version alone
 //! (`libnccl.so.2`), which cudarc's loader does not look for; its types are used here.
 
+use std::error::Error as _;
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::OnceLock;
 
@@ -38,11 +39,17 @@ fn open(names: &[&str]) -> std::result::Result<Library, String> {
         #[allow(unsafe_code)]
         match unsafe { Library::new(name) } {
             Ok(library) => return Ok(library),
-            Err(error) => reasons.push(format!("{name}: {error}")),
+            Err(error) => reasons.push(format!("{name}: {}", whole(&error))),
         }
     }
     let reasons = reasons.join("; ");
     Err(format!("NCCL was not found ({reasons}); LD_LIBRARY_PATH says where to look"))
+}
+
+/// An error of the loader with its cause, which its own text leaves out.
+fn whole(error: &libloading::Error) -> String {
+    let cause = error.source().map(|cause| format!(": {cause}"));
+    format!("{error}{}", cause.unwrap_or_default())
 }
 
 /// Declares the functions as those of nccl.h, the table that holds them, and its loading.
@@ -61,7 +68,7 @@ macro_rules! functions {
                 $(
                     // SAFETY: the type is that of nccl.h.
                     let $name = *unsafe { library.get(stringify!($name).as_bytes()) }
-                        .map_err(|error| format!("{}: {error}", stringify!($name)))?;
+                        .map_err(|error| format!("{}: {}", stringify!($name), whole(&error)))?;
                 )*
                 Ok(Functions { _library: library, $($name,)* })
             }
