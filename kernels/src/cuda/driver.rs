@@ -11,7 +11,7 @@ use super::products::Products;
 use crate::backend::DeviceMemory;
 use crate::error::{Error, Result};
 
-/// The kernels, compiled for several generations of GPUs (build.rs).
+/// The kernels, compiled for several generations of GPUs (build/main.rs).
 static KERNELS: &Aligned<[u8]> =
     &Aligned(*include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin")));
 
