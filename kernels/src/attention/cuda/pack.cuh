@@ -45,10 +45,12 @@ static __device__ __forceinline__ uint32_t count_selected(const Parameters& para
 }
 
 // What becomes zero of the pairs that were not selected.
-enum class Clear { NOTHING, OUTPUT, QUERY_GRADIENT };
+enum class Clear { OUTPUT, QUERY_GRADIENT };
+
+// Threads that clear a row.
+constexpr uint32_t LANES = 16;
 
 // Clears a row by LANES threads, of which this is number `lane`.
-template <uint32_t LANES>
 static __device__ __forceinline__ void clear_row(bf16* row, uint32_t head_dim, uint32_t lane) {
     if (is_aligned(row, head_dim)) {
         for (uint32_t column = lane * 8; column < head_dim; column += LANES * 8)
@@ -63,21 +65,20 @@ static __device__ __forceinline__ void clear_row(bf16* row, uint32_t head_dim, u
 template <Clear WHAT>
 static __device__ __forceinline__ void clear_pairs(const Parameters& params, uint32_t kv_head,
                                                    uint32_t first_token, uint32_t tokens) {
-    constexpr uint32_t LANES = 16;
     const uint32_t group = params.heads / params.kv_heads, lane = threadIdx.x % LANES;
     const uint32_t shared = params.heads - params.routed;
-    if (WHAT == Clear::NOTHING || (kv_head + 1) * group <= shared) return;
+    if ((kv_head + 1) * group <= shared) return;
 #pragma unroll 4
     for (uint32_t i = threadIdx.x / LANES; i < tokens * group; i += PACK_THREADS / LANES) {
         const uint32_t token = first_token + i / group, head = kv_head * group + i % group;
         if (is_selected(params, token, head)) continue;
         const uint64_t pair = uint64_t(token) * params.heads + head;
         if (WHAT == Clear::OUTPUT) {
-            clear_row<LANES>(params.out + pair * params.head_dim, params.head_dim, lane);
+            clear_row(params.out + pair * params.head_dim, params.head_dim, lane);
             if (lane == 0) params.log_sum_exp[pair] = 0.0f;
         } else {
             bf16* d_q = params.d_q + token * params.d_q_stride + head * params.head_dim;
-            clear_row<LANES>(d_q, params.head_dim, lane);
+            clear_row(d_q, params.head_dim, lane);
             if (lane == 0) params.delta[pair] = 0.0f;
         }
     }
@@ -111,17 +112,13 @@ static __device__ __forceinline__ void pack(const Parameters& params) {
     clear_pairs<WHAT>(params, kv_head, first + start, tokens);
 }
 
-extern "C" __global__ void __launch_bounds__(PACK_THREADS) attention_pack(Parameters params) {
-    pack<Clear::NOTHING>(params);
-}
-
-// The same, with zeros for the output and log_sum_exp of the pairs that were not selected.
+// Packs the rows; output and log_sum_exp of the pairs that were not selected become zero.
 extern "C" __global__ void __launch_bounds__(PACK_THREADS) attention_pack_forward(
     Parameters params) {
     pack<Clear::OUTPUT>(params);
 }
 
-// The same, with zeros for delta and the query gradient of the pairs that were not selected.
+// Packs the rows; delta and the query gradient of the pairs that were not selected become zero.
 extern "C" __global__ void __launch_bounds__(PACK_THREADS) attention_pack_backward(
     Parameters params) {
     pack<Clear::QUERY_GRADIENT>(params);
@@ -140,32 +137,24 @@ static __device__ __forceinline__ Pair warp_pair(const Parameters& params) {
     return {uint32_t(token), uint32_t(index - token * params.heads), exists};
 }
 
-// delta of every pair, and zeros for the query gradient of pairs that were not selected: one warp
-// per pair.
+// delta of every selected pair: one warp per pair.
 extern "C" __global__ void __launch_bounds__(PAIR_THREADS)
     attention_backward_delta(Parameters params) {
     Pair pair = warp_pair(params);
-    if (!pair.exists) return;
+    if (!pair.exists || !is_selected(params, pair.token, pair.head)) return;
     uint64_t index = uint64_t(pair.token) * params.heads + pair.head;
-    bool selected = is_selected(params, pair.token, pair.head);
+    const bf16* out = params.out + index * params.head_dim;
+    const bf16* d_out = params.d_out + index * params.head_dim;
     float sum = 0.0f;
-    if (selected) {
-        const bf16* out = params.out + index * params.head_dim;
-        const bf16* d_out = params.d_out + index * params.head_dim;
-        for (uint32_t i = threadIdx.x % 32 * 2; i < params.head_dim; i += 64) {
-            float2 o = unpack_bf16x2(*reinterpret_cast<const uint32_t*>(out + i));
-            float2 d_o = unpack_bf16x2(*reinterpret_cast<const uint32_t*>(d_out + i));
-            sum += o.x * d_o.x + o.y * d_o.y;
-        }
-        sum = warp_sum(sum);
-        float weight = params.weights != nullptr ? params.weights[index] : 1.0f;
-        // Without a weight nothing reached the output, and nothing is left to measure.
-        sum = weight != 0.0f ? sum / weight : 0.0f;
-    } else {
-        bf16* d_q = params.d_q + pair.token * params.d_q_stride;
-        clear_row<32>(d_q + pair.head * params.head_dim, params.head_dim, threadIdx.x % 32);
+    for (uint32_t i = threadIdx.x % 32 * 2; i < params.head_dim; i += 64) {
+        float2 o = unpack_bf16x2(*reinterpret_cast<const uint32_t*>(out + i));
+        float2 d_o = unpack_bf16x2(*reinterpret_cast<const uint32_t*>(d_out + i));
+        sum += o.x * d_o.x + o.y * d_o.y;
     }
-    if (threadIdx.x % 32 == 0) params.delta[index] = sum;
+    sum = warp_sum(sum);
+    float weight = params.weights != nullptr ? params.weights[index] : 1.0f;
+    // Without a weight nothing reached the output, and nothing is left to measure.
+    if (threadIdx.x % 32 == 0) params.delta[index] = weight != 0.0f ? sum / weight : 0.0f;
 }
 
 }  // namespace tiled_attention

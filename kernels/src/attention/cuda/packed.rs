@@ -134,9 +134,8 @@ pub(super) fn scratch_bytes(shape: &AttentionShape, routed: bool) -> usize {
     if routed { (shape.tokens() * shape.heads + shape.batch * shape.kv_heads) * 4 } else { 0 }
 }
 
-/// Kernels that pack the rows: alone, or with zeros for what the pass does not write of the pairs
-/// that were not selected.
-pub(super) const PACK: &str = "attention_pack";
+/// Kernels that pack the rows, and set to zero what the pass does not write of the pairs that were not
+/// selected.
 pub(super) const PACK_FORWARD: &str = "attention_pack_forward";
 pub(super) const PACK_BACKWARD: &str = "attention_pack_backward";
 

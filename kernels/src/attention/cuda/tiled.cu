@@ -7,7 +7,6 @@
 
 namespace tiled_attention {
 
-REGISTER(attention_pack)
 REGISTER(attention_pack_forward)
 REGISTER(attention_pack_backward)
 REGISTER(attention_backward_delta)

@@ -7,7 +7,7 @@
 //
 // Order of launches, each with one Parameters (head dimension D, padded to 32, 64, 96, 128):
 //   forward:   attention_pack_forward (only with a selection), attention_forward_dX.
-//   backward:  attention_pack (only with a selection), attention_backward_delta, then attention_backward_dq_dX and
+//   backward:  attention_pack_backward (only with a selection), attention_backward_delta, then attention_backward_dq_dX and
 //              attention_backward_dkdv_dX in any order.
 // Together they write every number of out, log_sum_exp, delta, d_q, d_k and d_v.
 //

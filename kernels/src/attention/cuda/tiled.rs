@@ -1,6 +1,6 @@
 //! Attention on tensor cores (tiled.cu).
 
-use super::packed::{PACK, PACK_FORWARD, Packed};
+use super::packed::{PACK_BACKWARD, PACK_FORWARD, Packed};
 use super::{Addresses, Problem};
 use crate::cuda::Cuda;
 use crate::error::Result;
@@ -112,7 +112,7 @@ pub(super) fn backward(
     scratch: u64,
 ) -> Result<()> {
     let shape = &problem.shape;
-    let packed = Packed::new(PACK, cuda, problem, at, scratch)?;
+    let packed = Packed::new(PACK_BACKWARD, cuda, problem, at, scratch)?;
     packed.run_pairs("attention_backward_delta", shape.tokens() * shape.heads)?;
     run_tiles(&packed, &DQ, shape.query_length * shape.group_size())?;
     let dkdv = dkdv(cuda, width_of(&packed)).unwrap_or(&DKDV);
