@@ -55,6 +55,15 @@ pub enum Error {
 /// Result of a backend's methods.
 pub type Result<T> = std::result::Result<T, Error>;
 
+/// The text of an error and of its cause, for errors whose own text leaves the cause out, as those of
+/// a library that cannot be loaded do.
+pub fn with_cause(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(cause) => format!("{error}: {cause}"),
+        None => error.to_string(),
+    }
+}
+
 /// Refuses a buffer of another length than the operator's shape implies.
 pub(crate) fn check_len(
     operator: &'static str,

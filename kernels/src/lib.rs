@@ -39,6 +39,6 @@ pub use cuda::Cuda;
 pub use cuda::CudaStream;
 #[cfg(feature = "cuda-emulator")]
 pub use cuda::MemoryCalls;
-pub use error::{Error, Result};
+pub use error::{Error, Result, with_cause};
 pub use region::{Memory, MemoryMut, Region, RegionMut};
 pub use scalar::{DType, Element, Scalar};

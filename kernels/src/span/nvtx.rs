@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use libloading::Library;
 
 use super::{Label, SINKS, Sink};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, with_cause};
 
 /// The variable in which a profiler names its library.
 const VARIABLE: &str = "NVTX_INJECTION64_PATH";
@@ -115,11 +115,11 @@ impl Nvtx {
     fn load(path: &OsStr) -> std::result::Result<Option<Self>, String> {
         // SAFETY: who starts a process says what its profiler is; its initialisers are its own.
         #[allow(unsafe_code)]
-        let library = unsafe { Library::new(path) }.map_err(|error| whole(&error))?;
+        let library = unsafe { Library::new(path) }.map_err(|error| with_cause(&error))?;
         // SAFETY: the type is that of nvtxTypes.h.
         #[allow(unsafe_code)]
         let initialize = *unsafe { library.get::<Initialize>(b"InitializeInjectionNvtx2") }
-            .map_err(|error| whole(&error))?;
+            .map_err(|error| with_cause(&error))?;
         let nvtx = Self::attach(initialize);
         // Its functions are called until the process ends, and a profiler may have threads of its own.
         std::mem::forget(library);
@@ -145,14 +145,6 @@ impl Nvtx {
                 pop: transmute::<*mut c_void, Pop>(pop),
             }
         })
-    }
-}
-
-/// What the loader says: an error tells the reason apart.
-fn whole(error: &libloading::Error) -> String {
-    match std::error::Error::source(error) {
-        Some(reason) => format!("{error}: {reason}"),
-        None => error.to_string(),
     }
 }
 

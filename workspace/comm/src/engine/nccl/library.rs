@@ -3,7 +3,6 @@
 //! Packages that are not for developers hold the library by the name with its version alone
 //! (`libnccl.so.2`), which cudarc's loader does not look for; its types are used here.
 
-use std::error::Error as _;
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::OnceLock;
 
@@ -11,6 +10,7 @@ use cudarc::nccl::sys::{
     cudaStream_t, ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId,
 };
 use libloading::Library;
+use moh_kernels::with_cause;
 
 use super::lane::failed;
 use crate::error::Result;
@@ -39,17 +39,11 @@ fn open(names: &[&str]) -> std::result::Result<Library, String> {
         #[allow(unsafe_code)]
         match unsafe { Library::new(name) } {
             Ok(library) => return Ok(library),
-            Err(error) => reasons.push(format!("{name}: {}", whole(&error))),
+            Err(error) => reasons.push(format!("{name}: {}", with_cause(&error))),
         }
     }
     let reasons = reasons.join("; ");
     Err(format!("NCCL was not found ({reasons}); LD_LIBRARY_PATH says where to look"))
-}
-
-/// An error of the loader with its cause, which its own text leaves out.
-fn whole(error: &libloading::Error) -> String {
-    let cause = error.source().map(|cause| format!(": {cause}"));
-    format!("{error}{}", cause.unwrap_or_default())
 }
 
 /// Declares the functions as those of nccl.h, the table that holds them, and its loading.
@@ -68,7 +62,7 @@ macro_rules! functions {
                 $(
                     // SAFETY: the type is that of nccl.h.
                     let $name = *unsafe { library.get(stringify!($name).as_bytes()) }
-                        .map_err(|error| format!("{}: {}", stringify!($name), whole(&error)))?;
+                        .map_err(|error| format!("{}: {}", stringify!($name), with_cause(&error)))?;
                 )*
                 Ok(Functions { _library: library, $($name,)* })
             }
