@@ -99,11 +99,15 @@ impl<B: Backend> Bench<B> {
         Ok(times)
     }
 
-    /// How many times `work`, which is done once, makes a timing long enough.
+    /// How many times `work` makes a timing long enough; it is done once to find out, unless any
+    /// timing is.
     pub fn count(
         &self,
         work: impl FnMut() -> moh_kernels::Result<()>,
     ) -> moh_kernels::Result<usize> {
+        if self.shortest == 0.0 {
+            return Ok(1);
+        }
         let mut once = Times::default();
         self.time(&mut once, 1, work)?;
         Ok((self.shortest / once.best().max(1e-9)).ceil().max(1.0) as usize)
