@@ -80,7 +80,11 @@ fn compile_for_gpus(out: &Path) {
     );
     let kernels = ptxas::kernels(&report);
     let faults = ptxas::faults(&report, &kernels);
-    assert!(faults.is_empty(), "the assembler slowed kernels down:\n{}", faults.join("\n"));
+    assert!(
+        faults.is_empty(),
+        "ptxas serialised or spilled kernels, which makes them slow:\n{}",
+        faults.join("\n")
+    );
     if let Some(file) = std::env::var_os("MOH_CUDA_RESOURCES") {
         let written = std::fs::write(&file, ptxas::table(&kernels));
         written.unwrap_or_else(|error| panic!("{}: {error}", file.display()));

@@ -42,8 +42,8 @@ struct Scratch {
     /// every run.
     turns: u64,
     next_tile: u64,
-    /// Tiles of keys of a head that run at a time, of which every other lot visits rows in the other
-    /// order; 0 where all visit them in one order.
+    /// Tiles of keys of a head that run at the same time; odd groups of so many visit rows in ascending
+    /// order. With 0 all visit them in descending order.
     key_tiles_at_once: u32,
     padding: u32,
 }

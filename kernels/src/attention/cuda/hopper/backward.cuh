@@ -10,11 +10,11 @@
 // output gradients; another adds dQ to its sums in global memory. 240 registers a thread for the
 // products, 24 for the copies; 212 KiB of shared memory at head dimension 128.
 //
-// The second cache cannot hold all rows of all heads, but a part of them: blocks of one head should
-// be at the same rows at the same time. The first of them start together with the last rows. An
-// earlier one ends later, by as many row tiles as its keys are seen by more; the next ones start
-// there, in the order of their keys, and with the first rows that see them, and so again meet at
-// the same rows. They end together, with the last rows.
+// The L2 cache holds a part of all rows, so blocks of one head should be at the same rows at the same
+// time. The blocks of the first group start together, at the last row tile, and descend. They end one
+// after the other, those of the latest keys first, because fewer rows see later keys. Each block of the
+// next group starts when one of them ends, at the first row tile that sees its keys, and ascends: this
+// keeps the group at the same rows, and it ends together at the last row tile.
 #pragma once
 
 #include "row_tiles.cuh"
@@ -153,8 +153,7 @@ static __device__ __forceinline__ RowTiles find_row_tiles(const Parameters& para
     RowTiles tiles;
     tiles.is_ascending = is_ascending;
     tiles.begin = limits[0] / TILE_ROWS;
-    // Where every row ends before these keys, the last row tile is not visited either: no turn of
-    // it is kept for them.
+    // Where no row sees these keys, nothing is visited, a last row tile that is not full included.
     tiles.end = limits[0] < segment.count ? (limits[1] + TILE_ROWS - 1) / TILE_ROWS : tiles.begin;
     tiles.unmasked = (limits[2] + TILE_ROWS - 1) / TILE_ROWS;
     // Rows beyond the segment's end need no mask.

@@ -33,7 +33,7 @@ struct Maps {
 };
 
 // Scratch memory, 16-byte aligned. The backward pass needs the first three, whose contents are
-// arbitrary before; the forward pass needs the last.
+// arbitrary before, and key_tiles_at_once; the forward pass needs next_tile.
 // S = batch * kv_heads * ceil(query_length * heads / kv_heads / 64) counts the row tiles.
 struct Scratch {
     // Row tiles: S * row_tile_bytes(head_dim) bytes.
@@ -45,8 +45,8 @@ struct Scratch {
     uint32_t* turns;
     // Number of the forward pass's next tile: one number, 0 before the first launch and after each.
     uint32_t* next_tile;
-    // How many tiles of keys of a head run at a time. Every other lot of them visits row tiles from the
-    // first one on; with 0 all visit them from the last one, as turns need it to go fast.
+    // Tiles of keys of a head that run at the same time: a group. Even groups visit row tiles in
+    // descending order, odd groups in ascending order. 0: all descend, as turns require for speed.
     uint32_t key_tiles_at_once, padding;
 };
 
@@ -59,8 +59,8 @@ struct Scratch {
 // hopper_backward_dX  (kv_heads, ceil(key_length / 128), batch)     384    backward_shared(X)
 // hopper_finish_dX    (ceil(T*group / 64), kv_heads, batch)         256    tile_bytes(64, X)
 //
-// Kernels take Parameters, then Scratch, then Maps (forward, backward). More
-// than 48 KiB of dynamic shared memory has to be allowed for each kernel before its launch.
+// Kernels take Parameters, then Scratch, then Maps (forward, backward). More than 48 KiB of dynamic
+// shared memory has to be allowed for each kernel before its launch.
 
 constexpr int BLOCK_THREADS = 3 * WARPGROUP;
 constexpr int TILE_KEYS = 128;
