@@ -12,7 +12,7 @@ use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
 use half::bf16;
 use moh_kernels::cases::{self, Sizes, Work};
-use moh_kernels::{Backend, Cpu, Element};
+use moh_kernels::{Cpu, Element, Memory};
 
 fn main() {
     divan::Divan::default().max_time(Duration::from_millis(400)).config_with_args().main();
@@ -32,5 +32,5 @@ fn operators<T: Element>(bencher: Bencher, name: &str) {
         Work::Operations(operations) => bencher.counter(ItemsCount::new(operations)),
         Work::Bytes(bytes) => bencher.counter(BytesCount::new(bytes)),
     };
-    bencher.bench_local(|| Cpu.scope(|| run(&Cpu)).unwrap());
+    bencher.bench_local(|| Cpu.install(|| run(&Cpu)).unwrap());
 }

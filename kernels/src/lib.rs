@@ -1,37 +1,38 @@
 #![doc = include_str!("../README.md")]
 
 pub mod adamw;
-mod add;
+pub mod add;
 pub mod attention;
-pub mod backend;
+mod backend;
 #[cfg(feature = "cases")]
 pub mod cases;
-mod convert;
+pub mod convert;
 mod cpu;
 pub mod cross_entropy;
 #[cfg(gpu)]
 mod cuda;
 mod disjoint;
-mod embedding;
+pub mod embedding;
 mod error;
-mod key_value_cache;
-mod linear;
+pub mod key_value_cache;
+pub mod linear;
 mod math;
 mod matmul;
+pub mod memory;
 pub mod ranks;
 mod region;
-mod rms_norm;
+pub mod rms_norm;
 pub mod rope;
 pub mod router;
 pub mod scalar;
 mod scratch;
 mod simd;
 pub mod span;
-mod swiglu;
+pub mod swiglu;
 
 #[cfg(gpu)]
 pub use attention::cuda::AttentionPath;
-pub use backend::{Accumulation, Backend, DeviceMemory, View, ViewMut, WorkingSet};
+pub use backend::Backend;
 pub use cpu::Cpu;
 #[cfg(gpu)]
 pub use cuda::Cuda;
@@ -40,5 +41,7 @@ pub use cuda::CudaStream;
 #[cfg(feature = "cuda-emulator")]
 pub use cuda::MemoryCalls;
 pub use error::{Error, Result, with_cause};
-pub use region::{Memory, MemoryMut, Region, RegionMut};
+pub use linear::Accumulation;
+pub use memory::{Memory, MemoryInfo, View, ViewMut, WorkingSet, Workspace};
+pub use region::{Location, LocationMut, Region, RegionMut};
 pub use scalar::{DType, Element, Scalar};

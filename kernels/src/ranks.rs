@@ -1,18 +1,18 @@
-//! Tensor parallelism, as far as operators see it: which heads and which rows of the vocabulary a
-//! rank holds, and the sum over the ranks in the middle of an operator.
+//! Tensor parallelism, as far as operators see it: which heads and which rows of the vocabulary are
+//! local to a rank, and the sum over the ranks in the middle of an operator.
 
 use std::ops::Range;
 
-use crate::backend::{Backend, ViewMut};
 use crate::error::Result;
+use crate::memory::ViewMut;
 
 /// Adds up a table over the ranks that share an operator, in place. All of them call it as often, with
 /// tables of one shape.
-pub type AllReduce<'a, B> = &'a (dyn Fn(ViewMut<'_, B, f64>) -> Result<()> + Sync);
+pub type AllReduce<'a, M> = &'a (dyn Fn(ViewMut<'_, M, f64>) -> Result<()> + Sync);
 
-/// The query heads of a layer, and which of them are held here: all, or those of every `ranks`-th
-/// key/value head from the `rank`-th on. Dealt out like this, shared heads, which come first, fall to
-/// all ranks alike where their key/value heads divide by the ranks.
+/// The query heads of a layer, and which of them are local to this rank: all, or those of every
+/// `ranks`-th key/value head from the `rank`-th on. Dealt out like this, shared heads, which come
+/// first, fall to all ranks alike where their key/value heads divide by the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Heads {
     /// Heads of the layer.
@@ -31,20 +31,20 @@ impl Heads {
         Heads { count, group_size: 1, rank: 0, ranks: 1 }
     }
 
-    /// How many are held here.
-    pub fn held(&self) -> usize {
+    /// How many are local.
+    pub fn local(&self) -> usize {
         self.count / self.ranks
     }
 
-    /// The number in the layer of head `held` of those held here; they keep their order.
-    pub fn index(&self, held: usize) -> usize {
-        let group = held / self.group_size * self.ranks + self.rank;
-        group * self.group_size + held % self.group_size
+    /// The index in the layer of local head `local`; local heads keep their order.
+    pub fn index(&self, local: usize) -> usize {
+        let group = local / self.group_size * self.ranks + self.rank;
+        group * self.group_size + local % self.group_size
     }
 
-    /// How many of the layer's first `shared` heads are held here, where they come first too.
-    pub fn held_below(&self, shared: usize) -> usize {
-        (0..self.held()).take_while(|&held| self.index(held) < shared).count()
+    /// How many of the layer's first `shared` heads are local; they come first among the local heads too.
+    pub fn local_below(&self, shared: usize) -> usize {
+        (0..self.local()).take_while(|&local| self.index(local) < shared).count()
     }
 
     /// Whether they divide as they should.
@@ -60,14 +60,14 @@ pub fn share(count: usize, rank: usize, ranks: usize) -> Range<usize> {
     rank * count / ranks..(rank + 1) * count / ranks
 }
 
-/// The rows of a vocabulary's table that are held here: all, or a rank's share of consecutive ones.
+/// The rows of a vocabulary's table that are local to this rank: all, or its share of consecutive ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct VocabularyRows {
     /// Rows of the whole vocabulary.
     pub vocab_size: usize,
-    /// The first that is held.
+    /// The first local row.
     pub first: usize,
-    /// How many are.
+    /// How many rows are local.
     pub count: usize,
 }
 
@@ -79,26 +79,14 @@ impl VocabularyRows {
 
     /// The share of rank `rank` of `ranks`.
     pub fn of_rank(vocab_size: usize, rank: usize, ranks: usize) -> Self {
-        let held = share(vocab_size, rank, ranks);
-        VocabularyRows { vocab_size, first: held.start, count: held.len() }
+        let local = share(vocab_size, rank, ranks);
+        VocabularyRows { vocab_size, first: local.start, count: local.len() }
     }
 
-    /// The place of a token's row among those held; `None` for one that is elsewhere.
-    pub fn place(&self, id: u32) -> Option<usize> {
+    /// A token's row among the local ones; `None` where another rank has it.
+    pub fn local(&self, id: u32) -> Option<usize> {
         (id as usize).checked_sub(self.first).filter(|&row| row < self.count)
     }
-}
-
-/// What a vocabulary's head needs whose rows are divided among ranks.
-pub struct HeadRanks<'a, B: Backend> {
-    /// Those held here.
-    pub rows: VocabularyRows,
-    /// This rank's number, and how many there are.
-    pub rank: (usize, usize),
-    /// Room for [`Backend::cross_entropy_sums`] numbers.
-    pub sums: ViewMut<'a, B, f64>,
-    /// The sum over the ranks.
-    pub all_reduce: AllReduce<'a, B>,
 }
 
 #[cfg(test)]
@@ -110,9 +98,9 @@ mod tests {
         // 8 key/value heads of 4 query heads; the first 16 heads are shared.
         let held = |rank, ranks| {
             let heads = Heads { count: 32, group_size: 4, rank, ranks };
-            let indices: Vec<usize> = (0..heads.held()).map(|head| heads.index(head)).collect();
+            let indices: Vec<usize> = (0..heads.local()).map(|head| heads.index(head)).collect();
             assert!(indices.is_sorted());
-            (indices, heads.held_below(16))
+            (indices, heads.local_below(16))
         };
         for ranks in [1, 2, 4, 8] {
             let mut all: Vec<usize> = (0..ranks).flat_map(|rank| held(rank, ranks).0).collect();
@@ -141,7 +129,7 @@ mod tests {
         }
         let rows = VocabularyRows { vocab_size: 10, first: 3, count: 4 };
         assert_eq!(
-            [2, 3, 6, 7, u32::MAX].map(|id| rows.place(id)),
+            [2, 3, 6, 7, u32::MAX].map(|id| rows.local(id)),
             [None, Some(0), Some(3), None, None]
         );
     }

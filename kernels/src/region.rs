@@ -4,7 +4,7 @@ use crate::scalar::DType;
 
 /// Where numbers lie that may be read.
 #[derive(Debug, Clone, Copy)]
-pub enum Memory<'a> {
+pub enum Location<'a> {
     /// The host's memory.
     Host(&'a [u8]),
     /// An address of the device.
@@ -13,7 +13,7 @@ pub enum Memory<'a> {
 
 /// Where numbers lie that may be written.
 #[derive(Debug)]
-pub enum MemoryMut<'a> {
+pub enum LocationMut<'a> {
     /// The host's memory.
     Host(&'a mut [u8]),
     /// An address of the device.
@@ -28,7 +28,7 @@ pub struct Region<'a> {
     /// How many they are.
     pub len: usize,
     /// Where they lie.
-    pub memory: Memory<'a>,
+    pub location: Location<'a>,
 }
 
 /// Write access to `len` numbers of type `dtype`.
@@ -39,5 +39,5 @@ pub struct RegionMut<'a> {
     /// How many they are.
     pub len: usize,
     /// Where they lie.
-    pub memory: MemoryMut<'a>,
+    pub location: LocationMut<'a>,
 }

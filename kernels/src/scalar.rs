@@ -1,9 +1,9 @@
-//! The number types that buffers hold, and those among them that operators compute in.
+//! The types that buffers hold, and those among them that operators compute in.
 
 use bytemuck::Pod;
 use half::bf16;
 
-/// The type of a buffer's numbers.
+/// The type of a buffer's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DType {
     /// 32-bit float.
@@ -21,7 +21,7 @@ pub enum DType {
 }
 
 impl DType {
-    /// Bytes of one number.
+    /// Bytes of one element.
     pub const fn bytes(self) -> usize {
         match self {
             DType::F64 => 8,
@@ -32,14 +32,16 @@ impl DType {
     }
 }
 
-/// A number that a buffer can hold.
+/// An element that a buffer can hold.
 pub trait Scalar: Pod + Send + Sync + std::fmt::Debug + PartialEq {
     /// Its type.
     const DTYPE: DType;
 }
 
-/// A number that weights, activations and gradients are stored in; arithmetic on it is f32.
+/// An element that weights, activations and gradients are stored in; arithmetic on it is f32.
 pub trait Element: Scalar {
+    /// What the names of kernels for it end with.
+    const SUFFIX: &'static str;
     /// Its value, exactly.
     fn to_f32(self) -> f32;
     /// The nearest representable number, ties to even.
@@ -55,6 +57,8 @@ macro_rules! scalar {
 scalar!(f32 => F32, bf16 => BF16, f64 => F64, u32 => U32, i16 => I16, u8 => U8);
 
 impl Element for f32 {
+    const SUFFIX: &'static str = "f32";
+
     #[inline(always)]
     fn to_f32(self) -> f32 {
         self
@@ -66,6 +70,8 @@ impl Element for f32 {
 }
 
 impl Element for bf16 {
+    const SUFFIX: &'static str = "bf16";
+
     #[inline(always)]
     fn to_f32(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)

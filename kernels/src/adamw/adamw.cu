@@ -10,6 +10,9 @@ struct Segment {
     uint32_t first_block;
     uint32_t blocks;
 };
+static_assert(sizeof(Segment) == 24 && offsetof(Segment, x) == 0 && offsetof(Segment, count) == 8 &&
+              offsetof(Segment, first_block) == 16 && offsetof(Segment, blocks) == 20,
+              "as in adamw/cuda.rs");
 
 // A table of segments, which lies with the kernel's parameters: it takes no memory and no copy.
 struct SquaredNorms {
@@ -18,6 +21,9 @@ struct SquaredNorms {
     uint64_t count;
     Segment segments[128];
 };
+static_assert(sizeof(SquaredNorms) == 3088 && offsetof(SquaredNorms, partial) == 0 &&
+              offsetof(SquaredNorms, count) == 8 && offsetof(SquaredNorms, segments) == 16,
+              "as in adamw/cuda.rs");
 
 struct Sum {
     const double* x;
@@ -25,6 +31,9 @@ struct Sum {
     uint64_t count;
     double scale;
 };
+static_assert(sizeof(Sum) == 32 && offsetof(Sum, x) == 0 && offsetof(Sum, out) == 8 &&
+              offsetof(Sum, count) == 16 && offsetof(Sum, scale) == 24,
+              "as in adamw/cuda.rs");
 
 struct Update {
     const double* squared_norm;
@@ -45,6 +54,16 @@ struct Update {
     float share2;
     float eps;
 };
+static_assert(sizeof(Update) == 96 && offsetof(Update, squared_norm) == 0 &&
+              offsetof(Update, gradients) == 8 && offsetof(Update, weights) == 16 &&
+              offsetof(Update, remainder) == 24 && offsetof(Update, first_moment) == 32 &&
+              offsetof(Update, second_moment) == 40 && offsetof(Update, count) == 48 &&
+              offsetof(Update, clip_norm) == 56 && offsetof(Update, keep) == 64 &&
+              offsetof(Update, rate) == 68 && offsetof(Update, root_correction) == 72 &&
+              offsetof(Update, beta1) == 76 && offsetof(Update, beta2) == 80 &&
+              offsetof(Update, share1) == 84 && offsetof(Update, share2) == 88 &&
+              offsetof(Update, eps) == 92,
+              "as in adamw/cuda.rs");
 
 // The segment that has a block: the last one that begins with it or before it.
 __device__ __forceinline__ const Segment& segment_of(const SquaredNorms& p, uint32_t block) {

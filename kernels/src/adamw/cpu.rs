@@ -4,24 +4,15 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::remainder::{join, split};
-use super::{AdamW, Constants, check, clip_factor};
+use super::{AdamWUpdate, Constants, Optimizer, check, clip_factor};
+use crate::cpu::Cpu;
 use crate::error::{Result, check_len};
 use crate::math::sum_of_squares;
 use crate::scalar::Element;
 use crate::simd::vectorized;
 
-/// Numbers that one task updates or sums.
+/// Elements that one task updates or sums.
 const CHUNK: usize = 16 * 1024;
-
-pub(crate) fn squared_norms<G: Element>(xs: &[&[G]], out: &mut [f64]) -> Result<()> {
-    check_len("squared_norms", "out", out.len(), 1)?;
-    for x in xs {
-        let partial: Vec<f64> =
-            x.par_chunks(CHUNK).map(|chunk| vectorized!(sum_of_squares::<16, _>(chunk))).collect();
-        out[0] += partial.iter().sum::<f64>();
-    }
-    Ok(())
-}
 
 /// The constants of a step and its clipping.
 struct Rule {
@@ -86,48 +77,58 @@ impl Parameters for Joined<'_> {
     }
 }
 
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn adamw<T: Element, G: Element, M: Element>(
-    step: &AdamW,
-    squared_norm: &[f64],
-    gradients: &[G],
-    weights: &mut [T],
-    remainder: Option<&mut [i16]>,
-    first_moment: &mut [M],
-    second_moment: &mut [M],
-) -> Result<()> {
-    check::<T>(
-        gradients.len(),
-        squared_norm.len(),
-        weights.len(),
-        remainder.as_ref().map(|remainder| remainder.len()),
-        [first_moment.len(), second_moment.len()],
-    )?;
-    let clip = clip_factor(step.clip_norm, squared_norm[0]) as f32;
-    let rule = Rule { constants: Constants::new(step), clip };
-    let state = (
-        gradients.par_chunks(CHUNK),
-        first_moment.par_chunks_mut(CHUNK),
-        second_moment.par_chunks_mut(CHUNK),
-    );
-    match remainder {
-        None => {
-            (state.0, state.1, state.2, weights.par_chunks_mut(CHUNK))
-                .into_par_iter()
-                .for_each(|(g, m, v, weights)| vectorized!(update(&rule, g, m, v, weights)));
+impl Optimizer for Cpu {
+    fn squared_norms<G: Element>(&self, xs: &[&[G]], out: &mut [f64]) -> Result<()> {
+        check_len("squared_norms", "out", out.len(), 1)?;
+        for x in xs {
+            let partial: Vec<f64> = x
+                .par_chunks(CHUNK)
+                .map(|chunk| vectorized!(sum_of_squares::<16, _>(chunk)))
+                .collect();
+            out[0] += partial.iter().sum::<f64>();
         }
-        Some(remainder) => {
-            // `check` has seen that these are bf16.
-            let weights = bytemuck::cast_slice_mut::<T, bf16>(weights);
-            let exact = (weights.par_chunks_mut(CHUNK), remainder.par_chunks_mut(CHUNK));
-            (state.0, state.1, state.2, exact.0, exact.1).into_par_iter().for_each(
-                |(g, m, v, weights, remainders)| {
-                    vectorized!(update(&rule, g, m, v, Joined { weights, remainders }));
-                },
-            );
-        }
+        Ok(())
     }
-    Ok(())
+
+    fn adamw<T: Element, G: Element, S: Element>(
+        &self,
+        args: AdamWUpdate<'_, Self, T, G, S>,
+    ) -> Result<()> {
+        let AdamWUpdate { step, squared_norm, gradients, weights, remainder, .. } = args;
+        let AdamWUpdate { first_moment, second_moment, .. } = args;
+        check::<T>(
+            gradients.len(),
+            squared_norm.len(),
+            weights.len(),
+            remainder.as_ref().map(|remainder| remainder.len()),
+            [first_moment.len(), second_moment.len()],
+        )?;
+        let clip = clip_factor(step.clip_norm, squared_norm[0]) as f32;
+        let rule = Rule { constants: Constants::new(step), clip };
+        let state = (
+            gradients.par_chunks(CHUNK),
+            first_moment.par_chunks_mut(CHUNK),
+            second_moment.par_chunks_mut(CHUNK),
+        );
+        match remainder {
+            None => {
+                (state.0, state.1, state.2, weights.par_chunks_mut(CHUNK))
+                    .into_par_iter()
+                    .for_each(|(g, m, v, weights)| vectorized!(update(&rule, g, m, v, weights)));
+            }
+            Some(remainder) => {
+                // `check` has seen that these are bf16.
+                let weights = bytemuck::cast_slice_mut::<T, bf16>(weights);
+                let exact = (weights.par_chunks_mut(CHUNK), remainder.par_chunks_mut(CHUNK));
+                (state.0, state.1, state.2, exact.0, exact.1).into_par_iter().for_each(
+                    |(g, m, v, weights, remainders)| {
+                        vectorized!(update(&rule, g, m, v, Joined { weights, remainders }));
+                    },
+                );
+            }
+        }
+        Ok(())
+    }
 }
 
 #[inline(always)]

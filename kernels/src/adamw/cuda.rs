@@ -5,8 +5,8 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{AdamW, Constants, check};
-use crate::cuda::{Cuda, CudaView, CudaViewMut, MOST_BLOCKS, THREADS, blocks, name};
+use super::{AdamWUpdate, Constants, Optimizer, check};
+use crate::cuda::{Cuda, CudaView, CudaViewMut, MOST_BLOCKS, THREADS, blocks, mirrored, name};
 use crate::error::{Result, check_len};
 use crate::scalar::Element;
 
@@ -25,6 +25,8 @@ struct Segment {
     blocks: u32,
 }
 
+mirrored!(Segment, 24, x 0, count 8, first_block 16, blocks 20);
+
 /// `SquaredNorms` of adamw.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -33,6 +35,8 @@ struct SquaredNorms {
     count: u64,
     segments: [Segment; SEGMENTS],
 }
+
+mirrored!(SquaredNorms, 3088, partial 0, count 8, segments 16);
 
 /// `Sum` of adamw.cu.
 #[repr(C)]
@@ -43,6 +47,8 @@ struct Sum {
     count: u64,
     scale: f64,
 }
+
+mirrored!(Sum, 32, x 0, out 8, count 16, scale 24);
 
 /// `Update` of adamw.cu.
 #[repr(C)]
@@ -59,32 +65,20 @@ struct Update {
     constants: Constants,
 }
 
+mirrored!(
+    Update, 96,
+    squared_norm 0, gradients 8, weights 16, remainder 24, first_moment 32, second_moment 40,
+    count 48, clip_norm 56, constants 64,
+);
+mirrored!(
+    Constants, 32,
+    keep 0, rate 4, root_correction 8, beta1 12, beta2 16, share1 20, share2 24, eps 28,
+);
+
 /// The most scratch that the norm of so many segments needs: every segment has a last block that
 /// may be nearly empty.
 pub(crate) fn scratch_bytes(segments: usize) -> usize {
     (MOST_BLOCKS + segments) * size_of::<f64>()
-}
-
-pub(crate) fn squared_norms<G: Element>(
-    cuda: &Cuda,
-    xs: &[CudaView<'_, G>],
-    out: CudaViewMut<'_, f64>,
-) -> Result<()> {
-    check_len("squared_norms", "out", out.len, 1)?;
-    let xs: Vec<_> = xs.iter().filter(|x| x.len > 0).copied().collect();
-    let numbers: usize = xs.iter().map(|x| x.len).sum();
-    let of_block = numbers.div_ceil(blocks(numbers)).max(LEAST_OF_BLOCK);
-    let parts = xs.iter().map(|x| x.len.div_ceil(of_block)).sum();
-    let partial = cuda.scratch(parts * size_of::<f64>())?;
-    let mut done = 0;
-    for xs in xs.chunks(SEGMENTS) {
-        let (segments, blocks) = table(xs, of_block);
-        let partial = partial + (done * size_of::<f64>()) as u64;
-        let parameters = SquaredNorms { partial, count: xs.len() as u64, segments };
-        cuda.launch(&name::<G>("squared_norms"), [blocks, 1], 0, &parameters)?;
-        done += blocks;
-    }
-    sum(cuda, partial, parts, 1.0, out)
 }
 
 /// The table of up to [`SEGMENTS`] segments, a block for every `of_block` numbers of each, and the
@@ -117,35 +111,54 @@ pub(crate) fn sum(
     cuda.launch("sum_f64", [1, 1], 0, &parameters)
 }
 
-#[allow(clippy::too_many_arguments)]
-pub(crate) fn adamw<T: Element, G: Element, M: Element>(
-    cuda: &Cuda,
-    step: &AdamW,
-    squared_norm: CudaView<'_, f64>,
-    gradients: CudaView<'_, G>,
-    weights: CudaViewMut<'_, T>,
-    remainder: Option<CudaViewMut<'_, i16>>,
-    first_moment: CudaViewMut<'_, M>,
-    second_moment: CudaViewMut<'_, M>,
-) -> Result<()> {
-    check::<T>(
-        gradients.len,
-        squared_norm.len,
-        weights.len,
-        remainder.as_ref().map(|remainder| remainder.len),
-        [first_moment.len, second_moment.len],
-    )?;
-    let parameters = Update {
-        squared_norm: squared_norm.address,
-        gradients: gradients.address,
-        weights: weights.address,
-        remainder: remainder.map_or(0, |remainder| remainder.address),
-        first_moment: first_moment.address,
-        second_moment: second_moment.address,
-        count: gradients.len as u64,
-        clip_norm: step.clip_norm,
-        constants: Constants::new(step),
-    };
-    let kernel = name::<M>(&name::<G>(&name::<T>("adamw")));
-    cuda.launch(&kernel, [blocks(gradients.len), 1], 0, &parameters)
+impl Optimizer for Cuda {
+    fn squared_norms<G: Element>(
+        &self,
+        xs: &[CudaView<'_, G>],
+        out: CudaViewMut<'_, f64>,
+    ) -> Result<()> {
+        check_len("squared_norms", "out", out.len, 1)?;
+        let xs: Vec<_> = xs.iter().filter(|x| x.len > 0).copied().collect();
+        let numbers: usize = xs.iter().map(|x| x.len).sum();
+        let of_block = numbers.div_ceil(blocks(numbers)).max(LEAST_OF_BLOCK);
+        let parts = xs.iter().map(|x| x.len.div_ceil(of_block)).sum();
+        let partial = self.scratch(parts * size_of::<f64>())?;
+        let mut done = 0;
+        for xs in xs.chunks(SEGMENTS) {
+            let (segments, blocks) = table(xs, of_block);
+            let partial = partial + (done * size_of::<f64>()) as u64;
+            let parameters = SquaredNorms { partial, count: xs.len() as u64, segments };
+            self.launch(&name::<G>("squared_norms"), [blocks, 1], 0, &parameters)?;
+            done += blocks;
+        }
+        sum(self, partial, parts, 1.0, out)
+    }
+
+    fn adamw<T: Element, G: Element, S: Element>(
+        &self,
+        args: AdamWUpdate<'_, Self, T, G, S>,
+    ) -> Result<()> {
+        let AdamWUpdate { step, squared_norm, gradients, weights, remainder, .. } = args;
+        let AdamWUpdate { first_moment, second_moment, .. } = args;
+        check::<T>(
+            gradients.len,
+            squared_norm.len,
+            weights.len,
+            remainder.as_ref().map(|remainder| remainder.len),
+            [first_moment.len, second_moment.len],
+        )?;
+        let parameters = Update {
+            squared_norm: squared_norm.address,
+            gradients: gradients.address,
+            weights: weights.address,
+            remainder: remainder.map_or(0, |remainder| remainder.address),
+            first_moment: first_moment.address,
+            second_moment: second_moment.address,
+            count: gradients.len as u64,
+            clip_norm: step.clip_norm,
+            constants: Constants::new(step),
+        };
+        let kernel = name::<S>(&name::<G>(&name::<T>("adamw")));
+        self.launch(&kernel, [blocks(gradients.len), 1], 0, &parameters)
+    }
 }

@@ -9,7 +9,7 @@
 //!
 //! Weights that the model has in bf16 are updated as f32 numbers, each a weight and its [`remainder`].
 
-pub(crate) mod cpu;
+mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
 pub mod remainder;
@@ -17,6 +17,7 @@ pub mod remainder;
 use bytemuck::{Pod, Zeroable};
 
 use crate::error::{Result, check_len, ensure};
+use crate::memory::{Memory, View, ViewMut};
 use crate::scalar::{DType, Element};
 
 /// Constants of one step on one range of parameters.
@@ -36,6 +37,41 @@ pub struct AdamW {
     pub clip_norm: f64,
     /// Number of this step, from 1, for the bias corrections.
     pub step: u64,
+}
+
+/// Arguments of [`Optimizer::adamw`]: ranges of flat buffers, all of one length.
+pub struct AdamWUpdate<'a, M: Memory, T: Element, G: Element, S: Element> {
+    /// The step's constants.
+    pub step: &'a AdamW,
+    /// Square of the global gradient norm, by which gradients are clipped; `[1]`.
+    pub squared_norm: View<'a, M, f64>,
+    /// Gradients.
+    pub gradients: View<'a, M, G>,
+    /// Weights, updated in place.
+    pub weights: ViewMut<'a, M, T>,
+    /// What the rounding of bf16 weights left ([`remainder`]), updated in place; with it f32 numbers
+    /// are updated, without it what `weights` has.
+    pub remainder: Option<ViewMut<'a, M, i16>>,
+    /// First moments, updated in place.
+    pub first_moment: ViewMut<'a, M, S>,
+    /// Second moments, updated in place.
+    pub second_moment: ViewMut<'a, M, S>,
+}
+
+/// The optimiser as operators of a device.
+pub trait Optimizer: Memory {
+    /// `out[0] += sum(x^2)` over all of `xs`, which may be of any length and begin anywhere.
+    fn squared_norms<G: Element>(
+        &self,
+        xs: &[View<'_, Self, G>],
+        out: ViewMut<'_, Self, f64>,
+    ) -> Result<()>;
+
+    /// One AdamW step on a range of flat buffers.
+    fn adamw<T: Element, G: Element, S: Element>(
+        &self,
+        args: AdamWUpdate<'_, Self, T, G, S>,
+    ) -> Result<()>;
 }
 
 /// The factor that clipping puts on every gradient, from the squared global norm.

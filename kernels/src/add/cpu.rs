@@ -2,19 +2,22 @@
 
 use rayon::prelude::*;
 
-use super::check;
+use super::{Add, check};
+use crate::cpu::Cpu;
 use crate::error::Result;
 use crate::scalar::Element;
 use crate::simd::vectorized;
 
-/// Numbers of one task.
+/// Elements of one task.
 const PART: usize = 64 * 1024;
 
-pub(crate) fn add<T: Element>(x: &[T], y: &[T], out: &mut [T]) -> Result<()> {
-    check([x.len(), y.len(), out.len()])?;
-    let parts = out.par_chunks_mut(PART).zip(x.par_chunks(PART)).zip(y.par_chunks(PART));
-    parts.for_each(|((out, x), y)| vectorized!(add_part(x, y, out)));
-    Ok(())
+impl Add for Cpu {
+    fn add<T: Element>(&self, x: &[T], y: &[T], out: &mut [T]) -> Result<()> {
+        check([x.len(), y.len(), out.len()])?;
+        let parts = out.par_chunks_mut(PART).zip(x.par_chunks(PART)).zip(y.par_chunks(PART));
+        parts.for_each(|((out, x), y)| vectorized!(add_part(x, y, out)));
+        Ok(())
+    }
 }
 
 #[inline(always)]

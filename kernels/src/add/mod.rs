@@ -1,11 +1,24 @@
 //! Adds what a branch of a block computed to the residual stream, where the product that computed it
 //! could not: its parts come from several ranks.
 
-pub(crate) mod cpu;
+mod cpu;
 #[cfg(gpu)]
-pub(crate) mod cuda;
+mod cuda;
 
 use crate::error::{Result, check_len};
+use crate::memory::{Memory, View, ViewMut};
+use crate::scalar::Element;
+
+/// The addition as an operator of a device.
+pub trait Add: Memory {
+    /// `out = x + y`, in f32, rounded once; all have the same length.
+    fn add<T: Element>(
+        &self,
+        x: View<'_, Self, T>,
+        y: View<'_, Self, T>,
+        out: ViewMut<'_, Self, T>,
+    ) -> Result<()>;
+}
 
 /// Refuses lengths that differ.
 fn check([x, y, out]: [usize; 3]) -> Result<()> {

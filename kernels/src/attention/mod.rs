@@ -12,8 +12,8 @@ pub(crate) mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
 
-use crate::backend::{Backend, View};
 use crate::error::{Result, check_len, ensure};
+use crate::memory::{Memory, View, ViewMut};
 use crate::scalar::Element;
 
 /// Shape of an attention.
@@ -31,7 +31,7 @@ pub struct AttentionShape {
     pub kv_heads: usize,
     /// Width of a head, D.
     pub head_dim: usize,
-    /// Numbers from one token's queries to the next one's.
+    /// Elements from one token's queries to the next one's.
     pub query_stride: usize,
 }
 
@@ -52,7 +52,7 @@ impl AttentionShape {
             format!("{heads} query heads do not divide into {kv_heads} key/value heads")
         })?;
         ensure(operator, head_dim > 0 && query_stride >= heads * head_dim, || {
-            format!("rows of {query_stride} numbers cannot hold {heads} heads of {head_dim}")
+            format!("rows of {query_stride} elements cannot hold {heads} heads of {head_dim}")
         })?;
         check_len(operator, "out", out, self.tokens() * heads * head_dim)?;
         check_len(operator, "log_sum_exp", log_sum_exp, self.tokens() * heads)
@@ -63,7 +63,7 @@ impl AttentionShape {
         let width = self.heads * self.head_dim;
         let needed = if rows == 0 { 0 } else { (rows - 1) * self.query_stride + width };
         ensure(operator, queries >= needed, || {
-            format!("queries hold {queries} numbers, expected {needed}")
+            format!("queries hold {queries} elements, expected {needed}")
         })
     }
 
@@ -90,7 +90,7 @@ impl AttentionShape {
         check_len(OPERATOR, "qkv", lens.qkv, self.tokens() * query_stride)?;
         check_len(OPERATOR, "d_qkv", lens.d_qkv, lens.qkv)?;
         ensure(OPERATOR, query_stride == (heads + 2 * kv_heads) * head_dim, || {
-            format!("rows of {query_stride} numbers are not packed queries, keys and values")
+            format!("rows of {query_stride} elements are not packed queries, keys and values")
         })?;
         ensure(OPERATOR, self.key_length == self.query_length, || {
             format!("{} queries of {} keys", self.query_length, self.key_length)
@@ -111,53 +111,165 @@ struct BackwardLens {
 }
 
 /// Where keys and values lie.
-pub enum KeyValues<'a, B: Backend, T: Element> {
+pub enum KeyValues<'a, M: Memory, T: Element> {
     /// Row r, of token r of all sequences in order, starts at number `r * row_stride`.
     Contiguous {
-        /// Keys; G x D numbers a row.
-        keys: View<'a, B, T>,
-        /// Values; G x D numbers a row.
-        values: View<'a, B, T>,
-        /// Numbers from one row to the next.
+        /// Keys; G x D elements a row.
+        keys: View<'a, M, T>,
+        /// Values; G x D elements a row.
+        values: View<'a, M, T>,
+        /// Elements from one row to the next.
         row_stride: usize,
     },
     /// Rows of `block_length` tokens in blocks; token p of sequence b is row `p % block_length` of
     /// block `block_table[b][p / block_length]`.
     Paged {
         /// Keys, `[blocks, block_length, G * D]`.
-        keys: View<'a, B, T>,
+        keys: View<'a, M, T>,
         /// Values, `[blocks, block_length, G * D]`.
-        values: View<'a, B, T>,
-        /// Block numbers, `[B, ceil(key_length / block_length)]`.
-        block_table: View<'a, B, u32>,
+        values: View<'a, M, T>,
+        /// Block elements, `[B, ceil(key_length / block_length)]`.
+        block_table: View<'a, M, u32>,
         /// Tokens of a block.
         block_length: usize,
     },
 }
 
-impl<B: Backend, T: Element> Clone for KeyValues<'_, B, T> {
+impl<M: Memory, T: Element> Clone for KeyValues<'_, M, T> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<B: Backend, T: Element> Copy for KeyValues<'_, B, T> {}
+impl<M: Memory, T: Element> Copy for KeyValues<'_, M, T> {}
 
-/// Which keys a query sees: from `first_key` of its token to, when causal, its own position.
-pub struct Visibility<'a, B: Backend> {
+/// The heads that each token computes, as any router leaves them.
+pub struct Selection<'a, M: Memory> {
+    /// Local heads 0.. that serve every token.
+    pub shared_heads: usize,
+    /// Not 0 where a token selected one of the other heads; `[B*T, H - shared_heads]`.
+    pub routed: View<'a, M, u8>,
+    /// What each head's output is multiplied by, `[B*T, H]`; 1 where there is none.
+    pub weights: Option<View<'a, M, f32>>,
+}
+
+impl<M: Memory> Clone for Selection<'_, M> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<M: Memory> Copy for Selection<'_, M> {}
+
+/// What attention's forward and backward passes share.
+pub struct AttentionArgs<'a, M: Memory> {
+    /// Shape.
+    pub shape: AttentionShape,
     /// Whether query t sees only keys up to position `query_offset + t`.
     pub causal: bool,
     /// Position of the first query among the keys.
     pub query_offset: usize,
-    /// First visible key of each query, `[B*T]`, never decreasing within a sequence and at or
-    /// before the query itself: the start of its document.
-    pub first_key: Option<View<'a, B, u32>>,
+    /// First visible key of each query, the start of its document, `[B*T]`: never decreasing within a
+    /// sequence and at or before the query itself. Without it all keys from the first are visible.
+    pub document_start: Option<View<'a, M, u32>>,
+    /// The heads that each token computes; without it all of them.
+    pub selection: Option<Selection<'a, M>>,
 }
 
-impl<B: Backend> Clone for Visibility<'_, B> {
+impl<M: Memory> Clone for AttentionArgs<'_, M> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<B: Backend> Copy for Visibility<'_, B> {}
+impl<M: Memory> Copy for AttentionArgs<'_, M> {}
+
+impl<M: Memory> AttentionArgs<'_, M> {
+    /// Causal attention of whole sequences, all heads computed.
+    pub fn causal(shape: AttentionShape) -> Self {
+        AttentionArgs {
+            shape,
+            causal: true,
+            query_offset: 0,
+            document_start: None,
+            selection: None,
+        }
+    }
+
+    /// Factor of the scores.
+    fn scale(&self) -> f32 {
+        (self.shape.head_dim as f32).sqrt().recip()
+    }
+
+    fn check(&self, operator: &'static str, lens: &SelectionLens) -> Result<()> {
+        let (tokens, heads) = (self.shape.tokens(), self.shape.heads);
+        if let Some(selection) = &self.selection {
+            let shared = selection.shared_heads;
+            ensure(operator, shared <= heads, || format!("{shared} shared heads of {heads}"))?;
+            check_len(operator, "the selection", lens.routed, tokens * (heads - shared))?;
+        }
+        if let Some(weights) = lens.weights {
+            check_len(operator, "weights", weights, tokens * heads)?;
+        }
+        if let Some(document_start) = lens.document_start {
+            check_len(operator, "document_start", document_start, tokens)?;
+        }
+        let end = self.query_offset.saturating_add(self.shape.query_length);
+        ensure(operator, !self.causal || end <= self.shape.key_length, || {
+            format!("queries up to position {end} of {} keys", self.shape.key_length)
+        })
+    }
+}
+
+/// Lengths of the views of [`AttentionArgs`].
+struct SelectionLens {
+    routed: usize,
+    weights: Option<usize>,
+    document_start: Option<usize>,
+}
+
+/// Arguments of [`Attention::attention_forward`].
+pub struct AttentionForward<'a, M: Memory, T: Element> {
+    /// Shape, visibility and selection.
+    pub args: AttentionArgs<'a, M>,
+    /// `[B*T, query_stride]` with the query heads first in each row.
+    pub queries: View<'a, M, T>,
+    /// Where keys and values lie.
+    pub key_values: KeyValues<'a, M, T>,
+    /// Overwritten; `[B*T, H D]`.
+    pub out: ViewMut<'a, M, T>,
+    /// Overwritten with the natural logarithm of the sum of exponentials of the scaled scores;
+    /// `[B*T, H]`.
+    pub log_sum_exp: ViewMut<'a, M, f32>,
+}
+
+/// Arguments of [`Attention::attention_backward`].
+pub struct AttentionBackward<'a, M: Memory, T: Element> {
+    /// As in the forward pass.
+    pub args: AttentionArgs<'a, M>,
+    /// Rotated queries and keys, and values; `[B*T, (H + 2G) D]`.
+    pub qkv: View<'a, M, T>,
+    /// What the forward pass wrote.
+    pub out: View<'a, M, T>,
+    /// What the forward pass wrote.
+    pub log_sum_exp: View<'a, M, f32>,
+    /// `[B*T, H D]`.
+    pub d_out: View<'a, M, T>,
+    /// Overwritten; rows of queries that were not selected become zero.
+    pub d_qkv: ViewMut<'a, M, T>,
+    /// Overwritten with `<d_out, O>`, O the head's output before its weight; 0 where not selected;
+    /// `[B*T, H]`.
+    pub delta: Option<ViewMut<'a, M, f32>>,
+}
+
+/// Attention as an operator of a device.
+pub trait Attention: Memory {
+    /// Attention of the selected (token, head) pairs; the rows of the others become zero.
+    fn attention_forward<T: Element>(&self, forward: AttentionForward<'_, Self, T>) -> Result<()>;
+
+    /// Gradient of [`Attention::attention_forward`] over the packed `qkv` of a training step.
+    fn attention_backward<T: Element>(
+        &self,
+        backward: AttentionBackward<'_, Self, T>,
+    ) -> Result<()>;
+}

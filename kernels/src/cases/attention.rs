@@ -1,21 +1,23 @@
 //! Attention with everything around it: queries routed, keys rotated, a gradient to go back.
 
-use super::{Case, Sizes, Work, numbers, upload, whole, whole_mut};
-use crate::attention::{AttentionShape, KeyValues, Visibility};
+use super::{Case, Sizes, Work, numbers, upload};
+use crate::attention::{
+    AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
+};
 use crate::backend::Backend;
 use crate::error::Result;
 use crate::ranks::Heads;
-use crate::rope::{QkvShape, RopeTable};
-use crate::router::{QueryNormRouter, RouterGradient};
+use crate::rope::{QkvShape, RopeArgs, RopeTable};
+use crate::router::query_norm::QueryNormRouter;
+use crate::router::{RouterGradient, RouterRopeBackward, RouterRopeForward, Routing};
 use crate::scalar::Element;
 
 /// Causal attention over random queries, keys and values, dense or of the heads that the router
 /// selects.
 pub struct AttentionCase<B: Backend, T: Element> {
     shape: QkvShape,
-    active_heads: usize,
+    router: Option<(QueryNormRouter, Routing<B>)>,
     qkv: B::Buffer<T>,
-    routing: Option<B::Routing>,
     cos: B::Buffer<f32>,
     sin: B::Buffer<f32>,
     out: B::Buffer<T>,
@@ -36,13 +38,14 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         let (tokens, width) = (shape.tokens(), heads * head_dim);
         // Any rotation does: it keeps the norms.
         let angles = length * head_dim / 2;
-        let routing =
-            router.map(|router| backend.routing(tokens, Heads::all(heads), router)).transpose()?;
+        let routed = |router: QueryNormRouter| {
+            let shape = router.routing_shape(tokens, Heads::all(heads))?;
+            Ok((router, Routing::new(backend, shape)?))
+        };
         let mut case = AttentionCase {
             shape,
-            active_heads: router.map_or(heads, |router| router.shared_heads + router.top_k),
+            router: router.map(routed).transpose()?,
             qkv: numbers::<B, T>(backend, tokens * shape.row())?,
-            routing,
             cos: upload(backend, &vec![0.6f32; angles])?,
             sin: upload(backend, &vec![0.8f32; angles])?,
             out: backend.allocate(tokens * width)?,
@@ -59,7 +62,11 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
     /// Operations of the forward pass: scores, and their product with the values, of the active
     /// heads and the causal half of the pairs.
     pub fn forward_operations(&self) -> u64 {
-        forward_operations(self.shape, self.active_heads)
+        let active_heads = match &self.router {
+            Some((router, _)) => router.shared_heads + router.top_k,
+            None => self.shape.heads,
+        };
+        forward_operations(self.shape, active_heads)
     }
 
     /// Operations of the backward pass: scores again, dP, dq, dk and dv, five products for the
@@ -68,15 +75,20 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         self.forward_operations() * 5 / 2
     }
 
-    /// Rotates queries and keys once more, and routes the queries.
+    /// Rotates queries and keys once more, and routes the queries where there is a router.
     ///
     /// # Errors
     /// When the device fails.
     pub fn route(&mut self, backend: &B) -> Result<()> {
-        let (cos, sin) = (whole::<B, f32>(&self.cos), whole::<B, f32>(&self.sin));
-        let qkv = whole_mut::<B, T>(&mut self.qkv);
-        let table = RopeTable { cos, sin };
-        backend.rope_route_forward(&self.shape, table, 0, qkv, self.routing.as_mut(), None)
+        let table = table::<B>(&self.cos, &self.sin);
+        let rope = RopeArgs { shape: &self.shape, table, qkv: B::whole_mut(&mut self.qkv) };
+        match &mut self.router {
+            Some((router, routing)) => {
+                let args = RouterRopeForward { rope, routing, all_reduce: None };
+                backend.query_norm_rope_forward(*router, args)
+            }
+            None => backend.rope_forward(rope),
+        }
     }
 
     /// Attention alone.
@@ -91,16 +103,13 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
             values: B::view(&self.qkv, first + kv_heads * head_dim..end),
             row_stride: self.shape.row(),
         };
-        backend.attention_forward(
-            &attention_shape(self.shape),
-            whole::<B, T>(&self.qkv),
+        backend.attention_forward(AttentionForward {
+            args: attention_args(self.shape, self.router.as_ref()),
+            queries: B::whole(&self.qkv),
             key_values,
-            causal(),
-            self.routing.as_ref(),
-            None,
-            whole_mut::<B, T>(&mut self.out),
-            whole_mut::<B, f32>(&mut self.log_sum_exp),
-        )
+            out: B::whole_mut(&mut self.out),
+            log_sum_exp: B::whole_mut(&mut self.log_sum_exp),
+        })
     }
 
     /// Its gradient.
@@ -108,18 +117,15 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
     /// # Errors
     /// When the device fails.
     pub fn backward(&mut self, backend: &B) -> Result<()> {
-        backend.attention_backward(
-            &attention_shape(self.shape),
-            whole::<B, T>(&self.qkv),
-            causal(),
-            self.routing.as_ref(),
-            None,
-            whole::<B, T>(&self.out),
-            whole::<B, f32>(&self.log_sum_exp),
-            whole::<B, T>(&self.d_out),
-            whole_mut::<B, T>(&mut self.d_qkv),
-            Some(whole_mut::<B, f32>(&mut self.delta)),
-        )
+        backend.attention_backward(AttentionBackward {
+            args: attention_args(self.shape, self.router.as_ref()),
+            qkv: B::whole(&self.qkv),
+            out: B::whole(&self.out),
+            log_sum_exp: B::whole(&self.log_sum_exp),
+            d_out: B::whole(&self.d_out),
+            d_qkv: B::whole_mut(&mut self.d_qkv),
+            delta: Some(B::whole_mut(&mut self.delta)),
+        })
     }
 
     /// The gradient of [`Self::route`], with what a backward pass of attention left.
@@ -127,32 +133,38 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
     /// # Errors
     /// When the device fails.
     pub fn route_backward(&mut self, backend: &B) -> Result<()> {
-        let table = RopeTable { cos: whole::<B, f32>(&self.cos), sin: whole::<B, f32>(&self.sin) };
-        let delta = whole::<B, f32>(&self.delta);
-        let router = self.routing.as_ref().map(|routing| RouterGradient {
+        let table = table::<B>(&self.cos, &self.sin);
+        let rope = RopeArgs { shape: &self.shape, table, qkv: B::whole_mut(&mut self.d_qkv) };
+        let Some((_, routing)) = &self.router else { return backend.rope_backward(rope) };
+        let gradient = RouterGradient {
             routing,
-            delta: Some(delta),
+            delta: Some(B::whole(&self.delta)),
             balance_weight: 0.01,
             ranks: None,
-        });
-        let (qkv, d_qkv) = (whole::<B, T>(&self.qkv), whole_mut::<B, T>(&mut self.d_qkv));
-        backend.rope_route_backward(&self.shape, table, 0, qkv, d_qkv, router)
+        };
+        let qkv = B::whole(&self.qkv);
+        backend.query_norm_rope_backward(RouterRopeBackward { qkv, rope, gradient })
     }
+}
+
+fn table<'a, B: Backend>(cos: &'a B::Buffer<f32>, sin: &'a B::Buffer<f32>) -> RopeTable<'a, B> {
+    RopeTable { cos: B::whole(cos), sin: B::whole(sin), first_position: 0 }
 }
 
 fn forward_operations(shape: QkvShape, active_heads: usize) -> u64 {
     (2 * shape.tokens() * shape.length * active_heads * shape.head_dim) as u64
 }
 
-/// Every key up to the query's own position.
-fn causal<B: Backend>() -> Visibility<'static, B> {
-    Visibility { causal: true, query_offset: 0, first_key: None }
-}
-
-fn attention_shape(shape: QkvShape) -> AttentionShape {
+fn attention_args<B: Backend>(
+    shape: QkvShape,
+    router: Option<&(QueryNormRouter, Routing<B>)>,
+) -> AttentionArgs<'_, B> {
     let QkvShape { batch, length, heads, kv_heads, head_dim } = shape;
+    let selection = router.map(|(_, routing)| routing.selection());
     let (query_length, key_length, query_stride) = (length, length, shape.row());
-    AttentionShape { batch, query_length, key_length, heads, kv_heads, head_dim, query_stride }
+    let shape =
+        AttentionShape { batch, query_length, key_length, heads, kv_heads, head_dim, query_stride };
+    AttentionArgs { selection, ..AttentionArgs::causal(shape) }
 }
 
 const TINY: QkvShape = QkvShape { batch: 8, length: 256, heads: 8, kv_heads: 4, head_dim: 8 };
@@ -189,21 +201,33 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     }
     let numbers = own.tokens() * own.row();
     let routed = move |backend: &B| AttentionCase::<B, T>::new(backend, own, Some(router(own, 75)));
-    cases.push(Case::new("rope_route_forward", Work::moved::<T>(2 * numbers), move |b: &B| {
-        let mut case = routed(b)?;
+    cases.push(Case::new("rope_forward", Work::moved::<T>(2 * numbers), move |b: &B| {
+        let mut case = AttentionCase::<B, T>::new(b, own, None)?;
         Ok(move |backend: &B| case.route(backend))
     }));
-    cases.push(Case::new("rope_route_backward", Work::moved::<T>(3 * numbers), move |b: &B| {
-        let mut case = routed(b)?;
-        case.backward(b)?;
-        Ok(move |backend: &B| case.route_backward(backend))
-    }));
+    cases.push(Case::new(
+        "query_norm_rope_forward",
+        Work::moved::<T>(2 * numbers),
+        move |b: &B| {
+            let mut case = routed(b)?;
+            Ok(move |backend: &B| case.route(backend))
+        },
+    ));
+    cases.push(Case::new(
+        "query_norm_rope_backward",
+        Work::moved::<T>(3 * numbers),
+        move |b: &B| {
+            let mut case = routed(b)?;
+            case.backward(b)?;
+            Ok(move |backend: &B| case.route_backward(backend))
+        },
+    ));
     let gates = own.tokens() * (own.heads - router(own, 75).shared_heads);
     cases.push(Case::new("balance_loss", Work::moved::<f32>(gates), move |b: &B| {
         let case = routed(b)?;
         let mut out = b.allocate::<f64>(1)?;
-        Ok(move |backend: &B| match &case.routing {
-            Some(routing) => backend.balance_loss(routing, 1.0, whole_mut::<B, f64>(&mut out)),
+        Ok(move |backend: &B| match &case.router {
+            Some((_, routing)) => backend.balance_loss(routing, 1.0, B::whole_mut(&mut out)),
             None => Ok(()),
         })
     }));

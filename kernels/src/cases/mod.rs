@@ -139,7 +139,7 @@ fn ids<B: Backend>(backend: &B, len: usize, end: usize) -> Result<B::Buffer<u32>
 
 fn upload<B: Backend, S: Scalar>(backend: &B, values: &[S]) -> Result<B::Buffer<S>> {
     let mut buffer = backend.allocate(values.len())?;
-    backend.upload(values, whole_mut::<B, S>(&mut buffer))?;
+    backend.upload(values, B::whole_mut(&mut buffer))?;
     Ok(buffer)
 }
 
@@ -149,15 +149,6 @@ fn scramble(index: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
-}
-
-fn whole<B: Backend, S: Scalar>(buffer: &B::Buffer<S>) -> B::View<'_, S> {
-    B::view(buffer, 0..B::len(buffer))
-}
-
-fn whole_mut<B: Backend, S: Scalar>(buffer: &mut B::Buffer<S>) -> B::ViewMut<'_, S> {
-    let len = B::len(buffer);
-    B::view_mut(buffer, 0..len)
 }
 
 #[cfg(test)]

@@ -1,10 +1,14 @@
-//! Cases of the operators that work on rows: everything but attention and RoPE.
+//! Cases of the operators that work on rows: everything but attention, RoPE and routers.
 
-use super::{Case, Sizes, Work, ids, numbers, upload, whole, whole_mut};
-use crate::adamw::AdamW;
-use crate::backend::{Accumulation, Backend};
-use crate::cross_entropy::{HeadGradients, HeadShape};
+use super::{Case, Sizes, Work, ids, numbers, upload};
+use crate::adamw::{AdamW, AdamWUpdate};
+use crate::backend::Backend;
+use crate::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadShape};
+use crate::embedding::{EmbeddingBackward, EmbeddingForward};
+use crate::key_value_cache::KeyValueAppend;
+use crate::linear::{Accumulation, LinearBackwardInput, LinearBackwardWeight, LinearForward};
 use crate::ranks::VocabularyRows;
+use crate::rms_norm::{RmsNormBackward, RmsNormForward};
 use crate::rope::QkvShape;
 use crate::scalar::{DType, Element};
 
@@ -47,15 +51,13 @@ fn embedding_forward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
             let table = numbers::<B, T>(backend, sizes.vocabulary * sizes.width)?;
             let mut out = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
             Ok(move |backend: &B| {
-                let (ids, table) = (whole::<B, u32>(&ids), whole::<B, T>(&table));
-                let rows = VocabularyRows::all(sizes.vocabulary);
-                backend.embedding_forward(
-                    sizes.width,
-                    rows,
-                    ids,
-                    table,
-                    whole_mut::<B, T>(&mut out),
-                )
+                backend.embedding_forward(EmbeddingForward {
+                    width: sizes.width,
+                    rows: VocabularyRows::all(sizes.vocabulary),
+                    ids: B::whole(&ids),
+                    table: B::whole(&table),
+                    out: B::whole_mut(&mut out),
+                })
             })
         },
     )
@@ -70,14 +72,13 @@ fn embedding_backward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
             let d_out = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
             let mut d_table = numbers::<B, f32>(backend, sizes.vocabulary * sizes.width)?;
             Ok(move |backend: &B| {
-                let (ids, d_out) = (whole::<B, u32>(&ids), whole::<B, T>(&d_out));
-                backend.embedding_backward(
-                    sizes.width,
-                    VocabularyRows::all(sizes.vocabulary),
-                    ids,
-                    d_out,
-                    whole_mut::<B, f32>(&mut d_table),
-                )
+                backend.embedding_backward(EmbeddingBackward {
+                    width: sizes.width,
+                    rows: VocabularyRows::all(sizes.vocabulary),
+                    ids: B::whole(&ids),
+                    d_out: B::whole(&d_out),
+                    d_table: B::whole_mut(&mut d_table),
+                })
             })
         },
     )
@@ -93,13 +94,13 @@ fn rms_norm_forward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
             let mut y = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
             let mut inv_rms = backend.allocate::<f32>(sizes.tokens)?;
             Ok(move |backend: &B| {
-                backend.rms_norm_forward(
-                    1e-5,
-                    whole::<B, T>(&x),
-                    whole::<B, T>(&weight),
-                    whole_mut::<B, T>(&mut y),
-                    whole_mut::<B, f32>(&mut inv_rms),
-                )
+                backend.rms_norm_forward(RmsNormForward {
+                    eps: 1e-5,
+                    x: B::whole(&x),
+                    weight: B::whole(&weight),
+                    y: B::whole_mut(&mut y),
+                    inv_rms: B::whole_mut(&mut inv_rms),
+                })
             })
         },
     )
@@ -117,14 +118,14 @@ fn rms_norm_backward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
             let mut d_x = backend.allocate::<T>(sizes.tokens * sizes.width)?;
             let mut d_weight = backend.allocate::<f32>(sizes.width)?;
             Ok(move |backend: &B| {
-                backend.rms_norm_backward(
-                    whole::<B, T>(&x),
-                    whole::<B, T>(&weight),
-                    whole::<B, f32>(&inv_rms),
-                    whole::<B, T>(&d_y),
-                    whole_mut::<B, T>(&mut d_x),
-                    whole_mut::<B, f32>(&mut d_weight),
-                )
+                backend.rms_norm_backward(RmsNormBackward {
+                    x: B::whole(&x),
+                    weight: B::whole(&weight),
+                    inv_rms: B::whole(&inv_rms),
+                    d_y: B::whole(&d_y),
+                    d_x: B::whole_mut(&mut d_x),
+                    d_weight: B::whole_mut(&mut d_weight),
+                })
             })
         },
     )
@@ -139,8 +140,13 @@ fn linear<B: Backend, T: Element>(sizes: Sizes, [inputs, outputs]: [usize; 2]) -
         let weight = numbers::<B, T>(backend, outputs * inputs)?;
         let mut y = backend.allocate::<T>(sizes.tokens * outputs)?;
         Ok(move |backend: &B| {
-            let (x, weight) = (whole::<B, T>(&x), whole::<B, T>(&weight));
-            backend.linear_forward(inputs, x, weight, None, whole_mut::<B, T>(&mut y))
+            backend.linear_forward(LinearForward {
+                inputs,
+                x: B::whole(&x),
+                weight: B::whole(&weight),
+                residual: None,
+                y: B::whole_mut(&mut y),
+            })
         })
     });
     let input = Case::new(name("backward_input"), work, move |backend: &B| {
@@ -148,8 +154,12 @@ fn linear<B: Backend, T: Element>(sizes: Sizes, [inputs, outputs]: [usize; 2]) -
         let weight = numbers::<B, T>(backend, outputs * inputs)?;
         let mut d_x = backend.allocate::<T>(sizes.tokens * inputs)?;
         Ok(move |backend: &B| {
-            let (d_y, weight) = (whole::<B, T>(&d_y), whole::<B, T>(&weight));
-            backend.linear_backward_input(inputs, d_y, weight, whole_mut::<B, T>(&mut d_x))
+            backend.linear_backward_input(LinearBackwardInput {
+                inputs,
+                d_y: B::whole(&d_y),
+                weight: B::whole(&weight),
+                d_x: B::whole_mut(&mut d_x),
+            })
         })
     });
     let weight = Case::new(name("backward_weight"), work, move |backend: &B| {
@@ -157,9 +167,13 @@ fn linear<B: Backend, T: Element>(sizes: Sizes, [inputs, outputs]: [usize; 2]) -
         let d_y = numbers::<B, T>(backend, sizes.tokens * outputs)?;
         let mut d_weight = backend.allocate::<f32>(outputs * inputs)?;
         Ok(move |backend: &B| {
-            let (x, d_y) = (whole::<B, T>(&x), whole::<B, T>(&d_y));
-            let d_weight = whole_mut::<B, f32>(&mut d_weight);
-            backend.linear_backward_weight(inputs, x, d_y, d_weight, Accumulation::Add)
+            backend.linear_backward_weight(LinearBackwardWeight {
+                inputs,
+                x: B::whole(&x),
+                d_y: B::whole(&d_y),
+                d_weight: B::whole_mut(&mut d_weight),
+                accumulation: Accumulation::Add,
+            })
         })
     });
     [forward, input, weight]
@@ -173,8 +187,13 @@ fn linear_one_token<B: Backend, T: Element>([inputs, outputs]: [usize; 2]) -> Ca
         let weight = numbers::<B, T>(backend, outputs * inputs)?;
         let mut y = backend.allocate::<T>(outputs)?;
         Ok(move |backend: &B| {
-            let (x, weight) = (whole::<B, T>(&x), whole::<B, T>(&weight));
-            backend.linear_forward(inputs, x, weight, None, whole_mut::<B, T>(&mut y))
+            backend.linear_forward(LinearForward {
+                inputs,
+                x: B::whole(&x),
+                weight: B::whole(&weight),
+                residual: None,
+                y: B::whole_mut(&mut y),
+            })
         })
     })
 }
@@ -187,11 +206,7 @@ fn swiglu_forward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
             let gate_up = numbers::<B, T>(backend, sizes.tokens * 2 * sizes.mlp)?;
             let mut out = backend.allocate::<T>(sizes.tokens * sizes.mlp)?;
             Ok(move |backend: &B| {
-                backend.swiglu_forward(
-                    sizes.mlp,
-                    whole::<B, T>(&gate_up),
-                    whole_mut::<B, T>(&mut out),
-                )
+                backend.swiglu_forward(sizes.mlp, B::whole(&gate_up), B::whole_mut(&mut out))
             })
         },
     )
@@ -205,8 +220,8 @@ fn swiglu_backward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
             let mut gate_up = numbers::<B, T>(backend, sizes.tokens * 2 * sizes.mlp)?;
             let mut out = numbers::<B, T>(backend, sizes.tokens * sizes.mlp)?;
             Ok(move |backend: &B| {
-                let gate_up = whole_mut::<B, T>(&mut gate_up);
-                backend.swiglu_backward(sizes.mlp, gate_up, whole_mut::<B, T>(&mut out))
+                let gate_up = B::whole_mut::<T>(&mut gate_up);
+                backend.swiglu_backward(sizes.mlp, gate_up, B::whole_mut(&mut out))
             })
         },
     )
@@ -231,20 +246,20 @@ fn cross_entropy<B: Backend, T: Element>(
         Ok(move |backend: &B| {
             let gradients = with_gradients.then(|| HeadGradients {
                 scale: 1.0,
-                d_x: whole_mut::<B, T>(&mut d_x),
-                d_weight: whole_mut::<B, f32>(&mut d_weight),
+                d_x: B::whole_mut(&mut d_x),
+                d_weight: B::whole_mut(&mut d_weight),
                 accumulation: Accumulation::Add,
             });
-            backend.cross_entropy(
-                &shape,
-                whole::<B, T>(&x),
-                whole::<B, T>(&weight),
-                whole::<B, u32>(&targets),
-                whole_mut::<B, f32>(&mut scratch),
-                whole_mut::<B, f64>(&mut loss),
+            backend.cross_entropy(CrossEntropyArgs {
+                shape,
+                x: B::whole(&x),
+                weight: B::whole(&weight),
+                targets: B::whole(&targets),
+                scratch: B::whole_mut(&mut scratch),
+                loss: B::whole_mut(&mut loss),
                 gradients,
-                None,
-            )
+                ranks: None,
+            })
         })
     })
 }
@@ -257,8 +272,13 @@ fn key_value_append<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
         let mut keys = backend.allocate::<T>(sizes.tokens * width)?;
         let mut values = backend.allocate::<T>(sizes.tokens * width)?;
         Ok(move |backend: &B| {
-            let (keys, values) = (whole_mut::<B, T>(&mut keys), whole_mut::<B, T>(&mut values));
-            backend.key_value_append(&shape, 0, whole::<B, T>(&qkv), keys, values)
+            backend.key_value_append(KeyValueAppend {
+                shape: &shape,
+                first_position: 0,
+                qkv: B::whole(&qkv),
+                keys: B::whole_mut(&mut keys),
+                values: B::whole_mut(&mut values),
+            })
         })
     })
 }
@@ -269,10 +289,7 @@ fn add<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
         let x = numbers::<B, T>(backend, count)?;
         let y = numbers::<B, T>(backend, count)?;
         let mut out = backend.allocate::<T>(count)?;
-        Ok(move |backend: &B| {
-            let out = whole_mut::<B, T>(&mut out);
-            backend.add(whole::<B, T>(&x), whole::<B, T>(&y), out)
-        })
+        Ok(move |backend: &B| backend.add(B::whole(&x), B::whole(&y), B::whole_mut(&mut out)))
     })
 }
 
@@ -283,7 +300,7 @@ fn convert<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
     Case::new("convert", Work::Bytes(bytes as u64), move |backend: &B| {
         let x = numbers::<B, f32>(backend, count)?;
         let mut y = backend.allocate::<T>(count)?;
-        Ok(move |backend: &B| backend.convert(whole::<B, f32>(&x), whole_mut::<B, T>(&mut y)))
+        Ok(move |backend: &B| backend.convert(B::whole(&x), B::whole_mut(&mut y)))
     })
 }
 
@@ -294,9 +311,7 @@ fn squared_norm<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
         move |backend: &B| {
             let x = numbers::<B, T>(backend, sizes.vocabulary * sizes.width)?;
             let mut out = backend.allocate::<f64>(1)?;
-            Ok(move |backend: &B| {
-                backend.squared_norms(&[whole::<B, T>(&x)], whole_mut::<B, f64>(&mut out))
-            })
+            Ok(move |backend: &B| backend.squared_norms(&[B::whole(&x)], B::whole_mut(&mut out)))
         },
     )
 }
@@ -323,15 +338,15 @@ fn adamw<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
         let mut first_moment = numbers::<B, f32>(backend, len)?;
         let mut second_moment = upload(backend, &vec![1f32; len])?;
         Ok(move |backend: &B| {
-            backend.adamw(
-                &STEP,
-                whole::<B, f64>(&squared_norm),
-                whole::<B, f32>(&gradients),
-                whole_mut::<B, T>(&mut weights),
-                with_remainder.then(|| whole_mut::<B, i16>(&mut remainder)),
-                whole_mut::<B, f32>(&mut first_moment),
-                whole_mut::<B, f32>(&mut second_moment),
-            )
+            backend.adamw(AdamWUpdate {
+                step: &STEP,
+                squared_norm: B::whole(&squared_norm),
+                gradients: B::whole(&gradients),
+                weights: B::whole_mut(&mut weights),
+                remainder: with_remainder.then(|| B::whole_mut(&mut remainder)),
+                first_moment: B::whole_mut(&mut first_moment),
+                second_moment: B::whole_mut(&mut second_moment),
+            })
         })
     })
 }

@@ -2,18 +2,22 @@
 
 use rayon::prelude::*;
 
+use super::Convert;
+use crate::cpu::Cpu;
 use crate::error::{Result, check_len};
 use crate::scalar::Element;
 use crate::simd::vectorized;
 
-/// Numbers of one task.
+/// Elements of one task.
 const PART: usize = 64 * 1024;
 
-pub(crate) fn convert<X: Element, Y: Element>(x: &[X], y: &mut [Y]) -> Result<()> {
-    check_len("convert", "y", y.len(), x.len())?;
-    let parts = y.par_chunks_mut(PART).zip(x.par_chunks(PART));
-    parts.for_each(|(y, x)| vectorized!(convert_part(x, y)));
-    Ok(())
+impl Convert for Cpu {
+    fn convert<X: Element, Y: Element>(&self, x: &[X], y: &mut [Y]) -> Result<()> {
+        check_len("convert", "y", y.len(), x.len())?;
+        let parts = y.par_chunks_mut(PART).zip(x.par_chunks(PART));
+        parts.for_each(|(y, x)| vectorized!(convert_part(x, y)));
+        Ok(())
+    }
 }
 
 #[inline(always)]

@@ -2,7 +2,8 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::cuda::{Cuda, CudaView, CudaViewMut, blocks, name};
+use super::Convert;
+use crate::cuda::{Cuda, CudaView, CudaViewMut, blocks, mirrored, name};
 use crate::error::{Result, check_len};
 use crate::scalar::Element;
 
@@ -15,16 +16,20 @@ struct Parameters {
     count: u64,
 }
 
-pub(crate) fn convert<X: Element, Y: Element>(
-    cuda: &Cuda,
-    x: CudaView<'_, X>,
-    y: CudaViewMut<'_, Y>,
-) -> Result<()> {
-    check_len("convert", "y", y.len, x.len)?;
-    if X::DTYPE == Y::DTYPE {
-        return cuda.device().copy(x.address, y.address, x.len * size_of::<X>());
+mirrored!(Parameters, 24, x 0, y 8, count 16);
+
+impl Convert for Cuda {
+    fn convert<X: Element, Y: Element>(
+        &self,
+        x: CudaView<'_, X>,
+        y: CudaViewMut<'_, Y>,
+    ) -> Result<()> {
+        check_len("convert", "y", y.len, x.len)?;
+        if X::DTYPE == Y::DTYPE {
+            return self.device().copy(x.address, y.address, x.len * size_of::<X>());
+        }
+        let parameters = Parameters { x: x.address, y: y.address, count: x.len as u64 };
+        // Of two types, the name of the one that is read says all.
+        self.launch(&name::<X>("convert"), [blocks(x.len), 1], 0, &parameters)
     }
-    let parameters = Parameters { x: x.address, y: y.address, count: x.len as u64 };
-    // Of two types, the name of the one that is read says all.
-    cuda.launch(&name::<X>("convert"), [blocks(x.len), 1], 0, &parameters)
 }

@@ -16,9 +16,14 @@ struct Losses {
     float scale;
     uint32_t with_gradients;
 };
+static_assert(sizeof(Losses) == 40 && offsetof(Losses, logits) == 0 &&
+              offsetof(Losses, targets) == 8 && offsetof(Losses, losses) == 16 &&
+              offsetof(Losses, vocab_size) == 24 && offsetof(Losses, scale) == 32 &&
+              offsetof(Losses, with_gradients) == 36,
+              "as in cross_entropy/cuda.rs");
 
 // Of a head whose rows are divided among ranks.
-struct Divided {
+struct VocabParallel {
     Losses losses;
     // [tokens, ranks + 1]: logarithms of the ranks' sums of exponentials, and the target's logit.
     double* sums;
@@ -27,6 +32,11 @@ struct Divided {
     uint32_t rank;
     uint32_t ranks;
 };
+static_assert(sizeof(VocabParallel) == 72 && offsetof(VocabParallel, losses) == 0 &&
+              offsetof(VocabParallel, sums) == 40 && offsetof(VocabParallel, first_row) == 48 &&
+              offsetof(VocabParallel, vocab_size) == 56 && offsetof(VocabParallel, rank) == 64 &&
+              offsetof(VocabParallel, ranks) == 68,
+              "as in cross_entropy/cuda.rs");
 
 // Of some logits: the largest, and the sum of their exponentials less it. Of none: -inf and 0.
 struct Exponentials {
@@ -147,7 +157,7 @@ __device__ void losses(const Losses& p) {
 // Writes what the ranks add up: the logarithm of the rank's own sum into its column and the
 // target's logit, where it is held here, into the last. The table holds zeros.
 template <class T>
-__device__ void divided_sums(const Divided& p) {
+__device__ void vocab_parallel_sums(const VocabParallel& p) {
     const uint64_t count = p.losses.vocab_size;
     const T* row = static_cast<const T*>(p.losses.logits) + blockIdx.x * count;
     const uint32_t id = p.losses.targets[blockIdx.x];
@@ -172,7 +182,7 @@ __device__ void divided_sums(const Divided& p) {
 
 // The token's loss from all ranks' sums, on rank 0; with a scale, logits become their gradients.
 template <class T>
-__device__ void divided_losses(const Divided& p) {
+__device__ void vocab_parallel_losses(const VocabParallel& p) {
     const uint64_t count = p.losses.vocab_size;
     T* row = static_cast<T*>(p.losses.logits) + blockIdx.x * count;
     const uint32_t id = p.losses.targets[blockIdx.x];
@@ -209,7 +219,7 @@ __device__ void divided_losses(const Divided& p) {
 
 EXPORT(cross_entropy_losses_f32, cross_entropy::losses<float>, cross_entropy::Losses)
 EXPORT(cross_entropy_losses_bf16, cross_entropy::losses<bf16>, cross_entropy::Losses)
-EXPORT(divided_sums_f32, cross_entropy::divided_sums<float>, cross_entropy::Divided)
-EXPORT(divided_sums_bf16, cross_entropy::divided_sums<bf16>, cross_entropy::Divided)
-EXPORT(divided_losses_f32, cross_entropy::divided_losses<float>, cross_entropy::Divided)
-EXPORT(divided_losses_bf16, cross_entropy::divided_losses<bf16>, cross_entropy::Divided)
+EXPORT(vocab_parallel_sums_f32, cross_entropy::vocab_parallel_sums<float>, cross_entropy::VocabParallel)
+EXPORT(vocab_parallel_sums_bf16, cross_entropy::vocab_parallel_sums<bf16>, cross_entropy::VocabParallel)
+EXPORT(vocab_parallel_losses_f32, cross_entropy::vocab_parallel_losses<float>, cross_entropy::VocabParallel)
+EXPORT(vocab_parallel_losses_bf16, cross_entropy::vocab_parallel_losses<bf16>, cross_entropy::VocabParallel)

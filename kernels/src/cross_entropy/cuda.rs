@@ -2,12 +2,14 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{GPU_CHUNK, HeadGradients, HeadShape, Lens, check, check_ranks};
+use super::{
+    CrossEntropy, CrossEntropyArgs, GPU_CHUNK, HeadRanks, HeadShape, Lens, check, check_ranks,
+};
 use crate::adamw;
-use crate::backend::{Accumulation, Backend};
-use crate::cuda::{Cuda, CudaView, CudaViewMut, Gemm, Operand, name};
+use crate::cuda::{Cuda, Gemm, Operand, mirrored, name};
 use crate::error::Result;
-use crate::ranks::HeadRanks;
+use crate::linear::Accumulation;
+use crate::memory::Memory;
 use crate::scalar::Element;
 
 /// `Losses` of cross_entropy.cu.
@@ -22,10 +24,12 @@ struct Losses {
     with_gradients: u32,
 }
 
-/// `Divided` of cross_entropy.cu.
+mirrored!(Losses, 40, logits 0, targets 8, losses 16, vocab_size 24, scale 32, with_gradients 36);
+
+/// `VocabParallel` of cross_entropy.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
-struct Divided {
+struct VocabParallel {
     losses: Losses,
     sums: u64,
     first_row: u64,
@@ -33,6 +37,8 @@ struct Divided {
     rank: u32,
     ranks: u32,
 }
+
+mirrored!(VocabParallel, 72, losses 0, sums 40, first_row 48, vocab_size 56, rank 64, ranks 68);
 
 /// Tokens of a chunk of logits of `bytes` bytes each.
 fn chunk_rows(shape: &HeadShape, bytes: usize) -> usize {
@@ -53,83 +59,80 @@ pub(crate) fn own_scratch_bytes(tokens: usize) -> usize {
     tokens * size_of::<f64>()
 }
 
-/// The scratch, the loss and the gradients.
-type Outputs<'s, 'l, 'g, T, G> =
-    (CudaViewMut<'s, f32>, CudaViewMut<'l, f64>, Option<HeadGradients<'g, Cuda, T, G>>);
-
-pub(crate) fn cross_entropy<T: Element, G: Element>(
-    cuda: &Cuda,
-    shape: &HeadShape,
-    x: CudaView<'_, T>,
-    weight: CudaView<'_, T>,
-    targets: CudaView<'_, u32>,
-    (scratch, loss, mut gradients): Outputs<'_, '_, '_, T, G>,
-    mut ranks: Option<HeadRanks<'_, Cuda>>,
-) -> Result<()> {
-    check(
-        shape,
-        &Lens {
-            x: x.len,
-            weight: weight.len,
-            targets: targets.len,
-            scratch: (scratch.len, self::scratch(shape)),
-            loss: loss.len,
-            gradients: gradients.as_ref().map(|g| [g.d_x.len, g.d_weight.len]),
-            sums: ranks.as_ref().map(|ranks| (ranks.sums.len, self::sums(shape, ranks.rank.1))),
-        },
-    )?;
-    check_ranks(shape, ranks.as_ref())?;
-    let &HeadShape { tokens, width, vocab_size, .. } = shape;
-    if let (0, Some(gradients)) = (tokens, &mut gradients)
-        && gradients.accumulation == Accumulation::Overwrite
-    {
-        cuda.zero(gradients.d_weight.first(shape.vocab_size * width))?;
-    }
-    let losses = cuda.scratch(own_scratch_bytes(tokens))?;
-    let chunk = chunk_rows(shape, size_of::<T>());
-    for first in (0..tokens).step_by(chunk.max(1)) {
-        let rows = chunk.min(tokens - first);
-        let part = |address: u64| address + (first * width * size_of::<T>()) as u64;
-        let logits = Operand::new(scratch.address, T::DTYPE, rows, vocab_size);
-        let x = Operand::new(part(x.address), T::DTYPE, rows, width);
-        let weight = Operand::new(weight.address, T::DTYPE, vocab_size, width);
-        cuda.gemm(&Gemm { out: logits, left: x, right: weight.transposed(), addend: None })?;
-        let parameters = Losses {
-            logits: scratch.address,
-            targets: targets.address + (first * size_of::<u32>()) as u64,
-            losses: losses + (first * size_of::<f64>()) as u64,
-            vocab_size: vocab_size as u64,
-            scale: gradients.as_ref().map_or(0.0, |gradients| gradients.scale),
-            with_gradients: u32::from(gradients.is_some()),
-        };
-        match &mut ranks {
-            None => cuda.launch(&name::<T>("cross_entropy_losses"), [rows, 1], 0, &parameters)?,
-            Some(ranks) => divided_losses::<T>(cuda, rows, parameters, ranks)?,
+impl CrossEntropy for Cuda {
+    fn cross_entropy<T: Element, G: Element>(
+        &self,
+        args: CrossEntropyArgs<'_, Self, T, G>,
+    ) -> Result<()> {
+        let CrossEntropyArgs { shape, x, weight, targets, scratch, loss, .. } = args;
+        let CrossEntropyArgs { mut gradients, mut ranks, .. } = args;
+        check(
+            &shape,
+            &Lens {
+                x: x.len,
+                weight: weight.len,
+                targets: targets.len,
+                scratch: (scratch.len, self::scratch(&shape)),
+                loss: loss.len,
+                gradients: gradients.as_ref().map(|g| [g.d_x.len, g.d_weight.len]),
+                sums: ranks.as_ref().map(|ranks| (ranks.sums.len, self::sums(&shape, ranks.ranks))),
+            },
+        )?;
+        check_ranks(&shape, ranks.as_ref())?;
+        let HeadShape { tokens, width, vocab_size, .. } = shape;
+        if let (0, Some(gradients)) = (tokens, &mut gradients)
+            && gradients.accumulation == Accumulation::Overwrite
+        {
+            self.zero(gradients.d_weight.first(shape.vocab_size * width))?;
         }
-        if let Some(gradients) = &mut gradients {
-            let d_x = Operand::new(part(gradients.d_x.address), T::DTYPE, rows, width);
-            cuda.gemm(&Gemm { out: d_x, left: logits, right: weight, addend: None })?;
-            let address = gradients.d_weight.address;
-            let out = Operand::new(address, G::DTYPE, vocab_size, width);
-            let left = logits.transposed();
-            let adds = gradients.accumulation == Accumulation::Add;
-            cuda.gemm(&Gemm { out, left, right: x, addend: adds.then_some(address) })?;
-            gradients.accumulation = Accumulation::Add;
+        let losses = self.scratch(own_scratch_bytes(tokens))?;
+        let chunk = chunk_rows(&shape, size_of::<T>());
+        for first in (0..tokens).step_by(chunk.max(1)) {
+            let rows = chunk.min(tokens - first);
+            let part = |address: u64| address + (first * width * size_of::<T>()) as u64;
+            let logits = Operand::new(scratch.address, T::DTYPE, rows, vocab_size);
+            let x = Operand::new(part(x.address), T::DTYPE, rows, width);
+            let weight = Operand::new(weight.address, T::DTYPE, vocab_size, width);
+            self.gemm(&Gemm { out: logits, left: x, right: weight.transposed(), addend: None })?;
+            let parameters = Losses {
+                logits: scratch.address,
+                targets: targets.address + (first * size_of::<u32>()) as u64,
+                losses: losses + (first * size_of::<f64>()) as u64,
+                vocab_size: vocab_size as u64,
+                scale: gradients.as_ref().map_or(0.0, |gradients| gradients.scale),
+                with_gradients: u32::from(gradients.is_some()),
+            };
+            match &mut ranks {
+                None => {
+                    self.launch(&name::<T>("cross_entropy_losses"), [rows, 1], 0, &parameters)?
+                }
+                Some(ranks) => vocab_parallel_losses::<T>(self, rows, parameters, ranks)?,
+            }
+            if let Some(gradients) = &mut gradients {
+                let d_x = Operand::new(part(gradients.d_x.address), T::DTYPE, rows, width);
+                self.gemm(&Gemm { out: d_x, left: logits, right: weight, addend: None })?;
+                let address = gradients.d_weight.address;
+                let out = Operand::new(address, G::DTYPE, vocab_size, width);
+                let left = logits.transposed();
+                let adds = gradients.accumulation == Accumulation::Add;
+                self.gemm(&Gemm { out, left, right: x, addend: adds.then_some(address) })?;
+                gradients.accumulation = Accumulation::Add;
+            }
         }
+        adamw::cuda::sum(self, losses, tokens, 1.0, loss)
     }
-    adamw::cuda::sum(cuda, losses, tokens, 1.0, loss)
 }
 
-/// The losses of a chunk whose logits are divided among ranks.
-fn divided_losses<T: Element>(
+/// The losses of a chunk whose vocabulary is divided among ranks.
+fn vocab_parallel_losses<T: Element>(
     cuda: &Cuda,
     tokens: usize,
     losses: Losses,
     ranks: &mut HeadRanks<'_, Cuda>,
 ) -> Result<()> {
-    let HeadRanks { rows, rank: (rank, count), sums, all_reduce } = ranks;
+    let HeadRanks { rows, rank, ranks: count, sums, all_reduce } = ranks;
     let table = tokens * (*count + 1);
-    let parameters = Divided {
+    let parameters = VocabParallel {
         losses,
         sums: sums.address,
         first_row: rows.first as u64,
@@ -138,7 +141,7 @@ fn divided_losses<T: Element>(
         ranks: *count as u32,
     };
     cuda.zero(sums.first(table))?;
-    cuda.launch(&name::<T>("divided_sums"), [tokens, 1], 0, &parameters)?;
+    cuda.launch(&name::<T>("vocab_parallel_sums"), [tokens, 1], 0, &parameters)?;
     all_reduce(sums.first(table))?;
-    cuda.launch(&name::<T>("divided_losses"), [tokens, 1], 0, &parameters)
+    cuda.launch(&name::<T>("vocab_parallel_losses"), [tokens, 1], 0, &parameters)
 }

@@ -14,9 +14,10 @@ pub(crate) mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
 
-use crate::backend::{Accumulation, Backend, ViewMut};
 use crate::error::{Result, check_len, ensure};
-use crate::ranks::{HeadRanks, VocabularyRows};
+use crate::linear::Accumulation;
+use crate::memory::{Memory, View, ViewMut};
+use crate::ranks::{AllReduce, VocabularyRows};
 use crate::scalar::Element;
 
 /// Tokens whose f32 logits a GPU has at a time; of bf16 logits twice as many fit.
@@ -32,19 +33,19 @@ pub struct HeadShape {
     pub tokens: usize,
     /// Width of the residual stream, C.
     pub width: usize,
-    /// Rows of the head that are held here, V: the vocabulary's, unless ranks divide it.
+    /// Local rows of the head, V: the vocabulary's, unless ranks divide it.
     pub vocab_size: usize,
     /// Rows of the rank that holds most of them, by which all ranks choose the tokens of a chunk.
     pub largest_share: usize,
 }
 
 impl HeadShape {
-    /// Of a head whose rows are all held here.
+    /// A head whose rows are all local.
     pub const fn whole(tokens: usize, width: usize, vocab_size: usize) -> Self {
         HeadShape { tokens, width, vocab_size, largest_share: vocab_size }
     }
 
-    /// Of the rows that one of `ranks` ranks holds.
+    /// The local `rows` of one of `ranks` ranks.
     pub fn of_rows(tokens: usize, width: usize, rows: VocabularyRows, ranks: usize) -> Self {
         let largest_share = rows.vocab_size.div_ceil(ranks);
         HeadShape { tokens, width, vocab_size: rows.count, largest_share }
@@ -52,15 +53,72 @@ impl HeadShape {
 }
 
 /// Where the gradients of the output head go.
-pub struct HeadGradients<'a, B: Backend, T: Element, G: Element> {
+pub struct HeadGradients<'a, M: Memory, T: Element, G: Element> {
     /// Gradient of the total loss with respect to each token's: 1 / (targets of the whole step).
     pub scale: f32,
     /// Overwritten; `[N, C]`.
-    pub d_x: ViewMut<'a, B, T>,
+    pub d_x: ViewMut<'a, M, T>,
     /// `[V, C]`.
-    pub d_weight: ViewMut<'a, B, G>,
-    /// What becomes of what `d_weight` holds.
+    pub d_weight: ViewMut<'a, M, G>,
+    /// Whether `d_weight` is overwritten or added to.
     pub accumulation: Accumulation,
+}
+
+impl<M: Memory, T: Element, G: Element> HeadGradients<'_, M, T, G> {
+    /// The same for a shorter time.
+    pub fn reborrow(&mut self) -> HeadGradients<'_, M, T, G> {
+        HeadGradients {
+            scale: self.scale,
+            d_x: M::reborrow_mut(&mut self.d_x),
+            d_weight: M::reborrow_mut(&mut self.d_weight),
+            accumulation: self.accumulation,
+        }
+    }
+}
+
+/// What ranks that share the rows of a head need.
+pub struct HeadRanks<'a, M: Memory> {
+    /// The local rows.
+    pub rows: VocabularyRows,
+    /// This rank's index among those that share the head.
+    pub rank: usize,
+    /// How many there are.
+    pub ranks: usize,
+    /// [`crate::Workspace::cross_entropy_sums`] elements of scratch.
+    pub sums: ViewMut<'a, M, f64>,
+    /// The sum over the ranks.
+    pub all_reduce: AllReduce<'a, M>,
+}
+
+/// Arguments of [`CrossEntropy::cross_entropy`].
+pub struct CrossEntropyArgs<'a, M: Memory, T: Element, G: Element> {
+    /// Shape of the head, of the local rows where ranks share it.
+    pub shape: HeadShape,
+    /// `[N, C]`.
+    pub x: View<'a, M, T>,
+    /// `[V, C]`.
+    pub weight: View<'a, M, T>,
+    /// `[N]`.
+    pub targets: View<'a, M, u32>,
+    /// [`crate::Workspace::cross_entropy_scratch`] elements.
+    pub scratch: ViewMut<'a, M, f32>,
+    /// Added to; `[1]`.
+    pub loss: ViewMut<'a, M, f64>,
+    /// Gradients, where they are wanted.
+    pub gradients: Option<HeadGradients<'a, M, T, G>>,
+    /// Needed where ranks share the head: rank 0 adds the loss, and the ranks' `d_x` are to be added up.
+    pub ranks: Option<HeadRanks<'a, M>>,
+}
+
+/// The output projection with its loss as an operator of a device.
+pub trait CrossEntropy: Memory {
+    /// Cross-entropy of the output projection, by chunks of tokens so that the logits of all of them
+    /// never exist at once: `loss[0] += sum_n -log softmax(x[n] weight^T)[targets[n]]` over the targets
+    /// that are not [`IGNORED`]; and, where asked for, its gradients.
+    fn cross_entropy<T: Element, G: Element>(
+        &self,
+        args: CrossEntropyArgs<'_, Self, T, G>,
+    ) -> Result<()>;
 }
 
 /// Lengths of the buffers of a call.
@@ -87,7 +145,7 @@ fn check(shape: &HeadShape, lens: &Lens) -> Result<()> {
     check_len(OPERATOR, "loss", lens.loss, 1)?;
     let (scratch, least) = lens.scratch;
     ensure(OPERATOR, scratch >= least, || {
-        format!("scratch of {scratch} numbers, expected {least}")
+        format!("scratch of {scratch} elements, expected {least}")
     })?;
     if let Some((sums, least)) = lens.sums {
         ensure(OPERATOR, sums >= least, || format!("{sums} sums, expected {least}"))?;
@@ -100,8 +158,8 @@ fn check(shape: &HeadShape, lens: &Lens) -> Result<()> {
 }
 
 /// Refuses ranks that do not fit the head.
-fn check_ranks<B: Backend>(shape: &HeadShape, ranks: Option<&HeadRanks<'_, B>>) -> Result<()> {
-    let Some(HeadRanks { rows, rank: (rank, count), .. }) = ranks else { return Ok(()) };
+fn check_ranks<M: Memory>(shape: &HeadShape, ranks: Option<&HeadRanks<'_, M>>) -> Result<()> {
+    let Some(HeadRanks { rows, rank, ranks: count, .. }) = ranks else { return Ok(()) };
     let fit = rank < count
         && rows.count == shape.vocab_size
         && rows.first + rows.count <= rows.vocab_size;

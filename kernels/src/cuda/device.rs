@@ -3,8 +3,8 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::backend::DeviceMemory;
 use crate::error::Result;
+use crate::memory::MemoryInfo;
 use crate::scalar::DType;
 
 /// A device's memory, kernels and matrix products.
@@ -25,7 +25,7 @@ pub(crate) trait Device: Send + Sync {
     fn tensor_map(&self, tensor: &BoxedTensor) -> Result<TensorMap>;
 
     /// How much memory is in use; `None` where the device cannot tell.
-    fn memory(&self) -> Option<DeviceMemory>;
+    fn memory_info(&self) -> Option<MemoryInfo>;
 
     /// How often memory was taken and given back, where that is counted.
     #[cfg(feature = "cuda-emulator")]

@@ -8,8 +8,8 @@ use cudarc::driver::{CudaContext, DriverError, result, sys};
 
 use super::device::{BoxedTensor, Device, Gemm, TensorMap};
 use super::products::Products;
-use crate::backend::DeviceMemory;
 use crate::error::{Error, Result};
+use crate::memory::MemoryInfo;
 
 /// The kernels, compiled for several generations of GPUs (build/main.rs).
 static KERNELS: &Aligned<[u8]> =
@@ -226,9 +226,9 @@ impl Device for Driver {
         Ok(TensorMap(map.opaque))
     }
 
-    fn memory(&self) -> Option<DeviceMemory> {
+    fn memory_info(&self) -> Option<MemoryInfo> {
         let (free, total) = self.run("asking for the memory in use", result::mem_get_info).ok()?;
-        Some(DeviceMemory { used: (total - free) as u64, total: total as u64 })
+        Some(MemoryInfo { used: (total - free) as u64, total: total as u64 })
     }
 
     fn allocate(&self, bytes: usize) -> Result<u64> {

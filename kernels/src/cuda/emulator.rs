@@ -9,9 +9,9 @@ use bytemuck::{Pod, Zeroable};
 use half::bf16;
 
 use super::device::{BoxedTensor, Device, Gemm, Operand, TensorMap};
-use crate::backend::DeviceMemory;
 use crate::error::{Error, Result};
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
+use crate::memory::MemoryInfo;
 use crate::scalar::{DType, Element};
 
 /// The host's memory as a device's.
@@ -105,7 +105,7 @@ impl Device for Emulator {
         Ok(map)
     }
 
-    fn memory(&self) -> Option<DeviceMemory> {
+    fn memory_info(&self) -> Option<MemoryInfo> {
         None
     }
 

@@ -10,6 +10,8 @@
 #include "../key_value_cache/key_value_cache.cu"
 #include "../rms_norm/rms_norm.cu"
 #include "../rope/rope.cu"
+#include "../router/query_norm/query_norm.cu"
+#include "../router/router.cu"
 #include "../swiglu/swiglu.cu"
 
 #ifndef __CUDACC__

@@ -4,10 +4,22 @@ use bytemuck::Pod;
 
 use super::{Cuda, Gemm};
 use crate::error::Result;
-use crate::scalar::{DType, Element};
+use crate::scalar::Element;
 
 /// Threads of a block, in every kernel that does not say otherwise (`operators.cuh`).
 pub(crate) const THREADS: usize = 256;
+
+/// Asserts the size of a structure that kernels take and the offset of each field; the same numbers
+/// stand beside the kernels' structure.
+macro_rules! mirrored {
+    ($structure:ident, $size:literal, $($field:ident $offset:literal),+ $(,)?) => {
+        const _: () = {
+            assert!(size_of::<$structure>() == $size);
+            $(assert!(std::mem::offset_of!($structure, $field) == $offset);)+
+        };
+    };
+}
+pub(crate) use mirrored;
 
 /// Blocks that fill a large GPU some times over.
 pub(crate) const MOST_BLOCKS: usize = 4096;
@@ -17,17 +29,9 @@ pub(crate) fn blocks(count: usize) -> usize {
     count.div_ceil(THREADS).clamp(1, MOST_BLOCKS)
 }
 
-fn suffix<T: Element>() -> &'static str {
-    match T::DTYPE {
-        DType::BF16 => "bf16",
-        // The only other type that operators compute in.
-        _ => "f32",
-    }
-}
-
-/// The name of a kernel for numbers of type `T`.
+/// The name of a kernel for elements of type `T`.
 pub(crate) fn name<T: Element>(kernel: &str) -> String {
-    format!("{kernel}_{}", suffix::<T>())
+    format!("{kernel}_{}", T::SUFFIX)
 }
 
 impl Cuda {

@@ -1,114 +1,115 @@
-//! Buffers in a device's memory and views of them.
+//! The memory of a [`Cuda`].
 
-use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::Arc;
 
-use super::device::Device;
-use crate::error::Result;
-use crate::scalar::Scalar;
+use super::{Cuda, CudaBuffer, CudaView, CudaViewMut};
+use crate::cross_entropy::{self, HeadShape};
+use crate::error::{Result, check_len};
+use crate::memory::{Memory, MemoryInfo, WorkingSet, Workspace};
+use crate::region::{Location, LocationMut, Region, RegionMut};
+use crate::scalar::{Element, Scalar};
 
-/// Some memory of a device, given back when it is dropped.
-pub(crate) struct Memory {
-    device: Arc<dyn Device>,
-    address: u64,
-    bytes: usize,
-}
+impl Memory for Cuda {
+    type Buffer<S: Scalar> = CudaBuffer<S>;
+    type View<'a, S: Scalar> = CudaView<'a, S>;
+    type ViewMut<'a, S: Scalar> = CudaViewMut<'a, S>;
 
-impl Memory {
-    /// `bytes` zeros.
-    pub(crate) fn new(device: &Arc<dyn Device>, bytes: usize) -> Result<Self> {
-        Ok(Memory { device: Arc::clone(device), address: device.allocate(bytes)?, bytes })
+    fn name(&self) -> String {
+        self.device.name()
     }
 
-    pub(crate) fn address(&self) -> u64 {
-        self.address
+    fn memory_info(&self) -> Option<MemoryInfo> {
+        self.device.memory_info()
     }
 
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        self.device.free(self.address, self.bytes);
-    }
-}
-
-/// Numbers in a device's memory.
-pub struct CudaBuffer<S> {
-    memory: Memory,
-    len: usize,
-    numbers: PhantomData<S>,
-}
-
-impl<S: Scalar> CudaBuffer<S> {
-    pub(crate) fn zeros(device: &Arc<dyn Device>, len: usize) -> Result<Self> {
-        let bytes = len.saturating_mul(size_of::<S>());
-        Ok(CudaBuffer { memory: Memory::new(device, bytes)?, len, numbers: PhantomData })
+    fn allocate<S: Scalar>(&self, len: usize) -> Result<CudaBuffer<S>> {
+        CudaBuffer::zeros(&self.device, len)
     }
 
-    pub(crate) fn len(&self) -> usize {
-        self.len
+    fn len<S: Scalar>(buffer: &CudaBuffer<S>) -> usize {
+        buffer.len()
     }
 
-    pub(crate) fn address(&self) -> u64 {
-        self.memory.address()
+    fn view<S: Scalar>(buffer: &CudaBuffer<S>, range: Range<usize>) -> CudaView<'_, S> {
+        buffer.view(range)
     }
 
-    pub(crate) fn view(&self, range: Range<usize>) -> CudaView<'_, S> {
-        let (address, len) = self.part(range);
-        CudaView { address, len, numbers: PhantomData }
+    fn view_mut<S: Scalar>(buffer: &mut CudaBuffer<S>, range: Range<usize>) -> CudaViewMut<'_, S> {
+        buffer.view_mut(range)
     }
 
-    pub(crate) fn view_mut(&mut self, range: Range<usize>) -> CudaViewMut<'_, S> {
-        let (address, len) = self.part(range);
-        CudaViewMut { address, len, numbers: PhantomData }
+    fn reborrow<'v, 'long: 'v, S: Scalar>(view: CudaView<'long, S>) -> CudaView<'v, S> {
+        view
     }
 
-    /// Panics where the range leaves the buffer, as a slice does.
-    fn part(&self, range: Range<usize>) -> (u64, usize) {
-        assert!(
-            range.start <= range.end && range.end <= self.len,
-            "range {range:?} of a buffer of {} numbers",
-            self.len
-        );
-        (self.address() + (range.start * size_of::<S>()) as u64, range.len())
+    fn reborrow_mut<'v, S: Scalar>(view: &'v mut CudaViewMut<'_, S>) -> CudaViewMut<'v, S> {
+        let len = view.len;
+        view.first(len)
     }
-}
 
-/// Read access to a part of a [`CudaBuffer`].
-pub struct CudaView<'a, S> {
-    pub(crate) address: u64,
-    pub(crate) len: usize,
-    numbers: PhantomData<&'a [S]>,
-}
-
-impl<S> Clone for CudaView<'_, S> {
-    fn clone(&self) -> Self {
-        *self
+    fn as_view<'v, S: Scalar>(view: &'v CudaViewMut<'_, S>) -> CudaView<'v, S> {
+        view.read()
     }
-}
 
-impl<S> Copy for CudaView<'_, S> {}
+    fn region<'a, S: Scalar>(view: Self::View<'a, S>) -> Region<'a> {
+        Region { dtype: S::DTYPE, len: view.len, location: Location::Device(view.address) }
+    }
 
-/// Write access to a part of a [`CudaBuffer`].
-pub struct CudaViewMut<'a, S> {
-    pub(crate) address: u64,
-    pub(crate) len: usize,
-    numbers: PhantomData<&'a mut [S]>,
-}
+    fn region_mut<'a, S: Scalar>(view: Self::ViewMut<'a, S>) -> RegionMut<'a> {
+        RegionMut { dtype: S::DTYPE, len: view.len, location: LocationMut::Device(view.address) }
+    }
 
-impl<S> CudaViewMut<'_, S> {
-    /// The first `len` of its numbers.
-    pub(crate) fn first(&mut self, len: usize) -> CudaViewMut<'_, S> {
-        assert!(len <= self.len, "{len} numbers of a view of {}", self.len);
-        CudaViewMut { address: self.address, len, numbers: PhantomData }
+    fn upload<S: Scalar>(&self, source: &[S], destination: CudaViewMut<'_, S>) -> Result<()> {
+        check_len("upload", "destination", destination.len, source.len())?;
+        self.device.upload(bytemuck::cast_slice(source), destination.address)
+    }
+
+    fn download<S: Scalar>(&self, source: CudaView<'_, S>, destination: &mut [S]) -> Result<()> {
+        check_len("download", "destination", destination.len(), source.len)?;
+        self.device.download(source.address, bytemuck::cast_slice_mut(destination))
+    }
+
+    fn on_host<S: Scalar>(
+        &self,
+        elements: CudaViewMut<'_, S>,
+        change: impl FnOnce(&mut [S]) -> Result<()>,
+    ) -> Result<()> {
+        let mut host = vec![S::zeroed(); elements.len];
+        self.device.download(elements.address, bytemuck::cast_slice_mut(&mut host))?;
+        change(&mut host)?;
+        self.upload(&host, elements)
+    }
+
+    fn copy<S: Scalar>(
+        &self,
+        source: CudaView<'_, S>,
+        destination: CudaViewMut<'_, S>,
+    ) -> Result<()> {
+        check_len("copy", "destination", destination.len, source.len)?;
+        self.device.copy(source.address, destination.address, source.len * size_of::<S>())
+    }
+
+    fn zero<S: Scalar>(&self, destination: CudaViewMut<'_, S>) -> Result<()> {
+        self.device.zero(destination.address, destination.len * size_of::<S>())
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.device.synchronize()
     }
 }
 
-/// The address of an optional view, null where there is none.
-pub(crate) fn address_or_null<S>(view: Option<CudaView<'_, S>>) -> u64 {
-    view.map_or(0, |view| view.address)
+impl Workspace for Cuda {
+    fn cross_entropy_scratch(&self, shape: &HeadShape) -> usize {
+        cross_entropy::cuda::scratch(shape)
+    }
+
+    fn cross_entropy_sums(&self, shape: &HeadShape, ranks: usize) -> usize {
+        cross_entropy::cuda::sums(shape, ranks)
+    }
+
+    fn reserve<T: Element>(&self, passes: &WorkingSet) -> Result<()> {
+        self.scratch(super::reserve::scratch_bytes::<T>(self, passes))?;
+        self.counter()?;
+        Ok(())
+    }
 }

@@ -1,11 +1,11 @@
-//! NVIDIA GPUs as a [`Backend`]: operators are kernels of ours and matrix products of cuBLASLt, on
+//! NVIDIA GPUs as a [`crate::Backend`]: operators are kernels of ours and matrix products of cuBLASLt, on
 //! one stream, so that each starts when the one before is done.
 //!
 //! What lies under the operators is a [`Device`]: the driver's GPU (`driver`, feature `cuda`), or the
 //! same kernels run by the CPU, one block after the other (`emulator`, feature `cuda-emulator`), with
 //! which they are tested where there is no GPU.
 
-mod backend;
+mod buffer;
 mod device;
 #[cfg(feature = "cuda")]
 mod driver;
@@ -19,25 +19,25 @@ mod reserve;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+pub(crate) use buffer::address_or_null;
+pub use buffer::{CudaBuffer, CudaView, CudaViewMut};
 pub(crate) use device::{BoxedTensor, Device, Gemm, Operand, TensorMap};
 #[cfg(feature = "cuda-emulator")]
 pub use emulator::MemoryCalls;
-pub(crate) use launch::{MOST_BLOCKS, THREADS, blocks, name};
-pub(crate) use memory::address_or_null;
-pub use memory::{CudaBuffer, CudaView, CudaViewMut};
+pub(crate) use launch::{MOST_BLOCKS, THREADS, blocks, mirrored, name};
 
 use crate::attention::cuda::AttentionPath;
 use crate::error::Result;
-use memory::Memory;
+use buffer::Allocation;
 
 /// A GPU.
 #[derive(Clone)]
 pub struct Cuda {
     device: Arc<dyn Device>,
     /// What operators need for themselves, one after the other; grows to the largest need.
-    scratch: Arc<Mutex<Option<Memory>>>,
+    scratch: Arc<Mutex<Option<Allocation>>>,
     /// One number, 0 between any two kernels.
-    counter: Arc<Mutex<Option<Memory>>>,
+    counter: Arc<Mutex<Option<Allocation>>>,
     /// The first path that attention tries.
     first_attention: AttentionPath,
     /// The one that it took last.
@@ -166,7 +166,7 @@ impl Cuda {
     }
 
     /// Address of at least `bytes` bytes that are free until the next operator asks. Growing gives
-    /// memory back, for which the host waits: [`Backend::reserve`](crate::Backend::reserve) comes
+    /// memory back, for which the host waits: [`Workspace::reserve`](crate::Workspace::reserve) comes
     /// before.
     pub(crate) fn scratch(&self, bytes: usize) -> Result<u64> {
         let mut scratch = locked(&self.scratch);
@@ -174,7 +174,7 @@ impl Cuda {
             return Ok(memory.address());
         }
         *scratch = None;
-        let memory = Memory::new(&self.device, bytes)?;
+        let memory = Allocation::new(&self.device, bytes)?;
         let address = memory.address();
         *scratch = Some(memory);
         Ok(address)
@@ -186,7 +186,7 @@ impl Cuda {
         if let Some(memory) = counter.as_ref() {
             return Ok(memory.address());
         }
-        let memory = Memory::new(&self.device, size_of::<u32>())?;
+        let memory = Allocation::new(&self.device, size_of::<u32>())?;
         Ok(counter.insert(memory).address())
     }
 }

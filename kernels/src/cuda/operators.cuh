@@ -4,6 +4,7 @@
 // number; the host mirrors the structure (`Parameters` beside the operator's `launch`).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "common.cuh"

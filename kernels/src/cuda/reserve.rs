@@ -1,7 +1,7 @@
 //! How much scratch memory the operators of a model's passes need, known before the first of them.
 
 use super::Cuda;
-use crate::backend::WorkingSet;
+use crate::memory::WorkingSet;
 use crate::scalar::Element;
 use crate::{adamw, attention, cross_entropy, rms_norm, router};
 

@@ -1,46 +1,42 @@
 //! The CPU bodies of the embedding.
 
-use super::check;
+use super::{Embedding, EmbeddingBackward, EmbeddingForward, Lens, check};
+use crate::cpu::Cpu;
 use crate::error::{Error, Result};
-use crate::ranks::VocabularyRows;
 use crate::scalar::Element;
 
-pub(crate) fn forward<T: Element>(
-    width: usize,
-    rows: VocabularyRows,
-    ids: &[u32],
-    table: &[T],
-    out: &mut [T],
-) -> Result<()> {
-    check("embedding_forward", width, rows, ids.len(), table.len(), ("out", out.len()))?;
-    check_ids(ids, rows.vocab_size)?;
-    for (&id, out) in ids.iter().zip(out.chunks_exact_mut(width)) {
-        match rows.place(id) {
-            Some(row) => out.copy_from_slice(&table[row * width..][..width]),
-            None => out.fill(T::zeroed()),
+impl Embedding for Cpu {
+    fn embedding_forward<T: Element>(&self, args: EmbeddingForward<'_, Self, T>) -> Result<()> {
+        let EmbeddingForward { width, rows, ids, table, out } = args;
+        let lens = Lens { tokens: ids.len(), table: table.len(), activations: out.len() };
+        check("embedding_forward", width, rows, "out", &lens)?;
+        check_ids(ids, rows.vocab_size)?;
+        for (&id, out) in ids.iter().zip(out.chunks_exact_mut(width)) {
+            match rows.local(id) {
+                Some(row) => out.copy_from_slice(&table[row * width..][..width]),
+                None => out.fill(T::zeroed()),
+            }
         }
+        Ok(())
     }
-    Ok(())
-}
 
-pub(crate) fn backward<T: Element, G: Element>(
-    width: usize,
-    rows: VocabularyRows,
-    ids: &[u32],
-    d_out: &[T],
-    d_table: &mut [G],
-) -> Result<()> {
-    let gradient = ("d_out", d_out.len());
-    check("embedding_backward", width, rows, ids.len(), d_table.len(), gradient)?;
-    check_ids(ids, rows.vocab_size)?;
-    for (&id, d_out) in ids.iter().zip(d_out.chunks_exact(width)) {
-        let Some(row) = rows.place(id) else { continue };
-        let d_row = &mut d_table[row * width..][..width];
-        for (slot, &gradient) in d_row.iter_mut().zip(d_out) {
-            *slot = G::from_f32(slot.to_f32() + gradient.to_f32());
+    fn embedding_backward<T: Element, G: Element>(
+        &self,
+        args: EmbeddingBackward<'_, Self, T, G>,
+    ) -> Result<()> {
+        let EmbeddingBackward { width, rows, ids, d_out, d_table } = args;
+        let lens = Lens { tokens: ids.len(), table: d_table.len(), activations: d_out.len() };
+        check("embedding_backward", width, rows, "d_out", &lens)?;
+        check_ids(ids, rows.vocab_size)?;
+        for (&id, d_out) in ids.iter().zip(d_out.chunks_exact(width)) {
+            let Some(row) = rows.local(id) else { continue };
+            let d_row = &mut d_table[row * width..][..width];
+            for (slot, &gradient) in d_row.iter_mut().zip(d_out) {
+                *slot = G::from_f32(slot.to_f32() + gradient.to_f32());
+            }
         }
+        Ok(())
     }
-    Ok(())
 }
 
 /// Refuses an id outside the vocabulary.

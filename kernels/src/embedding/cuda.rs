@@ -2,10 +2,9 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::check;
-use crate::cuda::{Cuda, CudaView, CudaViewMut, name};
+use super::{Embedding, EmbeddingBackward, EmbeddingForward, Lens, check};
+use crate::cuda::{Cuda, mirrored, name};
 use crate::error::Result;
-use crate::ranks::VocabularyRows;
 use crate::scalar::Element;
 
 /// `Parameters` of embedding.cu.
@@ -21,46 +20,42 @@ struct Parameters {
     count: u64,
 }
 
-pub(crate) fn forward<T: Element>(
-    cuda: &Cuda,
-    width: usize,
-    held: VocabularyRows,
-    ids: CudaView<'_, u32>,
-    table: CudaView<'_, T>,
-    out: CudaViewMut<'_, T>,
-) -> Result<()> {
-    check("embedding_forward", width, held, ids.len, table.len, ("out", out.len))?;
-    let parameters = Parameters {
-        ids: ids.address,
-        table: table.address,
-        rows: out.address,
-        tokens: ids.len as u64,
-        width: width as u64,
-        first_row: held.first as u64,
-        count: held.count as u64,
-    };
-    cuda.launch(&name::<T>("embedding_forward"), [ids.len, 1], 0, &parameters)
-}
+mirrored!(Parameters, 56, ids 0, table 8, rows 16, tokens 24, width 32, first_row 40, count 48);
 
-pub(crate) fn backward<T: Element, G: Element>(
-    cuda: &Cuda,
-    width: usize,
-    held: VocabularyRows,
-    ids: CudaView<'_, u32>,
-    d_out: CudaView<'_, T>,
-    d_table: CudaViewMut<'_, G>,
-) -> Result<()> {
-    let gradient = ("d_out", d_out.len);
-    check("embedding_backward", width, held, ids.len, d_table.len, gradient)?;
-    let parameters = Parameters {
-        ids: ids.address,
-        table: d_table.address,
-        rows: d_out.address,
-        tokens: ids.len as u64,
-        width: width as u64,
-        first_row: held.first as u64,
-        count: held.count as u64,
-    };
-    let kernel = name::<G>(&name::<T>("embedding_backward"));
-    cuda.launch(&kernel, [ids.len, 1], 0, &parameters)
+impl Embedding for Cuda {
+    fn embedding_forward<T: Element>(&self, args: EmbeddingForward<'_, Self, T>) -> Result<()> {
+        let EmbeddingForward { width, rows, ids, table, out } = args;
+        let lens = Lens { tokens: ids.len, table: table.len, activations: out.len };
+        check("embedding_forward", width, rows, "out", &lens)?;
+        let parameters = Parameters {
+            ids: ids.address,
+            table: table.address,
+            rows: out.address,
+            tokens: ids.len as u64,
+            width: width as u64,
+            first_row: rows.first as u64,
+            count: rows.count as u64,
+        };
+        self.launch(&name::<T>("embedding_forward"), [ids.len, 1], 0, &parameters)
+    }
+
+    fn embedding_backward<T: Element, G: Element>(
+        &self,
+        args: EmbeddingBackward<'_, Self, T, G>,
+    ) -> Result<()> {
+        let EmbeddingBackward { width, rows, ids, d_out, d_table } = args;
+        let lens = Lens { tokens: ids.len, table: d_table.len, activations: d_out.len };
+        check("embedding_backward", width, rows, "d_out", &lens)?;
+        let parameters = Parameters {
+            ids: ids.address,
+            table: d_table.address,
+            rows: d_out.address,
+            tokens: ids.len as u64,
+            width: width as u64,
+            first_row: rows.first as u64,
+            count: rows.count as u64,
+        };
+        let kernel = name::<G>(&name::<T>("embedding_backward"));
+        self.launch(&kernel, [ids.len, 1], 0, &parameters)
+    }
 }

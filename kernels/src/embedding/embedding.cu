@@ -14,6 +14,11 @@ struct Parameters {
     uint64_t first_row;
     uint64_t count;
 };
+static_assert(sizeof(Parameters) == 56 && offsetof(Parameters, ids) == 0 &&
+              offsetof(Parameters, table) == 8 && offsetof(Parameters, rows) == 16 &&
+              offsetof(Parameters, tokens) == 24 && offsetof(Parameters, width) == 32 &&
+              offsetof(Parameters, first_row) == 40 && offsetof(Parameters, count) == 48,
+              "as in embedding/cuda.rs");
 
 // The place of an id in the table; an id before its rows wraps around to one beyond them. One that
 // the table does not hold reads zeros: it is another rank's, and a kernel must not read beyond its table

@@ -1,27 +1,81 @@
 //! Token embedding: a gather forward, a scatter-add backward. A rank that holds some
 //! rows alone gives zeros for the others.
 
-pub(crate) mod cpu;
+mod cpu;
 #[cfg(gpu)]
-pub(crate) mod cuda;
+mod cuda;
 
 use crate::error::{Result, check_len, ensure};
+use crate::memory::{Memory, View, ViewMut};
 use crate::ranks::VocabularyRows;
+use crate::scalar::Element;
 
-/// Checks the lengths that both passes share, `activations` being the tokens' own rows.
+/// Arguments of [`Embedding::embedding_forward`].
+pub struct EmbeddingForward<'a, M: Memory, T: Element> {
+    /// C.
+    pub width: usize,
+    /// The rows of the vocabulary that `table` has.
+    pub rows: VocabularyRows,
+    /// `[N]`.
+    pub ids: View<'a, M, u32>,
+    /// `[V, C]`.
+    pub table: View<'a, M, T>,
+    /// Overwritten; `[N, C]`.
+    pub out: ViewMut<'a, M, T>,
+}
+
+/// Arguments of [`Embedding::embedding_backward`].
+pub struct EmbeddingBackward<'a, M: Memory, T: Element, G: Element> {
+    /// C.
+    pub width: usize,
+    /// The rows of the vocabulary that `d_table` has.
+    pub rows: VocabularyRows,
+    /// `[N]`.
+    pub ids: View<'a, M, u32>,
+    /// `[N, C]`.
+    pub d_out: View<'a, M, T>,
+    /// Added to; `[V, C]`.
+    pub d_table: ViewMut<'a, M, G>,
+}
+
+/// The embedding as an operator of a device.
+pub trait Embedding: Memory {
+    /// `out[n] = table[ids[n]]`; zeros for rows that the table does not have.
+    ///
+    /// # Errors
+    /// [`crate::Error::Vocabulary`] for an id outside the vocabulary, where the device can tell.
+    fn embedding_forward<T: Element>(&self, args: EmbeddingForward<'_, Self, T>) -> Result<()>;
+
+    /// `d_table[ids[n]] += d_out[n]`, in the order of n, of the rows that the table has.
+    ///
+    /// # Errors
+    /// As [`Embedding::embedding_forward`].
+    fn embedding_backward<T: Element, G: Element>(
+        &self,
+        args: EmbeddingBackward<'_, Self, T, G>,
+    ) -> Result<()>;
+}
+
+/// Lengths of a call, `activations` being the tokens' own rows.
+struct Lens {
+    tokens: usize,
+    table: usize,
+    activations: usize,
+}
+
+/// Checks the lengths that both passes share; `activations` names the tokens' rows.
 fn check(
     operator: &'static str,
     width: usize,
     rows: VocabularyRows,
-    tokens: usize,
-    table: usize,
-    (what, activations): (&'static str, usize),
+    activations: &'static str,
+    lens: &Lens,
 ) -> Result<()> {
     let VocabularyRows { vocab_size, first, count } = rows;
     ensure(operator, width > 0, || "rows have no width".into())?;
     ensure(operator, first + count <= vocab_size, || {
         format!("{count} rows from {first} on are not in a vocabulary of {vocab_size}")
     })?;
-    check_len(operator, "table", table, count * width)?;
-    check_len(operator, what, activations, tokens * width)
+    check_len(operator, "table", lens.table, count * width)?;
+    check_len(operator, activations, lens.activations, lens.tokens * width)
 }

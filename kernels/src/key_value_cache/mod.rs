@@ -1,13 +1,36 @@
 //! The cache of keys and values that generation appends to.
 
-pub(crate) mod cpu;
+mod cpu;
 #[cfg(gpu)]
-pub(crate) mod cuda;
+mod cuda;
 
 use std::ops::Range;
 
 use crate::error::{Result, check_len, ensure};
+use crate::memory::{Memory, View, ViewMut};
 use crate::rope::QkvShape;
+use crate::scalar::Element;
+
+/// Arguments of [`KeyValueCache::key_value_append`].
+pub struct KeyValueAppend<'a, M: Memory, T: Element> {
+    /// Shape of `qkv`, of one sequence.
+    pub shape: &'a QkvShape,
+    /// Position of the first token, and its row of the cache.
+    pub first_position: usize,
+    /// `[T, (H + 2G) D]`.
+    pub qkv: View<'a, M, T>,
+    /// `[capacity, G D]`.
+    pub keys: ViewMut<'a, M, T>,
+    /// `[capacity, G D]`.
+    pub values: ViewMut<'a, M, T>,
+}
+
+/// Appending to the cache as an operator of a device.
+pub trait KeyValueCache: Memory {
+    /// Copies the keys and values of one sequence's new tokens from `qkv` to rows
+    /// `first_position..` of a contiguous cache.
+    fn key_value_append<T: Element>(&self, args: KeyValueAppend<'_, Self, T>) -> Result<()>;
+}
 
 /// Checks the lengths of queries, keys and values and of the cache; returns where in the cache the
 /// tokens go.

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use bytemuck::Pod;
 
-use crate::backend::Accumulation;
+use crate::linear::Accumulation;
 use crate::scalar::{DType, Element};
 
 /// A read-only matrix with strides, in numbers; along rows or along columns it is contiguous.

@@ -2,7 +2,8 @@
 
 use rayon::prelude::*;
 
-use super::check;
+use super::{RmsNorm, RmsNormBackward, RmsNormForward, check};
+use crate::cpu::Cpu;
 use crate::error::{Result, check_len};
 use crate::math::{sum_of_squares, total};
 use crate::scalar::Element;
@@ -11,22 +12,59 @@ use crate::simd::vectorized;
 
 /// Tokens of one task.
 const ROWS: usize = 64;
-/// Numbers of a row that are taken at a time.
+/// Elements of a row that are taken at a time.
 const BLOCK: usize = 16;
 
-pub(crate) fn forward<T: Element>(
-    eps: f64,
-    x: &[T],
-    weight: &[T],
-    y: &mut [T],
-    inv_rms: &mut [f32],
-) -> Result<()> {
-    let width = check("rms_norm_forward", x.len(), weight.len(), inv_rms.len())?;
-    check_len("rms_norm_forward", "y", y.len(), x.len())?;
-    (x.par_chunks(ROWS * width), y.par_chunks_mut(ROWS * width), inv_rms.par_chunks_mut(ROWS))
-        .into_par_iter()
-        .for_each(|(x, y, inv_rms)| vectorized!(forward_rows(eps, x, weight, y, inv_rms)));
-    Ok(())
+impl RmsNorm for Cpu {
+    fn rms_norm_forward<T: Element>(&self, args: RmsNormForward<'_, Self, T>) -> Result<()> {
+        let RmsNormForward { eps, x, weight, y, inv_rms } = args;
+        let width = check("rms_norm_forward", x.len(), weight.len(), inv_rms.len())?;
+        check_len("rms_norm_forward", "y", y.len(), x.len())?;
+        (x.par_chunks(ROWS * width), y.par_chunks_mut(ROWS * width), inv_rms.par_chunks_mut(ROWS))
+            .into_par_iter()
+            .for_each(|(x, y, inv_rms)| vectorized!(forward_rows(eps, x, weight, y, inv_rms)));
+        Ok(())
+    }
+
+    fn rms_norm_backward<T: Element, G: Element>(
+        &self,
+        args: RmsNormBackward<'_, Self, T, G>,
+    ) -> Result<()> {
+        let RmsNormBackward { x, weight, inv_rms, d_y, d_x, d_weight } = args;
+        let width = check("rms_norm_backward", x.len(), weight.len(), inv_rms.len())?;
+        check_len("rms_norm_backward", "d_y", d_y.len(), x.len())?;
+        check_len("rms_norm_backward", "d_x", d_x.len(), x.len())?;
+        check_len("rms_norm_backward", "d_weight", d_weight.len(), width)?;
+        let parts = inv_rms.len().div_ceil(ROWS);
+        with_scratch([parts * width], |[partial]| {
+            (
+                x.par_chunks(ROWS * width),
+                d_y.par_chunks(ROWS * width),
+                d_x.par_chunks_mut(ROWS * width),
+                inv_rms.par_chunks(ROWS),
+                partial.par_chunks_mut(width),
+            )
+                .into_par_iter()
+                .for_each(|(x, d_y, d_x, inv_rms, d_weight)| {
+                    d_weight.fill(0.0);
+                    let rows = x
+                        .chunks_exact(width)
+                        .zip(d_y.chunks_exact(width))
+                        .zip(d_x.chunks_exact_mut(width))
+                        .zip(inv_rms);
+                    vectorized!({
+                        for (((x, d_y), d_x), &inv_rms) in rows {
+                            row_backward(x, weight, inv_rms, d_y, d_x, d_weight);
+                        }
+                    });
+                });
+            for (column, slot) in d_weight.iter_mut().enumerate() {
+                let sum: f32 = partial.iter().skip(column).step_by(width).sum();
+                *slot = G::from_f32(slot.to_f32() + sum);
+            }
+        });
+        Ok(())
+    }
 }
 
 #[inline(always)]
@@ -40,49 +78,6 @@ fn forward_rows<T: Element>(eps: f64, x: &[T], weight: &[T], y: &mut [T], inv_rm
             *y = T::from_f32(x.to_f32() * *inv_rms * weight.to_f32());
         }
     }
-}
-
-pub(crate) fn backward<T: Element, G: Element>(
-    x: &[T],
-    weight: &[T],
-    inv_rms: &[f32],
-    d_y: &[T],
-    d_x: &mut [T],
-    d_weight: &mut [G],
-) -> Result<()> {
-    let width = check("rms_norm_backward", x.len(), weight.len(), inv_rms.len())?;
-    check_len("rms_norm_backward", "d_y", d_y.len(), x.len())?;
-    check_len("rms_norm_backward", "d_x", d_x.len(), x.len())?;
-    check_len("rms_norm_backward", "d_weight", d_weight.len(), width)?;
-    let parts = inv_rms.len().div_ceil(ROWS);
-    with_scratch([parts * width], |[partial]| {
-        (
-            x.par_chunks(ROWS * width),
-            d_y.par_chunks(ROWS * width),
-            d_x.par_chunks_mut(ROWS * width),
-            inv_rms.par_chunks(ROWS),
-            partial.par_chunks_mut(width),
-        )
-            .into_par_iter()
-            .for_each(|(x, d_y, d_x, inv_rms, d_weight)| {
-                d_weight.fill(0.0);
-                let rows = x
-                    .chunks_exact(width)
-                    .zip(d_y.chunks_exact(width))
-                    .zip(d_x.chunks_exact_mut(width))
-                    .zip(inv_rms);
-                vectorized!({
-                    for (((x, d_y), d_x), &inv_rms) in rows {
-                        row_backward(x, weight, inv_rms, d_y, d_x, d_weight);
-                    }
-                });
-            });
-        for (column, slot) in d_weight.iter_mut().enumerate() {
-            let sum: f32 = partial.iter().skip(column).step_by(width).sum();
-            *slot = G::from_f32(slot.to_f32() + sum);
-        }
-    });
-    Ok(())
 }
 
 #[inline(always)]

@@ -2,8 +2,8 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::check;
-use crate::cuda::{Cuda, CudaView, CudaViewMut, THREADS, name};
+use super::{RmsNorm, RmsNormBackward, RmsNormForward, check};
+use crate::cuda::{Cuda, THREADS, mirrored, name};
 use crate::error::{Result, check_len};
 use crate::scalar::Element;
 
@@ -22,6 +22,8 @@ struct Forward {
     eps: f64,
 }
 
+mirrored!(Forward, 48, x 0, weight 8, y 16, inv_rms 24, width 32, eps 40);
+
 /// `Backward` of rms_norm.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -38,61 +40,59 @@ struct Backward {
     parts: u64,
 }
 
-pub(crate) fn forward<T: Element>(
-    cuda: &Cuda,
-    eps: f64,
-    x: CudaView<'_, T>,
-    weight: CudaView<'_, T>,
-    y: CudaViewMut<'_, T>,
-    inv_rms: CudaViewMut<'_, f32>,
-) -> Result<()> {
-    let width = check("rms_norm_forward", x.len, weight.len, inv_rms.len)?;
-    check_len("rms_norm_forward", "y", y.len, x.len)?;
-    let parameters = Forward {
-        x: x.address,
-        weight: weight.address,
-        y: y.address,
-        inv_rms: inv_rms.address,
-        width: width as u64,
-        eps,
-    };
-    cuda.launch(&name::<T>("rms_norm_forward"), [inv_rms.len, 1], 0, &parameters)
-}
+mirrored!(
+    Backward, 80,
+    x 0, weight 8, inv_rms 16, d_y 24, d_x 32, partial 40, d_weight 48, tokens 56, width 64,
+    parts 72,
+);
 
 /// Scratch of the backward pass.
 pub(crate) fn scratch_bytes(tokens: usize, width: usize) -> usize {
     tokens.min(PARTS) * width * size_of::<f32>()
 }
 
-pub(crate) fn backward<T: Element, G: Element>(
-    cuda: &Cuda,
-    x: CudaView<'_, T>,
-    weight: CudaView<'_, T>,
-    inv_rms: CudaView<'_, f32>,
-    d_y: CudaView<'_, T>,
-    d_x: CudaViewMut<'_, T>,
-    d_weight: CudaViewMut<'_, G>,
-) -> Result<()> {
-    let width = check("rms_norm_backward", x.len, weight.len, inv_rms.len)?;
-    check_len("rms_norm_backward", "d_y", d_y.len, x.len)?;
-    check_len("rms_norm_backward", "d_x", d_x.len, x.len)?;
-    check_len("rms_norm_backward", "d_weight", d_weight.len, width)?;
-    let tokens = inv_rms.len;
-    let parts = tokens.min(PARTS);
-    let parameters = Backward {
-        x: x.address,
-        weight: weight.address,
-        inv_rms: inv_rms.address,
-        d_y: d_y.address,
-        d_x: d_x.address,
-        partial: cuda.scratch(scratch_bytes(tokens, width))?,
-        d_weight: d_weight.address,
-        tokens: tokens as u64,
-        width: width as u64,
-        parts: parts as u64,
-    };
-    let columns = width.div_ceil(THREADS);
-    cuda.launch(&name::<T>("rms_norm_backward_input"), [tokens, 1], 0, &parameters)?;
-    cuda.launch(&name::<T>("rms_norm_backward_partial"), [columns, parts], 0, &parameters)?;
-    cuda.launch(&name::<G>("rms_norm_backward_weight"), [columns, 1], 0, &parameters)
+impl RmsNorm for Cuda {
+    fn rms_norm_forward<T: Element>(&self, args: RmsNormForward<'_, Self, T>) -> Result<()> {
+        let RmsNormForward { eps, x, weight, y, inv_rms } = args;
+        let width = check("rms_norm_forward", x.len, weight.len, inv_rms.len)?;
+        check_len("rms_norm_forward", "y", y.len, x.len)?;
+        let parameters = Forward {
+            x: x.address,
+            weight: weight.address,
+            y: y.address,
+            inv_rms: inv_rms.address,
+            width: width as u64,
+            eps,
+        };
+        self.launch(&name::<T>("rms_norm_forward"), [inv_rms.len, 1], 0, &parameters)
+    }
+
+    fn rms_norm_backward<T: Element, G: Element>(
+        &self,
+        args: RmsNormBackward<'_, Self, T, G>,
+    ) -> Result<()> {
+        let RmsNormBackward { x, weight, inv_rms, d_y, d_x, d_weight } = args;
+        let width = check("rms_norm_backward", x.len, weight.len, inv_rms.len)?;
+        check_len("rms_norm_backward", "d_y", d_y.len, x.len)?;
+        check_len("rms_norm_backward", "d_x", d_x.len, x.len)?;
+        check_len("rms_norm_backward", "d_weight", d_weight.len, width)?;
+        let tokens = inv_rms.len;
+        let parts = tokens.min(PARTS);
+        let parameters = Backward {
+            x: x.address,
+            weight: weight.address,
+            inv_rms: inv_rms.address,
+            d_y: d_y.address,
+            d_x: d_x.address,
+            partial: self.scratch(scratch_bytes(tokens, width))?,
+            d_weight: d_weight.address,
+            tokens: tokens as u64,
+            width: width as u64,
+            parts: parts as u64,
+        };
+        let columns = width.div_ceil(THREADS);
+        self.launch(&name::<T>("rms_norm_backward_input"), [tokens, 1], 0, &parameters)?;
+        self.launch(&name::<T>("rms_norm_backward_partial"), [columns, parts], 0, &parameters)?;
+        self.launch(&name::<G>("rms_norm_backward_weight"), [columns, 1], 0, &parameters)
+    }
 }

@@ -12,6 +12,11 @@ struct Forward {
     uint64_t width;
     double eps;
 };
+static_assert(sizeof(Forward) == 48 && offsetof(Forward, x) == 0 &&
+              offsetof(Forward, weight) == 8 && offsetof(Forward, y) == 16 &&
+              offsetof(Forward, inv_rms) == 24 && offsetof(Forward, width) == 32 &&
+              offsetof(Forward, eps) == 40,
+              "as in rms_norm/cuda.rs");
 
 struct Backward {
     const void* x;
@@ -26,6 +31,13 @@ struct Backward {
     uint64_t width;
     uint64_t parts;
 };
+static_assert(sizeof(Backward) == 80 && offsetof(Backward, x) == 0 &&
+              offsetof(Backward, weight) == 8 && offsetof(Backward, inv_rms) == 16 &&
+              offsetof(Backward, d_y) == 24 && offsetof(Backward, d_x) == 32 &&
+              offsetof(Backward, partial) == 40 && offsetof(Backward, d_weight) == 48 &&
+              offsetof(Backward, tokens) == 56 && offsetof(Backward, width) == 64 &&
+              offsetof(Backward, parts) == 72,
+              "as in rms_norm/cuda.rs");
 
 template <class T, int N>
 __device__ void forward_row(const Forward& p) {

@@ -1,51 +1,24 @@
-//! The CPU bodies of the pass over queries and keys.
+//! The CPU body of rotary position embedding.
 
 use rayon::prelude::*;
 
-use super::{QkvShape, RopeTable, check};
+use super::{Lens, Rope, RopeArgs, RopeTable, check};
 use crate::cpu::Cpu;
-use crate::error::{Result, check_len};
-use crate::ranks::AllReduce;
-use crate::router::RouterGradient;
-use crate::router::cpu::{self as router, CpuRouting};
+use crate::error::Result;
 use crate::scalar::Element;
 use crate::simd::vectorized;
 
 /// Tokens of one task.
 const ROWS: usize = 32;
 
-pub(crate) fn forward<T: Element>(
-    shape: &QkvShape,
-    table: RopeTable<'_, Cpu>,
-    first_position: usize,
-    qkv: &mut [T],
-    routing: Option<&mut CpuRouting>,
-    all_reduce: Option<AllReduce<'_, Cpu>>,
-) -> Result<()> {
-    check("rope_route_forward", shape, table_lens(table), first_position, qkv.len())?;
-    if let Some(routing) = routing {
-        router::forward(shape, qkv, routing, all_reduce)?;
+impl Rope for Cpu {
+    fn rope_forward<T: Element>(&self, args: RopeArgs<'_, Self, T>) -> Result<()> {
+        rotate("rope_forward", args, Direction::Forward)
     }
-    rotate(shape, table, first_position, qkv, Direction::Forward);
-    Ok(())
-}
 
-pub(crate) fn backward<T: Element>(
-    shape: &QkvShape,
-    table: RopeTable<'_, Cpu>,
-    first_position: usize,
-    qkv: &[T],
-    d_qkv: &mut [T],
-    gradient: Option<RouterGradient<'_, Cpu>>,
-) -> Result<()> {
-    check("rope_route_backward", shape, table_lens(table), first_position, d_qkv.len())?;
-    check_len("rope_route_backward", "qkv", qkv.len(), d_qkv.len())?;
-    // A rotation keeps norms, so the router's gradient may be added in rotated coordinates.
-    if let Some(gradient) = gradient {
-        router::backward(shape, qkv, d_qkv, gradient)?;
+    fn rope_backward<T: Element>(&self, args: RopeArgs<'_, Self, T>) -> Result<()> {
+        rotate("rope_backward", args, Direction::Inverse)
     }
-    rotate(shape, table, first_position, d_qkv, Direction::Inverse);
-    Ok(())
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -55,24 +28,26 @@ enum Direction {
 }
 
 fn rotate<T: Element>(
-    shape: &QkvShape,
-    table: RopeTable<'_, Cpu>,
-    first_position: usize,
-    qkv: &mut [T],
+    operator: &'static str,
+    args: RopeArgs<'_, Cpu, T>,
     direction: Direction,
-) {
+) -> Result<()> {
+    let RopeArgs { shape, table: RopeTable { cos, sin, first_position }, qkv } = args;
+    let lens = Lens { qkv: qkv.len(), cos: cos.len(), sin: sin.len() };
+    check(operator, shape, first_position, &lens)?;
     let half = shape.head_dim / 2;
     let rotated = (shape.heads + shape.kv_heads) * shape.head_dim;
     qkv.par_chunks_mut(ROWS * shape.row()).enumerate().for_each(|(part, rows)| {
         vectorized!({
             for (row, token) in rows.chunks_exact_mut(shape.row()).zip(part * ROWS..) {
                 let angles = (first_position + token % shape.length) * half;
-                let cos = &table.cos[angles..angles + half];
-                let sin = &table.sin[angles..angles + half];
+                let cos = &cos[angles..angles + half];
+                let sin = &sin[angles..angles + half];
                 rotate_heads(&mut row[..rotated], cos, sin, direction);
             }
         });
     });
+    Ok(())
 }
 
 /// Turns every head of a row; the widths of small heads are compiled in.
@@ -118,9 +93,4 @@ fn rotate_head<T: Element>(
         *low = T::from_f32(a * cos - b * sin);
         *high = T::from_f32(b * cos + a * sin);
     }
-}
-
-/// Cosines and sines.
-fn table_lens(table: RopeTable<'_, Cpu>) -> [usize; 2] {
-    [table.cos.len(), table.sin.len()]
 }

@@ -1,15 +1,13 @@
 //! Rotary position embedding (Su et al., arXiv 2104.09864) in the half-split form of Hugging
-//! Face's Llama: the pair of numbers (i, i + D/2) turns by position x frequency i.
-//!
-//! One pass over the queries and keys of a token rotates them and, for a Mixture-of-Head block,
-//! routes the queries before it does ([`crate::router`]).
+//! Face's Llama: the pair of elements (i, i + D/2) turns by position x frequency i.
 
 pub(crate) mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
 
-use crate::backend::{Backend, View};
 use crate::error::{Result, check_len, ensure};
+use crate::memory::{Memory, View, ViewMut};
+use crate::scalar::Element;
 
 /// Shape of the packed queries, keys and values of a micro-batch: `[B*T, (H + 2G) * D]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,7 +30,7 @@ impl QkvShape {
         self.batch * self.length
     }
 
-    /// Numbers of one token's queries, keys and values.
+    /// Elements of one token's queries, keys and values.
     pub fn row(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
@@ -54,30 +52,67 @@ impl QkvShape {
     }
 }
 
-/// Cosines and sines of every position, `[positions, D/2]` each.
-pub struct RopeTable<'a, B: Backend> {
-    /// Cosines.
-    pub cos: View<'a, B, f32>,
-    /// Sines.
-    pub sin: View<'a, B, f32>,
+/// Cosines and sines of the tokens' positions.
+pub struct RopeTable<'a, M: Memory> {
+    /// Cosines of every position, `[positions, D/2]`.
+    pub cos: View<'a, M, f32>,
+    /// Sines of every position, `[positions, D/2]`.
+    pub sin: View<'a, M, f32>,
+    /// Position of the first token of each sequence.
+    pub first_position: usize,
 }
 
-impl<B: Backend> Clone for RopeTable<'_, B> {
+impl<M: Memory> Clone for RopeTable<'_, M> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<B: Backend> Copy for RopeTable<'_, B> {}
+impl<M: Memory> Copy for RopeTable<'_, M> {}
+
+/// Arguments of [`Rope`].
+pub struct RopeArgs<'a, M: Memory, T: Element> {
+    /// Shape of `qkv`.
+    pub shape: &'a QkvShape,
+    /// Covers the positions of all tokens.
+    pub table: RopeTable<'a, M>,
+    /// Queries, keys and values of a token side by side, or their gradients; `[B*T, (H + 2G) D]`.
+    pub qkv: ViewMut<'a, M, T>,
+}
+
+impl<M: Memory, T: Element> RopeArgs<'_, M, T> {
+    /// The same for a shorter time.
+    pub fn reborrow(&mut self) -> RopeArgs<'_, M, T> {
+        let RopeTable { cos, sin, first_position } = self.table;
+        let table = RopeTable { cos: M::reborrow(cos), sin: M::reborrow(sin), first_position };
+        RopeArgs { shape: self.shape, table, qkv: M::reborrow_mut(&mut self.qkv) }
+    }
+}
+
+/// Rotary position embedding as an operator of a device.
+pub trait Rope: Memory {
+    /// Rotates queries and keys in place. Token t of a sequence is at position `first_position + t`.
+    fn rope_forward<T: Element>(&self, args: RopeArgs<'_, Self, T>) -> Result<()>;
+
+    /// Turns the gradients of rotated queries and keys into those of the unrotated ones, in place.
+    fn rope_backward<T: Element>(&self, args: RopeArgs<'_, Self, T>) -> Result<()>;
+}
+
+/// Lengths of a call.
+pub(crate) struct Lens {
+    pub qkv: usize,
+    pub cos: usize,
+    pub sin: usize,
+}
 
 /// Checks a shape, the length of its `qkv`, and that the table's cosines and sines cover it.
-fn check(
+pub(crate) fn check(
     operator: &'static str,
     shape: &QkvShape,
-    [cos, sin]: [usize; 2],
     first_position: usize,
-    qkv: usize,
+    lens: &Lens,
 ) -> Result<()> {
+    let &Lens { qkv, cos, sin } = lens;
     shape.check(operator)?;
     check_len(operator, "qkv", qkv, shape.tokens() * shape.row())?;
     let end = first_position.saturating_add(shape.length);

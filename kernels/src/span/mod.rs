@@ -2,7 +2,7 @@
 //! no result.
 //!
 //! Two kinds of [`Sink`] hear of them: that of a thread, which also hears of the work that
-//! [`crate::Backend::scope`] takes to another thread for it, and a profiler, which hears of all threads.
+//! [`crate::Memory::install`] takes to another thread for it, and a profiler, which hears of all threads.
 //! Without either a span costs one atomic load.
 
 mod nvtx;
@@ -150,7 +150,7 @@ mod tests {
     use std::sync::Mutex;
 
     use super::*;
-    use crate::{Backend as _, Cpu};
+    use crate::{Cpu, Memory as _};
 
     #[derive(Default)]
     struct Heard(Mutex<Vec<String>>);
@@ -213,7 +213,7 @@ mod tests {
                 drop(enter("later"));
             });
         });
-        Cpu.scope(|| drop(enter("scope")));
+        Cpu.install(|| drop(enter("scope")));
         drop(listening);
         assert_eq!(heard.words(), ["own", "inner", "end", "end", "scope", "end"]);
     }

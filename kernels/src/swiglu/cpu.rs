@@ -2,7 +2,8 @@
 
 use rayon::prelude::*;
 
-use super::check;
+use super::{Swiglu, check};
+use crate::cpu::Cpu;
 use crate::error::Result;
 use crate::math::sigmoid;
 use crate::scalar::Element;
@@ -10,15 +11,30 @@ use crate::simd::vectorized;
 
 /// Tokens of one task.
 const ROWS: usize = 16;
-/// Numbers that are taken at a time.
+/// Elements that are taken at a time.
 const BLOCK: usize = 16;
 
-pub(crate) fn forward<T: Element>(width: usize, gate_up: &[T], out: &mut [T]) -> Result<()> {
-    check("swiglu_forward", width, gate_up.len(), out.len())?;
-    (gate_up.par_chunks(ROWS * 2 * width), out.par_chunks_mut(ROWS * width))
-        .into_par_iter()
-        .for_each(|(gate_up, out)| vectorized!(forward_rows(width, gate_up, out)));
-    Ok(())
+impl Swiglu for Cpu {
+    fn swiglu_forward<T: Element>(&self, width: usize, gate_up: &[T], out: &mut [T]) -> Result<()> {
+        check("swiglu_forward", width, gate_up.len(), out.len())?;
+        (gate_up.par_chunks(ROWS * 2 * width), out.par_chunks_mut(ROWS * width))
+            .into_par_iter()
+            .for_each(|(gate_up, out)| vectorized!(forward_rows(width, gate_up, out)));
+        Ok(())
+    }
+
+    fn swiglu_backward<T: Element>(
+        &self,
+        width: usize,
+        gate_up: &mut [T],
+        out: &mut [T],
+    ) -> Result<()> {
+        check("swiglu_backward", width, gate_up.len(), out.len())?;
+        (gate_up.par_chunks_mut(ROWS * 2 * width), out.par_chunks_mut(ROWS * width))
+            .into_par_iter()
+            .for_each(|(gate_up, out)| vectorized!(backward_rows(width, gate_up, out)));
+        Ok(())
+    }
 }
 
 #[inline(always)]
@@ -52,14 +68,6 @@ fn padded<T: Element>(rest: &[T]) -> [T; BLOCK] {
     let mut block = [T::zeroed(); BLOCK];
     block[..rest.len()].copy_from_slice(rest);
     block
-}
-
-pub(crate) fn backward<T: Element>(width: usize, gate_up: &mut [T], out: &mut [T]) -> Result<()> {
-    check("swiglu_backward", width, gate_up.len(), out.len())?;
-    (gate_up.par_chunks_mut(ROWS * 2 * width), out.par_chunks_mut(ROWS * width))
-        .into_par_iter()
-        .for_each(|(gate_up, out)| vectorized!(backward_rows(width, gate_up, out)));
-    Ok(())
 }
 
 #[inline(always)]

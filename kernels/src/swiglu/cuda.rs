@@ -2,8 +2,8 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::check;
-use crate::cuda::{Cuda, CudaView, CudaViewMut, name};
+use super::{Swiglu, check};
+use crate::cuda::{Cuda, CudaView, CudaViewMut, mirrored, name};
 use crate::error::Result;
 use crate::scalar::Element;
 
@@ -16,24 +16,30 @@ struct Parameters {
     width: u64,
 }
 
-pub(crate) fn forward<T: Element>(
-    cuda: &Cuda,
-    width: usize,
-    gate_up: CudaView<'_, T>,
-    out: CudaViewMut<'_, T>,
-) -> Result<()> {
-    check("swiglu_forward", width, gate_up.len, out.len)?;
-    let parameters = Parameters { gate_up: gate_up.address, out: out.address, width: width as u64 };
-    cuda.launch(&name::<T>("swiglu_forward"), [out.len / width, 1], 0, &parameters)
-}
+mirrored!(Parameters, 24, gate_up 0, out 8, width 16);
 
-pub(crate) fn backward<T: Element>(
-    cuda: &Cuda,
-    width: usize,
-    gate_up: CudaViewMut<'_, T>,
-    out: CudaViewMut<'_, T>,
-) -> Result<()> {
-    check("swiglu_backward", width, gate_up.len, out.len)?;
-    let parameters = Parameters { gate_up: gate_up.address, out: out.address, width: width as u64 };
-    cuda.launch(&name::<T>("swiglu_backward"), [out.len / width, 1], 0, &parameters)
+impl Swiglu for Cuda {
+    fn swiglu_forward<T: Element>(
+        &self,
+        width: usize,
+        gate_up: CudaView<'_, T>,
+        out: CudaViewMut<'_, T>,
+    ) -> Result<()> {
+        check("swiglu_forward", width, gate_up.len, out.len)?;
+        let parameters =
+            Parameters { gate_up: gate_up.address, out: out.address, width: width as u64 };
+        self.launch(&name::<T>("swiglu_forward"), [out.len / width, 1], 0, &parameters)
+    }
+
+    fn swiglu_backward<T: Element>(
+        &self,
+        width: usize,
+        gate_up: CudaViewMut<'_, T>,
+        out: CudaViewMut<'_, T>,
+    ) -> Result<()> {
+        check("swiglu_backward", width, gate_up.len, out.len)?;
+        let parameters =
+            Parameters { gate_up: gate_up.address, out: out.address, width: width as u64 };
+        self.launch(&name::<T>("swiglu_backward"), [out.len / width, 1], 0, &parameters)
+    }
 }

@@ -4,11 +4,33 @@
 //! has everything at hand that the output needs, so it computes it again at no cost: the output is
 //! the largest tensor that a block would otherwise keep beside gate and up.
 
-pub(crate) mod cpu;
+mod cpu;
 #[cfg(gpu)]
-pub(crate) mod cuda;
+mod cuda;
 
 use crate::error::{Result, check_len, ensure};
+use crate::memory::{Memory, View, ViewMut};
+use crate::scalar::Element;
+
+/// SwiGLU as an operator of a device.
+pub trait Swiglu: Memory {
+    /// `out = silu(gate) * up`; gate_up `[N, 2I]` with the gate first, out `[N, I]`, `width` I.
+    fn swiglu_forward<T: Element>(
+        &self,
+        width: usize,
+        gate_up: View<'_, Self, T>,
+        out: ViewMut<'_, Self, T>,
+    ) -> Result<()>;
+
+    /// The gradient of [`Swiglu::swiglu_forward`], in place: `gate_up` turns into its gradient, and
+    /// `out` from the output's gradient into the output, which therefore need not be saved.
+    fn swiglu_backward<T: Element>(
+        &self,
+        width: usize,
+        gate_up: ViewMut<'_, Self, T>,
+        out: ViewMut<'_, Self, T>,
+    ) -> Result<()>;
+}
 
 fn check(operator: &'static str, width: usize, gate_up: usize, out: usize) -> Result<()> {
     ensure(operator, width > 0 && out.is_multiple_of(width), || {

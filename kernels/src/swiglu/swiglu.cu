@@ -8,12 +8,18 @@ struct Forward {
     void* out;
     uint64_t width;
 };
+static_assert(sizeof(Forward) == 24 && offsetof(Forward, gate_up) == 0 &&
+              offsetof(Forward, out) == 8 && offsetof(Forward, width) == 16,
+              "as in swiglu/cuda.rs");
 
 struct Backward {
     void* gate_up;
     void* out;
     uint64_t width;
 };
+static_assert(sizeof(Backward) == 24 && offsetof(Backward, gate_up) == 0 &&
+              offsetof(Backward, out) == 8 && offsetof(Backward, width) == 16,
+              "as in swiglu/cuda.rs");
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 

@@ -3,12 +3,12 @@
 
 use crate::reference::{
     F32_TOLERANCE, Random, assert_close, cases, download, flat, operators, tensor, tolerance,
-    upload, view, view_mut, wide,
+    upload, wide,
 };
 use half::bf16;
-use moh_kernels::adamw::AdamW;
 use moh_kernels::adamw::remainder::join;
-use moh_kernels::{Backend, Element};
+use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
+use moh_kernels::{Backend, Cpu, Element};
 
 /// A large learning rate, so that the change of a weight shows above the weight's rounding.
 const STEP: AdamW = AdamW {
@@ -61,15 +61,15 @@ fn agrees<B: Backend, T: Element, G: Element, M: Element>(device: &B, len: usize
         ];
         let (norm, gradient) = (upload(device, &[squared_norm]), upload(device, &gradients));
         device
-            .adamw(
-                &step,
-                view::<B, f64>(&norm),
-                view::<B, G>(&gradient),
-                view_mut::<B, T>(&mut weights),
-                remainder.as_mut().map(|remainder| view_mut::<B, i16>(remainder)),
-                view_mut::<B, M>(&mut first),
-                view_mut::<B, M>(&mut second),
-            )
+            .adamw(AdamWUpdate {
+                step: &step,
+                squared_norm: B::whole(&norm),
+                gradients: B::whole(&gradient),
+                weights: B::whole_mut(&mut weights),
+                remainder: remainder.as_mut().map(|remainder| B::whole_mut(remainder)),
+                first_moment: B::whole_mut(&mut first),
+                second_moment: B::whole_mut(&mut second),
+            })
             .unwrap();
         let [parameter, m, v] =
             operators::adamw(&step, squared_norm, &tensor(&gradients, len), state.each_ref())
@@ -105,15 +105,15 @@ fn weights_in_f32_have_no_remainder() {
         let zeros = |len| upload(device, &vec![0f32; len]);
         let (mut weights, gradients, mut m, mut v) = (zeros(2), zeros(2), zeros(2), zeros(2));
         let (norm, mut remainder) = (upload(device, &[1f64]), upload(device, &[0i16; 2]));
-        let refused = device.adamw(
-            &STEP,
-            view::<B, f64>(&norm),
-            view::<B, f32>(&gradients),
-            view_mut::<B, f32>(&mut weights),
-            Some(view_mut::<B, i16>(&mut remainder)),
-            view_mut::<B, f32>(&mut m),
-            view_mut::<B, f32>(&mut v),
-        );
+        let refused = device.adamw(AdamWUpdate {
+            step: &STEP,
+            squared_norm: B::whole(&norm),
+            gradients: B::whole::<f32>(&gradients),
+            weights: B::whole_mut::<f32>(&mut weights),
+            remainder: Some(B::whole_mut(&mut remainder)),
+            first_moment: B::whole_mut::<f32>(&mut m),
+            second_moment: B::whole_mut(&mut v),
+        });
         let reason = refused.unwrap_err().to_string();
         assert_eq!(reason, "adamw: weights of F32 have no remainder, only those of BF16 have");
     }
@@ -130,15 +130,15 @@ fn parts_that_no_pack_begins_at_are_updated_alone() {
         let (mut m, mut v) = (upload(device, &[0f32; 40]), upload(device, &[0f32; 40]));
         let (norm, part) = (upload(device, &[1f64]), 3..37);
         device
-            .adamw(
-                &STEP,
-                view::<B, f64>(&norm),
-                B::view(&gradients, part.clone()),
-                B::view_mut(&mut weights, part.clone()),
-                Some(B::view_mut(&mut remainder, state.clone())),
-                B::view_mut(&mut m, state.clone()),
-                B::view_mut(&mut v, state.clone()),
-            )
+            .adamw(AdamWUpdate {
+                step: &STEP,
+                squared_norm: B::whole(&norm),
+                gradients: B::view(&gradients, part.clone()),
+                weights: B::view_mut(&mut weights, part.clone()),
+                remainder: Some(B::view_mut(&mut remainder, state.clone())),
+                first_moment: B::view_mut(&mut m, state.clone()),
+                second_moment: B::view_mut(&mut v, state.clone()),
+            })
             .unwrap();
         // The remainders where their weights are.
         let mut placed = [0i16; 40];
@@ -158,9 +158,16 @@ fn parts_that_no_pack_begins_at_are_updated_alone() {
 #[test]
 fn decay_alone_shrinks_a_weight_without_gradient() {
     let (mut weights, mut first, mut second) = ([2f32], [0f32], [0f32]);
-    moh_kernels::Cpu
-        .adamw(&STEP, &[0.0], &[0f32], &mut weights, None, &mut first, &mut second)
-        .unwrap();
+    let update = AdamWUpdate::<Cpu, f32, f32, f32> {
+        step: &STEP,
+        squared_norm: &[0.0],
+        gradients: &[0f32],
+        weights: &mut weights,
+        remainder: None,
+        first_moment: &mut first,
+        second_moment: &mut second,
+    };
+    Cpu.adamw(update).unwrap();
     assert_eq!((weights, first, second), ([1.98], [0.0], [0.0]));
 }
 
@@ -170,7 +177,7 @@ fn the_squared_norm_is_added_to_what_is_there() {
         let x: Vec<G> = Random(3).numbers(40_000);
         let mut out = upload(device, &[5.0f64]);
         let buffer = upload(device, &x);
-        device.squared_norms(&[view::<B, G>(&buffer)], view_mut::<B, f64>(&mut out)).unwrap();
+        device.squared_norms(&[B::whole(&buffer)], B::whole_mut(&mut out)).unwrap();
         let expected = 5.0 + wide(&x).iter().map(|x| x * x).sum::<f64>();
         let norm = download::<B, f64>(device, &out)[0];
         assert!((norm / expected - 1.0).abs() < 1e-14, "{norm} is not {expected}");
@@ -194,7 +201,7 @@ fn the_squared_norm_of_many_segments_is_that_of_all_their_numbers() {
         let x: Vec<G> = random.numbers(end);
         let (buffer, mut out) = (upload(device, &x), upload(device, &[5.0f64]));
         let xs: Vec<_> = ranges.iter().map(|range| B::view(&buffer, range.clone())).collect();
-        device.squared_norms(&xs, view_mut::<B, f64>(&mut out)).unwrap();
+        device.squared_norms(&xs, B::whole_mut(&mut out)).unwrap();
         let inside = ranges.iter().flat_map(|range| wide(&x[range.clone()]));
         let expected = 5.0 + inside.map(|x| x * x).sum::<f64>();
         let norm = download::<B, f64>(device, &out)[0];

@@ -6,10 +6,13 @@ use crate::reference::operators::{self, Packed};
 use crate::reference::{F32_TOLERANCE, Random, assert_close, cases, columns, flat, tensor};
 use candle_core::Tensor;
 use half::bf16;
-use moh_kernels::attention::{AttentionShape, KeyValues, Visibility};
+use moh_kernels::attention::{
+    Attention, AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
+    Selection,
+};
 use moh_kernels::rope::QkvShape;
-use moh_kernels::router::QueryNormRouter;
-use moh_kernels::{Backend, Element};
+use moh_kernels::router::query_norm::QueryNormRouter;
+use moh_kernels::{Backend, Cpu, Element};
 use proptest::prelude::*;
 
 /// Rows in several tiles of 64, none of them full.
@@ -18,9 +21,11 @@ const SHAPE: QkvShape = QkvShape { batch: 2, length: 45, heads: 12, kv_heads: 3,
 #[test]
 fn dense_attention_agrees() {
     for causal in [true, false] {
-        let case = Case { causal, ..Case::dense(SHAPE) };
-        on_each_device!(device => agrees::<_, f32>(device, &case, 1));
-        on_each_device!(device => agrees::<_, bf16>(device, &case, 1));
+        for weighted in [false, true] {
+            let case = Case { causal, weighted, ..Case::dense(SHAPE) };
+            on_each_device!(device => agrees::<_, f32>(device, &case, 1));
+            on_each_device!(device => agrees::<_, bf16>(device, &case, 1));
+        }
     }
 }
 
@@ -37,9 +42,10 @@ fn attention_of_selected_heads_agrees() {
 
 #[test]
 fn attention_within_documents_agrees() {
-    let first_key = Some(documents(&SHAPE, &mut Random(3), 9));
+    let document_start = Some(documents(&SHAPE, &mut Random(3), 9));
     for causal in [true, false] {
-        let case = Case { first_key: first_key.clone(), causal, ..Case::routed(SHAPE, 3, 5) };
+        let case =
+            Case { document_start: document_start.clone(), causal, ..Case::routed(SHAPE, 3, 5) };
         on_each_device!(device => agrees::<_, f32>(device, &case, 3));
         on_each_device!(device => agrees::<_, bf16>(device, &case, 3));
     }
@@ -50,9 +56,13 @@ fn attention_within_documents_agrees() {
 fn attention_over_long_sequences_agrees() {
     let shape = QkvShape { batch: 1, length: 210, heads: 4, kv_heads: 2, head_dim: 24 };
     for mean_length in [20, 100, 1000] {
-        let first_key = Some(documents(&shape, &mut Random(5), mean_length));
+        let document_start = Some(documents(&shape, &mut Random(5), mean_length));
         for causal in [true, false] {
-            let case = Case { first_key: first_key.clone(), causal, ..Case::routed(shape, 1, 2) };
+            let case = Case {
+                document_start: document_start.clone(),
+                causal,
+                ..Case::routed(shape, 1, 2)
+            };
             on_each_device!(device => agrees::<_, f32>(device, &case, 5));
             on_each_device!(device => agrees::<_, bf16>(device, &case, 5));
         }
@@ -148,8 +158,6 @@ fn one_query_sees_the_cache() {
 /// The last token of a sequence alone, against the same token among all of them.
 #[test]
 fn the_last_token_alone_is_that_of_the_sequence() {
-    use moh_kernels::Cpu;
-    use moh_kernels::attention::KeyValues;
     let (length, heads, kv_heads, head_dim) = (70, 6, 2, 10);
     let (row, width) = ((heads + 2 * kv_heads) * head_dim, heads * head_dim);
     let shape = AttentionShape {
@@ -167,21 +175,29 @@ fn the_last_token_alone_is_that_of_the_sequence() {
     let run = |tokens: usize| {
         let first = length - tokens;
         let shape = AttentionShape { query_length: tokens, ..shape };
-        let first_key: Vec<u32> = (first..length).map(|token| token as u32 / 30 * 30).collect();
-        let visibility =
-            Visibility { causal: true, query_offset: first, first_key: Some(&first_key[..]) };
+        let document_start: Vec<u32> =
+            (first..length).map(|token| token as u32 / 30 * 30).collect();
+        let weights = Some(&weights[first * heads..]);
+        let args = AttentionArgs::<Cpu> {
+            query_offset: first,
+            document_start: Some(&document_start),
+            selection: Some(Selection::<Cpu> { shared_heads: heads, routed: &[], weights }),
+            ..AttentionArgs::causal(shape)
+        };
         let key_values = KeyValues::Contiguous {
             keys: &qkv[width..],
             values: &qkv[width + kv_heads * head_dim..],
             row_stride: row,
         };
         let (mut out, mut log_sum_exp) = (vec![0f32; tokens * width], vec![0f32; tokens * heads]);
-        let (queries, weights) = (&qkv[first * row..], &weights[first * heads..]);
-        let (sums, weights) = (&mut log_sum_exp[..], Some(weights));
-        Cpu.attention_forward(
-            &shape, queries, key_values, visibility, None, weights, &mut out, sums,
-        )
-        .unwrap();
+        let forward = AttentionForward::<Cpu, f32> {
+            args,
+            queries: &qkv[first * row..],
+            key_values,
+            out: &mut out,
+            log_sum_exp: &mut log_sum_exp,
+        };
+        Cpu.attention_forward(forward).unwrap();
         (out[(tokens - 1) * width..].to_vec(), log_sum_exp[(tokens - 1) * heads..].to_vec())
     };
     let ((out, sums), (all_out, all_sums)) = (run(1), run(length));
@@ -193,12 +209,16 @@ fn the_last_token_alone_is_that_of_the_sequence() {
 #[test]
 fn a_sequence_of_no_token_is_no_work() {
     let attention = Case::dense(QkvShape { length: 0, ..SHAPE }).attention_shape();
-    let seen = Visibility { causal: true, query_offset: 0, first_key: None };
-    let (none, no_out): (&[f32], &mut [f32]) = (&[], &mut []);
-    let cpu = moh_kernels::Cpu;
-    let done =
-        cpu.attention_backward(&attention, none, seen, None, None, none, none, none, no_out, None);
-    assert_eq!(done, Ok(()));
+    let backward = AttentionBackward::<Cpu, f32> {
+        args: AttentionArgs::causal(attention),
+        qkv: &[],
+        out: &[],
+        log_sum_exp: &[],
+        d_out: &[],
+        d_qkv: &mut [],
+        delta: None,
+    };
+    assert_eq!(Cpu.attention_backward(backward), Ok(()));
 }
 
 #[test]
@@ -206,13 +226,15 @@ fn document_bounds_that_hide_every_key_or_decrease_are_refused() {
     let shape = QkvShape { batch: 1, length: 3, heads: 1, kv_heads: 1, head_dim: 2 };
     let attention = Case::dense(shape).attention_shape();
     let (qkv, mut out, mut log_sum_exp) = ([0f32; 18], [0f32; 6], [0f32; 3]);
-    let mut forward = |first_key: &[u32]| {
-        let seen = Visibility { causal: true, query_offset: 0, first_key: Some(first_key) };
-        let (keys, values, row_stride) = (&qkv[2..], &qkv[4..], 6);
-        let key_values = KeyValues::Contiguous { keys, values, row_stride };
-        let (out, sums) = (&mut out[..], &mut log_sum_exp[..]);
-        let cpu = moh_kernels::Cpu;
-        cpu.attention_forward(&attention, &qkv, key_values, seen, None, None, out, sums)
+    let mut forward = |document_start: &[u32]| {
+        let document_start = Some(document_start);
+        Cpu.attention_forward(AttentionForward::<Cpu, f32> {
+            args: AttentionArgs { document_start, ..AttentionArgs::causal(attention) },
+            queries: &qkv,
+            key_values: KeyValues::Contiguous { keys: &qkv[2..], values: &qkv[4..], row_stride: 6 },
+            out: &mut out,
+            log_sum_exp: &mut log_sum_exp,
+        })
     };
     assert_eq!(forward(&[0, 1, 1]), Ok(()));
     assert!(forward(&[0, 2, 2]).is_err());
@@ -243,8 +265,8 @@ fn any_case() -> impl Strategy<Value = Case> {
                 top_k: second.index(routed_heads + 1),
             });
             let mut random = Random(mean_length as u64);
-            let first_key = masked.then(|| documents(&shape, &mut random, mean_length));
-            Case { shape, router, weighted, causal, first_key, whole: false }
+            let document_start = masked.then(|| documents(&shape, &mut random, mean_length));
+            Case { shape, router, weighted, causal, document_start, whole: false }
         },
     )
 }
@@ -292,8 +314,8 @@ proptest! {
     #[test]
     fn a_document_of_one_token_returns_its_value(shape in shapes(), seed: u64) {
         let positions = 0..shape.length as u32;
-        let first_key = Some((0..shape.batch).flat_map(|_| positions.clone()).collect());
-        let case = Case { first_key, ..Case::dense(shape) };
+        let document_start = Some((0..shape.batch).flat_map(|_| positions.clone()).collect());
+        let case = Case { document_start, ..Case::dense(shape) };
         let inputs = Inputs::<f32>::new(&case, seed);
         on_each_device!(device => {
             let out = run(device, &case, &inputs).out;

@@ -57,14 +57,15 @@ fn every_path_of_dense_attention_agrees() {
         let case = Case { causal, ..Case::dense(shape(1, head_dim)) };
         each_agrees(&case, 11);
     }
+    each_agrees(&Case { weighted: true, ..Case::dense(shape(1, 64)) }, 11);
 }
 
 #[test]
 fn every_path_of_selected_heads_within_documents_agrees() {
     for (head_dim, causal) in [(64, true), (128, true), (128, false)] {
         let shape = shape(2, head_dim);
-        let first_key = Some(documents(&shape, &mut Random(12), 60));
-        let case = Case { weighted: true, causal, first_key, ..Case::routed(shape, 1, 1) };
+        let document_start = Some(documents(&shape, &mut Random(12), 60));
+        let case = Case { weighted: true, causal, document_start, ..Case::routed(shape, 1, 1) };
         each_agrees(&case, 12);
     }
 }
@@ -140,8 +141,8 @@ fn every_path_of_queries_over_a_cache_agrees() {
 fn gpus_of_little_shared_memory_keep_their_tensor_cores() {
     for head_dim in [80, 128] {
         let shape = shape(2, head_dim);
-        let first_key = Some(documents(&shape, &mut Random(18), 60));
-        let case = Case { weighted: true, first_key, ..Case::routed(shape, 1, 1) };
+        let document_start = Some(documents(&shape, &mut Random(18), 60));
+        let case = Case { weighted: true, document_start, ..Case::routed(shape, 1, 1) };
         for device in devices() {
             let small = device.with_shared_bytes(99 << 10);
             agrees::<_, bf16>(&small, &case, 18);

@@ -45,8 +45,8 @@ fn skewed_routing() {
 
 #[test]
 fn within_documents() {
-    let first_key = Some(documents(&SHAPE, &mut Random(21), 700));
-    stress(&Case { first_key, ..Case::routed(SHAPE, 16, 8) }, |_, _| ());
+    let document_start = Some(documents(&SHAPE, &mut Random(21), 700));
+    stress(&Case { document_start, ..Case::routed(SHAPE, 16, 8) }, |_, _| ());
 }
 
 /// Several sequences, more than the backward pass takes at once.

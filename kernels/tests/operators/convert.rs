@@ -1,12 +1,12 @@
 //! Conversion between the types of numbers.
 
-use crate::reference::{cases, download, garbage, upload, view, view_mut};
+use crate::reference::{cases, download, garbage, upload};
 use half::bf16;
 use moh_kernels::{Backend, Element};
 
 fn converted<B: Backend, X: Element, Y: Element>(device: &B, x: &[X]) -> Vec<Y> {
     let (x, mut y) = (upload(device, x), garbage::<B, Y>(device, x.len()));
-    device.convert(view::<B, X>(&x), view_mut::<B, Y>(&mut y)).unwrap();
+    device.convert(B::whole(&x), B::whole_mut(&mut y)).unwrap();
     download::<B, Y>(device, &y)
 }
 
@@ -14,7 +14,7 @@ fn converted<B: Backend, X: Element, Y: Element>(device: &B, x: &[X]) -> Vec<Y> 
 fn buffers_of_other_lengths_are_refused() {
     fn refuses<B: Backend>(device: &B) {
         let (x, mut y) = (upload(device, &[1f32; 3]), upload(device, &[bf16::ONE; 2]));
-        assert!(device.convert(view::<B, f32>(&x), view_mut::<B, bf16>(&mut y)).is_err());
+        assert!(device.convert(B::whole(&x), B::whole_mut(&mut y)).is_err());
     }
     on_each_device!(device => refuses(device));
 }

@@ -3,11 +3,13 @@
 
 use crate::reference::{
     F32_TOLERANCE, Random, added, assert_close, cases, download, flat, garbage, gradient,
-    operators, tolerance, upload, var, view, view_mut,
+    operators, tolerance, upload, var,
 };
 use half::bf16;
-use moh_kernels::cross_entropy::{HeadGradients, HeadShape, IGNORED};
-use moh_kernels::{Accumulation, Backend, DType, Element, Error};
+use moh_kernels::cross_entropy::{
+    CrossEntropy, CrossEntropyArgs, HeadGradients, HeadShape, IGNORED,
+};
+use moh_kernels::{Accumulation, Backend, Cpu, DType, Element, Error, Workspace};
 
 /// Exact in f32, so that the reference scales by the same number.
 const SCALE: f32 = 0.25;
@@ -27,36 +29,32 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: HeadShape, seed
     let mut scratch = garbage::<B, f32>(device, device.cross_entropy_scratch(&shape));
     let mut d_x = garbage::<B, T>(device, x.len());
     let mut d_weight_out = upload(device, &d_weight);
-    let mut run = |gradients: Option<HeadGradients<'_, B, T, G>>| {
+    let mut run = |d_weight: Option<(&mut B::Buffer<G>, Accumulation)>| {
         let mut loss = upload(device, &[2.0f64]);
+        let gradients = d_weight.map(|(d_weight, accumulation)| HeadGradients {
+            scale: SCALE,
+            d_x: B::whole_mut(&mut d_x),
+            d_weight: B::whole_mut(d_weight),
+            accumulation,
+        });
         device
-            .cross_entropy(
-                &shape,
-                view::<B, T>(&x_buffer),
-                view::<B, T>(&weight_buffer),
-                view::<B, u32>(&target_buffer),
-                view_mut::<B, f32>(&mut scratch),
-                view_mut::<B, f64>(&mut loss),
+            .cross_entropy(CrossEntropyArgs {
+                shape,
+                x: B::whole(&x_buffer),
+                weight: B::whole(&weight_buffer),
+                targets: B::whole(&target_buffer),
+                scratch: B::whole_mut(&mut scratch),
+                loss: B::whole_mut(&mut loss),
                 gradients,
-                None,
-            )
+                ranks: None,
+            })
             .unwrap();
         download::<B, f64>(device, &loss)[0] - 2.0
     };
     let loss_alone = run(None);
-    let loss = run(Some(HeadGradients {
-        scale: SCALE,
-        d_x: view_mut::<B, T>(&mut d_x),
-        d_weight: view_mut::<B, G>(&mut d_weight_out),
-        accumulation: Accumulation::Add,
-    }));
+    let loss = run(Some((&mut d_weight_out, Accumulation::Add)));
     let mut alone = garbage::<B, G>(device, weight.len());
-    run(Some(HeadGradients {
-        scale: SCALE,
-        d_x: view_mut::<B, T>(&mut d_x),
-        d_weight: view_mut::<B, G>(&mut alone),
-        accumulation: Accumulation::Overwrite,
-    }));
+    run(Some((&mut alone, Accumulation::Overwrite)));
 
     let (x, weight) = (var(&x, (tokens, width)), var(&weight, (vocab_size, width)));
     let expected = operators::cross_entropy(&x, &weight, &targets).unwrap();
@@ -97,24 +95,23 @@ fn rows_that_a_block_reads_in_several_rounds_agree() {
 #[test]
 fn a_vocabulary_that_fills_the_scratch_makes_chunks_of_fewer_tokens() {
     let shape = HeadShape::whole(23, 2, 3 << 20);
-    let mut scratch = vec![0f32; moh_kernels::Cpu.cross_entropy_scratch(&shape)];
+    let mut scratch = vec![0f32; Cpu.cross_entropy_scratch(&shape)];
     assert_eq!(scratch.len(), 21 * shape.vocab_size);
     // All logits are 0, so every token's loss is the logarithm of the vocabulary.
     let (x, weight) = (vec![0f32; 46], vec![0f32; 2 * shape.vocab_size]);
     let targets: Vec<u32> = (0..23).map(|i| if i == 1 { IGNORED } else { i }).collect();
     let mut loss = [0f64];
-    moh_kernels::Cpu
-        .cross_entropy::<f32, f32>(
-            &shape,
-            &x,
-            &weight,
-            &targets,
-            &mut scratch,
-            &mut loss,
-            None,
-            None,
-        )
-        .unwrap();
+    let args = CrossEntropyArgs::<Cpu, f32, f32> {
+        shape,
+        x: &x,
+        weight: &weight,
+        targets: &targets,
+        scratch: &mut scratch,
+        loss: &mut loss,
+        gradients: None,
+        ranks: None,
+    };
+    Cpu.cross_entropy(args).unwrap();
     let expected = 22.0 * (shape.vocab_size as f64).ln();
     assert!((loss[0] / expected - 1.0).abs() < F32_TOLERANCE, "{} is not {expected}", loss[0]);
 }
@@ -123,7 +120,7 @@ fn a_vocabulary_that_fills_the_scratch_makes_chunks_of_fewer_tokens() {
 fn a_head_that_caches_hold_has_smaller_chunks() {
     let tokens_at_once = |width, vocab_size| {
         let shape = HeadShape::whole(1000, width, vocab_size);
-        moh_kernels::Cpu.cross_entropy_scratch(&shape) / vocab_size
+        Cpu.cross_entropy_scratch(&shape) / vocab_size
     };
     assert_eq!(tokens_at_once(512, 4096), 256);
     assert_eq!(tokens_at_once(512, 3000), 349);
@@ -134,27 +131,26 @@ fn a_head_that_caches_hold_has_smaller_chunks() {
 #[test]
 fn ignored_targets_have_neither_loss_nor_gradient() {
     let shape = HeadShape::whole(3, 2, 5);
-    let mut scratch = vec![0f32; moh_kernels::Cpu.cross_entropy_scratch(&shape)];
+    let mut scratch = vec![0f32; Cpu.cross_entropy_scratch(&shape)];
     let (mut loss, mut d_x, mut d_weight) = ([0f64], [9f32; 6], [1f32; 10]);
-    let gradients = HeadGradients {
+    let gradients = HeadGradients::<Cpu, f32, f32> {
         scale: 1.0,
-        d_x: &mut d_x[..],
-        d_weight: &mut d_weight[..],
+        d_x: &mut d_x,
+        d_weight: &mut d_weight,
         accumulation: Accumulation::Add,
     };
     let (x, weight, targets) = ([1f32; 6], [0.5f32; 10], [IGNORED; 3]);
-    moh_kernels::Cpu
-        .cross_entropy(
-            &shape,
-            &x,
-            &weight,
-            &targets,
-            &mut scratch,
-            &mut loss,
-            Some(gradients),
-            None,
-        )
-        .unwrap();
+    let args = CrossEntropyArgs::<Cpu, f32, f32> {
+        shape,
+        x: &x,
+        weight: &weight,
+        targets: &targets,
+        scratch: &mut scratch,
+        loss: &mut loss,
+        gradients: Some(gradients),
+        ranks: None,
+    };
+    Cpu.cross_entropy(args).unwrap();
     assert_eq!((loss, d_x, d_weight), ([0.0], [0.0; 6], [1.0; 10]));
 }
 
@@ -162,16 +158,17 @@ fn ignored_targets_have_neither_loss_nor_gradient() {
 fn a_target_without_a_row_is_refused() {
     let shape = HeadShape::whole(1, 1, 5);
     let (mut scratch, mut loss) = ([0f32; 5], [0f64]);
-    let refused = moh_kernels::Cpu.cross_entropy::<f32, f32>(
-        &shape,
-        &[0.0],
-        &[0.0; 5],
-        &[5],
-        &mut scratch,
-        &mut loss,
-        None,
-        None,
-    );
+    let args = CrossEntropyArgs::<Cpu, f32, f32> {
+        shape,
+        x: &[0.0],
+        weight: &[0.0; 5],
+        targets: &[5],
+        scratch: &mut scratch,
+        loss: &mut loss,
+        gradients: None,
+        ranks: None,
+    };
+    let refused = Cpu.cross_entropy(args);
     assert_eq!(refused, Err(Error::Vocabulary { id: 5, vocab_size: 5 }));
 }
 

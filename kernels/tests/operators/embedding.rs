@@ -3,11 +3,12 @@
 
 use crate::reference::{
     Random, added, assert_close, backward, cases, download, garbage, gradient, operators, tensor,
-    tolerance, upload, var, view, view_mut,
+    tolerance, upload, var,
 };
 use half::bf16;
+use moh_kernels::embedding::{Embedding, EmbeddingBackward, EmbeddingForward};
 use moh_kernels::ranks::VocabularyRows;
-use moh_kernels::{Backend, Element, Error};
+use moh_kernels::{Backend, Cpu, Element, Error};
 
 fn agrees<B: Backend, T: Element, G: Element>(device: &B, rows: usize, width: usize, ids: &[u32]) {
     let mut random = Random(1);
@@ -18,15 +19,25 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, rows: usize, width: us
 
     let mut out = garbage::<B, T>(device, ids.len() * width);
     let table_buffer = upload(device, &table);
-    let (id_view, table_view) = (view::<B, _>(&id_buffer), view::<B, _>(&table_buffer));
-    let held = VocabularyRows::all(rows);
-    let out_view = view_mut::<B, T>(&mut out);
-    device.embedding_forward(width, held, id_view, table_view, out_view).unwrap();
+    let local = VocabularyRows::all(rows);
+    let args = EmbeddingForward {
+        width,
+        rows: local,
+        ids: B::whole(&id_buffer),
+        table: B::whole(&table_buffer),
+        out: B::whole_mut(&mut out),
+    };
+    device.embedding_forward(args).unwrap();
     let mut d_table = upload(device, &before);
     let d_out_buffer = upload(device, &d_out);
-    let d_out_view = view::<B, T>(&d_out_buffer);
-    let d_table_view = view_mut::<B, G>(&mut d_table);
-    device.embedding_backward(width, held, id_view, d_out_view, d_table_view).unwrap();
+    let args = EmbeddingBackward {
+        width,
+        rows: local,
+        ids: B::whole(&id_buffer),
+        d_out: B::whole(&d_out_buffer),
+        d_table: B::whole_mut(&mut d_table),
+    };
+    device.embedding_backward(args).unwrap();
 
     let table = var(&table, (rows, width));
     let expected = operators::embedding(&table, ids).unwrap();
@@ -53,18 +64,20 @@ fn rows_are_gathered_and_gradients_added_to_what_is_there() {
 
 #[test]
 fn an_id_without_a_row_is_refused() {
+    let (width, rows, ids) = (2, VocabularyRows::all(3), &[0, 3]);
     let (table, mut out) = ([0f32; 6], [0f32; 4]);
-    let refused =
-        moh_kernels::Cpu.embedding_forward(2, VocabularyRows::all(3), &[0, 3], &table, &mut out);
+    let args = EmbeddingForward::<Cpu, f32> { width, rows, ids, table: &table, out: &mut out };
+    let refused = Cpu.embedding_forward(args);
     assert_eq!(refused, Err(Error::Vocabulary { id: 3, vocab_size: 3 }));
     let mut d_table = [0f32; 6];
-    let refused = moh_kernels::Cpu.embedding_backward(
-        2,
-        VocabularyRows::all(3),
-        &[0, 3],
-        &[0f32; 4],
-        &mut d_table,
-    );
+    let args = EmbeddingBackward::<Cpu, f32, f32> {
+        width,
+        rows,
+        ids,
+        d_out: &[0f32; 4],
+        d_table: &mut d_table,
+    };
+    let refused = Cpu.embedding_backward(args);
     assert_eq!(refused, Err(Error::Vocabulary { id: 3, vocab_size: 3 }));
 }
 

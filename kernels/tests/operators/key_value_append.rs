@@ -1,8 +1,9 @@
 //! Appending to the cache: keys and values land in their rows, and no other row changes.
 
-use crate::reference::{Random, cases, columns, download, upload, view, view_mut};
-use moh_kernels::Backend;
+use crate::reference::{Random, cases, columns, download, upload};
+use moh_kernels::key_value_cache::{KeyValueAppend, KeyValueCache};
 use moh_kernels::rope::QkvShape;
+use moh_kernels::{Backend, Cpu};
 
 fn appends<B: Backend>(device: &B, shape: QkvShape, first_position: usize, seed: u64) {
     let (mut random, width) = (Random(seed), shape.kv_heads * shape.head_dim);
@@ -10,9 +11,14 @@ fn appends<B: Backend>(device: &B, shape: QkvShape, first_position: usize, seed:
     let before: Vec<f32> = random.numbers((first_position + shape.length + 2) * width);
     let qkv_buffer = upload(device, &qkv);
     let (mut keys, mut values) = (upload(device, &before), upload(device, &before));
-    let (keys_view, values_view) = (view_mut::<B, f32>(&mut keys), view_mut::<B, f32>(&mut values));
-    let qkv_view = view::<B, f32>(&qkv_buffer);
-    device.key_value_append(&shape, first_position, qkv_view, keys_view, values_view).unwrap();
+    let append = KeyValueAppend {
+        shape: &shape,
+        first_position,
+        qkv: B::whole(&qkv_buffer),
+        keys: B::whole_mut(&mut keys),
+        values: B::whole_mut(&mut values),
+    };
+    device.key_value_append(append).unwrap();
     let first = shape.heads * shape.head_dim;
     for (what, cache, start) in [("keys", keys, first), ("values", values, first + width)] {
         let mut expected = before.clone();
@@ -26,8 +32,14 @@ fn appends<B: Backend>(device: &B, shape: QkvShape, first_position: usize, seed:
 fn the_cache_of_one_sequence_takes_one_sequence() {
     let shape = QkvShape { batch: 2, length: 1, heads: 1, kv_heads: 1, head_dim: 2 };
     let (qkv, mut keys, mut values) = ([0f32; 12], [0f32; 4], [0f32; 4]);
-    let refused = moh_kernels::Cpu.key_value_append(&shape, 0, &qkv, &mut keys, &mut values);
-    assert!(refused.is_err());
+    let append = KeyValueAppend::<Cpu, f32> {
+        shape: &shape,
+        first_position: 0,
+        qkv: &qkv,
+        keys: &mut keys,
+        values: &mut values,
+    };
+    assert!(Cpu.key_value_append(append).is_err());
 }
 
 proptest::proptest! {

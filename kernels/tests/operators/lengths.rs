@@ -1,15 +1,23 @@
 //! Every operator refuses buffers whose lengths do not fit its shape, with an error and without a
 //! panic; and accepts those that do.
 
-use crate::reference::{cases, view, view_mut};
-use half::bf16;
+mod calls;
+
+use crate::reference::{cases, table};
+use calls::{call, routing, zeros};
+use moh_kernels::Backend;
 use moh_kernels::adamw::AdamW;
-use moh_kernels::attention::{AttentionShape, KeyValues, Visibility};
-use moh_kernels::cross_entropy::{HeadGradients, HeadShape};
-use moh_kernels::ranks::{Heads, VocabularyRows};
-use moh_kernels::rope::{QkvShape, RopeTable};
-use moh_kernels::router::{QueryNormRouter, RouterGradient};
-use moh_kernels::{Accumulation, Backend, Result, Scalar};
+use moh_kernels::attention::{
+    AttentionArgs, AttentionForward, AttentionShape, KeyValues, Selection,
+};
+use moh_kernels::cross_entropy::HeadShape;
+use moh_kernels::ranks::Heads;
+use moh_kernels::rope::{QkvShape, RopeArgs};
+use moh_kernels::router::query_norm::QueryNormRouter;
+use moh_kernels::router::{
+    RouterBackward, RouterForward, RouterGradient, RouterRopeBackward, RouterRopeForward, Routing,
+    RoutingShape,
+};
 use proptest::prelude::*;
 
 /// Which lengths of a buffer fit, given the others.
@@ -91,9 +99,16 @@ const OPERATORS: &[(&str, &[Fit])] = &[
     ),
     ("linear_backward_input", &[Exactly(TOKENS * 2), Exactly(2 * WIDTH), Exactly(TOKENS * WIDTH)]),
     ("linear_backward_weight", &[Exactly(TOKENS * WIDTH), Exactly(TOKENS * 2), Exactly(2 * WIDTH)]),
-    ("rope_route_forward", &[Exactly(4), Exactly(4), Exactly(TOKENS * ROW), AtLeast(TOKENS)]),
+    ("rope_forward", &[Exactly(4), Exactly(4), Exactly(TOKENS * ROW)]),
+    ("rope_backward", &[Exactly(4), Exactly(4), Exactly(TOKENS * ROW)]),
+    ("query_norm_forward", &[Exactly(TOKENS * ROW), AtLeast(TOKENS)]),
+    ("query_norm_rope_forward", &[Exactly(4), Exactly(4), Exactly(TOKENS * ROW), AtLeast(TOKENS)]),
     (
-        "rope_route_backward",
+        "query_norm_backward",
+        &[Exactly(TOKENS * ROW), Exactly(TOKENS * ROW), Exactly(TOKENS), Exactly(TOKENS * 4)],
+    ),
+    (
+        "query_norm_rope_backward",
         &[
             Exactly(4),
             Exactly(4),
@@ -104,7 +119,7 @@ const OPERATORS: &[(&str, &[Fit])] = &[
         ],
     ),
     ("balance_loss", &[Exactly(1)]),
-    ("routed_mask", &[Exactly(TOKENS * 3)]),
+    ("selected", &[Exactly(TOKENS * 3)]),
     ("gates", &[Exactly(TOKENS * 3)]),
     (
         "attention_forward",
@@ -113,12 +128,13 @@ const OPERATORS: &[(&str, &[Fit])] = &[
             AtLeast((TOKENS - 1) * ROW + KEYS),
             AtLeast((TOKENS - 1) * ROW + KEYS),
             Exactly(TOKENS),
-            Exactly(TOKENS),
+            Exactly(TOKENS * 3),
             Exactly(TOKENS * 4),
             Exactly(TOKENS * QUERIES),
             Exactly(TOKENS * 4),
         ],
     ),
+    ("attention_forward of all heads, weighted", &[Exactly(0), Exactly(TOKENS * 4)]),
     (
         "attention_forward by block table",
         &[
@@ -135,7 +151,7 @@ const OPERATORS: &[(&str, &[Fit])] = &[
         &[
             Exactly(TOKENS * ROW),
             Exactly(TOKENS),
-            Exactly(TOKENS),
+            Exactly(TOKENS * 3),
             Exactly(TOKENS * 4),
             Exactly(TOKENS * QUERIES),
             Exactly(TOKENS * 4),
@@ -177,209 +193,6 @@ const OPERATORS: &[(&str, &[Fit])] = &[
     ),
 ];
 
-/// A routing of `tokens` tokens, which is how long a selection is.
-fn routing<B: Backend>(device: &B, tokens: usize) -> B::Routing {
-    let shape = QkvShape { length: tokens, ..SHAPE };
-    let (cos, sin) = (zeros::<B, f32>(device, tokens), zeros::<B, f32>(device, tokens));
-    let table = RopeTable { cos: view::<B, f32>(&cos), sin: view::<B, f32>(&sin) };
-    let mut qkv = zeros::<B, f32>(device, tokens * ROW);
-    let mut routing = device.routing(tokens, Heads::all(SHAPE.heads), ROUTER).unwrap();
-    let qkv = view_mut::<B, f32>(&mut qkv);
-    device.rope_route_forward(&shape, table, 0, qkv, Some(&mut routing), None).unwrap();
-    routing
-}
-
-fn zeros<B: Backend, S: Scalar>(device: &B, len: usize) -> B::Buffer<S> {
-    device.allocate(len).unwrap()
-}
-
-/// Runs an operator on buffers of these lengths.
-fn call<B: Backend>(device: &B, operator: &str, lengths: &[usize]) -> Result<()> {
-    let floats = |at: usize| zeros::<B, f32>(device, lengths[at]);
-    let words = |at: usize| zeros::<B, u32>(device, lengths[at]);
-    macro_rules! read {
-        ($buffer:expr) => {
-            view::<B, f32>(&$buffer)
-        };
-    }
-    macro_rules! write {
-        ($buffer:expr) => {
-            view_mut::<B, f32>(&mut $buffer)
-        };
-    }
-    let rows = VocabularyRows::all(7);
-    let mut f: Vec<B::Buffer<f32>> = (0..lengths.len()).map(floats).collect();
-    // What an operator writes, taken out so that the others can be read.
-    let mut take = |at: usize| std::mem::replace(&mut f[at], zeros(device, 0));
-    let seen = Visibility { causal: true, query_offset: 0, first_key: None };
-    match operator {
-        "embedding_forward" => {
-            let (ids, mut out) = (words(0), take(2));
-            device.embedding_forward(WIDTH, rows, view::<B, u32>(&ids), read!(f[1]), write!(out))
-        }
-        "embedding_backward" => {
-            let (ids, mut d_table) = (words(0), take(2));
-            device.embedding_backward(
-                WIDTH,
-                rows,
-                view::<B, u32>(&ids),
-                read!(f[1]),
-                write!(d_table),
-            )
-        }
-        "rms_norm_forward" => {
-            let (mut y, mut inv_rms) = (take(2), take(3));
-            device.rms_norm_forward(1e-5, read!(f[0]), read!(f[1]), write!(y), write!(inv_rms))
-        }
-        "rms_norm_backward" => {
-            let (mut d_x, mut d_weight) = (take(4), take(5));
-            let (x, weight, inv_rms, d_y) = (read!(f[0]), read!(f[1]), read!(f[2]), read!(f[3]));
-            device.rms_norm_backward(x, weight, inv_rms, d_y, write!(d_x), write!(d_weight))
-        }
-        "linear_forward" => {
-            let mut y = take(3);
-            let residual = Some(read!(f[2]));
-            device.linear_forward(WIDTH, read!(f[0]), read!(f[1]), residual, write!(y))
-        }
-        "linear_backward_input" => {
-            let mut d_x = take(2);
-            device.linear_backward_input(WIDTH, read!(f[0]), read!(f[1]), write!(d_x))
-        }
-        "linear_backward_weight" => {
-            let mut d_weight = take(2);
-            let (x, d_y, into) = (read!(f[0]), read!(f[1]), write!(d_weight));
-            device.linear_backward_weight(WIDTH, x, d_y, into, Accumulation::Overwrite)
-        }
-        "rope_route_forward" => {
-            let (mut qkv, table) = (take(2), table::<B>(&f[0], &f[1]));
-            let mut routing = device.routing(lengths[3], Heads::all(SHAPE.heads), ROUTER)?;
-            device.rope_route_forward(&SHAPE, table, 0, write!(qkv), Some(&mut routing), None)
-        }
-        "rope_route_backward" => {
-            let (mut d_qkv, table) = (take(3), table::<B>(&f[0], &f[1]));
-            let (routing, delta) = (&routing(device, lengths[4]), Some(read!(f[5])));
-            let gradient = RouterGradient { routing, delta, balance_weight: 1.0, ranks: None };
-            device.rope_route_backward(&SHAPE, table, 0, read!(f[2]), write!(d_qkv), Some(gradient))
-        }
-        "balance_loss" => {
-            let mut out = zeros::<B, f64>(device, lengths[0]);
-            device.balance_loss(&routing(device, TOKENS), 1.0, view_mut::<B, f64>(&mut out))
-        }
-        "routed_mask" => device.routed_mask(&routing(device, TOKENS), &mut vec![0; lengths[0]]),
-        "gates" => device.gates(&routing(device, TOKENS), &mut vec![0.0; lengths[0]]),
-        "attention_forward" => {
-            let (mut out, mut sums, first_key) = (take(6), take(7), words(3));
-            let seen = Visibility { first_key: Some(view::<B, u32>(&first_key)), ..seen };
-            let (keys, values) = (read!(f[1]), read!(f[2]));
-            let key_values = KeyValues::Contiguous { keys, values, row_stride: ROW };
-            device.attention_forward(
-                &ATTENTION,
-                read!(f[0]),
-                key_values,
-                seen,
-                Some(&routing(device, lengths[4])),
-                Some(read!(f[5])),
-                write!(out),
-                write!(sums),
-            )
-        }
-        "attention_forward by block table" => {
-            let (mut out, mut sums) = (take(4), take(5));
-            let mut table = zeros::<B, u32>(device, lengths[3]);
-            // The last block in use is the second of two.
-            device.upload(&vec![1; lengths[3]], view_mut::<B, u32>(&mut table))?;
-            let key_values = KeyValues::Paged {
-                keys: read!(f[1]),
-                values: read!(f[2]),
-                block_table: view::<B, u32>(&table),
-                block_length: 2,
-            };
-            let (out, sums) = (write!(out), write!(sums));
-            device.attention_forward(
-                &ATTENTION,
-                read!(f[0]),
-                key_values,
-                seen,
-                None,
-                None,
-                out,
-                sums,
-            )
-        }
-        "attention_backward" => {
-            let (mut d_qkv, mut delta, first_key) = (take(7), take(8), words(1));
-            device.attention_backward(
-                &ATTENTION,
-                read!(f[0]),
-                Visibility { first_key: Some(view::<B, u32>(&first_key)), ..seen },
-                Some(&routing(device, lengths[2])),
-                Some(read!(f[3])),
-                read!(f[4]),
-                read!(f[5]),
-                read!(f[6]),
-                write!(d_qkv),
-                Some(write!(delta)),
-            )
-        }
-        "key_value_append" => {
-            let (mut keys, mut values) = (take(1), take(2));
-            device.key_value_append(&SHAPE, 1, read!(f[0]), write!(keys), write!(values))
-        }
-        "swiglu_forward" => {
-            let mut out = take(1);
-            device.swiglu_forward(WIDTH, read!(f[0]), write!(out))
-        }
-        "swiglu_backward" => {
-            let (mut gate_up, mut out) = (take(0), take(1));
-            device.swiglu_backward(WIDTH, write!(gate_up), write!(out))
-        }
-        "cross_entropy" => {
-            let (targets, mut scratch, mut d_x, mut d_weight) =
-                (words(2), take(3), take(5), take(6));
-            let mut loss = zeros::<B, f64>(device, lengths[4]);
-            let gradients = HeadGradients {
-                scale: 1.0,
-                d_x: write!(d_x),
-                d_weight: write!(d_weight),
-                accumulation: Accumulation::Overwrite,
-            };
-            device.cross_entropy(
-                &HEAD,
-                read!(f[0]),
-                read!(f[1]),
-                view::<B, u32>(&targets),
-                write!(scratch),
-                view_mut::<B, f64>(&mut loss),
-                Some(gradients),
-                None,
-            )
-        }
-        "add" => {
-            let mut out = take(2);
-            device.add(read!(f[0]), read!(f[1]), write!(out))
-        }
-        "squared_norms" => {
-            let mut out = zeros::<B, f64>(device, lengths[2]);
-            let xs = [read!(f[0]), read!(f[1])];
-            device.squared_norms(&xs, view_mut::<B, f64>(&mut out))
-        }
-        "adamw" => {
-            let norm = zeros::<B, f64>(device, lengths[0]);
-            let mut weights = zeros::<B, bf16>(device, lengths[2]);
-            let mut remainder = zeros::<B, i16>(device, lengths[3]);
-            let (mut m, mut v) = (take(4), take(5));
-            let (norm, weights) = (view::<B, f64>(&norm), view_mut::<B, bf16>(&mut weights));
-            let remainder = Some(view_mut::<B, i16>(&mut remainder));
-            device.adamw(&STEP, norm, read!(f[1]), weights, remainder, write!(m), write!(v))
-        }
-        _ => unreachable!("{operator} is not in the table"),
-    }
-}
-
-fn table<'a, B: Backend>(cos: &'a B::Buffer<f32>, sin: &'a B::Buffer<f32>) -> RopeTable<'a, B> {
-    RopeTable { cos: view::<B, f32>(cos), sin: view::<B, f32>(sin) }
-}
-
 fn right(fits: &[Fit]) -> Vec<usize> {
     fits.iter().map(|fit| fit.right()).collect()
 }
@@ -409,37 +222,141 @@ fn each_buffer_that_is_empty_short_or_long_is_refused() {
 
 #[test]
 fn a_routing_of_other_heads_is_refused() {
-    fn refuses<B: Backend>(device: &B, heads: usize) {
-        let other = QkvShape { heads, ..SHAPE };
-        let mut routing = routing(device, TOKENS);
-        let tables = zeros::<B, f32>(device, TOKENS);
-        let table = table::<B>(&tables, &tables);
-        let qkv = zeros::<B, f32>(device, TOKENS * other.row());
-        let (mut d_qkv, mut rotated) = (zeros(device, B::len(&qkv)), zeros(device, B::len(&qkv)));
-        let gradient =
-            RouterGradient { routing: &routing, delta: None, balance_weight: 1.0, ranks: None };
-        let (qkv_view, d_view) = (view::<B, f32>(&qkv), view_mut::<B, f32>(&mut d_qkv));
-        assert!(
-            device.rope_route_backward(&other, table, 0, qkv_view, d_view, Some(gradient)).is_err()
-        );
-        let attention = AttentionShape { heads, query_stride: other.row(), ..ATTENTION };
-        let key_values =
-            KeyValues::Contiguous { keys: qkv_view, values: qkv_view, row_stride: other.row() };
-        let seen = Visibility { causal: true, query_offset: 0, first_key: None };
-        let mut out = zeros(device, TOKENS * heads * SHAPE.head_dim);
-        let mut sums = zeros(device, TOKENS * heads);
-        let (out, sums) = (view_mut::<B, f32>(&mut out), view_mut::<B, f32>(&mut sums));
-        let selection = Some(&routing);
-        let done = device
-            .attention_forward(&attention, qkv_view, key_values, seen, selection, None, out, sums);
-        assert!(done.is_err());
-        let rotated = view_mut::<B, f32>(&mut rotated);
-        assert!(
-            device.rope_route_forward(&other, table, 0, rotated, Some(&mut routing), None).is_err()
-        );
+    for heads in [2, 6] {
+        on_each_device!(device => refuses_heads(device, heads));
     }
-    on_each_device!(device => refuses(device, 2));
-    on_each_device!(device => refuses(device, 6));
+}
+
+/// What a routing of [`SHAPE`] says is refused where there are `heads` heads.
+fn refuses_heads<B: Backend>(device: &B, heads: usize) {
+    let shape = &QkvShape { heads, ..SHAPE };
+    let len = TOKENS * shape.row();
+    let mut routing = routing(device, TOKENS);
+    let (angles, qkv) = (zeros::<B, f32>(device, TOKENS), zeros::<B, f32>(device, len));
+    let mut d_qkv = zeros::<B, f32>(device, len);
+    let rope = rope_args(shape, &angles, &mut d_qkv);
+    let backward = RouterRopeBackward { qkv: B::whole(&qkv), rope, gradient: balance(&routing) };
+    assert!(device.query_norm_rope_backward(backward).is_err());
+    let backward = RouterBackward::<B, f32> {
+        shape,
+        qkv: B::whole(&qkv),
+        d_qkv: B::whole_mut(&mut d_qkv),
+        gradient: balance(&routing),
+    };
+    assert!(device.query_norm_backward(backward).is_err());
+
+    let attention = AttentionShape { heads, query_stride: shape.row(), ..ATTENTION };
+    let selection = Some(routing.selection());
+    let mut out = zeros::<B, f32>(device, TOKENS * heads * SHAPE.head_dim);
+    let mut sums = zeros(device, TOKENS * heads);
+    let forward = AttentionForward {
+        args: AttentionArgs { selection, ..AttentionArgs::causal(attention) },
+        queries: B::whole(&qkv),
+        key_values: KeyValues::Contiguous {
+            keys: B::whole(&qkv),
+            values: B::whole(&qkv),
+            row_stride: shape.row(),
+        },
+        out: B::whole_mut(&mut out),
+        log_sum_exp: B::whole_mut(&mut sums),
+    };
+    assert!(device.attention_forward(forward).is_err());
+
+    let forward = RouterForward::<B, f32> {
+        shape,
+        qkv: B::whole(&qkv),
+        routing: &mut routing,
+        all_reduce: None,
+    };
+    assert!(device.query_norm_forward(ROUTER, forward).is_err());
+    let rope = rope_args(shape, &angles, &mut d_qkv);
+    let forward = RouterRopeForward { rope, routing: &mut routing, all_reduce: None };
+    assert!(device.query_norm_rope_forward(ROUTER, forward).is_err());
+}
+
+fn balance<B: Backend>(routing: &Routing<B>) -> RouterGradient<'_, B> {
+    RouterGradient { routing, delta: None, balance_weight: 1.0, ranks: None }
+}
+
+fn rope_args<'a, B: Backend>(
+    shape: &'a QkvShape,
+    angles: &'a B::Buffer<f32>,
+    qkv: &'a mut B::Buffer<f32>,
+) -> RopeArgs<'a, B, f32> {
+    RopeArgs { shape, table: table(angles, angles), qkv: B::whole_mut(qkv) }
+}
+
+#[test]
+fn more_shared_heads_than_heads_are_refused() {
+    fn refuses<B: Backend>(device: &B) {
+        let qkv = zeros::<B, f32>(device, TOKENS * ROW);
+        let (routed, mut out) = (zeros(device, 0), zeros(device, TOKENS * QUERIES));
+        let mut sums = zeros(device, TOKENS * SHAPE.heads);
+        let (qkv, routed) = (B::whole::<f32>(&qkv), B::whole(&routed));
+        let selection = Some(Selection { shared_heads: SHAPE.heads + 1, routed, weights: None });
+        let forward = AttentionForward {
+            args: AttentionArgs { selection, ..AttentionArgs::causal(ATTENTION) },
+            queries: qkv,
+            key_values: KeyValues::Contiguous { keys: qkv, values: qkv, row_stride: ROW },
+            out: B::whole_mut(&mut out),
+            log_sum_exp: B::whole_mut(&mut sums),
+        };
+        assert!(device.attention_forward(forward).is_err());
+    }
+    on_each_device!(device => refuses(device));
+}
+
+#[test]
+fn lengths_and_heads_are_checked_where_all_heads_are_shared() {
+    on_each_device!(device => refuses_of_shared_heads(device));
+}
+
+fn refuses_of_shared_heads<B: Backend>(device: &B) {
+    let router = QueryNormRouter { shared_heads: SHAPE.heads, top_k: 0 };
+    let shape = router.routing_shape(TOKENS, Heads::all(SHAPE.heads)).unwrap();
+    let mut routing = Routing::new(device, shape).unwrap();
+    let other = &QkvShape { heads: 2, ..SHAPE };
+    let right = TOKENS * ROW;
+    for (router, shape, len, fits) in [
+        (router, &SHAPE, right - 1, false),
+        (router, other, TOKENS * other.row(), false),
+        (QueryNormRouter { top_k: 1, ..router }, &SHAPE, right, false),
+        (router, &SHAPE, right, true),
+    ] {
+        let (angles, mut qkv) = (zeros(device, TOKENS), zeros::<B, f32>(device, len));
+        let rope = rope_args(shape, &angles, &mut qkv);
+        let forward = RouterRopeForward { rope, routing: &mut routing, all_reduce: None };
+        assert_eq!(device.query_norm_rope_forward(router, forward).is_ok(), fits);
+        let (qkv, routing) = (B::whole::<f32>(&qkv), &mut routing);
+        let forward = RouterForward { shape, qkv, routing, all_reduce: None };
+        assert_eq!(device.query_norm_forward(router, forward).is_ok(), fits);
+    }
+    for (shape, len, fits) in
+        [(&SHAPE, right - 1, false), (other, TOKENS * other.row(), false), (&SHAPE, right, true)]
+    {
+        let (qkv, mut d_qkv) = (zeros::<B, f32>(device, len), zeros(device, TOKENS * shape.row()));
+        let angles = zeros(device, TOKENS);
+        let (gradient, rope) = (balance(&routing), rope_args(shape, &angles, &mut d_qkv));
+        let backward = RouterRopeBackward { qkv: B::whole(&qkv), rope, gradient };
+        assert_eq!(device.query_norm_rope_backward(backward).is_ok(), fits);
+        let (gradient, d_qkv) = (balance(&routing), B::whole_mut(&mut d_qkv));
+        let backward = RouterBackward { shape, qkv: B::whole(&qkv), d_qkv, gradient };
+        assert_eq!(device.query_norm_backward::<f32>(backward).is_ok(), fits);
+    }
+}
+
+#[test]
+fn a_routing_that_saves_too_little_is_refused() {
+    fn refuses<B: Backend>(device: &B) {
+        let right = ROUTER.routing_shape(TOKENS, Heads::all(SHAPE.heads)).unwrap();
+        let saved_per_token = right.saved_per_token - 1;
+        let mut routing = Routing::new(device, RoutingShape { saved_per_token, ..right }).unwrap();
+        let qkv = zeros::<B, f32>(device, TOKENS * ROW);
+        let (shape, qkv) = (&SHAPE, B::whole::<f32>(&qkv));
+        let forward = RouterForward { shape, qkv, routing: &mut routing, all_reduce: None };
+        assert!(device.query_norm_forward(ROUTER, forward).is_err());
+    }
+    on_each_device!(device => refuses(device));
 }
 
 proptest! {

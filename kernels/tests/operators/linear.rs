@@ -2,10 +2,11 @@
 
 use crate::reference::{
     Random, added, assert_close, backward, cases, download, flat, garbage, gradient, operators,
-    tensor, tolerance, upload, var, view, view_mut, wide,
+    tensor, tolerance, upload, var, wide,
 };
 use half::bf16;
-use moh_kernels::{Accumulation, Backend, Element};
+use moh_kernels::linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward};
+use moh_kernels::{Accumulation, Backend, Element, View};
 
 fn agrees<B: Backend, T: Element, G: Element>(
     device: &B,
@@ -22,22 +23,36 @@ fn agrees<B: Backend, T: Element, G: Element>(
 
     let (x_buffer, weight_buffer) = (upload(device, &x), upload(device, &weight));
     let (residual_buffer, d_y_buffer) = (upload(device, &residual), upload(device, &d_y));
-    let (x_view, weight_view) = (view::<B, T>(&x_buffer), view::<B, T>(&weight_buffer));
-    let d_y_view = view::<B, T>(&d_y_buffer);
     let mut y = garbage::<B, T>(device, tokens * outputs);
-    let residual_view = with_residual.then(|| view::<B, T>(&residual_buffer));
-    let y_view = view_mut::<B, T>(&mut y);
-    device.linear_forward(inputs, x_view, weight_view, residual_view, y_view).unwrap();
+    let args = LinearForward {
+        inputs,
+        x: B::whole(&x_buffer),
+        weight: B::whole(&weight_buffer),
+        residual: with_residual.then(|| B::whole(&residual_buffer)),
+        y: B::whole_mut(&mut y),
+    };
+    device.linear_forward(args).unwrap();
     let mut d_x = garbage::<B, T>(device, x.len());
-    let d_x_view = view_mut::<B, T>(&mut d_x);
-    device.linear_backward_input(inputs, d_y_view, weight_view, d_x_view).unwrap();
+    let args = LinearBackwardInput {
+        inputs,
+        d_y: B::whole(&d_y_buffer),
+        weight: B::whole(&weight_buffer),
+        d_x: B::whole_mut(&mut d_x),
+    };
+    device.linear_backward_input(args).unwrap();
     let mut d_weight_out = upload(device, &d_weight);
     let mut alone = garbage::<B, G>(device, weight.len());
     for (buffer, accumulation) in
         [(&mut d_weight_out, Accumulation::Add), (&mut alone, Accumulation::Overwrite)]
     {
-        let into = view_mut::<B, G>(buffer);
-        device.linear_backward_weight(inputs, x_view, d_y_view, into, accumulation).unwrap();
+        let args = LinearBackwardWeight {
+            inputs,
+            x: B::whole(&x_buffer),
+            d_y: B::whole(&d_y_buffer),
+            d_weight: B::whole_mut(buffer),
+            accumulation,
+        };
+        device.linear_backward_weight(args).unwrap();
     }
 
     let (x, weight) = (var(&x, (tokens, inputs)), var(&weight, (outputs, inputs)));
@@ -68,8 +83,10 @@ fn the_gradient_of_no_token_is_zeros() {
     fn check<B: Backend, T: Element>(device: &B) {
         let (none, mut d_weight) = (upload::<B, T>(device, &[]), upload(device, &[3f32; 6]));
         for (accumulation, expected) in [(Accumulation::Add, 3.0), (Accumulation::Overwrite, 0.0)] {
-            let (x, into) = (view::<B, T>(&none), view_mut::<B, f32>(&mut d_weight));
-            device.linear_backward_weight(2, x, x, into, accumulation).unwrap();
+            let (x, d_y): (View<'_, B, T>, _) = (B::whole(&none), B::whole(&none));
+            let into = B::whole_mut(&mut d_weight);
+            let args = LinearBackwardWeight { inputs: 2, x, d_y, d_weight: into, accumulation };
+            device.linear_backward_weight(args).unwrap();
             assert_eq!(download::<B, f32>(device, &d_weight), [expected; 6]);
         }
     }
@@ -90,9 +107,10 @@ fn overwriting_is_adding_to_zeros() {
             let zeros = accumulation == Accumulation::Add;
             let before = if zeros { 0.0 } else { 777.0 };
             let mut d_weight = upload(device, &vec![G::from_f32(before); inputs * outputs]);
-            let (x, d_y) = (view::<B, T>(&x), view::<B, T>(&d_y));
-            let into = view_mut::<B, G>(&mut d_weight);
-            device.linear_backward_weight(inputs, x, d_y, into, accumulation).unwrap();
+            let (x, d_y): (View<'_, B, T>, _) = (B::whole(&x), B::whole(&d_y));
+            let into = B::whole_mut(&mut d_weight);
+            let args = LinearBackwardWeight { inputs, x, d_y, d_weight: into, accumulation };
+            device.linear_backward_weight(args).unwrap();
             wide(&download::<B, G>(device, &d_weight))
         });
         assert!(found[0] == found[1]);

@@ -2,10 +2,11 @@
 
 use crate::reference::{
     Random, added, assert_close, backward, cases, download, flat, garbage, gradient, operators,
-    tensor, tolerance, upload, var, view, view_mut,
+    tensor, tolerance, upload, var,
 };
 use half::bf16;
-use moh_kernels::{Backend, Element};
+use moh_kernels::rms_norm::{RmsNorm, RmsNormBackward, RmsNormForward};
+use moh_kernels::{Backend, Cpu, Element};
 
 const EPS: f64 = 1e-5;
 
@@ -16,22 +17,27 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, tokens: usize, width: 
     let d_weight: Vec<G> = random.numbers(width);
 
     let (x_buffer, weight_buffer) = (upload(device, &x), upload(device, &weight));
-    let (x_view, weight_view) = (view::<B, T>(&x_buffer), view::<B, T>(&weight_buffer));
     let mut y = garbage::<B, T>(device, x.len());
     let mut inv_rms = garbage::<B, f32>(device, tokens);
-    let (y_view, inv_rms_view) = (view_mut::<B, T>(&mut y), view_mut::<B, f32>(&mut inv_rms));
-    device.rms_norm_forward(EPS, x_view, weight_view, y_view, inv_rms_view).unwrap();
+    let forward = RmsNormForward {
+        eps: EPS,
+        x: B::whole(&x_buffer),
+        weight: B::whole(&weight_buffer),
+        y: B::whole_mut(&mut y),
+        inv_rms: B::whole_mut(&mut inv_rms),
+    };
+    device.rms_norm_forward(forward).unwrap();
     let d_y_buffer = upload(device, &d_y);
     let (mut d_x_out, mut d_weight_out) = (upload(device, &d_x), upload(device, &d_weight));
     device
-        .rms_norm_backward(
-            x_view,
-            weight_view,
-            view::<B, f32>(&inv_rms),
-            view::<B, T>(&d_y_buffer),
-            view_mut::<B, T>(&mut d_x_out),
-            view_mut::<B, G>(&mut d_weight_out),
-        )
+        .rms_norm_backward(RmsNormBackward {
+            x: B::whole(&x_buffer),
+            weight: B::whole(&weight_buffer),
+            inv_rms: B::whole(&inv_rms),
+            d_y: B::whole(&d_y_buffer),
+            d_x: B::whole_mut(&mut d_x_out),
+            d_weight: B::whole_mut(&mut d_weight_out),
+        })
         .unwrap();
 
     let (x, weight) = (var(&x, (tokens, width)), var(&weight, width));
@@ -56,7 +62,10 @@ fn forward_and_gradients_agree_over_more_than_one_task() {
 #[test]
 fn a_token_of_zeros_stays_zero() {
     let (mut y, mut inv_rms) = ([1f32; 4], [0f32; 1]);
-    moh_kernels::Cpu.rms_norm_forward(EPS, &[0.0; 4], &[1.0; 4], &mut y, &mut inv_rms).unwrap();
+    let (x, weight) = (&[0.0; 4], &[1.0; 4]);
+    let forward =
+        RmsNormForward::<Cpu, f32> { eps: EPS, x, weight, y: &mut y, inv_rms: &mut inv_rms };
+    Cpu.rms_norm_forward(forward).unwrap();
     assert_eq!(y, [0.0; 4]);
     assert!((f64::from(inv_rms[0]) - EPS.sqrt().recip()).abs() < 1e-4);
 }

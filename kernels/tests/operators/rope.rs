@@ -1,13 +1,13 @@
-//! Rotary position embedding against its reference, without a router: forward and gradient, from
-//! a first position other than 0.
+//! Rotary position embedding against its reference, forward and gradient, from a first position other
+//! than 0.
 
 use crate::reference::operators::Packed;
 use crate::reference::{
     Random, assert_close, backward, cases, download, flat, gradient, rope_tables, tensor,
-    tolerance, upload, var, view, view_mut,
+    tolerance, upload, var,
 };
 use half::bf16;
-use moh_kernels::rope::{QkvShape, RopeTable};
+use moh_kernels::rope::{QkvShape, RopeArgs, RopeTable};
 use moh_kernels::{Backend, Element};
 
 fn agrees<B: Backend, T: Element>(device: &B, shape: QkvShape, first_position: usize, seed: u64) {
@@ -18,12 +18,13 @@ fn agrees<B: Backend, T: Element>(device: &B, shape: QkvShape, first_position: u
     let (cos, sin) = rope_tables(positions, shape.head_dim);
 
     let (cos_buffer, sin_buffer) = (upload(device, &cos), upload(device, &sin));
-    let table = RopeTable { cos: view::<B, f32>(&cos_buffer), sin: view::<B, f32>(&sin_buffer) };
+    let table =
+        RopeTable { cos: B::whole(&cos_buffer), sin: B::whole(&sin_buffer), first_position };
     let (mut rotated, mut d_rotated) = (upload(device, &qkv), upload(device, &d_qkv));
-    let rotated_view = view_mut::<B, T>(&mut rotated);
-    device.rope_route_forward(&shape, table, first_position, rotated_view, None, None).unwrap();
-    let (qkv_view, d_view) = (view::<B, T>(&rotated), view_mut::<B, T>(&mut d_rotated));
-    device.rope_route_backward(&shape, table, first_position, qkv_view, d_view, None).unwrap();
+    let args = RopeArgs { shape: &shape, table, qkv: B::whole_mut::<T>(&mut rotated) };
+    device.rope_forward(args).unwrap();
+    let args = RopeArgs { shape: &shape, table, qkv: B::whole_mut::<T>(&mut d_rotated) };
+    device.rope_backward(args).unwrap();
 
     let packed = Packed::new(&shape);
     let qkv = var(&qkv, packed.dims());

@@ -1,17 +1,21 @@
-//! The query-norm router against its reference: selection, gates, balance loss, and the gradient
-//! that it adds to the queries, checked by autograd and by central differences.
+//! The query-norm router against its reference, in one pass with RoPE and apart from it: selection, gates,
+//! balance loss, and the gradient that it adds to the queries, checked by autograd and by central
+//! differences.
 
 use crate::reference::operators::{self, Packed};
 use crate::reference::{
     F32_TOLERANCE, Random, assert_close, cases, columns, download, flat, gradient, no_rotation,
-    rope_tables, tensor, tolerance, upload, var, view, view_mut,
+    rope_tables, selection_and_gates, table, tensor, tolerance, upload, var, wide,
 };
 use candle_core::Tensor;
 use half::bf16;
 use moh_kernels::ranks::Heads;
-use moh_kernels::rope::{QkvShape, RopeTable};
-use moh_kernels::router::{QueryNormRouter, RouterGradient};
-use moh_kernels::{Backend, Cpu, Element};
+use moh_kernels::rope::{QkvShape, RopeArgs};
+use moh_kernels::router::query_norm::QueryNormRouter;
+use moh_kernels::router::{
+    RouterBackward, RouterForward, RouterGradient, RouterRopeBackward, RouterRopeForward, Routing,
+};
+use moh_kernels::{Backend, Cpu, Element, Memory, Result};
 use proptest::prelude::*;
 
 /// Weight of the balance loss in the total, exact in f32.
@@ -21,10 +25,12 @@ const BALANCE: f32 = 0.5;
 struct Routed<T> {
     mask: Vec<u8>,
     gates: Vec<f32>,
+    rotated: Vec<T>,
     balance_loss: f64,
     d_qkv: Vec<T>,
 }
 
+#[derive(Clone, Copy)]
 struct Case<'a, T> {
     shape: QkvShape,
     router: QueryNormRouter,
@@ -35,31 +41,120 @@ struct Case<'a, T> {
     tables: &'a (Vec<f32>, Vec<f32>),
 }
 
-fn route<B: Backend, T: Element>(device: &B, case: &Case<'_, T>) -> Routed<T> {
-    let &Case { shape, router, qkv, d_qkv, delta, balance, tables } = case;
-    let (cos, sin) = (upload(device, &tables.0), upload(device, &tables.1));
-    let table = RopeTable { cos: view::<B, f32>(&cos), sin: view::<B, f32>(&sin) };
-    let routed = shape.heads - router.shared_heads;
-    let mut routing = device.routing(shape.tokens() + 1, Heads::all(shape.heads), router).unwrap();
-    let mut rotated = upload(device, qkv);
-    let rotated_view = view_mut::<B, T>(&mut rotated);
-    device.rope_route_forward(&shape, table, 0, rotated_view, Some(&mut routing), None).unwrap();
-    let mut mask = vec![9; shape.tokens() * routed];
-    let mut gates = vec![9.0; mask.len()];
-    device.routed_mask(&routing, &mut mask).unwrap();
-    device.gates(&routing, &mut gates).unwrap();
-    let mut loss = upload(device, &[1.0f64]);
-    device.balance_loss(&routing, 2.0, view_mut::<B, f64>(&mut loss)).unwrap();
-    let balance_loss = (download::<B, f64>(device, &loss)[0] - 1.0) / 2.0;
+/// A case on a device.
+struct Prepared<'a, B: Backend, T: Element> {
+    device: &'a B,
+    case: Case<'a, T>,
+    angles: [B::Buffer<f32>; 2],
+    qkv: B::Buffer<T>,
+    d_qkv: B::Buffer<T>,
+    delta: Option<B::Buffer<f32>>,
+}
 
-    let delta = delta.map(|delta| upload(device, delta));
-    let delta = delta.as_ref().map(|delta| view::<B, f32>(delta));
-    let gradient =
-        RouterGradient { routing: &routing, delta, balance_weight: balance, ranks: None };
-    let mut d_out = upload(device, d_qkv);
-    let (qkv_view, d_view) = (view::<B, T>(&rotated), view_mut::<B, T>(&mut d_out));
-    device.rope_route_backward(&shape, table, 0, qkv_view, d_view, Some(gradient)).unwrap();
-    Routed { mask, gates, balance_loss, d_qkv: download::<B, T>(device, &d_out) }
+impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
+    fn new(device: &'a B, case: Case<'a, T>) -> Self {
+        Prepared {
+            device,
+            case,
+            angles: [upload(device, &case.tables.0), upload(device, &case.tables.1)],
+            qkv: upload(device, case.qkv),
+            d_qkv: upload(device, case.d_qkv),
+            delta: case.delta.map(|delta| upload(device, delta)),
+        }
+    }
+
+    /// Routes and rotates in one pass.
+    fn forward(&mut self, routing: &mut Routing<B>) -> Result<()> {
+        let Prepared { device, case, angles: [cos, sin], qkv, .. } = self;
+        let (table, qkv) = (table(cos, sin), B::whole_mut(qkv));
+        let rope = RopeArgs { shape: &case.shape, table, qkv };
+        let args = RouterRopeForward { rope, routing, all_reduce: None };
+        device.query_norm_rope_forward::<T>(case.router, args)
+    }
+
+    /// Routes.
+    fn forward_alone(&self, routing: &mut Routing<B>) -> Result<()> {
+        let (shape, qkv) = (&self.case.shape, B::whole(&self.qkv));
+        let args = RouterForward { shape, qkv, routing, all_reduce: None };
+        self.device.query_norm_forward::<T>(self.case.router, args)
+    }
+
+    /// Rotates.
+    fn rotate(&mut self) {
+        let Prepared { device, case, angles: [cos, sin], qkv, .. } = self;
+        let (table, qkv) = (table(cos, sin), B::whole_mut(qkv));
+        device.rope_forward::<T>(RopeArgs { shape: &case.shape, table, qkv }).unwrap();
+    }
+
+    /// The gradients of [`Prepared::forward`].
+    fn backward(&mut self, routing: &Routing<B>) {
+        let Prepared { device, case, angles: [cos, sin], qkv, d_qkv, delta } = self;
+        let (table, d_qkv) = (table(cos, sin), B::whole_mut(d_qkv));
+        let rope = RopeArgs { shape: &case.shape, table, qkv: d_qkv };
+        let gradient = router_gradient(case, routing, delta.as_ref());
+        let args = RouterRopeBackward { qkv: B::whole(qkv), rope, gradient };
+        device.query_norm_rope_backward::<T>(args).unwrap();
+    }
+
+    /// The gradients of [`Prepared::forward_alone`].
+    fn backward_alone(&mut self, routing: &Routing<B>) {
+        let Prepared { device, case, qkv, d_qkv, delta, .. } = self;
+        let (qkv, d_qkv) = (B::whole(qkv), B::whole_mut(d_qkv));
+        let gradient = router_gradient(case, routing, delta.as_ref());
+        let args = RouterBackward { shape: &case.shape, qkv, d_qkv, gradient };
+        device.query_norm_backward::<T>(args).unwrap();
+    }
+
+    /// The gradients of [`Prepared::rotate`].
+    fn rotate_back(&mut self) {
+        let Prepared { device, case, angles: [cos, sin], d_qkv, .. } = self;
+        let (table, qkv) = (table(cos, sin), B::whole_mut(d_qkv));
+        device.rope_backward::<T>(RopeArgs { shape: &case.shape, table, qkv }).unwrap();
+    }
+
+    fn results(&self, routing: &Routing<B>) -> Routed<T> {
+        let device = self.device;
+        let (mask, gates) = selection_and_gates(device, routing);
+        let mut loss = upload(device, &[1.0f64]);
+        device.balance_loss(routing, 2.0, B::whole_mut(&mut loss)).unwrap();
+        Routed {
+            mask,
+            gates,
+            rotated: download::<B, T>(device, &self.qkv),
+            balance_loss: (download::<B, f64>(device, &loss)[0] - 1.0) / 2.0,
+            d_qkv: download::<B, T>(device, &self.d_qkv),
+        }
+    }
+}
+
+fn router_gradient<'a, B: Backend, T>(
+    case: &Case<'_, T>,
+    routing: &'a Routing<B>,
+    delta: Option<&'a B::Buffer<f32>>,
+) -> RouterGradient<'a, B> {
+    let delta = delta.map(|delta| B::whole(delta));
+    RouterGradient { routing, delta, balance_weight: case.balance, ranks: None }
+}
+
+/// A routing with room for one token more than a case has.
+fn routing<M: Memory, T>(memory: &M, case: &Case<'_, T>) -> Routing<M> {
+    let (tokens, heads) = (case.shape.tokens() + 1, Heads::all(case.shape.heads));
+    Routing::new(memory, case.router.routing_shape(tokens, heads).unwrap()).unwrap()
+}
+
+fn route<B: Backend, T: Element>(device: &B, case: &Case<'_, T>) -> Routed<T> {
+    route_with(device, case, &mut routing(device, case))
+}
+
+fn route_with<B: Backend, T: Element>(
+    device: &B,
+    case: &Case<'_, T>,
+    routing: &mut Routing<B>,
+) -> Routed<T> {
+    let mut prepared = Prepared::new(device, *case);
+    prepared.forward(routing).unwrap();
+    prepared.backward(routing);
+    prepared.results(routing)
 }
 
 fn agrees<B: Backend, T: Element>(device: &B, shape: QkvShape, router: QueryNormRouter, seed: u64) {
@@ -134,13 +229,13 @@ fn backward_agrees_with_central_differences() {
         let gates = operators::gates(&packed.queries(&qkv).unwrap(), 1).unwrap();
         let balance = operators::balance_loss(&mask, &gates).unwrap().to_scalar::<f64>().unwrap();
         let routed = columns(&flat(&mask), 5, 1..5);
-        let delta = columns(&crate::reference::wide(&delta), 5, 1..5);
+        let delta = columns(&wide(&delta), 5, 1..5);
         let weighed: f64 =
             flat(&gates).iter().zip(routed).zip(delta).map(|((gate, m), d)| gate * m * d).sum();
         weighed + f64::from(BALANCE) * balance
     };
     let nudged = |at: usize, by: f64| {
-        let mut qkv = crate::reference::wide(&qkv);
+        let mut qkv = wide(&qkv);
         qkv[at] += by;
         loss(qkv)
     };
@@ -183,7 +278,20 @@ fn a_query_of_norm_zero_gets_no_gradient_of_the_router() {
 fn routers_that_cannot_work_are_refused() {
     for (shared_heads, top_k) in [(5, 0), (3, 1), (3, 0), (0, 5), (2, 3)] {
         let router = QueryNormRouter { shared_heads, top_k };
-        assert!(Cpu.routing(1, Heads::all(4), router).is_err(), "{router:?} of 4 heads");
+        assert!(router.routing_shape(1, Heads::all(4)).is_err(), "{router:?} of 4 heads");
+        on_each_device!(device => refuses(device, router));
+    }
+
+    /// With room for any router of four heads.
+    fn refuses<B: Backend>(device: &B, router: QueryNormRouter) {
+        let shape = QkvShape { batch: 1, length: 1, heads: 4, kv_heads: 1, head_dim: 2 };
+        let (qkv, tables) = (&[1f32; 12][..], &no_rotation(1, 2));
+        let case = Case { shape, router, qkv, d_qkv: qkv, delta: None, balance: 0.0, tables };
+        let right = QueryNormRouter { shared_heads: 0, top_k: 1 };
+        let mut routing = routing(device, &Case { router: right, ..case });
+        let mut prepared = Prepared::new(device, case);
+        assert!(prepared.forward_alone(&mut routing).is_err(), "{router:?} of 4 heads");
+        assert!(prepared.forward(&mut routing).is_err(), "{router:?} of 4 heads");
     }
 }
 
@@ -194,9 +302,84 @@ fn all_heads_shared_is_dense() {
     let (qkv, tables): (Vec<f32>, _) = (Random(1).numbers(16), &no_rotation(2, 2));
     let (qkv, delta) = (&qkv[..], Some(&[1f32; 4][..]));
     let case = Case { shape, router, qkv, d_qkv: qkv, delta, balance: 1.0, tables };
-    let routed = route(&Cpu, &case);
-    assert_eq!((routed.balance_loss, &routed.d_qkv[..]), (0.0, qkv));
-    assert!(routed.mask.is_empty() && routed.gates.is_empty());
+    on_each_device!(device => {
+        let routed = route(device, &case);
+        assert_eq!((routed.balance_loss, &routed.d_qkv[..]), (0.0, qkv));
+        assert!(routed.mask.is_empty() && routed.gates.is_empty());
+    });
+}
+
+/// One routing for layers whose shared heads differ, as a model that has buffers for one layer uses it.
+#[test]
+fn a_routing_serves_layers_of_more_shared_heads_and_fewer_tokens() {
+    fn check<B: Backend>(device: &B) {
+        let shape = QkvShape { batch: 1, length: 9, heads: 6, kv_heads: 2, head_dim: 4 };
+        let mut random = Random(9);
+        let qkv: Vec<f32> = random.numbers(shape.tokens() * shape.row());
+        let delta: Vec<f32> = random.numbers(shape.tokens() * shape.heads);
+        let tables = &rope_tables(shape.length, shape.head_dim);
+        let of = |shared_heads, top_k, length: usize| {
+            let (shape, router) =
+                (QkvShape { length, ..shape }, QueryNormRouter { shared_heads, top_k });
+            let qkv = &qkv[..length * shape.row()];
+            let delta = Some(&delta[..length * shape.heads]);
+            Case { shape, router, qkv, d_qkv: qkv, delta, balance: BALANCE, tables }
+        };
+        let mut routing = routing(device, &of(1, 2, 9));
+        for case in [of(3, 2, 5), of(1, 2, 9), of(6, 0, 7), of(2, 1, 9)] {
+            let (shared, own) = (route_with(device, &case, &mut routing), route(device, &case));
+            assert_eq!((shared.mask, shared.gates), (own.mask, own.gates));
+            assert_eq!(shared.balance_loss, own.balance_loss);
+            assert!(shared.d_qkv == own.d_qkv, "{:?}", case.router);
+        }
+        let mut fewer = Prepared::new(device, of(0, 2, 9));
+        assert!(fewer.forward(&mut routing).is_err());
+    }
+    on_each_device!(device => check(device));
+}
+
+/// The passes over the queries apart from those of RoPE, against both in one pass.
+fn apart_is_together<B: Backend, T: Element>(
+    device: &B,
+    shape: QkvShape,
+    router: QueryNormRouter,
+    seed: u64,
+) {
+    let mut random = Random(seed);
+    let qkv: Vec<T> = random.numbers(shape.tokens() * shape.row());
+    let d_qkv: Vec<T> = random.numbers(qkv.len());
+    let delta: Vec<f32> = random.numbers(shape.tokens() * shape.heads);
+    let tables = &rope_tables(shape.length, shape.head_dim);
+    let (qkv, d_qkv, delta) = (&qkv[..], &d_qkv[..], Some(&delta[..]));
+    let case = Case { shape, router, qkv, d_qkv, delta, balance: BALANCE, tables };
+    let together = route(device, &case);
+
+    let (mut prepared, mut routing) = (Prepared::new(device, case), routing(device, &case));
+    prepared.forward_alone(&mut routing).unwrap();
+    let mut unrotated = Prepared::new(device, case);
+    prepared.rotate();
+    prepared.backward_alone(&routing);
+    prepared.rotate_back();
+    let apart = prepared.results(&routing);
+    assert_eq!(apart.mask, together.mask);
+    assert!(same_bits(&apart.gates, &together.gates), "other gates");
+    assert!(same_bits(&apart.rotated, &together.rotated), "other queries and keys");
+    assert_eq!(apart.balance_loss, together.balance_loss);
+    if device.name() == Cpu.name() {
+        assert!(same_bits(&apart.d_qkv, &together.d_qkv), "another gradient");
+    }
+    // In one pass a GPU rounds once, and twice in two.
+    assert_close("d_qkv", &apart.d_qkv, &wide(&together.d_qkv), tolerance::<T>());
+
+    // Of queries and gradients before RoPE the router's gradient is the same.
+    unrotated.rotate_back();
+    unrotated.backward_alone(&routing);
+    let before = download::<B, T>(device, &unrotated.d_qkv);
+    assert_close("d_qkv before RoPE", &before, &wide(&together.d_qkv), tolerance::<T>());
+}
+
+fn same_bits<T: Element>(a: &[T], b: &[T]) -> bool {
+    bytemuck::cast_slice::<T, u8>(a) == bytemuck::cast_slice::<T, u8>(b)
 }
 
 /// Shapes of any kind, with a router that fits.
@@ -223,6 +406,15 @@ proptest! {
     }
 
     #[test]
+    fn the_router_apart_from_rope_is_both_in_one_pass(
+        (shape, router) in routed_shapes(),
+        seed: u64,
+    ) {
+        on_each_device!(device => apart_is_together::<_, f32>(device, shape, router, seed));
+        on_each_device!(device => apart_is_together::<_, bf16>(device, shape, router, seed));
+    }
+
+    #[test]
     fn gates_sum_to_one_and_every_token_selects_k_heads(
         (shape, router) in routed_shapes(),
         seed: u64,
@@ -234,7 +426,7 @@ proptest! {
         on_each_device!(device => {
             let actual = route(device, &case);
             for (gates, mask) in actual.gates.chunks(routed).zip(actual.mask.chunks(routed)) {
-                let sum: f64 = crate::reference::wide(gates).iter().sum();
+                let sum: f64 = wide(gates).iter().sum();
                 prop_assert!((sum - 1.0).abs() < 1e-6, "gates sum to {sum}");
                 prop_assert_eq!(mask.iter().map(|&m| usize::from(m)).sum::<usize>(), router.top_k);
             }

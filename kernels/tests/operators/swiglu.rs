@@ -2,10 +2,11 @@
 
 use crate::reference::{
     F32_TOLERANCE, Random, assert_close, backward, cases, download, flat, garbage, gradient,
-    operators, tensor, tolerance, upload, var, view, view_mut,
+    operators, tensor, tolerance, upload, var,
 };
 use half::bf16;
-use moh_kernels::{Backend, Element};
+use moh_kernels::swiglu::Swiglu;
+use moh_kernels::{Backend, Cpu, Element};
 
 fn agrees<B: Backend, T: Element>(device: &B, tokens: usize, width: usize, seed: u64) {
     let mut random = Random(seed);
@@ -14,9 +15,9 @@ fn agrees<B: Backend, T: Element>(device: &B, tokens: usize, width: usize, seed:
 
     let (mut d_gate_up, mut again) = (upload(device, &gate_up), upload(device, &d_out));
     let mut out = garbage::<B, T>(device, d_out.len());
-    device.swiglu_forward(width, view::<B, T>(&d_gate_up), view_mut::<B, T>(&mut out)).unwrap();
-    let d_gate_up_view = view_mut::<B, T>(&mut d_gate_up);
-    device.swiglu_backward(width, d_gate_up_view, view_mut::<B, T>(&mut again)).unwrap();
+    device.swiglu_forward(width, B::whole(&d_gate_up), B::whole_mut(&mut out)).unwrap();
+    let d_gate_up_view = B::whole_mut::<T>(&mut d_gate_up);
+    device.swiglu_backward(width, d_gate_up_view, B::whole_mut(&mut again)).unwrap();
     let (out, again) = (download::<B, T>(device, &out), download::<B, T>(device, &again));
     assert!(out == again, "backward's output has other bits");
 
@@ -39,9 +40,9 @@ fn gates_far_from_zero_stay_finite() {
     // silu(x) is x far to the right and 0 far to the left.
     let mut out = [0f32; 2];
     let mut gate_up = [1e4, -1e4, 2.0, 2.0];
-    moh_kernels::Cpu.swiglu_forward(2, &gate_up, &mut out).unwrap();
+    Cpu.swiglu_forward(2, &gate_up, &mut out).unwrap();
     assert_close("out", &out, &[2e4, 0.0], F32_TOLERANCE);
-    moh_kernels::Cpu.swiglu_backward(2, &mut gate_up, &mut [1.0, 1.0]).unwrap();
+    Cpu.swiglu_backward(2, &mut gate_up, &mut [1.0, 1.0]).unwrap();
     assert_close("d_gate_up", &gate_up, &[2.0, 0.0, 1e4, 0.0], F32_TOLERANCE);
 }
 

@@ -4,15 +4,19 @@
 use std::sync::{Barrier, Mutex};
 
 use crate::reference::{
-    Another, F32_TOLERANCE, Random, assert_close, cases, download, garbage, rope_tables, tolerance,
-    upload, view, view_mut, wide,
+    Another, F32_TOLERANCE, Random, assert_close, cases, download, garbage, rope_tables,
+    selection_and_gates, table, tolerance, upload, wide,
 };
 use half::bf16;
-use moh_kernels::attention::{AttentionShape, KeyValues, Visibility};
-use moh_kernels::cross_entropy::{HeadGradients, HeadShape, IGNORED};
-use moh_kernels::ranks::{AllReduce, HeadRanks, Heads, VocabularyRows};
-use moh_kernels::rope::{QkvShape, RopeTable};
-use moh_kernels::router::{QueryNormRouter, RouterGradient, RouterRanks};
+use moh_kernels::attention::{AttentionArgs, AttentionForward, AttentionShape, KeyValues};
+use moh_kernels::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadRanks, HeadShape, IGNORED};
+use moh_kernels::embedding::{EmbeddingBackward, EmbeddingForward};
+use moh_kernels::ranks::{AllReduce, Heads, VocabularyRows};
+use moh_kernels::rope::{QkvShape, RopeArgs, RopeTable};
+use moh_kernels::router::query_norm::{QueryNorm, QueryNormRouter};
+use moh_kernels::router::{
+    RouterForward, RouterGradient, RouterRanks, RouterRopeBackward, RouterRopeForward, Routing,
+};
 use moh_kernels::{Accumulation, Backend, Cpu, DType, Element, ViewMut};
 use proptest::prelude::*;
 
@@ -45,23 +49,22 @@ fn on_ranks<B: Backend + Another, R: Send>(
     })
 }
 
-/// Parts of whole rows that belong to the key/value heads of a rank: of a row of `heads` parts of
-/// `part` numbers those of every `ranks`-th group.
-fn held_columns<S: Copy>(row: &[S], heads: Heads, part: usize) -> Vec<S> {
-    let head = |held| row[heads.index(held) * part..][..part].iter().copied();
-    (0..heads.held()).flat_map(head).collect()
+/// Of a row with `part` elements for every head, those of the heads that are local to a rank.
+fn local_columns<S: Copy>(row: &[S], heads: Heads, part: usize) -> Vec<S> {
+    let head = |local| row[heads.index(local) * part..][..part].iter().copied();
+    (0..heads.local()).flat_map(head).collect()
 }
 
-/// What a rank holds of packed queries, keys and values.
-fn held_qkv<T: Copy>(qkv: &[T], shape: &QkvShape, rank: usize, ranks: usize) -> Vec<T> {
+/// The packed queries, keys and values that are local to a rank.
+fn local_qkv<T: Copy>(qkv: &[T], shape: &QkvShape, rank: usize, ranks: usize) -> Vec<T> {
     let &QkvShape { heads, kv_heads, head_dim, .. } = shape;
     let queries = Heads { count: heads, group_size: heads / kv_heads, rank, ranks };
     let keys = Heads { count: kv_heads, group_size: 1, rank, ranks };
     let rows = qkv.chunks_exact(shape.row()).flat_map(|row| {
         let (query, rest) = row.split_at(heads * head_dim);
         let (key, value) = rest.split_at(kv_heads * head_dim);
-        let key_values = [key, value].map(|part| held_columns(part, keys, head_dim)).concat();
-        [held_columns(query, queries, head_dim), key_values].concat()
+        let key_values = [key, value].map(|part| local_columns(part, keys, head_dim)).concat();
+        [local_columns(query, queries, head_dim), key_values].concat()
     });
     rows.collect()
 }
@@ -93,60 +96,61 @@ fn attend<B: Backend, T: Element>(
     let &Attended { shape, router, qkv, d_qkv, delta } = case;
     let tables = rope_tables(shape.length, shape.head_dim);
     let (cos, sin) = (upload(device, &tables.0), upload(device, &tables.1));
-    let table = RopeTable { cos: view::<B, f32>(&cos), sin: view::<B, f32>(&sin) };
-    let (tokens, routed) = (shape.tokens(), heads.count - router.shared_heads);
-    let mut routing = device.routing(tokens, heads, router).unwrap();
+    let tokens = shape.tokens();
+    let mut routing = Routing::new(device, router.routing_shape(tokens, heads).unwrap()).unwrap();
     let mut qkv = upload(device, qkv);
-    let rotated = view_mut::<B, T>(&mut qkv);
-    device.rope_route_forward(&shape, table, 0, rotated, Some(&mut routing), all_reduce).unwrap();
+    let rope =
+        RopeArgs { shape: &shape, table: table(&cos, &sin), qkv: B::whole_mut::<T>(&mut qkv) };
+    let forward = RouterRopeForward { rope, routing: &mut routing, all_reduce };
+    device.query_norm_rope_forward(router, forward).unwrap();
 
-    let QkvShape { batch, length, heads: held, kv_heads, head_dim } = shape;
+    let QkvShape { batch, length, heads: local, kv_heads, head_dim } = shape;
     let attention = AttentionShape {
         batch,
         query_length: length,
         key_length: length,
-        heads: held,
+        heads: local,
         kv_heads,
         head_dim,
         query_stride: shape.row(),
     };
-    let keys = held * head_dim;
+    let keys = local * head_dim;
     let key_values = KeyValues::Contiguous {
         keys: B::view::<T>(&qkv, keys..tokens * shape.row()),
         values: B::view::<T>(&qkv, keys + kv_heads * head_dim..tokens * shape.row()),
         row_stride: shape.row(),
     };
     let mut out = garbage::<B, T>(device, tokens * keys);
-    let mut log_sum_exp = garbage::<B, f32>(device, tokens * held);
+    let mut log_sum_exp = garbage::<B, f32>(device, tokens * local);
     device
-        .attention_forward(
-            &attention,
-            view::<B, T>(&qkv),
+        .attention_forward(AttentionForward {
+            args: AttentionArgs {
+                selection: Some(routing.selection()),
+                ..AttentionArgs::causal(attention)
+            },
+            queries: B::whole(&qkv),
             key_values,
-            Visibility { causal: true, query_offset: 0, first_key: None },
-            Some(&routing),
-            None,
-            view_mut::<B, T>(&mut out),
-            view_mut::<B, f32>(&mut log_sum_exp),
-        )
+            out: B::whole_mut(&mut out),
+            log_sum_exp: B::whole_mut(&mut log_sum_exp),
+        })
         .unwrap();
 
     let (mut d_qkv, delta) = (upload(device, d_qkv), upload(device, delta));
-    let mut deltas = upload(device, &vec![7f64; tokens * routed]);
+    let mut deltas = upload(device, &vec![7f64; tokens * routing.routed()]);
     let gradient = RouterGradient {
         routing: &routing,
-        delta: Some(view::<B, f32>(&delta)),
+        delta: Some(B::whole(&delta)),
         balance_weight: 0.5,
         ranks: all_reduce
-            .map(|all_reduce| RouterRanks { table: view_mut::<B, f64>(&mut deltas), all_reduce }),
+            .map(|all_reduce| RouterRanks { table: B::whole_mut(&mut deltas), all_reduce }),
     };
-    let (qkv, d_view) = (view::<B, T>(&qkv), view_mut::<B, T>(&mut d_qkv));
-    device.rope_route_backward(&shape, table, 0, qkv, d_view, Some(gradient)).unwrap();
-    let (mut mask, mut gates) = (vec![9; tokens * routed], vec![9.0; tokens * routed]);
-    device.routed_mask(&routing, &mut mask).unwrap();
-    device.gates(&routing, &mut gates).unwrap();
+    let rope =
+        RopeArgs { shape: &shape, table: table(&cos, &sin), qkv: B::whole_mut::<T>(&mut d_qkv) };
+    let backward = RouterRopeBackward { qkv: B::whole(&qkv), rope, gradient };
+    device.query_norm_rope_backward(backward).unwrap();
+    let (mask, gates) = selection_and_gates(device, &routing);
     let mut loss = upload(device, &[0f64]);
-    device.balance_loss(&routing, 1.0, view_mut::<B, f64>(&mut loss)).unwrap();
+    device.balance_loss(&routing, 1.0, B::whole_mut(&mut loss)).unwrap();
     Found {
         mask,
         gates,
@@ -172,15 +176,15 @@ fn routing_agrees<B: Backend + Another, T: Element>(
 
     let heads =
         |rank| Heads { count: shape.heads, group_size: shape.heads / shape.kv_heads, rank, ranks };
-    let held = QkvShape { heads: shape.heads / ranks, kv_heads: shape.kv_heads / ranks, ..shape };
+    let local = QkvShape { heads: shape.heads / ranks, kv_heads: shape.kv_heads / ranks, ..shape };
     let found = on_ranks(device, ranks, |device, rank, all_reduce| {
         let deltas = delta.chunks_exact(shape.heads);
         let case = Attended {
-            shape: held,
+            shape: local,
             router,
-            qkv: &held_qkv(&qkv, &shape, rank, ranks),
-            d_qkv: &held_qkv(&d_qkv, &shape, rank, ranks),
-            delta: &deltas.flat_map(|row| held_columns(row, heads(rank), 1)).collect::<Vec<_>>(),
+            qkv: &local_qkv(&qkv, &shape, rank, ranks),
+            d_qkv: &local_qkv(&d_qkv, &shape, rank, ranks),
+            delta: &deltas.flat_map(|row| local_columns(row, heads(rank), 1)).collect::<Vec<_>>(),
         };
         attend(device, &case, heads(rank), Some(all_reduce))
     });
@@ -190,8 +194,8 @@ fn routing_agrees<B: Backend + Another, T: Element>(
             mask: whole.mask.clone(),
             gates: whole.gates.clone(),
             balance_loss: whole.balance_loss,
-            out: out.flat_map(|row| held_columns(row, heads(rank), shape.head_dim)).collect(),
-            d_qkv: held_qkv(&whole.d_qkv, &shape, rank, ranks),
+            out: out.flat_map(|row| local_columns(row, heads(rank), shape.head_dim)).collect(),
+            d_qkv: local_qkv(&whole.d_qkv, &shape, rank, ranks),
         };
         let same = |is: bool, what: &str| assert!(is, "rank {rank} of {ranks}: another {what}");
         same(found.mask == expected.mask, "selection");
@@ -220,12 +224,22 @@ fn divided_heads_that_exchange_nothing_are_refused() {
     let router = QueryNormRouter { shared_heads: 2, top_k: 1 };
     let shape = QkvShape { batch: 1, length: 1, heads: 2, kv_heads: 1, head_dim: 2 };
     let heads = Heads { count: 4, group_size: 2, rank: 0, ranks: 2 };
-    let mut routing = Cpu.routing(1, heads, router).unwrap();
-    let table = RopeTable { cos: &[1.0][..], sin: &[0.0][..] };
-    let routing = Some(&mut routing);
-    let refused = Cpu.rope_route_forward(&shape, table, 0, &mut [1f32; 8], routing, None);
+    let mut routing = Routing::new(&Cpu, router.routing_shape(1, heads).unwrap()).unwrap();
+    let forward = RouterForward::<Cpu, f32> {
+        shape: &shape,
+        qkv: &[1f32; 8],
+        routing: &mut routing,
+        all_reduce: None,
+    };
+    let refused = Cpu.query_norm_forward(router, forward);
     assert!(refused.unwrap_err().to_string().contains("divided among 2 ranks"));
-    assert!(Cpu.routing(1, Heads { ranks: 3, ..heads }, router).is_err());
+    let table = RopeTable::<Cpu> { cos: &[1.0], sin: &[0.0], first_position: 0 };
+    let rope = RopeArgs::<Cpu, f32> { shape: &shape, table, qkv: &mut [1f32; 8] };
+    let forward = RouterRopeForward { rope, routing: &mut routing, all_reduce: None };
+    let refused = Cpu.query_norm_rope_forward(router, forward);
+    assert!(refused.unwrap_err().to_string().contains("divided among 2 ranks"));
+    let three = router.routing_shape(1, Heads { ranks: 3, ..heads }).unwrap();
+    assert!(Routing::new(&Cpu, three).is_err());
 }
 
 fn embedding_agrees<B: Backend, T: Element>(device: &B, rows: usize, ranks: usize, seed: u64) {
@@ -234,15 +248,28 @@ fn embedding_agrees<B: Backend, T: Element>(device: &B, rows: usize, ranks: usiz
     let table: Vec<T> = random.numbers(rows * WIDTH);
     let ids: Vec<u32> = (0..40).map(|_| random.below(rows) as u32).collect();
     let d_out: Vec<T> = random.numbers(ids.len() * WIDTH);
-    let run = |held: VocabularyRows| {
-        let part = &table[held.first * WIDTH..(held.first + held.count) * WIDTH];
+    let run = |local: VocabularyRows| {
+        let part = &table[local.first * WIDTH..(local.first + local.count) * WIDTH];
         let (ids, part) = (upload(device, &ids), upload(device, part));
-        let (ids, mut out) = (view::<B, u32>(&ids), garbage::<B, T>(device, 40 * WIDTH));
-        let out_view = view_mut::<B, T>(&mut out);
-        device.embedding_forward(WIDTH, held, ids, view::<B, T>(&part), out_view).unwrap();
-        let mut d_table = upload(device, &vec![1f32; held.count * WIDTH]);
-        let (d_out, d_view) = (upload(device, &d_out), view_mut::<B, f32>(&mut d_table));
-        device.embedding_backward(WIDTH, held, ids, view::<B, T>(&d_out), d_view).unwrap();
+        let mut out = garbage::<B, T>(device, 40 * WIDTH);
+        let forward = EmbeddingForward {
+            width: WIDTH,
+            rows: local,
+            ids: B::whole(&ids),
+            table: B::whole(&part),
+            out: B::whole_mut(&mut out),
+        };
+        device.embedding_forward(forward).unwrap();
+        let d_out = upload(device, &d_out);
+        let mut d_table = upload(device, &vec![1f32; local.count * WIDTH]);
+        let backward = EmbeddingBackward {
+            width: WIDTH,
+            rows: local,
+            ids: B::whole(&ids),
+            d_out: B::whole(&d_out),
+            d_table: B::whole_mut(&mut d_table),
+        };
+        device.embedding_backward(backward).unwrap();
         (wide(&download::<B, T>(device, &out)), download::<B, f32>(device, &d_table))
     };
     let (out, d_table) = run(VocabularyRows::all(rows));
@@ -285,27 +312,34 @@ fn losses_agree<B: Backend + Another, T: Element>(
         let mut loss = upload(device, &[2f64]);
         let mut d_x = garbage::<B, T>(device, tokens * width);
         let mut d_weight = upload(device, &vec![1f32; rows.count * width]);
-        let mut evaluate = |gradients: Option<HeadGradients<'_, B, T, f32>>| {
+        let mut evaluate = |gradients: bool| {
+            let gradients = gradients.then(|| HeadGradients {
+                scale: 0.25,
+                d_x: B::whole_mut(&mut d_x),
+                d_weight: B::whole_mut(&mut d_weight),
+                accumulation: Accumulation::Add,
+            });
             let ranks = all_reduce.map(|all_reduce| HeadRanks {
                 rows,
-                rank: (rank, ranks),
-                sums: view_mut::<B, f64>(&mut sums),
+                rank,
+                ranks,
+                sums: B::whole_mut(&mut sums),
                 all_reduce,
             });
-            let (x, part) = (view::<B, T>(&x), view::<B, T>(&part));
-            let (scratch, loss) = (view_mut::<B, f32>(&mut scratch), view_mut::<B, f64>(&mut loss));
-            let targets = view::<B, u32>(&targets);
-            device
-                .cross_entropy(&shape, x, part, targets, scratch, loss, gradients, ranks)
-                .unwrap();
+            let args = CrossEntropyArgs {
+                shape,
+                x: B::whole(&x),
+                weight: B::whole(&part),
+                targets: B::whole(&targets),
+                scratch: B::whole_mut(&mut scratch),
+                loss: B::whole_mut(&mut loss),
+                gradients,
+                ranks,
+            };
+            device.cross_entropy(args).unwrap();
         };
-        evaluate(None);
-        evaluate(Some(HeadGradients {
-            scale: 0.25,
-            d_x: view_mut::<B, T>(&mut d_x),
-            d_weight: view_mut::<B, f32>(&mut d_weight),
-            accumulation: Accumulation::Add,
-        }));
+        evaluate(false);
+        evaluate(true);
         let loss = download::<B, f64>(device, &loss)[0] - 2.0;
         (loss, wide(&download::<B, T>(device, &d_x)), download::<B, f32>(device, &d_weight))
     };
@@ -374,8 +408,7 @@ proptest! {
         fn added<B: Backend>(device: &B, x: &[bf16], y: &[bf16]) -> Vec<bf16> {
             let (x, y) = (upload(device, x), upload(device, y));
             let mut out = garbage::<B, bf16>(device, B::len(&x));
-            let (x, y) = (view::<B, bf16>(&x), view::<B, bf16>(&y));
-            device.add(x, y, view_mut::<B, bf16>(&mut out)).unwrap();
+            device.add::<bf16>(B::whole(&x), B::whole(&y), B::whole_mut(&mut out)).unwrap();
             download::<B, bf16>(device, &out)
         }
         on_each_device!(device => assert_eq!(added(device, &x, &y), expected));

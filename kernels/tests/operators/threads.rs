@@ -1,14 +1,23 @@
 //! Results have the same bits whatever the number of rayon's threads.
 
-use crate::reference::{Random, cases, rope_tables, wide};
+use crate::reference::{Random, cases, rope_tables, table, wide};
 use half::bf16;
-use moh_kernels::adamw::AdamW;
-use moh_kernels::attention::{AttentionShape, KeyValues, Visibility};
-use moh_kernels::cross_entropy::{HeadGradients, HeadShape};
+use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
+use moh_kernels::attention::{
+    Attention, AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
+};
+use moh_kernels::cross_entropy::{CrossEntropy, CrossEntropyArgs, HeadGradients, HeadShape};
+use moh_kernels::embedding::{Embedding, EmbeddingBackward};
+use moh_kernels::linear::{Linear, LinearBackwardInput, LinearBackwardWeight, LinearForward};
 use moh_kernels::ranks::{Heads, VocabularyRows};
-use moh_kernels::rope::{QkvShape, RopeTable};
-use moh_kernels::router::{QueryNormRouter, RouterGradient};
-use moh_kernels::{Accumulation, Backend, Cpu, Element};
+use moh_kernels::rms_norm::{RmsNorm, RmsNormBackward, RmsNormForward};
+use moh_kernels::rope::{QkvShape, RopeArgs};
+use moh_kernels::router::query_norm::{QueryNorm, QueryNormRouter};
+use moh_kernels::router::{
+    RouterGradient, RouterRopeBackward, RouterRopeForward, Routers, Routing,
+};
+use moh_kernels::swiglu::Swiglu;
+use moh_kernels::{Accumulation, Cpu, Element, Workspace};
 use proptest::prelude::*;
 
 /// Runs `body` on pools of one, two and five threads and asserts equal results.
@@ -27,6 +36,11 @@ fn all(buffers: &[&[f32]]) -> Vec<f64> {
     buffers.iter().flat_map(|buffer| wide(buffer)).collect()
 }
 
+/// Causal attention of the selected heads.
+fn selected(shape: AttentionShape, routing: &Routing<Cpu>) -> AttentionArgs<'_, Cpu> {
+    AttentionArgs { selection: Some(routing.selection()), ..AttentionArgs::causal(shape) }
+}
+
 /// Attention and router, forward and backward.
 fn attention<T: Element>(shape: QkvShape, router: QueryNormRouter, seed: u64) -> Vec<f64> {
     let QkvShape { batch, length, heads, kv_heads, head_dim } = shape;
@@ -34,9 +48,11 @@ fn attention<T: Element>(shape: QkvShape, router: QueryNormRouter, seed: u64) ->
     let mut qkv: Vec<T> = random.numbers(tokens * shape.row());
     let d_out: Vec<T> = random.numbers(tokens * heads * head_dim);
     let (cos, sin) = rope_tables(length, head_dim);
-    let table = RopeTable { cos: &cos[..], sin: &sin[..] };
-    let mut routing = Cpu.routing(tokens, Heads::all(heads), router).unwrap();
-    Cpu.rope_route_forward(&shape, table, 0, &mut qkv, Some(&mut routing), None).unwrap();
+    let rooms = router.routing_shape(tokens, Heads::all(heads)).unwrap();
+    let mut routing = Routing::new(&Cpu, rooms).unwrap();
+    let rope = RopeArgs::<Cpu, T> { shape: &shape, table: table::<Cpu>(&cos, &sin), qkv: &mut qkv };
+    let forward = RouterRopeForward { rope, routing: &mut routing, all_reduce: None };
+    Cpu.query_norm_rope_forward(router, forward).unwrap();
     let attention = AttentionShape {
         batch,
         query_length: length,
@@ -46,39 +62,42 @@ fn attention<T: Element>(shape: QkvShape, router: QueryNormRouter, seed: u64) ->
         head_dim,
         query_stride: shape.row(),
     };
-    let seen = Visibility { causal: true, query_offset: 0, first_key: None };
     let (keys, values) = (&qkv[heads * head_dim..], &qkv[(heads + kv_heads) * head_dim..]);
     let key_values = KeyValues::Contiguous { keys, values, row_stride: shape.row() };
     let (mut out, mut sums) = (d_out.clone(), vec![0f32; tokens * heads]);
-    let selection = Some(&routing);
-    Cpu.attention_forward(&attention, &qkv, key_values, seen, selection, None, &mut out, &mut sums)
-        .unwrap();
+    let forward = AttentionForward::<Cpu, T> {
+        args: selected(attention, &routing),
+        queries: &qkv,
+        key_values,
+        out: &mut out,
+        log_sum_exp: &mut sums,
+    };
+    Cpu.attention_forward(forward).unwrap();
     let (mut d_qkv, mut delta) = (qkv.clone(), sums.clone());
-    Cpu.attention_backward(
-        &attention,
-        &qkv,
-        seen,
-        selection,
-        None,
-        &out,
-        &sums,
-        &d_out,
-        &mut d_qkv,
-        Some(&mut delta),
-    )
-    .unwrap();
-    let gradient = RouterGradient {
+    let backward = AttentionBackward::<Cpu, T> {
+        args: selected(attention, &routing),
+        qkv: &qkv,
+        out: &out,
+        log_sum_exp: &sums,
+        d_out: &d_out,
+        d_qkv: &mut d_qkv,
+        delta: Some(&mut delta),
+    };
+    Cpu.attention_backward(backward).unwrap();
+    let gradient = RouterGradient::<Cpu> {
         routing: &routing,
-        delta: Some(&delta[..]),
+        delta: Some(&delta),
         balance_weight: 0.5,
         ranks: None,
     };
-    Cpu.rope_route_backward(&shape, table, 0, &qkv, &mut d_qkv, Some(gradient)).unwrap();
+    let rope =
+        RopeArgs::<Cpu, T> { shape: &shape, table: table::<Cpu>(&cos, &sin), qkv: &mut d_qkv };
+    Cpu.query_norm_rope_backward(RouterRopeBackward::<Cpu, T> { qkv: &qkv, rope, gradient })
+        .unwrap();
     let mut loss = [0f64];
     Cpu.balance_loss(&routing, 1.0, &mut loss).unwrap();
-    let mut gates = vec![0f32; tokens * (heads - router.shared_heads)];
-    Cpu.gates(&routing, &mut gates).unwrap();
-    [wide(&out), wide(&d_qkv), all(&[&sums, &delta, &gates]), loss.to_vec()].concat()
+    let numbers = all(&[&sums, &delta, routing.gates()]);
+    [wide(&out), wide(&d_qkv), numbers, loss.to_vec()].concat()
 }
 
 /// The operators over rows of tokens, and the optimiser.
@@ -89,36 +108,98 @@ fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> V
     let weight: Vec<T> = random.numbers(outputs * width);
     let ids: Vec<u32> = (0..tokens).map(|_| random.below(outputs) as u32).collect();
     let (mut y, mut inv_rms) = (x.clone(), vec![0f32; tokens]);
-    Cpu.rms_norm_forward(1e-5, &x, &scale, &mut y, &mut inv_rms).unwrap();
+    let forward = RmsNormForward::<Cpu, T> {
+        eps: 1e-5,
+        x: &x,
+        weight: &scale,
+        y: &mut y,
+        inv_rms: &mut inv_rms,
+    };
+    Cpu.rms_norm_forward(forward).unwrap();
     let (mut d_x, mut d_scale) = (y.clone(), vec![0f32; width]);
-    Cpu.rms_norm_backward(&x, &scale, &inv_rms, &y, &mut d_x, &mut d_scale).unwrap();
+    let backward = RmsNormBackward::<Cpu, T, f32> {
+        x: &x,
+        weight: &scale,
+        inv_rms: &inv_rms,
+        d_y: &y,
+        d_x: &mut d_x,
+        d_weight: &mut d_scale,
+    };
+    Cpu.rms_norm_backward(backward).unwrap();
 
     let mut product = vec![T::zeroed(); tokens * outputs];
-    Cpu.linear_forward(width, &y, &weight, None, &mut product).unwrap();
+    let inputs = width;
+    let forward =
+        LinearForward::<Cpu, T> { inputs, x: &y, weight: &weight, residual: None, y: &mut product };
+    Cpu.linear_forward(forward).unwrap();
     let mut d_weight = vec![0f32; weight.len()];
-    Cpu.linear_backward_weight(width, &y, &product, &mut d_weight, Accumulation::Add).unwrap();
+    let backward = LinearBackwardWeight::<Cpu, T, f32> {
+        inputs,
+        x: &y,
+        d_y: &product,
+        d_weight: &mut d_weight,
+        accumulation: Accumulation::Add,
+    };
+    Cpu.linear_backward_weight(backward).unwrap();
     let mut d_y = y.clone();
-    Cpu.linear_backward_input(width, &product, &weight, &mut d_y).unwrap();
+    let backward =
+        LinearBackwardInput::<Cpu, T> { inputs, d_y: &product, weight: &weight, d_x: &mut d_y };
+    Cpu.linear_backward_input(backward).unwrap();
 
     let gate_up: Vec<T> = x.iter().chain(&y).copied().collect();
     let (mut silu, mut d_gate_up) = (y.clone(), gate_up.clone());
     Cpu.swiglu_forward(width, &gate_up, &mut silu).unwrap();
     Cpu.swiglu_backward(width, &mut d_gate_up, &mut silu.clone()).unwrap();
 
-    let head = HeadShape::whole(tokens, width, outputs);
-    let mut scratch = vec![0f32; Cpu.cross_entropy_scratch(&head)];
-    let (mut loss, mut d_hidden, mut norm) = ([0f64], y.clone(), [0f64]);
-    let gradients = HeadGradients {
+    let shape = HeadShape::whole(tokens, width, outputs);
+    let (loss, d_hidden) = head(shape, [&y, &weight], &ids, &mut d_weight);
+    let backward = EmbeddingBackward::<Cpu, T, f32> {
+        width,
+        rows: VocabularyRows::all(outputs),
+        ids: &ids,
+        d_out: &d_x,
+        d_table: &mut d_weight,
+    };
+    Cpu.embedding_backward(backward).unwrap();
+    let (norm, updated, [m, v]) = update(&weight, &d_weight);
+    let stored = [&y, &d_x, &product, &d_y, &silu, &d_gate_up, &d_hidden, &updated];
+    let stored = stored.iter().flat_map(|numbers| wide(numbers)).collect();
+    [stored, all(&[&inv_rms, &d_scale, &d_weight, &m, &v]), vec![loss, norm]].concat()
+}
+
+/// The loss, and the gradient of x; that of the weight is added.
+fn head<T: Element>(
+    shape: HeadShape,
+    [x, weight]: [&[T]; 2],
+    targets: &[u32],
+    d_weight: &mut [f32],
+) -> (f64, Vec<T>) {
+    let mut scratch = vec![0f32; Cpu.cross_entropy_scratch(&shape)];
+    let (mut loss, mut d_x) = ([0f64], x.to_vec());
+    let gradients = HeadGradients::<Cpu, T, f32> {
         scale: 0.1,
-        d_x: &mut d_hidden[..],
-        d_weight: &mut d_weight[..],
+        d_x: &mut d_x,
+        d_weight,
         accumulation: Accumulation::Add,
     };
-    Cpu.cross_entropy(&head, &y, &weight, &ids, &mut scratch, &mut loss, Some(gradients), None)
-        .unwrap();
-    Cpu.embedding_backward(width, VocabularyRows::all(outputs), &ids, &d_x, &mut d_weight).unwrap();
+    let args = CrossEntropyArgs::<Cpu, T, f32> {
+        shape,
+        x,
+        weight,
+        targets,
+        scratch: &mut scratch,
+        loss: &mut loss,
+        gradients: Some(gradients),
+        ranks: None,
+    };
+    Cpu.cross_entropy(args).unwrap();
+    (loss[0], d_x)
+}
 
-    Cpu.squared_norms(&[&d_weight[..]], &mut norm).unwrap();
+/// The squared norm of the gradients, and a step of AdamW: weights and both moments.
+fn update<T: Element>(weights: &[T], gradients: &[f32]) -> (f64, Vec<T>, [Vec<f32>; 2]) {
+    let mut norm = [0f64];
+    Cpu.squared_norms(&[gradients], &mut norm).unwrap();
     let step = AdamW {
         learning_rate: 0.1,
         beta1: 0.9,
@@ -128,12 +209,19 @@ fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> V
         clip_norm: 1.0,
         step: 3,
     };
-    let (mut updated, mut m) = (weight.clone(), vec![0f32; weight.len()]);
-    let mut v = m.clone();
-    Cpu.adamw(&step, &norm, &d_weight, &mut updated, None, &mut m, &mut v).unwrap();
-    let stored = [&y, &d_x, &product, &d_y, &silu, &d_gate_up, &d_hidden, &updated];
-    let stored = stored.iter().flat_map(|numbers| wide(numbers)).collect();
-    [stored, all(&[&inv_rms, &d_scale, &d_weight, &m, &v]), vec![loss[0], norm[0]]].concat()
+    let (mut updated, zeros) = (weights.to_vec(), vec![0f32; weights.len()]);
+    let [mut m, mut v] = [zeros.clone(), zeros];
+    let args = AdamWUpdate::<Cpu, T, f32, f32> {
+        step: &step,
+        squared_norm: &norm,
+        gradients,
+        weights: &mut updated,
+        remainder: None,
+        first_moment: &mut m,
+        second_moment: &mut v,
+    };
+    Cpu.adamw(args).unwrap();
+    (norm[0], updated, [m, v])
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::io::{IsTerminal, stderr};
 use std::time::{Duration, Instant};
 
 use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
-use moh_kernels::DeviceMemory;
+use moh_kernels::MemoryInfo;
 use moh_train::{Event, Recipe, StepMetrics};
 
 /// Steps whose times the estimate of the time left is made from.
@@ -63,7 +63,7 @@ impl RunView {
                         stage.name
                     ));
                 }
-                if let Some(DeviceMemory { used, total }) = memory {
+                if let Some(MemoryInfo { used, total }) = memory {
                     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
                     self.line(&format!("{:.1} of {:.1} GiB in use", gib(used), gib(total)));
                 }

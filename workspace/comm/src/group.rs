@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use moh_kernels::{Backend, Scalar, span};
+use moh_kernels::{Memory, Scalar, span};
 
 use crate::engine::{Engine, Member, Ticket};
 use crate::error::{Error, Result};
@@ -73,7 +73,7 @@ impl Group {
     /// Replaces the numbers by their sum, or maximum, over the ranks; any length. Where the host's
     /// memory is reduced, sums are taken in the order of the ranks, so that they are the same in
     /// every run; bf16 is summed in f32 and rounded once.
-    pub fn all_reduce<B: Backend, S: Scalar>(
+    pub fn all_reduce<B: Memory, S: Scalar>(
         &self,
         part: B::ViewMut<'_, S>,
         reduce: Reduce,
@@ -83,7 +83,7 @@ impl Group {
 
     /// Reduces in place: of the group's equal parts of `whole`, the one numbered by this rank
     /// becomes the reduction of all ranks' parts of that number; the others are undefined then.
-    pub fn reduce_scatter<B: Backend, S: Scalar>(
+    pub fn reduce_scatter<B: Memory, S: Scalar>(
         &self,
         whole: B::ViewMut<'_, S>,
         reduce: Reduce,
@@ -97,7 +97,7 @@ impl Group {
 
     /// Gathers in place: every one of the group's equal parts of `whole` becomes that of the rank
     /// with its number.
-    pub fn all_gather<B: Backend, S: Scalar>(&self, whole: B::ViewMut<'_, S>) -> Result<()> {
+    pub fn all_gather<B: Memory, S: Scalar>(&self, whole: B::ViewMut<'_, S>) -> Result<()> {
         self.run("all_gather", |engine| {
             let whole = B::region_mut(whole);
             self.check_parts("all_gather", whole.len)?;
@@ -106,7 +106,7 @@ impl Group {
     }
 
     /// Every rank's numbers become those of rank `root` of the group.
-    pub fn broadcast<B: Backend, S: Scalar>(
+    pub fn broadcast<B: Memory, S: Scalar>(
         &self,
         part: B::ViewMut<'_, S>,
         root: usize,
@@ -118,7 +118,7 @@ impl Group {
     /// Sends to rank `to` of the group, without waiting until it receives. Tags tell messages
     /// between the same two ranks apart where they may come in another order than they are
     /// received in; NCCL has none and matches by order alone. The portable tags are below 32,768.
-    pub fn send<B: Backend, S: Scalar>(
+    pub fn send<B: Memory, S: Scalar>(
         &self,
         part: B::View<'_, S>,
         to: usize,
@@ -129,7 +129,7 @@ impl Group {
     }
 
     /// Receives what rank `from` of the group sends with this tag, in the order in which it does.
-    pub fn recv<B: Backend, S: Scalar>(
+    pub fn recv<B: Memory, S: Scalar>(
         &self,
         part: B::ViewMut<'_, S>,
         from: usize,
@@ -146,7 +146,7 @@ impl Group {
 
     /// As [`Group::all_reduce`] of a whole buffer, at the same time as what follows on the device,
     /// where the engine can.
-    pub fn start_all_reduce<B: Backend, S: Scalar>(
+    pub fn start_all_reduce<B: Memory, S: Scalar>(
         &self,
         mut buffer: B::Buffer<S>,
         reduce: Reduce,
@@ -160,7 +160,7 @@ impl Group {
 
     /// As [`Group::reduce_scatter`] of a whole buffer, at the same time as what follows on the
     /// device, where the engine can.
-    pub fn start_reduce_scatter<B: Backend, S: Scalar>(
+    pub fn start_reduce_scatter<B: Memory, S: Scalar>(
         &self,
         mut buffer: B::Buffer<S>,
         reduce: Reduce,
@@ -175,7 +175,7 @@ impl Group {
 
     /// As [`Group::all_gather`] of a whole buffer, at the same time as what follows on the device,
     /// where the engine can.
-    pub fn start_all_gather<B: Backend, S: Scalar>(
+    pub fn start_all_gather<B: Memory, S: Scalar>(
         &self,
         mut buffer: B::Buffer<S>,
     ) -> Result<Pending<B::Buffer<S>>> {

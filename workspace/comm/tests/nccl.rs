@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use half::bf16;
 use moh_comm::{Buffers, Group, Launch, Options, Reduce, World};
-use moh_kernels::{Backend, Cuda, Scalar};
+use moh_kernels::{Cuda, Memory, Scalar};
 
 const ROLE: &str = "MOH_COMM_TEST_ROLE";
 /// Numbers of a rank's part.
@@ -25,13 +25,13 @@ struct Rank<'a> {
 }
 
 impl Rank<'_> {
-    fn buffer<S: Scalar>(&self, numbers: &[S]) -> <Cuda as Backend>::Buffer<S> {
+    fn buffer<S: Scalar>(&self, numbers: &[S]) -> <Cuda as Memory>::Buffer<S> {
         let mut buffer = self.cuda.allocate::<S>(numbers.len()).unwrap();
         self.cuda.upload(numbers, Cuda::view_mut(&mut buffer, 0..numbers.len())).unwrap();
         buffer
     }
 
-    fn numbers<S: Scalar>(&self, buffer: &<Cuda as Backend>::Buffer<S>) -> Vec<S> {
+    fn numbers<S: Scalar>(&self, buffer: &<Cuda as Memory>::Buffer<S>) -> Vec<S> {
         let mut numbers = vec![S::zeroed(); Cuda::len(buffer)];
         self.cuda.download(Cuda::view(buffer, 0..numbers.len()), &mut numbers).unwrap();
         numbers

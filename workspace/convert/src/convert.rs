@@ -12,7 +12,7 @@ use std::time::Instant;
 use moh_model::config_file::ConfigFile;
 use moh_model::flops::{EMBEDDING, Flops, OUTPUT_HEAD, tensor_shapes};
 use moh_model::weight_files::{Dtype, TensorBytes, WeightFiles};
-use moh_model::{ModelConfig, MohConfig, Router};
+use moh_model::{ModelConfig, MohConfig, RouterKind};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -65,7 +65,7 @@ impl Attention {
         let moh = match active {
             Active::Share(share) => MohConfig::from_active(heads, shared_heads, share)?,
             Active::RoutedTopK(routed_top_k) => MohConfig {
-                router: Router::QueryNorm,
+                router: RouterKind::QueryNorm,
                 shared_heads: shared_heads.unwrap_or(heads / 2),
                 routed_top_k,
             },

@@ -131,7 +131,7 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
             }
             let backend = model.backend().clone();
             self.activations.upload(&backend, &ids, &targets, &[])?;
-            backend.scope(|| model.evaluate(&mut self.activations, &mut self.sums))?;
+            backend.install(|| model.evaluate(&mut self.activations, &mut self.sums))?;
             sums.cross_entropy += self.sums.take(&backend)?.0;
             progress(count.min(start + batch * shard.size as u64), count);
         }

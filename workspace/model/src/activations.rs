@@ -10,6 +10,7 @@ use std::ops::Range;
 use moh_kernels::attention::AttentionShape;
 use moh_kernels::cross_entropy::HeadShape;
 use moh_kernels::rope::QkvShape;
+use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, WorkingSet};
 
 use crate::Error;
@@ -40,7 +41,7 @@ pub(crate) struct Kept<B: Backend, T: Element> {
     /// Gate and up, `[N, 2I]`.
     pub gate_up: B::Buffer<T>,
     /// Of a Mixture-of-Head block.
-    pub routing: Option<B::Routing>,
+    pub routing: Option<Routing<B>>,
 }
 
 /// What a block keeps that is cheap to compute again.
@@ -118,7 +119,7 @@ pub struct Turn {
 pub(crate) struct Pass<B: Backend, T: Element> {
     pub(crate) ids: B::Buffer<u32>,
     pub(crate) targets: B::Buffer<u32>,
-    pub(crate) first_key: Option<B::Buffer<u32>>,
+    pub(crate) document_start: Option<B::Buffer<u32>>,
     /// The residual stream before each block of the chunk and after its last one, `[M, C]` each.
     pub(crate) stream: Vec<B::Buffer<T>>,
     pub(crate) blocks: Blocks<B, T>,
@@ -169,7 +170,7 @@ impl<B: Backend, T: Element> Activations<B, T> {
         let passes = (0..slots).map(|_| Pass::new(model, tokens, pass));
         model.backend.reserve::<T>(&WorkingSet {
             attention: model.attention_shape(&shape, pass.length),
-            routed: model.router().is_some(),
+            routed: model.routing_shape(tokens)?.is_some(),
             training: pass.training,
             width: model.config.hidden_size,
             tensors: model.layout.segments().count(),
@@ -189,7 +190,7 @@ impl<B: Backend, T: Element> Activations<B, T> {
         self.shape
     }
 
-    /// Copies a micro-batch to the device, to the first place: ids and targets `[B*T]`, and `first_key`
+    /// Copies a micro-batch to the device, to the first place: ids and targets `[B*T]`, and `document_start`
     /// `[B*T]` where the pass was planned with a document mask.
     ///
     /// # Errors
@@ -199,9 +200,9 @@ impl<B: Backend, T: Element> Activations<B, T> {
         backend: &B,
         ids: &[u32],
         targets: &[u32],
-        first_key: &[u32],
+        document_start: &[u32],
     ) -> Result<(), Error> {
-        self.upload_to(0, backend, ids, targets, first_key)
+        self.upload_to(0, backend, ids, targets, document_start)
     }
 
     /// As [`Activations::upload`], to place `slot`.
@@ -214,13 +215,13 @@ impl<B: Backend, T: Element> Activations<B, T> {
         backend: &B,
         ids: &[u32],
         targets: &[u32],
-        first_key: &[u32],
+        document_start: &[u32],
     ) -> Result<(), Error> {
         let pass = &mut self.passes[slot];
-        backend.upload(ids, whole_mut::<B, _>(&mut pass.ids))?;
-        backend.upload(targets, whole_mut::<B, _>(&mut pass.targets))?;
-        if let Some(buffer) = &mut pass.first_key {
-            backend.upload(first_key, whole_mut::<B, _>(buffer))?;
+        backend.upload(ids, B::whole_mut(&mut pass.ids))?;
+        backend.upload(targets, B::whole_mut(&mut pass.targets))?;
+        if let Some(buffer) = &mut pass.document_start {
+            backend.upload(document_start, B::whole_mut(buffer))?;
         }
         Ok(())
     }
@@ -234,7 +235,7 @@ impl<B: Backend, T: Element> Pass<B, T> {
         Ok(Pass {
             ids: backend.allocate(tokens)?,
             targets: backend.allocate(tokens)?,
-            first_key: pass.document_mask.then(|| backend.allocate(tokens)).transpose()?,
+            document_start: pass.document_mask.then(|| backend.allocate(tokens)).transpose()?,
             stream: (0..=layers).map(|_| backend.allocate(width)).collect::<Result<_, _>>()?,
             blocks: Blocks::new(model, tokens, pass.recompute, layers)?,
         })
@@ -314,7 +315,7 @@ impl<B: Backend, T: Element> Blocks<B, T> {
     }
 
     /// The routings that are kept, in the order of the blocks.
-    pub(crate) fn routings(&self) -> impl Iterator<Item = &B::Routing> {
+    pub(crate) fn routings(&self) -> impl Iterator<Item = &Routing<B>> {
         self.kept.iter().filter_map(|kept| kept.routing.as_ref())
     }
 }
@@ -324,11 +325,11 @@ impl<B: Backend, T: Element> Kept<B, T> {
         let (backend, config) = (&model.backend, &model.config);
         let share = model.parallel.part().tensor;
         let (heads, held) = (share.heads(config), model.token_share(tokens).part);
-        let routing = model.router().map(|router| backend.routing(tokens, heads, router));
+        let routing = model.routing_shape(tokens)?.map(|shape| Routing::new(backend, shape));
         Ok(Kept {
             qkv: backend.allocate(tokens * model.qkv_shape(1, 1).row())?,
             attended: backend.allocate(tokens * share.query_width(config))?,
-            log_sum_exp: backend.allocate(tokens * heads.held())?,
+            log_sum_exp: backend.allocate(tokens * heads.local())?,
             middle: backend.allocate(held * config.hidden_size)?,
             gate_up: backend.allocate(tokens * 2 * share.mlp_width(config))?,
             routing: routing.transpose()?,
@@ -355,11 +356,12 @@ impl<B: Backend, T: Element> Backward<B, T> {
         let (share, tokens_of) = (model.parallel.part().tensor, model.token_share(tokens));
         let heads = share.heads(config);
         let branch = tokens_of.padded() * config.hidden_size;
-        let deltas = if share.ranks > 1 { tokens * model.routed_heads() } else { 0 };
+        let routing = model.routing_shape(tokens)?.filter(|_| share.ranks > 1);
+        let deltas = routing.map_or(0, |shape| tokens * (heads.count - shape.shared_heads));
         Ok(Backward {
             d_stream: backend.allocate(tokens_of.part * config.hidden_size)?,
             d_branch: backend.allocate(branch.max(tokens * share.query_width(config)))?,
-            delta: backend.allocate(tokens * heads.held())?,
+            delta: backend.allocate(tokens * heads.local())?,
             deltas: backend.allocate(deltas)?,
         })
     }
@@ -371,7 +373,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         QkvShape {
             batch,
             length,
-            heads: self.parallel.part().tensor.heads(&self.config).held(),
+            heads: self.parallel.part().tensor.heads(&self.config).local(),
             kv_heads: self.parallel.part().tensor.key_value_heads(&self.config),
             head_dim: self.config.head_dim,
         }
@@ -394,17 +396,4 @@ impl<B: Backend, T: Element> Model<B, T> {
         let rows = tensor.vocabulary(&self.config);
         HeadShape::of_rows(tokens, self.config.hidden_size, rows, tensor.ranks)
     }
-}
-
-/// Read access to a whole buffer.
-pub(crate) fn whole<B: Backend, S: moh_kernels::Scalar>(buffer: &B::Buffer<S>) -> B::View<'_, S> {
-    B::view(buffer, 0..B::len(buffer))
-}
-
-/// Write access to a whole buffer.
-pub(crate) fn whole_mut<B: Backend, S: moh_kernels::Scalar>(
-    buffer: &mut B::Buffer<S>,
-) -> B::ViewMut<'_, S> {
-    let len = B::len(buffer);
-    B::view_mut(buffer, 0..len)
 }

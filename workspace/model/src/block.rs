@@ -7,16 +7,24 @@
 
 use std::ops::Range;
 
-use moh_kernels::attention::{KeyValues, Visibility};
+use moh_kernels::attention::{
+    AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
+};
+use moh_kernels::key_value_cache::KeyValueAppend;
+use moh_kernels::linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward};
 use moh_kernels::ranks::AllReduce;
-use moh_kernels::rope::{QkvShape, RopeTable};
-use moh_kernels::router::{RouterGradient, RouterRanks};
+use moh_kernels::rms_norm::{RmsNormBackward, RmsNormForward};
+use moh_kernels::rope::{QkvShape, RopeArgs, RopeTable};
+use moh_kernels::router::{
+    RouterGradient, RouterRanks, RouterRopeBackward, RouterRopeForward, Routing,
+};
 use moh_kernels::{Backend, Element, View, span};
 
 use crate::Error;
-use crate::activations::{Backward, BlockBuffers, Cheap, Kept, whole, whole_mut};
+use crate::activations::{Backward, BlockBuffers, Cheap, Kept};
 use crate::model::Model;
 use crate::parameters::FlatBuffers;
+use crate::sequence::Projection;
 
 /// Keys and values of one block's past tokens, `[capacity, G D]` each.
 pub(crate) struct LayerCache<B: Backend, T: Element> {
@@ -29,15 +37,22 @@ pub(crate) struct Tokens<'a, B: Backend> {
     pub shape: QkvShape,
     /// Position of each sequence's first token.
     pub first_position: usize,
-    pub first_key: Option<&'a B::Buffer<u32>>,
+    /// Start of each token's document; `[N]`.
+    pub document_start: Option<&'a B::Buffer<u32>>,
 }
 
 impl<B: Backend> Tokens<'_, B> {
-    fn visibility(&self) -> Visibility<'_, B> {
-        Visibility {
-            causal: true,
+    /// Causal attention of the heads that `routing` selected, all of them without one.
+    fn attention<'v>(
+        &'v self,
+        shape: AttentionShape,
+        routing: Option<&'v Routing<B>>,
+    ) -> AttentionArgs<'v, B> {
+        AttentionArgs {
             query_offset: self.first_position,
-            first_key: self.first_key.map(whole::<B, u32>),
+            document_start: self.document_start.map(|starts| B::whole(starts)),
+            selection: routing.map(Routing::selection),
+            ..AttentionArgs::causal(shape)
         }
     }
 }
@@ -62,8 +77,9 @@ pub(crate) struct RouterScale {
 }
 
 impl<B: Backend, T: Element> Model<B, T> {
-    fn rope_table(&self) -> RopeTable<'_, B> {
-        RopeTable { cos: whole::<B, f32>(&self.rope_cos), sin: whole::<B, f32>(&self.rope_sin) }
+    fn rope_table(&self, first_position: usize) -> RopeTable<'_, B> {
+        let (cos, sin) = (B::whole(&self.rope_cos), B::whole(&self.rope_sin));
+        RopeTable { cos, sin, first_position }
     }
 
     /// Attention's half of a block: fills `kept` up to `middle`.
@@ -82,43 +98,58 @@ impl<B: Backend, T: Element> Model<B, T> {
         let (n, row) = (tokens.shape.tokens(), tokens.shape.row());
         let queries = tokens.shape.heads * tokens.shape.head_dim;
         self.normalize_input(layer, n, input, cheap)?;
-        backend.linear_forward(
-            config.hidden_size,
-            self.gather(n, &cheap.input_normed, gathered)?,
-            self.weights.view(flat, ranges.qkv.clone()),
-            None,
-            B::view_mut(&mut kept.qkv, 0..n * row),
-        )?;
-        backend.rope_route_forward(
-            &tokens.shape,
-            self.rope_table(),
-            tokens.first_position,
-            B::view_mut(&mut kept.qkv, 0..n * row),
-            kept.routing.as_mut(),
-            self.is_shared().then_some(&self.sum_over_ranks() as AllReduce<'_, B>),
-        )?;
+        backend.linear_forward(LinearForward {
+            inputs: config.hidden_size,
+            x: self.gather(n, &cheap.input_normed, gathered)?,
+            weight: self.weights.view(flat, ranges.qkv.clone()),
+            residual: None,
+            y: B::view_mut(&mut kept.qkv, 0..n * row),
+        })?;
+        self.route_and_rotate(layer, tokens, kept)?;
         if let Some(cache) = &mut cache {
             self.append(tokens, &kept.qkv, cache)?;
         }
         let (key_length, key_values) = self.key_values(tokens, &kept.qkv, cache.as_deref());
-        backend.attention_forward(
-            &self.attention_shape(&tokens.shape, key_length),
-            B::view(&kept.qkv, 0..n * row),
+        let routing = kept.routing.as_ref().filter(|_| self.routers[layer].is_some());
+        backend.attention_forward(AttentionForward {
+            args: tokens.attention(self.attention_shape(&tokens.shape, key_length), routing),
+            queries: B::view(&kept.qkv, 0..n * row),
             key_values,
-            tokens.visibility(),
-            kept.routing.as_ref(),
-            None,
-            B::view_mut(&mut kept.attended, 0..n * queries),
-            B::view_mut(&mut kept.log_sum_exp, 0..n * tokens.shape.heads),
-        )?;
-        self.project_to_stream(
-            (n, queries),
-            B::view(&kept.attended, 0..n * queries),
-            self.weights.view(flat, ranges.output.clone()),
-            input,
-            &mut kept.middle,
-            gathered,
-        )
+            out: B::view_mut(&mut kept.attended, 0..n * queries),
+            log_sum_exp: B::view_mut(&mut kept.log_sum_exp, 0..n * tokens.shape.heads),
+        })?;
+        let projection = Projection {
+            tokens: n,
+            inputs: queries,
+            x: B::view(&kept.attended, 0..n * queries),
+            weight: self.weights.view(flat, ranges.output.clone()),
+        };
+        self.project_to_stream(projection, input, &mut kept.middle, gathered)
+    }
+
+    /// Chooses each token's heads by its queries, in a layer with a router, and rotates queries and keys.
+    fn route_and_rotate(
+        &self,
+        layer: usize,
+        tokens: &Tokens<'_, B>,
+        kept: &mut Kept<B, T>,
+    ) -> Result<(), Error> {
+        let len = tokens.shape.tokens() * tokens.shape.row();
+        let sum = self.sum_over_ranks();
+        let rope = RopeArgs {
+            shape: &tokens.shape,
+            table: self.rope_table(tokens.first_position),
+            qkv: B::view_mut(&mut kept.qkv, 0..len),
+        };
+        match (&self.routers[layer], &mut kept.routing) {
+            (Some(router), Some(routing)) => {
+                let all_reduce = self.is_shared().then_some(&sum as AllReduce<'_, B>);
+                let args = RouterRopeForward { rope, routing, all_reduce };
+                router.forward_and_rotate(&self.backend, args)?;
+            }
+            _ => self.backend.rope_forward(rope)?,
+        }
+        Ok(())
     }
 
     /// Appends the tokens' keys and values to the cache.
@@ -130,13 +161,13 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<(), Error> {
         let end = tokens.first_position + tokens.shape.length;
         let len = end * tokens.shape.kv_heads * tokens.shape.head_dim;
-        self.backend.key_value_append(
-            &tokens.shape,
-            tokens.first_position,
-            B::view(qkv, 0..tokens.shape.tokens() * tokens.shape.row()),
-            B::view_mut(&mut cache.keys, 0..len),
-            B::view_mut(&mut cache.values, 0..len),
-        )?;
+        self.backend.key_value_append(KeyValueAppend {
+            shape: &tokens.shape,
+            first_position: tokens.first_position,
+            qkv: B::view(qkv, 0..tokens.shape.tokens() * tokens.shape.row()),
+            keys: B::view_mut(&mut cache.keys, 0..len),
+            values: B::view_mut(&mut cache.values, 0..len),
+        })?;
         Ok(())
     }
 
@@ -179,13 +210,14 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<(), Error> {
         let BlockBuffers { layer, kept, cheap, gathered, .. } = block;
         self.normalize_middle(*layer, tokens, kept, cheap)?;
-        self.backend.linear_forward(
-            self.config.hidden_size,
-            self.gather(tokens, &cheap.post_normed, gathered)?,
-            self.weights.view(self.layout.block_index(*layer), self.layout.block.gate_up.clone()),
-            None,
-            B::view_mut(&mut kept.gate_up, 0..tokens * 2 * self.mlp_width()),
-        )?;
+        let flat = self.layout.block_index(*layer);
+        self.backend.linear_forward(LinearForward {
+            inputs: self.config.hidden_size,
+            x: self.gather(tokens, &cheap.post_normed, gathered)?,
+            weight: self.weights.view(flat, self.layout.block.gate_up.clone()),
+            residual: None,
+            y: B::view_mut(&mut kept.gate_up, 0..tokens * 2 * self.mlp_width()),
+        })?;
         Ok(())
     }
 
@@ -213,14 +245,14 @@ impl<B: Backend, T: Element> Model<B, T> {
         output: &mut B::Buffer<T>,
     ) -> Result<(), Error> {
         let inner = self.mlp_width();
-        self.project_to_stream(
-            (tokens, inner),
-            B::view(block.wide, 0..tokens * inner),
-            self.weights.view(self.layout.block_index(block.layer), self.layout.block.down.clone()),
-            &block.kept.middle,
-            output,
-            block.gathered,
-        )
+        let flat = self.layout.block_index(block.layer);
+        let projection = Projection {
+            tokens,
+            inputs: inner,
+            x: B::view(block.wide, 0..tokens * inner),
+            weight: self.weights.view(flat, self.layout.block.down.clone()),
+        };
+        self.project_to_stream(projection, &block.kept.middle, output, block.gathered)
     }
 
     /// Width of the MLP's columns that are held.
@@ -272,13 +304,13 @@ impl<B: Backend, T: Element> Model<B, T> {
         (y, inv_rms): (&mut B::Buffer<T>, &mut B::Buffer<f32>),
     ) -> Result<(), Error> {
         let stream = self.stream_len(tokens);
-        self.backend.rms_norm_forward(
-            self.config.rms_norm_eps,
-            B::view(x, 0..stream),
-            self.weights.view(flat, weight.clone()),
-            B::view_mut(y, 0..stream),
-            B::view_mut(inv_rms, 0..self.token_share(tokens).held()),
-        )?;
+        self.backend.rms_norm_forward(RmsNormForward {
+            eps: self.config.rms_norm_eps,
+            x: B::view(x, 0..stream),
+            weight: self.weights.view(flat, weight.clone()),
+            y: B::view_mut(y, 0..stream),
+            inv_rms: B::view_mut(inv_rms, 0..self.token_share(tokens).held()),
+        })?;
         Ok(())
     }
 
@@ -335,12 +367,12 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.linear_backward_input(down, d_output, wide)?;
         self.backend.swiglu_backward(
             inner,
-            whole_mut::<B, T>(&mut kept.gate_up),
+            B::whole_mut(&mut kept.gate_up),
             B::view_mut(wide, 0..n * inner),
         )?;
         self.linear_backward_weight(down, B::view(wide, 0..n * inner), d_output, gradients)?;
         let gate_up = linear(&ranges.gate_up, width);
-        let d_gate_up = whole::<B, T>(&kept.gate_up);
+        let d_gate_up = B::whole(&kept.gate_up);
         let normed = self.gather(n, &cheap.post_normed, gathered)?;
         self.linear_backward_weight(gate_up, normed, d_gate_up, gradients)?;
         self.linear_backward_input(gate_up, d_gate_up, &mut scratch.d_branch)?;
@@ -357,39 +389,39 @@ impl<B: Backend, T: Element> Model<B, T> {
         scratch: &mut Backward<B, T>,
         router: RouterScale,
     ) -> Result<(), Error> {
-        let BlockBuffers { kept, wide, .. } = block;
+        let BlockBuffers { layer, kept, wide, .. } = block;
         let (n, shape) = (tokens.shape.tokens(), &tokens.shape);
-        self.backend.attention_backward(
-            &self.attention_shape(shape, shape.length),
-            whole::<B, T>(&kept.qkv),
-            tokens.visibility(),
-            kept.routing.as_ref(),
-            None,
-            whole::<B, T>(&kept.attended),
-            whole::<B, f32>(&kept.log_sum_exp),
-            B::view(&scratch.d_branch, 0..n * shape.heads * shape.head_dim),
-            B::view_mut(wide, 0..n * shape.row()),
-            kept.routing.is_some().then(|| whole_mut::<B, f32>(&mut scratch.delta)),
-        )?;
+        let routing = kept.routing.as_ref().filter(|_| self.routers[*layer].is_some());
+        self.backend.attention_backward(AttentionBackward {
+            args: tokens.attention(self.attention_shape(shape, shape.length), routing),
+            qkv: B::whole(&kept.qkv),
+            out: B::whole(&kept.attended),
+            log_sum_exp: B::whole(&kept.log_sum_exp),
+            d_out: B::view(&scratch.d_branch, 0..n * shape.heads * shape.head_dim),
+            d_qkv: B::view_mut(wide, 0..n * shape.row()),
+            delta: routing.is_some().then(|| B::whole_mut(&mut scratch.delta)),
+        })?;
         let all_reduce = &self.sum_over_ranks();
-        let gradient = kept.routing.as_ref().map(|routing| RouterGradient {
+        let rope = RopeArgs {
+            shape,
+            table: self.rope_table(tokens.first_position),
+            qkv: B::view_mut(wide, 0..n * shape.row()),
+        };
+        let (Some(of_layer), Some(routing)) = (&self.routers[*layer], routing) else {
+            return Ok(self.backend.rope_backward(rope)?);
+        };
+        let table = 0..n * routing.routed();
+        let gradient = RouterGradient {
             routing,
-            delta: router.straight_through.then(|| whole::<B, f32>(&scratch.delta)),
+            delta: router.straight_through.then(|| B::whole(&scratch.delta)),
             balance_weight: router.balance_weight,
             ranks: self.is_shared().then(|| RouterRanks {
-                table: whole_mut::<B, f64>(&mut scratch.deltas),
+                table: B::view_mut(&mut scratch.deltas, table),
                 all_reduce,
             }),
-        });
-        self.backend.rope_route_backward(
-            &tokens.shape,
-            self.rope_table(),
-            tokens.first_position,
-            whole::<B, T>(&kept.qkv),
-            B::view_mut(wide, 0..n * shape.row()),
-            gradient,
-        )?;
-        Ok(())
+        };
+        let args = RouterRopeBackward { qkv: B::whole(&kept.qkv), rope, gradient };
+        Ok(of_layer.backward_and_rotate(&self.backend, args)?)
     }
 
     fn linear_backward_weight<G: Element>(
@@ -400,13 +432,13 @@ impl<B: Backend, T: Element> Model<B, T> {
         gradients: &mut FlatBuffers<B, G>,
     ) -> Result<(), Error> {
         let accumulation = gradients.accumulation(linear.flat);
-        self.backend.linear_backward_weight(
-            linear.inputs,
-            x,
-            d_y,
-            gradients.view_mut(linear.flat, linear.range.clone()),
+        self.backend.linear_backward_weight(LinearBackwardWeight {
+            inputs: linear.inputs,
+            x: B::reborrow(x),
+            d_y: B::reborrow(d_y),
+            d_weight: gradients.view_mut(linear.flat, linear.range.clone()),
             accumulation,
-        )?;
+        })?;
         Ok(())
     }
 
@@ -416,12 +448,12 @@ impl<B: Backend, T: Element> Model<B, T> {
         d_y: View<'_, B, T>,
         d_x: &mut B::Buffer<T>,
     ) -> Result<(), Error> {
-        self.backend.linear_backward_input(
-            linear.inputs,
-            d_y,
-            self.weights.view(linear.flat, linear.range.clone()),
-            B::view_mut(d_x, 0..linear.tokens * linear.inputs),
-        )?;
+        self.backend.linear_backward_input(LinearBackwardInput {
+            inputs: linear.inputs,
+            d_y: B::reborrow(d_y),
+            weight: self.weights.view(linear.flat, linear.range.clone()),
+            d_x: B::view_mut(d_x, 0..linear.tokens * linear.inputs),
+        })?;
         Ok(())
     }
 
@@ -438,14 +470,14 @@ impl<B: Backend, T: Element> Model<B, T> {
         let own = self.reduce_scatter(tokens, &mut scratch.d_branch)?;
         let held = own.len();
         gradients.clear_forgotten(&self.backend, flat, range.clone())?;
-        self.backend.rms_norm_backward(
-            B::view(x, 0..held),
-            self.weights.view(flat, range.clone()),
-            B::view(inv_rms, 0..self.token_share(tokens).held()),
-            B::view(&scratch.d_branch, own),
-            B::view_mut(&mut scratch.d_stream, 0..held),
-            gradients.view_mut(flat, range.clone()),
-        )?;
+        self.backend.rms_norm_backward(RmsNormBackward {
+            x: B::view(x, 0..held),
+            weight: self.weights.view(flat, range.clone()),
+            inv_rms: B::view(inv_rms, 0..self.token_share(tokens).held()),
+            d_y: B::view(&scratch.d_branch, own),
+            d_x: B::view_mut(&mut scratch.d_stream, 0..held),
+            d_weight: gradients.view_mut(flat, range.clone()),
+        })?;
         Ok(())
     }
 }

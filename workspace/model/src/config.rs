@@ -64,7 +64,7 @@ pub struct Llama3Scaling {
 
 /// How the router scores heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Router {
+pub enum RouterKind {
     /// Norm of the query before RoPE; no parameters (`"query-norm"`).
     QueryNorm,
 }
@@ -74,7 +74,7 @@ pub enum Router {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MohConfig {
     /// `moh_router`.
-    pub router: Router,
+    pub router: RouterKind,
     /// `moh_shared_heads`.
     pub shared_heads: usize,
     /// `moh_routed_top_k`: routed heads active per token.
@@ -100,7 +100,7 @@ impl MohConfig {
             ));
         }
         let moh = MohConfig {
-            router: Router::QueryNorm,
+            router: RouterKind::QueryNorm,
             shared_heads,
             routed_top_k: count - shared_heads,
         };

@@ -10,7 +10,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use crate::Error;
-use crate::config::{Llama3Scaling, ModelConfig, MohConfig, RopeConfig, Router};
+use crate::config::{Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RouterKind};
 use crate::flops::LimitExceeded;
 use crate::weight_files::Dtype;
 
@@ -164,17 +164,17 @@ impl ConfigFile {
     }
 }
 
-impl Router {
+impl RouterKind {
     /// The router's name in `config.json` and in recipes.
     pub fn name(self) -> &'static str {
         match self {
-            Router::QueryNorm => "query-norm",
+            RouterKind::QueryNorm => "query-norm",
         }
     }
 
     /// The router of that name, where there is one.
     pub fn from_name(name: &str) -> Option<Self> {
-        [Router::QueryNorm].into_iter().find(|router| router.name() == name)
+        [RouterKind::QueryNorm].into_iter().find(|router| router.name() == name)
     }
 }
 
@@ -433,7 +433,7 @@ fn read_architecture(fields: &Fields<'_>) -> Result<bool, Error> {
 fn read_moh(fields: &Fields<'_>, heads: usize) -> Result<MohConfig, Error> {
     let [router_key, shared_key, top_k_key] = MOH_KEYS;
     let name = fields.required(router_key, fields.text(router_key)?)?;
-    let Some(router) = Router::from_name(name) else {
+    let Some(router) = RouterKind::from_name(name) else {
         let reason =
             format!(" = \"{}\": unknown router, expected \"query-norm\"", name.escape_debug());
         return fields.error(router_key, reason);

@@ -157,7 +157,7 @@ impl ModelConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{MohConfig, RopeConfig, Router};
+    use crate::config::{MohConfig, RopeConfig, RouterKind};
 
     /// Llama 3 8B.
     fn llama3_8b() -> ModelConfig {
@@ -202,7 +202,7 @@ mod tests {
     #[test]
     fn flops_count_the_causal_half_of_the_active_heads() {
         let dense = llama3_8b();
-        let moh = MohConfig { router: Router::QueryNorm, shared_heads: 16, routed_top_k: 8 };
+        let moh = MohConfig { router: RouterKind::QueryNorm, shared_heads: 16, routed_top_k: 8 };
         let moh = ModelConfig { moh: Some(moh), ..dense.clone() };
         let (dense_flops, moh_flops) = (dense.flops_per_token(8191), moh.flops_per_token(8191));
         assert_eq!(dense_flops.linear, moh_flops.linear);

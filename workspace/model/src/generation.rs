@@ -3,6 +3,7 @@
 
 use candle_core::{Device, Tensor};
 use candle_transformers::generation::{LogitsProcessor, Sampling};
+use moh_kernels::embedding::EmbeddingForward;
 use moh_kernels::ranks::VocabularyRows;
 use moh_kernels::{Backend, Element};
 
@@ -77,7 +78,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
             return Err(Error::TooLong { tokens: end, positions: self.capacity });
         }
         let model = self.model;
-        model.backend.scope(|| {
+        model.backend.install(|| {
             let mut last = 0;
             for chunk in ids.chunks(CHUNK) {
                 self.pass(chunk)?;
@@ -95,17 +96,17 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         let n = ids.len();
         let width = n * config.hidden_size;
         backend.upload(ids, B::view_mut(&mut self.ids, 0..n))?;
-        backend.embedding_forward(
-            config.hidden_size,
-            VocabularyRows::all(config.vocab_size),
-            B::view(&self.ids, 0..n),
-            model.weights_of(ModelLayout::EMBEDDING),
-            B::view_mut(&mut self.stream[0], 0..width),
-        )?;
+        backend.embedding_forward(EmbeddingForward {
+            width: config.hidden_size,
+            rows: VocabularyRows::all(config.vocab_size),
+            ids: B::view(&self.ids, 0..n),
+            table: model.weights_of(ModelLayout::EMBEDDING),
+            out: B::view_mut(&mut self.stream[0], 0..width),
+        })?;
         let tokens = Tokens::<B> {
             shape: model.qkv_shape(1, n),
             first_position: self.position,
-            first_key: None,
+            document_start: None,
         };
         for (layer, cache) in self.cache.iter_mut().enumerate() {
             let [input, output] = &mut self.stream;

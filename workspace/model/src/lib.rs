@@ -14,13 +14,14 @@ pub mod model_parallel;
 pub mod parameters;
 mod passes;
 pub mod rope;
+pub mod router;
 mod sequence;
 pub mod slice;
 mod step_sums;
 pub mod weight_files;
 
 pub use activations::{Activations, PassShape, Recompute, Turn};
-pub use config::{Llama3Scaling, ModelConfig, MohConfig, RopeConfig, Router};
+pub use config::{Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RouterKind};
 pub use config_file::ConfigFile;
 pub use error::Error;
 pub use flops::tensor_shapes;

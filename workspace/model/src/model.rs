@@ -1,13 +1,17 @@
 //! A model on a device, or a rank's part of one: its weights in flat buffers, and what can be read of a
 //! pass over a micro-batch.
 
-use moh_kernels::router::QueryNormRouter;
+use std::sync::Arc;
+
+use moh_kernels::linear::LinearForward;
+use moh_kernels::router::{Routing, RoutingShape};
 use moh_kernels::{Backend, Element};
 
-use crate::activations::{Activations, whole, whole_mut};
+use crate::activations::Activations;
 use crate::layout::{ModelLayout, Segment};
 use crate::model_parallel::ModelParallel;
 use crate::parameters::FlatBuffers;
+use crate::router::{self, Router, Routers};
 use crate::{Error, ModelConfig, rope};
 
 /// A Llama or Mixture-of-Head model with weights of type `T` on a device.
@@ -19,6 +23,7 @@ pub struct Model<B: Backend, T: Element> {
     pub(crate) weights: FlatBuffers<B, T>,
     pub(crate) rope_cos: B::Buffer<f32>,
     pub(crate) rope_sin: B::Buffer<f32>,
+    pub(crate) routers: Routers<B, T>,
 }
 
 /// Factors of a training pass.
@@ -80,9 +85,10 @@ impl<B: Backend, T: Element> Model<B, T> {
         let (cos, sin) = rope::table(&config.rope, config.head_dim, positions);
         let mut rope_cos = backend.allocate(cos.len())?;
         let mut rope_sin = backend.allocate(sin.len())?;
-        backend.upload(&cos, whole_mut::<B, f32>(&mut rope_cos))?;
-        backend.upload(&sin, whole_mut::<B, f32>(&mut rope_sin))?;
-        Ok(Model { backend, config, layout, parallel, weights, rope_cos, rope_sin })
+        backend.upload(&cos, B::whole_mut(&mut rope_cos))?;
+        backend.upload(&sin, B::whole_mut(&mut rope_sin))?;
+        let routers = router::routers(&config);
+        Ok(Model { backend, config, layout, parallel, weights, rope_cos, rope_sin, routers })
     }
 
     /// The device.
@@ -115,6 +121,25 @@ impl<B: Backend, T: Element> Model<B, T> {
             moh.validate(self.config.num_attention_heads)?;
         }
         self.config.moh = moh;
+        self.routers = router::routers(&self.config);
+        Ok(())
+    }
+
+    /// Replaces the routers of the layers, one for each, `None` for a dense layer; activations that were
+    /// planned before do not fit any more.
+    ///
+    /// # Errors
+    /// [`Error::Moh`] unless there is an entry for each layer.
+    pub fn set_routers(
+        &mut self,
+        routers: Vec<Option<Arc<dyn Router<B, T>>>>,
+    ) -> Result<(), Error> {
+        let (count, layers) = (routers.len(), self.config.num_hidden_layers);
+        if count != layers {
+            let reason = format!("{count} routers for {layers} layers: give one for each layer");
+            return Err(Error::Moh { reason });
+        }
+        self.routers = routers;
         Ok(())
     }
 
@@ -143,17 +168,10 @@ impl<B: Backend, T: Element> Model<B, T> {
         &mut self.weights
     }
 
-    /// The router of a Mixture-of-Head model; `None` for a dense one, and for one that routes no
-    /// head or selects all of them, which is dense.
-    pub(crate) fn router(&self) -> Option<QueryNormRouter> {
-        let moh = self.config.moh?;
-        (self.routed_heads() > 0)
-            .then_some(QueryNormRouter { shared_heads: moh.shared_heads, top_k: moh.routed_top_k })
-    }
-
-    /// Routed heads of a block, on all ranks; 0 in a dense model.
-    pub(crate) fn routed_heads(&self) -> usize {
-        self.config.moh.map_or(0, |moh| self.config.num_attention_heads - moh.shared_heads)
+    /// Sizes of the routing of `tokens` tokens in any layer; `None` for a dense model.
+    pub(crate) fn routing_shape(&self, tokens: usize) -> Result<Option<RoutingShape>, Error> {
+        let heads = self.parallel.part().tensor.heads(&self.config);
+        Ok(router::routing_shape(&self.routers, tokens, heads)?)
     }
 
     /// Logits of the last forward pass, `[N, V]`.
@@ -164,22 +182,22 @@ impl<B: Backend, T: Element> Model<B, T> {
         if !self.is_whole() {
             return Err(Error::Divided);
         }
-        self.project(whole::<B, T>(&activations.head.normed), activations.shape.tokens())
+        self.project(B::whole(&activations.head.normed), activations.shape.tokens())
     }
 
     /// Logits of normed rows `[tokens, C]`, on the host.
     pub(crate) fn project(&self, normed: B::View<'_, T>, tokens: usize) -> Result<Vec<f32>, Error> {
         let backend = &self.backend;
         let mut logits = backend.allocate::<T>(tokens * self.config.vocab_size)?;
-        backend.linear_forward(
-            self.config.hidden_size,
-            normed,
-            self.weights_of(self.layout.head_index()),
-            None,
-            whole_mut::<B, T>(&mut logits),
-        )?;
+        backend.linear_forward(LinearForward {
+            inputs: self.config.hidden_size,
+            x: B::reborrow(normed),
+            weight: self.weights_of(self.layout.head_index()),
+            residual: None,
+            y: B::whole_mut(&mut logits),
+        })?;
         let mut host = vec![T::from_f32(0.0); tokens * self.config.vocab_size];
-        backend.download(whole::<B, T>(&logits), &mut host)?;
+        backend.download(B::whole(&logits), &mut host)?;
         Ok(host.iter().map(|value| value.to_f32()).collect())
     }
 
@@ -189,7 +207,9 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// # Errors
     /// A failing device.
     pub fn routed_mask(&self, activations: &Activations<B, T>) -> Result<Vec<u8>, Error> {
-        self.of_routings(activations, |routing, masks| self.backend.routed_mask(routing, masks))
+        self.of_routings(activations, |routing, mask| {
+            self.backend.download(routing.selected(), mask)
+        })
     }
 
     /// The gates of the last forward pass, `[layers, N, R]`; empty for a dense model.
@@ -197,21 +217,22 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// # Errors
     /// A failing device.
     pub fn gates(&self, activations: &Activations<B, T>) -> Result<Vec<f32>, Error> {
-        self.of_routings(activations, |routing, gates| self.backend.gates(routing, gates))
+        self.of_routings(activations, |routing, gates| {
+            self.backend.download(routing.gates(), gates)
+        })
     }
 
     /// One table `[N, R]` of each routing that the activations keep, one after the other.
     fn of_routings<S: Copy + Default>(
         &self,
         activations: &Activations<B, T>,
-        read: impl Fn(&B::Routing, &mut [S]) -> moh_kernels::Result<()>,
+        read: impl Fn(&Routing<B>, &mut [S]) -> moh_kernels::Result<()>,
     ) -> Result<Vec<S>, Error> {
-        let table = activations.shape.tokens() * self.routed_heads();
         let mut tables = Vec::new();
         let first = activations.passes.iter().take(1);
         for routing in first.flat_map(|pass| pass.blocks.routings()) {
             let start = tables.len();
-            tables.resize(start + table, S::default());
+            tables.resize(start + routing.tokens() * routing.routed(), S::default());
             read(routing, &mut tables[start..])?;
         }
         Ok(tables)

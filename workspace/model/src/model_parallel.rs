@@ -81,7 +81,7 @@ impl TensorShare {
     /// Shared heads of each rank where they differ: key/value heads did not divide them equally.
     pub fn uneven_shared_heads(&self, config: &ModelConfig) -> Option<Vec<usize>> {
         let shared = config.moh?.shared_heads;
-        let held = |rank| TensorShare { rank, ..*self }.heads(config).held_below(shared);
+        let held = |rank| TensorShare { rank, ..*self }.heads(config).local_below(shared);
         let counts: Vec<usize> = (0..self.ranks).map(held).collect();
         counts.iter().any(|&count| count != counts[0]).then_some(counts)
     }
@@ -368,7 +368,7 @@ mod tests {
         let share = TensorShare { rank: 0, ranks: 2 };
         assert_eq!(share.uneven_shared_heads(&config), None);
         for (shared_heads, expected) in [(2, None), (3, Some(vec![2, 1])), (1, Some(vec![1, 0]))] {
-            let router = crate::Router::QueryNorm;
+            let router = crate::RouterKind::QueryNorm;
             config.moh = Some(crate::MohConfig { router, shared_heads, routed_top_k: 1 });
             assert_eq!(share.uneven_shared_heads(&config), expected);
         }

@@ -2,11 +2,11 @@
 //! neighbours.
 
 use moh_comm::{Group, Reduce};
-use moh_kernels::cross_entropy::HeadGradients;
-use moh_kernels::ranks::HeadRanks;
+use moh_kernels::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadRanks};
+use moh_kernels::embedding::{EmbeddingBackward, EmbeddingForward};
 use moh_kernels::{Backend, Element, span};
 
-use crate::activations::{Activations, Head, Pass, Recompute, Shared, Turn, whole, whole_mut};
+use crate::activations::{Activations, Head, Pass, Recompute, Shared, Turn};
 use crate::block::{RouterScale, Tokens};
 use crate::layout::ModelLayout;
 use crate::model::{LossScale, Model};
@@ -44,16 +44,19 @@ impl<B: Backend, T: Element> Model<B, T> {
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
         let Activations { shape, passes, shared, head, .. } = activations;
-        let Pass { ids, first_key, stream, blocks, .. } = &mut passes[turn.slot];
-        let tokens =
-            Tokens::<B> { shape: *shape, first_position: 0, first_key: first_key.as_ref() };
+        let Pass { ids, document_start, stream, blocks, .. } = &mut passes[turn.slot];
+        let tokens = Tokens::<B> {
+            shape: *shape,
+            first_position: 0,
+            document_start: document_start.as_ref(),
+        };
         let (n, parallel) = (shape.tokens(), self.parallel.clone());
         let layers = parallel.part().chunks[turn.chunk].clone();
         if parallel.begins_with(turn.chunk) {
             self.weights.arrive(ModelLayout::EMBEDDING)?;
             self.embed(n, ids, &mut stream[0], &mut shared.gathered)?;
         } else {
-            let input = whole_mut::<B, T>(&mut stream[0]);
+            let input = B::whole_mut(&mut stream[0]);
             parallel.pipeline().recv::<B, T>(input, parallel.previous(), FORWARD)?;
         }
         let share = 1.0 / self.config.num_hidden_layers as f64;
@@ -70,7 +73,8 @@ impl<B: Backend, T: Element> Model<B, T> {
             self.project_down(n, &mut block, output)?;
             drop(mlp);
             // Every rank that shares the heads knows the loss.
-            if let (Some(routing), 0) = (&block.kept.routing, parallel.part().tensor.rank) {
+            let routing = block.kept.routing.as_ref().filter(|_| self.routers[layer].is_some());
+            if let (Some(routing), 0) = (routing, parallel.part().tensor.rank) {
                 self.backend.balance_loss(routing, share, sums.balance())?;
             }
         }
@@ -78,7 +82,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         if parallel.ends_with(turn.chunk) {
             return self.final_norm(n, output, head);
         }
-        let output = whole::<B, T>(output);
+        let output = B::whole(output);
         Ok(parallel.pipeline().send::<B, T>(output, parallel.next(), FORWARD)?)
     }
 
@@ -107,13 +111,14 @@ impl<B: Backend, T: Element> Model<B, T> {
         let _span = span::enter("embedding");
         let (backend, width) = (&self.backend, self.config.hidden_size);
         let rows = self.parallel.part().tensor.vocabulary(&self.config);
-        let (ids, table) = (whole::<B, u32>(ids), self.weights_of(ModelLayout::EMBEDDING));
+        let (ids, table) = (B::whole(ids), self.weights_of(ModelLayout::EMBEDDING));
         let Some(partial) = gathered else {
-            let stream = whole_mut::<B, T>(stream);
-            return Ok(backend.embedding_forward(width, rows, ids, table, stream)?);
+            let out = B::whole_mut(stream);
+            let embedding = EmbeddingForward { width, rows, ids, table, out };
+            return Ok(backend.embedding_forward(embedding)?);
         };
-        let into = B::view_mut(partial, 0..tokens * width);
-        backend.embedding_forward(width, rows, ids, table, into)?;
+        let out = B::view_mut(partial, 0..tokens * width);
+        backend.embedding_forward(EmbeddingForward { width, rows, ids, table, out })?;
         let own = self.reduce_scatter(tokens, partial)?;
         let held = B::view_mut(stream, 0..own.len());
         Ok(backend.copy(B::view(partial, own), held)?)
@@ -148,25 +153,26 @@ impl<B: Backend, T: Element> Model<B, T> {
         targets: &B::Buffer<u32>,
         (shared, head): (&mut Shared<B, T>, &mut Head<B, T>),
         sums: &mut StepSums<B>,
-        gradients: Option<HeadGradients<'_, B, T, G>>,
+        mut gradients: Option<HeadGradients<'_, B, T, G>>,
     ) -> Result<(), Error> {
         let tensor = self.parallel.part().tensor;
         let all_reduce = &self.sum_over_ranks();
-        self.backend.cross_entropy(
-            &self.head_shape(n),
-            self.gather(n, &head.normed, &mut shared.gathered)?,
-            self.weights_of(self.layout.head_index()),
-            whole::<B, u32>(targets),
-            whole_mut::<B, f32>(&mut head.scratch),
-            sums.cross_entropy(),
-            gradients,
-            self.is_shared().then(|| HeadRanks {
+        self.backend.cross_entropy(CrossEntropyArgs {
+            shape: self.head_shape(n),
+            x: self.gather(n, &head.normed, &mut shared.gathered)?,
+            weight: self.weights_of(self.layout.head_index()),
+            targets: B::whole(targets),
+            scratch: B::whole_mut(&mut head.scratch),
+            loss: sums.cross_entropy(),
+            gradients: gradients.as_mut().map(HeadGradients::reborrow),
+            ranks: self.is_shared().then(|| HeadRanks {
                 rows: tensor.vocabulary(&self.config),
-                rank: (tensor.rank, tensor.ranks),
-                sums: whole_mut::<B, f64>(&mut head.sums),
+                rank: tensor.rank,
+                ranks: tensor.ranks,
+                sums: B::whole_mut(&mut head.sums),
                 all_reduce,
             }),
-        )?;
+        })?;
         Ok(())
     }
 
@@ -218,14 +224,17 @@ impl<B: Backend, T: Element> Model<B, T> {
         let Some(scratch) = backward else {
             return Err(Error::NotPlannedForTraining);
         };
-        let Pass { ids, first_key, stream, blocks, .. } = &mut passes[turn.slot];
+        let Pass { ids, document_start, stream, blocks, .. } = &mut passes[turn.slot];
         if !parallel.ends_with(turn.chunk) {
-            let d_stream = whole_mut::<B, T>(&mut scratch.d_stream);
+            let d_stream = B::whole_mut(&mut scratch.d_stream);
             parallel.backward().recv::<B, T>(d_stream, parallel.next(), BACKWARD)?;
         }
         let n = shape.tokens();
-        let tokens =
-            Tokens::<B> { shape: *shape, first_position: 0, first_key: first_key.as_ref() };
+        let tokens = Tokens::<B> {
+            shape: *shape,
+            first_position: 0,
+            document_start: document_start.as_ref(),
+        };
         let router = RouterScale {
             balance_weight: scale.balance / self.config.num_hidden_layers as f32,
             straight_through: scale.straight_through,
@@ -247,7 +256,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             self.complete(gradients, layout.block_index(layer), reduce)?;
         }
         if !parallel.begins_with(turn.chunk) {
-            let d_stream = whole::<B, T>(&scratch.d_stream);
+            let d_stream = B::whole(&scratch.d_stream);
             return Ok(parallel.backward().send::<B, T>(
                 d_stream,
                 parallel.previous(),
@@ -258,13 +267,13 @@ impl<B: Backend, T: Element> Model<B, T> {
         let embedding = &layout.flats[ModelLayout::EMBEDDING];
         gradients.clear_forgotten(&self.backend, ModelLayout::EMBEDDING, embedding.used())?;
         gradients.remember(ModelLayout::EMBEDDING);
-        self.backend.embedding_backward(
-            self.config.hidden_size,
-            parallel.part().tensor.vocabulary(&self.config),
-            whole::<B, u32>(ids),
-            self.gather(n, &scratch.d_stream, &mut shared.gathered)?,
-            gradients.view_mut(ModelLayout::EMBEDDING, embedding.used()),
-        )?;
+        self.backend.embedding_backward(EmbeddingBackward {
+            width: self.config.hidden_size,
+            rows: parallel.part().tensor.vocabulary(&self.config),
+            ids: B::whole(ids),
+            d_out: self.gather(n, &scratch.d_stream, &mut shared.gathered)?,
+            d_table: gradients.view_mut(ModelLayout::EMBEDDING, embedding.used()),
+        })?;
         match parallel.ends() {
             Some(_) => Ok(()),
             None => self.complete(gradients, ModelLayout::EMBEDDING, reduce),
@@ -309,7 +318,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.losses(n, &pass.targets, (shared, of_head), sums, Some(head_gradients))?;
         gradients.remember(head);
         let end = self.parallel.part().chunks[turn.chunk].len();
-        self.backend.zero(whole_mut::<B, T>(&mut scratch.d_stream))?;
+        self.backend.zero(B::whole_mut(&mut scratch.d_stream))?;
         let ((flat, range), inv_rms) = (layout.final_norm(), &of_head.inv_rms);
         self.norm_backward((flat, range, n), &pass.stream[end], inv_rms, scratch, gradients)?;
         gradients.remember(flat);
@@ -360,7 +369,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         reduce: &Group,
     ) -> Result<(), Error> {
         let Some(ends) = self.parallel.ends() else { return Ok(()) };
-        let whole = whole_mut::<B, G>(gradients.flat_mut(ModelLayout::EMBEDDING));
+        let whole = B::whole_mut(gradients.flat_mut(ModelLayout::EMBEDDING));
         ends.all_reduce::<B, G>(whole, Reduce::Sum)?;
         gradients.start_reduce_scatter(ModelLayout::EMBEDDING, reduce)
     }

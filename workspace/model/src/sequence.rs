@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use moh_comm::Reduce;
+use moh_kernels::linear::LinearForward;
 use moh_kernels::{Backend, Element, View, ViewMut};
 
 use crate::Error;
@@ -75,21 +76,35 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// share.
     pub(crate) fn project_to_stream(
         &self,
-        (tokens, inputs): (usize, usize),
-        x: View<'_, B, T>,
-        weight: View<'_, B, T>,
+        projection: Projection<'_, B, T>,
         residual: &B::Buffer<T>,
         out: &mut B::Buffer<T>,
         gathered: &mut Option<B::Buffer<T>>,
     ) -> Result<(), Error> {
+        let Projection { tokens, inputs, x, weight } = projection;
+        let (x, weight) = (B::reborrow(x), B::reborrow(weight));
         let own = self.stream_len(tokens);
-        let (residual, out) = (B::view(residual, 0..own), B::view_mut(out, 0..own));
         let Some(partial) = gathered else {
-            return Ok(self.backend.linear_forward(inputs, x, weight, Some(residual), out)?);
+            let (residual, y) = (Some(B::view(residual, 0..own)), B::view_mut(out, 0..own));
+            let forward = LinearForward { inputs, x, weight, residual, y };
+            return Ok(self.backend.linear_forward(forward)?);
         };
-        let into = B::view_mut(partial, 0..tokens * self.config.hidden_size);
-        self.backend.linear_forward(inputs, x, weight, None, into)?;
-        let own = self.reduce_scatter(tokens, partial)?;
-        Ok(self.backend.add(residual, B::view(partial, own), out)?)
+        let y = B::view_mut(partial, 0..tokens * self.config.hidden_size);
+        self.backend.linear_forward(LinearForward { inputs, x, weight, residual: None, y })?;
+        let local = self.reduce_scatter(tokens, partial)?;
+        let (residual, branch) = (B::view(residual, 0..own), B::view(partial, local));
+        Ok(self.backend.add(residual, branch, B::view_mut(out, 0..own))?)
     }
+}
+
+/// A product whose result is added to the residual stream.
+pub(crate) struct Projection<'a, B: Backend, T: Element> {
+    /// Tokens, N.
+    pub tokens: usize,
+    /// Columns of the weight.
+    pub inputs: usize,
+    /// `[N, inputs]`.
+    pub x: View<'a, B, T>,
+    /// `[C, inputs]`.
+    pub weight: View<'a, B, T>,
 }

@@ -1,18 +1,17 @@
 //! The sums of a training step.
 
 use moh_comm::{Group, Reduce};
-use moh_kernels::Backend;
+use moh_kernels::Memory;
 
 use crate::Error;
-use crate::activations::{whole, whole_mut};
 
 /// Sums over a step, on the device: what passes and the optimiser add to.
-pub struct StepSums<B: Backend> {
+pub struct StepSums<B: Memory> {
     /// Cross-entropy of the targets, balance loss averaged over layers, squared gradients.
     sums: B::Buffer<f64>,
 }
 
-impl<B: Backend> StepSums<B> {
+impl<B: Memory> StepSums<B> {
     /// Zeros.
     ///
     /// # Errors
@@ -26,7 +25,7 @@ impl<B: Backend> StepSums<B> {
     /// # Errors
     /// When the device fails.
     pub fn zero(&mut self, backend: &B) -> Result<(), Error> {
-        Ok(backend.zero(whole_mut::<B, f64>(&mut self.sums))?)
+        Ok(backend.zero(B::whole_mut(&mut self.sums))?)
     }
 
     pub(crate) fn cross_entropy(&mut self) -> B::ViewMut<'_, f64> {
@@ -52,7 +51,7 @@ impl<B: Backend> StepSums<B> {
     /// # Errors
     /// When another rank has failed.
     pub fn all_reduce(&mut self, group: &Group) -> Result<(), Error> {
-        Ok(group.all_reduce::<B, f64>(whole_mut::<B, f64>(&mut self.sums), Reduce::Sum)?)
+        Ok(group.all_reduce::<B, f64>(B::whole_mut(&mut self.sums), Reduce::Sum)?)
     }
 
     /// Waits for the device, returns the sums of the cross-entropies of the targets, of the balance
@@ -62,7 +61,7 @@ impl<B: Backend> StepSums<B> {
     /// When the device fails.
     pub fn read(&self, backend: &B) -> Result<[f64; 3], Error> {
         let mut sums = [0f64; 3];
-        backend.download(whole::<B, f64>(&self.sums), &mut sums)?;
+        backend.download(B::whole(&self.sums), &mut sums)?;
         Ok(sums)
     }
 

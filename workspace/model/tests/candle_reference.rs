@@ -15,7 +15,7 @@ use moh_model::layout::ModelLayout;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
     Activations, ConfigFile, Error, LossScale, Model, ModelConfig, MohConfig, PassShape, Recompute,
-    Router, StepSums, initial,
+    RouterKind, StepSums, initial,
 };
 use serde_json::{Value, json};
 
@@ -129,7 +129,7 @@ fn total_loss(
 fn gradients_are_differences_of_the_loss() {
     let json = config_json(6, 2, false, Value::Null);
     let mut config = ConfigFile::from_value(json, Path::new("config.json")).unwrap().config;
-    let moh = MohConfig { router: Router::QueryNorm, shared_heads: 2, routed_top_k: 2 };
+    let moh = MohConfig { router: RouterKind::QueryNorm, shared_heads: 2, routed_top_k: 2 };
     for moh in [None, Some(moh)] {
         config.moh = moh;
         let weights = weights(&config);

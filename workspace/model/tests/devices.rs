@@ -3,48 +3,21 @@
 #![cfg(any(feature = "cuda", feature = "cuda-emulator"))]
 #![allow(clippy::unwrap_used)]
 
-use std::path::Path;
+mod support;
 
 use half::bf16;
 #[cfg(feature = "cuda-emulator")]
-use moh_kernels::adamw::AdamW;
+use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
 use moh_kernels::{Backend, Cpu, Cuda, Element};
 use moh_model::parameters::FlatBuffers;
-use moh_model::{
-    Activations, ConfigFile, Error, LossScale, Model, MohConfig, PassShape, Recompute, Router,
-    StepSums, initial,
-};
-use serde_json::json;
+use moh_model::{Activations, LossScale, MohConfig, PassShape, Recompute, RouterKind, StepSums};
+use support::{config, model, upload};
 
 /// Losses, selected heads and all gradients of one micro-batch.
 struct Pass {
     losses: (f64, f64),
     mask: Vec<u8>,
     gradients: Vec<f32>,
-}
-
-fn model<B: Backend, T: Element>(
-    backend: B,
-    moh: Option<MohConfig>,
-    head_dim: usize,
-) -> Model<B, T> {
-    let json = json!({
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
-        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": head_dim,
-        "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 61,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-        "tie_word_embeddings": true,
-    });
-    let mut config = ConfigFile::from_value(json, Path::new("config.json")).unwrap().config;
-    config.moh = moh;
-    Model::<B, T>::new::<Error>(backend, config, 64, |segment, values| {
-        initial::initialize(3, 0.2, &segment.name, &[values.len(), 1], values);
-        if segment.shape().len() == 1 {
-            values.iter_mut().for_each(|value| *value += 1.0);
-        }
-        Ok(())
-    })
-    .unwrap()
 }
 
 const SHAPE: PassShape = PassShape {
@@ -57,19 +30,12 @@ const SHAPE: PassShape = PassShape {
 const SCALE: LossScale =
     LossScale { cross_entropy: 1.0 / 80.0, balance: 0.1, straight_through: true };
 
-fn upload<B: Backend, T: Element>(backend: &B, activations: &mut Activations<B, T>) {
-    let ids: Vec<u32> = (0..80).map(|i| (i * 37 + i * i) % 61).collect();
-    let targets: Vec<u32> = ids.iter().map(|id| (id * 7 + 3) % 61).collect();
-    let first_key: Vec<u32> = (0..80).map(|i| if i % 40 < 23 { 0 } else { 23 }).collect();
-    activations.upload(backend, &ids, &targets, &first_key).unwrap();
-}
-
 fn pass<B: Backend, T: Element>(backend: B, moh: Option<MohConfig>, recompute: Recompute) -> Pass {
-    let mut model = model::<B, T>(backend, moh, 16);
+    let mut model = model::<B, T>(backend, config(16, true, moh));
     let shape = PassShape { recompute, ..SHAPE };
     let mut activations = Activations::new(&model, shape).unwrap();
     let backend = model.backend();
-    upload(backend, &mut activations);
+    upload(backend, &mut activations, 0);
     let mut sums = StepSums::new(backend).unwrap();
     let mut gradients = FlatBuffers::<B, f32>::zeros(backend, model.layout()).unwrap();
     model.forward_backward(&mut activations, &mut gradients, SCALE, &mut sums).unwrap();
@@ -133,7 +99,8 @@ fn agrees(found: &Pass, expected: &Pass, tolerance: f64) {
     assert!(others * 50 <= expected.mask.len(), "{others} of {} selections", expected.mask.len());
 }
 
-const MOH: MohConfig = MohConfig { router: Router::QueryNorm, shared_heads: 3, routed_top_k: 2 };
+const MOH: MohConfig =
+    MohConfig { router: RouterKind::QueryNorm, shared_heads: 3, routed_top_k: 2 };
 
 #[test]
 fn a_dense_pass_is_the_cpus() {
@@ -153,7 +120,7 @@ fn a_mixture_of_head_pass_is_the_cpus() {
 #[cfg(feature = "cuda-emulator")]
 fn take_steps<T: Element>(moh: Option<MohConfig>, head_dim: usize, recompute: Recompute) {
     let cuda = Cuda::emulated();
-    let mut model = model::<Cuda, T>(cuda.clone(), moh, head_dim);
+    let mut model = model::<Cuda, T>(cuda.clone(), config(head_dim, true, moh));
     let shape = PassShape { recompute, ..SHAPE };
     let mut training = Activations::new(&model, shape).unwrap();
     let evaluated = PassShape { training: false, ..shape };
@@ -166,7 +133,7 @@ fn take_steps<T: Element>(moh: Option<MohConfig>, head_dim: usize, recompute: Re
         gradients.forget();
         sums.zero(&cuda).unwrap();
         for _micro_batch in 0..2 {
-            upload(&cuda, &mut training);
+            upload(&cuda, &mut training, 0);
             model.forward_backward(&mut training, &mut gradients, SCALE, &mut sums).unwrap();
         }
         let segments = model.layout().segments();
@@ -175,18 +142,18 @@ fn take_steps<T: Element>(moh: Option<MohConfig>, head_dim: usize, recompute: Re
         cuda.squared_norms(&parts, sums.squared_norm_mut()).unwrap();
         for flat in 0..model.layout().flats.len() {
             let all = 0..model.layout().flats[flat].len;
-            cuda.adamw(
-                &AdamW { step, ..ADAMW },
-                sums.squared_norm(),
-                gradients.view(flat, all.clone()),
-                model.weights_mut().view_mut(flat, all.clone()),
-                None,
-                first.view_mut(flat, all.clone()),
-                second.view_mut(flat, all),
-            )
+            cuda.adamw(AdamWUpdate {
+                step: &AdamW { step, ..ADAMW },
+                squared_norm: sums.squared_norm(),
+                gradients: gradients.view(flat, all.clone()),
+                weights: model.weights_mut().view_mut(flat, all.clone()),
+                remainder: None,
+                first_moment: first.view_mut(flat, all.clone()),
+                second_moment: second.view_mut(flat, all),
+            })
             .unwrap();
         }
-        upload(&cuda, &mut evaluation);
+        upload(&cuda, &mut evaluation, 0);
         model.evaluate(&mut evaluation, &mut sums).unwrap();
         sums.read(&cuda).unwrap();
         assert_eq!(cuda.memory_calls().unwrap(), planned, "step {step}");

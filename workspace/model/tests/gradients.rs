@@ -2,35 +2,18 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::path::Path;
+mod support;
 
 use half::bf16;
 use moh_kernels::{Cpu, Element};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, ConfigFile, Error, LossScale, Model, MohConfig, PassShape, Recompute, Router,
-    StepSums, initial,
+    Activations, Error, LossScale, MohConfig, PassShape, Recompute, RouterKind, StepSums,
 };
-use serde_json::json;
+use support::{VOCABULARY, config, model};
 
-const VOCABULARY: u32 = 61;
-
-fn model<T: Element>(tied: bool) -> Model<Cpu, T> {
-    let json = json!({
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
-        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 16,
-        "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
-        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-        "tie_word_embeddings": tied,
-    });
-    let mut config = ConfigFile::from_value(json, Path::new("config.json")).unwrap().config;
-    config.moh = Some(MohConfig { router: Router::QueryNorm, shared_heads: 3, routed_top_k: 2 });
-    Model::new::<Error>(Cpu, config, 64, |segment, values| {
-        initial::initialize(3, 0.2, &segment.name, &[values.len(), 1], values);
-        Ok(())
-    })
-    .unwrap()
-}
+const MOH: MohConfig =
+    MohConfig { router: RouterKind::QueryNorm, shared_heads: 3, routed_top_k: 2 };
 
 /// The gradients of two micro-batches, from `before` in every number: added to it or, forgotten,
 /// instead of it.
@@ -39,7 +22,7 @@ fn of_two_passes<T: Element, G: Element>(
     before: f32,
     forget: bool,
 ) -> Vec<f32> {
-    let mut model = model::<T>(tied);
+    let mut model = model::<Cpu, T>(Cpu, config(16, tied, Some(MOH)));
     let (batch, length) = (2, 20);
     let shape = PassShape { batch, length, recompute, training: true, document_mask: false };
     let mut activations = Activations::new(&model, shape).unwrap();

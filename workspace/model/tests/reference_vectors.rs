@@ -9,7 +9,7 @@ use moh_kernels::Cpu;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
     Activations, ConfigFile, Error, Generator, LossScale, Model, MohConfig, PassShape, Recompute,
-    Router, StepSums, WeightFiles,
+    RouterKind, StepSums, WeightFiles,
 };
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -68,7 +68,7 @@ impl Vector {
 
     fn moh(&self) -> MohConfig {
         MohConfig {
-            router: Router::QueryNorm,
+            router: RouterKind::QueryNorm,
             shared_heads: self.entry["shared"].as_u64().unwrap() as usize,
             routed_top_k: self.entry["routed_top_k"].as_u64().unwrap() as usize,
         }
@@ -224,7 +224,7 @@ fn greedy_continuations_match() {
         let cases: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
         for case in cases["cases"].as_array().unwrap() {
             let moh = case["shared"].as_u64().map(|shared| MohConfig {
-                router: Router::QueryNorm,
+                router: RouterKind::QueryNorm,
                 shared_heads: shared as usize,
                 routed_top_k: case["routed_top_k"].as_u64().unwrap() as usize,
             });

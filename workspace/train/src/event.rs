@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use moh_kernels::DeviceMemory;
+use moh_kernels::MemoryInfo;
 
 use crate::Error;
 use crate::checkpoint::Evaluation;
@@ -32,7 +32,7 @@ pub enum Event<'a> {
         /// Its steps that are done.
         done: u64,
         /// The device's memory with all of the stage's buffers in it, where it has its own.
-        memory: Option<DeviceMemory>,
+        memory: Option<MemoryInfo>,
     },
     /// A stage's ranks share tensors, and do not hold equal numbers of shared heads.
     UnevenHeads {

@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use half::bf16;
 use moh_comm::Group;
-use moh_kernels::adamw::AdamW;
 use moh_kernels::adamw::remainder::{join, split};
+use moh_kernels::adamw::{AdamW, AdamWUpdate};
 use moh_kernels::{Backend, Element, Scalar};
 use moh_model::layout::{ModelLayout, Segment};
 use moh_model::parameters::{FlatBuffers, Shard, overlap};
@@ -93,15 +93,18 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
                     continue;
                 }
                 let weight_decay = if decays { step.weight_decay } else { 0.0 };
-                backend.adamw(
-                    &AdamW { weight_decay, ..*step },
-                    sums.squared_norm(),
-                    gradients.view(flat, range.clone()),
-                    model.weights_mut().view_mut(flat, range.clone()),
-                    self.remainder.as_mut().map(|left| left.view_mut(flat, range.clone())),
-                    self.first_moment.view_mut(flat, range.clone()),
-                    self.second_moment.view_mut(flat, range),
-                )?;
+                backend.adamw(AdamWUpdate {
+                    step: &AdamW { weight_decay, ..*step },
+                    squared_norm: sums.squared_norm(),
+                    gradients: gradients.view(flat, range.clone()),
+                    weights: model.weights_mut().view_mut(flat, range.clone()),
+                    remainder: self
+                        .remainder
+                        .as_mut()
+                        .map(|left| left.view_mut(flat, range.clone())),
+                    first_moment: self.first_moment.view_mut(flat, range.clone()),
+                    second_moment: self.second_moment.view_mut(flat, range),
+                })?;
             }
             model.weights_mut().start_all_gather(flat, group)?;
         }

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use half::bf16;
 use moh_comm::{Group, Reduce, World, host_name};
+use moh_kernels::linear::LinearForward;
 use moh_kernels::{Backend, Cpu, Element};
 use serde::{Deserialize, Serialize};
 
@@ -117,7 +118,7 @@ fn matmul<B: Backend, T: Element>(backend: &B, size: usize) -> moh_kernels::Resu
     backend.upload(&numbers, B::view_mut(&mut x, 0..count))?;
     let mut product = || {
         let (x, y) = (B::view(&x, 0..count), B::view_mut(&mut y, 0..count));
-        backend.linear_forward(size, x, x, None, y)?;
+        backend.linear_forward(LinearForward { inputs: size, x, weight: x, residual: None, y })?;
         backend.synchronize()
     };
     product()?;

@@ -167,7 +167,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         (number, rate): (u64, f64),
     ) -> Result<Taken, Error> {
         let backend = model.backend().clone();
-        backend.scope(|| self.take(&backend, model, optimizer, read, first, (number, rate)))
+        backend.install(|| self.take(&backend, model, optimizer, read, first, (number, rate)))
     }
 
     fn take<M: Element>(

@@ -175,7 +175,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         let plan = StepPlan::new(self.inputs.recipe, stage);
         let mut stepper = Stepper::<B, T, G>::new(&self.model, plan, self.groups.clone())?;
         let mut evaluator = self.evaluator(stage.micro_batch)?;
-        let memory = self.model.backend().memory();
+        let memory = self.model.backend().memory_info();
         (self.events)(Event::Stage { stage, done: self.state.stage_step, memory });
         let tensor = self.model.parallel().part().tensor;
         if let Some(shared_heads) = tensor.uneven_shared_heads(self.model.config()) {

@@ -4,11 +4,11 @@
 
 use std::path::Path;
 
-use moh_kernels::adamw::AdamW;
-use moh_kernels::{Backend, Cpu};
+use moh_kernels::Cpu;
+use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
 use moh_model::parameters::{FlatBuffers, Shard};
 use moh_model::{
-    Activations, ConfigFile, Error, LossScale, Model, MohConfig, PassShape, Recompute, Router,
+    Activations, ConfigFile, Error, LossScale, Model, MohConfig, PassShape, Recompute, RouterKind,
     StepSums, WeightFiles,
 };
 use moh_train::optimizer::OptimizerState;
@@ -42,7 +42,7 @@ fn ten_steps(vectors: &Path, entry: &Value) {
     let directory = vectors.join(text("model"));
     let mut config = ConfigFile::read(&directory).unwrap().config;
     config.moh = Some(MohConfig {
-        router: Router::QueryNorm,
+        router: RouterKind::QueryNorm,
         shared_heads: entry["shared"].as_u64().unwrap() as usize,
         routed_top_k: entry["routed_top_k"].as_u64().unwrap() as usize,
     });
@@ -104,15 +104,15 @@ fn ten_steps(vectors: &Path, entry: &Value) {
         // on whole buffers.
         for flat in 0..model.layout().flats.len() {
             let range = 0..model.layout().flats[flat].len;
-            Cpu.adamw(
-                &constants,
-                &[norm * norm],
-                gradients.view(flat, range.clone()),
-                model.weights_mut().view_mut(flat, range.clone()),
-                None,
-                first_moment.view_mut(flat, range.clone()),
-                second_moment.view_mut(flat, range),
-            )
+            Cpu.adamw(AdamWUpdate {
+                step: &constants,
+                squared_norm: &[norm * norm],
+                gradients: gradients.view(flat, range.clone()),
+                weights: model.weights_mut().view_mut(flat, range.clone()),
+                remainder: None,
+                first_moment: first_moment.view_mut(flat, range.clone()),
+                second_moment: second_moment.view_mut(flat, range),
+            })
             .unwrap();
         }
     }

@@ -8,43 +8,42 @@ use super::gather::{
     HeadRows, gather_along_rows, gather_columns, gather_rows, scatter_columns, tile_rows,
 };
 use super::lanes::{KEYS, Lanes, MOST_ROWS, padded_rows};
-use super::problem::{Problem, Row};
+use super::rows::Row;
 use super::tile::{BackwardTile, Head};
 use super::{as_factors, for_each_task, for_each_tile, product, with_factors};
-use crate::attention::{AttentionShape, BackwardLens, KeyValues};
+use crate::attention::{AttentionArgs, AttentionBackward, AttentionShape, BackwardLens, KeyValues};
+use crate::cpu::Cpu;
 use crate::disjoint::DisjointColumns;
 use crate::error::Result;
 use crate::scalar::Element;
 use crate::scratch::with_scratch;
 
-/// The saved tensors and gradients that the backward pass reads.
+/// What the backward pass reads.
 #[derive(Clone, Copy)]
-pub(crate) struct Saved<'a, T> {
-    pub qkv: &'a [T],
-    pub out: &'a [T],
-    pub log_sum_exp: &'a [f32],
-    pub d_out: &'a [T],
+struct Saved<'a, T> {
+    qkv: &'a [T],
+    log_sum_exp: &'a [f32],
+    d_out: &'a [T],
 }
 
 /// The backward pass with the vector instructions of `arch`.
-pub(crate) fn backward<T: Element>(
+pub(super) fn backward<T: Element>(
     arch: Arch,
-    problem: Problem<'_>,
-    saved: Saved<'_, T>,
-    d_qkv: &mut [T],
-    delta: Option<&mut [f32]>,
+    backward: AttentionBackward<'_, Cpu, T>,
 ) -> Result<()> {
-    let shape = problem.shape;
+    let AttentionBackward { args, qkv, out, log_sum_exp, d_out, d_qkv, delta } = backward;
+    let shape = args.shape;
     let AttentionShape { heads, query_stride, .. } = shape;
     shape.check_backward(&BackwardLens {
-        qkv: saved.qkv.len(),
-        out: saved.out.len(),
-        log_sum_exp: saved.log_sum_exp.len(),
-        d_out: saved.d_out.len(),
+        qkv: qkv.len(),
+        out: out.len(),
+        log_sum_exp: log_sum_exp.len(),
+        d_out: d_out.len(),
         d_qkv: d_qkv.len(),
         delta: delta.as_ref().map(|delta| delta.len()),
     })?;
-    problem.check("attention_backward")?;
+    args.check_rows("attention_backward")?;
+    let saved = Saved { qkv, log_sum_exp, d_out };
     if d_qkv.is_empty() {
         return Ok(());
     }
@@ -54,7 +53,7 @@ pub(crate) fn backward<T: Element>(
     };
     with_factors!(F, T, arch, {
         for_each_task(&shape, |sequence, kv_head| {
-            backward_task::<T, F>(arch, &problem, saved, &gradients, (sequence, kv_head));
+            backward_task::<T, F>(arch, &args, saved, &gradients, (sequence, kv_head));
         });
     });
     Ok(())
@@ -109,12 +108,12 @@ impl<T: Element> Gradients<'_, T> {
 
 fn backward_task<T: Element, F: Factor>(
     arch: Arch,
-    problem: &Problem<'_>,
+    args: &AttentionArgs<'_, Cpu>,
     saved: Saved<'_, T>,
     gradients: &Gradients<'_, T>,
     task: (usize, usize),
 ) {
-    let shape = &problem.shape;
+    let shape = &args.shape;
     let AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = *shape;
     let lanes = arch.dispatch(Lanes);
     let padded = head_dim.next_multiple_of(product::ROWS);
@@ -165,7 +164,7 @@ fn backward_task<T: Element, F: Factor>(
         };
         d_keys.fill(0.0);
         d_values.fill(0.0);
-        let scale = problem.scale();
+        let scale = args.scale();
         let take = |tile: &[Row]| {
             let queries = tile_rows(saved.qkv, (query_stride, head_dim), tile);
             let outputs = tile_rows(saved.d_out, (heads * head_dim, head_dim), tile);
@@ -174,7 +173,7 @@ fn backward_task<T: Element, F: Factor>(
             gather_along_rows(tile.len(), &queries, width, q_rows);
             gather_along_rows(tile.len(), &outputs, width, d_o_rows);
             let work = BackwardTile {
-                problem,
+                args,
                 head: Head { head_dim, padded },
                 keys,
                 keys_along_rows,
@@ -200,7 +199,7 @@ fn backward_task<T: Element, F: Factor>(
             });
             scatter_columns(d_q, &[scale; MOST_ROWS][..lanes], rounded, rows);
         };
-        for_each_tile(problem, task, lanes, take, |row| {
+        for_each_tile(args, task, lanes, take, |row| {
             gradients.set_delta(row, 0.0);
             gradients.head(row.token, row.head * head_dim, head_dim).fill(T::zeroed());
         });

@@ -7,10 +7,10 @@ use super::gather::{
     HeadRows, gather_along_rows, gather_columns, gather_rows, scatter_columns, tile_rows,
 };
 use super::lanes::{KEYS, Lanes, MOST_ROWS, padded_rows};
-use super::problem::{Problem, Row, check_key_values};
+use super::rows::{Row, check_key_values};
 use super::tile::{ForwardTile, Head};
 use super::{as_factors, for_each_task, for_each_tile, product, token, with_factors};
-use crate::attention::KeyValues;
+use crate::attention::{AttentionArgs, AttentionForward, KeyValues};
 use crate::cpu::Cpu;
 use crate::disjoint::DisjointColumns;
 use crate::error::Result;
@@ -18,18 +18,12 @@ use crate::scalar::Element;
 use crate::scratch::with_scratch;
 
 /// The forward pass with the vector instructions of `arch`.
-pub(crate) fn forward<T: Element>(
-    arch: Arch,
-    problem: Problem<'_>,
-    queries: &[T],
-    key_values: KeyValues<'_, Cpu, T>,
-    out: &mut [T],
-    log_sum_exp: &mut [f32],
-) -> Result<()> {
+pub(super) fn forward<T: Element>(arch: Arch, forward: AttentionForward<'_, Cpu, T>) -> Result<()> {
     const OPERATOR: &str = "attention_forward";
-    let shape = problem.shape;
+    let AttentionForward { args, queries, key_values, out, log_sum_exp } = forward;
+    let shape = args.shape;
     shape.check(OPERATOR, out.len(), log_sum_exp.len())?;
-    problem.check(OPERATOR)?;
+    args.check_rows(OPERATOR)?;
     check_key_values(OPERATOR, &shape, key_values)?;
     shape.check_queries(OPERATOR, queries.len())?;
     if out.is_empty() {
@@ -42,14 +36,14 @@ pub(crate) fn forward<T: Element>(
     if shape.query_length == 1 {
         for_each_task(&shape, |sequence, kv_head| {
             let task = (sequence, kv_head);
-            token::forward_task(arch, &problem, queries, key_values, &outputs, task);
+            token::forward_task(arch, &args, queries, key_values, &outputs, task);
         });
         return Ok(());
     }
     with_factors!(F, T, arch, {
         for_each_task(&shape, |sequence, kv_head| {
             let task = (sequence, kv_head);
-            forward_task::<T, F>(arch, &problem, queries, key_values, &outputs, task);
+            forward_task::<T, F>(arch, &args, queries, key_values, &outputs, task);
         });
     });
     Ok(())
@@ -84,13 +78,13 @@ impl<T: Element> Outputs<'_, T> {
 
 fn forward_task<T: Element, F: Factor>(
     arch: Arch,
-    problem: &Problem<'_>,
+    args: &AttentionArgs<'_, Cpu>,
     queries: &[T],
     key_values: KeyValues<'_, Cpu, T>,
     outputs: &Outputs<'_, T>,
     task: (usize, usize),
 ) {
-    let shape = &problem.shape;
+    let shape = &args.shape;
     let (head_dim, lanes) = (shape.head_dim, arch.dispatch(Lanes));
     let padded = head_dim.next_multiple_of(product::ROWS);
     let (rows, block) = (padded_rows(shape.key_length), KEYS * lanes);
@@ -115,11 +109,11 @@ fn forward_task<T: Element, F: Factor>(
             let row = tile_rows(queries, (shape.query_stride, head_dim), tile);
             gather_columns(tile.len(), row, lanes, q);
             let (scores, factors, o) = (&mut *scores, &mut *factors, &mut *o);
-            let work = ForwardTile { problem, head, keys, values, tile, q, scores, factors, o };
+            let work = ForwardTile { args, head, keys, values, tile, q, scores, factors, o };
             let softmax = F::dispatch(arch, work);
             let mut factors = [0f32; MOST_ROWS];
             for (lane, &row) in tile.iter().enumerate() {
-                factors[lane] = problem.weight(row) / softmax.sum[lane];
+                factors[lane] = args.weight(row) / softmax.sum[lane];
             }
             let rows = tile.iter().enumerate().map(|(lane, &row)| {
                 let (out, log_sum_exp) = outputs.row(row, head_dim);
@@ -129,6 +123,6 @@ fn forward_task<T: Element, F: Factor>(
             });
             scatter_columns(o, &factors[..lanes], rounded, rows);
         };
-        for_each_tile(problem, task, lanes, take, |row| outputs.skip(row, head_dim));
+        for_each_tile(args, task, lanes, take, |row| outputs.skip(row, head_dim));
     });
 }

@@ -1,7 +1,7 @@
 //! Copies from packed buffers to the factors of attention's products.
 
 use super::factor::Factor;
-use super::problem::Row;
+use super::rows::Row;
 use crate::attention::{AttentionShape, KeyValues};
 use crate::cpu::Cpu;
 use crate::scalar::Element;

@@ -8,8 +8,10 @@ use pulp::{Simd, WithSimd};
 
 use super::exp2::exp2;
 use super::factor::{Block, Factor};
-use super::problem::{Problem, Row};
 use super::product::ROWS;
+use super::rows::Row;
+use crate::attention::AttentionArgs;
+use crate::cpu::Cpu;
 
 /// Keys of a block: its scores stay in the first cache.
 pub(super) const KEYS: usize = 64;
@@ -52,11 +54,11 @@ pub(super) struct Bounds {
 
 impl Bounds {
     /// Lanes beyond the tile's rows see no key.
-    pub(super) fn new(problem: &Problem<'_>, tile: &[Row], lanes: usize) -> Self {
+    pub(super) fn new(args: &AttentionArgs<'_, Cpu>, tile: &[Row], lanes: usize) -> Self {
         let mut bounds =
             Bounds { first: [0.0; MOST_ROWS], end: [0.0; MOST_ROWS], common: 0..usize::MAX };
         for (lane, &row) in tile.iter().enumerate() {
-            let visible = problem.visible(row);
+            let visible = args.visible(row);
             bounds.first[lane] = visible.start as f32;
             bounds.end[lane] = visible.end as f32;
             bounds.common.start = bounds.common.start.max(visible.start);

@@ -18,24 +18,40 @@ mod gather;
 mod lanes;
 #[cfg(target_arch = "x86_64")]
 mod pair;
-mod problem;
 mod product;
+mod rows;
 #[cfg(test)]
 mod tests;
 mod tile;
 mod token;
 
+use pulp::Arch;
 use rayon::prelude::*;
 
-use super::AttentionShape;
-pub(crate) use backward::{Saved, backward};
+use super::{Attention, AttentionArgs, AttentionBackward, AttentionForward, AttentionShape};
+use crate::cpu::Cpu;
+use crate::error::Result;
+use crate::scalar::Element;
+use backward::backward;
 use factor::Factor;
-pub(crate) use forward::forward;
+use forward::forward;
 use lanes::MOST_ROWS;
 #[cfg(target_arch = "x86_64")]
 use pair::Pair;
-pub(crate) use problem::Problem;
-use problem::Row;
+use rows::Row;
+
+impl Attention for Cpu {
+    fn attention_forward<T: Element>(&self, forward: AttentionForward<'_, Self, T>) -> Result<()> {
+        self::forward(Arch::new(), forward)
+    }
+
+    fn attention_backward<T: Element>(
+        &self,
+        backward: AttentionBackward<'_, Self, T>,
+    ) -> Result<()> {
+        self::backward(Arch::new(), backward)
+    }
+}
 
 /// Multiply-adds of a call below which its tasks stay on one thread.
 const SMALL: usize = 1 << 18;
@@ -59,7 +75,7 @@ macro_rules! with_factors {
 }
 use with_factors;
 
-/// Scratch that holds factors, which have the size of its numbers.
+/// Scratch that holds factors, which have the size of its elements.
 fn as_factors<F: Factor>(scratch: &mut [f32]) -> &mut [F] {
     bytemuck::cast_slice_mut(scratch)
 }
@@ -79,7 +95,7 @@ fn for_each_task(shape: &AttentionShape, task: impl Fn(usize, usize) + Sync) {
 
 /// Calls `take` with tiles of at most `lanes` selected rows, and `skip` with the rows between.
 fn for_each_tile(
-    problem: &Problem<'_>,
+    args: &AttentionArgs<'_, Cpu>,
     (sequence, kv_head): (usize, usize),
     lanes: usize,
     mut take: impl FnMut(&[Row]),
@@ -94,7 +110,7 @@ fn for_each_tile(
             filled = 0;
         }
     };
-    problem.for_each_row(sequence, kv_head, select, skip);
+    args.for_each_row(sequence, kv_head, select, skip);
     if filled > 0 {
         take(&tile[..filled]);
     }

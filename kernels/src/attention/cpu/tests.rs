@@ -2,10 +2,13 @@
 
 use pulp::Arch;
 
-use super::{Problem, Saved, backward, forward};
+use super::{backward, forward};
 use half::bf16;
 
-use crate::attention::{AttentionShape, KeyValues};
+use crate::attention::{
+    AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
+};
+use crate::cpu::Cpu;
 use crate::scalar::Element;
 
 /// Rounding apart: the kinds differ in where they fuse, and in the order of a tile's sums.
@@ -28,33 +31,44 @@ fn numbers<T: Element>(len: usize) -> Vec<T> {
         .collect()
 }
 
+fn args(shape: AttentionShape, causal: bool, documents: &[u32]) -> AttentionArgs<'_, Cpu> {
+    AttentionArgs { causal, document_start: Some(documents), ..AttentionArgs::causal(shape) }
+}
+
 /// Output, log-sum-exp, gradients and delta, one after the other.
 fn attention<T: Element>(
     arch: Arch,
     shape: AttentionShape,
     causal: bool,
-    first_key: &[u32],
+    documents: &[u32],
 ) -> Vec<f32> {
     let AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = shape;
-    let problem = Problem {
-        shape,
-        causal,
-        query_offset: 0,
-        first_key: Some(first_key),
-        selection: None,
-        weights: None,
-    };
     let qkv: Vec<T> = numbers(shape.tokens() * query_stride);
     let (keys, values) = (&qkv[heads * head_dim..], &qkv[(heads + kv_heads) * head_dim..]);
     let key_values = KeyValues::Contiguous { keys, values, row_stride: query_stride };
     let mut out = vec![T::from_f32(7.0); shape.tokens() * heads * head_dim];
     let mut log_sum_exp = vec![7.0; shape.tokens() * heads];
-    forward(arch, problem, &qkv, key_values, &mut out, &mut log_sum_exp).unwrap();
+    let pass = AttentionForward::<Cpu, T> {
+        args: args(shape, causal, documents),
+        queries: &qkv,
+        key_values,
+        out: &mut out,
+        log_sum_exp: &mut log_sum_exp,
+    };
+    forward(arch, pass).unwrap();
     let d_out: Vec<T> = numbers(out.len());
-    let saved = Saved { qkv: &qkv, out: &out, log_sum_exp: &log_sum_exp, d_out: &d_out };
     let mut d_qkv = vec![T::from_f32(7.0); qkv.len()];
     let mut delta = vec![7.0; log_sum_exp.len()];
-    backward(arch, problem, saved, &mut d_qkv, Some(&mut delta)).unwrap();
+    let pass = AttentionBackward::<Cpu, T> {
+        args: args(shape, causal, documents),
+        qkv: &qkv,
+        out: &out,
+        log_sum_exp: &log_sum_exp,
+        d_out: &d_out,
+        d_qkv: &mut d_qkv,
+        delta: Some(&mut delta),
+    };
+    backward(arch, pass).unwrap();
     let of_type = out.iter().chain(&d_qkv).map(|number| number.to_f32());
     of_type.chain(log_sum_exp).chain(delta).collect()
 }

@@ -6,8 +6,10 @@ use pulp::{Simd, WithSimd};
 
 use super::factor::{Block, Factor};
 use super::lanes::{self, Bounds, Deltas, KEYS, MOST_ROWS, Softmax, rows};
-use super::problem::{Problem, Row};
 use super::product::{Left, ROWS, Right, Sizes, product};
+use super::rows::Row;
+use crate::attention::AttentionArgs;
+use crate::cpu::Cpu;
 
 /// The widths of a key/value head.
 #[derive(Clone, Copy)]
@@ -68,8 +70,8 @@ fn blocks(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
 }
 
 /// Forward: returns the rows' maxima and sums.
-pub(super) struct ForwardTile<'a, F> {
-    pub problem: &'a Problem<'a>,
+pub(super) struct ForwardTile<'a, 'v, F> {
+    pub args: &'a AttentionArgs<'v, Cpu>,
     pub head: Head,
     /// `[key_length padded, D padded / TERMS]`, zero where padded.
     pub keys: &'a [F],
@@ -86,17 +88,16 @@ pub(super) struct ForwardTile<'a, F> {
     pub o: &'a mut [f32],
 }
 
-impl<F: Factor> WithSimd for ForwardTile<'_, F> {
+impl<F: Factor> WithSimd for ForwardTile<'_, '_, F> {
     type Output = Softmax;
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> Softmax {
-        let ForwardTile { problem, head, keys: of_keys, values, tile, q, scores, factors, o } =
-            self;
-        let bounds = Bounds::new(problem, tile, rows::<S>());
-        let mut softmax = Softmax::new(problem.base2_scale());
+        let ForwardTile { args, head, keys: of_keys, values, tile, q, scores, factors, o } = self;
+        let bounds = Bounds::new(args, tile, rows::<S>());
+        let mut softmax = Softmax::new(args.base2_scale());
         o.fill(0.0);
-        for keys in blocks(problem.tile_keys(tile)) {
+        for keys in blocks(args.tile_keys(tile)) {
             let len = keys.len() * rows::<S>();
             let numbers = &mut scores[..len];
             head.scores(simd, &keys, of_keys, q, numbers);
@@ -114,8 +115,8 @@ impl<F: Factor> WithSimd for ForwardTile<'_, F> {
 ///
 /// `p` and `d_p` hold the tile's rows of all keys, since dS needs delta = sum(P dP), which is exact
 /// where `<dO, O>` would have the output's rounding.
-pub(super) struct BackwardTile<'a, F> {
-    pub problem: &'a Problem<'a>,
+pub(super) struct BackwardTile<'a, 'v, F> {
+    pub args: &'a AttentionArgs<'v, Cpu>,
     pub head: Head,
     /// `[key_length padded, D padded / TERMS]`, zero where padded.
     pub keys: &'a [F],
@@ -149,7 +150,7 @@ pub(super) struct BackwardTile<'a, F> {
     pub d_values: &'a mut [f32],
 }
 
-impl<F: Factor> WithSimd for BackwardTile<'_, F> {
+impl<F: Factor> WithSimd for BackwardTile<'_, '_, F> {
     type Output = [f32; MOST_ROWS];
 
     #[inline(always)]
@@ -160,20 +161,19 @@ impl<F: Factor> WithSimd for BackwardTile<'_, F> {
     }
 }
 
-impl<F: Factor> BackwardTile<'_, F> {
+impl<F: Factor> BackwardTile<'_, '_, F> {
     /// Fills `p` and `d_p`; returns delta.
     #[inline(always)]
     fn probabilities<S: Simd>(&mut self, simd: S) -> [f32; MOST_ROWS] {
         let lanes = rows::<S>();
-        let (bounds, scale) =
-            (Bounds::new(self.problem, self.tile, lanes), self.problem.base2_scale());
+        let (bounds, scale) = (Bounds::new(self.args, self.tile, lanes), self.args.base2_scale());
         let mut base2 = [0f32; MOST_ROWS];
         for (base2, row) in base2.iter_mut().zip(self.tile) {
-            let value = self.log_sum_exp[row.token * self.problem.shape.heads + row.head];
+            let value = self.log_sum_exp[row.token * self.args.shape.heads + row.head];
             *base2 = value * std::f32::consts::LOG2_E;
         }
         let mut deltas = Deltas::new();
-        let blocks = blocks(self.problem.tile_keys(self.tile));
+        let blocks = blocks(self.args.tile_keys(self.tile));
         let p = self.p.chunks_mut(KEYS * lanes);
         for ((keys, p), d_p) in blocks.zip(p).zip(self.d_p.chunks_mut(KEYS * lanes)) {
             let (p, d_p) = (&mut p[..keys.len() * lanes], &mut d_p[..keys.len() * lanes]);
@@ -193,11 +193,11 @@ impl<F: Factor> BackwardTile<'_, F> {
         let (lanes, width) = (rows::<S>(), self.width);
         let mut weights = [0f32; MOST_ROWS];
         for (weight, &row) in weights.iter_mut().zip(self.tile) {
-            *weight = self.problem.weight(row);
+            *weight = self.args.weight(row);
         }
-        let weights = self.problem.weights.map(|_| &weights);
+        let weights = self.args.is_weighted().then_some(&weights);
         self.d_q.fill(0.0);
-        let blocks = blocks(self.problem.tile_keys(self.tile));
+        let blocks = blocks(self.args.tile_keys(self.tile));
         let p = self.p.chunks_mut(KEYS * lanes);
         for ((keys, p), d_p) in blocks.zip(p).zip(self.d_p.chunks_mut(KEYS * lanes)) {
             let (p, d_p) = (&mut p[..keys.len() * lanes], &mut d_p[..keys.len() * lanes]);

@@ -5,8 +5,8 @@ use pulp::Arch;
 
 use super::forward::Outputs;
 use super::gather::HeadRows;
-use super::problem::{Problem, Row};
-use crate::attention::KeyValues;
+use super::rows::Row;
+use crate::attention::{AttentionArgs, KeyValues};
 use crate::cpu::Cpu;
 use crate::math::{exp, largest, sum};
 use crate::scalar::Element;
@@ -20,21 +20,21 @@ const VALUES: usize = 4;
 
 pub(super) fn forward_task<T: Element>(
     arch: Arch,
-    problem: &Problem<'_>,
+    args: &AttentionArgs<'_, Cpu>,
     queries: &[T],
     key_values: KeyValues<'_, Cpu, T>,
     outputs: &Outputs<'_, T>,
     (sequence, kv_head): (usize, usize),
 ) {
-    let (shape, head_dim) = (&problem.shape, problem.shape.head_dim);
+    let (shape, head_dim) = (&args.shape, args.shape.head_dim);
     let source = HeadRows::new(*shape, key_values, (sequence, kv_head));
     with_scratch([head_dim, shape.key_length, head_dim], |[query, scores, sums]| {
         let attend = |row: Row| {
             let numbers = &queries[row.token * shape.query_stride + row.head * head_dim..];
             for (slot, number) in query.iter_mut().zip(numbers) {
-                *slot = number.to_f32() * problem.scale();
+                *slot = number.to_f32() * args.scale();
             }
-            let visible = problem.visible(row);
+            let visible = args.visible(row);
             let (first, scores) = (visible.start, &mut scores[..visible.len()]);
             let (maximum, sum) = vectorized!(arch, {
                 let softmax = soften(query, &source, first, scores);
@@ -43,12 +43,12 @@ pub(super) fn forward_task<T: Element>(
             });
             let (out, log_sum_exp) = outputs.row(row, head_dim);
             *log_sum_exp = maximum + sum.ln();
-            let factor = problem.weight(row) / sum;
+            let factor = args.weight(row) / sum;
             for (slot, number) in out.iter_mut().zip(&*sums) {
                 *slot = T::from_f32(number * factor);
             }
         };
-        problem.for_each_row(sequence, kv_head, attend, |row| outputs.skip(row, head_dim));
+        args.for_each_row(sequence, kv_head, attend, |row| outputs.skip(row, head_dim));
     });
 }
 

@@ -175,9 +175,9 @@ static __device__ __forceinline__ RowRange rows_seeing(const Parameters& params,
                                                        const Segment& segment, uint32_t key) {
     uint32_t first_token = 0, end_token = params.query_length;
     if (params.causal && key > params.query_offset) first_token = key - params.query_offset;
-    if (params.first_key != nullptr) {
+    if (params.document_start != nullptr) {
         // The first token whose keys start after this tile.
-        const uint32_t* first_key = params.first_key + segment.sequence * params.query_length;
+        const uint32_t* first_key = params.document_start + segment.sequence * params.query_length;
         uint32_t low = 0;
         while (low < end_token) {
             uint32_t middle = (low + end_token) / 2;
@@ -216,8 +216,8 @@ static __device__ __forceinline__ void load_numbers(const Parameters& params,
         cp_async_4(shared_address(stage.weight + r), params.weights + pair, valid);
     else
         stage.weight[r] = 1.0f;
-    if (params.first_key != nullptr)
-        cp_async_4(shared_address(stage.first + r), params.first_key + token, valid);
+    if (params.document_start != nullptr)
+        cp_async_4(shared_address(stage.first + r), params.document_start + token, valid);
     else
         stage.first[r] = 0;
 }

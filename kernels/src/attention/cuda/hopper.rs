@@ -6,8 +6,8 @@
 use bytemuck::{Pod, Zeroable};
 
 use super::packed::{PACK_BACKWARD, PACK_FORWARD, Packed, Parameters};
-use super::{Addresses, AttentionShape, Problem, packed};
-use crate::cuda::{BoxedTensor, Cuda, TensorMap};
+use super::{Addresses, AttentionArgs, AttentionShape, packed};
+use crate::cuda::{BoxedTensor, Cuda, TensorMap, mirrored};
 use crate::error::Result;
 use crate::scalar::{DType, Element};
 
@@ -48,6 +48,11 @@ struct Scratch {
     padding: u32,
 }
 
+mirrored!(
+    Scratch, 40,
+    row_tiles 0, d_q_sums 8, turns 16, next_tile 24, key_tiles_at_once 32, padding 36,
+);
+
 /// `Maps` of hopper.cuh.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -55,6 +60,8 @@ struct Maps {
     k: TensorMap,
     v: TensorMap,
 }
+
+mirrored!(Maps, 256, k 0, v 128);
 
 /// Bytes of a tile of bf16.
 fn tile_bytes(rows: usize, width: usize) -> usize {
@@ -84,8 +91,12 @@ fn backward_shared_bytes(width: usize) -> usize {
 
 /// Whether these kernels take the problem: a Hopper GPU, bf16, a head_dim of 64 or 128, contiguous
 /// keys, rows that start at multiples of 16 bytes, and indices into a sequence that fit 32 bits.
-pub(super) fn takes<T: Element>(cuda: &Cuda, problem: &Problem<'_>, at: &Addresses) -> bool {
-    let (shape, device) = (&problem.shape, cuda.device());
+pub(super) fn takes<T: Element>(
+    cuda: &Cuda,
+    args: &AttentionArgs<'_, Cuda>,
+    at: &Addresses,
+) -> bool {
+    let (shape, device) = (&args.shape, cuda.device());
     T::DTYPE == DType::BF16
         && WIDTHS.contains(&shape.head_dim)
         && shape.tokens() > 0
@@ -142,16 +153,16 @@ pub(super) fn backward_scratch_bytes(shape: &AttentionShape, routed: bool) -> us
 }
 
 /// Some sequences of a problem whose rows are packed.
-struct Part<'a> {
-    packed: &'a Packed<'a>,
+struct Part<'a, 'v> {
+    packed: &'a Packed<'a, 'v>,
     parameters: Parameters,
     scratch: Scratch,
     maps: Maps,
 }
 
-impl<'a> Part<'a> {
-    fn new(packed: &'a Packed<'a>, parameters: Parameters, scratch: Scratch) -> Result<Self> {
-        let shape = &packed.problem.shape;
+impl<'a, 'v> Part<'a, 'v> {
+    fn new(packed: &'a Packed<'a, 'v>, parameters: Parameters, scratch: Scratch) -> Result<Self> {
+        let shape = &packed.args.shape;
         let ([k, v], stride) = parameters.key_values();
         let map = |address| {
             packed.cuda.device().tensor_map(&BoxedTensor {
@@ -177,7 +188,7 @@ impl<'a> Part<'a> {
         grid: [usize; 3],
         shared_bytes: usize,
     ) -> Result<()> {
-        let kernel = format!("{kernel}_d{}", self.packed.problem.shape.head_dim);
+        let kernel = format!("{kernel}_d{}", self.packed.args.shape.head_dim);
         let structures = [
             bytemuck::bytes_of(&self.parameters),
             bytemuck::bytes_of(&self.scratch),
@@ -188,13 +199,13 @@ impl<'a> Part<'a> {
     }
 
     fn forward(&self) -> Result<()> {
-        let shape = &self.packed.problem.shape;
+        let shape = &self.packed.args.shape;
         let grid = [self.packed.cuda.device().multiprocessors(), 1, 1];
         self.run::<true>(THREADS, "hopper_forward", grid, forward_shared_bytes(shape.head_dim))
     }
 
     fn backward(&self) -> Result<()> {
-        let shape = &self.packed.problem.shape;
+        let shape = &self.packed.args.shape;
         let width = shape.head_dim;
         let grid = |blocks| [blocks, shape.kv_heads, self.parameters.batch()];
         // A thread prepares 8 numbers of a row.
@@ -211,36 +222,36 @@ impl<'a> Part<'a> {
 
 pub(super) fn forward(
     cuda: &Cuda,
-    problem: &Problem<'_>,
+    args: &AttentionArgs<'_, Cuda>,
     at: &Addresses,
     scratch: u64,
 ) -> Result<()> {
-    let packed = Packed::new(PACK_FORWARD, cuda, problem, at, scratch)?;
+    let packed = Packed::new(PACK_FORWARD, cuda, args, at, scratch)?;
     let scratch = Scratch { next_tile: cuda.counter()?, ..Scratch::zeroed() };
     Part::new(&packed, packed.parameters, scratch)?.forward()
 }
 
 pub(super) fn backward(
     cuda: &Cuda,
-    problem: &Problem<'_>,
+    args: &AttentionArgs<'_, Cuda>,
     at: &Addresses,
     scratch: u64,
 ) -> Result<()> {
-    backward_by(sequences_at_once(&problem.shape), cuda, problem, at, scratch)
+    backward_by(sequences_at_once(&args.shape), cuda, args, at, scratch)
 }
 
 /// The backward pass, `sequences` at once.
 fn backward_by(
     sequences: usize,
     cuda: &Cuda,
-    problem: &Problem<'_>,
+    args: &AttentionArgs<'_, Cuda>,
     at: &Addresses,
     scratch: u64,
 ) -> Result<()> {
-    let shape = &problem.shape;
-    let packed = Packed::new(PACK_BACKWARD, cuda, problem, at, scratch)?;
+    let shape = &args.shape;
+    let packed = Packed::new(PACK_BACKWARD, cuda, args, at, scratch)?;
     let areas = Areas::new(shape, sequences);
-    let row_tiles = scratch + packed_bytes(shape, problem.is_routed()) as u64;
+    let row_tiles = scratch + packed_bytes(shape, args.is_routed()) as u64;
     let d_q_sums = row_tiles + areas.row_tiles as u64;
     let turns = if cuda.is_deterministic() { d_q_sums + areas.d_q_sums as u64 } else { 0 };
     let at_once = cuda.device().multiprocessors() / shape.kv_heads;
@@ -259,13 +270,10 @@ mod tests {
     use half::bf16;
 
     use super::*;
-    use crate::attention::Visibility;
-    use crate::backend::Backend;
+    use crate::attention::Selection;
     use crate::cuda::CudaBuffer;
-    use crate::ranks::Heads;
-    use crate::rope::{QkvShape, RopeTable};
-    use crate::router::QueryNormRouter;
-    use crate::router::cuda::CudaRouting;
+    use crate::memory::Memory;
+    use crate::rope::QkvShape;
 
     const SHAPE: QkvShape = QkvShape { batch: 3, length: 40, heads: 4, kv_heads: 2, head_dim: 64 };
 
@@ -280,31 +288,24 @@ mod tests {
         buffer
     }
 
-    /// Routing of the queries, which stay as they are.
-    fn routing(cuda: &Cuda, qkv: &mut CudaBuffer<bf16>) -> CudaRouting {
-        let router = QueryNormRouter { shared_heads: 1, top_k: 1 };
-        let mut routing = cuda.routing(SHAPE.tokens(), Heads::all(SHAPE.heads), router).unwrap();
-        let angles = SHAPE.length * SHAPE.head_dim / 2;
-        let (cos, sin) = (uploaded(cuda, &vec![1f32; angles]), uploaded(cuda, &vec![0f32; angles]));
-        let table = RopeTable::<Cuda> { cos: cos.view(0..angles), sin: sin.view(0..angles) };
-        let qkv = qkv.view_mut(0..SHAPE.tokens() * SHAPE.row());
-        cuda.rope_route_forward(&SHAPE, table, 0, qkv, Some(&mut routing), None).unwrap();
-        routing
+    /// One of the three heads that are not shared, another one for each token.
+    fn selected() -> Vec<u8> {
+        (0..SHAPE.tokens() * 3).map(|at| u8::from(at % 3 == at / 3 * 7 % 3)).collect()
     }
 
     #[test]
     fn sequences_in_several_parts_have_the_gradients_of_all_at_once() {
         let cuda = Cuda::emulated();
         let (tokens, pairs) = (SHAPE.tokens(), SHAPE.tokens() * SHAPE.heads);
-        let mut qkv = uploaded(&cuda, &numbers(tokens * SHAPE.row(), 0.37));
-        let routing = routing(&cuda, &mut qkv);
+        let qkv = uploaded(&cuda, &numbers(tokens * SHAPE.row(), 0.37));
+        let routed = uploaded(&cuda, &selected());
         // Documents of another length in each sequence.
         let start = |at: usize| {
             let (length, position) = (11 + at / SHAPE.length, at % SHAPE.length);
             (position / length * length) as u32
         };
-        let first_key: Vec<u32> = (0..tokens).map(start).collect();
-        let first_key = uploaded(&cuda, &first_key);
+        let starts: Vec<u32> = (0..tokens).map(start).collect();
+        let starts = uploaded(&cuda, &starts);
         let weights: Vec<f32> = (0..pairs).map(|at| 1.0 + at as f32 / pairs as f32).collect();
         let weights = uploaded(&cuda, &weights);
         let shape = AttentionShape {
@@ -316,10 +317,16 @@ mod tests {
             head_dim: SHAPE.head_dim,
             query_stride: SHAPE.row(),
         };
-        let first_key = Some(first_key.view(0..tokens));
-        let visibility = Visibility { causal: true, query_offset: 0, first_key };
-        let weights = Some(weights.view(0..pairs));
-        let problem = Problem::new(&shape, visibility, Some(&routing), weights);
+        let selection = Selection {
+            shared_heads: 1,
+            routed: routed.view(0..routed.len()),
+            weights: Some(weights.view(0..pairs)),
+        };
+        let args = AttentionArgs {
+            document_start: Some(starts.view(0..tokens)),
+            selection: Some(selection),
+            ..AttentionArgs::causal(shape)
+        };
 
         let outputs = pairs * SHAPE.head_dim;
         let out = uploaded(&cuda, &vec![bf16::NAN; outputs]);
@@ -337,8 +344,8 @@ mod tests {
                 ..Addresses::of_qkv::<bf16>(&shape, qkv.address())
             };
             let scratch = cuda.scratch(backward_scratch_bytes(&shape, true)).unwrap();
-            forward(&cuda, &problem, &at, scratch).unwrap();
-            backward_by(sequences, &cuda, &problem, &at, scratch).unwrap();
+            forward(&cuda, &args, &at, scratch).unwrap();
+            backward_by(sequences, &cuda, &args, &at, scratch).unwrap();
             let mut gradients = vec![bf16::ZERO; d_qkv.len()];
             cuda.download(d_qkv.view(0..d_qkv.len()), &mut gradients).unwrap();
             let mut deltas = vec![0f32; pairs];

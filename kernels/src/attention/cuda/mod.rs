@@ -6,10 +6,12 @@ mod packed;
 mod plain;
 mod tiled;
 
-use super::{AttentionShape, KeyValues, Visibility};
-use crate::cuda::{Cuda, CudaView, CudaViewMut};
+use super::{
+    Attention, AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, BackwardLens,
+    KeyValues, SelectionLens,
+};
+use crate::cuda::{Cuda, CudaView};
 use crate::error::{Result, check_len, ensure};
-use crate::router::cuda::CudaRouting;
 use crate::scalar::Element;
 
 /// A way to compute attention on a GPU. Each takes fewer problems, and is faster on them, than the
@@ -49,10 +51,10 @@ impl AttentionPath {
     }
 
     /// The first path, from the one that the GPU is to try first, that takes the problem.
-    fn choose<T: Element>(cuda: &Cuda, problem: &Problem<'_>, at: &Addresses) -> Self {
+    fn choose<T: Element>(cuda: &Cuda, args: &AttentionArgs<'_, Cuda>, at: &Addresses) -> Self {
         let takes = |path: &Self| match path {
-            Self::Hopper => hopper::takes::<T>(cuda, problem, at),
-            Self::Tiled => tiled::takes::<T>(cuda, problem, at),
+            Self::Hopper => hopper::takes::<T>(cuda, args, at),
+            Self::Tiled => tiled::takes::<T>(cuda, args, at),
             Self::Plain => true,
         };
         let paths = [Self::Hopper, Self::Tiled, Self::Plain].into_iter();
@@ -68,24 +70,6 @@ impl AttentionPath {
             Self::Plain => 0,
         }
     }
-}
-
-/// The problem and who takes part in it.
-pub(crate) struct Problem<'a> {
-    pub shape: AttentionShape,
-    pub causal: bool,
-    pub query_offset: usize,
-    pub first_key: Option<CudaView<'a, u32>>,
-    pub selection: Option<&'a CudaRouting>,
-    pub weights: Option<CudaView<'a, f32>>,
-}
-
-/// The saved tensors and gradients that the backward pass reads.
-pub(crate) struct Saved<'a, T> {
-    pub qkv: CudaView<'a, T>,
-    pub out: CudaView<'a, T>,
-    pub log_sum_exp: CudaView<'a, f32>,
-    pub d_out: CudaView<'a, T>,
 }
 
 /// Where the tensors lie; 0 for those that the pass does not know.
@@ -153,25 +137,20 @@ impl Addresses {
     }
 }
 
-impl<'a> Problem<'a> {
-    pub(crate) fn new<'v: 'a>(
-        shape: &AttentionShape,
-        visibility: Visibility<'v, Cuda>,
-        selection: Option<&'a CudaRouting>,
-        weights: Option<CudaView<'a, f32>>,
-    ) -> Self {
-        let Visibility { causal, query_offset, first_key } = visibility;
-        Problem { shape: *shape, causal, query_offset, first_key, selection, weights }
-    }
-
-    /// Heads before the routed ones.
+impl<'a> AttentionArgs<'a, Cuda> {
+    /// Local heads before the routed ones.
     fn shared_heads(&self) -> usize {
-        self.selection.map_or(self.shape.heads, |selection| selection.held_shared())
+        self.selection.map_or(self.shape.heads, |selection| selection.shared_heads)
     }
 
     /// Which routed heads each token selected; none where every head serves every token.
     fn routed_mask(&self) -> Option<CudaView<'a, u8>> {
-        self.selection.map(|selection| selection.held_mask()).filter(|mask| mask.len > 0)
+        self.selection.map(|selection| selection.routed).filter(|mask| mask.len > 0)
+    }
+
+    /// What outputs are multiplied by.
+    fn weights(&self) -> Option<CudaView<'a, f32>> {
+        self.selection.and_then(|selection| selection.weights)
     }
 
     /// Whether some rows may not be selected.
@@ -179,27 +158,15 @@ impl<'a> Problem<'a> {
         self.routed_mask().is_some()
     }
 
-    /// Factor of the scores.
-    fn scale(&self) -> f32 {
-        (self.shape.head_dim as f32).sqrt().recip()
-    }
-
-    fn check(&self, operator: &'static str) -> Result<()> {
+    fn check_views(&self, operator: &'static str) -> Result<()> {
         let (tokens, shape) = (self.shape.tokens(), &self.shape);
-        if let Some(selection) = self.selection {
-            selection.check(operator, tokens, shape.heads)?;
-        }
-        if let Some(weights) = self.weights {
-            check_len(operator, "weights", weights.len, tokens * shape.heads)?;
-        }
-        if let Some(first_key) = self.first_key {
-            check_len(operator, "first_key", first_key.len, tokens)?;
-        }
+        let lens = SelectionLens {
+            routed: self.selection.map_or(0, |selection| selection.routed.len),
+            weights: self.weights().map(|weights| weights.len),
+            document_start: self.document_start.map(|starts| starts.len),
+        };
         ensure(operator, tokens == 0 || shape.key_length > 0, || "query 0 sees no key".into())?;
-        let end = self.query_offset.saturating_add(shape.query_length);
-        ensure(operator, !self.causal || end <= shape.key_length, || {
-            format!("queries up to position {end} of {} keys", shape.key_length)
-        })
+        self.check(operator, &lens)
     }
 }
 
@@ -216,9 +183,7 @@ pub(crate) fn backward_scratch_bytes<T: Element>(
     routed: bool,
 ) -> usize {
     let nowhere = Addresses::of_qkv::<T>(shape, 0);
-    let visibility = Visibility { causal: true, query_offset: 0, first_key: None };
-    let problem = Problem::new(shape, visibility, None, None);
-    let path = AttentionPath::choose::<T>(cuda, &problem, &nowhere);
+    let path = AttentionPath::choose::<T>(cuda, &AttentionArgs::causal(*shape), &nowhere);
     delta_bytes(shape) + path.backward_scratch_bytes(shape, routed)
 }
 
@@ -228,72 +193,65 @@ fn delta_bytes(shape: &AttentionShape) -> usize {
     (shape.tokens() * shape.heads * size_of::<f32>()).next_multiple_of(16)
 }
 
-/// The forward pass.
-pub(crate) fn forward<T: Element>(
-    cuda: &Cuda,
-    problem: &Problem<'_>,
-    queries: CudaView<'_, T>,
-    key_values: KeyValues<'_, Cuda, T>,
-    out: CudaViewMut<'_, T>,
-    log_sum_exp: CudaViewMut<'_, f32>,
-) -> Result<()> {
-    const OPERATOR: &str = "attention_forward";
-    let shape = &problem.shape;
-    shape.check(OPERATOR, out.len, log_sum_exp.len)?;
-    problem.check(OPERATOR)?;
-    check_key_values(shape, key_values)?;
-    shape.check_queries(OPERATOR, queries.len)?;
-    let at = Addresses {
-        q: queries.address,
-        out: out.address,
-        log_sum_exp: log_sum_exp.address,
-        ..Addresses::of_keys(shape, key_values)
-    };
-    let packed = || cuda.scratch(forward_scratch_bytes(shape, problem.is_routed()));
-    let path = AttentionPath::choose::<T>(cuda, problem, &at);
-    cuda.remember_attention(path);
-    match path {
-        AttentionPath::Hopper => hopper::forward(cuda, problem, &at, packed()?),
-        AttentionPath::Tiled => tiled::forward(cuda, problem, &at, packed()?),
-        AttentionPath::Plain => plain::forward::<T>(cuda, problem, &at),
+impl Attention for Cuda {
+    fn attention_forward<T: Element>(&self, forward: AttentionForward<'_, Self, T>) -> Result<()> {
+        const OPERATOR: &str = "attention_forward";
+        let AttentionForward { args, queries, key_values, out, log_sum_exp } = forward;
+        let shape = &args.shape;
+        shape.check(OPERATOR, out.len, log_sum_exp.len)?;
+        args.check_views(OPERATOR)?;
+        check_key_values(shape, key_values)?;
+        shape.check_queries(OPERATOR, queries.len)?;
+        let at = Addresses {
+            q: queries.address,
+            out: out.address,
+            log_sum_exp: log_sum_exp.address,
+            ..Addresses::of_keys(shape, key_values)
+        };
+        let packed = || self.scratch(forward_scratch_bytes(shape, args.is_routed()));
+        let path = AttentionPath::choose::<T>(self, &args, &at);
+        self.remember_attention(path);
+        match path {
+            AttentionPath::Hopper => hopper::forward(self, &args, &at, packed()?),
+            AttentionPath::Tiled => tiled::forward(self, &args, &at, packed()?),
+            AttentionPath::Plain => plain::forward::<T>(self, &args, &at),
+        }
     }
-}
 
-/// The backward pass.
-pub(crate) fn backward<T: Element>(
-    cuda: &Cuda,
-    problem: &Problem<'_>,
-    saved: Saved<'_, T>,
-    d_qkv: CudaViewMut<'_, T>,
-    delta: Option<CudaViewMut<'_, f32>>,
-) -> Result<()> {
-    problem.shape.check_backward(&super::BackwardLens {
-        qkv: saved.qkv.len,
-        out: saved.out.len,
-        log_sum_exp: saved.log_sum_exp.len,
-        d_out: saved.d_out.len,
-        d_qkv: d_qkv.len,
-        delta: delta.as_ref().map(|delta| delta.len),
-    })?;
-    problem.check("attention_backward")?;
-    let mut at = Addresses {
-        out: saved.out.address,
-        log_sum_exp: saved.log_sum_exp.address,
-        d_out: saved.d_out.address,
-        d_qkv: d_qkv.address,
-        ..Addresses::of_qkv::<T>(&problem.shape, saved.qkv.address)
-    };
-    let path = AttentionPath::choose::<T>(cuda, problem, &at);
-    cuda.remember_attention(path);
-    let own_delta = if delta.is_some() { 0 } else { delta_bytes(&problem.shape) };
-    let others = path.backward_scratch_bytes(&problem.shape, problem.is_routed());
-    let scratch = cuda.scratch(own_delta + others)?;
-    at.delta = delta.map_or(scratch, |delta| delta.address);
-    let others = scratch + own_delta as u64;
-    match path {
-        AttentionPath::Hopper => hopper::backward(cuda, problem, &at, others),
-        AttentionPath::Tiled => tiled::backward(cuda, problem, &at, others),
-        AttentionPath::Plain => plain::backward::<T>(cuda, problem, &at),
+    fn attention_backward<T: Element>(
+        &self,
+        backward: AttentionBackward<'_, Self, T>,
+    ) -> Result<()> {
+        let AttentionBackward { args, qkv, out, log_sum_exp, d_out, d_qkv, delta } = backward;
+        let shape = &args.shape;
+        shape.check_backward(&BackwardLens {
+            qkv: qkv.len,
+            out: out.len,
+            log_sum_exp: log_sum_exp.len,
+            d_out: d_out.len,
+            d_qkv: d_qkv.len,
+            delta: delta.as_ref().map(|delta| delta.len),
+        })?;
+        args.check_views("attention_backward")?;
+        let mut at = Addresses {
+            out: out.address,
+            log_sum_exp: log_sum_exp.address,
+            d_out: d_out.address,
+            d_qkv: d_qkv.address,
+            ..Addresses::of_qkv::<T>(shape, qkv.address)
+        };
+        let path = AttentionPath::choose::<T>(self, &args, &at);
+        self.remember_attention(path);
+        let own_delta = if delta.is_some() { 0 } else { delta_bytes(shape) };
+        let others = path.backward_scratch_bytes(shape, args.is_routed());
+        let scratch = self.scratch(own_delta + others)?;
+        at.delta = delta.map_or(scratch, |delta| delta.address);
+        let others = scratch + own_delta as u64;
+        match path {
+            AttentionPath::Hopper => hopper::backward(self, &args, &at, others),
+            AttentionPath::Tiled => tiled::backward(self, &args, &at, others),
+            AttentionPath::Plain => plain::backward::<T>(self, &args, &at),
+        }
     }
 }
 

@@ -3,8 +3,8 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{Addresses, AttentionShape, Problem};
-use crate::cuda::{Cuda, address_or_null};
+use super::{Addresses, AttentionArgs, AttentionShape};
+use crate::cuda::{Cuda, address_or_null, mirrored};
 use crate::error::Result;
 
 /// Threads of a block that packs, and tokens.
@@ -24,7 +24,7 @@ pub(super) struct Parameters {
     rows: u64,
     row_counts: u64,
     selected: u64,
-    first_key: u64,
+    document_start: u64,
     weights: u64,
     out: u64,
     log_sum_exp: u64,
@@ -51,9 +51,18 @@ pub(super) struct Parameters {
     padding: u32,
 }
 
+mirrored!(
+    Parameters, 208,
+    q 0, k 8, v 16, block_table 24, rows 32, row_counts 40, selected 48, document_start 56,
+    weights 64, out 72, log_sum_exp 80, d_out 88, delta 96, d_q 104, d_k 112, d_v 120,
+    q_stride 128, kv_stride 136, d_q_stride 144, d_kv_stride 152, batch 160, query_length 164,
+    key_length 168, heads 172, kv_heads 176, head_dim 180, routed 184, block_length 188,
+    query_offset 192, causal 196, scale 200, padding 204,
+);
+
 impl Parameters {
-    fn new(problem: &Problem<'_>, at: &Addresses, rows: u64) -> Self {
-        let shape = &problem.shape;
+    fn new(args: &AttentionArgs<'_, Cuda>, at: &Addresses, rows: u64) -> Self {
+        let shape = &args.shape;
         Parameters {
             q: at.q,
             k: at.k,
@@ -61,9 +70,9 @@ impl Parameters {
             block_table: at.block_table,
             rows,
             row_counts: rows + (shape.tokens() * shape.heads * 4) as u64,
-            selected: address_or_null(problem.routed_mask()),
-            first_key: address_or_null(problem.first_key),
-            weights: address_or_null(problem.weights),
+            selected: address_or_null(args.routed_mask()),
+            document_start: address_or_null(args.document_start),
+            weights: address_or_null(args.weights()),
             out: at.out,
             log_sum_exp: at.log_sum_exp,
             d_out: at.d_out,
@@ -81,11 +90,11 @@ impl Parameters {
             heads: shape.heads as u32,
             kv_heads: shape.kv_heads as u32,
             head_dim: shape.head_dim as u32,
-            routed: (shape.heads - problem.shared_heads()) as u32,
+            routed: (shape.heads - args.shared_heads()) as u32,
             block_length: at.block_length as u32,
-            query_offset: problem.query_offset as u32,
-            causal: u32::from(problem.causal),
-            scale: problem.scale(),
+            query_offset: args.query_offset as u32,
+            causal: u32::from(args.causal),
+            scale: args.scale(),
             padding: 0,
         }
     }
@@ -105,7 +114,7 @@ impl Parameters {
             rows: at(self.rows, 4 * pairs),
             row_counts: at(self.row_counts, 4 * first * u64::from(self.kv_heads)),
             selected: at(self.selected, tokens * u64::from(self.routed)),
-            first_key: at(self.first_key, 4 * tokens),
+            document_start: at(self.document_start, 4 * tokens),
             weights: at(self.weights, 4 * pairs),
             out: self.out + outputs,
             log_sum_exp: self.log_sum_exp + 4 * pairs,
@@ -139,26 +148,26 @@ pub(super) fn scratch_bytes(shape: &AttentionShape, routed: bool) -> usize {
 pub(super) const PACK_FORWARD: &str = "attention_pack_forward";
 pub(super) const PACK_BACKWARD: &str = "attention_pack_backward";
 
-/// A problem whose rows are packed.
-pub(super) struct Packed<'a> {
+/// A args whose rows are packed.
+pub(super) struct Packed<'a, 'v> {
     pub cuda: &'a Cuda,
-    pub problem: &'a Problem<'a>,
+    pub args: &'a AttentionArgs<'v, Cuda>,
     pub parameters: Parameters,
 }
 
-impl<'a> Packed<'a> {
+impl<'a, 'v> Packed<'a, 'v> {
     /// Packs the rows, where the heads are selected, into `scratch`, by one of the kernels above.
     pub(super) fn new(
         kernel: &str,
         cuda: &'a Cuda,
-        problem: &'a Problem<'a>,
+        args: &'a AttentionArgs<'v, Cuda>,
         at: &Addresses,
         scratch: u64,
     ) -> Result<Self> {
-        let shape = &problem.shape;
-        let selected = problem.routed_mask().is_some();
-        let parameters = Parameters::new(problem, at, if selected { scratch } else { 0 });
-        let packed = Packed { cuda, problem, parameters };
+        let shape = &args.shape;
+        let selected = args.routed_mask().is_some();
+        let parameters = Parameters::new(args, at, if selected { scratch } else { 0 });
+        let packed = Packed { cuda, args, parameters };
         if selected {
             let blocks = shape.query_length.div_ceil(PACK_THREADS);
             let grid = [blocks, shape.kv_heads, shape.batch];

@@ -23,7 +23,7 @@ struct Parameters {
     // [tokens, heads], or null.
     const float* weights;
     // [tokens], or null.
-    const uint32_t* first_key;
+    const uint32_t* document_start;
     // [batch, blocks of a sequence], or null where keys are contiguous.
     const uint32_t* block_table;
     uint64_t query_stride;
@@ -42,6 +42,23 @@ struct Parameters {
     float scale;
     uint32_t padding;
 };
+static_assert(sizeof(Parameters) == 168 && offsetof(Parameters, q) == 0 &&
+              offsetof(Parameters, k) == 8 && offsetof(Parameters, v) == 16 &&
+              offsetof(Parameters, out) == 24 && offsetof(Parameters, log_sum_exp) == 32 &&
+              offsetof(Parameters, d_out) == 40 && offsetof(Parameters, d_qkv) == 48 &&
+              offsetof(Parameters, delta) == 56 && offsetof(Parameters, selected) == 64 &&
+              offsetof(Parameters, weights) == 72 && offsetof(Parameters, document_start) == 80 &&
+              offsetof(Parameters, block_table) == 88 && offsetof(Parameters, query_stride) == 96 &&
+              offsetof(Parameters, key_stride) == 104 &&
+              offsetof(Parameters, query_offset) == 112 && offsetof(Parameters, batch) == 120 &&
+              offsetof(Parameters, query_length) == 124 &&
+              offsetof(Parameters, key_length) == 128 &&
+              offsetof(Parameters, block_length) == 132 && offsetof(Parameters, heads) == 136 &&
+              offsetof(Parameters, kv_heads) == 140 && offsetof(Parameters, head_dim) == 144 &&
+              offsetof(Parameters, shared_heads) == 148 && offsetof(Parameters, routed) == 152 &&
+              offsetof(Parameters, causal) == 156 && offsetof(Parameters, scale) == 160 &&
+              offsetof(Parameters, padding) == 164,
+              "as in attention/cuda/plain.rs");
 
 // A head's numbers, dealt out over the warp's lanes.
 struct Head {
@@ -89,7 +106,7 @@ __device__ __forceinline__ bool serves(const Parameters& p, uint64_t token, uint
 
 // First key that the token sees, and the one after the last.
 __device__ __forceinline__ uint32_t first_key(const Parameters& p, uint64_t token) {
-    return p.first_key ? p.first_key[token] : 0;
+    return p.document_start ? p.document_start[token] : 0;
 }
 
 __device__ __forceinline__ uint32_t end_key(const Parameters& p, uint64_t token) {

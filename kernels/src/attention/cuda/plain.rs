@@ -2,8 +2,8 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{Addresses, Problem};
-use crate::cuda::{Cuda, THREADS, address_or_null, name};
+use super::{Addresses, AttentionArgs};
+use crate::cuda::{Cuda, THREADS, address_or_null, mirrored, name};
 use crate::error::{Result, ensure};
 use crate::scalar::Element;
 
@@ -26,7 +26,7 @@ struct Parameters {
     delta: u64,
     selected: u64,
     weights: u64,
-    first_key: u64,
+    document_start: u64,
     block_table: u64,
     query_stride: u64,
     key_stride: u64,
@@ -45,9 +45,17 @@ struct Parameters {
     padding: u32,
 }
 
+mirrored!(
+    Parameters, 168,
+    q 0, k 8, v 16, out 24, log_sum_exp 32, d_out 40, d_qkv 48, delta 56, selected 64, weights 72,
+    document_start 80, block_table 88, query_stride 96, key_stride 104, query_offset 112,
+    batch 120, query_length 124, key_length 128, block_length 132, heads 136, kv_heads 140,
+    head_dim 144, shared_heads 148, routed 152, causal 156, scale 160, padding 164,
+);
+
 impl Parameters {
-    fn new(operator: &'static str, problem: &Problem<'_>, at: &Addresses) -> Result<Self> {
-        let shape = &problem.shape;
+    fn new(operator: &'static str, args: &AttentionArgs<'_, Cuda>, at: &Addresses) -> Result<Self> {
+        let shape = &args.shape;
         ensure(operator, shape.head_dim <= MOST_HEAD_DIM, || {
             format!("heads of {} numbers, at most {MOST_HEAD_DIM}", shape.head_dim)
         })?;
@@ -60,13 +68,13 @@ impl Parameters {
             d_out: at.d_out,
             d_qkv: at.d_qkv,
             delta: at.delta,
-            selected: address_or_null(problem.routed_mask()),
-            weights: address_or_null(problem.weights),
-            first_key: address_or_null(problem.first_key),
+            selected: address_or_null(args.routed_mask()),
+            weights: address_or_null(args.weights()),
+            document_start: address_or_null(args.document_start),
             block_table: at.block_table,
             query_stride: shape.query_stride as u64,
             key_stride: at.key_stride as u64,
-            query_offset: problem.query_offset as u64,
+            query_offset: args.query_offset as u64,
             batch: shape.batch as u32,
             query_length: shape.query_length as u32,
             key_length: shape.key_length as u32,
@@ -74,10 +82,10 @@ impl Parameters {
             heads: shape.heads as u32,
             kv_heads: shape.kv_heads as u32,
             head_dim: shape.head_dim as u32,
-            shared_heads: problem.shared_heads() as u32,
-            routed: (shape.heads - problem.shared_heads()) as u32,
-            causal: u32::from(problem.causal),
-            scale: problem.scale(),
+            shared_heads: args.shared_heads() as u32,
+            routed: (shape.heads - args.shared_heads()) as u32,
+            causal: u32::from(args.causal),
+            scale: args.scale(),
             padding: 0,
         })
     }
@@ -85,22 +93,22 @@ impl Parameters {
 
 pub(super) fn forward<T: Element>(
     cuda: &Cuda,
-    problem: &Problem<'_>,
+    args: &AttentionArgs<'_, Cuda>,
     at: &Addresses,
 ) -> Result<()> {
-    let shape = &problem.shape;
-    let parameters = Parameters::new("attention_forward", problem, at)?;
+    let shape = &args.shape;
+    let parameters = Parameters::new("attention_forward", args, at)?;
     let blocks = (shape.tokens() * shape.heads).div_ceil(WARPS);
     cuda.launch(&name::<T>("plain_attention_forward"), [blocks, 1], 0, &parameters)
 }
 
 pub(super) fn backward<T: Element>(
     cuda: &Cuda,
-    problem: &Problem<'_>,
+    args: &AttentionArgs<'_, Cuda>,
     at: &Addresses,
 ) -> Result<()> {
-    let shape = &problem.shape;
-    let parameters = Parameters::new("attention_backward", problem, at)?;
+    let shape = &args.shape;
+    let parameters = Parameters::new("attention_backward", args, at)?;
     let blocks = (shape.tokens() * shape.heads).div_ceil(WARPS);
     cuda.launch(&name::<T>("plain_attention_backward_queries"), [blocks, 1], 0, &parameters)?;
     let blocks = (shape.tokens() * shape.kv_heads).div_ceil(WARPS);

@@ -291,7 +291,7 @@ struct RowTile {
             uint32_t token = segment.sequence * params.query_length + in_sequence;
             numbers[r] = token;
             numbers[ROWS + r] = segment.kv_head * segment.group + packed % segment.group;
-            numbers[2 * ROWS + r] = params.first_key != nullptr ? params.first_key[token] : 0;
+            numbers[2 * ROWS + r] = params.document_start != nullptr ? params.document_start[token] : 0;
             numbers[3 * ROWS + r] = key_end(params, in_sequence);
         }
     }

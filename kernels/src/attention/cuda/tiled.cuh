@@ -2,7 +2,7 @@
 //
 // For each sequence and key/value head the selected pairs are packed into rows in token order, so
 // that work is proportional to their number. A packed row is token * group + head_in_group, with
-// `group` query heads per key/value head. A query of token t sees the keys from first_key[t] to,
+// `group` query heads per key/value head. A query of token t sees the keys from document_start[t] to,
 // when causal, its own position query_offset + t.
 //
 // Order of launches, each with one Parameters (head dimension D, padded to 32, 64, 96, 128):
@@ -34,7 +34,7 @@ struct Parameters {
     // heads - routed heads before the routed ones are always selected.
     const uint8_t* selected;
     // First visible key of each token [B*T], never decreasing within a sequence; null: key 0.
-    const uint32_t* first_key;
+    const uint32_t* document_start;
     // Factor of each head's output [B*T, H]; null: 1.
     const float* weights;
     // Output [B*T, H*D], multiplied by its weight.
@@ -53,6 +53,24 @@ struct Parameters {
     // 1 / sqrt(head_dim).
     float scale;
 };
+static_assert(sizeof(Parameters) == 208 && offsetof(Parameters, q) == 0 &&
+              offsetof(Parameters, k) == 8 && offsetof(Parameters, v) == 16 &&
+              offsetof(Parameters, block_table) == 24 && offsetof(Parameters, rows) == 32 &&
+              offsetof(Parameters, row_counts) == 40 && offsetof(Parameters, selected) == 48 &&
+              offsetof(Parameters, document_start) == 56 && offsetof(Parameters, weights) == 64 &&
+              offsetof(Parameters, out) == 72 && offsetof(Parameters, log_sum_exp) == 80 &&
+              offsetof(Parameters, d_out) == 88 && offsetof(Parameters, delta) == 96 &&
+              offsetof(Parameters, d_q) == 104 && offsetof(Parameters, d_k) == 112 &&
+              offsetof(Parameters, d_v) == 120 && offsetof(Parameters, q_stride) == 128 &&
+              offsetof(Parameters, kv_stride) == 136 && offsetof(Parameters, d_q_stride) == 144 &&
+              offsetof(Parameters, d_kv_stride) == 152 && offsetof(Parameters, batch) == 160 &&
+              offsetof(Parameters, query_length) == 164 &&
+              offsetof(Parameters, key_length) == 168 && offsetof(Parameters, heads) == 172 &&
+              offsetof(Parameters, kv_heads) == 176 && offsetof(Parameters, head_dim) == 180 &&
+              offsetof(Parameters, routed) == 184 && offsetof(Parameters, block_length) == 188 &&
+              offsetof(Parameters, query_offset) == 192 && offsetof(Parameters, causal) == 196 &&
+              offsetof(Parameters, scale) == 200,
+              "as in attention/cuda/packed.rs");
 
 // ---- launch geometry ----
 //

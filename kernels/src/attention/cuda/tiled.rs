@@ -1,7 +1,7 @@
 //! Attention on tensor cores (tiled.cu).
 
 use super::packed::{PACK_BACKWARD, PACK_FORWARD, Packed};
-use super::{Addresses, Problem};
+use super::{Addresses, AttentionArgs};
 use crate::cuda::Cuda;
 use crate::error::Result;
 use crate::scalar::{DType, Element};
@@ -64,8 +64,12 @@ fn width(head_dim: usize) -> Option<usize> {
 
 /// Whether these kernels take the problem: bf16, an even head_dim of at most 128, pairs of numbers
 /// that start at whole words, and indices into a sequence that fit 32 bits.
-pub(super) fn takes<T: Element>(cuda: &Cuda, problem: &Problem<'_>, at: &Addresses) -> bool {
-    let shape = &problem.shape;
+pub(super) fn takes<T: Element>(
+    cuda: &Cuda,
+    args: &AttentionArgs<'_, Cuda>,
+    at: &Addresses,
+) -> bool {
+    let shape = &args.shape;
     let Some(width) = width(shape.head_dim) else { return false };
     T::DTYPE == DType::BF16
         && at.are_multiples_of(shape, 2)
@@ -81,14 +85,14 @@ fn dkdv(cuda: &Cuda, width: usize) -> Option<&'static Tiling> {
 }
 
 /// The width of a problem that these kernels take, which `takes` found.
-fn width_of(packed: &Packed<'_>) -> usize {
+fn width_of(packed: &Packed<'_, '_>) -> usize {
     // The widest serves the empty case.
-    width(packed.problem.shape.head_dim).unwrap_or(WIDTHS[3])
+    width(packed.args.shape.head_dim).unwrap_or(WIDTHS[3])
 }
 
 /// Runs a kernel with a block for every tile of `count` rows of each key/value head.
-fn run_tiles(packed: &Packed<'_>, tiling: &Tiling, count: usize) -> Result<()> {
-    let (shape, width) = (&packed.problem.shape, width_of(packed));
+fn run_tiles(packed: &Packed<'_, '_>, tiling: &Tiling, count: usize) -> Result<()> {
+    let (shape, width) = (&packed.args.shape, width_of(packed));
     let grid = [count.div_ceil(tiling.rows), shape.kv_heads, shape.batch];
     let kernel = format!("{}_d{width}{}", tiling.kernel, tiling.suffix);
     packed.run(tiling.threads, &kernel, grid, tiling.shared_bytes(width))
@@ -96,23 +100,23 @@ fn run_tiles(packed: &Packed<'_>, tiling: &Tiling, count: usize) -> Result<()> {
 
 pub(super) fn forward(
     cuda: &Cuda,
-    problem: &Problem<'_>,
+    args: &AttentionArgs<'_, Cuda>,
     at: &Addresses,
     scratch: u64,
 ) -> Result<()> {
-    let shape = &problem.shape;
-    let packed = Packed::new(PACK_FORWARD, cuda, problem, at, scratch)?;
+    let shape = &args.shape;
+    let packed = Packed::new(PACK_FORWARD, cuda, args, at, scratch)?;
     run_tiles(&packed, &FORWARD, shape.query_length * shape.group_size())
 }
 
 pub(super) fn backward(
     cuda: &Cuda,
-    problem: &Problem<'_>,
+    args: &AttentionArgs<'_, Cuda>,
     at: &Addresses,
     scratch: u64,
 ) -> Result<()> {
-    let shape = &problem.shape;
-    let packed = Packed::new(PACK_BACKWARD, cuda, problem, at, scratch)?;
+    let shape = &args.shape;
+    let packed = Packed::new(PACK_BACKWARD, cuda, args, at, scratch)?;
     packed.run_pairs("attention_backward_delta", shape.tokens() * shape.heads)?;
     run_tiles(&packed, &DQ, shape.query_length * shape.group_size())?;
     let dkdv = dkdv(cuda, width_of(&packed)).unwrap_or(&DKDV);

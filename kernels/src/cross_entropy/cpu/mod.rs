@@ -1,24 +1,23 @@
 //! The CPU body of the fused cross-entropy.
 
-mod divided;
+mod vocab_parallel;
 
-use super::{HeadGradients, HeadShape, IGNORED, Lens, check, check_ranks};
-use crate::backend::Accumulation;
+use super::{CrossEntropy, CrossEntropyArgs, HeadShape, IGNORED, Lens, check, check_ranks};
 use crate::cpu::Cpu;
 use crate::error::{Error, Result};
+use crate::linear::Accumulation;
 use crate::math::{exp, largest, sum};
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
-use crate::ranks::HeadRanks;
 use crate::scalar::Element;
 use crate::simd::vectorized;
 
 /// Tokens of a chunk. With fewer, adding to the weight's gradient, which each chunk reads and
 /// writes, would cost more than a tenth of the time.
 const CHUNK: usize = 512;
-/// Numbers that a chunk's logits may take, unless one token's are more: 256 MiB.
+/// Elements that a chunk's logits may take, unless one token's are more: 256 MiB.
 const MOST_SCRATCH: usize = 64 << 20;
-/// Numbers of a weight whose gradient stays in the last cache between chunks, 16 MiB; the fewest tokens
-/// of a chunk there, and the numbers that its logits take where these are more: 4 MiB.
+/// Elements of a weight whose gradient stays in the last cache between chunks, 16 MiB; the fewest tokens
+/// of a chunk there, and the elements that its logits take where these are more: 4 MiB.
 const CACHED: usize = 4 << 20;
 const CACHED_CHUNK: usize = 256;
 const CACHED_SCRATCH: usize = 1 << 20;
@@ -28,7 +27,7 @@ const ROWS: usize = 16;
 const BLOCK: usize = 1024;
 
 fn chunk_rows(shape: &HeadShape) -> usize {
-    let holds = |numbers: usize| numbers / shape.largest_share.max(1);
+    let holds = |elements: usize| elements / shape.largest_share.max(1);
     let chunk = match shape.largest_share.saturating_mul(shape.width) <= CACHED {
         true => holds(CACHED_SCRATCH).clamp(CACHED_CHUNK, CHUNK),
         false => CHUNK,
@@ -41,62 +40,60 @@ pub(crate) fn scratch(shape: &HeadShape) -> usize {
 }
 
 pub(crate) fn sums(shape: &HeadShape, ranks: usize) -> usize {
-    divided::sums(chunk_rows(shape), ranks)
+    vocab_parallel::sums(chunk_rows(shape), ranks)
 }
 
-/// The scratch, the loss and the gradients.
-type Outputs<'s, 'g, T, G> = (&'s mut [f32], &'s mut [f64], Option<HeadGradients<'g, Cpu, T, G>>);
-
-pub(crate) fn cross_entropy<T: Element, G: Element>(
-    shape: &HeadShape,
-    x: &[T],
-    weight: &[T],
-    targets: &[u32],
-    (scratch, loss, mut gradients): Outputs<'_, '_, T, G>,
-    mut ranks: Option<HeadRanks<'_, Cpu>>,
-) -> Result<()> {
-    let found = Lens {
-        x: x.len(),
-        weight: weight.len(),
-        targets: targets.len(),
-        scratch: (scratch.len(), self::scratch(shape)),
-        loss: loss.len(),
-        gradients: gradients.as_ref().map(|g| [g.d_x.len(), g.d_weight.len()]),
-        sums: ranks.as_ref().map(|ranks| (ranks.sums.len(), self::sums(shape, ranks.rank.1))),
-    };
-    check(shape, &found)?;
-    check_ranks(shape, ranks.as_ref())?;
-    let &HeadShape { width, vocab_size, .. } = shape;
-    check_targets(targets, ranks.as_ref().map_or(vocab_size, |ranks| ranks.rows.vocab_size))?;
-    if let (0, Some(gradients)) = (targets.len(), &mut gradients)
-        && gradients.accumulation == Accumulation::Overwrite
-    {
-        gradients.d_weight.fill(G::zeroed());
-    }
-    let rows = chunk_rows(shape);
-    let weight = Matrix::new(weight, vocab_size, width);
-    for (part, (x, targets)) in x.chunks(rows * width).zip(targets.chunks(rows)).enumerate() {
-        let tokens = targets.len();
-        let logits = &mut scratch[..tokens * vocab_size];
-        let x = Matrix::new(x, tokens, width);
-        let to_logits = MatrixMut::new(logits, tokens, vocab_size);
-        matmul_parallel(to_logits, Destination::Overwrite, 1.0, x, weight.transposed());
-        let scale = gradients.as_ref().map(|gradients| gradients.scale);
-        loss[0] += match &mut ranks {
-            None => losses(logits, targets, vocab_size, scale),
-            Some(ranks) => divided::losses(logits, targets, scale, ranks)?,
+impl CrossEntropy for Cpu {
+    fn cross_entropy<T: Element, G: Element>(
+        &self,
+        args: CrossEntropyArgs<'_, Self, T, G>,
+    ) -> Result<()> {
+        let CrossEntropyArgs { shape, x, weight, targets, scratch, loss, .. } = args;
+        let CrossEntropyArgs { mut gradients, mut ranks, .. } = args;
+        let found = Lens {
+            x: x.len(),
+            weight: weight.len(),
+            targets: targets.len(),
+            scratch: (scratch.len(), self::scratch(&shape)),
+            loss: loss.len(),
+            gradients: gradients.as_ref().map(|g| [g.d_x.len(), g.d_weight.len()]),
+            sums: ranks.as_ref().map(|ranks| (ranks.sums.len(), self::sums(&shape, ranks.ranks))),
         };
-        if let Some(gradients) = &mut gradients {
-            let d_logits = Matrix::new(logits, tokens, vocab_size);
-            let d_weight = MatrixMut::new(gradients.d_weight, vocab_size, width);
-            let accumulation = std::mem::replace(&mut gradients.accumulation, Accumulation::Add);
-            matmul_parallel(d_weight, accumulation.into(), 1.0, d_logits.transposed(), x);
-            let d_x = &mut gradients.d_x[part * rows * width..][..tokens * width];
-            let d_x = MatrixMut::new(d_x, tokens, width);
-            matmul_parallel(d_x, Destination::Overwrite, 1.0, d_logits, weight);
+        check(&shape, &found)?;
+        check_ranks(&shape, ranks.as_ref())?;
+        let HeadShape { width, vocab_size, .. } = shape;
+        check_targets(targets, ranks.as_ref().map_or(vocab_size, |ranks| ranks.rows.vocab_size))?;
+        if let (0, Some(gradients)) = (targets.len(), &mut gradients)
+            && gradients.accumulation == Accumulation::Overwrite
+        {
+            gradients.d_weight.fill(G::zeroed());
         }
+        let rows = chunk_rows(&shape);
+        let weight = Matrix::new(weight, vocab_size, width);
+        for (part, (x, targets)) in x.chunks(rows * width).zip(targets.chunks(rows)).enumerate() {
+            let tokens = targets.len();
+            let logits = &mut scratch[..tokens * vocab_size];
+            let x = Matrix::new(x, tokens, width);
+            let to_logits = MatrixMut::new(logits, tokens, vocab_size);
+            matmul_parallel(to_logits, Destination::Overwrite, 1.0, x, weight.transposed());
+            let scale = gradients.as_ref().map(|gradients| gradients.scale);
+            loss[0] += match &mut ranks {
+                None => losses(logits, targets, vocab_size, scale),
+                Some(ranks) => vocab_parallel::losses(logits, targets, scale, ranks)?,
+            };
+            if let Some(gradients) = &mut gradients {
+                let d_logits = Matrix::new(logits, tokens, vocab_size);
+                let d_weight = MatrixMut::new(gradients.d_weight, vocab_size, width);
+                let accumulation =
+                    std::mem::replace(&mut gradients.accumulation, Accumulation::Add);
+                matmul_parallel(d_weight, accumulation.into(), 1.0, d_logits.transposed(), x);
+                let d_x = &mut gradients.d_x[part * rows * width..][..tokens * width];
+                let d_x = MatrixMut::new(d_x, tokens, width);
+                matmul_parallel(d_x, Destination::Overwrite, 1.0, d_logits, weight);
+            }
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 /// The chunk's summed loss, in an order that depends on its length alone; with a scale, logits

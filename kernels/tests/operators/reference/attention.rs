@@ -1,15 +1,20 @@
 //! An attention on any device against its reference: of a training step, and over a cache.
 
-use moh_kernels::attention::{AttentionShape, KeyValues, Visibility};
+use moh_kernels::attention::{
+    AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues, Selection,
+};
 use moh_kernels::ranks::Heads;
-use moh_kernels::rope::{QkvShape, RopeTable};
-use moh_kernels::router::{QueryNormRouter, RouterGradient};
-use moh_kernels::{Backend, Element, View};
+use moh_kernels::rope::{QkvShape, RopeArgs};
+use moh_kernels::router::query_norm::QueryNormRouter;
+use moh_kernels::router::{
+    RouterGradient, RouterRopeBackward, RouterRopeForward, Routing, RoutingShape,
+};
+use moh_kernels::{Backend, Element};
 
 use super::operators::{self, Packed};
 use super::{
     F32_TOLERANCE, Random, assert_close, columns, download, flat, garbage, gradient, no_rotation,
-    rope_tables, tensor, tolerance, upload, var, view, view_mut,
+    rope_tables, table, tensor, tolerance, upload, var,
 };
 
 /// An attention of a training step.
@@ -19,7 +24,7 @@ pub struct Case {
     pub router: Option<QueryNormRouter>,
     pub weighted: bool,
     pub causal: bool,
-    pub first_key: Option<Vec<u32>>,
+    pub document_start: Option<Vec<u32>>,
     /// With positions, and the gradient that goes through the router to the unrotated queries.
     pub whole: bool,
 }
@@ -27,7 +32,7 @@ pub struct Case {
 impl Case {
     pub fn dense(shape: QkvShape) -> Self {
         let (weighted, causal, whole) = (false, true, false);
-        Case { shape, router: None, weighted, causal, first_key: None, whole }
+        Case { shape, router: None, weighted, causal, document_start: None, whole }
     }
 
     pub fn routed(shape: QkvShape, shared_heads: usize, top_k: usize) -> Self {
@@ -53,19 +58,19 @@ impl Case {
     }
 }
 
-/// Starts of the documents of every sequence, in the form of `first_key`.
+/// Starts of the documents of every sequence, in the form of `document_start`.
 pub fn documents(shape: &QkvShape, random: &mut Random, mean_length: usize) -> Vec<u32> {
-    let mut first_key = Vec::new();
+    let mut document_start = Vec::new();
     for _ in 0..shape.batch {
         let mut start = 0;
         for position in 0..shape.length {
             if random.below(mean_length) == 0 {
                 start = position as u32;
             }
-            first_key.push(start);
+            document_start.push(start);
         }
     }
-    first_key
+    document_start
 }
 
 /// Numbers that a case works on.
@@ -110,59 +115,99 @@ pub struct Prepared<'a, B: Backend, T: Element> {
 
 /// What attention reads.
 struct Given<B: Backend, T: Element> {
-    causal: bool,
     angles: [B::Buffer<f32>; 2],
     qkv: B::Buffer<T>,
-    routing: Option<B::Routing>,
-    first_key: Option<B::Buffer<u32>>,
-    weights: Option<B::Buffer<f32>>,
+    document_start: Option<B::Buffer<u32>>,
+    selected: Selected<B>,
     d_out: B::Buffer<T>,
+}
+
+/// Where the selection of a case comes from.
+enum Selected<B: Backend> {
+    /// All heads, their outputs as they are.
+    All,
+    /// All heads, their outputs scaled: no head is routed.
+    Weighted { routed: B::Buffer<u8>, weights: B::Buffer<f32> },
+    /// A router.
+    Routed(QueryNormRouter, Routing<B>),
+}
+
+impl<B: Backend> Selected<B> {
+    fn new(device: &B, case: &Case, weights: &[f32]) -> Self {
+        let (tokens, heads) = (case.shape.tokens(), Heads::all(case.shape.heads));
+        match case.router {
+            Some(router) => {
+                let shape = router.routing_shape(tokens, heads).unwrap();
+                let shape = RoutingShape { weighted: case.weighted, ..shape };
+                Selected::Routed(router, Routing::new(device, shape).unwrap())
+            }
+            None if case.weighted => {
+                Selected::Weighted { routed: upload(device, &[]), weights: upload(device, weights) }
+            }
+            None => Selected::All,
+        }
+    }
+
+    fn selection(&self, heads: usize) -> Option<Selection<'_, B>> {
+        match self {
+            Selected::All => None,
+            Selected::Weighted { routed, weights } => Some(Selection {
+                shared_heads: heads,
+                routed: B::whole(routed),
+                weights: Some(B::whole(weights)),
+            }),
+            Selected::Routed(_, routing) => Some(routing.selection()),
+        }
+    }
 }
 
 impl<B: Backend, T: Element> Given<B, T> {
     fn new(device: &B, case: &Case, inputs: &Inputs<T>) -> Self {
         let (cos, sin) = case.tables();
-        let routing = case.router.map(|router| {
-            device.routing(case.shape.tokens(), Heads::all(case.shape.heads), router).unwrap()
-        });
-        Given {
-            causal: case.causal,
+        let mut given = Given {
             angles: [upload(device, &cos), upload(device, &sin)],
             qkv: upload(device, &inputs.qkv),
-            routing,
-            first_key: case.first_key.as_ref().map(|first_key| upload(device, first_key)),
-            weights: case.weighted.then(|| upload(device, &inputs.weights)),
+            document_start: case.document_start.as_ref().map(|starts| upload(device, starts)),
+            selected: Selected::new(device, case, &inputs.weights),
             d_out: upload(device, &inputs.d_out),
+        };
+        given.route(device, case, &inputs.weights);
+        given
+    }
+
+    /// Rotates, and routes where there is a router.
+    fn route(&mut self, device: &B, case: &Case, weights: &[f32]) {
+        let Given { angles: [cos, sin], qkv, selected, .. } = self;
+        let (table, qkv) = (table(cos, sin), B::whole_mut(qkv));
+        let rope = RopeArgs { shape: &case.shape, table, qkv };
+        let Selected::Routed(router, routing) = selected else {
+            return device.rope_forward::<T>(rope).unwrap();
+        };
+        let args = RouterRopeForward { rope, routing, all_reduce: None };
+        device.query_norm_rope_forward::<T>(*router, args).unwrap();
+        if case.weighted {
+            device.upload(weights, routing.weights_mut()).unwrap();
         }
     }
 
-    fn table(&self) -> RopeTable<'_, B> {
-        let [cos, sin] = &self.angles;
-        RopeTable { cos: view::<B, f32>(cos), sin: view::<B, f32>(sin) }
-    }
-
-    fn visibility(&self) -> Visibility<'_, B> {
-        let first_key = self.first_key.as_ref().map(|first_key| view::<B, u32>(first_key));
-        Visibility { causal: self.causal, query_offset: 0, first_key }
-    }
-
-    fn weights(&self) -> Option<View<'_, B, f32>> {
-        self.weights.as_ref().map(|weights| view::<B, f32>(weights))
+    fn args(&self, case: &Case) -> AttentionArgs<'_, B> {
+        AttentionArgs {
+            shape: case.attention_shape(),
+            causal: case.causal,
+            query_offset: 0,
+            document_start: self.document_start.as_ref().map(|starts| B::whole(starts)),
+            selection: self.selected.selection(case.shape.heads),
+        }
     }
 }
 
 impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
     pub fn new(device: &'a B, case: &'a Case, inputs: &Inputs<T>) -> Self {
-        let (shape, mut given) = (case.shape, Given::new(device, case, inputs));
-        let Given { angles: [cos, sin], qkv, routing, .. } = &mut given;
-        let table = RopeTable { cos: view::<B, f32>(cos), sin: view::<B, f32>(sin) };
-        let qkv = view_mut::<B, T>(qkv);
-        device.rope_route_forward(&shape, table, 0, qkv, routing.as_mut(), None).unwrap();
-        let pairs = shape.tokens() * shape.heads;
+        let pairs = case.shape.tokens() * case.shape.heads;
         Prepared {
             device,
             case,
-            given,
+            given: Given::new(device, case, inputs),
             out: garbage::<B, T>(device, inputs.d_out.len()),
             log_sum_exp: garbage::<B, f32>(device, pairs),
             delta: garbage::<B, f32>(device, pairs),
@@ -179,51 +224,47 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
             values: B::view(&given.qkv, first + width..len),
             row_stride: shape.row(),
         };
-        self.device
-            .attention_forward(
-                &self.case.attention_shape(),
-                view::<B, T>(&given.qkv),
-                key_values,
-                given.visibility(),
-                given.routing.as_ref(),
-                given.weights(),
-                view_mut::<B, T>(&mut self.out),
-                view_mut::<B, f32>(&mut self.log_sum_exp),
-            )
-            .unwrap();
+        let forward = AttentionForward {
+            args: given.args(self.case),
+            queries: B::whole(&given.qkv),
+            key_values,
+            out: B::whole_mut(&mut self.out),
+            log_sum_exp: B::whole_mut(&mut self.log_sum_exp),
+        };
+        self.device.attention_forward(forward).unwrap();
     }
 
     /// After [`Prepared::forward`].
     pub fn backward(&mut self) {
         let given = &self.given;
-        self.device
-            .attention_backward(
-                &self.case.attention_shape(),
-                view::<B, T>(&given.qkv),
-                given.visibility(),
-                given.routing.as_ref(),
-                given.weights(),
-                view::<B, T>(&self.out),
-                view::<B, f32>(&self.log_sum_exp),
-                view::<B, T>(&given.d_out),
-                view_mut::<B, T>(&mut self.d_qkv),
-                Some(view_mut::<B, f32>(&mut self.delta)),
-            )
-            .unwrap();
+        let backward = AttentionBackward {
+            args: given.args(self.case),
+            qkv: B::whole(&given.qkv),
+            out: B::whole(&self.out),
+            log_sum_exp: B::whole(&self.log_sum_exp),
+            d_out: B::whole(&given.d_out),
+            d_qkv: B::whole_mut(&mut self.d_qkv),
+            delta: Some(B::whole_mut(&mut self.delta)),
+        };
+        self.device.attention_backward(backward).unwrap();
     }
 
     /// Takes the gradient on through positions and router, once.
     fn route_backward(&mut self) {
-        let given = &self.given;
-        let router = given.routing.as_ref().map(|routing| RouterGradient {
+        let [cos, sin] = &self.given.angles;
+        let (table, qkv) = (table(cos, sin), B::whole_mut(&mut self.d_qkv));
+        let rope = RopeArgs { shape: &self.case.shape, table, qkv };
+        let Selected::Routed(_, routing) = &self.given.selected else {
+            return self.device.rope_backward::<T>(rope).unwrap();
+        };
+        let gradient = RouterGradient {
             routing,
-            delta: Some(view::<B, f32>(&self.delta)),
+            delta: Some(B::whole(&self.delta)),
             balance_weight: BALANCE,
             ranks: None,
-        });
-        let (qkv, d_qkv) = (view::<B, T>(&given.qkv), view_mut::<B, T>(&mut self.d_qkv));
-        let shape = self.case.shape;
-        self.device.rope_route_backward(&shape, given.table(), 0, qkv, d_qkv, router).unwrap();
+        };
+        let args = RouterRopeBackward { qkv: B::whole(&self.given.qkv), rope, gradient };
+        self.device.query_norm_rope_backward::<T>(args).unwrap();
     }
 
     pub fn results(&self) -> Results<T> {
@@ -255,8 +296,9 @@ fn expected<T: Element>(case: &Case, inputs: &Inputs<T>) -> [Vec<f64>; 4] {
     let (cos, sin) = case.tables();
     let rotated = packed.rotate(&qkv, &packed.table(&cos, &sin, 0)).unwrap();
     let [q, k, v] = packed.split(&rotated).unwrap();
-    let first_key = case.first_key.as_deref();
-    let seen = operators::visibility((batch, length, length), case.causal, 0, first_key).unwrap();
+    let document_start = case.document_start.as_deref();
+    let seen =
+        operators::visibility((batch, length, length), case.causal, 0, document_start).unwrap();
     let (heads_out, log_sum_exp) = operators::attention(&q, &k, &v, &seen).unwrap();
 
     let rows = (shape.tokens(), heads);
@@ -330,43 +372,39 @@ pub fn cached<B: Backend, T: Element>(
     let query_buffer = upload(device, &queries);
     let mut out = garbage::<B, T>(device, shape.tokens() * heads * head_dim);
     let mut log_sum_exp = garbage::<B, f32>(device, shape.tokens() * heads);
-    let mut forward = |key_values: KeyValues<'_, B, T>| {
-        let visibility = Visibility { causal: true, query_offset, first_key: None };
-        let queries = view::<B, T>(&query_buffer);
-        let (out, sums) = (view_mut::<B, T>(&mut out), view_mut::<B, f32>(&mut log_sum_exp));
-        device
-            .attention_forward(shape, queries, key_values, visibility, None, None, out, sums)
-            .unwrap();
+    // Sequences lie in blocks of a shuffled order, of which there is one more than is used.
+    let blocks = block_length.map_or(0, |length| key_length.div_ceil(length));
+    let table: Vec<u32> = random.permutation(batch * blocks + 1)[1..].to_vec();
+    let placed = |rows: &[T]| {
+        let Some(length) = block_length else { return upload(device, rows) };
+        let mut out = vec![T::from_f32(f32::NAN); (table.len() + 1) * length * width];
+        for (at, row) in rows.chunks_exact(width).enumerate() {
+            let (sequence, position) = (at / key_length, at % key_length);
+            let block = table[sequence * blocks + position / length] as usize;
+            let start = (block * length + position % length) * width;
+            out[start..start + width].copy_from_slice(row);
+        }
+        upload(device, &out)
     };
-    if let Some(block_length) = block_length {
-        // Sequences lie in blocks of a shuffled order, of which there is one more than is used.
-        let blocks = key_length.div_ceil(block_length);
-        let table: Vec<u32> = random.permutation(batch * blocks + 1)[1..].to_vec();
-        let paged = |rows: &[T]| {
-            let mut out = vec![T::from_f32(f32::NAN); (table.len() + 1) * block_length * width];
-            for (at, row) in rows.chunks_exact(width).enumerate() {
-                let (sequence, position) = (at / key_length, at % key_length);
-                let block = table[sequence * blocks + position / block_length] as usize;
-                let start = (block * block_length + position % block_length) * width;
-                out[start..start + width].copy_from_slice(row);
-            }
-            upload(device, &out)
-        };
-        let (keys, values, block_table) = (paged(&keys), paged(&values), upload(device, &table));
-        forward(KeyValues::Paged {
-            keys: view::<B, T>(&keys),
-            values: view::<B, T>(&values),
-            block_table: view::<B, u32>(&block_table),
+    let buffers = (placed(&keys), placed(&values), upload(device, &table));
+    let (key_view, value_view) = (B::whole(&buffers.0), B::whole(&buffers.1));
+    let key_values = match block_length {
+        None => KeyValues::Contiguous { keys: key_view, values: value_view, row_stride: width },
+        Some(block_length) => KeyValues::Paged {
+            keys: key_view,
+            values: value_view,
+            block_table: B::whole(&buffers.2),
             block_length,
-        });
-    } else {
-        let (keys, values) = (upload(device, &keys), upload(device, &values));
-        forward(KeyValues::Contiguous {
-            keys: view::<B, T>(&keys),
-            values: view::<B, T>(&values),
-            row_stride: width,
-        });
-    }
+        },
+    };
+    let forward = AttentionForward {
+        args: AttentionArgs { query_offset, ..AttentionArgs::causal(*shape) },
+        queries: B::whole(&query_buffer),
+        key_values,
+        out: B::whole_mut(&mut out),
+        log_sum_exp: B::whole_mut(&mut log_sum_exp),
+    };
+    device.attention_forward(forward).unwrap();
     let results = (download::<B, T>(device, &out), download::<B, f32>(device, &log_sum_exp));
 
     let queries = columns(&queries, shape.query_stride, 0..heads * head_dim);

@@ -10,7 +10,9 @@ pub mod operators;
 use candle_core::backprop::GradStore;
 use candle_core::{DType as CandleType, Device, Shape, Tensor, Var};
 use half::bf16;
-use moh_kernels::{Backend, DType, Element, Scalar, View, ViewMut};
+use moh_kernels::rope::RopeTable;
+use moh_kernels::router::Routing;
+use moh_kernels::{Backend, DType, Element, Scalar};
 use proptest::test_runner::Config;
 
 /// Relative L2 error of results that are computed and stored in f32: some tens of roundings of
@@ -156,10 +158,15 @@ pub fn no_rotation(positions: usize, head_dim: usize) -> (Vec<f32>, Vec<f32>) {
 
 // ---- buffers on a device ----
 
+/// The table of these cosines and sines, for positions from 0 on.
+pub fn table<'a, B: Backend>(cos: &'a B::Buffer<f32>, sin: &'a B::Buffer<f32>) -> RopeTable<'a, B> {
+    RopeTable { cos: B::whole(cos), sin: B::whole(sin), first_position: 0 }
+}
+
 /// A buffer that holds these numbers.
 pub fn upload<B: Backend, S: Scalar>(device: &B, numbers: &[S]) -> B::Buffer<S> {
     let mut buffer = device.allocate(numbers.len()).unwrap();
-    device.upload(numbers, view_mut::<B, S>(&mut buffer)).unwrap();
+    device.upload(numbers, B::whole_mut(&mut buffer)).unwrap();
     buffer
 }
 
@@ -171,19 +178,17 @@ pub fn garbage<B: Backend, T: Element>(device: &B, len: usize) -> B::Buffer<T> {
 /// The numbers of a buffer.
 pub fn download<B: Backend, S: Scalar>(device: &B, buffer: &B::Buffer<S>) -> Vec<S> {
     let mut numbers = vec![S::zeroed(); B::len(buffer)];
-    device.download(view::<B, S>(buffer), &mut numbers).unwrap();
+    device.download(B::whole(buffer), &mut numbers).unwrap();
     numbers
 }
 
-/// Read access to all of a buffer.
-pub fn view<B: Backend, S: Scalar>(buffer: &B::Buffer<S>) -> View<'_, B, S> {
-    B::view(buffer, 0..B::len(buffer))
-}
-
-/// Write access to all of a buffer.
-pub fn view_mut<B: Backend, S: Scalar>(buffer: &mut B::Buffer<S>) -> ViewMut<'_, B, S> {
-    let len = B::len(buffer);
-    B::view_mut(buffer, 0..len)
+/// Which routed heads the tokens selected, and the gates.
+pub fn selection_and_gates<B: Backend>(device: &B, routing: &Routing<B>) -> (Vec<u8>, Vec<f32>) {
+    let len = routing.tokens() * routing.routed();
+    let (mut selected, mut gates) = (vec![9; len], vec![9.0; len]);
+    device.download(routing.selected(), &mut selected).unwrap();
+    device.download(routing.gates(), &mut gates).unwrap();
+    (selected, gates)
 }
 
 // ---- tensors of the reference ----

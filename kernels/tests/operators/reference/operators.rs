@@ -159,11 +159,11 @@ pub fn visibility(
     (batch, queries, keys): (usize, usize, usize),
     causal: bool,
     query_offset: usize,
-    first_key: Option<&[u32]>,
+    document_start: Option<&[u32]>,
 ) -> Result<Tensor> {
     let mut mask = Vec::with_capacity(batch * queries * keys);
     for token in 0..batch * queries {
-        let first = first_key.map_or(0, |first_key| first_key[token] as usize);
+        let first = document_start.map_or(0, |document_start| document_start[token] as usize);
         let last = if causal { query_offset + token % queries } else { keys - 1 };
         let sees = |key| key >= first && key <= last;
         mask.extend((0..keys).map(|key| if sees(key) { 0.0 } else { f64::NEG_INFINITY }));

@@ -88,7 +88,7 @@ fn generate<T: Element>(arguments: &Arguments) -> anyhow::Result<()> {
     let capacity = context.min(prompt.len().saturating_add(arguments.max_tokens));
     let model = models::load::<T>(&directory, capacity)?;
     // On one of the operators' threads: a token of a small model takes less time than waking them.
-    model.backend().scope(|| decode(arguments, &tokenizer, &model, &prompt))
+    model.backend().install(|| decode(arguments, &tokenizer, &model, &prompt))
 }
 
 /// Writes the prompt and what follows it, as they come.

@@ -10,7 +10,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
-use moh_kernels::{DType, Memory, MemoryMut, Region, RegionMut};
+use moh_kernels::{DType, Location, LocationMut, Region, RegionMut};
 
 use super::scratch::Scratch;
 use super::{Engine, Member, Ticket};
@@ -205,7 +205,7 @@ fn described(call: Option<&Call>) -> String {
 
 impl Engine for Threads {
     fn all_reduce(&self, part: RegionMut<'_>, how: Reduce) -> Result<Ticket> {
-        let RegionMut { dtype, len, memory: MemoryMut::Host(out) } = part else {
+        let RegionMut { dtype, len, location: LocationMut::Host(out) } = part else {
             return Err(on_the_host("all_reduce"));
         };
         let call = Call { operation: "all_reduce", dtype, len, reduce: Some(how), root: None };
@@ -215,7 +215,7 @@ impl Engine for Threads {
     }
 
     fn reduce_scatter(&self, whole: RegionMut<'_>, how: Reduce) -> Result<Ticket> {
-        let RegionMut { dtype, len, memory: MemoryMut::Host(out) } = whole else {
+        let RegionMut { dtype, len, location: LocationMut::Host(out) } = whole else {
             return Err(on_the_host("reduce_scatter"));
         };
         let call = Call { operation: "reduce_scatter", dtype, len, reduce: Some(how), root: None };
@@ -229,7 +229,7 @@ impl Engine for Threads {
     }
 
     fn all_gather(&self, whole: RegionMut<'_>) -> Result<Ticket> {
-        let RegionMut { dtype, len, memory: MemoryMut::Host(out) } = whole else {
+        let RegionMut { dtype, len, location: LocationMut::Host(out) } = whole else {
             return Err(on_the_host("all_gather"));
         };
         let call = Call { operation: "all_gather", dtype, len, reduce: None, root: None };
@@ -242,7 +242,7 @@ impl Engine for Threads {
     }
 
     fn broadcast(&self, part: RegionMut<'_>, root: usize) -> Result<Ticket> {
-        let RegionMut { dtype, len, memory: MemoryMut::Host(out) } = part else {
+        let RegionMut { dtype, len, location: LocationMut::Host(out) } = part else {
             return Err(on_the_host("broadcast"));
         };
         let call = Call { operation: "broadcast", dtype, len, reduce: None, root: Some(root) };
@@ -253,7 +253,7 @@ impl Engine for Threads {
     }
 
     fn send(&self, part: Region<'_>, to: usize, tag: u32) -> Result<Ticket> {
-        let Memory::Host(bytes) = part.memory else { return Err(on_the_host("send")) };
+        let Location::Host(bytes) = part.location else { return Err(on_the_host("send")) };
         self.health.check()?;
         let mut post = locked(&self.room.post);
         let mut letter = post.free.pop().unwrap_or_default();
@@ -264,7 +264,7 @@ impl Engine for Threads {
     }
 
     fn recv(&self, part: RegionMut<'_>, from: usize, tag: u32) -> Result<Ticket> {
-        let MemoryMut::Host(out) = part.memory else { return Err(on_the_host("recv")) };
+        let LocationMut::Host(out) = part.location else { return Err(on_the_host("recv")) };
         let mut post = locked(&self.room.post);
         loop {
             let letters = post.letters.get_mut(&(self.rank, from, tag));

@@ -158,7 +158,7 @@ fn sizes_that_make_no_model_are_refused() {
 
 #[test]
 fn moh_fields_are_read_and_checked() {
-    let expected = MohConfig { router: Router::QueryNorm, shared_heads: 4, routed_top_k: 2 };
+    let expected = MohConfig { router: RouterKind::QueryNorm, shared_heads: 4, routed_top_k: 2 };
     assert_eq!(moh("query-norm", 4, 2).unwrap().config.moh, Some(expected));
     for (router, shared, top_k, expected) in [
         ("learned", 4, 2, "moh_router = \"learned\": unknown router"),
@@ -178,7 +178,8 @@ fn conversion_changes_only_its_own_fields() {
     let source = with("auto_map", json!({"AutoConfig": "x.Y"})).unwrap();
     let mut config = source.config.clone();
     config.vocab_size = 256;
-    config.moh = Some(MohConfig { router: Router::QueryNorm, shared_heads: 4, routed_top_k: 2 });
+    config.moh =
+        Some(MohConfig { router: RouterKind::QueryNorm, shared_heads: 4, routed_top_k: 2 });
     let fields = source.to_json(&config, Some(Dtype::BF16));
     assert_eq!(fields["architectures"], json!(["MohLlamaForCausalLM"]));
     assert_eq!(fields["torch_dtype"], json!("bfloat16"));

@@ -4,7 +4,7 @@
 //! micro-batch that is under way. Workspaces of libraries and the system's own needs come on top.
 
 use moh_kernels::cross_entropy::{GPU_CHUNK, HeadShape};
-use moh_kernels::{Backend, Cpu};
+use moh_kernels::{Cpu, Workspace};
 use moh_model::model_parallel::Part;
 
 use super::work::Work;

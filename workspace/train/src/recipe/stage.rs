@@ -1,6 +1,6 @@
 //! `[[stage]]`: attention, schedule, optimiser and parallel split of a stretch of training.
 
-use moh_model::{ModelConfig, MohConfig, Router};
+use moh_model::{ModelConfig, MohConfig, RouterKind};
 use serde::{Deserialize, Serialize};
 
 /// Share of the heads that a token computes where a recipe and its model do not say.
@@ -50,7 +50,7 @@ pub enum Attention {
 pub struct MohOptions {
     /// How heads are scored: `"query-norm"`.
     #[serde(with = "router_name")]
-    pub router: Router,
+    pub router: RouterKind,
     /// Heads that serve every token. When left out: the model's, where it is a Mixture-of-Head
     /// already and `routed_top_k` is left out too, else half of the heads.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -66,7 +66,7 @@ pub struct MohOptions {
 impl Default for MohOptions {
     fn default() -> Self {
         MohOptions {
-            router: Router::QueryNorm,
+            router: RouterKind::QueryNorm,
             shared_heads: None,
             routed_top_k: None,
             balance_loss_weight: 0.01,
@@ -188,17 +188,17 @@ impl Stage {
 
 /// The router by its name in `config.json`.
 mod router_name {
-    use moh_model::Router;
+    use moh_model::RouterKind;
     use serde::{Deserialize, Deserializer, Serializer, de::Error as _};
 
-    pub fn serialize<S: Serializer>(router: &Router, to: S) -> Result<S::Ok, S::Error> {
+    pub fn serialize<S: Serializer>(router: &RouterKind, to: S) -> Result<S::Ok, S::Error> {
         to.serialize_str(router.name())
     }
 
-    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Router, D::Error> {
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<RouterKind, D::Error> {
         let name = String::deserialize(from)?;
-        Router::from_name(&name).ok_or_else(|| {
-            D::Error::custom(format!("must be {:?}, not {name:?}", Router::QueryNorm.name()))
+        RouterKind::from_name(&name).ok_or_else(|| {
+            D::Error::custom(format!("must be {:?}, not {name:?}", RouterKind::QueryNorm.name()))
         })
     }
 }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use moh_model::{MohConfig, Router};
+use moh_model::{MohConfig, RouterKind};
 use proptest::prelude::*;
 
 use super::*;
@@ -103,7 +103,7 @@ fn routing_is_resolved_against_the_models_heads() {
     let moh = recipe.stages[1].moh.clone().unwrap();
     assert_eq!((moh.shared_heads, moh.routed_top_k), (Some(4), Some(2)));
 
-    model.moh = Some(MohConfig { router: Router::QueryNorm, shared_heads: 2, routed_top_k: 1 });
+    model.moh = Some(MohConfig { router: RouterKind::QueryNorm, shared_heads: 2, routed_top_k: 1 });
     let mut recipe = with(&[]);
     recipe.resolve(path, &model).unwrap();
     let moh = recipe.stages[1].moh_config(&model).unwrap();

@@ -115,8 +115,8 @@ static __device__ __forceinline__ uint32_t rows_ending_by(const Parameters& para
 static __device__ __forceinline__ uint32_t rows_starting_before(const Parameters& params,
                                                                 const Segment& segment,
                                                                 uint32_t key) {
-    if (params.first_key == nullptr) return key > 0 ? segment.count : 0;
-    const uint32_t* first_key = params.first_key + segment.sequence * params.query_length;
+    if (params.document_start == nullptr) return key > 0 ? segment.count : 0;
+    const uint32_t* first_key = params.document_start + segment.sequence * params.query_length;
     uint32_t tokens =
         count_leading(params.query_length, [&](uint32_t t) { return first_key[t] < key; });
     return count_rows(segment, tokens);
@@ -194,7 +194,7 @@ template <int WIDTH>
 static __device__ __forceinline__ uint32_t turn_of(const Parameters& params,
                                                    const unsigned char* row_tile, uint32_t key) {
     const uint2* bounds = reinterpret_cast<const uint2*>(row_tile + RowTileLayout<WIDTH>::BOUNDS);
-    uint32_t first = params.first_key != nullptr ? bounds[0].x : 0;
+    uint32_t first = params.document_start != nullptr ? bounds[0].x : 0;
     return key / TILE_KEYS - first / TILE_KEYS;
 }
 

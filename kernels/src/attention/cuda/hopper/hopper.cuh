@@ -31,6 +31,8 @@ using namespace tiled_attention;
 struct Maps {
     TensorMap k, v;
 };
+static_assert(sizeof(Maps) == 256 && offsetof(Maps, k) == 0 && offsetof(Maps, v) == 128,
+              "as in attention/cuda/hopper.rs");
 
 // Scratch memory, 16-byte aligned. The backward pass needs the first three, whose contents are
 // arbitrary before, and key_tiles_at_once; the forward pass needs next_tile.
@@ -49,6 +51,11 @@ struct Scratch {
     // descending order, odd groups in ascending order. 0: all descend, as turns require for speed.
     uint32_t key_tiles_at_once, padding;
 };
+static_assert(sizeof(Scratch) == 40 && offsetof(Scratch, row_tiles) == 0 &&
+              offsetof(Scratch, d_q_sums) == 8 && offsetof(Scratch, turns) == 16 &&
+              offsetof(Scratch, next_tile) == 24 && offsetof(Scratch, key_tiles_at_once) == 32 &&
+              offsetof(Scratch, padding) == 36,
+              "as in attention/cuda/hopper.rs");
 
 // ---- launch geometry ----
 //

@@ -130,7 +130,7 @@ static __device__ __forceinline__ void prepare(const Parameters& params, const S
         d_out = load_chunk(params.d_out + pair * WIDTH + chunk * 8);
         out = load_chunk(params.out + pair * WIDTH + chunk * 8);
         numbers.log_sum_exp = params.log_sum_exp[pair] * LOG2_E;
-        numbers.first = params.first_key != nullptr ? params.first_key[token] : 0;
+        numbers.first = params.document_start != nullptr ? params.document_start[token] : 0;
         numbers.end = key_end(params, in_sequence);
         if (params.weights != nullptr) weight = params.weights[pair];
     }

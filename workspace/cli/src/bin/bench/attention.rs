@@ -8,7 +8,7 @@ use moh_cli::exit::Usage;
 use moh_cli::models::ComputeType;
 use moh_kernels::cases::AttentionCase;
 use moh_kernels::rope::QkvShape;
-use moh_kernels::router::QueryNormRouter;
+use moh_kernels::router::query_norm::QueryNormRouter;
 use moh_kernels::{Backend, Element};
 use moh_model::MohConfig;
 use serde_json::{Value, json};
@@ -210,7 +210,7 @@ impl Job<'_> {
             || spent(&rows) < self.arguments.seconds
         {
             for (case, row) in cases.iter_mut().zip(&mut rows) {
-                backend.scope(|| row.time(bench, case))?;
+                backend.install(|| row.time(bench, case))?;
             }
         }
         Ok(rows)

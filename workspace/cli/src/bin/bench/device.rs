@@ -86,7 +86,7 @@ impl<B: Backend> Bench<B> {
         mut work: impl FnMut() -> moh_kernels::Result<()> + Send,
     ) -> anyhow::Result<Times> {
         // As in a training step: on one of the threads that share the work.
-        let times = self.backend.scope(|| {
+        let times = self.backend.install(|| {
             work()?;
             self.backend.synchronize()?;
             let count = self.count(&mut work)?;

@@ -102,7 +102,7 @@ fn copy<B: Backend>(bench: &Bench<B>) -> anyhow::Result<f64> {
 /// Bytes of memory in use, now and at most so far: the device's own, or this process's where the
 /// system tells.
 pub fn memory<B: Backend>(backend: &B) -> Option<(u64, u64)> {
-    match backend.memory() {
+    match backend.memory_info() {
         // All of it is taken before the first step and given back after the last.
         Some(memory) => Some((memory.used, memory.used)),
         None => resident(),

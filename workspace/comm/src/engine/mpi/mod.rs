@@ -10,7 +10,7 @@ use std::ffi::c_int;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use moh_kernels::{DType, Memory, MemoryMut, Region, RegionMut};
+use moh_kernels::{DType, Location, LocationMut, Region, RegionMut};
 use mpi::ffi;
 
 use self::library::{Library, failed};
@@ -119,12 +119,12 @@ fn datatype(dtype: DType) -> ffi::MPI_Datatype {
 fn host<'a>(operation: &'static str, part: RegionMut<'a>) -> Result<(DType, usize, &'a mut [u8])> {
     let RegionMut { dtype, len, memory } = part;
     match memory {
-        MemoryMut::Device(_) => Err(failed(operation, ON_A_GPU)),
-        MemoryMut::Host(_) if c_int::try_from(len).is_err() => Err(failed(
+        LocationMut::Device(_) => Err(failed(operation, ON_A_GPU)),
+        LocationMut::Host(_) if c_int::try_from(len).is_err() => Err(failed(
             operation,
             format!("{len} numbers are more than MPI counts: pass at most {}", c_int::MAX),
         )),
-        MemoryMut::Host(bytes) => Ok((dtype, len, bytes)),
+        LocationMut::Host(bytes) => Ok((dtype, len, bytes)),
     }
 }
 
@@ -327,7 +327,7 @@ impl Engine for Communicator {
     }
 
     fn send(&self, part: Region<'_>, to: usize, tag: u32) -> Result<Ticket> {
-        let Memory::Host(bytes) = part.memory else { return Err(failed("send", ON_A_GPU)) };
+        let Location::Host(bytes) = part.location else { return Err(failed("send", ON_A_GPU)) };
         let tag = self.tag("send", tag)?;
         for bytes in messages(bytes) {
             // SAFETY: `post` keeps the copy that it passes until the message has left.
@@ -342,7 +342,7 @@ impl Engine for Communicator {
     }
 
     fn recv(&self, part: RegionMut<'_>, from: usize, tag: u32) -> Result<Ticket> {
-        let MemoryMut::Host(bytes) = part.memory else { return Err(failed("recv", ON_A_GPU)) };
+        let LocationMut::Host(bytes) = part.location else { return Err(failed("recv", ON_A_GPU)) };
         let tag_number = self.tag("recv", tag)?;
         let (mut rest, mut first) = (bytes, true);
         while first || !rest.is_empty() {

@@ -12,7 +12,7 @@ use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::nccl::sys;
-use moh_kernels::{Backend, Cuda, DType, Memory, MemoryMut, Region, RegionMut};
+use moh_kernels::{Cuda, DType, Location, LocationMut, Memory, Region, RegionMut};
 
 use self::lane::{Device, Event, Lane, check, failed};
 use super::{Engine, Member, Ticket};
@@ -31,7 +31,7 @@ struct Shared {
 }
 
 struct Letter {
-    copy: <Cuda as Backend>::Buffer<u8>,
+    copy: <Cuda as Memory>::Buffer<u8>,
     sent: Arc<Event>,
 }
 
@@ -43,7 +43,7 @@ struct Nccl {
     ranks: Vec<usize>,
     shared: Arc<Shared>,
     /// What barriers reduce.
-    nothing: Mutex<<Cuda as Backend>::Buffer<u32>>,
+    nothing: Mutex<<Cuda as Memory>::Buffer<u32>>,
 }
 
 /// What rank 0 gives to all ranks so that they find each other.
@@ -106,7 +106,9 @@ struct Place {
 
 impl Place {
     fn of(operation: &'static str, region: &RegionMut<'_>) -> Result<Self> {
-        let MemoryMut::Device(address) = region.memory else { return Err(on_the_host(operation)) };
+        let LocationMut::Device(address) = region.location else {
+            return Err(on_the_host(operation));
+        };
         Ok(Place { dtype: region.dtype, len: region.len, address })
     }
 
@@ -121,9 +123,9 @@ fn on_the_host(operation: &'static str) -> crate::Error {
 }
 
 fn address(region: Region<'_>) -> Option<u64> {
-    match region.memory {
-        Memory::Device(address) => Some(address),
-        Memory::Host(_) => None,
+    match region.location {
+        Location::Device(address) => Some(address),
+        Location::Host(_) => None,
     }
 }
 
@@ -312,7 +314,7 @@ mod tests {
         Some((cuda, engine))
     }
 
-    fn whole(buffer: &mut <Cuda as Backend>::Buffer<f32>) -> RegionMut<'_> {
+    fn whole(buffer: &mut <Cuda as Memory>::Buffer<f32>) -> RegionMut<'_> {
         let range = 0..Cuda::len(buffer);
         Cuda::region_mut(Cuda::view_mut(buffer, range))
     }

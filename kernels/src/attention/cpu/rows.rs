@@ -1,66 +1,57 @@
-//! What attention's forward and backward passes share on the CPU: the problem, its checks, and
-//! which (token, head) pairs take part.
+//! What attention's forward and backward passes share on the CPU: checks of the arguments, and which
+//! (token, head) pairs take part.
 
 use std::ops::Range;
 
-use crate::attention::{AttentionShape, KeyValues};
+use crate::attention::{AttentionArgs, AttentionShape, KeyValues, SelectionLens};
 use crate::cpu::Cpu;
 use crate::error::{Result, check_len, ensure};
-use crate::router::cpu::CpuRouting;
 use crate::scalar::Element;
-
-/// The problem and who takes part in it.
-#[derive(Clone, Copy)]
-pub(crate) struct Problem<'a> {
-    pub shape: AttentionShape,
-    pub causal: bool,
-    pub query_offset: usize,
-    pub first_key: Option<&'a [u32]>,
-    pub selection: Option<&'a CpuRouting>,
-    pub weights: Option<&'a [f32]>,
-}
 
 /// A (token, query head) pair.
 #[derive(Clone, Copy)]
 pub(super) struct Row {
     /// Token among all sequences.
     pub token: usize,
-    /// Its number among the queries of its sequence.
+    /// Its index among the queries of its sequence.
     pub position: usize,
     /// Query head among all heads.
     pub head: usize,
 }
 
-impl Problem<'_> {
-    pub(super) fn check(&self, operator: &'static str) -> Result<()> {
-        let tokens = self.shape.tokens();
-        if let Some(selection) = self.selection {
-            selection.check(operator, tokens, self.shape.heads)?;
-        }
-        if let Some(weights) = self.weights {
-            check_len(operator, "weights", weights.len(), tokens * self.shape.heads)?;
-        }
-        if let Some(first_key) = self.first_key {
-            check_len(operator, "first_key", first_key.len(), tokens)?;
-        }
-        let end = self.query_offset.saturating_add(self.shape.query_length);
-        ensure(operator, !self.causal || end <= self.shape.key_length, || {
-            format!("queries up to position {end} of {} keys", self.shape.key_length)
-        })?;
+impl AttentionArgs<'_, Cpu> {
+    /// Refuses views that do not fit the shape, and queries without a key.
+    pub(super) fn check_rows(&self, operator: &'static str) -> Result<()> {
+        let lens = SelectionLens {
+            routed: self.selection.map_or(0, |selection| selection.routed.len()),
+            weights: self.weights().map(<[f32]>::len),
+            document_start: self.document_start.map(<[u32]>::len),
+        };
+        self.check(operator, &lens)?;
         self.check_visible(operator)
+    }
+
+    fn weights(&self) -> Option<&[f32]> {
+        self.selection.and_then(|selection| selection.weights)
+    }
+
+    /// Whether outputs are multiplied by weights.
+    pub(super) fn is_weighted(&self) -> bool {
+        self.weights().is_some()
     }
 
     /// Refuses a query that sees no key, whose softmax would be 0 / 0, and bounds that decrease.
     fn check_visible(&self, operator: &'static str) -> Result<()> {
         let length = self.shape.query_length;
-        let checked = if self.first_key.is_some() { self.shape.tokens() } else { length.min(1) };
+        let checked =
+            if self.document_start.is_some() { self.shape.tokens() } else { length.min(1) };
         let mut before = 0;
         for token in 0..checked {
             let position = token % length;
             let visible = self.visible(Row { token, position, head: 0 });
             ensure(operator, !visible.is_empty(), || format!("query {token} sees no key"))?;
             ensure(operator, position == 0 || before <= visible.start, || {
-                format!("first_key of query {token} is less than that of the one before")
+                format!("document_start of query {token} is less than that of the one before")
             })?;
             before = visible.start;
         }
@@ -81,23 +72,33 @@ impl Problem<'_> {
             let token = sequence * length + position;
             for head in kv_head * group..(kv_head + 1) * group {
                 let row = Row { token, position, head };
-                match self.selection {
-                    Some(selection) if !selection.serves(token, head) => skipped(row),
-                    _ => selected(row),
-                }
+                if self.is_selected(row) { selected(row) } else { skipped(row) }
+            }
+        }
+    }
+
+    /// Whether the row's token computes its head.
+    #[inline]
+    fn is_selected(&self, row: Row) -> bool {
+        let Some(selection) = &self.selection else { return true };
+        match row.head.checked_sub(selection.shared_heads) {
+            None => true,
+            Some(routed) => {
+                let columns = self.shape.heads - selection.shared_heads;
+                selection.routed[row.token * columns + routed] != 0
             }
         }
     }
 
     /// Keys that the row's token sees.
     pub(super) fn visible(&self, row: Row) -> Range<usize> {
-        let first = self.first_key.map_or(0, |first_key| first_key[row.token] as usize);
+        let first = self.document_start.map_or(0, |starts| starts[row.token] as usize);
         let end =
             if self.causal { self.query_offset + row.position + 1 } else { self.shape.key_length };
         first.min(end)..end
     }
 
-    /// Keys that some row of the tile sees; `first_key` and the causal bound never decrease.
+    /// Keys that some row of the tile sees; `document_start` and the causal bound never decrease.
     pub(super) fn tile_keys(&self, tile: &[Row]) -> Range<usize> {
         match (tile.first(), tile.last()) {
             (Some(&first), Some(&last)) => self.visible(first).start..self.visible(last).end,
@@ -106,15 +107,10 @@ impl Problem<'_> {
     }
 
     pub(super) fn weight(&self, row: Row) -> f32 {
-        self.weights.map_or(1.0, |weights| weights[row.token * self.shape.heads + row.head])
+        self.weights().map_or(1.0, |weights| weights[row.token * self.shape.heads + row.head])
     }
 
-    /// What scores are multiplied by.
-    pub(super) fn scale(&self) -> f32 {
-        (self.shape.head_dim as f32).sqrt().recip()
-    }
-
-    /// The same where their exponentials are powers of 2.
+    /// Factor of the scores where their exponentials are powers of 2.
     pub(super) fn base2_scale(&self) -> f32 {
         self.scale() * std::f32::consts::LOG2_E
     }

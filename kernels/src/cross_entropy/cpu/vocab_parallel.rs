@@ -1,20 +1,20 @@
-//! The losses of a chunk whose logits are divided among ranks.
+//! The losses of a chunk whose vocabulary is divided among ranks.
 
 use rayon::prelude::*;
 
 use super::{ROWS, turn_to_exponentials};
 use crate::cpu::Cpu;
-use crate::cross_entropy::IGNORED;
+use crate::cross_entropy::{HeadRanks, IGNORED};
 use crate::error::Result;
-use crate::ranks::{HeadRanks, VocabularyRows};
+use crate::ranks::VocabularyRows;
 use crate::simd::vectorized;
 
-/// Numbers of `rows` rows: what the ranks add up, and each row's largest logit.
+/// Elements of `rows` rows: what the ranks add up, and each row's largest logit.
 pub(super) fn sums(rows: usize, ranks: usize) -> usize {
     rows * (ranks + 2)
 }
 
-/// The chunk's summed loss on rank 0, zero on the others; with a scale, the logits that are held here
+/// The chunk's summed loss on rank 0, zero on the others; with a scale, the local logits
 /// become their gradients.
 pub(super) fn losses(
     logits: &mut [f32],
@@ -22,7 +22,7 @@ pub(super) fn losses(
     scale: Option<f32>,
     ranks: &mut HeadRanks<'_, Cpu>,
 ) -> Result<f64> {
-    let HeadRanks { rows, rank: (rank, count), sums, all_reduce } = ranks;
+    let HeadRanks { rows, rank, ranks: count, sums, all_reduce } = ranks;
     let (rows, rank, columns) = (*rows, *rank, *count + 1);
     let (table, largest) = sums.split_at_mut(targets.len() * columns);
     let mut chunk = Chunk { logits, targets, table, largest: &mut largest[..targets.len()] };
@@ -72,7 +72,7 @@ impl Chunk<'_> {
 }
 
 /// Turns a row into exponentials less its largest logit, which it returns; writes the logarithm of
-/// their sum into the rank's column and the target's logit, where it is held here, into the last.
+/// their sum into the rank's column and the target's logit, where it is local, into the last.
 #[inline(always)]
 fn row_sums(
     row: &mut [f32],
@@ -84,11 +84,11 @@ fn row_sums(
     if target == IGNORED {
         return 0.0;
     }
-    let place = rows.place(target);
-    if let (Some(place), Some(chosen)) = (place, sums.last_mut()) {
-        *chosen = f64::from(row[place]);
+    let local = rows.local(target);
+    if let (Some(local), Some(chosen)) = (local, sums.last_mut()) {
+        *chosen = f64::from(row[local]);
     }
-    let (largest, total) = turn_to_exponentials(row, place);
+    let (largest, total) = turn_to_exponentials(row, local);
     sums[rank] = f64::from(largest) + total.ln();
     f64::from(largest)
 }
@@ -114,8 +114,8 @@ fn row_loss(
         for value in row.iter_mut() {
             *value *= factor;
         }
-        if let Some(place) = rows.place(target) {
-            row[place] -= scale;
+        if let Some(local) = rows.local(target) {
+            row[local] -= scale;
         }
     }
     largest - chosen + total

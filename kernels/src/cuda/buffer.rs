@@ -1,0 +1,119 @@
+//! Buffers in a device's memory and views of them.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::device::Device;
+use crate::error::Result;
+use crate::scalar::Scalar;
+
+/// Some memory of a device, given back when it is dropped.
+pub(crate) struct Allocation {
+    device: Arc<dyn Device>,
+    address: u64,
+    bytes: usize,
+}
+
+impl Allocation {
+    /// `bytes` zeros.
+    pub(crate) fn new(device: &Arc<dyn Device>, bytes: usize) -> Result<Self> {
+        Ok(Allocation { device: Arc::clone(device), address: device.allocate(bytes)?, bytes })
+    }
+
+    pub(crate) fn address(&self) -> u64 {
+        self.address
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        self.device.free(self.address, self.bytes);
+    }
+}
+
+/// Elements in a device's memory.
+pub struct CudaBuffer<S> {
+    memory: Allocation,
+    len: usize,
+    elements: PhantomData<S>,
+}
+
+impl<S: Scalar> CudaBuffer<S> {
+    pub(crate) fn zeros(device: &Arc<dyn Device>, len: usize) -> Result<Self> {
+        let bytes = len.saturating_mul(size_of::<S>());
+        Ok(CudaBuffer { memory: Allocation::new(device, bytes)?, len, elements: PhantomData })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn address(&self) -> u64 {
+        self.memory.address()
+    }
+
+    pub(crate) fn view(&self, range: Range<usize>) -> CudaView<'_, S> {
+        let (address, len) = self.part(range);
+        CudaView { address, len, elements: PhantomData }
+    }
+
+    pub(crate) fn view_mut(&mut self, range: Range<usize>) -> CudaViewMut<'_, S> {
+        let (address, len) = self.part(range);
+        CudaViewMut { address, len, elements: PhantomData }
+    }
+
+    /// Panics where the range leaves the buffer, as a slice does.
+    fn part(&self, range: Range<usize>) -> (u64, usize) {
+        assert!(
+            range.start <= range.end && range.end <= self.len,
+            "range {range:?} of a buffer of {} elements",
+            self.len
+        );
+        (self.address() + (range.start * size_of::<S>()) as u64, range.len())
+    }
+}
+
+/// Read access to a part of a [`CudaBuffer`].
+pub struct CudaView<'a, S> {
+    pub(crate) address: u64,
+    pub(crate) len: usize,
+    elements: PhantomData<&'a [S]>,
+}
+
+impl<S> Clone for CudaView<'_, S> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<S> Copy for CudaView<'_, S> {}
+
+/// Write access to a part of a [`CudaBuffer`].
+pub struct CudaViewMut<'a, S> {
+    pub(crate) address: u64,
+    pub(crate) len: usize,
+    elements: PhantomData<&'a mut [S]>,
+}
+
+impl<S> CudaViewMut<'_, S> {
+    /// Read access to the same elements.
+    pub(crate) fn read(&self) -> CudaView<'_, S> {
+        CudaView { address: self.address, len: self.len, elements: PhantomData }
+    }
+
+    /// The first `len` of its elements.
+    pub(crate) fn first(&mut self, len: usize) -> CudaViewMut<'_, S> {
+        assert!(len <= self.len, "{len} elements of a view of {}", self.len);
+        CudaViewMut { address: self.address, len, elements: PhantomData }
+    }
+}
+
+/// The address of an optional view, null where there is none.
+pub(crate) fn address_or_null<S>(view: Option<CudaView<'_, S>>) -> u64 {
+    view.map_or(0, |view| view.address)
+}

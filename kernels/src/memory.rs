@@ -1,0 +1,156 @@
+//! A device's memory: buffers, views of them, and copies.
+//!
+//! Buffers are allocated when a model is planned and reused in every step. Operators write into
+//! views of them. [`Workspace`] says how much memory operators need beside their arguments, so that
+//! it is allocated with the buffers and never during a step.
+
+use std::ops::Range;
+
+use crate::attention::AttentionShape;
+use crate::cross_entropy::HeadShape;
+use crate::error::Result;
+use crate::region::{Region, RegionMut};
+use crate::scalar::{Element, Scalar};
+
+/// Read access to a part of a [`Memory`]'s buffer.
+pub type View<'a, M, S> = <M as Memory>::View<'a, S>;
+/// Write access to a part of a [`Memory`]'s buffer.
+pub type ViewMut<'a, M, S> = <M as Memory>::ViewMut<'a, S>;
+
+/// Bytes of a device's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryInfo {
+    /// In use, by this program and others.
+    pub used: u64,
+    /// In all.
+    pub total: u64,
+}
+
+/// The memory of a device.
+///
+/// Every method may run asynchronously until [`Memory::synchronize`] or [`Memory::download`].
+pub trait Memory: Send + Sync + Sized + 'static {
+    /// An owned buffer.
+    type Buffer<S: Scalar>: Send + Sync;
+    /// Read access to a part of a buffer.
+    type View<'a, S: Scalar>: Copy;
+    /// Write access to a part of a buffer.
+    type ViewMut<'a, S: Scalar>;
+
+    /// A name for messages, such as `the CPU`.
+    fn name(&self) -> String;
+
+    /// The device's own memory; `None` where buffers lie in the host's.
+    fn memory_info(&self) -> Option<MemoryInfo> {
+        None
+    }
+
+    /// A buffer of `len` zeros.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`] when the device has no room.
+    fn allocate<S: Scalar>(&self, len: usize) -> Result<Self::Buffer<S>>;
+
+    /// Elements of a buffer.
+    fn len<S: Scalar>(buffer: &Self::Buffer<S>) -> usize;
+
+    /// Read access to `range`, which lies within the buffer.
+    fn view<S: Scalar>(buffer: &Self::Buffer<S>, range: Range<usize>) -> Self::View<'_, S>;
+
+    /// Write access to `range`, which lies within the buffer.
+    fn view_mut<S: Scalar>(
+        buffer: &mut Self::Buffer<S>,
+        range: Range<usize>,
+    ) -> Self::ViewMut<'_, S>;
+
+    /// Read access to a whole buffer.
+    fn whole<S: Scalar>(buffer: &Self::Buffer<S>) -> Self::View<'_, S> {
+        Self::view(buffer, 0..Self::len(buffer))
+    }
+
+    /// Write access to a whole buffer.
+    fn whole_mut<S: Scalar>(buffer: &mut Self::Buffer<S>) -> Self::ViewMut<'_, S> {
+        let len = Self::len(buffer);
+        Self::view_mut(buffer, 0..len)
+    }
+
+    /// The view for a shorter time.
+    fn reborrow<'v, 'long: 'v, S: Scalar>(view: Self::View<'long, S>) -> Self::View<'v, S>;
+
+    /// Write access to the same elements for a shorter time.
+    fn reborrow_mut<'v, S: Scalar>(view: &'v mut Self::ViewMut<'_, S>) -> Self::ViewMut<'v, S>;
+
+    /// Read access to the elements of a view that may write them.
+    fn as_view<'v, S: Scalar>(view: &'v Self::ViewMut<'_, S>) -> Self::View<'v, S>;
+
+    /// The view with its type erased.
+    fn region<'a, S: Scalar>(view: Self::View<'a, S>) -> Region<'a>;
+
+    /// The view with its type erased.
+    fn region_mut<'a, S: Scalar>(view: Self::ViewMut<'a, S>) -> RegionMut<'a>;
+
+    /// Copies from the host; both have the same length.
+    fn upload<S: Scalar>(&self, source: &[S], destination: Self::ViewMut<'_, S>) -> Result<()>;
+
+    /// Copies to the host; both have the same length.
+    fn download<S: Scalar>(&self, source: Self::View<'_, S>, destination: &mut [S]) -> Result<()>;
+
+    /// Lets the host change elements: on a device, copies them there and back. For small tables: it
+    /// waits for the operators so far.
+    fn on_host<S: Scalar>(
+        &self,
+        elements: Self::ViewMut<'_, S>,
+        change: impl FnOnce(&mut [S]) -> Result<()>,
+    ) -> Result<()>;
+
+    /// Copies on the device; both have the same length.
+    fn copy<S: Scalar>(
+        &self,
+        source: Self::View<'_, S>,
+        destination: Self::ViewMut<'_, S>,
+    ) -> Result<()>;
+
+    /// Sets every element to zero.
+    fn zero<S: Scalar>(&self, destination: Self::ViewMut<'_, S>) -> Result<()>;
+
+    /// Waits until all operators so far are done.
+    fn synchronize(&self) -> Result<()>;
+
+    /// Runs a group of operators, such as a training step, where each of them starts soonest: on the
+    /// CPU, on one of the threads that share its work.
+    fn install<R: Send>(&self, operators: impl FnOnce() -> R + Send) -> R {
+        operators()
+    }
+}
+
+/// Passes and a step that a device can reserve memory for ([`Workspace::reserve`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WorkingSet {
+    /// Attention of a micro-batch.
+    pub attention: AttentionShape,
+    /// Whether a router selects heads.
+    pub routed: bool,
+    /// Whether there are backward passes and updates.
+    pub training: bool,
+    /// Width of the residual stream, C.
+    pub width: usize,
+    /// The most tensors of a [`crate::adamw::Optimizer::squared_norms`].
+    pub tensors: usize,
+}
+
+/// How much memory operators need beside their arguments.
+pub trait Workspace: Memory {
+    /// Length of the scratch buffer of [`crate::cross_entropy::CrossEntropy::cross_entropy`].
+    fn cross_entropy_scratch(&self, shape: &HeadShape) -> usize;
+
+    /// Length of the sums of [`crate::cross_entropy::HeadRanks`] where `ranks` ranks share the rows of
+    /// the head.
+    fn cross_entropy_sums(&self, shape: &HeadShape, ranks: usize) -> usize;
+
+    /// Allocates the scratch memory that operators use in such passes, with elements of type `T`, so
+    /// that none is allocated or freed while they run. Without it they allocate on first use.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`] when the device has no room.
+    fn reserve<T: Element>(&self, passes: &WorkingSet) -> Result<()>;
+}

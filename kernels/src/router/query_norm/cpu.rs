@@ -1,0 +1,399 @@
+//! The CPU body of the query-norm router.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::{QueryNorm, QueryNormRouter};
+use crate::cpu::Cpu;
+use crate::error::{Result, check_len};
+use crate::math::sum_of_squares;
+use crate::rope::{QkvShape, Rope};
+use crate::router::cpu::load;
+use crate::router::{
+    RouterBackward, RouterForward, RouterGradient, RouterRanks, RouterRopeBackward,
+    RouterRopeForward, Routers, Routing, exchange,
+};
+use crate::scalar::Element;
+use crate::simd::vectorized;
+
+/// Tokens of one task.
+const ROWS: usize = 64;
+
+impl QueryNorm for Cpu {
+    fn query_norm_forward<T: Element>(
+        &self,
+        router: QueryNormRouter,
+        args: RouterForward<'_, Self, T>,
+    ) -> Result<()> {
+        const OPERATOR: &str = "query_norm_forward";
+        let RouterForward { shape, qkv, routing, all_reduce } = args;
+        let (tokens, heads) = (shape.tokens(), routing.heads());
+        let routed = router.check(OPERATOR, heads.count)?;
+        shape.check(OPERATOR)?;
+        check_len(OPERATOR, "qkv", qkv.len(), tokens * shape.row())?;
+        routing.begin(tokens, router.shared_heads)?;
+        routing.check_heads(OPERATOR, shape.heads)?;
+        check_saved(OPERATOR, routing)?;
+        let all_reduce = exchange(OPERATOR, heads, all_reduce)?;
+        if routed == 0 {
+            return Ok(());
+        }
+        measure(shape, qkv, routing);
+        if let Some(all_reduce) = all_reduce {
+            all_reduce(&mut routing.saved[..tokens * routed])?;
+        }
+        choose(routing, router.top_k);
+        self.complete_routing(routing)
+    }
+
+    fn query_norm_rope_forward<T: Element>(
+        &self,
+        router: QueryNormRouter,
+        args: RouterRopeForward<'_, Self, T>,
+    ) -> Result<()> {
+        let RouterRopeForward { rope, routing, all_reduce } = args;
+        let (shape, qkv) = (rope.shape, &*rope.qkv);
+        let route = RouterForward { shape, qkv, routing, all_reduce };
+        self.query_norm_forward(router, route)?;
+        self.rope_forward(rope)
+    }
+
+    fn query_norm_backward<T: Element>(&self, args: RouterBackward<'_, Self, T>) -> Result<()> {
+        backward(args.shape, args.qkv, args.d_qkv, args.gradient)
+    }
+
+    fn query_norm_rope_backward<T: Element>(
+        &self,
+        args: RouterRopeBackward<'_, Self, T>,
+    ) -> Result<()> {
+        let RouterRopeBackward { qkv, gradient, rope } = args;
+        // A rotation keeps norms, so the router's gradient may be added in rotated coordinates.
+        backward(rope.shape, qkv, &mut *rope.qkv, gradient)?;
+        self.rope_backward(rope)
+    }
+}
+
+/// Refuses a routing without room for norms and 1 / std.
+fn check_saved(operator: &'static str, routing: &Routing<Cpu>) -> Result<()> {
+    let least = routing.tokens() * (routing.routed() + 1);
+    crate::error::ensure(operator, routing.saved.len() >= least, || {
+        format!("the routing saves {} elements, expected {least}", routing.saved.len())
+    })
+}
+
+/// Norms of a routing, `[tokens, routed]`, and 1 / std of each token's, 0 where they are all equal. In
+/// f64: the gradient divides differences of norms by their deviation, which may be small.
+fn saved(routing: &Routing<Cpu>) -> (&[f64], &[f64]) {
+    let (tokens, routed) = (routing.tokens(), routing.routed());
+    routing.saved[..tokens * (routed + 1)].split_at(tokens * routed)
+}
+
+/// The routed local queries within a token's row.
+fn local_queries(routing: &Routing<Cpu>, shape: &QkvShape) -> Range<usize> {
+    routing.local_shared() * shape.head_dim..shape.heads * shape.head_dim
+}
+
+/// Writes the squares of the local queries, and zeros for the others.
+fn measure<T: Element>(shape: &QkvShape, qkv: &[T], routing: &mut Routing<Cpu>) {
+    let (routed, queries) = (routing.routed(), local_queries(routing, shape));
+    let local = routing.local_routed();
+    let norms = &mut routing.saved[..shape.tokens() * routed];
+    let parts = qkv.par_chunks(ROWS * shape.row()).zip(norms.par_chunks_mut(ROWS * routed));
+    parts.for_each(|(qkv, squares)| {
+        let rows = qkv.chunks_exact(shape.row()).zip(squares.chunks_exact_mut(routed));
+        vectorized!({
+            for (row, squares) in rows {
+                if local.len() < routed {
+                    squares.fill(0.0);
+                }
+                let heads = row[queries.clone()].chunks_exact(shape.head_dim);
+                for (&index, query) in local.iter().zip(heads) {
+                    squares[index] = sum_of_squares::<8, _>(query);
+                }
+            }
+        });
+    });
+}
+
+/// Selects, and turns squares into norms and gates.
+fn choose(routing: &mut Routing<Cpu>, top_k: usize) {
+    let (routed, tokens) = (routing.routed(), routing.tokens());
+    let (norms, inv_std) = routing.saved[..tokens * (routed + 1)].split_at_mut(tokens * routed);
+    (
+        norms.par_chunks_mut(ROWS * routed),
+        routing.gates[..tokens * routed].par_chunks_mut(ROWS * routed),
+        routing.selected[..tokens * routed].par_chunks_mut(ROWS * routed),
+        inv_std.par_chunks_mut(ROWS),
+    )
+        .into_par_iter()
+        .for_each(|(norms, gates, selected, inv_std)| {
+            let rows = norms
+                .chunks_exact_mut(routed)
+                .zip(gates.chunks_exact_mut(routed))
+                .zip(selected.chunks_exact_mut(routed))
+                .zip(inv_std);
+            vectorized!({
+                for (((norms, gates), selected), inv_std) in rows {
+                    select(norms, top_k, selected);
+                    *inv_std = score(norms, gates);
+                }
+            });
+        });
+}
+
+/// Marks the `top_k` largest squares, lower heads first among equals.
+#[inline(always)]
+fn select(squares: &[f64], top_k: usize, selected: &mut [u8]) {
+    for (head, mark) in selected.iter_mut().enumerate() {
+        let square = squares[head];
+        let ahead = squares
+            .iter()
+            .enumerate()
+            .filter(|&(other, &s)| s > square || (s == square && other < head))
+            .count();
+        *mark = u8::from(ahead < top_k);
+    }
+}
+
+/// Turns a token's squares into norms and writes its gates; returns 1 / std, 0 where all norms are
+/// equal.
+#[inline(always)]
+fn score(norms: &mut [f64], gates: &mut [f32]) -> f64 {
+    for norm in norms.iter_mut() {
+        *norm = norm.sqrt();
+    }
+    let count = norms.len() as f64;
+    let mean = norms.iter().sum::<f64>() / count;
+    let variance = norms.iter().map(|norm| (norm - mean).powi(2)).sum::<f64>() / (count - 1.0);
+    // The mean of equal norms may differ from them by a rounding, so equality is asked for itself.
+    let equal = norms.iter().all(|&norm| norm == norms[0]);
+    let inv_std = if equal { 0.0 } else { variance.sqrt().recip() };
+    let largest = norms.iter().fold(0f64, |largest, &norm| largest.max(norm));
+    let mut sum = 0f64;
+    for (gate, norm) in gates.iter_mut().zip(norms.iter()) {
+        let exponential = ((norm - largest) * inv_std).exp();
+        *gate = exponential as f32;
+        sum += exponential;
+    }
+    for gate in gates {
+        *gate = (f64::from(*gate) / sum) as f32;
+    }
+    inv_std
+}
+
+/// Adds the router's gradient to that of the queries.
+fn backward<T: Element>(
+    shape: &QkvShape,
+    qkv: &[T],
+    d_qkv: &mut [T],
+    gradient: RouterGradient<'_, Cpu>,
+) -> Result<()> {
+    const OPERATOR: &str = "query_norm_backward";
+    let RouterGradient { routing, delta, balance_weight, ranks } = gradient;
+    let (tokens, routed) = (shape.tokens(), routing.routed());
+    shape.check(OPERATOR)?;
+    check_len(OPERATOR, "d_qkv", d_qkv.len(), tokens * shape.row())?;
+    check_len(OPERATOR, "qkv", qkv.len(), d_qkv.len())?;
+    routing.check(OPERATOR, tokens, shape.heads)?;
+    check_saved(OPERATOR, routing)?;
+    if let Some(delta) = delta {
+        check_len(OPERATOR, "delta", delta.len(), tokens * shape.heads)?;
+    }
+    let ranks = delta.map_or(Ok(None), |_| exchange(OPERATOR, routing.heads(), ranks))?;
+    if routed == 0 {
+        return Ok(());
+    }
+    let layer = Layer::new(routing, shape.head_dim);
+    let weights = match (delta, ranks) {
+        (None, _) => Weights::Constant,
+        (Some(delta), None) => Weights::Local(delta),
+        (Some(delta), Some(RouterRanks { table, all_reduce })) => {
+            check_len(OPERATOR, "table", table.len(), tokens * routed)?;
+            layer.spread(delta, table);
+            all_reduce(&mut *table)?;
+            Weights::All(table)
+        }
+    };
+    let share = |share: f64| (f64::from(balance_weight) * share / tokens as f64) as f32;
+    let balance: Vec<f32> = load(routing).map(share).collect();
+    let queries = local_queries(routing, shape);
+    (qkv.par_chunks(ROWS * shape.row()), d_qkv.par_chunks_mut(ROWS * shape.row()))
+        .into_par_iter()
+        .enumerate()
+        .for_each(|(part, (qkv, d_qkv))| {
+            let mut d_norms = vec![0f32; routed];
+            let rows = qkv.chunks_exact(shape.row()).zip(d_qkv.chunks_exact_mut(shape.row()));
+            vectorized!({
+                for ((row, d_row), token) in rows.zip(part * ROWS..) {
+                    d_norms.copy_from_slice(&balance);
+                    weights.add(&layer, token, &mut d_norms);
+                    let (row, d_row) = (&row[queries.clone()], &mut d_row[queries.clone()]);
+                    layer.norms_backward(token, &mut d_norms, row, d_row);
+                }
+            });
+        });
+    Ok(())
+}
+
+/// What the forward pass left of a layer.
+struct Layer<'a> {
+    routed: usize,
+    /// Local heads, and how many of them are shared.
+    heads: usize,
+    local_shared: usize,
+    head_dim: usize,
+    /// Indices among the routed heads of the local ones.
+    local: Vec<usize>,
+    selected: &'a [u8],
+    gates: &'a [f32],
+    norms: &'a [f64],
+    inv_std: &'a [f64],
+}
+
+impl<'a> Layer<'a> {
+    fn new(routing: &'a Routing<Cpu>, head_dim: usize) -> Self {
+        let (norms, inv_std) = saved(routing);
+        Layer {
+            routed: routing.routed(),
+            heads: routing.heads().local(),
+            local_shared: routing.local_shared(),
+            head_dim,
+            local: routing.local_routed(),
+            selected: routing.selected(),
+            gates: routing.gates(),
+            norms,
+            inv_std,
+        }
+    }
+
+    /// Writes the gradients of the selected local heads into the table, and zeros for the others.
+    fn spread(&self, delta: &[f32], table: &mut [f64]) {
+        let selected = self.selected.par_chunks(self.routed);
+        let rows =
+            table.par_chunks_mut(self.routed).zip(delta.par_chunks(self.heads)).zip(selected);
+        rows.for_each(|((row, delta), selected)| {
+            row.fill(0.0);
+            for (&index, &delta) in self.local.iter().zip(&delta[self.local_shared..]) {
+                row[index] = f64::from(delta) * f64::from(selected[index]);
+            }
+        });
+    }
+
+    /// From the gradients of a token's gates to those of its local queries, which are added.
+    #[inline(always)]
+    fn norms_backward<T: Element>(
+        &self,
+        token: usize,
+        gradient: &mut [f32],
+        queries: &[T],
+        d_queries: &mut [T],
+    ) {
+        let table = token * self.routed..(token + 1) * self.routed;
+        let (gates, norms) = (&self.gates[table.clone()], &self.norms[table]);
+        gates_to_norms(gates, norms, self.inv_std[token], gradient);
+        let heads =
+            queries.chunks_exact(self.head_dim).zip(d_queries.chunks_exact_mut(self.head_dim));
+        for (&index, (query, d_query)) in self.local.iter().zip(heads) {
+            let norm = norms[index];
+            if norm == 0.0 {
+                continue;
+            }
+            let factor = gradient[index] / norm as f32;
+            for (d_query, query) in d_query.iter_mut().zip(query) {
+                *d_query = T::from_f32(d_query.to_f32() + factor * query.to_f32());
+            }
+        }
+    }
+}
+
+/// Where the gradients of the heads' weights are.
+#[derive(Clone, Copy)]
+enum Weights<'a> {
+    /// Nowhere: the selection is a constant.
+    Constant,
+    /// Those of the local heads, which are all of them.
+    Local(&'a [f32]),
+    /// `[tokens, routed]`, of all heads.
+    All(&'a [f64]),
+}
+
+impl Weights<'_> {
+    /// Adds those of a token's selected heads.
+    #[inline(always)]
+    fn add(self, layer: &Layer<'_>, token: usize, gradient: &mut [f32]) {
+        let table = token * layer.routed..(token + 1) * layer.routed;
+        match self {
+            Weights::Constant => {}
+            Weights::Local(delta) => {
+                let delta = &delta[token * layer.heads + layer.local_shared..];
+                let selected = &layer.selected[table];
+                for ((slot, &delta), &selected) in gradient.iter_mut().zip(delta).zip(selected) {
+                    *slot += delta * f32::from(selected);
+                }
+            }
+            Weights::All(deltas) => {
+                for (slot, &delta) in gradient.iter_mut().zip(&deltas[table]) {
+                    *slot += delta as f32;
+                }
+            }
+        }
+    }
+}
+
+/// Turns a token's gradient of its gates into that of its norms, in place.
+///
+/// Through the softmax, d_s = g (d - <g, d>); through s = n / std with unbiased std and
+/// z = (n - mean) / std, d_n = (d_s - <d_s, z> z / (R - 1)) / std. (The formula has <d_s, n / std>,
+/// which is the same since d_s sums to 0, with more to cancel.)
+#[inline(always)]
+fn gates_to_norms(gates: &[f32], norms: &[f64], inv_std: f64, gradient: &mut [f32]) {
+    let count = gates.len() as f64;
+    let inner: f64 =
+        gates.iter().zip(gradient.iter()).map(|(&g, &d)| f64::from(g) * f64::from(d)).sum();
+    // Rounded gates do not quite sum to 1, but d_s must to 0: what follows cancels all else.
+    let inner = inner / gates.iter().map(|&gate| f64::from(gate)).sum::<f64>();
+    let mean = norms.iter().sum::<f64>() / count;
+    let d_score = |gate: f32, d: f32| f64::from(gate) * (f64::from(d) - inner);
+    let deviation = |norm: f64| (norm - mean) * inv_std;
+    let along: f64 = (gates.iter().zip(gradient.iter()).zip(norms))
+        .map(|((&gate, &d), &norm)| d_score(gate, d) * deviation(norm))
+        .sum();
+    let pull = along / (count - 1.0);
+    for ((slot, &gate), &norm) in gradient.iter_mut().zip(gates).zip(norms) {
+        *slot = ((d_score(gate, *slot) - pull * deviation(norm)) * inv_std) as f32;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ties_go_to_the_lower_head() {
+        let mut selected = [9u8; 5];
+        select(&[2.0, 3.0, 2.0, 3.0, 2.0], 3, &mut selected);
+        assert_eq!(selected, [1, 1, 0, 1, 0]);
+        select(&[1.0; 5], 0, &mut selected);
+        assert_eq!(selected, [0; 5]);
+    }
+
+    #[test]
+    fn equal_norms_give_uniform_gates_and_no_gradient() {
+        let (mut norms, mut gates) = ([4f64; 4], [0f32; 4]);
+        let inv_std = score(&mut norms, &mut gates);
+        assert_eq!((inv_std, gates), (0.0, [0.25; 4]));
+        let mut gradient = [1.0, -2.0, 0.5, 3.0];
+        gates_to_norms(&gates, &norms, inv_std, &mut gradient);
+        assert_eq!(gradient, [0.0; 4]);
+    }
+
+    #[test]
+    fn two_routed_heads_always_have_the_same_gates() {
+        // The normalised scores of two heads differ by sqrt 2 whatever the norms are.
+        let mut gates = [0f32; 2];
+        score(&mut [9.0, 1.0], &mut gates);
+        let expected = 1.0 / (1.0 + (-std::f64::consts::SQRT_2).exp());
+        assert!((f64::from(gates[0]) - expected).abs() < 1e-7);
+    }
+}

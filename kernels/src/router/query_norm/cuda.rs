@@ -1,0 +1,205 @@
+//! The query-norm router on a GPU (query_norm.cu). With a rotation, the pass over the queries also
+//! applies RoPE.
+
+use bytemuck::{Pod, Zeroable};
+
+use super::{QueryNorm, QueryNormRouter};
+use crate::cuda::{Cuda, CudaView, address_or_null, mirrored, name};
+use crate::error::{Result, check_len, ensure};
+use crate::memory::Memory;
+use crate::ranks::AllReduce;
+use crate::rope::{self, QkvShape, Rope};
+use crate::router::cuda::Tables;
+use crate::router::{
+    RouterBackward, RouterForward, RouterGradient, RouterRanks, RouterRopeBackward,
+    RouterRopeForward, Routers, Routing, exchange,
+};
+use crate::scalar::Element;
+
+/// `Parameters` of query_norm.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct Parameters {
+    qkv: u64,
+    d_qkv: u64,
+    delta: u64,
+    deltas: u64,
+    norms: u64,
+    inv_std: u64,
+    heads: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    top_k: u32,
+    balance_weight: f32,
+    padding: u32,
+    tables: Tables,
+    rope: rope::cuda::Parameters,
+}
+
+mirrored!(
+    Parameters, 200,
+    qkv 0, d_qkv 8, delta 16, deltas 24, norms 32, inv_std 40, heads 48, kv_heads 52, head_dim 56,
+    top_k 60, balance_weight 64, padding 68, tables 72, rope 144,
+);
+
+impl Parameters {
+    fn new(operator: &'static str, shape: &QkvShape, routing: &Routing<Cuda>) -> Result<Self> {
+        let pairs = routing.tokens() * routing.routed();
+        let least = pairs + routing.tokens();
+        ensure(operator, routing.saved.len() >= least, || {
+            format!("the routing saves {} elements, expected {least}", routing.saved.len())
+        })?;
+        let norms = routing.saved.address();
+        Ok(Parameters {
+            norms,
+            inv_std: norms + (pairs * size_of::<f64>()) as u64,
+            heads: shape.heads as u32,
+            kv_heads: shape.kv_heads as u32,
+            head_dim: shape.head_dim as u32,
+            tables: Tables::new(routing),
+            ..Self::zeroed()
+        })
+    }
+
+    /// Shared memory for three f64 of each routed head: what forward needs, backward needs two.
+    fn shared_bytes(routing: &Routing<Cuda>) -> usize {
+        3 * routing.routed() * size_of::<f64>()
+    }
+}
+
+/// A forward pass, rotating where `rope` has an address.
+struct Forward<'a> {
+    router: QueryNormRouter,
+    shape: &'a QkvShape,
+    qkv: u64,
+    qkv_len: usize,
+    rope: rope::cuda::Parameters,
+}
+
+impl Forward<'_> {
+    fn run<T: Element>(
+        &self,
+        cuda: &Cuda,
+        routing: &mut Routing<Cuda>,
+        all_reduce: Option<AllReduce<'_, Cuda>>,
+    ) -> Result<()> {
+        const OPERATOR: &str = "query_norm_forward";
+        let Forward { router, shape, .. } = self;
+        let (tokens, heads) = (shape.tokens(), routing.heads());
+        let routed = router.check(OPERATOR, heads.count)?;
+        shape.check(OPERATOR)?;
+        check_len(OPERATOR, "qkv", self.qkv_len, tokens * shape.row())?;
+        routing.begin(tokens, router.shared_heads)?;
+        routing.check_heads(OPERATOR, shape.heads)?;
+        let all_reduce = exchange(OPERATOR, heads, all_reduce)?;
+        let mut parameters = Parameters::new(OPERATOR, shape, routing)?;
+        (parameters.qkv, parameters.rope) = (self.qkv, self.rope);
+        parameters.top_k = router.top_k as u32;
+        if let Some(all_reduce) = all_reduce.filter(|_| routed > 0) {
+            let squares = 0..tokens * routed;
+            cuda.zero(routing.saved.view_mut(squares.clone()))?;
+            cuda.launch(&name::<T>("query_norm_squares"), [tokens, 1], 0, &parameters)?;
+            all_reduce(routing.saved.view_mut(squares))?;
+        }
+        let shared = Parameters::shared_bytes(routing);
+        cuda.launch(&name::<T>("query_norm_forward"), [tokens, 1], shared, &parameters)?;
+        cuda.complete_routing(routing)
+    }
+}
+
+impl QueryNorm for Cuda {
+    fn query_norm_forward<T: Element>(
+        &self,
+        router: QueryNormRouter,
+        args: RouterForward<'_, Self, T>,
+    ) -> Result<()> {
+        let RouterForward { shape, qkv, routing, all_reduce } = args;
+        let none = rope::cuda::Parameters::zeroed();
+        let (qkv, qkv_len) = (qkv.address, qkv.len);
+        let forward = Forward { router, shape, qkv, qkv_len, rope: none };
+        match routing.heads().count.saturating_sub(router.shared_heads) {
+            // The kernel routes what there is.
+            0 => routing.begin(shape.tokens(), router.shared_heads),
+            _ => forward.run::<T>(self, routing, all_reduce),
+        }
+    }
+
+    fn query_norm_rope_forward<T: Element>(
+        &self,
+        router: QueryNormRouter,
+        args: RouterRopeForward<'_, Self, T>,
+    ) -> Result<()> {
+        let RouterRopeForward { rope, routing, all_reduce } = args;
+        if routing.heads().count == router.shared_heads {
+            routing.begin(rope.shape.tokens(), router.shared_heads)?;
+            return self.rope_forward(rope);
+        }
+        let (shape, qkv_len) = (rope.shape, rope.qkv.len);
+        let rope = rope::cuda::Parameters::new("query_norm_rope_forward", &rope)?;
+        let forward = Forward { router, shape, qkv: rope.address(), qkv_len, rope };
+        forward.run::<T>(self, routing, all_reduce)
+    }
+
+    fn query_norm_backward<T: Element>(&self, args: RouterBackward<'_, Self, T>) -> Result<()> {
+        let RouterBackward { shape, qkv, d_qkv, gradient } = args;
+        if gradient.routing.routed() == 0 {
+            return Ok(());
+        }
+        let none = rope::cuda::Parameters::zeroed();
+        let backward = Backward { shape, qkv, d_qkv: (d_qkv.address, d_qkv.len), rope: none };
+        backward.run(self, gradient)
+    }
+
+    fn query_norm_rope_backward<T: Element>(
+        &self,
+        args: RouterRopeBackward<'_, Self, T>,
+    ) -> Result<()> {
+        let RouterRopeBackward { qkv, gradient, rope } = args;
+        if gradient.routing.routed() == 0 {
+            return self.rope_backward(rope);
+        }
+        let (shape, d_qkv_len) = (rope.shape, rope.qkv.len);
+        let rope = rope::cuda::Parameters::new("query_norm_rope_backward", &rope)?;
+        let backward = Backward { shape, qkv, d_qkv: (rope.address(), d_qkv_len), rope };
+        backward.run(self, gradient)
+    }
+}
+
+/// A backward pass, rotating where `rope` has an address.
+struct Backward<'a, T> {
+    shape: &'a QkvShape,
+    qkv: CudaView<'a, T>,
+    /// Address and length.
+    d_qkv: (u64, usize),
+    rope: rope::cuda::Parameters,
+}
+
+impl<T: Element> Backward<'_, T> {
+    fn run(&self, cuda: &Cuda, gradient: RouterGradient<'_, Cuda>) -> Result<()> {
+        const OPERATOR: &str = "query_norm_backward";
+        let Backward { shape, qkv, d_qkv: (d_qkv, d_qkv_len), rope } = *self;
+        let RouterGradient { routing, delta, balance_weight, ranks } = gradient;
+        let tokens = shape.tokens();
+        shape.check(OPERATOR)?;
+        check_len(OPERATOR, "d_qkv", d_qkv_len, tokens * shape.row())?;
+        check_len(OPERATOR, "qkv", qkv.len, d_qkv_len)?;
+        routing.check(OPERATOR, tokens, shape.heads)?;
+        if let Some(delta) = delta {
+            check_len(OPERATOR, "delta", delta.len, tokens * shape.heads)?;
+        }
+        let mut parameters = Parameters::new(OPERATOR, shape, routing)?;
+        (parameters.qkv, parameters.d_qkv, parameters.rope) = (qkv.address, d_qkv, rope);
+        parameters.balance_weight = balance_weight;
+        parameters.delta = address_or_null(delta);
+        let ranks = delta.map_or(Ok(None), |_| exchange(OPERATOR, routing.heads(), ranks))?;
+        if let Some(RouterRanks { mut table, all_reduce }) = ranks {
+            check_len(OPERATOR, "table", table.len, tokens * routing.routed())?;
+            parameters.deltas = table.address;
+            cuda.zero(table.first(table.len))?;
+            cuda.launch("query_norm_spread", [tokens, 1], 0, &parameters)?;
+            all_reduce(table)?;
+        }
+        let shared = Parameters::shared_bytes(routing);
+        cuda.launch(&name::<T>("query_norm_backward"), [tokens, 1], shared, &parameters)
+    }
+}

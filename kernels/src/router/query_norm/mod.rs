@@ -1,0 +1,95 @@
+//! The query-norm router of MoH (arXiv 2410.11842, section 3.3 and appendix): a routed head is
+//! scored by the norm of its query before RoPE, without a parameter.
+//!
+//! ```text
+//! n_i = ||q_i||           gate = softmax(n / std(n))     std unbiased, over the routed heads
+//! selected = the top-k norms (sums of squares in f64; a tie goes to the lower head)
+//! ```
+//!
+//! Backward, straight-through: the gradient of a selected head's weight, `<dO, O>`, is taken as
+//! its gate's; heads that were not selected get none, since their outputs are not computed
+//! (equation 10 of the paper would give them one). The balance loss adds `f_i / N` to every gate.
+//! A token whose norms are all equal has uniform gates and passes no gradient, and neither does a
+//! query of norm 0.
+//!
+//! Ranks that share a layer's heads exchange what they know of their own: the squares before the
+//! selection, which is made of the same numbers on every rank, and the gradients of the weights
+//! before those of the norms.
+//!
+//! RoPE keeps norms. So a GPU routes and rotates in one pass over the queries
+//! ([`QueryNorm::query_norm_rope_forward`]) where nothing stands between the two, as in a Llama.
+
+mod cpu;
+#[cfg(gpu)]
+pub(crate) mod cuda;
+
+use super::{
+    RouterBackward, RouterForward, RouterRopeBackward, RouterRopeForward, Routers, RoutingShape,
+};
+use crate::error::{Result, ensure};
+use crate::ranks::Heads;
+use crate::rope::Rope;
+use crate::scalar::Element;
+
+/// Which heads are shared and how many of the others a token selects.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QueryNormRouter {
+    /// Heads 0.. that serve every token.
+    pub shared_heads: usize,
+    /// Routed heads that a token selects.
+    pub top_k: usize,
+}
+
+impl QueryNormRouter {
+    /// Sizes of the routing of `tokens` tokens in a layer of `heads`: norms and 1 / std are saved.
+    ///
+    /// # Errors
+    /// Counts that do not fit the heads.
+    pub fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape> {
+        let routed = self.check("routing", heads.count)?;
+        let shared_heads = self.shared_heads;
+        let saved_per_token = routed + 1;
+        Ok(RoutingShape { tokens, heads, shared_heads, saved_per_token, weighted: false })
+    }
+
+    /// Refuses counts that do not fit a layer's query heads; returns the number of routed heads.
+    fn check(&self, operator: &'static str, heads: usize) -> Result<usize> {
+        let &QueryNormRouter { shared_heads, top_k } = self;
+        ensure(operator, shared_heads <= heads, || {
+            format!("{shared_heads} shared heads of {heads} heads")
+        })?;
+        let routed = heads - shared_heads;
+        ensure(operator, routed != 1, || {
+            "one routed head has no standard deviation: route none or at least two".into()
+        })?;
+        ensure(operator, top_k <= routed, || format!("top {top_k} of {routed} routed heads"))?;
+        Ok(routed)
+    }
+}
+
+/// The query-norm router as operators of a device.
+pub trait QueryNorm: Routers + Rope {
+    /// Routes the tokens by their queries.
+    fn query_norm_forward<T: Element>(
+        &self,
+        router: QueryNormRouter,
+        args: RouterForward<'_, Self, T>,
+    ) -> Result<()>;
+
+    /// Routes the tokens by their queries, then rotates queries and keys.
+    fn query_norm_rope_forward<T: Element>(
+        &self,
+        router: QueryNormRouter,
+        args: RouterRopeForward<'_, Self, T>,
+    ) -> Result<()>;
+
+    /// Adds the router's gradient to that of the queries, both before or both after RoPE.
+    fn query_norm_backward<T: Element>(&self, args: RouterBackward<'_, Self, T>) -> Result<()>;
+
+    /// Turns the gradients of rotated queries and keys into those of the unrotated ones and adds the
+    /// router's.
+    fn query_norm_rope_backward<T: Element>(
+        &self,
+        args: RouterRopeBackward<'_, Self, T>,
+    ) -> Result<()>;
+}

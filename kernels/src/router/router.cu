@@ -1,0 +1,55 @@
+// What follows from the tables of any router: counts, local columns and the balance loss.
+#include "routing.cuh"
+
+namespace router {
+
+// Block i counts the tokens that selected routed head i.
+__device__ __forceinline__ void count_selected(const Routing& r) {
+    int count = 0;
+    for (uint64_t token = threadIdx.x; token < r.tokens; token += THREADS) {
+        count += r.selected[token * r.routed + blockIdx.x];
+    }
+    count = block_sum(count);
+    if (threadIdx.x == 0) {
+        r.counts[blockIdx.x] = count;
+    }
+}
+
+// Copies the columns of the local heads of a token's row of `selected`.
+__device__ __forceinline__ void select_local(const Routing& r) {
+    const uint64_t token = blockIdx.x;
+    const uint32_t count = r.local_heads - r.local_shared;
+    for (uint32_t i = threadIdx.x; i < count; i += THREADS) {
+        const uint32_t index = r.index(r.local_shared + i);
+        r.local_selected[token * count + i] = r.selected[token * r.routed + index];
+    }
+}
+
+struct Balance {
+    // f_i P_i, one for each routed head.
+    double* products;
+    Routing routing;
+};
+static_assert(sizeof(Balance) == 80 && offsetof(Balance, products) == 0 &&
+              offsetof(Balance, routing) == 8,
+              "as in router/cuda.rs");
+
+// Block i: the share of tokens that selected routed head i, times its mean gate.
+__device__ __forceinline__ void balance(const Balance& p) {
+    const Routing& r = p.routing;
+    double sum = 0.0;
+    for (uint64_t token = threadIdx.x; token < r.tokens; token += THREADS) {
+        sum += r.gates[token * r.routed + blockIdx.x];
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) {
+        const double tokens = r.tokens;
+        p.products[blockIdx.x] = r.counts[blockIdx.x] / tokens * (sum / tokens);
+    }
+}
+
+}  // namespace router
+
+EXPORT(router_count_selected, router::count_selected, router::Routing)
+EXPORT(router_select_local, router::select_local, router::Routing)
+EXPORT(router_balance, router::balance, router::Balance)

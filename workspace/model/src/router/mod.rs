@@ -1,0 +1,98 @@
+//! Routers choose, for every token, the heads that a block's attention computes.
+//!
+//! A model has one router for each layer, or none where the layer is dense. The paper's router for
+//! pretrained models, [`query_norm`], follows from the configuration; any other implements [`Router`] and
+//! is given to [`Model::set_routers`](crate::Model::set_routers). Attention and block know no router:
+//! they take the selection of its [`moh_kernels::router::Routing`].
+
+mod query_norm;
+
+use std::sync::Arc;
+
+use moh_kernels::ranks::Heads;
+use moh_kernels::router::{
+    RouterBackward, RouterForward, RouterRopeBackward, RouterRopeForward, RoutingShape,
+};
+use moh_kernels::{Backend, Element, Result};
+
+use crate::ModelConfig;
+
+/// Chooses the heads that each token of a layer computes.
+pub trait Router<B: Backend, T: Element>: Send + Sync {
+    /// Sizes of the routing of up to `tokens` tokens of a layer with `heads`.
+    ///
+    /// # Errors
+    /// Heads that the router cannot route.
+    fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape>;
+
+    /// Routes the tokens: begins the routing, writes its selection, gates and weights, and completes it
+    /// ([`moh_kernels::router::Routers::complete_routing`]). It is called again in the backward pass
+    /// where blocks are recomputed, and must choose the same heads then.
+    ///
+    /// # Errors
+    /// When the device or another rank fails.
+    fn forward(&self, backend: &B, args: RouterForward<'_, B, T>) -> Result<()>;
+
+    /// Adds the gradients that reach queries, keys and values through the router, all after RoPE.
+    ///
+    /// # Errors
+    /// When the device or another rank fails.
+    fn backward(&self, backend: &B, args: RouterBackward<'_, B, T>) -> Result<()>;
+
+    /// Routes, then rotates queries and keys. A router whose pass over the queries can do both overrides
+    /// it.
+    ///
+    /// # Errors
+    /// As [`Router::forward`].
+    fn forward_and_rotate(&self, backend: &B, args: RouterRopeForward<'_, B, T>) -> Result<()> {
+        let RouterRopeForward { rope, routing, all_reduce } = args;
+        let qkv = B::as_view(&rope.qkv);
+        self.forward(backend, RouterForward { shape: rope.shape, qkv, routing, all_reduce })?;
+        backend.rope_forward(rope)
+    }
+
+    /// Adds the router's gradients, then turns those of rotated queries and keys into those of unrotated
+    /// ones. A router whose pass over the queries can do both overrides it.
+    ///
+    /// # Errors
+    /// As [`Router::backward`].
+    fn backward_and_rotate(&self, backend: &B, args: RouterRopeBackward<'_, B, T>) -> Result<()> {
+        let RouterRopeBackward { qkv, mut rope, mut gradient } = args;
+        let (shape, gradient) = (rope.shape, gradient.reborrow());
+        let (qkv, d_qkv) = (B::reborrow(qkv), B::reborrow_mut(&mut rope.qkv));
+        self.backward(backend, RouterBackward { shape, qkv, d_qkv, gradient })?;
+        backend.rope_backward(rope)
+    }
+}
+
+/// The routers of a model's layers, as its configuration has them; `None` for a dense layer, and for one
+/// without routed heads, which is dense.
+pub(crate) type Routers<B, T> = Vec<Option<Arc<dyn Router<B, T>>>>;
+
+/// The routers that a configuration asks for.
+pub(crate) fn routers<B: Backend, T: Element>(config: &ModelConfig) -> Routers<B, T> {
+    let router = |_| query_norm::router::<B, T>(config);
+    (0..config.num_hidden_layers).map(router).collect()
+}
+
+/// Sizes of a routing that serves every layer; `None` where all are dense.
+///
+/// # Errors
+/// Heads that a router cannot route.
+pub(crate) fn routing_shape<B: Backend, T: Element>(
+    routers: &Routers<B, T>,
+    tokens: usize,
+    heads: Heads,
+) -> Result<Option<RoutingShape>> {
+    let mut shape: Option<RoutingShape> = None;
+    for router in routers.iter().flatten() {
+        let layer = router.routing_shape(tokens, heads)?;
+        shape = Some(shape.map_or(layer, |shape| RoutingShape {
+            shared_heads: shape.shared_heads.min(layer.shared_heads),
+            saved_per_token: shape.saved_per_token.max(layer.saved_per_token),
+            weighted: shape.weighted || layer.weighted,
+            ..shape
+        }));
+    }
+    Ok(shape)
+}

@@ -1,0 +1,46 @@
+//! The router of the paper for pretrained models: a routed head is scored by the norm of its query
+//! ([`moh_kernels::router::query_norm`]).
+
+use std::sync::Arc;
+
+use moh_kernels::ranks::Heads;
+use moh_kernels::router::query_norm::QueryNormRouter;
+use moh_kernels::router::{
+    RouterBackward, RouterForward, RouterRopeBackward, RouterRopeForward, RoutingShape,
+};
+use moh_kernels::{Backend, Element, Result};
+
+use super::Router;
+use crate::ModelConfig;
+
+/// The router of a configuration's layers; `None` without routed heads.
+pub(super) fn router<B: Backend, T: Element>(
+    config: &ModelConfig,
+) -> Option<Arc<dyn Router<B, T>>> {
+    let moh = config.moh?;
+    let routed = config.num_attention_heads - moh.shared_heads;
+    let router = QueryNormRouter { shared_heads: moh.shared_heads, top_k: moh.routed_top_k };
+    (routed > 0).then(|| Arc::new(router) as _)
+}
+
+impl<B: Backend, T: Element> Router<B, T> for QueryNormRouter {
+    fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape> {
+        QueryNormRouter::routing_shape(self, tokens, heads)
+    }
+
+    fn forward(&self, backend: &B, args: RouterForward<'_, B, T>) -> Result<()> {
+        backend.query_norm_forward(*self, args)
+    }
+
+    fn backward(&self, backend: &B, args: RouterBackward<'_, B, T>) -> Result<()> {
+        backend.query_norm_backward(args)
+    }
+
+    fn forward_and_rotate(&self, backend: &B, args: RouterRopeForward<'_, B, T>) -> Result<()> {
+        backend.query_norm_rope_forward(*self, args)
+    }
+
+    fn backward_and_rotate(&self, backend: &B, args: RouterRopeBackward<'_, B, T>) -> Result<()> {
+        backend.query_norm_rope_backward(args)
+    }
+}

@@ -1,0 +1,55 @@
+//! A tiny Llama, whose attention any test may change, and micro-batches for it.
+
+#![allow(dead_code, clippy::unwrap_used)]
+
+use moh_kernels::{Backend, Element};
+use moh_model::{Activations, Error, Model, ModelConfig, MohConfig, RopeConfig, initial};
+
+pub const VOCABULARY: u32 = 61;
+
+/// Two layers of eight heads, two of them key/value heads.
+pub fn config(head_dim: usize, tied: bool, moh: Option<MohConfig>) -> ModelConfig {
+    ModelConfig {
+        vocab_size: VOCABULARY as usize,
+        hidden_size: 48,
+        intermediate_size: 80,
+        num_hidden_layers: 2,
+        num_attention_heads: 8,
+        num_key_value_heads: 2,
+        head_dim,
+        max_position_embeddings: 64,
+        rms_norm_eps: 1e-5,
+        rope: RopeConfig { theta: 1e4, scaling: None },
+        tie_word_embeddings: tied,
+        initializer_range: 0.02,
+        bos_token_id: None,
+        eos_token_ids: Vec::new(),
+        moh,
+    }
+}
+
+/// Random matrices, and norms around 1.
+pub fn model<B: Backend, T: Element>(backend: B, config: ModelConfig) -> Model<B, T> {
+    Model::new::<Error>(backend, config, 64, |segment, values| {
+        initial::initialize(3, 0.2, &segment.name, &[values.len(), 1], values);
+        if segment.shape().len() == 1 {
+            values.iter_mut().for_each(|value| *value += 1.0);
+        }
+        Ok(())
+    })
+    .unwrap()
+}
+
+/// A micro-batch of `tokens` tokens, another one for each `number`, in documents of 23 and the rest of
+/// each 40.
+pub fn upload<B: Backend, T: Element>(
+    backend: &B,
+    activations: &mut Activations<B, T>,
+    number: u32,
+) {
+    let tokens = activations.shape().tokens() as u32;
+    let ids: Vec<u32> = (0..tokens).map(|i| (i * 37 + i * i + number) % VOCABULARY).collect();
+    let targets: Vec<u32> = ids.iter().map(|id| (id * 7 + 3) % VOCABULARY).collect();
+    let starts: Vec<u32> = (0..tokens).map(|i| if i % 40 < 23 { 0 } else { 23 }).collect();
+    activations.upload(backend, &ids, &targets, &starts).unwrap();
+}
