@@ -6,7 +6,9 @@ use moh_kernels::cross_entropy::HeadGradients;
 use moh_kernels::ranks::HeadRanks;
 use moh_kernels::{Backend, Element, span};
 
-use crate::activations::{Activations, Head, Pass, Recompute, Shared, Turn, whole, whole_mut};
+use crate::activations::{
+    Activations, Head, MicroBatch, Pass, Recompute, Shared, Turn, whole, whole_mut,
+};
 use crate::block::{RouterScale, Tokens};
 use crate::layout::ModelLayout;
 use crate::model::{LossScale, Model};
@@ -29,7 +31,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
         (0..self.parallel.part().chunks.len()).try_for_each(|chunk| {
-            self.forward_turn(activations, Turn { chunk, slot: 0 }, sums, &mut |_, _| Ok(()))
+            self.forward_turn(activations, Turn { chunk, ..Turn::default() }, sums, &mut |_, _| {
+                Ok(())
+            })
         })
     }
 
@@ -45,8 +49,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         sums: &mut StepSums<B>,
         before_use: OnBuffer<'_, B, T>,
     ) -> Result<(), Error> {
-        let Activations { shape, passes, shared, head, .. } = activations;
-        let Pass { ids, first_key, stream, blocks, .. } = &mut passes[turn.slot];
+        let Activations { shape, micro_batches, passes, shared, head, .. } = activations;
+        let MicroBatch { ids, first_key, .. } = &micro_batches[turn.micro_batch];
+        let Pass { stream, blocks } = &mut passes[turn.slot];
         let tokens =
             Tokens::<B> { shape: *shape, first_position: 0, first_key: first_key.as_ref() };
         let (n, parallel) = (shape.tokens(), self.parallel.clone());
@@ -135,8 +140,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         match self.parallel.part().last {
             true => {
                 let _span = span::enter("head");
-                let Activations { shape, passes, shared, head, .. } = activations;
-                let targets = &passes[0].targets;
+                let Activations { shape, micro_batches, shared, head, .. } = activations;
+                let targets = &micro_batches[0].targets;
                 self.losses::<f32>(shape.tokens(), targets, (shared, head), sums, None)
             }
             false => Ok(()),
@@ -186,7 +191,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<(), Error> {
         self.forward(activations, sums)?;
         (0..self.parallel.part().chunks.len()).rev().try_for_each(|chunk| {
-            let turn = Turn { chunk, slot: 0 };
+            let turn = Turn { chunk, ..Turn::default() };
             self.backward_turn(activations, turn, gradients, scale, sums, None)
         })
     }
@@ -218,11 +223,13 @@ impl<B: Backend, T: Element> Model<B, T> {
             }
             self.complete(gradients, layout.final_norm_index(), &mut complete)?;
         }
-        let Activations { shape, recompute, passes, shared, backward, .. } = activations;
+        let Activations { shape, recompute, micro_batches, passes, shared, backward, .. } =
+            activations;
         let Some(scratch) = backward else {
             return Err(Error::NotPlannedForTraining);
         };
-        let Pass { ids, first_key, stream, blocks, .. } = &mut passes[turn.slot];
+        let MicroBatch { ids, first_key, .. } = &micro_batches[turn.micro_batch];
+        let Pass { stream, blocks } = &mut passes[turn.slot];
         if !parallel.ends_with(turn.chunk) {
             let d_stream = whole_mut::<B, T>(&mut scratch.d_stream);
             parallel.backward().recv::<B, T>(d_stream, parallel.next(), BACKWARD)?;
@@ -294,7 +301,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
         let _span = span::enter("head");
-        let Activations { shape, passes, shared, head: of_head, backward, .. } = activations;
+        let Activations { shape, micro_batches, passes, shared, head: of_head, backward, .. } =
+            activations;
+        let targets = &micro_batches[turn.micro_batch].targets;
         let (pass, Some(scratch)) = (&passes[turn.slot], backward) else {
             return Err(Error::NotPlannedForTraining);
         };
@@ -307,7 +316,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             accumulation: gradients.accumulation(head),
             d_weight: gradients.view_mut(head, layout.flats[head].used()),
         };
-        self.losses(n, &pass.targets, (shared, of_head), sums, Some(head_gradients))?;
+        self.losses(n, targets, (shared, of_head), sums, Some(head_gradients))?;
         gradients.mark_written(head);
         let end = self.parallel.part().chunks[turn.chunk].len();
         self.backend.zero(whole_mut::<B, T>(&mut scratch.d_stream))?;

@@ -15,7 +15,7 @@ use moh_model::{Activations, LossScale, Model, PassShape, Recompute, StepSums, T
 use crate::Error;
 use crate::data_parallel::DataParallel;
 use crate::optimizer::OptimizerState;
-use crate::pipeline_schedule::{self, Pass, slots};
+use crate::pipeline_schedule::{self, Pass, slots, token_slots};
 use crate::recipe::{self, Optimizer, Recipe, Stage};
 
 /// What the steps of a stage have in common.
@@ -133,7 +133,12 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         let own = share(micro_batches, groups.data.rank(), groups.data.size());
         let passes = stage_of(model).passes(own.len());
         Ok(Stepper {
-            activations: Activations::under_way(model, shape, slots(&passes))?,
+            activations: Activations::with_slots(
+                model,
+                shape,
+                token_slots(&passes),
+                slots(&passes),
+            )?,
             passes,
             own,
             gradients,
@@ -245,10 +250,19 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         self.gradients.mark_stale();
         for at in 0..self.passes.len() {
             let pass = self.passes[at];
-            let turn = Turn { chunk: pass.chunk, slot: pass.slot };
+            let turn = Turn { chunk: pass.chunk, micro_batch: pass.tokens, slot: pass.slot };
             let number = (self.own.start + pass.micro_batch) as u64;
             if pass.forward {
-                self.forward(backend, model, &read, (first, number), turn)?;
+                if pass.chunk == 0 && self.activations.read_tokens() {
+                    let first = first + number * self.plan.micro_batch as u64;
+                    self.upload(backend, &read, first, pass.tokens)?;
+                }
+                let _forward = span::enter_numbered("forward", number);
+                let data_parallel = &mut self.data_parallel;
+                let mut wait = |weights: &mut FlatBuffers<B, T>, flat| {
+                    data_parallel.wait_for_weights(weights, flat)
+                };
+                model.forward_turn(&mut self.activations, turn, &mut self.sums, &mut wait)?;
             } else {
                 let _backward = span::enter_numbered("backward", number);
                 let last = pass.micro_batch + 1 == self.own.len();
@@ -274,29 +288,18 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         Ok(self.data_parallel.finish_gradients(&mut self.gradients)?)
     }
 
-    /// The forward pass of micro-batch `number` of the step whose samples begin at `first`.
-    fn forward(
+    /// Reads the micro-batch of the samples from `first` on and copies it to the device.
+    fn upload(
         &mut self,
         backend: &B,
-        model: &mut Model<B, T>,
         read: &impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
-        (first, number): (u64, u64),
-        turn: Turn,
+        first: u64,
+        slot: usize,
     ) -> Result<(), Error> {
-        let data = span::enter("data");
-        let first = first + number * self.plan.micro_batch as u64;
+        let _data = span::enter("data");
         self.host.read(self.plan.sequence_length, read, first)?;
         let HostBatch { ids, targets, first_key, .. } = &self.host;
-        self.activations.upload_to(turn.slot, backend, ids, targets, first_key)?;
-        drop(data);
-        let _forward = span::enter_numbered("forward", number);
-        let data_parallel = &mut self.data_parallel;
-        Ok(model.forward_turn(
-            &mut self.activations,
-            turn,
-            &mut self.sums,
-            &mut |weights, flat| data_parallel.wait_for_weights(weights, flat),
-        )?)
+        Ok(self.activations.upload_to(slot, backend, ids, targets, first_key)?)
     }
 }
 
