@@ -27,7 +27,6 @@ mod windows;
 
 pub use document_writer::write_documents;
 pub use error::{Error, Result};
-pub use permutation::Permutation;
 pub use prepare::{Prepare, prepare};
 pub use samples::{Order, Source, TrainingData};
 pub use text_stream::TextStream;
@@ -36,7 +35,5 @@ pub use token_info::{Provenance, TokenFileInfo};
 pub use token_type::TokenType;
 pub use token_writer::TokenFileWriter;
 pub use tokenizer::TextTokenizer;
-pub use tokenizer_training::{
-    BEGIN_OF_TEXT, END_OF_TEXT, SMALLEST_VOCABULARY, TrainTokenizer, train_tokenizer,
-};
+pub use tokenizer_training::{BEGIN_OF_TEXT, END_OF_TEXT, TrainTokenizer, train_tokenizer};
 pub use windows::Windows;
