@@ -8,6 +8,8 @@ use std::process::Command;
 
 /// The unit that includes all kernels.
 const KERNELS: &str = "src/cuda/kernels.cu";
+/// The same for the CPU, with the functions that launch them there.
+const EMULATOR: &str = "src/cuda/emulator/emulator.cc";
 /// Generations that the kernels are compiled for where MOH_CUDA_ARCHITECTURES does not say: Ampere,
 /// as machine code and for GPUs to come, and Hopper.
 const ARCHITECTURES: &str = "80,90a";
@@ -93,11 +95,11 @@ fn compile_for_gpus(out: &Path) {
 
 fn compile_for_the_cpu(out: &Path) {
     let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
-    let (object, library) = (out.join("kernels.o"), out.join("libmoh_emulated.a"));
+    let (object, library) = (out.join("emulator.o"), out.join("libmoh_emulated.a"));
     let mut command = Command::new(compiler);
     command.args(["-x", "c++", "-std=c++17", "-O2", "-Wno-unknown-pragmas"]);
     command.args(["-Wno-psabi", "-fPIC", "-c"]);
-    run(command.arg(KERNELS).arg("-o").arg(&object), "install a C++ compiler, or set CXX");
+    run(command.arg(EMULATOR).arg("-o").arg(&object), "install a C++ compiler, or set CXX");
     // A fresh archive: `ar` would keep what an earlier one held.
     let _ = std::fs::remove_file(&library);
     run(Command::new("ar").arg("crs").arg(&library).arg(&object), "install binutils");

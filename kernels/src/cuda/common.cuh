@@ -1,6 +1,6 @@
 // What every kernel needs: bf16, packing of bf16 pairs, reductions over a warp.
 //
-// The sources compile as CUDA and, through emulated.h, as C++ that runs on the CPU.
+// The sources compile as CUDA and, through emulator/emulator.h, as C++ that runs on the CPU.
 #pragma once
 
 #ifdef __CUDACC__
@@ -10,7 +10,7 @@
 // Declares `name`, a pointer to the block's dynamic shared memory, 1024-byte aligned.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 #else
-#include "emulated.h"
+#include "emulator/emulator.h"
 #endif
 
 using bf16 = __nv_bfloat16;

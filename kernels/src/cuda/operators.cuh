@@ -21,17 +21,7 @@ constexpr int THREADS = 256;
 #ifdef __CUDACC__
 #define REGISTER(name)
 #else
-// The emulated kernels by name.
-#include <map>
-#include <string>
-using ErasedLaunch = void (*)(dim3, dim3, size_t, void**);
-inline std::map<std::string, ErasedLaunch>& kernel_table() {
-    static std::map<std::string, ErasedLaunch> table;
-    return table;
-}
-#define REGISTER(name)                    \
-    static const bool registered_##name = \
-        kernel_table().emplace(#name, &emulated::launch_erased<&name>).second;
+#include "emulator/kernel_table.h"
 #endif
 
 __device__ __forceinline__ float to_float(float x) { return x; }

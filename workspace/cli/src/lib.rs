@@ -2,6 +2,7 @@
 
 pub mod exit;
 pub mod models;
+pub mod plot;
 pub mod progress;
 pub mod run_view;
 pub mod summary_table;

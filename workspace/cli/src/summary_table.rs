@@ -3,9 +3,10 @@
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-use moh_eval::{Curve, Mark, Plot};
 use moh_train::checkpoint::{Evaluation, Moment};
 use moh_train::{RunDirectory, StepMetrics, Summary, metrics};
+
+use crate::plot::{Curve, Mark, Plot};
 
 /// The table of a run's losses, and the share of conversion's loss that was won back.
 pub fn table(summary: &Summary) -> String {

@@ -144,20 +144,6 @@ impl Group {
         self.run("barrier", |engine| engine.barrier().map(|()| None))
     }
 
-    /// As [`Group::all_reduce`] of a whole buffer, at the same time as what follows on the device,
-    /// where the engine can.
-    pub fn start_all_reduce<B: Memory, S: Scalar>(
-        &self,
-        mut buffer: B::Buffer<S>,
-        reduce: Reduce,
-    ) -> Result<Pending<B::Buffer<S>>> {
-        let range = 0..B::len(&buffer);
-        let ticket = self.start("all_reduce", |engine| {
-            engine.all_reduce(B::region_mut(B::view_mut(&mut buffer, range)), reduce)
-        })?;
-        Ok(Pending::new(buffer, ticket, "all_reduce"))
-    }
-
     /// As [`Group::reduce_scatter`] of a whole buffer, at the same time as what follows on the
     /// device, where the engine can.
     pub fn start_reduce_scatter<B: Memory, S: Scalar>(

@@ -3,9 +3,10 @@
 //! Text becomes a token file (Megatron's indexed dataset) in [`prepare`]; [`TokenFile`] reads one,
 //! ours or anybody's; [`TrainingData`] answers which tokens sample number n holds, as a pure
 //! function of the seed and n; [`Windows`] cuts a file for evaluation. [`TextTokenizer`] turns
-//! text into ids and back, [`train_tokenizer`] makes a new tokenizer, and [`stories`] writes the
-//! text that the repository's own small model learns from.
+//! text into ids and back, [`train_tokenizer`] makes a new tokenizer, and [`write_documents`] writes
+//! texts that are made rather than found.
 
+mod document_writer;
 mod documents;
 mod error;
 mod mapped;
@@ -14,7 +15,6 @@ mod pending;
 mod permutation;
 mod prepare;
 mod samples;
-pub mod stories;
 mod text_stream;
 mod token_file;
 mod token_index;
@@ -25,8 +25,8 @@ mod tokenizer;
 mod tokenizer_training;
 mod windows;
 
+pub use document_writer::write_documents;
 pub use error::{Error, Result};
-pub use permutation::Permutation;
 pub use prepare::{Prepare, prepare};
 pub use samples::{Order, Source, TrainingData};
 pub use text_stream::TextStream;
@@ -35,7 +35,5 @@ pub use token_info::{Provenance, TokenFileInfo};
 pub use token_type::TokenType;
 pub use token_writer::TokenFileWriter;
 pub use tokenizer::TextTokenizer;
-pub use tokenizer_training::{
-    BEGIN_OF_TEXT, END_OF_TEXT, SMALLEST_VOCABULARY, TrainTokenizer, train_tokenizer,
-};
+pub use tokenizer_training::{BEGIN_OF_TEXT, END_OF_TEXT, TrainTokenizer, train_tokenizer};
 pub use windows::Windows;

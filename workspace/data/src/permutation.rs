@@ -54,10 +54,10 @@ impl Permutation {
 }
 
 /// 2^64 over the golden ratio: the step of splitmix64.
-pub(crate) const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The output function of splitmix64: every bit of the result depends on every bit of `value`.
-pub(crate) fn scramble(mut value: u64) -> u64 {
+fn scramble(mut value: u64) -> u64 {
     value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     value ^ (value >> 31)

@@ -14,8 +14,6 @@ use crate::{Error, Result, TextTokenizer, TokenFileInfo, TokenType};
 
 /// Ids are u32, so no file holds more different ones.
 const ALL_IDS: u64 = 1 << 32;
-/// Tokens that [`TokenFile::scan_vocabulary`] looks at in one go.
-const SCAN_TOKENS: usize = 1 << 16;
 
 /// A token file, open for reading. Cheap to share between threads.
 pub struct TokenFile {
@@ -108,20 +106,6 @@ impl TokenFile {
         self.limit = (vocab_size as u64).min(ALL_IDS);
     }
 
-    /// Reads the whole file and fails on the first id that is not under `vocab_size`.
-    pub fn scan_vocabulary(&self, vocab_size: usize) -> Result<()> {
-        let limit = (vocab_size as u64).min(ALL_IDS);
-        let mut tokens = vec![0; SCAN_TOKENS];
-        let mut position = 0;
-        while position < self.num_tokens() {
-            let count = (self.num_tokens() - position).min(SCAN_TOKENS as u64);
-            // At most SCAN_TOKENS.
-            self.read_limited(position, &mut tokens[..count as usize], limit)?;
-            position += count;
-        }
-        Ok(())
-    }
-
     /// Fails when `PREFIX.json` records another tokenizer; without a record, all is well.
     pub fn check_tokenizer(&self, tokenizer: &TextTokenizer) -> Result<()> {
         let recorded = self.info.as_ref().and_then(|info| info.tokenizer_hash.as_deref());
@@ -141,14 +125,10 @@ impl TokenFile {
     /// Fails when that goes beyond the end, or when an id is outside the vocabulary (see
     /// [`TokenFile::limit_vocabulary`]); `out` then holds anything.
     pub fn read(&self, start: u64, out: &mut [u32]) -> Result<()> {
-        self.read_limited(start, out, self.limit)
-    }
-
-    fn read_limited(&self, start: u64, out: &mut [u32], limit: u64) -> Result<()> {
         self.check_range(start, out.len() as u64)?;
         let item = self.token_type().bytes() as u64;
         if self.index.is_contiguous() {
-            return self.widen(start * item, start, out, limit);
+            return self.widen(start * item, start, out, self.limit);
         }
         let (mut sequence, first) = self.index.locate(start);
         let (mut position, mut skipped, mut rest) = (start, start - first, out);
@@ -157,7 +137,7 @@ impl TokenFile {
             // At most rest.len().
             let (part, later) = rest.split_at_mut(here as usize);
             let offset = self.index.offset(sequence) + skipped * item;
-            self.widen(offset, position, part, limit)?;
+            self.widen(offset, position, part, self.limit)?;
             (position, skipped, rest) = (position + here, 0, later);
             sequence += 1;
         }

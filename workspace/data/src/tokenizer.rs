@@ -65,21 +65,11 @@ impl TextTokenizer {
         self.vocab_size
     }
 
-    /// The id of a token, special ones included, by its exact name.
-    pub fn token_id(&self, token: &str) -> Option<u32> {
-        self.inner.token_to_id(token)
-    }
-
     /// The ids of a document, with BOS and EOS exactly as the tokenizer's post-processor says.
     ///
     /// Fails when the tokenizer does, which a byte-level one never does.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         self.ids(text, true)
-    }
-
-    /// The ids of a text alone, without BOS and EOS.
-    pub fn encode_plain(&self, text: &str) -> Result<Vec<u32>> {
-        self.ids(text, false)
     }
 
     /// The ids of a text to be continued: what the post-processor puts in front, the text, and

@@ -25,7 +25,7 @@ pub const BEGIN_OF_TEXT: &str = "<|begin_of_text|>";
 /// Stands behind every document; its id is 1.
 pub const END_OF_TEXT: &str = "<|end_of_text|>";
 /// Ids that every byte-level tokenizer of ours has: the bytes and the two special tokens.
-pub const SMALLEST_VOCABULARY: usize = 258;
+const SMALLEST_VOCABULARY: usize = 258;
 
 /// How Llama 3 cuts a text into words before BPE.
 const WORDS: &str = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|\

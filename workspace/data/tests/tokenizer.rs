@@ -39,15 +39,14 @@ fn fixture(name: &str) -> Option<PathBuf> {
 fn documents_are_framed_and_prompts_stay_open() {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = train(dir.path(), 300);
-    assert_eq!(tokenizer.token_id(BEGIN_OF_TEXT), Some(0));
-    assert_eq!(tokenizer.token_id(END_OF_TEXT), Some(1));
-    let plain = tokenizer.encode_plain("Anna flew").unwrap();
-    assert_eq!(tokenizer.encode("Anna flew").unwrap(), [&[0], &plain[..], &[1]].concat());
-    assert_eq!(tokenizer.encode_prompt("Anna flew").unwrap(), [&[0], &plain[..]].concat());
+    let prompt = tokenizer.encode_prompt("Anna flew").unwrap();
+    assert_eq!(prompt[0], 0);
+    assert_eq!(tokenizer.decode(&prompt[1..], false).unwrap(), "Anna flew");
+    assert_eq!(tokenizer.encode("Anna flew").unwrap(), [&prompt[..], &[1]].concat());
     assert_eq!(tokenizer.encode("").unwrap(), [0, 1]);
     assert_eq!(tokenizer.encode_prompt("").unwrap(), [0]);
     assert_eq!(tokenizer.decoded_bytes(&tokenizer.encode("na\u{ef}ve").unwrap()).unwrap(), 6);
-    assert_eq!(tokenizer.decode(&[0, 1], false).unwrap(), "<|begin_of_text|><|end_of_text|>");
+    assert_eq!(tokenizer.decode(&[0, 1], false).unwrap(), format!("{BEGIN_OF_TEXT}{END_OF_TEXT}"));
 }
 
 #[test]
@@ -131,13 +130,13 @@ fn truncation_and_padding_of_the_file_are_ignored() {
 fn ill_formed_bytes_stream_without_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = train(dir.path(), 258);
-    let bytes = tokenizer.encode_plain("\u{1f600}").unwrap();
+    let bytes = &tokenizer.encode_prompt("\u{1f600}").unwrap()[1..];
     let mut stream = tokenizer.stream(&[], true);
     let mut text = String::new();
     for _ in 0..20 {
         text += &stream.push(bytes[1]).unwrap();
     }
-    text += &stream.push(tokenizer.encode_plain("a").unwrap()[0]).unwrap();
+    text += &stream.push(tokenizer.encode_prompt("a").unwrap()[1]).unwrap();
     text += &stream.finish().unwrap();
     assert!(text.ends_with('a') && text.starts_with('\u{fffd}'), "{text}");
     let mut stream = tokenizer.stream(&[], true);

@@ -118,7 +118,8 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
             let end = count.min(start + batch);
             let rows = ids.chunks_exact_mut(shape.length).zip(targets.chunks_mut(shape.length));
             let counts = model.parallel().counts_losses();
-            for (number, (ids, targets)) in (start..end).zip(rows) {
+            let reads = self.activations.read_tokens();
+            for (number, (ids, targets)) in (start..end).zip(rows).filter(|_| reads) {
                 windows.read(number, ids)?;
                 targets[..shape.length - 1].copy_from_slice(&ids[1..]);
                 if !counts {

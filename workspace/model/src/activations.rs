@@ -95,31 +95,42 @@ pub(crate) struct Backward<B: Backend, T: Element> {
 }
 
 /// Every buffer that passes over micro-batches need: what is kept between a forward and its backward
-/// pass, once for each micro-batch that is under way, and what all passes share.
+/// pass, once for each pass in flight, and what all passes share.
 pub struct Activations<B: Backend, T: Element> {
     pub(crate) shape: QkvShape,
     pub(crate) recompute: Recompute,
-    /// A place for each pass that is under way.
+    /// A slot for each micro-batch in flight.
+    pub(crate) micro_batches: Vec<MicroBatch<B>>,
+    /// A slot for each pass in flight.
     pub(crate) passes: Vec<Pass<B, T>>,
     pub(crate) shared: Shared<B, T>,
     pub(crate) head: Head<B, T>,
     pub(crate) backward: Option<Backward<B, T>>,
 }
 
-/// Which of a rank's chunks a pass takes, and in which place it is kept until its backward pass.
+/// Which of a rank's chunks a pass takes, and in which slots it is kept until its backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Turn {
     /// The chunk.
     pub chunk: usize,
-    /// The place.
+    /// The slot of the micro-batch's tokens, which the passes through all chunks read.
+    pub micro_batch: usize,
+    /// The slot of what the pass keeps.
     pub slot: usize,
+}
+
+/// What a pass reads of a micro-batch's tokens; all of a stage's chunks read the same.
+pub(crate) struct MicroBatch<B: Backend> {
+    /// Empty on stages without the embedding.
+    pub(crate) ids: B::Buffer<u32>,
+    /// Empty on stages without the head.
+    pub(crate) targets: B::Buffer<u32>,
+    /// With a document mask, on every stage.
+    pub(crate) document_start: Option<B::Buffer<u32>>,
 }
 
 /// What is kept of a micro-batch's pass through a chunk, with room for the largest one.
 pub(crate) struct Pass<B: Backend, T: Element> {
-    pub(crate) ids: B::Buffer<u32>,
-    pub(crate) targets: B::Buffer<u32>,
-    pub(crate) document_start: Option<B::Buffer<u32>>,
     /// The residual stream before each block of the chunk and after its last one, `[M, C]` each.
     pub(crate) stream: Vec<B::Buffer<T>>,
     pub(crate) blocks: Blocks<B, T>,
@@ -157,17 +168,25 @@ impl<B: Backend, T: Element> Activations<B, T> {
     /// # Errors
     /// When the device has no room.
     pub fn new(model: &Model<B, T>, pass: PassShape) -> Result<Self, Error> {
-        Self::under_way(model, pass, 1)
+        Self::with_slots(model, pass, 1, 1)
     }
 
-    /// As [`Activations::new`], with places for `slots` passes that wait for their backward passes.
+    /// As [`Activations::new`], with slots for so many micro-batches and passes in flight, that is
+    /// between a forward pass and its backward pass.
     ///
     /// # Errors
     /// When the device has no room.
-    pub fn under_way(model: &Model<B, T>, pass: PassShape, slots: usize) -> Result<Self, Error> {
+    pub fn with_slots(
+        model: &Model<B, T>,
+        pass: PassShape,
+        micro_batches: usize,
+        passes: usize,
+    ) -> Result<Self, Error> {
         let shape = model.qkv_shape(pass.batch, pass.length);
         let tokens = shape.tokens();
-        let passes = (0..slots).map(|_| Pass::new(model, tokens, pass));
+        let micro_batches =
+            (0..micro_batches).map(|_| MicroBatch::new(model, tokens, pass.document_mask));
+        let passes = (0..passes).map(|_| Pass::new(model, tokens, pass));
         model.backend.reserve::<T>(&WorkingSet {
             attention: model.attention_shape(&shape, pass.length),
             routed: model.routing_shape(tokens)?.is_some(),
@@ -178,6 +197,7 @@ impl<B: Backend, T: Element> Activations<B, T> {
         Ok(Activations {
             shape,
             recompute: pass.recompute,
+            micro_batches: micro_batches.collect::<Result<_, _>>()?,
             passes: passes.collect::<Result<_, _>>()?,
             shared: Shared::new(model, tokens)?,
             head: Head::new(model, tokens)?,
@@ -190,8 +210,8 @@ impl<B: Backend, T: Element> Activations<B, T> {
         self.shape
     }
 
-    /// Copies a micro-batch to the device, to the first place: ids and targets `[B*T]`, and `document_start`
-    /// `[B*T]` where the pass was planned with a document mask.
+    /// Copies a micro-batch to the device, to the first slot: ids and targets `[B*T]`, and `document_start`
+    /// `[B*T]` where the pass was planned with a document mask; of these, what this stage reads.
     ///
     /// # Errors
     /// When the lengths differ from the plan's.
@@ -205,7 +225,16 @@ impl<B: Backend, T: Element> Activations<B, T> {
         self.upload_to(0, backend, ids, targets, document_start)
     }
 
-    /// As [`Activations::upload`], to place `slot`.
+    /// Whether passes of this stage read anything of a micro-batch's tokens: those between the first
+    /// and the last stage do with a document mask only.
+    pub fn read_tokens(&self) -> bool {
+        let filled = |buffer: &B::Buffer<u32>| B::len(buffer) > 0;
+        self.micro_batches.iter().any(|tokens| {
+            filled(&tokens.ids) || filled(&tokens.targets) || tokens.document_start.is_some()
+        })
+    }
+
+    /// As [`Activations::upload`], to the slot of a micro-batch.
     ///
     /// # Errors
     /// When the lengths differ from the plan's.
@@ -217,13 +246,33 @@ impl<B: Backend, T: Element> Activations<B, T> {
         targets: &[u32],
         document_start: &[u32],
     ) -> Result<(), Error> {
-        let pass = &mut self.passes[slot];
-        backend.upload(ids, B::whole_mut(&mut pass.ids))?;
-        backend.upload(targets, B::whole_mut(&mut pass.targets))?;
-        if let Some(buffer) = &mut pass.document_start {
+        let tokens = &mut self.micro_batches[slot];
+        if B::len(&tokens.ids) > 0 {
+            backend.upload(ids, B::whole_mut(&mut tokens.ids))?;
+        }
+        if B::len(&tokens.targets) > 0 {
+            backend.upload(targets, B::whole_mut(&mut tokens.targets))?;
+        }
+        if let Some(buffer) = &mut tokens.document_start {
             backend.upload(document_start, B::whole_mut(buffer))?;
         }
         Ok(())
+    }
+}
+
+impl<B: Backend> MicroBatch<B> {
+    fn new<T: Element>(
+        model: &Model<B, T>,
+        tokens: usize,
+        document_mask: bool,
+    ) -> Result<Self, Error> {
+        let (backend, part) = (&model.backend, model.parallel.part());
+        let allocate = |read: bool| backend.allocate(if read { tokens } else { 0 });
+        Ok(MicroBatch {
+            ids: allocate(part.first)?,
+            targets: allocate(part.last)?,
+            document_start: document_mask.then(|| allocate(true)).transpose()?,
+        })
     }
 }
 
@@ -233,9 +282,6 @@ impl<B: Backend, T: Element> Pass<B, T> {
         let width = model.token_share(tokens).part * model.config.hidden_size;
         let layers = model.parallel.part().chunks.iter().map(Range::len).max().unwrap_or(0);
         Ok(Pass {
-            ids: backend.allocate(tokens)?,
-            targets: backend.allocate(tokens)?,
-            document_start: pass.document_mask.then(|| backend.allocate(tokens)).transpose()?,
             stream: (0..=layers).map(|_| backend.allocate(width)).collect::<Result<_, _>>()?,
             blocks: Blocks::new(model, tokens, pass.recompute, layers)?,
         })

@@ -315,7 +315,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// Turns `scratch.d_stream` from the gradient of the block's output into that of its input,
-    /// and adds the gradients of its weights to `gradients`, or replaces what was forgotten there.
+    /// and adds the gradients of its weights to `gradients`, or overwrites what is stale there.
     pub(crate) fn block_backward<G: Element>(
         &self,
         tokens: &Tokens<'_, B>,
@@ -345,7 +345,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.linear_backward_input(qkv, d_qkv, &mut scratch.d_branch)?;
         let inv_rms = &block.cheap.input_inv_rms;
         self.norm_backward((flat, &ranges.input_norm, n), input, inv_rms, scratch, gradients)?;
-        gradients.remember(flat);
+        gradients.mark_written(flat);
         Ok(())
     }
 
@@ -469,7 +469,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<(), Error> {
         let own = self.reduce_scatter(tokens, &mut scratch.d_branch)?;
         let held = own.len();
-        gradients.clear_forgotten(&self.backend, flat, range.clone())?;
+        gradients.clear_stale(&self.backend, flat, range.clone())?;
         self.backend.rms_norm_backward(RmsNormBackward {
             x: B::view(x, 0..held),
             weight: self.weights.view(flat, range.clone()),

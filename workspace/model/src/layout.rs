@@ -178,7 +178,8 @@ impl ModelLayout {
         if untied < self.flats.len() { untied } else { Self::EMBEDDING }
     }
 
-    /// The buffers in the order in which a backward pass completes their gradients.
+    /// The buffers in the order in which a backward pass completes their gradients, a tied head's with the
+    /// embedding's.
     pub fn backward_order(&self) -> impl Iterator<Item = usize> {
         let head = Some(self.head_index()).filter(|&head| head != Self::EMBEDDING);
         let blocks = (0..self.num_blocks).rev().map(|layer| self.block_index(layer));

@@ -199,8 +199,8 @@ pub struct ModelParallel {
     pipeline: Group,
     /// The ranks that share its tensors.
     tensor: Group,
-    /// The first and the last stage, on those two, where they share a tied head.
-    ends: Option<Group>,
+    /// The first and the last stage, on those two, where both hold a tied head.
+    tied_head: Option<Group>,
     /// The stages again, for gradients: with virtual stages they go the same way as other stages'
     /// outputs, and engines may tell messages between two ranks apart by their order alone.
     backward: Group,
@@ -212,7 +212,7 @@ impl ModelParallel {
         let alone = World::single().group().clone();
         let (pipeline, tensor) = (alone.clone(), alone);
         let backward = pipeline.clone();
-        ModelParallel { part: Part::whole(config), pipeline, tensor, ends: None, backward }
+        ModelParallel { part: Part::whole(config), pipeline, tensor, tied_head: None, backward }
     }
 
     /// The stage of this rank of `pipeline`, of `virtual_stages` chunks, whose tensors the ranks of `tensor` share; all their ranks
@@ -238,7 +238,7 @@ impl ModelParallel {
         let part = Part { tensor: share, ..part };
         let shares = stages > 1 && config.tie_word_embeddings;
         let is_end = part.first || part.last;
-        let ends = match shares {
+        let tied_head = match shares {
             true => pipeline.split("tied head", is_end.then_some(0), rank)?,
             false => None,
         };
@@ -247,7 +247,7 @@ impl ModelParallel {
             _ => pipeline.split("pipeline backward", Some(0), rank)?,
         };
         let backward = backward.unwrap_or_else(|| pipeline.clone());
-        Ok(ModelParallel { part, pipeline, tensor, ends, backward })
+        Ok(ModelParallel { part, pipeline, tensor, tied_head, backward })
     }
 
     /// What this rank holds.
@@ -302,8 +302,10 @@ impl ModelParallel {
         &self.tensor
     }
 
-    pub(crate) fn ends(&self) -> Option<&Group> {
-        self.ends.as_ref()
+    /// The first and the last stage, on those two, where both hold a tied head: its gradient is the sum
+    /// of theirs.
+    pub fn tied_head(&self) -> Option<&Group> {
+        self.tied_head.as_ref()
     }
 }
 

@@ -1,13 +1,11 @@
 //! Flat buffers on a device: a model's weights, or its gradients, remainders or moments.
 //!
-//! Ranks that see different data share the optimiser's state (ZeRO-1): each holds one [`Shard`] of
-//! every flat buffer. Gradients are reduced to it and weights gathered from it in place, buffer by
-//! buffer, while other work goes on; a buffer is away until [`FlatBuffers::arrive`].
+//! Ranks that see different data share the optimiser's state (ZeRO-1): of it each has its local
+//! [`Shard`] of every flat buffer. A buffer that a collective works on is taken out and put back.
 
 use std::ops::Range;
 
-use half::bf16;
-use moh_comm::{Group, Pending, Reduce};
+use moh_comm::Group;
 use moh_kernels::{Accumulation, Backend, Element, Scalar, View, ViewMut};
 
 use crate::Error;
@@ -44,30 +42,17 @@ pub fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     start..a.end.min(b.end).max(start)
 }
 
-/// A buffer, or the exchange that has it.
-enum Slot<B: Backend, S: Scalar> {
-    Here(B::Buffer<S>),
-    Away(Pending<B::Buffer<S>>),
-    /// A rounded copy is exchanged, whose part of the shard then replaces the exact one.
-    Rounded(B::Buffer<S>, Pending<B::Buffer<bf16>>, Shard),
-    /// Between these, or lost to an exchange that failed.
-    Lost,
-}
-
-/// Room for the rounded copy of each buffer.
-struct Rounding<B: Backend> {
-    backend: B,
-    copies: Vec<Option<B::Buffer<bf16>>>,
-}
-
 /// One device buffer for each [`crate::layout::FlatLayout`] of a model, or a shard of each.
 pub struct FlatBuffers<B: Backend, S: Scalar> {
-    slots: Vec<Slot<B, S>>,
-    /// Buffers whose numbers count for nothing ([`FlatBuffers::forget`]).
-    forgotten: Vec<bool>,
+    /// None while a buffer is taken out.
+    buffers: Vec<Option<B::Buffer<S>>>,
+    /// Buffers that the next gradient overwrites ([`FlatBuffers::mark_stale`]).
+    stale: Vec<bool>,
     shard: Shard,
-    rounding: Option<Rounding<B>>,
 }
+
+/// A function that is given the buffers and the index of one of them.
+pub type OnBuffer<'a, B, S> = &'a mut dyn FnMut(&mut FlatBuffers<B, S>, usize) -> Result<(), Error>;
 
 impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
     /// Whole buffers of zeros.
@@ -83,49 +68,65 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
     /// # Errors
     /// When the device has no room.
     pub fn zeros_of(backend: &B, layout: &ModelLayout, shard: Shard) -> Result<Self, Error> {
-        let slots = (layout.flats.iter())
-            .map(|flat| Ok(Slot::Here(backend.allocate(shard.range(flat.len).len())?)))
+        let buffers = (layout.flats.iter())
+            .map(|flat| Ok(Some(backend.allocate(shard.range(flat.len).len())?)))
             .collect::<Result<Vec<_>, Error>>()?;
-        Ok(FlatBuffers { forgotten: vec![false; slots.len()], slots, shard, rounding: None })
+        Ok(FlatBuffers { stale: vec![false; buffers.len()], buffers, shard })
     }
 
-    /// A part of one buffer, which the shard holds.
+    /// A part of one buffer, within the local shard.
     pub fn view(&self, flat: usize, range: Range<usize>) -> View<'_, B, S> {
-        let start = self.held(flat).start;
+        let start = self.local_range(flat).start;
         B::view(self.flat(flat), range.start - start..range.end - start)
     }
 
-    /// A part of one buffer, which the shard holds, for writing.
+    /// A part of one buffer, within the local shard, for writing.
     pub fn view_mut(&mut self, flat: usize, range: Range<usize>) -> ViewMut<'_, B, S> {
-        let start = self.held(flat).start;
+        let start = self.local_range(flat).start;
         B::view_mut(self.flat_mut(flat), range.start - start..range.end - start)
     }
 
-    /// The range of a flat buffer that is held here.
-    pub fn held(&self, flat: usize) -> Range<usize> {
+    /// The range of a flat buffer that the local shard covers.
+    pub fn local_range(&self, flat: usize) -> Range<usize> {
         self.shard.range(B::len(self.flat(flat)) * self.shard.size)
     }
 
-    /// One buffer, or the shard of it.
+    /// One buffer, or the local shard of it.
     ///
     /// # Panics
-    /// While the buffer is away.
+    /// While the buffer is taken out.
     pub fn flat(&self, flat: usize) -> &B::Buffer<S> {
-        match &self.slots[flat] {
-            Slot::Here(buffer) => buffer,
-            _ => panic!("buffer {flat} is used before it has arrived"),
+        match &self.buffers[flat] {
+            Some(buffer) => buffer,
+            None => panic!("buffer {flat} is used while a collective has it"),
         }
     }
 
-    /// One buffer, or the shard of it, for writing.
+    /// One buffer, or the local shard of it, for writing.
     ///
     /// # Panics
-    /// While the buffer is away.
+    /// While the buffer is taken out.
     pub fn flat_mut(&mut self, flat: usize) -> &mut B::Buffer<S> {
-        match &mut self.slots[flat] {
-            Slot::Here(buffer) => buffer,
-            _ => panic!("buffer {flat} is used before it has arrived"),
+        match &mut self.buffers[flat] {
+            Some(buffer) => buffer,
+            None => panic!("buffer {flat} is used while a collective has it"),
         }
+    }
+
+    /// Takes a buffer out, to hand it to a collective.
+    ///
+    /// # Panics
+    /// When it is taken out already.
+    pub fn take(&mut self, flat: usize) -> B::Buffer<S> {
+        match self.buffers[flat].take() {
+            Some(buffer) => buffer,
+            None => panic!("buffer {flat} is used while a collective has it"),
+        }
+    }
+
+    /// Puts back a buffer that was taken out.
+    pub fn put(&mut self, flat: usize, buffer: B::Buffer<S>) {
+        self.buffers[flat] = Some(buffer);
     }
 
     /// As [`FlatBuffers::fill`], with what `number` makes of each value.
@@ -141,7 +142,7 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
     ) -> Result<(), E> {
         let (mut values, mut numbers) = (Vec::new(), Vec::new());
         for (flat, segment) in layout.segments() {
-            let part = overlap(&segment.range, &self.held(flat));
+            let part = overlap(&segment.range, &self.local_range(flat));
             if part.is_empty() {
                 continue;
             }
@@ -164,7 +165,7 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
     /// # Errors
     /// When the device fails.
     pub fn zero(&mut self, backend: &B) -> Result<(), Error> {
-        for flat in 0..self.slots.len() {
+        for flat in 0..self.buffers.len() {
             let buffer = self.flat_mut(flat);
             let len = B::len(buffer);
             backend.zero(B::view_mut(buffer, 0..len))?;
@@ -172,26 +173,28 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
         Ok(())
     }
 
-    /// Makes the numbers of all buffers count as zeros, without a pass over memory: what would be
-    /// added to them replaces them. Only a backward pass may use the buffers then, or
-    /// [`Model::reduce_without_pass`](crate::Model::reduce_without_pass); padding stays as it is.
-    pub fn forget(&mut self) {
-        self.forgotten.fill(true);
+    /// Marks all buffers as stale, as a step begins: the next gradient overwrites what is in them, which
+    /// saves a pass over memory to set them to zero. Until [`Self::mark_written`] only a backward pass may
+    /// use them; padding stays as it is.
+    pub fn mark_stale(&mut self) {
+        self.stale.fill(true);
     }
 
-    /// What becomes of the numbers of a buffer where a gradient is written.
-    pub(crate) fn accumulation(&self, flat: usize) -> Accumulation {
-        if self.forgotten[flat] { Accumulation::Overwrite } else { Accumulation::Add }
+    /// Whether the next gradient overwrites what is in a buffer or is added to it.
+    pub fn accumulation(&self, flat: usize) -> Accumulation {
+        if self.stale[flat] { Accumulation::Overwrite } else { Accumulation::Add }
     }
 
-    /// Notes that every number of a buffer has been written.
-    pub(crate) fn remember(&mut self, flat: usize) {
-        self.forgotten[flat] = false;
+    /// Notes that every element of a buffer has been written.
+    pub fn mark_written(&mut self, flat: usize) {
+        self.stale[flat] = false;
     }
 
-    /// Sets a part of a buffer to zero where its numbers are forgotten, for what can only add to
-    /// it.
-    pub(crate) fn clear_forgotten(
+    /// Sets a part of a buffer to zero where it is stale, for operators that can only add to it.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn clear_stale(
         &mut self,
         backend: &B,
         flat: usize,
@@ -205,97 +208,8 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
 }
 
 impl<B: Backend, T: Element> FlatBuffers<B, T> {
-    /// Rounds to bf16 what is exchanged, which halves it where the numbers are f32.
-    ///
-    /// # Errors
-    /// When the device has no room for the copies.
-    pub fn exchange_rounded(&mut self, backend: B) -> Result<(), Error> {
-        let copies = (0..self.slots.len())
-            .map(|flat| Ok(Some(backend.allocate(B::len(self.flat(flat)))?)))
-            .collect::<Result<_, Error>>()?;
-        self.rounding = Some(Rounding { backend, copies });
-        Ok(())
-    }
-
-    /// Starts to sum a whole buffer over the ranks of `group`, each of which gets its shard's sums.
-    ///
-    /// # Errors
-    /// When another rank has failed.
-    pub fn start_reduce_scatter(&mut self, flat: usize, group: &Group) -> Result<(), Error> {
-        debug_assert!(!self.forgotten[flat], "buffer {flat} is summed before it is written");
-        let buffer = match group.size() {
-            1 => return Ok(()),
-            _ => self.take(flat)?,
-        };
-        let copy = match &mut self.rounding {
-            Some(Rounding { backend, copies }) => copies[flat].take().map(|copy| (backend, copy)),
-            None => None,
-        };
-        self.slots[flat] = match copy {
-            Some((backend, mut copy)) => {
-                let whole = 0..B::len(&buffer);
-                backend.convert(B::view(&buffer, whole.clone()), B::view_mut(&mut copy, whole))?;
-                let pending = group.start_reduce_scatter::<B, bf16>(copy, Reduce::Sum)?;
-                Slot::Rounded(buffer, pending, Shard::of(group))
-            }
-            None => Slot::Away(group.start_reduce_scatter::<B, T>(buffer, Reduce::Sum)?),
-        };
-        Ok(())
-    }
-
-    /// Starts to complete a whole buffer from the shards of all ranks of `group`.
-    ///
-    /// # Errors
-    /// When another rank has failed.
-    pub fn start_all_gather(&mut self, flat: usize, group: &Group) -> Result<(), Error> {
-        if group.size() > 1 && B::len(self.flat(flat)) > 0 {
-            let buffer = self.take(flat)?;
-            self.slots[flat] = Slot::Away(group.start_all_gather::<B, T>(buffer)?);
-        }
-        Ok(())
-    }
-
-    /// The buffer itself, after it has arrived.
-    fn take(&mut self, flat: usize) -> Result<B::Buffer<T>, Error> {
-        self.arrive(flat)?;
-        match std::mem::replace(&mut self.slots[flat], Slot::Lost) {
-            Slot::Here(buffer) => Ok(buffer),
-            _ => panic!("buffer {flat} was lost in an exchange that failed"),
-        }
-    }
-
-    /// Waits for what was started with a buffer; on a GPU the device waits, not the caller.
-    ///
-    /// # Errors
-    /// What made the exchange fail; the buffer is lost then.
-    pub fn arrive(&mut self, flat: usize) -> Result<(), Error> {
-        self.slots[flat] = match std::mem::replace(&mut self.slots[flat], Slot::Lost) {
-            Slot::Away(pending) => Slot::Here(pending.wait()?),
-            Slot::Rounded(mut exact, pending, shard) => {
-                let copy = pending.wait()?;
-                if let Some(Rounding { backend, copies }) = &mut self.rounding {
-                    let part = shard.range(B::len(&exact));
-                    let into = B::view_mut(&mut exact, part.clone());
-                    backend.convert(B::view(&copy, part), into)?;
-                    copies[flat] = Some(copy);
-                }
-                Slot::Here(exact)
-            }
-            here => here,
-        };
-        Ok(())
-    }
-
-    /// Waits for all buffers.
-    ///
-    /// # Errors
-    /// As [`Self::arrive`].
-    pub fn arrive_all(&mut self) -> Result<(), Error> {
-        (0..self.slots.len()).try_for_each(|flat| self.arrive(flat))
-    }
-
-    /// Fills what is held of every tensor with what `source` writes for it, rounded to `T`. Tensors of
-    /// which nothing is held are not asked for.
+    /// Fills the local part of every tensor with what `source` writes for it, rounded to `T`. Tensors
+    /// without a local part are not asked for.
     ///
     /// # Errors
     /// What `source` refuses, or the device.
@@ -308,7 +222,7 @@ impl<B: Backend, T: Element> FlatBuffers<B, T> {
         self.fill_by(T::from_f32, backend, layout, source)
     }
 
-    /// Copies what is held of a tensor to the host as f32.
+    /// Copies the local part of a tensor to the host as f32.
     ///
     /// # Errors
     /// When the device fails.
@@ -316,7 +230,7 @@ impl<B: Backend, T: Element> FlatBuffers<B, T> {
         self.read_range(backend, flat, segment.range.clone())
     }
 
-    /// Copies a part of a buffer, which the shard holds, to the host as f32.
+    /// Copies a part of a buffer, within the local shard, to the host as f32.
     ///
     /// # Errors
     /// When the device fails.

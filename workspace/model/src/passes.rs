@@ -1,16 +1,16 @@
 //! Forward and backward passes over micro-batches, of a whole model or of a rank's part between its
 //! neighbours.
 
-use moh_comm::{Group, Reduce};
+use moh_comm::Reduce;
 use moh_kernels::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadRanks};
 use moh_kernels::embedding::{EmbeddingBackward, EmbeddingForward};
 use moh_kernels::{Backend, Element, span};
 
-use crate::activations::{Activations, Head, Pass, Recompute, Shared, Turn};
+use crate::activations::{Activations, Head, MicroBatch, Pass, Recompute, Shared, Turn};
 use crate::block::{RouterScale, Tokens};
 use crate::layout::ModelLayout;
 use crate::model::{LossScale, Model};
-use crate::parameters::FlatBuffers;
+use crate::parameters::{FlatBuffers, OnBuffer};
 use crate::{Error, StepSums};
 
 /// Tags of the residual stream and of its gradient between stages.
@@ -19,8 +19,7 @@ const BACKWARD: u32 = 4;
 
 impl<B: Backend, T: Element> Model<B, T> {
     /// The forward pass up to the final norm, of one micro-batch in a row through all chunks of this
-    /// rank's part; adds the balance loss to `sums`. Weights that are on their way from other ranks are
-    /// waited for where they are first used.
+    /// rank's part; adds the balance loss to `sums`.
     ///
     /// # Errors
     /// A token id outside the vocabulary, or a failing device or rank.
@@ -29,22 +28,28 @@ impl<B: Backend, T: Element> Model<B, T> {
         activations: &mut Activations<B, T>,
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
-        (0..self.parallel.part().chunks.len())
-            .try_for_each(|chunk| self.forward_turn(activations, Turn { chunk, slot: 0 }, sums))
+        (0..self.parallel.part().chunks.len()).try_for_each(|chunk| {
+            self.forward_turn(activations, Turn { chunk, ..Turn::default() }, sums, &mut |_, _| {
+                Ok(())
+            })
+        })
     }
 
-    /// The forward pass through one chunk, between the stages before and after it.
+    /// The forward pass through one chunk, between the stages before and after it. `before_use` is
+    /// called with the weights before each buffer of them is used, and may wait for it to be complete.
     ///
     /// # Errors
-    /// As [`Model::forward`].
+    /// As [`Model::forward`], and of `before_use`.
     pub fn forward_turn(
         &mut self,
         activations: &mut Activations<B, T>,
         turn: Turn,
         sums: &mut StepSums<B>,
+        before_use: OnBuffer<'_, B, T>,
     ) -> Result<(), Error> {
-        let Activations { shape, passes, shared, head, .. } = activations;
-        let Pass { ids, document_start, stream, blocks, .. } = &mut passes[turn.slot];
+        let Activations { shape, micro_batches, passes, shared, head, .. } = activations;
+        let MicroBatch { ids, document_start, .. } = &micro_batches[turn.micro_batch];
+        let Pass { stream, blocks } = &mut passes[turn.slot];
         let tokens = Tokens::<B> {
             shape: *shape,
             first_position: 0,
@@ -53,7 +58,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let (n, parallel) = (shape.tokens(), self.parallel.clone());
         let layers = parallel.part().chunks[turn.chunk].clone();
         if parallel.begins_with(turn.chunk) {
-            self.weights.arrive(ModelLayout::EMBEDDING)?;
+            before_use(&mut self.weights, ModelLayout::EMBEDDING)?;
             self.embed(n, ids, &mut stream[0], &mut shared.gathered)?;
         } else {
             let input = B::whole_mut(&mut stream[0]);
@@ -66,7 +71,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             let (input, output) = (&before[at], &mut after[0]);
             let mut block = blocks.of((at, layer), shared);
             let _block = span::enter_numbered("block", layer as u64);
-            self.weights.arrive(self.layout.block_index(layer))?;
+            before_use(&mut self.weights, self.layout.block_index(layer))?;
             self.attend(&tokens, input, &mut block, None)?;
             let mlp = span::enter("mlp");
             self.activate(n, &mut block)?;
@@ -80,6 +85,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
         let output = &stream[end];
         if parallel.ends_with(turn.chunk) {
+            let _span = span::enter("head");
+            before_use(&mut self.weights, self.layout.final_norm_index())?;
+            before_use(&mut self.weights, self.layout.head_index())?;
             return self.final_norm(n, output, head);
         }
         let output = B::whole(output);
@@ -88,14 +96,11 @@ impl<B: Backend, T: Element> Model<B, T> {
 
     /// The norm before the head.
     fn final_norm(
-        &mut self,
+        &self,
         tokens: usize,
         stream: &B::Buffer<T>,
         head: &mut Head<B, T>,
     ) -> Result<(), Error> {
-        let _span = span::enter("head");
-        self.weights.arrive(self.layout.final_norm_index())?;
-        self.weights.arrive(self.layout.head_index())?;
         let into = (&mut head.normed, &mut head.inv_rms);
         self.normalize(self.layout.final_norm(), tokens, stream, into)
     }
@@ -138,8 +143,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         match self.parallel.part().last {
             true => {
                 let _span = span::enter("head");
-                let Activations { shape, passes, shared, head, .. } = activations;
-                let targets = &passes[0].targets;
+                let Activations { shape, micro_batches, shared, head, .. } = activations;
+                let targets = &micro_batches[0].targets;
                 self.losses::<f32>(shape.tokens(), targets, (shared, head), sums, None)
             }
             false => Ok(()),
@@ -190,19 +195,21 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<(), Error> {
         self.forward(activations, sums)?;
         (0..self.parallel.part().chunks.len()).rev().try_for_each(|chunk| {
-            let turn = Turn { chunk, slot: 0 };
+            let turn = Turn { chunk, ..Turn::default() };
             self.backward_turn(activations, turn, gradients, scale, sums, None)
         })
     }
 
     /// The backward pass through one chunk after its forward pass, between the stages after and before
-    /// it: adds the cross-entropy to `sums` and the gradients to `gradients`, where they replace
-    /// what was forgotten ([`FlatBuffers::forget`]). With `reduce`, of a step's last micro-batch,
-    /// the sum of each buffer over the group's ranks starts as soon as the buffer is complete; that
-    /// of a tied head on two stages waits for [`Model::reduce_tied_head`].
+    /// it: adds the cross-entropy to `sums` and the gradients to `gradients`, where they overwrite
+    /// stale buffers ([`FlatBuffers::mark_stale`]). `complete` is given with a step's last
+    /// micro-batch: it is called with the gradients as soon as this rank's of a buffer are complete. Of a
+    /// tied head on two stages each completes its own
+    /// ([`ModelParallel::tied_head`](crate::model_parallel::ModelParallel::tied_head)).
     ///
     /// # Errors
-    /// A failing device or rank; activations planned without a backward pass are refused.
+    /// A failing device or rank, and of `complete`; activations planned without a backward pass are
+    /// refused.
     pub fn backward_turn<G: Element>(
         &self,
         activations: &mut Activations<B, T>,
@@ -210,21 +217,23 @@ impl<B: Backend, T: Element> Model<B, T> {
         gradients: &mut FlatBuffers<B, G>,
         scale: LossScale,
         sums: &mut StepSums<B>,
-        reduce: Option<&Group>,
+        mut complete: Option<OnBuffer<'_, B, G>>,
     ) -> Result<(), Error> {
         let (parallel, layout) = (&self.parallel, &self.layout);
         if parallel.ends_with(turn.chunk) {
             self.head_backward(activations, turn, gradients, scale, sums)?;
-            if layout.head_index() != ModelLayout::EMBEDDING {
-                self.complete(gradients, layout.head_index(), reduce)?;
+            if layout.head_index() != ModelLayout::EMBEDDING || parallel.tied_head().is_some() {
+                self.complete(gradients, layout.head_index(), &mut complete)?;
             }
-            self.complete(gradients, layout.final_norm_index(), reduce)?;
+            self.complete(gradients, layout.final_norm_index(), &mut complete)?;
         }
-        let Activations { shape, recompute, passes, shared, backward, .. } = activations;
+        let Activations { shape, recompute, micro_batches, passes, shared, backward, .. } =
+            activations;
         let Some(scratch) = backward else {
             return Err(Error::NotPlannedForTraining);
         };
-        let Pass { ids, document_start, stream, blocks, .. } = &mut passes[turn.slot];
+        let MicroBatch { ids, document_start, .. } = &micro_batches[turn.micro_batch];
+        let Pass { stream, blocks } = &mut passes[turn.slot];
         if !parallel.ends_with(turn.chunk) {
             let d_stream = B::whole_mut(&mut scratch.d_stream);
             parallel.backward().recv::<B, T>(d_stream, parallel.next(), BACKWARD)?;
@@ -253,7 +262,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             }
             drop(recomputing);
             self.block_backward(&tokens, input, block, scratch, gradients, router)?;
-            self.complete(gradients, layout.block_index(layer), reduce)?;
+            self.complete(gradients, layout.block_index(layer), &mut complete)?;
         }
         if !parallel.begins_with(turn.chunk) {
             let d_stream = B::whole(&scratch.d_stream);
@@ -265,8 +274,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
         let _span = span::enter("embedding");
         let embedding = &layout.flats[ModelLayout::EMBEDDING];
-        gradients.clear_forgotten(&self.backend, ModelLayout::EMBEDDING, embedding.used())?;
-        gradients.remember(ModelLayout::EMBEDDING);
+        gradients.clear_stale(&self.backend, ModelLayout::EMBEDDING, embedding.used())?;
+        gradients.mark_written(ModelLayout::EMBEDDING);
         self.backend.embedding_backward(EmbeddingBackward {
             width: self.config.hidden_size,
             rows: parallel.part().tensor.vocabulary(&self.config),
@@ -274,22 +283,19 @@ impl<B: Backend, T: Element> Model<B, T> {
             d_out: self.gather(n, &scratch.d_stream, &mut shared.gathered)?,
             d_table: gradients.view_mut(ModelLayout::EMBEDDING, embedding.used()),
         })?;
-        match parallel.ends() {
-            Some(_) => Ok(()),
-            None => self.complete(gradients, ModelLayout::EMBEDDING, reduce),
-        }
+        self.complete(gradients, ModelLayout::EMBEDDING, &mut complete)
     }
 
-    /// Starts the sum of a complete buffer over the ranks of `reduce`.
+    /// Hands over the gradients of a buffer that are complete on this rank.
     fn complete<G: Element>(
         &self,
         gradients: &mut FlatBuffers<B, G>,
         flat: usize,
-        reduce: Option<&Group>,
+        complete: &mut Option<OnBuffer<'_, B, G>>,
     ) -> Result<(), Error> {
-        let Some(group) = reduce else { return Ok(()) };
+        let Some(complete) = complete else { return Ok(()) };
         self.add_up_replicated(gradients, flat)?;
-        gradients.start_reduce_scatter(flat, group)
+        complete(gradients, flat)
     }
 
     /// From the targets to the gradient of the residual stream after the last block.
@@ -302,7 +308,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
         let _span = span::enter("head");
-        let Activations { shape, passes, shared, head: of_head, backward, .. } = activations;
+        let Activations { shape, micro_batches, passes, shared, head: of_head, backward, .. } =
+            activations;
+        let targets = &micro_batches[turn.micro_batch].targets;
         let (pass, Some(scratch)) = (&passes[turn.slot], backward) else {
             return Err(Error::NotPlannedForTraining);
         };
@@ -315,13 +323,13 @@ impl<B: Backend, T: Element> Model<B, T> {
             accumulation: gradients.accumulation(head),
             d_weight: gradients.view_mut(head, layout.flats[head].used()),
         };
-        self.losses(n, &pass.targets, (shared, of_head), sums, Some(head_gradients))?;
-        gradients.remember(head);
+        self.losses(n, targets, (shared, of_head), sums, Some(head_gradients))?;
+        gradients.mark_written(head);
         let end = self.parallel.part().chunks[turn.chunk].len();
         self.backend.zero(B::whole_mut(&mut scratch.d_stream))?;
         let ((flat, range), inv_rms) = (layout.final_norm(), &of_head.inv_rms);
         self.norm_backward((flat, range, n), &pass.stream[end], inv_rms, scratch, gradients)?;
-        gradients.remember(flat);
+        gradients.mark_written(flat);
         Ok(())
     }
 
@@ -337,40 +345,5 @@ impl<B: Backend, T: Element> Model<B, T> {
             self.parallel.tensor().all_reduce::<B, G>(part, Reduce::Sum)?;
         }
         Ok(())
-    }
-
-    /// Starts the sums that the last backward pass of a step starts, in the same order, on a rank that
-    /// takes no pass; gradients that were forgotten are zeros.
-    ///
-    /// # Errors
-    /// When the device or another rank has failed.
-    pub fn reduce_without_pass<G: Element>(
-        &self,
-        gradients: &mut FlatBuffers<B, G>,
-        reduce: &Group,
-    ) -> Result<(), Error> {
-        for flat in self.layout.backward_order() {
-            gradients.clear_forgotten(&self.backend, flat, self.layout.flats[flat].used())?;
-            gradients.remember(flat);
-        }
-        let waits = |flat| self.parallel.ends().is_some() && flat == ModelLayout::EMBEDDING;
-        let mut order = self.layout.backward_order().filter(|&flat| !waits(flat));
-        order.try_for_each(|flat| gradients.start_reduce_scatter(flat, reduce))
-    }
-
-    /// Adds up the gradients of a tied head that two stages hold, after a step's last backward pass, and
-    /// starts their sum over the ranks of `reduce`; nothing on other stages and models.
-    ///
-    /// # Errors
-    /// When another rank has failed.
-    pub fn reduce_tied_head<G: Element>(
-        &self,
-        gradients: &mut FlatBuffers<B, G>,
-        reduce: &Group,
-    ) -> Result<(), Error> {
-        let Some(ends) = self.parallel.ends() else { return Ok(()) };
-        let whole = B::whole_mut(gradients.flat_mut(ModelLayout::EMBEDDING));
-        ends.all_reduce::<B, G>(whole, Reduce::Sum)?;
-        gradients.start_reduce_scatter(ModelLayout::EMBEDDING, reduce)
     }
 }

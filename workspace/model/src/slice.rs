@@ -106,12 +106,6 @@ impl Slice {
         runs
     }
 
-    /// Copies the part's numbers `range` out of the whole tensor.
-    pub fn extract<S: Copy>(&self, range: Range<usize>, whole: &[S]) -> Vec<S> {
-        let runs = self.runs(range);
-        runs.iter().flat_map(|run| &whole[run.whole..run.whole + run.len]).copied().collect()
-    }
-
     /// Puts numbers of the part, from its number `start` on, where they belong in the whole tensor.
     pub fn place<S: Copy>(&self, start: usize, values: &[S], whole: &mut [S]) {
         for Run { held, whole: at, len } in self.runs(start..start + values.len()) {
@@ -160,6 +154,12 @@ mod tests {
         (0..shape.iter().product()).collect()
     }
 
+    /// The part's numbers `range` of the whole tensor.
+    fn extract(slice: &Slice, range: Range<usize>, whole: &[usize]) -> Vec<usize> {
+        let runs = slice.runs(range);
+        runs.iter().flat_map(|run| &whole[run.whole..run.whole + run.len]).copied().collect()
+    }
+
     #[test]
     fn rows_and_columns_are_taken_and_put_back() {
         let whole = numbers(&[4, 6]);
@@ -170,8 +170,8 @@ mod tests {
             [Run { held: 0, whole: 0, len: 6 }, Run { held: 6, whole: 12, len: 12 }]
         );
         let columns = Slice::along(vec![4, 6], 1, vec![1..2, 4..6]);
-        assert_eq!(columns.extract(0..12, &whole), [1, 4, 5, 7, 10, 11, 13, 16, 17, 19, 22, 23]);
-        assert_eq!(columns.extract(4..8, &whole), [10, 11, 13, 16]);
+        assert_eq!(extract(&columns, 0..12, &whole), [1, 4, 5, 7, 10, 11, 13, 16, 17, 19, 22, 23]);
+        assert_eq!(extract(&columns, 4..8, &whole), [10, 11, 13, 16]);
         let mut placed = vec![0; 24];
         columns.place(4, &[1, 2, 3, 4], &mut placed);
         assert_eq!([placed[10], placed[11], placed[13], placed[16]], [1, 2, 3, 4]);
@@ -183,13 +183,13 @@ mod tests {
         let slice = Slice::whole(vec![2, 3, 4]);
         assert!(slice.is_whole());
         assert_eq!(slice.runs(5..17), [Run { held: 5, whole: 5, len: 12 }]);
-        assert_eq!(Slice::whole(vec![3]).extract(1..3, &[7, 8, 9]), [8, 9]);
+        assert_eq!(extract(&Slice::whole(vec![3]), 1..3, &[7, 8, 9]), [8, 9]);
     }
 
     #[test]
     fn parts_of_three_dimensions_find_their_place() {
         let slice = Slice::new(vec![2, 3, 4], vec![vec![1..2], vec![0..1, 2..3], vec![1..3]]);
-        let found = slice.unwrap().extract(0..4, &numbers(&[2, 3, 4]));
+        let found = extract(&slice.unwrap(), 0..4, &numbers(&[2, 3, 4]));
         assert_eq!(found, [13, 14, 21, 22]);
     }
 

@@ -130,7 +130,7 @@ fn take_steps<T: Element>(moh: Option<MohConfig>, head_dim: usize, recompute: Re
     let mut sums = StepSums::new(&cuda).unwrap();
     let planned = cuda.memory_calls().unwrap();
     for step in 1..=2 {
-        gradients.forget();
+        gradients.mark_stale();
         sums.zero(&cuda).unwrap();
         for _micro_batch in 0..2 {
             upload(&cuda, &mut training, 0);

@@ -1,4 +1,4 @@
-//! Gradients that a step begins with: those of the step before, forgotten, are as good as zeros.
+//! Gradients that a step begins with: those of the step before, marked as stale, are as good as zeros.
 
 #![allow(clippy::unwrap_used)]
 
@@ -15,12 +15,12 @@ use support::{VOCABULARY, config, model};
 const MOH: MohConfig =
     MohConfig { router: RouterKind::QueryNorm, shared_heads: 3, routed_top_k: 2 };
 
-/// The gradients of two micro-batches, from `before` in every number: added to it or, forgotten,
-/// instead of it.
+/// The gradients of two micro-batches, from `before` in every element: added to it or, where it is
+/// stale, overwriting it.
 fn of_two_passes<T: Element, G: Element>(
     (tied, recompute): (bool, Recompute),
     before: f32,
-    forget: bool,
+    stale: bool,
 ) -> Vec<f32> {
     let mut model = model::<Cpu, T>(Cpu, config(16, tied, Some(MOH)));
     let (batch, length) = (2, 20);
@@ -33,8 +33,8 @@ fn of_two_passes<T: Element, G: Element>(
         Ok(())
     };
     gradients.fill(&Cpu, model.layout(), fill).unwrap();
-    if forget {
-        gradients.forget();
+    if stale {
+        gradients.mark_stale();
     }
     let scale = LossScale { cross_entropy: 1.0 / 80.0, balance: 0.1, straight_through: true };
     for pass in 0..2 {
@@ -48,7 +48,7 @@ fn of_two_passes<T: Element, G: Element>(
 }
 
 #[test]
-fn forgotten_gradients_are_zeros_to_the_bit() {
+fn stale_gradients_are_zeros_to_the_bit() {
     fn check<T: Element, G: Element>() {
         for tied in [false, true] {
             for recompute in [Recompute::None, Recompute::Cheap, Recompute::Block] {
@@ -57,7 +57,7 @@ fn forgotten_gradients_are_zeros_to_the_bit() {
                 // 0 and -0 are equal, as they are to the update.
                 assert!(found == expected, "tied: {tied}, {recompute:?}");
                 let added = of_two_passes::<T, G>((tied, recompute), 1.0, false);
-                assert!(added != expected, "gradients that nobody forgot are added to");
+                assert!(added != expected, "gradients that are not stale are added to");
             }
         }
     }

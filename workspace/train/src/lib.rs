@@ -1,6 +1,7 @@
 //! Recipes, optimiser, checkpoints and the training loop.
 
 pub mod checkpoint;
+mod data_parallel;
 mod error;
 mod event;
 mod export;

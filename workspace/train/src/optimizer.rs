@@ -1,15 +1,14 @@
-//! AdamW over a model's flat buffers, with clipping by the global gradient norm. Ranks that see
-//! different data each keep and update one shard of it (ZeRO-1, arXiv 1910.02054).
+//! AdamW over a model's flat buffers, with clipping by the global gradient norm: over all of each, or
+//! the local shard of a rank ([`data_parallel`](crate::data_parallel)).
 
 use std::ops::Range;
 
 use half::bf16;
-use moh_comm::Group;
 use moh_kernels::adamw::remainder::{join, split};
 use moh_kernels::adamw::{AdamW, AdamWUpdate};
 use moh_kernels::{Backend, Element, Scalar};
 use moh_model::layout::{ModelLayout, Segment};
-use moh_model::parameters::{FlatBuffers, Shard, overlap};
+use moh_model::parameters::{FlatBuffers, OnBuffer, Shard, overlap};
 use moh_model::{Model, StepSums};
 
 use crate::Error;
@@ -42,7 +41,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         })
     }
 
-    /// The part of every flat buffer that is updated here.
+    /// The local shard of every flat buffer, which is updated here.
     pub fn shard(&self) -> Shard {
         self.shard
     }
@@ -60,25 +59,25 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
     ) -> Result<(), Error> {
         let counted = layout.segments().filter(|(_, segment)| segment.counted);
         let parts = counted.filter_map(|(flat, segment)| {
-            let part = overlap(&segment.range, &self.first_moment.held(flat));
+            let part = overlap(&segment.range, &self.first_moment.local_range(flat));
             (!part.is_empty()).then(|| gradients.view(flat, part))
         });
         Ok(backend.squared_norms(&parts.collect::<Vec<_>>(), sums.squared_norm_mut())?)
     }
 
     /// Updates the shard of the model's weights by one step, clipping by the norm in
-    /// `sums`. `step.weight_decay` applies to matrices alone. Completing each of the
-    /// model's buffers from the shards of `group` starts as soon as its own is updated.
+    /// `sums`. `step.weight_decay` applies to matrices alone. `updated` is called with the weights as
+    /// soon as the shard of a buffer is updated.
     ///
     /// # Errors
-    /// When the device or another rank fails.
+    /// When the device fails, and those of `updated`.
     pub fn update<T: Element, G: Element>(
         &mut self,
         model: &mut Model<B, T>,
         gradients: &FlatBuffers<B, G>,
         sums: &StepSums<B>,
         step: &AdamW,
-        group: &Group,
+        updated: OnBuffer<'_, B, T>,
     ) -> Result<(), Error>
     where
         B: Clone,
@@ -86,9 +85,9 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         let backend = model.backend().clone();
         let runs: Vec<_> = model.layout().flats.iter().map(|flat| flat.decay_runs()).collect();
         for (flat, runs) in runs.into_iter().enumerate() {
-            let held = self.first_moment.held(flat);
+            let local = self.first_moment.local_range(flat);
             for (range, decays) in runs {
-                let range = overlap(&range, &held);
+                let range = overlap(&range, &local);
                 if range.is_empty() {
                     continue;
                 }
@@ -106,7 +105,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
                     second_moment: self.second_moment.view_mut(flat, range),
                 })?;
             }
-            model.weights_mut().start_all_gather(flat, group)?;
+            updated(model.weights_mut(), flat)?;
         }
         Ok(())
     }

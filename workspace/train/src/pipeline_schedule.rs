@@ -17,8 +17,24 @@ pub(crate) struct Pass {
     pub chunk: usize,
     /// The micro-batch, from 0.
     pub micro_batch: usize,
-    /// Where it is kept between its two passes: the first place that is free.
+    /// Where what it keeps is between its two passes: the first slot that is free.
     pub slot: usize,
+    /// Where the micro-batch's tokens are from its first pass to its last one: the first slot that is
+    /// free.
+    pub tokens: usize,
+}
+
+/// A pass's slot among those that are taken, each by a key from the forward pass to the backward pass.
+fn assign<K: PartialEq>(taken: &mut Vec<Option<K>>, key: K, forward: bool) -> usize {
+    let key = Some(key);
+    let wanted = if forward { &None } else { &key };
+    let found = taken.iter().position(|slot| slot == wanted);
+    let slot = found.unwrap_or(taken.len());
+    if found.is_none() {
+        taken.push(None);
+    }
+    taken[slot] = key.filter(|_| forward);
+    slot
 }
 
 /// Where a stage stands.
@@ -48,16 +64,14 @@ impl Stage {
     }
 
     fn assign_slots(&self, passes: &mut [Pass]) {
-        let mut taken: Vec<Option<(usize, usize)>> = Vec::new();
+        let (mut kept, mut tokens) = (Vec::new(), Vec::new());
         for pass in passes {
-            let key = (pass.chunk, pass.micro_batch);
-            let wanted = if pass.forward { None } else { Some(key) };
-            let found = taken.iter().position(|slot| *slot == wanted);
-            pass.slot = found.unwrap_or(taken.len());
-            if found.is_none() {
-                taken.push(None);
-            }
-            taken[pass.slot] = pass.forward.then_some(key);
+            pass.slot = assign(&mut kept, (pass.chunk, pass.micro_batch), pass.forward);
+            // The passes of a micro-batch begin and end with the first chunk.
+            pass.tokens = match pass.chunk {
+                0 => assign(&mut tokens, pass.micro_batch, pass.forward),
+                _ => tokens.iter().position(|&slot| slot == Some(pass.micro_batch)).unwrap_or(0),
+            };
         }
     }
 
@@ -96,14 +110,25 @@ impl Stage {
         let last = self.chunks - 1;
         (0..self.chunks).flat_map(move |turn| {
             let chunk = if forward { turn } else { last - turn };
-            round.clone().map(move |micro_batch| Pass { forward, chunk, micro_batch, slot: 0 })
+            round.clone().map(move |micro_batch| Pass {
+                forward,
+                chunk,
+                micro_batch,
+                slot: 0,
+                tokens: 0,
+            })
         })
     }
 }
 
-/// Places that the passes of a step take; 1 without any.
+/// Slots that the passes of a step take; 1 without any.
 pub(crate) fn slots(passes: &[Pass]) -> usize {
     passes.iter().map(|pass| pass.slot + 1).max().unwrap_or(1)
+}
+
+/// Slots that the tokens of a step's micro-batches take; 1 without any.
+pub(crate) fn token_slots(passes: &[Pass]) -> usize {
+    passes.iter().map(|pass| pass.tokens + 1).max().unwrap_or(1)
 }
 
 #[cfg(test)]
@@ -140,7 +165,10 @@ mod tests {
         assert_eq!(text(&passes), "F0 F1 F0' B0' F1' B1' F2 B0 F3 B1 F2' B2' F3' B3' B2 B3");
         assert_eq!(slots(&passes), 3);
         // As many as the passes that a stage goes ahead by, and one more.
-        assert_eq!(slots(&stage(0, 8, 4).passes(64)), 2 * 7 + 3 * 8 + 1);
+        let passes = stage(0, 8, 4).passes(64);
+        assert_eq!(slots(&passes), 2 * 7 + 3 * 8 + 1);
+        // Two turns of eight micro-batches.
+        assert_eq!(token_slots(&passes), 16);
     }
 
     /// How long all stages take when every pass takes as long; none where they wait for each other
@@ -229,9 +257,12 @@ mod tests {
                     let forward = Pass { forward: true, ..*pass };
                     let start = passes.iter().position(|other| *other == forward).unwrap();
                     assert!(start <= at);
-                    // Nothing else takes its place in between.
+                    // Nothing else takes its slot in between, and no other micro-batch that of its tokens.
                     let others = &passes[start + usize::from(start < at)..at];
                     assert!(pass.forward || others.iter().all(|other| { other.slot != pass.slot }));
+                    assert!(others.iter().all(|other| {
+                        (other.tokens == pass.tokens) == (other.micro_batch == pass.micro_batch)
+                    }));
                 }
             }
         }

@@ -101,12 +101,17 @@ impl<B: Backend> Ranks<B> {
     /// # Errors
     /// What `work` reports, on the other ranks [`Error::OtherRank`].
     pub fn first(&mut self, work: impl FnOnce() -> Result<f64, Error>) -> Result<f64, Error> {
-        let mut number = 0.0;
+        let mut numbers = [0.0];
         self.first_does(|| {
-            number = work()?;
+            numbers = [work()?];
             Ok(())
         })?;
-        Ok(self.sum([number])?[0])
+        if self.group.size() > 1 {
+            self.backend.upload(&numbers, B::view_mut(&mut self.numbers, 0..1))?;
+            self.group.broadcast::<B, f64>(B::view_mut(&mut self.numbers, 0..1), 0)?;
+            self.backend.download(B::view(&self.numbers, 0..1), &mut numbers)?;
+        }
+        Ok(numbers[0])
     }
 
     /// The first rank alone runs `work`; the others wait for it.

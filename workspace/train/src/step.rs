@@ -7,13 +7,15 @@ use std::ops::Range;
 
 use moh_comm::Group;
 use moh_kernels::adamw::AdamW;
-use moh_kernels::{Backend, Element, Scalar, span};
+use moh_kernels::ranks::share;
+use moh_kernels::{Backend, Element, span};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{Activations, LossScale, Model, PassShape, Recompute, StepSums, Turn};
 
 use crate::Error;
+use crate::data_parallel::DataParallel;
 use crate::optimizer::OptimizerState;
-use crate::pipeline_schedule::{self, Pass, slots};
+use crate::pipeline_schedule::{self, Pass, slots, token_slots};
 use crate::recipe::{self, Optimizer, Recipe, Stage};
 
 /// What the steps of a stage have in common.
@@ -53,11 +55,14 @@ pub struct Stepper<B: Backend, T: Element, G: Element> {
     activations: Activations<B, T>,
     /// What this rank does in a step, its own micro-batches counted from 0.
     passes: Vec<Pass>,
+    /// The micro-batches of a step that this rank takes: consecutive ones.
+    own: Range<usize>,
     gradients: FlatBuffers<B, G>,
+    data_parallel: DataParallel<B, T, G>,
     sums: StepSums<B>,
     plan: StepPlan,
     host: HostBatch,
-    groups: StepGroups,
+    all_ranks: Group,
 }
 
 /// A micro-batch on the host.
@@ -121,19 +126,23 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             document_mask: plan.document_mask,
         };
         let tokens = plan.micro_batch * length;
-        let mut gradients = FlatBuffers::zeros(model.backend(), model.layout())?;
-        let rounds = plan.reduce == recipe::DType::Bf16 && G::DTYPE == f32::DTYPE;
-        if groups.data.size() > 1 && rounds {
-            gradients.exchange_rounded(model.backend().clone())?;
-        }
-        let stage = stage_of(model);
-        let own = share(plan.micro_batches, &groups.data);
-        // As many passes as memory could hold in any case.
-        let passes = stage.passes(usize::try_from(own.end - own.start).unwrap_or(usize::MAX));
+        let gradients = FlatBuffers::zeros(model.backend(), model.layout())?;
+        let data_parallel = DataParallel::new(model, &groups.data, plan.reduce)?;
+        // A step's passes are in memory, so their number is that of a `usize`.
+        let micro_batches = usize::try_from(plan.micro_batches).unwrap_or(usize::MAX);
+        let own = share(micro_batches, groups.data.rank(), groups.data.size());
+        let passes = stage_of(model).passes(own.len());
         Ok(Stepper {
-            activations: Activations::under_way(model, shape, slots(&passes))?,
+            activations: Activations::with_slots(
+                model,
+                shape,
+                token_slots(&passes),
+                slots(&passes),
+            )?,
             passes,
+            own,
             gradients,
+            data_parallel,
             sums: StepSums::new(model.backend())?,
             host: HostBatch {
                 window: vec![0; length + 1],
@@ -142,13 +151,21 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                 first_key: vec![0; if plan.document_mask { tokens } else { 0 }],
             },
             plan,
-            groups,
+            all_ranks: groups.all,
         })
     }
 
     /// What the steps have in common.
     pub fn plan(&self) -> &StepPlan {
         &self.plan
+    }
+
+    /// Waits for the weights that the last step updated, before anything but the next step uses them.
+    ///
+    /// # Errors
+    /// When another rank has failed.
+    pub fn wait_for_weights(&mut self, model: &mut Model<B, T>) -> Result<(), Error> {
+        Ok(self.data_parallel.wait_for_all_weights(model.weights_mut())?)
     }
 
     /// Takes step `number` of the stage at learning rate `rate` on the samples from `first` on.
@@ -158,6 +175,9 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     ///
     /// # Errors
     /// What `read` refuses, a failing device, and [`Error::NotFinite`] before anything is updated.
+    ///
+    /// Where ranks share the micro-batches, the weights are whole only after
+    /// [`Self::wait_for_weights`].
     pub fn step<M: Element>(
         &mut self,
         model: &mut Model<B, T>,
@@ -183,7 +203,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         self.passes(backend, model, read, first, targets)?;
         let gradient_norm = span::enter("gradient norm");
         optimizer.add_squared_norm(backend, model.layout(), &self.gradients, &mut self.sums)?;
-        self.sums.all_reduce(&self.groups.all)?;
+        self.sums.all_reduce(&self.all_ranks)?;
         let [cross_entropy, balance, squared_norm] = self.sums.read(backend)?;
         drop(gradient_norm);
         let (loss, norm) = (cross_entropy / targets, squared_norm.sqrt());
@@ -199,7 +219,14 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         let constants =
             AdamW { learning_rate: rate, beta1, beta2, eps, weight_decay, clip_norm, step: number };
         let _optimizer = span::enter("optimizer");
-        optimizer.update(model, &self.gradients, &self.sums, &constants, &self.groups.data)?;
+        let data_parallel = &mut self.data_parallel;
+        optimizer.update(
+            model,
+            &self.gradients,
+            &self.sums,
+            &constants,
+            &mut |weights, flat| data_parallel.start_weights(weights, flat),
+        )?;
         let routes = model.config().moh.is_some();
         let balance_loss = routes.then_some(balance / self.plan.micro_batches as f64);
         Ok(Taken { loss, balance_loss, grad_norm: norm })
@@ -220,54 +247,59 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             straight_through: true,
         };
         self.sums.zero(backend)?;
-        self.gradients.forget();
-        let own = share(self.plan.micro_batches, &self.groups.data);
-        let data = self.groups.data.clone();
+        self.gradients.mark_stale();
         for at in 0..self.passes.len() {
             let pass = self.passes[at];
-            let turn = Turn { chunk: pass.chunk, slot: pass.slot };
-            let number = own.start + pass.micro_batch as u64;
+            let turn = Turn { chunk: pass.chunk, micro_batch: pass.tokens, slot: pass.slot };
+            let number = (self.own.start + pass.micro_batch) as u64;
             if pass.forward {
-                self.forward(backend, model, &read, (first, number), turn)?;
+                if pass.chunk == 0 && self.activations.read_tokens() {
+                    let first = first + number * self.plan.micro_batch as u64;
+                    self.upload(backend, &read, first, pass.tokens)?;
+                }
+                let _forward = span::enter_numbered("forward", number);
+                let data_parallel = &mut self.data_parallel;
+                let mut wait = |weights: &mut FlatBuffers<B, T>, flat| {
+                    data_parallel.wait_for_weights(weights, flat)
+                };
+                model.forward_turn(&mut self.activations, turn, &mut self.sums, &mut wait)?;
             } else {
                 let _backward = span::enter_numbered("backward", number);
-                let last = pass.micro_batch as u64 + 1 == own.end - own.start;
+                let last = pass.micro_batch + 1 == self.own.len();
+                let data_parallel = &mut self.data_parallel;
+                let mut complete = |gradients: &mut FlatBuffers<B, G>, flat| {
+                    data_parallel.start_gradients(gradients, flat)
+                };
                 model.backward_turn(
                     &mut self.activations,
                     turn,
                     &mut self.gradients,
                     scale,
                     &mut self.sums,
-                    last.then_some(&data),
+                    last.then_some(&mut complete),
                 )?;
             }
         }
-        if own.is_empty() {
+        if self.own.is_empty() {
             // The others wait for this rank's zeros, and it for their weights.
-            model.weights_mut().arrive_all()?;
-            model.reduce_without_pass(&mut self.gradients, &data)?;
+            self.data_parallel.wait_for_all_weights(model.weights_mut())?;
+            self.data_parallel.start_zero_gradients(&mut self.gradients, model.layout())?;
         }
-        model.reduce_tied_head(&mut self.gradients, &data)?;
-        Ok(self.gradients.arrive_all()?)
+        Ok(self.data_parallel.finish_gradients(&mut self.gradients)?)
     }
 
-    /// The forward pass of micro-batch `number` of the step whose samples begin at `first`.
-    fn forward(
+    /// Reads the micro-batch of the samples from `first` on and copies it to the device.
+    fn upload(
         &mut self,
         backend: &B,
-        model: &mut Model<B, T>,
         read: &impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
-        (first, number): (u64, u64),
-        turn: Turn,
+        first: u64,
+        slot: usize,
     ) -> Result<(), Error> {
-        let data = span::enter("data");
-        let first = first + number * self.plan.micro_batch as u64;
+        let _data = span::enter("data");
         self.host.read(self.plan.sequence_length, read, first)?;
         let HostBatch { ids, targets, first_key, .. } = &self.host;
-        self.activations.upload_to(turn.slot, backend, ids, targets, first_key)?;
-        drop(data);
-        let _forward = span::enter_numbered("forward", number);
-        Ok(model.forward_turn(&mut self.activations, turn, &mut self.sums)?)
+        Ok(self.activations.upload_to(slot, backend, ids, targets, first_key)?)
     }
 }
 
@@ -279,13 +311,6 @@ fn stage_of<B: Backend, T: Element>(model: &Model<B, T>) -> pipeline_schedule::S
         stages: parallel.stages(),
         chunks: parallel.part().chunks.len(),
     }
-}
-
-/// The micro-batches of a step that this rank of `group` takes: consecutive ones, and as many as the
-/// others or one fewer.
-fn share(micro_batches: u64, group: &Group) -> Range<u64> {
-    let (rank, size) = (group.rank() as u64, group.size() as u64);
-    rank * micro_batches / size..(rank + 1) * micro_batches / size
 }
 
 impl HostBatch {

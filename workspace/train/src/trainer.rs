@@ -209,7 +209,13 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             self.state.tokens += stage.batch_tokens;
             self.state.sample += stepper.plan().batch_sequences();
             let last = number == steps;
-            let validation = self.validate(&mut evaluator, last)?;
+            let validation = match self.validation_is_due(last) {
+                true => {
+                    stepper.wait_for_weights(&mut self.model)?;
+                    self.validate(&mut evaluator)?
+                }
+                false => None,
+            };
             if let Some(Validation { loss, .. }) = validation
                 && !loss.is_finite()
             {
@@ -234,6 +240,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             let stopping = self.ranks.any(self.inputs.stop.load(Ordering::Relaxed))?;
             let every = self.inputs.recipe.checkpoint.every_steps;
             if last || stopping || (every > 0 && self.state.step.is_multiple_of(every)) {
+                stepper.wait_for_weights(&mut self.model)?;
                 self.save()?;
             }
             drop(step);
@@ -290,17 +297,18 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         Ok(self.data.validation.as_ref().map(plan).transpose()?)
     }
 
-    /// The validation loss, when this step has one.
+    /// Whether this step has a validation loss.
+    fn validation_is_due(&self, last: bool) -> bool {
+        let validation = self.inputs.recipe.data.validation.as_ref();
+        let every = validation.map_or(0, |validation| validation.every_steps);
+        last || (every > 0 && self.state.step.is_multiple_of(every))
+    }
+
+    /// The validation loss, where the recipe asks for one.
     fn validate(
         &mut self,
         evaluator: &mut Option<Evaluator<B, T>>,
-        last: bool,
     ) -> Result<Option<Validation>, Error> {
-        let Some(options) = &self.inputs.recipe.data.validation else { return Ok(None) };
-        let every = options.every_steps;
-        if !last && (every == 0 || !self.state.step.is_multiple_of(every)) {
-            return Ok(None);
-        }
         let (Some(evaluator), Some(windows)) = (evaluator, &self.data.validation) else {
             return Ok(None);
         };
@@ -327,7 +335,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
 
     fn evaluate_moment(&mut self, moment: Moment, batch: usize) -> Result<(), Error> {
         let mut evaluator = self.evaluator(batch)?;
-        if let Some(Validation { loss, bits_per_byte }) = self.validate(&mut evaluator, true)? {
+        if let Some(Validation { loss, bits_per_byte }) = self.validate(&mut evaluator)? {
             self.record(Evaluation { moment, step: self.state.step, loss, bits_per_byte });
         }
         Ok(())
@@ -353,7 +361,6 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         if let Some(writer) = &mut self.metrics {
             writer.sync()?;
         }
-        self.model.weights_mut().arrive_all()?;
         let config = self.inputs.source.config_file().to_json(self.model.config(), None);
         let Inputs { run, recipe, .. } = self.inputs;
         let path = checkpoint::write(
@@ -372,7 +379,6 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
     /// Exports the model and writes the summary, which marks the run as finished.
     fn finish(mut self) -> Result<Outcome, Error> {
         let Inputs { run, source, recipe, .. } = self.inputs;
-        self.model.weights_mut().arrive_all()?;
         let summary = Summary::new(&self.state, self.model.config());
         self.ranks.first_does(|| {
             export::write(run, source, recipe, &self.model, self.state.step)?;

@@ -80,7 +80,7 @@ fn ten_steps(vectors: &Path, entry: &Value) {
     let scale =
         LossScale { cross_entropy: (1.0 / count) as f32, balance: 0.01, straight_through: true };
     for step in 1..=10usize {
-        gradients.forget();
+        gradients.mark_stale();
         model.forward_backward(&mut activations, &mut gradients, scale, &mut sums).unwrap();
         let (cross_entropy, balance) = sums.take(&Cpu).unwrap();
         let total = cross_entropy / count + 0.01 * balance;

@@ -7,8 +7,8 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand, ValueEnum};
 use moh_cli::exit;
 use moh_cli::progress::Bar;
-use moh_data::stories::{self, Setting};
 use moh_data::{Prepare, TextTokenizer, TokenFile, TrainTokenizer};
+use moh_stories::{Setting, story};
 
 /// Text to token files, tokenizers, and stories to try them on.
 #[derive(Parser)]
@@ -170,13 +170,12 @@ fn write_stories(arguments: &StoriesArguments) -> anyhow::Result<()> {
         SettingName::Village => Setting::Village,
         SettingName::Voyage => Setting::Voyage,
     };
-    let mut bar = Bar::count("stories", arguments.count);
     let (seed, count) = (arguments.seed, arguments.count);
-    stories::write_stories(
-        setting,
-        seed,
-        count,
+    let mut bar = Bar::count("stories", count);
+    moh_data::write_documents(
         &arguments.out,
+        count,
+        |number| story(setting, seed, number),
         arguments.force,
         &mut |done, total| bar.update(done, total),
     )?;

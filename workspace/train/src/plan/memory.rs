@@ -128,11 +128,16 @@ fn activations(work: &Work, rank: usize) -> ActivationBytes {
     let kept = |recompute| largest(recompute).unwrap_or(0);
     let under_way = u128::from(work.under_way(rank));
     let has_head = work.parts(rank).any(|part| part.last);
+    // Tokens where the embedding is, targets where the head is, document starts with a document mask; no
+    // more micro-batches than passes are in flight.
+    let has_embedding = work.parts(rank).any(|part| part.first);
+    let read = [has_embedding, has_head, work.recipe.data.document_mask];
+    let ids = read.iter().map(|&read| if read { 4 } else { 0 }).sum::<u128>();
     let logits = if has_head { logits(work) } else { 0 };
     let shared = per_token.wide + if has_head { per_token.final_norm } else { 0 };
-    let evaluation = kept(Recompute::Block) + shared;
+    let evaluation = kept(Recompute::Block) + ids + shared;
     ActivationBytes {
-        kept: of(under_way.saturating_mul(kept(recompute)).saturating_add(shared)),
+        kept: of(under_way.saturating_mul(kept(recompute) + ids).saturating_add(shared)),
         block_gradients: of(per_token.gradients),
         gathered: if work.layout.tensor > 1 { of(per_token.gathered) } else { 0 },
         logits,
@@ -156,8 +161,6 @@ struct Widths {
     wide: u128,
     /// The final norm.
     final_norm: u128,
-    /// Token, target and, with a document mask, the first key.
-    ids: u128,
     gradients: u128,
     gathered: u128,
 }
@@ -189,7 +192,6 @@ impl Widths {
             norms: 2 * stream + shared(8),
             wide: i.max(q + 2 * kv) * e,
             final_norm: stream + shared(4),
-            ids: if work.recipe.data.document_mask { 12 } else { 8 },
             gradients: stream + branch.max(q * e) + log_sum_exp + deltas,
             gathered: c * e,
         }
@@ -203,7 +205,7 @@ impl Widths {
             Recompute::Cheap => blocks * self.block + self.norms,
             Recompute::Block => self.block + self.norms,
         };
-        (blocks + 1) * self.stream + of_blocks + self.ids
+        (blocks + 1) * self.stream + of_blocks
     }
 }
 

@@ -131,7 +131,7 @@ fn the_first_stage_of_a_pipeline_holds_most() {
     assert_eq!(memory.state.weights, 2 * (5 * (218_103_808 + 8192) + 659_030_016));
     // Stream after the last block: 6; 16 routed heads have 13 bytes each and 8 for all.
     let block = (4096 + 2048) * 2 + 4096 * 2 + 128 + 8192 + 2 * 14_336 * 2 + 16 * 13 + 8;
-    let per_token = 6 * 8192 + 5 * block + (2 * 8192 + 8) + 8;
+    let per_token = 6 * 8192 + 5 * block + (2 * 8192 + 8) + 4;
     let shared = 14_336 * 2;
     assert_eq!(memory.activations.kept, 8192 * (8 * per_token + shared));
 }

@@ -385,11 +385,6 @@ impl Recipe {
     pub fn num_steps(&self) -> u64 {
         self.stages.iter().map(Stage::num_steps).sum()
     }
-
-    /// The number of steps before the first one of stage `index`.
-    pub fn steps_before(&self, index: usize) -> u64 {
-        self.stages.iter().take(index).map(Stage::num_steps).sum()
-    }
 }
 
 fn unwritable(error: &toml::ser::Error) -> Error {

@@ -81,7 +81,6 @@ fn defaults_are_filled_in() {
     assert_eq!(recipe.stages[1].tokens, 1000);
     assert_eq!(recipe.stages[1].num_steps(), 8);
     assert_eq!(recipe.num_steps(), 16);
-    assert_eq!(recipe.steps_before(1), 8);
     assert_eq!(recipe.stages[0].moh, None);
     assert_eq!(recipe.stages[1].moh, Some(MohOptions::default()));
     assert_eq!(recipe.stages[0].optimizer, Optimizer::default());

@@ -7,7 +7,7 @@
 // source may be overwritten. What must not be touched meanwhile is checked to be as it was.
 #pragma once
 
-#include "emulated.h"
+#include "emulator.h"
 
 namespace emulated {
 

@@ -1,12 +1,12 @@
 //! Stories in which things change hands: who has what at the end follows from who gave what.
 
-use super::Setting;
-use super::frame::{close, meet, open};
-use super::lexicon::DAYS;
-use super::teller::{Person, Teller, a, say};
+use crate::Setting;
+use crate::frame::{close, meet, open};
+use crate::lexicon::DAYS;
+use crate::story_builder::{Person, StoryBuilder, a, say};
 
 /// A thing goes from hand to hand.
-pub(super) fn gift_passed_on(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn gift_passed_on(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let three = t.person();
     let thing = t.thing();
@@ -75,7 +75,7 @@ pub(super) fn gift_passed_on(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// Two people swap things.
-pub(super) fn trade(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn trade(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let (first, second) = (t.thing(), t.thing());
     let (first_a, second_a) = (a(&first), a(&second));
@@ -140,7 +140,7 @@ pub(super) fn trade(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// A thing is lent, and comes back.
-pub(super) fn lent_and_returned(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn lent_and_returned(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let thing = t.thing();
     let place = t.place();
@@ -196,7 +196,7 @@ pub(super) fn lent_and_returned(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// Two things are mixed up, and each goes back to its owner.
-pub(super) fn mixed_up(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn mixed_up(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let noun = t.noun();
     let (first, second) = (t.colour(), t.colour());
@@ -253,7 +253,7 @@ pub(super) fn mixed_up(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// A promise of a thing is kept.
-pub(super) fn promise(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn promise(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let thing = t.thing();
     let thing_a = a(&thing);

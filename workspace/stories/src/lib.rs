@@ -13,23 +13,19 @@ mod giving;
 mod lexicon;
 mod random;
 mod sailing;
+mod story_builder;
 mod talking;
-mod teller;
 mod working;
-
-use std::path::Path;
-
-use crate::pending::{Pending, refuse_existing};
-use crate::{Error, Result};
 
 use lexicon::{VILLAGE, VOYAGE};
 use random::Random;
-use teller::{Person, Teller};
+use story_builder::{Person, StoryBuilder};
 
 /// Words of the shortest story.
-pub const FEWEST_WORDS: usize = 60;
+const FEWEST_WORDS: usize = 60;
 /// Words of the longest story.
-pub const MOST_WORDS: usize = 200;
+#[cfg(test)]
+const MOST_WORDS: usize = 200;
 
 /// What the stories are about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -42,7 +38,7 @@ pub enum Setting {
 }
 
 /// Tells a story and returns its main person.
-type Template = fn(&mut Teller, Setting) -> Person;
+type Template = fn(&mut StoryBuilder, Setting) -> Person;
 
 /// Told in both settings.
 const SHARED: &[Template] = &[
@@ -86,41 +82,15 @@ pub fn story(setting: Setting, seed: u64, number: u64) -> String {
         Setting::Village => (&VILLAGE, 0),
         Setting::Voyage => (&VOYAGE, 1),
     };
-    let mut teller = Teller::new(words, Random::new(&[seed, place, number]));
+    let mut story = StoryBuilder::new(words, Random::new(&[seed, place, number]));
     let extra = if setting == Setting::Voyage { SAILING } else { &[] };
-    let chosen = teller.below(SHARED.len() + extra.len());
+    let chosen = story.below(SHARED.len() + extra.len());
     let template = SHARED.iter().chain(extra).nth(chosen).unwrap_or(&SHARED[0]);
-    let who = template(&mut teller, setting);
-    while teller.num_words() < FEWEST_WORDS {
-        frame::linger(&mut teller, who);
+    let who = template(&mut story, setting);
+    while story.num_words() < FEWEST_WORDS {
+        frame::linger(&mut story, who);
     }
-    teller.into_text()
-}
-
-/// Writes stories 0 to `count` of a seed as JSON lines, `{"text": ...}` each, and calls
-/// `progress` with the number written and in all.
-///
-/// Fails when the file is there already and not to be overwritten, when it cannot be written, and
-/// when `count` is 0.
-pub fn write_stories(
-    setting: Setting,
-    seed: u64,
-    count: u64,
-    path: &Path,
-    overwrite: bool,
-    progress: &mut dyn FnMut(u64, u64),
-) -> Result<()> {
-    if count == 0 {
-        return Err(Error::Empty { reason: "no story: ask for at least one".to_owned() });
-    }
-    refuse_existing(path, overwrite)?;
-    let mut file = Pending::create(path)?;
-    for number in 0..count {
-        let line = serde_json::json!({"text": story(setting, seed, number)});
-        file.write(format!("{line}\n").as_bytes())?;
-        progress(number + 1, count);
-    }
-    file.publish(overwrite)
+    story.into_text()
 }
 
 #[cfg(test)]

@@ -1,11 +1,11 @@
 //! Stories of work and play: who did what, what was forgotten, who came first, who is tallest.
 
-use super::Setting;
-use super::frame::{close, close_alone, meet, open};
-use super::teller::{Person, Teller, a, say};
+use crate::Setting;
+use crate::frame::{close, close_alone, meet, open};
+use crate::story_builder::{Person, StoryBuilder, a, say};
 
 /// Three people do three kinds of work; later somebody asks.
-pub(super) fn who_did_what(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn who_did_what(t: &mut StoryBuilder, setting: Setting) -> Person {
     let people = [t.person(), t.person(), t.person()];
     let jobs = [t.job(), t.job(), t.job()];
     let [one, two, three] = people;
@@ -64,7 +64,7 @@ pub(super) fn who_did_what(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// Three things are to be brought, and one is forgotten.
-pub(super) fn shopping_list(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn shopping_list(t: &mut StoryBuilder, setting: Setting) -> Person {
     let one = t.person();
     let foods = [t.food(), t.food(), t.food()];
     let [bread, soup, milk] = foods;
@@ -127,7 +127,7 @@ pub(super) fn shopping_list(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// Things are painted, and their new colours matter.
-pub(super) fn painted(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn painted(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let (first, second) = (t.noun(), t.noun());
     let (old, new, other) = (t.colour(), t.colour(), t.colour());
@@ -177,7 +177,7 @@ pub(super) fn painted(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// A race: the order at the end is asked for.
-pub(super) fn race(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn race(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let three = t.person();
     let runners = [one, two, three];
@@ -238,7 +238,7 @@ pub(super) fn race(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// Three are compared in pairs, and the tallest follows.
-pub(super) fn tallest(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn tallest(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let three = t.person();
     let mut order = [one, two, three];

@@ -1,28 +1,28 @@
-//! Tells a story: chooses words that were not used before, keeps pronouns right and joins
+//! Builds a story: chooses words that were not used before, keeps pronouns right and joins
 //! sentences to a text. The templates say what happens.
 
 use std::fmt;
 
-use super::lexicon::{COLOURS, Lexicon, NUMBERS};
-use super::random::Random;
+use crate::lexicon::{COLOURS, Lexicon, NUMBERS};
+use crate::random::Random;
 
 /// Adds one of several sentences, which may name variables as `format!` does.
 macro_rules! say {
-    ($teller:expr, $($line:literal),+ $(,)?) => {{
+    ($story:expr, $($line:literal),+ $(,)?) => {{
         let lines = [$(format!($line)),+];
-        $teller.add_one_of(&lines);
+        $story.add_one_of(&lines);
     }};
 }
-pub(super) use say;
+pub(crate) use say;
 
 /// Somebody, with pronouns. Shown as the name.
 #[derive(Clone, Copy)]
-pub(super) struct Person {
-    pub(super) name: &'static str,
-    pub(super) kind: &'static str,
-    pub(super) he: &'static str,
-    pub(super) him: &'static str,
-    pub(super) his: &'static str,
+pub(crate) struct Person {
+    pub(crate) name: &'static str,
+    pub(crate) kind: &'static str,
+    pub(crate) he: &'static str,
+    pub(crate) him: &'static str,
+    pub(crate) his: &'static str,
 }
 
 impl fmt::Display for Person {
@@ -33,13 +33,13 @@ impl fmt::Display for Person {
 
 /// A place. Shown with its article; `at` has the preposition as well.
 #[derive(Clone, Copy)]
-pub(super) struct Place {
-    pub(super) at: At,
+pub(crate) struct Place {
+    pub(crate) at: At,
 }
 
 /// Where something is: "in the garden".
 #[derive(Clone, Copy)]
-pub(super) struct At {
+pub(crate) struct At {
     preposition: &'static str,
     name: &'static str,
 }
@@ -57,8 +57,8 @@ impl fmt::Display for Place {
 }
 
 /// A story in the making.
-pub(super) struct Teller {
-    pub(super) words: &'static Lexicon,
+pub(crate) struct StoryBuilder {
+    pub(crate) words: &'static Lexicon,
     random: Random,
     used: Vec<&'static str>,
     text: String,
@@ -66,42 +66,42 @@ pub(super) struct Teller {
     fresh: bool,
 }
 
-impl Teller {
-    pub(super) fn new(words: &'static Lexicon, random: Random) -> Self {
+impl StoryBuilder {
+    pub(crate) fn new(words: &'static Lexicon, random: Random) -> Self {
         Self { words, random, used: Vec::new(), text: String::new(), fresh: true }
     }
 
     /// The text, and its number of words.
-    pub(super) fn num_words(&self) -> usize {
+    pub(crate) fn num_words(&self) -> usize {
         self.text.split_whitespace().count()
     }
 
-    pub(super) fn into_text(self) -> String {
+    pub(crate) fn into_text(self) -> String {
         self.text
     }
 
     /// A number under `n`.
-    pub(super) fn below(&mut self, n: usize) -> usize {
+    pub(crate) fn below(&mut self, n: usize) -> usize {
         self.random.below(n)
     }
 
     /// A number between two, both included.
-    pub(super) fn between(&mut self, low: usize, high: usize) -> usize {
+    pub(crate) fn between(&mut self, low: usize, high: usize) -> usize {
         low + self.below(high + 1 - low)
     }
 
     /// True once in `n` times.
-    pub(super) fn once_in(&mut self, n: usize) -> bool {
+    pub(crate) fn once_in(&mut self, n: usize) -> bool {
         self.below(n) == 0
     }
 
     /// Any of a list.
-    pub(super) fn any<T: Copy>(&mut self, list: &[T]) -> T {
+    pub(crate) fn any<T: Copy>(&mut self, list: &[T]) -> T {
         list[self.random.below(list.len())]
     }
 
     /// One of a list that this story has not used yet.
-    pub(super) fn new_of(&mut self, list: &[&'static str]) -> &'static str {
+    pub(crate) fn new_of(&mut self, list: &[&'static str]) -> &'static str {
         let mut at = self.random.below(list.len());
         // Lists are longer than any template's needs; if not, a word repeats.
         for _ in 0..list.len() {
@@ -114,62 +114,62 @@ impl Teller {
         list[at]
     }
 
-    pub(super) fn girl(&mut self) -> Person {
+    pub(crate) fn girl(&mut self) -> Person {
         let name = self.new_of(self.words.girls);
         Person { name, kind: "girl", he: "she", him: "her", his: "her" }
     }
 
-    pub(super) fn boy(&mut self) -> Person {
+    pub(crate) fn boy(&mut self) -> Person {
         let name = self.new_of(self.words.boys);
         Person { name, kind: "boy", he: "he", him: "him", his: "his" }
     }
 
-    pub(super) fn person(&mut self) -> Person {
+    pub(crate) fn person(&mut self) -> Person {
         if self.once_in(2) { self.girl() } else { self.boy() }
     }
 
     /// A girl and a boy, in either order: pronouns then tell them apart.
-    pub(super) fn pair(&mut self) -> (Person, Person) {
+    pub(crate) fn pair(&mut self) -> (Person, Person) {
         let (girl, boy) = (self.girl(), self.boy());
         if self.once_in(2) { (girl, boy) } else { (boy, girl) }
     }
 
     /// A thing with a colour, without an article: "red ball".
-    pub(super) fn thing(&mut self) -> String {
+    pub(crate) fn thing(&mut self) -> String {
         let colour = self.new_of(COLOURS);
         let noun = self.new_of(self.words.things);
         format!("{colour} {noun}")
     }
 
-    pub(super) fn noun(&mut self) -> &'static str {
+    pub(crate) fn noun(&mut self) -> &'static str {
         self.new_of(self.words.things)
     }
 
-    pub(super) fn colour(&mut self) -> &'static str {
+    pub(crate) fn colour(&mut self) -> &'static str {
         self.new_of(COLOURS)
     }
 
-    pub(super) fn counted(&mut self) -> &'static str {
+    pub(crate) fn counted(&mut self) -> &'static str {
         self.new_of(self.words.counted)
     }
 
-    pub(super) fn spot(&mut self) -> &'static str {
+    pub(crate) fn spot(&mut self) -> &'static str {
         self.new_of(self.words.spots)
     }
 
-    pub(super) fn animal(&mut self) -> &'static str {
+    pub(crate) fn animal(&mut self) -> &'static str {
         self.new_of(self.words.animals)
     }
 
-    pub(super) fn elder(&mut self) -> &'static str {
+    pub(crate) fn elder(&mut self) -> &'static str {
         self.new_of(self.words.elders)
     }
 
-    pub(super) fn food(&mut self) -> &'static str {
+    pub(crate) fn food(&mut self) -> &'static str {
         self.new_of(self.words.foods)
     }
 
-    pub(super) fn place(&mut self) -> Place {
+    pub(crate) fn place(&mut self) -> Place {
         let names: Vec<_> = self.words.places.iter().map(|place| place.1).collect();
         let name = self.new_of(&names);
         let found = self.words.places.iter().find(|place| place.1 == name);
@@ -178,7 +178,7 @@ impl Teller {
     }
 
     /// Work, as told ("swept the floor") and as asked for ("sweep the floor").
-    pub(super) fn job(&mut self) -> (&'static str, &'static str) {
+    pub(crate) fn job(&mut self) -> (&'static str, &'static str) {
         let told: Vec<_> = self.words.jobs.iter().map(|job| job.0).collect();
         let past = self.new_of(&told);
         let found = self.words.jobs.iter().find(|job| job.0 == past);
@@ -186,7 +186,7 @@ impl Teller {
     }
 
     /// Adds one of these sentences.
-    pub(super) fn add_one_of(&mut self, lines: &[String]) {
+    pub(crate) fn add_one_of(&mut self, lines: &[String]) {
         let line = &lines[self.random.below(lines.len())];
         if !self.text.is_empty() {
             self.text.push(if self.fresh { '\n' } else { ' ' });
@@ -196,13 +196,13 @@ impl Teller {
     }
 
     /// The next sentence starts a new line.
-    pub(super) fn paragraph(&mut self) {
+    pub(crate) fn paragraph(&mut self) {
         self.fresh = true;
     }
 }
 
 /// A noun phrase with its indefinite article; [`with_articles`] makes "an" of it where needed.
-pub(super) fn a(phrase: &str) -> String {
+pub(crate) fn a(phrase: &str) -> String {
     format!("a {phrase}")
 }
 
@@ -247,18 +247,18 @@ fn raised(line: &str) -> String {
 }
 
 /// Things in a number: "three eggs", "one egg", "no eggs".
-pub(super) fn count(number: usize, plural: &str) -> String {
+pub(crate) fn count(number: usize, plural: &str) -> String {
     let word = NUMBERS.get(number).copied().unwrap_or("many");
     if number == 1 { format!("one {}", singular(plural)) } else { format!("{word} {plural}") }
 }
 
 /// The number in words.
-pub(super) fn number(number: usize) -> &'static str {
+pub(crate) fn number(number: usize) -> &'static str {
     NUMBERS.get(number).copied().unwrap_or("many")
 }
 
 /// One of the counted things.
-pub(super) fn singular(plural: &str) -> &str {
+pub(crate) fn singular(plural: &str) -> &str {
     if plural == "leaves" { "leaf" } else { plural.strip_suffix('s').unwrap_or(plural) }
 }
 

@@ -1,43 +1,43 @@
 //! The words of the two settings. Most sentences are shared; what they are about differs.
 
 /// Words of one setting. Each list is longer than any template needs different words from it.
-pub(super) struct Lexicon {
-    pub(super) girls: &'static [&'static str],
-    pub(super) boys: &'static [&'static str],
+pub(crate) struct Lexicon {
+    pub(crate) girls: &'static [&'static str],
+    pub(crate) boys: &'static [&'static str],
     /// Things that are carried, given and lost; each takes a colour.
-    pub(super) things: &'static [&'static str],
+    pub(crate) things: &'static [&'static str],
     /// Things that are counted, in the plural.
-    pub(super) counted: &'static [&'static str],
+    pub(crate) counted: &'static [&'static str],
     /// Where people go: preposition, and the place with its article.
-    pub(super) places: &'static [(&'static str, &'static str)],
+    pub(crate) places: &'static [(&'static str, &'static str)],
     /// Where things are hidden.
-    pub(super) spots: &'static [&'static str],
-    pub(super) animals: &'static [&'static str],
-    pub(super) pet_names: &'static [&'static str],
+    pub(crate) spots: &'static [&'static str],
+    pub(crate) animals: &'static [&'static str],
+    pub(crate) pet_names: &'static [&'static str],
     /// Grown-ups, by what they do.
-    pub(super) elders: &'static [&'static str],
+    pub(crate) elders: &'static [&'static str],
     /// Food and drink without a number.
-    pub(super) foods: &'static [&'static str],
+    pub(crate) foods: &'static [&'static str],
     /// Work: "swept the floor", "sweep the floor".
-    pub(super) jobs: &'static [(&'static str, &'static str)],
+    pub(crate) jobs: &'static [(&'static str, &'static str)],
     /// What the weather did.
-    pub(super) weather: &'static [&'static str],
+    pub(crate) weather: &'static [&'static str],
 }
 
 /// Colours of both settings.
-pub(super) const COLOURS: &[&str] =
+pub(crate) const COLOURS: &[&str] =
     &["red", "blue", "green", "yellow", "white", "black", "brown", "orange", "pink", "grey"];
 
 /// Numbers in words, from nothing on.
-pub(super) const NUMBERS: &[&str] = &[
+pub(crate) const NUMBERS: &[&str] = &[
     "no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
     "twelve", "thirteen", "fourteen", "fifteen", "sixteen",
 ];
 
-pub(super) const DAYS: &[&str] =
+pub(crate) const DAYS: &[&str] =
     &["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"];
 
-pub(super) const VILLAGE: Lexicon = Lexicon {
+pub(crate) const VILLAGE: Lexicon = Lexicon {
     girls: &[
         "Anna", "Clara", "Emma", "Grace", "Ida", "Lucy", "Mia", "Nora", "Rosa", "Vera", "Zoe",
         "Ella",
@@ -104,7 +104,7 @@ pub(super) const VILLAGE: Lexicon = Lexicon {
     ],
 };
 
-pub(super) const VOYAGE: Lexicon = Lexicon {
+pub(crate) const VOYAGE: Lexicon = Lexicon {
     girls: &[
         "Carmen", "Elena", "Greta", "Iris", "Kira", "Mara", "Olga", "Rita", "Tara", "Yuna",
         "Selma", "Lena",

@@ -1,12 +1,12 @@
 //! What the templates share: how a story starts, how people meet, how it ends, and sentences that
 //! lengthen a short one.
 
-use super::Setting;
-use super::lexicon::{COLOURS, DAYS};
-use super::teller::{Person, Teller, number, say};
+use crate::Setting;
+use crate::lexicon::{COLOURS, DAYS};
+use crate::story_builder::{Person, StoryBuilder, number, say};
 
 /// Introduces the first person.
-pub(super) fn open(t: &mut Teller, setting: Setting, who: Person) {
+pub(crate) fn open(t: &mut StoryBuilder, setting: Setting, who: Person) {
     let (kind, he) = (who.kind, who.he);
     let weather = t.any(t.words.weather);
     let day = t.new_of(DAYS);
@@ -38,7 +38,7 @@ pub(super) fn open(t: &mut Teller, setting: Setting, who: Person) {
 }
 
 /// Introduces a second person.
-pub(super) fn meet(t: &mut Teller, who: Person, friend: Person) {
+pub(crate) fn meet(t: &mut StoryBuilder, who: Person, friend: Person) {
     let (his, kind) = (who.his, friend.kind);
     say!(
         t,
@@ -50,7 +50,7 @@ pub(super) fn meet(t: &mut Teller, who: Person, friend: Person) {
 }
 
 /// A last sentence about two people.
-pub(super) fn close(t: &mut Teller, one: Person, other: Person) {
+pub(crate) fn close(t: &mut StoryBuilder, one: Person, other: Person) {
     say!(
         t,
         "{one} and {other} were happy, and they went home together.",
@@ -62,7 +62,7 @@ pub(super) fn close(t: &mut Teller, one: Person, other: Person) {
 }
 
 /// A last sentence about one person.
-pub(super) fn close_alone(t: &mut Teller, who: Person) {
+pub(crate) fn close_alone(t: &mut StoryBuilder, who: Person) {
     let (he, his) = (who.he, who.his);
     say!(
         t,
@@ -74,7 +74,7 @@ pub(super) fn close_alone(t: &mut Teller, who: Person) {
 }
 
 /// Makes a short story a little longer.
-pub(super) fn linger(t: &mut Teller, who: Person) {
+pub(crate) fn linger(t: &mut StoryBuilder, who: Person) {
     let (he, his) = (who.he, who.his);
     let food = t.food();
     say!(

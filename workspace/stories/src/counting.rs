@@ -1,11 +1,11 @@
 //! Stories with numbers: what is left, what it adds up to, and who has more.
 
-use super::Setting;
-use super::frame::{close, close_alone, meet, open};
-use super::teller::{Person, Teller, count, number, say, singular};
+use crate::Setting;
+use crate::frame::{close, close_alone, meet, open};
+use crate::story_builder::{Person, StoryBuilder, count, number, say, singular};
 
 /// Some of the things are taken away, perhaps twice.
-pub(super) fn some_are_taken(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn some_are_taken(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let things = t.counted();
     let total = t.between(4, 12);
@@ -78,7 +78,7 @@ pub(super) fn some_are_taken(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// A number grows.
-pub(super) fn more_are_found(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn more_are_found(t: &mut StoryBuilder, setting: Setting) -> Person {
     let one = t.person();
     let things = t.counted();
     // Two at least: the sentences speak of several.
@@ -133,7 +133,7 @@ pub(super) fn more_are_found(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// Two or three share, and everybody gets the same.
-pub(super) fn shared_equally(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn shared_equally(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let three = t.person();
     let things = t.counted();
@@ -203,7 +203,7 @@ pub(super) fn shared_equally(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// Two people compare.
-pub(super) fn who_has_more(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn who_has_more(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let things = t.counted();
     let fewer = t.between(1, 6);

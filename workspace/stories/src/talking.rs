@@ -1,12 +1,12 @@
 //! Stories of speech: what was said is repeated, word for word, to somebody else.
 
-use super::Setting;
-use super::frame::{close, close_alone, meet, open};
-use super::lexicon::DAYS;
-use super::teller::{Person, Teller, a, say};
+use crate::Setting;
+use crate::frame::{close, close_alone, meet, open};
+use crate::lexicon::DAYS;
+use crate::story_builder::{Person, StoryBuilder, a, say};
 
 /// A message is carried from one to another.
-pub(super) fn message(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn message(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let elder = t.elder();
     let thing = t.thing();
@@ -60,7 +60,7 @@ pub(super) fn message(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// A secret word opens a door.
-pub(super) fn secret_word(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn secret_word(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let word = t.new_of(t.words.counted);
     let wrong = t.new_of(t.words.counted);
@@ -133,7 +133,7 @@ pub(super) fn secret_word(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// A riddle about things that the story has described.
-pub(super) fn question_game(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn question_game(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let (animal, other) = (t.animal(), t.animal());
     let (colour, other_colour) = (t.colour(), t.colour());
@@ -190,7 +190,7 @@ pub(super) fn question_game(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// A letter says something, and its reader repeats it.
-pub(super) fn letter(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn letter(t: &mut StoryBuilder, setting: Setting) -> Person {
     let one = t.person();
     let two = t.person();
     let day = t.new_of(DAYS);

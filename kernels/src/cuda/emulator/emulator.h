@@ -7,8 +7,10 @@
 //
 // To make races and missing waits visible, dynamic shared memory starts as NaN, copies of cp.async
 // land only when waited for, other asynchronous work is put off until no thread can go on, and
-// `emulated::schedule_seed` varies the order of the threads. emulated_threads.h holds the threads,
-// emulated_sm90.h the instructions of sm_90.
+// `emulated::schedule_seed` varies the order of the threads. threads.h holds the threads, sm90.h what
+// the instructions of sm_90 do, kernel_table.h the kernels by name; `*_instructions.h` are the
+// functions that ../mma.cuh and ../sm90.cuh give the kernels. emulator.cc is the unit that is
+// compiled, mod.rs its other side.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +21,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "emulated_threads.h"
+#include "threads.h"
 
 #define __global__
 #define __device__

@@ -1,12 +1,12 @@
 //! Stories that only the voyage has: maps, crews, storms, bottles, log books and signals.
 
-use super::Setting;
-use super::frame::{close, close_alone, open};
-use super::lexicon::DAYS;
-use super::teller::{Person, Teller, a, count, number, say};
+use crate::Setting;
+use crate::frame::{close, close_alone, open};
+use crate::lexicon::DAYS;
+use crate::story_builder::{Person, StoryBuilder, a, count, number, say};
 
 /// A map gives three steps, which are then followed.
-pub(super) fn island_map(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn island_map(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let steps = [t.between(3, 12), t.between(3, 12)].map(number);
     let [far, near] = steps;
@@ -58,7 +58,7 @@ pub(super) fn island_map(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// Everybody on board has a place; in the fog each is called by it.
-pub(super) fn crew(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn crew(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let three = t.person();
     let places = [t.place(), t.place(), t.place()].map(|place| place.at);
@@ -116,7 +116,7 @@ fn who_else(one: Person, two: Person, three: Person, asked: usize) -> Person {
 }
 
 /// A bottle carries a message over the sea.
-pub(super) fn bottle(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn bottle(t: &mut StoryBuilder, setting: Setting) -> Person {
     let one = t.person();
     let two = t.person();
     let place = t.place();
@@ -174,7 +174,7 @@ pub(super) fn bottle(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// A storm takes some of the load.
-pub(super) fn storm(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn storm(t: &mut StoryBuilder, setting: Setting) -> Person {
     let one = t.person();
     let (first, second) = (t.counted(), t.counted());
     let (many, few) = (t.between(4, 12), t.between(2, 9));
@@ -224,7 +224,7 @@ pub(super) fn storm(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// A log book: entries by day, and a question about one of them.
-pub(super) fn log_book(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn log_book(t: &mut StoryBuilder, setting: Setting) -> Person {
     let one = t.person();
     let days = [t.new_of(DAYS), t.new_of(DAYS), t.new_of(DAYS)];
     let animals = [t.animal(), t.animal(), t.animal()];
@@ -283,7 +283,7 @@ pub(super) fn log_book(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// Flags have meanings, which are told first and used later.
-pub(super) fn signals(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn signals(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let colours = [t.colour(), t.colour(), t.colour()];
     let [stop, come, food] = colours;

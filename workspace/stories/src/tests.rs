@@ -28,7 +28,7 @@ fn text_is_clean() {
             }
             assert_eq!(text.matches('"').count() % 2, 0, "{text}");
             for plural in VILLAGE.counted.iter().chain(VOYAGE.counted) {
-                let one = format!("one {}", teller::singular(plural)).to_lowercase();
+                let one = format!("one {}", story_builder::singular(plural)).to_lowercase();
                 for verb in ["were", "are"] {
                     assert!(!text.to_lowercase().contains(&format!("{one} {verb}")), "{text}");
                 }
@@ -108,24 +108,4 @@ fn what_is_left_is_what_was_there_without_what_was_given() {
         checked += 1;
     }
     assert!(checked > 10);
-}
-
-#[test]
-fn stories_are_written_as_json_lines() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("s.jsonl");
-    let write = |count, overwrite| {
-        write_stories(Setting::Voyage, 5, count, &path, overwrite, &mut |_, _| {})
-    };
-    write(3, false).unwrap();
-    let text = std::fs::read_to_string(&path).unwrap();
-    assert_eq!(text.lines().count(), 3);
-    for (number, line) in text.lines().enumerate() {
-        let object: serde_json::Value = serde_json::from_str(line).unwrap();
-        assert_eq!(object["text"], story(Setting::Voyage, 5, number as u64));
-    }
-    assert!(matches!(write(3, false), Err(Error::Exists { .. })));
-    assert!(matches!(write(0, true), Err(Error::Empty { .. })));
-    write(2, true).unwrap();
-    assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 2);
 }

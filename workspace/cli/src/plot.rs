@@ -2,10 +2,9 @@
 
 use std::path::Path;
 
+use anyhow::Context as _;
 use plotters::prelude::*;
 use plotters::style::FontTransform;
-
-use crate::Error;
 
 const SIZE: (u32, u32) = (960, 480);
 const COLORS: [RGBColor; 4] =
@@ -49,10 +48,11 @@ impl Plot {
     ///
     /// # Errors
     /// When the file cannot be written.
-    pub fn write(&self, path: &Path) -> Result<(), Error> {
+    pub fn write(&self, path: &Path) -> anyhow::Result<()> {
         let mut svg = String::new();
-        self.draw(&mut svg).map_err(|reason| Error::File { path: path.to_owned(), reason })?;
-        std::fs::write(path, svg).map_err(|source| Error::Io { path: path.to_owned(), source })
+        let file = || path.display().to_string();
+        self.draw(&mut svg).map_err(anyhow::Error::msg).with_context(file)?;
+        std::fs::write(path, svg).with_context(file)
     }
 
     /// Ranges of the axes: all steps, and the values but for the highest 10 in 100, which are the

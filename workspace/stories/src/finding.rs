@@ -1,11 +1,11 @@
 //! Stories of search: where a thing was put early decides where it is found late.
 
-use super::Setting;
-use super::frame::{close, close_alone, meet, open};
-use super::teller::{Person, Teller, a, say};
+use crate::Setting;
+use crate::frame::{close, close_alone, meet, open};
+use crate::story_builder::{Person, StoryBuilder, a, say};
 
 /// A thing is hidden, looked for in wrong places, and found.
-pub(super) fn hidden_thing(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn hidden_thing(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let thing = t.thing();
     let thing_a = a(&thing);
@@ -64,7 +64,7 @@ pub(super) fn hidden_thing(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// Something is lost on a way through three places, and the way is walked back.
-pub(super) fn lost_on_the_way(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn lost_on_the_way(t: &mut StoryBuilder, setting: Setting) -> Person {
     let one = t.person();
     let thing = t.thing();
     let (first, second, third) = (t.place(), t.place(), t.place());
@@ -136,7 +136,7 @@ pub(super) fn lost_on_the_way(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// A pet runs away and comes when its name is called.
-pub(super) fn lost_pet(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn lost_pet(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let (animal, other) = (t.animal(), t.animal());
     let name = t.new_of(t.words.pet_names);
@@ -198,7 +198,7 @@ pub(super) fn lost_pet(t: &mut Teller, setting: Setting) -> Person {
 }
 
 /// Three boxes hold three things; which is where is told first and needed last.
-pub(super) fn three_boxes(t: &mut Teller, setting: Setting) -> Person {
+pub(crate) fn three_boxes(t: &mut StoryBuilder, setting: Setting) -> Person {
     let (one, two) = t.pair();
     let colours = [t.colour(), t.colour(), t.colour()];
     let things = [t.noun(), t.noun(), t.noun()];

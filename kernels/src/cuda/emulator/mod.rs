@@ -1,4 +1,4 @@
-//! The kernels, compiled for the CPU and run there block after block (`emulated.h`). Addresses are
+//! The kernels, compiled for the CPU and run there block after block (`emulator.h`). Addresses are
 //! the host's.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -41,7 +41,7 @@ struct Aligned([u8; 128]);
 
 #[allow(unsafe_code)]
 unsafe extern "C" {
-    /// Runs a kernel; false where there is none of that name (kernels.cu).
+    /// Runs a kernel; false where there is none of that name (emulator.cc).
     fn emulated_launch(
         name: *const c_char,
         grid: *const u32,
@@ -50,7 +50,7 @@ unsafe extern "C" {
         parameters: *const *mut c_void,
     ) -> bool;
 
-    /// Writes a tensor map of three dimensions (kernels.cu).
+    /// Writes a tensor map of three dimensions (emulator.cc).
     fn emulated_tensor_map(
         map: *mut c_void,
         numbers: *const c_void,

@@ -1,5 +1,5 @@
 // The threads of a kernel on the CPU: fibers, their order, barriers, exchanges between lanes, and
-// the work of the copy engine and the tensor cores beside them. emulated.h describes the whole.
+// the work of the copy engine and the tensor cores beside them. emulator.h describes the whole.
 #pragma once
 
 #include <sys/mman.h>

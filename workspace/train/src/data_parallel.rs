@@ -1,0 +1,373 @@
+//! Data parallelism with a sharded optimiser (ZeRO-1, arXiv 1910.02054). Ranks that hold the same part of
+//! a model take different micro-batches, have whole weights and gradients, and each updates its local
+//! shard of every flat buffer.
+//!
+//! Two collectives of each buffer make a step, both overlapped with computation: the gradients are
+//! reduce-scattered as soon as the step's last backward pass has completed them, and the updated
+//! weights are all-gathered while the optimiser updates the next buffer and until the next forward pass
+//! first uses them. All ranks start them in the same order: that of the backward pass, then that of
+//! the buffers.
+
+use half::bf16;
+use moh_comm::{Group, Pending, Reduce};
+use moh_kernels::{Backend, Element, Scalar};
+use moh_model::layout::ModelLayout;
+use moh_model::parameters::{FlatBuffers, Shard};
+use moh_model::{Error, Model};
+
+use crate::recipe::DType;
+
+/// Gradients on their way to the ranks' shards.
+enum InFlight<B: Backend, G: Element> {
+    /// The buffer itself.
+    Exact(Pending<B::Buffer<G>>),
+    /// A copy rounded to bf16; its local shard then replaces that of the exact buffer.
+    Rounded(B::Buffer<G>, Pending<B::Buffer<bf16>>),
+}
+
+/// The collectives of a rank's steps with those that hold the same part of the model, and the buffers
+/// that are in flight.
+pub(crate) struct DataParallel<B: Backend, T: Element, G: Element> {
+    backend: B,
+    group: Group,
+    /// The first and the last pipeline stage, on those two, where both hold a tied head.
+    tied_head: Option<Group>,
+    gradients: Vec<Option<InFlight<B, G>>>,
+    weights: Vec<Option<Pending<B::Buffer<T>>>>,
+    /// Where gradients are rounded, a buffer for the copy of each.
+    copies: Vec<Option<B::Buffer<bf16>>>,
+}
+
+impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
+    /// Prepares the exchange between the ranks of `group`. With `reduce` bf16, gradients that are f32
+    /// are rounded for it, which halves what is sent.
+    ///
+    /// # Errors
+    /// When the device has no room for the rounded copies.
+    pub fn new(model: &Model<B, T>, group: &Group, reduce: DType) -> Result<Self, Error> {
+        let (backend, flats) = (model.backend().clone(), &model.layout().flats);
+        let rounds = group.size() > 1 && reduce == DType::Bf16 && G::DTYPE == f32::DTYPE;
+        let copy = |len| rounds.then(|| backend.allocate(len)).transpose();
+        let copies = flats.iter().map(|flat| Ok(copy(flat.len)?)).collect::<Result<_, Error>>()?;
+        Ok(DataParallel {
+            group: group.clone(),
+            tied_head: model.parallel().tied_head().cloned(),
+            gradients: flats.iter().map(|_| None).collect(),
+            weights: flats.iter().map(|_| None).collect(),
+            copies,
+            backend,
+        })
+    }
+
+    /// Starts to reduce-scatter the gradients of a buffer that are complete on this rank. A tied head of
+    /// two stages is complete when both have its gradient: [`Self::finish_gradients`].
+    ///
+    /// # Errors
+    /// When the device or another rank has failed.
+    pub fn start_gradients(
+        &mut self,
+        gradients: &mut FlatBuffers<B, G>,
+        flat: usize,
+    ) -> Result<(), Error> {
+        match self.tied_head {
+            Some(_) if flat == ModelLayout::EMBEDDING => Ok(()),
+            _ => self.start_reduce_scatter(gradients, flat),
+        }
+    }
+
+    /// As [`Self::start_gradients`] of every buffer, in the order of a backward pass, on a rank that has
+    /// no micro-batch in a step and adds zeros.
+    ///
+    /// # Errors
+    /// As [`Self::start_gradients`].
+    pub fn start_zero_gradients(
+        &mut self,
+        gradients: &mut FlatBuffers<B, G>,
+        layout: &ModelLayout,
+    ) -> Result<(), Error> {
+        for flat in layout.backward_order() {
+            gradients.clear_stale(&self.backend, flat, layout.flats[flat].used())?;
+            gradients.mark_written(flat);
+            self.start_gradients(gradients, flat)?;
+        }
+        Ok(())
+    }
+
+    /// Reduces the gradient of a tied head of two stages, and waits for all gradients: the local shard
+    /// of each buffer then holds the sums over the ranks, the rest is undefined.
+    ///
+    /// # Errors
+    /// When the device or another rank has failed; the buffers in flight are lost then.
+    pub fn finish_gradients(&mut self, gradients: &mut FlatBuffers<B, G>) -> Result<(), Error> {
+        if let Some(stages) = &self.tied_head {
+            let buffer = gradients.flat_mut(ModelLayout::EMBEDDING);
+            let whole = 0..B::len(buffer);
+            stages.all_reduce::<B, G>(B::view_mut(buffer, whole), Reduce::Sum)?;
+            self.start_reduce_scatter(gradients, ModelLayout::EMBEDDING)?;
+        }
+        (0..self.gradients.len()).try_for_each(|flat| self.wait_for_gradients(gradients, flat))
+    }
+
+    fn start_reduce_scatter(
+        &mut self,
+        gradients: &mut FlatBuffers<B, G>,
+        flat: usize,
+    ) -> Result<(), Error> {
+        if self.group.size() == 1 {
+            return Ok(());
+        }
+        let exact = gradients.take(flat);
+        self.gradients[flat] = Some(match self.copies[flat].take() {
+            Some(mut copy) => {
+                let whole = 0..B::len(&exact);
+                let into = B::view_mut(&mut copy, whole.clone());
+                self.backend.convert(B::view(&exact, whole), into)?;
+                let copy = self.group.start_reduce_scatter::<B, bf16>(copy, Reduce::Sum)?;
+                InFlight::Rounded(exact, copy)
+            }
+            None => InFlight::Exact(self.group.start_reduce_scatter::<B, G>(exact, Reduce::Sum)?),
+        });
+        Ok(())
+    }
+
+    fn wait_for_gradients(
+        &mut self,
+        gradients: &mut FlatBuffers<B, G>,
+        flat: usize,
+    ) -> Result<(), Error> {
+        let buffer = match self.gradients[flat].take() {
+            None => return Ok(()),
+            Some(InFlight::Exact(pending)) => pending.wait()?,
+            Some(InFlight::Rounded(mut exact, pending)) => {
+                let copy = pending.wait()?;
+                let shard = Shard::of(&self.group).range(B::len(&exact));
+                let into = B::view_mut(&mut exact, shard.clone());
+                self.backend.convert(B::view(&copy, shard), into)?;
+                self.copies[flat] = Some(copy);
+                exact
+            }
+        };
+        gradients.put(flat, buffer);
+        Ok(())
+    }
+
+    /// Starts to all-gather a buffer of the weights, whose local shard has been updated.
+    ///
+    /// # Errors
+    /// When another rank has failed.
+    pub fn start_weights(
+        &mut self,
+        weights: &mut FlatBuffers<B, T>,
+        flat: usize,
+    ) -> Result<(), Error> {
+        if self.group.size() > 1 && B::len(weights.flat(flat)) > 0 {
+            let pending = self.group.start_all_gather::<B, T>(weights.take(flat))?;
+            self.weights[flat] = Some(pending);
+        }
+        Ok(())
+    }
+
+    /// Waits until a buffer of the weights is whole; on a GPU the device waits, not the caller.
+    ///
+    /// # Errors
+    /// What made the all-gather fail; the buffer is lost then.
+    pub fn wait_for_weights(
+        &mut self,
+        weights: &mut FlatBuffers<B, T>,
+        flat: usize,
+    ) -> Result<(), Error> {
+        if let Some(pending) = self.weights[flat].take() {
+            weights.put(flat, pending.wait()?);
+        }
+        Ok(())
+    }
+
+    /// As [`Self::wait_for_weights`], for all of them.
+    ///
+    /// # Errors
+    /// As [`Self::wait_for_weights`].
+    pub fn wait_for_all_weights(&mut self, weights: &mut FlatBuffers<B, T>) -> Result<(), Error> {
+        (0..self.weights.len()).try_for_each(|flat| self.wait_for_weights(weights, flat))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroUsize;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::path::Path;
+
+    use moh_comm::{Layout, World};
+    use moh_kernels::Cpu;
+    use moh_model::model_parallel::ModelParallel;
+    use moh_model::{ConfigFile, ModelConfig};
+
+    use super::*;
+
+    /// A tied model of two blocks.
+    fn config() -> ModelConfig {
+        let fields = serde_json::json!({
+            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
+            "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "head_dim": 4,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 21,
+            "max_position_embeddings": 8, "tie_word_embeddings": true,
+        });
+        ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config
+    }
+
+    struct Rank {
+        /// Its number in the job.
+        number: usize,
+        model: Model<Cpu, f32>,
+        gradients: FlatBuffers<Cpu, f32>,
+        exchange: DataParallel<Cpu, f32, f32>,
+    }
+
+    /// Runs `work` on `data` data ranks of `stages` pipeline stages each, as threads.
+    fn on_ranks(
+        (data, stages): (usize, usize),
+        reduce: DType,
+        work: impl Fn(&mut Rank) + Clone + Send + 'static,
+    ) {
+        let run = move |world: World| {
+            let (all, one) = (world.group().clone(), NonZeroUsize::MIN);
+            let layout = Layout::new(all.size(), one, one.saturating_add(stages - 1)).unwrap();
+            let groups = layout.groups(&all).unwrap();
+            let parallel =
+                ModelParallel::new(&config(), (groups.pipeline, 1), groups.tensor).unwrap();
+            let model = Model::of_part::<Error>(Cpu, config(), 8, parallel, data, |_, _| Ok(()));
+            let model = model.unwrap();
+            let gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
+            let exchange = DataParallel::new(&model, &groups.data, reduce).unwrap();
+            work(&mut Rank { number: all.rank(), model, gradients, exchange });
+            world.close().unwrap();
+        };
+        let start = |world| {
+            let run = run.clone();
+            std::thread::spawn(move || run(world))
+        };
+        let threads: Vec<_> = World::threads(data * stages).into_iter().map(start).collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+    }
+
+    /// The gradient of an element on a rank, which bf16 does not hold exactly.
+    fn gradient(rank: usize, at: usize) -> f32 {
+        (rank + 1) as f32 + at as f32 / 1024.0
+    }
+
+    impl Rank {
+        fn fill_gradients(&mut self) {
+            for flat in 0..self.model.layout().flats.len() {
+                let elements = self.gradients.flat_mut(flat).iter_mut().enumerate();
+                elements.for_each(|(at, element)| *element = gradient(self.number, at));
+            }
+        }
+
+        fn start_gradients(&mut self) {
+            for flat in self.model.layout().backward_order() {
+                self.exchange.start_gradients(&mut self.gradients, flat).unwrap();
+            }
+        }
+
+        /// The gradients of the local shard of a buffer, each with its place in the buffer.
+        fn local_gradients(&self, flat: usize) -> impl Iterator<Item = (usize, f32)> {
+            let buffer = self.gradients.flat(flat);
+            let shard = Shard::of(&self.exchange.group).range(buffer.len());
+            shard.map(|at| (at, buffer[at]))
+        }
+    }
+
+    #[test]
+    fn gradients_are_summed_for_the_local_shard_exactly_or_rounded_once() {
+        for reduce in [DType::F32, DType::Bf16] {
+            on_ranks((3, 1), reduce, move |rank| {
+                for _step in 0..2 {
+                    rank.fill_gradients();
+                    rank.start_gradients();
+                    let unused = || rank.gradients.flat(1).len();
+                    assert!(catch_unwind(AssertUnwindSafe(unused)).is_err());
+                    rank.exchange.finish_gradients(&mut rank.gradients).unwrap();
+                    for flat in rank.model.layout().backward_order() {
+                        for (at, found) in rank.local_gradients(flat) {
+                            let of = |rank| gradient(rank, at);
+                            let round = |value: f32| bf16::from_f32(value).to_f32();
+                            let expected = match reduce {
+                                DType::F32 => of(0) + of(1) + of(2),
+                                DType::Bf16 => round(round(of(0)) + round(of(1)) + round(of(2))),
+                            };
+                            assert_eq!(found, expected, "{at} of buffer {flat}");
+                        }
+                    }
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn a_rank_without_micro_batches_adds_zeros() {
+        on_ranks((2, 1), DType::F32, |rank| {
+            rank.fill_gradients();
+            if rank.number == 1 {
+                rank.gradients.mark_stale();
+                let Rank { model, gradients, exchange, .. } = rank;
+                exchange.start_zero_gradients(gradients, model.layout()).unwrap();
+            } else {
+                rank.start_gradients();
+            }
+            rank.exchange.finish_gradients(&mut rank.gradients).unwrap();
+            for flat in rank.model.layout().backward_order() {
+                let used = rank.model.layout().flats[flat].used();
+                for (at, found) in rank.local_gradients(flat).filter(|(at, _)| used.contains(at)) {
+                    assert_eq!(found, gradient(0, at), "{at} of buffer {flat}");
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn a_tied_head_is_summed_over_both_stages_after_the_last_pass() {
+        // Ranks 0 and 1 are the first stage, ranks 2 and 3 the last.
+        on_ranks((2, 2), DType::F32, |rank| {
+            rank.fill_gradients();
+            rank.start_gradients();
+            // At hand until both stages are done.
+            assert!(!rank.gradients.flat(ModelLayout::EMBEDDING).is_empty());
+            rank.exchange.finish_gradients(&mut rank.gradients).unwrap();
+            for flat in rank.model.layout().backward_order() {
+                for (at, found) in rank.local_gradients(flat) {
+                    let of = |rank| gradient(rank, at);
+                    let stage = rank.number / 2;
+                    let expected = match flat {
+                        ModelLayout::EMBEDDING => of(0) + of(1) + of(2) + of(3),
+                        _ => of(2 * stage) + of(2 * stage + 1),
+                    };
+                    assert_eq!(found, expected, "{at} of buffer {flat}");
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn weights_are_gathered_from_all_shards() {
+        on_ranks((3, 1), DType::F32, |rank| {
+            let Rank { number, model, exchange, .. } = rank;
+            for flat in 0..model.layout().flats.len() {
+                let weights = model.weights_mut();
+                let buffer = weights.flat_mut(flat);
+                let shard = Shard::of(&exchange.group).range(buffer.len());
+                buffer[shard].fill(*number as f32);
+                exchange.start_weights(weights, flat).unwrap();
+            }
+            // One that is used first, then the others.
+            exchange.wait_for_weights(model.weights_mut(), 1).unwrap();
+            assert!(!model.weights().flat(1).is_empty());
+            exchange.wait_for_all_weights(model.weights_mut()).unwrap();
+            for flat in 0..model.layout().flats.len() {
+                let buffer = model.weights().flat(flat);
+                let owner = |at: usize| (at * 3 / buffer.len()) as f32;
+                let expected: Vec<f32> = (0..buffer.len()).map(owner).collect();
+                assert_eq!(*buffer, expected);
+            }
+        });
+    }
+}
