@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use clap::ValueEnum;
-use moh_convert::resolve;
 use moh_data::TextTokenizer;
+use moh_hf::{ConfigFile, Error, WeightFiles};
+use moh_hub::resolve;
 use moh_kernels::{Cpu, Element};
-use moh_model::{ConfigFile, Error, Model, WeightFiles};
+use moh_model::Model;
 
 use crate::progress::Bar;
 

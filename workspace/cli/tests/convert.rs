@@ -8,8 +8,8 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
-use moh_model::ConfigFile;
-use moh_model::weight_files::{INDEX_FILE, WEIGHTS_FILE};
+use moh_hf::ConfigFile;
+use moh_hf::weight_files::{INDEX_FILE, WEIGHTS_FILE};
 use serde_json::{Value, json};
 use support::{edit_config, edit_weights, names, workplace, write_source};
 

@@ -2,26 +2,24 @@
 //!
 //! The query-norm router has no parameters, so conversion changes no weight: tensors pass from the
 //! mapped source to the output in pieces, with one thread writing and one hashing. On request the
-//! element type changes, and the vocabulary grows (see [`crate::vocabulary`]). Memory does not
+//! element type changes, and the vocabulary grows (see [`moh_hf::vocabulary`]). Memory does not
 //! depend on the size of the model.
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use moh_model::config_file::ConfigFile;
+use moh_hf::model_directory::{
+    Contents, DEFAULT_SHARD_BYTES, PIECE_BYTES, Sink, TensorSpec, check_destination,
+    companion_files, write_model,
+};
+use moh_hf::{ConfigFile, Dtype, Expansion, TensorBytes, WeightFiles};
 use moh_model::flops::{EMBEDDING, Flops, OUTPUT_HEAD, tensor_shapes};
-use moh_model::weight_files::{Dtype, TensorBytes, WeightFiles};
 use moh_model::{ModelConfig, MohConfig, Router};
 use rayon::prelude::*;
 use serde::Serialize;
 
 use crate::Error;
-use crate::hf_directory::{
-    DEFAULT_SHARD_BYTES, Model, PIECE_BYTES, Sink, TensorSpec, check_destination, companion_files,
-    write_model,
-};
-use crate::vocabulary::Expansion;
 
 /// Share of the heads that a token computes where nothing else is asked for.
 pub const DEFAULT_ACTIVE: f64 = 0.75;
@@ -78,7 +76,7 @@ impl Attention {
 /// What to convert, and how.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The model directory to read, see [`crate::hub::resolve`].
+    /// The model directory to read.
     pub source: PathBuf,
     /// The model directory to write.
     pub out: PathBuf,
@@ -214,7 +212,7 @@ pub fn convert(
     let fields = source.to_json(&config, dtype);
     let tokenizer = options.tokenizer.as_deref().unwrap_or(&options.source);
     let companions = companion_files(&options.source, tokenizer)?;
-    let model = Model {
+    let model = Contents {
         config: &fields,
         tensors: &specs,
         max_shard_bytes: options.max_shard_bytes,
@@ -298,7 +296,7 @@ fn write_tensor(
     weights: &WeightFiles,
     spec: &TensorSpec,
     expansion: Option<&Expansion>,
-    sink: &mut Sink<'_>,
+    sink: &mut Sink<'_, Error>,
 ) -> Result<(), Error> {
     let name = &spec.name;
     let TensorBytes { dtype, bytes, .. } = weights.get(name)?;
@@ -343,7 +341,12 @@ struct Converter<'a> {
 
 impl Converter<'_> {
     /// Passes the tensor's bytes (or their beginning) on, as they are or converted.
-    fn pass(&mut self, dtype: Dtype, bytes: &[u8], sink: &mut Sink<'_>) -> Result<(), Error> {
+    fn pass(
+        &mut self,
+        dtype: Dtype,
+        bytes: &[u8],
+        sink: &mut Sink<'_, Error>,
+    ) -> Result<(), Error> {
         for (number, piece) in bytes.chunks(PIECE_BYTES).enumerate() {
             let first = number * (PIECE_BYTES / dtype.size());
             if let Some(element) = dtype.first_not_finite(piece) {
@@ -374,7 +377,12 @@ impl Converter<'_> {
     }
 
     /// Rounds values to the output's type and passes them on.
-    fn round(&mut self, values: &[f32], first: usize, sink: &mut Sink<'_>) -> Result<(), Error> {
+    fn round(
+        &mut self,
+        values: &[f32],
+        first: usize,
+        sink: &mut Sink<'_, Error>,
+    ) -> Result<(), Error> {
         let TensorSpec { name, dtype, .. } = self.spec;
         let mut bytes = std::mem::take(&mut self.buffers.1);
         bytes.resize(values.len() * dtype.size(), 0);

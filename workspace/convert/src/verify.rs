@@ -6,11 +6,9 @@
 
 use std::path::Path;
 
+use moh_hf::{ConfigFile, Dtype, WeightFiles};
 use moh_kernels::Cpu;
-use moh_model::{
-    Activations, ConfigFile, Dtype, Model, ModelConfig, MohConfig, PassShape, Recompute, StepSums,
-    WeightFiles,
-};
+use moh_model::{Activations, Model, ModelConfig, MohConfig, PassShape, Recompute, StepSums};
 
 use crate::Error;
 
@@ -80,7 +78,7 @@ fn logits(
     weights: &WeightFiles,
     config: ModelConfig,
     ids: &[u32],
-    rounded: impl Fn(&str) -> Result<Dtype, moh_model::Error>,
+    rounded: impl Fn(&str) -> Result<Dtype, moh_hf::Error>,
 ) -> Result<Vec<f32>, Error> {
     let mut model = Model::<Cpu, f32>::new::<Error>(Cpu, config, ids.len(), |segment, values| {
         weights.read_f32(&segment.name, values)?;

@@ -6,13 +6,14 @@
 use std::path::Path;
 
 use half::bf16;
+use moh_hf::ConfigFile;
 #[cfg(feature = "cuda-emulator")]
 use moh_kernels::adamw::AdamW;
 use moh_kernels::{Backend, Cpu, Cuda, Element};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, ConfigFile, Error, LossScale, Model, MohConfig, PassShape, Recompute, Router,
-    StepSums, initial,
+    Activations, Error, LossScale, Model, MohConfig, PassShape, Recompute, Router, StepSums,
+    initial,
 };
 use serde_json::json;
 

@@ -5,11 +5,12 @@
 use std::path::Path;
 
 use half::bf16;
+use moh_hf::ConfigFile;
 use moh_kernels::{Cpu, Element};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, ConfigFile, Error, LossScale, Model, MohConfig, PassShape, Recompute, Router,
-    StepSums, initial,
+    Activations, Error, LossScale, Model, MohConfig, PassShape, Recompute, Router, StepSums,
+    initial,
 };
 use serde_json::json;
 

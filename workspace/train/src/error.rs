@@ -200,9 +200,9 @@ pub enum Error {
     /// An evaluation failed.
     #[error(transparent)]
     Evaluation(#[from] moh_eval::Error),
-    /// The vocabulary could not grow, or the export could not be written.
+    /// The model could not be read, its vocabulary not grow, or its export not be written.
     #[error(transparent)]
-    Convert(#[from] moh_convert::Error),
+    Hf(#[from] moh_hf::Error),
 }
 
 impl Error {

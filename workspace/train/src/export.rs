@@ -1,9 +1,10 @@
 //! The export of a finished run: the model in Hugging Face layout.
 
-use moh_convert::hf_directory::{self, DEFAULT_SHARD_BYTES, TensorSpec};
+use moh_hf::Dtype;
+use moh_hf::model_directory::{self, Contents, DEFAULT_SHARD_BYTES, Sink, TensorSpec};
 use moh_kernels::{Backend, Element};
+use moh_model::Model;
 use moh_model::layout::ModelLayout;
-use moh_model::{Dtype, Model};
 
 use crate::checkpoint::{StoredCheckpoint, TensorKind};
 use crate::recipe::DType;
@@ -38,23 +39,27 @@ pub(crate) fn write<B: Backend, T: Element>(
         .collect();
     let companions = match (source.directory(), source.tokenizer_directory()) {
         (Some(directory), tokenizer) => {
-            hf_directory::companion_files(directory, tokenizer.unwrap_or(directory))?
+            model_directory::companion_files(directory, tokenizer.unwrap_or(directory))?
         }
-        (None, Some(tokenizer)) => hf_directory::companion_files(tokenizer, tokenizer)?,
+        (None, Some(tokenizer)) => model_directory::companion_files(tokenizer, tokenizer)?,
         (None, None) => Vec::new(),
     };
-    let described = hf_directory::Model {
+    let described = Contents {
         config: &config,
         tensors: &tensors,
         max_shard_bytes: DEFAULT_SHARD_BYTES,
         companions: &companions,
     };
-    hf_directory::write_model(&run.export(), true, &described, &mut |spec, sink| {
+    model_directory::write_model(&run.export(), true, &described, &mut |spec,
+                                                                        sink: &mut Sink<
+        '_,
+        Error,
+    >| {
         let values = match &stored {
             Some(stored) => {
                 let mut values = vec![0f32; spec.shape.iter().product()];
                 let read = stored.read_f32(TensorKind::Weight, &spec.name, &mut values);
-                read.map_err(|error| moh_convert::Error::File {
+                read.map_err(|error| Error::Checkpoint {
                     path: run.checkpoint(step),
                     reason: error.to_string(),
                 })?;

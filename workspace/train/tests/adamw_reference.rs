@@ -4,13 +4,11 @@
 
 use std::path::Path;
 
+use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::adamw::AdamW;
 use moh_kernels::{Backend, Cpu};
 use moh_model::parameters::{FlatBuffers, Shard};
-use moh_model::{
-    Activations, ConfigFile, Error, LossScale, Model, MohConfig, PassShape, Recompute, Router,
-    StepSums, WeightFiles,
-};
+use moh_model::{Activations, LossScale, Model, MohConfig, PassShape, Recompute, Router, StepSums};
 use moh_train::optimizer::OptimizerState;
 use safetensors::SafeTensors;
 use serde_json::Value;

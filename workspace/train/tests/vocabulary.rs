@@ -6,10 +6,10 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use moh_comm::World;
-use moh_convert::{Attention, Options, convert, write_random_model};
+use moh_convert::{Attention, Options, convert};
 use moh_data::{Prepare, TextTokenizer, TrainTokenizer, prepare, train_tokenizer};
+use moh_hf::{ConfigFile, Dtype, WeightFiles, write_random_model};
 use moh_model::layout::ModelLayout;
-use moh_model::{ConfigFile, Dtype, WeightFiles};
 use moh_train::{ModelSource, OpenDevice, Outcome, Recipe, TraceSteps};
 use serde_json::{Value, json};
 

@@ -14,7 +14,7 @@ use moh_cli::progress::Bar;
 use moh_cli::{exit, models};
 use moh_convert::convert::{Active, DEFAULT_ACTIVE};
 use moh_convert::{Attention, Options, Receipt, Verification, convert, verify};
-use moh_model::Dtype;
+use moh_hf::Dtype;
 
 /// Convert a Llama checkpoint to Mixture-of-Head attention
 #[derive(Debug, Parser)]

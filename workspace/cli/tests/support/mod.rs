@@ -7,10 +7,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use moh_convert::write_random_model;
 use moh_data::{Provenance, TokenFileWriter};
-use moh_model::weight_files::WEIGHTS_FILE;
-use moh_model::{ConfigFile, Dtype};
+use moh_hf::weight_files::WEIGHTS_FILE;
+use moh_hf::{ConfigFile, Dtype, write_random_model};
 use serde_json::{Value, json};
 
 pub mod job;

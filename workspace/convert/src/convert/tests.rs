@@ -1,5 +1,5 @@
 use super::*;
-use crate::random_model::write_random_model;
+use moh_hf::write_random_model;
 use serde_json::{Value, json};
 use std::fs;
 

@@ -7,11 +7,11 @@
 
 use std::path::Path;
 
+use moh_model::flops::LimitExceeded;
+use moh_model::{Llama3Scaling, ModelConfig, MohConfig, RopeConfig, Router};
 use serde_json::{Map, Value, json};
 
 use crate::Error;
-use crate::config::{Llama3Scaling, ModelConfig, MohConfig, RopeConfig, Router};
-use crate::flops::LimitExceeded;
 use crate::weight_files::Dtype;
 
 /// Name of the file in a model directory.
@@ -161,20 +161,6 @@ impl ConfigFile {
             }
         }
         fields
-    }
-}
-
-impl Router {
-    /// The router's name in `config.json` and in recipes.
-    pub fn name(self) -> &'static str {
-        match self {
-            Router::QueryNorm => "query-norm",
-        }
-    }
-
-    /// The router of that name, where there is one.
-    pub fn from_name(name: &str) -> Option<Self> {
-        [Router::QueryNorm].into_iter().find(|router| router.name() == name)
     }
 }
 

@@ -3,13 +3,13 @@
 
 use std::path::Path;
 
-use moh_model::config_file::ConfigFile;
 use moh_model::flops::tensor_shapes;
 use moh_model::initial::initialize;
-use moh_model::weight_files::Dtype;
 
 use crate::Error;
-use crate::hf_directory::{Model, TensorSpec, Written, write_model};
+use crate::config_file::ConfigFile;
+use crate::model_directory::{Contents, TensorSpec, Written, write_model};
+use crate::weight_files::Dtype;
 
 /// Writes a random model of the configuration at `out`, see [`write_model`].
 ///
@@ -27,7 +27,7 @@ pub fn write_random_model(
         .into_iter()
         .map(|(name, shape)| TensorSpec { name, shape, dtype })
         .collect();
-    let model = Model { config: &fields, tensors: &tensors, max_shard_bytes, companions: &[] };
+    let model = Contents { config: &fields, tensors: &tensors, max_shard_bytes, companions: &[] };
     let deviation = file.config.initializer_range;
     write_model(out, false, &model, &mut |spec, sink| {
         let mut values = vec![0f32; spec.shape.iter().product()];

@@ -10,13 +10,13 @@ use std::path::{Component, Path, PathBuf};
 
 use half::{bf16, f16};
 use memmap2::Mmap;
+use moh_model::ModelConfig;
+use moh_model::flops::{EMBEDDING, OUTPUT_HEAD, tensor_shapes};
 use safetensors::SafeTensors;
 use safetensors::tensor::SafeTensorError;
 use serde_json::Value;
 
 use crate::Error;
-use crate::config::ModelConfig;
-use crate::flops::{EMBEDDING, OUTPUT_HEAD, tensor_shapes};
 
 /// Name of the weights of a model in one file.
 pub const WEIGHTS_FILE: &str = "model.safetensors";

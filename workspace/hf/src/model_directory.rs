@@ -9,17 +9,17 @@ use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-use moh_model::config_file::CONFIG_FILE;
-use moh_model::weight_files::{Dtype, INDEX_FILE, WEIGHTS_FILE, WeightFiles};
 use serde_json::{Map, Value, json};
 
 use crate::Error;
+use crate::config_file::CONFIG_FILE;
+use crate::weight_files::{Dtype, INDEX_FILE, WEIGHTS_FILE, WeightFiles};
 
 /// The largest shard that transformers writes by default: 5 GB.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
 /// Files that belong to a tokenizer; besides, every file that starts with `chat_template`.
-pub(crate) const TOKENIZER_FILES: [&str; 7] = [
+pub const TOKENIZER_FILES: [&str; 7] = [
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -29,7 +29,7 @@ pub(crate) const TOKENIZER_FILES: [&str; 7] = [
     "merges.txt",
 ];
 /// Default settings of text generation.
-pub(crate) const GENERATION_FILE: &str = "generation_config.json";
+pub const GENERATION_FILE: &str = "generation_config.json";
 
 /// A tensor to be written.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,7 +52,7 @@ impl TensorSpec {
 
 /// What a model directory shall hold.
 #[derive(Debug, Clone)]
-pub struct Model<'a> {
+pub struct Contents<'a> {
     /// `config.json`.
     pub config: &'a Map<String, Value>,
     /// The tensors, in the order in which shards take them.
@@ -64,9 +64,9 @@ pub struct Model<'a> {
 }
 
 /// Takes the next bytes of a tensor.
-pub type Sink<'a> = dyn FnMut(&[u8]) -> Result<(), Error> + 'a;
+pub type Sink<'a, E> = dyn FnMut(&[u8]) -> Result<(), E> + 'a;
 /// Produces a tensor: hands all of its little-endian bytes, in order, to the sink.
-pub type Fill<'a> = dyn FnMut(&TensorSpec, &mut Sink<'_>) -> Result<(), Error> + 'a;
+pub type Fill<'a, E> = dyn FnMut(&TensorSpec, &mut Sink<'_, E>) -> Result<(), E> + 'a;
 
 /// What was written.
 #[derive(Debug, Clone, Default)]
@@ -105,12 +105,12 @@ pub fn companion_files(dir: &Path, tokenizer: &Path) -> Result<Vec<PathBuf>, Err
 /// When `out` exists and is not an empty directory (with `force`: not a model directory, which is
 /// then replaced after everything else has succeeded), when writing fails or `fill` does. Nothing
 /// is left behind in any of these cases, and what was at `out` is still there.
-pub fn write_model(
+pub fn write_model<E: From<Error>>(
     out: &Path,
     force: bool,
-    model: &Model<'_>,
-    fill: &mut Fill<'_>,
-) -> Result<Written, Error> {
+    model: &Contents<'_>,
+    fill: &mut Fill<'_, E>,
+) -> Result<Written, E> {
     let staged = Staged::create(out, force)?;
     let written = write_tensors(staged.path(), model, fill)?;
     let mut text = serde_json::to_string_pretty(model.config).map_err(|error| {
@@ -274,7 +274,11 @@ fn plan_shards(tensors: &[TensorSpec], max_bytes: u64) -> Vec<Vec<usize>> {
     shards
 }
 
-fn write_tensors(dir: &Path, model: &Model<'_>, fill: &mut Fill<'_>) -> Result<Written, Error> {
+fn write_tensors<E: From<Error>>(
+    dir: &Path,
+    model: &Contents<'_>,
+    fill: &mut Fill<'_, E>,
+) -> Result<Written, E> {
     let shards = plan_shards(model.tensors, model.max_shard_bytes);
     let mut hashes = vec![None; model.tensors.len()];
     let mut weight_map = Map::new();
@@ -305,12 +309,12 @@ fn write_tensors(dir: &Path, model: &Model<'_>, fill: &mut Fill<'_>) -> Result<W
 }
 
 /// Writes one safetensors file and returns the hash of each tensor.
-fn write_shard(
+fn write_shard<E: From<Error>>(
     file: &mut (impl Write + Send),
     path: &Path,
     tensors: &[&TensorSpec],
-    fill: &mut Fill<'_>,
-) -> Result<Vec<blake3::Hash>, Error> {
+    fill: &mut Fill<'_, E>,
+) -> Result<Vec<blake3::Hash>, E> {
     let mut header = Map::new();
     header.insert("__metadata__".to_string(), json!({"format": "pt"}));
     let mut end = 0u64;
@@ -339,11 +343,11 @@ fn write_shard(
                 Error::file(path, format!("{} was given too many bytes", tensor.name))
             })?;
             let (written, _) = rayon::join(|| file.write_all(bytes), || hasher.update(bytes));
-            written.map_err(Error::io(path))
+            Ok(written.map_err(Error::io(path))?)
         })?;
         if remaining > 0 {
             let reason = format!("{} was given {remaining} bytes too few", tensor.name);
-            return Err(Error::file(path, reason));
+            return Err(Error::file(path, reason).into());
         }
         hashes.push(hasher.finalize());
     }
@@ -372,7 +376,7 @@ fn read_back(dir: &Path, tensors: &[TensorSpec], hashes: &Vec<blake3::Hash>) -> 
 
 /// Tensors are passed on in pieces of this size: large enough for two threads to share one, small
 /// beside the memory that conversion may take.
-pub(crate) const PIECE_BYTES: usize = 8 << 20;
+pub const PIECE_BYTES: usize = 8 << 20;
 
 #[cfg(test)]
 mod tests;
