@@ -9,6 +9,7 @@ use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
+use moh_files::{PendingDirectory, write_synced};
 use serde_json::{Map, Value, json};
 
 use crate::Error;
@@ -111,21 +112,31 @@ pub fn write_model<E: From<Error>>(
     model: &Contents<'_>,
     fill: &mut Fill<'_, E>,
 ) -> Result<Written, E> {
-    let staged = Staged::create(out, force)?;
-    let written = write_tensors(staged.path(), model, fill)?;
-    let mut text = serde_json::to_string_pretty(model.config).map_err(|error| {
-        Error::file(&staged.path().join(CONFIG_FILE), format!("not representable: {error}"))
-    })?;
+    check_destination(out, force)?;
+    // What a link points to is replaced, not the link.
+    let out = &fs::canonicalize(out).unwrap_or_else(|_| out.to_path_buf());
+    if out.file_name().is_none() {
+        return Err(Error::file(out, "is not a name for a directory").into());
+    }
+    let parent = moh_files::parent(out);
+    fs::create_dir_all(parent).map_err(Error::io(parent))?;
+    let pending = PendingDirectory::create(out).map_err(Error::io(parent))?;
+    let written = write_tensors(pending.path(), model, fill)?;
+    let config = pending.path().join(CONFIG_FILE);
+    let mut text = serde_json::to_string_pretty(model.config)
+        .map_err(|error| Error::file(&config, format!("not representable: {error}")))?;
     text.push('\n');
-    write_file(&staged.path().join(CONFIG_FILE), text.as_bytes())?;
+    write_synced(&config, text.as_bytes()).map_err(Error::io(&config))?;
     for source in model.companions {
         let Some(name) = source.file_name() else {
             continue;
         };
         let bytes = fs::read(source).map_err(Error::io(source))?;
-        write_file(&staged.path().join(name), &bytes)?;
+        let path = pending.path().join(name);
+        write_synced(&path, &bytes).map_err(Error::io(&path))?;
     }
-    staged.commit()?;
+    check_destination(out, force)?;
+    pending.replace().map_err(Error::io(out))?;
     Ok(written)
 }
 
@@ -159,96 +170,6 @@ pub fn check_destination(out: &Path, force: bool) -> Result<(), Error> {
         return Err(Error::file(out, reason));
     }
     Ok(())
-}
-
-/// A directory in the making, removed unless it is committed.
-struct Staged {
-    dir: tempfile::TempDir,
-    parent: PathBuf,
-    out: PathBuf,
-    force: bool,
-}
-
-impl Staged {
-    fn create(out: &Path, force: bool) -> Result<Self, Error> {
-        check_destination(out, force)?;
-        // What a link points to is replaced, not the link.
-        let out = fs::canonicalize(out).unwrap_or_else(|_| out.to_path_buf());
-        let Some(name) = out.file_name().map(|name| name.to_string_lossy().into_owned()) else {
-            return Err(Error::file(&out, "is not a name for a directory"));
-        };
-        let parent = match out.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),
-            _ => PathBuf::from("."),
-        };
-        fs::create_dir_all(&parent).map_err(Error::io(&parent))?;
-        let dir = temporary(&parent, &name)?;
-        Ok(Staged { dir, parent, out, force })
-    }
-
-    fn path(&self) -> &Path {
-        self.dir.path()
-    }
-
-    /// Gives the directory its name.
-    fn commit(self) -> Result<(), Error> {
-        let Staged { dir, parent, out, force } = self;
-        sync_directory(dir.path())?;
-        check_destination(&out, force)?;
-        let occupied = fs::read_dir(&out).ok().map(|mut entries| entries.next().is_some());
-        let old = match occupied {
-            Some(true) => {
-                // Renamed aside first, so that at no time there is half a directory.
-                let aside = temporary(&parent, "replaced")?;
-                let kept = aside.path().join("old");
-                fs::rename(&out, &kept).map_err(Error::io(&out))?;
-                Some((aside, kept))
-            }
-            // An empty directory is replaced by the renaming on Unix only.
-            Some(false) => {
-                fs::remove_dir(&out).map_err(Error::io(&out))?;
-                None
-            }
-            None => None,
-        };
-        if let Err(source) = fs::rename(dir.path(), &out) {
-            if let Some((aside, kept)) = old
-                && fs::rename(&kept, &out).is_err()
-            {
-                let _ = aside.keep();
-            }
-            return Err(Error::Io { path: out, source });
-        }
-        let _ = dir.keep();
-        sync_directory(&parent)
-    }
-}
-
-fn temporary(parent: &Path, name: &str) -> Result<tempfile::TempDir, Error> {
-    let prefix = format!(".tmp-{name}-");
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(&prefix);
-    // The default of 0700 would stay with the finished directory; the umask still applies.
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
-    builder.tempdir_in(parent).map_err(Error::io(parent))
-}
-
-/// Makes renames and new names in a directory durable.
-fn sync_directory(path: &Path) -> Result<(), Error> {
-    if cfg!(unix) {
-        File::open(path).and_then(|dir| dir.sync_all()).map_err(Error::io(path))?;
-    }
-    Ok(())
-}
-
-fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Error> {
-    let write = || {
-        let mut file = File::create_new(path)?;
-        file.write_all(bytes)?;
-        file.sync_all()
-    };
-    write().map_err(Error::io(path))
 }
 
 /// Distributes tensors over shards as transformers does: in order, a new shard where the next
@@ -301,7 +222,7 @@ fn write_tensors<E: From<Error>>(
     if shards.len() > 1 {
         let index = json!({"metadata": {"total_size": bytes}, "weight_map": weight_map});
         let path = dir.join(INDEX_FILE);
-        write_file(&path, format!("{index:#}\n").as_bytes())?;
+        write_synced(&path, format!("{index:#}\n").as_bytes()).map_err(Error::io(&path))?;
     }
     let hashes = hashes.into_iter().flatten().collect();
     read_back(dir, model.tensors, &hashes)?;
