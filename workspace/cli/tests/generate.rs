@@ -9,7 +9,7 @@ use std::process::Command;
 use serde_json::Value;
 use support::{
     VOCABULARY, WORDS, edit_config, edit_weights, failure, fixtures, program, success, workplace,
-    write_tokenizer,
+    write_moh, write_tokenizer,
 };
 
 mod support;
@@ -166,10 +166,9 @@ fn the_known_story_is_told() {
         if let (Some(shared), Some(top_k)) =
             (case["shared"].as_u64(), case["routed_top_k"].as_u64())
         {
-            let mut convert = program(env!("CARGO_BIN_EXE_moh-convert"), dir.path());
-            convert.arg("--from").arg(model).args(["--out", "moh", "--shared-heads"]);
-            success(convert.args([&shared.to_string(), "--routed-top-k", &top_k.to_string()]));
-            model = dir.path().join("moh");
+            let out = dir.path().join("moh");
+            write_moh(&model, &out, shared as usize, top_k as usize);
+            model = out;
         }
         let new =
             case["ids"].as_array().unwrap().len() as u64 - case["prompt_len"].as_u64().unwrap();

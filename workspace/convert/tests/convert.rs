@@ -13,6 +13,7 @@ use moh_hf::weight_files::{INDEX_FILE, WEIGHTS_FILE};
 use serde_json::{Value, json};
 use support::{edit_config, edit_weights, names, workplace, write_source};
 
+#[path = "../../cli/tests/support/source.rs"]
 mod support;
 
 /// The command in a directory, away from the user's own hub settings.
