@@ -12,6 +12,7 @@ pub mod cross_entropy;
 #[cfg(gpu)]
 mod cuda;
 mod disjoint;
+mod element_bytes;
 mod embedding;
 mod error;
 mod key_value_cache;
@@ -41,4 +42,4 @@ pub use cuda::CudaStream;
 pub use cuda::MemoryCalls;
 pub use error::{Error, Result, with_cause};
 pub use region::{Memory, MemoryMut, Region, RegionMut};
-pub use scalar::{DType, Element, Scalar};
+pub use scalar::{DType, Element, ElementType, Scalar};

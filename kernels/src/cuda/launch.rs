@@ -4,7 +4,7 @@ use bytemuck::Pod;
 
 use super::{Cuda, Gemm};
 use crate::error::Result;
-use crate::scalar::{DType, Element};
+use crate::scalar::Element;
 
 /// Threads of a block, in every kernel that does not say otherwise (`operators.cuh`).
 pub(crate) const THREADS: usize = 256;
@@ -18,11 +18,7 @@ pub(crate) fn blocks(count: usize) -> usize {
 }
 
 fn suffix<T: Element>() -> &'static str {
-    match T::DTYPE {
-        DType::BF16 => "bf16",
-        // The only other type that operators compute in.
-        _ => "f32",
-    }
+    T::ELEMENT.name()
 }
 
 /// The name of a kernel for numbers of type `T`.

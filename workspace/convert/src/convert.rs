@@ -13,7 +13,8 @@ use moh_hf::model_directory::{
     Contents, DEFAULT_SHARD_BYTES, PIECE_BYTES, Sink, TensorSpec, check_destination,
     companion_files, write_model,
 };
-use moh_hf::{ConfigFile, Dtype, Expansion, TensorBytes, WeightFiles};
+use moh_hf::{ConfigFile, Expansion, TensorBytes, WeightFiles, dtype_name};
+use moh_kernels::DType;
 use moh_model::flops::{EMBEDDING, Flops, OUTPUT_HEAD, tensor_shapes};
 use moh_model::{ModelConfig, MohConfig, Router};
 use rayon::prelude::*;
@@ -83,7 +84,7 @@ pub struct Options {
     /// Its attention.
     pub attention: Attention,
     /// Its element type; that of each source tensor where not given.
-    pub dtype: Option<Dtype>,
+    pub dtype: Option<DType>,
     /// A weight file is closed before it would exceed this.
     pub max_shard_bytes: u64,
     /// Whether a model directory at `out` is replaced.
@@ -308,7 +309,7 @@ fn write_tensor(
                 return Err(weights.not_finite(name, element).into());
             }
             let width = spec.shape.iter().skip(1).product::<usize>();
-            let row_bytes = width * dtype.size();
+            let row_bytes = width * dtype.bytes();
             let row = |id: u32, out: &mut [f32]| {
                 let start = id as usize * row_bytes;
                 dtype.read(&bytes[start..start + row_bytes], out);
@@ -343,31 +344,31 @@ impl Converter<'_> {
     /// Passes the tensor's bytes (or their beginning) on, as they are or converted.
     fn pass(
         &mut self,
-        dtype: Dtype,
+        dtype: DType,
         bytes: &[u8],
         sink: &mut Sink<'_, Error>,
     ) -> Result<(), Error> {
         for (number, piece) in bytes.chunks(PIECE_BYTES).enumerate() {
-            let first = number * (PIECE_BYTES / dtype.size());
+            let first = number * (PIECE_BYTES / dtype.bytes());
             if let Some(element) = dtype.first_not_finite(piece) {
                 return Err(self.weights.not_finite(&self.spec.name, first + element).into());
             }
             if dtype == self.spec.dtype {
                 sink(piece)?;
-                self.release(first * dtype.size(), piece.len());
+                self.release(first * dtype.bytes(), piece.len());
                 continue;
             }
             let mut values = std::mem::take(&mut self.buffers.0);
-            values.resize(piece.len() / dtype.size(), 0.0);
+            values.resize(piece.len() / dtype.bytes(), 0.0);
             let block = PARALLEL_ELEMENTS;
             values
                 .par_chunks_mut(block)
-                .zip(piece.par_chunks(block * dtype.size()))
+                .zip(piece.par_chunks(block * dtype.bytes()))
                 .for_each(|(out, bytes)| dtype.read(bytes, out));
             let result = self.round(&values, first, sink);
             self.buffers.0 = values;
             result?;
-            self.release(first * dtype.size(), piece.len());
+            self.release(first * dtype.bytes(), piece.len());
         }
         Ok(())
     }
@@ -385,15 +386,16 @@ impl Converter<'_> {
     ) -> Result<(), Error> {
         let TensorSpec { name, dtype, .. } = self.spec;
         let mut bytes = std::mem::take(&mut self.buffers.1);
-        bytes.resize(values.len() * dtype.size(), 0);
+        bytes.resize(values.len() * dtype.bytes(), 0);
         let block = PARALLEL_ELEMENTS;
         bytes
-            .par_chunks_mut(block * dtype.size())
+            .par_chunks_mut(block * dtype.bytes())
             .zip(values.par_chunks(block))
             .for_each(|(out, values)| dtype.write(values, out));
         if let Some(element) = dtype.first_not_finite(&bytes) {
             let reason = format!(
-                "{name} has a value that {dtype} cannot hold, at element {}: choose another --dtype",
+                "{name} has a value that {} cannot hold, at element {}: choose another --dtype",
+                dtype_name(*dtype),
                 first + element
             );
             return Err(Error::file(self.weights.file_of(name), reason));

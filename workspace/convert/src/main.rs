@@ -8,13 +8,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Context;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{CommandFactory, Parser, ValueEnum};
 use indicatif::HumanCount;
 use moh_cli::progress::Bar;
 use moh_cli::{exit, models};
 use moh_convert::convert::{Active, DEFAULT_ACTIVE};
 use moh_convert::{Attention, Options, Receipt, Verification, convert, verify};
-use moh_hf::Dtype;
+use moh_hf::dtype_name;
+use moh_kernels::DType;
 
 /// Convert a Llama checkpoint to Mixture-of-Head attention
 #[derive(Debug, Parser)]
@@ -46,8 +48,8 @@ struct Arguments {
     #[arg(long, value_name = "K")]
     routed_top_k: Option<usize>,
     /// Element type of the output [default: that of the input]
-    #[arg(long, value_enum)]
-    dtype: Option<DtypeName>,
+    #[arg(long, value_parser = output_types())]
+    dtype: Option<DType>,
     /// Largest weight file, e.g. 500MB or 4GiB
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_size)]
     max_shard_size: u64,
@@ -82,14 +84,14 @@ enum AttentionKind {
     Dense,
 }
 
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum DtypeName {
-    #[value(alias = "float32")]
-    F32,
-    #[value(alias = "float16")]
-    F16,
-    #[value(alias = "bfloat16")]
-    Bf16,
+/// The types that an output can have, by their short names and by those of `config.json`.
+fn output_types() -> impl TypedValueParser<Value = DType> {
+    const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+    let value = |dtype: DType| PossibleValue::new(dtype.name()).alias(dtype_name(dtype));
+    PossibleValuesParser::new(TYPES.map(value)).try_map(|name| {
+        let is_named = |dtype: &DType| [dtype.name(), dtype_name(*dtype)].contains(&name.as_str());
+        TYPES.into_iter().find(is_named).ok_or("not an element type")
+    })
 }
 
 /// Bytes in decimal (KB, MB, GB) or binary (KiB, MiB, GiB) units, as transformers reads them.
@@ -143,11 +145,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     });
     let options = Options {
         attention,
-        dtype: arguments.dtype.map(|dtype| match dtype {
-            DtypeName::F32 => Dtype::F32,
-            DtypeName::F16 => Dtype::F16,
-            DtypeName::Bf16 => Dtype::BF16,
-        }),
+        dtype: arguments.dtype,
         max_shard_bytes: arguments.max_shard_size,
         force: arguments.force,
         tokenizer: arguments.tokenizer.clone(),

@@ -6,8 +6,8 @@
 
 use std::path::Path;
 
-use moh_hf::{ConfigFile, Dtype, WeightFiles};
-use moh_kernels::Cpu;
+use moh_hf::{ConfigFile, WeightFiles};
+use moh_kernels::{Cpu, DType};
 use moh_model::{Activations, Model, ModelConfig, MohConfig, PassShape, Recompute, StepSums};
 
 use crate::Error;
@@ -78,12 +78,12 @@ fn logits(
     weights: &WeightFiles,
     config: ModelConfig,
     ids: &[u32],
-    rounded: impl Fn(&str) -> Result<Dtype, moh_hf::Error>,
+    rounded: impl Fn(&str) -> Result<DType, moh_hf::Error>,
 ) -> Result<Vec<f32>, Error> {
     let mut model = Model::<Cpu, f32>::new::<Error>(Cpu, config, ids.len(), |segment, values| {
         weights.read_f32(&segment.name, values)?;
         let dtype = rounded(&segment.name)?;
-        let mut bytes = vec![0; values.len() * dtype.size()];
+        let mut bytes = vec![0; values.len() * dtype.bytes()];
         dtype.write(values, &mut bytes);
         dtype.read(&bytes, values);
         Ok(())

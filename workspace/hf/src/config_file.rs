@@ -7,12 +7,12 @@
 
 use std::path::Path;
 
+use moh_kernels::DType;
 use moh_model::flops::LimitExceeded;
 use moh_model::{Llama3Scaling, ModelConfig, MohConfig, RopeConfig, Router};
 use serde_json::{Map, Value, json};
 
 use crate::Error;
-use crate::weight_files::Dtype;
 
 /// Name of the file in a model directory.
 pub const CONFIG_FILE: &str = "config.json";
@@ -126,7 +126,7 @@ impl ConfigFile {
     ///
     /// A dense `config` becomes a plain Llama again. `config` must otherwise be the model that the
     /// fields describe.
-    pub fn to_json(&self, config: &ModelConfig, dtype: Option<Dtype>) -> Map<String, Value> {
+    pub fn to_json(&self, config: &ModelConfig, dtype: Option<DType>) -> Map<String, Value> {
         let mut fields = self.fields.clone();
         let mut put = |key: &str, value: Value| fields.insert(key.to_string(), value);
         put("vocab_size", json!(config.vocab_size));
@@ -156,11 +156,24 @@ impl ConfigFile {
                 if fields.contains_key("rope_parameters") { "dtype" } else { "torch_dtype" };
             for (key, present) in known {
                 if present || (key == default && !known.iter().any(|(_, present)| *present)) {
-                    fields.insert(key.to_string(), json!(dtype.config_name()));
+                    fields.insert(key.to_string(), json!(dtype_name(dtype)));
                 }
             }
         }
         fields
+    }
+}
+
+/// The name of an element type in `config.json`: torch's.
+pub fn dtype_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "float32",
+        DType::F16 => "float16",
+        DType::BF16 => "bfloat16",
+        DType::F64 => "float64",
+        DType::U32 => "uint32",
+        DType::I16 => "int16",
+        DType::U8 => "uint8",
     }
 }
 

@@ -9,9 +9,9 @@ mod spelling;
 pub mod vocabulary;
 pub mod weight_files;
 
-pub use config_file::ConfigFile;
+pub use config_file::{ConfigFile, dtype_name};
 pub use error::Error;
 pub use model_directory::{Contents, TensorSpec, Written, write_model};
 pub use random_model::write_random_model;
 pub use vocabulary::Expansion;
-pub use weight_files::{Dtype, TensorBytes, WeightFiles};
+pub use weight_files::{TensorBytes, WeightFiles};

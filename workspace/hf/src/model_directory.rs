@@ -10,11 +10,12 @@ use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use moh_files::{PendingDirectory, write_synced};
+use moh_kernels::DType;
 use serde_json::{Map, Value, json};
 
 use crate::Error;
 use crate::config_file::CONFIG_FILE;
-use crate::weight_files::{Dtype, INDEX_FILE, WEIGHTS_FILE, WeightFiles};
+use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE, WeightFiles, header_type};
 
 /// The largest shard that transformers writes by default: 5 GB.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
@@ -40,14 +41,14 @@ pub struct TensorSpec {
     /// Sizes, slowest first.
     pub shape: Vec<usize>,
     /// Element type.
-    pub dtype: Dtype,
+    pub dtype: DType,
 }
 
 impl TensorSpec {
     /// Elements times the size of one.
     pub fn num_bytes(&self) -> u64 {
         let elements: u64 = self.shape.iter().map(|&size| size as u64).product();
-        elements * self.dtype.size() as u64
+        elements * self.dtype.bytes() as u64
     }
 }
 
@@ -190,7 +191,7 @@ fn plan_shards(tensors: &[TensorSpec], max_bytes: u64) -> Vec<Vec<usize>> {
     }
     // Wider elements first within a file keeps every tensor aligned to its element.
     for shard in &mut shards {
-        shard.sort_by_key(|&index| std::cmp::Reverse(tensors[index].dtype.size()));
+        shard.sort_by_key(|&index| std::cmp::Reverse(tensors[index].dtype.bytes()));
     }
     shards
 }
@@ -243,7 +244,7 @@ fn write_shard<E: From<Error>>(
         let start = end;
         end += tensor.num_bytes();
         let entry = json!({
-            "dtype": tensor.dtype.header_name(),
+            "dtype": header_type(tensor.dtype).to_string(),
             "shape": tensor.shape,
             "data_offsets": [start, end],
         });

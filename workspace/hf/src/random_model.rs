@@ -3,13 +3,13 @@
 
 use std::path::Path;
 
+use moh_kernels::DType;
 use moh_model::flops::tensor_shapes;
 use moh_model::initial::initialize;
 
 use crate::Error;
 use crate::config_file::ConfigFile;
 use crate::model_directory::{Contents, TensorSpec, Written, write_model};
-use crate::weight_files::Dtype;
 
 /// Writes a random model of the configuration at `out`, see [`write_model`].
 ///
@@ -18,7 +18,7 @@ use crate::weight_files::Dtype;
 pub fn write_random_model(
     out: &Path,
     file: &ConfigFile,
-    dtype: Dtype,
+    dtype: DType,
     max_shard_bytes: u64,
     seed: u64,
 ) -> Result<Written, Error> {
@@ -32,7 +32,7 @@ pub fn write_random_model(
     write_model(out, false, &model, &mut |spec, sink| {
         let mut values = vec![0f32; spec.shape.iter().product()];
         initialize(seed, deviation, &spec.name, &spec.shape, &mut values);
-        let mut bytes = vec![0; values.len() * dtype.size()];
+        let mut bytes = vec![0; values.len() * dtype.bytes()];
         dtype.write(&values, &mut bytes);
         sink(&bytes)
     })

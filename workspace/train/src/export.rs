@@ -1,13 +1,11 @@
 //! The export of a finished run: the model in Hugging Face layout.
 
-use moh_hf::Dtype;
 use moh_hf::model_directory::{self, Contents, DEFAULT_SHARD_BYTES, Sink, TensorSpec};
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
 use moh_model::layout::ModelLayout;
 
 use crate::checkpoint::{StoredCheckpoint, TensorKind};
-use crate::recipe::DType;
 use crate::source::ModelSource;
 use crate::{Error, Recipe, RunDirectory};
 
@@ -21,10 +19,7 @@ pub(crate) fn write<B: Backend, T: Element>(
     model: &Model<B, T>,
     step: u64,
 ) -> Result<(), Error> {
-    let dtype = match recipe.run.dtype {
-        DType::F32 => Dtype::F32,
-        DType::Bf16 => Dtype::BF16,
-    };
+    let dtype = recipe.run.dtype.dtype();
     let config = source.config_file().to_json(model.config(), Some(dtype));
     let stored = match model.is_whole() {
         true => None,
@@ -75,7 +70,7 @@ pub(crate) fn write<B: Backend, T: Element>(
                 }
             }
         };
-        let mut bytes = vec![0; values.len() * dtype.size()];
+        let mut bytes = vec![0; values.len() * dtype.bytes()];
         dtype.write(&values, &mut bytes);
         sink(&bytes)?;
         Ok(())

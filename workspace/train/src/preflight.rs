@@ -5,10 +5,9 @@ use std::time::Instant;
 
 use half::bf16;
 use moh_comm::{Group, Reduce, World, host_name};
-use moh_kernels::{Backend, Cpu, Element};
+use moh_kernels::{Backend, Cpu, Element, ElementType};
 use serde::{Deserialize, Serialize};
 
-use crate::recipe::DType;
 use crate::{Error, OpenDevice, Ranks};
 
 /// Seconds that the products take, after one to warm up.
@@ -69,7 +68,7 @@ impl Preflight {
 /// # Errors
 /// When a device or a rank fails.
 pub fn preflight(
-    dtype: DType,
+    dtype: ElementType,
     device: OpenDevice,
     world: &World,
 ) -> Result<Option<Preflight>, Error> {
@@ -81,7 +80,7 @@ pub fn preflight(
 }
 
 fn measure<B: Backend + Clone>(
-    dtype: DType,
+    dtype: ElementType,
     backend: B,
     size: usize,
     group: &Group,
@@ -89,8 +88,8 @@ fn measure<B: Backend + Clone>(
     let mut ranks = Ranks::new(backend.clone(), group.clone())?;
     group.barrier()?;
     let matmul = match dtype {
-        DType::F32 => matmul::<B, f32>(&backend, size),
-        DType::Bf16 => matmul::<B, bf16>(&backend, size),
+        ElementType::F32 => matmul::<B, f32>(&backend, size),
+        ElementType::BF16 => matmul::<B, bf16>(&backend, size),
     };
     let matmul = ranks.agree(matmul.map_err(Error::from))?;
     let (receives, all_reduce) = if group.size() > 1 {
@@ -192,7 +191,7 @@ mod tests {
             .into_iter()
             .map(|world| {
                 std::thread::spawn(move || {
-                    let found = preflight(DType::F32, OpenDevice::Cpu, &world).unwrap();
+                    let found = preflight(ElementType::F32, OpenDevice::Cpu, &world).unwrap();
                     world.close().unwrap();
                     found
                 })

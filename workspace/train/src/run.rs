@@ -6,11 +6,11 @@ use std::sync::atomic::AtomicBool;
 
 use half::bf16;
 use moh_comm::{Group, World};
-use moh_kernels::{Backend, Cpu, Element};
+use moh_kernels::{Backend, Cpu, Element, ElementType};
 
 use crate::event::{Event, Outcome};
 use crate::open_device::OpenDevice;
-use crate::recipe::{DType, Parallel, Stage};
+use crate::recipe::{Parallel, Stage};
 use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::summary::Summary;
@@ -125,8 +125,8 @@ fn with_weights<B: Backend + Clone>(
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<Outcome, Error> {
     match inputs.recipe.run.dtype {
-        DType::F32 => with_gradients::<B, f32>(backend, ranks, inputs, data, events),
-        DType::Bf16 => with_gradients::<B, bf16>(backend, ranks, inputs, data, events),
+        ElementType::F32 => with_gradients::<B, f32>(backend, ranks, inputs, data, events),
+        ElementType::BF16 => with_gradients::<B, bf16>(backend, ranks, inputs, data, events),
     }
 }
 
@@ -138,10 +138,16 @@ fn with_gradients<B: Backend + Clone, T: Element>(
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<Outcome, Error> {
     match (inputs.recipe.precision.gradients, inputs.recipe.precision.moments) {
-        (DType::F32, DType::F32) => train::<B, T, f32, f32>(backend, ranks, inputs, data, events),
-        (DType::F32, DType::Bf16) => train::<B, T, f32, bf16>(backend, ranks, inputs, data, events),
-        (DType::Bf16, DType::F32) => train::<B, T, bf16, f32>(backend, ranks, inputs, data, events),
-        (DType::Bf16, DType::Bf16) => {
+        (ElementType::F32, ElementType::F32) => {
+            train::<B, T, f32, f32>(backend, ranks, inputs, data, events)
+        }
+        (ElementType::F32, ElementType::BF16) => {
+            train::<B, T, f32, bf16>(backend, ranks, inputs, data, events)
+        }
+        (ElementType::BF16, ElementType::F32) => {
+            train::<B, T, bf16, f32>(backend, ranks, inputs, data, events)
+        }
+        (ElementType::BF16, ElementType::BF16) => {
             train::<B, T, bf16, bf16>(backend, ranks, inputs, data, events)
         }
     }

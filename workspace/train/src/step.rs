@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use moh_comm::Group;
 use moh_kernels::adamw::AdamW;
-use moh_kernels::{Backend, Element, Scalar, span};
+use moh_kernels::{Backend, Element, ElementType, Scalar, span};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{Activations, LossScale, Model, PassShape, Recompute, StepSums, Turn};
 
@@ -36,7 +36,7 @@ pub struct StepPlan {
     /// AdamW's constants.
     pub optimizer: Optimizer,
     /// Type in which ranks exchange gradients that are f32.
-    pub reduce: recipe::DType,
+    pub reduce: ElementType,
 }
 
 /// The groups of ranks that take a step together.
@@ -122,7 +122,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         };
         let tokens = plan.micro_batch * length;
         let mut gradients = FlatBuffers::zeros(model.backend(), model.layout())?;
-        let rounds = plan.reduce == recipe::DType::Bf16 && G::DTYPE == f32::DTYPE;
+        let rounds = plan.reduce == ElementType::BF16 && G::DTYPE == f32::DTYPE;
         if groups.data.size() > 1 && rounds {
             gradients.exchange_rounded(model.backend().clone())?;
         }

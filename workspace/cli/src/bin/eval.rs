@@ -7,11 +7,11 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use half::bf16;
 use moh_cli::exit;
-use moh_cli::models::{self, ComputeType};
+use moh_cli::models;
 use moh_cli::progress::Bar;
 use moh_data::{TokenFile, Windows};
 use moh_eval::{Evaluator, LogitsOf};
-use moh_kernels::Element;
+use moh_kernels::{Element, ElementType};
 
 /// Tokens of one pass; longer windows go one at a time.
 const BATCH_TOKENS: usize = 4096;
@@ -63,8 +63,8 @@ struct LossArguments {
     #[arg(long, value_name = "TOKENS")]
     sequence_length: Option<usize>,
     /// What the model computes in
-    #[arg(long, value_enum, default_value = "f32")]
-    dtype: ComputeType,
+    #[arg(long, value_parser = models::element_types(), default_value = "f32")]
+    dtype: ElementType,
 }
 
 #[derive(clap::Args)]
@@ -79,19 +79,19 @@ struct LogitsArguments {
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
     /// What the model computes in
-    #[arg(long, value_enum, default_value = "f32")]
-    dtype: ComputeType,
+    #[arg(long, value_parser = models::element_types(), default_value = "f32")]
+    dtype: ElementType,
 }
 
 fn main() -> ExitCode {
     exit::run(|| match Arguments::parse().command {
         Command::Loss(arguments) => match arguments.dtype {
-            ComputeType::F32 => loss::<f32>(&arguments),
-            ComputeType::Bf16 => loss::<bf16>(&arguments),
+            ElementType::F32 => loss::<f32>(&arguments),
+            ElementType::BF16 => loss::<bf16>(&arguments),
         },
         Command::Logits(arguments) => match arguments.dtype {
-            ComputeType::F32 => logits::<f32>(&arguments),
-            ComputeType::Bf16 => logits::<bf16>(&arguments),
+            ElementType::F32 => logits::<f32>(&arguments),
+            ElementType::BF16 => logits::<bf16>(&arguments),
         },
     })
 }

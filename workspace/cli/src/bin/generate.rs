@@ -7,9 +7,9 @@ use std::time::Instant;
 use clap::Parser;
 use half::bf16;
 use moh_cli::exit;
-use moh_cli::models::{self, ComputeType};
+use moh_cli::models;
 use moh_data::TextTokenizer;
-use moh_kernels::{Backend, Element};
+use moh_kernels::{Backend, Element, ElementType};
 use moh_model::{Generator, Model, Sampler};
 
 /// Continue a text with a model, dense or Mixture-of-Head.
@@ -45,8 +45,8 @@ struct Arguments {
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// What the model computes in
-    #[arg(long, value_enum, default_value = "f32")]
-    dtype: ComputeType,
+    #[arg(long, value_parser = models::element_types(), default_value = "f32")]
+    dtype: ElementType,
 }
 
 fn main() -> ExitCode {
@@ -54,8 +54,8 @@ fn main() -> ExitCode {
         let arguments = Arguments::parse();
         check(&arguments)?;
         match arguments.dtype {
-            ComputeType::F32 => generate::<f32>(&arguments),
-            ComputeType::Bf16 => generate::<bf16>(&arguments),
+            ElementType::F32 => generate::<f32>(&arguments),
+            ElementType::BF16 => generate::<bf16>(&arguments),
         }
     })
 }

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use moh_hf::weight_files::WEIGHTS_FILE;
-use moh_hf::{ConfigFile, Dtype, write_random_model};
+use moh_hf::{ConfigFile, write_random_model};
+use moh_kernels::DType;
 use serde_json::{Value, json};
 
 /// Ids of the model of [`write_source`].
@@ -30,7 +31,7 @@ pub fn write_source(path: &Path, max_shard_bytes: u64) {
         "max_position_embeddings": 64,
     });
     let file = ConfigFile::from_value(fields, Path::new("config.json")).unwrap();
-    write_random_model(path, &file, Dtype::F32, max_shard_bytes, 1).unwrap();
+    write_random_model(path, &file, DType::F32, max_shard_bytes, 1).unwrap();
 }
 
 /// Changes fields of `source/config.json`.

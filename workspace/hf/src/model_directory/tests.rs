@@ -1,12 +1,12 @@
 use super::*;
 use std::io;
 
-fn spec(name: &str, shape: &[usize], dtype: Dtype) -> TensorSpec {
+fn spec(name: &str, shape: &[usize], dtype: DType) -> TensorSpec {
     TensorSpec { name: name.to_string(), shape: shape.to_vec(), dtype }
 }
 
 fn specs() -> Vec<TensorSpec> {
-    vec![spec("a", &[3, 5], Dtype::BF16), spec("b", &[4], Dtype::F32), spec("c", &[7], Dtype::BF16)]
+    vec![spec("a", &[3, 5], DType::BF16), spec("b", &[4], DType::F32), spec("c", &[7], DType::BF16)]
 }
 
 /// Bytes that are finite in every type.

@@ -7,14 +7,14 @@ use std::fs::{self, File};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use half::bf16;
 use moh_comm::Group;
 use moh_files::{PendingDirectory, TEMPORARY, write_synced};
+use moh_hf::weight_files::header_type;
 use moh_kernels::{Backend, DType, Element};
 use moh_model::Model;
 use moh_model::layout::{ModelLayout, Segment};
 use moh_model::parameters::{FlatBuffers, Shard, overlap};
-use safetensors::tensor::{Dtype, View};
+use safetensors::tensor::View;
 use serde_json::{Map, Value};
 
 use super::manifest::{FORMAT, Manifest, RunState, TensorEntry, TensorKind};
@@ -77,12 +77,11 @@ fn write_parts<B: Backend, T: Element, M: Element>(
         };
         let (backend, layout) = (model.backend(), model.layout());
         let moments = |buffers: &FlatBuffers<B, M>| {
-            let dtype = if M::DTYPE == DType::BF16 { Dtype::BF16 } else { Dtype::F32 };
             let read = |flat, range| Ok(buffers.read_range(backend, flat, range)?);
-            file.write(layout, dtype, &read)
+            file.write(layout, M::DTYPE, &read)
         };
         entries.extend(match kind {
-            TensorKind::Weight => file.write(layout, Dtype::F32, &|flat, range| {
+            TensorKind::Weight => file.write(layout, DType::F32, &|flat, range| {
                 optimizer.exact_weights(model, flat, range)
             }),
             TensorKind::FirstMoment => moments(&optimizer.first_moment),
@@ -145,13 +144,13 @@ struct DeviceTensor<'a> {
     range: Range<usize>,
     name: &'a str,
     shape: Vec<usize>,
-    dtype: Dtype,
+    dtype: DType,
     hash: &'a RefCell<HashMap<String, Result<blake3::Hash, Error>>>,
 }
 
 impl View for DeviceTensor<'_> {
-    fn dtype(&self) -> Dtype {
-        self.dtype
+    fn dtype(&self) -> safetensors::Dtype {
+        header_type(self.dtype)
     }
 
     fn shape(&self) -> &[usize] {
@@ -161,7 +160,8 @@ impl View for DeviceTensor<'_> {
     fn data(&self) -> Cow<'_, [u8]> {
         let (bytes, hash) = match (self.read)(self.flat, self.range.clone()) {
             Ok(values) => {
-                let bytes = to_bytes(self.dtype, &values);
+                let mut bytes = vec![0; self.data_len()];
+                self.dtype.write(&values, &mut bytes);
                 let hash = blake3::hash(&bytes);
                 (bytes, Ok(hash))
             }
@@ -173,14 +173,7 @@ impl View for DeviceTensor<'_> {
     }
 
     fn data_len(&self) -> usize {
-        self.range.len() * self.dtype.bitsize() / 8
-    }
-}
-
-fn to_bytes(dtype: Dtype, values: &[f32]) -> Vec<u8> {
-    match dtype {
-        Dtype::BF16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
-        _ => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        self.range.len() * self.dtype.bytes()
     }
 }
 
@@ -196,7 +189,7 @@ impl PartFile<'_> {
     fn write(
         &self,
         layout: &ModelLayout,
-        dtype: Dtype,
+        dtype: DType,
         read: &Read<'_>,
     ) -> Result<Vec<TensorEntry>, Error> {
         let path = &self.folder.join(&self.name);
@@ -238,7 +231,7 @@ impl PartFile<'_> {
         layout: &ModelLayout,
         flat: usize,
         segment: &Segment,
-        dtype: Dtype,
+        dtype: DType,
     ) -> Option<(usize, Range<usize>, TensorEntry)> {
         let range = overlap(&segment.range, &self.shard.range(layout.flats[flat].len));
         let start = segment.range.start;

@@ -2,12 +2,11 @@
 
 use half::bf16;
 use moh_comm::World;
-use moh_kernels::{Backend, Element, span};
+use moh_kernels::{Backend, Element, ElementType, span};
 use moh_model::layout::Segment;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig, initial};
 use moh_train::optimizer::OptimizerState;
-use moh_train::recipe::DType;
 use moh_train::step::{StepGroups, Stepper, Taken};
 use serde_json::{Value, json};
 
@@ -52,8 +51,8 @@ impl Measurement for (&StepJob, &StepArguments) {
         let (job, arguments) = self;
         let backend = &bench.backend;
         let measured = match job.dtype {
-            DType::F32 => with_state::<B, f32>(backend, job, arguments)?,
-            DType::Bf16 => with_state::<B, bf16>(backend, job, arguments)?,
+            ElementType::F32 => with_state::<B, f32>(backend, job, arguments)?,
+            ElementType::BF16 => with_state::<B, bf16>(backend, job, arguments)?,
         };
         // Afterwards: the matrices and copies must not count in the memory of the step.
         Ok((measured, Machine::measure(bench)?))
@@ -66,10 +65,16 @@ fn with_state<B: Backend + Clone, T: Element>(
     arguments: &StepArguments,
 ) -> anyhow::Result<Measured> {
     match (job.precision.gradients, job.precision.moments) {
-        (DType::F32, DType::F32) => measure::<B, T, f32, f32>(backend, job, arguments),
-        (DType::F32, DType::Bf16) => measure::<B, T, f32, bf16>(backend, job, arguments),
-        (DType::Bf16, DType::F32) => measure::<B, T, bf16, f32>(backend, job, arguments),
-        (DType::Bf16, DType::Bf16) => measure::<B, T, bf16, bf16>(backend, job, arguments),
+        (ElementType::F32, ElementType::F32) => measure::<B, T, f32, f32>(backend, job, arguments),
+        (ElementType::F32, ElementType::BF16) => {
+            measure::<B, T, f32, bf16>(backend, job, arguments)
+        }
+        (ElementType::BF16, ElementType::F32) => {
+            measure::<B, T, bf16, f32>(backend, job, arguments)
+        }
+        (ElementType::BF16, ElementType::BF16) => {
+            measure::<B, T, bf16, bf16>(backend, job, arguments)
+        }
     }
 }
 
