@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use moh_data::TextTokenizer;
+use moh_device::{DeviceName, OpenDevice};
 use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_hub::resolve;
-use moh_kernels::{Cpu, Element, ElementType};
+use moh_kernels::{Backend, Element, ElementType};
 use moh_model::Model;
 
 use crate::progress::Bar;
@@ -34,12 +35,21 @@ pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
     Ok(directory)
 }
 
-/// Reads the model in `directory`, for sequences of up to `positions` tokens.
-pub fn load<T: Element>(directory: &Path, positions: usize) -> anyhow::Result<Model<Cpu, T>> {
+/// Opens the device that the option `--device` names.
+pub fn open(device: DeviceName) -> anyhow::Result<OpenDevice> {
+    OpenDevice::open(device, false).with_context(|| format!("--device {device}"))
+}
+
+/// Reads the model in `directory` to a device, for sequences of up to `positions` tokens.
+pub fn load<B: Backend, T: Element>(
+    backend: B,
+    directory: &Path,
+    positions: usize,
+) -> anyhow::Result<Model<B, T>> {
     let config = ConfigFile::read(directory)?.config;
     let weights = WeightFiles::open(directory)?;
     weights.check(&config)?;
-    let model = Model::new::<Error>(Cpu, config, positions, |segment, values| {
+    let model = Model::new::<Error>(backend, config, positions, |segment, values| {
         weights.read_f32(&segment.name, values)
     })?;
     Ok(model)

@@ -15,6 +15,7 @@ use moh_cli::progress::Bar;
 use moh_cli::{exit, models};
 use moh_convert::convert::{Active, DEFAULT_ACTIVE};
 use moh_convert::{Attention, Options, Receipt, Verification, convert, verify};
+use moh_device::{DeviceName, OpenDevice};
 use moh_hf::dtype_name;
 use moh_kernels::DType;
 
@@ -62,6 +63,9 @@ struct Arguments {
     /// Compare the output's logits, all heads on, with the source's [default: under 1 GB]
     #[arg(long, overrides_with = "no_verify")]
     verify: bool,
+    /// Where logits are computed to compare them: cpu, cuda or cuda:N
+    #[arg(long, default_value = "cpu")]
+    device: DeviceName,
     /// Do not compare logits
     #[arg(long, overrides_with = "verify")]
     no_verify: bool,
@@ -137,6 +141,8 @@ fn attention(arguments: &Arguments) -> Attention {
 
 fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let attention = attention(arguments);
+    let device = OpenDevice::open(arguments.device, true)
+        .with_context(|| format!("--device {}", arguments.device))?;
     let source = models::locate(&arguments.from, arguments.revision.as_deref())?;
 
     let out = arguments.out.clone().unwrap_or_else(|| {
@@ -162,7 +168,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         }
     })?;
     drop(bar);
-    let verification = verify_output(arguments, &receipt)?;
+    let verification = verify_output(arguments, &receipt, device)?;
     if let Some(path) = &arguments.receipt {
         let json = serde_json::to_string_pretty(&receipt)?;
         std::fs::write(path, json + "\n").with_context(|| path.display().to_string())?;
@@ -172,11 +178,15 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 /// Compares logits where the model is small or the user asked; an output that fails is removed.
-fn verify_output(arguments: &Arguments, receipt: &Receipt) -> anyhow::Result<Option<Verification>> {
+fn verify_output(
+    arguments: &Arguments,
+    receipt: &Receipt,
+    device: OpenDevice,
+) -> anyhow::Result<Option<Verification>> {
     if arguments.no_verify || !(arguments.verify || receipt.bytes < VERIFIED_BYTES) {
         return Ok(None);
     }
-    match verify(&receipt.source, &receipt.out) {
+    match verify(&receipt.source, &receipt.out, device) {
         Ok(verification) => Ok(Some(verification)),
         Err(error) => {
             std::fs::remove_dir_all(&receipt.out)

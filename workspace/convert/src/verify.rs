@@ -6,8 +6,9 @@
 
 use std::path::Path;
 
+use moh_device::{OnDevice, OpenDevice};
 use moh_hf::{ConfigFile, WeightFiles};
-use moh_kernels::{Cpu, DType};
+use moh_kernels::{Backend, DType};
 use moh_model::{Activations, Model, ModelConfig, MohConfig, PassShape, Recompute, StepSums};
 
 use crate::Error;
@@ -30,11 +31,33 @@ pub struct Verification {
     pub largest_logit: f32,
 }
 
-/// Compares the model in `out` with the one in `source` it was converted from.
+/// Compares the model in `out` with the one in `source` it was converted from, on a device that gives
+/// the same bits in every run.
 ///
 /// # Errors
 /// When a model cannot be read, or the logits differ by more than rounding.
-pub fn verify(source: &Path, out: &Path) -> Result<Verification, Error> {
+pub fn verify(source: &Path, out: &Path, device: OpenDevice) -> Result<Verification, Error> {
+    device.run(Comparison { source, out })
+}
+
+struct Comparison<'a> {
+    source: &'a Path,
+    out: &'a Path,
+}
+
+impl OnDevice for Comparison<'_> {
+    type Output = Result<Verification, Error>;
+
+    fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
+        verify_on(&backend, self.source, self.out)
+    }
+}
+
+fn verify_on<B: Backend + Clone>(
+    backend: &B,
+    source: &Path,
+    out: &Path,
+) -> Result<Verification, Error> {
     let (before, after) = (ConfigFile::read(source)?.config, ConfigFile::read(out)?.config);
     let output = WeightFiles::open(out)?;
     let ids = sample_ids(before.vocab_size, before.max_position_embeddings);
@@ -42,14 +65,14 @@ pub fn verify(source: &Path, out: &Path) -> Result<Verification, Error> {
         let weights = WeightFiles::open(source)?;
         let rounded = |name: &str| output.get(name).map(|tensor| tensor.dtype);
         let dense = ModelConfig { moh: None, ..before.clone() };
-        logits(&weights, dense, &ids, rounded)?
+        logits(backend, &weights, dense, &ids, rounded)?
     };
     let all_on = after
         .moh
         .map(|moh| MohConfig { routed_top_k: after.num_attention_heads - moh.shared_heads, ..moh });
-    let found = logits(&output, ModelConfig { moh: all_on, ..after.clone() }, &ids, |name| {
-        output.get(name).map(|tensor| tensor.dtype)
-    })?;
+    let all_on = ModelConfig { moh: all_on, ..after.clone() };
+    let found =
+        logits(backend, &output, all_on, &ids, |name| output.get(name).map(|tensor| tensor.dtype))?;
     let verification = compare(&expected, before.vocab_size, &found, after.vocab_size, ids.len());
     let allowed = TOLERANCE * verification.largest_logit.max(1.0);
     // Written so that a difference that is not a number is refused too.
@@ -74,20 +97,22 @@ fn sample_ids(vocab_size: usize, positions: usize) -> Vec<u32> {
         .collect()
 }
 
-fn logits(
+fn logits<B: Backend + Clone>(
+    backend: &B,
     weights: &WeightFiles,
     config: ModelConfig,
     ids: &[u32],
     rounded: impl Fn(&str) -> Result<DType, moh_hf::Error>,
 ) -> Result<Vec<f32>, Error> {
-    let mut model = Model::<Cpu, f32>::new::<Error>(Cpu, config, ids.len(), |segment, values| {
-        weights.read_f32(&segment.name, values)?;
-        let dtype = rounded(&segment.name)?;
-        let mut bytes = vec![0; values.len() * dtype.bytes()];
-        dtype.write(values, &mut bytes);
-        dtype.read(&bytes, values);
-        Ok(())
-    })?;
+    let mut model =
+        Model::<B, f32>::new::<Error>(backend.clone(), config, ids.len(), |segment, values| {
+            weights.read_f32(&segment.name, values)?;
+            let dtype = rounded(&segment.name)?;
+            let mut bytes = vec![0; values.len() * dtype.bytes()];
+            dtype.write(values, &mut bytes);
+            dtype.read(&bytes, values);
+            Ok(())
+        })?;
     let shape = PassShape {
         batch: 1,
         length: ids.len(),
@@ -96,8 +121,8 @@ fn logits(
         document_mask: false,
     };
     let mut activations = Activations::new(&model, shape)?;
-    activations.upload(&Cpu, ids, ids, &[])?;
-    model.forward(&mut activations, &mut StepSums::new(&Cpu)?)?;
+    activations.upload(backend, ids, ids, &[])?;
+    model.forward(&mut activations, &mut StepSums::new(backend)?)?;
     Ok(model.logits(&activations)?)
 }
 

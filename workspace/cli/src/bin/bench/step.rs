@@ -1,8 +1,8 @@
 //! `moh-bench step`: tokens a second, operations a second and memory of training steps.
 
-use half::bf16;
 use moh_comm::World;
-use moh_kernels::{Backend, Element, ElementType, span};
+use moh_device::{InTrainingElements, TrainingTypes, in_training_elements};
+use moh_kernels::{Backend, Element, span};
 use moh_model::layout::Segment;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig, initial};
@@ -50,31 +50,29 @@ impl Measurement for (&StepJob, &StepArguments) {
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found> {
         let (job, arguments) = self;
         let backend = &bench.backend;
-        let measured = match job.dtype {
-            ElementType::F32 => with_state::<B, f32>(backend, job, arguments)?,
-            ElementType::BF16 => with_state::<B, bf16>(backend, job, arguments)?,
+        let types = TrainingTypes {
+            weights: job.dtype,
+            gradients: job.precision.gradients,
+            moments: job.precision.moments,
         };
+        let measured = in_training_elements(types, Steps { backend, job, arguments })?;
         // Afterwards: the matrices and copies must not count in the memory of the step.
         Ok((measured, Machine::measure(bench)?))
     }
 }
 
-fn with_state<B: Backend + Clone, T: Element>(
-    backend: &B,
-    job: &StepJob,
-    arguments: &StepArguments,
-) -> anyhow::Result<Measured> {
-    match (job.precision.gradients, job.precision.moments) {
-        (ElementType::F32, ElementType::F32) => measure::<B, T, f32, f32>(backend, job, arguments),
-        (ElementType::F32, ElementType::BF16) => {
-            measure::<B, T, f32, bf16>(backend, job, arguments)
-        }
-        (ElementType::BF16, ElementType::F32) => {
-            measure::<B, T, bf16, f32>(backend, job, arguments)
-        }
-        (ElementType::BF16, ElementType::BF16) => {
-            measure::<B, T, bf16, bf16>(backend, job, arguments)
-        }
+/// Steps on a device, before their element types are known.
+struct Steps<'a, B> {
+    backend: &'a B,
+    job: &'a StepJob,
+    arguments: &'a StepArguments,
+}
+
+impl<B: Backend + Clone> InTrainingElements for Steps<'_, B> {
+    type Output = anyhow::Result<Measured>;
+
+    fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
+        measure::<B, T, G, M>(self.backend, self.job, self.arguments)
     }
 }
 
