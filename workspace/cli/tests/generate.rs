@@ -153,6 +153,17 @@ fn wrong_usage_exits_with_two_and_the_help_has_an_example() {
     assert!(text.contains("Example") && text.contains("\n  moh-generate --model "), "{text}");
 }
 
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn a_gpu_is_refused_by_a_build_without() {
+    let dir = prepared();
+    let message = failure(dir.path(), &mut moh_generate(dir.path(), &["--device", "cuda"]), 1);
+    let expected = "--device cuda: this build computes on the CPU: build it with --features cuda";
+    assert_eq!(message, expected);
+    let output = moh_generate(dir.path(), &["--device", "gpu"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+}
+
 #[test]
 fn the_known_story_is_told() {
     let Some(fixtures) = fixtures() else { return };

@@ -14,7 +14,7 @@ use indicatif::HumanCount;
 use moh_cli::progress::Bar;
 use moh_cli::{exit, models};
 use moh_convert::convert::{Active, DEFAULT_ACTIVE};
-use moh_convert::{Attention, Options, Receipt, Verification, convert, verify};
+use moh_convert::{Attention, Independent, Options, Receipt, Verification, convert, verify};
 use moh_device::{DeviceName, OpenDevice};
 use moh_hf::dtype_name;
 use moh_kernels::DType;
@@ -258,6 +258,15 @@ fn print_receipt(
             HumanCount(found.logits as u64),
             found.largest_difference
         )?;
+        match found.independent {
+            Independent::Compared { largest_difference } => writeln!(
+                out,
+                "  candle           its Llama's logits of the last token differ by at most {largest_difference:e}"
+            )?,
+            Independent::NotCompared { reason } => {
+                writeln!(out, "  candle           its Llama was not compared: {reason}")?;
+            }
+        }
     }
     writeln!(
         out,
