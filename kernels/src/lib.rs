@@ -12,6 +12,7 @@ pub mod cross_entropy;
 #[cfg(gpu)]
 mod cuda;
 mod disjoint;
+mod element_bytes;
 pub mod embedding;
 mod error;
 pub mod key_value_cache;
@@ -44,4 +45,4 @@ pub use error::{Error, Result, with_cause};
 pub use linear::Accumulation;
 pub use memory::{Memory, MemoryInfo, View, ViewMut, WorkingSet, Workspace};
 pub use region::{Location, LocationMut, Region, RegionMut};
-pub use scalar::{DType, Element, Scalar};
+pub use scalar::{DType, Element, ElementType, Scalar};

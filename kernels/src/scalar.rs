@@ -1,13 +1,15 @@
-//! The types that buffers hold, and those among them that operators compute in.
+//! The element types that buffers and files hold, and those among them that operators compute in.
 
 use bytemuck::Pod;
-use half::bf16;
+use half::{bf16, f16};
 
-/// The type of a buffer's elements.
+/// The type of an element. Every other list of element types is a part of this one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DType {
     /// 32-bit float.
     F32,
+    /// 16-bit float (IEEE): weights in files, no operator computes in it.
+    F16,
     /// bfloat16: storage only, the arithmetic is f32.
     BF16,
     /// 64-bit float, for sums that must not lose digits.
@@ -26,9 +28,60 @@ impl DType {
         match self {
             DType::F64 => 8,
             DType::F32 | DType::U32 => 4,
-            DType::BF16 | DType::I16 => 2,
+            DType::F16 | DType::BF16 | DType::I16 => 2,
             DType::U8 => 1,
         }
+    }
+
+    /// The short name, as in Rust, in recipes and on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "f32",
+            DType::F16 => "f16",
+            DType::BF16 => "bf16",
+            DType::F64 => "f64",
+            DType::U32 => "u32",
+            DType::I16 => "i16",
+            DType::U8 => "u8",
+        }
+    }
+}
+
+/// Those of [`DType`] that operators compute in: the types `T` that are [`Element`]s. Matching on it
+/// is how a type that is known when the program runs becomes one that the compiler knows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ElementType {
+    /// `f32`.
+    F32,
+    /// `bf16`.
+    BF16,
+}
+
+impl ElementType {
+    /// All of them.
+    pub const ALL: [ElementType; 2] = [ElementType::F32, ElementType::BF16];
+
+    /// The type of an element.
+    pub const fn dtype(self) -> DType {
+        match self {
+            ElementType::F32 => DType::F32,
+            ElementType::BF16 => DType::BF16,
+        }
+    }
+
+    /// Bytes of one element.
+    pub const fn bytes(self) -> usize {
+        self.dtype().bytes()
+    }
+
+    /// The name in recipes and on the command line.
+    pub const fn name(self) -> &'static str {
+        self.dtype().name()
+    }
+
+    /// The type of that name, where there is one.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|dtype| dtype.name() == name)
     }
 }
 
@@ -40,8 +93,8 @@ pub trait Scalar: Pod + Send + Sync + std::fmt::Debug + PartialEq {
 
 /// An element that weights, activations and gradients are stored in; arithmetic on it is f32.
 pub trait Element: Scalar {
-    /// What the names of kernels for it end with.
-    const SUFFIX: &'static str;
+    /// Its type, among those that operators compute in.
+    const ELEMENT: ElementType;
     /// Its value, exactly.
     fn to_f32(self) -> f32;
     /// The nearest representable number, ties to even.
@@ -54,11 +107,10 @@ macro_rules! scalar {
     };
 }
 
-scalar!(f32 => F32, bf16 => BF16, f64 => F64, u32 => U32, i16 => I16, u8 => U8);
+scalar!(f32 => F32, f16 => F16, bf16 => BF16, f64 => F64, u32 => U32, i16 => I16, u8 => U8);
 
 impl Element for f32 {
-    const SUFFIX: &'static str = "f32";
-
+    const ELEMENT: ElementType = ElementType::F32;
     #[inline(always)]
     fn to_f32(self) -> f32 {
         self
@@ -70,8 +122,7 @@ impl Element for f32 {
 }
 
 impl Element for bf16 {
-    const SUFFIX: &'static str = "bf16";
-
+    const ELEMENT: ElementType = ElementType::BF16;
     #[inline(always)]
     fn to_f32(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
@@ -89,6 +140,15 @@ impl Element for bf16 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_and_types_of_elements_lead_to_each_other() {
+        for dtype in ElementType::ALL {
+            assert_eq!(ElementType::from_name(dtype.name()), Some(dtype));
+        }
+        assert_eq!(ElementType::from_name("f16"), None);
+        assert_eq!((f32::ELEMENT.dtype(), bf16::ELEMENT.dtype()), (f32::DTYPE, bf16::DTYPE));
+    }
 
     #[test]
     fn bf16_rounds_as_the_crate_half_does() {

@@ -31,7 +31,7 @@ pub(crate) fn blocks(count: usize) -> usize {
 
 /// The name of a kernel for elements of type `T`.
 pub(crate) fn name<T: Element>(kernel: &str) -> String {
-    format!("{kernel}_{}", T::SUFFIX)
+    format!("{kernel}_{}", T::ELEMENT.name())
 }
 
 impl Cuda {

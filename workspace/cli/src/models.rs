@@ -3,31 +3,26 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
-use clap::ValueEnum;
-use moh_convert::resolve;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use moh_data::TextTokenizer;
-use moh_kernels::{Cpu, Element};
-use moh_model::{ConfigFile, Error, Model, WeightFiles};
+use moh_device::{DeviceName, OpenDevice};
+use moh_hf::{ConfigFile, Error, WeightFiles};
+use moh_hub::resolve;
+use moh_kernels::{Backend, Element, ElementType};
+use moh_model::Model;
 
 use crate::progress::Bar;
 
-/// The type that a model computes in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum ComputeType {
-    /// 32-bit float, whatever the weights are stored in.
-    F32,
-    /// bfloat16 weights and activations.
-    Bf16,
-}
-
-impl ComputeType {
-    /// The name on the command line and in recipes.
-    pub fn name(self) -> &'static str {
-        match self {
-            ComputeType::F32 => "f32",
-            ComputeType::Bf16 => "bf16",
-        }
-    }
+/// The types that a model can compute in, as values of an option.
+pub fn element_types() -> impl TypedValueParser<Value = ElementType> {
+    let value = |dtype: ElementType| {
+        PossibleValue::new(dtype.name()).help(match dtype {
+            ElementType::F32 => "32-bit float, whatever the weights are stored in",
+            ElementType::BF16 => "bfloat16 weights and activations",
+        })
+    };
+    PossibleValuesParser::new(ElementType::ALL.map(value))
+        .try_map(|name| ElementType::from_name(&name).ok_or("not an element type"))
 }
 
 /// The directory of a model: itself, or a repository of the hub, downloaded where it is not yet.
@@ -40,12 +35,21 @@ pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
     Ok(directory)
 }
 
-/// Reads the model in `directory`, for sequences of up to `positions` tokens.
-pub fn load<T: Element>(directory: &Path, positions: usize) -> anyhow::Result<Model<Cpu, T>> {
+/// Opens the device that the option `--device` names.
+pub fn open(device: DeviceName) -> anyhow::Result<OpenDevice> {
+    OpenDevice::open(device, false).with_context(|| format!("--device {device}"))
+}
+
+/// Reads the model in `directory` to a device, for sequences of up to `positions` tokens.
+pub fn load<B: Backend, T: Element>(
+    backend: B,
+    directory: &Path,
+    positions: usize,
+) -> anyhow::Result<Model<B, T>> {
     let config = ConfigFile::read(directory)?.config;
     let weights = WeightFiles::open(directory)?;
     weights.check(&config)?;
-    let model = Model::new::<Error>(Cpu, config, positions, |segment, values| {
+    let model = Model::new::<Error>(backend, config, positions, |segment, values| {
         weights.read_f32(&segment.name, values)
     })?;
     Ok(model)

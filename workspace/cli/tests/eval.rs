@@ -8,8 +8,8 @@ use std::process::Command;
 
 use safetensors::{Dtype, SafeTensors};
 use support::{
-    VOCABULARY, edit_weights, failure, fixtures, program, success, workplace, write_tokenizer,
-    write_tokens,
+    VOCABULARY, edit_weights, failure, fixtures, program, success, workplace, write_moh,
+    write_tokenizer, write_tokens,
 };
 
 mod support;
@@ -72,9 +72,7 @@ fn bits_per_byte_count_the_bytes_of_the_targets() {
 fn logits_are_written_with_the_heads_that_were_selected() {
     let dir = workplace();
     fs::write(dir.path().join("ids.json"), "[[1, 2, 3, 4, 5], [36, 0, 7, 7, 7]]").unwrap();
-    let convert = "--from source --out moh --shared-heads 4 --routed-top-k 2";
-    let mut command = program(env!("CARGO_BIN_EXE_moh-convert"), dir.path());
-    success(command.args(convert.split(' ')));
+    write_moh(&dir.path().join("source"), &dir.path().join("moh"), 4, 2);
     let logits = |model: &str| {
         let line = format!("logits --model {model} --ids ids.json --out {model}.logits");
         let text = success(&mut moh_eval(dir.path(), &line));

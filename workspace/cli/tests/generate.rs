@@ -9,7 +9,7 @@ use std::process::Command;
 use serde_json::Value;
 use support::{
     VOCABULARY, WORDS, edit_config, edit_weights, failure, fixtures, program, success, workplace,
-    write_tokenizer,
+    write_moh, write_tokenizer,
 };
 
 mod support;
@@ -153,6 +153,17 @@ fn wrong_usage_exits_with_two_and_the_help_has_an_example() {
     assert!(text.contains("Example") && text.contains("\n  moh-generate --model "), "{text}");
 }
 
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn a_gpu_is_refused_by_a_build_without() {
+    let dir = prepared();
+    let message = failure(dir.path(), &mut moh_generate(dir.path(), &["--device", "cuda"]), 1);
+    let expected = "--device cuda: this build computes on the CPU: build it with --features cuda";
+    assert_eq!(message, expected);
+    let output = moh_generate(dir.path(), &["--device", "gpu"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+}
+
 #[test]
 fn the_known_story_is_told() {
     let Some(fixtures) = fixtures() else { return };
@@ -166,10 +177,9 @@ fn the_known_story_is_told() {
         if let (Some(shared), Some(top_k)) =
             (case["shared"].as_u64(), case["routed_top_k"].as_u64())
         {
-            let mut convert = program(env!("CARGO_BIN_EXE_moh-convert"), dir.path());
-            convert.arg("--from").arg(model).args(["--out", "moh", "--shared-heads"]);
-            success(convert.args([&shared.to_string(), "--routed-top-k", &top_k.to_string()]));
-            model = dir.path().join("moh");
+            let out = dir.path().join("moh");
+            write_moh(&model, &out, shared as usize, top_k as usize);
+            model = out;
         }
         let new =
             case["ids"].as_array().unwrap().len() as u64 - case["prompt_len"].as_u64().unwrap();

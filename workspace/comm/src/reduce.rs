@@ -3,7 +3,7 @@
 //! rounded once.
 
 use bytemuck::Zeroable;
-use half::bf16;
+use half::{bf16, f16};
 use moh_kernels::{DType, Element, Scalar};
 
 /// How the numbers of several ranks become one.
@@ -66,6 +66,7 @@ fn larger<T: PartialOrd>(a: T, b: T) -> T {
 summand! {
     f32 as f32: same, same, std::ops::Add::add, larger;
     f64 as f64: same, same, std::ops::Add::add, larger;
+    f16 as f32: f16::to_f32, f16::from_f32, std::ops::Add::add, larger;
     bf16 as f32: Element::to_f32, Element::from_f32, std::ops::Add::add, larger;
     u32 as u32: same, same, u32::wrapping_add, Ord::max;
     i16 as i16: same, same, i16::wrapping_add, Ord::max;
@@ -83,6 +84,7 @@ pub(crate) fn reduce<'a>(
 ) {
     match dtype {
         DType::F32 => reduce_of::<f32>(reduce, out, num_ranks, part),
+        DType::F16 => reduce_of::<f16>(reduce, out, num_ranks, part),
         DType::BF16 => reduce_of::<bf16>(reduce, out, num_ranks, part),
         DType::F64 => reduce_of::<f64>(reduce, out, num_ranks, part),
         DType::U32 => reduce_of::<u32>(reduce, out, num_ranks, part),

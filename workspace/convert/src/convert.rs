@@ -2,26 +2,25 @@
 //!
 //! The query-norm router has no parameters, so conversion changes no weight: tensors pass from the
 //! mapped source to the output in pieces, with one thread writing and one hashing. On request the
-//! element type changes, and the vocabulary grows (see [`crate::vocabulary`]). Memory does not
+//! element type changes, and the vocabulary grows (see [`moh_hf::vocabulary`]). Memory does not
 //! depend on the size of the model.
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use moh_model::config_file::ConfigFile;
+use moh_hf::model_directory::{
+    Contents, DEFAULT_SHARD_BYTES, PIECE_BYTES, Sink, TensorSpec, check_destination,
+    companion_files, write_model,
+};
+use moh_hf::{ConfigFile, Expansion, TensorBytes, WeightFiles, dtype_name};
+use moh_kernels::DType;
 use moh_model::flops::{EMBEDDING, Flops, OUTPUT_HEAD, tensor_shapes};
-use moh_model::weight_files::{Dtype, TensorBytes, WeightFiles};
 use moh_model::{ModelConfig, MohConfig, RouterKind};
 use rayon::prelude::*;
 use serde::Serialize;
 
 use crate::Error;
-use crate::hf_directory::{
-    DEFAULT_SHARD_BYTES, Model, PIECE_BYTES, Sink, TensorSpec, check_destination, companion_files,
-    write_model,
-};
-use crate::vocabulary::Expansion;
 
 /// Share of the heads that a token computes where nothing else is asked for.
 pub const DEFAULT_ACTIVE: f64 = 0.75;
@@ -78,14 +77,14 @@ impl Attention {
 /// What to convert, and how.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The model directory to read, see [`crate::hub::resolve`].
+    /// The model directory to read.
     pub source: PathBuf,
     /// The model directory to write.
     pub out: PathBuf,
     /// Its attention.
     pub attention: Attention,
     /// Its element type; that of each source tensor where not given.
-    pub dtype: Option<Dtype>,
+    pub dtype: Option<DType>,
     /// A weight file is closed before it would exceed this.
     pub max_shard_bytes: u64,
     /// Whether a model directory at `out` is replaced.
@@ -214,7 +213,7 @@ pub fn convert(
     let fields = source.to_json(&config, dtype);
     let tokenizer = options.tokenizer.as_deref().unwrap_or(&options.source);
     let companions = companion_files(&options.source, tokenizer)?;
-    let model = Model {
+    let model = Contents {
         config: &fields,
         tensors: &specs,
         max_shard_bytes: options.max_shard_bytes,
@@ -298,7 +297,7 @@ fn write_tensor(
     weights: &WeightFiles,
     spec: &TensorSpec,
     expansion: Option<&Expansion>,
-    sink: &mut Sink<'_>,
+    sink: &mut Sink<'_, Error>,
 ) -> Result<(), Error> {
     let name = &spec.name;
     let TensorBytes { dtype, bytes, .. } = weights.get(name)?;
@@ -310,7 +309,7 @@ fn write_tensor(
                 return Err(weights.not_finite(name, element).into());
             }
             let width = spec.shape.iter().skip(1).product::<usize>();
-            let row_bytes = width * dtype.size();
+            let row_bytes = width * dtype.bytes();
             let row = |id: u32, out: &mut [f32]| {
                 let start = id as usize * row_bytes;
                 dtype.read(&bytes[start..start + row_bytes], out);
@@ -343,28 +342,33 @@ struct Converter<'a> {
 
 impl Converter<'_> {
     /// Passes the tensor's bytes (or their beginning) on, as they are or converted.
-    fn pass(&mut self, dtype: Dtype, bytes: &[u8], sink: &mut Sink<'_>) -> Result<(), Error> {
+    fn pass(
+        &mut self,
+        dtype: DType,
+        bytes: &[u8],
+        sink: &mut Sink<'_, Error>,
+    ) -> Result<(), Error> {
         for (number, piece) in bytes.chunks(PIECE_BYTES).enumerate() {
-            let first = number * (PIECE_BYTES / dtype.size());
+            let first = number * (PIECE_BYTES / dtype.bytes());
             if let Some(element) = dtype.first_not_finite(piece) {
                 return Err(self.weights.not_finite(&self.spec.name, first + element).into());
             }
             if dtype == self.spec.dtype {
                 sink(piece)?;
-                self.release(first * dtype.size(), piece.len());
+                self.release(first * dtype.bytes(), piece.len());
                 continue;
             }
             let mut values = std::mem::take(&mut self.buffers.0);
-            values.resize(piece.len() / dtype.size(), 0.0);
+            values.resize(piece.len() / dtype.bytes(), 0.0);
             let block = PARALLEL_ELEMENTS;
             values
                 .par_chunks_mut(block)
-                .zip(piece.par_chunks(block * dtype.size()))
+                .zip(piece.par_chunks(block * dtype.bytes()))
                 .for_each(|(out, bytes)| dtype.read(bytes, out));
             let result = self.round(&values, first, sink);
             self.buffers.0 = values;
             result?;
-            self.release(first * dtype.size(), piece.len());
+            self.release(first * dtype.bytes(), piece.len());
         }
         Ok(())
     }
@@ -374,18 +378,24 @@ impl Converter<'_> {
     }
 
     /// Rounds values to the output's type and passes them on.
-    fn round(&mut self, values: &[f32], first: usize, sink: &mut Sink<'_>) -> Result<(), Error> {
+    fn round(
+        &mut self,
+        values: &[f32],
+        first: usize,
+        sink: &mut Sink<'_, Error>,
+    ) -> Result<(), Error> {
         let TensorSpec { name, dtype, .. } = self.spec;
         let mut bytes = std::mem::take(&mut self.buffers.1);
-        bytes.resize(values.len() * dtype.size(), 0);
+        bytes.resize(values.len() * dtype.bytes(), 0);
         let block = PARALLEL_ELEMENTS;
         bytes
-            .par_chunks_mut(block * dtype.size())
+            .par_chunks_mut(block * dtype.bytes())
             .zip(values.par_chunks(block))
             .for_each(|(out, values)| dtype.write(values, out));
         if let Some(element) = dtype.first_not_finite(&bytes) {
             let reason = format!(
-                "{name} has a value that {dtype} cannot hold, at element {}: choose another --dtype",
+                "{name} has a value that {} cannot hold, at element {}: choose another --dtype",
+                dtype_name(*dtype),
                 first + element
             );
             return Err(Error::file(self.weights.file_of(name), reason));

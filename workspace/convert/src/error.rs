@@ -5,14 +5,6 @@ use std::path::{Path, PathBuf};
 /// An error of this crate; its message is one sentence that says what, where and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file could not be read or written.
-    #[error("{}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// What the system said.
-        source: std::io::Error,
-    },
     /// A file or directory is not what it should be.
     #[error("{}: {reason}", path.display())]
     File {
@@ -24,28 +16,18 @@ pub enum Error {
     /// An option does not fit the model.
     #[error("{0}")]
     Option(String),
-    /// The hub did not give the model.
-    #[error("{id}: {reason}")]
-    Hub {
-        /// The model's hub id.
-        id: String,
-        /// Why not, and what to do.
-        reason: String,
-    },
     /// The caller's progress function asked to stop; nothing was written.
     #[error("interrupted: nothing was written")]
     Interrupted,
-    /// The source model could not be read.
+    /// A model could not be read or written.
+    #[error(transparent)]
+    Hf(#[from] moh_hf::Error),
+    /// The model cannot be computed, or has no such heads.
     #[error(transparent)]
     Model(#[from] moh_model::Error),
 }
 
 impl Error {
-    /// For `map_err` on what a file operation returns.
-    pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + '_ {
-        move |source| Error::Io { path: path.to_path_buf(), source }
-    }
-
     pub(crate) fn file(path: &Path, reason: impl Into<String>) -> Error {
         Error::File { path: path.to_path_buf(), reason: reason.into() }
     }

@@ -2,22 +2,41 @@
 //! output computes the source's logits.
 //!
 //! Both models run in f32 on the same token ids. Where the output has another element type, the
-//! source's weights are rounded to it first, so that what is left to differ is nothing.
+//! source's weights are rounded to it first, so that what is left to differ is nothing. Then candle's
+//! Llama computes the source too, where it can: the last token's logits must be those of the output.
 
 use std::path::Path;
 
-use moh_kernels::Cpu;
-use moh_model::{
-    Activations, ConfigFile, Dtype, Model, ModelConfig, MohConfig, PassShape, Recompute, StepSums,
-    WeightFiles,
-};
+use moh_device::{OnDevice, OpenDevice};
+use moh_hf::{ConfigFile, WeightFiles};
+use moh_kernels::{Backend, DType};
+use moh_model::{Activations, Model, ModelConfig, MohConfig, PassShape, Recompute, StepSums};
 
-use crate::Error;
+use crate::{Error, candle};
 
 /// Token ids that the models are compared on, at the most.
 const TOKENS: usize = 48;
 /// Relative to the largest logit: what sums of f32 in another order may differ by.
 const TOLERANCE: f32 = 1e-5;
+
+/// Relative to the largest logit: what another implementation's sums and exponentials may differ by.
+const INDEPENDENT_TOLERANCE: f32 = 1e-4;
+
+/// What candle's Llama says of the last token's logits.
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Independent {
+    /// They were compared.
+    Compared {
+        /// The largest absolute difference.
+        largest_difference: f32,
+    },
+    /// It cannot compute the model.
+    NotCompared {
+        /// Why.
+        reason: &'static str,
+    },
+}
 
 /// What a comparison found.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
@@ -30,13 +49,37 @@ pub struct Verification {
     pub largest_difference: f32,
     /// The largest logit of the source.
     pub largest_logit: f32,
+    /// The comparison with another implementation.
+    pub independent: Independent,
 }
 
-/// Compares the model in `out` with the one in `source` it was converted from.
+/// Compares the model in `out` with the one in `source` it was converted from, on a device that gives
+/// the same bits in every run.
 ///
 /// # Errors
 /// When a model cannot be read, or the logits differ by more than rounding.
-pub fn verify(source: &Path, out: &Path) -> Result<Verification, Error> {
+pub fn verify(source: &Path, out: &Path, device: OpenDevice) -> Result<Verification, Error> {
+    device.run(Comparison { source, out })
+}
+
+struct Comparison<'a> {
+    source: &'a Path,
+    out: &'a Path,
+}
+
+impl OnDevice for Comparison<'_> {
+    type Output = Result<Verification, Error>;
+
+    fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
+        verify_on(&backend, self.source, self.out)
+    }
+}
+
+fn verify_on<B: Backend + Clone>(
+    backend: &B,
+    source: &Path,
+    out: &Path,
+) -> Result<Verification, Error> {
     let (before, after) = (ConfigFile::read(source)?.config, ConfigFile::read(out)?.config);
     let output = WeightFiles::open(out)?;
     let ids = sample_ids(before.vocab_size, before.max_position_embeddings);
@@ -44,28 +87,59 @@ pub fn verify(source: &Path, out: &Path) -> Result<Verification, Error> {
         let weights = WeightFiles::open(source)?;
         let rounded = |name: &str| output.get(name).map(|tensor| tensor.dtype);
         let dense = ModelConfig { moh: None, ..before.clone() };
-        logits(&weights, dense, &ids, rounded)?
+        logits(backend, &weights, dense, &ids, rounded)?
     };
     let all_on = after
         .moh
         .map(|moh| MohConfig { routed_top_k: after.num_attention_heads - moh.shared_heads, ..moh });
-    let found = logits(&output, ModelConfig { moh: all_on, ..after.clone() }, &ids, |name| {
-        output.get(name).map(|tensor| tensor.dtype)
-    })?;
-    let verification = compare(&expected, before.vocab_size, &found, after.vocab_size, ids.len());
-    let allowed = TOLERANCE * verification.largest_logit.max(1.0);
-    // Written so that a difference that is not a number is refused too.
-    if verification.largest_difference <= allowed {
-        return Ok(verification);
+    let all_on = ModelConfig { moh: all_on, ..after.clone() };
+    let found =
+        logits(backend, &output, all_on, &ids, |name| output.get(name).map(|tensor| tensor.dtype))?;
+    let differences = compare(&expected, before.vocab_size, &found, after.vocab_size);
+    let largest = differences.largest_logit.max(1.0);
+    let refuse = |whose: &str, difference: f32| {
+        let reason = format!(
+            "verification failed: with all heads on, a logit differs from {whose} by {difference}, \
+             more than rounding explains"
+        );
+        Err(Error::file(out, reason))
+    };
+    if exceeds(differences.largest_difference, TOLERANCE * largest) {
+        return refuse("the source's", differences.largest_difference);
     }
-    Err(Error::file(
-        out,
-        format!(
-            "verification failed: with all heads on, a logit differs from the source's by {}, \
-             more than rounding explains",
-            verification.largest_difference
-        ),
-    ))
+    let independent = match candle::obstacle(&before) {
+        Some(reason) => Independent::NotCompared { reason },
+        None => {
+            let weights = WeightFiles::open(source)?;
+            let rounded = |name: &str| output.get(name).map(|tensor| tensor.dtype);
+            let expected = candle::last_logits(&weights, &before, &ids, rounded)?;
+            let last = &found[(ids.len() - 1) * after.vocab_size..];
+            let found = compare(&expected, before.vocab_size, last, after.vocab_size);
+            if exceeds(found.largest_difference, INDEPENDENT_TOLERANCE * largest) {
+                return refuse("candle's of the source", found.largest_difference);
+            }
+            Independent::Compared { largest_difference: found.largest_difference }
+        }
+    };
+    Ok(Verification {
+        tokens: ids.len(),
+        logits: ids.len() * before.vocab_size.min(after.vocab_size),
+        largest_difference: differences.largest_difference,
+        largest_logit: differences.largest_logit,
+        independent,
+    })
+}
+
+/// Whether a difference is more than allowed; one that is not a number is.
+fn exceeds(difference: f32, allowed: f32) -> bool {
+    difference.is_nan() || difference > allowed
+}
+
+/// Rounds values to a type.
+pub(crate) fn round(dtype: DType, values: &mut [f32]) {
+    let mut bytes = vec![0; values.len() * dtype.bytes()];
+    dtype.write(values, &mut bytes);
+    dtype.read(&bytes, values);
 }
 
 /// Distinct-looking ids from all over the vocabulary, the same every time.
@@ -76,20 +150,19 @@ fn sample_ids(vocab_size: usize, positions: usize) -> Vec<u32> {
         .collect()
 }
 
-fn logits(
+fn logits<B: Backend + Clone>(
+    backend: &B,
     weights: &WeightFiles,
     config: ModelConfig,
     ids: &[u32],
-    rounded: impl Fn(&str) -> Result<Dtype, moh_model::Error>,
+    rounded: impl Fn(&str) -> Result<DType, moh_hf::Error>,
 ) -> Result<Vec<f32>, Error> {
-    let mut model = Model::<Cpu, f32>::new::<Error>(Cpu, config, ids.len(), |segment, values| {
-        weights.read_f32(&segment.name, values)?;
-        let dtype = rounded(&segment.name)?;
-        let mut bytes = vec![0; values.len() * dtype.size()];
-        dtype.write(values, &mut bytes);
-        dtype.read(&bytes, values);
-        Ok(())
-    })?;
+    let mut model =
+        Model::<B, f32>::new::<Error>(backend.clone(), config, ids.len(), |segment, values| {
+            weights.read_f32(&segment.name, values)?;
+            round(rounded(&segment.name)?, values);
+            Ok(())
+        })?;
     let shape = PassShape {
         batch: 1,
         length: ids.len(),
@@ -98,19 +171,19 @@ fn logits(
         document_mask: false,
     };
     let mut activations = Activations::new(&model, shape)?;
-    activations.upload(&Cpu, ids, ids, &[])?;
-    model.forward(&mut activations, &mut StepSums::new(&Cpu)?)?;
+    activations.upload(backend, ids, ids, &[])?;
+    model.forward(&mut activations, &mut StepSums::new(backend)?)?;
     Ok(model.logits(&activations)?)
 }
 
+/// How far two tables of logits are apart.
+struct Differences {
+    largest_difference: f32,
+    largest_logit: f32,
+}
+
 /// Compares the logits of the source's vocabulary, row by row.
-fn compare(
-    expected: &[f32],
-    old_vocab: usize,
-    found: &[f32],
-    new_vocab: usize,
-    tokens: usize,
-) -> Verification {
+fn compare(expected: &[f32], old_vocab: usize, found: &[f32], new_vocab: usize) -> Differences {
     let shared = old_vocab.min(new_vocab);
     let rows = expected.chunks_exact(old_vocab).zip(found.chunks_exact(new_vocab));
     let (mut largest_difference, mut largest_logit) = (0f32, 0f32);
@@ -124,7 +197,7 @@ fn compare(
             largest_logit = largest_logit.max(a.abs());
         }
     }
-    Verification { tokens, logits: tokens * shared, largest_difference, largest_logit }
+    Differences { largest_difference, largest_logit }
 }
 
 #[cfg(test)]
@@ -133,10 +206,9 @@ mod tests {
 
     #[test]
     fn the_largest_difference_is_found_among_the_old_vocabulary_only() {
-        let verification =
-            compare(&[1.0, 2.0, -3.0, 4.0], 2, &[1.0, 2.5, 9.0, -3.0, 4.0, 9.0], 3, 2);
+        let verification = compare(&[1.0, 2.0, -3.0, 4.0], 2, &[1.0, 2.5, 9.0, -3.0, 4.0, 9.0], 3);
         assert_eq!((verification.largest_difference, verification.largest_logit), (0.5, 4.0));
-        let nan = compare(&[f32::NAN, 1.0], 2, &[0.0, 1.0], 2, 1);
+        let nan = compare(&[f32::NAN, 1.0], 2, &[0.0, 1.0], 2);
         assert!(nan.largest_difference.is_nan());
     }
 

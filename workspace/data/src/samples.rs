@@ -117,7 +117,7 @@ impl TrainingData {
 
     /// Reads sample `number`: `sequence_length + 1` tokens, of which the last is only a target.
     ///
-    /// `first_key` receives, for each of the `sequence_length` positions, where in the window its
+    /// `document_start` receives, for each of the `sequence_length` positions, where in the window its
     /// document starts: what attention that stops at document bounds needs. The document that
     /// was already running at the window's start counts from 0.
     ///
@@ -129,21 +129,21 @@ impl TrainingData {
         &self,
         number: u64,
         tokens: &mut [u32],
-        first_key: Option<&mut [u32]>,
+        document_start: Option<&mut [u32]>,
     ) -> Result<()> {
         assert_eq!(tokens.len(), self.sequence_length + 1, "inputs and one last target");
         let (source, start) = self.locate(number);
         let file = &self.files[source];
         file.read(start, tokens)?;
-        let Some(first_key) = first_key else {
+        let Some(document_start) = document_start else {
             return Ok(());
         };
-        assert_eq!(first_key.len(), self.sequence_length, "one entry for each input");
-        first_key.fill(0);
+        assert_eq!(document_start.len(), self.sequence_length, "one entry for each input");
+        document_start.fill(0);
         for first in file.document_starts(start..start + self.sequence_length as u64)? {
             // Inside the window, whose length is a usize.
             let at = (first - start) as usize;
-            first_key[at..].fill(at as u32);
+            document_start[at..].fill(at as u32);
         }
         Ok(())
     }

@@ -47,16 +47,16 @@ fn positions_know_where_their_document_starts() {
     let dir = tempfile::tempdir().unwrap();
     let sources = [source(counting_file(&dir, "a", 0, &[3, 0, 1, 2, 9]), 1.0)];
     let data = TrainingData::open(&sources, 5, Order::Sequential, 0, 100_000).unwrap();
-    let (mut tokens, mut first_key) = ([0; 6], [9; 5]);
-    data.sample(0, &mut tokens, Some(&mut first_key)).unwrap();
-    assert_eq!(first_key, [0, 0, 0, 3, 4]);
-    data.sample(1, &mut tokens, Some(&mut first_key)).unwrap();
-    assert_eq!((tokens[0], first_key), (5, [0, 1, 1, 1, 1]));
+    let (mut tokens, mut document_start) = ([0; 6], [9; 5]);
+    data.sample(0, &mut tokens, Some(&mut document_start)).unwrap();
+    assert_eq!(document_start, [0, 0, 0, 3, 4]);
+    data.sample(1, &mut tokens, Some(&mut document_start)).unwrap();
+    assert_eq!((tokens[0], document_start), (5, [0, 1, 1, 1, 1]));
     // The last target of a window may open a document: it is no key.
     let data = TrainingData::open(&sources, 3, Order::Sequential, 0, 100_000).unwrap();
-    let (mut tokens, mut first_key) = ([0; 4], [9; 3]);
-    data.sample(0, &mut tokens, Some(&mut first_key)).unwrap();
-    assert_eq!(first_key, [0, 0, 0]);
+    let (mut tokens, mut document_start) = ([0; 4], [9; 3]);
+    data.sample(0, &mut tokens, Some(&mut document_start)).unwrap();
+    assert_eq!(document_start, [0, 0, 0]);
 }
 
 #[test]

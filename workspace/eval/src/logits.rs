@@ -115,14 +115,6 @@ impl LogitsOf {
             tensors.push(("routed_mask", mask));
         }
         let serialized = safetensors::serialize(tensors, None).map_err(refuse)?;
-        let folder = match path.parent() {
-            Some(folder) if !folder.as_os_str().is_empty() => folder,
-            _ => Path::new("."),
-        };
-        let mut file = tempfile::NamedTempFile::new_in(folder).map_err(io)?;
-        std::io::Write::write_all(&mut file, &serialized).map_err(io)?;
-        file.as_file().sync_all().map_err(io)?;
-        file.persist(path).map_err(|error| io(error.error))?;
-        Ok(())
+        moh_files::write(path, &serialized).map_err(io)
     }
 }

@@ -1,7 +1,5 @@
-//! The shape of a Llama or Mixture-of-Head model: the typed form of Hugging Face's `config.json`.
-//!
-//! Both styles are read: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters`
-//! (transformers 5). Reading and writing the file is in [`crate::config_file`].
+//! The shape of a Llama or Mixture-of-Head model: the typed form of Hugging Face's `config.json`,
+//! which crate `moh-hf` reads and writes.
 
 use crate::Error;
 
@@ -67,6 +65,20 @@ pub struct Llama3Scaling {
 pub enum RouterKind {
     /// Norm of the query before RoPE; no parameters (`"query-norm"`).
     QueryNorm,
+}
+
+impl RouterKind {
+    /// The router's name in `config.json` and in recipes.
+    pub fn name(self) -> &'static str {
+        match self {
+            RouterKind::QueryNorm => "query-norm",
+        }
+    }
+
+    /// The router of that name, where there is one.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [RouterKind::QueryNorm].into_iter().find(|router| router.name() == name)
+    }
 }
 
 /// Mixture-of-Head attention (arXiv 2410.11842): the first `shared_heads` heads serve every token,

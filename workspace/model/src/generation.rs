@@ -1,8 +1,6 @@
 //! Text generation, token by token, with a cache of keys and values: a Mixture-of-Head model
 //! computes the attention of the heads that a token selects, and no others.
 
-use candle_core::{Device, Tensor};
-use candle_transformers::generation::{LogitsProcessor, Sampling};
 use moh_kernels::embedding::EmbeddingForward;
 use moh_kernels::ranks::VocabularyRows;
 use moh_kernels::{Backend, Element};
@@ -120,37 +118,5 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         model.normalize(model.layout.final_norm(), n, &self.stream[0], into)?;
         self.position += n;
         Ok(())
-    }
-}
-
-/// Chooses tokens from logits.
-pub struct Sampler {
-    processor: LogitsProcessor,
-    vocab_size: usize,
-}
-
-impl Sampler {
-    /// Greedy when `temperature` is 0; otherwise samples, from the smallest set of tokens whose
-    /// probabilities reach `top_p` where one is given. Only ids below `vocab_size`, the
-    /// tokenizer's, are ever chosen: rows that pad the vocabulary are not.
-    pub fn new(seed: u64, temperature: f64, top_p: Option<f64>, vocab_size: usize) -> Self {
-        let sampling = match (temperature, top_p) {
-            (temperature, _) if temperature <= 0.0 => Sampling::ArgMax,
-            (temperature, None) => Sampling::All { temperature },
-            (temperature, Some(p)) => Sampling::TopP { p, temperature },
-        };
-        Sampler { processor: LogitsProcessor::from_sampling(seed, sampling), vocab_size }
-    }
-
-    /// The next token.
-    ///
-    /// # Errors
-    /// When the logits are not numbers to sample from.
-    pub fn sample(&mut self, logits: &[f32]) -> Result<u32, Error> {
-        let known = &logits[..logits.len().min(self.vocab_size)];
-        let logits = Tensor::from_slice(known, known.len(), &Device::Cpu);
-        logits
-            .and_then(|logits| self.processor.sample(&logits))
-            .map_err(|source| Error::Sampling { reason: source.to_string() })
     }
 }

@@ -311,21 +311,27 @@ impl ModelParallel {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
-    use serde_json::json;
-
     use super::*;
-    use crate::ConfigFile;
+    use crate::RopeConfig;
 
     fn config(layers: usize, vocabulary: usize) -> ModelConfig {
-        let fields = json!({
-            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
-            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "head_dim": 8,
-            "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": vocabulary,
-            "max_position_embeddings": 64,
-        });
-        ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config
+        ModelConfig {
+            vocab_size: vocabulary,
+            hidden_size: 32,
+            intermediate_size: 64,
+            num_hidden_layers: layers,
+            num_attention_heads: 4,
+            num_key_value_heads: 4,
+            head_dim: 8,
+            max_position_embeddings: 64,
+            rms_norm_eps: 1e-6,
+            rope: RopeConfig { theta: 10_000.0, scaling: None },
+            tie_word_embeddings: false,
+            initializer_range: 0.02,
+            bos_token_id: None,
+            eos_token_ids: Vec::new(),
+            moh: None,
+        }
     }
 
     #[test]

@@ -9,13 +9,14 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::llama::{Cache, Llama, LlamaConfig};
+use moh_hf::ConfigFile;
 use moh_kernels::Cpu;
 use moh_kernels::cross_entropy::IGNORED;
 use moh_model::layout::ModelLayout;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, ConfigFile, Error, LossScale, Model, ModelConfig, MohConfig, PassShape, Recompute,
-    RouterKind, StepSums, initial,
+    Activations, Error, LossScale, Model, ModelConfig, MohConfig, PassShape, Recompute, RouterKind,
+    StepSums, initial,
 };
 use serde_json::{Value, json};
 

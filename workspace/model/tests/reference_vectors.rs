@@ -5,11 +5,11 @@
 
 use std::path::{Path, PathBuf};
 
+use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::Cpu;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, ConfigFile, Error, Generator, LossScale, Model, MohConfig, PassShape, Recompute,
-    RouterKind, StepSums, WeightFiles,
+    Activations, Generator, LossScale, Model, MohConfig, PassShape, Recompute, RouterKind, StepSums,
 };
 use safetensors::SafeTensors;
 use serde_json::Value;

@@ -10,12 +10,10 @@
 
 use half::bf16;
 use moh_comm::{Group, Pending, Reduce};
-use moh_kernels::{Backend, Element, Scalar};
+use moh_kernels::{Backend, Element, ElementType, Scalar};
 use moh_model::layout::ModelLayout;
 use moh_model::parameters::{FlatBuffers, Shard};
 use moh_model::{Error, Model};
-
-use crate::recipe::DType;
 
 /// Gradients on their way to the ranks' shards.
 enum InFlight<B: Backend, G: Element> {
@@ -44,9 +42,9 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
     ///
     /// # Errors
     /// When the device has no room for the rounded copies.
-    pub fn new(model: &Model<B, T>, group: &Group, reduce: DType) -> Result<Self, Error> {
+    pub fn new(model: &Model<B, T>, group: &Group, reduce: ElementType) -> Result<Self, Error> {
         let (backend, flats) = (model.backend().clone(), &model.layout().flats);
-        let rounds = group.size() > 1 && reduce == DType::Bf16 && G::DTYPE == f32::DTYPE;
+        let rounds = group.size() > 1 && reduce == ElementType::BF16 && G::DTYPE == f32::DTYPE;
         let copy = |len| rounds.then(|| backend.allocate(len)).transpose();
         let copies = flats.iter().map(|flat| Ok(copy(flat.len)?)).collect::<Result<_, Error>>()?;
         Ok(DataParallel {
@@ -198,9 +196,10 @@ mod tests {
     use std::path::Path;
 
     use moh_comm::{Layout, World};
+    use moh_hf::ConfigFile;
     use moh_kernels::Cpu;
+    use moh_model::ModelConfig;
     use moh_model::model_parallel::ModelParallel;
-    use moh_model::{ConfigFile, ModelConfig};
 
     use super::*;
 
@@ -226,7 +225,7 @@ mod tests {
     /// Runs `work` on `data` data ranks of `stages` pipeline stages each, as threads.
     fn on_ranks(
         (data, stages): (usize, usize),
-        reduce: DType,
+        reduce: ElementType,
         work: impl Fn(&mut Rank) + Clone + Send + 'static,
     ) {
         let run = move |world: World| {
@@ -279,7 +278,7 @@ mod tests {
 
     #[test]
     fn gradients_are_summed_for_the_local_shard_exactly_or_rounded_once() {
-        for reduce in [DType::F32, DType::Bf16] {
+        for reduce in [ElementType::F32, ElementType::BF16] {
             on_ranks((3, 1), reduce, move |rank| {
                 for _step in 0..2 {
                     rank.fill_gradients();
@@ -292,8 +291,10 @@ mod tests {
                             let of = |rank| gradient(rank, at);
                             let round = |value: f32| bf16::from_f32(value).to_f32();
                             let expected = match reduce {
-                                DType::F32 => of(0) + of(1) + of(2),
-                                DType::Bf16 => round(round(of(0)) + round(of(1)) + round(of(2))),
+                                ElementType::F32 => of(0) + of(1) + of(2),
+                                ElementType::BF16 => {
+                                    round(round(of(0)) + round(of(1)) + round(of(2)))
+                                }
                             };
                             assert_eq!(found, expected, "{at} of buffer {flat}");
                         }
@@ -305,7 +306,7 @@ mod tests {
 
     #[test]
     fn a_rank_without_micro_batches_adds_zeros() {
-        on_ranks((2, 1), DType::F32, |rank| {
+        on_ranks((2, 1), ElementType::F32, |rank| {
             rank.fill_gradients();
             if rank.number == 1 {
                 rank.gradients.mark_stale();
@@ -327,7 +328,7 @@ mod tests {
     #[test]
     fn a_tied_head_is_summed_over_both_stages_after_the_last_pass() {
         // Ranks 0 and 1 are the first stage, ranks 2 and 3 the last.
-        on_ranks((2, 2), DType::F32, |rank| {
+        on_ranks((2, 2), ElementType::F32, |rank| {
             rank.fill_gradients();
             rank.start_gradients();
             // At hand until both stages are done.
@@ -349,7 +350,7 @@ mod tests {
 
     #[test]
     fn weights_are_gathered_from_all_shards() {
-        on_ranks((3, 1), DType::F32, |rank| {
+        on_ranks((3, 1), ElementType::F32, |rank| {
             let Rank { number, model, exchange, .. } = rank;
             for flat in 0..model.layout().flats.len() {
                 let weights = model.weights_mut();

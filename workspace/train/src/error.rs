@@ -135,24 +135,13 @@ pub enum Error {
         /// What differs.
         reason: String,
     },
-    /// The recipe wants a device that is missing or unfit.
-    #[cfg(feature = "cuda")]
-    #[error("{}: run.device = \"cuda\": {source}: use --set run.device=cpu", path.display())]
+    /// The recipe wants a device that is missing or unfit, or that this program was built without.
+    #[error("{}: run.device = \"cuda\": {source}, or use --set run.device=cpu", path.display())]
     Device {
         /// The recipe.
         path: PathBuf,
-        /// What the device says.
-        source: moh_kernels::Error,
-    },
-    /// The recipe wants a device that this program was built without.
-    #[cfg(not(feature = "cuda"))]
-    #[error(
-        "{}: run.device = \"cuda\": this build computes on the CPU: build it with --features cuda, or \
-         use --set run.device=cpu", path.display()
-    )]
-    NoDevice {
-        /// The recipe.
-        path: PathBuf,
+        /// What is wrong with it.
+        source: moh_device::Error,
     },
     /// Several GPUs in a build that cannot connect them.
     #[cfg(all(feature = "cuda", not(feature = "nccl")))]
@@ -200,9 +189,9 @@ pub enum Error {
     /// An evaluation failed.
     #[error(transparent)]
     Evaluation(#[from] moh_eval::Error),
-    /// The vocabulary could not grow, or the export could not be written.
+    /// The model could not be read, its vocabulary not grow, or its export not be written.
     #[error(transparent)]
-    Convert(#[from] moh_convert::Error),
+    Hf(#[from] moh_hf::Error),
 }
 
 impl Error {

@@ -1,12 +1,11 @@
 //! The export of a finished run: the model in Hugging Face layout.
 
-use moh_convert::hf_directory::{self, DEFAULT_SHARD_BYTES, TensorSpec};
+use moh_hf::model_directory::{self, Contents, DEFAULT_SHARD_BYTES, Sink, TensorSpec};
 use moh_kernels::{Backend, Element};
+use moh_model::Model;
 use moh_model::layout::ModelLayout;
-use moh_model::{Dtype, Model};
 
 use crate::checkpoint::{StoredCheckpoint, TensorKind};
-use crate::recipe::DType;
 use crate::source::ModelSource;
 use crate::{Error, Recipe, RunDirectory};
 
@@ -20,10 +19,7 @@ pub(crate) fn write<B: Backend, T: Element>(
     model: &Model<B, T>,
     step: u64,
 ) -> Result<(), Error> {
-    let dtype = match recipe.run.dtype {
-        DType::F32 => Dtype::F32,
-        DType::Bf16 => Dtype::BF16,
-    };
+    let dtype = recipe.run.dtype.dtype();
     let config = source.config_file().to_json(model.config(), Some(dtype));
     let stored = match model.is_whole() {
         true => None,
@@ -38,23 +34,27 @@ pub(crate) fn write<B: Backend, T: Element>(
         .collect();
     let companions = match (source.directory(), source.tokenizer_directory()) {
         (Some(directory), tokenizer) => {
-            hf_directory::companion_files(directory, tokenizer.unwrap_or(directory))?
+            model_directory::companion_files(directory, tokenizer.unwrap_or(directory))?
         }
-        (None, Some(tokenizer)) => hf_directory::companion_files(tokenizer, tokenizer)?,
+        (None, Some(tokenizer)) => model_directory::companion_files(tokenizer, tokenizer)?,
         (None, None) => Vec::new(),
     };
-    let described = hf_directory::Model {
+    let described = Contents {
         config: &config,
         tensors: &tensors,
         max_shard_bytes: DEFAULT_SHARD_BYTES,
         companions: &companions,
     };
-    hf_directory::write_model(&run.export(), true, &described, &mut |spec, sink| {
+    model_directory::write_model(&run.export(), true, &described, &mut |spec,
+                                                                        sink: &mut Sink<
+        '_,
+        Error,
+    >| {
         let values = match &stored {
             Some(stored) => {
                 let mut values = vec![0f32; spec.shape.iter().product()];
                 let read = stored.read_f32(TensorKind::Weight, &spec.name, &mut values);
-                read.map_err(|error| moh_convert::Error::File {
+                read.map_err(|error| Error::Checkpoint {
                     path: run.checkpoint(step),
                     reason: error.to_string(),
                 })?;
@@ -70,7 +70,7 @@ pub(crate) fn write<B: Backend, T: Element>(
                 }
             }
         };
-        let mut bytes = vec![0; values.len() * dtype.size()];
+        let mut bytes = vec![0; values.len() * dtype.bytes()];
         dtype.write(&values, &mut bytes);
         sink(&bytes)?;
         Ok(())

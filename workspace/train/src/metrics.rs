@@ -234,12 +234,7 @@ pub fn cut_back(path: &Path, steps_kept: u64) -> Result<(), Error> {
             expected => Err(Error::MetricsShort { path: path.to_path_buf(), found: 0, expected }),
         };
     };
-    let directory = parent(path);
-    let temporary = tempfile::Builder::new()
-        .prefix(".tmp-metrics-")
-        .tempfile_in(directory)
-        .map_err(Error::io(directory))?;
-    let mut out = std::io::BufWriter::new(temporary);
+    let mut out = moh_files::PendingFile::create(path).map_err(io)?;
     for found in 0..steps_kept {
         match lines.next()? {
             Some(line) => out.write_all(line).map_err(io)?,
@@ -252,16 +247,7 @@ pub fn cut_back(path: &Path, steps_kept: u64) -> Result<(), Error> {
             }
         }
     }
-    let temporary = out.into_inner().map_err(|error| io(error.into_error()))?;
-    crate::run_directory::persist(temporary, path)
-}
-
-/// The directory that holds `path`.
-pub(crate) fn parent(path: &Path) -> &Path {
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    }
+    out.replace().map_err(io)
 }
 
 #[cfg(test)]

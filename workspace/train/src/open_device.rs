@@ -4,56 +4,32 @@ use std::env::consts::ARCH;
 use std::path::Path;
 
 use moh_comm::{Buffers, Launch, Options, World};
+use moh_device::OpenDevice;
 
 use crate::Error;
 use crate::recipe::{Device, Recipe};
 
-/// What computes, ready to.
-#[derive(Debug, Clone)]
-pub enum OpenDevice {
-    /// This machine's processors.
-    Cpu,
-    /// A GPU.
-    #[cfg(feature = "cuda")]
-    Cuda(moh_kernels::Cuda),
-}
-
-impl OpenDevice {
-    /// The device that `recipe` names: of several GPUs that of this process's number on its machine.
-    ///
-    /// # Errors
-    /// When this build or this machine has none; `path` is what the message calls the recipe.
-    #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "GPUs alone are numbered"))]
-    pub fn open(recipe: &Recipe, path: &Path, local_rank: usize) -> Result<Self, Error> {
-        match recipe.run.device {
-            Device::Cpu => Ok(OpenDevice::Cpu),
-            #[cfg(feature = "cuda")]
-            Device::Cuda => moh_kernels::Cuda::count()
-                .and_then(|count| moh_kernels::Cuda::new(ordinal(local_rank, count)))
-                .map(|cuda| OpenDevice::Cuda(cuda.with_deterministic(recipe.run.deterministic)))
-                .map_err(|source| Error::Device { path: path.to_owned(), source }),
-            #[cfg(not(feature = "cuda"))]
-            Device::Cuda => Err(Error::NoDevice { path: path.to_owned() }),
-        }
-    }
-
-    /// Where the buffers lie that ranks exchange.
-    fn buffers(&self) -> Result<Buffers, Error> {
-        match self {
-            OpenDevice::Cpu => Ok(Buffers::Host),
-            #[cfg(feature = "nccl")]
-            OpenDevice::Cuda(cuda) => Ok(Buffers::Gpu(cuda.clone())),
-            #[cfg(all(feature = "cuda", not(feature = "nccl")))]
-            OpenDevice::Cuda(_) => Err(Error::NoNccl),
-        }
+/// Opens the device that `recipe` names: of several GPUs that of this process's number on its machine.
+///
+/// # Errors
+/// When this build or this machine has none; `path` is what the message calls the recipe.
+pub fn open_device(recipe: &Recipe, path: &Path, local_rank: usize) -> Result<OpenDevice, Error> {
+    match recipe.run.device {
+        Device::Cpu => Ok(OpenDevice::Cpu),
+        Device::Cuda => OpenDevice::open_local(local_rank, recipe.run.deterministic)
+            .map_err(|source| Error::Device { path: path.to_owned(), source }),
     }
 }
 
-/// The GPU of a process, by its number on its machine. Slurm and others show each process the one that
-/// is its own: that one has number 0.
-#[cfg(feature = "cuda")]
-fn ordinal(local_rank: usize, gpus: usize) -> usize {
-    if gpus == 1 { 0 } else { local_rank }
+/// Where the buffers lie that ranks exchange.
+fn buffers(device: &OpenDevice) -> Result<Buffers, Error> {
+    match device {
+        OpenDevice::Cpu => Ok(Buffers::Host),
+        #[cfg(feature = "nccl")]
+        OpenDevice::Cuda(cuda) => Ok(Buffers::Gpu(cuda.clone())),
+        #[cfg(all(feature = "cuda", not(feature = "nccl")))]
+        OpenDevice::Cuda(_) => Err(Error::NoNccl),
+    }
 }
 
 /// Meets the other processes of this run, all of which must run this program with this recipe: the
@@ -71,7 +47,7 @@ pub fn connect(
     if launch.size == 1 {
         return Ok(World::single());
     }
-    let (buffers, fingerprint) = (device.buffers()?, fingerprint(recipe)?);
+    let (buffers, fingerprint) = (buffers(device)?, fingerprint(recipe)?);
     Ok(World::connect(launch, buffers, Options { fingerprint, ..options })?)
 }
 
@@ -86,15 +62,4 @@ fn fingerprint(recipe: &Recipe) -> Result<String, Error> {
     let program = program.map_err(Error::io(Path::new("the program's own file")))?;
     let version = env!("CARGO_PKG_VERSION");
     Ok(format!("program {version} {ARCH} {}\n{}", &program[..16], recipe.to_toml()?))
-}
-
-#[cfg(all(test, feature = "cuda"))]
-mod tests {
-    use super::ordinal;
-
-    #[test]
-    fn a_process_that_sees_one_gpu_takes_it() {
-        assert_eq!([0, 3].map(|rank| ordinal(rank, 1)), [0, 0]);
-        assert_eq!([0, 3].map(|rank| ordinal(rank, 8)), [0, 3]);
-    }
 }

@@ -3,13 +3,12 @@
 
 use std::time::Instant;
 
-use half::bf16;
 use moh_comm::{Group, Reduce, World, host_name};
+use moh_device::Compute;
 use moh_kernels::linear::LinearForward;
-use moh_kernels::{Backend, Cpu, Element};
+use moh_kernels::{Backend, Element, ElementType};
 use serde::{Deserialize, Serialize};
 
-use crate::recipe::DType;
 use crate::{Error, OpenDevice, Ranks};
 
 /// Seconds that the products take, after one to warm up.
@@ -70,29 +69,40 @@ impl Preflight {
 /// # Errors
 /// When a device or a rank fails.
 pub fn preflight(
-    dtype: DType,
+    dtype: ElementType,
     device: OpenDevice,
     world: &World,
 ) -> Result<Option<Preflight>, Error> {
-    match device {
-        OpenDevice::Cpu => measure(dtype, Cpu, 1024, world.group()),
+    // Matrices that fill the device.
+    let size = match &device {
+        OpenDevice::Cpu => 1024,
         #[cfg(feature = "cuda")]
-        OpenDevice::Cuda(cuda) => measure(dtype, cuda, 8192, world.group()),
+        OpenDevice::Cuda(_) => 8192,
+    };
+    device.compute(dtype, Measurement { size, group: world.group() })
+}
+
+struct Measurement<'a> {
+    size: usize,
+    group: &'a Group,
+}
+
+impl Compute for Measurement<'_> {
+    type Output = Result<Option<Preflight>, Error>;
+
+    fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
+        measure::<B, T>(backend, self.size, self.group)
     }
 }
 
-fn measure<B: Backend + Clone>(
-    dtype: DType,
+fn measure<B: Backend + Clone, T: Element>(
     backend: B,
     size: usize,
     group: &Group,
 ) -> Result<Option<Preflight>, Error> {
     let mut ranks = Ranks::new(backend.clone(), group.clone())?;
     group.barrier()?;
-    let matmul = match dtype {
-        DType::F32 => matmul::<B, f32>(&backend, size),
-        DType::Bf16 => matmul::<B, bf16>(&backend, size),
-    };
+    let matmul = matmul::<B, T>(&backend, size);
     let matmul = ranks.agree(matmul.map_err(Error::from))?;
     let (receives, all_reduce) = if group.size() > 1 {
         (Some(receives(&backend, group)?), Some(all_reduce(&backend, group)?))
@@ -193,7 +203,7 @@ mod tests {
             .into_iter()
             .map(|world| {
                 std::thread::spawn(move || {
-                    let found = preflight(DType::F32, OpenDevice::Cpu, &world).unwrap();
+                    let found = preflight(ElementType::F32, OpenDevice::Cpu, &world).unwrap();
                     world.close().unwrap();
                     found
                 })

@@ -4,13 +4,12 @@
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use half::bf16;
 use moh_comm::{Group, World};
-use moh_kernels::{Backend, Cpu, Element};
+use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements};
+use moh_kernels::{Backend, Element};
 
 use crate::event::{Event, Outcome};
-use crate::open_device::OpenDevice;
-use crate::recipe::{DType, Parallel, Stage};
+use crate::recipe::{Parallel, Stage};
 use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::summary::Summary;
@@ -37,10 +36,21 @@ pub fn run(
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<Outcome, Error> {
     let job = Job { path, directory, group: world.group(), stop, trace };
-    match device {
-        OpenDevice::Cpu => job.run(Cpu, recipe, events),
-        #[cfg(feature = "cuda")]
-        OpenDevice::Cuda(cuda) => job.run(cuda, recipe, events),
+    device.run(Start { job: &job, recipe, events })
+}
+
+/// A run before its device is known.
+struct Start<'a> {
+    job: &'a Job<'a>,
+    recipe: &'a mut Recipe,
+    events: &'a mut dyn FnMut(Event<'_>),
+}
+
+impl OnDevice for Start<'_> {
+    type Output = Result<Outcome, Error>;
+
+    fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
+        self.job.run(backend, self.recipe, self.events)
     }
 }
 
@@ -84,7 +94,13 @@ impl Job<'_> {
         ranks.first_does(|| run.clear_remains())?;
         let inputs =
             Inputs { recipe, source: &source, run: &run, stop: self.stop, trace: self.trace };
-        with_weights(backend, ranks, inputs, data, events)
+        let precision = &recipe.precision;
+        let types = TrainingTypes {
+            weights: recipe.run.dtype,
+            gradients: precision.gradients,
+            moments: precision.moments,
+        };
+        in_training_elements(types, Training { backend, ranks, inputs, data, events })
     }
 
     /// Refuses an arrangement that these ranks cannot form.
@@ -117,32 +133,20 @@ fn finished_before(run: &RunDirectory) -> Result<bool, Error> {
         && !run.checkpoint_steps()?.is_empty())
 }
 
-fn with_weights<B: Backend + Clone>(
+/// A run on its device, before its element types are known.
+struct Training<'a, B: Backend> {
     backend: B,
     ranks: Ranks<B>,
-    inputs: Inputs<'_>,
+    inputs: Inputs<'a>,
     data: RunData,
-    events: &mut dyn FnMut(Event<'_>),
-) -> Result<Outcome, Error> {
-    match inputs.recipe.run.dtype {
-        DType::F32 => with_gradients::<B, f32>(backend, ranks, inputs, data, events),
-        DType::Bf16 => with_gradients::<B, bf16>(backend, ranks, inputs, data, events),
-    }
+    events: &'a mut dyn FnMut(Event<'_>),
 }
 
-fn with_gradients<B: Backend + Clone, T: Element>(
-    backend: B,
-    ranks: Ranks<B>,
-    inputs: Inputs<'_>,
-    data: RunData,
-    events: &mut dyn FnMut(Event<'_>),
-) -> Result<Outcome, Error> {
-    match (inputs.recipe.precision.gradients, inputs.recipe.precision.moments) {
-        (DType::F32, DType::F32) => train::<B, T, f32, f32>(backend, ranks, inputs, data, events),
-        (DType::F32, DType::Bf16) => train::<B, T, f32, bf16>(backend, ranks, inputs, data, events),
-        (DType::Bf16, DType::F32) => train::<B, T, bf16, f32>(backend, ranks, inputs, data, events),
-        (DType::Bf16, DType::Bf16) => {
-            train::<B, T, bf16, bf16>(backend, ranks, inputs, data, events)
-        }
+impl<B: Backend + Clone> InTrainingElements for Training<'_, B> {
+    type Output = Result<Outcome, Error>;
+
+    fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
+        let Training { backend, ranks, inputs, data, events } = self;
+        train::<B, T, G, M>(backend, ranks, inputs, data, events)
     }
 }

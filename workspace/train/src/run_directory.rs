@@ -7,13 +7,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use tempfile::NamedTempFile;
 use toml::Value;
 
-use crate::metrics::parent;
 use crate::{Error, KeyChange, Recipe};
 
 /// Keys, or beginnings of keys that end in a dot, that a continued run may change.
@@ -131,7 +128,7 @@ impl RunDirectory {
         let mut remains = vec![self.summary()];
         for entry in std::fs::read_dir(&self.root).map_err(Error::io(&self.root))? {
             let entry = entry.map_err(Error::io(&self.root))?;
-            if entry.file_name().to_string_lossy().starts_with(".tmp-") {
+            if entry.file_name().to_string_lossy().starts_with(moh_files::TEMPORARY) {
                 remains.push(entry.path());
             }
         }
@@ -173,31 +170,8 @@ impl RunDirectory {
                 return Err(Error::RecipeChanged { path, changes });
             }
         }
-        let mut temporary = tempfile::Builder::new()
-            .prefix(".tmp-recipe-")
-            .tempfile_in(&self.root)
-            .map_err(Error::io(&self.root))?;
-        temporary.write_all(text.as_bytes()).map_err(Error::io(&path))?;
-        persist(temporary, &path)
+        moh_files::write(&path, text.as_bytes()).map_err(Error::io(&path))
     }
-}
-
-/// Makes a written temporary file the file at `path`, on the disk before it has that name.
-pub(crate) fn persist(temporary: NamedTempFile, path: &Path) -> Result<(), Error> {
-    let io = |error| Error::io(path)(error);
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt as _;
-        // Temporary files are private; results are not.
-        let readable = std::fs::Permissions::from_mode(0o644);
-        temporary.as_file().set_permissions(readable).map_err(io)?;
-    }
-    temporary.as_file().sync_all().map_err(io)?;
-    temporary.persist(path).map_err(|error| io(error.error))?;
-    // The name too: only Unix can sync a directory.
-    #[cfg(unix)]
-    File::open(parent(path)).and_then(|directory| directory.sync_all()).map_err(io)?;
-    Ok(())
 }
 
 fn is_harmless(key: &str) -> bool {

@@ -8,7 +8,7 @@ use std::ops::Range;
 use moh_comm::Group;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::ranks::share;
-use moh_kernels::{Backend, Element, span};
+use moh_kernels::{Backend, Element, ElementType, span};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{Activations, LossScale, Model, PassShape, Recompute, StepSums, Turn};
 
@@ -38,7 +38,7 @@ pub struct StepPlan {
     /// AdamW's constants.
     pub optimizer: Optimizer,
     /// Type in which ranks exchange gradients that are f32.
-    pub reduce: recipe::DType,
+    pub reduce: ElementType,
 }
 
 /// The groups of ranks that take a step together.
@@ -70,7 +70,7 @@ struct HostBatch {
     window: Vec<u32>,
     ids: Vec<u32>,
     targets: Vec<u32>,
-    first_key: Vec<u32>,
+    document_start: Vec<u32>,
 }
 
 /// What a step measured.
@@ -148,7 +148,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                 window: vec![0; length + 1],
                 ids: vec![0; tokens],
                 targets: vec![0; tokens],
-                first_key: vec![0; if plan.document_mask { tokens } else { 0 }],
+                document_start: vec![0; if plan.document_mask { tokens } else { 0 }],
             },
             plan,
             all_ranks: groups.all,
@@ -298,8 +298,8 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     ) -> Result<(), Error> {
         let _data = span::enter("data");
         self.host.read(self.plan.sequence_length, read, first)?;
-        let HostBatch { ids, targets, first_key, .. } = &self.host;
-        Ok(self.activations.upload_to(slot, backend, ids, targets, first_key)?)
+        let HostBatch { ids, targets, document_start, .. } = &self.host;
+        Ok(self.activations.upload_to(slot, backend, ids, targets, document_start)?)
     }
 }
 
@@ -325,8 +325,8 @@ impl HostBatch {
             self.ids.chunks_exact_mut(length).zip(self.targets.chunks_exact_mut(length));
         for (index, (ids, targets)) in sequences.enumerate() {
             // Empty without a document mask.
-            let first_key = self.first_key.get_mut(index * length..(index + 1) * length);
-            read(first + index as u64, &mut self.window, first_key)?;
+            let document_start = self.document_start.get_mut(index * length..(index + 1) * length);
+            read(first + index as u64, &mut self.window, document_start)?;
             ids.copy_from_slice(&self.window[..length]);
             targets.copy_from_slice(&self.window[1..]);
         }

@@ -1,6 +1,5 @@
 //! What a finished run leaves to read: `summary.json`, whose presence says that it finished.
 
-use std::io::Write as _;
 use std::path::Path;
 
 use moh_model::ModelConfig;
@@ -8,8 +7,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::checkpoint::{Evaluation, Moment, RunState};
-use crate::metrics::parent;
-use crate::run_directory::persist;
 
 /// The results of a finished run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -56,13 +53,7 @@ impl Summary {
             Ok(text) => text,
             Err(error) => return Err(Error::io(path)(error.into())),
         };
-        let folder = parent(path);
-        let mut file = tempfile::Builder::new()
-            .prefix(".tmp-summary-")
-            .tempfile_in(folder)
-            .map_err(Error::io(folder))?;
-        file.write_all(&text).map_err(Error::io(path))?;
-        persist(file, path)
+        moh_files::write(path, &text).map_err(Error::io(path))
     }
 
     /// The share of the loss that conversion cost which its stage's training won back: of the last

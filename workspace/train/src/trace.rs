@@ -1,7 +1,6 @@
 //! Timelines of chosen steps: the spans of a step ([`moh_kernels::span`]), each with its time, in a file
 //! that Perfetto and chrome://tracing open (`docs/formats.md`).
 
-use std::io::Write as _;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,7 +11,6 @@ use moh_kernels::Backend;
 use moh_kernels::span::{self, Label, Listening, Sink};
 use serde_json::{Value, json};
 
-use crate::run_directory::persist;
 use crate::{Error, RunDirectory};
 
 /// Steps to trace, counted over all stages from 1: a list of steps and ranges, such as `3,10-12`.
@@ -80,13 +78,8 @@ impl<B: Backend> StepTrace<B> {
     pub(crate) fn write(self, run: &RunDirectory, group: &Group) -> Result<(), Error> {
         let rank = group.rank();
         let path = run.trace(self.step, (group.size() > 1).then_some(rank));
-        let mut temporary = tempfile::Builder::new()
-            .prefix(".tmp-trace-")
-            .tempfile_in(run.root())
-            .map_err(Error::io(run.root()))?;
         let text = events(&self.recorder.locked().all, rank);
-        temporary.write_all(text.as_bytes()).map_err(Error::io(&path))?;
-        persist(temporary, &path)
+        moh_files::write(&path, text.as_bytes()).map_err(Error::io(&path))
     }
 }
 

@@ -190,8 +190,8 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             let taken = stepper.step(
                 &mut self.model,
                 &mut self.optimizer,
-                |sample, window, first_key| {
-                    Ok(self.data.training.sample(sample, window, first_key)?)
+                |sample, window, document_start| {
+                    Ok(self.data.training.sample(sample, window, document_start)?)
                 },
                 self.state.sample,
                 (number, schedule.learning_rate(number)),

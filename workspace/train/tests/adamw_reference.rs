@@ -4,12 +4,12 @@
 
 use std::path::Path;
 
+use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::Cpu;
 use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
 use moh_model::parameters::{FlatBuffers, Shard};
 use moh_model::{
-    Activations, ConfigFile, Error, LossScale, Model, MohConfig, PassShape, Recompute, RouterKind,
-    StepSums, WeightFiles,
+    Activations, LossScale, Model, MohConfig, PassShape, Recompute, RouterKind, StepSums,
 };
 use moh_train::optimizer::OptimizerState;
 use safetensors::SafeTensors;

@@ -114,9 +114,12 @@ impl Plan {
 /// The operand's memory as a column-major matrix.
 fn layout(operand: &Operand) -> Result<sys::cublasLtMatrixLayout_t, CublasError> {
     let dtype = match operand.dtype {
+        DType::F32 => sys::cudaDataType_t::CUDA_R_32F,
         DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
-        // The only other type that operators multiply.
-        _ => sys::cudaDataType_t::CUDA_R_32F,
+        // Operators multiply no others.
+        DType::F16 | DType::F64 | DType::U32 | DType::I16 | DType::U8 => {
+            return Err(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED));
+        }
     };
     let (mut rows, mut columns) = (operand.rows, operand.columns);
     if operand.transposed {

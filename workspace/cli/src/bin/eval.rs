@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use half::bf16;
 use moh_cli::exit;
-use moh_cli::models::{self, ComputeType};
+use moh_cli::models;
 use moh_cli::progress::Bar;
 use moh_data::{TokenFile, Windows};
+use moh_device::{Compute, DeviceName};
 use moh_eval::{Evaluator, LogitsOf};
-use moh_kernels::Element;
+use moh_kernels::{Backend, Element, ElementType};
 
 /// Tokens of one pass; longer windows go one at a time.
 const BATCH_TOKENS: usize = 4096;
@@ -63,8 +63,11 @@ struct LossArguments {
     #[arg(long, value_name = "TOKENS")]
     sequence_length: Option<usize>,
     /// What the model computes in
-    #[arg(long, value_enum, default_value = "f32")]
-    dtype: ComputeType,
+    #[arg(long, value_parser = models::element_types(), default_value = "f32")]
+    dtype: ElementType,
+    /// Where it computes: cpu, cuda or cuda:N
+    #[arg(long, default_value = "cpu")]
+    device: DeviceName,
 }
 
 #[derive(clap::Args)]
@@ -79,27 +82,41 @@ struct LogitsArguments {
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
     /// What the model computes in
-    #[arg(long, value_enum, default_value = "f32")]
-    dtype: ComputeType,
+    #[arg(long, value_parser = models::element_types(), default_value = "f32")]
+    dtype: ElementType,
+    /// Where it computes: cpu, cuda or cuda:N
+    #[arg(long, default_value = "cpu")]
+    device: DeviceName,
 }
 
 fn main() -> ExitCode {
     exit::run(|| match Arguments::parse().command {
-        Command::Loss(arguments) => match arguments.dtype {
-            ComputeType::F32 => loss::<f32>(&arguments),
-            ComputeType::Bf16 => loss::<bf16>(&arguments),
-        },
-        Command::Logits(arguments) => match arguments.dtype {
-            ComputeType::F32 => logits::<f32>(&arguments),
-            ComputeType::Bf16 => logits::<bf16>(&arguments),
-        },
+        Command::Loss(arguments) => {
+            models::open(arguments.device)?.compute(arguments.dtype, Loss(&arguments))
+        }
+        Command::Logits(arguments) => {
+            models::open(arguments.device)?.compute(arguments.dtype, Logits(&arguments))
+        }
     })
 }
 
-fn loss<T: Element>(arguments: &LossArguments) -> anyhow::Result<()> {
+struct Loss<'a>(&'a LossArguments);
+
+impl Compute for Loss<'_> {
+    type Output = anyhow::Result<()>;
+
+    fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
+        loss::<B, T>(self.0, backend)
+    }
+}
+
+fn loss<B: Backend + Clone, T: Element>(
+    arguments: &LossArguments,
+    backend: B,
+) -> anyhow::Result<()> {
     let directory = models::locate(&arguments.model, None)?;
     let length = window_length(&directory, arguments.sequence_length)?;
-    let mut model = models::load::<T>(&directory, length)?;
+    let mut model = models::load::<B, T>(backend, &directory, length)?;
     let mut file = TokenFile::open(&arguments.data)?;
     file.limit_vocabulary(model.config().vocab_size);
     let tokenizer = models::tokenizer(&directory)?;
@@ -143,11 +160,24 @@ fn window_length(directory: &Path, asked: Option<usize>) -> anyhow::Result<usize
     Ok(length)
 }
 
-fn logits<T: Element>(arguments: &LogitsArguments) -> anyhow::Result<()> {
+struct Logits<'a>(&'a LogitsArguments);
+
+impl Compute for Logits<'_> {
+    type Output = anyhow::Result<()>;
+
+    fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
+        logits::<B, T>(self.0, backend)
+    }
+}
+
+fn logits<B: Backend + Clone, T: Element>(
+    arguments: &LogitsArguments,
+    backend: B,
+) -> anyhow::Result<()> {
     let directory = models::locate(&arguments.model, None)?;
     let ids = LogitsOf::read_ids(&arguments.ids, models::context_length(&directory)?)?;
     let length = ids.first().map_or(0, Vec::len);
-    let mut model = models::load::<T>(&directory, length)?;
+    let mut model = models::load::<B, T>(backend, &directory, length)?;
     let found = moh_eval::logits(&mut model, &ids)?;
     found.write(&arguments.out)?;
     writeln!(

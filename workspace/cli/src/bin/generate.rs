@@ -5,11 +5,11 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Parser;
-use half::bf16;
 use moh_cli::exit;
-use moh_cli::models::{self, ComputeType};
+use moh_cli::models;
 use moh_data::TextTokenizer;
-use moh_kernels::{Backend, Element};
+use moh_device::{Compute, DeviceName};
+use moh_kernels::{Backend, Element, ElementType};
 use moh_model::{Generator, Model, Sampler};
 
 /// Continue a text with a model, dense or Mixture-of-Head.
@@ -45,18 +45,28 @@ struct Arguments {
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// What the model computes in
-    #[arg(long, value_enum, default_value = "f32")]
-    dtype: ComputeType,
+    #[arg(long, value_parser = models::element_types(), default_value = "f32")]
+    dtype: ElementType,
+    /// Where it computes: cpu, cuda or cuda:N
+    #[arg(long, default_value = "cpu")]
+    device: DeviceName,
+}
+
+struct Generate<'a>(&'a Arguments);
+
+impl Compute for Generate<'_> {
+    type Output = anyhow::Result<()>;
+
+    fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
+        generate::<B, T>(self.0, backend)
+    }
 }
 
 fn main() -> ExitCode {
     exit::run(|| {
         let arguments = Arguments::parse();
         check(&arguments)?;
-        match arguments.dtype {
-            ComputeType::F32 => generate::<f32>(&arguments),
-            ComputeType::Bf16 => generate::<bf16>(&arguments),
-        }
+        models::open(arguments.device)?.compute(arguments.dtype, Generate(&arguments))
     })
 }
 
@@ -73,7 +83,7 @@ fn check(arguments: &Arguments) -> anyhow::Result<()> {
     }
 }
 
-fn generate<T: Element>(arguments: &Arguments) -> anyhow::Result<()> {
+fn generate<B: Backend, T: Element>(arguments: &Arguments, backend: B) -> anyhow::Result<()> {
     let directory = models::locate(&arguments.model, None)?;
     let tokenizer = models::required_tokenizer(&directory)?;
     let context = models::context_length(&directory)?;
@@ -86,7 +96,7 @@ fn generate<T: Element>(arguments: &Arguments) -> anyhow::Result<()> {
         );
     }
     let capacity = context.min(prompt.len().saturating_add(arguments.max_tokens));
-    let model = models::load::<T>(&directory, capacity)?;
+    let model = models::load::<B, T>(backend, &directory, capacity)?;
     // On one of the operators' threads: a token of a small model takes less time than waking them.
     model.backend().install(|| decode(arguments, &tokenizer, &model, &prompt))
 }

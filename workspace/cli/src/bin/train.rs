@@ -18,7 +18,9 @@ use moh_comm::{Fault, Launch, OPERATION_LIMIT, Options, RENDEZVOUS_LIMIT, World}
 use moh_kernels::span;
 use moh_model::ModelConfig;
 use moh_train::plan::{Hardware, Suggestions};
-use moh_train::{OpenDevice, Outcome, Plan, RankSpeed, Recipe, RunDirectory, Summary, TraceSteps};
+use moh_train::{
+    OpenDevice, Outcome, Plan, RankSpeed, Recipe, RunDirectory, Summary, TraceSteps, open_device,
+};
 use signal_hook::consts::{SIGINT, TERM_SIGNALS};
 use signal_hook::flag;
 
@@ -145,7 +147,7 @@ fn train(arguments: &Arguments, recipe: Recipe) -> anyhow::Result<()> {
     span::connect_profiler()?;
     let launch = Launch::from_environment(arguments.rendezvous.as_deref())?;
     // A device that is missing leaves no run directory behind, and keeps no other rank waiting.
-    let device = OpenDevice::open(&recipe, &arguments.recipe, launch.local_rank)?;
+    let device = open_device(&recipe, &arguments.recipe, launch.local_rank)?;
     let rank = launch.rank;
     let options = Options {
         rendezvous_limit: Duration::from_secs(arguments.rendezvous_timeout),

@@ -7,13 +7,19 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use moh_convert::write_random_model;
 use moh_data::{Provenance, TokenFileWriter};
-use moh_model::weight_files::WEIGHTS_FILE;
-use moh_model::{ConfigFile, Dtype};
+use moh_hf::ConfigFile;
+use moh_model::{MohConfig, RouterKind};
 use serde_json::{Value, json};
 
 pub mod job;
+pub mod source;
+
+#[allow(unused_imports)] // As above.
+pub use source::{
+    VOCABULARY, edit_config, edit_weights, isolate, names, program, repository, workplace,
+    write_source,
+};
 
 /// The beginning of a recipe that trains the model of [`write_source`] on [`trainable`]'s tokens; the
 /// rest of `[data]` and the stages follow.
@@ -40,53 +46,6 @@ pub fn trainable(rest: &str) -> tempfile::TempDir {
     dir
 }
 
-/// Ids of the model of [`write_source`].
-pub const VOCABULARY: usize = 37;
-
-/// A directory with a tiny random Llama of 8 heads in `source`.
-pub fn workplace() -> tempfile::TempDir {
-    let dir = tempfile::tempdir().unwrap();
-    write_source(&dir.path().join("source"), u64::MAX);
-    dir
-}
-
-/// Writes that Llama.
-pub fn write_source(path: &Path, max_shard_bytes: u64) {
-    let fields = json!({
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCABULARY,
-        "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4,
-        "max_position_embeddings": 64,
-    });
-    let file = ConfigFile::from_value(fields, Path::new("config.json")).unwrap();
-    write_random_model(path, &file, Dtype::F32, max_shard_bytes, 1).unwrap();
-}
-
-/// Changes fields of `source/config.json`.
-pub fn edit_config(dir: &Path, edit: impl FnOnce(&mut Value)) {
-    let path = dir.join("source/config.json");
-    let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-    edit(&mut config);
-    fs::write(path, config.to_string()).unwrap();
-}
-
-/// Rewrites the one weight file of `source` with other tensors; values are f32.
-pub fn edit_weights(dir: &Path, edit: impl FnOnce(&mut Vec<(String, Vec<usize>, Vec<u8>)>)) {
-    let path = dir.join("source").join(WEIGHTS_FILE);
-    let bytes = fs::read(&path).unwrap();
-    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-    let mut tensors: Vec<_> = file
-        .iter()
-        .map(|(name, view)| (name.to_string(), view.shape().to_vec(), view.data().to_vec()))
-        .collect();
-    edit(&mut tensors);
-    let views = tensors.iter().map(|(name, shape, data)| {
-        let dtype = safetensors::Dtype::F32;
-        (name, safetensors::tensor::TensorView::new(dtype, shape.clone(), data).unwrap())
-    });
-    fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
-}
-
 /// A token file of one document: ids under `vocabulary` that follow from a seed.
 pub fn write_tokens(prefix: &Path, vocabulary: usize, count: usize, seed: u64) {
     let mut state = seed;
@@ -101,22 +60,17 @@ pub fn write_tokens(prefix: &Path, vocabulary: usize, count: usize, seed: u64) {
     writer.finish(Provenance::default()).unwrap();
 }
 
-/// A program in a directory, away from the user's own hub settings and from any hub.
-pub fn program(path: &str, dir: &Path) -> Command {
-    let mut command = Command::new(path);
-    isolate(&mut command, dir);
-    command
-}
-
-/// See [`program`].
-pub fn isolate(command: &mut Command, dir: &Path) {
-    command.current_dir(dir);
-    for (name, _) in std::env::vars_os() {
-        if name.to_str().is_some_and(|name| name.starts_with("HF_") || name.ends_with("_PROXY")) {
-            command.env_remove(name);
-        }
+/// Writes the model in `source` again, as one whose tokens select heads.
+pub fn write_moh(source: &Path, out: &Path, shared_heads: usize, routed_top_k: usize) {
+    let file = ConfigFile::read(source).unwrap();
+    let moh = Some(MohConfig { router: RouterKind::QueryNorm, shared_heads, routed_top_k });
+    fs::create_dir(out).unwrap();
+    for entry in fs::read_dir(source).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), out.join(entry.file_name())).unwrap();
     }
-    command.env("HF_HOME", dir.join("hf")).env("HF_HUB_OFFLINE", "1").env("no_proxy", "127.0.0.1");
+    let fields = file.to_json(&moh_model::ModelConfig { moh, ..file.config.clone() }, None);
+    fs::write(out.join("config.json"), Value::Object(fields).to_string()).unwrap();
 }
 
 /// The standard error of a command that fails with `code`, prints nothing else and leaves the
@@ -145,20 +99,6 @@ pub fn stdout(output: &Output) -> String {
 
 pub fn stderr(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).unwrap()
-}
-
-/// Names in a directory, sorted.
-pub fn names(dir: &Path) -> Vec<String> {
-    let entries = fs::read_dir(dir).unwrap();
-    let mut names: Vec<_> =
-        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
-
-/// The root of the repository, where the examples of the help work.
-pub fn repository() -> PathBuf {
-    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).canonicalize().unwrap()
 }
 
 /// The fixtures that are not part of the repository; says that a test is skipped without them.

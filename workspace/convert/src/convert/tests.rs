@@ -1,9 +1,9 @@
 use super::*;
-use crate::random_model::write_random_model;
+use moh_hf::write_random_model;
 use serde_json::{Value, json};
 use std::fs;
 
-fn model(dir: &Path, dtype: Dtype, tied: bool) -> PathBuf {
+fn model(dir: &Path, dtype: DType, tied: bool) -> PathBuf {
     let fields = json!({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 37,
         "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
@@ -27,8 +27,8 @@ fn config(dir: &Path) -> Value {
 #[test]
 fn conversion_changes_no_weight() {
     let dir = tempfile::tempdir().unwrap();
-    for dtype in [Dtype::F32, Dtype::BF16] {
-        let source = model(&dir.path().join(dtype.config_name()), dtype, false);
+    for dtype in [DType::F32, DType::BF16] {
+        let source = model(&dir.path().join(dtype_name(dtype)), dtype, false);
         let out = source.with_file_name("out");
         let receipt = go(&Options::new(&source, &out)).unwrap();
         assert_eq!((receipt.heads, receipt.shared_heads, receipt.active_heads), (8, 4, 6));
@@ -57,7 +57,7 @@ fn conversion_changes_no_weight() {
 #[test]
 fn back_to_dense_gives_the_source() {
     let dir = tempfile::tempdir().unwrap();
-    let source = model(dir.path(), Dtype::F32, true);
+    let source = model(dir.path(), DType::F32, true);
     let (moh, dense) = (dir.path().join("moh"), dir.path().join("dense"));
     go(&Options::new(&source, &moh)).unwrap();
     let options = Options {
@@ -79,13 +79,13 @@ fn back_to_dense_gives_the_source() {
 #[test]
 fn the_element_type_changes_on_request() {
     let dir = tempfile::tempdir().unwrap();
-    let source = model(dir.path(), Dtype::F32, false);
-    for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32] {
-        let out = dir.path().join(dtype.config_name());
+    let source = model(dir.path(), DType::F32, false);
+    for dtype in [DType::BF16, DType::F16, DType::F32] {
+        let out = dir.path().join(dtype_name(dtype));
         let receipt = go(&Options { dtype: Some(dtype), ..Options::new(&source, &out) }).unwrap();
-        let unchanged = if dtype == Dtype::F32 { receipt.tensors.len() } else { 0 };
+        let unchanged = if dtype == DType::F32 { receipt.tensors.len() } else { 0 };
         assert_eq!(receipt.num_unchanged(), unchanged);
-        assert_eq!(config(&out)["torch_dtype"], dtype.config_name());
+        assert_eq!(config(&out)["torch_dtype"], dtype_name(dtype));
         let (from, to) = (WeightFiles::open(&source).unwrap(), WeightFiles::open(&out).unwrap());
         for name in from.names() {
             let elements = from.get(name).unwrap().bytes.len() / 4;
@@ -120,14 +120,14 @@ fn poke(source: &Path, name: &str, element: usize, value: f32) {
 #[test]
 fn weights_that_are_not_finite_are_named_and_nothing_is_left() {
     let dir = tempfile::tempdir().unwrap();
-    let source = model(dir.path(), Dtype::F32, false);
+    let source = model(dir.path(), DType::F32, false);
     let name = "model.layers.1.mlp.up_proj.weight";
     poke(&source, name, 7, f32::NAN);
     let message = go(&Options::new(&source, dir.path().join("out"))).unwrap_err().to_string();
     assert!(message.contains(&format!("{name} has a value that is not finite, at element 7")));
     poke(&source, name, 7, 1e6);
     let options =
-        Options { dtype: Some(Dtype::F16), ..Options::new(&source, dir.path().join("out")) };
+        Options { dtype: Some(DType::F16), ..Options::new(&source, dir.path().join("out")) };
     let message = go(&options).unwrap_err().to_string();
     assert!(message.contains("float16 cannot hold, at element 7"), "{message}");
     poke(&source, name, 7, 1.0);
@@ -141,7 +141,7 @@ fn weights_that_are_not_finite_are_named_and_nothing_is_left() {
 #[test]
 fn an_interruption_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let source = model(dir.path(), Dtype::F32, false);
+    let source = model(dir.path(), DType::F32, false);
     let options = Options::new(&source, dir.path().join("out"));
     let mut pieces = 0;
     let error = convert(&options, &mut |_| {
@@ -156,7 +156,7 @@ fn an_interruption_leaves_nothing() {
 #[test]
 fn the_source_is_never_replaced() {
     let dir = tempfile::tempdir().unwrap();
-    let source = model(dir.path(), Dtype::F32, false);
+    let source = model(dir.path(), DType::F32, false);
     for out in [source.clone(), dir.path().to_path_buf()] {
         let options = Options { force: true, ..Options::new(&source, out) };
         assert!(go(&options).unwrap_err().to_string().contains("holds the source model"));
@@ -168,7 +168,7 @@ fn padding_adds_mean_rows_to_both_ends() {
     let dir = tempfile::tempdir().unwrap();
     for tied in [false, true] {
         let dir = dir.path().join(tied.to_string());
-        let source = model(&dir, Dtype::F32, tied);
+        let source = model(&dir, DType::F32, tied);
         let out = dir.join("out");
         let options = Options { pad_vocab_to: Some(16), ..Options::new(&source, &out) };
         let receipt = go(&options).unwrap();

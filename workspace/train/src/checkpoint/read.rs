@@ -11,7 +11,6 @@ use moh_model::parameters::Shard;
 use safetensors::tensor::{Dtype, Metadata};
 
 use super::manifest::{FORMAT, Manifest, TensorEntry, TensorKind};
-use super::write::sync;
 use super::{MANIFEST, MANIFEST_HASH};
 use crate::{Error, Ranks, RunDirectory};
 
@@ -79,7 +78,7 @@ fn set_aside(run: &RunDirectory, directory: &Path, aside: &Path) -> Result<(), E
         fs::remove_dir_all(aside).map_err(Error::io(aside))?;
     }
     fs::rename(directory, aside).map_err(Error::io(aside))?;
-    sync(&run.checkpoints())
+    moh_files::sync_directory(&run.checkpoints()).map_err(Error::io(&run.checkpoints()))
 }
 
 impl StoredCheckpoint {

@@ -4,17 +4,17 @@ use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fs::{self, File};
-use std::io::Write as _;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use half::bf16;
 use moh_comm::Group;
+use moh_files::{PendingDirectory, TEMPORARY, write_synced};
+use moh_hf::weight_files::header_type;
 use moh_kernels::{Backend, DType, Element};
 use moh_model::Model;
 use moh_model::layout::{ModelLayout, Segment};
 use moh_model::parameters::{FlatBuffers, Shard, overlap};
-use safetensors::tensor::{Dtype, View};
+use safetensors::tensor::View;
 use serde_json::{Map, Value};
 
 use super::manifest::{FORMAT, Manifest, RunState, TensorEntry, TensorKind};
@@ -22,9 +22,6 @@ use super::{MANIFEST, MANIFEST_HASH};
 use crate::optimizer::OptimizerState;
 use crate::recipe::Checkpoint;
 use crate::{Error, Ranks, RunDirectory};
-
-/// Prefix of what is not complete yet, or not any more.
-pub(super) const TEMPORARY: &str = ".tmp-";
 
 /// Writes the checkpoint of `state`, each rank its shard in files of its own, and returns its
 /// directory.
@@ -39,51 +36,28 @@ pub fn write<B: Backend, T: Element, M: Element>(
     model: &Model<B, T>,
     optimizer: &OptimizerState<B, M>,
 ) -> Result<PathBuf, Error> {
-    let all = run.checkpoints();
-    let folder = Unfinished { path: all.join(format!("{TEMPORARY}step-{}", state.step)) };
+    let place = run.checkpoint(state.step);
+    // All ranks write into the directory that the first one makes and, after an error, removes.
+    let folder = PendingDirectory::shared_path(&place);
+    let mut pending = None;
     ranks.first_does(|| {
-        folder.remove()?;
-        fs::create_dir_all(&folder.path).map_err(Error::io(&folder.path))
+        pending = Some(PendingDirectory::create_shared(&place).map_err(Error::io(&folder))?);
+        Ok(())
     })?;
-    let written = write_parts(&folder.path, ranks.group(), model, optimizer);
-    let entries = match ranks.agree(written) {
-        Err(error) => {
-            // Best effort: what stays is removed with the next checkpoint.
-            let _ = ranks.is_first().then(|| folder.remove());
-            return Err(error);
-        }
-        Ok(entries) => entries,
-    };
+    let written = write_parts(&folder, ranks.group(), model, optimizer);
+    let entries = ranks.agree(written)?;
     // A list of plain structures has no reason to fail.
     let text = serde_json::to_vec(&entries)
-        .map_err(|error| Error::io(&folder.path)(std::io::Error::from(error)))?;
+        .map_err(|error| Error::io(&folder)(std::io::Error::from(error)))?;
     let texts = ranks.gather(text)?;
-    let place = run.checkpoint(state.step);
     ranks.first_does(|| {
-        let finished = finish(&folder.path, &place, state, config, &texts);
-        if finished.is_err() {
-            let _ = folder.remove();
+        write_manifest(&folder, &manifest(&folder, state, config, &texts)?)?;
+        match pending.take() {
+            Some(pending) => pending.publish().map_err(Error::io(&place)),
+            None => Ok(()),
         }
-        finished?;
-        sync(&all)
     })?;
     Ok(place)
-}
-
-/// A checkpoint's directory before it has its name.
-struct Unfinished {
-    path: PathBuf,
-}
-
-impl Unfinished {
-    fn remove(&self) -> Result<(), Error> {
-        match fs::remove_dir_all(&self.path) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(Error::io(&self.path)(error))
-            }
-            _ => Ok(()),
-        }
-    }
 }
 
 /// Writes what this rank holds; returns the entries of the manifest.
@@ -103,12 +77,11 @@ fn write_parts<B: Backend, T: Element, M: Element>(
         };
         let (backend, layout) = (model.backend(), model.layout());
         let moments = |buffers: &FlatBuffers<B, M>| {
-            let dtype = if M::DTYPE == DType::BF16 { Dtype::BF16 } else { Dtype::F32 };
             let read = |flat, range| Ok(buffers.read_range(backend, flat, range)?);
-            file.write(layout, dtype, &read)
+            file.write(layout, M::DTYPE, &read)
         };
         entries.extend(match kind {
-            TensorKind::Weight => file.write(layout, Dtype::F32, &|flat, range| {
+            TensorKind::Weight => file.write(layout, DType::F32, &|flat, range| {
                 optimizer.exact_weights(model, flat, range)
             }),
             TensorKind::FirstMoment => moments(&optimizer.first_moment),
@@ -118,24 +91,20 @@ fn write_parts<B: Backend, T: Element, M: Element>(
     Ok(entries)
 }
 
-/// Writes the manifest of all ranks' entries and gives the directory its name.
-fn finish(
+/// The manifest of all ranks' entries.
+fn manifest(
     folder: &Path,
-    place: &Path,
     state: &RunState,
     config: Map<String, Value>,
     texts: &[Vec<u8>],
-) -> Result<(), Error> {
+) -> Result<Manifest, Error> {
     let mut tensors = Vec::new();
     for text in texts {
         let entries: Vec<TensorEntry> = serde_json::from_slice(text)
             .map_err(|error| Error::io(folder)(std::io::Error::from(error)))?;
         tensors.extend(entries);
     }
-    let manifest = Manifest { format: FORMAT, state: state.clone(), config, tensors };
-    write_manifest(folder, &manifest)?;
-    sync(folder)?;
-    fs::rename(folder, place).map_err(Error::io(place))
+    Ok(Manifest { format: FORMAT, state: state.clone(), config, tensors })
 }
 
 /// Removes the checkpoints that `kept` does not keep, and what earlier processes left unfinished.
@@ -175,13 +144,13 @@ struct DeviceTensor<'a> {
     range: Range<usize>,
     name: &'a str,
     shape: Vec<usize>,
-    dtype: Dtype,
+    dtype: DType,
     hash: &'a RefCell<HashMap<String, Result<blake3::Hash, Error>>>,
 }
 
 impl View for DeviceTensor<'_> {
-    fn dtype(&self) -> Dtype {
-        self.dtype
+    fn dtype(&self) -> safetensors::Dtype {
+        header_type(self.dtype)
     }
 
     fn shape(&self) -> &[usize] {
@@ -191,7 +160,8 @@ impl View for DeviceTensor<'_> {
     fn data(&self) -> Cow<'_, [u8]> {
         let (bytes, hash) = match (self.read)(self.flat, self.range.clone()) {
             Ok(values) => {
-                let bytes = to_bytes(self.dtype, &values);
+                let mut bytes = vec![0; self.data_len()];
+                self.dtype.write(&values, &mut bytes);
                 let hash = blake3::hash(&bytes);
                 (bytes, Ok(hash))
             }
@@ -203,14 +173,7 @@ impl View for DeviceTensor<'_> {
     }
 
     fn data_len(&self) -> usize {
-        self.range.len() * self.dtype.bitsize() / 8
-    }
-}
-
-fn to_bytes(dtype: Dtype, values: &[f32]) -> Vec<u8> {
-    match dtype {
-        Dtype::BF16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
-        _ => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        self.range.len() * self.dtype.bytes()
     }
 }
 
@@ -226,7 +189,7 @@ impl PartFile<'_> {
     fn write(
         &self,
         layout: &ModelLayout,
-        dtype: Dtype,
+        dtype: DType,
         read: &Read<'_>,
     ) -> Result<Vec<TensorEntry>, Error> {
         let path = &self.folder.join(&self.name);
@@ -268,7 +231,7 @@ impl PartFile<'_> {
         layout: &ModelLayout,
         flat: usize,
         segment: &Segment,
-        dtype: Dtype,
+        dtype: DType,
     ) -> Option<(usize, Range<usize>, TensorEntry)> {
         let range = overlap(&segment.range, &self.shard.range(layout.flats[flat].len));
         let start = segment.range.start;
@@ -296,22 +259,7 @@ fn write_manifest(folder: &Path, manifest: &Manifest) -> Result<(), Error> {
     let text = serde_json::to_vec_pretty(manifest)
         .map_err(|error| Error::io(&path)(std::io::Error::from(error)))?;
     let hash = format!("{}  {MANIFEST}\n", blake3::hash(&text));
-    write_synced(&path, &text)?;
-    write_synced(&folder.join(MANIFEST_HASH), hash.as_bytes())
-}
-
-fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), Error> {
-    File::create(path)
-        .and_then(|mut file| {
-            file.write_all(bytes)?;
-            file.sync_all()
-        })
-        .map_err(Error::io(path))
-}
-
-/// Puts a directory's entries on the disk; only Unix can.
-pub(super) fn sync(directory: &Path) -> Result<(), Error> {
-    #[cfg(unix)]
-    File::open(directory).and_then(|file| file.sync_all()).map_err(Error::io(directory))?;
-    Ok(())
+    write_synced(&path, &text).map_err(Error::io(&path))?;
+    let path = folder.join(MANIFEST_HASH);
+    write_synced(&path, hash.as_bytes()).map_err(Error::io(&path))
 }

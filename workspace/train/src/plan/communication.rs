@@ -6,10 +6,11 @@
 use std::iter::Sum;
 use std::ops::{Add, Mul};
 
+use moh_kernels::ElementType;
 use moh_model::model_parallel::Part;
 
 use super::work::Work;
-use crate::recipe::{DType, Recompute};
+use crate::recipe::Recompute;
 
 /// Operations, and what one rank sends in them.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -89,8 +90,8 @@ impl Traffic {
 pub(super) fn reduce_scatter(work: &Work, rank: usize) -> Volume {
     let precision = &work.recipe.precision;
     let dtype = match precision.gradients {
-        DType::F32 => precision.reduce,
-        DType::Bf16 => DType::Bf16,
+        ElementType::F32 => precision.reduce,
+        ElementType::BF16 => ElementType::BF16,
     };
     of_flat_buffers(work, rank, dtype)
 }
@@ -100,7 +101,7 @@ pub(super) fn all_gather(work: &Work, rank: usize) -> Volume {
     of_flat_buffers(work, rank, work.recipe.run.dtype)
 }
 
-fn of_flat_buffers(work: &Work, rank: usize, dtype: DType) -> Volume {
+fn of_flat_buffers(work: &Work, rank: usize, dtype: ElementType) -> Volume {
     let bytes = work.rank_numbers(rank) as f64 * dtype.bytes() as f64;
     let ring = Volume::ring(work.layout.data, bytes);
     Volume { operations: ring.operations * work.flat_buffers(rank) as f64, ..ring }

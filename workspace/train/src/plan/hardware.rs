@@ -5,11 +5,12 @@ use std::fmt::Display;
 use std::ops::RangeInclusive;
 use std::path::Path;
 
+use moh_kernels::ElementType;
 use serde::Deserialize;
 use toml::Value;
 
 use crate::Error;
-use crate::recipe::{DType, Fault, reader};
+use crate::recipe::{Fault, reader};
 
 /// A longer file is not a profile.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -129,10 +130,10 @@ impl Hardware {
     }
 
     /// Operations a second of matrix products in `dtype`.
-    pub fn matmul(&self, dtype: DType) -> f64 {
+    pub fn matmul(&self, dtype: ElementType) -> f64 {
         1e12 * match dtype {
-            DType::F32 => self.device.matmul_f32_tflops,
-            DType::Bf16 => self.device.matmul_bf16_tflops,
+            ElementType::F32 => self.device.matmul_f32_tflops,
+            ElementType::BF16 => self.device.matmul_bf16_tflops,
         }
     }
 

@@ -4,11 +4,11 @@
 //! micro-batch that is under way. Workspaces of libraries and the system's own needs come on top.
 
 use moh_kernels::cross_entropy::{GPU_CHUNK, HeadShape};
-use moh_kernels::{Cpu, Workspace};
+use moh_kernels::{Cpu, ElementType, Workspace};
 use moh_model::model_parallel::Part;
 
 use super::work::Work;
-use crate::recipe::{DType, Device, Recompute};
+use crate::recipe::{Device, Recompute};
 
 /// Memory of weights and optimiser, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,13 +105,13 @@ fn state(work: &Work, rank: usize) -> StateBytes {
     let share = numbers / work.layout.data.max(1) as u128;
     let of = |numbers: u128, bytes: usize| saturate(numbers.saturating_mul(bytes as u128));
     let rounds = work.layout.data > 1
-        && precision.gradients == DType::F32
-        && precision.reduce == DType::Bf16;
+        && precision.gradients == ElementType::F32
+        && precision.reduce == ElementType::BF16;
     StateBytes {
         weights: of(numbers, dtype.bytes()),
         remainder: match dtype {
-            DType::F32 => 0,
-            DType::Bf16 => of(share, 2),
+            ElementType::F32 => 0,
+            ElementType::BF16 => of(share, 2),
         },
         gradients: of(numbers, precision.gradients.bytes()),
         rounded: if rounds { of(numbers, 2) } else { 0 },

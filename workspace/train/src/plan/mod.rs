@@ -19,6 +19,7 @@ mod time;
 mod units;
 mod work;
 
+use moh_kernels::ElementType;
 use moh_model::{ModelConfig, MohConfig};
 
 pub use cluster::{Cluster, ClusterStage, Speed};
@@ -29,7 +30,7 @@ pub use memory::{ActivationBytes, RankMemory, StateBytes};
 pub use time::StepTime;
 pub use work::Layout;
 
-use crate::recipe::{DType, Parallel, Recipe, Recompute, Stage};
+use crate::recipe::{Parallel, Recipe, Recompute, Stage};
 use work::Work;
 
 /// What a recipe will take.
@@ -48,9 +49,9 @@ pub struct Plan {
     /// The stages on many ranks, where those were asked for.
     pub cluster: Option<Cluster>,
     /// `run.dtype`.
-    pub dtype: DType,
+    pub dtype: ElementType,
     /// `precision.gradients` and `precision.moments`.
-    pub state_dtypes: (DType, DType),
+    pub state_dtypes: (ElementType, ElementType),
     /// `memory.recompute`.
     pub recompute: Recompute,
 }

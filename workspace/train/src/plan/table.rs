@@ -2,13 +2,15 @@
 
 use std::fmt;
 
+use moh_kernels::ElementType;
+
 use super::cluster::{Cluster, ClusterStage, Speed};
 use super::hardware::Hardware;
 use super::layouts::{StageSuggestions, Suggestions};
 use super::memory::{ActivationBytes, RankMemory};
 use super::units::{bytes, duration, flops, grouped, moment, percent, traffic};
 use super::{DiskBytes, Plan, StagePlan};
-use crate::recipe::{DType, Recompute};
+use crate::recipe::Recompute;
 
 /// Width of a row's label.
 const LABEL: usize = 40;
@@ -131,7 +133,7 @@ impl Plan {
 
     fn write_memory(&self, table: &mut Table, stages: &[RankMemory]) -> fmt::Result {
         let (gradients, moments) = self.state_dtypes;
-        let of = |what: &str, dtype: DType| format!("{what}, {}", dtype.name());
+        let of = |what: &str, dtype: ElementType| format!("{what}, {}", dtype.name());
         table.bytes(&of("weights", self.dtype), stages, |rank| rank.state.weights)?;
         table.bytes("remainders, 16 bits", stages, |rank| rank.state.remainder)?;
         table.bytes(&of("gradients", gradients), stages, |rank| rank.state.gradients)?;

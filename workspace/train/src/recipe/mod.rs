@@ -4,6 +4,7 @@
 //! everything that can be checked without the model; [`Recipe::resolve`] does the rest once the
 //! model's shape is known. Relative paths resolve against the current directory.
 
+mod element_type;
 mod model;
 mod overrides;
 pub(crate) mod reader;
@@ -15,6 +16,7 @@ mod validate;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use moh_kernels::ElementType;
 use moh_model::ModelConfig;
 use serde::{Deserialize, Serialize};
 use toml::Value;
@@ -72,7 +74,8 @@ pub struct Run {
     /// What computes.
     pub device: Device,
     /// Element type of weights and activations.
-    pub dtype: DType,
+    #[serde(with = "element_type")]
+    pub dtype: ElementType,
     /// Whether a GPU gives the same bits in every run, at some cost; a CPU always does.
     #[serde(default)]
     pub deterministic: bool,
@@ -86,34 +89,6 @@ pub enum Device {
     Cpu,
     /// An NVIDIA GPU.
     Cuda,
-}
-
-/// An element type.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DType {
-    /// 32-bit IEEE floating point.
-    F32,
-    /// bfloat16.
-    Bf16,
-}
-
-impl DType {
-    /// Bytes of one element.
-    pub fn bytes(self) -> usize {
-        match self {
-            DType::F32 => 4,
-            DType::Bf16 => 2,
-        }
-    }
-
-    /// The name in recipes.
-    pub fn name(self) -> &'static str {
-        match self {
-            DType::F32 => "f32",
-            DType::Bf16 => "bf16",
-        }
-    }
 }
 
 /// `[data]`: what is read, in which order.
@@ -176,16 +151,20 @@ pub struct ValidationData {
 #[serde(deny_unknown_fields, default)]
 pub struct Precision {
     /// Gradients.
-    pub gradients: DType,
+    #[serde(with = "element_type")]
+    pub gradients: ElementType,
     /// Both moments of AdamW.
-    pub moments: DType,
+    #[serde(with = "element_type")]
+    pub moments: ElementType,
     /// Gradients on their way between processes.
-    pub reduce: DType,
+    #[serde(with = "element_type")]
+    pub reduce: ElementType,
 }
 
 impl Default for Precision {
     fn default() -> Self {
-        Precision { gradients: DType::F32, moments: DType::F32, reduce: DType::F32 }
+        let f32 = ElementType::F32;
+        Precision { gradients: f32, moments: f32, reduce: f32 }
     }
 }
 

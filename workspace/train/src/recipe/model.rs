@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use moh_model::{ConfigFile, ModelConfig};
+use moh_hf::ConfigFile;
+use moh_model::ModelConfig;
 use serde::de::{self, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 

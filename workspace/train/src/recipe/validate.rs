@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::path::Path;
 
+use moh_kernels::ElementType;
 use moh_model::ModelConfig;
 
 use super::{
-    Checkpoint, DType, Device, Fault, LearningRate, Model, Optimizer, Order, Parallel, Recipe,
-    Stage,
+    Checkpoint, Device, Fault, LearningRate, Model, Optimizer, Order, Parallel, Recipe, Stage,
 };
 
 /// Token counts up to here are exact as floats, and sums over all stages fit 64 bits.
@@ -84,7 +84,8 @@ pub(super) fn faults(recipe: &Recipe) -> Vec<Fault> {
 
 /// A GPU's matrix products add to numbers of the type that they multiply, or wider.
 fn check_precision(faults: &mut Faults, recipe: &Recipe) {
-    let narrow = recipe.run.dtype == DType::F32 && recipe.precision.gradients == DType::Bf16;
+    let narrow =
+        recipe.run.dtype == ElementType::F32 && recipe.precision.gradients == ElementType::BF16;
     let fine = recipe.run.device != Device::Cuda || !narrow;
     let reason = "must be f32 with run.device = \"cuda\" and run.dtype = \"f32\"";
     faults.check(fine, "precision.gradients", "bf16", reason);

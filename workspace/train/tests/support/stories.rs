@@ -4,10 +4,9 @@
 use std::path::{Path, PathBuf};
 
 use moh_data::{Prepare, TextTokenizer, prepare};
+use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::Cpu;
-use moh_model::{
-    Activations, ConfigFile, Error, Model, PassShape, Recompute, StepSums, WeightFiles,
-};
+use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
 use moh_train::recipe::Parallel;
 use moh_train::{Recipe, RunDirectory};
 

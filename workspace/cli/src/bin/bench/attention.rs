@@ -5,11 +5,11 @@
 use clap::builder::RangedU64ValueParser;
 use half::bf16;
 use moh_cli::exit::Usage;
-use moh_cli::models::ComputeType;
+use moh_cli::models;
 use moh_kernels::cases::AttentionCase;
 use moh_kernels::rope::QkvShape;
 use moh_kernels::router::query_norm::QueryNormRouter;
-use moh_kernels::{Backend, Element};
+use moh_kernels::{Backend, Element, ElementType};
 use moh_model::MohConfig;
 use serde_json::{Value, json};
 
@@ -48,8 +48,8 @@ pub struct AttentionArguments {
     #[arg(long, value_name = "COUNTS", value_delimiter = ',')]
     shared_heads: Vec<usize>,
     /// Type of queries, keys and values
-    #[arg(long, value_enum, default_value = "f32")]
-    dtype: ComputeType,
+    #[arg(long, value_parser = models::element_types(), default_value = "f32")]
+    dtype: ElementType,
     #[command(flatten)]
     device: DeviceArguments,
     /// Seconds that all runs take together, at three runs of each at least
@@ -169,8 +169,8 @@ impl Measurement for Job<'_> {
 
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found> {
         let rows = match self.arguments.dtype {
-            ComputeType::F32 => self.measure::<B, f32>(bench)?,
-            ComputeType::Bf16 => self.measure::<B, bf16>(bench)?,
+            ElementType::F32 => self.measure::<B, f32>(bench)?,
+            ElementType::BF16 => self.measure::<B, bf16>(bench)?,
         };
         Ok((rows, Machine::measure(bench)?))
     }

@@ -2,6 +2,7 @@
 //! memory in use.
 
 use half::bf16;
+use moh_kernels::linear::LinearForward;
 use moh_kernels::{Backend, Element};
 use serde_json::{Value, json};
 
@@ -82,7 +83,8 @@ fn matmul<B: Backend, T: Element>(bench: &Bench<B>) -> anyhow::Result<f64> {
     }
     let times = bench.repeat(1, SECONDS, || {
         let (x, weight) = (B::view(&x, 0..count), B::view(&weight, 0..count));
-        backend.linear_forward(*product, x, weight, None, B::view_mut(&mut y, 0..count))
+        let y = B::view_mut(&mut y, 0..count);
+        backend.linear_forward(LinearForward { inputs: *product, x, weight, residual: None, y })
     })?;
     Ok(times.rates(2.0 * (*product as f64).powi(3)).best)
 }

@@ -2,9 +2,9 @@
 
 use half::bf16;
 use moh_cli::exit::Usage;
-use moh_cli::models::ComputeType;
+use moh_cli::models;
 use moh_kernels::cases::{self, Work};
-use moh_kernels::{Backend, Element};
+use moh_kernels::{Backend, Element, ElementType};
 use serde_json::{Value, json};
 
 use crate::device::{Bench, DeviceArguments, Measurement};
@@ -21,8 +21,8 @@ pub struct OperatorsArguments {
     #[arg(value_name = "NAME")]
     filter: Option<String>,
     /// Type of weights and activations; both when left out
-    #[arg(long, value_enum)]
-    dtype: Option<ComputeType>,
+    #[arg(long, value_parser = models::element_types())]
+    dtype: Option<ElementType>,
     #[command(flatten)]
     device: DeviceArguments,
     /// Seconds that the runs of each case take, at three runs at least
@@ -35,7 +35,7 @@ pub struct OperatorsArguments {
 
 pub struct Row {
     name: String,
-    dtype: ComputeType,
+    dtype: ElementType,
     work: Work,
     times: Times,
 }
@@ -44,8 +44,8 @@ impl Row {
     /// Work a second in the median, and the limit that it is held against.
     fn rate_and_limit(&self, machine: &Machine) -> (f64, f64) {
         let (work, limit) = match (self.work, self.dtype) {
-            (Work::Operations(count), ComputeType::F32) => (count, machine.f32_matmul),
-            (Work::Operations(count), ComputeType::Bf16) => (count, machine.bf16_matmul),
+            (Work::Operations(count), ElementType::F32) => (count, machine.f32_matmul),
+            (Work::Operations(count), ElementType::BF16) => (count, machine.bf16_matmul),
             (Work::Bytes(count), _) => (count, machine.copy),
         };
         (self.times.rates(work as f64).median, limit)
@@ -63,11 +63,11 @@ impl Measurement for &OperatorsArguments {
 
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found> {
         let mut rows = Vec::new();
-        if self.dtype != Some(ComputeType::Bf16) {
-            measure::<B, f32>(bench, ComputeType::F32, self, &mut rows)?;
+        if self.dtype != Some(ElementType::BF16) {
+            measure::<B, f32>(bench, ElementType::F32, self, &mut rows)?;
         }
-        if self.dtype != Some(ComputeType::F32) {
-            measure::<B, bf16>(bench, ComputeType::Bf16, self, &mut rows)?;
+        if self.dtype != Some(ElementType::F32) {
+            measure::<B, bf16>(bench, ElementType::BF16, self, &mut rows)?;
         }
         if rows.is_empty() {
             let filter = self.filter.as_deref().unwrap_or_default();
@@ -79,7 +79,7 @@ impl Measurement for &OperatorsArguments {
 
 fn measure<B: Backend, T: Element>(
     bench: &Bench<B>,
-    dtype: ComputeType,
+    dtype: ElementType,
     arguments: &OperatorsArguments,
     rows: &mut Vec<Row>,
 ) -> anyhow::Result<()> {

@@ -1,13 +1,12 @@
 //! `moh-bench step`: tokens a second, operations a second and memory of training steps.
 
-use half::bf16;
 use moh_comm::World;
+use moh_device::{InTrainingElements, TrainingTypes, in_training_elements};
 use moh_kernels::{Backend, Element, span};
 use moh_model::layout::Segment;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig, initial};
 use moh_train::optimizer::OptimizerState;
-use moh_train::recipe::DType;
 use moh_train::step::{StepGroups, Stepper, Taken};
 use serde_json::{Value, json};
 
@@ -51,25 +50,29 @@ impl Measurement for (&StepJob, &StepArguments) {
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found> {
         let (job, arguments) = self;
         let backend = &bench.backend;
-        let measured = match job.dtype {
-            DType::F32 => with_state::<B, f32>(backend, job, arguments)?,
-            DType::Bf16 => with_state::<B, bf16>(backend, job, arguments)?,
+        let types = TrainingTypes {
+            weights: job.dtype,
+            gradients: job.precision.gradients,
+            moments: job.precision.moments,
         };
+        let measured = in_training_elements(types, Steps { backend, job, arguments })?;
         // Afterwards: the matrices and copies must not count in the memory of the step.
         Ok((measured, Machine::measure(bench)?))
     }
 }
 
-fn with_state<B: Backend + Clone, T: Element>(
-    backend: &B,
-    job: &StepJob,
-    arguments: &StepArguments,
-) -> anyhow::Result<Measured> {
-    match (job.precision.gradients, job.precision.moments) {
-        (DType::F32, DType::F32) => measure::<B, T, f32, f32>(backend, job, arguments),
-        (DType::F32, DType::Bf16) => measure::<B, T, f32, bf16>(backend, job, arguments),
-        (DType::Bf16, DType::F32) => measure::<B, T, bf16, f32>(backend, job, arguments),
-        (DType::Bf16, DType::Bf16) => measure::<B, T, bf16, bf16>(backend, job, arguments),
+/// Steps on a device, before their element types are known.
+struct Steps<'a, B> {
+    backend: &'a B,
+    job: &'a StepJob,
+    arguments: &'a StepArguments,
+}
+
+impl<B: Backend + Clone> InTrainingElements for Steps<'_, B> {
+    type Output = anyhow::Result<Measured>;
+
+    fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
+        measure::<B, T, G, M>(self.backend, self.job, self.arguments)
     }
 }
 
@@ -100,11 +103,11 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
         stepper.step(
             &mut model,
             &mut optimizer,
-            |sample, window, first_key| {
+            |sample, window, document_start| {
                 synthetic(sample, vocabulary, window);
-                if let Some(first_key) = first_key {
+                if let Some(document_start) = document_start {
                     // One document that began before the window.
-                    first_key.fill(0);
+                    document_start.fill(0);
                 }
                 Ok(())
             },

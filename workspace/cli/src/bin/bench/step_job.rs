@@ -4,9 +4,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use moh_cli::exit::Usage;
-use moh_cli::models::ComputeType;
-use moh_model::{ConfigFile, ModelConfig, MohConfig, Recompute};
-use moh_train::recipe::{DType, MohOptions, Optimizer, Precision};
+use moh_cli::models;
+use moh_hf::ConfigFile;
+use moh_kernels::ElementType;
+use moh_model::{ModelConfig, MohConfig, Recompute};
+use moh_train::recipe::{MohOptions, Optimizer, Precision};
 use moh_train::step::StepPlan;
 use moh_train::{Plan, Recipe};
 
@@ -41,8 +43,8 @@ pub struct StepArguments {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     layers: Option<u32>,
     /// Type of weights and activations; the recipe's, or f32
-    #[arg(long, value_enum)]
-    dtype: Option<ComputeType>,
+    #[arg(long, value_parser = models::element_types())]
+    dtype: Option<ElementType>,
     /// Share of the heads that are active, half of the heads being shared unless --shared-heads
     /// says otherwise
     #[arg(long, value_name = "SHARE")]
@@ -70,7 +72,7 @@ pub struct StepArguments {
 pub struct StepJob {
     pub config: ModelConfig,
     pub plan: StepPlan,
-    pub dtype: DType,
+    pub dtype: ElementType,
     pub precision: Precision,
     pub learning_rate: f64,
 }
@@ -84,10 +86,7 @@ impl StepJob {
             (None, None) => return Err(Usage("--recipe or --config is needed".into()).into()),
         };
         if let Some(dtype) = arguments.dtype {
-            job.dtype = match dtype {
-                ComputeType::F32 => DType::F32,
-                ComputeType::Bf16 => DType::Bf16,
-            };
+            job.dtype = dtype;
         }
         if let Some(layers) = arguments.layers {
             job.config.num_hidden_layers = layers as usize;
@@ -160,9 +159,9 @@ fn of_config(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
             recompute: Recompute::Cheap,
             balance_loss_weight: MohOptions::default().balance_loss_weight,
             optimizer: Optimizer::default(),
-            reduce: DType::F32,
+            reduce: ElementType::F32,
         },
-        dtype: DType::F32,
+        dtype: ElementType::F32,
         precision: Precision::default(),
         learning_rate: LEARNING_RATE,
     })

@@ -108,8 +108,8 @@ fn datatype(dtype: DType) -> ffi::MPI_Datatype {
             DType::F64 => ffi::RSMPI_DOUBLE,
             DType::U32 => ffi::RSMPI_UINT32_T,
             DType::I16 => ffi::RSMPI_INT16_T,
-            // MPI has no bf16; it only moves these bytes.
-            DType::BF16 => ffi::RSMPI_UINT16_T,
+            // MPI has no 16-bit floats; it only moves these bytes.
+            DType::F16 | DType::BF16 => ffi::RSMPI_UINT16_T,
             DType::U8 => ffi::RSMPI_UINT8_T,
         }
     }

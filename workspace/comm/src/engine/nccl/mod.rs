@@ -82,6 +82,7 @@ pub(crate) fn world(
 fn number_type(operation: &'static str, dtype: DType) -> Result<sys::ncclDataType_t> {
     Ok(match dtype {
         DType::F32 => sys::ncclDataType_t::ncclFloat32,
+        DType::F16 => sys::ncclDataType_t::ncclFloat16,
         DType::BF16 => sys::ncclDataType_t::ncclBfloat16,
         DType::F64 => sys::ncclDataType_t::ncclFloat64,
         DType::U32 => sys::ncclDataType_t::ncclUint32,

@@ -208,7 +208,7 @@ impl Rows<'_> {
 fn pad(rows: usize, multiple: Option<usize>) -> Result<usize, Error> {
     match rows.checked_next_multiple_of(multiple.unwrap_or(1)) {
         Some(rows) if rows <= MAX_TOKENS => Ok(rows),
-        _ => Err(Error::Option(format!(
+        _ => Err(Error::Vocabulary(format!(
             "a vocabulary of {rows} rows cannot be padded to a multiple of {}: expected 1 to {MAX_TOKENS}",
             multiple.unwrap_or(1)
         ))),

@@ -20,7 +20,7 @@ struct Behaviour {
     log: Vec<String>,
 }
 
-/// A small hub on loopback; the API is what hf-hub 1.0 asks for.
+/// A small hub on loopback, with as much of the API as is asked for.
 struct Server {
     endpoint: String,
     behaviour: Arc<Mutex<Behaviour>>,

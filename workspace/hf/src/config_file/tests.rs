@@ -180,7 +180,7 @@ fn conversion_changes_only_its_own_fields() {
     config.vocab_size = 256;
     config.moh =
         Some(MohConfig { router: RouterKind::QueryNorm, shared_heads: 4, routed_top_k: 2 });
-    let fields = source.to_json(&config, Some(Dtype::BF16));
+    let fields = source.to_json(&config, Some(DType::BF16));
     assert_eq!(fields["architectures"], json!(["MohLlamaForCausalLM"]));
     assert_eq!(fields["torch_dtype"], json!("bfloat16"));
     assert!(!fields.contains_key("dtype") && !fields.contains_key("auto_map"));

@@ -8,15 +8,15 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::path::{Component, Path, PathBuf};
 
-use half::{bf16, f16};
 use memmap2::Mmap;
+use moh_kernels::DType;
+use moh_model::ModelConfig;
+use moh_model::flops::{EMBEDDING, OUTPUT_HEAD, tensor_shapes};
 use safetensors::SafeTensors;
 use safetensors::tensor::SafeTensorError;
 use serde_json::Value;
 
 use crate::Error;
-use crate::config::ModelConfig;
-use crate::flops::{EMBEDDING, OUTPUT_HEAD, tensor_shapes};
 
 /// Name of the weights of a model in one file.
 pub const WEIGHTS_FILE: &str = "model.safetensors";
@@ -28,133 +28,29 @@ const MAX_INDEX_BYTES: u64 = 256 << 20;
 /// Buffers that old checkpoints carry and no model reads.
 const IGNORED_SUFFIX: &str = ".rotary_emb.inv_freq";
 
-/// Element type of a tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Dtype {
-    /// 32-bit floating point.
-    F32,
-    /// 16-bit floating point (IEEE).
-    F16,
-    /// 16-bit floating point with the exponent of f32.
-    BF16,
-}
-
-impl Dtype {
-    /// Bytes of an element.
-    pub fn size(self) -> usize {
-        match self {
-            Dtype::F32 => 4,
-            Dtype::F16 | Dtype::BF16 => 2,
-        }
-    }
-
-    /// Its name in `config.json`: `float32`, `float16` or `bfloat16`.
-    pub fn config_name(self) -> &'static str {
-        match self {
-            Dtype::F32 => "float32",
-            Dtype::F16 => "float16",
-            Dtype::BF16 => "bfloat16",
-        }
-    }
-
-    /// Its name in a safetensors header: `F32`, `F16` or `BF16`.
-    pub fn header_name(self) -> &'static str {
-        match self {
-            Dtype::F32 => "F32",
-            Dtype::F16 => "F16",
-            Dtype::BF16 => "BF16",
-        }
-    }
-
-    fn from_safetensors(dtype: safetensors::Dtype) -> Option<Self> {
-        match dtype {
-            safetensors::Dtype::F32 => Some(Dtype::F32),
-            safetensors::Dtype::F16 => Some(Dtype::F16),
-            safetensors::Dtype::BF16 => Some(Dtype::BF16),
-            _ => None,
-        }
-    }
-
-    /// Index of the first element that is infinite or not a number.
-    pub fn first_not_finite(self, bytes: &[u8]) -> Option<usize> {
-        match self {
-            Dtype::F32 => {
-                first(bytes, |b: [u8; 4]| u32::from_le_bytes(b) & 0x7f80_0000 == 0x7f80_0000)
-            }
-            Dtype::F16 => first(bytes, |b: [u8; 2]| u16::from_le_bytes(b) & 0x7c00 == 0x7c00),
-            Dtype::BF16 => first(bytes, |b: [u8; 2]| u16::from_le_bytes(b) & 0x7f80 == 0x7f80),
-        }
-    }
-
-    /// Widens little-endian elements to f32, exactly; as many as the shorter side has.
-    pub fn read(self, bytes: &[u8], out: &mut [f32]) {
-        match self {
-            Dtype::F32 => {
-                for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                    *out = f32::from_le_bytes(*bytes);
-                }
-            }
-            Dtype::F16 => {
-                for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                    *out = f16::from_le_bytes(*bytes).to_f32();
-                }
-            }
-            Dtype::BF16 => {
-                for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                    *out = bf16::from_le_bytes(*bytes).to_f32();
-                }
-            }
-        }
-    }
-
-    /// Rounds f32 values to this type (to nearest, ties to even), little-endian; as many as the
-    /// shorter side has. Values beyond the type's range become infinite.
-    pub fn write(self, values: &[f32], out: &mut [u8]) {
-        match self {
-            Dtype::F32 => {
-                for (bytes, value) in out.as_chunks_mut::<4>().0.iter_mut().zip(values) {
-                    *bytes = value.to_le_bytes();
-                }
-            }
-            Dtype::F16 => {
-                for (bytes, value) in out.as_chunks_mut::<2>().0.iter_mut().zip(values) {
-                    *bytes = f16::from_f32(*value).to_le_bytes();
-                }
-            }
-            Dtype::BF16 => {
-                for (bytes, value) in out.as_chunks_mut::<2>().0.iter_mut().zip(values) {
-                    *bytes = bf16::from_f32(*value).to_le_bytes();
-                }
-            }
-        }
+/// The element type of a tensor in a safetensors header.
+pub fn header_type(dtype: DType) -> safetensors::Dtype {
+    match dtype {
+        DType::F32 => safetensors::Dtype::F32,
+        DType::F16 => safetensors::Dtype::F16,
+        DType::BF16 => safetensors::Dtype::BF16,
+        DType::F64 => safetensors::Dtype::F64,
+        DType::U32 => safetensors::Dtype::U32,
+        DType::I16 => safetensors::Dtype::I16,
+        DType::U8 => safetensors::Dtype::U8,
     }
 }
 
-impl std::fmt::Display for Dtype {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.config_name())
-    }
-}
-
-/// First element that is `bad`: whole blocks are tested without a branch, so that the test runs at
-/// the speed of memory.
-fn first<const N: usize>(bytes: &[u8], bad: impl Fn([u8; N]) -> bool) -> Option<usize> {
-    const BLOCK: usize = 1024;
-    let (elements, _) = bytes.as_chunks::<N>();
-    for (block, elements) in elements.chunks(BLOCK).enumerate() {
-        if elements.iter().fold(false, |any, element| any | bad(*element)) {
-            let within = elements.iter().position(|element| bad(*element))?;
-            return Some(block * BLOCK + within);
-        }
-    }
-    None
+/// The types that weights are read in; other tensors are refused.
+fn weight_type(dtype: safetensors::Dtype) -> Option<DType> {
+    [DType::F32, DType::F16, DType::BF16].into_iter().find(|&ours| header_type(ours) == dtype)
 }
 
 /// A tensor as it lies in its file.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorBytes<'a> {
     /// Element type.
-    pub dtype: Dtype,
+    pub dtype: DType,
     /// Sizes, slowest first.
     pub shape: &'a [usize],
     /// Little-endian elements; not necessarily aligned.
@@ -306,7 +202,7 @@ impl WeightFiles {
     pub fn get(&self, name: &str) -> Result<TensorBytes<'_>, Error> {
         let tensor = self.find(name)?;
         let shard = &self.shards[tensor.shard];
-        let Some(dtype) = Dtype::from_safetensors(tensor.dtype) else {
+        let Some(dtype) = weight_type(tensor.dtype) else {
             let reason = format!("{name} has type {}: expected F32, F16 or BF16", tensor.dtype);
             return refuse(&shard.path, reason);
         };
@@ -371,7 +267,7 @@ impl WeightFiles {
     /// When there is no such tensor, `out` has another length, or an element is not finite.
     pub fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<(), Error> {
         let TensorBytes { dtype, shape, bytes } = self.get(name)?;
-        let elements = bytes.len() / dtype.size();
+        let elements = bytes.len() / dtype.bytes();
         if elements != out.len() {
             let reason = format!("{name} has shape {shape:?}: expected {} elements", out.len());
             return refuse(self.file_of(name), reason);

@@ -7,12 +7,12 @@
 
 use std::path::Path;
 
+use moh_kernels::DType;
+use moh_model::flops::LimitExceeded;
+use moh_model::{Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RouterKind};
 use serde_json::{Map, Value, json};
 
 use crate::Error;
-use crate::config::{Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RouterKind};
-use crate::flops::LimitExceeded;
-use crate::weight_files::Dtype;
 
 /// Name of the file in a model directory.
 pub const CONFIG_FILE: &str = "config.json";
@@ -126,7 +126,7 @@ impl ConfigFile {
     ///
     /// A dense `config` becomes a plain Llama again. `config` must otherwise be the model that the
     /// fields describe.
-    pub fn to_json(&self, config: &ModelConfig, dtype: Option<Dtype>) -> Map<String, Value> {
+    pub fn to_json(&self, config: &ModelConfig, dtype: Option<DType>) -> Map<String, Value> {
         let mut fields = self.fields.clone();
         let mut put = |key: &str, value: Value| fields.insert(key.to_string(), value);
         put("vocab_size", json!(config.vocab_size));
@@ -156,7 +156,7 @@ impl ConfigFile {
                 if fields.contains_key("rope_parameters") { "dtype" } else { "torch_dtype" };
             for (key, present) in known {
                 if present || (key == default && !known.iter().any(|(_, present)| *present)) {
-                    fields.insert(key.to_string(), json!(dtype.config_name()));
+                    fields.insert(key.to_string(), json!(dtype_name(dtype)));
                 }
             }
         }
@@ -164,17 +164,16 @@ impl ConfigFile {
     }
 }
 
-impl RouterKind {
-    /// The router's name in `config.json` and in recipes.
-    pub fn name(self) -> &'static str {
-        match self {
-            RouterKind::QueryNorm => "query-norm",
-        }
-    }
-
-    /// The router of that name, where there is one.
-    pub fn from_name(name: &str) -> Option<Self> {
-        [RouterKind::QueryNorm].into_iter().find(|router| router.name() == name)
+/// The name of an element type in `config.json`: torch's.
+pub fn dtype_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "float32",
+        DType::F16 => "float16",
+        DType::BF16 => "bfloat16",
+        DType::F64 => "float64",
+        DType::U32 => "uint32",
+        DType::I16 => "int16",
+        DType::U8 => "uint8",
     }
 }
 

@@ -9,17 +9,19 @@ use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-use moh_model::config_file::CONFIG_FILE;
-use moh_model::weight_files::{Dtype, INDEX_FILE, WEIGHTS_FILE, WeightFiles};
+use moh_files::{PendingDirectory, write_synced};
+use moh_kernels::DType;
 use serde_json::{Map, Value, json};
 
 use crate::Error;
+use crate::config_file::CONFIG_FILE;
+use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE, WeightFiles, header_type};
 
 /// The largest shard that transformers writes by default: 5 GB.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
 /// Files that belong to a tokenizer; besides, every file that starts with `chat_template`.
-pub(crate) const TOKENIZER_FILES: [&str; 7] = [
+pub const TOKENIZER_FILES: [&str; 7] = [
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -29,7 +31,7 @@ pub(crate) const TOKENIZER_FILES: [&str; 7] = [
     "merges.txt",
 ];
 /// Default settings of text generation.
-pub(crate) const GENERATION_FILE: &str = "generation_config.json";
+pub const GENERATION_FILE: &str = "generation_config.json";
 
 /// A tensor to be written.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,20 +41,20 @@ pub struct TensorSpec {
     /// Sizes, slowest first.
     pub shape: Vec<usize>,
     /// Element type.
-    pub dtype: Dtype,
+    pub dtype: DType,
 }
 
 impl TensorSpec {
     /// Elements times the size of one.
     pub fn num_bytes(&self) -> u64 {
         let elements: u64 = self.shape.iter().map(|&size| size as u64).product();
-        elements * self.dtype.size() as u64
+        elements * self.dtype.bytes() as u64
     }
 }
 
 /// What a model directory shall hold.
 #[derive(Debug, Clone)]
-pub struct Model<'a> {
+pub struct Contents<'a> {
     /// `config.json`.
     pub config: &'a Map<String, Value>,
     /// The tensors, in the order in which shards take them.
@@ -64,9 +66,9 @@ pub struct Model<'a> {
 }
 
 /// Takes the next bytes of a tensor.
-pub type Sink<'a> = dyn FnMut(&[u8]) -> Result<(), Error> + 'a;
+pub type Sink<'a, E> = dyn FnMut(&[u8]) -> Result<(), E> + 'a;
 /// Produces a tensor: hands all of its little-endian bytes, in order, to the sink.
-pub type Fill<'a> = dyn FnMut(&TensorSpec, &mut Sink<'_>) -> Result<(), Error> + 'a;
+pub type Fill<'a, E> = dyn FnMut(&TensorSpec, &mut Sink<'_, E>) -> Result<(), E> + 'a;
 
 /// What was written.
 #[derive(Debug, Clone, Default)]
@@ -105,27 +107,37 @@ pub fn companion_files(dir: &Path, tokenizer: &Path) -> Result<Vec<PathBuf>, Err
 /// When `out` exists and is not an empty directory (with `force`: not a model directory, which is
 /// then replaced after everything else has succeeded), when writing fails or `fill` does. Nothing
 /// is left behind in any of these cases, and what was at `out` is still there.
-pub fn write_model(
+pub fn write_model<E: From<Error>>(
     out: &Path,
     force: bool,
-    model: &Model<'_>,
-    fill: &mut Fill<'_>,
-) -> Result<Written, Error> {
-    let staged = Staged::create(out, force)?;
-    let written = write_tensors(staged.path(), model, fill)?;
-    let mut text = serde_json::to_string_pretty(model.config).map_err(|error| {
-        Error::file(&staged.path().join(CONFIG_FILE), format!("not representable: {error}"))
-    })?;
+    model: &Contents<'_>,
+    fill: &mut Fill<'_, E>,
+) -> Result<Written, E> {
+    check_destination(out, force)?;
+    // What a link points to is replaced, not the link.
+    let out = &fs::canonicalize(out).unwrap_or_else(|_| out.to_path_buf());
+    if out.file_name().is_none() {
+        return Err(Error::file(out, "is not a name for a directory").into());
+    }
+    let parent = moh_files::parent(out);
+    fs::create_dir_all(parent).map_err(Error::io(parent))?;
+    let pending = PendingDirectory::create(out).map_err(Error::io(parent))?;
+    let written = write_tensors(pending.path(), model, fill)?;
+    let config = pending.path().join(CONFIG_FILE);
+    let mut text = serde_json::to_string_pretty(model.config)
+        .map_err(|error| Error::file(&config, format!("not representable: {error}")))?;
     text.push('\n');
-    write_file(&staged.path().join(CONFIG_FILE), text.as_bytes())?;
+    write_synced(&config, text.as_bytes()).map_err(Error::io(&config))?;
     for source in model.companions {
         let Some(name) = source.file_name() else {
             continue;
         };
         let bytes = fs::read(source).map_err(Error::io(source))?;
-        write_file(&staged.path().join(name), &bytes)?;
+        let path = pending.path().join(name);
+        write_synced(&path, &bytes).map_err(Error::io(&path))?;
     }
-    staged.commit()?;
+    check_destination(out, force)?;
+    pending.replace().map_err(Error::io(out))?;
     Ok(written)
 }
 
@@ -161,96 +173,6 @@ pub fn check_destination(out: &Path, force: bool) -> Result<(), Error> {
     Ok(())
 }
 
-/// A directory in the making, removed unless it is committed.
-struct Staged {
-    dir: tempfile::TempDir,
-    parent: PathBuf,
-    out: PathBuf,
-    force: bool,
-}
-
-impl Staged {
-    fn create(out: &Path, force: bool) -> Result<Self, Error> {
-        check_destination(out, force)?;
-        // What a link points to is replaced, not the link.
-        let out = fs::canonicalize(out).unwrap_or_else(|_| out.to_path_buf());
-        let Some(name) = out.file_name().map(|name| name.to_string_lossy().into_owned()) else {
-            return Err(Error::file(&out, "is not a name for a directory"));
-        };
-        let parent = match out.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent.to_path_buf(),
-            _ => PathBuf::from("."),
-        };
-        fs::create_dir_all(&parent).map_err(Error::io(&parent))?;
-        let dir = temporary(&parent, &name)?;
-        Ok(Staged { dir, parent, out, force })
-    }
-
-    fn path(&self) -> &Path {
-        self.dir.path()
-    }
-
-    /// Gives the directory its name.
-    fn commit(self) -> Result<(), Error> {
-        let Staged { dir, parent, out, force } = self;
-        sync_directory(dir.path())?;
-        check_destination(&out, force)?;
-        let occupied = fs::read_dir(&out).ok().map(|mut entries| entries.next().is_some());
-        let old = match occupied {
-            Some(true) => {
-                // Renamed aside first, so that at no time there is half a directory.
-                let aside = temporary(&parent, "replaced")?;
-                let kept = aside.path().join("old");
-                fs::rename(&out, &kept).map_err(Error::io(&out))?;
-                Some((aside, kept))
-            }
-            // An empty directory is replaced by the renaming on Unix only.
-            Some(false) => {
-                fs::remove_dir(&out).map_err(Error::io(&out))?;
-                None
-            }
-            None => None,
-        };
-        if let Err(source) = fs::rename(dir.path(), &out) {
-            if let Some((aside, kept)) = old
-                && fs::rename(&kept, &out).is_err()
-            {
-                let _ = aside.keep();
-            }
-            return Err(Error::Io { path: out, source });
-        }
-        let _ = dir.keep();
-        sync_directory(&parent)
-    }
-}
-
-fn temporary(parent: &Path, name: &str) -> Result<tempfile::TempDir, Error> {
-    let prefix = format!(".tmp-{name}-");
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(&prefix);
-    // The default of 0700 would stay with the finished directory; the umask still applies.
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
-    builder.tempdir_in(parent).map_err(Error::io(parent))
-}
-
-/// Makes renames and new names in a directory durable.
-fn sync_directory(path: &Path) -> Result<(), Error> {
-    if cfg!(unix) {
-        File::open(path).and_then(|dir| dir.sync_all()).map_err(Error::io(path))?;
-    }
-    Ok(())
-}
-
-fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Error> {
-    let write = || {
-        let mut file = File::create_new(path)?;
-        file.write_all(bytes)?;
-        file.sync_all()
-    };
-    write().map_err(Error::io(path))
-}
-
 /// Distributes tensors over shards as transformers does: in order, a new shard where the next
 /// tensor would not fit any more.
 fn plan_shards(tensors: &[TensorSpec], max_bytes: u64) -> Vec<Vec<usize>> {
@@ -269,12 +191,16 @@ fn plan_shards(tensors: &[TensorSpec], max_bytes: u64) -> Vec<Vec<usize>> {
     }
     // Wider elements first within a file keeps every tensor aligned to its element.
     for shard in &mut shards {
-        shard.sort_by_key(|&index| std::cmp::Reverse(tensors[index].dtype.size()));
+        shard.sort_by_key(|&index| std::cmp::Reverse(tensors[index].dtype.bytes()));
     }
     shards
 }
 
-fn write_tensors(dir: &Path, model: &Model<'_>, fill: &mut Fill<'_>) -> Result<Written, Error> {
+fn write_tensors<E: From<Error>>(
+    dir: &Path,
+    model: &Contents<'_>,
+    fill: &mut Fill<'_, E>,
+) -> Result<Written, E> {
     let shards = plan_shards(model.tensors, model.max_shard_bytes);
     let mut hashes = vec![None; model.tensors.len()];
     let mut weight_map = Map::new();
@@ -297,7 +223,7 @@ fn write_tensors(dir: &Path, model: &Model<'_>, fill: &mut Fill<'_>) -> Result<W
     if shards.len() > 1 {
         let index = json!({"metadata": {"total_size": bytes}, "weight_map": weight_map});
         let path = dir.join(INDEX_FILE);
-        write_file(&path, format!("{index:#}\n").as_bytes())?;
+        write_synced(&path, format!("{index:#}\n").as_bytes()).map_err(Error::io(&path))?;
     }
     let hashes = hashes.into_iter().flatten().collect();
     read_back(dir, model.tensors, &hashes)?;
@@ -305,12 +231,12 @@ fn write_tensors(dir: &Path, model: &Model<'_>, fill: &mut Fill<'_>) -> Result<W
 }
 
 /// Writes one safetensors file and returns the hash of each tensor.
-fn write_shard(
+fn write_shard<E: From<Error>>(
     file: &mut (impl Write + Send),
     path: &Path,
     tensors: &[&TensorSpec],
-    fill: &mut Fill<'_>,
-) -> Result<Vec<blake3::Hash>, Error> {
+    fill: &mut Fill<'_, E>,
+) -> Result<Vec<blake3::Hash>, E> {
     let mut header = Map::new();
     header.insert("__metadata__".to_string(), json!({"format": "pt"}));
     let mut end = 0u64;
@@ -318,7 +244,7 @@ fn write_shard(
         let start = end;
         end += tensor.num_bytes();
         let entry = json!({
-            "dtype": tensor.dtype.header_name(),
+            "dtype": header_type(tensor.dtype).to_string(),
             "shape": tensor.shape,
             "data_offsets": [start, end],
         });
@@ -339,11 +265,11 @@ fn write_shard(
                 Error::file(path, format!("{} was given too many bytes", tensor.name))
             })?;
             let (written, _) = rayon::join(|| file.write_all(bytes), || hasher.update(bytes));
-            written.map_err(Error::io(path))
+            Ok(written.map_err(Error::io(path))?)
         })?;
         if remaining > 0 {
             let reason = format!("{} was given {remaining} bytes too few", tensor.name);
-            return Err(Error::file(path, reason));
+            return Err(Error::file(path, reason).into());
         }
         hashes.push(hasher.finalize());
     }
@@ -372,7 +298,7 @@ fn read_back(dir: &Path, tensors: &[TensorSpec], hashes: &Vec<blake3::Hash>) -> 
 
 /// Tensors are passed on in pieces of this size: large enough for two threads to share one, small
 /// beside the memory that conversion may take.
-pub(crate) const PIECE_BYTES: usize = 8 << 20;
+pub const PIECE_BYTES: usize = 8 << 20;
 
 #[cfg(test)]
 mod tests;

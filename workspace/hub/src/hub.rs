@@ -1,23 +1,20 @@
 //! Finding a model: a directory, or an id on the Hugging Face hub.
 //!
 //! Downloads go to the cache that Hugging Face's Python library uses, in its layout (blobs,
-//! snapshots, refs), so that neither fetches what the other has. Requests, login and endpoint are
-//! crate hf-hub's; files are fetched here, in ranges that are appended to an `.incomplete` file,
-//! because hf-hub starts a broken download over and a broken 16 GB must go on where it stopped.
+//! snapshots, refs), so that neither fetches what the other has. Files are fetched in ranges that are
+//! appended to an `.incomplete` file, so that a broken download of 16 GB goes on where it stopped.
 
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
-use std::time::Duration;
 
-use hf_hub::repository::{RepoTreeEntry, RepoTypeModel};
-use hf_hub::{HFClientBuilder, HFClientSync, HFError, HFRepositorySync};
-use moh_model::config_file::CONFIG_FILE;
-use moh_model::weight_files::INDEX_FILE;
+use moh_hf::config_file::CONFIG_FILE;
+use moh_hf::model_directory::{GENERATION_FILE, TOKENIZER_FILES};
+use moh_hf::weight_files::INDEX_FILE;
 
-use crate::Error;
-use crate::hf_directory::{GENERATION_FILE, TOKENIZER_FILES};
+use crate::client::{Client, Failure, RemoteFile};
+use crate::{Error, environment};
 
 const DEFAULT_REVISION: &str = "main";
 /// Bytes of one request: what a broken connection loses at most, times [`PARALLEL_REQUESTS`].
@@ -26,9 +23,6 @@ const RANGE_BYTES: u64 = 8 << 20;
 const PARALLEL_REQUESTS: u64 = 4;
 /// Tries of a range whose connection breaks.
 const TRIES: usize = 3;
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest silence within an answer.
-const READ_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How far a download is, over all of its files.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,14 +48,6 @@ pub struct Hub {
     pub offline: bool,
 }
 
-/// A file to fetch.
-struct RemoteFile {
-    name: String,
-    size: u64,
-    /// Content address: name of the blob in the cache.
-    blob: String,
-}
-
 /// The directory of a model: `from` itself where it is one, else the hub's model of that id in the
 /// cache, fetched where it is not there yet.
 ///
@@ -73,9 +59,7 @@ pub fn resolve(
     revision: Option<&str>,
     progress: &mut dyn FnMut(&Progress<'_>),
 ) -> Result<PathBuf, Error> {
-    let offline = std::env::var("HF_HUB_OFFLINE").is_ok_and(|value| {
-        ["1", "on", "yes", "true"].contains(&value.to_ascii_lowercase().as_str())
-    });
+    let offline = environment::is_offline();
     Hub { offline, ..Hub::default() }.resolve(from, revision, progress)
 }
 
@@ -134,14 +118,14 @@ impl Hub {
         }
         let revision = revision.unwrap_or(DEFAULT_REVISION);
         if !is_contained(revision) {
-            return Err(hub_error(from, format!("\"{revision}\" is not a revision")));
+            return Err(Error::hub(from, format!("\"{revision}\" is not a revision")));
         }
-        let cache = self.cache.clone().unwrap_or_else(hf_hub::resolve_cache_dir);
+        let cache = self.cache.clone().unwrap_or_else(environment::cache_directory);
         let folder = Folder::new(&cache, from);
         if self.offline {
             return folder.cached(revision).ok_or_else(|| {
                 let cache = cache.display();
-                hub_error(
+                Error::hub(
                     from,
                     format!(
                         "revision {revision} is not in the cache {cache}, and HF_HUB_OFFLINE is set"
@@ -149,104 +133,10 @@ impl Hub {
                 )
             });
         }
-        let client = self.client().map_err(|error| hub_error(from, error.to_string()))?;
-        let (owner, name) = from.split_once('/').unwrap_or(("", from));
-        let download = Download { id: from, revision, folder, repo: client.model(owner, name) };
-        download.run(progress).map_err(|error| match error {
-            Failure::Hub(error) => self.explain(&download, &error),
-            Failure::Other(error) => error,
-        })
-    }
-
-    fn client(&self) -> Result<HFClientSync, HFError> {
-        let http = reqwest::Client::builder()
-            .connect_timeout(CONNECT_TIMEOUT)
-            .read_timeout(READ_TIMEOUT)
-            .user_agent(concat!("moh-convert/", env!("CARGO_PKG_VERSION")))
-            .build()?;
-        let mut builder = HFClientBuilder::new().client(http).retry_max_attempts(TRIES);
-        if let Some(endpoint) = &self.endpoint {
-            builder = builder.endpoint(endpoint);
-        }
-        if let Some(cache) = &self.cache {
-            builder = builder.cache_dir(cache);
-        }
-        builder.build_sync()
-    }
-
-    /// One sentence on what went wrong and what to do about it.
-    fn explain(&self, download: &Download<'_>, error: &HFError) -> Error {
-        let Download { id, revision, .. } = *download;
-        let endpoint = self.endpoint.clone().or_else(|| std::env::var("HF_ENDPOINT").ok());
-        let endpoint = endpoint.unwrap_or_else(|| "https://huggingface.co".to_string());
-        let page = format!("{}/{id}", endpoint.trim_end_matches('/'));
-        let reason = match error {
-            HFError::AuthRequired { context }
-                if context.error_code.as_deref() == Some("GatedRepo") =>
-            {
-                format!(
-                    "the model is gated (401): accept its terms at {page}, then set HF_TOKEN to a \
-                 token of your account or run `hf auth login`"
-                )
-            }
-            HFError::AuthRequired { .. } => format!(
-                "the hub asks for a login (401): check the name, or for a private or gated model \
-                 ask for access at {page} and set HF_TOKEN or run `hf auth login`"
-            ),
-            HFError::Forbidden { .. } => format!(
-                "the hub refuses access (403): ask for it at {page}, and see that the token in \
-                 HF_TOKEN may read gated models"
-            ),
-            HFError::RevisionNotFound { context: Some(context), .. }
-                if context.error_code.as_deref() == Some("RepoNotFound") =>
-            {
-                format!("no such model on the hub (404), see {page}")
-            }
-            HFError::RevisionNotFound { .. } => {
-                format!("no such model, or it has no revision {revision} (404), see {page}")
-            }
-            HFError::RepoNotFound { .. } => format!("no such model on the hub (404), see {page}"),
-            HFError::EntryNotFound { path, .. } => {
-                format!("{path} is listed and missing on the hub (404), see {page}")
-            }
-            HFError::RateLimited { .. } => {
-                "the hub asks to slow down (429): try again in a few minutes".to_string()
-            }
-            HFError::Request { source, .. } if source.is_body() || source.is_decode() => format!(
-                "the connection to {endpoint} broke: run the same command again to go on where \
-                 it stopped"
-            ),
-            HFError::Request { .. } => format!(
-                "no answer from {endpoint}: check the network, or set HF_HUB_OFFLINE=1 to use \
-                 what is in the cache"
-            ),
-            HFError::Http { context } => {
-                format!("the hub answers {} to {}", context.status, context.url)
-            }
-            other => other.to_string(),
-        };
-        hub_error(id, reason.replace('\n', " "))
-    }
-}
-
-fn hub_error(id: &str, reason: impl Into<String>) -> Error {
-    Error::Hub { id: id.to_string(), reason: reason.into() }
-}
-
-enum Failure {
-    Hub(HFError),
-    Other(Error),
-}
-
-impl From<HFError> for Failure {
-    fn from(error: HFError) -> Self {
-        Failure::Hub(error)
-    }
-}
-
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        Failure::Other(error)
+        let endpoint = self.endpoint.clone().unwrap_or_else(environment::endpoint);
+        let client = Client::new(&endpoint, cache, from)?;
+        let download = Download { id: from, revision, folder, client };
+        download.run(progress).map_err(|failure| failure.explain(from, revision, &endpoint))
     }
 }
 
@@ -281,14 +171,14 @@ struct Download<'a> {
     id: &'a str,
     revision: &'a str,
     folder: Folder,
-    repo: HFRepositorySync<RepoTypeModel>,
+    client: Client,
 }
 
 impl Download<'_> {
     fn run(&self, progress: &mut dyn FnMut(&Progress<'_>)) -> Result<PathBuf, Failure> {
-        let commit = self.repo.info().revision(self.revision).send()?.sha.unwrap_or_default();
+        let commit = self.client.commit(self.revision)?;
         if !is_content_address(&commit) {
-            return Err(hub_error(self.id, "the hub names no commit of the revision").into());
+            return Err(Error::hub(self.id, "the hub names no commit of the revision").into());
         }
         let files = self.list(&commit)?;
         let snapshot = self.folder.snapshot(&commit);
@@ -314,26 +204,22 @@ impl Download<'_> {
 
     fn list(&self, commit: &str) -> Result<Vec<RemoteFile>, Failure> {
         let mut files = Vec::new();
-        // Not recursive: what lies deeper (`original/`, `onnx/`) is never wanted.
-        for entry in self.repo.list_tree().revision(commit).send()? {
-            let RepoTreeEntry::File { oid, size, path, lfs, .. } = entry else {
-                continue;
-            };
-            if !is_wanted(&path) {
+        for file in self.client.list(commit)? {
+            if !is_wanted(&file.name) {
                 continue;
             }
-            let blob = lfs.and_then(|lfs| lfs.sha256).unwrap_or(oid);
-            if !is_content_address(&blob) || !is_contained(&path) {
-                return Err(hub_error(self.id, format!("the hub lists {path} oddly")).into());
+            if !is_content_address(&file.blob) || !is_contained(&file.name) {
+                let reason = format!("the hub lists {} oddly", file.name);
+                return Err(Error::hub(self.id, reason).into());
             }
-            files.push(RemoteFile { name: path, size, blob });
+            files.push(file);
         }
         if !files.iter().any(|file| file.name == CONFIG_FILE) {
-            return Err(hub_error(self.id, format!("the model has no {CONFIG_FILE}")).into());
+            return Err(Error::hub(self.id, format!("the model has no {CONFIG_FILE}")).into());
         }
         if !files.iter().any(|file| file.name.ends_with(".safetensors")) {
             let reason = "the model has no weights in safetensors format";
-            return Err(hub_error(self.id, reason).into());
+            return Err(Error::hub(self.id, reason).into());
         }
         Ok(files)
     }
@@ -425,21 +311,15 @@ impl Download<'_> {
         let bytes = loop {
             tries += 1;
             let whole = range.start == 0 && range.end == file.size;
-            let request = self
-                .repo
-                .download_file_to_bytes()
-                .filename(file.name.as_str())
-                .revision(commit)
-                .maybe_range(Some(range.clone()).filter(|_| !whole));
-            match request.send() {
+            match self.client.read(commit, file, Some(range.clone()).filter(|_| !whole)) {
                 Ok(bytes) => break bytes,
-                Err(HFError::Request { .. }) if tries < TRIES => {}
-                Err(error) => return Err(error.into()),
+                Err(Failure::NoAnswer | Failure::Broken) if tries < TRIES => {}
+                Err(failure) => return Err(failure),
             }
         };
         let (start, length) = (range.start as usize, (range.end - range.start) as usize);
         if bytes.len() == length {
-            return Ok(bytes.to_vec());
+            return Ok(bytes);
         }
         // A server (or a mirror) that knows no ranges sends the whole file.
         match bytes.get(start..start + length) {
@@ -451,7 +331,7 @@ impl Download<'_> {
                     bytes.len(),
                     file.name
                 );
-                Err(hub_error(self.id, reason).into())
+                Err(Error::hub(self.id, reason).into())
             }
         }
     }

@@ -8,11 +8,13 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 
 use assert_cmd::Command;
-use moh_model::ConfigFile;
-use moh_model::weight_files::{INDEX_FILE, WEIGHTS_FILE};
+use moh_hf::weight_files::{INDEX_FILE, WEIGHTS_FILE};
+use moh_hf::{ConfigFile, write_random_model};
+use moh_kernels::DType;
 use serde_json::{Value, json};
 use support::{edit_config, edit_weights, names, workplace, write_source};
 
+#[path = "../../cli/tests/support/source.rs"]
 mod support;
 
 /// The command in a directory, away from the user's own hub settings.
@@ -49,6 +51,9 @@ fn a_model_is_converted_beside_its_receipt() {
   tensors          21 of 21 unchanged (BLAKE3 of the source = of the output, read back)
 ";
     assert!(stdout.starts_with(expected), "{stdout}");
+    let not_compared =
+        "its Llama was not compared: head_dim is not hidden_size / num_attention_heads";
+    assert!(stdout.contains(not_compared), "{stdout}");
     let last = stdout.lines().last().unwrap();
     assert!(last.starts_with("  written          45,984 bytes in 6 files, "), "{last}");
     assert_eq!(names(dir.path()), ["receipt.json", "source", "source-MoH"]);
@@ -58,6 +63,42 @@ fn a_model_is_converted_beside_its_receipt() {
     assert_eq!(receipt["tensors"][0]["unchanged"], true);
     let config = ConfigFile::read(&dir.path().join("source-MoH")).unwrap().config;
     assert_eq!(config.moh.unwrap().routed_top_k, 2);
+}
+
+#[test]
+fn another_implementation_agrees_with_the_output() {
+    for (tied, dtype) in [(false, "f32"), (true, "bf16")] {
+        let dir = tempfile::tempdir().unwrap();
+        let fields = json!({
+            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 37,
+            "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied,
+            "max_position_embeddings": 64, "initializer_range": 0.3,
+            "rope_scaling": {
+                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+            },
+        });
+        let file = ConfigFile::from_value(fields, Path::new("config.json")).unwrap();
+        let source = dir.path().join("source");
+        write_random_model(&source, &file, DType::F32, u64::MAX, 1).unwrap();
+        let arguments = ["--from", "source", "--dtype", dtype, "--pad-vocab-to", "8", "--verify"];
+        let output = moh_convert(dir.path()).args(arguments).output().unwrap();
+        let stdout = String::from_utf8(output.stdout).unwrap();
+        assert!(
+            stdout.contains("its Llama's logits of the last token differ by at most"),
+            "{stdout}"
+        );
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn a_gpu_is_refused_by_a_build_without() {
+    let dir = workplace();
+    let message = failure(dir.path(), &["--from", "source", "--device", "cuda:1"]);
+    let expected = "--device cuda:1: this build computes on the CPU: build it with --features cuda";
+    assert_eq!(message, expected);
 }
 
 #[test]

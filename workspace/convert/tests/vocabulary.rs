@@ -6,10 +6,11 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use moh_comm::World;
-use moh_convert::{Attention, Options, convert, write_random_model};
+use moh_convert::{Attention, Options, convert};
 use moh_data::{Prepare, TextTokenizer, TrainTokenizer, prepare, train_tokenizer};
+use moh_hf::{ConfigFile, WeightFiles, write_random_model};
+use moh_kernels::DType;
 use moh_model::layout::ModelLayout;
-use moh_model::{ConfigFile, Dtype, WeightFiles};
 use moh_train::{ModelSource, OpenDevice, Outcome, Recipe, TraceSteps};
 use serde_json::{Value, json};
 
@@ -37,7 +38,7 @@ fn prepare_files(dir: &Path) {
     });
     let weights = dir.join("weights");
     let config = ConfigFile::from_value(config, Path::new("config.json")).unwrap();
-    write_random_model(&weights, &config, Dtype::F32, 1 << 30, 5).unwrap();
+    write_random_model(&weights, &config, DType::F32, 1 << 30, 5).unwrap();
     for file in std::fs::read_dir(&weights).unwrap() {
         let file = file.unwrap();
         std::fs::copy(file.path(), old.join(file.file_name())).unwrap();

@@ -8,13 +8,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Context;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{CommandFactory, Parser, ValueEnum};
 use indicatif::HumanCount;
 use moh_cli::progress::Bar;
 use moh_cli::{exit, models};
 use moh_convert::convert::{Active, DEFAULT_ACTIVE};
-use moh_convert::{Attention, Options, Receipt, Verification, convert, verify};
-use moh_model::Dtype;
+use moh_convert::{Attention, Independent, Options, Receipt, Verification, convert, verify};
+use moh_device::{DeviceName, OpenDevice};
+use moh_hf::dtype_name;
+use moh_kernels::DType;
 
 /// Convert a Llama checkpoint to Mixture-of-Head attention
 #[derive(Debug, Parser)]
@@ -46,8 +49,8 @@ struct Arguments {
     #[arg(long, value_name = "K")]
     routed_top_k: Option<usize>,
     /// Element type of the output [default: that of the input]
-    #[arg(long, value_enum)]
-    dtype: Option<DtypeName>,
+    #[arg(long, value_parser = output_types())]
+    dtype: Option<DType>,
     /// Largest weight file, e.g. 500MB or 4GiB
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_size)]
     max_shard_size: u64,
@@ -60,6 +63,9 @@ struct Arguments {
     /// Compare the output's logits, all heads on, with the source's [default: under 1 GB]
     #[arg(long, overrides_with = "no_verify")]
     verify: bool,
+    /// Where logits are computed to compare them: cpu, cuda or cuda:N
+    #[arg(long, default_value = "cpu")]
+    device: DeviceName,
     /// Do not compare logits
     #[arg(long, overrides_with = "verify")]
     no_verify: bool,
@@ -82,14 +88,14 @@ enum AttentionKind {
     Dense,
 }
 
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum DtypeName {
-    #[value(alias = "float32")]
-    F32,
-    #[value(alias = "float16")]
-    F16,
-    #[value(alias = "bfloat16")]
-    Bf16,
+/// The types that an output can have, by their short names and by those of `config.json`.
+fn output_types() -> impl TypedValueParser<Value = DType> {
+    const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+    let value = |dtype: DType| PossibleValue::new(dtype.name()).alias(dtype_name(dtype));
+    PossibleValuesParser::new(TYPES.map(value)).try_map(|name| {
+        let is_named = |dtype: &DType| [dtype.name(), dtype_name(*dtype)].contains(&name.as_str());
+        TYPES.into_iter().find(is_named).ok_or("not an element type")
+    })
 }
 
 /// Bytes in decimal (KB, MB, GB) or binary (KiB, MiB, GiB) units, as transformers reads them.
@@ -135,6 +141,8 @@ fn attention(arguments: &Arguments) -> Attention {
 
 fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let attention = attention(arguments);
+    let device = OpenDevice::open(arguments.device, true)
+        .with_context(|| format!("--device {}", arguments.device))?;
     let source = models::locate(&arguments.from, arguments.revision.as_deref())?;
 
     let out = arguments.out.clone().unwrap_or_else(|| {
@@ -143,11 +151,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     });
     let options = Options {
         attention,
-        dtype: arguments.dtype.map(|dtype| match dtype {
-            DtypeName::F32 => Dtype::F32,
-            DtypeName::F16 => Dtype::F16,
-            DtypeName::Bf16 => Dtype::BF16,
-        }),
+        dtype: arguments.dtype,
         max_shard_bytes: arguments.max_shard_size,
         force: arguments.force,
         tokenizer: arguments.tokenizer.clone(),
@@ -164,7 +168,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         }
     })?;
     drop(bar);
-    let verification = verify_output(arguments, &receipt)?;
+    let verification = verify_output(arguments, &receipt, device)?;
     if let Some(path) = &arguments.receipt {
         let json = serde_json::to_string_pretty(&receipt)?;
         std::fs::write(path, json + "\n").with_context(|| path.display().to_string())?;
@@ -174,11 +178,15 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 /// Compares logits where the model is small or the user asked; an output that fails is removed.
-fn verify_output(arguments: &Arguments, receipt: &Receipt) -> anyhow::Result<Option<Verification>> {
+fn verify_output(
+    arguments: &Arguments,
+    receipt: &Receipt,
+    device: OpenDevice,
+) -> anyhow::Result<Option<Verification>> {
     if arguments.no_verify || !(arguments.verify || receipt.bytes < VERIFIED_BYTES) {
         return Ok(None);
     }
-    match verify(&receipt.source, &receipt.out) {
+    match verify(&receipt.source, &receipt.out, device) {
         Ok(verification) => Ok(Some(verification)),
         Err(error) => {
             std::fs::remove_dir_all(&receipt.out)
@@ -250,6 +258,15 @@ fn print_receipt(
             HumanCount(found.logits as u64),
             found.largest_difference
         )?;
+        match found.independent {
+            Independent::Compared { largest_difference } => writeln!(
+                out,
+                "  candle           its Llama's logits of the last token differ by at most {largest_difference:e}"
+            )?,
+            Independent::NotCompared { reason } => {
+                writeln!(out, "  candle           its Llama was not compared: {reason}")?;
+            }
+        }
     }
     writeln!(
         out,

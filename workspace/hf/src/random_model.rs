@@ -3,13 +3,13 @@
 
 use std::path::Path;
 
-use moh_model::config_file::ConfigFile;
+use moh_kernels::DType;
 use moh_model::flops::tensor_shapes;
 use moh_model::initial::initialize;
-use moh_model::weight_files::Dtype;
 
 use crate::Error;
-use crate::hf_directory::{Model, TensorSpec, Written, write_model};
+use crate::config_file::ConfigFile;
+use crate::model_directory::{Contents, TensorSpec, Written, write_model};
 
 /// Writes a random model of the configuration at `out`, see [`write_model`].
 ///
@@ -18,7 +18,7 @@ use crate::hf_directory::{Model, TensorSpec, Written, write_model};
 pub fn write_random_model(
     out: &Path,
     file: &ConfigFile,
-    dtype: Dtype,
+    dtype: DType,
     max_shard_bytes: u64,
     seed: u64,
 ) -> Result<Written, Error> {
@@ -27,12 +27,12 @@ pub fn write_random_model(
         .into_iter()
         .map(|(name, shape)| TensorSpec { name, shape, dtype })
         .collect();
-    let model = Model { config: &fields, tensors: &tensors, max_shard_bytes, companions: &[] };
+    let model = Contents { config: &fields, tensors: &tensors, max_shard_bytes, companions: &[] };
     let deviation = file.config.initializer_range;
     write_model(out, false, &model, &mut |spec, sink| {
         let mut values = vec![0f32; spec.shape.iter().product()];
         initialize(seed, deviation, &spec.name, &spec.shape, &mut values);
-        let mut bytes = vec![0; values.len() * dtype.size()];
+        let mut bytes = vec![0; values.len() * dtype.bytes()];
         dtype.write(&values, &mut bytes);
         sink(&bytes)
     })

@@ -1,12 +1,12 @@
 use super::*;
 use std::io;
 
-fn spec(name: &str, shape: &[usize], dtype: Dtype) -> TensorSpec {
+fn spec(name: &str, shape: &[usize], dtype: DType) -> TensorSpec {
     TensorSpec { name: name.to_string(), shape: shape.to_vec(), dtype }
 }
 
 fn specs() -> Vec<TensorSpec> {
-    vec![spec("a", &[3, 5], Dtype::BF16), spec("b", &[4], Dtype::F32), spec("c", &[7], Dtype::BF16)]
+    vec![spec("a", &[3, 5], DType::BF16), spec("b", &[4], DType::F32), spec("c", &[7], DType::BF16)]
 }
 
 /// Bytes that are finite in every type.
@@ -17,7 +17,7 @@ fn content(spec: &TensorSpec) -> Vec<u8> {
 fn write(out: &Path, force: bool, max_shard_bytes: u64) -> Result<Written, Error> {
     let tensors = specs();
     let config = Map::from_iter([("x".to_string(), json!(1))]);
-    let model = Model { config: &config, tensors: &tensors, max_shard_bytes, companions: &[] };
+    let model = Contents { config: &config, tensors: &tensors, max_shard_bytes, companions: &[] };
     write_model(out, force, &model, &mut |spec, sink| {
         content(spec).chunks(3).try_for_each(&mut *sink)
     })
@@ -99,11 +99,13 @@ fn an_error_leaves_what_was_there() {
     let config = Map::new();
     let missing = [PathBuf::from("/no/such/file")];
     for (companions, bytes) in [(&missing[..0], 5), (&missing[..0], 100), (&missing[..], 0)] {
-        let model = Model { config: &config, tensors: &tensors, max_shard_bytes: 40, companions };
-        let result = write_model(&out, true, &model, &mut |spec, sink| match bytes {
-            0 => sink(&content(spec)),
-            bytes => sink(&vec![0; bytes]),
-        });
+        let model =
+            Contents { config: &config, tensors: &tensors, max_shard_bytes: 40, companions };
+        let result =
+            write_model(&out, true, &model, &mut |spec, sink: &mut Sink<'_, Error>| match bytes {
+                0 => sink(&content(spec)),
+                bytes => sink(&vec![0; bytes]),
+            });
         assert!(result.is_err());
         assert_eq!(names(dir.path()), ["m"]);
         assert_eq!(fs::read(out.join(WEIGHTS_FILE)).unwrap(), before);
@@ -133,7 +135,7 @@ fn a_full_disk_is_an_error_wherever_it_fills_up() {
     let tensors = specs();
     let tensors: Vec<&TensorSpec> = tensors.iter().collect();
     let write = |room| {
-        let fill: &mut Fill<'_> = &mut |spec, sink| sink(&content(spec));
+        let fill: &mut Fill<'_, Error> = &mut |spec, sink| sink(&content(spec));
         write_shard(&mut Disk(room), Path::new("shard"), &tensors, fill)
     };
     let needed = (1..1000).find(|&room| write(room).is_ok()).unwrap();

@@ -1,0 +1,17 @@
+//! Hugging Face's formats: configuration files, weight files, model directories, and vocabularies
+//! that grow to a larger tokenizer's.
+
+pub mod config_file;
+mod error;
+pub mod model_directory;
+mod random_model;
+mod spelling;
+pub mod vocabulary;
+pub mod weight_files;
+
+pub use config_file::{ConfigFile, dtype_name};
+pub use error::Error;
+pub use model_directory::{Contents, TensorSpec, Written, write_model};
+pub use random_model::write_random_model;
+pub use vocabulary::Expansion;
+pub use weight_files::{TensorBytes, WeightFiles};

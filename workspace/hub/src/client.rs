@@ -1,0 +1,327 @@
+//! Requests to the hub. Endpoint, login and addresses are crate hf-hub's; this adds time-outs, other
+//! tries, byte ranges, and what the hub's refusals mean.
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use hf_hub::api::sync::{Api, ApiBuilder};
+use hf_hub::{Cache, Repo, RepoType};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use ureq::config::AutoHeaderValue;
+use ureq::http::{Response, StatusCode, Uri};
+use ureq::tls::{RootCerts, TlsConfig, TlsProvider};
+
+use crate::{Error, environment};
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest silence within an answer.
+const READ_TIMEOUT: Duration = Duration::from_secs(60);
+/// Before each further try of a request that may succeed later.
+const RETRY_DELAYS: [Duration; 3] =
+    [Duration::from_millis(100), Duration::from_millis(200), Duration::from_millis(400)];
+/// A longer answer is not a description of a model.
+const MAX_JSON_BYTES: u64 = 64 << 20;
+
+/// A file of a model on the hub.
+#[derive(Debug)]
+pub(crate) struct RemoteFile {
+    pub(crate) name: String,
+    pub(crate) size: u64,
+    /// Content address: name of the blob in the cache.
+    pub(crate) blob: String,
+}
+
+/// What was asked for when the hub refused.
+#[derive(Debug)]
+pub(crate) enum Asked {
+    Revision,
+    List,
+    File(String),
+}
+
+/// Why a request gave nothing.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// The hub refuses.
+    Status { status: StatusCode, code: String, url: String, asked: Asked },
+    /// No connection, or silence.
+    NoAnswer,
+    /// The connection ended within the answer.
+    Broken,
+    /// Something else, which says what to do.
+    Other(Error),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Failure::Other(error)
+    }
+}
+
+/// One model on the hub.
+pub(crate) struct Client {
+    api: Api,
+    id: String,
+    endpoint: String,
+}
+
+#[derive(Deserialize)]
+struct Info {
+    sha: Option<String>,
+}
+
+/// A file or a folder; only files have an `oid` of their content.
+#[derive(Deserialize)]
+struct Entry {
+    #[serde(rename = "type")]
+    kind: String,
+    path: String,
+    oid: String,
+    #[serde(default)]
+    size: u64,
+    lfs: Option<Lfs>,
+}
+
+/// Of a large file: the hash of its content, where `oid` is that of a pointer.
+#[derive(Deserialize)]
+struct Lfs {
+    #[serde(alias = "sha256")]
+    oid: Option<String>,
+}
+
+impl Client {
+    /// A client for the model `id` at `endpoint`, with the environment's login.
+    ///
+    /// # Errors
+    /// When the endpoint is not an address.
+    pub(crate) fn new(endpoint: &str, cache: PathBuf, id: &str) -> Result<Self, Error> {
+        let is_address = |uri: Uri| uri.scheme().is_some() && uri.host().is_some();
+        let reason =
+            || format!("{endpoint} is not the address of a hub like https://huggingface.co");
+        if !endpoint.parse().is_ok_and(is_address) {
+            return Err(Error::hub(id, reason()));
+        }
+        let endpoint = endpoint.trim_end_matches('/').to_string();
+        let api = ApiBuilder::from_cache(Cache::new(cache))
+            .with_endpoint(endpoint.clone())
+            .with_token(environment::token())
+            .with_user_agent("moh-hub", env!("CARGO_PKG_VERSION"))
+            .build()
+            .map_err(|error| Error::hub(id, error.to_string()))?;
+        Ok(Client { api, id: id.to_string(), endpoint })
+    }
+
+    /// The commit that a revision is at the moment; empty where the hub names none.
+    pub(crate) fn commit(&self, revision: &str) -> Result<String, Failure> {
+        let url = format!("{}/revision/{}", self.api_url(), encode(revision));
+        let mut answer = self.get(&url, None, Asked::Revision)?;
+        Ok(self.json::<Info>(&mut answer, &url)?.sha.unwrap_or_default())
+    }
+
+    /// The files at the top of the repository: what lies deeper (`original/`, `onnx/`) is never wanted.
+    pub(crate) fn list(&self, commit: &str) -> Result<Vec<RemoteFile>, Failure> {
+        let mut files = Vec::new();
+        let mut next = Some(format!("{}/tree/{}", self.api_url(), encode(commit)));
+        while let Some(url) = next {
+            let mut answer = self.get(&url, None, Asked::List)?;
+            next = next_page(&answer);
+            let entries: Vec<Entry> = self.json(&mut answer, &url)?;
+            files.extend(entries.into_iter().filter(|entry| entry.kind == "file").map(|entry| {
+                let blob = entry.lfs.and_then(|lfs| lfs.oid).unwrap_or(entry.oid);
+                RemoteFile { name: entry.path, size: entry.size, blob }
+            }));
+        }
+        Ok(files)
+    }
+
+    /// A range of a file's bytes, or all of them; all of them too from a server that knows no ranges.
+    pub(crate) fn read(
+        &self,
+        commit: &str,
+        file: &RemoteFile,
+        range: Option<Range<u64>>,
+    ) -> Result<Vec<u8>, Failure> {
+        let repo = Repo::with_revision(self.id.clone(), RepoType::Model, commit.to_string());
+        let url = self.api.repo(repo).url(&encode(&file.name));
+        let mut answer = self.get(&url, range, Asked::File(file.name.clone()))?;
+        let body = answer.body_mut().with_config().limit(file.size.saturating_add(1));
+        body.read_to_vec().map_err(|_| Failure::Broken)
+    }
+
+    fn api_url(&self) -> String {
+        format!("{}/api/models/{}", self.endpoint, self.id)
+    }
+
+    /// The answer to a request, if it is a good one.
+    fn get(
+        &self,
+        url: &str,
+        range: Option<Range<u64>>,
+        asked: Asked,
+    ) -> Result<Response<ureq::Body>, Failure> {
+        let mut delays = RETRY_DELAYS.into_iter();
+        let answer = loop {
+            let answer = self.call(url, range.clone());
+            let again = match &answer {
+                Ok(answer) => [408, 429, 500, 502, 503, 504].contains(&answer.status().as_u16()),
+                Err(error) => is_passing(error),
+            };
+            match delays.next().filter(|_| again) {
+                Some(delay) => std::thread::sleep(delay),
+                None => break answer.map_err(|_| Failure::NoAnswer)?,
+            }
+        };
+        if answer.status().is_success() {
+            return Ok(answer);
+        }
+        let code = header(&answer, "X-Error-Code").unwrap_or_default();
+        Err(Failure::Status { status: answer.status(), code, url: url.to_string(), asked })
+    }
+
+    /// One try of a request, by hf-hub's agent and with its login.
+    fn call(
+        &self,
+        url: &str,
+        range: Option<Range<u64>>,
+    ) -> Result<Response<ureq::Body>, ureq::Error> {
+        let mut request = self.api.model(self.id.clone()).info_request().uri(url);
+        if let Some(Range { start, end }) = range {
+            request = request.header("Range", format!("bytes={start}-{}", end - 1));
+        }
+        let roots = TlsConfig::builder()
+            .provider(TlsProvider::Rustls)
+            .root_certs(RootCerts::PlatformVerifier)
+            .build();
+        request
+            .config()
+            .http_status_as_error(false)
+            // A range of compressed bytes would be another one.
+            .accept_encoding(AutoHeaderValue::None)
+            .timeout_connect(Some(CONNECT_TIMEOUT))
+            .timeout_per_read(Some(READ_TIMEOUT))
+            .tls_config(roots)
+            .build()
+            .call()
+    }
+
+    fn json<T: DeserializeOwned>(
+        &self,
+        answer: &mut Response<ureq::Body>,
+        url: &str,
+    ) -> Result<T, Failure> {
+        let body = answer.body_mut().with_config().limit(MAX_JSON_BYTES);
+        let bytes = body.read_to_vec().map_err(|_| Failure::Broken)?;
+        serde_json::from_slice(&bytes).map_err(|error| {
+            Error::hub(
+                &self.id,
+                format!("the hub answers {url} with other than it should: {error}"),
+            )
+            .into()
+        })
+    }
+}
+
+/// Whether another try may do better.
+fn is_passing(error: &ureq::Error) -> bool {
+    use ureq::Error::{ConnectionFailed, HostNotFound, Io, Timeout};
+    matches!(error, Io(_) | Timeout(_) | HostNotFound | ConnectionFailed)
+}
+
+fn header(answer: &Response<ureq::Body>, name: &str) -> Option<String> {
+    Some(answer.headers().get(name)?.to_str().ok()?.to_string())
+}
+
+/// The address of the list's next page, from the header `Link: <...>; rel="next"`.
+fn next_page(answer: &Response<ureq::Body>) -> Option<String> {
+    let links = header(answer, "Link")?;
+    let next = links.split(',').find(|link| link.contains("rel=\"next\""))?;
+    let (_, rest) = next.split_once('<')?;
+    Some(rest.split_once('>')?.0.to_string())
+}
+
+/// A text as one part of an address.
+fn encode(text: &str) -> String {
+    let mut encoded = String::new();
+    for byte in text.bytes() {
+        match byte {
+            b'-' | b'.' | b'_' | b'~' => encoded.push(char::from(byte)),
+            byte if byte.is_ascii_alphanumeric() => encoded.push(char::from(byte)),
+            byte => encoded.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    encoded
+}
+
+impl Failure {
+    /// One sentence on what went wrong and what to do about it.
+    pub(crate) fn explain(self, id: &str, revision: &str, endpoint: &str) -> Error {
+        let page = format!("{}/{id}", endpoint.trim_end_matches('/'));
+        let reason = match self {
+            Failure::Other(error) => return error,
+            Failure::NoAnswer => format!(
+                "no answer from {endpoint}: check the network, or set HF_HUB_OFFLINE=1 to use \
+                 what is in the cache"
+            ),
+            Failure::Broken => format!(
+                "the connection to {endpoint} broke: run the same command again to go on where \
+                 it stopped"
+            ),
+            Failure::Status { status, code, url, asked } => {
+                let code = code.as_str();
+                match (status.as_u16(), asked) {
+                    (401, _) if code == "GatedRepo" => format!(
+                        "the model is gated (401): accept its terms at {page}, then set HF_TOKEN \
+                         to a token of your account or run `hf auth login`"
+                    ),
+                    (401, _) => format!(
+                        "the hub asks for a login (401): check the name, or for a private or \
+                         gated model ask for access at {page} and set HF_TOKEN or run \
+                         `hf auth login`"
+                    ),
+                    (403, _) => format!(
+                        "the hub refuses access (403): ask for it at {page}, and see that the \
+                         token in HF_TOKEN may read gated models"
+                    ),
+                    (404, Asked::Revision) if code == "RepoNotFound" => {
+                        format!("no such model on the hub (404), see {page}")
+                    }
+                    (404, Asked::Revision) => {
+                        format!("no such model, or it has no revision {revision} (404), see {page}")
+                    }
+                    (404, Asked::File(name)) => {
+                        format!("{name} is listed and missing on the hub (404), see {page}")
+                    }
+                    (429, _) => {
+                        "the hub asks to slow down (429): try again in a few minutes".to_string()
+                    }
+                    (_, _) => format!("the hub answers {status} to {url}"),
+                }
+            }
+        };
+        Error::hub(id, reason.replace('\n', " "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_addresses_are_encoded() {
+        assert_eq!(encode("refs/pr/1"), "refs%2Fpr%2F1");
+        assert_eq!(encode("chat_template a#1.jinja"), "chat_template%20a%231.jinja");
+    }
+
+    #[test]
+    fn the_next_page_is_the_one_that_the_header_names() {
+        let answer = |link: &str| {
+            let body = ureq::Body::builder().data("");
+            Response::builder().header("Link", link).body(body).unwrap()
+        };
+        let link = "<https://h/a?p=0>; rel=\"prev\", <https://h/a?p=2>; rel=\"next\"";
+        assert_eq!(next_page(&answer(link)).as_deref(), Some("https://h/a?p=2"));
+        assert_eq!(next_page(&answer("<https://h/a>; rel=\"last\"")), None);
+    }
+}

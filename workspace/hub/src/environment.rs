@@ -1,0 +1,50 @@
+//! What the environment says about the hub, read as Hugging Face's own programs read it.
+
+use std::path::PathBuf;
+
+/// The address of the hub: `HF_ENDPOINT`.
+pub(crate) fn endpoint() -> String {
+    std::env::var("HF_ENDPOINT").unwrap_or_else(|_| "https://huggingface.co".to_string())
+}
+
+/// Whether only the cache may be used: `HF_HUB_OFFLINE`.
+pub(crate) fn is_offline() -> bool {
+    std::env::var("HF_HUB_OFFLINE").is_ok_and(|value| {
+        ["1", "on", "yes", "true"].contains(&value.to_ascii_lowercase().as_str())
+    })
+}
+
+/// The cache: `HF_HUB_CACHE`, `HUGGINGFACE_HUB_CACHE`, or `hub` in [`home`].
+pub(crate) fn cache_directory() -> PathBuf {
+    let named = ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"].into_iter().find_map(path);
+    named.unwrap_or_else(|| home().join("hub"))
+}
+
+/// The token of a login: `HF_TOKEN`, the file that `HF_TOKEN_PATH` names, or that of
+/// `hf auth login`; none where `HF_HUB_DISABLE_IMPLICIT_TOKEN` is set.
+pub(crate) fn token() -> Option<String> {
+    let text = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
+    if text("HF_HUB_DISABLE_IMPLICIT_TOKEN").is_some() {
+        return None;
+    }
+    text("HF_TOKEN").or_else(|| {
+        let files = path("HF_TOKEN_PATH").into_iter().chain([home().join("token")]);
+        let read = |file: PathBuf| std::fs::read_to_string(file).ok();
+        let mut texts = files.filter_map(read).map(|text| text.trim().to_string());
+        texts.find(|text| !text.is_empty())
+    })
+}
+
+/// The directory of Hugging Face's programs: `HF_HOME`, else `huggingface` in the user's cache.
+fn home() -> PathBuf {
+    path("HF_HOME").unwrap_or_else(|| {
+        let user = path("XDG_CACHE_HOME").unwrap_or_else(|| {
+            path("HOME").unwrap_or_else(|| PathBuf::from("/tmp")).join(".cache")
+        });
+        user.join("huggingface")
+    })
+}
+
+fn path(name: &str) -> Option<PathBuf> {
+    std::env::var(name).ok().map(PathBuf::from)
+}

@@ -1,0 +1,9 @@
+//! Finding models: a directory, or an id on the Hugging Face hub, whose files go to its cache.
+
+mod client;
+mod environment;
+mod error;
+mod hub;
+
+pub use error::Error;
+pub use hub::{Hub, Progress, resolve};
