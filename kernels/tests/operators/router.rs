@@ -1,6 +1,6 @@
-//! The query-norm router against its reference, in one pass with RoPE and apart from it: selection, gates,
-//! balance loss, and the gradient that it adds to the queries, checked by autograd and by central
-//! differences.
+//! The query-norm router against its reference, in one pass with RoPE and apart from it: selection,
+//! gates, balance loss, and the gradient that it adds to the queries, checked by autograd and by
+//! central differences.
 
 use crate::reference::operators::{self, Packed};
 use crate::reference::{
@@ -368,14 +368,15 @@ fn apart_is_together<B: Backend, T: Element>(
     if device.name() == Cpu.name() {
         assert!(same_bits(&apart.d_qkv, &together.d_qkv), "another gradient");
     }
-    // In one pass a GPU rounds once, and twice in two.
-    assert_close("d_qkv", &apart.d_qkv, &wide(&together.d_qkv), tolerance::<T>());
+    // In one pass a GPU rounds once, and twice in two. Both may be off.
+    let both = 2.0 * tolerance::<T>();
+    assert_close("d_qkv", &apart.d_qkv, &wide(&together.d_qkv), both);
 
     // Of queries and gradients before RoPE the router's gradient is the same.
     unrotated.rotate_back();
     unrotated.backward_alone(&routing);
     let before = download::<B, T>(device, &unrotated.d_qkv);
-    assert_close("d_qkv before RoPE", &before, &wide(&together.d_qkv), tolerance::<T>());
+    assert_close("d_qkv before RoPE", &before, &wide(&together.d_qkv), both);
 }
 
 fn same_bits<T: Element>(a: &[T], b: &[T]) -> bool {

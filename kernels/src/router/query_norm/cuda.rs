@@ -8,7 +8,7 @@ use crate::cuda::{Cuda, CudaView, address_or_null, mirrored, name};
 use crate::error::{Result, check_len, ensure};
 use crate::memory::Memory;
 use crate::ranks::AllReduce;
-use crate::rope::{self, QkvShape, Rope};
+use crate::rope::{self, QkvShape};
 use crate::router::cuda::Tables;
 use crate::router::{
     RouterBackward, RouterForward, RouterGradient, RouterRanks, RouterRopeBackward,
@@ -117,11 +117,7 @@ impl QueryNorm for Cuda {
         let none = rope::cuda::Parameters::zeroed();
         let (qkv, qkv_len) = (qkv.address, qkv.len);
         let forward = Forward { router, shape, qkv, qkv_len, rope: none };
-        match routing.heads().count.saturating_sub(router.shared_heads) {
-            // The kernel routes what there is.
-            0 => routing.begin(shape.tokens(), router.shared_heads),
-            _ => forward.run::<T>(self, routing, all_reduce),
-        }
+        forward.run::<T>(self, routing, all_reduce)
     }
 
     fn query_norm_rope_forward<T: Element>(
@@ -130,10 +126,6 @@ impl QueryNorm for Cuda {
         args: RouterRopeForward<'_, Self, T>,
     ) -> Result<()> {
         let RouterRopeForward { rope, routing, all_reduce } = args;
-        if routing.heads().count == router.shared_heads {
-            routing.begin(rope.shape.tokens(), router.shared_heads)?;
-            return self.rope_forward(rope);
-        }
         let (shape, qkv_len) = (rope.shape, rope.qkv.len);
         let rope = rope::cuda::Parameters::new("query_norm_rope_forward", &rope)?;
         let forward = Forward { router, shape, qkv: rope.address(), qkv_len, rope };
@@ -142,9 +134,6 @@ impl QueryNorm for Cuda {
 
     fn query_norm_backward<T: Element>(&self, args: RouterBackward<'_, Self, T>) -> Result<()> {
         let RouterBackward { shape, qkv, d_qkv, gradient } = args;
-        if gradient.routing.routed() == 0 {
-            return Ok(());
-        }
         let none = rope::cuda::Parameters::zeroed();
         let backward = Backward { shape, qkv, d_qkv: (d_qkv.address, d_qkv.len), rope: none };
         backward.run(self, gradient)
@@ -155,9 +144,6 @@ impl QueryNorm for Cuda {
         args: RouterRopeBackward<'_, Self, T>,
     ) -> Result<()> {
         let RouterRopeBackward { qkv, gradient, rope } = args;
-        if gradient.routing.routed() == 0 {
-            return self.rope_backward(rope);
-        }
         let (shape, d_qkv_len) = (rope.shape, rope.qkv.len);
         let rope = rope::cuda::Parameters::new("query_norm_rope_backward", &rope)?;
         let backward = Backward { shape, qkv, d_qkv: (rope.address(), d_qkv_len), rope };
@@ -192,7 +178,8 @@ impl<T: Element> Backward<'_, T> {
         parameters.balance_weight = balance_weight;
         parameters.delta = address_or_null(delta);
         let ranks = delta.map_or(Ok(None), |_| exchange(OPERATOR, routing.heads(), ranks))?;
-        if let Some(RouterRanks { mut table, all_reduce }) = ranks {
+        if let Some(RouterRanks { mut table, all_reduce }) = ranks.filter(|_| routing.routed() > 0)
+        {
             check_len(OPERATOR, "table", table.len, tokens * routing.routed())?;
             parameters.deltas = table.address;
             cuda.zero(table.first(table.len))?;

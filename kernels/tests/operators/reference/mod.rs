@@ -78,8 +78,11 @@ impl Another for moh_kernels::Cpu {
 impl Another for moh_kernels::Cuda {
     fn another(&self) -> Self {
         #[cfg(feature = "cuda")]
-        if let Some(gpu) = gpu().filter(|gpu| gpu.name() == self.name()) {
-            return gpu;
+        {
+            use moh_kernels::Memory;
+            if let Some(gpu) = gpu().filter(|gpu| gpu.name() == self.name()) {
+                return gpu;
+            }
         }
         Self::emulated()
     }
