@@ -9,7 +9,7 @@ use candle_transformers::models::llama::{Cache, Config, Llama, Llama3RopeConfig,
 use moh_hf::WeightFiles;
 use moh_kernels::DType;
 use moh_model::ModelConfig;
-use moh_model::flops::tensor_shapes;
+use moh_model::tensors::tensor_shapes;
 
 use crate::Error;
 

@@ -15,7 +15,8 @@ use moh_hf::model_directory::{
 };
 use moh_hf::{ConfigFile, Expansion, TensorBytes, WeightFiles, dtype_name};
 use moh_kernels::DType;
-use moh_model::flops::{EMBEDDING, Flops, OUTPUT_HEAD, tensor_shapes};
+use moh_model::flops::Flops;
+use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD, tensor_shapes};
 use moh_model::{ModelConfig, MohConfig, RouterKind};
 use rayon::prelude::*;
 use serde::Serialize;

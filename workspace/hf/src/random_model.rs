@@ -4,8 +4,8 @@
 use std::path::Path;
 
 use moh_kernels::DType;
-use moh_model::flops::tensor_shapes;
 use moh_model::initial::initialize;
+use moh_model::tensors::tensor_shapes;
 
 use crate::Error;
 use crate::config_file::ConfigFile;

@@ -11,7 +11,7 @@ use std::path::{Component, Path, PathBuf};
 use memmap2::Mmap;
 use moh_kernels::DType;
 use moh_model::ModelConfig;
-use moh_model::flops::{EMBEDDING, OUTPUT_HEAD, tensor_shapes};
+use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD, tensor_shapes};
 use safetensors::SafeTensors;
 use safetensors::tensor::SafeTensorError;
 use serde_json::Value;

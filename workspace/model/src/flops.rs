@@ -10,6 +10,7 @@
 //! and in the output projection no operation is counted as saved.
 
 use crate::config::ModelConfig;
+use crate::llama::tensors;
 
 /// Parameters beyond this are not believed; it keeps every later product of sizes within 64 bits.
 const MAX_PARAMETERS: u128 = 1 << 50;
@@ -44,50 +45,6 @@ impl Flops {
     }
 }
 
-/// The tensors of one block, by name within it, each with its shape.
-fn block_shapes(config: &ModelConfig) -> [(&'static str, Vec<usize>); 9] {
-    let hidden = config.hidden_size;
-    let mlp = config.intermediate_size;
-    let (queries, keys) = (config.query_width(), config.key_value_width());
-    [
-        ("input_layernorm.weight", vec![hidden]),
-        ("self_attn.q_proj.weight", vec![queries, hidden]),
-        ("self_attn.k_proj.weight", vec![keys, hidden]),
-        ("self_attn.v_proj.weight", vec![keys, hidden]),
-        ("self_attn.o_proj.weight", vec![hidden, queries]),
-        ("post_attention_layernorm.weight", vec![hidden]),
-        ("mlp.gate_proj.weight", vec![mlp, hidden]),
-        ("mlp.up_proj.weight", vec![mlp, hidden]),
-        ("mlp.down_proj.weight", vec![hidden, mlp]),
-    ]
-}
-
-/// Name of the embedding, whose rows are the vocabulary.
-pub const EMBEDDING: &str = "model.embed_tokens.weight";
-/// Name of the output head; absent from the files of a tied model.
-pub const OUTPUT_HEAD: &str = "lm_head.weight";
-
-/// Names (as in Hugging Face's Llama) and shapes of a model's tensors, in the order of the forward
-/// pass, which is the order in which they are written. A tied model has no output head.
-pub fn tensor_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
-    let embedding = vec![config.vocab_size, config.hidden_size];
-    let mut shapes = vec![(EMBEDDING.to_string(), embedding.clone())];
-    for layer in 0..config.num_hidden_layers {
-        for (name, shape) in block_shapes(config) {
-            shapes.push((format!("model.layers.{layer}.{name}"), shape));
-        }
-    }
-    shapes.push(("model.norm.weight".to_string(), vec![config.hidden_size]));
-    if !config.tie_word_embeddings {
-        shapes.push((OUTPUT_HEAD.to_string(), embedding));
-    }
-    shapes
-}
-
-fn elements(shape: &[usize]) -> u128 {
-    shape.iter().map(|&size| size as u128).product()
-}
-
 impl ModelConfig {
     /// Elements of all tensors; a tied head counts once.
     pub fn num_parameters(&self) -> u64 {
@@ -97,15 +54,15 @@ impl ModelConfig {
 
     /// Elements of the tensors of one block.
     pub(crate) fn block_parameters(&self) -> u128 {
-        block_shapes(self).iter().map(|(_, shape)| elements(shape)).sum()
+        tensors::block(self, 0).iter().map(|(_, tensor)| tensor.elements()).sum()
     }
 
     fn count_parameters(&self) -> u128 {
-        let embedding = elements(&[self.vocab_size, self.hidden_size]);
-        let heads = if self.tie_word_embeddings { 1 } else { 2 };
+        let head = tensors::output_head(self).map_or(0, |head| head.elements());
         self.block_parameters() * self.num_hidden_layers as u128
-            + heads * embedding
-            + self.hidden_size as u128
+            + tensors::embedding(self).elements()
+            + tensors::final_norm(self).elements()
+            + head
     }
 
     /// Whether the sizes are within what 64-bit arithmetic (and any machine) can hold.
@@ -134,10 +91,10 @@ impl ModelConfig {
 
     /// Forward FLOPs per token in sequences of `length` tokens, by the convention of this module.
     pub fn flops_per_token(&self, length: usize) -> Flops {
-        let matrices: f64 = block_shapes(self)
+        let matrices: f64 = tensors::block(self, 0)
             .iter()
-            .filter(|(_, shape)| shape.len() == 2)
-            .map(|(_, shape)| shape.iter().map(|&size| size as f64).product::<f64>())
+            .filter(|(_, tensor)| tensor.shape.len() == 2)
+            .map(|(_, tensor)| tensor.elements() as f64)
             .sum();
         let head = self.vocab_size as f64 * self.hidden_size as f64;
         let layers = self.num_hidden_layers as f64;
@@ -158,6 +115,7 @@ impl ModelConfig {
 mod tests {
     use super::*;
     use crate::config::{MohConfig, RopeConfig, RouterKind};
+    use crate::tensors::{OUTPUT_HEAD, tensor_shapes};
 
     /// Llama 3 8B.
     fn llama3_8b() -> ModelConfig {

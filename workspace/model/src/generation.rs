@@ -7,8 +7,8 @@ use moh_kernels::{Backend, Element};
 
 use crate::Error;
 use crate::activations::{Blocks, Recompute, Shared};
-use crate::block::{LayerCache, Tokens};
 use crate::layout::ModelLayout;
+use crate::llama::{LayerCache, Tokens};
 use crate::model::Model;
 
 /// Tokens of a prompt that pass through the model at a time.
@@ -109,9 +109,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         for (layer, cache) in self.cache.iter_mut().enumerate() {
             let [input, output] = &mut self.stream;
             let mut block = self.blocks.of((layer, layer), &mut self.shared);
-            model.attend(&tokens, input, &mut block, Some(cache))?;
-            model.activate(n, &mut block)?;
-            model.project_down(n, &mut block, output)?;
+            model.block_forward(&tokens, input, &mut block, Some(cache), output)?;
             self.stream.swap(0, 1);
         }
         let into = (&mut self.normed, &mut self.inv_rms);

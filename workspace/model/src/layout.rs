@@ -1,12 +1,12 @@
 //! Where each tensor lies in the flat buffers of a model: one buffer for the embedding, one for
 //! each block, one for the final norm and one for an untied head.
 //!
-//! Query, key and value weights are adjacent, and so are gate and up, so that one matrix product
-//! serves them. Names and shapes are those of Hugging Face's Llama.
+//! The tensors are those of the architecture's table ([`crate::tensors`]), in its order.
 
 use std::ops::Range;
 
 use crate::ModelConfig;
+use crate::llama::tensors::{self, Division, Operand, Tensor};
 use crate::model_parallel::{Part, TensorShare};
 use crate::slice::Slice;
 
@@ -51,16 +51,21 @@ pub struct FlatLayout {
 impl FlatLayout {
     /// Lays the parts of tensors that `share` holds out one after the other and pads the end to a
     /// multiple of `multiple`.
-    fn new(tensors: Vec<(String, Slice)>, multiple: usize, share: TensorShare) -> Self {
+    fn new(
+        config: &ModelConfig,
+        tensors: impl IntoIterator<Item = Tensor>,
+        multiple: usize,
+        share: TensorShare,
+    ) -> Self {
         let mut end = 0;
         let segments = tensors
             .into_iter()
-            .map(|(name, slice)| {
+            .map(|tensor| {
+                let slice = share.slice(config, &tensor);
+                let Tensor { name, division, decays, .. } = tensor;
                 let start = end;
                 end += slice.len();
-                let decays = slice.shape().len() > 1;
-                // Matrices are divided, norms are not.
-                let replicated = share.ranks > 1 && !decays;
+                let replicated = share.ranks > 1 && division == Division::Replicated;
                 let counted = !replicated || share.rank == 0;
                 Segment { name, slice, range: start..end, decays, counted, replicated }
             })
@@ -126,17 +131,13 @@ impl ModelLayout {
     /// The layout of a part of a model, of which up to `ranks` ranks share the optimiser's state: the length
     /// of every buffer is a multiple of `ranks`, and buffers of other parts are empty.
     pub fn of_part(config: &ModelConfig, ranks: usize, part: &Part) -> Self {
-        let width = config.hidden_size;
-        let one = |name: &str, slice: Slice, here: bool| match here {
-            true => FlatLayout::new(vec![(name.into(), slice)], ranks, part.tensor),
+        let one = |tensor: Tensor, here: bool| match here {
+            true => FlatLayout::new(config, [tensor], ranks, part.tensor),
             false => FlatLayout { segments: Vec::new(), len: 0 },
         };
         let tied = config.tie_word_embeddings;
-        let rows = part.tensor.vocabulary(config);
-        let rows = std::iter::once(rows.first..rows.first + rows.count).collect();
-        let vocabulary = Slice::along(vec![config.vocab_size, width], 0, rows);
         let embedded = part.first || part.last && tied;
-        let mut embedding = one("model.embed_tokens.weight", vocabulary.clone(), embedded);
+        let mut embedding = one(tensors::embedding(config), embedded);
         // A tied head counts where it is the embedding.
         embedding.segments.iter_mut().for_each(|segment| segment.counted = part.first);
         let block = |layer| match part.holds(layer) {
@@ -145,11 +146,9 @@ impl ModelLayout {
         };
         let mut flats = vec![embedding];
         flats.extend((0..config.num_hidden_layers).map(block));
-        flats.push(one("model.norm.weight", Slice::whole(vec![width]), part.last));
-        if !tied {
-            flats.push(one("lm_head.weight", vocabulary, part.last));
-        }
-        let block = BlockRanges::new(&block_layout(config, 0, ranks, part.tensor));
+        flats.push(one(tensors::final_norm(config), part.last));
+        flats.extend(tensors::output_head(config).map(|head| one(head, part.last)));
+        let block = BlockRanges::new(config, &block_layout(config, 0, ranks, part.tensor));
         ModelLayout { flats, num_blocks: config.num_hidden_layers, block }
     }
 
@@ -216,40 +215,28 @@ fn block_layout(
     ranks: usize,
     share: TensorShare,
 ) -> FlatLayout {
-    let (width, inner) = (config.hidden_size, config.intermediate_size);
-    let (queries, keys) = (config.query_width(), config.key_value_width());
-    let norm = || Slice::whole(vec![width]);
-    // The rows of a projection that are those of the heads held.
-    let heads = |outputs: usize| share.head_ranges(config, outputs / config.num_key_value_heads);
-    let of_heads = |outputs: usize| Slice::along(vec![outputs, width], 0, heads(outputs));
-    let columns = || vec![share.mlp_columns(config)];
-    let tensors = [
-        ("input_layernorm", norm()),
-        ("self_attn.q_proj", of_heads(queries)),
-        ("self_attn.k_proj", of_heads(keys)),
-        ("self_attn.v_proj", of_heads(keys)),
-        ("self_attn.o_proj", Slice::along(vec![width, queries], 1, heads(queries))),
-        ("post_attention_layernorm", norm()),
-        ("mlp.gate_proj", Slice::along(vec![inner, width], 0, columns())),
-        ("mlp.up_proj", Slice::along(vec![inner, width], 0, columns())),
-        ("mlp.down_proj", Slice::along(vec![width, inner], 1, columns())),
-    ];
-    let named = |(name, slice)| (format!("model.layers.{layer}.{name}.weight"), slice);
-    FlatLayout::new(tensors.into_iter().map(named).collect(), ranks, share)
+    let tensors = tensors::block(config, layer).map(|(_, tensor)| tensor);
+    FlatLayout::new(config, tensors, ranks, share)
 }
 
 impl BlockRanges {
-    fn new(layout: &FlatLayout) -> Self {
-        let run = |first: usize, last: usize| {
-            layout.segments[first].range.start..layout.segments[last].range.end
+    /// The range of each operand in the layout of a block.
+    fn new(config: &ModelConfig, layout: &FlatLayout) -> Self {
+        let operands = tensors::block(config, 0).map(|(operand, _)| operand);
+        let run = |operand: Operand| {
+            let of_operand =
+                operands.iter().zip(&layout.segments).filter(|(of, _)| **of == operand);
+            let ranges = of_operand.map(|(_, segment)| segment.range.clone());
+            // Adjacent in the table; every operand has a tensor.
+            ranges.reduce(|run, range| run.start..range.end).unwrap_or_default()
         };
         BlockRanges {
-            input_norm: run(0, 0),
-            qkv: run(1, 3),
-            output: run(4, 4),
-            post_norm: run(5, 5),
-            gate_up: run(6, 7),
-            down: run(8, 8),
+            input_norm: run(Operand::InputNorm),
+            qkv: run(Operand::Qkv),
+            output: run(Operand::Output),
+            post_norm: run(Operand::PostNorm),
+            gate_up: run(Operand::GateUp),
+            down: run(Operand::Down),
         }
     }
 }

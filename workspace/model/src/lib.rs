@@ -1,13 +1,13 @@
 //! Llama and Mixture-of-Head models: configuration, weights by name, blocks and generation.
 
 mod activations;
-mod block;
 pub mod config;
 mod error;
 pub mod flops;
 mod generation;
 pub mod initial;
 pub mod layout;
+mod llama;
 mod model;
 pub mod model_parallel;
 pub mod parameters;
@@ -22,8 +22,8 @@ mod step_sums;
 pub use activations::{Activations, PassShape, Recompute, Turn};
 pub use config::{Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RouterKind};
 pub use error::Error;
-pub use flops::tensor_shapes;
 pub use generation::Generator;
+pub use llama::tensors;
 pub use model::{LossScale, Model};
 pub use sampler::Sampler;
 pub use step_sums::StepSums;

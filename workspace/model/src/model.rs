@@ -168,6 +168,11 @@ impl<B: Backend, T: Element> Model<B, T> {
         &mut self.weights
     }
 
+    /// Layers that route, over which the balance loss is averaged; 1 for a dense model, which has none.
+    pub(crate) fn routed_layers(&self) -> usize {
+        self.routers.iter().flatten().count().max(1)
+    }
+
     /// Sizes of the routing of `tokens` tokens in any layer; `None` for a dense model.
     pub(crate) fn routing_shape(&self, tokens: usize) -> Result<Option<RoutingShape>, Error> {
         let heads = self.parallel.part().tensor.heads(&self.config);

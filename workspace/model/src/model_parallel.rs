@@ -11,6 +11,8 @@ use std::ops::Range;
 use moh_comm::{Group, World};
 use moh_kernels::ranks::{Heads, VocabularyRows, share};
 
+use crate::llama::tensors::{Division, Tensor};
+use crate::slice::Slice;
 use crate::{Error, ModelConfig};
 
 /// Which share of every tensor a rank holds.
@@ -66,11 +68,25 @@ impl TensorShare {
         VocabularyRows::of_rank(config.vocab_size, self.rank, self.ranks)
     }
 
-    /// For each key/value head that is held, the numbers of a dimension of `width` times as many that
-    /// belong to it.
-    pub(crate) fn head_ranges(&self, config: &ModelConfig, width: usize) -> Vec<Range<usize>> {
-        let groups = (self.rank..config.num_key_value_heads).step_by(self.ranks);
-        groups.map(|group| group * width..(group + 1) * width).collect()
+    /// The part of a tensor that is local.
+    pub(crate) fn slice(&self, config: &ModelConfig, tensor: &Tensor) -> Slice {
+        let shape = tensor.shape.clone();
+        match tensor.division {
+            Division::Replicated => Slice::whole(shape),
+            Division::Heads(dimension) => {
+                let width = shape[dimension] / config.num_key_value_heads;
+                let groups = (self.rank..config.num_key_value_heads).step_by(self.ranks);
+                let ranges = groups.map(|group| group * width..(group + 1) * width);
+                Slice::along(shape, dimension, ranges.collect())
+            }
+            Division::Mlp(dimension) => {
+                Slice::along(shape, dimension, vec![self.mlp_columns(config)])
+            }
+            Division::Vocabulary => {
+                let VocabularyRows { first, count, .. } = self.vocabulary(config);
+                Slice::along(shape, 0, std::iter::once(first..first + count).collect())
+            }
+        }
     }
 
     /// The tokens of a micro-batch whose part of the residual stream is held.

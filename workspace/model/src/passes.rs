@@ -2,13 +2,11 @@
 //! neighbours.
 
 use moh_comm::Reduce;
-use moh_kernels::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadRanks};
-use moh_kernels::embedding::{EmbeddingBackward, EmbeddingForward};
 use moh_kernels::{Backend, Element, span};
 
-use crate::activations::{Activations, Head, MicroBatch, Pass, Recompute, Shared, Turn};
-use crate::block::{RouterScale, Tokens};
+use crate::activations::{Activations, MicroBatch, Pass, Recompute, Turn};
 use crate::layout::ModelLayout;
+use crate::llama::{RouterScale, Tokens};
 use crate::model::{LossScale, Model};
 use crate::parameters::{FlatBuffers, OnBuffer};
 use crate::{Error, StepSums};
@@ -64,7 +62,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             let input = B::whole_mut(&mut stream[0]);
             parallel.pipeline().recv::<B, T>(input, parallel.previous(), FORWARD)?;
         }
-        let share = 1.0 / self.config.num_hidden_layers as f64;
+        let share = 1.0 / self.routed_layers() as f64;
         let end = layers.len();
         for (at, layer) in layers.enumerate() {
             let (before, after) = stream.split_at_mut(at + 1);
@@ -72,11 +70,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             let mut block = blocks.of((at, layer), shared);
             let _block = span::enter_numbered("block", layer as u64);
             before_use(&mut self.weights, self.layout.block_index(layer))?;
-            self.attend(&tokens, input, &mut block, None)?;
-            let mlp = span::enter("mlp");
-            self.activate(n, &mut block)?;
-            self.project_down(n, &mut block, output)?;
-            drop(mlp);
+            self.block_forward(&tokens, input, &mut block, None, output)?;
             // Every rank that shares the heads knows the loss.
             let routing = block.kept.routing.as_ref().filter(|_| self.routers[layer].is_some());
             if let (Some(routing), 0) = (routing, parallel.part().tensor.rank) {
@@ -92,41 +86,6 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
         let output = B::whole(output);
         Ok(parallel.pipeline().send::<B, T>(output, parallel.next(), FORWARD)?)
-    }
-
-    /// The norm before the head.
-    fn final_norm(
-        &self,
-        tokens: usize,
-        stream: &B::Buffer<T>,
-        head: &mut Head<B, T>,
-    ) -> Result<(), Error> {
-        let into = (&mut head.normed, &mut head.inv_rms);
-        self.normalize(self.layout.final_norm(), tokens, stream, into)
-    }
-
-    /// The embedding of the tokens whose rows are held here.
-    fn embed(
-        &self,
-        tokens: usize,
-        ids: &B::Buffer<u32>,
-        stream: &mut B::Buffer<T>,
-        gathered: &mut Option<B::Buffer<T>>,
-    ) -> Result<(), Error> {
-        let _span = span::enter("embedding");
-        let (backend, width) = (&self.backend, self.config.hidden_size);
-        let rows = self.parallel.part().tensor.vocabulary(&self.config);
-        let (ids, table) = (B::whole(ids), self.weights_of(ModelLayout::EMBEDDING));
-        let Some(partial) = gathered else {
-            let out = B::whole_mut(stream);
-            let embedding = EmbeddingForward { width, rows, ids, table, out };
-            return Ok(backend.embedding_forward(embedding)?);
-        };
-        let out = B::view_mut(partial, 0..tokens * width);
-        backend.embedding_forward(EmbeddingForward { width, rows, ids, table, out })?;
-        let own = self.reduce_scatter(tokens, partial)?;
-        let held = B::view_mut(stream, 0..own.len());
-        Ok(backend.copy(B::view(partial, own), held)?)
     }
 
     /// Adds the cross-entropy of the uploaded micro-batch to `sums`, without gradients, on the stage that
@@ -149,36 +108,6 @@ impl<B: Backend, T: Element> Model<B, T> {
             }
             false => Ok(()),
         }
-    }
-
-    /// Adds the cross-entropy to `sums`; with gradients, writes that of the normed residual stream.
-    fn losses<G: Element>(
-        &self,
-        n: usize,
-        targets: &B::Buffer<u32>,
-        (shared, head): (&mut Shared<B, T>, &mut Head<B, T>),
-        sums: &mut StepSums<B>,
-        mut gradients: Option<HeadGradients<'_, B, T, G>>,
-    ) -> Result<(), Error> {
-        let tensor = self.parallel.part().tensor;
-        let all_reduce = &self.sum_over_ranks();
-        self.backend.cross_entropy(CrossEntropyArgs {
-            shape: self.head_shape(n),
-            x: self.gather(n, &head.normed, &mut shared.gathered)?,
-            weight: self.weights_of(self.layout.head_index()),
-            targets: B::whole(targets),
-            scratch: B::whole_mut(&mut head.scratch),
-            loss: sums.cross_entropy(),
-            gradients: gradients.as_mut().map(HeadGradients::reborrow),
-            ranks: self.is_shared().then(|| HeadRanks {
-                rows: tensor.vocabulary(&self.config),
-                rank: tensor.rank,
-                ranks: tensor.ranks,
-                sums: B::whole_mut(&mut head.sums),
-                all_reduce,
-            }),
-        })?;
-        Ok(())
     }
 
     /// Forward and backward over the uploaded micro-batch: adds its losses to `sums` and its
@@ -245,21 +174,14 @@ impl<B: Backend, T: Element> Model<B, T> {
             document_start: document_start.as_ref(),
         };
         let router = RouterScale {
-            balance_weight: scale.balance / self.config.num_hidden_layers as f32,
+            balance_weight: scale.balance / self.routed_layers() as f32,
             straight_through: scale.straight_through,
         };
         for (at, layer) in parallel.part().chunks[turn.chunk].clone().enumerate().rev() {
             let (input, mut block) = (&stream[at], blocks.of((at, layer), shared));
             let _block = span::enter_numbered("block", layer as u64);
             let recomputing = (*recompute != Recompute::None).then(|| span::enter("recompute"));
-            match recompute {
-                Recompute::None => {}
-                Recompute::Cheap => self.recompute_norms(n, input, &mut block)?,
-                Recompute::Block => {
-                    self.attend(&tokens, input, &mut block, None)?;
-                    self.project_up(n, &mut block)?;
-                }
-            }
+            self.recompute_block(*recompute, &tokens, input, &mut block)?;
             drop(recomputing);
             self.block_backward(&tokens, input, block, scratch, gradients, router)?;
             self.complete(gradients, layout.block_index(layer), &mut complete)?;
@@ -272,17 +194,8 @@ impl<B: Backend, T: Element> Model<B, T> {
                 BACKWARD,
             )?);
         }
-        let _span = span::enter("embedding");
-        let embedding = &layout.flats[ModelLayout::EMBEDDING];
-        gradients.clear_stale(&self.backend, ModelLayout::EMBEDDING, embedding.used())?;
-        gradients.mark_written(ModelLayout::EMBEDDING);
-        self.backend.embedding_backward(EmbeddingBackward {
-            width: self.config.hidden_size,
-            rows: parallel.part().tensor.vocabulary(&self.config),
-            ids: B::whole(ids),
-            d_out: self.gather(n, &scratch.d_stream, &mut shared.gathered)?,
-            d_table: gradients.view_mut(ModelLayout::EMBEDDING, embedding.used()),
-        })?;
+        let gathered = &mut shared.gathered;
+        self.embed_backward(n, ids, &scratch.d_stream, gathered, gradients)?;
         self.complete(gradients, ModelLayout::EMBEDDING, &mut complete)
     }
 
@@ -296,41 +209,6 @@ impl<B: Backend, T: Element> Model<B, T> {
         let Some(complete) = complete else { return Ok(()) };
         self.add_up_replicated(gradients, flat)?;
         complete(gradients, flat)
-    }
-
-    /// From the targets to the gradient of the residual stream after the last block.
-    fn head_backward<G: Element>(
-        &self,
-        activations: &mut Activations<B, T>,
-        turn: Turn,
-        gradients: &mut FlatBuffers<B, G>,
-        scale: LossScale,
-        sums: &mut StepSums<B>,
-    ) -> Result<(), Error> {
-        let _span = span::enter("head");
-        let Activations { shape, micro_batches, passes, shared, head: of_head, backward, .. } =
-            activations;
-        let targets = &micro_batches[turn.micro_batch].targets;
-        let (pass, Some(scratch)) = (&passes[turn.slot], backward) else {
-            return Err(Error::NotPlannedForTraining);
-        };
-        let layout = &self.layout;
-        let (n, width) = (shape.tokens(), self.config.hidden_size);
-        let head = layout.head_index();
-        let head_gradients = HeadGradients::<B, T, G> {
-            scale: scale.cross_entropy,
-            d_x: B::view_mut(&mut scratch.d_branch, 0..n * width),
-            accumulation: gradients.accumulation(head),
-            d_weight: gradients.view_mut(head, layout.flats[head].used()),
-        };
-        self.losses(n, targets, (shared, of_head), sums, Some(head_gradients))?;
-        gradients.mark_written(head);
-        let end = self.parallel.part().chunks[turn.chunk].len();
-        self.backend.zero(B::whole_mut(&mut scratch.d_stream))?;
-        let ((flat, range), inv_rms) = (layout.final_norm(), &of_head.inv_rms);
-        self.norm_backward((flat, range, n), &pass.stream[end], inv_rms, scratch, gradients)?;
-        gradients.mark_written(flat);
-        Ok(())
     }
 
     /// Adds up what ranks that share the other tensors have of the gradients of those that they all hold.

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use moh_data::TextTokenizer;
 use moh_hf::{ConfigFile, Expansion, WeightFiles};
-use moh_model::flops::{EMBEDDING, OUTPUT_HEAD};
 use moh_model::layout::Segment;
+use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD};
 use moh_model::{ModelConfig, initial};
 
 use crate::{Error, Recipe};

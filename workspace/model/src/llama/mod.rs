@@ -1,0 +1,13 @@
+//! The Llama architecture: its tensors, and its passes over them. Each file has a forward pass directly
+//! above its backward pass, written by hand. How ranks share tensors and tokens is [`crate::sequence`]'s.
+
+mod attention;
+mod block;
+mod embedding;
+mod head;
+mod linear;
+mod mlp;
+mod norm;
+pub mod tensors;
+
+pub(crate) use block::{LayerCache, RouterScale, Tokens};

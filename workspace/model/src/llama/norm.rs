@@ -1,0 +1,91 @@
+//! The norms of a model, forward and backward, over the tokens that are local to a rank.
+
+use std::ops::Range;
+
+use moh_kernels::rms_norm::{RmsNormBackward, RmsNormForward};
+use moh_kernels::{Backend, Element};
+
+use crate::Error;
+use crate::activations::{Backward, BlockBuffers, Cheap, Kept};
+use crate::model::Model;
+use crate::parameters::FlatBuffers;
+
+impl<B: Backend, T: Element> Model<B, T> {
+    /// The norm of the tokens held here, whose weight is a range of a flat buffer.
+    pub(crate) fn normalize(
+        &self,
+        (flat, weight): (usize, &Range<usize>),
+        tokens: usize,
+        x: &B::Buffer<T>,
+        (y, inv_rms): (&mut B::Buffer<T>, &mut B::Buffer<f32>),
+    ) -> Result<(), Error> {
+        let stream = self.stream_len(tokens);
+        self.backend.rms_norm_forward(RmsNormForward {
+            eps: self.config.rms_norm_eps,
+            x: B::view(x, 0..stream),
+            weight: self.weights.view(flat, weight.clone()),
+            y: B::view_mut(y, 0..stream),
+            inv_rms: B::view_mut(inv_rms, 0..self.token_share(tokens).held()),
+        })?;
+        Ok(())
+    }
+
+    /// Adds a norm's gradients, from that of its output in `d_branch`, to `d_stream` and to those of its
+    /// weight.
+    pub(crate) fn norm_backward<G: Element>(
+        &self,
+        (flat, range, tokens): (usize, &Range<usize>, usize),
+        x: &B::Buffer<T>,
+        inv_rms: &B::Buffer<f32>,
+        scratch: &mut Backward<B, T>,
+        gradients: &mut FlatBuffers<B, G>,
+    ) -> Result<(), Error> {
+        let own = self.reduce_scatter(tokens, &mut scratch.d_branch)?;
+        let held = own.len();
+        gradients.clear_stale(&self.backend, flat, range.clone())?;
+        self.backend.rms_norm_backward(RmsNormBackward {
+            x: B::view(x, 0..held),
+            weight: self.weights.view(flat, range.clone()),
+            inv_rms: B::view(inv_rms, 0..self.token_share(tokens).held()),
+            d_y: B::view(&scratch.d_branch, own),
+            d_x: B::view_mut(&mut scratch.d_stream, 0..held),
+            d_weight: gradients.view_mut(flat, range.clone()),
+        })?;
+        Ok(())
+    }
+
+    pub(super) fn normalize_input(
+        &self,
+        layer: usize,
+        tokens: usize,
+        input: &B::Buffer<T>,
+        cheap: &mut Cheap<B, T>,
+    ) -> Result<(), Error> {
+        let weight = (self.layout.block_index(layer), &self.layout.block.input_norm);
+        let into = (&mut cheap.input_normed, &mut cheap.input_inv_rms);
+        self.normalize(weight, tokens, input, into)
+    }
+
+    pub(super) fn normalize_middle(
+        &self,
+        layer: usize,
+        tokens: usize,
+        kept: &Kept<B, T>,
+        cheap: &mut Cheap<B, T>,
+    ) -> Result<(), Error> {
+        let weight = (self.layout.block_index(layer), &self.layout.block.post_norm);
+        let into = (&mut cheap.post_normed, &mut cheap.post_inv_rms);
+        self.normalize(weight, tokens, &kept.middle, into)
+    }
+
+    /// Computes the norms of the forward pass again.
+    pub(crate) fn recompute_norms(
+        &self,
+        tokens: usize,
+        input: &B::Buffer<T>,
+        block: &mut BlockBuffers<'_, B, T>,
+    ) -> Result<(), Error> {
+        self.normalize_input(block.layer, tokens, input, block.cheap)?;
+        self.normalize_middle(block.layer, tokens, block.kept, block.cheap)
+    }
+}
