@@ -117,8 +117,8 @@ fn datatype(dtype: DType) -> ffi::MPI_Datatype {
 
 /// The host's bytes of a region whose length MPI can count.
 fn host<'a>(operation: &'static str, part: RegionMut<'a>) -> Result<(DType, usize, &'a mut [u8])> {
-    let RegionMut { dtype, len, memory } = part;
-    match memory {
+    let RegionMut { dtype, len, location } = part;
+    match location {
         LocationMut::Device(_) => Err(failed(operation, ON_A_GPU)),
         LocationMut::Host(_) if c_int::try_from(len).is_err() => Err(failed(
             operation,
