@@ -1,5 +1,5 @@
 //! AdamW over a model's flat buffers, with clipping by the global gradient norm: over all of each, or
-//! the local shard of a rank ([`data_parallel`](crate::data_parallel)).
+//! the local shard of a rank (`data_parallel.rs`).
 
 use std::ops::Range;
 

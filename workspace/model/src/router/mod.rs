@@ -1,9 +1,9 @@
 //! Routers choose, for every token, the heads that a block's attention computes.
 //!
 //! A model has one router for each layer, or none where the layer is dense. The paper's router for
-//! pretrained models, [`query_norm`], follows from the configuration; any other implements [`Router`] and
-//! is given to [`Model::set_routers`](crate::Model::set_routers). Attention and block know no router:
-//! they take the selection of its [`moh_kernels::router::Routing`].
+//! pretrained models, [`moh_kernels::router::query_norm`], follows from the configuration; any other
+//! implements [`Router`] and is given to [`Model::set_routers`](crate::Model::set_routers). Attention and
+//! block know no router: they take the selection of its [`moh_kernels::router::Routing`].
 
 mod query_norm;
 
