@@ -15,43 +15,33 @@ use crate::rope::Rope;
 use crate::router::query_norm::QueryNorm;
 use crate::swiglu::Swiglu;
 
-/// A device, its memory and all operators.
-///
-/// `T` is the type of weights and activations, `G` of gradients, `M` of the optimiser's moments.
-/// Every operator may run asynchronously until [`crate::Memory::synchronize`] or
-/// [`crate::Memory::download`], and refuses buffers whose lengths do not fit its shape
-/// ([`crate::Error::Shape`]). Matrices are row-major, a linear layer's weight is `[outputs, inputs]`,
-/// and the shape letters are those of `kernels/README.md`.
-pub trait Backend:
-    Workspace
-    + Add
-    + Attention
-    + Convert
-    + CrossEntropy
-    + Embedding
-    + KeyValueCache
-    + Linear
-    + Optimizer
-    + QueryNorm
-    + RmsNorm
-    + Rope
-    + Swiglu
-{
+/// Declares [`Backend`] as the sum of these operators.
+macro_rules! backend {
+    ($($operator:ident),+ $(,)?) => {
+        /// A device, its memory and all operators.
+        ///
+        /// `T` is the type of weights and activations, `G` of gradients, `M` of the optimiser's moments.
+        /// Every operator may run asynchronously until [`crate::Memory::synchronize`] or
+        /// [`crate::Memory::download`], and refuses buffers whose lengths do not fit its shape
+        /// ([`crate::Error::Shape`]). Matrices are row-major, a linear layer's weight is `[outputs, inputs]`,
+        /// and the shape letters are those of `kernels/README.md`.
+        pub trait Backend: Workspace $(+ $operator)+ {}
+
+        impl<D: Workspace $(+ $operator)+> Backend for D {}
+    };
 }
 
-impl<D> Backend for D where
-    D: Workspace
-        + Add
-        + Attention
-        + Convert
-        + CrossEntropy
-        + Embedding
-        + KeyValueCache
-        + Linear
-        + Optimizer
-        + QueryNorm
-        + RmsNorm
-        + Rope
-        + Swiglu
-{
-}
+backend!(
+    Add,
+    Attention,
+    Convert,
+    CrossEntropy,
+    Embedding,
+    KeyValueCache,
+    Linear,
+    Optimizer,
+    QueryNorm,
+    RmsNorm,
+    Rope,
+    Swiglu,
+);

@@ -74,10 +74,10 @@ pub trait Memory: Send + Sync + Sized + 'static {
         Self::view_mut(buffer, 0..len)
     }
 
-    /// The view for a shorter time.
+    /// The same view with a shorter lifetime.
     fn reborrow<'v, 'long: 'v, S: Scalar>(view: Self::View<'long, S>) -> Self::View<'v, S>;
 
-    /// Write access to the same elements for a shorter time.
+    /// Write access to the same elements with a shorter lifetime.
     fn reborrow_mut<'v, S: Scalar>(view: &'v mut Self::ViewMut<'_, S>) -> Self::ViewMut<'v, S>;
 
     /// Read access to the elements of a view that may write them.

@@ -128,7 +128,7 @@ pub enum KeyValues<'a, M: Memory, T: Element> {
         keys: View<'a, M, T>,
         /// Values, `[blocks, block_length, G * D]`.
         values: View<'a, M, T>,
-        /// Block elements, `[B, ceil(key_length / block_length)]`.
+        /// Block numbers, `[B, ceil(key_length / block_length)]`.
         block_table: View<'a, M, u32>,
         /// Tokens of a block.
         block_length: usize,

@@ -65,7 +65,7 @@ pub struct HeadGradients<'a, M: Memory, T: Element, G: Element> {
 }
 
 impl<M: Memory, T: Element, G: Element> HeadGradients<'_, M, T, G> {
-    /// The same for a shorter time.
+    /// The same with a shorter lifetime.
     pub fn reborrow(&mut self) -> HeadGradients<'_, M, T, G> {
         HeadGradients {
             scale: self.scale,

@@ -3,8 +3,9 @@
 use bytemuck::{Pod, Zeroable};
 
 use super::{Embedding, EmbeddingBackward, EmbeddingForward, Lens, check};
-use crate::cuda::{Cuda, mirrored, name};
+use crate::cuda::{Cuda, CudaView, mirrored, name};
 use crate::error::Result;
+use crate::ranks::VocabularyRows;
 use crate::scalar::Element;
 
 /// `Parameters` of embedding.cu.
@@ -22,19 +23,29 @@ struct Parameters {
 
 mirrored!(Parameters, 56, ids 0, table 8, rows 16, tokens 24, width 32, first_row 40, count 48);
 
+impl Parameters {
+    /// What both passes take; `table` and `rows` are null.
+    fn new(width: usize, rows: VocabularyRows, ids: CudaView<'_, u32>) -> Self {
+        Parameters {
+            ids: ids.address,
+            tokens: ids.len as u64,
+            width: width as u64,
+            first_row: rows.first as u64,
+            count: rows.count as u64,
+            ..Self::zeroed()
+        }
+    }
+}
+
 impl Embedding for Cuda {
     fn embedding_forward<T: Element>(&self, args: EmbeddingForward<'_, Self, T>) -> Result<()> {
         let EmbeddingForward { width, rows, ids, table, out } = args;
         let lens = Lens { tokens: ids.len, table: table.len, activations: out.len };
         check("embedding_forward", width, rows, "out", &lens)?;
         let parameters = Parameters {
-            ids: ids.address,
             table: table.address,
             rows: out.address,
-            tokens: ids.len as u64,
-            width: width as u64,
-            first_row: rows.first as u64,
-            count: rows.count as u64,
+            ..Parameters::new(width, rows, ids)
         };
         self.launch(&name::<T>("embedding_forward"), [ids.len, 1], 0, &parameters)
     }
@@ -47,13 +58,9 @@ impl Embedding for Cuda {
         let lens = Lens { tokens: ids.len, table: d_table.len, activations: d_out.len };
         check("embedding_backward", width, rows, "d_out", &lens)?;
         let parameters = Parameters {
-            ids: ids.address,
             table: d_table.address,
             rows: d_out.address,
-            tokens: ids.len as u64,
-            width: width as u64,
-            first_row: rows.first as u64,
-            count: rows.count as u64,
+            ..Parameters::new(width, rows, ids)
         };
         let kernel = name::<G>(&name::<T>("embedding_backward"));
         self.launch(&kernel, [ids.len, 1], 0, &parameters)

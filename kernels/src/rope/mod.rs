@@ -81,7 +81,7 @@ pub struct RopeArgs<'a, M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> RopeArgs<'_, M, T> {
-    /// The same for a shorter time.
+    /// The same with a shorter lifetime.
     pub fn reborrow(&mut self) -> RopeArgs<'_, M, T> {
         let RopeTable { cos, sin, first_position } = self.table;
         let table = RopeTable { cos: M::reborrow(cos), sin: M::reborrow(sin), first_position };

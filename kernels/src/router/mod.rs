@@ -225,7 +225,7 @@ pub struct RouterRanks<'a, M: Memory> {
 }
 
 impl<M: Memory> RouterGradient<'_, M> {
-    /// The same for a shorter time.
+    /// The same with a shorter lifetime.
     pub fn reborrow(&mut self) -> RouterGradient<'_, M> {
         RouterGradient {
             routing: self.routing,

@@ -125,22 +125,25 @@ fn a_run_starts_from_the_rows_that_conversion_writes() {
     }
 }
 
-#[test]
-fn a_run_with_a_larger_vocabulary_exports_it_with_its_tokenizer() {
-    let dir = tempfile::tempdir().unwrap();
-    prepare_files(dir.path());
-    let mut recipe = recipe(dir.path());
-    let model = dir.path().join("model");
-    let outcome = moh_train::run(
-        &mut recipe,
+/// Runs the recipe on the model in `dir`.
+fn run(recipe: &mut Recipe, dir: &Path) -> Result<Outcome, moh_train::Error> {
+    moh_train::run(
+        recipe,
         Path::new("recipe.toml"),
-        Some(&model),
+        Some(&dir.join("model")),
         (OpenDevice::Cpu, &World::single()),
         &AtomicBool::new(false),
         &TraceSteps::NONE,
         &mut |_| {},
     )
-    .unwrap();
+}
+
+#[test]
+fn a_run_with_a_larger_vocabulary_exports_it_with_its_tokenizer() {
+    let dir = tempfile::tempdir().unwrap();
+    prepare_files(dir.path());
+    let mut recipe = recipe(dir.path());
+    let outcome = run(&mut recipe, dir.path()).unwrap();
     assert!(matches!(outcome, Outcome::Finished(_)));
     let export = dir.path().join("run/export");
     let config = ConfigFile::read(&export).unwrap().config;
@@ -159,16 +162,6 @@ fn token_files_of_the_smaller_tokenizer_are_refused() {
     let mut recipe = recipe(dir.path());
     recipe.model.tokenizer = None;
     recipe.model.pad_vocab_to = None;
-    let model = dir.path().join("model");
-    let error = moh_train::run(
-        &mut recipe,
-        Path::new("recipe.toml"),
-        Some(&model),
-        (OpenDevice::Cpu, &World::single()),
-        &AtomicBool::new(false),
-        &TraceSteps::NONE,
-        &mut |_| {},
-    )
-    .unwrap_err();
+    let error = run(&mut recipe, dir.path()).unwrap_err();
     assert!(error.to_string().contains("tokens.json"), "{error}");
 }

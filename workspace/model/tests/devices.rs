@@ -7,11 +7,13 @@ mod support;
 
 use half::bf16;
 #[cfg(feature = "cuda-emulator")]
-use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
+use moh_kernels::adamw::AdamW;
 use moh_kernels::{Backend, Cpu, Cuda, Element};
 use moh_model::parameters::FlatBuffers;
-use moh_model::{Activations, LossScale, MohConfig, PassShape, Recompute, RouterKind, StepSums};
-use support::{config, model, upload};
+use moh_model::{Activations, MohConfig, PassShape, Recompute, RouterKind, StepSums};
+#[cfg(feature = "cuda-emulator")]
+use support::{ADAMW, update};
+use support::{SCALE, SHAPE, config, model, upload};
 
 /// Losses, selected heads and all gradients of one micro-batch.
 struct Pass {
@@ -19,16 +21,6 @@ struct Pass {
     mask: Vec<u8>,
     gradients: Vec<f32>,
 }
-
-const SHAPE: PassShape = PassShape {
-    batch: 2,
-    length: 40,
-    recompute: Recompute::None,
-    training: true,
-    document_mask: true,
-};
-const SCALE: LossScale =
-    LossScale { cross_entropy: 1.0 / 80.0, balance: 0.1, straight_through: true };
 
 fn pass<B: Backend, T: Element>(backend: B, moh: Option<MohConfig>, recompute: Recompute) -> Pass {
     let mut model = model::<B, T>(backend, config(16, true, moh));
@@ -126,7 +118,7 @@ fn take_steps<T: Element>(moh: Option<MohConfig>, head_dim: usize, recompute: Re
     let evaluated = PassShape { training: false, ..shape };
     let mut evaluation = Activations::new(&model, evaluated).unwrap();
     let zeros = || FlatBuffers::<Cuda, T>::zeros(&cuda, model.layout()).unwrap();
-    let (mut gradients, mut first, mut second) = (zeros(), zeros(), zeros());
+    let (mut gradients, mut moments) = (zeros(), [zeros(), zeros()]);
     let mut sums = StepSums::new(&cuda).unwrap();
     let planned = cuda.memory_calls().unwrap();
     for step in 1..=2 {
@@ -136,40 +128,14 @@ fn take_steps<T: Element>(moh: Option<MohConfig>, head_dim: usize, recompute: Re
             upload(&cuda, &mut training, 0);
             model.forward_backward(&mut training, &mut gradients, SCALE, &mut sums).unwrap();
         }
-        let segments = model.layout().segments();
-        let parts: Vec<_> =
-            segments.map(|(flat, segment)| gradients.view(flat, segment.range.clone())).collect();
-        cuda.squared_norms(&parts, sums.squared_norm_mut()).unwrap();
-        for flat in 0..model.layout().flats.len() {
-            let all = 0..model.layout().flats[flat].len;
-            cuda.adamw(AdamWUpdate {
-                step: &AdamW { step, ..ADAMW },
-                squared_norm: sums.squared_norm(),
-                gradients: gradients.view(flat, all.clone()),
-                weights: model.weights_mut().view_mut(flat, all.clone()),
-                remainder: None,
-                first_moment: first.view_mut(flat, all.clone()),
-                second_moment: second.view_mut(flat, all),
-            })
-            .unwrap();
-        }
+        let constants = AdamW { step, ..ADAMW };
+        update(&mut model, &constants, &gradients, &mut moments, &mut sums);
         upload(&cuda, &mut evaluation, 0);
         model.evaluate(&mut evaluation, &mut sums).unwrap();
         sums.read(&cuda).unwrap();
         assert_eq!(cuda.memory_calls().unwrap(), planned, "step {step}");
     }
 }
-
-#[cfg(feature = "cuda-emulator")]
-const ADAMW: AdamW = AdamW {
-    learning_rate: 1e-3,
-    beta1: 0.9,
-    beta2: 0.95,
-    eps: 1e-8,
-    weight_decay: 0.1,
-    clip_norm: 1.0,
-    step: 1,
-};
 
 #[cfg(feature = "cuda-emulator")]
 #[test]

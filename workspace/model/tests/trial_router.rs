@@ -8,14 +8,14 @@ mod support;
 use std::sync::Arc;
 
 use half::bf16;
-use moh_kernels::adamw::{AdamW, AdamWUpdate};
+use moh_kernels::adamw::AdamW;
 use moh_kernels::ranks::Heads;
 use moh_kernels::router::{RouterBackward, RouterForward, RoutingShape};
 use moh_kernels::{Backend, Cpu, Element, Result};
 use moh_model::parameters::FlatBuffers;
 use moh_model::router::Router;
-use moh_model::{Activations, LossScale, Model, PassShape, Recompute, StepSums};
-use support::{config, model, upload};
+use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
+use support::{ADAMW, SCALE, SHAPE, config, model, update, upload};
 
 /// Every token computes the shared heads and some of the others, by its place in the micro-batch, with
 /// weights between 0.5 and 1.5.
@@ -70,55 +70,20 @@ fn trial<B: Backend, T: Element>(backend: B, percent_selected: usize) -> Model<B
     model
 }
 
-const SHAPE: PassShape = PassShape {
-    batch: 2,
-    length: 40,
-    recompute: Recompute::Cheap,
-    training: true,
-    document_mask: true,
-};
-const SCALE: LossScale =
-    LossScale { cross_entropy: 1.0 / 80.0, balance: 0.1, straight_through: true };
-const ADAMW: AdamW = AdamW {
-    learning_rate: 3e-3,
-    beta1: 0.9,
-    beta2: 0.95,
-    eps: 1e-8,
-    weight_decay: 0.1,
-    clip_norm: 1.0,
-    step: 1,
-};
-
 /// Losses of a few steps on one micro-batch.
 fn train<B: Backend + Clone, T: Element>(backend: &B, recompute: Recompute) -> Vec<f64> {
     let mut model = trial::<B, T>(backend.clone(), 40);
     let mut activations = Activations::new(&model, PassShape { recompute, ..SHAPE }).unwrap();
     let zeros = || FlatBuffers::<B, f32>::zeros(backend, model.layout()).unwrap();
-    let (mut gradients, mut first, mut second) = (zeros(), zeros(), zeros());
+    let (mut gradients, mut moments) = (zeros(), [zeros(), zeros()]);
     let mut sums = StepSums::new(backend).unwrap();
     upload(backend, &mut activations, 0);
-    let step = |number| {
+    let step = |step| {
         gradients.zero(backend).unwrap();
         sums.zero(backend).unwrap();
         model.forward_backward(&mut activations, &mut gradients, SCALE, &mut sums).unwrap();
-        let segments = model.layout().segments();
-        let parts: Vec<_> =
-            segments.map(|(flat, segment)| gradients.view(flat, segment.range.clone())).collect();
-        backend.squared_norms(&parts, sums.squared_norm_mut()).unwrap();
-        for flat in 0..model.layout().flats.len() {
-            let all = 0..model.layout().flats[flat].len;
-            backend
-                .adamw(AdamWUpdate {
-                    step: &AdamW { step: number, ..ADAMW },
-                    squared_norm: sums.squared_norm(),
-                    gradients: gradients.view(flat, all.clone()),
-                    weights: model.weights_mut().view_mut(flat, all.clone()),
-                    remainder: None,
-                    first_moment: first.view_mut(flat, all.clone()),
-                    second_moment: second.view_mut(flat, all),
-                })
-                .unwrap();
-        }
+        let constants = AdamW { step, learning_rate: 3e-3, ..ADAMW };
+        update(&mut model, &constants, &gradients, &mut moments, &mut sums);
         sums.read(backend).unwrap()[0] / 80.0
     };
     (1..=12).map(step).collect()
@@ -160,7 +125,8 @@ fn pass(percent_selected: usize, nudge: Option<(&[f32], f32)>) -> (f64, Vec<f32>
             }
         }
     }
-    let mut activations = Activations::new(&model, SHAPE).unwrap();
+    let mut activations =
+        Activations::new(&model, PassShape { recompute: Recompute::Cheap, ..SHAPE }).unwrap();
     let mut gradients = FlatBuffers::<Cpu, f32>::zeros(&Cpu, model.layout()).unwrap();
     let mut sums = StepSums::new(&Cpu).unwrap();
     upload(&Cpu, &mut activations, 0);

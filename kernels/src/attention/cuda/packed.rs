@@ -148,7 +148,7 @@ pub(super) fn scratch_bytes(shape: &AttentionShape, routed: bool) -> usize {
 pub(super) const PACK_FORWARD: &str = "attention_pack_forward";
 pub(super) const PACK_BACKWARD: &str = "attention_pack_backward";
 
-/// A args whose rows are packed.
+/// An attention whose rows are packed.
 pub(super) struct Packed<'a, 'v> {
     pub cuda: &'a Cuda,
     pub args: &'a AttentionArgs<'v, Cuda>,

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::{QueryNorm, QueryNormRouter};
+use super::{BackwardLens, QueryNorm, QueryNormRouter, begin, check_backward};
 use crate::cpu::Cpu;
 use crate::error::{Result, check_len};
 use crate::math::sum_of_squares;
@@ -29,12 +29,7 @@ impl QueryNorm for Cpu {
         const OPERATOR: &str = "query_norm_forward";
         let RouterForward { shape, qkv, routing, all_reduce } = args;
         let (tokens, heads) = (shape.tokens(), routing.heads());
-        let routed = router.check(OPERATOR, heads.count)?;
-        shape.check(OPERATOR)?;
-        check_len(OPERATOR, "qkv", qkv.len(), tokens * shape.row())?;
-        routing.begin(tokens, router.shared_heads)?;
-        routing.check_heads(OPERATOR, shape.heads)?;
-        check_saved(OPERATOR, routing)?;
+        let routed = begin(OPERATOR, router, shape, qkv.len(), routing)?;
         let all_reduce = exchange(OPERATOR, heads, all_reduce)?;
         if routed == 0 {
             return Ok(());
@@ -72,14 +67,6 @@ impl QueryNorm for Cpu {
         backward(rope.shape, qkv, &mut *rope.qkv, gradient)?;
         self.rope_backward(rope)
     }
-}
-
-/// Refuses a routing without room for norms and 1 / std.
-fn check_saved(operator: &'static str, routing: &Routing<Cpu>) -> Result<()> {
-    let least = routing.tokens() * (routing.routed() + 1);
-    crate::error::ensure(operator, routing.saved.len() >= least, || {
-        format!("the routing saves {} elements, expected {least}", routing.saved.len())
-    })
 }
 
 /// Norms of a routing, `[tokens, routed]`, and 1 / std of each token's, 0 where they are all equal. In
@@ -192,14 +179,8 @@ fn backward<T: Element>(
     const OPERATOR: &str = "query_norm_backward";
     let RouterGradient { routing, delta, balance_weight, ranks } = gradient;
     let (tokens, routed) = (shape.tokens(), routing.routed());
-    shape.check(OPERATOR)?;
-    check_len(OPERATOR, "d_qkv", d_qkv.len(), tokens * shape.row())?;
-    check_len(OPERATOR, "qkv", qkv.len(), d_qkv.len())?;
-    routing.check(OPERATOR, tokens, shape.heads)?;
-    check_saved(OPERATOR, routing)?;
-    if let Some(delta) = delta {
-        check_len(OPERATOR, "delta", delta.len(), tokens * shape.heads)?;
-    }
+    let lens = BackwardLens { qkv: qkv.len(), d_qkv: d_qkv.len(), delta: delta.map(<[f32]>::len) };
+    check_backward(OPERATOR, shape, &lens, routing)?;
     let ranks = delta.map_or(Ok(None), |_| exchange(OPERATOR, routing.heads(), ranks))?;
     if routed == 0 {
         return Ok(());

@@ -3,9 +3,9 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{QueryNorm, QueryNormRouter};
+use super::{BackwardLens, QueryNorm, QueryNormRouter, begin, check_backward};
 use crate::cuda::{Cuda, CudaView, address_or_null, mirrored, name};
-use crate::error::{Result, check_len, ensure};
+use crate::error::{Result, check_len};
 use crate::memory::Memory;
 use crate::ranks::AllReduce;
 use crate::rope::{self, QkvShape};
@@ -43,14 +43,10 @@ mirrored!(
 );
 
 impl Parameters {
-    fn new(operator: &'static str, shape: &QkvShape, routing: &Routing<Cuda>) -> Result<Self> {
+    fn new(shape: &QkvShape, routing: &Routing<Cuda>) -> Self {
         let pairs = routing.tokens() * routing.routed();
-        let least = pairs + routing.tokens();
-        ensure(operator, routing.saved.len() >= least, || {
-            format!("the routing saves {} elements, expected {least}", routing.saved.len())
-        })?;
         let norms = routing.saved.address();
-        Ok(Parameters {
+        Parameters {
             norms,
             inv_std: norms + (pairs * size_of::<f64>()) as u64,
             heads: shape.heads as u32,
@@ -58,7 +54,7 @@ impl Parameters {
             head_dim: shape.head_dim as u32,
             tables: Tables::new(routing),
             ..Self::zeroed()
-        })
+        }
     }
 
     /// Shared memory for three f64 of each routed head: what forward needs, backward needs two.
@@ -84,15 +80,11 @@ impl Forward<'_> {
         all_reduce: Option<AllReduce<'_, Cuda>>,
     ) -> Result<()> {
         const OPERATOR: &str = "query_norm_forward";
-        let Forward { router, shape, .. } = self;
+        let &Forward { router, shape, .. } = self;
         let (tokens, heads) = (shape.tokens(), routing.heads());
-        let routed = router.check(OPERATOR, heads.count)?;
-        shape.check(OPERATOR)?;
-        check_len(OPERATOR, "qkv", self.qkv_len, tokens * shape.row())?;
-        routing.begin(tokens, router.shared_heads)?;
-        routing.check_heads(OPERATOR, shape.heads)?;
+        let routed = begin(OPERATOR, router, shape, self.qkv_len, routing)?;
         let all_reduce = exchange(OPERATOR, heads, all_reduce)?;
-        let mut parameters = Parameters::new(OPERATOR, shape, routing)?;
+        let mut parameters = Parameters::new(shape, routing);
         (parameters.qkv, parameters.rope) = (self.qkv, self.rope);
         parameters.top_k = router.top_k as u32;
         if let Some(all_reduce) = all_reduce.filter(|_| routed > 0) {
@@ -166,14 +158,10 @@ impl<T: Element> Backward<'_, T> {
         let Backward { shape, qkv, d_qkv: (d_qkv, d_qkv_len), rope } = *self;
         let RouterGradient { routing, delta, balance_weight, ranks } = gradient;
         let tokens = shape.tokens();
-        shape.check(OPERATOR)?;
-        check_len(OPERATOR, "d_qkv", d_qkv_len, tokens * shape.row())?;
-        check_len(OPERATOR, "qkv", qkv.len, d_qkv_len)?;
-        routing.check(OPERATOR, tokens, shape.heads)?;
-        if let Some(delta) = delta {
-            check_len(OPERATOR, "delta", delta.len, tokens * shape.heads)?;
-        }
-        let mut parameters = Parameters::new(OPERATOR, shape, routing)?;
+        let delta_len = delta.map(|delta| delta.len);
+        let lens = BackwardLens { qkv: qkv.len, d_qkv: d_qkv_len, delta: delta_len };
+        check_backward(OPERATOR, shape, &lens, routing)?;
+        let mut parameters = Parameters::new(shape, routing);
         (parameters.qkv, parameters.d_qkv, parameters.rope) = (qkv.address, d_qkv, rope);
         parameters.balance_weight = balance_weight;
         parameters.delta = address_or_null(delta);

@@ -24,11 +24,13 @@ mod cpu;
 pub(crate) mod cuda;
 
 use super::{
-    RouterBackward, RouterForward, RouterRopeBackward, RouterRopeForward, Routers, RoutingShape,
+    RouterBackward, RouterForward, RouterRopeBackward, RouterRopeForward, Routers, Routing,
+    RoutingShape,
 };
-use crate::error::{Result, ensure};
+use crate::error::{Result, check_len, ensure};
+use crate::memory::Memory;
 use crate::ranks::Heads;
-use crate::rope::Rope;
+use crate::rope::{QkvShape, Rope};
 use crate::scalar::Element;
 
 /// Which heads are shared and how many of the others a token selects.
@@ -92,4 +94,60 @@ pub trait QueryNorm: Routers + Rope {
         &self,
         args: RouterRopeBackward<'_, Self, T>,
     ) -> Result<()>;
+}
+
+/// Checks a forward pass over `qkv` elements and begins its routing; returns the number of routed heads.
+fn begin<M: Memory>(
+    operator: &'static str,
+    router: QueryNormRouter,
+    shape: &QkvShape,
+    qkv: usize,
+    routing: &mut Routing<M>,
+) -> Result<usize> {
+    let routed = router.check(operator, routing.heads().count)?;
+    check_shape(operator, shape, "qkv", qkv)?;
+    routing.begin(shape.tokens(), router.shared_heads)?;
+    routing.check_heads(operator, shape.heads)?;
+    check_saved(operator, routing)?;
+    Ok(routed)
+}
+
+/// Lengths of a backward pass.
+struct BackwardLens {
+    qkv: usize,
+    d_qkv: usize,
+    delta: Option<usize>,
+}
+
+/// Checks a backward pass.
+fn check_backward<M: Memory>(
+    operator: &'static str,
+    shape: &QkvShape,
+    lens: &BackwardLens,
+    routing: &Routing<M>,
+) -> Result<()> {
+    check_shape(operator, shape, "d_qkv", lens.d_qkv)?;
+    check_len(operator, "qkv", lens.qkv, lens.d_qkv)?;
+    routing.check(operator, shape.tokens(), shape.heads)?;
+    check_saved(operator, routing)?;
+    lens.delta
+        .map_or(Ok(()), |delta| check_len(operator, "delta", delta, shape.tokens() * shape.heads))
+}
+
+fn check_shape(
+    operator: &'static str,
+    shape: &QkvShape,
+    what: &'static str,
+    len: usize,
+) -> Result<()> {
+    shape.check(operator)?;
+    check_len(operator, what, len, shape.tokens() * shape.row())
+}
+
+/// Refuses a routing without room for norms and 1 / std.
+fn check_saved<M: Memory>(operator: &'static str, routing: &Routing<M>) -> Result<()> {
+    let (saved, least) = (M::len(&routing.saved), routing.tokens() * (routing.routed() + 1));
+    ensure(operator, saved >= least, || {
+        format!("the routing saves {saved} elements, expected {least}")
+    })
 }

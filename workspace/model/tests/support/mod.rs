@@ -2,8 +2,13 @@
 
 #![allow(dead_code, clippy::unwrap_used)]
 
+use moh_kernels::adamw::{AdamW, AdamWUpdate};
 use moh_kernels::{Backend, Element};
-use moh_model::{Activations, Error, Model, ModelConfig, MohConfig, RopeConfig, initial};
+use moh_model::parameters::FlatBuffers;
+use moh_model::{
+    Activations, Error, LossScale, Model, ModelConfig, MohConfig, PassShape, Recompute, RopeConfig,
+    StepSums, initial,
+};
 
 pub const VOCABULARY: u32 = 61;
 
@@ -52,4 +57,55 @@ pub fn upload<B: Backend, T: Element>(
     let targets: Vec<u32> = ids.iter().map(|id| (id * 7 + 3) % VOCABULARY).collect();
     let starts: Vec<u32> = (0..tokens).map(|i| if i % 40 < 23 { 0 } else { 23 }).collect();
     activations.upload(backend, &ids, &targets, &starts).unwrap();
+}
+
+/// A training pass over the micro-batches of [`upload`].
+pub const SHAPE: PassShape = PassShape {
+    batch: 2,
+    length: 40,
+    recompute: Recompute::None,
+    training: true,
+    document_mask: true,
+};
+/// The factors of a step of one such micro-batch.
+pub const SCALE: LossScale =
+    LossScale { cross_entropy: 1.0 / 80.0, balance: 0.1, straight_through: true };
+pub const ADAMW: AdamW = AdamW {
+    learning_rate: 1e-3,
+    beta1: 0.9,
+    beta2: 0.95,
+    eps: 1e-8,
+    weight_decay: 0.1,
+    clip_norm: 1.0,
+    step: 1,
+};
+
+/// Updates all weights by AdamW; `moments` are the first and the second.
+pub fn update<B: Backend + Clone, T: Element, G: Element>(
+    model: &mut Model<B, T>,
+    step: &AdamW,
+    gradients: &FlatBuffers<B, G>,
+    moments: &mut [FlatBuffers<B, G>; 2],
+    sums: &mut StepSums<B>,
+) {
+    let backend = model.backend().clone();
+    let segments = model.layout().segments();
+    let parts: Vec<_> =
+        segments.map(|(flat, segment)| gradients.view(flat, segment.range.clone())).collect();
+    backend.squared_norms(&parts, sums.squared_norm_mut()).unwrap();
+    let [first, second] = moments;
+    for flat in 0..model.layout().flats.len() {
+        let all = 0..model.layout().flats[flat].len;
+        backend
+            .adamw(AdamWUpdate {
+                step,
+                squared_norm: sums.squared_norm(),
+                gradients: gradients.view(flat, all.clone()),
+                weights: model.weights_mut().view_mut(flat, all.clone()),
+                remainder: None,
+                first_moment: first.view_mut(flat, all.clone()),
+                second_moment: second.view_mut(flat, all),
+            })
+            .unwrap();
+    }
 }
