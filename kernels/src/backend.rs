@@ -10,6 +10,7 @@ use crate::embedding::Embedding;
 use crate::key_value_cache::KeyValueCache;
 use crate::linear::Linear;
 use crate::memory::Workspace;
+use crate::qk_norm::QkNorm;
 use crate::rms_norm::RmsNorm;
 use crate::rope::Rope;
 use crate::router::query_norm::QueryNorm;
@@ -40,6 +41,7 @@ backend!(
     KeyValueCache,
     Linear,
     Optimizer,
+    QkNorm,
     QueryNorm,
     RmsNorm,
     Rope,

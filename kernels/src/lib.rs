@@ -20,6 +20,7 @@ pub mod linear;
 mod math;
 mod matmul;
 pub mod memory;
+pub mod qk_norm;
 pub mod ranks;
 mod region;
 pub mod rms_norm;

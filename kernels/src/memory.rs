@@ -130,6 +130,8 @@ pub struct WorkingSet {
     pub attention: AttentionShape,
     /// Whether a router selects heads.
     pub routed: bool,
+    /// Whether queries and keys are normed.
+    pub qk_norm: bool,
     /// Whether there are backward passes and updates.
     pub training: bool,
     /// Width of the residual stream, C.

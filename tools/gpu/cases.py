@@ -23,7 +23,7 @@ VOCABULARY, ORIGINAL_VOCABULARY = 160896, 128256
 # Tests of whole modules, in order, with their limits. `hopper` is a path of attention, and where it
 # fails these are run again without it.
 MODULES = ["adamw", "attention", "convert", "cross_entropy", "embedding", "key_value_append",
-           "lengths", "rms_norm", "rope", "router", "swiglu", "tensor_parallel"]
+           "lengths", "qk_norm", "rms_norm", "rope", "router", "swiglu", "tensor_parallel"]
 WITH_ATTENTION = ["attention", "devices", "tensor_parallel"]
 # Modules whose tests are cases of their own.
 HOPPER = ["attention_paths", "attention_stress"]

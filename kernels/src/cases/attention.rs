@@ -7,6 +7,7 @@ use crate::attention::{
 use crate::backend::Backend;
 use crate::error::Result;
 use crate::ranks::Heads;
+use crate::qk_norm::{QkNormBackward, QkNormForward};
 use crate::rope::{QkvShape, RopeArgs, RopeTable};
 use crate::router::query_norm::QueryNormRouter;
 use crate::router::{RouterGradient, RouterRopeBackward, RouterRopeForward, Routing};
@@ -176,6 +177,45 @@ fn router(shape: QkvShape, active: usize) -> QueryNormRouter {
     QueryNormRouter { shared_heads, top_k: shape.heads * active / 100 - shared_heads }
 }
 
+/// Query and key norms, forward and backward.
+fn qk_norm<B: Backend, T: Element>(shape: QkvShape) -> [Case<B>; 2] {
+    let (elements, weights, eps) = (shape.tokens() * shape.row(), 2 * shape.head_dim, 1e-6);
+    let forward = move |backend: &B| {
+        let qkv = numbers::<B, T>(backend, elements)?;
+        let weight = numbers::<B, T>(backend, weights)?;
+        let mut normed = backend.allocate::<T>(elements)?;
+        Ok(move |backend: &B| {
+            backend.qk_norm_forward(QkNormForward {
+                shape: &shape,
+                eps,
+                qkv: B::whole(&qkv),
+                weight: B::whole(&weight),
+                normed: B::whole_mut(&mut normed),
+            })
+        })
+    };
+    let backward = move |backend: &B| {
+        let qkv = numbers::<B, T>(backend, elements)?;
+        let weight = numbers::<B, T>(backend, weights)?;
+        let mut d_qkv = numbers::<B, T>(backend, elements)?;
+        let mut d_weight = backend.allocate::<f32>(weights)?;
+        Ok(move |backend: &B| {
+            backend.qk_norm_backward(QkNormBackward {
+                shape: &shape,
+                eps,
+                qkv: B::whole(&qkv),
+                weight: B::whole(&weight),
+                d_qkv: B::whole_mut(&mut d_qkv),
+                d_weight: B::whole_mut(&mut d_weight),
+            })
+        })
+    };
+    [
+        Case::new("qk_norm_forward", Work::moved::<T>(2 * elements), forward),
+        Case::new("qk_norm_backward", Work::moved::<T>(3 * elements), backward),
+    ]
+}
+
 pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     let mut cases = Vec::new();
     let own = sizes.attention;
@@ -205,6 +245,7 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
         let mut case = AttentionCase::<B, T>::new(b, own, None)?;
         Ok(move |backend: &B| case.route(backend))
     }));
+    cases.extend(qk_norm::<B, T>(own));
     cases.push(Case::new(
         "query_norm_rope_forward",
         Work::moved::<T>(2 * numbers),

@@ -28,7 +28,9 @@ static __device__ __forceinline__ float2 unpack_bf16x2(uint32_t pair) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
-static __device__ __forceinline__ float warp_sum(float value) {
+// The sum of `value` over the warp's threads, in a fixed order, for all of them.
+template <class A>
+static __device__ __forceinline__ A warp_sum(A value) {
 #pragma unroll
     for (int bits = 16; bits > 0; bits /= 2) value += __shfl_xor_sync(ALL_LANES, value, bits);
     return value;

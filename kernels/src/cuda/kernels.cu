@@ -8,6 +8,7 @@
 #include "../cross_entropy/cross_entropy.cu"
 #include "../embedding/embedding.cu"
 #include "../key_value_cache/key_value_cache.cu"
+#include "../qk_norm/qk_norm.cu"
 #include "../rms_norm/rms_norm.cu"
 #include "../rope/rope.cu"
 #include "../router/query_norm/query_norm.cu"

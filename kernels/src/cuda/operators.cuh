@@ -76,9 +76,7 @@ __device__ __forceinline__ bool wide(uint64_t width, const void* address) {
 template <class A>
 __device__ A block_sum(A value) {
     __shared__ A partial[THREADS / 32];
-    for (int offset = 16; offset > 0; offset /= 2) {
-        value += __shfl_xor_sync(0xffffffffu, value, offset);
-    }
+    value = warp_sum(value);
     __syncthreads();  // The partial sums of the call before have been read.
     if (threadIdx.x % 32 == 0) {
         partial[threadIdx.x / 32] = value;

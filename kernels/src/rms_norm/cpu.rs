@@ -58,10 +58,7 @@ impl RmsNorm for Cpu {
                         }
                     });
                 });
-            for (column, slot) in d_weight.iter_mut().enumerate() {
-                let sum: f32 = partial.iter().skip(column).step_by(width).sum();
-                *slot = G::from_f32(slot.to_f32() + sum);
-            }
+            add_partial_sums(partial, d_weight);
         });
         Ok(())
     }
@@ -72,11 +69,27 @@ fn forward_rows<T: Element>(eps: f64, x: &[T], weight: &[T], y: &mut [T], inv_rm
     let width = weight.len();
     let rows = x.chunks_exact(width).zip(y.chunks_exact_mut(width)).zip(inv_rms);
     for ((x, y), inv_rms) in rows {
-        let mean = sum_of_squares::<16, _>(x) / width as f64;
-        *inv_rms = (mean + eps).sqrt().recip() as f32;
-        for ((y, &x), &weight) in y.iter_mut().zip(x).zip(weight) {
-            *y = T::from_f32(x.to_f32() * *inv_rms * weight.to_f32());
-        }
+        *inv_rms = normalize_row(eps, x, weight, y);
+    }
+}
+
+/// Writes a normed row; returns 1 / sqrt(mean(x^2) + eps).
+#[inline(always)]
+pub(crate) fn normalize_row<T: Element>(eps: f64, x: &[T], weight: &[T], y: &mut [T]) -> f32 {
+    let mean = sum_of_squares::<16, _>(x) / x.len() as f64;
+    let inv_rms = (mean + eps).sqrt().recip() as f32;
+    for ((y, &x), &weight) in y.iter_mut().zip(x).zip(weight) {
+        *y = T::from_f32(x.to_f32() * inv_rms * weight.to_f32());
+    }
+    inv_rms
+}
+
+/// Adds rows of partial sums, `[parts, C]`, to a weight's gradient, `[C]`, in their order.
+pub(crate) fn add_partial_sums<G: Element>(partial: &[f32], d_weight: &mut [G]) {
+    let width = d_weight.len();
+    for (column, slot) in d_weight.iter_mut().enumerate() {
+        let sum: f32 = partial.iter().skip(column).step_by(width).sum();
+        *slot = G::from_f32(slot.to_f32() + sum);
     }
 }
 
@@ -118,7 +131,7 @@ fn row_backward<T: Element>(
 
 /// Sum of x w dy over a row.
 #[inline(always)]
-fn inner<T: Element>(x: &[T], weight: &[T], d_y: &[T]) -> f32 {
+pub(crate) fn inner<T: Element>(x: &[T], weight: &[T], d_y: &[T]) -> f32 {
     let ((x, x_rest), (weight, weight_rest)) =
         (x.as_chunks::<BLOCK>(), weight.as_chunks::<BLOCK>());
     let (d_y, d_y_rest) = d_y.as_chunks::<BLOCK>();

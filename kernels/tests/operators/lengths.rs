@@ -94,6 +94,19 @@ const OPERATORS: &[(&str, &[Fit])] = &[
         ],
     ),
     (
+        "qk_norm_forward",
+        &[Exactly(TOKENS * ROW), Exactly(2 * SHAPE.head_dim), Exactly(TOKENS * ROW)],
+    ),
+    (
+        "qk_norm_backward",
+        &[
+            Exactly(TOKENS * ROW),
+            Exactly(2 * SHAPE.head_dim),
+            Exactly(TOKENS * ROW),
+            Exactly(2 * SHAPE.head_dim),
+        ],
+    ),
+    (
         "linear_forward",
         &[Exactly(TOKENS * WIDTH), Exactly(2 * WIDTH), Exactly(TOKENS * 2), Exactly(TOKENS * 2)],
     ),

@@ -17,6 +17,7 @@ mod key_value_append;
 mod lengths;
 mod linear;
 mod ptxas;
+mod qk_norm;
 mod rms_norm;
 mod rope;
 mod router;

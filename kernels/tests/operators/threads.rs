@@ -10,6 +10,7 @@ use moh_kernels::cross_entropy::{CrossEntropy, CrossEntropyArgs, HeadGradients, 
 use moh_kernels::embedding::{Embedding, EmbeddingBackward};
 use moh_kernels::linear::{Linear, LinearBackwardInput, LinearBackwardWeight, LinearForward};
 use moh_kernels::ranks::{Heads, VocabularyRows};
+use moh_kernels::qk_norm::{QkNorm, QkNormBackward, QkNormForward};
 use moh_kernels::rms_norm::{RmsNorm, RmsNormBackward, RmsNormForward};
 use moh_kernels::rope::{QkvShape, RopeArgs};
 use moh_kernels::router::query_norm::{QueryNorm, QueryNormRouter};
@@ -98,6 +99,33 @@ fn attention<T: Element>(shape: QkvShape, router: QueryNormRouter, seed: u64) ->
     Cpu.balance_loss(&routing, 1.0, &mut loss).unwrap();
     let numbers = all(&[&sums, &delta, routing.gates()]);
     [wide(&out), wide(&d_qkv), numbers, loss.to_vec()].concat()
+}
+
+/// Query and key norms, forward and backward.
+fn qk_norm<T: Element>(shape: QkvShape, seed: u64) -> Vec<f64> {
+    let (mut random, eps) = (Random(seed), 1e-6);
+    let qkv: Vec<T> = random.numbers(shape.tokens() * shape.row());
+    let weight: Vec<T> = random.numbers(2 * shape.head_dim);
+    let (mut normed, mut d_weight) = (qkv.clone(), vec![0f32; weight.len()]);
+    let forward = QkNormForward::<Cpu, T> {
+        shape: &shape,
+        eps,
+        qkv: &qkv,
+        weight: &weight,
+        normed: &mut normed,
+    };
+    Cpu.qk_norm_forward(forward).unwrap();
+    let mut d_qkv = normed.clone();
+    let backward = QkNormBackward::<Cpu, T, f32> {
+        shape: &shape,
+        eps,
+        qkv: &qkv,
+        weight: &weight,
+        d_qkv: &mut d_qkv,
+        d_weight: &mut d_weight,
+    };
+    Cpu.qk_norm_backward(backward).unwrap();
+    [wide(&normed), wide(&d_qkv), all(&[&d_weight])].concat()
 }
 
 /// The operators over rows of tokens, and the optimiser.
@@ -237,6 +265,8 @@ fn large_shapes_have_the_same_bits_with_any_number_of_threads() {
     let router = QueryNormRouter { shared_heads: 2, top_k: 3 };
     same_bits(|| attention::<f32>(shape, router, 1));
     same_bits(|| attention::<bf16>(shape, router, 1));
+    same_bits(|| qk_norm::<f32>(shape, 1));
+    same_bits(|| qk_norm::<bf16>(shape, 1));
 }
 
 proptest! {

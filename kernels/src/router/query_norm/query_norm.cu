@@ -51,10 +51,7 @@ __device__ double squared_norm(const T* head, uint32_t head_dim) {
         const double x = to_float(head[i]);
         sum += x * x;
     }
-    for (int offset = 16; offset > 0; offset /= 2) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    }
-    return sum;
+    return warp_sum(sum);
 }
 
 // Whether head `head` is among the `top_k` largest squares, lower heads first among equals.

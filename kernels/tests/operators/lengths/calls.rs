@@ -12,6 +12,7 @@ use moh_kernels::embedding::{EmbeddingBackward, EmbeddingForward};
 use moh_kernels::key_value_cache::KeyValueAppend;
 use moh_kernels::linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward};
 use moh_kernels::ranks::{Heads, VocabularyRows};
+use moh_kernels::qk_norm::{QkNormBackward, QkNormForward};
 use moh_kernels::rms_norm::{RmsNormBackward, RmsNormForward};
 use moh_kernels::rope::{QkvShape, RopeArgs};
 use moh_kernels::router::{
@@ -28,6 +29,8 @@ pub fn call<B: Backend>(device: &B, operator: &str, lengths: &[usize]) -> Result
         "embedding_backward" => embedding_backward,
         "rms_norm_forward" => rms_norm_forward,
         "rms_norm_backward" => rms_norm_backward,
+        "qk_norm_forward" => qk_norm_forward,
+        "qk_norm_backward" => qk_norm_backward,
         "linear_forward" => linear_forward,
         "linear_backward_input" => linear_backward_input,
         "linear_backward_weight" => linear_backward_weight,
@@ -123,6 +126,29 @@ fn rms_norm_backward<B: Backend>(device: &B, lengths: &[usize]) -> Result<()> {
         inv_rms: B::whole(&inv_rms),
         d_y: B::whole(&d_y),
         d_x: B::whole_mut(&mut d_x),
+        d_weight: B::whole_mut(&mut d_weight),
+    })
+}
+
+fn qk_norm_forward<B: Backend>(device: &B, lengths: &[usize]) -> Result<()> {
+    let [qkv, weight, mut normed] = floats(device, lengths);
+    device.qk_norm_forward::<f32>(QkNormForward {
+        shape: &SHAPE,
+        eps: 1e-5,
+        qkv: B::whole(&qkv),
+        weight: B::whole(&weight),
+        normed: B::whole_mut(&mut normed),
+    })
+}
+
+fn qk_norm_backward<B: Backend>(device: &B, lengths: &[usize]) -> Result<()> {
+    let [qkv, weight, mut d_qkv, mut d_weight] = floats(device, lengths);
+    device.qk_norm_backward::<f32, f32>(QkNormBackward {
+        shape: &SHAPE,
+        eps: 1e-5,
+        qkv: B::whole(&qkv),
+        weight: B::whole(&weight),
+        d_qkv: B::whole_mut(&mut d_qkv),
         d_weight: B::whole_mut(&mut d_weight),
     })
 }

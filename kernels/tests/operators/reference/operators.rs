@@ -78,6 +78,16 @@ impl Packed {
         ])
     }
 
+    /// Norms queries and keys, each kind with its row of `weight` `[2, D]`.
+    pub fn norm(&self, qkv: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+        let [queries, keys, values] = self.split(qkv)?;
+        let normed = |heads: Tensor, of| {
+            let rows = heads.contiguous()?.reshape(((), self.head_dim))?;
+            rms_norm(&rows, &weight.get(of)?, eps)?.reshape(heads.dims())
+        };
+        Tensor::cat(&[normed(queries, 0)?, normed(keys, 1)?, values], 2)
+    }
+
     /// Queries as `[N, H, D]`, for the router.
     pub fn queries(&self, qkv: &Tensor) -> Result<Tensor> {
         let &Packed { batch, length, heads, head_dim, .. } = self;

@@ -1,0 +1,104 @@
+//! The CPU bodies of query and key norms.
+
+use rayon::prelude::*;
+
+use super::{Lens, QkNorm, QkNormBackward, QkNormForward, check};
+use crate::cpu::Cpu;
+use crate::error::{Result, check_len};
+use crate::math::sum_of_squares;
+use crate::rms_norm::cpu::{add_partial_sums, inner, normalize_row};
+use crate::rope::QkvShape;
+use crate::scalar::Element;
+use crate::scratch::with_scratch;
+use crate::simd::vectorized;
+
+/// Tokens of one task.
+const ROWS: usize = 32;
+
+impl QkNorm for Cpu {
+    fn qk_norm_forward<T: Element>(&self, args: QkNormForward<'_, Self, T>) -> Result<()> {
+        const OPERATOR: &str = "qk_norm_forward";
+        let QkNormForward { shape, eps, qkv, weight, normed } = args;
+        check(OPERATOR, shape, &Lens { qkv: qkv.len(), weight: weight.len() })?;
+        check_len(OPERATOR, "normed", normed.len(), qkv.len())?;
+        let (row, dim) = (shape.row(), shape.head_dim);
+        let parts = qkv.par_chunks(ROWS * row).zip(normed.par_chunks_mut(ROWS * row));
+        parts.for_each(|(qkv, normed)| {
+            vectorized!({
+                for (row, normed) in qkv.chunks_exact(row).zip(normed.chunks_exact_mut(row)) {
+                    let heads = row.chunks_exact(dim).zip(normed.chunks_exact_mut(dim));
+                    for (head, (x, y)) in heads.enumerate() {
+                        match weight_of(shape, head) {
+                            Some(of) => {
+                                normalize_row(eps, x, &weight[of * dim..][..dim], y);
+                            }
+                            None => y.copy_from_slice(x),
+                        }
+                    }
+                }
+            });
+        });
+        Ok(())
+    }
+
+    fn qk_norm_backward<T: Element, G: Element>(
+        &self,
+        args: QkNormBackward<'_, Self, T, G>,
+    ) -> Result<()> {
+        const OPERATOR: &str = "qk_norm_backward";
+        let QkNormBackward { shape, eps, qkv, weight, d_qkv, d_weight } = args;
+        check(OPERATOR, shape, &Lens { qkv: qkv.len(), weight: weight.len() })?;
+        check_len(OPERATOR, "d_qkv", d_qkv.len(), qkv.len())?;
+        check_len(OPERATOR, "d_weight", d_weight.len(), weight.len())?;
+        let (row, dim) = (shape.row(), shape.head_dim);
+        let normed = (shape.heads + shape.kv_heads) * dim;
+        let parts = shape.tokens().div_ceil(ROWS);
+        with_scratch([parts * 2 * dim], |[partial]| {
+            let parts = (
+                qkv.par_chunks(ROWS * row),
+                d_qkv.par_chunks_mut(ROWS * row),
+                partial.par_chunks_mut(2 * dim),
+            );
+            parts.into_par_iter().for_each(|(qkv, d_qkv, d_weight)| {
+                d_weight.fill(0.0);
+                vectorized!({
+                    for (row, d_row) in qkv.chunks_exact(row).zip(d_qkv.chunks_exact_mut(row)) {
+                        let heads = row[..normed].chunks_exact(dim);
+                        let d_heads = d_row[..normed].chunks_exact_mut(dim);
+                        for (head, (x, d)) in heads.zip(d_heads).enumerate() {
+                            let of = usize::from(head >= shape.heads) * dim;
+                            let weight = &weight[of..of + dim];
+                            head_backward(eps, x, weight, d, &mut d_weight[of..of + dim]);
+                        }
+                    }
+                });
+            });
+            add_partial_sums(partial, d_weight);
+        });
+        Ok(())
+    }
+}
+
+/// Which of the two weights a head of a row has; none for values.
+#[inline(always)]
+fn weight_of(shape: &QkvShape, head: usize) -> Option<usize> {
+    match head {
+        head if head < shape.heads => Some(0),
+        head if head < shape.heads + shape.kv_heads => Some(1),
+        _ => None,
+    }
+}
+
+/// Turns the gradient `d` of a normed head into that of the head `x`, and adds that of the weight.
+#[inline(always)]
+fn head_backward<T: Element>(eps: f64, x: &[T], weight: &[T], d: &mut [T], d_weight: &mut [f32]) {
+    let count = x.len();
+    let mean = sum_of_squares::<16, _>(x) / count as f64;
+    let inv_rms = (mean + eps).sqrt().recip() as f32;
+    let correction = inner(x, weight, d) / count as f32 * inv_rms * inv_rms * inv_rms;
+    for (((d, d_weight), &x), &weight) in d.iter_mut().zip(d_weight).zip(x).zip(weight) {
+        let (x, d_y) = (x.to_f32(), d.to_f32());
+        *d_weight += d_y * x * inv_rms;
+        *d = T::from_f32(inv_rms * weight.to_f32() * d_y - correction * x);
+    }
+}

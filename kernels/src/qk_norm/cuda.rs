@@ -1,0 +1,120 @@
+//! Query and key norms on a GPU.
+
+use bytemuck::{Pod, Zeroable};
+
+use super::{Lens, QkNorm, QkNormBackward, QkNormForward, check};
+use crate::cuda::{Cuda, THREADS, mirrored, name};
+use crate::error::{Result, check_len};
+use crate::scalar::Element;
+
+/// Parts of the tokens whose gradients of the weights are summed apart, at most.
+const PARTS: usize = 1024;
+/// Threads that work on one head together.
+const WARP: usize = 32;
+
+/// `Forward` of qk_norm.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct Forward {
+    qkv: u64,
+    weight: u64,
+    normed: u64,
+    tokens: u64,
+    heads: u32,
+    kv_heads: u32,
+    head_dim: u64,
+    eps: f64,
+}
+
+mirrored!(
+    Forward, 56,
+    qkv 0, weight 8, normed 16, tokens 24, heads 32, kv_heads 36, head_dim 40, eps 48,
+);
+
+/// `Backward` of qk_norm.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct Backward {
+    qkv: u64,
+    weight: u64,
+    d_qkv: u64,
+    inv_rms: u64,
+    correction: u64,
+    partial: u64,
+    d_weight: u64,
+    tokens: u64,
+    parts: u64,
+    heads: u32,
+    kv_heads: u32,
+    head_dim: u64,
+    eps: f64,
+}
+
+mirrored!(
+    Backward, 96,
+    qkv 0, weight 8, d_qkv 16, inv_rms 24, correction 32, partial 40, d_weight 48, tokens 56,
+    parts 64, heads 72, kv_heads 76, head_dim 80, eps 88,
+);
+
+/// Scratch of the backward pass over `tokens` tokens with `normed` query and key heads of `head_dim`.
+pub(crate) fn scratch_bytes(tokens: usize, normed: usize, head_dim: usize) -> usize {
+    (2 * tokens * normed + tokens.min(PARTS) * 2 * head_dim) * size_of::<f32>()
+}
+
+impl QkNorm for Cuda {
+    fn qk_norm_forward<T: Element>(&self, args: QkNormForward<'_, Self, T>) -> Result<()> {
+        const OPERATOR: &str = "qk_norm_forward";
+        let QkNormForward { shape, eps, qkv, weight, normed } = args;
+        check(OPERATOR, shape, &Lens { qkv: qkv.len, weight: weight.len })?;
+        check_len(OPERATOR, "normed", normed.len, qkv.len)?;
+        let parameters = Forward {
+            qkv: qkv.address,
+            weight: weight.address,
+            normed: normed.address,
+            tokens: shape.tokens() as u64,
+            heads: shape.heads as u32,
+            kv_heads: shape.kv_heads as u32,
+            head_dim: shape.head_dim as u64,
+            eps,
+        };
+        let heads = shape.tokens() * (shape.heads + 2 * shape.kv_heads);
+        let grid = [(heads * WARP).div_ceil(THREADS), 1];
+        self.launch(&name::<T>(OPERATOR), grid, 0, &parameters)
+    }
+
+    fn qk_norm_backward<T: Element, G: Element>(
+        &self,
+        args: QkNormBackward<'_, Self, T, G>,
+    ) -> Result<()> {
+        const OPERATOR: &str = "qk_norm_backward";
+        let QkNormBackward { shape, eps, qkv, weight, d_qkv, d_weight } = args;
+        check(OPERATOR, shape, &Lens { qkv: qkv.len, weight: weight.len })?;
+        check_len(OPERATOR, "d_qkv", d_qkv.len, qkv.len)?;
+        check_len(OPERATOR, "d_weight", d_weight.len, weight.len)?;
+        let (tokens, dim) = (shape.tokens(), shape.head_dim);
+        let heads = tokens * (shape.heads + shape.kv_heads);
+        let parts = tokens.min(PARTS);
+        let table = (heads * size_of::<f32>()) as u64;
+        let scratch = self.scratch(scratch_bytes(tokens, shape.heads + shape.kv_heads, dim))?;
+        let parameters = Backward {
+            qkv: qkv.address,
+            weight: weight.address,
+            d_qkv: d_qkv.address,
+            inv_rms: scratch,
+            correction: scratch + table,
+            partial: scratch + 2 * table,
+            d_weight: d_weight.address,
+            tokens: tokens as u64,
+            parts: parts as u64,
+            heads: shape.heads as u32,
+            kv_heads: shape.kv_heads as u32,
+            head_dim: dim as u64,
+            eps,
+        };
+        let warps = [(heads * WARP).div_ceil(THREADS), 1];
+        let columns = [(parts * dim).div_ceil(THREADS), 1];
+        self.launch(&name::<T>("qk_norm_measure"), warps, 0, &parameters)?;
+        self.launch(&name::<T>(OPERATOR), columns, 0, &parameters)?;
+        self.launch(&name::<G>("qk_norm_backward_weight"), [2 * dim, 1], 0, &parameters)
+    }
+}

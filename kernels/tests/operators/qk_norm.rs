@@ -1,0 +1,84 @@
+//! Query and key norms against their reference, forward and both gradients.
+
+use crate::reference::operators::Packed;
+use crate::reference::{
+    Random, added, assert_close, backward, cases, download, flat, garbage, gradient, tensor,
+    tolerance, upload, var,
+};
+use half::bf16;
+use moh_kernels::qk_norm::{QkNormBackward, QkNormForward};
+use moh_kernels::rope::QkvShape;
+use moh_kernels::{Backend, Element};
+
+const EPS: f64 = 1e-6;
+
+fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: QkvShape, seed: u64) {
+    let (mut random, dim) = (Random(seed), shape.head_dim);
+    let qkv: Vec<T> = random.numbers(shape.tokens() * shape.row());
+    let d_qkv: Vec<T> = random.numbers(qkv.len());
+    let (weight, d_weight): (Vec<T>, Vec<G>) = (random.numbers(2 * dim), random.numbers(2 * dim));
+
+    let (qkv_buffer, weight_buffer) = (upload(device, &qkv), upload(device, &weight));
+    let mut normed = garbage::<B, T>(device, qkv.len());
+    let forward = QkNormForward {
+        shape: &shape,
+        eps: EPS,
+        qkv: B::whole(&qkv_buffer),
+        weight: B::whole(&weight_buffer),
+        normed: B::whole_mut(&mut normed),
+    };
+    device.qk_norm_forward(forward).unwrap();
+    let (mut d_qkv_out, mut d_weight_out) = (upload(device, &d_qkv), upload(device, &d_weight));
+    let backward_args = QkNormBackward {
+        shape: &shape,
+        eps: EPS,
+        qkv: B::whole(&qkv_buffer),
+        weight: B::whole(&weight_buffer),
+        d_qkv: B::whole_mut(&mut d_qkv_out),
+        d_weight: B::whole_mut(&mut d_weight_out),
+    };
+    device.qk_norm_backward(backward_args).unwrap();
+
+    let packed = Packed::new(&shape);
+    let (qkv, weight) = (var(&qkv, packed.dims()), var(&weight, (2, dim)));
+    let expected = packed.norm(&qkv, &weight, EPS).unwrap();
+    let gradients = backward(&expected, &tensor(&d_qkv, packed.dims()));
+    let normed = download::<B, T>(device, &normed);
+    assert_close("normed", &normed, &flat(&expected), tolerance::<T>());
+    let d_qkv = download::<B, T>(device, &d_qkv_out);
+    assert_close("d_qkv", &d_qkv, &gradient(&gradients, &qkv), tolerance::<T>());
+    let expected = added(&d_weight, &gradient(&gradients, &weight));
+    assert_close("d_weight", &download::<B, G>(device, &d_weight_out), &expected, tolerance::<G>());
+}
+
+#[test]
+fn queries_and_keys_have_weights_of_their_own_and_values_stay() {
+    let shape = QkvShape { batch: 2, length: 37, heads: 6, kv_heads: 2, head_dim: 16 };
+    on_each_device!(device => agrees::<_, f32, f32>(device, shape, 1));
+    on_each_device!(device => agrees::<_, bf16, f32>(device, shape, 1));
+    on_each_device!(device => agrees::<_, bf16, bf16>(device, shape, 1));
+}
+
+#[test]
+fn tokens_in_more_parts_than_the_gradient_of_the_weights_is_summed_in_agree() {
+    let shape = QkvShape { batch: 1, length: 1030, heads: 1, kv_heads: 1, head_dim: 4 };
+    on_each_device!(device => agrees::<_, f32, f32>(device, shape, 2));
+}
+
+proptest::proptest! {
+    #![proptest_config(cases(32))]
+    #[test]
+    fn any_even_head_dim_agrees(
+        batch in 1usize..3,
+        length in 1usize..40,
+        kv_heads in 1usize..4,
+        group in 1usize..4,
+        half in 1usize..=128,
+        seed: u64,
+    ) {
+        let heads = kv_heads * group;
+        let shape = QkvShape { batch, length, heads, kv_heads, head_dim: 2 * half };
+        on_each_device!(device => agrees::<_, f32, f32>(device, shape, seed));
+        on_each_device!(device => agrees::<_, bf16, bf16>(device, shape, seed));
+    }
+}
