@@ -6,8 +6,8 @@ use crate::attention::{
 };
 use crate::backend::Backend;
 use crate::error::Result;
-use crate::ranks::Heads;
 use crate::qk_norm::{QkNormBackward, QkNormForward};
+use crate::ranks::Heads;
 use crate::rope::{QkvShape, RopeArgs, RopeTable};
 use crate::router::query_norm::QueryNormRouter;
 use crate::router::{RouterGradient, RouterRopeBackward, RouterRopeForward, Routing};

@@ -9,8 +9,8 @@ use moh_kernels::attention::{
 use moh_kernels::cross_entropy::{CrossEntropy, CrossEntropyArgs, HeadGradients, HeadShape};
 use moh_kernels::embedding::{Embedding, EmbeddingBackward};
 use moh_kernels::linear::{Linear, LinearBackwardInput, LinearBackwardWeight, LinearForward};
-use moh_kernels::ranks::{Heads, VocabularyRows};
 use moh_kernels::qk_norm::{QkNorm, QkNormBackward, QkNormForward};
+use moh_kernels::ranks::{Heads, VocabularyRows};
 use moh_kernels::rms_norm::{RmsNorm, RmsNormBackward, RmsNormForward};
 use moh_kernels::rope::{QkvShape, RopeArgs};
 use moh_kernels::router::query_norm::{QueryNorm, QueryNormRouter};

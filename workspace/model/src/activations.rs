@@ -30,7 +30,8 @@ pub enum Recompute {
 /// What a block keeps that is costly to compute again. Of ranks that share tensors, H, G and I are
 /// those held, and rows of the residual stream and of norms, written M, those of the rank's own tokens.
 pub(crate) struct Kept<B: Backend, T: Element> {
-    /// Rotated queries and keys, and values; `[N, (H + 2G) D]`.
+    /// Queries, keys and values, `[N, (H + 2G) D]`: rotated, or the projection's output where queries and
+    /// keys are normed before they are rotated.
     pub qkv: B::Buffer<T>,
     /// Attention's output before its projection, `[N, H D]`.
     pub attended: B::Buffer<T>,
@@ -54,6 +55,15 @@ pub(crate) struct Cheap<B: Backend, T: Element> {
     pub post_normed: B::Buffer<T>,
     /// `[M]`.
     pub post_inv_rms: B::Buffer<f32>,
+    /// Where queries and keys are normed: those, rotated, and values; `[N, (H + 2G) D]`.
+    pub rotated: Option<B::Buffer<T>>,
+}
+
+impl<B: Backend, T: Element> Cheap<B, T> {
+    /// Queries, keys and values as attention reads them, of which the block saved `qkv`.
+    pub fn rotated<'a>(&'a self, qkv: &'a B::Buffer<T>) -> &'a B::Buffer<T> {
+        self.rotated.as_ref().unwrap_or(qkv)
+    }
 }
 
 /// What the blocks of a pass keep.
@@ -190,6 +200,7 @@ impl<B: Backend, T: Element> Activations<B, T> {
         model.backend.reserve::<T>(&WorkingSet {
             attention: model.attention_shape(&shape, pass.length),
             routed: model.routing_shape(tokens)?.is_some(),
+            qk_norm: model.config.architecture.norms_queries_and_keys(),
             training: pass.training,
             width: model.config.hidden_size,
             tensors: model.layout.segments().count(),
@@ -387,11 +398,14 @@ impl<B: Backend, T: Element> Cheap<B, T> {
     fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
         let (backend, config) = (&model.backend, &model.config);
         let held = model.token_share(tokens).part;
+        let rotated = config.architecture.norms_queries_and_keys();
+        let row = model.qkv_shape(1, 1).row();
         Ok(Cheap {
             input_normed: backend.allocate(held * config.hidden_size)?,
             input_inv_rms: backend.allocate(held)?,
             post_normed: backend.allocate(held * config.hidden_size)?,
             post_inv_rms: backend.allocate(held)?,
+            rotated: rotated.then(|| backend.allocate(tokens * row)).transpose()?,
         })
     }
 }

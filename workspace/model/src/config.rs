@@ -1,4 +1,4 @@
-//! The shape of a Llama or Mixture-of-Head model: the typed form of Hugging Face's `config.json`,
+//! The shape of a model, dense or Mixture-of-Head: the typed form of Hugging Face's `config.json`,
 //! which crate `moh-hf` reads and writes.
 
 use crate::Error;
@@ -6,6 +6,8 @@ use crate::Error;
 /// Shape and constants of a model, as `config.json` gives them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
+    /// What its blocks are.
+    pub architecture: Architecture,
     /// Rows of the embedding and of the output head.
     pub vocab_size: usize,
     /// Width of the residual stream.
@@ -36,6 +38,28 @@ pub struct ModelConfig {
     pub eos_token_ids: Vec<u32>,
     /// Mixture-of-Head attention; `None` for a dense Llama.
     pub moh: Option<MohConfig>,
+}
+
+/// What the blocks of a model are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Architecture {
+    /// Llama 1 to 3.
+    Llama,
+    /// Qwen3: a Llama with norms of queries and keys.
+    Qwen3,
+}
+
+impl Architecture {
+    /// Every architecture.
+    pub const ALL: [Architecture; 2] = [Architecture::Llama, Architecture::Qwen3];
+
+    /// Whether queries and keys are normed, each head for itself, before RoPE.
+    pub fn norms_queries_and_keys(self) -> bool {
+        match self {
+            Architecture::Llama => false,
+            Architecture::Qwen3 => true,
+        }
+    }
 }
 
 /// Rotary position embedding: `theta`, and Llama 3's scaling where the model has it.

@@ -10,7 +10,7 @@
 //! and in the output projection no operation is counted as saved.
 
 use crate::config::ModelConfig;
-use crate::llama::tensors;
+use crate::tensors;
 
 /// Parameters beyond this are not believed; it keeps every later product of sizes within 64 bits.
 const MAX_PARAMETERS: u128 = 1 << 50;
@@ -114,12 +114,13 @@ impl ModelConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{MohConfig, RopeConfig, RouterKind};
+    use crate::config::{Architecture, MohConfig, RopeConfig, RouterKind};
     use crate::tensors::{OUTPUT_HEAD, tensor_shapes};
 
     /// Llama 3 8B.
     fn llama3_8b() -> ModelConfig {
         ModelConfig {
+            architecture: Architecture::Llama,
             vocab_size: 128_256,
             hidden_size: 4096,
             intermediate_size: 14_336,

@@ -6,9 +6,9 @@
 use std::ops::Range;
 
 use crate::ModelConfig;
-use crate::llama::tensors::{self, Division, Operand, Tensor};
 use crate::model_parallel::{Part, TensorShare};
 use crate::slice::Slice;
+use crate::tensors::{self, Division, Operand, Tensor};
 
 /// One tensor of a flat buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -114,6 +114,8 @@ pub struct BlockRanges {
     pub qkv: Range<usize>,
     /// Attention's output, `[C, H D]`.
     pub output: Range<usize>,
+    /// Norms of queries and of keys, `[2, D]`; empty where the architecture has none.
+    pub qk_norm: Range<usize>,
     /// Norm before the MLP, `[C]`.
     pub post_norm: Range<usize>,
     /// Gate and up, `[2I, C]`.
@@ -215,25 +217,26 @@ fn block_layout(
     ranks: usize,
     share: TensorShare,
 ) -> FlatLayout {
-    let tensors = tensors::block(config, layer).map(|(_, tensor)| tensor);
+    let tensors = tensors::block(config, layer).into_iter().map(|(_, tensor)| tensor);
     FlatLayout::new(config, tensors, ranks, share)
 }
 
 impl BlockRanges {
     /// The range of each operand in the layout of a block.
     fn new(config: &ModelConfig, layout: &FlatLayout) -> Self {
-        let operands = tensors::block(config, 0).map(|(operand, _)| operand);
+        let tensors = tensors::block(config, 0);
         let run = |operand: Operand| {
             let of_operand =
-                operands.iter().zip(&layout.segments).filter(|(of, _)| **of == operand);
+                tensors.iter().zip(&layout.segments).filter(|((of, _), _)| *of == operand);
             let ranges = of_operand.map(|(_, segment)| segment.range.clone());
-            // Adjacent in the table; every operand has a tensor.
+            // Adjacent in the table.
             ranges.reduce(|run, range| run.start..range.end).unwrap_or_default()
         };
         BlockRanges {
             input_norm: run(Operand::InputNorm),
             qkv: run(Operand::Qkv),
             output: run(Operand::Output),
+            qk_norm: run(Operand::QkNorm),
             post_norm: run(Operand::PostNorm),
             gate_up: run(Operand::GateUp),
             down: run(Operand::Down),

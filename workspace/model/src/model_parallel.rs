@@ -11,8 +11,8 @@ use std::ops::Range;
 use moh_comm::{Group, World};
 use moh_kernels::ranks::{Heads, VocabularyRows, share};
 
-use crate::llama::tensors::{Division, Tensor};
 use crate::slice::Slice;
+use crate::tensors::{Division, Tensor};
 use crate::{Error, ModelConfig};
 
 /// Which share of every tensor a rank holds.
@@ -328,10 +328,11 @@ impl ModelParallel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::RopeConfig;
+    use crate::{Architecture, RopeConfig};
 
     fn config(layers: usize, vocabulary: usize) -> ModelConfig {
         ModelConfig {
+            architecture: Architecture::Llama,
             vocab_size: vocabulary,
             hidden_size: 32,
             intermediate_size: 64,

@@ -11,8 +11,8 @@ use moh_kernels::cross_entropy::{CrossEntropyArgs, HeadGradients};
 use moh_kernels::embedding::{EmbeddingBackward, EmbeddingForward};
 use moh_kernels::key_value_cache::KeyValueAppend;
 use moh_kernels::linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward};
-use moh_kernels::ranks::{Heads, VocabularyRows};
 use moh_kernels::qk_norm::{QkNormBackward, QkNormForward};
+use moh_kernels::ranks::{Heads, VocabularyRows};
 use moh_kernels::rms_norm::{RmsNormBackward, RmsNormForward};
 use moh_kernels::rope::{QkvShape, RopeArgs};
 use moh_kernels::router::{

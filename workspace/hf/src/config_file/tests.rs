@@ -1,3 +1,5 @@
+use moh_model::{Architecture, MohConfig, RopeConfig, RouterKind};
+
 use super::*;
 
 /// A `config.json` as transformers 4 writes it, with one field replaced (null removes it).
@@ -210,6 +212,61 @@ fn a_new_file_reads_back_as_its_configuration() {
     config.eos_token_ids = vec![2, 3];
     let file = ConfigFile::new(&config);
     assert_eq!(read(Value::Object(file.fields)).unwrap().config, config);
+}
+
+/// A Qwen3's `config.json`, with one field replaced.
+fn qwen3(key: &str, value: Value) -> Result<ConfigFile, String> {
+    let mut fields = json!({
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": false,
+        "vocab_size": 160, "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "max_window_layers": 28,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000, "sliding_window": null,
+        "use_sliding_window": false, "torch_dtype": "bfloat16", "tie_word_embeddings": true,
+        "layer_types": ["full_attention", "full_attention", "full_attention"],
+    });
+    fields[key] = value;
+    read(fields)
+}
+
+#[test]
+fn a_qwen3_is_read_converted_and_written() {
+    let source = qwen3("head_dim", Value::Null).unwrap();
+    let mut config = source.config.clone();
+    assert_eq!(config.architecture, Architecture::Qwen3);
+    assert_eq!((config.head_dim, config.max_position_embeddings), (128, 32_768));
+    assert_eq!(qwen3("head_dim", json!(16)).unwrap().config.head_dim, 16);
+    config.moh =
+        Some(MohConfig { router: RouterKind::QueryNorm, shared_heads: 4, routed_top_k: 2 });
+    let fields = source.to_json(&config, None);
+    assert_eq!(fields["architectures"], json!(["MohQwen3ForCausalLM"]));
+    assert_eq!(fields["model_type"], json!("moh_qwen3"));
+    let converted = read(Value::Object(fields)).unwrap();
+    assert_eq!(converted.config, config);
+    let dense = converted.to_json(&ModelConfig { moh: None, ..config.clone() }, None);
+    assert_eq!(dense, source.fields);
+    let new = ConfigFile::new(&config);
+    assert!(!new.fields.contains_key("mlp_bias") && new.fields.contains_key("max_window_layers"));
+    assert_eq!(read(Value::Object(new.fields)).unwrap().config, config);
+}
+
+#[test]
+fn what_a_qwen3_may_have_and_is_not_computed_is_refused() {
+    for (key, value, expected) in [
+        ("attention_bias", json!(true), "attention_bias = true"),
+        ("use_sliding_window", json!(true), "use_sliding_window = true: sliding windows are not"),
+        ("layer_types", json!(["sliding_attention"]), "layer_types has \"sliding_attention\""),
+        ("layer_types", json!([7]), "layer_types has 7"),
+        ("layer_types", json!("full_attention"), "layer_types: expected a list"),
+        ("num_key_value_heads", Value::Null, "num_key_value_heads is missing"),
+        ("rope_scaling", json!({"rope_type": "yarn"}), "rope_scaling.rope_type = \"yarn\""),
+        ("model_type", json!("moh_llama"), "architectures contradicts model_type"),
+        ("moh_routed_top_k", json!(2), "moh_routed_top_k: a model with Mixture-of-Head fields has"),
+    ] {
+        let message = qwen3(key, value).unwrap_err();
+        assert!(message.starts_with(&format!("m/config.json: {expected}")), "{message}");
+    }
+    let message = qwen3("moh_shared_heads", json!(4)).unwrap_err();
+    assert!(message.contains("model_type \"moh_qwen3\""), "{message}");
 }
 
 #[test]

@@ -1,24 +1,20 @@
 //! Attention's half of a block, `middle = x + O attention(norm(x))`, forward and backward.
 //!
-//! A Mixture-of-Head block differs from a Llama's only in that a router reads the queries, and that
-//! attention skips the (token, head) pairs which were not selected.
+//! A Mixture-of-Head block differs from a dense one only in that a router reads the queries
+//! (`routing.rs`), and that attention skips the (token, head) pairs which were not selected.
 
 use moh_kernels::attention::{
     AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
 };
 use moh_kernels::key_value_cache::KeyValueAppend;
 use moh_kernels::linear::LinearForward;
-use moh_kernels::ranks::AllReduce;
-use moh_kernels::rope::{RopeArgs, RopeTable};
-use moh_kernels::router::{
-    RouterGradient, RouterRanks, RouterRopeBackward, RouterRopeForward, Routing,
-};
+use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, span};
 
 use super::block::{LayerCache, RouterScale, Tokens};
 use super::linear::Linear;
 use crate::Error;
-use crate::activations::{Backward, BlockBuffers, Kept};
+use crate::activations::{Backward, BlockBuffers};
 use crate::model::Model;
 use crate::parameters::FlatBuffers;
 use crate::sequence::Projection;
@@ -63,15 +59,16 @@ impl<B: Backend, T: Element> Model<B, T> {
             residual: None,
             y: B::view_mut(&mut kept.qkv, 0..n * row),
         })?;
-        self.route_and_rotate(layer, tokens, kept)?;
+        self.route_and_rotate(layer, tokens, kept, cheap)?;
+        let qkv = cheap.rotated(&kept.qkv);
         if let Some(cache) = &mut cache {
-            self.append(tokens, &kept.qkv, cache)?;
+            self.append(tokens, qkv, cache)?;
         }
-        let (key_length, key_values) = self.key_values(tokens, &kept.qkv, cache.as_deref());
+        let (key_length, key_values) = self.key_values(tokens, qkv, cache.as_deref());
         let routing = kept.routing.as_ref().filter(|_| self.routers[layer].is_some());
         backend.attention_forward(AttentionForward {
             args: tokens.attention(self.attention_shape(&tokens.shape, key_length), routing),
-            queries: B::view(&kept.qkv, 0..n * row),
+            queries: B::view(qkv, 0..n * row),
             key_values,
             out: B::view_mut(&mut kept.attended, 0..n * queries),
             log_sum_exp: B::view_mut(&mut kept.log_sum_exp, 0..n * tokens.shape.heads),
@@ -107,7 +104,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let d_output = self.gather(n, &scratch.d_stream, block.gathered)?;
         self.linear_backward_weight(output, attended, d_output, gradients)?;
         self.linear_backward_input(output, d_output, &mut scratch.d_branch)?;
-        self.scores_backward(tokens, block, scratch, router)?;
+        self.scores_backward(tokens, block, scratch, gradients, router)?;
         let qkv = linear(&ranges.qkv, width);
         let d_qkv = B::view(block.wide, 0..n * tokens.shape.row());
         let normed = self.gather(n, &block.cheap.input_normed, block.gathered)?;
@@ -117,78 +114,29 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.norm_backward((flat, &ranges.input_norm, n), input, inv_rms, scratch, gradients)
     }
 
-    /// From the gradient of attention's output in `d_branch` to that of the unrotated queries, keys
-    /// and values in `wide`, the router's part included.
-    fn scores_backward(
+    /// From the gradient of attention's output in `d_branch` to that of the projected queries, keys and
+    /// values in `wide`, the router's part included.
+    fn scores_backward<G: Element>(
         &self,
         tokens: &Tokens<'_, B>,
         block: &mut BlockBuffers<'_, B, T>,
         scratch: &mut Backward<B, T>,
+        gradients: &mut FlatBuffers<B, G>,
         router: RouterScale,
     ) -> Result<(), Error> {
-        let BlockBuffers { layer, kept, wide, .. } = block;
+        let BlockBuffers { layer, kept, cheap, wide, .. } = block;
         let (n, shape) = (tokens.shape.tokens(), &tokens.shape);
         let routing = kept.routing.as_ref().filter(|_| self.routers[*layer].is_some());
         self.backend.attention_backward(AttentionBackward {
             args: tokens.attention(self.attention_shape(shape, shape.length), routing),
-            qkv: B::whole(&kept.qkv),
+            qkv: B::whole(cheap.rotated(&kept.qkv)),
             out: B::whole(&kept.attended),
             log_sum_exp: B::whole(&kept.log_sum_exp),
             d_out: B::view(&scratch.d_branch, 0..n * shape.heads * shape.head_dim),
             d_qkv: B::view_mut(wide, 0..n * shape.row()),
             delta: routing.is_some().then(|| B::whole_mut(&mut scratch.delta)),
         })?;
-        let all_reduce = &self.sum_over_ranks();
-        let rope = RopeArgs {
-            shape,
-            table: self.rope_table(tokens.first_position),
-            qkv: B::view_mut(wide, 0..n * shape.row()),
-        };
-        let (Some(of_layer), Some(routing)) = (&self.routers[*layer], routing) else {
-            return Ok(self.backend.rope_backward(rope)?);
-        };
-        let table = 0..n * routing.routed();
-        let gradient = RouterGradient {
-            routing,
-            delta: router.straight_through.then(|| B::whole(&scratch.delta)),
-            balance_weight: router.balance_weight,
-            ranks: self.is_shared().then(|| RouterRanks {
-                table: B::view_mut(&mut scratch.deltas, table),
-                all_reduce,
-            }),
-        };
-        let args = RouterRopeBackward { qkv: B::whole(&kept.qkv), rope, gradient };
-        Ok(of_layer.backward_and_rotate(&self.backend, args)?)
-    }
-
-    /// Chooses each token's heads by its queries, in a layer with a router, and rotates queries and keys.
-    fn route_and_rotate(
-        &self,
-        layer: usize,
-        tokens: &Tokens<'_, B>,
-        kept: &mut Kept<B, T>,
-    ) -> Result<(), Error> {
-        let len = tokens.shape.tokens() * tokens.shape.row();
-        let sum = self.sum_over_ranks();
-        let rope = RopeArgs {
-            shape: &tokens.shape,
-            table: self.rope_table(tokens.first_position),
-            qkv: B::view_mut(&mut kept.qkv, 0..len),
-        };
-        match (&self.routers[layer], &mut kept.routing) {
-            (Some(router), Some(routing)) => {
-                let all_reduce = self.is_shared().then_some(&sum as AllReduce<'_, B>);
-                let args = RouterRopeForward { rope, routing, all_reduce };
-                router.forward_and_rotate(&self.backend, args)?;
-            }
-            _ => self.backend.rope_forward(rope)?,
-        }
-        Ok(())
-    }
-
-    fn rope_table(&self, first_position: usize) -> RopeTable<'_, B> {
-        let (cos, sin) = (B::whole(&self.rope_cos), B::whole(&self.rope_sin));
-        RopeTable { cos, sin, first_position }
+        self.route_and_rotate_backward(tokens, block, scratch, gradients, router)
     }
 
     /// Appends the tokens' keys and values to the cache.

@@ -74,13 +74,12 @@ impl<B: Backend, T: Element> Model<B, T> {
         input: &B::Buffer<T>,
         block: &mut BlockBuffers<'_, B, T>,
     ) -> Result<(), Error> {
-        let n = tokens.shape.tokens();
         match recompute {
             Recompute::None => Ok(()),
-            Recompute::Cheap => self.recompute_norms(n, input, block),
+            Recompute::Cheap => self.recompute_norms(tokens, input, block),
             Recompute::Block => {
                 self.attention_forward(tokens, input, block, None)?;
-                self.project_up(n, block)
+                self.project_up(tokens.shape.tokens(), block)
             }
         }
     }

@@ -1,4 +1,5 @@
-//! The Llama architecture: its tensors, and its passes over them. Each file has a forward pass directly
+//! The Llama architecture: its tensors, and its passes over them, which architectures that differ little from
+//! it share. Each file has a forward pass directly
 //! above its backward pass, written by hand. How ranks share tensors and tokens is [`crate::sequence`]'s.
 
 mod attention;
@@ -8,6 +9,7 @@ mod head;
 mod linear;
 mod mlp;
 mod norm;
-pub mod tensors;
+mod routing;
+pub(crate) mod tensors;
 
 pub(crate) use block::{LayerCache, RouterScale, Tokens};

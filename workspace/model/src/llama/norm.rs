@@ -5,6 +5,7 @@ use std::ops::Range;
 use moh_kernels::rms_norm::{RmsNormBackward, RmsNormForward};
 use moh_kernels::{Backend, Element};
 
+use super::block::Tokens;
 use crate::Error;
 use crate::activations::{Backward, BlockBuffers, Cheap, Kept};
 use crate::model::Model;
@@ -79,13 +80,17 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 
     /// Computes the norms of the forward pass again.
-    pub(crate) fn recompute_norms(
+    pub(super) fn recompute_norms(
         &self,
-        tokens: usize,
+        tokens: &Tokens<'_, B>,
         input: &B::Buffer<T>,
         block: &mut BlockBuffers<'_, B, T>,
     ) -> Result<(), Error> {
-        self.normalize_input(block.layer, tokens, input, block.cheap)?;
-        self.normalize_middle(block.layer, tokens, block.kept, block.cheap)
+        let (n, BlockBuffers { layer, kept, cheap, .. }) = (tokens.shape.tokens(), block);
+        self.normalize_input(*layer, n, input, cheap)?;
+        if let Some(rotated) = &mut cheap.rotated {
+            self.norm_and_rotate(*layer, tokens, &kept.qkv, rotated)?;
+        }
+        self.normalize_middle(*layer, n, kept, cheap)
     }
 }

@@ -1,125 +1,31 @@
-//! The tensors of a Llama in one table: name, shape, how ranks share each, and whether weight decay applies.
-//! Layout, parameters, operations, checks of weight files and plans follow from it. Names and shapes are those
-//! of Hugging Face's Llama.
+//! The tensors of a Llama's block.
 
 use crate::ModelConfig;
+use crate::tensors::Division::{Heads, Mlp};
+use crate::tensors::{Operand, Table};
 
-/// Name of the embedding, whose rows are the vocabulary.
-pub const EMBEDDING: &str = "model.embed_tokens.weight";
-/// Name of the output head; absent from the files of a tied model.
-pub const OUTPUT_HEAD: &str = "lm_head.weight";
-/// Name of the norm before the output head.
-pub const FINAL_NORM: &str = "model.norm.weight";
-
-/// How the ranks of a tensor-parallel group share a tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Division {
-    /// Each rank has all of it.
-    Replicated,
-    /// By key/value heads with their query heads, along this dimension.
-    Heads(usize),
-    /// By columns of the MLP, along this dimension.
-    Mlp(usize),
-    /// By rows of the vocabulary.
-    Vocabulary,
+/// Adds the tensors of a block.
+pub(crate) fn block(config: &ModelConfig, table: &mut Table) {
+    table.norm(Operand::InputNorm, "input_layernorm", config.hidden_size);
+    attention(config, table);
+    mlp(config, table);
 }
 
-/// The weights of a block by what they are multiplied with: tensors of one operand are adjacent, so that one
-/// matrix product serves them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Operand {
-    InputNorm,
-    Qkv,
-    Output,
-    PostNorm,
-    GateUp,
-    Down,
-}
-
-/// One tensor of a model.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Tensor {
-    /// Its name in checkpoints.
-    pub name: String,
-    /// Its shape.
-    pub shape: Vec<usize>,
-    /// How ranks share it.
-    pub division: Division,
-    /// Whether weight decay applies.
-    pub decays: bool,
-}
-
-impl Tensor {
-    fn matrix(name: impl Into<String>, shape: [usize; 2], division: Division) -> Self {
-        Tensor { name: name.into(), shape: shape.to_vec(), division, decays: true }
-    }
-
-    fn norm(name: impl Into<String>, width: usize) -> Self {
-        let division = Division::Replicated;
-        Tensor { name: name.into(), shape: vec![width], division, decays: false }
-    }
-
-    /// Elements of the tensor.
-    pub(crate) fn elements(&self) -> u128 {
-        self.shape.iter().map(|&extent| extent as u128).product()
-    }
-}
-
-/// The embedding.
-pub(crate) fn embedding(config: &ModelConfig) -> Tensor {
-    let shape = [config.vocab_size, config.hidden_size];
-    Tensor::matrix(EMBEDDING, shape, Division::Vocabulary)
-}
-
-/// The tensors of block `layer`, in order.
-pub(crate) fn block(config: &ModelConfig, layer: usize) -> [(Operand, Tensor); 9] {
-    use Division::{Heads, Mlp};
-    let (hidden, mlp) = (config.hidden_size, config.intermediate_size);
+/// Adds the projections of attention.
+pub(crate) fn attention(config: &ModelConfig, table: &mut Table) {
+    let hidden = config.hidden_size;
     let (queries, keys) = (config.query_width(), config.key_value_width());
-    let matrix = |operand, name: &str, shape, division| {
-        let name = format!("model.layers.{layer}.{name}.weight");
-        (operand, Tensor::matrix(name, shape, division))
-    };
-    let norm = |operand, name: &str| {
-        (operand, Tensor::norm(format!("model.layers.{layer}.{name}.weight"), hidden))
-    };
-    [
-        norm(Operand::InputNorm, "input_layernorm"),
-        matrix(Operand::Qkv, "self_attn.q_proj", [queries, hidden], Heads(0)),
-        matrix(Operand::Qkv, "self_attn.k_proj", [keys, hidden], Heads(0)),
-        matrix(Operand::Qkv, "self_attn.v_proj", [keys, hidden], Heads(0)),
-        matrix(Operand::Output, "self_attn.o_proj", [hidden, queries], Heads(1)),
-        norm(Operand::PostNorm, "post_attention_layernorm"),
-        matrix(Operand::GateUp, "mlp.gate_proj", [mlp, hidden], Mlp(0)),
-        matrix(Operand::GateUp, "mlp.up_proj", [mlp, hidden], Mlp(0)),
-        matrix(Operand::Down, "mlp.down_proj", [hidden, mlp], Mlp(1)),
-    ]
+    table.matrix(Operand::Qkv, "self_attn.q_proj", [queries, hidden], Heads(0));
+    table.matrix(Operand::Qkv, "self_attn.k_proj", [keys, hidden], Heads(0));
+    table.matrix(Operand::Qkv, "self_attn.v_proj", [keys, hidden], Heads(0));
+    table.matrix(Operand::Output, "self_attn.o_proj", [hidden, queries], Heads(1));
 }
 
-/// The norm before the output head.
-pub(crate) fn final_norm(config: &ModelConfig) -> Tensor {
-    Tensor::norm(FINAL_NORM, config.hidden_size)
-}
-
-/// The output head; a tied model has none.
-pub(crate) fn output_head(config: &ModelConfig) -> Option<Tensor> {
-    let shape = [config.vocab_size, config.hidden_size];
-    (!config.tie_word_embeddings).then(|| Tensor::matrix(OUTPUT_HEAD, shape, Division::Vocabulary))
-}
-
-/// A model's tensors in the order of the forward pass, which is the order in which they are written. A tied
-/// model has no output head.
-pub fn tensors(config: &ModelConfig) -> Vec<Tensor> {
-    let mut tensors = vec![embedding(config)];
-    for layer in 0..config.num_hidden_layers {
-        tensors.extend(block(config, layer).map(|(_, tensor)| tensor));
-    }
-    tensors.push(final_norm(config));
-    tensors.extend(output_head(config));
-    tensors
-}
-
-/// Names and shapes of [`tensors`].
-pub fn tensor_shapes(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
-    tensors(config).into_iter().map(|Tensor { name, shape, .. }| (name, shape)).collect()
+/// Adds the MLP with the norm before it.
+pub(crate) fn mlp(config: &ModelConfig, table: &mut Table) {
+    let (hidden, width) = (config.hidden_size, config.intermediate_size);
+    table.norm(Operand::PostNorm, "post_attention_layernorm", hidden);
+    table.matrix(Operand::GateUp, "mlp.gate_proj", [width, hidden], Mlp(0));
+    table.matrix(Operand::GateUp, "mlp.up_proj", [width, hidden], Mlp(0));
+    table.matrix(Operand::Down, "mlp.down_proj", [hidden, width], Mlp(1));
 }

@@ -6,8 +6,8 @@ use moh_kernels::adamw::{AdamW, AdamWUpdate};
 use moh_kernels::{Backend, Element};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Error, LossScale, Model, ModelConfig, MohConfig, PassShape, Recompute, RopeConfig,
-    StepSums, initial,
+    Activations, Architecture, Error, LossScale, Model, ModelConfig, MohConfig, PassShape,
+    Recompute, RopeConfig, StepSums, initial,
 };
 
 pub const VOCABULARY: u32 = 61;
@@ -15,6 +15,7 @@ pub const VOCABULARY: u32 = 61;
 /// Two layers of eight heads, two of them key/value heads.
 pub fn config(head_dim: usize, tied: bool, moh: Option<MohConfig>) -> ModelConfig {
     ModelConfig {
+        architecture: Architecture::Llama,
         vocab_size: VOCABULARY as usize,
         hidden_size: 48,
         intermediate_size: 80,

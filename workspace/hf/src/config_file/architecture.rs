@@ -1,0 +1,120 @@
+//! What Hugging Face calls each architecture, dense and with Mixture-of-Head attention, and the fields
+//! that its configuration has beside those of all.
+
+use moh_model::{Architecture, ModelConfig};
+use serde_json::{Value, json};
+
+use super::MOH_KEYS;
+use super::fields::{Fields, kind};
+use crate::Error;
+
+/// An architecture, dense or with Mixture-of-Head attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Kind {
+    pub architecture: Architecture,
+    pub is_moh: bool,
+}
+
+impl Kind {
+    /// The kind of a configuration.
+    pub fn of(config: &ModelConfig) -> Self {
+        Kind { architecture: config.architecture, is_moh: config.moh.is_some() }
+    }
+
+    fn all() -> impl Iterator<Item = Kind> {
+        let kinds = |is_moh| {
+            Architecture::ALL.into_iter().map(move |architecture| Kind { architecture, is_moh })
+        };
+        kinds(false).chain(kinds(true))
+    }
+
+    /// `model_type`.
+    pub fn model_type(self) -> &'static str {
+        match (self.architecture, self.is_moh) {
+            (Architecture::Llama, false) => "llama",
+            (Architecture::Llama, true) => "moh_llama",
+            (Architecture::Qwen3, false) => "qwen3",
+            (Architecture::Qwen3, true) => "moh_qwen3",
+        }
+    }
+
+    /// The entry of `architectures`.
+    pub fn class(self) -> &'static str {
+        match (self.architecture, self.is_moh) {
+            (Architecture::Llama, false) => "LlamaForCausalLM",
+            (Architecture::Llama, true) => "MohLlamaForCausalLM",
+            (Architecture::Qwen3, false) => "Qwen3ForCausalLM",
+            (Architecture::Qwen3, true) => "MohQwen3ForCausalLM",
+        }
+    }
+
+    /// The kind that `model_type` and `architectures` name.
+    ///
+    /// # Errors
+    /// Another one, two that differ, or none; Mixture-of-Head fields of a dense model.
+    pub fn read(fields: &Fields<'_>) -> Result<Self, Error> {
+        let known = || {
+            let names: Vec<_> =
+                Kind::all().map(|kind| format!("\"{}\"", kind.model_type())).collect();
+            format!("only Llama and Qwen3 models ({}) are supported", names.join(", "))
+        };
+        let by_type = match fields.text("model_type")? {
+            None => None,
+            Some(name) => match Kind::all().find(|kind| kind.model_type() == name) {
+                None => {
+                    let reason = format!(" = \"{}\": {}", name.escape_debug(), known());
+                    return fields.error("model_type", reason);
+                }
+                kind => kind,
+            },
+        };
+        let found = match (by_type, Self::read_class(fields)?) {
+            (None, None) => {
+                return fields.error("model_type", format!(" is missing: {}", known()));
+            }
+            (Some(a), Some(b)) if a != b => {
+                return fields.error("architectures", " contradicts model_type".to_string());
+            }
+            (Some(found), _) | (None, Some(found)) => found,
+        };
+        if !found.is_moh
+            && let Some(key) = MOH_KEYS.into_iter().find(|key| fields.get(key).is_some())
+        {
+            let name = Kind { is_moh: true, ..found }.model_type();
+            let reason = format!(": a model with Mixture-of-Head fields has model_type \"{name}\"");
+            return fields.error(key, reason);
+        }
+        Ok(found)
+    }
+
+    /// The kind that the first of `architectures` names.
+    fn read_class(fields: &Fields<'_>) -> Result<Option<Self>, Error> {
+        let first = match fields.get("architectures") {
+            None => return Ok(None),
+            Some(Value::Array(list)) => list.first(),
+            Some(value) => return fields.wrong_type("architectures", value, "a list"),
+        };
+        let Some(first) = first else { return Ok(None) };
+        match Kind::all().find(|kind| first == kind.class()) {
+            None => {
+                let names: Vec<_> =
+                    Kind::all().map(|kind| format!("\"{}\"", kind.class())).collect();
+                let reason = format!(" = [{}]: expected one of {}", kind(first), names.join(", "));
+                fields.error("architectures", reason)
+            }
+            found => Ok(found),
+        }
+    }
+}
+
+/// The fields that transformers writes for a dense model of this architecture and for no other one.
+pub(super) fn own_fields(config: &ModelConfig) -> Vec<(&'static str, Value)> {
+    match config.architecture {
+        Architecture::Llama => vec![("mlp_bias", json!(false)), ("pretraining_tp", json!(1))],
+        Architecture::Qwen3 => vec![
+            ("max_window_layers", json!(config.num_hidden_layers)),
+            ("sliding_window", Value::Null),
+            ("use_sliding_window", json!(false)),
+        ],
+    }
+}

@@ -1,0 +1,123 @@
+//! The fields of a JSON object by their types, with errors that name the file and the key.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use crate::Error;
+
+/// A JSON object with what messages call it.
+pub(super) struct Fields<'a> {
+    pub map: &'a Map<String, Value>,
+    pub path: &'a Path,
+    pub prefix: &'a str,
+}
+
+impl<'a> Fields<'a> {
+    /// The value of `key`; a null counts as absent, as in `LlamaConfig`.
+    pub fn get(&self, key: &str) -> Option<&'a Value> {
+        self.map.get(key).filter(|value| !value.is_null())
+    }
+
+    pub fn error<T>(&self, key: &str, reason: String) -> Result<T, Error> {
+        let prefix = self.prefix;
+        Err(Error::File { path: self.path.to_path_buf(), reason: format!("{prefix}{key}{reason}") })
+    }
+
+    pub fn wrong_type<T>(&self, key: &str, value: &Value, expected: &str) -> Result<T, Error> {
+        self.error(key, format!(": expected {expected}, found {}", kind(value)))
+    }
+
+    pub fn required<T>(&self, key: &str, value: Option<T>) -> Result<T, Error> {
+        match value {
+            Some(value) => Ok(value),
+            None => self.error(key, " is missing".to_string()),
+        }
+    }
+
+    pub fn count(&self, key: &str) -> Result<Option<usize>, Error> {
+        let Some(value) = self.get(key) else {
+            return Ok(None);
+        };
+        match value.as_u64().and_then(|number| usize::try_from(number).ok()) {
+            Some(number) => Ok(Some(number)),
+            None => self.wrong_type(key, value, "a whole number"),
+        }
+    }
+
+    /// A count from 1 to `limit`.
+    pub fn size(&self, key: &str, limit: usize) -> Result<Option<usize>, Error> {
+        match self.count(key)? {
+            Some(number) if number == 0 || number > limit => {
+                self.error(key, format!(" = {number}: must be from 1 to {limit}"))
+            }
+            number => Ok(number),
+        }
+    }
+
+    pub fn number(&self, key: &str) -> Result<Option<f64>, Error> {
+        let Some(value) = self.get(key) else {
+            return Ok(None);
+        };
+        match value.as_f64() {
+            Some(number) => Ok(Some(number)),
+            None => self.wrong_type(key, value, "a number"),
+        }
+    }
+
+    /// A number above zero.
+    pub fn positive(&self, key: &str) -> Result<Option<f64>, Error> {
+        match self.number(key)? {
+            Some(number) if !(number > 0.0 && number.is_finite()) => {
+                self.error(key, format!(" = {number}: must be above 0"))
+            }
+            number => Ok(number),
+        }
+    }
+
+    pub fn flag(&self, key: &str) -> Result<bool, Error> {
+        let Some(value) = self.get(key) else {
+            return Ok(false);
+        };
+        match value.as_bool() {
+            Some(flag) => Ok(flag),
+            None => self.wrong_type(key, value, "true or false"),
+        }
+    }
+
+    pub fn text(&self, key: &str) -> Result<Option<&'a str>, Error> {
+        let Some(value) = self.get(key) else {
+            return Ok(None);
+        };
+        match value.as_str() {
+            Some(text) => Ok(Some(text)),
+            None => self.wrong_type(key, value, "a string"),
+        }
+    }
+
+    pub fn object(&self, key: &str, prefix: &'a str) -> Result<Option<Fields<'a>>, Error> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Object(map)) => Ok(Some(Fields { map, path: self.path, prefix })),
+            Some(value) => self.wrong_type(key, value, "an object"),
+        }
+    }
+
+    pub fn token(&self, key: &str, value: &Value) -> Result<u32, Error> {
+        match value.as_u64().and_then(|id| u32::try_from(id).ok()) {
+            Some(id) => Ok(id),
+            None => self.error(key, format!(": expected a token id, found {value}")),
+        }
+    }
+}
+
+pub(super) fn kind(value: &Value) -> String {
+    match value {
+        Value::Null => "null".to_string(),
+        Value::Bool(flag) => flag.to_string(),
+        Value::Number(number) => number.to_string(),
+        Value::String(text) => format!("\"{}\"", text.escape_debug()),
+        Value::Array(_) => "a list".to_string(),
+        Value::Object(_) => "an object".to_string(),
+    }
+}

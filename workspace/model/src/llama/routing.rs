@@ -1,0 +1,137 @@
+//! Between the projection of queries, keys and values and attention: routing and RoPE, forward and backward.
+//!
+//! A router reads the projection's output. Where an architecture norms queries it reads them before that:
+//! normed queries nearly all have the same norm, which says nothing of a head.
+
+use moh_kernels::ranks::AllReduce;
+use moh_kernels::rope::{RopeArgs, RopeTable};
+use moh_kernels::router::{
+    RouterBackward, RouterForward, RouterGradient, RouterRanks, RouterRopeBackward,
+    RouterRopeForward, Routing,
+};
+use moh_kernels::{Backend, Element};
+
+use super::block::{RouterScale, Tokens};
+use crate::Error;
+use crate::activations::{Backward, BlockBuffers, Cheap, Kept};
+use crate::model::Model;
+use crate::parameters::FlatBuffers;
+
+impl<B: Backend, T: Element> Model<B, T> {
+    /// Chooses each token's heads by its queries, in a layer with a router, and rotates queries and keys;
+    /// norms them before that where the architecture does.
+    pub(super) fn route_and_rotate(
+        &self,
+        layer: usize,
+        tokens: &Tokens<'_, B>,
+        kept: &mut Kept<B, T>,
+        cheap: &mut Cheap<B, T>,
+    ) -> Result<(), Error> {
+        let Some(rotated) = &mut cheap.rotated else {
+            return self.route_and_rotate_in_place(layer, tokens, kept);
+        };
+        self.route(layer, tokens, kept)?;
+        self.norm_and_rotate(layer, tokens, &kept.qkv, rotated)
+    }
+
+    /// Turns the gradients of queries and keys in `wide` from those that attention reads into those of the
+    /// projection's output, the router's part included.
+    pub(super) fn route_and_rotate_backward<G: Element>(
+        &self,
+        tokens: &Tokens<'_, B>,
+        block: &mut BlockBuffers<'_, B, T>,
+        scratch: &mut Backward<B, T>,
+        gradients: &mut FlatBuffers<B, G>,
+        scale: RouterScale,
+    ) -> Result<(), Error> {
+        let BlockBuffers { layer, kept, cheap, wide, .. } = block;
+        let (layer, shape) = (*layer, &tokens.shape);
+        let len = shape.tokens() * shape.row();
+        let norms = cheap.rotated.is_some();
+        if norms {
+            let d_qkv = B::view_mut(wide, 0..len);
+            self.norm_and_rotate_backward(layer, tokens, &kept.qkv, d_qkv, gradients)?;
+        }
+        let (all_reduce, d_qkv) = (&self.sum_over_ranks(), B::view_mut(wide, 0..len));
+        let rope = RopeArgs { shape, table: self.rope_table(tokens.first_position), qkv: d_qkv };
+        let (Some(router), Some(routing)) = (&self.routers[layer], &kept.routing) else {
+            return if norms { Ok(()) } else { Ok(self.backend.rope_backward(rope)?) };
+        };
+        let qkv = B::view(&kept.qkv, 0..len);
+        let gradient = self.router_gradient(tokens, routing, scratch, scale, all_reduce);
+        if norms {
+            let args = RouterBackward { shape, qkv, d_qkv: rope.qkv, gradient };
+            return Ok(router.backward(&self.backend, args)?);
+        }
+        let args = RouterRopeBackward { qkv, rope, gradient };
+        Ok(router.backward_and_rotate(&self.backend, args)?)
+    }
+
+    /// The gradients that reach a layer's router.
+    fn router_gradient<'v>(
+        &self,
+        tokens: &Tokens<'_, B>,
+        routing: &'v Routing<B>,
+        scratch: &'v mut Backward<B, T>,
+        scale: RouterScale,
+        all_reduce: AllReduce<'v, B>,
+    ) -> RouterGradient<'v, B> {
+        let table = 0..tokens.shape.tokens() * routing.routed();
+        RouterGradient {
+            routing,
+            delta: scale.straight_through.then(|| B::whole(&scratch.delta)),
+            balance_weight: scale.balance_weight,
+            ranks: self.is_shared().then(|| RouterRanks {
+                table: B::view_mut(&mut scratch.deltas, table),
+                all_reduce,
+            }),
+        }
+    }
+
+    /// Chooses each token's heads, in a layer with a router.
+    fn route(
+        &self,
+        layer: usize,
+        tokens: &Tokens<'_, B>,
+        kept: &mut Kept<B, T>,
+    ) -> Result<(), Error> {
+        let (shape, sum) = (&tokens.shape, self.sum_over_ranks());
+        if let (Some(router), Some(routing)) = (&self.routers[layer], &mut kept.routing) {
+            let qkv = B::view(&kept.qkv, 0..shape.tokens() * shape.row());
+            let all_reduce = self.is_shared().then_some(&sum as AllReduce<'_, B>);
+            router.forward(&self.backend, RouterForward { shape, qkv, routing, all_reduce })?;
+        }
+        Ok(())
+    }
+
+    /// Chooses each token's heads, in a layer with a router, and rotates queries and keys.
+    fn route_and_rotate_in_place(
+        &self,
+        layer: usize,
+        tokens: &Tokens<'_, B>,
+        kept: &mut Kept<B, T>,
+    ) -> Result<(), Error> {
+        let len = tokens.shape.tokens() * tokens.shape.row();
+        let sum = self.sum_over_ranks();
+        let rope = RopeArgs {
+            shape: &tokens.shape,
+            table: self.rope_table(tokens.first_position),
+            qkv: B::view_mut(&mut kept.qkv, 0..len),
+        };
+        match (&self.routers[layer], &mut kept.routing) {
+            (Some(router), Some(routing)) => {
+                let all_reduce = self.is_shared().then_some(&sum as AllReduce<'_, B>);
+                let args = RouterRopeForward { rope, routing, all_reduce };
+                router.forward_and_rotate(&self.backend, args)?;
+            }
+            _ => self.backend.rope_forward(rope)?,
+        }
+        Ok(())
+    }
+
+    /// Cosines and sines for tokens from a position on.
+    pub(crate) fn rope_table(&self, first_position: usize) -> RopeTable<'_, B> {
+        let (cos, sin) = (B::whole(&self.rope_cos), B::whole(&self.rope_sin));
+        RopeTable { cos, sin, first_position }
+    }
+}
