@@ -15,8 +15,8 @@ use moh_kernels::cross_entropy::IGNORED;
 use moh_model::layout::ModelLayout;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Error, LossScale, Model, ModelConfig, MohConfig, PassShape, Recompute, RouterKind,
-    StepSums, initial,
+    Activations, Architecture, Error, LossScale, Model, ModelConfig, MohConfig, PassShape,
+    Recompute, RouterKind, StepSums, initial,
 };
 use serde_json::{Value, json};
 
@@ -131,8 +131,9 @@ fn gradients_are_differences_of_the_loss() {
     let json = config_json(6, 2, false, Value::Null);
     let mut config = ConfigFile::from_value(json, Path::new("config.json")).unwrap().config;
     let moh = MohConfig { router: RouterKind::QueryNorm, shared_heads: 2, routed_top_k: 2 };
-    for moh in [None, Some(moh)] {
-        config.moh = moh;
+    let both = |architecture| [(architecture, None), (architecture, Some(moh))];
+    for (architecture, moh) in Architecture::ALL.into_iter().flat_map(both) {
+        (config.architecture, config.moh) = (architecture, moh);
         let weights = weights(&config);
         let ids: Vec<u32> = (0..22).map(|i| (i * 7 + i * i) % 37).collect();
         let mut targets: Vec<u32> = (0..22).map(|i| (i * 5 + 1) % 37).collect();

@@ -10,7 +10,9 @@ use half::bf16;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::{Backend, Cpu, Cuda, Element};
 use moh_model::parameters::FlatBuffers;
-use moh_model::{Activations, MohConfig, PassShape, Recompute, RouterKind, StepSums};
+use moh_model::{
+    Activations, Architecture, ModelConfig, MohConfig, PassShape, Recompute, RouterKind, StepSums,
+};
 #[cfg(feature = "cuda-emulator")]
 use support::{ADAMW, update};
 use support::{SCALE, SHAPE, config, model, upload};
@@ -22,8 +24,8 @@ struct Pass {
     gradients: Vec<f32>,
 }
 
-fn pass<B: Backend, T: Element>(backend: B, moh: Option<MohConfig>, recompute: Recompute) -> Pass {
-    let mut model = model::<B, T>(backend, config(16, true, moh));
+fn pass<B: Backend, T: Element>(backend: B, config: ModelConfig, recompute: Recompute) -> Pass {
+    let mut model = model::<B, T>(backend, config);
     let shape = PassShape { recompute, ..SHAPE };
     let mut activations = Activations::new(&model, shape).unwrap();
     let backend = model.backend();
@@ -51,9 +53,12 @@ fn relative_error(found: &[f32], expected: &[f32]) -> f64 {
 }
 
 fn agree<T: Element>(moh: Option<MohConfig>, recompute: Recompute, tolerance: f64) {
-    let expected = pass::<Cpu, T>(Cpu, moh, recompute);
-    for device in devices() {
-        agrees(&pass::<Cuda, T>(device, moh, recompute), &expected, tolerance);
+    for architecture in Architecture::ALL {
+        let config = || ModelConfig { architecture, ..config(16, true, moh) };
+        let expected = pass::<Cpu, T>(Cpu, config(), recompute);
+        for device in devices() {
+            agrees(&pass::<Cuda, T>(device, config(), recompute), &expected, tolerance);
+        }
     }
 }
 
@@ -110,9 +115,9 @@ fn a_mixture_of_head_pass_is_the_cpus() {
 /// Steps of two micro-batches with an evaluation after each, on memory that was planned before
 /// them.
 #[cfg(feature = "cuda-emulator")]
-fn take_steps<T: Element>(moh: Option<MohConfig>, head_dim: usize, recompute: Recompute) {
+fn take_steps<T: Element>(config: ModelConfig, recompute: Recompute) {
     let cuda = Cuda::emulated();
-    let mut model = model::<Cuda, T>(cuda.clone(), config(head_dim, true, moh));
+    let mut model = model::<Cuda, T>(cuda.clone(), config);
     let shape = PassShape { recompute, ..SHAPE };
     let mut training = Activations::new(&model, shape).unwrap();
     let evaluated = PassShape { training: false, ..shape };
@@ -142,8 +147,11 @@ fn take_steps<T: Element>(moh: Option<MohConfig>, head_dim: usize, recompute: Re
 fn steps_take_and_give_back_no_memory() {
     for moh in [None, Some(MOH)] {
         // Each path of attention: plain, tiled and Hopper's.
-        take_steps::<f32>(moh, 16, Recompute::Cheap);
-        take_steps::<bf16>(moh, 16, Recompute::Block);
-        take_steps::<bf16>(moh, 64, Recompute::None);
+        take_steps::<f32>(config(16, true, moh), Recompute::Cheap);
+        take_steps::<bf16>(config(16, true, moh), Recompute::Block);
+        take_steps::<bf16>(config(64, true, moh), Recompute::None);
+        let architecture = Architecture::Qwen3;
+        let normed = ModelConfig { architecture, ..config(64, true, moh) };
+        take_steps::<f32>(normed, Recompute::Cheap);
     }
 }
