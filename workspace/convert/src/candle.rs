@@ -1,25 +1,33 @@
-//! The source's logits by candle's Llama, an implementation that shares nothing with this program's:
-//! what both get right, neither got right by copying a mistake.
+//! The source's logits by candle's models, implementations that share nothing with this program's: what
+//! both get right, neither got right by copying a mistake.
 
 use std::collections::HashMap;
 
 use candle_core::{DType as CandleType, Device, Tensor};
-use candle_nn::VarBuilder;
+use candle_nn::{Activation, VarBuilder};
 use candle_transformers::models::llama::{Cache, Config, Llama, Llama3RopeConfig, Llama3RopeType};
+use candle_transformers::models::qwen3;
 use moh_hf::WeightFiles;
 use moh_kernels::DType;
-use moh_model::ModelConfig;
 use moh_model::tensors::tensor_shapes;
+use moh_model::{Architecture, ModelConfig};
 
 use crate::Error;
 
-/// Why candle's Llama cannot compute a model.
+/// Why candle cannot compute a model.
 pub(crate) fn obstacle(config: &ModelConfig) -> Option<&'static str> {
     if config.moh.is_some() {
         return Some("the source is a Mixture-of-Head model");
     }
-    if config.head_dim * config.num_attention_heads != config.hidden_size {
-        return Some("head_dim is not hidden_size / num_attention_heads");
+    let other_width = config.head_dim * config.num_attention_heads != config.hidden_size;
+    match config.architecture {
+        Architecture::Llama if other_width => {
+            return Some("head_dim is not hidden_size / num_attention_heads");
+        }
+        Architecture::Qwen3 if config.rope.scaling.is_some() => {
+            return Some("the model scales RoPE");
+        }
+        Architecture::Llama | Architecture::Qwen3 => {}
     }
     let bytes = config.num_parameters().saturating_mul(4);
     match available_bytes() {
@@ -43,15 +51,32 @@ pub(crate) fn last_logits(
         let tensor = Tensor::from_vec(values, shape, &Device::Cpu).map_err(failed)?;
         tensors.insert(name, tensor);
     }
-    let config = candle_config(config, ids.len());
     let weights = VarBuilder::from_tensors(tensors, CandleType::F32, &Device::Cpu);
-    let compute = || {
-        let llama = Llama::load(weights, &config)?;
-        let mut cache = Cache::new(false, CandleType::F32, &config, &Device::Cpu)?;
-        let ids = Tensor::from_slice(ids, (1, ids.len()), &Device::Cpu)?;
-        llama.forward(&ids, 0, &mut cache)?.flatten_all()?.to_vec1()
+    let ids = Tensor::from_slice(ids, (1, ids.len()), &Device::Cpu).map_err(failed)?;
+    let logits = match config.architecture {
+        Architecture::Llama => llama_logits(config, weights, &ids),
+        Architecture::Qwen3 => qwen3_logits(config, weights, &ids),
     };
-    compute().map_err(failed)
+    logits.and_then(|logits| logits.flatten_all()?.to_vec1()).map_err(failed)
+}
+
+fn llama_logits(
+    config: &ModelConfig,
+    weights: VarBuilder<'_>,
+    ids: &Tensor,
+) -> candle_core::Result<Tensor> {
+    let config = llama_config(config, ids.elem_count());
+    let mut cache = Cache::new(false, CandleType::F32, &config, &Device::Cpu)?;
+    Llama::load(weights, &config)?.forward(ids, 0, &mut cache)
+}
+
+fn qwen3_logits(
+    config: &ModelConfig,
+    weights: VarBuilder<'_>,
+    ids: &Tensor,
+) -> candle_core::Result<Tensor> {
+    let config = qwen3_config(config, ids.elem_count());
+    qwen3::ModelForCausalLM::new(&config, weights)?.forward(ids, 0)
 }
 
 fn failed(error: candle_core::Error) -> Error {
@@ -59,7 +84,7 @@ fn failed(error: candle_core::Error) -> Error {
 }
 
 /// The configuration for `positions` positions, of which candle keeps a table.
-fn candle_config(config: &ModelConfig, positions: usize) -> Config {
+fn llama_config(config: &ModelConfig, positions: usize) -> Config {
     Config {
         hidden_size: config.hidden_size,
         intermediate_size: config.intermediate_size,
@@ -81,6 +106,28 @@ fn candle_config(config: &ModelConfig, positions: usize) -> Config {
         }),
         max_position_embeddings: positions,
         tie_word_embeddings: config.tie_word_embeddings,
+    }
+}
+
+/// As [`llama_config`].
+fn qwen3_config(config: &ModelConfig, positions: usize) -> qwen3::Config {
+    qwen3::Config {
+        vocab_size: config.vocab_size,
+        hidden_size: config.hidden_size,
+        intermediate_size: config.intermediate_size,
+        num_hidden_layers: config.num_hidden_layers,
+        num_attention_heads: config.num_attention_heads,
+        head_dim: config.head_dim,
+        attention_bias: false,
+        num_key_value_heads: config.num_key_value_heads,
+        max_position_embeddings: positions,
+        sliding_window: None,
+        max_window_layers: 0,
+        tie_word_embeddings: config.tie_word_embeddings,
+        rope_theta: config.rope.theta,
+        rms_norm_eps: config.rms_norm_eps,
+        use_sliding_window: false,
+        hidden_act: Activation::Silu,
     }
 }
 

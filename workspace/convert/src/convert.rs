@@ -1,4 +1,4 @@
-//! Conversion of a Llama checkpoint to Mixture-of-Head (or back to dense).
+//! Conversion of a checkpoint to Mixture-of-Head (or back to dense).
 //!
 //! The query-norm router has no parameters, so conversion changes no weight: tensors pass from the
 //! mapped source to the output in pieces, with one thread writing and one hashing. On request the
@@ -29,7 +29,7 @@ pub const DEFAULT_ACTIVE: f64 = 0.75;
 /// The attention of the converted model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Attention {
-    /// Every head for every token: a plain Llama.
+    /// Every head for every token: a plain model of its architecture.
     Dense,
     /// Mixture-of-Head.
     Moh {
@@ -180,7 +180,7 @@ impl Receipt {
 /// breaking.
 ///
 /// # Errors
-/// When the source is not a complete Llama of finite weights, the options do not fit it, or the
+/// When the source is not a complete model of finite weights, the options do not fit it, or the
 /// output cannot be written; nothing is left behind then.
 pub fn convert(
     options: &Options,

@@ -1,4 +1,4 @@
-//! `moh-convert`: a Llama checkpoint in, a Mixture-of-Head model out.
+//! `moh-convert`: a Llama or Qwen3 checkpoint in, a Mixture-of-Head model out.
 
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -19,7 +19,7 @@ use moh_device::{DeviceName, OpenDevice};
 use moh_hf::dtype_name;
 use moh_kernels::DType;
 
-/// Convert a Llama checkpoint to Mixture-of-Head attention
+/// Convert a Llama or Qwen3 checkpoint to Mixture-of-Head attention
 #[derive(Debug, Parser)]
 #[command(
     name = "moh-convert",
@@ -84,7 +84,7 @@ struct Arguments {
 enum AttentionKind {
     /// Mixture-of-Head
     Moh,
-    /// A plain Llama
+    /// Every head for every token, as before conversion
     Dense,
 }
 
@@ -261,10 +261,10 @@ fn print_receipt(
         match found.independent {
             Independent::Compared { largest_difference } => writeln!(
                 out,
-                "  candle           its Llama's logits of the last token differ by at most {largest_difference:e}"
+                "  candle           its logits of the last token differ by at most {largest_difference:e}"
             )?,
             Independent::NotCompared { reason } => {
-                writeln!(out, "  candle           its Llama was not compared: {reason}")?;
+                writeln!(out, "  candle           not compared: {reason}")?;
             }
         }
     }

@@ -22,7 +22,7 @@ const TOLERANCE: f32 = 1e-5;
 /// Relative to the largest logit: what another implementation's sums and exponentials may differ by.
 const INDEPENDENT_TOLERANCE: f32 = 1e-4;
 
-/// What candle's Llama says of the last token's logits.
+/// What candle's model of the architecture says of the last token's logits.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Independent {

@@ -52,7 +52,7 @@ fn a_model_is_converted_beside_its_receipt() {
 ";
     assert!(stdout.starts_with(expected), "{stdout}");
     let not_compared =
-        "its Llama was not compared: head_dim is not hidden_size / num_attention_heads";
+        "candle           not compared: head_dim is not hidden_size / num_attention_heads";
     assert!(stdout.contains(not_compared), "{stdout}");
     let last = stdout.lines().last().unwrap();
     assert!(last.starts_with("  written          45,984 bytes in 6 files, "), "{last}");
@@ -67,17 +67,23 @@ fn a_model_is_converted_beside_its_receipt() {
 
 #[test]
 fn another_implementation_agrees_with_the_output() {
-    for (tied, dtype) in [(false, "f32"), (true, "bf16")] {
+    let llama3 = json!({
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    });
+    for (model_type, rope_scaling, tied, dtype) in [
+        ("llama", &llama3, false, "f32"),
+        ("llama", &llama3, true, "bf16"),
+        ("qwen3", &Value::Null, true, "bf16"),
+        ("qwen3", &Value::Null, false, "f32"),
+    ] {
         let dir = tempfile::tempdir().unwrap();
+        let head_dim = if model_type == "qwen3" { json!(16) } else { Value::Null };
         let fields = json!({
-            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 37,
-            "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied,
-            "max_position_embeddings": 64, "initializer_range": 0.3,
-            "rope_scaling": {
-                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
-            },
+            "model_type": model_type, "vocab_size": 37, "hidden_size": 24, "head_dim": head_dim,
+            "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "tie_word_embeddings": tied, "max_position_embeddings": 64,
+            "initializer_range": 0.3, "rope_scaling": rope_scaling,
         });
         let file = ConfigFile::from_value(fields, Path::new("config.json")).unwrap();
         let source = dir.path().join("source");
@@ -86,7 +92,7 @@ fn another_implementation_agrees_with_the_output() {
         let output = moh_convert(dir.path()).args(arguments).output().unwrap();
         let stdout = String::from_utf8(output.stdout).unwrap();
         assert!(
-            stdout.contains("its Llama's logits of the last token differ by at most"),
+            stdout.contains("candle           its logits of the last token differ by at most"),
             "{stdout}"
         );
     }

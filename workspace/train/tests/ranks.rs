@@ -128,11 +128,12 @@ fn arranged(adapt: (usize, usize), moh: (usize, usize)) -> Vec<String> {
 
 #[test]
 fn every_share_of_the_tensors_ends_as_one_rank() {
-    // Tied or not; every layer kept, norms computed again, or blocks; documents apart.
+    // Tied or not; every layer kept, norms computed again, or blocks; documents apart; another architecture.
     for changes in [
         &["model.new.tie_word_embeddings=true", "memory.recompute=none"][..],
         &["model.new.tie_word_embeddings=false", "memory.recompute=cheap"],
         &["memory.recompute=block", "data.document_mask=true"],
+        &["model.new.model_type=qwen3", "memory.recompute=cheap"],
     ] {
         let recipe = |place: &Workplace, arrangement: &[String]| {
             let all = arrangement.iter().map(String::as_str).chain(changes.iter().copied());

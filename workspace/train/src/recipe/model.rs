@@ -44,6 +44,9 @@ pub struct Model {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NewModel {
+    /// `"llama"` or `"qwen3"`; a Llama when left out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model_type: Option<String>,
     /// Rows of the embedding.
     pub vocab_size: usize,
     /// Width of the residual stream.
@@ -57,7 +60,7 @@ pub struct NewModel {
     /// Key/value heads; as many as query heads when left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub num_key_value_heads: Option<usize>,
-    /// Width of one head; `hidden_size / num_attention_heads` when left out.
+    /// Width of one head; when left out `hidden_size / num_attention_heads`, and 128 in a Qwen3.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub head_dim: Option<usize>,
     /// Longest sequence; the recipe's `sequence_length` when left out.
@@ -163,8 +166,9 @@ impl Model {
         if let Some(new) = &mut self.new {
             new.num_key_value_heads.get_or_insert(new.num_attention_heads);
             new.max_position_embeddings.get_or_insert(sequence_length);
+            let is_llama = new.model_type.as_deref().is_none_or(|name| name == "llama");
             let width = new.hidden_size.checked_div(new.num_attention_heads);
-            new.head_dim = new.head_dim.or(width);
+            new.head_dim = new.head_dim.or(width.filter(|_| is_llama));
         }
     }
 
@@ -185,7 +189,7 @@ impl NewModel {
         let mut value = serde_json::to_value(self)
             .map_err(|error| file_fault(path, format!("model.new: {error}")))?;
         if let Some(fields) = value.as_object_mut() {
-            fields.insert("model_type".to_string(), "llama".into());
+            fields.entry("model_type").or_insert_with(|| "llama".into());
         }
         Ok(ConfigFile::from_value(value, path)?.config)
     }

@@ -1,4 +1,5 @@
-//! A run that takes on a larger vocabulary starts from the model that conversion would write.
+//! From a Hugging Face directory through conversion and training to an export: a run that takes on a larger
+//! vocabulary starts from the model that conversion would write.
 
 #![allow(clippy::unwrap_used)]
 
@@ -6,7 +7,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use moh_comm::World;
-use moh_convert::{Attention, Options, convert};
+use moh_convert::{Attention, Options, convert, verify};
 use moh_data::{Prepare, TextTokenizer, TrainTokenizer, prepare, train_tokenizer};
 use moh_hf::{ConfigFile, WeightFiles, write_random_model};
 use moh_kernels::DType;
@@ -16,8 +17,13 @@ use serde_json::{Value, json};
 
 const TEXT: &str = "{\"text\": \"the ship left the village and the village left the ship\"}\n";
 
-/// A model with its tokenizer, a tokenizer that adds two tokens to it, and text to train on.
+/// As [`prepare_model`], with a Llama.
 fn prepare_files(dir: &Path) {
+    prepare_model(dir, "llama");
+}
+
+/// A model with its tokenizer, a tokenizer that adds two tokens to it, and text to train on.
+fn prepare_model(dir: &Path, model_type: &str) {
     std::fs::write(dir.join("text.jsonl"), TEXT.repeat(20)).unwrap();
     let inputs = [dir.join("text.jsonl")];
     let old = dir.join("model");
@@ -31,7 +37,7 @@ fn prepare_files(dir: &Path) {
     let tokenizer = train_tokenizer(options, &mut |_, _| {}).unwrap();
     let rows = tokenizer.vocab_size();
     let config = json!({
-        "model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+        "model_type": model_type, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": rows, "head_dim": 2,
         "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
         "tie_word_embeddings": false, "hidden_act": "silu",
@@ -125,12 +131,12 @@ fn a_run_starts_from_the_rows_that_conversion_writes() {
     }
 }
 
-/// Runs the recipe on the model in `dir`.
-fn run(recipe: &mut Recipe, dir: &Path) -> Result<Outcome, moh_train::Error> {
+/// Runs the recipe on a model.
+fn run(recipe: &mut Recipe, model: &Path) -> Result<Outcome, moh_train::Error> {
     moh_train::run(
         recipe,
         Path::new("recipe.toml"),
-        Some(&dir.join("model")),
+        Some(model),
         (OpenDevice::Cpu, &World::single()),
         &AtomicBool::new(false),
         &TraceSteps::NONE,
@@ -143,7 +149,7 @@ fn a_run_with_a_larger_vocabulary_exports_it_with_its_tokenizer() {
     let dir = tempfile::tempdir().unwrap();
     prepare_files(dir.path());
     let mut recipe = recipe(dir.path());
-    let outcome = run(&mut recipe, dir.path()).unwrap();
+    let outcome = run(&mut recipe, &dir.path().join("model")).unwrap();
     assert!(matches!(outcome, Outcome::Finished(_)));
     let export = dir.path().join("run/export");
     let config = ConfigFile::read(&export).unwrap().config;
@@ -156,12 +162,35 @@ fn a_run_with_a_larger_vocabulary_exports_it_with_its_tokenizer() {
 }
 
 #[test]
+fn a_qwen3_is_converted_trained_and_exported() {
+    let dir = tempfile::tempdir().unwrap();
+    prepare_model(dir.path(), "qwen3");
+    let (source, converted) = (dir.path().join("model"), dir.path().join("converted"));
+    let options = Options::new(source.clone(), converted.clone());
+    convert(&options, &mut |_| std::ops::ControlFlow::Continue(())).unwrap();
+    verify(&source, &converted, OpenDevice::Cpu).unwrap();
+
+    let mut recipe = recipe(dir.path());
+    let outcome = run(&mut recipe, &converted).unwrap();
+    assert!(matches!(outcome, Outcome::Finished(_)));
+    let export = dir.path().join("run/export");
+    let file = ConfigFile::read(&export).unwrap();
+    assert_eq!(file.fields["model_type"], "moh_qwen3");
+    assert_eq!(file.fields["architectures"], json!(["MohQwen3ForCausalLM"]));
+    let weights = WeightFiles::open(&export).unwrap();
+    weights.check(&file.config).unwrap();
+    let mut trained = [0f32; 2];
+    weights.read_f32("model.layers.1.self_attn.k_norm.weight", &mut trained).unwrap();
+    assert!(trained.iter().all(|&weight| weight != 1.0), "{trained:?}");
+}
+
+#[test]
 fn token_files_of_the_smaller_tokenizer_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     prepare_files(dir.path());
     let mut recipe = recipe(dir.path());
     recipe.model.tokenizer = None;
     recipe.model.pad_vocab_to = None;
-    let error = run(&mut recipe, dir.path()).unwrap_err();
+    let error = run(&mut recipe, &dir.path().join("model")).unwrap_err();
     assert!(error.to_string().contains("tokens.json"), "{error}");
 }
