@@ -69,8 +69,8 @@ impl RunView {
                 }
             }
             Event::UnevenHeads { stage, shared_heads } => self.line(&format!(
-                "stage {}: the ranks that share tensors hold {shared_heads:?} shared heads, which the \
-                 key/value heads do not divide equally: some wait for others in attention",
+                "stage {}: the ranks that share tensors hold {shared_heads:?} shared heads of a layer, which \
+                 the key/value heads do not divide equally: some wait for others in attention",
                 stage.name
             )),
             Event::Step { metrics, step, due } => self.step(metrics, step, due),

@@ -6,6 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use moh_model::HeadCounts;
 use safetensors::{Dtype, SafeTensors};
 use support::{
     VOCABULARY, edit_weights, failure, fixtures, program, success, workplace, write_moh,
@@ -95,6 +96,36 @@ fn logits_are_written_with_the_heads_that_were_selected() {
     assert_eq!((mask.dtype(), mask.shape()), (Dtype::U8, &[2, 2, 5, 4][..]));
     for row in mask.data().chunks(4) {
         assert!(row.iter().all(|&bit| bit <= 1) && row.iter().sum::<u8>() == 2, "{row:?}");
+    }
+}
+
+#[test]
+fn layers_with_other_heads_have_tables_of_their_own() {
+    let dir = workplace();
+    fs::write(dir.path().join("ids.json"), "[[0, 5, 6, 7], [0, 8, 9, 10]]").unwrap();
+    let counts = |counts: [usize; 2]| HeadCounts::from_iter(counts);
+    for (name, shared, top_k, expected) in [
+        ("a", [8, 2], [0, 3], &[("routed_mask.1", 6, 3)][..]),
+        ("b", [5, 2], [1, 3], &[("routed_mask.0", 3, 1), ("routed_mask.1", 6, 3)]),
+    ] {
+        write_moh(
+            &dir.path().join("source"),
+            &dir.path().join(name),
+            counts(shared),
+            counts(top_k),
+        );
+        let line = format!("logits --model {name} --ids ids.json --out {name}.logits");
+        success(&mut moh_eval(dir.path(), &line));
+        let bytes = fs::read(dir.path().join(format!("{name}.logits"))).unwrap();
+        let tensors = SafeTensors::deserialize(&bytes).unwrap();
+        assert_eq!(tensors.names().len(), 1 + expected.len());
+        for &(table, routed, chosen) in expected {
+            let mask = tensors.tensor(table).unwrap();
+            assert_eq!((mask.dtype(), mask.shape()), (Dtype::U8, &[2, 4, routed][..]), "{table}");
+            for row in mask.data().chunks(routed) {
+                assert!(row.iter().all(|&bit| bit <= 1) && row.iter().sum::<u8>() == chosen);
+            }
+        }
     }
 }
 

@@ -17,7 +17,7 @@ use moh_hf::{ConfigFile, Expansion, TensorBytes, WeightFiles, dtype_name};
 use moh_kernels::DType;
 use moh_model::flops::Flops;
 use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD, tensor_shapes};
-use moh_model::{ModelConfig, MohConfig, RouterKind};
+use moh_model::{HeadCounts, ModelConfig, MohConfig, RouterKind};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -27,26 +27,26 @@ use crate::Error;
 pub const DEFAULT_ACTIVE: f64 = 0.75;
 
 /// The attention of the converted model.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Attention {
     /// Every head for every token: a plain model of its architecture.
     Dense,
     /// Mixture-of-Head.
     Moh {
         /// Heads that serve every token; half of them where not given.
-        shared_heads: Option<usize>,
+        shared_heads: Option<HeadCounts>,
         /// How many heads a token computes.
         active: Active,
     },
 }
 
 /// How many heads a token computes.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Active {
     /// This share of all heads, shared ones included.
     Share(f64),
     /// The shared heads and this many routed ones.
-    RoutedTopK(usize),
+    RoutedTopK(HeadCounts),
 }
 
 impl Attention {
@@ -54,23 +54,24 @@ impl Attention {
     pub const DEFAULT: Attention =
         Attention::Moh { shared_heads: None, active: Active::Share(DEFAULT_ACTIVE) };
 
-    /// The configuration for a model of `heads` query heads.
+    /// The configuration for `model`.
     ///
     /// # Errors
     /// When the counts do not fit.
-    pub fn configure(self, heads: usize) -> Result<Option<MohConfig>, Error> {
-        let Attention::Moh { shared_heads, active } = self else {
+    pub fn configure(&self, model: &ModelConfig) -> Result<Option<MohConfig>, Error> {
+        let (heads, layers) = (model.num_attention_heads, model.num_hidden_layers);
+        let Attention::Moh { shared_heads, active } = self.clone() else {
             return Ok(None);
         };
         let moh = match active {
-            Active::Share(share) => MohConfig::from_active(heads, shared_heads, share)?,
+            Active::Share(share) => MohConfig::from_active(heads, layers, shared_heads, share)?,
             Active::RoutedTopK(routed_top_k) => MohConfig {
                 router: RouterKind::QueryNorm,
-                shared_heads: shared_heads.unwrap_or(heads / 2),
+                shared_heads: shared_heads.unwrap_or(HeadCounts::All(heads / 2)),
                 routed_top_k,
             },
         };
-        moh.validate(heads)?;
+        moh.validate(heads, layers)?;
         Ok(Some(moh))
     }
 }
@@ -131,11 +132,14 @@ pub struct Receipt {
     /// Query heads of a block.
     pub heads: usize,
     /// Heads that serve every token; all of them in a dense model.
-    pub shared_heads: usize,
-    /// Heads that are chosen for each token.
-    pub routed_heads: usize,
+    pub shared_heads: HeadCounts,
+    /// Heads that each token chooses from.
+    pub routed_heads: HeadCounts,
+    /// Those that it chooses.
+    #[serde(skip)]
+    pub routed_top_k: HeadCounts,
     /// Heads that a token computes.
-    pub active_heads: usize,
+    pub active_heads: HeadCounts,
     /// Parameters of the output; a tied head counts once.
     pub parameters: u64,
     /// Rows of the vocabulary before and after.
@@ -188,10 +192,8 @@ pub fn convert(
 ) -> Result<Receipt, Error> {
     let start = Instant::now();
     let source = ConfigFile::read(&options.source)?;
-    let mut config = ModelConfig {
-        moh: options.attention.configure(source.config.num_attention_heads)?,
-        ..source.config.clone()
-    };
+    let mut config =
+        ModelConfig { moh: options.attention.configure(&source.config)?, ..source.config.clone() };
     refuse_overlap(&options.source, &options.out)?;
     check_destination(&options.out, options.force)?;
     if options.max_shard_bytes == 0 {
@@ -251,13 +253,14 @@ pub fn convert(
     let length = config.max_position_embeddings;
     let flops = [&source.config, &config].map(|config| config.flops_per_token(length));
     let heads = config.num_attention_heads;
-    let shared_heads = config.moh.map_or(heads, |moh| moh.shared_heads);
+    let layers = 0..config.num_hidden_layers;
     Ok(Receipt {
         source: options.source.clone(),
         out: options.out.clone(),
         heads,
-        shared_heads,
-        routed_heads: heads - shared_heads,
+        shared_heads: layers.clone().map(|layer| config.layer_heads(layer).shared).collect(),
+        routed_heads: layers.clone().map(|layer| config.routed_heads(layer)).collect(),
+        routed_top_k: layers.map(|layer| config.layer_heads(layer).top_k).collect(),
         active_heads: config.active_heads(),
         parameters: config.num_parameters(),
         vocab_size: [source.config.vocab_size, config.vocab_size],

@@ -18,9 +18,10 @@ use moh_convert::{Attention, Independent, Options, Receipt, Verification, conver
 use moh_device::{DeviceName, OpenDevice};
 use moh_hf::dtype_name;
 use moh_kernels::DType;
+use moh_model::HeadCounts;
 
 /// Convert a Llama or Qwen3 checkpoint to Mixture-of-Head attention
-#[derive(Debug, Parser)]
+#[derive(Debug, Clone, Parser)]
 #[command(
     name = "moh-convert",
     version,
@@ -39,15 +40,15 @@ struct Arguments {
     /// Attention of the output
     #[arg(long, value_enum, default_value_t = AttentionKind::Moh)]
     attention: AttentionKind,
-    /// Heads that serve every token [default: half of them]
-    #[arg(long, value_name = "N")]
-    shared_heads: Option<usize>,
+    /// Heads that serve every token, of all layers or of each: 16 or 32,16,8 [default: half of them]
+    #[arg(long, value_name = "N[,N...]", value_parser = parse_head_counts)]
+    shared_heads: Option<HeadCounts>,
     /// Share of the heads that a token computes [default: 0.75]
     #[arg(long, value_name = "R", conflicts_with = "routed_top_k")]
     active: Option<f64>,
-    /// Routed heads that a token computes besides the shared ones
-    #[arg(long, value_name = "K")]
-    routed_top_k: Option<usize>,
+    /// Routed heads that a token computes besides the shared ones, of all layers or of each
+    #[arg(long, value_name = "K[,K...]", value_parser = parse_head_counts)]
+    routed_top_k: Option<HeadCounts>,
     /// Element type of the output [default: that of the input]
     #[arg(long, value_parser = output_types())]
     dtype: Option<DType>,
@@ -118,12 +119,25 @@ fn parse_size(text: &str) -> Result<u64, String> {
     }
 }
 
+/// A count of heads, or one for each layer with commas between them.
+fn parse_head_counts(text: &str) -> Result<HeadCounts, String> {
+    let count = |text: &str| {
+        text.trim().parse::<usize>().map_err(|_| {
+            "expected a whole number, or one for each layer with commas between them".to_string()
+        })
+    };
+    match text.contains(',') {
+        false => count(text).map(HeadCounts::All),
+        true => text.split(',').map(count).collect(),
+    }
+}
+
 fn main() -> ExitCode {
     exit::run(|| run(&Arguments::parse()))
 }
 
 fn attention(arguments: &Arguments) -> Attention {
-    let Arguments { attention, shared_heads, active, routed_top_k, .. } = *arguments;
+    let Arguments { attention, shared_heads, active, routed_top_k, .. } = arguments.clone();
     if attention == AttentionKind::Dense {
         if shared_heads.is_some() || active.is_some() || routed_top_k.is_some() {
             let message =
@@ -225,12 +239,15 @@ fn print_receipt(
     let [attention_before, attention] = receipt.attention_flops_per_token;
     let [before, after] = receipt.vocab_size;
     let unchanged = receipt.num_unchanged();
+    let counts = [&receipt.shared_heads, &receipt.routed_top_k];
+    let by_layer =
+        if counts.iter().all(|counts| counts.uniform().is_some()) { "" } else { ", by layer" };
     writeln!(out, "{}", receipt.out.display())?;
     writeln!(
         out,
-        "  heads            {} shared + {} of {} routed = {} of {} active",
+        "  heads            {} shared + {} of {} routed = {} of {} active{by_layer}",
         receipt.shared_heads,
-        receipt.active_heads - receipt.shared_heads,
+        receipt.routed_top_k,
         receipt.routed_heads,
         receipt.active_heads,
         receipt.heads
@@ -289,6 +306,15 @@ mod tests {
         assert_eq!(parse_size("77"), Ok(77));
         for bad in ["", "GB", "0", "-1GB", "1.5GB", "99999999999GB", "5TBs"] {
             assert!(parse_size(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn counts_of_heads_are_one_number_or_one_for_each_layer() {
+        assert_eq!(parse_head_counts("4"), Ok(HeadCounts::All(4)));
+        assert_eq!(parse_head_counts("8, 4,0"), Ok([8, 4, 0].into_iter().collect()));
+        for bad in ["", "-1", "4,", ",4", "4;4", "4.0", "99999999999999999999,1"] {
+            assert!(parse_head_counts(bad).is_err(), "{bad}");
         }
     }
 

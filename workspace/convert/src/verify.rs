@@ -89,9 +89,10 @@ fn verify_on<B: Backend + Clone>(
         let dense = ModelConfig { moh: None, ..before.clone() };
         logits(backend, &weights, dense, &ids, rounded)?
     };
-    let all_on = after
-        .moh
-        .map(|moh| MohConfig { routed_top_k: after.num_attention_heads - moh.shared_heads, ..moh });
+    let all_on = after.moh.clone().map(|moh| MohConfig {
+        routed_top_k: moh.shared_heads.map(|shared| after.num_attention_heads - shared),
+        ..moh
+    });
     let all_on = ModelConfig { moh: all_on, ..after.clone() };
     let found =
         logits(backend, &output, all_on, &ids, |name| output.get(name).map(|tensor| tensor.dtype))?;

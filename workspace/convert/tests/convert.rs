@@ -62,7 +62,7 @@ fn a_model_is_converted_beside_its_receipt() {
     assert_eq!(receipt["tensors"].as_array().unwrap().len(), 21);
     assert_eq!(receipt["tensors"][0]["unchanged"], true);
     let config = ConfigFile::read(&dir.path().join("source-MoH")).unwrap().config;
-    assert_eq!(config.moh.unwrap().routed_top_k, 2);
+    assert_eq!(config.moh.unwrap().routed_top_k, 2.into());
 }
 
 #[test]
@@ -127,12 +127,25 @@ fn the_other_options_reach_the_output() {
     moh_convert(dir.path()).args(arguments).assert().success();
     let file = ConfigFile::read(&dir.path().join("deep/er/out")).unwrap();
     let moh = file.config.moh.unwrap();
-    assert_eq!((moh.shared_heads, moh.routed_top_k, file.config.vocab_size), (2, 3, 64));
+    assert_eq!((moh.shared_heads, moh.routed_top_k), (2.into(), 3.into()));
+    assert_eq!(file.config.vocab_size, 64);
     assert_eq!(file.fields["torch_dtype"], "bfloat16");
     let arguments = ["--from", "deep/er/out", "--attention", "dense"];
     moh_convert(dir.path()).args(arguments).assert().success();
     let dense = ConfigFile::read(&dir.path().join("out-Dense")).unwrap();
     assert_eq!(dense.config.moh, None);
+}
+
+#[test]
+fn counts_that_differ_by_layer_are_converted_and_shown() {
+    let dir = workplace();
+    let arguments = ["--from", "source", "--shared-heads", "8,2", "--routed-top-k", "0,3"];
+    let output = moh_convert(dir.path()).args(arguments).arg("--verify").output().unwrap();
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    let line = "  heads            2-8 shared + 0-3 of 0-6 routed = 5-8 of 8 active, by layer\n";
+    assert!(stdout.contains(line), "{stdout}");
+    let config = ConfigFile::read(&dir.path().join("source-MoH")).unwrap().config;
+    assert_eq!(config.active_heads(), [8, 5].into_iter().collect());
 }
 
 #[test]
@@ -148,7 +161,7 @@ fn help_shows_an_example_and_usage_errors_exit_with_2() {
     let out = dir.path().join("quickstart-MoH");
     let arguments = ["--from", "recipes/quickstart", "--active", "0.75", "--out"];
     moh_convert(root).args(arguments).arg(&out).assert().success();
-    assert_eq!(ConfigFile::read(&out).unwrap().config.active_heads(), 6);
+    assert_eq!(ConfigFile::read(&out).unwrap().config.active_heads(), 6.into());
     for arguments in [
         &[][..],
         &["--from"],
@@ -156,6 +169,7 @@ fn help_shows_an_example_and_usage_errors_exit_with_2() {
         &["--from", "x", "--attention", "dense", "--active", "0.5"],
         &["--from", "x", "--max-shard-size", "5 elephants"],
         &["--from", "x", "--shared-heads", "-1"],
+        &["--from", "x", "--routed-top-k", "2,"],
         &["--from", "x", "--dtype", "f8"],
         &["--from", "x", "--frm", "y"],
     ] {
@@ -209,6 +223,9 @@ fn head_counts_that_do_not_fit_are_refused() {
         (&["--active", "0.25"], "is 2, fewer than the 4 shared heads"),
         (&["--shared-heads", "7", "--active", "1"], "leaves one routed head"),
         (&["--shared-heads", "9"], "fewer than the 9 shared heads"),
+        (&["--shared-heads", "8,4,4", "--routed-top-k", "0"], "shared_heads has 3 entries"),
+        (&["--shared-heads", "8,9"], "is 6, fewer than the 9 shared heads"),
+        (&["--shared-heads", "8,2", "--routed-top-k", "0,7"], "routed_top_k of layer 1 = 7: must"),
         (&["--pad-vocab-to", "0"], "cannot be padded to a multiple of 0"),
         (&["--tokenizer", "none"], "holds no tokenizer.json"),
     ] {

@@ -154,7 +154,10 @@ fn a_run_with_a_larger_vocabulary_exports_it_with_its_tokenizer() {
     let export = dir.path().join("run/export");
     let config = ConfigFile::read(&export).unwrap().config;
     assert_eq!(config.vocab_size % 32, 0);
-    assert_eq!(config.moh.map(|moh| (moh.shared_heads, moh.routed_top_k)), Some((2, 1)));
+    assert_eq!(
+        config.moh.clone().map(|moh| (moh.shared_heads, moh.routed_top_k)),
+        Some((2.into(), 1.into()))
+    );
     WeightFiles::open(&export).unwrap().check(&config).unwrap();
     let exported = TextTokenizer::load(&export).unwrap();
     let larger = TextTokenizer::load(&dir.path().join("larger")).unwrap();

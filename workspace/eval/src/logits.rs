@@ -1,5 +1,6 @@
 //! The logits of given ids, written as safetensors: what another implementation compares with.
 
+use std::borrow::Cow;
 use std::path::Path;
 
 use moh_kernels::{Backend, Element};
@@ -22,10 +23,8 @@ pub struct LogitsOf {
     pub vocab_size: usize,
     /// `[batch, length, vocab_size]`.
     pub logits: Vec<f32>,
-    /// `[layers, batch, length, routed heads]`, 1 where selected; empty for a dense model.
-    pub routed_mask: Vec<u8>,
-    /// Layers.
-    pub layers: usize,
+    /// `[batch, length, routed heads]` of each layer, 1 where selected; empty where it is dense.
+    pub routed_mask: Vec<Vec<u8>>,
 }
 
 /// Computes the logits of `ids`, lists of equal length.
@@ -54,7 +53,6 @@ pub fn logits<B: Backend, T: Element>(
         vocab_size: model.config().vocab_size,
         logits: model.logits(&activations)?,
         routed_mask: model.routed_mask(&activations)?,
-        layers: model.config().num_hidden_layers,
     })
 }
 
@@ -94,7 +92,7 @@ impl LogitsOf {
         Ok(ids)
     }
 
-    /// Writes `logits` f32 and, for a Mixture-of-Head model, `routed_mask` u8.
+    /// Writes `logits` f32 and, for a Mixture-of-Head model, the tables of [`LogitsOf::masks`], u8.
     ///
     /// # Errors
     /// When the file cannot be written; nothing half-written stays.
@@ -106,15 +104,39 @@ impl LogitsOf {
         };
         let bytes: Vec<u8> = self.logits.iter().flat_map(|value| value.to_le_bytes()).collect();
         let shape = vec![self.batch, self.length, self.vocab_size];
-        let mut tensors =
-            vec![("logits", TensorView::new(Dtype::F32, shape, &bytes).map_err(refuse)?)];
-        if !self.routed_mask.is_empty() {
-            let rows = self.layers * self.batch * self.length;
-            let shape = vec![self.layers, self.batch, self.length, self.routed_mask.len() / rows];
-            let mask = TensorView::new(Dtype::U8, shape, &self.routed_mask).map_err(refuse)?;
-            tensors.push(("routed_mask", mask));
+        let logits = TensorView::new(Dtype::F32, shape, &bytes).map_err(refuse)?;
+        let mut tensors = vec![("logits".to_owned(), logits)];
+        let masks = self.masks();
+        for (name, shape, mask) in &masks {
+            let mask = TensorView::new(Dtype::U8, shape.clone(), mask).map_err(refuse)?;
+            tensors.push((name.clone(), mask));
         }
         let serialized = safetensors::serialize(tensors, None).map_err(refuse)?;
         moh_files::write(path, &serialized).map_err(io)
+    }
+
+    /// Names, shapes and contents of the tables of selected heads: `routed_mask`, `[layers, batch, length,
+    /// routed heads]`, where all layers route equally many heads, else `routed_mask.N`, `[batch, length,
+    /// routed heads]`, of each layer N that routes.
+    fn masks(&self) -> Vec<(String, Vec<usize>, Cow<'_, [u8]>)> {
+        let rows = self.batch * self.length;
+        let layers = self.routed_mask.iter().enumerate();
+        let of_each: Vec<_> = layers
+            .filter(|(_, mask)| !mask.is_empty())
+            .map(|(layer, mask)| {
+                let shape = vec![self.batch, self.length, mask.len() / rows];
+                (format!("routed_mask.{layer}"), shape, Cow::from(mask))
+            })
+            .collect();
+        let all = self.routed_mask.len();
+        match of_each.first() {
+            Some((_, first, _))
+                if of_each.iter().filter(|mask| mask.1 == *first).count() == all =>
+            {
+                let shape = [&[all], first.as_slice()].concat();
+                vec![("routed_mask".to_owned(), shape, self.routed_mask.concat().into())]
+            }
+            _ => of_each,
+        }
     }
 }

@@ -371,9 +371,9 @@ impl<B: Backend, T: Element> Blocks<B, T> {
         }
     }
 
-    /// The routings that are kept, in the order of the blocks.
-    pub(crate) fn routings(&self) -> impl Iterator<Item = &Routing<B>> {
-        self.kept.iter().filter_map(|kept| kept.routing.as_ref())
+    /// The routings that are kept, in the order of the blocks; `None` where all layers are dense.
+    pub(crate) fn routings(&self) -> impl Iterator<Item = Option<&Routing<B>>> {
+        self.kept.iter().map(|kept| kept.routing.as_ref())
     }
 }
 

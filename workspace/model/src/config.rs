@@ -1,7 +1,7 @@
 //! The shape of a model, dense or Mixture-of-Head: the typed form of Hugging Face's `config.json`,
 //! which crate `moh-hf` reads and writes.
 
-use crate::Error;
+use crate::{Error, HeadCounts};
 
 /// Shape and constants of a model, as `config.json` gives them.
 #[derive(Debug, Clone, PartialEq)]
@@ -105,74 +105,121 @@ impl RouterKind {
     }
 }
 
-/// Mixture-of-Head attention (arXiv 2410.11842): the first `shared_heads` heads serve every token,
-/// and each token chooses `routed_top_k` of the others.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Mixture-of-Head attention (arXiv 2410.11842): the first `shared_heads` heads of a layer serve every
+/// token, and each token chooses `routed_top_k` of the others. A layer is dense where all of its heads
+/// are shared.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MohConfig {
     /// `moh_router`.
     pub router: RouterKind,
     /// `moh_shared_heads`.
-    pub shared_heads: usize,
+    pub shared_heads: HeadCounts,
     /// `moh_routed_top_k`: routed heads active per token.
-    pub routed_top_k: usize,
+    pub routed_top_k: HeadCounts,
+}
+
+/// The heads of one layer that a token computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerHeads {
+    /// Heads that serve every token; all of them in a dense layer.
+    pub shared: usize,
+    /// Routed heads active per token.
+    pub top_k: usize,
+}
+
+impl LayerHeads {
+    /// Heads that a token computes: shared and chosen.
+    pub fn active(self) -> usize {
+        self.shared.saturating_add(self.top_k)
+    }
+
+    /// Checks the counts of a layer against its query heads; `place` follows their names in messages.
+    fn validate(self, heads: usize, place: &str) -> Result<(), Error> {
+        let LayerHeads { shared, top_k } = self;
+        let refuse = |reason: String| Err(Error::Moh { reason });
+        if shared > heads {
+            return refuse(format!("shared_heads{place} = {shared}: the model has {heads} heads"));
+        }
+        let routed = heads - shared;
+        if routed == 1 {
+            return refuse(format!(
+                "shared_heads{place} = {shared} of {heads} leaves one routed head, whose norm has \
+                 no standard deviation: route none or at least two"
+            ));
+        }
+        if top_k > routed {
+            return refuse(format!(
+                "routed_top_k{place} = {top_k}: must be at most the {routed} routed heads"
+            ));
+        }
+        Ok(())
+    }
 }
 
 impl MohConfig {
     /// The configuration with `active` x `heads` heads per token, of which `shared` (half of them
-    /// when not given) are always on: routed top-k = round(active x heads) - shared.
+    /// when not given) are always on: routed top-k = round(active x heads) - shared, in every layer.
     ///
     /// # Errors
-    /// When `active` is not within 0..=1 or asks for fewer heads than are shared.
-    pub fn from_active(heads: usize, shared: Option<usize>, active: f64) -> Result<Self, Error> {
-        let shared_heads = shared.unwrap_or(heads / 2);
+    /// When `active` is not within 0..=1 or asks for fewer heads than are shared in a layer, and those of
+    /// [`MohConfig::validate`].
+    pub fn from_active(
+        heads: usize,
+        layers: usize,
+        shared: Option<HeadCounts>,
+        active: f64,
+    ) -> Result<Self, Error> {
+        let shared_heads = shared.unwrap_or(HeadCounts::All(heads / 2));
         let refuse = |reason: String| Err(Error::Moh { reason });
         if !(0.0..=1.0).contains(&active) {
             return refuse(format!("active = {active}: must be a share of the heads, 0 to 1"));
         }
         let count = (active * heads as f64).round() as usize;
-        if count < shared_heads {
+        let most = shared_heads.most();
+        if count < most {
             return refuse(format!(
-                "active = {active} of {heads} heads is {count}, fewer than the {shared_heads} shared heads"
+                "active = {active} of {heads} heads is {count}, fewer than the {most} shared heads"
             ));
         }
-        let moh = MohConfig {
-            router: RouterKind::QueryNorm,
-            shared_heads,
-            routed_top_k: count - shared_heads,
-        };
-        moh.validate(heads)?;
+        let routed_top_k = shared_heads.map(|shared| count - shared);
+        let moh = MohConfig { router: RouterKind::QueryNorm, shared_heads, routed_top_k };
+        moh.validate(heads, layers)?;
         Ok(moh)
     }
 
-    /// Checks the counts against the number of query heads.
+    /// Checks the counts against the numbers of query heads and layers.
     ///
     /// # Errors
-    /// More shared or active heads than heads, or exactly one routed head (its norm has no
-    /// standard deviation).
-    pub fn validate(&self, heads: usize) -> Result<(), Error> {
-        let MohConfig { shared_heads, routed_top_k, .. } = *self;
-        let refuse = |reason: String| Err(Error::Moh { reason });
-        if shared_heads > heads {
-            return refuse(format!("shared_heads = {shared_heads}: the model has {heads} heads"));
+    /// A list of another length than the layers; more shared or active heads than heads, or exactly one
+    /// routed head (its norm has no standard deviation), with the layer, from 0, where layers differ.
+    pub fn validate(&self, heads: usize, layers: usize) -> Result<(), Error> {
+        for (key, counts) in
+            [("shared_heads", &self.shared_heads), ("routed_top_k", &self.routed_top_k)]
+        {
+            if let HeadCounts::Each(list) = counts
+                && list.len() != layers
+            {
+                let reason = format!(
+                    "{key} has {} entries, and the model {layers} layers: give one for each layer, \
+                     or one number for all",
+                    list.len()
+                );
+                return Err(Error::Moh { reason });
+            }
         }
-        let routed = heads - shared_heads;
-        if routed == 1 {
-            return refuse(format!(
-                "shared_heads = {shared_heads} of {heads} leaves one routed head, whose norm has \
-                 no standard deviation: route none or at least two"
-            ));
+        if self.shared_heads.uniform().is_some() && self.routed_top_k.uniform().is_some() {
+            return self.layer(0).validate(heads, "");
         }
-        if routed_top_k > routed {
-            return refuse(format!(
-                "routed_top_k = {routed_top_k}: must be at most the {routed} routed heads"
-            ));
-        }
-        Ok(())
+        (0..layers)
+            .try_for_each(|layer| self.layer(layer).validate(heads, &format!(" of layer {layer}")))
     }
 
-    /// Heads that a token computes: shared and chosen.
-    pub fn active_heads(&self) -> usize {
-        self.shared_heads + self.routed_top_k
+    /// The counts of layer `layer`, from 0.
+    pub fn layer(&self, layer: usize) -> LayerHeads {
+        LayerHeads {
+            shared: self.shared_heads.of_layer(layer),
+            top_k: self.routed_top_k.of_layer(layer),
+        }
     }
 }
 
@@ -192,8 +239,65 @@ impl ModelConfig {
         self.num_key_value_heads * self.head_dim
     }
 
-    /// Query heads that a token computes: all of a dense model's.
-    pub fn active_heads(&self) -> usize {
-        self.moh.map_or(self.num_attention_heads, |moh| moh.active_heads())
+    /// Query heads of layer `layer`, from 0, that a token computes: those of a dense layer are all shared.
+    pub fn layer_heads(&self, layer: usize) -> LayerHeads {
+        let dense = LayerHeads { shared: self.num_attention_heads, top_k: 0 };
+        self.moh.as_ref().map_or(dense, |moh| moh.layer(layer))
+    }
+
+    /// Query heads of layer `layer`, from 0, that the router chooses from; none in a dense layer.
+    pub fn routed_heads(&self, layer: usize) -> usize {
+        self.num_attention_heads.saturating_sub(self.layer_heads(layer).shared)
+    }
+
+    /// Query heads that a token computes in each layer: all of a dense model's.
+    pub fn active_heads(&self) -> HeadCounts {
+        match &self.moh {
+            None => HeadCounts::All(self.num_attention_heads),
+            Some(_) => {
+                let layers = 0..self.num_hidden_layers;
+                layers.map(|layer| self.layer_heads(layer).active()).collect()
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn moh(shared: &[usize], top_k: &[usize]) -> MohConfig {
+        let counts = |list: &[usize]| list.iter().copied().collect();
+        let router = RouterKind::QueryNorm;
+        MohConfig { router, shared_heads: counts(shared), routed_top_k: counts(top_k) }
+    }
+
+    #[test]
+    fn every_layer_is_checked() {
+        assert!(moh(&[8, 1, 4], &[0, 5, 4]).validate(8, 3).is_ok());
+        for (shared, top_k, expected) in [
+            (&[8, 9, 4][..], &[0, 0, 4][..], "shared_heads of layer 1 = 9: the model has 8 heads"),
+            (&[8, 1, 7], &[0, 5, 1], "shared_heads of layer 2 = 7 of 8 leaves one routed head"),
+            (&[8, 1, 4], &[1, 5, 4], "routed_top_k of layer 0 = 1: must be at most the 0 routed"),
+            (&[8, 1, 4], &[0, 5, usize::MAX], "routed_top_k of layer 2 = 18446744073709551615"),
+            (&[9, 9, 9], &[0, 0, 0], "shared_heads = 9: the model has 8 heads"),
+            (&[4, 4], &[2, 2, 2], "shared_heads has 2 entries, and the model 3 layers"),
+            (&[4, 4, 4], &[2; 4], "routed_top_k has 4 entries, and the model 3 layers"),
+            (&[], &[2; 3], "shared_heads has 0 entries"),
+        ] {
+            let message = moh(shared, top_k).validate(8, 3).unwrap_err().to_string();
+            assert!(message.starts_with(expected), "{message}");
+        }
+    }
+
+    #[test]
+    fn a_share_of_the_heads_is_met_in_every_layer() {
+        let shared = || Some([6, 2, 4].into_iter().collect());
+        let found = MohConfig::from_active(8, 3, shared(), 0.75).unwrap();
+        assert_eq!(found, moh(&[6, 2, 4], &[0, 4, 2]));
+        let message = MohConfig::from_active(8, 3, shared(), 0.5).unwrap_err().to_string();
+        assert_eq!(message, "active = 0.5 of 8 heads is 4, fewer than the 6 shared heads");
+        let message = MohConfig::from_active(8, 2, shared(), 0.75).unwrap_err().to_string();
+        assert!(message.starts_with("shared_heads has 3 entries"), "{message}");
     }
 }

@@ -98,15 +98,12 @@ impl ModelConfig {
             .sum();
         let head = self.vocab_size as f64 * self.hidden_size as f64;
         let layers = self.num_hidden_layers as f64;
+        let active =
+            (0..self.num_hidden_layers).map(|layer| self.layer_heads(layer).active() as f64);
         let keys = (length as f64 + 1.0) / 2.0;
         Flops {
             linear: 2.0 * (layers * matrices + head),
-            attention: layers
-                * 2.0
-                * 2.0
-                * keys
-                * self.head_dim as f64
-                * self.active_heads() as f64,
+            attention: 2.0 * 2.0 * keys * self.head_dim as f64 * active.sum::<f64>(),
         }
     }
 }
@@ -161,12 +158,19 @@ mod tests {
     #[test]
     fn flops_count_the_causal_half_of_the_active_heads() {
         let dense = llama3_8b();
-        let moh = MohConfig { router: RouterKind::QueryNorm, shared_heads: 16, routed_top_k: 8 };
-        let moh = ModelConfig { moh: Some(moh), ..dense.clone() };
+        let moh = |shared_heads, routed_top_k| ModelConfig {
+            moh: Some(MohConfig { router: RouterKind::QueryNorm, shared_heads, routed_top_k }),
+            ..dense.clone()
+        };
+        // Half of the layers dense, half with half of the heads: three quarters on average.
+        let half = |counts: [usize; 2]| (0..32).map(|layer| counts[layer % 2]).collect();
+        let mixed = moh(half([32, 10]), half([0, 6]));
+        let moh = moh(16.into(), 8.into());
         let (dense_flops, moh_flops) = (dense.flops_per_token(8191), moh.flops_per_token(8191));
         assert_eq!(dense_flops.linear, moh_flops.linear);
         assert_eq!(dense_flops.attention, 32.0 * 4.0 * 4096.0 * 128.0 * 32.0);
         assert_eq!(moh_flops.attention, 0.75 * dense_flops.attention);
+        assert_eq!(mixed.flops_per_token(8191), moh_flops);
         let norms = 65 * 4096;
         let matrices = dense.num_parameters() - 128_256 * 4096 - norms;
         assert_eq!(dense_flops.linear, 2.0 * matrices as f64);

@@ -5,6 +5,7 @@ pub mod config;
 mod error;
 pub mod flops;
 mod generation;
+mod head_counts;
 pub mod initial;
 pub mod layout;
 mod llama;
@@ -22,9 +23,12 @@ mod step_sums;
 pub mod tensors;
 
 pub use activations::{Activations, PassShape, Recompute, Turn};
-pub use config::{Architecture, Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RouterKind};
+pub use config::{
+    Architecture, LayerHeads, Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RouterKind,
+};
 pub use error::Error;
 pub use generation::Generator;
+pub use head_counts::HeadCounts;
 pub use model::{LossScale, Model};
 pub use sampler::Sampler;
 pub use step_sums::StepSums;

@@ -79,7 +79,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         positions: usize,
     ) -> Result<Self, Error> {
         if let Some(moh) = &config.moh {
-            moh.validate(config.num_attention_heads)?;
+            moh.validate(config.num_attention_heads, config.num_hidden_layers)?;
         }
         let weights = FlatBuffers::zeros(&backend, &layout)?;
         let (cos, sin) = rope::table(&config.rope, config.head_dim, positions);
@@ -118,7 +118,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Counts of heads that do not fit.
     pub fn set_moh(&mut self, moh: Option<crate::MohConfig>) -> Result<(), Error> {
         if let Some(moh) = &moh {
-            moh.validate(self.config.num_attention_heads)?;
+            moh.validate(self.config.num_attention_heads, self.config.num_hidden_layers)?;
         }
         self.config.moh = moh;
         self.routers = router::routers(&self.config);
@@ -206,40 +206,42 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(host.iter().map(|value| value.to_f32()).collect())
     }
 
-    /// Which routed heads each token selected in the last forward pass, `[layers, N, R]`; empty
-    /// for a dense model. The activations keep every block's routing unless they recompute blocks.
+    /// Which routed heads each token selected in the last forward pass: `[N, R]` of each layer, R its
+    /// routed heads, empty where it is dense. The activations keep every block's routing unless they
+    /// recompute blocks.
     ///
     /// # Errors
     /// A failing device.
-    pub fn routed_mask(&self, activations: &Activations<B, T>) -> Result<Vec<u8>, Error> {
+    pub fn routed_mask(&self, activations: &Activations<B, T>) -> Result<Vec<Vec<u8>>, Error> {
         self.of_routings(activations, |routing, mask| {
             self.backend.download(routing.selected(), mask)
         })
     }
 
-    /// The gates of the last forward pass, `[layers, N, R]`; empty for a dense model.
+    /// The gates of the last forward pass, `[N, R]` of each layer as in [`Model::routed_mask`].
     ///
     /// # Errors
     /// A failing device.
-    pub fn gates(&self, activations: &Activations<B, T>) -> Result<Vec<f32>, Error> {
+    pub fn gates(&self, activations: &Activations<B, T>) -> Result<Vec<Vec<f32>>, Error> {
         self.of_routings(activations, |routing, gates| {
             self.backend.download(routing.gates(), gates)
         })
     }
 
-    /// One table `[N, R]` of each routing that the activations keep, one after the other.
+    /// A table `[N, R]` of each block that the activations keep.
     fn of_routings<S: Copy + Default>(
         &self,
         activations: &Activations<B, T>,
         read: impl Fn(&Routing<B>, &mut [S]) -> moh_kernels::Result<()>,
-    ) -> Result<Vec<S>, Error> {
-        let mut tables = Vec::new();
+    ) -> Result<Vec<Vec<S>>, Error> {
+        let table = |routing: Option<&Routing<B>>| {
+            // A layer without a router never begins its routing, which then has no tokens.
+            let Some(routing) = routing else { return Ok(Vec::new()) };
+            let mut table = vec![S::default(); routing.tokens() * routing.routed()];
+            read(routing, &mut table)?;
+            Ok(table)
+        };
         let first = activations.passes.iter().take(1);
-        for routing in first.flat_map(|pass| pass.blocks.routings()) {
-            let start = tables.len();
-            tables.resize(start + routing.tokens() * routing.routed(), S::default());
-            read(routing, &mut tables[start..])?;
-        }
-        Ok(tables)
+        first.flat_map(|pass| pass.blocks.routings()).map(table).collect()
     }
 }

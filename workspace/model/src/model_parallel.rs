@@ -94,12 +94,16 @@ impl TensorShare {
         TokenShare { share: *self, tokens, part: tokens.div_ceil(self.ranks) }
     }
 
-    /// Shared heads of each rank where they differ: key/value heads did not divide them equally.
+    /// Shared heads of each rank in the first layer where they differ: key/value heads did not divide
+    /// them equally.
     pub fn uneven_shared_heads(&self, config: &ModelConfig) -> Option<Vec<usize>> {
-        let shared = config.moh?.shared_heads;
-        let held = |rank| TensorShare { rank, ..*self }.heads(config).local_below(shared);
-        let counts: Vec<usize> = (0..self.ranks).map(held).collect();
-        counts.iter().any(|&count| count != counts[0]).then_some(counts)
+        let of_layer = |layer| {
+            let shared = config.layer_heads(layer).shared;
+            let held = |rank| TensorShare { rank, ..*self }.heads(config).local_below(shared);
+            let counts: Vec<usize> = (0..self.ranks).map(held).collect();
+            counts.iter().any(|&count| count != counts[0]).then_some(counts)
+        };
+        (0..config.num_hidden_layers).find_map(of_layer)
     }
 }
 
@@ -143,6 +147,11 @@ pub struct Part {
 }
 
 impl Part {
+    /// Its blocks, in ascending order.
+    pub fn layers(&self) -> impl Iterator<Item = usize> {
+        self.chunks.iter().cloned().flatten()
+    }
+
     /// A whole model.
     pub fn whole(config: &ModelConfig) -> Self {
         let chunks = std::iter::once(0..config.num_hidden_layers).collect();
@@ -394,7 +403,8 @@ mod tests {
         assert_eq!(share.uneven_shared_heads(&config), None);
         for (shared_heads, expected) in [(2, None), (3, Some(vec![2, 1])), (1, Some(vec![1, 0]))] {
             let router = crate::RouterKind::QueryNorm;
-            config.moh = Some(crate::MohConfig { router, shared_heads, routed_top_k: 1 });
+            let (shared_heads, routed_top_k) = (shared_heads.into(), 1.into());
+            config.moh = Some(crate::MohConfig { router, shared_heads, routed_top_k });
             assert_eq!(share.uneven_shared_heads(&config), expected);
         }
     }

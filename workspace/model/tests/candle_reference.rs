@@ -117,7 +117,7 @@ fn total_loss(
     ids: &[u32],
     targets: &[u32],
     count: f64,
-) -> (f64, Vec<u8>) {
+) -> (f64, Vec<Vec<u8>>) {
     let mut activations = activations(model, 2, ids.len() / 2, false);
     activations.upload(&Cpu, ids, targets, &[]).unwrap();
     let mut sums = StepSums::new(&Cpu).unwrap();
@@ -130,8 +130,9 @@ fn total_loss(
 fn gradients_are_differences_of_the_loss() {
     let json = config_json(6, 2, false, Value::Null);
     let mut config = ConfigFile::from_value(json, Path::new("config.json")).unwrap().config;
-    let moh = MohConfig { router: RouterKind::QueryNorm, shared_heads: 2, routed_top_k: 2 };
-    let both = |architecture| [(architecture, None), (architecture, Some(moh))];
+    let moh =
+        MohConfig { router: RouterKind::QueryNorm, shared_heads: 2.into(), routed_top_k: 2.into() };
+    let both = |architecture| [(architecture, None), (architecture, Some(moh.clone()))];
     for (architecture, moh) in Architecture::ALL.into_iter().flat_map(both) {
         (config.architecture, config.moh) = (architecture, moh);
         let weights = weights(&config);

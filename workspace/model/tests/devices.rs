@@ -11,7 +11,8 @@ use moh_kernels::adamw::AdamW;
 use moh_kernels::{Backend, Cpu, Cuda, Element};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Architecture, ModelConfig, MohConfig, PassShape, Recompute, RouterKind, StepSums,
+    Activations, Architecture, HeadCounts, ModelConfig, MohConfig, PassShape, Recompute,
+    RouterKind, StepSums,
 };
 #[cfg(feature = "cuda-emulator")]
 use support::{ADAMW, update};
@@ -36,7 +37,7 @@ fn pass<B: Backend, T: Element>(backend: B, config: ModelConfig, recompute: Reco
     let losses = sums.take(model.backend()).unwrap();
     let mask = match recompute {
         Recompute::Block => Vec::new(),
-        _ => model.routed_mask(&activations).unwrap(),
+        _ => model.routed_mask(&activations).unwrap().concat(),
     };
     let backend = model.backend();
     let mut found = Vec::new();
@@ -54,7 +55,7 @@ fn relative_error(found: &[f32], expected: &[f32]) -> f64 {
 
 fn agree<T: Element>(moh: Option<MohConfig>, recompute: Recompute, tolerance: f64) {
     for architecture in Architecture::ALL {
-        let config = || ModelConfig { architecture, ..config(16, true, moh) };
+        let config = || ModelConfig { architecture, ..config(16, true, moh.clone()) };
         let expected = pass::<Cpu, T>(Cpu, config(), recompute);
         for device in devices() {
             agrees(&pass::<Cuda, T>(device, config(), recompute), &expected, tolerance);
@@ -96,8 +97,17 @@ fn agrees(found: &Pass, expected: &Pass, tolerance: f64) {
     assert!(others * 50 <= expected.mask.len(), "{others} of {} selections", expected.mask.len());
 }
 
-const MOH: MohConfig =
-    MohConfig { router: RouterKind::QueryNorm, shared_heads: 3, routed_top_k: 2 };
+const MOH: MohConfig = MohConfig {
+    router: RouterKind::QueryNorm,
+    shared_heads: HeadCounts::All(3),
+    routed_top_k: HeadCounts::All(2),
+};
+
+/// Other heads in each of the two layers.
+fn mixed(shared: [usize; 2], top_k: [usize; 2]) -> MohConfig {
+    let counts = |counts: [usize; 2]| counts.into_iter().collect();
+    MohConfig { shared_heads: counts(shared), routed_top_k: counts(top_k), ..MOH }
+}
 
 #[test]
 fn a_dense_pass_is_the_cpus() {
@@ -110,6 +120,15 @@ fn a_mixture_of_head_pass_is_the_cpus() {
     agree::<f32>(Some(MOH), Recompute::None, 1e-5);
     agree::<f32>(Some(MOH), Recompute::Block, 1e-5);
     agree::<bf16>(Some(MOH), Recompute::Cheap, 5e-2);
+}
+
+#[test]
+fn a_pass_with_other_heads_in_each_layer_is_the_cpus() {
+    for mixed in [mixed([8, 3], [0, 2]), mixed([6, 1], [1, 4])] {
+        agree::<f32>(Some(mixed.clone()), Recompute::Cheap, 1e-5);
+        agree::<f32>(Some(mixed.clone()), Recompute::Block, 1e-5);
+        agree::<bf16>(Some(mixed), Recompute::None, 5e-2);
+    }
 }
 
 /// Steps of two micro-batches with an evaluation after each, on memory that was planned before
@@ -145,11 +164,11 @@ fn take_steps<T: Element>(config: ModelConfig, recompute: Recompute) {
 #[cfg(feature = "cuda-emulator")]
 #[test]
 fn steps_take_and_give_back_no_memory() {
-    for moh in [None, Some(MOH)] {
+    for moh in [None, Some(MOH), Some(mixed([8, 3], [0, 2]))] {
         // Each path of attention: plain, tiled and Hopper's.
-        take_steps::<f32>(config(16, true, moh), Recompute::Cheap);
-        take_steps::<bf16>(config(16, true, moh), Recompute::Block);
-        take_steps::<bf16>(config(64, true, moh), Recompute::None);
+        take_steps::<f32>(config(16, true, moh.clone()), Recompute::Cheap);
+        take_steps::<bf16>(config(16, true, moh.clone()), Recompute::Block);
+        take_steps::<bf16>(config(64, true, moh.clone()), Recompute::None);
         let architecture = Architecture::Qwen3;
         let normed = ModelConfig { architecture, ..config(64, true, moh) };
         take_steps::<f32>(normed, Recompute::Cheap);

@@ -8,12 +8,16 @@ use half::bf16;
 use moh_kernels::{Cpu, Element};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Error, LossScale, MohConfig, PassShape, Recompute, RouterKind, StepSums,
+    Activations, Error, HeadCounts, LossScale, MohConfig, PassShape, Recompute, RouterKind,
+    StepSums,
 };
 use support::{VOCABULARY, config, model};
 
-const MOH: MohConfig =
-    MohConfig { router: RouterKind::QueryNorm, shared_heads: 3, routed_top_k: 2 };
+const MOH: MohConfig = MohConfig {
+    router: RouterKind::QueryNorm,
+    shared_heads: HeadCounts::All(3),
+    routed_top_k: HeadCounts::All(2),
+};
 
 /// The gradients of two micro-batches, from `before` in every element: added to it or, where it is
 /// stale, overwriting it.

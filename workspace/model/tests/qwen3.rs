@@ -86,7 +86,7 @@ fn logits_of_its_mixture_of_head_are_the_references() {
     for (dense, ids, _) in cases() {
         let weights = weights(&dense);
         let router = RouterKind::QueryNorm;
-        let moh = Some(MohConfig { router, shared_heads: 1, routed_top_k: 2 });
+        let moh = Some(MohConfig { router, shared_heads: 1.into(), routed_top_k: 2.into() });
         let config = ModelConfig { moh, ..dense.clone() };
         let found = logits(&config, &weights, &ids);
         assert_close(&found, &reference::logits(&config, &weights, &ids), 1e-4);
@@ -100,7 +100,7 @@ fn logits_of_its_mixture_of_head_are_the_references() {
 fn tokens_that_come_one_by_one_give_the_same_logits() {
     let (dense, ids, _) = cases().remove(0);
     let router = RouterKind::QueryNorm;
-    let moh = Some(MohConfig { router, shared_heads: 0, routed_top_k: 3 });
+    let moh = Some(MohConfig { router, shared_heads: 0.into(), routed_top_k: 3.into() });
     let config = ModelConfig { moh, ..dense };
     let weights = weights(&config);
     let expected = reference::logits(&config, &weights, &ids);

@@ -69,8 +69,8 @@ impl Vector {
     fn moh(&self) -> MohConfig {
         MohConfig {
             router: RouterKind::QueryNorm,
-            shared_heads: self.entry["shared"].as_u64().unwrap() as usize,
-            routed_top_k: self.entry["routed_top_k"].as_u64().unwrap() as usize,
+            shared_heads: (self.entry["shared"].as_u64().unwrap() as usize).into(),
+            routed_top_k: (self.entry["routed_top_k"].as_u64().unwrap() as usize).into(),
         }
     }
 
@@ -180,8 +180,8 @@ fn moh_logits_masks_gates_losses_and_gradients_match() {
                 pass(&mut model, &vector, Recompute::None, straight_through, &mut gradients);
             let error = worst(&model.logits(&activations).unwrap(), &vector.f32("moh_logits"));
             assert!(error < LOGITS, "{}: logits off by {error}", vector.name());
-            assert_eq!(model.routed_mask(&activations).unwrap(), vector.bytes("mask"));
-            let gates = worst(&model.gates(&activations).unwrap(), &vector.f32("gates"));
+            assert_eq!(model.routed_mask(&activations).unwrap().concat(), vector.bytes("mask"));
+            let gates = worst(&model.gates(&activations).unwrap().concat(), &vector.f32("gates"));
             assert!(gates < 1e-4, "{}: gates off by {gates}", vector.name());
             for (ours, key) in [(loss, "moh_ce"), (balance, "lb"), (loss + 0.01 * balance, "total")]
             {
@@ -225,8 +225,8 @@ fn greedy_continuations_match() {
         for case in cases["cases"].as_array().unwrap() {
             let moh = case["shared"].as_u64().map(|shared| MohConfig {
                 router: RouterKind::QueryNorm,
-                shared_heads: shared as usize,
-                routed_top_k: case["routed_top_k"].as_u64().unwrap() as usize,
+                shared_heads: (shared as usize).into(),
+                routed_top_k: (case["routed_top_k"].as_u64().unwrap() as usize).into(),
             });
             let model = load(&fixtures.join(model), moh);
             let expected: Vec<u32> = case["ids"]
@@ -274,6 +274,6 @@ fn all_heads_active_is_the_dense_model() {
         model.forward(&mut activations, &mut StepSums::new(&Cpu).unwrap()).unwrap();
         model.logits(&activations).unwrap()
     };
-    let all = MohConfig::from_active(8, None, 1.0).unwrap();
+    let all = MohConfig::from_active(8, 2, None, 1.0).unwrap();
     assert_eq!(logits(Some(all)), logits(None));
 }

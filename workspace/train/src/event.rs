@@ -38,7 +38,7 @@ pub enum Event<'a> {
     UnevenHeads {
         /// The stage.
         stage: &'a Stage,
-        /// Shared heads of each rank.
+        /// Shared heads of each rank, in the first layer where they differ.
         shared_heads: &'a [usize],
     },
     /// A step was done.

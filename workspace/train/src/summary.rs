@@ -79,7 +79,7 @@ mod tests {
         let moments = [
             Moment::Loaded,
             Moment::Trained { stage: stage("adapt") },
-            Moment::Converted { stage: stage("moh"), active_heads: 6 },
+            Moment::Converted { stage: stage("moh"), active_heads: 6.into() },
             Moment::Trained { stage: stage("moh") },
         ];
         let evaluations = moments

@@ -440,6 +440,6 @@ fn attention_before(
     let stage = if state.stage_step > 0 { Some(state.stage) } else { state.stage.checked_sub(1) };
     match stage.and_then(|index| recipe.stages.get(index)) {
         Some(stage) => stage.moh_config(source.original_config()),
-        None => source.config().moh,
+        None => source.config().moh.clone(),
     }
 }

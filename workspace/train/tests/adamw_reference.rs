@@ -43,8 +43,8 @@ fn ten_steps(vectors: &Path, entry: &Value) {
     let mut config = ConfigFile::read(&directory).unwrap().config;
     config.moh = Some(MohConfig {
         router: RouterKind::QueryNorm,
-        shared_heads: entry["shared"].as_u64().unwrap() as usize,
-        routed_top_k: entry["routed_top_k"].as_u64().unwrap() as usize,
+        shared_heads: (entry["shared"].as_u64().unwrap() as usize).into(),
+        routed_top_k: (entry["routed_top_k"].as_u64().unwrap() as usize).into(),
     });
     let weights = WeightFiles::open(&directory).unwrap();
     let mut model = Model::<Cpu, f32>::new::<Error>(Cpu, config, 512, |segment, values| {

@@ -285,6 +285,34 @@ fn an_export_that_is_missing_or_half_written_is_written_again() {
 }
 
 #[test]
+fn layers_with_other_heads_continue_with_the_same_bits() {
+    let changes = ["stage.moh.moh={shared_heads=[4,1],routed_top_k=[0,2]}"];
+    let expected = uninterrupted(&changes);
+    let config: Value = serde_json::from_str(&expected.config).unwrap();
+    assert_eq!(config["moh_shared_heads"], serde_json::json!([4, 1]));
+    let summary: Value = serde_json::from_str(&expected.summary).unwrap();
+    let converted = &summary["evaluations"][2]["moment"]["converted"];
+    assert_eq!(converted["active_heads"], serde_json::json!([4, 3]));
+    assert!(expected.metrics[9]["balance_loss"].as_f64().unwrap() > 0.0);
+    let place = Workplace::new();
+    let recipe = place.recipe(&changes);
+    for step in [3, 7] {
+        assert_eq!(stop_at(&recipe, step), Outcome::Stopped { step });
+    }
+    assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
+    assert!(Results::of(&recipe) == expected);
+}
+
+#[test]
+fn a_list_of_equal_counts_continues_a_run_with_the_count() {
+    let place = Workplace::new();
+    assert_eq!(stop_at(&place.recipe(&[]), 7), Outcome::Stopped { step: 7 });
+    let recipe = place.recipe(&["stage.moh.moh={shared_heads=[1,1],routed_top_k=[2,2]}"]);
+    assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
+    assert!(Results::of(&recipe) == *reference());
+}
+
+#[test]
 fn a_new_run_in_the_place_of_a_finished_one_is_not_taken_for_it() {
     let place = Workplace::new();
     train(&place.recipe(&[])).unwrap();

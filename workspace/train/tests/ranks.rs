@@ -191,6 +191,39 @@ fn stages_of_several_chunks_end_as_one_rank() {
     }
 }
 
+/// A dense layer and three with other heads each, arranged in `stages` stages of `chunks` chunks and shares
+/// of the tensors.
+fn mixed_layers(place: &Workplace, stages: usize, chunks: usize, tensor: usize) -> Recipe {
+    let mut changes = arranged((tensor, stages), (tensor, stages));
+    changes.push("model.new.num_hidden_layers=4".to_owned());
+    changes.push("stage.moh.moh={shared_heads=[4,1,2,0],routed_top_k=[0,2,1,2]}".to_owned());
+    for stage in ["adapt", "moh"] {
+        changes.push(format!("stage.{stage}.parallel.virtual_stages={chunks}"));
+    }
+    place.recipe(&changes.iter().map(String::as_str).collect::<Vec<_>>())
+}
+
+#[test]
+fn layers_with_other_heads_end_as_one_rank() {
+    let place = Workplace::new();
+    let reference = finish_on(1, &mixed_layers(&place, 1, 1, 1));
+    // Stages of their own layers; chunks whose buffers serve dense layers and others in turns; shares of
+    // the heads; all of it with data parallelism.
+    for (ranks, stages, chunks, tensor) in
+        [(2, 2, 1, 1), (2, 2, 2, 1), (2, 1, 1, 2), (4, 2, 2, 2), (8, 2, 1, 2)]
+    {
+        let place = Workplace::new();
+        let found = finish_on(ranks, &mixed_layers(&place, stages, chunks, tensor));
+        let what = format!("{ranks} ranks, {stages} stages of {chunks}, {tensor} shares");
+        assert_alike(&found, &reference, &what);
+        assert_eq!(found.config, reference.config, "{what}");
+    }
+    let place = Workplace::new();
+    stop_on(4, &mixed_layers(&place, 2, 2, 2), 7);
+    let found = finish_on(2, &mixed_layers(&place, 1, 1, 2));
+    assert_alike(&found, &reference, "stages and shares, then shares alone");
+}
+
 #[test]
 fn shares_of_tensors_continue_as_another_layout() {
     let place = Workplace::new();

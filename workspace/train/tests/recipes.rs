@@ -29,7 +29,7 @@ fn the_papers_recipe_has_the_papers_plan() {
     assert_eq!(adapt.samples, 17_882 * 2048);
     assert_eq!(adapt.micro_batches, 2048);
     assert_eq!(adapt.moh, None);
-    assert_eq!(moh.moh.unwrap().active_heads(), 24);
+    assert_eq!((moh.moh.is_some(), moh.active_heads.clone()), (true, 24.into()));
     assert_eq!(recipe.num_steps(), 23_843);
 
     // Attention is 14.1% of a dense step at 8192 tokens, and MoH saves a quarter of it.

@@ -44,7 +44,8 @@ enum Command {
     /// The logits of token ids, and the heads that a Mixture-of-Head model selects
     ///
     /// Writes safetensors: logits f32 [batch, length, vocabulary] and, for a Mixture-of-Head model,
-    /// routed_mask u8 [layers, batch, length, routed heads].
+    /// routed_mask u8 [layers, batch, length, routed heads], or, where layers differ, routed_mask.N of
+    /// each layer N that routes, without the first dimension.
     #[command(after_help = "Example, from the repository's root:\n  \
         echo '[[0, 5, 6, 7], [0, 8, 9, 10]]' > ids.json\n  \
         moh-eval logits --model recipes/quickstart --ids ids.json --out logits.safetensors")]

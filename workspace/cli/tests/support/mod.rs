@@ -9,7 +9,7 @@ use std::process::{Command, Output};
 
 use moh_data::{Provenance, TokenFileWriter};
 use moh_hf::ConfigFile;
-use moh_model::{MohConfig, RouterKind};
+use moh_model::{HeadCounts, MohConfig, RouterKind};
 use serde_json::{Value, json};
 
 pub mod job;
@@ -61,9 +61,18 @@ pub fn write_tokens(prefix: &Path, vocabulary: usize, count: usize, seed: u64) {
 }
 
 /// Writes the model in `source` again, as one whose tokens select heads.
-pub fn write_moh(source: &Path, out: &Path, shared_heads: usize, routed_top_k: usize) {
+pub fn write_moh(
+    source: &Path,
+    out: &Path,
+    shared_heads: impl Into<HeadCounts>,
+    routed_top_k: impl Into<HeadCounts>,
+) {
     let file = ConfigFile::read(source).unwrap();
-    let moh = Some(MohConfig { router: RouterKind::QueryNorm, shared_heads, routed_top_k });
+    let moh = Some(MohConfig {
+        router: RouterKind::QueryNorm,
+        shared_heads: shared_heads.into(),
+        routed_top_k: routed_top_k.into(),
+    });
     fs::create_dir(out).unwrap();
     for entry in fs::read_dir(source).unwrap() {
         let entry = entry.unwrap();

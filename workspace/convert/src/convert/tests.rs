@@ -31,7 +31,8 @@ fn conversion_changes_no_weight() {
         let source = model(&dir.path().join(dtype_name(dtype)), dtype, false);
         let out = source.with_file_name("out");
         let receipt = go(&Options::new(&source, &out)).unwrap();
-        assert_eq!((receipt.heads, receipt.shared_heads, receipt.active_heads), (8, 4, 6));
+        let counts = (receipt.heads, receipt.shared_heads.clone(), receipt.active_heads.clone());
+        assert_eq!(counts, (8, 4.into(), 6.into()));
         assert_eq!(receipt.num_unchanged(), receipt.tensors.len());
         let [before, after] = receipt.attention_flops_per_token;
         assert_eq!(after, 0.75 * before);
@@ -52,6 +53,46 @@ fn conversion_changes_no_weight() {
             (&json!(4), &json!(2))
         );
     }
+}
+
+#[test]
+fn layers_have_the_counts_that_they_are_given() {
+    let counts = |list: [usize; 3]| list.into_iter().collect::<HeadCounts>();
+    let dir = tempfile::tempdir().unwrap();
+    let source = model(dir.path(), DType::F32, false);
+    let shared_heads = || Some(counts([8, 2, 5]));
+    let routed_top_k = Active::RoutedTopK(counts([0, 4, 2]));
+    let attention = Attention::Moh { shared_heads: shared_heads(), active: routed_top_k };
+    let out = dir.path().join("lists");
+    let receipt = go(&Options { attention, ..Options::new(&source, &out) }).unwrap();
+    assert_eq!(receipt.routed_heads, counts([0, 6, 3]));
+    assert_eq!(receipt.active_heads, counts([8, 6, 7]));
+    let written = serde_json::to_value(&receipt).unwrap();
+    assert_eq!(
+        (&written["shared_heads"], &written["active_heads"]),
+        (&json!([8, 2, 5]), &json!([8, 6, 7]))
+    );
+    let [before, after] = receipt.attention_flops_per_token;
+    assert_eq!(24.0 * after, 21.0 * before);
+    let fields = config(&out);
+    assert_eq!(
+        (&fields["moh_shared_heads"], &fields["moh_routed_top_k"]),
+        (&json!([8, 2, 5]), &json!([0, 4, 2]))
+    );
+
+    // A share of the heads is met in every layer; where that gives equal numbers, they are one.
+    let attention = Attention::Moh { shared_heads: shared_heads(), active: Active::Share(1.0) };
+    let all = dir.path().join("share");
+    go(&Options { attention, ..Options::new(&source, &all) }).unwrap();
+    assert_eq!(config(&all)["moh_routed_top_k"], json!([0, 6, 3]));
+    let attention = Attention::Moh {
+        shared_heads: Some(counts([4, 4, 4])),
+        active: Active::RoutedTopK(HeadCounts::All(2)),
+    };
+    let equal = dir.path().join("equal");
+    go(&Options { attention, ..Options::new(&source, &equal) }).unwrap();
+    assert_eq!(config(&equal)["moh_shared_heads"], json!(4));
+    assert_eq!(config(&equal)["moh_routed_top_k"], json!(2));
 }
 
 #[test]
@@ -197,22 +238,28 @@ fn padding_adds_mean_rows_to_both_ends() {
 
 #[test]
 fn counts_that_do_not_fit_are_refused() {
-    let moh = |shared_heads, active| Attention::Moh { shared_heads, active };
+    let moh = |shared: Option<usize>, active| Attention::Moh {
+        shared_heads: shared.map(HeadCounts::All),
+        active,
+    };
+    let top_k = |count: usize| Active::RoutedTopK(HeadCounts::All(count));
+    let dir = tempfile::tempdir().unwrap();
+    let model = ConfigFile::read(&model(dir.path(), DType::F32, false)).unwrap().config;
     for (attention, expected) in [
         (moh(None, Active::Share(1.5)), "active = 1.5: must be a share"),
         (moh(None, Active::Share(f64::NAN)), "active = NaN: must be a share"),
         (moh(None, Active::Share(0.25)), "fewer than the 4 shared heads"),
         (moh(Some(7), Active::Share(1.0)), "leaves one routed head"),
-        (moh(Some(9), Active::RoutedTopK(0)), "shared_heads = 9: the model has 8 heads"),
-        (moh(Some(4), Active::RoutedTopK(5)), "must be at most the 4 routed heads"),
-        (moh(Some(4), Active::RoutedTopK(usize::MAX)), "must be at most the 4 routed heads"),
+        (moh(Some(9), top_k(0)), "shared_heads = 9: the model has 8 heads"),
+        (moh(Some(4), top_k(5)), "must be at most the 4 routed heads"),
+        (moh(Some(4), top_k(usize::MAX)), "must be at most the 4 routed heads"),
     ] {
-        let message = attention.configure(8).unwrap_err().to_string();
+        let message = attention.configure(&model).unwrap_err().to_string();
         assert!(message.contains(expected), "{message}");
     }
-    let moh = moh(None, Active::RoutedTopK(3)).configure(8).unwrap().unwrap();
-    assert_eq!((moh.shared_heads, moh.routed_top_k), (4, 3));
-    assert_eq!(Attention::Dense.configure(8).unwrap(), None);
+    let moh = moh(None, top_k(3)).configure(&model).unwrap().unwrap();
+    assert_eq!((moh.shared_heads, moh.routed_top_k), (4.into(), 3.into()));
+    assert_eq!(Attention::Dense.configure(&model).unwrap(), None);
 }
 
 #[test]

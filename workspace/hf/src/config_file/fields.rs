@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use moh_model::HeadCounts;
 use serde_json::{Map, Value};
 
 use crate::Error;
@@ -39,10 +40,22 @@ impl<'a> Fields<'a> {
         let Some(value) = self.get(key) else {
             return Ok(None);
         };
-        match value.as_u64().and_then(|number| usize::try_from(number).ok()) {
+        match whole_number(value) {
             Some(number) => Ok(Some(number)),
             None => self.wrong_type(key, value, "a whole number"),
         }
+    }
+
+    /// A count of heads, the same in all layers or a list with one for each.
+    pub fn head_counts(&self, key: &str) -> Result<Option<HeadCounts>, Error> {
+        let Some(Value::Array(list)) = self.get(key) else {
+            return Ok(self.count(key)?.map(HeadCounts::All));
+        };
+        let entry = |value| match whole_number(value) {
+            Some(count) => Ok(count),
+            None => self.wrong_type(key, value, "a list of whole numbers"),
+        };
+        list.iter().map(entry).collect::<Result<_, _>>().map(Some)
     }
 
     /// A count from 1 to `limit`.
@@ -109,6 +122,10 @@ impl<'a> Fields<'a> {
             None => self.error(key, format!(": expected a token id, found {value}")),
         }
     }
+}
+
+fn whole_number(value: &Value) -> Option<usize> {
+    value.as_u64().and_then(|number| usize::try_from(number).ok())
 }
 
 pub(super) fn kind(value: &Value) -> String {

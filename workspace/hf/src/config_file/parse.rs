@@ -50,7 +50,7 @@ pub(super) fn read_config(fields: &Fields<'_>) -> Result<ModelConfig, Error> {
     let head_dim = read_head_dim(architecture, fields, hidden_size, heads)?;
     let positions = fields.size("max_position_embeddings", MAX_POSITIONS)?;
 
-    let moh = if is_moh { Some(read_moh(fields, heads)?) } else { None };
+    let moh = if is_moh { Some(read_moh(fields, heads, num_hidden_layers)?) } else { None };
     let config = ModelConfig {
         architecture,
         vocab_size,
@@ -158,7 +158,7 @@ fn default_positions(architecture: Architecture) -> usize {
     }
 }
 
-fn read_moh(fields: &Fields<'_>, heads: usize) -> Result<MohConfig, Error> {
+fn read_moh(fields: &Fields<'_>, heads: usize, layers: usize) -> Result<MohConfig, Error> {
     let [router_key, shared_key, top_k_key] = MOH_KEYS;
     let name = fields.required(router_key, fields.text(router_key)?)?;
     let Some(router) = RouterKind::from_name(name) else {
@@ -168,10 +168,10 @@ fn read_moh(fields: &Fields<'_>, heads: usize) -> Result<MohConfig, Error> {
     };
     let moh = MohConfig {
         router,
-        shared_heads: fields.required(shared_key, fields.count(shared_key)?)?,
-        routed_top_k: fields.required(top_k_key, fields.count(top_k_key)?)?,
+        shared_heads: fields.required(shared_key, fields.head_counts(shared_key)?)?,
+        routed_top_k: fields.required(top_k_key, fields.head_counts(top_k_key)?)?,
     };
-    match moh.validate(heads) {
+    match moh.validate(heads, layers) {
         Ok(()) => Ok(moh),
         // The messages start with the field's name; the file's keys have a prefix.
         Err(error) => fields.error("moh_", error.to_string()),

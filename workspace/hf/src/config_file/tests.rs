@@ -1,4 +1,4 @@
-use moh_model::{Architecture, MohConfig, RopeConfig, RouterKind};
+use moh_model::{Architecture, HeadCounts, MohConfig, RopeConfig, RouterKind};
 
 use super::*;
 
@@ -32,13 +32,17 @@ fn refusal(key: &str, value: Value) -> String {
     message["m/config.json: ".len()..].to_string()
 }
 
-fn moh(router: &str, shared: usize, top_k: usize) -> Result<ConfigFile, String> {
+fn moh(
+    router: &str,
+    shared: impl Into<Value>,
+    top_k: impl Into<Value>,
+) -> Result<ConfigFile, String> {
     let mut fields = Value::Object(with("x", json!(1)).unwrap().fields);
     fields["architectures"] = json!(["MohLlamaForCausalLM"]);
     fields["model_type"] = json!("moh_llama");
     fields["moh_router"] = json!(router);
-    fields["moh_shared_heads"] = json!(shared);
-    fields["moh_routed_top_k"] = json!(top_k);
+    fields["moh_shared_heads"] = shared.into();
+    fields["moh_routed_top_k"] = top_k.into();
     read(fields)
 }
 
@@ -160,7 +164,8 @@ fn sizes_that_make_no_model_are_refused() {
 
 #[test]
 fn moh_fields_are_read_and_checked() {
-    let expected = MohConfig { router: RouterKind::QueryNorm, shared_heads: 4, routed_top_k: 2 };
+    let router = RouterKind::QueryNorm;
+    let expected = MohConfig { router, shared_heads: 4.into(), routed_top_k: 2.into() };
     assert_eq!(moh("query-norm", 4, 2).unwrap().config.moh, Some(expected));
     for (router, shared, top_k, expected) in [
         ("learned", 4, 2, "moh_router = \"learned\": unknown router"),
@@ -176,12 +181,49 @@ fn moh_fields_are_read_and_checked() {
 }
 
 #[test]
+fn head_counts_may_differ_by_layer() {
+    let counts = |list: [usize; 3]| list.into_iter().collect::<HeadCounts>();
+    let file = moh("query-norm", json!([8, 1, 4]), json!([0, 5, 2])).unwrap();
+    let config = file.config.moh.clone().unwrap();
+    assert_eq!(config.shared_heads, counts([8, 1, 4]));
+    assert_eq!(config.routed_top_k, counts([0, 5, 2]));
+    assert_eq!(file.to_json(&file.config, None), file.fields);
+    // Equal numbers are written as one, and read as one.
+    let equal = moh("query-norm", json!([4, 4, 4]), json!(2)).unwrap();
+    assert_eq!(equal.config, moh("query-norm", 4, 2).unwrap().config);
+    assert_eq!(equal.to_json(&equal.config, None)["moh_shared_heads"], json!(4));
+    for (shared, top_k, expected) in [
+        (json!([4, 4]), json!(2), "moh_shared_heads has 2 entries, and the model 3 layers"),
+        (json!(4), json!([2, 2, 2, 2]), "moh_routed_top_k has 4 entries, and the model 3 layers"),
+        (json!([]), json!(2), "moh_shared_heads has 0 entries"),
+        (json!([8, 9, 8]), json!(0), "moh_shared_heads of layer 1 = 9: the model has 8 heads"),
+        (json!([8, 1, 7]), json!([0, 1, 1]), "moh_shared_heads of layer 2 = 7 of 8 leaves one"),
+        (json!([8, 1, 4]), json!([0, 1, 5]), "moh_routed_top_k of layer 2 = 5: must be at most"),
+        (
+            json!([4, -1, 4]),
+            json!(2),
+            "moh_shared_heads: expected a list of whole numbers, found -1",
+        ),
+        (json!([4, 4.5, 4]), json!(2), "moh_shared_heads: expected a list of whole numbers"),
+        (json!([[4], 4, 4]), json!(2), "moh_shared_heads: expected a list of whole numbers"),
+        (json!({}), json!(2), "moh_shared_heads: expected a whole number, found an object"),
+        (json!(4), json!([u64::MAX, 2, 2]), "moh_routed_top_k of layer 0 = 18446744073709551615"),
+    ] {
+        let message = moh("query-norm", shared, top_k).unwrap_err();
+        assert!(message.starts_with(&format!("m/config.json: {expected}")), "{message}");
+    }
+}
+
+#[test]
 fn conversion_changes_only_its_own_fields() {
     let source = with("auto_map", json!({"AutoConfig": "x.Y"})).unwrap();
     let mut config = source.config.clone();
     config.vocab_size = 256;
-    config.moh =
-        Some(MohConfig { router: RouterKind::QueryNorm, shared_heads: 4, routed_top_k: 2 });
+    config.moh = Some(MohConfig {
+        router: RouterKind::QueryNorm,
+        shared_heads: 4.into(),
+        routed_top_k: 2.into(),
+    });
     let fields = source.to_json(&config, Some(DType::BF16));
     assert_eq!(fields["architectures"], json!(["MohLlamaForCausalLM"]));
     assert_eq!(fields["torch_dtype"], json!("bfloat16"));
@@ -235,8 +277,11 @@ fn a_qwen3_is_read_converted_and_written() {
     assert_eq!(config.architecture, Architecture::Qwen3);
     assert_eq!((config.head_dim, config.max_position_embeddings), (128, 32_768));
     assert_eq!(qwen3("head_dim", json!(16)).unwrap().config.head_dim, 16);
-    config.moh =
-        Some(MohConfig { router: RouterKind::QueryNorm, shared_heads: 4, routed_top_k: 2 });
+    config.moh = Some(MohConfig {
+        router: RouterKind::QueryNorm,
+        shared_heads: 4.into(),
+        routed_top_k: 2.into(),
+    });
     let fields = source.to_json(&config, None);
     assert_eq!(fields["architectures"], json!(["MohQwen3ForCausalLM"]));
     assert_eq!(fields["model_type"], json!("moh_qwen3"));

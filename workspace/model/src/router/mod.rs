@@ -71,7 +71,7 @@ pub(crate) type Routers<B, T> = Vec<Option<Arc<dyn Router<B, T>>>>;
 
 /// The routers that a configuration asks for.
 pub(crate) fn routers<B: Backend, T: Element>(config: &ModelConfig) -> Routers<B, T> {
-    let router = |_| query_norm::router::<B, T>(config);
+    let router = |layer| query_norm::router::<B, T>(config, layer);
     (0..config.num_hidden_layers).map(router).collect()
 }
 

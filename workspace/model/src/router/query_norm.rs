@@ -11,16 +11,16 @@ use moh_kernels::router::{
 use moh_kernels::{Backend, Element, Result};
 
 use super::Router;
-use crate::ModelConfig;
+use crate::{LayerHeads, ModelConfig};
 
-/// The router of a configuration's layers; `None` without routed heads.
+/// The router of a layer; `None` without routed heads.
 pub(super) fn router<B: Backend, T: Element>(
     config: &ModelConfig,
+    layer: usize,
 ) -> Option<Arc<dyn Router<B, T>>> {
-    let moh = config.moh?;
-    let routed = config.num_attention_heads - moh.shared_heads;
-    let router = QueryNormRouter { shared_heads: moh.shared_heads, top_k: moh.routed_top_k };
-    (routed > 0).then(|| Arc::new(router) as _)
+    let LayerHeads { shared: shared_heads, top_k } = config.layer_heads(layer);
+    let routed = config.routed_heads(layer);
+    (routed > 0).then(|| Arc::new(QueryNormRouter { shared_heads, top_k }) as _)
 }
 
 impl<B: Backend, T: Element> Router<B, T> for QueryNormRouter {

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use moh_model::{ModelConfig, rope};
+use moh_model::{LayerHeads, ModelConfig, rope};
 
 /// Tensors by name.
 pub type Weights = HashMap<String, Vec<f32>>;
@@ -32,14 +32,13 @@ fn rotate(head: &[f64], position: usize, frequencies: &[f64]) -> Vec<f64> {
 }
 
 /// The heads of a token that are computed: the shared ones, and the routed ones of largest norm.
-fn active(config: &ModelConfig, queries: &[f64]) -> Vec<bool> {
-    let Some(moh) = config.moh else { return vec![true; config.num_attention_heads] };
+fn active(config: &ModelConfig, layer: usize, queries: &[f64]) -> Vec<bool> {
+    let LayerHeads { shared, top_k } = config.layer_heads(layer);
     let norms: Vec<f64> =
         queries.chunks_exact(config.head_dim).map(|q| q.iter().map(|x| x * x).sum()).collect();
-    let rank = |head: usize| {
-        (moh.shared_heads..norms.len()).filter(|&other| norms[other] > norms[head]).count()
-    };
-    let on = |head| head < moh.shared_heads || rank(head) < moh.routed_top_k;
+    let rank =
+        |head: usize| (shared..norms.len()).filter(|&other| norms[other] > norms[head]).count();
+    let on = |head| head < shared || rank(head) < top_k;
     (0..norms.len()).map(on).collect()
 }
 
@@ -83,7 +82,7 @@ fn attention(
             .collect::<Vec<f64>>()
     };
     let row = |t: usize| {
-        let on = active(config, &queries[t]);
+        let on = active(config, layer, &queries[t]);
         let heads = (0..config.num_attention_heads)
             .flat_map(|h| if on[h] { head(t, h) } else { vec![0.0; dim] });
         heads.collect()

@@ -1,5 +1,6 @@
 //! What a checkpoint says about itself.
 
+use moh_model::HeadCounts;
 use moh_model::slice::Slice;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -64,7 +65,7 @@ pub enum Moment {
         /// The stage's name.
         stage: String,
         /// Heads that a token computes from here on.
-        active_heads: usize,
+        active_heads: HeadCounts,
     },
     /// After a stage.
     Trained {

@@ -122,13 +122,8 @@ fn tensor_of_part(work: &Work, part: &Part) -> Volume {
         Recompute::None | Recompute::Cheap => 4.0 + 6.0,
         Recompute::Block => 4.0 + 6.0 + 3.0,
     };
-    let routed = work.routed_heads() as f64;
-    let router = match work.routed_heads() {
-        0 => Volume::default(),
-        // The heads' norms in f64 forward, the gradients of their gates backward.
-        _ => Volume::all_reduce(ranks, tokens * routed * 8.0) * 2.0,
-    };
-    let blocks = (activation * of_block + router) * part.num_blocks() as f64;
+    let blocks = part.num_blocks() as f64;
+    let blocks = (activation * of_block + router(work, part, blocks)) * blocks;
     // Forward and backward; the largest logit, their sum and the target's of each rank.
     let embedding = activation * if part.first { 2.0 } else { 0.0 };
     let head = match part.last {
@@ -139,6 +134,19 @@ fn tensor_of_part(work: &Work, part: &Part) -> Volume {
         false => Volume::default(),
     };
     blocks + embedding + head
+}
+
+/// Among the tensor ranks, for one micro-batch, forward and backward, of the router of a part's blocks on
+/// average.
+fn router(work: &Work, part: &Part, blocks: f64) -> Volume {
+    let routed = part.layers().map(|layer| work.model.routed_heads(layer));
+    let (routing, heads) =
+        routed.filter(|&heads| heads > 0).fold((0, 0), |sum, heads| (sum.0 + 1, sum.1 + heads));
+    // The heads' norms in f64 forward, the gradients of their gates backward.
+    let bytes = work.tokens() as f64 * (heads as f64 / blocks.max(1.0)) * 8.0;
+    let of_all = Volume::all_reduce(work.layout.tensor, bytes) * 2.0;
+    let share = f64::from(routing) / blocks.max(1.0);
+    Volume { operations: of_all.operations * share, ..of_all }
 }
 
 /// To the neighbours in the pipeline, for one micro-batch, forward and backward.
@@ -211,6 +219,12 @@ mod tests {
         assert_eq!(moh.tensor.operations, 32.0 * 15.0 + 4.0 + 1.0);
         let routing = 32.0 * 2.0 * 8192.0 * 16.0 * 8.0;
         assert_eq!(moh.tensor.bytes, 420.0 * STREAM / 2.0 + routing + 8192.0 * 3.0 * 8.0);
+        // Of which every second block exchanges nothing, where it is dense.
+        let shared = format!("stage.moh.moh.shared_heads={:?}", [32, 16].repeat(16));
+        let top_k = format!("stage.moh.moh.routed_top_k={:?}", [0, 8].repeat(16));
+        let mixed = traffic(&["memory.recompute=block", &shared, &top_k], 1, layout, 0);
+        assert_eq!(moh.tensor.operations - mixed.tensor.operations, 16.0 * 2.0);
+        assert_eq!(moh.tensor.bytes - mixed.tensor.bytes, routing / 2.0);
     }
 
     #[test]

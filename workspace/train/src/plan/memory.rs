@@ -175,7 +175,7 @@ impl Widths {
         let (c, h) = (model.hidden_size as u128, model.num_attention_heads as u128);
         let (q, kv, i) = (work.query_width(), work.key_value_width(), work.mlp_width());
         let stream = shared(c * e);
-        let routing = match work.routed_heads() {
+        let routing = match work.most_routed_heads() {
             0 => 0,
             // Norm in f64, gate in f32 and selection of each, and the deviation in f64.
             routed => routed * (8 + 4 + 1) + 8,
@@ -184,7 +184,7 @@ impl Widths {
         // Tensor ranks add up their parts of a branch's gradient, and the gradients of all heads' weights.
         let (branch, deltas) = match tensor {
             1 => (stream, 0),
-            _ => (c * e, 8 * work.routed_heads()),
+            _ => (c * e, 8 * work.most_routed_heads()),
         };
         Widths {
             stream,

@@ -20,7 +20,7 @@ mod units;
 mod work;
 
 use moh_kernels::ElementType;
-use moh_model::{ModelConfig, MohConfig};
+use moh_model::{HeadCounts, ModelConfig, MohConfig};
 
 pub use cluster::{Cluster, ClusterStage, Speed};
 pub use communication::{Traffic, Volume};
@@ -74,6 +74,8 @@ pub struct StagePlan {
     pub name: String,
     /// Routing; `None` where attention is dense.
     pub moh: Option<MohConfig>,
+    /// Query heads that a token computes in each layer.
+    pub active_heads: HeadCounts,
     /// Query heads.
     pub num_heads: usize,
     /// Optimiser steps.
@@ -152,7 +154,8 @@ fn plan_stage(recipe: &Recipe, stage: &Stage, model: &ModelConfig) -> StagePlan 
     let steps = stage.num_steps();
     StagePlan {
         name: stage.name.clone(),
-        moh: work.model.moh,
+        moh: work.model.moh.clone(),
+        active_heads: work.model.active_heads(),
         num_heads: model.num_attention_heads,
         steps,
         batch_tokens: stage.batch_tokens,

@@ -99,7 +99,7 @@ impl Plan {
         table.title("Stages")?;
         table.each("", stages, |stage| stage.name.clone())?;
         table.each("attention", stages, |stage| match stage.moh {
-            Some(moh) => format!("{} of {} heads", moh.active_heads(), stage.num_heads),
+            Some(_) => format!("{} of {} heads", stage.active_heads, stage.num_heads),
             None => "dense".to_string(),
         })?;
         table.each("steps", stages, |stage| grouped(stage.steps))?;

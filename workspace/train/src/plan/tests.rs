@@ -91,6 +91,31 @@ fn activation_bytes_follow_the_formulas() {
 }
 
 #[test]
+fn layers_with_other_heads_are_planned_one_by_one() {
+    // Three of the five layers are those of 4 shared heads and 2 of 4 routed, one is dense, and one has
+    // none shared and 3 of 8 routed.
+    let counts =
+        ["stage.moh.moh.shared_heads=[4,8,4,0,4]", "stage.moh.moh.routed_top_k=[2,0,2,3,2]"];
+    let (mixed, equal) = (plan(&counts).stages.remove(1), plan(&[]).stages.remove(1));
+    assert_eq!(mixed.active_heads.to_string(), "3-8");
+    // (3 x 6 + 8 + 3) of the 5 x 6 heads in all.
+    let linear = equal.dense_training_flops - dense_attention();
+    let attention = |stage: &StagePlan| stage.training_flops - linear;
+    let share = attention(&mixed) / attention(&equal);
+    assert!((share - 29.0 / 30.0).abs() < 1e-9, "{share}");
+    // Every layer has room for the most routed heads, 8 instead of 4, of 13 bytes each for 64 tokens.
+    let kept = |stage: &StagePlan| stage.memory.activations.kept;
+    assert_eq!(kept(&mixed) - kept(&equal), 64 * 5 * 4 * 13);
+    assert!(plan(&counts).to_string().contains("3-8 of 8 heads"));
+}
+
+/// Training FLOPs per token of the attention core of the small recipe's model with all heads.
+fn dense_attention() -> f64 {
+    let (recipe, model) = small(&[]);
+    3.5 * model.flops_per_token(recipe.data.sequence_length).attention
+}
+
+#[test]
 fn data_ranks_divide_the_state_of_the_optimiser_alone() {
     // 8,297,648,128 parameters on 8 data ranks of one device each.
     let parallel = ["stage.moh.parallel.pipeline=1", "stage.adapt.parallel.tensor=1"];

@@ -4,6 +4,8 @@
 //! for the operators that only move numbers; what it exchanges with tensor ranks and neighbours in the
 //! pipeline is waited for, what data ranks exchange only where it does not go on beside the passes.
 
+use moh_model::model_parallel::Part;
+
 use super::communication::{self, Volume};
 use super::hardware::Hardware;
 use super::work::{Numbers, Work};
@@ -103,7 +105,7 @@ fn compute(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
         Recompute::Block => 1.0,
         Recompute::None | Recompute::Cheap => 0.0,
     };
-    let per_token = PerToken::new(work);
+    let per_token = PerToken::new(work, rank);
     let block = per_token.linear * (3.0 + again) / matmul
         + per_token.attention * (3.5 + again) / attention
         + per_token.block_bytes / memory;
@@ -116,7 +118,7 @@ fn compute(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
 struct PerToken {
     /// FLOPs of the matrices of a block, forward.
     linear: f64,
-    /// FLOPs of its attention core, forward.
+    /// FLOPs of its attention core, forward, the mean of the rank's blocks.
     attention: f64,
     /// FLOPs of the output head, forward.
     head: f64,
@@ -127,12 +129,12 @@ struct PerToken {
 }
 
 impl PerToken {
-    fn new(work: &Work) -> PerToken {
+    fn new(work: &Work, rank: usize) -> PerToken {
         let model = &work.model;
         let tensor = work.layout.tensor.max(1) as f64;
         let Numbers { matrices, vocabulary, .. } = work.numbers();
         let keys = (work.recipe.data.sequence_length as f64 + 1.0) / 2.0;
-        let active = model.active_heads() as f64 / tensor;
+        let active = mean_active(work, rank) / tensor;
         PerToken {
             linear: 2.0 * matrices as f64,
             attention: 4.0 * keys * model.head_dim as f64 * active,
@@ -141,6 +143,13 @@ impl PerToken {
             head_bytes: 3.0 * 4.0 * work.vocabulary() as f64,
         }
     }
+}
+
+/// Query heads that a token computes, the mean of a rank's blocks.
+fn mean_active(work: &Work, rank: usize) -> f64 {
+    let layers = || work.parts(rank).flat_map(Part::layers);
+    let active: usize = layers().map(|layer| work.model.layer_heads(layer).active()).sum();
+    active as f64 / layers().count().max(1) as f64
 }
 
 /// Bytes that norms, RoPE and SwiGLU of a block read and write for one token, forward and backward.
@@ -234,6 +243,15 @@ mod tests {
         // 24 of 32 heads save a quarter of attention, whole blocks again cost one more forward.
         let moh = time(&[], 1, Layout::ALONE, &round());
         close(alone.compute - moh.compute, 16_777_216.0 * 3.5 * 0.25 * attention / 5e13);
+        // Dense layers on the first rank of a pipeline, half of the heads on the second, which has the head
+        // and so fewer blocks.
+        let counts = |first: usize, second: usize| [vec![first; 18], vec![second; 14]].concat();
+        let shared = format!("stage.moh.moh.shared_heads={:?}", counts(32, 10));
+        let top_k = format!("stage.moh.moh.routed_top_k={:?}", counts(0, 6));
+        let (recipe, model) = llama3_8b(&[&shared, &top_k]);
+        let layout = Layout { pipeline: 2, ..Layout::ALONE };
+        let work = Work::new(&recipe, &recipe.stages[1], &model, layout).unwrap();
+        assert_eq!([0, 1].map(|rank| mean_active(&work, rank)), [32.0, 16.0]);
         let again = time(&["memory.recompute=block"], 0, Layout::ALONE, &round());
         let more = 2.0 * 32.0 * 218_103_808.0 / 1e14
             + attention / 5e13

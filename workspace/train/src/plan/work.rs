@@ -158,10 +158,11 @@ impl<'a> Work<'a> {
         (self.model.vocab_size as u128).div_ceil(self.tensor())
     }
 
-    /// Heads that the router chooses from; none where attention is dense.
-    pub fn routed_heads(&self) -> u128 {
-        let heads = self.model.num_attention_heads;
-        self.model.moh.map_or(0, |moh| heads.saturating_sub(moh.shared_heads)) as u128
+    /// Heads that the router chooses from in the layer that has most of them; none where attention is
+    /// dense.
+    pub fn most_routed_heads(&self) -> u128 {
+        let layers = 0..self.model.num_hidden_layers;
+        layers.map(|layer| self.model.routed_heads(layer)).max().unwrap_or(0) as u128
     }
 
     /// Numbers of all tensors of rank `rank` of the pipeline, each flat buffer padded to a multiple

@@ -1,6 +1,6 @@
 //! `[[stage]]`: attention, schedule, optimiser and parallel split of a stretch of training.
 
-use moh_model::{ModelConfig, MohConfig, RouterKind};
+use moh_model::{HeadCounts, ModelConfig, MohConfig, RouterKind};
 use serde::{Deserialize, Serialize};
 
 /// Share of the heads that a token computes where a recipe and its model do not say.
@@ -51,14 +51,16 @@ pub struct MohOptions {
     /// How heads are scored: `"query-norm"`.
     #[serde(with = "router_name")]
     pub router: RouterKind,
-    /// Heads that serve every token. When left out: the model's, where it is a Mixture-of-Head
-    /// already and `routed_top_k` is left out too, else half of the heads.
+    /// Heads that serve every token, of all layers or a list with those of each. When left out: the
+    /// model's, where it is a Mixture-of-Head already and `routed_top_k` is left out too, else half of
+    /// the heads.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub shared_heads: Option<usize>,
-    /// Other heads that each token chooses. When left out: the model's as above, else as many as
-    /// make 75% of all heads active.
+    pub shared_heads: Option<HeadCounts>,
+    /// Other heads that each token chooses, of all layers or a list with those of each. When left out:
+    /// the model's as above, else as many as make 75% of a layer's heads active, none where more are
+    /// shared.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub routed_top_k: Option<usize>,
+    pub routed_top_k: Option<HeadCounts>,
     /// Weight of the balance loss beside the cross-entropy; 0.01 when left out.
     pub balance_loss_weight: f64,
 }
@@ -173,13 +175,15 @@ impl Stage {
         let heads = model.num_attention_heads;
         let (shared_heads, routed_top_k) = match (options.shared_heads, options.routed_top_k) {
             (None, None) if model.moh.is_some() => {
-                let moh = model.moh?;
+                let moh = model.moh.clone()?;
                 (moh.shared_heads, moh.routed_top_k)
             }
             (shared, top_k) => {
-                let shared = shared.unwrap_or(heads / 2);
+                let shared = shared.unwrap_or(HeadCounts::All(heads / 2));
                 let active = (DEFAULT_ACTIVE_SHARE * heads as f64).round() as usize;
-                (shared, top_k.unwrap_or(active.saturating_sub(shared)))
+                let rest = || shared.map(|shared| active.saturating_sub(shared));
+                let top_k = top_k.unwrap_or_else(rest);
+                (shared, top_k)
             }
         };
         Some(MohConfig { router: options.router, shared_heads, routed_top_k })

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use moh_model::{MohConfig, RouterKind};
+use moh_model::{HeadCounts, MohConfig, RouterKind};
 use proptest::prelude::*;
 
 use super::*;
@@ -100,16 +100,70 @@ fn routing_is_resolved_against_the_models_heads() {
     let mut model = recipe.local_model_config(path).unwrap().unwrap();
     recipe.resolve(path, &model).unwrap();
     let moh = recipe.stages[1].moh.clone().unwrap();
-    assert_eq!((moh.shared_heads, moh.routed_top_k), (Some(4), Some(2)));
+    assert_eq!((moh.shared_heads, moh.routed_top_k), (Some(4.into()), Some(2.into())));
 
-    model.moh = Some(MohConfig { router: RouterKind::QueryNorm, shared_heads: 2, routed_top_k: 1 });
+    let (shared_heads, routed_top_k) = (2.into(), 1.into());
+    model.moh = Some(MohConfig { router: RouterKind::QueryNorm, shared_heads, routed_top_k });
     let mut recipe = with(&[]);
     recipe.resolve(path, &model).unwrap();
     let moh = recipe.stages[1].moh_config(&model).unwrap();
-    assert_eq!((moh.shared_heads, moh.routed_top_k), (2, 1));
+    assert_eq!((moh.shared_heads, moh.routed_top_k), (2.into(), 1.into()));
     let given = with(&["stage.moh.moh.shared_heads=5"]);
     let moh = given.stages[1].moh_config(&model).unwrap();
-    assert_eq!((moh.shared_heads, moh.routed_top_k), (5, 1));
+    assert_eq!((moh.shared_heads, moh.routed_top_k), (5.into(), 1.into()));
+}
+
+#[test]
+fn head_counts_may_differ_by_layer() {
+    let path = Path::new("x.toml");
+    let counts = |list: &[usize]| list.iter().copied().collect::<HeadCounts>();
+    let resolved = |overrides: &[&str]| {
+        let mut recipe = with(overrides);
+        let model = recipe.local_model_config(path).unwrap().unwrap();
+        recipe.resolve(path, &model).unwrap();
+        assert_eq!(parse(&recipe.to_toml().unwrap(), &[]).unwrap(), recipe);
+        recipe
+    };
+    let recipe = resolved(&[
+        "stage.moh.moh.shared_heads=[8, 4, 2, 2, 0]",
+        "stage.moh.moh.routed_top_k=[0, 1, 1e0, 6, 8]",
+    ]);
+    let moh = recipe.stages[1].moh.as_ref().unwrap();
+    assert_eq!(moh.shared_heads, Some(counts(&[8, 4, 2, 2, 0])));
+    assert_eq!(moh.routed_top_k, Some(counts(&[0, 1, 1, 6, 8])));
+    let text = recipe.to_toml().unwrap();
+    assert!(text.contains("shared_heads = [8, 4, 2, 2, 0]"), "{text}");
+
+    // 75% of each layer's heads are active where a recipe does not say.
+    let recipe = resolved(&["stage.moh.moh.shared_heads=[8, 6, 4, 2, 0]"]);
+    let moh = recipe.stages[1].moh.as_ref().unwrap();
+    assert_eq!(moh.routed_top_k, Some(counts(&[0, 0, 2, 4, 6])));
+
+    let recipe = resolved(&["stage.moh.moh.shared_heads=[4, 4, 4, 4, 4]"]);
+    assert_eq!(recipe, resolved(&["stage.moh.moh.shared_heads=4"]));
+    let text = recipe.to_toml().unwrap();
+    assert!(text.contains("shared_heads = 4\n"), "{text}");
+}
+
+#[test]
+fn head_counts_that_do_not_fit_the_layers_are_refused() {
+    for (value, expected) in [
+        ("shared_heads=[4, 4]", "moh: shared_heads has 2 entries, and the model 5 layers"),
+        ("routed_top_k=[2, 2, 2, 2, 2, 2]", "moh: routed_top_k has 6 entries"),
+        ("shared_heads=[]", "moh: shared_heads has 0 entries"),
+        ("shared_heads=[8, 9, 8, 8, 8]", "moh: shared_heads of layer 1 = 9: the model has 8"),
+        ("shared_heads=[8, 8, 8, 7, 8]", "moh: shared_heads of layer 3 = 7 of 8 leaves one"),
+        ("routed_top_k=[0, 0, 0, 0, 5]", "moh: routed_top_k of layer 4 = 5: must be at most the 4"),
+        ("shared_heads=[4, -1]", "moh.shared_heads.1: must be a whole number from 0, not -1"),
+        ("shared_heads=[4, [4]]", "moh.shared_heads.1: must be a whole number from 0, not a list"),
+        ("shared_heads=-1", "moh.shared_heads: must be a whole number from 0, or a list"),
+        ("shared_heads=1.5", "moh.shared_heads: must be a whole number from 0, or a list"),
+        ("shared_heads=\"4\"", "moh.shared_heads: must be a whole number from 0, or a list"),
+        ("shared_heads={}", "moh.shared_heads: must be a whole number from 0, or a list"),
+    ] {
+        let message = refused(small(), &[&format!("stage.moh.moh.{value}")]);
+        assert!(message.contains(&format!("stage.moh.{expected}")), "{message}");
+    }
 }
 
 #[test]
@@ -176,7 +230,7 @@ fn overrides_reach_stages_by_name_and_create_tables() {
         "log.every_steps=10",
     ]);
     assert_eq!(recipe.stages[1].tokens, 1_000_000_000);
-    assert_eq!(recipe.stages[1].moh.as_ref().unwrap().routed_top_k, Some(1));
+    assert_eq!(recipe.stages[1].moh.as_ref().unwrap().routed_top_k, Some(1.into()));
     assert_eq!(recipe.stages[0].optimizer.beta2, 0.99);
     assert_eq!(recipe.run.dir, PathBuf::from("runs/other"));
     assert_eq!(recipe.data.sources[0].weight, 2.0);

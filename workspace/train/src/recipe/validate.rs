@@ -342,7 +342,7 @@ pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<Fault> {
     for stage in &recipe.stages {
         let key = |rest: &str| format!("stage.{}.{rest}", stage.name);
         if let Some(moh) = stage.moh_config(model)
-            && let Err(error) = moh.validate(model.num_attention_heads)
+            && let Err(error) = moh.validate(model.num_attention_heads, model.num_hidden_layers)
         {
             faults.add(&key("moh"), error);
         }

@@ -184,6 +184,6 @@ parallel = {{ tensor = {tensor}, pipeline = {pipeline}, virtual_stages = {virtua
         let mut activations = Activations::new(&model, shape).unwrap();
         activations.upload(&Cpu, &ids, &ids, &[]).unwrap();
         model.forward(&mut activations, &mut StepSums::new(&Cpu).unwrap()).unwrap();
-        model.routed_mask(&activations).unwrap()
+        model.routed_mask(&activations).unwrap().concat()
     }
 }

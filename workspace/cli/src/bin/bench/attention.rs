@@ -10,7 +10,7 @@ use moh_kernels::cases::AttentionCase;
 use moh_kernels::rope::QkvShape;
 use moh_kernels::router::query_norm::QueryNormRouter;
 use moh_kernels::{Backend, Element, ElementType};
-use moh_model::MohConfig;
+use moh_model::{LayerHeads, MohConfig};
 use serde_json::{Value, json};
 
 use crate::device::{Bench, DeviceArguments, Measurement};
@@ -143,9 +143,9 @@ fn routers(arguments: &AttentionArguments) -> anyhow::Result<Vec<Option<QueryNor
     for (index, &share) in active.iter().enumerate() {
         let given = shared_heads.get(index.min(shared_heads.len().saturating_sub(1)));
         let shared = given.copied().unwrap_or_else(|| default_shared(*heads, share));
-        let moh = MohConfig::from_active(*heads, Some(shared), share)
+        let moh = MohConfig::from_active(*heads, 1, Some(shared.into()), share)
             .map_err(|error| Usage(format!("--active: {error}")))?;
-        let (shared_heads, top_k) = (moh.shared_heads, moh.routed_top_k);
+        let LayerHeads { shared: shared_heads, top_k } = moh.layer(0);
         routers.push(Some(QueryNormRouter { shared_heads, top_k }));
     }
     Ok(routers)

@@ -187,8 +187,8 @@ fn as_json(job: &StepJob, measured: &Measured, machine: &Machine, warmup: u32) -
             "heads": config.num_attention_heads,
             "kv_heads": config.num_key_value_heads,
             "active_heads": config.active_heads(),
-            "shared_heads": config.moh.map(|moh| moh.shared_heads),
-            "routed_top_k": config.moh.map(|moh| moh.routed_top_k),
+            "shared_heads": config.moh.as_ref().map(|moh| &moh.shared_heads),
+            "routed_top_k": config.moh.as_ref().map(|moh| &moh.routed_top_k),
             "vocab_size": config.vocab_size,
         },
         "step": {
@@ -258,7 +258,7 @@ fn as_text(job: &StepJob, measured: &Measured, machine: &Machine) -> String {
 }
 
 fn describe(config: &ModelConfig) -> String {
-    let attention = match config.moh {
+    let attention = match &config.moh {
         None => "dense".to_owned(),
         Some(moh) => format!("{} shared heads and {} routed", moh.shared_heads, moh.routed_top_k),
     };

@@ -7,7 +7,7 @@ use moh_cli::exit::Usage;
 use moh_cli::models;
 use moh_hf::ConfigFile;
 use moh_kernels::ElementType;
-use moh_model::{ModelConfig, MohConfig, Recompute};
+use moh_model::{HeadCounts, ModelConfig, MohConfig, Recompute};
 use moh_train::recipe::{MohOptions, Optimizer, Precision};
 use moh_train::step::StepPlan;
 use moh_train::{Plan, Recipe};
@@ -91,15 +91,16 @@ impl StepJob {
         if let Some(layers) = arguments.layers {
             job.config.num_hidden_layers = layers as usize;
         }
-        let heads = job.config.num_attention_heads;
+        let (heads, layers) = (job.config.num_attention_heads, job.config.num_hidden_layers);
         if arguments.dense {
             job.config.moh = None;
         } else if let Some(active) = arguments.active {
-            let moh = MohConfig::from_active(heads, arguments.shared_heads, active);
+            let shared = arguments.shared_heads.map(HeadCounts::All);
+            let moh = MohConfig::from_active(heads, layers, shared, active);
             job.config.moh = Some(moh.map_err(|error| Usage(format!("--active: {error}")))?);
         }
         if let Some(moh) = &job.config.moh {
-            moh.validate(heads)?;
+            moh.validate(heads, layers)?;
         }
         if let Err(limit) = job.config.check_limits() {
             anyhow::bail!("the model has {}: at most {}", limit.what, limit.limit);
