@@ -92,7 +92,8 @@ impl LogitsOf {
         Ok(ids)
     }
 
-    /// Writes `logits` f32 and, for a Mixture-of-Head model, the tables of [`LogitsOf::masks`], u8.
+    /// Writes `logits` f32 and, for a Mixture-of-Head model, which heads tokens selected, u8: `routed_mask`,
+    /// or `routed_mask.N` of each layer N that routes where layers differ.
     ///
     /// # Errors
     /// When the file cannot be written; nothing half-written stays.
