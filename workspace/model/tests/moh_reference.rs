@@ -13,7 +13,8 @@ use candle_nn::ops::{silu, softmax};
 use moh_kernels::Cpu;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, LayerHeads, ModelConfig, MohConfig, PassShape, Recompute, RouterKind, StepSums,
+    Activations, Architecture, LayerHeads, ModelConfig, MohConfig, PassShape, Recompute,
+    RouterKind, StepSums,
 };
 use support::{SCALE, SHAPE, VOCABULARY, config, model, upload};
 
@@ -125,7 +126,12 @@ impl Reference {
             };
             let (count, kv) = (config.num_attention_heads, config.num_key_value_heads);
             let (q, k, v) = (heads("q", count)?, heads("k", kv)?, heads("v", kv)?);
-            let mut attended = self.attend(&self.rotate(&q)?, &self.rotate(&k)?, &v)?;
+            let prepare = |heads: &Tensor, norm: &str| {
+                let norms = config.architecture.norms_queries_and_keys();
+                let normed = norms.then(|| self.norm(heads, &name(&format!("self_attn.{norm}"))));
+                self.rotate(normed.transpose()?.as_ref().unwrap_or(heads))
+            };
+            let mut attended = self.attend(&prepare(&q, "q_norm")?, &prepare(&k, "k_norm")?, &v)?;
             let of_layer = config.layer_heads(layer);
             let mut mask = Vec::new();
             if of_layer.shared < count {
@@ -176,9 +182,9 @@ fn close(found: f64, expected: f64, what: &str) {
     );
 }
 
-fn is_the_reference(moh: MohConfig, recompute: Recompute) {
-    let layers = 4;
-    let config = ModelConfig { num_hidden_layers: layers, ..config(10, false, Some(moh)) };
+fn is_the_reference(architecture: Architecture, moh: MohConfig, recompute: Recompute) {
+    let config = config(10, false, Some(moh));
+    let config = ModelConfig { architecture, num_hidden_layers: 4, ..config };
     let mut model = model::<Cpu, f32>(Cpu, config.clone());
     let shape = PassShape { recompute, document_mask: false, ..SHAPE };
     let mut activations = Activations::new(&model, shape).unwrap();
@@ -230,7 +236,9 @@ fn passes_are_those_of_the_formulas() {
         let (shared_heads, routed_top_k) = (counts(shared), counts(top_k));
         let moh = MohConfig { router, shared_heads, routed_top_k };
         for recompute in [Recompute::None, Recompute::Cheap, Recompute::Block] {
-            is_the_reference(moh.clone(), recompute);
+            for architecture in Architecture::ALL {
+                is_the_reference(architecture, moh.clone(), recompute);
+            }
         }
     }
 }

@@ -2,8 +2,6 @@
 
 #![allow(dead_code, clippy::unwrap_used)]
 
-pub mod reference;
-
 use moh_kernels::adamw::{AdamW, AdamWUpdate};
 use moh_kernels::{Backend, Element};
 use moh_model::parameters::FlatBuffers;
