@@ -1,32 +1,32 @@
-//! What can go wrong between processes. A [`Fault`] ends the job: every rank learns of it and
-//! reports the same one. The other errors are those of one call on one rank.
+//! Errors between processes. A [`Fault`] ends the job: every rank reports the same one. The other
+//! errors concern one call on one rank.
 
 use serde::{Deserialize, Serialize};
 
 /// The result of this crate's fallible functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why the job cannot go on; it travels between the processes.
+/// Why the job ended; it is sent to all processes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum Fault {
-    /// Ranks that did not come to the rendezvous in time.
+    /// Ranks that did not reach the rendezvous in time.
     #[error(
-        "{} of {size} did not reach the rendezvous at {address} within {seconds} s: see why their \
-         processes did not start, or whether a firewall keeps them from that port",
+        "{} of {size} did not reach the rendezvous at {address} within {seconds} s: check that \
+         their processes have started, and that no firewall blocks the port",
         ranks(missing)
     )]
     Missing {
         /// The ranks.
         missing: Vec<usize>,
-        /// Ranks of the job.
+        /// The number of ranks of the job.
         size: usize,
-        /// Where they were awaited.
+        /// The address of the rendezvous.
         address: String,
         /// The time limit.
         seconds: u64,
     },
-    /// A rank that was started differently from rank 0.
+    /// A rank whose fingerprint differs from rank 0's.
     #[error(
         "{who} was started with `{theirs}`, rank 0 with `{ours}`: start every rank with the same \
          program and the same recipe"
@@ -39,15 +39,15 @@ pub enum Fault {
         /// Rank 0's fingerprint.
         ours: String,
     },
-    /// A rank whose process is gone, or does not answer any more.
-    #[error("{who} died: {reason}; its own output, or its node's log, may say why")]
+    /// A rank whose process has exited or no longer responds.
+    #[error("{who} died: {reason}; see its output or its node's log")]
     Lost {
-        /// The rank, or the ranks, and their processes.
+        /// The ranks and their processes.
         who: String,
-        /// How it showed.
+        /// How the loss was detected.
         reason: String,
     },
-    /// A rank that ended with an error of its own.
+    /// A rank that ended with an error.
     #[error("{who} failed: {reason}")]
     Failed {
         /// The rank and its process.
@@ -55,13 +55,13 @@ pub enum Fault {
         /// Its error.
         reason: String,
     },
-    /// A collective that did not end in time.
+    /// An operation that exceeded its time limit.
     #[error(
-        "{who} waits in {operation}; {report}: a rank that is not in the same operation is the one \
-         to look at"
+        "{who} waits in {operation}; {report}: look first at a rank that is not in the same \
+         operation"
     )]
     Stuck {
-        /// The rank that noticed, and its process.
+        /// The rank that reported it, and its process.
         who: String,
         /// The operation that did not end.
         operation: String,
@@ -74,53 +74,53 @@ pub enum Fault {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// What ended the job.
+    /// The fault that ended the job.
     #[error(transparent)]
     Fault(#[from] Fault),
-    /// Variables of a launcher, or a rendezvous, that make no sense.
+    /// Invalid launcher variables, or an invalid rendezvous address.
     #[error("{0}")]
     Launch(String),
     /// Sizes of the parallel dimensions that do not fit the number of ranks.
     #[error("{0}")]
     Layout(String),
-    /// No meeting with the other ranks.
+    /// The rendezvous with the other ranks failed.
     #[error("rendezvous at {address}: {reason}")]
     Rendezvous {
         /// The address.
         address: String,
-        /// What went wrong.
+        /// The cause.
         reason: String,
     },
-    /// No engine for the buffers of this run.
+    /// This build has no engine for the buffers of the run.
     #[error("{0}")]
     NoEngine(String),
-    /// Arguments that an operation cannot be carried out with.
+    /// Invalid arguments of an operation.
     #[error("{operation} of group {group}: {reason}")]
     Argument {
         /// The operation.
         operation: &'static str,
         /// The group.
         group: String,
-        /// What does not fit, and what would.
+        /// What is wrong and what is expected.
         reason: String,
     },
-    /// A member of a group of threads that is gone.
-    #[error("rank {rank} of the group left it while others waited for it")]
+    /// A rank of a group of threads that has left.
+    #[error("rank {rank} left the group while other ranks waited for it")]
     Left {
         /// Its rank in the group.
         rank: usize,
     },
-    /// An engine, or a system call, that failed.
+    /// A failed call of an engine or of the system.
     #[error("{engine}: {operation} failed: {reason}")]
     Engine {
         /// The engine.
         engine: &'static str,
-        /// What was tried.
+        /// The failed operation.
         operation: &'static str,
-        /// What it says.
+        /// The engine's message.
         reason: String,
     },
-    /// A device that failed.
+    /// A device error.
     #[error(transparent)]
     Device(#[from] moh_kernels::Error),
 }
@@ -164,8 +164,8 @@ mod tests {
         };
         assert_eq!(
             missing.to_string(),
-            "ranks 2, 3 of 4 did not reach the rendezvous at n1:29500 within 300 s: see why their \
-             processes did not start, or whether a firewall keeps them from that port"
+            "ranks 2, 3 of 4 did not reach the rendezvous at n1:29500 within 300 s: check that \
+             their processes have started, and that no firewall blocks the port"
         );
     }
 }

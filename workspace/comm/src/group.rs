@@ -1,4 +1,4 @@
-//! A group of ranks and its operations, typed: what callers see of an engine.
+//! A group of ranks and its typed operations: the public interface over an engine.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,15 +12,15 @@ use crate::pending::Pending;
 use crate::reduce::Reduce;
 use crate::watchdog::{Health, Operation};
 
-/// Some ranks that work together. Clones are the same group.
+/// A group of ranks. Clones are the same group.
 ///
 /// All ranks call the same operations of a group in the same order, with views of the same length.
-/// On a GPU an operation runs in step with the operators: after those before it and before those
-/// after it, while the call returns at once. A group of one rank does nothing at no cost.
+/// On a GPU an operation is ordered with the operators, after the earlier ones and before the later
+/// ones, and the call returns at once. In a group of one rank every operation is free.
 ///
 /// # Errors
 /// Every operation fails with [`Error::Fault`] once the job has ended, and with [`Error::Argument`]
-/// where ranks or lengths do not fit the group.
+/// if ranks or lengths do not fit the group.
 #[derive(Clone)]
 pub struct Group {
     inner: Arc<Inner>,
@@ -30,7 +30,7 @@ struct Inner {
     name: Arc<str>,
     rank: usize,
     size: usize,
-    /// None in a group of one.
+    /// `None` in a group of one.
     engine: Option<Arc<dyn Engine>>,
     health: Arc<Health>,
     operations: AtomicU64,
@@ -65,24 +65,25 @@ impl Group {
         self.inner.size
     }
 
-    /// The group's name, for messages.
+    /// The group's name, used in messages.
     pub fn name(&self) -> &str {
         &self.inner.name
     }
 
-    /// Replaces the numbers by their sum, or maximum, over the ranks; any length. Where the host's
-    /// memory is reduced, sums are taken in the order of the ranks, so that they are the same in
-    /// every run; bf16 is summed in f32 and rounded once.
+    /// Replaces the elements by their sum, or maximum, over the ranks; any length is valid. In host
+    /// memory sums are taken in rank order, so they are reproducible; bf16 is summed in f32 and
+    /// rounded once.
     pub fn all_reduce<B: Memory, S: Scalar>(
         &self,
-        part: B::ViewMut<'_, S>,
+        view: B::ViewMut<'_, S>,
         reduce: Reduce,
     ) -> Result<()> {
-        self.run("all_reduce", |engine| engine.all_reduce(B::region_mut(part), reduce))
+        self.run("all_reduce", |engine| engine.all_reduce(B::region_mut(view), reduce))
     }
 
-    /// Reduces in place: of the group's equal parts of `whole`, the one numbered by this rank
-    /// becomes the reduction of all ranks' parts of that number; the others are undefined then.
+    /// Reduces in place: `whole` is divided into equal chunks, one per rank. This rank's chunk
+    /// becomes the reduction of all ranks' chunks of the same index; the other chunks are undefined
+    /// afterwards.
     pub fn reduce_scatter<B: Memory, S: Scalar>(
         &self,
         whole: B::ViewMut<'_, S>,
@@ -95,8 +96,8 @@ impl Group {
         })
     }
 
-    /// Gathers in place: every one of the group's equal parts of `whole` becomes that of the rank
-    /// with its number.
+    /// Gathers in place: `whole` is divided into equal chunks, one per rank. Every rank receives
+    /// each chunk from the rank of that number.
     pub fn all_gather<B: Memory, S: Scalar>(&self, whole: B::ViewMut<'_, S>) -> Result<()> {
         self.run("all_gather", |engine| {
             let whole = B::region_mut(whole);
@@ -105,47 +106,48 @@ impl Group {
         })
     }
 
-    /// Every rank's numbers become those of rank `root` of the group.
+    /// Copies the elements of rank `root` of the group to every rank.
     pub fn broadcast<B: Memory, S: Scalar>(
         &self,
-        part: B::ViewMut<'_, S>,
+        view: B::ViewMut<'_, S>,
         root: usize,
     ) -> Result<()> {
         self.check_rank("broadcast", root)?;
-        self.run("broadcast", |engine| engine.broadcast(B::region_mut(part), root))
+        self.run("broadcast", |engine| engine.broadcast(B::region_mut(view), root))
     }
 
-    /// Sends to rank `to` of the group, without waiting until it receives. Tags tell messages
-    /// between the same two ranks apart where they may come in another order than they are
-    /// received in; NCCL has none and matches by order alone. The portable tags are below 32,768.
+    /// Sends to rank `to` of the group, without waiting for the receive. Tags distinguish messages
+    /// between the same two ranks that are received out of order; NCCL ignores tags and matches
+    /// messages by order alone. Portable tags are below 32,768.
     pub fn send<B: Memory, S: Scalar>(
         &self,
-        part: B::View<'_, S>,
+        view: B::View<'_, S>,
         to: usize,
         tag: u32,
     ) -> Result<()> {
         self.check_other("send", to)?;
-        self.run("send", |engine| engine.send(B::region(part), to, tag))
+        self.run("send", |engine| engine.send(B::region(view), to, tag))
     }
 
-    /// Receives what rank `from` of the group sends with this tag, in the order in which it does.
+    /// Receives the messages of rank `from` of the group with this tag, in the order in which they
+    /// were sent.
     pub fn recv<B: Memory, S: Scalar>(
         &self,
-        part: B::ViewMut<'_, S>,
+        view: B::ViewMut<'_, S>,
         from: usize,
         tag: u32,
     ) -> Result<()> {
         self.check_other("recv", from)?;
-        self.run("recv", |engine| engine.recv(B::region_mut(part), from, tag))
+        self.run("recv", |engine| engine.recv(B::region_mut(view), from, tag))
     }
 
-    /// Returns when every rank has called it and, on a GPU, has done its work so far.
+    /// Returns when every rank has called it and, on a GPU, has completed its work so far.
     pub fn barrier(&self) -> Result<()> {
         self.run("barrier", |engine| engine.barrier().map(|()| None))
     }
 
-    /// As [`Group::reduce_scatter`] of a whole buffer, at the same time as what follows on the
-    /// device, where the engine can.
+    /// [`Group::reduce_scatter`] of a whole buffer, overlapped with later work on the device if the
+    /// engine supports it.
     pub fn start_reduce_scatter<B: Memory, S: Scalar>(
         &self,
         mut buffer: B::Buffer<S>,
@@ -159,8 +161,8 @@ impl Group {
         Ok(Pending::new(buffer, ticket, "reduce_scatter"))
     }
 
-    /// As [`Group::all_gather`] of a whole buffer, at the same time as what follows on the device,
-    /// where the engine can.
+    /// [`Group::all_gather`] of a whole buffer, overlapped with later work on the device if the
+    /// engine supports it.
     pub fn start_all_gather<B: Memory, S: Scalar>(
         &self,
         mut buffer: B::Buffer<S>,
@@ -173,17 +175,16 @@ impl Group {
         Ok(Pending::new(buffer, ticket, "all_gather"))
     }
 
-    /// Divides the group; every rank must call it. Ranks that give the same colour become a group
-    /// in which they are ordered by key, then by their rank in this one; those that give none
-    /// belong to none.
+    /// Splits the group; every rank must call it. Ranks with the same colour form a group, ordered
+    /// by key, then by rank in this group; ranks without a colour join none.
     pub fn split(&self, name: &str, color: Option<usize>, key: usize) -> Result<Option<Group>> {
-        let number = |number: usize| {
+        let checked = |value: usize| {
             // Open MPI takes colours and keys as C's int.
-            let number = u32::try_from(number).ok().filter(|&number| number <= i32::MAX as u32);
+            let value = u32::try_from(value).ok().filter(|&value| value <= i32::MAX as u32);
             let reason = "colours and keys must be below 2^31";
-            number.ok_or_else(|| self.refuse("split", reason.into()))
+            value.ok_or_else(|| self.refuse("split", reason.into()))
         };
-        let (color, key) = (color.map(number).transpose()?, number(key)?);
+        let (color, key) = (color.map(checked).transpose()?, checked(key)?);
         let health = || Arc::clone(&self.inner.health);
         let mut member = None;
         self.run("split", |engine| {
@@ -197,7 +198,7 @@ impl Group {
         })
     }
 
-    /// Waits until what this process has sent has left.
+    /// Waits until all messages of this process have left.
     pub(crate) fn finish(&self) -> Result<()> {
         self.run("finish", |engine| engine.finish().map(|()| None))
     }
@@ -213,7 +214,7 @@ impl Group {
         Err(self.refuse(
             operation,
             format!(
-                "{len} numbers cannot be divided among {} ranks: pad the buffer to a multiple",
+                "{len} elements cannot be divided among {} ranks: pad the buffer to a multiple",
                 self.size()
             ),
         ))
@@ -224,18 +225,18 @@ impl Group {
             return Ok(());
         }
         let last = self.size() - 1;
-        Err(self.refuse(operation, format!("there is no rank {rank}, the last is {last}")))
+        Err(self.refuse(operation, format!("there is no rank {rank}: the last rank is {last}")))
     }
 
     fn check_other(&self, operation: &'static str, rank: usize) -> Result<()> {
         self.check_rank(operation, rank)?;
         if rank == self.rank() {
-            return Err(self.refuse(operation, format!("rank {rank} is this one itself")));
+            return Err(self.refuse(operation, format!("rank {rank} is this rank itself")));
         }
         Ok(())
     }
 
-    /// Runs an operation, on a GPU in step with the operators.
+    /// Runs an operation, on a GPU in order with the operators.
     fn run(
         &self,
         name: &'static str,
@@ -248,7 +249,7 @@ impl Group {
         }
     }
 
-    /// Starts an operation that goes on beside what follows.
+    /// Starts an operation that overlaps with later work.
     fn start(
         &self,
         name: &'static str,
@@ -258,7 +259,7 @@ impl Group {
         self.begin(name, work)
     }
 
-    /// Starts an operation, which the record of running ones lists until it is done.
+    /// Starts an operation and records it as running until it is done.
     fn begin(
         &self,
         name: &'static str,

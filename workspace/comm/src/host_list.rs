@@ -1,10 +1,10 @@
 //! Slurm's compressed host lists: `gnode[10,20-25]`, `a,b[01-03]-x`.
 
-/// Hosts that a list may name, more than any cluster has: a range such as `[0-9999999999]` must not
-/// fill the memory.
+/// Maximum hosts of a list, more than any cluster has: a range such as `[0-9999999999]` must not
+/// exhaust memory.
 const MOST_HOSTS: usize = 65_536;
 
-/// The hosts of a compressed list, in its order; an error is the reason.
+/// The hosts of a compressed list, in order; the error is the reason.
 pub(crate) fn expand(list: &str) -> Result<Vec<String>, String> {
     let mut hosts = Vec::new();
     for entry in entries(list)? {
@@ -23,7 +23,7 @@ fn too_many() -> String {
     format!("more than {MOST_HOSTS} hosts")
 }
 
-/// The list's parts between commas outside brackets.
+/// The entries between commas outside brackets.
 fn entries(list: &str) -> Result<Vec<&str>, String> {
     let (mut parts, mut start, mut inside) = (Vec::new(), 0, false);
     for (at, byte) in list.bytes().enumerate() {
@@ -45,7 +45,7 @@ fn entries(list: &str) -> Result<Vec<&str>, String> {
     Ok(parts)
 }
 
-/// The hosts of one part, such as `rack[1-2]node[01-16]`: the last bracket varies fastest.
+/// The hosts of one entry, such as `rack[1-2]node[01-16]`: the last bracket varies fastest.
 fn expand_entry(entry: &str) -> Result<Vec<String>, String> {
     let mut hosts = vec![String::new()];
     let mut rest = entry;
@@ -68,7 +68,7 @@ fn expand_entry(entry: &str) -> Result<Vec<String>, String> {
     Ok(hosts)
 }
 
-/// The numbers of a bracket such as `10,20-25`, with the zeros that they are padded with.
+/// The numbers of a bracket such as `10,20-25`, with their leading zeros.
 fn expand_numbers(list: &str) -> Result<Vec<String>, String> {
     let mut numbers = Vec::new();
     for range in list.split(',') {
@@ -76,7 +76,7 @@ fn expand_numbers(list: &str) -> Result<Vec<String>, String> {
         let value = |text: &str| {
             let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
             let value = text.parse::<u64>().ok().filter(|_| digits);
-            value.ok_or_else(|| format!("`{range}` is no number and no range"))
+            value.ok_or_else(|| format!("`{range}` is neither a number nor a range"))
         };
         let (from, to) = (value(first)?, value(last)?);
         if from > to {
@@ -123,12 +123,12 @@ mod tests {
             ("n1-3]", "a closing bracket without an opening one"),
             ("n[1[2]]", "a bracket within brackets"),
             ("n[3-1]", "the range `3-1` runs backwards"),
-            ("n[a-b]", "`a-b` is no number and no range"),
-            ("n[]", "`` is no number and no range"),
-            ("n[+1]", "`+1` is no number and no range"),
+            ("n[a-b]", "`a-b` is neither a number nor a range"),
+            ("n[]", "`` is neither a number nor a range"),
+            ("n[+1]", "`+1` is neither a number nor a range"),
             ("n[0-99999999999]", "more than 65536 hosts"),
             ("n[0-999][0-999]", "more than 65536 hosts"),
-            ("n[99999999999999999999]", "`99999999999999999999` is no number and no range"),
+            ("n[99999999999999999999]", "`99999999999999999999` is neither a number nor a range"),
         ] {
             assert_eq!(expand(list).unwrap_err(), reason, "{list}");
         }

@@ -1,8 +1,8 @@
-//! Which rank this process is, as its launcher tells by environment variables.
+//! This process's rank, from its launcher's environment variables.
 //!
-//! The innermost launcher counts: torchrun's variables before Open MPI's before Slurm's, so that
-//! torchrun inside `srun` and `mpirun` inside `sbatch` work. A set of variables that is incomplete
-//! or contradicts itself is an error, never a guess.
+//! The innermost launcher takes precedence: torchrun's variables before Open MPI's before Slurm's,
+//! so that torchrun inside `srun` and `mpirun` inside `sbatch` work. Incomplete or contradictory
+//! variables are errors, never guesses.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,21 +10,21 @@ use std::fmt;
 use crate::error::{Error, Result};
 use crate::host_list;
 
-/// Ranks that a job may have.
+/// Maximum ranks of a job.
 const MOST_RANKS: usize = 65_536;
-/// Where a job on one machine meets whose launcher names no job: PyTorch's default.
+/// The default port for single-node jobs without a job id: PyTorch's default.
 const DEFAULT_PORT: u16 = 29_500;
-/// Ports that are derived from a job's number: below Linux's ports for outgoing connections.
+/// Ports derived from a job's number: below Linux's ports for outgoing connections.
 const DERIVED_PORTS: std::ops::Range<u32> = 20_000..30_000;
-/// Slurm's steps of one job get ports this far apart.
+/// The distance between the ports of one Slurm job's steps.
 const PORTS_APART: u64 = 101;
 
-/// What started this process.
+/// The program that started this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Launcher {
-    /// Nothing that starts several processes.
+    /// No launcher of several processes.
     None,
-    /// torchrun, or whoever sets its variables.
+    /// torchrun, or any launcher that sets its variables.
     Torchrun,
     /// Open MPI's mpirun.
     OpenMpi,
@@ -32,7 +32,7 @@ pub enum Launcher {
     Slurm,
 }
 
-/// Where the ranks of a job meet: at rank 0, on this port.
+/// Where the ranks of a job meet: a port on rank 0's host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
     /// A name or an IP address.
@@ -41,20 +41,20 @@ pub struct Address {
     pub port: u16,
 }
 
-/// A process among those of its job.
+/// This process's identity within its job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Launch {
-    /// Its number among all.
+    /// The rank among all processes.
     pub rank: usize,
     /// The number of processes.
     pub size: usize,
-    /// Its number among those of its machine, which says which GPU is its own.
+    /// The rank among the processes on this machine, which selects the GPU.
     pub local_rank: usize,
-    /// What started it.
+    /// The launcher.
     pub launcher: Launcher,
-    /// Where the ranks meet; there is an address wherever there are several.
+    /// Where the ranks meet; always present when there are several.
     pub rendezvous: Option<Address>,
-    /// What tells this job's processes from another's that use the same address.
+    /// Distinguishes this job's processes from other jobs' at the same address.
     pub job: String,
 }
 
@@ -71,8 +71,7 @@ impl Launch {
         }
     }
 
-    /// What the environment of this process says; `rendezvous`, `HOST:PORT`, goes before the
-    /// address in it.
+    /// Reads this process's environment; `rendezvous`, as `HOST:PORT`, overrides the address in it.
     ///
     /// # Errors
     /// [`Error::Launch`] as for [`Launch::parse`].
@@ -83,11 +82,11 @@ impl Launch {
         Self::parse(&std::env::vars_os().filter_map(text).collect(), rendezvous)
     }
 
-    /// What these variables say; an empty one counts as absent.
+    /// Reads these variables; an empty one counts as unset.
     ///
     /// # Errors
-    /// [`Error::Launch`] for variables that are incomplete, contradict each other or are no numbers,
-    /// and where several ranks have no address to meet at.
+    /// [`Error::Launch`] if variables are incomplete, contradictory or not numbers, or if several
+    /// ranks have no address to meet at.
     pub fn parse(variables: &BTreeMap<String, String>, rendezvous: Option<&str>) -> Result<Self> {
         let variables = Variables(variables);
         let given = rendezvous.map(|text| Address::parse(text, "--rendezvous")).transpose()?;
@@ -126,7 +125,7 @@ impl fmt::Display for Address {
     }
 }
 
-/// The numbers of one launcher.
+/// The ranks and sizes of one launcher.
 #[derive(Debug, Clone, Copy)]
 struct Ranks {
     rank: usize,
@@ -185,11 +184,11 @@ impl Variables<'_> {
         self.text(name).map(parse).transpose()
     }
 
-    /// The numbers of the innermost launcher; none where nothing started several processes.
+    /// The innermost launcher's values; `None` if nothing started several processes.
     fn ranks(&self) -> Result<Option<(Launcher, Ranks)>> {
         let torchrun = self.complete(&TORCHRUN)?;
-        // torchrun may run several processes in one of an outer launcher's, and number them anew.
-        // Variables that were set by hand may not contradict the launcher that is there.
+        // torchrun may start several processes inside one process of an outer launcher, and
+        // renumber them. Variables set by hand must agree with the launcher in use.
         let by_hand = self.text("TORCHELASTIC_RUN_ID").is_none();
         if let (Some(inner), true) = (torchrun, by_hand) {
             if let Some(outer) = self.complete(&OPEN_MPI)? {
@@ -209,8 +208,8 @@ impl Variables<'_> {
         Ok(self.slurm()?.map(|ranks| (Launcher::Slurm, ranks)))
     }
 
-    /// Slurm's numbers, where this is a task: the shell of `salloc` has SLURM_NTASKS alone, and the
-    /// script of `sbatch` a SLURM_PROCID, but no step; both are one process.
+    /// Slurm's values, if this process is a task. The shell of `salloc` has only SLURM_NTASKS, and
+    /// the script of `sbatch` has a SLURM_PROCID but no step; both are single processes.
     fn slurm(&self) -> Result<Option<Ranks>> {
         let script =
             self.text("ENVIRONMENT") == Some("BATCH") && self.text("SLURM_STEP_ID").is_none();
@@ -220,7 +219,7 @@ impl Variables<'_> {
         self.complete(&SLURM)
     }
 
-    /// One launcher's numbers: all or none.
+    /// One launcher's values: all or none.
     fn complete(&self, names: &Names) -> Result<Option<Ranks>> {
         let needed = [names.rank, names.size, names.local_rank];
         let (set, missing): (Vec<&str>, Vec<&str>) =
@@ -233,8 +232,8 @@ impl Variables<'_> {
             (self.number(names.rank)?, self.number(names.size)?, self.number(names.local_rank)?)
         else {
             return Err(Error::Launch(format!(
-                "{} set without {}: unset what is left of another job, or start with {}, which sets \
-                 all of them",
+                "{} set without {}: unset variables left over from another job, or start with \
+                 {}, which sets all of them",
                 listed(&set),
                 listed(&missing),
                 names.launcher
@@ -245,8 +244,8 @@ impl Variables<'_> {
                 return Ok(());
             }
             Err(Error::Launch(format!(
-                "{name} = {number} is not below {limit_name} = {limit}: unset what is left of another \
-                 job, or start with {}",
+                "{name} = {number} is not below {limit_name} = {limit}: unset variables left over from \
+                 another job, or start with {}",
                 names.launcher
             )))
         };
@@ -259,7 +258,7 @@ impl Variables<'_> {
         Ok(Some(Ranks { rank, size, local_rank, local_size }))
     }
 
-    /// Where the ranks meet, unless the command line says so.
+    /// Where the ranks meet, unless the command line gives an address.
     fn rendezvous(&self, launcher: Launcher, ranks: Ranks) -> Result<Address> {
         match (self.text("MASTER_ADDR"), self.text("MASTER_PORT")) {
             (Some(host), Some(port)) => {
@@ -291,7 +290,7 @@ impl Variables<'_> {
                 None if launcher == Launcher::Slurm => {
                     Err(nowhere("SLURM_JOB_ID or SLURM_JOB_NODELIST is not set"))
                 }
-                None => Err(nowhere("mpirun does not tell on which host rank 0 runs")),
+                None => Err(nowhere("mpirun does not provide rank 0's host")),
             },
             Launcher::None | Launcher::Torchrun => {
                 Err(nowhere("MASTER_ADDR and MASTER_PORT are not set"))
@@ -299,7 +298,7 @@ impl Variables<'_> {
         }
     }
 
-    /// The next port where torchrun's agent listens on the one that it passes on.
+    /// The port after torchrun's MASTER_PORT, if torchrun's agent listens on that one.
     fn beside_the_agent(&self, launcher: Launcher, mut address: Address) -> Result<Address> {
         let agent = self.text("TORCHELASTIC_USE_AGENT_STORE");
         let listens = agent.is_some_and(|agent| agent.eq_ignore_ascii_case("true"));
@@ -315,7 +314,7 @@ impl Variables<'_> {
         Ok(address)
     }
 
-    /// The first host of the step, or of the job, and a port from their numbers.
+    /// The first host of the step, or of the job, and a port derived from their numbers.
     fn slurm_rendezvous(&self) -> Result<Option<Address>> {
         let lists = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
         let list = lists.into_iter().find_map(|name| Some((name, self.text(name)?)));
@@ -354,7 +353,7 @@ impl Variables<'_> {
     }
 }
 
-/// `A and B are`, `A is`.
+/// Formats `A and B` or `A`.
 fn listed(names: &[&str]) -> String {
     match names {
         [name] => (*name).into(),
@@ -386,7 +385,7 @@ fn derived_port(number: u64) -> u16 {
     (u64::from(DERIVED_PORTS.start) + number % ports) as u16
 }
 
-/// The FNV-1a hash: the same on every rank, and in every version of the program.
+/// The FNV-1a hash: the same on every rank and in every version of the program.
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)

@@ -109,7 +109,7 @@ fn mpirun_on_one_machine_meets_there_and_elsewhere_needs_an_address() {
     let spread = without(&OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE");
     assert_eq!(
         refusal(&spread),
-        "2 ranks have no address to meet at, mpirun does not tell on which host rank 0 runs: set \
+        "2 ranks have no address to meet at, mpirun does not provide rank 0's host: set \
          MASTER_ADDR and MASTER_PORT, or give --rendezvous HOST:PORT with rank 0's host"
     );
     let in_slurm = and(&[&spread, &SLURM]);
@@ -159,8 +159,8 @@ fn variables_set_by_hand_may_not_contradict_the_launcher() {
 fn incomplete_variables_are_named() {
     assert_eq!(
         refusal(&[("RANK", "0")]),
-        "RANK set without WORLD_SIZE and LOCAL_RANK: unset what is left of another job, or start \
-         with torchrun, which sets all of them"
+        "RANK set without WORLD_SIZE and LOCAL_RANK: unset variables left over from another job, or \
+         start with torchrun, which sets all of them"
     );
     assert!(
         refusal(&[("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")])

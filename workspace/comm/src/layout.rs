@@ -1,8 +1,8 @@
-//! How ranks are arranged: data x pipeline x tensor.
+//! The arrangement of ranks: data x pipeline x tensor.
 //!
-//! The order is Megatron's default, tp-dp-pp: the tensor dimension varies fastest, so that its
-//! ranks, which talk most, share a node; then data; the pipeline slowest.
-//! `rank = tensor + T (data + D pipeline)`.
+//! The order is Megatron's default, tp-dp-pp. The tensor dimension varies fastest, so that its
+//! ranks, which communicate most, share a node; then data; the pipeline varies slowest. `rank =
+//! tensor + T (data + D pipeline)`.
 
 use std::num::NonZeroUsize;
 
@@ -17,31 +17,30 @@ pub struct Layout {
     pipeline: usize,
 }
 
-/// Where a rank stands in each dimension.
+/// A rank's coordinate in each dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Coordinates {
-    /// Among the ranks that share a tensor.
+    /// Among the ranks that shard the same tensors.
     pub tensor: usize,
-    /// Among the ranks that share the data.
+    /// Among the data-parallel replicas.
     pub data: usize,
     /// Among the stages of the pipeline.
     pub pipeline: usize,
 }
 
-/// The groups that a rank belongs to; its rank in each is its coordinate.
+/// The groups of a rank; its rank in each is its coordinate.
 #[derive(Debug, Clone)]
 pub struct Groups {
-    /// The ranks that hold parts of the same tensors.
+    /// The ranks with shards of the same tensors.
     pub tensor: Group,
-    /// The ranks that hold the same parts and see different data.
+    /// The ranks with the same shards and different data.
     pub data: Group,
-    /// The stages through which this rank's data passes.
+    /// The pipeline's stages.
     pub pipeline: Group,
 }
 
 impl Layout {
-    /// `size` ranks of which `tensor` share each tensor and `pipeline` each model; the data dimension
-    /// takes the rest.
+    /// Arranges `size` ranks; the data dimension is `size / (tensor * pipeline)`.
     ///
     /// # Errors
     /// [`Error::Layout`] unless `tensor * pipeline` divides `size`.
@@ -59,27 +58,28 @@ impl Layout {
         }
     }
 
-    /// Ranks in all.
+    /// The number of ranks.
     pub fn size(&self) -> usize {
         self.tensor * self.data * self.pipeline
     }
 
-    /// Ranks that share a tensor.
+    /// The tensor-parallel size.
     pub fn tensor(&self) -> usize {
         self.tensor
     }
 
-    /// Ranks that see different data.
+    /// The data-parallel size.
     pub fn data(&self) -> usize {
         self.data
     }
 
-    /// Stages of the pipeline.
+    /// The pipeline-parallel size.
     pub fn pipeline(&self) -> usize {
         self.pipeline
     }
 
-    /// Where `rank` stands; the pipeline's coordinate is out of range where the rank is.
+    /// The coordinates of `rank`; for a rank beyond the size, the pipeline coordinate is out of
+    /// range.
     pub fn coordinates(&self, rank: usize) -> Coordinates {
         Coordinates {
             tensor: rank % self.tensor,
@@ -88,7 +88,7 @@ impl Layout {
         }
     }
 
-    /// The rank that stands there.
+    /// The rank at these coordinates.
     pub fn rank(&self, at: Coordinates) -> usize {
         at.tensor + self.tensor * (at.data + self.data * at.pipeline)
     }
@@ -100,15 +100,15 @@ impl Layout {
     pub fn groups(&self, all: &Group) -> Result<Groups> {
         if all.size() != self.size() {
             return Err(Error::Layout(format!(
-                "a layout of {} ranks cannot divide a group of {}",
+                "a layout of {} ranks cannot split a group of {}",
                 self.size(),
                 all.size()
             )));
         }
         let at = self.coordinates(all.rank());
-        // All ranks that differ in one coordinate alone have the same colour.
-        let group = |name, apart: Coordinates, key| {
-            let group = all.split(name, Some(self.rank(apart)), key)?;
+        // Ranks that differ in this coordinate alone have the same colour.
+        let group = |name, origin: Coordinates, key| {
+            let group = all.split(name, Some(self.rank(origin)), key)?;
             group.ok_or_else(|| Error::Layout(format!("no group {name} for rank {}", all.rank())))
         };
         Ok(Groups {

@@ -1,11 +1,11 @@
 //! Process groups for training on several GPUs, machines or threads.
 //!
-//! [`Launch`] reads from the environment which rank this process is. [`World::connect`] meets the
-//! other processes, refuses those that were started differently, and watches over all of them: a
-//! rank that dies, fails or hangs ends the job with an error that names it. The [`Group`] of all
-//! ranks, and those that [`Layout::groups`] splits off, move numbers between ranks, by NCCL
-//! between GPUs (feature `nccl`) and by MPI between CPUs (feature `mpi`). Nothing of this crate
-//! moves tensors over sockets.
+//! [`Launch`] reads this process's rank from the environment. [`World::connect`] connects to the
+//! other processes, refuses those that were started differently, and monitors all of them: a rank
+//! that dies, fails or hangs ends the job with an error that names it. The [`Group`] of all ranks,
+//! and the groups of [`Layout::groups`], transfer elements between ranks, by NCCL between GPUs
+//! (feature `nccl`) and by MPI between CPUs (feature `mpi`). This crate never sends tensors over
+//! sockets.
 //!
 //! Threads can play the ranks of a job:
 //!
@@ -18,11 +18,11 @@
 //!     .map(|world| {
 //!         std::thread::spawn(move || -> moh_comm::Result<Vec<f32>> {
 //!             let group = world.group();
-//!             let mut numbers = vec![world.rank() as f32; 6];
-//!             group.all_reduce::<Cpu, f32>(&mut numbers, Reduce::Sum)?;
-//!             assert_eq!(numbers, [3.0; 6]);
+//!             let mut elements = vec![world.rank() as f32; 6];
+//!             group.all_reduce::<Cpu, f32>(&mut elements, Reduce::Sum)?;
+//!             assert_eq!(elements, [3.0; 6]);
 //!
-//!             // ZeRO-1: rank r reduces its part of the gradients, and gathers everyone's weights.
+//!             // ZeRO-1: rank r reduces its chunk of the gradients, and gathers everyone's weights.
 //!             let gradients = vec![1.0f32; 6];
 //!             let pending = group.start_reduce_scatter::<Cpu, f32>(gradients, Reduce::Sum)?;
 //!             let gradients = pending.wait()?;

@@ -1,8 +1,8 @@
-//! The watch over the processes of a job, on the connections that the rendezvous left open.
+//! Monitors the processes of a job over the connections of the rendezvous.
 //!
-//! Every process has one thread for it; rank 0's hears all others. A connection that ends without
-//! a goodbye, or falls silent, is a dead rank; an operation that lasts too long is a stuck one.
-//! Rank 0 tells all others, and every process reports the same fault.
+//! Every process has one monitoring thread; rank 0's listens to all others. A connection that
+//! closes without a goodbye, or falls silent, is a dead rank; an operation that exceeds its limit
+//! is stuck. Rank 0 forwards the fault, so every process reports the same one.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,23 +12,23 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Fault, Result};
 use crate::rendezvous::{Peer, who};
 use crate::watchdog::Health;
-use crate::wire::{Connection, Heard, Message, TICK, part};
+use crate::wire::{Connection, Message, Received, TICK, close_all};
 
-/// How long rank 0 waits for the others to say what they are doing.
+/// How long rank 0 waits for the other ranks' reports.
 const INQUIRY: Duration = Duration::from_secs(2);
-/// How long last words may take.
+/// How long the final messages may take.
 const FAREWELL: Duration = Duration::from_secs(2);
-/// Signs of life within the time after which silence is death.
+/// Heartbeats within the silence limit.
 const BEATS: u32 = 6;
 
-/// How long something may last before it is a fault.
+/// Time limits.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     pub operation: Duration,
     pub silence: Duration,
 }
 
-/// This process's end of the watch.
+/// This process's end of the connections.
 pub(crate) struct Link {
     control: Arc<Control>,
     health: Arc<Health>,
@@ -54,7 +54,7 @@ impl Control {
 }
 
 impl Link {
-    /// Starts the watch; `peers` are all other ranks on rank 0, and rank 0 elsewhere.
+    /// Starts monitoring; `peers` are all other ranks on rank 0, and rank 0 elsewhere.
     pub(crate) fn start(
         rank: usize,
         place: &str,
@@ -63,13 +63,13 @@ impl Link {
         limits: Limits,
     ) -> Result<Self> {
         let control = Arc::new(Control::default());
-        let watched = |mut peer: Peer| {
-            // It may have been waiting for others longer than it may be silent from now on.
-            peer.connection.last_heard = Instant::now();
-            Watched { peer, gone: false }
+        let monitored = |mut peer: Peer| {
+            // The wait for the other ranks may have exceeded the silence limit.
+            peer.connection.last_received = Instant::now();
+            Monitored { peer, gone: false }
         };
-        let peers = peers.into_iter().map(watched).collect();
-        let watch = Watch {
+        let peers = peers.into_iter().map(monitored).collect();
+        let watch = Monitor {
             rank,
             who: who(rank, place),
             peers,
@@ -93,7 +93,7 @@ impl Link {
     /// Says goodbye and waits until all ranks have.
     ///
     /// # Errors
-    /// The fault that came before.
+    /// The fault that ended the job.
     pub(crate) fn close(&self) -> Result<()> {
         self.control.orders().goodbye = true;
         self.end();
@@ -109,23 +109,23 @@ impl Link {
     fn end(&self) {
         self.control.changed.notify_all();
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        // The thread itself drops the last link where its caller's function on a fault does.
+        // The thread itself drops the last link if the caller's `on_fault` does.
         if let Some(thread) = thread
             && thread.thread().id() != std::thread::current().id()
         {
-            // A panic in the caller's function on a fault ended it: the fault is recorded.
+            // A panic in the caller's `on_fault` ended the thread; the fault is recorded.
             let _ = thread.join();
         }
     }
 }
 
-struct Watched {
+struct Monitored {
     peer: Peer,
     /// It has said goodbye.
     gone: bool,
 }
 
-/// What rank 0 asks all when an operation is stuck.
+/// Rank 0's inquiry to all ranks about a stuck operation.
 struct Inquiry {
     who: String,
     operation: String,
@@ -133,10 +133,10 @@ struct Inquiry {
     until: Instant,
 }
 
-struct Watch {
+struct Monitor {
     rank: usize,
     who: String,
-    peers: Vec<Watched>,
+    peers: Vec<Monitored>,
     health: Arc<Health>,
     control: Arc<Control>,
     limits: Limits,
@@ -146,7 +146,7 @@ struct Watch {
     inquiry: Option<Inquiry>,
 }
 
-impl Watch {
+impl Monitor {
     fn run(mut self) {
         let fault = loop {
             let (goodbye, failed) = self.orders();
@@ -157,34 +157,34 @@ impl Watch {
             if goodbye && !self.told_goodbye {
                 self.told_goodbye = true;
                 if self.rank != 0 {
-                    self.say_to_all(&Message::Goodbye);
+                    self.send_to_all(&Message::Goodbye);
                 }
             }
-            let fault = self.hear().or_else(|| self.look_for_stuck_operations());
+            let fault = self.receive().or_else(|| self.look_for_stuck_operations());
             if fault.is_some() {
                 break fault;
             }
-            if self.told_goodbye && self.peers.iter().all(|watched| watched.gone) {
+            if self.told_goodbye && self.peers.iter().all(|monitored| monitored.gone) {
                 if self.rank == 0 {
-                    self.say_to_all(&Message::Goodbye);
+                    self.send_to_all(&Message::Goodbye);
                 }
-                self.part();
+                self.close();
                 break None;
             }
             self.beat();
         };
         if let Some(fault) = fault {
             if self.rank == 0 {
-                self.say_to_all(&Message::Fault(fault.clone()));
-                self.part();
+                self.send_to_all(&Message::Fault(fault.clone()));
+                self.close();
             }
-            // Others see from the closed connection that this process has heard.
+            // Closing the connection tells the others that this process has received the fault.
             self.peers.clear();
             self.health.report(fault);
         }
     }
 
-    /// Waits one tick, unless there is an order.
+    /// Waits one tick for an order.
     fn orders(&self) -> (bool, Option<String>) {
         let mut orders = self.control.orders();
         if orders.failed.is_none() && (!orders.goodbye || self.told_goodbye) {
@@ -194,45 +194,45 @@ impl Watch {
         (orders.goodbye, orders.failed.take())
     }
 
-    /// Hears all others; several that die at once are named together.
-    fn hear(&mut self) -> Option<Fault> {
+    /// Receives from all peers; those that die at the same time are reported together.
+    fn receive(&mut self) -> Option<Fault> {
         let mut lost: Vec<(String, String)> = Vec::new();
         let mut stuck = None;
-        for watched in &mut self.peers {
-            if watched.gone {
+        for monitored in &mut self.peers {
+            if monitored.gone {
                 continue;
             }
-            let Watched { peer, gone } = watched;
-            let heard = loop {
-                match peer.connection.hear() {
-                    Heard::Message(Message::Goodbye) => *gone = true,
-                    Heard::Message(Message::Ask) => {
+            let Monitored { peer, gone } = monitored;
+            let received = loop {
+                match peer.connection.receive() {
+                    Received::Message(Message::Goodbye) => *gone = true,
+                    Received::Message(Message::Ask) => {
                         let text = self.health.describe();
-                        peer.connection.say(&Message::Doing { text });
+                        peer.connection.send(&Message::Doing { text });
                     }
-                    Heard::Message(Message::Doing { text }) => {
+                    Received::Message(Message::Doing { text }) => {
                         if let Some(inquiry) = &mut self.inquiry {
                             inquiry.answers.insert(peer.rank, text);
                         }
                     }
-                    Heard::Message(Message::Stuck { operation }) => {
+                    Received::Message(Message::Stuck { operation }) => {
                         stuck = Some((peer.who(), operation));
                     }
-                    Heard::Message(_) if *gone => {}
-                    heard @ (Heard::Message(Message::Failed { .. } | Message::Fault(_))
-                    | Heard::Nothing
-                    | Heard::Lost(_)) => break heard,
-                    Heard::Message(_) => {}
+                    Received::Message(_) if *gone => {}
+                    received @ (Received::Message(Message::Failed { .. } | Message::Fault(_))
+                    | Received::Nothing
+                    | Received::Lost(_)) => break received,
+                    Received::Message(_) => {}
                 }
             };
-            match heard {
-                Heard::Message(Message::Fault(fault)) if self.rank != 0 => return Some(fault),
-                Heard::Message(Message::Failed { reason }) => {
+            match received {
+                Received::Message(Message::Fault(fault)) if self.rank != 0 => return Some(fault),
+                Received::Message(Message::Failed { reason }) => {
                     return Some(Fault::Failed { who: peer.who(), reason });
                 }
-                Heard::Lost(reason) if !*gone => lost.push((peer.who(), reason)),
-                Heard::Nothing if !*gone => {
-                    let silence = peer.connection.last_heard.elapsed();
+                Received::Lost(reason) if !*gone => lost.push((peer.who(), reason)),
+                Received::Nothing if !*gone => {
+                    let silence = peer.connection.last_received.elapsed();
                     if silence > self.limits.silence {
                         lost.push((peer.who(), format!("no sign of life for {silence:.0?}")));
                     }
@@ -259,17 +259,17 @@ impl Watch {
             if self.rank == 0 {
                 self.inquire(self.who.clone(), operation);
             } else {
-                self.say_to_all(&Message::Stuck { operation });
+                self.send_to_all(&Message::Stuck { operation });
             }
         }
         let inquiry = self.inquiry.as_ref()?;
-        let asked = self.peers.iter().filter(|watched| !watched.gone);
+        let asked = self.peers.iter().filter(|monitored| !monitored.gone);
         let answered = asked.clone().all(|w| inquiry.answers.contains_key(&w.peer.rank));
         if !answered && Instant::now() < inquiry.until {
             return None;
         }
         let mut report = vec![format!("{} is {}", self.who, self.health.describe())];
-        report.extend(self.peers.iter().map(|Watched { peer, gone }| {
+        report.extend(self.peers.iter().map(|Monitored { peer, gone }| {
             let answer = inquiry.answers.get(&peer.rank).map(String::as_str);
             let nothing = if *gone { "at its end" } else { "silent" };
             format!("{} is {}", peer.who(), answer.unwrap_or(nothing))
@@ -285,7 +285,7 @@ impl Watch {
         if self.inquiry.is_none() {
             let (answers, until) = (BTreeMap::new(), Instant::now() + INQUIRY);
             self.inquiry = Some(Inquiry { who, operation, answers, until });
-            self.say_to_all(&Message::Ask);
+            self.send_to_all(&Message::Ask);
         }
     }
 
@@ -295,30 +295,30 @@ impl Watch {
         } else {
             Message::Failed { reason }
         };
-        self.say_to_all(&message);
-        self.part();
+        self.send_to_all(&message);
+        self.close();
     }
 
     fn beat(&mut self) {
         if self.last_beat.elapsed() > self.limits.silence / BEATS {
             self.last_beat = Instant::now();
-            self.say_to_all(&Message::Alive);
+            self.send_to_all(&Message::Alive);
         }
-        for watched in &mut self.peers {
-            watched.peer.connection.flush();
-        }
-    }
-
-    fn say_to_all(&mut self, message: &Message) {
-        for watched in &mut self.peers {
-            watched.peer.connection.say(message);
+        for monitored in &mut self.peers {
+            monitored.peer.connection.flush();
         }
     }
 
-    fn part(&mut self) {
+    fn send_to_all(&mut self, message: &Message) {
+        for monitored in &mut self.peers {
+            monitored.peer.connection.send(message);
+        }
+    }
+
+    fn close(&mut self) {
         let connections: Vec<Connection> =
-            self.peers.drain(..).map(|watched| watched.peer.connection).collect();
-        part(connections, FAREWELL);
+            self.peers.drain(..).map(|monitored| monitored.peer.connection).collect();
+        close_all(connections, FAREWELL);
     }
 }
 

@@ -18,7 +18,7 @@ struct Rank {
     faults: Receiver<Fault>,
 }
 
-/// The connections of a job of that many ranks: those of rank 0 first.
+/// The connections of a job of `size` ranks, rank 0's first.
 fn meet(size: usize) -> Vec<Vec<Peer>> {
     let address = free_address();
     let others: Vec<_> = (1..size)
@@ -72,7 +72,7 @@ fn ranks_that_say_goodbye_part_in_peace() {
 #[test]
 fn a_lost_connection_is_named_to_all() {
     let mut peers = meet(4);
-    // The process of rank 2 is gone, and its connections with it.
+    // The process of rank 2 is gone, and its connections are closed.
     drop(peers.remove(2));
     let ranks: Vec<Rank> =
         [0, 1, 3].into_iter().zip(peers).map(|(rank, peers)| start(rank, peers, LIMITS)).collect();
@@ -97,7 +97,7 @@ fn all_notice_that_rank_0_is_gone() {
 fn a_rank_that_falls_silent_is_named() {
     let limits = Limits { silence: Duration::from_millis(1500), ..LIMITS };
     let mut peers = meet(3);
-    // A connection that stays open while nothing comes from it: a stopped process, a lost machine.
+    // A connection that stays open without traffic: a stopped process, or a lost machine.
     let _frozen = peers.remove(1);
     let ranks: Vec<Rank> =
         [0, 2].into_iter().zip(peers).map(|(rank, peers)| start(rank, peers, limits)).collect();

@@ -1,15 +1,14 @@
-//! A buffer that an operation still works on.
+//! A buffer with an operation in flight.
 
 use moh_kernels::span;
 
 use crate::engine::Ticket;
 use crate::error::Result;
 
-/// A buffer of which an operation has been started; [`Pending::wait`] gives it back. Dropping it
-/// waits as well.
-#[must_use = "the buffer comes back by `wait`"]
+/// A buffer with an operation in flight; [`Pending::wait`] returns it. Dropping it waits as well.
+#[must_use = "`wait` returns the buffer"]
 pub struct Pending<T> {
-    /// Some until the buffer is given back.
+    /// `None` once the buffer has been returned.
     buffer: Option<T>,
     ticket: Ticket,
     operation: &'static str,
@@ -20,17 +19,17 @@ impl<T> Pending<T> {
         Pending { buffer: Some(buffer), ticket, operation }
     }
 
-    /// The buffer with the operation's result. On a GPU the call returns at once: what is asked of
-    /// the device from now on starts after the operation.
+    /// Returns the buffer with the operation's result. On a GPU the call returns at once, and later
+    /// work on the device starts after the operation.
     ///
     /// # Errors
-    /// Whatever made the operation fail; the buffer is lost then.
+    /// The error of the operation; the buffer is lost then.
     pub fn wait(mut self) -> Result<T> {
         if let Some(outstanding) = self.ticket.take() {
             let _span = span::enter(self.operation);
             outstanding.join()?;
         }
-        // `new` puts a buffer in, and only this method, which consumes the value, takes it out.
+        // `new` stores a buffer, and only this method, which consumes the value, takes it.
         self.buffer.take().ok_or_else(|| unreachable!("a pending buffer is given back once"))
     }
 }
@@ -38,8 +37,8 @@ impl<T> Pending<T> {
 impl<T> Drop for Pending<T> {
     fn drop(&mut self) {
         if let Some(outstanding) = self.ticket.take() {
-            // The buffer is given up, after the device is done with it; there is nobody to tell of
-            // an error, which the next operation of the group meets as well.
+            // The device is done with the buffer before it is dropped. Drop cannot report errors;
+            // the group's next operation reports the same one.
             let _ = outstanding.join();
         }
     }

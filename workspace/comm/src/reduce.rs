@@ -1,24 +1,23 @@
-//! Sums and maxima over ranks, as every engine for the host's memory takes them: in the order of the
-//! ranks, element by element, so that a layout always gives the same bits. bf16 is summed in f32 and
-//! rounded once.
+//! Sums and maxima over ranks, shared by the engines for host memory. Elements are reduced in rank
+//! order, so a layout always gives the same bits. bf16 is summed in f32 and rounded once.
 
 use bytemuck::Zeroable;
 use half::{bf16, f16};
 use moh_kernels::{DType, Element, Scalar};
 
-/// How the numbers of several ranks become one.
+/// The reduction of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reduce {
-    /// Their sum; integers wrap around.
+    /// The sum; integers wrap around.
     Sum,
-    /// The largest; NaN where one is.
+    /// The maximum; NaN if any element is NaN.
     Max,
 }
 
-/// Numbers whose sums are kept in the first-level cache before they are stored.
+/// Elements whose sums stay in the first-level cache before they are stored.
 const BLOCK: usize = 1024;
 
-/// A number with the type that its sums are taken in.
+/// An element type and the type of its sums.
 trait Summand: Scalar {
     type Wide: Copy + Zeroable;
     fn widen(self) -> Self::Wide;
@@ -55,10 +54,10 @@ fn same<T>(value: T) -> T {
     value
 }
 
-/// The larger; NaN where one of the two is.
+/// The larger value; NaN if one of the two is NaN.
 #[inline(always)]
 fn larger<T: PartialOrd>(a: T, b: T) -> T {
-    // A NaN is not equal to itself, and nothing is larger than it.
+    // A NaN is not equal to itself, and compares as neither larger nor smaller.
     let b_is_nan = b.partial_cmp(&b).is_none();
     if b > a || b_is_nan { b } else { a }
 }
@@ -73,23 +72,23 @@ summand! {
     u8 as u8: same, same, u8::wrapping_add, Ord::max;
 }
 
-/// Replaces `out` by the reduction over all ranks; `part(rank)` holds that rank's numbers, or is none
-/// where they are those of `out`. The bytes are those of slices of `dtype`, all of the same length.
+/// Replaces `out` by the reduction over all ranks; `slice(rank)` is that rank's slice, or `None` if
+/// it is in `out`. The bytes are slices of `dtype`, all of the same length.
 pub(crate) fn reduce<'a>(
     dtype: DType,
     reduce: Reduce,
     out: &mut [u8],
     num_ranks: usize,
-    part: impl Fn(usize) -> Option<&'a [u8]>,
+    slice: impl Fn(usize) -> Option<&'a [u8]>,
 ) {
     match dtype {
-        DType::F32 => reduce_of::<f32>(reduce, out, num_ranks, part),
-        DType::F16 => reduce_of::<f16>(reduce, out, num_ranks, part),
-        DType::BF16 => reduce_of::<bf16>(reduce, out, num_ranks, part),
-        DType::F64 => reduce_of::<f64>(reduce, out, num_ranks, part),
-        DType::U32 => reduce_of::<u32>(reduce, out, num_ranks, part),
-        DType::I16 => reduce_of::<i16>(reduce, out, num_ranks, part),
-        DType::U8 => reduce_of::<u8>(reduce, out, num_ranks, part),
+        DType::F32 => reduce_of::<f32>(reduce, out, num_ranks, slice),
+        DType::F16 => reduce_of::<f16>(reduce, out, num_ranks, slice),
+        DType::BF16 => reduce_of::<bf16>(reduce, out, num_ranks, slice),
+        DType::F64 => reduce_of::<f64>(reduce, out, num_ranks, slice),
+        DType::U32 => reduce_of::<u32>(reduce, out, num_ranks, slice),
+        DType::I16 => reduce_of::<i16>(reduce, out, num_ranks, slice),
+        DType::U8 => reduce_of::<u8>(reduce, out, num_ranks, slice),
     }
 }
 
@@ -97,7 +96,7 @@ fn reduce_of<'a, S: Summand>(
     reduce: Reduce,
     out: &mut [u8],
     num_ranks: usize,
-    part: impl Fn(usize) -> Option<&'a [u8]>,
+    slice: impl Fn(usize) -> Option<&'a [u8]>,
 ) {
     let out: &mut [S] = bytemuck::cast_slice_mut(out);
     let mut sums = [S::Wide::zeroed(); BLOCK];
@@ -105,14 +104,14 @@ fn reduce_of<'a, S: Summand>(
         let range = start..out.len().min(start + BLOCK);
         let sums = &mut sums[..range.len()];
         for rank in 0..num_ranks {
-            let numbers = match part(rank) {
+            let elements = match slice(rank) {
                 Some(bytes) => &bytemuck::cast_slice::<u8, S>(bytes)[range.clone()],
                 None => &out[range.clone()],
             };
             match (rank, reduce) {
-                (0, _) => combine(sums, numbers, |_, number| number),
-                (_, Reduce::Sum) => combine(sums, numbers, S::sum),
-                (_, Reduce::Max) => combine(sums, numbers, S::max),
+                (0, _) => combine(sums, elements, |_, element| element),
+                (_, Reduce::Sum) => combine(sums, elements, S::sum),
+                (_, Reduce::Max) => combine(sums, elements, S::max),
             }
         }
         for (out, &sum) in out[range].iter_mut().zip(&*sums) {
@@ -124,11 +123,11 @@ fn reduce_of<'a, S: Summand>(
 #[inline(always)]
 fn combine<S: Summand>(
     sums: &mut [S::Wide],
-    numbers: &[S],
+    elements: &[S],
     operation: impl Fn(S::Wide, S::Wide) -> S::Wide,
 ) {
-    for (sum, &number) in sums.iter_mut().zip(numbers) {
-        *sum = operation(*sum, number.widen());
+    for (sum, &element) in sums.iter_mut().zip(elements) {
+        *sum = operation(*sum, element.widen());
     }
 }
 
@@ -136,39 +135,39 @@ fn combine<S: Summand>(
 mod tests {
     use super::*;
 
-    fn reduced<S: Scalar>(how: Reduce, parts: &[Vec<S>], own: usize) -> Vec<S> {
-        let mut out = parts[own].clone();
+    fn reduced<S: Scalar>(how: Reduce, slices: &[Vec<S>], own: usize) -> Vec<S> {
+        let mut out = slices[own].clone();
         let bytes = bytemuck::cast_slice_mut(&mut out);
-        let part = |rank: usize| (rank != own).then(|| bytemuck::cast_slice(&parts[rank]));
-        reduce(S::DTYPE, how, bytes, parts.len(), part);
+        let slice = |rank: usize| (rank != own).then(|| bytemuck::cast_slice(&slices[rank]));
+        reduce(S::DTYPE, how, bytes, slices.len(), slice);
         out
     }
 
     #[test]
     fn sums_are_taken_in_the_order_of_the_ranks_whoever_takes_them() {
-        let parts: Vec<Vec<f32>> = (0..5)
+        let slices: Vec<Vec<f32>> = (0..5)
             .map(|rank| (0..2500).map(|i| 0.1 * i as f32 + 1e6 / (rank as f32 + 0.3)).collect())
             .collect();
         let expected: Vec<f32> =
-            (0..2500).map(|i| parts[1..].iter().fold(parts[0][i], |sum, p| sum + p[i])).collect();
+            (0..2500).map(|i| slices[1..].iter().fold(slices[0][i], |sum, p| sum + p[i])).collect();
         for own in 0..5 {
-            assert_eq!(reduced(Reduce::Sum, &parts, own), expected);
+            assert_eq!(reduced(Reduce::Sum, &slices, own), expected);
         }
     }
 
     #[test]
     fn bf16_is_rounded_once() {
         // 256 + 1 + 1 is 258 in f32 and in bf16, but 256 + 1 rounds to 256 in bf16.
-        let parts = [256.0, 1.0, 1.0].map(|x| vec![bf16::from_f32(x)]);
-        assert_eq!(reduced(Reduce::Sum, &parts, 1), [bf16::from_f32(258.0)]);
+        let slices = [256.0, 1.0, 1.0].map(|x| vec![bf16::from_f32(x)]);
+        assert_eq!(reduced(Reduce::Sum, &slices, 1), [bf16::from_f32(258.0)]);
     }
 
     #[test]
     fn maxima_keep_nan_and_integers_wrap() {
         for own in 0..3 {
-            let parts =
+            let slices =
                 [vec![1.0f32, f32::NAN, 3.0], vec![2.0, 9.0, -3.0], vec![0.0, 1.0, f32::NAN]];
-            let max = reduced(Reduce::Max, &parts, own);
+            let max = reduced(Reduce::Max, &slices, own);
             assert!(max[0] == 2.0 && max[1].is_nan() && max[2].is_nan(), "{max:?}");
         }
         assert_eq!(reduced(Reduce::Sum, &[vec![200u8], vec![100]], 0), [44]);

@@ -1,10 +1,10 @@
-//! The meeting of all ranks before the start, at an address of rank 0's machine: who is there, and
-//! whether all were started alike. What rank 0's engine wants all to know (NCCL's unique id) goes
-//! along. The connections stay open: they show who is alive (`liveness.rs`).
+//! The rendezvous of all ranks at an address of rank 0's machine, before training starts. It checks
+//! that all ranks are present and were started alike, and distributes rank 0's payload (NCCL's
+//! unique id). The connections stay open for monitoring (`liveness.rs`).
 //!
-//! Rank 0 serves all connections from one loop that never blocks, so that strangers on its port,
-//! silent or loud, keep nobody waiting. There are no secrets: whoever reaches the port and knows the
-//! job can claim a rank, so that it belongs on a network of the cluster's own.
+//! Rank 0 serves all connections from one non-blocking loop, so that strangers on its port cannot
+//! delay the ranks. There is no authentication: whoever reaches the port and knows the job can
+//! claim a rank, so the port belongs on a private network of the cluster.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
@@ -12,27 +12,27 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Fault, Result};
 use crate::launch::{Address, Launch};
 use crate::wire::{
-    Connection, Heard, Hello, Message, PROTOCOL, Refusal, STRANGER_LIMIT, TICK, part,
+    Connection, Hello, Message, PROTOCOL, Received, Refusal, STRANGER_LIMIT, TICK, close_all,
 };
 
-/// How long a connection may take to say who it is.
+/// How long a connection may take to introduce itself.
 const INTRODUCTION: Duration = Duration::from_secs(10);
-/// Connections that may be about to, beside those of the ranks.
+/// Maximum connections that have not introduced themselves, besides the ranks'.
 const MOST_STRANGERS: usize = 64;
-/// How long rank 0 waits for more ranks once one was started differently, so that those learn why too.
+/// How long rank 0 waits for further ranks after a mismatch, so that they learn the cause too.
 const SETTLE: Duration = Duration::from_secs(2);
-/// How long rank 0 tries to get a port that an earlier job may still be giving back.
+/// How long rank 0 retries a port that an earlier job may still be releasing.
 const PORT_PATIENCE: Duration = Duration::from_secs(5);
-/// How long the last words of a refusal may take.
+/// How long sending a refusal may take.
 const FAREWELL: Duration = Duration::from_secs(2);
-/// How long one attempt to connect may take.
+/// Time limit of one connection attempt.
 const ATTEMPT: Duration = Duration::from_secs(3);
-/// How long a rank that has introduced itself waits beyond the time limit, which rank 0 keeps and
-/// may have begun to count later.
+/// How long an introduced rank waits beyond the time limit: rank 0 enforces the limit, and may have
+/// started counting later.
 const GRACE: Duration = Duration::from_secs(20);
-/// How long a rank whose rank 0 has hung up without an answer tries again.
+/// How long a rank retries after rank 0 closed the connection without an answer.
 const SECOND_CHANCE: Duration = Duration::from_secs(40);
-/// Characters of a fingerprint that a message shows.
+/// Characters of a fingerprint shown in a message.
 const SHOWN: usize = 120;
 
 /// Another process of the job.
@@ -54,12 +54,12 @@ pub(crate) fn who(rank: usize, place: &str) -> String {
     format!("rank {rank} ({place})")
 }
 
-/// Host and process of this one.
+/// This process's host and id.
 pub(crate) fn place() -> String {
     format!("{}, process {}", host_name(), std::process::id())
 }
 
-/// What this machine calls itself.
+/// This machine's host name.
 pub fn host_name() -> String {
     let kernel = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
     let host = kernel.or_else(|| std::env::var("HOSTNAME").ok()).unwrap_or_default();
@@ -70,7 +70,7 @@ fn failed(address: &Address, reason: impl Into<String>) -> Error {
     Error::Rendezvous { address: address.to_string(), reason: reason.into() }
 }
 
-/// What this process says of itself.
+/// This process's introduction.
 pub(crate) fn hello(launch: &Launch, fingerprint: &str) -> Hello {
     Hello {
         protocol: PROTOCOL,
@@ -82,7 +82,7 @@ pub(crate) fn hello(launch: &Launch, fingerprint: &str) -> Hello {
     }
 }
 
-/// Rank 0: waits for all others, and gives them `payload`.
+/// Rank 0: waits for all other ranks and sends them `payload`.
 pub(crate) fn host(
     address: &Address,
     me: &Hello,
@@ -91,7 +91,7 @@ pub(crate) fn host(
 ) -> Result<Vec<Peer>> {
     let start = Instant::now();
     let listener = listen(address, start + limit.min(PORT_PATIENCE))?;
-    let mut door = Door {
+    let mut admission = Admission {
         me,
         peers: (1..me.size).map(|_| None).collect(),
         strangers: Vec::new(),
@@ -105,47 +105,47 @@ pub(crate) fn host(
         seconds: limit.as_secs(),
     };
     loop {
-        door.let_in(&listener);
-        door.listen_to_strangers();
-        door.listen_to_peers();
-        let absent = door.absent();
-        if absent.is_empty() && door.fault.is_none() {
+        admission.let_in(&listener);
+        admission.listen_to_strangers();
+        admission.listen_to_peers();
+        let absent = admission.absent();
+        if absent.is_empty() && admission.fault.is_none() {
             break;
         }
-        if absent.is_empty() || Instant::now() >= door.deadline {
-            let fault = door.fault.take().unwrap_or_else(|| missing(absent));
-            return Err(door.refuse_all(fault));
+        if absent.is_empty() || Instant::now() >= admission.deadline {
+            let fault = admission.fault.take().unwrap_or_else(|| missing(absent));
+            return Err(admission.refuse_all(fault));
         }
         std::thread::sleep(TICK);
     }
-    let mut peers: Vec<Peer> = door.peers.into_iter().flatten().collect();
+    let mut peers: Vec<Peer> = admission.peers.into_iter().flatten().collect();
     let welcome = Message::Welcome { who: me.place.clone(), payload };
     for peer in &mut peers {
         peer.connection.admit();
-        peer.connection.say(&welcome);
+        peer.connection.send(&welcome);
     }
     Ok(peers)
 }
 
 /// Rank 0's side of the rendezvous.
-struct Door<'a> {
+struct Admission<'a> {
     me: &'a Hello,
-    /// Rank r at r - 1.
+    /// Rank r at index r - 1.
     peers: Vec<Option<Peer>>,
-    /// Connections that have not said yet who they are, and until when they may.
+    /// Connections that have not introduced themselves, with their deadlines.
     strangers: Vec<(Connection, Instant)>,
     fault: Option<Fault>,
     deadline: Instant,
 }
 
-impl Door<'_> {
+impl Admission<'_> {
     fn absent(&self) -> Vec<usize> {
         let absent = |(at, peer): (usize, &Option<Peer>)| peer.is_none().then_some(at + 1);
         self.peers.iter().enumerate().filter_map(absent).collect()
     }
 
     fn let_in(&mut self, listener: &TcpListener) {
-        // An error here is one connection's, or passes; the time limit ends what does not.
+        // An error concerns one connection or is transient; the time limit ends the rest.
         while let Ok((stream, _)) = listener.accept() {
             if let Ok(connection) = Connection::new(stream, STRANGER_LIMIT) {
                 self.strangers.push((connection, Instant::now() + INTRODUCTION));
@@ -158,11 +158,11 @@ impl Door<'_> {
 
     fn listen_to_strangers(&mut self) {
         for (mut connection, until) in std::mem::take(&mut self.strangers) {
-            match connection.hear() {
-                Heard::Nothing if Instant::now() < until => {
+            match connection.receive() {
+                Received::Nothing if Instant::now() < until => {
                     self.strangers.push((connection, until));
                 }
-                Heard::Message(Message::Hello(hello)) => self.admit(connection, hello),
+                Received::Message(Message::Hello(hello)) => self.admit(connection, hello),
                 _ => {}
             }
         }
@@ -170,12 +170,12 @@ impl Door<'_> {
 
     fn admit(&mut self, mut connection: Connection, hello: Hello) {
         let refuse = |mut connection: Connection, refusal| {
-            // The answer fits the socket's buffer; whoever does not read it is not waited for.
-            connection.say(&Message::Refused(refusal));
+            // The answer fits the socket's buffer, so a peer that does not read it costs no wait.
+            connection.send(&Message::Refused(refusal));
         };
         if hello.protocol != PROTOCOL {
             let reason = format!(
-                "rank 0 speaks version {PROTOCOL} of the rendezvous: start every rank with the same \
+                "rank 0 uses version {PROTOCOL} of the rendezvous protocol: start every rank with the same \
                  program"
             );
             return refuse(connection, Refusal::Rank(reason));
@@ -193,7 +193,7 @@ impl Door<'_> {
         let peer = &mut self.peers[hello.rank - 1];
         if let Some(peer) = peer {
             let reason =
-                format!("{} is there already, {} claims its rank", peer.who(), hello.place);
+                format!("{} has already joined, {} claims the same rank", peer.who(), hello.place);
             return refuse(connection, Refusal::Rank(reason));
         }
         if self.fault.is_none()
@@ -206,11 +206,11 @@ impl Door<'_> {
         *peer = Some(Peer { rank: hello.rank, place: clip(&hello.place), connection });
     }
 
-    /// A rank that has been here and is gone will not come back.
+    /// Reports a rank that has introduced itself and is gone: it will not come back.
     fn listen_to_peers(&mut self) {
         for slot in &mut self.peers {
             let Some(peer) = slot else { continue };
-            if let Heard::Lost(reason) = peer.connection.hear() {
+            if let Received::Lost(reason) = peer.connection.receive() {
                 let who = peer.who();
                 self.fault.get_or_insert(Fault::Lost { who, reason });
                 self.deadline = self.deadline.min(Instant::now());
@@ -221,20 +221,20 @@ impl Door<'_> {
 
     fn refuse_all(self, fault: Fault) -> Error {
         let connections = self.peers.into_iter().flatten().map(|mut peer| {
-            peer.connection.say(&Message::Refused(Refusal::Fault(fault.clone())));
+            peer.connection.send(&Message::Refused(Refusal::Fault(fault.clone())));
             peer.connection
         });
-        part(connections.collect(), FAREWELL);
+        close_all(connections.collect(), FAREWELL);
         fault.into()
     }
 }
 
-/// How a rank was started otherwise than rank 0.
+/// How a rank's introduction differs from rank 0's.
 fn difference(ours: &Hello, theirs: &Hello) -> Option<Fault> {
     let (mine, other) = if ours.size != theirs.size {
         (format!("{} ranks", ours.size), format!("{} ranks", theirs.size))
     } else if ours.fingerprint != theirs.fingerprint {
-        // Of a fingerprint of many lines, such as a recipe, the first that differs is shown.
+        // A fingerprint may have many lines, such as a recipe; only the first difference is shown.
         let (mut mine, mut other) = (ours.fingerprint.lines(), theirs.fingerprint.lines());
         loop {
             match (mine.next(), other.next()) {
@@ -252,7 +252,7 @@ fn difference(ours: &Hello, theirs: &Hello) -> Option<Fault> {
     })
 }
 
-/// The start of a text of another process, fit for a terminal.
+/// The start of another process's text, safe to print on a terminal.
 fn clip(text: &str) -> String {
     let shown = text.chars().map(|c| if c.is_control() { ' ' } else { c });
     let mut shown: String = shown.take(SHOWN).collect();
@@ -264,8 +264,8 @@ fn clip(text: &str) -> String {
 
 fn listen(address: &Address, until: Instant) -> Result<TcpListener> {
     let port = address.port;
-    // A name may mean another address here than on the other machines, so only what can mean
-    // nothing else keeps other machines out.
+    // A name may resolve to another address on other machines, so only an unambiguous loopback
+    // address restricts the listener to this machine.
     let loopback = address.host == "localhost"
         || address.host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback());
     let choices: Vec<SocketAddr> = if loopback {
@@ -295,7 +295,7 @@ fn listen(address: &Address, until: Instant) -> Result<TcpListener> {
     }
 }
 
-/// Another rank: finds rank 0 and waits for its welcome. Returns rank 0 and its payload.
+/// Other ranks: connects to rank 0 and waits for its welcome. Returns rank 0 and its payload.
 pub(crate) fn join(address: &Address, me: &Hello, limit: Duration) -> Result<(Peer, Vec<u8>)> {
     let start = Instant::now();
     let mut deadline = start + limit;
@@ -307,7 +307,7 @@ pub(crate) fn join(address: &Address, me: &Hello, limit: Duration) -> Result<(Pe
                 Answer::Refused(Refusal::Fault(fault)) => return Err(fault.into()),
                 Answer::Refused(Refusal::Rank(reason)) => return Err(failed(address, reason)),
                 Answer::Refused(Refusal::OtherJob) => {
-                    "rank 0 of another job listens there: choose \
+                    "rank 0 of another job uses this address: choose \
                      another port by --rendezvous HOST:PORT or MASTER_PORT"
                         .into()
                 }
@@ -323,8 +323,8 @@ pub(crate) fn join(address: &Address, me: &Hello, limit: Duration) -> Result<(Pe
             return Err(failed(
                 address,
                 format!(
-                    "rank {rank} found no rank 0 within {seconds} s: {reason}; see whether rank 0 has \
-                     started, and whether this is its address"
+                    "rank {rank} found no rank 0 within {seconds} s: {reason}; check that rank 0 has \
+                 started and that this is its address"
                 ),
             ));
         }
@@ -342,7 +342,7 @@ fn introduce(address: &Address, me: &Hello) -> std::result::Result<Connection, S
             Ok(stream) => {
                 let connection = Connection::new(stream, crate::wire::MEMBER_LIMIT);
                 let mut connection = connection.map_err(|error| error.to_string())?;
-                connection.say(&Message::Hello(me.clone()));
+                connection.send(&Message::Hello(me.clone()));
                 return Ok(connection);
             }
             Err(error) => reason = error.to_string(),
@@ -361,20 +361,22 @@ fn await_welcome(mut connection: Connection, limit: Duration) -> Answer {
     let until = Instant::now() + limit;
     while Instant::now() < until {
         connection.flush();
-        match connection.hear() {
-            Heard::Nothing => std::thread::sleep(TICK),
-            Heard::Message(Message::Welcome { who, payload }) => {
+        match connection.receive() {
+            Received::Nothing => std::thread::sleep(TICK),
+            Received::Message(Message::Welcome { who, payload }) => {
                 return Answer::Welcome(
                     Box::new(Peer { rank: 0, place: who, connection }),
                     payload,
                 );
             }
-            Heard::Message(Message::Refused(refusal)) => return Answer::Refused(refusal),
-            Heard::Message(_) => return Answer::None("what answers there is not rank 0".into()),
-            Heard::Lost(reason) => return Answer::None(reason),
+            Received::Message(Message::Refused(refusal)) => return Answer::Refused(refusal),
+            Received::Message(_) => {
+                return Answer::None("the process that answered is not rank 0".into());
+            }
+            Received::Lost(reason) => return Answer::None(reason),
         }
     }
-    Answer::None("it took the connection and did not answer".into())
+    Answer::None("the connection was accepted but not answered".into())
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use crate::launch::Launcher;
 const LIMIT: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(1500);
 
-/// An address of this machine that nobody listens on.
+/// A free address of this machine.
 pub(crate) fn free_address() -> Address {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     Address { host: "127.0.0.1".into(), port }
@@ -47,7 +47,7 @@ fn message<T>(result: Result<T>) -> String {
 #[test]
 fn all_ranks_meet_and_get_the_payload() {
     let address = free_address();
-    // Rank 0 comes last: the others keep trying.
+    // Rank 0 comes last: the others retry.
     let others: Vec<_> = (1..4).map(|rank| join_thread(&address, me(rank, 4, "same"))).collect();
     std::thread::sleep(Duration::from_millis(200));
     let peers = host_thread(&address, me(0, 4, "same"), LIMIT).join().unwrap().unwrap();
@@ -64,8 +64,8 @@ fn ranks_that_do_not_come_are_named_on_every_rank() {
     let host = host_thread(&address, me(0, 5, ""), SHORT);
     let other = join_thread(&address, me(2, 5, ""));
     let expected = format!(
-        "ranks 1, 3, 4 of 5 did not reach the rendezvous at {address} within 1 s: see why their \
-         processes did not start, or whether a firewall keeps them from that port"
+        "ranks 1, 3, 4 of 5 did not reach the rendezvous at {address} within 1 s: check that \
+             their processes have started, and that no firewall blocks the port"
     );
     assert_eq!(message(host.join().unwrap()), expected);
     assert_eq!(message(other.join().unwrap()), expected);
@@ -140,7 +140,7 @@ fn strangers_neither_crash_nor_delay_the_rendezvous() {
         let _ = stream.write_all(bytes);
         loud.push(stream);
     }
-    // Ranks that are not of this job, and one that is twice there.
+    // Ranks of another job, and a duplicate rank.
     for stranger in [
         Hello { job: "another".into(), ..me(1, 2, "") },
         Hello { rank: 7, ..me(1, 2, "") },
@@ -148,14 +148,14 @@ fn strangers_neither_crash_nor_delay_the_rendezvous() {
         Hello { protocol: 99, ..me(1, 2, "") },
     ] {
         let mut connection = Connection::new(connect(), STRANGER_LIMIT).unwrap();
-        connection.say(&Message::Hello(stranger));
-        let heard = loop {
-            match connection.hear() {
-                Heard::Nothing => std::thread::sleep(Duration::from_millis(1)),
-                heard => break heard,
+        connection.send(&Message::Hello(stranger));
+        let received = loop {
+            match connection.receive() {
+                Received::Nothing => std::thread::sleep(Duration::from_millis(1)),
+                received => break received,
             }
         };
-        assert!(matches!(heard, Heard::Message(Message::Refused(_))), "{heard:?}");
+        assert!(matches!(received, Received::Message(Message::Refused(_))), "{received:?}");
     }
     let (peer, _) = join_thread(&address, me(1, 2, "")).join().unwrap().unwrap();
     assert_eq!((peer.rank, host.join().unwrap().unwrap().len()), (0, 1));
@@ -175,7 +175,7 @@ fn a_rank_that_is_there_twice_is_refused_the_second_time() {
         std::thread::sleep(TICK);
     };
     let error = message(refused.join().unwrap());
-    assert!(error.contains("rank 1 (") && error.contains("is there already"), "{error}");
+    assert!(error.contains("rank 1 (") && error.contains("has already joined"), "{error}");
     join_thread(&address, me(2, 3, "")).join().unwrap().unwrap();
     twice.remove(0).join().unwrap().unwrap();
     host.join().unwrap().unwrap();
@@ -213,7 +213,7 @@ fn something_else_on_the_port_is_reported() {
         }
     });
     let error = message(join(&address, &me(1, 2, ""), Duration::from_millis(50)));
-    assert!(error.contains("what came was no message"), "{error}");
+    assert!(error.contains("received an invalid message"), "{error}");
     drop(TcpStream::connect((address.host.as_str(), address.port)));
     answers.join().unwrap();
 }

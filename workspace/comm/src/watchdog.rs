@@ -1,5 +1,5 @@
-//! What this process waits for: the operations that have begun and not ended. The liveness thread
-//! reads it, and ends the job when one of them lasts too long.
+//! The operations of this process that are in flight. The liveness thread reads them, and ends the
+//! job when one exceeds its limit.
 
 use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Fault, Result};
 
-/// An operation that goes on after its call has returned.
+/// An operation that continues after its call has returned.
 pub(crate) trait Outstanding: Send + Sync {
     /// Whether it has ended.
     fn is_done(&self) -> bool;
-    /// Lets what follows on the device start after it.
+    /// Orders later work on the device after it.
     fn join(&self) -> Result<()>;
 }
 
@@ -29,12 +29,12 @@ struct Activity {
     last: Option<Operation>,
 }
 
-/// One call of an operation of a group.
+/// One call of a group's operation.
 #[derive(Clone)]
 pub(crate) struct Operation {
     pub name: &'static str,
     pub group: Arc<str>,
-    /// Which operation of the group, counted from 1.
+    /// Its number within the group, counted from 1.
     pub number: u64,
 }
 
@@ -45,7 +45,7 @@ struct Entry {
     outstanding: Option<Arc<dyn Outstanding>>,
 }
 
-/// An operation that ends when this is dropped, unless it goes on.
+/// A running operation; dropping it ends the operation, unless it continues.
 pub(crate) struct Running<'a> {
     health: &'a Health,
     id: u64,
@@ -67,7 +67,7 @@ impl Health {
         self.fault().map_or(Ok(()), |fault| Err(fault.clone().into()))
     }
 
-    /// Ends the job: operations that wait return with this fault, and the caller's function is told.
+    /// Ends the job: waiting operations return this fault, and the caller's `on_fault` is called.
     /// Only the first fault counts.
     pub(crate) fn report(&self, fault: Fault) {
         if self.fault.set(fault).is_ok()
@@ -77,7 +77,7 @@ impl Health {
         }
     }
 
-    /// Every change leaves the record sound, so a panic elsewhere does not matter.
+    /// Ignores poisoning: every change leaves the record consistent.
     fn activity(&self) -> MutexGuard<'_, Activity> {
         self.activity.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -90,7 +90,7 @@ impl Health {
         Running { health: self, id }
     }
 
-    /// The operation that has lasted longest, and how long.
+    /// The longest-running operation and its age.
     pub(crate) fn longest(&self) -> Option<(String, Duration)> {
         let mut activity = self.activity();
         activity.forget_finished();
@@ -98,7 +98,7 @@ impl Health {
         Some((oldest.operation.to_string(), oldest.since.elapsed()))
     }
 
-    /// What this process is in, for the report of a stuck operation.
+    /// What this process is doing, for the report of a stuck operation.
     pub(crate) fn describe(&self) -> String {
         let mut activity = self.activity();
         activity.forget_finished();
@@ -130,7 +130,7 @@ impl Activity {
 }
 
 impl Running<'_> {
-    /// The operation goes on until `outstanding` is done.
+    /// Keeps the operation running until `outstanding` is done.
     pub(crate) fn goes_on(self, outstanding: Arc<dyn Outstanding>) {
         let mut activity = self.health.activity();
         if let Some(entry) = activity.running.iter_mut().find(|entry| entry.id == self.id) {
@@ -147,7 +147,7 @@ impl Drop for Running<'_> {
         if let Some(at) = running.iter().position(of_this) {
             *last = Some(running.swap_remove(at).operation);
         }
-        // Where the process never becomes stuck, nobody else looks at what goes on.
+        // Without a stuck operation nobody else checks which ones are done.
         activity.forget_finished();
     }
 }

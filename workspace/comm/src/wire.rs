@@ -1,8 +1,8 @@
-//! Messages between rank 0 and another rank: a length, then JSON. Only the rendezvous and the watch
-//! over the processes speak them; tensors never travel here.
+//! Messages between rank 0 and another rank: a length, then JSON. They serve the rendezvous and the
+//! monitoring; tensors are never sent this way.
 //!
-//! What arrives may come from anyone: lengths are limited, sockets never block, and bytes that are
-//! no message close the connection.
+//! Input may come from anyone: lengths are limited, sockets never block, and invalid bytes close
+//! the connection.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -12,36 +12,36 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Fault;
 
-/// The version of these messages.
+/// The version of the protocol.
 pub(crate) const PROTOCOL: u32 = 1;
-/// Bytes that a message of a process that has not been admitted may have.
+/// Maximum bytes of a message from a process that has not been admitted.
 pub(crate) const STRANGER_LIMIT: usize = 256 << 10;
-/// Bytes that the others' messages may have: a report of what thousands of ranks do.
+/// Maximum bytes of the others' messages: a report of thousands of ranks.
 pub(crate) const MEMBER_LIMIT: usize = 4 << 20;
-/// How often a thread that speaks with several processes looks after them.
+/// How often a thread polls its connections.
 pub(crate) const TICK: Duration = Duration::from_millis(10);
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Message {
-    /// Another rank's first words.
+    /// Another rank's introduction.
     Hello(Hello),
-    /// Rank 0's answer once all are there, with what its engine wants all ranks to know.
+    /// Rank 0's answer once all ranks have joined, with its payload.
     Welcome { who: String, payload: Vec<u8> },
-    /// Rank 0's answer to a rank that cannot take part.
+    /// Rank 0's refusal of a rank.
     Refused(Refusal),
-    /// Nothing but a sign of life.
+    /// A heartbeat.
     Alive,
-    /// The sender has ended well; rank 0 says it when all have.
+    /// The sender has ended without an error; rank 0 sends it when all ranks have.
     Goodbye,
-    /// An operation of the sender's has lasted too long.
+    /// An operation of the sender has exceeded its limit.
     Stuck { operation: String },
     /// Rank 0 asks what the receiver is doing.
     Ask,
-    /// The answer.
+    /// The answer to [`Message::Ask`].
     Doing { text: String },
     /// The sender ends with an error.
     Failed { reason: String },
-    /// Rank 0 tells why the job ends.
+    /// Rank 0 sends the fault that ends the job.
     Fault(Fault),
 }
 
@@ -58,30 +58,30 @@ pub(crate) struct Hello {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Refusal {
-    /// The address is in use by another job, which may end soon.
+    /// Another job uses the address, and may end soon.
     OtherJob,
-    /// This process cannot be the rank that it claims.
+    /// This process cannot have the rank that it claims.
     Rank(String),
     /// The job cannot start.
     Fault(Fault),
 }
 
-/// What a connection gave.
+/// The result of reading a connection.
 #[derive(Debug)]
-pub(crate) enum Heard {
+pub(crate) enum Received {
     Nothing,
     Message(Message),
-    /// The connection is of no use any more.
+    /// The connection can no longer be used.
     Lost(String),
 }
 
-/// A connection that never blocks.
+/// A non-blocking connection.
 pub(crate) struct Connection {
     stream: TcpStream,
     input: Vec<u8>,
     output: Vec<u8>,
     limit: usize,
-    pub last_heard: Instant,
+    pub last_received: Instant,
 }
 
 impl Connection {
@@ -89,32 +89,32 @@ impl Connection {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         let (input, output) = (Vec::new(), Vec::new());
-        Ok(Connection { stream, input, output, limit, last_heard: Instant::now() })
+        Ok(Connection { stream, input, output, limit, last_received: Instant::now() })
     }
 
-    /// Allows longer messages to a process that has been admitted.
+    /// Allows longer messages from a process that has been admitted.
     pub(crate) fn admit(&mut self) {
         self.limit = MEMBER_LIMIT;
     }
 
-    /// The next message, if one is there.
-    pub(crate) fn hear(&mut self) -> Heard {
+    /// The next message, if one has arrived.
+    pub(crate) fn receive(&mut self) -> Received {
         loop {
             match self.decode() {
                 Ok(Some(message)) => {
-                    self.last_heard = Instant::now();
-                    return Heard::Message(message);
+                    self.last_received = Instant::now();
+                    return Received::Message(message);
                 }
                 Ok(None) => {}
-                Err(reason) => return Heard::Lost(reason),
+                Err(reason) => return Received::Lost(reason),
             }
             let mut bytes = [0; 16 << 10];
             match self.stream.read(&mut bytes) {
-                Ok(0) => return Heard::Lost("the connection was closed".into()),
+                Ok(0) => return Received::Lost("the connection was closed".into()),
                 Ok(count) => self.input.extend_from_slice(&bytes[..count]),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Heard::Nothing,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Received::Nothing,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) => return Heard::Lost(format!("the connection was lost: {error}")),
+                Err(error) => return Received::Lost(format!("the connection was lost: {error}")),
             }
         }
     }
@@ -123,29 +123,29 @@ impl Connection {
         let Some((length, rest)) = self.input.split_first_chunk::<4>() else { return Ok(None) };
         let length = u32::from_le_bytes(*length) as usize;
         if length > self.limit {
-            return Err("what came was no message".into());
+            return Err("received an invalid message".into());
         }
         let Some(bytes) = rest.get(..length) else { return Ok(None) };
         let message = serde_json::from_slice(bytes);
         self.input.drain(..4 + length);
-        message.map(Some).map_err(|_| "what came was no message".into())
+        message.map(Some).map_err(|_| "received an invalid message".into())
     }
 
-    /// Puts a message on its way; [`Connection::flush`] sends it.
-    pub(crate) fn say(&mut self, message: &Message) {
-        // Sign of life is given by what waits to be sent as well.
+    /// Queues a message and sends as much of the queue as the socket accepts.
+    pub(crate) fn send(&mut self, message: &Message) {
+        // A queued message serves as a heartbeat as well.
         if *message == Message::Alive && !self.output.is_empty() {
             return;
         }
-        // Messages are plain data with string keys, which JSON can hold.
+        // Messages are plain data with string keys, which JSON can represent.
         let Ok(bytes) = serde_json::to_vec(message) else { return };
         self.output.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
         self.output.extend_from_slice(&bytes);
         self.flush();
     }
 
-    /// Sends what waits, as far as the other side takes it; true when nothing waits any more. A
-    /// connection that is broken shows when it is heard.
+    /// Sends as much of the queue as the socket accepts; true when it is empty. A broken connection
+    /// is reported by [`Connection::receive`].
     pub(crate) fn flush(&mut self) -> bool {
         while !self.output.is_empty() {
             match self.stream.write(&self.output) {
@@ -160,21 +160,21 @@ impl Connection {
     }
 }
 
-/// Closes connections so that what was said last arrives: sends it, and waits until the other sides
-/// have closed theirs, or have had the time to.
-pub(crate) fn part(mut connections: Vec<Connection>, patience: Duration) {
+/// Closes connections gracefully: flushes them, and waits until the peers have closed theirs, or
+/// until `patience` runs out.
+pub(crate) fn close_all(mut connections: Vec<Connection>, patience: Duration) {
     let end = Instant::now() + patience;
     while !connections.is_empty() && Instant::now() < end {
         connections.retain_mut(|connection| {
             if connection.flush() {
-                // Where it fails, the other side is gone.
+                // If it fails, the peer is gone.
                 let _ = connection.stream.shutdown(Shutdown::Write);
             }
             loop {
-                match connection.hear() {
-                    Heard::Nothing => return true,
-                    Heard::Message(_) => {}
-                    Heard::Lost(_) => return false,
+                match connection.receive() {
+                    Received::Nothing => return true,
+                    Received::Message(_) => {}
+                    Received::Lost(_) => return false,
                 }
             }
         });
@@ -188,18 +188,18 @@ mod tests {
 
     use super::*;
 
-    /// A connection, and the raw other side.
+    /// A connection, and the raw socket of its peer.
     fn pair(limit: usize) -> (Connection, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let other = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         (Connection::new(listener.accept().unwrap().0, limit).unwrap(), other)
     }
 
-    fn hear(connection: &mut Connection) -> Heard {
+    fn receive(connection: &mut Connection) -> Received {
         loop {
-            match connection.hear() {
-                Heard::Nothing => std::thread::sleep(Duration::from_millis(1)),
-                heard => return heard,
+            match connection.receive() {
+                Received::Nothing => std::thread::sleep(Duration::from_millis(1)),
+                received => return received,
             }
         }
     }
@@ -210,22 +210,22 @@ mod tests {
         let mut there = Connection::new(other, STRANGER_LIMIT).unwrap();
         let long = Message::Doing { text: "x".repeat(200_000) };
         for message in [&Message::Ask, &long, &Message::Goodbye] {
-            there.say(message);
+            there.send(message);
         }
         for expected in [Message::Ask, long, Message::Goodbye] {
             there.flush();
             let message = loop {
                 there.flush();
-                match here.hear() {
-                    Heard::Nothing => {}
-                    Heard::Message(message) => break message,
-                    Heard::Lost(reason) => panic!("{reason}"),
+                match here.receive() {
+                    Received::Nothing => {}
+                    Received::Message(message) => break message,
+                    Received::Lost(reason) => panic!("{reason}"),
                 }
             };
             assert_eq!(message, expected);
         }
         drop(there);
-        assert!(matches!(hear(&mut here), Heard::Lost(_)));
+        assert!(matches!(receive(&mut here), Received::Lost(_)));
     }
 
     #[test]
@@ -235,10 +235,10 @@ mod tests {
         {
             let (mut here, mut other) = pair(STRANGER_LIMIT);
             other.write_all(bytes).unwrap();
-            let heard = hear(&mut here);
+            let received = receive(&mut here);
             assert!(
-                matches!(&heard, Heard::Lost(why) if why == "what came was no message"),
-                "{heard:?}"
+                matches!(&received, Received::Lost(why) if why == "received an invalid message"),
+                "{received:?}"
             );
         }
     }
@@ -248,8 +248,8 @@ mod tests {
         let (mut here, mut other) = pair(STRANGER_LIMIT);
         other.write_all(b"\x07\0\0\0\"Ali").unwrap();
         std::thread::sleep(Duration::from_millis(20));
-        assert!(matches!(here.hear(), Heard::Nothing));
+        assert!(matches!(here.receive(), Received::Nothing));
         other.write_all(b"ve\"").unwrap();
-        assert!(matches!(hear(&mut here), Heard::Message(Message::Alive)));
+        assert!(matches!(receive(&mut here), Received::Message(Message::Alive)));
     }
 }

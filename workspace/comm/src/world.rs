@@ -1,4 +1,4 @@
-//! All processes of a job: how they find each other, and how they end.
+//! All processes of a job: their start, their groups and their end.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,40 +11,40 @@ use crate::liveness::{Limits, Link};
 use crate::rendezvous;
 use crate::watchdog::Health;
 
-/// How long the other processes get to say why the job ends before this one takes them down.
+/// How long the other processes may take to report the fault before this one ends them.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// How long the ranks wait for each other at the start, unless told otherwise.
+/// Default of [`Options::rendezvous_limit`].
 pub const RENDEZVOUS_LIMIT: Duration = Duration::from_secs(300);
-/// How long an operation may last, unless told otherwise.
+/// Default of [`Options::operation_limit`].
 pub const OPERATION_LIMIT: Duration = Duration::from_secs(600);
 
-/// Where the buffers lie that the ranks exchange, which decides what moves them.
+/// The memory of the exchanged buffers, which selects the engine.
 #[derive(Debug, Clone)]
 pub enum Buffers {
-    /// In the host's memory: MPI, feature `mpi`. mpirun keeps each process on one core unless it is
-    /// told `--bind-to none`.
+    /// Host memory: MPI, feature `mpi`. By default mpirun binds each process to one core;
+    /// `--bind-to none` lifts this.
     Host,
-    /// On this GPU, one for each rank: NCCL, feature `nccl`.
+    /// This GPU, one per rank: NCCL, feature `nccl`.
     #[cfg(feature = "cuda")]
     Gpu(moh_kernels::Cuda),
 }
 
-/// How processes find each other and watch over each other.
+/// Options of [`World::connect`].
 #[derive(Clone)]
 pub struct Options {
-    /// What must be the same on all ranks, such as the program's version and the recipe; of several
-    /// lines, the first that differs is shown.
+    /// Text that must be the same on all ranks, such as the program's version and the recipe; a
+    /// mismatch shows the first line that differs.
     pub fingerprint: String,
-    /// How long the ranks wait for each other at the start: [`RENDEZVOUS_LIMIT`].
+    /// How long the ranks wait for each other at the start; [`RENDEZVOUS_LIMIT`] by default.
     pub rendezvous_limit: Duration,
-    /// How long an operation may last: [`OPERATION_LIMIT`].
+    /// How long an operation may take; [`OPERATION_LIMIT`] by default.
     pub operation_limit: Duration,
-    /// How long a process may give no sign of life: 45 seconds.
+    /// How long a process may stay silent; 45 seconds by default.
     pub silence_limit: Duration,
-    /// Called once, on a thread of its own, when another rank's end or a stuck operation has ended
-    /// the job. Operations that wait return the fault as well, but a program may be anywhere, or
-    /// wait for a GPU: this function should print the fault and end the process.
+    /// Called once, on a separate thread, when another rank or a stuck operation has ended the job.
+    /// Waiting operations return the fault as well, but the program may be elsewhere, or wait for a
+    /// GPU: the function should print the fault and exit the process.
     pub on_fault: Arc<dyn Fn(&Fault) + Send + Sync>,
 }
 
@@ -60,27 +60,27 @@ impl Default for Options {
     }
 }
 
-/// This process among all of the job.
+/// This process as one rank of the job.
 ///
-/// It must end by [`World::close`]. One that is dropped otherwise, by an early return or a panic,
-/// is a rank that failed: the others end with an error that names it.
+/// It must end by [`World::close`]. Dropping it otherwise, by an early return or a panic, counts as
+/// a failure: the other ranks end with an error that names this one.
 pub struct World {
     group: Group,
-    /// None in a world of one process, or of threads.
+    /// `None` in a world of one process, or of threads.
     link: Option<Link>,
     local_rank: usize,
     closed: bool,
 }
 
 impl World {
-    /// A world of this process alone.
+    /// A world of one process.
     pub fn single() -> Self {
         let health = Arc::new(Health::new(Options::default().on_fault));
         World { group: Group::alone("world", health), link: None, local_rank: 0, closed: false }
     }
 
-    /// As many worlds as `size`, for threads that play the ranks of a job; a thread that drops its
-    /// world, or panics, makes the others' operations fail.
+    /// `size` worlds, for threads as the ranks of a job; when a thread drops its world or panics,
+    /// the other ranks' operations fail.
     ///
     /// # Panics
     /// If `size` is 0.
@@ -99,13 +99,13 @@ impl World {
         worlds.map(world).collect()
     }
 
-    /// Meets the other processes of the job, and connects the engine for these buffers. A job of
-    /// one process opens no port.
+    /// Connects to the other processes of the job, and starts the engine for these buffers. A job
+    /// of one process opens no port.
     ///
     /// # Errors
-    /// [`Error::Fault`] naming the ranks that do not arrive in time, or the one that was started
-    /// with another fingerprint; [`Error::Rendezvous`] where rank 0 is not found, or its port is
-    /// taken; [`Error::NoEngine`] in a build without the engine; whatever the engine reports.
+    /// [`Error::Fault`] if ranks do not arrive in time, or one has another fingerprint;
+    /// [`Error::Rendezvous`] if rank 0 is not found, or its port is taken; [`Error::NoEngine`] in a
+    /// build without the engine; any error of the engine.
     pub fn connect(launch: &Launch, buffers: Buffers, options: Options) -> Result<Self> {
         match buffers {
             #[cfg(feature = "mpi")]
@@ -129,7 +129,7 @@ impl World {
         }
     }
 
-    /// In a build without the engine there can be one process.
+    /// A build without the engine supports one process.
     #[cfg(any(not(feature = "mpi"), all(feature = "cuda", not(feature = "nccl"))))]
     fn without_engine(
         launch: &Launch,
@@ -139,7 +139,7 @@ impl World {
     ) -> Result<Self> {
         let no_engine = || {
             Error::NoEngine(format!(
-                "{} processes were started, and this program was built without {engine}: build it \
+                "{} processes were started, but this program was built without {engine}: build it \
                  with --features {feature}, or start one process",
                 launch.size
             ))
@@ -150,7 +150,8 @@ impl World {
         Self::connect_with(launch, options, || Ok(Vec::new()), |_, _, _| Err(no_engine()))
     }
 
-    /// Meets the other processes; rank 0's payload goes to all of them, and to `engine`.
+    /// Connects to the other processes; rank 0's payload is sent to all of them, and passed to
+    /// `engine`.
     pub(crate) fn connect_with(
         launch: &Launch,
         options: Options,
@@ -205,13 +206,13 @@ impl World {
         self.group.size()
     }
 
-    /// This process's number among those of its machine.
+    /// This process's rank on its machine.
     pub fn local_rank(&self) -> usize {
         self.local_rank
     }
 
-    /// Ends well: waits until every rank has come to its end. The caller has dropped the groups that
-    /// it split off, or drops them soon.
+    /// Ends the job without an error: waits until every rank has called it. The caller has dropped
+    /// the groups that it split off, or drops them soon.
     ///
     /// # Errors
     /// [`Error::Fault`] where another rank failed before its end.
@@ -221,8 +222,8 @@ impl World {
         self.link.as_ref().map_or(Ok(()), Link::close)
     }
 
-    /// Ends this process with `code` because of an error that the other ranks are told, and the
-    /// whole job with it where its engine can.
+    /// Reports an error to the other ranks and ends this process with `code`, and the whole job if
+    /// its engine can.
     pub fn abort(mut self, reason: &str, code: i32) -> ! {
         self.closed = true;
         if let Some(link) = &self.link {

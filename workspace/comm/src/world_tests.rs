@@ -9,7 +9,7 @@ use moh_kernels::{Cpu, Region, RegionMut};
 
 use super::*;
 use crate::engine::Ticket;
-use crate::engine::threads::{Room, Threads};
+use crate::engine::threads::{SharedState, Threads};
 use crate::launch::Address;
 use crate::reduce::Reduce;
 use crate::rendezvous::tests::{free_address, launch};
@@ -31,10 +31,10 @@ fn on_threads<R: Send + 'static>(
 #[test]
 fn a_thread_that_panics_fails_the_operations_of_the_others() {
     let results = on_threads(World::threads(3), |world| {
-        let mut numbers = vec![1.0f32; 5];
-        world.group().all_reduce::<Cpu, f32>(&mut numbers, Reduce::Sum)?;
+        let mut elements = vec![1.0f32; 5];
+        world.group().all_reduce::<Cpu, f32>(&mut elements, Reduce::Sum)?;
         assert!(world.rank() != 1, "rank 1 panics here");
-        world.group().all_reduce::<Cpu, f32>(&mut numbers, Reduce::Sum)
+        world.group().all_reduce::<Cpu, f32>(&mut elements, Reduce::Sum)
     });
     for (rank, result) in results.into_iter().enumerate() {
         match result {
@@ -52,10 +52,10 @@ fn a_receiver_learns_that_its_sender_has_left_but_gets_what_was_sent() {
         if world.rank() == 0 {
             return group.send::<Cpu, u8>(&[7], 1, 3).map(|()| 7);
         }
-        let mut number = [0u8];
-        group.recv::<Cpu, u8>(&mut number, 0, 3)?;
+        let mut element = [0u8];
+        group.recv::<Cpu, u8>(&mut element, 0, 3)?;
         assert_eq!(group.recv::<Cpu, u8>(&mut [0], 0, 3), Err(Error::Left { rank: 0 }));
-        Ok(number[0])
+        Ok(element[0])
     });
     assert!(results.into_iter().all(|result| result.unwrap() == Ok(7)));
 }
@@ -63,8 +63,8 @@ fn a_receiver_learns_that_its_sender_has_left_but_gets_what_was_sent() {
 #[test]
 fn ranks_in_different_operations_all_get_an_error() {
     let results = on_threads(World::threads(2), |world| {
-        let mut numbers = vec![0.0f32; 4 + world.rank()];
-        world.group().all_reduce::<Cpu, f32>(&mut numbers, Reduce::Sum)
+        let mut elements = vec![0.0f32; 4 + world.rank()];
+        world.group().all_reduce::<Cpu, f32>(&mut elements, Reduce::Sum)
     });
     for result in results {
         let error = result.unwrap().unwrap_err().to_string();
@@ -80,13 +80,13 @@ fn arguments_that_do_not_fit_are_refused_on_the_spot() {
         let odd = group.all_gather::<Cpu, f32>(&mut three).unwrap_err().to_string();
         assert_eq!(
             odd,
-            "all_gather of group world: 3 numbers cannot be divided among 2 ranks: pad the buffer to \
+            "all_gather of group world: 3 elements cannot be divided among 2 ranks: pad the buffer to \
              a multiple"
         );
         let beyond = group.broadcast::<Cpu, f32>(&mut three, 2).unwrap_err().to_string();
-        assert_eq!(beyond, "broadcast of group world: there is no rank 2, the last is 1");
+        assert_eq!(beyond, "broadcast of group world: there is no rank 2: the last rank is 1");
         let own = group.send::<Cpu, f32>(&three, world.rank(), 0).unwrap_err().to_string();
-        assert!(own.ends_with("is this one itself"), "{own}");
+        assert!(own.ends_with("is this rank itself"), "{own}");
         group.barrier()
     });
     assert!(results.into_iter().all(|result| result.unwrap() == Ok(())));
@@ -96,13 +96,13 @@ fn arguments_that_do_not_fit_are_refused_on_the_spot() {
 fn a_world_of_one_does_nothing() {
     let options = Options::default();
     let world = World::connect(&Launch::single(), Buffers::Host, options).unwrap();
-    let mut numbers = vec![1.5f32; 3];
+    let mut elements = vec![1.5f32; 3];
     let group = world.group();
-    group.all_reduce::<Cpu, f32>(&mut numbers, Reduce::Sum).unwrap();
-    group.all_gather::<Cpu, f32>(&mut numbers).unwrap();
+    group.all_reduce::<Cpu, f32>(&mut elements, Reduce::Sum).unwrap();
+    group.all_gather::<Cpu, f32>(&mut elements).unwrap();
     group.barrier().unwrap();
-    let numbers = group.start_reduce_scatter::<Cpu, f32>(numbers, Reduce::Sum).unwrap();
-    assert_eq!(numbers.wait().unwrap(), [1.5; 3]);
+    let elements = group.start_reduce_scatter::<Cpu, f32>(elements, Reduce::Sum).unwrap();
+    assert_eq!(elements.wait().unwrap(), [1.5; 3]);
     assert_eq!(group.split("half", Some(0), 0).unwrap().unwrap().size(), 1);
     assert!(group.split("none", None, 0).unwrap().is_none());
     world.close().unwrap();
@@ -116,21 +116,21 @@ fn several_processes_need_an_engine() {
     assert!(error.to_string().contains("built without MPI"), "{error}");
 }
 
-/// The ranks of a job that meets over sockets; the numbers go through memory.
+/// The ranks of a job connected by sockets; the elements pass through memory.
 fn connected(
     size: usize,
     options: Options,
     body: impl Fn(Result<World>) + Clone + Send + 'static,
 ) -> Vec<std::thread::Result<()>> {
-    let (address, room) = (free_address(), Room::new(size));
+    let (address, shared) = (free_address(), SharedState::new(size));
     let threads: Vec<_> = (0..size)
         .map(|rank| {
-            let (launch, room) = (launch(rank, size, &address), Arc::clone(&room));
+            let (launch, shared) = (launch(rank, size, &address), Arc::clone(&shared));
             let (options, body) = (options.clone(), body.clone());
             std::thread::spawn(move || {
                 let engine = |launch: &Launch, payload: &[u8], health| -> Result<Arc<dyn Engine>> {
                     assert_eq!(payload, b"all know");
-                    Ok(Arc::new(Threads::new(room, launch.rank, health)))
+                    Ok(Arc::new(Threads::new(shared, launch.rank, health)))
                 };
                 let payload = || Ok(b"all know".to_vec());
                 body(World::connect_with(&launch, options, payload, engine));
@@ -144,9 +144,9 @@ fn connected(
 fn a_job_starts_works_and_ends() {
     let results = connected(4, Options::default(), |world| {
         let world = world.unwrap();
-        let mut numbers = vec![world.rank() as f32];
-        world.group().all_reduce::<Cpu, f32>(&mut numbers, Reduce::Sum).unwrap();
-        assert_eq!((numbers[0], world.local_rank()), (6.0, world.rank()));
+        let mut elements = vec![world.rank() as f32];
+        world.group().all_reduce::<Cpu, f32>(&mut elements, Reduce::Sum).unwrap();
+        assert_eq!((elements[0], world.local_rank()), (6.0, world.rank()));
         world.close().unwrap();
     });
     assert!(results.iter().all(std::thread::Result::is_ok));
@@ -161,7 +161,7 @@ fn a_world_that_is_dropped_early_ends_the_job_and_is_named() {
                 assert!(!panics, "rank 2 panics here");
                 return;
             }
-            // Nothing to wait for: the fault arrives all the same.
+            // There is nothing to wait for: the fault arrives all the same.
             let start = Instant::now();
             let error = loop {
                 if let Err(error) = world.group().send::<Cpu, u8>(&[0], 1 - world.rank(), 0) {
@@ -189,7 +189,7 @@ fn a_hang_in_a_collective_ends_the_job_with_a_report() {
         on_fault: Arc::new(move |fault| tell.lock().unwrap().send(fault.clone()).unwrap()),
         ..Options::default()
     };
-    // A rank that drops its world after the fault must not be what the others notice first.
+    // A rank that drops its world after the fault must not be the first one that the others notice.
     let kept = Arc::new(std::sync::Mutex::new(Vec::new()));
     let results = connected(3, options, move |world| {
         let world = world.unwrap();
@@ -209,7 +209,7 @@ fn a_hang_in_a_collective_ends_the_job_with_a_report() {
     assert_eq!(told.try_iter().filter(|fault| matches!(fault, Fault::Stuck { .. })).count(), 3);
 }
 
-/// An engine whose operations wait for ever, unless the job ends.
+/// An engine whose operations wait forever, unless the job ends.
 struct Waiting(Arc<Health>);
 
 impl Waiting {
@@ -256,7 +256,7 @@ impl Engine for Waiting {
 
 const CHILD: &str = "MOH_COMM_TEST_CHILD";
 
-/// What the processes of the tests below run: this test binary, as one rank.
+/// One rank of the tests below, run by this test binary.
 #[test]
 fn child_process() {
     let Ok(child) = std::env::var(CHILD) else { return };
@@ -301,7 +301,7 @@ fn process(rank: usize, size: usize, address: &Address, role: &str) -> Process {
 }
 
 impl Process {
-    /// The rest of the first line with this start.
+    /// The rest of the first line with this prefix.
     fn line(&mut self, start: &str) -> String {
         let mut all = Vec::new();
         for line in &mut self.lines {

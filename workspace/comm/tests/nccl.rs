@@ -1,5 +1,5 @@
-//! Every operation between GPUs, one process each: this test binary, of which each rank runs
-//! `rank_on_a_gpu`. With fewer than two GPUs, or without NCCL, the test says so and passes.
+//! Every operation between GPUs, one per process: each rank runs `rank_on_a_gpu` of this test
+//! binary. With fewer than two GPUs, or without NCCL, the test prints so and passes.
 #![cfg(feature = "nccl")]
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
@@ -11,11 +11,11 @@ use moh_comm::{Buffers, Group, Launch, Options, Reduce, World};
 use moh_kernels::{Cuda, Memory, Scalar};
 
 const ROLE: &str = "MOH_COMM_TEST_ROLE";
-/// Numbers of a rank's part.
+/// Elements of a rank's chunk.
 const PART: usize = 4099;
 
-/// A number small and whole enough for sums of every type to be exact in any order.
-fn number(rank: usize, at: usize) -> f32 {
+/// A small integer, so that sums of every type are exact in any order.
+fn element(rank: usize, at: usize) -> f32 {
     ((rank * 5 + at) % 7) as f32
 }
 
@@ -25,45 +25,45 @@ struct Rank<'a> {
 }
 
 impl Rank<'_> {
-    fn buffer<S: Scalar>(&self, numbers: &[S]) -> <Cuda as Memory>::Buffer<S> {
-        let mut buffer = self.cuda.allocate::<S>(numbers.len()).unwrap();
-        self.cuda.upload(numbers, Cuda::view_mut(&mut buffer, 0..numbers.len())).unwrap();
+    fn buffer<S: Scalar>(&self, elements: &[S]) -> <Cuda as Memory>::Buffer<S> {
+        let mut buffer = self.cuda.allocate::<S>(elements.len()).unwrap();
+        self.cuda.upload(elements, Cuda::view_mut(&mut buffer, 0..elements.len())).unwrap();
         buffer
     }
 
-    fn numbers<S: Scalar>(&self, buffer: &<Cuda as Memory>::Buffer<S>) -> Vec<S> {
-        let mut numbers = vec![S::zeroed(); Cuda::len(buffer)];
-        self.cuda.download(Cuda::view(buffer, 0..numbers.len()), &mut numbers).unwrap();
-        numbers
+    fn elements<S: Scalar>(&self, buffer: &<Cuda as Memory>::Buffer<S>) -> Vec<S> {
+        let mut elements = vec![S::zeroed(); Cuda::len(buffer)];
+        self.cuda.download(Cuda::view(buffer, 0..elements.len()), &mut elements).unwrap();
+        elements
     }
 
     fn check<S: Scalar>(&self, from: impl Fn(f32) -> S) {
         let (group, rank, size) = (self.group, self.group.rank(), self.group.size());
         let len = PART * size;
-        let of = |rank| (0..len).map(|at| from(number(rank, at))).collect::<Vec<S>>();
-        let sum = |at| from((0..size).map(|rank| number(rank, at)).sum());
+        let of = |rank| (0..len).map(|at| from(element(rank, at))).collect::<Vec<S>>();
+        let sum = |at| from((0..size).map(|rank| element(rank, at)).sum());
         let sums: Vec<S> = (0..len).map(sum).collect();
         let own = PART * rank..PART * (rank + 1);
 
         let mut buffer = self.buffer(&of(rank));
         group.all_reduce::<Cuda, S>(Cuda::view_mut(&mut buffer, 0..len), Reduce::Sum).unwrap();
-        assert_eq!(self.numbers(&buffer), sums);
+        assert_eq!(self.elements(&buffer), sums);
 
         let pending = group.start_reduce_scatter::<Cuda, S>(self.buffer(&of(rank)), Reduce::Sum);
         let buffer = pending.unwrap().wait().unwrap();
-        assert_eq!(self.numbers(&buffer)[own.clone()], sums[own]);
+        assert_eq!(self.elements(&buffer)[own.clone()], sums[own]);
 
         let pending = group.start_all_gather::<Cuda, S>(buffer).unwrap();
         let mut buffer = pending.wait().unwrap();
-        assert_eq!(self.numbers(&buffer), sums);
+        assert_eq!(self.elements(&buffer), sums);
 
         for root in 0..size {
             let mut buffer = self.buffer(&of(rank));
             group.broadcast::<Cuda, S>(Cuda::view_mut(&mut buffer, 0..len), root).unwrap();
-            assert_eq!(self.numbers(&buffer), of(root));
+            assert_eq!(self.elements(&buffer), of(root));
         }
 
-        // Up a pipeline and back: everyone but the last sends twice before it receives.
+        // Up a pipeline and back: all ranks but the last send twice before they receive.
         let views = |buffer| Cuda::view(buffer, 0..len);
         let sent = self.buffer(&of(rank));
         if rank + 1 < size {
@@ -74,19 +74,19 @@ impl Rank<'_> {
             for tag in [0, 1] {
                 let view = Cuda::view_mut(&mut buffer, 0..len);
                 group.recv::<Cuda, S>(view, rank - 1, tag).unwrap();
-                assert_eq!(self.numbers(&buffer), of(rank - 1));
+                assert_eq!(self.elements(&buffer), of(rank - 1));
             }
             group.send::<Cuda, S>(views(&sent), rank - 1, 2).unwrap();
         }
         if rank + 1 < size {
             group.recv::<Cuda, S>(Cuda::view_mut(&mut buffer, 0..len), rank + 1, 2).unwrap();
-            assert_eq!(self.numbers(&buffer), of(rank + 1));
+            assert_eq!(self.elements(&buffer), of(rank + 1));
         }
         group.barrier().unwrap();
     }
 }
 
-/// What each process does.
+/// The body of each process.
 #[test]
 fn rank_on_a_gpu() {
     if std::env::var(ROLE).is_err() {
@@ -120,7 +120,7 @@ fn rank_on_a_gpu() {
 fn every_operation_is_right_between_gpus() {
     let num_gpus = (0..8).take_while(|&gpu| Cuda::new(gpu).is_ok()).count();
     if num_gpus < 2 {
-        println!("skipped: {num_gpus} GPUs, two are needed");
+        println!("skipped: {num_gpus} GPUs, two are required");
         return;
     }
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();

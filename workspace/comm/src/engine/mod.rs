@@ -1,4 +1,4 @@
-//! The interface of what moves the bytes.
+//! The trait that every communication engine implements.
 
 #[cfg(feature = "mpi")]
 pub(crate) mod mpi;
@@ -15,47 +15,48 @@ use crate::error::Result;
 use crate::reduce::Reduce;
 use crate::watchdog::Outstanding;
 
-/// What goes on when an operation's call has returned: none where it is done. The memory that the
-/// operation was given must stay until then.
+/// The rest of an operation whose call has returned; `None` if it is done. The operation's memory
+/// must stay valid until then.
 pub(crate) type Ticket = Option<Arc<dyn Outstanding>>;
 
-/// A group's way to move numbers between its ranks. All ranks call the same operations in the same
-/// order, with regions of the same length and type; [`crate::Group`] has checked that ranks are
-/// below the size, and that lengths are multiples of it where they must be.
+/// One group's communication backend. All ranks call the same operations in the same order, with
+/// regions of the same length and type. [`crate::Group`] has checked that ranks are within the
+/// group and, where required, that lengths are multiples of its size.
 pub(crate) trait Engine: Send + Sync {
-    /// Replaces the numbers by their reduction over the ranks.
-    fn all_reduce(&self, part: RegionMut<'_>, reduce: Reduce) -> Result<Ticket>;
+    /// Replaces the elements by their reduction over the ranks.
+    fn all_reduce(&self, region: RegionMut<'_>, reduce: Reduce) -> Result<Ticket>;
 
-    /// Rank r's r-th part becomes the reduction of all ranks' r-th parts; the others are undefined.
+    /// Reduces chunk r of all ranks into rank r's chunk r; the other chunks are undefined
+    /// afterwards.
     fn reduce_scatter(&self, whole: RegionMut<'_>, reduce: Reduce) -> Result<Ticket>;
 
-    /// Every rank's r-th part becomes rank r's.
+    /// Copies rank r's chunk r to every rank.
     fn all_gather(&self, whole: RegionMut<'_>) -> Result<Ticket>;
 
-    /// Every rank's numbers become those of `root`.
-    fn broadcast(&self, part: RegionMut<'_>, root: usize) -> Result<Ticket>;
+    /// Copies the elements of `root` to every rank.
+    fn broadcast(&self, region: RegionMut<'_>, root: usize) -> Result<Ticket>;
 
-    /// Sends to another rank, without waiting for it; `part` may be reused when the call, or what
-    /// its ticket stands for, is done.
-    fn send(&self, part: Region<'_>, to: usize, tag: u32) -> Result<Ticket>;
+    /// Sends to another rank, without waiting for the receive; `region` may be reused once the call,
+    /// or the operation of its ticket, is done.
+    fn send(&self, region: Region<'_>, to: usize, tag: u32) -> Result<Ticket>;
 
-    /// Receives what `from` sends with this tag, in its order.
-    fn recv(&self, part: RegionMut<'_>, from: usize, tag: u32) -> Result<Ticket>;
+    /// Receives the messages of rank `from` with this tag, in the order in which they were sent.
+    fn recv(&self, region: RegionMut<'_>, from: usize, tag: u32) -> Result<Ticket>;
 
     /// Returns when every rank has called it.
     fn barrier(&self) -> Result<()>;
 
-    /// Divides the group: ranks of one colour become a group, ordered by key, then by rank.
+    /// Splits the group: ranks of one colour form a group, ordered by key, then by rank.
     fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Member>>;
 
-    /// Waits until what was sent has left, before the job ends.
+    /// Waits until all sent messages have left, before the job ends.
     fn finish(&self) -> Result<()>;
 
-    /// Ends the processes of the whole job, at least this one.
+    /// Ends the processes of the whole job, or at least this one.
     fn abort(&self, code: i32) -> !;
 }
 
-/// One rank's end of an engine.
+/// One rank's membership in a group.
 pub(crate) struct Member {
     pub engine: Arc<dyn Engine>,
     pub rank: usize,

@@ -1,4 +1,4 @@
-//! Bytes aligned for every number type, kept from call to call.
+//! A byte buffer aligned for every element type, reused from call to call.
 
 /// A growing buffer.
 #[derive(Default)]
@@ -8,7 +8,7 @@ pub(crate) struct Scratch {
 }
 
 impl Scratch {
-    /// `len` bytes of whatever content.
+    /// `len` bytes with undefined contents.
     pub(crate) fn of_len(&mut self, len: usize) -> &mut [u8] {
         let words = len.div_ceil(size_of::<u64>());
         if self.words.len() < words {
@@ -18,12 +18,12 @@ impl Scratch {
         &mut bytemuck::cast_slice_mut(&mut self.words)[..len]
     }
 
-    /// Takes these bytes over.
+    /// Replaces the contents by these bytes.
     pub(crate) fn fill(&mut self, bytes: &[u8]) {
         self.of_len(bytes.len()).copy_from_slice(bytes);
     }
 
-    /// The bytes of the last length asked for.
+    /// The bytes of the last requested length.
     pub(crate) fn bytes(&self) -> &[u8] {
         &bytemuck::cast_slice(&self.words)[..self.len]
     }

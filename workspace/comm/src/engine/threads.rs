@@ -1,10 +1,10 @@
-//! Ranks that are threads of one process, for tests: what is exchanged goes through slots that all
-//! threads can read, one for each rank.
+//! Ranks that are threads of one process, for tests: they exchange data through slots in shared
+//! memory, one per rank.
 //!
-//! An exchange: every rank fills its slot, all meet, every rank reads what it needs. Two sets of
-//! slots take turns, so that one meeting is enough: whoever comes to the next meeting has read
-//! what the last one gave. A rank that is gone, by its end or by a panic, makes meetings and
-//! receptions that wait for it fail.
+//! In an exchange every rank fills its slot, all ranks meet at a barrier, and every rank reads what
+//! it needs. Two sets of slots alternate, so one barrier per exchange is enough: a rank that
+//! reaches the next barrier has read the last exchange. When a rank is dropped or panics, the
+//! barriers and receives that wait for it fail.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
@@ -18,51 +18,51 @@ use crate::error::{Error, Result};
 use crate::reduce::{Reduce, reduce};
 use crate::watchdog::Health;
 
-/// How often a thread that waits looks whether the job has ended.
-const LOOK: Duration = Duration::from_millis(20);
+/// How often a waiting thread checks whether the job has ended.
+const POLL: Duration = Duration::from_millis(20);
 
 /// One thread's end of a group.
 pub(crate) struct Threads {
-    room: Arc<Room>,
+    shared: Arc<SharedState>,
     rank: usize,
     health: Arc<Health>,
-    /// The exchanges of this rank so far; held during each.
+    /// The exchanges of this rank so far; locked during each.
     exchanges: Mutex<u64>,
 }
 
-/// What the threads of a group share.
-pub(crate) struct Room {
+/// The state that the threads of a group share.
+pub(crate) struct SharedState {
     size: usize,
-    meeting: Mutex<Meeting>,
-    met: Condvar,
+    barrier: Mutex<Barrier>,
+    released: Condvar,
     slots: [Vec<RwLock<Slot>>; 2],
-    post: Mutex<Post>,
+    mailbox: Mutex<Mailbox>,
     posted: Condvar,
-    /// Rooms of groups that are being split off, by exchange and colour.
-    annexes: Mutex<HashMap<(u64, u32), Annex>>,
+    /// The states of groups being split off, by exchange and colour.
+    pending_splits: Mutex<HashMap<(u64, u32), PendingSplit>>,
 }
 
-struct Annex {
-    room: Arc<Room>,
-    /// Ranks that have yet to enter.
+struct PendingSplit {
+    shared: Arc<SharedState>,
+    /// Ranks that have not joined yet.
     missing: usize,
 }
 
 #[derive(Default)]
-struct Meeting {
+struct Barrier {
     arrived: usize,
     number: u64,
     left: Option<usize>,
 }
 
-/// What a rank brings to an exchange.
+/// One rank's contribution to an exchange.
 #[derive(Default)]
 struct Slot {
     call: Option<Call>,
     bytes: Scratch,
 }
 
-/// What must be the same on all ranks.
+/// The arguments that must agree on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Call {
     operation: &'static str,
@@ -73,57 +73,57 @@ struct Call {
 }
 
 #[derive(Default)]
-struct Post {
+struct Mailbox {
     /// By receiver, sender and tag.
-    letters: HashMap<(usize, usize, u32), VecDeque<Scratch>>,
+    messages: HashMap<(usize, usize, u32), VecDeque<Scratch>>,
     free: Vec<Scratch>,
     left: Vec<usize>,
 }
 
-/// A panic elsewhere leaves the locked values sound: each change is one step.
+/// Ignores poisoning: each change is one step, so a panic elsewhere leaves the values consistent.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Room {
+impl SharedState {
     pub(crate) fn new(size: usize) -> Arc<Self> {
         let slots = || (0..size).map(|_| RwLock::default()).collect();
-        Arc::new(Room {
+        Arc::new(SharedState {
             size,
-            meeting: Mutex::default(),
-            met: Condvar::new(),
+            barrier: Mutex::default(),
+            released: Condvar::new(),
             slots: [slots(), slots()],
-            post: Mutex::default(),
+            mailbox: Mutex::default(),
             posted: Condvar::new(),
-            annexes: Mutex::default(),
+            pending_splits: Mutex::default(),
         })
     }
 }
 
-/// The ends of a group of as many threads as there are records of health.
+/// One member per health record.
 pub(crate) fn group(healths: impl ExactSizeIterator<Item = Arc<Health>>) -> Vec<Member> {
-    let room = Room::new(healths.len());
+    let shared = SharedState::new(healths.len());
     let size = healths.len();
     let member = |(rank, health)| Member {
-        engine: Arc::new(Threads::new(Arc::clone(&room), rank, health)),
+        engine: Arc::new(Threads::new(Arc::clone(&shared), rank, health)),
         rank,
         size,
     };
     healths.enumerate().map(member).collect()
 }
 
-fn on_the_host(operation: &'static str) -> Error {
+fn not_host_memory(operation: &'static str) -> Error {
     Error::Engine {
         engine: "threads",
         operation,
-        reason: "the buffer is a GPU's: groups of threads move the host's memory alone".into(),
+        reason: "the buffer is in GPU memory: groups of threads transfer host memory only".into(),
     }
 }
 
-/// What all ranks brought to an exchange.
+/// The contributions of all ranks to an exchange.
 struct Gathered<'a> {
     slots: Vec<RwLockReadGuard<'a, Slot>>,
-    /// The number of the exchange, held so that a rank's exchanges come one after the other.
+    /// The number of the exchange; its lock keeps a rank's exchanges in sequence.
     number: MutexGuard<'a, u64>,
 }
 
@@ -134,20 +134,20 @@ impl Gathered<'_> {
 }
 
 impl Threads {
-    pub(crate) fn new(room: Arc<Room>, rank: usize, health: Arc<Health>) -> Self {
-        Threads { room, rank, health, exchanges: Mutex::default() }
+    pub(crate) fn new(shared: Arc<SharedState>, rank: usize, health: Arc<Health>) -> Self {
+        Threads { shared, rank, health, exchanges: Mutex::default() }
     }
 
-    /// Brings `brought` to all ranks; what they have brought can be read until the result is dropped.
-    fn exchange(&self, call: Call, brought: &[u8]) -> Result<Gathered<'_>> {
+    /// Gives `contribution` to all ranks; their contributions can be read until the result is dropped.
+    fn exchange(&self, call: Call, contribution: &[u8]) -> Result<Gathered<'_>> {
         let mut number = locked(&self.exchanges);
-        let slots = &self.room.slots[(*number % 2) as usize];
+        let slots = &self.shared.slots[(*number % 2) as usize];
         {
             let mut slot = slots[self.rank].write().unwrap_or_else(PoisonError::into_inner);
             slot.call = Some(call);
-            slot.bytes.fill(brought);
+            slot.bytes.fill(contribution);
         }
-        self.meet()?;
+        self.wait_for_all()?;
         let slots: Vec<_> =
             slots.iter().map(|slot| slot.read().unwrap_or_else(PoisonError::into_inner)).collect();
         *number += 1;
@@ -159,9 +159,9 @@ impl Threads {
                     reason: format!(
                         "rank {rank} calls {}, rank {} calls {}: all ranks of a group must call the \
                          same operations in the same order",
-                        described(slot.call.as_ref()),
+                        describe(slot.call.as_ref()),
                         self.rank,
-                        described(Some(&call))
+                        describe(Some(&call))
                     ),
                 });
             }
@@ -170,33 +170,33 @@ impl Threads {
     }
 
     /// Waits for all ranks.
-    fn meet(&self) -> Result<()> {
-        let room = &*self.room;
-        let mut meeting = locked(&room.meeting);
-        let number = meeting.number;
-        meeting.arrived += 1;
-        if meeting.arrived == room.size {
-            meeting.arrived = 0;
-            meeting.number += 1;
-            room.met.notify_all();
+    fn wait_for_all(&self) -> Result<()> {
+        let shared = &*self.shared;
+        let mut barrier = locked(&shared.barrier);
+        let number = barrier.number;
+        barrier.arrived += 1;
+        if barrier.arrived == shared.size {
+            barrier.arrived = 0;
+            barrier.number += 1;
+            shared.released.notify_all();
             return Ok(());
         }
         loop {
-            // A meeting that has taken place counts, whoever has left since.
-            if meeting.number != number {
+            // A completed barrier counts, even if a rank has left since.
+            if barrier.number != number {
                 return Ok(());
             }
             self.health.check()?;
-            if let Some(rank) = meeting.left {
+            if let Some(rank) = barrier.left {
                 return Err(Error::Left { rank });
             }
-            let waited = room.met.wait_timeout(meeting, LOOK);
-            meeting = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let waited = shared.released.wait_timeout(barrier, POLL);
+            barrier = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }
 
-fn described(call: Option<&Call>) -> String {
+fn describe(call: Option<&Call>) -> String {
     let Some(Call { operation, dtype, len, reduce, root }) = call else { return "nothing".into() };
     let reduce = reduce.map_or(String::new(), |reduce| format!(" ({reduce:?})"));
     let root = root.map_or(String::new(), |root| format!(" from rank {root}"));
@@ -204,22 +204,22 @@ fn described(call: Option<&Call>) -> String {
 }
 
 impl Engine for Threads {
-    fn all_reduce(&self, part: RegionMut<'_>, how: Reduce) -> Result<Ticket> {
-        let RegionMut { dtype, len, location: LocationMut::Host(out) } = part else {
-            return Err(on_the_host("all_reduce"));
+    fn all_reduce(&self, region: RegionMut<'_>, how: Reduce) -> Result<Ticket> {
+        let RegionMut { dtype, len, location: LocationMut::Host(out) } = region else {
+            return Err(not_host_memory("all_reduce"));
         };
         let call = Call { operation: "all_reduce", dtype, len, reduce: Some(how), root: None };
         let gathered = self.exchange(call, out)?;
-        reduce(dtype, how, out, self.room.size, |rank| Some(gathered.of(rank)));
+        reduce(dtype, how, out, self.shared.size, |rank| Some(gathered.of(rank)));
         Ok(None)
     }
 
     fn reduce_scatter(&self, whole: RegionMut<'_>, how: Reduce) -> Result<Ticket> {
         let RegionMut { dtype, len, location: LocationMut::Host(out) } = whole else {
-            return Err(on_the_host("reduce_scatter"));
+            return Err(not_host_memory("reduce_scatter"));
         };
         let call = Call { operation: "reduce_scatter", dtype, len, reduce: Some(how), root: None };
-        let size = self.room.size;
+        let size = self.shared.size;
         let own = out.len() / size * self.rank..out.len() / size * (self.rank + 1);
         let gathered = self.exchange(call, out)?;
         reduce(dtype, how, &mut out[own.clone()], size, |rank| {
@@ -230,67 +230,67 @@ impl Engine for Threads {
 
     fn all_gather(&self, whole: RegionMut<'_>) -> Result<Ticket> {
         let RegionMut { dtype, len, location: LocationMut::Host(out) } = whole else {
-            return Err(on_the_host("all_gather"));
+            return Err(not_host_memory("all_gather"));
         };
         let call = Call { operation: "all_gather", dtype, len, reduce: None, root: None };
-        let part = out.len() / self.room.size;
-        let gathered = self.exchange(call, &out[part * self.rank..part * (self.rank + 1)])?;
-        for rank in 0..self.room.size {
-            out[part * rank..part * (rank + 1)].copy_from_slice(gathered.of(rank));
+        let chunk = out.len() / self.shared.size;
+        let gathered = self.exchange(call, &out[chunk * self.rank..chunk * (self.rank + 1)])?;
+        for rank in 0..self.shared.size {
+            out[chunk * rank..chunk * (rank + 1)].copy_from_slice(gathered.of(rank));
         }
         Ok(None)
     }
 
-    fn broadcast(&self, part: RegionMut<'_>, root: usize) -> Result<Ticket> {
-        let RegionMut { dtype, len, location: LocationMut::Host(out) } = part else {
-            return Err(on_the_host("broadcast"));
+    fn broadcast(&self, region: RegionMut<'_>, root: usize) -> Result<Ticket> {
+        let RegionMut { dtype, len, location: LocationMut::Host(out) } = region else {
+            return Err(not_host_memory("broadcast"));
         };
         let call = Call { operation: "broadcast", dtype, len, reduce: None, root: Some(root) };
-        let brought: &[u8] = if root == self.rank { out } else { &[] };
-        let gathered = self.exchange(call, brought)?;
+        let contribution: &[u8] = if root == self.rank { out } else { &[] };
+        let gathered = self.exchange(call, contribution)?;
         out.copy_from_slice(gathered.of(root));
         Ok(None)
     }
 
-    fn send(&self, part: Region<'_>, to: usize, tag: u32) -> Result<Ticket> {
-        let Location::Host(bytes) = part.location else { return Err(on_the_host("send")) };
+    fn send(&self, region: Region<'_>, to: usize, tag: u32) -> Result<Ticket> {
+        let Location::Host(bytes) = region.location else { return Err(not_host_memory("send")) };
         self.health.check()?;
-        let mut post = locked(&self.room.post);
-        let mut letter = post.free.pop().unwrap_or_default();
-        letter.fill(bytes);
-        post.letters.entry((to, self.rank, tag)).or_default().push_back(letter);
-        self.room.posted.notify_all();
+        let mut mailbox = locked(&self.shared.mailbox);
+        let mut message = mailbox.free.pop().unwrap_or_default();
+        message.fill(bytes);
+        mailbox.messages.entry((to, self.rank, tag)).or_default().push_back(message);
+        self.shared.posted.notify_all();
         Ok(None)
     }
 
-    fn recv(&self, part: RegionMut<'_>, from: usize, tag: u32) -> Result<Ticket> {
-        let LocationMut::Host(out) = part.location else { return Err(on_the_host("recv")) };
-        let mut post = locked(&self.room.post);
+    fn recv(&self, region: RegionMut<'_>, from: usize, tag: u32) -> Result<Ticket> {
+        let LocationMut::Host(out) = region.location else { return Err(not_host_memory("recv")) };
+        let mut mailbox = locked(&self.shared.mailbox);
         loop {
-            let letters = post.letters.get_mut(&(self.rank, from, tag));
-            if let Some(letter) = letters.and_then(VecDeque::pop_front) {
-                let sent = letter.bytes();
+            let messages = mailbox.messages.get_mut(&(self.rank, from, tag));
+            if let Some(message) = messages.and_then(VecDeque::pop_front) {
+                let sent = message.bytes();
                 if sent.len() != out.len() {
                     return Err(Error::Engine {
                         engine: "threads",
                         operation: "recv",
                         reason: format!(
-                            "rank {from} sent {} bytes with tag {tag}, {} were expected",
+                            "rank {from} sent {} bytes with tag {tag}, expected {}",
                             sent.len(),
                             out.len()
                         ),
                     });
                 }
                 out.copy_from_slice(sent);
-                post.free.push(letter);
+                mailbox.free.push(message);
                 return Ok(None);
             }
             self.health.check()?;
-            if post.left.contains(&from) {
+            if mailbox.left.contains(&from) {
                 return Err(Error::Left { rank: from });
             }
-            let waited = self.room.posted.wait_timeout(post, LOOK);
-            post = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let waited = self.shared.posted.wait_timeout(mailbox, POLL);
+            mailbox = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -302,32 +302,32 @@ impl Engine for Threads {
 
     fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Member>> {
         let call = Call { operation: "split", dtype: DType::U32, len: 3, reduce: None, root: None };
-        let brought = [u32::from(color.is_some()), color.unwrap_or(0), key];
-        let gathered = self.exchange(call, bytemuck::bytes_of(&brought))?;
+        let contribution = [u32::from(color.is_some()), color.unwrap_or(0), key];
+        let gathered = self.exchange(call, bytemuck::bytes_of(&contribution))?;
         let of = |rank| bytemuck::pod_read_unaligned(gathered.of(rank));
-        let asked: Vec<[u32; 3]> = (0..self.room.size).map(of).collect();
+        let requests: Vec<[u32; 3]> = (0..self.shared.size).map(of).collect();
         let number = *gathered.number;
         drop(gathered);
         let Some(color) = color else { return Ok(None) };
         let mut members: Vec<(u32, usize)> = Vec::new();
-        for (rank, &[has_color, its_color, key]) in asked.iter().enumerate() {
+        for (rank, &[has_color, its_color, key]) in requests.iter().enumerate() {
             if has_color == 1 && its_color == color {
                 members.push((key, rank));
             }
         }
         members.sort_unstable();
         let size = members.len();
-        // This rank brought its own colour to the exchange.
+        // This rank contributed its own colour to the exchange.
         let rank = members.iter().position(|&(_, rank)| rank == self.rank).unwrap_or(0);
-        let mut annexes = locked(&self.room.annexes);
-        let new = || Annex { room: Room::new(size), missing: size };
-        let annex = annexes.entry((number, color)).or_insert_with(new);
-        annex.missing -= 1;
-        let (room, complete) = (Arc::clone(&annex.room), annex.missing == 0);
+        let mut pending_splits = locked(&self.shared.pending_splits);
+        let new = || PendingSplit { shared: SharedState::new(size), missing: size };
+        let pending = pending_splits.entry((number, color)).or_insert_with(new);
+        pending.missing -= 1;
+        let (shared, complete) = (Arc::clone(&pending.shared), pending.missing == 0);
         if complete {
-            annexes.remove(&(number, color));
+            pending_splits.remove(&(number, color));
         }
-        let engine = Threads::new(room, rank, Arc::clone(&self.health));
+        let engine = Threads::new(shared, rank, Arc::clone(&self.health));
         Ok(Some(Member { engine: Arc::new(engine), rank, size }))
     }
 
@@ -342,11 +342,11 @@ impl Engine for Threads {
 
 impl Drop for Threads {
     fn drop(&mut self) {
-        let mut meeting = locked(&self.room.meeting);
-        meeting.left.get_or_insert(self.rank);
-        self.room.met.notify_all();
-        drop(meeting);
-        locked(&self.room.post).left.push(self.rank);
-        self.room.posted.notify_all();
+        let mut barrier = locked(&self.shared.barrier);
+        barrier.left.get_or_insert(self.rank);
+        self.shared.released.notify_all();
+        drop(barrier);
+        locked(&self.shared.mailbox).left.push(self.rank);
+        self.shared.posted.notify_all();
     }
 }

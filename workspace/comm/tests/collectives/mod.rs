@@ -1,5 +1,5 @@
 //! Every operation of a group against plain loops: the same body on every engine. Each rank calls
-//! [`check`]; what rank r holds is a function of r, so that every rank knows what to expect.
+//! [`check`]; rank r's elements are a function of r, so that every rank knows the expected results.
 
 use std::num::NonZeroUsize;
 
@@ -7,14 +7,14 @@ use half::bf16;
 use moh_comm::{Group, Layout, Reduce};
 use moh_kernels::{Cpu, Element, Scalar};
 
-/// Numbers that a rank holds, and their plain reductions.
+/// Elements of a rank, and their plain reductions.
 trait Case: Scalar {
-    fn number(rank: usize, at: usize) -> Self;
-    fn sum(numbers: impl Iterator<Item = Self>) -> Self;
-    fn max(numbers: impl Iterator<Item = Self>) -> Self;
+    fn element(rank: usize, at: usize) -> Self;
+    fn sum(elements: impl Iterator<Item = Self>) -> Self;
+    fn max(elements: impl Iterator<Item = Self>) -> Self;
 }
 
-/// A different number for each rank and position, without a pattern.
+/// A different value for each rank and position, without a pattern.
 fn scrambled(rank: usize, at: usize) -> u64 {
     let mut x = (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (at as u64) << 7;
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -28,17 +28,17 @@ fn fraction(rank: usize, at: usize) -> f64 {
 }
 
 macro_rules! case {
-    ($($type:ty: $number:expr, $zero:expr, $add:expr, $back:expr, $max:expr;)*) => {
+    ($($type:ty: $element:expr, $zero:expr, $add:expr, $back:expr, $max:expr;)*) => {
         $(impl Case for $type {
-            fn number(rank: usize, at: usize) -> Self {
-                $number(rank, at)
+            fn element(rank: usize, at: usize) -> Self {
+                $element(rank, at)
             }
-            fn sum(mut numbers: impl Iterator<Item = Self>) -> Self {
-                let first = $zero(numbers.next().unwrap());
-                $back(numbers.fold(first, $add))
+            fn sum(mut elements: impl Iterator<Item = Self>) -> Self {
+                let first = $zero(elements.next().unwrap());
+                $back(elements.fold(first, $add))
             }
-            fn max(numbers: impl Iterator<Item = Self>) -> Self {
-                numbers.reduce($max).unwrap()
+            fn max(elements: impl Iterator<Item = Self>) -> Self {
+                elements.reduce($max).unwrap()
             }
         })*
     };
@@ -53,19 +53,19 @@ case! {
     u8: |r, i| scrambled(r, i) as u8, |x: u8| x, u8::wrapping_add, |x| x, Ord::max;
 }
 
-fn numbers<S: Case>(rank: usize, len: usize) -> Vec<S> {
-    (0..len).map(|at| S::number(rank, at)).collect()
+fn elements<S: Case>(rank: usize, len: usize) -> Vec<S> {
+    (0..len).map(|at| S::element(rank, at)).collect()
 }
 
 fn reduced<S: Case>(reduce: Reduce, size: usize, at: usize) -> S {
-    let numbers = (0..size).map(|rank| S::number(rank, at));
+    let elements = (0..size).map(|rank| S::element(rank, at));
     match reduce {
-        Reduce::Sum => S::sum(numbers),
-        Reduce::Max => S::max(numbers),
+        Reduce::Sum => S::sum(elements),
+        Reduce::Max => S::max(elements),
     }
 }
 
-/// Every operation, on numbers of every type.
+/// Every operation, on every element type.
 pub fn check(group: &Group) {
     all_types(group);
     long_buffers(group);
@@ -88,7 +88,7 @@ fn collectives<S: Case>(group: &Group) {
     for reduce in [Reduce::Sum, Reduce::Max] {
         for len in [0, 1, 3, 7, 1001, 20_011] {
             let expected: Vec<S> = (0..len).map(|at| reduced(reduce, size, at)).collect();
-            let mut all = numbers::<S>(rank, len);
+            let mut all = elements::<S>(rank, len);
             group.all_reduce::<Cpu, S>(&mut all, reduce).unwrap();
             assert_eq!(all, expected, "all_reduce of {len}");
         }
@@ -96,37 +96,38 @@ fn collectives<S: Case>(group: &Group) {
             let len = part * size;
             let own = part * rank..part * (rank + 1);
             let expected: Vec<S> = own.clone().map(|at| reduced(reduce, size, at)).collect();
-            let mut whole = numbers::<S>(rank, len);
+            let mut whole = elements::<S>(rank, len);
             group.reduce_scatter::<Cpu, S>(&mut whole, reduce).unwrap();
             assert_eq!(whole[own.clone()], expected, "reduce_scatter of {len}");
-            let pending = group.start_reduce_scatter::<Cpu, S>(numbers(rank, len), reduce).unwrap();
+            let pending =
+                group.start_reduce_scatter::<Cpu, S>(elements(rank, len), reduce).unwrap();
             assert_eq!(pending.wait().unwrap()[own], expected, "start_reduce_scatter of {len}");
         }
     }
     for part in [0, 1, 5, 4099] {
-        let expected: Vec<S> = (0..part * size).map(|at| S::number(at / part, at)).collect();
-        // All but this rank's part is to be overwritten.
-        let mut whole = numbers::<S>(rank, part * size);
+        let expected: Vec<S> = (0..part * size).map(|at| S::element(at / part, at)).collect();
+        // All other ranks' chunks must be overwritten.
+        let mut whole = elements::<S>(rank, part * size);
         group.all_gather::<Cpu, S>(&mut whole).unwrap();
         assert_eq!(whole, expected, "all_gather of {part} each");
-        let pending = group.start_all_gather::<Cpu, S>(numbers(rank, part * size)).unwrap();
+        let pending = group.start_all_gather::<Cpu, S>(elements(rank, part * size)).unwrap();
         assert_eq!(pending.wait().unwrap(), expected, "start_all_gather of {part} each");
     }
     for root in 0..size {
-        let mut all = numbers::<S>(rank, 333);
+        let mut all = elements::<S>(rank, 333);
         group.broadcast::<Cpu, S>(&mut all, root).unwrap();
-        assert_eq!(all, numbers(root, 333), "broadcast from {root}");
+        assert_eq!(all, elements(root, 333), "broadcast from {root}");
     }
 }
 
-/// Longer than what is exchanged at a time.
+/// Longer than one piece of an exchange.
 fn long_buffers(group: &Group) {
     let (rank, size) = (group.rank(), group.size());
     if size > 3 {
         return;
     }
     let len = size * 1_200_007;
-    let mut all = numbers::<f32>(rank, len);
+    let mut all = elements::<f32>(rank, len);
     group.all_reduce::<Cpu, f32>(&mut all, Reduce::Sum).unwrap();
     let differs = (0..len).find(|&at| all[at] != reduced::<f32>(Reduce::Sum, size, at));
     assert_eq!(differs, None, "all_reduce of {len}");
@@ -138,22 +139,22 @@ fn messages(group: &Group) {
         return;
     }
     let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
-    // All send before anyone receives, and more than any transport buffers by itself.
+    // All ranks send before any receives, and more than any transport buffers.
     for (tag, len) in [(0, 300_000), (1, 1), (2, 0), (7, 5000)] {
-        group.send::<Cpu, f32>(&numbers::<f32>(rank, len), next, tag).unwrap();
+        group.send::<Cpu, f32>(&elements::<f32>(rank, len), next, tag).unwrap();
     }
-    // Two of one tag come in order.
-    group.send::<Cpu, f32>(&numbers::<f32>(rank + 100, 5000), next, 7).unwrap();
+    // Two messages with one tag arrive in order.
+    group.send::<Cpu, f32>(&elements::<f32>(rank + 100, 5000), next, 7).unwrap();
     for (tag, len, from) in
         [(7, 5000, previous), (2, 0, previous), (0, 300_000, previous), (7, 5000, previous + 100)]
     {
         let mut received = vec![0.0; len];
         group.recv::<Cpu, f32>(&mut received, previous, tag).unwrap();
-        assert_eq!(received, numbers::<f32>(from, len), "tag {tag}");
+        assert_eq!(received, elements::<f32>(from, len), "tag {tag}");
     }
     let mut received = vec![0.0; 1];
     group.recv::<Cpu, f32>(&mut received, previous, 1).unwrap();
-    assert_eq!(received, numbers::<f32>(previous, 1));
+    assert_eq!(received, elements::<f32>(previous, 1));
 }
 
 fn splits(group: &Group) {

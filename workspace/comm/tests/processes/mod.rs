@@ -1,5 +1,5 @@
-//! Every operation, and the ends of jobs, on real processes that mpirun starts: this test binary,
-//! of which each rank runs `rank_of_mpirun`. Where there is no mpirun the tests say so and pass.
+//! Every operation, and every way a job ends, on processes started by mpirun: each rank runs
+//! `rank_of_mpirun` of this test binary. Without mpirun the tests print so and pass.
 
 use std::process::{Command, Output};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ const ROLE: &str = "MOH_COMM_TEST_ROLE";
 /// How long a rank calls nothing, in one of the tests.
 const COMPUTATION: Duration = Duration::from_secs(2);
 
-/// What each process of the tests below does.
+/// The body of each process of the tests below.
 #[test]
 fn rank_of_mpirun() {
     let Ok(role) = std::env::var(ROLE) else { return };
@@ -54,15 +54,15 @@ fn rank_of_mpirun() {
         }
         "hangs" if last => group.recv::<Cpu, f32>(&mut [0.0], 0, 0).unwrap(),
         "computes" => {
-            let mut numbers = vec![1.0; 4_000_000];
+            let mut elements = vec![1.0; 4_000_000];
             group.barrier().unwrap();
             let start = Instant::now();
             if last {
-                group.recv::<Cpu, f32>(&mut numbers, 0, 0).unwrap();
+                group.recv::<Cpu, f32>(&mut elements, 0, 0).unwrap();
                 eprintln!("arrived after {:?}", start.elapsed());
                 assert!(start.elapsed() < COMPUTATION / 2);
             } else {
-                group.send::<Cpu, f32>(&numbers, 1, 0).unwrap();
+                group.send::<Cpu, f32>(&elements, 1, 0).unwrap();
                 std::thread::sleep(COMPUTATION);
             }
         }
@@ -81,7 +81,7 @@ fn rank_of_mpirun() {
     world.close().unwrap();
 }
 
-/// Runs that many ranks; none where there is no mpirun.
+/// Runs `size` ranks; `None` without mpirun.
 fn mpirun(size: usize, role: &str) -> Option<Output> {
     mpirun_with(&[], size, role)
 }
@@ -131,7 +131,7 @@ fn every_operation_is_right_on_6_processes() {
     every_operation_is_right_on(6);
 }
 
-/// A job whose last rank ends it; what the others say.
+/// Runs a job that its last rank ends; returns the other ranks' output.
 fn ends(role: &str, size: usize) -> Option<String> {
     let start = Instant::now();
     let output = mpirun(size, role)?;
@@ -196,14 +196,14 @@ fn errors_of_mpi_are_errors() {
     assert!(output.status.success(), "{said}");
     assert!(said.contains("long: MPI: MPI_Irecv failed: MPI_ERR_TRUNCATE"), "{said}");
     assert!(
-        said.contains("short: MPI: recv failed: rank 1 sent 4 bytes with tag 1, 8 were expected"),
+        said.contains("short: MPI: recv failed: rank 1 sent 4 bytes with tag 1, expected 8"),
         "{said}"
     );
 }
 
 #[test]
 fn ranks_that_mpi_does_not_know_are_refused() {
-    // As torchrun starts them, which knows nothing of MPI.
+    // As torchrun starts them, without MPI.
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let rank = |rank: &str| {
         Command::new(std::env::current_exe().unwrap())

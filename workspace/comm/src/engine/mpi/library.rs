@@ -1,11 +1,10 @@
-//! The MPI library of this process: started once, called by one thread at a time, ended when the
-//! last group is gone.
+//! This process's MPI library: initialised once, called by one thread at a time, finalised when the
+//! last group is dropped.
 //!
-//! The crate `mpi` throws return codes away and has no error handling of its own, so that what can
-//! fail is called through its bindings here. Calls never block: they start something and test it,
-//! so that an operation whose partner has died ends with the fault that the liveness thread found.
-//! MPI moves long messages while it is called, and their sender computes meanwhile: a thread calls
-//! it as long as messages wait.
+//! The crate `mpi` discards return codes, so calls that can fail go through its bindings here. No
+//! call blocks: operations are started and then polled, so that an operation whose peer has died
+//! returns the fault that the liveness thread found. MPI moves long messages only inside its calls.
+//! A progress thread therefore calls it while messages are pending and their sender computes.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,64 +21,65 @@ use crate::engine::scratch::Scratch;
 use crate::error::{Error, Result};
 use crate::watchdog::Health;
 
-/// How long after a fault what other processes had begun to write may still arrive.
+/// How long to wait after a fault for data that other processes were still writing.
 const SETTLE: Duration = Duration::from_millis(500);
-/// How often MPI is called while a message waits.
+/// How often the progress thread calls MPI while a message is pending.
 const PROGRESS: Duration = Duration::from_micros(50);
-/// Room that MPI wants for the text of an error.
+/// The buffer size that MPI requires for an error's text.
 const ERROR_TEXT: usize = ffi::MPI_MAX_ERROR_STRING as usize;
 
 pub(super) fn failed(operation: &'static str, reason: impl Into<String>) -> Error {
     Error::Engine { engine: "MPI", operation, reason: reason.into() }
 }
 
-/// The library, between its start and its end.
+/// The initialised library.
 pub(super) struct Library {
     universe: Option<Universe>,
     calls: Arc<Calls>,
     progress: Option<JoinHandle<()>>,
-    /// The job has come to its end, so that all processes finalise.
+    /// The job has ended without an error, so all processes finalise.
     finished: AtomicBool,
     pub(super) health: Arc<Health>,
 }
 
-/// The right to call MPI.
+/// Serialises the calls of MPI.
 #[derive(Default)]
 struct Calls {
-    /// Held during each call: the library is asked for one calling thread at a time.
-    mail: Mutex<Mail>,
+    /// Locked during each call: the library is initialised for one calling thread at a time.
+    queue: Mutex<SendQueue>,
     posted: Condvar,
 }
 
-/// What was sent and may not have left.
+/// Messages that have been sent and may still be in flight.
 #[derive(Default)]
-struct Mail {
-    outstanding: Vec<Letter>,
+struct SendQueue {
+    outstanding: Vec<PendingSend>,
     free: Vec<Scratch>,
-    /// Why a message did not leave.
+    /// Why a message could not be sent.
     failure: Option<Error>,
     ended: bool,
 }
 
-struct Letter {
+struct PendingSend {
     request: ffi::MPI_Request,
-    content: Scratch,
+    bytes: Scratch,
 }
 
-// SAFETY: requests are handles of the library, which any thread may use while it holds the lock
-// around the `Mail`; MPI_THREAD_SERIALIZED, which `start` insists on, allows calls of several threads.
+// SAFETY: requests are handles of the library, which any thread may use while it holds the lock of
+// the `SendQueue`; MPI_THREAD_SERIALIZED, which `start` requires, allows calls from several
+// threads.
 #[allow(unsafe_code)]
-unsafe impl Send for Mail {}
+unsafe impl Send for SendQueue {}
 
-// SAFETY: the universe is only kept, to be dropped by one thread.
+// SAFETY: the universe is only stored, and dropped by one thread.
 #[allow(unsafe_code)]
 unsafe impl Send for Library {}
-// SAFETY: as above, and shared references reach the library through the lock alone.
+// SAFETY: as above; shared references reach the library only through the lock.
 #[allow(unsafe_code)]
 unsafe impl Sync for Library {}
 
 impl Library {
-    /// Starts MPI; once in a process.
+    /// Initialises MPI, once per process.
     pub(super) fn start(health: Arc<Health>) -> Result<Self> {
         let (universe, threading) = mpi::initialize_with_threading(Threading::Serialized)
             .ok_or_else(|| failed("MPI_Init", "MPI has been started in this process already"))?;
@@ -91,12 +91,15 @@ impl Library {
             health,
         };
         if threading < Threading::Serialized {
-            return Err(failed("MPI_Init", "this MPI library serves the main thread alone"));
+            return Err(failed(
+                "MPI_Init",
+                "this MPI library can be called from the main thread only",
+            ));
         }
-        library.report_errors_of(library.world())?;
+        library.return_errors(library.world())?;
         let (calls, health) = (Arc::clone(&library.calls), Arc::clone(&library.health));
         let thread = std::thread::Builder::new().name("moh-mpi".into());
-        let thread = thread.spawn(move || calls.move_messages(&health));
+        let thread = thread.spawn(move || calls.progress_sends(&health));
         let thread = thread.map_err(|error| failed("starting a thread", error.to_string()))?;
         library.progress = Some(thread);
         Ok(library)
@@ -111,14 +114,14 @@ impl Library {
         }
     }
 
-    /// This process's rank among all, and their number.
+    /// This process's rank among all processes, and their number.
     pub(super) fn rank_and_size(&self) -> (usize, usize) {
         let world = mpi::topology::SimpleCommunicator::world();
         (world.rank() as usize, world.size() as usize)
     }
 
-    /// Makes calls on this communicator return their errors; MPI would end the job otherwise.
-    pub(super) fn report_errors_of(&self, communicator: ffi::MPI_Comm) -> Result<()> {
+    /// Makes calls on this communicator return errors; by default MPI would end the job.
+    pub(super) fn return_errors(&self, communicator: ffi::MPI_Comm) -> Result<()> {
         // SAFETY: the communicator is one of the library's, the handler one of its constants.
         #[allow(unsafe_code)]
         self.call("MPI_Comm_set_errhandler", || unsafe {
@@ -126,20 +129,20 @@ impl Library {
         })
     }
 
-    fn mail(&self) -> MutexGuard<'_, Mail> {
-        self.calls.mail()
+    fn queue(&self) -> MutexGuard<'_, SendQueue> {
+        self.calls.queue()
     }
 
-    /// One call of the library that returns an error code.
+    /// Calls a function of the library that returns an error code.
     pub(super) fn call(&self, operation: &'static str, call: impl FnOnce() -> c_int) -> Result<()> {
-        let _calls = self.mail();
+        let _calls = self.queue();
         check(operation, call())
     }
 
     /// Starts an operation and waits until it is done.
     ///
-    /// What the operation reads and writes belongs to it until this returns. After a fault, that is
-    /// once no process calls MPI any more and what was under way has arrived.
+    /// The operation owns the memory that it reads and writes until this returns. After a fault it
+    /// returns only when no process calls MPI any more and data in flight has arrived.
     pub(super) fn complete(
         &self,
         operation: &'static str,
@@ -158,10 +161,10 @@ impl Library {
     ) -> Result<ffi::MPI_Status> {
         loop {
             let mut done = 0;
-            // SAFETY: a status is plain integers, of which all bits zero are sound.
+            // SAFETY: a status is plain integers, for which all zero bits are valid.
             #[allow(unsafe_code)]
             let mut status: ffi::MPI_Status = unsafe { std::mem::zeroed() };
-            // SAFETY: the request is one that MPI has given, and the rest lives through the call.
+            // SAFETY: the request comes from MPI, and the other arguments outlive the call.
             #[allow(unsafe_code)]
             self.call(operation, || unsafe { ffi::MPI_Test(request, &mut done, &mut status) })?;
             if done != 0 {
@@ -182,27 +185,27 @@ impl Library {
         start: impl FnOnce(&[u8], *mut ffi::MPI_Request) -> c_int,
     ) -> Result<()> {
         self.health.check()?;
-        let mut mail = self.mail();
-        let mut letter =
-            Letter { request: null_request(), content: mail.free.pop().unwrap_or_default() };
-        letter.content.fill(bytes);
-        check("MPI_Isend", start(letter.content.bytes(), &mut letter.request))?;
-        mail.outstanding.push(letter);
+        let mut queue = self.queue();
+        let mut pending =
+            PendingSend { request: null_request(), bytes: queue.free.pop().unwrap_or_default() };
+        pending.bytes.fill(bytes);
+        check("MPI_Isend", start(pending.bytes.bytes(), &mut pending.request))?;
+        queue.outstanding.push(pending);
         // Most messages are short and have left by now.
-        mail.take_back_what_has_left()?;
-        if !mail.outstanding.is_empty() {
+        queue.remove_completed()?;
+        if !queue.outstanding.is_empty() {
             self.calls.posted.notify_one();
         }
         Ok(())
     }
 
-    /// Waits until everything sent has left.
-    pub(super) fn wait_for_sent(&self) -> Result<()> {
+    /// Waits until all sent messages have left.
+    pub(super) fn wait_for_sends(&self) -> Result<()> {
         loop {
             {
-                let mut mail = self.mail();
-                mail.take_back_what_has_left()?;
-                if mail.outstanding.is_empty() {
+                let mut queue = self.queue();
+                queue.remove_completed()?;
+                if queue.outstanding.is_empty() {
                     return Ok(());
                 }
             }
@@ -211,15 +214,15 @@ impl Library {
         }
     }
 
-    /// All processes finalise from now on.
+    /// Lets all processes finalise from now on.
     pub(super) fn finish(&self) {
         self.finished.store(true, Ordering::Relaxed);
     }
 
     /// Ends all processes of the job.
     pub(super) fn abort(&self, code: i32) -> ! {
-        // No lock: another thread may hold it in a call that does not come back.
-        // SAFETY: allowed at any time between start and end.
+        // No lock: another thread may hold it in a call that never returns.
+        // SAFETY: allowed at any time between initialisation and finalisation.
         #[allow(unsafe_code)]
         unsafe {
             ffi::MPI_Abort(self.world(), code);
@@ -229,40 +232,41 @@ impl Library {
 }
 
 impl Calls {
-    /// A panic elsewhere leaves the mail sound: each change is one step.
-    fn mail(&self) -> MutexGuard<'_, Mail> {
-        self.mail.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Ignores poisoning: each change is one step, so a panic elsewhere leaves the queue
+    /// consistent.
+    fn queue(&self) -> MutexGuard<'_, SendQueue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Calls MPI while messages wait, until the end.
-    fn move_messages(&self, health: &Health) {
-        let mut mail = self.mail();
-        while !mail.ended && health.fault().is_none() {
-            if mail.outstanding.is_empty() {
-                mail = self.posted.wait(mail).unwrap_or_else(PoisonError::into_inner);
+    /// Calls MPI while messages are pending, until the end.
+    fn progress_sends(&self, health: &Health) {
+        let mut queue = self.queue();
+        while !queue.ended && health.fault().is_none() {
+            if queue.outstanding.is_empty() {
+                queue = self.posted.wait(queue).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
-            // The error is kept, and what is sent next reports it, or the end.
-            if mail.take_back_what_has_left().is_err() {
+            // The queue stores the error for the next send, or for the end, to report.
+            if queue.remove_completed().is_err() {
                 return;
             }
-            drop(mail);
+            drop(queue);
             std::thread::sleep(PROGRESS);
-            mail = self.mail();
+            queue = self.queue();
         }
     }
 }
 
-impl Mail {
-    fn take_back_what_has_left(&mut self) -> Result<()> {
+impl SendQueue {
+    fn remove_completed(&mut self) -> Result<()> {
         let mut at = 0;
-        while let Some(letter) = self.outstanding.get_mut(at) {
+        while let Some(pending) = self.outstanding.get_mut(at) {
             let mut done = 0;
-            // SAFETY: the request is one that MPI has given, the caller holds the lock, and a null
-            // status is the library's own constant.
+            // SAFETY: the request comes from MPI, the caller holds the lock, and the null status is
+            // the library's own constant.
             #[allow(unsafe_code)]
             let code =
-                unsafe { ffi::MPI_Test(&mut letter.request, &mut done, ffi::RSMPI_STATUS_IGNORE) };
+                unsafe { ffi::MPI_Test(&mut pending.request, &mut done, ffi::RSMPI_STATUS_IGNORE) };
             if let Err(error) = check("MPI_Isend", code) {
                 self.failure.get_or_insert(error);
                 // MPI may still read it.
@@ -270,8 +274,8 @@ impl Mail {
             } else if done == 0 {
                 at += 1;
             } else {
-                let letter = self.outstanding.swap_remove(at);
-                self.free.push(letter.content);
+                let pending = self.outstanding.swap_remove(at);
+                self.free.push(pending.bytes);
             }
         }
         self.failure.clone().map_or(Ok(()), Err)
@@ -280,18 +284,18 @@ impl Mail {
 
 impl Drop for Library {
     fn drop(&mut self) {
-        self.mail().ended = true;
+        self.queue().ended = true;
         self.calls.posted.notify_one();
         if let Some(progress) = self.progress.take() {
-            // It does not panic, and if it did, nothing here would change.
+            // The thread does not panic; if it did, nothing would change here.
             let _ = progress.join();
         }
-        let well = self.finished.load(Ordering::Relaxed) && self.health.fault().is_none();
-        if !well {
-            // MPI's end waits for all processes, which would be for ever; and what was sent may
-            // still be read.
+        let clean = self.finished.load(Ordering::Relaxed) && self.health.fault().is_none();
+        if !clean {
+            // MPI_Finalize waits for all processes, here forever, and messages in flight may still
+            // be read.
             std::mem::forget(self.universe.take());
-            std::mem::forget(std::mem::take(&mut *self.mail()));
+            std::mem::forget(std::mem::take(&mut *self.queue()));
         }
     }
 }
@@ -304,14 +308,14 @@ fn null_request() -> ffi::MPI_Request {
     }
 }
 
-/// The error that a code stands for.
+/// Converts a return code to an error.
 fn check(operation: &'static str, code: c_int) -> Result<()> {
     if code == 0 {
         return Ok(());
     }
     let mut text = [0; ERROR_TEXT];
     let mut length = 0;
-    // SAFETY: the text has the room that MPI asks for.
+    // SAFETY: the buffer has the size that MPI requires.
     #[allow(unsafe_code)]
     let known = unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr(), &mut length) } == 0;
     let length = usize::try_from(length).unwrap_or(0).min(ERROR_TEXT);

@@ -1,8 +1,8 @@
 //! MPI between processes, for the host's memory.
 //!
-//! Reductions are exchanges of parts and sums of ours, in the order of the ranks: MPI's own may take
-//! any order. A part is exchanged in pieces, so that what is received stays in the caches until it
-//! is summed, and needs little room.
+//! Reductions exchange chunks and sum them here, in rank order: MPI's own reductions may take any
+//! order. A chunk is exchanged in pieces, so that received data stays in cache until it is summed
+//! and needs little memory.
 
 mod library;
 
@@ -21,19 +21,19 @@ use crate::launch::Launch;
 use crate::reduce::{Reduce, reduce};
 use crate::watchdog::Health;
 
-/// Bytes that a rank receives at a time in order to sum them.
+/// Bytes that a rank receives at a time when it reduces.
 const PIECE: usize = 4 << 20;
-/// Bytes up to which every rank sums everything: one exchange in place of two.
+/// Bytes up to which every rank reduces everything: one exchange instead of two.
 const SMALL: usize = 16 << 10;
-/// Bytes of one message; MPI counts in C's int.
+/// Maximum bytes of one message; MPI counts in C's int.
 const MESSAGE: usize = 1 << 30;
-/// Numbers to whose multiples the received parts are aligned.
+/// Alignment of the received pieces, in elements.
 const ALIGNED: usize = 8;
 
-/// One rank's end of a communicator.
+/// One rank's handle of a communicator.
 struct Communicator {
     raw: ffi::MPI_Comm,
-    /// Made by a split, so to be freed.
+    /// Created by a split, so it has to be freed.
     owned: bool,
     rank: usize,
     size: usize,
@@ -41,17 +41,17 @@ struct Communicator {
     library: Arc<Library>,
 }
 
-/// What exchanges need, kept from call to call.
+/// Buffers of the exchanges, reused from call to call.
 #[derive(Default)]
 struct Work {
-    send: Places,
-    receive: Places,
+    send: Ranges,
+    receive: Ranges,
     received: Scratch,
 }
 
-/// Counts and positions by rank, in numbers.
+/// Counts and offsets by rank, in elements.
 #[derive(Default)]
-struct Places {
+struct Ranges {
     counts: Vec<c_int>,
     starts: Vec<c_int>,
 }
@@ -64,7 +64,7 @@ unsafe impl Send for Communicator {}
 #[allow(unsafe_code)]
 unsafe impl Sync for Communicator {}
 
-/// Starts MPI, and checks that it knows the ranks that the launcher told.
+/// Initialises MPI, and checks its ranks against the launcher's.
 pub(crate) fn world(launch: &Launch, health: Arc<Health>) -> Result<Arc<dyn Engine>> {
     let library = Library::start(health)?;
     let (rank, size) = library.rank_and_size();
@@ -80,20 +80,20 @@ pub(crate) fn world(launch: &Launch, health: Arc<Health>) -> Result<Arc<dyn Engi
     Ok(Arc::new(Communicator::new(raw, false, rank, size, Arc::new(library))))
 }
 
-impl Places {
-    fn set(&mut self, ranks: usize, place: impl Fn(usize) -> Range<usize>) {
+impl Ranges {
+    fn set(&mut self, ranks: usize, range: impl Fn(usize) -> Range<usize>) {
         self.counts.clear();
         self.starts.clear();
-        for place in (0..ranks).map(place) {
-            // Callers have checked that all numbers are within C's int.
-            self.counts.push(place.len() as c_int);
-            self.starts.push(if place.is_empty() { 0 } else { place.start as c_int });
+        for range in (0..ranks).map(range) {
+            // Callers have checked that all values fit C's int.
+            self.counts.push(range.len() as c_int);
+            self.starts.push(if range.is_empty() { 0 } else { range.start as c_int });
         }
     }
 }
 
-/// The parts that `len` numbers are divided into: as equal as they can be.
-fn part_of(len: usize, size: usize, rank: usize) -> Range<usize> {
+/// A rank's chunk of `len` elements, divided as evenly as possible.
+fn chunk_of(len: usize, size: usize, rank: usize) -> Range<usize> {
     let (least, more) = (len / size, len % size);
     let start = rank * least + rank.min(more);
     start..start + least + usize::from(rank < more)
@@ -115,20 +115,23 @@ fn datatype(dtype: DType) -> ffi::MPI_Datatype {
     }
 }
 
-/// The host's bytes of a region whose length MPI can count.
-fn host<'a>(operation: &'static str, part: RegionMut<'a>) -> Result<(DType, usize, &'a mut [u8])> {
-    let RegionMut { dtype, len, location } = part;
+/// The host bytes of a region whose length fits C's int.
+fn host<'a>(
+    operation: &'static str,
+    region: RegionMut<'a>,
+) -> Result<(DType, usize, &'a mut [u8])> {
+    let RegionMut { dtype, len, location } = region;
     match location {
         LocationMut::Device(_) => Err(failed(operation, ON_A_GPU)),
         LocationMut::Host(_) if c_int::try_from(len).is_err() => Err(failed(
             operation,
-            format!("{len} numbers are more than MPI counts: pass at most {}", c_int::MAX),
+            format!("{len} elements exceed MPI's count: pass at most {}", c_int::MAX),
         )),
         LocationMut::Host(bytes) => Ok((dtype, len, bytes)),
     }
 }
 
-const ON_A_GPU: &str = "the buffer is a GPU's: connect with the GPU's buffers to use NCCL";
+const ON_A_GPU: &str = "the buffer is in GPU memory: connect with Buffers::Gpu to use NCCL";
 
 impl Communicator {
     fn new(
@@ -141,23 +144,25 @@ impl Communicator {
         Communicator { raw, owned, rank, size, work: Mutex::default(), library }
     }
 
-    /// Sends to every other rank the numbers at `send` of `from`, and puts what they sent to
-    /// `receive` of `to`; both hold nothing for this rank itself.
+    /// Sends every other rank its elements at `send` of `from`, and receives theirs into `receive`
+    /// of `to`. Both ranges are empty for this rank itself.
     ///
     /// # Safety
-    /// The places of `send` lie within the numbers at `from`, those of `receive` within those at
-    /// `to`; nobody else touches the latter until this returns, and no two of them overlap.
+    /// The ranges of `send` lie within the elements at `from`, and those of `receive` within the
+    /// elements at `to`. Nothing else accesses the latter until this returns, and no two of them
+    /// overlap.
     #[allow(unsafe_code)]
     unsafe fn exchange(
         &self,
         dtype: DType,
         from: *const u8,
-        send: &Places,
+        send: &Ranges,
         to: *mut u8,
-        receive: &Places,
+        receive: &Ranges,
     ) -> Result<()> {
         let dtype = datatype(dtype);
-        // SAFETY: the caller's promise; the places outlive the operation, which `complete` awaits.
+        // SAFETY: the caller's promise; the ranges outlive the operation, for which `complete`
+        // waits.
         self.library.complete("MPI_Ialltoallv", |request| unsafe {
             ffi::MPI_Ialltoallv(
                 from.cast(),
@@ -175,28 +180,28 @@ impl Communicator {
         Ok(())
     }
 
-    /// This rank's part of `bytes` becomes the reduction of all ranks' parts.
-    fn reduce_own_part(
+    /// Reduces all ranks' chunks of this rank's number into this rank's chunk of `bytes`.
+    fn reduce_own_chunk(
         &self,
         dtype: DType,
         how: Reduce,
         bytes: &mut [u8],
-        part: impl Fn(usize) -> Range<usize>,
+        chunk: impl Fn(usize) -> Range<usize>,
     ) -> Result<()> {
         let &Communicator { rank: me, size, .. } = self;
         let width = dtype.bytes();
         let mut work = self.work.lock().unwrap_or_else(PoisonError::into_inner);
         let Work { send, receive, received } = &mut *work;
         let others = size - 1;
-        let largest = (0..size).map(|rank| part(rank).len()).max().unwrap_or(0);
+        let largest = (0..size).map(|rank| chunk(rank).len()).max().unwrap_or(0);
         let piece = (PIECE / width / others).clamp(1, largest.max(1)).next_multiple_of(ALIGNED);
         for start in (0..largest).step_by(piece) {
             let piece_of = |rank: usize| {
-                let Range { start: first, end } = part(rank);
+                let Range { start: first, end } = chunk(rank);
                 (first + start).min(end)..(first + start + piece).min(end)
             };
             let own = piece_of(me);
-            // Others' numbers lie one after the other, this rank's being left out.
+            // The other ranks' pieces are consecutive; this rank has none.
             let slot = |rank: usize| (rank - usize::from(rank > me)) * piece;
             send.set(size, |rank| if rank == me { 0..0 } else { piece_of(rank) });
             receive.set(size, |rank| match rank {
@@ -204,8 +209,8 @@ impl Communicator {
                 _ => slot(rank)..slot(rank) + own.len(),
             });
             let received = received.of_len(others * piece * width);
-            // SAFETY: pieces lie within the parts, which divide `bytes`; the slots lie within
-            // `received`, apart by `piece`, the most that one holds.
+            // SAFETY: pieces lie within the chunks, which divide `bytes`; the slots lie within
+            // `received` and are `piece` elements apart, the maximum length of one.
             #[allow(unsafe_code)]
             unsafe {
                 self.exchange(dtype, bytes.as_ptr(), send, received.as_mut_ptr(), receive)?;
@@ -220,12 +225,12 @@ impl Communicator {
         Ok(())
     }
 
-    /// Every rank's part becomes that rank's.
-    fn gather_parts(
+    /// Copies every rank's chunk to all ranks.
+    fn gather_chunks(
         &self,
         dtype: DType,
         bytes: &mut [u8],
-        part: impl Fn(usize) -> Range<usize>,
+        chunk: impl Fn(usize) -> Range<usize>,
     ) -> Result<()> {
         let me = self.rank;
         if bytes.is_empty() {
@@ -233,19 +238,19 @@ impl Communicator {
         }
         let mut work = self.work.lock().unwrap_or_else(PoisonError::into_inner);
         let Work { send, receive, .. } = &mut *work;
-        let own = part(me);
-        // Open MPI takes two equal addresses for its way of saying "in place", so that what is sent
-        // and what is received are counted from different ones: this rank's part, and the start, or
-        // where this rank's part is there, its end.
+        let own = chunk(me);
+        // Open MPI takes two equal addresses for "in place", so the send and the receive address
+        // have to differ. Sends count from this rank's chunk; receives count from the start of the
+        // buffer, or, for rank 0, from the end of its chunk.
         let origin = if me == 0 { own.end } else { 0 };
         send.set(self.size, |rank| if rank == me { 0..0 } else { 0..own.len() });
         receive.set(self.size, |rank| {
-            let Range { start, end } = part(rank);
+            let Range { start, end } = chunk(rank);
             if rank == me { 0..0 } else { start - origin..end - origin }
         });
         let (width, bytes) = (dtype.bytes(), bytes.as_mut_ptr());
-        // SAFETY: the parts divide `bytes` in the order of the ranks; this rank's is read, the
-        // others are written, and for rank 0 they all start at `origin` or later.
+        // SAFETY: the chunks divide `bytes` in rank order; this rank's is read, the others are
+        // written, and for rank 0 they all start at or after `origin`.
         #[allow(unsafe_code)]
         unsafe {
             let (from, to) = (bytes.add(own.start * width), bytes.add(origin * width));
@@ -253,7 +258,7 @@ impl Communicator {
         }
     }
 
-    /// Every rank sums everything.
+    /// Lets every rank reduce all elements.
     fn reduce_small(&self, dtype: DType, how: Reduce, len: usize, bytes: &mut [u8]) -> Result<()> {
         let &Communicator { rank: me, size, .. } = self;
         let width = dtype.bytes();
@@ -261,11 +266,12 @@ impl Communicator {
         let Work { send, receive, received } = &mut *work;
         let apart = len.next_multiple_of(ALIGNED);
         let slot = |rank: usize| rank * apart;
-        let unless_me = |rank: usize, place| if rank == me { 0..0 } else { place };
+        let unless_me = |rank: usize, range| if rank == me { 0..0 } else { range };
         send.set(size, |rank| unless_me(rank, 0..len));
         receive.set(size, |rank| unless_me(rank, slot(rank)..slot(rank) + len));
         let received = received.of_len(size * apart * width);
-        // SAFETY: all of `bytes` is sent; the slots lie within `received`, apart by at least `len`.
+        // SAFETY: all of `bytes` is sent; the slots lie within `received` and are at least `len`
+        // elements apart.
         #[allow(unsafe_code)]
         unsafe {
             self.exchange(dtype, bytes.as_ptr(), send, received.as_mut_ptr(), receive)?;
@@ -284,8 +290,8 @@ impl Communicator {
 }
 
 impl Engine for Communicator {
-    fn all_reduce(&self, part: RegionMut<'_>, how: Reduce) -> Result<Ticket> {
-        let (dtype, len, bytes) = host("all_reduce", part)?;
+    fn all_reduce(&self, region: RegionMut<'_>, how: Reduce) -> Result<Ticket> {
+        let (dtype, len, bytes) = host("all_reduce", region)?;
         if len == 0 {
             return Ok(None);
         }
@@ -293,26 +299,26 @@ impl Engine for Communicator {
             self.reduce_small(dtype, how, len, bytes)?;
             return Ok(None);
         }
-        let part = |rank| part_of(len, self.size, rank);
-        self.reduce_own_part(dtype, how, bytes, part)?;
-        self.gather_parts(dtype, bytes, part)?;
+        let chunk = |rank| chunk_of(len, self.size, rank);
+        self.reduce_own_chunk(dtype, how, bytes, chunk)?;
+        self.gather_chunks(dtype, bytes, chunk)?;
         Ok(None)
     }
 
     fn reduce_scatter(&self, whole: RegionMut<'_>, how: Reduce) -> Result<Ticket> {
         let (dtype, len, bytes) = host("reduce_scatter", whole)?;
-        self.reduce_own_part(dtype, how, bytes, |rank| part_of(len, self.size, rank))?;
+        self.reduce_own_chunk(dtype, how, bytes, |rank| chunk_of(len, self.size, rank))?;
         Ok(None)
     }
 
     fn all_gather(&self, whole: RegionMut<'_>) -> Result<Ticket> {
         let (dtype, len, bytes) = host("all_gather", whole)?;
-        self.gather_parts(dtype, bytes, |rank| part_of(len, self.size, rank))?;
+        self.gather_chunks(dtype, bytes, |rank| chunk_of(len, self.size, rank))?;
         Ok(None)
     }
 
-    fn broadcast(&self, part: RegionMut<'_>, root: usize) -> Result<Ticket> {
-        let (_, _, bytes) = host("broadcast", part)?;
+    fn broadcast(&self, region: RegionMut<'_>, root: usize) -> Result<Ticket> {
+        let (_, _, bytes) = host("broadcast", region)?;
         for bytes in bytes.chunks_mut(MESSAGE) {
             let count = bytes.len() as c_int;
             let start = bytes.as_mut_ptr();
@@ -326,11 +332,11 @@ impl Engine for Communicator {
         Ok(None)
     }
 
-    fn send(&self, part: Region<'_>, to: usize, tag: u32) -> Result<Ticket> {
-        let Location::Host(bytes) = part.location else { return Err(failed("send", ON_A_GPU)) };
+    fn send(&self, region: Region<'_>, to: usize, tag: u32) -> Result<Ticket> {
+        let Location::Host(bytes) = region.location else { return Err(failed("send", ON_A_GPU)) };
         let tag = self.tag("send", tag)?;
         for bytes in messages(bytes) {
-            // SAFETY: `post` keeps the copy that it passes until the message has left.
+            // SAFETY: `post` keeps its copy of the bytes until the message has left.
             #[allow(unsafe_code)]
             self.library.post(bytes, |copy, request| unsafe {
                 let (count, to) = (copy.len() as c_int, to as c_int);
@@ -341,8 +347,10 @@ impl Engine for Communicator {
         Ok(None)
     }
 
-    fn recv(&self, part: RegionMut<'_>, from: usize, tag: u32) -> Result<Ticket> {
-        let LocationMut::Host(bytes) = part.location else { return Err(failed("recv", ON_A_GPU)) };
+    fn recv(&self, region: RegionMut<'_>, from: usize, tag: u32) -> Result<Ticket> {
+        let LocationMut::Host(bytes) = region.location else {
+            return Err(failed("recv", ON_A_GPU));
+        };
         let tag_number = self.tag("recv", tag)?;
         let (mut rest, mut first) = (bytes, true);
         while first || !rest.is_empty() {
@@ -357,15 +365,14 @@ impl Engine for Communicator {
                 ffi::MPI_Irecv(start.cast(), count, bytes, from, tag_number, self.raw, request)
             })?;
             let mut received = 0;
-            // SAFETY: the status is that of the message, counted in the type it came in.
+            // SAFETY: the status belongs to the message, and counts in its datatype.
             #[allow(unsafe_code)]
             self.library.call("MPI_Get_count", || unsafe {
                 ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut received)
             })?;
             if received != count {
-                let reason = format!(
-                    "rank {from} sent {received} bytes with tag {tag}, {count} were expected"
-                );
+                let reason =
+                    format!("rank {from} sent {received} bytes with tag {tag}, expected {count}");
                 return Err(failed("recv", reason));
             }
         }
@@ -396,9 +403,9 @@ impl Engine for Communicator {
             return Ok(None);
         }
         let library = Arc::clone(&self.library);
-        library.report_errors_of(raw)?;
+        library.return_errors(raw)?;
         let (mut rank, mut size) = (0, 0);
-        // SAFETY: the communicator is new, and the numbers live through the calls.
+        // SAFETY: the communicator is new, and the integers outlive the calls.
         #[allow(unsafe_code)]
         unsafe {
             library.call("MPI_Comm_rank", || ffi::MPI_Comm_rank(raw, &mut rank))?;
@@ -410,7 +417,7 @@ impl Engine for Communicator {
     }
 
     fn finish(&self) -> Result<()> {
-        self.library.wait_for_sent()?;
+        self.library.wait_for_sends()?;
         // A message may leave its sender only while its receiver calls MPI.
         self.barrier()?;
         self.library.finish();
@@ -422,7 +429,7 @@ impl Engine for Communicator {
     }
 }
 
-/// The messages that bytes are sent in; no bytes are one.
+/// Splits bytes into messages; no bytes are one empty message.
 fn messages(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     let none = bytes.is_empty().then_some(bytes);
     none.into_iter().chain(bytes.chunks(MESSAGE))
@@ -431,8 +438,8 @@ fn messages(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
 impl Drop for Communicator {
     fn drop(&mut self) {
         if self.owned && self.library.health.fault().is_none() {
-            // SAFETY: the communicator is this value's own, and no operation runs on it any more.
-            // An error has nobody to be told to.
+            // SAFETY: this value owns the communicator, and no operation runs on it any more. Drop
+            // cannot report errors.
             #[allow(unsafe_code)]
             let _ =
                 self.library.call("MPI_Comm_free", || unsafe { ffi::MPI_Comm_free(&mut self.raw) });
@@ -447,10 +454,10 @@ mod tests {
     #[test]
     fn parts_divide_any_length_in_order() {
         for (len, size) in [(0, 3), (1, 3), (7, 3), (9, 3), (10, 4), (5, 8)] {
-            let parts: Vec<_> = (0..size).map(|rank| part_of(len, size, rank)).collect();
+            let parts: Vec<_> = (0..size).map(|rank| chunk_of(len, size, rank)).collect();
             assert_eq!((parts[0].start, parts[size - 1].end), (0, len));
             assert!(parts.windows(2).all(|pair| pair[0].end == pair[1].start));
-            assert!(parts.iter().all(|part| part.len().abs_diff(len / size) <= 1));
+            assert!(parts.iter().all(|chunk| chunk.len().abs_diff(len / size) <= 1));
         }
     }
 }

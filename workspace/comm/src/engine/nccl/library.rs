@@ -1,7 +1,7 @@
-//! NCCL's functions, loaded when the first is needed.
+//! NCCL's functions, loaded on first use.
 //!
-//! Packages that are not for developers hold the library by the name with its version alone
-//! (`libnccl.so.2`), which cudarc's loader does not look for; its types are used here.
+//! Runtime packages install the library only under its versioned name (`libnccl.so.2`), which
+//! cudarc's loader does not look for. The types are cudarc's.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -12,7 +12,7 @@ use cudarc::nccl::sys::{
 use libloading::Library;
 use moh_kernels::with_cause;
 
-use super::lane::failed;
+use super::communicator::failed;
 use crate::error::Result;
 
 /// File names of the library, in the order in which they are tried.
@@ -20,10 +20,10 @@ const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
 static FUNCTIONS: OnceLock<std::result::Result<Functions, String>> = OnceLock::new();
 
-/// Loads NCCL, which every other function of this module needs.
+/// Loads NCCL; every other function of this module requires it.
 ///
 /// # Errors
-/// Where it is missing, or lacks a function.
+/// Fails if the library or one of its functions is missing.
 pub(super) fn load() -> Result<()> {
     match FUNCTIONS.get_or_init(|| open(&NAMES).and_then(Functions::of)) {
         Ok(_) => Ok(()),
@@ -31,11 +31,11 @@ pub(super) fn load() -> Result<()> {
     }
 }
 
-/// The first library of these names that there is.
+/// Opens the first of these libraries that exists.
 fn open(names: &[&str]) -> std::result::Result<Library, String> {
     let mut reasons = Vec::new();
     for &name in names {
-        // SAFETY: NCCL's initialisers do nothing but to prepare the library.
+        // SAFETY: NCCL's initialisers only set up the library.
         #[allow(unsafe_code)]
         match unsafe { Library::new(name) } {
             Ok(library) => return Ok(library),
@@ -43,15 +43,17 @@ fn open(names: &[&str]) -> std::result::Result<Library, String> {
         }
     }
     let reasons = reasons.join("; ");
-    Err(format!("NCCL was not found ({reasons}); LD_LIBRARY_PATH says where to look"))
+    Err(format!(
+        "NCCL was not found ({reasons}); install it, or add its directory to LD_LIBRARY_PATH"
+    ))
 }
 
-/// Declares the functions as those of nccl.h, the table that holds them, and its loading.
+/// Declares functions of nccl.h, the table of their addresses, and its loader.
 macro_rules! functions {
     ($($name:ident($($argument:ident: $kind:ty),*) -> $result:ty;)*) => {
         #[allow(non_snake_case)]
         struct Functions {
-            /// Kept, because it is unloaded when it is dropped.
+            /// Dropping it would unload the functions.
             _library: Library,
             $($name: unsafe extern "C" fn($($kind),*) -> $result,)*
         }
@@ -60,7 +62,7 @@ macro_rules! functions {
             #[allow(non_snake_case, unsafe_code)]
             fn of(library: Library) -> std::result::Result<Self, String> {
                 $(
-                    // SAFETY: the type is that of nccl.h.
+                    // SAFETY: the type is the one in nccl.h.
                     let $name = *unsafe { library.get(stringify!($name).as_bytes()) }
                         .map_err(|error| format!("{}: {}", stringify!($name), with_cause(&error)))?;
                 )*
@@ -69,10 +71,10 @@ macro_rules! functions {
         }
 
         $(
-            /// As nccl.h says.
+            /// See nccl.h.
             ///
             /// # Safety
-            /// As nccl.h says, and [`load`] has succeeded.
+            /// See nccl.h; [`load`] must have succeeded.
             #[allow(non_snake_case, unsafe_code)]
             pub(super) unsafe fn $name($($argument: $kind),*) -> $result {
                 // SAFETY: the caller's promise.
@@ -84,7 +86,7 @@ macro_rules! functions {
 
 fn loaded() -> &'static Functions {
     let functions = FUNCTIONS.get().and_then(|functions| functions.as_ref().ok());
-    // Communicators and ids, without which nothing is called, are made after `load`.
+    // Every call needs a communicator or an id, and both are created after `load`.
     functions.expect("NCCL is loaded before its functions are called")
 }
 
@@ -133,7 +135,7 @@ functions! {
 mod tests {
     use super::*;
 
-    /// A library of the C runtime stands for one that is there by its versioned name alone.
+    /// Uses a library of the C runtime that is installed only under its versioned name.
     #[test]
     fn a_library_is_found_by_its_versioned_name() {
         assert!(open(&["libnone.so.0", "libc.so.6"]).is_ok());

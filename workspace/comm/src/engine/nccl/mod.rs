@@ -1,11 +1,11 @@
-//! NCCL between GPUs, one for each rank.
+//! NCCL between GPUs, one GPU per rank.
 //!
-//! Collectives of a group share a lane. Messages have two lanes of the world, one for messages to
-//! higher ranks and one for those to lower ranks: a message that waits for its receiver holds up
-//! neither collectives nor messages the other way, so that the stages of a pipeline can send
-//! before they receive. A message is copied first, which lets its sender go on.
+//! All collectives of a group use one communicator. Messages use two communicators of the world,
+//! one to higher ranks and one to lower ranks: a message that waits for its receiver then blocks
+//! neither collectives nor messages in the other direction, so that pipeline stages can send before
+//! they receive. A message is copied first, so that its sender can continue.
 
-mod lane;
+mod communicator;
 mod library;
 
 use std::ffi::c_void;
@@ -14,39 +14,39 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cudarc::nccl::sys;
 use moh_kernels::{Cuda, DType, Location, LocationMut, Memory, Region, RegionMut};
 
-use self::lane::{Device, Event, Lane, check, failed};
+use self::communicator::{Device, Event, NcclCommunicator, check, failed};
 use super::{Engine, Member, Ticket};
 use crate::error::Result;
 use crate::launch::Launch;
 use crate::reduce::Reduce;
 use crate::watchdog::{Health, Outstanding};
 
-/// What all groups of this process share.
+/// State shared by all groups of this process.
 struct Shared {
     device: Arc<Device>,
-    up: Lane,
-    down: Lane,
-    /// Copies of messages, and where their lane is done with them.
-    outbox: Mutex<Vec<Letter>>,
+    up: NcclCommunicator,
+    down: NcclCommunicator,
+    /// Copies of messages in flight, each with the event that ends its send.
+    send_queue: Mutex<Vec<PendingSend>>,
 }
 
-struct Letter {
+struct PendingSend {
     copy: <Cuda as Memory>::Buffer<u8>,
     sent: Arc<Event>,
 }
 
 /// One rank's end of a group.
 struct Nccl {
-    lane: Lane,
+    communicator: NcclCommunicator,
     rank: usize,
     /// The members' ranks in the world.
     ranks: Vec<usize>,
     shared: Arc<Shared>,
-    /// What barriers reduce.
-    nothing: Mutex<<Cuda as Memory>::Buffer<u32>>,
+    /// The buffer that barriers reduce.
+    barrier_buffer: Mutex<<Cuda as Memory>::Buffer<u32>>,
 }
 
-/// What rank 0 gives to all ranks so that they find each other.
+/// The id that rank 0 gives to all ranks so that they can connect.
 pub(crate) fn unique_id() -> Result<Vec<u8>> {
     library::load()?;
     let mut id = sys::ncclUniqueId { internal: [0; 128] };
@@ -68,18 +68,19 @@ pub(crate) fn world(
     let internal = internal.map_err(|_| failed("start", "rank 0 sent no unique id"))?;
     let device = Device::new(cuda, health)?;
     let (rank, size) = (launch.rank, launch.size);
-    let lane = Lane::world(&device, sys::ncclUniqueId { internal }, rank, size)?;
-    let another = || {
-        // The rank's number as the key keeps the order.
-        let lane = lane.split(Some(0), rank as u32)?;
-        lane.ok_or_else(|| failed("ncclCommSplit", "no communicator came of it"))
+    let communicator =
+        NcclCommunicator::world(&device, sys::ncclUniqueId { internal }, rank, size)?;
+    let duplicate = || {
+        // The rank as the key keeps the order.
+        let communicator = communicator.split(Some(0), rank as u32)?;
+        communicator.ok_or_else(|| failed("ncclCommSplit", "it returned no communicator"))
     };
-    let (up, down) = (another()?, another()?);
-    let shared = Arc::new(Shared { device, up, down, outbox: Mutex::default() });
-    Ok(Arc::new(Nccl::new(lane, rank, (0..size).collect(), shared)?))
+    let (up, down) = (duplicate()?, duplicate()?);
+    let shared = Arc::new(Shared { device, up, down, send_queue: Mutex::default() });
+    Ok(Arc::new(Nccl::new(communicator, rank, (0..size).collect(), shared)?))
 }
 
-fn number_type(operation: &'static str, dtype: DType) -> Result<sys::ncclDataType_t> {
+fn data_type(operation: &'static str, dtype: DType) -> Result<sys::ncclDataType_t> {
     Ok(match dtype {
         DType::F32 => sys::ncclDataType_t::ncclFloat32,
         DType::F16 => sys::ncclDataType_t::ncclFloat16,
@@ -98,29 +99,29 @@ fn reduction(reduce: Reduce) -> sys::ncclRedOp_t {
     }
 }
 
-/// A region of the GPU.
-struct Place {
+/// A region in GPU memory.
+struct GpuRegion {
     dtype: DType,
     len: usize,
     address: u64,
 }
 
-impl Place {
+impl GpuRegion {
     fn of(operation: &'static str, region: &RegionMut<'_>) -> Result<Self> {
         let LocationMut::Device(address) = region.location else {
             return Err(on_the_host(operation));
         };
-        Ok(Place { dtype: region.dtype, len: region.len, address })
+        Ok(GpuRegion { dtype: region.dtype, len: region.len, address })
     }
 
-    /// The address of a number.
-    fn at(&self, number: usize) -> *mut c_void {
-        (self.address + (number * self.dtype.bytes()) as u64) as *mut c_void
+    /// The address of an element.
+    fn at(&self, element: usize) -> *mut c_void {
+        (self.address + (element * self.dtype.bytes()) as u64) as *mut c_void
     }
 }
 
 fn on_the_host(operation: &'static str) -> crate::Error {
-    failed(operation, "the buffer is in the host's memory, NCCL moves a GPU's alone")
+    failed(operation, "the buffer is in host memory: NCCL transfers GPU memory only")
 }
 
 fn address(region: Region<'_>) -> Option<u64> {
@@ -131,15 +132,20 @@ fn address(region: Region<'_>) -> Option<u64> {
 }
 
 impl Nccl {
-    fn new(lane: Lane, rank: usize, ranks: Vec<usize>, shared: Arc<Shared>) -> Result<Self> {
-        let nothing = Mutex::new(shared.device.cuda.allocate::<u32>(1)?);
-        Ok(Nccl { lane, rank, ranks, shared, nothing })
+    fn new(
+        communicator: NcclCommunicator,
+        rank: usize,
+        ranks: Vec<usize>,
+        shared: Arc<Shared>,
+    ) -> Result<Self> {
+        let barrier_buffer = Mutex::new(shared.device.cuda.allocate::<u32>(1)?);
+        Ok(Nccl { communicator, rank, ranks, shared, barrier_buffer })
     }
 
-    /// Puts a collective on the group's lane.
+    /// Enqueues a collective on the group's communicator.
     ///
     /// # Safety
-    /// As for [`Lane::start`].
+    /// As for [`NcclCommunicator::start`].
     #[allow(unsafe_code)]
     unsafe fn collective(
         &self,
@@ -147,107 +153,108 @@ impl Nccl {
         operation: impl FnOnce(sys::ncclComm_t, sys::cudaStream_t) -> sys::ncclResult_t,
     ) -> Result<Ticket> {
         // SAFETY: the caller's promise.
-        let event = unsafe { self.lane.start(name, operation)? };
+        let event = unsafe { self.communicator.start(name, operation)? };
         Ok(Some(event))
     }
 
-    /// The lane of messages from one rank of the world to another.
-    fn lane_of_messages(&self, from: usize, to: usize) -> &Lane {
+    /// The communicator for messages from one rank of the world to another.
+    fn message_communicator(&self, from: usize, to: usize) -> &NcclCommunicator {
         if from < to { &self.shared.up } else { &self.shared.down }
     }
 }
 
 impl Engine for Nccl {
-    fn all_reduce(&self, part: RegionMut<'_>, reduce: Reduce) -> Result<Ticket> {
-        let place = Place::of("all_reduce", &part)?;
+    fn all_reduce(&self, region: RegionMut<'_>, reduce: Reduce) -> Result<Ticket> {
+        let region = GpuRegion::of("all_reduce", &region)?;
         let (at, dtype, reduce) =
-            (place.at(0), number_type("all_reduce", place.dtype)?, reduction(reduce));
+            (region.at(0), data_type("all_reduce", region.dtype)?, reduction(reduce));
         // SAFETY: the region is the caller's until the ticket is done (`Ticket`).
         #[allow(unsafe_code)]
         unsafe {
             self.collective("ncclAllReduce", |communicator, stream| {
-                library::ncclAllReduce(at, at, place.len, dtype, reduce, communicator, stream)
+                library::ncclAllReduce(at, at, region.len, dtype, reduce, communicator, stream)
             })
         }
     }
 
     fn reduce_scatter(&self, whole: RegionMut<'_>, reduce: Reduce) -> Result<Ticket> {
-        let place = Place::of("reduce_scatter", &whole)?;
-        let part = place.len / self.ranks.len();
-        let (from, to) = (place.at(0), place.at(part * self.rank));
-        let (dtype, reduce) = (number_type("reduce_scatter", place.dtype)?, reduction(reduce));
-        // SAFETY: as in `all_reduce`; NCCL's way in place is this rank's part as the destination.
+        let region = GpuRegion::of("reduce_scatter", &whole)?;
+        let chunk = region.len / self.ranks.len();
+        let (from, to) = (region.at(0), region.at(chunk * self.rank));
+        let (dtype, reduce) = (data_type("reduce_scatter", region.dtype)?, reduction(reduce));
+        // SAFETY: as in `all_reduce`; in place, NCCL expects this rank's chunk as the destination.
         #[allow(unsafe_code)]
         unsafe {
             self.collective("ncclReduceScatter", |communicator, stream| {
-                library::ncclReduceScatter(from, to, part, dtype, reduce, communicator, stream)
+                library::ncclReduceScatter(from, to, chunk, dtype, reduce, communicator, stream)
             })
         }
     }
 
     fn all_gather(&self, whole: RegionMut<'_>) -> Result<Ticket> {
-        let place = Place::of("all_gather", &whole)?;
-        let part = place.len / self.ranks.len();
-        let (from, to) = (place.at(part * self.rank), place.at(0));
-        let dtype = number_type("all_gather", place.dtype)?;
-        // SAFETY: as in `all_reduce`; NCCL's way in place is this rank's part as the source.
+        let region = GpuRegion::of("all_gather", &whole)?;
+        let chunk = region.len / self.ranks.len();
+        let (from, to) = (region.at(chunk * self.rank), region.at(0));
+        let dtype = data_type("all_gather", region.dtype)?;
+        // SAFETY: as in `all_reduce`; in place, NCCL expects this rank's chunk as the source.
         #[allow(unsafe_code)]
         unsafe {
             self.collective("ncclAllGather", |communicator, stream| {
-                library::ncclAllGather(from, to, part, dtype, communicator, stream)
+                library::ncclAllGather(from, to, chunk, dtype, communicator, stream)
             })
         }
     }
 
-    fn broadcast(&self, part: RegionMut<'_>, root: usize) -> Result<Ticket> {
-        let place = Place::of("broadcast", &part)?;
-        let (at, dtype, root) = (place.at(0), number_type("broadcast", place.dtype)?, root as i32);
+    fn broadcast(&self, region: RegionMut<'_>, root: usize) -> Result<Ticket> {
+        let region = GpuRegion::of("broadcast", &region)?;
+        let (at, dtype, root) = (region.at(0), data_type("broadcast", region.dtype)?, root as i32);
         // SAFETY: as in `all_reduce`.
         #[allow(unsafe_code)]
         unsafe {
             self.collective("ncclBroadcast", |communicator, stream| {
-                library::ncclBroadcast(at, at, place.len, dtype, root, communicator, stream)
+                library::ncclBroadcast(at, at, region.len, dtype, root, communicator, stream)
             })
         }
     }
 
-    fn send(&self, part: Region<'_>, to: usize, _tag: u32) -> Result<Ticket> {
-        let from = address(part).ok_or_else(|| on_the_host("send"))?;
-        let bytes = part.len * part.dtype.bytes();
-        let Shared { device, outbox, .. } = &*self.shared;
-        let mut outbox = outbox.lock().unwrap_or_else(PoisonError::into_inner);
-        let fits = |letter: &Letter| Cuda::len(&letter.copy) >= bytes && letter.sent.is_done();
-        let copy = match outbox.iter().position(fits) {
-            Some(at) => outbox.swap_remove(at).copy,
+    fn send(&self, region: Region<'_>, to: usize, _tag: u32) -> Result<Ticket> {
+        let from = address(region).ok_or_else(|| on_the_host("send"))?;
+        let bytes = region.len * region.dtype.bytes();
+        let Shared { device, send_queue, .. } = &*self.shared;
+        let mut send_queue = send_queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits =
+            |pending: &PendingSend| Cuda::len(&pending.copy) >= bytes && pending.sent.is_done();
+        let copy = match send_queue.iter().position(fits) {
+            Some(at) => send_queue.swap_remove(at).copy,
             None => device.cuda.allocate::<u8>(bytes.max(1))?,
         };
         let copied = address(Cuda::region(Cuda::view(&copy, 0..bytes)));
         let copied = copied.ok_or_else(|| on_the_host("send"))?;
         let (rank, to) = (self.ranks[self.rank], self.ranks[to]);
-        // SAFETY: both are `bytes` long; the copy stays in the outbox until it is sent, and before
-        // the region changes, the operators so far and with them the copying are done.
+        // SAFETY: both are `bytes` long. The copy stays in the send queue until it is sent; the
+        // region changes only after the operators so far, which include the copy.
         #[allow(unsafe_code)]
         let sent = unsafe {
             device.copy(from, copied, bytes)?;
-            self.lane_of_messages(rank, to).start("ncclSend", |communicator, stream| {
+            self.message_communicator(rank, to).start("ncclSend", |communicator, stream| {
                 let dtype = sys::ncclDataType_t::ncclUint8;
                 let copied = copied as *const c_void;
                 library::ncclSend(copied, bytes, dtype, to as i32, communicator, stream)
             })?
         };
-        outbox.push(Letter { copy, sent });
+        send_queue.push(PendingSend { copy, sent });
         // The caller has nothing to wait for.
         Ok(None)
     }
 
-    fn recv(&self, part: RegionMut<'_>, from: usize, _tag: u32) -> Result<Ticket> {
-        let place = Place::of("recv", &part)?;
-        let (at, bytes) = (place.at(0), place.len * place.dtype.bytes());
+    fn recv(&self, region: RegionMut<'_>, from: usize, _tag: u32) -> Result<Ticket> {
+        let region = GpuRegion::of("recv", &region)?;
+        let (at, bytes) = (region.at(0), region.len * region.dtype.bytes());
         let (rank, from) = (self.ranks[self.rank], self.ranks[from]);
         // SAFETY: as in `all_reduce`.
         #[allow(unsafe_code)]
         let received = unsafe {
-            self.lane_of_messages(from, rank).start("ncclRecv", |communicator, stream| {
+            self.message_communicator(from, rank).start("ncclRecv", |communicator, stream| {
                 let dtype = sys::ncclDataType_t::ncclUint8;
                 library::ncclRecv(at, bytes, dtype, from as i32, communicator, stream)
             })?
@@ -256,36 +263,37 @@ impl Engine for Nccl {
     }
 
     fn barrier(&self) -> Result<()> {
-        let mut nothing = self.nothing.lock().unwrap_or_else(PoisonError::into_inner);
-        let region = Cuda::region_mut(Cuda::view_mut(&mut nothing, 0..1));
-        let place = Place::of("barrier", &region)?;
-        let (at, dtype) = (place.at(0), number_type("barrier", place.dtype)?);
-        // SAFETY: the number lives in this value, whose lane is finished before it is dropped.
+        let mut barrier_buffer = self.barrier_buffer.lock().unwrap_or_else(PoisonError::into_inner);
+        let region = Cuda::region_mut(Cuda::view_mut(&mut barrier_buffer, 0..1));
+        let region = GpuRegion::of("barrier", &region)?;
+        let (at, dtype) = (region.at(0), data_type("barrier", region.dtype)?);
+        // SAFETY: this value owns the element, and its communicator is finished before it is
+        // dropped.
         #[allow(unsafe_code)]
         let done = unsafe {
-            self.lane.start("ncclAllReduce", |communicator, stream| {
+            self.communicator.start("ncclAllReduce", |communicator, stream| {
                 let max = sys::ncclRedOp_t::ncclMax;
                 library::ncclAllReduce(at, at, 1, dtype, max, communicator, stream)
             })?
         };
-        self.lane.await_event(&done)
+        self.communicator.await_event(&done)
     }
 
     fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Member>> {
         self.shared.device.health.check()?;
-        let Some(lane) = self.lane.split(color, key)? else { return Ok(None) };
-        let (rank, size) = lane.rank_and_size()?;
-        // The members tell each other their ranks in the world.
+        let Some(communicator) = self.communicator.split(color, key)? else { return Ok(None) };
+        let (rank, size) = communicator.rank_and_size()?;
+        // The members exchange their ranks in the world.
         let cuda = &self.shared.device.cuda;
         let mut gathered = vec![0u32; size];
         gathered[rank] = self.ranks[self.rank] as u32;
         let mut buffer = cuda.allocate::<u32>(size)?;
         cuda.upload(&gathered, Cuda::view_mut(&mut buffer, 0..size))?;
         let ranks = (0..size).collect();
-        let mut group = Nccl::new(lane, rank, ranks, Arc::clone(&self.shared))?;
-        let told = group.all_gather(Cuda::region_mut(Cuda::view_mut(&mut buffer, 0..size)))?;
-        if let Some(told) = told {
-            told.join()?;
+        let mut group = Nccl::new(communicator, rank, ranks, Arc::clone(&self.shared))?;
+        let gathering = group.all_gather(Cuda::region_mut(Cuda::view_mut(&mut buffer, 0..size)))?;
+        if let Some(gathering) = gathering {
+            gathering.join()?;
         }
         cuda.download(Cuda::view(&buffer, 0..size), &mut gathered)?;
         group.ranks = gathered.into_iter().map(|rank| rank as usize).collect();
@@ -306,7 +314,7 @@ impl Engine for Nccl {
 mod tests {
     use super::*;
 
-    /// The engine of a world of one, which groups of one do without.
+    /// The engine of a world of one rank; groups of one rank normally have none.
     fn engine() -> Option<(Cuda, Arc<dyn Engine>)> {
         let health = Arc::new(Health::new(Arc::new(|_| ())));
         let id = unique_id().map_err(|error| println!("skipped: {error}")).ok()?;
@@ -326,10 +334,10 @@ mod tests {
         let half = engine.split(Some(1), 0).unwrap().unwrap();
         assert_eq!((half.rank, half.size), (0, 1));
         assert!(engine.split(None, 0).unwrap().is_none());
-        let numbers: Vec<f32> = (0..1000).map(|i| i as f32).collect();
+        let elements: Vec<f32> = (0..1000).map(|i| i as f32).collect();
         let mut buffer = cuda.allocate::<f32>(1000).unwrap();
         for engine in [engine, half.engine] {
-            cuda.upload(&numbers, Cuda::view_mut(&mut buffer, 0..1000)).unwrap();
+            cuda.upload(&elements, Cuda::view_mut(&mut buffer, 0..1000)).unwrap();
             for ticket in [
                 engine.all_reduce(whole(&mut buffer), Reduce::Sum).unwrap(),
                 engine.reduce_scatter(whole(&mut buffer), Reduce::Max).unwrap(),
@@ -345,7 +353,7 @@ mod tests {
             engine.finish().unwrap();
             let mut back = vec![0.0; 1000];
             cuda.download(Cuda::view(&buffer, 0..1000), &mut back).unwrap();
-            assert_eq!(back, numbers);
+            assert_eq!(back, elements);
         }
     }
 }

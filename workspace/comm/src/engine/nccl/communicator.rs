@@ -1,6 +1,6 @@
-//! A communicator of NCCL with a stream of its own, in step with the stream of the operators: what
-//! is asked of a lane starts after the operators so far, and operators start after it where its
-//! event is joined. No call waits for the GPU.
+//! An NCCL communicator with its own stream, ordered after the compute stream: an operation starts
+//! after the operators launched so far, and later operators wait for it once its event is joined.
+//! No call waits for the GPU.
 
 use std::ffi::CStr;
 use std::mem::MaybeUninit;
@@ -19,15 +19,15 @@ pub(super) fn failed(operation: &'static str, reason: impl Into<String>) -> Erro
     Error::Engine { engine: "NCCL", operation, reason: reason.into() }
 }
 
-/// The GPU of this process.
+/// This process's GPU.
 pub(super) struct Device {
     pub cuda: Cuda,
     compute: CudaStream,
     pub health: Arc<Health>,
 }
 
-// SAFETY: the stream's handle may be used by any thread to which its context is bound, which `run`
-// does first; it lives as long as `cuda`.
+// SAFETY: any thread may use the stream's handle after it has bound the context, which `run` does
+// first; the stream lives as long as `cuda`.
 #[allow(unsafe_code)]
 unsafe impl Send for Device {}
 // SAFETY: as above.
@@ -37,11 +37,11 @@ unsafe impl Sync for Device {}
 impl Device {
     pub(super) fn new(cuda: Cuda, health: Arc<Health>) -> Result<Arc<Self>> {
         let compute = cuda.stream();
-        let compute = compute.ok_or_else(|| failed("start", "the GPU is an emulated one"))?;
+        let compute = compute.ok_or_else(|| failed("start", "the GPU is emulated"))?;
         Ok(Arc::new(Device { cuda, compute, health }))
     }
 
-    /// Binds the GPU to this thread and runs `work` with the stream of the operators.
+    /// Binds the GPU to this thread and runs `work` with the compute stream.
     fn run<R>(
         &self,
         operation: &'static str,
@@ -52,10 +52,10 @@ impl Device {
         done.map_err(|error| failed(operation, error.to_string()))
     }
 
-    /// Copies within the GPU, after the operators so far and before those to come.
+    /// Copies within the GPU, in order with the operators.
     ///
     /// # Safety
-    /// Both addresses are of as many bytes, which live until the operators to come are done.
+    /// Both addresses are valid for `bytes` bytes until the later operators are done.
     #[allow(unsafe_code)]
     pub(super) unsafe fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
         self.run("copying a message", |compute| {
@@ -65,7 +65,7 @@ impl Device {
     }
 }
 
-/// A point in a lane's work.
+/// A point in a communicator's stream.
 pub(super) struct Event {
     raw: driver::CUevent,
     device: Arc<Device>,
@@ -88,10 +88,10 @@ impl Event {
 
 impl Outstanding for Event {
     fn is_done(&self) -> bool {
-        // An error counts as an end: the operators' next call meets it as well.
+        // An error counts as done: the next operator reports it as well.
         // SAFETY: the event lives as long as this value.
         #[allow(unsafe_code)]
-        let query = self.device.run("asking for an event", |_| unsafe {
+        let query = self.device.run("querying an event", |_| unsafe {
             Ok(result::event::query(self.raw) != Err(NOT_READY))
         });
         query.unwrap_or(true)
@@ -113,38 +113,38 @@ const NOT_READY: DriverError = DriverError(driver::cudaError_enum::CUDA_ERROR_NO
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: nobody uses the event any more; an error has nobody to be told to.
+        // SAFETY: nobody uses the event any more. Drop cannot report errors.
         #[allow(unsafe_code)]
         let _ =
             self.device.run("destroying an event", |_| unsafe { result::event::destroy(self.raw) });
     }
 }
 
-/// A communicator and its stream.
-pub(super) struct Lane {
-    communicator: sys::ncclComm_t,
+/// An NCCL communicator and its stream.
+pub(super) struct NcclCommunicator {
+    raw: sys::ncclComm_t,
     stream: driver::CUstream,
     device: Arc<Device>,
-    /// Held while an operation is put on the stream.
+    /// Locked while an operation is enqueued.
     events: Mutex<Events>,
 }
 
 struct Events {
-    /// Where the operators stood when an operation was asked for.
+    /// The compute stream's position at the last enqueued operation.
     before: Event,
-    /// The ends of operations; those that nobody else holds are free.
+    /// The ends of operations; events without another owner can be reused.
     after: Vec<Arc<Event>>,
 }
 
 // SAFETY: communicator and stream are used by one thread at a time, under the lock of `events`.
 #[allow(unsafe_code)]
-unsafe impl Send for Lane {}
+unsafe impl Send for NcclCommunicator {}
 // SAFETY: as above.
 #[allow(unsafe_code)]
-unsafe impl Sync for Lane {}
+unsafe impl Sync for NcclCommunicator {}
 
-impl Lane {
-    /// The communicator of all ranks; returns when all have called it.
+impl NcclCommunicator {
+    /// The communicator of all ranks; returns when all ranks have called it.
     pub(super) fn world(
         device: &Arc<Device>,
         id: sys::ncclUniqueId,
@@ -152,45 +152,45 @@ impl Lane {
         size: usize,
     ) -> Result<Self> {
         device.run("binding the GPU", |_| Ok(()))?;
-        let mut communicator = ptr::null_mut();
-        // SAFETY: the communicator lives through the call, and the numbers fit (`Launch`).
+        let mut raw = ptr::null_mut();
+        // SAFETY: the communicator outlives the call, and rank and size fit (`Launch`).
         #[allow(unsafe_code)]
-        let code =
-            unsafe { library::ncclCommInitRank(&mut communicator, size as i32, id, rank as i32) };
+        let code = unsafe { library::ncclCommInitRank(&mut raw, size as i32, id, rank as i32) };
         check("ncclCommInitRank", code, ptr::null_mut())?;
-        Self::of(device, communicator)
+        Self::of(device, raw)
     }
 
-    /// A communicator of the ranks of one colour; returns when all ranks of this one have called it.
+    /// The communicator of the ranks of one colour; returns when all ranks of this one have called
+    /// it.
     pub(super) fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Self>> {
         const NO_COLOR: i32 = -1;
         self.device.run("binding the GPU", |_| Ok(()))?;
         let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut communicator = ptr::null_mut();
+        let mut raw = ptr::null_mut();
         // `Group::split` has checked that both are within C's int.
         let (color, key) = (color.map_or(NO_COLOR, |color| color as i32), key as i32);
-        // SAFETY: this communicator is whole, the new one lives through the call, and no
-        // configuration means that of this one.
+        // SAFETY: this communicator is valid, the new one outlives the call, and a null
+        // configuration inherits this one's.
         #[allow(unsafe_code)]
         let code = unsafe {
             let same = ptr::null_mut();
-            library::ncclCommSplit(self.communicator, color, key, &mut communicator, same)
+            library::ncclCommSplit(self.raw, color, key, &mut raw, same)
         };
-        check("ncclCommSplit", code, self.communicator)?;
+        check("ncclCommSplit", code, self.raw)?;
         drop(events);
-        if communicator.is_null() {
+        if raw.is_null() {
             return Ok(None);
         }
-        Self::of(&self.device, communicator).map(Some)
+        Self::of(&self.device, raw).map(Some)
     }
 
-    fn of(device: &Arc<Device>, communicator: sys::ncclComm_t) -> Result<Self> {
+    fn of(device: &Arc<Device>, raw: sys::ncclComm_t) -> Result<Self> {
         let stream = device.run("creating a stream", |_| {
             result::stream::create(result::stream::StreamKind::NonBlocking)
         })?;
         let events = Events { before: Event::new(device)?, after: Vec::new() };
         let (device, events) = (Arc::clone(device), Mutex::new(events));
-        Ok(Lane { communicator, stream, device, events })
+        Ok(NcclCommunicator { raw, stream, device, events })
     }
 
     /// This rank's number in the communicator, and the number of ranks.
@@ -199,19 +199,19 @@ impl Lane {
         // SAFETY: NCCL sets both where it reports success, which is checked before they are read.
         #[allow(unsafe_code)]
         unsafe {
-            let code = library::ncclCommUserRank(self.communicator, rank.as_mut_ptr());
-            check("ncclCommUserRank", code, self.communicator)?;
-            let code = library::ncclCommCount(self.communicator, size.as_mut_ptr());
-            check("ncclCommCount", code, self.communicator)?;
+            let code = library::ncclCommUserRank(self.raw, rank.as_mut_ptr());
+            check("ncclCommUserRank", code, self.raw)?;
+            let code = library::ncclCommCount(self.raw, size.as_mut_ptr());
+            check("ncclCommCount", code, self.raw)?;
             Ok((rank.assume_init() as usize, size.assume_init() as usize))
         }
     }
 
-    /// Puts an operation on the stream, after the operators so far; its event is not joined yet.
+    /// Enqueues an operation after the operators so far; its event is not joined yet.
     ///
     /// # Safety
-    /// `operation` passes addresses of as many numbers as it says, which live, and which nobody else
-    /// uses, until the event is joined.
+    /// The addresses that `operation` passes are valid for the lengths that it passes, and nothing
+    /// else accesses them, until the event is joined.
     #[allow(unsafe_code)]
     pub(super) unsafe fn start(
         &self,
@@ -224,14 +224,14 @@ impl Lane {
         let after = events.free(&self.device)?;
         self.device.run(name, |compute| {
             let flags = driver::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-            // SAFETY: streams and event live as long as this value; a wait keeps the state of the
-            // event at its call, so that the event can be recorded again.
+            // SAFETY: streams and event live as long as this value; a wait captures the event's
+            // state at the call, so the event can be recorded again.
             unsafe {
                 result::event::record(before, compute)?;
                 result::stream::wait_event(self.stream, before, flags)
             }
         })?;
-        check(name, operation(self.communicator, self.stream.cast()), self.communicator)?;
+        check(name, operation(self.raw, self.stream.cast()), self.raw)?;
         self.device.run(name, |_| {
             // SAFETY: as above.
             unsafe { result::event::record(after.raw, self.stream) }
@@ -239,7 +239,7 @@ impl Lane {
         Ok(after)
     }
 
-    /// Waits on the host until the lane has come to an event.
+    /// Blocks the host until an event of this communicator has completed.
     pub(super) fn await_event(&self, event: &Event) -> Result<()> {
         while !event.is_done() {
             self.device.health.check()?;
@@ -252,7 +252,7 @@ impl Lane {
         Ok(())
     }
 
-    /// Waits on the host until the lane has done everything.
+    /// Blocks the host until the communicator's stream is empty.
     pub(super) fn finish(&self) -> Result<()> {
         let event = {
             let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
@@ -269,14 +269,14 @@ impl Lane {
         self.await_event(&event)
     }
 
-    /// What went wrong on the communicator since the last call.
+    /// The communicator's asynchronous error since the last call, if any.
     fn check(&self) -> Result<()> {
         let mut state = sys::ncclResult_t::ncclSuccess;
-        // SAFETY: the communicator is whole, and the caller holds the lock.
+        // SAFETY: the communicator is valid, and the caller holds the lock.
         #[allow(unsafe_code)]
-        let code = unsafe { library::ncclCommGetAsyncError(self.communicator, &mut state) };
-        check("ncclCommGetAsyncError", code, self.communicator)?;
-        check("an operation", state, self.communicator)
+        let code = unsafe { library::ncclCommGetAsyncError(self.raw, &mut state) };
+        check("ncclCommGetAsyncError", code, self.raw)?;
+        check("an operation", state, self.raw)
     }
 }
 
@@ -291,46 +291,45 @@ impl Events {
     }
 }
 
-impl Drop for Lane {
+impl Drop for NcclCommunicator {
     fn drop(&mut self) {
         let well = self.device.health.fault().is_none();
-        // Errors have nobody to be told to.
-        // SAFETY: nobody uses communicator and stream any more; after a fault the communicator is
-        // aborted, because its end would wait for ranks that are gone.
+        // Drop cannot report errors.
+        // SAFETY: nobody uses communicator and stream any more. After a fault the communicator is
+        // aborted, because destroying it would wait for ranks that are gone.
         #[allow(unsafe_code)]
         let _ = self.device.run("ending a communicator", |_| unsafe {
             if well {
                 result::stream::synchronize(self.stream)?;
-                library::ncclCommDestroy(self.communicator);
+                library::ncclCommDestroy(self.raw);
             } else {
-                library::ncclCommAbort(self.communicator);
+                library::ncclCommAbort(self.raw);
             }
             result::stream::destroy(self.stream)
         });
     }
 }
 
-/// The error that a result stands for.
+/// Converts an NCCL result to an error.
 pub(super) fn check(
     operation: &'static str,
     code: sys::ncclResult_t,
-    communicator: sys::ncclComm_t,
+    raw: sys::ncclComm_t,
 ) -> Result<()> {
     if matches!(code, sys::ncclResult_t::ncclSuccess | sys::ncclResult_t::ncclInProgress) {
         return Ok(());
     }
-    // SAFETY: NCCL returns texts of its own, or none; it takes a null communicator.
+    // SAFETY: NCCL returns static texts, or null; it accepts a null communicator.
     #[allow(unsafe_code)]
     let text = |text: *const std::ffi::c_char| {
         (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
     };
     // SAFETY: as above.
     #[allow(unsafe_code)]
-    let (what, last) = unsafe {
-        (text(library::ncclGetErrorString(code)), text(library::ncclGetLastError(communicator)))
-    };
+    let (what, last) =
+        unsafe { (text(library::ncclGetErrorString(code)), text(library::ncclGetLastError(raw))) };
     let what = what.unwrap_or_else(|| format!("{code:?}"));
     let last =
         last.filter(|last| !last.is_empty()).map_or(String::new(), |last| format!(": {last}"));
-    Err(failed(operation, format!("{what}{last}; NCCL_DEBUG=INFO makes NCCL say more")))
+    Err(failed(operation, format!("{what}{last}; set NCCL_DEBUG=INFO for details")))
 }
