@@ -1,16 +1,16 @@
-//! Writes texts as an input of [`prepare`](crate::prepare()): JSON lines, a document each.
+//! Writes texts as input of [`prepare`](crate::prepare()): JSON lines, one document per line.
 
 use std::path::Path;
 
 use crate::pending::{Pending, refuse_existing};
 use crate::{Error, Result};
 
-/// Writes `text(0)` to `text(count - 1)` as JSON lines, `{"text": ...}` each, and calls `progress`
-/// with the number written and in all.
+/// Writes `text(0)` to `text(count - 1)` as JSON lines, `{"text": ...}` each. `progress` receives
+/// the number of texts written and their total.
 ///
 /// # Errors
-/// [`Error::Exists`] when the file is there already and not to be overwritten, [`Error::Empty`] when
-/// there is no text; when the file cannot be written.
+/// [`Error::Exists`] if the file exists and may not be overwritten, [`Error::Empty`] if `count` is
+/// 0; [`Error::Io`] if the file cannot be written.
 pub fn write_documents(
     path: &Path,
     count: u64,
@@ -19,7 +19,7 @@ pub fn write_documents(
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<()> {
     if count == 0 {
-        return Err(Error::Empty { reason: "no document: write at least one".to_owned() });
+        return Err(Error::Empty { reason: "no documents: write at least one".to_owned() });
     }
     refuse_existing(path, overwrite)?;
     let mut file = Pending::create(path)?;

@@ -1,6 +1,6 @@
-//! The documents of an input: one for each line of JSON lines (`.jsonl`, `.json`), and one for a
-//! whole file of plain text (everything else). Inputs are streamed; a batch, a line or a text file
-//! is the most that is in memory.
+//! The documents of an input: one per line of JSON lines (`.jsonl`, `.json`), or one per file of
+//! plain text (any other extension). Inputs are streamed; memory holds at most a batch, a line or a
+//! text file.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -10,18 +10,18 @@ use serde_json::Value;
 
 use crate::{Error, Result};
 
-/// A longer line is not a document but a file in another format.
+/// Maximum bytes of a line; a longer one is not JSON lines.
 const LONGEST_LINE: u64 = 1 << 30;
-/// Keys of an object that an error names.
+/// Maximum number of keys that an error lists.
 const KEYS_SHOWN: usize = 5;
 
-/// A document's text and the bytes of the input that it took.
+/// A document's text, and its length in the input in bytes.
 pub(crate) struct Document {
     pub(crate) text: String,
     pub(crate) input_bytes: u64,
 }
 
-/// The documents of several inputs, one input after the other.
+/// Iterates over the documents of several inputs in sequence.
 pub(crate) struct Documents<'a> {
     inputs: std::slice::Iter<'a, PathBuf>,
     field: &'a str,
@@ -62,7 +62,7 @@ impl Iterator for Documents<'_> {
     }
 }
 
-/// Bytes of all inputs; fails on one that cannot be read at all, before any work is done.
+/// Total bytes of all inputs; fails on an unreadable input before any work is done.
 pub(crate) fn input_bytes(inputs: &[PathBuf]) -> Result<u64> {
     let mut total = 0;
     for input in inputs {
@@ -85,7 +85,7 @@ fn is_json_lines(path: &Path) -> bool {
         .is_some_and(|end| end.eq_ignore_ascii_case("jsonl") || end.eq_ignore_ascii_case("json"))
 }
 
-/// A whole file as one document.
+/// Reads a whole file as one document.
 fn read_text(path: &Path) -> Result<Document> {
     let bytes = std::fs::read(path).map_err(Error::io(path, "read"))?;
     let input_bytes = bytes.len() as u64;
@@ -96,7 +96,7 @@ fn read_text(path: &Path) -> Result<Document> {
     Ok(Document { text, input_bytes })
 }
 
-/// A file of JSON lines, being read.
+/// An open file of JSON lines.
 struct Lines {
     path: PathBuf,
     reader: BufReader<File>,
@@ -143,13 +143,13 @@ impl Lines {
 /// The string under `field` of a JSON object.
 fn text_of(line: &str, field: &str) -> Result<String, String> {
     let value = serde_json::from_str(line).map_err(|fault| {
-        // The position inside the line is useful, "line 1" is not.
+        // The column is useful; "line 1" is not.
         let text = fault.to_string();
         let reason = text.split(" at line ").next().unwrap_or(&text);
         format!("broken JSON at column {}: {reason}", fault.column())
     })?;
     let Value::Object(mut object) = value else {
-        return Err("expected one JSON object a line".to_owned());
+        return Err("expected one JSON object per line".to_owned());
     };
     match object.remove(field) {
         Some(Value::String(text)) => Ok(text),
@@ -158,7 +158,9 @@ fn text_of(line: &str, field: &str) -> Result<String, String> {
             let keys: Vec<_> =
                 object.keys().take(KEYS_SHOWN).map(|key| format!("{key:?}")).collect();
             let keys = if keys.is_empty() { "nothing".to_owned() } else { keys.join(", ") };
-            Err(format!("no field {field:?}, the line has {keys}: name the text's with --field"))
+            Err(format!(
+                "no field {field:?}, the line has {keys}: name the text's field with --field"
+            ))
         }
     }
 }
@@ -195,7 +197,7 @@ mod tests {
             (b"\n{\"content\": \"a\"}", 2, "no field \"text\", the line has \"content\""),
             (b"{}", 1, "the line has nothing"),
             (b"{\"text\": 1}", 1, "is not a string"),
-            (b"[1]", 1, "expected one JSON object a line"),
+            (b"[1]", 1, "expected one JSON object per line"),
             (b"{\"text\": \"a\"}\n{\"text\": \"\xff\"}", 2, "not UTF-8 at byte 10"),
         ];
         for (bytes, expected, part) in cases {

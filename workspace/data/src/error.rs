@@ -1,5 +1,5 @@
-//! What can go wrong with token files, tokenizers and their inputs. Each message names the file,
-//! says what was found, and where it helps what to do about it.
+//! Errors of token files, tokenizers and their inputs. Each message names the file, states the
+//! problem and, where possible, the remedy.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,25 +11,25 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The operating system refused to read or write a file.
+    /// An I/O error of a file.
     #[error("{}: cannot {action}: {source}", path.display())]
     Io {
-        /// The file or folder.
+        /// The file or directory.
         path: PathBuf,
-        /// What was tried: "read", "write", ...
+        /// The attempted action: "read", "write", ...
         action: &'static str,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
-    /// A `.bin`, `.idx` or `.json` that is not a sound token file.
-    #[error("{}: not a usable token file: {reason}", path.display())]
+    /// A `.bin`, `.idx` or `.json` that is not a valid token file.
+    #[error("{}: not a valid token file: {reason}", path.display())]
     TokenFile {
-        /// The file at fault.
+        /// The invalid file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         reason: String,
     },
-    /// A token id that the model has no embedding for.
+    /// A token id outside the model's vocabulary.
     #[error(
         "{}: token {position} has the id {id}, outside the vocabulary of {vocabulary}: \
          use the tokenizer that the file was prepared with, or prepare the text again",
@@ -38,28 +38,28 @@ pub enum Error {
     Vocabulary {
         /// The `.bin` file.
         path: PathBuf,
-        /// Position of the token, counted over the whole file from 0.
+        /// Position of the token in the whole file, counted from 0.
         position: u64,
-        /// The id that was found.
+        /// The id in the file.
         id: i64,
-        /// The number of ids allowed.
+        /// The number of valid ids.
         vocabulary: u64,
     },
-    /// Positions beyond the end of a token file were asked for.
+    /// A read beyond the end of a token file.
     #[error(
-        "{}: tokens {start}..{end} were asked for, the file holds {tokens}", path.display()
+        "{}: cannot read tokens {start}..{end}: the file has {tokens}", path.display()
     )]
     Range {
         /// The `.bin` file.
         path: PathBuf,
-        /// First position asked for.
+        /// First position of the read.
         start: u64,
-        /// One past the last position asked for.
+        /// End of the read, exclusive.
         end: u64,
         /// Tokens in the file.
         tokens: u64,
     },
-    /// A token file that was prepared with another tokenizer than the one in use.
+    /// A token file prepared with another tokenizer.
     #[error(
         "{}: prepared with another tokenizer (hash {recorded}) than {} (hash {found}): use the \
          tokenizer of the token file, or prepare the text again with this one",
@@ -75,22 +75,22 @@ pub enum Error {
         /// The hash of the tokenizer in use.
         found: String,
     },
-    /// A tokenizer that cannot be read, or that failed on a text.
+    /// A tokenizer that cannot be read or run.
     #[error("{}: {reason}", path.display())]
     Tokenizer {
         /// The `tokenizer.json`.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem.
         reason: String,
     },
-    /// A line of an input that is not a document.
+    /// An input line that is not a document.
     #[error("{}:{line}: {reason}", path.display())]
     Line {
         /// The input file.
         path: PathBuf,
         /// The line, counted from 1.
         line: u64,
-        /// What is wrong with it.
+        /// The problem.
         reason: String,
     },
     /// A text file that is not UTF-8.
@@ -101,30 +101,30 @@ pub enum Error {
     NotUtf8 {
         /// The input file.
         path: PathBuf,
-        /// Offset of the first byte that does not belong.
+        /// Offset of the first invalid byte.
         offset: u64,
     },
-    /// An output that is already there.
-    #[error("{}: exists already: choose another name, or overwrite it with --force", path.display())]
+    /// An output that already exists.
+    #[error("{}: already exists: choose another name, or replace it with --force", path.display())]
     Exists {
         /// The output.
         path: PathBuf,
     },
     /// An output that would overwrite one of the inputs.
-    #[error("{}: is an input and an output at once: choose another output", path.display())]
+    #[error("{}: is both an input and an output: choose another output", path.display())]
     OverwritesInput {
         /// The file.
         path: PathBuf,
     },
-    /// Nothing to work on: no input, or inputs without text.
+    /// No input, or inputs without text.
     #[error("{reason}")]
     Empty {
         /// What is missing.
         reason: String,
     },
-    /// A token file that is shorter than one window.
+    /// A token file shorter than one window.
     #[error(
-        "{}: holds {tokens} tokens, one window needs {needed}: add text, or shorten the sequence",
+        "{}: has {tokens} tokens, one window needs {needed}: add text, or shorten the sequence",
         path.display()
     )]
     TooShort {
@@ -135,7 +135,7 @@ pub enum Error {
         /// Tokens of one window.
         needed: u64,
     },
-    /// A weight of a mixture that cannot be honoured.
+    /// An invalid weight of a mixture.
     #[error("{}: weight {weight}: {reason}", path.display())]
     Weight {
         /// The source's prefix.
@@ -145,7 +145,7 @@ pub enum Error {
         /// What was expected.
         reason: &'static str,
     },
-    /// An argument outside its limits.
+    /// An argument out of range.
     #[error("{name} = {value}: {reason}")]
     Argument {
         /// The argument.
@@ -158,13 +158,13 @@ pub enum Error {
 }
 
 impl Error {
-    /// A closure for `map_err` that adds the path and the action to an I/O error.
+    /// For `map_err`: adds the path and the action to an I/O error.
     pub(crate) fn io(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_path_buf();
         move |source| Self::Io { path, action, source }
     }
 
-    /// A fault in a token file.
+    /// An invalid token file.
     pub(crate) fn token_file(path: &Path, reason: impl Into<String>) -> Self {
         Self::TokenFile { path: path.to_path_buf(), reason: reason.into() }
     }

@@ -1,10 +1,9 @@
 //! Token files: preparation, reading and a deterministic order.
 //!
-//! Text becomes a token file (Megatron's indexed dataset) in [`prepare`]; [`TokenFile`] reads one,
-//! ours or anybody's; [`TrainingData`] answers which tokens sample number n holds, as a pure
-//! function of the seed and n; [`Windows`] cuts a file for evaluation. [`TextTokenizer`] turns
-//! text into ids and back, [`train_tokenizer`] makes a new tokenizer, and [`write_documents`] writes
-//! texts that are made rather than found.
+//! [`prepare`] converts text to a token file (Megatron's indexed dataset), and [`TokenFile`] reads
+//! one, from any writer. [`TrainingData`] maps a sample number to its tokens, as a pure function of
+//! the seed; [`Windows`] divides a file for evaluation. [`TextTokenizer`] converts between text and
+//! ids, [`train_tokenizer`] trains a new tokenizer, and [`write_documents`] writes generated texts.
 
 mod document_writer;
 mod documents;

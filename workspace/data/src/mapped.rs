@@ -1,4 +1,4 @@
-//! Read-only memory maps: the one place of this crate with unsafe code.
+//! Read-only memory maps: the only unsafe code of this crate.
 
 use std::fs::File;
 use std::path::Path;
@@ -15,8 +15,8 @@ pub(crate) fn map(path: &Path) -> Result<Mmap> {
     if !kind.is_file() {
         return Err(Error::token_file(path, "not a regular file"));
     }
-    // SAFETY: the map is read-only and private to the value returned. Its bytes change only if
-    // another process writes into the file in place, which our own writer never does: it renames
-    // a finished file over the old name and leaves a mapped one as it is.
+    // SAFETY: the map is read-only and private to the returned value. Its bytes change only if
+    // another process writes into the file in place. This crate's writer never does: it renames a
+    // finished file over the old name, and a mapped file keeps its contents.
     unsafe { Mmap::map(&file) }.map_err(Error::io(path, "map"))
 }

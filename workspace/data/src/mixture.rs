@@ -1,32 +1,32 @@
-//! Which source the n-th sample comes from, and how many samples that source gave before. In
-//! every block of 1,000 samples each source has exactly its share (largest remainder), so both
-//! are answered from the number alone. Inside a block the sources are shuffled with a key of seed
-//! and block, or spread evenly; the samples of one source always come in their own order.
+//! The source of the n-th sample, and the number of earlier samples of that source. Every block of
+//! 1,000 samples contains each source in its exact proportion (largest remainder), so both follow
+//! from the sample number alone. Inside a block the sources are shuffled with a key of seed and
+//! block, or spread evenly; the samples of one source always keep their own order.
 
 use std::path::Path;
 
 use crate::permutation::{Permutation, key_of};
 use crate::{Error, Order, Result};
 
-/// Samples of a block.
+/// Samples per block.
 pub(crate) const BLOCK: u64 = 1000;
-/// Sets the keys of the mixture apart from those of the windows.
+/// Separates the mixture's keys from the windows' keys.
 const MIXTURE_KEY: u64 = 0x6d69_7874;
 
-/// The shares of the sources.
+/// The proportions of the sources.
 #[derive(Debug)]
 pub(crate) struct Mixture {
     counts: Vec<u64>,
     seed: u64,
-    /// Source and rank for each place of a block: only when sequential.
+    /// Source and rank of each slot of a block; only for sequential order.
     spread: Option<Vec<(usize, u64)>>,
 }
 
 impl Mixture {
-    /// Shares for these sources.
+    /// Computes the proportions of these sources.
     ///
-    /// Fails when there is none, or a weight is not a positive number, or so small beside the
-    /// others that it earns no sample in a block.
+    /// Fails if there is no source, or if a weight is not a positive number or is too small for one
+    /// sample per block.
     pub(crate) fn new(sources: &[(&Path, f64)], order: Order, seed: u64) -> Result<Self> {
         if sources.is_empty() {
             return Err(Error::Empty { reason: "no data source: name at least one".to_owned() });
@@ -45,36 +45,36 @@ impl Mixture {
         if let Some(at) = counts.iter().position(|&count| count == 0) {
             return Err(refuse(
                 &sources[at],
-                "too small beside the others, must be at least a thousandth of their sum",
+                "too small relative to the others, must be at least a thousandth of their sum",
             ));
         }
         let spread = (order == Order::Sequential).then(|| spread(&counts));
         Ok(Self { counts, seed, spread })
     }
 
-    /// The source of sample `number`, and how many samples of that source come before it.
+    /// The source of sample `number`, and the number of earlier samples of that source.
     pub(crate) fn locate(&self, number: u64) -> (usize, u64) {
         if self.counts.len() == 1 {
             return (0, number);
         }
-        let (block, place) = (number / BLOCK, number % BLOCK);
+        let (block, slot) = (number / BLOCK, number % BLOCK);
         let (source, rank) = match &self.spread {
-            // `place` is under BLOCK, the length of the table.
-            Some(spread) => spread[place as usize],
-            None => self.shuffled(block, place),
+            // `slot` is below BLOCK, the length of the table.
+            Some(spread) => spread[slot as usize],
+            None => self.shuffled(block, slot),
         };
         (source, block * self.counts[source] + rank)
     }
 
-    /// Source and rank at `place` of a shuffled block.
-    fn shuffled(&self, block: u64, place: u64) -> (usize, u64) {
+    /// Source and rank at `slot` of a shuffled block.
+    fn shuffled(&self, block: u64, slot: u64) -> (usize, u64) {
         let permutation = Permutation::new(BLOCK, key_of(&[self.seed, MIXTURE_KEY, block]));
-        let at = |place| self.owner(permutation.apply(place));
-        let source = at(place);
-        (source, (0..place).filter(|&earlier| at(earlier) == source).count() as u64)
+        let at = |slot| self.owner(permutation.apply(slot));
+        let source = at(slot);
+        (source, (0..slot).filter(|&earlier| at(earlier) == source).count() as u64)
     }
 
-    /// The source that owns a slot, when each owns as many in a row as its count says.
+    /// The source of a slot if each source had its count of consecutive slots.
     fn owner(&self, slot: u64) -> usize {
         let mut end = 0;
         self.counts
@@ -83,21 +83,21 @@ impl Mixture {
                 end += count;
                 slot < end
             })
-            // The counts add up to BLOCK, and every slot is under BLOCK.
+            // The counts add up to BLOCK, and every slot is below BLOCK.
             .unwrap_or(0)
     }
 }
 
-/// How many of a block each source gets: its weight's share, rounded by largest remainder.
+/// Samples of each source in a block: its proportion, rounded by largest remainder.
 fn shares(sources: &[(&Path, f64)]) -> Vec<u64> {
-    // Dividing by the largest first keeps huge weights finite.
+    // Dividing by the largest weight first keeps huge weights finite.
     let largest = sources.iter().fold(0.0, |largest: f64, source| largest.max(source.1));
     let sum: f64 = sources.iter().map(|source| source.1 / largest).sum();
     let exact: Vec<f64> =
         sources.iter().map(|source| source.1 / largest / sum * BLOCK as f64).collect();
     let mut counts: Vec<u64> = exact.iter().map(|share| share.floor() as u64).collect();
     let mut by_remainder: Vec<usize> = (0..exact.len()).collect();
-    // Stable: equal remainders go to the source named first.
+    // The sort is stable: equal remainders go to the first source.
     by_remainder.sort_by(|&a, &b| exact[b].fract().total_cmp(&exact[a].fract()));
     let missing = BLOCK.saturating_sub(counts.iter().sum());
     for &source in by_remainder.iter().cycle().take(missing as usize) {
@@ -106,16 +106,16 @@ fn shares(sources: &[(&Path, f64)]) -> Vec<u64> {
     counts
 }
 
-/// A block in which each source's samples are as far apart as can be.
+/// A block with the samples of each source spaced as evenly as possible.
 fn spread(counts: &[u64]) -> Vec<(usize, u64)> {
-    let mut places: Vec<(f64, usize, u64)> = Vec::with_capacity(BLOCK as usize);
+    let mut slots: Vec<(f64, usize, u64)> = Vec::with_capacity(BLOCK as usize);
     for (source, &count) in counts.iter().enumerate() {
         for rank in 0..count {
-            places.push(((rank as f64 + 0.5) / count as f64, source, rank));
+            slots.push(((rank as f64 + 0.5) / count as f64, source, rank));
         }
     }
-    places.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
-    places.into_iter().map(|(_, source, rank)| (source, rank)).collect()
+    slots.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+    slots.into_iter().map(|(_, source, rank)| (source, rank)).collect()
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Files that appear whole or not at all, with this crate's errors.
+//! Atomic file creation with this crate's errors.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -9,13 +9,13 @@ use moh_files::PendingFile;
 
 use crate::{Error, Result};
 
-/// A file under construction.
+/// A file that gets its name when it is complete.
 pub(crate) struct Pending {
     file: PendingFile,
 }
 
 impl Pending {
-    /// Starts a file that will be called `path`.
+    /// Starts a file with the final name `path`.
     pub(crate) fn create(path: &Path) -> Result<Self> {
         let file = PendingFile::create(path).map_err(Error::io(path, "write"))?;
         Ok(Self { file })
@@ -31,19 +31,20 @@ impl Pending {
         self.file.write_all(bytes).map_err(Error::io(self.file.path(), "write"))
     }
 
-    /// The file itself, after everything written so far has reached it.
+    /// The file, with all earlier writes flushed to it.
     pub(crate) fn flushed(&mut self) -> Result<&mut File> {
         let path = self.path().to_path_buf();
         self.file.flushed().map_err(Error::io(&path, "write"))
     }
 
-    /// Puts what was written on the disk, so that [`Pending::publish`] is a mere rename.
+    /// Syncs the contents to disk, so that [`Pending::publish`] only renames.
     pub(crate) fn sync(&mut self) -> Result<()> {
         let path = self.path().to_path_buf();
         self.file.sync().map_err(Error::io(&path, "write"))
     }
 
-    /// Gives the file its name; `overwrite` replaces a file of that name, else it is an error.
+    /// Renames the file to its final name; an existing file is replaced if `overwrite`, otherwise
+    /// an error.
     pub(crate) fn publish(self, overwrite: bool) -> Result<()> {
         let path = self.path().to_path_buf();
         let done = if overwrite { self.file.replace() } else { self.file.publish() };
@@ -54,14 +55,14 @@ impl Pending {
     }
 }
 
-/// Writes a whole small file.
+/// Writes a small file.
 pub(crate) fn write_whole(path: &Path, bytes: &[u8], overwrite: bool) -> Result<()> {
     let mut pending = Pending::create(path)?;
     pending.write(bytes)?;
     pending.publish(overwrite)
 }
 
-/// Refuses an output that is already there, unless it may be overwritten.
+/// Refuses an existing output, unless it may be overwritten.
 pub(crate) fn refuse_existing(path: &Path, overwrite: bool) -> Result<()> {
     if !overwrite && path.symlink_metadata().is_ok() {
         return Err(Error::Exists { path: path.to_path_buf() });
@@ -69,7 +70,7 @@ pub(crate) fn refuse_existing(path: &Path, overwrite: bool) -> Result<()> {
     Ok(())
 }
 
-/// `prefix` with `ending` appended; a dot inside the prefix stays.
+/// Appends `ending` to `prefix`; dots inside the prefix stay.
 pub(crate) fn with_ending(prefix: &Path, ending: &str) -> PathBuf {
     let mut name = OsString::from(prefix);
     name.push(ending);

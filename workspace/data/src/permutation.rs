@@ -1,8 +1,8 @@
-//! A keyed permutation of 0..n that needs no table: a Feistel network over the next even number
-//! of bits, walked until it lands inside (cycle walking; under four steps on average). This is
-//! what makes the order of data a pure function of seed and sample number.
+//! A keyed permutation of 0..n without a table: a Feistel network over the next even number of
+//! bits, applied until the result lies inside (cycle walking; under four steps on average). It
+//! makes the order of data a pure function of seed and sample number.
 
-/// Rounds of the network. Four make a good permutation in theory; more cost little and help the
+/// Rounds of the network. In theory four give a good permutation; more cost little, and help the
 /// smallest ranges, whose halves have one or two bits.
 const ROUNDS: usize = 8;
 
@@ -15,7 +15,7 @@ pub struct Permutation {
 }
 
 impl Permutation {
-    /// The permutation of 0..n that `key` names.
+    /// Creates the permutation of 0..n with this key.
     pub fn new(n: u64, key: u64) -> Self {
         let bits = u64::BITS - n.saturating_sub(1).leading_zeros();
         let mut state = key;
@@ -26,17 +26,17 @@ impl Permutation {
         Self { n, half_bits: bits.div_ceil(2).max(1), keys }
     }
 
-    /// Where `index` goes.
+    /// The image of `index`.
     ///
     /// # Panics
-    /// When `index` is not under n.
+    /// If `index` is not below n.
     pub fn apply(&self, index: u64) -> u64 {
         assert!(index < self.n, "index {index} outside a permutation of {}", self.n);
         if self.n == 1 {
             return 0;
         }
         let mut value = self.network(index);
-        // The network permutes a range that contains 0..n, so its cycles come back to it.
+        // The network permutes a range that contains 0..n, so every cycle returns to it.
         while value >= self.n {
             value = self.network(value);
         }
@@ -63,7 +63,7 @@ fn scramble(mut value: u64) -> u64 {
     value ^ (value >> 31)
 }
 
-/// One key from several numbers; their order matters.
+/// Combines several integers to one key; their order matters.
 pub(crate) fn key_of(parts: &[u64]) -> u64 {
     parts.iter().fold(0, |key, &part| {
         scramble(key.wrapping_add(GOLDEN) ^ scramble(part.wrapping_add(GOLDEN)))
@@ -105,7 +105,7 @@ mod tests {
 
     #[test]
     fn small_ranges_are_not_stuck() {
-        // Over many keys, index 0 reaches each of five places about equally often.
+        // Over many keys, index 0 maps to each of five values about equally often.
         let mut counts = [0; 5];
         for key in 0..5000 {
             counts[Permutation::new(5, key_of(&[key])).apply(0) as usize] += 1;
@@ -115,7 +115,7 @@ mod tests {
 
     #[test]
     fn the_order_is_pinned() {
-        // A changed order would silently break the resumption of running trainings.
+        // A changed order would silently alter runs that are resumed.
         let permutation = Permutation::new(10, 42);
         let order: Vec<u64> = (0..10).map(|index| permutation.apply(index)).collect();
         assert_eq!(order, PINNED);

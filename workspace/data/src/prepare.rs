@@ -1,36 +1,36 @@
-//! Text to a token file: documents are read in batches, encoded in parallel and written in their
-//! order, so the result does not depend on the number of threads.
+//! Text to a token file: documents are read in batches, encoded in parallel and written in order,
+//! so the result does not depend on the number of threads.
 
 use std::path::{Path, PathBuf};
 
 use crate::documents::{Document, Documents, input_bytes};
 use crate::{Error, Provenance, Result, TextTokenizer, TokenFileInfo, TokenFileWriter};
 
-/// A batch ends when it has this much text: enough for many threads, little memory.
+/// Bytes of text after which a batch ends: enough for many threads, in little memory.
 const BATCH_BYTES: usize = 8 << 20;
-/// ... or this many documents.
+/// Documents after which a batch ends.
 const BATCH_DOCUMENTS: usize = 16 << 10;
 
-/// What to prepare.
+/// Inputs and output of [`prepare`].
 #[derive(Clone, Copy, Debug)]
 pub struct Prepare<'a> {
-    /// Turns the text into ids. Its post-processor decides about BOS and EOS.
+    /// Encodes the text. Its post-processor adds BOS and EOS.
     pub tokenizer: &'a TextTokenizer,
-    /// JSON lines (`.jsonl`, `.json`) or plain text (all others: one document a file).
+    /// JSON lines (`.jsonl`, `.json`) or plain text (any other extension, one document per file).
     pub inputs: &'a [PathBuf],
-    /// The field of a JSON line that holds the text.
+    /// The field of a JSON line with the text.
     pub field: &'a str,
     /// The token file's path without its endings.
     pub prefix: &'a Path,
-    /// Whether a token file of that name is replaced.
+    /// Whether an existing token file is replaced.
     pub overwrite: bool,
 }
 
-/// Writes the token file of `options`, and calls `progress` with the bytes of input done and in
-/// all. Documents that encode to no token at all are left out.
+/// Writes the token file of `options`. `progress` receives the bytes of input processed and their
+/// total. Documents without any token are left out.
 ///
-/// Fails on input that is not text, naming file and line, on outputs that are there already, and
-/// when there is nothing to write. Nothing is left behind then.
+/// Fails if an input is not text, naming file and line, if an output exists, or if there is nothing
+/// to write. A failure leaves no files behind.
 pub fn prepare(options: Prepare<'_>, progress: &mut dyn FnMut(u64, u64)) -> Result<TokenFileInfo> {
     let Prepare { tokenizer, inputs, field, prefix, overwrite } = options;
     if inputs.is_empty() {
@@ -62,11 +62,11 @@ pub fn prepare(options: Prepare<'_>, progress: &mut dyn FnMut(u64, u64)) -> Resu
             text_bytes += document.text.len() as u64;
             done += document.input_bytes;
         }
-        // An input may have grown since it was measured.
+        // An input may have grown since its size was read.
         progress(done.min(total), total);
     }
     if text_bytes == 0 {
-        return Err(Error::Empty { reason: "the inputs hold no text".to_owned() });
+        return Err(Error::Empty { reason: "the inputs contain no text".to_owned() });
     }
     progress(total, total);
     writer.finish(Provenance {
@@ -89,7 +89,7 @@ fn next_batch(documents: &mut Documents<'_>) -> Result<Vec<Document>> {
     Ok(batch)
 }
 
-/// Guards against `--force` on a prefix whose `.json` is the input.
+/// Protects an input against `--force`: the prefix's `.json` may be one.
 pub(crate) fn refuse_inputs_as_outputs(inputs: &[PathBuf], outputs: &[PathBuf]) -> Result<()> {
     for input in inputs {
         let input = input.canonicalize().map_err(Error::io(input, "read"))?;

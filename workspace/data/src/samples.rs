@@ -1,8 +1,8 @@
-//! The order of training data: sample number -> tokens, a pure function of the seed. No shuffle
-//! buffer and no iterator state, so a training resumes at any step, on any number of ranks, at no
-//! cost. Which source a sample comes from is decided in `mixture.rs`; each source is cut in
-//! windows of sequence_length + 1 that advance by sequence_length, and each of its epochs visits
-//! every window once, in the order of a keyed permutation or front to back.
+//! The order of training data: sample number -> tokens, a pure function of the seed. There is no
+//! shuffle buffer and no iterator state, so training resumes at any step, on any number of ranks,
+//! at no cost. `mixture.rs` selects the source of a sample. Each source is divided into windows of
+//! sequence_length + 1 tokens that advance by sequence_length; each epoch visits every window once,
+//! in the order of a keyed permutation or front to back.
 
 use std::path::PathBuf;
 
@@ -15,21 +15,21 @@ use crate::{Error, Result, TextTokenizer, TokenFile};
 pub struct Source {
     /// The token file's path without its endings.
     pub path: PathBuf,
-    /// Its share, relative to the others'.
+    /// Its weight relative to the other sources.
     pub weight: f64,
 }
 
 /// The order in which windows are visited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Order {
-    /// A new permutation of each source's windows for each of its epochs.
+    /// A new permutation of each source's windows in every epoch.
     #[default]
     Shuffled,
-    /// Front to back, starting over at the end.
+    /// Front to back, restarting at the end.
     Sequential,
 }
 
-/// Token files, mixed and ordered.
+/// A mixture of token files in training order.
 #[derive(Debug)]
 pub struct TrainingData {
     files: Vec<TokenFile>,
@@ -40,10 +40,10 @@ pub struct TrainingData {
 }
 
 impl TrainingData {
-    /// Opens the token files; ids that are not under `vocab_size` are errors when read.
+    /// Opens the token files; reading an id of `vocab_size` or above is an error.
     ///
-    /// Fails when a file is unsound or shorter than one window, or when a weight is not a
-    /// positive number.
+    /// Fails if a file is invalid or shorter than one window, or if a weight is not a positive
+    /// number.
     pub fn open(
         sources: &[Source],
         sequence_length: usize,
@@ -82,20 +82,20 @@ impl TrainingData {
         &self.files
     }
 
-    /// Tokens of a sample that have a target.
+    /// Tokens per sample that have a target.
     pub fn sequence_length(&self) -> usize {
         self.sequence_length
     }
 
-    /// Windows of a source, that is, samples of one of its epochs.
+    /// Windows of a source: the samples of one epoch.
     ///
     /// # Panics
-    /// When there is no such source.
+    /// If there is no such source.
     pub fn num_windows(&self, source: usize) -> u64 {
         (self.files[source].num_tokens() - 1) / self.sequence_length as u64
     }
 
-    /// Fails when a source records another tokenizer than this one.
+    /// Fails if a source records another tokenizer.
     pub fn check_tokenizer(&self, tokenizer: &TextTokenizer) -> Result<()> {
         self.files.iter().try_for_each(|file| file.check_tokenizer(tokenizer))
     }
@@ -115,16 +115,16 @@ impl TrainingData {
         (source, window * self.sequence_length as u64)
     }
 
-    /// Reads sample `number`: `sequence_length + 1` tokens, of which the last is only a target.
+    /// Reads sample `number`: `sequence_length + 1` tokens, the last of which is only a target.
     ///
-    /// `document_start` receives, for each of the `sequence_length` positions, where in the window its
-    /// document starts: what attention that stops at document bounds needs. The document that
-    /// was already running at the window's start counts from 0.
+    /// `document_start` receives, for each of the `sequence_length` positions, the position in the
+    /// window at which its document starts, for attention within documents. A document that began
+    /// before the window starts at 0.
     ///
     /// Fails on an id outside the vocabulary.
     ///
     /// # Panics
-    /// When a slice has another length.
+    /// If a slice has the wrong length.
     pub fn sample(
         &self,
         number: u64,
@@ -141,7 +141,7 @@ impl TrainingData {
         assert_eq!(document_start.len(), self.sequence_length, "one entry for each input");
         document_start.fill(0);
         for first in file.document_starts(start..start + self.sequence_length as u64)? {
-            // Inside the window, whose length is a usize.
+            // Lies inside the window, whose length is a usize.
             let at = (first - start) as usize;
             document_start[at..].fill(at as u32);
         }

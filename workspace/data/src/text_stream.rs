@@ -1,30 +1,30 @@
-//! Incremental decoding. One id may be a part of a character, and how a token reads can depend on
-//! its neighbours, so a few ids are decoded together and only what is certain is handed out. The
-//! pieces joined are the decoded text, for every well-formed sequence of ids; ill-formed bytes
-//! never fail, they read as U+FFFD.
+//! Incremental decoding. One id may be a fraction of a character, and a token's text can depend on
+//! its neighbours. A few ids are therefore decoded together, and only final text is returned. The
+//! concatenated pieces are the decoded text, for every well-formed sequence of ids; ill-formed
+//! bytes never fail and decode as U+FFFD.
 
 use std::collections::VecDeque;
 
 use crate::{Result, TextTokenizer};
 
-/// What stands for bytes that are no character, or not yet one.
+/// Represents bytes that are not a character, or not yet one.
 const REPLACEMENT: char = '\u{fffd}';
-/// Pieces decoded again with each new id, so that the tokenizer sees what goes before it. Pieces
-/// rather than ids: cut inside a character, the rest of it would read as ill-formed.
+/// Pieces decoded again with each new id, so that the tokenizer has their context. Pieces instead
+/// of ids: a cut inside a character would make the rest of it ill-formed.
 const CONTEXT_PIECES: usize = 4;
-/// Ids of the prompt that serve as context.
+/// Ids of the prompt used as context.
 const CONTEXT_IDS: usize = 16;
-/// A character has at most four bytes: more ids without one are ill-formed bytes, or characters
-/// that really are U+FFFD. They are shown when something else follows, or after so many.
+/// A character has at most four bytes: a longer run of ids without a character is ill-formed bytes,
+/// or literal U+FFFD. It is returned when other text follows, or after this many ids.
 const LONGEST_WAIT: usize = 64;
 
-/// Text that appears id by id; made by [`TextTokenizer::stream`].
+/// Text decoded id by id; created by [`TextTokenizer::stream`].
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a TextTokenizer,
     skip_special: bool,
     ids: Vec<u32>,
-    /// How many of `ids` each shown piece has; those behind wait.
+    /// The number of ids of each returned piece; later ids are pending.
     pieces: VecDeque<usize>,
 }
 
@@ -35,13 +35,13 @@ impl<'a> TextStream<'a> {
         Self { tokenizer, skip_special, ids, pieces }
     }
 
-    /// Adds an id and returns the text that is new; empty while a character is incomplete.
+    /// Adds an id and returns the new text; empty while a character is incomplete.
     pub fn push(&mut self, id: u32) -> Result<String> {
         self.ids.push(id);
         self.advance(false)
     }
 
-    /// The rest: what an incomplete character at the end reads as.
+    /// The remaining text, with an incomplete character at the end decoded as it is.
     pub fn finish(mut self) -> Result<String> {
         self.advance(true)
     }
@@ -54,8 +54,8 @@ impl<'a> TextStream<'a> {
         if now.ends_with(REPLACEMENT) && waiting < LONGEST_WAIT && !last {
             return Ok(String::new());
         }
-        // Ill-formed bytes can change how the ids before them read: keep what was shown, and go
-        // on behind it.
+        // Ill-formed bytes can change the decoding of earlier ids: keep the returned text, and
+        // continue after it.
         let common: usize = before
             .chars()
             .zip(now.chars())

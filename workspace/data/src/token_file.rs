@@ -1,6 +1,6 @@
-//! A token file: Megatron's indexed dataset (`PREFIX.bin` + `PREFIX.idx`), with our optional
-//! `PREFIX.json`. Its documents are read joined, as one long row of tokens addressed by position.
-//! The tables are checked in `token_index.rs`, the ids themselves whenever they are read.
+//! A token file: Megatron's indexed dataset (`PREFIX.bin` + `PREFIX.idx`), with an optional
+//! `PREFIX.json`. Documents are read as one concatenated sequence of tokens, addressed by position.
+//! `token_index.rs` validates the tables; ids are validated on every read.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -12,25 +12,25 @@ use crate::pending::with_ending;
 use crate::token_index::TokenIndex;
 use crate::{Error, Result, TextTokenizer, TokenFileInfo, TokenType};
 
-/// Ids are u32, so no file holds more different ones.
+/// Ids are u32, so this is an upper bound of their number.
 const ALL_IDS: u64 = 1 << 32;
 
-/// A token file, open for reading. Cheap to share between threads.
+/// An open token file. Cheap to share between threads.
 pub struct TokenFile {
     prefix: PathBuf,
     bin_path: PathBuf,
     bin: Mmap,
     index: TokenIndex,
     info: Option<TokenFileInfo>,
-    /// Ids from here on are an error when read.
+    /// Reading this id or a larger one is an error.
     limit: u64,
 }
 
 impl TokenFile {
-    /// Opens `PREFIX.bin` and `PREFIX.idx`, and `PREFIX.json` where there is one.
+    /// Opens `PREFIX.bin`, `PREFIX.idx` and, if it exists, `PREFIX.json`.
     ///
-    /// Fails when a file is missing, or when its tables do not hold together: everything except
-    /// the ids is checked here.
+    /// Fails if a file is missing or its tables are inconsistent: everything except the ids is
+    /// validated here.
     pub fn open(prefix: &Path) -> Result<Self> {
         let idx_path = with_ending(prefix, ".idx");
         let named_whole =
@@ -39,7 +39,7 @@ impl TokenFile {
             return Err(Error::token_file(
                 prefix,
                 format!(
-                    "a token file is named without its ending, here {}",
+                    "name a token file without its ending, here {}",
                     prefix.with_extension("").display()
                 ),
             ));
@@ -55,8 +55,8 @@ impl TokenFile {
                 return Err(Error::token_file(
                     &info_path,
                     format!(
-                        "it describes {} documents and {} tokens, the index has {documents} and \
-                         {tokens}: the files do not belong together",
+                        "it describes {} documents and {} tokens, but the index has {documents} \
+                         and {tokens}: the files do not belong together",
                         info.documents, info.tokens
                     ),
                 ));
@@ -85,7 +85,7 @@ impl TokenFile {
         self.index.dtype()
     }
 
-    /// What `PREFIX.json` says, where there is one.
+    /// The contents of `PREFIX.json`, if it exists.
     pub fn info(&self) -> Option<&TokenFileInfo> {
         self.info.as_ref()
     }
@@ -101,12 +101,12 @@ impl TokenFile {
         longest
     }
 
-    /// From now on, reading an id that is not under `vocab_size` is an error.
+    /// Makes reading an id of `vocab_size` or above an error.
     pub fn limit_vocabulary(&mut self, vocab_size: usize) {
         self.limit = (vocab_size as u64).min(ALL_IDS);
     }
 
-    /// Fails when `PREFIX.json` records another tokenizer; without a record, all is well.
+    /// Fails if `PREFIX.json` records another tokenizer; without a record the check passes.
     pub fn check_tokenizer(&self, tokenizer: &TextTokenizer) -> Result<()> {
         let recorded = self.info.as_ref().and_then(|info| info.tokenizer_hash.as_deref());
         match recorded {
@@ -120,10 +120,10 @@ impl TokenFile {
         }
     }
 
-    /// Reads `out.len()` tokens from position `start` on, documents joined.
+    /// Reads `out.len()` tokens from position `start` on, across documents.
     ///
-    /// Fails when that goes beyond the end, or when an id is outside the vocabulary (see
-    /// [`TokenFile::limit_vocabulary`]); `out` then holds anything.
+    /// Fails beyond the end of the file, or on an id outside the vocabulary (see
+    /// [`TokenFile::limit_vocabulary`]); the contents of `out` are unspecified then.
     pub fn read(&self, start: u64, out: &mut [u32]) -> Result<()> {
         self.check_range(start, out.len() as u64)?;
         let item = self.token_type().bytes() as u64;
@@ -144,7 +144,7 @@ impl TokenFile {
         Ok(())
     }
 
-    /// Reads tokens that lie together from byte `offset` on; the first is token `position`.
+    /// Reads consecutive tokens from byte `offset` on; the first is token `position`.
     fn widen(&self, offset: u64, position: u64, out: &mut [u32], limit: u64) -> Result<()> {
         let item = self.token_type().bytes();
         // In bounds: `TokenIndex::open` has checked every sequence against the length of the map.
@@ -158,9 +158,9 @@ impl TokenFile {
     }
 
     /// The first positions of all documents that start inside `range`, in order. Empty documents
-    /// do not appear.
+    /// are left out.
     ///
-    /// Fails when the range goes beyond the end.
+    /// Fails if the range exceeds the file.
     pub fn document_starts(&self, range: Range<u64>) -> Result<Vec<u64>> {
         self.check_range(range.start, range.end.saturating_sub(range.start))?;
         let (mut sequence, mut position) = self.index.locate(range.start);
@@ -189,7 +189,7 @@ impl TokenFile {
 
     /// The positions of a document's tokens.
     ///
-    /// Fails when there is no such document.
+    /// Fails if there is no such document.
     pub fn document(&self, number: u64) -> Result<Range<u64>> {
         let number = usize::try_from(number)
             .ok()
@@ -197,7 +197,7 @@ impl TokenFile {
             .ok_or_else(|| Error::Argument {
                 name: "document",
                 value: number,
-                reason: format!("the file holds {}", self.index.documents()),
+                reason: format!("the file has {}", self.index.documents()),
             })?;
         let bound = |document| self.index.start(self.index.first_sequence(document));
         Ok(bound(number)..bound(number + 1))

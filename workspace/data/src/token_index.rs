@@ -1,7 +1,7 @@
-//! `PREFIX.idx` of Megatron's indexed dataset, memory-mapped. Everything is validated in
-//! [`TokenIndex::open`]; the accessors rely on that. Little-endian: 9 bytes of magic, u64 version
-//! = 1, u8 type code, u64 S sequences, u64 D = documents + 1, then i32[S] lengths in tokens,
-//! i64[S] byte offsets into the `.bin`, i64[D] first sequence of each document (first 0, last S).
+//! `PREFIX.idx` of Megatron's indexed dataset, memory-mapped. [`TokenIndex::open`] validates
+//! everything, and the accessors rely on that. Little-endian: 9 bytes of magic, u64 version = 1, u8
+//! type code, u64 S sequences, u64 D = documents + 1, then i32[S] lengths in tokens, i64[S] byte
+//! offsets into the `.bin`, i64[D] first sequence of each document (first 0, last S).
 
 use std::path::Path;
 
@@ -12,12 +12,12 @@ use crate::{Error, Result, TokenType};
 
 /// The first bytes of every index.
 pub(crate) const MAGIC: [u8; 9] = *b"MMIDIDX\0\0";
-/// The only version there is.
+/// The only version.
 pub(crate) const VERSION: u64 = 1;
 /// Bytes before the tables.
 pub(crate) const HEADER_BYTES: usize = 34;
-/// Sequences between two entries of the table of first positions. One entry for each sequence
-/// would take gigabytes on the largest corpora; walking the lengths of a few is as fast.
+/// Sequences between two entries of the table of first positions. One entry per sequence would take
+/// gigabytes on the largest corpora, and adding up the lengths of a few is as fast.
 const STRIDE: usize = 64;
 
 /// A validated index.
@@ -29,23 +29,23 @@ pub(crate) struct TokenIndex {
     tokens: u64,
     /// Position of the first token of sequences 0, STRIDE, 2 STRIDE, ...
     starts: Vec<u64>,
-    /// Sequences lie in the `.bin` one behind the other, from its first byte on.
+    /// Sequences are consecutive in the `.bin`, starting at its first byte.
     contiguous: bool,
 }
 
 impl TokenIndex {
-    /// Maps and validates the index at `path` against a `.bin` of `bin_bytes` bytes.
+    /// Maps the index at `path` and validates it against a `.bin` of `bin_bytes` bytes.
     pub(crate) fn open(path: &Path, bin_bytes: u64) -> Result<Self> {
         let fault = |reason: String| Error::token_file(path, reason);
         let map = map(path)?;
         let Some(header) = map.first_chunk::<HEADER_BYTES>() else {
             return Err(fault(format!(
-                "{} bytes, the header alone has {HEADER_BYTES}: truncated, or not an index",
+                "{} bytes, but the header alone has {HEADER_BYTES}: truncated, or not an index",
                 map.len()
             )));
         };
         if header[..9] != MAGIC {
-            return Err(fault("it does not start like a Megatron index".to_owned()));
+            return Err(fault("its first bytes are not a Megatron index's".to_owned()));
         }
         let version = u64_at(header, 9);
         if version != VERSION {
@@ -65,7 +65,7 @@ impl TokenIndex {
         if bounds == 0 {
             return Err(fault("no document bounds, expected at least one".to_owned()));
         }
-        // Both fit: the file, which is mapped, has more bytes than either.
+        // Both fit: the mapped file has more bytes than either.
         let (sequences, bounds) = (sequences as usize, bounds as usize);
         let mut index = Self {
             map,
@@ -81,7 +81,7 @@ impl TokenIndex {
         Ok(index)
     }
 
-    /// Checks lengths and offsets, and fills in `tokens`, `starts` and `contiguous`.
+    /// Validates lengths and offsets, and sets `tokens`, `starts` and `contiguous`.
     fn check_sequences(&mut self, bin_bytes: u64) -> Result<(), String> {
         let item = self.dtype.bytes() as u64;
         let mut tokens = 0u64;
@@ -101,12 +101,12 @@ impl TokenIndex {
                      bytes of a token"
                 ));
             }
-            // A length under 2^31 times 8 bytes, on top of an offset under 2^63, fits into u64.
+            // A length below 2^31 times 8 bytes, added to an offset below 2^63, fits u64.
             let end = offset + length * item;
             if end > bin_bytes {
                 return Err(format!(
-                    "sequence {sequence} ends at byte {end}, the .bin has {bin_bytes}: truncated, \
-                     or not the .bin of this index"
+                    "sequence {sequence} ends at byte {end}, but the .bin has {bin_bytes}: \
+                     truncated, or not the .bin of this index"
                 ));
             }
             self.contiguous &= offset == tokens * item;
@@ -119,7 +119,7 @@ impl TokenIndex {
         Ok(())
     }
 
-    /// Checks that documents cover the sequences in order.
+    /// Validates that documents cover the sequences in order.
     fn check_documents(&self) -> Result<(), String> {
         let mut last = 0;
         for document in 0..=self.documents {
@@ -144,12 +144,12 @@ impl TokenIndex {
         Ok(())
     }
 
-    /// Where the table of byte offsets starts.
+    /// Offset of the table of byte offsets.
     fn offsets(&self) -> usize {
         HEADER_BYTES + 4 * self.sequences
     }
 
-    /// Where the table of document bounds starts.
+    /// Offset of the table of document bounds.
     fn bounds(&self) -> usize {
         HEADER_BYTES + 12 * self.sequences
     }
@@ -189,7 +189,7 @@ impl TokenIndex {
         i64_at(&self.map, self.bounds() + 8 * document) as usize
     }
 
-    /// The first document whose first sequence is `sequence` or a later one.
+    /// The first document whose first sequence is `sequence` or later.
     pub(crate) fn document_from(&self, sequence: usize) -> usize {
         let (mut low, mut high) = (0, self.documents);
         while low < high {
@@ -199,8 +199,8 @@ impl TokenIndex {
         low
     }
 
-    /// The sequence that holds a token, and the position of that sequence's first token. For a
-    /// position at or beyond the end, the number of sequences and of tokens.
+    /// The sequence that contains a token, and the position of that sequence's first token. At or
+    /// beyond the end: the number of sequences, and the number of tokens.
     pub(crate) fn locate(&self, position: u64) -> (usize, u64) {
         let block = self.starts.partition_point(|&start| start <= position);
         let mut sequence = block.saturating_sub(1) * STRIDE;
@@ -223,13 +223,13 @@ impl TokenIndex {
     }
 }
 
-/// Size of an index, unless it exceeds u64.
+/// Size of an index in bytes, unless it exceeds u64.
 fn index_bytes(sequences: u64, bounds: u64) -> Option<u64> {
     let tables = sequences.checked_mul(12)?.checked_add(bounds.checked_mul(8)?)?;
     tables.checked_add(HEADER_BYTES as u64)
 }
 
-/// The eight bytes at `at`, which the caller knows to be there.
+/// The eight bytes at `at`; the caller has checked the bounds.
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
     let mut item = [0; 8];
     item.copy_from_slice(&bytes[at..at + 8]);
@@ -240,7 +240,7 @@ fn i64_at(bytes: &[u8], at: usize) -> i64 {
     u64_at(bytes, at) as i64
 }
 
-/// The four bytes at `at`, which the caller knows to be there.
+/// The four bytes at `at`; the caller has checked the bounds.
 fn i32_at(bytes: &[u8], at: usize) -> i32 {
     let mut item = [0; 4];
     item.copy_from_slice(&bytes[at..at + 4]);

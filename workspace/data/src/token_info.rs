@@ -1,5 +1,4 @@
-//! `PREFIX.json`: what is known about a token file beyond Megatron's format, above all which
-//! tokenizer made it.
+//! `PREFIX.json`: metadata of a token file beyond Megatron's format, above all its tokenizer.
 
 use std::io::ErrorKind;
 use std::path::Path;
@@ -8,22 +7,22 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result, TokenType};
 
-/// A larger `PREFIX.json` is not one of ours.
+/// Maximum bytes of a `PREFIX.json`.
 const LARGEST_JSON: u64 = 16 << 20;
 
 /// The contents of `PREFIX.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TokenFileInfo {
-    /// blake3 of the tokenizer.json, in hexadecimal; absent when no tokenizer was involved.
+    /// blake3 of the tokenizer.json, in hexadecimal; absent if there was no tokenizer.
     #[serde(default)]
     pub tokenizer_hash: Option<String>,
-    /// Number of ids of that tokenizer: its largest id + 1.
+    /// The tokenizer's number of ids: its largest id + 1.
     pub vocabulary_size: u64,
     /// Documents in the file.
     pub documents: u64,
     /// Tokens in the file.
     pub tokens: u64,
-    /// Bytes of the text that the tokens came from.
+    /// Bytes of the source text.
     #[serde(default)]
     pub text_bytes: u64,
     /// Names of the inputs.
@@ -33,10 +32,10 @@ pub struct TokenFileInfo {
     pub dtype: TokenType,
 }
 
-/// Where a token file comes from: the part of [`TokenFileInfo`] that a writer cannot know itself.
+/// The origin of a token file: the fields of [`TokenFileInfo`] that a writer cannot derive.
 #[derive(Clone, Debug, Default)]
 pub struct Provenance {
-    /// [`crate::TextTokenizer::hash`], where a tokenizer was involved.
+    /// [`crate::TextTokenizer::hash`], if there was a tokenizer.
     pub tokenizer_hash: Option<String>,
     /// Bytes of text.
     pub text_bytes: u64,
@@ -45,8 +44,7 @@ pub struct Provenance {
 }
 
 impl TokenFileInfo {
-    /// Reads a `PREFIX.json`; `None` where there is none. Fails when it is not what this crate
-    /// writes.
+    /// Reads a `PREFIX.json`; `None` if it does not exist. Fails if its contents are invalid.
     pub(crate) fn read(path: &Path) -> Result<Option<Self>> {
         match std::fs::metadata(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -54,20 +52,20 @@ impl TokenFileInfo {
             Ok(kind) if kind.len() > LARGEST_JSON => {
                 return Err(Error::token_file(
                     path,
-                    format!("{} bytes are too many for a token file's description", kind.len()),
+                    format!("{} bytes are too many for a token file's metadata", kind.len()),
                 ));
             }
             Ok(_) => {}
         }
         let bytes = std::fs::read(path).map_err(Error::io(path, "read"))?;
         serde_json::from_slice(&bytes).map(Some).map_err(|fault| {
-            Error::token_file(path, format!("not a token file's description: {fault}"))
+            Error::token_file(path, format!("not a token file's metadata: {fault}"))
         })
     }
 
     /// The bytes of a `PREFIX.json`.
     pub(crate) fn to_json(&self) -> Vec<u8> {
-        // A struct of numbers, strings and a list always has a JSON form.
+        // A struct of integers, strings and a list always serialises.
         let mut text = serde_json::to_vec_pretty(self).unwrap_or_default();
         text.push(b'\n');
         text

@@ -1,8 +1,8 @@
-//! How one token is stored: the integer types of Megatron's indexed dataset.
+//! The stored integer types of Megatron's indexed dataset.
 
 use serde::{Deserialize, Serialize};
 
-/// The stored type of a token; the name is the one in `PREFIX.json`.
+/// The stored type of a token, with its name in `PREFIX.json`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TokenType {
@@ -12,19 +12,19 @@ pub enum TokenType {
     I8,
     /// Code 3.
     I16,
-    /// Code 4: what writers use for large vocabularies.
+    /// Code 4, used by writers for large vocabularies.
     I32,
     /// Code 5.
     I64,
-    /// Code 8: what writers use for vocabularies under 65,500.
+    /// Code 8, used by writers for vocabularies below 65,500.
     U16,
 }
 
-/// Vocabularies from this size on are stored as i32, as Megatron does.
+/// Vocabularies of this size or above are stored as i32, as in Megatron.
 const LARGE_VOCABULARY: usize = 65_500;
 
 impl TokenType {
-    /// The type for a code of the index, with a reason when there is none.
+    /// The type of an index's code; the error is the reason.
     pub(crate) fn from_code(code: u8) -> Result<Self, String> {
         match code {
             1 => Ok(Self::U8),
@@ -72,13 +72,13 @@ impl TokenType {
         }
     }
 
-    /// What a writer uses for a vocabulary of this size.
+    /// The stored type for a vocabulary of this size.
     pub fn for_vocabulary(vocab_size: usize) -> Self {
         if vocab_size < LARGE_VOCABULARY { Self::U16 } else { Self::I32 }
     }
 
-    /// Widens stored tokens into `out`, which has one entry for each. The first id that is
-    /// negative or not under `limit` is returned with its index in `out`.
+    /// Widens stored tokens into `out`, one entry per token. Returns the first id that is negative
+    /// or not below `limit`, with its index in `out`.
     pub(crate) fn widen(
         self,
         bytes: &[u8],

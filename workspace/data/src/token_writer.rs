@@ -1,6 +1,6 @@
-//! Writes a token file: `PREFIX.bin`, `PREFIX.idx` and `PREFIX.json`. Documents stream to
-//! temporary files beside the final ones, whatever their number; the three names appear at the
-//! end, the index last, so that a file that can be opened is a whole one.
+//! Writes a token file: `PREFIX.bin`, `PREFIX.idx` and `PREFIX.json`. Documents of any number
+//! stream to temporary files beside the final ones. The three names are created at the end, the
+//! index last, so a token file that can be opened is complete.
 
 use std::io::{BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -9,13 +9,12 @@ use crate::pending::{Pending, refuse_existing, with_ending};
 use crate::token_index::{HEADER_BYTES, MAGIC, VERSION};
 use crate::{Error, Provenance, Result, TokenFileInfo, TokenType};
 
-/// A token file under construction. Dropped without [`TokenFileWriter::finish`], it leaves
-/// nothing.
+/// A token file being written. Dropping it without [`TokenFileWriter::finish`] leaves no files.
 pub struct TokenFileWriter {
     prefix: PathBuf,
     overwrite: bool,
     bin: Pending,
-    /// Header (still zeros) and lengths; the other tables follow from these in `finish`.
+    /// Header (still zeros) and lengths; `finish` derives the other tables from these.
     idx: Pending,
     dtype: TokenType,
     vocab_size: usize,
@@ -25,14 +24,14 @@ pub struct TokenFileWriter {
 }
 
 impl TokenFileWriter {
-    /// Starts a token file for ids under `vocab_size`.
+    /// Starts a token file for ids below `vocab_size`.
     ///
-    /// Fails when one of its three files is there already, or the folder cannot be written.
+    /// Fails if one of its three files exists, or the directory is not writable.
     pub fn create(prefix: &Path, vocab_size: usize) -> Result<Self> {
         Self::start(prefix, vocab_size, false)
     }
 
-    /// As [`TokenFileWriter::create`], but `finish` replaces the files that are there.
+    /// Like [`TokenFileWriter::create`], but `finish` replaces existing files.
     pub fn replace(prefix: &Path, vocab_size: usize) -> Result<Self> {
         Self::start(prefix, vocab_size, true)
     }
@@ -65,13 +64,13 @@ impl TokenFileWriter {
 
     /// Appends a document.
     ///
-    /// Fails on an id outside the vocabulary, on more tokens than the format can count, and when
-    /// the disk is full.
+    /// Fails on an id outside the vocabulary, on more tokens than the format can count, and if the
+    /// disk is full.
     pub fn push_document(&mut self, tokens: &[u32]) -> Result<()> {
         let length = i32::try_from(tokens.len()).map_err(|_| Error::Argument {
             name: "tokens in a document",
             value: tokens.len() as u64,
-            reason: format!("the format holds at most {}: split the document", i32::MAX),
+            reason: format!("the format stores at most {}: split the document", i32::MAX),
         })?;
         self.bytes.clear();
         for (at, &id) in tokens.iter().enumerate() {
@@ -84,7 +83,7 @@ impl TokenFileWriter {
                 });
             }
             match self.dtype {
-                // Under 65,500, as `for_vocabulary` chose.
+                // Below 65,500, as `for_vocabulary` ensures.
                 TokenType::U16 => self.bytes.extend_from_slice(&(id as u16).to_le_bytes()),
                 _ => self.bytes.extend_from_slice(&stored_i32(id)?.to_le_bytes()),
             }
@@ -96,9 +95,9 @@ impl TokenFileWriter {
         Ok(())
     }
 
-    /// Completes the index and gives the three files their names.
+    /// Completes the index and renames the three files to their final names.
     ///
-    /// Fails when the disk is full or a name was taken meanwhile; then nothing of this file stays.
+    /// Fails if the disk is full, or if a name was taken meanwhile; no files are left then.
     pub fn finish(mut self, provenance: Provenance) -> Result<TokenFileInfo> {
         self.write_tables()?;
         let info = TokenFileInfo {
@@ -118,7 +117,7 @@ impl TokenFileWriter {
             file.sync()?;
         }
         if overwrite && idx_path.exists() {
-            // An old index must never stand beside a new .bin.
+            // An old index must never exist beside a new .bin.
             std::fs::remove_file(&idx_path).map_err(Error::io(&idx_path, "replace"))?;
         }
         let mut published = Vec::new();
@@ -126,7 +125,7 @@ impl TokenFileWriter {
             let path = file.path().to_path_buf();
             if let Err(error) = file.publish(overwrite) {
                 for path in published {
-                    // The first error is the one to report.
+                    // Only the first error is reported.
                     let _ = std::fs::remove_file(path);
                 }
                 return Err(error);
@@ -136,7 +135,7 @@ impl TokenFileWriter {
         Ok(info)
     }
 
-    /// Appends offsets and document bounds behind the lengths, then fills the header in.
+    /// Appends offsets and document bounds after the lengths, then writes the header.
     fn write_tables(&mut self) -> Result<()> {
         let path = self.idx.path().to_path_buf();
         let failed = |error| Error::io(&path, "write")(error);
@@ -174,11 +173,11 @@ impl TokenFileWriter {
     }
 }
 
-/// An id as i32; only ids from 2^31 on have none.
+/// An id as i32; ids of 2^31 or above have none.
 fn stored_i32(id: u32) -> Result<i32> {
     i32::try_from(id).map_err(|_| Error::Argument {
         name: "token id",
         value: u64::from(id),
-        reason: format!("the format holds ids up to {}", i32::MAX),
+        reason: format!("the format stores ids up to {}", i32::MAX),
     })
 }

@@ -1,6 +1,6 @@
-//! Text to token ids and back, by a Hugging Face `tokenizer.json`. The file decides everything:
-//! which ids frame a document (its post-processor) and how text is split. Truncation and padding,
-//! which some files carry from their own training, are switched off.
+//! Text to token ids and back, by a Hugging Face `tokenizer.json`. The file determines how text is
+//! split, and which ids its post-processor adds to a document. Truncation and padding, which some
+//! files keep from their training, are disabled.
 
 use std::path::{Path, PathBuf};
 
@@ -15,25 +15,25 @@ pub struct TextTokenizer {
     path: PathBuf,
     hash: String,
     vocab_size: usize,
-    /// What the post-processor puts in front of a text, usually BOS.
+    /// The ids that the post-processor puts before a text, usually BOS.
     prefix: Vec<u32>,
 }
 
 impl TextTokenizer {
     /// Reads `dir/tokenizer.json`.
     ///
-    /// Fails when it is missing or not a tokenizer.
+    /// Fails if it is missing or not a tokenizer.
     pub fn load(dir: &Path) -> Result<Self> {
         let path = dir.join("tokenizer.json");
         let bytes = std::fs::read(&path).map_err(Error::io(&path, "read"))?;
         Self::from_bytes(path, &bytes)
     }
 
-    /// The tokenizer in `bytes`; errors name `path`.
+    /// Parses the tokenizer in `bytes`; errors name `path`.
     pub(crate) fn from_bytes(path: PathBuf, bytes: &[u8]) -> Result<Self> {
         let fault = |path: &Path, reason: String| Error::Tokenizer {
             path: path.to_path_buf(),
-            reason: format!("not a usable tokenizer: {reason}"),
+            reason: format!("not a valid tokenizer: {reason}"),
         };
         let mut inner =
             Tokenizer::from_bytes(bytes).map_err(|error| fault(&path, error.to_string()))?;
@@ -65,22 +65,22 @@ impl TextTokenizer {
         self.vocab_size
     }
 
-    /// The ids of a document, with BOS and EOS exactly as the tokenizer's post-processor says.
+    /// The ids of a document, with BOS and EOS as the tokenizer's post-processor adds them.
     ///
-    /// Fails when the tokenizer does, which a byte-level one never does.
+    /// Fails if the tokenizer does; a byte-level one never does.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         self.ids(text, true)
     }
 
-    /// The ids of a text to be continued: what the post-processor puts in front, the text, and
-    /// nothing behind it, even where documents end in EOS.
+    /// The ids of a text to be continued: the post-processor's prefix and the text, without a
+    /// suffix such as EOS.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = self.prefix.clone();
         ids.extend(self.ids(text, false)?);
         Ok(ids)
     }
 
-    /// [`TextTokenizer::encode`] of many documents, in parallel; the order stays.
+    /// [`TextTokenizer::encode`] of many documents in parallel, in order.
     pub fn encode_batch<T: AsRef<str> + Sync>(&self, texts: &[T]) -> Result<Vec<Vec<u32>>> {
         texts.par_iter().map(|text| self.encode(text.as_ref())).collect()
     }
@@ -91,19 +91,19 @@ impl TextTokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// The text of ids; `skip_special` leaves BOS, EOS and their like out. Ids without a token
-    /// (a padded vocabulary has some) give nothing.
+    /// The text of ids; `skip_special` leaves out BOS, EOS and other special tokens. Ids without a
+    /// token, as in a padded vocabulary, decode to nothing.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         self.inner.decode(ids, skip_special).map_err(|error| self.failure(&*error))
     }
 
-    /// Decodes ids one by one as a continuation of `context`, for text shown while generated.
+    /// Decodes ids one by one as a continuation of `context`, for text shown during generation.
     pub fn stream(&self, context: &[u32], skip_special: bool) -> TextStream<'_> {
         TextStream::new(self, context, skip_special)
     }
 
-    /// Bytes of UTF-8 that the ids stand for, special tokens left out: what a loss in bits is
-    /// divided by to compare models with different vocabularies.
+    /// UTF-8 bytes of the decoded ids, without special tokens: the divisor of bits per byte, which
+    /// compares models with different vocabularies.
     pub fn decoded_bytes(&self, ids: &[u32]) -> Result<u64> {
         Ok(self.decode(ids, true)?.len() as u64)
     }

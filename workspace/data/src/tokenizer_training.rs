@@ -1,6 +1,6 @@
-//! Trains a tokenizer of the kind Llama 3 has: byte-level BPE, which reads every text and gives
-//! it back unchanged. Documents are framed by BOS and EOS. The files are those that Hugging
-//! Face's AutoTokenizer loads. The same inputs give the same files.
+//! Trains a tokenizer like Llama 3's: byte-level BPE, which encodes every text losslessly.
+//! Documents are framed by BOS and EOS. The files load in Hugging Face's AutoTokenizer. The same
+//! inputs give the same files.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -20,39 +20,39 @@ use crate::pending::{refuse_existing, write_whole};
 use crate::prepare::refuse_inputs_as_outputs;
 use crate::{Error, Result, TextTokenizer};
 
-/// Stands in front of every document; its id is 0.
+/// The first token of every document; its id is 0.
 pub const BEGIN_OF_TEXT: &str = "<|begin_of_text|>";
-/// Stands behind every document; its id is 1.
+/// The last token of every document; its id is 1.
 pub const END_OF_TEXT: &str = "<|end_of_text|>";
-/// Ids that every byte-level tokenizer of ours has: the bytes and the two special tokens.
+/// The ids of every byte-level tokenizer: the bytes and the two special tokens.
 const SMALLEST_VOCABULARY: usize = 258;
 
-/// How Llama 3 cuts a text into words before BPE.
+/// Llama 3's pattern that splits a text into words before BPE.
 const WORDS: &str = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|\
                      \x20?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+";
-/// A pair of tokens seen only once is not worth an id.
+/// Minimum occurrences of a pair of tokens to become a token.
 const SMALLEST_FREQUENCY: u64 = 2;
 
-/// What to train on.
+/// Inputs and output of [`train_tokenizer`].
 #[derive(Clone, Copy, Debug)]
 pub struct TrainTokenizer<'a> {
     /// Inputs, as for [`crate::prepare`].
     pub inputs: &'a [PathBuf],
-    /// The field of a JSON line that holds the text.
+    /// The field of a JSON line with the text.
     pub field: &'a str,
-    /// Ids wanted; a small text may give fewer.
+    /// The requested number of ids; a small text may give fewer.
     pub vocab_size: usize,
-    /// Where `tokenizer.json` and its companions go.
+    /// The directory for `tokenizer.json` and its companions.
     pub dir: &'a Path,
     /// Whether existing files are replaced.
     pub overwrite: bool,
 }
 
-/// Trains a tokenizer, writes its files and returns it. `progress` is called with the bytes of
-/// input read and in all.
+/// Trains a tokenizer, writes its files and returns it. `progress` receives the bytes of input read
+/// and their total.
 ///
-/// Fails on input that is not text, on a vocabulary that has no room for the bytes, and on files
-/// that are there already.
+/// Fails if an input is not text, if the vocabulary is too small for the bytes, or if a file
+/// exists.
 pub fn train_tokenizer(
     options: TrainTokenizer<'_>,
     progress: &mut (dyn FnMut(u64, u64) + Send),
@@ -101,7 +101,7 @@ pub fn train_tokenizer(
             Some(document.text)
         }
         Err(error) => {
-            // Held by nobody who could have panicked: this closure alone takes the lock.
+            // The lock is not poisoned: only this closure takes it.
             *failed.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(error);
             None
         }
@@ -111,7 +111,7 @@ pub fn train_tokenizer(
         return Err(error);
     }
     if !any_text {
-        return Err(Error::Empty { reason: "the inputs hold no text".to_owned() });
+        return Err(Error::Empty { reason: "the inputs contain no text".to_owned() });
     }
     tokenizer.with_post_processor(Some(frame().map_err(fault)?));
     let text = tokenizer.to_string(true).map_err(fault)?;
@@ -151,7 +151,7 @@ fn special(name: &str) -> AddedToken {
     AddedToken::from(name, true)
 }
 
-/// What AutoTokenizer reads beside `tokenizer.json`.
+/// The configuration that AutoTokenizer reads beside `tokenizer.json`.
 fn tokenizer_config() -> serde_json::Value {
     let described = |name: &str| {
         json!({

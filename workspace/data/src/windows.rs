@@ -1,5 +1,5 @@
-//! A token file cut for evaluation: front to back, windows that do not overlap, the last partial
-//! one dropped. A window of n tokens has n - 1 targets.
+//! A token file divided for evaluation: non-overlapping windows, front to back, without a last
+//! partial one. A window of n tokens has n - 1 targets.
 
 use crate::{Error, Result, TokenFile};
 
@@ -11,9 +11,9 @@ pub struct Windows {
 }
 
 impl Windows {
-    /// Cuts `file` into windows of `length` tokens.
+    /// Divides `file` into windows of `length` tokens.
     ///
-    /// Fails when `length` leaves no target, or the file is shorter than one window.
+    /// Fails if `length` leaves no target, or the file is shorter than one window.
     pub fn new(file: TokenFile, length: usize) -> Result<Self> {
         if length < 2 {
             return Err(Error::Argument {
@@ -37,27 +37,27 @@ impl Windows {
         self.file.num_tokens() / self.length as u64
     }
 
-    /// Never: `new` refuses a file without a window.
+    /// Always false: `new` refuses a file without a window.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Tokens of a window.
+    /// Tokens per window.
     pub fn length(&self) -> usize {
         self.length
     }
 
-    /// The file that is cut.
+    /// The divided file.
     pub fn file(&self) -> &TokenFile {
         &self.file
     }
 
     /// Reads window `number` into `tokens`, which has [`Windows::length`] entries.
     ///
-    /// Fails when there is no such window, or an id is outside the vocabulary.
+    /// Fails if there is no such window, or an id is outside the vocabulary.
     ///
     /// # Panics
-    /// When `tokens` has another length.
+    /// If `tokens` has the wrong length.
     pub fn read(&self, number: u64, tokens: &mut [u32]) -> Result<()> {
         assert_eq!(tokens.len(), self.length, "one entry for each token of a window");
         self.file.read(number.saturating_mul(self.length as u64), tokens)

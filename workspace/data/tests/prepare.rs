@@ -132,7 +132,7 @@ fn another_tokenizer_is_noticed() {
 fn the_reference_stories_have_their_number_of_tokens() {
     let fixtures = Path::new(FIXTURES);
     if !fixtures.exists() {
-        println!("skipped: no fixtures here");
+        println!("skipped: no fixtures");
         return;
     }
     let dir = tempfile::tempdir().unwrap();

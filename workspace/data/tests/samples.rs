@@ -52,7 +52,7 @@ fn positions_know_where_their_document_starts() {
     assert_eq!(document_start, [0, 0, 0, 3, 4]);
     data.sample(1, &mut tokens, Some(&mut document_start)).unwrap();
     assert_eq!((tokens[0], document_start), (5, [0, 1, 1, 1, 1]));
-    // The last target of a window may open a document: it is no key.
+    // The last target of a window may start a document, but is not a key.
     let data = TrainingData::open(&sources, 3, Order::Sequential, 0, 100_000).unwrap();
     let (mut tokens, mut document_start) = ([0; 4], [9; 3]);
     data.sample(0, &mut tokens, Some(&mut document_start)).unwrap();
@@ -134,7 +134,7 @@ proptest! {
             prop_assert!(joined);
             in_sequence.extend(read);
         }
-        // Asked alone and backwards, by another reader, each sample is the same.
+        // Each sample is the same when another reader reads them alone and backwards.
         let again = TrainingData::open(&sources, length, order, seed, 100_000).unwrap();
         for (number, expected) in in_sequence.iter().enumerate().rev().step_by(7) {
             prop_assert_eq!(&tokens(&again, number as u64), expected);

@@ -1,4 +1,4 @@
-//! Token files: round trips, every stored type, joined reading, and what is refused.
+//! Token files: round trips, every stored type, reading across documents, and refusals.
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
@@ -9,7 +9,7 @@ use moh_data::{Error, Provenance, TokenFile, TokenFileWriter, TokenType};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
-/// The parts of an index, so that a test can spoil one of them.
+/// The fields of an index, so that a test can corrupt one of them.
 #[derive(Clone)]
 struct Index {
     magic: Vec<u8>,
@@ -157,7 +157,7 @@ fn spoiled_headers_are_refused() {
     let bin = u16s(&[0; 6]);
     let sound = Index::sound();
     let cases = [
-        (Index { magic: b"MMIDIDX\0\x01".to_vec(), ..sound.clone() }, "does not start like"),
+        (Index { magic: b"MMIDIDX\0\x01".to_vec(), ..sound.clone() }, "first bytes are not"),
         (Index { version: 2, ..sound.clone() }, "version 2"),
         (Index { code: 7, ..sound.clone() }, "floating-point"),
         (Index { code: 6, ..sound.clone() }, "floating-point"),
@@ -184,7 +184,7 @@ fn spoiled_tables_are_refused() {
         (Index { lengths: vec![2, -1, 3], ..sound.clone() }, "sequence 1 has the length -1"),
         (Index { offsets: vec![0, -4, 6], ..sound.clone() }, "starts at byte -4"),
         (Index { offsets: vec![0, 5, 6], ..sound.clone() }, "not a multiple"),
-        (Index { offsets: vec![0, 4, 8], ..sound.clone() }, "ends at byte 14, the .bin has 12"),
+        (Index { offsets: vec![0, 4, 8], ..sound.clone() }, "ends at byte 14, but the .bin has 12"),
         (Index { offsets: vec![0, 4, i64::MAX - 1], ..sound.clone() }, "the .bin has 12"),
         (Index { lengths: vec![2, 1, i32::MAX], ..sound.clone() }, "the .bin has 12"),
         (Index { documents: vec![1, 2, 3], ..sound.clone() }, "document 0 starts at sequence 1"),

@@ -31,7 +31,7 @@ fn fixture(name: &str) -> Option<PathBuf> {
     if path.exists() {
         return Some(path);
     }
-    println!("skipped: no fixtures here");
+    println!("skipped: no fixtures");
     None
 }
 
@@ -108,7 +108,7 @@ fn a_missing_or_broken_tokenizer_names_its_file() {
     assert!(missing.contains("tokenizer.json: cannot read"), "{missing}");
     fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
     let broken = TextTokenizer::load(dir.path()).unwrap_err().to_string();
-    assert!(broken.contains("tokenizer.json: not a usable tokenizer"), "{broken}");
+    assert!(broken.contains("tokenizer.json: not a valid tokenizer"), "{broken}");
 }
 
 #[test]
@@ -162,7 +162,7 @@ fn the_reference_cases_are_reproduced() {
         assert_eq!(tokenizer.encode(text).unwrap(), ids, "{text:?}");
         let decoded = tokenizer.decode(&ids, true).unwrap();
         assert_eq!(tokenizer.decoded_bytes(&ids).unwrap(), decoded.len() as u64);
-        // Special tokens and the tokenizer's own sign for a space do not come back.
+        // Special tokens and the tokenizer's own symbol for a space are not decoded.
         if !text.contains(['<', '\u{2581}']) {
             assert_eq!(decoded, text);
         }
@@ -181,7 +181,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
     fn decoding_gives_the_text_back(text in "\\PC{0,40}[ \\n\\t]{0,9}[a-z']{0,9}\\PC{0,10}") {
-        // The stream cannot tell a long row of these from characters that are incomplete.
+        // The stream cannot distinguish a long run of these from incomplete characters.
         let text = text.replace('\u{fffd}', "");
         static TOKENIZER: std::sync::OnceLock<TextTokenizer> = std::sync::OnceLock::new();
         let tokenizer =
