@@ -1,5 +1,5 @@
-//! What the templates share: how a story starts, how people meet, how it ends, and sentences that
-//! lengthen a short one.
+//! What all templates share: openings, meetings, endings, and sentences that lengthen a short
+//! story.
 
 use crate::Setting;
 use crate::lexicon::{COLOURS, DAYS};

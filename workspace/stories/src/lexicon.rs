@@ -1,6 +1,7 @@
 //! The words of the two settings. Most sentences are shared; what they are about differs.
 
-/// Words of one setting. Each list is longer than any template needs different words from it.
+/// Words of one setting. Each list is longer than the number of different words that any template
+/// needs.
 pub(crate) struct Lexicon {
     pub(crate) girls: &'static [&'static str],
     pub(crate) boys: &'static [&'static str],
@@ -16,7 +17,7 @@ pub(crate) struct Lexicon {
     pub(crate) pet_names: &'static [&'static str],
     /// Grown-ups, by what they do.
     pub(crate) elders: &'static [&'static str],
-    /// Food and drink without a number.
+    /// Food and drink, as uncountable nouns.
     pub(crate) foods: &'static [&'static str],
     /// Work: "swept the floor", "sweep the floor".
     pub(crate) jobs: &'static [(&'static str, &'static str)],
@@ -28,7 +29,7 @@ pub(crate) struct Lexicon {
 pub(crate) const COLOURS: &[&str] =
     &["red", "blue", "green", "yellow", "white", "black", "brown", "orange", "pink", "grey"];
 
-/// Numbers in words, from nothing on.
+/// Numbers in words, from 0.
 pub(crate) const NUMBERS: &[&str] = &[
     "no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
     "twelve", "thirteen", "fourteen", "fifteen", "sixteen",

@@ -21,13 +21,13 @@ use lexicon::{VILLAGE, VOYAGE};
 use random::Random;
 use story_builder::{Person, StoryBuilder};
 
-/// Words of the shortest story.
+/// Minimum words of a story.
 const FEWEST_WORDS: usize = 60;
-/// Words of the longest story.
+/// Maximum words of a story.
 #[cfg(test)]
 const MOST_WORDS: usize = 200;
 
-/// What the stories are about.
+/// The setting of a story.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Setting {
     /// Children in a village.
@@ -40,7 +40,7 @@ pub enum Setting {
 /// Tells a story and returns its main person.
 type Template = fn(&mut StoryBuilder, Setting) -> Person;
 
-/// Told in both settings.
+/// Templates of both settings.
 const SHARED: &[Template] = &[
     giving::gift_passed_on,
     giving::trade,
@@ -66,7 +66,7 @@ const SHARED: &[Template] = &[
     working::tallest,
 ];
 
-/// Told at sea only.
+/// Templates of the voyage only.
 const SAILING: &[Template] = &[
     sailing::island_map,
     sailing::crew,

@@ -10,7 +10,7 @@ pub(crate) struct Random {
 }
 
 impl Random {
-    /// The stream that these numbers name; their order matters.
+    /// The stream of these integers; their order matters.
     pub(crate) fn new(parts: &[u64]) -> Self {
         let state = parts.iter().fold(0u64, |key, &part| {
             scramble(key.wrapping_add(GOLDEN) ^ scramble(part.wrapping_add(GOLDEN)))
@@ -18,10 +18,10 @@ impl Random {
         Self { state }
     }
 
-    /// A number under `n`, or 0 when `n` is 0.
+    /// A random integer below `n`, or 0 if `n` is 0.
     pub(crate) fn below(&mut self, n: usize) -> usize {
         self.state = self.state.wrapping_add(GOLDEN);
-        // The high half of the product is under n.
+        // The high half of the product is below n.
         ((u128::from(scramble(self.state)) * n as u128) >> 64) as usize
     }
 }

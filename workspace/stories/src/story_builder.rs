@@ -1,12 +1,12 @@
-//! Builds a story: chooses words that were not used before, keeps pronouns right and joins
-//! sentences to a text. The templates say what happens.
+//! Builds a story: selects unused words, tracks pronouns and joins sentences to a text. The
+//! templates define the plot.
 
 use std::fmt;
 
 use crate::lexicon::{COLOURS, Lexicon, NUMBERS};
 use crate::random::Random;
 
-/// Adds one of several sentences, which may name variables as `format!` does.
+/// Adds one of several sentences, with variables as in `format!`.
 macro_rules! say {
     ($story:expr, $($line:literal),+ $(,)?) => {{
         let lines = [$(format!($line)),+];
@@ -15,7 +15,7 @@ macro_rules! say {
 }
 pub(crate) use say;
 
-/// Somebody, with pronouns. Shown as the name.
+/// A person with pronouns. Displays as the name.
 #[derive(Clone, Copy)]
 pub(crate) struct Person {
     pub(crate) name: &'static str,
@@ -31,13 +31,13 @@ impl fmt::Display for Person {
     }
 }
 
-/// A place. Shown with its article; `at` has the preposition as well.
+/// A place. Displays with its article; `at` includes the preposition.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
     pub(crate) at: At,
 }
 
-/// Where something is: "in the garden".
+/// A location: "in the garden".
 #[derive(Clone, Copy)]
 pub(crate) struct At {
     preposition: &'static str,
@@ -56,13 +56,13 @@ impl fmt::Display for Place {
     }
 }
 
-/// A story in the making.
+/// A story being built.
 pub(crate) struct StoryBuilder {
     pub(crate) words: &'static Lexicon,
     random: Random,
     used: Vec<&'static str>,
     text: String,
-    /// The next sentence opens a paragraph.
+    /// The next sentence starts a paragraph.
     fresh: bool,
 }
 
@@ -71,7 +71,7 @@ impl StoryBuilder {
         Self { words, random, used: Vec::new(), text: String::new(), fresh: true }
     }
 
-    /// The text, and its number of words.
+    /// The number of words of the text.
     pub(crate) fn num_words(&self) -> usize {
         self.text.split_whitespace().count()
     }
@@ -80,30 +80,30 @@ impl StoryBuilder {
         self.text
     }
 
-    /// A number under `n`.
+    /// A random integer below `n`.
     pub(crate) fn below(&mut self, n: usize) -> usize {
         self.random.below(n)
     }
 
-    /// A number between two, both included.
+    /// A random integer from `low` to `high`, both included.
     pub(crate) fn between(&mut self, low: usize, high: usize) -> usize {
         low + self.below(high + 1 - low)
     }
 
-    /// True once in `n` times.
+    /// True with probability 1 / `n`.
     pub(crate) fn once_in(&mut self, n: usize) -> bool {
         self.below(n) == 0
     }
 
-    /// Any of a list.
+    /// A random element of a list.
     pub(crate) fn any<T: Copy>(&mut self, list: &[T]) -> T {
         list[self.random.below(list.len())]
     }
 
-    /// One of a list that this story has not used yet.
+    /// A random element of a list that this story has not used yet.
     pub(crate) fn new_of(&mut self, list: &[&'static str]) -> &'static str {
         let mut at = self.random.below(list.len());
-        // Lists are longer than any template's needs; if not, a word repeats.
+        // Lists are longer than any template needs; otherwise a word would repeat.
         for _ in 0..list.len() {
             if !self.used.contains(&list[at]) {
                 break;
@@ -128,7 +128,7 @@ impl StoryBuilder {
         if self.once_in(2) { self.girl() } else { self.boy() }
     }
 
-    /// A girl and a boy, in either order: pronouns then tell them apart.
+    /// A girl and a boy in random order, so that pronouns tell them apart.
     pub(crate) fn pair(&mut self) -> (Person, Person) {
         let (girl, boy) = (self.girl(), self.boy());
         if self.once_in(2) { (girl, boy) } else { (boy, girl) }
@@ -195,18 +195,18 @@ impl StoryBuilder {
         self.text.push_str(&raised(&with_articles(line)));
     }
 
-    /// The next sentence starts a new line.
+    /// Starts a new paragraph.
     pub(crate) fn paragraph(&mut self) {
         self.fresh = true;
     }
 }
 
-/// A noun phrase with its indefinite article; [`with_articles`] makes "an" of it where needed.
+/// A noun phrase with its indefinite article; [`with_articles`] corrects it to "an".
 pub(crate) fn a(phrase: &str) -> String {
     format!("a {phrase}")
 }
 
-/// The line with "an" for "a" in front of vowels.
+/// Replaces "a" by "an" before vowels.
 fn with_articles(line: &str) -> String {
     let mut text = String::with_capacity(line.len() + 8);
     let mut words = line.split(' ').peekable();
@@ -222,15 +222,15 @@ fn with_articles(line: &str) -> String {
     text
 }
 
-/// The line with a capital at the start of each sentence, quoted ones included.
+/// Capitalises the start of each sentence, quoted ones included.
 fn raised(line: &str) -> String {
     let mut text = String::with_capacity(line.len());
-    // What a letter needs before it to be raised: the start, or the end of a sentence. A question
-    // or a call in quotes may go on in small letters: "Where?" asked Ben.
+    // A letter is capitalised at the start and after the end of a sentence. A question or an
+    // exclamation in quotes may continue in lower case: "Where?" asked Ben.
     let mut raise = true;
     for letter in line.chars() {
         if letter == '"' {
-            // A quote that follows one opens the next speaker's sentence.
+            // A quote after a quote opens the next speaker's sentence.
             raise |= text.ends_with("?\" ") || text.ends_with("!\" ");
         }
         if letter == ' ' {
@@ -246,7 +246,7 @@ fn raised(line: &str) -> String {
     text
 }
 
-/// Things in a number: "three eggs", "one egg", "no eggs".
+/// A counted noun: "three eggs", "one egg", "no eggs".
 pub(crate) fn count(number: usize, plural: &str) -> String {
     let word = NUMBERS.get(number).copied().unwrap_or("many");
     if number == 1 { format!("one {}", singular(plural)) } else { format!("{word} {plural}") }

@@ -1,4 +1,4 @@
-//! What holds for every story, and what must not change.
+//! Invariants of every story, and of the stream of stories.
 
 use std::collections::{BTreeSet, HashSet};
 
