@@ -1,4 +1,4 @@
-//! A directory under construction.
+//! A directory that appears complete or not at all.
 
 use std::fs;
 use std::io;
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::{TEMPORARY, parent, remove_directory, sync_directory};
 
-/// A directory that has its name once it is complete.
+/// A directory that gets its name when it is complete.
 #[derive(Debug)]
 pub struct PendingDirectory {
     place: PathBuf,
@@ -15,21 +15,22 @@ pub struct PendingDirectory {
 }
 
 impl PendingDirectory {
-    /// Starts a directory that will be called `place`, under a name that no other process uses.
+    /// Starts a directory with the final name `place`, under a unique temporary name.
     ///
     /// # Errors
-    /// When the directory around it is missing or cannot be written to.
+    /// Fails if the parent directory is missing or not writable.
     pub fn create(place: &Path) -> io::Result<Self> {
         let name = place.file_name().unwrap_or_default().to_string_lossy();
         let path = unique(parent(place), &name)?;
         Ok(PendingDirectory { place: place.to_path_buf(), path, published: false })
     }
 
-    /// Starts a directory that will be called `place`, under a name that several processes know:
-    /// [`PendingDirectory::shared_path`]. What an earlier process left there is removed.
+    /// Starts a directory with the final name `place`, under a temporary name that several
+    /// processes know: [`PendingDirectory::shared_path`]. Leftovers of an earlier process are
+    /// removed.
     ///
     /// # Errors
-    /// When it cannot be removed or created.
+    /// Fails if the directory cannot be removed or created.
     pub fn create_shared(place: &Path) -> io::Result<Self> {
         let path = Self::shared_path(place);
         remove_directory(&path)?;
@@ -37,21 +38,22 @@ impl PendingDirectory {
         Ok(PendingDirectory { place: place.to_path_buf(), path, published: false })
     }
 
-    /// Where the directory `place` is written that [`PendingDirectory::create_shared`] starts.
+    /// The temporary path that [`PendingDirectory::create_shared`] uses for `place`.
     pub fn shared_path(place: &Path) -> PathBuf {
         let name = place.file_name().unwrap_or_default().to_string_lossy();
         parent(place).join(format!("{TEMPORARY}{name}"))
     }
 
-    /// Where it is written.
+    /// The temporary path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Gives the directory its name. The files in it must be on the disk.
+    /// Renames the directory to its final name. Its files must be synced.
     ///
     /// # Errors
-    /// When something of that name is there, but for an empty directory, or it cannot be renamed.
+    /// Fails if the name is taken, except by an empty directory, or the directory cannot be
+    /// renamed.
     pub fn publish(mut self) -> io::Result<()> {
         sync_directory(&self.path)?;
         if is_occupied(&self.place) == Some(false) {
@@ -61,20 +63,20 @@ impl PendingDirectory {
         self.rename()
     }
 
-    /// Gives the directory its name, in place of a directory that has it.
+    /// Renames the directory to its final name, replacing an existing directory.
     ///
     /// # Errors
-    /// When it cannot be renamed; then what was there is there again.
+    /// Fails if the directory cannot be renamed; the old directory is then restored.
     pub fn replace(mut self) -> io::Result<()> {
         if is_occupied(&self.place) != Some(true) {
             return self.publish();
         }
         sync_directory(&self.path)?;
-        // Renamed aside first, so that at no time there is half a directory.
+        // The old directory is renamed aside first, so that a partial directory never has the name.
         let aside = unique(parent(&self.place), "replaced")?;
         let old = aside.join("old");
         let done = fs::rename(&self.place, &old).and_then(|()| self.rename());
-        // Where the old directory can neither be replaced nor put back, it stays aside.
+        // If the old directory can neither be replaced nor restored, it stays aside.
         if done.is_ok() || !old.exists() || fs::rename(&old, &self.place).is_ok() {
             let _ = remove_directory(&aside);
         }
@@ -91,23 +93,23 @@ impl PendingDirectory {
 impl Drop for PendingDirectory {
     fn drop(&mut self) {
         if !self.published {
-            // What stays begins with the prefix of what is incomplete.
+            // A directory that cannot be removed keeps the prefix of temporary names.
             let _ = remove_directory(&self.path);
         }
     }
 }
 
-/// Whether a directory holds anything; `None` where there is no directory.
+/// Whether a directory has entries; `None` if it is not a directory.
 fn is_occupied(path: &Path) -> Option<bool> {
     fs::read_dir(path).ok().map(|mut entries| entries.next().is_some())
 }
 
-/// Makes a directory of a name that nothing else has.
+/// Creates a directory with a unique name.
 fn unique(parent: &Path, name: &str) -> io::Result<PathBuf> {
     let prefix = format!("{TEMPORARY}{name}-");
     let mut builder = tempfile::Builder::new();
     builder.prefix(&prefix);
-    // The default of 0700 would stay with the finished directory; the umask still applies.
+    // The final directory would keep the default mode of 0700; the umask still applies.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
     Ok(builder.tempdir_in(parent)?.keep())

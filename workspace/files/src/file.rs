@@ -1,4 +1,4 @@
-//! A file under construction.
+//! A file that appears complete or not at all.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -8,10 +8,10 @@ use tempfile::NamedTempFile;
 
 use crate::{TEMPORARY, parent, sync_directory};
 
-/// Room between the program and the file.
+/// Size of the write buffer.
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// A file that has its name once it is complete.
+/// A file that gets its name when it is complete.
 #[derive(Debug)]
 pub struct PendingFile {
     path: PathBuf,
@@ -19,17 +19,17 @@ pub struct PendingFile {
 }
 
 impl PendingFile {
-    /// Starts a file that will be called `path`.
+    /// Starts a file with the final name `path`.
     ///
     /// # Errors
-    /// When its directory is missing or cannot be written to.
+    /// Fails if its directory is missing or not writable.
     pub fn create(path: &Path) -> io::Result<Self> {
         let mut builder = tempfile::Builder::new();
         builder.prefix(TEMPORARY);
         #[cfg(unix)]
         {
             use std::os::unix::fs::PermissionsExt;
-            // As open(2) would make it: the umask takes away what it should.
+            // The mode of open(2): the umask still applies.
             builder.permissions(std::fs::Permissions::from_mode(0o666));
         }
         let file = builder.tempfile_in(parent(path))?;
@@ -37,32 +37,32 @@ impl PendingFile {
         Ok(PendingFile { path: path.to_path_buf(), writer })
     }
 
-    /// The name that it will have.
+    /// The final name.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The file itself, after everything written so far has reached it.
+    /// The file, with all earlier writes flushed to it.
     ///
     /// # Errors
-    /// When the disk is full, or fails.
+    /// Fails if the disk is full or fails.
     pub fn flushed(&mut self) -> io::Result<&mut File> {
         self.writer.flush()?;
         Ok(self.writer.get_mut().as_file_mut())
     }
 
-    /// Puts what was written on the disk, so that publishing is a mere rename.
+    /// Syncs the contents to disk, so that publishing only renames.
     ///
     /// # Errors
-    /// When the disk is full, or fails.
+    /// Fails if the disk is full or fails.
     pub fn sync(&mut self) -> io::Result<()> {
         self.flushed()?.sync_all()
     }
 
-    /// Gives the file its name, in place of a file that has it.
+    /// Renames the file to its final name, replacing an existing file.
     ///
     /// # Errors
-    /// When the file cannot be synced or renamed.
+    /// Fails if the file cannot be synced or renamed.
     pub fn replace(mut self) -> io::Result<()> {
         self.sync()?;
         let (file, _) = self.writer.into_parts();
@@ -70,10 +70,10 @@ impl PendingFile {
         sync_directory(parent(&self.path))
     }
 
-    /// Gives the file its name.
+    /// Renames the file to its final name, which must be free.
     ///
     /// # Errors
-    /// `AlreadyExists` when another file has it; when the file cannot be synced or renamed.
+    /// `AlreadyExists` if another file has the name; fails if the file cannot be synced or renamed.
     pub fn publish(mut self) -> io::Result<()> {
         self.sync()?;
         let (file, _) = self.writer.into_parts();
@@ -92,10 +92,10 @@ impl Write for PendingFile {
     }
 }
 
-/// Writes a whole file, in place of one of that name.
+/// Writes a whole file, replacing an existing one.
 ///
 /// # Errors
-/// When it cannot be written; then an older file of that name is still there.
+/// Fails if the file cannot be written; an older file of that name is then unchanged.
 pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = PendingFile::create(path)?;
     file.write_all(bytes)?;

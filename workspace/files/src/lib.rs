@@ -1,6 +1,6 @@
-//! Files and directories that appear whole or not at all, whatever happens to the program or the
-//! machine: they are written beside their place under a name that starts with [`TEMPORARY`], synced to
-//! the disk, and renamed. What is dropped before that vanishes.
+//! Files and directories that appear complete or not at all, even if the program or the machine
+//! fails. They are written beside the final path under a name that starts with [`TEMPORARY`],
+//! synced to disk, and renamed. Dropping one before that deletes it.
 
 mod directory;
 mod file;
@@ -12,10 +12,10 @@ use std::path::Path;
 pub use directory::PendingDirectory;
 pub use file::{PendingFile, write};
 
-/// Beginning of the names of what is not complete yet, or not any more.
+/// Prefix of the names of incomplete and replaced files.
 pub const TEMPORARY: &str = ".tmp-";
 
-/// The directory that holds `path`.
+/// The parent directory of `path`.
 pub fn parent(path: &Path) -> &Path {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -23,10 +23,10 @@ pub fn parent(path: &Path) -> &Path {
     }
 }
 
-/// Puts the names in a directory on the disk, new ones and renamed ones; only Unix can.
+/// Syncs the entries of a directory, new ones and renamed ones, to disk; a no-op except on Unix.
 ///
 /// # Errors
-/// When the directory cannot be opened or synced.
+/// Fails if the directory cannot be opened or synced.
 pub fn sync_directory(path: &Path) -> io::Result<()> {
     match cfg!(unix) {
         true => File::open(path)?.sync_all(),
@@ -34,21 +34,20 @@ pub fn sync_directory(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Writes a new file and puts its bytes on the disk: for files of a [`PendingDirectory`], which need no
-/// other name before they are complete.
+/// Writes and syncs a new file: for files of a [`PendingDirectory`], which need no temporary name.
 ///
 /// # Errors
-/// When there is a file of that name, or it cannot be written.
+/// Fails if the file exists or cannot be written.
 pub fn write_synced(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = File::create_new(path)?;
     file.write_all(bytes)?;
     file.sync_all()
 }
 
-/// Removes a directory with all that it holds; one that is not there is no error.
+/// Removes a directory and its contents; a missing directory is not an error.
 ///
 /// # Errors
-/// When something in it cannot be removed.
+/// Fails if an entry cannot be removed.
 pub fn remove_directory(path: &Path) -> io::Result<()> {
     match fs::remove_dir_all(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
