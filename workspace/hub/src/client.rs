@@ -1,5 +1,5 @@
-//! Requests to the hub. Endpoint, login and addresses are crate hf-hub's; this adds time-outs, other
-//! tries, byte ranges, and what the hub's refusals mean.
+//! Requests to the hub. Endpoint, login and URLs come from crate hf-hub; this adds time-outs,
+//! retries, byte ranges and explanations of the hub's errors.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -16,12 +16,12 @@ use ureq::tls::{RootCerts, TlsConfig, TlsProvider};
 use crate::{Error, environment};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest silence within an answer.
+/// Maximum silence within a response.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
-/// Before each further try of a request that may succeed later.
+/// Delays before the retries of a transient failure.
 const RETRY_DELAYS: [Duration; 3] =
     [Duration::from_millis(100), Duration::from_millis(200), Duration::from_millis(400)];
-/// A longer answer is not a description of a model.
+/// Maximum bytes of a model's description.
 const MAX_JSON_BYTES: u64 = 64 << 20;
 
 /// A file of a model on the hub.
@@ -29,11 +29,11 @@ const MAX_JSON_BYTES: u64 = 64 << 20;
 pub(crate) struct RemoteFile {
     pub(crate) name: String,
     pub(crate) size: u64,
-    /// Content address: name of the blob in the cache.
+    /// Content address: the blob's name in the cache.
     pub(crate) blob: String,
 }
 
-/// What was asked for when the hub refused.
+/// The object of a refused request.
 #[derive(Debug)]
 pub(crate) enum Asked {
     Revision,
@@ -41,16 +41,16 @@ pub(crate) enum Asked {
     File(String),
 }
 
-/// Why a request gave nothing.
+/// Why a request failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The hub refuses.
+    /// The hub refused.
     Status { status: StatusCode, code: String, url: String, asked: Asked },
-    /// No connection, or silence.
+    /// No connection, or a time-out.
     NoAnswer,
-    /// The connection ended within the answer.
+    /// The connection ended within the response.
     Broken,
-    /// Something else, which says what to do.
+    /// Any other error, with its remedy.
     Other(Error),
 }
 
@@ -72,7 +72,7 @@ struct Info {
     sha: Option<String>,
 }
 
-/// A file or a folder; only files have an `oid` of their content.
+/// A file or a directory; only a file's `oid` is its content's hash.
 #[derive(Deserialize)]
 struct Entry {
     #[serde(rename = "type")]
@@ -84,7 +84,7 @@ struct Entry {
     lfs: Option<Lfs>,
 }
 
-/// Of a large file: the hash of its content, where `oid` is that of a pointer.
+/// A large file: the hash of its content; its `oid` is the pointer's.
 #[derive(Deserialize)]
 struct Lfs {
     #[serde(alias = "sha256")]
@@ -92,14 +92,13 @@ struct Lfs {
 }
 
 impl Client {
-    /// A client for the model `id` at `endpoint`, with the environment's login.
+    /// Creates a client for the model `id` at `endpoint`, with the environment's login.
     ///
     /// # Errors
-    /// When the endpoint is not an address.
+    /// Fails if the endpoint is not a URL.
     pub(crate) fn new(endpoint: &str, cache: PathBuf, id: &str) -> Result<Self, Error> {
         let is_address = |uri: Uri| uri.scheme().is_some() && uri.host().is_some();
-        let reason =
-            || format!("{endpoint} is not the address of a hub like https://huggingface.co");
+        let reason = || format!("{endpoint} is not the URL of a hub like https://huggingface.co");
         if !endpoint.parse().is_ok_and(is_address) {
             return Err(Error::hub(id, reason()));
         }
@@ -113,14 +112,15 @@ impl Client {
         Ok(Client { api, id: id.to_string(), endpoint })
     }
 
-    /// The commit that a revision is at the moment; empty where the hub names none.
+    /// The revision's current commit; empty if the hub names none.
     pub(crate) fn commit(&self, revision: &str) -> Result<String, Failure> {
         let url = format!("{}/revision/{}", self.api_url(), encode(revision));
         let mut answer = self.get(&url, None, Asked::Revision)?;
         Ok(self.json::<Info>(&mut answer, &url)?.sha.unwrap_or_default())
     }
 
-    /// The files at the top of the repository: what lies deeper (`original/`, `onnx/`) is never wanted.
+    /// The files at the top level of the repository; subdirectories (`original/`, `onnx/`) are
+    /// never needed.
     pub(crate) fn list(&self, commit: &str) -> Result<Vec<RemoteFile>, Failure> {
         let mut files = Vec::new();
         let mut next = Some(format!("{}/tree/{}", self.api_url(), encode(commit)));
@@ -136,7 +136,8 @@ impl Client {
         Ok(files)
     }
 
-    /// A range of a file's bytes, or all of them; all of them too from a server that knows no ranges.
+    /// Reads a range of a file's bytes, or all of them; a server without range support sends the
+    /// whole file.
     pub(crate) fn read(
         &self,
         commit: &str,
@@ -154,7 +155,7 @@ impl Client {
         format!("{}/api/models/{}", self.endpoint, self.id)
     }
 
-    /// The answer to a request, if it is a good one.
+    /// The response to a request, if it is a success.
     fn get(
         &self,
         url: &str,
@@ -180,7 +181,7 @@ impl Client {
         Err(Failure::Status { status: answer.status(), code, url: url.to_string(), asked })
     }
 
-    /// One try of a request, by hf-hub's agent and with its login.
+    /// One attempt of a request, by hf-hub's agent and with its login.
     fn call(
         &self,
         url: &str,
@@ -197,7 +198,7 @@ impl Client {
         request
             .config()
             .http_status_as_error(false)
-            // A range of compressed bytes would be another one.
+            // A range of compressed bytes would be a different one.
             .accept_encoding(AutoHeaderValue::None)
             .timeout_connect(Some(CONNECT_TIMEOUT))
             .timeout_per_read(Some(READ_TIMEOUT))
@@ -214,16 +215,12 @@ impl Client {
         let body = answer.body_mut().with_config().limit(MAX_JSON_BYTES);
         let bytes = body.read_to_vec().map_err(|_| Failure::Broken)?;
         serde_json::from_slice(&bytes).map_err(|error| {
-            Error::hub(
-                &self.id,
-                format!("the hub answers {url} with other than it should: {error}"),
-            )
-            .into()
+            Error::hub(&self.id, format!("the hub's response to {url} is invalid: {error}")).into()
         })
     }
 }
 
-/// Whether another try may do better.
+/// Whether a retry may succeed.
 fn is_passing(error: &ureq::Error) -> bool {
     use ureq::Error::{ConnectionFailed, HostNotFound, Io, Timeout};
     matches!(error, Io(_) | Timeout(_) | HostNotFound | ConnectionFailed)
@@ -233,7 +230,7 @@ fn header(answer: &Response<ureq::Body>, name: &str) -> Option<String> {
     Some(answer.headers().get(name)?.to_str().ok()?.to_string())
 }
 
-/// The address of the list's next page, from the header `Link: <...>; rel="next"`.
+/// The URL of the list's next page, from the header `Link: <...>; rel="next"`.
 fn next_page(answer: &Response<ureq::Body>) -> Option<String> {
     let links = header(answer, "Link")?;
     let next = links.split(',').find(|link| link.contains("rel=\"next\""))?;
@@ -241,7 +238,7 @@ fn next_page(answer: &Response<ureq::Body>) -> Option<String> {
     Some(rest.split_once('>')?.0.to_string())
 }
 
-/// A text as one part of an address.
+/// Percent-encodes a text as one component of a URL.
 fn encode(text: &str) -> String {
     let mut encoded = String::new();
     for byte in text.bytes() {
@@ -255,18 +252,18 @@ fn encode(text: &str) -> String {
 }
 
 impl Failure {
-    /// One sentence on what went wrong and what to do about it.
+    /// One sentence: the failure and its remedy.
     pub(crate) fn explain(self, id: &str, revision: &str, endpoint: &str) -> Error {
         let page = format!("{}/{id}", endpoint.trim_end_matches('/'));
         let reason = match self {
             Failure::Other(error) => return error,
             Failure::NoAnswer => format!(
-                "no answer from {endpoint}: check the network, or set HF_HUB_OFFLINE=1 to use \
-                 what is in the cache"
+                "no response from {endpoint}: check the network, or set HF_HUB_OFFLINE=1 to \
+                     use the cache"
             ),
             Failure::Broken => format!(
-                "the connection to {endpoint} broke: run the same command again to go on where \
-                 it stopped"
+                "the connection to {endpoint} was lost: run the same command again to resume \
+                     the download"
             ),
             Failure::Status { status, code, url, asked } => {
                 let code = code.as_str();
@@ -276,12 +273,12 @@ impl Failure {
                          to a token of your account or run `hf auth login`"
                     ),
                     (401, _) => format!(
-                        "the hub asks for a login (401): check the name, or for a private or \
-                         gated model ask for access at {page} and set HF_TOKEN or run \
+                        "the hub requires a login (401): check the name; for a private or \
+                         gated model request access at {page} and set HF_TOKEN or run \
                          `hf auth login`"
                     ),
                     (403, _) => format!(
-                        "the hub refuses access (403): ask for it at {page}, and see that the \
+                        "the hub denies access (403): request it at {page}, and check that the \
                          token in HF_TOKEN may read gated models"
                     ),
                     (404, Asked::Revision) if code == "RepoNotFound" => {
@@ -291,12 +288,11 @@ impl Failure {
                         format!("no such model, or it has no revision {revision} (404), see {page}")
                     }
                     (404, Asked::File(name)) => {
-                        format!("{name} is listed and missing on the hub (404), see {page}")
+                        format!("{name} is listed but missing on the hub (404), see {page}")
                     }
-                    (429, _) => {
-                        "the hub asks to slow down (429): try again in a few minutes".to_string()
-                    }
-                    (_, _) => format!("the hub answers {status} to {url}"),
+                    (429, _) => "the hub limits the request rate (429): try again in a few minutes"
+                        .to_string(),
+                    (_, _) => format!("the hub responds {status} to {url}"),
                 }
             }
         };

@@ -1,4 +1,4 @@
-//! What the environment says about the hub, read as Hugging Face's own programs read it.
+//! The hub's settings in the environment, as Hugging Face's own programs read them.
 
 use std::path::PathBuf;
 
@@ -20,8 +20,8 @@ pub(crate) fn cache_directory() -> PathBuf {
     named.unwrap_or_else(|| home().join("hub"))
 }
 
-/// The token of a login: `HF_TOKEN`, the file that `HF_TOKEN_PATH` names, or that of
-/// `hf auth login`; none where `HF_HUB_DISABLE_IMPLICIT_TOKEN` is set.
+/// The login token: `HF_TOKEN`, the file named by `HF_TOKEN_PATH`, or the file of `hf auth login`;
+/// `None` if `HF_HUB_DISABLE_IMPLICIT_TOKEN` is set.
 pub(crate) fn token() -> Option<String> {
     let text = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
     if text("HF_HUB_DISABLE_IMPLICIT_TOKEN").is_some() {
@@ -35,7 +35,7 @@ pub(crate) fn token() -> Option<String> {
     })
 }
 
-/// The directory of Hugging Face's programs: `HF_HOME`, else `huggingface` in the user's cache.
+/// The directory of Hugging Face's programs: `HF_HOME`, or else `huggingface` in the user's cache.
 fn home() -> PathBuf {
     path("HF_HOME").unwrap_or_else(|| {
         let user = path("XDG_CACHE_HOME").unwrap_or_else(|| {

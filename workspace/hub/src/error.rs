@@ -1,8 +1,8 @@
-//! What can go wrong in this crate.
+//! The errors of this crate.
 
 use std::path::{Path, PathBuf};
 
-/// An error of this crate; its message is one sentence that says what, where and what to do.
+/// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file could not be read or written.
@@ -10,29 +10,29 @@ pub enum Error {
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// A path is not what it should be.
+    /// An invalid path.
     #[error("{}: {reason}", path.display())]
     File {
         /// The path.
         path: PathBuf,
-        /// What is wrong, and what was expected.
+        /// The problem, and what was expected.
         reason: String,
     },
-    /// The hub did not give the model.
+    /// The hub did not provide the model.
     #[error("{id}: {reason}")]
     Hub {
         /// The model's hub id.
         id: String,
-        /// Why not, and what to do.
+        /// The cause and the remedy.
         reason: String,
     },
 }
 
 impl Error {
-    /// For `map_err` on what a file operation returns.
+    /// For `map_err`: adds the path to an I/O error.
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + '_ {
         move |source| Error::Io { path: path.to_path_buf(), source }
     }

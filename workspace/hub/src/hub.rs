@@ -1,8 +1,8 @@
-//! Finding a model: a directory, or an id on the Hugging Face hub.
+//! Locates a model: a directory, or an id on the Hugging Face hub.
 //!
-//! Downloads go to the cache that Hugging Face's Python library uses, in its layout (blobs,
-//! snapshots, refs), so that neither fetches what the other has. Files are fetched in ranges that are
-//! appended to an `.incomplete` file, so that a broken download of 16 GB goes on where it stopped.
+//! Downloads go to the cache of Hugging Face's Python library, in its layout (blobs, snapshots,
+//! refs), so that neither repeats the other's downloads. Files are fetched in ranges and appended
+//! to an `.incomplete` file, so that an interrupted download of 16 GB resumes.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -17,43 +17,42 @@ use crate::client::{Client, Failure, RemoteFile};
 use crate::{Error, environment};
 
 const DEFAULT_REVISION: &str = "main";
-/// Bytes of one request: what a broken connection loses at most, times [`PARALLEL_REQUESTS`].
+/// Bytes per request: a lost connection loses at most this times [`PARALLEL_REQUESTS`].
 const RANGE_BYTES: u64 = 8 << 20;
 /// Ranges in flight.
 const PARALLEL_REQUESTS: u64 = 4;
-/// Tries of a range whose connection breaks.
+/// Attempts for a range whose connection is lost.
 const TRIES: usize = 3;
 
-/// How far a download is, over all of its files.
+/// The progress of a download, over all of its files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Progress<'a> {
-    /// The file that is being fetched.
+    /// The current file.
     pub file: &'a str,
-    /// Bytes that are here, those of earlier tries included.
+    /// Downloaded bytes, including earlier runs.
     pub bytes: u64,
     /// Bytes of all files.
     pub total: u64,
 }
 
-/// Where models come from; the default takes everything from the environment as Hugging Face's
-/// own programs do (`HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN` or a stored login,
-/// `HF_HUB_OFFLINE`).
+/// The source of models; the default reads the environment as Hugging Face's own programs do
+/// (`HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_TOKEN` or a stored login, `HF_HUB_OFFLINE`).
 #[derive(Debug, Clone, Default)]
 pub struct Hub {
-    /// Instead of `HF_ENDPOINT` or `https://huggingface.co`.
+    /// Overrides `HF_ENDPOINT` and `https://huggingface.co`.
     pub endpoint: Option<String>,
-    /// Instead of the cache that the environment names.
+    /// Overrides the environment's cache.
     pub cache: Option<PathBuf>,
     /// Use the cache only.
     pub offline: bool,
 }
 
-/// The directory of a model: `from` itself where it is one, else the hub's model of that id in the
-/// cache, fetched where it is not there yet.
+/// The directory of a model: `from` itself if it is a directory, or else the cached model of that
+/// hub id, downloaded if necessary.
 ///
 /// # Errors
-/// When `from` is neither, or the hub does not give the model; the message says what to do. What
-/// was fetched until then is used by the next try.
+/// Fails if `from` is neither, or the hub does not provide the model; the message names the remedy.
+/// The next attempt resumes partial downloads.
 pub fn resolve(
     from: &str,
     revision: Option<&str>,
@@ -63,7 +62,7 @@ pub fn resolve(
     Hub { offline, ..Hub::default() }.resolve(from, revision, progress)
 }
 
-/// Whether `from` reads as a hub id: `name` or `organisation/name`.
+/// Whether `from` is a hub id: `name` or `organisation/name`.
 fn is_hub_id(from: &str) -> bool {
     let is_part = |part: &str| {
         !part.is_empty()
@@ -75,7 +74,7 @@ fn is_hub_id(from: &str) -> bool {
     from.split('/').count() <= 2 && from.split('/').all(is_part)
 }
 
-/// Whether a name from outside stays within the directory that it is joined to.
+/// Whether an untrusted name stays within the directory that it is joined to.
 fn is_contained(name: &str) -> bool {
     !name.is_empty()
         && name.split('/').all(|part| !part.is_empty() && part != "." && part != "..")
@@ -95,10 +94,10 @@ fn is_wanted(name: &str) -> bool {
 }
 
 impl Hub {
-    /// See [`resolve`].
+    /// Resolves a model; see [`resolve`].
     ///
     /// # Errors
-    /// As [`resolve`].
+    /// See [`resolve`].
     pub fn resolve(
         &self,
         from: &str,
@@ -140,7 +139,7 @@ impl Hub {
     }
 }
 
-/// A model's folder in the cache.
+/// A model's directory in the cache.
 struct Folder {
     root: PathBuf,
     locks: PathBuf,
@@ -156,7 +155,7 @@ impl Folder {
         self.root.join("snapshots").join(commit)
     }
 
-    /// The snapshot of a revision, where the cache has it.
+    /// The snapshot of a revision, if it is cached.
     fn cached(&self, revision: &str) -> Option<PathBuf> {
         let reference = fs::read_to_string(self.root.join("refs").join(revision));
         let commit =
@@ -166,7 +165,7 @@ impl Folder {
     }
 }
 
-/// One model that is being fetched.
+/// A download of one model.
 struct Download<'a> {
     id: &'a str,
     revision: &'a str,
@@ -178,7 +177,7 @@ impl Download<'_> {
     fn run(&self, progress: &mut dyn FnMut(&Progress<'_>)) -> Result<PathBuf, Failure> {
         let commit = self.client.commit(self.revision)?;
         if !is_content_address(&commit) {
-            return Err(Error::hub(self.id, "the hub names no commit of the revision").into());
+            return Err(Error::hub(self.id, "the hub names no commit for the revision").into());
         }
         let files = self.list(&commit)?;
         let snapshot = self.folder.snapshot(&commit);
@@ -209,7 +208,7 @@ impl Download<'_> {
                 continue;
             }
             if !is_content_address(&file.blob) || !is_contained(&file.name) {
-                let reason = format!("the hub lists {} oddly", file.name);
+                let reason = format!("the hub's listing of {} is invalid", file.name);
                 return Err(Error::hub(self.id, reason).into());
             }
             files.push(file);
@@ -224,7 +223,7 @@ impl Download<'_> {
         Ok(files)
     }
 
-    /// Brings one file to its place in the snapshot.
+    /// Downloads one file and links it into the snapshot.
     fn fetch(
         &self,
         commit: &str,
@@ -253,7 +252,7 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// Appends to the file what it lacks, in windows of parallel ranges.
+    /// Appends the missing bytes to the file, in batches of parallel ranges.
     fn fetch_rest(
         &self,
         commit: &str,
@@ -271,14 +270,14 @@ impl Download<'_> {
         report(have);
         while have < file.size {
             let end = file.size.min(have + PARALLEL_REQUESTS * RANGE_BYTES);
-            // Each range has a channel of its own, so that they are appended in order as they come.
+            // One channel per range, so that ranges are appended in order while they arrive.
             std::thread::scope(|scope| {
                 let mut pieces = Vec::new();
                 for start in (have..end).step_by(RANGE_BYTES as usize) {
                     let (sender, receiver) = mpsc::sync_channel(1);
                     let range = start..end.min(start + RANGE_BYTES);
                     scope.spawn(move || {
-                        // The receiver is gone only when an earlier range has failed.
+                        // The receiver is dropped only when an earlier range has failed.
                         let _ = sender.send(self.fetch_range(commit, file, range));
                     });
                     pieces.push(receiver);
@@ -287,7 +286,7 @@ impl Download<'_> {
                     let Ok(piece) = receiver.recv() else { break };
                     let piece = piece?;
                     if let Err(error) = out.write_all(&piece) {
-                        // A torn piece would be taken for the file's beginning next time.
+                        // The next run would take a partial range for complete data.
                         let _ = out.set_len(have);
                         return Err(Failure::Other(Error::io(path)(error)));
                     }
@@ -321,12 +320,12 @@ impl Download<'_> {
         if bytes.len() == length {
             return Ok(bytes);
         }
-        // A server (or a mirror) that knows no ranges sends the whole file.
+        // A server or mirror without range support sends the whole file.
         match bytes.get(start..start + length) {
             Some(part) if bytes.len() as u64 == file.size => Ok(part.to_vec()),
             _ => {
                 let reason = format!(
-                    "the hub sent {} bytes of {} where {length} were asked for: run the same \
+                    "the hub sent {} bytes of {} instead of {length}: run the same \
                      command again",
                     bytes.len(),
                     file.name
@@ -337,7 +336,7 @@ impl Download<'_> {
     }
 }
 
-/// Makes the snapshot's file a relative link to the blob, as Hugging Face's library does.
+/// Links the snapshot's file to the blob, relatively, as Hugging Face's library does.
 fn link(name: &str, blob: &Path, pointer: &Path) -> std::io::Result<()> {
     match fs::remove_file(pointer) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),

@@ -1,4 +1,4 @@
-//! Finding models: a directory, or an id on the Hugging Face hub, whose files go to its cache.
+//! Locating models: a directory, or an id on the Hugging Face hub, downloaded to its cache.
 
 mod client;
 mod environment;

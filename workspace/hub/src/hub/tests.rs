@@ -7,20 +7,20 @@ use std::sync::{Arc, Mutex};
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const ID: &str = "org/tiny";
 
-/// What the server of a test does.
+/// How a test's server behaves.
 #[derive(Default)]
 struct Behaviour {
     files: HashMap<String, Vec<u8>>,
-    /// Status and error code of every answer.
+    /// Status and error code of every response.
     refuse: Option<(u16, &'static str)>,
-    /// Bytes of weights that are sent before connections start to break.
+    /// Bytes of weights sent before connections start to break.
     breaks_after: Option<usize>,
     ignores_ranges: bool,
     /// Method, path and range of each request.
     log: Vec<String>,
 }
 
-/// A small hub on loopback, with as much of the API as is asked for.
+/// A minimal hub on the loopback interface, with the API that the tests use.
 struct Server {
     endpoint: String,
     behaviour: Arc<Mutex<Behaviour>>,
@@ -224,7 +224,7 @@ fn offline_without_a_cached_model_is_an_error() {
 
 #[test]
 fn a_broken_download_goes_on_where_it_stopped() {
-    // Two windows of parallel ranges and a bit.
+    // Two batches of parallel ranges and a remainder.
     let size = (2 * PARALLEL_REQUESTS * RANGE_BYTES + 12345) as usize;
     let files = files(size);
     let weights = files["model.safetensors"].clone();
@@ -282,8 +282,8 @@ fn a_server_without_ranges_serves_too() {
 fn refusals_say_what_to_do_and_leave_nothing_in_the_way() {
     for (status, code, expected) in [
         (401, "GatedRepo", "the model is gated (401): accept its terms at http://127.0.0.1"),
-        (401, "RepoNotFound", "the hub asks for a login (401): check the name"),
-        (403, "GatedRepo", "the hub refuses access (403): ask for it at"),
+        (401, "RepoNotFound", "the hub requires a login (401): check the name"),
+        (403, "GatedRepo", "the hub denies access (403): request it at"),
         (404, "RepoNotFound", "no such model on the hub (404)"),
         (404, "RevisionNotFound", "it has no revision main (404)"),
     ] {
@@ -308,7 +308,7 @@ fn no_answer_is_one_sentence() {
     let cache = Some(dir.path().to_path_buf());
     let hub = Hub { endpoint: Some(endpoint.clone()), cache, offline: false };
     let message = resolve_error(&hub);
-    assert!(message.starts_with(&format!("org/tiny: no answer from {endpoint}")), "{message}");
+    assert!(message.starts_with(&format!("org/tiny: no response from {endpoint}")), "{message}");
     let nonsense = Hub { endpoint: Some("not a url".to_string()), ..hub };
     assert!(resolve_error(&nonsense).starts_with("org/tiny: "));
 }
