@@ -68,7 +68,7 @@ fn outputs_are_kept_unless_forced() {
     ];
     for case in cases {
         let text = stderr(&moh_data(dir.path(), case).code(1));
-        assert!(text.starts_with("error: ") && text.contains("exists already"), "{text}");
+        assert!(text.starts_with("error: ") && text.contains("already exists"), "{text}");
         assert_eq!(text.lines().count(), 1, "{text}");
         moh_data(dir.path(), &[case, &["--force"]].concat()).success();
     }

@@ -136,11 +136,11 @@ fn ids_that_do_not_fit_are_refused() {
         ("{", "ids.json: not a list of lists of token ids"),
         ("[1, 2]", "ids.json: not a list of lists of token ids"),
         ("[[-1]]", "ids.json: not a list of lists of token ids"),
-        ("[]", "ids.json: holds no ids"),
-        ("[[], []]", "ids.json: holds no ids"),
-        ("[[1, 2], [3]]", "ids.json: list 1 has 1 ids where list 0 has 2"),
+        ("[]", "ids.json: contains no ids"),
+        ("[[], []]", "ids.json: contains no ids"),
+        ("[[1, 2], [3]]", "ids.json: list 1 has 1 ids, but list 0 has 2"),
         ("[[1, 37]]", "37"),
-        (&format!("[{:?}]", [1; 65]), "ids.json: 65 ids are more than the model's 64 positions"),
+        (&format!("[{:?}]", [1; 65]), "ids.json: 65 ids exceed the model's 64 positions"),
     ] {
         fs::write(dir.path().join("ids.json"), text).unwrap();
         let line = "logits --model source --ids ids.json --out out";
@@ -166,7 +166,7 @@ fn token_files_and_models_that_do_not_fit_are_refused() {
     write_tokens(&root.join("wide"), VOCABULARY + 9, 100, 1);
     for (arguments, expected) in [
         ("--model source --data none", "none.bin: cannot read: No such file"),
-        ("--model source --data short", "short: holds 9 tokens, one window needs 10"),
+        ("--model source --data short", "short: has 9 tokens, one window needs 10"),
         ("--model source --data wide", "wide.bin: token "),
         ("--model ./none --data text", "./none: no such directory"),
     ] {
@@ -193,7 +193,7 @@ fn token_files_and_models_that_do_not_fit_are_refused() {
     fs::write(root.join("source/tokenizer.json"), b"{\xff}").unwrap();
     let line = "loss --model source --data text --sequence-length 10";
     let message = failure(root, &mut moh_eval(root, line), 1);
-    assert!(message.starts_with("source/tokenizer.json: not a usable tokenizer"), "{message}");
+    assert!(message.starts_with("source/tokenizer.json: not a valid tokenizer"), "{message}");
 }
 
 #[test]

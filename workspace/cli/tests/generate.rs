@@ -126,7 +126,7 @@ fn prompts_and_models_that_do_not_fit_are_refused() {
     let tokenizer = root.join("source/tokenizer.json");
     fs::write(&tokenizer, b"{\xff}").unwrap();
     let message = failure(root, &mut moh_generate(root, &[]), 1);
-    assert!(message.starts_with("source/tokenizer.json: not a usable tokenizer"), "{message}");
+    assert!(message.starts_with("source/tokenizer.json: not a valid tokenizer"), "{message}");
     fs::remove_file(tokenizer).unwrap();
     let message = failure(root, &mut moh_generate(root, &[]), 1);
     assert_eq!(message, "source: holds no tokenizer.json, which text needs");
@@ -158,7 +158,7 @@ fn wrong_usage_exits_with_two_and_the_help_has_an_example() {
 fn a_gpu_is_refused_by_a_build_without() {
     let dir = prepared();
     let message = failure(dir.path(), &mut moh_generate(dir.path(), &["--device", "cuda"]), 1);
-    let expected = "--device cuda: this build computes on the CPU: build it with --features cuda";
+    let expected = "--device cuda: this build supports the CPU only: build it with --features cuda";
     assert_eq!(message, expected);
     let output = moh_generate(dir.path(), &["--device", "gpu"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));

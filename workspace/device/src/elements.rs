@@ -1,23 +1,24 @@
-//! Element types that are known when the program runs, as type parameters.
+//! Dispatches element types chosen at run time to type parameters.
 
 use half::bf16;
 use moh_kernels::{Element, ElementType};
 
-/// Work in elements of any type.
+/// Work that is generic over its element type.
 pub trait InElements {
-    /// What it returns.
+    /// The result of the work.
     type Output;
 
-    /// Does the work in elements of type `T`.
+    /// Runs the work in elements of type `T`.
     fn run<T: Element>(self) -> Self::Output;
 }
 
-/// Work on a training state of any types: weights and activations `T`, gradients `G`, moments `M`.
+/// Work that is generic over a training state: weights and activations `T`, gradients `G`, moments
+/// `M`.
 pub trait InTrainingElements {
-    /// What it returns.
+    /// The result of the work.
     type Output;
 
-    /// Does the work on a state of these types.
+    /// Runs the work on a state of these types.
     fn run<T: Element, G: Element, M: Element>(self) -> Self::Output;
 }
 
@@ -28,11 +29,11 @@ pub struct TrainingTypes {
     pub weights: ElementType,
     /// Gradients.
     pub gradients: ElementType,
-    /// Both moments of the optimiser.
+    /// Both optimiser moments.
     pub moments: ElementType,
 }
 
-/// Does `work` in elements of type `dtype`.
+/// Runs `work` in elements of type `dtype`.
 pub fn in_elements<W: InElements>(dtype: ElementType, work: W) -> W::Output {
     match dtype {
         ElementType::F32 => work.run::<f32>(),
@@ -40,7 +41,7 @@ pub fn in_elements<W: InElements>(dtype: ElementType, work: W) -> W::Output {
     }
 }
 
-/// Does `work` on a training state of these types.
+/// Runs `work` on a training state of these types.
 pub fn in_training_elements<W: InTrainingElements>(types: TrainingTypes, work: W) -> W::Output {
     match types.weights {
         ElementType::F32 => with_weights::<W, f32>(types, work),

@@ -1,6 +1,6 @@
-//! From what a recipe or a command line says to what the compiler knows: the device is opened here,
-//! and element types become type parameters, here alone. Work is given as a structure with a generic
-//! method, because a closure cannot be generic.
+//! From the settings of a recipe or a command line to type parameters: this crate alone opens the
+//! device and dispatches on element types. Work is a struct with a generic method, because a
+//! closure cannot be generic.
 
 mod elements;
 mod name;

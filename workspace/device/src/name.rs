@@ -1,4 +1,4 @@
-//! The name of a device on a command line: `cpu`, `cuda` or `cuda:N`.
+//! A device's name on the command line: `cpu`, `cuda` or `cuda:N`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,7 +6,7 @@ use std::str::FromStr;
 /// A device that is not open yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DeviceName {
-    /// This machine's processors.
+    /// The CPU.
     #[default]
     Cpu,
     /// An NVIDIA GPU, by its number on this machine.

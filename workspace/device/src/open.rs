@@ -1,4 +1,4 @@
-//! A device, opened.
+//! Opening a device.
 
 use moh_kernels::{Backend, Cpu, Element, ElementType};
 
@@ -7,50 +7,50 @@ use crate::{DeviceName, InElements, in_elements};
 /// A device that cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The device is missing or unfit.
+    /// The device is missing or unsuitable.
     #[cfg(feature = "cuda")]
     #[error(transparent)]
     Device(#[from] moh_kernels::Error),
-    /// This program was built without it.
+    /// This build has no support for the device.
     #[cfg(not(feature = "cuda"))]
-    #[error("this build computes on the CPU: build it with --features cuda")]
+    #[error("this build supports the CPU only: build it with --features cuda")]
     NotBuilt,
 }
 
-/// What computes, ready to.
+/// An opened device.
 #[derive(Debug, Clone)]
 pub enum OpenDevice {
-    /// This machine's processors.
+    /// The CPU.
     Cpu,
-    /// A GPU.
+    /// An NVIDIA GPU.
     #[cfg(feature = "cuda")]
     Cuda(moh_kernels::Cuda),
 }
 
-/// Work on any device.
+/// Work that is generic over its device.
 pub trait OnDevice {
-    /// What it returns.
+    /// The result of the work.
     type Output;
 
-    /// Does the work on a device.
+    /// Runs the work on a device.
     fn run<B: Backend + Clone>(self, backend: B) -> Self::Output;
 }
 
-/// Work on any device, in elements of any type.
+/// Work that is generic over its device and element type.
 pub trait Compute {
-    /// What it returns.
+    /// The result of the work.
     type Output;
 
-    /// Does the work on a device in elements of type `T`.
+    /// Runs the work on a device in elements of type `T`.
     fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output;
 }
 
 impl OpenDevice {
-    /// Opens a device; a GPU that is `deterministic` gives the same bits in every run.
+    /// Opens a device; with `deterministic` a GPU's results are bitwise reproducible.
     ///
     /// # Errors
-    /// When this build or this machine has none.
-    #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "of GPUs alone"))]
+    /// Fails if this build or this machine lacks the device.
+    #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only GPUs use it"))]
     pub fn open(name: DeviceName, deterministic: bool) -> Result<Self, Error> {
         match name {
             DeviceName::Cpu => Ok(OpenDevice::Cpu),
@@ -64,11 +64,11 @@ impl OpenDevice {
         }
     }
 
-    /// Opens the GPU of a process by its number on its machine. Slurm and others show each process
-    /// the one that is its own: that one has number 0.
+    /// Opens a process's GPU by its local rank. If a launcher such as Slurm makes one GPU visible
+    /// to each process, that GPU has number 0.
     ///
     /// # Errors
-    /// As [`OpenDevice::open`].
+    /// See [`OpenDevice::open`].
     pub fn open_local(local_rank: usize, deterministic: bool) -> Result<Self, Error> {
         #[cfg(feature = "cuda")]
         let ordinal = ordinal(local_rank, moh_kernels::Cuda::count()?);
@@ -77,7 +77,7 @@ impl OpenDevice {
         Self::open(DeviceName::Cuda(ordinal), deterministic)
     }
 
-    /// Does `work` on the device.
+    /// Runs `work` on the device.
     pub fn run<W: OnDevice>(self, work: W) -> W::Output {
         match self {
             OpenDevice::Cpu => work.run(Cpu),
@@ -86,19 +86,19 @@ impl OpenDevice {
         }
     }
 
-    /// Does `work` on the device, in elements of type `dtype`.
+    /// Runs `work` on the device, in elements of type `dtype`.
     pub fn compute<W: Compute>(self, dtype: ElementType, work: W) -> W::Output {
         self.run(Typed { dtype, work })
     }
 }
 
-/// Work that has its element type and waits for its device.
+/// Work with its element type, before its device is known.
 struct Typed<W> {
     dtype: ElementType,
     work: W,
 }
 
-/// Work that has its device and waits for its element type.
+/// Work with its device, before its element type is known.
 struct Placed<B, W> {
     backend: B,
     work: W,

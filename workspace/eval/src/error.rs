@@ -1,8 +1,8 @@
-//! What can go wrong in this crate.
+//! The errors of this crate.
 
 use std::path::PathBuf;
 
-/// An error of this crate; its message is one sentence that says what, where and what to do.
+/// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file could not be read or written.
@@ -10,15 +10,15 @@ pub enum Error {
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// A file was read and is not what it should be.
+    /// A file with invalid contents.
     #[error("{}: {reason}", path.display())]
     File {
         /// The file.
         path: PathBuf,
-        /// What is wrong in it, and what was expected.
+        /// The problem, and what was expected.
         reason: String,
     },
     /// The model could not be read or run.

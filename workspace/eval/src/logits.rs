@@ -1,4 +1,4 @@
-//! The logits of given ids, written as safetensors: what another implementation compares with.
+//! The logits of given ids, written as safetensors, for comparison with other implementations.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -9,17 +9,17 @@ use safetensors::tensor::{Dtype, TensorView};
 
 use crate::Error;
 
-/// A longer list of ids is not computed in one pass.
+/// Maximum bytes of a list of ids, which is computed in one pass.
 const MAX_FILE_BYTES: u64 = 1 << 28;
 
-/// Logits of a batch.
+/// Logits of a batch of sequences, and their selected heads.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LogitsOf {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Ids of each sequence.
+    /// Tokens per sequence.
     pub length: usize,
-    /// Rows of the vocabulary.
+    /// Size of the vocabulary.
     pub vocab_size: usize,
     /// `[batch, length, vocab_size]`.
     pub logits: Vec<f32>,
@@ -30,7 +30,7 @@ pub struct LogitsOf {
 /// Computes the logits of `ids`, lists of equal length.
 ///
 /// # Errors
-/// Ids outside the vocabulary, or a device without room.
+/// Fails on ids outside the vocabulary, or if the device is out of memory.
 pub fn logits<B: Backend, T: Element>(
     model: &mut Model<B, T>,
     ids: &[Vec<u32>],
@@ -57,16 +57,16 @@ pub fn logits<B: Backend, T: Element>(
 }
 
 impl LogitsOf {
-    /// Reads a list of equally long lists of ids.
+    /// Reads a JSON list of equally long lists of ids.
     ///
     /// # Errors
-    /// When the file is not that, or asks for longer sequences than `positions`.
+    /// Fails if the file has other contents, or a sequence is longer than `positions`.
     pub fn read_ids(path: &Path, positions: usize) -> Result<Vec<Vec<u32>>, Error> {
         let io = |source| Error::Io { path: path.to_owned(), source };
         let refuse = |reason: String| Err(Error::File { path: path.to_owned(), reason });
         let bytes = std::fs::metadata(path).map_err(io)?.len();
         if bytes > MAX_FILE_BYTES {
-            return refuse(format!("{bytes} bytes are more ids than fit one pass"));
+            return refuse(format!("{bytes} bytes are too many ids for one pass: give fewer"));
         }
         let ids: Vec<Vec<u32>> = match serde_json::from_slice(&std::fs::read(path).map_err(io)?) {
             Ok(ids) => ids,
@@ -78,16 +78,18 @@ impl LogitsOf {
         };
         let length = ids.first().map_or(0, Vec::len);
         if length == 0 {
-            return refuse("holds no ids".into());
+            return refuse("contains no ids".into());
         }
         if let Some(row) = ids.iter().position(|row| row.len() != length) {
             return refuse(format!(
-                "list {row} has {} ids where list 0 has {length}: give lists of equal length",
+                "list {row} has {} ids, but list 0 has {length}: give lists of equal length",
                 ids[row].len()
             ));
         }
         if length > positions {
-            return refuse(format!("{length} ids are more than the model's {positions} positions"));
+            return refuse(format!(
+                "{length} ids exceed the model's {positions} positions: shorten the lists"
+            ));
         }
         Ok(ids)
     }
@@ -96,7 +98,7 @@ impl LogitsOf {
     /// or `routed_mask.N` of each layer N that routes where layers differ.
     ///
     /// # Errors
-    /// When the file cannot be written; nothing half-written stays.
+    /// Fails if the file cannot be written; no partial file is left.
     pub fn write(&self, path: &Path) -> Result<(), Error> {
         let io = |source| Error::Io { path: path.to_owned(), source };
         let refuse = |error: safetensors::SafeTensorError| Error::File {

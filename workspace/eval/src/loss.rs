@@ -10,37 +10,37 @@ use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
 
 use crate::Error;
 
-/// What an evaluation found.
+/// The result of an evaluation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Loss {
     /// Mean cross-entropy of the targets, in nats.
     pub loss: f64,
-    /// Targets.
+    /// Number of targets.
     pub tokens: u64,
-    /// The loss in bits over the bytes of the decoded targets; `None` without a tokenizer.
+    /// The loss in bits per byte of the decoded targets; `None` without a tokenizer.
     pub bits_per_byte: Option<f64>,
 }
 
 impl Loss {
-    /// e^loss.
+    /// The exponential of the loss.
     pub fn perplexity(&self) -> f64 {
         self.loss.exp()
     }
 }
 
-/// What batches of windows add up to.
+/// Sums over batches of windows.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Sums {
-    /// Cross-entropy of the targets, in nats.
+    /// Cross-entropy summed over the targets, in nats.
     pub cross_entropy: f64,
-    /// Targets.
+    /// Number of targets.
     pub tokens: u64,
     /// Bytes of the decoded targets; 0 without a tokenizer.
     pub bytes: u64,
 }
 
 impl Sums {
-    /// The means.
+    /// Divides the sums into means.
     pub fn loss(&self) -> Loss {
         let Sums { cross_entropy, tokens, bytes } = *self;
         let bits_per_byte = (bytes > 0).then(|| cross_entropy / LN_2 / bytes as f64);
@@ -50,18 +50,18 @@ impl Sums {
 
 /// The buffers of an evaluation, for batches of windows of one length.
 ///
-/// A window of n tokens gives n - 1 targets, as Hugging Face counts them; the last batch is
-/// filled up with windows that have none.
+/// A window of n tokens has n - 1 targets, as in Hugging Face; the last batch is padded with
+/// windows without targets.
 pub struct Evaluator<B: Backend, T: Element> {
     activations: Activations<B, T>,
     sums: StepSums<B>,
 }
 
 impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
-    /// Plans the buffers for `batch` windows of `length` tokens at a time.
+    /// Allocates buffers for `batch` windows of `length` tokens each.
     ///
     /// # Errors
-    /// When the device has no room.
+    /// Fails if the device is out of memory.
     pub fn new(model: &Model<B, T>, batch: usize, length: usize) -> Result<Self, Error> {
         let shape = PassShape {
             batch,
@@ -76,11 +76,11 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
         })
     }
 
-    /// The loss over the first `count` windows (all there are, when fewer). `progress` hears the
-    /// number of windows done and of all.
+    /// The loss over the first `count` windows, or over all if there are fewer. `progress` receives
+    /// the number of windows done and their total.
     ///
     /// # Errors
-    /// When the token file cannot be read or holds ids outside the vocabulary.
+    /// Fails if the token file cannot be read or has ids outside the vocabulary.
     pub fn evaluate(
         &mut self,
         model: &mut Model<B, T>,
@@ -93,11 +93,12 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
         Ok(sums.loss())
     }
 
-    /// What one rank adds to the loss over the first `count` windows: ranks take the batches in
-    /// turns; of those that hold parts of one model the last stage's first counts. `progress` hears of the windows of all ranks.
+    /// This rank's contribution to the loss over the first `count` windows: data-parallel ranks
+    /// take batches in turn, and of a sharded model only the last stage's tensor rank 0
+    /// contributes. `progress` counts the windows of all ranks.
     ///
     /// # Errors
-    /// As [`Evaluator::evaluate`].
+    /// See [`Evaluator::evaluate`].
     pub fn evaluate_share(
         &mut self,
         model: &mut Model<B, T>,
