@@ -1,6 +1,6 @@
-//! From a program's result to its exit code: 0 done, 1 error, 2 usage, 75 stopped early after a
-//! checkpoint. An error is one sentence on the standard error, `error: ...`. A reader that went
-//! away (`moh-data info ... | head`) is no error.
+//! From a program's result to its exit code: 0 success, 1 error, 2 usage, 75 stopped early after a
+//! checkpoint. An error is one sentence on standard error, `error: ...`. A closed pipe (`moh-data
+//! info ... | head`) is not an error.
 
 use std::fmt;
 use std::io::ErrorKind;
@@ -8,20 +8,19 @@ use std::process::ExitCode;
 #[cfg(unix)]
 use std::sync::{Arc, atomic::AtomicBool};
 
-/// Something went wrong.
+/// The program failed.
 pub const ERROR: u8 = 1;
-/// The arguments do not make sense; clap exits with the same code.
+/// Invalid arguments; clap exits with the same code.
 const USAGE: u8 = 2;
-/// Stopped early, run me again: sysexits' EX_TEMPFAIL.
+/// Stopped early, to be run again: sysexits' EX_TEMPFAIL.
 const STOPPED_EARLY: u8 = 75;
 
-/// Returned as an error when a program stopped early, after it saved what it had: exit code 75.
-/// Its message is printed as it is.
+/// Returned as an error when a program has stopped early and saved its state: exit code 75. Its
+/// message is printed without a prefix.
 #[derive(Debug)]
 pub struct StoppedEarly(pub String);
 
-/// Returned as an error when arguments contradict each other in a way that clap cannot see: exit
-/// code 2.
+/// Returned as an error for contradictory arguments that clap cannot detect: exit code 2.
 #[derive(Debug)]
 pub struct Usage(pub String);
 
@@ -56,15 +55,15 @@ pub fn run(program: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
     ExitCode::from(if error.is::<Usage>() { USAGE } else { ERROR })
 }
 
-/// A file that grows beyond a limit is then an error of `write`, like a full disk; by default the
-/// signal ends the process.
+/// Makes a file that exceeds a limit an error of `write`, like a full disk; by default the signal
+/// ends the process.
 fn full_disks_are_errors() -> anyhow::Result<()> {
     #[cfg(unix)]
     signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::new(AtomicBool::new(false)))?;
     Ok(())
 }
 
-/// The error and its causes, without those that a message before them has quoted already.
+/// The error and its causes, without causes that an earlier message already quotes.
 fn sentence(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(ToString::to_string) {

@@ -1,4 +1,4 @@
-//! What the command-line programs share: exit codes, progress, models and the view of a run.
+//! Shared by the command-line programs: exit codes, progress, models and the view of a run.
 
 pub mod exit;
 pub mod models;

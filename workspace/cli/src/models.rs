@@ -1,4 +1,4 @@
-//! Reading a model for evaluation or generation.
+//! Loading a model for evaluation or generation.
 
 use std::path::{Path, PathBuf};
 
@@ -13,11 +13,11 @@ use moh_model::Model;
 
 use crate::progress::Bar;
 
-/// The types that a model can compute in, as values of an option.
+/// The element types of a model's computation, as values of an option.
 pub fn element_types() -> impl TypedValueParser<Value = ElementType> {
     let value = |dtype: ElementType| {
         PossibleValue::new(dtype.name()).help(match dtype {
-            ElementType::F32 => "32-bit float, whatever the weights are stored in",
+            ElementType::F32 => "32-bit float, for any stored type",
             ElementType::BF16 => "bfloat16 weights and activations",
         })
     };
@@ -25,7 +25,7 @@ pub fn element_types() -> impl TypedValueParser<Value = ElementType> {
         .try_map(|name| ElementType::from_name(&name).ok_or("not an element type"))
 }
 
-/// The directory of a model: itself, or a repository of the hub, downloaded where it is not yet.
+/// The directory of a model: itself, or a repository of the hub, downloaded if necessary.
 pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
     let mut bar: Option<Bar> = None;
     let directory = resolve(model, revision, &mut |download| {
@@ -35,12 +35,12 @@ pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
     Ok(directory)
 }
 
-/// Opens the device that the option `--device` names.
+/// Opens the device of the option `--device`.
 pub fn open(device: DeviceName) -> anyhow::Result<OpenDevice> {
     OpenDevice::open(device, false).with_context(|| format!("--device {device}"))
 }
 
-/// Reads the model in `directory` to a device, for sequences of up to `positions` tokens.
+/// Loads the model in `directory` to a device, for sequences of up to `positions` tokens.
 pub fn load<B: Backend, T: Element>(
     backend: B,
     directory: &Path,
@@ -60,7 +60,7 @@ pub fn context_length(directory: &Path) -> anyhow::Result<usize> {
     Ok(ConfigFile::read(directory)?.config.max_position_embeddings)
 }
 
-/// The tokenizer beside a model, where there is one.
+/// The tokenizer in a model's directory, if it exists.
 pub fn tokenizer(directory: &Path) -> anyhow::Result<Option<TextTokenizer>> {
     if !directory.join("tokenizer.json").is_file() {
         return Ok(None);
@@ -68,10 +68,10 @@ pub fn tokenizer(directory: &Path) -> anyhow::Result<Option<TextTokenizer>> {
     Ok(Some(TextTokenizer::load(directory)?))
 }
 
-/// The tokenizer beside a model, which must be there.
+/// The tokenizer in a model's directory; an error if it does not exist.
 pub fn required_tokenizer(directory: &Path) -> anyhow::Result<TextTokenizer> {
     let found = tokenizer(directory)?;
     found.with_context(|| {
-        format!("{}: holds no tokenizer.json, which text needs", directory.display())
+        format!("{}: contains no tokenizer.json, which text requires", directory.display())
     })
 }

@@ -1,4 +1,4 @@
-//! A picture of a run: curves over steps, with marks where stages begin, as SVG.
+//! A plot of a run: curves over steps, with the starts of stages, as SVG.
 
 use std::path::Path;
 
@@ -13,41 +13,41 @@ const COLORS: [RGBColor; 4] =
 /// One curve.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Curve {
-    /// What the legend calls it.
+    /// Label in the legend.
     pub label: String,
     /// (step, value), in order.
     pub points: Vec<(f64, f64)>,
-    /// Whether each point gets a dot: for curves of few points.
+    /// Whether to draw each point as a dot: for curves of few points.
     pub dots: bool,
 }
 
 /// A vertical line with a label.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mark {
-    /// Where.
+    /// Its step.
     pub step: f64,
-    /// What begins there.
+    /// Its label.
     pub label: String,
 }
 
-/// A picture of curves over steps.
+/// A plot of curves over steps.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plot {
     /// Its title.
     pub title: String,
-    /// What the vertical axis shows.
+    /// Label of the vertical axis.
     pub unit: String,
     /// The curves.
     pub curves: Vec<Curve>,
-    /// Where stages begin.
+    /// The starts of the stages.
     pub marks: Vec<Mark>,
 }
 
 impl Plot {
-    /// Draws the picture; a run without a single finite point draws nothing but its axes.
+    /// Writes the SVG; without any finite point it has only axes.
     ///
     /// # Errors
-    /// When the file cannot be written.
+    /// Fails if the file cannot be written.
     pub fn write(&self, path: &Path) -> anyhow::Result<()> {
         let mut svg = String::new();
         let file = || path.display().to_string();
@@ -55,8 +55,8 @@ impl Plot {
         std::fs::write(path, svg).with_context(file)
     }
 
-    /// Ranges of the axes: all steps, and the values but for the highest 10 in 100, which are the
-    /// first steps of a fresh model.
+    /// Ranges of the axes: all steps, and all values except the highest 10%, which are the first
+    /// steps of a new model.
     fn ranges(&self) -> (std::ops::Range<f64>, std::ops::Range<f64>) {
         let points = || self.curves.iter().flat_map(|curve| &curve.points);
         let mut values: Vec<f64> =

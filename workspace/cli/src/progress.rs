@@ -1,24 +1,24 @@
-//! Progress of long work: a bar on a terminal, otherwise a plain line about every ten seconds, so
-//! that a log file stays readable. All of it goes to the standard error.
+//! Progress of long work: a bar on a terminal, otherwise a line about every ten seconds, so that
+//! log files stay readable. All of it goes to standard error.
 
 use std::io::{IsTerminal, stderr};
 use std::time::{Duration, Instant};
 
 use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
 
-/// Between two lines where there is no terminal.
+/// Time between two lines without a terminal.
 const LINE_EVERY: Duration = Duration::from_secs(10);
 
-/// Progress of one piece of work; done when dropped.
+/// Progress of one piece of work; dropping it ends it.
 #[derive(Debug)]
 pub struct Bar {
     label: String,
     unit: Unit,
     total: u64,
-    /// Only on a terminal.
+    /// `None` without a terminal.
     bar: Option<ProgressBar>,
     started: Instant,
-    /// When the last line was printed.
+    /// The time of the last line.
     printed: Instant,
 }
 
@@ -29,12 +29,12 @@ enum Unit {
 }
 
 impl Bar {
-    /// Progress in bytes. A `total` of 0 is not known yet; [`Bar::update`] can tell it.
+    /// Progress in bytes. A `total` of 0 is unknown yet; [`Bar::update`] can set it.
     pub fn bytes(label: &str, total: u64) -> Self {
         Self::new(label, total, Unit::Bytes)
     }
 
-    /// Progress in things that are counted.
+    /// Progress in items.
     pub fn count(label: &str, total: u64) -> Self {
         Self::new(label, total, Unit::Count)
     }
@@ -47,7 +47,7 @@ impl Bar {
                 Unit::Count => "{prefix} [{bar:40}] {human_pos}/{human_len} {per_sec}, {eta}",
             };
             let bar = ProgressBar::new(total).with_prefix(label.to_owned());
-            // A fault in the template would leave indicatif's own style.
+            // An invalid template would leave indicatif's default style.
             bar.set_style(
                 ProgressStyle::with_template(template)
                     .unwrap_or_else(|_| ProgressStyle::default_bar())
@@ -58,7 +58,7 @@ impl Bar {
         Self { label: label.to_owned(), unit, total, bar, started, printed: started }
     }
 
-    /// So much is done, of so much in all.
+    /// Sets the progress and the total.
     pub fn update(&mut self, done: u64, total: u64) {
         self.total = total;
         if let Some(bar) = &self.bar {
@@ -72,7 +72,7 @@ impl Bar {
         }
     }
 
-    /// So much is done.
+    /// Sets the progress.
     pub fn set(&mut self, done: u64) {
         self.update(done, self.total);
     }
@@ -83,7 +83,7 @@ impl Bar {
             Unit::Bytes => HumanBytes(number).to_string(),
             Unit::Count => HumanCount(number).to_string(),
         };
-        // A share of 100 and a rate need no precision.
+        // A percentage and a rate need no precision.
         let rate = (done as f64 / self.started.elapsed().as_secs_f64().max(1e-3)) as u64;
         let percent = done.saturating_mul(100).checked_div(self.total).unwrap_or(0);
         let (label, done, total, rate) = (&self.label, shown(done), shown(self.total), shown(rate));

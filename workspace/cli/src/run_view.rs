@@ -1,4 +1,4 @@
-//! A run as it goes on: a progress bar on a terminal, plain lines otherwise, on standard error.
+//! The view of a running run: a progress bar on a terminal, lines otherwise, on standard error.
 
 use std::io::{IsTerminal, stderr};
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
 use moh_kernels::MemoryInfo;
 use moh_train::{Event, Recipe, StepMetrics};
 
-/// Steps whose times the estimate of the time left is made from.
+/// Recent steps from which the remaining time is estimated.
 const WINDOW: usize = 50;
 
 /// The view of one run.
@@ -19,7 +19,7 @@ pub struct RunView {
 }
 
 impl RunView {
-    /// The view of a run of `recipe` on `ranks` ranks.
+    /// Creates the view of a run of `recipe` on `ranks` ranks.
     pub fn new(recipe: &Recipe, ranks: usize) -> Self {
         if ranks > 1 {
             eprintln!("{ranks} ranks share each step's micro-batches");
@@ -28,7 +28,7 @@ impl RunView {
         let bar = stderr().is_terminal().then(|| {
             let style = ProgressStyle::with_template("{prefix} [{bar:30}] {pos}/{len}  {msg}");
             ProgressBar::new(steps).with_style(
-                // A fault in the template would leave indicatif's own style.
+                // An invalid template would leave indicatif's default style.
                 style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "),
             )
         });
@@ -41,10 +41,7 @@ impl RunView {
     pub fn show(&mut self, event: Event<'_>) {
         match event {
             Event::DamagedCheckpoint { path, error } => {
-                self.line(&format!(
-                    "set a damaged checkpoint aside as {}: {error}",
-                    path.display()
-                ));
+                self.line(&format!("moved a damaged checkpoint to {}: {error}", path.display()));
             }
             Event::Resumed { step } => {
                 self.line(&format!("continuing after step {step} of {}", self.steps));
@@ -69,8 +66,8 @@ impl RunView {
                 }
             }
             Event::UnevenHeads { stage, shared_heads } => self.line(&format!(
-                "stage {}: the ranks that share tensors hold {shared_heads:?} shared heads of a layer, which \
-                 the key/value heads do not divide equally: some wait for others in attention",
+                "stage {}: the tensor-parallel ranks have {shared_heads:?} shared heads of a layer: the \
+                 key/value heads do not divide them equally, and some ranks wait for others",
                 stage.name
             )),
             Event::Step { metrics, step, due } => self.step(metrics, step, due),
@@ -86,7 +83,7 @@ impl RunView {
         }
     }
 
-    /// Takes the bar away.
+    /// Removes the bar.
     pub fn finish(&self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
@@ -113,7 +110,7 @@ impl RunView {
         }
     }
 
-    /// The time that the steps to come take at the speed of the last ones.
+    /// The time of the remaining steps at the speed of the recent ones.
     fn left(&self, step: u64) -> Duration {
         let (Some(first), Some(last)) = (self.recent.front(), self.recent.back()) else {
             return Duration::ZERO;
@@ -122,7 +119,7 @@ impl RunView {
         Duration::from_secs_f64(per_step * self.steps.saturating_sub(step) as f64)
     }
 
-    /// A line that stays.
+    /// Prints a line above the bar.
     fn line(&self, text: &str) {
         match &self.bar {
             Some(bar) => bar.println(text),

@@ -1,4 +1,4 @@
-//! The end of a run: its losses as a table, its picture, and what to try next.
+//! The end of a run: the table of its losses, its plot, and the next commands.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use moh_train::{RunDirectory, StepMetrics, Summary, metrics};
 
 use crate::plot::{Curve, Mark, Plot};
 
-/// The table of a run's losses, and the share of conversion's loss that was won back.
+/// The table of a run's losses, with the fraction of the conversion loss that training recovered.
 pub fn table(summary: &Summary) -> String {
     let mut out = String::new();
     let _ = writeln!(out, "{:<44} {:>9} {:>15}", "", "loss", "bits per byte");
@@ -38,7 +38,7 @@ fn describe(summary: &Summary, evaluation: &Evaluation) -> String {
     }
 }
 
-/// Draws the run's losses to `run.svg` in its directory; returns the file.
+/// Plots the run's losses to `run.svg` in its directory; returns the file.
 pub fn draw(run: &RunDirectory, summary: &Summary) -> anyhow::Result<PathBuf> {
     let steps = metrics::read(&run.metrics())?;
     let numbered = || steps.iter().zip(1u32..).map(|(step, number)| (f64::from(number), step));
@@ -46,7 +46,7 @@ pub fn draw(run: &RunDirectory, summary: &Summary) -> anyhow::Result<PathBuf> {
         .filter_map(|(number, step)| Some((number, step.validation?.loss)))
         .chain(summary.evaluations.iter().map(|e| (e.step as f64, e.loss)))
         .collect();
-    // A stable sort leaves a conversion's loss behind that of the stage before it.
+    // The sort is stable: a conversion's loss stays after that of the stage before it.
     validation.sort_by(|a, b| a.0.total_cmp(&b.0));
     let plot = Plot {
         title: "Loss of the run".into(),
@@ -87,7 +87,7 @@ fn marks(steps: &[StepMetrics]) -> Vec<Mark> {
     marks
 }
 
-/// How to call a sibling program: through cargo when this one was, by name otherwise.
+/// The command of another program: through cargo if this one was started so, or else by name.
 pub fn invocation(program: &str) -> String {
     let from_cargo = std::env::var_os("CARGO").is_some() && Path::new("Cargo.toml").is_file();
     if from_cargo { format!("cargo run --release --bin {program} --") } else { program.to_owned() }

@@ -1,4 +1,4 @@
-//! `moh-data` from the outside: what it writes, prints and exits with.
+//! `moh-data` as a process: its output, its files and its exit codes.
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
@@ -23,7 +23,7 @@ fn stderr(done: &assert_cmd::assert::Assert) -> String {
     String::from_utf8(done.get_output().stderr.clone()).unwrap()
 }
 
-/// A folder with 50 stories, a tokenizer and a token file.
+/// A directory with 50 stories, a tokenizer and a token file.
 fn prepared() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     let run = |line: &str| moh_data(dir.path(), &line.split(' ').collect::<Vec<_>>()).success();

@@ -1,4 +1,4 @@
-//! `moh-eval` from the outside: what it prints and writes, and one sentence for every bad input.
+//! `moh-eval` as a process: its output and files, and one sentence per invalid input.
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
@@ -21,7 +21,7 @@ fn moh_eval(dir: &Path, line: &str) -> Command {
     command
 }
 
-/// The values that `moh-eval loss` prints, by name.
+/// A value that `moh-eval loss` prints, by name.
 fn printed(text: &str, name: &str) -> f64 {
     let line = text.lines().find(|line| line.starts_with(name)).unwrap();
     line[name.len()..].trim().parse().unwrap()
@@ -50,7 +50,7 @@ fn a_uniform_model_has_the_loss_of_its_vocabulary() {
     let expected = "loss           3.610918\nperplexity     37.0000\n\
                     bits per byte  - (the model has no tokenizer)\ntokens         297\n";
     assert_eq!(text, expected);
-    // The model's context, 64 tokens, where no length is given.
+    // The model's context, 64 tokens, if no length is given.
     let text = success(&mut moh_eval(dir.path(), "loss --model source --data text"));
     assert!(text.ends_with("tokens         315\n"), "{text}");
     let text = success(&mut moh_eval(dir.path(), &format!("{line} --dtype bf16")));

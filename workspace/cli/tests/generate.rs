@@ -1,4 +1,4 @@
-//! `moh-generate` from the outside: what it prints, and one sentence for every bad input.
+//! `moh-generate` as a process: its output, and one sentence per invalid input.
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
@@ -21,7 +21,7 @@ fn moh_generate(dir: &Path, options: &[&str]) -> Command {
     command
 }
 
-/// A model in `source` with a tokenizer of fewer words than its vocabulary has rows.
+/// A model in `source` whose tokenizer has fewer words than its vocabulary has rows.
 fn prepared() -> tempfile::TempDir {
     let dir = workplace();
     write_tokenizer(&dir.path().join("source"), "w0");
@@ -71,12 +71,13 @@ fn a_seed_reproduces_its_text() {
 #[test]
 fn rows_that_pad_the_vocabulary_are_never_chosen() {
     let dir = prepared();
-    // Whatever the hidden state, a padding row has the largest logit by far.
+    // A padding row has the largest logit by far, for any hidden state.
     edit_weights(dir.path(), |tensors| {
         let (_, shape, bytes) =
             tensors.iter_mut().find(|(name, ..)| name == "lm_head.weight").unwrap();
         for (id, row) in bytes.chunks_mut(4 * shape[1]).enumerate().skip(WORDS) {
-            // One of two neighbours points along the first component, the other against it.
+            // One of two neighbours points along the first component, the other in the opposite
+            // direction.
             let weight = if id % 2 == 0 { 1e3f32 } else { -1e3 };
             row.fill(0);
             row[..4].copy_from_slice(&weight.to_le_bytes());
@@ -129,7 +130,7 @@ fn prompts_and_models_that_do_not_fit_are_refused() {
     assert!(message.starts_with("source/tokenizer.json: not a valid tokenizer"), "{message}");
     fs::remove_file(tokenizer).unwrap();
     let message = failure(root, &mut moh_generate(root, &[]), 1);
-    assert_eq!(message, "source: holds no tokenizer.json, which text needs");
+    assert_eq!(message, "source: contains no tokenizer.json, which text requires");
 }
 
 #[test]

@@ -1,6 +1,6 @@
-//! A pretrained model on ranks in every arrangement, real processes that mpirun starts: the losses, the
-//! weights and, but for ties, the selected heads of one rank. Where the feature `mpi` is off, or mpirun
-//! or the fixtures are missing, the tests say so and pass.
+//! A pretrained model in every layout of ranks, as processes started by mpirun: the losses, the
+//! weights and, except for ties, the selected heads are those of one rank. Without the feature
+//! `mpi`, mpirun or the fixtures the tests print so and pass.
 
 #![cfg(unix)]
 #![allow(clippy::unwrap_used)] // A test fails by panicking.

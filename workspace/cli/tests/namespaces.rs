@@ -1,6 +1,6 @@
-//! `moh-train` on two hosts, network namespaces that only a cable joins: three ranks of mpirun, two on
-//! one host and one on the other. Where the feature `mpi` is off, or there is no mpirun, or namespaces
-//! are not allowed, the tests say so and pass.
+//! `moh-train` on two hosts, which are network namespaces joined by one cable: three ranks of
+//! mpirun, two on one host and one on the other. Without the feature `mpi`, mpirun or the right to
+//! create namespaces the tests print so and pass.
 
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
@@ -18,23 +18,23 @@ use support::{isolate, program, success};
 
 mod support;
 
-/// Every rank has noticed within this time that a host is cut off.
+/// The time within which every rank detects that a host is disconnected.
 const BOUND: Duration = Duration::from_secs(60);
 
-/// What mpirun calls in place of ssh: HOST, and the words of a command.
+/// The replacement of ssh that mpirun calls: HOST, and the words of a command.
 const AGENT: &str = r#"#!/bin/sh
 host=$1
 shift
 exec ip netns exec "$host" unshare --uts sh -c "hostname $host; $*"
 "#;
 
-/// Two hosts and their cable; they end with this, and so does all that runs on them.
+/// Two hosts and their cable; dropping it ends them and all their processes.
 struct Hosts {
     names: [String; 2],
 }
 
 impl Hosts {
-    /// `None` where namespaces are not allowed; `label` tells the tests of this process apart.
+    /// `None` if namespaces are not allowed; `label` distinguishes the tests of this process.
     fn new(label: &str) -> Option<Self> {
         let name = |host| format!("moh{}{label}{host}", std::process::id());
         let hosts = Hosts { names: ["a", "b"].map(name) };
@@ -60,7 +60,7 @@ impl Hosts {
         Some(hosts)
     }
 
-    /// mpirun on the first host, with as many ranks on each as `count` says.
+    /// mpirun on the first host, with `count` ranks on each.
     fn mpirun(&self, dir: &Path, count: [usize; 2], overrides: &[&str]) -> Command {
         let agent = dir.join("agent");
         fs::write(&agent, AGENT).unwrap();
@@ -75,12 +75,12 @@ impl Hosts {
         command.args(["sh", "-c", r#"hostname "$0"; exec "$@""#, a]);
         command.args(["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]);
         command.args(["--mca", "plm_rsh_agent", agent.to_str().unwrap()]);
-        // By default ranks of hosts that are one machine exchange through its memory.
+        // By default ranks on hosts of one machine communicate through its memory.
         command.args(["--mca", "btl", "tcp,self", "--host", &places.join(",")]);
-        // Of a host that is cut off mpirun hears nothing either.
+        // mpirun gets no output from a disconnected host either.
         command.args(["sh", "-c", r#"exec "$0" "$@" 2>errors$OMPI_COMM_WORLD_RANK"#, PROGRAM]);
         command.args(arguments(overrides)).args(["--rendezvous", "10.213.0.1:29500"]);
-        // An mpirun that is killed leaves files.
+        // A killed mpirun leaves files behind.
         command
             .env("RAYON_NUM_THREADS", "1")
             .env("TMPDIR", dir)
@@ -89,7 +89,7 @@ impl Hosts {
         command
     }
 
-    /// Bytes that have come through the cable to the first host.
+    /// Bytes that the first host has received over the cable.
     fn received(&self) -> u64 {
         let path = "/sys/class/net/eth0/statistics/rx_bytes";
         run(&format!("ip netns exec {} cat {path}", self.names[0])).unwrap().parse().unwrap()
@@ -103,7 +103,7 @@ impl Hosts {
 impl Drop for Hosts {
     fn drop(&mut self) {
         for name in &self.names {
-            // What fails here was not there.
+            // A failure means that there was nothing to end.
             let processes = run(&format!("ip netns pids {name}")).unwrap_or_default();
             for process in processes.split_whitespace() {
                 let _ = run(&format!("kill -KILL {process}"));
@@ -113,7 +113,7 @@ impl Drop for Hosts {
     }
 }
 
-/// Runs a command; what it prints, or why it failed.
+/// Runs a command; returns its output, or the reason of its failure.
 fn run(command: &str) -> Result<String, String> {
     let mut words = command.split(' ');
     let done = Command::new(words.next().unwrap()).args(words).output();
@@ -126,7 +126,7 @@ fn errors(dir: &Path, rank: usize) -> String {
     fs::read_to_string(dir.join(format!("errors{rank}"))).unwrap_or_default()
 }
 
-/// The losses of one process.
+/// The losses of a single process.
 fn losses_alone(dir: &Path) -> Vec<f64> {
     let mut command = program(PROGRAM, dir);
     success(command.args(arguments(&["run.dir=alone"])).env("RAYON_NUM_THREADS", "1"));
@@ -141,7 +141,7 @@ fn processes_on_two_hosts_end_as_one_alone() {
     let status = hosts.mpirun(dir, [2, 1], &[]).status().unwrap();
     assert!(status.success(), "{}", errors(dir, 0));
     assert_alike(&losses(&dir.join("run")), &losses_alone(dir));
-    // Its 80 steps exchange some 50 kB each.
+    // The 80 steps exchange about 50 kB each.
     assert!(hosts.received() > 1 << 20, "{} bytes", hosts.received());
 }
 
@@ -155,7 +155,7 @@ fn a_host_that_is_cut_off_is_named_and_the_rest_continues() {
     hosts.cut_the_cable();
     let ended = || (0..3).all(|rank| process_of(dir, rank).is_none());
     wait_until(BOUND, "the end of all ranks", ended);
-    // mpirun itself waits for a host that is gone.
+    // mpirun itself waits for a lost host.
     drop(job);
     for (rank, lost) in [(0, 2), (1, 2), (2, 0)] {
         let host = &hosts.names[usize::from(lost == 2)];

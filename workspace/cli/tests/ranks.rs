@@ -1,5 +1,5 @@
-//! `moh-train` on several ranks, real processes that mpirun starts; where the feature `mpi` is off or
-//! there is no mpirun the tests say so and pass.
+//! `moh-train` on several ranks, as processes started by mpirun; without the feature `mpi` or
+//! mpirun the tests print so and pass.
 
 #![cfg(unix)]
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
@@ -16,10 +16,10 @@ use support::{program, stderr};
 
 mod support;
 
-/// A fault ends a job within this time; rank 0 that falls silent is the slowest to be noticed.
+/// A fault ends a job within this time; a silent rank 0 is detected last.
 const BOUND: Duration = Duration::from_secs(60);
 
-/// The command of some ranks, with overrides of their recipe.
+/// The arguments of mpirun for `count` ranks, with overrides of their recipe.
 fn ranks(count: usize, overrides: &[&str]) -> Vec<String> {
     let mut words = vec!["-n".to_owned(), count.to_string(), PROGRAM.to_owned()];
     words.extend(arguments(overrides));
@@ -29,14 +29,14 @@ fn ranks(count: usize, overrides: &[&str]) -> Vec<String> {
 #[test]
 fn processes_end_as_one_alone() {
     let Some(dir) = prepared() else { return };
-    // Sharing the data; as a pipeline; both.
+    // Data parallelism; a pipeline; both.
     for (count, stages) in [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)] {
         let name = format!("run{count}-{stages}");
         let changes = [format!("run.dir={name}"), format!("stage.moh.parallel.pipeline={stages}")];
         let changes: Vec<&str> = changes.iter().map(String::as_str).collect();
         let done = mpirun(dir.path(), &ranks(count, &changes)).output().unwrap();
         assert!(done.status.success(), "{}", stderr(&done));
-        // One rank tells of it.
+        // Only one rank prints the report.
         let text = String::from_utf8(done.stdout).unwrap();
         assert_eq!(text.matches("Try next:").count(), 1, "{text}");
         let found = losses(&dir.path().join(name));
@@ -96,7 +96,7 @@ fn another_build_of_the_program_is_refused_before_it_begins() {
     assert!(!dir.path().join("run").exists());
 }
 
-/// A rank of two, as a launcher starts it, whose other one never comes; its error.
+/// One rank of two, as a launcher starts it, without the other; returns its error.
 fn alone_of_two(rank: usize, limit: [&str; 2]) -> Option<String> {
     let dir = prepared()?;
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -149,7 +149,7 @@ fn a_job_that_mpirun_is_asked_to_stop_ends_with_a_checkpoint() {
     assert_eq!(losses(&dir.path().join("run")).len(), 80);
 }
 
-/// A job of two ranks, of which one hangs in the middle of a run; what the job says.
+/// A job of two ranks, one of which hangs during training; returns the job's output.
 fn hangs(rank: usize) -> Option<String> {
     let dir = prepared()?;
     let mut words = ranks(2, &[]);
@@ -159,7 +159,7 @@ fn hangs(rank: usize) -> Option<String> {
     signal(process_of(dir.path(), rank).unwrap(), "STOP");
     let (status, text) = job.end(BOUND);
     assert!(!status.success());
-    // mpirun ends those that are left, stopped ones too.
+    // mpirun ends the remaining ranks, stopped ones too.
     assert_eq!(process_of(dir.path(), rank), None);
     Some(text)
 }
@@ -174,7 +174,7 @@ fn a_rank_that_hangs_is_named_with_the_operation_that_waits_for_it() {
 
 #[test]
 fn a_rank_0_that_hangs_is_named_once_it_has_been_silent() {
-    // It is the one that asks the others what they wait in, so its silence tells.
+    // Rank 0 asks the others for their reports, so its own hang shows as silence.
     let Some(text) = hangs(0) else { return };
     assert!(text.contains("error: rank 1: rank 0 (") && text.contains("no sign of life"), "{text}");
 }

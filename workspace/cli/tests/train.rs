@@ -1,5 +1,5 @@
-//! `moh-train` as real processes: killed, stopped, locked out, out of disk, and one sentence for
-//! every bad input.
+//! `moh-train` as processes: killed, stopped, locked out, on a full disk, and one sentence per
+//! invalid input.
 
 #![cfg(unix)]
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
@@ -18,7 +18,7 @@ mod support;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-train");
 
-/// What follows the head of the recipe.
+/// The recipe after its head.
 const RECIPE: &str = r#"
 validation = { path = "text", batches = 2, every_steps = 9 }
 
@@ -57,7 +57,7 @@ fn moh_train(dir: &Path, overrides: &[&str]) -> Command {
     command
 }
 
-/// Starts a run and waits for the first `lines` lines that it prints.
+/// Starts a run and waits for its first `lines` lines of output.
 fn started(command: &mut Command, lines: usize) -> (Child, BufReader<ChildStderr>) {
     let mut child = command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
     let mut reader = BufReader::new(child.stderr.take().unwrap());
@@ -72,7 +72,7 @@ fn terminate(child: &Child) {
     assert!(done.success());
 }
 
-/// What a finished run leaves, but for the speed.
+/// The results of a finished run, without the speed.
 #[derive(PartialEq)]
 struct Results(Vec<u8>, String, Vec<Value>);
 
@@ -90,7 +90,7 @@ fn results(run: &Path) -> Results {
     )
 }
 
-/// The newest checkpoint's step; 0 where there is none.
+/// The newest checkpoint's step; 0 without a checkpoint.
 fn newest_checkpoint(run: &Path) -> u64 {
     let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return 0 };
     entries
@@ -105,7 +105,7 @@ fn newest_checkpoint(run: &Path) -> u64 {
 fn a_killed_run_ends_as_one_that_was_not() {
     let dir = prepared();
     success(&mut moh_train(dir.path(), &["run.dir=whole"]));
-    // The process dies some time after the lines were read, in the middle of anything.
+    // The process is killed some time after the lines were read, at any point.
     for (lines, microseconds) in [(2, 700), (9, 3100), (17, 12_000), (31, 400)] {
         let (mut child, _reader) = started(&mut moh_train(dir.path(), &[]), lines);
         std::thread::sleep(std::time::Duration::from_micros(microseconds));
@@ -120,7 +120,7 @@ fn a_killed_run_ends_as_one_that_was_not() {
     assert_eq!(names(&run.join("checkpoints")), ["step-119", "step-120"]);
 
     let text = success(&mut moh_train(dir.path(), &[]));
-    assert!(text.starts_with("this run has finished; nothing was left to do\n"), "{text}");
+    assert!(text.starts_with("this run has already finished\n"), "{text}");
 }
 
 #[test]
@@ -191,7 +191,7 @@ fn steps_that_cannot_be_traced_are_refused() {
     assert!(!dir.path().join("run").exists());
 }
 
-/// The variable in which Nsight Systems names its library.
+/// The variable with which Nsight Systems names its library.
 const PROFILER: &str = "NVTX_INJECTION64_PATH";
 
 #[test]
@@ -418,7 +418,7 @@ fn token_files_that_do_not_fit_are_refused() {
     let message = failure(root, &mut moh_train(root, &[held_out]), 1);
     assert!(message.starts_with("none.bin: cannot read"), "{message}");
 
-    // Found when the id is read, by then the run has begun.
+    // The id is read, and refused, after the run has begun.
     write_tokens(&root.join("wide"), support::VOCABULARY + 9, 2000, 1);
     let source = "data.sources=[{path = \"wide\"}]";
     let output = moh_train(root, &[source, "run.dir=wide-run"]).output().unwrap();
@@ -470,7 +470,7 @@ fn a_run_directory_that_cannot_be_written_is_refused() {
     assert_eq!(fs::read_to_string(dir.path().join("occupied")).unwrap(), "mine");
 }
 
-/// With a limit on the size of files, as a full disk.
+/// A limit on the size of files acts like a full disk.
 #[test]
 fn a_full_disk_keeps_the_newest_checkpoint_and_room_continues() {
     let dir = prepared();

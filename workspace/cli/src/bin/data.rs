@@ -1,4 +1,4 @@
-//! `moh-data`: text to token files, and what goes with it.
+//! `moh-data`: prepares token files, tokenizers and stories.
 
 use std::io::{Write, stdout};
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use moh_cli::progress::Bar;
 use moh_data::{Prepare, TextTokenizer, TokenFile, TrainTokenizer};
 use moh_stories::{Setting, story};
 
-/// Text to token files, tokenizers, and stories to try them on.
+/// Convert text to token files, train tokenizers, and write stories to try them on.
 #[derive(Parser)]
 #[command(
     name = "moh-data",
@@ -29,11 +29,11 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Turn text into a token file (Megatron's indexed dataset)
+    /// Convert text to a token file (Megatron's indexed dataset)
     ///
-    /// Inputs that end in .jsonl or .json hold one JSON object a line; every other input is plain
-    /// text and one document. The tokenizer decides whether documents start with BOS and end with
-    /// EOS.
+    /// Inputs ending in .jsonl or .json contain one JSON object per line; any other input is plain
+    /// text and one document. The tokenizer determines whether documents start with BOS and end
+    /// with EOS.
     #[command(after_help = "Example (writes text.bin, text.idx and text.json):\n  \
         moh-data stories --seed 1 --count 2000 --out example.jsonl\n  \
         moh-data tokenizer --vocab-size 1024 --out example-tokenizer example.jsonl\n  \
@@ -51,7 +51,7 @@ enum Command {
         moh-data stories --seed 1 --count 5000 --out words.jsonl\n  \
         moh-data tokenizer --vocab-size 2048 --out words-tokenizer words.jsonl")]
     Tokenizer(TokenizerArguments),
-    /// Say what a token file holds
+    /// Show the contents of a token file
     #[command(after_help = "Example:\n  \
         moh-data stories --seed 1 --count 500 --out few.jsonl\n  \
         moh-data tokenizer --vocab-size 512 --out few-tokenizer few.jsonl\n  \
@@ -62,38 +62,38 @@ enum Command {
 
 #[derive(clap::Args)]
 struct PrepareArguments {
-    /// Folder with tokenizer.json
+    /// Directory of tokenizer.json
     #[arg(long, value_name = "DIR")]
     tokenizer: PathBuf,
     /// Path of the token file, without .bin and .idx
     #[arg(long, value_name = "PREFIX")]
     out: PathBuf,
-    /// Field of a JSON line that holds the text
+    /// Field of a JSON line with the text
     #[arg(long, default_value = "text")]
     field: String,
-    /// Replace a token file of that name
+    /// Replace an existing token file
     #[arg(long)]
     force: bool,
-    /// Files of text
+    /// Text files
     #[arg(required = true, value_name = "INPUT")]
     inputs: Vec<PathBuf>,
 }
 
 #[derive(clap::Args)]
 struct StoriesArguments {
-    /// The same seed gives the same stories
+    /// Seed; the same seed gives the same stories
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// How many
+    /// Number of stories
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     count: u64,
-    /// What they are about
+    /// Setting of the stories
     #[arg(long, value_enum, default_value_t = SettingName::Village)]
     setting: SettingName,
-    /// File of JSON lines
+    /// JSON lines file to write
     #[arg(long, value_name = "FILE.jsonl")]
     out: PathBuf,
-    /// Replace a file of that name
+    /// Replace an existing file
     #[arg(long)]
     force: bool,
 }
@@ -102,25 +102,25 @@ struct StoriesArguments {
 enum SettingName {
     /// Children in a village
     Village,
-    /// Children on a ship and among islands: new text for a model of the village
+    /// Children on a ship and among islands: new text for a model trained on the village
     Voyage,
 }
 
 #[derive(clap::Args)]
 struct TokenizerArguments {
-    /// Ids wanted, special tokens and bytes included
+    /// Requested number of ids, including special tokens and bytes
     #[arg(long, value_name = "N")]
     vocab_size: usize,
-    /// Folder for the tokenizer's files
+    /// Directory for the tokenizer's files
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Field of a JSON line that holds the text
+    /// Field of a JSON line with the text
     #[arg(long, default_value = "text")]
     field: String,
-    /// Replace the tokenizer in that folder
+    /// Replace an existing tokenizer
     #[arg(long)]
     force: bool,
-    /// Files of text
+    /// Text files
     #[arg(required = true, value_name = "INPUT")]
     inputs: Vec<PathBuf>,
 }
@@ -199,7 +199,7 @@ fn train_tokenizer(arguments: &TokenizerArguments) -> anyhow::Result<()> {
     let found = tokenizer.vocab_size();
     if found < arguments.vocab_size {
         let wanted = arguments.vocab_size;
-        writeln!(stdout(), "{path}: {found} ids, the text has no use for all {wanted}")?;
+        writeln!(stdout(), "{path}: {found} ids; the text is too small for {wanted}")?;
     } else {
         writeln!(stdout(), "{path}: {found} ids")?;
     }

@@ -1,4 +1,4 @@
-//! `moh-eval`: the loss of a model over a token file, and its logits of given ids.
+//! `moh-eval`: a model's loss on a token file, and its logits for given ids.
 
 use std::io::{Write as _, stdout};
 use std::path::{Path, PathBuf};
@@ -13,10 +13,10 @@ use moh_device::{Compute, DeviceName};
 use moh_eval::{Evaluator, LogitsOf};
 use moh_kernels::{Backend, Element, ElementType};
 
-/// Tokens of one pass; longer windows go one at a time.
+/// Maximum tokens of a pass; longer windows are evaluated one at a time.
 const BATCH_TOKENS: usize = 4096;
 
-/// Measure a model, dense or Mixture-of-Head.
+/// Evaluate a model, dense or Mixture-of-Head.
 #[derive(Parser)]
 #[command(
     name = "moh-eval",
@@ -33,15 +33,15 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Mean loss, perplexity and bits per byte over a token file
+    /// Mean loss, perplexity and bits per byte on a token file
     ///
-    /// The file is cut, front to back, into windows of --sequence-length tokens that do not
-    /// overlap; each has one target fewer than tokens.
+    /// The file is divided, front to back, into non-overlapping windows of --sequence-length
+    /// tokens; each has one target fewer than tokens.
     #[command(after_help = "Example, from the repository's root:\n  \
         moh-eval loss --model recipes/quickstart --data recipes/quickstart/voyage-valid \
         --sequence-length 256")]
     Loss(LossArguments),
-    /// The logits of token ids, and the heads that a Mixture-of-Head model selects
+    /// The logits of token ids, and the selected heads of a Mixture-of-Head model
     ///
     /// Writes safetensors: logits f32 [batch, length, vocabulary] and, for a Mixture-of-Head model,
     /// routed_mask u8 [layers, batch, length, routed heads], or, where layers differ, routed_mask.N of
@@ -60,13 +60,13 @@ struct LossArguments {
     /// Token file, without .bin and .idx
     #[arg(long, value_name = "PREFIX")]
     data: PathBuf,
-    /// Tokens of a window; the model's context length when left out
+    /// Tokens per window; the model's context length if omitted
     #[arg(long, value_name = "TOKENS")]
     sequence_length: Option<usize>,
-    /// What the model computes in
+    /// Element type of the computation
     #[arg(long, value_parser = models::element_types(), default_value = "f32")]
     dtype: ElementType,
-    /// Where it computes: cpu, cuda or cuda:N
+    /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]
     device: DeviceName,
 }
@@ -76,16 +76,16 @@ struct LogitsArguments {
     /// Directory of the model, or its id on the hub
     #[arg(long)]
     model: String,
-    /// JSON: a list of equally long lists of token ids
+    /// JSON file: a list of equally long lists of token ids
     #[arg(long, value_name = "FILE")]
     ids: PathBuf,
-    /// The safetensors file to write
+    /// Safetensors file to write
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// What the model computes in
+    /// Element type of the computation
     #[arg(long, value_parser = models::element_types(), default_value = "f32")]
     dtype: ElementType,
-    /// Where it computes: cpu, cuda or cuda:N
+    /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]
     device: DeviceName,
 }
@@ -125,7 +125,7 @@ fn loss<B: Backend + Clone, T: Element>(
         file.check_tokenizer(tokenizer)?;
     }
     let windows = Windows::new(file, length)?;
-    // Never more sequences than there are; the count of them fits where the file did.
+    // At most the number of sequences, which fits memory if the file did.
     let batch = (BATCH_TOKENS / length).clamp(1, windows.len().clamp(1, 1 << 20) as usize);
     let mut evaluator = Evaluator::new(&model, batch, length)?;
     let mut bar = Bar::count("evaluating", windows.len());
@@ -148,7 +148,7 @@ fn loss<B: Backend + Clone, T: Element>(
     Ok(())
 }
 
-/// The window length asked for, or the model's context length; longer ones are refused.
+/// The given window length, or the model's context length; longer windows are refused.
 fn window_length(directory: &Path, asked: Option<usize>) -> anyhow::Result<usize> {
     let context = models::context_length(directory)?;
     let length = asked.unwrap_or(context);

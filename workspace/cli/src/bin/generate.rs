@@ -14,8 +14,8 @@ use moh_model::{Generator, Model, Sampler};
 
 /// Continue a text with a model, dense or Mixture-of-Head.
 ///
-/// Keys and values of past tokens are cached, and a Mixture-of-Head model computes only the heads
-/// that a token selects. The text goes to standard output, the speed without loading to
+/// Keys and values of past tokens are cached, and a Mixture-of-Head model computes only each
+/// token's selected heads. The text goes to standard output; the speed, without loading, goes to
 /// standard error.
 #[derive(Parser)]
 #[command(
@@ -29,25 +29,25 @@ struct Arguments {
     /// Directory of the model, or its id on the hub
     #[arg(long)]
     model: String,
-    /// The text to continue
+    /// Text to continue
     #[arg(long)]
     prompt: String,
-    /// Tokens to generate at the most
+    /// Maximum number of tokens to generate
     #[arg(long, default_value_t = 256, value_name = "TOKENS")]
     max_tokens: usize,
-    /// 0 takes the likeliest token every time
+    /// Sampling temperature; 0 always selects the most likely token
     #[arg(long, default_value_t = 0.0)]
     temperature: f64,
-    /// Sample from the likeliest tokens whose probabilities reach this
+    /// Sample from the most likely tokens whose probabilities add up to this
     #[arg(long)]
     top_p: Option<f64>,
     /// Seed of the sampling
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// What the model computes in
+    /// Element type of the computation
     #[arg(long, value_parser = models::element_types(), default_value = "f32")]
     dtype: ElementType,
-    /// Where it computes: cpu, cuda or cuda:N
+    /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]
     device: DeviceName,
 }
@@ -77,7 +77,7 @@ fn check(arguments: &Arguments) -> anyhow::Result<()> {
     }
     match arguments.top_p {
         Some(p) if !(p > 0.0 && p <= 1.0) => {
-            usage(format!("--top-p {p}: must be above 0, at most 1"))
+            usage(format!("--top-p {p}: must be above 0 and at most 1"))
         }
         _ => Ok(()),
     }
@@ -97,11 +97,11 @@ fn generate<B: Backend, T: Element>(arguments: &Arguments, backend: B) -> anyhow
     }
     let capacity = context.min(prompt.len().saturating_add(arguments.max_tokens));
     let model = models::load::<B, T>(backend, &directory, capacity)?;
-    // On one of the operators' threads: a token of a small model takes less time than waking them.
+    // On one of the operators' threads: a small model's token takes less time than waking them.
     model.backend().install(|| decode(arguments, &tokenizer, &model, &prompt))
 }
 
-/// Writes the prompt and what follows it, as they come.
+/// Writes the prompt and its continuation, token by token.
 fn decode<B: Backend, T: Element>(
     arguments: &Arguments,
     tokenizer: &TextTokenizer,
@@ -134,7 +134,7 @@ fn decode<B: Backend, T: Element>(
         write!(out, "{}", text.push(next)?)?;
         out.flush()?;
         if generator.position() + 1 == capacity {
-            // No token follows this one: its keys and values are of no use.
+            // The last token: its keys and values are not needed.
             break;
         }
         logits = generator.extend(&[next])?;

@@ -1,4 +1,4 @@
-//! `moh-train`: runs a recipe, or continues it.
+//! `moh-train`: runs or resumes a recipe.
 
 use std::io::{Write as _, stdout};
 use std::num::NonZeroUsize;
@@ -24,11 +24,11 @@ use moh_train::{
 use signal_hook::consts::{SIGINT, TERM_SIGNALS};
 use signal_hook::flag;
 
-/// Train a recipe's stages in order, or continue where it was interrupted.
+/// Train a recipe's stages in order, or resume an interrupted run.
 ///
 /// Running the same command again continues from the newest checkpoint, exactly as if the run had
-/// never stopped (on a GPU with run.deterministic = true). SIGINT, SIGTERM and SIGUSR1 end it after
-/// the step in progress, with a checkpoint and exit code 75: run it again.
+/// never been interrupted (on a GPU with run.deterministic = true). SIGINT, SIGTERM and SIGUSR1
+/// stop it after the current step, with a checkpoint and exit code 75: run it again.
 #[derive(Parser)]
 #[command(
     name = "moh-train",
@@ -42,48 +42,48 @@ use signal_hook::flag;
             --hardware recipes/hardware/h100-sxm.toml --suggest"
 )]
 struct Arguments {
-    /// The recipe, a TOML file
+    /// Recipe, a TOML file
     #[arg(long, value_name = "FILE")]
     recipe: PathBuf,
     /// Override a key of the recipe, stages by name: stage.moh.tokens=1e9
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
-    /// Where the ranks of a run meet, in place of what their launcher says
+    /// Address at which the ranks meet; overrides the launcher's
     #[arg(long, value_name = "HOST:PORT")]
     rendezvous: Option<String>,
-    /// How long the ranks wait for each other at the start
+    /// Time limit of the rendezvous
     #[arg(long, value_name = "SECONDS", env = "MOH_RENDEZVOUS_TIMEOUT")]
     #[arg(default_value_t = RENDEZVOUS_LIMIT.as_secs(), value_parser = seconds())]
     rendezvous_timeout: u64,
-    /// How long an operation between ranks may last before it counts as stuck
+    /// Time limit of an operation between ranks, after which it counts as stuck
     #[arg(long, value_name = "SECONDS", env = "MOH_OPERATION_TIMEOUT")]
     #[arg(default_value_t = OPERATION_LIMIT.as_secs(), value_parser = seconds())]
     operation_timeout: u64,
-    /// Measure every rank's matrix products and its connection, name the slow ones, and train nothing
+    /// Measure every rank's matmuls and network, report slow ranks, and do not train
     #[arg(long, conflicts_with = "plan")]
     preflight: bool,
     /// Write a timeline of these steps, such as 3,10-12, counted over all stages, into the run
     /// directory: trace-step-N.json, for Perfetto. On a GPU these steps are slower
     #[arg(long, value_name = "STEPS", conflicts_with_all = ["plan", "preflight"])]
     trace: Option<TraceSteps>,
-    /// Print parameters, steps, memory, operations and time, and train nothing
+    /// Print parameters, steps, memory, FLOPs and time, and do not train
     #[arg(long)]
     plan: bool,
-    /// TFLOP/s that the plan's device achieves, for its times
+    /// Achieved TFLOP/s of the plan's device, for its times
     #[arg(long, value_name = "TFLOPS", requires = "plan")]
     device_tflops: Option<f64>,
-    /// Plan this many ranks: their layout, the memory of each and what it sends
+    /// Plan this many ranks: layout, memory per rank and communication
     #[arg(long, value_name = "N", requires = "plan")]
     ranks: Option<NonZeroUsize>,
-    /// What these ranks compute with, a TOML file as in recipes/hardware: adds times and what fits
+    /// Hardware of the ranks, a TOML file as in recipes/hardware: adds times and what fits
     #[arg(long, value_name = "FILE", requires = "ranks")]
     hardware: Option<PathBuf>,
-    /// In place of the recipe's own layout, the fastest ones that fit in memory
+    /// Show the fastest layouts that fit in memory, instead of the recipe's own
     #[arg(long, requires = "hardware", conflicts_with = "device_tflops")]
     suggest: bool,
 }
 
-/// A time limit: up to 30 days.
+/// Parses a time limit of up to 30 days.
 fn seconds() -> clap::builder::RangedU64ValueParser {
     clap::value_parser!(u64).range(1..=30 * 24 * 3600)
 }
@@ -105,7 +105,7 @@ fn plan(arguments: &Arguments, mut recipe: Recipe) -> anyhow::Result<()> {
     let path = &arguments.recipe;
     let config = recipe.local_model_config(path)?.with_context(|| {
         format!(
-            "{}: model.config: the plan needs the model's shape, and model.from is not on this \
+            "{}: model.config: the plan needs the model's shape, but model.from is not on this \
              machine: name its config.json",
             path.display()
         )
@@ -146,14 +146,14 @@ fn train(arguments: &Arguments, recipe: Recipe) -> anyhow::Result<()> {
     check_trace(arguments, &recipe)?;
     span::connect_profiler()?;
     let launch = Launch::from_environment(arguments.rendezvous.as_deref())?;
-    // A device that is missing leaves no run directory behind, and keeps no other rank waiting.
+    // Opened first: a missing device then leaves no run directory, and makes no other rank wait.
     let device = open_device(&recipe, &arguments.recipe, launch.local_rank)?;
     let rank = launch.rank;
     let options = Options {
         rendezvous_limit: Duration::from_secs(arguments.rendezvous_timeout),
         operation_limit: Duration::from_secs(arguments.operation_timeout),
         on_fault: Arc::new(move |fault| {
-            // A rank that fails tells why itself.
+            // A failed rank reports its own error.
             if !matches!(fault, Fault::Failed { .. }) {
                 eprintln!("error: rank {rank}: {fault}");
             }
@@ -183,7 +183,7 @@ fn train(arguments: &Arguments, recipe: Recipe) -> anyhow::Result<()> {
     }
 }
 
-/// Refuses to trace steps that the run does not have.
+/// Refuses to trace steps beyond the run's last.
 fn check_trace(arguments: &Arguments, recipe: &Recipe) -> anyhow::Result<()> {
     let (last, steps) = (arguments.trace.as_ref().map_or(0, TraceSteps::last), recipe.num_steps());
     if last > steps {
@@ -192,7 +192,7 @@ fn check_trace(arguments: &Arguments, recipe: &Recipe) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Prints what every rank reaches, and names the slow ones.
+/// Prints every rank's measurements and the slow ranks.
 fn preflight(recipe: &Recipe, device: OpenDevice, world: &World) -> anyhow::Result<()> {
     let Some(found) = moh_train::preflight(recipe.run.dtype, device, world)? else { return Ok(()) };
     let rate =
@@ -217,12 +217,13 @@ fn train_as_rank(
 ) -> anyhow::Result<()> {
     let directory = locate_model(&recipe, world)?;
     let stop = Arc::new(AtomicBool::new(false));
-    // A second Ctrl-C ends the program at once. Launchers repeat SIGTERM, so that it asks as often.
+    // A second Ctrl-C ends the program at once. Launchers repeat SIGTERM, so repeating it has no
+    // effect.
     flag::register_conditional_shutdown(SIGINT, 130, Arc::clone(&stop))?;
     for signal in TERM_SIGNALS {
         flag::register(*signal, Arc::clone(&stop))?;
     }
-    // mpirun passes this one on to its ranks; asked to end itself, it kills them within seconds.
+    // mpirun forwards SIGUSR1 to its ranks; a SIGTERM makes it kill them within seconds.
     #[cfg(unix)]
     flag::register(signal_hook::consts::SIGUSR1, Arc::clone(&stop))?;
     let first = world.rank() == 0;
@@ -252,14 +253,14 @@ fn train_as_rank(
         .into()),
         _ if !first => Ok(()),
         Outcome::AlreadyFinished(summary) => {
-            writeln!(stdout(), "this run has finished; nothing was left to do\n")?;
+            writeln!(stdout(), "this run has already finished\n")?;
             report(arguments, &recipe, &run, &summary)
         }
         Outcome::Finished(summary) => report(arguments, &recipe, &run, &summary),
     }
 }
 
-/// Where the model is on this machine: the first rank downloads it, the others find it.
+/// The model's directory on this machine; the first rank downloads it before the others look.
 fn locate_model(recipe: &Recipe, world: &World) -> anyhow::Result<Option<PathBuf>> {
     let model = &recipe.model;
     let locate = || match &model.from {
@@ -271,7 +272,7 @@ fn locate_model(recipe: &Recipe, world: &World) -> anyhow::Result<Option<PathBuf
     located.map_or_else(locate, Ok)
 }
 
-/// The end of a run: losses, where everything is, what to try next.
+/// Prints the end of a run: losses, output files and next commands.
 fn report(
     arguments: &Arguments,
     recipe: &Recipe,
@@ -294,7 +295,7 @@ fn report(
     Ok(())
 }
 
-/// Three commands that work on what the run left.
+/// Three commands that use the run's output.
 fn next_commands(path: &Path, recipe: &Recipe, export: &Path, summary: &Summary) -> Vec<String> {
     let mut commands = Vec::new();
     if export.join("tokenizer.json").is_file() {

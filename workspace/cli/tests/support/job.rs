@@ -1,4 +1,4 @@
-//! Jobs of several ranks of `moh-train`, real processes that mpirun starts.
+//! Jobs of several ranks of `moh-train`, as processes started by mpirun.
 
 use std::fs;
 use std::io::Read as _;
@@ -12,10 +12,10 @@ use super::{isolate, trainable};
 
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-train");
 
-/// Ranks that a job here has at most.
+/// Maximum ranks of a job.
 const MOST_RANKS: usize = 4;
 
-/// What follows the head of the recipe: 80 steps of 6 micro-batches.
+/// The recipe after its head: 80 steps of 6 micro-batches.
 const RECIPE: &str = r#"
 
 [[stage]]
@@ -31,7 +31,7 @@ learning_rate = { max = 5e-3, min = 1e-3, warmup_steps = 1 }
 every_steps = 5
 "#;
 
-/// Whether ranks can be started; says that a test is skipped where not.
+/// Whether ranks can be started; otherwise prints that a test is skipped.
 pub fn can_start() -> bool {
     let found = Command::new("mpirun").arg("--version").output().is_ok();
     let can = cfg!(feature = "mpi") && found;
@@ -41,17 +41,17 @@ pub fn can_start() -> bool {
     can
 }
 
-/// A directory with a model, a token file and a recipe; `None` where ranks cannot be started.
+/// A directory with a model, a token file and a recipe; `None` if ranks cannot be started.
 pub fn prepared() -> Option<tempfile::TempDir> {
     can_start().then(|| trainable(RECIPE))
 }
 
-/// The ranks that mpirun starts with these arguments, in `dir`.
+/// mpirun with these arguments, in `dir`.
 pub fn mpirun(dir: &Path, words: &[String]) -> Command {
     let mut command = Command::new("mpirun");
     isolate(&mut command, dir);
     command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]).args(words);
-    // As many threads as there are ranks would only be in each other's way.
+    // More threads than cores would only slow the ranks down.
     command.env("RAYON_NUM_THREADS", "1").stdin(Stdio::null());
     command
 }
@@ -65,14 +65,14 @@ pub fn arguments(overrides: &[&str]) -> Vec<String> {
     words
 }
 
-/// A job under way: mpirun and its ranks, which end with this in whatever state they are.
+/// A running job: mpirun and its ranks; dropping it kills them in any state.
 pub struct Job {
     mpirun: Child,
     dir: PathBuf,
 }
 
 impl Job {
-    /// Starts it; its ranks work in `dir`.
+    /// Starts a job; its ranks work in `dir`.
     pub fn start(command: &mut Command, dir: &Path) -> Self {
         let mpirun = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         Job { mpirun, dir: dir.to_owned() }
@@ -83,7 +83,7 @@ impl Job {
         signal(self.mpirun.id(), name);
     }
 
-    /// Waits for its end; what it has said.
+    /// Waits for the end; returns the status and the output.
     pub fn end(mut self, limit: Duration) -> (ExitStatus, String) {
         wait_until(limit, "the end of the job", || self.mpirun.try_wait().unwrap().is_some());
         let mut text = String::new();
@@ -94,7 +94,7 @@ impl Job {
 
 impl Drop for Job {
     fn drop(&mut self) {
-        // What has ended already cannot be killed.
+        // A process that has ended cannot be killed.
         let _ = self.mpirun.kill();
         let _ = self.mpirun.wait();
         for process in (0..MOST_RANKS).filter_map(|rank| process_of(&self.dir, rank)) {
@@ -103,14 +103,14 @@ impl Drop for Job {
     }
 }
 
-/// The losses of all steps that a run has written down.
+/// The recorded losses of a run's steps.
 pub fn losses(run: &Path) -> Vec<f64> {
     let text = fs::read_to_string(run.join("metrics.jsonl")).unwrap();
     let loss = |line: &str| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap();
     text.lines().map(loss).collect()
 }
 
-/// The order of sums differs between layouts, and 80 steps carry the difference on.
+/// The order of sums differs between layouts, and 80 steps propagate the difference.
 pub fn assert_alike(found: &[f64], expected: &[f64]) {
     assert_eq!(found.len(), expected.len());
     for (found, expected) in found.iter().zip(expected) {
@@ -118,13 +118,13 @@ pub fn assert_alike(found: &[f64], expected: &[f64]) {
     }
 }
 
-/// Waits until a run has made that many steps.
+/// Waits until a run has made `steps` steps.
 pub fn wait_for_steps(run: &Path, steps: usize) {
     let made = || fs::read_to_string(run.join("metrics.jsonl")).unwrap_or_default().lines().count();
     wait_until(Duration::from_secs(120), &format!("{steps} steps"), || made() >= steps);
 }
 
-/// Waits until something is so, or fails.
+/// Waits for a condition, or fails.
 pub fn wait_until(limit: Duration, what: &str, mut so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !so() {
@@ -133,7 +133,7 @@ pub fn wait_until(limit: Duration, what: &str, mut so: impl FnMut() -> bool) {
     }
 }
 
-/// The process of rank `rank` of the job whose ranks work in `dir`.
+/// The process of rank `rank` of the job in `dir`.
 pub fn process_of(dir: &Path, rank: usize) -> Option<u32> {
     let variable = format!("OMPI_COMM_WORLD_RANK={rank}");
     fs::read_dir("/proc").unwrap().find_map(|entry| {

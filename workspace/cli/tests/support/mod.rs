@@ -1,5 +1,5 @@
-//! What the tests of the programs share: tiny models, token files, and commands away from the
-//! user's own settings.
+//! Shared by the tests of the programs: tiny models, token files, and commands without the user's
+//! settings.
 
 #![allow(dead_code)] // Each test program uses a part of it.
 
@@ -21,8 +21,8 @@ pub use source::{
     write_source,
 };
 
-/// The beginning of a recipe that trains the model of [`write_source`] on [`trainable`]'s tokens; the
-/// rest of `[data]` and the stages follow.
+/// The start of a recipe that trains the model of [`write_source`] on the tokens of [`trainable`];
+/// the rest of `[data]` and the stages follow.
 pub const RECIPE_HEAD: &str = r#"
 [run]
 dir = "run"
@@ -46,7 +46,7 @@ pub fn trainable(rest: &str) -> tempfile::TempDir {
     dir
 }
 
-/// A token file of one document: ids under `vocabulary` that follow from a seed.
+/// A token file of one document: ids below `vocabulary`, derived from a seed.
 pub fn write_tokens(prefix: &Path, vocabulary: usize, count: usize, seed: u64) {
     let mut state = seed;
     let ids: Vec<u32> = (0..count)
@@ -60,7 +60,7 @@ pub fn write_tokens(prefix: &Path, vocabulary: usize, count: usize, seed: u64) {
     writer.finish(Provenance::default()).unwrap();
 }
 
-/// Writes the model in `source` again, as one whose tokens select heads.
+/// Writes the model in `source` as a model whose tokens select heads.
 pub fn write_moh(
     source: &Path,
     out: &Path,
@@ -82,8 +82,8 @@ pub fn write_moh(
     fs::write(out.join("config.json"), Value::Object(fields).to_string()).unwrap();
 }
 
-/// The standard error of a command that fails with `code`, prints nothing else and leaves the
-/// names in `dir` as they are: one line, without `error: `.
+/// The standard error of a command that fails with `code`, prints nothing else and leaves the names
+/// in `dir` unchanged: one line, without `error: `.
 pub fn failure(dir: &Path, command: &mut Command, code: i32) -> String {
     let before = names(dir);
     let output = command.output().unwrap();
@@ -95,7 +95,7 @@ pub fn failure(dir: &Path, command: &mut Command, code: i32) -> String {
     text.strip_prefix("error: ").unwrap().trim_end().to_owned()
 }
 
-/// Standard output of a command that succeeds.
+/// The standard output of a command that succeeds.
 pub fn success(command: &mut Command) -> String {
     let output = command.output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
@@ -110,7 +110,7 @@ pub fn stderr(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).unwrap()
 }
 
-/// The fixtures that are not part of the repository; says that a test is skipped without them.
+/// The fixtures outside the repository; prints that a test is skipped without them.
 pub fn fixtures() -> Option<PathBuf> {
     let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures"));
     if !path.is_dir() {
@@ -123,7 +123,8 @@ pub fn fixtures() -> Option<PathBuf> {
 /// Words of the tokenizer of [`write_tokenizer`]: `w0` to `w29`, fewer than [`VOCABULARY`].
 pub const WORDS: usize = 30;
 
-/// Writes a tokenizer whose token n is the word `wn`; `unknown` makes different ones.
+/// Writes a tokenizer whose token n is the word `wn`; different `unknown` words make different
+/// tokenizers.
 pub fn write_tokenizer(dir: &Path, unknown: &str) {
     let words: serde_json::Map<String, Value> =
         (0..WORDS).map(|id| (format!("w{id}"), id.into())).collect();

@@ -1,5 +1,4 @@
-//! A tiny model in a directory of its own, and programs that run there, away from the user's own
-//! settings.
+//! A tiny model in a temporary directory, and programs that run there, without the user's settings.
 
 #![allow(dead_code)] // Each test program uses a part of it.
 
@@ -12,7 +11,7 @@ use moh_hf::{ConfigFile, write_random_model};
 use moh_kernels::DType;
 use serde_json::{Value, json};
 
-/// Ids of the model of [`write_source`].
+/// Vocabulary of the model of [`write_source`].
 pub const VOCABULARY: usize = 37;
 
 /// A directory with a tiny random Llama of 8 heads in `source`.
@@ -42,7 +41,7 @@ pub fn edit_config(dir: &Path, edit: impl FnOnce(&mut Value)) {
     fs::write(path, config.to_string()).unwrap();
 }
 
-/// Rewrites the one weight file of `source` with other tensors; values are f32.
+/// Rewrites the weight file of `source` with other tensors; values are f32.
 pub fn edit_weights(dir: &Path, edit: impl FnOnce(&mut Vec<(String, Vec<usize>, Vec<u8>)>)) {
     let path = dir.join("source").join(WEIGHTS_FILE);
     let bytes = fs::read(&path).unwrap();
@@ -59,14 +58,14 @@ pub fn edit_weights(dir: &Path, edit: impl FnOnce(&mut Vec<(String, Vec<usize>, 
     fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
-/// A program in a directory, away from the user's own hub settings and from any hub.
+/// A program in a directory, without the user's hub settings and without any hub.
 pub fn program(path: &str, dir: &Path) -> Command {
     let mut command = Command::new(path);
     isolate(&mut command, dir);
     command
 }
 
-/// See [`program`].
+/// Isolates a command; see [`program`].
 pub fn isolate(command: &mut Command, dir: &Path) {
     command.current_dir(dir);
     for (name, _) in std::env::vars_os() {
@@ -86,7 +85,7 @@ pub fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// The root of the repository, where the examples of the help work.
+/// The root of the repository, in which the examples of the help run.
 pub fn repository() -> PathBuf {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).canonicalize().unwrap()
 }

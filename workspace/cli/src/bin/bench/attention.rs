@@ -1,6 +1,6 @@
-//! `moh-bench attention`: what skipping heads saves in attention itself.
+//! `moh-bench attention`: the time that attention saves by skipping heads.
 //!
-//! All cases take turns, run by run, so that what else the machine does falls on all of them.
+//! The cases alternate, run by run, so that other load on the machine affects all of them.
 
 use clap::builder::RangedU64ValueParser;
 use half::bf16;
@@ -18,9 +18,9 @@ use crate::machine::Machine;
 use crate::report;
 use crate::timing::Times;
 
-/// Fewest runs of every case.
+/// Minimum runs of every case.
 const FEWEST_RUNS: usize = 3;
-/// Tokens of a measurement at the most: more is a slip of the hand.
+/// Maximum tokens of a measurement: a larger number is a typing error.
 const MAX_TOKENS: usize = 1 << 24;
 
 #[derive(clap::Args)]
@@ -31,7 +31,7 @@ pub struct AttentionArguments {
     /// Key/value heads
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = count())]
     kv_heads: usize,
-    /// Width of a head
+    /// Size of a head
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = count())]
     head_dim: usize,
     /// Tokens of a sequence
@@ -40,11 +40,11 @@ pub struct AttentionArguments {
     /// Sequences
     #[arg(long, value_name = "N", default_value_t = 1)]
     batch: usize,
-    /// Shares of the heads that are active
+    /// Fractions of the heads that are active
     #[arg(long, value_name = "SHARES", value_delimiter = ',', default_value = "1.0,0.75,0.5")]
     active: Vec<f64>,
-    /// Heads that serve every token, one count for each share or one for all; half of the heads,
-    /// or of the active ones where that would leave none to choose, when left out
+    /// Shared heads, active for every token: one count per fraction, or one for all; the default is
+    /// half of the heads, or half of the active heads if no routed head would be left
     #[arg(long, value_name = "COUNTS", value_delimiter = ',')]
     shared_heads: Vec<usize>,
     /// Type of queries, keys and values
@@ -52,7 +52,7 @@ pub struct AttentionArguments {
     dtype: ElementType,
     #[command(flatten)]
     device: DeviceArguments,
-    /// Seconds that all runs take together, at three runs of each at least
+    /// Minimum seconds of all runs together; every case runs at least three times
     #[arg(long, default_value_t = 10.0)]
     seconds: f64,
     /// Print JSON
@@ -64,17 +64,17 @@ fn count() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(1..=1 << 16)
 }
 
-/// Times of one share of active heads.
+/// The measurements of one fraction of active heads.
 pub struct Row {
     router: Option<QueryNormRouter>,
     active_heads: usize,
     forward: Times,
     backward: Times,
-    /// Routing and rotating the queries and keys, forward and backward.
+    /// Routing and RoPE of queries and keys, forward and backward.
     route: Times,
-    /// How many times each is done in a timing.
+    /// Repetitions of each within one timing.
     counts: [usize; 3],
-    /// Operations forward and backward.
+    /// FLOPs of forward and backward.
     operations: (f64, f64),
 }
 
@@ -103,7 +103,7 @@ impl Row {
     }
 }
 
-/// Measures what the arguments describe and prints it.
+/// Measures the cases of the arguments and prints them.
 pub fn run(arguments: &AttentionArguments) -> anyhow::Result<()> {
     let shape = QkvShape {
         batch: arguments.batch,
@@ -115,7 +115,7 @@ pub fn run(arguments: &AttentionArguments) -> anyhow::Result<()> {
     let routers = routers(arguments)?;
     if !matches!(shape.batch.checked_mul(shape.length), Some(1..=MAX_TOKENS)) {
         let message = format!(
-            "--batch {} --length {}: must make 1 to {MAX_TOKENS} tokens",
+            "--batch {} --length {}: must be 1 to {MAX_TOKENS} tokens in all",
             shape.batch, shape.length
         );
         return Err(Usage(message).into());
@@ -128,12 +128,12 @@ pub fn run(arguments: &AttentionArguments) -> anyhow::Result<()> {
     )
 }
 
-/// Dense attention first, then one router for each share.
+/// Dense attention first, then one router per fraction.
 fn routers(arguments: &AttentionArguments) -> anyhow::Result<Vec<Option<QueryNormRouter>>> {
     let AttentionArguments { heads, active, shared_heads, .. } = arguments;
     if !matches!(shared_heads.len(), 0 | 1) && shared_heads.len() != active.len() {
         let message = format!(
-            "--shared-heads: {} counts for {} shares of --active, expected as many, or one",
+            "--shared-heads: {} counts for {} fractions of --active: give as many, or one",
             shared_heads.len(),
             active.len()
         );
@@ -151,13 +151,13 @@ fn routers(arguments: &AttentionArguments) -> anyhow::Result<Vec<Option<QueryNor
     Ok(routers)
 }
 
-/// Half of the heads, or of the active ones where that would leave none to choose.
+/// Half of the heads, or half of the active heads if no routed head would be left.
 fn default_shared(heads: usize, share: f64) -> usize {
     let active = (share * heads as f64).round() as usize;
     if active > heads / 2 { heads / 2 } else { active / 2 }
 }
 
-/// Attention with each of the routers, dense attention being one without.
+/// Attention with each of the routers; dense attention has none.
 struct Job<'a> {
     shape: QkvShape,
     routers: Vec<Option<QueryNormRouter>>,

@@ -1,41 +1,41 @@
-//! The device that a measurement runs on, and how its times are taken.
+//! The device of a measurement, and its timing.
 
 use moh_kernels::cases::Sizes;
 use moh_kernels::{Backend, Cpu};
 
 use crate::timing::Times;
 
-/// Where operators run.
+/// The device that runs the operators.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Device {
-    /// This machine's processors
+    /// The CPU
     Cpu,
     /// The first NVIDIA GPU
     Cuda,
 }
 
-/// The device, and how exact its results must be.
+/// The device, and whether its results are reproducible.
 #[derive(Debug, clap::Args)]
 pub struct DeviceArguments {
-    /// Where to run
+    /// Device to measure
     #[arg(long, value_enum, default_value = "cpu")]
     device: Device,
-    /// Have a GPU give the same bits in every run, as `run.deterministic` of a recipe does
+    /// Make a GPU's results bitwise reproducible, like `run.deterministic` in a recipe
     #[arg(long)]
     deterministic: bool,
 }
 
-/// Something to measure on any device.
+/// A measurement that is generic over the device.
 pub trait Measurement {
-    /// What it shows.
+    /// The result.
     type Found;
 
-    /// Measures it; every [`Bench::time`] waits for the device.
+    /// Runs the measurement; every [`Bench::time`] synchronises with the device.
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found>;
 }
 
 impl DeviceArguments {
-    /// Measures on the device.
+    /// Runs the measurement on the device.
     pub fn measure<M: Measurement>(&self, measurement: M) -> anyhow::Result<M::Found> {
         match self.device {
             Device::Cpu => measurement.on(&Bench {
@@ -51,12 +51,12 @@ impl DeviceArguments {
                 sizes: Sizes::LLAMA_8B,
                 product: 8192,
                 copied: 4 << 30,
-                // A thousand times what starting and waiting takes.
+                // A thousand times the cost of a launch and a synchronisation.
                 shortest: 1e-2,
             }),
             #[cfg(not(feature = "cuda"))]
             Device::Cuda => Err(moh_cli::exit::Usage(
-                "--device cuda: this program was built without GPUs: build it with --features cuda"
+                "--device cuda: this build supports the CPU only: build it with --features cuda"
                     .into(),
             )
             .into()),
@@ -64,28 +64,28 @@ impl DeviceArguments {
     }
 }
 
-/// A device, and sizes that fill it.
+/// A device, and problem sizes that saturate it.
 pub struct Bench<B> {
     pub backend: B,
     /// Shapes of the operators' cases.
     pub sizes: Sizes,
-    /// Rows, inputs and outputs of the matrix product that counts as the device's limit.
+    /// Rows, inputs and outputs of the matmul that measures the device's limit.
     pub product: usize,
-    /// Bytes of the copy that does: more than caches hold.
+    /// Bytes of the copy that measures the device's bandwidth: more than the caches hold.
     pub copied: usize,
-    /// Seconds that one timing lasts at least: shorter work is done several times.
+    /// Minimum seconds of one timing: shorter work is repeated within it.
     pub shortest: f64,
 }
 
 impl<B: Backend> Bench<B> {
-    /// Runs `work` once to warm up, then until both `fewest` timings and `seconds` have passed.
+    /// Runs `work` once to warm up, then until both `fewest` timings and `seconds` are reached.
     pub fn repeat(
         &self,
         fewest: usize,
         seconds: f64,
         mut work: impl FnMut() -> moh_kernels::Result<()> + Send,
     ) -> anyhow::Result<Times> {
-        // As in a training step: on one of the threads that share the work.
+        // As in a training step: on one of the operators' threads.
         let times = self.backend.install(|| {
             work()?;
             self.backend.synchronize()?;
@@ -99,8 +99,8 @@ impl<B: Backend> Bench<B> {
         Ok(times)
     }
 
-    /// How many times `work` makes a timing long enough; it is done once to find out, unless any
-    /// timing is.
+    /// The repetitions of `work` that make a timing long enough. Measures `work` once to find out,
+    /// unless any timing is long enough.
     pub fn count(
         &self,
         work: impl FnMut() -> moh_kernels::Result<()>,
@@ -113,7 +113,7 @@ impl<B: Backend> Bench<B> {
         Ok((self.shortest / once.best().max(1e-9)).ceil().max(1.0) as usize)
     }
 
-    /// Times `work`, done `count` times, until the device is done with it.
+    /// Times `count` repetitions of `work`, until the device has completed them.
     pub fn time(
         &self,
         times: &mut Times,

@@ -1,5 +1,5 @@
-//! The machine's own limits, measured: what matrix products and copies of the device reach, and the
-//! memory in use.
+//! The machine's measured limits: the rate of matmuls and copies on the device, and its memory in
+//! use.
 
 use half::bf16;
 use moh_kernels::linear::LinearForward;
@@ -8,26 +8,26 @@ use serde_json::{Value, json};
 
 use crate::device::Bench;
 
-/// Seconds that each limit is measured for, after one run to warm up.
+/// Seconds of measurement per limit, after one run to warm up.
 const SECONDS: f64 = 0.3;
 
-/// What the machine reaches at best.
+/// The machine's limits.
 #[derive(Debug, Clone)]
 pub struct Machine {
     /// The device.
     pub device: String,
-    /// Threads that the CPU's operators run on.
+    /// Threads of the CPU's operators.
     pub threads: usize,
-    /// Operations a second of a product of f32 matrices.
+    /// FLOP/s of an f32 matmul.
     pub f32_matmul: f64,
-    /// The same of bf16 matrices.
+    /// FLOP/s of a bf16 matmul.
     pub bf16_matmul: f64,
-    /// Bytes read and written a second by a copy that caches do not hold.
+    /// Bytes read and written per second by a copy larger than the caches.
     pub copy: f64,
 }
 
 impl Machine {
-    /// Measures it, which takes a second or two.
+    /// Measures the limits, in a second or two.
     pub fn measure<B: Backend>(bench: &Bench<B>) -> anyhow::Result<Self> {
         Ok(Machine {
             device: bench.backend.name(),
@@ -50,7 +50,7 @@ impl Machine {
         )
     }
 
-    /// The fields of `machine`.
+    /// The JSON fields of `machine`.
     pub fn json(&self) -> Value {
         json!({
             "device": self.device,
@@ -62,7 +62,7 @@ impl Machine {
     }
 }
 
-/// Operations a second, to be read.
+/// Formats FLOP/s.
 pub fn gflops(per_second: f64) -> String {
     if per_second < 1e13 {
         format!("{:.1} GFLOP/s", per_second / 1e9)
@@ -93,7 +93,7 @@ fn copy<B: Backend>(bench: &Bench<B>) -> anyhow::Result<f64> {
     let Bench { backend, copied, .. } = bench;
     let mut source = backend.allocate::<u8>(*copied)?;
     let mut destination = backend.allocate::<u8>(*copied)?;
-    // Untouched pages of the host would all be the same one.
+    // Untouched pages of the host would all map to the same zero page.
     backend.upload(&vec![1; *copied], B::view_mut(&mut source, 0..*copied))?;
     let times = bench.repeat(1, SECONDS, || {
         backend.copy(B::view(&source, 0..*copied), B::view_mut(&mut destination, 0..*copied))
@@ -101,17 +101,17 @@ fn copy<B: Backend>(bench: &Bench<B>) -> anyhow::Result<f64> {
     Ok(times.rates(2.0 * *copied as f64).best)
 }
 
-/// Bytes of memory in use, now and at most so far: the device's own, or this process's where the
-/// system tells.
+/// Memory in use in bytes, now and at its peak: the device's own, or this process's if the system
+/// reports it.
 pub fn memory<B: Backend>(backend: &B) -> Option<(u64, u64)> {
     match backend.memory_info() {
-        // All of it is taken before the first step and given back after the last.
+        // Training allocates all of it before the first step and frees it after the last.
         Some(memory) => Some((memory.used, memory.used)),
         None => resident(),
     }
 }
 
-/// Resident memory of this process in bytes, now and at most so far, where the system tells.
+/// Resident memory of this process in bytes, now and at its peak, if the system reports it.
 fn resident() -> Option<(u64, u64)> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let field = |name: &str| {

@@ -1,4 +1,4 @@
-//! `moh-bench operators`: every operator against what the machine reaches at best.
+//! `moh-bench operators`: every operator against the machine's limits.
 
 use half::bf16;
 use moh_cli::exit::Usage;
@@ -12,20 +12,20 @@ use crate::machine::Machine;
 use crate::report;
 use crate::timing::Times;
 
-/// Fewest runs of a case, after one to warm up.
+/// Minimum runs of a case, after one to warm up.
 const FEWEST_RUNS: usize = 3;
 
 #[derive(clap::Args)]
 pub struct OperatorsArguments {
-    /// Only the operators whose names contain this
+    /// Only the operators whose names contain this text
     #[arg(value_name = "NAME")]
     filter: Option<String>,
-    /// Type of weights and activations; both when left out
+    /// Type of weights and activations; both if omitted
     #[arg(long, value_parser = models::element_types())]
     dtype: Option<ElementType>,
     #[command(flatten)]
     device: DeviceArguments,
-    /// Seconds that the runs of each case take, at three runs at least
+    /// Minimum seconds of each case; every case runs at least three times
     #[arg(long, default_value_t = 0.3)]
     seconds: f64,
     /// Print JSON
@@ -41,7 +41,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// Work a second in the median, and the limit that it is held against.
+    /// The median rate, and the limit that it is compared with.
     fn rate_and_limit(&self, machine: &Machine) -> (f64, f64) {
         let (work, limit) = match (self.work, self.dtype) {
             (Work::Operations(count), ElementType::F32) => (count, machine.f32_matmul),
@@ -52,7 +52,7 @@ impl Row {
     }
 }
 
-/// Measures the operators that the arguments name and prints them.
+/// Measures the operators of the arguments and prints them.
 pub fn run(arguments: &OperatorsArguments) -> anyhow::Result<()> {
     let (rows, machine) = arguments.device.measure(arguments)?;
     report::print(arguments.json, &as_json(&rows, &machine), &as_text(&rows, &machine))

@@ -1,10 +1,10 @@
-//! What a measurement prints: JSON, or a table for people.
+//! The output of a measurement: JSON, or a table.
 
 use std::io::{Write as _, stdout};
 
 use serde_json::Value;
 
-/// Prints `json` where it was asked for, else `text`.
+/// Prints `json` if `as_json`, or else `text`.
 pub fn print(as_json: bool, json: &Value, text: &str) -> anyhow::Result<()> {
     if as_json {
         writeln!(stdout(), "{json:#}")?;
@@ -14,7 +14,7 @@ pub fn print(as_json: bool, json: &Value, text: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Rows under a header: the first column left, the others right.
+/// Rows under a header: the first column left-aligned, the others right-aligned.
 pub fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> String {
     let rows: Vec<[&str; N]> = std::iter::once(header)
         .chain(rows.iter().map(|row| std::array::from_fn(|column| row[column].as_str())))

@@ -1,4 +1,4 @@
-//! `moh-bench step`: tokens a second, operations a second and memory of training steps.
+//! `moh-bench step`: tokens and FLOPs per second and memory of training steps.
 
 use moh_comm::World;
 use moh_device::{InTrainingElements, TrainingTypes, in_training_elements};
@@ -16,23 +16,23 @@ use crate::report;
 use crate::step_job::{StepArguments, StepJob};
 use crate::timing::Times;
 
-/// Seconds that the measured steps take together where their number is not given.
+/// Seconds of the measured steps together, if their number is not given.
 const SECONDS: f64 = 5.0;
-/// Fewest steps then.
+/// Minimum number of steps then.
 const FEWEST_STEPS: usize = 3;
 /// Seed of the weights and of the tokens.
 const SEED: u64 = 0;
 
-/// What the steps of a job showed.
+/// The measurements of a job's steps.
 pub struct Measured {
     times: Times,
     first: Taken,
     last: Taken,
-    /// Bytes in use before the model, and at most.
+    /// Bytes in use before the model, and at the peak.
     memory: Option<(u64, u64)>,
 }
 
-/// Measures what the arguments describe and prints it.
+/// Measures the step of the arguments and prints it.
 pub fn run(arguments: &StepArguments) -> anyhow::Result<()> {
     span::connect_profiler()?;
     let job = StepJob::new(arguments)?;
@@ -56,7 +56,7 @@ impl Measurement for (&StepJob, &StepArguments) {
             moments: job.precision.moments,
         };
         let measured = in_training_elements(types, Steps { backend, job, arguments })?;
-        // Afterwards: the matrices and copies must not count in the memory of the step.
+        // Measured last: its matrices and copies must not count as memory of the step.
         Ok((measured, Machine::measure(bench)?))
     }
 }
@@ -133,14 +133,14 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
     Ok(Measured { times, first, last, memory })
 }
 
-/// One rank.
+/// The groups of a single rank.
 fn alone() -> StepGroups {
     let group = World::single().group().clone();
     StepGroups { all: group.clone(), data: group }
 }
 
-/// Writes a tensor's numbers: random ones, which repeat in large tensors, because billions of them
-/// would take longer than the measurement.
+/// Fills a tensor with random elements. They repeat in large tensors, because billions of random
+/// numbers would take longer than the measurement.
 fn fresh(segment: &Segment, deviation: f64, values: &mut [f32]) {
     const PERIOD: usize = (1 << 20) + 1;
     let period = values.len().min(PERIOD);
@@ -156,18 +156,18 @@ fn synthetic(sample: u64, vocabulary: u64, window: &mut [u32]) {
     let mut state = (sample ^ SEED).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     for id in window {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        // Below the vocabulary, which a `ModelConfig` bounds far below 2^32.
+        // Below the vocabulary size, which `ModelConfig` limits far below 2^32.
         *id = ((state >> 33) % vocabulary) as u32;
     }
 }
 
 impl StepJob {
-    /// Tokens of a step.
+    /// Tokens per step.
     fn tokens(&self) -> f64 {
         self.plan.batch_sequences() as f64 * self.plan.sequence_length as f64
     }
 
-    /// Operations of a step, by the convention of [`moh_model::flops`].
+    /// FLOPs per step, by the convention of [`moh_model::flops`].
     fn flops(&self) -> f64 {
         self.config.flops_per_token(self.plan.sequence_length).training() * self.tokens()
     }

@@ -1,4 +1,4 @@
-//! What `moh-bench step` measures: the steps of a recipe's stage, or of a bare configuration.
+//! The step that `moh-bench step` measures: of a recipe's stage, or of a bare configuration.
 
 use std::path::{Path, PathBuf};
 
@@ -14,53 +14,53 @@ use moh_train::{Plan, Recipe};
 
 use crate::device::DeviceArguments;
 
-/// A longer micro-batch is a slip of the hand.
+/// Maximum tokens of a micro-batch: a larger number is a typing error.
 const MAX_TOKENS: usize = 1 << 28;
 /// The learning rate of a bare configuration's steps.
 const LEARNING_RATE: f64 = 1e-4;
 
 #[derive(clap::Args)]
 pub struct StepArguments {
-    /// A recipe, which gives the model's shape, the batch and the element types
+    /// A recipe, for the model's shape, the batch and the element types
     #[arg(long, value_name = "FILE", required_unless_present = "config")]
     recipe: Option<PathBuf>,
-    /// The stage of the recipe; its first one when left out
+    /// The stage of the recipe; the first if omitted
     #[arg(long, value_name = "NAME", conflicts_with = "config")]
     stage: Option<String>,
     /// Override a key of the recipe, stages by name: stage.moh.micro_batch=4
     #[arg(long = "set", value_name = "KEY=VALUE", conflicts_with = "config")]
     overrides: Vec<String>,
-    /// A config.json, or the directory that holds one, in place of a recipe
+    /// A config.json or its directory, instead of a recipe
     #[arg(long, value_name = "FILE", conflicts_with = "recipe")]
     config: Option<PathBuf>,
-    /// Sequences of a step, with --config
+    /// Sequences per step, with --config
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "recipe")]
     batch: usize,
-    /// Tokens of a sequence, with --config
+    /// Tokens per sequence, with --config
     #[arg(long, value_name = "TOKENS", default_value_t = 512, conflicts_with = "recipe")]
     length: usize,
-    /// Blocks of the model in place of its own number
+    /// Number of layers, instead of the model's
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     layers: Option<u32>,
-    /// Type of weights and activations; the recipe's, or f32
+    /// Type of weights and activations; the recipe's or f32 if omitted
     #[arg(long, value_parser = models::element_types())]
     dtype: Option<ElementType>,
-    /// Share of the heads that are active, half of the heads being shared unless --shared-heads
-    /// says otherwise
+    /// Fraction of the heads that is active; half of all heads are shared, unless --shared-heads is
+    /// given
     #[arg(long, value_name = "SHARE")]
     active: Option<f64>,
-    /// Heads that serve every token
+    /// Shared heads, active for every token
     #[arg(long, value_name = "N", requires = "active")]
     shared_heads: Option<usize>,
-    /// All heads for every token, whatever the recipe or the configuration says
+    /// Dense attention, even if the recipe or the configuration has Mixture-of-Head
     #[arg(long, conflicts_with = "active")]
     dense: bool,
     #[command(flatten)]
     pub device: DeviceArguments,
-    /// Steps to measure; as many as fit into five seconds, at least three, when left out
+    /// Steps to measure; as many as five seconds allow, at least three, if omitted
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub steps: Option<u32>,
-    /// Steps before them, which are not measured
+    /// Warm-up steps, which are not measured
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub warmup: u32,
     /// Print JSON
@@ -78,12 +78,12 @@ pub struct StepJob {
 }
 
 impl StepJob {
-    /// The step that the arguments describe.
+    /// The step of the arguments.
     pub fn new(arguments: &StepArguments) -> anyhow::Result<Self> {
         let mut job = match (&arguments.recipe, &arguments.config) {
             (Some(path), _) => of_recipe(path, arguments)?,
             (None, Some(path)) => of_config(path, arguments)?,
-            (None, None) => return Err(Usage("--recipe or --config is needed".into()).into()),
+            (None, None) => return Err(Usage("--recipe or --config is required".into()).into()),
         };
         if let Some(dtype) = arguments.dtype {
             job.dtype = dtype;
@@ -109,8 +109,8 @@ impl StepJob {
         match micro_batch.checked_mul(sequence_length) {
             Some(1..=MAX_TOKENS) => Ok(job),
             _ => Err(Usage(format!(
-                "{micro_batch} sequences of {sequence_length} tokens: must make 1 to \
-                 {MAX_TOKENS} tokens"
+                "{micro_batch} sequences of {sequence_length} tokens: must be 1 to \
+                 {MAX_TOKENS} tokens in all"
             ))
             .into()),
         }
@@ -121,7 +121,7 @@ fn of_recipe(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
     let mut recipe = Recipe::load(path, &arguments.overrides)?;
     let mut config = recipe.local_model_config(path)?.with_context(|| {
         format!(
-            "{}: model.config: the step needs the model's shape, and model.from is not on this \
+            "{}: model.config: the step needs the model's shape, but model.from is not on this \
              machine: name its config.json",
             path.display()
         )

@@ -1,20 +1,20 @@
-//! Times of repeated runs: the median says what to expect, the best what is possible.
+//! Times of repeated runs: the median is the typical time, the best the lowest possible one.
 
 use std::time::Instant;
 
 use serde_json::{Value, json};
 
-/// Seconds of repeated runs of one thing.
+/// Seconds of repeated runs.
 #[derive(Debug, Clone, Default)]
 pub struct Times {
-    /// Of one run each.
+    /// Seconds of each run.
     runs: Vec<f64>,
-    /// All of them together.
+    /// Seconds of all timings together.
     spent: f64,
 }
 
 impl Times {
-    /// Runs something that does its work `count` times and keeps the time of one.
+    /// Runs `count` repetitions at once and records the time of one.
     pub fn time<R>(&mut self, count: usize, run: impl FnOnce() -> R) -> R {
         let started = Instant::now();
         let result = run();
@@ -24,17 +24,17 @@ impl Times {
         result
     }
 
-    /// Timings so far.
+    /// The number of timings.
     pub fn len(&self) -> usize {
         self.runs.len()
     }
 
-    /// Seconds that they took together.
+    /// Seconds of all timings together.
     pub fn total(&self) -> f64 {
         self.spent
     }
 
-    /// The middle one; 0 without a run.
+    /// The median; 0 without a run.
     pub fn median(&self) -> f64 {
         let mut sorted = self.runs.clone();
         sorted.sort_by(f64::total_cmp);
@@ -43,33 +43,33 @@ impl Times {
         (lower + upper) / 2.0
     }
 
-    /// The shortest one; 0 without a run.
+    /// The shortest; 0 without a run.
     pub fn best(&self) -> f64 {
         self.runs.iter().copied().reduce(f64::min).unwrap_or(0.0)
     }
 
-    /// Both, in seconds.
+    /// Median and best, in seconds.
     pub fn json(&self) -> Value {
         json!({"median": self.median(), "best": self.best()})
     }
 
-    /// `work` a run, in units a second.
+    /// The rates of a run of this much work, in units per second.
     pub fn rates(&self, work: f64) -> Rates {
         Rates { median: work / self.median().max(1e-9), best: work / self.best().max(1e-9) }
     }
 }
 
-/// Work a second.
+/// Rates in units per second.
 #[derive(Debug, Clone, Copy)]
 pub struct Rates {
-    /// That of the median run.
+    /// The median run's.
     pub median: f64,
-    /// That of the best run.
+    /// The best run's.
     pub best: f64,
 }
 
 impl Rates {
-    /// Both.
+    /// Median and best.
     pub fn json(self) -> Value {
         json!({"median": self.median, "best": self.best})
     }
