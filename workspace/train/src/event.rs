@@ -1,4 +1,4 @@
-//! What a run tells whoever watches it, and how it ends.
+//! The events of a run, and its outcome.
 
 use std::path::Path;
 
@@ -10,51 +10,52 @@ use crate::metrics::StepMetrics;
 use crate::recipe::Stage;
 use crate::summary::Summary;
 
-/// News of a run.
+/// An event of a run.
 #[derive(Debug)]
 pub enum Event<'a> {
-    /// A checkpoint was damaged and set aside.
+    /// A checkpoint was damaged and has been moved aside.
     DamagedCheckpoint {
-        /// Where it lies now.
+        /// Its new path.
         path: &'a Path,
-        /// What is wrong in it.
+        /// The damage.
         error: &'a Error,
     },
-    /// The run continues after this step.
+    /// The run resumes after this step.
     Resumed {
         /// Steps done, over all stages.
         step: u64,
     },
-    /// A stage begins, or is continued.
+    /// A stage starts, or is resumed.
     Stage {
         /// The stage.
         stage: &'a Stage,
-        /// Its steps that are done.
+        /// Its completed steps.
         done: u64,
-        /// The device's memory with all of the stage's buffers in it, where it has its own.
+        /// The device's memory after all buffers of the stage are allocated, if the device has its
+        /// own.
         memory: Option<MemoryInfo>,
     },
-    /// A stage's ranks share tensors, and do not hold equal numbers of shared heads.
+    /// The tensor-parallel ranks of a stage have different numbers of shared heads.
     UnevenHeads {
         /// The stage.
         stage: &'a Stage,
         /// Shared heads of each rank, in the first layer where they differ.
         shared_heads: &'a [usize],
     },
-    /// A step was done.
+    /// A step was completed.
     Step {
-        /// What it measured.
+        /// Its measurements.
         metrics: &'a StepMetrics,
         /// Its number, over all stages.
         step: u64,
-        /// Whether the recipe wants it shown.
+        /// Whether the recipe's log settings show it.
         due: bool,
     },
-    /// An evaluation goes on.
+    /// The progress of an evaluation.
     Evaluating {
         /// Windows done.
         done: u64,
-        /// Windows in all.
+        /// Windows in total.
         total: u64,
     },
     /// The model was evaluated at a moment of the run.
@@ -66,14 +67,14 @@ pub enum Event<'a> {
     },
 }
 
-/// How a run ended.
+/// The outcome of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Outcome {
     /// All stages are done and the model is exported.
     Finished(Summary),
-    /// It had finished before.
+    /// The run had already finished.
     AlreadyFinished(Summary),
-    /// It was asked to stop and wrote a checkpoint.
+    /// The run was asked to stop and wrote a checkpoint.
     Stopped {
         /// Steps done, over all stages.
         step: u64,

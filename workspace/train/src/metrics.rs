@@ -1,8 +1,8 @@
-//! `metrics.jsonl`: one JSON object a step.
+//! `metrics.jsonl`: one JSON object per step.
 //!
-//! A line is complete once its newline is written; what follows the last newline was torn by an
-//! interruption. [`cut_back`] makes the file agree with a checkpoint, so a continued run leaves
-//! the same file as one that never stopped. Numbers that are not finite are written as null.
+//! A line is complete once its newline is written; text after the last newline is the remainder of
+//! an interrupted write. [`cut_back`] truncates the file to a checkpoint's step, so a resumed run
+//! leaves the same file as an uninterrupted one. Values that are not finite are written as null.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -12,10 +12,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 
-/// A longer line is not one of ours.
+/// Maximum bytes of a line.
 const MAX_LINE_BYTES: u64 = 64 << 10;
 
-/// What one step measured.
+/// The measurements of one step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(into = "Line", try_from = "Line")]
 pub struct StepMetrics {
@@ -23,19 +23,19 @@ pub struct StepMetrics {
     pub stage: String,
     /// Step within the stage, from 1.
     pub step: u64,
-    /// Tokens trained on since the beginning of the run.
+    /// Tokens trained on since the start of the run.
     pub tokens: u64,
     /// Mean cross-entropy of the step, in nats.
     pub loss: f64,
-    /// The balance loss before its weight; `None` where attention is dense.
+    /// The balance loss, unweighted; `None` with dense attention.
     pub balance_loss: Option<f64>,
     /// The step's learning rate.
     pub learning_rate: f64,
     /// Global gradient norm before clipping.
     pub grad_norm: f64,
-    /// Speed of this step.
+    /// Speed of the step.
     pub tokens_per_second: f64,
-    /// The evaluation that followed the step, if one did.
+    /// The evaluation after the step, if there was one.
     pub validation: Option<Validation>,
 }
 
@@ -44,11 +44,11 @@ pub struct StepMetrics {
 pub struct Validation {
     /// Mean cross-entropy, in nats per token.
     pub loss: f64,
-    /// The loss in bits over the bytes of the decoded targets; `None` without a tokenizer.
+    /// The loss in bits per byte of the decoded targets; `None` without a tokenizer.
     pub bits_per_byte: Option<f64>,
 }
 
-/// The fields of a line, in their order.
+/// The fields of a line, in order.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Line {
@@ -66,7 +66,7 @@ struct Line {
     validation_bits_per_byte: Option<Option<f64>>,
 }
 
-/// A field that is there, null or not.
+/// A field that is present, null or not.
 fn present<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<Option<f64>>, D::Error> {
     Option::deserialize(from).map(Some)
 }
@@ -99,7 +99,11 @@ impl TryFrom<Line> for StepMetrics {
             (Some(loss), Some(bits_per_byte)) => {
                 Some(Validation { loss: number(loss), bits_per_byte })
             }
-            _ => return Err("validation_loss and validation_bits_per_byte come together"),
+            _ => {
+                return Err(
+                    "expected both validation_loss and validation_bits_per_byte, or neither",
+                );
+            }
         };
         Ok(StepMetrics {
             stage: line.stage,
@@ -123,11 +127,11 @@ pub struct MetricsWriter {
 }
 
 impl MetricsWriter {
-    /// Opens the file at `path` for appending, creating it where there is none. Cut it back first
-    /// with [`cut_back`] when continuing.
+    /// Opens the file at `path` for appending, and creates it if it is missing. To resume, truncate
+    /// it first with [`cut_back`].
     ///
     /// # Errors
-    /// When the file cannot be opened.
+    /// Fails if the file cannot be opened.
     pub fn append_to(path: &Path) -> Result<Self, Error> {
         let file =
             OpenOptions::new().create(true).append(true).open(path).map_err(Error::io(path))?;
@@ -137,7 +141,7 @@ impl MetricsWriter {
     /// Appends the line of one step, in a single write.
     ///
     /// # Errors
-    /// When the file cannot be written.
+    /// Fails if the file cannot be written.
     pub fn write(&mut self, metrics: &StepMetrics) -> Result<(), Error> {
         let io = Error::io(&self.path);
         let mut line = match serde_json::to_vec(metrics) {
@@ -148,17 +152,17 @@ impl MetricsWriter {
         self.file.write_all(&line).map_err(io)
     }
 
-    /// Waits until the lines are on the disk. A checkpoint of step N needs N lines to be continued
-    /// from, so sync before completing one.
+    /// Syncs the lines to disk. A checkpoint of step N can be resumed only with N lines, so sync
+    /// before completing one.
     ///
     /// # Errors
-    /// When the system cannot write them.
+    /// Fails if the system cannot write them.
     pub fn sync(&self) -> Result<(), Error> {
         self.file.sync_data().map_err(Error::io(&self.path))
     }
 }
 
-/// Complete lines of a file one at a time, with a bound on their length.
+/// Iterates over the complete lines of a file, with a maximum length.
 struct Lines {
     path: PathBuf,
     file: BufReader<File>,
@@ -167,7 +171,7 @@ struct Lines {
 }
 
 impl Lines {
-    /// `None` where there is no file.
+    /// `None` if the file is missing.
     fn open(path: &Path) -> Result<Option<Self>, Error> {
         match File::open(path) {
             Ok(file) => Ok(Some(Lines {
@@ -181,7 +185,7 @@ impl Lines {
         }
     }
 
-    /// The next line with its newline; `None` at the end, a torn last line left out.
+    /// The next line with its newline; `None` at the end. An incomplete last line is skipped.
     fn next(&mut self) -> Result<Option<&[u8]>, Error> {
         self.line.clear();
         let mut bounded = (&mut self.file).take(MAX_LINE_BYTES);
@@ -202,10 +206,10 @@ impl Lines {
     }
 }
 
-/// All complete lines of the file at `path`; a torn last line is left out.
+/// All complete lines of the file at `path`; an incomplete last line is skipped.
 ///
 /// # Errors
-/// When the file cannot be read, or a line is not what [`MetricsWriter`] writes.
+/// Fails if the file cannot be read, or a line is not in the format of [`MetricsWriter`].
 pub fn read(path: &Path) -> Result<Vec<StepMetrics>, Error> {
     let Some(mut lines) = Lines::open(path)? else {
         return Err(Error::io(path)(std::io::ErrorKind::NotFound.into()));
@@ -221,11 +225,11 @@ pub fn read(path: &Path) -> Result<Vec<StepMetrics>, Error> {
 }
 
 /// Keeps exactly the first `steps_kept` complete lines of the file at `path`, byte for byte, and
-/// drops the rest, a torn line too. The file is replaced at once: an interruption leaves the old
-/// one or the new one. A missing file counts as empty.
+/// drops the rest, including an incomplete line. The replacement is atomic: an interruption leaves
+/// the old file or the new one. A missing file counts as empty.
 ///
 /// # Errors
-/// When the file has fewer complete lines, or cannot be read or replaced.
+/// Fails if the file has fewer complete lines, or cannot be read or replaced.
 pub fn cut_back(path: &Path, steps_kept: u64) -> Result<(), Error> {
     let io = |error| Error::io(path)(error);
     let Some(mut lines) = Lines::open(path)? else {

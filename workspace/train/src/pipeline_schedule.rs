@@ -1,10 +1,11 @@
-//! The order in which a stage of a pipeline takes forward and backward passes.
+//! The order of a pipeline stage's forward and backward passes.
 //!
-//! One forward, one backward: a stage goes ahead by some forward passes and then alternates, so that it
-//! keeps few micro-batches (PipeDream-Flush; arXiv 2104.04473, section 2.2.1). With virtual stages it has
-//! several chunks of blocks and takes them in turns of as many micro-batches as there are stages, which
-//! divides the time that the pipeline takes to fill and to drain (section 2.2.2). Where they are no
-//! multiple of the stages some turns are of a few more, so that any number keeps the stages busy.
+//! One forward, one backward (1F1B): a stage runs some warm-up forward passes and then alternates,
+//! so that few micro-batches have saved activations (PipeDream-Flush; arXiv 2104.04473, section
+//! 2.2.1). With virtual stages it has several chunks of layers and runs each for as many
+//! micro-batches as there are stages before it moves to the next, which divides the pipeline bubble
+//! by the number of chunks (section 2.2.2). If the micro-batches are not a multiple of the stages,
+//! some of these groups are larger, so any number keeps the stages busy.
 
 use std::ops::Range;
 
@@ -13,18 +14,17 @@ use std::ops::Range;
 pub(crate) struct Pass {
     /// Whether it is a forward pass.
     pub forward: bool,
-    /// The chunk of the stage's blocks.
+    /// The chunk of the stage's layers.
     pub chunk: usize,
     /// The micro-batch, from 0.
     pub micro_batch: usize,
-    /// Where what it keeps is between its two passes: the first slot that is free.
+    /// The slot of its saved activations from the forward to the backward pass: the first free one.
     pub slot: usize,
-    /// Where the micro-batch's tokens are from its first pass to its last one: the first slot that is
-    /// free.
+    /// The slot of the micro-batch's tokens from its first to its last pass: the first free one.
     pub tokens: usize,
 }
 
-/// A pass's slot among those that are taken, each by a key from the forward pass to the backward pass.
+/// Assigns a slot to a pass: a forward pass takes a free one, a backward pass frees its key's.
 fn assign<K: PartialEq>(taken: &mut Vec<Option<K>>, key: K, forward: bool) -> usize {
     let key = Some(key);
     let wanted = if forward { &None } else { &key };
@@ -37,7 +37,7 @@ fn assign<K: PartialEq>(taken: &mut Vec<Option<K>>, key: K, forward: bool) -> us
     slot
 }
 
-/// Where a stage stands.
+/// A stage's position in the pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stage {
     /// Its number.
@@ -51,8 +51,8 @@ pub(crate) struct Stage {
 impl Stage {
     /// The passes of a step of `micro_batches` micro-batches, in order.
     pub fn passes(&self, micro_batches: usize) -> Vec<Pass> {
-        let forward = self.turns(micro_batches, true);
-        let backward = self.turns(micro_batches, false);
+        let forward = self.passes_in_direction(micro_batches, true);
+        let backward = self.passes_in_direction(micro_batches, false);
         let ahead = self.ahead(micro_batches).min(forward.len());
         let mut passes: Vec<Pass> = forward[..ahead].to_vec();
         for (at, backward) in backward.into_iter().enumerate() {
@@ -64,9 +64,9 @@ impl Stage {
     }
 
     fn assign_slots(&self, passes: &mut [Pass]) {
-        let (mut kept, mut tokens) = (Vec::new(), Vec::new());
+        let (mut activations, mut tokens) = (Vec::new(), Vec::new());
         for pass in passes {
-            pass.slot = assign(&mut kept, (pass.chunk, pass.micro_batch), pass.forward);
+            pass.slot = assign(&mut activations, (pass.chunk, pass.micro_batch), pass.forward);
             // The passes of a micro-batch begin and end with the first chunk.
             pass.tokens = match pass.chunk {
                 0 => assign(&mut tokens, pass.micro_batch, pass.forward),
@@ -75,41 +75,41 @@ impl Stage {
         }
     }
 
-    /// Forward passes before the first backward pass.
+    /// Warm-up forward passes before the first backward pass.
     fn ahead(&self, micro_batches: usize) -> usize {
         let after = self.stages - 1 - self.number;
-        let largest_turn = micro_batches.div_ceil(self.rounds(micro_batches));
+        let largest_group = micro_batches.div_ceil(self.rounds(micro_batches));
         match self.chunks {
             1 => after,
-            chunks => 2 * after + (chunks - 1) * largest_turn,
+            chunks => 2 * after + (chunks - 1) * largest_group,
         }
     }
 
-    /// Passes that wait for their backward passes at a time, at the most.
+    /// Maximum number of passes in flight, from their forward to their backward pass.
     pub fn under_way(&self, micro_batches: usize) -> usize {
         let all = micro_batches.saturating_mul(self.chunks);
         self.ahead(micro_batches).saturating_add(1).min(all)
     }
 
-    /// Rounds in which every chunk has a turn, of at least as many micro-batches as there are stages: with
+    /// Rounds of all chunks, each of at least as many micro-batches as there are stages: with
     /// fewer, stages would wait for each other.
     fn rounds(&self, micro_batches: usize) -> usize {
         (micro_batches / self.stages).max(1)
     }
 
     /// All passes in one direction.
-    fn turns(&self, micro_batches: usize, forward: bool) -> Vec<Pass> {
+    fn passes_in_direction(&self, micro_batches: usize, forward: bool) -> Vec<Pass> {
         let count = self.rounds(micro_batches);
         let start = |round: usize| round * micro_batches / count;
         let rounds = (0..count).map(|round| start(round)..start(round + 1));
-        rounds.flat_map(|round| self.turns_of(round, forward)).collect()
+        rounds.flat_map(|round| self.round_passes(round, forward)).collect()
     }
 
-    /// Those of some micro-batches, which take one chunk after the other.
-    fn turns_of(&self, round: Range<usize>, forward: bool) -> impl Iterator<Item = Pass> {
+    /// The passes of one round, chunk by chunk.
+    fn round_passes(&self, round: Range<usize>, forward: bool) -> impl Iterator<Item = Pass> {
         let last = self.chunks - 1;
-        (0..self.chunks).flat_map(move |turn| {
-            let chunk = if forward { turn } else { last - turn };
+        (0..self.chunks).flat_map(move |index| {
+            let chunk = if forward { index } else { last - index };
             round.clone().map(move |micro_batch| Pass {
                 forward,
                 chunk,
@@ -121,12 +121,12 @@ impl Stage {
     }
 }
 
-/// Slots that the passes of a step take; 1 without any.
+/// Slots for the activations of a step's passes, at least 1.
 pub(crate) fn slots(passes: &[Pass]) -> usize {
     passes.iter().map(|pass| pass.slot + 1).max().unwrap_or(1)
 }
 
-/// Slots that the tokens of a step's micro-batches take; 1 without any.
+/// Slots for the tokens of a step's micro-batches, at least 1.
 pub(crate) fn token_slots(passes: &[Pass]) -> usize {
     passes.iter().map(|pass| pass.tokens + 1).max().unwrap_or(1)
 }
@@ -139,7 +139,7 @@ mod tests {
         Stage { number, stages, chunks }
     }
 
-    /// Passes as letters and micro-batches, chunks by case and prime.
+    /// Passes as letters and micro-batches, with a prime per chunk.
     fn text(passes: &[Pass]) -> String {
         let letter = |pass: &Pass| {
             let name = if pass.forward { "F" } else { "B" };
@@ -164,14 +164,14 @@ mod tests {
         let passes = stage(1, 2, 2).passes(4);
         assert_eq!(text(&passes), "F0 F1 F0' B0' F1' B1' F2 B0 F3 B1 F2' B2' F3' B3' B2 B3");
         assert_eq!(slots(&passes), 3);
-        // As many as the passes that a stage goes ahead by, and one more.
+        // The warm-up passes of the stage, and one more.
         let passes = stage(0, 8, 4).passes(64);
         assert_eq!(slots(&passes), 2 * 7 + 3 * 8 + 1);
-        // Two turns of eight micro-batches.
+        // Two groups of eight micro-batches.
         assert_eq!(token_slots(&passes), 16);
     }
 
-    /// How long all stages take when every pass takes as long; none where they wait for each other
+    /// The duration of a step in passes of equal length; `None` if stages wait for each other
     /// forever.
     fn time(stages: usize, chunks: usize, micro_batches: usize) -> Option<usize> {
         let orders: Vec<Vec<Pass>> =
@@ -182,10 +182,10 @@ mod tests {
             let mut started = Vec::new();
             for number in 0..stages {
                 let Some(&pass) = orders[number].get(next[number]) else { continue };
-                let place = pass.chunk * stages + number;
+                let position = pass.chunk * stages + number;
                 let needs = match pass.forward {
-                    true => place.checked_sub(1),
-                    false => Some(place + 1).filter(|&place| place < chunks * stages),
+                    true => position.checked_sub(1),
+                    false => Some(position + 1).filter(|&position| position < chunks * stages),
                 };
                 let own = |(by, done): &(usize, Pass)| {
                     *by == number && {
@@ -193,11 +193,11 @@ mod tests {
                             && (done.chunk, done.micro_batch) == (pass.chunk, pass.micro_batch)
                     }
                 };
-                let kept = pass.forward || done.iter().any(own);
-                let ready = kept
-                    && needs.is_none_or(|place| {
+                let has_activations = pass.forward || done.iter().any(own);
+                let ready = has_activations
+                    && needs.is_none_or(|position| {
                         let from = |(number, done): &(usize, Pass)| {
-                            (*number, done.chunk) == (place % stages, place / stages)
+                            (*number, done.chunk) == (position % stages, position / stages)
                                 && (done.forward, done.micro_batch)
                                     == (pass.forward, pass.micro_batch)
                         };
@@ -236,7 +236,8 @@ mod tests {
         for stages in 2..6 {
             for chunks in 1..4 {
                 for micro_batches in stages..14 {
-                    // A stage is busy for 2 m v passes, and waits for 2 (p - 1) whatever the chunks.
+                    // A stage is busy for 2 m v passes, and waits for 2 (p - 1), for any number of
+                    // chunks.
                     let least = 2 * micro_batches * chunks + 2 * (stages - 1);
                     assert_eq!(time(stages, chunks, micro_batches), Some(least));
                 }
@@ -257,7 +258,8 @@ mod tests {
                     let forward = Pass { forward: true, ..*pass };
                     let start = passes.iter().position(|other| *other == forward).unwrap();
                     assert!(start <= at);
-                    // Nothing else takes its slot in between, and no other micro-batch that of its tokens.
+                    // Until its backward pass no other pass has its slot, and no other micro-batch
+                    // its tokens' slot.
                     let others = &passes[start + usize::from(start < at)..at];
                     assert!(pass.forward || others.iter().all(|other| { other.slot != pass.slot }));
                     assert!(others.iter().all(|other| {

@@ -1,5 +1,5 @@
-//! A look at every rank before a long job: how fast it multiplies matrices, and how fast numbers reach
-//! it from the rank before it. A rank that is much slower than the others slows all of them.
+//! Measures every rank before a long job: the speed of its matmuls, and of its network from the
+//! previous rank. One slow rank slows all of them.
 
 use std::time::Instant;
 
@@ -11,47 +11,47 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, OpenDevice, Ranks};
 
-/// Seconds that the products take, after one to warm up.
+/// Seconds of measurement of the matmuls, after one to warm up.
 const SECONDS: f64 = 1.0;
-/// Numbers of a message, f32: 64 MiB.
+/// Elements of a message, f32: 64 MiB.
 const MESSAGE: usize = 16 << 20;
-/// Messages, of which the fastest counts.
+/// Messages; the fastest counts.
 const MESSAGES: usize = 5;
-/// A rank below this share of the median is slow.
+/// A rank below this fraction of the median is slow.
 const SLOW: f64 = 0.8;
 /// Tag of the messages.
 const TAG: u32 = 2;
 
-/// What one rank showed.
+/// The measurements of one rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankSpeed {
     /// The rank.
     pub rank: usize,
-    /// Its machine, as that calls itself.
+    /// Its machine's host name.
     pub host: String,
-    /// Operations a second of its matrix products, while all ranks multiply.
+    /// FLOP/s of its matmuls, while all ranks compute.
     pub matmul: f64,
-    /// Bytes a second from the rank before it, while all ranks send to the next; `None` on one rank.
+    /// Bytes per second received from the previous rank, while all ranks send; `None` on one rank.
     pub receives: Option<f64>,
 }
 
 /// The speeds of all ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Preflight {
-    /// In the order of the ranks.
+    /// In rank order.
     pub ranks: Vec<RankSpeed>,
-    /// Bytes a second of an `all_reduce` over all ranks, as each of them moves them
-    /// (2 (n - 1) / n of the buffer); `None` on one rank.
+    /// Bus bandwidth of an `all_reduce` over all ranks in bytes per second: each moves 2 (n - 1) /
+    /// n of the buffer; `None` on one rank.
     pub all_reduce: Option<f64>,
 }
 
 impl Preflight {
-    /// The ranks that are slow in something, with what and how much of the median they reach.
+    /// The slow ranks, with the slow measurement and its fraction of the median.
     pub fn slow(&self) -> Vec<(usize, &'static str, f64)> {
         let matmul: Vec<f64> = self.ranks.iter().map(|rank| rank.matmul).collect();
         let receives: Vec<f64> = self.ranks.iter().filter_map(|rank| rank.receives).collect();
         let mut slow = Vec::new();
-        for (what, speeds) in [("matrix products", matmul), ("receiving", receives)] {
+        for (what, speeds) in [("matmul", matmul), ("receiving", receives)] {
             let mut sorted = speeds.clone();
             sorted.sort_by(f64::total_cmp);
             let median = sorted.get(sorted.len() / 2).copied().unwrap_or(0.0);
@@ -64,16 +64,16 @@ impl Preflight {
     }
 }
 
-/// Measures all ranks; they call it together, and the first gets the result.
+/// Measures all ranks, which call it together; the first gets the result.
 ///
 /// # Errors
-/// When a device or a rank fails.
+/// Fails if a device or a rank does.
 pub fn preflight(
     dtype: ElementType,
     device: OpenDevice,
     world: &World,
 ) -> Result<Option<Preflight>, Error> {
-    // Matrices that fill the device.
+    // Matrices that saturate the device.
     let size = match &device {
         OpenDevice::Cpu => 1024,
         #[cfg(feature = "cuda")]
@@ -119,13 +119,13 @@ fn measure<B: Backend + Clone, T: Element>(
     Ok(ranks.is_first().then_some(Preflight { ranks: found, all_reduce }))
 }
 
-/// Operations a second of products of `size` x `size` matrices.
+/// FLOP/s of `size` x `size` matmuls.
 fn matmul<B: Backend, T: Element>(backend: &B, size: usize) -> moh_kernels::Result<f64> {
     let count = size * size;
-    let numbers: Vec<T> =
+    let elements: Vec<T> =
         (0..count).map(|index| T::from_f32((index % 251) as f32 / 251.0 - 0.5)).collect();
     let (mut x, mut y) = (backend.allocate(count)?, backend.allocate(count)?);
-    backend.upload(&numbers, B::view_mut(&mut x, 0..count))?;
+    backend.upload(&elements, B::view_mut(&mut x, 0..count))?;
     let mut product = || {
         let (x, y) = (B::view(&x, 0..count), B::view_mut(&mut y, 0..count));
         backend.linear_forward(LinearForward { inputs: size, x, weight: x, residual: None, y })?;
@@ -141,7 +141,7 @@ fn matmul<B: Backend, T: Element>(backend: &B, size: usize) -> moh_kernels::Resu
     Ok(operations / start.elapsed().as_secs_f64())
 }
 
-/// Bytes a second from the rank before this one, round the ring.
+/// Bytes per second from the previous rank in a ring.
 fn receives<B: Backend>(backend: &B, group: &Group) -> Result<f64, Error> {
     let (rank, size) = (group.rank(), group.size());
     let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
@@ -154,17 +154,17 @@ fn receives<B: Backend>(backend: &B, group: &Group) -> Result<f64, Error> {
     .map(|seconds| (MESSAGE * size_of::<f32>()) as f64 / seconds)
 }
 
-/// Bytes a second that a rank moves in an `all_reduce`.
+/// Bytes per second that a rank moves in an `all_reduce`.
 fn all_reduce<B: Backend>(backend: &B, group: &Group) -> Result<f64, Error> {
-    let mut numbers = backend.allocate::<f32>(MESSAGE)?;
+    let mut elements = backend.allocate::<f32>(MESSAGE)?;
     let seconds = fastest(backend, group, || {
-        group.all_reduce::<B, f32>(B::view_mut(&mut numbers, 0..MESSAGE), Reduce::Sum)
+        group.all_reduce::<B, f32>(B::view_mut(&mut elements, 0..MESSAGE), Reduce::Sum)
     })?;
     let moved = 2.0 * (group.size() - 1) as f64 / group.size() as f64;
     Ok(moved * (MESSAGE * size_of::<f32>()) as f64 / seconds)
 }
 
-/// Seconds of the fastest of some messages, which all ranks begin together.
+/// Seconds of the fastest message; all ranks start each one together.
 fn fastest<B: Backend>(
     backend: &B,
     group: &Group,
@@ -194,7 +194,7 @@ mod tests {
         let ranks =
             vec![speed(0, 9.0, 5.0), speed(1, 10.0, 5.0), speed(2, 5.0, 5.0), speed(3, 10.0, 1.0)];
         let found = Preflight { ranks, all_reduce: None };
-        assert_eq!(found.slow(), [(2, "matrix products", 0.5), (3, "receiving", 0.2)]);
+        assert_eq!(found.slow(), [(2, "matmul", 0.5), (3, "receiving", 0.2)]);
     }
 
     #[test]

@@ -1,90 +1,90 @@
-//! What the ranks of a run tell each other beside tensors: a few numbers, some text, whether all is
-//! well.
+//! Small exchanges between the ranks of a run: a few values, text, and whether all succeeded.
 
 use moh_comm::{Group, Reduce};
 use moh_kernels::{Backend, Scalar};
 
 use crate::Error;
 
-/// Numbers of one message.
-const NUMBERS: usize = 4;
-/// Tag of messages of text.
+/// Maximum values of one message.
+const MAX_VALUES: usize = 4;
+/// Tag of text messages.
 const TEXT: u32 = 1;
 
 /// The ranks of a run.
 pub struct Ranks<B: Backend> {
     backend: B,
     group: Group,
-    numbers: B::Buffer<f64>,
+    values: B::Buffer<f64>,
 }
 
 impl<B: Backend> Ranks<B> {
-    /// The ranks of `group`, whose buffers `backend` holds.
+    /// The ranks of `group`, with buffers on `backend`.
     ///
     /// # Errors
-    /// When the device has no room.
+    /// Fails if the device is out of memory.
     pub fn new(backend: B, group: Group) -> Result<Self, Error> {
-        let numbers = backend.allocate(NUMBERS)?;
-        Ok(Ranks { backend, group, numbers })
+        let values = backend.allocate(MAX_VALUES)?;
+        Ok(Ranks { backend, group, values })
     }
 
-    /// All of them.
+    /// The group of all ranks.
     pub fn group(&self) -> &Group {
         &self.group
     }
 
-    /// Whether this is the rank that writes what there is one of.
+    /// Whether this rank writes the files that exist once per run.
     pub fn is_first(&self) -> bool {
         self.group.rank() == 0
     }
 
-    /// The sums of the ranks' numbers.
+    /// The sums of the values over the ranks.
     ///
     /// # Errors
-    /// When another rank has failed.
-    pub fn sum<const N: usize>(&mut self, numbers: [f64; N]) -> Result<[f64; N], Error> {
-        self.reduce(numbers, Reduce::Sum)
+    /// Fails if another rank has failed.
+    pub fn sum<const N: usize>(&mut self, values: [f64; N]) -> Result<[f64; N], Error> {
+        self.reduce(values, Reduce::Sum)
     }
 
-    /// The largest of the ranks' numbers, each for itself.
+    /// The elementwise maximum of the values over the ranks.
     ///
     /// # Errors
-    /// When another rank has failed.
-    pub fn largest<const N: usize>(&mut self, numbers: [f64; N]) -> Result<[f64; N], Error> {
-        self.reduce(numbers, Reduce::Max)
+    /// Fails if another rank has failed.
+    pub fn largest<const N: usize>(&mut self, values: [f64; N]) -> Result<[f64; N], Error> {
+        self.reduce(values, Reduce::Max)
     }
 
     fn reduce<const N: usize>(
         &mut self,
-        mut numbers: [f64; N],
+        mut values: [f64; N],
         reduce: Reduce,
     ) -> Result<[f64; N], Error> {
-        const { assert!(N <= NUMBERS, "more numbers than one message holds") };
+        const { assert!(N <= MAX_VALUES, "more values than one message holds") };
         if self.group.size() > 1 {
-            let part = B::view_mut(&mut self.numbers, 0..N);
-            self.backend.upload(&numbers, part)?;
-            self.group.all_reduce::<B, f64>(B::view_mut(&mut self.numbers, 0..N), reduce)?;
-            self.backend.download(B::view(&self.numbers, 0..N), &mut numbers)?;
+            let view = B::view_mut(&mut self.values, 0..N);
+            self.backend.upload(&values, view)?;
+            self.group.all_reduce::<B, f64>(B::view_mut(&mut self.values, 0..N), reduce)?;
+            self.backend.download(B::view(&self.values, 0..N), &mut values)?;
         }
-        Ok(numbers)
+        Ok(values)
     }
 
-    /// Whether any rank says so.
+    /// Whether the flag is set on any rank.
     ///
     /// # Errors
-    /// When another rank has failed.
+    /// Fails if another rank has failed.
     pub fn any(&mut self, flag: bool) -> Result<bool, Error> {
         Ok(self.largest([f64::from(u8::from(flag))])?[0] > 0.0)
     }
 
-    /// Every rank's result if all are well. If some are not, the first of those returns its error,
-    /// and the others [`Error::OtherRank`], so that all end together and one tells why.
+    /// Returns this rank's result if all ranks succeed. Otherwise the first failed rank returns its
+    /// error, and the others return [`Error::OtherRank`], so that all end together and one reports
+    /// the cause.
     ///
     /// # Errors
-    /// As said.
+    /// The error of this rank or [`Error::OtherRank`], as above.
     pub fn agree<R>(&mut self, result: Result<R, Error>) -> Result<R, Error> {
         let rank = self.group.rank() as f64;
-        // The largest of -rank, and the failing rank nearest to 0 is the largest.
+        // The maximum of -rank over the failed ranks is the rank nearest to 0.
         let mine = if result.is_ok() { f64::NEG_INFINITY } else { -rank };
         let [first] = self.largest([mine])?;
         if first == f64::NEG_INFINITY {
@@ -96,37 +96,37 @@ impl<B: Backend> Ranks<B> {
         }
     }
 
-    /// The first rank's result on all ranks, where it is a number; it alone runs `work`.
+    /// Runs `work` on the first rank alone and returns its result, a number, on all ranks.
     ///
     /// # Errors
-    /// What `work` reports, on the other ranks [`Error::OtherRank`].
+    /// The error of `work`; on the other ranks [`Error::OtherRank`].
     pub fn first(&mut self, work: impl FnOnce() -> Result<f64, Error>) -> Result<f64, Error> {
-        let mut numbers = [0.0];
+        let mut values = [0.0];
         self.first_does(|| {
-            numbers = [work()?];
+            values = [work()?];
             Ok(())
         })?;
         if self.group.size() > 1 {
-            self.backend.upload(&numbers, B::view_mut(&mut self.numbers, 0..1))?;
-            self.group.broadcast::<B, f64>(B::view_mut(&mut self.numbers, 0..1), 0)?;
-            self.backend.download(B::view(&self.numbers, 0..1), &mut numbers)?;
+            self.backend.upload(&values, B::view_mut(&mut self.values, 0..1))?;
+            self.group.broadcast::<B, f64>(B::view_mut(&mut self.values, 0..1), 0)?;
+            self.backend.download(B::view(&self.values, 0..1), &mut values)?;
         }
-        Ok(numbers[0])
+        Ok(values[0])
     }
 
-    /// The first rank alone runs `work`; the others wait for it.
+    /// Runs `work` on the first rank alone; the others wait for it.
     ///
     /// # Errors
-    /// As [`Self::first`].
+    /// See [`Self::first`].
     pub fn first_does(&mut self, work: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
         let done = if self.is_first() { work() } else { Ok(()) };
         self.agree(done)
     }
 
-    /// Every rank's text, in the order of the ranks, on the first rank; nothing on the others.
+    /// Every rank's text in rank order, on the first rank; empty on the others.
     ///
     /// # Errors
-    /// When another rank has failed.
+    /// Fails if another rank has failed.
     pub fn gather(&mut self, text: Vec<u8>) -> Result<Vec<Vec<u8>>, Error> {
         let mut texts = Vec::new();
         if self.is_first() {
@@ -134,7 +134,7 @@ impl<B: Backend> Ranks<B> {
             for rank in 1..self.group.size() {
                 let mut length = [0f64];
                 self.receive(rank, &mut length)?;
-                // A text's own length, which f64 holds exactly.
+                // The length of this rank's own text, which f64 represents exactly.
                 let mut text = vec![0; length[0] as usize];
                 self.receive(rank, &mut text)?;
                 texts.push(text);
@@ -146,18 +146,18 @@ impl<B: Backend> Ranks<B> {
         Ok(texts)
     }
 
-    fn send<S: Scalar>(&self, numbers: &[S]) -> Result<(), Error> {
-        let mut buffer = self.backend.allocate(numbers.len())?;
-        let whole = 0..numbers.len();
-        self.backend.upload(numbers, B::view_mut(&mut buffer, whole.clone()))?;
+    fn send<S: Scalar>(&self, values: &[S]) -> Result<(), Error> {
+        let mut buffer = self.backend.allocate(values.len())?;
+        let whole = 0..values.len();
+        self.backend.upload(values, B::view_mut(&mut buffer, whole.clone()))?;
         Ok(self.group.send::<B, S>(B::view(&buffer, whole), 0, TEXT)?)
     }
 
-    fn receive<S: Scalar>(&self, from: usize, numbers: &mut [S]) -> Result<(), Error> {
-        let mut buffer = self.backend.allocate(numbers.len())?;
-        let whole = 0..numbers.len();
+    fn receive<S: Scalar>(&self, from: usize, values: &mut [S]) -> Result<(), Error> {
+        let mut buffer = self.backend.allocate(values.len())?;
+        let whole = 0..values.len();
         self.group.recv::<B, S>(B::view_mut(&mut buffer, whole.clone()), from, TEXT)?;
-        Ok(self.backend.download(B::view(&buffer, whole), numbers)?)
+        Ok(self.backend.download(B::view(&buffer, whole), values)?)
     }
 }
 
@@ -168,7 +168,7 @@ mod tests {
 
     use super::*;
 
-    /// What every rank of `size` threads returns.
+    /// The results of `size` ranks, each a thread.
     fn on_ranks<R: Send + 'static>(
         size: usize,
         work: impl Fn(&mut Ranks<Cpu>) -> R + Clone + Send + 'static,

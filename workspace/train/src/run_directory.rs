@@ -1,9 +1,9 @@
-//! The run directory: its layout, its lock and the recipe it was started with.
+//! The run directory: its layout, its lock and its recipe.
 //!
-//! A continued run must equal one that never stopped, where its device is deterministic, so a directory with checkpoints accepts only
-//! the recipe it was started with. Changes of these keys are harmless, for they change no weight but
-//! by the order of sums: `run.dir`, `log.*`, `checkpoint.*`, `data.validation.every_steps` and
-//! `stage.NAME.parallel.*`.
+//! A resumed run must equal an uninterrupted one if its device is deterministic, so a directory
+//! with checkpoints accepts only its own recipe. Some keys may change, because they affect no
+//! weight except by the order of sums: `run.dir`, `log.*`, `checkpoint.*`,
+//! `data.validation.every_steps` and `stage.NAME.parallel.*`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions, TryLockError};
@@ -13,8 +13,8 @@ use toml::Value;
 
 use crate::{Error, KeyChange, Recipe};
 
-/// Keys, or beginnings of keys that end in a dot, that a continued run may change.
-const HARMLESS: [&str; 4] = ["run.dir", "log.", "checkpoint.", "data.validation.every_steps"];
+/// Keys, or prefixes of keys that end in a dot, that a resumed run may change.
+const MAY_CHANGE: [&str; 4] = ["run.dir", "log.", "checkpoint.", "data.validation.every_steps"];
 
 /// The paths of a run directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,14 +22,14 @@ pub struct RunDirectory {
     root: PathBuf,
 }
 
-/// Exclusive use of a run directory, until dropped or until the process ends.
+/// An exclusive lock of a run directory, released when dropped or when the process ends.
 #[derive(Debug)]
 pub struct RunLock {
     _file: File,
 }
 
 impl RunDirectory {
-    /// The layout below `root`; touches no file.
+    /// The paths below `root`; accesses no file.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         RunDirectory { root: root.into() }
     }
@@ -39,12 +39,12 @@ impl RunDirectory {
         &self.root
     }
 
-    /// The recipe as resolved.
+    /// The resolved recipe.
     pub fn recipe(&self) -> PathBuf {
         self.root.join("recipe.toml")
     }
 
-    /// One JSON object a step.
+    /// The metrics, one JSON object per step.
     pub fn metrics(&self) -> PathBuf {
         self.root.join("metrics.jsonl")
     }
@@ -74,16 +74,16 @@ impl RunDirectory {
         self.root.join("summary.json")
     }
 
-    /// The timeline of a step over all stages; `rank` is given where there are several.
+    /// The timeline of a step, counted over all stages; `rank` is given if there are several.
     pub fn trace(&self, step: u64, rank: Option<usize>) -> PathBuf {
         let rank = rank.map_or_else(String::new, |rank| format!("-rank-{rank}"));
         self.root.join(format!("trace-step-{step}{rank}.json"))
     }
 
-    /// Creates the directory where it is missing and locks it against other processes.
+    /// Creates the directory if it is missing and locks it against other processes.
     ///
     /// # Errors
-    /// When another process holds the lock, or the file system refuses.
+    /// Fails if another process holds the lock, or the file system reports an error.
     pub fn lock(&self) -> Result<RunLock, Error> {
         std::fs::create_dir_all(&self.root).map_err(Error::io(&self.root))?;
         let path = self.root.join(".lock");
@@ -103,7 +103,7 @@ impl RunDirectory {
     /// Steps of the complete checkpoints, ascending.
     ///
     /// # Errors
-    /// When the directory is there and cannot be listed.
+    /// Fails if the directory exists and cannot be listed.
     pub fn checkpoint_steps(&self) -> Result<Vec<u64>, Error> {
         let directory = self.checkpoints();
         let entries = match std::fs::read_dir(&directory) {
@@ -115,15 +115,15 @@ impl RunDirectory {
         for entry in entries {
             let name = entry.map_err(Error::io(&directory))?.file_name();
             let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.parse().ok());
-            // Only the spelling that `checkpoint` gives: no sign, no leading zero.
+            // Only the spelling of `checkpoint`: no sign, no leading zero.
             steps.extend(step.filter(|&step: &u64| name == *format!("step-{step}")));
         }
         steps.sort_unstable();
         Ok(steps)
     }
 
-    /// Removes what earlier processes left unfinished beside the checkpoints, and the summary of a
-    /// run that goes on. The caller has locked the directory.
+    /// Removes the leftovers of earlier processes beside the checkpoints, and the summary of a run
+    /// that continues. The caller has locked the directory.
     pub(crate) fn clear_remains(&self) -> Result<(), Error> {
         let mut remains = vec![self.summary()];
         for entry in std::fs::read_dir(&self.root).map_err(Error::io(&self.root))? {
@@ -132,7 +132,7 @@ impl RunDirectory {
                 remains.push(entry.path());
             }
         }
-        // Half of an export; a whole one is replaced when the next is complete.
+        // A partial export; a complete one is replaced when the next is complete.
         if !self.export().join("config.json").is_file() {
             remains.push(self.export());
         }
@@ -151,21 +151,21 @@ impl RunDirectory {
         Ok(())
     }
 
-    /// Writes the resolved recipe into the directory, which the caller has locked. Where there are
-    /// checkpoints, the run continues: the recipe must then be the stored one but for harmless
-    /// keys.
+    /// Writes the resolved recipe into the directory, which the caller has locked. If there are
+    /// checkpoints, the run is resumed: the recipe must equal the stored one, except for the keys
+    /// that may change.
     ///
     /// # Errors
-    /// [`Error::RecipeChanged`] with every key that differs; when the stored recipe is missing
-    /// beside checkpoints or cannot be read; when the file cannot be written.
+    /// [`Error::RecipeChanged`] with every key that differs. Fails also if the stored recipe is
+    /// missing beside checkpoints or cannot be read, or if the file cannot be written.
     pub fn store_recipe(&self, recipe: &Recipe) -> Result<(), Error> {
         let path = self.recipe();
         let text = recipe.to_toml()?;
         if !self.checkpoint_steps()?.is_empty() {
             let stored = Recipe::load(&path, &[])?;
-            let harmful = |change: &KeyChange| !is_harmless(&change.key);
+            let forbidden = |change: &KeyChange| !may_change(&change.key);
             let changes: Vec<KeyChange> =
-                changes(&stored, recipe)?.into_iter().filter(harmful).collect();
+                changes(&stored, recipe)?.into_iter().filter(forbidden).collect();
             if !changes.is_empty() {
                 return Err(Error::RecipeChanged { path, changes });
             }
@@ -174,16 +174,16 @@ impl RunDirectory {
     }
 }
 
-fn is_harmless(key: &str) -> bool {
+fn may_change(key: &str) -> bool {
     let divides = key.starts_with("stage.") && key.contains(".parallel.");
     divides
-        || HARMLESS.iter().any(|harmless| match harmless.ends_with('.') {
-            true => key.starts_with(harmless),
-            false => key == *harmless,
+        || MAY_CHANGE.iter().any(|allowed| match allowed.ends_with('.') {
+            true => key.starts_with(allowed),
+            false => key == *allowed,
         })
 }
 
-/// The keys in which two recipes differ, in order.
+/// The keys whose values differ between two recipes, in order.
 fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>, Error> {
     let (before, now) = (leaves(before)?, leaves(now)?);
     let keys: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
@@ -199,7 +199,7 @@ fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>, Error> {
 fn leaves(recipe: &Recipe) -> Result<BTreeMap<String, String>, Error> {
     let mut leaves = BTreeMap::new();
     collect("", &recipe.to_value()?, &mut leaves);
-    // The order of stages is no value of a single key.
+    // The order of stages is not the value of a single key.
     let order: Vec<&str> = recipe.stages.iter().map(|s| s.name.as_str()).collect();
     leaves.insert("stage".to_string(), order.join(", "));
     Ok(leaves)
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn a_continued_run_takes_harmless_changes_and_stores_them() {
+    fn a_resumed_run_accepts_allowed_changes_and_stores_them() {
         let temporary = tempfile::tempdir().unwrap();
         let run = RunDirectory::new(temporary.path());
         run.store_recipe(&recipe(&[])).unwrap();

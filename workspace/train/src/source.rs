@@ -1,4 +1,4 @@
-//! The model that a run starts from: its configuration and where its weights come from.
+//! The model that a run starts from: its configuration and the source of its weights.
 
 use std::path::{Path, PathBuf};
 
@@ -10,11 +10,11 @@ use moh_model::{ModelConfig, initial};
 
 use crate::{Error, Recipe};
 
-/// Where a run's first weights come from.
+/// The initial model of a run.
 pub struct ModelSource {
-    /// The fields of `config.json`, of the model before its vocabulary grows.
+    /// The fields of `config.json`, before the vocabulary grows.
     config_file: ConfigFile,
-    /// The shape after it.
+    /// The configuration after the vocabulary has grown.
     config: ModelConfig,
     weights: Weights,
     expansion: Option<Expansion>,
@@ -28,10 +28,10 @@ enum Weights {
 }
 
 impl ModelSource {
-    /// Opens the model of `recipe`; `directory` is where its `from` is on this machine.
+    /// Opens the model of `recipe`; `directory` is its `from` on this machine.
     ///
     /// # Errors
-    /// When files are missing or unsound, or are not the model that the recipe describes.
+    /// Fails if files are missing or invalid, or differ from the recipe's description of the model.
     pub fn open(recipe: &Recipe, path: &Path, directory: Option<&Path>) -> Result<Self, Error> {
         let fresh = recipe.model.new.as_ref();
         let (config_file, weights) = match (fresh, directory) {
@@ -80,7 +80,7 @@ impl ModelSource {
         Ok(())
     }
 
-    /// Holds the model against what the recipe says of it.
+    /// Compares the model with the recipe's description.
     fn check(&self, recipe: &Recipe, path: &Path) -> Result<(), Error> {
         let differs = |key: &str, reason: String| {
             Err(Error::ModelDiffers { path: path.to_owned(), key: key.to_owned(), reason })
@@ -100,19 +100,19 @@ impl ModelSource {
                 (heads, widths, c.num_hidden_layers, c.tie_word_embeddings)
             };
             if shape_of(&described) != shape_of(ours) {
-                let reason = format!("{} has another shape than the model", shape.display());
+                let reason = format!("{} has a different shape from the model", shape.display());
                 return differs("model.config", reason);
             }
         }
         Ok(())
     }
 
-    /// The shape that training starts with.
+    /// The configuration with which training starts.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// The shape before the vocabulary grows, which the recipe's own checks are about.
+    /// The configuration before the vocabulary grows, which the recipe is checked against.
     pub fn original_config(&self) -> &ModelConfig {
         &self.config_file.config
     }
@@ -122,28 +122,28 @@ impl ModelSource {
         &self.config_file
     }
 
-    /// Where the model came from, for the files that an export copies.
+    /// The model's directory, from which an export copies files.
     pub fn directory(&self) -> Option<&Path> {
         self.directory.as_deref()
     }
 
-    /// The directory of the tokenizer, where the model has one.
+    /// The directory of the tokenizer, if the model has one.
     pub fn tokenizer_directory(&self) -> Option<&Path> {
         self.tokenizer.as_deref()
     }
 
-    /// Loads the tokenizer, where the model has one.
+    /// Loads the tokenizer, if the model has one.
     ///
     /// # Errors
-    /// When it is not a tokenizer.
+    /// Fails if the file is not a tokenizer.
     pub fn tokenizer(&self) -> Result<Option<TextTokenizer>, Error> {
         Ok(self.tokenizer.as_deref().map(TextTokenizer::load).transpose()?)
     }
 
-    /// Writes one tensor's first numbers.
+    /// Fills one tensor with its initial elements.
     ///
     /// # Errors
-    /// When the tensor cannot be read or is not finite.
+    /// Fails if the tensor cannot be read or is not finite.
     pub fn fill(&self, segment: &Segment, values: &mut [f32]) -> Result<(), Error> {
         let files = match &self.weights {
             Weights::Fresh { seed } => {

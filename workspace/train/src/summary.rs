@@ -1,4 +1,4 @@
-//! What a finished run leaves to read: `summary.json`, whose presence says that it finished.
+//! `summary.json`: the results of a finished run, whose presence marks the run as finished.
 
 use std::path::Path;
 
@@ -32,10 +32,10 @@ impl Summary {
         }
     }
 
-    /// Reads a summary; `None` where there is none.
+    /// Reads a summary; `None` if the file is missing.
     ///
     /// # Errors
-    /// When the file cannot be read or is not a summary.
+    /// Fails if the file cannot be read or is not a summary.
     pub fn read(path: &Path) -> Result<Option<Self>, Error> {
         let bytes = match std::fs::read(path) {
             Ok(bytes) => bytes,
@@ -56,8 +56,8 @@ impl Summary {
         moh_files::write(path, &text).map_err(Error::io(path))
     }
 
-    /// The share of the loss that conversion cost which its stage's training won back: of the last
-    /// conversion that has a loss before, at and after it.
+    /// The fraction of the conversion's loss that its stage's training recovered, for the last
+    /// conversion with a loss before, at and after it.
     pub fn recovered(&self) -> Option<f64> {
         let evaluations = &self.evaluations;
         let converted = evaluations
@@ -96,7 +96,7 @@ mod tests {
         assert_eq!(summary([3.0, 2.0, 2.0, 1.5]).recovered(), None);
     }
 
-    /// A continued run reads its earlier losses from a checkpoint.
+    /// A resumed run reads its earlier losses from a checkpoint.
     #[test]
     fn every_loss_reads_back_exactly() {
         for number in 1..5000u32 {

@@ -1,10 +1,9 @@
-//! TensorBoard's event files, as far as scalars need them.
+//! TensorBoard's event files, limited to scalars.
 //!
 //! An event file is a sequence of TFRecords: u64 length, masked crc32c of the length, data, masked
 //! crc32c of the data, all little-endian. The data are `Event` messages of TensorFlow's protocol
-//! buffers (event.proto, summary.proto), few enough to be encoded by hand. A continued run opens a
-//! new file that begins with a session start, upon which TensorBoard drops what older files hold
-//! from that step on.
+//! buffers (event.proto, summary.proto), few enough to be encoded by hand. A resumed run starts a
+//! new file with a session start, which makes TensorBoard drop later steps of older files.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -33,7 +32,7 @@ const FIXED64: u64 = 1;
 const BYTES: u64 = 2;
 const FIXED32: u64 = 5;
 
-/// Writes the curves of one process's life.
+/// Writes the curves of one process.
 #[derive(Debug)]
 pub struct TensorBoard {
     path: PathBuf,
@@ -41,11 +40,11 @@ pub struct TensorBoard {
 }
 
 impl TensorBoard {
-    /// Begins a new event file in `directory`, which is created where it is missing.
-    /// `steps_kept`, over all stages, is what the run continues from, 0 at its beginning.
+    /// Starts a new event file in `directory`, which is created if it is missing. `steps_kept` is
+    /// the step, over all stages, from which the run resumes; 0 for a new run.
     ///
     /// # Errors
-    /// When the file cannot be created.
+    /// Fails if the file cannot be created.
     pub fn create(directory: &Path, steps_kept: u64) -> Result<Self, Error> {
         std::fs::create_dir_all(directory).map_err(Error::io(directory))?;
         let (path, file) = new_file(directory)?;
@@ -66,7 +65,7 @@ impl TensorBoard {
     /// Adds a point to each curve; `step` counts over all stages.
     ///
     /// # Errors
-    /// When the file cannot be written.
+    /// Fails if the file cannot be written.
     pub fn write(&mut self, step: u64, metrics: &StepMetrics) -> Result<(), Error> {
         let validation = metrics.validation;
         let scalars = [
@@ -103,7 +102,7 @@ impl TensorBoard {
     }
 }
 
-/// A file whose name sorts after those that are there: TensorBoard reads them in that order.
+/// A file whose name sorts after the existing ones, the order in which TensorBoard reads them.
 fn new_file(directory: &Path) -> Result<(PathBuf, File), Error> {
     let io = |error| Error::io(directory)(error);
     let mut newest = now().as_secs();
@@ -112,7 +111,7 @@ fn new_file(directory: &Path) -> Result<(PathBuf, File), Error> {
         let seconds = name
             .to_str()
             .and_then(|name| name.strip_prefix(PREFIX)?.split('.').next()?.parse().ok());
-        // A clock that was set back must not put the new file before the old one.
+        // A clock set back must not sort the new file before the old one.
         newest = newest.max(seconds.unwrap_or(0));
     }
     for number in 0..u32::MAX {
@@ -130,12 +129,12 @@ fn now() -> std::time::Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// The checksum of TFRecords: rotated and shifted, since data may hold checksums themselves.
+/// The checksum of TFRecords: rotated and offset, since data may contain checksums themselves.
 fn masked_crc(data: &[u8]) -> u32 {
     crc32c::crc32c(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// The beginning of an `Event`.
+/// The start of an `Event`.
 fn event(step: u64) -> Vec<u8> {
     let mut event = Vec::new();
     put_varint(&mut event, EVENT_WALL_TIME << 3 | FIXED64);
@@ -168,7 +167,7 @@ mod tests {
     use super::*;
     use crate::Validation;
 
-    /// One field of a message: number, and the value as bytes or as a number.
+    /// A field of a message: its number, and its value as bytes or an integer.
     #[derive(Debug, PartialEq)]
     enum Field<'a> {
         Number(u64, u64),

@@ -1,5 +1,5 @@
-//! Timelines of chosen steps: the spans of a step ([`moh_kernels::span`]), each with its time, in a file
-//! that Perfetto and chrome://tracing open (`docs/formats.md`).
+//! Timelines of selected steps: the timed spans of a step ([`moh_kernels::span`]), in a file that
+//! Perfetto and chrome://tracing open (`docs/formats.md`).
 
 use std::ops::RangeInclusive;
 use std::str::FromStr;
@@ -23,12 +23,12 @@ impl TraceSteps {
     /// No step.
     pub const NONE: TraceSteps = TraceSteps { ranges: Vec::new() };
 
-    /// Whether this step is one of them.
+    /// Whether a step is selected.
     pub fn contains(&self, step: u64) -> bool {
         self.ranges.iter().any(|range| range.contains(&step))
     }
 
-    /// The last of them; 0 where there is none.
+    /// The last selected step; 0 if there is none.
     pub fn last(&self) -> u64 {
         self.ranges.iter().map(|range| *range.end()).max().unwrap_or(0)
     }
@@ -43,7 +43,7 @@ impl FromStr for TraceSteps {
     }
 }
 
-/// A step or a range of them.
+/// A step or a range of steps.
 fn range(text: &str) -> Result<RangeInclusive<u64>, Error> {
     let refuse = |reason| Error::TraceSteps { text: text.to_owned(), reason };
     let number = |text: &str| {
@@ -59,7 +59,7 @@ fn range(text: &str) -> Result<RangeInclusive<u64>, Error> {
     }
 }
 
-/// A step that is being recorded, by the thread that made this.
+/// A step being recorded by the thread that created this.
 pub(crate) struct StepTrace<B: Backend> {
     step: u64,
     recorder: Arc<Recorder<B>>,
@@ -74,7 +74,7 @@ impl<B: Backend> StepTrace<B> {
         StepTrace { step, recorder, _listening }
     }
 
-    /// Writes what has been recorded into the run directory, of which every rank has a file of its own.
+    /// Writes the recorded spans into the run directory, each rank into its own file.
     pub(crate) fn write(self, run: &RunDirectory, group: &Group) -> Result<(), Error> {
         let rank = group.rank();
         let path = run.trace(self.step, (group.size() > 1).then_some(rank));
@@ -83,7 +83,7 @@ impl<B: Backend> StepTrace<B> {
     }
 }
 
-/// Times spans, at whose beginnings and ends the device has nothing left to do.
+/// Times spans; the device is synchronised at the start and the end of each.
 struct Recorder<B: Backend> {
     backend: B,
     start: Instant,
@@ -92,13 +92,13 @@ struct Recorder<B: Backend> {
 
 #[derive(Default)]
 struct Spans {
-    /// In the order in which they began.
+    /// In the order of their starts.
     all: Vec<Timed>,
-    /// Those that have not ended, the innermost last.
+    /// The open spans, innermost last.
     open: Vec<usize>,
 }
 
-/// A span and its times since the beginning of the step.
+/// A span and its times since the start of the step.
 struct Timed {
     label: Label,
     begins: Duration,
@@ -107,12 +107,12 @@ struct Timed {
 
 impl<B: Backend> Recorder<B> {
     fn now(&self) -> Duration {
-        // An error of the device is met by the next operator too, which has somebody to tell.
+        // The next operator reports a device error too, to a caller that can handle it.
         let _ = self.backend.synchronize();
         self.start.elapsed()
     }
 
-    /// Whole whenever a thread can panic.
+    /// Consistent whenever a thread can panic.
     fn locked(&self) -> MutexGuard<'_, Spans> {
         self.spans.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -135,7 +135,7 @@ impl<B: Backend> Sink for Recorder<B> {
     }
 }
 
-/// The spans that have ended in the JSON array format of trace events, one a line.
+/// The finished spans in the JSON array format of trace events, one per line.
 fn events(spans: &[Timed], rank: usize) -> String {
     let of = |span: &Timed| {
         let duration = span.ends?.saturating_sub(span.begins);

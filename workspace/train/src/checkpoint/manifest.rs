@@ -1,11 +1,11 @@
-//! What a checkpoint says about itself.
+//! The manifest of a checkpoint.
 
 use moh_model::HeadCounts;
 use moh_model::slice::Slice;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// The format that this program writes and reads.
+/// The format version that this program writes and reads.
 pub(super) const FORMAT: u32 = 3;
 
 /// The manifest of a checkpoint.
@@ -14,7 +14,7 @@ pub(super) const FORMAT: u32 = 3;
 pub struct Manifest {
     /// Version of this format.
     pub format: u32,
-    /// Where the run stands.
+    /// The state of the run.
     pub state: RunState,
     /// The model's `config.json`.
     pub config: Map<String, Value>,
@@ -22,21 +22,21 @@ pub struct Manifest {
     pub tensors: Vec<TensorEntry>,
 }
 
-/// Where a run stands: all that continuing needs beside the tensors.
+/// The state of a run: everything that resuming needs besides the tensors.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunState {
     /// Steps done, over all stages.
     pub step: u64,
-    /// The stage in which the next step is, from 0; the number of stages when all are done.
+    /// The stage of the next step, from 0; the number of stages when all are done.
     pub stage: usize,
-    /// Steps done within it.
+    /// Steps done within that stage.
     pub stage_step: u64,
     /// Tokens trained on.
     pub tokens: u64,
-    /// Number of the next sample; it runs on across stages.
+    /// Number of the next sample; it continues across stages.
     pub sample: u64,
-    /// The evaluations so far that are not those of a step.
+    /// The evaluations so far, except those of single steps.
     pub evaluations: Vec<Evaluation>,
 }
 
@@ -44,13 +44,13 @@ pub struct RunState {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Evaluation {
-    /// When.
+    /// The moment.
     pub moment: Moment,
-    /// Steps done by then, over all stages.
+    /// Steps done at that moment, over all stages.
     pub step: u64,
     /// Mean cross-entropy, in nats per token.
     pub loss: f64,
-    /// In bits over the bytes of the decoded targets; `None` without a tokenizer.
+    /// In bits per byte of the decoded targets; `None` without a tokenizer.
     pub bits_per_byte: Option<f64>,
 }
 
@@ -60,11 +60,11 @@ pub struct Evaluation {
 pub enum Moment {
     /// Before the first step.
     Loaded,
-    /// At the beginning of a stage that changes the attention, before its first step.
+    /// At the start of a stage that changes the attention, before its first step.
     Converted {
         /// The stage's name.
         stage: String,
-        /// Heads that a token computes from here on.
+        /// Active heads per token from here on.
         active_heads: HeadCounts,
     },
     /// After a stage.
@@ -74,7 +74,7 @@ pub enum Moment {
     },
 }
 
-/// What a tensor of a checkpoint is.
+/// The kind of a checkpoint's tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TensorKind {
@@ -87,11 +87,11 @@ pub enum TensorKind {
 }
 
 impl TensorKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [TensorKind; 3] =
         [TensorKind::Weight, TensorKind::FirstMoment, TensorKind::SecondMoment];
 
-    /// The file in which rank `rank` of `size` writes what it holds of such tensors.
+    /// The file of rank `rank` of `size` for its shard of these tensors.
     pub(super) fn file(self, rank: usize, size: usize) -> String {
         let name = match self {
             TensorKind::Weight => "weights",
@@ -105,43 +105,42 @@ impl TensorKind {
     }
 }
 
-/// One tensor of a checkpoint, or a part of one: of the numbers of a slice, one after the other, those
-/// of a range.
+/// One tensor of a checkpoint, or a rank's shard of one: a range of the elements of a slice.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorEntry {
     /// Its name.
     pub name: String,
-    /// What it is.
+    /// Its kind.
     pub kind: TensorKind,
     /// The file in the checkpoint's directory.
     pub file: String,
-    /// Its type as safetensors calls it.
+    /// Its dtype, as safetensors names it.
     pub dtype: String,
     /// Shape of the whole tensor.
     pub shape: Vec<usize>,
-    /// The indices of the slice in each dimension: first and end of ranges in ascending order.
+    /// The slice's indices in each dimension: start and end of ranges, in ascending order.
     pub slice: Vec<Vec<[usize; 2]>>,
-    /// First and end of the slice's numbers, counted in the order of its rows, that the file holds: in
-    /// the slice's shape where they are all of it, else as a list.
+    /// Start and end of the file's elements within the slice, in row-major order. The file stores
+    /// them in the slice's shape if they are the whole slice, and as a list otherwise.
     pub range: [usize; 2],
-    /// blake3 of the part's bytes.
+    /// blake3 of the shard's bytes.
     pub blake3: String,
 }
 
 impl TensorEntry {
-    /// The part's slice of its tensor; `None` where it makes no sense.
-    pub(super) fn part(&self) -> Option<Slice> {
+    /// The slice of the tensor; `None` if it is invalid.
+    pub(super) fn slice_of_tensor(&self) -> Option<Slice> {
         let ranges = |ranges: &Vec<[usize; 2]>| ranges.iter().map(|&[from, to]| from..to).collect();
         Slice::new(self.shape.clone(), self.slice.iter().map(ranges).collect())
     }
 
-    /// The shape in which the file holds the part; `None` where slice and range make no sense.
+    /// The stored shape; `None` if slice and range are invalid.
     pub(super) fn stored_shape(&self) -> Option<Vec<usize>> {
-        let part = self.part()?;
+        let slice = self.slice_of_tensor()?;
         match self.range {
-            [0, end] if end == part.len() => Some(part.extents()),
-            [from, to] if from <= to && to <= part.len() => Some(vec![to - from]),
+            [0, end] if end == slice.len() => Some(slice.extents()),
+            [from, to] if from <= to && to <= slice.len() => Some(vec![to - from]),
             _ => None,
         }
     }

@@ -1,4 +1,4 @@
-//! Finding the newest good checkpoint and reading its tensors.
+//! Finding the newest valid checkpoint and reading its tensors.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -14,10 +14,10 @@ use super::manifest::{FORMAT, Manifest, TensorEntry, TensorKind};
 use super::{MANIFEST, MANIFEST_HASH};
 use crate::{Error, Ranks, RunDirectory};
 
-/// A longer manifest or header is not one of ours.
+/// Maximum bytes of a manifest or header.
 const MAX_TEXT_BYTES: u64 = 100_000_000;
 
-/// A checkpoint whose hashes fit.
+/// A checkpoint whose hashes have been checked.
 #[derive(Debug)]
 pub struct StoredCheckpoint {
     directory: PathBuf,
@@ -25,7 +25,7 @@ pub struct StoredCheckpoint {
     headers: HashMap<String, Header>,
 }
 
-/// A safetensors file's header, and where the data behind it begins.
+/// A safetensors file's header, and the offset of its data.
 #[derive(Debug)]
 struct Header {
     metadata: Metadata,
@@ -33,19 +33,18 @@ struct Header {
     data_len: u64,
 }
 
-/// The newest checkpoint that is whole, the same on all ranks, which check its parts in turns. Damaged
-/// ones are renamed to `damaged-step-N` and told to `damaged`, on the first rank, with what is wrong
-/// in them.
+/// The newest valid checkpoint, the same on all ranks, which share the check of its hashes. Damaged
+/// ones are renamed to `damaged-step-N` and passed to `damaged`, with the error, on the first rank.
 ///
 /// # Errors
-/// When a directory cannot be listed or renamed, or another rank has failed.
+/// Fails if a directory cannot be listed or renamed, or if another rank has failed.
 pub fn newest<B: Backend>(
     run: &RunDirectory,
     ranks: &mut Ranks<B>,
     damaged: &mut dyn FnMut(&Path, &Error),
 ) -> Result<Option<StoredCheckpoint>, Error> {
     loop {
-        // Steps from 1, so 0 says that there is none; f64 holds them exactly.
+        // Steps count from 1, so 0 means none; f64 represents them exactly.
         let listed = || Ok(run.checkpoint_steps()?.last().copied().unwrap_or(0) as f64);
         let step = ranks.first(listed)? as u64;
         if step == 0 {
@@ -57,11 +56,11 @@ pub fn newest<B: Backend>(
         if ranks.any(opened.is_err())? {
             let aside = run.checkpoints().join(format!("damaged-step-{step}"));
             ranks.first_does(|| set_aside(run, &directory, &aside))?;
-            // The first rank tells, though another may have seen more than that.
+            // The first rank reports, even if another rank has found the damage.
             if let (true, Ok(_)) = (ranks.is_first(), &opened) {
                 opened = Err(Error::Checkpoint {
                     path: aside.join(MANIFEST),
-                    reason: "another rank found a part that is damaged".into(),
+                    reason: "another rank found a damaged file".into(),
                 });
             }
             if let (true, Err(error)) = (ranks.is_first(), opened) {
@@ -82,21 +81,21 @@ fn set_aside(run: &RunDirectory, directory: &Path, aside: &Path) -> Result<(), E
 }
 
 impl StoredCheckpoint {
-    /// Opens the run's checkpoint after `step` steps; what is read of it is checked then.
+    /// Opens the run's checkpoint after `step` steps; its tensors are checked when they are read.
     ///
     /// # Errors
-    /// When there is none, or its manifest is damaged.
+    /// Fails if there is none, or its manifest is damaged.
     pub fn of_step(run: &RunDirectory, step: u64) -> Result<Self, Error> {
         Self::open(&run.checkpoint(step), step)
     }
 
-    /// Opens the checkpoint in `directory`, whose parts are not looked at.
+    /// Opens the checkpoint in `directory` without checking its tensors.
     fn open(directory: &Path, step: u64) -> Result<Self, Error> {
         let manifest = read_manifest(directory, step)?;
         let mut headers = HashMap::new();
         for entry in &manifest.tensors {
             let path = directory.join(&entry.file);
-            // A name with a folder in it would lead elsewhere.
+            // A name with a directory in it would leave the checkpoint.
             if Path::new(&entry.file).file_name() != Some(entry.file.as_ref()) {
                 let reason = format!("{:?} is not the name of a file", entry.file);
                 return Err(Error::Checkpoint { path: directory.join(MANIFEST), reason });
@@ -108,7 +107,7 @@ impl StoredCheckpoint {
         Ok(StoredCheckpoint { directory: directory.to_owned(), manifest, headers })
     }
 
-    /// The same, when the hashes of this rank's share of its parts fit.
+    /// Checks the hashes of this rank's share of the files.
     fn checked(self, share: Shard) -> Result<Self, Error> {
         for entry in self.manifest.tensors.iter().skip(share.rank).step_by(share.size) {
             self.bytes(entry)?;
@@ -121,47 +120,47 @@ impl StoredCheckpoint {
         &self.manifest
     }
 
-    /// Reads a tensor as f32, from as many parts as it was written in.
+    /// Reads a tensor as f32, from any number of shards.
     ///
     /// # Errors
-    /// When the checkpoint does not hold all of it in this length, or cannot be read.
+    /// Fails if the checkpoint lacks elements of it, has another length, or cannot be read.
     pub fn read_f32(&self, kind: TensorKind, name: &str, out: &mut [f32]) -> Result<(), Error> {
         let path = self.directory.join(MANIFEST);
         let refuse = |reason: String| Error::Checkpoint { path: path.clone(), reason };
-        let mut placed = 0;
+        let mut found = 0;
         let named = |entry: &&TensorEntry| entry.kind == kind && entry.name == name;
         for entry in self.manifest.tensors.iter().filter(named) {
             let (dtype, bytes) = self.bytes(entry)?;
             let whole = entry.shape.iter().try_fold(1usize, |n, &extent| n.checked_mul(extent));
             if whole != Some(out.len()) {
                 return Err(refuse(format!(
-                    "{name} is of shape {:?}, expected {} numbers",
+                    "{name} has the shape {:?}, expected {} elements",
                     entry.shape,
                     out.len()
                 )));
             }
             let values = to_f32(dtype, &bytes)
                 .ok_or_else(|| refuse(format!("{name} is {dtype:?}, expected F32 or BF16")))?;
-            // `bytes` has checked the shape that the file gives; its length is another matter.
+            // `bytes` has checked the file's shape, but not its length.
             if values.len() != entry.range[1] - entry.range[0] {
                 return Err(refuse(format!("{name} ends early in {}", entry.file)));
             }
-            // `bytes` has made a shape of it.
-            if let Some(part) = entry.part() {
-                part.place(entry.range[0], &values, out);
-                placed += values.len();
+            // `bytes` has validated the slice.
+            if let Some(slice) = entry.slice_of_tensor() {
+                slice.place(entry.range[0], &values, out);
+                found += values.len();
             }
         }
-        if placed == out.len() {
+        if found == out.len() {
             return Ok(());
         }
-        Err(refuse(match placed {
-            0 => format!("holds no {name}"),
-            _ => format!("holds {placed} of the {} numbers of {name}", out.len()),
+        Err(refuse(match found {
+            0 => format!("contains no {name}"),
+            _ => format!("contains {found} of the {} elements of {name}", out.len()),
         }))
     }
 
-    /// A tensor's bytes, whose hash fits.
+    /// Reads a tensor's bytes and checks their hash.
     fn bytes(&self, entry: &TensorEntry) -> Result<(Dtype, Vec<u8>), Error> {
         let path = self.directory.join(&entry.file);
         let refuse = |reason: String| Error::Checkpoint { path: path.clone(), reason };
@@ -170,13 +169,13 @@ impl StoredCheckpoint {
             .get(&entry.file)
             .and_then(|header| header.metadata.info(&entry.name).map(|info| (header, info)));
         let Some((header, info)) = info else {
-            return Err(refuse(format!("holds no {}", entry.name)));
+            return Err(refuse(format!("contains no {}", entry.name)));
         };
         let dtype = format!("{:?}", info.dtype);
-        let part = entry.stored_shape();
-        if dtype != entry.dtype || part.as_ref() != Some(&info.shape) {
+        let shape = entry.stored_shape();
+        if dtype != entry.dtype || shape.as_ref() != Some(&info.shape) {
             return Err(refuse(format!(
-                "{} is {dtype} {:?}, and the manifest says {} {part:?}",
+                "{} is {dtype} {:?}, but the manifest says {} {shape:?}",
                 entry.name, info.shape, entry.dtype
             )));
         }
@@ -189,7 +188,7 @@ impl StoredCheckpoint {
         file.seek(SeekFrom::Start(header.start + from as u64)).map_err(Error::io(&path))?;
         file.read_exact(&mut bytes).map_err(Error::io(&path))?;
         if blake3::hash(&bytes).to_hex().as_str() != entry.blake3 {
-            return Err(refuse(format!("{} does not have its hash: it is damaged", entry.name)));
+            return Err(refuse(format!("{} does not match its hash: it is damaged", entry.name)));
         }
         Ok((info.dtype, bytes))
     }
@@ -206,7 +205,7 @@ fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, Error> {
     let hash_path = directory.join(MANIFEST_HASH);
     let hash = fs::read(&hash_path).map_err(Error::io(&hash_path))?;
     if hash != format!("{}  {MANIFEST}\n", blake3::hash(&text)).as_bytes() {
-        return Err(refuse(format!("does not have the hash in {MANIFEST_HASH}: it is damaged")));
+        return Err(refuse(format!("does not match the hash in {MANIFEST_HASH}: it is damaged")));
     }
     let manifest: Manifest = serde_json::from_slice(&text)
         .map_err(|error| refuse(format!("not a manifest: {error}")))?;
@@ -217,12 +216,12 @@ fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, Error> {
         )));
     }
     if manifest.state.step != step {
-        return Err(refuse(format!("of step {}, not {step}", manifest.state.step)));
+        return Err(refuse(format!("is of step {}, not {step}", manifest.state.step)));
     }
     Ok(manifest)
 }
 
-/// Numbers of the two types that checkpoints hold.
+/// Elements of the two types that checkpoints contain.
 fn to_f32(dtype: Dtype, bytes: &[u8]) -> Option<Vec<f32>> {
     match dtype {
         Dtype::BF16 => Some(
@@ -250,7 +249,7 @@ impl Header {
         // Below 100 MB by the check above.
         let mut header = vec![0; text as usize];
         file.read_exact(&mut header).map_err(io)?;
-        // Not `SafeTensors::read_metadata`, which wants the whole file in memory.
+        // `SafeTensors::read_metadata` would require the whole file in memory.
         let metadata = serde_json::from_slice(&header)
             .map_err(|error| refuse(format!("not a safetensors file: {error}")))?;
         let start = 8 + text;

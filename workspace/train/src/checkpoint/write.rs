@@ -1,4 +1,4 @@
-//! Writing a checkpoint: beside its place, synced, renamed.
+//! Writing a checkpoint: to a temporary name, synced, then renamed.
 
 use std::borrow::Cow;
 use std::cell::RefCell;
@@ -23,11 +23,12 @@ use crate::optimizer::OptimizerState;
 use crate::recipe::Checkpoint;
 use crate::{Error, Ranks, RunDirectory};
 
-/// Writes the checkpoint of `state`, each rank its shard in files of its own, and returns its
+/// Writes the checkpoint of `state`, each rank's shard into its own files, and returns its
 /// directory.
 ///
 /// # Errors
-/// When a file cannot be written, on any rank; nothing half-written stays under a checkpoint's name.
+/// Fails if a file cannot be written, on any rank; no partial checkpoint is left under a
+/// checkpoint's name.
 pub fn write<B: Backend, T: Element, M: Element>(
     run: &RunDirectory,
     ranks: &mut Ranks<B>,
@@ -37,16 +38,16 @@ pub fn write<B: Backend, T: Element, M: Element>(
     optimizer: &OptimizerState<B, M>,
 ) -> Result<PathBuf, Error> {
     let place = run.checkpoint(state.step);
-    // All ranks write into the directory that the first one makes and, after an error, removes.
+    // All ranks write into the directory that the first one creates and, after an error, removes.
     let folder = PendingDirectory::shared_path(&place);
     let mut pending = None;
     ranks.first_does(|| {
         pending = Some(PendingDirectory::create_shared(&place).map_err(Error::io(&folder))?);
         Ok(())
     })?;
-    let written = write_parts(&folder, ranks.group(), model, optimizer);
+    let written = write_shards(&folder, ranks.group(), model, optimizer);
     let entries = ranks.agree(written)?;
-    // A list of plain structures has no reason to fail.
+    // A list of plain structs always serialises.
     let text = serde_json::to_vec(&entries)
         .map_err(|error| Error::io(&folder)(std::io::Error::from(error)))?;
     let texts = ranks.gather(text)?;
@@ -60,8 +61,8 @@ pub fn write<B: Backend, T: Element, M: Element>(
     Ok(place)
 }
 
-/// Writes what this rank holds; returns the entries of the manifest.
-fn write_parts<B: Backend, T: Element, M: Element>(
+/// Writes this rank's shard; returns its manifest entries.
+fn write_shards<B: Backend, T: Element, M: Element>(
     folder: &Path,
     group: &Group,
     model: &Model<B, T>,
@@ -69,7 +70,7 @@ fn write_parts<B: Backend, T: Element, M: Element>(
 ) -> Result<Vec<TensorEntry>, Error> {
     let mut entries = Vec::new();
     for kind in TensorKind::ALL {
-        let file = PartFile {
+        let file = ShardFile {
             folder,
             name: kind.file(group.rank(), group.size()),
             kind,
@@ -107,20 +108,20 @@ fn manifest(
     Ok(Manifest { format: FORMAT, state: state.clone(), config, tensors })
 }
 
-/// Removes the checkpoints that `kept` does not keep, and what earlier processes left unfinished.
+/// Removes the checkpoints that `retention` does not keep, and leftovers of earlier processes.
 ///
 /// # Errors
-/// When a directory cannot be removed.
-pub fn prune(run: &RunDirectory, kept: &Checkpoint) -> Result<(), Error> {
+/// Fails if a directory cannot be removed.
+pub fn prune(run: &RunDirectory, retention: &Checkpoint) -> Result<(), Error> {
     let all = run.checkpoints();
     let steps = run.checkpoint_steps()?;
     let newest =
-        steps.len().saturating_sub(usize::try_from(kept.keep.max(1)).unwrap_or(usize::MAX));
+        steps.len().saturating_sub(usize::try_from(retention.keep.max(1)).unwrap_or(usize::MAX));
     for &step in &steps[..newest] {
-        if kept.keep_every > 0 && step.is_multiple_of(kept.keep_every) {
+        if retention.keep_every > 0 && step.is_multiple_of(retention.keep_every) {
             continue;
         }
-        // Renamed first, so that a half-removed checkpoint is never taken for a whole one.
+        // Renamed first, so that a partially removed checkpoint never looks complete.
         let doomed = all.join(format!("{TEMPORARY}removed-step-{step}"));
         fs::rename(run.checkpoint(step), &doomed).map_err(Error::io(&doomed))?;
     }
@@ -134,10 +135,10 @@ pub fn prune(run: &RunDirectory, kept: &Checkpoint) -> Result<(), Error> {
     Ok(())
 }
 
-/// Reads a part of a flat buffer from the device.
+/// Reads a range of a flat buffer from the device.
 type Read<'a> = dyn Fn(usize, Range<usize>) -> Result<Vec<f32>, Error> + 'a;
 
-/// A part of a tensor on the device, read when the writer asks for its bytes and hashed on the way.
+/// A shard of a tensor on the device, read and hashed when the writer requests its bytes.
 struct DeviceTensor<'a> {
     read: &'a Read<'a>,
     flat: usize,
@@ -165,7 +166,7 @@ impl View for DeviceTensor<'_> {
                 let hash = blake3::hash(&bytes);
                 (bytes, Ok(hash))
             }
-            // The writer cannot be stopped from here; the error is found among the hashes.
+            // The writer cannot be stopped here; the error is found among the hashes.
             Err(error) => (vec![0; self.data_len()], Err(error)),
         };
         self.hash.borrow_mut().insert(self.name.to_owned(), hash);
@@ -177,15 +178,15 @@ impl View for DeviceTensor<'_> {
     }
 }
 
-/// A file of one rank's parts of all tensors of one kind.
-struct PartFile<'a> {
+/// A file of one rank's shards of all tensors of one kind.
+struct ShardFile<'a> {
     folder: &'a Path,
     name: String,
     kind: TensorKind,
     shard: Shard,
 }
 
-impl PartFile<'_> {
+impl ShardFile<'_> {
     fn write(
         &self,
         layout: &ModelLayout,
@@ -193,19 +194,19 @@ impl PartFile<'_> {
         read: &Read<'_>,
     ) -> Result<Vec<TensorEntry>, Error> {
         let path = &self.folder.join(&self.name);
-        let parts: Vec<_> = (layout.segments())
-            // A tensor that several ranks hold is written by the one where it counts.
+        let shards: Vec<_> = (layout.segments())
+            // A tensor that several ranks replicate is written by the rank where it counts.
             .filter(|(_, segment)| segment.counted)
-            .filter_map(|(flat, segment)| self.part(layout, flat, segment, dtype))
+            .filter_map(|(flat, segment)| self.shard(layout, flat, segment, dtype))
             .collect();
         let hash = RefCell::new(HashMap::new());
-        let tensors = parts.iter().map(|(flat, range, entry)| {
+        let tensors = shards.iter().map(|(flat, range, entry)| {
             let tensor = DeviceTensor {
                 read,
                 flat: *flat,
                 range: range.clone(),
                 name: &entry.name,
-                // The range lies in the slice, which the layout has made.
+                // The range lies within the slice, as the layout ensures.
                 shape: entry.stored_shape().unwrap_or_default(),
                 dtype,
                 hash: &hash,
@@ -222,11 +223,11 @@ impl PartFile<'_> {
             }
             Ok(entry)
         };
-        parts.into_iter().map(with_hash).collect()
+        shards.into_iter().map(with_hash).collect()
     }
 
-    /// The part of a tensor that the shard holds, with its entry but for the hash.
-    fn part(
+    /// The tensor's elements in the shard, with an entry that lacks only the hash.
+    fn shard(
         &self,
         layout: &ModelLayout,
         flat: usize,
@@ -249,7 +250,7 @@ impl PartFile<'_> {
     }
 }
 
-/// First and end of each range.
+/// Start and end of each range.
 fn bounds(ranges: &[Range<usize>]) -> Vec<[usize; 2]> {
     ranges.iter().map(|range| [range.start, range.end]).collect()
 }
