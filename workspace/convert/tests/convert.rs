@@ -103,7 +103,8 @@ fn another_implementation_agrees_with_the_output() {
 fn a_gpu_is_refused_by_a_build_without() {
     let dir = workplace();
     let message = failure(dir.path(), &["--from", "source", "--device", "cuda:1"]);
-    let expected = "--device cuda:1: this build supports the CPU only: build it with --features cuda";
+    let expected =
+        "--device cuda:1: this build supports the CPU only: build it with --features cuda";
     assert_eq!(message, expected);
 }
 

@@ -120,7 +120,7 @@ pub struct Activations<B: Backend, T: Element> {
 
 /// Which of a rank's chunks a pass takes, and in which slots it is kept until its backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Turn {
+pub struct PassSlot {
     /// The chunk.
     pub chunk: usize,
     /// The slot of the micro-batch's tokens, which the passes through all chunks read.

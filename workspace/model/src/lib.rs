@@ -22,7 +22,7 @@ pub mod slice;
 mod step_sums;
 pub mod tensors;
 
-pub use activations::{Activations, PassShape, Recompute, Turn};
+pub use activations::{Activations, PassShape, PassSlot, Recompute};
 pub use config::{
     Architecture, LayerHeads, Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RouterKind,
 };

@@ -4,7 +4,7 @@
 use moh_comm::Reduce;
 use moh_kernels::{Backend, Element, span};
 
-use crate::activations::{Activations, MicroBatch, Pass, Recompute, Turn};
+use crate::activations::{Activations, MicroBatch, Pass, PassSlot, Recompute};
 use crate::layout::ModelLayout;
 use crate::llama::{RouterScale, Tokens};
 use crate::model::{LossScale, Model};
@@ -27,9 +27,12 @@ impl<B: Backend, T: Element> Model<B, T> {
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
         (0..self.parallel.part().chunks.len()).try_for_each(|chunk| {
-            self.forward_turn(activations, Turn { chunk, ..Turn::default() }, sums, &mut |_, _| {
-                Ok(())
-            })
+            self.forward_chunk(
+                activations,
+                PassSlot { chunk, ..PassSlot::default() },
+                sums,
+                &mut |_, _| Ok(()),
+            )
         })
     }
 
@@ -38,10 +41,10 @@ impl<B: Backend, T: Element> Model<B, T> {
     ///
     /// # Errors
     /// As [`Model::forward`], and of `before_use`.
-    pub fn forward_turn(
+    pub fn forward_chunk(
         &mut self,
         activations: &mut Activations<B, T>,
-        turn: Turn,
+        turn: PassSlot,
         sums: &mut StepSums<B>,
         before_use: OnBuffer<'_, B, T>,
     ) -> Result<(), Error> {
@@ -114,7 +117,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// gradients to `gradients`.
     ///
     /// # Errors
-    /// As [`Model::forward`] and [`Model::backward_turn`].
+    /// As [`Model::forward`] and [`Model::backward_chunk`].
     pub fn forward_backward<G: Element>(
         &mut self,
         activations: &mut Activations<B, T>,
@@ -124,8 +127,8 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<(), Error> {
         self.forward(activations, sums)?;
         (0..self.parallel.part().chunks.len()).rev().try_for_each(|chunk| {
-            let turn = Turn { chunk, ..Turn::default() };
-            self.backward_turn(activations, turn, gradients, scale, sums, None)
+            let turn = PassSlot { chunk, ..PassSlot::default() };
+            self.backward_chunk(activations, turn, gradients, scale, sums, None)
         })
     }
 
@@ -139,10 +142,10 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// # Errors
     /// A failing device or rank, and of `complete`; activations planned without a backward pass are
     /// refused.
-    pub fn backward_turn<G: Element>(
+    pub fn backward_chunk<G: Element>(
         &self,
         activations: &mut Activations<B, T>,
-        turn: Turn,
+        turn: PassSlot,
         gradients: &mut FlatBuffers<B, G>,
         scale: LossScale,
         sums: &mut StepSums<B>,

@@ -86,7 +86,7 @@ impl Stage {
     }
 
     /// Maximum number of passes in flight, from their forward to their backward pass.
-    pub fn under_way(&self, micro_batches: usize) -> usize {
+    pub fn in_flight(&self, micro_batches: usize) -> usize {
         let all = micro_batches.saturating_mul(self.chunks);
         self.ahead(micro_batches).saturating_add(1).min(all)
     }
@@ -252,7 +252,7 @@ mod tests {
                 let stage = stage(number, stages, chunks);
                 let passes = stage.passes(micro_batches);
                 assert_eq!(passes.len(), 2 * chunks * micro_batches);
-                assert_eq!(slots(&passes), stage.under_way(micro_batches));
+                assert_eq!(slots(&passes), stage.in_flight(micro_batches));
                 for (at, pass) in passes.iter().enumerate() {
                     assert_eq!(passes.iter().filter(|other| *other == pass).count(), 1);
                     let forward = Pass { forward: true, ..*pass };

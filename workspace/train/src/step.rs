@@ -10,7 +10,7 @@ use moh_kernels::adamw::AdamW;
 use moh_kernels::ranks::share;
 use moh_kernels::{Backend, Element, ElementType, span};
 use moh_model::parameters::FlatBuffers;
-use moh_model::{Activations, LossScale, Model, PassShape, Recompute, StepSums, Turn};
+use moh_model::{Activations, LossScale, Model, PassShape, PassSlot, Recompute, StepSums};
 
 use crate::Error;
 use crate::data_parallel::DataParallel;
@@ -250,7 +250,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         self.gradients.mark_stale();
         for at in 0..self.passes.len() {
             let pass = self.passes[at];
-            let turn = Turn { chunk: pass.chunk, micro_batch: pass.tokens, slot: pass.slot };
+            let turn = PassSlot { chunk: pass.chunk, micro_batch: pass.tokens, slot: pass.slot };
             let number = (self.own.start + pass.micro_batch) as u64;
             if pass.forward {
                 if pass.chunk == 0 && self.activations.read_tokens() {
@@ -262,7 +262,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                 let mut wait = |weights: &mut FlatBuffers<B, T>, flat| {
                     data_parallel.wait_for_weights(weights, flat)
                 };
-                model.forward_turn(&mut self.activations, turn, &mut self.sums, &mut wait)?;
+                model.forward_chunk(&mut self.activations, turn, &mut self.sums, &mut wait)?;
             } else {
                 let _backward = span::enter_numbered("backward", number);
                 let last = pass.micro_batch + 1 == self.own.len();
@@ -270,7 +270,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                 let mut complete = |gradients: &mut FlatBuffers<B, G>, flat| {
                     data_parallel.start_gradients(gradients, flat)
                 };
-                model.backward_turn(
+                model.backward_chunk(
                     &mut self.activations,
                     turn,
                     &mut self.gradients,

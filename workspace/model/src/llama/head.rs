@@ -3,7 +3,7 @@
 use moh_kernels::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadRanks};
 use moh_kernels::{Backend, Element, span};
 
-use crate::activations::{Activations, Head, Shared, Turn};
+use crate::activations::{Activations, Head, PassSlot, Shared};
 use crate::model::{LossScale, Model};
 use crate::parameters::FlatBuffers;
 use crate::{Error, StepSums};
@@ -54,7 +54,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     pub(crate) fn head_backward<G: Element>(
         &self,
         activations: &mut Activations<B, T>,
-        turn: Turn,
+        turn: PassSlot,
         gradients: &mut FlatBuffers<B, G>,
         scale: LossScale,
         sums: &mut StepSums<B>,

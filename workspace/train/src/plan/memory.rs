@@ -46,7 +46,7 @@ pub struct RankMemory {
     /// The rank's place in its pipeline, from 0.
     pub pipeline_rank: usize,
     /// Passes, each of one micro-batch through one part, whose activations it holds.
-    pub under_way: u64,
+    pub in_flight: u64,
     /// Weights and optimiser.
     pub state: StateBytes,
     /// What depends on the micro-batch.
@@ -91,7 +91,7 @@ impl RankMemory {
     pub(super) fn new(work: &Work, rank: usize) -> RankMemory {
         RankMemory {
             pipeline_rank: rank,
-            under_way: work.under_way(rank),
+            in_flight: work.in_flight(rank),
             state: state(work, rank),
             activations: activations(work, rank),
         }
@@ -126,7 +126,7 @@ fn activations(work: &Work, rank: usize) -> ActivationBytes {
     // A place has room for the largest part.
     let largest = |recompute| work.parts(rank).map(|part| per_token.kept(part, recompute)).max();
     let kept = |recompute| largest(recompute).unwrap_or(0);
-    let under_way = u128::from(work.under_way(rank));
+    let in_flight = u128::from(work.in_flight(rank));
     let has_head = work.parts(rank).any(|part| part.last);
     // Tokens where the embedding is, targets where the head is, document starts with a document mask; no
     // more micro-batches than passes are in flight.
@@ -137,7 +137,7 @@ fn activations(work: &Work, rank: usize) -> ActivationBytes {
     let shared = per_token.wide + if has_head { per_token.final_norm } else { 0 };
     let evaluation = kept(Recompute::Block) + ids + shared;
     ActivationBytes {
-        kept: of(under_way.saturating_mul(kept(recompute) + ids).saturating_add(shared)),
+        kept: of(in_flight.saturating_mul(kept(recompute) + ids).saturating_add(shared)),
         block_gradients: of(per_token.gradients),
         gathered: if work.layout.tensor > 1 { of(per_token.gathered) } else { 0 },
         logits,

@@ -151,7 +151,7 @@ fn tensor_ranks_keep_a_share_of_activations_and_one_gathered_buffer() {
 fn the_first_stage_of_a_pipeline_holds_most() {
     // 32 blocks and a head of three: 5 on the first stages, and 8 micro-batches under way there.
     let memory = on_ranks(&[], 8)[1];
-    assert_eq!((memory.pipeline_rank, memory.under_way), (0, 8));
+    assert_eq!((memory.pipeline_rank, memory.in_flight), (0, 8));
     assert_eq!(memory.activations.logits, 0);
     assert_eq!(memory.state.weights, 2 * (5 * (218_103_808 + 8192) + 659_030_016));
     // Stream after the last block: 6; 16 routed heads have 13 bytes each and 8 for all.

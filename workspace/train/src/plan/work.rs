@@ -111,7 +111,7 @@ impl<'a> Work<'a> {
 
     /// Passes, each of one micro-batch through one part, whose activations rank `rank` of the pipeline
     /// holds at a time at the most.
-    pub fn under_way(&self, rank: usize) -> u64 {
+    pub fn in_flight(&self, rank: usize) -> u64 {
         let Layout { pipeline, virtual_stages, .. } = self.layout;
         let stage = pipeline_schedule::Stage {
             number: rank,
@@ -119,7 +119,7 @@ impl<'a> Work<'a> {
             chunks: virtual_stages.max(1),
         };
         let micro_batches = usize::try_from(self.own_micro_batches()).unwrap_or(usize::MAX);
-        stage.under_way(micro_batches) as u64
+        stage.in_flight(micro_batches) as u64
     }
 
     /// Sizes of the tensors on one rank.
@@ -241,17 +241,17 @@ mod tests {
     #[test]
     fn a_stage_goes_ahead_by_those_after_it() {
         let (recipe, model) = llama3_8b(&[]);
-        let under_way = |data, virtual_stages| {
+        let in_flight = |data, virtual_stages| {
             let layout = Layout { tensor: 1, data, pipeline: 8, virtual_stages };
             let work = Work::new(&recipe, &recipe.stages[1], &model, layout).unwrap();
-            (0..8).map(|rank| work.under_way(rank)).collect::<Vec<_>>()
+            (0..8).map(|rank| work.in_flight(rank)).collect::<Vec<_>>()
         };
         // 2048 micro-batches in a step.
-        assert_eq!(under_way(8, 1), [8, 7, 6, 5, 4, 3, 2, 1]);
-        assert_eq!(under_way(512, 1), [4, 4, 4, 4, 4, 3, 2, 1]);
+        assert_eq!(in_flight(8, 1), [8, 7, 6, 5, 4, 3, 2, 1]);
+        assert_eq!(in_flight(512, 1), [4, 4, 4, 4, 4, 3, 2, 1]);
         // 2 x 7 + (4 - 1) x 8 ahead on the first rank, 24 on the last.
-        assert_eq!(under_way(8, 4), [39, 37, 35, 33, 31, 29, 27, 25]);
+        assert_eq!(in_flight(8, 4), [39, 37, 35, 33, 31, 29, 27, 25]);
         // Turns of 4 micro-batches, no more than there are.
-        assert_eq!(under_way(512, 4), [16, 16, 16, 16, 16, 16, 15, 13]);
+        assert_eq!(in_flight(512, 4), [16, 16, 16, 16, 16, 16, 15, 13]);
     }
 }
