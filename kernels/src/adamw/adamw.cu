@@ -3,7 +3,7 @@
 
 namespace adamw {
 
-// Some of the numbers whose squares are summed, and which blocks sum them.
+// A segment's elements whose squares are summed, and the blocks that sum them.
 struct Segment {
     const void* x;
     uint64_t count;
@@ -14,9 +14,9 @@ static_assert(sizeof(Segment) == 24 && offsetof(Segment, x) == 0 && offsetof(Seg
               offsetof(Segment, first_block) == 16 && offsetof(Segment, blocks) == 20,
               "as in adamw/cuda.rs");
 
-// A table of segments, which lies with the kernel's parameters: it takes no memory and no copy.
+// A table of segments in the kernel's parameters: it needs no memory and no copy.
 struct SquaredNorms {
-    // One sum for each block.
+    // One sum per block.
     double* partial;
     uint64_t count;
     Segment segments[128];
@@ -39,7 +39,7 @@ struct Update {
     const double* squared_norm;
     const void* gradients;
     void* weights;
-    // What the weights' rounding left; null where they are updated as they are.
+    // The remainders of the weights' rounding; null for weights without them.
     int16_t* remainder;
     void* first_moment;
     void* second_moment;
@@ -65,7 +65,7 @@ static_assert(sizeof(Update) == 96 && offsetof(Update, squared_norm) == 0 &&
               offsetof(Update, eps) == 92,
               "as in adamw/cuda.rs");
 
-// The segment that has a block: the last one that begins with it or before it.
+// The segment of a block: the last one that starts at or before it.
 __device__ __forceinline__ const Segment& segment_of(const SquaredNorms& p, uint32_t block) {
     uint64_t at = 0, end = p.count;
     while (end - at > 1) {
@@ -85,8 +85,8 @@ __device__ __forceinline__ double square(G number) {
     return wide * wide;
 }
 
-// The numbers of a segment by the threads of its blocks, 16 bytes at a time; those before the first
-// boundary of 16 bytes and after the last one by its first threads.
+// The segment's elements, divided among the threads of its blocks, 16 bytes at a time. Its first
+// threads take the elements outside whole aligned groups of 16 bytes.
 template <class G>
 __device__ void squared_norms(const SquaredNorms& p) {
     constexpr int N = WIDE<G>;
@@ -131,7 +131,7 @@ __device__ __forceinline__ void sum(const Sum& p) {
     }
 }
 
-// The number of a weight and its remainder, and what it leaves of them (remainder.rs).
+// The f32 value of a weight and its remainder, and its split into both (remainder.rs).
 __device__ __forceinline__ float join(bf16 weight, int16_t remainder) {
     return __uint_as_float((uint32_t(__bfloat16_as_ushort(weight)) << 16) +
                            uint32_t(int32_t(remainder)));
@@ -141,11 +141,11 @@ __device__ __forceinline__ int16_t remainder_of(float exact, bf16 weight) {
         int32_t(__float_as_uint(exact) - (uint32_t(__bfloat16_as_ushort(weight)) << 16));
     return int16_t(left < -0x8000 ? -0x8000 : left > 0x7fff ? 0x7fff : left);
 }
-// The host gives remainders to bf16 weights alone.
+// The host passes remainders for bf16 weights only.
 __device__ __forceinline__ float join(float weight, int16_t) { return weight; }
 __device__ __forceinline__ int16_t remainder_of(float, float) { return 0; }
 
-// Updates the numbers from `start` on, N at a time.
+// Updates N elements at a time from `start` on.
 template <class T, class G, class M, int N>
 __device__ void update_from(const Update& p, float clip, uint64_t start) {
     const Pack<G, N>* gradients = packs<N>(static_cast<const G*>(p.gradients) + start);

@@ -11,17 +11,17 @@ use crate::math::sum_of_squares;
 use crate::scalar::Element;
 use crate::simd::vectorized;
 
-/// Elements that one task updates or sums.
+/// Elements per task.
 const CHUNK: usize = 16 * 1024;
 
-/// The constants of a step and its clipping.
+/// The constants of a step and the clip factor.
 struct Rule {
     constants: Constants,
     clip: f32,
 }
 
 impl Rule {
-    /// The updated parameter; `m` and `v` are updated in place.
+    /// Returns the updated parameter; updates `m` and `v` in place.
     #[inline(always)]
     fn update(&self, parameter: f32, gradient: f32, m: &mut f32, v: &mut f32) -> f32 {
         let Constants { keep, rate, root_correction, beta1, beta2, share1, share2, eps } =
@@ -34,7 +34,7 @@ impl Rule {
     }
 }
 
-/// Where a task's numbers are that are updated.
+/// Access to the f32 parameters of a task.
 trait Parameters {
     fn len(&self) -> usize;
     fn get(&self, i: usize) -> f32;
@@ -56,7 +56,7 @@ impl<W: Element> Parameters for &mut [W] {
     }
 }
 
-/// f32 numbers, each a weight and its remainder.
+/// f32 parameters, each stored as a weight and its remainder.
 struct Joined<'a> {
     weights: &'a mut [bf16],
     remainders: &'a mut [i16],
@@ -117,7 +117,7 @@ impl Optimizer for Cpu {
                     .for_each(|(g, m, v, weights)| vectorized!(update(&rule, g, m, v, weights)));
             }
             Some(remainder) => {
-                // `check` has seen that these are bf16.
+                // `check` has ensured that these are bf16.
                 let weights = bytemuck::cast_slice_mut::<T, bf16>(weights);
                 let exact = (weights.par_chunks_mut(CHUNK), remainder.par_chunks_mut(CHUNK));
                 (state.0, state.1, state.2, exact.0, exact.1).into_par_iter().for_each(
@@ -141,7 +141,7 @@ fn update<G: Element, M: Element>(
 ) {
     let len = gradients.len();
     let (first, second) = (&mut first_moment[..len], &mut second_moment[..len]);
-    assert!(parameters.len() >= len, "a task's slices are of one length");
+    assert!(parameters.len() >= len, "a task's slices have equal lengths");
     for i in 0..len {
         let (mut m, mut v) = (first[i].to_f32(), second[i].to_f32());
         let gradient = gradients[i].to_f32();

@@ -1,7 +1,7 @@
 //! AdamW and the squared norm on a GPU.
 //!
-//! The norm of many segments takes one launch for [`SEGMENTS`] of them, whose table is the kernel's
-//! parameter, and one sum.
+//! The norm takes one launch per [`SEGMENTS`] segments, with their table in the kernel's
+//! parameters, and one final sum.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -10,9 +10,9 @@ use crate::cuda::{Cuda, CudaView, CudaViewMut, MOST_BLOCKS, THREADS, blocks, mir
 use crate::error::{Result, check_len};
 use crate::scalar::Element;
 
-/// Segments of a launch: a kernel takes 4 KiB of parameters.
+/// Segments per launch: a kernel takes 4 KiB of parameters.
 const SEGMENTS: usize = 128;
-/// The fewest numbers that a block is launched for: 8 of each thread.
+/// Minimum elements per block: 8 per thread.
 const LEAST_OF_BLOCK: usize = 8 * THREADS;
 
 /// `Segment` of adamw.cu.
@@ -75,14 +75,13 @@ mirrored!(
     keep 0, rate 4, root_correction 8, beta1 12, beta2 16, share1 20, share2 24, eps 28,
 );
 
-/// The most scratch that the norm of so many segments needs: every segment has a last block that
-/// may be nearly empty.
+/// Maximum scratch for the norm of this many segments: the last block of each may be nearly empty.
 pub(crate) fn scratch_bytes(segments: usize) -> usize {
     (MOST_BLOCKS + segments) * size_of::<f64>()
 }
 
-/// The table of up to [`SEGMENTS`] segments, a block for every `of_block` numbers of each, and the
-/// blocks of all.
+/// The table of up to [`SEGMENTS`] segments, with one block per `of_block` elements of each, and
+/// the total number of blocks.
 fn table<G: Element>(xs: &[CudaView<'_, G>], of_block: usize) -> ([Segment; SEGMENTS], usize) {
     let mut segments = [Segment::zeroed(); SEGMENTS];
     let mut first = 0;
@@ -99,7 +98,7 @@ fn table<G: Element>(xs: &[CudaView<'_, G>], of_block: usize) -> ([Segment; SEGM
     (segments, first)
 }
 
-/// `out[0] += scale * sum(x)`, `x` being `count` f64 in scratch memory.
+/// `out[0] += scale * sum(x)`, where `x` is `count` f64 in scratch memory.
 pub(crate) fn sum(
     cuda: &Cuda,
     x: u64,

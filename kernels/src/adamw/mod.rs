@@ -7,7 +7,7 @@
 //! p <- p - lr / (1 - beta1^s) * m / (sqrt(v) / sqrt(1 - beta2^s) + eps)
 //! ```
 //!
-//! Weights that the model has in bf16 are updated as f32 numbers, each a weight and its [`remainder`].
+//! Parameters of a bf16 model are updated in f32, each stored as a weight and its [`remainder`].
 
 mod cpu;
 #[cfg(gpu)]
@@ -33,24 +33,24 @@ pub struct AdamW {
     pub eps: f64,
     /// Decoupled weight decay; 0 for norms.
     pub weight_decay: f64,
-    /// Global gradient norm above which gradients are scaled down to it.
+    /// Maximum global gradient norm; larger gradients are scaled down to it.
     pub clip_norm: f64,
     /// Number of this step, from 1, for the bias corrections.
     pub step: u64,
 }
 
-/// Arguments of [`Optimizer::adamw`]: ranges of flat buffers, all of one length.
+/// Arguments of [`Optimizer::adamw`]: ranges of flat buffers, all of the same length.
 pub struct AdamWUpdate<'a, M: Memory, T: Element, G: Element, S: Element> {
     /// The step's constants.
     pub step: &'a AdamW,
-    /// Square of the global gradient norm, by which gradients are clipped; `[1]`.
+    /// Square of the global gradient norm, for clipping; `[1]`.
     pub squared_norm: View<'a, M, f64>,
     /// Gradients.
     pub gradients: View<'a, M, G>,
     /// Weights, updated in place.
     pub weights: ViewMut<'a, M, T>,
-    /// What the rounding of bf16 weights left ([`remainder`]), updated in place; with it f32 numbers
-    /// are updated, without it what `weights` has.
+    /// The remainders of bf16 weights ([`remainder`]), updated in place. With them the update is in
+    /// f32; without them `weights` is updated as stored.
     pub remainder: Option<ViewMut<'a, M, i16>>,
     /// First moments, updated in place.
     pub first_moment: ViewMut<'a, M, S>,
@@ -60,7 +60,7 @@ pub struct AdamWUpdate<'a, M: Memory, T: Element, G: Element, S: Element> {
 
 /// The optimiser as operators of a device.
 pub trait Optimizer: Memory {
-    /// `out[0] += sum(x^2)` over all of `xs`, which may be of any length and begin anywhere.
+    /// `out[0] += sum(x^2)` over all of `xs`, of any length and alignment.
     fn squared_norms<G: Element>(
         &self,
         xs: &[View<'_, Self, G>],
@@ -74,12 +74,12 @@ pub trait Optimizer: Memory {
     ) -> Result<()>;
 }
 
-/// The factor that clipping puts on every gradient, from the squared global norm.
+/// The factor by which clipping scales every gradient, from the squared global norm.
 pub fn clip_factor(clip_norm: f64, squared_norm: f64) -> f64 {
     (clip_norm / (squared_norm.sqrt() + 1e-6)).min(1.0)
 }
 
-/// The constants as the inner loop uses them (adamw.cu has the same fields).
+/// The constants in the form of the inner loop (adamw.cu has the same fields).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 struct Constants {
@@ -88,7 +88,8 @@ struct Constants {
     root_correction: f32,
     beta1: f32,
     beta2: f32,
-    /// 1 - beta, subtracted in f64: beta2's rounding to f32 is large beside the difference.
+    /// 1 - beta, subtracted in f64: beta2's rounding to f32 would be large relative to the
+    /// difference.
     share1: f32,
     share2: f32,
     eps: f32,
@@ -110,7 +111,7 @@ impl Constants {
     }
 }
 
-/// Checks the lengths of an update of `len` parameters of `T`.
+/// Checks the lengths of an update of `len` parameters of type `T`.
 fn check<T: Element>(
     len: usize,
     squared_norm: usize,
@@ -124,7 +125,7 @@ fn check<T: Element>(
     check_len("adamw", "second_moment", moments[1], len)?;
     let Some(remainder) = remainder else { return Ok(()) };
     ensure("adamw", T::DTYPE == DType::BF16, || {
-        format!("weights of {:?} have no remainder, only those of BF16 have", T::DTYPE)
+        format!("weights of {:?} have no remainder, only BF16 weights do", T::DTYPE)
     })?;
     check_len("adamw", "remainder", remainder, len)
 }

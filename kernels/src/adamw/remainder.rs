@@ -1,6 +1,5 @@
-//! An f32 weight as the bf16 number that the model computes with and what its rounding left: 16
-//! bits more make the exact number of it, where an f32 copy beside it would take 32 (Megatron-LM's
-//! `store_param_remainders`).
+//! An f32 parameter stored as the bf16 weight of the model and a 16-bit remainder, which together
+//! are exact. A separate f32 copy would take 32 bits (Megatron-LM's `store_param_remainders`).
 //!
 //! ```text
 //! bits(exact) = bits(weight) * 2^16 + remainder
@@ -10,21 +9,21 @@ use half::bf16;
 
 use crate::scalar::Element;
 
-/// The number of a bf16 weight and its remainder.
+/// The f32 value of a bf16 weight and its remainder.
 #[inline(always)]
 pub fn join(weight: bf16, remainder: i16) -> f32 {
     let bits = u32::from(weight.to_bits()) << 16;
     f32::from_bits(bits.wrapping_add_signed(i32::from(remainder)))
 }
 
-/// The nearest bf16 number, ties to even, and the remainder, whose [`join`] is `exact`. One number in
-/// 2^17 is a tie that was rounded down, 2^15 away where a remainder reaches 2^15 - 1: it comes back
-/// less in magnitude by the last of its 24 bits, which is what any f32 operation may lose.
+/// The nearest bf16 value, ties to even, and the remainder, so that [`join`] gives `exact`. One
+/// value in 2^17 is a tie that rounds down by 2^15, while a remainder is at most 2^15 - 1: its
+/// magnitude decreases by one unit in the last of 24 bits, as any f32 operation may round.
 #[inline(always)]
 pub fn split(exact: f32) -> (bf16, i16) {
     let weight = <bf16 as Element>::from_f32(exact);
     let left = exact.to_bits().wrapping_sub(u32::from(weight.to_bits()) << 16).cast_signed();
-    // More than the tie's is left of a NaN alone, which stays one.
+    // Only a NaN's remainder can exceed a tie's, and it stays a NaN.
     (weight, left.clamp(i32::from(i16::MIN), i32::from(i16::MAX)) as i16)
 }
 
@@ -32,7 +31,7 @@ pub fn split(exact: f32) -> (bf16, i16) {
 mod tests {
     use super::*;
 
-    /// Numbers around every rounding of some bf16 number.
+    /// Values around every rounding boundary of some bf16 values.
     fn numbers() -> impl Iterator<Item = f32> {
         let lows = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
         (0..=u32::from(u16::MAX))
@@ -56,7 +55,7 @@ mod tests {
 
     #[test]
     fn what_came_back_splits_into_the_same() {
-        // Else a run would not continue from a checkpoint with the same bits.
+        // Otherwise a resumed run would differ from an uninterrupted one.
         for exact in numbers().filter(|exact| !exact.is_nan()) {
             let (weight, remainder) = split(exact);
             let (weight_again, remainder_again) = split(join(weight, remainder));

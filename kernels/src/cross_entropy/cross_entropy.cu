@@ -1,5 +1,5 @@
-// The loss of a chunk of tokens from their logits, a block for each token; with a scale, logits
-// become their gradients.
+// The loss of a chunk of tokens from their logits, one block per token; with a scale, logits are
+// replaced by their gradients.
 #include "../cuda/operators.cuh"
 
 namespace cross_entropy {
@@ -9,9 +9,9 @@ constexpr uint32_t IGNORED = 0xffffffffu;
 struct Losses {
     void* logits;
     const uint32_t* targets;
-    // One for each token.
+    // One per token.
     double* losses;
-    // Rows of the head that are held here: its columns of logits.
+    // Local rows of the head: columns of the local logits.
     uint64_t vocab_size;
     float scale;
     uint32_t with_gradients;
@@ -22,7 +22,7 @@ static_assert(sizeof(Losses) == 40 && offsetof(Losses, logits) == 0 &&
               offsetof(Losses, with_gradients) == 36,
               "as in cross_entropy/cuda.rs");
 
-// Of a head whose rows are divided among ranks.
+// For a head whose rows are sharded across ranks.
 struct VocabParallel {
     Losses losses;
     // [tokens, ranks + 1]: logarithms of the ranks' sums of exponentials, and the target's logit.
@@ -38,7 +38,8 @@ static_assert(sizeof(VocabParallel) == 72 && offsetof(VocabParallel, losses) == 
               offsetof(VocabParallel, ranks) == 68,
               "as in cross_entropy/cuda.rs");
 
-// Of some logits: the largest, and the sum of their exponentials less it. Of none: -inf and 0.
+// The maximum of some logits, and the sum of their exponentials relative to it; -inf and 0 for
+// none.
 struct Exponentials {
     float largest = -INFINITY;
     float sum = 0.0f;
@@ -54,20 +55,20 @@ struct Exponentials {
             sum *= expf(largest - most);
             largest = most;
         }
-        // The largest may be -inf too. A NaN gets into the sum.
+        // The maximum may be -inf as well. A NaN propagates into the sum.
 #pragma unroll
         for (int j = 0; j < N; j++) {
             sum += logits[j] == -INFINITY ? 0.0f : expf(logits[j] - largest);
         }
     }
 
-    // The sum less another number, at least as large as the largest.
+    // The sum relative to another reference, at least the maximum.
     __device__ __forceinline__ float less(float reference) const {
         return sum == 0.0f ? 0.0f : sum * expf(largest - reference);
     }
 };
 
-// Of a row's logits but the one at `except`, for all threads of the block.
+// Over a row's logits except the one at `except`, for all threads of the block.
 template <class T, int N>
 __device__ Exponentials exponentials_of(const T* row, uint64_t count, uint64_t except) {
     Exponentials own;
@@ -92,8 +93,8 @@ __device__ Exponentials exponentials(const T* row, uint64_t count, uint64_t exce
     return exponentials_of<T, 1>(row, count, except);
 }
 
-// Replaces a row's logits by their gradients: the exponential less `reference`, times `factor`, and
-// `scale` less of the target's.
+// Replaces a row's logits by their gradients: the exponential relative to `reference`, times
+// `factor`, minus `scale` for the target.
 template <class T, int N>
 __device__ void differentiate_by(T* row, uint64_t count, uint64_t target, float reference,
                                  float factor, float scale) {
@@ -129,7 +130,7 @@ template <class T>
 __device__ void losses(const Losses& p) {
     T* row = static_cast<T*>(p.logits) + blockIdx.x * p.vocab_size;
     const uint32_t target = p.targets[blockIdx.x];
-    // A target without a row has no loss: the host checks targets before they get here.
+    // A target outside the rows has no loss: the host checks targets before the launch.
     if (target >= p.vocab_size) {
         clear_row(row, p.vocab_size);
         if (threadIdx.x == 0) {
@@ -137,12 +138,12 @@ __device__ void losses(const Losses& p) {
         }
         return;
     }
-    // Before the block meets in the sums: after them the row is written.
+    // Before the barriers of the sums: after them the row is overwritten.
     const float chosen = to_float(row[target]);
     const Exponentials others = exponentials(row, p.vocab_size, target);
     const float largest = fmaxf(others.largest, chosen);
-    // The target's term joins the sum in f64: where it is the largest it is 1, and the loss is the
-    // logarithm of 1 and the little that the others add.
+    // The target's term is added in f64: if it is the maximum, the loss is the logarithm of 1 plus
+    // the small sum of the others.
     const double total = double(others.less(largest)) + double(expf(chosen - largest));
     if (threadIdx.x == 0) {
         p.losses[blockIdx.x] = double(largest) - double(chosen) + log(total);
@@ -154,8 +155,8 @@ __device__ void losses(const Losses& p) {
     differentiate(row, p.vocab_size, target, largest, factor, p.scale);
 }
 
-// Writes what the ranks add up: the logarithm of the rank's own sum into its column and the
-// target's logit, where it is held here, into the last. The table holds zeros.
+// Writes the values that the ranks sum: the logarithm of the rank's own sum into its column, and
+// the target's logit, if it is local, into the last. The table is zero elsewhere.
 template <class T>
 __device__ void vocab_parallel_sums(const VocabParallel& p) {
     const uint64_t count = p.losses.vocab_size;
@@ -164,7 +165,7 @@ __device__ void vocab_parallel_sums(const VocabParallel& p) {
     if (id >= p.vocab_size) {
         return;
     }
-    // An id before the rows wraps around to one beyond them.
+    // An id before the rows wraps around to an index beyond them.
     const uint64_t target = uint64_t(id) - p.first_row;
     const Exponentials others = exponentials(row, count, target);
     const float chosen = target < count ? to_float(row[target]) : -INFINITY;
@@ -180,7 +181,8 @@ __device__ void vocab_parallel_sums(const VocabParallel& p) {
     }
 }
 
-// The token's loss from all ranks' sums, on rank 0; with a scale, logits become their gradients.
+// The token's loss from all ranks' sums, on rank 0; with a scale, logits are replaced by their
+// gradients.
 template <class T>
 __device__ void vocab_parallel_losses(const VocabParallel& p) {
     const uint64_t count = p.losses.vocab_size;
@@ -209,7 +211,7 @@ __device__ void vocab_parallel_losses(const VocabParallel& p) {
         return;
     }
     const uint64_t target = uint64_t(id) - p.first_row;
-    // What f32 rounds away of the logarithm goes into the factor.
+    // The f32 rounding error of the logarithm goes into the factor.
     const float reference = float(log_sum);
     const float factor = float(double(p.losses.scale) * exp(double(reference) - log_sum));
     differentiate(row, count, target, reference, factor, p.losses.scale);

@@ -1,4 +1,5 @@
-//! The fused cross-entropy on a GPU. Logits are of the type of x, in chunks of the scratch buffer.
+//! The fused cross-entropy on a GPU. Logits have the type of x, and are computed in chunks of the
+//! scratch buffer.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -6,7 +7,7 @@ use super::{
     CrossEntropy, CrossEntropyArgs, GPU_CHUNK, HeadRanks, HeadShape, Lens, check, check_ranks,
 };
 use crate::adamw;
-use crate::cuda::{Cuda, Gemm, Operand, mirrored, name};
+use crate::cuda::{Cuda, Matmul, Operand, mirrored, name};
 use crate::error::Result;
 use crate::linear::Accumulation;
 use crate::memory::Memory;
@@ -40,7 +41,7 @@ struct VocabParallel {
 
 mirrored!(VocabParallel, 72, losses 0, sums 40, first_row 48, vocab_size 56, rank 64, ranks 68);
 
-/// Tokens of a chunk of logits of `bytes` bytes each.
+/// Tokens per chunk, for logits of `bytes` bytes each.
 fn chunk_rows(shape: &HeadShape, bytes: usize) -> usize {
     GPU_CHUNK.min(shape.tokens.max(1)) * size_of::<f32>() / bytes
 }
@@ -54,7 +55,7 @@ pub(crate) fn scratch(shape: &HeadShape) -> usize {
     GPU_CHUNK.min(shape.tokens.max(1)) * shape.vocab_size
 }
 
-/// Bytes of the tokens' losses, which do not lie in the caller's scratch.
+/// Bytes of the tokens' losses, which are not in the caller's scratch.
 pub(crate) fn own_scratch_bytes(tokens: usize) -> usize {
     tokens * size_of::<f64>()
 }
@@ -93,7 +94,12 @@ impl CrossEntropy for Cuda {
             let logits = Operand::new(scratch.address, T::DTYPE, rows, vocab_size);
             let x = Operand::new(part(x.address), T::DTYPE, rows, width);
             let weight = Operand::new(weight.address, T::DTYPE, vocab_size, width);
-            self.gemm(&Gemm { out: logits, left: x, right: weight.transposed(), addend: None })?;
+            self.matmul(&Matmul {
+                out: logits,
+                left: x,
+                right: weight.transposed(),
+                addend: None,
+            })?;
             let parameters = Losses {
                 logits: scratch.address,
                 targets: targets.address + (first * size_of::<u32>()) as u64,
@@ -110,12 +116,12 @@ impl CrossEntropy for Cuda {
             }
             if let Some(gradients) = &mut gradients {
                 let d_x = Operand::new(part(gradients.d_x.address), T::DTYPE, rows, width);
-                self.gemm(&Gemm { out: d_x, left: logits, right: weight, addend: None })?;
+                self.matmul(&Matmul { out: d_x, left: logits, right: weight, addend: None })?;
                 let address = gradients.d_weight.address;
                 let out = Operand::new(address, G::DTYPE, vocab_size, width);
                 let left = logits.transposed();
                 let adds = gradients.accumulation == Accumulation::Add;
-                self.gemm(&Gemm { out, left, right: x, addend: adds.then_some(address) })?;
+                self.matmul(&Matmul { out, left, right: x, addend: adds.then_some(address) })?;
                 gradients.accumulation = Accumulation::Add;
             }
         }
@@ -123,7 +129,7 @@ impl CrossEntropy for Cuda {
     }
 }
 
-/// The losses of a chunk whose vocabulary is divided among ranks.
+/// The losses of a chunk with a vocabulary sharded across ranks.
 fn vocab_parallel_losses<T: Element>(
     cuda: &Cuda,
     tokens: usize,

@@ -1,14 +1,14 @@
 //! Cross-entropy fused with the output projection: logits exist for one chunk of tokens at a time,
-//! whatever the vocabulary, and their gradient is formed where they lay.
+//! for any vocabulary, and are replaced by their gradients in place.
 //!
-//! With p = softmax(x W^T): loss = -log `p[target]`, d_logits = scale (p - onehot(target)),
-//! d_x = d_logits W, d_W = d_logits^T x, added to what is there or not: from the second
-//! chunk on it is. With x and W in bf16, a device may round d_logits to bf16
-//! before it multiplies by them; sums stay f32.
+//! With p = softmax(x W^T): loss = -log `p[target]`, d_logits = scale (p - onehot(target)), d_x =
+//! d_logits W, and d_W = d_logits^T x, overwritten or accumulated; from the second chunk on it is
+//! accumulated. With x and W in bf16, a device may round d_logits to bf16 before the matmuls; sums
+//! stay in f32.
 //!
-//! Ranks that hold some of the head's rows each exchange, for every chunk, the logarithms of their own
-//! sums of exponentials and the target's logit, in one table that they add up: each rank has a
-//! column of its own, and the last one is the logit's.
+//! Ranks with shards of the head's rows exchange, for every chunk, the logarithms of their local
+//! sums of exponentials, and the target's logit. They sum one table with a column per rank, and a
+//! last column for the logit.
 
 pub(crate) mod cpu;
 #[cfg(gpu)]
@@ -20,10 +20,10 @@ use crate::memory::{Memory, View, ViewMut};
 use crate::ranks::{AllReduce, VocabularyRows};
 use crate::scalar::Element;
 
-/// Tokens whose f32 logits a GPU has at a time; of bf16 logits twice as many fit.
+/// Tokens of a GPU's chunk of f32 logits; a chunk of bf16 logits has twice as many.
 pub const GPU_CHUNK: usize = 1024;
 
-/// A target that has no loss.
+/// A target without a loss.
 pub const IGNORED: u32 = u32::MAX;
 
 /// Shape of the output head.
@@ -33,39 +33,40 @@ pub struct HeadShape {
     pub tokens: usize,
     /// Width of the residual stream, C.
     pub width: usize,
-    /// Local rows of the head, V: the vocabulary's, unless ranks divide it.
+    /// Local rows of the head, V: the whole vocabulary unless it is sharded.
     pub vocab_size: usize,
-    /// Rows of the rank that holds most of them, by which all ranks choose the tokens of a chunk.
+    /// The largest number of rows on a rank, from which all ranks derive the same chunks.
     pub largest_share: usize,
 }
 
 impl HeadShape {
-    /// A head whose rows are all local.
+    /// An unsharded head.
     pub const fn whole(tokens: usize, width: usize, vocab_size: usize) -> Self {
         HeadShape { tokens, width, vocab_size, largest_share: vocab_size }
     }
 
-    /// The local `rows` of one of `ranks` ranks.
+    /// The shard of `rows` on one of `ranks` ranks.
     pub fn of_rows(tokens: usize, width: usize, rows: VocabularyRows, ranks: usize) -> Self {
         let largest_share = rows.vocab_size.div_ceil(ranks);
         HeadShape { tokens, width, vocab_size: rows.count, largest_share }
     }
 }
 
-/// Where the gradients of the output head go.
+/// The outputs of the backward pass.
 pub struct HeadGradients<'a, M: Memory, T: Element, G: Element> {
-    /// Gradient of the total loss with respect to each token's: 1 / (targets of the whole step).
+    /// Gradient of the total loss with respect to each token's loss: 1 / (targets of the whole
+    /// step).
     pub scale: f32,
     /// Overwritten; `[N, C]`.
     pub d_x: ViewMut<'a, M, T>,
     /// `[V, C]`.
     pub d_weight: ViewMut<'a, M, G>,
-    /// Whether `d_weight` is overwritten or added to.
+    /// Whether `d_weight` is overwritten or accumulated.
     pub accumulation: Accumulation,
 }
 
 impl<M: Memory, T: Element, G: Element> HeadGradients<'_, M, T, G> {
-    /// The same with a shorter lifetime.
+    /// Reborrows the gradients.
     pub fn reborrow(&mut self) -> HeadGradients<'_, M, T, G> {
         HeadGradients {
             scale: self.scale,
@@ -76,23 +77,23 @@ impl<M: Memory, T: Element, G: Element> HeadGradients<'_, M, T, G> {
     }
 }
 
-/// What ranks that share the rows of a head need.
+/// The sharding of a head across ranks.
 pub struct HeadRanks<'a, M: Memory> {
     /// The local rows.
     pub rows: VocabularyRows,
-    /// This rank's index among those that share the head.
+    /// This rank's index among the ranks of the head.
     pub rank: usize,
-    /// How many there are.
+    /// The number of ranks of the head.
     pub ranks: usize,
     /// [`crate::Workspace::cross_entropy_sums`] elements of scratch.
     pub sums: ViewMut<'a, M, f64>,
-    /// The sum over the ranks.
+    /// Sums a buffer over the ranks.
     pub all_reduce: AllReduce<'a, M>,
 }
 
 /// Arguments of [`CrossEntropy::cross_entropy`].
 pub struct CrossEntropyArgs<'a, M: Memory, T: Element, G: Element> {
-    /// Shape of the head, of the local rows where ranks share it.
+    /// Shape of the head, with the local rows if it is sharded.
     pub shape: HeadShape,
     /// `[N, C]`.
     pub x: View<'a, M, T>,
@@ -104,17 +105,17 @@ pub struct CrossEntropyArgs<'a, M: Memory, T: Element, G: Element> {
     pub scratch: ViewMut<'a, M, f32>,
     /// Added to; `[1]`.
     pub loss: ViewMut<'a, M, f64>,
-    /// Gradients, where they are wanted.
+    /// The gradients, if they are requested.
     pub gradients: Option<HeadGradients<'a, M, T, G>>,
-    /// Needed where ranks share the head: rank 0 adds the loss, and the ranks' `d_x` are to be added up.
+    /// Required if the head is sharded: rank 0 adds the loss, and the caller sums the ranks' `d_x`.
     pub ranks: Option<HeadRanks<'a, M>>,
 }
 
 /// The output projection with its loss as an operator of a device.
 pub trait CrossEntropy: Memory {
-    /// Cross-entropy of the output projection, by chunks of tokens so that the logits of all of them
-    /// never exist at once: `loss[0] += sum_n -log softmax(x[n] weight^T)[targets[n]]` over the targets
-    /// that are not [`IGNORED`]; and, where asked for, its gradients.
+    /// Cross-entropy of the output projection, in chunks of tokens, so that not all logits exist at
+    /// once: `loss[0] += sum_n -log softmax(x[n] weight^T)[targets[n]]` over the targets that are
+    /// not [`IGNORED`], and its gradients if requested.
     fn cross_entropy<T: Element, G: Element>(
         &self,
         args: CrossEntropyArgs<'_, Self, T, G>,
@@ -126,12 +127,12 @@ struct Lens {
     x: usize,
     weight: usize,
     targets: usize,
-    /// As it is, and the least.
+    /// Actual and minimum length.
     scratch: (usize, usize),
     loss: usize,
     /// Of d_x and d_weight.
     gradients: Option<[usize; 2]>,
-    /// Of the ranks' sums, as they are and the least.
+    /// Actual and minimum length of the ranks' sums.
     sums: Option<(usize, usize)>,
 }
 
@@ -157,13 +158,13 @@ fn check(shape: &HeadShape, lens: &Lens) -> Result<()> {
     Ok(())
 }
 
-/// Refuses ranks that do not fit the head.
+/// Checks that ranks fit the head.
 fn check_ranks<M: Memory>(shape: &HeadShape, ranks: Option<&HeadRanks<'_, M>>) -> Result<()> {
     let Some(HeadRanks { rows, rank, ranks: count, .. }) = ranks else { return Ok(()) };
     let fit = rank < count
         && rows.count == shape.vocab_size
         && rows.first + rows.count <= rows.vocab_size;
     ensure("cross_entropy", fit, || {
-        format!("{rows:?} of rank {rank} of {count}, and a head of {} rows", shape.vocab_size)
+        format!("{rows:?} of rank {rank} of {count} do not fit a head of {} rows", shape.vocab_size)
     })
 }

@@ -8,7 +8,7 @@ use super::device::Device;
 use crate::error::Result;
 use crate::scalar::Scalar;
 
-/// Some memory of a device, given back when it is dropped.
+/// Device memory, freed when it is dropped.
 pub(crate) struct Allocation {
     device: Arc<dyn Device>,
     address: u64,
@@ -16,7 +16,7 @@ pub(crate) struct Allocation {
 }
 
 impl Allocation {
-    /// `bytes` zeros.
+    /// Allocates `bytes` zeros.
     pub(crate) fn new(device: &Arc<dyn Device>, bytes: usize) -> Result<Self> {
         Ok(Allocation { device: Arc::clone(device), address: device.allocate(bytes)?, bytes })
     }
@@ -36,7 +36,7 @@ impl Drop for Allocation {
     }
 }
 
-/// Elements in a device's memory.
+/// A buffer of elements in device memory.
 pub struct CudaBuffer<S> {
     memory: Allocation,
     len: usize,
@@ -58,17 +58,17 @@ impl<S: Scalar> CudaBuffer<S> {
     }
 
     pub(crate) fn view(&self, range: Range<usize>) -> CudaView<'_, S> {
-        let (address, len) = self.part(range);
+        let (address, len) = self.address_of(range);
         CudaView { address, len, elements: PhantomData }
     }
 
     pub(crate) fn view_mut(&mut self, range: Range<usize>) -> CudaViewMut<'_, S> {
-        let (address, len) = self.part(range);
+        let (address, len) = self.address_of(range);
         CudaViewMut { address, len, elements: PhantomData }
     }
 
-    /// Panics where the range leaves the buffer, as a slice does.
-    fn part(&self, range: Range<usize>) -> (u64, usize) {
+    /// Panics if the range exceeds the buffer, like a slice.
+    fn address_of(&self, range: Range<usize>) -> (u64, usize) {
         assert!(
             range.start <= range.end && range.end <= self.len,
             "range {range:?} of a buffer of {} elements",
@@ -78,7 +78,7 @@ impl<S: Scalar> CudaBuffer<S> {
     }
 }
 
-/// Read access to a part of a [`CudaBuffer`].
+/// Read access to a range of a [`CudaBuffer`].
 pub struct CudaView<'a, S> {
     pub(crate) address: u64,
     pub(crate) len: usize,
@@ -93,7 +93,7 @@ impl<S> Clone for CudaView<'_, S> {
 
 impl<S> Copy for CudaView<'_, S> {}
 
-/// Write access to a part of a [`CudaBuffer`].
+/// Write access to a range of a [`CudaBuffer`].
 pub struct CudaViewMut<'a, S> {
     pub(crate) address: u64,
     pub(crate) len: usize,
@@ -113,7 +113,7 @@ impl<S> CudaViewMut<'_, S> {
     }
 }
 
-/// The address of an optional view, null where there is none.
+/// The address of an optional view, or null.
 pub(crate) fn address_or_null<S>(view: Option<CudaView<'_, S>>) -> u64 {
     view.map_or(0, |view| view.address)
 }

@@ -1,4 +1,4 @@
-// What every kernel needs: bf16, packing of bf16 pairs, reductions over a warp.
+// Shared by all kernels: bf16, packing of bf16 pairs, reductions over a warp.
 //
 // The sources compile as CUDA and, through emulator/emulator.h, as C++ that runs on the CPU.
 #pragma once
@@ -18,7 +18,7 @@ using bf16x2 = __nv_bfloat162;
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
-// Two numbers as one register, the first in the low half.
+// Two elements in one register, the first in the low half.
 static __device__ __forceinline__ uint32_t pack_bf16x2(float first, float second) {
     bf16x2 pair = __floats2bfloat162_rn(first, second);
     return uint32_t(__bfloat16_as_ushort(pair.y)) << 16 | __bfloat16_as_ushort(pair.x);

@@ -1,5 +1,5 @@
-//! What the operators need of a device. Addresses are the device's own; kernels and products run in
-//! the order in which they are asked for, and later than the call that asks.
+//! The interface of a device under the operators. Addresses are the device's own. Kernels and
+//! matmuls run in the order of their calls, asynchronously.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -7,27 +7,27 @@ use crate::error::Result;
 use crate::memory::MemoryInfo;
 use crate::scalar::DType;
 
-/// A device's memory, kernels and matrix products.
+/// A device's memory, kernels and matmuls.
 pub(crate) trait Device: Send + Sync {
     /// A name for messages.
     fn name(&self) -> String;
 
-    /// The most shared memory that a block may ask for, in bytes.
+    /// Maximum shared memory of a block, in bytes.
     fn most_shared_bytes(&self) -> usize;
 
-    /// How many blocks of the largest kernels run at a time: one on each multiprocessor.
+    /// The number of multiprocessors, each of which runs one block of the largest kernels.
     fn multiprocessors(&self) -> usize;
 
-    /// Whether the kernels that are compiled for sm_90a alone run here.
+    /// Whether kernels compiled for sm_90a only can run.
     fn runs_hopper(&self) -> bool;
 
-    /// What those kernels bring a tensor to shared memory by.
+    /// The tensor map with which these kernels copy a tensor to shared memory.
     fn tensor_map(&self, tensor: &BoxedTensor) -> Result<TensorMap>;
 
-    /// How much memory is in use; `None` where the device cannot tell.
+    /// Memory in use; `None` if the device cannot report it.
     fn memory_info(&self) -> Option<MemoryInfo>;
 
-    /// How often memory was taken and given back, where that is counted.
+    /// The number of allocations and frees, if they are counted.
     #[cfg(feature = "cuda-emulator")]
     fn memory_calls(&self) -> Option<super::MemoryCalls> {
         None
@@ -36,11 +36,10 @@ pub(crate) trait Device: Send + Sync {
     /// Memory filled with zeros, aligned to 256 bytes.
     fn allocate(&self, bytes: usize) -> Result<u64>;
 
-    /// Gives memory back, once the work so far is done.
+    /// Frees memory once the work so far is done.
     fn free(&self, address: u64, bytes: usize);
 
-    /// Copies from the host's ordinary (pageable) memory; `source` may be reused when the call
-    /// returns.
+    /// Copies from pageable host memory; `source` may be reused when the call returns.
     fn upload(&self, source: &[u8], to: u64) -> Result<()>;
 
     /// Waits for the work so far and copies to the host.
@@ -55,13 +54,14 @@ pub(crate) trait Device: Send + Sync {
     /// Waits for the work so far.
     fn synchronize(&self) -> Result<()>;
 
-    /// The GPU's context and the stream of its work, where the device is a GPU.
+    /// The GPU's context and stream; `None` for an emulated device.
     #[cfg(feature = "cuda")]
     fn stream(&self) -> Option<super::CudaStream> {
         None
     }
 
-    /// Runs a kernel of `threads` threads a block, whose parameters are structures with these bytes.
+    /// Launches a kernel with `threads` threads per block and these structs, as bytes, as
+    /// parameters.
     fn launch(
         &self,
         kernel: &str,
@@ -71,13 +71,12 @@ pub(crate) trait Device: Send + Sync {
         parameters: &[&[u8]],
     ) -> Result<()>;
 
-    /// Runs a matrix product, `deterministic` where the same operands must give the same bits in every
-    /// run.
-    fn gemm(&self, gemm: &Gemm, deterministic: bool) -> Result<()>;
+    /// Computes a matmul; with `deterministic` the same operands give the same bits in every run.
+    fn matmul(&self, matmul: &Matmul, deterministic: bool) -> Result<()>;
 }
 
-/// A tensor of bf16 that the copy engine reads box by box, each box's rows swizzled over 128 bytes
-/// and numbers beyond the tensor zeros. Dimensions go from the innermost.
+/// A bf16 tensor that the TMA unit reads box by box, with each box's rows swizzled over 128 bytes
+/// and zeros outside the tensor. Dimensions start with the innermost.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct BoxedTensor {
     pub address: u64,
@@ -88,42 +87,41 @@ pub(crate) struct BoxedTensor {
     pub sides: [u32; 3],
 }
 
-/// A [`BoxedTensor`] as a kernel takes it: the bytes of a `CUtensorMap`.
+/// A [`BoxedTensor`] as a kernel's parameter: the bytes of a `CUtensorMap`.
 #[repr(C, align(128))]
 #[derive(Clone, Copy, Pod, Zeroable)]
 pub(crate) struct TensorMap(pub(super) [u64; 16]);
 
-/// A row-major matrix in a device's memory, as it takes part in a product.
+/// A row-major matrix in device memory, as an operand of a matmul.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Operand {
     pub address: u64,
     pub dtype: DType,
-    /// Rows and columns of the matrix that is multiplied, which are those in memory, swapped where
-    /// `transposed`.
+    /// Rows and columns of the operand: those in memory, swapped if `transposed`.
     pub rows: usize,
     pub columns: usize,
-    /// Whether memory holds the transpose.
+    /// Whether memory contains the transpose.
     pub transposed: bool,
 }
 
 impl Operand {
-    /// `rows` x `columns` numbers as they lie in memory.
+    /// A matrix of `rows` x `columns` elements in memory.
     pub(crate) fn new(address: u64, dtype: DType, rows: usize, columns: usize) -> Self {
         Operand { address, dtype, rows, columns, transposed: false }
     }
 
-    /// The transpose, without moving a number.
+    /// The transpose, without moving elements.
     pub(crate) fn transposed(self) -> Self {
         Operand { rows: self.columns, columns: self.rows, transposed: !self.transposed, ..self }
     }
 }
 
-/// `out = left right`, plus what `addend` says; sums in f32.
+/// `out = left right`, plus the addend; sums in f32.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Gemm {
+pub(crate) struct Matmul {
     pub out: Operand,
     pub left: Operand,
     pub right: Operand,
-    /// Address of a matrix of out's shape and type that is added; it may be out's own.
+    /// Address of an addend with out's shape and type; it may be out itself.
     pub addend: Option<u64>,
 }

@@ -1,4 +1,4 @@
-//! A GPU through CUDA's driver, loaded when it is first asked for.
+//! A GPU through CUDA's driver, loaded on first use.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{CudaContext, DriverError, result, sys};
 
-use super::device::{BoxedTensor, Device, Gemm, TensorMap};
-use super::products::Products;
+use super::device::{BoxedTensor, Device, Matmul, TensorMap};
+use super::matmul::Matmuls;
 use crate::error::{Error, Result};
 use crate::memory::MemoryInfo;
 
@@ -15,13 +15,13 @@ use crate::memory::MemoryInfo;
 static KERNELS: &Aligned<[u8]> =
     &Aligned(*include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin")));
 
-/// Bytes that start at a multiple of 64, as machine code does in the files that nvcc writes.
+/// Bytes aligned to 64, as machine code is within the files of nvcc.
 #[repr(C, align(64))]
 struct Aligned<T: ?Sized>(T);
 
-/// Dynamic shared memory beyond which a kernel must ask for it.
+/// Dynamic shared memory beyond which a kernel needs an opt-in.
 const SMALL_SHARED: u32 = 48 << 10;
-/// Compute capability that the kernels need at least.
+/// Minimum compute capability of the kernels.
 const LEAST_CAPABILITY: i32 = 8;
 /// Compute capability of sm_90a.
 const HOPPER: (i32, i32) = (9, 0);
@@ -33,7 +33,7 @@ pub(super) struct Driver {
     stream: sys::CUstream,
     module: sys::CUmodule,
     functions: Mutex<HashMap<String, Function>>,
-    products: Mutex<Products>,
+    matmuls: Mutex<Matmuls>,
     most_shared_bytes: usize,
     multiprocessors: usize,
     runs_hopper: bool,
@@ -42,15 +42,15 @@ pub(super) struct Driver {
 #[derive(Clone, Copy)]
 struct Function {
     handle: sys::CUfunction,
-    /// Dynamic shared memory that it may have.
+    /// Its maximum dynamic shared memory.
     shared_bytes: u32,
 }
 
-// SAFETY: the driver's handles may be used by any thread to which the context is bound, which every
-// method does first.
+// SAFETY: any thread that has bound the context may use the driver's handles; every method binds it
+// first.
 #[allow(unsafe_code)]
 unsafe impl Send for Driver {}
-// SAFETY: as above; what changes is behind locks.
+// SAFETY: as above; mutable state is behind locks.
 #[allow(unsafe_code)]
 unsafe impl Sync for Driver {}
 
@@ -58,22 +58,21 @@ fn failed(device: &str, operation: &'static str, error: impl std::fmt::Display) 
     Error::Device { device: device.into(), operation, reason: error.to_string() }
 }
 
-/// An error where one of the libraries that are loaded when they are needed is missing, of which the
-/// first call would panic.
+/// Reports a missing library as an error; cudarc would panic on the first call.
 fn libraries(device: &str) -> Result<()> {
-    // SAFETY: looks for shared libraries by name and nothing else.
+    // SAFETY: only looks up shared libraries by name.
     #[allow(unsafe_code)]
     let (driver, blas) =
         unsafe { (sys::is_culib_present(), cudarc::cublaslt::sys::is_culib_present()) };
     let missing = |library| Err(failed(device, "start", format!("{library} was not found")));
     match (driver, blas) {
         (false, _) => missing("NVIDIA's driver (libcuda.so.1)"),
-        (_, false) => missing("cuBLASLt (libcublasLt.so.13; LD_LIBRARY_PATH says where to look)"),
+        (_, false) => missing("cuBLASLt (libcublasLt.so.13; add its directory to LD_LIBRARY_PATH)"),
         (true, true) => Ok(()),
     }
 }
 
-/// How many GPUs the driver shows.
+/// The number of visible GPUs.
 pub(super) fn count() -> Result<usize> {
     libraries("GPUs")?;
     let count = CudaContext::device_count().map_err(|error| failed("GPUs", "start", error))?;
@@ -81,7 +80,7 @@ pub(super) fn count() -> Result<usize> {
 }
 
 impl Driver {
-    /// GPU number `ordinal`, with the kernels loaded.
+    /// Opens GPU number `ordinal` and loads the kernels.
     pub(super) fn new(ordinal: usize) -> Result<Self> {
         let name = format!("GPU {ordinal}");
         libraries(&name)?;
@@ -99,7 +98,7 @@ impl Driver {
             );
             return Err(failed(&name, "start", reason));
         }
-        // On a GPU of another capability, and in a binary without them, these kernels do nothing.
+        // These kernels are empty for other capabilities, and in binaries without sm_90a.
         let runs_hopper = cfg!(hopper) && (capability, minor) == HOPPER;
         let most = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         let most_shared_bytes = attribute(most)?.max(0) as usize;
@@ -107,11 +106,11 @@ impl Driver {
         let multiprocessors = count.max(1) as usize;
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
         let stream = stream.map_err(start)?;
-        // SAFETY: the image is a whole fat binary, which the build made.
+        // SAFETY: the image is a complete fat binary, written by the build.
         #[allow(unsafe_code)]
         let module = unsafe { result::module::load_data(KERNELS.0.as_ptr().cast()) };
         let module = module.map_err(|error| failed(&name, "loading the kernels", error))?;
-        let products = Mutex::new(Products::new(&name)?);
+        let matmuls = Mutex::new(Matmuls::new(&name)?);
         let functions = Mutex::default();
         Ok(Driver {
             name,
@@ -119,7 +118,7 @@ impl Driver {
             stream,
             module,
             functions,
-            products,
+            matmuls,
             most_shared_bytes,
             multiprocessors,
             runs_hopper,
@@ -136,7 +135,7 @@ impl Driver {
         bound.and_then(|()| work()).map_err(|error| failed(&self.name, operation, error))
     }
 
-    /// The kernel of that name, allowed as much dynamic shared memory as asked for.
+    /// The kernel of that name, with this much dynamic shared memory enabled.
     fn function(&self, kernel: &str, shared_bytes: u32) -> Result<sys::CUfunction> {
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(function) = functions.get(kernel).filter(|f| f.shared_bytes >= shared_bytes) {
@@ -167,15 +166,15 @@ impl Driver {
 
 impl Drop for Driver {
     fn drop(&mut self) {
-        // A device that fails here has failed before; a destructor has nobody to tell.
-        let _ = self.run("giving the GPU back", || {
-            let mut products = self.products.lock().unwrap_or_else(PoisonError::into_inner);
-            // SAFETY: buffers hold the device they lie on, so nothing is left that could use the
-            // kernels, the products or the stream once its work is done.
+        // A device that fails here has failed before. Drop cannot report errors.
+        let _ = self.run("releasing the GPU", || {
+            let mut matmuls = self.matmuls.lock().unwrap_or_else(PoisonError::into_inner);
+            // SAFETY: buffers own a reference to their device, so nothing uses the kernels, the
+            // matmuls or the stream after its work is done.
             #[allow(unsafe_code)]
             unsafe {
                 result::stream::synchronize(self.stream)?;
-                products.destroy()?;
+                matmuls.destroy()?;
                 result::module::unload(self.module)?;
                 result::stream::destroy(self.stream)
             }
@@ -203,8 +202,8 @@ impl Device for Driver {
     fn tensor_map(&self, tensor: &BoxedTensor) -> Result<TensorMap> {
         let BoxedTensor { address, dimensions, strides, sides } = tensor;
         let mut map = sys::CUtensorMap_st { opaque: [0; 16] };
-        // SAFETY: the arrays are as long as the rank says, with one stride less; the driver reads
-        // them and writes the map, and reads nothing at the address.
+        // SAFETY: the arrays have `rank` elements, the strides one less; the driver reads them,
+        // writes the map, and does not access the address.
         #[allow(unsafe_code)]
         let encoded = unsafe {
             sys::cuTensorMapEncodeTiled(
@@ -227,7 +226,7 @@ impl Device for Driver {
     }
 
     fn memory_info(&self) -> Option<MemoryInfo> {
-        let (free, total) = self.run("asking for the memory in use", result::mem_get_info).ok()?;
+        let (free, total) = self.run("querying memory", result::mem_get_info).ok()?;
         Some(MemoryInfo { used: (total - free) as u64, total: total as u64 })
     }
 
@@ -246,9 +245,9 @@ impl Device for Driver {
     }
 
     fn free(&self, address: u64, _bytes: usize) {
-        // A device that fails here has failed before; a destructor has nobody to tell.
-        let _ = self.run("giving memory back", || {
-            // SAFETY: `allocate` gave the address; the driver waits for work that uses it.
+        // A device that fails here has failed before. Drop cannot report errors.
+        let _ = self.run("freeing memory", || {
+            // SAFETY: `allocate` returned the address; the driver waits for work that uses it.
             #[allow(unsafe_code)]
             unsafe {
                 result::stream::synchronize(self.stream)?;
@@ -259,9 +258,9 @@ impl Device for Driver {
 
     fn upload(&self, source: &[u8], to: u64) -> Result<()> {
         self.run("upload", || {
-            // SAFETY: `to` comes from a view of as many bytes. The driver has copied pageable memory
-            // away when it returns (API synchronization behavior, CUDA driver API), so nothing waits
-            // for the stream.
+            // SAFETY: `to` comes from a view of as many bytes. The driver has copied pageable
+            // memory when it returns (API synchronization behavior, CUDA driver API), so nothing
+            // waits for the stream.
             #[allow(unsafe_code)]
             unsafe {
                 result::memcpy_htod_async(to, source, self.stream)
@@ -271,7 +270,7 @@ impl Device for Driver {
 
     fn download(&self, from: u64, destination: &mut [u8]) -> Result<()> {
         self.run("download", || {
-            // SAFETY: `from` comes from a view of as many bytes; the wait ends the copy.
+            // SAFETY: `from` comes from a view of as many bytes; synchronising completes the copy.
             #[allow(unsafe_code)]
             unsafe {
                 result::memcpy_dtoh_async(destination, from, self.stream)?;
@@ -328,8 +327,8 @@ impl Device for Driver {
         let function = self.function(kernel, shared_bytes)?;
         let [x, y, z] = grid;
         self.run("launch", || {
-            // SAFETY: the kernel of that name takes the structures that its operator passes, which
-            // the driver copies; their addresses come from views of checked lengths.
+            // SAFETY: the kernel of that name takes the structs that its operator passes, which the
+            // driver copies; their addresses come from views of checked lengths.
             #[allow(unsafe_code)]
             unsafe {
                 let mut arguments: Vec<*mut c_void> =
@@ -348,10 +347,10 @@ impl Device for Driver {
         })
     }
 
-    fn gemm(&self, gemm: &Gemm, deterministic: bool) -> Result<()> {
-        self.run("gemm", || Ok(()))?;
-        let mut products = self.products.lock().unwrap_or_else(PoisonError::into_inner);
-        let started = products.run(gemm, deterministic, self.stream);
-        started.map_err(|error| failed(&self.name, "gemm", error))
+    fn matmul(&self, matmul: &Matmul, deterministic: bool) -> Result<()> {
+        self.run("matmul", || Ok(()))?;
+        let mut matmuls = self.matmuls.lock().unwrap_or_else(PoisonError::into_inner);
+        let started = matmuls.run(matmul, deterministic, self.stream);
+        started.map_err(|error| failed(&self.name, "matmul", error))
     }
 }

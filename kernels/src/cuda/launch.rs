@@ -1,16 +1,16 @@
-//! Launching kernels and matrix products.
+//! Launching kernels and matmuls.
 
 use bytemuck::Pod;
 
-use super::{Cuda, Gemm};
+use super::{Cuda, Matmul};
 use crate::error::Result;
 use crate::scalar::Element;
 
-/// Threads of a block, in every kernel that does not say otherwise (`operators.cuh`).
+/// Threads per block, unless a kernel specifies another number (`operators.cuh`).
 pub(crate) const THREADS: usize = 256;
 
-/// Asserts the size of a structure that kernels take and the offset of each field; the same numbers
-/// stand beside the kernels' structure.
+/// Asserts the size of a kernel's parameter struct and the offset of each field; the kernel's
+/// struct has the same assertions.
 macro_rules! mirrored {
     ($structure:ident, $size:literal, $($field:ident $offset:literal),+ $(,)?) => {
         const _: () = {
@@ -21,10 +21,10 @@ macro_rules! mirrored {
 }
 pub(crate) use mirrored;
 
-/// Blocks that fill a large GPU some times over.
+/// Maximum blocks: several times as many as fill a large GPU.
 pub(crate) const MOST_BLOCKS: usize = 4096;
 
-/// Blocks that give `count` threads, at the most [`MOST_BLOCKS`].
+/// Blocks for `count` threads, at most [`MOST_BLOCKS`].
 pub(crate) fn blocks(count: usize) -> usize {
     count.div_ceil(THREADS).clamp(1, MOST_BLOCKS)
 }
@@ -35,12 +35,12 @@ pub(crate) fn name<T: Element>(kernel: &str) -> String {
 }
 
 impl Cuda {
-    /// Runs a matrix product.
-    pub(crate) fn gemm(&self, gemm: &Gemm) -> Result<()> {
-        self.device().gemm(gemm, self.is_deterministic())
+    /// Computes a matmul.
+    pub(crate) fn matmul(&self, matmul: &Matmul) -> Result<()> {
+        self.device().matmul(matmul, self.is_deterministic())
     }
 
-    /// Runs a kernel on `grid` blocks; none where one of its sizes is 0.
+    /// Launches a kernel on `grid` blocks, or nothing if a size is 0.
     pub(crate) fn launch<P: Pod>(
         &self,
         kernel: &str,
@@ -51,7 +51,7 @@ impl Cuda {
         self.launch_blocks_of(THREADS, kernel, [grid[0], grid[1], 1], shared_bytes, parameters)
     }
 
-    /// As [`Cuda::launch`], with blocks of `threads` threads.
+    /// Like [`Cuda::launch`], with `threads` threads per block.
     pub(crate) fn launch_blocks_of<P: Pod>(
         &self,
         threads: usize,
@@ -63,7 +63,7 @@ impl Cuda {
         self.launch_with(threads, kernel, grid, shared_bytes, &[bytemuck::bytes_of(parameters)])
     }
 
-    /// As [`Cuda::launch_blocks_of`], for a kernel of several structures, given as their bytes.
+    /// Like [`Cuda::launch_blocks_of`], for a kernel of several structs, given as bytes.
     pub(crate) fn launch_with(
         &self,
         threads: usize,
@@ -75,7 +75,7 @@ impl Cuda {
         if grid.contains(&0) {
             return Ok(());
         }
-        // Grids come from shapes whose buffers exist, far below 2^32 blocks.
+        // Grids come from shapes of existing buffers, far below 2^32 blocks.
         let grid = grid.map(|size| size as u32);
         self.device().launch(kernel, grid, threads as u32, shared_bytes as u32, parameters)
     }

@@ -1,7 +1,7 @@
-// What the operators' kernels share: number types, vector access, sums over a block.
+// Shared by the operators' kernels: element types, vector access, sums over a block.
 //
-// A kernel takes structures by value, most take one. EXPORT gives it a name for each type of
-// number; the host mirrors the structure (`Parameters` beside the operator's `launch`).
+// A kernel takes structs by value, usually one. EXPORT names it for each element type; the host
+// mirrors the struct (`Parameters` beside the operator's `launch`).
 #pragma once
 
 #include <cstddef>
@@ -38,13 +38,13 @@ __device__ __forceinline__ bf16 from_float<bf16>(float x) {
     return __float2bfloat16_rn(x);
 }
 
-// N numbers that are read and written at once, or 16 bytes of them at a time.
+// N elements that are read and written at once, or 16 bytes of them at a time.
 template <class T, int N>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack {
     T at[N];
 };
 
-// Adjacent numbers in the shape of packs.
+// Adjacent elements as a pack.
 template <int N, class T>
 __device__ __forceinline__ Pack<T, N>* packs(T* numbers) {
     return reinterpret_cast<Pack<T, N>*>(numbers);
@@ -54,25 +54,25 @@ __device__ __forceinline__ const Pack<T, N>* packs(const T* numbers) {
     return reinterpret_cast<const Pack<T, N>*>(numbers);
 }
 
-// Numbers of a pack where types of 2 and of 4 bytes meet.
+// Elements of a pack if types of 2 and of 4 bytes are mixed.
 constexpr int PACKED = 8;
 
-// Numbers in 16 bytes.
+// Elements in 16 bytes.
 template <class T>
 constexpr int WIDE = 16 / sizeof(T);
 
-// Whether 16 bytes can be read at an address. They can at null, which is not read.
+// Whether an address allows 16-byte reads. Null does; it is not read.
 __device__ __forceinline__ bool aligned(const void* address) {
     return reinterpret_cast<uint64_t>(address) % 16 == 0;
 }
 
-// Whether rows of `width` numbers that start at `address` can be read 16 bytes at a time.
+// Whether rows of `width` elements from `address` on allow 16-byte reads.
 template <class T>
 __device__ __forceinline__ bool wide(uint64_t width, const void* address) {
     return width % WIDE<T> == 0 && aligned(address);
 }
 
-// The sum of `value` over the block's threads, in a fixed order, for all of them.
+// The sum of `value` over the block's threads, in a fixed order, returned to all of them.
 template <class A>
 __device__ A block_sum(A value) {
     __shared__ A partial[THREADS / 32];
@@ -89,7 +89,7 @@ __device__ A block_sum(A value) {
     return sum;
 }
 
-// The largest `value` among the block's threads, for all of them.
+// The maximum of `value` over the block's threads, returned to all of them.
 __device__ __forceinline__ float block_max(float value) {
     __shared__ float partial[THREADS / 32];
     for (int offset = 16; offset > 0; offset /= 2) {

@@ -1,12 +1,12 @@
-//! How much scratch memory the operators of a model's passes need, known before the first of them.
+//! The scratch memory of a model's operators, computed before the first pass.
 
 use super::Cuda;
 use crate::memory::WorkingSet;
 use crate::scalar::Element;
 use crate::{adamw, attention, cross_entropy, qk_norm, rms_norm, router};
 
-/// The most that an operator asks of [`Cuda::scratch`] on such passes. They run one after the other
-/// and share it.
+/// The maximum of all operators' requests to [`Cuda::scratch`] for these passes. Operators run in
+/// sequence and share it.
 pub(super) fn scratch_bytes<T: Element>(cuda: &Cuda, passes: &WorkingSet) -> usize {
     let WorkingSet { attention, routed, qk_norm: norms, training, width, tensors } = passes;
     let tokens = attention.tokens();

@@ -24,7 +24,7 @@ struct Parameters {
 mirrored!(Parameters, 56, ids 0, table 8, rows 16, tokens 24, width 32, first_row 40, count 48);
 
 impl Parameters {
-    /// What both passes take; `table` and `rows` are null.
+    /// The arguments of both passes; `table` and `rows` are null.
     fn new(width: usize, rows: VocabularyRows, ids: CudaView<'_, u32>) -> Self {
         Parameters {
             ids: ids.address,

@@ -1,4 +1,4 @@
-// The embedding, a block for each token.
+// The embedding, one block per token.
 #include "../cuda/operators.cuh"
 
 namespace embedding {
@@ -10,7 +10,7 @@ struct Parameters {
     void* rows;
     uint64_t tokens;
     uint64_t width;
-    // The rows of the vocabulary that the table holds.
+    // The rows of the vocabulary in the table.
     uint64_t first_row;
     uint64_t count;
 };
@@ -20,9 +20,9 @@ static_assert(sizeof(Parameters) == 56 && offsetof(Parameters, ids) == 0 &&
               offsetof(Parameters, first_row) == 40 && offsetof(Parameters, count) == 48,
               "as in embedding/cuda.rs");
 
-// The place of an id in the table; an id before its rows wraps around to one beyond them. One that
-// the table does not hold reads zeros: it is another rank's, and a kernel must not read beyond its table
-// whatever it is given.
+// The row of an id in the table; an id before its rows wraps around to an index beyond them. An id
+// outside the table reads zeros: it belongs to another rank, and a kernel must never read outside
+// its table.
 __device__ __forceinline__ uint64_t place(const Parameters& p, uint32_t id) {
     return uint64_t(id) - p.first_row;
 }
@@ -38,7 +38,7 @@ __device__ void forward(const Parameters& p) {
     }
 }
 
-// Whether `id` stands among the tokens before `end`.
+// Whether `id` occurs among the tokens before `end`.
 __device__ __forceinline__ bool seen_before(const uint32_t* ids, uint64_t end, uint32_t id) {
     int found = 0;
     for (uint64_t i = threadIdx.x; i < end; i += THREADS) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ bool seen_before(const uint32_t* ids, uint64_t end, u
 // Columns that a thread sums in registers at a time.
 constexpr int COLUMNS = 8;
 
-// Adds the gradients of all tokens with this id, in their order, to a part of its row.
+// Adds the gradients of all tokens with this id, in order, to a range of its row.
 template <class T, class G>
 __device__ void add_rows(const Parameters& p, uint32_t id, uint64_t first_column) {
     __shared__ uint32_t matches[THREADS / 32];
@@ -84,8 +84,8 @@ __device__ void add_rows(const Parameters& p, uint32_t id, uint64_t first_column
     }
 }
 
-// The block of the first token with an id takes all of them, so that no row has two writers and
-// the order of its sum is fixed.
+// The block of an id's first token handles all of its tokens, so that each row has one writer and a
+// fixed order of summation.
 template <class T, class G>
 __device__ void backward(const Parameters& p) {
     const uint32_t id = p.ids[blockIdx.x];

@@ -1,5 +1,5 @@
-//! Token embedding: a gather forward, a scatter-add backward. A rank that holds some
-//! rows alone gives zeros for the others.
+//! Token embedding: a gather forward, a scatter-add backward. A rank with a shard of the rows
+//! returns zeros for the others.
 
 mod cpu;
 #[cfg(gpu)]
@@ -14,7 +14,7 @@ use crate::scalar::Element;
 pub struct EmbeddingForward<'a, M: Memory, T: Element> {
     /// C.
     pub width: usize,
-    /// The rows of the vocabulary that `table` has.
+    /// The rows of the vocabulary in `table`.
     pub rows: VocabularyRows,
     /// `[N]`.
     pub ids: View<'a, M, u32>,
@@ -28,7 +28,7 @@ pub struct EmbeddingForward<'a, M: Memory, T: Element> {
 pub struct EmbeddingBackward<'a, M: Memory, T: Element, G: Element> {
     /// C.
     pub width: usize,
-    /// The rows of the vocabulary that `d_table` has.
+    /// The rows of the vocabulary in `d_table`.
     pub rows: VocabularyRows,
     /// `[N]`.
     pub ids: View<'a, M, u32>,
@@ -40,30 +40,30 @@ pub struct EmbeddingBackward<'a, M: Memory, T: Element, G: Element> {
 
 /// The embedding as an operator of a device.
 pub trait Embedding: Memory {
-    /// `out[n] = table[ids[n]]`; zeros for rows that the table does not have.
+    /// `out[n] = table[ids[n]]`; zeros for rows outside the table.
     ///
     /// # Errors
-    /// [`crate::Error::Vocabulary`] for an id outside the vocabulary, where the device can tell.
+    /// [`crate::Error::Vocabulary`] for an id outside the vocabulary, if the device can detect it.
     fn embedding_forward<T: Element>(&self, args: EmbeddingForward<'_, Self, T>) -> Result<()>;
 
-    /// `d_table[ids[n]] += d_out[n]`, in the order of n, of the rows that the table has.
+    /// `d_table[ids[n]] += d_out[n]`, in the order of n, for the rows in the table.
     ///
     /// # Errors
-    /// As [`Embedding::embedding_forward`].
+    /// See [`Embedding::embedding_forward`].
     fn embedding_backward<T: Element, G: Element>(
         &self,
         args: EmbeddingBackward<'_, Self, T, G>,
     ) -> Result<()>;
 }
 
-/// Lengths of a call, `activations` being the tokens' own rows.
+/// Lengths of a call's buffers; `activations` are the tokens' rows.
 struct Lens {
     tokens: usize,
     table: usize,
     activations: usize,
 }
 
-/// Checks the lengths that both passes share; `activations` names the tokens' rows.
+/// Checks the lengths of both passes; `activations` is the name of the tokens' rows.
 fn check(
     operator: &'static str,
     width: usize,
@@ -74,7 +74,7 @@ fn check(
     let VocabularyRows { vocab_size, first, count } = rows;
     ensure(operator, width > 0, || "rows have no width".into())?;
     ensure(operator, first + count <= vocab_size, || {
-        format!("{count} rows from {first} on are not in a vocabulary of {vocab_size}")
+        format!("{count} rows from {first} on exceed a vocabulary of {vocab_size}")
     })?;
     check_len(operator, "table", lens.table, count * width)?;
     check_len(operator, activations, lens.activations, lens.tokens * width)

@@ -3,7 +3,7 @@
 use super::{
     Accumulation, Linear, LinearBackwardInput, LinearBackwardWeight, LinearForward, check,
 };
-use crate::cuda::{Cuda, Gemm, Operand};
+use crate::cuda::{Cuda, Matmul, Operand};
 use crate::error::{Result, check_len};
 use crate::memory::Memory;
 use crate::scalar::Element;
@@ -17,7 +17,7 @@ impl Linear for Cuda {
         }
         run(
             self,
-            Gemm {
+            Matmul {
                 out: Operand::new(y.address, T::DTYPE, tokens, outputs),
                 left: Operand::new(x.address, T::DTYPE, tokens, inputs),
                 right: Operand::new(weight.address, T::DTYPE, outputs, inputs).transposed(),
@@ -35,7 +35,7 @@ impl Linear for Cuda {
             check("linear_backward_input", inputs, d_x.len, weight.len, d_y.len)?;
         run(
             self,
-            Gemm {
+            Matmul {
                 out: Operand::new(d_x.address, T::DTYPE, tokens, inputs),
                 left: Operand::new(d_y.address, T::DTYPE, tokens, outputs),
                 right: Operand::new(weight.address, T::DTYPE, outputs, inputs),
@@ -57,7 +57,7 @@ impl Linear for Cuda {
         }
         run(
             self,
-            Gemm {
+            Matmul {
                 out: Operand::new(d_weight.address, G::DTYPE, outputs, inputs),
                 left: Operand::new(d_y.address, T::DTYPE, tokens, outputs).transposed(),
                 right: Operand::new(x.address, T::DTYPE, tokens, inputs),
@@ -68,9 +68,9 @@ impl Linear for Cuda {
 }
 
 /// Runs a product, unless it is of no token.
-fn run(cuda: &Cuda, gemm: Gemm) -> Result<()> {
-    if gemm.left.rows == 0 || gemm.left.columns == 0 {
+fn run(cuda: &Cuda, matmul: Matmul) -> Result<()> {
+    if matmul.left.rows == 0 || matmul.left.columns == 0 {
         return Ok(());
     }
-    cuda.gemm(&gemm)
+    cuda.matmul(&matmul)
 }

@@ -1,4 +1,4 @@
-//! bf16 products for machines without bf16 instructions: tiles are converted to f32 and multiplied
+//! bf16 matmuls for machines without bf16 instructions: tiles are converted to f32 and multiplied
 //! by the crate `gemm`.
 
 use super::dot::widen;
@@ -8,12 +8,12 @@ use crate::scalar::Element;
 use crate::scratch::with_scratch;
 use crate::simd::vectorized;
 
-/// Rows and columns of a tile of the product.
+/// Rows and columns of an output tile.
 const SIDE: usize = 256;
 /// Terms of the sums that are converted at a time.
 const DEPTH: usize = 512;
 
-/// `out = scale * left right`, plus what the destination says.
+/// `out = scale * left right`, plus the destination's addend.
 pub(super) fn multiply<O: Element, A: Element, B: Element>(
     mut out: MatrixMut<'_, O>,
     destination: Destination<'_, O>,
@@ -43,7 +43,7 @@ pub(super) fn multiply<O: Element, A: Element, B: Element>(
     });
 }
 
-/// A tile of the product in f32.
+/// An output tile in f32.
 fn tile<A: Element, B: Element>(
     sums: &mut [f32],
     scale: f32,

@@ -1,5 +1,5 @@
-//! Products of a few rows, as one generated token has: inner products that read the right matrix
-//! once, in the order in which it lies in memory.
+//! Matmuls of a few rows, as in generation: inner products that read the right matrix once, in
+//! memory order.
 
 use pulp::{Arch, Simd, WithSimd};
 
@@ -7,20 +7,20 @@ use super::matrix::{Destination, Matrix, MatrixMut};
 use crate::scalar::{DType, Element};
 use crate::scratch::with_scratch;
 
-/// Rows of the left matrix at the most: the other ways to multiply copy the right matrix, which
-/// costs more than reading it once for each of a few rows. f32 gains less by a copy than bf16.
+/// Maximum rows of the left matrix: the other implementations copy the right matrix, which costs
+/// more than reading it once per row. f32 gains less from a copy than bf16.
 const MOST_ROWS: usize = 4;
 const MOST_ROWS_F32: usize = 7;
-/// Vectors of partial sums of an inner product.
-const PARTS: usize = 4;
+/// Vectors of partial sums per inner product.
+const ACCUMULATORS: usize = 4;
 
-/// Whether the product is one of few rows, with both matrices contiguous along k.
+/// Whether the left matrix has few rows and both matrices are contiguous along k.
 pub(super) fn applies<A, B: Element>(left: &Matrix<'_, A>, right: &Matrix<'_, B>) -> bool {
     let most = if B::DTYPE == DType::F32 { MOST_ROWS_F32 } else { MOST_ROWS };
     left.rows <= most && left.column_stride == 1 && right.row_stride == 1
 }
 
-/// `out = scale * left right`, plus what the destination says.
+/// `out = scale * left right`, plus the destination's addend.
 pub(super) fn multiply<O: Element, A: Element, B: Element>(
     mut out: MatrixMut<'_, O>,
     destination: Destination<'_, O>,
@@ -41,7 +41,7 @@ struct Products<'a, 'b, O, A, B> {
     scale: f32,
     left: Matrix<'a, A>,
     weight: Matrix<'a, B>,
-    /// Room for the left matrix in f32.
+    /// The left matrix in f32.
     values: &'b mut [f32],
 }
 
@@ -61,7 +61,7 @@ impl<O: Element, A: Element, B: Element> WithSimd for Products<'_, '_, O, A, B> 
         }
         for column in 0..out.columns {
             let weight = weight.row(column);
-            // The weight's row comes from memory for the first product only.
+            // The weight's row comes from memory for the first inner product only.
             for row in 0..out.rows {
                 let product = inner_product(simd, &values[row * inner..][..inner], weight);
                 let slot = &mut out.row_mut(row)[column];
@@ -72,7 +72,7 @@ impl<O: Element, A: Element, B: Element> WithSimd for Products<'_, '_, O, A, B> 
     }
 }
 
-/// Writes the numbers as f32.
+/// Converts elements to f32.
 #[inline(always)]
 pub(super) fn widen<T: Element>(numbers: &[T], out: &mut [f32]) {
     for (slot, number) in out.iter_mut().zip(numbers) {
@@ -80,8 +80,8 @@ pub(super) fn widen<T: Element>(numbers: &[T], out: &mut [f32]) {
     }
 }
 
-/// Puts the numbers at even places of each two vectors into the first, and those at odd places
-/// into the second: a vector of bf16, read as one of u32, falls apart like this.
+/// Writes the elements at even indices of each two vectors to the first, and those at odd indices
+/// to the second: a bf16 vector read as u32 separates in this way.
 #[inline(always)]
 fn separate<S: Simd>(numbers: &[impl Element], out: &mut [f32]) {
     let chunks = out.chunks_exact_mut(2 * S::F32_LANES).zip(numbers.chunks_exact(2 * S::F32_LANES));
@@ -93,10 +93,10 @@ fn separate<S: Simd>(numbers: &[impl Element], out: &mut [f32]) {
     }
 }
 
-/// An inner product in an order that depends on its length, and on the machine's vectors.
+/// An inner product in an order that depends on its length and on the machine's vectors.
 #[inline(always)]
 fn inner_product<S: Simd, B: Element>(simd: S, left: &[f32], weight: &[B]) -> f32 {
-    let mut sums = [simd.splat_f32s(0.0); PARTS];
+    let mut sums = [simd.splat_f32s(0.0); ACCUMULATORS];
     let chunk = 2 * S::F32_LANES;
     let (mut left_chunks, mut weight_chunks) =
         (left.chunks_exact(2 * chunk), weight.chunks_exact(2 * chunk));
@@ -127,7 +127,7 @@ fn inner_product<S: Simd, B: Element>(simd: S, left: &[f32], weight: &[B]) -> f3
     rest + simd.reduce_sum_f32s(simd.add_f32s(first, second))
 }
 
-/// The numbers of two vectors: in order where they are f32, [separated](separate) where bf16.
+/// The elements of two vectors: in order if they are f32, [separated](separate) if bf16.
 #[inline(always)]
 fn two_vectors<S: Simd, B: Element>(simd: S, numbers: &[B]) -> [S::f32s; 2] {
     if B::DTYPE == DType::F32 {

@@ -1,4 +1,4 @@
-//! Views of matrices: where the numbers of a product lie and where they go.
+//! Matrix views: the operands and the destination of a matmul.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -8,9 +8,9 @@ use bytemuck::Pod;
 use crate::linear::Accumulation;
 use crate::scalar::{DType, Element};
 
-/// A read-only matrix with strides, in numbers; along rows or along columns it is contiguous.
+/// A read-only matrix with strides, in elements; contiguous along rows or columns.
 ///
-/// Invariant: the numbers of all rows and columns lie in `data`.
+/// Invariant: the elements of all rows and columns lie in `data`.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a, T> {
     pub(super) data: &'a [T],
@@ -26,7 +26,7 @@ impl<'a, T> Matrix<'a, T> {
         Self::with_stride(data, rows, columns, columns)
     }
 
-    /// A row-major matrix whose rows lie `row_stride` numbers apart.
+    /// A row-major matrix whose rows are `row_stride` elements apart.
     pub(crate) fn with_stride(
         data: &'a [T],
         rows: usize,
@@ -37,21 +37,21 @@ impl<'a, T> Matrix<'a, T> {
         Matrix { data, rows, columns, row_stride, column_stride: 1 }
     }
 
-    /// Some of the columns.
+    /// A range of columns.
     pub(crate) fn columns(self, columns: Range<usize>) -> Self {
         assert!(columns.start <= columns.end && columns.end <= self.columns);
-        // A matrix without a number has none to start at.
+        // An empty matrix has no element to start at.
         let empty = self.rows == 0 || columns.is_empty();
         let start = if empty { 0 } else { columns.start * self.column_stride };
         Matrix { data: &self.data[start..], columns: columns.len(), ..self }
     }
 
-    /// Some of the rows.
+    /// A range of rows.
     pub(crate) fn rows(self, rows: Range<usize>) -> Self {
         self.transposed().columns(rows).transposed()
     }
 
-    /// The transpose, without moving a number.
+    /// The transpose, without moving elements.
     pub(crate) fn transposed(self) -> Self {
         Matrix {
             rows: self.columns,
@@ -62,7 +62,7 @@ impl<'a, T> Matrix<'a, T> {
         }
     }
 
-    /// The numbers of a row that is contiguous.
+    /// The elements of a contiguous row.
     pub(super) fn row(&self, row: usize) -> &'a [T] {
         assert!(row < self.rows && self.column_stride == 1);
         &self.data[row * self.row_stride..][..self.columns]
@@ -70,12 +70,12 @@ impl<'a, T> Matrix<'a, T> {
 }
 
 impl<'a, T: Element> Matrix<'a, T> {
-    /// The same matrix where its numbers are f32.
+    /// The same matrix if its elements are f32.
     pub(super) fn as_f32(&self) -> Option<Matrix<'a, f32>> {
         self.cast()
     }
 
-    /// The same matrix where its numbers are of type `U`.
+    /// The same matrix if its elements are of type `U`.
     pub(super) fn cast<U: Element>(&self) -> Option<Matrix<'a, U>> {
         let &Matrix { data, rows, columns, row_stride, column_stride } = self;
         let data = cast(data)?;
@@ -83,7 +83,7 @@ impl<'a, T: Element> Matrix<'a, T> {
     }
 }
 
-/// A matrix that is written, row-major with a stride; its parts can be written by several threads.
+/// A mutable row-major matrix with a stride; several threads can write its blocks.
 pub(crate) struct MatrixMut<'a, T> {
     pub(super) start: *mut T,
     pub(super) rows: usize,
@@ -92,8 +92,8 @@ pub(crate) struct MatrixMut<'a, T> {
     owner: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: the view is the only access to its numbers (made from a unique slice, split into parts
-// that share none), and T itself may move between threads.
+// SAFETY: the view is the only access to its elements (created from a unique slice, split into
+// disjoint blocks), and T itself may move between threads.
 #[allow(unsafe_code)]
 unsafe impl<T: Send> Send for MatrixMut<'_, T> {}
 
@@ -103,7 +103,7 @@ impl<'a, T> MatrixMut<'a, T> {
         Self::with_stride(data, rows, columns, columns)
     }
 
-    /// A row-major matrix whose rows lie `row_stride` numbers apart.
+    /// A row-major matrix whose rows are `row_stride` elements apart.
     pub(crate) fn with_stride(
         data: &'a mut [T],
         rows: usize,
@@ -117,18 +117,18 @@ impl<'a, T> MatrixMut<'a, T> {
     /// The rows before `row`, and the rest.
     pub(super) fn split_rows(self, row: usize) -> (Self, Self) {
         assert!(row <= self.rows);
-        let rest = MatrixMut { rows: self.rows - row, ..self.part(row, 0) };
+        let rest = MatrixMut { rows: self.rows - row, ..self.view_from(row, 0) };
         (MatrixMut { rows: row, ..self }, rest)
     }
 
     /// The columns before `column`, and the rest.
     pub(super) fn split_columns(self, column: usize) -> (Self, Self) {
         assert!(column <= self.columns);
-        let rest = MatrixMut { columns: self.columns - column, ..self.part(0, column) };
+        let rest = MatrixMut { columns: self.columns - column, ..self.view_from(0, column) };
         (MatrixMut { columns: column, ..self }, rest)
     }
 
-    /// Some rows and columns, for as long as the whole is borrowed.
+    /// A range of rows and columns, borrowed from the whole.
     pub(super) fn block(
         &mut self,
         row: usize,
@@ -137,21 +137,21 @@ impl<'a, T> MatrixMut<'a, T> {
         columns: usize,
     ) -> MatrixMut<'_, T> {
         assert!(row + rows <= self.rows && column + columns <= self.columns);
-        MatrixMut { rows, columns, ..self.part(row, column) }
+        MatrixMut { rows, columns, ..self.view_from(row, column) }
     }
 
-    /// A view whose first number is the one at (row, column); the caller gives it its shape.
-    fn part(&self, row: usize, column: usize) -> Self {
-        // Wrapping: the start of an empty part may lie behind the slice's end; it is not read.
+    /// A view that starts at (row, column); the caller sets its shape.
+    fn view_from(&self, row: usize, column: usize) -> Self {
+        // Wrapping: the start of an empty view may lie beyond the slice's end; it is not read.
         let start = self.start.wrapping_add(row * self.row_stride + column);
         MatrixMut { start, owner: PhantomData, ..*self }
     }
 
-    /// The numbers of a row.
+    /// The elements of a row.
     pub(super) fn row_mut(&mut self, row: usize) -> &mut [T] {
         assert!(row < self.rows);
-        // SAFETY: the row lies in the slice that the view was made of (checked there, and above),
-        // and the view is borrowed mutably for as long as the row.
+        // SAFETY: the row lies in the slice of the view (checked there, and above), and the view is
+        // borrowed mutably for as long as the row.
         #[allow(unsafe_code)]
         unsafe {
             std::slice::from_raw_parts_mut(self.start.add(row * self.row_stride), self.columns)
@@ -160,7 +160,7 @@ impl<'a, T> MatrixMut<'a, T> {
 }
 
 impl<'a, T: Element> MatrixMut<'a, T> {
-    /// The same matrix where its numbers are f32.
+    /// The same matrix if its elements are f32.
     pub(super) fn into_f32(self) -> Result<MatrixMut<'a, f32>, Self> {
         if T::DTYPE != DType::F32 {
             return Err(self);
@@ -170,14 +170,15 @@ impl<'a, T: Element> MatrixMut<'a, T> {
     }
 }
 
-/// What is added to the product.
+/// What a matmul does with its destination.
 #[derive(Clone, Copy)]
 pub(crate) enum Destination<'a, T> {
-    /// Nothing: the numbers that the destination held are replaced.
+    /// Overwrites its elements.
     Overwrite,
-    /// The numbers that the destination held.
+    /// Accumulates into its elements.
     Accumulate,
-    /// A row-major matrix of the product's shape; the destination's numbers are replaced.
+    /// Overwrites its elements with the sum of the result and this row-major matrix of the same
+    /// shape.
     AddTo(Matrix<'a, T>),
 }
 
@@ -191,7 +192,7 @@ impl<T> From<Accumulation> for Destination<'_, T> {
 }
 
 impl<T: Element> Destination<'_, T> {
-    /// The same for some of the product's rows.
+    /// The destination for a range of the output's rows.
     pub(super) fn rows(self, rows: Range<usize>) -> Self {
         match self {
             Destination::AddTo(addend) => Destination::AddTo(addend.rows(rows)),
@@ -199,7 +200,7 @@ impl<T: Element> Destination<'_, T> {
         }
     }
 
-    /// The same for some of the product's columns.
+    /// The destination for a range of the output's columns.
     pub(super) fn columns(self, columns: Range<usize>) -> Self {
         match self {
             Destination::AddTo(addend) => Destination::AddTo(addend.columns(columns)),
@@ -207,7 +208,7 @@ impl<T: Element> Destination<'_, T> {
         }
     }
 
-    /// Puts what is added into the product's place; true where something is.
+    /// Copies the addend into the output; true if the matmul must accumulate.
     pub(super) fn prepare(&self, out: &mut MatrixMut<'_, T>) -> bool {
         if let Destination::AddTo(addend) = self {
             for row in 0..out.rows {
@@ -219,7 +220,7 @@ impl<T: Element> Destination<'_, T> {
 }
 
 impl<'a> Destination<'a, f32> {
-    /// The same for a destination that turned out to hold f32.
+    /// Casts the destination of an f32 output.
     pub(super) fn of_f32<T: Element>(destination: Destination<'a, T>) -> Self {
         match destination {
             Destination::Overwrite => Destination::Overwrite,
@@ -232,7 +233,7 @@ impl<'a> Destination<'a, f32> {
     }
 }
 
-/// The slice where its numbers are of type `U`.
+/// The slice if its elements are of type `U`.
 fn cast<T: Element, U: Element>(data: &[T]) -> Option<&[U]> {
     fn checked<T: Pod, U: Pod>(data: &[T]) -> Option<&[U]> {
         bytemuck::try_cast_slice(data).ok()
@@ -240,7 +241,8 @@ fn cast<T: Element, U: Element>(data: &[T]) -> Option<&[U]> {
     if T::DTYPE == U::DTYPE { checked(data) } else { None }
 }
 
-/// Whether rows of `columns` numbers, `row_stride` apart and not overlapping, lie in `len` numbers.
+/// Whether rows of `columns` elements, `row_stride` apart and not overlapping, fit in `len`
+/// elements.
 fn fits(len: usize, rows: usize, columns: usize, row_stride: usize) -> bool {
     if rows == 0 || columns == 0 {
         return true;

@@ -1,9 +1,9 @@
-//! Matrix products of the CPU's operators, behind bounds-checked views.
+//! The CPU's matmuls, behind bounds-checked views.
 //!
-//! [`matmul`] runs on the calling thread, [`parallel`](matmul_parallel) on rayon's. Who computes
-//! depends on the types and the shape alone: a few rows against a matrix that is contiguous along
-//! k are inner products (`dot`), f32 is the crate `gemm` (`single`), and bf16 is our own kernel
-//! (`packed`) where the machine has AVX512-BF16 and `gemm` on converted tiles (`converted`)
+//! [`matmul`] runs on the calling thread, [`parallel`](matmul_parallel) on rayon's. The
+//! implementation depends only on types and shape. Inner products (`dot`) multiply a few rows by a
+//! matrix that is contiguous along k. f32 uses the crate `gemm` (`single`). bf16 uses this crate's
+//! own kernel (`packed`) on machines with AVX512-BF16, and `gemm` on converted tiles (`converted`)
 //! elsewhere. All of them sum in f32 and round once, when the result is stored.
 
 mod converted;
@@ -30,10 +30,10 @@ pub(crate) use parallel::matmul_parallel;
 
 use crate::scalar::Element;
 
-/// `out = scale * left right`, plus what the destination says, on the calling thread.
+/// `out = scale * left right`, plus the destination's addend, on the calling thread.
 ///
-/// Where one of left and right is bf16, an f32 one is rounded to bf16 on machines whose
-/// instructions multiply bf16.
+/// If one operand is bf16 and the other f32, the latter is rounded to bf16 on machines with bf16
+/// instructions.
 pub(crate) fn matmul<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
     destination: Destination<'_, O>,
@@ -61,7 +61,7 @@ pub(crate) fn matmul<O: Element, A: Element, B: Element>(
     converted::multiply(out, destination, scale, left, right)
 }
 
-/// Panics where the shapes do not fit each other.
+/// Panics if the shapes do not match.
 fn check<O: Element, A: Element, B: Element>(
     out: &MatrixMut<'_, O>,
     destination: &Destination<'_, O>,
@@ -69,9 +69,17 @@ fn check<O: Element, A: Element, B: Element>(
     right: &Matrix<'_, B>,
 ) {
     assert_eq!(left.columns, right.rows, "the inner dimensions differ");
-    assert_eq!((out.rows, out.columns), (left.rows, right.columns), "another shape of the product");
+    assert_eq!(
+        (out.rows, out.columns),
+        (left.rows, right.columns),
+        "the output has the wrong shape"
+    );
     if let Destination::AddTo(addend) = destination {
-        assert_eq!((addend.rows, addend.columns), (out.rows, out.columns), "another addend");
+        assert_eq!(
+            (addend.rows, addend.columns),
+            (out.rows, out.columns),
+            "the addend has the wrong shape"
+        );
         assert_eq!(addend.column_stride, 1, "the addend is not row-major");
     }
 }

@@ -1,8 +1,8 @@
 //! Packing for the bf16 kernel: terms k and k + 1 of a row or column become one u32 (the even term
-//! in the low half), which is what the instruction multiplies at a time; f32 is rounded on the way.
+//! in the low half), the operand of the instruction; f32 is rounded while it is packed.
 //!
-//! Numbers beyond the matrix are zeros, so that an odd number of terms and a last panel that is
-//! not full need no code of their own.
+//! Elements outside the matrix are zeros, so an odd number of terms and a partial last panel need
+//! no special code.
 
 use std::arch::x86_64::*;
 
@@ -14,14 +14,15 @@ use crate::scalar::{DType, Element};
 pub(super) const PANEL: usize = 32;
 /// Rows of the left matrix in a tile.
 pub(super) const TILE_ROWS: usize = 12;
-/// Numbers that a vector of bf16 holds, and pairs.
+/// Elements of a bf16 vector, and of a vector of pairs.
 const VECTOR: usize = 32;
 const PAIRS: usize = 16;
-/// Where the pairs of the two vectors' first halves, and of their last, come from.
+/// Indices of the pairs of the two vectors' first halves, and of their last halves.
 const FIRST: [u16; VECTOR] = interleaved(0, VECTOR);
 const LAST: [u16; VECTOR] = interleaved(16, VECTOR);
 
-/// Places of a vector's numbers that make pairs: `start` and `start + distance`, and those after them.
+/// Indices of a vector's elements that form pairs: `start` and `start + distance`, and the
+/// following ones.
 pub(crate) const fn interleaved(start: usize, distance: usize) -> [u16; VECTOR] {
     let mut order = [0; VECTOR];
     let mut i = 0;
@@ -32,7 +33,7 @@ pub(crate) const fn interleaved(start: usize, distance: usize) -> [u16; VECTOR] 
     order
 }
 
-/// Pairs that `terms` terms make.
+/// The number of pairs of `terms` terms.
 pub(super) const fn pairs(terms: usize) -> usize {
     terms.div_ceil(2)
 }
@@ -63,10 +64,11 @@ pub(super) fn right<T: Element>(matrix: Matrix<'_, T>, out: &mut [u32]) {
     }
 }
 
-/// Packs a matrix whose rows (terms) are contiguous to `[pairs, width]`, `width` whole vectors.
+/// Packs a matrix with contiguous rows (terms) to `[pairs, width]`, `width` a multiple of the
+/// vector.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn interleave_rows<T: Element>(matrix: Matrix<'_, T>, out: &mut [u32], width: usize) {
-    // SAFETY: the arrays are as long as a vector.
+    // SAFETY: the arrays have a vector's length.
     #[allow(unsafe_code)]
     let (first, last) = unsafe {
         (_mm512_loadu_epi16(FIRST.as_ptr().cast()), _mm512_loadu_epi16(LAST.as_ptr().cast()))
@@ -75,19 +77,19 @@ fn interleave_rows<T: Element>(matrix: Matrix<'_, T>, out: &mut [u32], width: us
         let even = matrix.row(2 * pair);
         let odd = if 2 * pair + 1 < matrix.rows { matrix.row(2 * pair + 1) } else { &[] };
         for (start, out) in (0..width).step_by(VECTOR).zip(out.chunks_exact_mut(VECTOR)) {
-            let (even, odd) = (load(part(even, start)), load(part(odd, start)));
+            let (even, odd) = (load(vector_of(even, start)), load(vector_of(odd, start)));
             store(&mut out[..PAIRS], _mm512_permutex2var_epi16(even, first, odd));
             store(&mut out[PAIRS..], _mm512_permutex2var_epi16(even, last, odd));
         }
     }
 }
 
-/// Up to [`VECTOR`] numbers of a row.
-fn part<T>(row: &[T], start: usize) -> &[T] {
+/// Up to [`VECTOR`] elements of a row.
+fn vector_of<T>(row: &[T], start: usize) -> &[T] {
     &row[start.min(row.len())..row.len().min(start + VECTOR)]
 }
 
-/// A panel of a matrix whose columns are contiguous.
+/// A panel of a matrix with contiguous columns.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn transpose_columns<T: Element>(panel: Matrix<'_, T>, out: &mut [u32]) {
     let columns = panel.transposed();
@@ -109,23 +111,23 @@ fn transpose_columns<T: Element>(panel: Matrix<'_, T>, out: &mut [u32]) {
     }
 }
 
-/// Distance between the pairs of a packed left matrix of this many rows.
+/// Distance between the pairs of a packed left matrix with this many rows.
 pub(super) const fn left_width(rows: usize) -> usize {
     rows.next_multiple_of(VECTOR)
 }
 
-/// Packs a left matrix whose columns (terms) are contiguous to `[pairs, left_width(rows)]`.
+/// Packs a left matrix with contiguous columns (terms) to `[pairs, left_width(rows)]`.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 pub(super) fn left_columns<T: Element>(matrix: Matrix<'_, T>, out: &mut [u32]) {
     interleave_rows(matrix.transposed(), out, left_width(matrix.rows));
 }
 
-/// Distance between packed rows of this many terms, which spreads them over the cache's sets.
+/// Distance between packed rows of this many terms, which spreads them over the cache sets.
 pub(super) const fn left_stride(terms: usize) -> usize {
     terms.next_multiple_of(VECTOR) / 2 + PAIRS
 }
 
-/// Copies a left matrix whose rows are contiguous to rows of [`left_stride`] pairs.
+/// Copies a left matrix with contiguous rows to rows of [`left_stride`] pairs.
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 pub(super) fn left_rows<T: Element>(matrix: Matrix<'_, T>, out: &mut [u32]) {
     let stride = left_stride(matrix.columns);
@@ -136,14 +138,15 @@ pub(super) fn left_rows<T: Element>(matrix: Matrix<'_, T>, out: &mut [u32]) {
     }
 }
 
-/// Up to [`VECTOR`] numbers as bf16, followed by zeros.
+/// Up to [`VECTOR`] elements as bf16, padded with zeros.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn load<T: Element>(numbers: &[T]) -> __m512i {
     debug_assert!(numbers.len() <= VECTOR);
     let mask = if numbers.len() < VECTOR { (1u32 << numbers.len()) - 1 } else { u32::MAX };
-    // SAFETY: the masks cover the slice's numbers alone, of the type that `DTYPE` names (f32 or
-    // bf16, the two implementors), and both vector types are 64 bytes without a forbidden value.
+    // SAFETY: the masks cover only the slice's elements, of the type that `DTYPE` names (f32 or
+    // bf16, the two implementors), and both vector types are 64 bytes in which every bit pattern is
+    // valid.
     #[allow(unsafe_code)]
     unsafe {
         if T::DTYPE == DType::F32 {
@@ -161,7 +164,7 @@ fn load<T: Element>(numbers: &[T]) -> __m512i {
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn store(out: &mut [u32], vector: __m512i) {
     assert!(out.len() == PAIRS);
-    // SAFETY: the slice is as long as the vector, by the line above.
+    // SAFETY: the slice has the vector's length, by the line above.
     #[allow(unsafe_code)]
     unsafe {
         _mm512_storeu_si512(out.as_mut_ptr().cast(), vector)

@@ -1,5 +1,5 @@
-//! bf16 products on machines with AVX512-BF16: the blocks that fit the caches, packed, and the
-//! tiles that they are made of. f32 matrices that are multiplied by bf16 ones are rounded.
+//! bf16 matmuls on machines with AVX512-BF16: packed blocks that fit the caches, divided into
+//! tiles. An f32 operand beside a bf16 one is rounded.
 
 use half::bf16;
 
@@ -9,20 +9,20 @@ use super::tile::{Addend, Output, Target, Terms, tile};
 use crate::scalar::{DType, Element, Scalar};
 use crate::scratch::with_scratch;
 
-/// Terms of a block. Most layers have fewer, so that their sums leave the registers once; what a
-/// panel of the right matrix loses by not fitting the first cache was not measurable.
+/// Terms per block. Most layers have fewer, so their sums leave the registers once; the cost of a
+/// right panel beyond the first-level cache was not measurable.
 const DEPTH: usize = 2048;
-/// Rows of a block of the left matrix, which stays in the second cache.
+/// Rows of a left block, which stays in the second-level cache.
 const ROWS: usize = 8 * TILE_ROWS;
-/// Columns of a block of the right matrix, which stays in the last cache.
+/// Columns of a right block, which stays in the last-level cache.
 const COLUMNS: usize = 1024;
-/// Rows that share a block of the right matrix where sums stay in scratch between blocks.
+/// Rows that share a right block while sums stay in scratch between blocks.
 const PARTIAL_ROWS: usize = 2048;
 
 /// Bytes of a pair of terms.
 const PAIR: usize = size_of::<u32>();
 
-/// Whether this machine has the instructions that multiply bf16.
+/// Whether this machine has bf16 instructions.
 pub(crate) fn available() -> bool {
     is_x86_feature_detected!("avx512f")
         && is_x86_feature_detected!("avx512bw")
@@ -30,7 +30,7 @@ pub(crate) fn available() -> bool {
         && is_x86_feature_detected!("avx512bf16")
 }
 
-/// `out = scale * left right`, plus what the destination says; only where [`available`].
+/// `out = scale * left right`, plus the destination's addend; only if [`available`].
 pub(super) fn multiply<O: Element, A: Element, B: Element>(
     mut out: MatrixMut<'_, O>,
     destination: Destination<'_, O>,
@@ -41,9 +41,9 @@ pub(super) fn multiply<O: Element, A: Element, B: Element>(
     assert!(available());
     let terms = left.columns;
     let blocks = terms.div_ceil(DEPTH).max(1);
-    // A multiple of a vector's length, so that only the last block can have a rest.
+    // A multiple of the vector, so that only the last block is partial.
     let depth = terms.div_ceil(blocks).next_multiple_of(32);
-    // A result in bf16 is rounded once: until the last block its sums are f32 in scratch.
+    // A bf16 result is rounded once: until the last block its sums are f32 in scratch.
     let rounded = O::DTYPE != f32::DTYPE && terms > depth;
     let outer = if rounded { out.rows.min(PARTIAL_ROWS) } else { out.rows };
     let partial_len = if rounded { outer * out.columns.min(COLUMNS) } else { 0 };
@@ -56,15 +56,17 @@ pub(super) fn multiply<O: Element, A: Element, B: Element>(
             let columns = column..out.columns.min(column + COLUMNS);
             for row in (0..out.rows).step_by(outer) {
                 let rows = row..out.rows.min(row + outer);
-                // Without a term there is still something to add to nothing.
+                // Without terms the addend still has to be stored.
                 for start in (0..terms.max(1)).step_by(depth.max(1)) {
                     let range = start..terms.min(start + depth);
-                    let place = Place { row, column, first: start == 0, last: range.end == terms };
-                    let output = place.output(&mut out, destination, scale, partial, columns.len());
+                    let position =
+                        BlockPosition { row, column, first: start == 0, last: range.end == terms };
+                    let output =
+                        position.output(&mut out, destination, scale, partial, columns.len());
                     let right = right.rows(range.clone()).columns(columns.clone());
                     let left = left.columns(range).rows(rows.clone());
-                    // SAFETY: the machine has the instructions (asserted above) and the output is
-                    // that of these rows and columns.
+                    // SAFETY: the machine has the instructions (asserted above), and the output has
+                    // these rows and columns.
                     #[allow(unsafe_code)]
                     unsafe {
                         pack::right(right, packed_right);
@@ -76,7 +78,7 @@ pub(super) fn multiply<O: Element, A: Element, B: Element>(
     });
 }
 
-/// Numbers of scratch for a block of the left matrix, whose rows are contiguous or its columns.
+/// Scratch elements of a left block, with contiguous rows or columns.
 fn left_len(rows: usize, terms: usize, by_rows: bool) -> usize {
     if by_rows {
         rows * pack::left_stride(terms)
@@ -85,16 +87,16 @@ fn left_len(rows: usize, terms: usize, by_rows: bool) -> usize {
     }
 }
 
-/// Which part of the product, and which of the terms, a block is.
-struct Place {
+/// A block's position in the output and in the terms.
+struct BlockPosition {
     row: usize,
     column: usize,
     first: bool,
     last: bool,
 }
 
-impl Place {
-    /// Where the block's sums go.
+impl BlockPosition {
+    /// The destination of the block's sums.
     fn output<O: Element>(
         &self,
         out: &mut MatrixMut<'_, O>,
@@ -103,7 +105,7 @@ impl Place {
         partial: &mut [f32],
         partial_stride: usize,
     ) -> Output {
-        let &Place { row, column, first, last } = self;
+        let &BlockPosition { row, column, first, last } = self;
         let start = out.start.wrapping_add(row * out.row_stride + column);
         let f32_out = O::DTYPE == DType::F32;
         let addend = match destination {
@@ -126,7 +128,7 @@ impl Place {
     }
 }
 
-/// Numbers of the output's type as an addend.
+/// Elements of the output's type as an addend.
 fn addend<O: Element>(start: *const O, stride: usize) -> Addend {
     if O::DTYPE == DType::F32 {
         Addend::F32(start.cast(), stride)
@@ -135,11 +137,11 @@ fn addend<O: Element>(start: *const O, stride: usize) -> Addend {
     }
 }
 
-/// Multiplies some rows and terms of the left matrix by a packed block of the right one.
+/// Multiplies a range of rows and terms of the left matrix by a packed right block.
 ///
 /// # Safety
-/// The machine has the instructions, `packed` holds the block's panels, and the output's pointers
-/// hold the left matrix's rows and `columns` columns.
+/// The machine has the instructions, `packed` contains the block's panels, and the output's
+/// pointers are valid for the left matrix's rows and `columns` columns.
 #[allow(unsafe_code)]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn block<A: Element>(
@@ -157,7 +159,7 @@ unsafe fn block<A: Element>(
             pack::left_columns(part, scratch);
             (scratch.as_ptr(), PAIR, PAIR * pack::left_width(part.rows))
         } else if A::DTYPE == bf16::DTYPE && part.columns.is_multiple_of(2) {
-            // Pairs lie as the kernel reads them.
+            // The pairs are in the kernel's layout.
             (part.data.as_ptr().cast(), size_of::<bf16>() * part.row_stride, PAIR)
         } else {
             pack::left_rows(part, scratch);

@@ -1,25 +1,25 @@
-//! Products on rayon's threads: the output is halved until its parts are small enough.
+//! Matmuls on rayon's threads: the output is halved until its blocks are small enough.
 
 use super::matrix::{Destination, Matrix, MatrixMut};
 use super::{check, dot, matmul};
 use crate::scalar::Element;
 
-/// Multiplications and additions below which threads cost more than they give.
+/// Multiply-adds below which threads cost more than they save.
 const SMALL: usize = 1 << 16;
-/// Parts that a large product of f32 is divided into; a number of the shape alone, because the
-/// order of gemm's sums depends on a part's shape.
-const PARTS: usize = 16;
-/// Parts for each thread of a product whose sums do not depend on the division.
-const PARTS_PER_THREAD: usize = 2;
-/// Multiplications and additions of the smallest part of a large product.
+/// Blocks of a large f32 matmul; the number depends only on the shape, because the order of gemm's
+/// sums depends on a block's shape.
+const BLOCKS: usize = 16;
+/// Blocks per thread of a matmul whose sums do not depend on the division.
+const BLOCKS_PER_THREAD: usize = 2;
+/// Multiply-adds of the smallest block of a large matmul.
 const SMALLEST: usize = 1 << 19;
-/// What rows and columns are divided by where they can be, from a tile's and a panel's sizes. No
-/// part has fewer rows, so that none becomes one of a few rows, whose sums have another order.
+/// Granularity of the division of rows and columns, from the sizes of tiles and panels. No block
+/// has fewer rows: a block of few rows would be summed in another order.
 const ROW_STEP: usize = 24;
 const COLUMN_STEP: usize = 64;
 
-/// `out = scale * left right`, plus what the destination says, on rayon's threads; with the same
-/// bits whatever their number.
+/// `out = scale * left right`, plus the destination's addend, on rayon's threads; the bits do not
+/// depend on their number.
 pub(crate) fn matmul_parallel<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
     destination: Destination<'_, O>,
@@ -34,15 +34,15 @@ pub(crate) fn matmul_parallel<O: Element, A: Element, B: Element>(
     }
     let any = dot::applies(&left, &right);
     let fixed = left.as_f32().is_some() && right.as_f32().is_some() && !any;
-    let parts = if fixed { PARTS } else { PARTS_PER_THREAD * rayon::current_num_threads() };
+    let blocks = if fixed { BLOCKS } else { BLOCKS_PER_THREAD * rayon::current_num_threads() };
     let smallest = if any { SMALL } else { SMALLEST };
-    let division = Division { leaf: (operations / parts).max(smallest), by_rows: !any };
+    let division = Division { leaf: (operations / blocks).max(smallest), by_rows: !any };
     division.run(out, destination, scale, left, right);
 }
 
 #[derive(Clone, Copy)]
 struct Division {
-    /// Multiplications and additions of a part that is not divided further.
+    /// Multiply-adds of a block that is not divided further.
     leaf: usize,
     /// Whether rows may be divided.
     by_rows: bool,
@@ -91,7 +91,7 @@ impl Division {
     }
 }
 
-/// About half of `count`, whole steps.
+/// About half of `count`, in whole steps.
 fn half(count: usize, step: usize) -> usize {
     count / 2 / step * step
 }

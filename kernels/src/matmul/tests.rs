@@ -1,4 +1,4 @@
-//! Every way to compute a product against plain sums in f64.
+//! Every implementation of matmul against plain sums in f64.
 
 use half::bf16;
 use proptest::prelude::*;
@@ -19,13 +19,13 @@ struct Case {
     right_transposed: bool,
     /// 0: overwrite, 1: accumulate, 2: add another matrix.
     destination: u8,
-    /// Numbers between the end of a row and the next one's start.
+    /// Elements between the end of a row and the start of the next.
     gap: usize,
     scale: f32,
     seed: u32,
 }
 
-/// Who computes.
+/// The implementation.
 #[derive(Debug, Clone, Copy)]
 enum Path {
     Serial,
@@ -35,7 +35,7 @@ enum Path {
     Packed,
 }
 
-/// Numbers between -1 and 1 that bf16 represents.
+/// Elements between -1 and 1 that bf16 represents.
 fn numbers<T: Element>(len: usize, seed: u32) -> Vec<T> {
     let mut state = seed ^ 0x9e37_79b9;
     let mut next = || {
@@ -106,7 +106,7 @@ fn agrees<O: Element, A: Element, B: Element>(case: Case, path: Path) {
     assert!(relative <= bound, "{path:?} {case:?}: relative error {relative:e} above {bound:e}");
 }
 
-/// Every combination of types on every path that computes it.
+/// Every combination of types on every implementation that supports it.
 fn all_agree(case: Case) {
     for path in [Path::Serial, Path::Parallel] {
         agrees::<f32, f32, f32>(case, path);
@@ -152,7 +152,7 @@ fn products_of_several_blocks_agree() {
     }
 }
 
-/// The bits of a product that pools of several sizes compute.
+/// The bits of a matmul on thread pools of several sizes.
 fn same_bits<A: Element>([m, n, k]: [usize; 3], transposed: [bool; 2]) {
     let (left, right) = (numbers::<A>(m * k, 1), numbers::<A>(k * n, 2));
     let left = view(&left, m, k, 0, transposed[0]);
@@ -197,8 +197,8 @@ fn sums_of_no_term_are_what_is_added() {
 
 #[test]
 fn bf16_results_are_rounded_once() {
-    // 1 + 4191 / 4096 lies just below the middle of two numbers; rounded after the first third
-    // of the terms too, the sum would end in the middle and go up.
+    // 1 + 4191 / 4096 lies just below the midpoint of two bf16 values; rounded after the first
+    // third of the terms too, the sum would reach the midpoint and round up.
     let terms = 4192;
     let left = vec![bf16::ONE; terms];
     let mut right = vec![bf16::from_f32(1.0 / 4096.0); terms];

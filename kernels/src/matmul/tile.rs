@@ -1,7 +1,7 @@
-//! The innermost loop of bf16 products: a tile of up to 12 x 32 sums stays in registers while
-//! pairs of terms are multiplied and added to it by `vdpbf16ps`.
+//! The innermost loop of bf16 matmuls: a tile of up to 12 x 32 sums stays in registers while
+//! `vdpbf16ps` multiplies and accumulates pairs of terms.
 //!
-//! A number's sum has the same order in every tile, whatever the tile's size and place.
+//! An element's sum has the same order in every tile, of any size and position.
 
 use std::arch::x86_64::*;
 
@@ -12,7 +12,7 @@ use super::pack::{PANEL, TILE_ROWS};
 /// Sums in a vector.
 const LANES: usize = 16;
 
-/// Where a tile's terms lie.
+/// The memory layout of a tile's terms.
 #[derive(Clone, Copy)]
 pub(super) struct Terms {
     /// Pairs of terms.
@@ -26,7 +26,7 @@ pub(super) struct Terms {
     pub(super) right: *const u32,
 }
 
-/// What becomes of a tile's sums: they are scaled, something is added, and they are stored.
+/// The epilogue of a tile: sums are scaled, an addend is added, and they are stored.
 #[derive(Clone, Copy)]
 pub(super) struct Output {
     pub(super) scale: f32,
@@ -34,7 +34,7 @@ pub(super) struct Output {
     pub(super) target: Target,
 }
 
-/// What is added to the sums: numbers and the distance of their rows.
+/// The addend of the sums: elements and the distance of their rows.
 #[derive(Clone, Copy)]
 pub(super) enum Addend {
     Nothing,
@@ -42,7 +42,7 @@ pub(super) enum Addend {
     Bf16(*const bf16, usize),
 }
 
-/// Where sums are stored, and the distance of the rows there.
+/// The destination of the sums, and the distance of its rows.
 #[derive(Clone, Copy)]
 pub(super) enum Target {
     F32(*mut f32, usize),
@@ -50,7 +50,7 @@ pub(super) enum Target {
 }
 
 impl Output {
-    /// The same for a tile that starts at this row and column.
+    /// The epilogue of a tile that starts at this row and column.
     pub(super) fn at(self, row: usize, column: usize) -> Output {
         let addend = match self.addend {
             Addend::Nothing => Addend::Nothing,
@@ -73,11 +73,11 @@ impl Output {
     }
 }
 
-/// Computes a tile of `rows` x `columns` numbers.
+/// Computes a tile of `rows` x `columns` elements.
 ///
 /// # Safety
-/// The terms' pointers hold `rows` and a panel of pairs; the output's pointers hold `rows` x
-/// `columns` numbers at their strides, and no other thread touches those written.
+/// The terms' pointers are valid for `rows` and a panel of pairs; the output's pointers are valid
+/// for `rows` x `columns` elements at their strides, and no other thread accesses those written.
 #[allow(unsafe_code)]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(super) unsafe fn tile(rows: usize, columns: usize, terms: Terms, output: &Output) {
@@ -92,11 +92,11 @@ pub(super) unsafe fn tile(rows: usize, columns: usize, terms: Terms, output: &Ou
             }
         };
     }
-    // SAFETY: the caller's promise is that of `sums` and `finish`.
+    // SAFETY: the caller's promise covers `sums` and `finish`.
     unsafe { of_rows!(1 2 3 4 5 6 7 8 9 10 11 12) }
 }
 
-/// The sums of `ROWS` x `VECTORS * LANES` numbers.
+/// The sums of `ROWS` x `VECTORS * LANES` elements.
 #[allow(unsafe_code)]
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
@@ -128,7 +128,7 @@ unsafe fn sums<const ROWS: usize, const VECTORS: usize>(terms: Terms) -> [[__m51
     sums
 }
 
-/// Scales the sums, adds to them and stores them.
+/// Scales the sums, adds the addend and stores them.
 #[allow(unsafe_code)]
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
@@ -146,7 +146,7 @@ unsafe fn finish<const ROWS: usize, const VECTORS: usize>(
     for (row, sums) in sums.iter().enumerate() {
         for (vector, (&sums, mask)) in sums.iter().zip(masks).enumerate() {
             let column = vector * LANES;
-            // SAFETY: the masks cover the tile's columns alone, for which the caller promises.
+            // SAFETY: the masks cover only the tile's columns, by the caller's promise.
             unsafe {
                 let addend = output.addend.load(row, column, mask);
                 let value = _mm512_add_ps(_mm512_mul_ps(sums, scale), addend);
@@ -157,10 +157,10 @@ unsafe fn finish<const ROWS: usize, const VECTORS: usize>(
 }
 
 impl Addend {
-    /// A vector of numbers.
+    /// Loads a vector of elements.
     ///
     /// # Safety
-    /// The numbers of the mask lie from this row and column on.
+    /// The elements of the mask are valid from this row and column on.
     #[allow(unsafe_code)]
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
@@ -183,15 +183,16 @@ impl Addend {
 }
 
 impl Target {
-    /// Stores a vector of numbers.
+    /// Stores a vector of elements.
     ///
     /// # Safety
-    /// The numbers of the mask lie from this row and column on, and nobody else touches them.
+    /// The elements of the mask are valid from this row and column on, and nothing else accesses
+    /// them.
     #[allow(unsafe_code)]
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     unsafe fn store(self, row: usize, column: usize, mask: u16, value: __m512) {
-        // SAFETY: the caller's promise; both types of 32 bytes are without a forbidden value.
+        // SAFETY: the caller's promise; every bit pattern of both 32-byte types is valid.
         unsafe {
             match self {
                 Target::F32(start, stride) => {

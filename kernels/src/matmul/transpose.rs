@@ -1,4 +1,4 @@
-//! Transposing numbers of 32 bits by squares.
+//! Transposes 32-bit elements square by square.
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
@@ -9,7 +9,7 @@ use crate::simd::vectorized;
 /// Side of a square.
 pub(super) const SQUARE: usize = 16;
 
-/// Writes a matrix that is contiguous along its columns to row-major order.
+/// Writes a matrix that is contiguous along its columns in row-major order.
 pub(super) fn to_row_major(matrix: Matrix<'_, f32>, out: &mut [f32]) {
     assert!(matrix.row_stride == 1 && out.len() >= matrix.rows * matrix.columns);
     #[cfg(target_arch = "x86_64")]
@@ -49,7 +49,7 @@ fn by_vectors(matrix: Matrix<'_, f32>, out: &mut [f32]) {
             let mut square = [_mm512_setzero_si512(); SQUARE];
             for (column, vector) in square.iter_mut().enumerate().take(columns.rows) {
                 let numbers = &columns.row(column)[rows.clone()];
-                // SAFETY: the mask covers the slice's numbers alone.
+                // SAFETY: the mask covers only the slice's elements.
                 #[allow(unsafe_code)]
                 unsafe {
                     *vector =
@@ -58,7 +58,7 @@ fn by_vectors(matrix: Matrix<'_, f32>, out: &mut [f32]) {
             }
             for (row, vector) in rows.zip(square_of_u32(square)) {
                 let numbers = &mut out[row * matrix.columns + start..][..columns.rows];
-                // SAFETY: the mask covers the slice's numbers alone.
+                // SAFETY: the mask covers only the slice's elements.
                 #[allow(unsafe_code)]
                 unsafe {
                     let mask = mask(numbers.len());
@@ -69,13 +69,13 @@ fn by_vectors(matrix: Matrix<'_, f32>, out: &mut [f32]) {
     }
 }
 
-/// The mask of a vector's first `count` numbers.
+/// The mask of a vector's first `count` elements.
 #[cfg(target_arch = "x86_64")]
 fn mask(count: usize) -> u16 {
     if count < SQUARE { (1 << count) - 1 } else { u16::MAX }
 }
 
-/// Transposes a square of numbers of 32 bits.
+/// Transposes a square of 32-bit elements.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -85,7 +85,7 @@ pub(super) fn square_of_u32(rows: [__m512i; SQUARE]) -> [__m512i; SQUARE] {
         pairs[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
         pairs[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
     }
-    // fours[4 g + c] holds, in its quarter q, column 4 q + c of rows 4 g to 4 g + 3.
+    // fours[4 g + c] contains, in its quarter q, column 4 q + c of rows 4 g to 4 g + 3.
     let mut fours = pairs;
     for g in 0..4 {
         for c in 0..2 {

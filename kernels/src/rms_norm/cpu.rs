@@ -10,9 +10,9 @@ use crate::scalar::Element;
 use crate::scratch::with_scratch;
 use crate::simd::vectorized;
 
-/// Tokens of one task.
+/// Tokens per task.
 const ROWS: usize = 64;
-/// Elements of a row that are taken at a time.
+/// Elements processed at a time.
 const BLOCK: usize = 16;
 
 impl RmsNorm for Cpu {
@@ -116,8 +116,8 @@ fn row_backward<T: Element>(
     for ((((x, weight), d_y), d_x), d_weight) in
         x.iter().zip(weight).zip(d_y).zip(d_x).zip(d_weight)
     {
-        // All numbers are read before the first is written: the compiler cannot tell that the slices
-        // share nothing.
+        // All elements are read before the first is written: the compiler cannot prove that the
+        // slices are disjoint.
         let (mut stream, mut sums) = (*d_x, *d_weight);
         for i in 0..BLOCK {
             (stream[i], sums[i]) = one(x[i], weight[i], d_y[i], stream[i], sums[i]);

@@ -7,8 +7,8 @@ use crate::cuda::{Cuda, THREADS, mirrored, name};
 use crate::error::{Result, check_len};
 use crate::scalar::Element;
 
-/// Parts of the tokens whose gradients of the weight are summed apart, at most.
-const PARTS: usize = 64;
+/// Maximum groups of tokens whose weight gradients are summed separately.
+const MAX_GROUPS: usize = 64;
 
 /// `Forward` of rms_norm.cu.
 #[repr(C)]
@@ -37,18 +37,18 @@ struct Backward {
     d_weight: u64,
     tokens: u64,
     width: u64,
-    parts: u64,
+    groups: u64,
 }
 
 mirrored!(
     Backward, 80,
     x 0, weight 8, inv_rms 16, d_y 24, d_x 32, partial 40, d_weight 48, tokens 56, width 64,
-    parts 72,
+    groups 72,
 );
 
 /// Scratch of the backward pass.
 pub(crate) fn scratch_bytes(tokens: usize, width: usize) -> usize {
-    tokens.min(PARTS) * width * size_of::<f32>()
+    tokens.min(MAX_GROUPS) * width * size_of::<f32>()
 }
 
 impl RmsNorm for Cuda {
@@ -77,7 +77,7 @@ impl RmsNorm for Cuda {
         check_len("rms_norm_backward", "d_x", d_x.len, x.len)?;
         check_len("rms_norm_backward", "d_weight", d_weight.len, width)?;
         let tokens = inv_rms.len;
-        let parts = tokens.min(PARTS);
+        let groups = tokens.min(MAX_GROUPS);
         let parameters = Backward {
             x: x.address,
             weight: weight.address,
@@ -88,11 +88,11 @@ impl RmsNorm for Cuda {
             d_weight: d_weight.address,
             tokens: tokens as u64,
             width: width as u64,
-            parts: parts as u64,
+            groups: groups as u64,
         };
         let columns = width.div_ceil(THREADS);
         self.launch(&name::<T>("rms_norm_backward_input"), [tokens, 1], 0, &parameters)?;
-        self.launch(&name::<T>("rms_norm_backward_partial"), [columns, parts], 0, &parameters)?;
+        self.launch(&name::<T>("rms_norm_backward_partial"), [columns, groups], 0, &parameters)?;
         self.launch(&name::<G>("rms_norm_backward_weight"), [columns, 1], 0, &parameters)
     }
 }

@@ -1,5 +1,5 @@
-// RMSNorm, a block for each token; the weight's gradient in two steps, partial sums over parts of
-// the tokens and their sum, both in a fixed order.
+// RMSNorm, one block per token; the weight's gradient in two steps, partial sums over groups of
+// tokens and their sum, both in a fixed order.
 #include "../cuda/operators.cuh"
 
 namespace rms_norm {
@@ -24,19 +24,19 @@ struct Backward {
     const float* inv_rms;
     const void* d_y;
     void* d_x;
-    // [parts, width]
+    // [groups, width]
     float* partial;
     void* d_weight;
     uint64_t tokens;
     uint64_t width;
-    uint64_t parts;
+    uint64_t groups;
 };
 static_assert(sizeof(Backward) == 80 && offsetof(Backward, x) == 0 &&
               offsetof(Backward, weight) == 8 && offsetof(Backward, inv_rms) == 16 &&
               offsetof(Backward, d_y) == 24 && offsetof(Backward, d_x) == 32 &&
               offsetof(Backward, partial) == 40 && offsetof(Backward, d_weight) == 48 &&
               offsetof(Backward, tokens) == 56 && offsetof(Backward, width) == 64 &&
-              offsetof(Backward, parts) == 72,
+              offsetof(Backward, groups) == 72,
               "as in rms_norm/cuda.rs");
 
 template <class T, int N>
@@ -124,18 +124,18 @@ __device__ void backward_input(const Backward& p) {
     }
 }
 
-// The sums of d_y x inv_rms over a part of the tokens, of N columns a thread.
+// The sums of d_y x inv_rms over a group of tokens, for N columns per thread.
 template <class T, int N>
-__device__ void add_columns(const Backward& p, uint64_t part) {
-    const uint64_t rows = (p.tokens + p.parts - 1) / p.parts;
-    const uint64_t end = part * rows + rows < p.tokens ? part * rows + rows : p.tokens;
+__device__ void add_columns(const Backward& p, uint64_t group) {
+    const uint64_t rows = (p.tokens + p.groups - 1) / p.groups;
+    const uint64_t end = group * rows + rows < p.tokens ? group * rows + rows : p.tokens;
     const uint64_t packs_of_row = p.width / N;
     if (global_thread() >= packs_of_row) {
         return;
     }
     float sums[N] = {};
 #pragma unroll 4
-    for (uint64_t token = part * rows; token < end; token++) {
+    for (uint64_t token = group * rows; token < end; token++) {
         const uint64_t i = token * packs_of_row + global_thread();
         const Pack<T, N> x = packs<N>(static_cast<const T*>(p.x))[i];
         const Pack<T, N> d_y = packs<N>(static_cast<const T*>(p.d_y))[i];
@@ -145,14 +145,14 @@ __device__ void add_columns(const Backward& p, uint64_t part) {
             sums[j] += to_float(d_y.at[j]) * to_float(x.at[j]) * inv_rms;
         }
     }
-    float* partial = p.partial + part * p.width + global_thread() * N;
+    float* partial = p.partial + group * p.width + global_thread() * N;
 #pragma unroll
     for (int j = 0; j < N; j++) {
         partial[j] = sums[j];
     }
 }
 
-// Block (columns, part). Where rows are read wide, the first blocks have all columns.
+// Block (columns, group). With wide reads, the first blocks cover all columns.
 template <class T>
 __device__ void backward_partial(const Backward& p) {
     if (reads_wide<T>(p)) {
@@ -169,8 +169,8 @@ __device__ void backward_weight(const Backward& p) {
         return;
     }
     float sum = 0.0f;
-    for (uint64_t part = 0; part < p.parts; part++) {
-        sum += p.partial[part * p.width + column];
+    for (uint64_t group = 0; group < p.groups; group++) {
+        sum += p.partial[group * p.width + column];
     }
     G& slot = static_cast<G*>(p.d_weight)[column];
     slot = from_float<G>(to_float(slot) + sum);

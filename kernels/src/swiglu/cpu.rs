@@ -9,9 +9,9 @@ use crate::math::sigmoid;
 use crate::scalar::Element;
 use crate::simd::vectorized;
 
-/// Tokens of one task.
+/// Tokens per task.
 const ROWS: usize = 16;
-/// Elements that are taken at a time.
+/// Elements processed at a time.
 const BLOCK: usize = 16;
 
 impl Swiglu for Cpu {
@@ -61,8 +61,8 @@ fn forward_block<T: Element>(gate: &[T; BLOCK], up: &[T; BLOCK]) -> [T; BLOCK] {
     out
 }
 
-/// The numbers after a row's last whole block, with zeros behind them: single numbers would take
-/// longer than a block.
+/// The elements after a row's last whole block, padded with zeros: a loop over single elements
+/// would take longer than a block.
 #[inline(always)]
 fn padded<T: Element>(rest: &[T]) -> [T; BLOCK] {
     let mut block = [T::zeroed(); BLOCK];
@@ -88,8 +88,8 @@ fn backward_rows<T: Element>(width: usize, gate_up: &mut [T], out: &mut [T]) {
     }
 }
 
-/// All numbers are read before the first is written: in a loop that reads and writes three slices
-/// the compiler cannot tell that they share nothing.
+/// All elements are read before the first is written: the compiler cannot prove that the three
+/// slices are disjoint.
 #[inline(always)]
 fn backward_block<T: Element>(gate: &mut [T; BLOCK], up: &mut [T; BLOCK], out: &mut [T; BLOCK]) {
     let (mut gates, mut ups, mut outs) = (*gate, *up, *out);

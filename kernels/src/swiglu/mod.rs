@@ -1,8 +1,8 @@
 //! SwiGLU (Shazeer, arXiv 2002.05202): out = silu(gate) * up, silu(x) = x / (1 + e^-x).
 //!
-//! With s = sigmoid(gate): d_up = d_out gate s, d_gate = d_out up s (1 + gate (1 - s)). Backward
-//! has everything at hand that the output needs, so it computes it again at no cost: the output is
-//! the largest tensor that a block would otherwise keep beside gate and up.
+//! With s = sigmoid(gate): d_up = d_out gate s, d_gate = d_out up s (1 + gate (1 - s)). The
+//! backward pass reads everything that the output depends on, so it recomputes the output for free,
+//! and the largest activation beside gate and up need not be saved.
 
 mod cpu;
 #[cfg(gpu)]
@@ -22,8 +22,8 @@ pub trait Swiglu: Memory {
         out: ViewMut<'_, Self, T>,
     ) -> Result<()>;
 
-    /// The gradient of [`Swiglu::swiglu_forward`], in place: `gate_up` turns into its gradient, and
-    /// `out` from the output's gradient into the output, which therefore need not be saved.
+    /// The gradient of [`Swiglu::swiglu_forward`], in place: `gate_up` is replaced by its gradient,
+    /// and `out`, on entry the output's gradient, by the output, which therefore need not be saved.
     fn swiglu_backward<T: Element>(
         &self,
         width: usize,
@@ -34,7 +34,7 @@ pub trait Swiglu: Memory {
 
 fn check(operator: &'static str, width: usize, gate_up: usize, out: usize) -> Result<()> {
     ensure(operator, width > 0 && out.is_multiple_of(width), || {
-        format!("{out} numbers do not divide into tokens of {width}")
+        format!("{out} elements do not divide into tokens of {width}")
     })?;
     check_len(operator, "gate_up", gate_up, 2 * out)
 }

@@ -1,4 +1,4 @@
-// SwiGLU, a block for each token.
+// SwiGLU, one block per token.
 #include "../cuda/operators.cuh"
 
 namespace swiglu {

@@ -115,7 +115,7 @@ fn weights_in_f32_have_no_remainder() {
             second_moment: B::whole_mut(&mut v),
         });
         let reason = refused.unwrap_err().to_string();
-        assert_eq!(reason, "adamw: weights of F32 have no remainder, only those of BF16 have");
+        assert_eq!(reason, "adamw: weights of F32 have no remainder, only BF16 weights do");
     }
     on_each_device!(device => check(device));
 }

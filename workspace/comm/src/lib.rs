@@ -22,7 +22,7 @@
 //!             group.all_reduce::<Cpu, f32>(&mut elements, Reduce::Sum)?;
 //!             assert_eq!(elements, [3.0; 6]);
 //!
-//!             // ZeRO-1: rank r reduces its chunk of the gradients, and gathers everyone's weights.
+//!             // ZeRO-1: rank r reduces its chunk of the gradients, and gathers all weights.
 //!             let gradients = vec![1.0f32; 6];
 //!             let pending = group.start_reduce_scatter::<Cpu, f32>(gradients, Reduce::Sum)?;
 //!             let gradients = pending.wait()?;

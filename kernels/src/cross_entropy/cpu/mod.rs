@@ -11,19 +11,19 @@ use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::scalar::Element;
 use crate::simd::vectorized;
 
-/// Tokens of a chunk. With fewer, adding to the weight's gradient, which each chunk reads and
+/// Tokens per chunk. With fewer, accumulating the weight's gradient, which each chunk reads and
 /// writes, would cost more than a tenth of the time.
 const CHUNK: usize = 512;
-/// Elements that a chunk's logits may take, unless one token's are more: 256 MiB.
+/// Maximum elements of a chunk's logits, unless one token has more: 256 MiB.
 const MOST_SCRATCH: usize = 64 << 20;
-/// Elements of a weight whose gradient stays in the last cache between chunks, 16 MiB; the fewest tokens
-/// of a chunk there, and the elements that its logits take where these are more: 4 MiB.
+/// Elements of a weight whose gradient stays in the last-level cache between chunks, 16 MiB; also
+/// the minimum elements of a chunk's logits then.
 const CACHED: usize = 4 << 20;
 const CACHED_CHUNK: usize = 256;
 const CACHED_SCRATCH: usize = 1 << 20;
-/// Tokens of one task at the most.
+/// Maximum tokens per task.
 const ROWS: usize = 16;
-/// Logits that are turned into exponentials before they are summed.
+/// Logits that are exponentiated before they are summed.
 const BLOCK: usize = 1024;
 
 fn chunk_rows(shape: &HeadShape) -> usize {
@@ -96,8 +96,8 @@ impl CrossEntropy for Cpu {
     }
 }
 
-/// The chunk's summed loss, in an order that depends on its length alone; with a scale, logits
-/// become their gradients.
+/// The chunk's summed loss, in an order that depends only on its length; with a scale, replaces the
+/// logits by their gradients.
 fn losses(logits: &mut [f32], targets: &[u32], vocab_size: usize, scale: Option<f32>) -> f64 {
     if targets.len() > ROWS {
         let half = targets.len().div_ceil(2);
@@ -132,10 +132,10 @@ fn token_loss(row: &mut [f32], target: u32, scale: Option<f32>) -> f64 {
     f64::from(largest) - f64::from(chosen) + total.ln()
 }
 
-/// Turns logits into exponentials less the largest; returns that and their sum.
+/// Replaces logits by exponentials relative to the maximum; returns the maximum and their sum.
 ///
-/// The target's term joins the sum in f64: where it is the largest it is 1, and the loss is the
-/// logarithm of 1 and the little that the others add.
+/// The target's term is added in f64: if it is the maximum, the loss is the logarithm of 1 plus the
+/// small sum of the others.
 #[inline(always)]
 fn turn_to_exponentials(row: &mut [f32], target: Option<usize>) -> (f32, f64) {
     let largest = largest(row);
@@ -149,11 +149,12 @@ fn turn_to_exponentials(row: &mut [f32], target: Option<usize>) -> (f32, f64) {
     (largest, f64::from(others) + f64::from(own))
 }
 
-/// Turns logits into exponentials less the largest and returns their sum.
+/// Replaces logits by exponentials relative to the maximum and returns their sum.
 #[inline(always)]
 fn exponentials(row: &mut [f32], largest: f32) -> f32 {
     let mut total = 0.0;
-    // The sum reads a block while it is in the first cache; one loop for both does not vectorise.
+    // The sum reads a block while it is in the first-level cache; one loop for both does not
+    // vectorise.
     for block in row.chunks_mut(BLOCK) {
         for logit in block.iter_mut() {
             *logit = exp(*logit - largest);

@@ -1,4 +1,4 @@
-//! The losses of a chunk whose vocabulary is divided among ranks.
+//! The losses of a chunk with a vocabulary sharded across ranks.
 
 use rayon::prelude::*;
 
@@ -9,13 +9,13 @@ use crate::error::Result;
 use crate::ranks::VocabularyRows;
 use crate::simd::vectorized;
 
-/// Elements of `rows` rows: what the ranks add up, and each row's largest logit.
+/// Scratch elements of `rows` rows: the table that the ranks sum, and each row's maximum logit.
 pub(super) fn sums(rows: usize, ranks: usize) -> usize {
     rows * (ranks + 2)
 }
 
-/// The chunk's summed loss on rank 0, zero on the others; with a scale, the local logits
-/// become their gradients.
+/// The chunk's summed loss on rank 0, zero on the others; with a scale, replaces the local logits
+/// by their gradients.
 pub(super) fn losses(
     logits: &mut [f32],
     targets: &[u32],
@@ -37,18 +37,18 @@ pub(super) fn losses(
     Ok(if rank == 0 { chunk.table.iter().step_by(columns).sum() } else { 0.0 })
 }
 
-/// A chunk's logits, and what is kept of each row.
+/// A chunk's logits and its per-row values.
 struct Chunk<'a> {
     logits: &'a mut [f32],
     targets: &'a [u32],
-    /// What the ranks add up.
+    /// The table that the ranks sum.
     table: &'a mut [f64],
-    /// Each row's largest logit.
+    /// Each row's maximum logit.
     largest: &'a mut [f64],
 }
 
 impl Chunk<'_> {
-    /// Takes every row of `width` logits, with its target and what is kept of it.
+    /// Calls a function on every row of `width` logits, with its target and per-row values.
     fn each_row(
         &mut self,
         width: usize,
@@ -71,8 +71,9 @@ impl Chunk<'_> {
     }
 }
 
-/// Turns a row into exponentials less its largest logit, which it returns; writes the logarithm of
-/// their sum into the rank's column and the target's logit, where it is local, into the last.
+/// Replaces a row by exponentials relative to its maximum logit, which it returns. Writes the
+/// logarithm of their sum into the rank's column, and the target's logit, if it is local, into the
+/// last column.
 #[inline(always)]
 fn row_sums(
     row: &mut [f32],
@@ -93,7 +94,7 @@ fn row_sums(
     f64::from(largest)
 }
 
-/// The token's loss from all ranks' sums; with a scale, the row becomes its gradient.
+/// The token's loss from all ranks' sums; with a scale, replaces the row by its gradient.
 #[inline(always)]
 fn row_loss(
     row: &mut [f32],

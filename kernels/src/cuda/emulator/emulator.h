@@ -1,16 +1,16 @@
 // Runs CUDA kernels on the CPU, so that a C++ compiler alone can test them.
 //
-// Covers the part of CUDA C++ that the kernels use: built-in variables, barriers, warp collectives,
-// atomics, bf16 and shared memory. Blocks run one after the other. The threads of a block are
-// fibers on the calling OS thread; a fiber gives way only at a barrier or a warp collective. All
-// state is thread_local, so several OS threads may launch at once.
+// Covers the subset of CUDA C++ that the kernels use: built-in variables, barriers, warp
+// collectives, atomics, bf16 and shared memory. Blocks run in sequence. The threads of a block are
+// fibers on the calling OS thread; a fiber yields only at a barrier or a warp collective. All state
+// is thread_local, so several OS threads may launch at once.
 //
-// To make races and missing waits visible, dynamic shared memory starts as NaN, copies of cp.async
-// land only when waited for, other asynchronous work is put off until no thread can go on, and
-// `emulated::schedule_seed` varies the order of the threads. threads.h holds the threads, sm90.h what
-// the instructions of sm_90 do, kernel_table.h the kernels by name; `*_instructions.h` are the
-// functions that ../mma.cuh and ../sm90.cuh give the kernels. emulator.cc is the unit that is
-// compiled, mod.rs its other side.
+// To expose races and missing waits, dynamic shared memory starts as NaN, cp.async copies complete
+// only when waited for, other asynchronous work is deferred until no thread can continue, and
+// `emulated::schedule_seed` varies the order of the threads. threads.h implements the threads,
+// sm90.h the instructions of sm_90, kernel_table.h the kernels by name; `*_instructions.h` are the
+// kernels' functions of ../mma.cuh and ../sm90.cuh. emulator.cc is the compiled unit, and mod.rs
+// its caller.
 #pragma once
 
 #include <algorithm>

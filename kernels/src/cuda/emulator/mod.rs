@@ -1,5 +1,5 @@
-//! The kernels, compiled for the CPU and run there block after block (`emulator.h`). Addresses are
-//! the host's.
+//! The kernels compiled for the CPU, which runs their blocks in sequence (`emulator.h`). Addresses
+//! are the host's.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ffi::{CString, c_char, c_void};
@@ -8,40 +8,40 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use bytemuck::{Pod, Zeroable};
 use half::bf16;
 
-use super::device::{BoxedTensor, Device, Gemm, Operand, TensorMap};
+use super::device::{BoxedTensor, Device, Matmul, Operand, TensorMap};
 use crate::error::{Error, Result};
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::memory::MemoryInfo;
 use crate::scalar::{DType, Element};
 
-/// The host's memory as a device's.
+/// Host memory as a device's memory.
 #[derive(Default)]
 pub(super) struct Emulator {
     allocations: AtomicU64,
     frees: AtomicU64,
 }
 
-/// How often the memory of an emulated GPU was taken and given back.
+/// The number of allocations and frees of an emulated GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryCalls {
-    /// Buffers taken.
+    /// Buffers allocated.
     pub allocations: u64,
-    /// Buffers given back.
+    /// Buffers freed.
     pub frees: u64,
 }
 
 const ALIGNMENT: usize = 256;
-/// Its blocks run one after the other; several show that they share their work.
+/// Blocks run in sequence; several multiprocessors test the division of work.
 const MULTIPROCESSORS: usize = 3;
 
-/// Bytes as strictly aligned as a kernel's structures are at most.
+/// Bytes with the strictest alignment of a kernel's structs.
 #[repr(C, align(128))]
 #[derive(Clone, Copy, Pod, Zeroable)]
 struct Aligned([u8; 128]);
 
 #[allow(unsafe_code)]
 unsafe extern "C" {
-    /// Runs a kernel; false where there is none of that name (emulator.cc).
+    /// Runs a kernel; false if there is none of that name (emulator.cc).
     fn emulated_launch(
         name: *const c_char,
         grid: *const u32,
@@ -91,7 +91,7 @@ impl Device for Emulator {
     fn tensor_map(&self, tensor: &BoxedTensor) -> Result<TensorMap> {
         let BoxedTensor { address, dimensions, strides, sides } = tensor;
         let mut map = TensorMap::zeroed();
-        // SAFETY: the arrays have the lengths that the function reads, the map its size.
+        // SAFETY: the arrays have the lengths that the function reads, and the map has its size.
         #[allow(unsafe_code)]
         unsafe {
             emulated_tensor_map(
@@ -128,7 +128,7 @@ impl Device for Emulator {
     fn free(&self, address: u64, bytes: usize) {
         self.frees.fetch_add(1, Ordering::Relaxed);
         if let Some(layout) = Self::layout(bytes) {
-            // SAFETY: `allocate` gave the address for a layout of as many bytes.
+            // SAFETY: `allocate` returned the address for a layout of as many bytes.
             #[allow(unsafe_code)]
             unsafe {
                 dealloc(address as *mut u8, layout);
@@ -183,7 +183,7 @@ impl Device for Emulator {
         let mut structures: Vec<Vec<Aligned>> = parameters.iter().map(aligned).collect();
         let pointers: Vec<*mut c_void> =
             structures.iter_mut().map(|structure| structure.as_mut_ptr().cast()).collect();
-        // SAFETY: the kernel of that name takes the structures that its operator passes, whose
+        // SAFETY: the kernel of that name takes the structs that its operator passes, whose
         // addresses come from views of the lengths that the operator checked.
         #[allow(unsafe_code)]
         let found = unsafe {
@@ -192,40 +192,40 @@ impl Device for Emulator {
         if found { Ok(()) } else { Err(self.error("launch", format!("no kernel {kernel}"))) }
     }
 
-    fn gemm(&self, gemm: &Gemm, _deterministic: bool) -> Result<()> {
-        match (gemm.left.dtype, gemm.out.dtype) {
-            (DType::F32, DType::F32) => product::<f32, f32>(gemm),
-            (DType::F32, DType::BF16) => product::<f32, bf16>(gemm),
-            (DType::BF16, DType::F32) => product::<bf16, f32>(gemm),
-            (DType::BF16, DType::BF16) => product::<bf16, bf16>(gemm),
-            types => return Err(self.error("gemm", format!("no product of {types:?}"))),
+    fn matmul(&self, matmul: &Matmul, _deterministic: bool) -> Result<()> {
+        match (matmul.left.dtype, matmul.out.dtype) {
+            (DType::F32, DType::F32) => multiply::<f32, f32>(matmul),
+            (DType::F32, DType::BF16) => multiply::<f32, bf16>(matmul),
+            (DType::BF16, DType::F32) => multiply::<bf16, f32>(matmul),
+            (DType::BF16, DType::BF16) => multiply::<bf16, bf16>(matmul),
+            types => return Err(self.error("matmul", format!("no matmul of {types:?}"))),
         }
         Ok(())
     }
 }
 
-fn product<T: Element, O: Element>(gemm: &Gemm) {
-    let (rows, columns) = (gemm.out.rows, gemm.out.columns);
-    // SAFETY: operators make operands of views of rows x columns numbers; out is the only access
-    // to its numbers, but for an addend in the same place, of which no slice is made.
+fn multiply<T: Element, O: Element>(matmul: &Matmul) {
+    let (rows, columns) = (matmul.out.rows, matmul.out.columns);
+    // SAFETY: operators create operands from views of rows x columns elements; out is the only
+    // access to its elements, except for an addend at the same address, of which no slice is made.
     #[allow(unsafe_code)]
     let (out, addend) = unsafe {
         let slice = |address: u64| std::slice::from_raw_parts(address as *const O, rows * columns);
-        let out = std::slice::from_raw_parts_mut(gemm.out.address as *mut O, rows * columns);
-        (out, gemm.addend.filter(|&addend| addend != gemm.out.address).map(slice))
+        let out = std::slice::from_raw_parts_mut(matmul.out.address as *mut O, rows * columns);
+        (out, matmul.addend.filter(|&addend| addend != matmul.out.address).map(slice))
     };
-    let destination = match (gemm.addend, addend) {
+    let destination = match (matmul.addend, addend) {
         (None, _) => Destination::Overwrite,
         (Some(_), None) => Destination::Accumulate,
         (Some(_), Some(addend)) => Destination::AddTo(Matrix::new(addend, rows, columns)),
     };
     let out = MatrixMut::new(out, rows, columns);
-    matmul_parallel(out, destination, 1.0, matrix::<T>(&gemm.left), matrix::<T>(&gemm.right));
+    matmul_parallel(out, destination, 1.0, matrix::<T>(&matmul.left), matrix::<T>(&matmul.right));
 }
 
 fn matrix<T: Element>(operand: &Operand) -> Matrix<'_, T> {
     let Operand { address, rows, columns, transposed, .. } = *operand;
-    // SAFETY: as in `product`.
+    // SAFETY: as in `multiply`.
     #[allow(unsafe_code)]
     let numbers = unsafe { std::slice::from_raw_parts(address as *const T, rows * columns) };
     if transposed {

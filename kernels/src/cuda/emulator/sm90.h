@@ -1,10 +1,10 @@
 // The instructions of sm_90 on the CPU: mbarriers, the copy engine and wgmma.
 //
-// They interpret what the GPU would be given: matrix descriptors over the swizzled bytes of shared
-// memory, tensor maps with their boxes, phases of barriers. Asynchronous work happens as late as it
-// may: copies when no thread can go on without them (at times of their own when
+// They interpret the same input as the GPU: matrix descriptors over the swizzled bytes of shared
+// memory, tensor maps with their boxes, phases of barriers. Asynchronous work happens as late as
+// possible: copies when no thread can continue without them (at random times if
 // `emulated::schedule_seed` is not 0), products when they are waited for, reductions when their
-// source may be overwritten. What must not be touched meanwhile is checked to be as it was.
+// source may be overwritten. Memory that must not change meanwhile is checked.
 #pragma once
 
 #include "emulator.h"
@@ -57,7 +57,7 @@ constexpr unsigned SWIZZLE_BYTES = 128;
 // Where the 128-byte swizzle puts a byte of a 32-bit shared address.
 inline unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
 
-// A tensor of two-byte numbers, as cuTensorMapEncodeTiled describes it with 128-byte swizzle, no
+// A tensor of two-byte elements, as cuTensorMapEncodeTiled describes it with 128-byte swizzle, no
 // interleaving and zeros out of range. Strides in bytes, of the dimensions after the first.
 struct TensorMapFields {
     const unsigned char* numbers;
@@ -69,7 +69,7 @@ inline void encode_tensor_map(void* map, const TensorMapFields& fields) {
     for (uint64_t stride : fields.strides)
         if (stride % 16 != 0) Machine::fail("a tensor map's stride is no multiple of 16 bytes");
     if (reinterpret_cast<uintptr_t>(fields.numbers) % 16 != 0)
-        Machine::fail("a tensor map's numbers are not 16-byte aligned");
+        Machine::fail("a tensor map's elements are not 16-byte aligned");
     if (fields.box[0] * 2 != SWIZZLE_BYTES) Machine::fail("a box is not 128 bytes wide");
     for (uint32_t length : fields.box)
         if (length == 0 || length > 256) Machine::fail("a box has a side of 1 to 256");
@@ -209,12 +209,12 @@ inline void wgmma_issue(float* sums, unsigned columns, const uint32_t* a, uint64
 inline void check_untouched(const PendingProduct& product) {
     size_t bytes = product.before.size() * sizeof(float);
     if (bytes != 0 && std::memcmp(product.sums, product.before.data(), bytes) != 0)
-        Machine::fail("sums of a product were touched while it was under way");
+        Machine::fail("sums of a product were touched while it was in flight");
     if (product.a_registers != nullptr && std::memcmp(product.a, product.a_registers, 16) != 0)
-        Machine::fail("fragments of A were touched while a product was under way");
+        Machine::fail("fragments of A were touched while a product was in flight");
 }
 
-// A (16 rows of this warp) and B (columns) of a product, 16 deep, as numbers.
+// A (16 rows of this warp) and B (columns) of a product, 16 deep, as floats.
 struct ProductOperands {
     float a[16][16], b[16][256];
 
@@ -290,7 +290,7 @@ inline void wgmma_wait(unsigned newest) {
     if (fiber.lane == 0)
         for (unsigned i = 0; i < done; ++i) compute_product(i);
     self.exchange(~0u, done);
-    // A product that follows one that is done finds the sums as that left them.
+    // A product that follows a completed one accumulates into its sums.
     for (unsigned i = done; i < fiber.products.size(); ++i) {
         bool first = true;
         for (unsigned j = done; j < i; ++j)

@@ -1,5 +1,5 @@
 // The threads of a kernel on the CPU: fibers, their order, barriers, exchanges between lanes, and
-// the work of the copy engine and the tensor cores beside them. emulator.h describes the whole.
+// the concurrent work of the copy engine and the tensor cores. See emulator.h for an overview.
 #pragma once
 
 #include <sys/mman.h>
@@ -81,8 +81,8 @@ inline void prepare_context(Context& context, char* stack, size_t bytes, void (*
 }
 #endif
 
-// Product of wgmma that is under way: D (16 rows of this warp, 4 numbers per lane and 8 columns) +=
-// A B, 16 deep. A lies in registers when `a_registers` is not null, else in shared memory.
+// Pending wgmma product: D (16 rows of this warp, 4 elements per lane and 8 columns) += A B, 16
+// deep. A is in registers if `a_registers` is not null, or else in shared memory.
 struct PendingProduct {
     float* sums;
     unsigned columns;
@@ -123,7 +123,7 @@ struct Fiber {
 // Fibers that wait until `expected` of them have arrived.
 struct Barrier {
     std::vector<Fiber*> waiting;
-    // Two sets, for the fibers that have gone on to the next use while others still read.
+    // Two sets, for fibers that have reached the next use while others still read.
     int count[2] = {0, 0};
     unsigned parity = 0;
 };
@@ -191,7 +191,7 @@ class Machine {
         return shared_ + (offset - SHARED_BASE);
     }
 
-    // Ordinary stores that the copy engine and wgmma must not read before fence.proxy.async.
+    // Ordinary stores, which the copy engine and wgmma must not read before fence.proxy.async.
     void mark_written(const void* pointer, unsigned bytes) {
         auto offset = static_cast<const unsigned char*>(pointer) - shared_;
         if (offset < 0 || size_t(offset) >= shared_bytes_) return;
@@ -212,16 +212,16 @@ class Machine {
 
     // ---- work that goes on beside the threads ----
 
-    // Lets `work` happen at some later time: with seed 0 when no thread can go on without it.
+    // Runs `work` at some later time: with seed 0 when no thread can continue without it.
     void defer(std::function<void()> work) { deferred_.push_back(std::move(work)); }
 
-    // Gives way until something was notified.
+    // Yields until a notification.
     void park() {
         parked_.push_back(current);
         leave(current);
     }
 
-    // Other threads may go on here, as they may on the GPU at any time.
+    // Other threads may run here, as they may on the GPU at any time.
     void give_way() {
         if (random_ == 0 || draw() % 4 != 0) return;
         ready_.push_back(current);
@@ -358,7 +358,7 @@ class Machine {
 
     void finish_fiber() {
         if (!current->products.empty()) fail("a thread ends before its products are waited for");
-        // Sums in global memory outlive the block; shared memory that is still to be read does not.
+        // Sums in global memory outlive the block; pending reads of shared memory do not.
         for (PendingReduction& reduction : current->reductions) {
             if (reduction.numbers.empty()) fail("a thread ends before its reductions are read");
             for (size_t i = 0; i < reduction.numbers.size(); ++i)
@@ -387,7 +387,7 @@ class Machine {
         return random_ >> 8;
     }
 
-    // A thread that is ready; those of lagging warps only where few others are.
+    // A thread that is ready; threads of lagging warps only if few others are.
     size_t draw_ready() {
         size_t index = ready_head_;
         for (int tries = 0; tries < 16; ++tries) {
@@ -397,7 +397,7 @@ class Machine {
         return index;
     }
 
-    // For some time one warp, four neighbours, any warps or none fall behind.
+    // For some time one warp, four neighbours, any warps or none lag behind.
     void choose_lagging() {
         unsigned warp = draw() % 32, kind = draw() % 4;
         if (kind == 0) lagging_ = 1u << warp;
@@ -412,7 +412,7 @@ class Machine {
         work();
     }
 
-    // Goes on with another fiber, or back to run_block when none can go on.
+    // Switches to another fiber, or back to run_block when none can continue.
     void leave(Fiber* self) {
         while (ready_.empty() && !deferred_.empty()) work_on(0);
         if (ready_.empty()) {

@@ -36,8 +36,8 @@ pub(crate) trait Engine: Send + Sync {
     /// Copies the elements of `root` to every rank.
     fn broadcast(&self, region: RegionMut<'_>, root: usize) -> Result<Ticket>;
 
-    /// Sends to another rank, without waiting for the receive; `region` may be reused once the call,
-    /// or the operation of its ticket, is done.
+    /// Sends to another rank, without waiting for the receive; `region` may be reused once the
+    /// call, or the operation of its ticket, is done.
     fn send(&self, region: Region<'_>, to: usize, tag: u32) -> Result<Ticket>;
 
     /// Receives the messages of rank `from` with this tag, in the order in which they were sent.

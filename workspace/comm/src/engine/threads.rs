@@ -138,7 +138,8 @@ impl Threads {
         Threads { shared, rank, health, exchanges: Mutex::default() }
     }
 
-    /// Gives `contribution` to all ranks; their contributions can be read until the result is dropped.
+    /// Gives `contribution` to all ranks; their contributions can be read until the result is
+    /// dropped.
     fn exchange(&self, call: Call, contribution: &[u8]) -> Result<Gathered<'_>> {
         let mut number = locked(&self.exchanges);
         let slots = &self.shared.slots[(*number % 2) as usize];

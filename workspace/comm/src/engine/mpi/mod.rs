@@ -56,8 +56,8 @@ struct Ranges {
     starts: Vec<c_int>,
 }
 
-// SAFETY: the communicator's handle may be used by any thread, one at a time; every call goes through
-// the library's lock.
+// SAFETY: the communicator's handle may be used by any thread, one at a time; every call goes
+// through the library's lock.
 #[allow(unsafe_code)]
 unsafe impl Send for Communicator {}
 // SAFETY: as above.

@@ -1,4 +1,4 @@
-//! How cuBLASLt computes products of one shape.
+//! A plan: how cuBLASLt computes matmuls of one shape.
 
 use std::ptr;
 
@@ -9,7 +9,7 @@ use super::{Key, WORKSPACE};
 use crate::cuda::device::Operand;
 use crate::scalar::DType;
 
-/// The descriptions of a product and its matrices, and algorithms for it, of which the first is used.
+/// The descriptors of a matmul and its matrices, and its algorithms, the first of which is used.
 pub(super) struct Plan {
     pub(super) description: sys::cublasLtMatmulDesc_t,
     pub(super) out: sys::cublasLtMatrixLayout_t,
@@ -19,7 +19,7 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// With at least one algorithm and at most `candidates`, in cuBLASLt's order.
+    /// Creates a plan with one to `candidates` algorithms, in cuBLASLt's order.
     pub(super) fn new(
         handle: sys::cublasLtHandle_t,
         key: &Key,
@@ -37,7 +37,7 @@ impl Plan {
         ];
         for (attribute, transposed) in transpositions {
             let operation = i32::from(transposed);
-            // SAFETY: the attribute is an i32, and the description is whole.
+            // SAFETY: the attribute is an i32, and the descriptor is valid.
             #[allow(unsafe_code)]
             unsafe {
                 let value = ptr::from_ref(&operation).cast();
@@ -48,7 +48,7 @@ impl Plan {
         let mut plan = Plan { description, out, left, right, algorithms: Vec::new() };
         let preference = preference(key.alignment)?;
         let found = plan.find_algorithms(handle, preference, candidates);
-        // SAFETY: the preference was made above and is not used any more.
+        // SAFETY: the preference was created above and is no longer used.
         #[allow(unsafe_code)]
         unsafe {
             result::destroy_matmul_pref(preference)?;
@@ -57,10 +57,10 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Gives the descriptions back.
+    /// Destroys the descriptors.
     pub(super) fn destroy(self) {
-        // SAFETY: `new` made them, and no product uses them any more. Nobody is there to hear of a
-        // failure.
+        // SAFETY: `new` created them, and no matmul uses them any more. A destructor cannot report
+        // errors.
         #[allow(unsafe_code)]
         unsafe {
             let _ = result::destroy_matmul_desc(self.description);
@@ -84,7 +84,8 @@ impl Plan {
             reserved: [0; 4],
         };
         let (mut found, mut count) = (vec![none; candidates], 0);
-        // SAFETY: the handles are whole, and there is room for as many results as asked for.
+        // SAFETY: the handles are valid, and the array has room for the requested number of
+        // results.
         #[allow(unsafe_code)]
         unsafe {
             sys::cublasLtMatmulAlgoGetHeuristic(
@@ -116,7 +117,7 @@ fn layout(operand: &Operand) -> Result<sys::cublasLtMatrixLayout_t, CublasError>
     let dtype = match operand.dtype {
         DType::F32 => sys::cudaDataType_t::CUDA_R_32F,
         DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
-        // Operators multiply no others.
+        // Operators multiply no other types.
         DType::F16 | DType::F64 | DType::U32 | DType::I16 | DType::U8 => {
             return Err(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED));
         }
@@ -128,7 +129,7 @@ fn layout(operand: &Operand) -> Result<sys::cublasLtMatrixLayout_t, CublasError>
     result::create_matrix_layout(dtype, columns as u64, rows as u64, columns as i64)
 }
 
-/// What algorithms may use: the workspace, and addresses that are multiples of `alignment`.
+/// Constraints on the algorithms: the workspace size, and addresses with this `alignment`.
 fn preference(alignment: u32) -> Result<sys::cublasLtMatmulPreference_t, CublasError> {
     use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
     let preference = result::create_matmul_pref()?;
@@ -138,7 +139,7 @@ fn preference(alignment: u32) -> Result<sys::cublasLtMatmulPreference_t, CublasE
         Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
         Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
     ];
-    // SAFETY: the attributes are a size and four u32, and the preference is whole.
+    // SAFETY: the attributes are a size and four u32, and the preference is valid.
     #[allow(unsafe_code)]
     unsafe {
         let size = ptr::from_ref(&WORKSPACE).cast();

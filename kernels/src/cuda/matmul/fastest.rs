@@ -1,16 +1,16 @@
-//! Which of a plan's algorithms is the fastest on this GPU.
+//! Selects the fastest of a plan's algorithms on this GPU.
 
 use cudarc::cublaslt::sys::cublasLtMatmulAlgo_t;
 use cudarc::driver::result::event;
 use cudarc::driver::sys::{CUevent, CUevent_flags, CUstream};
 
 use super::plan::Plan;
-use super::{Gemm, Library};
+use super::{Library, Matmul};
 
-/// Products of an algorithm that are timed together, after one that is not.
+/// Timed repetitions of an algorithm, after one to warm up.
 const TIMED: usize = 3;
-/// What a product is multiplied by while algorithms are timed, where it is added to its own output: of
-/// the product that follows, too little to count, while 0 would let the library leave it out.
+/// The scale of a matmul that accumulates into its own output while algorithms are timed:
+/// negligible relative to the result that follows, while the library could skip a scale of 0.
 const NOTHING: f32 = 1e-30;
 
 /// Two events on a stream.
@@ -21,7 +21,7 @@ struct Stopwatch {
 }
 
 impl Stopwatch {
-    /// None where the driver has no events left.
+    /// `None` if the driver has no events left.
     fn new(stream: CUstream) -> Option<Self> {
         let event = || event::create(CUevent_flags::CU_EVENT_DEFAULT).ok();
         let start = event()?;
@@ -32,9 +32,9 @@ impl Stopwatch {
         Some(Stopwatch { stream, start, end })
     }
 
-    /// Milliseconds of what `work` starts on the stream; none where it fails.
+    /// Milliseconds of the work that `work` enqueues on the stream; `None` if it fails.
     fn time(&self, work: impl FnOnce() -> Option<()>) -> Option<f32> {
-        // SAFETY: the events and the stream are whole.
+        // SAFETY: the events and the stream are valid.
         #[allow(unsafe_code)]
         unsafe {
             event::record(self.start, self.stream).ok()?;
@@ -53,27 +53,27 @@ impl Drop for Stopwatch {
     }
 }
 
-/// Gives back an event that is not used any more.
+/// Destroys an event that is no longer used.
 fn destroy(event: CUevent) {
-    // SAFETY: `Stopwatch::new` made the event. Nobody is there to hear of a failure.
+    // SAFETY: `Stopwatch::new` created the event. A destructor cannot report errors.
     #[allow(unsafe_code)]
     let _ = unsafe { event::destroy(event) };
 }
 
 impl Plan {
-    /// Times every algorithm on the operands of `gemm`. Its output is overwritten, or where the product
-    /// is added to it changes by next to nothing. Algorithms that fail are not chosen.
+    /// Times every algorithm on the operands of `matmul`. The output is overwritten; an accumulated
+    /// output changes by a negligible amount. Failing algorithms are not selected.
     pub(super) fn put_first_the_fastest(
         &mut self,
         library: &Library,
-        gemm: &Gemm,
+        matmul: &Matmul,
         stream: CUstream,
     ) {
         let Some(stopwatch) = Stopwatch::new(stream) else { return };
-        let in_place = gemm.addend == Some(gemm.out.address);
+        let in_place = matmul.addend == Some(matmul.out.address);
         let scale = if in_place { NOTHING } else { 1.0 };
         let time = |algorithm: &cublasLtMatmulAlgo_t| {
-            let run = || library.multiply(self, algorithm, gemm, scale, stream).ok();
+            let run = || library.multiply(self, algorithm, matmul, scale, stream).ok();
             run()?;
             stopwatch.time(|| (0..TIMED).try_for_each(|_| run()))
         };

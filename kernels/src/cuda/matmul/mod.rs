@@ -1,7 +1,7 @@
-//! Matrix products by cuBLASLt, with a plan for each shape that is made once.
+//! Matmuls by cuBLASLt, with one cached plan per shape.
 //!
-//! cuBLASLt's matrices are column-major, ours row-major: it is given the transposes, which are the
-//! same memory, in the other order.
+//! cuBLASLt's matrices are column-major, this crate's row-major: it is given the transposes, which
+//! are the same memory, in reverse order.
 
 mod fastest;
 mod plan;
@@ -16,23 +16,23 @@ use cudarc::cublaslt::sys;
 use cudarc::driver::DriverError;
 use cudarc::driver::sys::CUstream;
 
-use super::device::{Gemm, Operand};
+use super::device::{Matmul, Operand};
 use crate::error::{Error, Result};
 use plan::Plan;
 
-/// Device memory that products may use.
+/// Device memory of cuBLASLt's workspace.
 const WORKSPACE: usize = 64 << 20;
-/// Algorithms among which the fastest is looked for.
+/// Algorithms that are timed.
 const CANDIDATES: usize = 8;
-/// Multiply-adds of a product for which that is worth its time: some 30 microseconds of a large GPU.
+/// Minimum multiply-adds of a timed matmul: about 30 microseconds on a large GPU.
 const WORTH_TIMING: u128 = 10_000_000_000;
 
-/// What addresses of whole buffers are multiples of, and most of those within: cuBLASLt has more
-/// algorithms to choose from.
+/// Alignment of whole buffers and of most addresses within: cuBLASLt has more algorithms for larger
+/// alignments.
 const ALIGNMENT: u32 = 256;
 
-/// What a plan depends on: shapes, types, transposition, whether something is added, the power of two
-/// that all addresses are multiples of, and whether algorithms are timed.
+/// The key of a plan: shapes, types, transposition, presence of an addend, the common power-of-two
+/// alignment of all addresses, and whether algorithms are timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     operands: [Operand; 3],
@@ -42,42 +42,42 @@ struct Key {
 }
 
 impl Key {
-    fn new(gemm: &Gemm, deterministic: bool) -> Self {
-        let operands = [gemm.out, gemm.left, gemm.right];
-        let addresses = operands.iter().map(|operand| operand.address).chain(gemm.addend);
-        let [rows, columns, terms] = [gemm.out.rows, gemm.out.columns, gemm.left.columns];
-        let products = rows as u128 * columns as u128 * terms as u128;
+    fn new(matmul: &Matmul, deterministic: bool) -> Self {
+        let operands = [matmul.out, matmul.left, matmul.right];
+        let addresses = operands.iter().map(|operand| operand.address).chain(matmul.addend);
+        let [rows, columns, terms] = [matmul.out.rows, matmul.out.columns, matmul.left.columns];
+        let multiply_adds = rows as u128 * columns as u128 * terms as u128;
         Key {
             alignment: alignment(addresses),
             operands: operands.map(|operand| Operand { address: 0, ..operand }),
-            adds: gemm.addend.is_some(),
-            timed: !deterministic && products >= WORTH_TIMING,
+            adds: matmul.addend.is_some(),
+            timed: !deterministic && multiply_adds >= WORTH_TIMING,
         }
     }
 }
 
-/// The largest of the alignments that plans tell apart which all addresses have, in bytes.
+/// The largest alignment of the plans' keys that all addresses have, in bytes.
 fn alignment(addresses: impl Iterator<Item = u64>) -> u32 {
     let bits = addresses.fold(0, |bits, address| bits | address);
     let has = |alignment: &u32| bits.is_multiple_of(u64::from(*alignment));
-    // Numbers themselves are aligned.
+    // Elements themselves are aligned.
     [ALIGNMENT, 16, 4].into_iter().find(has).unwrap_or(2)
 }
 
-/// cuBLASLt, its workspace, and the plans so far.
-pub(super) struct Products {
+/// cuBLASLt, its workspace, and the cached plans.
+pub(super) struct Matmuls {
     library: Library,
     plans: HashMap<Key, Plan>,
 }
 
-/// What every call of cuBLASLt takes.
+/// The arguments of every call of cuBLASLt.
 struct Library {
     handle: sys::cublasLtHandle_t,
     workspace: u64,
 }
 
-impl Products {
-    /// For the GPU that is bound to this thread.
+impl Matmuls {
+    /// Initialises cuBLASLt for the GPU that is bound to this thread.
     pub(super) fn new(device: &str) -> Result<Self> {
         let failed = |reason: String| Error::Device {
             device: device.into(),
@@ -89,67 +89,66 @@ impl Products {
         #[allow(unsafe_code)]
         let workspace = unsafe { cudarc::driver::result::malloc_sync(WORKSPACE) };
         let workspace = workspace.map_err(|error| failed(error.to_string()))?;
-        Ok(Products { library: Library { handle, workspace }, plans: HashMap::new() })
+        Ok(Matmuls { library: Library { handle, workspace }, plans: HashMap::new() })
     }
 
-    /// Gives everything back.
+    /// Destroys the handles and frees the workspace.
     ///
     /// # Safety
-    /// The GPU is bound to this thread, its work is done, and no product follows.
+    /// The GPU is bound to this thread, its work is done, and no matmul follows.
     #[allow(unsafe_code)]
     pub(super) unsafe fn destroy(&mut self) -> std::result::Result<(), DriverError> {
         for (_, plan) in self.plans.drain() {
             plan.destroy();
         }
-        // SAFETY: the caller's promise; `new` made both. Nobody is there to hear of a failure of the
-        // library's.
+        // SAFETY: the caller's promise; `new` created both. A destructor cannot report errors.
         unsafe {
             let _ = result::destroy_handle(self.library.handle);
             cudarc::driver::result::free_sync(self.library.workspace)
         }
     }
 
-    /// Runs the product on `stream`.
+    /// Enqueues the matmul on `stream`.
     ///
-    /// The algorithm is the one that cuBLASLt puts first, which is the same in every run, or where the
-    /// product need not be deterministic, and is large, the fastest of several, timed on the operands
-    /// of the first product of its shape.
+    /// The algorithm is cuBLASLt's first, the same in every run. For a large matmul that need not
+    /// be deterministic it is the fastest of several, timed on the operands of the first matmul of
+    /// its shape.
     pub(super) fn run(
         &mut self,
-        gemm: &Gemm,
+        matmul: &Matmul,
         deterministic: bool,
         stream: CUstream,
     ) -> std::result::Result<(), CublasError> {
-        let (library, key) = (&self.library, Key::new(gemm, deterministic));
+        let (library, key) = (&self.library, Key::new(matmul, deterministic));
         let plan = match self.plans.entry(key) {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => {
                 let candidates = if key.timed { CANDIDATES } else { 1 };
                 let mut plan = Plan::new(library.handle, &key, candidates)?;
                 if plan.algorithms.len() > 1 {
-                    plan.put_first_the_fastest(library, gemm, stream);
+                    plan.put_first_the_fastest(library, matmul, stream);
                 }
                 entry.insert(plan)
             }
         };
-        library.multiply(plan, &plan.algorithms[0], gemm, 1.0, stream)
+        library.multiply(plan, &plan.algorithms[0], matmul, 1.0, stream)
     }
 }
 
 impl Library {
-    /// Starts `out = scale * left right`, plus the addend where there is one.
+    /// Enqueues `out = scale * left right`, plus the addend if there is one.
     fn multiply(
         &self,
         plan: &Plan,
         algorithm: &sys::cublasLtMatmulAlgo_t,
-        gemm: &Gemm,
+        matmul: &Matmul,
         scale: f32,
         stream: CUstream,
     ) -> std::result::Result<(), CublasError> {
-        let beta = if gemm.addend.is_some() { 1f32 } else { 0f32 };
+        let beta = if matmul.addend.is_some() { 1f32 } else { 0f32 };
         let pointer = |address: u64| address as *mut c_void;
-        // SAFETY: the plan's handles are those of this shape, and operators make operands of views
-        // that hold it.
+        // SAFETY: the plan's handles are for this shape, and operators create operands from views
+        // that contain it.
         #[allow(unsafe_code)]
         unsafe {
             result::matmul(
@@ -157,13 +156,13 @@ impl Library {
                 plan.description,
                 ptr::from_ref(&scale).cast(),
                 ptr::from_ref(&beta).cast(),
-                pointer(gemm.right.address),
+                pointer(matmul.right.address),
                 plan.right,
-                pointer(gemm.left.address),
+                pointer(matmul.left.address),
                 plan.left,
-                pointer(gemm.addend.unwrap_or(gemm.out.address)),
+                pointer(matmul.addend.unwrap_or(matmul.out.address)),
                 plan.out,
-                pointer(gemm.out.address),
+                pointer(matmul.out.address),
                 plan.out,
                 algorithm,
                 pointer(self.workspace),
