@@ -1,4 +1,4 @@
-"""What each run measures: lists of cases, cheapest and most telling first.
+"""The cases of each run, cheapest and most informative first.
 
 A case is one command with a time limit. Its name is what `--case` takes and what stands in the
 tables; its kind says how its output is read (`read_output.READERS`) and shown.
@@ -11,23 +11,22 @@ from pathlib import Path
 RUNS = {"correctness": 420, "speed": 420, "depth": 360}
 
 RECIPE = "recipes/moh-llama3-8b.toml"
-# What moves the fewest bytes and computes nothing twice; the weights' updates are f32's all the
-# same.
+# The settings that move the fewest bytes and recompute nothing; weights are still updated in f32.
 STATE = ["--set", "precision.gradients=bf16", "--set", "precision.moments=bf16",
          "--set", "memory.recompute=none"]
 HEADS = {"dense": ["--dense"], "75%": ["--active", "0.75"],
          "50%": ["--active", "0.5", "--shared-heads", "8"]}
-# Of the recipe, and of LLaMA-3-8B as it is.
+# The recipe's vocabulary, and LLaMA-3-8B's original one.
 VOCABULARY, ORIGINAL_VOCABULARY = 160896, 128256
 
-# Tests of whole modules, in order, with their limits. `hopper` is a path of attention, and where it
-# fails these are run again without it.
+# Tests of whole modules, in order, with their limits. `hopper` is a path of attention; modules that
+# fail with it are run again without it.
 MODULES = ["adamw", "attention", "convert", "cross_entropy", "embedding", "key_value_append",
            "lengths", "qk_norm", "rms_norm", "rope", "router", "swiglu", "tensor_parallel"]
 WITH_ATTENTION = ["attention", "devices", "tensor_parallel"]
-# Modules whose tests are cases of their own.
+# Modules whose tests are separate cases.
 HOPPER = ["attention_paths", "attention_stress"]
-# The tests of the paths where the program cannot list them.
+# The tests of the paths, if the program cannot list them.
 PATHS = ["every_path_of_dense_attention_agrees",
          "every_path_of_selected_heads_within_documents_agrees",
          "every_path_of_a_whole_moh_attention_agrees",
@@ -36,7 +35,7 @@ PATHS = ["every_path_of_dense_attention_agrees",
          "gpus_of_little_shared_memory_keep_their_tensor_cores",
          "what_a_path_does_not_take_falls_to_the_next",
          "sums_have_the_same_bits_in_every_run"]
-# What compute-sanitizer looks at: every path, with heads of 64 and of 128 that are selected.
+# The tests that compute-sanitizer runs: every path, with heads of 64 and of 128, selected.
 SANITIZED = "attention_paths::every_path_of_selected_heads_within_documents_agrees"
 
 
@@ -46,13 +45,13 @@ class Case:
 
     name: str
     kind: str
-    # Of the command itself, in seconds; the run's deadline may leave less.
+    # Seconds for the command itself; the run's deadline may leave fewer.
     seconds: float
     command: list
     variables: dict = field(default_factory=dict)
-    # The case is a second try: left out unless one whose name begins with one of these went wrong.
+    # The case is a retry: skipped unless a case whose name starts with one of these failed.
     unless_passed: tuple = ()
-    # Where the command writes, if it does.
+    # The directory that the command writes to, if any.
     folder: str = ""
 
 
@@ -95,7 +94,7 @@ def correctness(programs, tests):
     cases.append(Case("devices", "tests", 90,
                       [programs / "test-devices", "--nocapture", "--test-threads", "4"]))
     known = {"linear", *MODULES, *HOPPER}
-    # Modules that came later than this list.
+    # Modules that this list does not know.
     cases += [together(module, 60) for module in [*MODULES, *sorted(listed - known)]]
     cases.append(Case("nccl", "tests", 60,
                       [programs / "test-nccl", "nccl", "--nocapture", "--test-threads", "1"]))
@@ -171,7 +170,7 @@ def speed(programs, _scratch):
         take("dense", 16, "step/16/dense/128256", vocabulary=ORIGINAL_VOCABULARY),
         pytorch("step/16", 150, "step", "--layers", "16", "--length", "8192"),
         take("dense", 32, "step/32/dense/128256", vocabulary=ORIGINAL_VOCABULARY, limit=120),
-        # Where memory runs out it recomputes every block, in a second row.
+        # If memory runs out it recomputes every block, in a second row.
         pytorch("step/32", 180, "step", "--layers", "32", "--length", "8192"),
     ]
 
@@ -180,7 +179,7 @@ def speed(programs, _scratch):
 # reasons of stalls and the pipes stand in charts.
 SECTIONS = ["SpeedOfLight", "MemoryWorkloadAnalysis", "ComputeWorkloadAnalysis", "WarpStateStats",
             "LaunchStats"]
-# A name that this version of ncu does not know fails the whole command: these are apart.
+# ncu fails the whole command on a name that it does not know: these are separate.
 METRICS = ["gpu__time_duration.sum", "lts__t_sector_hit_rate.pct", "dram__bytes_read.sum",
            "dram__bytes_write.sum", "dram__throughput.avg.pct_of_peak_sustained_elapsed",
            "sm__throughput.avg.pct_of_peak_sustained_elapsed",
@@ -228,6 +227,6 @@ def depth(programs, scratch):
         quickstart("gpu-bf16", "cuda", "bf16"),
         quickstart("cpu-f32", "cpu", "f32"),
         pytorch("limits", 60, "limits"),
-        # Of all kernels: what one writes another reads.
+        # For all kernels: one reads another's output.
         sanitize("initcheck"),
     ]

@@ -1,4 +1,4 @@
-"""Runs one command so that it can neither hang, flood nor outlive this program.
+"""Runs one command that can neither hang, flood the output nor outlive this program.
 
 The command gets a session of its own, so that its whole process group can be ended; its output is
 read into buffers of fixed size, which keep the beginning and the end. Nothing here waits without a
@@ -13,19 +13,19 @@ import subprocess
 import time
 from dataclasses import dataclass
 
-# What is kept of each stream. JSON stands at the beginning, the summary of tests at the end.
+# Bytes kept of each stream. JSON is at the start, the summary of tests at the end.
 HEAD_BYTES = 4 << 20
 TAIL_BYTES = 256 << 10
-# A program that prints more than this, both streams together, is ended.
+# A program that prints more than this, both streams together, is killed.
 MOST_BYTES = 64 << 20
-# Seconds between SIGTERM and SIGKILL, and those that a killed process may take to be gone.
+# Seconds between SIGTERM and SIGKILL, and maximum seconds until a killed process is gone.
 GRACE = 1.0
-# Seconds to wait for the end of the output when the program has ended: a process that left the
-# group may hold the pipe for ever.
+# Seconds to wait for the end of the output after the program has ended: a process that left the
+# group may keep the pipe open.
 DRAIN = 0.5
-# The longest that `execute` takes beyond its limit.
+# Maximum seconds that `execute` takes beyond its limit.
 OVERRUN = 2 * GRACE + DRAIN
-# How often it looks whether the program has ended.
+# Interval of polling for the program's end.
 POLL = 0.05
 
 PR_SET_PDEATHSIG = 1
@@ -38,7 +38,7 @@ class Finished:
 
     # "exited", "timed out", "stopped", "flooded" or "cannot start"
     ended: str
-    # Negative where a signal ended it; None where it never started or is still not gone.
+    # Negative for a signal; None if it never started or is still running.
     code: int | None
     seconds: float
     stdout: str = ""
@@ -105,14 +105,14 @@ def execute(command, *, seconds, environment=None, folder=None, stopped=lambda: 
 
 
 def _end_with_parent():
-    """Has the kernel kill the program if this one is killed, which no handler sees."""
+    """Makes the kernel kill the program if this one is killed, which no handler can catch."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _watch(process, selector, streams, end, stopped):
-    """Reads until the program has ended or must be; says which."""
+    """Reads until the program has ended or must be ended; returns which."""
     while True:
-        # The output first: what an ended program printed is in the pipe already.
+        # Output first: an ended program's output is already in the pipe.
         _read(selector, streams, POLL)
         if _has_ended(process):
             return "exited"
@@ -125,12 +125,12 @@ def _watch(process, selector, streams, end, stopped):
 
 
 def _end(process, selector, streams, politely):
-    """Ends the whole group, takes what is left of the output, and reaps the program."""
+    """Kills the whole group, reads the rest of the output, and reaps the program."""
     if politely:
         _signal_group(process, signal.SIGTERM)
         _wait(process, selector, streams, GRACE)
-    # What the program left behind goes with it. It is not reaped yet, so the group's number is
-    # still its own.
+    # This also kills the program's leftover processes. It is not reaped yet, so the group's number
+    # is still its own.
     _signal_group(process, signal.SIGKILL)
     _wait(process, selector, streams, GRACE)
     end = time.monotonic() + DRAIN
@@ -146,7 +146,7 @@ def _wait(process, selector, streams, seconds):
 
 
 def _has_ended(process):
-    """Whether the program has ended; it stays to be reaped."""
+    """Whether the program has ended; it is not reaped."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
@@ -158,7 +158,7 @@ def _signal_group(process, number):
 
 
 def _read(selector, streams, seconds):
-    """Takes one piece of what each stream holds, waiting for it at most `seconds`."""
+    """Reads one piece of each stream, waiting at most `seconds`."""
     if not selector.get_map():
         time.sleep(seconds)
         return

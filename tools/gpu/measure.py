@@ -32,28 +32,28 @@ from execute import OVERRUN, execute
 from read_output import READERS, Unreadable
 
 ROOT = Path(__file__).resolve().parents[2]
-# Seconds of the deadline that no case gets: those that ending it may take, and writing.
+# Seconds of the deadline reserved for ending a case and writing.
 MARGIN = OVERRUN + 1.0
-# A case that has less than this is not begun.
+# A case with fewer seconds left is not started.
 LEAST = 1.0
-# Seconds for each look at the machine and for the list of the tests.
+# Seconds for each query of the machine and for the list of the tests.
 GLANCE = 10.0
-# What is kept of the output of a case that did not pass.
+# Bytes kept of the output of a case that did not pass.
 END_OF_OUTPUT, END_OF_ERRORS = 2 << 10, 4 << 10
-# Where a toolkit is that the machine has not put on its PATH.
+# The directory of a toolkit that is not on the PATH.
 TOOLKITS = ["/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer"]
 CANNOT_START = 127
 BROKEN = ["failed", "timed out", "unreadable output"]
 
 
 class Signals:
-    """Notes that this program is to end; the case in flight and the tables are finished first."""
+    """Records a request to stop; the current case and the tables are finished first."""
 
     def __init__(self):
         self.name = None
         for number in [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]:
             signal.signal(number, self.note)
-        # A parent that ignores it passes that on, and ended programs then vanish unseen.
+        # A parent that ignores SIGCHLD passes that on, and ended programs then disappear unseen.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def note(self, number, _frame):
@@ -81,14 +81,14 @@ class Run:
                        folder=ROOT, stopped=self.signals.stopped)
 
     def glance(self, *command):
-        """What a short command prints, or "unknown"."""
+        """The output of a short command, or "unknown"."""
         if self.left() < LEAST:
             return "unknown"
         done = self.execute(command, min(GLANCE, self.left()))
         return done.stdout.strip() if done.code == 0 and done.stdout.strip() else "unknown"
 
     def tests(self):
-        """The names of the tests of the operators, as far as the program tells."""
+        """The names of the operators' tests, if the program lists them."""
         listed = self.glance(self.arguments.programs / "test-kernels", "--list")
         return [line[:-len(": test")] for line in listed.splitlines() if line.endswith(": test")]
 
@@ -108,7 +108,7 @@ class Run:
                 if not wanted or any(fnmatch.fnmatchcase(case.name, name) for name in wanted)]
 
     def go(self):
-        """Takes every case; says whether all of them passed."""
+        """Runs every case; returns whether all of them passed."""
         record.append(self.file, self.header())
         statuses = []
         for case in self.chosen():
@@ -128,13 +128,13 @@ class Run:
         return all(status == "passed" for status in statuses)
 
     def is_due(self, case, rows):
-        """Whether what the case is a second try of went wrong, or the case was asked for."""
+        """Whether the case that this one retries failed, or the case was requested."""
         return not case.unless_passed or bool(self.arguments.case) or any(
             row["status"] in BROKEN and name.startswith(case.unless_passed)
             for name, row in rows.items())
 
     def take(self, case):
-        """The row of a case. Nothing that goes wrong in it goes further."""
+        """The row of a case. Its failures do not propagate."""
         start = time.monotonic()
         row = {"name": case.name, "kind": case.kind, "status": "failed", "code": None,
                "seconds": 0.0}
@@ -171,7 +171,7 @@ class Run:
             row["why"] = f"stopped by {self.signals.name}"
         if status == "timed out" and (done.ended == "stopped" or limit < case.seconds):
             row["cut"] = True
-        # As a shell says it, and the loader of a program that lacks a library.
+        # The code of a shell, or of the loader of a program that lacks a library.
         if done.code == CANNOT_START:
             status, row["why"] = "cannot start", (done.stderr.strip().splitlines() or [""])[-1]
         if status is None:
@@ -184,7 +184,7 @@ class Run:
         return row | {"status": status}
 
     def write_tables(self):
-        """Rewrites results.md from all the rows there are."""
+        """Rewrites results.md from all rows."""
         try:
             files = {run: record.read(self.arguments.out / f"{run}.jsonl") for run in cases.RUNS}
             path = self.arguments.out / "results.md"
@@ -197,7 +197,7 @@ class Run:
 
 
 def say(line):
-    """Prints a line; a reader that has gone must not end the run."""
+    """Prints a line; a closed pipe must not end the run."""
     try:
         print(line, flush=True)
     except OSError:
@@ -205,7 +205,7 @@ def say(line):
 
 
 def environment(scratch):
-    """The variables of every command."""
+    """The environment of every command."""
     variables = dict(os.environ, MOH_TEST_GPU="1", TMPDIR=str(scratch))
     libraries = torch_libraries()
     known = variables.get("LD_LIBRARY_PATH")
@@ -213,7 +213,7 @@ def environment(scratch):
         variables["LD_LIBRARY_PATH"] = ":".join(libraries + ([known] if known else []))
     folders = [folder for folder in TOOLKITS if Path(folder).is_dir()]
     variables["PATH"] = ":".join([variables.get("PATH", os.defpath), *folders])
-    # A Python program that is ended keeps what it has printed.
+    # A Python program that is killed keeps its output.
     variables["PYTHONUNBUFFERED"] = "1"
     return variables
 
@@ -230,42 +230,42 @@ def parse_arguments():
     parser.add_argument("run", choices=list(cases.RUNS), metavar="RUN",
                         help="correctness, speed or depth")
     parser.add_argument("--programs", type=Path, metavar="FOLDER",
-                        help="what tools/gpu/prepare made")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where rows and tables go")
+                        help="output of tools/gpu/prepare")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="directory for rows and tables")
     parser.add_argument("--deadline", type=float, metavar="SECONDS",
-                        help="that the run takes at most (" + ", ".join(
+                        help="time limit of the run (" + ", ".join(
                             f"{run} {seconds}" for run, seconds in cases.RUNS.items()) + ")")
     parser.add_argument("--case", action="append", default=[], metavar="NAME",
-                        help="a case to take, * for any characters; may be repeated")
+                        help="run this case, * for any characters; may be repeated")
     parser.add_argument("--resume", action="store_true",
-                        help="leave out the cases that passed, failed or had their whole time")
+                        help="skip the cases that passed, failed or used their whole time")
     parser.add_argument("--list", action="store_true", help="print the cases and their limits")
     arguments = parser.parse_args()
     if arguments.programs is None:
-        parser.error("--programs: is needed: name the folder that tools/gpu/prepare made")
+        parser.error("--programs is required: name the output folder of tools/gpu/prepare")
     if not arguments.programs.is_dir():
-        parser.error(f"--programs: {arguments.programs} is no folder: "
+        parser.error(f"--programs: {arguments.programs} is not a folder: "
                      "make it with tools/gpu/prepare")
     if arguments.deadline is None:
         arguments.deadline = cases.RUNS[arguments.run]
     if not 0 < arguments.deadline < 1e6:
-        parser.error(f"--deadline: {arguments.deadline} is no number of seconds: "
+        parser.error(f"--deadline: {arguments.deadline} is not a number of seconds: "
                      "give one above 0 and below 1e6")
     if arguments.out is None and not arguments.list:
-        parser.error("--out: is needed: name the folder for the results")
+        parser.error("--out is required: name the folder for the results")
     arguments.programs = arguments.programs.resolve()
     arguments.out = (arguments.out or Path(".")).resolve()
     if not arguments.list:
         try:
             arguments.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            parser.error(f"--out: {arguments.out} cannot be made: {error.strerror}: "
+            parser.error(f"--out: {arguments.out} cannot be created: {error.strerror}: "
                          "name another folder")
     return parser, arguments
 
 
 def main():
-    # First: what follows is part of the time.
+    # First: the rest is part of the time.
     start = time.monotonic()
     parser, arguments = parse_arguments()
     signals = Signals()

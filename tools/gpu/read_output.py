@@ -1,4 +1,4 @@
-"""What the programs print, as results: one reader for each kind of case.
+"""Parses the programs' output: one reader per kind of case.
 
 A reader gets what a command printed and gives the part of a row called `result`, or raises
 `Unreadable` where that is not there. Readers also see the output of commands that failed: what they
@@ -16,11 +16,11 @@ MOST_METRICS = 400
 
 
 class Unreadable(Exception):
-    """The output is not what the program prints when all is well."""
+    """The output is not a successful program's."""
 
 
 def first_object(text):
-    """The JSON object that begins at the first brace; what follows it does not matter."""
+    """The JSON object that starts at the first brace; the rest is ignored."""
     at = text.find("{")
     if at < 0:
         raise Unreadable("there is no JSON in the output")
@@ -60,7 +60,7 @@ def json_lines(finished, _case):
     return {"rows": rows} | ({"broken_lines": broken} if broken else {})
 
 
-# With one thread, `--nocapture` begins the first line that a test prints with the test's name.
+# With one thread, `--nocapture` puts the test's name before the first line that a test prints.
 BEGUN = r"^(?:test \S+ \.\.\. )?"
 ERROR = re.compile(
     BEGUN + r"(\S.*?): (\w+) relative error (\d[\d.]*(?:e[-+]?\d+)?|inf|NaN)$", re.M)
@@ -69,13 +69,13 @@ SUMMARY = re.compile(r"^test result: .*?(\d+) passed; (\d+) failed; (\d+) ignore
 
 
 def tests(finished, _case):
-    """What libtest and the tests say; a run of no test is no result."""
+    """The output of libtest and the tests; a run without tests is not a result."""
     text = finished.stdout
     summaries = [tuple(map(int, found)) for found in SUMMARY.findall(text)]
     passed, failed, ignored = map(sum, zip((0, 0, 0), *summaries))
     largest = {}
     for what, kind, error in ERROR.findall(text):
-        # No number is worse than any, and compares with none.
+        # NaN counts as the largest error: it does not compare.
         error = float(error) if error != "NaN" else float("inf")
         name = f"{what} {kind}"
         largest[name] = max(largest.get(name, 0.0), error)
@@ -114,7 +114,7 @@ def ncu(finished, _case):
     heads = [index for index, line in enumerate(lines) if line.startswith('"ID",')]
     if not heads:
         raise Unreadable("there is no table of ncu in the output")
-    # The measured program prints between them.
+    # The measured program's output is interleaved.
     table = [line for line in lines[heads[-1]:] if line.startswith('"')]
     kernels = {}
     for row in csv.DictReader(table):
@@ -130,7 +130,7 @@ def ncu(finished, _case):
 
 
 def number(text):
-    """A number as ncu prints it, 1,234.5; None of anything else."""
+    """A number in ncu's format, 1,234.5; None for any other text."""
     try:
         return float((text or "").replace(",", ""))
     except ValueError:
@@ -138,12 +138,12 @@ def number(text):
 
 
 def summary_of_run(_finished, case):
-    """The losses that a training run left in its directory."""
+    """The losses in a training run's directory."""
     path = Path(case.folder) / "summary.json"
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise Unreadable(f"the run left no summary.json that can be read: {error}") from error
+        raise Unreadable(f"the run's summary.json cannot be read: {error}") from error
     if "evaluations" not in found:
         raise Unreadable("summary.json has no evaluations")
     return found

@@ -8,21 +8,21 @@ import json
 import os
 import sys
 
-# Of one row; a larger result is left out, and the row says so.
+# Maximum bytes of one row; a larger result is left out, and the row states so.
 MOST_ROW = 256 << 10
-# How a case ended: these need no second try.
+# Final outcomes, which are not retried.
 FINAL = ["passed", "failed"]
 
 
 def append(path, row):
-    """Adds a row; where that fails, the terminal is all that is left to keep it."""
+    """Appends a row; if that fails, prints it instead."""
     data = json.dumps(row).encode()
     if len(data) > MOST_ROW:
         row = row | {"result": None, "why": f"a result of {len(data)} bytes was left out"}
         data = json.dumps(row).encode()
     try:
         with open(path, "ab+") as file:
-            # A row that was cut off ends here.
+            # Ends a row that was cut off.
             if file.tell() > 0:
                 file.seek(-1, os.SEEK_END)
                 data = data if file.read(1) == b"\n" else b"\n" + data
@@ -54,7 +54,7 @@ def read(path):
         if row.get("header"):
             headers.append(row)
         elif isinstance(row.get("name"), str) and isinstance(row.get("status"), str):
-            # A second run that does not come to a case takes nothing from the first.
+            # A later run that does not reach a case keeps the earlier row.
             if row["status"] != "no time" or row["name"] not in rows:
                 rows[row["name"]] = row | {"header": len(headers) - 1}
     return headers, rows

@@ -42,7 +42,7 @@ def fat_binaries(program):
             size = 0
             if at + HEADER.size <= len(data):
                 size = HEADER.unpack_from(data, at)[3]
-            # The number may stand in code that reads such headers, too.
+            # The magic number may also occur in code that reads such headers.
             if 0 < size <= len(data) - at - HEADER.size:
                 end = at + HEADER.size + size
                 yield data[at:end]
@@ -52,7 +52,7 @@ def fat_binaries(program):
 
 
 def count(lines, counts):
-    """Adds what a listing holds to `counts`, by kernel and architecture."""
+    """Adds a listing's instructions to `counts`, by kernel and architecture."""
     architecture, kernel = b"", None
     for line in lines:
         if found := ARCHITECTURE.match(line):

@@ -1,4 +1,4 @@
-"""The tables of a GPU's figures, in markdown, and one line about each case.
+"""The tables of a GPU's figures, in markdown, and one line per case.
 
 Each table is made from the rows of one kind. A row that does not have what its table shows is named
 below the table and takes nothing else with it.
@@ -26,7 +26,7 @@ def document(files):
 
 
 def measured(run, headers, rows):
-    """What a run was taken on, and the cases of it that did not pass."""
+    """The machine of a run, and its cases that did not pass."""
     if not headers:
         return []
     lines = [f"## {run}", ""]
@@ -80,7 +80,7 @@ def code(row):
 
 
 def reason(row):
-    """Why a case did not pass: what is known, or the last line that it printed."""
+    """Why a case did not pass: the recorded reason, or the last line of output."""
     if row.get("why"):
         return row["why"].strip().splitlines()[-1][:MOST_WORDS]
     for stream in ["stderr_end", "stdout_end"]:
@@ -158,13 +158,13 @@ def operators(row):
              f"{found['share_of_limit']:.0%}"] for found in row["result"]["operators"]]
 
 
-# What every row of the other side says of the machine and the model, and columns of their own.
+# Fields of every row of the PyTorch side about the machine and the model, and separate columns.
 SHAPE = ["kind", "backend", "torch", "gpu", "batch", "heads", "kv_heads", "head_dim", "hidden",
          "mlp"]
 
 
 def pytorch(row):
-    """Rows of the other side, which names its figures itself."""
+    """Rows of the PyTorch side, which names its own figures."""
     lines = []
     for found in row["result"]["rows"]:
         figures = {name: value for name, value in found.items() if name not in SHAPE}
@@ -185,7 +185,7 @@ def sanitizer(row):
              "; ".join(f"{count} x {kind}" for kind, count in found["reports"].items())]]
 
 
-# What is read first of a kernel's metrics; the row has all of them.
+# The most relevant metrics of a kernel; the row has all of them.
 OF_INTEREST = ["duration", "hit rate", "throughput", "tensor", "busy", "stall", "registers",
                "dram__", "lts__", "sm__", "time_duration"]
 

@@ -174,7 +174,7 @@ class Speed(WithPrograms):
     def test_wrong_arguments_are_refused(self):
         for options, message in [
                 (["--case", "limit"], "speed has no case limit: see --list"),
-                (["--deadline", "0"], "is no number of seconds"),
+                (["--deadline", "0"], "is not a number of seconds"),
                 (["--programs", "nowhere"], "make it with tools/gpu/prepare")]:
             code, _, stderr = self.measure("speed", *options)
             self.assertEqual(code, 2, stderr)

@@ -1,4 +1,4 @@
-"""Attention alone: Mixture-of-Head against our dense attention, and that against PyTorch's."""
+"""Attention alone: Mixture-of-Head against our dense attention, and dense against PyTorch's."""
 
 import statistics
 import time
@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from rows import Row
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-# Active share -> (shared heads, time over dense that is wanted). All heads active may take as long
-# as dense attention, with two percent for the noise of the measurement.
+# Active fraction -> (shared heads, target time relative to dense). All heads active may take as
+# long as dense attention, with two percent for noise.
 WANTED = {1.0: (16, 1.02), 0.75: (16, 0.80), 0.5: (8, 0.58)}
 TYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -42,7 +42,7 @@ def rows(options, programs, folder):
 
 
 def measure(programs, length: int, dtype: str, seconds: float) -> dict:
-    """Seconds forward and backward: dense, and by active share."""
+    """Seconds forward and backward: dense, and by active fraction."""
     found = programs.bench(
         "attention", "--heads", HEADS, "--kv-heads", KV_HEADS, "--head-dim", HEAD_DIM,
         "--length", length, "--dtype", dtype, "--seconds", seconds,

@@ -39,10 +39,10 @@ def parse():
     parser.add_argument("--shapes", default="a,b,c", help="shapes of the step: %(default)s")
     parser.add_argument("--dtypes", default="f32,bf16", help="%(default)s")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter runs")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--no-compile", action="store_true", help="skip torch.compile")
     parser.add_argument("--threads", type=int, default=available(), help="%(default)s")
     parser.add_argument(
-        "--binaries", type=Path, default=REPOSITORY / "target/release", help="where ours are"
+        "--binaries", type=Path, default=REPOSITORY / "target/release", help="our programs"
     )
     parser.add_argument("--stories", type=Path, help="a directory of stories260K for generation")
     parser.add_argument("--json", type=Path, help="write the rows with their samples to a file")
@@ -52,13 +52,13 @@ def parse():
     )
     for part in options.only:
         if part not in PARTS:
-            parser.error(f"--only {part}: must be of {', '.join(PARTS)}")
+            parser.error(f"--only {part}: must be one of {', '.join(PARTS)}")
     for shape in options.shapes:
         if shape not in step.SHAPES:
-            parser.error(f"--shapes {shape}: must be of {', '.join(step.SHAPES)}")
+            parser.error(f"--shapes {shape}: must be one of {', '.join(step.SHAPES)}")
     for dtype in options.dtypes:
         if dtype not in ("f32", "bf16"):
-            parser.error(f"--dtypes {dtype}: must be of f32, bf16")
+            parser.error(f"--dtypes {dtype}: must be one of f32, bf16")
     return options
 
 
@@ -76,7 +76,7 @@ def warn_of_load(threads: int) -> float | None:
         return None
     load = os.getloadavg()[0]
     if load > 0.25 * threads:
-        print(f"the machine is busy (load {load:.1f}): these ratios are not worth keeping")
+        print(f"the machine is busy (load {load:.1f}): discard these ratios")
     return load
 
 

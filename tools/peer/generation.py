@@ -1,4 +1,4 @@
-"""Greedy generation of one sequence with a cache: tokens a second after the prompt."""
+"""Greedy generation of one sequence with a cache: tokens per second after the prompt."""
 
 import shutil
 import statistics
@@ -55,7 +55,7 @@ def compare(options, programs, what, directory, prompt, wanted) -> Row:
 
 
 def decode(model, ids, tokens: int):
-    """Tokens a second without the prompt's pass, which also gives the first token."""
+    """Tokens per second without the prompt's pass, which also gives the first token."""
     first, _ = generate(model, ids, 1)
     seconds, sequence = generate(model, ids, tokens)
     return (len(sequence) - ids.shape[1] - 1) / (seconds - first), sequence

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""PyTorch on this GPU, as JSON lines: what `tools/gpu/measure.py` holds our figures against.
+"""PyTorch on this GPU, as JSON lines: the reference figures of `tools/gpu/measure.py`.
 
     python3 tools/peer/gpu.py attention --length 8192 --batch 1
     python3 tools/peer/gpu.py flash --length 8192 --batch 1
@@ -22,7 +22,7 @@ import argparse
 import os
 import sys
 
-# Before torch is imported: a step that just fits must not fail for scattered free memory.
+# Before torch is imported: a step that just fits must not fail because of fragmentation.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch

@@ -31,13 +31,13 @@ def prefix_mask(last, length, visible=None):
         return key <= last[batch, head, row]
 
     batch, heads, rows = last.shape
-    # Rows beyond the end must not make a block look full: they do not read anything.
+    # Rows beyond the end read nothing, and must not make a block look full.
     padded = functional.pad(last, (0, -rows % BLOCK), value=-1)
     blocks = padded.view(batch, heads, -1, BLOCK)
     full = ((blocks.amin(-1) + 1) // BLOCK).int()
     touched = ((blocks.amax(-1) + BLOCK) // BLOCK).int()
     keys = torch.arange(-(-length // BLOCK), dtype=torch.int32, device=last.device)
-    # The partial blocks follow the full ones; what is beyond the count is not read.
+    # The partial blocks follow the full ones; entries beyond the count are not read.
     partial = (keys + full[..., None]).clamp(max=len(keys) - 1)
     return BlockMask.from_kv_blocks(
         touched - full, partial, full, keys.expand(partial.shape).contiguous(), BLOCK_SIZE=BLOCK,
@@ -46,7 +46,7 @@ def prefix_mask(last, length, visible=None):
 
 
 def compiled_flex(options, backend):
-    """FlexAttention on the kernel asked for; on a CPU it runs uncompiled, forward only."""
+    """FlexAttention on the requested kernel; on a CPU it runs uncompiled, forward only."""
     if not CUDA:
         return flex_attention
     mode = "max-autotune-no-cudagraphs" if options.autotune else None
@@ -67,7 +67,7 @@ def causal(_batch, _head, row, key):
 
 
 def row_mask(case):
-    """The mask of all rows: causal, and nothing for the rows of heads that were not selected."""
+    """The mask of all rows: causal, and empty for rows of unselected heads."""
     token = torch.arange(case.length, dtype=torch.int32, device=case.query.device)
     if case.selected is None:
         # One mask for all heads, which reads no tensor.
@@ -76,7 +76,7 @@ def row_mask(case):
 
 
 def masked(options, backend):
-    """FlexAttention over every row, with the mask of the heads selected."""
+    """FlexAttention over every row, with the mask of the selected heads."""
     flex = compiled_flex(options, backend)
 
     def build(case):
@@ -88,7 +88,7 @@ def masked(options, backend):
 
 
 def scaled_dot_product(*backends):
-    """Dense causal attention by the first of the backends that takes the shape."""
+    """Dense causal attention by the first backend that supports the shape."""
     backends = [getattr(SDPBackend, name) for name in backends]
 
     def call(query, key, value):

@@ -1,4 +1,4 @@
-"""One problem of causal grouped-query attention, the heads that MoH selects, and the right answer.
+"""One case of causal grouped-query attention: inputs, selected heads, and the reference.
 
 Every variant is held to f32 attention, computed from the definition head by head, before it is
 timed; the answer of a head that a token did not select is zero.
@@ -10,18 +10,18 @@ import torch
 
 from gpu_timing import DEVICE, median_ms
 
-# bf16 rounds inputs, probabilities and results to 8 bits: kernels that are right stay under 1e-2.
+# bf16 rounds inputs, probabilities and results to 8 bits: correct kernels stay under 1e-2.
 LARGEST_ERROR = 2e-2
-# The longest sequence that is checked itself. The scores of one head take 4 bytes for each pair of
-# tokens, and longer ones are checked on CHECKED_INSTEAD tokens.
+# The longest sequence that is checked in full. The scores of one head take 4 bytes per pair of
+# tokens, so longer ones are checked on CHECKED_INSTEAD tokens.
 LONGEST_CHECKED = 8192
 CHECKED_INSTEAD = 2048
-# The shares of active heads that are compared, and of shared ones among all.
+# The compared fractions of active heads, and of shared heads.
 SHARED = {0.75: 0.5, 0.5: 0.25}
 
 
 class Wrong(Exception):
-    """A variant computes something else."""
+    """A variant's result is wrong."""
 
 
 class Case:
@@ -47,7 +47,7 @@ class Case:
             self.selected = self.select(generator)
 
     def select(self, generator):
-        """Of each token the shared heads and routed ones at random: bool of batch, head, token."""
+        """The shared heads and random routed heads of each token: bool of batch, head, token."""
         scores = torch.rand(self.batch, self.length, self.heads, generator=generator, device=DEVICE)
         scores[..., :self.shared_heads] = 2.0
         chosen = scores.topk(round(self.active * self.heads), dim=-1).indices
@@ -93,7 +93,7 @@ class Case:
         largest = 0.0
         for name, tensor, answer in zip(names, found, self.answers):
             error = ((tensor.float() - answer).norm() / answer.norm()).item()
-            # The comparison is false for what is not a number.
+            # The comparison is false for NaN.
             if not error <= LARGEST_ERROR:
                 raise Wrong(f"{name}: relative error {error:.2e}")
             largest = max(largest, error)
@@ -104,13 +104,13 @@ class Case:
                 "heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
 
     def useful_operations(self):
-        """Forward: two products over the causal half, of the active heads."""
+        """FLOPs forward: two matmuls over the causal half, for the active heads."""
         return (2.0 * self.batch * self.heads * self.length**2 * self.head_dim
                 * (self.active or 1.0))
 
 
 def measure(case, build, options):
-    """Checks a variant, then times it: yields figures as they are found.
+    """Checks a variant, then times it: yields figures as they are measured.
 
     `build(case)` returns the call to time and, where the heads selected decide on a mask or an
     index, the work that makes them anew, which a training step does in every layer; else None.
@@ -133,8 +133,8 @@ def measure(case, build, options):
     yield {"relative_error": checked.check(checked_call, True)}
     del checked, checked_call
     both = median_ms(lambda: case.gradients(call), options)
-    # Of the difference, since autograd runs the backward pass only after a forward one. Five
-    # products, of which one computes the scores again.
+    # FLOPs of the difference, since autograd runs the backward pass only after a forward one. Five
+    # matmuls, one of which recomputes the scores.
     alone = both - forward
     yield {"forward_backward_ms": both, "backward_ms": alone,
            "backward_tflops": 2.5 * operations / alone / 1e9}

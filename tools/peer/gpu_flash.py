@@ -11,7 +11,7 @@ from gpu_timing import CUDA
 
 
 def without_logarithms(found):
-    """The result alone: some versions return the logarithms of the sums beside it."""
+    """The result alone: some versions also return the log-sum-exp."""
     return found[0] if isinstance(found, tuple) else found
 
 
@@ -26,7 +26,7 @@ def dense_causal():
 
 
 def variable_lengths():
-    """The same by the call for sequences of several lengths, one after the other."""
+    """The same by the function for concatenated sequences of several lengths."""
     import torch
     from flash_attn.cute import flash_attn_varlen_func
 
@@ -44,7 +44,7 @@ def variable_lengths():
 
 
 def own_rows():
-    """Its own call on packed rows: its mask function reads the last key of each row."""
+    """Its own function on packed rows: the mask function reads the last key of each row."""
     import cutlass
     from cutlass import cute
     from flash_attn.cute import flash_attn_func, utils

@@ -1,4 +1,4 @@
-"""MoH on packed rows: what one can assemble of PyTorch's parts so that skipped heads cost nothing.
+"""MoH on packed rows: assembled from PyTorch's operators so that skipped heads cost nothing.
 
 The selected (token, head) rows of a key/value head are gathered in the order of their tokens, and
 all read the keys of that head up to their own token. A causal mask of stock kernels aligns the
@@ -21,7 +21,7 @@ from gpu_timing import CUDA
 
 
 class Packing:
-    """Where the rows of `selected`, of batch, query head and token, stand when packed."""
+    """The packed positions of the rows of `selected`, by batch, query head and token."""
 
     def __init__(self, selected, kv_heads):
         batch, heads, length = selected.shape
@@ -37,11 +37,11 @@ class Packing:
         device = selected.device
         all_rows = torch.arange(selected.numel(), device=device).view(selected.shape)
         slot = torch.where(chosen, rank, self.rows)
-        # The packed rows' places among all rows, and -1 for padding; the last column is dropped.
+        # The packed rows' indices among all rows, and -1 for padding; the last column is dropped.
         source = torch.full((by_problem[0], self.rows + 1), -1, device=device)
         source.scatter_(1, slot, packed_order(all_rows))
         self.source = source[:, :-1].reshape(-1)
-        # All rows' places among the packed ones, and -1 for those not selected.
+        # All rows' indices among the packed ones, and -1 for unselected rows.
         first = torch.arange(by_problem[0], device=device)[:, None] * self.rows
         target = torch.where(chosen, first + rank, -1)
         self.target = target.view(batch, kv_heads, length, group).transpose(2, 3).reshape(-1)
@@ -130,7 +130,7 @@ def flex_rows(options, backend):
 
 
 def written_out_rows(packing, length):
-    """The mask in full, for a CPU, where this has a backward pass and FlexAttention has none."""
+    """The full mask, for a CPU, where FlexAttention has no backward pass."""
     visible = torch.arange(length, device=packing.last.device) <= packing.last[..., None]
     return lambda *inputs: functional.scaled_dot_product_attention(*inputs, attn_mask=visible)
 

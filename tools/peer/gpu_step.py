@@ -1,4 +1,4 @@
-"""A training step of transformers' Llama in bf16: tokens a second and the largest memory.
+"""A training step of transformers' Llama in bf16: tokens per second and peak memory.
 
 Weights, gradients and both moments are bf16, without f32 master weights, which flatters PyTorch.
 """
@@ -49,7 +49,7 @@ def train(options, checkpointing):
 
 
 def step(options):
-    """One row, and without memory for it a second one that recomputes every block.
+    """One row, and a second one that recomputes every block if memory runs out.
 
     Returns whether a step was measured.
     """
@@ -61,7 +61,7 @@ def step(options):
     for checkpointing in [True] if options.checkpointing else [False, True]:
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
-        # Compiling all layers takes minutes, so the time is not bounded but for the timed runs.
+        # Compiling all layers takes minutes, so only the timed runs have a time limit.
         if attempt("step", fields | {"checkpointing": checkpointing}, None,
                    lambda: train(options, checkpointing)):
             return True

@@ -64,7 +64,7 @@ def wall_ms(work):
 
 @contextmanager
 def time_limit(seconds):
-    """Raises OutOfTime in the body after so many seconds; a hanging kernel is not interrupted."""
+    """Raises OutOfTime in the body after a time limit; a hanging kernel is not interrupted."""
     def expire(_signal, _frame):
         raise OutOfTime(f"took more than {seconds:g} seconds")
 
@@ -83,7 +83,7 @@ def one_line(error):
 
 
 def forget():
-    """Frees what a variant allocated and compiled, so that the next starts as the first did."""
+    """Frees a variant's memory and compiled code, so that every variant starts alike."""
     torch._dynamo.reset()
     gc.collect()
     if CUDA:
@@ -99,7 +99,7 @@ def report(kind, **fields):
 
 
 def attempt(kind, fields, seconds, steps):
-    """Reports a row of what `steps()` yields, dictionaries of figures; True if it came to its end.
+    """Reports a row of the figures that `steps()` yields as dictionaries; True if it completed.
 
     With `seconds` of None its time is not bounded.
     """
@@ -112,7 +112,7 @@ def attempt(kind, fields, seconds, steps):
             with time_limit(seconds):
                 for found in steps():
                     row |= found
-    # Any failure is a row: what a backend raises for a shape that it refuses differs by version.
+    # Any failure is a row: the exception of a backend that refuses a shape differs by version.
     except Exception as caught:
         error = one_line(caught)
     # After the handler, whose traceback holds the tensors of the failed call.

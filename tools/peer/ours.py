@@ -35,11 +35,11 @@ class Programs:
         )
 
     def generate(self, model: Path, prompt: str, tokens: int) -> tuple[float, str]:
-        """Tokens a second after the prompt, and the text."""
+        """Tokens per second after the prompt, and the text."""
         done = self.run(
             "moh-generate", "--model", model, "--prompt", prompt, "--max-tokens", tokens
         )
         found = re.search(r"([\d.]+) tokens/s after a prompt", done.stderr)
         if not found:
-            raise SystemExit(f"moh-generate did not say its speed: {done.stderr.strip()}")
+            raise SystemExit(f"moh-generate did not print its speed: {done.stderr.strip()}")
         return float(found[1]), done.stdout

@@ -1,4 +1,4 @@
-"""Rows of the comparison: measured on both sides, with the ratio that is wanted."""
+"""Rows of the comparison: measured on both sides, with the target ratio."""
 
 from dataclasses import asdict, dataclass, field
 

@@ -1,4 +1,4 @@
-"""The models that both sides train, and the ratios that are wanted of them."""
+"""The models that both sides train, and their target ratios."""
 
 import json
 from dataclasses import dataclass

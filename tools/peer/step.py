@@ -1,4 +1,4 @@
-"""Training steps: tokens a second, and memory in processes of their own."""
+"""Training steps: tokens per second, and memory in separate processes."""
 
 import json
 import statistics
@@ -38,7 +38,7 @@ def compare(options, programs, config, shape, dtype, optimizer) -> Row:
         except Exception as error:  # torch.compile without a C++ compiler, for one
             if mode == "eager":
                 raise
-            print(f"torch.compile left out: {str(error).splitlines()[0]}", file=sys.stderr)
+            print(f"torch.compile skipped: {str(error).splitlines()[0]}", file=sys.stderr)
             del theirs[mode]
     first = programs.step(config, shape, dtype, 3)
     own_steps = enough(first["seconds"]["median"], seconds)
@@ -68,7 +68,7 @@ def memory_rows(options, programs, folder):
         for dtype in options.dtypes:
             ours = programs.step(config, shape, dtype, 2)["memory"]
             if ours is None:
-                print("memory: this system does not tell ours", file=sys.stderr)
+                print("memory: this system does not report ours", file=sys.stderr)
                 return
             theirs = torch_memory(name, dtype, options.threads)
             what = f"memory of a step {name}, {dtype}"

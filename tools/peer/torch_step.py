@@ -1,4 +1,4 @@
-"""Their side of a training step: Hugging Face's Llama, AdamW and clipping in PyTorch.
+"""PyTorch's side of a training step: Hugging Face's Llama, AdamW and clipping in PyTorch.
 
 Run as a program, it measures the memory of a step in a process of its own and prints JSON.
 """
@@ -29,7 +29,7 @@ def build(shape):
 
 
 def adamw(model, kind: str):
-    """AdamW as our recipes have it: no decay on norms."""
+    """AdamW as in our recipes: no decay on norms."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -79,7 +79,7 @@ class TorchStep:
 
 
 def fastest_optimizer(shape) -> str:
-    """The kind of AdamW that takes least for this model."""
+    """The fastest kind of AdamW for this model."""
     seconds = {}
     for kind in OPTIMIZERS:
         try:
@@ -97,7 +97,7 @@ def fastest_optimizer(shape) -> str:
 
 
 def resident(field: str) -> int:
-    """Bytes: VmRSS now, VmHWM at most; at most in both cases where there is no /proc."""
+    """Bytes: VmRSS or VmHWM; the peak in both cases without /proc."""
     status = Path("/proc/self/status")
     if status.is_file():
         for line in status.read_text().splitlines():
@@ -117,7 +117,7 @@ def main():
     parser.add_argument("--steps", type=int, default=4)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    # What the first use of the model imports does not count either.
+    # Imports on the first use of the model do not count either.
     from transformers.models.llama import modeling_llama  # noqa: F401
 
     before = resident("VmRSS")
