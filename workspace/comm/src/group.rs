@@ -91,7 +91,7 @@ impl Group {
     ) -> Result<()> {
         self.run("reduce_scatter", |engine| {
             let whole = B::region_mut(whole);
-            self.check_parts("reduce_scatter", whole.len)?;
+            self.check_chunks("reduce_scatter", whole.len)?;
             engine.reduce_scatter(whole, reduce)
         })
     }
@@ -101,7 +101,7 @@ impl Group {
     pub fn all_gather<B: Memory, S: Scalar>(&self, whole: B::ViewMut<'_, S>) -> Result<()> {
         self.run("all_gather", |engine| {
             let whole = B::region_mut(whole);
-            self.check_parts("all_gather", whole.len)?;
+            self.check_chunks("all_gather", whole.len)?;
             engine.all_gather(whole)
         })
     }
@@ -155,7 +155,7 @@ impl Group {
     ) -> Result<Pending<B::Buffer<S>>> {
         let range = 0..B::len(&buffer);
         let ticket = self.start("reduce_scatter", |engine| {
-            self.check_parts("reduce_scatter", range.len())?;
+            self.check_chunks("reduce_scatter", range.len())?;
             engine.reduce_scatter(B::region_mut(B::view_mut(&mut buffer, range)), reduce)
         })?;
         Ok(Pending::new(buffer, ticket, "reduce_scatter"))
@@ -169,7 +169,7 @@ impl Group {
     ) -> Result<Pending<B::Buffer<S>>> {
         let range = 0..B::len(&buffer);
         let ticket = self.start("all_gather", |engine| {
-            self.check_parts("all_gather", range.len())?;
+            self.check_chunks("all_gather", range.len())?;
             engine.all_gather(B::region_mut(B::view_mut(&mut buffer, range)))
         })?;
         Ok(Pending::new(buffer, ticket, "all_gather"))
@@ -207,7 +207,7 @@ impl Group {
         Error::Argument { operation, group: self.name().into(), reason }
     }
 
-    fn check_parts(&self, operation: &'static str, len: usize) -> Result<()> {
+    fn check_chunks(&self, operation: &'static str, len: usize) -> Result<()> {
         if len.is_multiple_of(self.size()) {
             return Ok(());
         }

@@ -1,8 +1,8 @@
 //! The arrangement of ranks: data x pipeline x tensor.
 //!
 //! The order is Megatron's default, tp-dp-pp. The tensor dimension varies fastest, so that its
-//! ranks, which communicate most, share a node; then data; the pipeline varies slowest. `rank =
-//! tensor + T (data + D pipeline)`.
+//! ranks, which communicate most, share a node; then data; the pipeline varies slowest:
+//! `rank = tensor + T (data + D pipeline)`.
 
 use std::num::NonZeroUsize;
 
@@ -96,7 +96,7 @@ impl Layout {
     /// Splits the group of all ranks; every rank must call it.
     ///
     /// # Errors
-    /// [`Error::Layout`] for a group of another size; whatever [`Group::split`] reports.
+    /// [`Error::Layout`] for a group of another size; any error of [`Group::split`].
     pub fn groups(&self, all: &Group) -> Result<Groups> {
         if all.size() != self.size() {
             return Err(Error::Layout(format!(

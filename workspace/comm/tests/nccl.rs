@@ -12,7 +12,7 @@ use moh_kernels::{Cuda, Memory, Scalar};
 
 const ROLE: &str = "MOH_COMM_TEST_ROLE";
 /// Elements of a rank's chunk.
-const PART: usize = 4099;
+const CHUNK: usize = 4099;
 
 /// A small integer, so that sums of every type are exact in any order.
 fn element(rank: usize, at: usize) -> f32 {
@@ -39,11 +39,11 @@ impl Rank<'_> {
 
     fn check<S: Scalar>(&self, from: impl Fn(f32) -> S) {
         let (group, rank, size) = (self.group, self.group.rank(), self.group.size());
-        let len = PART * size;
+        let len = CHUNK * size;
         let of = |rank| (0..len).map(|at| from(element(rank, at))).collect::<Vec<S>>();
         let sum = |at| from((0..size).map(|rank| element(rank, at)).sum());
         let sums: Vec<S> = (0..len).map(sum).collect();
-        let own = PART * rank..PART * (rank + 1);
+        let own = CHUNK * rank..CHUNK * (rank + 1);
 
         let mut buffer = self.buffer(&of(rank));
         group.all_reduce::<Cuda, S>(Cuda::view_mut(&mut buffer, 0..len), Reduce::Sum).unwrap();
