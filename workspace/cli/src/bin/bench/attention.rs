@@ -3,9 +3,9 @@
 //! The cases alternate, run by run, so that other load on the machine affects all of them.
 
 use clap::builder::RangedU64ValueParser;
-use half::bf16;
 use moh_cli::exit::Usage;
 use moh_cli::models;
+use moh_device::{InElements, in_elements};
 use moh_kernels::cases::AttentionCase;
 use moh_kernels::rope::QkvShape;
 use moh_kernels::router::query_norm::QueryNormRouter;
@@ -168,11 +168,22 @@ impl Measurement for Job<'_> {
     type Found = (Vec<Row>, Machine);
 
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found> {
-        let rows = match self.arguments.dtype {
-            ElementType::F32 => self.measure::<B, f32>(bench)?,
-            ElementType::BF16 => self.measure::<B, bf16>(bench)?,
-        };
+        let rows = in_elements(self.arguments.dtype, Placed { bench, job: self })?;
         Ok((rows, Machine::measure(bench)?))
+    }
+}
+
+/// A job with its device, before its element type is known.
+struct Placed<'a, B> {
+    bench: &'a Bench<B>,
+    job: Job<'a>,
+}
+
+impl<B: Backend> InElements for Placed<'_, B> {
+    type Output = anyhow::Result<Vec<Row>>;
+
+    fn run<T: Element>(self) -> Self::Output {
+        self.job.measure::<B, T>(self.bench)
     }
 }
 

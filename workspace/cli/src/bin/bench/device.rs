@@ -1,25 +1,18 @@
 //! The device of a measurement, and its timing.
 
+use anyhow::Context as _;
+use moh_device::{DeviceName, OnDevice, OpenDevice};
+use moh_kernels::Backend;
 use moh_kernels::cases::Sizes;
-use moh_kernels::{Backend, Cpu};
 
 use crate::timing::Times;
-
-/// The device that runs the operators.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum Device {
-    /// The CPU
-    Cpu,
-    /// The first NVIDIA GPU
-    Cuda,
-}
 
 /// The device, and whether its results are reproducible.
 #[derive(Debug, clap::Args)]
 pub struct DeviceArguments {
-    /// Device to measure
-    #[arg(long, value_enum, default_value = "cpu")]
-    device: Device,
+    /// Device to measure: cpu, cuda or cuda:N
+    #[arg(long, default_value_t)]
+    device: DeviceName,
     /// Make a GPU's results bitwise reproducible, like `run.deterministic` in a recipe
     #[arg(long)]
     deterministic: bool,
@@ -37,30 +30,40 @@ pub trait Measurement {
 impl DeviceArguments {
     /// Runs the measurement on the device.
     pub fn measure<M: Measurement>(&self, measurement: M) -> anyhow::Result<M::Found> {
-        match self.device {
-            Device::Cpu => measurement.on(&Bench {
-                backend: Cpu,
+        let device = OpenDevice::open(self.device, self.deterministic)
+            .with_context(|| format!("--device {}", self.device))?;
+        device.run(Measured { device: self.device, measurement })
+    }
+}
+
+/// A measurement and the device that it is for.
+struct Measured<M> {
+    device: DeviceName,
+    measurement: M,
+}
+
+impl<M: Measurement> OnDevice for Measured<M> {
+    type Output = anyhow::Result<M::Found>;
+
+    fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
+        let bench = match self.device {
+            DeviceName::Cpu => Bench {
+                backend,
                 sizes: Sizes::SMALL,
                 product: 1024,
                 copied: 256 << 20,
                 shortest: 0.0,
-            }),
-            #[cfg(feature = "cuda")]
-            Device::Cuda => measurement.on(&Bench {
-                backend: moh_kernels::Cuda::new(0)?.with_deterministic(self.deterministic),
+            },
+            DeviceName::Cuda(_) => Bench {
+                backend,
                 sizes: Sizes::LLAMA_8B,
                 product: 8192,
                 copied: 4 << 30,
                 // A thousand times the cost of a launch and a synchronisation.
                 shortest: 1e-2,
-            }),
-            #[cfg(not(feature = "cuda"))]
-            Device::Cuda => Err(moh_cli::exit::Usage(
-                "--device cuda: this build supports the CPU only: build it with --features cuda"
-                    .into(),
-            )
-            .into()),
-        }
+            },
+        };
+        self.measurement.on(&bench)
     }
 }
 

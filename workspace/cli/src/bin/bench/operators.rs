@@ -1,9 +1,9 @@
 //! `moh-bench operators`: every operator against the machine's limits.
 
-use half::bf16;
 use moh_cli::exit::Usage;
 use moh_cli::models;
-use moh_kernels::cases::{self, Work};
+use moh_device::{InElements, in_elements};
+use moh_kernels::cases::{self, Case, Work};
 use moh_kernels::{Backend, Element, ElementType};
 use serde_json::{Value, json};
 
@@ -63,11 +63,10 @@ impl Measurement for &OperatorsArguments {
 
     fn on<B: Backend + Clone>(self, bench: &Bench<B>) -> anyhow::Result<Self::Found> {
         let mut rows = Vec::new();
-        if self.dtype != Some(ElementType::BF16) {
-            measure::<B, f32>(bench, ElementType::F32, self, &mut rows)?;
-        }
-        if self.dtype != Some(ElementType::F32) {
-            measure::<B, bf16>(bench, ElementType::BF16, self, &mut rows)?;
+        for dtype in ElementType::ALL {
+            if self.dtype.is_none_or(|only| only == dtype) {
+                rows.extend(in_elements(dtype, Cases { bench, arguments: self })?);
+            }
         }
         if rows.is_empty() {
             let filter = self.filter.as_deref().unwrap_or_default();
@@ -77,21 +76,26 @@ impl Measurement for &OperatorsArguments {
     }
 }
 
-fn measure<B: Backend, T: Element>(
-    bench: &Bench<B>,
-    dtype: ElementType,
-    arguments: &OperatorsArguments,
-    rows: &mut Vec<Row>,
-) -> anyhow::Result<()> {
-    for case in cases::all::<B, T>(bench.sizes) {
-        if arguments.filter.as_ref().is_some_and(|filter| !case.name.contains(filter)) {
-            continue;
-        }
-        let mut run = case.prepare(&bench.backend)?;
-        let times = bench.repeat(FEWEST_RUNS, arguments.seconds, || run(&bench.backend))?;
-        rows.push(Row { name: case.name, dtype, work: case.work, times });
+/// The cases of a device, in elements of any type.
+struct Cases<'a, B> {
+    bench: &'a Bench<B>,
+    arguments: &'a OperatorsArguments,
+}
+
+impl<B: Backend> InElements for Cases<'_, B> {
+    type Output = anyhow::Result<Vec<Row>>;
+
+    fn run<T: Element>(self) -> Self::Output {
+        let Cases { bench, arguments } = self;
+        let chosen = |name: &str| arguments.filter.as_ref().is_none_or(|part| name.contains(part));
+        let cases = cases::all::<B, T>(bench.sizes).into_iter().filter(|case| chosen(&case.name));
+        let measure = |case: Case<B>| {
+            let mut run = case.prepare(&bench.backend)?;
+            let times = bench.repeat(FEWEST_RUNS, arguments.seconds, || run(&bench.backend))?;
+            Ok(Row { name: case.name, dtype: T::ELEMENT, work: case.work, times })
+        };
+        cases.map(measure).collect()
     }
-    Ok(())
 }
 
 fn as_json(rows: &[Row], machine: &Machine) -> Value {
