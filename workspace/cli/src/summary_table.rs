@@ -22,7 +22,7 @@ pub fn table(summary: &Summary) -> String {
         );
     }
     if let Some(share) = summary.recovered() {
-        let label = "conversion's loss won back by training";
+        let label = "conversion loss recovered by training";
         let _ = writeln!(out, "{label:<44} {:>8.1}%", 100.0 * share);
     }
     out
