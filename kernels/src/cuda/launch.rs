@@ -4,6 +4,7 @@ use bytemuck::Pod;
 
 use super::{Cuda, Gemm};
 use crate::error::Result;
+use crate::gpu_workspace::MOST_BLOCKS;
 use crate::scalar::Element;
 
 /// Threads of a block, in every kernel that does not say otherwise (`operators.cuh`).
@@ -20,9 +21,6 @@ macro_rules! mirrored {
     };
 }
 pub(crate) use mirrored;
-
-/// Blocks that fill a large GPU some times over.
-pub(crate) const MOST_BLOCKS: usize = 4096;
 
 /// Blocks that give `count` threads, at the most [`MOST_BLOCKS`].
 pub(crate) fn blocks(count: usize) -> usize {

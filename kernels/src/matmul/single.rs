@@ -11,6 +11,11 @@ const COLUMNS: usize = 512;
 /// Rows and columns of the output below which a transposed matrix is not read often enough.
 const FEW: usize = 8;
 
+/// The most scratch, in numbers, of a product of at most `most` rows, columns and terms.
+pub(super) fn most_scratch(most: usize) -> [usize; 2] {
+    [most.min(ROWS) * most.min(DEPTH), most.min(DEPTH) * most.min(COLUMNS)]
+}
+
 /// `out = scale * left right`, plus what the destination says.
 ///
 /// gemm reads matrices that are contiguous along the columns of the output (a left one along its

@@ -3,7 +3,7 @@
 //! With r = inv_rms and h = d_y * weight, the gradients are
 //! d_x = r h - x r^3 mean(h x) and d_weight = sum over tokens of d_y x r.
 
-mod cpu;
+pub(crate) mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
 

@@ -8,6 +8,8 @@
 
 use std::ops::Range;
 
+use moh_model::Slots;
+
 /// A pass of one micro-batch through one chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Pass {
@@ -78,11 +80,27 @@ impl Stage {
     /// Forward passes before the first backward pass.
     fn ahead(&self, micro_batches: usize) -> usize {
         let after = self.stages - 1 - self.number;
-        let largest_turn = micro_batches.div_ceil(self.rounds(micro_batches));
         match self.chunks {
             1 => after,
-            chunks => 2 * after + (chunks - 1) * largest_turn,
+            chunks => (chunks - 1)
+                .saturating_mul(self.largest_turn(micro_batches))
+                .saturating_add(2 * after),
         }
+    }
+
+    fn largest_turn(&self, micro_batches: usize) -> usize {
+        micro_batches.div_ceil(self.rounds(micro_batches))
+    }
+
+    /// Room for the passes of a step; for one at least.
+    pub fn slots(&self, micro_batches: usize) -> Slots {
+        let passes = self.under_way(micro_batches);
+        let tokens = match self.chunks {
+            1 => passes,
+            // Those of a round, and of the next one's first turn.
+            _ => self.largest_turn(micro_batches).saturating_mul(2).min(micro_batches),
+        };
+        Slots { micro_batches: tokens.max(1), passes: passes.max(1) }
     }
 
     /// Passes that wait for their backward passes at a time, at the most.
@@ -121,22 +139,22 @@ impl Stage {
     }
 }
 
-/// Slots that the passes of a step take; 1 without any.
-pub(crate) fn slots(passes: &[Pass]) -> usize {
-    passes.iter().map(|pass| pass.slot + 1).max().unwrap_or(1)
-}
-
-/// Slots that the tokens of a step's micro-batches take; 1 without any.
-pub(crate) fn token_slots(passes: &[Pass]) -> usize {
-    passes.iter().map(|pass| pass.tokens + 1).max().unwrap_or(1)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn stage(number: usize, stages: usize, chunks: usize) -> Stage {
         Stage { number, stages, chunks }
+    }
+
+    /// Slots that the passes of a step take.
+    fn slots(passes: &[Pass]) -> usize {
+        passes.iter().map(|pass| pass.slot + 1).max().unwrap_or(0)
+    }
+
+    /// Slots that the tokens of a step's micro-batches take.
+    fn token_slots(passes: &[Pass]) -> usize {
+        passes.iter().map(|pass| pass.tokens + 1).max().unwrap_or(0)
     }
 
     /// Passes as letters and micro-batches, chunks by case and prime.
@@ -156,7 +174,7 @@ mod tests {
         assert!(stage(1, 3, 1).passes(0).is_empty());
         let passes = stage(0, 3, 1).passes(9);
         assert_eq!(slots(&passes), 3);
-        assert_eq!(slots(&[]), 1);
+        assert_eq!(stage(0, 3, 1).slots(0), Slots { micro_batches: 1, passes: 1 });
     }
 
     #[test]
@@ -240,6 +258,21 @@ mod tests {
                     let least = 2 * micro_batches * chunks + 2 * (stages - 1);
                     assert_eq!(time(stages, chunks, micro_batches), Some(least));
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn there_is_room_for_every_pass_and_its_tokens() {
+        for (stages, chunks) in [(1, 1), (2, 1), (4, 1), (2, 2), (3, 2), (2, 3), (4, 3), (5, 4)] {
+            for (number, micro_batches) in (0..stages).flat_map(|n| (1..24).map(move |m| (n, m))) {
+                let stage = stage(number, stages, chunks);
+                let (passes, room) = (stage.passes(micro_batches), stage.slots(micro_batches));
+                assert_eq!(slots(&passes), room.passes);
+                let tokens = token_slots(&passes);
+                assert!(tokens <= room.micro_batches && room.micro_batches <= micro_batches);
+                // Two stages of a pipeline with virtual stages leave the most room.
+                assert!(chunks > 1 || tokens == room.micro_batches);
             }
         }
     }

@@ -2,7 +2,7 @@
 //! well.
 
 use moh_comm::{Group, Reduce};
-use moh_kernels::{Backend, Scalar};
+use moh_kernels::{Backend, Memory, Scalar};
 
 use crate::Error;
 
@@ -18,13 +18,18 @@ pub struct Ranks<B: Backend> {
     numbers: B::Buffer<f64>,
 }
 
+/// Where numbers are exchanged.
+pub(crate) fn numbers<M: Memory>(memory: &M) -> Result<M::Buffer<f64>, Error> {
+    Ok(memory.allocate(NUMBERS)?)
+}
+
 impl<B: Backend> Ranks<B> {
     /// The ranks of `group`, whose buffers `backend` holds.
     ///
     /// # Errors
     /// When the device has no room.
     pub fn new(backend: B, group: Group) -> Result<Self, Error> {
-        let numbers = backend.allocate(NUMBERS)?;
+        let numbers = numbers(&backend)?;
         Ok(Ranks { backend, group, numbers })
     }
 

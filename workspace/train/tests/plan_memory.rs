@@ -73,7 +73,7 @@ fn the_plan_counts_what_a_stage_allocates() {
         let path = Path::new("recipe.toml");
         let recipe = Recipe::parse(RECIPE, path, &overrides).unwrap();
         let config = recipe.local_model_config(path).unwrap().unwrap();
-        let planned = Plan::new(&recipe, &config).stages[0].memory.total();
+        let planned = Plan::new(&recipe, &config).unwrap().stages[0].memory.total();
         let config = ModelConfig { moh: recipe.stages[0].moh_config(&config), ..config };
         let allocated = match dtype {
             "bf16" => allocated::<bf16, f32, f32>(&recipe, config),

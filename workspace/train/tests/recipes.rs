@@ -17,7 +17,7 @@ fn the_papers_recipe_has_the_papers_plan() {
     let mut recipe = Recipe::load(&path, &overrides).unwrap();
     let model = recipe.local_model_config(&path).unwrap().unwrap();
     recipe.resolve(&path, &model).unwrap();
-    let plan = Plan::new(&recipe, &model).with_device_tflops(600.0);
+    let plan = Plan::new(&recipe, &model).unwrap().with_device_tflops(600.0);
     assert_eq!(plan.vocabulary, (128_256, 160_896));
     assert_eq!(plan.parameters, (8_030_261_248, 8_297_648_128));
 

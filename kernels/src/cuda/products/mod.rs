@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use plan::Plan;
 
 /// Device memory that products may use.
-const WORKSPACE: usize = 64 << 20;
+const WORKSPACE: usize = crate::gpu_workspace::PRODUCTS;
 /// Algorithms among which the fastest is looked for.
 const CANDIDATES: usize = 8;
 /// Multiply-adds of a product for which that is worth its time: some 30 microseconds of a large GPU.

@@ -17,10 +17,15 @@ use crate::ModelConfig;
 pub(super) fn router<B: Backend, T: Element>(
     config: &ModelConfig,
 ) -> Option<Arc<dyn Router<B, T>>> {
+    of_config(config).map(|router| Arc::new(router) as _)
+}
+
+/// As [`router`], whatever the device and the elements.
+pub(super) fn of_config(config: &ModelConfig) -> Option<QueryNormRouter> {
     let moh = config.moh?;
     let routed = config.num_attention_heads - moh.shared_heads;
     let router = QueryNormRouter { shared_heads: moh.shared_heads, top_k: moh.routed_top_k };
-    (routed > 0).then(|| Arc::new(router) as _)
+    (routed > 0).then_some(router)
 }
 
 impl<B: Backend, T: Element> Router<B, T> for QueryNormRouter {

@@ -1,5 +1,5 @@
-//! What one rank of a stage has to do: its parts of the model, their sizes, and how many micro-batches
-//! are under way in it. Memory, traffic and time follow from this and from nothing else.
+//! What one rank of a stage has to do: its parts of the model, their sizes and its micro-batches. Traffic
+//! and time follow from this and from nothing else.
 //!
 //! Sizes are those of one rank: heads are dealt to tensor ranks by key/value groups, the MLP by
 //! columns, the vocabulary by rows; norms are whole everywhere.
@@ -7,7 +7,6 @@
 use moh_model::ModelConfig;
 use moh_model::model_parallel::Part;
 
-use crate::pipeline_schedule;
 use crate::recipe::{Parallel, Recipe, Stage};
 
 /// How ranks divide a stage's work: tensor fastest, then data, pipeline slowest.
@@ -107,19 +106,6 @@ impl<'a> Work<'a> {
     /// Micro-batches of the data rank that has most of them.
     pub fn own_micro_batches(&self) -> u64 {
         self.micro_batches().div_ceil(self.layout.data as u64)
-    }
-
-    /// Passes, each of one micro-batch through one part, whose activations rank `rank` of the pipeline
-    /// holds at a time at the most.
-    pub fn under_way(&self, rank: usize) -> u64 {
-        let Layout { pipeline, virtual_stages, .. } = self.layout;
-        let stage = pipeline_schedule::Stage {
-            number: rank,
-            stages: pipeline.max(1),
-            chunks: virtual_stages.max(1),
-        };
-        let micro_batches = usize::try_from(self.own_micro_batches()).unwrap_or(usize::MAX);
-        stage.under_way(micro_batches) as u64
     }
 
     /// Sizes of the tensors on one rank.
@@ -235,22 +221,5 @@ mod tests {
         assert_eq!((matrices, norms, vocabulary), (54_525_952, 8192, 164_757_504));
         let all = 32 * (54_525_952 + 8192) + 2 * 164_757_504 + 4096;
         assert_eq!(work.rank_numbers(0), all);
-    }
-
-    #[test]
-    fn a_stage_goes_ahead_by_those_after_it() {
-        let (recipe, model) = llama3_8b(&[]);
-        let under_way = |data, virtual_stages| {
-            let layout = Layout { tensor: 1, data, pipeline: 8, virtual_stages };
-            let work = Work::new(&recipe, &recipe.stages[1], &model, layout).unwrap();
-            (0..8).map(|rank| work.under_way(rank)).collect::<Vec<_>>()
-        };
-        // 2048 micro-batches in a step.
-        assert_eq!(under_way(8, 1), [8, 7, 6, 5, 4, 3, 2, 1]);
-        assert_eq!(under_way(512, 1), [4, 4, 4, 4, 4, 3, 2, 1]);
-        // 2 x 7 + (4 - 1) x 8 ahead on the first rank, 24 on the last.
-        assert_eq!(under_way(8, 4), [39, 37, 35, 33, 31, 29, 27, 25]);
-        // Turns of 4 micro-batches, no more than there are.
-        assert_eq!(under_way(512, 4), [16, 16, 16, 16, 16, 16, 15, 13]);
     }
 }
