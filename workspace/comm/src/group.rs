@@ -128,6 +128,12 @@ impl Group {
         self.run("send", |engine| engine.send(B::region(part), to, tag))
     }
 
+    /// Takes memory for `messages` messages of `bytes` bytes each that are sent and not received yet, so
+    /// that none is taken while they are sent. It is that of all groups of the process.
+    pub fn reserve_sends(&self, messages: usize, bytes: usize) -> Result<()> {
+        self.engine().map_or(Ok(()), |engine| engine.reserve_sends(messages, bytes))
+    }
+
     /// Receives what rank `from` of the group sends with this tag, in the order in which it does.
     pub fn recv<B: Memory, S: Scalar>(
         &self,

@@ -328,6 +328,14 @@ impl ModelParallel {
         (self.pipeline.rank() + self.pipeline.size() - 1) % self.pipeline.size()
     }
 
+    /// Takes memory for so many messages of `bytes` bytes to other stages that are not received yet.
+    ///
+    /// # Errors
+    /// When there is no room.
+    pub fn reserve_sends(&self, messages: usize, bytes: usize) -> Result<(), Error> {
+        Ok(self.pipeline.reserve_sends(messages, bytes)?)
+    }
+
     /// Whether this rank's sums of losses count: those of one of the ranks that know them.
     pub fn counts_losses(&self) -> bool {
         self.part.last && self.part.tensor.rank == 0

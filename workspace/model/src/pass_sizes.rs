@@ -1,11 +1,11 @@
 //! What the sizes of a pass's buffers follow from: a part of a model and a micro-batch. No device, and no
 //! rank but the one that holds the part.
 
-use moh_kernels::WorkingSet;
 use moh_kernels::attention::AttentionShape;
 use moh_kernels::cross_entropy::HeadShape;
 use moh_kernels::rope::QkvShape;
 use moh_kernels::router::RoutingShape;
+use moh_kernels::{Element, WorkingSet};
 
 use crate::activations::PassShape;
 use crate::layout::ModelLayout;
@@ -45,6 +45,12 @@ impl<'a> PassSizes<'a> {
         let tokens = pass.tokens();
         let routing = self.routing.map(|routing| RoutingShape { tokens, ..routing });
         PassSizes { pass, routing, ..self }
+    }
+
+    /// Bytes of a message to another stage: the residual stream that is held, or its gradient, in elements
+    /// of type `T`.
+    pub fn message_bytes<T: Element>(&self) -> usize {
+        self.stream() * size_of::<T>()
     }
 
     pub(crate) fn share(&self) -> TensorShare {

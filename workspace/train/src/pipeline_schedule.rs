@@ -109,6 +109,23 @@ impl Stage {
         self.ahead(micro_batches).saturating_add(1).min(all)
     }
 
+    /// Messages to other stages that are not received yet, at the most.
+    ///
+    /// The output of a pass is received before its backward pass, so those not received are of passes under
+    /// way here; and a gradient that is not received is of a pass under way at the stage before.
+    pub fn messages(&self, micro_batches: usize) -> usize {
+        let before = (self.number + self.stages - 1) % self.stages;
+        let there = Stage { number: before, ..*self }.under_way(micro_batches);
+        match (self.stages, self.chunks) {
+            (1, _) => 0,
+            // A micro-batch whose output is not received is under way at the stage before as well, and
+            // sends no gradient yet.
+            (_, 1) if self.number > 0 => there,
+            (_, 1) => self.under_way(micro_batches),
+            _ => self.under_way(micro_batches).saturating_add(there),
+        }
+    }
+
     /// Rounds in which every chunk has a turn, of at least as many micro-batches as there are stages: with
     /// fewer, stages would wait for each other.
     fn rounds(&self, micro_batches: usize) -> usize {
@@ -275,6 +292,20 @@ mod tests {
                 assert!(chunks > 1 || tokens == room.micro_batches);
             }
         }
+    }
+
+    #[test]
+    fn messages_are_no_more_than_passes_under_way() {
+        let messages = |stages, chunks, micro_batches| {
+            let of = |number| stage(number, stages, chunks).messages(micro_batches);
+            (0..stages).map(of).collect::<Vec<_>>()
+        };
+        assert_eq!(messages(1, 1, 9), [0]);
+        assert_eq!(messages(4, 1, 9), [4, 4, 3, 2]);
+        assert_eq!(messages(4, 1, 2), [2, 2, 2, 2]);
+        assert_eq!(messages(4, 1, 0), [0; 4]);
+        // 5 passes under way on the first stage and 3 on the other.
+        assert_eq!(messages(2, 2, 4), [8, 8]);
     }
 
     #[test]

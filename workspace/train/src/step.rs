@@ -142,6 +142,8 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             data_ranks: groups.data.size(),
             reduce: plan.reduce,
         };
+        let message = sizes.passes.message_bytes::<T>();
+        model.parallel().reserve_sends(stage.messages(own.len()), message)?;
         let buffers = StepBuffers::new(model.backend(), &sizes)?;
         let StepBuffers { activations, gradients, rounded, sums } = buffers;
         Ok(Stepper {

@@ -39,6 +39,12 @@ pub(crate) trait Engine: Send + Sync {
     /// its ticket stands for, is done.
     fn send(&self, part: Region<'_>, to: usize, tag: u32) -> Result<Ticket>;
 
+    /// Takes memory for `messages` messages of `bytes` bytes that are sent and have not left, of all groups
+    /// of this process; what is there already counts. Engines without it take memory as they send.
+    fn reserve_sends(&self, _messages: usize, _bytes: usize) -> Result<()> {
+        Ok(())
+    }
+
     /// Receives what `from` sends with this tag, in its order.
     fn recv(&self, part: RegionMut<'_>, from: usize, tag: u32) -> Result<Ticket>;
 

@@ -61,6 +61,8 @@ pub struct OtherBytes {
     pub scratch: u64,
     /// Tables of rotary position embedding, and sums.
     pub tables: u64,
+    /// Copies of messages to other stages of the pipeline that are not received yet.
+    pub messages: u64,
     /// Scratch of the CPU's threads.
     pub thread_scratch: u64,
     /// What the GPU's driver and libraries take.
@@ -105,12 +107,12 @@ impl ActivationBytes {
 impl OtherBytes {
     /// All of it that lies in the memory of `device`.
     pub fn total(&self, device: Device) -> u64 {
-        let OtherBytes { scratch, tables, thread_scratch, libraries, staging } = *self;
+        let OtherBytes { scratch, tables, messages, thread_scratch, libraries, staging } = *self;
         let on_host = match device {
             Device::Cpu => [thread_scratch, staging],
             Device::Cuda => [0; 2],
         };
-        sum([scratch, tables, libraries, sum(on_host)])
+        sum([scratch, tables, messages, libraries, sum(on_host)])
     }
 }
 
@@ -197,22 +199,24 @@ impl RankMemory {
             moments: precision.moments,
         };
         let buffers = Buffers { work, part, layout: &layout, slots, memory: &memory };
-        in_training_elements(types, buffers)?;
-        let staging = checkpoint::staging_bytes(&layout, data);
-        Ok(Self::counted(&memory, (place.pipeline, slots), device, staging, work.layout.ranks()))
+        let message = in_training_elements(types, buffers)?;
+        let messages = stage.messages(micro_batches) as u64;
+        let other = OtherBytes {
+            messages: messages.saturating_mul(message as u64),
+            libraries: libraries(&memory, device, work.layout.ranks()),
+            staging: checkpoint::staging_bytes(&layout, data),
+            ..OtherBytes::default()
+        };
+        let counted = Self::counted(&memory, device, other);
+        let under_way = slots.passes as u64;
+        Ok(RankMemory { pipeline_rank: place.pipeline, under_way, ..counted })
     }
 
-    fn counted(
-        memory: &CountingMemory,
-        (pipeline_rank, slots): (usize, Slots),
-        device: Device,
-        staging: u64,
-        ranks: usize,
-    ) -> RankMemory {
-        let nccl = if ranks > 1 { NCCL } else { 0 };
+    /// What was counted, and what is beside the buffers.
+    fn counted(memory: &CountingMemory, device: Device, other: OtherBytes) -> RankMemory {
         RankMemory {
-            pipeline_rank,
-            under_way: slots.passes as u64,
+            pipeline_rank: 0,
+            under_way: 0,
             state: StateBytes {
                 weights: memory.bytes(Purpose::Weights),
                 remainder: memory.bytes(Purpose::Remainders),
@@ -231,11 +235,7 @@ impl RankMemory {
                 scratch: memory.bytes(Purpose::Scratch),
                 tables: memory.bytes(Purpose::Other),
                 thread_scratch: memory.thread_scratch(),
-                libraries: match device {
-                    Device::Cpu => 0,
-                    Device::Cuda => sum([CONTEXT, memory.product_workspace(), nccl]),
-                },
-                staging,
+                ..other
             },
             device,
         }
@@ -264,9 +264,9 @@ struct Buffers<'a> {
 }
 
 impl InTrainingElements for Buffers<'_> {
-    type Output = Result<(), Error>;
+    type Output = Result<usize, Error>;
 
-    /// Constructs what a run constructs, in its order.
+    /// Constructs what a run constructs, in its order; returns the bytes of a message to another stage.
     fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
         let Buffers { work, part, layout, slots, memory } = self;
         let (recipe, config) = (work.recipe, &work.model);
@@ -283,7 +283,17 @@ impl InTrainingElements for Buffers<'_> {
         if recipe.data.validation.is_some() {
             Evaluator::<_, T>::of_part(memory, passes, (batch, length))?;
         }
-        Ok(())
+        Ok(passes.message_bytes::<T>())
+    }
+}
+
+/// What the driver and libraries of a GPU take.
+fn libraries(memory: &CountingMemory, device: Device, ranks: usize) -> u64 {
+    match device {
+        Device::Cpu => 0,
+        Device::Cuda => {
+            sum([CONTEXT, memory.product_workspace(), if ranks > 1 { NCCL } else { 0 }])
+        }
     }
 }
 

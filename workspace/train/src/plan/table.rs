@@ -223,6 +223,7 @@ fn write_other(table: &mut Table, stages: &[RankMemory]) -> fmt::Result {
     let on_gpu = stages.iter().any(|rank| rank.device == Device::Cuda);
     table.bytes("scratch of attention and others", stages, part(|of| of.scratch))?;
     table.bytes("tables and sums", stages, part(|of| of.tables))?;
+    table.bytes("messages between stages", stages, part(|of| of.messages))?;
     table.bytes("scratch of threads", stages, part(|of| of.thread_scratch))?;
     table.bytes("driver and libraries, estimated", stages, part(|of| of.libraries))?;
     if on_gpu {

@@ -18,7 +18,7 @@ use mpi::environment::Universe;
 use mpi::ffi;
 use mpi::topology::Communicator;
 
-use crate::engine::scratch::Scratch;
+use crate::engine::scratch::{self, Scratch};
 use crate::error::{Error, Result};
 use crate::watchdog::Health;
 
@@ -183,8 +183,8 @@ impl Library {
     ) -> Result<()> {
         self.health.check()?;
         let mut mail = self.mail();
-        let mut letter =
-            Letter { request: null_request(), content: mail.free.pop().unwrap_or_default() };
+        let content = scratch::take(&mut mail.free, bytes.len());
+        let mut letter = Letter { request: null_request(), content };
         letter.content.fill(bytes);
         check("MPI_Isend", start(letter.content.bytes(), &mut letter.request))?;
         mail.outstanding.push(letter);
@@ -194,6 +194,11 @@ impl Library {
             self.calls.posted.notify_one();
         }
         Ok(())
+    }
+
+    /// Takes memory for so many messages that have not left.
+    pub(super) fn reserve_sends(&self, messages: usize, bytes: usize) {
+        scratch::reserve(&mut self.mail().free, messages, bytes);
     }
 
     /// Waits until everything sent has left.

@@ -32,7 +32,14 @@ struct Shared {
 
 struct Letter {
     copy: <Cuda as Memory>::Buffer<u8>,
-    sent: Arc<Event>,
+    /// None where it has not been used yet.
+    sent: Option<Arc<Event>>,
+}
+
+impl Letter {
+    fn is_free(&self) -> bool {
+        self.sent.as_ref().is_none_or(|sent| sent.is_done())
+    }
 }
 
 /// One rank's end of a group.
@@ -216,7 +223,7 @@ impl Engine for Nccl {
         let bytes = part.len * part.dtype.bytes();
         let Shared { device, outbox, .. } = &*self.shared;
         let mut outbox = outbox.lock().unwrap_or_else(PoisonError::into_inner);
-        let fits = |letter: &Letter| Cuda::len(&letter.copy) >= bytes && letter.sent.is_done();
+        let fits = |letter: &Letter| Cuda::len(&letter.copy) >= bytes && letter.is_free();
         let copy = match outbox.iter().position(fits) {
             Some(at) => outbox.swap_remove(at).copy,
             None => device.cuda.allocate::<u8>(bytes.max(1))?,
@@ -235,9 +242,20 @@ impl Engine for Nccl {
                 library::ncclSend(copied, bytes, dtype, to as i32, communicator, stream)
             })?
         };
-        outbox.push(Letter { copy, sent });
+        outbox.push(Letter { copy, sent: Some(sent) });
         // The caller has nothing to wait for.
         Ok(None)
+    }
+
+    fn reserve_sends(&self, messages: usize, bytes: usize) -> Result<()> {
+        let Shared { device, outbox, .. } = &*self.shared;
+        let mut outbox = outbox.lock().unwrap_or_else(PoisonError::into_inner);
+        let there = outbox.iter().filter(|letter| Cuda::len(&letter.copy) >= bytes).count();
+        for _ in there..messages {
+            let copy = device.cuda.allocate::<u8>(bytes.max(1))?;
+            outbox.push(Letter { copy, sent: None });
+        }
+        Ok(())
     }
 
     fn recv(&self, part: RegionMut<'_>, from: usize, _tag: u32) -> Result<Ticket> {
