@@ -153,11 +153,11 @@ impl Memory for CountingMemory {
         view
     }
 
-    fn reborrow_mut<'v, S: Scalar>(view: &'v mut Counted<S>) -> Counted<S> {
+    fn reborrow_mut<S: Scalar>(view: &mut Counted<S>) -> Counted<S> {
         *view
     }
 
-    fn as_view<'v, S: Scalar>(view: &'v Counted<S>) -> Counted<S> {
+    fn as_view<S: Scalar>(view: &Counted<S>) -> Counted<S> {
         *view
     }
 

@@ -21,7 +21,7 @@ use crate::ranks::{AllReduce, VocabularyRows};
 use crate::scalar::Element;
 
 /// Tokens whose f32 logits a GPU has at a time; of bf16 logits twice as many fit.
-pub const GPU_CHUNK: usize = 1024;
+pub(crate) const GPU_CHUNK: usize = 1024;
 
 /// A target that has no loss.
 pub const IGNORED: u32 = u32::MAX;

@@ -66,7 +66,8 @@ impl<M: Workspace, T: Element> Evaluator<M, T> {
     pub fn of_part(
         memory: &M,
         part: PassSizes<'_>,
-        (batch, length): (usize, usize),
+        batch: usize,
+        length: usize,
     ) -> Result<Self, Error> {
         let sizes = part.of_pass(pass_shape(batch, length));
         memory.for_purpose(Purpose::Evaluation, || {
@@ -89,7 +90,7 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
     /// When the device has no room.
     pub fn new(model: &Model<B, T>, batch: usize, length: usize) -> Result<Self, Error> {
         let sizes = model.pass_sizes(pass_shape(batch, length))?;
-        Self::of_part(model.backend(), sizes, (batch, length))
+        Self::of_part(model.backend(), sizes, batch, length)
     }
 
     /// The loss over the first `count` windows (all there are, when fewer). `progress` hears the

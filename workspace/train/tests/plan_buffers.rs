@@ -138,8 +138,8 @@ fn compare<T: Element, G: Element, M: Element>(layout: Layout, overrides: &[&str
                     NonZeroUsize::new(layout.pipeline).unwrap(),
                 );
                 let place: Coordinates = arranged.unwrap().coordinates(world.rank());
-                let at = (layout, place);
-                let memory = RankMemory::of_rank(&recipe, &recipe.stages[0], &config, at).unwrap();
+                let stage = &recipe.stages[0];
+                let memory = RankMemory::of_rank(&recipe, stage, &config, layout, place).unwrap();
                 let found = allocated::<T, G, M>(&recipe, &config, layout, &world);
                 assert_eq!(found, planned(&memory), "{layout:?} {place:?}");
                 world.close().unwrap();

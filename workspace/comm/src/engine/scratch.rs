@@ -67,7 +67,7 @@ mod tests {
         assert_eq!(free.len(), 3);
         reserve(&mut free, 1, 200);
         // A longer message takes the longest buffer, a short one none that a longer one needs.
-        assert_eq!(take(&mut free, 104).room(), 200);
+        assert_eq!(take(&mut free, 105).room(), 200);
         assert_eq!(take(&mut free, 100).room(), 104);
         assert_eq!(take(&mut free, 105).room(), 0);
         assert_eq!(free.len(), 2);

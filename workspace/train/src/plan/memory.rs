@@ -131,7 +131,8 @@ impl RankMemory {
         recipe: &Recipe,
         stage: &Stage,
         model: &ModelConfig,
-        (layout, place): (Layout, Coordinates),
+        layout: Layout,
+        place: Coordinates,
     ) -> Result<RankMemory, Error> {
         let work = Work::new(recipe, stage, model, layout)?;
         let micro_batches = usize::try_from(work.micro_batches()).unwrap_or(usize::MAX);
@@ -281,7 +282,7 @@ impl InTrainingElements for Buffers<'_> {
         let sizes = StepSizes { layout, passes, slots, data_ranks, reduce: plan.reduce };
         StepBuffers::<_, T, G>::new(memory, &sizes)?;
         if recipe.data.validation.is_some() {
-            Evaluator::<_, T>::of_part(memory, passes, (batch, length))?;
+            Evaluator::<_, T>::of_part(memory, passes, batch, length)?;
         }
         Ok(passes.message_bytes::<T>())
     }

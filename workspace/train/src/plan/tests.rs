@@ -149,8 +149,10 @@ fn a_stage_goes_ahead_by_those_after_it() {
         let layout = Layout { tensor: 1, data, pipeline: 8, virtual_stages };
         let under_way = |pipeline| {
             let place = Coordinates { tensor: 0, data: 0, pipeline };
-            let at = (layout, place);
-            RankMemory::of_rank(&recipe, &recipe.stages[1], &model, at).unwrap().under_way
+
+            RankMemory::of_rank(&recipe, &recipe.stages[1], &model, layout, place)
+                .unwrap()
+                .under_way
         };
         (0..8).map(under_way).collect::<Vec<_>>()
     };
