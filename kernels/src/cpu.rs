@@ -1,14 +1,20 @@
 //! The CPU: buffers are vectors, operators run on rayon's threads.
 
+use std::cell::Cell;
 use std::ops::Range;
 
 use rayon::prelude::*;
 
+use crate::attention;
 use crate::cross_entropy::{self, HeadShape};
 use crate::error::{Error, Result, check_len};
+use crate::matmul;
 use crate::memory::{Memory, WorkingSet, Workspace};
+use crate::qk_norm;
 use crate::region::{Location, LocationMut, Region, RegionMut};
+use crate::rms_norm;
 use crate::scalar::{Element, Scalar};
+use crate::scratch;
 use crate::span;
 
 /// Elements that one task copies or sets to zero.
@@ -37,6 +43,9 @@ impl Memory for Cpu {
             device: self.name(),
             bytes: len.saturating_mul(size_of::<S>()),
         };
+        ALLOCATED.set(
+            ALLOCATED.get().saturating_add((len as u64).saturating_mul(size_of::<S>() as u64)),
+        );
         // Zeroed memory straight from the system where it has room, and no abort where not.
         bytemuck::try_zeroed_slice_box(len).map(|buffer| buffer.into_vec()).map_err(|()| refuse())
     }
@@ -109,6 +118,37 @@ impl Memory for Cpu {
     }
 }
 
+thread_local! {
+    static ALLOCATED: Cell<u64> = const { Cell::new(0) };
+}
+
+impl Cpu {
+    /// Bytes of all buffers that the calling thread has allocated so far, of those that are gone as well.
+    pub fn allocated(&self) -> u64 {
+        ALLOCATED.get()
+    }
+
+    /// Bytes of scratch that each of rayon's threads has at the moment, in any order. They are beside the
+    /// buffers.
+    pub fn thread_scratch(&self) -> Vec<usize> {
+        rayon::broadcast(|_| scratch::held())
+    }
+}
+
+/// The most bytes of scratch that a thread uses in such passes.
+pub(crate) fn thread_scratch_bytes<T: Element>(passes: &WorkingSet) -> usize {
+    let WorkingSet { attention, qk_norm, training, width, widest, .. } = passes;
+    let forward = attention::cpu::scratch_bytes::<T>(attention, *training)
+        .max(matmul::most_scratch_bytes::<T>(*widest));
+    if !training {
+        return forward;
+    }
+    let tokens = attention.tokens();
+    let qk_norm =
+        if *qk_norm { qk_norm::cpu::scratch_bytes(tokens, attention.head_dim) } else { 0 };
+    forward.max(rms_norm::cpu::scratch_bytes(tokens, *width)).max(qk_norm)
+}
+
 impl Workspace for Cpu {
     fn cross_entropy_scratch(&self, shape: &HeadShape) -> usize {
         cross_entropy::cpu::scratch(shape)
@@ -118,8 +158,10 @@ impl Workspace for Cpu {
         cross_entropy::cpu::sums(shape, ranks)
     }
 
-    /// Scratch of the CPU belongs to its threads and is the host's.
-    fn reserve<T: Element>(&self, _passes: &WorkingSet) -> Result<()> {
+    /// Scratch of the CPU belongs to rayon's threads, of which each has its own.
+    fn reserve<T: Element>(&self, passes: &WorkingSet) -> Result<()> {
+        let bytes = thread_scratch_bytes::<T>(passes);
+        rayon::broadcast(|_| scratch::reserve(bytes));
         Ok(())
     }
 }

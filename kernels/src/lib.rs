@@ -7,6 +7,7 @@ mod backend;
 #[cfg(feature = "cases")]
 pub mod cases;
 pub mod convert;
+mod counting;
 mod cpu;
 pub mod cross_entropy;
 #[cfg(gpu)]
@@ -15,6 +16,7 @@ mod disjoint;
 mod element_bytes;
 pub mod embedding;
 mod error;
+mod gpu_workspace;
 pub mod key_value_cache;
 pub mod linear;
 mod math;
@@ -35,6 +37,7 @@ pub mod swiglu;
 #[cfg(gpu)]
 pub use attention::cuda::AttentionPath;
 pub use backend::Backend;
+pub use counting::{Counted, CountedDevice, CountingMemory};
 pub use cpu::Cpu;
 #[cfg(gpu)]
 pub use cuda::Cuda;
@@ -44,6 +47,6 @@ pub use cuda::CudaStream;
 pub use cuda::MemoryCalls;
 pub use error::{Error, Result, with_cause};
 pub use linear::Accumulation;
-pub use memory::{Memory, MemoryInfo, View, ViewMut, WorkingSet, Workspace};
+pub use memory::{Memory, MemoryInfo, Purpose, View, ViewMut, WorkingSet, Workspace};
 pub use region::{Location, LocationMut, Region, RegionMut};
 pub use scalar::{DType, Element, ElementType, Scalar};

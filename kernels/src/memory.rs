@@ -26,6 +26,53 @@ pub struct MemoryInfo {
     pub total: u64,
 }
 
+/// What buffers are for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Purpose {
+    /// Weights of a model.
+    Weights,
+    /// What bf16 weights lack of the f32 numbers that are updated.
+    Remainders,
+    /// Gradients of weights.
+    Gradients,
+    /// Rounded copies of gradients, on their way between ranks.
+    RoundedGradients,
+    /// Moments of the optimiser.
+    Moments,
+    /// What forward passes leave for backward passes.
+    Activations,
+    /// Gradients of activations.
+    ActivationGradients,
+    /// Rows of ranks that share tensors, where they are gathered or added up.
+    Gathered,
+    /// Logits, a chunk of tokens at a time, and what ranks add up of them.
+    Logits,
+    /// Passes without gradients.
+    Evaluation,
+    /// What operators use beside their arguments.
+    Scratch,
+    /// Tables and sums: whatever no other purpose names.
+    Other,
+}
+
+impl Purpose {
+    /// All purposes, in order.
+    pub const ALL: [Purpose; 12] = [
+        Purpose::Weights,
+        Purpose::Remainders,
+        Purpose::Gradients,
+        Purpose::RoundedGradients,
+        Purpose::Moments,
+        Purpose::Activations,
+        Purpose::ActivationGradients,
+        Purpose::Gathered,
+        Purpose::Logits,
+        Purpose::Evaluation,
+        Purpose::Scratch,
+        Purpose::Other,
+    ];
+}
+
 /// The memory of a device.
 ///
 /// Every method may run asynchronously until [`Memory::synchronize`] or [`Memory::download`].
@@ -50,6 +97,12 @@ pub trait Memory: Send + Sync + Sized + 'static {
     /// # Errors
     /// [`crate::Error::OutOfMemory`] when the device has no room.
     fn allocate<S: Scalar>(&self, len: usize) -> Result<Self::Buffer<S>>;
+
+    /// Runs a constructor of buffers and says what they are for. It changes nothing but what a memory
+    /// that counts reports ([`crate::CountingMemory`]); within another purpose, the outer one counts.
+    fn for_purpose<R>(&self, _purpose: Purpose, construct: impl FnOnce() -> R) -> R {
+        construct()
+    }
 
     /// Elements of a buffer.
     fn len<S: Scalar>(buffer: &Self::Buffer<S>) -> usize;
@@ -136,6 +189,8 @@ pub struct WorkingSet {
     pub training: bool,
     /// Width of the residual stream, C.
     pub width: usize,
+    /// The most rows, columns or terms of a matrix product.
+    pub widest: usize,
     /// The most tensors of a [`crate::adamw::Optimizer::squared_norms`].
     pub tensors: usize,
 }

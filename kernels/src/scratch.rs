@@ -24,10 +24,7 @@ pub(crate) fn with_scratch<const N: usize, R>(
     body: impl FnOnce([&mut [f32]; N]) -> R,
 ) -> R {
     let mut memory = MEMORY.take();
-    let lines: usize = lengths.iter().map(|len| len.div_ceil(LINE)).sum();
-    if memory.len() < lines {
-        memory.resize(lines, Line([0.0; LINE]));
-    }
+    grow(&mut memory, lines(&lengths));
     let mut rest: &mut [Line] = &mut memory;
     let slices = lengths.map(|len| {
         let (part, after) = std::mem::take(&mut rest).split_at_mut(len.div_ceil(LINE));
@@ -37,6 +34,38 @@ pub(crate) fn with_scratch<const N: usize, R>(
     let result = body(slices);
     MEMORY.set(memory);
     result
+}
+
+/// Bytes of [`with_scratch`] with slices of such lengths.
+pub(crate) fn bytes(lengths: &[usize]) -> usize {
+    lines(lengths).saturating_mul(size_of::<Line>())
+}
+
+/// Lets the calling thread's memory have at least so many bytes.
+pub(crate) fn reserve(bytes: usize) {
+    let mut memory = MEMORY.take();
+    grow(&mut memory, bytes.div_ceil(size_of::<Line>()));
+    MEMORY.set(memory);
+}
+
+/// Bytes of the calling thread's memory.
+pub(crate) fn held() -> usize {
+    let memory = MEMORY.take();
+    let bytes = memory.len() * size_of::<Line>();
+    MEMORY.set(memory);
+    bytes
+}
+
+fn lines(lengths: &[usize]) -> usize {
+    lengths.iter().map(|len| len.div_ceil(LINE)).sum()
+}
+
+fn grow(memory: &mut Vec<Line>, lines: usize) {
+    if memory.len() < lines {
+        // No more than asked for.
+        memory.reserve_exact(lines - memory.len());
+        memory.resize(lines, Line([0.0; LINE]));
+    }
 }
 
 fn numbers(lines: &mut [Line]) -> &mut [f32] {

@@ -6,7 +6,7 @@
 use bytemuck::{Pod, Zeroable};
 
 use super::{AdamWUpdate, Constants, Optimizer, check};
-use crate::cuda::{Cuda, CudaView, CudaViewMut, MOST_BLOCKS, THREADS, blocks, mirrored, name};
+use crate::cuda::{Cuda, CudaView, CudaViewMut, THREADS, blocks, mirrored, name};
 use crate::error::{Result, check_len};
 use crate::scalar::Element;
 
@@ -74,11 +74,6 @@ mirrored!(
     Constants, 32,
     keep 0, rate 4, root_correction 8, beta1 12, beta2 16, share1 20, share2 24, eps 28,
 );
-
-/// Maximum scratch for the norm of this many segments: the last block of each may be nearly empty.
-pub(crate) fn scratch_bytes(segments: usize) -> usize {
-    (MOST_BLOCKS + segments) * size_of::<f64>()
-}
 
 /// The table of up to [`SEGMENTS`] segments, with one block per `of_block` elements of each, and
 /// the total number of blocks.

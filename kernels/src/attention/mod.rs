@@ -14,6 +14,7 @@ pub(crate) mod cuda;
 
 use crate::error::{Result, check_len, ensure};
 use crate::memory::{Memory, View, ViewMut};
+use crate::rope::QkvShape;
 use crate::scalar::Element;
 
 /// Shape of an attention.
@@ -36,6 +37,19 @@ pub struct AttentionShape {
 }
 
 impl AttentionShape {
+    /// Queries and `key_length` keys of each sequence, in rows of packed queries, keys and values.
+    pub fn of_qkv(qkv: &QkvShape, key_length: usize) -> Self {
+        AttentionShape {
+            batch: qkv.batch,
+            query_length: qkv.length,
+            key_length,
+            heads: qkv.heads,
+            kv_heads: qkv.kv_heads,
+            head_dim: qkv.head_dim,
+            query_stride: qkv.row(),
+        }
+    }
+
     /// Query heads that share one key/value head.
     pub fn group_size(&self) -> usize {
         self.heads / self.kv_heads

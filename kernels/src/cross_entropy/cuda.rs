@@ -3,12 +3,13 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{
-    CrossEntropy, CrossEntropyArgs, GPU_CHUNK, HeadRanks, HeadShape, Lens, check, check_ranks,
-};
+use super::{CrossEntropy, CrossEntropyArgs, HeadRanks, HeadShape, Lens, check, check_ranks};
 use crate::adamw;
 use crate::cuda::{Cuda, Matmul, Operand, mirrored, name};
 use crate::error::Result;
+use crate::gpu_workspace::{
+    cross_entropy_bytes, cross_entropy_scratch, cross_entropy_sums, logit_rows,
+};
 use crate::linear::Accumulation;
 use crate::memory::Memory;
 use crate::scalar::Element;
@@ -41,25 +42,6 @@ struct VocabParallel {
 
 mirrored!(VocabParallel, 72, losses 0, sums 40, first_row 48, vocab_size 56, rank 64, ranks 68);
 
-/// Tokens per chunk, for logits of `bytes` bytes each.
-fn chunk_rows(shape: &HeadShape, bytes: usize) -> usize {
-    GPU_CHUNK.min(shape.tokens.max(1)) * size_of::<f32>() / bytes
-}
-
-pub(crate) fn sums(shape: &HeadShape, ranks: usize) -> usize {
-    // The type of the logits is not known here; those of the smaller one come more at a time.
-    chunk_rows(shape, size_of::<half::bf16>()) * (ranks + 1)
-}
-
-pub(crate) fn scratch(shape: &HeadShape) -> usize {
-    GPU_CHUNK.min(shape.tokens.max(1)) * shape.vocab_size
-}
-
-/// Bytes of the tokens' losses, which are not in the caller's scratch.
-pub(crate) fn own_scratch_bytes(tokens: usize) -> usize {
-    tokens * size_of::<f64>()
-}
-
 impl CrossEntropy for Cuda {
     fn cross_entropy<T: Element, G: Element>(
         &self,
@@ -73,10 +55,12 @@ impl CrossEntropy for Cuda {
                 x: x.len,
                 weight: weight.len,
                 targets: targets.len,
-                scratch: (scratch.len, self::scratch(&shape)),
+                scratch: (scratch.len, cross_entropy_scratch(&shape)),
                 loss: loss.len,
                 gradients: gradients.as_ref().map(|g| [g.d_x.len, g.d_weight.len]),
-                sums: ranks.as_ref().map(|ranks| (ranks.sums.len, self::sums(&shape, ranks.ranks))),
+                sums: ranks
+                    .as_ref()
+                    .map(|ranks| (ranks.sums.len, cross_entropy_sums(&shape, ranks.ranks))),
             },
         )?;
         check_ranks(&shape, ranks.as_ref())?;
@@ -86,8 +70,8 @@ impl CrossEntropy for Cuda {
         {
             self.zero(gradients.d_weight.first(shape.vocab_size * width))?;
         }
-        let losses = self.scratch(own_scratch_bytes(tokens))?;
-        let chunk = chunk_rows(&shape, size_of::<T>());
+        let losses = self.scratch(cross_entropy_bytes(tokens))?;
+        let chunk = logit_rows(&shape, size_of::<T>());
         for first in (0..tokens).step_by(chunk.max(1)) {
             let rows = chunk.min(tokens - first);
             let part = |address: u64| address + (first * width * size_of::<T>()) as u64;

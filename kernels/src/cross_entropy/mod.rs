@@ -21,7 +21,7 @@ use crate::ranks::{AllReduce, VocabularyRows};
 use crate::scalar::Element;
 
 /// Tokens of a GPU's chunk of f32 logits; a chunk of bf16 logits has twice as many.
-pub const GPU_CHUNK: usize = 1024;
+pub(crate) const GPU_CHUNK: usize = 1024;
 
 /// A target without a loss.
 pub const IGNORED: u32 = u32::MAX;

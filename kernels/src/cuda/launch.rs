@@ -4,6 +4,7 @@ use bytemuck::Pod;
 
 use super::{Cuda, Matmul};
 use crate::error::Result;
+use crate::gpu_workspace::MOST_BLOCKS;
 use crate::scalar::Element;
 
 /// Threads per block, unless a kernel specifies another number (`operators.cuh`).
@@ -20,9 +21,6 @@ macro_rules! mirrored {
     };
 }
 pub(crate) use mirrored;
-
-/// Maximum blocks: several times as many as fill a large GPU.
-pub(crate) const MOST_BLOCKS: usize = 4096;
 
 /// Blocks for `count` threads, at most [`MOST_BLOCKS`].
 pub(crate) fn blocks(count: usize) -> usize {

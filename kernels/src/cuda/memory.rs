@@ -3,8 +3,10 @@
 use std::ops::Range;
 
 use super::{Cuda, CudaBuffer, CudaView, CudaViewMut};
-use crate::cross_entropy::{self, HeadShape};
+use crate::attention;
+use crate::cross_entropy::HeadShape;
 use crate::error::{Result, check_len};
+use crate::gpu_workspace;
 use crate::memory::{Memory, MemoryInfo, WorkingSet, Workspace};
 use crate::region::{Location, LocationMut, Region, RegionMut};
 use crate::scalar::{Element, Scalar};
@@ -100,15 +102,17 @@ impl Memory for Cuda {
 
 impl Workspace for Cuda {
     fn cross_entropy_scratch(&self, shape: &HeadShape) -> usize {
-        cross_entropy::cuda::scratch(shape)
+        gpu_workspace::cross_entropy_scratch(shape)
     }
 
     fn cross_entropy_sums(&self, shape: &HeadShape, ranks: usize) -> usize {
-        cross_entropy::cuda::sums(shape, ranks)
+        gpu_workspace::cross_entropy_sums(shape, ranks)
     }
 
     fn reserve<T: Element>(&self, passes: &WorkingSet) -> Result<()> {
-        self.scratch(super::reserve::scratch_bytes::<T>(self, passes))?;
+        let WorkingSet { attention, routed, .. } = passes;
+        let backward = attention::cuda::backward_scratch_bytes::<T>(self, attention, *routed);
+        self.scratch(gpu_workspace::scratch_bytes(passes, backward))?;
         self.counter()?;
         Ok(())
     }

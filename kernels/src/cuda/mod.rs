@@ -14,7 +14,6 @@ mod launch;
 #[cfg(feature = "cuda")]
 mod matmul;
 mod memory;
-mod reserve;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -23,10 +22,11 @@ pub use buffer::{CudaBuffer, CudaView, CudaViewMut};
 pub(crate) use device::{BoxedTensor, Device, Matmul, Operand, TensorMap};
 #[cfg(feature = "cuda-emulator")]
 pub use emulator::MemoryCalls;
-pub(crate) use launch::{MOST_BLOCKS, THREADS, blocks, mirrored, name};
+pub(crate) use launch::{THREADS, blocks, mirrored, name};
 
 use crate::attention::cuda::AttentionPath;
 use crate::error::Result;
+use crate::gpu_workspace;
 use buffer::Allocation;
 
 /// A GPU.
@@ -185,7 +185,7 @@ impl Cuda {
         if let Some(memory) = counter.as_ref() {
             return Ok(memory.address());
         }
-        let memory = Allocation::new(&self.device, size_of::<u32>())?;
+        let memory = Allocation::new(&self.device, gpu_workspace::COUNTER)?;
         Ok(counter.insert(memory).address())
     }
 }

@@ -13,6 +13,13 @@ const SIDE: usize = 256;
 /// Terms of the sums that are converted at a time.
 const DEPTH: usize = 512;
 
+/// The most scratch, in numbers, of a product of at most `most` rows, columns and terms; its tiles are
+/// products of [`single`], whose scratch is freed after each.
+pub(super) fn most_scratch(most: usize) -> [usize; 3] {
+    let (side, depth) = (most.min(SIDE), most.min(DEPTH));
+    [side * depth, depth * side, side * side]
+}
+
 /// `out = scale * left right`, plus the destination's addend.
 pub(super) fn multiply<O: Element, A: Element, B: Element>(
     mut out: MatrixMut<'_, O>,

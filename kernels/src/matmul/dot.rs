@@ -20,6 +20,11 @@ pub(super) fn applies<A, B: Element>(left: &Matrix<'_, A>, right: &Matrix<'_, B>
     left.rows <= most && left.column_stride == 1 && right.row_stride == 1
 }
 
+/// The most scratch, in numbers, of a product of at most `most` terms.
+pub(super) fn most_scratch(most: usize) -> [usize; 1] {
+    [MOST_ROWS_F32.saturating_mul(most)]
+}
+
 /// `out = scale * left right`, plus the destination's addend.
 pub(super) fn multiply<O: Element, A: Element, B: Element>(
     mut out: MatrixMut<'_, O>,

@@ -28,7 +28,8 @@ pub(crate) use pack::interleaved;
 pub(crate) use packed::available as multiplies_bf16;
 pub(crate) use parallel::matmul_parallel;
 
-use crate::scalar::Element;
+use crate::scalar::{DType, Element};
+use crate::scratch;
 
 /// `out = scale * left right`, plus the destination's addend, on the calling thread.
 ///
@@ -59,6 +60,21 @@ pub(crate) fn matmul<O: Element, A: Element, B: Element>(
         return packed::multiply(out, destination, scale, left, right);
     }
     converted::multiply(out, destination, scale, left, right)
+}
+
+/// The most bytes of a thread's scratch in products with matrices of `T`, of at most `most` rows, columns
+/// and terms.
+pub(crate) fn most_scratch_bytes<T: Element>(most: usize) -> usize {
+    let few_rows = scratch::bytes(&dot::most_scratch(most));
+    let single = scratch::bytes(&single::most_scratch(most));
+    if T::DTYPE == DType::F32 {
+        return few_rows.max(single);
+    }
+    #[cfg(target_arch = "x86_64")]
+    if packed::available() {
+        return few_rows.max(scratch::bytes(&packed::most_scratch(most)));
+    }
+    few_rows.max(scratch::bytes(&converted::most_scratch(most)))
 }
 
 /// Panics if the shapes do not match.

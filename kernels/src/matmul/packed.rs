@@ -30,6 +30,15 @@ pub(crate) fn available() -> bool {
         && is_x86_feature_detected!("avx512bf16")
 }
 
+/// The most scratch, in numbers, of a product of at most `most` rows, columns and terms.
+pub(super) fn most_scratch(most: usize) -> [usize; 3] {
+    let (depth, columns) = (most.min(DEPTH).next_multiple_of(32), most.min(COLUMNS));
+    let rows = most.min(ROWS);
+    let left = left_len(rows, depth, true).max(left_len(rows, depth, false));
+    let partial = if most > DEPTH { PARTIAL_ROWS * columns } else { 0 };
+    [partial, pack::right_len(depth, columns), left]
+}
+
 /// `out = scale * left right`, plus the destination's addend; only if [`available`].
 pub(super) fn multiply<O: Element, A: Element, B: Element>(
     mut out: MatrixMut<'_, O>,

@@ -11,6 +11,11 @@ const COLUMNS: usize = 512;
 /// Minimum rows and columns of the output for which transposing pays off.
 const FEW: usize = 8;
 
+/// The most scratch, in numbers, of a product of at most `most` rows, columns and terms.
+pub(super) fn most_scratch(most: usize) -> [usize; 2] {
+    [most.min(ROWS) * most.min(DEPTH), most.min(DEPTH) * most.min(COLUMNS)]
+}
+
 /// `out = scale * left right`, plus the destination's addend.
 ///
 /// gemm reads operands that are contiguous along the output's columns (a left one along its terms)

@@ -9,7 +9,7 @@ use crate::math::sum_of_squares;
 use crate::rms_norm::cpu::{add_partial_sums, inner, normalize_row};
 use crate::rope::QkvShape;
 use crate::scalar::Element;
-use crate::scratch::with_scratch;
+use crate::scratch::{self, with_scratch};
 use crate::simd::vectorized;
 
 /// Tokens of one task.
@@ -77,6 +77,11 @@ impl QkNorm for Cpu {
         });
         Ok(())
     }
+}
+
+/// Maximum scratch of a thread in the backward pass over `tokens` tokens with heads of `head_dim`.
+pub(crate) fn scratch_bytes(tokens: usize, head_dim: usize) -> usize {
+    scratch::bytes(&[tokens.div_ceil(ROWS) * 2 * head_dim])
 }
 
 /// Which of the two weights a head of a row has; none for values.

@@ -3,12 +3,12 @@
 use bytemuck::{Pod, Zeroable};
 
 use super::{Lens, QkNorm, QkNormBackward, QkNormForward, check};
+use crate::attention::AttentionShape;
 use crate::cuda::{Cuda, THREADS, mirrored, name};
 use crate::error::{Result, check_len};
+use crate::gpu_workspace::{QK_NORM_GROUPS, qk_norm_bytes};
 use crate::scalar::Element;
 
-/// Parts of the tokens whose gradients of the weights are summed apart, at most.
-const PARTS: usize = 1024;
 /// Threads that work on one head together.
 const WARP: usize = 32;
 
@@ -43,7 +43,7 @@ struct Backward {
     partial: u64,
     d_weight: u64,
     tokens: u64,
-    parts: u64,
+    groups: u64,
     heads: u32,
     kv_heads: u32,
     head_dim: u64,
@@ -53,13 +53,8 @@ struct Backward {
 mirrored!(
     Backward, 96,
     qkv 0, weight 8, d_qkv 16, inv_rms 24, correction 32, partial 40, d_weight 48, tokens 56,
-    parts 64, heads 72, kv_heads 76, head_dim 80, eps 88,
+    groups 64, heads 72, kv_heads 76, head_dim 80, eps 88,
 );
-
-/// Scratch of the backward pass over `tokens` tokens with `normed` query and key heads of `head_dim`.
-pub(crate) fn scratch_bytes(tokens: usize, normed: usize, head_dim: usize) -> usize {
-    (2 * tokens * normed + tokens.min(PARTS) * 2 * head_dim) * size_of::<f32>()
-}
 
 impl QkNorm for Cuda {
     fn qk_norm_forward<T: Element>(&self, args: QkNormForward<'_, Self, T>) -> Result<()> {
@@ -93,9 +88,10 @@ impl QkNorm for Cuda {
         check_len(OPERATOR, "d_weight", d_weight.len, weight.len)?;
         let (tokens, dim) = (shape.tokens(), shape.head_dim);
         let heads = tokens * (shape.heads + shape.kv_heads);
-        let parts = tokens.min(PARTS);
+        let groups = tokens.min(QK_NORM_GROUPS);
         let table = (heads * size_of::<f32>()) as u64;
-        let scratch = self.scratch(scratch_bytes(tokens, shape.heads + shape.kv_heads, dim))?;
+        let attention = AttentionShape::of_qkv(shape, shape.length);
+        let scratch = self.scratch(qk_norm_bytes(&attention))?;
         let parameters = Backward {
             qkv: qkv.address,
             weight: weight.address,
@@ -105,14 +101,14 @@ impl QkNorm for Cuda {
             partial: scratch + 2 * table,
             d_weight: d_weight.address,
             tokens: tokens as u64,
-            parts: parts as u64,
+            groups: groups as u64,
             heads: shape.heads as u32,
             kv_heads: shape.kv_heads as u32,
             head_dim: dim as u64,
             eps,
         };
         let warps = [(heads * WARP).div_ceil(THREADS), 1];
-        let columns = [(parts * dim).div_ceil(THREADS), 1];
+        let columns = [(groups * dim).div_ceil(THREADS), 1];
         self.launch(&name::<T>("qk_norm_measure"), warps, 0, &parameters)?;
         self.launch(&name::<T>(OPERATOR), columns, 0, &parameters)?;
         self.launch(&name::<G>("qk_norm_backward_weight"), [2 * dim, 1], 0, &parameters)

@@ -8,7 +8,7 @@
 //! d_weight = sum over tokens and heads of d_y x r
 //! ```
 
-mod cpu;
+pub(crate) mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
 

@@ -1,6 +1,6 @@
-// Query and key norms. Forward, a warp for each head of a token. Backward in three steps: 1 / rms and
-// the correction along x of each head; then the gradients, a thread for some columns of a part of the
-// tokens, which adds up the weights' gradient of its part; then the sum over parts, in a fixed order.
+// Query and key norms. Forward, one warp per head of a token. Backward in three steps: 1 / rms and the
+// correction along x of each head; the gradients, one thread for some columns of a group of tokens,
+// which also sums the weights' gradients of its group; the sum over groups, in a fixed order.
 #include "../cuda/operators.cuh"
 
 namespace qk_norm {
@@ -26,16 +26,16 @@ static_assert(sizeof(Forward) == 56 && offsetof(Forward, qkv) == 0 &&
 struct Backward {
     const void* qkv;
     const void* weight;
-    // From the gradient of what is normed to that of what was not.
+    // The gradient of `normed`, which becomes that of `qkv`.
     void* d_qkv;
     // 1 / rms and correction, [tokens, heads + kv_heads] each.
     float* inv_rms;
     float* correction;
-    // [parts, 2, head_dim]
+    // [groups, 2, head_dim]
     float* partial;
     void* d_weight;
     uint64_t tokens;
-    uint64_t parts;
+    uint64_t groups;
     uint32_t heads;
     uint32_t kv_heads;
     uint64_t head_dim;
@@ -45,7 +45,7 @@ static_assert(sizeof(Backward) == 96 && offsetof(Backward, qkv) == 0 &&
               offsetof(Backward, weight) == 8 && offsetof(Backward, d_qkv) == 16 &&
               offsetof(Backward, inv_rms) == 24 && offsetof(Backward, correction) == 32 &&
               offsetof(Backward, partial) == 40 && offsetof(Backward, d_weight) == 48 &&
-              offsetof(Backward, tokens) == 56 && offsetof(Backward, parts) == 64 &&
+              offsetof(Backward, tokens) == 56 && offsetof(Backward, groups) == 64 &&
               offsetof(Backward, heads) == 72 && offsetof(Backward, kv_heads) == 76 &&
               offsetof(Backward, head_dim) == 80 && offsetof(Backward, eps) == 88,
               "as in qk_norm/cuda.rs");
@@ -151,16 +151,16 @@ __device__ void measure(const Backward& p) {
     }
 }
 
-// N columns, from `column` on, of the heads from `first` to `end` of a part of the tokens.
+// N columns, from `column` on, of the heads from `first` to `end` of a group of tokens.
 template <class T, int N>
-__device__ void columns_backward(const Backward& p, uint64_t part, uint64_t column, uint32_t first,
+__device__ void columns_backward(const Backward& p, uint64_t group, uint64_t column, uint32_t first,
                                  uint32_t end) {
     const uint64_t weight_start = (first == 0 ? 0 : p.head_dim) + column;
     const Pack<T, N> weight = *packs<N>(static_cast<const T*>(p.weight) + weight_start);
-    const uint64_t rows = (p.tokens + p.parts - 1) / p.parts;
-    const uint64_t last = part * rows + rows < p.tokens ? part * rows + rows : p.tokens;
+    const uint64_t rows = (p.tokens + p.groups - 1) / p.groups;
+    const uint64_t last = group * rows + rows < p.tokens ? group * rows + rows : p.tokens;
     float sums[N] = {};
-    for (uint64_t token = part * rows; token < last; token++) {
+    for (uint64_t token = group * rows; token < last; token++) {
 #pragma unroll 4
         for (uint32_t head = first; head < end; head++) {
             const uint64_t start = start_of(p, token, head) + column;
@@ -179,7 +179,7 @@ __device__ void columns_backward(const Backward& p, uint64_t part, uint64_t colu
             *slot = d;
         }
     }
-    float* partial = p.partial + part * 2 * p.head_dim + weight_start;
+    float* partial = p.partial + group * 2 * p.head_dim + weight_start;
 #pragma unroll
     for (int j = 0; j < N; j++) {
         partial[j] = sums[j];
@@ -187,24 +187,24 @@ __device__ void columns_backward(const Backward& p, uint64_t part, uint64_t colu
 }
 
 template <class T, int N>
-__device__ void part_backward(const Backward& p) {
+__device__ void group_backward(const Backward& p) {
     const uint64_t packs_of_head = p.head_dim / N;
-    const uint64_t part = global_thread() / packs_of_head;
+    const uint64_t group = global_thread() / packs_of_head;
     const uint64_t column = global_thread() % packs_of_head * N;
-    if (part >= p.parts) {
+    if (group >= p.groups) {
         return;
     }
-    columns_backward<T, N>(p, part, column, 0, p.heads);
-    columns_backward<T, N>(p, part, column, p.heads, p.heads + p.kv_heads);
+    columns_backward<T, N>(p, group, column, 0, p.heads);
+    columns_backward<T, N>(p, group, column, p.heads, p.heads + p.kv_heads);
 }
 
-// Where rows are read wide, the first blocks have all columns.
+// With wide reads, the first blocks cover all columns.
 template <class T>
 __device__ void backward(const Backward& p) {
     if (reads_wide<T>(p)) {
-        part_backward<T, WIDE<T>>(p);
+        group_backward<T, WIDE<T>>(p);
     } else {
-        part_backward<T, 1>(p);
+        group_backward<T, 1>(p);
     }
 }
 
@@ -212,8 +212,8 @@ __device__ void backward(const Backward& p) {
 template <class G>
 __device__ void backward_weight(const Backward& p) {
     float sum = 0.0f;
-    for (uint64_t part = threadIdx.x; part < p.parts; part += THREADS) {
-        sum += p.partial[part * 2 * p.head_dim + blockIdx.x];
+    for (uint64_t group = threadIdx.x; group < p.groups; group += THREADS) {
+        sum += p.partial[group * 2 * p.head_dim + blockIdx.x];
     }
     sum = block_sum(sum);
     if (threadIdx.x == 0) {

@@ -7,13 +7,23 @@ use crate::cpu::Cpu;
 use crate::error::{Result, check_len};
 use crate::math::{sum_of_squares, total};
 use crate::scalar::Element;
-use crate::scratch::with_scratch;
+use crate::scratch::{self, with_scratch};
 use crate::simd::vectorized;
 
 /// Tokens per task.
 const ROWS: usize = 64;
 /// Elements processed at a time.
 const BLOCK: usize = 16;
+
+/// Bytes of scratch of a backward pass.
+pub(crate) fn scratch_bytes(tokens: usize, width: usize) -> usize {
+    scratch::bytes(&[partial_len(tokens, width)])
+}
+
+/// Sums of the weight's gradient, of each part of the tokens.
+fn partial_len(tokens: usize, width: usize) -> usize {
+    tokens.div_ceil(ROWS) * width
+}
 
 impl RmsNorm for Cpu {
     fn rms_norm_forward<T: Element>(&self, args: RmsNormForward<'_, Self, T>) -> Result<()> {
@@ -35,8 +45,7 @@ impl RmsNorm for Cpu {
         check_len("rms_norm_backward", "d_y", d_y.len(), x.len())?;
         check_len("rms_norm_backward", "d_x", d_x.len(), x.len())?;
         check_len("rms_norm_backward", "d_weight", d_weight.len(), width)?;
-        let parts = inv_rms.len().div_ceil(ROWS);
-        with_scratch([parts * width], |[partial]| {
+        with_scratch([partial_len(inv_rms.len(), width)], |[partial]| {
             (
                 x.par_chunks(ROWS * width),
                 d_y.par_chunks(ROWS * width),

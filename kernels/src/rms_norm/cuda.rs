@@ -5,10 +5,8 @@ use bytemuck::{Pod, Zeroable};
 use super::{RmsNorm, RmsNormBackward, RmsNormForward, check};
 use crate::cuda::{Cuda, THREADS, mirrored, name};
 use crate::error::{Result, check_len};
+use crate::gpu_workspace::{NORM_GROUPS, norm_bytes};
 use crate::scalar::Element;
-
-/// Maximum groups of tokens whose weight gradients are summed separately.
-const MAX_GROUPS: usize = 64;
 
 /// `Forward` of rms_norm.cu.
 #[repr(C)]
@@ -46,11 +44,6 @@ mirrored!(
     groups 72,
 );
 
-/// Scratch of the backward pass.
-pub(crate) fn scratch_bytes(tokens: usize, width: usize) -> usize {
-    tokens.min(MAX_GROUPS) * width * size_of::<f32>()
-}
-
 impl RmsNorm for Cuda {
     fn rms_norm_forward<T: Element>(&self, args: RmsNormForward<'_, Self, T>) -> Result<()> {
         let RmsNormForward { eps, x, weight, y, inv_rms } = args;
@@ -77,14 +70,14 @@ impl RmsNorm for Cuda {
         check_len("rms_norm_backward", "d_x", d_x.len, x.len)?;
         check_len("rms_norm_backward", "d_weight", d_weight.len, width)?;
         let tokens = inv_rms.len;
-        let groups = tokens.min(MAX_GROUPS);
+        let groups = tokens.min(NORM_GROUPS);
         let parameters = Backward {
             x: x.address,
             weight: weight.address,
             inv_rms: inv_rms.address,
             d_y: d_y.address,
             d_x: d_x.address,
-            partial: self.scratch(scratch_bytes(tokens, width))?,
+            partial: self.scratch(norm_bytes(tokens, width))?,
             d_weight: d_weight.address,
             tokens: tokens as u64,
             width: width as u64,

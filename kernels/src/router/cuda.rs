@@ -6,6 +6,7 @@ use super::{Routers, Routing};
 use crate::adamw;
 use crate::cuda::{Cuda, CudaViewMut, mirrored};
 use crate::error::{Result, check_len};
+use crate::gpu_workspace::balance_loss_bytes;
 
 /// `Routing` of routing.cuh.
 #[repr(C)]
@@ -64,11 +65,6 @@ impl Tables {
     }
 }
 
-/// Scratch of the balance loss.
-pub(crate) fn scratch_bytes(routed: usize) -> usize {
-    routed * size_of::<f64>()
-}
-
 impl Routers for Cuda {
     fn complete_routing(&self, routing: &mut Routing<Self>) -> Result<()> {
         let tables = Tables::new(routing);
@@ -90,7 +86,7 @@ impl Routers for Cuda {
         if routed == 0 || routing.tokens() == 0 {
             return Ok(());
         }
-        let products = self.scratch(scratch_bytes(routed))?;
+        let products = self.scratch(balance_loss_bytes(routed))?;
         let parameters = Balance { products, tables: Tables::new(routing) };
         self.launch("router_balance", [routed, 1], 0, &parameters)?;
         adamw::cuda::sum(self, products, routed, scale, out)

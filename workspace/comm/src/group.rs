@@ -129,6 +129,12 @@ impl Group {
         self.run("send", |engine| engine.send(B::region(view), to, tag))
     }
 
+    /// Allocates memory for `messages` messages of `bytes` bytes each in flight, so that sends allocate none.
+    /// All groups of the process share it.
+    pub fn reserve_sends(&self, messages: usize, bytes: usize) -> Result<()> {
+        self.engine().map_or(Ok(()), |engine| engine.reserve_sends(messages, bytes))
+    }
+
     /// Receives the messages of rank `from` of the group with this tag, in the order in which they
     /// were sent.
     pub fn recv<B: Memory, S: Scalar>(

@@ -4,9 +4,9 @@ use std::f64::consts::LN_2;
 
 use moh_data::{TextTokenizer, Windows};
 use moh_kernels::cross_entropy::IGNORED;
-use moh_kernels::{Backend, Element};
+use moh_kernels::{Backend, Element, Memory, Purpose, Workspace};
 use moh_model::parameters::Shard;
-use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
+use moh_model::{Activations, Model, PassShape, PassSizes, Recompute, Slots, StepSums};
 
 use crate::Error;
 
@@ -52,9 +52,35 @@ impl Sums {
 ///
 /// A window of n tokens has n - 1 targets, as in Hugging Face; the last batch is padded with
 /// windows without targets.
-pub struct Evaluator<B: Backend, T: Element> {
+pub struct Evaluator<B: Memory, T: Element> {
     activations: Activations<B, T>,
     sums: StepSums<B>,
+}
+
+impl<M: Workspace, T: Element> Evaluator<M, T> {
+    /// Plans the buffers of an evaluation by the part of a model whose passes `part` describes, for
+    /// `batch` windows of `length` tokens at a time.
+    ///
+    /// # Errors
+    /// When the device has no room.
+    pub fn of_part(
+        memory: &M,
+        part: PassSizes<'_>,
+        batch: usize,
+        length: usize,
+    ) -> Result<Self, Error> {
+        let sizes = part.of_pass(pass_shape(batch, length));
+        memory.for_purpose(Purpose::Evaluation, || {
+            Ok(Evaluator {
+                activations: Activations::with_slots(memory, &sizes, Slots::ONE)?,
+                sums: StepSums::new(memory)?,
+            })
+        })
+    }
+}
+
+fn pass_shape(batch: usize, length: usize) -> PassShape {
+    PassShape { batch, length, recompute: Recompute::Block, training: false, document_mask: false }
 }
 
 impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
@@ -63,17 +89,8 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
     /// # Errors
     /// Fails if the device is out of memory.
     pub fn new(model: &Model<B, T>, batch: usize, length: usize) -> Result<Self, Error> {
-        let shape = PassShape {
-            batch,
-            length,
-            recompute: Recompute::Block,
-            training: false,
-            document_mask: false,
-        };
-        Ok(Evaluator {
-            activations: Activations::new(model, shape)?,
-            sums: StepSums::new(model.backend())?,
-        })
+        let sizes = model.pass_sizes(pass_shape(batch, length))?;
+        Self::of_part(model.backend(), sizes, batch, length)
     }
 
     /// The loss over the first `count` windows, or over all if there are fewer. `progress` receives

@@ -7,14 +7,14 @@
 
 use std::ops::Range;
 
-use moh_kernels::attention::AttentionShape;
 use moh_kernels::cross_entropy::HeadShape;
 use moh_kernels::rope::QkvShape;
 use moh_kernels::router::Routing;
-use moh_kernels::{Backend, Element, WorkingSet};
+use moh_kernels::{Backend, Element, Memory, Purpose, Workspace};
 
 use crate::Error;
 use crate::model::Model;
+use crate::pass_sizes::PassSizes;
 
 /// What the backward pass computes again instead of keeping it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,7 +29,7 @@ pub enum Recompute {
 
 /// What a block keeps that is costly to compute again. Of ranks that share tensors, H, G and I are
 /// those held, and rows of the residual stream and of norms, written M, those of the rank's own tokens.
-pub(crate) struct Kept<B: Backend, T: Element> {
+pub(crate) struct Kept<B: Memory, T: Element> {
     /// Queries, keys and values, `[N, (H + 2G) D]`: rotated, or the projection's output where queries and
     /// keys are normed before they are rotated.
     pub qkv: B::Buffer<T>,
@@ -46,7 +46,7 @@ pub(crate) struct Kept<B: Backend, T: Element> {
 }
 
 /// What a block keeps that is cheap to compute again.
-pub(crate) struct Cheap<B: Backend, T: Element> {
+pub(crate) struct Cheap<B: Memory, T: Element> {
     /// Input of the query, key and value projection, `[M, C]`.
     pub input_normed: B::Buffer<T>,
     /// `[M]`.
@@ -67,19 +67,19 @@ impl<B: Backend, T: Element> Cheap<B, T> {
 }
 
 /// What the blocks of a pass keep.
-pub(crate) struct Blocks<B: Backend, T: Element> {
+pub(crate) struct Blocks<B: Memory, T: Element> {
     kept: Vec<Kept<B, T>>,
     cheap: Vec<Cheap<B, T>>,
 }
 
 /// What blocks of all passes share.
-pub(crate) struct Shared<B: Backend, T: Element> {
+pub(crate) struct Shared<B: Memory, T: Element> {
     wide: B::Buffer<T>,
     pub gathered: Option<B::Buffer<T>>,
 }
 
 /// The buffers of one block.
-pub(crate) struct BlockBuffers<'a, B: Backend, T: Element> {
+pub(crate) struct BlockBuffers<'a, B: Memory, T: Element> {
     pub layer: usize,
     pub kept: &'a mut Kept<B, T>,
     pub cheap: &'a mut Cheap<B, T>,
@@ -93,7 +93,7 @@ pub(crate) struct BlockBuffers<'a, B: Backend, T: Element> {
 }
 
 /// Scratch of the backward pass, shared by the blocks.
-pub(crate) struct Backward<B: Backend, T: Element> {
+pub(crate) struct Backward<B: Memory, T: Element> {
     /// Gradient of the residual stream, `[M, C]`.
     pub d_stream: B::Buffer<T>,
     /// Gradient of a norm's output, `[N, C]`, or of attention's, `[N, H D]`.
@@ -106,7 +106,7 @@ pub(crate) struct Backward<B: Backend, T: Element> {
 
 /// Every buffer that passes over micro-batches need: what is kept between a forward and its backward
 /// pass, once for each pass in flight, and what all passes share.
-pub struct Activations<B: Backend, T: Element> {
+pub struct Activations<B: Memory, T: Element> {
     pub(crate) shape: QkvShape,
     pub(crate) recompute: Recompute,
     /// A slot for each micro-batch in flight.
@@ -130,7 +130,7 @@ pub struct PassSlot {
 }
 
 /// What a pass reads of a micro-batch's tokens; all of a stage's chunks read the same.
-pub(crate) struct MicroBatch<B: Backend> {
+pub(crate) struct MicroBatch<B: Memory> {
     /// Empty on stages without the embedding.
     pub(crate) ids: B::Buffer<u32>,
     /// Empty on stages without the head.
@@ -140,14 +140,14 @@ pub(crate) struct MicroBatch<B: Backend> {
 }
 
 /// What is kept of a micro-batch's pass through a chunk, with room for the largest one.
-pub(crate) struct Pass<B: Backend, T: Element> {
+pub(crate) struct Pass<B: Memory, T: Element> {
     /// The residual stream before each block of the chunk and after its last one, `[M, C]` each.
     pub(crate) stream: Vec<B::Buffer<T>>,
     pub(crate) blocks: Blocks<B, T>,
 }
 
 /// The buffers of the head, whose backward pass follows its forward pass at once.
-pub(crate) struct Head<B: Backend, T: Element> {
+pub(crate) struct Head<B: Memory, T: Element> {
     /// The head's input, `[M, C]`.
     pub normed: B::Buffer<T>,
     /// `[M]`.
@@ -172,47 +172,62 @@ pub struct PassShape {
     pub document_mask: bool,
 }
 
+impl PassShape {
+    /// Tokens of a micro-batch.
+    pub fn tokens(&self) -> usize {
+        self.batch * self.length
+    }
+}
+
+/// Micro-batches and passes in flight, that is between a forward pass and its backward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Slots {
+    /// Micro-batches whose tokens are kept.
+    pub micro_batches: usize,
+    /// Passes, each of a micro-batch through a chunk, of which something is kept.
+    pub passes: usize,
+}
+
+impl Slots {
+    /// One pass at a time.
+    pub const ONE: Slots = Slots { micro_batches: 1, passes: 1 };
+}
+
 impl<B: Backend, T: Element> Activations<B, T> {
-    /// Plans the buffers of one pass at a time.
+    /// Plans the buffers of one pass of `model` at a time.
     ///
     /// # Errors
     /// When the device has no room.
     pub fn new(model: &Model<B, T>, pass: PassShape) -> Result<Self, Error> {
-        Self::with_slots(model, pass, 1, 1)
+        Self::with_slots(&model.backend, &model.pass_sizes(pass)?, Slots::ONE)
     }
+}
 
-    /// As [`Activations::new`], with slots for so many micro-batches and passes in flight, that is
-    /// between a forward pass and its backward pass.
+impl<M: Workspace, T: Element> Activations<M, T> {
+    /// Plans the buffers of passes of these sizes, and lets the device reserve what operators use beside
+    /// their arguments.
     ///
     /// # Errors
     /// When the device has no room.
-    pub fn with_slots(
-        model: &Model<B, T>,
-        pass: PassShape,
-        micro_batches: usize,
-        passes: usize,
-    ) -> Result<Self, Error> {
-        let shape = model.qkv_shape(pass.batch, pass.length);
-        let tokens = shape.tokens();
-        let micro_batches =
-            (0..micro_batches).map(|_| MicroBatch::new(model, tokens, pass.document_mask));
-        let passes = (0..passes).map(|_| Pass::new(model, tokens, pass));
-        model.backend.reserve::<T>(&WorkingSet {
-            attention: model.attention_shape(&shape, pass.length),
-            routed: model.routing_shape(tokens)?.is_some(),
-            qk_norm: model.config.architecture.norms_queries_and_keys(),
-            training: pass.training,
-            width: model.config.hidden_size,
-            tensors: model.layout.segments().count(),
-        })?;
+    pub fn with_slots(memory: &M, sizes: &PassSizes<'_>, slots: Slots) -> Result<Self, Error> {
+        memory.reserve::<T>(&sizes.working_set())?;
+        let kept = || {
+            let micro_batches = (0..slots.micro_batches).map(|_| MicroBatch::new(memory, sizes));
+            let micro_batches = micro_batches.collect::<Result<_, Error>>()?;
+            let passes = (0..slots.passes).map(|_| Pass::new(memory, sizes));
+            Ok::<_, Error>((micro_batches, passes.collect::<Result<_, Error>>()?))
+        };
+        let (micro_batches, passes) = memory.for_purpose(Purpose::Activations, kept)?;
+        let backward =
+            || memory.for_purpose(Purpose::ActivationGradients, || Backward::new(memory, sizes));
         Ok(Activations {
-            shape,
-            recompute: pass.recompute,
-            micro_batches: micro_batches.collect::<Result<_, _>>()?,
-            passes: passes.collect::<Result<_, _>>()?,
-            shared: Shared::new(model, tokens)?,
-            head: Head::new(model, tokens)?,
-            backward: pass.training.then(|| Backward::new(model, tokens)).transpose()?,
+            shape: sizes.qkv(),
+            recompute: sizes.pass.recompute,
+            micro_batches,
+            passes,
+            shared: Shared::new(memory, sizes)?,
+            head: Head::new(memory, sizes)?,
+            backward: sizes.pass.training.then(backward).transpose()?,
         })
     }
 
@@ -228,18 +243,18 @@ impl<B: Backend, T: Element> Activations<B, T> {
     /// When the lengths differ from the plan's.
     pub fn upload(
         &mut self,
-        backend: &B,
+        memory: &M,
         ids: &[u32],
         targets: &[u32],
         document_start: &[u32],
     ) -> Result<(), Error> {
-        self.upload_to(0, backend, ids, targets, document_start)
+        self.upload_to(0, memory, ids, targets, document_start)
     }
 
     /// Whether passes of this stage read anything of a micro-batch's tokens: those between the first
     /// and the last stage do with a document mask only.
     pub fn read_tokens(&self) -> bool {
-        let filled = |buffer: &B::Buffer<u32>| B::len(buffer) > 0;
+        let filled = |buffer: &M::Buffer<u32>| M::len(buffer) > 0;
         self.micro_batches.iter().any(|tokens| {
             filled(&tokens.ids) || filled(&tokens.targets) || tokens.document_start.is_some()
         })
@@ -252,106 +267,97 @@ impl<B: Backend, T: Element> Activations<B, T> {
     pub fn upload_to(
         &mut self,
         slot: usize,
-        backend: &B,
+        memory: &M,
         ids: &[u32],
         targets: &[u32],
         document_start: &[u32],
     ) -> Result<(), Error> {
         let tokens = &mut self.micro_batches[slot];
-        if B::len(&tokens.ids) > 0 {
-            backend.upload(ids, B::whole_mut(&mut tokens.ids))?;
+        if M::len(&tokens.ids) > 0 {
+            memory.upload(ids, M::whole_mut(&mut tokens.ids))?;
         }
-        if B::len(&tokens.targets) > 0 {
-            backend.upload(targets, B::whole_mut(&mut tokens.targets))?;
+        if M::len(&tokens.targets) > 0 {
+            memory.upload(targets, M::whole_mut(&mut tokens.targets))?;
         }
         if let Some(buffer) = &mut tokens.document_start {
-            backend.upload(document_start, B::whole_mut(buffer))?;
+            memory.upload(document_start, M::whole_mut(buffer))?;
         }
         Ok(())
     }
 }
 
-impl<B: Backend> MicroBatch<B> {
-    fn new<T: Element>(
-        model: &Model<B, T>,
-        tokens: usize,
-        document_mask: bool,
-    ) -> Result<Self, Error> {
-        let (backend, part) = (&model.backend, model.parallel.part());
-        let allocate = |read: bool| backend.allocate(if read { tokens } else { 0 });
+impl<M: Memory> MicroBatch<M> {
+    fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+        let part = sizes.part;
+        let allocate = |read: bool| memory.allocate(if read { sizes.tokens() } else { 0 });
         Ok(MicroBatch {
             ids: allocate(part.first)?,
             targets: allocate(part.last)?,
-            document_start: document_mask.then(|| allocate(true)).transpose()?,
+            document_start: sizes.pass.document_mask.then(|| allocate(true)).transpose()?,
         })
     }
 }
 
-impl<B: Backend, T: Element> Pass<B, T> {
-    fn new(model: &Model<B, T>, tokens: usize, pass: PassShape) -> Result<Self, Error> {
-        let backend = &model.backend;
-        let width = model.token_share(tokens).part * model.config.hidden_size;
-        let layers = model.parallel.part().chunks.iter().map(Range::len).max().unwrap_or(0);
+impl<M: Memory, T: Element> Pass<M, T> {
+    fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+        let layers = sizes.part.chunks.iter().map(Range::len).max().unwrap_or(0);
+        let stream = (0..=layers).map(|_| memory.allocate(sizes.stream()));
         Ok(Pass {
-            stream: (0..=layers).map(|_| backend.allocate(width)).collect::<Result<_, _>>()?,
-            blocks: Blocks::new(model, tokens, pass.recompute, layers)?,
+            stream: stream.collect::<Result<_, _>>()?,
+            blocks: Blocks::new(memory, sizes, layers)?,
         })
     }
 }
 
-impl<B: Backend, T: Element> Head<B, T> {
+impl<M: Workspace, T: Element> Head<M, T> {
     /// Buffers where the head is, else empty ones.
-    fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
-        let (backend, part) = (&model.backend, model.parallel.part());
-        let shape = model.head_shape(tokens);
-        let held = model.token_share(tokens).part;
-        let sums = match part.tensor.ranks {
+    fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+        let shape = sizes.head();
+        let sums = match sizes.share().ranks {
             1 => 0,
-            ranks => backend.cross_entropy_sums(&shape, ranks),
+            ranks => memory.cross_entropy_sums(&shape, ranks),
         };
-        let here = |len: usize| if part.last { len } else { 0 };
-        Ok(Head {
-            normed: backend.allocate(here(held * model.config.hidden_size))?,
-            inv_rms: backend.allocate(here(held))?,
-            scratch: backend.allocate(here(backend.cross_entropy_scratch(&shape)))?,
-            sums: backend.allocate(here(sums))?,
-        })
+        let here = |len: usize| if sizes.part.last { len } else { 0 };
+        let (stream, held) = (here(sizes.stream()), here(sizes.token_share().part));
+        let (scratch, sums) = (here(memory.cross_entropy_scratch(&shape)), here(sums));
+        let norms = || Ok::<_, Error>((memory.allocate(stream)?, memory.allocate(held)?));
+        let logits = || Ok::<_, Error>((memory.allocate(scratch)?, memory.allocate(sums)?));
+        let (normed, inv_rms) = memory.for_purpose(Purpose::Activations, norms)?;
+        let (scratch, sums) = memory.for_purpose(Purpose::Logits, logits)?;
+        Ok(Head { normed, inv_rms, scratch, sums })
     }
 }
 
-impl<B: Backend, T: Element> Shared<B, T> {
-    /// Buffers for passes of `model` over `tokens` tokens.
+impl<M: Memory, T: Element> Shared<M, T> {
+    /// Buffers for passes of these sizes.
     ///
     /// # Errors
     /// When the device has no room.
-    pub(crate) fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
-        let (config, tensor) = (&model.config, model.parallel.part().tensor);
-        let wide = tensor.mlp_width(config).max(model.qkv_shape(1, 1).row());
-        let gathered = model.token_share(tokens).padded() * config.hidden_size;
+    pub(crate) fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+        let share = sizes.share();
+        let wide = sizes.tokens() * share.mlp_width(sizes.config).max(sizes.qkv().row());
+        let rows = sizes.token_share().padded() * sizes.config.hidden_size;
+        let gathered = || memory.for_purpose(Purpose::Gathered, || memory.allocate(rows));
         Ok(Shared {
-            wide: model.backend.allocate(tokens * wide)?,
-            gathered: model.is_shared().then(|| model.backend.allocate(gathered)).transpose()?,
+            wide: memory.for_purpose(Purpose::Activations, || memory.allocate(wide))?,
+            gathered: (share.ranks > 1).then(gathered).transpose()?,
         })
     }
 }
 
-impl<B: Backend, T: Element> Blocks<B, T> {
-    /// Buffers for `layers` blocks of `model` on `tokens` tokens.
+impl<M: Memory, T: Element> Blocks<M, T> {
+    /// Buffers for `layers` blocks.
     ///
     /// # Errors
     /// When the device has no room.
-    pub(crate) fn new(
-        model: &Model<B, T>,
-        tokens: usize,
-        recompute: Recompute,
-        layers: usize,
-    ) -> Result<Self, Error> {
+    pub(crate) fn new(memory: &M, sizes: &PassSizes<'_>, layers: usize) -> Result<Self, Error> {
+        let recompute = sizes.pass.recompute;
         let copies = |shared: bool| if shared { layers.min(1) } else { layers };
         let kept = 0..copies(recompute == Recompute::Block);
         let cheap = 0..copies(recompute != Recompute::None);
         Ok(Blocks {
-            kept: kept.map(|_| Kept::new(model, tokens)).collect::<Result<_, _>>()?,
-            cheap: cheap.map(|_| Cheap::new(model, tokens)).collect::<Result<_, _>>()?,
+            kept: kept.map(|_| Kept::new(memory, sizes)).collect::<Result<_, _>>()?,
+            cheap: cheap.map(|_| Cheap::new(memory, sizes)).collect::<Result<_, _>>()?,
         })
     }
 
@@ -359,8 +365,8 @@ impl<B: Backend, T: Element> Blocks<B, T> {
     pub(crate) fn of<'a>(
         &'a mut self,
         (slot, layer): (usize, usize),
-        shared: &'a mut Shared<B, T>,
-    ) -> BlockBuffers<'a, B, T> {
+        shared: &'a mut Shared<M, T>,
+    ) -> BlockBuffers<'a, M, T> {
         let (kept, cheap) = (slot.min(self.kept.len() - 1), slot.min(self.cheap.len() - 1));
         BlockBuffers {
             layer,
@@ -372,57 +378,53 @@ impl<B: Backend, T: Element> Blocks<B, T> {
     }
 
     /// The routings that are kept, in the order of the blocks; `None` where all layers are dense.
-    pub(crate) fn routings(&self) -> impl Iterator<Item = Option<&Routing<B>>> {
+    pub(crate) fn routings(&self) -> impl Iterator<Item = Option<&Routing<M>>> {
         self.kept.iter().map(|kept| kept.routing.as_ref())
     }
 }
 
-impl<B: Backend, T: Element> Kept<B, T> {
-    fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
-        let (backend, config) = (&model.backend, &model.config);
-        let share = model.parallel.part().tensor;
-        let (heads, held) = (share.heads(config), model.token_share(tokens).part);
-        let routing = model.routing_shape(tokens)?.map(|shape| Routing::new(backend, shape));
+impl<M: Memory, T: Element> Kept<M, T> {
+    fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+        let (share, config, tokens) = (sizes.share(), sizes.config, sizes.tokens());
         Ok(Kept {
-            qkv: backend.allocate(tokens * model.qkv_shape(1, 1).row())?,
-            attended: backend.allocate(tokens * share.query_width(config))?,
-            log_sum_exp: backend.allocate(tokens * heads.local())?,
-            middle: backend.allocate(held * config.hidden_size)?,
-            gate_up: backend.allocate(tokens * 2 * share.mlp_width(config))?,
-            routing: routing.transpose()?,
+            qkv: memory.allocate(tokens * sizes.qkv().row())?,
+            attended: memory.allocate(tokens * share.query_width(config))?,
+            log_sum_exp: memory.allocate(tokens * share.heads(config).local())?,
+            middle: memory.allocate(sizes.stream())?,
+            gate_up: memory.allocate(tokens * 2 * share.mlp_width(config))?,
+            routing: sizes.routing.map(|shape| Routing::new(memory, shape)).transpose()?,
         })
     }
 }
 
-impl<B: Backend, T: Element> Cheap<B, T> {
-    fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
-        let (backend, config) = (&model.backend, &model.config);
-        let held = model.token_share(tokens).part;
-        let rotated = config.architecture.norms_queries_and_keys();
-        let row = model.qkv_shape(1, 1).row();
+impl<M: Memory, T: Element> Cheap<M, T> {
+    fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+        let (stream, held) = (sizes.stream(), sizes.token_share().part);
+        let rotated = sizes.config.architecture.norms_queries_and_keys();
         Ok(Cheap {
-            input_normed: backend.allocate(held * config.hidden_size)?,
-            input_inv_rms: backend.allocate(held)?,
-            post_normed: backend.allocate(held * config.hidden_size)?,
-            post_inv_rms: backend.allocate(held)?,
-            rotated: rotated.then(|| backend.allocate(tokens * row)).transpose()?,
+            input_normed: memory.allocate(stream)?,
+            input_inv_rms: memory.allocate(held)?,
+            post_normed: memory.allocate(stream)?,
+            post_inv_rms: memory.allocate(held)?,
+            rotated: rotated
+                .then(|| memory.allocate(sizes.qkv().tokens() * sizes.qkv().row()))
+                .transpose()?,
         })
     }
 }
 
-impl<B: Backend, T: Element> Backward<B, T> {
-    fn new(model: &Model<B, T>, tokens: usize) -> Result<Self, Error> {
-        let (backend, config) = (&model.backend, &model.config);
-        let (share, tokens_of) = (model.parallel.part().tensor, model.token_share(tokens));
+impl<M: Memory, T: Element> Backward<M, T> {
+    fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+        let (share, config, tokens) = (sizes.share(), sizes.config, sizes.tokens());
         let heads = share.heads(config);
-        let branch = tokens_of.padded() * config.hidden_size;
-        let routing = model.routing_shape(tokens)?.filter(|_| share.ranks > 1);
+        let branch = sizes.token_share().padded() * config.hidden_size;
+        let routing = sizes.routing.filter(|_| share.ranks > 1);
         let deltas = routing.map_or(0, |shape| tokens * (heads.count - shape.shared_heads));
         Ok(Backward {
-            d_stream: backend.allocate(tokens_of.part * config.hidden_size)?,
-            d_branch: backend.allocate(branch.max(tokens * share.query_width(config)))?,
-            delta: backend.allocate(tokens * heads.local())?,
-            deltas: backend.allocate(deltas)?,
+            d_stream: memory.allocate(sizes.stream())?,
+            d_branch: memory.allocate(branch.max(tokens * share.query_width(config)))?,
+            delta: memory.allocate(tokens * heads.local())?,
+            deltas: memory.allocate(deltas)?,
         })
     }
 }
@@ -430,30 +432,10 @@ impl<B: Backend, T: Element> Backward<B, T> {
 impl<B: Backend, T: Element> Model<B, T> {
     /// Shape of a micro-batch's packed queries, keys and values of the heads that are held.
     pub fn qkv_shape(&self, batch: usize, length: usize) -> QkvShape {
-        QkvShape {
-            batch,
-            length,
-            heads: self.parallel.part().tensor.heads(&self.config).local(),
-            kv_heads: self.parallel.part().tensor.key_value_heads(&self.config),
-            head_dim: self.config.head_dim,
-        }
-    }
-
-    pub(crate) fn attention_shape(&self, qkv: &QkvShape, key_length: usize) -> AttentionShape {
-        AttentionShape {
-            batch: qkv.batch,
-            query_length: qkv.length,
-            key_length,
-            heads: qkv.heads,
-            kv_heads: qkv.kv_heads,
-            head_dim: qkv.head_dim,
-            query_stride: qkv.row(),
-        }
+        self.parallel.part().tensor.qkv_shape(&self.config, batch, length)
     }
 
     pub(crate) fn head_shape(&self, tokens: usize) -> HeadShape {
-        let tensor = self.parallel.part().tensor;
-        let rows = tensor.vocabulary(&self.config);
-        HeadShape::of_rows(tokens, self.config.hidden_size, rows, tensor.ranks)
+        self.parallel.part().tensor.head_shape(&self.config, tokens)
     }
 }

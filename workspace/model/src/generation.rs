@@ -6,7 +6,7 @@ use moh_kernels::ranks::VocabularyRows;
 use moh_kernels::{Backend, Element};
 
 use crate::Error;
-use crate::activations::{Blocks, Recompute, Shared};
+use crate::activations::{Blocks, PassShape, Recompute, Shared};
 use crate::layout::ModelLayout;
 use crate::llama::{LayerCache, Tokens};
 use crate::model::Model;
@@ -47,13 +47,20 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
             Ok(LayerCache { keys: backend.allocate(cached)?, values: backend.allocate(cached)? })
         };
         let width = chunk * config.hidden_size;
+        let sizes = model.pass_sizes(PassShape {
+            batch: 1,
+            length: chunk,
+            recompute: Recompute::Block,
+            training: false,
+            document_mask: false,
+        })?;
         Ok(Generator {
             model,
             cache: (0..config.num_hidden_layers).map(|_| layer()).collect::<Result<_, Error>>()?,
             ids: backend.allocate(chunk)?,
             stream: [backend.allocate(width)?, backend.allocate(width)?],
-            blocks: Blocks::new(model, chunk, Recompute::Block, config.num_hidden_layers)?,
-            shared: Shared::new(model, chunk)?,
+            blocks: Blocks::new(backend, &sizes, config.num_hidden_layers)?,
+            shared: Shared::new(backend, &sizes)?,
             normed: backend.allocate(width)?,
             inv_rms: backend.allocate(chunk)?,
             position: 0,

@@ -12,6 +12,7 @@ mod llama;
 mod model;
 pub mod model_parallel;
 pub mod parameters;
+mod pass_sizes;
 mod passes;
 mod qwen3;
 pub mod rope;
@@ -22,13 +23,14 @@ pub mod slice;
 mod step_sums;
 pub mod tensors;
 
-pub use activations::{Activations, PassShape, PassSlot, Recompute};
+pub use activations::{Activations, PassShape, PassSlot, Recompute, Slots};
 pub use config::{
     Architecture, LayerHeads, Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RouterKind,
 };
 pub use error::Error;
 pub use generation::Generator;
 pub use head_counts::HeadCounts;
-pub use model::{LossScale, Model};
+pub use model::{LossScale, Model, ModelBuffers};
+pub use pass_sizes::PassSizes;
 pub use sampler::Sampler;
 pub use step_sums::StepSums;

@@ -4,15 +4,17 @@
 use std::sync::Arc;
 
 use moh_kernels::linear::LinearForward;
-use moh_kernels::router::{Routing, RoutingShape};
-use moh_kernels::{Backend, Element};
+use moh_kernels::router::Routing;
+use moh_kernels::{Backend, Element, Memory, Purpose};
 
-use crate::activations::Activations;
+use crate::activations::{Activations, PassShape};
 use crate::layout::{ModelLayout, Segment};
 use crate::model_parallel::ModelParallel;
 use crate::parameters::FlatBuffers;
+use crate::pass_sizes::PassSizes;
+use crate::rope::RopeTables;
 use crate::router::{self, Router, Routers};
-use crate::{Error, ModelConfig, rope};
+use crate::{Error, ModelConfig};
 
 /// A Llama or Mixture-of-Head model with weights of type `T` on a device.
 pub struct Model<B: Backend, T: Element> {
@@ -24,6 +26,31 @@ pub struct Model<B: Backend, T: Element> {
     pub(crate) rope_cos: B::Buffer<f32>,
     pub(crate) rope_sin: B::Buffer<f32>,
     pub(crate) routers: Routers<B, T>,
+}
+
+/// The buffers of a model, or of a part of one: its weights, and the tables of rotary position embedding.
+pub struct ModelBuffers<M: Memory, T: Element> {
+    pub(crate) weights: FlatBuffers<M, T>,
+    pub(crate) rope: RopeTables<M>,
+}
+
+impl<M: Memory, T: Element> ModelBuffers<M, T> {
+    /// Zeros, for positions below `positions`.
+    ///
+    /// # Errors
+    /// When the device has no room.
+    pub fn zeros(
+        memory: &M,
+        config: &ModelConfig,
+        layout: &ModelLayout,
+        positions: usize,
+    ) -> Result<Self, Error> {
+        let weights = || FlatBuffers::zeros(memory, layout);
+        Ok(ModelBuffers {
+            weights: memory.for_purpose(Purpose::Weights, weights)?,
+            rope: RopeTables::zeros(memory, config.head_dim, positions)?,
+        })
+    }
 }
 
 /// Factors of a training pass.
@@ -81,12 +108,10 @@ impl<B: Backend, T: Element> Model<B, T> {
         if let Some(moh) = &config.moh {
             moh.validate(config.num_attention_heads, config.num_hidden_layers)?;
         }
-        let weights = FlatBuffers::zeros(&backend, &layout)?;
-        let (cos, sin) = rope::table(&config.rope, config.head_dim, positions);
-        let mut rope_cos = backend.allocate(cos.len())?;
-        let mut rope_sin = backend.allocate(sin.len())?;
-        backend.upload(&cos, B::whole_mut(&mut rope_cos))?;
-        backend.upload(&sin, B::whole_mut(&mut rope_sin))?;
+        let buffers = ModelBuffers::zeros(&backend, &config, &layout, positions)?;
+        let ModelBuffers { weights, mut rope } = buffers;
+        rope.fill(&backend, &config.rope, config.head_dim)?;
+        let RopeTables { cos: rope_cos, sin: rope_sin } = rope;
         let routers = router::routers(&config);
         Ok(Model { backend, config, layout, parallel, weights, rope_cos, rope_sin, routers })
     }
@@ -173,10 +198,15 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.routers.iter().flatten().count().max(1)
     }
 
-    /// Sizes of the routing of `tokens` tokens in any layer; `None` for a dense model.
-    pub(crate) fn routing_shape(&self, tokens: usize) -> Result<Option<RoutingShape>, Error> {
-        let heads = self.parallel.part().tensor.heads(&self.config);
-        Ok(router::routing_shape(&self.routers, tokens, heads)?)
+    /// Sizes of passes, whose routings are those of the model's own routers.
+    ///
+    /// # Errors
+    /// Heads that a router cannot route.
+    pub fn pass_sizes(&self, pass: PassShape) -> Result<PassSizes<'_>, Error> {
+        let (config, part) = (&self.config, self.parallel.part());
+        let heads = part.tensor.heads(config);
+        let routing = router::routing_shape(&self.routers, pass.tokens(), heads)?;
+        Ok(PassSizes { config, part, pass, routing, tensors: self.layout.segments().count() })
     }
 
     /// Logits of the last forward pass, `[N, V]`.

@@ -9,7 +9,9 @@
 use std::ops::Range;
 
 use moh_comm::{Group, World};
+use moh_kernels::cross_entropy::HeadShape;
 use moh_kernels::ranks::{Heads, VocabularyRows, share};
+use moh_kernels::rope::QkvShape;
 
 use crate::slice::Slice;
 use crate::tensors::{Division, Tensor};
@@ -27,6 +29,19 @@ pub struct TensorShare {
 impl TensorShare {
     /// All of them.
     pub const WHOLE: TensorShare = TensorShare { rank: 0, ranks: 1 };
+
+    /// Refuses ranks that cannot share the tensors of such a model.
+    ///
+    /// # Errors
+    /// [`Error::Tensor`] when the ranks do not divide the key/value heads, or are more than the rows to
+    /// share.
+    pub fn check(&self, config: &ModelConfig) -> Result<(), Error> {
+        let least = config.intermediate_size.min(config.vocab_size);
+        if config.num_key_value_heads.is_multiple_of(self.ranks) && self.ranks <= least {
+            return Ok(());
+        }
+        Err(Error::Tensor { ranks: self.ranks, heads: config.num_key_value_heads })
+    }
 
     /// The query heads of a block, and which of them are held.
     pub fn heads(&self, config: &ModelConfig) -> Heads {
@@ -66,6 +81,22 @@ impl TensorShare {
     /// Rows of the vocabulary that are held.
     pub fn vocabulary(&self, config: &ModelConfig) -> VocabularyRows {
         VocabularyRows::of_rank(config.vocab_size, self.rank, self.ranks)
+    }
+
+    /// Shape of a micro-batch's packed queries, keys and values of the heads that are held.
+    pub(crate) fn qkv_shape(&self, config: &ModelConfig, batch: usize, length: usize) -> QkvShape {
+        QkvShape {
+            batch,
+            length,
+            heads: self.heads(config).local(),
+            kv_heads: self.key_value_heads(config),
+            head_dim: config.head_dim,
+        }
+    }
+
+    /// Shape of the output head whose rows are held.
+    pub(crate) fn head_shape(&self, config: &ModelConfig, tokens: usize) -> HeadShape {
+        HeadShape::of_rows(tokens, config.hidden_size, self.vocabulary(config), self.ranks)
     }
 
     /// The part of a tensor that is local.
@@ -253,11 +284,7 @@ impl ModelParallel {
         tensor: Group,
     ) -> Result<Self, Error> {
         let share = TensorShare { rank: tensor.rank(), ranks: tensor.size() };
-        let least = config.intermediate_size.min(config.vocab_size);
-        if !config.num_key_value_heads.is_multiple_of(share.ranks) || share.ranks > least {
-            let (ranks, heads) = (share.ranks, config.num_key_value_heads);
-            return Err(Error::Tensor { ranks, heads });
-        }
+        share.check(config)?;
         let (rank, stages) = (pipeline.rank(), pipeline.size());
         let part = Part::divide(config, stages, virtual_stages)?.swap_remove(rank);
         let part = Part { tensor: share, ..part };
@@ -308,6 +335,14 @@ impl ModelParallel {
     /// The stage that a chunk's input comes from.
     pub(crate) fn previous(&self) -> usize {
         (self.pipeline.rank() + self.pipeline.size() - 1) % self.pipeline.size()
+    }
+
+    /// Takes memory for so many messages of `bytes` bytes to other stages that are not received yet.
+    ///
+    /// # Errors
+    /// When there is no room.
+    pub fn reserve_sends(&self, messages: usize, bytes: usize) -> Result<(), Error> {
+        Ok(self.pipeline.reserve_sends(messages, bytes)?)
     }
 
     /// Whether this rank's sums of losses count: those of one of the ranks that know them.

@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use moh_comm::Group;
-use moh_kernels::{Accumulation, Backend, Element, Scalar, View, ViewMut};
+use moh_kernels::{Accumulation, Element, Memory, Scalar, View, ViewMut};
 
 use crate::Error;
 use crate::layout::{ModelLayout, Segment};
@@ -43,7 +43,7 @@ pub fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
 }
 
 /// One device buffer for each [`crate::layout::FlatLayout`] of a model, or a shard of each.
-pub struct FlatBuffers<B: Backend, S: Scalar> {
+pub struct FlatBuffers<B: Memory, S: Scalar> {
     /// None while a buffer is taken out.
     buffers: Vec<Option<B::Buffer<S>>>,
     /// Buffers that the next gradient overwrites ([`FlatBuffers::mark_stale`]).
@@ -54,7 +54,7 @@ pub struct FlatBuffers<B: Backend, S: Scalar> {
 /// A function that is given the buffers and the index of one of them.
 pub type OnBuffer<'a, B, S> = &'a mut dyn FnMut(&mut FlatBuffers<B, S>, usize) -> Result<(), Error>;
 
-impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
+impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     /// Whole buffers of zeros.
     ///
     /// # Errors
@@ -207,7 +207,7 @@ impl<B: Backend, S: Scalar> FlatBuffers<B, S> {
     }
 }
 
-impl<B: Backend, T: Element> FlatBuffers<B, T> {
+impl<B: Memory, T: Element> FlatBuffers<B, T> {
     /// Fills the local part of every tensor with what `source` writes for it, rounded to `T`. Tensors
     /// without a local part are not asked for.
     ///

@@ -10,10 +10,12 @@
 
 use half::bf16;
 use moh_comm::{Group, Pending, Reduce};
-use moh_kernels::{Backend, Element, ElementType, Scalar};
+use moh_kernels::{Backend, Element};
 use moh_model::layout::ModelLayout;
 use moh_model::parameters::{FlatBuffers, Shard};
 use moh_model::{Error, Model};
+
+use crate::step_buffers::Rounded;
 
 /// Gradients on their way to the ranks' shards.
 enum InFlight<B: Backend, G: Element> {
@@ -37,24 +39,18 @@ pub(crate) struct DataParallel<B: Backend, T: Element, G: Element> {
 }
 
 impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
-    /// Prepares the exchange between the ranks of `group`. With `reduce` bf16, gradients that are f32
-    /// are rounded for it, which halves what is sent.
-    ///
-    /// # Errors
-    /// When the device has no room for the rounded copies.
-    pub fn new(model: &Model<B, T>, group: &Group, reduce: ElementType) -> Result<Self, Error> {
+    /// Prepares the exchange between the ranks of `group`. Where there are buffers for it, gradients are
+    /// rounded, which halves what is sent.
+    pub fn new(model: &Model<B, T>, group: &Group, rounded: Rounded<B>) -> Self {
         let (backend, flats) = (model.backend().clone(), &model.layout().flats);
-        let rounds = group.size() > 1 && reduce == ElementType::BF16 && G::DTYPE == f32::DTYPE;
-        let copy = |len| rounds.then(|| backend.allocate(len)).transpose();
-        let copies = flats.iter().map(|flat| Ok(copy(flat.len)?)).collect::<Result<_, Error>>()?;
-        Ok(DataParallel {
+        DataParallel {
             group: group.clone(),
             tied_head: model.parallel().tied_head().cloned(),
             gradients: flats.iter().map(|_| None).collect(),
             weights: flats.iter().map(|_| None).collect(),
-            copies,
+            copies: rounded.copies,
             backend,
-        })
+        }
     }
 
     /// Starts to reduce-scatter the gradients of a buffer that are complete on this rank. A tied head of
@@ -197,7 +193,7 @@ mod tests {
 
     use moh_comm::{Layout, World};
     use moh_hf::ConfigFile;
-    use moh_kernels::Cpu;
+    use moh_kernels::{Cpu, ElementType};
     use moh_model::ModelConfig;
     use moh_model::model_parallel::ModelParallel;
 
@@ -237,7 +233,8 @@ mod tests {
             let model = Model::of_part::<Error>(Cpu, config(), 8, parallel, data, |_, _| Ok(()));
             let model = model.unwrap();
             let gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();
-            let exchange = DataParallel::new(&model, &groups.data, reduce).unwrap();
+            let rounded = Rounded::new::<f32>(&Cpu, model.layout(), data, reduce).unwrap();
+            let exchange = DataParallel::new(&model, &groups.data, rounded);
             work(&mut Rank { number: all.rank(), model, gradients, exchange });
             world.close().unwrap();
         };

@@ -19,6 +19,7 @@ pub mod run_directory;
 pub mod schedule;
 mod source;
 pub mod step;
+mod step_buffers;
 mod summary;
 pub mod tensorboard;
 pub mod trace;

@@ -6,7 +6,7 @@ use std::ops::Range;
 use half::bf16;
 use moh_kernels::adamw::remainder::{join, split};
 use moh_kernels::adamw::{AdamW, AdamWUpdate};
-use moh_kernels::{Backend, Element, Scalar};
+use moh_kernels::{Backend, Element, Memory, Purpose, Scalar};
 use moh_model::layout::{ModelLayout, Segment};
 use moh_model::parameters::{FlatBuffers, OnBuffer, Shard, overlap};
 use moh_model::{Model, StepSums};
@@ -16,11 +16,33 @@ use crate::checkpoint::TensorKind;
 
 /// The optimiser's state, or a shard of it: moments, and where the model's weights are bf16 what they
 /// lack of the f32 numbers that are updated.
-pub struct OptimizerState<B: Backend, M: Element> {
+pub struct OptimizerState<B: Memory, M: Element> {
     pub(crate) remainder: Option<FlatBuffers<B, i16>>,
     pub(crate) first_moment: FlatBuffers<B, M>,
     pub(crate) second_moment: FlatBuffers<B, M>,
     shard: Shard,
+}
+
+impl<B: Memory, M: Element> OptimizerState<B, M> {
+    /// Fresh moments of `shard` of weights of type `T`, which are what was rounded to them.
+    ///
+    /// # Errors
+    /// When the device has no room.
+    pub fn zeros<T: Element>(
+        memory: &B,
+        layout: &ModelLayout,
+        shard: Shard,
+    ) -> Result<Self, Error> {
+        let remainder = || FlatBuffers::zeros_of(memory, layout, shard);
+        let remainder = || memory.for_purpose(Purpose::Remainders, remainder);
+        let moment = || FlatBuffers::zeros_of(memory, layout, shard);
+        Ok(OptimizerState {
+            remainder: (T::DTYPE == bf16::DTYPE).then(remainder).transpose()?,
+            first_moment: memory.for_purpose(Purpose::Moments, moment)?,
+            second_moment: memory.for_purpose(Purpose::Moments, moment)?,
+            shard,
+        })
+    }
 }
 
 impl<B: Backend, M: Element> OptimizerState<B, M> {
@@ -29,16 +51,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
     /// # Errors
     /// When the device has no room.
     pub fn new<T: Element>(model: &Model<B, T>, shard: Shard) -> Result<Self, Error> {
-        let (backend, layout) = (model.backend(), model.layout());
-        let remainder = (T::DTYPE == bf16::DTYPE)
-            .then(|| FlatBuffers::zeros_of(backend, layout, shard))
-            .transpose()?;
-        Ok(OptimizerState {
-            remainder,
-            first_moment: FlatBuffers::zeros_of(backend, layout, shard)?,
-            second_moment: FlatBuffers::zeros_of(backend, layout, shard)?,
-            shard,
-        })
+        Self::zeros::<T>(model.backend(), model.layout(), shard)
     }
 
     /// The local shard of every flat buffer, which is updated here.

@@ -9,6 +9,8 @@
 
 use std::ops::Range;
 
+use moh_model::Slots;
+
 /// A pass of one micro-batch through one chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Pass {
@@ -78,17 +80,50 @@ impl Stage {
     /// Warm-up forward passes before the first backward pass.
     fn ahead(&self, micro_batches: usize) -> usize {
         let after = self.stages - 1 - self.number;
-        let largest_group = micro_batches.div_ceil(self.rounds(micro_batches));
         match self.chunks {
             1 => after,
-            chunks => 2 * after + (chunks - 1) * largest_group,
+            chunks => (chunks - 1)
+                .saturating_mul(self.largest_group(micro_batches))
+                .saturating_add(2 * after),
         }
+    }
+
+    fn largest_group(&self, micro_batches: usize) -> usize {
+        micro_batches.div_ceil(self.rounds(micro_batches))
+    }
+
+    /// Room for the passes of a step; for one at least.
+    pub fn slots(&self, micro_batches: usize) -> Slots {
+        let passes = self.in_flight(micro_batches);
+        let tokens = match self.chunks {
+            1 => passes,
+            // Those of a round, and of the next round's first group.
+            _ => self.largest_group(micro_batches).saturating_mul(2).min(micro_batches),
+        };
+        Slots { micro_batches: tokens.max(1), passes: passes.max(1) }
     }
 
     /// Maximum number of passes in flight, from their forward to their backward pass.
     pub fn in_flight(&self, micro_batches: usize) -> usize {
         let all = micro_batches.saturating_mul(self.chunks);
         self.ahead(micro_batches).saturating_add(1).min(all)
+    }
+
+    /// Maximum number of messages to other stages in flight.
+    ///
+    /// The output of a pass is received before its backward pass, so each output in flight belongs to a pass in
+    /// flight on this stage, and each gradient in flight to a pass in flight on the stage before.
+    pub fn messages(&self, micro_batches: usize) -> usize {
+        let before = (self.number + self.stages - 1) % self.stages;
+        let there = Stage { number: before, ..*self }.in_flight(micro_batches);
+        match (self.stages, self.chunks) {
+            (1, _) => 0,
+            // A micro-batch whose output is in flight is in flight on the stage before as well, which has not
+            // been sent its gradient.
+            (_, 1) if self.number > 0 => there,
+            (_, 1) => self.in_flight(micro_batches),
+            _ => self.in_flight(micro_batches).saturating_add(there),
+        }
     }
 
     /// Rounds of all chunks, each of at least as many micro-batches as there are stages: with
@@ -121,22 +156,22 @@ impl Stage {
     }
 }
 
-/// Slots for the activations of a step's passes, at least 1.
-pub(crate) fn slots(passes: &[Pass]) -> usize {
-    passes.iter().map(|pass| pass.slot + 1).max().unwrap_or(1)
-}
-
-/// Slots for the tokens of a step's micro-batches, at least 1.
-pub(crate) fn token_slots(passes: &[Pass]) -> usize {
-    passes.iter().map(|pass| pass.tokens + 1).max().unwrap_or(1)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn stage(number: usize, stages: usize, chunks: usize) -> Stage {
         Stage { number, stages, chunks }
+    }
+
+    /// Slots that the passes of a step take.
+    fn slots(passes: &[Pass]) -> usize {
+        passes.iter().map(|pass| pass.slot + 1).max().unwrap_or(0)
+    }
+
+    /// Slots that the tokens of a step's micro-batches take.
+    fn token_slots(passes: &[Pass]) -> usize {
+        passes.iter().map(|pass| pass.tokens + 1).max().unwrap_or(0)
     }
 
     /// Passes as letters and micro-batches, with a prime per chunk.
@@ -156,7 +191,7 @@ mod tests {
         assert!(stage(1, 3, 1).passes(0).is_empty());
         let passes = stage(0, 3, 1).passes(9);
         assert_eq!(slots(&passes), 3);
-        assert_eq!(slots(&[]), 1);
+        assert_eq!(stage(0, 3, 1).slots(0), Slots { micro_batches: 1, passes: 1 });
     }
 
     #[test]
@@ -243,6 +278,35 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn there_is_room_for_every_pass_and_its_tokens() {
+        for (stages, chunks) in [(1, 1), (2, 1), (4, 1), (2, 2), (3, 2), (2, 3), (4, 3), (5, 4)] {
+            for (number, micro_batches) in (0..stages).flat_map(|n| (1..24).map(move |m| (n, m))) {
+                let stage = stage(number, stages, chunks);
+                let (passes, room) = (stage.passes(micro_batches), stage.slots(micro_batches));
+                assert_eq!(slots(&passes), room.passes);
+                let tokens = token_slots(&passes);
+                assert!(tokens <= room.micro_batches && room.micro_batches <= micro_batches);
+                // Two stages of a pipeline with virtual stages leave the most room.
+                assert!(chunks > 1 || tokens == room.micro_batches);
+            }
+        }
+    }
+
+    #[test]
+    fn messages_are_no_more_than_passes_in_flight() {
+        let messages = |stages, chunks, micro_batches| {
+            let of = |number| stage(number, stages, chunks).messages(micro_batches);
+            (0..stages).map(of).collect::<Vec<_>>()
+        };
+        assert_eq!(messages(1, 1, 9), [0]);
+        assert_eq!(messages(4, 1, 9), [4, 4, 3, 2]);
+        assert_eq!(messages(4, 1, 2), [2, 2, 2, 2]);
+        assert_eq!(messages(4, 1, 0), [0; 4]);
+        // 5 passes under way on the first stage and 3 on the other.
+        assert_eq!(messages(2, 2, 4), [8, 8]);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Small exchanges between the ranks of a run: a few values, text, and whether all succeeded.
 
 use moh_comm::{Group, Reduce};
-use moh_kernels::{Backend, Scalar};
+use moh_kernels::{Backend, Memory, Scalar};
 
 use crate::Error;
 
@@ -17,13 +17,18 @@ pub struct Ranks<B: Backend> {
     values: B::Buffer<f64>,
 }
 
+/// The buffer of the exchanged values.
+pub(crate) fn values<M: Memory>(memory: &M) -> Result<M::Buffer<f64>, Error> {
+    Ok(memory.allocate(MAX_VALUES)?)
+}
+
 impl<B: Backend> Ranks<B> {
     /// The ranks of `group`, with buffers on `backend`.
     ///
     /// # Errors
     /// Fails if the device is out of memory.
     pub fn new(backend: B, group: Group) -> Result<Self, Error> {
-        let values = backend.allocate(MAX_VALUES)?;
+        let values = values(&backend)?;
         Ok(Ranks { backend, group, values })
     }
 

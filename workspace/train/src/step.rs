@@ -15,8 +15,9 @@ use moh_model::{Activations, LossScale, Model, PassShape, PassSlot, Recompute, S
 use crate::Error;
 use crate::data_parallel::DataParallel;
 use crate::optimizer::OptimizerState;
-use crate::pipeline_schedule::{self, Pass, slots, token_slots};
+use crate::pipeline_schedule::{self, Pass};
 use crate::recipe::{self, Optimizer, Recipe, Stage};
+use crate::step_buffers::{StepBuffers, StepSizes};
 
 /// What the steps of a stage have in common.
 #[derive(Debug, Clone, PartialEq)]
@@ -105,6 +106,17 @@ impl StepPlan {
         }
     }
 
+    /// A pass over a micro-batch.
+    pub(crate) fn pass_shape(&self) -> PassShape {
+        PassShape {
+            batch: self.micro_batch,
+            length: self.sequence_length,
+            recompute: self.recompute,
+            training: true,
+            document_mask: self.document_mask,
+        }
+    }
+
     /// Sequences of one step.
     pub fn batch_sequences(&self) -> u64 {
         self.micro_batches * self.micro_batch as u64
@@ -118,32 +130,29 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     /// When the device has no room.
     pub fn new(model: &Model<B, T>, plan: StepPlan, groups: StepGroups) -> Result<Self, Error> {
         let length = plan.sequence_length;
-        let shape = PassShape {
-            batch: plan.micro_batch,
-            length,
-            recompute: plan.recompute,
-            training: true,
-            document_mask: plan.document_mask,
-        };
         let tokens = plan.micro_batch * length;
-        let gradients = FlatBuffers::zeros(model.backend(), model.layout())?;
-        let data_parallel = DataParallel::new(model, &groups.data, plan.reduce)?;
         // A step's passes are in memory, so their number is that of a `usize`.
         let micro_batches = usize::try_from(plan.micro_batches).unwrap_or(usize::MAX);
         let own = share(micro_batches, groups.data.rank(), groups.data.size());
-        let passes = stage_of(model).passes(own.len());
+        let stage = stage_of(model);
+        let sizes = StepSizes {
+            layout: model.layout(),
+            passes: model.pass_sizes(plan.pass_shape())?,
+            slots: stage.slots(own.len()),
+            data_ranks: groups.data.size(),
+            reduce: plan.reduce,
+        };
+        let message = sizes.passes.message_bytes::<T>();
+        model.parallel().reserve_sends(stage.messages(own.len()), message)?;
+        let buffers = StepBuffers::new(model.backend(), &sizes)?;
+        let StepBuffers { activations, gradients, rounded, sums } = buffers;
         Ok(Stepper {
-            activations: Activations::with_slots(
-                model,
-                shape,
-                token_slots(&passes),
-                slots(&passes),
-            )?,
-            passes,
+            activations,
+            passes: stage.passes(own.len()),
             own,
             gradients,
-            data_parallel,
-            sums: StepSums::new(model.backend())?,
+            data_parallel: DataParallel::new(model, &groups.data, rounded),
+            sums,
             host: HostBatch {
                 window: vec![0; length + 1],
                 ids: vec![0; tokens],

@@ -106,18 +106,17 @@ impl<T: Element> Gradients<'_, T> {
     }
 }
 
-fn backward_task<T: Element, F: Factor>(
-    arch: Arch,
-    args: &AttentionArgs<'_, Cpu>,
-    saved: Saved<'_, T>,
-    gradients: &Gradients<'_, T>,
-    task: (usize, usize),
-) {
-    let shape = &args.shape;
-    let AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = *shape;
+/// Columns of a row of gradients.
+fn width(head_dim: usize, lanes: usize) -> usize {
+    if head_dim <= NARROW { NARROW } else { head_dim.next_multiple_of(lanes / 2) }
+}
+
+/// Lengths of a task's scratch.
+pub(super) fn scratch<F: Factor>(arch: Arch, shape: &AttentionShape) -> [usize; 16] {
+    let head_dim = shape.head_dim;
     let lanes = arch.dispatch(Lanes);
     let padded = head_dim.next_multiple_of(product::ROWS);
-    let width = if head_dim <= NARROW { NARROW } else { head_dim.next_multiple_of(lanes / 2) };
+    let width = width(head_dim, lanes);
     let rows = padded_rows(shape.key_length);
     let blocks = rows.next_multiple_of(KEYS) * lanes;
     let factors = |count: usize| count / F::TERMS;
@@ -125,7 +124,7 @@ fn backward_task<T: Element, F: Factor>(
     // Where a factor has one term, both forms of the keys are the same.
     let turned = if F::TERMS == 1 { 0 } else { factors(keys) };
     let block = factors(KEYS * lanes);
-    let lengths = [
+    [
         factors(keys),
         turned,
         factors(keys),
@@ -142,8 +141,22 @@ fn backward_task<T: Element, F: Factor>(
         padded * lanes,
         rows * width,
         rows * width,
-    ];
-    with_scratch(lengths, |scratch| {
+    ]
+}
+
+fn backward_task<T: Element, F: Factor>(
+    arch: Arch,
+    args: &AttentionArgs<'_, Cpu>,
+    saved: Saved<'_, T>,
+    gradients: &Gradients<'_, T>,
+    task: (usize, usize),
+) {
+    let shape = &args.shape;
+    let AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = *shape;
+    let lanes = arch.dispatch(Lanes);
+    let padded = head_dim.next_multiple_of(product::ROWS);
+    let width = width(head_dim, lanes);
+    with_scratch(self::scratch::<F>(arch, shape), |scratch| {
         let [operands @ .., p, d_p, d_q, rounded, d_keys, d_values] = scratch;
         let rounded: &mut [T] = bytemuck::cast_slice_mut(rounded);
         let [keys, turned, values, q, d_o, q_rows, d_o_rows, p_rows, d_s_keys, d_s_rows] =

@@ -10,7 +10,7 @@ use super::lanes::{KEYS, Lanes, MOST_ROWS, padded_rows};
 use super::rows::{Row, check_key_values};
 use super::tile::{ForwardTile, Head};
 use super::{as_factors, for_each_task, for_each_tile, product, token, with_factors};
-use crate::attention::{AttentionArgs, AttentionForward, KeyValues};
+use crate::attention::{AttentionArgs, AttentionForward, AttentionShape, KeyValues};
 use crate::cpu::Cpu;
 use crate::disjoint::DisjointColumns;
 use crate::error::Result;
@@ -76,6 +76,23 @@ impl<T: Element> Outputs<'_, T> {
     }
 }
 
+/// Lengths of a task's scratch.
+pub(super) fn scratch<F: Factor>(arch: Arch, shape: &AttentionShape) -> [usize; 7] {
+    let (head_dim, lanes) = (shape.head_dim, arch.dispatch(Lanes));
+    let padded = head_dim.next_multiple_of(product::ROWS);
+    let (rows, block) = (padded_rows(shape.key_length), KEYS * lanes);
+    let factors = |count: usize| count / F::TERMS;
+    [
+        factors(rows * padded),
+        factors(rows * padded),
+        factors(head_dim * lanes),
+        block,
+        factors(block),
+        padded * lanes,
+        padded * lanes,
+    ]
+}
+
 fn forward_task<T: Element, F: Factor>(
     arch: Arch,
     args: &AttentionArgs<'_, Cpu>,
@@ -87,18 +104,7 @@ fn forward_task<T: Element, F: Factor>(
     let shape = &args.shape;
     let (head_dim, lanes) = (shape.head_dim, arch.dispatch(Lanes));
     let padded = head_dim.next_multiple_of(product::ROWS);
-    let (rows, block) = (padded_rows(shape.key_length), KEYS * lanes);
-    let factors = |count: usize| count / F::TERMS;
-    let lengths = [
-        factors(rows * padded),
-        factors(rows * padded),
-        factors(head_dim * lanes),
-        block,
-        factors(block),
-        padded * lanes,
-        padded * lanes,
-    ];
-    with_scratch(lengths, |[keys, values, q, scores, factors, o, rounded]| {
+    with_scratch(scratch::<F>(arch, shape), |[keys, values, q, scores, factors, o, rounded]| {
         let rounded: &mut [T] = bytemuck::cast_slice_mut(rounded);
         let [keys, values, q, factors] = [keys, values, q, factors].map(as_factors::<F>);
         let source = HeadRows::new(*shape, key_values, task);

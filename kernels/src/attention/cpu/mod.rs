@@ -32,6 +32,7 @@ use super::{Attention, AttentionArgs, AttentionBackward, AttentionForward, Atten
 use crate::cpu::Cpu;
 use crate::error::Result;
 use crate::scalar::Element;
+use crate::scratch;
 use backward::backward;
 use factor::Factor;
 use forward::forward;
@@ -74,6 +75,19 @@ macro_rules! with_factors {
     };
 }
 use with_factors;
+
+/// Bytes of scratch of a thread that computes attention, with its gradients in training.
+pub(crate) fn scratch_bytes<T: Element>(shape: &AttentionShape, training: bool) -> usize {
+    let arch = Arch::new();
+    with_factors!(F, T, arch, {
+        let forward = match shape.query_length {
+            1 => scratch::bytes(&token::scratch(shape)),
+            _ => scratch::bytes(&forward::scratch::<F>(arch, shape)),
+        };
+        let backward = || scratch::bytes(&backward::scratch::<F>(arch, shape));
+        if training { forward.max(backward()) } else { forward }
+    })
+}
 
 /// Scratch that holds factors, which have the size of its elements.
 fn as_factors<F: Factor>(scratch: &mut [f32]) -> &mut [F] {

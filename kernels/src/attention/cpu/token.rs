@@ -6,7 +6,7 @@ use pulp::Arch;
 use super::forward::Outputs;
 use super::gather::HeadRows;
 use super::rows::Row;
-use crate::attention::{AttentionArgs, KeyValues};
+use crate::attention::{AttentionArgs, AttentionShape, KeyValues};
 use crate::cpu::Cpu;
 use crate::math::{exp, largest, sum};
 use crate::scalar::Element;
@@ -18,6 +18,11 @@ const PARTS: usize = 8;
 /// Values that are added at a time.
 const VALUES: usize = 4;
 
+/// Lengths of a task's scratch.
+pub(super) fn scratch(shape: &AttentionShape) -> [usize; 3] {
+    [shape.head_dim, shape.key_length, shape.head_dim]
+}
+
 pub(super) fn forward_task<T: Element>(
     arch: Arch,
     args: &AttentionArgs<'_, Cpu>,
@@ -28,7 +33,7 @@ pub(super) fn forward_task<T: Element>(
 ) {
     let (shape, head_dim) = (&args.shape, args.shape.head_dim);
     let source = HeadRows::new(*shape, key_values, (sequence, kv_head));
-    with_scratch([head_dim, shape.key_length, head_dim], |[query, scores, sums]| {
+    with_scratch(scratch(shape), |[query, scores, sums]| {
         let attend = |row: Row| {
             let numbers = &queries[row.token * shape.query_stride + row.head * head_dim..];
             for (slot, number) in query.iter_mut().zip(numbers) {

@@ -6,20 +6,19 @@
 use bytemuck::{Pod, Zeroable};
 
 use super::packed::{PACK_BACKWARD, PACK_FORWARD, Packed, Parameters};
-use super::{Addresses, AttentionArgs, AttentionShape, packed};
+use super::{Addresses, AttentionArgs};
 use crate::cuda::{BoxedTensor, Cuda, TensorMap, mirrored};
 use crate::error::Result;
-use crate::scalar::{DType, Element};
+use crate::gpu_workspace::attention::{
+    Areas, KEYS, ROWS, hopper_takes, packed_before_areas, row_tiles, sequences_at_once, tile_bytes,
+};
+use crate::scalar::Element;
 
-/// Widths of a head that kernels are compiled for.
-const WIDTHS: [usize; 2] = [64, 128];
 /// Threads of the blocks that multiply, and of those before and after.
 const THREADS: usize = 384;
 const OTHER_THREADS: usize = 256;
-/// Keys, and packed rows forward and backward, of a tile.
-const KEYS: usize = 128;
+/// Packed rows forward of a tile.
 const FORWARD_ROWS: usize = 128;
-const ROWS: usize = 64;
 /// Stages of tiles in shared memory, and of the backward pass's queries.
 const STAGES: usize = 2;
 const QUERY_STAGES: usize = 3;
@@ -27,11 +26,6 @@ const QUERY_STAGES: usize = 3;
 const PANEL: usize = 64;
 /// Multiple of numbers at which rows start: 16 bytes.
 const ALIGNMENT: usize = 8;
-/// Tiles of keys of a sequence at the most: a grid has no more blocks in its second dimension.
-const MOST_KEY_TILES: usize = 65535;
-/// Scratch memory up to which the backward pass takes several sequences at once.
-const FEW_BYTES: usize = 512 << 20;
-
 /// `Scratch` of hopper.cuh.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -63,16 +57,6 @@ struct Maps {
 
 mirrored!(Maps, 256, k 0, v 128);
 
-/// Bytes of a tile of bf16.
-fn tile_bytes(rows: usize, width: usize) -> usize {
-    rows * width * 2
-}
-
-/// `row_tile_bytes` of hopper.cuh.
-fn row_tile_bytes(width: usize) -> usize {
-    tile_bytes(2 * ROWS, width) + ROWS * 16
-}
-
 /// `forward_shared` of hopper.cuh.
 fn forward_shared_bytes(width: usize) -> usize {
     STAGES * (tile_bytes(FORWARD_ROWS + 2 * KEYS, width) + 4 * FORWARD_ROWS * 4 + 4 * 4)
@@ -97,59 +81,13 @@ pub(super) fn takes<T: Element>(
     at: &Addresses,
 ) -> bool {
     let (shape, device) = (&args.shape, cuda.device());
-    T::DTYPE == DType::BF16
-        && WIDTHS.contains(&shape.head_dim)
-        && shape.tokens() > 0
+    hopper_takes::<T>(shape)
         && at.block_table == 0
         && at.are_multiples_of(shape, ALIGNMENT)
         && at.fit_32_bits(shape)
-        && shape.key_length.div_ceil(KEYS) <= MOST_KEY_TILES
         && device.runs_hopper()
         && forward_shared_bytes(shape.head_dim) <= cuda.most_shared_bytes()
         && backward_shared_bytes(shape.head_dim) <= cuda.most_shared_bytes()
-}
-
-/// Row tiles of each key/value head of a sequence.
-fn row_tiles(shape: &AttentionShape) -> usize {
-    (shape.query_length * shape.group_size()).div_ceil(ROWS)
-}
-
-/// Scratch of the backward pass beside the packed rows, for some sequences.
-struct Areas {
-    row_tiles: usize,
-    d_q_sums: usize,
-    turns: usize,
-}
-
-impl Areas {
-    fn new(shape: &AttentionShape, sequences: usize) -> Self {
-        let tiles = sequences * shape.kv_heads * row_tiles(shape);
-        Areas {
-            row_tiles: tiles * row_tile_bytes(shape.head_dim),
-            d_q_sums: tiles * ROWS * shape.head_dim * 4,
-            turns: tiles * 4,
-        }
-    }
-
-    fn bytes(&self) -> usize {
-        self.row_tiles + self.d_q_sums + self.turns
-    }
-}
-
-/// How many sequences the backward pass takes at once: one, or as many as need few bytes.
-fn sequences_at_once(shape: &AttentionShape) -> usize {
-    let one = Areas::new(shape, 1).bytes().max(1);
-    (FEW_BYTES / one).clamp(1, shape.batch.max(1))
-}
-
-/// Bytes of the packed rows before other areas, which start at multiples of 16 bytes.
-fn packed_bytes(shape: &AttentionShape, routed: bool) -> usize {
-    packed::scratch_bytes(shape, routed).next_multiple_of(16)
-}
-
-/// Scratch of the backward pass.
-pub(super) fn backward_scratch_bytes(shape: &AttentionShape, routed: bool) -> usize {
-    packed_bytes(shape, routed) + Areas::new(shape, sequences_at_once(shape)).bytes()
 }
 
 /// Some sequences of a problem whose rows are packed.
@@ -251,7 +189,7 @@ fn backward_by(
     let shape = &args.shape;
     let packed = Packed::new(PACK_BACKWARD, cuda, args, at, scratch)?;
     let areas = Areas::new(shape, sequences);
-    let row_tiles = scratch + packed_bytes(shape, args.is_routed()) as u64;
+    let row_tiles = scratch + packed_before_areas(shape, args.is_routed()) as u64;
     let d_q_sums = row_tiles + areas.row_tiles as u64;
     let turns = if cuda.is_deterministic() { d_q_sums + areas.d_q_sums as u64 } else { 0 };
     let at_once = cuda.device().multiprocessors() / shape.kv_heads;
@@ -270,8 +208,9 @@ mod tests {
     use half::bf16;
 
     use super::*;
-    use crate::attention::Selection;
+    use crate::attention::{AttentionShape, Selection};
     use crate::cuda::CudaBuffer;
+    use crate::gpu_workspace::attention::hopper_backward_bytes;
     use crate::memory::Memory;
     use crate::rope::QkvShape;
 
@@ -343,7 +282,7 @@ mod tests {
                 delta: delta.address(),
                 ..Addresses::of_qkv::<bf16>(&shape, qkv.address())
             };
-            let scratch = cuda.scratch(backward_scratch_bytes(&shape, true)).unwrap();
+            let scratch = cuda.scratch(hopper_backward_bytes(&shape, true)).unwrap();
             forward(&cuda, &args, &at, scratch).unwrap();
             backward_by(sequences, &cuda, &args, &at, scratch).unwrap();
             let mut gradients = vec![bf16::ZERO; d_qkv.len()];

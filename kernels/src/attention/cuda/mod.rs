@@ -12,6 +12,9 @@ use super::{
 };
 use crate::cuda::{Cuda, CudaView};
 use crate::error::{Result, check_len, ensure};
+use crate::gpu_workspace::attention::{
+    delta_bytes, fits_32_bits, hopper_backward_bytes, packed_bytes,
+};
 use crate::scalar::Element;
 
 /// A way to compute attention on a GPU. Each takes fewer problems, and is faster on them, than the
@@ -65,8 +68,8 @@ impl AttentionPath {
     /// The scratch that the backward pass needs on this path.
     fn backward_scratch_bytes(self, shape: &AttentionShape, routed: bool) -> usize {
         match self {
-            Self::Hopper => hopper::backward_scratch_bytes(shape, routed),
-            Self::Tiled => packed::scratch_bytes(shape, routed),
+            Self::Hopper => hopper_backward_bytes(shape, routed),
+            Self::Tiled => packed_bytes(shape, routed),
             Self::Plain => 0,
         }
     }
@@ -131,9 +134,7 @@ impl Addresses {
 
     /// Whether numbers of queries, keys and values in a sequence fit 32 bits.
     fn fit_32_bits(&self, shape: &AttentionShape) -> bool {
-        let longest = shape.query_length.max(shape.key_length);
-        let widest = shape.query_stride.max(self.key_stride).max(shape.heads);
-        u32::try_from(longest.saturating_mul(widest)).is_ok()
+        fits_32_bits(shape, self.key_stride)
     }
 }
 
@@ -170,11 +171,6 @@ impl<'a> AttentionArgs<'a, Cuda> {
     }
 }
 
-/// The most scratch of the forward pass.
-pub(crate) fn forward_scratch_bytes(shape: &AttentionShape, routed: bool) -> usize {
-    packed::scratch_bytes(shape, routed)
-}
-
 /// The most scratch of the backward pass over aligned rows of `T`, whatever the caller has room
 /// for.
 pub(crate) fn backward_scratch_bytes<T: Element>(
@@ -185,12 +181,6 @@ pub(crate) fn backward_scratch_bytes<T: Element>(
     let nowhere = Addresses::of_qkv::<T>(shape, 0);
     let path = AttentionPath::choose::<T>(cuda, &AttentionArgs::causal(*shape), &nowhere);
     delta_bytes(shape) + path.backward_scratch_bytes(shape, routed)
-}
-
-/// Bytes of `<d_out, O>` where the caller does not want it; what follows starts at a multiple of
-/// 16.
-fn delta_bytes(shape: &AttentionShape) -> usize {
-    (shape.tokens() * shape.heads * size_of::<f32>()).next_multiple_of(16)
 }
 
 impl Attention for Cuda {
@@ -208,7 +198,7 @@ impl Attention for Cuda {
             log_sum_exp: log_sum_exp.address,
             ..Addresses::of_keys(shape, key_values)
         };
-        let packed = || self.scratch(forward_scratch_bytes(shape, args.is_routed()));
+        let packed = || self.scratch(packed_bytes(shape, args.is_routed()));
         let path = AttentionPath::choose::<T>(self, &args, &at);
         self.remember_attention(path);
         match path {

@@ -3,7 +3,7 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{Addresses, AttentionArgs, AttentionShape};
+use super::{Addresses, AttentionArgs};
 use crate::cuda::{Cuda, address_or_null, mirrored};
 use crate::error::Result;
 
@@ -136,11 +136,6 @@ impl Parameters {
     pub(super) fn batch(&self) -> usize {
         self.batch as usize
     }
-}
-
-/// Bytes of the packed rows, of which there are none where every row is selected.
-pub(super) fn scratch_bytes(shape: &AttentionShape, routed: bool) -> usize {
-    if routed { (shape.tokens() * shape.heads + shape.batch * shape.kv_heads) * 4 } else { 0 }
 }
 
 /// Kernels that pack the rows, and set to zero what the pass does not write of the pairs that were not

@@ -132,7 +132,7 @@ fn plan_of(
     config: &ModelConfig,
     (ranks, hardware): (Option<NonZeroUsize>, Option<Hardware>),
 ) -> anyhow::Result<Plan> {
-    let mut plan = Plan::new(recipe, config);
+    let mut plan = Plan::new(recipe, config)?;
     if let Some(tflops) = arguments.device_tflops {
         plan = plan.with_device_tflops(tflops);
     }

@@ -40,6 +40,12 @@ pub(crate) trait Engine: Send + Sync {
     /// call, or the operation of its ticket, is done.
     fn send(&self, region: Region<'_>, to: usize, tag: u32) -> Result<Ticket>;
 
+    /// Allocates memory for `messages` messages of `bytes` bytes in flight, over all groups of this process;
+    /// memory allocated before counts. Engines without it allocate as they send.
+    fn reserve_sends(&self, _messages: usize, _bytes: usize) -> Result<()> {
+        Ok(())
+    }
+
     /// Receives the messages of rank `from` with this tag, in the order in which they were sent.
     fn recv(&self, region: RegionMut<'_>, from: usize, tag: u32) -> Result<Ticket>;
 

@@ -23,8 +23,53 @@ impl Scratch {
         self.of_len(bytes.len()).copy_from_slice(bytes);
     }
 
+    /// Bytes that it has room for.
+    #[cfg(any(feature = "mpi", test))]
+    fn room(&self) -> usize {
+        self.words.len() * size_of::<u64>()
+    }
+
     /// The bytes of the last requested length.
     pub(crate) fn bytes(&self) -> &[u8] {
         &bytemuck::cast_slice(&self.words)[..self.len]
+    }
+}
+
+/// The smallest of the free buffers that has room for `len` bytes, or a new one.
+#[cfg(any(feature = "mpi", test))]
+pub(crate) fn take(free: &mut Vec<Scratch>, len: usize) -> Scratch {
+    let fitting = free.iter().enumerate().filter(|(_, scratch)| scratch.room() >= len);
+    let smallest = fitting.min_by_key(|(_, scratch)| scratch.room()).map(|(at, _)| at);
+    smallest.map_or_else(Scratch::default, |at| free.swap_remove(at))
+}
+
+/// Makes sure that `count` of the free buffers have room for `len` bytes.
+#[cfg(any(feature = "mpi", test))]
+pub(crate) fn reserve(free: &mut Vec<Scratch>, count: usize, len: usize) {
+    let there = free.iter().filter(|scratch| scratch.room() >= len).count();
+    free.extend((there..count).map(|_| {
+        let mut scratch = Scratch::default();
+        scratch.of_len(len);
+        scratch
+    }));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_reserved_is_there_once_and_kept_for_what_needs_it() {
+        let mut free = Vec::new();
+        reserve(&mut free, 3, 100);
+        reserve(&mut free, 2, 80);
+        reserve(&mut free, 1, 8);
+        assert_eq!(free.len(), 3);
+        reserve(&mut free, 1, 200);
+        // A longer message takes the longest buffer, a short one none that a longer one needs.
+        assert_eq!(take(&mut free, 105).room(), 200);
+        assert_eq!(take(&mut free, 100).room(), 104);
+        assert_eq!(take(&mut free, 105).room(), 0);
+        assert_eq!(free.len(), 2);
     }
 }

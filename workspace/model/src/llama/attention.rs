@@ -67,7 +67,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let (key_length, key_values) = self.key_values(tokens, qkv, cache.as_deref());
         let routing = kept.routing.as_ref().filter(|_| self.routers[layer].is_some());
         backend.attention_forward(AttentionForward {
-            args: tokens.attention(self.attention_shape(&tokens.shape, key_length), routing),
+            args: tokens.attention(AttentionShape::of_qkv(&tokens.shape, key_length), routing),
             queries: B::view(qkv, 0..n * row),
             key_values,
             out: B::view_mut(&mut kept.attended, 0..n * queries),
@@ -128,7 +128,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let (n, shape) = (tokens.shape.tokens(), &tokens.shape);
         let routing = kept.routing.as_ref().filter(|_| self.routers[*layer].is_some());
         self.backend.attention_backward(AttentionBackward {
-            args: tokens.attention(self.attention_shape(shape, shape.length), routing),
+            args: tokens.attention(AttentionShape::of_qkv(shape, shape.length), routing),
             qkv: B::whole(cheap.rotated(&kept.qkv)),
             out: B::whole(&kept.attended),
             log_sum_exp: B::whole(&kept.log_sum_exp),

@@ -84,9 +84,28 @@ pub(crate) fn routing_shape<B: Backend, T: Element>(
     tokens: usize,
     heads: Heads,
 ) -> Result<Option<RoutingShape>> {
+    largest(routers.iter().flatten().map(|router| router.routing_shape(tokens, heads)))
+}
+
+/// As [`routing_shape`], with the routers that a configuration asks for.
+///
+/// # Errors
+/// As [`routing_shape`].
+pub(crate) fn routing_shape_of(
+    config: &ModelConfig,
+    tokens: usize,
+    heads: Heads,
+) -> Result<Option<RoutingShape>> {
+    let layers =
+        (0..config.num_hidden_layers).filter_map(|layer| query_norm::of_layer(config, layer));
+    largest(layers.map(|router| router.routing_shape(tokens, heads)))
+}
+
+/// Sizes that serve each of the layers.
+fn largest(layers: impl Iterator<Item = Result<RoutingShape>>) -> Result<Option<RoutingShape>> {
     let mut shape: Option<RoutingShape> = None;
-    for router in routers.iter().flatten() {
-        let layer = router.routing_shape(tokens, heads)?;
+    for layer in layers {
+        let layer = layer?;
         shape = Some(shape.map_or(layer, |shape| RoutingShape {
             shared_heads: shape.shared_heads.min(layer.shared_heads),
             saved_per_token: shape.saved_per_token.max(layer.saved_per_token),

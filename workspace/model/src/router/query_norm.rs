@@ -18,9 +18,13 @@ pub(super) fn router<B: Backend, T: Element>(
     config: &ModelConfig,
     layer: usize,
 ) -> Option<Arc<dyn Router<B, T>>> {
+    of_layer(config, layer).map(|router| Arc::new(router) as _)
+}
+
+/// As [`router`], whatever the device and the elements.
+pub(super) fn of_layer(config: &ModelConfig, layer: usize) -> Option<QueryNormRouter> {
     let LayerHeads { shared: shared_heads, top_k } = config.layer_heads(layer);
-    let routed = config.routed_heads(layer);
-    (routed > 0).then(|| Arc::new(QueryNormRouter { shared_heads, top_k }) as _)
+    (config.routed_heads(layer) > 0).then_some(QueryNormRouter { shared_heads, top_k })
 }
 
 impl<B: Backend, T: Element> Router<B, T> for QueryNormRouter {

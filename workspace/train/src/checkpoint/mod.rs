@@ -12,6 +12,7 @@ mod write;
 
 pub use manifest::{Evaluation, Manifest, Moment, RunState, TensorEntry, TensorKind};
 pub use read::{StoredCheckpoint, newest};
+pub(crate) use write::staging_bytes;
 pub use write::{prune, write};
 
 /// Name of the manifest in a checkpoint's directory.

@@ -59,19 +59,23 @@ pub struct Speed {
 }
 
 impl ClusterStage {
-    pub(super) fn new(work: &Work, hardware: Option<&Hardware>, checkpoint: f64) -> Self {
+    pub(super) fn new(
+        work: &Work,
+        hardware: Option<&Hardware>,
+        checkpoint: f64,
+    ) -> Result<Self, Error> {
         let sent = (0..work.layout.pipeline).map(|rank| Traffic::new(work, rank));
         let more = |most: Traffic, next: Traffic| {
             if next.bytes() > most.bytes() { next } else { most }
         };
-        ClusterStage {
+        Ok(ClusterStage {
             layout: work.layout,
             micro_batches: work.own_micro_batches(),
             idle_data_ranks: (work.layout.data as u64).saturating_sub(work.micro_batches()),
-            memory: RankMemory::fullest(work),
+            memory: RankMemory::fullest(work)?,
             traffic: sent.fold(Traffic::default(), more),
             speed: hardware.map(|hardware| Speed::new(work, hardware, checkpoint)),
-        }
+        })
     }
 }
 
@@ -105,8 +109,8 @@ impl Plan {
     /// the recipe.
     ///
     /// # Errors
-    /// When the ranks are no multiple of a stage's tensor x pipeline, or a stage has more parts than
-    /// the model has blocks.
+    /// When the ranks are no multiple of a stage's tensor x pipeline, its tensor ranks do not divide the
+    /// key/value heads, or it has more parts than the model has blocks.
     pub fn on_ranks(
         self,
         recipe: &Recipe,
@@ -123,9 +127,9 @@ impl Plan {
                 .ok_or_else(|| no_multiple(path, stage, ranks))?;
             let work = Work::new(recipe, stage, &model, layout)?;
             let checkpoint = checkpoint_seconds.unwrap_or(0.0);
-            Ok::<_, Error>(ClusterStage::new(&work, hardware.as_ref(), checkpoint))
+            ClusterStage::new(&work, hardware.as_ref(), checkpoint)
         };
-        let stages = recipe.stages.iter().map(stage).collect::<Result<_, _>>()?;
+        let stages = recipe.stages.iter().map(stage).collect::<Result<_, Error>>()?;
         let cluster = Cluster { ranks, hardware, stages, checkpoint_seconds };
         Ok(Plan { cluster: Some(cluster), ..self })
     }

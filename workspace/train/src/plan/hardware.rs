@@ -46,7 +46,7 @@ pub struct Hardware {
 pub struct DeviceRates {
     /// Memory in bytes.
     pub memory_bytes: u64,
-    /// Of it, what the driver, libraries and their workspaces take.
+    /// Of it, what a plan has no line for: fragmentation, other programs.
     pub reserved_bytes: u64,
     /// Matrix products in bf16, TFLOP/s.
     pub matmul_bf16_tflops: f64,

@@ -5,7 +5,7 @@ use moh_model::ModelConfig;
 use super::cluster::{ClusterStage, Speed, checkpoint_seconds};
 use super::hardware::Hardware;
 use super::work::{Layout, Work};
-use super::{Plan, grown};
+use super::{DiskBytes, grown};
 use crate::recipe::{Recipe, Stage};
 
 /// Layouts that are shown for each stage.
@@ -72,9 +72,9 @@ impl Suggestions {
     /// Looks for the layouts of `ranks` ranks of a machine for each stage of `recipe` on `model`,
     /// whose vocabulary is that before it grows.
     pub fn new(recipe: &Recipe, model: &ModelConfig, ranks: usize, hardware: Hardware) -> Self {
-        let checkpoint = Plan::new(recipe, model).disk.checkpoint;
-        let checkpoint = checkpoint_seconds(checkpoint, &hardware, ranks);
         let model = grown(recipe, model);
+        let checkpoint = DiskBytes::new(recipe, &model).checkpoint;
+        let checkpoint = checkpoint_seconds(checkpoint, &hardware, ranks);
         let of_stage = |stage| suggest(recipe, stage, &model, ranks, (&hardware, checkpoint));
         let stages = recipe.stages.iter().map(of_stage).collect();
         Suggestions { ranks, stages, hardware }
@@ -97,8 +97,10 @@ fn suggest(
             if !serves(&work) {
                 continue;
             }
+            let Ok(cluster) = ClusterStage::new(&work, Some(hardware), checkpoint) else {
+                continue;
+            };
             considered += 1;
-            let cluster = ClusterStage::new(&work, Some(hardware), checkpoint);
             let bytes = cluster.memory.total();
             least_bytes = Some(least_bytes.map_or(bytes, |least| least.min(bytes)));
             if let Some(speed) = cluster.speed.filter(|_| bytes <= hardware.usable_bytes()) {

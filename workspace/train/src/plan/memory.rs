@@ -1,14 +1,28 @@
-//! Memory of one rank, in bytes, by what it is for. The formulas are in `docs/plan.md`.
-//!
-//! What is counted here is what a rank allocates: [`StateBytes`] once, [`ActivationBytes`] for every
-//! micro-batch that is under way. Workspaces of libraries and the system's own needs come on top.
+//! Memory of one rank, in bytes, by what it is for: the constructors of a run's buffers, on a memory that
+//! counts. What is not a buffer is counted beside them.
 
-use moh_kernels::cross_entropy::{GPU_CHUNK, HeadShape};
-use moh_kernels::{Cpu, ElementType, Workspace};
-use moh_model::model_parallel::Part;
+use moh_comm::Coordinates;
+use moh_device::{InTrainingElements, TrainingTypes, in_training_elements};
+use moh_eval::Evaluator;
+use moh_kernels::ranks::share;
+use moh_kernels::{CountedDevice, CountingMemory, Element, Purpose};
+use moh_model::layout::ModelLayout;
+use moh_model::model_parallel::{Part, TensorShare};
+use moh_model::parameters::Shard;
+use moh_model::{ModelBuffers, ModelConfig, PassSizes, Slots};
 
-use super::work::Work;
-use crate::recipe::{Device, Recompute};
+use super::work::{Layout, Work};
+use crate::checkpoint;
+use crate::optimizer::OptimizerState;
+use crate::recipe::{Device, Recipe, Stage};
+use crate::step::StepPlan;
+use crate::step_buffers::{StepBuffers, StepSizes};
+use crate::{Error, pipeline_schedule, ranks};
+
+/// What a process takes of a GPU's memory before its first buffer: the driver's context and the kernels.
+const CONTEXT: u64 = 512 << 20;
+/// What NCCL takes of a GPU's memory for its communicators' channels.
+const NCCL: u64 = 1 << 30;
 
 /// Memory of weights and optimiser, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,6 +54,23 @@ pub struct ActivationBytes {
     pub evaluation: u64,
 }
 
+/// Memory that no other line counts, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct OtherBytes {
+    /// What operators use beside their arguments, on a GPU.
+    pub scratch: u64,
+    /// Tables of rotary position embedding, and sums.
+    pub tables: u64,
+    /// Copies of messages to other stages of the pipeline that are not received yet.
+    pub messages: u64,
+    /// Scratch of the CPU's threads.
+    pub thread_scratch: u64,
+    /// What the GPU's driver and libraries take.
+    pub libraries: u64,
+    /// The host's memory for a checkpoint's tensors, one at a time.
+    pub staging: u64,
+}
+
 /// Memory of one rank, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RankMemory {
@@ -51,6 +82,10 @@ pub struct RankMemory {
     pub state: StateBytes,
     /// What depends on the micro-batch.
     pub activations: ActivationBytes,
+    /// Whatever else there is.
+    pub other: OtherBytes,
+    /// Whose memory it is.
+    pub device: Device,
 }
 
 impl StateBytes {
@@ -69,161 +104,232 @@ impl ActivationBytes {
     }
 }
 
+impl OtherBytes {
+    /// All of it that lies in the memory of `device`.
+    pub fn total(&self, device: Device) -> u64 {
+        let OtherBytes { scratch, tables, messages, thread_scratch, libraries, staging } = *self;
+        let on_host = match device {
+            Device::Cpu => [thread_scratch, staging],
+            Device::Cuda => [0; 2],
+        };
+        sum([scratch, tables, messages, libraries, sum(on_host)])
+    }
+}
+
 impl RankMemory {
-    /// All of it.
+    /// All of it that lies in the device's memory.
     pub fn total(&self) -> u64 {
-        sum([self.state.total(), self.activations.total()])
+        sum([self.state.total(), self.activations.total(), self.other.total(self.device)])
+    }
+
+    /// Memory of the rank at `place` in `layout` in a stage of `recipe`, on a model whose vocabulary has
+    /// grown.
+    ///
+    /// # Errors
+    /// A layout that does not divide the model, and heads that cannot be routed.
+    pub fn of_rank(
+        recipe: &Recipe,
+        stage: &Stage,
+        model: &ModelConfig,
+        layout: Layout,
+        place: Coordinates,
+    ) -> Result<RankMemory, Error> {
+        let work = Work::new(recipe, stage, model, layout)?;
+        let micro_batches = usize::try_from(work.micro_batches()).unwrap_or(usize::MAX);
+        let own = share(micro_batches, place.data, layout.data).len();
+        Self::at(&work, &parts(&work)?[place.pipeline], place, own)
     }
 
     /// Memory of the rank of `work` that has most to hold.
-    pub(super) fn fullest(work: &Work) -> RankMemory {
-        let ranks = (1..work.layout.pipeline).map(|rank| RankMemory::new(work, rank));
-        // The first of equal ones.
-        ranks.fold(
-            RankMemory::new(work, 0),
-            |most, next| {
-                if next.total() > most.total() { next } else { most }
-            },
-        )
+    pub(super) fn fullest(work: &Work) -> Result<RankMemory, Error> {
+        let (parts, data) = (parts(work)?, work.layout.data as u64);
+        let count = |count| usize::try_from(count).unwrap_or(usize::MAX);
+        // Data ranks differ by a micro-batch at the most.
+        let most = count(work.micro_batches().div_ceil(data.max(1)));
+        let fewest = count(work.micro_batches() / data.max(1));
+        let counts = if most == fewest { vec![most] } else { vec![most, fewest] };
+        let mut fullest: Option<RankMemory> = None;
+        for (pipeline, part) in parts.iter().enumerate() {
+            for tensor in distinct_tensor_ranks(work) {
+                for &micro_batches in &counts {
+                    let place = Coordinates { tensor, data: 0, pipeline };
+                    let found = Self::at(work, part, place, micro_batches)?;
+                    // The first of equal ones.
+                    fullest = match fullest {
+                        Some(most) if most.total() >= found.total() => Some(most),
+                        _ => Some(found),
+                    };
+                }
+            }
+        }
+        let none = moh_model::Error::Pipeline { stages: 0, layers: work.model.num_hidden_layers };
+        Ok(fullest.ok_or(none)?)
     }
 
-    /// Memory of rank `rank` of the pipeline.
-    pub(super) fn new(work: &Work, rank: usize) -> RankMemory {
+    /// Memory of a rank with so many micro-batches in a step, and with a part of the model of which it
+    /// holds its share.
+    fn at(
+        work: &Work,
+        part: &Part,
+        place: Coordinates,
+        micro_batches: usize,
+    ) -> Result<RankMemory, Error> {
+        let stage = pipeline_schedule::Stage {
+            number: place.pipeline,
+            stages: work.layout.pipeline.max(1),
+            chunks: part.chunks.len(),
+        };
+        let tensor = TensorShare { rank: place.tensor, ranks: work.layout.tensor.max(1) };
+        tensor.check(&work.model)?;
+        let part = &Part { tensor, ..part.clone() };
+        let device = work.recipe.run.device;
+        let slots = stage.slots(micro_batches);
+        if !fits_numbers(work) {
+            return Ok(Self::boundless(place.pipeline, slots, device));
+        }
+        let memory = CountingMemory::new(match device {
+            Device::Cpu => CountedDevice::Cpu,
+            Device::Cuda => CountedDevice::Gpu,
+        });
+        let data = work.layout.data.max(1);
+        let layout = ModelLayout::of_part(&work.model, data, part);
+        let (recipe, precision) = (work.recipe, &work.recipe.precision);
+        let types = TrainingTypes {
+            weights: recipe.run.dtype,
+            gradients: precision.gradients,
+            moments: precision.moments,
+        };
+        let buffers = Buffers { work, part, layout: &layout, slots, memory: &memory };
+        let message = in_training_elements(types, buffers)?;
+        let messages = stage.messages(micro_batches) as u64;
+        let other = OtherBytes {
+            messages: messages.saturating_mul(message as u64),
+            libraries: libraries(&memory, device, work.layout.ranks()),
+            staging: checkpoint::staging_bytes(&layout, data),
+            ..OtherBytes::default()
+        };
+        let counted = Self::counted(&memory, device, other);
+        let in_flight = slots.passes as u64;
+        Ok(RankMemory { pipeline_rank: place.pipeline, in_flight, ..counted })
+    }
+
+    /// What was counted, and what is beside the buffers.
+    fn counted(memory: &CountingMemory, device: Device, other: OtherBytes) -> RankMemory {
         RankMemory {
-            pipeline_rank: rank,
-            in_flight: work.in_flight(rank),
-            state: state(work, rank),
-            activations: activations(work, rank),
+            pipeline_rank: 0,
+            in_flight: 0,
+            state: StateBytes {
+                weights: memory.bytes(Purpose::Weights),
+                remainder: memory.bytes(Purpose::Remainders),
+                gradients: memory.bytes(Purpose::Gradients),
+                rounded: memory.bytes(Purpose::RoundedGradients),
+                moments: memory.bytes(Purpose::Moments),
+            },
+            activations: ActivationBytes {
+                kept: memory.bytes(Purpose::Activations),
+                block_gradients: memory.bytes(Purpose::ActivationGradients),
+                gathered: memory.bytes(Purpose::Gathered),
+                logits: memory.bytes(Purpose::Logits),
+                evaluation: memory.bytes(Purpose::Evaluation),
+            },
+            other: OtherBytes {
+                scratch: memory.bytes(Purpose::Scratch),
+                tables: memory.bytes(Purpose::Other),
+                thread_scratch: memory.thread_scratch(),
+                ..other
+            },
+            device,
+        }
+    }
+
+    /// Of a rank whose buffers have more numbers than a computer addresses.
+    fn boundless(pipeline_rank: usize, slots: Slots, device: Device) -> RankMemory {
+        RankMemory {
+            pipeline_rank,
+            in_flight: slots.passes as u64,
+            state: StateBytes { weights: 0, remainder: 0, gradients: 0, rounded: 0, moments: 0 },
+            activations: ActivationBytes { kept: u64::MAX, ..ActivationBytes::default() },
+            other: OtherBytes::default(),
+            device,
         }
     }
 }
 
-/// Weights and gradients whole on every data rank; the optimiser's state divided among them.
-fn state(work: &Work, rank: usize) -> StateBytes {
-    let (dtype, precision) = (work.recipe.run.dtype, &work.recipe.precision);
-    let numbers = work.rank_numbers(rank);
-    let share = numbers / work.layout.data.max(1) as u128;
-    let of = |numbers: u128, bytes: usize| saturate(numbers.saturating_mul(bytes as u128));
-    let rounds = work.layout.data > 1
-        && precision.gradients == ElementType::F32
-        && precision.reduce == ElementType::BF16;
-    StateBytes {
-        weights: of(numbers, dtype.bytes()),
-        remainder: match dtype {
-            ElementType::F32 => 0,
-            ElementType::BF16 => of(share, 2),
-        },
-        gradients: of(numbers, precision.gradients.bytes()),
-        rounded: if rounds { of(numbers, 2) } else { 0 },
-        moments: of(share, 2 * precision.moments.bytes()),
+/// All buffers of a rank in a stage.
+struct Buffers<'a> {
+    work: &'a Work<'a>,
+    part: &'a Part,
+    layout: &'a ModelLayout,
+    slots: Slots,
+    memory: &'a CountingMemory,
+}
+
+impl InTrainingElements for Buffers<'_> {
+    type Output = Result<usize, Error>;
+
+    /// Constructs what a run constructs, in its order; returns the bytes of a message to another stage.
+    fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
+        let Buffers { work, part, layout, slots, memory } = self;
+        let (recipe, config) = (work.recipe, &work.model);
+        let (batch, length) = (work.micro_batch, recipe.data.sequence_length);
+        let plan = StepPlan { micro_batch: batch, ..StepPlan::new(recipe, work.stage) };
+        let data_ranks = work.layout.data.max(1);
+        ranks::values(memory)?;
+        ModelBuffers::<_, T>::zeros(memory, config, layout, length)?;
+        let shard = Shard { rank: 0, size: data_ranks };
+        OptimizerState::<_, M>::zeros::<T>(memory, layout, shard)?;
+        let passes = PassSizes::new(config, layout, part, plan.pass_shape())?;
+        let sizes = StepSizes { layout, passes, slots, data_ranks, reduce: plan.reduce };
+        StepBuffers::<_, T, G>::new(memory, &sizes)?;
+        if recipe.data.validation.is_some() {
+            Evaluator::<_, T>::of_part(memory, passes, batch, length)?;
+        }
+        Ok(passes.message_bytes::<T>())
     }
 }
 
-fn activations(work: &Work, rank: usize) -> ActivationBytes {
-    let per_token = Widths::new(work);
-    let recompute = work.recipe.memory.recompute;
-    let of = |bytes: u128| saturate(work.tokens().saturating_mul(bytes));
-    // A place has room for the largest part.
-    let largest = |recompute| work.parts(rank).map(|part| per_token.kept(part, recompute)).max();
-    let kept = |recompute| largest(recompute).unwrap_or(0);
-    let in_flight = u128::from(work.in_flight(rank));
-    let has_head = work.parts(rank).any(|part| part.last);
-    // Tokens where the embedding is, targets where the head is, document starts with a document mask; no
-    // more micro-batches than passes are in flight.
-    let has_embedding = work.parts(rank).any(|part| part.first);
-    let read = [has_embedding, has_head, work.recipe.data.document_mask];
-    let ids = read.iter().map(|&read| if read { 4 } else { 0 }).sum::<u128>();
-    let logits = if has_head { logits(work) } else { 0 };
-    let shared = per_token.wide + if has_head { per_token.final_norm } else { 0 };
-    let evaluation = kept(Recompute::Block) + ids + shared;
-    ActivationBytes {
-        kept: of(in_flight.saturating_mul(kept(recompute) + ids).saturating_add(shared)),
-        block_gradients: of(per_token.gradients),
-        gathered: if work.layout.tensor > 1 { of(per_token.gathered) } else { 0 },
-        logits,
-        evaluation: match work.recipe.data.validation {
-            Some(_) => of(evaluation).saturating_add(logits),
-            None => 0,
-        },
-    }
-}
-
-/// Bytes for one token on one rank.
-struct Widths {
-    /// Of the residual stream, on each of the ranks that share a sequence.
-    stream: u128,
-    /// What a block keeps that is costly to compute again, its input left out.
-    block: u128,
-    /// Norms, cheap to compute again.
-    norms: u128,
-    /// Shared by all blocks and micro-batches: the activated MLP, and the gradient of queries, keys and
-    /// values.
-    wide: u128,
-    /// The final norm.
-    final_norm: u128,
-    gradients: u128,
-    gathered: u128,
-}
-
-impl Widths {
-    fn new(work: &Work) -> Widths {
-        let model = &work.model;
-        let e = work.recipe.run.dtype.bytes() as u128;
-        let tensor = work.layout.tensor.max(1) as u128;
-        // Ranks of a tensor group each hold the residual stream of their part of the tokens.
-        let shared = |bytes: u128| bytes.div_ceil(tensor);
-        let (c, h) = (model.hidden_size as u128, model.num_attention_heads as u128);
-        let (q, kv, i) = (work.query_width(), work.key_value_width(), work.mlp_width());
-        let stream = shared(c * e);
-        let routing = match work.most_routed_heads() {
-            0 => 0,
-            // Norm in f64, gate in f32 and selection of each, and the deviation in f64.
-            routed => routed * (8 + 4 + 1) + 8,
-        };
-        let log_sum_exp = shared(4 * h);
-        // Tensor ranks add up their parts of a branch's gradient, and the gradients of all heads' weights.
-        let (branch, deltas) = match tensor {
-            1 => (stream, 0),
-            _ => (c * e, 8 * work.most_routed_heads()),
-        };
-        Widths {
-            stream,
-            block: (q + 2 * kv) * e + q * e + log_sum_exp + stream + 2 * i * e + routing,
-            norms: 2 * stream + shared(8),
-            wide: i.max(q + 2 * kv) * e,
-            final_norm: stream + shared(4),
-            gradients: stream + branch.max(q * e) + log_sum_exp + deltas,
-            gathered: c * e,
+/// What the driver and libraries of a GPU take.
+fn libraries(memory: &CountingMemory, device: Device, ranks: usize) -> u64 {
+    match device {
+        Device::Cpu => 0,
+        Device::Cuda => {
+            sum([CONTEXT, memory.product_workspace(), if ranks > 1 { NCCL } else { 0 }])
         }
     }
-
-    /// What forward leaves for backward in one part of the model.
-    fn kept(&self, part: &Part, recompute: Recompute) -> u128 {
-        let blocks = part.num_blocks() as u128;
-        let of_blocks = match recompute {
-            Recompute::None => blocks * (self.block + self.norms),
-            Recompute::Cheap => blocks * self.block + self.norms,
-            Recompute::Block => self.block + self.norms,
-        };
-        (blocks + 1) * self.stream + of_blocks
-    }
 }
 
-/// One chunk of logits in f32, as long as the device's operator asks for.
-fn logits(work: &Work) -> u64 {
-    let clamp = |count: u128| usize::try_from(count).unwrap_or(usize::MAX);
-    let width = work.model.hidden_size;
-    let head = HeadShape::whole(clamp(work.tokens()), width, clamp(work.vocabulary()));
-    let numbers = match work.recipe.run.device {
-        Device::Cpu => Cpu.cross_entropy_scratch(&head),
-        // The operator itself is not in every build.
-        Device::Cuda => GPU_CHUNK.min(head.tokens).saturating_mul(head.vocab_size),
+/// The parts of the ranks of a pipeline.
+fn parts(work: &Work) -> Result<Vec<Part>, Error> {
+    let Layout { pipeline, virtual_stages, .. } = work.layout;
+    Ok(Part::divide(&work.model, pipeline.max(1), virtual_stages.max(1))?)
+}
+
+/// The tensor ranks that differ in what they hold.
+fn distinct_tensor_ranks(work: &Work) -> Vec<usize> {
+    let (model, ranks) = (&work.model, work.layout.tensor.max(1));
+    let mut seen = Vec::new();
+    let is_new = |rank: &usize| {
+        let share = TensorShare { rank: *rank, ranks };
+        let least_shared = model.moh.as_ref().map(|moh| moh.shared_heads.least());
+        let shared = least_shared.map(|count| share.heads(model).local_below(count));
+        let held = (share.mlp_width(model), share.vocabulary(model).count, shared);
+        let is_new = !seen.contains(&held);
+        seen.push(held);
+        is_new
     };
-    (numbers as u64).saturating_mul(4)
+    (0..ranks).filter(is_new).collect()
 }
 
-pub(super) fn saturate(bytes: u128) -> u64 {
-    u64::try_from(bytes).unwrap_or(u64::MAX)
+/// Whether every buffer's length is a `usize`.
+fn fits_numbers(work: &Work) -> bool {
+    let model = &work.model;
+    let [hidden, mlp, heads] =
+        [model.hidden_size, model.intermediate_size, model.num_attention_heads];
+    let row = model.query_width().saturating_add(2 * model.key_value_width());
+    let widths = [hidden, 2 * mlp, row, 16 * heads].map(|width| width as u128);
+    let of_tokens = work.tokens().saturating_mul(widths.iter().sum());
+    let of_rows = model.vocab_size as u128 * (hidden as u128 + work.tokens().min(1024));
+    of_tokens.max(of_rows) < usize::MAX as u128 / 16
 }
 
 fn sum<const N: usize>(bytes: [u64; N]) -> u64 {

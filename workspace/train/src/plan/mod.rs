@@ -1,6 +1,7 @@
 //! What a recipe will take, worked out from the model's shape before anything is loaded: steps,
 //! memory, floating-point operations, time and disk; on many ranks also what they send, and the
-//! layouts to choose from. Every formula and its source is in `docs/plan.md`.
+//! layouts to choose from. The formulas of traffic and time and their
+//! sources are in `docs/plan.md`.
 //!
 //! **Floating-point operations** follow [`moh_model::flops`]: a multiply-add counts as two, only the
 //! causal half of attention counts, training is forward and backward, and what `memory.recompute`
@@ -26,10 +27,11 @@ pub use cluster::{Cluster, ClusterStage, Speed};
 pub use communication::{Traffic, Volume};
 pub use hardware::{DeviceRates, Hardware, Network, Node};
 pub use layouts::{StageSuggestions, Suggestion, Suggestions};
-pub use memory::{ActivationBytes, RankMemory, StateBytes};
+pub use memory::{ActivationBytes, OtherBytes, RankMemory, StateBytes};
 pub use time::StepTime;
 pub use work::Layout;
 
+use crate::Error;
 use crate::recipe::{Parallel, Recipe, Recompute, Stage};
 use work::Work;
 
@@ -111,32 +113,41 @@ impl Plan {
     /// The plan of `recipe` on `model`, whose vocabulary is that before it grows. Where the recipe
     /// does not give `model.vocab_size`, the vocabulary is the model's, padded: a larger tokenizer
     /// is not looked at.
-    pub fn new(recipe: &Recipe, model: &ModelConfig) -> Plan {
+    ///
+    /// # Errors
+    /// Heads that cannot be routed.
+    pub fn new(recipe: &Recipe, model: &ModelConfig) -> Result<Plan, Error> {
         let grown = grown(recipe, model);
-        let parameters = grown.num_parameters();
-        let of = |bytes: usize| parameters.saturating_mul(bytes as u64);
-        let stages = recipe.stages.iter().map(|stage| plan_stage(recipe, stage, &grown)).collect();
-        let for_good = recipe.num_steps().checked_div(recipe.checkpoint.keep_every).unwrap_or(0);
-        Plan {
+        let stages = recipe.stages.iter().map(|stage| plan_stage(recipe, stage, &grown));
+        Ok(Plan {
             vocabulary: (model.vocab_size, grown.vocab_size),
-            parameters: (model.num_parameters(), parameters),
-            stages,
-            disk: DiskBytes {
-                checkpoint: of(4).saturating_add(of(2 * recipe.precision.moments.bytes())),
-                num_checkpoints: for_good.saturating_add(recipe.checkpoint.keep),
-                export: of(recipe.run.dtype.bytes()),
-            },
+            parameters: (model.num_parameters(), grown.num_parameters()),
+            stages: stages.collect::<Result<_, _>>()?,
+            disk: DiskBytes::new(recipe, &grown),
             device_tflops: None,
             cluster: None,
             dtype: recipe.run.dtype,
             state_dtypes: (recipe.precision.gradients, recipe.precision.moments),
             recompute: recipe.memory.recompute,
-        }
+        })
     }
 
     /// The plan with times, for a device that achieves `tflops` TFLOP/s (not its peak).
     pub fn with_device_tflops(self, tflops: f64) -> Plan {
         Plan { device_tflops: Some(tflops), ..self }
+    }
+}
+
+impl DiskBytes {
+    /// Those of `recipe` on a model whose vocabulary has grown.
+    fn new(recipe: &Recipe, model: &ModelConfig) -> DiskBytes {
+        let of = |bytes: usize| model.num_parameters().saturating_mul(bytes as u64);
+        let for_good = recipe.num_steps().checked_div(recipe.checkpoint.keep_every).unwrap_or(0);
+        DiskBytes {
+            checkpoint: of(4).saturating_add(of(2 * recipe.precision.moments.bytes())),
+            num_checkpoints: for_good.saturating_add(recipe.checkpoint.keep),
+            export: of(recipe.run.dtype.bytes()),
+        }
     }
 }
 
@@ -146,13 +157,13 @@ fn grown(recipe: &Recipe, model: &ModelConfig) -> ModelConfig {
     ModelConfig { vocab_size: recipe.model.vocab_size.unwrap_or_else(padded), ..model.clone() }
 }
 
-fn plan_stage(recipe: &Recipe, stage: &Stage, model: &ModelConfig) -> StagePlan {
+fn plan_stage(recipe: &Recipe, stage: &Stage, model: &ModelConfig) -> Result<StagePlan, Error> {
     let length = recipe.data.sequence_length;
     let dense = ModelConfig { moh: None, ..model.clone() };
     let work = Work::alone(recipe, stage, model);
     let flops = work.model.flops_per_token(length);
     let steps = stage.num_steps();
-    StagePlan {
+    Ok(StagePlan {
         name: stage.name.clone(),
         moh: work.model.moh.clone(),
         active_heads: work.model.active_heads(),
@@ -163,11 +174,11 @@ fn plan_stage(recipe: &Recipe, stage: &Stage, model: &ModelConfig) -> StagePlan 
         samples: steps.saturating_mul(stage.batch_sequences(length)),
         micro_batches: work.micro_batches(),
         parallel: stage.parallel,
-        memory: RankMemory::fullest(&work),
+        memory: RankMemory::fullest(&work)?,
         forward_flops: flops.forward(),
         training_flops: flops.training(),
         dense_training_flops: dense.flops_per_token(length).training(),
-    }
+    })
 }
 
 #[cfg(test)]

@@ -7,10 +7,10 @@ use moh_kernels::ElementType;
 use super::cluster::{Cluster, ClusterStage, Speed};
 use super::hardware::Hardware;
 use super::layouts::{StageSuggestions, Suggestions};
-use super::memory::{ActivationBytes, RankMemory};
+use super::memory::{ActivationBytes, OtherBytes, RankMemory};
 use super::units::{bytes, duration, flops, grouped, moment, percent, traffic};
 use super::{DiskBytes, Plan, StagePlan};
-use crate::recipe::Recompute;
+use crate::recipe::{Device, Recompute};
 
 /// Width of a row's label.
 const LABEL: usize = 40;
@@ -156,7 +156,7 @@ impl Plan {
         table.bytes("gathered activations", stages, part(|of| of.gathered))?;
         table.bytes("logits, one chunk", stages, part(|of| of.logits))?;
         table.bytes("validation loss", stages, part(|of| of.evaluation))?;
-        table.bytes("sum", stages, RankMemory::total)
+        write_other(table, stages)
     }
 
     fn write_cluster(&self, table: &mut Table, cluster: &Cluster) -> fmt::Result {
@@ -215,6 +215,23 @@ impl Plan {
         table.one(&kept, &bytes(checkpoint.saturating_mul(num_checkpoints)))?;
         table.one("exported model", &bytes(export))
     }
+}
+
+/// What is beside weights and activations, and the sum.
+fn write_other(table: &mut Table, stages: &[RankMemory]) -> fmt::Result {
+    let part = |part: fn(&OtherBytes) -> u64| move |rank: &RankMemory| part(&rank.other);
+    let on_gpu = stages.iter().any(|rank| rank.device == Device::Cuda);
+    table.bytes("scratch of attention and others", stages, part(|of| of.scratch))?;
+    table.bytes("tables and sums", stages, part(|of| of.tables))?;
+    table.bytes("messages between stages", stages, part(|of| of.messages))?;
+    table.bytes("scratch of threads", stages, part(|of| of.thread_scratch))?;
+    table.bytes("driver and libraries, estimated", stages, part(|of| of.libraries))?;
+    if on_gpu {
+        table.bytes("sum", stages, RankMemory::total)?;
+        return table.bytes("of the host: a checkpoint's tensor", stages, part(|of| of.staging));
+    }
+    table.bytes("a checkpoint's tensor", stages, part(|of| of.staging))?;
+    table.bytes("sum", stages, RankMemory::total)
 }
 
 fn write_layouts(table: &mut Table, cluster: &Cluster) -> fmt::Result {

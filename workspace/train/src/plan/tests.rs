@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use moh_comm::Coordinates;
+
 use super::*;
 
 fn read(text: &str, overrides: &[&str]) -> (Recipe, ModelConfig) {
@@ -32,14 +34,15 @@ pub(crate) fn llama3_8b(overrides: &[&str]) -> (Recipe, ModelConfig) {
 
 fn plan(overrides: &[&str]) -> Plan {
     let (recipe, model) = read(crate::recipe::tests::small(), overrides);
-    Plan::new(&recipe, &model)
+    Plan::new(&recipe, &model).unwrap()
 }
 
 /// Memory of the fullest of `ranks` ranks in each stage of the 8B recipe.
 fn on_ranks(overrides: &[&str], ranks: usize) -> Vec<RankMemory> {
     let (recipe, model) = llama3_8b(overrides);
     let path = Path::new("recipe.toml");
-    let plan = Plan::new(&recipe, &model).on_ranks(&recipe, (&model, path), ranks, None).unwrap();
+    let plan = Plan::new(&recipe, &model).unwrap();
+    let plan = plan.on_ranks(&recipe, (&model, path), ranks, None).unwrap();
     plan.cluster.unwrap().stages.into_iter().map(|stage| stage.memory).collect()
 }
 
@@ -62,7 +65,7 @@ fn state_bytes_follow_the_dtypes() {
 }
 
 #[test]
-fn activation_bytes_follow_the_formulas() {
+fn activation_bytes_are_those_of_the_tables() {
     // c = 64, q = 64, kv = 32, i = 172, h = 8, r = 4, 5 blocks, f32; 2 sequences of 32 tokens.
     let dense_block = 4 * ((64 + 64) + 64 + 64 + 344) + 8 * 4;
     let moh_block = dense_block + 4 * (8 + 4 + 1) + 8;
@@ -73,20 +76,22 @@ fn activation_bytes_follow_the_formulas() {
         let stages = plan.stages.into_iter();
         stages.map(|stage| stage.memory.activations.kept).collect::<Vec<_>>()
     };
-    let expected = |blocks: fn(u64, u64) -> u64| {
-        [dense_block, moh_block].map(|block| 64 * (5 * stream + blocks(block, norms) + wide + ends))
+    // A routing counts the tokens of its 4 heads.
+    let expected = |routings: u64, blocks: fn(u64, u64) -> u64| {
+        let of = |block| 64 * (5 * stream + blocks(block, norms) + wide + ends);
+        vec![of(dense_block), of(moh_block) + routings * 4 * 4]
     };
-    let none = expected(|block, norms| 5 * (block + norms));
+    let none = expected(5, |block, norms| 5 * (block + norms));
     assert_eq!(kept(plan(&["memory.recompute=none"])), none);
-    let cheap = expected(|block, norms| 5 * block + norms);
+    let cheap = expected(5, |block, norms| 5 * block + norms);
     assert_eq!(kept(plan(&["memory.recompute=cheap"])), cheap);
-    let block = expected(|block, norms| block + norms);
+    let block = expected(1, |block, norms| block + norms);
     assert_eq!(kept(plan(&["memory.recompute=block"])), block);
     let activations = plan(&[]).stages[0].memory.activations;
     assert_eq!(activations.block_gradients, 64 * (4 * 2 * 64 + 4 * 8));
     assert_eq!(activations.logits, 64 * 512 * 4);
-    // The validation loss keeps what whole recomputation keeps.
-    assert_eq!(activations.evaluation, block[0] + activations.logits);
+    // The validation loss keeps what whole recomputation keeps, and has sums of its own.
+    assert_eq!(activations.evaluation, block[0] + activations.logits + 3 * 8);
     assert_eq!(activations.gathered, 0);
 }
 
@@ -142,8 +147,8 @@ fn tensor_ranks_keep_a_share_of_activations_and_one_gathered_buffer() {
     // The stream's gradient on half the tokens, a branch's on all.
     assert_eq!(memory.activations.block_gradients, 8192 * (4096 + 8192 + 64));
     assert_eq!(memory.activations.gathered, 8192 * 8192);
-    // 1024 tokens of half of 160,896 logits.
-    assert_eq!(memory.activations.logits, 1024 * 80_448 * 4);
+    // 1024 tokens of half of 160,896 logits in f32, and what 2048 tokens of logits in bf16 add up.
+    assert_eq!(memory.activations.logits, 1024 * 80_448 * 4 + 2048 * 3 * 8);
     assert_eq!(memory.state.weights, 2 * (32 * (109_051_904 + 8192) + 2 * 329_515_008 + 4096));
 }
 
@@ -158,14 +163,38 @@ fn the_first_stage_of_a_pipeline_holds_most() {
     let block = (4096 + 2048) * 2 + 4096 * 2 + 128 + 8192 + 2 * 14_336 * 2 + 16 * 13 + 8;
     let per_token = 6 * 8192 + 5 * block + (2 * 8192 + 8) + 4;
     let shared = 14_336 * 2;
-    assert_eq!(memory.activations.kept, 8192 * (8 * per_token + shared));
+    let counts = 8 * 5 * 16 * 4;
+    assert_eq!(memory.activations.kept, 8192 * (8 * per_token + shared) + counts);
+}
+
+#[test]
+fn a_stage_goes_ahead_by_those_after_it() {
+    let (recipe, model) = llama3_8b(&[]);
+    let in_flight = |data, virtual_stages| {
+        let layout = Layout { tensor: 1, data, pipeline: 8, virtual_stages };
+        let in_flight = |pipeline| {
+            let place = Coordinates { tensor: 0, data: 0, pipeline };
+
+            RankMemory::of_rank(&recipe, &recipe.stages[1], &model, layout, place)
+                .unwrap()
+                .in_flight
+        };
+        (0..8).map(in_flight).collect::<Vec<_>>()
+    };
+    // 2048 micro-batches in a step.
+    assert_eq!(in_flight(8, 1), [8, 7, 6, 5, 4, 3, 2, 1]);
+    assert_eq!(in_flight(512, 1), [4, 4, 4, 4, 4, 3, 2, 1]);
+    // 2 x 7 + (4 - 1) x 8 ahead on the first rank, 24 on the last.
+    assert_eq!(in_flight(8, 4), [39, 37, 35, 33, 31, 29, 27, 25]);
+    // Turns of 4 micro-batches, no more than there are.
+    assert_eq!(in_flight(512, 4), [16, 16, 16, 16, 16, 16, 15, 13]);
 }
 
 #[test]
 fn ranks_that_make_no_whole_models_are_refused() {
     let (recipe, model) = llama3_8b(&[]);
     let refused = |ranks| {
-        let plan = Plan::new(&recipe, &model);
+        let plan = Plan::new(&recipe, &model).unwrap();
         let path = Path::new("x.toml");
         plan.on_ranks(&recipe, (&model, path), ranks, None).unwrap_err().to_string()
     };
@@ -207,7 +236,7 @@ fn huge_numbers_saturate_and_print() {
     let slow = Hardware::parse(slow, Path::new("slow.toml")).unwrap();
     let path = Path::new("recipe.toml");
     for ranks in [1, usize::MAX] {
-        let plan = Plan::new(&recipe, &model);
+        let plan = Plan::new(&recipe, &model).unwrap();
         let plan = plan.on_ranks(&recipe, (&model, path), ranks, Some(slow.clone())).unwrap();
         assert!(!plan.to_string().contains("NaN"));
         Suggestions::new(&recipe, &model, ranks, slow.clone()).to_string();

@@ -1,13 +1,13 @@
-//! What one rank of a stage has to do: its parts of the model, their sizes, and how many micro-batches
-//! are under way in it. Memory, traffic and time follow from this and from nothing else.
+//! What one rank of a stage has to do: its parts of the model, their sizes and its micro-batches. Traffic
+//! and time follow from this and from nothing else.
 //!
 //! Sizes are those of one rank: heads are dealt to tensor ranks by key/value groups, the MLP by
 //! columns, the vocabulary by rows; norms are whole everywhere.
 
 use moh_model::ModelConfig;
-use moh_model::model_parallel::Part;
+use moh_model::layout::ModelLayout;
+use moh_model::model_parallel::{Part, TensorShare};
 
-use crate::pipeline_schedule;
 use crate::recipe::{Parallel, Recipe, Stage};
 
 /// How ranks divide a stage's work: tensor fastest, then data, pipeline slowest.
@@ -109,28 +109,21 @@ impl<'a> Work<'a> {
         self.micro_batches().div_ceil(self.layout.data as u64)
     }
 
-    /// Passes, each of one micro-batch through one part, whose activations rank `rank` of the pipeline
-    /// holds at a time at the most.
-    pub fn in_flight(&self, rank: usize) -> u64 {
-        let Layout { pipeline, virtual_stages, .. } = self.layout;
-        let stage = pipeline_schedule::Stage {
-            number: rank,
-            stages: pipeline.max(1),
-            chunks: virtual_stages.max(1),
-        };
-        let micro_batches = usize::try_from(self.own_micro_batches()).unwrap_or(usize::MAX);
-        stage.in_flight(micro_batches) as u64
-    }
-
-    /// Sizes of the tensors on one rank.
+    /// Sizes of the tensors on the rank that has most of each.
     pub fn numbers(&self) -> Numbers {
-        let model = &self.model;
-        let hidden = model.hidden_size as u128;
-        let rows = 2 * self.query_width() + 2 * self.key_value_width() + 3 * self.mlp_width();
+        let model = ModelConfig { num_hidden_layers: 1, ..self.model.clone() };
+        let tensor = TensorShare { rank: 0, ranks: self.layout.tensor.max(1) };
+        let layout = ModelLayout::of_part(&model, 1, &Part { tensor, ..Part::whole(&model) });
+        let [embedding, block] = [ModelLayout::EMBEDDING, layout.block_index(0)];
+        let elements = |flat: usize, decays: bool| -> u128 {
+            let segments = layout.flats[flat].segments.iter();
+            let elements = segments.filter(|segment| segment.decays == decays);
+            elements.map(|segment| segment.range.len() as u128).sum()
+        };
         Numbers {
-            matrices: rows * hidden,
-            norms: 2 * hidden,
-            vocabulary: self.vocabulary() * hidden,
+            matrices: elements(block, true),
+            norms: elements(block, false),
+            vocabulary: elements(embedding, true),
         }
     }
 
@@ -156,13 +149,6 @@ impl<'a> Work<'a> {
     /// A rank's rows of the vocabulary.
     pub fn vocabulary(&self) -> u128 {
         (self.model.vocab_size as u128).div_ceil(self.tensor())
-    }
-
-    /// Heads that the router chooses from in the layer that has most of them; none where attention is
-    /// dense.
-    pub fn most_routed_heads(&self) -> u128 {
-        let layers = 0..self.model.num_hidden_layers;
-        layers.map(|layer| self.model.routed_heads(layer)).max().unwrap_or(0) as u128
     }
 
     /// Numbers of all tensors of rank `rank` of the pipeline, each flat buffer padded to a multiple
@@ -194,7 +180,7 @@ impl<'a> Work<'a> {
 
 #[cfg(test)]
 mod tests {
-    use moh_model::layout::ModelLayout;
+    use moh_model::Architecture;
 
     use super::*;
     use crate::plan::tests::{llama3_8b, small};
@@ -212,8 +198,11 @@ mod tests {
 
     #[test]
     fn the_numbers_of_a_rank_are_those_that_a_model_allocates() {
-        let (recipe, model) = small(&[]);
-        for (data, pipeline) in [(1, 1), (3, 1), (2, 2), (7, 5)] {
+        let (recipe, llama) = small(&[]);
+        let sizes = [(1, 1), (3, 1), (2, 2), (7, 5)];
+        let all = Architecture::ALL.into_iter().flat_map(|of| sizes.map(|sizes| (of, sizes)));
+        for (architecture, (data, pipeline)) in all {
+            let model = ModelConfig { architecture, ..llama.clone() };
             let layout = Layout { data, pipeline, ..Layout::ALONE };
             let work = Work::new(&recipe, &recipe.stages[1], &model, layout).unwrap();
             for (rank, part) in Part::divide(&model, pipeline, 1).unwrap().iter().enumerate() {
@@ -236,22 +225,5 @@ mod tests {
         assert_eq!((matrices, norms, vocabulary), (54_525_952, 8192, 164_757_504));
         let all = 32 * (54_525_952 + 8192) + 2 * 164_757_504 + 4096;
         assert_eq!(work.rank_numbers(0), all);
-    }
-
-    #[test]
-    fn a_stage_goes_ahead_by_those_after_it() {
-        let (recipe, model) = llama3_8b(&[]);
-        let in_flight = |data, virtual_stages| {
-            let layout = Layout { tensor: 1, data, pipeline: 8, virtual_stages };
-            let work = Work::new(&recipe, &recipe.stages[1], &model, layout).unwrap();
-            (0..8).map(|rank| work.in_flight(rank)).collect::<Vec<_>>()
-        };
-        // 2048 micro-batches in a step.
-        assert_eq!(in_flight(8, 1), [8, 7, 6, 5, 4, 3, 2, 1]);
-        assert_eq!(in_flight(512, 1), [4, 4, 4, 4, 4, 3, 2, 1]);
-        // 2 x 7 + (4 - 1) x 8 ahead on the first rank, 24 on the last.
-        assert_eq!(in_flight(8, 4), [39, 37, 35, 33, 31, 29, 27, 25]);
-        // Turns of 4 micro-batches, no more than there are.
-        assert_eq!(in_flight(512, 4), [16, 16, 16, 16, 16, 16, 15, 13]);
     }
 }

@@ -137,7 +137,7 @@ fn of_recipe(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
         Usage(format!("--stage {asked}: the recipe has {}", names.join(", ")))
     })?;
     let moh = stage.moh_config(&config);
-    config.vocab_size = Plan::new(&recipe, &config).vocabulary.1;
+    config.vocab_size = Plan::new(&recipe, &config)?.vocabulary.1;
     config.moh = moh;
     Ok(StepJob {
         config,

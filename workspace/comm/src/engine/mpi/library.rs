@@ -17,7 +17,7 @@ use mpi::environment::Universe;
 use mpi::ffi;
 use mpi::topology::Communicator;
 
-use crate::engine::scratch::Scratch;
+use crate::engine::scratch::{self, Scratch};
 use crate::error::{Error, Result};
 use crate::watchdog::Health;
 
@@ -186,8 +186,8 @@ impl Library {
     ) -> Result<()> {
         self.health.check()?;
         let mut queue = self.queue();
-        let mut pending =
-            PendingSend { request: null_request(), bytes: queue.free.pop().unwrap_or_default() };
+        let content = scratch::take(&mut queue.free, bytes.len());
+        let mut pending = PendingSend { request: null_request(), bytes: content };
         pending.bytes.fill(bytes);
         check("MPI_Isend", start(pending.bytes.bytes(), &mut pending.request))?;
         queue.outstanding.push(pending);
@@ -197,6 +197,11 @@ impl Library {
             self.calls.posted.notify_one();
         }
         Ok(())
+    }
+
+    /// Allocates memory for so many messages in flight.
+    pub(super) fn reserve_sends(&self, messages: usize, bytes: usize) {
+        scratch::reserve(&mut self.queue().free, messages, bytes);
     }
 
     /// Waits until all sent messages have left.

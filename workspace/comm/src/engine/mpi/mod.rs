@@ -347,6 +347,13 @@ impl Engine for Communicator {
         Ok(None)
     }
 
+    fn reserve_sends(&self, messages: usize, bytes: usize) -> Result<()> {
+        // Longer ones are sent in pieces.
+        let pieces = bytes.div_ceil(MESSAGE);
+        self.library.reserve_sends(messages.saturating_mul(pieces), bytes.min(MESSAGE));
+        Ok(())
+    }
+
     fn recv(&self, region: RegionMut<'_>, from: usize, tag: u32) -> Result<Ticket> {
         let LocationMut::Host(bytes) = region.location else {
             return Err(failed("recv", ON_A_GPU));

@@ -32,7 +32,14 @@ struct Shared {
 
 struct PendingSend {
     copy: <Cuda as Memory>::Buffer<u8>,
-    sent: Arc<Event>,
+    /// None where it has not been used yet.
+    sent: Option<Arc<Event>>,
+}
+
+impl PendingSend {
+    fn is_free(&self) -> bool {
+        self.sent.as_ref().is_none_or(|sent| sent.is_done())
+    }
 }
 
 /// One rank's end of a group.
@@ -222,8 +229,7 @@ impl Engine for Nccl {
         let bytes = region.len * region.dtype.bytes();
         let Shared { device, send_queue, .. } = &*self.shared;
         let mut send_queue = send_queue.lock().unwrap_or_else(PoisonError::into_inner);
-        let fits =
-            |pending: &PendingSend| Cuda::len(&pending.copy) >= bytes && pending.sent.is_done();
+        let fits = |pending: &PendingSend| Cuda::len(&pending.copy) >= bytes && pending.is_free();
         let copy = match send_queue.iter().position(fits) {
             Some(at) => send_queue.swap_remove(at).copy,
             None => device.cuda.allocate::<u8>(bytes.max(1))?,
@@ -242,9 +248,20 @@ impl Engine for Nccl {
                 library::ncclSend(copied, bytes, dtype, to as i32, communicator, stream)
             })?
         };
-        send_queue.push(PendingSend { copy, sent });
+        send_queue.push(PendingSend { copy, sent: Some(sent) });
         // The caller has nothing to wait for.
         Ok(None)
+    }
+
+    fn reserve_sends(&self, messages: usize, bytes: usize) -> Result<()> {
+        let Shared { device, send_queue, .. } = &*self.shared;
+        let mut send_queue = send_queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let there = send_queue.iter().filter(|pending| Cuda::len(&pending.copy) >= bytes).count();
+        for _ in there..messages {
+            let copy = device.cuda.allocate::<u8>(bytes.max(1))?;
+            send_queue.push(PendingSend { copy, sent: None });
+        }
+        Ok(())
     }
 
     fn recv(&self, region: RegionMut<'_>, from: usize, _tag: u32) -> Result<Ticket> {

@@ -1,0 +1,102 @@
+//! What the sizes of a pass's buffers follow from: a part of a model and a micro-batch. No device, and no
+//! rank but the one that holds the part.
+
+use moh_kernels::attention::AttentionShape;
+use moh_kernels::cross_entropy::HeadShape;
+use moh_kernels::rope::QkvShape;
+use moh_kernels::router::RoutingShape;
+use moh_kernels::{Element, WorkingSet};
+
+use crate::activations::PassShape;
+use crate::layout::ModelLayout;
+use crate::model_parallel::{Part, TensorShare, TokenShare};
+use crate::{Error, ModelConfig, router};
+
+/// Sizes of the passes of a part of a model over micro-batches.
+#[derive(Debug, Clone, Copy)]
+pub struct PassSizes<'a> {
+    pub(crate) config: &'a ModelConfig,
+    pub(crate) part: &'a Part,
+    pub(crate) pass: PassShape,
+    /// Sizes of a routing that serves every layer; `None` where all are dense.
+    pub(crate) routing: Option<RoutingShape>,
+    /// Tensors of the part.
+    pub(crate) tensors: usize,
+}
+
+impl<'a> PassSizes<'a> {
+    /// Passes over a part of the model that `config` describes, whose tensors are those of `layout`.
+    ///
+    /// # Errors
+    /// Heads that the configuration's router cannot route.
+    pub fn new(
+        config: &'a ModelConfig,
+        layout: &ModelLayout,
+        part: &'a Part,
+        pass: PassShape,
+    ) -> Result<Self, Error> {
+        let heads = part.tensor.heads(config);
+        let routing = router::routing_shape_of(config, pass.tokens(), heads)?;
+        Ok(PassSizes { config, part, pass, routing, tensors: layout.segments().count() })
+    }
+
+    /// The same for another pass over the part.
+    pub fn of_pass(self, pass: PassShape) -> Self {
+        let tokens = pass.tokens();
+        let routing = self.routing.map(|routing| RoutingShape { tokens, ..routing });
+        PassSizes { pass, routing, ..self }
+    }
+
+    /// Bytes of a message to another stage: the residual stream that is held, or its gradient, in elements
+    /// of type `T`.
+    pub fn message_bytes<T: Element>(&self) -> usize {
+        self.stream() * size_of::<T>()
+    }
+
+    pub(crate) fn share(&self) -> TensorShare {
+        self.part.tensor
+    }
+
+    pub(crate) fn tokens(&self) -> usize {
+        self.pass.tokens()
+    }
+
+    /// The tokens whose part of the residual stream is held.
+    pub(crate) fn token_share(&self) -> TokenShare {
+        self.share().tokens(self.tokens())
+    }
+
+    /// Numbers of the residual stream that are held of all parts of the tokens.
+    pub(crate) fn stream(&self) -> usize {
+        self.token_share().part * self.config.hidden_size
+    }
+
+    pub(crate) fn qkv(&self) -> QkvShape {
+        self.share().qkv_shape(self.config, self.pass.batch, self.pass.length)
+    }
+
+    pub(crate) fn head(&self) -> HeadShape {
+        self.share().head_shape(self.config, self.tokens())
+    }
+
+    /// What operators use beside their arguments in these passes.
+    pub(crate) fn working_set(&self) -> WorkingSet {
+        let (config, qkv) = (self.config, self.qkv());
+        let widths = [
+            self.tokens(),
+            config.hidden_size,
+            qkv.row(),
+            2 * self.share().mlp_width(config),
+            self.head().largest_share,
+        ];
+        WorkingSet {
+            attention: AttentionShape::of_qkv(&qkv, self.pass.length),
+            routed: self.routing.is_some(),
+            qk_norm: config.architecture.norms_queries_and_keys(),
+            training: self.pass.training,
+            width: config.hidden_size,
+            widest: widths.into_iter().max().unwrap_or(0),
+            tensors: self.tensors,
+        }
+    }
+}
