@@ -59,7 +59,7 @@ fn the_papers_recipe_has_the_papers_plan() {
         "17,882",
         "5,961",
         "53.3",
-        "120.71 GiB",
+        "121.53 GiB",
     ] {
         assert!(text.contains(expected), "{expected}\n{text}");
     }
