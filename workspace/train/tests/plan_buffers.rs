@@ -42,6 +42,10 @@ micro_batch = 1
 learning_rate = { max = 1e-3, min = 1e-4, warmup_steps = 1 }
 "#;
 
+const MIXED_SHARED: &str = "stage.moh.moh.shared_heads=[8, 2, 4, 1, 8]";
+const MIXED_TOP_K: &str = "stage.moh.moh.routed_top_k=[0, 3, 2, 4, 0]";
+const QWEN3: &str = "model.new.model_type=qwen3";
+
 fn read(overrides: &[&str]) -> (Recipe, ModelConfig) {
     let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
     let path = Path::new("recipe.toml");
@@ -169,6 +173,12 @@ fn one_rank_allocates_what_is_planned() {
     }
     let dense = ["stage.moh.attention=dense", "data.document_mask=false"];
     compare::<f32, f32, f32>(Layout::ALONE, &dense);
+    let mixed = [MIXED_SHARED, MIXED_TOP_K];
+    compare::<f32, f32, f32>(Layout::ALONE, &mixed);
+    for recompute in ["none", "cheap", "block"] {
+        let recompute = format!("memory.recompute={recompute}");
+        compare::<bf16, f32, f32>(Layout::ALONE, &[&recompute, QWEN3, "run.dtype=bf16"]);
+    }
 }
 
 #[test]
@@ -193,6 +203,8 @@ fn every_rank_of_a_layout_allocates_what_is_planned() {
         compare::<f32, f32, f32>(layout, &overrides);
         let rounded = ["run.dtype=bf16", "precision.reduce=bf16", "memory.recompute=none"];
         compare::<bf16, f32, f32>(layout, &[&overrides[..], &rounded].concat());
+        let mixed = [QWEN3, MIXED_SHARED, MIXED_TOP_K];
+        compare::<f32, f32, f32>(layout, &[&overrides[..], &mixed].concat());
     }
     let tied = "model.new.tie_word_embeddings=true";
     let (layout, divided) = layout(1, 1, 2, 1);
