@@ -366,9 +366,9 @@ fn a_hub_that_refuses_is_one_sentence() {
     drop(listener);
     for (endpoint, expected) in [
         (hub_that_answers(401, "GatedRepo"), "the model is gated (401)"),
-        (hub_that_answers(403, ""), "the hub refuses access (403)"),
+        (hub_that_answers(403, ""), "the hub denies access (403)"),
         (hub_that_answers(404, "RepoNotFound"), "no such model on the hub (404)"),
-        (silent, "no answer from http://127.0.0.1"),
+        (silent, "no response from http://127.0.0.1"),
     ] {
         let dir = tempfile::tempdir().unwrap();
         let mut command = moh_convert(dir.path());
