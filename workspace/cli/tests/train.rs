@@ -299,7 +299,7 @@ fn plans_of_ranks_that_cannot_be_are_refused() {
     let dir = prepared();
     let refused = |arguments: &[&str]| failure(&repository(), &mut cluster_plan(arguments), 1);
     let message = refused(&["--ranks", "12"]);
-    assert!(message.contains("stage.moh.parallel: --ranks 12 is no multiple of"), "{message}");
+    assert!(message.contains("stage.moh.parallel: --ranks 12 is not a multiple of"), "{message}");
     assert!(message.contains("use --ranks 8, or --suggest"), "{message}");
     let message = refused(&["--ranks", "8", "--hardware", "none.toml"]);
     assert!(message.starts_with("none.toml: No such file"), "{message}");

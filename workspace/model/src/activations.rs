@@ -1,7 +1,7 @@
 //! The buffers of a forward and backward pass, planned once and reused in every step.
 //!
 //! What a block saves for its backward pass comes in two parts: what is costly to compute again
-//! ([`Kept`]), and what is cheap ([`Cheap`]: norms). [`Recompute`] says which of them every block
+//! ([`Saved`]), and what is cheap ([`Recomputable`]: norms). [`Recompute`] says which of them every block
 //! has for itself and which the blocks share and compute again. The MLP's activation is shared
 //! always: SwiGLU's backward pass yields it beside the gradients.
 
@@ -29,7 +29,7 @@ pub enum Recompute {
 
 /// What a block keeps that is costly to compute again. Of ranks that share tensors, H, G and I are
 /// those held, and rows of the residual stream and of norms, written M, those of the rank's own tokens.
-pub(crate) struct Kept<B: Memory, T: Element> {
+pub(crate) struct Saved<B: Memory, T: Element> {
     /// Queries, keys and values, `[N, (H + 2G) D]`: rotated, or the projection's output where queries and
     /// keys are normed before they are rotated.
     pub qkv: B::Buffer<T>,
@@ -38,7 +38,7 @@ pub(crate) struct Kept<B: Memory, T: Element> {
     /// Of attention's scores, `[N, H]`.
     pub log_sum_exp: B::Buffer<f32>,
     /// The residual stream between attention and MLP, `[M, C]`.
-    pub middle: B::Buffer<T>,
+    pub residual: B::Buffer<T>,
     /// Gate and up, `[N, 2I]`.
     pub gate_up: B::Buffer<T>,
     /// Of a Mixture-of-Head block.
@@ -46,7 +46,7 @@ pub(crate) struct Kept<B: Memory, T: Element> {
 }
 
 /// What a block keeps that is cheap to compute again.
-pub(crate) struct Cheap<B: Memory, T: Element> {
+pub(crate) struct Recomputable<B: Memory, T: Element> {
     /// Input of the query, key and value projection, `[M, C]`.
     pub input_normed: B::Buffer<T>,
     /// `[M]`.
@@ -59,7 +59,7 @@ pub(crate) struct Cheap<B: Memory, T: Element> {
     pub rotated: Option<B::Buffer<T>>,
 }
 
-impl<B: Backend, T: Element> Cheap<B, T> {
+impl<B: Backend, T: Element> Recomputable<B, T> {
     /// Queries, keys and values as attention reads them, of which the block saved `qkv`.
     pub fn rotated<'a>(&'a self, qkv: &'a B::Buffer<T>) -> &'a B::Buffer<T> {
         self.rotated.as_ref().unwrap_or(qkv)
@@ -68,25 +68,25 @@ impl<B: Backend, T: Element> Cheap<B, T> {
 
 /// What the blocks of a pass keep.
 pub(crate) struct Blocks<B: Memory, T: Element> {
-    kept: Vec<Kept<B, T>>,
-    cheap: Vec<Cheap<B, T>>,
+    saved: Vec<Saved<B, T>>,
+    recomputable: Vec<Recomputable<B, T>>,
 }
 
 /// What blocks of all passes share.
 pub(crate) struct Shared<B: Memory, T: Element> {
-    wide: B::Buffer<T>,
+    scratch: B::Buffer<T>,
     pub gathered: Option<B::Buffer<T>>,
 }
 
 /// The buffers of one block.
 pub(crate) struct BlockBuffers<'a, B: Memory, T: Element> {
     pub layer: usize,
-    pub kept: &'a mut Kept<B, T>,
-    pub cheap: &'a mut Cheap<B, T>,
+    pub saved: &'a mut Saved<B, T>,
+    pub recomputable: &'a mut Recomputable<B, T>,
     /// What no block keeps and no two parts of a block need at the same time: the input of the
     /// down projection and its gradient, `[N, I]`, and the gradient of queries, keys and values,
     /// `[N, (H + 2G) D]`.
-    pub wide: &'a mut B::Buffer<T>,
+    pub scratch: &'a mut B::Buffer<T>,
     /// Where ranks share tensors: rows of the residual stream's width for all tokens, gathered or to be
     /// added up.
     pub gathered: &'a mut Option<B::Buffer<T>>,
@@ -211,13 +211,13 @@ impl<M: Workspace, T: Element> Activations<M, T> {
     /// When the device has no room.
     pub fn with_slots(memory: &M, sizes: &PassSizes<'_>, slots: Slots) -> Result<Self, Error> {
         memory.reserve::<T>(&sizes.working_set())?;
-        let kept = || {
+        let saved = || {
             let micro_batches = (0..slots.micro_batches).map(|_| MicroBatch::new(memory, sizes));
             let micro_batches = micro_batches.collect::<Result<_, Error>>()?;
             let passes = (0..slots.passes).map(|_| Pass::new(memory, sizes));
             Ok::<_, Error>((micro_batches, passes.collect::<Result<_, Error>>()?))
         };
-        let (micro_batches, passes) = memory.for_purpose(Purpose::Activations, kept)?;
+        let (micro_batches, passes) = memory.for_purpose(Purpose::Activations, saved)?;
         let backward =
             || memory.for_purpose(Purpose::ActivationGradients, || Backward::new(memory, sizes));
         Ok(Activations {
@@ -318,9 +318,9 @@ impl<M: Workspace, T: Element> Head<M, T> {
             ranks => memory.cross_entropy_sums(&shape, ranks),
         };
         let here = |len: usize| if sizes.part.last { len } else { 0 };
-        let (stream, held) = (here(sizes.stream()), here(sizes.token_share().part));
+        let (stream, local) = (here(sizes.stream()), here(sizes.token_share().part));
         let (scratch, sums) = (here(memory.cross_entropy_scratch(&shape)), here(sums));
-        let norms = || Ok::<_, Error>((memory.allocate(stream)?, memory.allocate(held)?));
+        let norms = || Ok::<_, Error>((memory.allocate(stream)?, memory.allocate(local)?));
         let logits = || Ok::<_, Error>((memory.allocate(scratch)?, memory.allocate(sums)?));
         let (normed, inv_rms) = memory.for_purpose(Purpose::Activations, norms)?;
         let (scratch, sums) = memory.for_purpose(Purpose::Logits, logits)?;
@@ -335,11 +335,11 @@ impl<M: Memory, T: Element> Shared<M, T> {
     /// When the device has no room.
     pub(crate) fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
         let share = sizes.share();
-        let wide = sizes.tokens() * share.mlp_width(sizes.config).max(sizes.qkv().row());
+        let scratch = sizes.tokens() * share.mlp_width(sizes.config).max(sizes.qkv().row());
         let rows = sizes.token_share().padded() * sizes.config.hidden_size;
         let gathered = || memory.for_purpose(Purpose::Gathered, || memory.allocate(rows));
         Ok(Shared {
-            wide: memory.for_purpose(Purpose::Activations, || memory.allocate(wide))?,
+            scratch: memory.for_purpose(Purpose::Activations, || memory.allocate(scratch))?,
             gathered: (share.ranks > 1).then(gathered).transpose()?,
         })
     }
@@ -353,11 +353,13 @@ impl<M: Memory, T: Element> Blocks<M, T> {
     pub(crate) fn new(memory: &M, sizes: &PassSizes<'_>, layers: usize) -> Result<Self, Error> {
         let recompute = sizes.pass.recompute;
         let copies = |shared: bool| if shared { layers.min(1) } else { layers };
-        let kept = 0..copies(recompute == Recompute::Block);
-        let cheap = 0..copies(recompute != Recompute::None);
+        let saved = 0..copies(recompute == Recompute::Block);
+        let recomputable = 0..copies(recompute != Recompute::None);
         Ok(Blocks {
-            kept: kept.map(|_| Kept::new(memory, sizes)).collect::<Result<_, _>>()?,
-            cheap: cheap.map(|_| Cheap::new(memory, sizes)).collect::<Result<_, _>>()?,
+            saved: saved.map(|_| Saved::new(memory, sizes)).collect::<Result<_, _>>()?,
+            recomputable: recomputable
+                .map(|_| Recomputable::new(memory, sizes))
+                .collect::<Result<_, _>>()?,
         })
     }
 
@@ -367,45 +369,46 @@ impl<M: Memory, T: Element> Blocks<M, T> {
         (slot, layer): (usize, usize),
         shared: &'a mut Shared<M, T>,
     ) -> BlockBuffers<'a, M, T> {
-        let (kept, cheap) = (slot.min(self.kept.len() - 1), slot.min(self.cheap.len() - 1));
+        let (saved, recomputable) =
+            (slot.min(self.saved.len() - 1), slot.min(self.recomputable.len() - 1));
         BlockBuffers {
             layer,
-            kept: &mut self.kept[kept],
-            cheap: &mut self.cheap[cheap],
-            wide: &mut shared.wide,
+            saved: &mut self.saved[saved],
+            recomputable: &mut self.recomputable[recomputable],
+            scratch: &mut shared.scratch,
             gathered: &mut shared.gathered,
         }
     }
 
     /// The routings that are kept, in the order of the blocks; `None` where all layers are dense.
     pub(crate) fn routings(&self) -> impl Iterator<Item = Option<&Routing<M>>> {
-        self.kept.iter().map(|kept| kept.routing.as_ref())
+        self.saved.iter().map(|saved| saved.routing.as_ref())
     }
 }
 
-impl<M: Memory, T: Element> Kept<M, T> {
+impl<M: Memory, T: Element> Saved<M, T> {
     fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
         let (share, config, tokens) = (sizes.share(), sizes.config, sizes.tokens());
-        Ok(Kept {
+        Ok(Saved {
             qkv: memory.allocate(tokens * sizes.qkv().row())?,
             attended: memory.allocate(tokens * share.query_width(config))?,
             log_sum_exp: memory.allocate(tokens * share.heads(config).local())?,
-            middle: memory.allocate(sizes.stream())?,
+            residual: memory.allocate(sizes.stream())?,
             gate_up: memory.allocate(tokens * 2 * share.mlp_width(config))?,
             routing: sizes.routing.map(|shape| Routing::new(memory, shape)).transpose()?,
         })
     }
 }
 
-impl<M: Memory, T: Element> Cheap<M, T> {
+impl<M: Memory, T: Element> Recomputable<M, T> {
     fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
-        let (stream, held) = (sizes.stream(), sizes.token_share().part);
+        let (stream, local) = (sizes.stream(), sizes.token_share().part);
         let rotated = sizes.config.architecture.norms_queries_and_keys();
-        Ok(Cheap {
+        Ok(Recomputable {
             input_normed: memory.allocate(stream)?,
-            input_inv_rms: memory.allocate(held)?,
+            input_inv_rms: memory.allocate(local)?,
             post_normed: memory.allocate(stream)?,
-            post_inv_rms: memory.allocate(held)?,
+            post_inv_rms: memory.allocate(local)?,
             rotated: rotated
                 .then(|| memory.allocate(sizes.qkv().tokens() * sizes.qkv().row()))
                 .transpose()?,

@@ -130,8 +130,8 @@ impl TensorShare {
     pub fn uneven_shared_heads(&self, config: &ModelConfig) -> Option<Vec<usize>> {
         let of_layer = |layer| {
             let shared = config.layer_heads(layer).shared;
-            let held = |rank| TensorShare { rank, ..*self }.heads(config).local_below(shared);
-            let counts: Vec<usize> = (0..self.ranks).map(held).collect();
+            let local = |rank| TensorShare { rank, ..*self }.heads(config).local_below(shared);
+            let counts: Vec<usize> = (0..self.ranks).map(local).collect();
             counts.iter().any(|&count| count != counts[0]).then_some(counts)
         };
         (0..config.num_hidden_layers).find_map(of_layer)
@@ -149,7 +149,7 @@ pub(crate) struct TokenShare {
 
 impl TokenShare {
     /// Tokens of this rank.
-    pub fn held(&self) -> usize {
+    pub fn local(&self) -> usize {
         self.part.min(self.tokens.saturating_sub(self.start()))
     }
 
@@ -418,10 +418,10 @@ mod tests {
         for ranks in 1..5 {
             let shares: Vec<_> = (0..ranks).map(|rank| TensorShare { rank, ranks }).collect();
             for tokens in [1, 5, 8] {
-                let held: Vec<_> = shares.iter().map(|share| share.tokens(tokens)).collect();
-                assert_eq!(held.iter().map(TokenShare::held).sum::<usize>(), tokens);
-                assert!(held.iter().all(|share| share.held() <= share.part));
-                assert!(held[0].padded() >= tokens);
+                let local: Vec<_> = shares.iter().map(|share| share.tokens(tokens)).collect();
+                assert_eq!(local.iter().map(TokenShare::local).sum::<usize>(), tokens);
+                assert!(local.iter().all(|share| share.local() <= share.part));
+                assert!(local[0].padded() >= tokens);
             }
             let columns: Vec<_> = shares.iter().map(|share| share.mlp_columns(&config)).collect();
             assert!(columns.windows(2).all(|pair| pair[0].end == pair[1].start));

@@ -140,7 +140,7 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         layout: &ModelLayout,
         mut source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let (mut values, mut numbers) = (Vec::new(), Vec::new());
+        let (mut values, mut elements) = (Vec::new(), Vec::new());
         for (flat, segment) in layout.segments() {
             let part = overlap(&segment.range, &self.local_range(flat));
             if part.is_empty() {
@@ -150,12 +150,12 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
             values.resize(segment.whole_len(), 0f32);
             source(segment, &mut values)?;
             let start = segment.range.start;
-            numbers.clear();
+            elements.clear();
             for run in segment.slice.runs(part.start - start..part.end - start) {
                 let values = &values[run.whole..run.whole + run.len];
-                numbers.extend(values.iter().map(|&value| number(value)));
+                elements.extend(values.iter().map(|&value| number(value)));
             }
-            backend.upload(&numbers, self.view_mut(flat, part)).map_err(Error::from)?;
+            backend.upload(&elements, self.view_mut(flat, part)).map_err(Error::from)?;
         }
         Ok(())
     }

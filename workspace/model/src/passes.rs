@@ -75,7 +75,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             before_use(&mut self.weights, self.layout.block_index(layer))?;
             self.block_forward(&tokens, input, &mut block, None, output)?;
             // Every rank that shares the heads knows the loss.
-            let routing = block.kept.routing.as_ref().filter(|_| self.routers[layer].is_some());
+            let routing = block.saved.routing.as_ref().filter(|_| self.routers[layer].is_some());
             if let (Some(routing), 0) = (routing, parallel.part().tensor.rank) {
                 self.backend.balance_loss(routing, share, sums.balance())?;
             }
@@ -161,13 +161,13 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
         let Activations { shape, recompute, micro_batches, passes, shared, backward, .. } =
             activations;
-        let Some(scratch) = backward else {
+        let Some(backward) = backward else {
             return Err(Error::NotPlannedForTraining);
         };
         let MicroBatch { ids, document_start, .. } = &micro_batches[turn.micro_batch];
         let Pass { stream, blocks } = &mut passes[turn.slot];
         if !parallel.ends_with(turn.chunk) {
-            let d_stream = B::whole_mut(&mut scratch.d_stream);
+            let d_stream = B::whole_mut(&mut backward.d_stream);
             parallel.backward().recv::<B, T>(d_stream, parallel.next(), BACKWARD)?;
         }
         let n = shape.tokens();
@@ -186,11 +186,11 @@ impl<B: Backend, T: Element> Model<B, T> {
             let recomputing = (*recompute != Recompute::None).then(|| span::enter("recompute"));
             self.recompute_block(*recompute, &tokens, input, &mut block)?;
             drop(recomputing);
-            self.block_backward(&tokens, input, block, scratch, gradients, router)?;
+            self.block_backward(&tokens, input, block, backward, gradients, router)?;
             self.complete(gradients, layout.block_index(layer), &mut complete)?;
         }
         if !parallel.begins_with(turn.chunk) {
-            let d_stream = B::whole(&scratch.d_stream);
+            let d_stream = B::whole(&backward.d_stream);
             return Ok(parallel.backward().send::<B, T>(
                 d_stream,
                 parallel.previous(),
@@ -198,7 +198,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             )?);
         }
         let gathered = &mut shared.gathered;
-        self.embed_backward(n, ids, &scratch.d_stream, gathered, gradients)?;
+        self.embed_backward(n, ids, &backward.d_stream, gathered, gradients)?;
         self.complete(gradients, ModelLayout::EMBEDDING, &mut complete)
     }
 

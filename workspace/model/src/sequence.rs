@@ -19,7 +19,7 @@ impl<B: Backend, T: Element> Model<B, T> {
 
     /// Numbers of the residual stream that are held here of so many tokens.
     pub(crate) fn stream_len(&self, tokens: usize) -> usize {
-        self.token_share(tokens).held() * self.config.hidden_size
+        self.token_share(tokens).local() * self.config.hidden_size
     }
 
     /// The sum over the ranks that share the tensors, for operators that need it in their middle.
@@ -42,15 +42,15 @@ impl<B: Backend, T: Element> Model<B, T> {
     pub(crate) fn gather<'a>(
         &self,
         tokens: usize,
-        held: &'a B::Buffer<T>,
+        local: &'a B::Buffer<T>,
         gathered: &'a mut Option<B::Buffer<T>>,
     ) -> Result<View<'a, B, T>, Error> {
         let (width, own) = (self.config.hidden_size, self.stream_len(tokens));
-        let Some(gathered) = gathered else { return Ok(B::view(held, 0..own)) };
+        let Some(gathered) = gathered else { return Ok(B::view(local, 0..own)) };
         let share = self.token_share(tokens);
         let start = share.start() * width;
         let into = B::view_mut(gathered, start..start + own);
-        self.backend.copy(B::view(held, 0..own), into)?;
+        self.backend.copy(B::view(local, 0..own), into)?;
         let whole = B::view_mut(gathered, 0..share.padded() * width);
         self.parallel.tensor().all_gather::<B, T>(whole)?;
         Ok(B::view(gathered, 0..tokens * width))

@@ -15,7 +15,7 @@ pub struct Slice {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
     /// The first one's place in the slice.
-    pub held: usize,
+    pub local: usize,
     /// Its place in the tensor.
     pub whole: usize,
     /// How many they are.
@@ -90,16 +90,16 @@ impl Slice {
         let extent = self.shape[rows.len()];
         let width: usize = columns.iter().map(Range::len).sum();
         let mut runs = Vec::new();
-        let mut held = range.start;
-        while width > 0 && held < range.end {
-            let (row, mut skipped) = (row(rows, &self.shape, held / width), held % width);
+        let mut local = range.start;
+        while width > 0 && local < range.end {
+            let (row, mut skipped) = (row(rows, &self.shape, local / width), local % width);
             for columns in columns {
                 let from = skipped.min(columns.len());
                 skipped -= from;
-                let len = (columns.len() - from).min(range.end - held);
+                let len = (columns.len() - from).min(range.end - local);
                 if len > 0 {
-                    push(&mut runs, Run { held, whole: row * extent + columns.start + from, len });
-                    held += len;
+                    push(&mut runs, Run { local, whole: row * extent + columns.start + from, len });
+                    local += len;
                 }
             }
         }
@@ -108,8 +108,8 @@ impl Slice {
 
     /// Puts numbers of the part, from its number `start` on, where they belong in the whole tensor.
     pub fn place<S: Copy>(&self, start: usize, values: &[S], whole: &mut [S]) {
-        for Run { held, whole: at, len } in self.runs(start..start + values.len()) {
-            whole[at..at + len].copy_from_slice(&values[held - start..held - start + len]);
+        for Run { local, whole: at, len } in self.runs(start..start + values.len()) {
+            whole[at..at + len].copy_from_slice(&values[local - start..local - start + len]);
         }
     }
 }
@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(rows.extents(), [3, 6]);
         assert_eq!(
             rows.runs(0..18),
-            [Run { held: 0, whole: 0, len: 6 }, Run { held: 6, whole: 12, len: 12 }]
+            [Run { local: 0, whole: 0, len: 6 }, Run { local: 6, whole: 12, len: 12 }]
         );
         let columns = Slice::along(vec![4, 6], 1, vec![1..2, 4..6]);
         assert_eq!(extract(&columns, 0..12, &whole), [1, 4, 5, 7, 10, 11, 13, 16, 17, 19, 22, 23]);
@@ -182,7 +182,7 @@ mod tests {
     fn the_whole_tensor_is_one_run() {
         let slice = Slice::whole(vec![2, 3, 4]);
         assert!(slice.is_whole());
-        assert_eq!(slice.runs(5..17), [Run { held: 5, whole: 5, len: 12 }]);
+        assert_eq!(slice.runs(5..17), [Run { local: 5, whole: 5, len: 12 }]);
         assert_eq!(extract(&Slice::whole(vec![3]), 1..3, &[7, 8, 9]), [8, 9]);
     }
 

@@ -1,12 +1,12 @@
-//! Data parallelism with a sharded optimiser (ZeRO-1, arXiv 1910.02054). Ranks that hold the same part of
-//! a model take different micro-batches, have whole weights and gradients, and each updates its local
-//! shard of every flat buffer.
+//! Data parallelism with a sharded optimiser (ZeRO-1, arXiv 1910.02054). Data ranks have the same
+//! part of a model, with whole weights and gradients; they compute different micro-batches, and
+//! each updates its local shard of every flat buffer.
 //!
-//! Two collectives of each buffer make a step, both overlapped with computation: the gradients are
+//! A step has two collectives per buffer, both overlapped with computation: the gradients are
 //! reduce-scattered as soon as the step's last backward pass has completed them, and the updated
-//! weights are all-gathered while the optimiser updates the next buffer and until the next forward pass
-//! first uses them. All ranks start them in the same order: that of the backward pass, then that of
-//! the buffers.
+//! weights are all-gathered while the optimiser updates the next buffer, until the next forward
+//! pass first uses them. All ranks start them in the same order: the order of the backward pass,
+//! then the order of the buffers.
 
 use half::bf16;
 use moh_comm::{Group, Pending, Reduce};
@@ -17,30 +17,30 @@ use moh_model::{Error, Model};
 
 use crate::step_buffers::Rounded;
 
-/// Gradients on their way to the ranks' shards.
+/// Gradients whose reduce-scatter is in flight.
 enum InFlight<B: Backend, G: Element> {
     /// The buffer itself.
     Exact(Pending<B::Buffer<G>>),
-    /// A copy rounded to bf16; its local shard then replaces that of the exact buffer.
+    /// The buffer, and a copy rounded to bf16; the copy's local shard then replaces the buffer's.
     Rounded(B::Buffer<G>, Pending<B::Buffer<bf16>>),
 }
 
-/// The collectives of a rank's steps with those that hold the same part of the model, and the buffers
-/// that are in flight.
+/// A rank's collectives with the other data ranks, and the buffers in flight.
 pub(crate) struct DataParallel<B: Backend, T: Element, G: Element> {
     backend: B,
     group: Group,
-    /// The first and the last pipeline stage, on those two, where both hold a tied head.
+    /// The group of the first and the last pipeline stage if both have a tied head; `None` on other
+    /// stages.
     tied_head: Option<Group>,
     gradients: Vec<Option<InFlight<B, G>>>,
     weights: Vec<Option<Pending<B::Buffer<T>>>>,
-    /// Where gradients are rounded, a buffer for the copy of each.
+    /// If gradients are rounded, a buffer for the copy of each.
     copies: Vec<Option<B::Buffer<bf16>>>,
 }
 
 impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
-    /// Prepares the exchange between the ranks of `group`. Where there are buffers for it, gradients are
-    /// rounded, which halves what is sent.
+    /// Prepares the collectives between the ranks of `group`. If `rounded` has buffers, gradients
+    /// are rounded to bf16, which halves the traffic.
     pub fn new(model: &Model<B, T>, group: &Group, rounded: Rounded<B>) -> Self {
         let (backend, flats) = (model.backend().clone(), &model.layout().flats);
         DataParallel {
@@ -53,11 +53,12 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
         }
     }
 
-    /// Starts to reduce-scatter the gradients of a buffer that are complete on this rank. A tied head of
-    /// two stages is complete when both have its gradient: [`Self::finish_gradients`].
+    /// Starts the reduce-scatter of a buffer whose gradients are complete on this rank. The
+    /// gradient of a head tied across two stages is completed by [`Self::finish_gradients`]
+    /// instead.
     ///
     /// # Errors
-    /// When the device or another rank has failed.
+    /// Fails if the device or another rank has failed.
     pub fn start_gradients(
         &mut self,
         gradients: &mut FlatBuffers<B, G>,
@@ -69,8 +70,8 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
         }
     }
 
-    /// As [`Self::start_gradients`] of every buffer, in the order of a backward pass, on a rank that has
-    /// no micro-batch in a step and adds zeros.
+    /// Calls [`Self::start_gradients`] with zeros for every buffer, in the order of a backward
+    /// pass; for a rank without a micro-batch in a step.
     ///
     /// # Errors
     /// As [`Self::start_gradients`].
@@ -87,11 +88,11 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
         Ok(())
     }
 
-    /// Reduces the gradient of a tied head of two stages, and waits for all gradients: the local shard
-    /// of each buffer then holds the sums over the ranks, the rest is undefined.
+    /// Reduces the gradient of a head tied across two stages and waits for all gradients: the local
+    /// shard of each buffer then holds the sums over the ranks; the rest is undefined.
     ///
     /// # Errors
-    /// When the device or another rank has failed; the buffers in flight are lost then.
+    /// Fails if the device or another rank has failed; the buffers in flight are then lost.
     pub fn finish_gradients(&mut self, gradients: &mut FlatBuffers<B, G>) -> Result<(), Error> {
         if let Some(stages) = &self.tied_head {
             let buffer = gradients.flat_mut(ModelLayout::EMBEDDING);
@@ -145,10 +146,10 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
         Ok(())
     }
 
-    /// Starts to all-gather a buffer of the weights, whose local shard has been updated.
+    /// Starts the all-gather of a buffer of weights whose local shard has been updated.
     ///
     /// # Errors
-    /// When another rank has failed.
+    /// Fails if another rank has failed.
     pub fn start_weights(
         &mut self,
         weights: &mut FlatBuffers<B, T>,
@@ -161,10 +162,10 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
         Ok(())
     }
 
-    /// Waits until a buffer of the weights is whole; on a GPU the device waits, not the caller.
+    /// Waits until a buffer of weights is complete; on a GPU the device waits, not the caller.
     ///
     /// # Errors
-    /// What made the all-gather fail; the buffer is lost then.
+    /// Fails if the all-gather failed; the buffer is then lost.
     pub fn wait_for_weights(
         &mut self,
         weights: &mut FlatBuffers<B, T>,
@@ -176,7 +177,7 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
         Ok(())
     }
 
-    /// As [`Self::wait_for_weights`], for all of them.
+    /// Calls [`Self::wait_for_weights`] for every buffer.
     ///
     /// # Errors
     /// As [`Self::wait_for_weights`].

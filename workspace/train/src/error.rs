@@ -1,11 +1,11 @@
-//! What can go wrong in this crate.
+//! The errors of this crate.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 use crate::recipe::Fault;
 
-/// An error of this crate; its message says what, where and what to do.
+/// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file could not be read or written.
@@ -13,24 +13,24 @@ pub enum Error {
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// A recipe, or an override of it, is wrong: one line for each fault.
+    /// A recipe or an override is invalid: one line for each fault.
     #[error("{}", lines(faults))]
     Recipe {
-        /// Everything that is wrong with it; never empty.
+        /// All faults; never empty.
         faults: Vec<Fault>,
     },
-    /// A hardware profile is wrong: one line for each fault.
+    /// A hardware profile is invalid: one line for each fault.
     #[error("{}", lines(faults))]
     Hardware {
-        /// Everything that is wrong with it; never empty.
+        /// All faults; never empty.
         faults: Vec<Fault>,
     },
-    /// A plan's ranks do not make whole copies of the model.
+    /// The number of ranks of a plan is not a multiple of a stage's tensor x pipeline.
     #[error(
-        "{}: stage.{stage}.parallel: --ranks {ranks} is no multiple of tensor x pipeline = {tensor} x \
+        "{}: stage.{stage}.parallel: --ranks {ranks} is not a multiple of tensor x pipeline = {tensor} x \
          {pipeline}: use --ranks {nearest}, or --suggest for layouts of {ranks} ranks", path.display()
     )]
     PlanRanks {
@@ -38,23 +38,23 @@ pub enum Error {
         path: PathBuf,
         /// The stage.
         stage: String,
-        /// Ranks that divide each block.
+        /// Tensor-parallel ranks.
         tensor: usize,
-        /// Ranks that divide the blocks.
+        /// Pipeline stages.
         pipeline: usize,
-        /// Ranks that were asked for.
+        /// The requested number of ranks.
         ranks: usize,
-        /// A number of ranks nearby that would do.
+        /// The nearest valid number of ranks.
         nearest: usize,
     },
-    /// A run directory was started with another recipe.
+    /// The recipe differs from the one the run directory was started with.
     #[error(
-        "{}: this run was started with another recipe, and would not continue as it began:\n{}\n\
-         give it the recipe it was started with, or another run.dir",
+        "{}: the recipe differs from the run's, and resuming would change results:\n{}\n\
+         use the recipe that the run was started with, or another run.dir",
         path.display(), lines(changes)
     )]
     RecipeChanged {
-        /// The recipe that the run directory holds.
+        /// The recipe in the run directory.
         path: PathBuf,
         /// The keys that differ; never empty.
         changes: Vec<KeyChange>,
@@ -65,92 +65,93 @@ pub enum Error {
         /// The run directory.
         path: PathBuf,
     },
-    /// Steps to trace are not written as such.
+    /// The list of steps to trace is invalid.
     #[error("{text:?}: {reason}")]
     TraceSteps {
-        /// The part of the list that is wrong.
+        /// The invalid part of the list.
         text: String,
-        /// What is wrong with it.
+        /// The problem.
         reason: &'static str,
     },
-    /// A line of a metrics file is not what the trainer writes.
+    /// A line of a metrics file is invalid.
     #[error("{}:{line}: {reason}", path.display())]
     MetricsLine {
         /// The file.
         path: PathBuf,
-        /// Number of the line, from 1.
+        /// Line number, from 1.
         line: u64,
-        /// What is wrong in it.
+        /// The problem.
         reason: String,
     },
-    /// A metrics file holds fewer steps than its checkpoint.
+    /// A metrics file has fewer steps than its checkpoint.
     #[error(
-        "{}: holds {found} complete lines, and the checkpoint was made at step {expected}: \
-         restore the file, or continue from an earlier checkpoint", path.display()
+        "{}: has {found} complete lines, but the checkpoint is of step {expected}: \
+         restore the file, or resume from an earlier checkpoint", path.display()
     )]
     MetricsShort {
         /// The file.
         path: PathBuf,
-        /// Complete lines in it.
+        /// Complete lines in the file.
         found: u64,
-        /// Steps that it should hold.
+        /// The checkpoint's step.
         expected: u64,
     },
-    /// A checkpoint, or a file of a finished run, is not whole.
+    /// A checkpoint, or a file of a finished run, is damaged.
     #[error("{}: {reason}", path.display())]
     Checkpoint {
         /// The file.
         path: PathBuf,
-        /// What is wrong in it.
+        /// The problem.
         reason: String,
     },
-    /// The loss or the gradient is not a number any more.
+    /// The loss or the gradient norm is NaN or infinite.
     #[error(
-        "stage {stage}, step {step}: the loss is {loss} and the gradient's norm {norm}: lower \
+        "stage {stage}, step {step}: the loss is {loss} and the gradient norm {norm}: lower \
          learning_rate.max or lengthen its warm-up, and run the recipe in another run.dir"
     )]
     NotFinite {
         /// The stage.
         stage: String,
-        /// The step within it.
+        /// The step within the stage, from 1.
         step: u64,
         /// The loss of the step.
         loss: f64,
-        /// The global norm of its gradient.
+        /// The global gradient norm.
         norm: f64,
     },
-    /// The recipe names no model that is on this machine.
-    #[error("{}: model.from: there is no such directory, and nothing was downloaded", path.display())]
+    /// The recipe's model is not on this machine.
+    #[error("{}: model.from: no such directory, and no downloaded model", path.display())]
     NoModel {
         /// The recipe.
         path: PathBuf,
     },
-    /// The model is not what the recipe says of it.
+    /// The model differs from the recipe.
     #[error("{}: {key}: {reason}", path.display())]
     ModelDiffers {
         /// The recipe.
         path: PathBuf,
-        /// The key that does not fit.
+        /// The key that differs from the model.
         key: String,
-        /// What differs.
+        /// The difference.
         reason: String,
     },
-    /// The recipe wants a device that is missing or unfit, or that this program was built without.
+    /// The recipe's device is missing or unsuitable, or this program was built without support for
+    /// it.
     #[error("{}: run.device = \"cuda\": {source}, or use --set run.device=cpu", path.display())]
     Device {
         /// The recipe.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The device's error.
         source: moh_device::Error,
     },
-    /// Several GPUs in a build that cannot connect them.
+    /// Several GPUs in a build without NCCL.
     #[cfg(all(feature = "cuda", not(feature = "nccl")))]
     #[error(
-        "several processes were started, and this program was built without NCCL: build it with \
+        "several processes were started, but this program was built without NCCL: build it with \
          --features nccl, or start one process"
     )]
     NoNccl,
-    /// The ranks cannot be arranged as a stage wants.
+    /// The number of ranks is not a multiple of a stage's tensor x pipeline.
     #[error(
         "{}: stage.{stage}.parallel = {{ tensor = {tensor}, pipeline = {pipeline} }}: {ranks} ranks were \
          started: start a multiple of {}, or change the two",
@@ -159,57 +160,58 @@ pub enum Error {
     Parallel {
         /// The recipe.
         path: PathBuf,
-        /// The stage of the recipe.
+        /// The stage.
         stage: String,
-        /// Ranks that share each tensor.
+        /// Tensor-parallel ranks.
         tensor: usize,
-        /// Stages of the pipeline.
+        /// Pipeline stages.
         pipeline: usize,
-        /// Ranks.
+        /// The number of ranks.
         ranks: usize,
     },
-    /// Another rank reports an error, which ends the run on this one too.
-    #[error("rank {rank} failed, and tells why")]
+    /// Another rank failed, which ends the run on this rank too.
+    #[error("rank {rank} failed; see its output")]
     OtherRank {
-        /// It.
+        /// The rank that failed.
         rank: usize,
     },
-    /// Ranks lost each other.
+    /// Communication with another rank failed.
     #[error(transparent)]
     Comm(#[from] moh_comm::Error),
-    /// The device failed, or an operator refused its input.
+    /// The device failed, or an operator rejected its input.
     #[error(transparent)]
     Kernel(#[from] moh_kernels::Error),
-    /// The model is wrong.
+    /// The model is invalid.
     #[error(transparent)]
     Model(#[from] moh_model::Error),
-    /// The data is wrong.
+    /// The data is invalid.
     #[error(transparent)]
     Data(#[from] moh_data::Error),
     /// An evaluation failed.
     #[error(transparent)]
     Evaluation(#[from] moh_eval::Error),
-    /// The model could not be read, its vocabulary not grow, or its export not be written.
+    /// The model could not be read, its vocabulary could not grow, or its export could not be
+    /// written.
     #[error(transparent)]
     Hf(#[from] moh_hf::Error),
 }
 
 impl Error {
-    /// An input or output error at `path`.
+    /// For `map_err`: adds the path to an I/O error.
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + use<> {
         let path = path.to_path_buf();
         move |source| Error::Io { path, source }
     }
 }
 
-/// A key whose value differs between two recipes; `None` where one of them lacks it.
+/// A key whose value differs between two recipes; `None` where a recipe lacks it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyChange {
     /// The full key, stages by name.
     pub key: String,
-    /// The value that the run was started with.
+    /// The value in the run's recipe.
     pub before: Option<String>,
-    /// The value asked for now.
+    /// The new value.
     pub now: Option<String>,
 }
 

@@ -9,9 +9,9 @@ use crate::checkpoint::{StoredCheckpoint, TensorKind};
 use crate::source::ModelSource;
 use crate::{Error, Recipe, RunDirectory};
 
-/// Writes the model to the run's `export/`, in the type it was trained in, with the tokenizer and
-/// generation files of the model it came from. An older export is replaced once the new one is
-/// complete. What this rank does not hold comes from the checkpoint after `step` steps.
+/// Writes the model to the run's `export/`, in its training dtype, with the tokenizer and
+/// generation files of the source model. Replaces an older export once the new one is complete.
+/// Tensors of other ranks are read from the checkpoint of `step`.
 pub(crate) fn write<B: Backend, T: Element>(
     run: &RunDirectory,
     source: &ModelSource,

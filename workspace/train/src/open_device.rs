@@ -1,4 +1,4 @@
-//! The device that a recipe names, and the meeting with the other ranks of its run.
+//! Opens a recipe's device and connects this process to the other ranks of the run.
 
 use std::env::consts::ARCH;
 use std::path::Path;
@@ -9,10 +9,11 @@ use moh_device::OpenDevice;
 use crate::Error;
 use crate::recipe::{Device, Recipe};
 
-/// Opens the device that `recipe` names: of several GPUs that of this process's number on its machine.
+/// Opens the device of `recipe`; on a machine with several GPUs, the one with this process's local
+/// rank.
 ///
 /// # Errors
-/// When this build or this machine has none; `path` is what the message calls the recipe.
+/// Fails if this build or this machine has no such device; the message names the recipe `path`.
 pub fn open_device(recipe: &Recipe, path: &Path, local_rank: usize) -> Result<OpenDevice, Error> {
     match recipe.run.device {
         Device::Cpu => Ok(OpenDevice::Cpu),
@@ -21,7 +22,7 @@ pub fn open_device(recipe: &Recipe, path: &Path, local_rank: usize) -> Result<Op
     }
 }
 
-/// Where the buffers lie that ranks exchange.
+/// The memory of the buffers that ranks exchange.
 fn buffers(device: &OpenDevice) -> Result<Buffers, Error> {
     match device {
         OpenDevice::Cpu => Ok(Buffers::Host),
@@ -32,12 +33,12 @@ fn buffers(device: &OpenDevice) -> Result<Buffers, Error> {
     }
 }
 
-/// Meets the other processes of this run, all of which must run this program with this recipe: the
-/// fingerprint of `options` is made here.
+/// Connects to the other processes of this run. All of them must run this program with this recipe;
+/// this function sets the fingerprint of `options` that checks it.
 ///
 /// # Errors
-/// Ranks that do not arrive or were started differently, and builds without the means to connect
-/// them.
+/// Fails if a rank does not connect or was started differently, or if this build cannot connect the
+/// ranks.
 pub fn connect(
     launch: &Launch,
     device: &OpenDevice,
@@ -51,8 +52,8 @@ pub fn connect(
     Ok(World::connect(launch, buffers, Options { fingerprint, ..options })?)
 }
 
-/// What must be the same on all ranks: the program, byte for byte, and the recipe. Two builds of one
-/// version may differ in their results, and so may processors of two architectures.
+/// The properties that all ranks must share: the program, byte for byte, and the recipe. Two builds
+/// of one version, or two processor architectures, may give different results.
 fn fingerprint(recipe: &Recipe) -> Result<String, Error> {
     let program = std::env::current_exe().and_then(|path| {
         let mut hasher = blake3::Hasher::new();

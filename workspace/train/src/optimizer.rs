@@ -1,5 +1,5 @@
-//! AdamW over a model's flat buffers, with clipping by the global gradient norm: over all of each, or
-//! the local shard of a rank (`data_parallel.rs`).
+//! AdamW over a model's flat buffers, with clipping by the global gradient norm: over whole
+//! buffers, or over a rank's local shard (`data_parallel.rs`).
 
 use std::ops::Range;
 
@@ -14,8 +14,8 @@ use moh_model::{Model, StepSums};
 use crate::Error;
 use crate::checkpoint::TensorKind;
 
-/// The optimiser's state, or a shard of it: moments, and where the model's weights are bf16 what they
-/// lack of the f32 numbers that are updated.
+/// The optimiser's state or a shard of it: the moments and, for bf16 weights, the 16 bits that
+/// rounding removed from the f32 weights.
 pub struct OptimizerState<B: Memory, M: Element> {
     pub(crate) remainder: Option<FlatBuffers<B, i16>>,
     pub(crate) first_moment: FlatBuffers<B, M>,
@@ -24,10 +24,10 @@ pub struct OptimizerState<B: Memory, M: Element> {
 }
 
 impl<B: Memory, M: Element> OptimizerState<B, M> {
-    /// Fresh moments of `shard` of weights of type `T`, which are what was rounded to them.
+    /// Creates zero moments of `shard`, for weights of type `T` that have no rounding error yet.
     ///
     /// # Errors
-    /// When the device has no room.
+    /// Fails if the device is out of memory.
     pub fn zeros<T: Element>(
         memory: &B,
         layout: &ModelLayout,
@@ -46,23 +46,23 @@ impl<B: Memory, M: Element> OptimizerState<B, M> {
 }
 
 impl<B: Backend, M: Element> OptimizerState<B, M> {
-    /// Fresh moments of `shard`, for weights as they are.
+    /// Creates zero moments of `shard` for the given weights.
     ///
     /// # Errors
-    /// When the device has no room.
+    /// Fails if the device is out of memory.
     pub fn new<T: Element>(model: &Model<B, T>, shard: Shard) -> Result<Self, Error> {
         Self::zeros::<T>(model.backend(), model.layout(), shard)
     }
 
-    /// The local shard of every flat buffer, which is updated here.
+    /// The local shard of every flat buffer, which this rank updates.
     pub fn shard(&self) -> Shard {
         self.shard
     }
 
-    /// Adds the squares of the shard's gradients, of every tensor that counts, to `sums`.
+    /// Adds the squares of the shard's gradients to `sums`; each tensor counts once over all ranks.
     ///
     /// # Errors
-    /// When the device fails.
+    /// Fails if the device fails.
     pub fn add_squared_norm<G: Element>(
         &self,
         backend: &B,
@@ -78,12 +78,12 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         Ok(backend.squared_norms(&parts.collect::<Vec<_>>(), sums.squared_norm_mut())?)
     }
 
-    /// Updates the shard of the model's weights by one step, clipping by the norm in
-    /// `sums`. `step.weight_decay` applies to matrices alone. `updated` is called with the weights as
-    /// soon as the shard of a buffer is updated.
+    /// Updates the shard of the model's weights by one step, clipping by the norm in `sums`.
+    /// `step.weight_decay` applies to matrices only. `updated` is called with the weights as soon
+    /// as the shard of a buffer is updated.
     ///
     /// # Errors
-    /// When the device fails, and those of `updated`.
+    /// Fails if the device or `updated` fails.
     pub fn update<T: Element, G: Element>(
         &mut self,
         model: &mut Model<B, T>,
@@ -123,10 +123,10 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         Ok(())
     }
 
-    /// The numbers that are updated, of a part of a buffer that the shard holds.
+    /// The f32 weights of a part of a buffer, within the local shard.
     ///
     /// # Errors
-    /// When the device fails.
+    /// Fails if the device fails.
     pub fn exact_weights<T: Element>(
         &self,
         model: &Model<B, T>,
@@ -144,11 +144,11 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         Ok(weights)
     }
 
-    /// Fills the state from what `read` has of each kind for a tensor: as weights what the model was
-    /// filled with.
+    /// Fills the state with the values that `read` gives of each kind for a tensor; the model's
+    /// weights must be filled already.
     ///
     /// # Errors
-    /// What `read` refuses, or the device.
+    /// Fails if `read` or the device fails.
     pub fn fill(
         &mut self,
         backend: &B,
@@ -166,10 +166,10 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         self.second_moment.fill(backend, layout, of(TensorKind::SecondMoment))
     }
 
-    /// Forgets the moments, as each stage begins.
+    /// Resets the moments; called at the start of each stage.
     ///
     /// # Errors
-    /// When the device fails.
+    /// Fails if the device fails.
     pub fn reset(&mut self, backend: &B) -> Result<(), Error> {
         self.first_moment.zero(backend)?;
         self.second_moment.zero(backend)?;

@@ -1,5 +1,5 @@
-//! Starting a run: the directory is locked, the recipe resolved and stored, and the training
-//! started with the element types that the recipe names.
+//! Starts a run: locks the directory, resolves and stores the recipe, and trains with the recipe's
+//! element types.
 
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
@@ -17,15 +17,15 @@ use crate::trace::TraceSteps;
 use crate::trainer::{Inputs, train};
 use crate::{Error, Ranks, Recipe, RunDirectory};
 
-/// Runs `recipe`, or continues it where its run directory has checkpoints; `path` is what messages
-/// call the recipe, and `directory` is where its `[model] from` is on this machine. All ranks of
-/// `world` call it with the same recipe and share each step's micro-batches; the first writes the run
-/// directory and hears the events. Setting `stop` on any rank ends the run after the step in progress,
-/// with a checkpoint. Each rank writes a timeline of those of its steps that are in `trace`.
+/// Runs `recipe`, or resumes it if its run directory has checkpoints. Errors name the recipe
+/// `path`; `directory` is the local directory of its `[model] from`. All ranks of `world` call this
+/// function with the same recipe and share each step's micro-batches; the first rank writes the run
+/// directory and receives the events. Setting `stop` on any rank ends the run after the current
+/// step, with a checkpoint. Each rank writes a timeline of its steps in `trace`.
 ///
 /// # Errors
-/// Everything that the recipe, the model, the data, the run directory, the device or another rank
-/// refuses.
+/// Fails if the recipe, the model, the data or the run directory is invalid, or if the device or
+/// another rank fails.
 pub fn run(
     recipe: &mut Recipe,
     path: &Path,
@@ -54,7 +54,7 @@ impl OnDevice for Start<'_> {
     }
 }
 
-/// What a run is given beside its recipe.
+/// The inputs of a run beside its recipe.
 struct Job<'a> {
     path: &'a Path,
     directory: Option<&'a Path>,
@@ -75,7 +75,7 @@ impl Job<'_> {
         let (source, data) = ranks.agree(opened)?;
         let run = RunDirectory::new(&recipe.run.dir);
         let mut lock = None;
-        // A finished run has no need of its data; faults of the data leave no directory behind.
+        // A finished run does not need its data, and invalid data must not create a run directory.
         let data = match ranks.any(data.is_err() && !run.root().exists())? {
             true => Ok(ranks.agree(data)?),
             false => data,
@@ -103,7 +103,7 @@ impl Job<'_> {
         in_training_elements(types, Training { backend, ranks, inputs, data, events })
     }
 
-    /// Refuses an arrangement that these ranks cannot form.
+    /// Fails if the number of ranks is not a multiple of a stage's tensor x pipeline.
     fn check_parallel(&self, stage: &Stage) -> Result<(), Error> {
         let ranks = self.group.size();
         if stage.parallel.data_ranks(ranks).is_some() {
@@ -114,7 +114,7 @@ impl Job<'_> {
         Err(Error::Parallel { path, stage, tensor, pipeline, ranks })
     }
 
-    /// Opens the model and the data; faults of the data are told later.
+    /// Opens the model and the data; errors of the data are reported later.
     fn open(&self, recipe: &mut Recipe) -> Result<(ModelSource, Result<RunData, Error>), Error> {
         for stage in &recipe.stages {
             self.check_parallel(stage)?;
@@ -126,7 +126,7 @@ impl Job<'_> {
     }
 }
 
-/// Whether the run came to its end: with a summary, an export and the checkpoint behind them.
+/// Whether the run has finished: it has a summary, an export and a checkpoint.
 fn finished_before(run: &RunDirectory) -> Result<bool, Error> {
     Ok(Summary::read(&run.summary())?.is_some()
         && run.export().join("config.json").is_file()

@@ -1,5 +1,4 @@
-//! The texts that a run reads: what it trains on, what is held out, and the tokenizer that both
-//! were prepared with.
+//! The texts of a run: training data, validation data, and the tokenizer that prepared both.
 
 use moh_data::{TextTokenizer, TokenFile, TrainingData, Windows};
 
@@ -7,20 +6,20 @@ use crate::Error;
 use crate::recipe::{Order, Recipe};
 use crate::source::ModelSource;
 
-/// Opened and checked against each other.
+/// The opened data, checked for the same tokenizer.
 pub(crate) struct RunData {
     pub training: TrainingData,
     pub validation: Option<Windows>,
-    /// Absent where the model has none.
+    /// `None` if the model has no tokenizer.
     pub tokenizer: Option<TextTokenizer>,
 }
 
 impl RunData {
-    /// Opens what `recipe` names.
+    /// Opens the data of `recipe`.
     ///
     /// # Errors
-    /// When a file is missing or unsound, too short for one window, or made with another tokenizer
-    /// than the model's.
+    /// Fails if a file is missing or invalid, shorter than one window, or prepared with a different
+    /// tokenizer.
     pub(crate) fn open(recipe: &Recipe, source: &ModelSource) -> Result<Self, Error> {
         let vocab_size = source.config().vocab_size;
         let training = open_training(recipe, vocab_size)?;

@@ -2,13 +2,13 @@
 //!
 //! With steps s = 1..=n and w warm-up steps, lr(s) = max s / w for s <= w, and after that
 //! min + (max - min) (1 + cos(pi (s - w) / (n - w))) / 2, so the last step's rate is `min`. The
-//! rate is a function of the recipe and the stage's own step alone; no optimiser stores it.
+//! rate depends on the recipe and the stage's own step only; no optimiser stores it.
 
 use std::f64::consts::PI;
 
 use crate::recipe::{Decay, LearningRate};
 
-/// The learning rates of one stage.
+/// The learning-rate schedule of one stage.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Schedule {
     rates: LearningRate,
@@ -16,18 +16,18 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// The schedule of a stage of `steps` steps.
+    /// Creates the schedule of a stage of `steps` steps.
     pub fn new(rates: LearningRate, steps: u64) -> Self {
         Schedule { rates, steps }
     }
 
-    /// Learning rate of `step`, counted from 1 within the stage. Beyond the last step it stays at
-    /// the last step's.
+    /// The learning rate of `step`, counted from 1 within the stage; later steps have the last
+    /// step's rate.
     pub fn learning_rate(&self, step: u64) -> f64 {
         let LearningRate { max, min, warmup_steps, decay } = self.rates;
         let step = step.min(self.steps);
         if step <= warmup_steps {
-            // A stage without steps and warm-up has no rate; max is what it would begin with.
+            // A stage without steps and warm-up has no last step; its rate is max.
             return if warmup_steps == 0 { max } else { max * step as f64 / warmup_steps as f64 };
         }
         match decay {

@@ -1,7 +1,7 @@
 //! One optimisation step: micro-batches, accumulated gradients, clipping and the update.
 //!
-//! A [`Stepper`] knows nothing of recipes or token files: it takes its sizes from a [`StepPlan`]
-//! and its tokens from whoever calls it, the trainer or a measurement.
+//! A [`Stepper`] depends on neither recipes nor token files: a [`StepPlan`] gives the sizes, and
+//! the caller, the trainer or a benchmark, gives the tokens.
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ use crate::pipeline_schedule::{self, Pass};
 use crate::recipe::{self, Optimizer, Recipe, Stage};
 use crate::step_buffers::{StepBuffers, StepSizes};
 
-/// What the steps of a stage have in common.
+/// The settings of all steps of a stage.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepPlan {
     /// The stage's name, for messages.
@@ -30,33 +30,34 @@ pub struct StepPlan {
     pub micro_batch: usize,
     /// Micro-batches of a step.
     pub micro_batches: u64,
-    /// Whether attention stops at the boundaries of documents.
+    /// Whether attention is limited to the token's own document.
     pub document_mask: bool,
-    /// What backward computes again.
+    /// The activations that the backward pass recomputes.
     pub recompute: Recompute,
-    /// Weight of the balance loss; without effect on a dense model.
+    /// Weight of the balance loss; unused by a dense model.
     pub balance_loss_weight: f64,
-    /// AdamW's constants.
+    /// Hyperparameters of AdamW.
     pub optimizer: Optimizer,
-    /// Type in which ranks exchange gradients that are f32.
+    /// Element type in which ranks exchange f32 gradients.
     pub reduce: ElementType,
 }
 
-/// The groups of ranks that take a step together.
+/// The groups of ranks that compute a step together.
 #[derive(Debug, Clone)]
 pub struct StepGroups {
     /// All ranks.
     pub all: Group,
-    /// Those that hold the same part of the model and share a step's micro-batches.
+    /// The data-parallel ranks: those with the same part of the model, which share a step's
+    /// micro-batches.
     pub data: Group,
 }
 
-/// The buffers of a stage's steps, and what does not change between them.
+/// The buffers of a stage's steps, and the settings that do not change between steps.
 pub struct Stepper<B: Backend, T: Element, G: Element> {
     activations: Activations<B, T>,
-    /// What this rank does in a step, its own micro-batches counted from 0.
+    /// The rank's pipeline schedule of a step; its micro-batches are counted from 0.
     passes: Vec<Pass>,
-    /// The micro-batches of a step that this rank takes: consecutive ones.
+    /// This rank's micro-batches of a step: a consecutive range.
     own: Range<usize>,
     gradients: FlatBuffers<B, G>,
     data_parallel: DataParallel<B, T, G>,
@@ -74,19 +75,19 @@ struct HostBatch {
     document_start: Vec<u32>,
 }
 
-/// What a step measured.
+/// The measurements of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Taken {
     /// Mean cross-entropy of the step's targets, before the update.
     pub loss: f64,
-    /// Mean balance loss of its micro-batches; `None` for a dense model.
+    /// Mean balance loss over the step's micro-batches; `None` for a dense model.
     pub balance_loss: Option<f64>,
     /// Global norm of the gradients before clipping.
     pub grad_norm: f64,
 }
 
 impl StepPlan {
-    /// The steps of `stage` of `recipe`.
+    /// Creates the plan of the steps of `stage` of `recipe`.
     pub fn new(recipe: &Recipe, stage: &Stage) -> Self {
         let tokens = stage.micro_batch * recipe.data.sequence_length;
         StepPlan {
@@ -106,7 +107,7 @@ impl StepPlan {
         }
     }
 
-    /// A pass over a micro-batch.
+    /// The shape of a pass over one micro-batch.
     pub(crate) fn pass_shape(&self) -> PassShape {
         PassShape {
             batch: self.micro_batch,
@@ -124,14 +125,14 @@ impl StepPlan {
 }
 
 impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
-    /// The buffers of `plan`'s steps on `model`, which the ranks of `groups` take together.
+    /// Allocates the buffers of `plan`'s steps on `model`, shared by the ranks of `groups`.
     ///
     /// # Errors
-    /// When the device has no room.
+    /// Fails if the device is out of memory.
     pub fn new(model: &Model<B, T>, plan: StepPlan, groups: StepGroups) -> Result<Self, Error> {
         let length = plan.sequence_length;
         let tokens = plan.micro_batch * length;
-        // A step's passes are in memory, so their number is that of a `usize`.
+        // The step's schedule is in memory, so its length fits a `usize`.
         let micro_batches = usize::try_from(plan.micro_batches).unwrap_or(usize::MAX);
         let own = share(micro_batches, groups.data.rank(), groups.data.size());
         let stage = stage_of(model);
@@ -164,29 +165,30 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         })
     }
 
-    /// What the steps have in common.
+    /// The settings of all steps.
     pub fn plan(&self) -> &StepPlan {
         &self.plan
     }
 
-    /// Waits for the weights that the last step updated, before anything but the next step uses them.
+    /// Waits for the updated weights of the last step; required before any use of them other than
+    /// the next step.
     ///
     /// # Errors
-    /// When another rank has failed.
+    /// Fails if another rank has failed.
     pub fn wait_for_weights(&mut self, model: &mut Model<B, T>) -> Result<(), Error> {
         Ok(self.data_parallel.wait_for_all_weights(model.weights_mut())?)
     }
 
-    /// Takes step `number` of the stage at learning rate `rate` on the samples from `first` on.
+    /// Computes step `number` of the stage at learning rate `rate` on the samples from `first` on.
     ///
-    /// `read` writes a sample, given by its number: a sequence and the token after it, and, with
-    /// a document mask, the first key that each of its tokens sees.
+    /// `read` writes the sample of a given number: a sequence and the token after it and, with a
+    /// document mask, the document start of each token.
     ///
     /// # Errors
-    /// What `read` refuses, a failing device, and [`Error::NotFinite`] before anything is updated.
+    /// Fails if `read` or the device fails, and with [`Error::NotFinite`] before any weight is
+    /// updated.
     ///
-    /// Where ranks share the micro-batches, the weights are whole only after
-    /// [`Self::wait_for_weights`].
+    /// With several data ranks, the weights are complete only after [`Self::wait_for_weights`].
     pub fn step<M: Element>(
         &mut self,
         model: &mut Model<B, T>,
@@ -241,7 +243,8 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         Ok(Taken { loss, balance_loss, grad_norm: norm })
     }
 
-    /// Takes this rank's micro-batches; leaves the sums of all ranks' gradients in its shard.
+    /// Computes this rank's micro-batches; its shard of the gradients then holds the sums over all
+    /// ranks.
     fn passes(
         &mut self,
         backend: &B,
@@ -290,14 +293,14 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             }
         }
         if self.own.is_empty() {
-            // The others wait for this rank's zeros, and it for their weights.
+            // The other ranks wait for this rank's zeros, and this rank for their weights.
             self.data_parallel.wait_for_all_weights(model.weights_mut())?;
             self.data_parallel.start_zero_gradients(&mut self.gradients, model.layout())?;
         }
         Ok(self.data_parallel.finish_gradients(&mut self.gradients)?)
     }
 
-    /// Reads the micro-batch of the samples from `first` on and copies it to the device.
+    /// Reads the micro-batch that starts at sample `first` and copies it to the device.
     fn upload(
         &mut self,
         backend: &B,
@@ -312,7 +315,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     }
 }
 
-/// Where this rank's part of a model stands in its pipeline.
+/// The position of this rank's part of the model in its pipeline.
 fn stage_of<B: Backend, T: Element>(model: &Model<B, T>) -> pipeline_schedule::Stage {
     let parallel = model.parallel();
     pipeline_schedule::Stage {
@@ -323,7 +326,7 @@ fn stage_of<B: Backend, T: Element>(model: &Model<B, T>) -> pipeline_schedule::S
 }
 
 impl HostBatch {
-    /// Reads the samples `first..`, one a sequence.
+    /// Reads the samples from `first` on, one for each sequence.
     fn read(
         &mut self,
         length: usize,

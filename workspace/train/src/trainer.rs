@@ -1,5 +1,5 @@
-//! The training run: stages in order, conversion between them, checkpoints, and the exact
-//! continuation of a run that was interrupted at any moment.
+//! The training loop: stages in order, conversion between them, checkpoints, and exact resuming
+//! after an interruption at any point.
 
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -26,7 +26,7 @@ use crate::summary::Summary;
 use crate::trace::{StepTrace, TraceSteps};
 use crate::{Error, Ranks, Recipe, RunDirectory, TensorBoard};
 
-/// Everything that a run reads but the device and the other ranks.
+/// The inputs of a run beside the device and the other ranks.
 #[derive(Clone)]
 pub(crate) struct Inputs<'a> {
     pub recipe: &'a Recipe,
@@ -40,23 +40,23 @@ pub(crate) struct Inputs<'a> {
 struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
     inputs: Inputs<'a>,
     ranks: Ranks<B>,
-    /// Those of the stage that the state is in.
+    /// The groups of ranks in the current stage.
     groups: StepGroups,
-    /// How they were made.
+    /// The parallelism that the groups were created for.
     parallel: Parallel,
     events: &'e mut dyn FnMut(Event<'_>),
     model: Model<B, T>,
     optimizer: OptimizerState<B, M>,
     data: RunData,
-    /// On the first rank.
+    /// `Some` on the first rank.
     metrics: Option<MetricsWriter>,
     board: Option<TensorBoard>,
     state: RunState,
     gradients: std::marker::PhantomData<G>,
 }
 
-/// Runs the recipe to its end, or until `stop` is set on any rank; only the first rank's `events` hear
-/// of it.
+/// Trains until the recipe is complete or `stop` is set on any rank; only the first rank calls
+/// `events`.
 pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
     backend: B,
     ranks: Ranks<B>,
@@ -73,7 +73,7 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
         match trainer.run()? {
             Progress::Done => return trainer.finish(),
             Progress::Stopped => return Ok(Outcome::Stopped { step: trainer.state.step }),
-            // The next stage divides the model in another way and begins with the last checkpoint.
+            // The next stage uses a different layout of ranks and starts from the last checkpoint.
             Progress::Divided => (ranks, data) = (trainer.ranks, trainer.data),
         }
     }
@@ -87,7 +87,7 @@ enum Progress {
 }
 
 impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a, 'e, B, T, G, M> {
-    /// Loads the newest good checkpoint, or the model the recipe starts from.
+    /// Loads the newest valid checkpoint, or else the recipe's initial model.
     fn start(
         backend: B,
         mut ranks: Ranks<B>,
@@ -105,7 +105,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         if state.stage > recipe.stages.len() {
             return Err(Error::Checkpoint {
                 path: run.checkpoint(state.step),
-                reason: format!("is in stage {}, which the recipe does not have", state.stage),
+                reason: format!("is of stage {}, which the recipe does not have", state.stage),
             });
         }
         let mut config = source.config().clone();
@@ -166,7 +166,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         Ok(Progress::Done)
     }
 
-    /// Trains what is left of the current stage.
+    /// Trains the remaining steps of the current stage.
     fn run_stage(&mut self, stage: &Stage) -> Result<Progress, Error> {
         if self.state.stage_step == 0 {
             self.begin_stage(stage)?;
@@ -197,7 +197,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
                 (number, schedule.learning_rate(number)),
             );
             let taken = match taken {
-                // All ranks see the same numbers, and one tells of them.
+                // All ranks have the same values; one of them reports the error.
                 Err(Error::NotFinite { .. }) if !self.ranks.is_first() => {
                     return Err(Error::OtherRank { rank: 0 });
                 }
@@ -257,14 +257,15 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         Ok(Progress::Done)
     }
 
-    /// Records the next step, if it is one of those that are asked for.
+    /// Records the next step if it is to be traced.
     fn trace_next(&self) -> Option<StepTrace<B>> {
         let step = self.state.step + 1;
         let wanted = self.inputs.trace.contains(step);
         wanted.then(|| StepTrace::new(step, self.model.backend().clone()))
     }
 
-    /// Sets the stage's attention and forgets the moments; a change of attention is evaluated.
+    /// Sets the stage's attention and resets the moments; evaluates the model if its attention
+    /// changed.
     fn begin_stage(&mut self, stage: &Stage) -> Result<(), Error> {
         let moh = stage.moh_config(self.inputs.source.original_config());
         self.optimizer.reset(self.model.backend())?;
@@ -297,14 +298,14 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         Ok(self.data.validation.as_ref().map(plan).transpose()?)
     }
 
-    /// Whether this step has a validation loss.
+    /// Whether the validation loss is evaluated after this step.
     fn validation_is_due(&self, last: bool) -> bool {
         let validation = self.inputs.recipe.data.validation.as_ref();
         let every = validation.map_or(0, |validation| validation.every_steps);
         last || (every > 0 && self.state.step.is_multiple_of(every))
     }
 
-    /// The validation loss, where the recipe asks for one.
+    /// The validation loss, if the recipe asks for one.
     fn validate(
         &mut self,
         evaluator: &mut Option<Evaluator<B, T>>,
@@ -326,7 +327,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             shard,
             &mut progress,
         )?;
-        // Counts of tokens and bytes, which f64 holds exactly.
+        // Counts of tokens and bytes, which f64 represents exactly.
         let [cross_entropy, tokens, bytes] =
             self.ranks.sum([sums.cross_entropy, sums.tokens as f64, sums.bytes as f64])?;
         let found = Sums { cross_entropy, tokens: tokens as u64, bytes: bytes as u64 }.loss();
@@ -341,7 +342,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         Ok(())
     }
 
-    /// Writes a step's metrics; the terminal and TensorBoard hear of every n-th step.
+    /// Writes a step's metrics; every n-th step also goes to the terminal and TensorBoard.
     fn report(&mut self, metrics: &StepMetrics, last: bool) -> Result<(), Error> {
         if let Some(writer) = &mut self.metrics {
             writer.write(metrics)?;
@@ -357,7 +358,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
 
     fn save(&mut self) -> Result<(), Error> {
         let _span = span::enter("checkpoint");
-        // A checkpoint of step n is continued from n lines of metrics.
+        // Resuming from the checkpoint of step n requires n lines of metrics.
         if let Some(writer) = &mut self.metrics {
             writer.sync()?;
         }
@@ -388,7 +389,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
     }
 }
 
-/// What the recipe's stage `index` wants, or its last one after all of them.
+/// The parallelism of the recipe's stage `index`, or of the last stage if there is no such stage.
 fn parallel_at(recipe: &Recipe, index: usize) -> Parallel {
     let last = recipe.stages.len().saturating_sub(1);
     recipe.stages.get(index.min(last)).map_or_else(Parallel::default, |stage| stage.parallel)
@@ -401,7 +402,7 @@ fn divide<B: Backend>(
     config: &ModelConfig,
 ) -> Result<(StepGroups, ModelParallel), Error> {
     let all = ranks.group().clone();
-    // Checked with the recipe; 1 would be refused by the model's own check.
+    // Validated with the recipe; the model's own check would reject 1.
     let count = |count: usize| NonZeroUsize::new(count).unwrap_or(NonZeroUsize::MIN);
     let layout = Layout::new(all.size(), count(parallel.tensor), count(parallel.pipeline))?;
     let groups = layout.groups(&all)?;
@@ -410,7 +411,7 @@ fn divide<B: Backend>(
     Ok((StepGroups { all, data: groups.data }, parallel))
 }
 
-/// Opens what the first rank writes as it goes on, cut back to the state's step.
+/// Opens the first rank's logs, truncated to the state's step.
 fn open_writers(
     run: &RunDirectory,
     recipe: &Recipe,
@@ -423,15 +424,15 @@ fn open_writers(
     Ok((MetricsWriter::append_to(&run.metrics())?, board))
 }
 
-/// Windows that one evaluation reads.
+/// The windows of one evaluation.
 fn validation_windows(recipe: &Recipe) -> u64 {
     let batches = recipe.data.validation.as_ref().map_or(0, |validation| validation.batches);
     let sequences = recipe.stages.first().map_or(1, |stage| stage.micro_batch);
     (batches as u64).saturating_mul(sequences as u64)
 }
 
-/// The attention that the model has at the state's step: that of the stage it is in, or, where no
-/// step of it is done, of the one before.
+/// The attention of the model at the state's step: the current stage's, or, before the stage's
+/// first step, the previous stage's.
 fn attention_before(
     recipe: &Recipe,
     source: &ModelSource,

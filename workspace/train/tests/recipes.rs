@@ -41,10 +41,10 @@ fn the_papers_recipe_has_the_papers_plan() {
     assert_eq!(adapt.memory.state.total(), 12 * 8_297_648_128);
     // 94,336 bytes kept per token and block, 61,460 once: 23.4 GiB.
     let kept = 8192 * (32 * 94_336 + 61_460);
-    assert_eq!(adapt.memory.activations.kept, kept);
+    assert_eq!(adapt.memory.activations.saved, kept);
     // Of each routed head what a token has, and how many tokens selected it.
     let routings = 32 * (8192 * (16 * (8 + 4 + 1) + 8) + 16 * 4);
-    assert_eq!(moh.memory.activations.kept, kept + routings);
+    assert_eq!(moh.memory.activations.saved, kept + routings);
     assert_eq!(adapt.memory.activations.logits, 1024 * 160_896 * 4);
 
     let schedule = recipe.stages[0].schedule();

@@ -45,51 +45,51 @@ impl<B: Backend, T: Element> Model<B, T> {
         mut cache: Option<&mut LayerCache<B, T>>,
     ) -> Result<(), Error> {
         let _span = span::enter("attention");
-        let BlockBuffers { layer, kept, cheap, gathered, .. } = block;
+        let BlockBuffers { layer, saved, recomputable, gathered, .. } = block;
         let layer = *layer;
         let (backend, config, ranges) = (&self.backend, &self.config, &self.layout.block);
         let flat = self.layout.block_index(layer);
         let (n, row) = (tokens.shape.tokens(), tokens.shape.row());
         let queries = tokens.shape.heads * tokens.shape.head_dim;
-        self.normalize_input(layer, n, input, cheap)?;
+        self.normalize_input(layer, n, input, recomputable)?;
         backend.linear_forward(LinearForward {
             inputs: config.hidden_size,
-            x: self.gather(n, &cheap.input_normed, gathered)?,
+            x: self.gather(n, &recomputable.input_normed, gathered)?,
             weight: self.weights.view(flat, ranges.qkv.clone()),
             residual: None,
-            y: B::view_mut(&mut kept.qkv, 0..n * row),
+            y: B::view_mut(&mut saved.qkv, 0..n * row),
         })?;
-        self.route_and_rotate(layer, tokens, kept, cheap)?;
-        let qkv = cheap.rotated(&kept.qkv);
+        self.route_and_rotate(layer, tokens, saved, recomputable)?;
+        let qkv = recomputable.rotated(&saved.qkv);
         if let Some(cache) = &mut cache {
             self.append(tokens, qkv, cache)?;
         }
         let (key_length, key_values) = self.key_values(tokens, qkv, cache.as_deref());
-        let routing = kept.routing.as_ref().filter(|_| self.routers[layer].is_some());
+        let routing = saved.routing.as_ref().filter(|_| self.routers[layer].is_some());
         backend.attention_forward(AttentionForward {
             args: tokens.attention(AttentionShape::of_qkv(&tokens.shape, key_length), routing),
             queries: B::view(qkv, 0..n * row),
             key_values,
-            out: B::view_mut(&mut kept.attended, 0..n * queries),
-            log_sum_exp: B::view_mut(&mut kept.log_sum_exp, 0..n * tokens.shape.heads),
+            out: B::view_mut(&mut saved.attended, 0..n * queries),
+            log_sum_exp: B::view_mut(&mut saved.log_sum_exp, 0..n * tokens.shape.heads),
         })?;
         let projection = Projection {
             tokens: n,
             inputs: queries,
-            x: B::view(&kept.attended, 0..n * queries),
+            x: B::view(&saved.attended, 0..n * queries),
             weight: self.weights.view(flat, ranges.output.clone()),
         };
-        self.project_to_stream(projection, input, &mut kept.middle, gathered)
+        self.project_to_stream(projection, input, &mut saved.residual, gathered)
     }
 
-    /// The gradient of [`Model::attention_forward`]: turns `scratch.d_stream` from the gradient of `middle`
+    /// The gradient of [`Model::attention_forward`]: turns `backward.d_stream` from the gradient of `middle`
     /// into that of the block's input, and adds those of the weights to `gradients`.
     pub(super) fn attention_backward<G: Element>(
         &self,
         tokens: &Tokens<'_, B>,
         input: &B::Buffer<T>,
         block: &mut BlockBuffers<'_, B, T>,
-        scratch: &mut Backward<B, T>,
+        backward: &mut Backward<B, T>,
         gradients: &mut FlatBuffers<B, G>,
         router: RouterScale,
     ) -> Result<(), Error> {
@@ -100,18 +100,18 @@ impl<B: Backend, T: Element> Model<B, T> {
         let linear = |range, inputs| Linear { flat, range, tokens: n, inputs };
         let queries = tokens.shape.heads * tokens.shape.head_dim;
         let output = linear(&ranges.output, queries);
-        let attended = B::view(&block.kept.attended, 0..n * queries);
-        let d_output = self.gather(n, &scratch.d_stream, block.gathered)?;
+        let attended = B::view(&block.saved.attended, 0..n * queries);
+        let d_output = self.gather(n, &backward.d_stream, block.gathered)?;
         self.linear_backward_weight(output, attended, d_output, gradients)?;
-        self.linear_backward_input(output, d_output, &mut scratch.d_branch)?;
-        self.scores_backward(tokens, block, scratch, gradients, router)?;
+        self.linear_backward_input(output, d_output, &mut backward.d_branch)?;
+        self.scores_backward(tokens, block, backward, gradients, router)?;
         let qkv = linear(&ranges.qkv, width);
-        let d_qkv = B::view(block.wide, 0..n * tokens.shape.row());
-        let normed = self.gather(n, &block.cheap.input_normed, block.gathered)?;
+        let d_qkv = B::view(block.scratch, 0..n * tokens.shape.row());
+        let normed = self.gather(n, &block.recomputable.input_normed, block.gathered)?;
         self.linear_backward_weight(qkv, normed, d_qkv, gradients)?;
-        self.linear_backward_input(qkv, d_qkv, &mut scratch.d_branch)?;
-        let inv_rms = &block.cheap.input_inv_rms;
-        self.norm_backward((flat, &ranges.input_norm, n), input, inv_rms, scratch, gradients)
+        self.linear_backward_input(qkv, d_qkv, &mut backward.d_branch)?;
+        let inv_rms = &block.recomputable.input_inv_rms;
+        self.norm_backward((flat, &ranges.input_norm, n), input, inv_rms, backward, gradients)
     }
 
     /// From the gradient of attention's output in `d_branch` to that of the projected queries, keys and
@@ -120,23 +120,23 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self,
         tokens: &Tokens<'_, B>,
         block: &mut BlockBuffers<'_, B, T>,
-        scratch: &mut Backward<B, T>,
+        backward: &mut Backward<B, T>,
         gradients: &mut FlatBuffers<B, G>,
         router: RouterScale,
     ) -> Result<(), Error> {
-        let BlockBuffers { layer, kept, cheap, wide, .. } = block;
+        let BlockBuffers { layer, saved, recomputable, scratch, .. } = block;
         let (n, shape) = (tokens.shape.tokens(), &tokens.shape);
-        let routing = kept.routing.as_ref().filter(|_| self.routers[*layer].is_some());
+        let routing = saved.routing.as_ref().filter(|_| self.routers[*layer].is_some());
         self.backend.attention_backward(AttentionBackward {
             args: tokens.attention(AttentionShape::of_qkv(shape, shape.length), routing),
-            qkv: B::whole(cheap.rotated(&kept.qkv)),
-            out: B::whole(&kept.attended),
-            log_sum_exp: B::whole(&kept.log_sum_exp),
-            d_out: B::view(&scratch.d_branch, 0..n * shape.heads * shape.head_dim),
-            d_qkv: B::view_mut(wide, 0..n * shape.row()),
-            delta: routing.is_some().then(|| B::whole_mut(&mut scratch.delta)),
+            qkv: B::whole(recomputable.rotated(&saved.qkv)),
+            out: B::whole(&saved.attended),
+            log_sum_exp: B::whole(&saved.log_sum_exp),
+            d_out: B::view(&backward.d_branch, 0..n * shape.heads * shape.head_dim),
+            d_qkv: B::view_mut(scratch, 0..n * shape.row()),
+            delta: routing.is_some().then(|| B::whole_mut(&mut backward.delta)),
         })?;
-        self.route_and_rotate_backward(tokens, block, scratch, gradients, router)
+        self.route_and_rotate_backward(tokens, block, backward, gradients, router)
     }
 
     /// Appends the tokens' keys and values to the cache.

@@ -48,20 +48,20 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.mlp_forward(tokens.shape.tokens(), block, output)
     }
 
-    /// Turns `scratch.d_stream` from the gradient of the block's output into that of its input,
+    /// Turns `backward.d_stream` from the gradient of the block's output into that of its input,
     /// and adds the gradients of its weights to `gradients`, or overwrites what is stale there.
     pub(crate) fn block_backward<G: Element>(
         &self,
         tokens: &Tokens<'_, B>,
         input: &B::Buffer<T>,
         mut block: BlockBuffers<'_, B, T>,
-        scratch: &mut Backward<B, T>,
+        backward: &mut Backward<B, T>,
         gradients: &mut FlatBuffers<B, G>,
         router: RouterScale,
     ) -> Result<(), Error> {
         let flat = self.layout.block_index(block.layer);
-        self.mlp_backward(tokens.shape.tokens(), &mut block, scratch, gradients)?;
-        self.attention_backward(tokens, input, &mut block, scratch, gradients, router)?;
+        self.mlp_backward(tokens.shape.tokens(), &mut block, backward, gradients)?;
+        self.attention_backward(tokens, input, &mut block, backward, gradients, router)?;
         gradients.mark_written(flat);
         Ok(())
     }

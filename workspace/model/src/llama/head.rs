@@ -63,7 +63,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let Activations { shape, micro_batches, passes, shared, head: of_head, backward, .. } =
             activations;
         let targets = &micro_batches[turn.micro_batch].targets;
-        let (pass, Some(scratch)) = (&passes[turn.slot], backward) else {
+        let (pass, Some(backward)) = (&passes[turn.slot], backward) else {
             return Err(Error::NotPlannedForTraining);
         };
         let layout = &self.layout;
@@ -71,16 +71,16 @@ impl<B: Backend, T: Element> Model<B, T> {
         let head = layout.head_index();
         let head_gradients = HeadGradients::<B, T, G> {
             scale: scale.cross_entropy,
-            d_x: B::view_mut(&mut scratch.d_branch, 0..n * width),
+            d_x: B::view_mut(&mut backward.d_branch, 0..n * width),
             accumulation: gradients.accumulation(head),
             d_weight: gradients.view_mut(head, layout.flats[head].used()),
         };
         self.losses(n, targets, (shared, of_head), sums, Some(head_gradients))?;
         gradients.mark_written(head);
         let end = self.parallel.part().chunks[turn.chunk].len();
-        self.backend.zero(B::whole_mut(&mut scratch.d_stream))?;
+        self.backend.zero(B::whole_mut(&mut backward.d_stream))?;
         let ((flat, range), inv_rms) = (layout.final_norm(), &of_head.inv_rms);
-        self.norm_backward((flat, range, n), &pass.stream[end], inv_rms, scratch, gradients)?;
+        self.norm_backward((flat, range, n), &pass.stream[end], inv_rms, backward, gradients)?;
         gradients.mark_written(flat);
         Ok(())
     }

@@ -7,7 +7,7 @@ use moh_kernels::{Backend, Element};
 
 use super::block::Tokens;
 use crate::Error;
-use crate::activations::{Backward, BlockBuffers, Cheap, Kept};
+use crate::activations::{Backward, BlockBuffers, Recomputable, Saved};
 use crate::model::Model;
 use crate::parameters::FlatBuffers;
 
@@ -26,7 +26,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             x: B::view(x, 0..stream),
             weight: self.weights.view(flat, weight.clone()),
             y: B::view_mut(y, 0..stream),
-            inv_rms: B::view_mut(inv_rms, 0..self.token_share(tokens).held()),
+            inv_rms: B::view_mut(inv_rms, 0..self.token_share(tokens).local()),
         })?;
         Ok(())
     }
@@ -38,18 +38,18 @@ impl<B: Backend, T: Element> Model<B, T> {
         (flat, range, tokens): (usize, &Range<usize>, usize),
         x: &B::Buffer<T>,
         inv_rms: &B::Buffer<f32>,
-        scratch: &mut Backward<B, T>,
+        backward: &mut Backward<B, T>,
         gradients: &mut FlatBuffers<B, G>,
     ) -> Result<(), Error> {
-        let own = self.reduce_scatter(tokens, &mut scratch.d_branch)?;
-        let held = own.len();
+        let own = self.reduce_scatter(tokens, &mut backward.d_branch)?;
+        let local = own.len();
         gradients.clear_stale(&self.backend, flat, range.clone())?;
         self.backend.rms_norm_backward(RmsNormBackward {
-            x: B::view(x, 0..held),
+            x: B::view(x, 0..local),
             weight: self.weights.view(flat, range.clone()),
-            inv_rms: B::view(inv_rms, 0..self.token_share(tokens).held()),
-            d_y: B::view(&scratch.d_branch, own),
-            d_x: B::view_mut(&mut scratch.d_stream, 0..held),
+            inv_rms: B::view(inv_rms, 0..self.token_share(tokens).local()),
+            d_y: B::view(&backward.d_branch, own),
+            d_x: B::view_mut(&mut backward.d_stream, 0..local),
             d_weight: gradients.view_mut(flat, range.clone()),
         })?;
         Ok(())
@@ -60,23 +60,23 @@ impl<B: Backend, T: Element> Model<B, T> {
         layer: usize,
         tokens: usize,
         input: &B::Buffer<T>,
-        cheap: &mut Cheap<B, T>,
+        recomputable: &mut Recomputable<B, T>,
     ) -> Result<(), Error> {
         let weight = (self.layout.block_index(layer), &self.layout.block.input_norm);
-        let into = (&mut cheap.input_normed, &mut cheap.input_inv_rms);
+        let into = (&mut recomputable.input_normed, &mut recomputable.input_inv_rms);
         self.normalize(weight, tokens, input, into)
     }
 
-    pub(super) fn normalize_middle(
+    pub(super) fn normalize_residual(
         &self,
         layer: usize,
         tokens: usize,
-        kept: &Kept<B, T>,
-        cheap: &mut Cheap<B, T>,
+        saved: &Saved<B, T>,
+        recomputable: &mut Recomputable<B, T>,
     ) -> Result<(), Error> {
         let weight = (self.layout.block_index(layer), &self.layout.block.post_norm);
-        let into = (&mut cheap.post_normed, &mut cheap.post_inv_rms);
-        self.normalize(weight, tokens, &kept.middle, into)
+        let into = (&mut recomputable.post_normed, &mut recomputable.post_inv_rms);
+        self.normalize(weight, tokens, &saved.residual, into)
     }
 
     /// Computes the norms of the forward pass again.
@@ -86,11 +86,11 @@ impl<B: Backend, T: Element> Model<B, T> {
         input: &B::Buffer<T>,
         block: &mut BlockBuffers<'_, B, T>,
     ) -> Result<(), Error> {
-        let (n, BlockBuffers { layer, kept, cheap, .. }) = (tokens.shape.tokens(), block);
-        self.normalize_input(*layer, n, input, cheap)?;
-        if let Some(rotated) = &mut cheap.rotated {
-            self.norm_and_rotate(*layer, tokens, &kept.qkv, rotated)?;
+        let (n, BlockBuffers { layer, saved, recomputable, .. }) = (tokens.shape.tokens(), block);
+        self.normalize_input(*layer, n, input, recomputable)?;
+        if let Some(rotated) = &mut recomputable.rotated {
+            self.norm_and_rotate(*layer, tokens, &saved.qkv, rotated)?;
         }
-        self.normalize_middle(*layer, n, kept, cheap)
+        self.normalize_residual(*layer, n, saved, recomputable)
     }
 }

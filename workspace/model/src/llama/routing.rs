@@ -13,7 +13,7 @@ use moh_kernels::{Backend, Element};
 
 use super::block::{RouterScale, Tokens};
 use crate::Error;
-use crate::activations::{Backward, BlockBuffers, Cheap, Kept};
+use crate::activations::{Backward, BlockBuffers, Recomputable, Saved};
 use crate::model::Model;
 use crate::parameters::FlatBuffers;
 
@@ -24,14 +24,14 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self,
         layer: usize,
         tokens: &Tokens<'_, B>,
-        kept: &mut Kept<B, T>,
-        cheap: &mut Cheap<B, T>,
+        saved: &mut Saved<B, T>,
+        recomputable: &mut Recomputable<B, T>,
     ) -> Result<(), Error> {
-        let Some(rotated) = &mut cheap.rotated else {
-            return self.route_and_rotate_in_place(layer, tokens, kept);
+        let Some(rotated) = &mut recomputable.rotated else {
+            return self.route_and_rotate_in_place(layer, tokens, saved);
         };
-        self.route(layer, tokens, kept)?;
-        self.norm_and_rotate(layer, tokens, &kept.qkv, rotated)
+        self.route(layer, tokens, saved)?;
+        self.norm_and_rotate(layer, tokens, &saved.qkv, rotated)
     }
 
     /// Turns the gradients of queries and keys in `wide` from those that attention reads into those of the
@@ -40,25 +40,25 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self,
         tokens: &Tokens<'_, B>,
         block: &mut BlockBuffers<'_, B, T>,
-        scratch: &mut Backward<B, T>,
+        backward: &mut Backward<B, T>,
         gradients: &mut FlatBuffers<B, G>,
         scale: RouterScale,
     ) -> Result<(), Error> {
-        let BlockBuffers { layer, kept, cheap, wide, .. } = block;
+        let BlockBuffers { layer, saved, recomputable, scratch, .. } = block;
         let (layer, shape) = (*layer, &tokens.shape);
         let len = shape.tokens() * shape.row();
-        let norms = cheap.rotated.is_some();
+        let norms = recomputable.rotated.is_some();
         if norms {
-            let d_qkv = B::view_mut(wide, 0..len);
-            self.norm_and_rotate_backward(layer, tokens, &kept.qkv, d_qkv, gradients)?;
+            let d_qkv = B::view_mut(scratch, 0..len);
+            self.norm_and_rotate_backward(layer, tokens, &saved.qkv, d_qkv, gradients)?;
         }
-        let (all_reduce, d_qkv) = (&self.sum_over_ranks(), B::view_mut(wide, 0..len));
+        let (all_reduce, d_qkv) = (&self.sum_over_ranks(), B::view_mut(scratch, 0..len));
         let rope = RopeArgs { shape, table: self.rope_table(tokens.first_position), qkv: d_qkv };
-        let (Some(router), Some(routing)) = (&self.routers[layer], &kept.routing) else {
+        let (Some(router), Some(routing)) = (&self.routers[layer], &saved.routing) else {
             return if norms { Ok(()) } else { Ok(self.backend.rope_backward(rope)?) };
         };
-        let qkv = B::view(&kept.qkv, 0..len);
-        let gradient = self.router_gradient(tokens, routing, scratch, scale, all_reduce);
+        let qkv = B::view(&saved.qkv, 0..len);
+        let gradient = self.router_gradient(tokens, routing, backward, scale, all_reduce);
         if norms {
             let args = RouterBackward { shape, qkv, d_qkv: rope.qkv, gradient };
             return Ok(router.backward(&self.backend, args)?);
@@ -72,17 +72,17 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self,
         tokens: &Tokens<'_, B>,
         routing: &'v Routing<B>,
-        scratch: &'v mut Backward<B, T>,
+        backward: &'v mut Backward<B, T>,
         scale: RouterScale,
         all_reduce: AllReduce<'v, B>,
     ) -> RouterGradient<'v, B> {
         let table = 0..tokens.shape.tokens() * routing.routed();
         RouterGradient {
             routing,
-            delta: scale.straight_through.then(|| B::whole(&scratch.delta)),
+            delta: scale.straight_through.then(|| B::whole(&backward.delta)),
             balance_weight: scale.balance_weight,
             ranks: self.is_shared().then(|| RouterRanks {
-                table: B::view_mut(&mut scratch.deltas, table),
+                table: B::view_mut(&mut backward.deltas, table),
                 all_reduce,
             }),
         }
@@ -93,11 +93,11 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self,
         layer: usize,
         tokens: &Tokens<'_, B>,
-        kept: &mut Kept<B, T>,
+        saved: &mut Saved<B, T>,
     ) -> Result<(), Error> {
         let (shape, sum) = (&tokens.shape, self.sum_over_ranks());
-        if let (Some(router), Some(routing)) = (&self.routers[layer], &mut kept.routing) {
-            let qkv = B::view(&kept.qkv, 0..shape.tokens() * shape.row());
+        if let (Some(router), Some(routing)) = (&self.routers[layer], &mut saved.routing) {
+            let qkv = B::view(&saved.qkv, 0..shape.tokens() * shape.row());
             let all_reduce = self.is_shared().then_some(&sum as AllReduce<'_, B>);
             router.forward(&self.backend, RouterForward { shape, qkv, routing, all_reduce })?;
         }
@@ -109,16 +109,16 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self,
         layer: usize,
         tokens: &Tokens<'_, B>,
-        kept: &mut Kept<B, T>,
+        saved: &mut Saved<B, T>,
     ) -> Result<(), Error> {
         let len = tokens.shape.tokens() * tokens.shape.row();
         let sum = self.sum_over_ranks();
         let rope = RopeArgs {
             shape: &tokens.shape,
             table: self.rope_table(tokens.first_position),
-            qkv: B::view_mut(&mut kept.qkv, 0..len),
+            qkv: B::view_mut(&mut saved.qkv, 0..len),
         };
-        match (&self.routers[layer], &mut kept.routing) {
+        match (&self.routers[layer], &mut saved.routing) {
             (Some(router), Some(routing)) => {
                 let all_reduce = self.is_shared().then_some(&sum as AllReduce<'_, B>);
                 let args = RouterRopeForward { rope, routing, all_reduce };

@@ -102,7 +102,7 @@ pub(super) fn all_gather(work: &Work, rank: usize) -> Volume {
 }
 
 fn of_flat_buffers(work: &Work, rank: usize, dtype: ElementType) -> Volume {
-    let bytes = work.rank_numbers(rank) as f64 * dtype.bytes() as f64;
+    let bytes = work.rank_elements(rank) as f64 * dtype.bytes() as f64;
     let ring = Volume::ring(work.layout.data, bytes);
     Volume { operations: ring.operations * work.flat_buffers(rank) as f64, ..ring }
 }
@@ -170,7 +170,7 @@ pub(super) fn tied_head(work: &Work, rank: usize) -> Volume {
         return Volume::default();
     }
     let bytes = work.recipe.precision.gradients.bytes() as f64;
-    Volume::all_reduce(2, work.numbers().vocabulary as f64 * bytes)
+    Volume::all_reduce(2, work.elements().vocabulary as f64 * bytes)
 }
 
 /// The residual stream of a micro-batch.

@@ -43,7 +43,7 @@ pub struct StateBytes {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ActivationBytes {
     /// What forward leaves for backward, of all micro-batches that are under way.
-    pub kept: u64,
+    pub saved: u64,
     /// Gradients of one block's activations.
     pub block_gradients: u64,
     /// Where the parts of tensor ranks are gathered.
@@ -99,8 +99,8 @@ impl StateBytes {
 impl ActivationBytes {
     /// All of it.
     pub fn total(&self) -> u64 {
-        let ActivationBytes { kept, block_gradients, gathered, logits, evaluation } = *self;
-        sum([kept, block_gradients, gathered, logits, evaluation])
+        let ActivationBytes { saved, block_gradients, gathered, logits, evaluation } = *self;
+        sum([saved, block_gradients, gathered, logits, evaluation])
     }
 }
 
@@ -226,7 +226,7 @@ impl RankMemory {
                 moments: memory.bytes(Purpose::Moments),
             },
             activations: ActivationBytes {
-                kept: memory.bytes(Purpose::Activations),
+                saved: memory.bytes(Purpose::Activations),
                 block_gradients: memory.bytes(Purpose::ActivationGradients),
                 gathered: memory.bytes(Purpose::Gathered),
                 logits: memory.bytes(Purpose::Logits),
@@ -248,7 +248,7 @@ impl RankMemory {
             pipeline_rank,
             in_flight: slots.passes as u64,
             state: StateBytes { weights: 0, remainder: 0, gradients: 0, rounded: 0, moments: 0 },
-            activations: ActivationBytes { kept: u64::MAX, ..ActivationBytes::default() },
+            activations: ActivationBytes { saved: u64::MAX, ..ActivationBytes::default() },
             other: OtherBytes::default(),
             device,
         }

@@ -147,7 +147,7 @@ impl Plan {
         let part =
             |part: fn(&ActivationBytes) -> u64| move |rank: &RankMemory| part(&rank.activations);
         let label = format!("activations, recompute {recompute}");
-        table.bytes(&label, stages, part(|of| of.kept))?;
+        table.bytes(&label, stages, part(|of| of.saved))?;
         table.bytes(
             "gradients of one block's activations",
             stages,

@@ -74,7 +74,7 @@ fn activation_bytes_are_those_of_the_tables() {
     let ends = stream + (stream + 4) + 8;
     let kept = |plan: Plan| {
         let stages = plan.stages.into_iter();
-        stages.map(|stage| stage.memory.activations.kept).collect::<Vec<_>>()
+        stages.map(|stage| stage.memory.activations.saved).collect::<Vec<_>>()
     };
     // A routing counts the tokens of its 4 heads.
     let expected = |routings: u64, blocks: fn(u64, u64) -> u64| {
@@ -143,7 +143,7 @@ fn tensor_ranks_keep_a_share_of_activations_and_one_gathered_buffer() {
     let norms = 2 * stream + 4;
     let wide = 7168 * 2;
     let per_token = 33 * stream + 32 * block + norms + wide + stream + 2 + 8;
-    assert_eq!(memory.activations.kept, 8192 * per_token);
+    assert_eq!(memory.activations.saved, 8192 * per_token);
     // The stream's gradient on half the tokens, a branch's on all.
     assert_eq!(memory.activations.block_gradients, 8192 * (4096 + 8192 + 64));
     assert_eq!(memory.activations.gathered, 8192 * 8192);
@@ -164,7 +164,7 @@ fn the_first_stage_of_a_pipeline_holds_most() {
     let per_token = 6 * 8192 + 5 * block + (2 * 8192 + 8) + 4;
     let shared = 14_336 * 2;
     let counts = 8 * 5 * 16 * 4;
-    assert_eq!(memory.activations.kept, 8192 * (8 * per_token + shared) + counts);
+    assert_eq!(memory.activations.saved, 8192 * (8 * per_token + shared) + counts);
 }
 
 #[test]
@@ -206,7 +206,7 @@ fn ranks_that_make_no_whole_models_are_refused() {
     assert!(message.contains("2 x 1: use --ranks 62, or --suggest"), "{message}");
     assert!(refused(0).contains("use --ranks 2"));
     assert!(refused(60).contains(
-        "stage.moh.parallel: --ranks 60 is no multiple of tensor x pipeline = 1 x 8: use --ranks 56"
+        "stage.moh.parallel: --ranks 60 is not a multiple of tensor x pipeline = 1 x 8: use --ranks 56"
     ));
 }
 

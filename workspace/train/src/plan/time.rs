@@ -8,7 +8,7 @@ use moh_model::model_parallel::Part;
 
 use super::communication::{self, Volume};
 use super::hardware::Hardware;
-use super::work::{Numbers, Work};
+use super::work::{Elements, Work};
 use crate::recipe::Recompute;
 
 /// Seconds of one step, by what they are spent on; together they are the step.
@@ -132,7 +132,7 @@ impl PerToken {
     fn new(work: &Work, rank: usize) -> PerToken {
         let model = &work.model;
         let tensor = work.layout.tensor.max(1) as f64;
-        let Numbers { matrices, vocabulary, .. } = work.numbers();
+        let Elements { matrices, vocabulary, .. } = work.elements();
         let keys = (work.recipe.data.sequence_length as f64 + 1.0) / 2.0;
         let active = mean_active(work, rank) / tensor;
         PerToken {
@@ -188,8 +188,8 @@ fn data(work: &Work, hardware: &Hardware, rank: usize, pass: &Pass) -> f64 {
 /// Seconds of the optimiser, which reads and writes its state once.
 fn optimizer(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
     let precision = &work.recipe.precision;
-    let numbers = work.rank_numbers(rank) as f64;
-    let share = numbers / work.layout.data.max(1) as f64;
+    let elements = work.rank_elements(rank) as f64;
+    let share = elements / work.layout.data.max(1) as f64;
     // Gradients for the norm and for the update, both moments and 4 bytes of the weight, in bf16 with
     // its remainder, in and out.
     let (gradient, moment) = (precision.gradients.bytes(), precision.moments.bytes());

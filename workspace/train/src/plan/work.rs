@@ -53,9 +53,9 @@ pub(super) struct Work<'a> {
     parts: Vec<Part>,
 }
 
-/// Numbers of a part's tensors on one rank.
+/// Elements of a part's tensors on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Numbers {
+pub(super) struct Elements {
     /// The matrices of one block.
     pub matrices: u128,
     /// Both norms of one block.
@@ -110,7 +110,7 @@ impl<'a> Work<'a> {
     }
 
     /// Sizes of the tensors on the rank that has most of each.
-    pub fn numbers(&self) -> Numbers {
+    pub fn elements(&self) -> Elements {
         let model = ModelConfig { num_hidden_layers: 1, ..self.model.clone() };
         let tensor = TensorShare { rank: 0, ranks: self.layout.tensor.max(1) };
         let layout = ModelLayout::of_part(&model, 1, &Part { tensor, ..Part::whole(&model) });
@@ -120,7 +120,7 @@ impl<'a> Work<'a> {
             let elements = segments.filter(|segment| segment.decays == decays);
             elements.map(|segment| segment.range.len() as u128).sum()
         };
-        Numbers {
+        Elements {
             matrices: elements(block, true),
             norms: elements(block, false),
             vocabulary: elements(embedding, true),
@@ -151,14 +151,14 @@ impl<'a> Work<'a> {
         (self.model.vocab_size as u128).div_ceil(self.tensor())
     }
 
-    /// Numbers of all tensors of rank `rank` of the pipeline, each flat buffer padded to a multiple
+    /// Elements of all tensors of rank `rank` of the pipeline, each flat buffer padded to a multiple
     /// of the data ranks.
-    pub fn rank_numbers(&self, rank: usize) -> u128 {
+    pub fn rank_elements(&self, rank: usize) -> u128 {
         self.parts(rank).map(|part| self.part_numbers(part)).sum()
     }
 
     fn part_numbers(&self, part: &Part) -> u128 {
-        let Numbers { matrices, norms, vocabulary } = self.numbers();
+        let Elements { matrices, norms, vocabulary } = self.elements();
         let padded = |count: u128| count.next_multiple_of(self.layout.data.max(1) as u128);
         let tied = self.model.tie_word_embeddings;
         let embedding = part.first || part.last && tied;
@@ -207,7 +207,7 @@ mod tests {
             let work = Work::new(&recipe, &recipe.stages[1], &model, layout).unwrap();
             for (rank, part) in Part::divide(&model, pipeline, 1).unwrap().iter().enumerate() {
                 let allocated = ModelLayout::of_part(&model, data, part);
-                assert_eq!(work.rank_numbers(rank), allocated.len() as u128);
+                assert_eq!(work.rank_elements(rank), allocated.len() as u128);
                 let flats = allocated.flats.iter().filter(|flat| flat.len > 0).count();
                 assert_eq!(work.flat_buffers(rank), flats as u64);
             }
@@ -221,9 +221,9 @@ mod tests {
         let work = Work::new(&recipe, &recipe.stages[0], &model, layout).unwrap();
         // A block of LLaMA-3-8B has 4096 x (4096 + 2 x 1024 + 4096 + 3 x 14336) = 218,103,808 numbers in
         // matrices and 8192 in norms; 160,896 rows of 4096 are 659,030,016.
-        let Numbers { matrices, norms, vocabulary } = work.numbers();
+        let Elements { matrices, norms, vocabulary } = work.elements();
         assert_eq!((matrices, norms, vocabulary), (54_525_952, 8192, 164_757_504));
         let all = 32 * (54_525_952 + 8192) + 2 * 164_757_504 + 4096;
-        assert_eq!(work.rank_numbers(0), all);
+        assert_eq!(work.rank_elements(0), all);
     }
 }
