@@ -1,9 +1,10 @@
-//! The buffers of a forward and backward pass, planned once and reused in every step.
+//! The buffers of a forward and backward pass, allocated once and reused in every step.
 //!
-//! What a block saves for its backward pass comes in two parts: what is costly to compute again
-//! ([`Saved`]), and what is cheap ([`Recomputable`]: norms). [`Recompute`] says which of them every block
-//! has for itself and which the blocks share and compute again. The MLP's activation is shared
-//! always: SwiGLU's backward pass yields it beside the gradients.
+//! A block saves two kinds of activations for its backward pass: those that are expensive to
+//! recompute ([`Saved`]) and those that are cheap to recompute ([`Recomputable`]: norms and, in
+//! Qwen3, rotated queries and keys). [`Recompute`] says which of them each block has for itself,
+//! and which the blocks share and recompute. The MLP's activation is always shared: SwiGLU's
+//! backward pass computes it beside the gradients.
 
 use std::ops::Range;
 
@@ -16,38 +17,39 @@ use crate::Error;
 use crate::model::Model;
 use crate::pass_sizes::PassSizes;
 
-/// What the backward pass computes again instead of keeping it.
+/// The activations that the backward pass recomputes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Recompute {
     /// Nothing.
     None,
     /// Norms.
     Cheap,
-    /// Everything but the input of each block.
+    /// All activations except the input of each block.
     Block,
 }
 
-/// What a block keeps that is costly to compute again. Of ranks that share tensors, H, G and I are
-/// those held, and rows of the residual stream and of norms, written M, those of the rank's own tokens.
+/// The activations of a block that are expensive to recompute. With tensor parallelism H, G and I
+/// are the rank's local sizes, and M is the number of the rank's own tokens, for rows of the
+/// residual stream and of norms.
 pub(crate) struct Saved<B: Memory, T: Element> {
-    /// Queries, keys and values, `[N, (H + 2G) D]`: rotated, or the projection's output where queries and
-    /// keys are normed before they are rotated.
+    /// Queries, keys and values, `[N, (H + 2G) D]`: rotated, or the projection's output in
+    /// architectures with query and key norms.
     pub qkv: B::Buffer<T>,
-    /// Attention's output before its projection, `[N, H D]`.
+    /// Attention's output before the output projection, `[N, H D]`.
     pub attended: B::Buffer<T>,
-    /// Of attention's scores, `[N, H]`.
+    /// Log-sum-exp of attention's scores, `[N, H]`.
     pub log_sum_exp: B::Buffer<f32>,
-    /// The residual stream between attention and MLP, `[M, C]`.
+    /// The residual stream after attention, `[M, C]`.
     pub residual: B::Buffer<T>,
-    /// Gate and up, `[N, 2I]`.
+    /// Gate and up projections, `[N, 2I]`.
     pub gate_up: B::Buffer<T>,
-    /// Of a Mixture-of-Head block.
+    /// The routing of a Mixture-of-Head block.
     pub routing: Option<Routing<B>>,
 }
 
-/// What a block keeps that is cheap to compute again.
+/// The activations of a block that are cheap to recompute.
 pub(crate) struct Recomputable<B: Memory, T: Element> {
-    /// Input of the query, key and value projection, `[M, C]`.
+    /// Input of the query, key and value projections, `[M, C]`.
     pub input_normed: B::Buffer<T>,
     /// `[M]`.
     pub input_inv_rms: B::Buffer<f32>,
@@ -55,24 +57,25 @@ pub(crate) struct Recomputable<B: Memory, T: Element> {
     pub post_normed: B::Buffer<T>,
     /// `[M]`.
     pub post_inv_rms: B::Buffer<f32>,
-    /// Where queries and keys are normed: those, rotated, and values; `[N, (H + 2G) D]`.
+    /// With query and key norms: normed and rotated queries and keys, and values; `[N, (H + 2G)
+    /// D]`.
     pub rotated: Option<B::Buffer<T>>,
 }
 
 impl<B: Backend, T: Element> Recomputable<B, T> {
-    /// Queries, keys and values as attention reads them, of which the block saved `qkv`.
+    /// Queries, keys and values as attention reads them; `qkv` is the saved projection.
     pub fn rotated<'a>(&'a self, qkv: &'a B::Buffer<T>) -> &'a B::Buffer<T> {
         self.rotated.as_ref().unwrap_or(qkv)
     }
 }
 
-/// What the blocks of a pass keep.
+/// The saved activations of a pass's blocks.
 pub(crate) struct Blocks<B: Memory, T: Element> {
     saved: Vec<Saved<B, T>>,
     recomputable: Vec<Recomputable<B, T>>,
 }
 
-/// What blocks of all passes share.
+/// Buffers shared by the blocks of all passes.
 pub(crate) struct Shared<B: Memory, T: Element> {
     scratch: B::Buffer<T>,
     pub gathered: Option<B::Buffer<T>>,
@@ -83,16 +86,16 @@ pub(crate) struct BlockBuffers<'a, B: Memory, T: Element> {
     pub layer: usize,
     pub saved: &'a mut Saved<B, T>,
     pub recomputable: &'a mut Recomputable<B, T>,
-    /// What no block keeps and no two parts of a block need at the same time: the input of the
+    /// Scratch shared by all blocks and by parts of a block that do not overlap: the input of the
     /// down projection and its gradient, `[N, I]`, and the gradient of queries, keys and values,
     /// `[N, (H + 2G) D]`.
     pub scratch: &'a mut B::Buffer<T>,
-    /// Where ranks share tensors: rows of the residual stream's width for all tokens, gathered or to be
-    /// added up.
+    /// With tensor parallelism: rows of the residual stream's width for all tokens, after an
+    /// all-gather or before a reduce-scatter.
     pub gathered: &'a mut Option<B::Buffer<T>>,
 }
 
-/// Scratch of the backward pass, shared by the blocks.
+/// Buffers of the backward pass, shared by the blocks.
 pub(crate) struct Backward<B: Memory, T: Element> {
     /// Gradient of the residual stream, `[M, C]`.
     pub d_stream: B::Buffer<T>,
@@ -100,12 +103,12 @@ pub(crate) struct Backward<B: Memory, T: Element> {
     pub d_branch: B::Buffer<T>,
     /// `<dO, O>`, `[N, H]`.
     pub delta: B::Buffer<f32>,
-    /// The same of all heads that are routed, `[N, R]`, where ranks share them.
+    /// With tensor parallelism: `<dO, O>` of the routed heads of all ranks, `[N, R]`.
     pub deltas: B::Buffer<f64>,
 }
 
-/// Every buffer that passes over micro-batches need: what is kept between a forward and its backward
-/// pass, once for each pass in flight, and what all passes share.
+/// All buffers of passes over micro-batches: the saved activations of each pass in flight, and the
+/// buffers that all passes share.
 pub struct Activations<B: Memory, T: Element> {
     pub(crate) shape: QkvShape,
     pub(crate) recompute: Recompute,
@@ -118,46 +121,46 @@ pub struct Activations<B: Memory, T: Element> {
     pub(crate) backward: Option<Backward<B, T>>,
 }
 
-/// Which of a rank's chunks a pass takes, and in which slots it is kept until its backward pass.
+/// The chunk of a pass, and the slots of its activations until its backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PassSlot {
     /// The chunk.
     pub chunk: usize,
-    /// The slot of the micro-batch's tokens, which the passes through all chunks read.
+    /// The slot of the micro-batch's tokens, shared by the passes through all chunks.
     pub micro_batch: usize,
-    /// The slot of what the pass keeps.
+    /// The slot of the pass's saved activations.
     pub slot: usize,
 }
 
-/// What a pass reads of a micro-batch's tokens; all of a stage's chunks read the same.
+/// A micro-batch's tokens on the device; all chunks of a stage read the same.
 pub(crate) struct MicroBatch<B: Memory> {
     /// Empty on stages without the embedding.
     pub(crate) ids: B::Buffer<u32>,
     /// Empty on stages without the head.
     pub(crate) targets: B::Buffer<u32>,
-    /// With a document mask, on every stage.
+    /// With a document mask, on every stage; otherwise empty.
     pub(crate) document_start: Option<B::Buffer<u32>>,
 }
 
-/// What is kept of a micro-batch's pass through a chunk, with room for the largest one.
+/// The saved activations of a micro-batch's pass through a chunk, sized for the largest chunk.
 pub(crate) struct Pass<B: Memory, T: Element> {
-    /// The residual stream before each block of the chunk and after its last one, `[M, C]` each.
+    /// The residual stream before each block of the chunk and after its last block, `[M, C]` each.
     pub(crate) stream: Vec<B::Buffer<T>>,
     pub(crate) blocks: Blocks<B, T>,
 }
 
-/// The buffers of the head, whose backward pass follows its forward pass at once.
+/// The buffers of the head, whose backward pass immediately follows its forward pass.
 pub(crate) struct Head<B: Memory, T: Element> {
     /// The head's input, `[M, C]`.
     pub normed: B::Buffer<T>,
     /// `[M]`.
     pub inv_rms: B::Buffer<f32>,
     pub scratch: B::Buffer<f32>,
-    /// What ranks that share the head add up.
+    /// The sums that tensor-parallel ranks all-reduce.
     pub sums: B::Buffer<f64>,
 }
 
-/// What a pass is planned for.
+/// The shape of a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PassShape {
     /// Sequences of a micro-batch.
@@ -168,7 +171,7 @@ pub struct PassShape {
     pub recompute: Recompute,
     /// Whether there is a backward pass.
     pub training: bool,
-    /// Whether tokens see only their own document.
+    /// Whether attention is limited to the token's own document.
     pub document_mask: bool,
 }
 
@@ -179,12 +182,12 @@ impl PassShape {
     }
 }
 
-/// Micro-batches and passes in flight, that is between a forward pass and its backward pass.
+/// Micro-batches and passes in flight, that is, between their forward and backward passes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Slots {
-    /// Micro-batches whose tokens are kept.
+    /// Micro-batches whose tokens are on the device.
     pub micro_batches: usize,
-    /// Passes, each of a micro-batch through a chunk, of which something is kept.
+    /// Passes, each of a micro-batch through a chunk, with saved activations.
     pub passes: usize,
 }
 
@@ -194,21 +197,21 @@ impl Slots {
 }
 
 impl<B: Backend, T: Element> Activations<B, T> {
-    /// Plans the buffers of one pass of `model` at a time.
+    /// Allocates the buffers of one pass of `model` at a time.
     ///
     /// # Errors
-    /// When the device has no room.
+    /// Fails if the device is out of memory.
     pub fn new(model: &Model<B, T>, pass: PassShape) -> Result<Self, Error> {
         Self::with_slots(&model.backend, &model.pass_sizes(pass)?, Slots::ONE)
     }
 }
 
 impl<M: Workspace, T: Element> Activations<M, T> {
-    /// Plans the buffers of passes of these sizes, and lets the device reserve what operators use beside
-    /// their arguments.
+    /// Allocates the buffers of passes of these sizes, and lets the device reserve its operators'
+    /// scratch.
     ///
     /// # Errors
-    /// When the device has no room.
+    /// Fails if the device is out of memory.
     pub fn with_slots(memory: &M, sizes: &PassSizes<'_>, slots: Slots) -> Result<Self, Error> {
         memory.reserve::<T>(&sizes.working_set())?;
         let saved = || {
@@ -236,11 +239,11 @@ impl<M: Workspace, T: Element> Activations<M, T> {
         self.shape
     }
 
-    /// Copies a micro-batch to the device, to the first slot: ids and targets `[B*T]`, and `document_start`
-    /// `[B*T]` where the pass was planned with a document mask; of these, what this stage reads.
+    /// Copies a micro-batch to the first slot on the device: ids and targets `[B*T]`, and with a
+    /// document mask `document_start` `[B*T]`; only those that this stage reads.
     ///
     /// # Errors
-    /// When the lengths differ from the plan's.
+    /// Fails if a length differs from the planned shape.
     pub fn upload(
         &mut self,
         memory: &M,
@@ -251,8 +254,8 @@ impl<M: Workspace, T: Element> Activations<M, T> {
         self.upload_to(0, memory, ids, targets, document_start)
     }
 
-    /// Whether passes of this stage read anything of a micro-batch's tokens: those between the first
-    /// and the last stage do with a document mask only.
+    /// Whether passes of this stage read a micro-batch's tokens: stages between the first and the
+    /// last one only do with a document mask.
     pub fn read_tokens(&self) -> bool {
         let filled = |buffer: &M::Buffer<u32>| M::len(buffer) > 0;
         self.micro_batches.iter().any(|tokens| {
@@ -260,10 +263,10 @@ impl<M: Workspace, T: Element> Activations<M, T> {
         })
     }
 
-    /// As [`Activations::upload`], to the slot of a micro-batch.
+    /// Copies a micro-batch to the given slot; see [`Activations::upload`].
     ///
     /// # Errors
-    /// When the lengths differ from the plan's.
+    /// Fails if a length differs from the planned shape.
     pub fn upload_to(
         &mut self,
         slot: usize,
@@ -310,7 +313,7 @@ impl<M: Memory, T: Element> Pass<M, T> {
 }
 
 impl<M: Workspace, T: Element> Head<M, T> {
-    /// Buffers where the head is, else empty ones.
+    /// Allocates the buffers; they are empty on stages without the head.
     fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
         let shape = sizes.head();
         let sums = match sizes.share().ranks {
@@ -329,10 +332,10 @@ impl<M: Workspace, T: Element> Head<M, T> {
 }
 
 impl<M: Memory, T: Element> Shared<M, T> {
-    /// Buffers for passes of these sizes.
+    /// Allocates the buffers of passes of these sizes.
     ///
     /// # Errors
-    /// When the device has no room.
+    /// Fails if the device is out of memory.
     pub(crate) fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
         let share = sizes.share();
         let scratch = sizes.tokens() * share.mlp_width(sizes.config).max(sizes.qkv().row());
@@ -346,10 +349,10 @@ impl<M: Memory, T: Element> Shared<M, T> {
 }
 
 impl<M: Memory, T: Element> Blocks<M, T> {
-    /// Buffers for `layers` blocks.
+    /// Allocates the buffers of `layers` blocks.
     ///
     /// # Errors
-    /// When the device has no room.
+    /// Fails if the device is out of memory.
     pub(crate) fn new(memory: &M, sizes: &PassSizes<'_>, layers: usize) -> Result<Self, Error> {
         let recompute = sizes.pass.recompute;
         let copies = |shared: bool| if shared { layers.min(1) } else { layers };
@@ -363,7 +366,7 @@ impl<M: Memory, T: Element> Blocks<M, T> {
         })
     }
 
-    /// The buffers of block `layer`, number `slot` of its chunk: its own or shared ones.
+    /// The buffers of block `layer`, at index `slot` of its chunk: its own or shared.
     pub(crate) fn of<'a>(
         &'a mut self,
         (slot, layer): (usize, usize),
@@ -380,7 +383,7 @@ impl<M: Memory, T: Element> Blocks<M, T> {
         }
     }
 
-    /// The routings that are kept, in the order of the blocks; `None` where all layers are dense.
+    /// The saved routings, in the order of the blocks; `None` if all layers are dense.
     pub(crate) fn routings(&self) -> impl Iterator<Item = Option<&Routing<M>>> {
         self.saved.iter().map(|saved| saved.routing.as_ref())
     }
@@ -433,7 +436,7 @@ impl<M: Memory, T: Element> Backward<M, T> {
 }
 
 impl<B: Backend, T: Element> Model<B, T> {
-    /// Shape of a micro-batch's packed queries, keys and values of the heads that are held.
+    /// Shape of a micro-batch's packed queries, keys and values of the local heads.
     pub fn qkv_shape(&self, batch: usize, length: usize) -> QkvShape {
         self.parallel.part().tensor.qkv_shape(&self.config, batch, length)
     }

@@ -6,7 +6,7 @@ use crate::{Error, HeadCounts};
 /// Shape and constants of a model, as `config.json` gives them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
-    /// What its blocks are.
+    /// The architecture of the blocks.
     pub architecture: Architecture,
     /// Rows of the embedding and of the output head.
     pub vocab_size: usize,
@@ -14,7 +14,7 @@ pub struct ModelConfig {
     pub hidden_size: usize,
     /// Width of the MLP.
     pub intermediate_size: usize,
-    /// Blocks.
+    /// Number of blocks.
     pub num_hidden_layers: usize,
     /// Query heads.
     pub num_attention_heads: usize,
@@ -22,25 +22,25 @@ pub struct ModelConfig {
     pub num_key_value_heads: usize,
     /// Width of one head: even, and independent of `hidden_size`.
     pub head_dim: usize,
-    /// The context length the model was made for, in tokens.
+    /// The context length that the model was trained for, in tokens.
     pub max_position_embeddings: usize,
     /// Added to the mean square in RMSNorm.
     pub rms_norm_eps: f64,
     /// Rotary position embedding.
     pub rope: RopeConfig,
-    /// Whether the output head is the embedding.
+    /// Whether the output head shares the embedding's weights.
     pub tie_word_embeddings: bool,
     /// Standard deviation of freshly initialised matrices.
     pub initializer_range: f64,
-    /// First token of a text, where the model has one.
+    /// The token that begins a text, if the model has one.
     pub bos_token_id: Option<u32>,
-    /// Tokens that end a text; empty where the model has none.
+    /// The tokens that end a text; empty if the model has none.
     pub eos_token_ids: Vec<u32>,
     /// Mixture-of-Head attention; `None` for a dense Llama.
     pub moh: Option<MohConfig>,
 }
 
-/// What the blocks of a model are.
+/// The architecture of a model's blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Architecture {
     /// Llama 1 to 3.
@@ -53,7 +53,7 @@ impl Architecture {
     /// Every architecture.
     pub const ALL: [Architecture; 2] = [Architecture::Llama, Architecture::Qwen3];
 
-    /// Whether queries and keys are normed, each head for itself, before RoPE.
+    /// Whether queries and keys are normed, each head separately, before RoPE.
     pub fn norms_queries_and_keys(self) -> bool {
         match self {
             Architecture::Llama => false,
@@ -62,7 +62,7 @@ impl Architecture {
     }
 }
 
-/// Rotary position embedding: `theta`, and Llama 3's scaling where the model has it.
+/// Rotary position embedding: `theta`, and Llama 3's scaling if the model uses it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RopeConfig {
     /// Base of the geometric sequence of wavelengths.
@@ -74,11 +74,11 @@ pub struct RopeConfig {
 /// The frequency scaling of Llama 3.1 and later (`rope_type = "llama3"`).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Llama3Scaling {
-    /// Division of the low frequencies.
+    /// Divisor of the low frequencies.
     pub factor: f64,
     /// Wavelengths above `original / low_freq_factor` are divided by `factor`.
     pub low_freq_factor: f64,
-    /// Wavelengths below `original / high_freq_factor` stay as they are.
+    /// Wavelengths below `original / high_freq_factor` are unchanged.
     pub high_freq_factor: f64,
     /// Context length before scaling, in tokens.
     pub original_max_position_embeddings: usize,
@@ -99,15 +99,15 @@ impl RouterKind {
         }
     }
 
-    /// The router of that name, where there is one.
+    /// The router of that name, if there is one.
     pub fn from_name(name: &str) -> Option<Self> {
         [RouterKind::QueryNorm].into_iter().find(|router| router.name() == name)
     }
 }
 
-/// Mixture-of-Head attention (arXiv 2410.11842): the first `shared_heads` heads of a layer serve every
-/// token, and each token chooses `routed_top_k` of the others. A layer is dense where all of its heads
-/// are shared.
+/// Mixture-of-Head attention (arXiv 2410.11842): the first `shared_heads` heads of a layer are
+/// active for every token, and each token selects `routed_top_k` of the others. A layer whose heads
+/// are all shared is dense.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MohConfig {
     /// `moh_router`.
@@ -121,19 +121,19 @@ pub struct MohConfig {
 /// The heads of one layer that a token computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerHeads {
-    /// Heads that serve every token; all of them in a dense layer.
+    /// Heads that are active for every token; all heads in a dense layer.
     pub shared: usize,
     /// Routed heads active per token.
     pub top_k: usize,
 }
 
 impl LayerHeads {
-    /// Heads that a token computes: shared and chosen.
+    /// Active heads per token: shared and selected.
     pub fn active(self) -> usize {
         self.shared.saturating_add(self.top_k)
     }
 
-    /// Checks the counts of a layer against its query heads; `place` follows their names in messages.
+    /// Checks a layer's counts against its query heads; messages append `place` to the names.
     fn validate(self, heads: usize, place: &str) -> Result<(), Error> {
         let LayerHeads { shared, top_k } = self;
         let refuse = |reason: String| Err(Error::Moh { reason });
@@ -157,12 +157,13 @@ impl LayerHeads {
 }
 
 impl MohConfig {
-    /// The configuration with `active` x `heads` heads per token, of which `shared` (half of them
-    /// when not given) are always on: routed top-k = round(active x heads) - shared, in every layer.
+    /// The configuration with `active` x `heads` active heads per token, of which `shared`
+    /// (default: half of them) are shared: routed top-k = round(active x heads) - shared, in every
+    /// layer.
     ///
     /// # Errors
-    /// When `active` is not within 0..=1 or asks for fewer heads than are shared in a layer, and those of
-    /// [`MohConfig::validate`].
+    /// Fails if `active` is not in 0..=1 or gives fewer active heads than a layer shares, and as
+    /// [`MohConfig::validate`] does.
     pub fn from_active(
         heads: usize,
         layers: usize,
@@ -187,11 +188,12 @@ impl MohConfig {
         Ok(moh)
     }
 
-    /// Checks the counts against the numbers of query heads and layers.
+    /// Checks the counts against the query heads and the layers.
     ///
     /// # Errors
-    /// A list of another length than the layers; more shared or active heads than heads, or exactly one
-    /// routed head (its norm has no standard deviation), with the layer, from 0, where layers differ.
+    /// Fails if a list's length is not the number of layers, if a layer has more shared or active
+    /// heads than heads, or if it has exactly one routed head (whose norm has no standard
+    /// deviation). Messages name the layer, from 0, if layers differ.
     pub fn validate(&self, heads: usize, layers: usize) -> Result<(), Error> {
         for (key, counts) in
             [("shared_heads", &self.shared_heads), ("routed_top_k", &self.routed_top_k)]
@@ -239,18 +241,18 @@ impl ModelConfig {
         self.num_key_value_heads * self.head_dim
     }
 
-    /// Query heads of layer `layer`, from 0, that a token computes: those of a dense layer are all shared.
+    /// Active query heads of layer `layer`, from 0; all heads in a dense layer.
     pub fn layer_heads(&self, layer: usize) -> LayerHeads {
         let dense = LayerHeads { shared: self.num_attention_heads, top_k: 0 };
         self.moh.as_ref().map_or(dense, |moh| moh.layer(layer))
     }
 
-    /// Query heads of layer `layer`, from 0, that the router chooses from; none in a dense layer.
+    /// Routed query heads of layer `layer`, from 0; none in a dense layer.
     pub fn routed_heads(&self, layer: usize) -> usize {
         self.num_attention_heads.saturating_sub(self.layer_heads(layer).shared)
     }
 
-    /// Query heads that a token computes in each layer: all of a dense model's.
+    /// Active query heads of each layer; all heads in a dense model.
     pub fn active_heads(&self) -> HeadCounts {
         match &self.moh {
             None => HeadCounts::All(self.num_attention_heads),

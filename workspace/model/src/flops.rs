@@ -1,21 +1,21 @@
-//! Sizes that follow from a configuration: tensors, parameters and floating-point operations.
+//! Sizes derived from a configuration: tensors, parameters and floating-point operations.
 //!
 //! The convention for FLOPs: a multiply-add counts as two; norms, RoPE, softmax, activations, the
-//! router and the optimiser count nothing. Linear layers, the output head included and the
-//! embedding's look-up excluded, take 2 x their parameters per token forward and twice that
-//! backward. The attention core has two products of 2 x length x head_dim per head, of which the
-//! causal half counts: (T + 1) / 2 keys on average; its backward takes 2.5 x its forward (five
-//! products, one of them the recomputed scores). Keys and values are computed for every token and
-//! head, and so are all queries (the router reads them): Mixture-of-Head saves in the core alone,
-//! and in the output projection no operation is counted as saved.
+//! router and the optimiser are not counted. Linear layers, including the output head but not the
+//! embedding's look-up, take 2 x their parameters per token forward and twice that backward. The
+//! attention core has two matmuls of 2 x length x head_dim per head, of which the causal half
+//! counts: (T + 1) / 2 keys on average; its backward pass takes 2.5 x its forward pass (five
+//! matmuls, one of them the recomputed scores). Queries, keys and values are computed for every
+//! token and head (the router reads the queries): Mixture-of-Head saves operations in the core
+//! only, and none in the output projection.
 
 use crate::config::ModelConfig;
 use crate::tensors;
 
-/// Parameters beyond this are not believed; it keeps every later product of sizes within 64 bits.
+/// Maximum number of parameters; products of sizes then fit 64 bits.
 const MAX_PARAMETERS: u128 = 1 << 50;
 
-/// Sizes that are each plausible and together are not.
+/// Sizes that are plausible individually but too large together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LimitExceeded {
     /// What is too large.
@@ -48,7 +48,7 @@ impl Flops {
 impl ModelConfig {
     /// Elements of all tensors; a tied head counts once.
     pub fn num_parameters(&self) -> u64 {
-        // Cannot be cut: `check_limits` refuses configurations beyond 2^50.
+        // Cannot overflow: `check_limits` rejects configurations beyond 2^50.
         self.count_parameters() as u64
     }
 
@@ -65,10 +65,10 @@ impl ModelConfig {
             + head
     }
 
-    /// Whether the sizes are within what 64-bit arithmetic (and any machine) can hold.
+    /// Checks that the sizes fit 64-bit arithmetic.
     ///
     /// # Errors
-    /// Says which size is too large.
+    /// Names the size that is too large.
     pub fn check_limits(&self) -> Result<(), LimitExceeded> {
         for (what, heads) in [
             ("query heads", self.num_attention_heads),
@@ -89,7 +89,7 @@ impl ModelConfig {
         }
     }
 
-    /// Forward FLOPs per token in sequences of `length` tokens, by the convention of this module.
+    /// Forward FLOPs per token in sequences of `length` tokens, by this module's convention.
     pub fn flops_per_token(&self, length: usize) -> Flops {
         let matrices: f64 = tensors::block(self, 0)
             .iter()

@@ -1,5 +1,5 @@
 //! Text generation, token by token, with a cache of keys and values: a Mixture-of-Head model
-//! computes the attention of the heads that a token selects, and no others.
+//! computes the attention of each token's active heads only.
 
 use moh_kernels::embedding::EmbeddingForward;
 use moh_kernels::ranks::VocabularyRows;
@@ -11,10 +11,10 @@ use crate::layout::ModelLayout;
 use crate::llama::{LayerCache, Tokens};
 use crate::model::Model;
 
-/// Tokens of a prompt that pass through the model at a time.
+/// Prompt tokens per pass.
 const CHUNK: usize = 512;
 
-/// One sequence in the course of being generated.
+/// A sequence that is being generated.
 pub struct Generator<'a, B: Backend, T: Element> {
     model: &'a Model<B, T>,
     cache: Vec<LayerCache<B, T>>,
@@ -29,10 +29,12 @@ pub struct Generator<'a, B: Backend, T: Element> {
 }
 
 impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
-    /// Room for a sequence of `capacity` tokens; the model must have positions for all of them.
+    /// Allocates the buffers of a sequence of up to `capacity` tokens; the model must have as many
+    /// positions.
     ///
     /// # Errors
-    /// When the device has no room, or the model fewer positions; [`Error::Divided`] for a part of one.
+    /// Fails if the device is out of memory or the model has fewer positions; [`Error::Divided`] if
+    /// the model is a part.
     pub fn new(model: &'a Model<B, T>, capacity: usize) -> Result<Self, Error> {
         if !model.is_whole() {
             return Err(Error::Divided);
@@ -68,7 +70,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         })
     }
 
-    /// Tokens so far.
+    /// The tokens so far.
     pub fn position(&self) -> usize {
         self.position
     }
@@ -76,7 +78,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
     /// Appends tokens and returns the logits of the token after them, `[V]`.
     ///
     /// # Errors
-    /// No token, a token outside the vocabulary, or more tokens than there is room for.
+    /// Fails without tokens, for a token outside the vocabulary, and if the capacity is exceeded.
     pub fn extend(&mut self, ids: &[u32]) -> Result<Vec<f32>, Error> {
         let end = self.position + ids.len();
         if end > self.capacity || ids.is_empty() {

@@ -1,8 +1,8 @@
-//! Numbers of heads that may differ by layer: `moh_shared_heads` and `moh_routed_top_k`, and what
-//! follows from them.
+//! Head counts that may differ by layer: `moh_shared_heads` and `moh_routed_top_k`, and values
+//! derived from them.
 //!
-//! Files and recipes write them as an integer where all layers have the same number, else as a list with
-//! an entry for each layer.
+//! Files and recipes write them as an integer if all layers have the same count, or as a list with
+//! one integer for each layer.
 
 use std::fmt;
 
@@ -12,18 +12,19 @@ use serde::ser::{Serialize, Serializer};
 /// Integers up to here are exact as floats.
 const MAX_WHOLE_FLOAT: f64 = (1u64 << 53) as f64;
 
-/// A number of heads of every layer. A list of equal numbers equals that number, and is written as it.
+/// A head count for every layer. A list of equal counts equals that count, and is written as an
+/// integer.
 #[derive(Debug, Clone)]
 pub enum HeadCounts {
-    /// The same in all layers.
+    /// The same count in all layers.
     All(usize),
-    /// That of each layer.
+    /// One count for each layer.
     Each(Vec<usize>),
 }
 
 impl HeadCounts {
-    /// The number of layer `layer`, from 0. A list that is too short, which
-    /// [`MohConfig::validate`](crate::MohConfig::validate) refuses, gives 0.
+    /// The count of layer `layer`, from 0. A list that is too short, which
+    /// [`MohConfig::validate`](crate::MohConfig::validate) rejects, gives 0.
     pub fn of_layer(&self, layer: usize) -> usize {
         match self {
             HeadCounts::All(count) => *count,
@@ -31,7 +32,7 @@ impl HeadCounts {
         }
     }
 
-    /// The number that all layers have; `None` where they differ, and of an empty list.
+    /// The count of all layers; `None` if layers differ or the list is empty.
     pub fn uniform(&self) -> Option<usize> {
         match self {
             HeadCounts::All(count) => Some(*count),
@@ -42,7 +43,7 @@ impl HeadCounts {
         }
     }
 
-    /// `change` of every number.
+    /// Applies `change` to every count.
     pub fn map(&self, change: impl Fn(usize) -> usize) -> Self {
         match self {
             HeadCounts::All(count) => HeadCounts::All(change(*count)),
@@ -52,7 +53,7 @@ impl HeadCounts {
         }
     }
 
-    /// The smallest number; 0 of an empty list.
+    /// The smallest count; 0 for an empty list.
     pub fn least(&self) -> usize {
         match self {
             HeadCounts::All(count) => *count,
@@ -60,7 +61,7 @@ impl HeadCounts {
         }
     }
 
-    /// The largest number; 0 of an empty list.
+    /// The largest count; 0 for an empty list.
     pub fn most(&self) -> usize {
         match self {
             HeadCounts::All(count) => *count,
@@ -75,7 +76,7 @@ impl From<usize> for HeadCounts {
     }
 }
 
-/// The numbers of the layers, in order.
+/// The counts of the layers, in order.
 impl FromIterator<usize> for HeadCounts {
     fn from_iter<I: IntoIterator<Item = usize>>(counts: I) -> Self {
         HeadCounts::Each(counts.into_iter().collect())
@@ -93,7 +94,7 @@ impl PartialEq for HeadCounts {
 
 impl Eq for HeadCounts {}
 
-/// The number, or the smallest and the largest one: `8`, `4-8`.
+/// The count, or the smallest and the largest one: `8`, `4-8`.
 impl fmt::Display for HeadCounts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.least(), self.most()) {
@@ -147,7 +148,7 @@ impl<'de> Visitor<'de> for CountsVisitor {
         }
     }
 
-    /// Whole floats, as recipes have them in all numbers.
+    /// Whole floats, which recipes accept for all integers.
     fn visit_f64<E: de::Error>(self, number: f64) -> Result<HeadCounts, E> {
         match number {
             whole if whole.fract() == 0.0 && (0.0..=MAX_WHOLE_FLOAT).contains(&whole) => {

@@ -1,7 +1,8 @@
-//! Fresh weights: matrices normal with the configuration's standard deviation, norms 1, as
-//! Hugging Face's Llama initialises them. A tensor's numbers depend on the seed and its name only.
+//! Initial weights: normally distributed matrices with the configuration's standard deviation, and
+//! norms of 1, as Hugging Face initialises a Llama. A tensor's values depend only on the seed and
+//! its name.
 
-/// A small generator of uniform 64-bit numbers (SplitMix64, Steele et al. 2014).
+/// A generator of uniform 64-bit integers (SplitMix64, Steele et al. 2014).
 struct SplitMix(u64);
 
 impl SplitMix {
@@ -19,7 +20,7 @@ impl SplitMix {
     }
 }
 
-/// Writes a tensor's fresh numbers.
+/// Writes a tensor's initial values.
 pub fn initialize(seed: u64, deviation: f64, name: &str, shape: &[usize], values: &mut [f32]) {
     if shape.len() < 2 {
         values.fill(1.0);
@@ -30,7 +31,7 @@ pub fn initialize(seed: u64, deviation: f64, name: &str, shape: &[usize], values
         .fold(seed ^ 0x6d6f_685f_696e_6974, |state, byte| SplitMix(state ^ u64::from(byte)).next());
     let mut uniform = SplitMix(keyed);
     for pair in values.chunks_mut(2) {
-        // Box and Muller's transform gives two normal numbers at a time.
+        // The Box-Muller transform yields two normal values at a time.
         let radius = deviation * (-2.0 * uniform.unit().ln()).sqrt();
         let (sin, cos) = (std::f64::consts::TAU * uniform.unit()).sin_cos();
         for (value, part) in pair.iter_mut().zip([cos, sin]) {

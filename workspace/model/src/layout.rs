@@ -1,5 +1,5 @@
-//! Where each tensor lies in the flat buffers of a model: one buffer for the embedding, one for
-//! each block, one for the final norm and one for an untied head.
+//! The location of each tensor in the flat buffers of a model: one buffer for the embedding, one
+//! for each block, one for the final norm and one for an untied head.
 //!
 //! The tensors are those of the architecture's table ([`crate::tensors`]), in its order.
 
@@ -15,15 +15,15 @@ use crate::tensors::{self, Division, Operand, Tensor};
 pub struct Segment {
     /// Its name in checkpoints.
     pub name: String,
-    /// The part of it that is held.
+    /// The slice of it that is local.
     pub slice: Slice,
-    /// The part's numbers within the buffer.
+    /// The range of the slice's elements in the buffer.
     pub range: Range<usize>,
     /// Whether weight decay applies: to matrices, not to norms.
     pub decays: bool,
     /// Whether it counts in the global gradient norm: a replicated tensor counts once.
     pub counted: bool,
-    /// Whether ranks that share the other tensors all hold this one: they add up its gradients.
+    /// Whether all tensor-parallel ranks have this tensor, so that they all-reduce its gradients.
     pub replicated: bool,
 }
 
@@ -33,7 +33,7 @@ impl Segment {
         self.slice.shape()
     }
 
-    /// Numbers of the whole tensor.
+    /// Elements of the whole tensor.
     pub fn whole_len(&self) -> usize {
         self.shape().iter().product()
     }
@@ -44,13 +44,13 @@ impl Segment {
 pub struct FlatLayout {
     /// The tensors.
     pub segments: Vec<Segment>,
-    /// Numbers in the buffer, padding included.
+    /// Elements of the buffer, including padding.
     pub len: usize,
 }
 
 impl FlatLayout {
-    /// Lays the parts of tensors that `share` holds out one after the other and pads the end to a
-    /// multiple of `multiple`.
+    /// Lays out the slices of tensors that are local to `share` one after another, and pads the end
+    /// to a multiple of `multiple`.
     fn new(
         config: &ModelConfig,
         tensors: impl IntoIterator<Item = Tensor>,
@@ -73,12 +73,12 @@ impl FlatLayout {
         FlatLayout { segments, len: end.next_multiple_of(multiple) }
     }
 
-    /// The numbers of its tensors, without the padding.
+    /// The elements of its tensors, without the padding.
     pub fn used(&self) -> Range<usize> {
         0..self.segments.last().map_or(0, |segment| segment.range.end)
     }
 
-    /// Maximal runs of adjacent tensors that agree on weight decay.
+    /// Maximal runs of adjacent tensors with equal weight decay.
     pub fn decay_runs(&self) -> Vec<(Range<usize>, bool)> {
         let mut runs: Vec<(Range<usize>, bool)> = Vec::new();
         for segment in &self.segments {
@@ -104,23 +104,22 @@ pub struct ModelLayout {
     pub block: BlockRanges,
 }
 
-/// The weights of a block by what they are multiplied with; of ranks that share tensors H, G and I are
-/// those held.
+/// The weights of a block by operand; with tensor parallelism H, G and I are the local sizes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockRanges {
     /// Norm before attention, `[C]`.
     pub input_norm: Range<usize>,
-    /// Queries, keys and values, `[(H + 2G) D, C]`.
+    /// Query, key and value projections, `[(H + 2G) D, C]`.
     pub qkv: Range<usize>,
-    /// Attention's output, `[C, H D]`.
+    /// Output projection, `[C, H D]`.
     pub output: Range<usize>,
-    /// Norms of queries and of keys, `[2, D]`; empty where the architecture has none.
+    /// Norms of queries and keys, `[2, D]`; empty in architectures without them.
     pub qk_norm: Range<usize>,
     /// Norm before the MLP, `[C]`.
     pub post_norm: Range<usize>,
-    /// Gate and up, `[2I, C]`.
+    /// Gate and up projections, `[2I, C]`.
     pub gate_up: Range<usize>,
-    /// Down, `[C, I]`.
+    /// Down projection, `[C, I]`.
     pub down: Range<usize>,
 }
 
@@ -130,8 +129,8 @@ impl ModelLayout {
         Self::of_part(config, 1, &Part::whole(config))
     }
 
-    /// The layout of a part of a model, of which up to `ranks` ranks share the optimiser's state: the length
-    /// of every buffer is a multiple of `ranks`, and buffers of other parts are empty.
+    /// The layout of a part of a model whose optimiser state is sharded over up to `ranks` ranks:
+    /// the length of every buffer is a multiple of `ranks`, and buffers of other parts are empty.
     pub fn of_part(config: &ModelConfig, ranks: usize, part: &Part) -> Self {
         let one = |tensor: Tensor, here: bool| match here {
             true => FlatLayout::new(config, [tensor], ranks, part.tensor),
@@ -140,7 +139,7 @@ impl ModelLayout {
         let tied = config.tie_word_embeddings;
         let embedded = part.first || part.last && tied;
         let mut embedding = one(tensors::embedding(config), embedded);
-        // A tied head counts where it is the embedding.
+        // A tied head counts as the embedding.
         embedding.segments.iter_mut().for_each(|segment| segment.counted = part.first);
         let block = |layer| match part.holds(layer) {
             true => block_layout(config, layer, ranks, part.tensor),
@@ -179,8 +178,8 @@ impl ModelLayout {
         if untied < self.flats.len() { untied } else { Self::EMBEDDING }
     }
 
-    /// The buffers in the order in which a backward pass completes their gradients, a tied head's with the
-    /// embedding's.
+    /// The buffers in the order in which a backward pass completes their gradients; a tied head is
+    /// part of the embedding's.
     pub fn backward_order(&self) -> impl Iterator<Item = usize> {
         let head = Some(self.head_index()).filter(|&head| head != Self::EMBEDDING);
         let blocks = (0..self.num_blocks).rev().map(|layer| self.block_index(layer));
@@ -192,7 +191,7 @@ impl ModelLayout {
         all.filter(|&flat| self.flats[flat].len > 0)
     }
 
-    /// Every tensor with the index of its buffer.
+    /// Every tensor, with the index of its buffer.
     pub fn segments(&self) -> impl Iterator<Item = (usize, &Segment)> {
         self.flats
             .iter()
@@ -200,12 +199,12 @@ impl ModelLayout {
             .flat_map(|(flat, layout)| layout.segments.iter().map(move |segment| (flat, segment)))
     }
 
-    /// Numbers in all buffers.
+    /// Elements of all buffers.
     pub fn len(&self) -> usize {
         self.flats.iter().map(|flat| flat.len).sum()
     }
 
-    /// Whether there is nothing in it, which no model is.
+    /// Whether the layout is empty, which no model's is.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -1,5 +1,5 @@
-//! A model on a device, or a rank's part of one: its weights in flat buffers, and what can be read of a
-//! pass over a micro-batch.
+//! A model on a device, or a rank's part of one: its weights in flat buffers, and the results of a
+//! pass that can be read.
 
 use std::sync::Arc;
 
@@ -35,10 +35,10 @@ pub struct ModelBuffers<M: Memory, T: Element> {
 }
 
 impl<M: Memory, T: Element> ModelBuffers<M, T> {
-    /// Zeros, for positions below `positions`.
+    /// Allocates zeros, for positions below `positions`.
     ///
     /// # Errors
-    /// When the device has no room.
+    /// Fails if the device is out of memory.
     pub fn zeros(
         memory: &M,
         config: &ModelConfig,
@@ -53,22 +53,24 @@ impl<M: Memory, T: Element> ModelBuffers<M, T> {
     }
 }
 
-/// Factors of a training pass.
+/// Scale factors of a training pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LossScale {
     /// 1 / (targets of the whole step).
     pub cross_entropy: f32,
     /// Weight of the balance loss over the micro-batches of the step: beta / micro-batches.
     pub balance: f32,
-    /// Whether the loss reaches the gates through the selection (on in training).
+    /// Whether the loss reaches the gates through the selection (straight-through; on in training).
     pub straight_through: bool,
 }
 
 impl<B: Backend, T: Element> Model<B, T> {
-    /// A model whose weights `source` writes, tensor by tensor, for positions below `positions`.
+    /// Creates a model for positions below `positions`; `source` writes the weights, tensor by
+    /// tensor.
     ///
     /// # Errors
-    /// What `source` refuses, counts of heads that do not fit, or a device without room.
+    /// Fails if `source` fails, if the head counts do not fit the model, or if the device is out of
+    /// memory.
     pub fn new<E: From<Error>>(
         backend: B,
         config: ModelConfig,
@@ -79,8 +81,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         Self::of_part(backend, config, positions, parallel, 1, source)
     }
 
-    /// As [`Model::new`], the part of one rank of `parallel`, with buffers whose optimiser's state `ranks`
-    /// ranks can share ([`ModelLayout::of_part`]).
+    /// Creates one rank's part of a model; `ranks` ranks can shard the optimiser state of its
+    /// buffers ([`ModelLayout::of_part`]).
     ///
     /// # Errors
     /// As [`Model::new`].
@@ -121,12 +123,12 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self.backend
     }
 
-    /// The part of a model that this one is, and the ranks that have the others.
+    /// This rank's part of the model, and the ranks with the other parts.
     pub fn parallel(&self) -> &ModelParallel {
         &self.parallel
     }
 
-    /// Whether this rank holds all of the model.
+    /// Whether this rank has the whole model.
     pub fn is_whole(&self) -> bool {
         self.parallel.stages() == 1 && !self.is_shared()
     }
@@ -136,11 +138,11 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self.config
     }
 
-    /// Changes the attention, which changes no weight; activations that were planned before do
-    /// not fit any more.
+    /// Changes the attention; the weights stay the same. Activations that were planned before can
+    /// no longer be used.
     ///
     /// # Errors
-    /// Counts of heads that do not fit.
+    /// Fails if the head counts do not fit the model.
     pub fn set_moh(&mut self, moh: Option<crate::MohConfig>) -> Result<(), Error> {
         if let Some(moh) = &moh {
             moh.validate(self.config.num_attention_heads, self.config.num_hidden_layers)?;
@@ -150,11 +152,11 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(())
     }
 
-    /// Replaces the routers of the layers, one for each, `None` for a dense layer; activations that were
-    /// planned before do not fit any more.
+    /// Replaces the routers, one for each layer, `None` for a dense layer. Activations that were
+    /// planned before can no longer be used.
     ///
     /// # Errors
-    /// [`Error::Moh`] unless there is an entry for each layer.
+    /// [`Error::Moh`] if the number of entries is not the number of layers.
     pub fn set_routers(
         &mut self,
         routers: Vec<Option<Arc<dyn Router<B, T>>>>,
@@ -168,12 +170,12 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(())
     }
 
-    /// Where each tensor lies.
+    /// The location of each tensor.
     pub fn layout(&self) -> &ModelLayout {
         &self.layout
     }
 
-    /// Positions that the model was made for.
+    /// The number of positions of the RoPE tables.
     pub fn positions(&self) -> usize {
         B::len(&self.rope_cos) * 2 / self.config.head_dim
     }
@@ -183,25 +185,26 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self.weights
     }
 
-    /// The tensor of a buffer that holds one, without padding.
+    /// The tensor of a buffer with a single tensor, without padding.
     pub(crate) fn weights_of(&self, flat: usize) -> B::View<'_, T> {
         self.weights.view(flat, self.layout.flats[flat].used())
     }
 
-    /// The weights, for the optimiser.
+    /// The weights, for updates.
     pub fn weights_mut(&mut self) -> &mut FlatBuffers<B, T> {
         &mut self.weights
     }
 
-    /// Layers that route, over which the balance loss is averaged; 1 for a dense model, which has none.
+    /// Number of layers with a router, over which the balance loss is averaged; 1 for a dense
+    /// model, which has no balance loss.
     pub(crate) fn routed_layers(&self) -> usize {
         self.routers.iter().flatten().count().max(1)
     }
 
-    /// Sizes of passes, whose routings are those of the model's own routers.
+    /// Sizes of passes with the model's own routers.
     ///
     /// # Errors
-    /// Heads that a router cannot route.
+    /// Fails if a router cannot route a layer's heads.
     pub fn pass_sizes(&self, pass: PassShape) -> Result<PassSizes<'_>, Error> {
         let (config, part) = (&self.config, self.parallel.part());
         let heads = part.tensor.heads(config);
@@ -212,7 +215,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Logits of the last forward pass, `[N, V]`.
     ///
     /// # Errors
-    /// A failing device, or no room for the logits; [`Error::Divided`] of a part of a model.
+    /// Fails if the device fails or is out of memory; [`Error::Divided`] for a part of a model.
     pub fn logits(&self, activations: &Activations<B, T>) -> Result<Vec<f32>, Error> {
         if !self.is_whole() {
             return Err(Error::Divided);
@@ -220,7 +223,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.project(B::whole(&activations.head.normed), activations.shape.tokens())
     }
 
-    /// Logits of normed rows `[tokens, C]`, on the host.
+    /// Logits of the normed rows `[tokens, C]`, on the host.
     pub(crate) fn project(&self, normed: B::View<'_, T>, tokens: usize) -> Result<Vec<f32>, Error> {
         let backend = &self.backend;
         let mut logits = backend.allocate::<T>(tokens * self.config.vocab_size)?;
@@ -236,29 +239,29 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(host.iter().map(|value| value.to_f32()).collect())
     }
 
-    /// Which routed heads each token selected in the last forward pass: `[N, R]` of each layer, R its
-    /// routed heads, empty where it is dense. The activations keep every block's routing unless they
-    /// recompute blocks.
+    /// The routed heads that each token selected in the last forward pass: `[N, R]` for each layer,
+    /// with R its routed heads; empty for a dense layer. The activations have every block's routing
+    /// unless they recompute blocks.
     ///
     /// # Errors
-    /// A failing device.
+    /// Fails if the device fails.
     pub fn routed_mask(&self, activations: &Activations<B, T>) -> Result<Vec<Vec<u8>>, Error> {
         self.of_routings(activations, |routing, mask| {
             self.backend.download(routing.selected(), mask)
         })
     }
 
-    /// The gates of the last forward pass, `[N, R]` of each layer as in [`Model::routed_mask`].
+    /// The gates of the last forward pass, `[N, R]` for each layer as in [`Model::routed_mask`].
     ///
     /// # Errors
-    /// A failing device.
+    /// Fails if the device fails.
     pub fn gates(&self, activations: &Activations<B, T>) -> Result<Vec<Vec<f32>>, Error> {
         self.of_routings(activations, |routing, gates| {
             self.backend.download(routing.gates(), gates)
         })
     }
 
-    /// A table `[N, R]` of each block that the activations keep.
+    /// A table `[N, R]` of each block whose routing is saved.
     fn of_routings<S: Copy + Default>(
         &self,
         activations: &Activations<B, T>,

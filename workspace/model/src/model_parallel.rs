@@ -1,10 +1,10 @@
-//! The part of a model that one rank holds, and the ranks that it works with.
+//! One rank's part of a model, and the ranks that it communicates with.
 //!
-//! Stages of a pipeline have consecutive blocks each, the first stage the embedding, the last one the
-//! final norm and the head; a tied head lies on both ends, whose gradients of it are added up. Ranks that
-//! share every tensor (tensor parallelism, arXiv 1909.08053) each have some key/value heads with their
-//! query heads, some of the MLP's columns and some rows of the vocabulary, and hold the residual
-//! stream for some of the tokens (sequence parallelism, arXiv 2205.05198).
+//! Pipeline stages have consecutive blocks each; the first stage also has the embedding, the last
+//! one the final norm and the head. Both have a tied head, whose gradients they all-reduce. Ranks
+//! that shard every tensor (tensor parallelism, arXiv 1909.08053) each have some key/value heads
+//! with their query heads, some columns of the MLP and some rows of the vocabulary, and the
+//! residual stream of some of the tokens (sequence parallelism, arXiv 2205.05198).
 
 use std::ops::Range;
 
@@ -17,24 +17,24 @@ use crate::slice::Slice;
 use crate::tensors::{Division, Tensor};
 use crate::{Error, ModelConfig};
 
-/// Which share of every tensor a rank holds.
+/// A rank's shard of every tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorShare {
-    /// Its number.
+    /// The tensor-parallel rank.
     pub rank: usize,
-    /// How many ranks share the tensors.
+    /// The number of tensor-parallel ranks.
     pub ranks: usize,
 }
 
 impl TensorShare {
-    /// All of them.
+    /// The whole tensors.
     pub const WHOLE: TensorShare = TensorShare { rank: 0, ranks: 1 };
 
-    /// Refuses ranks that cannot share the tensors of such a model.
+    /// Checks that the tensors of a model can be sharded across these ranks.
     ///
     /// # Errors
-    /// [`Error::Tensor`] when the ranks do not divide the key/value heads, or are more than the rows to
-    /// share.
+    /// [`Error::Tensor`] if the ranks do not divide the key/value heads, or outnumber the rows to
+    /// shard.
     pub fn check(&self, config: &ModelConfig) -> Result<(), Error> {
         let least = config.intermediate_size.min(config.vocab_size);
         if config.num_key_value_heads.is_multiple_of(self.ranks) && self.ranks <= least {
@@ -43,7 +43,7 @@ impl TensorShare {
         Err(Error::Tensor { ranks: self.ranks, heads: config.num_key_value_heads })
     }
 
-    /// The query heads of a block, and which of them are held.
+    /// The query heads of a block, and which of them are local.
     pub fn heads(&self, config: &ModelConfig) -> Heads {
         Heads {
             count: config.num_attention_heads,
@@ -53,37 +53,37 @@ impl TensorShare {
         }
     }
 
-    /// Key/value heads that are held.
+    /// Local key/value heads.
     pub fn key_value_heads(&self, config: &ModelConfig) -> usize {
         config.num_key_value_heads / self.ranks
     }
 
-    /// Width of the query heads that are held.
+    /// Width of the local query heads.
     pub fn query_width(&self, config: &ModelConfig) -> usize {
         config.query_width() / self.ranks
     }
 
-    /// Width of the key (or value) heads that are held.
+    /// Width of the local key (or value) heads.
     pub fn key_value_width(&self, config: &ModelConfig) -> usize {
         config.key_value_width() / self.ranks
     }
 
-    /// Columns of the MLP that are held.
+    /// Local columns of the MLP.
     pub fn mlp_columns(&self, config: &ModelConfig) -> Range<usize> {
         share(config.intermediate_size, self.rank, self.ranks)
     }
 
-    /// Width of the MLP's columns that are held.
+    /// Number of the MLP's local columns.
     pub fn mlp_width(&self, config: &ModelConfig) -> usize {
         self.mlp_columns(config).len()
     }
 
-    /// Rows of the vocabulary that are held.
+    /// Local rows of the vocabulary.
     pub fn vocabulary(&self, config: &ModelConfig) -> VocabularyRows {
         VocabularyRows::of_rank(config.vocab_size, self.rank, self.ranks)
     }
 
-    /// Shape of a micro-batch's packed queries, keys and values of the heads that are held.
+    /// Shape of a micro-batch's packed queries, keys and values of the local heads.
     pub(crate) fn qkv_shape(&self, config: &ModelConfig, batch: usize, length: usize) -> QkvShape {
         QkvShape {
             batch,
@@ -94,12 +94,12 @@ impl TensorShare {
         }
     }
 
-    /// Shape of the output head whose rows are held.
+    /// Shape of the output head with its local rows.
     pub(crate) fn head_shape(&self, config: &ModelConfig, tokens: usize) -> HeadShape {
         HeadShape::of_rows(tokens, config.hidden_size, self.vocabulary(config), self.ranks)
     }
 
-    /// The part of a tensor that is local.
+    /// The local slice of a tensor.
     pub(crate) fn slice(&self, config: &ModelConfig, tensor: &Tensor) -> Slice {
         let shape = tensor.shape.clone();
         match tensor.division {
@@ -120,13 +120,13 @@ impl TensorShare {
         }
     }
 
-    /// The tokens of a micro-batch whose part of the residual stream is held.
+    /// The tokens of a micro-batch whose residual stream is local.
     pub(crate) fn tokens(&self, tokens: usize) -> TokenShare {
         TokenShare { share: *self, tokens, part: tokens.div_ceil(self.ranks) }
     }
 
-    /// Shared heads of each rank in the first layer where they differ: key/value heads did not divide
-    /// them equally.
+    /// Shared heads of each rank in the first layer where ranks have different counts, because the
+    /// shared heads do not divide equally.
     pub fn uneven_shared_heads(&self, config: &ModelConfig) -> Option<Vec<usize>> {
         let of_layer = |layer| {
             let shared = config.layer_heads(layer).shared;
@@ -138,12 +138,13 @@ impl TensorShare {
     }
 }
 
-/// A rank's share of a micro-batch's tokens: consecutive ones, equal parts but for the end.
+/// A rank's share of a micro-batch's tokens: a consecutive range; all shares are equal except at
+/// the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct TokenShare {
     share: TensorShare,
     tokens: usize,
-    /// Tokens of a part.
+    /// Maximum tokens of a share.
     pub part: usize,
 }
 
@@ -153,27 +154,27 @@ impl TokenShare {
         self.part.min(self.tokens.saturating_sub(self.start()))
     }
 
-    /// The first of them, counted in parts: past the end where there are none.
+    /// The first token of this share, in multiples of `part`; past the end for an empty share.
     pub fn start(&self) -> usize {
         self.share.rank * self.part
     }
 
-    /// Tokens of all parts, of which the last ones may not exist.
+    /// Tokens of all shares, including padding at the end.
     pub fn padded(&self) -> usize {
         self.share.ranks * self.part
     }
 }
 
-/// What a rank holds.
+/// A rank's part of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
-    /// Its blocks: one run of consecutive ones, or with virtual stages several, in ascending order.
+    /// Its blocks: one consecutive range, or one for each virtual stage, in ascending order.
     pub chunks: Vec<Range<usize>>,
-    /// Whether it is the first stage, whose first chunk has the embedding.
+    /// Whether this is the first stage, whose first chunk has the embedding.
     pub first: bool,
-    /// Whether it is the last stage, whose last chunk has the final norm and the head.
+    /// Whether this is the last stage, whose last chunk has the final norm and the head.
     pub last: bool,
-    /// Its share of their tensors.
+    /// The rank's shard of their tensors.
     pub tensor: TensorShare,
 }
 
@@ -183,17 +184,17 @@ impl Part {
         self.chunks.iter().cloned().flatten()
     }
 
-    /// A whole model.
+    /// The whole model.
     pub fn whole(config: &ModelConfig) -> Self {
         let chunks = std::iter::once(0..config.num_hidden_layers).collect();
         Part { chunks, first: true, last: true, tensor: TensorShare::WHOLE }
     }
 
-    /// The parts of `stages` stages of `virtual_stages` chunks each, with whole tensors: chunk c of stage s
-    /// is number c x `stages` + s of all chunks.
+    /// The parts of `stages` stages of `virtual_stages` chunks each, with whole tensors: chunk c of
+    /// stage s is chunk c x `stages` + s of the model.
     ///
     /// # Errors
-    /// [`Error::Pipeline`] when there are fewer blocks than chunks, or no stage.
+    /// [`Error::Pipeline`] if there are no stages, or fewer blocks than chunks.
     pub fn divide(
         config: &ModelConfig,
         stages: usize,
@@ -209,8 +210,8 @@ impl Part {
         Ok((0..stages).map(part).collect())
     }
 
-    /// The blocks of so many chunks, dealt out so that the busiest one has the least to do, the head
-    /// counting as the blocks that have as many weights.
+    /// Divides the blocks into this many chunks so that the largest load is minimal; the head
+    /// counts as the number of blocks with as many weights.
     fn chunks(config: &ModelConfig, stages: usize) -> Result<Vec<Range<usize>>, Error> {
         let layers = config.num_hidden_layers;
         if !(1..=layers).contains(&stages) {
@@ -223,7 +224,7 @@ impl Part {
                 let head = if stage + 1 == stages { head } else { 0.0 };
                 counts[stage] as f64 + head / config.block_parameters() as f64
             };
-            // The first of equal ones: later stages wait longer for their first work.
+            // The first of equal chunks: later stages wait longer for their first input.
             let least = (0..stages).min_by(|&a, &b| load(a).total_cmp(&load(b))).unwrap_or(0);
             counts[least] += 1;
         }
@@ -236,34 +237,34 @@ impl Part {
         Ok(counts.into_iter().map(chunk).collect())
     }
 
-    /// How many blocks it has.
+    /// The number of blocks.
     pub fn num_blocks(&self) -> usize {
         self.chunks.iter().map(Range::len).sum()
     }
 
-    /// Whether it has this block.
+    /// Whether the part has this block.
     pub(crate) fn holds(&self, layer: usize) -> bool {
         self.chunks.iter().any(|layers| layers.contains(&layer))
     }
 }
 
-/// A rank's part of a model, and the ranks that it works with.
+/// A rank's part of a model, and its process groups.
 #[derive(Debug, Clone)]
 pub struct ModelParallel {
     part: Part,
-    /// The stages through which this rank's tokens pass.
+    /// The pipeline stages of this rank's tokens.
     pipeline: Group,
-    /// The ranks that share its tensors.
+    /// The tensor-parallel ranks.
     tensor: Group,
-    /// The first and the last stage, on those two, where both hold a tied head.
+    /// The group of the first and the last stage if both have a tied head; `None` on other stages.
     tied_head: Option<Group>,
-    /// The stages again, for gradients: with virtual stages they go the same way as other stages'
-    /// outputs, and engines may tell messages between two ranks apart by their order alone.
+    /// The pipeline group for gradients. With virtual stages, gradients and outputs may travel
+    /// between the same two ranks, and an engine may match messages by their order only.
     backward: Group,
 }
 
 impl ModelParallel {
-    /// A rank that holds all of the model.
+    /// A rank with the whole model.
     pub fn whole(config: &ModelConfig) -> Self {
         let alone = World::single().group().clone();
         let (pipeline, tensor) = (alone.clone(), alone);
@@ -271,13 +272,13 @@ impl ModelParallel {
         ModelParallel { part: Part::whole(config), pipeline, tensor, tied_head: None, backward }
     }
 
-    /// The stage of this rank of `pipeline`, of `virtual_stages` chunks, whose tensors the ranks of `tensor` share; all their ranks
-    /// call this.
+    /// Builds this rank's stage of `pipeline`, of `virtual_stages` chunks, sharded across `tensor`.
+    /// All ranks of both groups call this function.
     ///
     /// # Errors
-    /// [`Error::Pipeline`] when there are fewer blocks than chunks, [`Error::Tensor`] when the ranks of
-    /// `tensor` do not divide the heads or are more than the rows to share; when another rank has
-    /// failed.
+    /// [`Error::Pipeline`] if there are fewer blocks than chunks, and [`Error::Tensor`] if the
+    /// ranks of `tensor` do not divide the heads or outnumber the rows to shard. Fails if another
+    /// rank has failed.
     pub fn new(
         config: &ModelConfig,
         (pipeline, virtual_stages): (Group, usize),
@@ -302,12 +303,12 @@ impl ModelParallel {
         Ok(ModelParallel { part, pipeline, tensor, tied_head, backward })
     }
 
-    /// What this rank holds.
+    /// This rank's part of the model.
     pub fn part(&self) -> &Part {
         &self.part
     }
 
-    /// Stages of the pipeline.
+    /// The number of pipeline stages.
     pub fn stages(&self) -> usize {
         self.pipeline.size()
     }
@@ -317,35 +318,36 @@ impl ModelParallel {
         self.pipeline.rank()
     }
 
-    /// Whether the model begins with this chunk.
+    /// Whether this chunk is the model's first.
     pub(crate) fn begins_with(&self, chunk: usize) -> bool {
         self.part.first && chunk == 0
     }
 
-    /// Whether the model ends with this chunk.
+    /// Whether this chunk is the model's last.
     pub(crate) fn ends_with(&self, chunk: usize) -> bool {
         self.part.last && chunk + 1 == self.part.chunks.len()
     }
 
-    /// The stage that a chunk's output goes to.
+    /// The stage that receives a chunk's output.
     pub(crate) fn next(&self) -> usize {
         (self.pipeline.rank() + 1) % self.pipeline.size()
     }
 
-    /// The stage that a chunk's input comes from.
+    /// The stage that sends a chunk's input.
     pub(crate) fn previous(&self) -> usize {
         (self.pipeline.rank() + self.pipeline.size() - 1) % self.pipeline.size()
     }
 
-    /// Takes memory for so many messages of `bytes` bytes to other stages that are not received yet.
+    /// Reserves memory for this many messages of `bytes` bytes that other stages have not received
+    /// yet.
     ///
     /// # Errors
-    /// When there is no room.
+    /// Fails if there is not enough memory.
     pub fn reserve_sends(&self, messages: usize, bytes: usize) -> Result<(), Error> {
         Ok(self.pipeline.reserve_sends(messages, bytes)?)
     }
 
-    /// Whether this rank's sums of losses count: those of one of the ranks that know them.
+    /// Whether this rank contributes the sums of losses: only the last stage's tensor rank 0 does.
     pub fn counts_losses(&self) -> bool {
         self.part.last && self.part.tensor.rank == 0
     }
@@ -362,8 +364,8 @@ impl ModelParallel {
         &self.tensor
     }
 
-    /// The first and the last stage, on those two, where both hold a tied head: its gradient is the sum
-    /// of theirs.
+    /// The group of the first and the last stage if both have a tied head, whose gradient is the
+    /// sum of theirs.
     pub fn tied_head(&self) -> Option<&Group> {
         self.tied_head.as_ref()
     }
@@ -405,7 +407,7 @@ mod tests {
             assert!(chunks.windows(2).all(|pair| pair[0].end == pair[1].start));
             chunks.iter().map(ExactSizeIterator::len).collect()
         };
-        // A head that counts as nothing, as two blocks and as many.
+        // A head that counts as no block, as two blocks, and as many.
         assert_eq!(counts(8, 1, 4), [2, 2, 2, 2]);
         assert_eq!(counts(10, 640, 4), [3, 3, 3, 1]);
         assert_eq!(counts(9, 64_000, 3), [4, 4, 1]);
@@ -458,7 +460,10 @@ mod tests {
     fn more_stages_than_blocks_are_refused() {
         for stages in [0, 6] {
             let error = Part::divide(&config(5, 10), stages, 1).unwrap_err().to_string();
-            assert!(error.contains(&format!("5 layers has no pipeline of {stages}")), "{error}");
+            assert!(
+                error.contains(&format!("5 layers cannot be divided into {stages}")),
+                "{error}"
+            );
         }
     }
 }

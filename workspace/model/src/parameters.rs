@@ -1,7 +1,7 @@
 //! Flat buffers on a device: a model's weights, or its gradients, remainders or moments.
 //!
-//! Ranks that see different data share the optimiser's state (ZeRO-1): of it each has its local
-//! [`Shard`] of every flat buffer. A buffer that a collective works on is taken out and put back.
+//! Data ranks shard the optimiser's state (ZeRO-1): each has its local [`Shard`] of every flat
+//! buffer of it. A buffer is taken out while a collective uses it, and put back afterwards.
 
 use std::ops::Range;
 
@@ -11,32 +11,32 @@ use moh_kernels::{Accumulation, Element, Memory, Scalar, View, ViewMut};
 use crate::Error;
 use crate::layout::{ModelLayout, Segment};
 
-/// One of the equal parts of every flat buffer.
+/// One of the equal shards of every flat buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shard {
-    /// Its number.
+    /// Its index.
     pub rank: usize,
-    /// How many there are.
+    /// The number of shards.
     pub size: usize,
 }
 
 impl Shard {
-    /// All of it.
+    /// A single shard: the whole buffer.
     pub const WHOLE: Shard = Shard { rank: 0, size: 1 };
 
-    /// The part of this rank of `group`.
+    /// The shard of this rank of `group`.
     pub fn of(group: &Group) -> Self {
         Shard { rank: group.rank(), size: group.size() }
     }
 
-    /// Its numbers in a buffer of `len`, which is a multiple of the number of parts.
+    /// Its range in a buffer of `len` elements, a multiple of the number of shards.
     pub fn range(&self, len: usize) -> Range<usize> {
         let part = len / self.size;
         self.rank * part..(self.rank + 1) * part
     }
 }
 
-/// The numbers that two ranges share.
+/// The intersection of two ranges.
 pub fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     let start = a.start.max(b.start);
     start..a.end.min(b.end).max(start)
@@ -44,29 +44,29 @@ pub fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
 
 /// One device buffer for each [`crate::layout::FlatLayout`] of a model, or a shard of each.
 pub struct FlatBuffers<B: Memory, S: Scalar> {
-    /// None while a buffer is taken out.
+    /// `None` while a buffer is taken out.
     buffers: Vec<Option<B::Buffer<S>>>,
     /// Buffers that the next gradient overwrites ([`FlatBuffers::mark_stale`]).
     stale: Vec<bool>,
     shard: Shard,
 }
 
-/// A function that is given the buffers and the index of one of them.
+/// A callback that receives the buffers and the index of one of them.
 pub type OnBuffer<'a, B, S> = &'a mut dyn FnMut(&mut FlatBuffers<B, S>, usize) -> Result<(), Error>;
 
 impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
-    /// Whole buffers of zeros.
+    /// Allocates whole buffers of zeros.
     ///
     /// # Errors
-    /// When the device has no room.
+    /// Fails if the device is out of memory.
     pub fn zeros(backend: &B, layout: &ModelLayout) -> Result<Self, Error> {
         Self::zeros_of(backend, layout, Shard::WHOLE)
     }
 
-    /// A shard of each buffer, of zeros.
+    /// Allocates a shard of each buffer, of zeros.
     ///
     /// # Errors
-    /// When the device has no room.
+    /// Fails if the device is out of memory.
     pub fn zeros_of(backend: &B, layout: &ModelLayout, shard: Shard) -> Result<Self, Error> {
         let buffers = (layout.flats.iter())
             .map(|flat| Ok(Some(backend.allocate(shard.range(flat.len).len())?)))
@@ -74,13 +74,13 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         Ok(FlatBuffers { stale: vec![false; buffers.len()], buffers, shard })
     }
 
-    /// A part of one buffer, within the local shard.
+    /// A range of one buffer, within the local shard.
     pub fn view(&self, flat: usize, range: Range<usize>) -> View<'_, B, S> {
         let start = self.local_range(flat).start;
         B::view(self.flat(flat), range.start - start..range.end - start)
     }
 
-    /// A part of one buffer, within the local shard, for writing.
+    /// A mutable range of one buffer, within the local shard.
     pub fn view_mut(&mut self, flat: usize, range: Range<usize>) -> ViewMut<'_, B, S> {
         let start = self.local_range(flat).start;
         B::view_mut(self.flat_mut(flat), range.start - start..range.end - start)
@@ -94,7 +94,7 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     /// One buffer, or the local shard of it.
     ///
     /// # Panics
-    /// While the buffer is taken out.
+    /// Panics if the buffer is taken out.
     pub fn flat(&self, flat: usize) -> &B::Buffer<S> {
         match &self.buffers[flat] {
             Some(buffer) => buffer,
@@ -102,10 +102,10 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         }
     }
 
-    /// One buffer, or the local shard of it, for writing.
+    /// One mutable buffer, or the local shard of it.
     ///
     /// # Panics
-    /// While the buffer is taken out.
+    /// Panics if the buffer is taken out.
     pub fn flat_mut(&mut self, flat: usize) -> &mut B::Buffer<S> {
         match &mut self.buffers[flat] {
             Some(buffer) => buffer,
@@ -113,10 +113,10 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         }
     }
 
-    /// Takes a buffer out, to hand it to a collective.
+    /// Takes a buffer out, for a collective.
     ///
     /// # Panics
-    /// When it is taken out already.
+    /// Panics if the buffer is already taken out.
     pub fn take(&mut self, flat: usize) -> B::Buffer<S> {
         match self.buffers[flat].take() {
             Some(buffer) => buffer,
@@ -129,10 +129,10 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         self.buffers[flat] = Some(buffer);
     }
 
-    /// As [`FlatBuffers::fill`], with what `number` makes of each value.
+    /// Fills the buffers like [`FlatBuffers::fill`], with `number` applied to each value.
     ///
     /// # Errors
-    /// What `source` refuses, or the device.
+    /// Fails if `source` or the device fails.
     pub fn fill_by<E: From<Error>>(
         &mut self,
         number: impl Fn(f32) -> S,
@@ -160,10 +160,10 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         Ok(())
     }
 
-    /// Sets every number to zero.
+    /// Sets all elements to zero.
     ///
     /// # Errors
-    /// When the device fails.
+    /// Fails if the device fails.
     pub fn zero(&mut self, backend: &B) -> Result<(), Error> {
         for flat in 0..self.buffers.len() {
             let buffer = self.flat_mut(flat);
@@ -173,27 +173,27 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         Ok(())
     }
 
-    /// Marks all buffers as stale, as a step begins: the next gradient overwrites what is in them, which
-    /// saves a pass over memory to set them to zero. Until [`Self::mark_written`] only a backward pass may
-    /// use them; padding stays as it is.
+    /// Marks all buffers as stale at the start of a step: the next gradient overwrites them, which
+    /// saves a pass over memory that zeroes them. Until [`Self::mark_written`] only a backward pass
+    /// may use them; padding does not change.
     pub fn mark_stale(&mut self) {
         self.stale.fill(true);
     }
 
-    /// Whether the next gradient overwrites what is in a buffer or is added to it.
+    /// Whether the next gradient overwrites a buffer or is added to it.
     pub fn accumulation(&self, flat: usize) -> Accumulation {
         if self.stale[flat] { Accumulation::Overwrite } else { Accumulation::Add }
     }
 
-    /// Notes that every element of a buffer has been written.
+    /// Marks a buffer as written: none of its elements are stale.
     pub fn mark_written(&mut self, flat: usize) {
         self.stale[flat] = false;
     }
 
-    /// Sets a part of a buffer to zero where it is stale, for operators that can only add to it.
+    /// Zeroes a range of a stale buffer, for operators that can only accumulate.
     ///
     /// # Errors
-    /// When the device fails.
+    /// Fails if the device fails.
     pub fn clear_stale(
         &mut self,
         backend: &B,
@@ -208,11 +208,11 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
 }
 
 impl<B: Memory, T: Element> FlatBuffers<B, T> {
-    /// Fills the local part of every tensor with what `source` writes for it, rounded to `T`. Tensors
-    /// without a local part are not asked for.
+    /// Fills the local slice of every tensor with the values that `source` writes, rounded to `T`.
+    /// `source` is not called for tensors without a local slice.
     ///
     /// # Errors
-    /// What `source` refuses, or the device.
+    /// Fails if `source` or the device fails.
     pub fn fill<E: From<Error>>(
         &mut self,
         backend: &B,
@@ -222,18 +222,18 @@ impl<B: Memory, T: Element> FlatBuffers<B, T> {
         self.fill_by(T::from_f32, backend, layout, source)
     }
 
-    /// Copies the local part of a tensor to the host as f32.
+    /// Copies the local slice of a tensor to the host as f32.
     ///
     /// # Errors
-    /// When the device fails.
+    /// Fails if the device fails.
     pub fn read(&self, backend: &B, flat: usize, segment: &Segment) -> Result<Vec<f32>, Error> {
         self.read_range(backend, flat, segment.range.clone())
     }
 
-    /// Copies a part of a buffer, within the local shard, to the host as f32.
+    /// Copies a range of a buffer, within the local shard, to the host as f32.
     ///
     /// # Errors
-    /// When the device fails.
+    /// Fails if the device fails.
     pub fn read_range(
         &self,
         backend: &B,

@@ -1,5 +1,5 @@
-//! What the sizes of a pass's buffers follow from: a part of a model and a micro-batch. No device, and no
-//! rank but the one that holds the part.
+//! The sizes of a pass's buffers, computed from a part of a model and a micro-batch, without a
+//! device or other ranks.
 
 use moh_kernels::attention::AttentionShape;
 use moh_kernels::cross_entropy::HeadShape;
@@ -12,23 +12,24 @@ use crate::layout::ModelLayout;
 use crate::model_parallel::{Part, TensorShare, TokenShare};
 use crate::{Error, ModelConfig, router};
 
-/// Sizes of the passes of a part of a model over micro-batches.
+/// Sizes of the passes over micro-batches of a part of a model.
 #[derive(Debug, Clone, Copy)]
 pub struct PassSizes<'a> {
     pub(crate) config: &'a ModelConfig,
     pub(crate) part: &'a Part,
     pub(crate) pass: PassShape,
-    /// Sizes of a routing that serves every layer; `None` where all are dense.
+    /// Sizes of a routing that fits every layer; `None` if all layers are dense.
     pub(crate) routing: Option<RoutingShape>,
     /// Tensors of the part.
     pub(crate) tensors: usize,
 }
 
 impl<'a> PassSizes<'a> {
-    /// Passes over a part of the model that `config` describes, whose tensors are those of `layout`.
+    /// Sizes for the part whose tensors are those of `layout`, of the model that `config`
+    /// describes.
     ///
     /// # Errors
-    /// Heads that the configuration's router cannot route.
+    /// Fails if the configuration's router cannot route the heads.
     pub fn new(
         config: &'a ModelConfig,
         layout: &ModelLayout,
@@ -40,14 +41,14 @@ impl<'a> PassSizes<'a> {
         Ok(PassSizes { config, part, pass, routing, tensors: layout.segments().count() })
     }
 
-    /// The same for another pass over the part.
+    /// The same part with another pass shape.
     pub fn of_pass(self, pass: PassShape) -> Self {
         let tokens = pass.tokens();
         let routing = self.routing.map(|routing| RoutingShape { tokens, ..routing });
         PassSizes { pass, routing, ..self }
     }
 
-    /// Bytes of a message to another stage: the residual stream that is held, or its gradient, in elements
+    /// Bytes of a message to another stage: the local residual stream, or its gradient, in elements
     /// of type `T`.
     pub fn message_bytes<T: Element>(&self) -> usize {
         self.stream() * size_of::<T>()
@@ -61,12 +62,12 @@ impl<'a> PassSizes<'a> {
         self.pass.tokens()
     }
 
-    /// The tokens whose part of the residual stream is held.
+    /// The tokens whose residual stream is local.
     pub(crate) fn token_share(&self) -> TokenShare {
         self.share().tokens(self.tokens())
     }
 
-    /// Numbers of the residual stream that are held of all parts of the tokens.
+    /// Elements of the residual stream in one rank's share of the tokens.
     pub(crate) fn stream(&self) -> usize {
         self.token_share().part * self.config.hidden_size
     }
@@ -79,7 +80,7 @@ impl<'a> PassSizes<'a> {
         self.share().head_shape(self.config, self.tokens())
     }
 
-    /// What operators use beside their arguments in these passes.
+    /// Scratch of the operators in these passes.
     pub(crate) fn working_set(&self) -> WorkingSet {
         let (config, qkv) = (self.config, self.qkv());
         let widths = [

@@ -1,5 +1,4 @@
-//! Forward and backward passes over micro-batches, of a whole model or of a rank's part between its
-//! neighbours.
+//! Forward and backward passes over micro-batches, of a whole model or of one pipeline stage.
 
 use moh_comm::Reduce;
 use moh_kernels::{Backend, Element, span};
@@ -11,16 +10,16 @@ use crate::model::{LossScale, Model};
 use crate::parameters::{FlatBuffers, OnBuffer};
 use crate::{Error, StepSums};
 
-/// Tags of the residual stream and of its gradient between stages.
+/// Message tags of the residual stream and of its gradient.
 const FORWARD: u32 = 3;
 const BACKWARD: u32 = 4;
 
 impl<B: Backend, T: Element> Model<B, T> {
-    /// The forward pass up to the final norm, of one micro-batch in a row through all chunks of this
-    /// rank's part; adds the balance loss to `sums`.
+    /// The forward pass of one micro-batch up to the final norm, through all chunks of this rank's
+    /// part; adds the balance loss to `sums`.
     ///
     /// # Errors
-    /// A token id outside the vocabulary, or a failing device or rank.
+    /// Fails for a token id outside the vocabulary, and if the device or another rank fails.
     pub fn forward(
         &mut self,
         activations: &mut Activations<B, T>,
@@ -36,29 +35,30 @@ impl<B: Backend, T: Element> Model<B, T> {
         })
     }
 
-    /// The forward pass through one chunk, between the stages before and after it. `before_use` is
-    /// called with the weights before each buffer of them is used, and may wait for it to be complete.
+    /// The forward pass through one chunk; receives its input from the previous stage and sends its
+    /// output to the next. `before_use` is called with the weights before each buffer of them is
+    /// used, and may wait for it.
     ///
     /// # Errors
-    /// As [`Model::forward`], and of `before_use`.
+    /// As [`Model::forward`]; fails if `before_use` fails.
     pub fn forward_chunk(
         &mut self,
         activations: &mut Activations<B, T>,
-        turn: PassSlot,
+        slot: PassSlot,
         sums: &mut StepSums<B>,
         before_use: OnBuffer<'_, B, T>,
     ) -> Result<(), Error> {
         let Activations { shape, micro_batches, passes, shared, head, .. } = activations;
-        let MicroBatch { ids, document_start, .. } = &micro_batches[turn.micro_batch];
-        let Pass { stream, blocks } = &mut passes[turn.slot];
+        let MicroBatch { ids, document_start, .. } = &micro_batches[slot.micro_batch];
+        let Pass { stream, blocks } = &mut passes[slot.slot];
         let tokens = Tokens::<B> {
             shape: *shape,
             first_position: 0,
             document_start: document_start.as_ref(),
         };
         let (n, parallel) = (shape.tokens(), self.parallel.clone());
-        let layers = parallel.part().chunks[turn.chunk].clone();
-        if parallel.begins_with(turn.chunk) {
+        let layers = parallel.part().chunks[slot.chunk].clone();
+        if parallel.begins_with(slot.chunk) {
             before_use(&mut self.weights, ModelLayout::EMBEDDING)?;
             self.embed(n, ids, &mut stream[0], &mut shared.gathered)?;
         } else {
@@ -74,14 +74,14 @@ impl<B: Backend, T: Element> Model<B, T> {
             let _block = span::enter_numbered("block", layer as u64);
             before_use(&mut self.weights, self.layout.block_index(layer))?;
             self.block_forward(&tokens, input, &mut block, None, output)?;
-            // Every rank that shares the heads knows the loss.
+            // All tensor-parallel ranks have the loss.
             let routing = block.saved.routing.as_ref().filter(|_| self.routers[layer].is_some());
             if let (Some(routing), 0) = (routing, parallel.part().tensor.rank) {
                 self.backend.balance_loss(routing, share, sums.balance())?;
             }
         }
         let output = &stream[end];
-        if parallel.ends_with(turn.chunk) {
+        if parallel.ends_with(slot.chunk) {
             let _span = span::enter("head");
             before_use(&mut self.weights, self.layout.final_norm_index())?;
             before_use(&mut self.weights, self.layout.head_index())?;
@@ -91,8 +91,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(parallel.pipeline().send::<B, T>(output, parallel.next(), FORWARD)?)
     }
 
-    /// Adds the cross-entropy of the uploaded micro-batch to `sums`, without gradients, on the stage that
-    /// has the head.
+    /// On the stage with the head, adds the cross-entropy of the uploaded micro-batch to `sums`,
+    /// without gradients.
     ///
     /// # Errors
     /// As [`Model::forward`].
@@ -127,33 +127,33 @@ impl<B: Backend, T: Element> Model<B, T> {
     ) -> Result<(), Error> {
         self.forward(activations, sums)?;
         (0..self.parallel.part().chunks.len()).rev().try_for_each(|chunk| {
-            let turn = PassSlot { chunk, ..PassSlot::default() };
-            self.backward_chunk(activations, turn, gradients, scale, sums, None)
+            let slot = PassSlot { chunk, ..PassSlot::default() };
+            self.backward_chunk(activations, slot, gradients, scale, sums, None)
         })
     }
 
-    /// The backward pass through one chunk after its forward pass, between the stages after and before
-    /// it: adds the cross-entropy to `sums` and the gradients to `gradients`, where they overwrite
-    /// stale buffers ([`FlatBuffers::mark_stale`]). `complete` is given with a step's last
-    /// micro-batch: it is called with the gradients as soon as this rank's of a buffer are complete. Of a
-    /// tied head on two stages each completes its own
+    /// The backward pass through one chunk, after its forward pass; receives its gradient from the
+    /// next stage and sends one to the previous. Adds the cross-entropy to `sums` and the gradients
+    /// to `gradients`, where they overwrite stale buffers ([`FlatBuffers::mark_stale`]). `complete`
+    /// is given with a step's last micro-batch: it is called with the gradients as soon as a buffer
+    /// of this rank is complete. Each of the two stages of a tied head completes its own
     /// ([`ModelParallel::tied_head`](crate::model_parallel::ModelParallel::tied_head)).
     ///
     /// # Errors
-    /// A failing device or rank, and of `complete`; activations planned without a backward pass are
-    /// refused.
+    /// Fails if the device, another rank or `complete` fails, and for activations without a
+    /// backward pass.
     pub fn backward_chunk<G: Element>(
         &self,
         activations: &mut Activations<B, T>,
-        turn: PassSlot,
+        slot: PassSlot,
         gradients: &mut FlatBuffers<B, G>,
         scale: LossScale,
         sums: &mut StepSums<B>,
         mut complete: Option<OnBuffer<'_, B, G>>,
     ) -> Result<(), Error> {
         let (parallel, layout) = (&self.parallel, &self.layout);
-        if parallel.ends_with(turn.chunk) {
-            self.head_backward(activations, turn, gradients, scale, sums)?;
+        if parallel.ends_with(slot.chunk) {
+            self.head_backward(activations, slot, gradients, scale, sums)?;
             if layout.head_index() != ModelLayout::EMBEDDING || parallel.tied_head().is_some() {
                 self.complete(gradients, layout.head_index(), &mut complete)?;
             }
@@ -164,9 +164,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         let Some(backward) = backward else {
             return Err(Error::NotPlannedForTraining);
         };
-        let MicroBatch { ids, document_start, .. } = &micro_batches[turn.micro_batch];
-        let Pass { stream, blocks } = &mut passes[turn.slot];
-        if !parallel.ends_with(turn.chunk) {
+        let MicroBatch { ids, document_start, .. } = &micro_batches[slot.micro_batch];
+        let Pass { stream, blocks } = &mut passes[slot.slot];
+        if !parallel.ends_with(slot.chunk) {
             let d_stream = B::whole_mut(&mut backward.d_stream);
             parallel.backward().recv::<B, T>(d_stream, parallel.next(), BACKWARD)?;
         }
@@ -180,7 +180,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             balance_weight: scale.balance / self.routed_layers() as f32,
             straight_through: scale.straight_through,
         };
-        for (at, layer) in parallel.part().chunks[turn.chunk].clone().enumerate().rev() {
+        for (at, layer) in parallel.part().chunks[slot.chunk].clone().enumerate().rev() {
             let (input, mut block) = (&stream[at], blocks.of((at, layer), shared));
             let _block = span::enter_numbered("block", layer as u64);
             let recomputing = (*recompute != Recompute::None).then(|| span::enter("recompute"));
@@ -189,7 +189,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             self.block_backward(&tokens, input, block, backward, gradients, router)?;
             self.complete(gradients, layout.block_index(layer), &mut complete)?;
         }
-        if !parallel.begins_with(turn.chunk) {
+        if !parallel.begins_with(slot.chunk) {
             let d_stream = B::whole(&backward.d_stream);
             return Ok(parallel.backward().send::<B, T>(
                 d_stream,
@@ -202,7 +202,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.complete(gradients, ModelLayout::EMBEDDING, &mut complete)
     }
 
-    /// Hands over the gradients of a buffer that are complete on this rank.
+    /// Passes on a buffer whose gradients are complete on this rank.
     fn complete<G: Element>(
         &self,
         gradients: &mut FlatBuffers<B, G>,
@@ -214,7 +214,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         complete(gradients, flat)
     }
 
-    /// Adds up what ranks that share the other tensors have of the gradients of those that they all hold.
+    /// All-reduces the gradients of replicated tensors over the tensor-parallel ranks.
     fn add_up_replicated<G: Element>(
         &self,
         gradients: &mut FlatBuffers<B, G>,

@@ -16,8 +16,8 @@ pub fn frequencies(rope: &RopeConfig, head_dim: usize) -> Vec<f64> {
         .collect()
 }
 
-/// Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones stay, and those in
-/// between are blended.
+/// Llama 3.1's scaling: long wavelengths are multiplied by `factor`, short ones are unchanged, and
+/// those in between are interpolated.
 fn scaled(frequency: f64, scaling: &Llama3Scaling) -> f64 {
     let original = scaling.original_max_position_embeddings as f64;
     let turns = original * frequency / TAU;
@@ -32,7 +32,7 @@ fn scaled(frequency: f64, scaling: &Llama3Scaling) -> f64 {
     }
 }
 
-/// Cosines and sines of positions 0.., `[positions, head_dim / 2]` each.
+/// Cosines and sines of positions 0 and up, `[positions, head_dim / 2]` each.
 pub fn table(rope: &RopeConfig, head_dim: usize, positions: usize) -> (Vec<f32>, Vec<f32>) {
     let frequencies = frequencies(rope, head_dim);
     let angles =
@@ -49,7 +49,7 @@ pub(crate) struct RopeTables<M: Memory> {
 }
 
 impl<M: Memory> RopeTables<M> {
-    /// Zeros for so many positions.
+    /// Allocates zeros for this many positions.
     pub(crate) fn zeros(memory: &M, head_dim: usize, positions: usize) -> Result<Self, Error> {
         let len = positions * (head_dim / 2);
         Ok(RopeTables { cos: memory.allocate(len)?, sin: memory.allocate(len)? })

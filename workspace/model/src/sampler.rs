@@ -1,8 +1,8 @@
-//! The choice of the next token from its logits: the likeliest one, or one drawn from their softmax,
-//! from all tokens or from the likeliest ones alone (top-p).
+//! Selects the next token from its logits: the most likely token, or a sample from their softmax,
+//! over all tokens or only the most likely ones (top-p).
 //!
-//! For the same seed it chooses what candle's `LogitsProcessor` chooses: the same generator, the same
-//! softmax in f32, summed in the order of candle's AVX2 code, on every processor.
+//! With the same seed it selects the same tokens as candle's `LogitsProcessor` on every processor:
+//! the same generator, and the same softmax in f32, summed in the order of candle's AVX2 code.
 
 use rand::SeedableRng as _;
 use rand::distr::Distribution as _;
@@ -11,28 +11,28 @@ use rand::rngs::StdRng;
 
 use crate::Error;
 
-/// Chooses tokens from logits.
+/// Selects tokens from logits.
 pub struct Sampler {
     random: StdRng,
     sampling: Sampling,
     vocab_size: usize,
 }
 
-/// What tokens are drawn from.
+/// The sampling strategy.
 #[derive(Debug, Clone, Copy)]
 enum Sampling {
-    /// The likeliest token, the first one of several.
+    /// The most likely token; the first of equal ones.
     Greedy,
-    /// All tokens, by their probabilities at this temperature.
+    /// All tokens, with their probabilities at this temperature.
     All { temperature: f64 },
-    /// The smallest set of the likeliest tokens whose probabilities reach `p`.
+    /// The smallest set of the most likely tokens whose probabilities sum to at least `p`.
     TopP { p: f32, temperature: f64 },
 }
 
 impl Sampler {
-    /// Greedy when `temperature` is 0; otherwise samples, from the smallest set of tokens whose
-    /// probabilities reach `top_p` where one is given. Only ids below `vocab_size`, the
-    /// tokenizer's, are ever chosen: rows that pad the vocabulary are not.
+    /// Greedy if `temperature` is 0; otherwise samples, with `top_p` from the smallest set of
+    /// tokens whose probabilities sum to at least `top_p`. Only ids below `vocab_size`, the
+    /// tokenizer's, are selected: never rows that pad the vocabulary.
     pub fn new(seed: u64, temperature: f64, top_p: Option<f64>, vocab_size: usize) -> Self {
         let sampling = match top_p {
             _ if temperature <= 0.0 => Sampling::Greedy,
@@ -42,10 +42,10 @@ impl Sampler {
         Sampler { random: StdRng::seed_from_u64(seed), sampling, vocab_size }
     }
 
-    /// The next token.
+    /// Selects the next token.
     ///
     /// # Errors
-    /// When the logits are not numbers to sample from.
+    /// Fails if the logits are not finite.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32, Error> {
         let known = &logits[..logits.len().min(self.vocab_size)];
         if known.is_empty() {
@@ -62,16 +62,16 @@ impl Sampler {
         }
     }
 
-    /// Draws a token by its probability.
+    /// Samples a token by its probability.
     fn draw(&mut self, probabilities: &[f32]) -> Result<u32, Error> {
         let tokens = WeightedIndex::new(probabilities)
             .map_err(|source| Error::Sampling { reason: source.to_string() })?;
-        // Below the vocabulary's size, which fits.
+        // An index below the vocabulary's size, which fits.
         Ok(tokens.sample(&mut self.random) as u32)
     }
 }
 
-/// Index of the largest logit, the first of several.
+/// Index of the largest logit; the first of equal ones.
 fn likeliest(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (index, logit) in logits.iter().enumerate() {
@@ -93,7 +93,7 @@ fn softmax(logits: &[f32], temperature: f64) -> Vec<f32> {
     values
 }
 
-/// The sum in 32 columns, which are added in pairs, and what is left over one by one.
+/// The sum in 32 columns, added pairwise, plus the remaining values one by one.
 fn sum(values: &[f32]) -> f32 {
     let (rows, rest) = values.as_chunks::<32>();
     let mut columns = [0f32; 32];
@@ -108,7 +108,7 @@ fn sum(values: &[f32]) -> f32 {
     rest.iter().fold(whole, |total, value| total + value)
 }
 
-/// Sets the probabilities of all tokens to 0 but those of the likeliest ones that reach `p` together.
+/// Sets all probabilities to 0 except the largest ones that sum to at least `p`.
 fn clear_unlikely(probabilities: &mut [f32], p: f32) {
     let mut order: Vec<usize> = (0..probabilities.len()).collect();
     order.sort_by(|&i, &j| probabilities[j].total_cmp(&probabilities[i]));

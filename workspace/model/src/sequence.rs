@@ -1,5 +1,5 @@
-//! Ranks that share a model's tensors hold the residual stream for some of the tokens each: rows are
-//! gathered before a product, and what the ranks' products add up to is scattered after it.
+//! Sequence parallelism: each tensor-parallel rank has the residual stream of some of the tokens.
+//! Rows are all-gathered before a matmul, and its result is reduce-scattered.
 
 use std::ops::Range;
 
@@ -12,17 +12,17 @@ use crate::model::Model;
 use crate::model_parallel::TokenShare;
 
 impl<B: Backend, T: Element> Model<B, T> {
-    /// The tokens of a micro-batch whose rows this rank holds.
+    /// The tokens of a micro-batch that are local to this rank.
     pub(crate) fn token_share(&self, tokens: usize) -> TokenShare {
         self.parallel.part().tensor.tokens(tokens)
     }
 
-    /// Numbers of the residual stream that are held here of so many tokens.
+    /// Elements of the local residual stream for this many tokens.
     pub(crate) fn stream_len(&self, tokens: usize) -> usize {
         self.token_share(tokens).local() * self.config.hidden_size
     }
 
-    /// The sum over the ranks that share the tensors, for operators that need it in their middle.
+    /// The all-reduce over the tensor-parallel ranks, for operators that need it before their end.
     pub(crate) fn sum_over_ranks(
         &self,
     ) -> impl for<'v> Fn(ViewMut<'v, B, f64>) -> moh_kernels::Result<()> + Sync {
@@ -32,13 +32,13 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
     }
 
-    /// Whether ranks share the tensors.
+    /// Whether tensors are sharded across ranks.
     pub(crate) fn is_shared(&self) -> bool {
         self.parallel.part().tensor.ranks > 1
     }
 
-    /// The rows `[N, C]` of all tokens, from the ranks' own in `held`; in `gathered` where ranks share
-    /// them.
+    /// All-gathers the rows `[N, C]` of all tokens from the ranks' `local` rows, into `gathered`;
+    /// without tensor parallelism returns `local`.
     pub(crate) fn gather<'a>(
         &self,
         tokens: usize,
@@ -56,7 +56,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(B::view(gathered, 0..tokens * width))
     }
 
-    /// Adds up the ranks' rows `[N, C]` in `partial`, of which each keeps its own; where they lie in it.
+    /// Reduce-scatters the rows `[N, C]` in `partial`; returns the range of this rank's rows in it.
     pub(crate) fn reduce_scatter(
         &self,
         tokens: usize,
@@ -72,8 +72,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(own)
     }
 
-    /// `out = residual + x weight^T` for the tokens held here, of x `[N, inputs]` whose columns ranks may
-    /// share.
+    /// `out = residual + x weight^T` for the local tokens, with x `[N, inputs]`; its columns may be
+    /// sharded.
     pub(crate) fn project_to_stream(
         &self,
         projection: Projection<'_, B, T>,
@@ -97,7 +97,7 @@ impl<B: Backend, T: Element> Model<B, T> {
     }
 }
 
-/// A product whose result is added to the residual stream.
+/// A matmul whose result is added to the residual stream.
 pub(crate) struct Projection<'a, B: Backend, T: Element> {
     /// Tokens, N.
     pub tokens: usize,

@@ -1,44 +1,44 @@
-//! The part of a tensor that a rank holds: some indices of each dimension.
+//! A slice of a tensor: some indices of each dimension.
 
 use std::ops::Range;
 
-/// Some indices of each dimension of a tensor. Its numbers are those of the tensor at these indices, in
-/// the tensor's order.
+/// Some indices of each dimension of a tensor. Its elements are the tensor's elements at these
+/// indices, in the tensor's order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slice {
     shape: Vec<usize>,
-    /// For each dimension, ranges that follow each other.
+    /// Consecutive ranges for each dimension.
     indices: Vec<Vec<Range<usize>>>,
 }
 
-/// Numbers that lie side by side both in a slice and in its tensor.
+/// Elements that are contiguous in both the slice and the tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
-    /// The first one's place in the slice.
+    /// Offset of the first element in the slice.
     pub local: usize,
-    /// Its place in the tensor.
+    /// Offset of the first element in the tensor.
     pub whole: usize,
-    /// How many they are.
+    /// Number of elements.
     pub len: usize,
 }
 
 impl Slice {
-    /// All of a tensor.
+    /// The whole tensor.
     pub fn whole(shape: Vec<usize>) -> Self {
         let every = |&extent: &usize| std::iter::once(0..extent).collect();
         let indices = shape.iter().map(every).collect();
         Slice { shape, indices }
     }
 
-    /// The part of a tensor at some indices of one dimension.
+    /// The slice of a tensor at some indices of one dimension.
     pub fn along(shape: Vec<usize>, dimension: usize, ranges: Vec<Range<usize>>) -> Self {
         let mut slice = Self::whole(shape);
         slice.indices[dimension] = ranges;
         slice
     }
 
-    /// The part at these indices; `None` where they are not ranges in ascending order within the
-    /// shape, or where the shape's numbers cannot be counted.
+    /// The slice at these indices; `None` if they are not ascending ranges within the shape, or if
+    /// the shape's number of elements overflows.
     pub fn new(shape: Vec<usize>, indices: Vec<Vec<Range<usize>>>) -> Option<Self> {
         let follow = |(ranges, &extent): (&Vec<Range<usize>>, &usize)| {
             let end = ranges.iter().try_fold(0, |end, range| {
@@ -56,22 +56,22 @@ impl Slice {
         &self.shape
     }
 
-    /// The indices, for each dimension ranges in ascending order.
+    /// The indices: ascending ranges for each dimension.
     pub fn indices(&self) -> &[Vec<Range<usize>>] {
         &self.indices
     }
 
-    /// Shape of the part.
+    /// Shape of the slice.
     pub fn extents(&self) -> Vec<usize> {
         self.indices.iter().map(|ranges| ranges.iter().map(Range::len).sum()).collect()
     }
 
-    /// Numbers of the part.
+    /// Elements of the slice.
     pub fn len(&self) -> usize {
         self.extents().iter().product()
     }
 
-    /// Whether there is nothing in it.
+    /// Whether the slice is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -81,7 +81,7 @@ impl Slice {
         self.extents() == self.shape
     }
 
-    /// The runs of the part's numbers `range`, in order.
+    /// The runs of the slice's elements `range`, in order.
     pub fn runs(&self, range: Range<usize>) -> Vec<Run> {
         let (rows, columns) = match self.indices.split_last() {
             Some((columns, rows)) => (rows, columns),
@@ -106,7 +106,8 @@ impl Slice {
         runs
     }
 
-    /// Puts numbers of the part, from its number `start` on, where they belong in the whole tensor.
+    /// Copies elements of the slice, from its element `start` on, to their positions in the whole
+    /// tensor.
     pub fn place<S: Copy>(&self, start: usize, values: &[S], whole: &mut [S]) {
         for Run { local, whole: at, len } in self.runs(start..start + values.len()) {
             whole[at..at + len].copy_from_slice(&values[local - start..local - start + len]);
@@ -114,7 +115,7 @@ impl Slice {
     }
 }
 
-/// Appends a run, to the last one where it continues that.
+/// Appends a run, merging it with the last one if they are contiguous.
 fn push(runs: &mut Vec<Run>, run: Run) {
     match runs.last_mut() {
         Some(last) if last.whole + last.len == run.whole => last.len += run.len,
@@ -122,7 +123,7 @@ fn push(runs: &mut Vec<Run>, run: Run) {
     }
 }
 
-/// The tensor's row, all dimensions but the last taken together, that is row `row` of the part.
+/// The tensor's row, with all dimensions but the last flattened, that is row `row` of the slice.
 fn row(dimensions: &[Vec<Range<usize>>], shape: &[usize], mut row: usize) -> usize {
     let (mut found, mut stride) = (0, 1);
     for (ranges, &extent) in dimensions.iter().zip(shape).rev() {
@@ -134,7 +135,7 @@ fn row(dimensions: &[Vec<Range<usize>>], shape: &[usize], mut row: usize) -> usi
     found
 }
 
-/// The index that is number `number` of those in the ranges.
+/// The index at position `number` of the ranges.
 fn index(ranges: &[Range<usize>], mut number: usize) -> usize {
     for range in ranges {
         if number < range.len() {
@@ -149,12 +150,12 @@ fn index(ranges: &[Range<usize>], mut number: usize) -> usize {
 mod tests {
     use super::*;
 
-    /// Numbers that tell their place.
+    /// Elements whose values are their positions.
     fn numbers(shape: &[usize]) -> Vec<usize> {
         (0..shape.iter().product()).collect()
     }
 
-    /// The part's numbers `range` of the whole tensor.
+    /// The slice's elements `range`, read from the whole tensor.
     fn extract(slice: &Slice, range: Range<usize>, whole: &[usize]) -> Vec<usize> {
         let runs = slice.runs(range);
         runs.iter().flat_map(|run| &whole[run.whole..run.whole + run.len]).copied().collect()

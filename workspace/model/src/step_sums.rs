@@ -5,25 +5,25 @@ use moh_kernels::Memory;
 
 use crate::Error;
 
-/// Sums over a step, on the device: what passes and the optimiser add to.
+/// The sums of a step, on the device; passes and the optimiser add to them.
 pub struct StepSums<B: Memory> {
     /// Cross-entropy of the targets, balance loss averaged over layers, squared gradients.
     sums: B::Buffer<f64>,
 }
 
 impl<B: Memory> StepSums<B> {
-    /// Zeros.
+    /// Allocates zeros.
     ///
     /// # Errors
-    /// When the device has no room.
+    /// Fails if the device is out of memory.
     pub fn new(backend: &B) -> Result<Self, Error> {
         Ok(StepSums { sums: backend.allocate(3)? })
     }
 
-    /// Starts again from zero.
+    /// Resets the sums to zero.
     ///
     /// # Errors
-    /// When the device fails.
+    /// Fails if the device fails.
     pub fn zero(&mut self, backend: &B) -> Result<(), Error> {
         Ok(backend.zero(B::whole_mut(&mut self.sums))?)
     }
@@ -41,34 +41,34 @@ impl<B: Memory> StepSums<B> {
         B::view(&self.sums, 2..3)
     }
 
-    /// The same, to add to.
+    /// The mutable squared norm of the gradients, `[1]`.
     pub fn squared_norm_mut(&mut self) -> B::ViewMut<'_, f64> {
         B::view_mut(&mut self.sums, 2..3)
     }
 
-    /// Adds up the sums of the ranks of `group`.
+    /// All-reduces the sums over the ranks of `group`.
     ///
     /// # Errors
-    /// When another rank has failed.
+    /// Fails if another rank has failed.
     pub fn all_reduce(&mut self, group: &Group) -> Result<(), Error> {
         Ok(group.all_reduce::<B, f64>(B::whole_mut(&mut self.sums), Reduce::Sum)?)
     }
 
-    /// Waits for the device, returns the sums of the cross-entropies of the targets, of the balance
-    /// loss over micro-batches, and of the squared gradients.
+    /// Waits for the device; returns the sums of the targets' cross-entropy, of the micro-batches'
+    /// balance loss, and of the squared gradients.
     ///
     /// # Errors
-    /// When the device fails.
+    /// Fails if the device fails.
     pub fn read(&self, backend: &B) -> Result<[f64; 3], Error> {
         let mut sums = [0f64; 3];
         backend.download(B::whole(&self.sums), &mut sums)?;
         Ok(sums)
     }
 
-    /// As [`Self::read`], of the two losses, and starts again from zero.
+    /// Reads the two losses like [`Self::read`] and resets all sums.
     ///
     /// # Errors
-    /// When the device fails.
+    /// Fails if the device fails.
     pub fn take(&mut self, backend: &B) -> Result<(f64, f64), Error> {
         let [cross_entropy, balance, _] = self.read(backend)?;
         self.zero(backend)?;

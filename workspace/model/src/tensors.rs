@@ -1,6 +1,7 @@
-//! The tensors of a model in one table: name, shape, how ranks share each, and whether weight decay applies.
-//! Layout, parameters, operations, checks of weight files and plans follow from it. The rows of a block are
-//! its architecture's (`llama/tensors.rs`, `qwen3/tensors.rs`); names and shapes are Hugging Face's.
+//! The tensors of a model in one table: name, shape, sharding, and whether weight decay applies.
+//! Layout, parameters, operations, checks of weight files and plans follow from it. The rows of a
+//! block are its architecture's (`llama/tensors.rs`, `qwen3/tensors.rs`); names and shapes are
+//! Hugging Face's.
 
 use crate::{Architecture, ModelConfig, llama, qwen3};
 
@@ -11,10 +12,10 @@ pub const OUTPUT_HEAD: &str = "lm_head.weight";
 /// Name of the norm before the output head.
 pub const FINAL_NORM: &str = "model.norm.weight";
 
-/// How the ranks of a tensor-parallel group share a tensor.
+/// How tensor-parallel ranks shard a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Division {
-    /// Each rank has all of it.
+    /// Replicated: each rank has the whole tensor.
     Replicated,
     /// By key/value heads with their query heads, along this dimension.
     Heads(usize),
@@ -24,8 +25,8 @@ pub enum Division {
     Vocabulary,
 }
 
-/// The weights of a block by what they are multiplied with: tensors of one operand are adjacent, so that one
-/// matrix product serves them.
+/// The operands of a block's matmuls and norms. The tensors of one operand are adjacent, so that
+/// one matmul computes them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Operand {
     InputNorm,
@@ -44,7 +45,7 @@ pub struct Tensor {
     pub name: String,
     /// Its shape.
     pub shape: Vec<usize>,
-    /// How ranks share it.
+    /// Its sharding.
     pub division: Division,
     /// Whether weight decay applies.
     pub decays: bool,
@@ -68,13 +69,13 @@ impl Tensor {
 
 /// The tensors of a block under construction.
 pub(crate) struct Table {
-    /// What the names begin with.
+    /// The prefix of the names.
     prefix: String,
     rows: Vec<(Operand, Tensor)>,
 }
 
 impl Table {
-    /// Adds a matrix, which decays.
+    /// Adds a matrix, with weight decay.
     pub(crate) fn matrix(
         &mut self,
         operand: Operand,
@@ -86,7 +87,7 @@ impl Table {
         self.rows.push((operand, Tensor::matrix(name, shape, division)));
     }
 
-    /// Adds the weight of a norm, which all ranks have and which does not decay.
+    /// Adds the weight of a norm, which is replicated and has no weight decay.
     pub(crate) fn norm(&mut self, operand: Operand, name: &str, width: usize) {
         let name = format!("{}.{name}.weight", self.prefix);
         self.rows.push((operand, Tensor::norm(name, width)));
@@ -99,7 +100,7 @@ pub(crate) fn embedding(config: &ModelConfig) -> Tensor {
     Tensor::matrix(EMBEDDING, shape, Division::Vocabulary)
 }
 
-/// The tensors of block `layer`, in order, as the architecture has them.
+/// The tensors of block `layer`, in the architecture's order.
 pub(crate) fn block(config: &ModelConfig, layer: usize) -> Vec<(Operand, Tensor)> {
     let mut table = Table { prefix: format!("model.layers.{layer}"), rows: Vec::new() };
     match config.architecture {
@@ -114,14 +115,14 @@ pub(crate) fn final_norm(config: &ModelConfig) -> Tensor {
     Tensor::norm(FINAL_NORM, config.hidden_size)
 }
 
-/// The output head; a tied model has none.
+/// The output head; `None` for a tied model.
 pub(crate) fn output_head(config: &ModelConfig) -> Option<Tensor> {
     let shape = [config.vocab_size, config.hidden_size];
     (!config.tie_word_embeddings).then(|| Tensor::matrix(OUTPUT_HEAD, shape, Division::Vocabulary))
 }
 
-/// A model's tensors in the order of the forward pass, which is the order in which they are written. A tied
-/// model has no output head.
+/// A model's tensors in the order of the forward pass, in which they are also written. A tied model
+/// has no output head.
 pub fn tensors(config: &ModelConfig) -> Vec<Tensor> {
     let mut tensors = vec![embedding(config)];
     for layer in 0..config.num_hidden_layers {

@@ -1,7 +1,7 @@
-//! Attention's half of a block, `middle = x + O attention(norm(x))`, forward and backward.
+//! The attention half of a block, `residual = x + O attention(norm(x))`, forward and backward.
 //!
-//! A Mixture-of-Head block differs from a dense one only in that a router reads the queries
-//! (`routing.rs`), and that attention skips the (token, head) pairs which were not selected.
+//! A Mixture-of-Head block differs from a dense one in two ways: a router reads the queries
+//! (`routing.rs`), and attention skips the (token, head) pairs that were not selected.
 
 use moh_kernels::attention::{
     AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
@@ -20,7 +20,7 @@ use crate::parameters::FlatBuffers;
 use crate::sequence::Projection;
 
 impl<B: Backend> Tokens<'_, B> {
-    /// Causal attention of the heads that `routing` selected, all of them without one.
+    /// Causal attention of the heads that `routing` selected, or of all heads without a routing.
     fn attention<'v>(
         &'v self,
         shape: AttentionShape,
@@ -36,7 +36,7 @@ impl<B: Backend> Tokens<'_, B> {
 }
 
 impl<B: Backend, T: Element> Model<B, T> {
-    /// `middle = x + O attention(norm(x))`: fills `kept` up to `middle`.
+    /// `residual = x + O attention(norm(x))`: fills `saved` up to `residual`.
     pub(super) fn attention_forward(
         &self,
         tokens: &Tokens<'_, B>,
@@ -82,8 +82,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.project_to_stream(projection, input, &mut saved.residual, gathered)
     }
 
-    /// The gradient of [`Model::attention_forward`]: turns `backward.d_stream` from the gradient of `middle`
-    /// into that of the block's input, and adds those of the weights to `gradients`.
+    /// The backward pass of [`Model::attention_forward`]: replaces the gradient of `residual` in
+    /// `backward.d_stream` by the gradient of the block's input, and adds the weights' to
+    /// `gradients`.
     pub(super) fn attention_backward<G: Element>(
         &self,
         tokens: &Tokens<'_, B>,
@@ -114,8 +115,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.norm_backward((flat, &ranges.input_norm, n), input, inv_rms, backward, gradients)
     }
 
-    /// From the gradient of attention's output in `d_branch` to that of the projected queries, keys and
-    /// values in `wide`, the router's part included.
+    /// From the gradient of attention's output in `d_branch`, computes the gradient of the
+    /// projected queries, keys and values in `scratch`, including the router's.
     fn scores_backward<G: Element>(
         &self,
         tokens: &Tokens<'_, B>,
@@ -158,7 +159,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(())
     }
 
-    /// How many keys there are and where they lie: in the cache, or beside the queries.
+    /// The number of keys and their location: the cache, or the packed projection.
     fn key_values<'k>(
         &self,
         tokens: &Tokens<'_, B>,

@@ -1,6 +1,6 @@
-//! A block: `middle = x + O attention(norm(x))`, `y = middle + down(SwiGLU(gate_up(norm(middle))))`, and
-//! its backward pass, the same in reverse. Training and generation take the same path: `tokens` may be fewer
-//! than the buffers hold.
+//! A block: `residual = x + O attention(norm(x))`, `y = residual +
+//! down(SwiGLU(gate_up(norm(residual))))`, and its backward pass in reverse order. Training and
+//! generation use the same code: `tokens` may be fewer than the buffers' capacity.
 
 use moh_kernels::rope::QkvShape;
 use moh_kernels::{Backend, Element};
@@ -16,7 +16,7 @@ pub(crate) struct LayerCache<B: Backend, T: Element> {
     pub values: B::Buffer<T>,
 }
 
-/// Which tokens a block works on.
+/// The tokens that a block computes.
 pub(crate) struct Tokens<'a, B: Backend> {
     pub shape: QkvShape,
     /// Position of each sequence's first token.
@@ -25,17 +25,17 @@ pub(crate) struct Tokens<'a, B: Backend> {
     pub document_start: Option<&'a B::Buffer<u32>>,
 }
 
-/// What steers a block's backward pass beside the gradient from above.
+/// The parameters of a block's backward pass beside the incoming gradient.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct RouterScale {
     /// Gradient of the total loss with respect to one block's balance loss.
     pub balance_weight: f32,
-    /// Whether the loss reaches the gates through the selection.
+    /// Whether the loss reaches the gates through the selection (straight-through).
     pub straight_through: bool,
 }
 
 impl<B: Backend, T: Element> Model<B, T> {
-    /// From the residual stream before the block, `input`, to that after it, `output`.
+    /// Computes the residual stream after the block, `output`, from the one before it, `input`.
     pub(crate) fn block_forward(
         &self,
         tokens: &Tokens<'_, B>,
@@ -48,8 +48,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.mlp_forward(tokens.shape.tokens(), block, output)
     }
 
-    /// Turns `backward.d_stream` from the gradient of the block's output into that of its input,
-    /// and adds the gradients of its weights to `gradients`, or overwrites what is stale there.
+    /// Replaces the gradient of the block's output in `backward.d_stream` by the gradient of its
+    /// input, and adds the gradients of its weights to `gradients`, or overwrites stale ones.
     pub(crate) fn block_backward<G: Element>(
         &self,
         tokens: &Tokens<'_, B>,
@@ -66,7 +66,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(())
     }
 
-    /// Computes again what the forward pass did not save for the backward pass.
+    /// Recomputes the activations that the forward pass did not save.
     pub(crate) fn recompute_block(
         &self,
         recompute: Recompute,

@@ -1,4 +1,4 @@
-//! The embedding, forward and backward, of the rows of the vocabulary that are local to a rank.
+//! The embedding, forward and backward, over a rank's local rows of the vocabulary.
 
 use moh_kernels::embedding::{EmbeddingBackward, EmbeddingForward};
 use moh_kernels::{Backend, Element, span};
@@ -9,7 +9,7 @@ use crate::model::Model;
 use crate::parameters::FlatBuffers;
 
 impl<B: Backend, T: Element> Model<B, T> {
-    /// The embedding of the tokens that are local to this rank.
+    /// The embedding of this rank's local tokens.
     pub(crate) fn embed(
         &self,
         tokens: usize,
@@ -33,7 +33,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(backend.copy(B::view(partial, local), into)?)
     }
 
-    /// Adds the gradient of the embedding, from that of the residual stream.
+    /// Adds the gradient of the embedding, given the residual stream's.
     pub(crate) fn embed_backward<G: Element>(
         &self,
         tokens: usize,

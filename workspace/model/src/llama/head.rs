@@ -20,7 +20,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.normalize(self.layout.final_norm(), tokens, stream, into)
     }
 
-    /// Adds the cross-entropy to `sums`; with gradients, writes that of the normed residual stream.
+    /// Adds the cross-entropy to `sums`; with gradients, writes the gradient of the normed residual
+    /// stream.
     pub(crate) fn losses<G: Element>(
         &self,
         n: usize,
@@ -50,11 +51,11 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(())
     }
 
-    /// From the targets to the gradient of the residual stream after the last block.
+    /// Computes the gradient of the residual stream after the last block, from the targets.
     pub(crate) fn head_backward<G: Element>(
         &self,
         activations: &mut Activations<B, T>,
-        turn: PassSlot,
+        slot: PassSlot,
         gradients: &mut FlatBuffers<B, G>,
         scale: LossScale,
         sums: &mut StepSums<B>,
@@ -62,8 +63,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         let _span = span::enter("head");
         let Activations { shape, micro_batches, passes, shared, head: of_head, backward, .. } =
             activations;
-        let targets = &micro_batches[turn.micro_batch].targets;
-        let (pass, Some(backward)) = (&passes[turn.slot], backward) else {
+        let targets = &micro_batches[slot.micro_batch].targets;
+        let (pass, Some(backward)) = (&passes[slot.slot], backward) else {
             return Err(Error::NotPlannedForTraining);
         };
         let layout = &self.layout;
@@ -77,7 +78,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         };
         self.losses(n, targets, (shared, of_head), sums, Some(head_gradients))?;
         gradients.mark_written(head);
-        let end = self.parallel.part().chunks[turn.chunk].len();
+        let end = self.parallel.part().chunks[slot.chunk].len();
         self.backend.zero(B::whole_mut(&mut backward.d_stream))?;
         let ((flat, range), inv_rms) = (layout.final_norm(), &of_head.inv_rms);
         self.norm_backward((flat, range, n), &pass.stream[end], inv_rms, backward, gradients)?;

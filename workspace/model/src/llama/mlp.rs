@@ -1,4 +1,5 @@
-//! The MLP's half of a block, `y = middle + down(SwiGLU(gate_up(norm(middle))))`, forward and backward.
+//! The MLP half of a block, `y = residual + down(SwiGLU(gate_up(norm(residual))))`, forward and
+//! backward.
 
 use moh_kernels::linear::LinearForward;
 use moh_kernels::{Backend, Element, span};
@@ -11,7 +12,7 @@ use crate::parameters::FlatBuffers;
 use crate::sequence::Projection;
 
 impl<B: Backend, T: Element> Model<B, T> {
-    /// `output = middle + down(SwiGLU(gate_up(norm(middle))))`.
+    /// `output = residual + down(SwiGLU(gate_up(norm(residual))))`.
     pub(super) fn mlp_forward(
         &self,
         tokens: usize,
@@ -36,9 +37,9 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.project_to_stream(projection, &block.saved.residual, output, block.gathered)
     }
 
-    /// The gradient of [`Model::mlp_forward`]: turns `backward.d_stream` from the gradient of the block's
-    /// output into that of `middle`, and adds those of the weights to `gradients`. Leaves the gradient of
-    /// gate and up in their own place.
+    /// The backward pass of [`Model::mlp_forward`]: replaces the gradient of the block's output in
+    /// `backward.d_stream` by the gradient of `residual`, and adds the weights' to `gradients`. The
+    /// gradient of gate and up overwrites their values.
     pub(super) fn mlp_backward<G: Element>(
         &self,
         n: usize,
@@ -88,7 +89,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(())
     }
 
-    /// Width of the MLP's columns that are held.
+    /// Number of the MLP's local columns.
     fn mlp_width(&self) -> usize {
         self.parallel.part().tensor.mlp_width(&self.config)
     }

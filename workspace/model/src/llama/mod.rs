@@ -1,6 +1,6 @@
-//! The Llama architecture: its tensors, and its passes over them, which architectures that differ little from
-//! it share. Each file has a forward pass directly
-//! above its backward pass, written by hand. How ranks share tensors and tokens is [`crate::sequence`]'s.
+//! The Llama architecture: its tensors and its passes, which similar architectures share. Each file
+//! has a handwritten backward pass directly below its forward pass. [`crate::sequence`] shards
+//! tensors and tokens.
 
 mod attention;
 mod block;

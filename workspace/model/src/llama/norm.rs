@@ -1,4 +1,4 @@
-//! The norms of a model, forward and backward, over the tokens that are local to a rank.
+//! The norms of a model, forward and backward, over a rank's local tokens.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use crate::model::Model;
 use crate::parameters::FlatBuffers;
 
 impl<B: Backend, T: Element> Model<B, T> {
-    /// The norm of the tokens held here, whose weight is a range of a flat buffer.
+    /// The norm of the local tokens; its weight is a range of a flat buffer.
     pub(crate) fn normalize(
         &self,
         (flat, weight): (usize, &Range<usize>),
@@ -31,8 +31,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(())
     }
 
-    /// Adds a norm's gradients, from that of its output in `d_branch`, to `d_stream` and to those of its
-    /// weight.
+    /// Adds a norm's gradients, given the gradient of its output in `d_branch`, to `d_stream` and
+    /// to its weight's gradient.
     pub(crate) fn norm_backward<G: Element>(
         &self,
         (flat, range, tokens): (usize, &Range<usize>, usize),
@@ -79,7 +79,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.normalize(weight, tokens, &saved.residual, into)
     }
 
-    /// Computes the norms of the forward pass again.
+    /// Recomputes the norms of the forward pass.
     pub(super) fn recompute_norms(
         &self,
         tokens: &Tokens<'_, B>,

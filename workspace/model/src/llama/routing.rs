@@ -1,7 +1,8 @@
-//! Between the projection of queries, keys and values and attention: routing and RoPE, forward and backward.
+//! The steps between the query, key and value projections and attention: routing and RoPE, forward
+//! and backward.
 //!
-//! A router reads the projection's output. Where an architecture norms queries it reads them before that:
-//! normed queries nearly all have the same norm, which says nothing of a head.
+//! A router reads the projection's output, before query norms: normed queries have nearly equal
+//! norms, which carry no information about a head.
 
 use moh_kernels::ranks::AllReduce;
 use moh_kernels::rope::{RopeArgs, RopeTable};
@@ -18,8 +19,8 @@ use crate::model::Model;
 use crate::parameters::FlatBuffers;
 
 impl<B: Backend, T: Element> Model<B, T> {
-    /// Chooses each token's heads by its queries, in a layer with a router, and rotates queries and keys;
-    /// norms them before that where the architecture does.
+    /// Selects each token's heads by its queries, in a layer with a router, and rotates queries and
+    /// keys; norms them first in architectures with query and key norms.
     pub(super) fn route_and_rotate(
         &self,
         layer: usize,
@@ -34,8 +35,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.norm_and_rotate(layer, tokens, &saved.qkv, rotated)
     }
 
-    /// Turns the gradients of queries and keys in `wide` from those that attention reads into those of the
-    /// projection's output, the router's part included.
+    /// Replaces the gradients of queries and keys in `scratch`, as attention reads them, by the
+    /// gradients of the projection's output, including the router's.
     pub(super) fn route_and_rotate_backward<G: Element>(
         &self,
         tokens: &Tokens<'_, B>,
@@ -88,7 +89,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
     }
 
-    /// Chooses each token's heads, in a layer with a router.
+    /// Selects each token's heads, in a layer with a router.
     fn route(
         &self,
         layer: usize,
@@ -104,7 +105,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(())
     }
 
-    /// Chooses each token's heads, in a layer with a router, and rotates queries and keys.
+    /// Selects each token's heads, in a layer with a router, and rotates queries and keys.
     fn route_and_rotate_in_place(
         &self,
         layer: usize,
@@ -129,7 +130,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(())
     }
 
-    /// Cosines and sines for tokens from a position on.
+    /// Cosines and sines of tokens, from a position on.
     pub(crate) fn rope_table(&self, first_position: usize) -> RopeTable<'_, B> {
         let (cos, sin) = (B::whole(&self.rope_cos), B::whole(&self.rope_sin));
         RopeTable { cos, sin, first_position }

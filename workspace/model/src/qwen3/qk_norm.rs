@@ -1,8 +1,7 @@
-//! Query and key norms with the rotation that follows them, forward and backward.
+//! Query and key norms followed by RoPE, forward and backward.
 //!
-//! The projection's output is saved as it is: the backward pass of the norms reads it, and so does a
-//! router. Normed and rotated queries and keys lie in a buffer of their own, which is cheap to compute
-//! again.
+//! The projection's output is saved unchanged: the backward pass of the norms and the router read
+//! it. Normed and rotated queries and keys have a separate buffer, which is cheap to recompute.
 
 use std::ops::Range;
 
@@ -16,12 +15,12 @@ use crate::model::Model;
 use crate::parameters::FlatBuffers;
 
 impl<B: Backend, T: Element> Model<B, T> {
-    /// The buffer of a block's weights and the range of the norms' in it.
+    /// The buffer of a block's weights, and the norms' range in it.
     fn qk_norm_weight(&self, layer: usize) -> (usize, Range<usize>) {
         (self.layout.block_index(layer), self.layout.block.qk_norm.clone())
     }
 
-    /// Norms and rotates the queries and keys of `qkv` into `rotated`, beside the values.
+    /// Norms and rotates the queries and keys of `qkv` into `rotated`, and copies the values.
     pub(crate) fn norm_and_rotate(
         &self,
         layer: usize,
@@ -43,8 +42,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         Ok(self.backend.rope_forward(RopeArgs { shape, table, qkv })?)
     }
 
-    /// Turns the gradients of normed and rotated queries and keys into those of the projection's output,
-    /// `qkv`, in place, and adds those of the norms' weights.
+    /// Replaces the gradients of normed and rotated queries and keys by those of the projection's
+    /// output, `qkv`, and adds the gradients of the norms' weights.
     pub(crate) fn norm_and_rotate_backward<G: Element>(
         &self,
         layer: usize,

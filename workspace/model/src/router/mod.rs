@@ -1,9 +1,10 @@
-//! Routers choose, for every token, the heads that a block's attention computes.
+//! Routers select, for every token, the heads that a block's attention computes.
 //!
-//! A model has one router for each layer, or none where the layer is dense. The paper's router for
-//! pretrained models, [`moh_kernels::router::query_norm`], follows from the configuration; any other
-//! implements [`Router`] and is given to [`Model::set_routers`](crate::Model::set_routers). Attention and
-//! block know no router: they take the selection of its [`moh_kernels::router::Routing`].
+//! A model has one router for each layer, or none if the layer is dense. The paper's router for
+//! pretrained models, [`moh_kernels::router::query_norm`], is part of the configuration; any other
+//! one implements [`Router`] and is set with [`Model::set_routers`](crate::Model::set_routers).
+//! Attention and block do not depend on the router: they use the selection of its
+//! [`moh_kernels::router::Routing`].
 
 mod query_norm;
 
@@ -17,30 +18,30 @@ use moh_kernels::{Backend, Element, Result};
 
 use crate::ModelConfig;
 
-/// Chooses the heads that each token of a layer computes.
+/// Selects the active heads of each token of a layer.
 pub trait Router<B: Backend, T: Element>: Send + Sync {
     /// Sizes of the routing of up to `tokens` tokens of a layer with `heads`.
     ///
     /// # Errors
-    /// Heads that the router cannot route.
+    /// Fails if the router cannot route these heads.
     fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape>;
 
-    /// Routes the tokens: begins the routing, writes its selection, gates and weights, and completes it
-    /// ([`moh_kernels::router::Routers::complete_routing`]). It is called again in the backward pass
-    /// where blocks are recomputed, and must choose the same heads then.
+    /// Routes the tokens: begins the routing, writes its selection, gates and weights, and
+    /// completes it ([`moh_kernels::router::Routers::complete_routing`]). When blocks are
+    /// recomputed it is called again in the backward pass, and must select the same heads.
     ///
     /// # Errors
-    /// When the device or another rank fails.
+    /// Fails if the device or another rank fails.
     fn forward(&self, backend: &B, args: RouterForward<'_, B, T>) -> Result<()>;
 
     /// Adds the gradients that reach queries, keys and values through the router, all after RoPE.
     ///
     /// # Errors
-    /// When the device or another rank fails.
+    /// Fails if the device or another rank fails.
     fn backward(&self, backend: &B, args: RouterBackward<'_, B, T>) -> Result<()>;
 
-    /// Routes, then rotates queries and keys. A router whose pass over the queries can do both overrides
-    /// it.
+    /// Routes, then rotates queries and keys. A router that can do both in one pass over the
+    /// queries overrides it.
     ///
     /// # Errors
     /// As [`Router::forward`].
@@ -51,8 +52,9 @@ pub trait Router<B: Backend, T: Element>: Send + Sync {
         backend.rope_forward(rope)
     }
 
-    /// Adds the router's gradients, then turns those of rotated queries and keys into those of unrotated
-    /// ones. A router whose pass over the queries can do both overrides it.
+    /// Adds the router's gradients, then replaces the gradients of rotated queries and keys by
+    /// those of unrotated ones. A router that can do both in one pass over the queries overrides
+    /// it.
     ///
     /// # Errors
     /// As [`Router::backward`].
@@ -65,17 +67,17 @@ pub trait Router<B: Backend, T: Element>: Send + Sync {
     }
 }
 
-/// The routers of a model's layers, as its configuration has them; `None` for a dense layer, and for one
-/// without routed heads, which is dense.
+/// The routers of a configuration's layers; `None` for a dense layer, including a layer without
+/// routed heads.
 pub(crate) type Routers<B, T> = Vec<Option<Arc<dyn Router<B, T>>>>;
 
-/// The routers that a configuration asks for.
+/// Creates the routers of a configuration.
 pub(crate) fn routers<B: Backend, T: Element>(config: &ModelConfig) -> Routers<B, T> {
     let router = |layer| query_norm::router::<B, T>(config, layer);
     (0..config.num_hidden_layers).map(router).collect()
 }
 
-/// Sizes of a routing that serves every layer; `None` where all are dense.
+/// Sizes of a routing that fits every layer; `None` if all layers are dense.
 ///
 /// # Errors
 /// Heads that a router cannot route.
