@@ -1,9 +1,9 @@
-//! Conversion of a checkpoint to Mixture-of-Head (or back to dense).
+//! Converts a checkpoint to Mixture-of-Head, or back to dense.
 //!
-//! The query-norm router has no parameters, so conversion changes no weight: tensors pass from the
-//! mapped source to the output in pieces, with one thread writing and one hashing. On request the
-//! element type changes, and the vocabulary grows (see [`moh_hf::vocabulary`]). Memory does not
-//! depend on the size of the model.
+//! The query-norm router has no parameters, so conversion changes no weight: tensors are copied
+//! from the mapped source to the output in pieces, with one thread writing and one hashing. On
+//! request the element type changes and the vocabulary grows (see [`moh_hf::vocabulary`]). A
+//! conversion uses constant memory.
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -23,29 +23,29 @@ use serde::Serialize;
 
 use crate::Error;
 
-/// Share of the heads that a token computes where nothing else is asked for.
+/// Default fraction of active heads.
 pub const DEFAULT_ACTIVE: f64 = 0.75;
 
 /// The attention of the converted model.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Attention {
-    /// Every head for every token: a plain model of its architecture.
+    /// All heads active for every token: a dense model of the architecture.
     Dense,
     /// Mixture-of-Head.
     Moh {
-        /// Heads that serve every token; half of them where not given.
+        /// Shared heads; half of the heads if `None`.
         shared_heads: Option<HeadCounts>,
-        /// How many heads a token computes.
+        /// The number of active heads.
         active: Active,
     },
 }
 
-/// How many heads a token computes.
+/// The number of active heads per token.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Active {
-    /// This share of all heads, shared ones included.
+    /// This fraction of all heads, including shared ones.
     Share(f64),
-    /// The shared heads and this many routed ones.
+    /// The shared heads and this many routed heads.
     RoutedTopK(HeadCounts),
 }
 
@@ -54,10 +54,10 @@ impl Attention {
     pub const DEFAULT: Attention =
         Attention::Moh { shared_heads: None, active: Active::Share(DEFAULT_ACTIVE) };
 
-    /// The configuration for `model`.
+    /// The Mixture-of-Head configuration for `model`.
     ///
     /// # Errors
-    /// When the counts do not fit.
+    /// Fails if the counts do not fit the model.
     pub fn configure(&self, model: &ModelConfig) -> Result<Option<MohConfig>, Error> {
         let (heads, layers) = (model.num_attention_heads, model.num_hidden_layers);
         let Attention::Moh { shared_heads, active } = self.clone() else {
@@ -76,22 +76,22 @@ impl Attention {
     }
 }
 
-/// What to convert, and how.
+/// The input, output and settings of a conversion.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// The model directory to read.
     pub source: PathBuf,
     /// The model directory to write.
     pub out: PathBuf,
-    /// Its attention.
+    /// The output's attention.
     pub attention: Attention,
-    /// Its element type; that of each source tensor where not given.
+    /// The output's element type; each source tensor's own if `None`.
     pub dtype: Option<DType>,
-    /// A weight file is closed before it would exceed this.
+    /// Maximum bytes of a weight file.
     pub max_shard_bytes: u64,
-    /// Whether a model directory at `out` is replaced.
+    /// Whether an existing model directory at `out` is replaced.
     pub force: bool,
-    /// A directory whose larger vocabulary the model takes on.
+    /// A directory with the tokenizer whose larger vocabulary the model adopts.
     pub tokenizer: Option<PathBuf>,
     /// Grow the vocabulary to a multiple of this.
     pub pad_vocab_to: Option<usize>,
@@ -113,7 +113,7 @@ impl Options {
     }
 }
 
-/// How far a conversion is.
+/// The progress of a conversion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
     /// Bytes written.
@@ -122,7 +122,7 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// What a conversion did.
+/// The results of a conversion.
 #[derive(Debug, Clone, Serialize)]
 pub struct Receipt {
     /// The directory that was read.
@@ -131,24 +131,24 @@ pub struct Receipt {
     pub out: PathBuf,
     /// Query heads of a block.
     pub heads: usize,
-    /// Heads that serve every token; all of them in a dense model.
+    /// Shared heads; all heads of a dense model.
     pub shared_heads: HeadCounts,
-    /// Heads that each token chooses from.
+    /// Routed heads.
     pub routed_heads: HeadCounts,
-    /// Those that it chooses.
+    /// Active routed heads per token.
     #[serde(skip)]
     pub routed_top_k: HeadCounts,
-    /// Heads that a token computes.
+    /// Active heads per token.
     pub active_heads: HeadCounts,
     /// Parameters of the output; a tied head counts once.
     pub parameters: u64,
     /// Rows of the vocabulary before and after.
     pub vocab_size: [usize; 2],
-    /// Length at which the operations below are counted: `max_position_embeddings`.
+    /// Sequence length of the operation counts below: `max_position_embeddings`.
     pub flops_length: usize,
-    /// Forward operations of the attention core per token, before and after.
+    /// Forward FLOPs of the attention core per token, before and after.
     pub attention_flops_per_token: [f64; 2],
-    /// Forward operations of everything per token, before and after.
+    /// Forward FLOPs of the whole model per token, before and after.
     pub flops_per_token: [f64; 2],
     /// Bytes of the output's tensors.
     pub bytes: u64,
@@ -160,32 +160,32 @@ pub struct Receipt {
     pub tensors: Vec<TensorReceipt>,
 }
 
-/// What became of a tensor.
+/// The conversion of one tensor.
 #[derive(Debug, Clone, Serialize)]
 pub struct TensorReceipt {
     /// Its name.
     pub name: String,
-    /// BLAKE3 of the source's bytes, where they were copied as they are.
+    /// BLAKE3 of the source's bytes, if they were copied unchanged.
     pub source_blake3: Option<String>,
-    /// BLAKE3 of its bytes, read back from the output.
+    /// BLAKE3 of the output's bytes, read back.
     pub blake3: String,
-    /// Whether the output holds the source's bytes.
+    /// Whether the output has the source's bytes.
     pub unchanged: bool,
 }
 
 impl Receipt {
-    /// Tensors whose bytes are those of the source.
+    /// Number of tensors copied unchanged.
     pub fn num_unchanged(&self) -> usize {
         self.tensors.iter().filter(|tensor| tensor.unchanged).count()
     }
 }
 
-/// Converts a model directory. `progress` is told about every piece and stops the conversion by
-/// breaking.
+/// Converts a model directory. `progress` is called for every piece and can stop the conversion
+/// with `ControlFlow::Break`.
 ///
 /// # Errors
-/// When the source is not a complete model of finite weights, the options do not fit it, or the
-/// output cannot be written; nothing is left behind then.
+/// Fails if the source is not a complete model with finite weights, if the options do not fit it,
+/// or if the output cannot be written; nothing is left behind.
 pub fn convert(
     options: &Options,
     progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
@@ -278,7 +278,7 @@ fn has_vocabulary_rows(name: &str) -> bool {
     name == EMBEDDING || name == OUTPUT_HEAD
 }
 
-/// Replacing the source, or a directory around it, would delete what is being read.
+/// Replacing the source, or a directory that contains it, would delete the input.
 fn refuse_overlap(source: &Path, out: &Path) -> Result<(), Error> {
     if let (Ok(source), Ok(out)) = (source.canonicalize(), out.canonicalize())
         && source.starts_with(&out)
@@ -337,7 +337,7 @@ fn write_tensor(
     Ok(())
 }
 
-/// Checks pieces of a tensor and changes their element type where that is asked for.
+/// Checks pieces of a tensor and converts their element type if requested.
 struct Converter<'a> {
     weights: &'a WeightFiles,
     spec: &'a TensorSpec,
@@ -345,7 +345,7 @@ struct Converter<'a> {
 }
 
 impl Converter<'_> {
-    /// Passes the tensor's bytes (or their beginning) on, as they are or converted.
+    /// Writes the next bytes of the tensor, unchanged or converted.
     fn pass(
         &mut self,
         dtype: DType,
@@ -381,7 +381,7 @@ impl Converter<'_> {
         self.weights.release(&self.spec.name, start..start + length);
     }
 
-    /// Rounds values to the output's type and passes them on.
+    /// Rounds values to the output's type and writes them.
     fn round(
         &mut self,
         values: &[f32],
@@ -410,7 +410,7 @@ impl Converter<'_> {
     }
 }
 
-/// Elements that one task converts.
+/// Elements per parallel task.
 const PARALLEL_ELEMENTS: usize = 1 << 16;
 
 #[cfg(test)]

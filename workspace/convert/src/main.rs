@@ -40,43 +40,44 @@ struct Arguments {
     /// Attention of the output
     #[arg(long, value_enum, default_value_t = AttentionKind::Moh)]
     attention: AttentionKind,
-    /// Heads that serve every token, of all layers or of each: 16 or 32,16,8 [default: half of them]
+    /// Shared heads, for all layers or for each: 16 or 32,16,8 [default: half of the heads]
     #[arg(long, value_name = "N[,N...]", value_parser = parse_head_counts)]
     shared_heads: Option<HeadCounts>,
-    /// Share of the heads that a token computes [default: 0.75]
+    /// Fraction of the heads that are active for a token [default: 0.75]
     #[arg(long, value_name = "R", conflicts_with = "routed_top_k")]
     active: Option<f64>,
-    /// Routed heads that a token computes besides the shared ones, of all layers or of each
+    /// Active routed heads per token, for all layers or for each
     #[arg(long, value_name = "K[,K...]", value_parser = parse_head_counts)]
     routed_top_k: Option<HeadCounts>,
-    /// Element type of the output [default: that of the input]
+    /// Element type of the output [default: the input's]
     #[arg(long, value_parser = output_types())]
     dtype: Option<DType>,
-    /// Largest weight file, e.g. 500MB or 4GiB
+    /// Maximum size of a weight file, e.g. 500MB or 4GiB
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_size)]
     max_shard_size: u64,
     /// Directory to write [default: ./NAME-MoH]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Replace a model directory that exists
+    /// Replace an existing model directory
     #[arg(long)]
     force: bool,
-    /// Compare the output's logits, all heads on, with the source's [default: under 1 GB]
+    /// Compare the output's logits, with all heads active, with the source's [default: if under 1
+    /// GB]
     #[arg(long, overrides_with = "no_verify")]
     verify: bool,
-    /// Where logits are computed to compare them: cpu, cuda or cuda:N
+    /// Device for the comparison of logits: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]
     device: DeviceName,
     /// Do not compare logits
     #[arg(long, overrides_with = "verify")]
     no_verify: bool,
-    /// Directory of a tokenizer whose larger vocabulary the model takes on
+    /// Directory of a tokenizer whose larger vocabulary the model adopts
     #[arg(long, value_name = "DIR")]
     tokenizer: Option<PathBuf>,
     /// Grow the vocabulary to a multiple of N
     #[arg(long, value_name = "N")]
     pad_vocab_to: Option<usize>,
-    /// Write what was done, tensor by tensor, as JSON
+    /// Write a report of every tensor as JSON
     #[arg(long, value_name = "FILE")]
     receipt: Option<PathBuf>,
 }
@@ -85,11 +86,11 @@ struct Arguments {
 enum AttentionKind {
     /// Mixture-of-Head
     Moh,
-    /// Every head for every token, as before conversion
+    /// All heads active for every token, as before conversion
     Dense,
 }
 
-/// The types that an output can have, by their short names and by those of `config.json`.
+/// The element types of an output, by their short names and by the names in `config.json`.
 fn output_types() -> impl TypedValueParser<Value = DType> {
     const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
     let value = |dtype: DType| PossibleValue::new(dtype.name()).alias(dtype_name(dtype));
@@ -119,11 +120,11 @@ fn parse_size(text: &str) -> Result<u64, String> {
     }
 }
 
-/// A count of heads, or one for each layer with commas between them.
+/// Parses a head count, or one for each layer, separated by commas.
 fn parse_head_counts(text: &str) -> Result<HeadCounts, String> {
     let count = |text: &str| {
         text.trim().parse::<usize>().map_err(|_| {
-            "expected a whole number, or one for each layer with commas between them".to_string()
+            "expected an integer, or one for each layer, separated by commas".to_string()
         })
     };
     match text.contains(',') {
@@ -140,8 +141,7 @@ fn attention(arguments: &Arguments) -> Attention {
     let Arguments { attention, shared_heads, active, routed_top_k, .. } = arguments.clone();
     if attention == AttentionKind::Dense {
         if shared_heads.is_some() || active.is_some() || routed_top_k.is_some() {
-            let message =
-                "--attention dense has no use for --shared-heads, --active or --routed-top-k";
+            let message = "--attention dense cannot be combined with --shared-heads, --active or --routed-top-k";
             Arguments::command().error(clap::error::ErrorKind::ArgumentConflict, message).exit();
         }
         return Attention::Dense;
@@ -191,7 +191,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Compares logits where the model is small or the user asked; an output that fails is removed.
+/// Compares logits if the model is small or the user asked for it; removes an output that differs.
 fn verify_output(
     arguments: &Arguments,
     receipt: &Receipt,
@@ -210,15 +210,15 @@ fn verify_output(
     }
 }
 
-/// The last part of a hub id or of a directory's real name.
+/// The last component of a hub id or of a directory's canonical path.
 fn model_name(from: &str) -> String {
     let path = Path::new(from);
     let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
     path.file_name().map_or_else(|| "model".to_string(), |name| name.to_string_lossy().into_owned())
 }
 
-/// A flag that an interruption sets, so that the temporary directory is removed; a second one ends
-/// the program at once.
+/// A flag that an interrupt sets, so that the temporary directory is removed; a second interrupt
+/// ends the program at once.
 fn stop_on_signals() -> std::io::Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
@@ -228,7 +228,7 @@ fn stop_on_signals() -> std::io::Result<Arc<AtomicBool>> {
     Ok(stop)
 }
 
-/// Larger models are compared only when asked.
+/// Larger models are compared on request only.
 const VERIFIED_BYTES: u64 = 1_000_000_000;
 
 fn print_receipt(

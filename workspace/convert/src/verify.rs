@@ -1,9 +1,9 @@
-//! The check that a conversion changed nothing but what it was asked to: with all heads on, the
-//! output computes the source's logits.
+//! Verifies a conversion: with all heads active, the output computes the source's logits.
 //!
-//! Both models run in f32 on the same token ids. Where the output has another element type, the
-//! source's weights are rounded to it first, so that what is left to differ is nothing. Then candle's
-//! Llama computes the source too, where it can: the last token's logits must be those of the output.
+//! Both models run in f32 on the same token ids. If the output has a different element type, the
+//! source's weights are first rounded to it, so that the logits should be equal. Then candle
+//! computes the source with its own implementation, if it supports the model, and its logits of the
+//! last token must equal the output's.
 
 use std::path::Path;
 
@@ -14,19 +14,19 @@ use moh_model::{Activations, Model, ModelConfig, MohConfig, PassShape, Recompute
 
 use crate::{Error, candle};
 
-/// Token ids that the models are compared on, at the most.
+/// Maximum number of token ids in the comparison.
 const TOKENS: usize = 48;
-/// Relative to the largest logit: what sums of f32 in another order may differ by.
+/// Tolerance relative to the largest logit: sums of f32 in a different order.
 const TOLERANCE: f32 = 1e-5;
 
-/// Relative to the largest logit: what another implementation's sums and exponentials may differ by.
+/// Tolerance relative to the largest logit: another implementation's sums and exponentials.
 const INDEPENDENT_TOLERANCE: f32 = 1e-4;
 
-/// What candle's model of the architecture says of the last token's logits.
+/// The result of the comparison with candle on the last token's logits.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Independent {
-    /// They were compared.
+    /// The logits were compared.
     Compared {
         /// The largest absolute difference.
         largest_difference: f32,

@@ -1,8 +1,8 @@
-//! What can go wrong in this crate.
+//! The errors of this crate.
 
 use std::path::{Path, PathBuf};
 
-/// An error of this crate; its message is one sentence that says what, where and what to do.
+/// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file could not be read or written.
@@ -10,27 +10,27 @@ pub enum Error {
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// A file or directory is not what it should be.
+    /// A file or directory is invalid.
     #[error("{}: {reason}", path.display())]
     File {
         /// The file or directory.
         path: PathBuf,
-        /// What is wrong, and what was expected.
+        /// The problem, and what was expected.
         reason: String,
     },
-    /// A vocabulary cannot grow as it was asked to.
+    /// A vocabulary cannot grow as requested.
     #[error("{0}")]
     Vocabulary(String),
-    /// The model that was read is not one that can be computed.
+    /// The model is invalid.
     #[error(transparent)]
     Model(#[from] moh_model::Error),
 }
 
 impl Error {
-    /// For `map_err` on what a file operation returns.
+    /// For `map_err`: adds the path to an I/O error.
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + '_ {
         move |source| Error::Io { path: path.to_path_buf(), source }
     }

@@ -1,5 +1,5 @@
-//! Hugging Face's formats: configuration files, weight files, model directories, and vocabularies
-//! that grow to a larger tokenizer's.
+//! Hugging Face's formats: configuration files, weight files, model directories, and growing a
+//! vocabulary to a larger tokenizer's.
 
 pub mod config_file;
 mod error;

@@ -1,9 +1,9 @@
-//! Writing a model directory in Hugging Face layout.
+//! Writes a model directory in Hugging Face layout.
 //!
-//! The tensors are streamed: the caller hands over each one's bytes piece by piece, they are hashed
-//! while they are written, and read back and hashed again before the directory gets its name. It
-//! is made beside its destination under a name that starts with `.tmp-` and renamed at the end, so
-//! that a directory with the final name is always complete; any error removes what was written.
+//! The tensors are streamed: the caller provides each one's bytes in pieces, which are hashed while
+//! they are written, and read back and hashed again before the directory is renamed. It is created
+//! beside its destination under a name that starts with `.tmp-`, so that a directory with the final
+//! name is always complete; on an error everything written is removed.
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
@@ -20,7 +20,7 @@ use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE, WeightFiles, header_type};
 /// The largest shard that transformers writes by default: 5 GB.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
-/// Files that belong to a tokenizer; besides, every file that starts with `chat_template`.
+/// Files of a tokenizer; files that start with `chat_template` also belong to it.
 pub const TOKENIZER_FILES: [&str; 7] = [
     "tokenizer.json",
     "tokenizer.model",
@@ -30,51 +30,51 @@ pub const TOKENIZER_FILES: [&str; 7] = [
     "vocab.json",
     "merges.txt",
 ];
-/// Default settings of text generation.
+/// Default settings for text generation.
 pub const GENERATION_FILE: &str = "generation_config.json";
 
-/// A tensor to be written.
+/// A tensor to write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
     /// Its name in the files.
     pub name: String,
-    /// Sizes, slowest first.
+    /// Dimensions, slowest first.
     pub shape: Vec<usize>,
     /// Element type.
     pub dtype: DType,
 }
 
 impl TensorSpec {
-    /// Elements times the size of one.
+    /// Bytes of the tensor.
     pub fn num_bytes(&self) -> u64 {
         let elements: u64 = self.shape.iter().map(|&size| size as u64).product();
         elements * self.dtype.bytes() as u64
     }
 }
 
-/// What a model directory shall hold.
+/// The contents of a model directory.
 #[derive(Debug, Clone)]
 pub struct Contents<'a> {
     /// `config.json`.
     pub config: &'a Map<String, Value>,
-    /// The tensors, in the order in which shards take them.
+    /// The tensors, in the order in which they fill the shards.
     pub tensors: &'a [TensorSpec],
-    /// A shard is closed before it would exceed this; a larger tensor has one of its own.
+    /// Maximum bytes of a shard; a larger tensor has a shard of its own.
     pub max_shard_bytes: u64,
-    /// Files that are copied as they are, see [`companion_files`].
+    /// Files that are copied unchanged; see [`companion_files`].
     pub companions: &'a [PathBuf],
 }
 
-/// Takes the next bytes of a tensor.
+/// Receives the next bytes of a tensor.
 pub type Sink<'a, E> = dyn FnMut(&[u8]) -> Result<(), E> + 'a;
-/// Produces a tensor: hands all of its little-endian bytes, in order, to the sink.
+/// Produces a tensor: passes all of its little-endian bytes, in order, to the sink.
 pub type Fill<'a, E> = dyn FnMut(&TensorSpec, &mut Sink<'_, E>) -> Result<(), E> + 'a;
 
-/// What was written.
+/// The result of writing.
 #[derive(Debug, Clone, Default)]
 pub struct Written {
-    /// Of each tensor, in order, the hash of its bytes: as handed over and, equal to that, as read
-    /// back from the finished file.
+    /// The hash of each tensor's bytes, in order: equal for the bytes received and those read back
+    /// from the finished file.
     pub hashes: Vec<blake3::Hash>,
     /// Bytes of all tensors.
     pub bytes: u64,
@@ -82,10 +82,10 @@ pub struct Written {
     pub shards: usize,
 }
 
-/// The tokenizer files in `tokenizer` and the generation settings in `dir`, those that exist.
+/// The existing tokenizer files in `tokenizer` and generation settings in `dir`.
 ///
 /// # Errors
-/// When a directory cannot be listed.
+/// Fails if a directory cannot be listed.
 pub fn companion_files(dir: &Path, tokenizer: &Path) -> Result<Vec<PathBuf>, Error> {
     let mut files = Vec::new();
     for entry in fs::read_dir(tokenizer).map_err(Error::io(tokenizer))? {
@@ -101,12 +101,12 @@ pub fn companion_files(dir: &Path, tokenizer: &Path) -> Result<Vec<PathBuf>, Err
     Ok(files)
 }
 
-/// Writes a model directory at `out`, of which every part is on disk when this returns.
+/// Writes a model directory to `out`; all of its files are synced when this returns.
 ///
 /// # Errors
-/// When `out` exists and is not an empty directory (with `force`: not a model directory, which is
-/// then replaced after everything else has succeeded), when writing fails or `fill` does. Nothing
-/// is left behind in any of these cases, and what was at `out` is still there.
+/// Fails if `out` exists and is not an empty directory, if writing fails, or if `fill` fails. With
+/// `force`, a model directory at `out` is replaced after everything else has succeeded. On an error
+/// nothing is left behind, and `out` is unchanged.
 pub fn write_model<E: From<Error>>(
     out: &Path,
     force: bool,
@@ -114,7 +114,7 @@ pub fn write_model<E: From<Error>>(
     fill: &mut Fill<'_, E>,
 ) -> Result<Written, E> {
     check_destination(out, force)?;
-    // What a link points to is replaced, not the link.
+    // Replaces a link's target, not the link.
     let out = &fs::canonicalize(out).unwrap_or_else(|_| out.to_path_buf());
     if out.file_name().is_none() {
         return Err(Error::file(out, "is not a name for a directory").into());
@@ -141,7 +141,7 @@ pub fn write_model<E: From<Error>>(
     Ok(written)
 }
 
-/// Refuses, before any work, a destination that [`write_model`] would refuse.
+/// Checks, before any work, that [`write_model`] accepts the destination.
 ///
 /// # Errors
 /// As [`write_model`].
@@ -165,7 +165,7 @@ pub fn check_destination(out: &Path, force: bool) -> Result<(), Error> {
             "is not empty: choose another --out, or --force to replace it",
         ));
     }
-    // A typing error in `out` must not delete somebody's home directory.
+    // A typing error in `out` must not delete a home directory.
     if !out.join(CONFIG_FILE).is_file() {
         let reason = format!("holds no {CONFIG_FILE}: only a model directory is replaced");
         return Err(Error::file(out, reason));
@@ -173,8 +173,8 @@ pub fn check_destination(out: &Path, force: bool) -> Result<(), Error> {
     Ok(())
 }
 
-/// Distributes tensors over shards as transformers does: in order, a new shard where the next
-/// tensor would not fit any more.
+/// Distributes tensors over shards as transformers does: in order, with a new shard if the next
+/// tensor does not fit.
 fn plan_shards(tensors: &[TensorSpec], max_bytes: u64) -> Vec<Vec<usize>> {
     let mut shards = vec![Vec::new()];
     let mut size = 0u64;
@@ -277,7 +277,7 @@ fn write_shard<E: From<Error>>(
     Ok(hashes)
 }
 
-/// Reads the files as a user of them would and compares every tensor with what was handed over.
+/// Reads the files as a reader would and compares every tensor's hash with the bytes received.
 fn read_back(dir: &Path, tensors: &[TensorSpec], hashes: &Vec<blake3::Hash>) -> Result<(), Error> {
     let files = WeightFiles::open(dir)?;
     for (tensor, hash) in tensors.iter().zip(hashes) {
@@ -296,8 +296,8 @@ fn read_back(dir: &Path, tensors: &[TensorSpec], hashes: &Vec<blake3::Hash>) -> 
     Ok(())
 }
 
-/// Tensors are passed on in pieces of this size: large enough for two threads to share one, small
-/// beside the memory that conversion may take.
+/// Size of the pieces of a tensor: large enough to share among two threads, small compared with the
+/// memory of a conversion.
 pub const PIECE_BYTES: usize = 8 << 20;
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! A freshly initialised model on disk, for tests and examples; the numbers are those that a
-//! training from nothing starts with.
+//! A freshly initialised model on disk, for tests and examples; its weights are those with which
+//! training from scratch starts.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use crate::Error;
 use crate::config_file::ConfigFile;
 use crate::model_directory::{Contents, TensorSpec, Written, write_model};
 
-/// Writes a random model of the configuration at `out`, see [`write_model`].
+/// Writes a random model with this configuration to `out`; see [`write_model`].
 ///
 /// # Errors
 /// As [`write_model`].

@@ -1,4 +1,4 @@
-//! Spelling a string with the tokens of a tokenizer, without what encoding adds to a text.
+//! Spells a string with a tokenizer's tokens, without the additions of encoding.
 //!
 //! A vocabulary's entries are not text: byte-level BPE writes each byte as a printable character
 //! (a leading space is U+0120), sentencepiece writes a space as U+2581. Decoding an entry to text
@@ -8,14 +8,14 @@
 
 use tokenizers::{Model, PreTokenizerWrapper, Tokenizer};
 
-/// U+2581, which stands for a space in sentencepiece's vocabularies.
+/// U+2581, which represents a space in sentencepiece's vocabularies.
 const METASPACE: char = '\u{2581}';
 
-/// Spells with the tokens of one tokenizer.
+/// Spells strings with one tokenizer's tokens.
 pub(crate) struct Speller<'a> {
     tokenizer: &'a Tokenizer,
     byte_level: bool,
-    /// The token for what cannot be spelled.
+    /// The token for unknown characters.
     unknown: Option<u32>,
 }
 
@@ -34,9 +34,9 @@ impl<'a> Speller<'a> {
         }
     }
 
-    /// Spells an entry of a vocabulary over the same alphabet; empty where it cannot be spelled.
+    /// Spells an entry of a vocabulary over the same alphabet; empty if it cannot be spelled.
     pub(crate) fn spell_token(&self, entry: &str) -> Vec<u32> {
-        // Sentencepiece's byte tokens stand for a byte, not for their six characters.
+        // Sentencepiece's byte tokens represent a byte, not their six characters.
         if !self.byte_level
             && let Some(byte) = byte_token(entry)
         {
@@ -49,8 +49,8 @@ impl<'a> Speller<'a> {
         self.tokenize(entry)
     }
 
-    /// Spells a text as it stands, without a space before it: added tokens are not part of the
-    /// model's alphabet.
+    /// Spells a text unchanged, without a leading space: added tokens are not part of the model's
+    /// alphabet.
     pub(crate) fn spell_text(&self, text: &str) -> Vec<u32> {
         if self.byte_level {
             // Its pre-tokenizer maps bytes to the alphabet and splits words.

@@ -1,10 +1,10 @@
-//! Growing a model's vocabulary to that of a larger tokenizer.
+//! Grows a model's vocabulary to a larger tokenizer's.
 //!
-//! Tokens that the old tokenizer has must keep their ids, and their rows are copied bit for bit. The
-//! row of a new token is the mean of the rows of the old tokens that spell it. Rows that no old
-//! token owns (a model whose vocabulary was padded) are overwritten where a new token has their id
-//! and stay as they are elsewhere; rows that are added for padding, and tokens that cannot be
-//! spelled, take the mean of all rows that old tokens own. A vocabulary never shrinks.
+//! Tokens of the old tokenizer must keep their ids, and their rows are copied bit for bit. The row
+//! of a new token is the mean of the rows of the old tokens that spell it. Rows without an old
+//! token (padding) are overwritten if a new token has their id, and unchanged otherwise. Rows added
+//! for padding, and tokens that cannot be spelled, get the mean of all rows of old tokens. A
+//! vocabulary never shrinks.
 
 use std::cell::OnceCell;
 use std::collections::HashMap;
@@ -15,32 +15,33 @@ use tokenizers::Tokenizer;
 use crate::Error;
 use crate::spelling::Speller;
 
-/// Larger ids are not believed; an id becomes a row of the model.
+/// Maximum number of tokens; each id is a row of the model.
 const MAX_TOKENS: usize = 1 << 24;
-/// The file that both tokenizers are read from.
+/// The file that holds a tokenizer.
 const TOKENIZER_FILE: &str = "tokenizer.json";
 
-/// Where the rows of a grown vocabulary come from.
+/// The source of each row of a grown vocabulary.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Expansion {
-    /// Rows of the model as it is.
+    /// Rows of the model before.
     old_rows: usize,
-    /// Ids of the new tokenizer: its largest and one.
+    /// Rows that the new tokenizer needs: its largest id plus one.
     new_vocab: usize,
-    /// Of each row, from `kept` on, the old rows whose mean it takes; empty for the mean of all.
+    /// For each row from `kept` on, the old rows whose mean it gets; empty for the mean of all.
     sources: Vec<Vec<u32>>,
-    /// Rows at the start that stay as they are.
+    /// Number of leading rows that are unchanged.
     kept: usize,
-    /// Old rows that a token owns, in ascending order.
+    /// Old rows with a token, in ascending order.
     owned: Vec<u32>,
 }
 
 impl Expansion {
-    /// The expansion of a model with `old_rows` rows from the tokenizer in one directory to that in
-    /// another, to a multiple of `pad_to` rows where given.
+    /// Plans the expansion of a model with `old_rows` rows from the tokenizer in one directory to
+    /// the one in another, to a multiple of `pad_to` rows if given.
     ///
     /// # Errors
-    /// When a tokenizer cannot be read, or an old token has another id in the new tokenizer.
+    /// Fails if a tokenizer cannot be read, or if the new tokenizer gives an old token a different
+    /// id.
     pub fn plan(
         old_dir: &Path,
         new_dir: &Path,
@@ -52,7 +53,7 @@ impl Expansion {
         Self::between(&old, &new, new_dir, old_rows, pad_to)
     }
 
-    /// As [`Expansion::plan`] with the tokenizers at hand; `new_dir` is what messages name.
+    /// As [`Expansion::plan`], with loaded tokenizers; messages name `new_dir`.
     pub(crate) fn between(
         old: &Tokenizer,
         new: &Tokenizer,
@@ -83,7 +84,7 @@ impl Expansion {
             let reason = format!("its largest id is {}, beyond {MAX_TOKENS}", new_vocab - 1);
             return Err(Error::file(&new_dir.join(TOKENIZER_FILE), reason));
         }
-        // An old token beyond the model's rows has never had one: it is new to the model.
+        // An old token beyond the model's rows never had a row: it is new to the model.
         let owned: Vec<u32> =
             old_tokens.iter().map(|(id, _)| *id).filter(|id| (*id as usize) < old_rows).collect();
         let is_owned = |id: &u32| owned.binary_search(id).is_ok();
@@ -109,10 +110,10 @@ impl Expansion {
         Ok(Expansion { old_rows, new_vocab, sources, kept, owned })
     }
 
-    /// An expansion that only adds rows until their number is a multiple of `multiple`.
+    /// Plans an expansion that only pads the rows to a multiple of `multiple`.
     ///
     /// # Errors
-    /// When the multiple is zero or absurd.
+    /// Fails if the multiple is zero or too large.
     pub fn padding(old_rows: usize, multiple: usize) -> Result<Self, Error> {
         let rows = pad(old_rows, Some(multiple))?;
         Ok(Expansion {
@@ -139,22 +140,22 @@ impl Expansion {
         self.kept + self.sources.len()
     }
 
-    /// Rows at the start that are the model's own, bit for bit.
+    /// Number of leading rows that are copied bit for bit.
     pub fn num_kept(&self) -> usize {
         self.kept
     }
 
-    /// Rows after those of every tokenizer and of the old model: added for a round number.
+    /// Padding rows: beyond every tokenizer's ids and the old model's rows.
     pub fn padded_rows(&self) -> usize {
         self.num_rows() - self.new_vocab.max(self.old_rows)
     }
 
-    /// Whether nothing changes.
+    /// Whether the expansion changes nothing.
     pub fn is_identity(&self) -> bool {
         self.sources.is_empty()
     }
 
-    /// The old rows whose mean is the new row `row`: itself where it is kept, none where it takes
+    /// The old rows whose mean is the new row `row`: the row itself if it is unchanged, none for
     /// the mean of all.
     pub fn spelling(&self, row: usize) -> Vec<u32> {
         match row.checked_sub(self.kept) {
@@ -163,24 +164,24 @@ impl Expansion {
         }
     }
 
-    /// The new rows of a tensor with `width` elements a row; `old` reads one of its old rows.
+    /// The new rows of a tensor with `width` elements per row; `old` reads one of its old rows.
     pub fn rows<'a>(&'a self, width: usize, old: &'a dyn Fn(u32, &mut [f32])) -> Rows<'a> {
         Rows { expansion: self, width, old, mean: OnceCell::new() }
     }
 }
 
-/// The rows of one tensor with a grown vocabulary, see [`Expansion::rows`].
+/// The rows of one tensor with a grown vocabulary; see [`Expansion::rows`].
 pub struct Rows<'a> {
     expansion: &'a Expansion,
     width: usize,
     old: &'a dyn Fn(u32, &mut [f32]),
-    /// The mean of all owned rows, once it is needed.
+    /// The mean of all rows with a token, computed on first use.
     mean: OnceCell<Vec<f32>>,
 }
 
 impl Rows<'_> {
     /// Reads the new row `row` into `out`, which has the tensor's width. Means are accumulated in
-    /// f64 in the order of the ids, so that the result does not depend on the machine.
+    /// f64 in the order of the ids, so that they are the same on every machine.
     pub fn read(&self, row: usize, out: &mut [f32]) {
         match self.expansion.spelling(row).as_slice() {
             [] => {
@@ -224,7 +225,7 @@ fn by_id(vocabulary: &HashMap<String, u32>) -> Vec<(u32, &str)> {
 fn load(dir: &Path) -> Result<Tokenizer, Error> {
     let path = dir.join(TOKENIZER_FILE);
     if !path.is_file() {
-        let reason = format!("holds no {TOKENIZER_FILE}, which growing the vocabulary needs");
+        let reason = format!("holds no {TOKENIZER_FILE}, which is required to grow the vocabulary");
         return Err(Error::file(dir, reason));
     }
     Tokenizer::from_file(&path)

@@ -1,8 +1,8 @@
 //! The weights of a model directory: `model.safetensors`, or shards with an index.
 //!
-//! Files are mapped, not read: a tensor is a slice of the mapping, whatever the model's size. What
-//! the headers promise is checked when the directory is opened (crate `safetensors` checks that the
-//! tensors cover a file exactly), so that no later access can leave the file.
+//! Files are mapped, not read: a tensor is a slice of the mapping, whatever the model's size. The
+//! headers are validated when the directory is opened (crate `safetensors` checks that the tensors
+//! cover a file exactly), so that no later access can be out of bounds.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -18,14 +18,14 @@ use serde_json::Value;
 
 use crate::Error;
 
-/// Name of the weights of a model in one file.
+/// Name of a single weight file.
 pub const WEIGHTS_FILE: &str = "model.safetensors";
-/// Name of the index of a model in several files.
+/// Name of the index of sharded weights.
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
 
-/// A larger index is not an index.
+/// Maximum bytes of an index.
 const MAX_INDEX_BYTES: u64 = 256 << 20;
-/// Buffers that old checkpoints carry and no model reads.
+/// Suffix of buffers in old checkpoints that no model reads.
 const IGNORED_SUFFIX: &str = ".rotary_emb.inv_freq";
 
 /// The element type of a tensor in a safetensors header.
@@ -41,17 +41,17 @@ pub fn header_type(dtype: DType) -> safetensors::Dtype {
     }
 }
 
-/// The types that weights are read in; other tensors are refused.
+/// The supported element types of weights; other tensors are rejected.
 fn weight_type(dtype: safetensors::Dtype) -> Option<DType> {
     [DType::F32, DType::F16, DType::BF16].into_iter().find(|&ours| header_type(ours) == dtype)
 }
 
-/// A tensor as it lies in its file.
+/// A tensor in its file.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorBytes<'a> {
     /// Element type.
     pub dtype: DType,
-    /// Sizes, slowest first.
+    /// Dimensions, slowest first.
     pub shape: &'a [usize],
     /// Little-endian elements; not necessarily aligned.
     pub bytes: &'a [u8],
@@ -64,7 +64,7 @@ pub struct WeightFiles {
     /// In file order.
     tensors: Vec<Tensor>,
     by_name: HashMap<String, usize>,
-    /// What messages call all of them: the one file or the index.
+    /// The path that messages name: the single file or the index.
     path: PathBuf,
 }
 
@@ -89,11 +89,11 @@ fn refuse<T>(path: &Path, reason: impl Into<String>) -> Result<T, Error> {
 }
 
 impl WeightFiles {
-    /// Maps the weights in `dir`: `model.safetensors` where it exists, as transformers does, else
-    /// the shards that `model.safetensors.index.json` names.
+    /// Maps the weights in `dir`: `model.safetensors` if it exists, as transformers does, or else
+    /// the shards of `model.safetensors.index.json`.
     ///
     /// # Errors
-    /// When files are missing, cut short or corrupt, or when the index does not fit its shards.
+    /// Fails if files are missing, truncated or corrupt, or if the index does not match its shards.
     pub fn open(dir: &Path) -> Result<Self, Error> {
         let single = dir.join(WEIGHTS_FILE);
         let index = dir.join(INDEX_FILE);
@@ -151,8 +151,8 @@ impl WeightFiles {
         }
     }
 
-    /// Maps one file and lists its tensors; of a tensor that several shards hold, the one that the
-    /// index names counts.
+    /// Maps one file and lists its tensors; if several shards have a tensor, the index decides
+    /// which one is used.
     fn add_shard(
         &mut self,
         path: PathBuf,
@@ -195,10 +195,10 @@ impl WeightFiles {
         self.tensors.iter().map(|tensor| tensor.name.as_str())
     }
 
-    /// The tensor of that name, as it lies in its file.
+    /// The tensor of that name, in its file's element type.
     ///
     /// # Errors
-    /// When there is none, or its elements are not f32, f16 or bf16.
+    /// Fails if there is no such tensor, or if its elements are not f32, f16 or bf16.
     pub fn get(&self, name: &str) -> Result<TensorBytes<'_>, Error> {
         let tensor = self.find(name)?;
         let shard = &self.shards[tensor.shard];
@@ -216,7 +216,7 @@ impl WeightFiles {
         }
     }
 
-    /// The file that holds a tensor: what messages about it name.
+    /// The file of a tensor, for messages.
     pub fn file_of(&self, name: &str) -> &Path {
         match self.by_name.get(name) {
             Some(&index) => &self.shards[self.tensors[index].shard].path,
@@ -224,13 +224,13 @@ impl WeightFiles {
         }
     }
 
-    /// Checks that the files hold the tensors of `config` and no others.
+    /// Checks that the files have exactly the tensors of `config`.
     ///
-    /// Tolerated are the output head of a tied model (Hugging Face drops it) and the `inv_freq`
-    /// buffers of old checkpoints.
+    /// Two exceptions are ignored: the output head of a tied model (Hugging Face omits it) and the
+    /// `inv_freq` buffers of old checkpoints.
     ///
     /// # Errors
-    /// Names the first tensor that is missing, has another shape or type, or is unexpected.
+    /// Names the first tensor that is missing, unexpected, or of a different shape or type.
     pub fn check(&self, config: &ModelConfig) -> Result<(), Error> {
         let expected = tensor_shapes(config);
         for (name, shape) in &expected {
@@ -261,10 +261,11 @@ impl WeightFiles {
         }
     }
 
-    /// Reads a tensor into `out`, widened to f32.
+    /// Reads a tensor into `out` as f32.
     ///
     /// # Errors
-    /// When there is no such tensor, `out` has another length, or an element is not finite.
+    /// Fails if there is no such tensor, if `out` has a different length, or if an element is not
+    /// finite.
     pub fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<(), Error> {
         let TensorBytes { dtype, shape, bytes } = self.get(name)?;
         let elements = bytes.len() / dtype.bytes();
@@ -279,7 +280,7 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// The error for a tensor with an element that is infinite or not a number.
+    /// The error for a tensor with an infinite or NaN element.
     pub fn not_finite(&self, name: &str, element: usize) -> Error {
         Error::File {
             path: self.file_of(name).to_path_buf(),
@@ -287,8 +288,8 @@ impl WeightFiles {
         }
     }
 
-    /// Tells the system that a part of a tensor's bytes is not needed for now, so that reading a
-    /// large model leaves little resident. The bytes remain readable.
+    /// Tells the system that a part of a tensor's bytes is not needed for now, which keeps the
+    /// resident memory of a large model small. The bytes remain readable.
     pub fn release(&self, name: &str, part: std::ops::Range<usize>) {
         if let Some(&index) = self.by_name.get(name) {
             let Tensor { shard, range, .. } = &self.tensors[index];
