@@ -338,7 +338,7 @@ fn recipes_that_do_not_fit_are_refused() {
     let longer =
         ["data.sequence_length=80", "stage.adapt.batch_tokens=160", "stage.moh.batch_tokens=160"];
     let message = failure(dir.path(), &mut moh_train(dir.path(), &longer), 1);
-    assert!(message.contains("the model was made for 64 tokens"), "{message}");
+    assert!(message.contains("the model supports 64 tokens"), "{message}");
     let other = |text: Option<&str>| {
         match text {
             Some(text) => fs::write(dir.path().join("recipe.toml"), text).unwrap(),

@@ -1,8 +1,8 @@
-//! Recipes: the TOML files that say what is trained, on what and how.
+//! Recipes: TOML files that describe a training run.
 //!
-//! [`Recipe::load`] reads a file, applies `--set` overrides, fills in the defaults and checks
-//! everything that can be checked without the model; [`Recipe::resolve`] does the rest once the
-//! model's shape is known. Relative paths resolve against the current directory.
+//! [`Recipe::load`] reads a file, applies `--set` overrides, fills in defaults and validates
+//! everything that does not depend on the model; [`Recipe::resolve`] does the rest once the model's
+//! shape is known. Relative paths are relative to the current directory.
 
 mod element_type;
 mod model;
@@ -30,21 +30,21 @@ pub use stage::{
 use crate::Error;
 use overrides::Overrides;
 
-/// A longer file is not a recipe.
+/// Maximum bytes of a recipe.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// `pad_vocab_to` of a model that takes on another tokenizer's vocabulary.
+/// Default `pad_vocab_to` of a model that adopts another tokenizer's vocabulary.
 pub const DEFAULT_VOCABULARY_MULTIPLE: usize = 128;
 
 /// A training run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Recipe {
-    /// Where it runs, and from which seed.
+    /// Directory, seed and device of the run.
     pub run: Run,
-    /// The model it starts from.
+    /// The initial model.
     pub model: Model,
-    /// The text it reads.
+    /// The training and validation data.
     pub data: Data,
     /// The stages, in order.
     #[serde(rename = "stage")]
@@ -52,60 +52,60 @@ pub struct Recipe {
     /// Element types of the training state.
     #[serde(default)]
     pub precision: Precision,
-    /// What is kept in memory.
+    /// Memory settings.
     #[serde(default)]
     pub memory: Memory,
-    /// When checkpoints are written and how many are kept.
+    /// When checkpoints are written, and how many are kept.
     #[serde(default)]
     pub checkpoint: Checkpoint,
-    /// What is reported.
+    /// Logging.
     #[serde(default)]
     pub log: Log,
 }
 
-/// `[run]`: the directory, the seed and the machine.
+/// `[run]`: the directory, the seed and the device.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Run {
-    /// The run directory, which holds all that the run writes.
+    /// The run directory, which contains all output of the run.
     pub dir: PathBuf,
-    /// Seed of the order of the data and of fresh weights.
+    /// Seed of the data order and of initial weights.
     pub seed: u64,
-    /// What computes.
+    /// The device.
     pub device: Device,
     /// Element type of weights and activations.
     #[serde(with = "element_type")]
     pub dtype: ElementType,
-    /// Whether a GPU gives the same bits in every run, at some cost; a CPU always does.
+    /// Whether a GPU's results are bitwise reproducible, which is slower; a CPU's always are.
     #[serde(default)]
     pub deterministic: bool,
 }
 
-/// What computes.
+/// The device of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Device {
-    /// The processor's cores.
+    /// The CPU's cores.
     Cpu,
     /// An NVIDIA GPU.
     Cuda,
 }
 
-/// `[data]`: what is read, in which order.
+/// `[data]`: the token files and their order.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Data {
     /// Tokens of one training sequence.
     pub sequence_length: usize,
-    /// Order of the sequences; shuffled when left out.
+    /// Order of the sequences; default: shuffled.
     #[serde(default)]
     pub order: Order,
-    /// Whether attention stops at the boundaries of documents.
+    /// Whether attention is limited to the token's own document.
     #[serde(default)]
     pub document_mask: bool,
-    /// The token files and their shares of the mixture.
+    /// The token files and their weights in the mixture.
     pub sources: Vec<Source>,
-    /// Text held out to measure the loss on; none when left out.
+    /// Held-out text for the validation loss; default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<ValidationData>,
 }
@@ -117,7 +117,7 @@ pub enum Order {
     /// A keyed permutation of all sequences, mixed by weight.
     #[default]
     Shuffled,
-    /// Front to back, documents joined, for comparisons with other trainers.
+    /// Sequential, with documents concatenated, for comparisons with other trainers.
     Sequential,
 }
 
@@ -125,28 +125,28 @@ pub enum Order {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Source {
-    /// The prefix without `.bin` and `.idx`.
+    /// The path without `.bin` and `.idx`.
     pub path: PathBuf,
-    /// Share of the tokens, relative to the other sources; 1 when left out.
+    /// Weight of the file's tokens, relative to the other sources; default: 1.
     #[serde(default = "one")]
     pub weight: f64,
 }
 
-/// `[data.validation]`: text held out.
+/// `[data.validation]`: held-out text.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ValidationData {
-    /// The prefix without `.bin` and `.idx`.
+    /// The path without `.bin` and `.idx`.
     pub path: PathBuf,
-    /// Micro-batches that one evaluation reads.
+    /// Micro-batches per evaluation.
     pub batches: usize,
-    /// Steps, over all stages, between evaluations. 0, which stands when it is left out, evaluates
-    /// only at the ends of stages.
+    /// Steps, over all stages, between evaluations. 0, the default, evaluates at the ends of stages
+    /// only.
     #[serde(default)]
     pub every_steps: u64,
 }
 
-/// `[precision]`: element types of the training state, f32 when left out.
+/// `[precision]`: element types of the training state; default: f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Precision {
@@ -156,7 +156,7 @@ pub struct Precision {
     /// Both moments of AdamW.
     #[serde(with = "element_type")]
     pub moments: ElementType,
-    /// Gradients on their way between processes.
+    /// Gradients in the reduce-scatter between data ranks.
     #[serde(with = "element_type")]
     pub reduce: ElementType,
 }
@@ -168,38 +168,39 @@ impl Default for Precision {
     }
 }
 
-/// `[memory]`: what is kept between forward and backward.
+/// `[memory]`: which activations are saved for the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Memory {
-    /// What backward computes again; the norms when left out.
+    /// The activations that the backward pass recomputes; default: the norms.
     pub recompute: Recompute,
 }
 
-/// What backward computes again; `docs/plan.md` has the bytes of each.
+/// The activations that the backward pass recomputes; `docs/plan.md` lists the bytes of each
+/// setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Recompute {
     /// Nothing.
     None,
-    /// The norms: a sixth of the activations, for a time that is lost in the noise.
+    /// The norms: a sixth of the activations, at a cost in time below the measurement noise.
     #[default]
     Cheap,
-    /// Whole blocks, from their inputs: one more forward.
+    /// Whole blocks, from their inputs: one more forward pass.
     Block,
 }
 
-/// `[checkpoint]`: when checkpoints are written and which are kept.
+/// `[checkpoint]`: when checkpoints are written, and which are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Checkpoint {
-    /// Steps, over all stages, between checkpoints; 100 when left out. 0 writes only those at the
-    /// ends of stages, which are always written.
+    /// Steps, over all stages, between checkpoints; default: 100. With 0, checkpoints are written
+    /// at the ends of stages only; these are always written.
     pub every_steps: u64,
-    /// How many of the newest are kept, at least 1; 2 when left out.
+    /// Number of the newest checkpoints to keep, at least 1; default: 2.
     pub keep: u64,
-    /// Checkpoints whose step is a multiple of it are never removed; 0, the default, removes all
-    /// but the newest.
+    /// Checkpoints whose step is a multiple of this are never removed; 0, the default, keeps the
+    /// newest ones only.
     pub keep_every: u64,
 }
 
@@ -209,13 +210,13 @@ impl Default for Checkpoint {
     }
 }
 
-/// `[log]`: what is reported. `metrics.jsonl` has every step whatever stands here.
+/// `[log]`: logging. `metrics.jsonl` has every step regardless of these settings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Log {
-    /// Steps between lines on the terminal and points in TensorBoard; 1 when left out.
+    /// Steps between lines on the terminal and points in TensorBoard; default: 1.
     pub every_steps: u64,
-    /// Whether TensorBoard's event files are written; they are when it is left out.
+    /// Whether TensorBoard's event files are written; default: true.
     pub tensorboard: bool,
 }
 
@@ -229,16 +230,16 @@ fn one() -> f64 {
     1.0
 }
 
-/// One thing that is wrong with a recipe.
+/// A fault in a recipe.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
-    /// Where the key was given: the recipe's path or `--set`.
+    /// The source of the key: the recipe's path or `--set`.
     pub origin: String,
-    /// The full key, stages by name; empty where the fault is not at one key.
+    /// The full key, stages by name; empty for a fault of the whole file.
     pub key: String,
-    /// The value, where saying it helps.
+    /// The value, if it helps to explain the fault.
     pub value: Option<String>,
-    /// What is wrong, what was expected and what to do.
+    /// The problem, what was expected, and what to do.
     pub reason: String,
 }
 
@@ -262,7 +263,7 @@ impl Recipe {
     /// validates it.
     ///
     /// # Errors
-    /// When the file cannot be read or is not TOML, for unknown keys, and for every fault that
+    /// Fails if the file cannot be read or is not TOML, for unknown keys, and for every fault that
     /// [`Recipe::validate`] finds.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Self, Error> {
         let length = std::fs::metadata(path).map_err(Error::io(path))?.len();
@@ -276,10 +277,10 @@ impl Recipe {
         Self::parse(&text, path, overrides)
     }
 
-    /// As [`Recipe::load`], from `text`; `path` is what messages call it.
+    /// Loads a recipe from `text`; messages name it `path`.
     ///
     /// # Errors
-    /// As [`Recipe::load`], but for the file.
+    /// As [`Recipe::load`], except for I/O errors.
     pub fn parse(text: &str, path: &Path, overrides: &[String]) -> Result<Self, Error> {
         let table = reader::parse_table(text).map_err(|reason| file_fault(path, reason))?;
         let mut value = Value::Table(table);
@@ -315,10 +316,10 @@ impl Recipe {
         }
     }
 
-    /// Checks all that can be checked without the model; `path` is what messages call the recipe.
+    /// Checks everything that does not depend on the model; messages name the recipe `path`.
     ///
     /// # Errors
-    /// Every fault at once.
+    /// Reports all faults at once.
     pub fn validate(&self, path: &Path) -> Result<(), Error> {
         match validate::faults(self) {
             faults if faults.is_empty() => Ok(()),
@@ -327,10 +328,10 @@ impl Recipe {
     }
 
     /// Fills in the defaults that depend on the model's shape (before its vocabulary grows), and
-    /// checks the recipe against it; `path` is what messages call the recipe.
+    /// checks the recipe against the model; messages name the recipe `path`.
     ///
     /// # Errors
-    /// Every key that does not fit the model.
+    /// Reports every key that does not fit the model.
     pub fn resolve(&mut self, path: &Path, model: &ModelConfig) -> Result<(), Error> {
         for stage in &mut self.stages {
             let resolved = stage.moh_config(model);
@@ -350,17 +351,17 @@ impl Recipe {
         Value::try_from(self).map_err(|error| unwritable(&error))
     }
 
-    /// The recipe as TOML, with all defaults that are known filled in; [`Recipe::load`] reads it
-    /// back equal.
+    /// The recipe as TOML, with all known defaults filled in; [`Recipe::load`] reads it back
+    /// unchanged.
     ///
     /// # Errors
-    /// When a path is not UTF-8 or a number does not fit TOML, which a recipe that was loaded
-    /// cannot hold.
+    /// Fails if a path is not UTF-8 or TOML cannot represent a number, neither of which a loaded
+    /// recipe contains.
     pub fn to_toml(&self) -> Result<String, Error> {
         toml::to_string(self).map_err(|error| unwritable(&error))
     }
 
-    /// Steps of all stages.
+    /// Total steps of all stages.
     pub fn num_steps(&self) -> u64 {
         self.stages.iter().map(Stage::num_steps).sum()
     }
@@ -370,7 +371,7 @@ fn unwritable(error: &toml::ser::Error) -> Error {
     file_fault(Path::new("recipe"), format!("cannot be written: {error}"))
 }
 
-/// A fault of the file as a whole.
+/// A fault of the whole file.
 fn file_fault(path: &Path, reason: String) -> Error {
     Error::Recipe {
         faults: vec![Fault {

@@ -1,4 +1,4 @@
-//! `[model]`: the weights a run starts from, or the shape of a fresh model.
+//! `[model]`: the initial weights, or the shape of a new model.
 
 use std::path::{Path, PathBuf};
 
@@ -14,37 +14,37 @@ use crate::Error;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Model {
-    /// A model directory or a repository of the hub.
+    /// A model directory, or a repository of the hub.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<String>,
-    /// Revision of the hub's repository; its main branch when left out.
+    /// Revision of the hub's repository; default: its main branch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revision: Option<String>,
-    /// A `config.json` that gives the shape where the weights are not at hand; training checks it
-    /// against theirs.
+    /// A `config.json` with the shape, for plans without the weights; training checks it against
+    /// theirs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub config: Option<PathBuf>,
-    /// Directory of a tokenizer whose larger vocabulary the model takes on.
+    /// Directory of a tokenizer whose larger vocabulary the model adopts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
-    /// The vocabulary is rounded up to a multiple of it. When left out: 128 with `tokenizer`, and
-    /// no rounding without.
+    /// The vocabulary is padded to a multiple of this; default: 128 with `tokenizer`, and no
+    /// padding without.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pad_vocab_to: Option<usize>,
-    /// The vocabulary that expansion and padding must give: a plan uses it where the tokenizer is
-    /// not at hand, and training checks it.
+    /// The size of the vocabulary after expansion and padding: a plan uses it if the tokenizer is
+    /// not available, and training checks it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vocab_size: Option<usize>,
-    /// The shape of a fresh model.
+    /// The shape of a new model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub new: Option<NewModel>,
 }
 
-/// `[model.new]`: the shape of a fresh model, by Hugging Face's names of `config.json`.
+/// `[model.new]`: the shape of a new model, with the names of Hugging Face's `config.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NewModel {
-    /// `"llama"` or `"qwen3"`; a Llama when left out.
+    /// `"llama"` or `"qwen3"`; default: a Llama.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model_type: Option<String>,
     /// Rows of the embedding.
@@ -53,38 +53,38 @@ pub struct NewModel {
     pub hidden_size: usize,
     /// Width of the MLP.
     pub intermediate_size: usize,
-    /// Blocks.
+    /// Number of blocks.
     pub num_hidden_layers: usize,
     /// Query heads.
     pub num_attention_heads: usize,
-    /// Key/value heads; as many as query heads when left out.
+    /// Key/value heads; default: as many as query heads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub num_key_value_heads: Option<usize>,
-    /// Width of one head; when left out `hidden_size / num_attention_heads`, and 128 in a Qwen3.
+    /// Width of one head; default: `hidden_size / num_attention_heads`, and 128 in a Qwen3.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub head_dim: Option<usize>,
-    /// Longest sequence; the recipe's `sequence_length` when left out.
+    /// Maximum sequence length; default: the recipe's `sequence_length`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_position_embeddings: Option<usize>,
-    /// Added to the mean square in RMSNorm; 1e-5 when left out.
+    /// Added to the mean square in RMSNorm; default: 1e-5.
     #[serde(default = "default_norm_eps")]
     pub rms_norm_eps: f64,
-    /// Base of RoPE's wavelengths; 10000 when left out.
+    /// Base of RoPE's wavelengths; default: 10000.
     #[serde(default = "default_theta")]
     pub rope_theta: f64,
-    /// Llama 3's scaling of RoPE; none when left out.
+    /// Llama 3's scaling of RoPE; default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rope_scaling: Option<RopeScaling>,
-    /// Whether the output head is the embedding; not so when left out.
+    /// Whether the output head shares the embedding's weights; default: false.
     #[serde(default)]
     pub tie_word_embeddings: bool,
-    /// Standard deviation of fresh matrices; 0.02 when left out.
+    /// Standard deviation of initial matrices; default: 0.02.
     #[serde(default = "default_initializer_range")]
     pub initializer_range: f64,
-    /// First token of a text.
+    /// The token that begins a text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bos_token_id: Option<u32>,
-    /// Token or tokens that end a text.
+    /// The token or tokens that end a text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eos_token_id: Option<TokenIds>,
 }
@@ -95,23 +95,23 @@ pub struct NewModel {
 pub struct RopeScaling {
     /// `"llama3"`.
     pub rope_type: String,
-    /// Division of the low frequencies.
+    /// Divisor of the low frequencies.
     pub factor: f64,
     /// Wavelengths above the original length over this are divided by `factor`.
     pub low_freq_factor: f64,
-    /// Wavelengths below the original length over this stay as they are.
+    /// Wavelengths below the original length over this are unchanged.
     pub high_freq_factor: f64,
     /// Context length before scaling, in tokens.
     pub original_max_position_embeddings: usize,
 }
 
-/// One token or several, as `eos_token_id` may be.
+/// One token or several, as in `eos_token_id`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum TokenIds {
-    /// One.
+    /// One token.
     One(u32),
-    /// Several.
+    /// Several tokens.
     Many(Vec<u32>),
 }
 
@@ -172,7 +172,7 @@ impl Model {
         }
     }
 
-    /// `vocabulary` rounded up as the recipe asks.
+    /// Pads `vocabulary` as the recipe specifies.
     pub fn padded_vocabulary(&self, vocabulary: usize) -> usize {
         let multiple = self.pad_vocab_to.unwrap_or(1).max(1);
         vocabulary.checked_next_multiple_of(multiple).unwrap_or(vocabulary)
@@ -180,11 +180,11 @@ impl Model {
 }
 
 impl NewModel {
-    /// The configuration of the fresh model, as its `config.json` would give it; `path` is what
-    /// messages call it.
+    /// The configuration of the new model, as its `config.json` would have it; messages name it
+    /// `path`.
     ///
     /// # Errors
-    /// When the numbers do not make a model.
+    /// Fails if the sizes are not a valid model's.
     pub fn config(&self, path: &Path) -> Result<ModelConfig, Error> {
         let mut value = serde_json::to_value(self)
             .map_err(|error| file_fault(path, format!("model.new: {error}")))?;
@@ -196,12 +196,11 @@ impl NewModel {
 }
 
 impl Recipe {
-    /// The shape of the model that the recipe starts from, before its vocabulary grows, where it
-    /// is on this machine: from `[model.new]`, from `config`, or from the directory `from`.
-    /// `None` for a repository of the hub. `path` is what messages call the recipe.
+    /// The shape of the initial model, before its vocabulary grows, from `[model.new]`, `config` or
+    /// the directory `from`; `None` for a repository of the hub. Messages name the recipe `path`.
     ///
     /// # Errors
-    /// When the configuration cannot be read or is not a model's.
+    /// Fails if the configuration cannot be read or is invalid.
     pub fn local_model_config(&self, path: &Path) -> Result<Option<ModelConfig>, Error> {
         let Model { new, config, from, .. } = &self.model;
         if let Some(new) = new {

@@ -1,4 +1,4 @@
-//! `--set key=value`: values that replace a recipe's.
+//! `--set key=value`: overrides of a recipe's values.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -9,21 +9,21 @@ use super::reader::{closest, element_name};
 use super::{Fault, file_fault};
 use crate::Error;
 
-/// What messages call the origin of an overridden key.
+/// The origin of an overridden key, in messages.
 const ORIGIN: &str = "--set";
 
-/// The keys that were overridden, so that faults name their true origin.
+/// The overridden keys, so that faults name their origin.
 #[derive(Debug, Default)]
 pub(super) struct Overrides {
     keys: BTreeSet<String>,
 }
 
 impl Overrides {
-    /// Applies `key=value` texts to a recipe, in order, creating tables that are missing.
+    /// Applies `key=value` overrides to a recipe, in order, creating missing tables.
     ///
     /// # Errors
-    /// An override without `=`, one of an unknown stage, and one below a value that is no table.
-    /// Unknown keys come out when the recipe is read.
+    /// Fails for an override without `=`, for an unknown stage, and for a key below a value that is
+    /// not a table. Unknown keys are reported when the recipe is read.
     pub(super) fn apply(recipe: &mut Value, overrides: &[String]) -> Result<Self, Error> {
         let mut keys = BTreeSet::new();
         let mut faults = Vec::new();
@@ -56,7 +56,7 @@ impl Overrides {
         }
     }
 
-    /// The error of these faults of the recipe at `path`: each names the override or the file.
+    /// The error for faults of the recipe at `path`: each names the override or the file.
     pub(super) fn blame(&self, mut faults: Vec<Fault>, path: &Path) -> Error {
         for fault in &mut faults {
             let overridden = self.keys.iter().any(|key| {
@@ -69,17 +69,17 @@ impl Overrides {
             };
         }
         match faults.is_empty() {
-            // Unreached: no caller has an empty list. An error must still say something.
-            true => file_fault(path, "is not a recipe".to_string()),
+            // Unreachable: no caller passes an empty list. The error must still say something.
+            true => file_fault(path, "is not a valid recipe".to_string()),
             false => Error::Recipe { faults },
         }
     }
 }
 
-/// The value as TOML, or as a text where it is no TOML value (a path, a name).
+/// The value as TOML, or as a string if it is not TOML (a path, a name).
 fn parse_value(text: &str) -> Value {
     match text.parse() {
-        // No key takes a date, and a directory may be named by one.
+        // No key accepts a date, but a directory's name may be one.
         Ok(Value::Datetime(_)) | Err(_) => Value::String(text.to_string()),
         Ok(value) => value,
     }
@@ -124,6 +124,6 @@ fn set(node: &mut Value, parts: &[&str], value: Value) -> Result<(), String> {
                 }
             }
         }
-        _ => Err(format!("{first:?} stands below a value that is not a table")),
+        _ => Err(format!("{first:?} is below a value that is not a table")),
     }
 }

@@ -1,8 +1,8 @@
-//! From a TOML table to the recipe's structs, with errors that name the key.
+//! Deserializes a recipe from a TOML table, with errors that name the key.
 //!
-//! serde's own errors say neither where a key stands nor which one was meant. This deserializer
-//! keeps the path of every value (stages by name), collects all unknown keys with the key that was
-//! probably meant, and takes whole floats such as `1e9` for integers.
+//! serde's own errors name neither the location of a key nor the intended one. This deserializer
+//! tracks the path of every value (stages by name), collects all unknown keys with the most similar
+//! known key, and accepts whole floats such as `1e9` as integers.
 
 use std::cell::RefCell;
 use std::fmt::{self, Display};
@@ -14,24 +14,24 @@ use serde::de::{
 use serde::forward_to_deserialize_any;
 use toml::Value;
 
-/// Integers up to here are exact as floats.
+/// Integers up to this are exact as floats.
 const MAX_WHOLE_FLOAT: f64 = (1u64 << 53) as f64;
 
-/// A wrong key or value, at its path.
+/// An invalid key or value, with its path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Problem {
-    /// The full key; empty until the value that holds it is known.
+    /// The full key; empty until the enclosing value is known.
     pub(crate) key: String,
-    /// What is wrong.
+    /// The problem.
     pub(crate) reason: String,
-    /// The key that was probably meant.
+    /// The most similar known key.
     meant: Option<&'static str>,
 }
 
 /// Parses TOML.
 ///
 /// # Errors
-/// What is wrong with it, after the line.
+/// The syntax error, with its line.
 pub(crate) fn parse_table(text: &str) -> Result<toml::Table, String> {
     text.parse().map_err(|error: toml::de::Error| {
         let line = error.span().map_or(1, |span| {
@@ -45,7 +45,7 @@ pub(crate) fn parse_table(text: &str) -> Result<toml::Table, String> {
 /// Reads a `T` from a table.
 ///
 /// # Errors
-/// All unknown keys, and the first missing key or wrong value.
+/// Returns all unknown keys, and the first missing key or invalid value.
 pub(crate) fn read<'de, T: Deserialize<'de>>(table: &'de Value) -> Result<T, Vec<Problem>> {
     let unknown = RefCell::new(Vec::new());
     let node = Node { value: table, path: String::new(), unknown: &unknown };
@@ -54,7 +54,7 @@ pub(crate) fn read<'de, T: Deserialize<'de>>(table: &'de Value) -> Result<T, Vec
     match result {
         Ok(value) if problems.is_empty() => return Ok(value),
         Ok(_) => {}
-        // A misspelt key is also a missing one: one message is enough.
+        // A misspelt key is also missing: one message is enough.
         Err(missing) => {
             let is_meant = |problem: &Problem| {
                 problem.meant.is_some_and(|meant| {
@@ -70,14 +70,14 @@ pub(crate) fn read<'de, T: Deserialize<'de>>(table: &'de Value) -> Result<T, Vec
     Err(problems)
 }
 
-/// The closest of `known` to a misspelt `name`, if any is close.
+/// The known key most similar to a misspelt `name`, if any is similar enough.
 pub(super) fn closest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    /// Jaro-Winkler similarity below which a suggestion misleads more than it helps.
+    /// Minimum Jaro-Winkler similarity of a useful suggestion.
     const SIMILAR: f64 = 0.75;
     let name = name.to_lowercase();
     let similarity = |candidate: &str| {
         let similarity = strsim::jaro_winkler(&name, candidate);
-        // One slip of the finger, or a part of the name: short names get too little otherwise.
+        // One edit, or a substring: Jaro-Winkler rates short names too low.
         let slip = strsim::damerau_levenshtein(&name, candidate) == 1;
         let part = name.len() > 2 && (candidate.contains(&name) || name.contains(candidate));
         match slip || part {
@@ -119,7 +119,7 @@ impl Problem {
         Problem { key, reason, meant }
     }
 
-    /// The problem at `path`, unless it has a place already.
+    /// Sets the problem's path, unless it has one.
     fn at(mut self, path: &str) -> Self {
         if self.key.is_empty() {
             self.key = path.to_string();
@@ -159,7 +159,7 @@ impl de::Error for Problem {
     }
 }
 
-/// What a value is, for a message.
+/// Describes a value in a message.
 fn describe(value: &Value) -> String {
     match value {
         Value::String(text) => format!("the text {text:?}"),
@@ -172,7 +172,7 @@ fn describe(value: &Value) -> String {
     }
 }
 
-/// One value and its path.
+/// A value with its path.
 struct Node<'de, 'p> {
     value: &'de Value,
     path: String,
@@ -185,7 +185,7 @@ impl<'de> Node<'de, '_> {
         Err(Problem::new(reason).at(&self.path))
     }
 
-    /// The value as a whole number.
+    /// The value as an integer.
     fn whole(&self) -> Option<i64> {
         match *self.value {
             Value::Integer(number) => Some(number),
@@ -206,7 +206,7 @@ impl<'de> Node<'de, '_> {
     }
 }
 
-/// Implements the integer methods, which all take whole floats too.
+/// Implements the integer methods, all of which accept whole floats.
 macro_rules! unsigned {
     ($($method:ident)*) => {$(
         fn $method<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Problem> {
@@ -343,7 +343,7 @@ impl<'de, 'p> Deserializer<'de> for Node<'de, 'p> {
     }
 }
 
-/// The entries of a table, those that its struct does not know left out.
+/// The entries of a table, without the keys that its struct does not know.
 struct Entries<'de, 'p> {
     entries: toml::map::Iter<'de, String, Value>,
     known: Option<&'static [&'static str]>,
@@ -399,7 +399,7 @@ impl<'de> SeqAccess<'de> for Elements<'de, '_> {
     }
 }
 
-/// What a key calls an element of a list: its name where it has one, else its number from 0.
+/// The path component of a list's element: its name if it has one, or else its index from 0.
 pub(crate) fn element_name(value: &Value, index: usize) -> String {
     match value.get("name").and_then(Value::as_str) {
         Some(name) if !name.is_empty() => name.to_string(),

@@ -1,44 +1,44 @@
-//! `[[stage]]`: attention, schedule, optimiser and parallel split of a stretch of training.
+//! `[[stage]]`: attention, schedule, optimiser and parallelism of a training stage.
 
 use moh_model::{HeadCounts, ModelConfig, MohConfig, RouterKind};
 use serde::{Deserialize, Serialize};
 
-/// Share of the heads that a token computes where a recipe and its model do not say.
+/// Default fraction of active heads.
 pub const DEFAULT_ACTIVE_SHARE: f64 = 0.75;
 
-/// `[[stage]]`: a stretch of training with its own schedule.
+/// `[[stage]]`: a training stage with its own schedule.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Stage {
-    /// Letters, digits, `-` and `_`; different from the other stages' names.
+    /// Letters, digits, `-` and `_`; unique among the stages.
     pub name: String,
-    /// Tokens to train on, rounded up to whole batches.
+    /// Tokens of the stage, rounded up to whole batches.
     pub tokens: u64,
-    /// Tokens of one optimiser step.
+    /// Tokens per optimiser step.
     pub batch_tokens: u64,
-    /// Sequences that one rank computes at a time.
+    /// Sequences per micro-batch.
     pub micro_batch: usize,
-    /// Which attention the model has in this stage.
+    /// The stage's attention.
     pub attention: Attention,
-    /// The heads' routing; taken from the model or the defaults when left out, and dropped where
-    /// `attention` is dense, so that one override makes the dense run to compare with.
+    /// The heads' routing; default: the model's, or else the defaults below. Ignored if `attention`
+    /// is dense, so that one override gives the dense baseline.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moh: Option<MohOptions>,
-    /// The schedule.
+    /// The learning-rate schedule.
     pub learning_rate: LearningRate,
     /// AdamW.
     #[serde(default)]
     pub optimizer: Optimizer,
-    /// How the model is split over processes.
+    /// The parallelism of the model.
     #[serde(default)]
     pub parallel: Parallel,
 }
 
-/// Which attention a stage trains.
+/// The attention of a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Attention {
-    /// All heads for every token.
+    /// All heads active for every token.
     Dense,
     /// Mixture-of-Head.
     Moh,
@@ -48,20 +48,20 @@ pub enum Attention {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MohOptions {
-    /// How heads are scored: `"query-norm"`.
+    /// The router: `"query-norm"`.
     #[serde(with = "router_name")]
     pub router: RouterKind,
-    /// Heads that serve every token, of all layers or a list with those of each. When left out: the
-    /// model's, where it is a Mixture-of-Head already and `routed_top_k` is left out too, else half of
-    /// the heads.
+    /// Shared heads: one count for all layers, or a list with one for each layer. Default: the
+    /// model's, if it is already a Mixture-of-Head model and `routed_top_k` is also omitted;
+    /// otherwise half of the heads.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shared_heads: Option<HeadCounts>,
-    /// Other heads that each token chooses, of all layers or a list with those of each. When left out:
-    /// the model's as above, else as many as make 75% of a layer's heads active, none where more are
-    /// shared.
+    /// Active routed heads per token: one count for all layers, or a list with one for each layer.
+    /// Default: the model's, as above; otherwise as many as make 75% of a layer's heads active, and
+    /// none if more are shared.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub routed_top_k: Option<HeadCounts>,
-    /// Weight of the balance loss beside the cross-entropy; 0.01 when left out.
+    /// Weight of the balance loss relative to the cross-entropy; default: 0.01.
     pub balance_loss_weight: f64,
 }
 
@@ -80,18 +80,18 @@ impl Default for MohOptions {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LearningRate {
-    /// The rate after the warm-up.
+    /// The learning rate after the warm-up.
     pub max: f64,
-    /// The rate of the last step.
+    /// The learning rate of the last step.
     pub min: f64,
-    /// Steps over which the rate rises.
+    /// Steps of the linear warm-up.
     pub warmup_steps: u64,
-    /// The way from `max` to `min`; cosine when left out.
+    /// The decay from `max` to `min`; default: cosine.
     #[serde(default)]
     pub decay: Decay,
 }
 
-/// The way from the largest to the smallest learning rate.
+/// The decay of the learning rate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Decay {
@@ -104,15 +104,15 @@ pub enum Decay {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Optimizer {
-    /// Decay of the first moment; 0.9 when left out.
+    /// Decay of the first moment; default: 0.9.
     pub beta1: f64,
-    /// Decay of the second moment; 0.95 when left out.
+    /// Decay of the second moment; default: 0.95.
     pub beta2: f64,
-    /// Added to the root of the second moment; 1e-8 when left out.
+    /// Added to the root of the second moment; default: 1e-8.
     pub eps: f64,
-    /// Decay of matrices, in units of the learning rate; 0.1 when left out.
+    /// Weight decay of matrices, multiplied by the learning rate; default: 0.1.
     pub weight_decay: f64,
-    /// Largest global gradient norm, above 0; 1.0 when left out. A huge value clips nothing.
+    /// Maximum global gradient norm, above 0; default: 1.0. A very large value disables clipping.
     pub clip_norm: f64,
 }
 
@@ -122,16 +122,16 @@ impl Default for Optimizer {
     }
 }
 
-/// How many processes share one copy of the model; 1 of each when left out.
+/// Processes that share one copy of the model; default: 1 of each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Parallel {
-    /// Processes that each block is split over.
+    /// Tensor-parallel ranks, which shard each block.
     pub tensor: usize,
-    /// Processes that the blocks are divided among.
+    /// Pipeline stages, which divide the blocks.
     pub pipeline: usize,
-    /// Parts of the model that each of these has, dealt out in turns (interleaved one forward, one
-    /// backward, arXiv 2104.04473).
+    /// Chunks of the model on each pipeline stage, assigned round-robin (interleaved one forward,
+    /// one backward, arXiv 2104.04473).
     pub virtual_stages: usize,
 }
 
@@ -142,8 +142,7 @@ impl Default for Parallel {
 }
 
 impl Parallel {
-    /// Ranks that share the data where `ranks` are divided like this; `None` where they are no multiple of
-    /// tensor x pipeline.
+    /// Data ranks of `ranks` ranks; `None` if `ranks` is not a multiple of tensor x pipeline.
     pub fn data_ranks(&self, ranks: usize) -> Option<usize> {
         let model = self.tensor.checked_mul(self.pipeline).filter(|&model| model > 0)?;
         (ranks > 0 && ranks.is_multiple_of(model)).then_some(ranks / model)
@@ -151,12 +150,12 @@ impl Parallel {
 }
 
 impl Stage {
-    /// Optimiser steps: the tokens over those of a batch, rounded up.
+    /// Optimiser steps: tokens over tokens per batch, rounded up.
     pub fn num_steps(&self) -> u64 {
         self.tokens.div_ceil(self.batch_tokens.max(1))
     }
 
-    /// Sequences of one optimiser step.
+    /// Sequences per optimiser step.
     pub fn batch_sequences(&self, sequence_length: usize) -> u64 {
         self.batch_tokens / (sequence_length as u64).max(1)
     }
@@ -166,7 +165,7 @@ impl Stage {
         crate::Schedule::new(self.learning_rate, self.num_steps())
     }
 
-    /// Routing of a stage on `model`, defaults filled in; `None` where attention is dense.
+    /// Routing of a stage on `model`, with defaults filled in; `None` for dense attention.
     pub fn moh_config(&self, model: &ModelConfig) -> Option<MohConfig> {
         if self.attention == Attention::Dense {
             return None;
@@ -190,7 +189,7 @@ impl Stage {
     }
 }
 
-/// The router by its name in `config.json`.
+/// Deserializes a router from its name in `config.json`.
 mod router_name {
     use moh_model::RouterKind;
     use serde::{Deserialize, Deserializer, Serializer, de::Error as _};

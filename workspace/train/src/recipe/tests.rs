@@ -187,13 +187,13 @@ fn a_recipe_that_does_not_fit_its_model_is_refused() {
     let model = with(&[]).local_model_config(path).unwrap().unwrap();
     let message = recipe.resolve(path, &model).unwrap_err().to_string();
     for expected in [
-        "x.toml: data.sequence_length = 64: the model was made for 32 tokens",
+        "x.toml: data.sequence_length = 64: the model supports 32 tokens",
         "x.toml: stage.moh.moh: routed_top_k = 17: must be at most the 4 routed heads",
         "x.toml: stage.adapt.parallel.tensor = 3: must divide the 4 key/value heads",
         "x.toml: stage.adapt.parallel.pipeline = 6: must be at most the 5 blocks",
         "x.toml: stage.moh.parallel.virtual_stages = 3: must be at most 2: the 5 blocks \
          make no more parts for pipeline = 2",
-        "x.toml: model.vocab_size = 100: the model has 512 already",
+        "x.toml: model.vocab_size = 100: the model already has 512",
     ] {
         assert!(message.contains(expected), "{message}");
     }
@@ -259,7 +259,7 @@ fn wrong_overrides_are_named() {
             "stage.moh.moh.routed_topk=3",
             "--set: stage.moh.moh.routed_topk: unknown key, did you mean routed_top_k",
         ),
-        ("run.seed.x=3", "--set: run.seed.x: \"x\" stands below a value that is not a table"),
+        ("run.seed.x=3", "--set: run.seed.x: \"x\" is below a value that is not a table"),
         ("run.seed", "--set: \"run.seed\": expected key=value"),
         ("=3", "expected key=value"),
         ("run..seed=3", "expected key=value"),

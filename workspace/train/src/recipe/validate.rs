@@ -1,4 +1,4 @@
-//! The limits of a recipe's numbers and what its keys demand of each other.
+//! The limits of a recipe's values, and the dependencies between its keys.
 
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -11,18 +11,18 @@ use super::{
     Checkpoint, Device, Fault, LearningRate, Model, Optimizer, Order, Parallel, Recipe, Stage,
 };
 
-/// Token counts up to here are exact as floats, and sums over all stages fit 64 bits.
+/// Token counts up to this are exact as floats, and sums over all stages fit 64 bits.
 const MAX_TOKENS: u64 = 1 << 53;
-/// More stages are a mistake.
+/// Maximum number of stages.
 const MAX_STAGES: usize = 1000;
-/// A longer sequence is a mistake; squares of it still fit 64 bits.
+/// Maximum sequence length; its square fits 64 bits.
 const MAX_SEQUENCE_LENGTH: usize = 1 << 31;
-/// The longest name of a stage.
+/// Maximum length of a stage's name.
 const MAX_NAME: usize = 64;
 /// TOML's integers are signed.
 const MAX_SEED: u64 = i64::MAX as u64;
 
-/// Faults as they are found.
+/// Collects the faults of a recipe.
 #[derive(Default)]
 struct Faults {
     list: Vec<Fault>,
@@ -41,7 +41,7 @@ impl Faults {
         }
     }
 
-    /// Adds a fault that no single value shows.
+    /// Adds a fault without a value.
     fn add(&mut self, key: &str, reason: impl Display) {
         self.list.push(Fault {
             origin: String::new(),
@@ -63,7 +63,7 @@ impl Faults {
     }
 }
 
-/// Every fault that can be found without the model.
+/// Every fault that does not depend on the model.
 pub(super) fn faults(recipe: &Recipe) -> Vec<Fault> {
     let mut faults = Faults::default();
     faults.path("run.dir", &recipe.run.dir);
@@ -76,13 +76,13 @@ pub(super) fn faults(recipe: &Recipe) -> Vec<Fault> {
     check_checkpoint(&mut faults, &recipe.checkpoint);
     faults.at_least_one("log.every_steps", recipe.log.every_steps);
     if let Some(config) = check_model(&mut faults, &recipe.model) {
-        // The shape is in the recipe itself.
+        // The shape is part of the recipe.
         faults.list.extend(model_faults(recipe, &config));
     }
     faults.list
 }
 
-/// A GPU's matrix products add to numbers of the type that they multiply, or wider.
+/// On a GPU, matmuls accumulate into the type of their inputs or a wider one.
 fn check_precision(faults: &mut Faults, recipe: &Recipe) {
     let narrow =
         recipe.run.dtype == ElementType::F32 && recipe.precision.gradients == ElementType::BF16;
@@ -91,7 +91,7 @@ fn check_precision(faults: &mut Faults, recipe: &Recipe) {
     faults.check(fine, "precision.gradients", "bf16", reason);
 }
 
-/// Checks `[model]`; the shape of a fresh model where it is sound.
+/// Checks `[model]`; returns the shape of a new model if it is valid.
 fn check_model(faults: &mut Faults, model: &Model) -> Option<ModelConfig> {
     match (&model.from, &model.new) {
         (None, None) => faults
@@ -107,7 +107,7 @@ fn check_model(faults: &mut Faults, model: &Model) -> Option<ModelConfig> {
                 ("model.config", model.config.is_some()),
             ] {
                 if given {
-                    faults.add(key, "belongs to from, and [model.new] is given");
+                    faults.add(key, "belongs to from, but [model.new] is given");
                 }
             }
         }
@@ -133,7 +133,7 @@ fn check_model(faults: &mut Faults, model: &Model) -> Option<ModelConfig> {
         faults.check(padded == size, "model.vocab_size", size, reason);
     }
     let new = model.new.as_ref()?;
-    // JSON has no such numbers: they would become defaults on the way to the configuration.
+    // JSON cannot represent these values: they would silently become defaults.
     let mut finite = true;
     for (key, value) in [
         ("model.new.rms_norm_eps", new.rms_norm_eps),
@@ -146,7 +146,7 @@ fn check_model(faults: &mut Faults, model: &Model) -> Option<ModelConfig> {
     if !finite {
         return None;
     }
-    // The configuration's own messages begin with what they are given as the path.
+    // The configuration's own messages begin with their path.
     match new.config(Path::new("model.new")) {
         Ok(config) => Some(config),
         Err(error) => {
@@ -279,7 +279,7 @@ fn check_stage(faults: &mut Faults, stage: &Stage, sequence_length: usize) {
     }
 }
 
-/// Counts of ranks, and parts only for those of a pipeline.
+/// Checks the numbers of ranks; virtual stages require a pipeline.
 fn check_parallel(faults: &mut Faults, parallel: Parallel, key: &str) {
     let Parallel { tensor, pipeline, virtual_stages } = parallel;
     for (rest, value) in
@@ -295,7 +295,7 @@ fn check_parallel(faults: &mut Faults, parallel: Parallel, key: &str) {
     );
 }
 
-/// A batch is whole micro-batches.
+/// A batch consists of whole micro-batches.
 fn check_batch(faults: &mut Faults, stage: &Stage, sequence_length: usize, key: &str) {
     let Stage { batch_tokens, micro_batch, .. } = *stage;
     let unit = (sequence_length as u64).checked_mul(micro_batch as u64);
@@ -320,7 +320,7 @@ fn check_batch(faults: &mut Faults, stage: &Stage, sequence_length: usize, key: 
     faults.check(false, key, batch_tokens, reason);
 }
 
-/// Every key that does not fit the model, whose vocabulary is that before it grows.
+/// Every key that does not fit the model, given before its vocabulary grows.
 pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<Fault> {
     let mut faults = Faults::default();
     let length = recipe.data.sequence_length;
@@ -329,14 +329,14 @@ pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<Fault> {
         length <= longest,
         "data.sequence_length",
         length,
-        format!("the model was made for {longest} tokens (max_position_embeddings)"),
+        format!("the model supports {longest} tokens (max_position_embeddings)"),
     );
     if let Some(size) = recipe.model.vocab_size {
         faults.check(
             size >= model.vocab_size,
             "model.vocab_size",
             size,
-            format!("the model has {} already", model.vocab_size),
+            format!("the model already has {}", model.vocab_size),
         );
     }
     for stage in &recipe.stages {
