@@ -1,5 +1,5 @@
-//! What the stages of a recipe take on many ranks: memory of the fullest rank, what a rank sends, and,
-//! where the machine is known, time.
+//! The cost of a recipe's stages on many ranks: memory of the rank that needs most, traffic and,
+//! with a hardware profile, time.
 
 use std::path::Path;
 
@@ -17,44 +17,44 @@ use crate::recipe::{Recipe, Stage};
 /// The stages of a plan on a number of ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Cluster {
-    /// Ranks.
+    /// Number of ranks.
     pub ranks: usize,
-    /// The machine, where times were asked for.
+    /// The hardware profile, if times were requested.
     pub hardware: Option<Hardware>,
     /// The stages, in order.
     pub stages: Vec<ClusterStage>,
-    /// Seconds that a checkpoint takes.
+    /// Seconds to write a checkpoint.
     pub checkpoint_seconds: Option<f64>,
 }
 
 /// One stage on its ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ClusterStage {
-    /// How the ranks divide it.
+    /// The layout of the ranks.
     pub layout: Layout,
-    /// Micro-batches of a step on the data rank that has most of them.
+    /// Maximum micro-batches of a step on any data rank.
     pub micro_batches: u64,
-    /// Data ranks that a step has no micro-batch for.
+    /// Data ranks without a micro-batch.
     pub idle_data_ranks: u64,
-    /// Memory of the rank that has most to hold.
+    /// Memory of the rank that needs most.
     pub memory: RankMemory,
-    /// What the rank that sends most sends in a step.
+    /// Traffic of a step on the rank that sends most.
     pub traffic: Traffic,
-    /// The time of a step, where the machine is known.
+    /// The time of a step, if the hardware is known.
     pub speed: Option<Speed>,
 }
 
-/// How fast a stage is.
+/// The predicted speed of a stage.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Speed {
-    /// Seconds of a step, by what they are spent on.
+    /// Seconds of a step, by activity.
     pub step: StepTime,
-    /// Tokens a second of all ranks.
+    /// Tokens per second over all ranks.
     pub tokens_per_second: f64,
-    /// The model's operations (those of the plan, without recomputation) as a share of what the matrix
-    /// products of all ranks would do in that time.
+    /// The model's FLOPs (the plan's, without recomputation) as a fraction of what the matmuls of
+    /// all ranks could compute in that time.
     pub matmul_share: f64,
-    /// Seconds of all steps of the stage and their checkpoints.
+    /// Seconds of the whole stage, including its checkpoints.
     pub stage: f64,
 }
 
@@ -87,7 +87,7 @@ impl Speed {
         let rate = hardware.matmul(work.recipe.run.dtype) * work.layout.ranks() as f64;
         let steps = work.stage.num_steps();
         let every = work.recipe.checkpoint.every_steps;
-        // One more at the end.
+        // One more checkpoint at the end.
         let checkpoints = steps.checked_div(every).unwrap_or(0).saturating_add(1);
         Speed {
             step,
@@ -98,19 +98,19 @@ impl Speed {
     }
 }
 
-/// Seconds to write `bytes` from all nodes of `ranks` ranks at once.
+/// Seconds to write `bytes` from all nodes of `ranks` ranks concurrently.
 pub(super) fn checkpoint_seconds(bytes: u64, hardware: &Hardware, ranks: usize) -> f64 {
     let rate = 1e9 * hardware.node.filesystem_write_gb_per_s * hardware.nodes(ranks) as f64;
     bytes as f64 / rate
 }
 
 impl Plan {
-    /// The plan on `ranks` ranks, with times where the machine is given; `path` is what messages call
-    /// the recipe.
+    /// The plan on `ranks` ranks, with times if a hardware profile is given; messages name the
+    /// recipe `path`.
     ///
     /// # Errors
-    /// When the ranks are no multiple of a stage's tensor x pipeline, its tensor ranks do not divide the
-    /// key/value heads, or it has more parts than the model has blocks.
+    /// Fails if `ranks` is not a multiple of a stage's tensor x pipeline, if its tensor ranks do
+    /// not divide the key/value heads, or if it has more chunks than the model has blocks.
     pub fn on_ranks(
         self,
         recipe: &Recipe,

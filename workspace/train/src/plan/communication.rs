@@ -1,7 +1,8 @@
-//! What a rank sends, counted from the sizes that are exchanged. The formulas are in `docs/plan.md`.
+//! A rank's traffic, computed from the sizes of its collectives and sends. The formulas are in
+//! `docs/plan.md`.
 //!
-//! A ring of n ranks gathers or reduces S bytes by each rank sending (n - 1) / n of S; an
-//! all-reduce is both, one after the other.
+//! In a ring of n ranks, an all-gather or reduce-scatter of S bytes sends (n - 1) / n of S from
+//! each rank; an all-reduce is both, one after the other.
 
 use std::iter::Sum;
 use std::ops::{Add, Mul};
@@ -12,23 +13,23 @@ use moh_model::model_parallel::Part;
 use super::work::Work;
 use crate::recipe::Recompute;
 
-/// Operations, and what one rank sends in them.
+/// A number of operations, and the bytes that one rank sends in them.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Volume {
-    /// Operations.
+    /// Number of operations.
     pub operations: f64,
-    /// Bytes that one rank sends; it receives as many.
+    /// Bytes that one rank sends; it receives the same number.
     pub bytes: f64,
 }
 
-/// What one rank sends in a step, by the group that it exchanges with.
+/// One rank's traffic in a step, by process group.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Traffic {
-    /// Gradients to the data ranks, and weights from them.
+    /// Data ranks: gradients and weights.
     pub data: Volume,
-    /// Activations and their gradients among the tensor ranks.
+    /// Tensor ranks: activations and their gradients.
     pub tensor: Volume,
-    /// Activations and their gradients to neighbours in the pipeline, and a tied head's gradients.
+    /// Pipeline stages: activations and their gradients, and a tied head's gradients.
     pub pipeline: Volume,
 }
 
@@ -55,7 +56,7 @@ impl Sum for Volume {
 }
 
 impl Volume {
-    /// Gathers or reduces `bytes` in a ring of `ranks`.
+    /// An all-gather or reduce-scatter of `bytes` in a ring of `ranks`.
     fn ring(ranks: usize, bytes: f64) -> Volume {
         match ranks {
             0 | 1 => Volume::default(),
@@ -63,19 +64,19 @@ impl Volume {
         }
     }
 
-    /// Reduces and gathers `bytes` in a ring of `ranks`, as one operation.
+    /// An all-reduce of `bytes` in a ring of `ranks`, as one operation.
     fn all_reduce(ranks: usize, bytes: f64) -> Volume {
         Volume { bytes: 2.0 * Volume::ring(ranks, bytes).bytes, ..Volume::ring(ranks, bytes) }
     }
 }
 
 impl Traffic {
-    /// Bytes to all groups.
+    /// Bytes sent to all groups.
     pub fn bytes(&self) -> f64 {
         self.data.bytes + self.tensor.bytes + self.pipeline.bytes
     }
 
-    /// What rank `rank` of the pipeline sends in a step.
+    /// The traffic of rank `rank` of the pipeline in a step.
     pub(super) fn new(work: &Work, rank: usize) -> Traffic {
         let micro_batches = work.own_micro_batches() as f64;
         Traffic {
@@ -86,7 +87,7 @@ impl Traffic {
     }
 }
 
-/// The gradients of a step, to the data ranks that update them: an operation for each flat buffer.
+/// Reduce-scatters of a step's gradients over the data ranks: one for each flat buffer.
 pub(super) fn reduce_scatter(work: &Work, rank: usize) -> Volume {
     let precision = &work.recipe.precision;
     let dtype = match precision.gradients {
@@ -96,7 +97,7 @@ pub(super) fn reduce_scatter(work: &Work, rank: usize) -> Volume {
     of_flat_buffers(work, rank, dtype)
 }
 
-/// The updated weights, to all data ranks.
+/// All-gathers of the updated weights over the data ranks.
 pub(super) fn all_gather(work: &Work, rank: usize) -> Volume {
     of_flat_buffers(work, rank, work.recipe.run.dtype)
 }
@@ -107,7 +108,7 @@ fn of_flat_buffers(work: &Work, rank: usize, dtype: ElementType) -> Volume {
     Volume { operations: ring.operations * work.flat_buffers(rank) as f64, ..ring }
 }
 
-/// Among the tensor ranks, for one micro-batch, forward and backward, of all parts of a rank.
+/// Tensor-parallel traffic of one micro-batch, forward and backward, over all chunks of a rank.
 pub(super) fn tensor(work: &Work, rank: usize) -> Volume {
     work.parts(rank).map(|part| tensor_of_part(work, part)).sum()
 }
@@ -116,15 +117,15 @@ fn tensor_of_part(work: &Work, part: &Part) -> Volume {
     let ranks = work.layout.tensor;
     let tokens = work.tokens() as f64;
     let activation = Volume::ring(ranks, activation_bytes(work));
-    // Two gathers and two reductions forward, four and two backward; recomputing a block repeats those
-    // of forward but the last reduction.
+    // Two all-gathers and two reduce-scatters forward, four and two backward; recomputing a block
+    // repeats the forward ones except the last reduce-scatter.
     let of_block = match work.recipe.memory.recompute {
         Recompute::None | Recompute::Cheap => 4.0 + 6.0,
         Recompute::Block => 4.0 + 6.0 + 3.0,
     };
     let blocks = part.num_blocks() as f64;
     let blocks = (activation * of_block + router(work, part, blocks)) * blocks;
-    // Forward and backward; the largest logit, their sum and the target's of each rank.
+    // Forward and backward; each rank's largest logit, sum and target logit.
     let embedding = activation * if part.first { 2.0 } else { 0.0 };
     let head = match part.last {
         true => {
@@ -136,20 +137,20 @@ fn tensor_of_part(work: &Work, part: &Part) -> Volume {
     blocks + embedding + head
 }
 
-/// Among the tensor ranks, for one micro-batch, forward and backward, of the router of a part's blocks on
-/// average.
+/// Tensor-parallel traffic of the router for one micro-batch, forward and backward, averaged over a
+/// chunk's blocks.
 fn router(work: &Work, part: &Part, blocks: f64) -> Volume {
     let routed = part.layers().map(|layer| work.model.routed_heads(layer));
     let (routing, heads) =
         routed.filter(|&heads| heads > 0).fold((0, 0), |sum, heads| (sum.0 + 1, sum.1 + heads));
-    // The heads' norms in f64 forward, the gradients of their gates backward.
+    // Forward, the heads' norms in f64; backward, the gradients of their gates.
     let bytes = work.tokens() as f64 * (heads as f64 / blocks.max(1.0)) * 8.0;
     let of_all = Volume::all_reduce(work.layout.tensor, bytes) * 2.0;
     let share = f64::from(routing) / blocks.max(1.0);
     Volume { operations: of_all.operations * share, ..of_all }
 }
 
-/// To the neighbours in the pipeline, for one micro-batch, forward and backward.
+/// Sends between pipeline stages for one micro-batch, forward and backward.
 pub(super) fn sends(work: &Work, rank: usize) -> Volume {
     if work.layout.pipeline <= 1 {
         return Volume::default();
@@ -158,12 +159,12 @@ pub(super) fn sends(work: &Work, rank: usize) -> Volume {
         operations: 1.0,
         bytes: activation_bytes(work) / work.layout.tensor.max(1) as f64,
     };
-    // A part sends forward unless it is the last, and backward unless it is the first.
+    // A chunk sends forward unless it is the last, and backward unless it is the first.
     let count = |part: &Part| f64::from(!part.last) + f64::from(!part.first);
     send * work.parts(rank).map(count).sum::<f64>()
 }
 
-/// The gradients of a tied head, which lies on both ends of a pipeline, once a step.
+/// The all-reduce of a tied head's gradients between the first and last stage, once a step.
 pub(super) fn tied_head(work: &Work, rank: usize) -> Volume {
     let is_end = work.parts(rank).any(|part| part.first || part.last);
     if !(work.model.tie_word_embeddings && is_end && work.layout.pipeline > 1) {
@@ -184,7 +185,7 @@ mod tests {
     use crate::plan::Layout;
     use crate::plan::tests::{llama3_8b, small};
 
-    /// A micro-batch of 8192 tokens of 4096 numbers in bf16.
+    /// A micro-batch of 8192 tokens of 4096 elements in bf16.
     const STREAM: f64 = 67_108_864.0;
 
     fn traffic(overrides: &[&str], stage: usize, layout: Layout, rank: usize) -> Traffic {

@@ -1,5 +1,6 @@
-//! Hardware profiles: what a device, a node and their connections achieve, from a TOML file. The keys
-//! are documented in `docs/plan.md`; profiles of common machines are in `recipes/hardware`.
+//! Hardware profiles: the measured speed of a device, a node and their network, from a TOML file.
+//! The keys are documented in `docs/plan.md`; profiles of common machines are in
+//! `recipes/hardware`.
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
@@ -12,63 +13,63 @@ use toml::Value;
 use crate::Error;
 use crate::recipe::{Fault, reader};
 
-/// A longer file is not a profile.
+/// Maximum bytes of a profile.
 const MAX_FILE_BYTES: u64 = 1 << 20;
-/// Rates and times beyond this are mistakes; products of some of them still fit an f64.
+/// Maximum of rates and times; products of several of them still fit an f64.
 const MAX_NUMBER: f64 = 1e12;
-/// Attention slower than this share of matrix products is a mistake.
+/// Minimum speed of attention relative to matmuls.
 const MIN_SHARE: f64 = 1e-3;
-/// Bytes of memory beyond this are a mistake.
+/// Maximum bytes of memory.
 const MAX_BYTES: u64 = 1 << 50;
-/// Ranks of a node beyond this are a mistake.
+/// Maximum ranks of a node.
 const MAX_RANKS: usize = 1 << 20;
 
-/// A key, empty where the file as a whole is meant, and what is wrong with it.
+/// A key, empty for a fault of the whole file, and the problem.
 type Problem = (String, String);
 
-/// What a machine achieves, as measured, not its data sheet.
+/// A machine's measured speeds, not its data sheet's.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Hardware {
-    /// What a plan calls it.
+    /// Name in the plan.
     pub name: String,
-    /// What one rank computes with.
+    /// The device of one rank.
     pub device: DeviceRates,
-    /// Several of them in one machine.
+    /// A node of several devices.
     pub node: Node,
-    /// Connections.
+    /// The network.
     pub network: Network,
 }
 
-/// `[device]`: one GPU, or what one rank has of a CPU.
+/// `[device]`: one GPU, or one rank's share of a CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceRates {
     /// Memory in bytes.
     pub memory_bytes: u64,
-    /// Of it, what a plan has no line for: fragmentation, other programs.
+    /// Reserved memory, without a line in the plan: fragmentation, other programs.
     pub reserved_bytes: u64,
-    /// Matrix products in bf16, TFLOP/s.
+    /// Matmuls in bf16, TFLOP/s.
     pub matmul_bf16_tflops: f64,
-    /// Matrix products in f32, TFLOP/s.
+    /// Matmuls in f32, TFLOP/s.
     pub matmul_f32_tflops: f64,
-    /// Rate of the attention core as a share of that of matrix products.
+    /// Speed of the attention core as a fraction of the matmuls' speed.
     pub attention_share: f64,
-    /// What operators that move numbers read and write together, GB/s.
+    /// Memory bandwidth of memory-bound operators, reads and writes together, GB/s.
     pub memory_gb_per_s: f64,
 }
 
-/// `[node]`: ranks that share a machine.
+/// `[node]`: ranks on one machine.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Node {
     /// Ranks of one node.
     pub ranks: usize,
-    /// What one node writes to the file system of the checkpoints, GB/s.
+    /// Write bandwidth of one node to the checkpoints' file system, GB/s.
     pub filesystem_write_gb_per_s: f64,
 }
 
-/// `[network]`: what ranks send to each other.
+/// `[network]`: communication between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Network {
@@ -76,9 +77,9 @@ pub struct Network {
     pub within_node_gb_per_s: f64,
     /// Bus bandwidth between nodes, GB/s for each rank and direction.
     pub between_nodes_gb_per_s: f64,
-    /// Time of an operation that moves nothing, microseconds.
+    /// Latency of an operation, microseconds.
     pub latency_us: f64,
-    /// Share of the exchange of data ranks that goes on beside the computation, 0 to 1.
+    /// Fraction of the data-parallel communication that overlaps with computation, in [0, 1].
     pub data_overlap: f64,
 }
 
@@ -86,8 +87,8 @@ impl Hardware {
     /// Reads the profile at `path`.
     ///
     /// # Errors
-    /// When the file cannot be read or is not TOML, for unknown and missing keys and for values out of
-    /// their limits, with the line where it is known.
+    /// Fails if the file cannot be read or is not TOML, for unknown and missing keys, and for
+    /// values out of range, with the line if it is known.
     pub fn load(path: &Path) -> Result<Self, Error> {
         let length = std::fs::metadata(path).map_err(Error::io(path))?.len();
         if length > MAX_FILE_BYTES {
@@ -104,10 +105,10 @@ impl Hardware {
         }
     }
 
-    /// As [`Hardware::load`], from `text`; `path` is what messages call it.
+    /// Loads a profile from `text`; messages name it `path`.
     ///
     /// # Errors
-    /// As [`Hardware::load`], but for the file.
+    /// As [`Hardware::load`], except for I/O errors.
     pub fn parse(text: &str, path: &Path) -> Result<Self, Error> {
         let table = reader::parse_table(text)
             .map_err(|reason| faults(path, text, vec![(String::new(), reason)]))?;
@@ -121,7 +122,7 @@ impl Hardware {
         }
     }
 
-    /// Keys whose values are out of their limits, each with what is wrong.
+    /// Keys whose values are out of range, each with the problem.
     fn problems(&self) -> Vec<Problem> {
         let mut problems = self.device.problems();
         problems.extend(self.node.problems());
@@ -129,7 +130,7 @@ impl Hardware {
         problems
     }
 
-    /// Operations a second of matrix products in `dtype`.
+    /// FLOPs per second of matmuls in `dtype`.
     pub fn matmul(&self, dtype: ElementType) -> f64 {
         1e12 * match dtype {
             ElementType::F32 => self.device.matmul_f32_tflops,
@@ -137,18 +138,19 @@ impl Hardware {
         }
     }
 
-    /// Bytes of memory that a rank has for itself.
+    /// Bytes of memory that are available to a rank.
     pub fn usable_bytes(&self) -> u64 {
         self.device.memory_bytes.saturating_sub(self.device.reserved_bytes)
     }
 
-    /// Nodes of `ranks` ranks.
+    /// Number of nodes of `ranks` ranks.
     pub fn nodes(&self, ranks: usize) -> usize {
         ranks.div_ceil(self.node.ranks.max(1)).max(1)
     }
 
-    /// Bytes a second that each of `members` ranks, `stride` apart, sends in a ring. Between nodes
-    /// every member has its own link, and a group uses those of all its members in a node.
+    /// Bytes per second that each of `members` ranks, `stride` apart, sends in a ring. Between
+    /// nodes every member has its own link, and a group uses the links of all its members in a
+    /// node.
     pub(super) fn ring(&self, members: usize, stride: usize) -> f64 {
         let Network { within_node_gb_per_s, between_nodes_gb_per_s, .. } = self.network;
         let within = 1e9 * within_node_gb_per_s;
@@ -159,14 +161,15 @@ impl Hardware {
         within.min(1e9 * between_nodes_gb_per_s * per_node as f64)
     }
 
-    /// Bytes a second that a rank sends to one other; between nodes where all `ranks` are not in one.
+    /// Bytes per second of a send between two ranks; between nodes unless all `ranks` are in one
+    /// node.
     pub(super) fn to_neighbour(&self, ranks: usize) -> f64 {
         let Network { within_node_gb_per_s, between_nodes_gb_per_s, .. } = self.network;
         let within = ranks <= self.node.ranks;
         1e9 * if within { within_node_gb_per_s } else { between_nodes_gb_per_s }
     }
 
-    /// Seconds of an operation that moves nothing.
+    /// Seconds of an operation's latency.
     pub(super) fn latency(&self) -> f64 {
         1e-6 * self.network.latency_us
     }
@@ -210,12 +213,12 @@ impl Network {
     }
 }
 
-/// A rate that time can be divided by.
+/// Checks a rate, which times are divided by.
 fn rate(key: &str, value: f64) -> Option<Problem> {
     within(key, value, 1.0 / MAX_NUMBER..=MAX_NUMBER)
 }
 
-/// What is wrong with a value outside of its limits; not a number is outside of all.
+/// The fault of a value out of range; NaN is always out of range.
 fn within<T: PartialOrd + Display>(
     key: &str,
     value: T,
@@ -229,7 +232,7 @@ fn refuse(fine: bool, key: &str, value: impl Display, reason: String) -> Option<
     (!fine).then(|| (key.to_string(), format!("{reason}, not {value}")))
 }
 
-/// The error of these (key, reason) in the profile `text` at `path`.
+/// The error for these (key, reason) pairs in the profile `text` at `path`.
 fn faults(path: &Path, text: &str, problems: Vec<Problem>) -> Error {
     let fault = |(key, reason): Problem| {
         let path = path.display();
@@ -242,7 +245,7 @@ fn faults(path: &Path, text: &str, problems: Vec<Problem>) -> Error {
     Error::Hardware { faults: problems.into_iter().map(fault).collect() }
 }
 
-/// The line, from 1, on which `key` is given in a table of its own; `None` where it is not.
+/// The line, from 1, on which `key` is set in its table; `None` if it is not.
 fn line_of(text: &str, key: &str) -> Option<usize> {
     let (table, name) = key.rsplit_once('.').unwrap_or(("", key));
     let mut current = String::new();

@@ -1,4 +1,4 @@
-//! Layouts to choose from: every way to divide a number of ranks that fits in memory, fastest first.
+//! Suggested layouts: every layout of a number of ranks that fits in memory, fastest first.
 
 use moh_model::ModelConfig;
 
@@ -8,19 +8,19 @@ use super::work::{Layout, Work};
 use super::{DiskBytes, grown};
 use crate::recipe::{Recipe, Stage};
 
-/// Layouts that are shown for each stage.
+/// Number of layouts shown for each stage.
 const SHOWN: usize = 5;
-/// Sequences at a time beyond this are not tried: products do not get faster any more.
+/// Maximum micro-batch: matmuls do not get faster beyond this.
 const MOST_SEQUENCES: u64 = 64;
-/// Parts of a pipeline beyond this are not tried: no model has as many blocks.
+/// Maximum chunks of a pipeline: no model has as many blocks.
 const MOST_PARTS: usize = 256;
 
 /// The fastest layouts of each stage of a recipe.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Suggestions {
-    /// Ranks.
+    /// Number of ranks.
     pub ranks: usize,
-    /// The machine.
+    /// The hardware profile.
     pub hardware: Hardware,
     /// The stages, in order.
     pub stages: Vec<StageSuggestions>,
@@ -31,31 +31,31 @@ pub struct Suggestions {
 pub struct StageSuggestions {
     /// The stage's name.
     pub stage: String,
-    /// Layouts that were looked at.
+    /// Number of layouts considered.
     pub considered: usize,
-    /// Of them, those that fit in memory.
+    /// Number of layouts that fit in memory.
     pub fitting: usize,
-    /// The least memory that any of them needs, in bytes.
+    /// The least memory of any layout, in bytes.
     pub least_bytes: Option<u64>,
-    /// The fastest of those that fit, fastest first.
+    /// The fastest layouts that fit, fastest first.
     pub best: Vec<Suggestion>,
 }
 
-/// One way to run a stage.
+/// One layout of a stage.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Suggestion {
-    /// How the ranks divide it.
+    /// The layout of the ranks.
     pub layout: Layout,
-    /// Sequences that a rank computes at a time.
+    /// Sequences per micro-batch.
     pub micro_batch: usize,
-    /// Memory of the fullest rank, in bytes.
+    /// Memory of the rank that needs most, in bytes.
     pub bytes: u64,
-    /// Its predicted speed.
+    /// The predicted speed.
     pub speed: Speed,
 }
 
 impl Suggestion {
-    /// The overrides that make a recipe's stage run like this.
+    /// The overrides that select this layout for a recipe's stage.
     pub fn overrides(&self, stage: &str) -> String {
         let Layout { tensor, pipeline, virtual_stages, .. } = self.layout;
         format!(
@@ -69,8 +69,8 @@ impl Suggestion {
 }
 
 impl Suggestions {
-    /// Looks for the layouts of `ranks` ranks of a machine for each stage of `recipe` on `model`,
-    /// whose vocabulary is that before it grows.
+    /// Finds the fastest layouts of `ranks` ranks of a machine for each stage of `recipe` on
+    /// `model`, given before its vocabulary grows.
     pub fn new(recipe: &Recipe, model: &ModelConfig, ranks: usize, hardware: Hardware) -> Self {
         let model = grown(recipe, model);
         let checkpoint = DiskBytes::new(recipe, &model).checkpoint;
@@ -108,15 +108,15 @@ fn suggest(
             }
         }
     }
-    // Equal ones stay in the order in which they were made, the simplest first.
+    // A stable sort: equal layouts stay in order, the simplest first.
     found.sort_by(|a, b| a.speed.step.total().total_cmp(&b.speed.step.total()));
     let fitting = found.len();
     found.truncate(SHOWN);
     StageSuggestions { stage: stage.name.clone(), considered, fitting, least_bytes, best: found }
 }
 
-/// The layouts of `ranks` ranks: tensor ranks divide the key/value heads and stay within a node, and
-/// a pipeline has at least a block for each of its parts.
+/// All layouts of `ranks` ranks: tensor ranks divide the key/value heads and stay within a node,
+/// and every chunk of a pipeline has at least one block.
 fn layouts(model: &ModelConfig, ranks: usize, hardware: &Hardware) -> Vec<Layout> {
     let (groups, blocks) = (model.num_key_value_heads, model.num_hidden_layers);
     let most = blocks.min(MOST_PARTS);
@@ -140,21 +140,21 @@ fn layouts(model: &ModelConfig, ranks: usize, hardware: &Hardware) -> Vec<Layout
     layouts
 }
 
-/// Sequences at a time that make whole steps.
+/// Micro-batch sizes that divide the step.
 fn micro_batches(recipe: &Recipe, stage: &Stage) -> impl Iterator<Item = usize> {
     let sequences = stage.batch_sequences(recipe.data.sequence_length);
     let divides = move |&count: &u64| sequences.is_multiple_of(count);
-    // No larger than 64, so they are numbers of any type.
+    // At most 64, so the conversion is exact.
     (1..=MOST_SEQUENCES.min(sequences)).filter(divides).map(|count| count as usize)
 }
 
-/// Whether every data rank has work, and an interleaved pipeline a whole turn of micro-batches: with
-/// fewer its stages wait.
+/// Whether every data rank has a micro-batch, and an interleaved pipeline at least as many as it
+/// has stages; with fewer its stages would wait.
 fn serves(work: &Work) -> bool {
     let (micro_batches, data) = (work.micro_batches(), work.layout.data as u64);
     let fewest = micro_batches / data.max(1);
-    let turn = fewest >= work.layout.pipeline as u64;
-    data <= micro_batches && (work.layout.virtual_stages == 1 || turn)
+    let fills = fewest >= work.layout.pipeline as u64;
+    data <= micro_batches && (work.layout.virtual_stages == 1 || fills)
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! Memory of one rank, in bytes, by what it is for: the constructors of a run's buffers, on a memory that
-//! counts. What is not a buffer is counted beside them.
+//! Memory of one rank, in bytes, by purpose: runs the constructors of a run's buffers on a memory
+//! that counts, and adds what is not a buffer.
 
 use moh_comm::Coordinates;
 use moh_device::{InTrainingElements, TrainingTypes, in_training_elements};
@@ -19,21 +19,21 @@ use crate::step::StepPlan;
 use crate::step_buffers::{StepBuffers, StepSizes};
 use crate::{Error, pipeline_schedule, ranks};
 
-/// What a process takes of a GPU's memory before its first buffer: the driver's context and the kernels.
+/// GPU memory of a process before its first buffer: the driver's context and the kernels.
 const CONTEXT: u64 = 512 << 20;
-/// What NCCL takes of a GPU's memory for its communicators' channels.
+/// GPU memory of NCCL's channels.
 const NCCL: u64 = 1 << 30;
 
-/// Memory of weights and optimiser, in bytes.
+/// Memory of weights and optimiser state, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StateBytes {
     /// Weights in the compute dtype.
     pub weights: u64,
-    /// What bf16 weights lack of the f32 numbers that the optimiser updates.
+    /// The 16 bits by which bf16 weights differ from the optimiser's f32 weights.
     pub remainder: u64,
     /// Gradients.
     pub gradients: u64,
-    /// Rounded gradients on their way between data ranks, where `precision.reduce` asks for them.
+    /// Gradients rounded for the reduce-scatter, if `precision.reduce` is bf16.
     pub rounded: u64,
     /// Both moments.
     pub moments: u64,
@@ -42,11 +42,11 @@ pub struct StateBytes {
 /// Memory that depends on the micro-batch, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ActivationBytes {
-    /// What forward leaves for backward, of all micro-batches that are under way.
+    /// Saved activations of all micro-batches in flight.
     pub saved: u64,
     /// Gradients of one block's activations.
     pub block_gradients: u64,
-    /// Where the parts of tensor ranks are gathered.
+    /// All-gathered activations of the tensor ranks.
     pub gathered: u64,
     /// One chunk of logits.
     pub logits: u64,
@@ -57,39 +57,39 @@ pub struct ActivationBytes {
 /// Memory that no other line counts, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct OtherBytes {
-    /// What operators use beside their arguments, on a GPU.
+    /// Scratch of operators on a GPU.
     pub scratch: u64,
-    /// Tables of rotary position embedding, and sums.
+    /// Tables of rotary position embedding, and sums of losses and norms.
     pub tables: u64,
-    /// Copies of messages to other stages of the pipeline that are not received yet.
+    /// Copies of messages that other pipeline stages have not received yet.
     pub messages: u64,
     /// Scratch of the CPU's threads.
     pub thread_scratch: u64,
-    /// What the GPU's driver and libraries take.
+    /// The GPU's driver and libraries.
     pub libraries: u64,
-    /// The host's memory for a checkpoint's tensors, one at a time.
+    /// Host memory for a checkpoint's tensors, one at a time.
     pub staging: u64,
 }
 
 /// Memory of one rank, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RankMemory {
-    /// The rank's place in its pipeline, from 0.
+    /// The rank in its pipeline, from 0.
     pub pipeline_rank: usize,
-    /// Passes, each of one micro-batch through one part, whose activations it holds.
+    /// Passes in flight, each of one micro-batch through one chunk.
     pub in_flight: u64,
-    /// Weights and optimiser.
+    /// Weights and optimiser state.
     pub state: StateBytes,
-    /// What depends on the micro-batch.
+    /// Memory that depends on the micro-batch.
     pub activations: ActivationBytes,
-    /// Whatever else there is.
+    /// Other memory.
     pub other: OtherBytes,
-    /// Whose memory it is.
+    /// The device.
     pub device: Device,
 }
 
 impl StateBytes {
-    /// All of it.
+    /// The total.
     pub fn total(&self) -> u64 {
         let StateBytes { weights, remainder, gradients, rounded, moments } = *self;
         sum([weights, remainder, gradients, rounded, moments])
@@ -97,7 +97,7 @@ impl StateBytes {
 }
 
 impl ActivationBytes {
-    /// All of it.
+    /// The total.
     pub fn total(&self) -> u64 {
         let ActivationBytes { saved, block_gradients, gathered, logits, evaluation } = *self;
         sum([saved, block_gradients, gathered, logits, evaluation])
@@ -105,7 +105,7 @@ impl ActivationBytes {
 }
 
 impl OtherBytes {
-    /// All of it that lies in the memory of `device`.
+    /// The total in the memory of `device`.
     pub fn total(&self, device: Device) -> u64 {
         let OtherBytes { scratch, tables, messages, thread_scratch, libraries, staging } = *self;
         let on_host = match device {
@@ -117,16 +117,16 @@ impl OtherBytes {
 }
 
 impl RankMemory {
-    /// All of it that lies in the device's memory.
+    /// The total in the device's memory.
     pub fn total(&self) -> u64 {
         sum([self.state.total(), self.activations.total(), self.other.total(self.device)])
     }
 
-    /// Memory of the rank at `place` in `layout` in a stage of `recipe`, on a model whose vocabulary has
-    /// grown.
+    /// Memory of the rank at `place` in `layout` in a stage of `recipe`, on a model with its grown
+    /// vocabulary.
     ///
     /// # Errors
-    /// A layout that does not divide the model, and heads that cannot be routed.
+    /// Fails if the layout does not divide the model, or if the heads cannot be routed.
     pub fn of_rank(
         recipe: &Recipe,
         stage: &Stage,
@@ -140,11 +140,11 @@ impl RankMemory {
         Self::at(&work, &parts(&work)?[place.pipeline], place, own)
     }
 
-    /// Memory of the rank of `work` that has most to hold.
+    /// Memory of the rank of `work` that needs most.
     pub(super) fn fullest(work: &Work) -> Result<RankMemory, Error> {
         let (parts, data) = (parts(work)?, work.layout.data as u64);
         let count = |count| usize::try_from(count).unwrap_or(usize::MAX);
-        // Data ranks differ by a micro-batch at the most.
+        // Data ranks differ by at most one micro-batch.
         let most = count(work.micro_batches().div_ceil(data.max(1)));
         let fewest = count(work.micro_batches() / data.max(1));
         let counts = if most == fewest { vec![most] } else { vec![most, fewest] };
@@ -154,7 +154,7 @@ impl RankMemory {
                 for &micro_batches in &counts {
                     let place = Coordinates { tensor, data: 0, pipeline };
                     let found = Self::at(work, part, place, micro_batches)?;
-                    // The first of equal ones.
+                    // The first of equal ranks.
                     fullest = match fullest {
                         Some(most) if most.total() >= found.total() => Some(most),
                         _ => Some(found),
@@ -166,8 +166,8 @@ impl RankMemory {
         Ok(fullest.ok_or(none)?)
     }
 
-    /// Memory of a rank with so many micro-batches in a step, and with a part of the model of which it
-    /// holds its share.
+    /// Memory of a rank with this many micro-batches in a step, and with its shard of a part of the
+    /// model.
     fn at(
         work: &Work,
         part: &Part,
@@ -213,7 +213,7 @@ impl RankMemory {
         Ok(RankMemory { pipeline_rank: place.pipeline, in_flight, ..counted })
     }
 
-    /// What was counted, and what is beside the buffers.
+    /// The counted buffers, and the other memory.
     fn counted(memory: &CountingMemory, device: Device, other: OtherBytes) -> RankMemory {
         RankMemory {
             pipeline_rank: 0,
@@ -242,7 +242,7 @@ impl RankMemory {
         }
     }
 
-    /// Of a rank whose buffers have more numbers than a computer addresses.
+    /// The memory of a rank whose buffers exceed the address space.
     fn boundless(pipeline_rank: usize, slots: Slots, device: Device) -> RankMemory {
         RankMemory {
             pipeline_rank,
@@ -267,7 +267,8 @@ struct Buffers<'a> {
 impl InTrainingElements for Buffers<'_> {
     type Output = Result<usize, Error>;
 
-    /// Constructs what a run constructs, in its order; returns the bytes of a message to another stage.
+    /// Runs a run's constructors in the same order; returns the bytes of a message to another
+    /// stage.
     fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
         let Buffers { work, part, layout, slots, memory } = self;
         let (recipe, config) = (work.recipe, &work.model);
@@ -288,7 +289,7 @@ impl InTrainingElements for Buffers<'_> {
     }
 }
 
-/// What the driver and libraries of a GPU take.
+/// GPU memory of the driver and libraries.
 fn libraries(memory: &CountingMemory, device: Device, ranks: usize) -> u64 {
     match device {
         Device::Cpu => 0,
@@ -298,13 +299,13 @@ fn libraries(memory: &CountingMemory, device: Device, ranks: usize) -> u64 {
     }
 }
 
-/// The parts of the ranks of a pipeline.
+/// The parts of all ranks of a pipeline.
 fn parts(work: &Work) -> Result<Vec<Part>, Error> {
     let Layout { pipeline, virtual_stages, .. } = work.layout;
     Ok(Part::divide(&work.model, pipeline.max(1), virtual_stages.max(1))?)
 }
 
-/// The tensor ranks that differ in what they hold.
+/// The tensor ranks with different sizes.
 fn distinct_tensor_ranks(work: &Work) -> Vec<usize> {
     let (model, ranks) = (&work.model, work.layout.tensor.max(1));
     let mut seen = Vec::new();
@@ -320,7 +321,7 @@ fn distinct_tensor_ranks(work: &Work) -> Vec<usize> {
     (0..ranks).filter(is_new).collect()
 }
 
-/// Whether every buffer's length is a `usize`.
+/// Whether every buffer's length fits a `usize`.
 fn fits_numbers(work: &Work) -> bool {
     let model = &work.model;
     let [hidden, mlp, heads] =

@@ -1,11 +1,10 @@
-//! What a recipe will take, worked out from the model's shape before anything is loaded: steps,
-//! memory, floating-point operations, time and disk; on many ranks also what they send, and the
-//! layouts to choose from. The formulas of traffic and time and their
-//! sources are in `docs/plan.md`.
+//! The cost of a recipe, computed from the model's shape before anything is loaded: steps, memory,
+//! floating-point operations, time and disk; on many ranks also traffic and suggested layouts. The
+//! formulas of traffic and time and their sources are in `docs/plan.md`.
 //!
-//! **Floating-point operations** follow [`moh_model::flops`]: a multiply-add counts as two, only the
-//! causal half of attention counts, training is forward and backward, and what `memory.recompute`
-//! computes again does not count.
+//! **Floating-point operations** follow [`moh_model::flops`]: a multiply-add counts as two, only
+//! the causal half of attention counts, training is forward and backward, and recomputation
+//! (`memory.recompute`) does not count.
 //!
 //! **Disk**: a checkpoint holds the parameters in f32 and both moments; the export holds the
 //! parameters in `run.dtype`.
@@ -35,7 +34,7 @@ use crate::Error;
 use crate::recipe::{Parallel, Recipe, Recompute, Stage};
 use work::Work;
 
-/// What a recipe will take.
+/// The cost of a recipe.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
     /// Rows of the embedding before and after the vocabulary grows.
@@ -46,9 +45,9 @@ pub struct Plan {
     pub stages: Vec<StagePlan>,
     /// Bytes on disk.
     pub disk: DiskBytes,
-    /// Achieved TFLOP/s of one device, where the time was asked for.
+    /// TFLOP/s that one device achieves, if the time was requested.
     pub device_tflops: Option<f64>,
-    /// The stages on many ranks, where those were asked for.
+    /// The stages on many ranks, if requested.
     pub cluster: Option<Cluster>,
     /// `run.dtype`.
     pub dtype: ElementType,
@@ -63,7 +62,7 @@ pub struct Plan {
 pub struct DiskBytes {
     /// One checkpoint.
     pub checkpoint: u64,
-    /// Checkpoints that are there at the end: the newest and those kept for good.
+    /// Checkpoints at the end of the run: the newest, and those that are never removed.
     pub num_checkpoints: u64,
     /// The exported model.
     pub export: u64,
@@ -74,29 +73,29 @@ pub struct DiskBytes {
 pub struct StagePlan {
     /// The stage's name.
     pub name: String,
-    /// Routing; `None` where attention is dense.
+    /// Routing; `None` for dense attention.
     pub moh: Option<MohConfig>,
-    /// Query heads that a token computes in each layer.
+    /// Active query heads of each layer.
     pub active_heads: HeadCounts,
     /// Query heads.
     pub num_heads: usize,
     /// Optimiser steps.
     pub steps: u64,
-    /// Tokens of a step.
+    /// Tokens per step.
     pub batch_tokens: u64,
-    /// Tokens trained on: whole batches.
+    /// Tokens of the stage, in whole batches.
     pub tokens: u64,
-    /// Sequences trained on.
+    /// Sequences of the stage.
     pub samples: u64,
-    /// Micro-batches that make a step, over all processes.
+    /// Micro-batches of a step, over all processes.
     pub micro_batches: u64,
-    /// The split that the recipe asks for.
+    /// The recipe's parallelism.
     pub parallel: Parallel,
-    /// Memory of one process that holds the whole model.
+    /// Memory of one process with the whole model.
     pub memory: RankMemory,
-    /// Forward FLOPs per token of this stage.
+    /// Forward FLOPs per token.
     pub forward_flops: f64,
-    /// Training FLOPs per token of this stage.
+    /// Training FLOPs per token.
     pub training_flops: f64,
     /// Training FLOPs per token if all heads were active.
     pub dense_training_flops: f64,
@@ -110,12 +109,11 @@ impl StagePlan {
 }
 
 impl Plan {
-    /// The plan of `recipe` on `model`, whose vocabulary is that before it grows. Where the recipe
-    /// does not give `model.vocab_size`, the vocabulary is the model's, padded: a larger tokenizer
-    /// is not looked at.
+    /// The plan of `recipe` on `model`, given before its vocabulary grows. Without
+    /// `model.vocab_size`, the vocabulary is the model's, padded: the tokenizer is not read.
     ///
     /// # Errors
-    /// Heads that cannot be routed.
+    /// Fails if the heads cannot be routed.
     pub fn new(recipe: &Recipe, model: &ModelConfig) -> Result<Plan, Error> {
         let grown = grown(recipe, model);
         let stages = recipe.stages.iter().map(|stage| plan_stage(recipe, stage, &grown));
@@ -132,14 +130,14 @@ impl Plan {
         })
     }
 
-    /// The plan with times, for a device that achieves `tflops` TFLOP/s (not its peak).
+    /// Adds times to the plan, for a device that achieves `tflops` TFLOP/s (not its peak).
     pub fn with_device_tflops(self, tflops: f64) -> Plan {
         Plan { device_tflops: Some(tflops), ..self }
     }
 }
 
 impl DiskBytes {
-    /// Those of `recipe` on a model whose vocabulary has grown.
+    /// The disk space of `recipe` on a model with its grown vocabulary.
     fn new(recipe: &Recipe, model: &ModelConfig) -> DiskBytes {
         let of = |bytes: usize| model.num_parameters().saturating_mul(bytes as u64);
         let for_good = recipe.num_steps().checked_div(recipe.checkpoint.keep_every).unwrap_or(0);

@@ -14,7 +14,7 @@ use crate::recipe::{Device, Recompute};
 
 /// Width of a row's label.
 const LABEL: usize = 40;
-/// Least width of a column.
+/// Minimum width of a column.
 const COLUMN: usize = 18;
 
 /// Writes a table: a label, then a column for each stage.
@@ -34,7 +34,7 @@ impl Table<'_, '_> {
         writeln!(self.f, "  {label:<LABEL$}{value:>COLUMN$}")
     }
 
-    /// A row of one value a stage.
+    /// A row with one value per stage.
     fn each<T>(
         &mut self,
         label: &str,
@@ -48,7 +48,7 @@ impl Table<'_, '_> {
         writeln!(self.f)
     }
 
-    /// A row of bytes, where any stage has some.
+    /// A row of bytes, if any stage has some.
     fn bytes(
         &mut self,
         label: &str,
@@ -217,7 +217,7 @@ impl Plan {
     }
 }
 
-/// What is beside weights and activations, and the sum.
+/// The remaining memory, and the sum.
 fn write_other(table: &mut Table, stages: &[RankMemory]) -> fmt::Result {
     let part = |part: fn(&OtherBytes) -> u64| move |rank: &RankMemory| part(&rank.other);
     let on_gpu = stages.iter().any(|rank| rank.device == Device::Cuda);

@@ -1,8 +1,9 @@
-//! What a step takes on a machine of a given profile. The formulas are in `docs/plan.md`.
+//! The time of a step on a machine with a hardware profile. The formulas are in `docs/plan.md`.
 //!
-//! A rank computes at the rate of matrix products, the attention core at its share of that, and waits
-//! for the operators that only move numbers; what it exchanges with tensor ranks and neighbours in the
-//! pipeline is waited for, what data ranks exchange only where it does not go on beside the passes.
+//! A rank computes matmuls at their measured rate, the attention core at a fraction of it, and
+//! memory-bound operators at the memory bandwidth. Communication of tensor ranks and pipeline
+//! stages is exposed; communication of data ranks is exposed only where it does not overlap with
+//! the passes.
 
 use moh_model::model_parallel::Part;
 
@@ -11,24 +12,24 @@ use super::hardware::Hardware;
 use super::work::{Elements, Work};
 use crate::recipe::Recompute;
 
-/// Seconds of one step, by what they are spent on; together they are the step.
+/// Seconds of one step, by activity; they sum to the step.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct StepTime {
-    /// Passes of the busiest rank of the pipeline.
+    /// Passes of the busiest pipeline stage.
     pub compute: f64,
-    /// Its exchanges with the ranks that divide the same blocks.
+    /// Its tensor-parallel communication.
     pub tensor: f64,
-    /// What it sends to its neighbours in the pipeline.
+    /// Its sends to other pipeline stages.
     pub sends: f64,
-    /// Waiting while the pipeline fills and drains.
+    /// The pipeline bubble.
     pub bubble: f64,
-    /// Gradients to and weights from the data ranks, as far as nothing else goes on meanwhile.
+    /// Data-parallel communication of gradients and weights, as far as it is exposed.
     pub data: f64,
-    /// AdamW, the gradients' norm and their zeros.
+    /// AdamW, the gradient norm and zeroing gradients.
     pub optimizer: f64,
 }
 
-/// Seconds of one micro-batch on one rank, forward and backward, of all its parts.
+/// Seconds of one micro-batch on one rank, forward and backward, over all its chunks.
 #[derive(Debug, Clone, Copy, Default)]
 struct Pass {
     compute: f64,
@@ -36,7 +37,8 @@ struct Pass {
     sends: f64,
 }
 
-/// Share of a pass that is forward; backward has two products for each of its one.
+/// The forward pass's fraction of both passes; the backward pass has two matmuls for each forward
+/// one.
 const FORWARD: f64 = 1.0 / 3.0;
 
 impl StepTime {
@@ -100,7 +102,7 @@ fn compute(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
     let memory = 1e9 * hardware.device.memory_gb_per_s;
     let blocks: usize = work.parts(rank).map(|part| part.num_blocks()).sum();
     let has_head = work.parts(rank).any(|part| part.last);
-    // The forward pass of the blocks once more.
+    // Recomputes the blocks' forward pass.
     let again = match work.recipe.memory.recompute {
         Recompute::Block => 1.0,
         Recompute::None | Recompute::Cheap => 0.0,
@@ -113,16 +115,16 @@ fn compute(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
     work.tokens() as f64 * (blocks as f64 * block + if has_head { head } else { 0.0 })
 }
 
-/// What one rank does for each token, of one block and of the head.
+/// One rank's work per token, for one block and for the head.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct PerToken {
-    /// FLOPs of the matrices of a block, forward.
+    /// Forward FLOPs of a block's matmuls.
     linear: f64,
-    /// FLOPs of its attention core, forward, the mean of the rank's blocks.
+    /// Forward FLOPs of its attention core, averaged over the rank's blocks.
     attention: f64,
-    /// FLOPs of the output head, forward.
+    /// Forward FLOPs of the output head.
     head: f64,
-    /// Bytes that the other operators of a block read and write, forward and backward.
+    /// Bytes that a block's other operators read and write, forward and backward.
     block_bytes: f64,
     /// Bytes of the logits, which are written, read and overwritten by their gradient.
     head_bytes: f64,
@@ -145,14 +147,14 @@ impl PerToken {
     }
 }
 
-/// Query heads that a token computes, the mean of a rank's blocks.
+/// Active query heads per token, averaged over a rank's blocks.
 fn mean_active(work: &Work, rank: usize) -> f64 {
     let layers = || work.parts(rank).flat_map(Part::layers);
     let active: usize = layers().map(|layer| work.model.layer_heads(layer).active()).sum();
     active as f64 / layers().count().max(1) as f64
 }
 
-/// Bytes that norms, RoPE and SwiGLU of a block read and write for one token, forward and backward.
+/// Bytes that norms, RoPE and SwiGLU of a block read and write per token, forward and backward.
 fn moved(work: &Work) -> f64 {
     let tensor = work.layout.tensor.max(1) as f64;
     let c = work.model.hidden_size as f64 / tensor;
@@ -169,8 +171,8 @@ fn moved(work: &Work) -> f64 {
     (forward + backward + again) * work.recipe.run.dtype.bytes() as f64
 }
 
-/// Seconds of the exchange of data ranks that is waited for: gradients hide behind the last backward
-/// pass, weights behind the first forward pass.
+/// Seconds of exposed data-parallel communication: gradients overlap with the last backward pass,
+/// weights with the first forward pass.
 fn data(work: &Work, hardware: &Hardware, rank: usize, pass: &Pass) -> f64 {
     let ring = hardware.ring(work.layout.data, work.layout.tensor);
     let neighbour = hardware.to_neighbour(work.layout.ranks());
@@ -190,8 +192,8 @@ fn optimizer(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
     let precision = &work.recipe.precision;
     let elements = work.rank_elements(rank) as f64;
     let share = elements / work.layout.data.max(1) as f64;
-    // Gradients for the norm and for the update, both moments and 4 bytes of the weight, in bf16 with
-    // its remainder, in and out.
+    // Reads the gradients twice, for the norm and the update; reads and writes both moments and 4
+    // bytes of each weight (in bf16 including its remainder).
     let (gradient, moment) = (precision.gradients.bytes(), precision.moments.bytes());
     let update = 2.0 * gradient as f64 + 2.0 * 4.0 + 4.0 * moment as f64;
     share * update / (1e9 * hardware.device.memory_gb_per_s)

@@ -1,4 +1,4 @@
-//! Numbers for a reader: thousands set apart, and the unit that keeps them short.
+//! Formats quantities: grouped thousands, and units that keep numbers short.
 
 /// 1234567 as `1,234,567`.
 pub(super) fn grouped(number: u64) -> String {
@@ -13,7 +13,7 @@ pub(super) fn grouped(number: u64) -> String {
     text
 }
 
-/// A value in the largest of `units` (each `base` times the one before) that it reaches.
+/// A value in the largest of `units` (each `base` times the previous one) that it reaches.
 fn scaled(mut value: f64, base: f64, units: &[&str]) -> String {
     let mut index = 0;
     while value >= base && index + 1 < units.len() {
@@ -31,7 +31,7 @@ pub(super) fn bytes(count: u64) -> String {
     scaled(count as f64, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"])
 }
 
-/// Bytes on their way, in the powers of ten in which links are sold.
+/// Bytes of traffic, in the powers of ten of network links.
 pub(super) fn traffic(count: f64) -> String {
     scaled(count, 1000.0, &["B", "kB", "MB", "GB", "TB", "PB", "EB"])
 }
@@ -55,7 +55,7 @@ pub(super) fn duration(seconds: f64) -> String {
     }
 }
 
-/// A part of a step, which may be much shorter than a second.
+/// A time within a step, which may be much shorter than a second.
 pub(super) fn moment(seconds: f64) -> String {
     match seconds {
         s if s >= 10.0 => format!("{s:.1} s"),

@@ -1,8 +1,8 @@
-//! What one rank of a stage has to do: its parts of the model, their sizes and its micro-batches. Traffic
-//! and time follow from this and from nothing else.
+//! The work of one rank in a stage: its parts of the model, their sizes and its micro-batches.
+//! Traffic and time are computed from this alone.
 //!
-//! Sizes are those of one rank: heads are dealt to tensor ranks by key/value groups, the MLP by
-//! columns, the vocabulary by rows; norms are whole everywhere.
+//! Sizes are per rank: heads are sharded by key/value groups, the MLP by columns and the vocabulary
+//! by rows; norms are replicated.
 
 use moh_model::ModelConfig;
 use moh_model::layout::ModelLayout;
@@ -10,50 +10,51 @@ use moh_model::model_parallel::{Part, TensorShare};
 
 use crate::recipe::{Parallel, Recipe, Stage};
 
-/// How ranks divide a stage's work: tensor fastest, then data, pipeline slowest.
+/// The layout of a stage's ranks: tensor fastest, then data, pipeline slowest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Layout {
-    /// Ranks that divide each block.
+    /// Tensor-parallel ranks.
     pub tensor: usize,
-    /// Ranks that share a step's micro-batches.
+    /// Data-parallel ranks.
     pub data: usize,
-    /// Ranks that divide the blocks.
+    /// Pipeline stages.
     pub pipeline: usize,
-    /// Parts of the model that each rank of a pipeline has.
+    /// Chunks of the model on each pipeline stage.
     pub virtual_stages: usize,
 }
 
 impl Layout {
-    /// One rank that does everything.
+    /// A single rank.
     pub const ALONE: Layout = Layout { tensor: 1, data: 1, pipeline: 1, virtual_stages: 1 };
 
-    /// A recipe's split on `ranks` ranks; `None` when they are no multiple of it.
+    /// A recipe's parallelism on `ranks` ranks; `None` if `ranks` is not a multiple of it.
     pub fn new(parallel: Parallel, ranks: usize) -> Option<Layout> {
         let Parallel { tensor, pipeline, virtual_stages } = parallel;
         let data = parallel.data_ranks(ranks)?;
         Some(Layout { tensor, data, pipeline, virtual_stages })
     }
 
-    /// Ranks in all.
+    /// Number of ranks.
     pub fn ranks(&self) -> usize {
         self.tensor.saturating_mul(self.data).saturating_mul(self.pipeline)
     }
 }
 
-/// A stage of a recipe on ranks in a layout.
+/// A stage of a recipe with its layout.
 pub(super) struct Work<'a> {
     pub recipe: &'a Recipe,
     pub stage: &'a Stage,
-    /// With the stage's routing and the grown vocabulary.
+    /// The configuration with the stage's routing and the grown vocabulary.
     pub model: ModelConfig,
     pub layout: Layout,
-    /// Sequences that a rank computes at a time.
+    /// Sequences per micro-batch.
     pub micro_batch: usize,
-    /// The parts of the model, in its order: rank s of the pipeline has s, s + pipeline, and so on.
+    /// The chunks of the model, in order: rank s of the pipeline has chunks s, s + pipeline, and so
+    /// on.
     parts: Vec<Part>,
 }
 
-/// Elements of a part's tensors on one rank.
+/// Elements of the tensors on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Elements {
     /// The matrices of one block.
@@ -65,10 +66,10 @@ pub(super) struct Elements {
 }
 
 impl<'a> Work<'a> {
-    /// The work of `stage` on a model whose vocabulary has grown.
+    /// The work of `stage` on a model with its grown vocabulary.
     ///
     /// # Errors
-    /// When the layout has more parts than the model has blocks.
+    /// Fails if the layout has more chunks than the model has blocks.
     pub fn new(
         recipe: &'a Recipe,
         stage: &'a Stage,
@@ -80,7 +81,7 @@ impl<'a> Work<'a> {
         Ok(Work { layout, parts, ..Work::alone(recipe, stage, grown) })
     }
 
-    /// The same on one rank.
+    /// The same work on a single rank.
     pub fn alone(recipe: &'a Recipe, stage: &'a Stage, grown: &ModelConfig) -> Self {
         let model = ModelConfig { moh: stage.moh_config(grown), ..grown.clone() };
         let parts = vec![Part::whole(&model)];
@@ -88,7 +89,7 @@ impl<'a> Work<'a> {
         Work { recipe, stage, model, layout: Layout::ALONE, micro_batch, parts }
     }
 
-    /// The parts of rank `rank` of the pipeline.
+    /// The chunks of rank `rank` of the pipeline.
     pub fn parts(&self, rank: usize) -> impl Iterator<Item = &Part> {
         self.parts.iter().skip(rank).step_by(self.layout.pipeline.max(1))
     }
@@ -104,12 +105,12 @@ impl<'a> Work<'a> {
         sequences / (self.micro_batch as u64).max(1)
     }
 
-    /// Micro-batches of the data rank that has most of them.
+    /// Maximum micro-batches of any data rank.
     pub fn own_micro_batches(&self) -> u64 {
         self.micro_batches().div_ceil(self.layout.data as u64)
     }
 
-    /// Sizes of the tensors on the rank that has most of each.
+    /// Elements of the tensors, each on the rank with most of it.
     pub fn elements(&self) -> Elements {
         let model = ModelConfig { num_hidden_layers: 1, ..self.model.clone() };
         let tensor = TensorShare { rank: 0, ranks: self.layout.tensor.max(1) };
@@ -151,8 +152,8 @@ impl<'a> Work<'a> {
         (self.model.vocab_size as u128).div_ceil(self.tensor())
     }
 
-    /// Elements of all tensors of rank `rank` of the pipeline, each flat buffer padded to a multiple
-    /// of the data ranks.
+    /// Elements of all tensors of rank `rank` of the pipeline, with each flat buffer padded to a
+    /// multiple of the data ranks.
     pub fn rank_elements(&self, rank: usize) -> u128 {
         self.parts(rank).map(|part| self.part_numbers(part)).sum()
     }
