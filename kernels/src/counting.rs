@@ -1,4 +1,4 @@
-//! A memory that holds nothing: it counts what is allocated.
+//! A memory that stores nothing and counts allocations.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -43,7 +43,7 @@ struct Counts {
     thread_scratch: AtomicU64,
 }
 
-/// Where no purpose was named.
+/// Allocations without a purpose.
 const UNNAMED: usize = Purpose::ALL.len() - 1;
 
 impl CountingMemory {
@@ -58,7 +58,7 @@ impl CountingMemory {
         self.counts.bytes[purpose as usize].load(Ordering::Relaxed)
     }
 
-    /// Bytes that the device takes for matrix products when it is opened.
+    /// Bytes that the device reserves for matmuls when it is opened.
     pub fn product_workspace(&self) -> u64 {
         match self.device {
             CountedDevice::Cpu => 0,
@@ -96,7 +96,7 @@ impl<S> Counted<S> {
         Counted { len, elements: PhantomData }
     }
 
-    /// Panics where the range leaves the buffer, as a slice does.
+    /// Panics if the range exceeds the buffer, as a slice does.
     fn part(&self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {}", self.len);
         Counted::new(range.len())

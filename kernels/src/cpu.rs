@@ -46,7 +46,8 @@ impl Memory for Cpu {
         ALLOCATED.set(
             ALLOCATED.get().saturating_add((len as u64).saturating_mul(size_of::<S>() as u64)),
         );
-        // Zeroed memory straight from the system where it has room, and no abort where not.
+        // Zeroed memory directly from the system; returns an error instead of aborting if there is
+        // not enough.
         bytemuck::try_zeroed_slice_box(len).map(|buffer| buffer.into_vec()).map_err(|()| refuse())
     }
 
@@ -123,7 +124,7 @@ thread_local! {
 }
 
 impl Cpu {
-    /// Bytes of all buffers that the calling thread has allocated so far, of those that are gone as well.
+    /// Total bytes of buffers that the calling thread has allocated, including freed ones.
     pub fn allocated(&self) -> u64 {
         ALLOCATED.get()
     }

@@ -26,12 +26,12 @@ pub struct MemoryInfo {
     pub total: u64,
 }
 
-/// What buffers are for.
+/// The purpose of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Purpose {
     /// Weights of a model.
     Weights,
-    /// What bf16 weights lack of the f32 numbers that are updated.
+    /// The 16 bits by which bf16 weights differ from the optimiser's f32 weights.
     Remainders,
     /// Gradients of weights.
     Gradients,
@@ -39,19 +39,19 @@ pub enum Purpose {
     RoundedGradients,
     /// Moments of the optimiser.
     Moments,
-    /// What forward passes leave for backward passes.
+    /// Activations saved for the backward pass.
     Activations,
     /// Gradients of activations.
     ActivationGradients,
-    /// Rows of ranks that share tensors, where they are gathered or added up.
+    /// Rows of tensor-parallel ranks, for all-gather and reduce-scatter.
     Gathered,
-    /// Logits, a chunk of tokens at a time, and what ranks add up of them.
+    /// Logits of one chunk of tokens, and the sums that ranks all-reduce.
     Logits,
     /// Passes without gradients.
     Evaluation,
-    /// What operators use beside their arguments.
+    /// Scratch of operators.
     Scratch,
-    /// Tables and sums: whatever no other purpose names.
+    /// Tables, sums, and anything without another purpose.
     Other,
 }
 
@@ -87,7 +87,7 @@ pub trait Memory: Send + Sync + Sized + 'static {
     /// A name for messages, such as `the CPU`.
     fn name(&self) -> String;
 
-    /// The device's own memory; `None` where buffers lie in the host's.
+    /// The device's own memory; `None` if buffers are in the host's memory.
     fn memory_info(&self) -> Option<MemoryInfo> {
         None
     }
@@ -95,7 +95,7 @@ pub trait Memory: Send + Sync + Sized + 'static {
     /// A buffer of `len` zeros.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`] when the device has no room.
+    /// [`crate::Error::OutOfMemory`] if the device is out of memory.
     fn allocate<S: Scalar>(&self, len: usize) -> Result<Self::Buffer<S>>;
 
     /// Runs a constructor of buffers and says what they are for. It changes nothing but what a memory
@@ -195,7 +195,7 @@ pub struct WorkingSet {
     pub tensors: usize,
 }
 
-/// How much memory operators need beside their arguments.
+/// The amount of scratch that operators need.
 pub trait Workspace: Memory {
     /// Length of the scratch buffer of [`crate::cross_entropy::CrossEntropy::cross_entropy`].
     fn cross_entropy_scratch(&self, shape: &HeadShape) -> usize;
@@ -208,6 +208,6 @@ pub trait Workspace: Memory {
     /// that none is allocated or freed while they run. Without it they allocate on first use.
     ///
     /// # Errors
-    /// [`crate::Error::OutOfMemory`] when the device has no room.
+    /// [`crate::Error::OutOfMemory`] if the device is out of memory.
     fn reserve<T: Element>(&self, passes: &WorkingSet) -> Result<()>;
 }

@@ -83,7 +83,7 @@ impl VocabularyRows {
         VocabularyRows { vocab_size, first: local.start, count: local.len() }
     }
 
-    /// A token's row among the local ones; `None` where another rank has it.
+    /// A token's row among the local ones; `None` if another rank has it.
     pub fn local(&self, id: u32) -> Option<usize> {
         (id as usize).checked_sub(self.first).filter(|&row| row < self.count)
     }

@@ -2,7 +2,7 @@
 
 use crate::scalar::DType;
 
-/// Where numbers lie that may be read.
+/// The location of readable elements.
 #[derive(Debug, Clone, Copy)]
 pub enum Location<'a> {
     /// The host's memory.
@@ -11,7 +11,7 @@ pub enum Location<'a> {
     Device(u64),
 }
 
-/// Where numbers lie that may be written.
+/// The location of writable elements.
 #[derive(Debug)]
 pub enum LocationMut<'a> {
     /// The host's memory.
@@ -20,24 +20,24 @@ pub enum LocationMut<'a> {
     Device(u64),
 }
 
-/// Read access to `len` numbers of type `dtype`.
+/// Read access to `len` elements of type `dtype`.
 #[derive(Debug, Clone, Copy)]
 pub struct Region<'a> {
-    /// The type of the numbers.
+    /// The type of the elements.
     pub dtype: DType,
     /// How many they are.
     pub len: usize,
-    /// Where they lie.
+    /// Their location.
     pub location: Location<'a>,
 }
 
-/// Write access to `len` numbers of type `dtype`.
+/// Write access to `len` elements of type `dtype`.
 #[derive(Debug)]
 pub struct RegionMut<'a> {
-    /// The type of the numbers.
+    /// The type of the elements.
     pub dtype: DType,
     /// How many they are.
     pub len: usize,
-    /// Where they lie.
+    /// Their location.
     pub location: LocationMut<'a>,
 }

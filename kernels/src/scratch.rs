@@ -3,12 +3,12 @@
 
 use std::cell::Cell;
 
-/// A cache line of numbers, so that scratch starts on one.
+/// A cache line of elements, so that scratch is aligned to one.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Line([f32; LINE]);
 
-/// Numbers of a cache line.
+/// Elements of a cache line.
 const LINE: usize = 16;
 
 thread_local! {

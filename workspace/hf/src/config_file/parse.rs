@@ -134,7 +134,7 @@ fn read_head_dim(
     let head_dim = match (fields.size("head_dim", MAX_DIMENSION)?, architecture) {
         (Some(head_dim), _) => head_dim,
         (None, Architecture::Qwen3) => 128,
-        (None, Architecture::Llama) if hidden_size % heads == 0 => hidden_size / heads,
+        (None, Architecture::Llama) if hidden_size.is_multiple_of(heads) => hidden_size / heads,
         (None, Architecture::Llama) => {
             let reason = format!(
                 " is missing, and hidden_size = {hidden_size} is not a multiple of \
