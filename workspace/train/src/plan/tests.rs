@@ -109,7 +109,7 @@ fn layers_with_other_heads_are_planned_one_by_one() {
     let share = attention(&mixed) / attention(&equal);
     assert!((share - 29.0 / 30.0).abs() < 1e-9, "{share}");
     // Every layer has room for the most routed heads, 8 instead of 4: 13 bytes each for 64 tokens, and a count.
-    let kept = |stage: &StagePlan| stage.memory.activations.kept;
+    let kept = |stage: &StagePlan| stage.memory.activations.saved;
     assert_eq!(kept(&mixed) - kept(&equal), 5 * 4 * (64 * 13 + 4));
     assert!(plan(&counts).to_string().contains("3-8 of 8 heads"));
 }
