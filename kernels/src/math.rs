@@ -75,7 +75,7 @@ pub(crate) fn total(mut partial: [f32; 16]) -> f32 {
     partial[0]
 }
 
-/// Sum of the squares of a slice in f64, where those of the largest numbers fit too, in `LANES`
+/// Sum of the squares of a slice in f64, where those of the largest elements fit too, in `LANES`
 /// interleaved partial sums.
 #[inline(always)]
 pub(crate) fn sum_of_squares<const LANES: usize, T: Element>(x: &[T]) -> f64 {

@@ -7,7 +7,7 @@
 ///
 /// Only what is inlined into it is compiled so: functions that it calls are to be
 /// `#[inline(always)]`. The choice costs an atomic load, so the expression should be a loop over some
-/// hundred numbers, not one step of it. Multiplication and addition stay two roundings, and sums
+/// hundred elements, not one step of it. Multiplication and addition stay two roundings, and sums
 /// keep the order that the source gives them, so results have the same bits on every machine.
 ///
 /// A macro, since only a closure that is itself `#[inline(always)]`, and that can be called but once,

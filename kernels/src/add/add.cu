@@ -1,4 +1,4 @@
-// Adds numbers of two tables.
+// Adds elements of two tables.
 #include "../cuda/operators.cuh"
 
 namespace addition {

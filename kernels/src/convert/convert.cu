@@ -1,4 +1,4 @@
-// Copies numbers to the other type of number.
+// Copies elements to the other element type.
 #include "../cuda/operators.cuh"
 
 namespace convert {
@@ -12,7 +12,7 @@ static_assert(sizeof(Parameters) == 24 && offsetof(Parameters, x) == 0 &&
               offsetof(Parameters, y) == 8 && offsetof(Parameters, count) == 16,
               "as in convert/cuda.rs");
 
-// Copies the numbers from `start` on, N at a time.
+// Copies the elements from `start` on, N at a time.
 template <class X, class Y, int N>
 __device__ void convert_from(const Parameters& p, uint64_t start) {
     const Pack<X, N>* from = packs<N>(static_cast<const X*>(p.x) + start);

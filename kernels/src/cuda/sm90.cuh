@@ -234,7 +234,7 @@ static __device__ __forceinline__ void wgmma_wait() {
 }
 
 // d = A B with A from shared memory. A TRANSPOSE flag is 1 where the panels' rows are k. What d
-// held before is no operand: other instructions may have written it while products were under way,
+// held before is no operand: other instructions may have written it while products were in flight,
 // for which the assembler would have to put the products one after the other.
 template <int TRANSPOSE_A, int TRANSPOSE_B>
 static __device__ __forceinline__ void wgmma_first(float (&d)[16], uint64_t a, uint64_t b) {

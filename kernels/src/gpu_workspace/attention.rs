@@ -41,7 +41,7 @@ pub(crate) fn delta_bytes(shape: &AttentionShape) -> usize {
     (shape.tokens() * shape.heads * size_of::<f32>()).next_multiple_of(16)
 }
 
-/// Whether numbers of queries, keys and values in a sequence fit 32 bits, with `key_stride` numbers from
+/// Whether offsets of queries, keys and values within a sequence fit 32 bits, with `key_stride` elements from
 /// one key to the next.
 pub(crate) fn fits_32_bits(shape: &AttentionShape, key_stride: usize) -> bool {
     let longest = shape.query_length.max(shape.key_length);

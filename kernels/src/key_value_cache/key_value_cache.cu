@@ -7,7 +7,7 @@ struct Append {
     const void* qkv;
     void* keys;
     void* values;
-    // Numbers of a token in qkv, before its keys, and of its keys.
+    // Elements of a token in qkv, before its keys, and of its keys.
     uint64_t row;
     uint64_t first;
     uint64_t width;

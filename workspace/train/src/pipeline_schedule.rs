@@ -305,7 +305,7 @@ mod tests {
         assert_eq!(messages(4, 1, 9), [4, 4, 3, 2]);
         assert_eq!(messages(4, 1, 2), [2, 2, 2, 2]);
         assert_eq!(messages(4, 1, 0), [0; 4]);
-        // 5 passes under way on the first stage and 3 on the other.
+        // 5 passes in flight on the first stage and 3 on the other.
         assert_eq!(messages(2, 2, 4), [8, 8]);
     }
 

@@ -66,7 +66,7 @@ struct Gradients<'a, T> {
 }
 
 impl<T: Element> Gradients<'_, T> {
-    /// The gradient of one head, or key/value head, of a token: numbers `column..column + len`.
+    /// The gradient of one head, or key/value head, of a token: elements `column..column + len`.
     #[allow(clippy::mut_from_ref)]
     fn head(&self, token: usize, column: usize, len: usize) -> &mut [T] {
         // SAFETY: a task takes the columns of its own key/value head and of its own query heads, in
@@ -78,7 +78,7 @@ impl<T: Element> Gradients<'_, T> {
     }
 
     /// Writes the gradients of a key/value head, which is head `head` of a row, in all tokens of a
-    /// sequence: rows of `width` numbers times `scale`.
+    /// sequence: rows of `width` elements times `scale`.
     fn set_sequence(
         &self,
         shape: &AttentionShape,

@@ -1,4 +1,4 @@
-//! What attention's products multiply: numbers of f32, or pairs of bf16 where the machine multiplies
+//! What attention's products multiply: elements of f32, or pairs of bf16 where the machine multiplies
 //! those.
 
 use bytemuck::Pod;
@@ -6,7 +6,7 @@ use pulp::{Arch, Simd, WithSimd};
 
 use crate::scalar::Element;
 
-/// Columns that suffice for a head of at most so many numbers, whatever the vector's length.
+/// Columns that suffice for a head of at most so many elements, whatever the vector's length.
 pub(super) const NARROW: usize = 8;
 
 /// What a lane of a product's operand holds: a term of its sum or several, in 32 bits.
@@ -14,7 +14,7 @@ pub(super) trait Factor: Pod {
     /// Terms of a factor.
     const TERMS: usize;
 
-    /// Whether the machine multiplies numbers of this type as such factors.
+    /// Whether the machine multiplies elements of this type as such factors.
     fn multiplies<T: Element>(arch: Arch) -> bool;
 
     /// The factor of terms `term(0)..term(TERMS - 1)`.
@@ -29,15 +29,15 @@ pub(super) trait Factor: Pod {
     /// The same for a vector of [`NARROW`] factors, on a machine of longer vectors.
     fn multiply_add_narrow(self, vector: [Self; NARROW], sum: [f32; NARROW]) -> [f32; NARROW];
 
-    /// Writes the numbers of two keys of a block, of which each has two vectors: number `two` of the
+    /// Writes the elements of two keys of a block, of which each has two vectors: number `two` of the
     /// block's pairs of keys.
     fn store<S: Simd>(simd: S, block: &mut Block<'_, Self>, two: usize, keys: [[S::f32s; 2]; 2]);
 
-    /// What a product of such factors reads: the numbers themselves, or what was stored of them.
+    /// What a product of such factors reads: the elements themselves, or what was stored of them.
     fn choose<'a>(numbers: &'a [f32], stored: &'a [Self]) -> &'a [Self];
 }
 
-/// Numbers of a block of keys and a tile's rows, `[keys, rows]`, and the same as factors, for which there
+/// Elements of a block of keys and a tile's rows, `[keys, rows]`, and the same as factors, for which there
 /// is room where they have several terms and a product wants them.
 pub(super) struct Block<'a, F> {
     /// What the factors are computed from; the factors themselves where they have one term.

@@ -74,7 +74,7 @@ pub(super) fn gather_columns<'a, T: Element, F: Factor>(
 }
 
 /// Writes a tile's columns `[D, lanes]`, times a factor for each lane, as rows. `rounded` has room for as
-/// many numbers: they are rounded together, which takes less time than one by one.
+/// many elements: they are rounded together, which takes less time than one by one.
 pub(super) fn scatter_columns<'a, T: Element>(
     columns: &[f32],
     factors: &[f32],
@@ -96,7 +96,7 @@ pub(super) fn scatter_columns<'a, T: Element>(
     }
 }
 
-/// The rows of a tile in a buffer of `stride` numbers a token.
+/// The rows of a tile in a buffer of `stride` elements a token.
 pub(super) fn tile_rows<'a, T>(
     source: &'a [T],
     (stride, head_dim): (usize, usize),

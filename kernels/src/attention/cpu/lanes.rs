@@ -15,7 +15,7 @@ use crate::cpu::Cpu;
 
 /// Keys of a block: its scores stay in the first cache.
 pub(super) const KEYS: usize = 64;
-/// The most rows of a tile: two vectors of 16 numbers.
+/// The most rows of a tile: two vectors of 16 elements.
 pub(super) const MOST_ROWS: usize = 32;
 
 /// The score of a key that a row does not see: its exponential is 0, and no step on the way infinite.

@@ -57,11 +57,11 @@ impl Attention for Cpu {
 /// Multiply-adds of a call below which its tasks stay on one thread.
 const SMALL: usize = 1 << 18;
 
-/// What numbers of bf16 are multiplied as on machines that have no better way.
+/// What elements of bf16 are multiplied as on machines that have no better way.
 #[cfg(not(target_arch = "x86_64"))]
 type Pair = f32;
 
-/// Evaluates an expression with `$factor` as the type of the factors that the machine multiplies numbers
+/// Evaluates an expression with `$factor` as the type of the factors that the machine multiplies elements
 /// of type `$element` as.
 macro_rules! with_factors {
     ($factor:ident, $element:ty, $arch:expr, $body:expr) => {

@@ -15,7 +15,7 @@ use crate::scalar::{DType, Element};
 #[repr(transparent)]
 pub(super) struct Pair(u32);
 
-/// Numbers of a vector of f32.
+/// Elements of a vector of f32.
 const LANES: usize = 16;
 
 /// Runs the work compiled for the instructions of [`V4`] and AVX512-BF16.

@@ -140,7 +140,7 @@ fn narrow_tiles<F: Factor>(
     }
 }
 
-/// M rows and V vectors of columns, held in registers over the whole depth.
+/// M rows and V vectors of columns, kept in registers over the whole depth.
 ///
 /// # Safety
 /// Every number at the strides named is within its operand, and `c` is borrowed by nobody else.

@@ -24,7 +24,7 @@ pub(super) fn kinds() -> Vec<Arch> {
     kinds
 }
 
-/// Numbers between -1 and 1.
+/// Elements between -1 and 1.
 fn numbers<T: Element>(len: usize) -> Vec<T> {
     (0..len as u32)
         .map(|i| T::from_f32((i.wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0))

@@ -24,7 +24,7 @@ const STAGES: usize = 2;
 const QUERY_STAGES: usize = 3;
 /// Columns of a matrix's panel in shared memory.
 const PANEL: usize = 64;
-/// Multiple of numbers at which rows start: 16 bytes.
+/// Multiple of elements at which rows start: 16 bytes.
 const ALIGNMENT: usize = 8;
 /// `Scratch` of hopper.cuh.
 #[repr(C)]
@@ -73,7 +73,7 @@ fn backward_shared_bytes(width: usize) -> usize {
         + 4 * 4
 }
 
-/// Whether these kernels take the problem: a Hopper GPU, bf16, a head_dim of 64 or 128, contiguous
+/// Whether these kernels support the problem: a Hopper GPU, bf16, a head_dim of 64 or 128, contiguous
 /// keys, rows that start at multiples of 16 bytes, and indices into a sequence that fit 32 bits.
 pub(super) fn takes<T: Element>(
     cuda: &Cuda,
@@ -146,7 +146,7 @@ impl<'a, 'v> Part<'a, 'v> {
         let shape = &self.packed.args.shape;
         let width = shape.head_dim;
         let grid = |blocks| [blocks, shape.kv_heads, self.parameters.batch()];
-        // A thread prepares 8 numbers of a row.
+        // A thread prepares 8 elements of a row.
         let blocks = row_tiles(shape) * (ROWS * width / 8 / OTHER_THREADS);
         self.run::<false>(OTHER_THREADS, "hopper_prepare", grid(blocks), 0)?;
         let key_tiles = shape.key_length.div_ceil(KEYS);
@@ -216,7 +216,7 @@ mod tests {
 
     const SHAPE: QkvShape = QkvShape { batch: 3, length: 40, heads: 4, kv_heads: 2, head_dim: 64 };
 
-    /// Numbers of both signs, different everywhere.
+    /// Elements of both signs, different everywhere.
     fn numbers(count: usize, factor: f32) -> Vec<bf16> {
         (0..count).map(|at| bf16::from_f32((at as f32 * factor).sin())).collect()
     }

@@ -1,5 +1,5 @@
 //! Attention on a GPU: on Hopper's tensor cores (`hopper`) or those of any GPU (`tiled`) where the
-//! numbers allow it, by plain arithmetic (`plain`) elsewhere.
+//! shape allows it, by plain arithmetic (`plain`) elsewhere.
 
 mod hopper;
 mod packed;
@@ -53,7 +53,7 @@ impl AttentionPath {
         }
     }
 
-    /// The first path, from the one that the GPU is to try first, that takes the problem.
+    /// The first path, from the one that the GPU is to try first, that supports the problem.
     fn choose<T: Element>(cuda: &Cuda, args: &AttentionArgs<'_, Cuda>, at: &Addresses) -> Self {
         let takes = |path: &Self| match path {
             Self::Hopper => hopper::takes::<T>(cuda, args, at),
@@ -81,7 +81,7 @@ struct Addresses {
     q: u64,
     k: u64,
     v: u64,
-    /// Numbers from one key to the next.
+    /// Elements from one key to the next.
     key_stride: usize,
     block_table: u64,
     block_length: usize,
@@ -124,7 +124,7 @@ impl Addresses {
         }
     }
 
-    /// Whether all rows of bf16 start at multiples of `count` numbers.
+    /// Whether all rows of bf16 start at multiples of `count` elements.
     fn are_multiples_of(&self, shape: &AttentionShape, count: usize) -> bool {
         let strides = [shape.head_dim, shape.query_stride, self.key_stride];
         let starts = [self.q, self.k, self.v, self.out, self.d_out, self.d_qkv];
@@ -132,7 +132,7 @@ impl Addresses {
             && starts.iter().all(|at| at.is_multiple_of(2 * count as u64))
     }
 
-    /// Whether numbers of queries, keys and values in a sequence fit 32 bits.
+    /// Whether offsets of queries, keys and values within a sequence fit 32 bits.
     fn fit_32_bits(&self, shape: &AttentionShape) -> bool {
         fits_32_bits(shape, self.key_stride)
     }
@@ -258,7 +258,7 @@ fn check_key_values<T: Element>(
             ensure(OPERATOR, block_length > 0, || "blocks of no token".into())?;
             let blocks = shape.batch * shape.key_length.div_ceil(block_length);
             check_len(OPERATOR, "block_table", block_table.len, blocks)?;
-            // The numbers in the table are the GPU's to read; a sequence has none twice.
+            // The entries of the table are read by the GPU; a sequence has none twice.
             let rows = shape.key_length.div_ceil(block_length) * block_length;
             let needed = rows * shape.kv_heads * shape.head_dim;
             ensure(OPERATOR, keys.len >= needed && values.len >= needed, || {

@@ -128,7 +128,7 @@ impl Parameters {
         }
     }
 
-    /// Addresses of the keys and values, and numbers from one key to the next.
+    /// Addresses of the keys and values, and elements from one key to the next.
     pub(super) fn key_values(&self) -> ([u64; 2], u64) {
         ([self.k, self.v], self.kv_stride)
     }

@@ -4,7 +4,7 @@
 
 namespace plain_attention {
 
-// Numbers of a head that a lane holds: heads of at most 256.
+// Elements of a head that a lane holds: heads of at most 256.
 constexpr int SLOTS = 8;
 
 struct Parameters {
@@ -60,7 +60,7 @@ static_assert(sizeof(Parameters) == 168 && offsetof(Parameters, q) == 0 &&
               offsetof(Parameters, padding) == 164,
               "as in attention/cuda/plain.rs");
 
-// A head's numbers, dealt out over the warp's lanes.
+// A head's elements, distributed over the warp's lanes.
 struct Head {
     float at[SLOTS];
 };

@@ -69,7 +69,7 @@ static __device__ __forceinline__ bool inputs_are_wide(const Parameters& params)
            is_aligned(params.d_out, 0);
 }
 
-// Copies a chunk of a row of head_dim numbers that are not wide, with zeros beyond head_dim.
+// Copies a chunk of a row of head_dim elements that are not wide, with zeros beyond head_dim.
 static __device__ __forceinline__ void load_narrow(SharedAddress target, const bf16* row,
                                                    uint32_t column, uint32_t head_dim, bool valid) {
 #pragma unroll 1
@@ -110,8 +110,8 @@ static __device__ __forceinline__ void for_each_chunk(Copy copy) {
     }
 }
 
-// Fills ROWS rows of a tile; `source(row, valid)` gives a row's numbers and whether it exists. The
-// numbers must be readable even if it does not. Chunks that are not wide are rare: they keep few
+// Fills ROWS rows of a tile; `source(row, valid)` gives a row's elements and whether it exists. The
+// elements must be readable even if it does not. Chunks that are not wide are rare: they keep few
 // registers rather than much in flight.
 template <int WIDTH, int ROWS, int THREADS, int UNROLL = 4, typename Source>
 static __device__ __forceinline__ void load_tile(SharedAddress tile, uint32_t head_dim, bool wide,

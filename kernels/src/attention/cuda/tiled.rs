@@ -58,12 +58,12 @@ impl Tiling {
     }
 }
 
-/// The width that heads of `head_dim` numbers are padded to.
+/// The width that heads of `head_dim` elements are padded to.
 fn width(head_dim: usize) -> Option<usize> {
     WIDTHS.into_iter().find(|&width| head_dim <= width)
 }
 
-/// Whether these kernels take the problem: bf16, an even head_dim of at most 128, pairs of numbers
+/// Whether these kernels support the problem: bf16, an even head_dim of at most 128, pairs of elements
 /// that start at whole words, and indices into a sequence that fit 32 bits.
 pub(super) fn takes<T: Element>(
     cuda: &Cuda,
@@ -85,7 +85,7 @@ fn dkdv(cuda: &Cuda, width: usize) -> Option<&'static Tiling> {
     tilings.iter().find(|tiling| tiling.shared_bytes(width) <= cuda.most_shared_bytes())
 }
 
-/// The width of a problem that these kernels take, which `takes` found.
+/// The width of a problem that these kernels support, found by `takes`.
 fn width_of(packed: &Packed<'_, '_>) -> usize {
     // The widest serves the empty case.
     width(packed.args.shape.head_dim).unwrap_or(WIDTHS[3])

@@ -166,7 +166,7 @@ impl Plan {
         table.each("rank of the pipeline, from 0", stages, |stage| {
             stage.memory.pipeline_rank.to_string()
         })?;
-        table.each("passes under way there", stages, |stage| grouped(stage.memory.in_flight))?;
+        table.each("passes in flight", stages, |stage| grouped(stage.memory.in_flight))?;
         let memory: Vec<_> = stages.iter().map(|stage| stage.memory).collect();
         self.write_memory(table, &memory)?;
         if let Some(hardware) = &cluster.hardware {

@@ -154,7 +154,7 @@ fn tensor_ranks_keep_a_share_of_activations_and_one_gathered_buffer() {
 
 #[test]
 fn the_first_stage_of_a_pipeline_holds_most() {
-    // 32 blocks and a head of three: 5 on the first stages, and 8 micro-batches under way there.
+    // 32 blocks and a head of three: 5 on the first stages, and 8 micro-batches in flight there.
     let memory = on_ranks(&[], 8)[1];
     assert_eq!((memory.pipeline_rank, memory.in_flight), (0, 8));
     assert_eq!(memory.activations.logits, 0);

@@ -247,7 +247,7 @@ static __device__ __forceinline__ void add_query_gradients(const Parameters& par
 
 // ---- products ----
 
-// Numbers of a lane for K Q^T of 64 keys and 64 rows.
+// Elements of a lane for K Q^T of 64 keys and 64 rows.
 constexpr int TRANSPOSED = TILE_ROWS / 2;
 
 // What a warpgroup keeps of its 64 keys.
@@ -350,7 +350,7 @@ struct BackwardGroup {
     }
 
     // Adds what visit `index` gives, whose probabilities are there, and computes the next one's. Every
-    // exchange with shared memory, and every exponential, has products under way beside it.
+    // exchange with shared memory, and every exponential, has products in flight beside it.
     template <bool NEXT_IS_MASKED>
     __device__ __forceinline__ void step(float (&p)[TRANSPOSED], uint32_t index, bool is_last) {
         float d_p[TRANSPOSED], d_s[TRANSPOSED], scores[TRANSPOSED], d_q[WIDTH / 4];
@@ -370,7 +370,7 @@ struct BackwardGroup {
         share(d_s_fragments, index);
         // Both warpgroups are also done with the products that read the stage before last.
         named_sync(SCORE_BARRIER, PRODUCT_THREADS);
-        // The scores are still under way, and P^T gives its registers to dQ.
+        // The scores are still in flight, and P^T gives its registers to dQ.
         wgmma_wait<1>();
         hold(d_v);
         d_out_ring.release(index);

@@ -42,7 +42,7 @@ struct Scratch {
     unsigned char* row_tiles;
     // Gradients of the row tiles' queries: S * 64 * head_dim.
     float* d_q_sums;
-    // How many tiles of keys added to each row tile's gradient: S numbers. Null: they add in any
+    // How many tiles of keys added to each row tile's gradient: S elements. Null: they add in any
     // order; otherwise in a fixed one, which gives the same bits every time.
     uint32_t* turns;
     // Number of the forward pass's next tile: one number, 0 before the first launch and after each.
@@ -89,7 +89,7 @@ __host__ __device__ constexpr int row_tile_bytes(int width) {
     return tile_bytes(2 * TILE_ROWS, width) + TILE_ROWS * 16;
 }
 
-// Blocks of hopper_prepare for each row tile: one thread for every 8 numbers of a row.
+// Blocks of hopper_prepare for each row tile: one thread for every 8 elements of a row.
 __host__ __device__ constexpr int prepare_blocks(int width) {
     return TILE_ROWS * width / 8 / PREPARE_THREADS;
 }
@@ -102,7 +102,7 @@ __host__ __device__ constexpr int forward_shared(int width) {
            6 * STAGES * 8;
 }
 
-// Keys, values, three stages of queries and their numbers, two of output gradients, two of dS, the
+// Keys, values, three stages of queries and their row statistics, two of output gradients, two of dS, the
 // gradient of one row tile; mbarriers and row range.
 __host__ __device__ constexpr int backward_shared(int width) {
     return tile_bytes(2 * TILE_KEYS + (QUERY_STAGES + STAGES) * TILE_ROWS, width) +

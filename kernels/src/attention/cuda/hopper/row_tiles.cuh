@@ -8,7 +8,7 @@
 // of infinity: their probabilities are 0. Tiles without any row are left as they are.
 //
 // The sums of d_q lie as the backward pass adds them: warpgroup w's half of the columns first, in
-// it the four numbers of (n, thread) of a wgmma accumulator at n * 512 + thread * 4.
+// it the four elements of (n, thread) of a wgmma accumulator at n * 512 + thread * 4.
 #pragma once
 
 #include "../pack.cuh"
@@ -46,7 +46,7 @@ struct RowTileLayout {
 
 // ---- before the backward pass ----
 
-// Eight numbers of a row.
+// Eight elements of a row.
 struct Chunk {
     uint32_t pairs[4];
 };
