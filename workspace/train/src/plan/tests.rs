@@ -200,7 +200,7 @@ fn ranks_that_make_no_whole_models_are_refused() {
     };
     let message = refused(63);
     assert!(
-        message.starts_with("x.toml: stage.adapt.parallel: --ranks 63 is no multiple"),
+        message.starts_with("x.toml: stage.adapt.parallel: --ranks 63 is not a multiple"),
         "{message}"
     );
     assert!(message.contains("2 x 1: use --ranks 62, or --suggest"), "{message}");
