@@ -22,12 +22,11 @@ pub enum CountedDevice {
     Gpu,
 }
 
-/// A memory that counts what constructors of buffers allocate of a device's, and holds no numbers: all
-/// copies are refused. Clones count together.
+/// A memory that counts the bytes of a device's buffers and stores no elements: copies return an error.
+/// Clones share the counts.
 ///
-/// What the operators' scratch takes ([`Workspace::reserve`]) counts once, as it is shared by all passes:
-/// on a GPU as [`Purpose::Scratch`], on the CPU beside the buffers, for each thread
-/// ([`CountingMemory::thread_scratch`]).
+/// All passes share the operators' scratch ([`Workspace::reserve`]), which therefore counts once: on a GPU
+/// as [`Purpose::Scratch`], on the CPU for each thread ([`CountingMemory::thread_scratch`]).
 #[derive(Debug, Clone)]
 pub struct CountingMemory {
     device: CountedDevice,
@@ -53,7 +52,7 @@ impl CountingMemory {
         CountingMemory { device, counts: Arc::new(counts) }
     }
 
-    /// Bytes that were allocated for a purpose; all that fit, beyond what a u64 counts.
+    /// Bytes allocated for a purpose, at most `u64::MAX`.
     pub fn bytes(&self, purpose: Purpose) -> u64 {
         self.counts.bytes[purpose as usize].load(Ordering::Relaxed)
     }

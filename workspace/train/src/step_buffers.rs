@@ -32,10 +32,10 @@ pub(crate) struct StepBuffers<M: Memory, T: Element, G: Element> {
 }
 
 impl<M: Workspace, T: Element, G: Element> StepBuffers<M, T, G> {
-    /// Zeros.
+    /// Allocates the buffers, filled with zeros.
     ///
     /// # Errors
-    /// When the device has no room.
+    /// Fails if the device is out of memory.
     pub(crate) fn new(memory: &M, sizes: &StepSizes<'_>) -> Result<Self, Error> {
         let StepSizes { layout, passes, slots, data_ranks, reduce } = *sizes;
         let gradients = || FlatBuffers::zeros(memory, layout);
@@ -48,17 +48,17 @@ impl<M: Workspace, T: Element, G: Element> StepBuffers<M, T, G> {
     }
 }
 
-/// Where gradients are rounded for their exchange, a buffer for the copy of each; else none.
+/// Copies of the gradients in bf16 for their reduce-scatter; `None` for gradients that are not rounded.
 pub(crate) struct Rounded<M: Memory> {
     pub copies: Vec<Option<M::Buffer<bf16>>>,
 }
 
 impl<M: Memory> Rounded<M> {
-    /// Buffers for gradients of type `G`, which are rounded where they are f32, `reduce` is bf16 and there
-    /// are several data ranks.
+    /// Allocates the copies for gradients of type `G`. Gradients are rounded if they are f32, `reduce` is
+    /// bf16 and there are several data ranks.
     ///
     /// # Errors
-    /// When the device has no room.
+    /// Fails if the device is out of memory.
     pub(crate) fn new<G: Element>(
         memory: &M,
         layout: &ModelLayout,
