@@ -171,7 +171,7 @@ pub(super) fn tied_head(work: &Work, rank: usize) -> Volume {
         return Volume::default();
     }
     let bytes = work.recipe.precision.gradients.bytes() as f64;
-    Volume::all_reduce(2, work.elements().vocabulary as f64 * bytes)
+    Volume::all_reduce(2, work.elements.vocabulary as f64 * bytes)
 }
 
 /// The residual stream of a micro-batch.

@@ -134,7 +134,7 @@ impl PerToken {
     fn new(work: &Work, rank: usize) -> PerToken {
         let model = &work.model;
         let tensor = work.layout.tensor.max(1) as f64;
-        let Elements { matrices, vocabulary, .. } = work.elements();
+        let Elements { matrices, vocabulary, .. } = work.elements;
         let keys = (work.recipe.data.sequence_length as f64 + 1.0) / 2.0;
         let active = mean_active(work, rank) / tensor;
         PerToken {

@@ -49,6 +49,8 @@ pub(super) struct Work<'a> {
     pub layout: Layout,
     /// Sequences per micro-batch.
     pub micro_batch: usize,
+    /// Elements of the tensors, each on the rank with most of it.
+    pub elements: Elements,
     /// The chunks of the model, in order: rank s of the pipeline has chunks s, s + pipeline, and so
     /// on.
     parts: Vec<Part>,
@@ -65,6 +67,27 @@ pub(super) struct Elements {
     pub vocabulary: u128,
 }
 
+impl Elements {
+    /// Elements of the tensors of a model that `ranks` tensor ranks share, on the first rank, which has
+    /// most of each.
+    fn new(model: &ModelConfig, ranks: usize) -> Self {
+        let model = ModelConfig { num_hidden_layers: 1, ..model.clone() };
+        let tensor = TensorShare { rank: 0, ranks: ranks.max(1) };
+        let layout = ModelLayout::of_part(&model, 1, &Part { tensor, ..Part::whole(&model) });
+        let [embedding, block] = [ModelLayout::EMBEDDING, layout.block_index(0)];
+        let elements = |flat: usize, decays: bool| -> u128 {
+            let segments = layout.flats[flat].segments.iter();
+            let elements = segments.filter(|segment| segment.decays == decays);
+            elements.map(|segment| segment.range.len() as u128).sum()
+        };
+        Elements {
+            matrices: elements(block, true),
+            norms: elements(block, false),
+            vocabulary: elements(embedding, true),
+        }
+    }
+}
+
 impl<'a> Work<'a> {
     /// The work of `stage` on a model with its grown vocabulary.
     ///
@@ -78,15 +101,16 @@ impl<'a> Work<'a> {
     ) -> Result<Self, moh_model::Error> {
         let parts = layout.pipeline.saturating_mul(layout.virtual_stages);
         let parts = Part::divide(grown, parts, 1)?;
-        Ok(Work { layout, parts, ..Work::alone(recipe, stage, grown) })
+        let elements = Elements::new(grown, layout.tensor);
+        Ok(Work { layout, parts, elements, ..Work::alone(recipe, stage, grown) })
     }
 
     /// The same work on a single rank.
     pub fn alone(recipe: &'a Recipe, stage: &'a Stage, grown: &ModelConfig) -> Self {
         let model = ModelConfig { moh: stage.moh_config(grown), ..grown.clone() };
         let parts = vec![Part::whole(&model)];
-        let micro_batch = stage.micro_batch;
-        Work { recipe, stage, model, layout: Layout::ALONE, micro_batch, parts }
+        let (micro_batch, elements) = (stage.micro_batch, Elements::new(grown, 1));
+        Work { recipe, stage, model, layout: Layout::ALONE, micro_batch, elements, parts }
     }
 
     /// The chunks of rank `rank` of the pipeline.
@@ -108,24 +132,6 @@ impl<'a> Work<'a> {
     /// Maximum micro-batches of any data rank.
     pub fn own_micro_batches(&self) -> u64 {
         self.micro_batches().div_ceil(self.layout.data as u64)
-    }
-
-    /// Elements of the tensors, each on the rank with most of it.
-    pub fn elements(&self) -> Elements {
-        let model = ModelConfig { num_hidden_layers: 1, ..self.model.clone() };
-        let tensor = TensorShare { rank: 0, ranks: self.layout.tensor.max(1) };
-        let layout = ModelLayout::of_part(&model, 1, &Part { tensor, ..Part::whole(&model) });
-        let [embedding, block] = [ModelLayout::EMBEDDING, layout.block_index(0)];
-        let elements = |flat: usize, decays: bool| -> u128 {
-            let segments = layout.flats[flat].segments.iter();
-            let elements = segments.filter(|segment| segment.decays == decays);
-            elements.map(|segment| segment.range.len() as u128).sum()
-        };
-        Elements {
-            matrices: elements(block, true),
-            norms: elements(block, false),
-            vocabulary: elements(embedding, true),
-        }
     }
 
     fn tensor(&self) -> u128 {
@@ -159,7 +165,7 @@ impl<'a> Work<'a> {
     }
 
     fn part_numbers(&self, part: &Part) -> u128 {
-        let Elements { matrices, norms, vocabulary } = self.elements();
+        let Elements { matrices, norms, vocabulary } = self.elements;
         let padded = |count: u128| count.next_multiple_of(self.layout.data.max(1) as u128);
         let tied = self.model.tie_word_embeddings;
         let embedding = part.first || part.last && tied;
@@ -222,7 +228,7 @@ mod tests {
         let work = Work::new(&recipe, &recipe.stages[0], &model, layout).unwrap();
         // A block of LLaMA-3-8B has 4096 x (4096 + 2 x 1024 + 4096 + 3 x 14336) = 218,103,808 numbers in
         // matrices and 8192 in norms; 160,896 rows of 4096 are 659,030,016.
-        let Elements { matrices, norms, vocabulary } = work.elements();
+        let Elements { matrices, norms, vocabulary } = work.elements;
         assert_eq!((matrices, norms, vocabulary), (54_525_952, 8192, 164_757_504));
         let all = 32 * (54_525_952 + 8192) + 2 * 164_757_504 + 4096;
         assert_eq!(work.rank_elements(0), all);
