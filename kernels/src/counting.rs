@@ -58,10 +58,10 @@ impl CountingMemory {
     }
 
     /// Bytes that the device reserves for matmuls when it is opened.
-    pub fn product_workspace(&self) -> u64 {
+    pub fn matmul_workspace(&self) -> u64 {
         match self.device {
             CountedDevice::Cpu => 0,
-            CountedDevice::Gpu => gpu_workspace::PRODUCTS as u64,
+            CountedDevice::Gpu => gpu_workspace::MATMUL as u64,
         }
     }
 
@@ -78,7 +78,7 @@ impl CountingMemory {
     }
 
     fn refuse<R>(&self, operation: &'static str) -> Result<R> {
-        let reason = "it counts buffers and holds no numbers".into();
+        let reason = "it counts buffers and stores no elements".into();
         Err(Error::Device { device: self.name(), operation, reason })
     }
 }

@@ -14,8 +14,8 @@ pub(crate) const NORM_GROUPS: usize = 64;
 /// Maximum groups of tokens whose gradients of query and key norms are summed separately.
 pub(crate) const QK_NORM_GROUPS: usize = 1024;
 /// Device memory of cuBLASLt's workspace.
-pub(crate) const PRODUCTS: usize = 64 << 20;
-/// Bytes of the number that kernels find at 0 and leave so.
+pub(crate) const MATMUL: usize = 64 << 20;
+/// Bytes of the counter that is 0 before and after every kernel.
 pub(crate) const COUNTER: usize = size_of::<u32>();
 
 /// Maximum scratch of an operator in such passes; `attention_backward` is that of attention's backward pass.

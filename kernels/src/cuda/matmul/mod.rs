@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use plan::Plan;
 
 /// Device memory of cuBLASLt's workspace.
-const WORKSPACE: usize = crate::gpu_workspace::PRODUCTS;
+const WORKSPACE: usize = crate::gpu_workspace::MATMUL;
 /// Algorithms that are timed.
 const CANDIDATES: usize = 8;
 /// Minimum multiply-adds of a timed matmul: about 30 microseconds on a large GPU.

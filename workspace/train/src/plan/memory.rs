@@ -25,7 +25,7 @@ const CONTEXT: u64 = 512 << 20;
 const NCCL: u64 = 1 << 30;
 
 /// Memory of weights and optimiser state, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StateBytes {
     /// Weights in the compute dtype.
     pub weights: u64,
@@ -89,6 +89,17 @@ pub struct RankMemory {
 }
 
 impl StateBytes {
+    /// What `memory` has counted.
+    fn of(memory: &CountingMemory) -> Self {
+        StateBytes {
+            weights: memory.bytes(Purpose::Weights),
+            remainder: memory.bytes(Purpose::Remainders),
+            gradients: memory.bytes(Purpose::Gradients),
+            rounded: memory.bytes(Purpose::RoundedGradients),
+            moments: memory.bytes(Purpose::Moments),
+        }
+    }
+
     /// The total.
     pub fn total(&self) -> u64 {
         let StateBytes { weights, remainder, gradients, rounded, moments } = *self;
@@ -97,6 +108,17 @@ impl StateBytes {
 }
 
 impl ActivationBytes {
+    /// What `memory` has counted.
+    fn of(memory: &CountingMemory) -> Self {
+        ActivationBytes {
+            saved: memory.bytes(Purpose::Activations),
+            block_gradients: memory.bytes(Purpose::ActivationGradients),
+            gathered: memory.bytes(Purpose::Gathered),
+            logits: memory.bytes(Purpose::Logits),
+            evaluation: memory.bytes(Purpose::Evaluation),
+        }
+    }
+
     /// The total.
     pub fn total(&self) -> u64 {
         let ActivationBytes { saved, block_gradients, gathered, logits, evaluation } = *self;
@@ -184,8 +206,11 @@ impl RankMemory {
         let part = &Part { tensor, ..part.clone() };
         let device = work.recipe.run.device;
         let slots = stage.slots(micro_batches);
-        if !fits_numbers(work) {
-            return Ok(Self::boundless(place.pipeline, slots, device));
+        let (pipeline_rank, in_flight) = (place.pipeline, slots.passes as u64);
+        if !fits_address_space(work) {
+            let activations = ActivationBytes { saved: u64::MAX, ..ActivationBytes::default() };
+            let (state, other) = (StateBytes::default(), OtherBytes::default());
+            return Ok(RankMemory { pipeline_rank, in_flight, state, activations, other, device });
         }
         let memory = CountingMemory::new(match device {
             Device::Cpu => CountedDevice::Cpu,
@@ -203,55 +228,15 @@ impl RankMemory {
         let message = in_training_elements(types, buffers)?;
         let messages = stage.messages(micro_batches) as u64;
         let other = OtherBytes {
+            scratch: memory.bytes(Purpose::Scratch),
+            tables: memory.bytes(Purpose::Other),
             messages: messages.saturating_mul(message as u64),
+            thread_scratch: memory.thread_scratch(),
             libraries: libraries(&memory, device, work.layout.ranks()),
             staging: checkpoint::staging_bytes(&layout, data),
-            ..OtherBytes::default()
         };
-        let counted = Self::counted(&memory, device, other);
-        let in_flight = slots.passes as u64;
-        Ok(RankMemory { pipeline_rank: place.pipeline, in_flight, ..counted })
-    }
-
-    /// The counted buffers, and the other memory.
-    fn counted(memory: &CountingMemory, device: Device, other: OtherBytes) -> RankMemory {
-        RankMemory {
-            pipeline_rank: 0,
-            in_flight: 0,
-            state: StateBytes {
-                weights: memory.bytes(Purpose::Weights),
-                remainder: memory.bytes(Purpose::Remainders),
-                gradients: memory.bytes(Purpose::Gradients),
-                rounded: memory.bytes(Purpose::RoundedGradients),
-                moments: memory.bytes(Purpose::Moments),
-            },
-            activations: ActivationBytes {
-                saved: memory.bytes(Purpose::Activations),
-                block_gradients: memory.bytes(Purpose::ActivationGradients),
-                gathered: memory.bytes(Purpose::Gathered),
-                logits: memory.bytes(Purpose::Logits),
-                evaluation: memory.bytes(Purpose::Evaluation),
-            },
-            other: OtherBytes {
-                scratch: memory.bytes(Purpose::Scratch),
-                tables: memory.bytes(Purpose::Other),
-                thread_scratch: memory.thread_scratch(),
-                ..other
-            },
-            device,
-        }
-    }
-
-    /// The memory of a rank whose buffers exceed the address space.
-    fn boundless(pipeline_rank: usize, slots: Slots, device: Device) -> RankMemory {
-        RankMemory {
-            pipeline_rank,
-            in_flight: slots.passes as u64,
-            state: StateBytes { weights: 0, remainder: 0, gradients: 0, rounded: 0, moments: 0 },
-            activations: ActivationBytes { saved: u64::MAX, ..ActivationBytes::default() },
-            other: OtherBytes::default(),
-            device,
-        }
+        let (state, activations) = (StateBytes::of(&memory), ActivationBytes::of(&memory));
+        Ok(RankMemory { pipeline_rank, in_flight, state, activations, other, device })
     }
 }
 
@@ -293,9 +278,7 @@ impl InTrainingElements for Buffers<'_> {
 fn libraries(memory: &CountingMemory, device: Device, ranks: usize) -> u64 {
     match device {
         Device::Cpu => 0,
-        Device::Cuda => {
-            sum([CONTEXT, memory.product_workspace(), if ranks > 1 { NCCL } else { 0 }])
-        }
+        Device::Cuda => sum([CONTEXT, memory.matmul_workspace(), if ranks > 1 { NCCL } else { 0 }]),
     }
 }
 
@@ -313,16 +296,16 @@ fn distinct_tensor_ranks(work: &Work) -> Vec<usize> {
         let share = TensorShare { rank: *rank, ranks };
         let least_shared = model.moh.as_ref().map(|moh| moh.shared_heads.least());
         let shared = least_shared.map(|count| share.heads(model).local_below(count));
-        let held = (share.mlp_width(model), share.vocabulary(model).count, shared);
-        let is_new = !seen.contains(&held);
-        seen.push(held);
+        let sizes = (share.mlp_width(model), share.vocabulary(model).count, shared);
+        let is_new = !seen.contains(&sizes);
+        seen.push(sizes);
         is_new
     };
     (0..ranks).filter(is_new).collect()
 }
 
 /// Whether every buffer's length fits a `usize`.
-fn fits_numbers(work: &Work) -> bool {
+fn fits_address_space(work: &Work) -> bool {
     let model = &work.model;
     let [hidden, mlp, heads] =
         [model.hidden_size, model.intermediate_size, model.num_attention_heads];
