@@ -1,5 +1,5 @@
-//! The source's logits by candle's models, implementations that share nothing with this program's: what
-//! both get right, neither got right by copying a mistake.
+//! The source's logits by candle's models, which share no code with this program's: a mistake in one is
+//! not repeated in the other.
 
 use std::collections::HashMap;
 
@@ -83,7 +83,7 @@ fn failed(error: candle_core::Error) -> Error {
     Error::Option(format!("candle could not compute the source: {error}; use --no-verify"))
 }
 
-/// The configuration for `positions` positions, of which candle keeps a table.
+/// The configuration for `positions` positions: candle precomputes a table of that length.
 fn llama_config(config: &ModelConfig, positions: usize) -> Config {
     Config {
         hidden_size: config.hidden_size,
@@ -131,7 +131,7 @@ fn qwen3_config(config: &ModelConfig, positions: usize) -> qwen3::Config {
     }
 }
 
-/// Memory that this machine has free, where it says so.
+/// Available memory of this machine; `None` where the system does not report it.
 fn available_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;

@@ -1,5 +1,5 @@
-//! What Hugging Face calls each architecture, dense and with Mixture-of-Head attention, and the fields
-//! that its configuration has beside those of all.
+//! Hugging Face's names of the architectures, dense and with Mixture-of-Head attention, and the
+//! configuration fields of a single architecture.
 
 use moh_model::{Architecture, ModelConfig};
 use serde_json::{Value, json};
@@ -51,7 +51,8 @@ impl Kind {
     /// The kind that `model_type` and `architectures` name.
     ///
     /// # Errors
-    /// Another one, two that differ, or none; Mixture-of-Head fields of a dense model.
+    /// Fails if they name no supported architecture or contradict each other, or if a dense model has
+    /// Mixture-of-Head fields.
     pub fn read(fields: &Fields<'_>) -> Result<Self, Error> {
         let known = || {
             let names: Vec<_> =
@@ -107,7 +108,7 @@ impl Kind {
     }
 }
 
-/// The fields that transformers writes for a dense model of this architecture and for no other one.
+/// The fields that transformers writes only for dense models of this architecture.
 pub(super) fn own_fields(config: &ModelConfig) -> Vec<(&'static str, Value)> {
     match config.architecture {
         Architecture::Llama => vec![("mlp_bias", json!(false)), ("pretraining_tp", json!(1))],

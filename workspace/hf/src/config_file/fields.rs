@@ -1,4 +1,4 @@
-//! The fields of a JSON object by their types, with errors that name the file and the key.
+//! Typed access to the fields of a JSON object; errors name the file and the key.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::Error;
 
-/// A JSON object with what messages call it.
+/// A JSON object, its file, and the prefix of its keys in error messages.
 pub(super) struct Fields<'a> {
     pub map: &'a Map<String, Value>,
     pub path: &'a Path,
@@ -46,7 +46,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A count of heads, the same in all layers or a list with one for each.
+    /// A head count: an integer, or a list with one integer for each layer.
     pub fn head_counts(&self, key: &str) -> Result<Option<HeadCounts>, Error> {
         let Some(Value::Array(list)) = self.get(key) else {
             return Ok(self.count(key)?.map(HeadCounts::All));

@@ -1,4 +1,4 @@
-//! The typed configuration in the fields of a `config.json`.
+//! Parses the fields of a `config.json`.
 
 use moh_model::flops::LimitExceeded;
 use moh_model::{Architecture, Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RouterKind};
@@ -9,11 +9,11 @@ use super::architecture::Kind;
 use super::fields::{Fields, kind};
 use crate::Error;
 
-/// The largest width, head count or vocabulary that is believed.
+/// Maximum width, head count or vocabulary size.
 const MAX_DIMENSION: usize = 1 << 24;
-/// The largest number of blocks that is believed.
+/// Maximum number of layers.
 const MAX_LAYERS: usize = 10_000;
-/// The longest context that is believed, in tokens.
+/// Maximum context length, in tokens.
 const MAX_POSITIONS: usize = 1 << 40;
 
 /// The configuration that the fields describe.
@@ -39,7 +39,7 @@ pub(super) fn read_config(fields: &Fields<'_>) -> Result<ModelConfig, Error> {
     let key_value_heads = fields.size("num_key_value_heads", MAX_DIMENSION)?;
     let key_value_heads = match architecture {
         Architecture::Llama => key_value_heads.unwrap_or(heads),
-        // Hugging Face's default is a number, which no published model has.
+        // Hugging Face's default, a constant, matches no published model.
         Architecture::Qwen3 => fields.required("num_key_value_heads", key_value_heads)?,
     };
     if heads % key_value_heads != 0 {
@@ -88,7 +88,7 @@ pub(super) fn read_config(fields: &Fields<'_>) -> Result<ModelConfig, Error> {
     }
 }
 
-/// Refuses what would change a model's outputs and is not computed.
+/// Rejects settings that change a model's outputs and are not implemented.
 fn refuse_unsupported(architecture: Architecture, fields: &Fields<'_>) -> Result<(), Error> {
     let biases: &[&str] = match architecture {
         Architecture::Llama => &["attention_bias", "mlp_bias"],
@@ -105,7 +105,7 @@ fn refuse_unsupported(architecture: Architecture, fields: &Fields<'_>) -> Result
     Ok(())
 }
 
-/// Refuses attention that sees a window of the tokens before it.
+/// Rejects sliding-window attention.
 fn refuse_sliding_windows(fields: &Fields<'_>) -> Result<(), Error> {
     const REASON: &str = "sliding windows are not supported, every layer has full attention";
     if fields.flag("use_sliding_window")? {
@@ -144,13 +144,13 @@ fn read_head_dim(
         }
     };
     if head_dim % 2 != 0 {
-        let reason = format!(" = {head_dim}: must be even, RoPE turns pairs of elements");
+        let reason = format!(" = {head_dim}: must be even, RoPE rotates pairs of elements");
         return fields.error("head_dim", reason);
     }
     Ok(head_dim)
 }
 
-/// Hugging Face's context length of a model that does not give its own.
+/// Hugging Face's default context length.
 fn default_positions(architecture: Architecture) -> usize {
     match architecture {
         Architecture::Llama => 2048,
@@ -191,7 +191,7 @@ fn read_rope(fields: &Fields<'_>) -> Result<RopeConfig, Error> {
         if let Some(factor) = fields.number("partial_rotary_factor")?
             && factor != 1.0
         {
-            let reason = format!(" = {factor}: must be 1, every element of a head is turned");
+            let reason = format!(" = {factor}: must be 1, RoPE rotates every element of a head");
             return fields.error("partial_rotary_factor", reason);
         }
     }
