@@ -151,7 +151,7 @@ mod tests {
     use super::*;
 
     /// Elements whose values are their positions.
-    fn numbers(shape: &[usize]) -> Vec<usize> {
+    fn values(shape: &[usize]) -> Vec<usize> {
         (0..shape.iter().product()).collect()
     }
 
@@ -163,7 +163,7 @@ mod tests {
 
     #[test]
     fn rows_and_columns_are_taken_and_put_back() {
-        let whole = numbers(&[4, 6]);
+        let whole = values(&[4, 6]);
         let rows = Slice::along(vec![4, 6], 0, vec![0..1, 2..4]);
         assert_eq!(rows.extents(), [3, 6]);
         assert_eq!(
@@ -190,7 +190,7 @@ mod tests {
     #[test]
     fn parts_of_three_dimensions_find_their_place() {
         let slice = Slice::new(vec![2, 3, 4], vec![vec![1..2], vec![0..1, 2..3], vec![1..3]]);
-        let found = extract(&slice.unwrap(), 0..4, &numbers(&[2, 3, 4]));
+        let found = extract(&slice.unwrap(), 0..4, &values(&[2, 3, 4]));
         assert_eq!(found, [13, 14, 21, 22]);
     }
 

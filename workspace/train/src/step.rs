@@ -262,7 +262,8 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         self.gradients.mark_stale();
         for at in 0..self.passes.len() {
             let pass = self.passes[at];
-            let turn = PassSlot { chunk: pass.chunk, micro_batch: pass.tokens, slot: pass.slot };
+            let pass_slot =
+                PassSlot { chunk: pass.chunk, micro_batch: pass.tokens, slot: pass.slot };
             let number = (self.own.start + pass.micro_batch) as u64;
             if pass.forward {
                 if pass.chunk == 0 && self.activations.read_tokens() {
@@ -274,7 +275,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                 let mut wait = |weights: &mut FlatBuffers<B, T>, flat| {
                     data_parallel.wait_for_weights(weights, flat)
                 };
-                model.forward_chunk(&mut self.activations, turn, &mut self.sums, &mut wait)?;
+                model.forward_chunk(&mut self.activations, pass_slot, &mut self.sums, &mut wait)?;
             } else {
                 let _backward = span::enter_numbered("backward", number);
                 let last = pass.micro_batch + 1 == self.own.len();
@@ -284,7 +285,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                 };
                 model.backward_chunk(
                     &mut self.activations,
-                    turn,
+                    pass_slot,
                     &mut self.gradients,
                     scale,
                     &mut self.sums,

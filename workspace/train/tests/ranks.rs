@@ -128,7 +128,7 @@ fn arranged(adapt: (usize, usize), moh: (usize, usize)) -> Vec<String> {
 
 #[test]
 fn every_share_of_the_tensors_ends_as_one_rank() {
-    // Tied or not; every layer kept, norms computed again, or blocks; documents apart; another architecture.
+    // Tied or not; every layer saved, norms computed again, or blocks; documents apart; another architecture.
     for changes in [
         &["model.new.tie_word_embeddings=true", "memory.recompute=none"][..],
         &["model.new.tie_word_embeddings=false", "memory.recompute=cheap"],
@@ -162,7 +162,7 @@ fn every_share_of_the_tensors_ends_as_one_rank() {
 
 #[test]
 fn stages_of_several_chunks_end_as_one_rank() {
-    // Eight micro-batches a step: as many as two stages' turns, or not.
+    // Eight micro-batches a step: divisible by the number of stages, or not.
     for changes in [
         &["model.new.tie_word_embeddings=true", "model.new.num_hidden_layers=6"][..],
         &["model.new.num_hidden_layers=6", "memory.recompute=block"],
@@ -207,7 +207,7 @@ fn mixed_layers(place: &Workplace, stages: usize, chunks: usize, tensor: usize) 
 fn layers_with_other_heads_end_as_one_rank() {
     let place = Workplace::new();
     let reference = finish_on(1, &mixed_layers(&place, 1, 1, 1));
-    // Stages of their own layers; chunks whose buffers serve dense layers and others in turns; shares of
+    // Stages of their own layers; chunks whose buffers serve dense and other layers alternately; shares of
     // the heads; all of it with data parallelism.
     for (ranks, stages, chunks, tensor) in
         [(2, 2, 1, 1), (2, 2, 2, 1), (2, 1, 1, 2), (4, 2, 2, 2), (8, 2, 1, 2)]

@@ -1,4 +1,4 @@
-//! The recipes of the repository load, and their plans hold the numbers they promise.
+//! The recipes of the repository load, and their plans give the documented numbers.
 
 use std::path::{Path, PathBuf};
 
@@ -39,12 +39,12 @@ fn the_papers_recipe_has_the_papers_plan() {
 
     // bf16 weights, their remainders, f32 gradients, bf16 moments: 12 bytes a parameter.
     assert_eq!(adapt.memory.state.total(), 12 * 8_297_648_128);
-    // 94,336 bytes kept per token and block, 61,460 once: 23.4 GiB.
-    let kept = 8192 * (32 * 94_336 + 61_460);
-    assert_eq!(adapt.memory.activations.saved, kept);
+    // 94,336 bytes saved per token and block, 61,460 once: 23.4 GiB.
+    let saved = 8192 * (32 * 94_336 + 61_460);
+    assert_eq!(adapt.memory.activations.saved, saved);
     // Of each routed head what a token has, and how many tokens selected it.
     let routings = 32 * (8192 * (16 * (8 + 4 + 1) + 8) + 16 * 4);
-    assert_eq!(moh.memory.activations.saved, kept + routings);
+    assert_eq!(moh.memory.activations.saved, saved + routings);
     assert_eq!(adapt.memory.activations.logits, 1024 * 160_896 * 4);
 
     let schedule = recipe.stages[0].schedule();

@@ -1,5 +1,5 @@
 //! The timeline of a step: spans that lie within each other, with every block of every micro-batch, and
-//! a run that ends as one that nobody watched.
+//! a run that ends as one without a timeline.
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 

@@ -47,14 +47,14 @@ fn sharded(tensors: &Tensors, edit: impl Fn(&mut Value)) -> tempfile::TempDir {
     let half = tensors.len() / 2;
     let mut index = json!({"metadata": {"total_size": 0}, "weight_map": {}});
     for (part, name) in ["model-1.safetensors", "model-2.safetensors"].into_iter().enumerate() {
-        let held: Tensors = tensors
+        let stored: Tensors = tensors
             .iter()
             .enumerate()
             .filter(|(position, _)| (*position >= half) == (part == 1))
             .map(|(_, (key, value))| (key.clone(), value.clone()))
             .collect();
-        held.keys().for_each(|key| index["weight_map"][key] = json!(name));
-        std::fs::write(dir.path().join(name), safetensors_file(&held)).unwrap();
+        stored.keys().for_each(|key| index["weight_map"][key] = json!(name));
+        std::fs::write(dir.path().join(name), safetensors_file(&stored)).unwrap();
     }
     edit(&mut index);
     std::fs::write(dir.path().join(INDEX_FILE), index.to_string()).unwrap();
@@ -207,21 +207,21 @@ fn tensors_must_be_those_of_the_configuration() {
 #[test]
 fn a_tied_head_and_old_buffers_are_tolerated() {
     let tied = config(true);
-    let mut held = tensors(&config(false));
+    let mut stored = tensors(&config(false));
     let name = "model.layers.0.self_attn.rotary_emb.inv_freq".to_string();
-    held.insert(name, (vec![1], vec![0; 4]));
-    let dir = single(&held);
+    stored.insert(name, (vec![1], vec![0; 4]));
+    let dir = single(&stored);
     WeightFiles::open(dir.path()).unwrap().check(&tied).unwrap();
-    held.get_mut(OUTPUT_HEAD).unwrap().0 = vec![4, 6];
-    assert!(check_error(&held, &tied).contains("unexpected tensor lm_head.weight"));
+    stored.get_mut(OUTPUT_HEAD).unwrap().0 = vec![4, 6];
+    assert!(check_error(&stored, &tied).contains("unexpected tensor lm_head.weight"));
 }
 
 #[test]
 fn values_that_are_not_finite_are_refused_by_name() {
-    let mut held = tensors(&config(false));
+    let mut stored = tensors(&config(false));
     let name = "model.norm.weight";
-    held.get_mut(name).unwrap().1[12..].copy_from_slice(&f32::NAN.to_le_bytes());
-    let dir = single(&held);
+    stored.get_mut(name).unwrap().1[12..].copy_from_slice(&f32::NAN.to_le_bytes());
+    let dir = single(&stored);
     let files = WeightFiles::open(dir.path()).unwrap();
     let message = files.read_f32(name, &mut [0.0; 4]).unwrap_err().to_string();
     assert!(message.ends_with("model.norm.weight has a value that is not finite, at element 3"));

@@ -95,7 +95,7 @@ fn write_shards<B: Backend, T: Element, M: Element>(
 /// The most bytes of the host that [`write`] holds of a tensor at a time, on one of `ranks` ranks that
 /// share the optimiser's state.
 pub(crate) fn staging_bytes(layout: &ModelLayout, ranks: usize) -> u64 {
-    // The numbers in f32, and as they are on the device or in the file, which is no wider.
+    // The elements in f32, and in the type of the device or the file, which is no wider.
     const BYTES: u64 = 4 + 4;
     let parts = layout.flats.iter().flat_map(|flat| {
         let shard = flat.len / ranks.max(1);

@@ -211,7 +211,7 @@ mod tests {
     fn tensor_ranks_exchange_ten_activations_a_block() {
         let layout = Layout { tensor: 2, data: 2048, ..Layout::ALONE };
         // One micro-batch: 10 for each of 32 blocks, 2 for the embedding, 2 for the head, half of each
-        // sent; and 8192 x 3 numbers of 8 bytes, all-reduced by two ranks.
+        // sent; and 8192 x 3 elements of 8 bytes, all-reduced by two ranks.
         let dense = traffic(&[], 0, layout, 0);
         assert_eq!(dense.tensor.operations, 320.0 + 4.0 + 1.0);
         assert_eq!(dense.tensor.bytes, 324.0 * STREAM / 2.0 + 8192.0 * 3.0 * 8.0);

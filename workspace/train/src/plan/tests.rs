@@ -72,7 +72,7 @@ fn activation_bytes_are_those_of_the_tables() {
     let (norms, wide, stream) = (4 * 2 * 64 + 8, 4 * 172, 4 * 64);
     // The residual stream after the last block, the final norm, token and target.
     let ends = stream + (stream + 4) + 8;
-    let kept = |plan: Plan| {
+    let saved = |plan: Plan| {
         let stages = plan.stages.into_iter();
         stages.map(|stage| stage.memory.activations.saved).collect::<Vec<_>>()
     };
@@ -82,11 +82,11 @@ fn activation_bytes_are_those_of_the_tables() {
         vec![of(dense_block), of(moh_block) + routings * 4 * 4]
     };
     let none = expected(5, |block, norms| 5 * (block + norms));
-    assert_eq!(kept(plan(&["memory.recompute=none"])), none);
+    assert_eq!(saved(plan(&["memory.recompute=none"])), none);
     let cheap = expected(5, |block, norms| 5 * block + norms);
-    assert_eq!(kept(plan(&["memory.recompute=cheap"])), cheap);
+    assert_eq!(saved(plan(&["memory.recompute=cheap"])), cheap);
     let block = expected(1, |block, norms| block + norms);
-    assert_eq!(kept(plan(&["memory.recompute=block"])), block);
+    assert_eq!(saved(plan(&["memory.recompute=block"])), block);
     let activations = plan(&[]).stages[0].memory.activations;
     assert_eq!(activations.block_gradients, 64 * (4 * 2 * 64 + 4 * 8));
     assert_eq!(activations.logits, 64 * 512 * 4);
@@ -109,8 +109,8 @@ fn layers_with_other_heads_are_planned_one_by_one() {
     let share = attention(&mixed) / attention(&equal);
     assert!((share - 29.0 / 30.0).abs() < 1e-9, "{share}");
     // Every layer has room for the most routed heads, 8 instead of 4: 13 bytes each for 64 tokens, and a count.
-    let kept = |stage: &StagePlan| stage.memory.activations.saved;
-    assert_eq!(kept(&mixed) - kept(&equal), 5 * 4 * (64 * 13 + 4));
+    let saved = |stage: &StagePlan| stage.memory.activations.saved;
+    assert_eq!(saved(&mixed) - saved(&equal), 5 * 4 * (64 * 13 + 4));
     assert!(plan(&counts).to_string().contains("3-8 of 8 heads"));
 }
 
@@ -186,7 +186,7 @@ fn a_stage_goes_ahead_by_those_after_it() {
     assert_eq!(in_flight(512, 1), [4, 4, 4, 4, 4, 3, 2, 1]);
     // 2 x 7 + (4 - 1) x 8 ahead on the first rank, 24 on the last.
     assert_eq!(in_flight(8, 4), [39, 37, 35, 33, 31, 29, 27, 25]);
-    // Turns of 4 micro-batches, no more than there are.
+    // Groups of 4 micro-batches, at most all of them.
     assert_eq!(in_flight(512, 4), [16, 16, 16, 16, 16, 16, 15, 13]);
 }
 

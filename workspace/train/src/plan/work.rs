@@ -226,7 +226,7 @@ mod tests {
         let (recipe, model) = llama3_8b(&[]);
         let layout = Layout { tensor: 4, ..Layout::ALONE };
         let work = Work::new(&recipe, &recipe.stages[0], &model, layout).unwrap();
-        // A block of LLaMA-3-8B has 4096 x (4096 + 2 x 1024 + 4096 + 3 x 14336) = 218,103,808 numbers in
+        // A block of LLaMA-3-8B has 4096 x (4096 + 2 x 1024 + 4096 + 3 x 14336) = 218,103,808 elements in
         // matrices and 8192 in norms; 160,896 rows of 4096 are 659,030,016.
         let Elements { matrices, norms, vocabulary } = work.elements;
         assert_eq!((matrices, norms, vocabulary), (54_525_952, 8192, 164_757_504));

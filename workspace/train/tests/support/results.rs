@@ -40,14 +40,14 @@ fn difference(found: &[u8], expected: &[u8]) -> f64 {
         (SafeTensors::deserialize(found).unwrap(), SafeTensors::deserialize(expected).unwrap());
     let (mut squares, mut all) = (0.0, 0.0);
     for (name, tensor) in expected.tensors() {
-        let numbers = |bytes: &[u8]| -> Vec<f64> {
+        let values = |bytes: &[u8]| -> Vec<f64> {
             bytes
                 .chunks_exact(4)
                 .map(|b| f32::from_le_bytes(b.try_into().unwrap()).into())
                 .collect()
         };
-        let found = numbers(found.tensor(&name).unwrap().data());
-        for (a, b) in found.into_iter().zip(numbers(tensor.data())) {
+        let found = values(found.tensor(&name).unwrap().data());
+        for (a, b) in found.into_iter().zip(values(tensor.data())) {
             squares += (a - b).powi(2);
             all += b.powi(2);
         }

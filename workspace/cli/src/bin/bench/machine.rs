@@ -74,12 +74,12 @@ pub fn gflops(per_second: f64) -> String {
 fn matmul<B: Backend, T: Element>(bench: &Bench<B>) -> anyhow::Result<f64> {
     let Bench { backend, product, .. } = bench;
     let number = |index: usize| T::from_f32((index % 251) as f32 / 251.0 - 0.5);
-    let numbers: Vec<T> = (0..product * product).map(number).collect();
-    let count = numbers.len();
+    let values: Vec<T> = (0..product * product).map(number).collect();
+    let count = values.len();
     let [mut x, mut weight, mut y] =
         [backend.allocate(count)?, backend.allocate(count)?, backend.allocate(count)?];
     for buffer in [&mut x, &mut weight] {
-        backend.upload(&numbers, B::view_mut(buffer, 0..count))?;
+        backend.upload(&values, B::view_mut(buffer, 0..count))?;
     }
     let times = bench.repeat(1, SECONDS, || {
         let (x, weight) = (B::view(&x, 0..count), B::view(&weight, 0..count));
