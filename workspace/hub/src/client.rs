@@ -13,6 +13,7 @@ use ureq::config::AutoHeaderValue;
 use ureq::http::{Response, StatusCode, Uri};
 use ureq::tls::{RootCerts, TlsConfig, TlsProvider};
 
+use crate::hub::no_directory;
 use crate::{Error, environment};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -258,8 +259,9 @@ impl Failure {
         let reason = match self {
             Failure::Other(error) => return error,
             Failure::NoAnswer => format!(
-                "no response from {endpoint}: check the network, or set HF_HUB_OFFLINE=1 to \
-                     use the cache"
+                "{}, and no response from {endpoint}: check the path, the network, or set \
+                     HF_HUB_OFFLINE=1 to use the cache",
+                no_directory()
             ),
             Failure::Broken => format!(
                 "the connection to {endpoint} was lost: run the same command again to resume \
@@ -273,19 +275,27 @@ impl Failure {
                          to a token of your account or run `hf auth login`"
                     ),
                     (401, _) => format!(
-                        "the hub requires a login (401): check the name; for a private or \
+                        "{}, and the hub requires a login (401): check the name; for a private or \
                          gated model request access at {page} and set HF_TOKEN or run \
-                         `hf auth login`"
+                         `hf auth login`",
+                        no_directory()
                     ),
                     (403, _) => format!(
                         "the hub denies access (403): request it at {page}, and check that the \
                          token in HF_TOKEN may read gated models"
                     ),
                     (404, Asked::Revision) if code == "RepoNotFound" => {
-                        format!("no such model on the hub (404), see {page}")
+                        format!(
+                            "{}, and no such model on the hub (404), see {page}",
+                            no_directory()
+                        )
                     }
                     (404, Asked::Revision) => {
-                        format!("no such model, or it has no revision {revision} (404), see {page}")
+                        format!(
+                            "{}, and no such model on the hub, or it has no revision {revision} (404), \
+                             see {page}",
+                            no_directory()
+                        )
                     }
                     (404, Asked::File(name)) => {
                         format!("{name} is listed but missing on the hub (404), see {page}")

@@ -5,7 +5,7 @@
 //! to an `.incomplete` file, so that an interrupted download of 16 GB resumes.
 
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 
@@ -51,7 +51,8 @@ pub struct Hub {
 /// hub id, downloaded if necessary.
 ///
 /// # Errors
-/// Fails if `from` is neither, or the hub does not provide the model; the message names the remedy.
+/// Fails if `from` is neither, if it is a directory and a revision is given, or if the hub does not
+/// provide the model; the message names the remedy.
 /// The next attempt resumes partial downloads.
 pub fn resolve(
     from: &str,
@@ -60,6 +61,25 @@ pub fn resolve(
 ) -> Result<PathBuf, Error> {
     let offline = environment::is_offline();
     Hub { offline, ..Hub::default() }.resolve(from, revision, progress)
+}
+
+/// A local model, which has no revisions.
+fn directory(path: &Path, revision: Option<&str>) -> Result<PathBuf, Error> {
+    match revision {
+        None => Ok(path.to_path_buf()),
+        Some(revision) => {
+            let reason = format!("revision {revision} was given, but only hub ids have revisions");
+            Err(Error::file(path, format!("is a directory: {reason}")))
+        }
+    }
+}
+
+/// Says that a model is no local directory, for errors of the hub.
+pub(crate) fn no_directory() -> String {
+    match std::env::current_dir() {
+        Ok(current) => format!("no such directory in {}", current.display()),
+        Err(_) => "no such directory".to_string(),
+    }
 }
 
 /// Whether `from` is a hub id: `name` or `organisation/name`.
@@ -105,11 +125,15 @@ impl Hub {
         progress: &mut dyn FnMut(&Progress<'_>),
     ) -> Result<PathBuf, Error> {
         let path = Path::new(from);
-        if path.is_dir() {
-            return Ok(path.to_path_buf());
-        }
-        if path.exists() {
-            return Err(Error::file(path, "is a file, expected a model directory or a hub id"));
+        match fs::metadata(path) {
+            Ok(found) if found.is_dir() => return directory(path, revision),
+            Ok(_) => {
+                return Err(Error::file(path, "is a file, expected a model directory or a hub id"));
+            }
+            Err(error) if error.kind() == ErrorKind::PermissionDenied => {
+                return Err(Error::io(path)(error));
+            }
+            Err(_) => {}
         }
         if !is_hub_id(from) {
             let reason = "no such directory, and not a hub id like meta-llama/Meta-Llama-3-8B";
@@ -124,12 +148,11 @@ impl Hub {
         if self.offline {
             return folder.cached(revision).ok_or_else(|| {
                 let cache = cache.display();
-                Error::hub(
-                    from,
-                    format!(
-                        "revision {revision} is not in the cache {cache}, and HF_HUB_OFFLINE is set"
-                    ),
-                )
+                let reason = format!(
+                    "{}, its revision {revision} is not in the cache {cache}, and HF_HUB_OFFLINE is set",
+                    no_directory()
+                );
+                Error::hub(from, reason)
             });
         }
         let endpoint = self.endpoint.clone().unwrap_or_else(environment::endpoint);

@@ -166,6 +166,8 @@ fn a_directory_is_used_as_it_is() {
     let dir = tempfile::tempdir().unwrap();
     let from = dir.path().to_str().unwrap();
     assert_eq!(Hub::default().resolve(from, None, &mut |_| ()).unwrap(), dir.path());
+    let message = Hub::default().resolve(from, Some("main"), &mut |_| ()).unwrap_err().to_string();
+    assert!(message.contains("only hub ids have revisions"), "{message}");
     for from in ["./no-such-dir", "a/b/c", "/nothing", "../x", "", "a/../b", "-x", "a b"] {
         let message = Hub::default().resolve(from, None, &mut |_| ()).unwrap_err().to_string();
         assert!(message.contains("no such directory, and not a hub id"), "{message}");
@@ -218,6 +220,7 @@ fn offline_without_a_cached_model_is_an_error() {
     let hub = Hub { cache: Some(dir.path().to_path_buf()), offline: true, ..Hub::default() };
     let message = resolve_error(&hub);
     assert!(message.contains("is not in the cache") && message.contains("HF_HUB_OFFLINE"));
+    assert!(message.contains("no such directory in /"), "{message}");
     let message = hub.resolve(ID, Some("../../x"), &mut |_| ()).unwrap_err().to_string();
     assert!(message.contains("is not a revision"), "{message}");
 }
@@ -284,7 +287,7 @@ fn refusals_say_what_to_do_and_leave_nothing_in_the_way() {
         (401, "GatedRepo", "the model is gated (401): accept its terms at http://127.0.0.1"),
         (401, "RepoNotFound", "the hub requires a login (401): check the name"),
         (403, "GatedRepo", "the hub denies access (403): request it at"),
-        (404, "RepoNotFound", "no such model on the hub (404)"),
+        (404, "RepoNotFound", ", and no such model on the hub (404)"),
         (404, "RevisionNotFound", "it has no revision main (404)"),
     ] {
         let refuse = Some((status, code));
@@ -308,7 +311,10 @@ fn no_answer_is_one_sentence() {
     let cache = Some(dir.path().to_path_buf());
     let hub = Hub { endpoint: Some(endpoint.clone()), cache, offline: false };
     let message = resolve_error(&hub);
-    assert!(message.starts_with(&format!("org/tiny: no response from {endpoint}")), "{message}");
+    let local =
+        format!("org/tiny: no such directory in {}", std::env::current_dir().unwrap().display());
+    let expected = format!("{local}, and no response from {endpoint}: check the path");
+    assert!(message.starts_with(&expected), "{message}");
     let nonsense = Hub { endpoint: Some("not a url".to_string()), ..hub };
     assert!(resolve_error(&nonsense).starts_with("org/tiny: "));
 }
@@ -337,4 +343,23 @@ fn names_from_the_hub_stay_in_their_directory() {
     }
     assert!(!is_wanted("original/model.safetensors") && !is_wanted("x.bin"));
     assert!(!is_content_address("../../x") && is_content_address(COMMIT));
+}
+
+#[cfg(unix)]
+#[test]
+fn a_directory_without_permission_is_no_hub_id() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let dir = tempfile::tempdir().unwrap();
+    let closed = dir.path().join("closed");
+    fs::create_dir_all(closed.join("model")).unwrap();
+    fs::set_permissions(&closed, fs::Permissions::from_mode(0o000)).unwrap();
+    let from = closed.join("model");
+    if fs::metadata(&from).is_ok() {
+        println!("skipped: this user may read everything");
+        return;
+    }
+    let message = Hub::default().resolve(from.to_str().unwrap(), None, &mut |_| ()).unwrap_err();
+    assert!(message.to_string().contains("ermission denied"), "{message}");
+    fs::set_permissions(&closed, fs::Permissions::from_mode(0o700)).unwrap();
 }
