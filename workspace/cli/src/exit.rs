@@ -3,7 +3,7 @@
 //! `moh-data info ... | head`, is not an error.
 
 use std::fmt;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Write as _, stderr};
 use std::process::ExitCode;
 #[cfg(unix)]
 use std::sync::{Arc, atomic::AtomicBool};
@@ -48,11 +48,16 @@ pub fn run(program: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     if let Some(stopped) = error.downcast_ref::<StoppedEarly>() {
-        eprintln!("{stopped}");
+        print(&stopped.to_string());
         return ExitCode::from(STOPPED_EARLY);
     }
-    eprintln!("error: {}", sentence(&error));
+    print(&format!("error: {}", sentence(&error)));
     ExitCode::from(if error.is::<Usage>() { USAGE } else { ERROR })
+}
+
+/// Prints a line on standard error, which may be closed or full: the exit code remains.
+fn print(line: &str) {
+    _ = writeln!(stderr(), "{line}");
 }
 
 /// Makes a file that exceeds a limit an error of `write`, like a full disk; by default the signal

@@ -1,5 +1,7 @@
-//! Shared by the command-line programs: exit codes, progress, models and the view of a run.
+//! Shared by the command-line programs: exit codes, progress, models, chat templates and the view of a
+//! run.
 
+pub mod chat;
 pub mod exit;
 pub mod models;
 pub mod plot;

@@ -114,6 +114,94 @@ fn an_end_token_ends_the_text() {
 }
 
 #[test]
+fn the_generation_file_names_the_end_and_the_output_says_why_it_ended() {
+    let dir = prepared();
+    let run = |options: &[&str]| {
+        let output = moh_generate(dir.path(), options).output().unwrap();
+        (support::stdout(&output), support::stderr(&output))
+    };
+    let (text, _) = run(&["--max-tokens", "1"]);
+    let first: u32 = text.split_whitespace().last().unwrap()[1..].parse().unwrap();
+    let (text, reason) = run(&["--max-tokens", "3000"]);
+    assert_eq!(text.split_whitespace().count(), 64);
+    assert!(reason.starts_with("61 tokens, ended by the model's context length, "), "{reason}");
+    assert!(run(&["--max-tokens", "1"]).1.starts_with("1 token, "));
+    let file = dir.path().join("source/generation_config.json");
+    fs::write(&file, format!("{{\"eos_token_id\": [{VOCABULARY}, {first}]}}")).unwrap();
+    let (text, reason) = run(&[]);
+    assert_eq!(text, "w1 w2 w3\n");
+    assert!(reason.starts_with("0 tokens, ended by the model, "), "{reason}");
+    fs::write(&file, "{\"eos_token_id\": \"w1\"}").unwrap();
+    let message = failure(dir.path(), &mut moh_generate(dir.path(), &[]), 1);
+    let expected = "source/generation_config.json: eos_token_id: expected a token id, found \"w1\"";
+    assert_eq!(message, expected);
+}
+
+#[test]
+fn top_k_of_one_is_greedy() {
+    let dir = prepared();
+    let sampled = ["--temperature", "9", "--top-k", "1", "--seed", "4"];
+    let greedy = success(&mut moh_generate(dir.path(), &[]));
+    assert_eq!(success(&mut moh_generate(dir.path(), &sampled)), greedy);
+    assert_ne!(success(&mut moh_generate(dir.path(), &["--temperature", "9"])), greedy);
+}
+
+#[test]
+fn prompts_come_from_files_and_standard_input() {
+    let dir = prepared();
+    let expected = success(&mut moh_generate(dir.path(), &["--max-tokens", "9"]));
+    fs::write(dir.path().join("prompt.txt"), "w1 w2 w3\n").unwrap();
+    let with = |file: &str| {
+        let mut command = program(env!("CARGO_BIN_EXE_moh-generate"), dir.path());
+        command.args(["--model", "source", "--max-tokens", "9", "--prompt-file", file]);
+        command
+    };
+    assert_eq!(success(&mut with("prompt.txt")), expected);
+    let input = fs::File::open(dir.path().join("prompt.txt")).unwrap();
+    assert_eq!(success(with("-").stdin(input)), expected);
+    let message = failure(dir.path(), &mut with("none.txt"), 1);
+    assert!(message.starts_with("--prompt-file none.txt: "), "{message}");
+    let output = with("prompt.txt").args(["--prompt", "w1"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2), "one prompt");
+}
+
+#[test]
+fn a_message_is_answered_in_the_chat_template() {
+    let dir = prepared();
+    let template = "{% for message in messages %}{{ 'w1 ' if message.role == 'system' else 'w2 ' }}\
+         {{ message.content }} {% endfor %}{% if add_generation_prompt %}{{ bos_token }}{% endif %}";
+    let config = serde_json::json!({ "chat_template": template, "bos_token": "w3" });
+    let options = ["--max-tokens", "9", "--chat", "--system", "w7"];
+    let message = failure(dir.path(), &mut moh_generate(dir.path(), &options), 1);
+    assert!(message.starts_with("source: the tokenizer has no chat template"), "{message}");
+    fs::write(dir.path().join("source/tokenizer_config.json"), config.to_string()).unwrap();
+    let answer = success(&mut moh_generate(dir.path(), &options));
+    let mut plain = program(env!("CARGO_BIN_EXE_moh-generate"), dir.path());
+    let prompt = "w1 w7 w2 w1 w2 w3 w3";
+    plain.args(["--model", "source", "--max-tokens", "9", "--prompt", prompt]);
+    let continued = success(&mut plain);
+    assert_eq!(continued.strip_prefix(prompt).unwrap().trim(), answer.trim());
+    assert_eq!(answer.split_whitespace().count(), 9);
+    let output = moh_generate(dir.path(), &["--system", "w7"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2), "a system message without --chat");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_closed_standard_error_does_not_panic() {
+    let dir = prepared();
+    for (options, code) in [(&["--max-tokens", "2"][..], 0), (&["--prompt", ""], 1)] {
+        let full = fs::File::options().write(true).open("/dev/full").unwrap();
+        let mut command = program(env!("CARGO_BIN_EXE_moh-generate"), dir.path());
+        command.args(["--model", "source"]).args(options).stderr(full);
+        if code == 0 {
+            command.args(["--prompt", "w1 w2 w3"]);
+        }
+        assert_eq!(command.output().unwrap().status.code(), Some(code), "{options:?}");
+    }
+}
+
+#[test]
 fn prompts_and_models_that_do_not_fit_are_refused() {
     let dir = prepared();
     let root = dir.path();

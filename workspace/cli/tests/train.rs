@@ -499,3 +499,22 @@ fn a_full_disk_keeps_the_newest_checkpoint_and_room_continues() {
     assert!(stderr(&output).starts_with(&format!("continuing after step {step} of 120\n")));
     assert!(results(&run) == results(&dir.path().join("whole")));
 }
+
+#[cfg(not(feature = "mpi"))]
+#[test]
+fn a_shell_with_a_launchers_variables_is_told_which_ones() {
+    let dir = prepared();
+    let mut command = moh_train(dir.path(), &[]);
+    command.envs([
+        ("SLURM_PROCID", "0"),
+        ("SLURM_NTASKS", "4"),
+        ("SLURM_LOCALID", "0"),
+        ("SLURM_JOB_ID", "7"),
+        ("SLURM_JOB_NODELIST", "node1"),
+    ]);
+    let message = failure(dir.path(), &mut command, 1);
+    let expected = "SLURM_PROCID and SLURM_NTASKS say that this is one of 4 processes, but this program \
+         was built without MPI: build it with --features mpi, or unset these variables to start one \
+         process";
+    assert_eq!(message, expected);
+}

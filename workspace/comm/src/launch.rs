@@ -32,6 +32,19 @@ pub enum Launcher {
     Slurm,
 }
 
+impl Launcher {
+    /// The variables with the rank and the number of processes, for messages.
+    #[cfg(any(not(feature = "mpi"), all(feature = "cuda", not(feature = "nccl"))))]
+    pub(crate) fn variables(self) -> String {
+        let Names { rank, size, .. } = match self {
+            Launcher::None | Launcher::Torchrun => TORCHRUN,
+            Launcher::OpenMpi => OPEN_MPI,
+            Launcher::Slurm => SLURM,
+        };
+        format!("{rank} and {size}")
+    }
+}
+
 /// Where the ranks of a job meet: a port on rank 0's host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {

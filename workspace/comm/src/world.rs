@@ -139,8 +139,9 @@ impl World {
     ) -> Result<Self> {
         let no_engine = || {
             Error::NoEngine(format!(
-                "{} processes were started, but this program was built without {engine}: build it \
-                 with --features {feature}, or start one process",
+                "{} say that this is one of {} processes, but this program was built without {engine}: \
+                 build it with --features {feature}, or unset these variables to start one process",
+                launch.launcher.variables(),
                 launch.size
             ))
         };

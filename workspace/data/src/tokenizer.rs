@@ -80,6 +80,13 @@ impl TextTokenizer {
         Ok(ids)
     }
 
+    /// The ids of a text without the post-processor's: special tokens are those that the text names.
+    ///
+    /// Fails if the tokenizer does.
+    pub fn encode_unframed(&self, text: &str) -> Result<Vec<u32>> {
+        self.ids(text, false)
+    }
+
     /// [`TextTokenizer::encode`] of many documents in parallel, in order.
     pub fn encode_batch<T: AsRef<str> + Sync>(&self, texts: &[T]) -> Result<Vec<Vec<u32>>> {
         texts.par_iter().map(|text| self.encode(text.as_ref())).collect()

@@ -6,7 +6,7 @@
 //! program (biases, sliding windows, other activations, other RoPE types, quantised weights) is refused.
 
 mod architecture;
-mod fields;
+pub(crate) mod fields;
 mod parse;
 
 use std::path::Path;
@@ -44,20 +44,7 @@ impl ConfigFile {
     /// does not compute; the message names the file and the key.
     pub fn read(path: &Path) -> Result<Self, Error> {
         let path = &if path.is_dir() { path.join(CONFIG_FILE) } else { path.to_path_buf() };
-        let io = |source| Error::Io { path: path.clone(), source };
-        let length = std::fs::metadata(path).map_err(io)?.len();
-        if length > MAX_FILE_BYTES {
-            return Err(Error::File {
-                path: path.clone(),
-                reason: format!("{length} bytes: a configuration has at most {MAX_FILE_BYTES}"),
-            });
-        }
-        let bytes = std::fs::read(path).map_err(io)?;
-        let value = serde_json::from_slice(&bytes).map_err(|error| Error::File {
-            path: path.clone(),
-            reason: format!("not valid JSON: {error}"),
-        })?;
-        Self::from_value(value, path)
+        Self::from_value(Value::Object(read_object(path)?), path)
     }
 
     /// The configuration in a JSON object; `path` is what messages call it.
@@ -65,12 +52,7 @@ impl ConfigFile {
     /// # Errors
     /// As [`ConfigFile::read`].
     pub fn from_value(value: Value, path: &Path) -> Result<Self, Error> {
-        let Value::Object(fields) = value else {
-            return Err(Error::File {
-                path: path.to_path_buf(),
-                reason: format!("expected a JSON object, found {}", kind(&value)),
-            });
-        };
+        let fields = object(value, path)?;
         let config = parse::read_config(&Fields { map: &fields, path, prefix: "" })?;
         Ok(ConfigFile { config, fields })
     }
@@ -130,6 +112,35 @@ impl ConfigFile {
             }
         }
         fields
+    }
+}
+
+/// The JSON object in a configuration file.
+pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, Error> {
+    let io = |source| Error::Io { path: path.to_path_buf(), source };
+    let length = std::fs::metadata(path).map_err(io)?.len();
+    if length > MAX_FILE_BYTES {
+        return Err(Error::File {
+            path: path.to_path_buf(),
+            reason: format!("{length} bytes: a configuration has at most {MAX_FILE_BYTES}"),
+        });
+    }
+    let bytes = std::fs::read(path).map_err(io)?;
+    let value = serde_json::from_slice(&bytes).map_err(|error| Error::File {
+        path: path.to_path_buf(),
+        reason: format!("not valid JSON: {error}"),
+    })?;
+    object(value, path)
+}
+
+/// The fields of a JSON object.
+fn object(value: Value, path: &Path) -> Result<Map<String, Value>, Error> {
+    match value {
+        Value::Object(fields) => Ok(fields),
+        other => Err(Error::File {
+            path: path.to_path_buf(),
+            reason: format!("expected a JSON object, found {}", kind(&other)),
+        }),
     }
 }
 

@@ -3,6 +3,7 @@
 
 pub mod config_file;
 mod error;
+mod generation_file;
 pub mod model_directory;
 mod random_model;
 mod spelling;
@@ -11,6 +12,7 @@ pub mod weight_files;
 
 pub use config_file::{ConfigFile, dtype_name};
 pub use error::Error;
+pub use generation_file::end_tokens;
 pub use model_directory::{Contents, TensorSpec, Written, write_model};
 pub use random_model::write_random_model;
 pub use vocabulary::Expansion;

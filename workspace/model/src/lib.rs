@@ -32,5 +32,5 @@ pub use generation::Generator;
 pub use head_counts::HeadCounts;
 pub use model::{LossScale, Model, ModelBuffers};
 pub use pass_sizes::PassSizes;
-pub use sampler::Sampler;
+pub use sampler::{Sampler, Sampling};
 pub use step_sums::StepSums;

@@ -1,7 +1,7 @@
 //! Selects the next token from its logits: the most likely token, or a sample from their softmax,
-//! over all tokens or only the most likely ones (top-p).
+//! over all tokens or only the most likely ones (top-k, top-p).
 //!
-//! With the same seed it selects the same tokens as candle's `LogitsProcessor` on every processor:
+//! With the same seed it selects, but for top-k, which candle draws in an unspecified order, the same tokens as candle's `LogitsProcessor` on every processor:
 //! the same generator, and the same softmax in f32, summed in the order of candle's AVX2 code.
 
 use rand::SeedableRng as _;
@@ -18,27 +18,22 @@ pub struct Sampler {
     vocab_size: usize,
 }
 
-/// The sampling strategy.
-#[derive(Debug, Clone, Copy)]
-enum Sampling {
-    /// The most likely token; the first of equal ones.
-    Greedy,
-    /// All tokens, with their probabilities at this temperature.
-    All { temperature: f64 },
-    /// The smallest set of the most likely tokens whose probabilities sum to at least `p`.
-    TopP { p: f32, temperature: f64 },
+/// How tokens are sampled; by default greedily.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Sampling {
+    /// Divides the logits; 0 selects the most likely token, the first of equal ones.
+    pub temperature: f64,
+    /// Samples from this many most likely tokens only.
+    pub top_k: Option<usize>,
+    /// Samples from the smallest set of the most likely tokens whose probabilities, among those of
+    /// `top_k`, sum to at least this.
+    pub top_p: Option<f64>,
 }
 
 impl Sampler {
-    /// Greedy if `temperature` is 0; otherwise samples, with `top_p` from the smallest set of
-    /// tokens whose probabilities sum to at least `top_p`. Only ids below `vocab_size`, the
-    /// tokenizer's, are selected: never rows that pad the vocabulary.
-    pub fn new(seed: u64, temperature: f64, top_p: Option<f64>, vocab_size: usize) -> Self {
-        let sampling = match top_p {
-            _ if temperature <= 0.0 => Sampling::Greedy,
-            Some(p) if p > 0.0 && p < 1.0 => Sampling::TopP { p: p as f32, temperature },
-            _ => Sampling::All { temperature },
-        };
+    /// Only ids below `vocab_size`, the tokenizer's, are selected: never rows that pad the
+    /// vocabulary.
+    pub fn new(seed: u64, sampling: Sampling, vocab_size: usize) -> Self {
         Sampler { random: StdRng::seed_from_u64(seed), sampling, vocab_size }
     }
 
@@ -51,15 +46,19 @@ impl Sampler {
         if known.is_empty() {
             return Err(Error::Sampling { reason: "there are none".to_owned() });
         }
-        match self.sampling {
-            Sampling::Greedy => Ok(likeliest(known)),
-            Sampling::All { temperature } => self.draw(&softmax(known, temperature)),
-            Sampling::TopP { p, temperature } => {
-                let mut probabilities = softmax(known, temperature);
-                clear_unlikely(&mut probabilities, p);
-                self.draw(&probabilities)
-            }
+        let Sampling { temperature, top_k, top_p } = self.sampling;
+        if temperature <= 0.0 {
+            return Ok(likeliest(known));
         }
+        let mut probabilities = softmax(known, temperature);
+        let mut sum_of_kept = 1.0;
+        if let Some(k) = top_k.filter(|&k| k > 0 && k < known.len()) {
+            sum_of_kept = keep_most_likely(&mut probabilities, k);
+        }
+        if let Some(p) = top_p.filter(|&p| p > 0.0 && p < 1.0) {
+            clear_unlikely(&mut probabilities, p as f32 * sum_of_kept);
+        }
+        self.draw(&probabilities)
     }
 
     /// Samples a token by its probability.
@@ -108,10 +107,23 @@ fn sum(values: &[f32]) -> f32 {
     rest.iter().fold(whole, |total, value| total + value)
 }
 
-/// Sets all probabilities to 0 except the largest ones that sum to at least `p`.
-fn clear_unlikely(probabilities: &mut [f32], p: f32) {
+/// The indices of probabilities, the largest first, equal ones in their order.
+fn by_probability(probabilities: &[f32]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..probabilities.len()).collect();
     order.sort_by(|&i, &j| probabilities[j].total_cmp(&probabilities[i]));
+    order
+}
+
+/// Sets all probabilities to 0 except the `k` largest; returns the sum of these.
+fn keep_most_likely(probabilities: &mut [f32], k: usize) -> f32 {
+    let order = by_probability(probabilities);
+    order[k..].iter().for_each(|&index| probabilities[index] = 0.0);
+    order[..k].iter().map(|&index| probabilities[index]).sum()
+}
+
+/// Sets all probabilities to 0 except the largest ones that sum to at least `p`.
+fn clear_unlikely(probabilities: &mut [f32], p: f32) {
+    let order = by_probability(probabilities);
     let mut reached = 0.0;
     for index in order {
         if reached >= p {
@@ -151,7 +163,7 @@ mod tests {
                     Some(p) => Theirs::TopP { p, temperature },
                 };
                 for count in [1, 31, 512, 1003] {
-                    let mut ours = Sampler::new(seed, temperature, top_p, usize::MAX);
+                    let mut ours = Sampler::new(seed, ours(temperature, None, top_p), usize::MAX);
                     let mut theirs = LogitsProcessor::from_sampling(seed, sampling.clone());
                     for step in 0..50 {
                         let logits = logits(count, step);
@@ -168,19 +180,51 @@ mod tests {
         }
     }
 
+    fn ours(temperature: f64, top_k: Option<usize>, top_p: Option<f64>) -> Sampling {
+        Sampling { temperature, top_k, top_p }
+    }
+
+    /// The tokens that 2000 samples select, in ascending order.
+    fn selected(sampling: Sampling, logits: &[f32]) -> Vec<u32> {
+        let mut sampler = Sampler::new(3, sampling, usize::MAX);
+        let found: std::collections::BTreeSet<u32> =
+            (0..2000).map(|_| sampler.sample(logits).unwrap()).collect();
+        found.into_iter().collect()
+    }
+
+    #[test]
+    fn top_k_selects_among_the_most_likely_tokens() {
+        // Probabilities of 3/16, 4/16, 1/16, 3/16, 4/16, 1/16.
+        let logits = [3f32, 4.0, 1.0, 3.0, 4.0, 1.0].map(f32::ln);
+        let with = |top_k, top_p| selected(ours(1.0, top_k, top_p), &logits);
+        assert_eq!(with(Some(2), None), [1, 4]);
+        // Of equal tokens the first.
+        assert_eq!(with(Some(1), None), [1]);
+        assert_eq!(with(Some(3), None), [0, 1, 4]);
+        assert_eq!(with(Some(6), None), [0, 1, 2, 3, 4, 5]);
+        assert_eq!(with(Some(0), None), [0, 1, 2, 3, 4, 5], "0 disables it, as in transformers");
+        // Of all tokens 1 and 4 are half, and 0 more; of the first three they are 8/11.
+        assert_eq!(with(None, Some(0.6)), [0, 1, 4]);
+        assert_eq!(with(Some(3), Some(0.6)), [1, 4]);
+        assert_eq!(with(Some(3), Some(0.8)), [0, 1, 4]);
+        assert_eq!(selected(ours(0.0, Some(3), None), &logits), [1]);
+    }
+
     #[test]
     fn rows_that_pad_the_vocabulary_are_never_chosen() {
         let logits = [0.0, 1.0, 9.0, 9.0];
-        assert_eq!(Sampler::new(0, 0.0, None, 2).sample(&logits).unwrap(), 1);
-        let mut sampler = Sampler::new(0, 5.0, None, 2);
+        assert_eq!(Sampler::new(0, Sampling::default(), 2).sample(&logits).unwrap(), 1);
+        let mut sampler = Sampler::new(0, ours(5.0, None, None), 2);
         assert!((0..100).all(|_| sampler.sample(&logits).unwrap() < 2));
     }
 
     #[test]
     fn logits_that_are_no_numbers_are_refused() {
-        let message =
-            Sampler::new(0, 1.0, None, 9).sample(&[f32::NAN, 1.0]).unwrap_err().to_string();
+        let message = Sampler::new(0, ours(1.0, None, None), 9)
+            .sample(&[f32::NAN, 1.0])
+            .unwrap_err()
+            .to_string();
         assert!(message.starts_with("no token can be sampled from these logits: "), "{message}");
-        assert!(Sampler::new(0, 0.0, None, 9).sample(&[]).is_err());
+        assert!(Sampler::new(0, Sampling::default(), 9).sample(&[]).is_err());
     }
 }

@@ -57,6 +57,9 @@ struct LossArguments {
     /// Directory of the model, or its id on the hub
     #[arg(long)]
     model: String,
+    /// Branch, tag or commit of the hub's model
+    #[arg(long)]
+    revision: Option<String>,
     /// Token file, without .bin and .idx
     #[arg(long, value_name = "PREFIX")]
     data: PathBuf,
@@ -76,12 +79,18 @@ struct LogitsArguments {
     /// Directory of the model, or its id on the hub
     #[arg(long)]
     model: String,
+    /// Branch, tag or commit of the hub's model
+    #[arg(long)]
+    revision: Option<String>,
     /// JSON file: a list of equally long lists of token ids
     #[arg(long, value_name = "FILE")]
     ids: PathBuf,
     /// Safetensors file to write
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
+    /// Replace --out if it exists
+    #[arg(long)]
+    force: bool,
     /// Element type of the computation
     #[arg(long, value_parser = models::element_types(), default_value = "f32")]
     dtype: ElementType,
@@ -115,7 +124,7 @@ fn loss<B: Backend + Clone, T: Element>(
     arguments: &LossArguments,
     backend: B,
 ) -> anyhow::Result<()> {
-    let directory = models::locate(&arguments.model, None)?;
+    let directory = models::locate(&arguments.model, arguments.revision.as_deref())?;
     let length = window_length(&directory, arguments.sequence_length)?;
     let mut model = models::load::<B, T>(backend, &directory, length)?;
     let mut file = TokenFile::open(&arguments.data)?;
@@ -175,7 +184,13 @@ fn logits<B: Backend + Clone, T: Element>(
     arguments: &LogitsArguments,
     backend: B,
 ) -> anyhow::Result<()> {
-    let directory = models::locate(&arguments.model, None)?;
+    if !arguments.force && arguments.out.exists() {
+        anyhow::bail!(
+            "{}: already exists: choose another name, or replace it with --force",
+            arguments.out.display()
+        );
+    }
+    let directory = models::locate(&arguments.model, arguments.revision.as_deref())?;
     let ids = LogitsOf::read_ids(&arguments.ids, models::context_length(&directory)?)?;
     let length = ids.first().map_or(0, Vec::len);
     let mut model = models::load::<B, T>(backend, &directory, length)?;

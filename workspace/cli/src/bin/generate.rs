@@ -1,27 +1,33 @@
-//! `moh-generate`: continues a text.
+//! `moh-generate`: continues a text, or answers a message.
 
-use std::io::{Write as _, stderr, stdout};
+use std::borrow::Cow;
+use std::fs;
+use std::io::{Read as _, Write as _, stderr, stdin, stdout};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
-use clap::Parser;
-use moh_cli::exit;
-use moh_cli::models;
+use anyhow::Context as _;
+use clap::{ArgGroup, Parser};
+use moh_cli::chat::{ChatTemplate, Message};
+use moh_cli::{exit, models};
 use moh_data::TextTokenizer;
 use moh_device::{Compute, DeviceName};
 use moh_kernels::{Backend, Element, ElementType};
-use moh_model::{Generator, Model, Sampler};
+use moh_model::{Generator, Model, Sampler, Sampling};
 
-/// Continue a text with a model, dense or Mixture-of-Head.
+/// Continue a text, or answer a message, with a model, dense or Mixture-of-Head.
 ///
 /// Keys and values of past tokens are cached, and a Mixture-of-Head model computes only each
 /// token's selected heads. The text goes to standard output; the speed, without loading, goes to
-/// standard error.
+/// standard error. Generation ends at --max-tokens, at the end of the model's context, or at a token of
+/// eos_token_id in generation_config.json (or else config.json).
 #[derive(Parser)]
 #[command(
     name = "moh-generate",
     version,
     arg_required_else_help = true,
+    group = ArgGroup::new("text").required(true).args(["prompt", "prompt_file"]),
     after_help = "Example, from the repository's root:\n  \
         moh-generate --model recipes/quickstart --prompt \"Once upon a time\" --temperature 0.8"
 )]
@@ -29,16 +35,31 @@ struct Arguments {
     /// Directory of the model, or its id on the hub
     #[arg(long)]
     model: String,
+    /// Branch, tag or commit of the hub's model
+    #[arg(long)]
+    revision: Option<String>,
     /// Text to continue
     #[arg(long)]
-    prompt: String,
+    prompt: Option<String>,
+    /// File with the text to continue, without its final newline; - reads standard input
+    #[arg(long, value_name = "FILE")]
+    prompt_file: Option<PathBuf>,
+    /// Answer the prompt as a user's message, in the tokenizer's chat template
+    #[arg(long)]
+    chat: bool,
+    /// System message before the user's
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    system: Option<String>,
     /// Maximum number of tokens to generate
     #[arg(long, default_value_t = 256, value_name = "TOKENS")]
     max_tokens: usize,
     /// Sampling temperature; 0 always selects the most likely token
     #[arg(long, default_value_t = 0.0)]
     temperature: f64,
-    /// Sample from the most likely tokens whose probabilities add up to this
+    /// Sample from this many most likely tokens
+    #[arg(long)]
+    top_k: Option<usize>,
+    /// Sample from the most likely tokens, of those of --top-k, whose probabilities add up to this
     #[arg(long)]
     top_p: Option<f64>,
     /// Seed of the sampling
@@ -84,21 +105,72 @@ fn check(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 fn generate<B: Backend, T: Element>(arguments: &Arguments, backend: B) -> anyhow::Result<()> {
-    let directory = models::locate(&arguments.model, None)?;
+    let directory = models::locate(&arguments.model, arguments.revision.as_deref())?;
     let tokenizer = models::required_tokenizer(&directory)?;
     let context = models::context_length(&directory)?;
-    let prompt = tokenizer.encode_prompt(&arguments.prompt)?;
-    if prompt.is_empty() || prompt.len() >= context {
+    let prompt = Prompt::read(arguments, &directory, &tokenizer)?;
+    if prompt.ids.is_empty() || prompt.ids.len() >= context {
         anyhow::bail!(
-            "--prompt: {} tokens, expected 1 to {}, less than the model's context length",
-            prompt.len(),
+            "{}: {} tokens, expected 1 to {}, less than the model's context length",
+            prompt.source,
+            prompt.ids.len(),
             context.saturating_sub(1)
         );
     }
-    let capacity = context.min(prompt.len().saturating_add(arguments.max_tokens));
+    let capacity = context.min(prompt.ids.len().saturating_add(arguments.max_tokens));
     let model = models::load::<B, T>(backend, &directory, capacity)?;
+    let ends = moh_hf::end_tokens(&directory, model.config())?;
     // On one of the operators' threads: a small model's token takes less time than waking them.
-    model.backend().install(|| decode(arguments, &tokenizer, &model, &prompt))
+    model.backend().install(|| decode(arguments, &tokenizer, &model, &prompt, &ends))
+}
+
+/// The tokens before the generated ones.
+struct Prompt {
+    /// The option that gives the text.
+    source: Cow<'static, str>,
+    ids: Vec<u32>,
+    /// The text to repeat in the output; empty for a message.
+    shown: String,
+}
+
+impl Prompt {
+    fn read(
+        arguments: &Arguments,
+        directory: &Path,
+        tokenizer: &TextTokenizer,
+    ) -> anyhow::Result<Self> {
+        let (source, text) = match (&arguments.prompt, &arguments.prompt_file) {
+            (Some(text), _) => ("--prompt".into(), text.clone()),
+            (None, Some(file)) => {
+                let source = format!("--prompt-file {}", file.display());
+                let text = read_text(file).with_context(|| source.clone())?;
+                (source.into(), text.strip_suffix('\n').unwrap_or(&text).to_owned())
+            }
+            // One of the two is required.
+            (None, None) => ("--prompt".into(), String::new()),
+        };
+        if !arguments.chat {
+            let ids = tokenizer.encode_prompt(&text)?;
+            return Ok(Prompt { source, ids, shown: text });
+        }
+        let system = arguments.system.as_deref();
+        let system = system.map(|content| Message { role: "system", content });
+        let user = Message { role: "user", content: &text };
+        let messages: Vec<_> = system.into_iter().chain([user]).collect();
+        let rendered = ChatTemplate::load(directory)?.render(&messages)?;
+        // The template contains BOS where the model expects one.
+        let ids = tokenizer.encode_unframed(&rendered)?;
+        Ok(Prompt { source, ids, shown: String::new() })
+    }
+}
+
+fn read_text(file: &Path) -> std::io::Result<String> {
+    if file == Path::new("-") {
+        let mut text = String::new();
+        stdin().read_to_string(&mut text)?;
+        return Ok(text);
+    }
+    fs::read_to_string(file)
 }
 
 /// Writes the prompt and its continuation, token by token.
@@ -106,28 +178,30 @@ fn decode<B: Backend, T: Element>(
     arguments: &Arguments,
     tokenizer: &TextTokenizer,
     model: &Model<B, T>,
-    prompt: &[u32],
+    prompt: &Prompt,
+    ends: &[u32],
 ) -> anyhow::Result<()> {
     let capacity = model.positions();
-    let mut sampler = Sampler::new(
-        arguments.seed,
-        arguments.temperature,
-        arguments.top_p,
-        tokenizer.vocab_size(),
-    );
-    let ends = &model.config().eos_token_ids;
+    let sampling = Sampling {
+        temperature: arguments.temperature,
+        top_k: arguments.top_k,
+        top_p: arguments.top_p,
+    };
+    let mut sampler = Sampler::new(arguments.seed, sampling, tokenizer.vocab_size());
     let mut generator = Generator::new(model, capacity)?;
-    let mut text = tokenizer.stream(prompt, true);
+    let mut text = tokenizer.stream(&prompt.ids, true);
     let mut out = stdout();
-    write!(out, "{}", arguments.prompt)?;
+    write!(out, "{}", prompt.shown)?;
     let started = Instant::now();
-    let mut logits = generator.extend(prompt)?;
+    let mut logits = generator.extend(&prompt.ids)?;
     let prompt_seconds = started.elapsed().as_secs_f64();
     let started = Instant::now();
-    let (mut count, mut passes) = (0u32, 0u32);
+    let (mut count, mut passes) = (0usize, 0u32);
+    let mut ended = false;
     while generator.position() < capacity {
         let next = sampler.sample(&logits)?;
         if ends.contains(&next) {
+            ended = true;
             break;
         }
         count += 1;
@@ -144,10 +218,17 @@ fn decode<B: Backend, T: Element>(
     writeln!(out, "{}", text.finish()?)?;
     // The prompt's pass gave the first token.
     let rate = f64::from(passes) / seconds.max(1e-9);
-    writeln!(
+    let reason = match count {
+        _ if ended => ", ended by the model",
+        count if count < arguments.max_tokens => ", ended by the model's context length",
+        _ => "",
+    };
+    // Nobody may be reading standard error; the text is complete.
+    _ = writeln!(
         stderr(),
-        "{count} tokens, {rate:.1} tokens/s after a prompt of {} tokens in {prompt_seconds:.3} s",
-        prompt.len()
-    )?;
+        "{count} token{}{reason}, {rate:.1} tokens/s after a prompt of {} tokens in {prompt_seconds:.3} s",
+        if count == 1 { "" } else { "s" },
+        prompt.ids.len()
+    );
     Ok(())
 }

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use crate::Error;
 
 /// A JSON object, its file, and the prefix of its keys in error messages.
-pub(super) struct Fields<'a> {
+pub(crate) struct Fields<'a> {
     pub map: &'a Map<String, Value>,
     pub path: &'a Path,
     pub prefix: &'a str,
@@ -116,6 +116,17 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// Token ids: one, or a list.
+    pub fn tokens(&self, key: &str) -> Result<Option<Vec<u32>>, Error> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Array(list)) => {
+                list.iter().map(|value| self.token(key, value)).collect::<Result<_, _>>().map(Some)
+            }
+            Some(value) => Ok(Some(vec![self.token(key, value)?])),
+        }
+    }
+
     pub fn token(&self, key: &str, value: &Value) -> Result<u32, Error> {
         match value.as_u64().and_then(|id| u32::try_from(id).ok()) {
             Some(id) => Ok(id),
@@ -128,7 +139,7 @@ fn whole_number(value: &Value) -> Option<usize> {
     value.as_u64().and_then(|number| usize::try_from(number).ok())
 }
 
-pub(super) fn kind(value: &Value) -> String {
+pub(crate) fn kind(value: &Value) -> String {
     match value {
         Value::Null => "null".to_string(),
         Value::Bool(flag) => flag.to_string(),

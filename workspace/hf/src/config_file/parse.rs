@@ -69,14 +69,7 @@ pub(super) fn read_config(fields: &Fields<'_>) -> Result<ModelConfig, Error> {
             None => None,
             Some(value) => Some(fields.token("bos_token_id", value)?),
         },
-        eos_token_ids: match fields.get("eos_token_id") {
-            None => Vec::new(),
-            Some(Value::Array(list)) => list
-                .iter()
-                .map(|value| fields.token("eos_token_id", value))
-                .collect::<Result<_, _>>()?,
-            Some(value) => vec![fields.token("eos_token_id", value)?],
-        },
+        eos_token_ids: fields.tokens("eos_token_id")?.unwrap_or_default(),
         moh,
     };
     match config.check_limits() {
