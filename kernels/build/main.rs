@@ -10,11 +10,11 @@ use std::process::Command;
 const KERNELS: &str = "src/cuda/kernels.cu";
 /// The same for the CPU, with the functions that launch them there.
 const EMULATOR: &str = "src/cuda/emulator/emulator.cc";
-/// Generations that the kernels are compiled for where MOH_CUDA_ARCHITECTURES does not say: Ampere,
-/// as machine code and for GPUs to come, and Hopper.
+/// The architectures of the kernels unless MOH_CUDA_ARCHITECTURES is set: Ampere, as machine code
+/// and as PTX for later GPUs, and Hopper.
 const ARCHITECTURES: &str = "80,90a";
-/// The generation that the kernels of Hopper's instructions have a body for; the crate is told by
-/// `cfg(hopper)` that the binary holds them.
+/// The architecture for which the kernels with Hopper's instructions have a body; `cfg(hopper)` is
+/// set if the binary contains them.
 const HOPPER: &str = "90a";
 
 fn main() {
@@ -41,7 +41,7 @@ fn main() {
     }
 }
 
-/// Runs a command and returns what it reports; its failure is the build's.
+/// Runs a command and returns its standard error; if it fails, so does the build.
 fn run(command: &mut Command, advice: &str) -> String {
     match command.output() {
         Ok(output) => {
@@ -69,8 +69,8 @@ fn compile_for_gpus(out: &Path) {
     for architecture in architectures.split(',') {
         let real = format!("arch=compute_{architecture},code=sm_{architecture}");
         command.arg(format!("-gencode={real}"));
-        // Code of an architecture with a letter runs on that one alone; the others' also serves
-        // later GPUs, whose driver compiles it.
+        // Code of an architecture with a letter runs on that one only; the PTX of others also runs
+        // on later GPUs, whose driver compiles it.
         if architecture.bytes().all(|byte| byte.is_ascii_digit()) {
             let later = format!("arch=compute_{architecture},code=compute_{architecture}");
             command.arg(format!("-gencode={later}"));
@@ -100,7 +100,7 @@ fn compile_for_the_cpu(out: &Path) {
     command.args(["-x", "c++", "-std=c++17", "-O2", "-Wno-unknown-pragmas"]);
     command.args(["-Wno-psabi", "-fPIC", "-c"]);
     run(command.arg(EMULATOR).arg("-o").arg(&object), "install a C++ compiler, or set CXX");
-    // A fresh archive: `ar` would keep what an earlier one held.
+    // A new archive: `ar` would keep the members of an earlier one.
     let _ = std::fs::remove_file(&library);
     run(Command::new("ar").arg("crs").arg(&library).arg(&object), "install binutils");
     println!("cargo::rustc-link-search=native={}", out.display());

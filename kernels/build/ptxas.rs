@@ -1,22 +1,21 @@
-//! What the assembler `ptxas` reports of each kernel with `-v`, and what in it fails the build.
+//! The report of the assembler `ptxas -v` on each kernel, and the faults in it that fail the build.
 
 use std::fmt::Write as _;
 
-/// Codes of notes that say that a kernel does not run as it was written: registers were not moved
-/// between warpgroups (C7508), matrix instructions were put one after the other (C7510 to C7515,
-/// C7519).
+/// Codes of notes on kernels that do not run as written: registers are not moved between warpgroups
+/// (C7508), matrix instructions are serialised (C7510 to C7515, C7519).
 const CODES: [&str; 8] = ["C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7515", "C7519"];
-/// The kernels that may not spill.
+/// The prefix of kernels that must not spill.
 const TUNED: &str = "hopper_";
 
-/// What a kernel takes of a multiprocessor.
+/// The resources of a kernel.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Kernel {
     pub name: String,
     pub architecture: String,
-    /// Registers of each thread where the kernel starts.
+    /// Registers per thread at the kernel's start.
     pub registers: u32,
-    /// Bytes of each thread's registers that are stored to memory and loaded from it.
+    /// Bytes of spilled registers per thread, stored to memory and loaded from it.
     pub spill_stores: u32,
     pub spill_loads: u32,
     /// Bytes of shared memory beside the dynamic ones.
@@ -46,13 +45,13 @@ pub fn kernels(report: &str) -> Vec<Kernel> {
     kernels
 }
 
-/// The number that stands before `unit` in a line.
+/// The number before `unit` in a line.
 fn before(line: &str, unit: &str) -> Option<u32> {
     let text = &line[..line.find(unit)?];
     text.rsplit(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }
 
-/// What must not be in a report, a line each.
+/// The faults in a report, one line each.
 pub fn faults(report: &str, kernels: &[Kernel]) -> Vec<String> {
     let noted = report.lines().filter(|line| CODES.iter().any(|code| line.contains(code)));
     let spills = kernels.iter().filter(|kernel| kernel.name.starts_with(TUNED));

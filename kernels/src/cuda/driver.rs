@@ -80,7 +80,7 @@ pub(super) fn count() -> Result<usize> {
 }
 
 impl Driver {
-    /// Opens GPU number `ordinal` and loads the kernels.
+    /// Opens the GPU with index `ordinal` and loads the kernels.
     pub(super) fn new(ordinal: usize) -> Result<Self> {
         let name = format!("GPU {ordinal}");
         libraries(&name)?;

@@ -11,14 +11,15 @@
 
 #ifdef __CUDACC__
 
-// An address in shared memory; counts bytes.
+// An address in shared memory, in bytes.
 using SharedAddress = uint32_t;
 
 static __device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
     return uint32_t(__cvta_generic_to_shared(pointer));
 }
 
-// Four 8x8 matrices; lanes 8i..8i+7 give the rows of matrix i. Lane holds (g, 2t), (g, 2t+1).
+// Loads four 8x8 matrices; lanes 8i..8i+7 have the addresses of the rows of matrix i. A lane's
+// elements are (g, 2t) and (g, 2t+1).
 static __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -26,7 +27,7 @@ static __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SharedAddre
                  : "memory");
 }
 
-// The same with each matrix transposed: lane holds (2t, g), (2t+1, g).
+// The same with each matrix transposed: a lane's elements are (2t, g) and (2t+1, g).
 static __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], SharedAddress row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -64,7 +65,7 @@ static __device__ __forceinline__ void cp_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits for this thread's copies, but for the `NEWEST` groups committed last.
+// Waits for all groups of this thread's copies except the `NEWEST` last ones.
 template <int NEWEST>
 static __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory");

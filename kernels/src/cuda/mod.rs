@@ -68,7 +68,7 @@ impl Cuda {
         self.device.stream()
     }
 
-    /// Opens GPU number `ordinal` of this machine.
+    /// Opens the GPU with index `ordinal` of this machine.
     ///
     /// # Errors
     /// [`crate::Error::Device`] if the driver, cuBLASLt or the GPU is missing or too old, or if the

@@ -46,12 +46,12 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack {
 
 // Adjacent elements as a pack.
 template <int N, class T>
-__device__ __forceinline__ Pack<T, N>* packs(T* numbers) {
-    return reinterpret_cast<Pack<T, N>*>(numbers);
+__device__ __forceinline__ Pack<T, N>* packs(T* elements) {
+    return reinterpret_cast<Pack<T, N>*>(elements);
 }
 template <int N, class T>
-__device__ __forceinline__ const Pack<T, N>* packs(const T* numbers) {
-    return reinterpret_cast<const Pack<T, N>*>(numbers);
+__device__ __forceinline__ const Pack<T, N>* packs(const T* elements) {
+    return reinterpret_cast<const Pack<T, N>*>(elements);
 }
 
 // Elements of a pack if types of 2 and of 4 bytes are mixed.

@@ -1,13 +1,13 @@
 // Instructions of sm_90: mbarriers, the copy engine, named barriers, registers per warp, wgmma.
 //
-// Matrices of bf16 lie in shared memory as panels of 64 columns: rows of 128 bytes one after the
-// other, chunk c of 16 bytes of row r at c ^ (r & 7). Panels start at multiples of 1024 bytes. The
-// copy engine writes them with its 128-byte swizzle and wgmma reads them with that of its
-// descriptors.
+// Matrices of bf16 are stored in shared memory as panels of 64 columns: contiguous rows of 128
+// bytes, with the 16-byte chunk c of row r at c ^ (r & 7). Panels start at multiples of 1024 bytes.
+// The copy engine writes them with its 128-byte swizzle, and the descriptors of wgmma have the same
+// one.
 //
 // wgmma computes D (64 x N, f32) += A (64 x 16) B (16 x N). Warp w of the warpgroup holds rows
 // 16w.. of D; with g = lane / 4 and t = lane % 4, d[4n], d[4n + 1] are row g, columns 8n + 2t and
-// 8n + 2t + 1; d[4n + 2], d[4n + 3] row g + 8. A in registers is laid out as for mma m16n8k16
+// 8n + 2t + 1; d[4n + 2], d[4n + 3] row g + 8. A in registers has the layout of mma m16n8k16
 // (mma.cuh).
 #pragma once
 
@@ -20,10 +20,10 @@ struct alignas(128) TensorMap {
     uint64_t words[16];
 };
 
-// A matrix of panels to wgmma. The rows of the operand's matrix are those of A, or those of B
-// transposed. Where a panel's rows are the matrix's rows (K along the 128 bytes), `group` is the
-// distance of 8 rows and `panel` is not used; where they are its columns (transposed), `group` is
-// the distance of 8 columns and `panel` that of 64 rows.
+// The wgmma descriptor of a matrix of panels: A, or B transposed. If a panel's rows are the
+// matrix's rows (K along the 128 bytes), `group` is the distance of 8 rows and `panel` is not used;
+// if they are its columns (transposed), `group` is the distance of 8 columns and `panel` the
+// distance of 64 rows.
 static __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t panel,
                                                              uint32_t group) {
     constexpr uint64_t SWIZZLE_128 = 1;
@@ -31,7 +31,7 @@ static __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, u
            (address / 16 & 0x3fff);
 }
 
-// The same matrix from `bytes` further on, a multiple of 16.
+// The descriptor of the same matrix with its start advanced by `bytes`, a multiple of 16.
 static __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes) {
     return descriptor + bytes / 16;
 }
@@ -45,7 +45,7 @@ static __device__ __forceinline__ void barrier_init(SharedAddress barrier, uint3
                  : "memory");
 }
 
-// Makes initialised barriers known to the copy engine; before the block synchronises.
+// Makes initialised barriers visible to the copy engine; required before the block synchronises.
 static __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -55,7 +55,7 @@ static __device__ __forceinline__ void barrier_arrive(SharedAddress barrier) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and lets the phase wait for `bytes` of copies too.
+// Arrives, and adds `bytes` of copies to those that complete the phase.
 static __device__ __forceinline__ void barrier_expect(SharedAddress barrier, uint32_t bytes) {
     asm volatile(
         "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
@@ -63,7 +63,7 @@ static __device__ __forceinline__ void barrier_expect(SharedAddress barrier, uin
         : "memory");
 }
 
-// Waits until the phase of this parity is complete; the phase before the first one is.
+// Waits until the phase of this parity is complete; the phase before the first counts as complete.
 static __device__ __forceinline__ void barrier_wait(SharedAddress barrier, uint32_t parity) {
     uint32_t done = 0;
     while (done == 0)
@@ -79,7 +79,7 @@ static __device__ __forceinline__ void barrier_wait(SharedAddress barrier, uint3
 
 // ---- the copy engine ----
 
-// Orders this thread's earlier stores to shared memory before what wgmma and the copy engine do
+// Orders this thread's earlier stores to shared memory before accesses by wgmma and the copy engine
 // after the next barrier.
 static __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -122,56 +122,60 @@ static __device__ __forceinline__ void reduce_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until the sources of all reductions but those of the `NEWEST` groups were read.
+// Waits until the sources of all groups of reductions except the `NEWEST` last ones have been read.
 template <int NEWEST>
 static __device__ __forceinline__ void reduce_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(NEWEST) : "memory");
 }
 
-// Waits for the sums themselves of all groups but the `NEWEST` committed last.
+// Waits until all groups of reductions except the `NEWEST` last ones have been written.
 template <int NEWEST = 0>
 static __device__ __forceinline__ void reduce_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(NEWEST) : "memory");
 }
 
-// ---- turns of blocks ----
+// ---- semaphores, for an order of blocks ----
 
-static __device__ __forceinline__ void turn_wait(const uint32_t* turn, uint32_t value) {
+// Waits until the semaphore has this value.
+static __device__ __forceinline__ void semaphore_wait(const uint32_t* semaphore, uint32_t value) {
     uint32_t now;
     do {
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
                      : "=r"(now)
-                     : "l"(__cvta_generic_to_global(turn))
+                     : "l"(__cvta_generic_to_global(semaphore))
                      : "memory");
     } while (now != value);
-    // What follows is done by the copy engine.
+    // The accesses that follow are the copy engine's.
     asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-// Lets the next block go on, once the sums of all groups but the `NEWEST` are done. The release
-// orders what this thread waited for before it, the copy engine's writes by the fence.
+// Increments the semaphore after all groups of reductions except the `NEWEST` last ones have been
+// written. The fence orders the copy engine's writes before the release.
 template <int NEWEST>
-static __device__ __forceinline__ void turn_pass(uint32_t* turn) {
+static __device__ __forceinline__ void semaphore_release(uint32_t* semaphore) {
     reduce_wait<NEWEST>();
     asm volatile("fence.proxy.async;" ::: "memory");
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(turn))
-                 : "memory");
+    asm volatile(
+        "red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(semaphore))
+        : "memory");
 }
 
 // ---- warps ----
 
-// Registers per thread of the warpgroup; all of its warps call this.
+// Increases the registers per thread of the warpgroup to COUNT; all of its warps call this.
 template <int COUNT>
-static __device__ __forceinline__ void take_registers() {
+static __device__ __forceinline__ void allocate_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
+// Decreases the registers per thread of the warpgroup to COUNT; all of its warps call this.
 template <int COUNT>
-static __device__ __forceinline__ void give_registers() {
+static __device__ __forceinline__ void deallocate_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// Barriers 1 to 15 of the block; `threads` counts those that wait and those that only arrive.
+// Waits at one of the block's barriers 1 to 15; `threads` includes those that arrive without
+// waiting.
 static __device__ __forceinline__ void named_sync(uint32_t barrier, uint32_t threads) {
     asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -182,7 +186,8 @@ static __device__ __forceinline__ void named_arrive(uint32_t barrier, uint32_t t
 
 // ---- stores to shared memory ----
 
-// Four 8x8 matrices; lanes 8i..8i+7 give the rows of matrix i. Lane holds (g, 2t), (g, 2t+1).
+// Stores four 8x8 matrices; lanes 8i..8i+7 have the addresses of the rows of matrix i. A lane's
+// elements are (g, 2t) and (g, 2t+1).
 static __device__ __forceinline__ void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
@@ -202,23 +207,23 @@ static __device__ __forceinline__ uint32_t descriptor_address(SharedAddress addr
     return address;
 }
 
-// Keeps the compiler from moving accesses to sums, or to fragments that are multiplied, across the
-// asynchronous products.
+// Prevents the compiler from moving accesses to sums, or to fragments of A, across the asynchronous
+// products.
 template <int COUNT>
-static __device__ __forceinline__ void hold(float (&sums)[COUNT]) {
+static __device__ __forceinline__ void fence_operand(float (&sums)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
 template <int COUNT>
-static __device__ __forceinline__ void hold(uint32_t (&fragments)[COUNT][4]) {
+static __device__ __forceinline__ void fence_operand(uint32_t (&fragments)[COUNT][4]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
 #pragma unroll
         for (int j = 0; j < 4; ++j) asm volatile("" : "+r"(fragments[i][j])::"memory");
 }
 
-// Before the first product, and after registers of its operands were accessed.
+// Required before the first product, and after accesses to registers of its operands.
 static __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -227,15 +232,15 @@ static __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits for all groups of products but the `NEWEST` committed last.
+// Waits for all groups of products except the `NEWEST` last ones.
 template <int NEWEST>
 static __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NEWEST) : "memory");
 }
 
-// d = A B with A from shared memory. A TRANSPOSE flag is 1 where the panels' rows are k. What d
-// held before is no operand: other instructions may have written it while products were in flight,
-// for which the assembler would have to put the products one after the other.
+// d = A B with A from shared memory. A TRANSPOSE flag is 1 if the panels' rows are k. The previous
+// contents of d are not an operand: other instructions may have written them while products were in
+// flight, and the assembler would then have to serialise the products.
 template <int TRANSPOSE_A, int TRANSPOSE_B>
 static __device__ __forceinline__ void wgmma_first(float (&d)[16], uint64_t a, uint64_t b) {
     asm volatile(

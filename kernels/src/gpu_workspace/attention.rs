@@ -3,16 +3,16 @@
 use crate::attention::AttentionShape;
 use crate::scalar::{DType, Element};
 
-/// Widths of a head that Hopper's kernels are compiled for.
+/// Head dimensions for which Hopper's kernels are compiled.
 const HOPPER_WIDTHS: [usize; 2] = [64, 128];
-/// Widest head of the other kernels on tensor cores.
+/// Largest head dimension of the other kernels on tensor cores.
 pub(crate) const WIDEST_TILED: usize = 128;
-/// Keys, and packed rows backward, of a tile of Hopper's kernels.
+/// Keys of a tile of Hopper's kernels, and packed rows of a tile of the backward pass.
 pub(crate) const KEYS: usize = 128;
 pub(crate) const ROWS: usize = 64;
-/// Tiles of keys of a sequence at the most: a grid has no more blocks in its second dimension.
+/// Maximum tiles of keys of a sequence: the limit of blocks in a grid's second dimension.
 const MOST_KEY_TILES: usize = 65535;
-/// Scratch memory up to which Hopper's backward pass takes several sequences at once.
+/// Maximum scratch memory of several sequences in one launch of Hopper's backward pass.
 const FEW_BYTES: usize = 512 << 20;
 
 /// Bytes of a tile of bf16.
@@ -25,7 +25,7 @@ fn row_tile_bytes(width: usize) -> usize {
     tile_bytes(2 * ROWS, width) + ROWS * 16
 }
 
-/// Bytes of the packed rows, of which there are none where every row is selected.
+/// Bytes of the packed rows; 0 if every row is selected.
 pub(crate) fn packed_bytes(shape: &AttentionShape, routed: bool) -> usize {
     if routed { (shape.tokens() * shape.heads + shape.batch * shape.kv_heads) * 4 } else { 0 }
 }
@@ -35,23 +35,22 @@ pub(crate) fn packed_before_areas(shape: &AttentionShape, routed: bool) -> usize
     packed_bytes(shape, routed).next_multiple_of(16)
 }
 
-/// Bytes of `<d_out, O>` where the caller does not want it; what follows starts at a multiple of
-/// 16.
+/// Bytes of `<d_out, O>` if the caller does not request it, rounded up to a multiple of 16.
 pub(crate) fn delta_bytes(shape: &AttentionShape) -> usize {
     (shape.tokens() * shape.heads * size_of::<f32>()).next_multiple_of(16)
 }
 
-/// Whether offsets of queries, keys and values within a sequence fit 32 bits, with `key_stride` elements from
-/// one key to the next.
+/// Whether offsets of queries, keys and values within a sequence fit 32 bits, with `key_stride`
+/// elements from one key to the next.
 pub(crate) fn fits_32_bits(shape: &AttentionShape, key_stride: usize) -> bool {
     let longest = shape.query_length.max(shape.key_length);
     let widest = shape.query_stride.max(key_stride).max(shape.heads);
     u32::try_from(longest.saturating_mul(widest)).is_ok()
 }
 
-/// Whether Hopper's kernels take such tokens and heads, wherever they lie: bf16, a head_dim of 64 or
-/// 128.
-pub(crate) fn hopper_takes<T: Element>(shape: &AttentionShape) -> bool {
+/// Whether Hopper's kernels support the type and shape: bf16, a head_dim of 64 or 128. Addresses
+/// and strides may add conditions.
+pub(crate) fn hopper_supports<T: Element>(shape: &AttentionShape) -> bool {
     T::DTYPE == DType::BF16
         && HOPPER_WIDTHS.contains(&shape.head_dim)
         && shape.tokens() > 0
@@ -63,11 +62,11 @@ pub(crate) fn row_tiles(shape: &AttentionShape) -> usize {
     (shape.query_length * shape.group_size()).div_ceil(ROWS)
 }
 
-/// Scratch of Hopper's backward pass beside the packed rows, for some sequences.
+/// Bytes of the scratch of Hopper's backward pass after the packed rows, for several sequences.
 pub(crate) struct Areas {
     pub row_tiles: usize,
     pub d_q_sums: usize,
-    pub turns: usize,
+    pub semaphores: usize,
 }
 
 impl Areas {
@@ -76,16 +75,17 @@ impl Areas {
         Areas {
             row_tiles: tiles * row_tile_bytes(shape.head_dim),
             d_q_sums: tiles * ROWS * shape.head_dim * 4,
-            turns: tiles * 4,
+            semaphores: tiles * 4,
         }
     }
 
     fn bytes(&self) -> usize {
-        self.row_tiles + self.d_q_sums + self.turns
+        self.row_tiles + self.d_q_sums + self.semaphores
     }
 }
 
-/// How many sequences Hopper's backward pass takes at once: one, or as many as need few bytes.
+/// Sequences per launch of Hopper's backward pass: at least one, more while they need at most
+/// [`FEW_BYTES`].
 pub(crate) fn sequences_at_once(shape: &AttentionShape) -> usize {
     let one = Areas::new(shape, 1).bytes().max(1);
     (FEW_BYTES / one).clamp(1, shape.batch.max(1))
@@ -100,7 +100,7 @@ pub(crate) fn hopper_backward_bytes(shape: &AttentionShape, routed: bool) -> usi
 /// need no more.
 pub(crate) fn backward_bytes<T: Element>(shape: &AttentionShape, routed: bool) -> usize {
     let tensor_cores = T::DTYPE == DType::BF16 && fits_32_bits(shape, shape.query_stride);
-    let path = if tensor_cores && hopper_takes::<T>(shape) {
+    let path = if tensor_cores && hopper_supports::<T>(shape) {
         hopper_backward_bytes(shape, routed)
     } else if tensor_cores && shape.head_dim <= WIDEST_TILED && shape.head_dim.is_multiple_of(2) {
         packed_bytes(shape, routed)

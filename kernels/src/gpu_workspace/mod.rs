@@ -1,5 +1,5 @@
-//! Memory that a GPU's operators need beside their arguments. It is compiled in every build, so that it can be
-//! counted on machines without a GPU.
+//! Memory that a GPU's operators need beside their arguments. It is compiled in every build, so
+//! that it can be counted on machines without a GPU.
 
 pub(crate) mod attention;
 
@@ -18,7 +18,7 @@ pub(crate) const MATMUL: usize = 64 << 20;
 /// Bytes of the counter that is 0 before and after every kernel.
 pub(crate) const COUNTER: usize = size_of::<u32>();
 
-/// Maximum scratch of an operator in such passes; `attention_backward` is that of attention's backward pass.
+/// Maximum scratch of an operator in these passes, given the scratch of attention's backward pass.
 /// Operators run one after the other and share it.
 pub(crate) fn scratch_bytes(passes: &WorkingSet, attention_backward: usize) -> usize {
     let WorkingSet { attention, routed, qk_norm, training, width, tensors, .. } = passes;
@@ -46,13 +46,13 @@ pub(crate) fn cross_entropy_scratch(shape: &HeadShape) -> usize {
     GPU_CHUNK.min(shape.tokens.max(1)) * shape.vocab_size
 }
 
-/// Elements of the table of a chunk that `ranks` ranks add up.
+/// Elements of the table of a chunk that `ranks` ranks sum.
 pub(crate) fn cross_entropy_sums(shape: &HeadShape, ranks: usize) -> usize {
-    // The type of the logits is not known here; those of the smaller one come more at a time.
+    // The type of the logits is not known here; the smaller one has larger chunks.
     logit_rows(shape, size_of::<half::bf16>()) * (ranks + 1)
 }
 
-/// Bytes of the tokens' losses, which do not lie in the caller's scratch.
+/// Bytes of the tokens' losses, which are not stored in the caller's scratch.
 pub(crate) fn cross_entropy_bytes(tokens: usize) -> usize {
     tokens * size_of::<f64>()
 }
@@ -67,16 +67,16 @@ pub(crate) fn norm_bytes(tokens: usize, width: usize) -> usize {
     tokens.min(NORM_GROUPS) * width * size_of::<f32>()
 }
 
-/// Scratch of the backward pass of query and key norms: two values for each head of a token, and the groups'
-/// gradients of both weights.
+/// Scratch of the backward pass of query and key norms: two values for each head of a token, and
+/// the groups' gradients of both weights.
 pub(crate) fn qk_norm_bytes(attention: &AttentionShape) -> usize {
     let (tokens, heads) = (attention.tokens(), attention.heads + attention.kv_heads);
     let elements = 2 * tokens * heads + tokens.min(QK_NORM_GROUPS) * 2 * attention.head_dim;
     elements * size_of::<f32>()
 }
 
-/// The most scratch that the squared norm of so many segments needs: every segment has a last block
-/// that may be nearly empty.
+/// Maximum scratch of the squared norm of this many segments: the last block of every segment may
+/// be nearly empty.
 pub(crate) fn squared_norm_bytes(segments: usize) -> usize {
     (MOST_BLOCKS + segments) * size_of::<f64>()
 }

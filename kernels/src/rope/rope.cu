@@ -1,4 +1,4 @@
-// Rotary position embedding. A block for each token.
+// Rotary position embedding, one block per token.
 #include "rope.cuh"
 
 namespace rope {
@@ -11,20 +11,20 @@ struct NothingAdded {
 template <class T>
 __device__ void forward(const Parameters& p) {
     T* row = static_cast<T*>(p.qkv) + blockIdx.x * p.row_length();
-    if (turns_wide<T>(p)) {
-        turn<T, WIDE<T>>(p, row);
+    if (rotates_wide<T>(p)) {
+        rotate<T, WIDE<T>>(p, row);
     } else {
-        turn<T, 1>(p, row);
+        rotate<T, 1>(p, row);
     }
 }
 
 template <class T>
 __device__ void backward(const Parameters& p) {
     T* d_row = static_cast<T*>(p.qkv) + blockIdx.x * p.row_length();
-    if (turns_wide<T>(p)) {
-        turn_back<T, WIDE<T>>(p, d_row, d_row, NothingAdded{});
+    if (rotates_wide<T>(p)) {
+        rotate_back<T, WIDE<T>>(p, d_row, d_row, NothingAdded{});
     } else {
-        turn_back<T, 1>(p, d_row, d_row, NothingAdded{});
+        rotate_back<T, 1>(p, d_row, d_row, NothingAdded{});
     }
 }
 

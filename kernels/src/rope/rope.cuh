@@ -29,9 +29,9 @@ static_assert(sizeof(Parameters) == 56 && offsetof(Parameters, qkv) == 0 &&
               offsetof(Parameters, head_dim) == 48 && offsetof(Parameters, padding) == 52,
               "as in rope/cuda.rs");
 
-// Turns the token's queries and keys, N pairs of elements at a time.
+// Rotates the token's queries and keys, N pairs of elements at a time.
 template <class T, int N>
-__device__ void turn(const Parameters& p, T* row) {
+__device__ void rotate(const Parameters& p, T* row) {
     const uint32_t half = p.head_dim / 2, packs_of_half = half / N;
     const uint64_t angles = (p.first_position + blockIdx.x % p.length) * packs_of_half;
     for (uint32_t i = threadIdx.x; i < (p.heads + p.kv_heads) * packs_of_half; i += THREADS) {
@@ -52,11 +52,11 @@ __device__ void turn(const Parameters& p, T* row) {
     }
 }
 
-// Turns the gradients of the token's queries and keys back, N pairs at a time. Where `added` has a
-// factor for a head, the factor times the rotated head in `row` is added first: a rotation keeps
-// norms, so a gradient along a query is the same before and after it.
+// Rotates the gradients of the token's queries and keys back, N pairs at a time. If `added` has a
+// factor for a head, the factor times the rotated head in `row` is added first: rotation preserves
+// norms, so the factor is the same for the rotated and the unrotated query.
 template <class T, int N, class Added>
-__device__ void turn_back(const Parameters& p, T* d_row, const T* row, const Added& added) {
+__device__ void rotate_back(const Parameters& p, T* d_row, const T* row, const Added& added) {
     const uint32_t half = p.head_dim / 2, packs_of_half = half / N;
     const uint64_t angles = (p.first_position + blockIdx.x % p.length) * packs_of_half;
     for (uint32_t i = threadIdx.x; i < (p.heads + p.kv_heads) * packs_of_half; i += THREADS) {
@@ -86,7 +86,7 @@ __device__ void turn_back(const Parameters& p, T* d_row, const T* row, const Add
 
 // Whether the halves of heads and the angles can be read 16 bytes at a time.
 template <class T>
-__device__ __forceinline__ bool turns_wide(const Parameters& p) {
+__device__ __forceinline__ bool rotates_wide(const Parameters& p) {
     return wide<T>(p.head_dim / 2, p.qkv) && aligned(p.cos) && aligned(p.sin);
 }
 

@@ -5,7 +5,7 @@
 // With P the probabilities, w the row's weight, dP = dO V^T and delta = <dO, O>:
 //   dS = w P (dP - delta), dQ = dS K scale, dK = dS^T Q scale, dV = (w P)^T dO.
 // dkdv computes the transposed scores K Q^T, so that both kernels pass P and dS in registers. The
-// next tile arrives while one is in use.
+// next tile is copied while one is in use.
 #pragma once
 
 #include "tile.cuh"
@@ -14,15 +14,15 @@ namespace tiled_attention {
 
 // ---- gradient of the queries ----
 
-// What a warp keeps of its 16 rows: fragments of queries and output gradients, and for the two rows
-// of a lane log_sum_exp in powers of two, delta and weight.
+// A warp's 16 rows: fragments of queries and output gradients, and for the two rows of a lane
+// log_sum_exp in powers of two, delta and weight.
 template <int WIDTH>
 struct QueryRows {
     uint32_t q[WIDTH / 16][4], d_out[WIDTH / 16][4];
     float log_sum_exp[2], delta[2], weight[2];
 };
 
-// Brings queries and output gradients to registers through the two stages of keys and values.
+// Loads queries and output gradients into registers through the two stages of keys and values.
 template <int WIDTH>
 static __device__ __forceinline__ void load_queries(const Parameters& params,
                                                     const RowTile<DQ_ROWS>& rows,
@@ -118,7 +118,7 @@ static __device__ __forceinline__ void backward_dq(const Parameters& params) {
     float d_q[1][WIDTH / 8][4];
     clear(d_q);
     for (; key < end; key += DQ_KEYS, stage ^= 1) {
-        // This stage is here, and every warp is done with the other.
+        // This stage has been copied, and no warp reads the other any more.
         cp_async_wait<0>();
         __syncthreads();
         if (key + DQ_KEYS < end) load_stage(key + DQ_KEYS, stage ^ 1);
@@ -143,21 +143,21 @@ static __device__ __forceinline__ void backward_dq(const Parameters& params) {
 
 // ---- gradients of the keys and values ----
 
-// One of two stages of packed rows: queries, output gradients, and what is known of each row.
+// One of two stages of packed rows: queries, output gradients, and the statistics of each row.
 template <int WIDTH, int ROWS>
 struct RowStage {
     SharedAddress q, d_out;
     uint32_t *first, *end;
     float *log_sum_exp, *delta, *weight;
-    // The packed rows themselves arrive one tile before the rest.
+    // The packed rows themselves are copied one tile ahead of the rest.
     uint32_t* packed;
 
-    __device__ __forceinline__ RowStage(unsigned char* tiles, unsigned char* numbers,
+    __device__ __forceinline__ RowStage(unsigned char* tiles, unsigned char* statistics,
                                         uint32_t stage) {
         constexpr int TILE = tile_bytes(ROWS, WIDTH);
         q = shared_address(tiles) + stage * (2 * TILE);
         d_out = q + TILE;
-        first = reinterpret_cast<uint32_t*>(numbers) + stage * (6 * ROWS);
+        first = reinterpret_cast<uint32_t*>(statistics) + stage * (6 * ROWS);
         end = first + ROWS;
         packed = end + ROWS;
         log_sum_exp = reinterpret_cast<float*>(packed + ROWS);
@@ -201,13 +201,13 @@ static __device__ __forceinline__ void load_packed(const Segment& segment, uint3
                segment.rows + (valid ? row + threadIdx.x : 0), valid);
 }
 
-// Starts the copy of what is known of each row: one thread a row. Rows that do not exist get
-// zeros, which with their queries and output gradients of zero add nothing.
+// Starts the copy of the statistics of each row, by one thread per row. Rows that do not exist get
+// zeros: their queries and output gradients are zero too, so they add nothing.
 template <int WIDTH, int ROWS>
-static __device__ __forceinline__ void load_numbers(const Parameters& params,
-                                                    const RowStage<WIDTH, ROWS>& stage, uint32_t r,
-                                                    uint32_t in_sequence, uint32_t token,
-                                                    uint32_t head, bool valid) {
+static __device__ __forceinline__ void load_statistics(const Parameters& params,
+                                                       const RowStage<WIDTH, ROWS>& stage,
+                                                       uint32_t r, uint32_t in_sequence,
+                                                       uint32_t token, uint32_t head, bool valid) {
     uint64_t pair = uint64_t(token) * params.heads + head;
     stage.end[r] = key_end(params, in_sequence);
     cp_async_4(shared_address(stage.log_sum_exp + r), params.log_sum_exp + pair, valid);
@@ -222,7 +222,7 @@ static __device__ __forceinline__ void load_numbers(const Parameters& params,
         stage.first[r] = 0;
 }
 
-// Starts the copy of the rows from `row`, whose packed rows have arrived.
+// Starts the copy of the rows from `row`; their packed rows have been copied.
 template <int WIDTH, int ROWS>
 static __device__ __forceinline__ void load_rows(const Parameters& params, const Segment& segment,
                                                  uint32_t row, uint32_t end,
@@ -245,7 +245,7 @@ static __device__ __forceinline__ void load_rows(const Parameters& params, const
             load_narrow(stage.q + offset, q, chunk * 8, params.head_dim, valid);
             load_narrow(stage.d_out + offset, d_out, chunk * 8, params.head_dim, valid);
         }
-        if (chunk == 0) load_numbers(params, stage, r, in_sequence, token, head, valid);
+        if (chunk == 0) load_statistics(params, stage, r, in_sequence, token, head, valid);
     });
 }
 
@@ -255,7 +255,7 @@ struct KeyGradients {
     float d_k[1][WIDTH / 8][4], d_v[1][WIDTH / 8][4];
 };
 
-// Scores [16 keys][rows] become w P; those of rows that do not see the key become 0.
+// Replaces scores [16 keys][rows] by w P, which is 0 for rows that do not see the key.
 template <int WIDTH, int ROWS>
 static __device__ __forceinline__ void transposed_probabilities(float (&p)[1][ROWS / 8][4],
                                                                 const RowStage<WIDTH, ROWS>& stage,
@@ -284,15 +284,15 @@ static __device__ __forceinline__ void transposed_probabilities(float (&p)[1][RO
         }
 }
 
-// Adds what `count` rows of a stage give to the gradients of 16 keys from `key`, whose keys and
-// values are the lane's rows.
+// Adds the contributions of a stage's `count` rows to the gradients of 16 keys from `key`, whose
+// keys and values are at k_lane and v_lane.
 template <int WIDTH, int ROWS>
 static __device__ __forceinline__ void add_key_gradients(KeyGradients<WIDTH>& gradients,
                                                          const RowStage<WIDTH, ROWS>& stage,
                                                          uint32_t count, LaneTile<WIDTH> k_lane,
                                                          LaneTile<WIDTH> v_lane, uint32_t key,
                                                          float scale_log2) {
-    // Bounds never decrease with the row.
+    // Bounds do not decrease from one row to the next.
     if (key >= stage.end[count - 1] || key + 16 <= stage.first[0]) return;
     bool masked = key < stage.first[count - 1] || key + 16 > stage.end[0];
     float p[1][ROWS / 8][4], d_p[1][ROWS / 8][4];
@@ -344,8 +344,10 @@ static __device__ __forceinline__ void backward_dkdv(const Parameters& params) {
     DYNAMIC_SHARED(shared);
     unsigned char* v_memory = shared + tile_bytes(DKDV_KEYS, WIDTH);
     unsigned char* stages = shared + tile_bytes(2 * DKDV_KEYS, WIDTH);
-    unsigned char* numbers = stages + tile_bytes(4 * ROWS, WIDTH);
-    auto stage = [&](uint32_t index) { return RowStage<WIDTH, ROWS>(stages, numbers, index % 2); };
+    unsigned char* statistics = stages + tile_bytes(4 * ROWS, WIDTH);
+    auto stage = [&](uint32_t index) {
+        return RowStage<WIDTH, ROWS>(stages, statistics, index % 2);
+    };
     bool wide = inputs_are_wide(params);
     load_keys<WIDTH, DKDV_KEYS, DKDV_THREADS>(params, segment, params.k, first_key,
                                               shared_address(shared), wide);
@@ -367,8 +369,8 @@ static __device__ __forceinline__ void backward_dkdv(const Parameters& params) {
     clear(gradients.d_v);
     uint32_t tile = 0;
     for (uint32_t row = range.begin; row < range.end; row += ROWS, ++tile) {
-        // This stage and the next packed rows are here, and every warp is done with the other
-        // stage.
+        // This stage and the next packed rows have been copied, and no warp reads the other stage
+        // any more.
         cp_async_wait<0>();
         __syncthreads();
         if (row + ROWS < range.end)

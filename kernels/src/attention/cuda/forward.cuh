@@ -1,15 +1,15 @@
 // Forward pass: one block per tile of 128 packed rows, 4 warps of 32 rows, 64 keys at a time.
 //
-// Values arrive while scores are computed and the next keys while the values are used, so one tile
-// of each suffices and two blocks share a multiprocessor. Probabilities go from the first product's
-// registers to the second's.
+// Values are copied while scores are computed, and the next keys while the values are used, so one
+// tile of each suffices and two blocks share a multiprocessor. Probabilities stay in registers
+// between the two matmuls.
 #pragma once
 
 #include "tile.cuh"
 
 namespace tiled_attention {
 
-// The rows of a warp, as two 16-row fragments: sums of P V, and for the four rows of a lane the
+// The rows of a warp, as two fragments of 16 rows: sums of P V, and for the four rows of a lane the
 // largest score and this lane's part of the sum of exponentials.
 template <int WIDTH>
 struct ForwardState {
@@ -17,7 +17,7 @@ struct ForwardState {
     float largest[2][2], sum[2][2];
 };
 
-// Largest value among the four lanes that share a row.
+// The largest value of the four lanes that share a row.
 static __device__ __forceinline__ float row_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, 1));
     return fmaxf(value, __shfl_xor_sync(ALL_LANES, value, 2));
@@ -28,11 +28,12 @@ static __device__ __forceinline__ float row_sum(float value) {
     return value + __shfl_xor_sync(ALL_LANES, value, 2);
 }
 
-// Turns scores into exponentials relative to the largest so far, and rescales what was summed
-// relative to an earlier one.
+// Replaces scores by exponentials relative to the largest so far, and rescales the sums, which are
+// relative to an earlier maximum.
 template <int WIDTH>
-static __device__ __forceinline__ void soften(float (&scores)[2][FORWARD_KEYS / 8][4],
-                                              ForwardState<WIDTH>& state, float scale_log2) {
+static __device__ __forceinline__ void online_softmax(float (&scores)[2][FORWARD_KEYS / 8][4],
+                                                      ForwardState<WIDTH>& state,
+                                                      float scale_log2) {
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -61,7 +62,7 @@ static __device__ __forceinline__ void soften(float (&scores)[2][FORWARD_KEYS / 
         }
 }
 
-// Writes the warp's outputs, through its own rows of the query tile, and their log_sum_exp.
+// Writes the warp's outputs, staged in its own rows of the query tile, and their log_sum_exp.
 template <int WIDTH>
 static __device__ __forceinline__ void store_outputs(const Parameters& params,
                                                      const RowTile<FORWARD_ROWS>& rows,
@@ -134,7 +135,7 @@ static __device__ __forceinline__ void forward(const Parameters& params) {
         state.sum[i / 2][i % 2] = 0.0f;
     }
     for (; key < end; key += FORWARD_KEYS) {
-        // The keys are here, and every warp is done with the values before.
+        // The keys have been copied, and no warp reads the earlier values any more.
         cp_async_wait<0>();
         __syncthreads();
         load_keys<WIDTH, FORWARD_KEYS, FORWARD_THREADS>(params, segment, params.v, key, v_tile,
@@ -145,7 +146,7 @@ static __device__ __forceinline__ void forward(const Parameters& params) {
         multiply_rows<WIDTH>(scores, k_lane, [&](int m, int k, uint32_t (&a)[4]) {
             ldmatrix_x4(a, q_lane.at(16 * m, 2 * k));
         });
-        // The values are here, and every warp is done with the keys.
+        // The values have been copied, and no warp reads the keys any more.
         cp_async_wait<0>();
         __syncthreads();
         if (key + FORWARD_KEYS < end)
@@ -153,7 +154,7 @@ static __device__ __forceinline__ void forward(const Parameters& params) {
                                                             key + FORWARD_KEYS, k_tile, wide);
         cp_async_commit();
         if (!rows.see_all(key, FORWARD_KEYS)) mask_scores(scores, rows, first_row, key);
-        soften(scores, state, scale_log2);
+        online_softmax(scores, state, scale_log2);
         multiply_columns<WIDTH>(state.out, scores, v_lane);
     }
     cp_async_wait<0>();

@@ -1,7 +1,7 @@
 //! Attention on Hopper's tensor cores (hopper/hopper.cu).
 //!
-//! The gradient of the queries is summed over tiles of keys: from the first keys on where results
-//! must have the same bits in every run, else in the order in which they are done.
+//! The gradient of the queries is summed over tiles of keys: starting with the first keys if
+//! results must have the same bits in every run, or else in the order in which the tiles finish.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -10,21 +10,23 @@ use super::{Addresses, AttentionArgs};
 use crate::cuda::{BoxedTensor, Cuda, TensorMap, mirrored};
 use crate::error::Result;
 use crate::gpu_workspace::attention::{
-    Areas, KEYS, ROWS, hopper_takes, packed_before_areas, row_tiles, sequences_at_once, tile_bytes,
+    Areas, KEYS, ROWS, hopper_supports, packed_before_areas, row_tiles, sequences_at_once,
+    tile_bytes,
 };
 use crate::scalar::Element;
 
-/// Threads of the blocks that multiply, and of those before and after.
+/// Threads per block of the forward and backward kernels, and of the kernels before and after the
+/// backward one.
 const THREADS: usize = 384;
 const OTHER_THREADS: usize = 256;
-/// Packed rows forward of a tile.
+/// Packed rows of a tile in the forward pass.
 const FORWARD_ROWS: usize = 128;
-/// Stages of tiles in shared memory, and of the backward pass's queries.
+/// Stages of tiles in shared memory, and of queries in the backward pass.
 const STAGES: usize = 2;
 const QUERY_STAGES: usize = 3;
 /// Columns of a matrix's panel in shared memory.
 const PANEL: usize = 64;
-/// Multiple of elements at which rows start: 16 bytes.
+/// Alignment of rows in elements: 16 bytes.
 const ALIGNMENT: usize = 8;
 /// `Scratch` of hopper.cuh.
 #[repr(C)]
@@ -32,19 +34,19 @@ const ALIGNMENT: usize = 8;
 struct Scratch {
     row_tiles: u64,
     d_q_sums: u64,
-    /// With 0 here the tiles of keys add to d_q in any order: no waiting, and other roundings in
-    /// every run.
-    turns: u64,
+    /// 0 if the tiles of keys add to d_q in any order: none of them waits, and every run rounds
+    /// differently.
+    semaphores: u64,
     next_tile: u64,
-    /// Tiles of keys of a head that run at the same time; odd groups of so many visit rows in ascending
-    /// order. With 0 all visit them in descending order.
+    /// Tiles of keys of a head that run at the same time: a group. Odd groups visit rows in
+    /// ascending order, even groups in descending order; if 0, all descend.
     key_tiles_at_once: u32,
     padding: u32,
 }
 
 mirrored!(
     Scratch, 40,
-    row_tiles 0, d_q_sums 8, turns 16, next_tile 24, key_tiles_at_once 32, padding 36,
+    row_tiles 0, d_q_sums 8, semaphores 16, next_tile 24, key_tiles_at_once 32, padding 36,
 );
 
 /// `Maps` of hopper.cuh.
@@ -75,13 +77,13 @@ fn backward_shared_bytes(width: usize) -> usize {
 
 /// Whether these kernels support the problem: a Hopper GPU, bf16, a head_dim of 64 or 128, contiguous
 /// keys, rows that start at multiples of 16 bytes, and indices into a sequence that fit 32 bits.
-pub(super) fn takes<T: Element>(
+pub(super) fn supports<T: Element>(
     cuda: &Cuda,
     args: &AttentionArgs<'_, Cuda>,
     at: &Addresses,
 ) -> bool {
     let (shape, device) = (&args.shape, cuda.device());
-    hopper_takes::<T>(shape)
+    hopper_supports::<T>(shape)
         && at.block_table == 0
         && at.are_multiples_of(shape, ALIGNMENT)
         && at.fit_32_bits(shape)
@@ -90,7 +92,7 @@ pub(super) fn takes<T: Element>(
         && backward_shared_bytes(shape.head_dim) <= cuda.most_shared_bytes()
 }
 
-/// Some sequences of a problem whose rows are packed.
+/// A range of sequences of a problem whose rows are packed.
 struct Part<'a, 'v> {
     packed: &'a Packed<'a, 'v>,
     parameters: Parameters,
@@ -118,7 +120,7 @@ impl<'a, 'v> Part<'a, 'v> {
         Ok(Part { packed, parameters, scratch, maps })
     }
 
-    /// Runs a kernel that takes the maps, with `WITH_MAPS`, or does without.
+    /// Runs a kernel, with the maps as its last argument if `WITH_MAPS`.
     fn run<const WITH_MAPS: bool>(
         &self,
         threads: usize,
@@ -146,7 +148,7 @@ impl<'a, 'v> Part<'a, 'v> {
         let shape = &self.packed.args.shape;
         let width = shape.head_dim;
         let grid = |blocks| [blocks, shape.kv_heads, self.parameters.batch()];
-        // A thread prepares 8 elements of a row.
+        // One thread per 8 elements of a row.
         let blocks = row_tiles(shape) * (ROWS * width / 8 / OTHER_THREADS);
         self.run::<false>(OTHER_THREADS, "hopper_prepare", grid(blocks), 0)?;
         let key_tiles = shape.key_length.div_ceil(KEYS);
@@ -178,7 +180,7 @@ pub(super) fn backward(
     backward_by(sequences_at_once(&args.shape), cuda, args, at, scratch)
 }
 
-/// The backward pass, `sequences` at once.
+/// The backward pass, with `sequences` sequences at a time.
 fn backward_by(
     sequences: usize,
     cuda: &Cuda,
@@ -191,10 +193,11 @@ fn backward_by(
     let areas = Areas::new(shape, sequences);
     let row_tiles = scratch + packed_before_areas(shape, args.is_routed()) as u64;
     let d_q_sums = row_tiles + areas.row_tiles as u64;
-    let turns = if cuda.is_deterministic() { d_q_sums + areas.d_q_sums as u64 } else { 0 };
+    let semaphores = if cuda.is_deterministic() { d_q_sums + areas.d_q_sums as u64 } else { 0 };
     let at_once = cuda.device().multiprocessors() / shape.kv_heads;
-    let key_tiles_at_once = if turns == 0 { at_once.max(1) as u32 } else { 0 };
-    let scratch = Scratch { row_tiles, d_q_sums, turns, key_tiles_at_once, ..Scratch::zeroed() };
+    let key_tiles_at_once = if semaphores == 0 { at_once.max(1) as u32 } else { 0 };
+    let scratch =
+        Scratch { row_tiles, d_q_sums, semaphores, key_tiles_at_once, ..Scratch::zeroed() };
     for first in (0..shape.batch).step_by(sequences) {
         let count = sequences.min(shape.batch - first);
         Part::new(&packed, packed.parameters.of_sequences(first, count), scratch)?.backward()?;
@@ -217,13 +220,13 @@ mod tests {
     const SHAPE: QkvShape = QkvShape { batch: 3, length: 40, heads: 4, kv_heads: 2, head_dim: 64 };
 
     /// Elements of both signs, different everywhere.
-    fn numbers(count: usize, factor: f32) -> Vec<bf16> {
+    fn elements(count: usize, factor: f32) -> Vec<bf16> {
         (0..count).map(|at| bf16::from_f32((at as f32 * factor).sin())).collect()
     }
 
-    fn uploaded<S: crate::Scalar>(cuda: &Cuda, numbers: &[S]) -> CudaBuffer<S> {
-        let mut buffer = cuda.allocate(numbers.len()).unwrap();
-        cuda.upload(numbers, buffer.view_mut(0..numbers.len())).unwrap();
+    fn uploaded<S: crate::Scalar>(cuda: &Cuda, elements: &[S]) -> CudaBuffer<S> {
+        let mut buffer = cuda.allocate(elements.len()).unwrap();
+        cuda.upload(elements, buffer.view_mut(0..elements.len())).unwrap();
         buffer
     }
 
@@ -236,9 +239,9 @@ mod tests {
     fn sequences_in_several_parts_have_the_gradients_of_all_at_once() {
         let cuda = Cuda::emulated();
         let (tokens, pairs) = (SHAPE.tokens(), SHAPE.tokens() * SHAPE.heads);
-        let qkv = uploaded(&cuda, &numbers(tokens * SHAPE.row(), 0.37));
+        let qkv = uploaded(&cuda, &elements(tokens * SHAPE.row(), 0.37));
         let routed = uploaded(&cuda, &selected());
-        // Documents of another length in each sequence.
+        // The documents' lengths differ between sequences.
         let start = |at: usize| {
             let (length, position) = (11 + at / SHAPE.length, at % SHAPE.length);
             (position / length * length) as u32
@@ -270,7 +273,7 @@ mod tests {
         let outputs = pairs * SHAPE.head_dim;
         let out = uploaded(&cuda, &vec![bf16::NAN; outputs]);
         let log_sum_exp = uploaded(&cuda, &vec![f32::NAN; pairs]);
-        let d_out = uploaded(&cuda, &numbers(outputs, 0.73));
+        let d_out = uploaded(&cuda, &elements(outputs, 0.73));
         let results = |sequences| {
             let d_qkv = uploaded(&cuda, &vec![bf16::NAN; tokens * SHAPE.row()]);
             let delta = uploaded(&cuda, &vec![f32::NAN; pairs]);

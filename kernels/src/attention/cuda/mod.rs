@@ -1,5 +1,5 @@
-//! Attention on a GPU: on Hopper's tensor cores (`hopper`) or those of any GPU (`tiled`) where the
-//! shape allows it, by plain arithmetic (`plain`) elsewhere.
+//! Attention on a GPU: on Hopper's tensor cores (`hopper`) or the tensor cores of any GPU (`tiled`)
+//! if they support the shape, or else by plain arithmetic (`plain`).
 
 mod hopper;
 mod packed;
@@ -17,12 +17,12 @@ use crate::gpu_workspace::attention::{
 };
 use crate::scalar::Element;
 
-/// A way to compute attention on a GPU. Each takes fewer problems, and is faster on them, than the
-/// next.
+/// A way to compute attention on a GPU. Each path supports fewer problems than the next, and is
+/// faster on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum AttentionPath {
-    /// The tensor cores and the copy engine of Hopper (sm_90a): bf16, heads of 64 or 128, contiguous
-    /// keys, rows at multiples of 16 bytes.
+    /// The tensor cores and the copy engine of Hopper (sm_90a): bf16, heads of 64 or 128,
+    /// contiguous keys, rows that start at multiples of 16 bytes.
     Hopper,
     /// The tensor cores of Ampere and later GPUs: bf16, even heads of at most 128.
     Tiled,
@@ -31,14 +31,14 @@ pub enum AttentionPath {
 }
 
 impl AttentionPath {
-    /// The first path to try, as the variable `MOH_ATTENTION` says.
+    /// The first path to try, from the environment variable `MOH_ATTENTION`.
     #[cfg(feature = "cuda")]
     pub(crate) fn from_environment() -> Result<Self> {
         let name = std::env::var_os("MOH_ATTENTION");
         name.map_or(Ok(Self::Hopper), |name| Self::named(&name.to_string_lossy()))
     }
 
-    /// The path that the variable names.
+    /// The path of this name, a value of the variable.
     #[cfg(any(feature = "cuda", test))]
     fn named(name: &str) -> Result<Self> {
         match name {
@@ -53,16 +53,16 @@ impl AttentionPath {
         }
     }
 
-    /// The first path, from the one that the GPU is to try first, that supports the problem.
+    /// The first path that supports the problem, starting with the GPU's first path to try.
     fn choose<T: Element>(cuda: &Cuda, args: &AttentionArgs<'_, Cuda>, at: &Addresses) -> Self {
-        let takes = |path: &Self| match path {
-            Self::Hopper => hopper::takes::<T>(cuda, args, at),
-            Self::Tiled => tiled::takes::<T>(cuda, args, at),
+        let supports = |path: &Self| match path {
+            Self::Hopper => hopper::supports::<T>(cuda, args, at),
+            Self::Tiled => tiled::supports::<T>(cuda, args, at),
             Self::Plain => true,
         };
         let paths = [Self::Hopper, Self::Tiled, Self::Plain].into_iter();
         let mut allowed = paths.filter(|&path| path >= cuda.first_attention());
-        allowed.find(takes).unwrap_or(Self::Plain)
+        allowed.find(supports).unwrap_or(Self::Plain)
     }
 
     /// The scratch that the backward pass needs on this path.
@@ -75,7 +75,7 @@ impl AttentionPath {
     }
 }
 
-/// Where the tensors lie; 0 for those that the pass does not know.
+/// The addresses of the tensors; 0 for those that the pass does not have.
 #[derive(Default)]
 struct Addresses {
     q: u64,
@@ -112,7 +112,7 @@ impl Addresses {
         }
     }
 
-    /// Queries, keys and values side by side.
+    /// The addresses in a buffer with the queries, keys and values of each token in one row.
     fn of_qkv<T: Element>(shape: &AttentionShape, qkv: u64) -> Self {
         let at = |heads: usize| qkv + (heads * shape.head_dim * size_of::<T>()) as u64;
         Addresses {
@@ -144,12 +144,12 @@ impl<'a> AttentionArgs<'a, Cuda> {
         self.selection.map_or(self.shape.heads, |selection| selection.shared_heads)
     }
 
-    /// Which routed heads each token selected; none where every head serves every token.
+    /// The routed heads that each token selected; `None` if every token computes every head.
     fn routed_mask(&self) -> Option<CudaView<'a, u8>> {
         self.selection.map(|selection| selection.routed).filter(|mask| mask.len > 0)
     }
 
-    /// What outputs are multiplied by.
+    /// Factors of the outputs.
     fn weights(&self) -> Option<CudaView<'a, f32>> {
         self.selection.and_then(|selection| selection.weights)
     }
@@ -171,8 +171,8 @@ impl<'a> AttentionArgs<'a, Cuda> {
     }
 }
 
-/// The most scratch of the backward pass over aligned rows of `T`, whatever the caller has room
-/// for.
+/// The most scratch of the backward pass over aligned rows of `T`, including a delta that the
+/// caller does not request.
 pub(crate) fn backward_scratch_bytes<T: Element>(
     cuda: &Cuda,
     shape: &AttentionShape,

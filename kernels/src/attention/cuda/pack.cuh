@@ -1,4 +1,4 @@
-// Packing of selected (token, query head) pairs, and the work done once for each pair.
+// Packing of selected (token, query head) pairs, and the kernels with one warp per pair.
 #pragma once
 
 #include "tile.cuh"
@@ -13,7 +13,7 @@ static __device__ __forceinline__ bool is_selected(const Parameters& params, uin
     return params.selected[uint64_t(token) * params.routed + head - shared] != 0;
 }
 
-// Sum of the counts of the threads before this one; `total` becomes that of all.
+// The sum of the counts of the threads before this one; sets `total` to the sum of all counts.
 static __device__ __forceinline__ uint32_t count_before(uint32_t count, uint32_t& total) {
     __shared__ uint32_t warp_counts[PACK_THREADS / 32];
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -23,7 +23,7 @@ static __device__ __forceinline__ uint32_t count_before(uint32_t count, uint32_t
         const uint32_t other = __shfl_up_sync(ALL_LANES, sum, delta);
         if (lane >= uint32_t(delta)) sum += other;
     }
-    __syncthreads();  // The counts of the call before have been read.
+    __syncthreads();  // The counts of the previous call have been read.
     if (lane == 31) warp_counts[warp] = sum;
     __syncthreads();
     uint32_t before = sum - count;
@@ -35,7 +35,7 @@ static __device__ __forceinline__ uint32_t count_before(uint32_t count, uint32_t
     return before;
 }
 
-// How many of a key/value head's query heads a token selected.
+// The number of a key/value head's query heads that a token selected.
 static __device__ __forceinline__ uint32_t count_selected(const Parameters& params, uint32_t token,
                                                           uint32_t kv_head) {
     const uint32_t group = params.heads / params.kv_heads;
@@ -44,13 +44,13 @@ static __device__ __forceinline__ uint32_t count_selected(const Parameters& para
     return count;
 }
 
-// What becomes zero of the pairs that were not selected.
+// The outputs that are zero for pairs that were not selected.
 enum class Clear { OUTPUT, QUERY_GRADIENT };
 
 // Threads that clear a row.
 constexpr uint32_t LANES = 16;
 
-// Clears a row by LANES threads, of which this is number `lane`.
+// Clears a row by LANES threads; this is thread `lane` of them.
 static __device__ __forceinline__ void clear_row(bf16* row, uint32_t head_dim, uint32_t lane) {
     if (is_aligned(row, head_dim)) {
         for (uint32_t column = lane * 8; column < head_dim; column += LANES * 8)
@@ -61,7 +61,7 @@ static __device__ __forceinline__ void clear_row(bf16* row, uint32_t head_dim, u
     }
 }
 
-// Clears what a block's tokens did not select of a key/value head's query heads.
+// Clears the pairs of a block's tokens and a key/value head's query heads that were not selected.
 template <Clear WHAT>
 static __device__ __forceinline__ void clear_pairs(const Parameters& params, uint32_t kv_head,
                                                    uint32_t first_token, uint32_t tokens) {
@@ -84,9 +84,9 @@ static __device__ __forceinline__ void clear_pairs(const Parameters& params, uin
     }
 }
 
-// Writes `rows` and `row_counts`: a thread for each token of a block, and a block for every
-// PACK_THREADS tokens of each key/value head and sequence, which counts the rows of the tokens
-// before its own itself, so that no block waits for another. Clears what has no row.
+// Writes `rows` and `row_counts`: one thread per token, and one block per PACK_THREADS tokens of
+// each key/value head and sequence. A block counts the rows of all earlier tokens itself, so that
+// no block waits for another. Clears the pairs that have no row.
 template <Clear WHAT>
 static __device__ __forceinline__ void pack(const Parameters& params) {
     const uint32_t kv_head = blockIdx.y, group = params.heads / params.kv_heads;
@@ -112,19 +112,19 @@ static __device__ __forceinline__ void pack(const Parameters& params) {
     clear_pairs<WHAT>(params, kv_head, first + start, tokens);
 }
 
-// Packs the rows; output and log_sum_exp of the pairs that were not selected become zero.
+// Packs the rows; sets output and log_sum_exp of the pairs that were not selected to zero.
 extern "C" __global__ void __launch_bounds__(PACK_THREADS) attention_pack_forward(
     Parameters params) {
     pack<Clear::OUTPUT>(params);
 }
 
-// Packs the rows; delta and the query gradient of the pairs that were not selected become zero.
+// Packs the rows; sets delta and the query gradient of the pairs that were not selected to zero.
 extern "C" __global__ void __launch_bounds__(PACK_THREADS) attention_pack_backward(
     Parameters params) {
     pack<Clear::QUERY_GRADIENT>(params);
 }
 
-// The pair of this warp: pair i is head i % heads of token i / heads.
+// A (token, query head) pair; pair i is head i % heads of token i / heads.
 struct Pair {
     uint32_t token, head;
     bool exists;
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(PAIR_THREADS)
     }
     sum = warp_sum(sum);
     float weight = params.weights != nullptr ? params.weights[index] : 1.0f;
-    // Without a weight nothing reached the output, and nothing is left to measure.
+    // The output of a head with weight 0 is 0, so delta cannot be recovered from it.
     if (threadIdx.x % 32 == 0) params.delta[index] = weight != 0.0f ? sum / weight : 0.0f;
 }
 

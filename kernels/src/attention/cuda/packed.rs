@@ -1,5 +1,5 @@
-//! What attention on tensor cores takes, whatever the instructions (`Parameters` of tiled.cuh), and
-//! the packing of the selected rows before it (pack.cuh).
+//! The parameters of attention on tensor cores (`Parameters` of tiled.cuh), and the packing of the
+//! selected rows before it (pack.cuh). Both paths share them.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -7,9 +7,9 @@ use super::{Addresses, AttentionArgs};
 use crate::cuda::{Cuda, address_or_null, mirrored};
 use crate::error::Result;
 
-/// Threads of a block that packs, and tokens.
+/// Threads per block of the packing kernels, one per token.
 const PACK_THREADS: usize = 512;
-/// Threads and (token, head) pairs of a block of the kernels that take a warp for each pair.
+/// Threads and (token, head) pairs per block of the kernels with one warp per pair.
 const PAIR_THREADS: usize = 256;
 const PAIRS: usize = 8;
 
@@ -99,7 +99,7 @@ impl Parameters {
         }
     }
 
-    /// The same for `count` sequences from number `first` on; keys not by block table.
+    /// The parameters of `count` sequences from index `first`; keys are contiguous.
     pub(super) fn of_sequences(&self, first: usize, count: usize) -> Self {
         let first = first as u64;
         let tokens = first * u64::from(self.query_length);
@@ -138,8 +138,7 @@ impl Parameters {
     }
 }
 
-/// Kernels that pack the rows, and set to zero what the pass does not write of the pairs that were not
-/// selected.
+/// Kernels that pack the rows, and set the outputs of the pairs that were not selected to zero.
 pub(super) const PACK_FORWARD: &str = "attention_pack_forward";
 pub(super) const PACK_BACKWARD: &str = "attention_pack_backward";
 
@@ -151,7 +150,7 @@ pub(super) struct Packed<'a, 'v> {
 }
 
 impl<'a, 'v> Packed<'a, 'v> {
-    /// Packs the rows, where the heads are selected, into `scratch`, by one of the kernels above.
+    /// Packs the rows into `scratch` by one of the kernels above, if heads are selected.
     pub(super) fn new(
         kernel: &str,
         cuda: &'a Cuda,
@@ -181,7 +180,7 @@ impl<'a, 'v> Packed<'a, 'v> {
         self.cuda.launch_blocks_of(threads, kernel, grid, shared_bytes, &self.parameters)
     }
 
-    /// Runs a kernel with a warp for each of `count` pairs.
+    /// Runs a kernel with one warp for each of `count` pairs.
     pub(super) fn run_pairs(&self, kernel: &str, count: usize) -> Result<()> {
         self.run(PAIR_THREADS, kernel, [count.div_ceil(PAIRS), 1, 1], 0)
     }

@@ -1,10 +1,10 @@
-// Attention by plain arithmetic, a warp for each row: for f32, for heads that the tensor cores'
-// kernels do not take, and as the reference they are checked against.
+// Attention by plain arithmetic, one warp per row: for f32, for heads that the kernels for tensor
+// cores do not support, and as their reference in tests.
 #include "../../cuda/operators.cuh"
 
 namespace plain_attention {
 
-// Elements of a head that a lane holds: heads of at most 256.
+// Elements of a head per lane: heads have at most 256.
 constexpr int SLOTS = 8;
 
 struct Parameters {
@@ -14,17 +14,17 @@ struct Parameters {
     // Forward: written. Backward: unused.
     void* out;
     float* log_sum_exp;
-    // Backward alone.
+    // Backward only.
     const void* d_out;
     void* d_qkv;
     float* delta;
-    // [tokens, routed], null where every head serves every token.
+    // [tokens, routed], or null if every token computes every head.
     const uint8_t* selected;
     // [tokens, heads], or null.
     const float* weights;
     // [tokens], or null.
     const uint32_t* document_start;
-    // [batch, blocks of a sequence], or null where keys are contiguous.
+    // [batch, blocks of a sequence], or null if keys are contiguous.
     const uint32_t* block_table;
     uint64_t query_stride;
     uint64_t key_stride;
@@ -66,21 +66,21 @@ struct Head {
 };
 
 template <class T>
-__device__ Head read(const T* numbers, uint32_t head_dim) {
+__device__ Head read(const T* elements, uint32_t head_dim) {
     Head head;
     for (int j = 0; j < SLOTS; j++) {
         const uint32_t i = j * 32 + threadIdx.x % 32;
-        head.at[j] = i < head_dim ? to_float(numbers[i]) : 0.0f;
+        head.at[j] = i < head_dim ? to_float(elements[i]) : 0.0f;
     }
     return head;
 }
 
 template <class T>
-__device__ void write(T* numbers, uint32_t head_dim, const Head& head, float by) {
+__device__ void write(T* elements, uint32_t head_dim, const Head& head, float by) {
     for (int j = 0; j < SLOTS; j++) {
         const uint32_t i = j * 32 + threadIdx.x % 32;
         if (i < head_dim) {
-            numbers[i] = from_float<T>(head.at[j] * by);
+            elements[i] = from_float<T>(head.at[j] * by);
         }
     }
 }
@@ -104,7 +104,7 @@ __device__ __forceinline__ bool serves(const Parameters& p, uint64_t token, uint
            p.selected[token * p.routed + head - p.shared_heads];
 }
 
-// First key that the token sees, and the one after the last.
+// The first key that the token sees, and the one after the last.
 __device__ __forceinline__ uint32_t first_key(const Parameters& p, uint64_t token) {
     return p.document_start ? p.document_start[token] : 0;
 }
@@ -113,7 +113,7 @@ __device__ __forceinline__ uint32_t end_key(const Parameters& p, uint64_t token)
     return p.causal ? uint32_t(p.query_offset + token % p.query_length + 1) : p.key_length;
 }
 
-// Where a key, or value, of a sequence starts.
+// Index of the first element of a sequence's key or value.
 __device__ __forceinline__ uint64_t key_start(const Parameters& p, uint32_t sequence,
                                               uint32_t key) {
     uint64_t row = uint64_t(sequence) * p.key_length + key;
@@ -127,7 +127,7 @@ __device__ __forceinline__ uint64_t key_start(const Parameters& p, uint32_t sequ
 
 __device__ __forceinline__ uint64_t global_warp() { return global_thread() / 32; }
 
-// A warp for each (token, query head).
+// One warp per (token, query head).
 template <class T>
 __device__ void forward(const Parameters& p) {
     const uint64_t pair = global_warp(), token = pair / p.heads;
@@ -164,7 +164,7 @@ __device__ void forward(const Parameters& p) {
     p.log_sum_exp[pair] = largest + logf(total);
 }
 
-// A warp for each (token, query head): the query's gradient and delta = sum(P dP).
+// One warp per (token, query head): the query's gradient and delta = sum(P dP).
 template <class T>
 __device__ void backward_queries(const Parameters& p) {
     const uint64_t pair = global_warp(), token = pair / p.heads;
@@ -183,7 +183,7 @@ __device__ void backward_queries(const Parameters& p) {
     const T* q = static_cast<const T*>(p.q) + token * p.query_stride + head * p.head_dim;
     const Head query = read(q, p.head_dim);
     const Head d_out = read(static_cast<const T*>(p.d_out) + pair * p.head_dim, p.head_dim);
-    // dq = sum(P dP k) - delta sum(P k): one pass, the exponentials' sum being 1 but for rounding.
+    // dq = sum(P dP k) - delta sum(P k) needs one pass. P sums to 1 except for rounding.
     Head keys = {};
     float total = 0.0f, delta = 0.0f;
     for (uint32_t key = first_key(p, token); key < end_key(p, token); key++) {
@@ -206,7 +206,7 @@ __device__ void backward_queries(const Parameters& p) {
     }
 }
 
-// A warp for each (sequence, key, key/value head): the gradients of the key and the value.
+// One warp per (sequence, key, key/value head): the gradients of the key and the value.
 template <class T>
 __device__ void backward_keys(const Parameters& p) {
     const uint64_t index = global_warp(), row = index / p.kv_heads;

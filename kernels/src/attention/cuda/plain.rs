@@ -9,7 +9,7 @@ use crate::scalar::Element;
 
 /// Widest head.
 const MOST_HEAD_DIM: usize = 256;
-/// Warps of a block; each takes a row.
+/// Warps per block; each computes one row.
 const WARPS: usize = THREADS / 32;
 
 /// `Parameters` of plain.cu.
@@ -57,7 +57,7 @@ impl Parameters {
     fn new(operator: &'static str, args: &AttentionArgs<'_, Cuda>, at: &Addresses) -> Result<Self> {
         let shape = &args.shape;
         ensure(operator, shape.head_dim <= MOST_HEAD_DIM, || {
-            format!("heads of {} numbers, at most {MOST_HEAD_DIM}", shape.head_dim)
+            format!("heads of {} elements, at most {MOST_HEAD_DIM}", shape.head_dim)
         })?;
         Ok(Parameters {
             q: at.q,

@@ -1,8 +1,8 @@
-// Tiles of packed rows and of keys in shared memory, and the products of their fragments.
+// Tiles of packed rows and of keys in shared memory, and the matmuls of their fragments.
 //
 // A tile holds rows of WIDTH bf16 (head_dim padded with zeros), in chunks of 16 bytes. Chunk c of
-// row r lies at c ^ swizzle(r), so that the eight rows of a matrix that ldmatrix reads lie in eight
-// different groups of banks.
+// row r is stored at c ^ swizzle(r), so that the eight rows of a matrix that ldmatrix reads are in
+// eight different groups of banks.
 #pragma once
 
 #include "../../cuda/mma.cuh"
@@ -10,7 +10,7 @@
 
 namespace tiled_attention {
 
-// Below every score; finite, so that differences of maxima are never NaN.
+// Less than every score; finite, so that differences of maxima are never NaN.
 constexpr float LOWEST_SCORE = -1e30f;
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -29,7 +29,7 @@ static __device__ __forceinline__ uint32_t tile_offset(uint32_t row, uint32_t ch
     return row * (WIDTH * 2) + (chunk ^ swizzle<WIDTH>(row)) * 16;
 }
 
-// Where a lane reads matrices of a tile with ldmatrix.
+// The addresses at which a lane reads matrices of a tile with ldmatrix.
 template <int WIDTH>
 struct LaneTile {
     SharedAddress row;
@@ -47,8 +47,8 @@ static __device__ __forceinline__ LaneTile<WIDTH> lane_tile(SharedAddress tile, 
     return {tile + row * (WIDTH * 2), (chunk ^ swizzle<WIDTH>(row)) * 16};
 }
 
-// For fragments of 16 rows from `first_row` and 16 columns: A as it is, B transposed, and B of a
-// transposed product. One pattern for all of them lets them share addresses.
+// For fragments of 16 rows from `first_row` and 16 columns: A, B transposed, and B of a transposed
+// matmul. They have one pattern in common, so that they share addresses.
 template <int WIDTH>
 static __device__ __forceinline__ LaneTile<WIDTH> lane_rows(SharedAddress tile,
                                                             uint32_t first_row = 0) {
@@ -62,7 +62,7 @@ static __device__ __forceinline__ bool is_aligned(const void* pointer, uint64_t 
     return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride % 8 == 0;
 }
 
-// Whether every row of head_dim inputs is made of whole, aligned chunks.
+// Whether every row of head_dim inputs consists of whole, aligned chunks.
 static __device__ __forceinline__ bool inputs_are_wide(const Parameters& params) {
     return is_aligned(params.q, params.q_stride | params.head_dim) &&
            is_aligned(params.k, params.kv_stride) && is_aligned(params.v, 0) &&
@@ -102,7 +102,7 @@ static __device__ __forceinline__ void store_chunk(bf16* row, const unsigned cha
 template <int WIDTH, int ROWS, int THREADS, int UNROLL, typename Copy>
 static __device__ __forceinline__ void for_each_chunk(Copy copy) {
     constexpr int CHUNKS = WIDTH / 8;
-    static_assert(ROWS * CHUNKS % THREADS == 0, "every thread copies as many chunks");
+    static_assert(ROWS * CHUNKS % THREADS == 0, "every thread copies the same number of chunks");
 #pragma unroll UNROLL
     for (int i = 0; i < ROWS * CHUNKS / THREADS; ++i) {
         uint32_t index = i * THREADS + threadIdx.x;
@@ -110,20 +110,20 @@ static __device__ __forceinline__ void for_each_chunk(Copy copy) {
     }
 }
 
-// Fills ROWS rows of a tile; `source(row, valid)` gives a row's elements and whether it exists. The
-// elements must be readable even if it does not. Chunks that are not wide are rare: they keep few
-// registers rather than much in flight.
+// Fills ROWS rows of a tile; `source(row, valid)` returns a row's elements and sets whether the row
+// exists. The elements must be readable even if it does not. Chunks that are not wide are rare:
+// their loop is not unrolled, to save registers.
 template <int WIDTH, int ROWS, int THREADS, int UNROLL = 4, typename Source>
 static __device__ __forceinline__ void load_tile(SharedAddress tile, uint32_t head_dim, bool wide,
                                                  Source source) {
     auto load = [&](uint32_t row, uint32_t chunk) {
         bool valid;
-        const bf16* numbers = source(row, valid);
+        const bf16* elements = source(row, valid);
         SharedAddress target = tile + tile_offset<WIDTH>(row, chunk);
         if (wide)
-            load_wide(target, numbers, chunk * 8, head_dim, valid);
+            load_wide(target, elements, chunk * 8, head_dim, valid);
         else
-            load_narrow(target, numbers, chunk * 8, head_dim, valid);
+            load_narrow(target, elements, chunk * 8, head_dim, valid);
     };
     if (wide)
         for_each_chunk<WIDTH, ROWS, THREADS, UNROLL>(load);
@@ -146,22 +146,22 @@ static __device__ __forceinline__ void stage_fragments(unsigned char* tile, uint
     }
 }
 
-// One warp writes ROWS rows of a tile to global memory; `target(row)` is null for rows to leave.
+// One warp writes ROWS rows of a tile to global memory, except those whose `target(row)` is null.
 template <int WIDTH, int ROWS, typename Target>
 static __device__ __forceinline__ void store_rows(const unsigned char* tile, uint32_t first_row,
                                                   uint32_t head_dim, bool wide, Target target) {
     constexpr int CHUNKS = WIDTH / 8;
     for (uint32_t i = threadIdx.x % 32; i < ROWS * CHUNKS; i += 32) {
         uint32_t row = first_row + i / CHUNKS, chunk = i % CHUNKS;
-        bf16* numbers = target(row);
-        if (numbers != nullptr)
-            store_chunk(numbers, tile + tile_offset<WIDTH>(row, chunk), chunk, head_dim, wide);
+        bf16* elements = target(row);
+        if (elements != nullptr)
+            store_chunk(elements, tile + tile_offset<WIDTH>(row, chunk), chunk, head_dim, wide);
     }
 }
 
-// ---- products ----
+// ---- matmuls ----
 
-// sums += A B^T. B's rows lie in a tile of WIDTH columns; load_a(m, k, a) gives the fragment of A's
+// sums += A B^T. B's rows are in a tile of WIDTH columns; load_a(m, k, a) loads the fragment of A's
 // rows 16m.. and columns 16k...
 template <int WIDTH, int M, int N, typename LoadA>
 static __device__ __forceinline__ void multiply_rows(float (&sums)[M][N][4], LaneTile<WIDTH> b,
@@ -185,8 +185,8 @@ static __device__ __forceinline__ void multiply_rows(float (&sums)[M][N][4], Lan
     }
 }
 
-// sums += A B, A being an earlier product's sums rounded to bf16: the layouts of a sum and of an A
-// fragment agree. B has 8K rows in a tile of WIDTH columns.
+// sums += A B, where A is the sums of an earlier matmul rounded to bf16: accumulators and fragments
+// of A have the same layout. B has 8K rows in a tile of WIDTH columns.
 template <int WIDTH, int M, int K>
 static __device__ __forceinline__ void multiply_columns(float (&sums)[M][WIDTH / 8][4],
                                                         const float (&left)[M][K][4],
@@ -236,7 +236,7 @@ struct Segment {
         return rows != nullptr ? rows[index] : index;
     }
 
-    // Number of rows before the first row of `token`.
+    // The number of rows before the first row of `token`.
     __device__ __forceinline__ uint32_t rows_before(uint32_t token) const {
         if (rows == nullptr) return min(token * group, count);
         uint32_t low = 0, high = count;
@@ -266,22 +266,22 @@ static __device__ __forceinline__ uint32_t key_end(const Parameters& params, uin
     return min(params.key_length, params.query_offset + token + 1);
 }
 
-// What a tile of ROWS packed rows knows of each, in shared memory. Rows beyond the segment's end
-// repeat the last one; their results are never stored.
+// The token, head and visible keys of each of a tile's ROWS packed rows, in shared memory. Rows
+// beyond the segment's end repeat the last one; their results are never stored.
 template <int ROWS>
 struct RowTile {
-    uint32_t* numbers;
+    uint32_t* words;
 
     __device__ __forceinline__ explicit RowTile(unsigned char* memory)
-        : numbers(reinterpret_cast<uint32_t*>(memory)) {}
+        : words(reinterpret_cast<uint32_t*>(memory)) {}
 
     // Token among all sequences, head among all heads, and the keys [first, end) that the row sees.
-    __device__ __forceinline__ uint32_t token(uint32_t row) const { return numbers[row]; }
-    __device__ __forceinline__ uint32_t head(uint32_t row) const { return numbers[ROWS + row]; }
+    __device__ __forceinline__ uint32_t token(uint32_t row) const { return words[row]; }
+    __device__ __forceinline__ uint32_t head(uint32_t row) const { return words[ROWS + row]; }
     __device__ __forceinline__ uint32_t first(uint32_t row) const {
-        return numbers[2 * ROWS + row];
+        return words[2 * ROWS + row];
     }
-    __device__ __forceinline__ uint32_t end(uint32_t row) const { return numbers[3 * ROWS + row]; }
+    __device__ __forceinline__ uint32_t end(uint32_t row) const { return words[3 * ROWS + row]; }
 
     __device__ __forceinline__ void load(const Parameters& params, const Segment& segment,
                                          uint32_t start) const {
@@ -289,10 +289,11 @@ struct RowTile {
             uint32_t packed = segment.row(min(start + r, segment.count - 1));
             uint32_t in_sequence = packed / segment.group;
             uint32_t token = segment.sequence * params.query_length + in_sequence;
-            numbers[r] = token;
-            numbers[ROWS + r] = segment.kv_head * segment.group + packed % segment.group;
-            numbers[2 * ROWS + r] = params.document_start != nullptr ? params.document_start[token] : 0;
-            numbers[3 * ROWS + r] = key_end(params, in_sequence);
+            words[r] = token;
+            words[ROWS + r] = segment.kv_head * segment.group + packed % segment.group;
+            words[2 * ROWS + r] =
+                params.document_start != nullptr ? params.document_start[token] : 0;
+            words[3 * ROWS + r] = key_end(params, in_sequence);
         }
     }
 
@@ -301,13 +302,14 @@ struct RowTile {
         return uint64_t(token(row)) * params.heads + head(row);
     }
 
-    // Whether all rows see all of the keys [key, key + length); bounds never decrease with the row.
+    // Whether all rows see all of the keys [key, key + length); bounds do not decrease from one row
+    // to the next.
     __device__ __forceinline__ bool see_all(uint32_t key, uint32_t length) const {
         return first(ROWS - 1) <= key && key + length <= end(0);
     }
 };
 
-// Scores of keys that a row does not see become -infinity; 16M rows from first_row, 8N keys.
+// Sets the scores of keys that a row does not see to -infinity; 16M rows from first_row, 8N keys.
 template <int M, int N, int ROWS>
 static __device__ __forceinline__ void mask_scores(float (&scores)[M][N][4],
                                                    const RowTile<ROWS>& rows, uint32_t first_row,
@@ -318,7 +320,7 @@ static __device__ __forceinline__ void mask_scores(float (&scores)[M][N][4],
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             uint32_t row = first_row + 16 * m + i / 2 * 8 + lane / 4;
-            // Bounds relative to the lane's first key, against which the columns are constants.
+            // Bounds relative to the lane's first key, so that the columns are constants.
             int first = int(rows.first(row) - key - lane % 4 * 2);
             int end = int(rows.end(row) - key - lane % 4 * 2);
 #pragma unroll
@@ -328,10 +330,10 @@ static __device__ __forceinline__ void mask_scores(float (&scores)[M][N][4],
         }
 }
 
-// Copies of paged keys in flight: their addresses need registers.
+// Copies of paged keys in flight: few, because their addresses need registers.
 constexpr int PAGED_UNROLL = 1;
 
-// Row of a paged key in the key and value buffers.
+// The row of a paged key in the key and value buffers.
 static __device__ __forceinline__ uint64_t paged_row(const Parameters& params, uint32_t sequence,
                                                      uint32_t key) {
     uint32_t blocks = (params.key_length + params.block_length - 1) / params.block_length;
@@ -342,24 +344,24 @@ static __device__ __forceinline__ uint64_t paged_row(const Parameters& params, u
 // Fills a tile with the keys, or values, from `key`; those beyond the last are zeros.
 template <int WIDTH, int KEYS, int THREADS>
 static __device__ __forceinline__ void load_keys(const Parameters& params, const Segment& segment,
-                                                 const bf16* numbers, uint32_t key,
+                                                 const bf16* elements, uint32_t key,
                                                  SharedAddress tile, bool wide) {
-    numbers += segment.kv_head * params.head_dim;
+    elements += segment.kv_head * params.head_dim;
     if (params.block_table != nullptr) {
         auto source = [&](uint32_t row, bool& valid) {
             valid = key + row < params.key_length;
             uint64_t index = paged_row(params, segment.sequence, valid ? key + row : key);
-            return numbers + index * params.kv_stride;
+            return elements + index * params.kv_stride;
         };
         load_tile<WIDTH, KEYS, THREADS, PAGED_UNROLL>(tile, params.head_dim, wide, source);
         return;
     }
-    numbers += uint64_t(segment.sequence) * params.key_length * params.kv_stride;
+    elements += uint64_t(segment.sequence) * params.key_length * params.kv_stride;
     uint32_t stride = uint32_t(params.kv_stride);
     auto source = [&](uint32_t row, bool& valid) {
         valid = key + row < params.key_length;
-        // 32 bits hold an index into one sequence.
-        return numbers + (valid ? key + row : key) * stride;
+        // An index into one sequence fits 32 bits.
+        return elements + (valid ? key + row : key) * stride;
     };
     load_tile<WIDTH, KEYS, THREADS>(tile, params.head_dim, wide, source);
 }

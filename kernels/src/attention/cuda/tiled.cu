@@ -1,6 +1,6 @@
 // Head-sparse attention for sm_80 and later: entry points for each padded head dimension.
 //
-// bf16 in and out, f32 sums, mma.sync. tiled.cuh describes parameters and launches.
+// bf16 inputs and outputs, f32 sums, mma.sync. tiled.cuh describes parameters and launches.
 #include "backward.cuh"
 #include "forward.cuh"
 #include "pack.cuh"

@@ -2,16 +2,16 @@
 //
 // For each sequence and key/value head the selected pairs are packed into rows in token order, so
 // that work is proportional to their number. A packed row is token * group + head_in_group, with
-// `group` query heads per key/value head. A query of token t sees the keys from document_start[t] to,
-// when causal, its own position query_offset + t.
+// `group` query heads per key/value head. A query of token t sees the keys from document_start[t]
+// to the last one or, if causal, to its own position query_offset + t.
 //
 // Order of launches, each with one Parameters (head dimension D, padded to 32, 64, 96, 128):
 //   forward:   attention_pack_forward (only with a selection), attention_forward_dX.
-//   backward:  attention_pack_backward (only with a selection), attention_backward_delta, then attention_backward_dq_dX and
-//              attention_backward_dkdv_dX in any order.
-// Together they write every number of out, log_sum_exp, delta, d_q, d_k and d_v.
+//   backward:  attention_pack_backward (only with a selection), attention_backward_delta, then
+//              attention_backward_dq_dX and attention_backward_dkdv_dX in any order.
+// Together they write every element of out, log_sum_exp, delta, d_q, d_k and d_v.
 //
-// Pointers to bf16 are 4-byte aligned, head_dim and all strides even; 16-byte copies are used where
+// Pointers to bf16 are 4-byte aligned, head_dim and all strides even; 16-byte copies are used if
 // pointers, head_dim and strides are multiples of 16 bytes.
 #pragma once
 
@@ -20,17 +20,18 @@
 namespace tiled_attention {
 
 struct Parameters {
-    // Queries: token row r at number r * q_stride, head h at h * head_dim in it.
+    // Queries: row r of a token starts at element r * q_stride, head h at h * head_dim in it.
     const bf16* q;
-    // Keys and values: token row r at number r * kv_stride, head g at g * head_dim in it.
+    // Keys and values: row r of a token starts at element r * kv_stride, head g at g * head_dim in
+    // it.
     const bf16 *k, *v;
     // Paged keys when not null: token p of sequence b is row p % block_length of block
     // block_table[b * ceil(key_length / block_length) + p / block_length]. Forward only.
     const uint32_t* block_table;
-    // Packed rows [B*G][T*group] in increasing order, and how many there are [B*G]; null when every
-    // row is selected.
+    // Packed rows [B*G][T*group] in increasing order, and their counts [B*G]; null if every row is
+    // selected.
     uint32_t *rows, *row_counts;
-    // 1 where a token selected a routed head [B*T, routed]; null when every row is selected. The
+    // 1 where a token selected a routed head [B*T, routed]; null if every row is selected. The
     // heads - routed heads before the routed ones are always selected.
     const uint8_t* selected;
     // First visible key of each token [B*T], never decreasing within a sequence; null: key 0.
@@ -43,9 +44,9 @@ struct Parameters {
     float* log_sum_exp;
     // Gradient of out [B*T, H*D].
     const bf16* d_out;
-    // <d_out, O>, O being the output before its weight [B*T, H]; 0 where the weight is 0.
+    // <d_out, O>, where O is the output before its weight [B*T, H]; 0 where the weight is 0.
     float* delta;
-    // Gradients, laid out as q, k and v.
+    // Gradients, in the layout of q, k and v.
     bf16 *d_q, *d_k, *d_v;
     uint64_t q_stride, kv_stride, d_q_stride, d_kv_stride;
     uint32_t batch, query_length, key_length, heads, kv_heads, head_dim;
@@ -80,10 +81,12 @@ static_assert(sizeof(Parameters) == 208 && offsetof(Parameters, q) == 0 &&
 // attention_backward_delta  ceil(B*T*heads / 8)                          256    0
 // attention_backward_dq_dX  (ceil(T*group / 128), kv_heads, batch)       256    dq_shared(X)
 // attention_backward_dkdv_dX (ceil(key_length / 128), kv_heads, batch)   256    dkdv_shared(X, 64)
-// attention_backward_dkdv_d128_r32, the same with dkdv_shared(128, 32), where a block cannot have the
-// 131 KiB of dkdv_shared(128, 64): on every GPU of 99 KiB, as sm_86, sm_89 and sm_120 have.
 //
-// More than 48 KiB of dynamic shared memory has to be allowed for each kernel before its launch.
+// attention_backward_dkdv_d128_r32, the same with dkdv_shared(128, 32), where a block cannot have
+// the 131 KiB of dkdv_shared(128, 64): on GPUs with 99 KiB per block, such as sm_86, sm_89 and
+// sm_120.
+//
+// More than 48 KiB of dynamic shared memory must be enabled for each kernel before its launch.
 
 constexpr int PACK_THREADS = 512;
 constexpr int PAIR_THREADS = 256;
@@ -100,7 +103,7 @@ constexpr int DQ_KEYS = 64;
 constexpr int DKDV_THREADS = 256;
 constexpr int DKDV_KEYS = 128;
 
-// Bytes of `rows` rows of a tile.
+// Bytes of a tile of `rows` rows.
 __host__ __device__ constexpr int tile_bytes(int rows, int width) { return rows * width * 2; }
 
 // Queries, keys, values; token, head, first and end of each row.
@@ -108,7 +111,8 @@ __host__ __device__ constexpr int forward_shared(int width) {
     return tile_bytes(FORWARD_ROWS + 2 * FORWARD_KEYS, width) + 4 * FORWARD_ROWS * 4;
 }
 
-// Two stages of keys and values, which the queries and output gradients pass through first.
+// Two stages of keys and values, through which queries and output gradients are loaded first;
+// token, head, first and end of each row.
 __host__ __device__ constexpr int dq_shared(int width) {
     return tile_bytes(4 * DQ_KEYS, width) + 4 * DQ_ROWS * 4;
 }

@@ -10,15 +10,15 @@ use crate::scalar::{DType, Element};
 /// Widths of a head that kernels are compiled for; narrower heads are padded with zeros.
 const WIDTHS: [usize; 4] = [32, 64, 96, WIDEST_TILED];
 
-/// A kernel's launch geometry, as tiled.cuh lists it.
+/// A kernel's launch geometry (tiled.cuh).
 struct Tiling {
     kernel: &'static str,
-    /// What follows the width in the kernel's name.
+    /// The part of the kernel's name after the width.
     suffix: &'static str,
     threads: usize,
-    /// Packed rows, or keys, of a block.
+    /// Packed rows, or keys, per block.
     rows: usize,
-    /// Rows of all tiles in shared memory, and bytes beside them.
+    /// Rows of all tiles in shared memory, and its other bytes.
     tile_rows: usize,
     other_bytes: usize,
 }
@@ -47,8 +47,8 @@ const DKDV: Tiling = Tiling {
     tile_rows: 512,
     other_bytes: 2 * 6 * 64 * 4,
 };
-/// The same with half as many packed rows at a time, for the widest heads on GPUs whose blocks have
-/// 99 KiB.
+/// The same with half as many packed rows at a time, for the widest heads on GPUs with 99 KiB of
+/// shared memory per block.
 const SMALL_DKDV: Tiling =
     Tiling { suffix: "_r32", tile_rows: 384, other_bytes: 2 * 6 * 32 * 4, ..DKDV };
 
@@ -65,7 +65,7 @@ fn width(head_dim: usize) -> Option<usize> {
 
 /// Whether these kernels support the problem: bf16, an even head_dim of at most 128, pairs of elements
 /// that start at whole words, and indices into a sequence that fit 32 bits.
-pub(super) fn takes<T: Element>(
+pub(super) fn supports<T: Element>(
     cuda: &Cuda,
     args: &AttentionArgs<'_, Cuda>,
     at: &Addresses,
@@ -78,20 +78,20 @@ pub(super) fn takes<T: Element>(
         && dkdv(cuda, width).is_some()
 }
 
-/// How the gradients of keys and values are computed on this GPU; none where a block has too little
-/// shared memory, of which these kernels take the most.
+/// The kernel for the gradients of keys and values on this GPU; `None` if a block has too little
+/// shared memory. No other kernel of this path requires more.
 fn dkdv(cuda: &Cuda, width: usize) -> Option<&'static Tiling> {
     let tilings: &[Tiling] = if width == 128 { &[DKDV, SMALL_DKDV] } else { &[DKDV] };
     tilings.iter().find(|tiling| tiling.shared_bytes(width) <= cuda.most_shared_bytes())
 }
 
-/// The width of a problem that these kernels support, found by `takes`.
+/// The width of a problem that these kernels support, checked by `supports`.
 fn width_of(packed: &Packed<'_, '_>) -> usize {
-    // The widest serves the empty case.
+    // `supports` has checked that there is one.
     width(packed.args.shape.head_dim).unwrap_or(WIDTHS[3])
 }
 
-/// Runs a kernel with a block for every tile of `count` rows of each key/value head.
+/// Runs a kernel with one block per tile of the `count` rows of each key/value head.
 fn run_tiles(packed: &Packed<'_, '_>, tiling: &Tiling, count: usize) -> Result<()> {
     let (shape, width) = (&packed.args.shape, width_of(packed));
     let grid = [count.div_ceil(tiling.rows), shape.kv_heads, shape.batch];

@@ -14,9 +14,10 @@ extern "C" bool emulated_launch(const char* name, const uint32_t* grid, uint32_t
 }
 
 // Writes the emulated tensor map of a tensor, whose sizes are those of emulated::TensorMapFields.
-extern "C" void emulated_tensor_map(TensorMap* map, const void* numbers, const uint64_t* dimensions,
-                                    const uint64_t* strides, const uint32_t* box) {
-    emulated::TensorMapFields fields{static_cast<const unsigned char*>(numbers), {}, {}, {}};
+extern "C" void emulated_tensor_map(TensorMap* map, const void* elements,
+                                    const uint64_t* dimensions, const uint64_t* strides,
+                                    const uint32_t* box) {
+    emulated::TensorMapFields fields{static_cast<const unsigned char*>(elements), {}, {}, {}};
     std::copy_n(dimensions, 3, fields.dimensions);
     std::copy_n(strides, 2, fields.strides);
     std::copy_n(box, 3, fields.box);

@@ -92,8 +92,8 @@ void launch_pointers(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_
                     std::index_sequence_for<Parameters...>());
 }
 
-// One function per kernel, all of the same type: arguments[i] points at the i-th parameter, as
-// cuLaunchKernel takes them.
+// One function per kernel, all of the same type: arguments[i] points to the i-th parameter, like
+// the arguments of cuLaunchKernel.
 template <auto Kernel>
 void launch_erased(dim3 grid, dim3 block, size_t shared_bytes, void** arguments) {
     launch_pointers(Kernel, grid, block, shared_bytes, arguments);
@@ -101,7 +101,7 @@ void launch_erased(dim3 grid, dim3 block, size_t shared_bytes, void** arguments)
 
 // ---- cp.async ----
 
-// Copies `copied` bytes and fills the rest of `bytes` with zeros, once the group is waited for.
+// Copies `copied` bytes and fills the rest of `bytes` with zeros when the group is waited for.
 inline void copy_async(void* destination, const void* source, unsigned bytes, unsigned copied) {
     Fiber& fiber = *machine().current;
     fiber.copies.push_back({destination, source, bytes, copied, fiber.copy_group});
@@ -109,7 +109,7 @@ inline void copy_async(void* destination, const void* source, unsigned bytes, un
 
 inline void copy_async_commit() { ++machine().current->copy_group; }
 
-// Waits for all but the `newest` groups committed last.
+// Waits for all groups except the `newest` last ones.
 inline void copy_async_wait(unsigned newest) {
     Fiber& fiber = *machine().current;
     size_t kept = 0;

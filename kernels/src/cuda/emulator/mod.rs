@@ -53,7 +53,7 @@ unsafe extern "C" {
     /// Writes a tensor map of three dimensions (emulator.cc).
     fn emulated_tensor_map(
         map: *mut c_void,
-        numbers: *const c_void,
+        elements: *const c_void,
         dimensions: *const u64,
         strides: *const u64,
         sides: *const u32,
@@ -227,10 +227,10 @@ fn matrix<T: Element>(operand: &Operand) -> Matrix<'_, T> {
     let Operand { address, rows, columns, transposed, .. } = *operand;
     // SAFETY: as in `multiply`.
     #[allow(unsafe_code)]
-    let numbers = unsafe { std::slice::from_raw_parts(address as *const T, rows * columns) };
+    let elements = unsafe { std::slice::from_raw_parts(address as *const T, rows * columns) };
     if transposed {
-        Matrix::new(numbers, columns, rows).transposed()
+        Matrix::new(elements, columns, rows).transposed()
     } else {
-        Matrix::new(numbers, rows, columns)
+        Matrix::new(elements, rows, columns)
     }
 }

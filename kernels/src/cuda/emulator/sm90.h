@@ -54,13 +54,13 @@ inline void barrier_wait(unsigned char* address, unsigned parity) {
 
 constexpr unsigned SWIZZLE_BYTES = 128;
 
-// Where the 128-byte swizzle puts a byte of a 32-bit shared address.
+// The address to which the 128-byte swizzle maps a byte of a 32-bit shared address.
 inline unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
 
-// A tensor of two-byte elements, as cuTensorMapEncodeTiled describes it with 128-byte swizzle, no
-// interleaving and zeros out of range. Strides in bytes, of the dimensions after the first.
+// A tensor of two-byte elements, like a map of cuTensorMapEncodeTiled with 128-byte swizzle, no
+// interleaving and zeros out of range. Strides are in bytes, for the dimensions after the first.
 struct TensorMapFields {
-    const unsigned char* numbers;
+    const unsigned char* elements;
     uint64_t dimensions[3], strides[2];
     uint32_t box[3];
 };
@@ -68,7 +68,7 @@ struct TensorMapFields {
 inline void encode_tensor_map(void* map, const TensorMapFields& fields) {
     for (uint64_t stride : fields.strides)
         if (stride % 16 != 0) Machine::fail("a tensor map's stride is no multiple of 16 bytes");
-    if (reinterpret_cast<uintptr_t>(fields.numbers) % 16 != 0)
+    if (reinterpret_cast<uintptr_t>(fields.elements) % 16 != 0)
         Machine::fail("a tensor map's elements are not 16-byte aligned");
     if (fields.box[0] * 2 != SWIZZLE_BYTES) Machine::fail("a box is not 128 bytes wide");
     for (uint32_t length : fields.box)
@@ -86,13 +86,13 @@ inline void load_box(const TensorMapFields& map, unsigned target, const int32_t 
                                   uint64_t(int64_t(corner[2]) + z)};
                 bool inside = at[0] < map.dimensions[0] && at[1] < map.dimensions[1] &&
                               at[2] < map.dimensions[2];
-                uint16_t number = 0;
+                uint16_t element = 0;
                 if (inside)
                     std::memcpy(
-                        &number,
-                        map.numbers + at[0] * 2 + at[1] * map.strides[0] + at[2] * map.strides[1],
+                        &element,
+                        map.elements + at[0] * 2 + at[1] * map.strides[0] + at[2] * map.strides[1],
                         2);
-                std::memcpy(machine().shared_at(swizzled(target), 2), &number, 2);
+                std::memcpy(machine().shared_at(swizzled(target), 2), &element, 2);
             }
 }
 
@@ -141,19 +141,20 @@ inline void reduce_commit() {
     machine().give_way();
 }
 
-// Waits until the sources of all but the `newest` groups were read; with `sums` also for the sums.
+// Waits until the sources of all groups except the `newest` last ones have been read, and with
+// `sums` also until the sums have been written.
 inline void reduce_wait(unsigned newest, bool sums) {
     Fiber& fiber = *machine().current;
     size_t kept = 0;
     for (PendingReduction& reduction : fiber.reductions) {
         bool old = fiber.reduction_group - reduction.group > newest;
-        if (old && reduction.numbers.empty()) {
-            reduction.numbers.resize(reduction.bytes / 4);
-            std::memcpy(reduction.numbers.data(), reduction.source, reduction.bytes);
+        if (old && reduction.elements.empty()) {
+            reduction.elements.resize(reduction.bytes / 4);
+            std::memcpy(reduction.elements.data(), reduction.source, reduction.bytes);
         }
         if (old && sums) {
-            for (size_t i = 0; i < reduction.numbers.size(); ++i)
-                reduction.target[i] += reduction.numbers[i];
+            for (size_t i = 0; i < reduction.elements.size(); ++i)
+                reduction.target[i] += reduction.elements[i];
             continue;
         }
         if (&fiber.reductions[kept] != &reduction) fiber.reductions[kept] = std::move(reduction);
@@ -171,8 +172,8 @@ inline float number_at(unsigned address) {
     return reinterpret_bits<float>(uint32_t(bits) << 16);
 }
 
-// Where element (row, k) of an operand lies that a descriptor with 128-byte swizzle describes; a
-// row is one of M or N. Transposed operands hold rows side by side, others k.
+// The address of element (row, k) of the operand of a descriptor with 128-byte swizzle; a row is
+// one of M or N. In a transposed operand, adjacent elements differ in the row, in others in k.
 inline unsigned operand_address(uint64_t descriptor, bool transposed, unsigned row, unsigned k) {
     unsigned start = unsigned(descriptor & 0x3fff) * 16;
     unsigned leading = unsigned(descriptor >> 16 & 0x3fff) * 16;
@@ -276,8 +277,8 @@ inline void wgmma_commit() {
     machine().give_way();
 }
 
-// Computes the products of all but the `newest` groups committed last. The first lane does so for
-// its warp, once every lane is here.
+// Computes the products of all groups except the `newest` last ones. The first lane does so for its
+// warp, after every lane has arrived.
 inline void wgmma_wait(unsigned newest) {
     Machine& self = machine();
     Fiber& fiber = *self.current;

@@ -1,4 +1,4 @@
-// The functions of sm90.cuh on the CPU, which includes this file: sm90.h does what they ask.
+// The functions of sm90.cuh on the CPU, which includes this file; sm90.h implements them.
 #pragma once
 
 #include "sm90.h"
@@ -49,24 +49,24 @@ void reduce_wait() {
     emulated::reduce_wait(NEWEST, true);
 }
 
-// Blocks run one after the other: a turn that has not come yet never will.
-inline void turn_wait(const uint32_t* turn, uint32_t value) {
-    if (*turn != value) emulated::Machine::fail("a block waits for a later one");
+// Blocks run one after the other: a semaphore that has another value now never reaches this one.
+inline void semaphore_wait(const uint32_t* semaphore, uint32_t value) {
+    if (*semaphore != value) emulated::Machine::fail("a block waits for a later one");
 }
 
 template <int NEWEST>
-void turn_pass(uint32_t* turn) {
+void semaphore_release(uint32_t* semaphore) {
     reduce_wait<NEWEST>();
-    ++*turn;
+    ++*semaphore;
 }
 
 template <int COUNT>
-void take_registers() {
+void allocate_registers() {
     static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256);
 }
 
 template <int COUNT>
-void give_registers() {
+void deallocate_registers() {
     static_assert(COUNT % 8 == 0 && COUNT >= 24 && COUNT <= 256);
 }
 
@@ -92,9 +92,9 @@ inline void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]) {
 }
 
 inline void store_4(SharedAddress target, float a, float b, float c, float d) {
-    const float numbers[4] = {a, b, c, d};
-    std::memcpy(target, numbers, sizeof(numbers));
-    emulated::machine().mark_written(target, sizeof(numbers));
+    const float elements[4] = {a, b, c, d};
+    std::memcpy(target, elements, sizeof(elements));
+    emulated::machine().mark_written(target, sizeof(elements));
 }
 
 inline uint32_t descriptor_address(SharedAddress address) {
@@ -102,10 +102,10 @@ inline uint32_t descriptor_address(SharedAddress address) {
 }
 
 template <int COUNT>
-void hold(float (&)[COUNT]) {}
+void fence_operand(float (&)[COUNT]) {}
 
 template <int COUNT>
-void hold(uint32_t (&)[COUNT][4]) {}
+void fence_operand(uint32_t (&)[COUNT][4]) {}
 
 inline void wgmma_fence() { emulated::machine().current->product_fence = true; }
 

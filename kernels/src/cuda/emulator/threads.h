@@ -34,7 +34,7 @@ struct dim3 {
 
 namespace emulated {
 
-// Copy of cp.async: it lands when its group is waited for.
+// A copy of cp.async, which is executed when its group is waited for.
 struct PendingCopy {
     void* destination;
     const void* source;
@@ -91,7 +91,8 @@ struct PendingProduct {
     uint32_t a[4];
     uint64_t a_descriptor, b_descriptor;
     unsigned group;
-    // What `sums` held at the issue; empty when an earlier product with the same sums is pending.
+    // The contents of `sums` at the issue; empty if an earlier product with the same sums is
+    // pending.
     std::vector<float> before;
 };
 
@@ -100,8 +101,8 @@ struct PendingReduction {
     float* target;
     const unsigned char* source;
     unsigned bytes, group;
-    // Copy of the source once it was read.
-    std::vector<float> numbers;
+    // A copy of the source, after it has been read.
+    std::vector<float> elements;
 };
 
 struct Fiber {
@@ -112,7 +113,7 @@ struct Fiber {
     unsigned copy_group = 0;
     std::vector<PendingProduct> products;
     unsigned product_group = 0;
-    // Whether wgmma.fence was executed since products were last waited for.
+    // Whether wgmma.fence has been executed since the last wait for products.
     bool product_fence = false;
     std::vector<PendingReduction> reductions;
     unsigned reduction_group = 0;
@@ -136,7 +137,7 @@ struct NamedBarrier {
 
 constexpr unsigned NAMED_BARRIERS = 16;
 
-// Where dynamic shared memory begins in the 32-bit addresses of instructions.
+// The 32-bit address of the start of dynamic shared memory.
 constexpr unsigned SHARED_BASE = 1024;
 
 constexpr size_t LARGEST_EXCHANGE = 64;
@@ -148,14 +149,15 @@ struct LaneGroup {
     alignas(16) unsigned char slots[2][32][LARGEST_EXCHANGE];
 };
 
-// What a collective leaves with each lane: the values of all lanes of the mask.
+// The result of a collective in each lane: the values of all lanes of the mask.
 template <typename T>
 struct Exchanged {
     const unsigned char (*slots)[LARGEST_EXCHANGE];
     const T& operator[](unsigned lane) const { return *reinterpret_cast<const T*>(slots[lane]); }
 };
 
-// 0 runs threads in order; other values give a repeatable order of their own.
+// The seed of the order of threads: 0 runs them in order, other values in a reproducible random
+// order.
 inline thread_local unsigned schedule_seed = 0;
 
 class Machine {
@@ -210,7 +212,7 @@ class Machine {
         if (unfenced_[(offset - SHARED_BASE) / 16]) fail("fence.proxy.async is missing");
     }
 
-    // ---- work that goes on beside the threads ----
+    // ---- work that is concurrent with the threads ----
 
     // Runs `work` at some later time: with seed 0 when no thread can continue without it.
     void defer(std::function<void()> work) { deferred_.push_back(std::move(work)); }
@@ -360,9 +362,9 @@ class Machine {
         if (!current->products.empty()) fail("a thread ends before its products are waited for");
         // Sums in global memory outlive the block; pending reads of shared memory do not.
         for (PendingReduction& reduction : current->reductions) {
-            if (reduction.numbers.empty()) fail("a thread ends before its reductions are read");
-            for (size_t i = 0; i < reduction.numbers.size(); ++i)
-                reduction.target[i] += reduction.numbers[i];
+            if (reduction.elements.empty()) fail("a thread ends before its reductions are read");
+            for (size_t i = 0; i < reduction.elements.size(); ++i)
+                reduction.target[i] += reduction.elements[i];
         }
         ++finished_;
         leave(current);

@@ -1,5 +1,5 @@
-// The query-norm router: norms of a token's queries, the selection, gates, and their gradients. A
-// block for each token. With a rotation, one pass over the queries also applies RoPE.
+// The query-norm router: norms of a token's queries, the selection, gates, and their gradients,
+// with one block per token. With a rotation, one pass over the queries also applies RoPE.
 #include "../../rope/rope.cuh"
 #include "../routing.cuh"
 
@@ -8,17 +8,18 @@ namespace query_norm {
 using router::Routing;
 
 struct Parameters {
-    // Forward: rotated in place where there is a rotation. Backward: what forward left.
+    // Forward: rotated in place if there is a rotation. Backward: the output of forward.
     void* qkv;
-    // Backward alone: added to, then turned back in place where there is a rotation.
+    // Backward only: added to, then rotated back in place if there is a rotation.
     void* d_qkv;
-    // Backward alone: <dO, O>, [tokens, heads], or null.
+    // Backward only: <dO, O>, [tokens, heads], or null.
     const float* delta;
-    // The same of all heads, [tokens, routed], for ranks that share them; null otherwise.
+    // The same for all routed heads, [tokens, routed], if ranks share the heads; null otherwise.
     double* deltas;
-    // Norms of all queries, [tokens, routed]; squares of them before the ranks have added them up.
+    // Norms of all routed queries, [tokens, routed]; their squares until the ranks have summed
+    // them.
     double* norms;
-    // 1 / std of a token's norms, 0 where they are all equal; [tokens].
+    // 1 / std of a token's norms, 0 if they are all equal; [tokens].
     double* inv_std;
     uint32_t heads;
     uint32_t kv_heads;
@@ -27,7 +28,7 @@ struct Parameters {
     float balance_weight;
     uint32_t padding;
     Routing routing;
-    // The rotation of qkv or d_qkv; `qkv` is null where there is none.
+    // The rotation of qkv or d_qkv; its `qkv` is null if there is none.
     rope::Parameters rope;
 
     __device__ __forceinline__ uint64_t row_length() const {
@@ -54,7 +55,7 @@ __device__ double squared_norm(const T* head, uint32_t head_dim) {
     return warp_sum(sum);
 }
 
-// Whether head `head` is among the `top_k` largest squares, lower heads first among equals.
+// Whether head `head` is among the `top_k` largest squares; among equals, lower heads first.
 __device__ __forceinline__ bool selects(const double* squares, const Parameters& p, uint32_t head) {
     uint32_t ahead = 0;
     for (uint32_t other = 0; other < p.routing.routed; other++) {
@@ -64,7 +65,7 @@ __device__ __forceinline__ bool selects(const double* squares, const Parameters&
     return ahead < p.top_k;
 }
 
-// Mean of a token's norms.
+// The mean of a token's norms.
 __device__ __forceinline__ double mean_of(const double* norms, uint32_t count) {
     double sum = 0.0;
     for (uint32_t i = 0; i < count; i++) {
@@ -73,7 +74,7 @@ __device__ __forceinline__ double mean_of(const double* norms, uint32_t count) {
     return sum / count;
 }
 
-// 1 / (unbiased standard deviation), 0 where all norms are equal.
+// 1 / (unbiased standard deviation), or 0 if all norms are equal.
 __device__ __forceinline__ double inverse_deviation(const double* norms, uint32_t count) {
     const double mean = mean_of(norms, count);
     double squares = 0.0;
@@ -85,7 +86,7 @@ __device__ __forceinline__ double inverse_deviation(const double* norms, uint32_
     return equal ? 0.0 : 1.0 / sqrt(squares / (count - 1.0));
 }
 
-// Writes the squares of the local queries to their places among those of all heads.
+// Writes the squared norms of the local queries to their indices among all routed heads.
 template <class T>
 __device__ void measure(const Parameters& p, const T* row, double* squares) {
     const Routing& r = p.routing;
@@ -97,14 +98,14 @@ __device__ void measure(const Parameters& p, const T* row, double* squares) {
     }
 }
 
-// As `measure`, for ranks that add up their tables before the tokens choose.
+// Like `measure`, for ranks, which sum their tables before heads are selected.
 template <class T>
 __device__ void squares(const Parameters& p) {
     const T* row = static_cast<const T*>(p.qkv) + blockIdx.x * p.row_length();
     measure(p, row, p.norms + uint64_t(blockIdx.x) * p.routing.routed);
 }
 
-// Routes the token: norms, selection, gates. `squares` has room for three elements a routed head.
+// Routes the token: norms, selection, gates. `squares` has room for three elements per routed head.
 template <class T>
 __device__ void route(const Parameters& p, const T* row, double* squares) {
     const Routing& r = p.routing;
@@ -155,16 +156,16 @@ __device__ void forward(const Parameters& p) {
     if (!p.rope.qkv) {
         return;
     }
-    if (rope::turns_wide<T>(p.rope)) {
-        rope::turn<T, WIDE<T>>(p.rope, row);
+    if (rope::rotates_wide<T>(p.rope)) {
+        rope::rotate<T, WIDE<T>>(p.rope, row);
     } else {
-        rope::turn<T, 1>(p.rope, row);
+        rope::rotate<T, 1>(p.rope, row);
     }
 }
 
-// The gradient of the token's norms, over the norms themselves, into `factors`: what a query is
-// multiplied by. Formulas as in the CPU's body (`gates_to_norms`). `gradient` has room for an element
-// a routed head.
+// Writes the gradient of each of the token's norms, divided by the norm, to `factors`: the factor
+// of a query in its own gradient. The formulas are those of `gates_to_norms` in cpu.rs. `gradient`
+// has room for one element per routed head.
 __device__ __forceinline__ void norm_factors(const Parameters& p, double* gradient,
                                              double* factors) {
     const Routing& r = p.routing;
@@ -200,7 +201,7 @@ __device__ __forceinline__ void norm_factors(const Parameters& p, double* gradie
     __syncthreads();
 }
 
-// What is added to the gradients of the queries: each routed query times its factor.
+// The terms added to the gradients of the queries: each routed query times its factor.
 struct Factors {
     const Parameters& p;
     const double* factors;
@@ -213,7 +214,7 @@ struct Factors {
     }
 };
 
-// Adds to the gradients of the queries where there is no rotation.
+// Adds the router's gradient to the gradients of the queries, without a rotation.
 template <class T>
 __device__ void add(const Parameters& p, const T* row, T* d_row, const Factors& added) {
     for (uint32_t i = threadIdx.x; i < p.heads * p.head_dim; i += THREADS) {
@@ -234,15 +235,14 @@ __device__ void backward(const Parameters& p) {
     const Factors added{p, factors};
     if (!p.rope.qkv) {
         add(p, row, d_row, added);
-    } else if (rope::turns_wide<T>(p.rope) && aligned(p.qkv)) {
-        rope::turn_back<T, WIDE<T>>(p.rope, d_row, row, added);
+    } else if (rope::rotates_wide<T>(p.rope) && aligned(p.qkv)) {
+        rope::rotate_back<T, WIDE<T>>(p.rope, d_row, row, added);
     } else {
-        rope::turn_back<T, 1>(p.rope, d_row, row, added);
+        rope::rotate_back<T, 1>(p.rope, d_row, row, added);
     }
 }
 
-// Writes the gradients of the weights of the local heads to their places among those
-// of all heads.
+// Writes the gradients of the local heads' weights to their indices among all routed heads.
 __device__ __forceinline__ void spread(const Parameters& p) {
     const Routing& r = p.routing;
     const uint64_t token = blockIdx.x, table = token * r.routed;

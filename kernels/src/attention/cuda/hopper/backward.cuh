@@ -2,19 +2,19 @@
 //
 // With P the probabilities, dP = dO V^T, delta = <dO, O>, and weights folded into dO before:
 //   dS = P (dP - delta), dQ = dS K scale, dK = dS^T Q scale, dV = P^T dO.
-// Two warpgroups take 64 keys each. They compute the transposed K Q^T and V dO^T, so that P^T and
-// dS^T go from the registers of these products to those of dV and dK, which stay in registers until
-// they are written once. dS^T also goes to shared memory, where each warpgroup reads that of all
-// 128 keys for half the columns of dQ. Scores of the next rows are computed, and softened, while dQ
-// and dK of these are multiplied. One warp brings row tiles, three stages of queries and two of
-// output gradients; another adds dQ to its sums in global memory. 240 registers a thread for the
-// products, 24 for the copies; 212 KiB of shared memory at head dimension 128.
+// Two warpgroups compute 64 keys each. They compute the transposed K Q^T and V dO^T, so that P^T
+// and dS^T stay in registers for the matmuls of dV and dK, which are accumulated in registers and
+// written once. dS^T is also written to shared memory, where each warpgroup reads the dS^T of all
+// 128 keys for half the columns of dQ. Scores and probabilities of the next rows are computed
+// during the matmuls of dQ and dK. One warp loads row tiles, in three stages of queries and two of
+// output gradients; another adds dQ to its sums in global memory. 240 registers per thread for the
+// matmuls, 24 for the copies; 212 KiB of shared memory at head dimension 128.
 //
-// The L2 cache holds a part of all rows, so blocks of one head should be at the same rows at the same
-// time. The blocks of the first group start together, at the last row tile, and descend. They end one
-// after the other, those of the latest keys first, because fewer rows see later keys. Each block of the
-// next group starts when one of them ends, at the first row tile that sees its keys, and ascends: this
-// keeps the group at the same rows, and it ends together at the last row tile.
+// The L2 cache holds only a part of all rows, so blocks of one head should read the same rows at
+// the same time. The blocks of the first group start together, at the last row tile, and descend.
+// They end one after the other, with the latest keys first, because fewer rows see later keys. Each
+// block of the next group starts when one of them ends, at the first row tile that sees its keys,
+// and ascends: this keeps the group at the same rows, and it ends together at the last row tile.
 #pragma once
 
 #include "row_tiles.cuh"
@@ -22,9 +22,9 @@
 namespace hopper_attention {
 
 constexpr int BACKWARD_COPY_REGISTERS = 24;
-constexpr int BACKWARD_PRODUCT_REGISTERS = 240;
+constexpr int BACKWARD_MMA_REGISTERS = 240;
 
-// Named barriers: dS^T of both warpgroups is there; a warpgroup's dQ is there to be added; it was
+// Named barriers: dS^T of both warpgroups is in shared memory; so is a warpgroup's dQ; dQ has been
 // read.
 constexpr uint32_t SCORE_BARRIER = 1;
 constexpr uint32_t SUM_FULL_BARRIER = 2;
@@ -38,11 +38,11 @@ struct BackwardMemory {
     static constexpr uint32_t ROW_BYTES = tile_bytes(TILE_ROWS, WIDTH);
     static constexpr uint32_t SCORE_BYTES = tile_bytes(TILE_ROWS, TILE_KEYS);
     static constexpr uint32_t SUM_BYTES = TILE_ROWS * WIDTH * 4;
-    static constexpr uint32_t NUMBER_BYTES = TILE_ROWS * 16;
+    static constexpr uint32_t STATISTICS_BYTES = TILE_ROWS * 16;
     static constexpr uint32_t SCORES = 2 * KEY_BYTES + (QUERY_STAGES + STAGES) * ROW_BYTES;
     static constexpr uint32_t SUMS = SCORES + STAGES * SCORE_BYTES;
-    static constexpr uint32_t NUMBERS = SUMS + SUM_BYTES;
-    static constexpr uint32_t BARRIERS = NUMBERS + QUERY_STAGES * NUMBER_BYTES;
+    static constexpr uint32_t STATISTICS = SUMS + SUM_BYTES;
+    static constexpr uint32_t BARRIERS = STATISTICS + QUERY_STAGES * STATISTICS_BYTES;
     static constexpr uint32_t D_OUT_BARRIERS = BARRIERS + Ring<QUERY_STAGES>::BYTES;
     static constexpr uint32_t KEY_BARRIER = D_OUT_BARRIERS + Ring<STAGES>::BYTES;
     unsigned char* memory;
@@ -62,13 +62,13 @@ struct BackwardMemory {
     __device__ __forceinline__ SharedAddress scores(uint32_t index) const {
         return at(SCORES + index % STAGES * SCORE_BYTES);
     }
-    // A warpgroup's half of dQ, as row_tiles.cuh describes it.
+    // A warpgroup's half of dQ, in the order that row_tiles.cuh describes.
     __device__ __forceinline__ SharedAddress sums(uint32_t group) const {
         return at(SUMS + group * (SUM_BYTES / 2));
     }
     // log_sum_exp, delta and bounds of the rows.
-    __device__ __forceinline__ unsigned char* numbers(uint32_t index) const {
-        return memory + NUMBERS + index % QUERY_STAGES * NUMBER_BYTES;
+    __device__ __forceinline__ unsigned char* statistics(uint32_t index) const {
+        return memory + STATISTICS + index % QUERY_STAGES * STATISTICS_BYTES;
     }
     __device__ __forceinline__ Ring<QUERY_STAGES> q_ring() const { return {at(BARRIERS)}; }
     __device__ __forceinline__ Ring<STAGES> d_out_ring() const { return {at(D_OUT_BARRIERS)}; }
@@ -80,8 +80,8 @@ struct BackwardMemory {
 
 // ---- the rows that see a tile of keys ----
 
-// How many of `count` items come before the first for which `before` is false; all lanes of a warp
-// call this. Every step asks 32 of the items left.
+// The number of leading items, among `count`, for which `before` is true; all lanes of a warp call
+// this. Every step tests 32 of the remaining items.
 template <typename Before>
 static __device__ __forceinline__ uint32_t count_leading(uint32_t count, Before before) {
     uint32_t low = 0, high = count;
@@ -96,14 +96,14 @@ static __device__ __forceinline__ uint32_t count_leading(uint32_t count, Before 
     return low;
 }
 
-// Rows of tokens before `token`; all lanes of a warp call this.
+// The number of rows of tokens before `token`; all lanes of a warp call this.
 static __device__ __forceinline__ uint32_t count_rows(const Segment& segment, uint32_t token) {
     if (segment.rows == nullptr) return min(token * segment.group, segment.count);
     return count_leading(segment.count,
                          [&](uint32_t i) { return segment.rows[i] < token * segment.group; });
 }
 
-// Rows that see no key from `key` on.
+// The number of rows that see no key from `key` on.
 static __device__ __forceinline__ uint32_t rows_ending_by(const Parameters& params,
                                                           const Segment& segment, uint32_t key) {
     if (key >= params.key_length) return segment.count;
@@ -111,7 +111,7 @@ static __device__ __forceinline__ uint32_t rows_ending_by(const Parameters& para
     return count_rows(segment, min(key - params.query_offset, params.query_length));
 }
 
-// Rows whose first key comes before `key`.
+// The number of rows whose first key is before `key`.
 static __device__ __forceinline__ uint32_t rows_starting_before(const Parameters& params,
                                                                 const Segment& segment,
                                                                 uint32_t key) {
@@ -122,14 +122,14 @@ static __device__ __forceinline__ uint32_t rows_starting_before(const Parameters
     return count_rows(segment, tokens);
 }
 
-// The row tiles [begin, end) of which some row may see a tile of keys. All rows of those of
-// [unmasked, unmasked_end) see it whole. They are visited from the first or from the last.
+// The row tiles [begin, end) with rows that may see a tile of keys, visited in ascending or
+// descending order. All rows of the tiles [unmasked, unmasked_end) see all of its keys.
 struct RowTiles {
     uint32_t begin, end, unmasked, unmasked_end;
     bool is_ascending;
 
     __device__ __forceinline__ uint32_t count() const { return end - begin; }
-    // Visit number i.
+    // The row tile of visit i.
     __device__ __forceinline__ uint32_t at(uint32_t i) const {
         return is_ascending ? begin + i : end - 1 - i;
     }
@@ -153,7 +153,7 @@ static __device__ __forceinline__ RowTiles find_row_tiles(const Parameters& para
     RowTiles tiles;
     tiles.is_ascending = is_ascending;
     tiles.begin = limits[0] / TILE_ROWS;
-    // Where no row sees these keys, nothing is visited, a last row tile that is not full included.
+    // If no row sees these keys, no row tile is visited, not even a partial last one.
     tiles.end = limits[0] < segment.count ? (limits[1] + TILE_ROWS - 1) / TILE_ROWS : tiles.begin;
     tiles.unmasked = (limits[2] + TILE_ROWS - 1) / TILE_ROWS;
     // Rows beyond the segment's end need no mask.
@@ -163,7 +163,7 @@ static __device__ __forceinline__ RowTiles find_row_tiles(const Parameters& para
 
 // ---- copies ----
 
-// Brings the keys and values, then the row tiles.
+// Copies the keys and values, then the row tiles.
 template <int WIDTH>
 static __device__ __forceinline__ void copy_row_tiles(const Maps& maps, const Segment& segment,
                                                       uint32_t key, const RowTiles& tiles,
@@ -179,26 +179,27 @@ static __device__ __forceinline__ void copy_row_tiles(const Maps& maps, const Se
 #pragma unroll 1
     for (uint32_t i = 0; i < tiles.count(); ++i) {
         const unsigned char* tile = row_tiles + uint64_t(tiles.at(i)) * Layout::BYTES;
-        q_ring.begin_fill(i, Memory::ROW_BYTES + Memory::NUMBER_BYTES);
+        q_ring.begin_fill(i, Memory::ROW_BYTES + Memory::STATISTICS_BYTES);
         copy_bulk(memory.q(i), tile, Memory::ROW_BYTES, q_ring.full(i));
-        copy_bulk(shared_address(memory.numbers(i)), tile + Layout::LOG_SUM_EXP,
-                  Memory::NUMBER_BYTES, q_ring.full(i));
+        copy_bulk(shared_address(memory.statistics(i)), tile + Layout::LOG_SUM_EXP,
+                  Memory::STATISTICS_BYTES, q_ring.full(i));
         d_out_ring.begin_fill(i, Memory::ROW_BYTES);
         copy_bulk(memory.d_out(i), tile + Layout::D_OUT, Memory::ROW_BYTES, d_out_ring.full(i));
     }
 }
 
-// How many tiles of keys add to a row tile's d_q before this one: those with earlier keys that its
-// first row sees.
+// The value of a row tile's semaphore when this tile of keys may add to its d_q: the number of
+// tiles with earlier keys that the row tile's first row sees.
 template <int WIDTH>
-static __device__ __forceinline__ uint32_t turn_of(const Parameters& params,
-                                                   const unsigned char* row_tile, uint32_t key) {
+static __device__ __forceinline__ uint32_t semaphore_value(const Parameters& params,
+                                                           const unsigned char* row_tile,
+                                                           uint32_t key) {
     const uint2* bounds = reinterpret_cast<const uint2*>(row_tile + RowTileLayout<WIDTH>::BOUNDS);
     uint32_t first = params.document_start != nullptr ? bounds[0].x : 0;
     return key / TILE_KEYS - first / TILE_KEYS;
 }
 
-// One warp adds the halves of dQ that the warpgroups leave in shared memory to their sums.
+// One warp adds the halves of dQ, which the warpgroups write to shared memory, to their sums.
 template <int WIDTH>
 static __device__ __forceinline__ void add_query_gradients(const Parameters& params,
                                                            const Scratch& scratch,
@@ -213,10 +214,11 @@ static __device__ __forceinline__ void add_query_gradients(const Parameters& par
 #pragma unroll 1
     for (uint32_t i = 0; i < tiles.count(); ++i) {
         uint64_t index = first_tile + tiles.at(i);
-        if (first_lane && scratch.turns != nullptr)
-            turn_wait(scratch.turns + index,
-                      turn_of<WIDTH>(params, scratch.row_tiles + index * row_tile_bytes(WIDTH),
-                                     key));
+        if (first_lane && scratch.semaphores != nullptr)
+            semaphore_wait(
+                scratch.semaphores + index,
+                semaphore_value<WIDTH>(
+                    params, scratch.row_tiles + index * row_tile_bytes(WIDTH), key));
         __syncwarp();
         float* sums = scratch.d_q_sums + index * (TILE_ROWS * WIDTH);
         for (uint32_t group = 0; group < 2; ++group) {
@@ -234,27 +236,27 @@ static __device__ __forceinline__ void add_query_gradients(const Parameters& par
         if (first_lane) reduce_wait_read<0>();
         __syncwarp();
         if (!is_last) named_arrive(SUM_EMPTY_BARRIER + 1, SUM_THREADS);
-        // The sums before these two, which had all this time.
-        if (first_lane && scratch.turns != nullptr && i > 0)
-            turn_pass<2>(scratch.turns + first_tile + tiles.at(i - 1));
+        // Releases the previous row tile, whose sums have had time to be written: the wait is short.
+        if (first_lane && scratch.semaphores != nullptr && i > 0)
+            semaphore_release<2>(scratch.semaphores + first_tile + tiles.at(i - 1));
         __syncwarp();
     }
-    if (first_lane && scratch.turns != nullptr)
-        turn_pass<0>(scratch.turns + first_tile + tiles.at(tiles.count() - 1));
+    if (first_lane && scratch.semaphores != nullptr)
+        semaphore_release<0>(scratch.semaphores + first_tile + tiles.at(tiles.count() - 1));
     else if (first_lane)
         reduce_wait();
 }
 
-// ---- products ----
+// ---- matmuls ----
 
-// Elements of a lane for K Q^T of 64 keys and 64 rows.
+// Elements of K Q^T per lane, for 64 keys and 64 rows.
 constexpr int TRANSPOSED = TILE_ROWS / 2;
 
-// What a warpgroup keeps of its 64 keys.
+// The state of an MMA warpgroup, which computes the gradients of 64 keys.
 template <int WIDTH>
 struct BackwardGroup {
     uint32_t group, first_row;
-    // The lane's keys are this one and the eighth after it.
+    // The lane's keys are `key` and `key + 8`.
     uint32_t key;
     float scale_log2;
     BackwardMemory<WIDTH> memory;
@@ -278,9 +280,9 @@ struct BackwardGroup {
 
     // Probabilities from scores.
     template <bool MASKED>
-    __device__ __forceinline__ void soften(const float (&scores)[TRANSPOSED],
-                                           float (&p)[TRANSPOSED], uint32_t index) const {
-        const float* log_sum_exp = reinterpret_cast<const float*>(memory.numbers(index));
+    __device__ __forceinline__ void probabilities(const float (&scores)[TRANSPOSED],
+                                                  float (&p)[TRANSPOSED], uint32_t index) const {
+        const float* log_sum_exp = reinterpret_cast<const float*>(memory.statistics(index));
         const uint2* bounds = reinterpret_cast<const uint2*>(log_sum_exp + 2 * TILE_ROWS);
 #pragma unroll
         for (int n = 0; n < TRANSPOSED / 4; ++n) {
@@ -291,7 +293,7 @@ struct BackwardGroup {
                 p[4 * n + i] = exp2_fast(
                     fmaf(scores[4 * n + i], scale_log2, -(i % 2 == 0 ? offset.x : offset.y)));
             if (!MASKED) continue;
-            // first, end of one row, then of the next.
+            // (first, end) of two rows.
             uint4 seen = *reinterpret_cast<const uint4*>(bounds + row);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -304,10 +306,11 @@ struct BackwardGroup {
     }
 
     // dS^T = P^T (dP^T - delta).
-    __device__ __forceinline__ void differentiate(const float (&d_p)[TRANSPOSED],
-                                                  const float (&p)[TRANSPOSED],
-                                                  float (&d_s)[TRANSPOSED], uint32_t index) const {
-        const float* delta = reinterpret_cast<const float*>(memory.numbers(index)) + TILE_ROWS;
+    __device__ __forceinline__ void score_gradients(const float (&d_p)[TRANSPOSED],
+                                                    const float (&p)[TRANSPOSED],
+                                                    float (&d_s)[TRANSPOSED],
+                                                    uint32_t index) const {
+        const float* delta = reinterpret_cast<const float*>(memory.statistics(index)) + TILE_ROWS;
 #pragma unroll
         for (int n = 0; n < TRANSPOSED / 4; ++n) {
             uint32_t row = 8 * n + threadIdx.x % 4 * 2;
@@ -318,9 +321,9 @@ struct BackwardGroup {
         }
     }
 
-    // Writes dS^T for the products of both warpgroups.
-    __device__ __forceinline__ void share(const uint32_t (&d_s)[TILE_ROWS / 16][4],
-                                          uint32_t index) const {
+    // Writes dS^T to shared memory, for the matmuls of both warpgroups.
+    __device__ __forceinline__ void store_score_gradients(const uint32_t (&d_s)[TILE_ROWS / 16][4],
+                                                          uint32_t index) const {
         // Matrix i of a fragment: keys 8 (i % 2).., rows 8 (i / 2)...
         uint32_t lane = threadIdx.x % 32, row = first_row + lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
@@ -330,8 +333,8 @@ struct BackwardGroup {
         fence_async_proxy();
     }
 
-    // Leaves the warpgroup's half of dQ to the warp that adds it.
-    __device__ __forceinline__ void hand_over(const float (&d_q)[WIDTH / 4]) const {
+    // Writes the warpgroup's half of dQ to shared memory, for the warp that adds it to its sums.
+    __device__ __forceinline__ void stage_d_q(const float (&d_q)[WIDTH / 4]) const {
         named_sync(SUM_EMPTY_BARRIER + group, SUM_THREADS);
         SharedAddress target = memory.sums(group) + threadIdx.x % WARPGROUP * 16;
 #pragma unroll
@@ -349,8 +352,9 @@ struct BackwardGroup {
                           RowOperand<TILE_ROWS>(memory.q(index)));
     }
 
-    // Adds what visit `index` gives, whose probabilities are there, and computes the next one's. Every
-    // exchange with shared memory, and every exponential, has products in flight beside it.
+    // Adds the gradients of visit `index`, whose probabilities are `p`, and replaces `p` by the
+    // probabilities of the next visit. All accesses to shared memory, and all exponentials, overlap
+    // with matmuls.
     template <bool NEXT_IS_MASKED>
     __device__ __forceinline__ void step(float (&p)[TRANSPOSED], uint32_t index, bool is_last) {
         float d_p[TRANSPOSED], d_s[TRANSPOSED], scores[TRANSPOSED], d_q[WIDTH / 4];
@@ -361,33 +365,34 @@ struct BackwardGroup {
         to_fragments(p, p_fragments);
         start_columns(d_v, p_fragments, ColumnOperand<TILE_ROWS>(memory.d_out(index)));
         wgmma_wait<1>();
-        hold(d_p);
-        differentiate(d_p, p, d_s, index);
+        fence_operand(d_p);
+        score_gradients(d_p, p, d_s, index);
         to_fragments(d_s, d_s_fragments);
-        // After the last visit its own scores are computed again, and not used.
+        // After the last visit its own scores are computed again, and are not used.
         uint32_t next = is_last ? index : index + 1;
         start_scores(scores, next);
-        share(d_s_fragments, index);
-        // Both warpgroups are also done with the products that read the stage before last.
-        named_sync(SCORE_BARRIER, PRODUCT_THREADS);
-        // The scores are still in flight, and P^T gives its registers to dQ.
+        store_score_gradients(d_s_fragments, index);
+        // Both warpgroups have also finished the matmuls that read the stage before last.
+        named_sync(SCORE_BARRIER, MMA_THREADS);
+        // The scores are still in flight. The registers of P^T are reused for dQ.
         wgmma_wait<1>();
-        hold(d_v);
+        fence_operand(d_v);
         d_out_ring.release(index);
         start_transposed<TILE_KEYS / 16>(d_q, ColumnOperand<TILE_KEYS>(memory.scores(index)),
                                          ColumnOperand<TILE_KEYS>(memory.k(), group * (WIDTH / 2)));
-        // From shared memory: in registers, dS^T would leave too few for the probabilities.
+        // dS^T is read from shared memory: in registers, it would leave too few for the
+        // probabilities.
         start_columns<TILE_ROWS / 16>(d_k, RowOperand<TILE_KEYS>(memory.scores(index), group * 64),
                                       ColumnOperand<TILE_ROWS>(memory.q(index)));
         wgmma_wait<2>();
-        hold(scores);
-        soften<NEXT_IS_MASKED>(scores, p, next);
-        hold(p);
+        fence_operand(scores);
+        probabilities<NEXT_IS_MASKED>(scores, p, next);
+        fence_operand(p);
         wgmma_wait<1>();
-        hold(d_q);
-        hand_over(d_q);
+        fence_operand(d_q);
+        stage_d_q(d_q);
         wgmma_wait<0>();
-        hold(d_k);
+        fence_operand(d_k);
         q_ring.release(index);
     }
 
@@ -398,8 +403,8 @@ struct BackwardGroup {
             float scores[TRANSPOSED];
             start_scores(scores, 0);
             wgmma_wait<0>();
-            hold(scores);
-            soften<true>(scores, p, 0);
+            fence_operand(scores);
+            probabilities<true>(scores, p, 0);
         }
         uint32_t index = 0, count = tiles.count();
         auto next_is_masked = [&] {
@@ -415,7 +420,7 @@ struct BackwardGroup {
         }
     }
 
-    // Writes gradients through the warp's own rows of a matrix of panels of the block's keys.
+    // Writes gradients, staged in the warp's own rows of a matrix of panels of the block's keys.
     __device__ __forceinline__ void store(const Parameters& params, const Segment& segment,
                                           unsigned char* matrix, const float (&sums)[WIDTH / 2],
                                           float factor, uint32_t first_key, bf16* gradient) const {
@@ -433,8 +438,9 @@ struct BackwardGroup {
 template <int WIDTH>
 static __device__ __forceinline__ void backward(const Parameters& params, const Scratch& scratch,
                                                 const Maps& maps) {
-    // Blocks start in the order of x, then y: all heads' longest tiles first, those of the earliest
-    // keys. By turns, a tile adds after those that started before it.
+    // Blocks start in the order of x, then y: the longest tiles of all heads, which have the
+    // earliest keys, start first. With semaphores, a tile waits only for tiles that started before
+    // it.
     Segment segment = make_segment(params, blockIdx.x, blockIdx.z);
     uint32_t first_key = blockIdx.y * TILE_KEYS;
     bool is_ascending = scratch.key_tiles_at_once != 0 &&
@@ -452,7 +458,7 @@ static __device__ __forceinline__ void backward(const Parameters& params, const 
 
     uint32_t warpgroup = uniform(threadIdx.x / WARPGROUP);
     if (warpgroup == 0) {
-        give_registers<BACKWARD_COPY_REGISTERS>();
+        deallocate_registers<BACKWARD_COPY_REGISTERS>();
         if (tiles.begin >= tiles.end) return;
         if (threadIdx.x == 0)
             copy_row_tiles(
@@ -462,11 +468,11 @@ static __device__ __forceinline__ void backward(const Parameters& params, const 
         if (threadIdx.x / 32 == 1)
             add_query_gradients(params, scratch, segment, first_key, tiles, memory);
     } else {
-        take_registers<BACKWARD_PRODUCT_REGISTERS>();
+        allocate_registers<BACKWARD_MMA_REGISTERS>();
         BackwardGroup<WIDTH> state(params, memory, first_key, warpgroup - 1);
         if (tiles.begin < tiles.end) state.visit(tiles);
-        // Both warpgroups are done with the keys and values.
-        named_sync(SCORE_BARRIER, PRODUCT_THREADS);
+        // Neither warpgroup reads the keys and values any more.
+        named_sync(SCORE_BARRIER, MMA_THREADS);
         state.store(params, segment, shared, state.d_k, params.scale, first_key, params.d_k);
         state.store(params, segment, shared + BackwardMemory<WIDTH>::KEY_BYTES, state.d_v, 1.0f,
                     first_key, params.d_v);

@@ -1,10 +1,10 @@
-// Forward pass: one block per multiprocessor takes tiles of 128 packed rows, 128 keys at a time.
+// Forward pass: one block per multiprocessor computes tiles of 128 packed rows, 128 keys at a time.
 //
-// One warpgroup brings what the others need: the queries of the next tile while the last keys of
-// this one are in use, keys and values in two stages of each, latest keys first. Two warpgroups
-// compute 64 rows each: while one softens scores the other multiplies, and each starts the next
-// scores before it uses the last probabilities. Probabilities go from the first product's registers
-// to the second's. 232 registers a thread for the products, 40 for the copies; 197 KiB of shared
+// One warpgroup loads the inputs of the other two: the queries of the next tile while the last keys
+// of this one are in use, and keys and values in two stages each, latest keys first. Two warpgroups
+// compute 64 rows each: one computes its softmax while the other multiplies, and each starts the
+// next scores before it uses the current probabilities. Probabilities stay in registers between the
+// two matmuls. 232 registers per thread for the matmuls, 40 for the copies; 197 KiB of shared
 // memory at head dimension 128.
 #pragma once
 
@@ -13,15 +13,15 @@
 namespace hopper_attention {
 
 constexpr int FORWARD_COPY_REGISTERS = 40;
-constexpr int FORWARD_PRODUCT_REGISTERS = 232;
+constexpr int FORWARD_MMA_REGISTERS = 232;
 
-// Named barriers, one for each of the two warpgroups: its turn to start products, and its threads.
+// Named barriers, one per MMA warpgroup: it may start its matmuls; all of its threads have arrived.
 constexpr uint32_t ORDER_BARRIER = 1;
 constexpr uint32_t GROUP_BARRIER = 3;
-// The threads that copy.
+// All threads of the copying warpgroup have arrived.
 constexpr uint32_t COPY_BARRIER = 5;
 
-// A tile of rows as the copying warpgroup leaves it to the others.
+// A tile of rows, which the copying warpgroup passes to the others.
 struct ForwardTile {
     uint32_t sequence, kv_head, start;
     // Rows of the segment in the tile; 0 when there are no more tiles.
@@ -40,7 +40,7 @@ struct ForwardMemory {
     static constexpr uint32_t BARRIERS = TILES + STAGES * sizeof(ForwardTile);
     unsigned char* memory;
 
-    // Queries of a warpgroup, for the tile of rows `index` of this block.
+    // Queries of a warpgroup for tile `index` of this block.
     __device__ __forceinline__ unsigned char* q(uint32_t index, uint32_t group) const {
         return memory + (index % STAGES * 2 + group) * Q_BYTES;
     }
@@ -56,16 +56,16 @@ struct ForwardMemory {
     __device__ __forceinline__ ForwardTile& tile(uint32_t index) const {
         return reinterpret_cast<ForwardTile*>(memory + TILES)[index % STAGES];
     }
-    __device__ __forceinline__ Ring<STAGES> ring(uint32_t number) const {
-        return {shared_address(memory) + BARRIERS + number * Ring<STAGES>::BYTES};
+    __device__ __forceinline__ Ring<STAGES> ring(uint32_t index) const {
+        return {shared_address(memory) + BARRIERS + index * Ring<STAGES>::BYTES};
     }
     __device__ __forceinline__ Ring<STAGES> tile_ring() const { return ring(0); }
     __device__ __forceinline__ Ring<STAGES> k_ring() const { return ring(1); }
     __device__ __forceinline__ Ring<STAGES> v_ring() const { return ring(2); }
 };
 
-// The tiles of keys that a tile of rows sees. Of these, those of [unmasked, unmasked_end) every row
-// sees whole.
+// The tiles of keys that some row of a tile sees. Every row sees all keys of the tiles
+// [unmasked, unmasked_end).
 struct KeyTiles {
     uint32_t first_key, count, unmasked, unmasked_end;
 
@@ -87,10 +87,11 @@ struct KeyTiles {
 
 // ---- copies ----
 
-// Takes the next tile that has rows. Tiles of all heads come by turns, in each sequence the longest
-// first: later rows see more keys. The last block to find none leaves the queue as it was.
-static __device__ __forceinline__ ForwardTile take_tile(const Parameters& params,
-                                                        uint32_t* next_tile) {
+// Claims the next tile that has rows. The order alternates between heads, and within a sequence the
+// longest tiles are first: later rows see more keys. The last block that finds no tile resets the
+// counter to 0.
+static __device__ __forceinline__ ForwardTile claim_tile(const Parameters& params,
+                                                         uint32_t* next_tile) {
     uint32_t all_rows = params.query_length * (params.heads / params.kv_heads);
     uint32_t in_sequence = (all_rows + FORWARD_ROWS - 1) / FORWARD_ROWS * params.kv_heads;
     uint32_t count = params.batch * in_sequence;
@@ -110,7 +111,7 @@ static __device__ __forceinline__ ForwardTile take_tile(const Parameters& params
     }
 }
 
-// Starts the copies of the queries of a tile: all threads of the warpgroup.
+// Starts the copies of the queries of a tile; called by all threads of the warpgroup.
 template <int WIDTH>
 static __device__ __forceinline__ void copy_queries(const Parameters& params,
                                                     const RowTile<FORWARD_ROWS>& rows,
@@ -120,8 +121,7 @@ static __device__ __forceinline__ void copy_queries(const Parameters& params,
     SharedAddress tile = shared_address(memory.q(index, 0));
 #pragma unroll 4
     for (int i = 0; i < FORWARD_ROWS * CHUNKS / WARPGROUP; ++i) {
-        uint32_t number = i * WARPGROUP + threadIdx.x, row = number / CHUNKS;
-        uint32_t chunk = number % CHUNKS;
+        uint32_t part = i * WARPGROUP + threadIdx.x, row = part / CHUNKS, chunk = part % CHUNKS;
         const bf16* q = params.q + rows.token(row) * params.q_stride + rows.head(row) * WIDTH;
         SharedAddress target = tile + row / 64 * ForwardMemory<WIDTH>::Q_BYTES;
         cp_async_16(target + panel_offset<64>(row % 64, chunk), q + chunk * 8, true);
@@ -129,8 +129,8 @@ static __device__ __forceinline__ void copy_queries(const Parameters& params,
     cp_async_commit();
 }
 
-// Brings the tiles of keys from the last to the first, in the order of their use; `index` counts
-// those brought before. One thread.
+// Starts the copies of the tiles of keys from the last to the first, the order of their use;
+// `index` is the number of earlier copies. Called by one thread.
 template <int WIDTH>
 static __device__ __forceinline__ void copy_key_tiles(const Maps& maps, const Segment& segment,
                                                       const KeyTiles& tiles,
@@ -145,7 +145,7 @@ static __device__ __forceinline__ void copy_key_tiles(const Maps& maps, const Se
             copy_keys<WIDTH>(memory.k(index), &maps.k, segment, tiles.key(left - 1),
                              k_ring.full(index));
         }
-        // The values are used after the next scores are started.
+        // The next scores are started before these values are used.
         if (left > 1) {
             k_ring.begin_fill(index + 1, BYTES);
             copy_keys<WIDTH>(memory.k(index + 1), &maps.k, segment, tiles.key(left - 2),
@@ -157,18 +157,18 @@ static __device__ __forceinline__ void copy_key_tiles(const Maps& maps, const Se
     }
 }
 
-// The copying warpgroup: takes tiles until there are none.
+// The copying warpgroup: claims and loads tiles until there are none.
 template <int WIDTH>
-static __device__ __forceinline__ void bring_tiles(const Parameters& params, const Maps& maps,
-                                                   uint32_t* next_tile,
-                                                   const ForwardMemory<WIDTH>& memory) {
+static __device__ __forceinline__ void load_tiles(const Parameters& params, const Maps& maps,
+                                                  uint32_t* next_tile,
+                                                  const ForwardMemory<WIDTH>& memory) {
     Ring<STAGES> ring = memory.tile_ring();
     uint32_t keys = 0;
 #pragma unroll 1
     for (uint32_t index = 0;; ++index) {
         if (threadIdx.x == 0) {
             ring.wait_empty(index);
-            memory.tile(index) = take_tile(params, next_tile);
+            memory.tile(index) = claim_tile(params, next_tile);
         }
         __syncwarp();
         named_sync(COPY_BARRIER, WARPGROUP);
@@ -192,15 +192,15 @@ static __device__ __forceinline__ void bring_tiles(const Parameters& params, con
     }
 }
 
-// ---- products ----
+// ---- matmuls ----
 
-// Of the two rows of a lane: the largest score, and the lane's part of the sum of exponentials.
+// For the two rows of a lane: the largest score, and the lane's part of the sum of exponentials.
 struct RowSums {
     float largest[2] = {LOWEST_SCORE, LOWEST_SCORE};
     float sum[2] = {0.0f, 0.0f};
 };
 
-// Among the four lanes that share a row.
+// The maximum over the four lanes that share a row.
 static __device__ __forceinline__ float quad_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, 1));
     return fmaxf(value, __shfl_xor_sync(ALL_LANES, value, 2));
@@ -213,10 +213,10 @@ static __device__ __forceinline__ float quad_sum(float value) {
 
 constexpr int SCORES = TILE_KEYS / 2;
 
-// Scores become exponentials relative to the largest so far; earlier ones must be multiplied by
-// `rescale`.
-static __device__ __forceinline__ void soften(float (&scores)[SCORES], RowSums& sums,
-                                              float (&rescale)[2], float scale_log2) {
+// Replaces scores by exponentials relative to the largest so far; earlier results must be
+// multiplied by `rescale`.
+static __device__ __forceinline__ void online_softmax(float (&scores)[SCORES], RowSums& sums,
+                                                      float (&rescale)[2], float scale_log2) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float largest = sums.largest[half];
@@ -238,16 +238,16 @@ static __device__ __forceinline__ void soften(float (&scores)[SCORES], RowSums& 
     }
 }
 
-// What a warpgroup keeps while it visits the tiles of keys.
+// The state of an MMA warpgroup while it visits the tiles of keys.
 template <int WIDTH>
 struct ForwardGroup {
     uint32_t group;
-    // Keys [first, end) that the lane's two rows see, less the lane's first column.
+    // Keys [first, end) that the lane's two rows see, minus the lane's first column.
     int first[2], end[2];
     float scale_log2;
     ForwardMemory<WIDTH> memory;
     Ring<STAGES> k_ring, v_ring;
-    // Tiles of rows and of keys that were used before.
+    // The numbers of tiles of rows and of keys that were used before.
     uint32_t row_tiles, key_tiles;
     RowOperand<64> q;
     float out[WIDTH / 2];
@@ -298,34 +298,34 @@ struct ForwardGroup {
         float scores[SCORES], rescale[2];
         start_scores(scores, key_tiles);
         wgmma_wait<0>();
-        hold(scores);
+        fence_operand(scores);
         k_ring.release(key_tiles);
         mask(scores, key);
-        soften(scores, sums, rescale, scale_log2);
+        online_softmax(scores, sums, rescale, scale_log2);
         to_fragments(scores, p);
         v_ring.wait_full(key_tiles);
     }
 
-    // Uses the values of tile `index` and the scores of the next, which starts at `key`. The other
-    // warpgroup may start its products after this one's, but for the last time.
+    // Uses the values of tile `index`, and computes the scores of the next, which starts at `key`.
+    // Afterwards the other warpgroup may start its matmuls, except after the last step of group 1.
     template <bool MASKED>
     __device__ __forceinline__ void step(uint32_t index, uint32_t key, bool is_last) {
         float scores[SCORES], rescale[2];
-        named_sync(ORDER_BARRIER + group, PRODUCT_THREADS);
+        named_sync(ORDER_BARRIER + group, MMA_THREADS);
         start_scores(scores, index + 1);
         start_values(index);
-        if (group == 0 || !is_last) named_arrive(ORDER_BARRIER + (group ^ 1), PRODUCT_THREADS);
+        if (group == 0 || !is_last) named_arrive(ORDER_BARRIER + (group ^ 1), MMA_THREADS);
         wgmma_wait<1>();
-        hold(scores);
+        fence_operand(scores);
         k_ring.release(index + 1);
         if (MASKED) mask(scores, key);
-        soften(scores, sums, rescale, scale_log2);
-        // Exponentials are computed while the values are multiplied, not after: the assembler moves
-        // none of them past this wait for the next values.
-        hold(scores);
+        online_softmax(scores, sums, rescale, scale_log2);
+        // Exponentials must be computed while the values are multiplied: the assembler does not
+        // move them past the following wait.
+        fence_operand(scores);
         v_ring.wait_full(index + 1);
         wgmma_wait<0>();
-        hold(out);
+        fence_operand(out);
         v_ring.release(index);
 #pragma unroll
         for (int i = 0; i < WIDTH / 2; ++i) out[i] *= rescale[i / 2 % 2];
@@ -335,14 +335,14 @@ struct ForwardGroup {
     __device__ __forceinline__ void finish(uint32_t index) {
         start_values(index);
         wgmma_wait<0>();
-        hold(out);
+        fence_operand(out);
         v_ring.release(index);
     }
 
     // Visits the tiles from the last to the first.
     __device__ __forceinline__ void visit(const KeyTiles& tiles) {
-        // The first warpgroup starts.
-        if (group == 1 && tiles.count > 1) named_arrive(ORDER_BARRIER, PRODUCT_THREADS);
+        // The first warpgroup may start.
+        if (group == 1 && tiles.count > 1) named_arrive(ORDER_BARRIER, MMA_THREADS);
         begin(tiles.key(tiles.count - 1));
         uint32_t index = key_tiles, left = tiles.count - 1;
         while (left > 0) {
@@ -356,7 +356,7 @@ struct ForwardGroup {
         finish(index);
     }
 
-    // Writes outputs, through the warp's own rows of the queries, and log_sum_exp.
+    // Writes outputs, staged in the warp's own rows of the queries, and log_sum_exp.
     __device__ __forceinline__ void store(const Parameters& params, uint32_t valid) {
         RowTile<FORWARD_ROWS> rows = memory.rows(row_tiles);
         unsigned char* matrix = memory.q(row_tiles, group);
@@ -372,7 +372,7 @@ struct ForwardGroup {
             if (lane % 4 == 0 && row < valid)
                 params.log_sum_exp[pair] = sums.largest[half] * params.scale + logf(sum);
         }
-        // No warp multiplies by these queries any more.
+        // No warp reads these queries any more.
         named_sync(GROUP_BARRIER + group, WARPGROUP);
         stage_sums<64>(matrix, warp_row, out, factor[0], factor[1]);
         __syncwarp();
@@ -384,7 +384,7 @@ struct ForwardGroup {
     }
 };
 
-// A warpgroup of the two that compute.
+// One of the two MMA warpgroups.
 template <int WIDTH>
 static __device__ __forceinline__ void compute_tiles(const Parameters& params,
                                                      const ForwardMemory<WIDTH>& memory,
@@ -422,10 +422,10 @@ static __device__ __forceinline__ void forward(const Parameters& params, const S
     __syncthreads();
     uint32_t warpgroup = uniform(threadIdx.x / WARPGROUP);
     if (warpgroup == 0) {
-        give_registers<FORWARD_COPY_REGISTERS>();
-        bring_tiles(params, maps, scratch.next_tile, memory);
+        deallocate_registers<FORWARD_COPY_REGISTERS>();
+        load_tiles(params, maps, scratch.next_tile, memory);
     } else {
-        take_registers<FORWARD_PRODUCT_REGISTERS>();
+        allocate_registers<FORWARD_MMA_REGISTERS>();
         compute_tiles(params, memory, warpgroup - 1);
     }
 }

@@ -1,7 +1,7 @@
 // Head-sparse attention for sm_90a: entry points for each head dimension.
 //
-// bf16 in and out, f32 sums, wgmma. hopper.cuh describes parameters and launches. Compiled for any
-// other architecture the kernels have no body: the host does not launch them there.
+// bf16 inputs and outputs, f32 sums, wgmma. hopper.cuh describes parameters and launches. On other
+// architectures the kernels are compiled without a body, and the host does not launch them.
 #include "backward.cuh"
 #include "forward.cuh"
 

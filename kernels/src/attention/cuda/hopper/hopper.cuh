@@ -1,19 +1,20 @@
-// Head-sparse attention for sm_90a: what the kernels take beside tiled.cuh's Parameters, and their
+// Head-sparse attention for sm_90a: the kernels' arguments beside tiled.cuh's Parameters, and their
 // launches.
 //
-// The kernels compute what those of tiled.cuh do, for head dimensions 64 and 128, contiguous
-// keys, and rows of all bf16 tensors at multiples of 16 bytes. Anything else stays with sm_80.
+// The kernels compute the same as those of tiled.cuh, for head dimensions 64 and 128, contiguous
+// keys, and rows of all bf16 tensors that start at multiples of 16 bytes. Other problems use the
+// kernels of tiled.cuh.
 //
 // Order of launches (X the head dimension):
 //   forward:   attention_pack_forward (only with a selection), hopper_forward_dX.
 //   backward:  attention_pack_backward (only with a selection), hopper_prepare_dX,
 //              hopper_backward_dX, hopper_finish_dX.
 //
-// The backward pass copies the queries and output gradients of the selected pairs to tiles of
-// packed rows first, as wgmma wants them, with what is known of each row. That reads and writes
-// each of them once, some 2% of the pass's time by its bytes, where each is read by every tile of
-// keys that it sees; gathering them there would need a warpgroup for addresses and copies of 16
-// bytes.
+// The backward pass first copies the queries and output gradients of the selected pairs to tiles of
+// packed rows in the layout that wgmma requires, with the statistics of each row. The copy reads
+// and writes each row once, about 2% of the pass's time by its bytes, whereas every tile of keys
+// that a row sees reads it once. To gather rows in the backward kernel, a warpgroup would have to
+// compute addresses and issue copies of 16 bytes.
 #pragma once
 
 #include "../../../cuda/sm90.cuh"
@@ -34,25 +35,26 @@ struct Maps {
 static_assert(sizeof(Maps) == 256 && offsetof(Maps, k) == 0 && offsetof(Maps, v) == 128,
               "as in attention/cuda/hopper.rs");
 
-// Scratch memory, 16-byte aligned. The backward pass needs the first three, whose contents are
-// arbitrary before, and key_tiles_at_once; the forward pass needs next_tile.
-// S = batch * kv_heads * ceil(query_length * heads / kv_heads / 64) counts the row tiles.
+// Scratch memory, 16-byte aligned. The backward pass requires the first three, which need not be
+// initialised, and key_tiles_at_once; the forward pass requires next_tile.
+// S = batch * kv_heads * ceil(query_length * heads / kv_heads / 64) is the number of row tiles.
 struct Scratch {
     // Row tiles: S * row_tile_bytes(head_dim) bytes.
     unsigned char* row_tiles;
     // Gradients of the row tiles' queries: S * 64 * head_dim.
     float* d_q_sums;
-    // How many tiles of keys added to each row tile's gradient: S elements. Null: they add in any
-    // order; otherwise in a fixed one, which gives the same bits every time.
-    uint32_t* turns;
-    // Number of the forward pass's next tile: one number, 0 before the first launch and after each.
+    // The number of tiles of keys that have added to each row tile's gradient: S elements. They add
+    // in a fixed order, which gives the same bits every time, or in any order if this is null.
+    uint32_t* semaphores;
+    // Index of the forward pass's next tile: one element, 0 before and after each launch.
     uint32_t* next_tile;
     // Tiles of keys of a head that run at the same time: a group. Even groups visit row tiles in
-    // descending order, odd groups in ascending order. 0: all descend, as turns require for speed.
+    // descending order, odd groups in ascending order. 0: all descend, which is faster with
+    // semaphores.
     uint32_t key_tiles_at_once, padding;
 };
 static_assert(sizeof(Scratch) == 40 && offsetof(Scratch, row_tiles) == 0 &&
-              offsetof(Scratch, d_q_sums) == 8 && offsetof(Scratch, turns) == 16 &&
+              offsetof(Scratch, d_q_sums) == 8 && offsetof(Scratch, semaphores) == 16 &&
               offsetof(Scratch, next_tile) == 24 && offsetof(Scratch, key_tiles_at_once) == 32 &&
               offsetof(Scratch, padding) == 36,
               "as in attention/cuda/hopper.rs");
@@ -66,16 +68,16 @@ static_assert(sizeof(Scratch) == 40 && offsetof(Scratch, row_tiles) == 0 &&
 // hopper_backward_dX  (kv_heads, ceil(key_length / 128), batch)     384    backward_shared(X)
 // hopper_finish_dX    (ceil(T*group / 64), kv_heads, batch)         256    tile_bytes(64, X)
 //
-// Kernels take Parameters, then Scratch, then Maps (forward, backward). More than 48 KiB of dynamic
-// shared memory has to be allowed for each kernel before its launch.
+// The arguments are Parameters, then Scratch, then Maps (forward, backward). More than 48 KiB of
+// dynamic shared memory must be enabled for each kernel before its launch.
 
 constexpr int BLOCK_THREADS = 3 * WARPGROUP;
 constexpr int TILE_KEYS = 128;
 
-// A warpgroup computes 64 rows of the forward pass, two of them share keys and values.
+// In the forward pass, two warpgroups compute 64 rows each and share keys and values.
 constexpr int FORWARD_ROWS = 128;
 constexpr int STAGES = 2;
-// Queries of the backward pass are needed earlier than its output gradients, and longer.
+// The backward pass uses queries earlier than output gradients, and longer.
 constexpr int QUERY_STAGES = 3;
 
 // Rows of a row tile of the backward pass.
@@ -94,16 +96,16 @@ __host__ __device__ constexpr int prepare_blocks(int width) {
     return TILE_ROWS * width / 8 / PREPARE_THREADS;
 }
 
-// Two stages of queries, keys and values; token, head, first and end of each row; what is known of
-// two tiles; mbarriers.
+// Two stages of queries, keys and values; token, head, first and end of each row; two ForwardTiles;
+// mbarriers.
 __host__ __device__ constexpr int forward_shared(int width) {
     return STAGES *
                (tile_bytes(FORWARD_ROWS + 2 * TILE_KEYS, width) + 4 * FORWARD_ROWS * 4 + 4 * 4) +
            6 * STAGES * 8;
 }
 
-// Keys, values, three stages of queries and their row statistics, two of output gradients, two of dS, the
-// gradient of one row tile; mbarriers and row range.
+// Keys, values, three stages of queries and their row statistics, two of output gradients, two of
+// dS, the gradient of one row tile; mbarriers and row range.
 __host__ __device__ constexpr int backward_shared(int width) {
     return tile_bytes(2 * TILE_KEYS + (QUERY_STAGES + STAGES) * TILE_ROWS, width) +
            STAGES * tile_bytes(TILE_ROWS, TILE_KEYS) + TILE_ROWS * width * 4 +

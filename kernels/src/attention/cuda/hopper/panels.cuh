@@ -1,4 +1,4 @@
-// Panels of bf16 in shared memory (sm90.cuh) and products of them.
+// Panels of bf16 in shared memory (sm90.cuh) and their matmuls.
 #pragma once
 
 #include "hopper.cuh"
@@ -7,24 +7,25 @@ namespace hopper_attention {
 
 constexpr int PANEL_COLUMNS = 64;
 constexpr int PANEL_ROW_BYTES = 128;
-// Distance of 8 rows of a panel, the height of a swizzle's pattern.
+// Bytes of 8 rows of a panel, the period of the swizzle.
 constexpr int EIGHT_ROWS = 8 * PANEL_ROW_BYTES;
 
-// Byte of 16-byte chunk `chunk` of a row in a matrix of panels of ROWS rows.
+// The offset in bytes of a row's 16-byte chunk in a matrix of panels of ROWS rows.
 template <int ROWS>
 static __device__ __forceinline__ uint32_t panel_offset(uint32_t row, uint32_t chunk) {
     return chunk / 8 * (ROWS * PANEL_ROW_BYTES) + row * PANEL_ROW_BYTES + ((chunk ^ row) & 7) * 16;
 }
 
-// A number that is the same for all lanes, so that the compiler knows it.
+// Returns a value that is the same in all lanes; the shuffle tells the compiler that it is.
 static __device__ __forceinline__ uint32_t uniform(uint32_t value) {
     return __shfl_sync(ALL_LANES, value, 0);
 }
 
-// A matrix of panels of ROWS rows, to be multiplied by the columns of its rows.
+// A matrix of panels of ROWS rows as an operand whose columns are the terms of the matmul
+// (K-major).
 template <int ROWS>
 struct RowOperand {
-    // Distance of panels, which the products do not use here and take to be one chunk.
+    // The distance of panels, which wgmma ignores here and assumes to be one chunk.
     static constexpr uint32_t UNUSED = 16;
     uint64_t descriptor;
 
@@ -39,13 +40,13 @@ struct RowOperand {
     }
 };
 
-// A matrix of panels of ROWS rows, whose columns are multiplied along its rows.
+// A matrix of panels of ROWS rows as an operand whose rows are the terms of the matmul (MN-major).
 template <int ROWS>
 struct ColumnOperand {
     uint64_t descriptor;
 
-    // From column `first_column`, a multiple of 8; products do not go beyond its panel where it is
-    // not the first of a panel.
+    // From column `first_column`, a multiple of 8. If it is not a panel's first column, the matmul
+    // must end within the panel.
     __device__ __forceinline__ explicit ColumnOperand(SharedAddress matrix,
                                                       uint32_t first_column = 0)
         : descriptor(matrix_descriptor(descriptor_address(matrix) +
@@ -59,7 +60,7 @@ struct ColumnOperand {
     }
 };
 
-// Each of the following starts a group of asynchronous products.
+// Each of the following functions issues one group of asynchronous matmuls.
 
 // sums = A B^T, both of WIDTH columns.
 template <int WIDTH, int COUNT, int A_ROWS, int B_ROWS>
@@ -70,7 +71,7 @@ static __device__ __forceinline__ void start_rows(float (&sums)[COUNT], RowOpera
 #pragma unroll
     for (int k = 1; k < WIDTH / 16; ++k) wgmma<0, 0>(sums, a.at(k), b.at(k));
     wgmma_commit();
-    hold(sums);
+    fence_operand(sums);
 }
 
 // sums += A B with A in registers, 16K columns deep.
@@ -78,25 +79,25 @@ template <int K, int COUNT, int B_ROWS>
 static __device__ __forceinline__ void start_columns(float (&sums)[COUNT],
                                                      uint32_t (&a)[K][4],
                                                      ColumnOperand<B_ROWS> b) {
-    hold(sums);
-    hold(a);
+    fence_operand(sums);
+    fence_operand(a);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < K; ++k) wgmma<1>(sums, a[k], b.at(k));
     wgmma_commit();
-    hold(sums);
+    fence_operand(sums);
 }
 
 // sums += A B with A from shared memory, 16K columns deep.
 template <int K, int COUNT, int A_ROWS, int B_ROWS>
 static __device__ __forceinline__ void start_columns(float (&sums)[COUNT], RowOperand<A_ROWS> a,
                                                      ColumnOperand<B_ROWS> b) {
-    hold(sums);
+    fence_operand(sums);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < K; ++k) wgmma<0, 1>(sums, a.at(k), b.at(k));
     wgmma_commit();
-    hold(sums);
+    fence_operand(sums);
 }
 
 // sums = A^T B, both of 16K rows.
@@ -109,10 +110,10 @@ static __device__ __forceinline__ void start_transposed(float (&sums)[COUNT],
 #pragma unroll
     for (int k = 1; k < K; ++k) wgmma<1, 1>(sums, a.at(k), b.at(k));
     wgmma_commit();
-    hold(sums);
+    fence_operand(sums);
 }
 
-// Fragments of A from an earlier product's sums, rounded to bf16: the layouts agree.
+// Fragments of A from the sums of an earlier matmul, rounded to bf16: both have the same layout.
 template <int COUNT>
 static __device__ __forceinline__ void to_fragments(const float (&sums)[COUNT],
                                                     uint32_t (&a)[COUNT / 8][4]) {
@@ -139,8 +140,8 @@ static __device__ __forceinline__ void stage_sums(unsigned char* matrix, uint32_
     }
 }
 
-// `THREADS` threads, of which this is number `thread`, write `count` rows of a matrix of panels to
-// global memory; `target(row)` is null for rows to leave.
+// `THREADS` threads write `count` rows of a matrix of panels to global memory, except those whose
+// `target(row)` is null; this is thread `thread` of them.
 template <int WIDTH, int ROWS, int THREADS, typename Target>
 static __device__ __forceinline__ void store_panel_rows(const unsigned char* matrix,
                                                         uint32_t first_row, uint32_t count,
@@ -149,9 +150,9 @@ static __device__ __forceinline__ void store_panel_rows(const unsigned char* mat
 #pragma unroll 4
     for (uint32_t i = thread; i < count * CHUNKS; i += THREADS) {
         uint32_t row = first_row + i / CHUNKS, chunk = i % CHUNKS;
-        bf16* numbers = target(row);
-        if (numbers != nullptr)
-            *reinterpret_cast<uint4*>(numbers + chunk * 8) =
+        bf16* elements = target(row);
+        if (elements != nullptr)
+            *reinterpret_cast<uint4*>(elements + chunk * 8) =
                 *reinterpret_cast<const uint4*>(matrix + panel_offset<ROWS>(row, chunk));
     }
 }
@@ -176,11 +177,12 @@ static __device__ __forceinline__ void copy_keys(SharedAddress matrix, const Ten
 
 // ---- roles of warpgroups ----
 
-// One warpgroup brings tiles and gives most of its registers to the two that compute products.
-constexpr int PRODUCT_THREADS = 2 * WARPGROUP;
-constexpr int PRODUCT_WARPS = PRODUCT_THREADS / 32;
+// One warpgroup copies tiles and releases most of its registers to the two that compute matmuls.
+constexpr int MMA_THREADS = 2 * WARPGROUP;
+constexpr int MMA_WARPS = MMA_THREADS / 32;
 
-// Barriers of a ring of stages: full when the copies arrived, empty when every warp has used them.
+// Barriers of a ring of stages: full when a stage has been copied, empty when every warp has used
+// it.
 template <uint32_t COUNT>
 struct Ring {
     static constexpr uint32_t BYTES = 2 * COUNT * 8;
@@ -192,17 +194,18 @@ struct Ring {
     __device__ __forceinline__ SharedAddress empty(uint32_t index) const {
         return full(index) + COUNT * 8;
     }
-    // With the number of threads that say that a stage is full.
+    // `fillers` is the number of threads that arrive at a full barrier.
     __device__ __forceinline__ void init(uint32_t fillers = 1) const {
         for (uint32_t i = 0; i < COUNT; ++i) {
             barrier_init(full(i), fillers);
-            barrier_init(empty(i), PRODUCT_WARPS);
+            barrier_init(empty(i), MMA_WARPS);
         }
     }
     __device__ __forceinline__ void wait_empty(uint32_t index) const {
         barrier_wait(empty(index), index / COUNT % 2 ^ 1);
     }
-    // The copying thread waits until stage `index` is free, and announces its bytes.
+    // Waits until stage `index` is empty, and sets the number of bytes that its full barrier
+    // expects.
     __device__ __forceinline__ void begin_fill(uint32_t index, uint32_t bytes) const {
         wait_empty(index);
         barrier_expect(full(index), bytes);
@@ -210,7 +213,7 @@ struct Ring {
     __device__ __forceinline__ void wait_full(uint32_t index) const {
         barrier_wait(full(index), index / COUNT % 2);
     }
-    // Each warp, once its products that read the stage are done.
+    // Called by each warp after its matmuls that read the stage.
     __device__ __forceinline__ void release(uint32_t index) const {
         if (threadIdx.x % 32 == 0) barrier_arrive(empty(index));
     }

@@ -1,14 +1,15 @@
-// What surrounds the backward pass: packing of row tiles before it, scattering of d_q after it.
+// The kernels before and after the backward pass: packing of row tiles, and scattering of d_q.
 //
 // A row tile holds 64 packed rows of one (sequence, key/value head): matrices of panels of the
-// queries and of the output gradients times their weight, then what is known of each row. A weight
-// w of a row's output makes its gradient w dO, so that
+// queries and of the output gradients times their weight, then the statistics of each row. If a
+// row's output has the weight w, the gradient of its unweighted output is w dO, so that
 //   P = softmax, dP = (w dO) V^T, delta w = <w dO, O>, dS = P (dP - delta w), dV = P^T (w dO)
-// need no weight. Rows beyond the last of a segment are zeros that see no key, with a log_sum_exp
-// of infinity: their probabilities are 0. Tiles without any row are left as they are.
+// need no weight. Rows after the last one of a segment are zeros that see no key, with a
+// log_sum_exp of infinity: their probabilities are 0. Tiles without any row are not written.
 //
-// The sums of d_q lie as the backward pass adds them: warpgroup w's half of the columns first, in
-// it the four elements of (n, thread) of a wgmma accumulator at n * 512 + thread * 4.
+// The sums of d_q have the order in which the backward pass adds them: warpgroup w's half of the
+// columns first, with the four elements of (n, thread) of a wgmma accumulator at
+// n * 512 + thread * 4.
 #pragma once
 
 #include "../pack.cuh"
@@ -24,14 +25,14 @@ static __device__ __forceinline__ uint32_t tiles_per_segment(const Parameters& p
     return (params.query_length * group + TILE_ROWS - 1) / TILE_ROWS;
 }
 
-// Index of a segment's first row tile.
+// The index of a segment's first row tile.
 static __device__ __forceinline__ uint64_t first_row_tile(const Parameters& params,
                                                           const Segment& segment) {
     uint64_t index = uint64_t(segment.sequence) * params.kv_heads + segment.kv_head;
     return index * tiles_per_segment(params);
 }
 
-// One row tile in global memory, or its parts by their offsets.
+// The offsets of a row tile's parts in global memory.
 template <int WIDTH>
 struct RowTileLayout {
     static constexpr uint32_t MATRIX = tile_bytes(TILE_ROWS, WIDTH);
@@ -51,8 +52,8 @@ struct Chunk {
     uint32_t pairs[4];
 };
 
-static __device__ __forceinline__ Chunk load_chunk(const bf16* numbers) {
-    uint4 pairs = *reinterpret_cast<const uint4*>(numbers);
+static __device__ __forceinline__ Chunk load_chunk(const bf16* elements) {
+    uint4 pairs = *reinterpret_cast<const uint4*>(elements);
     return {{pairs.x, pairs.y, pairs.z, pairs.w}};
 }
 
@@ -90,35 +91,36 @@ static __device__ __forceinline__ float lanes_sum(float value) {
     return value;
 }
 
-// What the backward pass knows of a row.
-struct RowNumbers {
+// Per-row values of the backward pass.
+struct RowStatistics {
     float log_sum_exp = -minus_infinity(), delta = 0.0f;
     uint32_t first = 0, end = 0;
 };
 
 template <int WIDTH>
-static __device__ __forceinline__ void store_row_numbers(unsigned char* tile, uint32_t row,
-                                                         const RowNumbers& numbers) {
+static __device__ __forceinline__ void store_row_statistics(unsigned char* tile, uint32_t row,
+                                                            const RowStatistics& statistics) {
     using Layout = RowTileLayout<WIDTH>;
-    reinterpret_cast<float*>(tile + Layout::LOG_SUM_EXP)[row] = numbers.log_sum_exp;
-    reinterpret_cast<float*>(tile + Layout::DELTA)[row] = numbers.delta;
-    reinterpret_cast<uint2*>(tile + Layout::BOUNDS)[row] = make_uint2(numbers.first, numbers.end);
+    reinterpret_cast<float*>(tile + Layout::LOG_SUM_EXP)[row] = statistics.log_sum_exp;
+    reinterpret_cast<float*>(tile + Layout::DELTA)[row] = statistics.delta;
+    reinterpret_cast<uint2*>(tile + Layout::BOUNDS)[row] =
+        make_uint2(statistics.first, statistics.end);
 }
 
-// Fills the row tiles, writes delta of the selected pairs, and sets the sums of d_q and the turns
-// to 0: WIDTH / 8 threads a row.
+// Fills the row tiles, writes delta of the selected pairs, and sets the sums of d_q and the
+// semaphores to 0, with WIDTH / 8 threads per row.
 template <int WIDTH>
 static __device__ __forceinline__ void prepare(const Parameters& params, const Scratch& scratch) {
     constexpr int LANES = WIDTH / 8;
     Segment segment = make_segment(params, blockIdx.y, blockIdx.z);
     uint32_t index = blockIdx.x * (PREPARE_THREADS / LANES) + threadIdx.x / LANES;
     uint32_t chunk = threadIdx.x % LANES, row = index % TILE_ROWS;
-    // The same for all rows of a block: it holds a part of one tile.
+    // The condition is the same for all rows of a block, which are rows of one tile.
     if (index / TILE_ROWS * TILE_ROWS >= segment.count) return;
     bool exists = index < segment.count;
 
     Chunk q{}, d_out{}, out{};
-    RowNumbers numbers;
+    RowStatistics statistics;
     uint64_t pair = 0;
     float weight = 1.0f;
     if (exists) {
@@ -129,19 +131,19 @@ static __device__ __forceinline__ void prepare(const Parameters& params, const S
         q = load_chunk(params.q + token * params.q_stride + head * WIDTH + chunk * 8);
         d_out = load_chunk(params.d_out + pair * WIDTH + chunk * 8);
         out = load_chunk(params.out + pair * WIDTH + chunk * 8);
-        numbers.log_sum_exp = params.log_sum_exp[pair] * LOG2_E;
-        numbers.first = params.document_start != nullptr ? params.document_start[token] : 0;
-        numbers.end = key_end(params, in_sequence);
+        statistics.log_sum_exp = params.log_sum_exp[pair] * LOG2_E;
+        statistics.first = params.document_start != nullptr ? params.document_start[token] : 0;
+        statistics.end = key_end(params, in_sequence);
         if (params.weights != nullptr) weight = params.weights[pair];
     }
-    // The output has its weight already.
+    // The output is already multiplied by its weight.
     float weighted_delta = lanes_sum<LANES>(dot(out, d_out));
-    numbers.delta = weighted_delta;
+    statistics.delta = weighted_delta;
     if (params.weights != nullptr) {
         d_out = scaled(d_out, weight);
-        // dP is computed from the rounded w dO: what is taken from it has its rounding too.
+        // dP is computed from the rounded w dO, so the delta that is subtracted from it is too.
         float sum = lanes_sum<LANES>(dot(out, d_out));
-        numbers.delta = weight != 0.0f ? sum / weight : 0.0f;
+        statistics.delta = weight != 0.0f ? sum / weight : 0.0f;
     }
 
     uint64_t tile_index = first_row_tile(params, segment) + index / TILE_ROWS;
@@ -153,9 +155,9 @@ static __device__ __forceinline__ void prepare(const Parameters& params, const S
         reinterpret_cast<float4*>(scratch.d_q_sums + (tile_index * TILE_ROWS + row) * WIDTH);
     d_q[chunk] = d_q[LANES + chunk] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (chunk != 0) return;
-    store_row_numbers<WIDTH>(tile, row, numbers);
-    if (row == 0 && scratch.turns != nullptr) scratch.turns[tile_index] = 0;
-    // Without a weight nothing reached the output, and nothing is left to measure.
+    store_row_statistics<WIDTH>(tile, row, statistics);
+    if (row == 0 && scratch.semaphores != nullptr) scratch.semaphores[tile_index] = 0;
+    // The output of a head with weight 0 is 0, so delta cannot be recovered from it.
     if (exists) params.delta[pair] = weight != 0.0f ? weighted_delta / weight : 0.0f;
 }
 
