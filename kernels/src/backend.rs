@@ -21,11 +21,11 @@ macro_rules! backend {
     ($($operator:ident),+ $(,)?) => {
         /// A device, its memory and all operators.
         ///
-        /// `T` is the type of weights and activations, `G` of gradients, `M` of the optimiser's moments.
-        /// Every operator may run asynchronously until [`crate::Memory::synchronize`] or
+        /// `T` is the type of weights and activations, `G` of gradients, `M` of the optimiser's
+        /// moments. Every operator may run asynchronously until [`crate::Memory::synchronize`] or
         /// [`crate::Memory::download`], and refuses buffers whose lengths do not fit its shape
-        /// ([`crate::Error::Shape`]). Matrices are row-major, a linear layer's weight is `[outputs, inputs]`,
-        /// and the shape letters are those of `kernels/README.md`.
+        /// ([`crate::Error::Shape`]). Matrices are row-major, a linear layer's weight is `[outputs,
+        /// inputs]`, and `kernels/README.md` defines the shape letters.
         pub trait Backend: Workspace $(+ $operator)+ {}
 
         impl<D: Workspace $(+ $operator)+> Backend for D {}

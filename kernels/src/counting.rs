@@ -16,7 +16,7 @@ use crate::scalar::{Element, Scalar};
 /// A device whose memory is counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CountedDevice {
-    /// [`crate::Cpu`], with the instructions and as many threads as this process has.
+    /// [`crate::Cpu`], with the instructions and the number of threads of this process.
     Cpu,
     /// `Cuda`, on a Hopper GPU: attention on other GPUs needs less scratch.
     Gpu,
@@ -35,9 +35,9 @@ pub struct CountingMemory {
 
 #[derive(Debug, Default)]
 struct Counts {
-    /// By purpose.
+    /// Bytes by purpose.
     bytes: [AtomicU64; Purpose::ALL.len()],
-    /// Index of the purpose that constructors run for; none at the last index.
+    /// Index of the purpose of the constructor that is running; the last index if there is none.
     purpose: AtomicUsize,
     thread_scratch: AtomicU64,
 }
@@ -46,7 +46,7 @@ struct Counts {
 const UNNAMED: usize = Purpose::ALL.len() - 1;
 
 impl CountingMemory {
-    /// Counts from 0 on.
+    /// A memory whose counts are 0.
     pub fn new(device: CountedDevice) -> Self {
         let counts = Counts { purpose: AtomicUsize::new(UNNAMED), ..Counts::default() };
         CountingMemory { device, counts: Arc::new(counts) }
@@ -65,8 +65,7 @@ impl CountingMemory {
         }
     }
 
-    /// Bytes of the scratch of the CPU's threads, of which there are as many as this process has; 0 on a
-    /// GPU.
+    /// Bytes of the scratch of all threads of this process on the CPU; 0 on a GPU.
     pub fn thread_scratch(&self) -> u64 {
         let of_one = self.counts.thread_scratch.load(Ordering::Relaxed);
         of_one.saturating_mul(rayon::current_num_threads() as u64)
@@ -95,7 +94,7 @@ impl<S> Counted<S> {
         Counted { len, elements: PhantomData }
     }
 
-    /// Panics if the range exceeds the buffer, as a slice does.
+    /// Panics if the range exceeds the buffer, like a slice.
     fn part(&self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {}", self.len);
         Counted::new(range.len())

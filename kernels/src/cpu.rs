@@ -129,14 +129,14 @@ impl Cpu {
         ALLOCATED.get()
     }
 
-    /// Bytes of scratch that each of rayon's threads has at the moment, in any order. They are beside the
+    /// Current bytes of scratch of each of rayon's threads, in any order, in addition to the
     /// buffers.
     pub fn thread_scratch(&self) -> Vec<usize> {
         rayon::broadcast(|_| scratch::held())
     }
 }
 
-/// The most bytes of scratch that a thread uses in such passes.
+/// Maximum bytes of scratch of a thread in these passes.
 pub(crate) fn thread_scratch_bytes<T: Element>(passes: &WorkingSet) -> usize {
     let WorkingSet { attention, qk_norm, training, width, widest, .. } = passes;
     let forward = attention::cpu::scratch_bytes::<T>(attention, *training)
@@ -159,7 +159,7 @@ impl Workspace for Cpu {
         cross_entropy::cpu::sums(shape, ranks)
     }
 
-    /// Scratch of the CPU belongs to rayon's threads, of which each has its own.
+    /// On the CPU, each of rayon's threads has its own scratch.
     fn reserve<T: Element>(&self, passes: &WorkingSet) -> Result<()> {
         let bytes = thread_scratch_bytes::<T>(passes);
         rayon::broadcast(|_| scratch::reserve(bytes));

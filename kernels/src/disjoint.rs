@@ -20,7 +20,7 @@ pub(crate) struct DisjointColumns<'a, T> {
 unsafe impl<T: Send> Sync for DisjointColumns<'_, T> {}
 
 impl<'a, T> DisjointColumns<'a, T> {
-    /// Takes the buffer for as long as the blocks are written.
+    /// Borrows the buffer while the blocks are written.
     pub(crate) fn new(data: &'a mut [T], row_stride: usize) -> Self {
         assert!(row_stride > 0 && data.len().is_multiple_of(row_stride));
         let rows = data.len() / row_stride;
@@ -34,7 +34,7 @@ impl<'a, T> DisjointColumns<'a, T> {
     #[allow(unsafe_code, clippy::mut_from_ref)]
     pub(crate) unsafe fn block_mut(&self, row: usize, columns: Range<usize>) -> &mut [T] {
         assert!(row < self.rows && columns.start <= columns.end && columns.end <= self.row_stride);
-        // SAFETY: the range lies within the buffer by the line above, and is borrowed once by the
+        // SAFETY: the range is within the buffer by the line above, and is borrowed once by the
         // caller's promise.
         unsafe {
             std::slice::from_raw_parts_mut(

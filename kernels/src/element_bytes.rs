@@ -18,7 +18,8 @@ impl DType {
         }
     }
 
-    /// Converts elements to f32, floats of up to 32 bits exactly; as many as the shorter side has.
+    /// Converts elements to f32, exactly for floats of up to 32 bits; the shorter of the two slices
+    /// determines their number.
     pub fn read(self, bytes: &[u8], out: &mut [f32]) {
         match self {
             DType::F32 => read(bytes, out, f32::from_le_bytes),
@@ -31,8 +32,9 @@ impl DType {
         }
     }
 
-    /// Rounds f32 values to this type (floats to nearest, ties to even); as many as the shorter side
-    /// has. Values beyond a float's range become infinite, those beyond an integer's its ends.
+    /// Rounds f32 values to this type (floats to nearest, ties to even); the shorter of the two
+    /// slices determines their number. Values outside the range become infinite for floats, and
+    /// saturate for integers.
     pub fn write(self, values: &[f32], out: &mut [u8]) {
         match self {
             DType::F32 => write(values, out, f32::to_le_bytes),
@@ -60,8 +62,8 @@ fn write<const N: usize>(values: &[f32], out: &mut [u8], convert: impl Fn(f32) -
     }
 }
 
-/// First element that is `bad`: whole blocks are tested without a branch, so that the test runs at
-/// the speed of memory.
+/// Index of the first element that is `bad`. Whole blocks are tested without a branch, so that the
+/// test is limited by memory bandwidth.
 fn first<const N: usize>(bytes: &[u8], bad: impl Fn([u8; N]) -> bool) -> Option<usize> {
     const BLOCK: usize = 1024;
     let (elements, _) = bytes.as_chunks::<N>();

@@ -1,4 +1,4 @@
-//! What an operator or a backend can refuse.
+//! The errors of operators and backends.
 
 /// An error of a backend or an operator.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -8,7 +8,7 @@ pub enum Error {
     Shape {
         /// The operator.
         operator: &'static str,
-        /// What does not fit.
+        /// The mismatch.
         reason: String,
     },
     /// A token id has no row in the embedding.
@@ -24,22 +24,22 @@ pub enum Error {
     Device {
         /// The device.
         device: String,
-        /// What was tried.
+        /// The operation that failed.
         operation: &'static str,
-        /// What the device, or its driver, says.
+        /// The message of the device or its driver.
         reason: String,
     },
-    /// The ranks that share an operator could not add up what they have.
+    /// The all-reduce of the ranks that share an operator failed.
     #[error("{0}")]
     Ranks(String),
-    /// The profiler that the environment names cannot be loaded.
+    /// The profiler that is named in the environment cannot be loaded.
     #[error("{variable}={path}: {reason}: unset {variable} to run without a profiler")]
     Profiler {
         /// The variable of the environment.
         variable: &'static str,
         /// Its value.
         path: String,
-        /// What is wrong with it.
+        /// The problem.
         reason: String,
     },
     /// The device has no room for a buffer.
@@ -55,8 +55,8 @@ pub enum Error {
 /// Result of a backend's methods.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// The text of an error and of its cause, for errors whose own text leaves the cause out, as those of
-/// a library that cannot be loaded do.
+/// The text of an error and of its cause, for errors whose own text does not include the cause,
+/// such as the error of a library that cannot be loaded.
 pub fn with_cause(error: &dyn std::error::Error) -> String {
     match error.source() {
         Some(cause) => format!("{error}: {cause}"),
@@ -64,7 +64,7 @@ pub fn with_cause(error: &dyn std::error::Error) -> String {
     }
 }
 
-/// Refuses a buffer of another length than the operator's shape implies.
+/// Refuses a buffer whose length is not the one that the operator's shape implies.
 pub(crate) fn check_len(
     operator: &'static str,
     what: &'static str,
@@ -76,11 +76,11 @@ pub(crate) fn check_len(
     }
     Err(Error::Shape {
         operator,
-        reason: format!("{what} holds {len} numbers, expected {expected}"),
+        reason: format!("{what} holds {len} elements, expected {expected}"),
     })
 }
 
-/// Refuses what `reason` describes unless `condition` holds.
+/// Returns an error with this `reason` unless `condition` is true.
 pub(crate) fn ensure(
     operator: &'static str,
     condition: bool,

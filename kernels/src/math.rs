@@ -1,4 +1,4 @@
-//! Elementary functions written so that the compiler turns loops over them into vector code.
+//! Elementary functions in forms that the compiler vectorises.
 
 use crate::scalar::Element;
 
@@ -23,7 +23,8 @@ pub(crate) fn exp(x: f32) -> f32 {
     let p = p.mul_add(r, 0.5);
     let p = p.mul_add(r, 1.0);
     let p = p.mul_add(r, 1.0);
-    // shifted's low mantissa bits hold k in two's complement; moved to the exponent they are 2^k.
+    // The low mantissa bits of `shifted` are k in two's complement; shifted into the exponent they
+    // multiply by 2^k.
     let scaled = f32::from_bits(p.to_bits().wrapping_add(shifted.to_bits() << 23));
     if x < -87.0 { 0.0 } else { scaled }
 }
@@ -50,7 +51,8 @@ pub(crate) fn sum(x: &[f32]) -> f32 {
     partial.iter().sum()
 }
 
-/// The largest of a slice, found in sixteen interleaved parts, or -inf; NaN is never the largest.
+/// The largest element of a slice, in sixteen interleaved parts, or -inf; a NaN is never the
+/// largest.
 #[inline(always)]
 pub(crate) fn largest(x: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if a > b { a } else { b };
@@ -64,7 +66,7 @@ pub(crate) fn largest(x: &[f32]) -> f32 {
     lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |largest, &value| larger(value, largest))
 }
 
-/// Sum of sixteen partial sums, by halves: each step is a vector's.
+/// Sum of sixteen partial sums, by halves: each step is a vector operation.
 #[inline(always)]
 pub(crate) fn total(mut partial: [f32; 16]) -> f32 {
     for half in [8, 4, 2, 1] {
@@ -75,8 +77,8 @@ pub(crate) fn total(mut partial: [f32; 16]) -> f32 {
     partial[0]
 }
 
-/// Sum of the squares of a slice in f64, where those of the largest elements fit too, in `LANES`
-/// interleaved partial sums.
+/// Sum of the squares of a slice in `LANES` interleaved partial sums; f64, in which the squares of
+/// the largest elements do not overflow.
 #[inline(always)]
 pub(crate) fn sum_of_squares<const LANES: usize, T: Element>(x: &[T]) -> f64 {
     let square = |value: T| f64::from(value.to_f32()) * f64::from(value.to_f32());

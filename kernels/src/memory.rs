@@ -1,8 +1,8 @@
 //! A device's memory: buffers, views of them, and copies.
 //!
 //! Buffers are allocated when a model is planned and reused in every step. Operators write into
-//! views of them. [`Workspace`] says how much memory operators need beside their arguments, so that
-//! it is allocated with the buffers and never during a step.
+//! views of them. [`Workspace`] returns the size of the memory that operators need beside their
+//! arguments, so that it is allocated with the buffers and never during a step.
 
 use std::ops::Range;
 
@@ -22,7 +22,7 @@ pub type ViewMut<'a, M, S> = <M as Memory>::ViewMut<'a, S>;
 pub struct MemoryInfo {
     /// In use, by this program and others.
     pub used: u64,
-    /// In all.
+    /// Total.
     pub total: u64,
 }
 
@@ -35,7 +35,7 @@ pub enum Purpose {
     Remainders,
     /// Gradients of weights.
     Gradients,
-    /// Rounded copies of gradients, on their way between ranks.
+    /// Rounded copies of gradients, for communication between ranks.
     RoundedGradients,
     /// Moments of the optimiser.
     Moments,
@@ -98,8 +98,8 @@ pub trait Memory: Send + Sync + Sized + 'static {
     /// [`crate::Error::OutOfMemory`] if the device is out of memory.
     fn allocate<S: Scalar>(&self, len: usize) -> Result<Self::Buffer<S>>;
 
-    /// Runs a constructor of buffers and says what they are for. It changes nothing but what a memory
-    /// that counts reports ([`crate::CountingMemory`]); within another purpose, the outer one counts.
+    /// Runs a constructor of buffers that have this purpose. It has an effect only on the counts of
+    /// a [`crate::CountingMemory`]; within another purpose, the outer one counts.
     fn for_purpose<R>(&self, _purpose: Purpose, construct: impl FnOnce() -> R) -> R {
         construct()
     }
@@ -107,10 +107,10 @@ pub trait Memory: Send + Sync + Sized + 'static {
     /// Elements of a buffer.
     fn len<S: Scalar>(buffer: &Self::Buffer<S>) -> usize;
 
-    /// Read access to `range`, which lies within the buffer.
+    /// Read access to `range`, which is within the buffer.
     fn view<S: Scalar>(buffer: &Self::Buffer<S>, range: Range<usize>) -> Self::View<'_, S>;
 
-    /// Write access to `range`, which lies within the buffer.
+    /// Write access to `range`, which is within the buffer.
     fn view_mut<S: Scalar>(
         buffer: &mut Self::Buffer<S>,
         range: Range<usize>,
@@ -133,7 +133,7 @@ pub trait Memory: Send + Sync + Sized + 'static {
     /// Write access to the same elements with a shorter lifetime.
     fn reborrow_mut<'v, S: Scalar>(view: &'v mut Self::ViewMut<'_, S>) -> Self::ViewMut<'v, S>;
 
-    /// Read access to the elements of a view that may write them.
+    /// Read access to the elements of a mutable view.
     fn as_view<'v, S: Scalar>(view: &'v Self::ViewMut<'_, S>) -> Self::View<'v, S>;
 
     /// The view with its type erased.
@@ -148,8 +148,8 @@ pub trait Memory: Send + Sync + Sized + 'static {
     /// Copies to the host; both have the same length.
     fn download<S: Scalar>(&self, source: Self::View<'_, S>, destination: &mut [S]) -> Result<()>;
 
-    /// Lets the host change elements: on a device, copies them there and back. For small tables: it
-    /// waits for the operators so far.
+    /// Lets the host change elements; a device copies them to the host and back. For small tables:
+    /// it waits for all earlier operators.
     fn on_host<S: Scalar>(
         &self,
         elements: Self::ViewMut<'_, S>,
@@ -166,11 +166,11 @@ pub trait Memory: Send + Sync + Sized + 'static {
     /// Sets every element to zero.
     fn zero<S: Scalar>(&self, destination: Self::ViewMut<'_, S>) -> Result<()>;
 
-    /// Waits until all operators so far are done.
+    /// Waits for all earlier operators.
     fn synchronize(&self) -> Result<()>;
 
-    /// Runs a group of operators, such as a training step, where each of them starts soonest: on the
-    /// CPU, on one of the threads that share its work.
+    /// Runs a group of operators, such as a training step, on the thread that starts them with the
+    /// least latency: on the CPU, one of the threads that share the work.
     fn install<R: Send>(&self, operators: impl FnOnce() -> R + Send) -> R {
         operators()
     }
@@ -189,9 +189,9 @@ pub struct WorkingSet {
     pub training: bool,
     /// Width of the residual stream, C.
     pub width: usize,
-    /// The most rows, columns or terms of a matrix product.
+    /// Maximum rows, columns or terms of a matmul.
     pub widest: usize,
-    /// The most tensors of a [`crate::adamw::Optimizer::squared_norms`].
+    /// Maximum tensors of a call of [`crate::adamw::Optimizer::squared_norms`].
     pub tensors: usize,
 }
 
@@ -200,12 +200,13 @@ pub trait Workspace: Memory {
     /// Length of the scratch buffer of [`crate::cross_entropy::CrossEntropy::cross_entropy`].
     fn cross_entropy_scratch(&self, shape: &HeadShape) -> usize;
 
-    /// Length of the sums of [`crate::cross_entropy::HeadRanks`] where `ranks` ranks share the rows of
+    /// Length of the sums of [`crate::cross_entropy::HeadRanks`] if `ranks` ranks share the rows of
     /// the head.
     fn cross_entropy_sums(&self, shape: &HeadShape, ranks: usize) -> usize;
 
-    /// Allocates the scratch memory that operators use in such passes, with elements of type `T`, so
-    /// that none is allocated or freed while they run. Without it they allocate on first use.
+    /// Allocates the scratch memory of operators in these passes, with elements of type `T`, so
+    /// that none is allocated or freed while they run. Without this call they allocate on first
+    /// use.
     ///
     /// # Errors
     /// [`crate::Error::OutOfMemory`] if the device is out of memory.

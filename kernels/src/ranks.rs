@@ -1,25 +1,26 @@
-//! Tensor parallelism, as far as operators see it: which heads and which rows of the vocabulary are
-//! local to a rank, and the sum over the ranks in the middle of an operator.
+//! Tensor parallelism in operators: the heads and rows of the vocabulary that are local to a rank,
+//! and the sum over the ranks in the middle of an operator.
 
 use std::ops::Range;
 
 use crate::error::Result;
 use crate::memory::ViewMut;
 
-/// Adds up a table over the ranks that share an operator, in place. All of them call it as often, with
-/// tables of one shape.
+/// Sums a table over the ranks that share an operator, in place. All of them call it the same
+/// number of times, with tables of the same shape.
 pub type AllReduce<'a, M> = &'a (dyn Fn(ViewMut<'_, M, f64>) -> Result<()> + Sync);
 
-/// The query heads of a layer, and which of them are local to this rank: all, or those of every
-/// `ranks`-th key/value head from the `rank`-th on. Dealt out like this, shared heads, which come
-/// first, fall to all ranks alike where their key/value heads divide by the ranks.
+/// The query heads of a layer, and those that are local to this rank: all, or the heads of every
+/// `ranks`-th key/value head from the `rank`-th on. With this division all ranks have the same
+/// number of shared heads, which are first, if the number of their key/value heads is a multiple of
+/// `ranks`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Heads {
     /// Heads of the layer.
     pub count: usize,
     /// Query heads of a key/value head.
     pub group_size: usize,
-    /// This rank's number.
+    /// This rank's index among `ranks`.
     pub rank: usize,
     /// Ranks that share the layer.
     pub ranks: usize,
@@ -31,7 +32,7 @@ impl Heads {
         Heads { count, group_size: 1, rank: 0, ranks: 1 }
     }
 
-    /// How many are local.
+    /// The number of local heads.
     pub fn local(&self) -> usize {
         self.count / self.ranks
     }
@@ -42,32 +43,33 @@ impl Heads {
         group * self.group_size + local % self.group_size
     }
 
-    /// How many of the layer's first `shared` heads are local; they come first among the local heads too.
+    /// The number of the layer's first `shared` heads that are local; they are also the first local
+    /// heads.
     pub fn local_below(&self, shared: usize) -> usize {
         (0..self.local()).take_while(|&local| self.index(local) < shared).count()
     }
 
-    /// Whether they divide as they should.
+    /// Whether the heads divide among the ranks.
     pub(crate) fn are_sound(&self) -> bool {
         let &Heads { count, group_size, rank, ranks } = self;
         rank < ranks && group_size > 0 && count.is_multiple_of(ranks * group_size)
     }
 }
 
-/// The share of rank `rank` of `ranks` in `count` things: consecutive ones, as many as the others' or one
-/// fewer.
+/// The share of rank `rank` of `ranks` in `count` items: a range, whose length differs by at most
+/// one between ranks.
 pub fn share(count: usize, rank: usize, ranks: usize) -> Range<usize> {
     rank * count / ranks..(rank + 1) * count / ranks
 }
 
-/// The rows of a vocabulary's table that are local to this rank: all, or its share of consecutive ones.
+/// The rows of a vocabulary's table that are local to this rank: all, or a range of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct VocabularyRows {
     /// Rows of the whole vocabulary.
     pub vocab_size: usize,
     /// The first local row.
     pub first: usize,
-    /// How many rows are local.
+    /// The number of local rows.
     pub count: usize,
 }
 
@@ -83,7 +85,7 @@ impl VocabularyRows {
         VocabularyRows { vocab_size, first: local.start, count: local.len() }
     }
 
-    /// A token's row among the local ones; `None` if another rank has it.
+    /// The index of a token's row among the local ones; `None` if it is not local.
     pub fn local(&self, id: u32) -> Option<usize> {
         (id as usize).checked_sub(self.first).filter(|&row| row < self.count)
     }

@@ -1,4 +1,4 @@
-//! Views with their number type erased, for libraries that move bytes between processes.
+//! Views with their element type erased, for libraries that move bytes between processes.
 
 use crate::scalar::DType;
 
@@ -25,7 +25,7 @@ pub enum LocationMut<'a> {
 pub struct Region<'a> {
     /// The type of the elements.
     pub dtype: DType,
-    /// How many they are.
+    /// The number of elements.
     pub len: usize,
     /// Their location.
     pub location: Location<'a>,
@@ -36,7 +36,7 @@ pub struct Region<'a> {
 pub struct RegionMut<'a> {
     /// The type of the elements.
     pub dtype: DType,
-    /// How many they are.
+    /// The number of elements.
     pub len: usize,
     /// Their location.
     pub location: LocationMut<'a>,

@@ -14,9 +14,9 @@ pub enum DType {
     BF16,
     /// 64-bit float, for sums that must not lose digits.
     F64,
-    /// 32-bit unsigned integer: token ids, positions, block numbers.
+    /// 32-bit unsigned integer: token ids, positions, indices of blocks.
     U32,
-    /// 16-bit integer: what the rounding of weights left.
+    /// 16-bit integer: remainders of the weights' rounding.
     I16,
     /// A byte: masks.
     U8,
@@ -47,8 +47,8 @@ impl DType {
     }
 }
 
-/// Those of [`DType`] that operators compute in: the types `T` that are [`Element`]s. Matching on it
-/// is how a type that is known when the program runs becomes one that the compiler knows.
+/// The types of [`DType`] that operators compute in: the types `T` that implement [`Element`]. A
+/// match on it selects the generic instantiation of a type that is known only at run time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ElementType {
     /// `f32`.
@@ -58,7 +58,7 @@ pub enum ElementType {
 }
 
 impl ElementType {
-    /// All of them.
+    /// All element types.
     pub const ALL: [ElementType; 2] = [ElementType::F32, ElementType::BF16];
 
     /// The type of an element.
@@ -79,25 +79,25 @@ impl ElementType {
         self.dtype().name()
     }
 
-    /// The type of that name, where there is one.
+    /// The type of that name, if there is one.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|dtype| dtype.name() == name)
     }
 }
 
-/// An element that a buffer can hold.
+/// An element type of buffers.
 pub trait Scalar: Pod + Send + Sync + std::fmt::Debug + PartialEq {
     /// Its type.
     const DTYPE: DType;
 }
 
-/// An element that weights, activations and gradients are stored in; arithmetic on it is f32.
+/// An element type of weights, activations and gradients; arithmetic on it is f32.
 pub trait Element: Scalar {
     /// Its type, among those that operators compute in.
     const ELEMENT: ElementType;
     /// Its value, exactly.
     fn to_f32(self) -> f32;
-    /// The nearest representable number, ties to even.
+    /// The nearest representable value, ties to even.
     fn from_f32(value: f32) -> Self;
 }
 
@@ -127,7 +127,7 @@ impl Element for bf16 {
     fn to_f32(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
     }
-    /// As [`bf16::from_f32`], without a branch, so that loops over it become vector code.
+    /// The same as [`bf16::from_f32`], without a branch, so that loops over it vectorise.
     #[inline(always)]
     fn from_f32(value: f32) -> Self {
         let bits = value.to_bits();

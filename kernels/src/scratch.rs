@@ -1,9 +1,9 @@
-//! Working memory of a thread: it grows to what the largest task wants and is used again by every
-//! later one, so that operators allocate nothing in the steady state.
+//! Scratch memory of a thread: it grows to the size of the largest task and is reused by later
+//! ones, so that operators allocate nothing in the steady state.
 
 use std::cell::Cell;
 
-/// A cache line of elements, so that scratch is aligned to one.
+/// A cache line of elements, to which scratch is aligned.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Line([f32; LINE]);
@@ -15,10 +15,10 @@ thread_local! {
     static MEMORY: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
 }
 
-/// Runs `body` with slices of the wanted lengths, each on a cache line of its own. They hold what
-/// earlier tasks left there.
+/// Runs `body` with slices of these lengths, each starting at a cache line. Their contents are
+/// unspecified.
 ///
-/// A call within a call has memory of its own, which is freed after it.
+/// A nested call has memory of its own, which is freed after it.
 pub(crate) fn with_scratch<const N: usize, R>(
     lengths: [usize; N],
     body: impl FnOnce([&mut [f32]; N]) -> R,
@@ -29,19 +29,19 @@ pub(crate) fn with_scratch<const N: usize, R>(
     let slices = lengths.map(|len| {
         let (part, after) = std::mem::take(&mut rest).split_at_mut(len.div_ceil(LINE));
         rest = after;
-        &mut numbers(part)[..len]
+        &mut elements(part)[..len]
     });
     let result = body(slices);
     MEMORY.set(memory);
     result
 }
 
-/// Bytes of [`with_scratch`] with slices of such lengths.
+/// Bytes of [`with_scratch`] with slices of these lengths.
 pub(crate) fn bytes(lengths: &[usize]) -> usize {
     lines(lengths).saturating_mul(size_of::<Line>())
 }
 
-/// Lets the calling thread's memory have at least so many bytes.
+/// Ensures that the calling thread's memory has at least `bytes` bytes.
 pub(crate) fn reserve(bytes: usize) {
     let mut memory = MEMORY.take();
     grow(&mut memory, bytes.div_ceil(size_of::<Line>()));
@@ -62,14 +62,14 @@ fn lines(lengths: &[usize]) -> usize {
 
 fn grow(memory: &mut Vec<Line>, lines: usize) {
     if memory.len() < lines {
-        // No more than asked for.
+        // `resize` alone might allocate more than requested.
         memory.reserve_exact(lines - memory.len());
         memory.resize(lines, Line([0.0; LINE]));
     }
 }
 
-fn numbers(lines: &mut [Line]) -> &mut [f32] {
-    // SAFETY: a line is LINE numbers without padding (its size is its alignment), so the slice
+fn elements(lines: &mut [Line]) -> &mut [f32] {
+    // SAFETY: a line is LINE elements without padding (its size is its alignment), so the slice
     // covers the same bytes, and it takes over the exclusive borrow.
     #[allow(unsafe_code)]
     unsafe {

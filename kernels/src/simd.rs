@@ -1,18 +1,19 @@
 //! Loops compiled for the instructions of the machine that runs them.
 //!
-//! The build targets any machine of its architecture (SSE2 on x86-64). What stands in
-//! [`vectorized!`] is compiled for AVX2 and AVX-512 too, and the best one is chosen at run time.
+//! The build targets any machine of its architecture (SSE2 on x86-64). Expressions in
+//! [`vectorized!`] are also compiled for AVX2 and AVX-512, and the best variant is chosen at run
+//! time.
 
 /// Evaluates an expression compiled for the machine's best vector instructions.
 ///
-/// Only what is inlined into it is compiled so: functions that it calls are to be
-/// `#[inline(always)]`. The choice costs an atomic load, so the expression should be a loop over some
-/// hundred elements, not one step of it. Multiplication and addition stay two roundings, and sums
-/// keep the order that the source gives them, so results have the same bits on every machine.
+/// This applies only to inlined code: functions called by the expression must be
+/// `#[inline(always)]`. The choice costs an atomic load, so the expression should be a loop over
+/// hundreds of elements, not one step of it. Multiplication and addition are rounded separately,
+/// and sums keep the order of the source, so results have the same bits on every machine.
 ///
-/// A macro, since only a closure that is itself `#[inline(always)]`, and that can be called but once,
-/// is sure to become a part of the compiled variants: the way from `FnOnce` to another closure is a
-/// function of its own, compiled for the oldest machine.
+/// It is a macro because only a closure that is itself `#[inline(always)]`, and that can be called
+/// only once, is guaranteed to be inlined into the compiled variants: an adapter from `FnOnce` to
+/// another closure would be a function of its own, compiled for the oldest machine.
 macro_rules! vectorized {
     ($body:expr) => {
         vectorized!(pulp::Arch::new(), $body)
@@ -29,7 +30,7 @@ macro_rules! vectorized {
     }};
 }
 
-/// What a closure consumes so that it can be called but once.
+/// A value that a closure consumes, so that it can be called only once.
 pub(crate) struct Once;
 
 pub(crate) use vectorized;

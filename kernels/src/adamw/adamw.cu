@@ -1,4 +1,4 @@
-// AdamW and the sums that clipping needs. The squared norm never leaves the device.
+// AdamW and the sums for clipping. The squared norm is never copied to the host.
 #include "../cuda/operators.cuh"
 
 namespace adamw {
@@ -80,13 +80,13 @@ __device__ __forceinline__ const Segment& segment_of(const SquaredNorms& p, uint
 }
 
 template <class G>
-__device__ __forceinline__ double square(G number) {
-    const double wide = to_float(number);
+__device__ __forceinline__ double square(G element) {
+    const double wide = to_float(element);
     return wide * wide;
 }
 
 // The segment's elements, divided among the threads of its blocks, 16 bytes at a time. Its first
-// threads take the elements outside whole aligned groups of 16 bytes.
+// threads add the elements outside whole aligned groups of 16 bytes.
 template <class G>
 __device__ void squared_norms(const SquaredNorms& p) {
     constexpr int N = WIDE<G>;
@@ -100,10 +100,10 @@ __device__ void squared_norms(const SquaredNorms& p) {
     const Pack<G, N>* pack = packs<N>(x + before);
     double sum = 0.0;
     for (uint64_t i = thread; i < wide; i += threads) {
-        const Pack<G, N> numbers = pack[i];
+        const Pack<G, N> elements = pack[i];
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            sum += square(numbers.at[j]);
+            sum += square(elements.at[j]);
         }
     }
     const uint64_t after = before + wide * N;

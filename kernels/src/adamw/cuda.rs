@@ -113,8 +113,8 @@ impl Optimizer for Cuda {
     ) -> Result<()> {
         check_len("squared_norms", "out", out.len, 1)?;
         let xs: Vec<_> = xs.iter().filter(|x| x.len > 0).copied().collect();
-        let numbers: usize = xs.iter().map(|x| x.len).sum();
-        let of_block = numbers.div_ceil(blocks(numbers)).max(LEAST_OF_BLOCK);
+        let elements: usize = xs.iter().map(|x| x.len).sum();
+        let of_block = elements.div_ceil(blocks(elements)).max(LEAST_OF_BLOCK);
         let parts = xs.iter().map(|x| x.len.div_ceil(of_block)).sum();
         let partial = self.scratch(parts * size_of::<f64>())?;
         let mut done = 0;

@@ -32,7 +32,7 @@ mod tests {
     use super::*;
 
     /// Values around every rounding boundary of some bf16 values.
-    fn numbers() -> impl Iterator<Item = f32> {
+    fn values() -> impl Iterator<Item = f32> {
         let lows = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
         (0..=u32::from(u16::MAX))
             .flat_map(move |high| lows.map(|low| f32::from_bits(high << 16 | low)))
@@ -40,7 +40,7 @@ mod tests {
 
     #[test]
     fn a_number_comes_back_but_for_the_last_bit_of_a_tie() {
-        for exact in numbers() {
+        for exact in values() {
             let (weight, remainder) = split(exact);
             let back = join(weight, remainder);
             if exact.is_nan() {
@@ -56,7 +56,7 @@ mod tests {
     #[test]
     fn what_came_back_splits_into_the_same() {
         // Otherwise a resumed run would differ from an uninterrupted one.
-        for exact in numbers().filter(|exact| !exact.is_nan()) {
+        for exact in values().filter(|exact| !exact.is_nan()) {
             let (weight, remainder) = split(exact);
             let (weight_again, remainder_again) = split(join(weight, remainder));
             assert_eq!((weight.to_bits(), remainder), (weight_again.to_bits(), remainder_again));

@@ -1,5 +1,5 @@
-//! Adds what a branch of a block computed to the residual stream, where the product that computed it
-//! could not: its parts come from several ranks.
+//! Adds the output of a branch to the residual stream, if it is a sum over several ranks: otherwise
+//! the branch's last matmul adds it.
 
 mod cpu;
 #[cfg(gpu)]

@@ -124,9 +124,9 @@ struct BackwardLens {
     delta: Option<usize>,
 }
 
-/// Where keys and values lie.
+/// The location of keys and values.
 pub enum KeyValues<'a, M: Memory, T: Element> {
-    /// Row r, of token r of all sequences in order, starts at number `r * row_stride`.
+    /// Row r, of token r of all sequences in order, starts at element `r * row_stride`.
     Contiguous {
         /// Keys; G x D elements a row.
         keys: View<'a, M, T>,
@@ -142,7 +142,7 @@ pub enum KeyValues<'a, M: Memory, T: Element> {
         keys: View<'a, M, T>,
         /// Values, `[blocks, block_length, G * D]`.
         values: View<'a, M, T>,
-        /// Block numbers, `[B, ceil(key_length / block_length)]`.
+        /// Indices of blocks, `[B, ceil(key_length / block_length)]`.
         block_table: View<'a, M, u32>,
         /// Tokens of a block.
         block_length: usize,
@@ -157,13 +157,13 @@ impl<M: Memory, T: Element> Clone for KeyValues<'_, M, T> {
 
 impl<M: Memory, T: Element> Copy for KeyValues<'_, M, T> {}
 
-/// The heads that each token computes, as any router leaves them.
+/// The heads that each token computes: the result of a router.
 pub struct Selection<'a, M: Memory> {
-    /// Local heads 0.. that serve every token.
+    /// The first local heads, which every token computes.
     pub shared_heads: usize,
     /// Not 0 where a token selected one of the other heads; `[B*T, H - shared_heads]`.
     pub routed: View<'a, M, u8>,
-    /// What each head's output is multiplied by, `[B*T, H]`; 1 where there is none.
+    /// Factors of the heads' outputs, `[B*T, H]`; 1 if `None`.
     pub weights: Option<View<'a, M, f32>>,
 }
 
@@ -175,7 +175,7 @@ impl<M: Memory> Clone for Selection<'_, M> {
 
 impl<M: Memory> Copy for Selection<'_, M> {}
 
-/// What attention's forward and backward passes share.
+/// Arguments of both the forward and the backward pass of attention.
 pub struct AttentionArgs<'a, M: Memory> {
     /// Shape.
     pub shape: AttentionShape,
@@ -183,10 +183,10 @@ pub struct AttentionArgs<'a, M: Memory> {
     pub causal: bool,
     /// Position of the first query among the keys.
     pub query_offset: usize,
-    /// First visible key of each query, the start of its document, `[B*T]`: never decreasing within a
-    /// sequence and at or before the query itself. Without it all keys from the first are visible.
+    /// First visible key of each query, the start of its document, `[B*T]`: non-decreasing within a
+    /// sequence, and not after the query itself. If `None`, keys are visible from the first one.
     pub document_start: Option<View<'a, M, u32>>,
-    /// The heads that each token computes; without it all of them.
+    /// The heads that each token computes; all if `None`.
     pub selection: Option<Selection<'a, M>>,
 }
 
@@ -210,7 +210,7 @@ impl<M: Memory> AttentionArgs<'_, M> {
         }
     }
 
-    /// Factor of the scores.
+    /// The factor of the scores, 1 / sqrt(D).
     fn scale(&self) -> f32 {
         (self.shape.head_dim as f32).sqrt().recip()
     }
@@ -248,7 +248,7 @@ pub struct AttentionForward<'a, M: Memory, T: Element> {
     pub args: AttentionArgs<'a, M>,
     /// `[B*T, query_stride]` with the query heads first in each row.
     pub queries: View<'a, M, T>,
-    /// Where keys and values lie.
+    /// Keys and values.
     pub key_values: KeyValues<'a, M, T>,
     /// Overwritten; `[B*T, H D]`.
     pub out: ViewMut<'a, M, T>,
@@ -263,13 +263,13 @@ pub struct AttentionBackward<'a, M: Memory, T: Element> {
     pub args: AttentionArgs<'a, M>,
     /// Rotated queries and keys, and values; `[B*T, (H + 2G) D]`.
     pub qkv: View<'a, M, T>,
-    /// What the forward pass wrote.
+    /// The output of the forward pass.
     pub out: View<'a, M, T>,
-    /// What the forward pass wrote.
+    /// The log-sum-exp of the forward pass.
     pub log_sum_exp: View<'a, M, f32>,
     /// `[B*T, H D]`.
     pub d_out: View<'a, M, T>,
-    /// Overwritten; rows of queries that were not selected become zero.
+    /// Overwritten; rows of queries that were not selected are set to zero.
     pub d_qkv: ViewMut<'a, M, T>,
     /// Overwritten with `<d_out, O>`, O the head's output before its weight; 0 where not selected;
     /// `[B*T, H]`.
@@ -278,7 +278,7 @@ pub struct AttentionBackward<'a, M: Memory, T: Element> {
 
 /// Attention as an operator of a device.
 pub trait Attention: Memory {
-    /// Attention of the selected (token, head) pairs; the rows of the others become zero.
+    /// Attention of the selected (token, head) pairs; the rows of the others are set to zero.
     fn attention_forward<T: Element>(&self, forward: AttentionForward<'_, Self, T>) -> Result<()>;
 
     /// Gradient of [`Attention::attention_forward`] over the packed `qkv` of a training step.

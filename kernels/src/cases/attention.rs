@@ -1,6 +1,6 @@
-//! Attention with everything around it: queries routed, keys rotated, a gradient to go back.
+//! Cases of attention, RoPE, query and key norms, and the router.
 
-use super::{Case, Sizes, Work, numbers, upload};
+use super::{Case, Sizes, Work, random_elements, upload};
 use crate::attention::{
     AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
 };
@@ -13,8 +13,8 @@ use crate::router::query_norm::QueryNormRouter;
 use crate::router::{RouterGradient, RouterRopeBackward, RouterRopeForward, Routing};
 use crate::scalar::Element;
 
-/// Causal attention over random queries, keys and values, dense or of the heads that the router
-/// selects.
+/// Causal attention over random queries, keys and values, of all heads or of the heads that the
+/// router selects.
 pub struct AttentionCase<B: Backend, T: Element> {
     shape: QkvShape,
     router: Option<(QueryNormRouter, Routing<B>)>,
@@ -29,15 +29,15 @@ pub struct AttentionCase<B: Backend, T: Element> {
 }
 
 impl<B: Backend, T: Element> AttentionCase<B, T> {
-    /// Allocates the buffers, rotates, routes (with a router; dense without) and takes a forward
-    /// pass.
+    /// Allocates the buffers, rotates queries and keys, selects heads if there is a router, and
+    /// runs a forward pass.
     ///
     /// # Errors
     /// Heads that do not fit each other, and when the device has no room.
     pub fn new(backend: &B, shape: QkvShape, router: Option<QueryNormRouter>) -> Result<Self> {
         let QkvShape { length, heads, head_dim, .. } = shape;
         let (tokens, width) = (shape.tokens(), heads * head_dim);
-        // Any rotation does: it keeps the norms.
+        // Any rotation is valid, since rotations preserve norms.
         let angles = length * head_dim / 2;
         let routed = |router: QueryNormRouter| {
             let shape = router.routing_shape(tokens, Heads::all(heads))?;
@@ -46,13 +46,13 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         let mut case = AttentionCase {
             shape,
             router: router.map(routed).transpose()?,
-            qkv: numbers::<B, T>(backend, tokens * shape.row())?,
+            qkv: random_elements::<B, T>(backend, tokens * shape.row())?,
             cos: upload(backend, &vec![0.6f32; angles])?,
             sin: upload(backend, &vec![0.8f32; angles])?,
             out: backend.allocate(tokens * width)?,
             log_sum_exp: backend.allocate(tokens * heads)?,
-            d_out: numbers::<B, T>(backend, tokens * width)?,
-            d_qkv: numbers::<B, T>(backend, tokens * shape.row())?,
+            d_out: random_elements::<B, T>(backend, tokens * width)?,
+            d_qkv: random_elements::<B, T>(backend, tokens * shape.row())?,
             delta: backend.allocate(tokens * heads)?,
         };
         case.route(backend)?;
@@ -60,8 +60,8 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         Ok(case)
     }
 
-    /// Operations of the forward pass: scores, and their product with the values, of the active
-    /// heads and the causal half of the pairs.
+    /// Operations of the forward pass: the matmuls of scores and outputs, for the active heads and
+    /// the causal half of the (query, key) pairs.
     pub fn forward_operations(&self) -> u64 {
         let active_heads = match &self.router {
             Some((router, _)) => router.shared_heads + router.top_k,
@@ -70,13 +70,13 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         forward_operations(self.shape, active_heads)
     }
 
-    /// Operations of the backward pass: scores again, dP, dq, dk and dv, five products for the
-    /// forward pass's two.
+    /// Operations of the backward pass, which has five matmuls (scores, dP, dq, dk and dv) where
+    /// the forward pass has two.
     pub fn backward_operations(&self) -> u64 {
         self.forward_operations() * 5 / 2
     }
 
-    /// Rotates queries and keys once more, and routes the queries where there is a router.
+    /// Rotates queries and keys again, and selects heads if there is a router.
     ///
     /// # Errors
     /// When the device fails.
@@ -92,7 +92,7 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         }
     }
 
-    /// Attention alone.
+    /// The forward pass of attention.
     ///
     /// # Errors
     /// When the device fails.
@@ -113,7 +113,7 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         })
     }
 
-    /// Its gradient.
+    /// The backward pass of attention.
     ///
     /// # Errors
     /// When the device fails.
@@ -129,7 +129,7 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         })
     }
 
-    /// The gradient of [`Self::route`], with what a backward pass of attention left.
+    /// The gradient of [`Self::route`], from the outputs of a backward pass of attention.
     ///
     /// # Errors
     /// When the device fails.
@@ -181,8 +181,8 @@ fn router(shape: QkvShape, active: usize) -> QueryNormRouter {
 fn qk_norm<B: Backend, T: Element>(shape: QkvShape) -> [Case<B>; 2] {
     let (elements, weights, eps) = (shape.tokens() * shape.row(), 2 * shape.head_dim, 1e-6);
     let forward = move |backend: &B| {
-        let qkv = numbers::<B, T>(backend, elements)?;
-        let weight = numbers::<B, T>(backend, weights)?;
+        let qkv = random_elements::<B, T>(backend, elements)?;
+        let weight = random_elements::<B, T>(backend, weights)?;
         let mut normed = backend.allocate::<T>(elements)?;
         Ok(move |backend: &B| {
             backend.qk_norm_forward(QkNormForward {
@@ -195,9 +195,9 @@ fn qk_norm<B: Backend, T: Element>(shape: QkvShape) -> [Case<B>; 2] {
         })
     };
     let backward = move |backend: &B| {
-        let qkv = numbers::<B, T>(backend, elements)?;
-        let weight = numbers::<B, T>(backend, weights)?;
-        let mut d_qkv = numbers::<B, T>(backend, elements)?;
+        let qkv = random_elements::<B, T>(backend, elements)?;
+        let weight = random_elements::<B, T>(backend, weights)?;
+        let mut d_qkv = random_elements::<B, T>(backend, elements)?;
         let mut d_weight = backend.allocate::<f32>(weights)?;
         Ok(move |backend: &B| {
             backend.qk_norm_backward(QkNormBackward {
@@ -219,7 +219,7 @@ fn qk_norm<B: Backend, T: Element>(shape: QkvShape) -> [Case<B>; 2] {
 pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     let mut cases = Vec::new();
     let own = sizes.attention;
-    // The others would repeat the heads of a large model.
+    // A large model's own heads are like those of LARGE.
     let shapes = if sizes == Sizes::SMALL { vec![own, TINY, LARGE] } else { vec![own] };
     for shape in shapes {
         for active in [100, 75, 50] {
@@ -239,16 +239,16 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
             }));
         }
     }
-    let numbers = own.tokens() * own.row();
+    let elements = own.tokens() * own.row();
     let routed = move |backend: &B| AttentionCase::<B, T>::new(backend, own, Some(router(own, 75)));
-    cases.push(Case::new("rope_forward", Work::moved::<T>(2 * numbers), move |b: &B| {
+    cases.push(Case::new("rope_forward", Work::moved::<T>(2 * elements), move |b: &B| {
         let mut case = AttentionCase::<B, T>::new(b, own, None)?;
         Ok(move |backend: &B| case.route(backend))
     }));
     cases.extend(qk_norm::<B, T>(own));
     cases.push(Case::new(
         "query_norm_rope_forward",
-        Work::moved::<T>(2 * numbers),
+        Work::moved::<T>(2 * elements),
         move |b: &B| {
             let mut case = routed(b)?;
             Ok(move |backend: &B| case.route(backend))
@@ -256,7 +256,7 @@ pub(super) fn cases<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     ));
     cases.push(Case::new(
         "query_norm_rope_backward",
-        Work::moved::<T>(3 * numbers),
+        Work::moved::<T>(3 * elements),
         move |b: &B| {
             let mut case = routed(b)?;
             case.backward(b)?;

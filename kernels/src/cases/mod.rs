@@ -1,10 +1,9 @@
-//! Cases to measure: every operator, forward and backward, at shapes of a small Llama, on any
-//! [`Backend`]. The benchmarks and `moh-bench operators` run the same list; nothing else needs the
-//! feature `cases`.
+//! Benchmark cases: every operator, forward and backward, on any [`Backend`]. The benchmarks and
+//! `moh-bench operators` run the same list; nothing else needs the feature `cases`.
 //!
-//! The CPU's shapes are those of a small Llama ([`Sizes::SMALL`]); attention also takes eight
-//! sequences of 256 tokens with heads of 8, and one of 512 tokens with 32 query and 8 key/value heads
-//! of 128. A GPU's are those of LLaMA-3-8B ([`Sizes::LLAMA_8B`]).
+//! The CPU's shapes are those of a small Llama ([`Sizes::SMALL`]); attention is also measured with
+//! eight sequences of 256 tokens and heads of 8, and with one of 512 tokens and 32 query and 8
+//! key/value heads of 128. A GPU's shapes are those of LLaMA-3-8B ([`Sizes::LLAMA_8B`]).
 
 mod attention;
 mod rows;
@@ -16,7 +15,7 @@ use crate::error::Result;
 use crate::rope::QkvShape;
 use crate::scalar::{Element, Scalar};
 
-/// Sizes of the model that the cases are cut from.
+/// Sizes of the model whose operators are measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sizes {
     /// Tokens of a micro-batch.
@@ -57,9 +56,9 @@ impl Sizes {
 
 /// One operator at one shape.
 pub struct Case<B: Backend> {
-    /// Operator and pass; attention's also with its heads and the share of them that is active.
+    /// Operator and pass; for attention also its heads and the share of them that is active.
     pub name: String,
-    /// What one run of it does.
+    /// The work of one run.
     pub work: Work,
     prepare: Box<Prepare<B>>,
 }
@@ -74,18 +73,18 @@ pub type Run<B> = Box<dyn FnMut(&B) -> Result<()> + Send>;
 pub enum Work {
     /// Floating-point operations, a multiply-add counted as two.
     Operations(u64),
-    /// Bytes read and written, of an operator that moves numbers rather than computes.
+    /// Bytes read and written, for operators limited by memory bandwidth.
     Bytes(u64),
 }
 
 impl Work {
-    /// `count` numbers of type `S`, each moved once.
+    /// `count` elements of type `S`, each read or written once.
     fn moved<S>(count: usize) -> Self {
         Work::Bytes((count * size_of::<S>()) as u64)
     }
 
-    /// Products of matrices: `count` times `rows x inputs x outputs` multiply-adds.
-    fn products(count: usize, rows: usize, inputs: usize, outputs: usize) -> Self {
+    /// `count` matmuls of `rows x inputs x outputs` multiply-adds each.
+    fn matmuls(count: usize, rows: usize, inputs: usize, outputs: usize) -> Self {
         Work::Operations((2 * count * rows * inputs * outputs) as u64)
     }
 }
@@ -116,9 +115,9 @@ pub fn all<B: Backend, T: Element>(sizes: Sizes) -> Vec<Case<B>> {
     cases
 }
 
-/// A buffer of numbers between -1 and 1 without a pattern that matters.
-fn numbers<B: Backend, T: Element>(backend: &B, len: usize) -> Result<B::Buffer<T>> {
-    // Long buffers repeat the same numbers: making them up would take longer than the measurement.
+/// A buffer of pseudorandom elements between -1 and 1.
+fn random_elements<B: Backend, T: Element>(backend: &B, len: usize) -> Result<B::Buffer<T>> {
+    // Long buffers repeat a period: generating all elements would take longer than the measurement.
     const PERIOD: usize = (1 << 20) + 1;
     let unit = |index: u64| (scramble(index) >> 40) as f32 / (1 << 23) as f32 - 1.0;
     let period: Vec<T> =
@@ -131,7 +130,7 @@ fn numbers<B: Backend, T: Element>(backend: &B, len: usize) -> Result<B::Buffer<
     Ok(buffer)
 }
 
-/// A buffer of ids below `end`.
+/// A buffer of pseudorandom ids below `end`.
 fn ids<B: Backend>(backend: &B, len: usize, end: usize) -> Result<B::Buffer<u32>> {
     let id = |index| (scramble(index) % end as u64) as u32;
     upload(backend, &(0..len as u64).map(id).collect::<Vec<u32>>())
@@ -161,7 +160,7 @@ mod tests {
     #[test]
     fn every_case_runs_twice_and_has_a_name_of_its_own() {
         let mut names = Vec::new();
-        // The other types differ in nothing but their loads and stores.
+        // Other element types differ only in loads and stores.
         for case in all::<Cpu, bf16>(Sizes::SMALL) {
             let mut run = case.prepare(&Cpu).unwrap();
             run(&Cpu).unwrap();

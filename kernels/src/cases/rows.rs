@@ -1,6 +1,6 @@
-//! Cases of the operators that work on rows: everything but attention, RoPE and routers.
+//! Cases of the operators on rows: all except attention, RoPE and routers.
 
-use super::{Case, Sizes, Work, ids, numbers, upload};
+use super::{Case, Sizes, Work, ids, random_elements, upload};
 use crate::adamw::{AdamW, AdamWUpdate};
 use crate::backend::Backend;
 use crate::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadShape};
@@ -12,8 +12,8 @@ use crate::rms_norm::{RmsNormBackward, RmsNormForward};
 use crate::rope::QkvShape;
 use crate::scalar::{DType, Element};
 
-/// Layers beside the model's own: that of the smallest models, and a vocabulary's projection, which
-/// does not fit a cache.
+/// Linear layers beside the model's own: one of the smallest models, and the projection to a
+/// vocabulary, which does not fit a cache.
 const SMALL_LAYER: [usize; 2] = [64, 344];
 const LARGE_LAYER: [usize; 2] = [2048, 32_000];
 
@@ -48,8 +48,8 @@ fn embedding_forward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
         Work::moved::<T>(2 * sizes.tokens * sizes.width),
         move |backend: &B| {
             let ids = ids(backend, sizes.tokens, sizes.vocabulary)?;
-            let table = numbers::<B, T>(backend, sizes.vocabulary * sizes.width)?;
-            let mut out = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
+            let table = random_elements::<B, T>(backend, sizes.vocabulary * sizes.width)?;
+            let mut out = random_elements::<B, T>(backend, sizes.tokens * sizes.width)?;
             Ok(move |backend: &B| {
                 backend.embedding_forward(EmbeddingForward {
                     width: sizes.width,
@@ -69,8 +69,8 @@ fn embedding_backward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
         Work::moved::<T>(2 * sizes.tokens * sizes.width),
         move |backend: &B| {
             let ids = ids(backend, sizes.tokens, sizes.vocabulary)?;
-            let d_out = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
-            let mut d_table = numbers::<B, f32>(backend, sizes.vocabulary * sizes.width)?;
+            let d_out = random_elements::<B, T>(backend, sizes.tokens * sizes.width)?;
+            let mut d_table = random_elements::<B, f32>(backend, sizes.vocabulary * sizes.width)?;
             Ok(move |backend: &B| {
                 backend.embedding_backward(EmbeddingBackward {
                     width: sizes.width,
@@ -89,9 +89,9 @@ fn rms_norm_forward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
         "rms_norm_forward",
         Work::moved::<T>(2 * sizes.tokens * sizes.width),
         move |backend: &B| {
-            let x = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
-            let weight = numbers::<B, T>(backend, sizes.width)?;
-            let mut y = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
+            let x = random_elements::<B, T>(backend, sizes.tokens * sizes.width)?;
+            let weight = random_elements::<B, T>(backend, sizes.width)?;
+            let mut y = random_elements::<B, T>(backend, sizes.tokens * sizes.width)?;
             let mut inv_rms = backend.allocate::<f32>(sizes.tokens)?;
             Ok(move |backend: &B| {
                 backend.rms_norm_forward(RmsNormForward {
@@ -111,10 +111,10 @@ fn rms_norm_backward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
         "rms_norm_backward",
         Work::moved::<T>(4 * sizes.tokens * sizes.width),
         move |backend: &B| {
-            let x = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
-            let weight = numbers::<B, T>(backend, sizes.width)?;
+            let x = random_elements::<B, T>(backend, sizes.tokens * sizes.width)?;
+            let weight = random_elements::<B, T>(backend, sizes.width)?;
             let inv_rms = upload(backend, &vec![0.5f32; sizes.tokens])?;
-            let d_y = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
+            let d_y = random_elements::<B, T>(backend, sizes.tokens * sizes.width)?;
             let mut d_x = backend.allocate::<T>(sizes.tokens * sizes.width)?;
             let mut d_weight = backend.allocate::<f32>(sizes.width)?;
             Ok(move |backend: &B| {
@@ -133,11 +133,11 @@ fn rms_norm_backward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
 
 /// Both passes of a linear layer of these inputs and outputs.
 fn linear<B: Backend, T: Element>(sizes: Sizes, [inputs, outputs]: [usize; 2]) -> [Case<B>; 3] {
-    let work = Work::products(1, sizes.tokens, inputs, outputs);
+    let work = Work::matmuls(1, sizes.tokens, inputs, outputs);
     let name = |pass: &str| format!("linear_{pass} {inputs} to {outputs}");
     let forward = Case::new(name("forward"), work, move |backend: &B| {
-        let x = numbers::<B, T>(backend, sizes.tokens * inputs)?;
-        let weight = numbers::<B, T>(backend, outputs * inputs)?;
+        let x = random_elements::<B, T>(backend, sizes.tokens * inputs)?;
+        let weight = random_elements::<B, T>(backend, outputs * inputs)?;
         let mut y = backend.allocate::<T>(sizes.tokens * outputs)?;
         Ok(move |backend: &B| {
             backend.linear_forward(LinearForward {
@@ -150,8 +150,8 @@ fn linear<B: Backend, T: Element>(sizes: Sizes, [inputs, outputs]: [usize; 2]) -
         })
     });
     let input = Case::new(name("backward_input"), work, move |backend: &B| {
-        let d_y = numbers::<B, T>(backend, sizes.tokens * outputs)?;
-        let weight = numbers::<B, T>(backend, outputs * inputs)?;
+        let d_y = random_elements::<B, T>(backend, sizes.tokens * outputs)?;
+        let weight = random_elements::<B, T>(backend, outputs * inputs)?;
         let mut d_x = backend.allocate::<T>(sizes.tokens * inputs)?;
         Ok(move |backend: &B| {
             backend.linear_backward_input(LinearBackwardInput {
@@ -163,8 +163,8 @@ fn linear<B: Backend, T: Element>(sizes: Sizes, [inputs, outputs]: [usize; 2]) -
         })
     });
     let weight = Case::new(name("backward_weight"), work, move |backend: &B| {
-        let x = numbers::<B, T>(backend, sizes.tokens * inputs)?;
-        let d_y = numbers::<B, T>(backend, sizes.tokens * outputs)?;
+        let x = random_elements::<B, T>(backend, sizes.tokens * inputs)?;
+        let d_y = random_elements::<B, T>(backend, sizes.tokens * outputs)?;
         let mut d_weight = backend.allocate::<f32>(outputs * inputs)?;
         Ok(move |backend: &B| {
             backend.linear_backward_weight(LinearBackwardWeight {
@@ -183,8 +183,8 @@ fn linear<B: Backend, T: Element>(sizes: Sizes, [inputs, outputs]: [usize; 2]) -
 fn linear_one_token<B: Backend, T: Element>([inputs, outputs]: [usize; 2]) -> Case<B> {
     let name = format!("linear_forward of a token, {inputs} to {outputs}");
     Case::new(name, Work::moved::<T>(inputs * outputs), move |backend: &B| {
-        let x = numbers::<B, T>(backend, inputs)?;
-        let weight = numbers::<B, T>(backend, outputs * inputs)?;
+        let x = random_elements::<B, T>(backend, inputs)?;
+        let weight = random_elements::<B, T>(backend, outputs * inputs)?;
         let mut y = backend.allocate::<T>(outputs)?;
         Ok(move |backend: &B| {
             backend.linear_forward(LinearForward {
@@ -203,7 +203,7 @@ fn swiglu_forward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
         "swiglu_forward",
         Work::moved::<T>(3 * sizes.tokens * sizes.mlp),
         move |backend: &B| {
-            let gate_up = numbers::<B, T>(backend, sizes.tokens * 2 * sizes.mlp)?;
+            let gate_up = random_elements::<B, T>(backend, sizes.tokens * 2 * sizes.mlp)?;
             let mut out = backend.allocate::<T>(sizes.tokens * sizes.mlp)?;
             Ok(move |backend: &B| {
                 backend.swiglu_forward(sizes.mlp, B::whole(&gate_up), B::whole_mut(&mut out))
@@ -217,8 +217,8 @@ fn swiglu_backward<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
         "swiglu_backward",
         Work::moved::<T>(6 * sizes.tokens * sizes.mlp),
         move |backend: &B| {
-            let mut gate_up = numbers::<B, T>(backend, sizes.tokens * 2 * sizes.mlp)?;
-            let mut out = numbers::<B, T>(backend, sizes.tokens * sizes.mlp)?;
+            let mut gate_up = random_elements::<B, T>(backend, sizes.tokens * 2 * sizes.mlp)?;
+            let mut out = random_elements::<B, T>(backend, sizes.tokens * sizes.mlp)?;
             Ok(move |backend: &B| {
                 let gate_up = B::whole_mut::<T>(&mut gate_up);
                 backend.swiglu_backward(sizes.mlp, gate_up, B::whole_mut(&mut out))
@@ -232,12 +232,12 @@ fn cross_entropy<B: Backend, T: Element>(
     name: &str,
     with_gradients: bool,
 ) -> Case<B> {
-    let products = if with_gradients { 3 } else { 1 };
-    let work = Work::products(products, sizes.tokens, sizes.width, sizes.vocabulary);
+    let matmuls = if with_gradients { 3 } else { 1 };
+    let work = Work::matmuls(matmuls, sizes.tokens, sizes.width, sizes.vocabulary);
     Case::new(name, work, move |backend: &B| {
         let shape = HeadShape::whole(sizes.tokens, sizes.width, sizes.vocabulary);
-        let x = numbers::<B, T>(backend, sizes.tokens * sizes.width)?;
-        let weight = numbers::<B, T>(backend, sizes.vocabulary * sizes.width)?;
+        let x = random_elements::<B, T>(backend, sizes.tokens * sizes.width)?;
+        let weight = random_elements::<B, T>(backend, sizes.vocabulary * sizes.width)?;
         let targets = ids(backend, sizes.tokens, sizes.vocabulary)?;
         let mut scratch = backend.allocate::<f32>(backend.cross_entropy_scratch(&shape))?;
         let mut loss = backend.allocate::<f64>(1)?;
@@ -268,7 +268,7 @@ fn key_value_append<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
     let shape = QkvShape { batch: 1, length: sizes.tokens, ..sizes.attention };
     let width = shape.kv_heads * shape.head_dim;
     Case::new("key_value_append", Work::moved::<T>(4 * sizes.tokens * width), move |backend: &B| {
-        let qkv = numbers::<B, T>(backend, sizes.tokens * shape.row())?;
+        let qkv = random_elements::<B, T>(backend, sizes.tokens * shape.row())?;
         let mut keys = backend.allocate::<T>(sizes.tokens * width)?;
         let mut values = backend.allocate::<T>(sizes.tokens * width)?;
         Ok(move |backend: &B| {
@@ -286,8 +286,8 @@ fn key_value_append<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
 fn add<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
     let count = sizes.tokens * sizes.width;
     Case::new("add", Work::moved::<T>(3 * count), move |backend: &B| {
-        let x = numbers::<B, T>(backend, count)?;
-        let y = numbers::<B, T>(backend, count)?;
+        let x = random_elements::<B, T>(backend, count)?;
+        let y = random_elements::<B, T>(backend, count)?;
         let mut out = backend.allocate::<T>(count)?;
         Ok(move |backend: &B| backend.add(B::whole(&x), B::whole(&y), B::whole_mut(&mut out)))
     })
@@ -298,7 +298,7 @@ fn convert<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
     let count = sizes.vocabulary * sizes.width;
     let bytes = count * (size_of::<f32>() + size_of::<T>());
     Case::new("convert", Work::Bytes(bytes as u64), move |backend: &B| {
-        let x = numbers::<B, f32>(backend, count)?;
+        let x = random_elements::<B, f32>(backend, count)?;
         let mut y = backend.allocate::<T>(count)?;
         Ok(move |backend: &B| backend.convert(B::whole(&x), B::whole_mut(&mut y)))
     })
@@ -309,7 +309,7 @@ fn squared_norm<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
         "squared_norm",
         Work::moved::<T>(sizes.vocabulary * sizes.width),
         move |backend: &B| {
-            let x = numbers::<B, T>(backend, sizes.vocabulary * sizes.width)?;
+            let x = random_elements::<B, T>(backend, sizes.vocabulary * sizes.width)?;
             let mut out = backend.allocate::<f64>(1)?;
             Ok(move |backend: &B| backend.squared_norms(&[B::whole(&x)], B::whole_mut(&mut out)))
         },
@@ -331,11 +331,11 @@ fn adamw<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
     let remainder = if with_remainder { 2 * size_of::<i16>() } else { 0 };
     let bytes = len * (5 * size_of::<f32>() + 2 * size_of::<T>() + remainder);
     Case::new("adamw", Work::Bytes(bytes as u64), move |backend: &B| {
-        let mut weights = numbers::<B, T>(backend, len)?;
-        let gradients = numbers::<B, f32>(backend, len)?;
+        let mut weights = random_elements::<B, T>(backend, len)?;
+        let gradients = random_elements::<B, f32>(backend, len)?;
         let squared_norm = upload(backend, &[1f64])?;
         let mut remainder = upload(backend, &vec![0i16; if with_remainder { len } else { 0 }])?;
-        let mut first_moment = numbers::<B, f32>(backend, len)?;
+        let mut first_moment = random_elements::<B, f32>(backend, len)?;
         let mut second_moment = upload(backend, &vec![1f32; len])?;
         Ok(move |backend: &B| {
             backend.adamw(AdamWUpdate {

@@ -29,7 +29,7 @@ impl Convert for Cuda {
             return self.device().copy(x.address, y.address, x.len * size_of::<X>());
         }
         let parameters = Parameters { x: x.address, y: y.address, count: x.len as u64 };
-        // Of two types, the name of the one that is read says all.
+        // There are two types, so the input's type also determines the output's.
         self.launch(&name::<X>("convert"), [blocks(x.len), 1], 0, &parameters)
     }
 }

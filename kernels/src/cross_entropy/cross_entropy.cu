@@ -211,7 +211,7 @@ __device__ void vocab_parallel_losses(const VocabParallel& p) {
         return;
     }
     const uint64_t target = uint64_t(id) - p.first_row;
-    // The f32 rounding error of the logarithm goes into the factor.
+    // The factor includes the f32 rounding error of the logarithm.
     const float reference = float(log_sum);
     const float factor = float(double(p.losses.scale) * exp(double(reference) - log_sum));
     differentiate(row, count, target, reference, factor, p.losses.scale);

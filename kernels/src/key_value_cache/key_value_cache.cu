@@ -1,4 +1,4 @@
-// Appending to the cache, a block for each token.
+// Appending to the cache, one block per token.
 #include "../cuda/operators.cuh"
 
 namespace key_value_cache {

@@ -32,8 +32,8 @@ pub trait KeyValueCache: Memory {
     fn key_value_append<T: Element>(&self, args: KeyValueAppend<'_, Self, T>) -> Result<()>;
 }
 
-/// Checks the lengths of queries, keys and values and of the cache; returns where in the cache the
-/// tokens go.
+/// Checks the lengths of queries, keys and values and of the cache; returns the tokens' range in
+/// the cache.
 fn check(
     shape: &QkvShape,
     first_position: usize,

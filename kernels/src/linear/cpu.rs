@@ -1,5 +1,5 @@
-//! The CPU bodies of the linear layer: matrix products on rayon's threads, straight from and into
-//! the buffers.
+//! The CPU bodies of the linear layer: matmuls on rayon's threads, which read and write the buffers
+//! directly.
 
 use super::{Linear, LinearBackwardInput, LinearBackwardWeight, LinearForward, check};
 use crate::cpu::Cpu;

@@ -67,7 +67,7 @@ impl Linear for Cuda {
     }
 }
 
-/// Runs a product, unless it is of no token.
+/// Runs a matmul, unless there are no tokens.
 fn run(cuda: &Cuda, matmul: Matmul) -> Result<()> {
     if matmul.left.rows == 0 || matmul.left.columns == 0 {
         return Ok(());

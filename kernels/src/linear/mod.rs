@@ -10,12 +10,12 @@ use crate::error::{Result, check_len, ensure};
 use crate::memory::{Memory, View, ViewMut};
 use crate::scalar::Element;
 
-/// What happens to the elements that a weight's gradient is written to.
+/// Whether a weight's gradient is overwritten or accumulated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accumulation {
-    /// They are replaced, and need not have been written before.
+    /// Overwrites the elements, which need not be initialised.
     Overwrite,
-    /// The gradient is added to them.
+    /// Adds the gradient to the elements.
     Add,
 }
 
@@ -27,7 +27,7 @@ pub struct LinearForward<'a, M: Memory, T: Element> {
     pub x: View<'a, M, T>,
     /// `[outputs, inputs]`.
     pub weight: View<'a, M, T>,
-    /// Added to the product; `[N, outputs]`.
+    /// Added to the result of the matmul; `[N, outputs]`.
     pub residual: Option<View<'a, M, T>>,
     /// Overwritten; `[N, outputs]`.
     pub y: ViewMut<'a, M, T>,
@@ -70,8 +70,8 @@ pub trait Linear: Memory {
         args: LinearBackwardInput<'_, Self, T>,
     ) -> Result<()>;
 
-    /// `d_weight = d_y^T x`, or `d_weight += d_y^T x`, as `accumulation` says; without a token the
-    /// product is zeros.
+    /// `d_weight = d_y^T x` or `d_weight += d_y^T x`, depending on `accumulation`; without tokens
+    /// `d_y^T x` is zero.
     fn linear_backward_weight<T: Element, G: Element>(
         &self,
         args: LinearBackwardWeight<'_, Self, T, G>,

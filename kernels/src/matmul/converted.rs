@@ -13,8 +13,8 @@ const SIDE: usize = 256;
 /// Terms of the sums that are converted at a time.
 const DEPTH: usize = 512;
 
-/// The most scratch, in numbers, of a product of at most `most` rows, columns and terms; its tiles are
-/// products of [`single`], whose scratch is freed after each.
+/// The most scratch, in elements, of a matmul of at most `most` rows, columns and terms; its tiles
+/// are multiplied by [`single`], whose scratch is freed after each.
 pub(super) fn most_scratch(most: usize) -> [usize; 3] {
     let (side, depth) = (most.min(SIDE), most.min(DEPTH));
     [side * depth, depth * side, side * side]
@@ -67,7 +67,7 @@ fn tile<A: Element, B: Element>(
         let range = start..left.columns.min(start + DEPTH);
         let left = convert(left.columns(range.clone()), left_tile);
         let right = convert(right.rows(range), right_tile);
-        single::product(&mut sums, start > 0, scale, left, right);
+        single::gemm(&mut sums, start > 0, scale, left, right);
     }
 }
 

@@ -20,7 +20,7 @@ pub(super) fn applies<A, B: Element>(left: &Matrix<'_, A>, right: &Matrix<'_, B>
     left.rows <= most && left.column_stride == 1 && right.row_stride == 1
 }
 
-/// The most scratch, in numbers, of a product of at most `most` terms.
+/// The most scratch, in elements, of a matmul of at most `most` terms.
 pub(super) fn most_scratch(most: usize) -> [usize; 1] {
     [MOST_ROWS_F32.saturating_mul(most)]
 }
@@ -66,7 +66,7 @@ impl<O: Element, A: Element, B: Element> WithSimd for Products<'_, '_, O, A, B> 
         }
         for column in 0..out.columns {
             let weight = weight.row(column);
-            // The weight's row comes from memory for the first inner product only.
+            // Only the first inner product reads the weight's row from memory.
             for row in 0..out.rows {
                 let product = inner_product(simd, &values[row * inner..][..inner], weight);
                 let slot = &mut out.row_mut(row)[column];
@@ -79,20 +79,21 @@ impl<O: Element, A: Element, B: Element> WithSimd for Products<'_, '_, O, A, B> 
 
 /// Converts elements to f32.
 #[inline(always)]
-pub(super) fn widen<T: Element>(numbers: &[T], out: &mut [f32]) {
-    for (slot, number) in out.iter_mut().zip(numbers) {
-        *slot = number.to_f32();
+pub(super) fn widen<T: Element>(elements: &[T], out: &mut [f32]) {
+    for (slot, element) in out.iter_mut().zip(elements) {
+        *slot = element.to_f32();
     }
 }
 
 /// Writes the elements at even indices of each two vectors to the first, and those at odd indices
 /// to the second: a bf16 vector read as u32 separates in this way.
 #[inline(always)]
-fn separate<S: Simd>(numbers: &[impl Element], out: &mut [f32]) {
-    let chunks = out.chunks_exact_mut(2 * S::F32_LANES).zip(numbers.chunks_exact(2 * S::F32_LANES));
-    for (out, numbers) in chunks {
+fn separate<S: Simd>(elements: &[impl Element], out: &mut [f32]) {
+    let chunks =
+        out.chunks_exact_mut(2 * S::F32_LANES).zip(elements.chunks_exact(2 * S::F32_LANES));
+    for (out, elements) in chunks {
         let (even, odd) = out.split_at_mut(S::F32_LANES);
-        for ((even, odd), pair) in even.iter_mut().zip(odd).zip(numbers.chunks_exact(2)) {
+        for ((even, odd), pair) in even.iter_mut().zip(odd).zip(elements.chunks_exact(2)) {
             (*even, *odd) = (pair[0].to_f32(), pair[1].to_f32());
         }
     }
@@ -134,13 +135,13 @@ fn inner_product<S: Simd, B: Element>(simd: S, left: &[f32], weight: &[B]) -> f3
 
 /// The elements of two vectors: in order if they are f32, [separated](separate) if bf16.
 #[inline(always)]
-fn two_vectors<S: Simd, B: Element>(simd: S, numbers: &[B]) -> [S::f32s; 2] {
+fn two_vectors<S: Simd, B: Element>(simd: S, elements: &[B]) -> [S::f32s; 2] {
     if B::DTYPE == DType::F32 {
-        let (first, second) = numbers.split_at(S::F32_LANES);
+        let (first, second) = elements.split_at(S::F32_LANES);
         return [first, second]
             .map(|half| bytemuck::pod_read_unaligned(bytemuck::cast_slice(half)));
     }
-    let pairs: S::u32s = bytemuck::pod_read_unaligned(bytemuck::cast_slice(numbers));
+    let pairs: S::u32s = bytemuck::pod_read_unaligned(bytemuck::cast_slice(elements));
     // bf16 is the upper half of f32.
     let even = simd.wrapping_dyn_shl_u32s(pairs, simd.splat_u32s(16));
     let odd = simd.and_u32s(pairs, simd.splat_u32s(0xffff_0000));
@@ -148,6 +149,6 @@ fn two_vectors<S: Simd, B: Element>(simd: S, numbers: &[B]) -> [S::f32s; 2] {
 }
 
 #[inline(always)]
-fn vector<S: Simd>(numbers: &[f32]) -> S::f32s {
-    bytemuck::pod_read_unaligned(bytemuck::cast_slice(numbers))
+fn vector<S: Simd>(elements: &[f32]) -> S::f32s {
+    bytemuck::pod_read_unaligned(bytemuck::cast_slice(elements))
 }

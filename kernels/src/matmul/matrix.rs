@@ -10,7 +10,7 @@ use crate::scalar::{DType, Element};
 
 /// A read-only matrix with strides, in elements; contiguous along rows or columns.
 ///
-/// Invariant: the elements of all rows and columns lie in `data`.
+/// Invariant: the elements of all rows and columns are within `data`.
 #[derive(Clone, Copy)]
 pub(crate) struct Matrix<'a, T> {
     pub(super) data: &'a [T],
@@ -142,7 +142,7 @@ impl<'a, T> MatrixMut<'a, T> {
 
     /// A view that starts at (row, column); the caller sets its shape.
     fn view_from(&self, row: usize, column: usize) -> Self {
-        // Wrapping: the start of an empty view may lie beyond the slice's end; it is not read.
+        // Wrapping: the start of an empty view may be beyond the slice's end; it is not read.
         let start = self.start.wrapping_add(row * self.row_stride + column);
         MatrixMut { start, owner: PhantomData, ..*self }
     }
@@ -150,7 +150,7 @@ impl<'a, T> MatrixMut<'a, T> {
     /// The elements of a row.
     pub(super) fn row_mut(&mut self, row: usize) -> &mut [T] {
         assert!(row < self.rows);
-        // SAFETY: the row lies in the slice of the view (checked there, and above), and the view is
+        // SAFETY: the row is within the view's slice (checked there, and above), and the view is
         // borrowed mutably for as long as the row.
         #[allow(unsafe_code)]
         unsafe {
@@ -170,7 +170,7 @@ impl<'a, T: Element> MatrixMut<'a, T> {
     }
 }
 
-/// What a matmul does with its destination.
+/// The effect of a matmul on its destination.
 #[derive(Clone, Copy)]
 pub(crate) enum Destination<'a, T> {
     /// Overwrites its elements.

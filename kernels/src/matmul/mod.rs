@@ -62,8 +62,8 @@ pub(crate) fn matmul<O: Element, A: Element, B: Element>(
     converted::multiply(out, destination, scale, left, right)
 }
 
-/// The most bytes of a thread's scratch in products with matrices of `T`, of at most `most` rows, columns
-/// and terms.
+/// The most bytes of a thread's scratch in matmuls of matrices of `T`, of at most `most` rows,
+/// columns and terms.
 pub(crate) fn most_scratch_bytes<T: Element>(most: usize) -> usize {
     let few_rows = scratch::bytes(&dot::most_scratch(most));
     let single = scratch::bytes(&single::most_scratch(most));

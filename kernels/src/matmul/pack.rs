@@ -141,21 +141,21 @@ pub(super) fn left_rows<T: Element>(matrix: Matrix<'_, T>, out: &mut [u32]) {
 /// Up to [`VECTOR`] elements as bf16, padded with zeros.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-fn load<T: Element>(numbers: &[T]) -> __m512i {
-    debug_assert!(numbers.len() <= VECTOR);
-    let mask = if numbers.len() < VECTOR { (1u32 << numbers.len()) - 1 } else { u32::MAX };
+fn load<T: Element>(elements: &[T]) -> __m512i {
+    debug_assert!(elements.len() <= VECTOR);
+    let mask = if elements.len() < VECTOR { (1u32 << elements.len()) - 1 } else { u32::MAX };
     // SAFETY: the masks cover only the slice's elements, of the type that `DTYPE` names (f32 or
     // bf16, the two implementors), and both vector types are 64 bytes in which every bit pattern is
     // valid.
     #[allow(unsafe_code)]
     unsafe {
         if T::DTYPE == DType::F32 {
-            let start = numbers.as_ptr().cast::<f32>();
+            let start = elements.as_ptr().cast::<f32>();
             let low = _mm512_maskz_loadu_ps(mask as u16, start);
             let high = _mm512_maskz_loadu_ps((mask >> 16) as u16, start.wrapping_add(16));
             std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low))
         } else {
-            _mm512_maskz_loadu_epi16(mask, numbers.as_ptr().cast())
+            _mm512_maskz_loadu_epi16(mask, elements.as_ptr().cast())
         }
     }
 }

@@ -30,7 +30,7 @@ pub(crate) fn available() -> bool {
         && is_x86_feature_detected!("avx512bf16")
 }
 
-/// The most scratch, in numbers, of a product of at most `most` rows, columns and terms.
+/// The most scratch, in elements, of a matmul of at most `most` rows, columns and terms.
 pub(super) fn most_scratch(most: usize) -> [usize; 3] {
     let (depth, columns) = (most.min(DEPTH).next_multiple_of(32), most.min(COLUMNS));
     let rows = most.min(ROWS);
@@ -180,8 +180,8 @@ unsafe fn block<A: Element>(
                 let left = start.wrapping_byte_add(row_stride * first);
                 let terms = Terms { pairs, left, row_stride, pair_stride, right };
                 let size = (TILE_ROWS.min(part.rows - first), PANEL.min(columns - column));
-                // SAFETY: the tile lies in the packed rows or in the left matrix itself, in the
-                // panel, and in the output by the caller's promise.
+                // SAFETY: the tile is within the packed rows or the left matrix itself, within the
+                // panel, and within the output by the caller's promise.
                 unsafe { tile(size.0, size.1, terms, &output.at(row + first, column)) };
             }
         }

@@ -11,7 +11,7 @@ const COLUMNS: usize = 512;
 /// Minimum rows and columns of the output for which transposing pays off.
 const FEW: usize = 8;
 
-/// The most scratch, in numbers, of a product of at most `most` rows, columns and terms.
+/// The most scratch, in elements, of a matmul of at most `most` rows, columns and terms.
 pub(super) fn most_scratch(most: usize) -> [usize; 2] {
     [most.min(ROWS) * most.min(DEPTH), most.min(DEPTH) * most.min(COLUMNS)]
 }
@@ -33,7 +33,7 @@ pub(super) fn multiply(
     let transpose_left = left.column_stride != 1 && out.columns >= FEW;
     let transpose_right = right.column_stride != 1 && out.rows >= FEW;
     if terms == 0 || !(transpose_left || transpose_right) {
-        return product(&mut out, accumulate, scale, left, right);
+        return gemm(&mut out, accumulate, scale, left, right);
     }
     let rows = if transpose_left { out.rows.min(ROWS) } else { out.rows };
     let columns = if transpose_right { out.columns.min(COLUMNS) } else { out.columns };
@@ -51,7 +51,7 @@ pub(super) fn multiply(
                     let left = left.rows(row..out.rows.min(row + rows));
                     let left = row_major(transpose_left, left, left_block);
                     let mut out = out.block(row, column, left.rows, right.columns);
-                    product(&mut out, accumulate, scale, left, right);
+                    gemm(&mut out, accumulate, scale, left, right);
                 }
             }
             accumulate = true;
@@ -73,7 +73,7 @@ fn row_major<'a>(
 }
 
 /// The result, accumulated into `out` if requested.
-pub(super) fn product(
+pub(super) fn gemm(
     out: &mut MatrixMut<'_, f32>,
     accumulate: bool,
     scale: f32,

@@ -36,7 +36,7 @@ enum Path {
 }
 
 /// Elements between -1 and 1 that bf16 represents.
-fn numbers<T: Element>(len: usize, seed: u32) -> Vec<T> {
+fn elements<T: Element>(len: usize, seed: u32) -> Vec<T> {
     let mut state = seed ^ 0x9e37_79b9;
     let mut next = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -55,18 +55,18 @@ fn view<T>(data: &[T], rows: usize, columns: usize, gap: usize, transposed: bool
 }
 
 fn at<T: Element>(matrix: &Matrix<'_, T>, row: usize, column: usize) -> f64 {
-    let number = matrix.data[row * matrix.row_stride + column * matrix.column_stride];
-    f64::from(number.to_f32())
+    let element = matrix.data[row * matrix.row_stride + column * matrix.column_stride];
+    f64::from(element.to_f32())
 }
 
 fn agrees<O: Element, A: Element, B: Element>(case: Case, path: Path) {
     let Case { shape: [m, n, k], gap, scale, seed, .. } = case;
-    let left = numbers::<A>((m + gap) * (k + gap), seed);
-    let right = numbers::<B>((k + gap) * (n + gap), seed + 1);
+    let left = elements::<A>((m + gap) * (k + gap), seed);
+    let right = elements::<B>((k + gap) * (n + gap), seed + 1);
     let left = view(&left, m, k, gap, case.left_transposed);
     let right = view(&right, k, n, gap, case.right_transposed);
-    let before = numbers::<O>(m * (n + gap), seed + 2);
-    let addend = numbers::<O>(m * (n + gap), seed + 3);
+    let before = elements::<O>(m * (n + gap), seed + 2);
+    let addend = elements::<O>(m * (n + gap), seed + 3);
     let mut out = before.clone();
     let added = match case.destination {
         0 => None,
@@ -95,7 +95,7 @@ fn agrees<O: Element, A: Element, B: Element>(case: Case, path: Path) {
                 continue;
             }
             let sum: f64 = (0..k).map(|i| at(&left, row, i) * at(&right, i, column)).sum();
-            let added = added.map_or(0.0, |numbers| f64::from(numbers[index].to_f32()));
+            let added = added.map_or(0.0, |elements| f64::from(elements[index].to_f32()));
             let expected = added + f64::from(scale) * sum;
             squares += expected * expected;
             error += (expected - f64::from(out[index].to_f32())).powi(2);
@@ -128,7 +128,7 @@ fn all_agree(case: Case) {
 }
 
 #[test]
-fn products_of_several_blocks_agree() {
+fn matmuls_of_several_blocks_agree() {
     for (left_transposed, right_transposed) in [(false, true), (false, false), (true, false)] {
         for (destination, shape) in [
             (0, [205, 100, 301]),
@@ -154,7 +154,7 @@ fn products_of_several_blocks_agree() {
 
 /// The bits of a matmul on thread pools of several sizes.
 fn same_bits<A: Element>([m, n, k]: [usize; 3], transposed: [bool; 2]) {
-    let (left, right) = (numbers::<A>(m * k, 1), numbers::<A>(k * n, 2));
+    let (left, right) = (elements::<A>(m * k, 1), elements::<A>(k * n, 2));
     let left = view(&left, m, k, 0, transposed[0]);
     let right = view(&right, k, n, 0, transposed[1]);
     let [one, two, five] = [1, 2, 5].map(|threads| {
@@ -178,7 +178,7 @@ fn threads_do_not_change_a_bit() {
 }
 
 #[test]
-fn sums_of_no_term_are_what_is_added() {
+fn sums_without_terms_are_the_addend() {
     for destination in 0..3 {
         for shape in [[5, 7, 0], [1, 7, 0], [0, 7, 3], [7, 0, 3], [0, 0, 0]] {
             let [left_transposed, right_transposed] = [false, true];
@@ -197,7 +197,7 @@ fn sums_of_no_term_are_what_is_added() {
 
 #[test]
 fn bf16_results_are_rounded_once() {
-    // 1 + 4191 / 4096 lies just below the midpoint of two bf16 values; rounded after the first
+    // 1 + 4191 / 4096 is just below the midpoint of two bf16 values; rounded after the first
     // third of the terms too, the sum would reach the midpoint and round up.
     let terms = 4192;
     let left = vec![bf16::ONE; terms];
@@ -221,7 +221,7 @@ proptest! {
     #![proptest_config(Config { cases: 96, failure_persistence: None, ..Config::default() })]
 
     #[test]
-    fn any_product_agrees(
+    fn any_matmul_agrees(
         (m, n, k) in (1usize..60, 1usize..110, 0usize..90),
         left_transposed: bool,
         right_transposed: bool,

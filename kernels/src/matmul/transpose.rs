@@ -18,11 +18,11 @@ pub(super) fn to_row_major(matrix: Matrix<'_, f32>, out: &mut [f32]) {
         #[allow(unsafe_code)]
         return unsafe { by_vectors(matrix, out) };
     }
-    vectorized!(by_numbers(matrix, out));
+    vectorized!(by_elements(matrix, out));
 }
 
 #[inline(always)]
-fn by_numbers(matrix: Matrix<'_, f32>, out: &mut [f32]) {
+fn by_elements(matrix: Matrix<'_, f32>, out: &mut [f32]) {
     let columns = matrix.transposed();
     for start in (0..matrix.columns).step_by(SQUARE) {
         let columns = columns.rows(start..matrix.columns.min(start + SQUARE));
@@ -30,8 +30,8 @@ fn by_numbers(matrix: Matrix<'_, f32>, out: &mut [f32]) {
             let rows = first..matrix.rows.min(first + SQUARE);
             for column in 0..columns.rows {
                 let column_of_square = &columns.row(column)[rows.clone()];
-                for (row, &number) in rows.clone().zip(column_of_square) {
-                    out[row * matrix.columns + start + column] = number;
+                for (row, &element) in rows.clone().zip(column_of_square) {
+                    out[row * matrix.columns + start + column] = element;
                 }
             }
         }
@@ -48,21 +48,21 @@ fn by_vectors(matrix: Matrix<'_, f32>, out: &mut [f32]) {
             let rows = first..matrix.rows.min(first + SQUARE);
             let mut square = [_mm512_setzero_si512(); SQUARE];
             for (column, vector) in square.iter_mut().enumerate().take(columns.rows) {
-                let numbers = &columns.row(column)[rows.clone()];
+                let elements = &columns.row(column)[rows.clone()];
                 // SAFETY: the mask covers only the slice's elements.
                 #[allow(unsafe_code)]
                 unsafe {
                     *vector =
-                        _mm512_maskz_loadu_epi32(mask(numbers.len()), numbers.as_ptr().cast());
+                        _mm512_maskz_loadu_epi32(mask(elements.len()), elements.as_ptr().cast());
                 }
             }
             for (row, vector) in rows.zip(square_of_u32(square)) {
-                let numbers = &mut out[row * matrix.columns + start..][..columns.rows];
+                let elements = &mut out[row * matrix.columns + start..][..columns.rows];
                 // SAFETY: the mask covers only the slice's elements.
                 #[allow(unsafe_code)]
                 unsafe {
-                    let mask = mask(numbers.len());
-                    _mm512_mask_storeu_epi32(numbers.as_mut_ptr().cast(), mask, vector);
+                    let mask = mask(elements.len());
+                    _mm512_mask_storeu_epi32(elements.as_mut_ptr().cast(), mask, vector);
                 }
             }
         }
@@ -115,11 +115,11 @@ mod tests {
     #[test]
     fn whole_and_partial_squares_are_transposed_with_and_without_vectors() {
         for (rows, columns) in [(1, 1), (16, 16), (33, 18), (5, 47), (0, 3)] {
-            let numbers: Vec<f32> = (0..rows * columns).map(|i| i as f32).collect();
-            let matrix = Matrix::new(&numbers, columns, rows).transposed();
+            let elements: Vec<f32> = (0..rows * columns).map(|i| i as f32).collect();
+            let matrix = Matrix::new(&elements, columns, rows).transposed();
             let (mut out, mut plain) = (vec![0f32; rows * columns], vec![0f32; rows * columns]);
             to_row_major(matrix, &mut out);
-            by_numbers(matrix, &mut plain);
+            by_elements(matrix, &mut plain);
             let expected = (0..rows * columns).map(|i| (i % columns * rows + i / columns) as f32);
             assert!(out.iter().copied().eq(expected));
             assert_eq!(out, plain);

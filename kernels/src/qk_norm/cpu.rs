@@ -84,7 +84,7 @@ pub(crate) fn scratch_bytes(tokens: usize, head_dim: usize) -> usize {
     scratch::bytes(&[tokens.div_ceil(ROWS) * 2 * head_dim])
 }
 
-/// Which of the two weights a head of a row has; none for values.
+/// The index of a head's weight: 0 for queries, 1 for keys; `None` for values.
 #[inline(always)]
 fn weight_of(shape: &QkvShape, head: usize) -> Option<usize> {
     match head {
@@ -94,7 +94,8 @@ fn weight_of(shape: &QkvShape, head: usize) -> Option<usize> {
     }
 }
 
-/// Turns the gradient `d` of a normed head into that of the head `x`, and adds that of the weight.
+/// Replaces the gradient `d` of a normed head by the gradient of the head `x`, and adds the
+/// gradient of the weight.
 #[inline(always)]
 fn head_backward<T: Element>(eps: f64, x: &[T], weight: &[T], d: &mut [T], d_weight: &mut [f32]) {
     let count = x.len();

@@ -1,6 +1,6 @@
-//! Query and key norms (QK-norm, Dehghani et al., arXiv 2302.05442, as Qwen3 has it, arXiv
-//! 2505.09388): RMSNorm of each head's query and key before RoPE, with one weight for all query heads
-//! and one for all key heads.
+//! Query and key norms (QK-norm, Dehghani et al., arXiv 2302.05442) in the form of Qwen3 (arXiv
+//! 2505.09388): RMSNorm of each head's query and key before RoPE, with one weight for all query
+//! heads and one for all key heads.
 //!
 //! ```text
 //! y = r x * weight                                 r = 1 / sqrt(mean(x^2) + eps), over a head
@@ -23,7 +23,7 @@ pub struct QkNormForward<'a, M: Memory, T: Element> {
     pub shape: &'a QkvShape,
     /// Added to the mean square.
     pub eps: f64,
-    /// Queries, keys and values of a token side by side; `[B*T, (H + 2G) D]`.
+    /// Queries, keys and values, one row per token; `[B*T, (H + 2G) D]`.
     pub qkv: View<'a, M, T>,
     /// Weight of the query heads, then of the key heads; `[2, D]`.
     pub weight: View<'a, M, T>,
@@ -41,7 +41,7 @@ pub struct QkNormBackward<'a, M: Memory, T: Element, G: Element> {
     pub qkv: View<'a, M, T>,
     /// As in the forward pass.
     pub weight: View<'a, M, T>,
-    /// The gradient of `normed`, which becomes that of `qkv`; `[B*T, (H + 2G) D]`.
+    /// The gradient of `normed`, replaced by the gradient of `qkv`; `[B*T, (H + 2G) D]`.
     pub d_qkv: ViewMut<'a, M, T>,
     /// Added to; `[2, D]`.
     pub d_weight: ViewMut<'a, M, G>,
@@ -52,8 +52,8 @@ pub trait QkNorm: Memory {
     /// Norms queries and keys, and copies values.
     fn qk_norm_forward<T: Element>(&self, args: QkNormForward<'_, Self, T>) -> Result<()>;
 
-    /// Turns the gradients of normed queries and keys into those of unnormed ones, in place, and adds
-    /// the gradients of the weights.
+    /// Replaces the gradients of normed queries and keys by the gradients of the unnormed ones, and
+    /// adds the gradients of the weights.
     fn qk_norm_backward<T: Element, G: Element>(
         &self,
         args: QkNormBackward<'_, Self, T, G>,

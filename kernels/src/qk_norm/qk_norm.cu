@@ -26,7 +26,7 @@ static_assert(sizeof(Forward) == 56 && offsetof(Forward, qkv) == 0 &&
 struct Backward {
     const void* qkv;
     const void* weight;
-    // The gradient of `normed`, which becomes that of `qkv`.
+    // The gradient of `normed`, replaced by the gradient of `qkv`.
     void* d_qkv;
     // 1 / rms and correction, [tokens, heads + kv_heads] each.
     float* inv_rms;
@@ -106,7 +106,7 @@ __device__ __forceinline__ bool reads_wide(const Backward& p) {
     return wide<T>(p.head_dim, p.qkv) && aligned(p.weight) && aligned(p.d_qkv);
 }
 
-// Where head `head` of a token begins.
+// Index of the first element of head `head` of a token.
 __device__ __forceinline__ uint64_t start_of(const Backward& p, uint64_t token, uint32_t head) {
     return (token * (p.heads + 2 * p.kv_heads) + head) * p.head_dim;
 }
@@ -208,7 +208,7 @@ __device__ void backward(const Backward& p) {
     }
 }
 
-// A block for each column of the two weights.
+// One block per column of the two weights.
 template <class G>
 __device__ void backward_weight(const Backward& p) {
     float sum = 0.0f;

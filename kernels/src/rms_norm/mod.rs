@@ -31,7 +31,7 @@ pub struct RmsNormBackward<'a, M: Memory, T: Element, G: Element> {
     pub x: View<'a, M, T>,
     /// `[C]`.
     pub weight: View<'a, M, T>,
-    /// What the forward pass wrote; `[N]`.
+    /// Written by the forward pass; `[N]`.
     pub inv_rms: View<'a, M, f32>,
     /// `[N, C]`.
     pub d_y: View<'a, M, T>,

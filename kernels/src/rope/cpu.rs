@@ -50,7 +50,7 @@ fn rotate<T: Element>(
     Ok(())
 }
 
-/// Turns every head of a row; the widths of small heads are compiled in.
+/// Rotates every head of a row; small head dimensions are compile-time constants.
 #[inline(always)]
 fn rotate_heads<T: Element>(row: &mut [T], cos: &[f32], sin: &[f32], direction: Direction) {
     match cos.len() {

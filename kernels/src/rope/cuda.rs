@@ -29,7 +29,7 @@ mirrored!(
 );
 
 impl Parameters {
-    /// Checks the arguments and takes their addresses.
+    /// Checks the arguments and returns their addresses.
     pub(crate) fn new<T: Element>(
         operator: &'static str,
         args: &RopeArgs<'_, Cuda, T>,
@@ -50,7 +50,7 @@ impl Parameters {
         })
     }
 
-    /// Address of what is rotated.
+    /// Address of the elements to rotate.
     pub(crate) fn address(&self) -> u64 {
         self.qkv
     }

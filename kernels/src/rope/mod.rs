@@ -1,5 +1,5 @@
 //! Rotary position embedding (Su et al., arXiv 2104.09864) in the half-split form of Hugging
-//! Face's Llama: the pair of elements (i, i + D/2) turns by position x frequency i.
+//! Face's Llama: the pair of elements (i, i + D/2) is rotated by position x frequency i.
 
 pub(crate) mod cpu;
 #[cfg(gpu)]
@@ -25,7 +25,7 @@ pub struct QkvShape {
 }
 
 impl QkvShape {
-    /// Tokens in all, N.
+    /// Tokens of all sequences, N.
     pub fn tokens(&self) -> usize {
         self.batch * self.length
     }
@@ -35,7 +35,7 @@ impl QkvShape {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 
-    /// Refuses shapes that no attention has.
+    /// Refuses shapes that attention does not support.
     pub(crate) fn check(&self, operator: &'static str) -> Result<()> {
         let &QkvShape { heads, kv_heads, head_dim, .. } = self;
         ensure(operator, kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads), || {
@@ -94,7 +94,7 @@ pub trait Rope: Memory {
     /// Rotates queries and keys in place. Token t of a sequence is at position `first_position + t`.
     fn rope_forward<T: Element>(&self, args: RopeArgs<'_, Self, T>) -> Result<()>;
 
-    /// Turns the gradients of rotated queries and keys into those of the unrotated ones, in place.
+    /// Replaces the gradients of rotated queries and keys by the gradients of the unrotated ones.
     fn rope_backward<T: Element>(&self, args: RopeArgs<'_, Self, T>) -> Result<()>;
 }
 

@@ -1,4 +1,4 @@
-//! The CPU bodies of what all routers share.
+//! The CPU bodies of the operators that all routers share.
 
 use super::{Routers, Routing};
 use crate::cpu::Cpu;
@@ -43,7 +43,7 @@ impl Routers for Cpu {
     }
 }
 
-/// Share of tokens that selected each routed head.
+/// The share of tokens that selected each routed head.
 pub(crate) fn load(routing: &Routing<Cpu>) -> impl Iterator<Item = f64> {
     let tokens = routing.tokens().max(1) as f64;
     routing.counts[..routing.routed()].iter().map(move |&count| f64::from(count) / tokens)

@@ -1,4 +1,4 @@
-//! What all routers share, on a GPU.
+//! The operators that all routers share, on a GPU.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -44,7 +44,7 @@ struct Balance {
 mirrored!(Balance, 80, products 0, tables 8);
 
 impl Tables {
-    /// What kernels are given of a routing.
+    /// The tables of a routing as a kernel's parameters.
     pub(crate) fn new(routing: &Routing<Cuda>) -> Self {
         let heads = routing.heads();
         Tables {

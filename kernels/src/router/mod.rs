@@ -1,10 +1,10 @@
 //! Routers choose, for every token, the heads that attention computes beside the shared ones.
 //!
-//! A router is a folder of its own ([`query_norm`] is the paper's for pretrained models). It fills a
-//! [`Routing`]: which of the routed heads each token selected, the gates, and, if it scales outputs, a
-//! weight for every (token, head). Attention takes the [`Selection`] of a routing and knows no router.
-//! What follows from the tables alone is shared by all routers: the balance loss and the columns of the
-//! heads that are local to a rank.
+//! Each router has its own folder ([`query_norm`] is the paper's for pretrained models). It fills a
+//! [`Routing`]: the routed heads that each token selected, the gates, and, if it scales outputs, a
+//! weight for every (token, head). Attention's argument is the [`Selection`] of a routing, which
+//! does not depend on the router. All routers share the operations on the tables alone: the balance
+//! loss and the columns of the heads that are local to a rank.
 
 mod cpu;
 #[cfg(gpu)]
@@ -21,11 +21,11 @@ use crate::scalar::Element;
 /// Sizes of a [`Routing`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RoutingShape {
-    /// The most tokens.
+    /// Maximum tokens.
     pub tokens: usize,
     /// The layer's heads.
     pub heads: Heads,
-    /// The fewest shared heads; all others are routed.
+    /// Minimum shared heads; all others are routed.
     pub shared_heads: usize,
     /// f64 elements that the router saves for each token.
     pub saved_per_token: usize,
@@ -33,33 +33,33 @@ pub struct RoutingShape {
     pub weighted: bool,
 }
 
-/// What a router decided for the tokens of one micro-batch in one layer, and what its backward pass
-/// needs. R is the number of routed heads, of all ranks.
+/// The decisions of a router for the tokens of one micro-batch in one layer, and the values that
+/// its backward pass needs. R is the number of routed heads of all ranks.
 pub struct Routing<M: Memory> {
     shape: RoutingShape,
-    /// Shared heads of the layer that was routed last.
+    /// Shared heads of the last layer that was routed.
     shared_heads: usize,
-    /// Tokens that were routed last.
+    /// Tokens of the last micro-batch that was routed.
     tokens: usize,
     /// 1 where a token selected a head; `[tokens, R]`.
     pub(crate) selected: M::Buffer<u8>,
-    /// The columns of `selected` of local heads, where ranks share the heads.
+    /// The columns of `selected` of local heads, if ranks share the heads.
     pub(crate) local_selected: M::Buffer<u8>,
     /// `[tokens, R]`.
     pub(crate) gates: M::Buffer<f32>,
     /// Tokens that selected each routed head; `[R]`.
     pub(crate) counts: M::Buffer<u32>,
-    /// The router's own, `saved_per_token` for each token.
+    /// Saved by the router, `saved_per_token` elements per token.
     pub(crate) saved: M::Buffer<f64>,
-    /// What outputs are multiplied by; `[tokens, local heads]`, or empty.
+    /// Factors of the outputs; `[tokens, local heads]`, or empty.
     pub(crate) weights: M::Buffer<f32>,
 }
 
 impl<M: Memory> Routing<M> {
-    /// Buffers for up to `shape.tokens` tokens.
+    /// Allocates buffers for up to `shape.tokens` tokens.
     ///
     /// # Errors
-    /// Heads that do not divide among the ranks, and when the device has no room.
+    /// If the heads do not divide among the ranks, or the device has no room.
     pub fn new(memory: &M, shape: RoutingShape) -> Result<Self> {
         const OPERATOR: &str = "routing";
         let RoutingShape { tokens, heads, shared_heads, saved_per_token, weighted } = shape;
@@ -86,7 +86,7 @@ impl<M: Memory> Routing<M> {
     /// Starts to route `tokens` tokens in a layer with `shared_heads` shared heads.
     ///
     /// # Errors
-    /// More tokens or routed heads than the routing was made for.
+    /// If there are more tokens or routed heads than in the routing's shape.
     pub fn begin(&mut self, tokens: usize, shared_heads: usize) -> Result<()> {
         const OPERATOR: &str = "routing";
         let RoutingShape { tokens: most, heads, shared_heads: fewest, .. } = self.shape;
@@ -100,7 +100,7 @@ impl<M: Memory> Routing<M> {
         Ok(())
     }
 
-    /// Refuses tokens or local heads other than those that were routed.
+    /// Refuses counts of tokens or local heads that differ from the routing's.
     pub(crate) fn check(&self, operator: &'static str, tokens: usize, heads: usize) -> Result<()> {
         crate::error::check_len(operator, "routing", self.tokens, tokens)?;
         self.check_heads(operator, heads)
@@ -138,7 +138,7 @@ impl<M: Memory> Routing<M> {
         self.heads().local_below(self.shared_heads)
     }
 
-    /// The indices among the routed heads of those that are local.
+    /// The indices of the local routed heads among all routed heads.
     pub(crate) fn local_routed(&self) -> Vec<usize> {
         let heads = self.heads();
         (self.local_shared()..heads.local()).map(|at| heads.index(at) - self.shared_heads).collect()
@@ -149,7 +149,7 @@ impl<M: Memory> Routing<M> {
         M::view(&self.selected, 0..self.tokens * self.routed())
     }
 
-    /// As [`Routing::selected`], for the router to write.
+    /// Write access to [`Routing::selected`], for the router.
     pub fn selected_mut(&mut self) -> ViewMut<'_, M, u8> {
         let len = self.tokens * self.routed();
         M::view_mut(&mut self.selected, 0..len)
@@ -160,19 +160,20 @@ impl<M: Memory> Routing<M> {
         M::view(&self.gates, 0..self.tokens * self.routed())
     }
 
-    /// As [`Routing::gates`], for the router to write.
+    /// Write access to [`Routing::gates`], for the router.
     pub fn gates_mut(&mut self) -> ViewMut<'_, M, f32> {
         let len = self.tokens * self.routed();
         M::view_mut(&mut self.gates, 0..len)
     }
 
-    /// What outputs are multiplied by, `[tokens, local heads]`, for a router that scales them to write.
+    /// Write access to the factors of the outputs, `[tokens, local heads]`, for a router that
+    /// scales them.
     pub fn weights_mut(&mut self) -> ViewMut<'_, M, f32> {
         let len = if self.shape.weighted { self.tokens * self.heads().local() } else { 0 };
         M::view_mut(&mut self.weights, 0..len)
     }
 
-    /// What attention takes of it.
+    /// The selection, an argument of attention.
     pub fn selection(&self) -> Selection<'_, M> {
         let heads = self.heads();
         let routed = match heads.ranks {
@@ -188,10 +189,10 @@ impl<M: Memory> Routing<M> {
     }
 }
 
-/// What every router needs of a device.
+/// The operators that all routers share.
 pub trait Routers: Memory {
-    /// Completes the tables after `selected` has been written: how many tokens selected each routed head,
-    /// and the columns of local heads.
+    /// Completes the tables after `selected` has been written: the number of tokens that selected
+    /// each routed head, and the columns of local heads.
     fn complete_routing(&self, routing: &mut Routing<Self>) -> Result<()>;
 
     /// `out[0] += scale * sum_i f_i P_i`, the balance loss of one layer and micro-batch: f_i is the share
@@ -204,21 +205,21 @@ pub trait Routers: Memory {
     ) -> Result<()>;
 }
 
-/// What reaches a router in the backward pass.
+/// The inputs of a router's backward pass.
 pub struct RouterGradient<'a, M: Memory> {
-    /// What the forward pass decided.
+    /// The result of the forward pass.
     pub routing: &'a Routing<M>,
-    /// `<dO, O>` of every local head, `[N, H]`; without it the selection is taken as a constant.
+    /// `<dO, O>` of every local head, `[N, H]`; if `None`, the selection is treated as a constant.
     pub delta: Option<View<'a, M, f32>>,
     /// Gradient of the total loss with respect to this layer's `sum_i f_i P_i`.
     pub balance_weight: f32,
-    /// Needed where ranks share the heads and there is a delta.
+    /// Required if ranks share the heads and there is a delta.
     pub ranks: Option<RouterRanks<'a, M>>,
 }
 
-/// What a router's backward pass needs where ranks share the heads.
+/// Arguments of a router's backward pass if ranks share the heads.
 pub struct RouterRanks<'a, M: Memory> {
-    /// Scratch of an element for every token and routed head of the layer.
+    /// Scratch with one element per token and routed head of the layer.
     pub table: ViewMut<'a, M, f64>,
     /// The sum over the ranks, called once.
     pub all_reduce: AllReduce<'a, M>,
@@ -247,8 +248,8 @@ pub struct RouterForward<'a, M: Memory, T: Element> {
     pub qkv: View<'a, M, T>,
     /// Overwritten.
     pub routing: &'a mut Routing<M>,
-    /// The sum over the ranks that share the heads; needed where there are several. A router calls it
-    /// equally often on each of them.
+    /// The sum over the ranks that share the heads; required if there are several. A router calls
+    /// it the same number of times on each of them.
     pub all_reduce: Option<AllReduce<'a, M>>,
 }
 
@@ -266,25 +267,27 @@ pub struct RouterRopeForward<'a, M: Memory, T: Element> {
 pub struct RouterBackward<'a, M: Memory, T: Element> {
     /// Shape of `qkv`.
     pub shape: &'a QkvShape,
-    /// Queries, keys and values, before RoPE or after it, as `d_qkv` is; `[B*T, (H + 2G) D]`.
+    /// Queries, keys and values, either both these and `d_qkv` before RoPE or both after it;
+    /// `[B*T, (H + 2G) D]`.
     pub qkv: View<'a, M, T>,
     /// Added to; `[B*T, (H + 2G) D]`.
     pub d_qkv: ViewMut<'a, M, T>,
-    /// What reaches the router.
+    /// The router's other inputs.
     pub gradient: RouterGradient<'a, M>,
 }
 
 /// Arguments of a router's backward pass that also rotates the gradients back.
 pub struct RouterRopeBackward<'a, M: Memory, T: Element> {
-    /// What the forward pass left, rotated queries and keys; `[B*T, (H + 2G) D]`.
+    /// The output of the forward pass: rotated queries and keys; `[B*T, (H + 2G) D]`.
     pub qkv: View<'a, M, T>,
-    /// The rotation of the gradients, which are those of rotated queries and keys before.
+    /// The rotation, with the gradients of rotated queries and keys, which are rotated back in
+    /// place.
     pub rope: RopeArgs<'a, M, T>,
-    /// What reaches the router.
+    /// The router's other inputs.
     pub gradient: RouterGradient<'a, M>,
 }
 
-/// What ranks exchange for a routing of `heads`: nothing where all of them are local.
+/// The exchange between ranks for a routing of `heads`; `None` if all of them are local.
 pub(crate) fn exchange<E>(
     operator: &'static str,
     heads: Heads,

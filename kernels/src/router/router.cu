@@ -1,4 +1,4 @@
-// What follows from the tables of any router: counts, local columns and the balance loss.
+// The operators that all routers share: counts, local columns and the balance loss.
 #include "routing.cuh"
 
 namespace router {

@@ -1,4 +1,4 @@
-// What every router leaves: the tables of a routing.
+// The result of every router: the tables of a routing.
 #pragma once
 
 #include "../cuda/operators.cuh"
@@ -11,7 +11,7 @@ struct Routing {
     uint8_t* selected;
     // Tokens that selected each routed head.
     uint32_t* counts;
-    // Of ranks that share the heads: the columns of `selected` that are local.
+    // The columns of `selected` of local heads, if ranks share the heads.
     uint8_t* local_selected;
     uint64_t tokens;
     uint32_t shared_heads;

@@ -1,9 +1,9 @@
-//! Spans: what a step is doing, from [`enter`] until the guard is dropped. They are observed and change
-//! no result.
+//! Spans: named parts of a step, from [`enter`] until the guard is dropped. They do not affect
+//! results.
 //!
-//! Two kinds of [`Sink`] hear of them: that of a thread, which also hears of the work that
-//! [`crate::Memory::install`] takes to another thread for it, and a profiler, which hears of all threads.
-//! Without either a span costs one atomic load.
+//! Two kinds of [`Sink`] are notified of them: the sink of a thread, which is also notified of the
+//! work that [`crate::Memory::install`] runs on another thread for it, and a profiler, which is
+//! notified of the spans of all threads. Without either a span costs one atomic load.
 
 mod nvtx;
 
@@ -15,19 +15,19 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 pub use nvtx::connect_profiler;
 
-/// Sinks there are in this process.
+/// The number of sinks in this process.
 static SINKS: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
     static OF_THREAD: RefCell<Option<Arc<dyn Sink>>> = const { RefCell::new(None) };
 }
 
-/// What a span is called.
+/// The name of a span.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Label {
     /// Its kind, such as `block`.
     pub name: &'static str,
-    /// Which one of its kind, from 0.
+    /// Its index among the spans of its kind, from 0.
     pub number: Option<u64>,
 }
 
@@ -40,16 +40,16 @@ impl fmt::Display for Label {
     }
 }
 
-/// What hears of spans.
+/// A receiver of notifications of spans.
 pub trait Sink: Send + Sync {
-    /// A span begins, within those that have begun on this thread and not ended.
+    /// Called when a span begins, within those on this thread that have not ended.
     fn enter(&self, label: Label);
 
-    /// The span that began last ends.
+    /// Called when the innermost span ends.
     fn exit(&self);
 }
 
-/// A span that is going on; it ends when this is dropped.
+/// A guard of a span, which ends when the guard is dropped.
 #[must_use = "the span ends when this is dropped"]
 pub struct Span {
     of_thread: Option<Arc<dyn Sink>>,
@@ -96,13 +96,13 @@ impl Drop for Span {
     }
 }
 
-/// Until it is dropped, this thread's spans are heard of.
-#[must_use = "the sink hears of nothing more when this is dropped"]
+/// A guard of this thread's sink, which is notified of spans until the guard is dropped.
+#[must_use = "the sink is notified of no more spans when this is dropped"]
 pub struct Listening {
     _sink: Replaced,
 }
 
-/// Makes `sink` hear of the spans of this thread, in place of the one before it.
+/// Notifies `sink` of the spans of this thread, instead of the thread's previous sink.
 pub fn listen(sink: Arc<dyn Sink>) -> Listening {
     SINKS.fetch_add(1, Ordering::Relaxed);
     Listening { _sink: Replaced::by(Some(sink)) }
@@ -119,17 +119,18 @@ pub(crate) fn of_thread() -> Option<Arc<dyn Sink>> {
     OF_THREAD.with_borrow(Clone::clone)
 }
 
-/// Runs work of another thread, whose sink is given, on this one.
+/// Runs work on this thread on behalf of another thread, whose sink is given.
 pub(crate) fn on_behalf<R>(sink: Option<Arc<dyn Sink>>, work: impl FnOnce() -> R) -> R {
-    // None too: this thread may wait within the work of a thread that listens.
+    // A missing sink replaces this thread's too: the work may run while this thread waits within
+    // the work of a thread that has a sink.
     let _restored = Replaced::by(sink);
     work()
 }
 
-/// A thread's sink from before, which it gets back when this is dropped.
+/// A thread's previous sink, which is restored when this is dropped.
 struct Replaced {
     before: Option<Arc<dyn Sink>>,
-    /// Of one thread.
+    /// It must be dropped on the same thread.
     _stays: PhantomData<*const ()>,
 }
 
@@ -201,7 +202,7 @@ mod tests {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
         let heard = Arc::new(Heard::default());
         let listening = listen(heard.clone());
-        // The pool's one thread takes the work, and while it waits in it work of nobody's.
+        // The pool's only thread runs the work and, while it waits there, work without a sink.
         pool.in_place_scope(|_| {
             let sink = of_thread();
             pool.install(|| {

@@ -1,9 +1,9 @@
 //! Spans as ranges of NVTX, which Nsight Systems and Nsight Compute show beside the kernels of a GPU.
 //!
-//! NVTX 3 has no library to link: a program loads the one that the profiler names in the variable
-//! `NVTX_INJECTION64_PATH` and calls its `InitializeInjectionNvtx2`, which asks for tables of functions
-//! and fills in its own. The tables here are those of `nvtxTypes.h`; of their functions
-//! `nvtxRangePushA` and `nvtxRangePop` are called.
+//! NVTX 3 has no library to link: a program loads the library that the profiler names in the
+//! variable `NVTX_INJECTION64_PATH` and calls its `InitializeInjectionNvtx2`, which requests tables
+//! of functions and writes its own functions to them. The tables are defined as in `nvtxTypes.h`;
+//! only `nvtxRangePushA` and `nvtxRangePop` are called.
 
 use std::ffi::{CString, OsStr, c_char, c_int, c_uint, c_void};
 use std::mem::transmute;
@@ -37,7 +37,7 @@ type GetExportTable = extern "C" fn(u32) -> *const c_void;
 type Push = unsafe extern "C" fn(*const c_char) -> c_int;
 type Pop = unsafe extern "C" fn() -> c_int;
 
-/// A place where a profiler writes the address of a function; null where it does not.
+/// A slot to which a profiler writes the address of a function; null if it does not.
 type Slot = AtomicPtr<c_void>;
 
 /// `NvtxExportTableCallbacks`.
@@ -79,13 +79,13 @@ struct Nvtx {
     pop: Pop,
 }
 
-/// Makes the profiler that this process was started by, where there is one, hear of the spans of all
-/// threads from now on: Nsight Systems and Nsight Compute name their library in the variable
-/// `NVTX_INJECTION64_PATH`. Tells whether one hears of them; one that declines, as a profiler does
-/// that traces no ranges, is none.
+/// Notifies the profiler that started this process, if there is one, of the spans of all threads
+/// from now on: Nsight Systems and Nsight Compute name their library in the variable
+/// `NVTX_INJECTION64_PATH`. Returns whether a profiler is notified, which is false if it declines,
+/// for example because it does not trace ranges.
 ///
 /// # Errors
-/// [`Error::Profiler`] when the variable names something that is no such library.
+/// [`Error::Profiler`] if the variable does not name such a library.
 pub fn connect_profiler() -> Result<bool> {
     let Some(path) = std::env::var_os(VARIABLE).filter(|path| !path.is_empty()) else {
         return Ok(false);
@@ -106,17 +106,17 @@ pub fn connect_profiler() -> Result<bool> {
     Ok(PROFILER.get().is_some())
 }
 
-/// The profiler that hears of spans.
+/// The profiler that is notified of spans.
 pub(super) fn profiler() -> Option<&'static dyn Sink> {
     PROFILER.get().map(|nvtx| nvtx as &dyn Sink)
 }
 
 impl Nvtx {
     fn load(path: &OsStr) -> std::result::Result<Option<Self>, String> {
-        // SAFETY: who starts a process says what its profiler is; its initialisers are its own.
+        // SAFETY: the user who starts the process chooses the profiler and its initialisers.
         #[allow(unsafe_code)]
         let library = unsafe { Library::new(path) }.map_err(|error| with_cause(&error))?;
-        // SAFETY: the type is that of nvtxTypes.h.
+        // SAFETY: nvtxTypes.h defines this type.
         #[allow(unsafe_code)]
         let initialize = *unsafe { library.get::<Initialize>(b"InitializeInjectionNvtx2") }
             .map_err(|error| with_cause(&error))?;
@@ -126,9 +126,9 @@ impl Nvtx {
         Ok(nvtx)
     }
 
-    /// Lets a profiler fill in its functions; none where it declines, or takes no ranges.
+    /// Lets a profiler fill in its functions; `None` if it declines, or does not trace ranges.
     fn attach(initialize: Initialize) -> Option<Self> {
-        // SAFETY: the function is that of nvtxTypes.h, and gets one that is.
+        // SAFETY: nvtxTypes.h defines the types of the function and of its argument.
         #[allow(unsafe_code)]
         if unsafe { initialize(export_table) } == 0 {
             return None;
@@ -152,7 +152,8 @@ impl Sink for Nvtx {
     fn enter(&self, label: Label) {
         // No label has a zero byte in it.
         let text = CString::new(label.to_string()).unwrap_or_default();
-        // SAFETY: the profiler's function takes a string that lives until it returns.
+        // SAFETY: the profiler's function has a string as its argument, which lives until it
+        // returns.
         #[allow(unsafe_code)]
         unsafe {
             (self.push)(text.as_ptr());
@@ -160,7 +161,7 @@ impl Sink for Nvtx {
     }
 
     fn exit(&self) {
-        // SAFETY: the profiler's function takes nothing.
+        // SAFETY: the profiler's function has no arguments.
         #[allow(unsafe_code)]
         unsafe {
             (self.pop)();

@@ -1,4 +1,4 @@
-//! The backward pass: dQ of the selected rows, and the gradients of all keys and values, which a
+//! The backward pass: dQ of the selected rows, and the gradients of all keys and values, which each
 //! task sums over its tiles in f32.
 
 use pulp::Arch;
@@ -10,7 +10,7 @@ use super::gather::{
 use super::lanes::{KEYS, Lanes, MOST_ROWS, padded_rows};
 use super::rows::Row;
 use super::tile::{BackwardTile, Head};
-use super::{as_factors, for_each_task, for_each_tile, product, with_factors};
+use super::{as_factors, for_each_task, for_each_tile, matmul, with_factors};
 use crate::attention::{AttentionArgs, AttentionBackward, AttentionShape, BackwardLens, KeyValues};
 use crate::cpu::Cpu;
 use crate::disjoint::DisjointColumns;
@@ -18,7 +18,7 @@ use crate::error::Result;
 use crate::scalar::Element;
 use crate::scratch::with_scratch;
 
-/// What the backward pass reads.
+/// The inputs of the backward pass.
 #[derive(Clone, Copy)]
 struct Saved<'a, T> {
     qkv: &'a [T],
@@ -59,7 +59,7 @@ pub(super) fn backward<T: Element>(
     Ok(())
 }
 
-/// What the tasks write.
+/// The outputs of the tasks.
 struct Gradients<'a, T> {
     d_qkv: DisjointColumns<'a, T>,
     delta: Option<DisjointColumns<'a, f32>>,
@@ -69,16 +69,16 @@ impl<T: Element> Gradients<'_, T> {
     /// The gradient of one head, or key/value head, of a token: elements `column..column + len`.
     #[allow(clippy::mut_from_ref)]
     fn head(&self, token: usize, column: usize, len: usize) -> &mut [T] {
-        // SAFETY: a task takes the columns of its own key/value head and of its own query heads, in
-        // the tokens of its own sequence, each once.
+        // SAFETY: a task accesses the columns of its own key/value head and of its own query heads,
+        // in the tokens of its own sequence, each once.
         #[allow(unsafe_code)]
         unsafe {
             self.d_qkv.block_mut(token, column..column + len)
         }
     }
 
-    /// Writes the gradients of a key/value head, which is head `head` of a row, in all tokens of a
-    /// sequence: rows of `width` elements times `scale`.
+    /// Writes the gradients of a key/value head for all tokens of a sequence: rows of `width`
+    /// elements times `scale`. `head` is its index among all heads of a row.
     fn set_sequence(
         &self,
         shape: &AttentionShape,
@@ -115,13 +115,13 @@ fn width(head_dim: usize, lanes: usize) -> usize {
 pub(super) fn scratch<F: Factor>(arch: Arch, shape: &AttentionShape) -> [usize; 16] {
     let head_dim = shape.head_dim;
     let lanes = arch.dispatch(Lanes);
-    let padded = head_dim.next_multiple_of(product::ROWS);
+    let padded = head_dim.next_multiple_of(matmul::ROWS);
     let width = width(head_dim, lanes);
     let rows = padded_rows(shape.key_length);
     let blocks = rows.next_multiple_of(KEYS) * lanes;
     let factors = |count: usize| count / F::TERMS;
     let (keys, columns, tile) = (rows * padded, head_dim * lanes, lanes * width);
-    // Where a factor has one term, both forms of the keys are the same.
+    // If a factor has one term, both layouts of the keys are the same.
     let turned = if F::TERMS == 1 { 0 } else { factors(keys) };
     let block = factors(KEYS * lanes);
     [
@@ -154,7 +154,7 @@ fn backward_task<T: Element, F: Factor>(
     let shape = &args.shape;
     let AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = *shape;
     let lanes = arch.dispatch(Lanes);
-    let padded = head_dim.next_multiple_of(product::ROWS);
+    let padded = head_dim.next_multiple_of(matmul::ROWS);
     let width = width(head_dim, lanes);
     with_scratch(self::scratch::<F>(arch, shape), |scratch| {
         let [operands @ .., p, d_p, d_q, rounded, d_keys, d_values] = scratch;
@@ -178,7 +178,7 @@ fn backward_task<T: Element, F: Factor>(
         d_keys.fill(0.0);
         d_values.fill(0.0);
         let scale = args.scale();
-        let take = |tile: &[Row]| {
+        let process = |tile: &[Row]| {
             let queries = tile_rows(saved.qkv, (query_stride, head_dim), tile);
             let outputs = tile_rows(saved.d_out, (heads * head_dim, head_dim), tile);
             gather_columns(tile.len(), &queries, lanes, q);
@@ -212,7 +212,7 @@ fn backward_task<T: Element, F: Factor>(
             });
             scatter_columns(d_q, &[scale; MOST_ROWS][..lanes], rounded, rows);
         };
-        for_each_tile(args, task, lanes, take, |row| {
+        for_each_tile(args, task, lanes, process, |row| {
             gradients.set_delta(row, 0.0);
             gradients.head(row.token, row.head * head_dim, head_dim).fill(T::zeroed());
         });

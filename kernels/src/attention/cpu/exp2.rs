@@ -1,18 +1,19 @@
-//! Powers of 2, which the softmax takes instead of those of e.
+//! Powers of 2, which the softmax uses instead of powers of e.
 
 use pulp::Simd;
 
-/// Coefficients of a polynomial of degree 5 for 2^f, |f| <= 1/2, from f^5 down to f, that make the
-/// largest relative error least, the constant one being set to 1.
+/// Coefficients of a polynomial of degree 5 for 2^f, |f| <= 1/2, from f^5 down to f. They minimise
+/// the largest relative error, with the constant coefficient fixed at 1.
 const COEFFICIENTS: [f32; 5] =
     [1.327_647_2e-3, 9.675_541e-3, 5.550_713_3e-2, 2.402_212e-1, 6.931_469_7e-1];
 
-/// 2^x to within 2.5e-7 of itself for -126 <= x <= 127, and 0 below -150.
+/// 2^x with a relative error below 2.5e-7 for -126 <= x <= 127, and 0 below -150.
 #[inline(always)]
 pub(super) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
     #[cfg(target_arch = "x86_64")]
     if std::any::TypeId::of::<S>() == std::any::TypeId::of::<pulp::x86::V4>() {
-        // SAFETY: a `V4` exists only where the machine has the instructions, and its vectors are these.
+        // SAFETY: a `V4` exists only if the machine has the instructions, and its vectors have this
+        // type.
         #[allow(unsafe_code)]
         return unsafe {
             let power = avx512::exp2(std::mem::transmute_copy(&x));
@@ -28,10 +29,10 @@ pub(super) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
         p = simd.mul_add_e_f32s(p, f, simd.splat_f32s(*coefficient));
     }
     p = simd.mul_add_e_f32s(p, f, simd.splat_f32s(1.0));
-    // The low bits of `shifted` hold k; moved to the exponent they multiply by 2^k.
+    // The low bits of `shifted` are k; shifted into the exponent they multiply by 2^k.
     let k = simd.wrapping_dyn_shl_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(23));
     let scaled = simd.transmute_f32s_u32s(simd.add_u32s(simd.transmute_u32s_f32s(p), k));
-    // In this order a score that is not a number stays one.
+    // With this order of operands the result of a NaN is a NaN.
     let tiny = simd.less_than_f32s(x, simd.splat_f32s(-126.0));
     simd.select_f32s(tiny, simd.splat_f32s(0.0), scaled)
 }
@@ -40,7 +41,8 @@ pub(super) fn exp2<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
 mod avx512 {
     use std::arch::x86_64::*;
 
-    /// The same in two thirds of the instructions: one rounds, one multiplies by a power of 2.
+    /// The same with two thirds of the instructions: AVX-512 has one that rounds and one that
+    /// multiplies by a power of 2.
     #[inline]
     #[target_feature(enable = "avx512f")]
     pub(super) fn exp2(x: __m512) -> __m512 {

@@ -1,47 +1,47 @@
-//! What attention's products multiply: elements of f32, or pairs of bf16 where the machine multiplies
-//! those.
+//! The operands of attention's matmuls: f32 elements, or pairs of bf16 if the machine has an
+//! instruction that multiplies them.
 
 use bytemuck::Pod;
 use pulp::{Arch, Simd, WithSimd};
 
 use crate::scalar::Element;
 
-/// Columns that suffice for a head of at most so many elements, whatever the vector's length.
+/// Columns of the gradients of heads of at most this many elements, for any length of vectors.
 pub(super) const NARROW: usize = 8;
 
-/// What a lane of a product's operand holds: a term of its sum or several, in 32 bits.
+/// The 32 bits in a lane of a matmul's operand: one or several terms of its sum.
 pub(super) trait Factor: Pod {
     /// Terms of a factor.
     const TERMS: usize;
 
-    /// Whether the machine multiplies elements of this type as such factors.
+    /// Whether the machine can multiply elements of this type as these factors.
     fn multiplies<T: Element>(arch: Arch) -> bool;
 
     /// The factor of terms `term(0)..term(TERMS - 1)`.
     fn of<T: Element>(term: impl Fn(usize) -> T) -> Self;
 
-    /// Runs vector code that multiplies such factors.
+    /// Runs vector code that multiplies these factors.
     fn dispatch<W: WithSimd>(arch: Arch, work: W) -> W::Output;
 
     /// `sum` plus the products of this factor's terms and those of the vector's factors.
     fn multiply_add<S: Simd>(self, simd: S, vector: S::f32s, sum: S::f32s) -> S::f32s;
 
-    /// The same for a vector of [`NARROW`] factors, on a machine of longer vectors.
+    /// The same for a vector of [`NARROW`] factors, on a machine with longer vectors.
     fn multiply_add_narrow(self, vector: [Self; NARROW], sum: [f32; NARROW]) -> [f32; NARROW];
 
-    /// Writes the elements of two keys of a block, of which each has two vectors: number `two` of the
-    /// block's pairs of keys.
+    /// Writes the elements of two keys of a block, two vectors each: the block's pair of keys with
+    /// index `two`.
     fn store<S: Simd>(simd: S, block: &mut Block<'_, Self>, two: usize, keys: [[S::f32s; 2]; 2]);
 
-    /// What a product of such factors reads: the elements themselves, or what was stored of them.
-    fn choose<'a>(numbers: &'a [f32], stored: &'a [Self]) -> &'a [Self];
+    /// The operand of a matmul: the elements themselves, or the factors stored for them.
+    fn choose<'a>(elements: &'a [f32], stored: &'a [Self]) -> &'a [Self];
 }
 
-/// Elements of a block of keys and a tile's rows, `[keys, rows]`, and the same as factors, for which there
-/// is room where they have several terms and a product wants them.
+/// Elements of a block of keys and a tile's rows, `[keys, rows]`, and the same as factors. The
+/// buffers of factors are empty if a factor has one term or if no matmul reads them.
 pub(super) struct Block<'a, F> {
-    /// What the factors are computed from; the factors themselves where they have one term.
-    pub numbers: &'a mut [f32],
+    /// The elements, which are the factors themselves if these have one term.
+    pub elements: &'a mut [f32],
     /// Empty, or `[keys / TERMS, rows]`.
     pub along_keys: &'a mut [F],
     /// Empty, or `[keys, rows / TERMS]`.
@@ -52,13 +52,13 @@ impl<F: Factor> Block<'_, F> {
     /// The block as factors of terms along its keys, `[keys / TERMS, rows]`.
     #[inline(always)]
     pub(super) fn factors_along_keys(&self) -> &[F] {
-        F::choose(self.numbers, self.along_keys)
+        F::choose(self.elements, self.along_keys)
     }
 
     /// The block as factors of terms along its rows, `[keys, rows / TERMS]`.
     #[inline(always)]
     pub(super) fn factors_along_rows(&self) -> &[F] {
-        F::choose(self.numbers, self.along_rows)
+        F::choose(self.elements, self.along_rows)
     }
 }
 
@@ -85,22 +85,22 @@ impl Factor for f32 {
 
     #[inline(always)]
     fn multiply_add_narrow(self, vector: [f32; NARROW], mut sum: [f32; NARROW]) -> [f32; NARROW] {
-        // All machines of longer vectors fuse multiplication and addition.
-        for (sum, number) in sum.iter_mut().zip(vector) {
-            *sum = self.mul_add(number, *sum);
+        // All machines with longer vectors fuse multiplication and addition.
+        for (sum, element) in sum.iter_mut().zip(vector) {
+            *sum = self.mul_add(element, *sum);
         }
         sum
     }
 
     #[inline(always)]
     fn store<S: Simd>(_: S, block: &mut Block<'_, f32>, two: usize, keys: [[S::f32s; 2]; 2]) {
-        let vectors = &mut S::as_mut_simd_f32s(block.numbers).0[4 * two..][..4];
+        let vectors = &mut S::as_mut_simd_f32s(block.elements).0[4 * two..][..4];
         vectors[..2].copy_from_slice(&keys[0]);
         vectors[2..].copy_from_slice(&keys[1]);
     }
 
     #[inline(always)]
-    fn choose<'a>(numbers: &'a [f32], _: &'a [f32]) -> &'a [f32] {
-        numbers
+    fn choose<'a>(elements: &'a [f32], _: &'a [f32]) -> &'a [f32] {
+        elements
     }
 }

@@ -9,7 +9,7 @@ use super::gather::{
 use super::lanes::{KEYS, Lanes, MOST_ROWS, padded_rows};
 use super::rows::{Row, check_key_values};
 use super::tile::{ForwardTile, Head};
-use super::{as_factors, for_each_task, for_each_tile, product, token, with_factors};
+use super::{as_factors, for_each_task, for_each_tile, matmul, token, with_factors};
 use crate::attention::{AttentionArgs, AttentionForward, AttentionShape, KeyValues};
 use crate::cpu::Cpu;
 use crate::disjoint::DisjointColumns;
@@ -49,7 +49,7 @@ pub(super) fn forward<T: Element>(arch: Arch, forward: AttentionForward<'_, Cpu,
     Ok(())
 }
 
-/// What the tasks write.
+/// The outputs of the tasks.
 pub(super) struct Outputs<'a, T> {
     out: DisjointColumns<'a, T>,
     log_sum_exp: DisjointColumns<'a, f32>,
@@ -60,7 +60,7 @@ impl<T: Element> Outputs<'_, T> {
     #[allow(clippy::mut_from_ref)]
     pub(super) fn row(&self, row: Row, head_dim: usize) -> (&mut [T], &mut f32) {
         let columns = row.head * head_dim..(row.head + 1) * head_dim;
-        // SAFETY: a (token, head) pair belongs to one task only, which takes a row once.
+        // SAFETY: a (token, head) pair belongs to one task only, which accesses a row once.
         #[allow(unsafe_code)]
         unsafe {
             let log_sum_exp = self.log_sum_exp.block_mut(row.token, row.head..row.head + 1);
@@ -68,7 +68,7 @@ impl<T: Element> Outputs<'_, T> {
         }
     }
 
-    /// Zeros for a row that is not selected.
+    /// Writes zeros for a row that is not selected.
     pub(super) fn skip(&self, row: Row, head_dim: usize) {
         let (out, log_sum_exp) = self.row(row, head_dim);
         out.fill(T::zeroed());
@@ -79,7 +79,7 @@ impl<T: Element> Outputs<'_, T> {
 /// Lengths of a task's scratch.
 pub(super) fn scratch<F: Factor>(arch: Arch, shape: &AttentionShape) -> [usize; 7] {
     let (head_dim, lanes) = (shape.head_dim, arch.dispatch(Lanes));
-    let padded = head_dim.next_multiple_of(product::ROWS);
+    let padded = head_dim.next_multiple_of(matmul::ROWS);
     let (rows, block) = (padded_rows(shape.key_length), KEYS * lanes);
     let factors = |count: usize| count / F::TERMS;
     [
@@ -103,7 +103,7 @@ fn forward_task<T: Element, F: Factor>(
 ) {
     let shape = &args.shape;
     let (head_dim, lanes) = (shape.head_dim, arch.dispatch(Lanes));
-    let padded = head_dim.next_multiple_of(product::ROWS);
+    let padded = head_dim.next_multiple_of(matmul::ROWS);
     with_scratch(scratch::<F>(arch, shape), |[keys, values, q, scores, factors, o, rounded]| {
         let rounded: &mut [T] = bytemuck::cast_slice_mut(rounded);
         let [keys, values, q, factors] = [keys, values, q, factors].map(as_factors::<F>);
@@ -111,7 +111,7 @@ fn forward_task<T: Element, F: Factor>(
         gather_rows(shape.key_length, |position| source.key(position), padded, keys);
         gather_along_rows(shape.key_length, |position| source.value(position), padded, values);
         let head = Head { head_dim, padded };
-        let take = |tile: &[Row]| {
+        let process = |tile: &[Row]| {
             let row = tile_rows(queries, (shape.query_stride, head_dim), tile);
             gather_columns(tile.len(), row, lanes, q);
             let (scores, factors, o) = (&mut *scores, &mut *factors, &mut *o);
@@ -129,6 +129,6 @@ fn forward_task<T: Element, F: Factor>(
             });
             scatter_columns(o, &factors[..lanes], rounded, rows);
         };
-        for_each_tile(args, task, lanes, take, |row| outputs.skip(row, head_dim));
+        for_each_tile(args, task, lanes, process, |row| outputs.skip(row, head_dim));
     });
 }

@@ -1,4 +1,4 @@
-//! Copies from packed buffers to the factors of attention's products.
+//! Copies from packed buffers to the factors of attention's matmuls.
 
 use super::factor::Factor;
 use super::rows::Row;
@@ -7,8 +7,8 @@ use crate::cpu::Cpu;
 use crate::scalar::Element;
 use crate::simd::vectorized;
 
-/// Copies `count` rows as factors of terms along the columns: `[rows, width / TERMS]`, what pads being
-/// zero, as are the rows beyond.
+/// Copies `count` rows as factors of terms along the columns: `[rows, width / TERMS]`. Padding, and
+/// the rows after them, are set to zero.
 pub(super) fn gather_rows<'a, T: Element, F: Factor>(
     count: usize,
     row: impl Fn(usize) -> &'a [T],
@@ -29,8 +29,8 @@ pub(super) fn gather_rows<'a, T: Element, F: Factor>(
     rest.fill(F::zeroed());
 }
 
-/// Copies `count` rows as factors of terms along the rows: `[rows / TERMS, width]`, what pads being
-/// zero, as are the rows beyond.
+/// Copies `count` rows as factors of terms along the rows: `[rows / TERMS, width]`. Padding, and
+/// the rows after them, are set to zero.
 pub(super) fn gather_along_rows<'a, T: Element, F: Factor>(
     count: usize,
     row: impl Fn(usize) -> &'a [T],
@@ -50,13 +50,14 @@ pub(super) fn gather_along_rows<'a, T: Element, F: Factor>(
     });
     rest.fill(F::zeroed());
     if !count.is_multiple_of(F::TERMS) {
-        for (slot, &number) in rest.iter_mut().zip(row(count - 1)) {
-            *slot = F::of(|term| if term == 0 { number } else { T::zeroed() });
+        for (slot, &element) in rest.iter_mut().zip(row(count - 1)) {
+            *slot = F::of(|term| if term == 0 { element } else { T::zeroed() });
         }
     }
 }
 
-/// Copies a tile's rows as columns of factors: `[D / TERMS, lanes]`. Lanes without a row become zero.
+/// Copies a tile's rows as columns of factors: `[D / TERMS, lanes]`. Lanes without a row are set to
+/// zero.
 pub(super) fn gather_columns<'a, T: Element, F: Factor>(
     count: usize,
     row: impl Fn(usize) -> &'a [T],
@@ -73,8 +74,8 @@ pub(super) fn gather_columns<'a, T: Element, F: Factor>(
     }
 }
 
-/// Writes a tile's columns `[D, lanes]`, times a factor for each lane, as rows. `rounded` has room for as
-/// many elements: they are rounded together, which takes less time than one by one.
+/// Writes a tile's columns `[D, lanes]`, times a factor for each lane, as rows. `rounded` has the
+/// same length: rounding all elements together takes less time than one by one.
 pub(super) fn scatter_columns<'a, T: Element>(
     columns: &[f32],
     factors: &[f32],
@@ -84,8 +85,8 @@ pub(super) fn scatter_columns<'a, T: Element>(
     let lanes = factors.len();
     vectorized!({
         for (out, column) in rounded.chunks_exact_mut(lanes).zip(columns.chunks_exact(lanes)) {
-            for ((slot, number), factor) in out.iter_mut().zip(column).zip(factors) {
-                *slot = T::from_f32(number * factor);
+            for ((slot, element), factor) in out.iter_mut().zip(column).zip(factors) {
+                *slot = T::from_f32(element * factor);
             }
         }
     });
@@ -96,7 +97,7 @@ pub(super) fn scatter_columns<'a, T: Element>(
     }
 }
 
-/// The rows of a tile in a buffer of `stride` elements a token.
+/// The rows of a tile in a buffer with `stride` elements per token.
 pub(super) fn tile_rows<'a, T>(
     source: &'a [T],
     (stride, head_dim): (usize, usize),
@@ -105,7 +106,7 @@ pub(super) fn tile_rows<'a, T>(
     move |i| &source[tile[i].token * stride + tile[i].head * head_dim..][..head_dim]
 }
 
-/// Where one key/value head of a sequence lies.
+/// The rows of one key/value head of a sequence.
 #[derive(Clone, Copy)]
 pub(super) struct HeadRows<'a, T: Element> {
     shape: AttentionShape,

@@ -1,6 +1,6 @@
-//! A tile of packed rows against blocks of keys. The rows lie along the vectors (lane r is row r of
-//! the tile), so that the softmax needs no step across lanes: scores are `[keys, rows]`, queries and
-//! outputs `[D, rows]`.
+//! A tile of packed rows against blocks of keys. Lane r of the vectors is row r of the tile, so
+//! that the softmax has no operation across lanes: scores are `[keys, rows]`, queries and outputs
+//! `[D, rows]`.
 
 use std::ops::Range;
 
@@ -8,17 +8,18 @@ use pulp::{Simd, WithSimd};
 
 use super::exp2::exp2;
 use super::factor::{Block, Factor};
-use super::product::ROWS;
+use super::matmul::ROWS;
 use super::rows::Row;
 use crate::attention::AttentionArgs;
 use crate::cpu::Cpu;
 
-/// Keys of a block: its scores stay in the first cache.
+/// Keys of a block; its scores stay in the first-level cache.
 pub(super) const KEYS: usize = 64;
 /// The most rows of a tile: two vectors of 16 elements.
 pub(super) const MOST_ROWS: usize = 32;
 
-/// The score of a key that a row does not see: its exponential is 0, and no step on the way infinite.
+/// The score of a key that a row does not see: its exponential is 0, and no intermediate value is
+/// infinite.
 const UNSEEN: f32 = f32::MIN;
 
 /// Rows of a tile on this machine.
@@ -27,7 +28,7 @@ pub(super) fn rows<S: Simd>() -> usize {
     2 * S::F32_LANES
 }
 
-/// Rows of a tile on this machine, asked for from outside vector code.
+/// Returns the rows of a tile on this machine, for callers outside vector code.
 pub(super) struct Lanes;
 
 impl WithSimd for Lanes {
@@ -39,12 +40,12 @@ impl WithSimd for Lanes {
     }
 }
 
-/// Rows of a gathered key/value head: the last block may reach beyond the last key.
+/// Rows of a gathered key/value head: the last block may extend beyond the last key.
 pub(super) fn padded_rows(keys: usize) -> usize {
     keys + ROWS
 }
 
-/// The keys that each row of a tile sees, as numbers that compare lane by lane.
+/// The keys that each row of a tile sees, as f32 vectors for comparisons lane by lane.
 pub(super) struct Bounds {
     first: [f32; MOST_ROWS],
     end: [f32; MOST_ROWS],
@@ -70,7 +71,7 @@ impl Bounds {
         bounds
     }
 
-    /// Puts [`UNSEEN`] where a row does not see a key of the block.
+    /// Sets the scores of keys of the block that a row does not see to [`UNSEEN`].
     #[inline(always)]
     pub(super) fn mask<S: Simd>(&self, simd: S, keys: &Range<usize>, scores: &mut [f32]) {
         if self.common.start <= keys.start && keys.end <= self.common.end {
@@ -123,26 +124,26 @@ fn exponent<S: Simd>(simd: S, score: S::f32s, scale: S::f32s, offset: S::f32s) -
     simd.sub_f32s(simd.mul_f32s(score, scale), offset)
 }
 
-/// Running maximum of every row's scores, and sum of its exponentials.
+/// The running maximum of every row's scores, and the sum of their exponentials.
 pub(super) struct Softmax {
-    /// What scores are multiplied by before they are exponents of 2.
+    /// The factor by which scores are multiplied to be exponents of 2.
     scale: f32,
-    /// Of the scores times the scale.
+    /// Maxima of the scores times the scale.
     pub maximum: [f32; MOST_ROWS],
     pub sum: [f32; MOST_ROWS],
 }
 
 impl Softmax {
-    /// Below every score but above [`UNSEEN`] times any scale, so that a block in which a row sees nothing
-    /// leaves zeros.
+    /// Less than every score but greater than [`UNSEEN`] times any scale, so that the exponentials
+    /// of a block in which a row sees no key are zeros.
     const NOTHING: f32 = -1e30;
 
     pub(super) fn new(scale: f32) -> Self {
         Softmax { scale, maximum: [Self::NOTHING; MOST_ROWS], sum: [0.0; MOST_ROWS] }
     }
 
-    /// Takes a block's scores `[keys, rows]` in, turns them into powers of 2 relative to the new maximum,
-    /// and scales the output `[D, rows]` so far to it.
+    /// Updates the maxima with a block's scores `[keys, rows]`, replaces the scores by powers of 2
+    /// relative to the new maxima, and rescales the output `[D, rows]` so far.
     #[inline(always)]
     pub(super) fn block<S: Simd, F: Factor>(
         &mut self,
@@ -152,7 +153,7 @@ impl Softmax {
     ) {
         let (before, scale) = (vectors::<S>(&self.maximum), simd.splat_f32s(self.scale));
         let mut maximum = [simd.splat_f32s(f32::MIN); 2];
-        for scores in lanes::<S>(scores.numbers).chunks_exact(2) {
+        for scores in lanes::<S>(scores.elements).chunks_exact(2) {
             for v in 0..2 {
                 maximum[v] = simd.max_f32s(maximum[v], scores[v]);
             }
@@ -166,8 +167,8 @@ impl Softmax {
             factor[v] = exp2(simd, simd.sub_f32s(before[v], maximum[v]));
             sum[v] = simd.mul_f32s(sum[v], factor[v]);
         }
-        for two in 0..lanes::<S>(scores.numbers).len() / 4 {
-            let mut keys = keys::<S>(scores.numbers, two);
+        for two in 0..lanes::<S>(scores.elements).len() / 4 {
+            let mut keys = keys::<S>(scores.elements, two);
             for key in &mut keys {
                 for v in 0..2 {
                     key[v] = exp2(simd, exponent(simd, key[v], scale, maximum[v]));
@@ -186,8 +187,8 @@ impl Softmax {
     }
 }
 
-/// Turns scores `[keys, rows]` into probabilities by the rows' log-sum-exp, which like the scores times
-/// the scale is to base 2.
+/// Replaces scores `[keys, rows]` by probabilities, given the rows' log-sum-exp. Both it and the
+/// scores times the scale are to base 2.
 #[inline(always)]
 pub(super) fn probabilities<S: Simd>(
     simd: S,
@@ -214,7 +215,7 @@ impl Deltas {
         Deltas { p: [0.0; MOST_ROWS], p_d_p: [0.0; MOST_ROWS] }
     }
 
-    /// Takes a block's P and dP in, both `[keys, rows]`.
+    /// Adds a block's P and dP, both `[keys, rows]`, to the sums.
     #[inline(always)]
     pub(super) fn block<S: Simd>(&mut self, simd: S, p: &[f32], d_p: &[f32]) {
         let (mut sum, mut inner) = (vectors::<S>(&self.p), vectors::<S>(&self.p_d_p));
@@ -229,8 +230,8 @@ impl Deltas {
         lanes_mut::<S>(&mut self.p_d_p)[..2].copy_from_slice(&inner);
     }
 
-    /// delta = sum(P dP). P sums to 1 but for the rounding of the log-sum-exp; divided by its sum,
-    /// dS sums to 0 even where a row's gradient vanishes, as with a single key.
+    /// delta = sum(P dP) / sum(P). P sums to 1 except for the rounding of the log-sum-exp; with the
+    /// division dS sums to 0 even if a row's gradient vanishes, as with a single key.
     pub(super) fn finish(self) -> [f32; MOST_ROWS] {
         std::array::from_fn(
             |lane| if self.p[lane] == 0.0 { 0.0 } else { self.p_d_p[lane] / self.p[lane] },
@@ -238,7 +239,7 @@ impl Deltas {
     }
 }
 
-/// Multiplies P by the rows' weights, where there are any, and turns dP into dS = P (dP - delta).
+/// Multiplies P by the rows' weights, if there are any, and replaces dP by dS = P (dP - delta).
 #[inline(always)]
 pub(super) fn score_gradients<S: Simd, F: Factor>(
     simd: S,
@@ -248,8 +249,8 @@ pub(super) fn score_gradients<S: Simd, F: Factor>(
     d_p: &mut Block<'_, F>,
 ) {
     let (weights, delta) = (weights.map(vectors::<S>), vectors::<S>(delta));
-    for two in 0..lanes::<S>(p.numbers).len() / 4 {
-        let (mut p_keys, mut d_keys) = (keys::<S>(p.numbers, two), keys::<S>(d_p.numbers, two));
+    for two in 0..lanes::<S>(p.elements).len() / 4 {
+        let (mut p_keys, mut d_keys) = (keys::<S>(p.elements, two), keys::<S>(d_p.elements, two));
         for (p, d_p) in p_keys.iter_mut().zip(&mut d_keys) {
             for v in 0..2 {
                 if let Some(weights) = weights {

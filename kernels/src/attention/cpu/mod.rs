@@ -1,14 +1,14 @@
-//! The CPU bodies of attention: one task for each (sequence, key/value head), which takes the
-//! packed rows in tiles and a tile's keys in blocks ([`tile`]).
+//! The CPU bodies of attention: one task per (sequence, key/value head), which processes the packed
+//! rows in tiles and a tile's keys in blocks ([`tile`]).
 //!
-//! Keys, and the columns of queries, keys and values, are padded with zeros to [`product::ROWS`],
-//! columns of gradients to the vector's length; what lies beyond the last key is masked.
+//! Keys, and the columns of queries, keys and values, are padded with zeros to [`matmul::ROWS`],
+//! columns of gradients to the vector's length; scores of padding are masked.
 //!
-//! A single token of each sequence takes no tiles ([`token`]).
+//! A single token per sequence is computed without tiles ([`token`]).
 //!
-//! Products of bf16 multiply pairs of terms where the machine can ([`factor`]); then probabilities and
-//! the gradients of scores are rounded to bf16 for the products that they enter. Softmax and sums are
-//! f32 everywhere.
+//! Matmuls of bf16 multiply pairs of terms if the machine has the instruction ([`factor`]); then
+//! probabilities and the gradients of scores are rounded to bf16 before their matmuls. Softmax and
+//! sums are always f32.
 
 mod backward;
 mod exp2;
@@ -16,9 +16,9 @@ mod factor;
 mod forward;
 mod gather;
 mod lanes;
+mod matmul;
 #[cfg(target_arch = "x86_64")]
 mod pair;
-mod product;
 mod rows;
 #[cfg(test)]
 mod tests;
@@ -54,15 +54,15 @@ impl Attention for Cpu {
     }
 }
 
-/// Multiply-adds of a call below which its tasks stay on one thread.
+/// Multiply-adds of a call below which its tasks run on one thread.
 const SMALL: usize = 1 << 18;
 
-/// What elements of bf16 are multiplied as on machines that have no better way.
+/// The factor of bf16 elements on architectures without an instruction for pairs of them.
 #[cfg(not(target_arch = "x86_64"))]
 type Pair = f32;
 
-/// Evaluates an expression with `$factor` as the type of the factors that the machine multiplies elements
-/// of type `$element` as.
+/// Evaluates an expression with `$factor` as the type of this machine's factors for elements of
+/// type `$element`.
 macro_rules! with_factors {
     ($factor:ident, $element:ty, $arch:expr, $body:expr) => {
         if <$crate::attention::cpu::Pair as Factor>::multiplies::<$element>($arch) {
@@ -76,7 +76,7 @@ macro_rules! with_factors {
 }
 use with_factors;
 
-/// Bytes of scratch of a thread that computes attention, with its gradients in training.
+/// Bytes of scratch of a thread that computes attention, including its gradients if `training`.
 pub(crate) fn scratch_bytes<T: Element>(shape: &AttentionShape, training: bool) -> usize {
     let arch = Arch::new();
     with_factors!(F, T, arch, {
@@ -89,13 +89,13 @@ pub(crate) fn scratch_bytes<T: Element>(shape: &AttentionShape, training: bool) 
     })
 }
 
-/// Scratch that holds factors, which have the size of its elements.
+/// Scratch as factors, which have the size of its elements.
 fn as_factors<F: Factor>(scratch: &mut [f32]) -> &mut [F] {
     bytemuck::cast_slice_mut(scratch)
 }
 
-/// Runs every (sequence, key/value head); each on its own, since those of routed heads take less time
-/// than those of shared ones.
+/// Runs one task per (sequence, key/value head). Tasks are not grouped, since those of routed heads
+/// take less time than those of shared heads.
 fn for_each_task(shape: &AttentionShape, task: impl Fn(usize, usize) + Sync) {
     let tasks = 0..shape.batch * shape.kv_heads;
     let work = shape.tokens() * shape.key_length * shape.heads * shape.head_dim;
@@ -107,12 +107,12 @@ fn for_each_task(shape: &AttentionShape, task: impl Fn(usize, usize) + Sync) {
     }
 }
 
-/// Calls `take` with tiles of at most `lanes` selected rows, and `skip` with the rows between.
+/// Calls `process` with tiles of at most `lanes` selected rows, and `skip` with the rows between.
 fn for_each_tile(
     args: &AttentionArgs<'_, Cpu>,
     (sequence, kv_head): (usize, usize),
     lanes: usize,
-    mut take: impl FnMut(&[Row]),
+    mut process: impl FnMut(&[Row]),
     skip: impl FnMut(Row),
 ) {
     let (mut tile, mut filled) = ([Row { token: 0, position: 0, head: 0 }; MOST_ROWS], 0);
@@ -120,12 +120,12 @@ fn for_each_tile(
         tile[filled] = row;
         filled += 1;
         if filled == lanes {
-            take(&tile[..lanes]);
+            process(&tile[..lanes]);
             filled = 0;
         }
     };
     args.for_each_row(sequence, kv_head, select, skip);
     if filled > 0 {
-        take(&tile[..filled]);
+        process(&tile[..filled]);
     }
 }

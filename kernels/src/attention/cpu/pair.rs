@@ -1,4 +1,4 @@
-//! Pairs of bf16, which AVX512-BF16 multiplies and adds up in f32, at twice the rate of f32.
+//! Pairs of bf16, which AVX512-BF16 multiplies and adds in f32, at twice the rate of f32.
 
 use std::arch::x86_64::*;
 
@@ -42,7 +42,7 @@ impl Factor for Pair {
     fn dispatch<W: WithSimd>(arch: Arch, work: W) -> W::Output {
         let Arch::V4(v4) = arch else { unreachable!("asked `multiplies` first") };
         assert!(multiplies_bf16());
-        // SAFETY: the machine has the instructions, by the two lines above.
+        // SAFETY: the machine has the instructions, by the checks above.
         #[allow(unsafe_code)]
         unsafe {
             with_bf16(v4, work)
@@ -53,8 +53,8 @@ impl Factor for Pair {
     fn multiply_add<S: Simd>(self, simd: S, vector: S::f32s, sum: S::f32s) -> S::f32s {
         const { assert!(size_of::<S::f32s>() == size_of::<__m512>()) };
         let factor = simd.splat_f32s(f32::from_bits(self.0));
-        // SAFETY: `dispatch` alone runs such code, on a machine that has the instruction; all types of
-        // vectors of 64 bytes are without a forbidden value.
+        // SAFETY: only `dispatch` runs this code, on a machine that has the instruction; every bit
+        // pattern of these 64-byte vector types is valid.
         #[allow(unsafe_code)]
         unsafe {
             let sum: __m512 = std::mem::transmute_copy(&sum);
@@ -120,7 +120,7 @@ impl Factor for Pair {
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
 fn rounded(first: __m512, second: __m512) -> __m512i {
     let both = _mm512_cvtne2ps_pbh(second, first);
-    // SAFETY: both types are 64 bytes without a forbidden value.
+    // SAFETY: both types are 64 bytes, and every bit pattern of them is valid.
     #[allow(unsafe_code)]
     unsafe {
         std::mem::transmute::<__m512bh, __m512i>(both)
@@ -137,5 +137,6 @@ fn store(out: &mut [Pair; LANES], pairs: __m512i) {
     }
 }
 
-/// Puts number i of a vector's first half into the low half of pair i, that of its second into the high.
+/// The order that moves element i of a vector's first half to the low half of pair i, and element i
+/// of its second half to the high half.
 static ORDER: [u16; 2 * LANES] = interleaved(0, LANES);

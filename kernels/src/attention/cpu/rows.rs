@@ -1,5 +1,5 @@
-//! What attention's forward and backward passes share on the CPU: checks of the arguments, and which
-//! (token, head) pairs take part.
+//! Shared by attention's forward and backward passes on the CPU: checks of the arguments, and the
+//! selected (token, head) pairs.
 
 use std::ops::Range;
 
@@ -20,7 +20,7 @@ pub(super) struct Row {
 }
 
 impl AttentionArgs<'_, Cpu> {
-    /// Refuses views that do not fit the shape, and queries without a key.
+    /// Refuses views that do not fit the shape, and queries that see no key.
     pub(super) fn check_rows(&self, operator: &'static str) -> Result<()> {
         let lens = SelectionLens {
             routed: self.selection.map_or(0, |selection| selection.routed.len()),
@@ -110,7 +110,7 @@ impl AttentionArgs<'_, Cpu> {
         self.weights().map_or(1.0, |weights| weights[row.token * self.shape.heads + row.head])
     }
 
-    /// Factor of the scores where their exponentials are powers of 2.
+    /// The scale of scores whose exponentials are computed as powers of 2.
     pub(super) fn base2_scale(&self) -> f32 {
         self.scale() * std::f32::consts::LOG2_E
     }

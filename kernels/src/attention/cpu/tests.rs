@@ -1,4 +1,4 @@
-//! Every kind of vector instructions that the machine has gives the same attention.
+//! Attention has the same results with every set of vector instructions that the machine has.
 
 use pulp::Arch;
 
@@ -11,12 +11,13 @@ use crate::attention::{
 use crate::cpu::Cpu;
 use crate::scalar::Element;
 
-/// Rounding apart: the kinds differ in where they fuse, and in the order of a tile's sums.
+/// Implementations differ in fused operations, and in the order of a tile's sums.
 const TOLERANCE: f64 = 2e-6;
-/// Of bf16 also in whether probabilities and the gradients of scores are rounded for products.
+/// With bf16, implementations also differ in whether probabilities and the gradients of scores are
+/// rounded before matmuls.
 const BF16_TOLERANCE: f64 = 2e-3;
 
-/// The kinds of instructions, the plainest first.
+/// The sets of vector instructions, starting with none.
 pub(super) fn kinds() -> Vec<Arch> {
     let mut kinds = vec![Arch::Scalar, Arch::new()];
     #[cfg(target_arch = "x86_64")]
@@ -25,7 +26,7 @@ pub(super) fn kinds() -> Vec<Arch> {
 }
 
 /// Elements between -1 and 1.
-fn numbers<T: Element>(len: usize) -> Vec<T> {
+fn elements<T: Element>(len: usize) -> Vec<T> {
     (0..len as u32)
         .map(|i| T::from_f32((i.wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0))
         .collect()
@@ -43,7 +44,7 @@ fn attention<T: Element>(
     documents: &[u32],
 ) -> Vec<f32> {
     let AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = shape;
-    let qkv: Vec<T> = numbers(shape.tokens() * query_stride);
+    let qkv: Vec<T> = elements(shape.tokens() * query_stride);
     let (keys, values) = (&qkv[heads * head_dim..], &qkv[(heads + kv_heads) * head_dim..]);
     let key_values = KeyValues::Contiguous { keys, values, row_stride: query_stride };
     let mut out = vec![T::from_f32(7.0); shape.tokens() * heads * head_dim];
@@ -56,7 +57,7 @@ fn attention<T: Element>(
         log_sum_exp: &mut log_sum_exp,
     };
     forward(arch, pass).unwrap();
-    let d_out: Vec<T> = numbers(out.len());
+    let d_out: Vec<T> = elements(out.len());
     let mut d_qkv = vec![T::from_f32(7.0); qkv.len()];
     let mut delta = vec![7.0; log_sum_exp.len()];
     let pass = AttentionBackward::<Cpu, T> {
@@ -69,7 +70,7 @@ fn attention<T: Element>(
         delta: Some(&mut delta),
     };
     backward(arch, pass).unwrap();
-    let of_type = out.iter().chain(&d_qkv).map(|number| number.to_f32());
+    let of_type = out.iter().chain(&d_qkv).map(|element| element.to_f32());
     of_type.chain(log_sum_exp).chain(delta).collect()
 }
 

@@ -6,7 +6,7 @@ use pulp::{Simd, WithSimd};
 
 use super::factor::{Block, Factor};
 use super::lanes::{self, Bounds, Deltas, KEYS, MOST_ROWS, Softmax, rows};
-use super::product::{Left, ROWS, Right, Sizes, product};
+use super::matmul::{Left, ROWS, Right, Sizes, matmul};
 use super::rows::Row;
 use crate::attention::AttentionArgs;
 use crate::cpu::Cpu;
@@ -36,7 +36,7 @@ impl Head {
         let data = &of[keys.start * stride..];
         let left = Left { data, row_stride: stride, column_stride: 1 };
         let right = Right { data: columns, stride: rows::<S>() };
-        product(simd, sizes, left, right, out, rows::<S>(), false);
+        matmul(simd, sizes, left, right, out, rows::<S>(), false);
     }
 
     /// Adds the transpose of a block's keys (or values) `[keys / TERMS, D padded]` times its scores
@@ -55,12 +55,12 @@ impl Head {
         let data = &of[keys.start / F::TERMS * self.padded..];
         let left = Left { data, row_stride: 1, column_stride: self.padded };
         let right = Right { data: scores, stride: rows::<S>() };
-        product(simd, sizes, left, right, out, rows::<S>(), true);
+        matmul(simd, sizes, left, right, out, rows::<S>(), true);
     }
 }
 
-/// The blocks of a range of keys, each a multiple of [`ROWS`] long; the first starts at an even key, so
-/// that pairs of keys lie in one block.
+/// The blocks of a range of keys. Their lengths are multiples of [`ROWS`], and the first starts at
+/// an even key, so that both keys of a pair are in the same block.
 fn blocks(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = keys.end;
     (keys.start & !1..end).step_by(KEYS).map(move |start| {
@@ -69,7 +69,7 @@ fn blocks(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
-/// Forward: returns the rows' maxima and sums.
+/// The forward pass of a tile; returns the rows' maxima and sums.
 pub(super) struct ForwardTile<'a, 'v, F> {
     pub args: &'a AttentionArgs<'v, Cpu>,
     pub head: Head,
@@ -80,11 +80,11 @@ pub(super) struct ForwardTile<'a, 'v, F> {
     pub tile: &'a [Row],
     /// `[D / TERMS, rows]`.
     pub q: &'a [F],
-    /// Of a block, `[KEYS, rows]`.
+    /// Scores of a block, `[KEYS, rows]`.
     pub scores: &'a mut [f32],
-    /// The same as factors, `[KEYS / TERMS, rows]`.
+    /// The exponentials of a block's scores as factors, `[KEYS / TERMS, rows]`.
     pub factors: &'a mut [F],
-    /// Replaced by the outputs before the division by the sums, `[D padded, rows]`.
+    /// Overwritten with the outputs before the division by the sums, `[D padded, rows]`.
     pub o: &'a mut [f32],
 }
 
@@ -99,11 +99,11 @@ impl<F: Factor> WithSimd for ForwardTile<'_, '_, F> {
         o.fill(0.0);
         for keys in blocks(args.tile_keys(tile)) {
             let len = keys.len() * rows::<S>();
-            let numbers = &mut scores[..len];
-            head.scores(simd, &keys, of_keys, q, numbers);
-            bounds.mask(simd, &keys, numbers);
+            let elements = &mut scores[..len];
+            head.scores(simd, &keys, of_keys, q, elements);
+            bounds.mask(simd, &keys, elements);
             let along_keys = &mut factors[..len / F::TERMS];
-            let mut block = Block { numbers, along_keys, along_rows: &mut [] };
+            let mut block = Block { elements, along_keys, along_rows: &mut [] };
             softmax.block(simd, &mut block, o);
             head.combine(simd, &keys, values, block.factors_along_keys(), o);
         }
@@ -111,10 +111,10 @@ impl<F: Factor> WithSimd for ForwardTile<'_, '_, F> {
     }
 }
 
-/// Backward: adds a tile's gradients and returns its delta.
+/// The backward pass of a tile; adds its gradients and returns its delta.
 ///
-/// `p` and `d_p` hold the tile's rows of all keys, since dS needs delta = sum(P dP), which is exact
-/// where `<dO, O>` would have the output's rounding.
+/// `p` and `d_p` contain the tile's rows of all keys, since dS requires delta = sum(P dP). The
+/// equivalent `<dO, O>` would include the rounding of the output.
 pub(super) struct BackwardTile<'a, 'v, F> {
     pub args: &'a AttentionArgs<'v, Cpu>,
     pub head: Head,
@@ -122,7 +122,7 @@ pub(super) struct BackwardTile<'a, 'v, F> {
     pub keys: &'a [F],
     /// The same keys, `[key_length padded / TERMS, D padded]`.
     pub keys_along_rows: &'a [F],
-    /// As `keys`.
+    /// The values, in the layout of `keys`.
     pub values: &'a [F],
     pub tile: &'a [Row],
     pub log_sum_exp: &'a [f32],
@@ -142,11 +142,11 @@ pub(super) struct BackwardTile<'a, 'v, F> {
     pub d_p: &'a mut [f32],
     /// A block's P along its rows, dS along its keys and along its rows, `KEYS * rows / TERMS` each.
     pub factors: [&'a mut [F]; 3],
-    /// Replaced by the gradient of the queries before the scale, `[D padded, rows]`.
+    /// Overwritten with the gradient of the queries before the scale, `[D padded, rows]`.
     pub d_q: &'a mut [f32],
-    /// `[key_length padded, width]`, before the scale; added to.
+    /// Accumulated gradients of the keys before the scale, `[key_length padded, width]`.
     pub d_keys: &'a mut [f32],
-    /// The same, of the values, which have no scale.
+    /// Accumulated gradients of the values, `[key_length padded, width]`.
     pub d_values: &'a mut [f32],
 }
 
@@ -186,8 +186,8 @@ impl<F: Factor> BackwardTile<'_, '_, F> {
         deltas.finish()
     }
 
-    /// Adds the gradients; dP becomes dS and, for the values' gradient, P takes the heads' weights
-    /// on.
+    /// Adds the gradients; replaces dP by dS, and multiplies P by the heads' weights for the
+    /// gradient of the values.
     #[inline(always)]
     fn gradients<S: Simd>(&mut self, simd: S, delta: &[f32; MOST_ROWS]) {
         let (lanes, width) = (rows::<S>(), self.width);
@@ -203,9 +203,9 @@ impl<F: Factor> BackwardTile<'_, '_, F> {
             let (p, d_p) = (&mut p[..keys.len() * lanes], &mut d_p[..keys.len() * lanes]);
             let [p_rows, d_s_keys, d_s_rows] = self.factors.each_mut();
             let room = keys.len() * lanes / F::TERMS;
-            let mut p = Block { numbers: p, along_keys: &mut [], along_rows: &mut p_rows[..room] };
+            let mut p = Block { elements: p, along_keys: &mut [], along_rows: &mut p_rows[..room] };
             let mut d_s = Block {
-                numbers: d_p,
+                elements: d_p,
                 along_keys: &mut d_s_keys[..room],
                 along_rows: &mut d_s_rows[..room],
             };
@@ -233,5 +233,5 @@ fn add_transposed<S: Simd, F: Factor>(
     let depth = rows::<S>() / F::TERMS;
     let sizes = Sizes { rows: out.len() / width, depth, columns: width };
     let left = Left { data: block, row_stride: depth, column_stride: 1 };
-    product(simd, sizes, left, Right { data: tile_rows, stride: width }, out, width, true);
+    matmul(simd, sizes, left, Right { data: tile_rows, stride: width }, out, width, true);
 }

@@ -1,5 +1,5 @@
-//! Attention of one token a sequence, as generation has it: its few rows read keys and values where they
-//! lie. A tile would copy all of these for a vector's lanes of rows, most of them empty.
+//! Attention of one token per sequence, as in generation: its few rows read keys and values in
+//! place. A tile would copy all of them for rows that fill few of a vector's lanes.
 
 use pulp::Arch;
 
@@ -15,7 +15,7 @@ use crate::simd::vectorized;
 
 /// Interleaved parts of an inner product's sum.
 const PARTS: usize = 8;
-/// Values that are added at a time.
+/// Values that are summed at a time.
 const VALUES: usize = 4;
 
 /// Lengths of a task's scratch.
@@ -35,32 +35,32 @@ pub(super) fn forward_task<T: Element>(
     let source = HeadRows::new(*shape, key_values, (sequence, kv_head));
     with_scratch(scratch(shape), |[query, scores, sums]| {
         let attend = |row: Row| {
-            let numbers = &queries[row.token * shape.query_stride + row.head * head_dim..];
-            for (slot, number) in query.iter_mut().zip(numbers) {
-                *slot = number.to_f32() * args.scale();
+            let elements = &queries[row.token * shape.query_stride + row.head * head_dim..];
+            for (slot, element) in query.iter_mut().zip(elements) {
+                *slot = element.to_f32() * args.scale();
             }
             let visible = args.visible(row);
             let (first, scores) = (visible.start, &mut scores[..visible.len()]);
             let (maximum, sum) = vectorized!(arch, {
-                let softmax = soften(query, &source, first, scores);
+                let softmax = exponentials(query, &source, first, scores);
                 add_values(scores, &source, first, sums);
                 softmax
             });
             let (out, log_sum_exp) = outputs.row(row, head_dim);
             *log_sum_exp = maximum + sum.ln();
             let factor = args.weight(row) / sum;
-            for (slot, number) in out.iter_mut().zip(&*sums) {
-                *slot = T::from_f32(number * factor);
+            for (slot, sum) in out.iter_mut().zip(&*sums) {
+                *slot = T::from_f32(sum * factor);
             }
         };
         args.for_each_row(sequence, kv_head, attend, |row| outputs.skip(row, head_dim));
     });
 }
 
-/// Writes the exponentials of the scores less the largest, which it returns with their sum. The scores
-/// are those of the keys from position `first` on.
+/// Writes the exponentials of the scores relative to the largest, and returns the largest score and
+/// their sum. The keys start at position `first`.
 #[inline(always)]
-fn soften<T: Element>(
+fn exponentials<T: Element>(
     query: &[f32],
     source: &HeadRows<'_, T>,
     first: usize,
@@ -97,7 +97,7 @@ fn inner_product<T: Element>(query: &[f32], key: &[T]) -> f32 {
     parts[0]
 }
 
-/// `sums = probabilities values`, some columns at a time, which stay in registers.
+/// `sums = probabilities values`, in blocks of columns that stay in registers.
 #[inline(always)]
 fn add_values<T: Element>(
     probabilities: &[f32],

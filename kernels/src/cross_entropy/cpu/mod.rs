@@ -121,7 +121,7 @@ fn token_loss(row: &mut [f32], target: u32, scale: Option<f32>) -> f64 {
     }
     let target = target as usize;
     let chosen = row[target];
-    let (largest, total) = turn_to_exponentials(row, Some(target));
+    let (largest, total) = exponentiate(row, Some(target));
     if let Some(scale) = scale {
         let factor = (f64::from(scale) / total) as f32;
         for value in row.iter_mut() {
@@ -137,7 +137,7 @@ fn token_loss(row: &mut [f32], target: u32, scale: Option<f32>) -> f64 {
 /// The target's term is added in f64: if it is the maximum, the loss is the logarithm of 1 plus the
 /// small sum of the others.
 #[inline(always)]
-fn turn_to_exponentials(row: &mut [f32], target: Option<usize>) -> (f32, f64) {
+fn exponentiate(row: &mut [f32], target: Option<usize>) -> (f32, f64) {
     let largest = largest(row);
     let Some(target) = target else {
         return (largest, f64::from(exponentials(row, largest)));

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{ROWS, turn_to_exponentials};
+use super::{ROWS, exponentiate};
 use crate::cpu::Cpu;
 use crate::cross_entropy::{HeadRanks, IGNORED};
 use crate::error::Result;
@@ -89,7 +89,7 @@ fn row_sums(
     if let (Some(local), Some(chosen)) = (local, sums.last_mut()) {
         *chosen = f64::from(row[local]);
     }
-    let (largest, total) = turn_to_exponentials(row, local);
+    let (largest, total) = exponentiate(row, local);
     sums[rank] = f64::from(largest) + total.ln();
     f64::from(largest)
 }

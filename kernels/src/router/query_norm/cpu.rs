@@ -63,25 +63,26 @@ impl QueryNorm for Cpu {
         args: RouterRopeBackward<'_, Self, T>,
     ) -> Result<()> {
         let RouterRopeBackward { qkv, gradient, rope } = args;
-        // A rotation keeps norms, so the router's gradient may be added in rotated coordinates.
+        // A rotation preserves norms, so the router's gradient may be added in rotated coordinates.
         backward(rope.shape, qkv, &mut *rope.qkv, gradient)?;
         self.rope_backward(rope)
     }
 }
 
-/// Norms of a routing, `[tokens, routed]`, and 1 / std of each token's, 0 where they are all equal. In
-/// f64: the gradient divides differences of norms by their deviation, which may be small.
+/// Norms of a routing, `[tokens, routed]`, and 1 / std of each token's norms, 0 if they are all
+/// equal. They are f64, because the gradient divides differences of norms by their deviation, which
+/// may be small.
 fn saved(routing: &Routing<Cpu>) -> (&[f64], &[f64]) {
     let (tokens, routed) = (routing.tokens(), routing.routed());
     routing.saved[..tokens * (routed + 1)].split_at(tokens * routed)
 }
 
-/// The routed local queries within a token's row.
+/// The range of the routed local queries in a token's row.
 fn local_queries(routing: &Routing<Cpu>, shape: &QkvShape) -> Range<usize> {
     routing.local_shared() * shape.head_dim..shape.heads * shape.head_dim
 }
 
-/// Writes the squares of the local queries, and zeros for the others.
+/// Writes the squared norms of the local queries, and zeros for the others.
 fn measure<T: Element>(shape: &QkvShape, qkv: &[T], routing: &mut Routing<Cpu>) {
     let (routed, queries) = (routing.routed(), local_queries(routing, shape));
     let local = routing.local_routed();
@@ -103,7 +104,7 @@ fn measure<T: Element>(shape: &QkvShape, qkv: &[T], routing: &mut Routing<Cpu>) 
     });
 }
 
-/// Selects, and turns squares into norms and gates.
+/// Selects heads, replaces squares by norms, and writes the gates.
 fn choose(routing: &mut Routing<Cpu>, top_k: usize) {
     let (routed, tokens) = (routing.routed(), routing.tokens());
     let (norms, inv_std) = routing.saved[..tokens * (routed + 1)].split_at_mut(tokens * routed);
@@ -129,7 +130,7 @@ fn choose(routing: &mut Routing<Cpu>, top_k: usize) {
         });
 }
 
-/// Marks the `top_k` largest squares, lower heads first among equals.
+/// Marks the `top_k` largest squares; among equals, lower heads first.
 #[inline(always)]
 fn select(squares: &[f64], top_k: usize, selected: &mut [u8]) {
     for (head, mark) in selected.iter_mut().enumerate() {
@@ -143,7 +144,7 @@ fn select(squares: &[f64], top_k: usize, selected: &mut [u8]) {
     }
 }
 
-/// Turns a token's squares into norms and writes its gates; returns 1 / std, 0 where all norms are
+/// Replaces a token's squares by norms and writes its gates; returns 1 / std, or 0 if all norms are
 /// equal.
 #[inline(always)]
 fn score(norms: &mut [f64], gates: &mut [f32]) -> f64 {
@@ -153,7 +154,7 @@ fn score(norms: &mut [f64], gates: &mut [f32]) -> f64 {
     let count = norms.len() as f64;
     let mean = norms.iter().sum::<f64>() / count;
     let variance = norms.iter().map(|norm| (norm - mean).powi(2)).sum::<f64>() / (count - 1.0);
-    // The mean of equal norms may differ from them by a rounding, so equality is asked for itself.
+    // The mean of equal norms may differ from them by a rounding, so equality is tested explicitly.
     let equal = norms.iter().all(|&norm| norm == norms[0]);
     let inv_std = if equal { 0.0 } else { variance.sqrt().recip() };
     let largest = norms.iter().fold(0f64, |largest, &norm| largest.max(norm));
@@ -169,7 +170,7 @@ fn score(norms: &mut [f64], gates: &mut [f32]) -> f64 {
     inv_std
 }
 
-/// Adds the router's gradient to that of the queries.
+/// Adds the router's gradient to the gradient of the queries.
 fn backward<T: Element>(
     shape: &QkvShape,
     qkv: &[T],
@@ -217,14 +218,14 @@ fn backward<T: Element>(
     Ok(())
 }
 
-/// What the forward pass left of a layer.
+/// A layer's results of the forward pass.
 struct Layer<'a> {
     routed: usize,
-    /// Local heads, and how many of them are shared.
+    /// Local heads, and shared ones among them.
     heads: usize,
     local_shared: usize,
     head_dim: usize,
-    /// Indices among the routed heads of the local ones.
+    /// Indices of the local routed heads among all routed heads.
     local: Vec<usize>,
     selected: &'a [u8],
     gates: &'a [f32],
@@ -248,7 +249,7 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// Writes the gradients of the selected local heads into the table, and zeros for the others.
+    /// Writes the gradients of the selected local heads to the table, and zeros for the others.
     fn spread(&self, delta: &[f32], table: &mut [f64]) {
         let selected = self.selected.par_chunks(self.routed);
         let rows =
@@ -261,7 +262,7 @@ impl<'a> Layer<'a> {
         });
     }
 
-    /// From the gradients of a token's gates to those of its local queries, which are added.
+    /// Adds the gradients of a token's local queries, from the gradients of its gates.
     #[inline(always)]
     fn norms_backward<T: Element>(
         &self,
@@ -288,19 +289,19 @@ impl<'a> Layer<'a> {
     }
 }
 
-/// Where the gradients of the heads' weights are.
+/// The gradients of the heads' weights.
 #[derive(Clone, Copy)]
 enum Weights<'a> {
-    /// Nowhere: the selection is a constant.
+    /// None: the selection is a constant.
     Constant,
-    /// Those of the local heads, which are all of them.
+    /// `[tokens, heads]`, if all heads are local.
     Local(&'a [f32]),
     /// `[tokens, routed]`, of all heads.
     All(&'a [f64]),
 }
 
 impl Weights<'_> {
-    /// Adds those of a token's selected heads.
+    /// Adds the gradients of a token's selected heads.
     #[inline(always)]
     fn add(self, layer: &Layer<'_>, token: usize, gradient: &mut [f32]) {
         let table = token * layer.routed..(token + 1) * layer.routed;
@@ -322,17 +323,18 @@ impl Weights<'_> {
     }
 }
 
-/// Turns a token's gradient of its gates into that of its norms, in place.
+/// Replaces the gradient of a token's gates by the gradient of its norms.
 ///
 /// Through the softmax, d_s = g (d - <g, d>); through s = n / std with unbiased std and
-/// z = (n - mean) / std, d_n = (d_s - <d_s, z> z / (R - 1)) / std. (The formula has <d_s, n / std>,
-/// which is the same since d_s sums to 0, with more to cancel.)
+/// z = (n - mean) / std, d_n = (d_s - <d_s, z> z / (R - 1)) / std. (<d_s, z> equals <d_s, n / std>,
+/// since d_s sums to 0, but has less cancellation.)
 #[inline(always)]
 fn gates_to_norms(gates: &[f32], norms: &[f64], inv_std: f64, gradient: &mut [f32]) {
     let count = gates.len() as f64;
     let inner: f64 =
         gates.iter().zip(gradient.iter()).map(|(&g, &d)| f64::from(g) * f64::from(d)).sum();
-    // Rounded gates do not quite sum to 1, but d_s must to 0: what follows cancels all else.
+    // Rounded gates do not sum to exactly 1. The division makes d_s sum to 0, which the formula
+    // requires.
     let inner = inner / gates.iter().map(|&gate| f64::from(gate)).sum::<f64>();
     let mean = norms.iter().sum::<f64>() / count;
     let d_score = |gate: f32, d: f32| f64::from(gate) * (f64::from(d) - inner);

@@ -57,13 +57,13 @@ impl Parameters {
         }
     }
 
-    /// Shared memory for three f64 of each routed head: what forward needs, backward needs two.
+    /// Shared memory for three f64 per routed head, which forward requires; backward requires two.
     fn shared_bytes(routing: &Routing<Cuda>) -> usize {
         3 * routing.routed() * size_of::<f64>()
     }
 }
 
-/// A forward pass, rotating where `rope` has an address.
+/// A forward pass, with a rotation if `rope` has an address.
 struct Forward<'a> {
     router: QueryNormRouter,
     shape: &'a QkvShape,
@@ -143,7 +143,7 @@ impl QueryNorm for Cuda {
     }
 }
 
-/// A backward pass, rotating where `rope` has an address.
+/// A backward pass, with a rotation if `rope` has an address.
 struct Backward<'a, T> {
     shape: &'a QkvShape,
     qkv: CudaView<'a, T>,

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! n_i = ||q_i||           gate = softmax(n / std(n))     std unbiased, over the routed heads
-//! selected = the top-k norms (sums of squares in f64; a tie goes to the lower head)
+//! selected = the top-k norms (sums of squares in f64; a tie selects the lower head)
 //! ```
 //!
 //! Backward, straight-through: the gradient of a selected head's weight, `<dO, O>`, is taken as
@@ -12,12 +12,12 @@
 //! A token whose norms are all equal has uniform gates and passes no gradient, and neither does a
 //! query of norm 0.
 //!
-//! Ranks that share a layer's heads exchange what they know of their own: the squares before the
-//! selection, which is made of the same numbers on every rank, and the gradients of the weights
-//! before those of the norms.
+//! Ranks that share a layer's heads all-reduce the squared norms before the selection, which is
+//! therefore the same on every rank, and the gradients of the weights before the gradients of the
+//! norms.
 //!
-//! RoPE keeps norms. So a GPU routes and rotates in one pass over the queries
-//! ([`QueryNorm::query_norm_rope_forward`]) where nothing stands between the two, as in a Llama.
+//! RoPE preserves norms, so a GPU routes and rotates in one pass over the queries
+//! ([`QueryNorm::query_norm_rope_forward`]) if no other operator is between the two, as in a Llama.
 
 mod cpu;
 #[cfg(gpu)]
@@ -33,10 +33,10 @@ use crate::ranks::Heads;
 use crate::rope::{QkvShape, Rope};
 use crate::scalar::Element;
 
-/// Which heads are shared and how many of the others a token selects.
+/// The number of shared heads, and of routed heads that a token selects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueryNormRouter {
-    /// Heads 0.. that serve every token.
+    /// The first heads, which every token computes.
     pub shared_heads: usize,
     /// Routed heads that a token selects.
     pub top_k: usize,
@@ -46,7 +46,7 @@ impl QueryNormRouter {
     /// Sizes of the routing of `tokens` tokens in a layer of `heads`: norms and 1 / std are saved.
     ///
     /// # Errors
-    /// Counts that do not fit the heads.
+    /// If the counts do not fit the heads.
     pub fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape> {
         let routed = self.check("routing", heads.count)?;
         let shared_heads = self.shared_heads;
@@ -85,18 +85,19 @@ pub trait QueryNorm: Routers + Rope {
         args: RouterRopeForward<'_, Self, T>,
     ) -> Result<()>;
 
-    /// Adds the router's gradient to that of the queries, both before or both after RoPE.
+    /// Adds the router's gradient to the gradient of the queries, both before or both after RoPE.
     fn query_norm_backward<T: Element>(&self, args: RouterBackward<'_, Self, T>) -> Result<()>;
 
-    /// Turns the gradients of rotated queries and keys into those of the unrotated ones and adds the
-    /// router's.
+    /// Replaces the gradients of rotated queries and keys by the gradients of the unrotated ones,
+    /// and adds the router's gradient.
     fn query_norm_rope_backward<T: Element>(
         &self,
         args: RouterRopeBackward<'_, Self, T>,
     ) -> Result<()>;
 }
 
-/// Checks a forward pass over `qkv` elements and begins its routing; returns the number of routed heads.
+/// Checks a forward pass over `qkv` elements and begins its routing; returns the number of routed
+/// heads.
 fn begin<M: Memory>(
     operator: &'static str,
     router: QueryNormRouter,

@@ -1,16 +1,16 @@
-//! The matrix product of attention's tiles: a broadcast left operand against vectors of the right
-//! one, on register tiles, without packing.
+//! The matmuls of attention's tiles: a broadcast left operand times vectors of the right one, on
+//! register tiles, without packing.
 //!
-//! Attention's products are thin (a head's width, a tile of rows), so a general matrix product would
-//! spend its time on packing. Here the right operand and the result have the tile's packed rows, or a
-//! head's width, along their vectors, and the left operand is read factor by factor at any strides. A
-//! factor is a term of the sums, or a pair of them ([`Factor`]).
+//! These matmuls are thin (a head's width, a tile of rows), so a general matmul would spend its
+//! time on packing. Here the vectors of the right operand and of the result contain the tile's
+//! packed rows, or a head's columns, and the left operand is read factor by factor at any strides.
+//! A factor is one term of the sums, or a pair of them ([`Factor`]).
 
 use pulp::Simd;
 
 use super::factor::{Factor, NARROW};
 
-/// Rows of the left operand, and of the result, come in multiples of this.
+/// The number of rows of the left operand, and of the result, is a multiple of this.
 pub(super) const ROWS: usize = 8;
 
 /// The left operand: factor (i, k) is `data[i * row_stride + k * column_stride]`.
@@ -28,8 +28,8 @@ pub(super) struct Right<'a, F> {
     pub stride: usize,
 }
 
-/// Sizes of a product, `depth` in factors: `rows` is a multiple of [`ROWS`], `columns` of the vector's
-/// length or [`NARROW`].
+/// Sizes of a matmul, `depth` in factors: `rows` is a multiple of [`ROWS`], `columns` a multiple of
+/// the vector's length, or [`NARROW`].
 #[derive(Clone, Copy)]
 pub(super) struct Sizes {
     pub rows: usize,
@@ -39,7 +39,7 @@ pub(super) struct Sizes {
 
 /// `c = left right`, or `c += left right`; row i of `c` starts at `i * c_stride`.
 #[inline(always)]
-pub(super) fn product<S: Simd, F: Factor>(
+pub(super) fn matmul<S: Simd, F: Factor>(
     simd: S,
     sizes: Sizes,
     left: Left<'_, F>,
@@ -52,7 +52,7 @@ pub(super) fn product<S: Simd, F: Factor>(
     let narrow = columns == NARROW && S::F32_LANES > NARROW;
     assert!(rows.is_multiple_of(ROWS) && (narrow || columns.is_multiple_of(S::F32_LANES)));
     if rows == 0 || columns == 0 || depth == 0 {
-        assert!(accumulate || rows == 0 || columns == 0, "a product of no depth would be zero");
+        assert!(accumulate || rows == 0 || columns == 0, "a matmul without terms would be zero");
         return;
     }
     assert!(left.data.len() > (rows - 1) * left.row_stride + (depth - 1) * left.column_stride);
@@ -61,7 +61,7 @@ pub(super) fn product<S: Simd, F: Factor>(
     if narrow {
         return narrow_tiles(sizes, left, right, c, c_stride, accumulate);
     }
-    // With 32 registers eight rows of two vectors fit beside their operands, with 16 four.
+    // 32 registers have room for eight rows of two vectors and their operands, 16 for four rows.
     if S::REGISTER_COUNT >= 32 {
         tiles::<S, F, 8>(simd, sizes, left, right, c, c_stride, accumulate);
     } else {
@@ -83,9 +83,9 @@ fn tiles<S: Simd, F: Factor, const M: usize>(
     while column < sizes.columns {
         let pair = column + 2 * S::F32_LANES <= sizes.columns;
         for row in (0..sizes.rows).step_by(M) {
-            // SAFETY: `product` checked that rows x depth, depth x columns and rows x columns lie
+            // SAFETY: `matmul` checked that rows x depth, depth x columns and rows x columns are
             // within the operands; this tile's rows and columns are among them, since M divides the
-            // rows and one or two vectors of columns are left.
+            // rows and one or two vectors of columns remain.
             #[allow(unsafe_code)]
             unsafe {
                 let a = left.data.as_ptr().add(row * left.row_stride);
@@ -103,8 +103,7 @@ fn tiles<S: Simd, F: Factor, const M: usize>(
     }
 }
 
-/// Products of [`NARROW`] columns on machines whose vectors are longer: half a vector would be
-/// wasted.
+/// Matmuls of [`NARROW`] columns on machines with longer vectors, half of which would be unused.
 #[inline(always)]
 fn narrow_tiles<F: Factor>(
     sizes: Sizes,
@@ -117,7 +116,7 @@ fn narrow_tiles<F: Factor>(
     for first in (0..sizes.rows).step_by(ROWS) {
         let mut sums = [[0f32; NARROW]; ROWS];
         for k in 0..sizes.depth {
-            // SAFETY: `product` checked that rows x depth and depth x columns lie within the
+            // SAFETY: `matmul` checked that rows x depth and depth x columns are within the
             // operands.
             #[allow(unsafe_code)]
             let vector = unsafe {
@@ -140,10 +139,10 @@ fn narrow_tiles<F: Factor>(
     }
 }
 
-/// M rows and V vectors of columns, kept in registers over the whole depth.
+/// M rows and V vectors of columns, whose sums stay in registers over the whole depth.
 ///
 /// # Safety
-/// Every number at the strides named is within its operand, and `c` is borrowed by nobody else.
+/// All elements at these strides are within their operands, and `c` has no other borrower.
 #[allow(unsafe_code)]
 #[inline(always)]
 unsafe fn tile<S: Simd, F: Factor, const M: usize, const V: usize>(
