@@ -25,7 +25,8 @@ fn differences(after: &[f64], before: &[f64]) -> Vec<f64> {
     after.iter().zip(before).map(|(a, b)| a - b).collect()
 }
 
-/// The numbers that an update reads: the weights, with what their rounding left where there is any.
+/// The values that an update reads: the weights plus the remainders of their rounding, if there are
+/// any.
 fn exact<B: Backend, T: Element>(
     device: &B,
     weights: &B::Buffer<T>,
@@ -43,12 +44,12 @@ fn exact<B: Backend, T: Element>(
 /// With a remainder the weights are bf16.
 fn agrees<B: Backend, T: Element, G: Element, M: Element>(device: &B, len: usize, joined: bool) {
     let mut random = Random(len as u64);
-    let mut weights = upload(device, &random.numbers::<T>(len));
+    let mut weights = upload(device, &random.elements::<T>(len));
     let mut remainder = joined.then(|| upload(device, &vec![0i16; len]));
     let mut first = upload(device, &vec![M::zeroed(); len]);
     let mut second = upload(device, &vec![M::zeroed(); len]);
     for number in 1..=4 {
-        let gradients: Vec<G> = random.numbers(len);
+        let gradients: Vec<G> = random.elements(len);
         let squared_norm = wide(&gradients).iter().map(|x| x * x).sum::<f64>() + 2.0;
         // Every second step clips.
         let clip_norm = if number % 2 == 0 { 0.5 * squared_norm.sqrt() } else { f64::MAX };
@@ -92,7 +93,7 @@ fn agrees<B: Backend, T: Element, G: Element, M: Element>(device: &B, len: usize
 
 #[test]
 fn weights_and_moments_agree_over_more_than_one_task() {
-    // A task updates 16384 numbers.
+    // A task updates 16384 elements.
     on_each_device!(device => agrees::<_, f32, f32, f32>(device, 20_000, false));
     on_each_device!(device => agrees::<_, bf16, f32, f32>(device, 20_000, true));
     on_each_device!(device => agrees::<_, bf16, bf16, bf16>(device, 20_000, true));
@@ -120,7 +121,7 @@ fn weights_in_f32_have_no_remainder() {
     on_each_device!(device => check(device));
 }
 
-/// Ranges that start anywhere, as runs of parameters do; and weights of which the state is a shard.
+/// Ranges with any start, like ranges of parameters; and weights whose state is a shard.
 #[test]
 fn parts_that_no_pack_begins_at_are_updated_alone() {
     fn check<B: Backend>(device: &B, state: std::ops::Range<usize>) {
@@ -140,12 +141,12 @@ fn parts_that_no_pack_begins_at_are_updated_alone() {
                 second_moment: B::view_mut(&mut v, state.clone()),
             })
             .unwrap();
-        // The remainders where their weights are.
+        // The remainders of the same range as the weights.
         let mut placed = [0i16; 40];
         let remainder = download::<B, i16>(device, &remainder);
         placed[part.clone()].copy_from_slice(&remainder[state]);
         let exact = exact::<B, bf16>(device, &weights, Some(&upload(device, &placed)));
-        // 1 - lr decay - lr, as every first step of size lr.
+        // 1 - lr decay - lr: every first step has size lr.
         let changed = exact.iter().map(|x| (x - 0.89).abs() < 1e-6);
         assert!(changed.enumerate().all(|(at, changed)| changed == part.contains(&at)));
         let outside = |at: usize| exact[at] == 1.0;
@@ -172,9 +173,9 @@ fn decay_alone_shrinks_a_weight_without_gradient() {
 }
 
 #[test]
-fn the_squared_norm_is_added_to_what_is_there() {
+fn the_squared_norm_accumulates() {
     fn check<B: Backend, G: Element>(device: &B) {
-        let x: Vec<G> = Random(3).numbers(40_000);
+        let x: Vec<G> = Random(3).elements(40_000);
         let mut out = upload(device, &[5.0f64]);
         let buffer = upload(device, &x);
         device.squared_norms(&[B::whole(&buffer)], B::whole_mut(&mut out)).unwrap();
@@ -186,10 +187,10 @@ fn the_squared_norm_is_added_to_what_is_there() {
     on_each_device!(device => check::<_, bf16>(device));
 }
 
-/// More segments than a launch takes, of odd lengths and none, each at another offset of 16 bytes;
-/// and none at all.
+/// More segments than fit one launch, some of them empty, at different offsets from 16 bytes; and
+/// no segments.
 #[test]
-fn the_squared_norm_of_many_segments_is_that_of_all_their_numbers() {
+fn many_segments_have_the_squared_norm_of_all_their_elements() {
     fn check<B: Backend, G: Element>(device: &B, count: usize) {
         let mut random = Random(count as u64);
         let (mut end, mut ranges) = (0, Vec::new());
@@ -198,7 +199,7 @@ fn the_squared_norm_of_many_segments_is_that_of_all_their_numbers() {
             ranges.push(end + gap..end + gap + len);
             end += gap + len;
         }
-        let x: Vec<G> = random.numbers(end);
+        let x: Vec<G> = random.elements(end);
         let (buffer, mut out) = (upload(device, &x), upload(device, &[5.0f64]));
         let xs: Vec<_> = ranges.iter().map(|range| B::view(&buffer, range.clone())).collect();
         device.squared_norms(&xs, B::whole_mut(&mut out)).unwrap();

@@ -51,7 +51,7 @@ fn attention_within_documents_agrees() {
     }
 }
 
-/// Longer than the blocks that keys are taken in, and than several tiles of rows.
+/// Longer than a block of keys, and than several tiles of rows.
 #[test]
 fn attention_over_long_sequences_agrees() {
     let shape = QkvShape { batch: 1, length: 210, heads: 4, kv_heads: 2, head_dim: 24 };
@@ -135,7 +135,8 @@ fn queries_at_an_offset_see_the_cache_contiguous_or_by_block_table() {
 
 #[test]
 fn one_query_sees_the_cache() {
-    // Widths of whole blocks of columns, of blocks and a few more, and of a few; keys in all remainders.
+    // Head dimensions of whole blocks of columns, of blocks and a remainder, and of less than a
+    // block; all remainders of keys.
     for (head_dim, key_length) in [(8, 39), (48, 300), (22, 41), (6, 40), (2, 1)] {
         let (query_length, query_stride) = (1, 10 * head_dim);
         let shape = AttentionShape {
@@ -147,7 +148,7 @@ fn one_query_sees_the_cache() {
             head_dim,
             query_stride,
         };
-        // With keys after the query, and without.
+        // With and without keys after the query.
         for offset in [key_length - 1, key_length / 2] {
             on_each_device!(device => cached_agrees::<_, f32>(device, &shape, offset, 7, 8));
             on_each_device!(device => cached_agrees::<_, bf16>(device, &shape, offset, 7, 9));
@@ -157,7 +158,7 @@ fn one_query_sees_the_cache() {
 
 /// The last token of a sequence alone, against the same token among all of them.
 #[test]
-fn the_last_token_alone_is_that_of_the_sequence() {
+fn the_last_token_alone_agrees_with_the_sequence() {
     let (length, heads, kv_heads, head_dim) = (70, 6, 2, 10);
     let (row, width) = ((heads + 2 * kv_heads) * head_dim, heads * head_dim);
     let shape = AttentionShape {
@@ -171,7 +172,7 @@ fn the_last_token_alone_is_that_of_the_sequence() {
     };
     let mut random = Random(3);
     let (qkv, weights) =
-        (random.numbers::<f32>(length * row), random.numbers::<f32>(length * heads));
+        (random.elements::<f32>(length * row), random.elements::<f32>(length * heads));
     let run = |tokens: usize| {
         let first = length - tokens;
         let shape = AttentionShape { query_length: tokens, ..shape };
@@ -201,7 +202,7 @@ fn the_last_token_alone_is_that_of_the_sequence() {
         (out[(tokens - 1) * width..].to_vec(), log_sum_exp[(tokens - 1) * heads..].to_vec())
     };
     let ((out, sums), (all_out, all_sums)) = (run(1), run(length));
-    let wide = |numbers: &[f32]| numbers.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
+    let wide = |elements: &[f32]| elements.iter().map(|&x| f64::from(x)).collect::<Vec<_>>();
     assert_close("out", &out, &wide(&all_out), F32_TOLERANCE);
     assert_close("log_sum_exp", &sums, &wide(&all_sums), F32_TOLERANCE);
 }
@@ -242,8 +243,7 @@ fn document_bounds_that_hide_every_key_or_decrease_are_refused() {
     assert!(forward(&[0, 0, u32::MAX]).is_err());
 }
 
-/// Shapes of any kind: one token, one head, one key/value head, any even head_dim, tiles that are
-/// not full.
+/// Random shapes: one token, one head, one key/value head, any even head_dim, partial tiles.
 fn shapes() -> impl Strategy<Value = QkvShape> {
     let length = prop_oneof![Just(1usize), 2usize..12, 12usize..80];
     let half = prop_oneof![Just(1usize), 1usize..=128, Just(128usize)];

@@ -1,5 +1,5 @@
-//! Every path of attention on a GPU against the reference, on problems that it takes, and what it
-//! leaves to the next one.
+//! Every path of attention on a GPU against the reference, on problems that it supports, and the
+//! choice of the next path for the others.
 
 #![cfg(any(feature = "cuda", feature = "cuda-emulator"))]
 
@@ -23,16 +23,16 @@ fn devices() -> impl Iterator<Item = Cuda> {
     [emulated, gpu].into_iter().flatten()
 }
 
-/// Compares all paths of a device with the reference, each asked for by name.
+/// Compares all paths of a device with the reference, each selected by name.
 fn each_agrees(case: &Case, seed: u64) {
     each_agrees_on(case, &Inputs::new(case, seed));
 }
 
-/// As [`each_agrees`], on numbers of the caller's.
+/// Like [`each_agrees`], with the caller's inputs.
 fn each_agrees_on(case: &Case, inputs: &Inputs<bf16>) {
     for device in devices() {
         for path in ALL.into_iter().filter(|&path| device.has_attention(path)) {
-            // Without a fixed order of sums only one path does anything else.
+            // Only one path is different without a fixed order of sums.
             let orders = if path == AttentionPath::Hopper { &[true, false][..] } else { &[true] };
             for &deterministic in orders {
                 let device = device.clone().with_attention(path).with_deterministic(deterministic);
@@ -46,7 +46,7 @@ fn each_agrees_on(case: &Case, inputs: &Inputs<bf16>) {
 
 const ALL: [AttentionPath; 3] = [AttentionPath::Hopper, AttentionPath::Tiled, AttentionPath::Plain];
 
-/// Several tiles of rows and of keys, none of them full.
+/// Several tiles of rows and of keys, the last of them partial.
 fn shape(batch: usize, head_dim: usize) -> QkvShape {
     QkvShape { batch, length: 150, heads: 4, kv_heads: 2, head_dim }
 }
@@ -83,9 +83,9 @@ fn every_path_leaves_heads_without_rows_alone() {
     each_agrees(&Case::routed(shape, 0, 0), 14);
 }
 
-/// The last tokens select no query head of the second key/value head: its last keys are seen by none
-/// of its rows, whose number is no multiple of a tile's. Blocks that add to the gradient of the
-/// queries by turns must not wait for one that has nothing to add.
+/// The last tokens select no query head of the second key/value head: none of its rows, whose
+/// number is not a multiple of a tile's, sees its last keys. Blocks that add to the gradient of the
+/// queries in order must not wait for a block that has nothing to add.
 #[test]
 fn every_path_of_keys_that_no_row_of_their_head_sees_agrees() {
     for head_dim in [64, 128] {
@@ -93,7 +93,7 @@ fn every_path_of_keys_that_no_row_of_their_head_sees_agrees() {
         let case = Case::routed(shape, 0, 2);
         let mut inputs = Inputs::<bf16>::new(&case, 19);
         for (token, row) in inputs.qkv.chunks_exact_mut(shape.row()).enumerate() {
-            // The heads of the larger norms are selected.
+            // The heads with the larger norms are selected.
             let kept = if token < 101 { 2..4 } else { 0..2 };
             for query in &mut row[kept.start * head_dim..kept.end * head_dim] {
                 *query *= bf16::from_f32(4.0);
@@ -136,7 +136,7 @@ fn every_path_of_queries_over_a_cache_agrees() {
     }
 }
 
-/// Heads of 128 take smaller tiles where a block has 99 KiB of shared memory, as on GPUs for desktops.
+/// Heads of 128 have smaller tiles if a block has 99 KiB of shared memory, as on desktop GPUs.
 #[test]
 fn gpus_of_little_shared_memory_keep_their_tensor_cores() {
     for head_dim in [80, 128] {

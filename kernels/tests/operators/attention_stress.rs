@@ -1,5 +1,5 @@
-//! The attention of Hopper at the size of LLaMA-3-8B, many times over, against that of any GPU: small
-//! shapes give a block one tile of rows at most, and leave nothing to chance.
+//! Repeated runs of Hopper's attention at the size of LLaMA-3-8B against the path for any GPU. With
+//! small shapes a block has at most one tile of rows, and races do not show.
 
 #![cfg(feature = "cuda")]
 
@@ -11,9 +11,9 @@ use crate::reference::attention::{Case, Inputs, Prepared, Results, documents};
 use crate::reference::{BF16_TOLERANCE, F32_TOLERANCE, Random, assert_close, columns, gpu, wide};
 
 const SHAPE: QkvShape = QkvShape { batch: 1, length: 8192, heads: 32, kv_heads: 8, head_dim: 128 };
-/// Runs of which each must have the bits of the first.
+/// Runs with identical bits.
 const REPEATS: usize = 50;
-/// Runs of the sums in any order.
+/// Runs with sums in any order.
 const UNORDERED: usize = 5;
 
 #[test]
@@ -31,13 +31,13 @@ fn half_of_the_heads() {
     stress(&Case::routed(SHAPE, 8, 8), |_, _| ());
 }
 
-/// The last third of the tokens chooses among the heads of two key/value heads alone, and two others
-/// are chosen by some tokens now and then.
+/// The last third of the tokens selects only the heads of two key/value heads; earlier tokens also
+/// select heads of others.
 #[test]
 fn skewed_routing() {
     stress(&Case::routed(SHAPE, 16, 8), |token, row| {
-        let kept = if token > 5431 { 16..24 } else { 16 + token % 3..25 };
-        for query in &mut row[kept.start * SHAPE.head_dim..kept.end * SHAPE.head_dim] {
+        let large = if token > 5431 { 16..24 } else { 16 + token % 3..25 };
+        for query in &mut row[large.start * SHAPE.head_dim..large.end * SHAPE.head_dim] {
             *query *= bf16::from_f32(4.0);
         }
     });
@@ -49,7 +49,7 @@ fn within_documents() {
     stress(&Case { document_start, ..Case::routed(SHAPE, 16, 8) }, |_, _| ());
 }
 
-/// Several sequences, more than the backward pass takes at once.
+/// Several sequences, more than in one launch of the backward pass.
 #[test]
 fn several_sequences() {
     let shape = QkvShape { batch: 5, length: 2048, ..SHAPE };
@@ -61,7 +61,7 @@ fn heads_of_64() {
     stress(&Case::routed(QkvShape { head_dim: 64, ..SHAPE }, 16, 8), |_, _| ());
 }
 
-/// Compares the paths on random numbers, whose rows `change` may alter.
+/// Compares the paths on random elements, whose rows `change` may alter.
 fn stress(case: &Case, change: impl Fn(usize, &mut [bf16])) {
     let Some(gpu) = gpu().filter(|gpu| gpu.has_attention(AttentionPath::Hopper)) else {
         return println!("skipped: no Hopper GPU");
@@ -96,7 +96,7 @@ fn pass(prepared: &mut Prepared<'_, Cuda, bf16>) -> Results<bf16> {
     prepared.results()
 }
 
-/// Both round what they store; each is held to the reference elsewhere.
+/// Both paths round their results; other tests compare each with the reference.
 fn agree(case: &Case, actual: &Results<bf16>, expected: &Results<bf16>) {
     let stored = 2.0 * BF16_TOLERANCE;
     assert_close("out", &actual.out, &wide(&expected.out), stored);

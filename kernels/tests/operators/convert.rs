@@ -1,4 +1,4 @@
-//! Conversion between the types of numbers.
+//! Conversion between element types.
 
 use crate::reference::{cases, download, garbage, upload};
 use half::bf16;
@@ -22,7 +22,7 @@ fn buffers_of_other_lengths_are_refused() {
 proptest::proptest! {
     #![proptest_config(cases(64))]
     #[test]
-    fn numbers_are_rounded_to_nearest_and_widened_exactly(
+    fn elements_are_rounded_to_nearest_and_widened_exactly(
         bits in proptest::collection::vec(proptest::num::f32::NORMAL, 0..300)
     ) {
         let narrow: Vec<bf16> = bits.iter().map(|&x| bf16::from_f32(x)).collect();

@@ -11,15 +11,15 @@ use moh_kernels::cross_entropy::{
 };
 use moh_kernels::{Accumulation, Backend, Cpu, DType, Element, Error, Workspace};
 
-/// Exact in f32, so that the reference scales by the same number.
+/// Exact in f32, so that the reference scales by the same value.
 const SCALE: f32 = 0.25;
 
 fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: HeadShape, seed: u64) {
     let HeadShape { tokens, width, vocab_size, .. } = shape;
     let mut random = Random(seed);
-    let x: Vec<T> = random.numbers(tokens * width);
-    let weight: Vec<T> = random.numbers(vocab_size * width);
-    let d_weight: Vec<G> = random.numbers(weight.len());
+    let x: Vec<T> = random.elements(tokens * width);
+    let weight: Vec<T> = random.elements(vocab_size * width);
+    let d_weight: Vec<G> = random.elements(weight.len());
     let targets: Vec<u32> = (0..tokens)
         .map(|_| if random.below(4) == 0 { IGNORED } else { random.below(vocab_size) as u32 })
         .collect();
@@ -60,7 +60,8 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: HeadShape, seed
     let expected = operators::cross_entropy(&x, &weight, &targets).unwrap();
     let gradients = (&expected * f64::from(SCALE)).unwrap().backward().unwrap();
     assert_eq!(loss, loss_alone, "the loss does not depend on whether gradients are wanted");
-    // A device may round the logits to the type of x; over the tokens most of that cancels.
+    // A device may round the logits to the type of x; most of the errors cancel in the sum over
+    // tokens.
     let loss_tolerance = if T::DTYPE == DType::BF16 { 1e-4 } else { F32_TOLERANCE };
     assert_close("loss", &[loss as f32], &flat(&expected.unsqueeze(0).unwrap()), loss_tolerance);
     let expected = gradient(&gradients, &x);
@@ -75,7 +76,7 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: HeadShape, seed
 
 #[test]
 fn loss_and_gradients_agree_over_more_than_one_chunk() {
-    // A chunk has 2048 tokens at the most.
+    // A chunk has at most 2048 tokens.
     let shape = HeadShape::whole(2100, 24, 40);
     on_each_device!(device => agrees::<_, f32, f32>(device, shape, 1));
     on_each_device!(device => agrees::<_, bf16, f32>(device, shape, 1));
@@ -84,7 +85,7 @@ fn loss_and_gradients_agree_over_more_than_one_chunk() {
 
 #[test]
 fn rows_that_a_block_reads_in_several_rounds_agree() {
-    // A block of a GPU reads 2048 numbers of bf16 in a round, where 16 bytes hold whole ones.
+    // A block of a GPU reads 2048 bf16 elements per iteration with aligned reads of 16 bytes.
     for vocab_size in [2600, 2603] {
         let shape = HeadShape::whole(3, 8, vocab_size);
         on_each_device!(device => agrees::<_, f32, f32>(device, shape, 2));

@@ -1,5 +1,5 @@
-//! The embedding against its reference: a gather, and a scatter-add into a gradient that already
-//! holds something.
+//! The embedding against its reference: a gather, and a scatter-add into a gradient that is not
+//! zero.
 
 use crate::reference::{
     Random, added, assert_close, backward, cases, download, garbage, gradient, operators, tensor,
@@ -12,9 +12,9 @@ use moh_kernels::{Backend, Cpu, Element, Error};
 
 fn agrees<B: Backend, T: Element, G: Element>(device: &B, rows: usize, width: usize, ids: &[u32]) {
     let mut random = Random(1);
-    let table: Vec<T> = random.numbers(rows * width);
-    let d_out: Vec<T> = random.numbers(ids.len() * width);
-    let before: Vec<G> = random.numbers(rows * width);
+    let table: Vec<T> = random.elements(rows * width);
+    let d_out: Vec<T> = random.elements(ids.len() * width);
+    let before: Vec<G> = random.elements(rows * width);
     let id_buffer = upload(device, ids);
 
     let mut out = garbage::<B, T>(device, ids.len() * width);
@@ -54,7 +54,7 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, rows: usize, width: us
 }
 
 #[test]
-fn rows_are_gathered_and_gradients_added_to_what_is_there() {
+fn rows_are_gathered_and_gradients_accumulate() {
     let mut random = Random(2);
     let ids: Vec<u32> = (0..61).map(|_| random.below(37) as u32).collect();
     on_each_device!(device => agrees::<_, f32, f32>(device, 37, 24, &ids));

@@ -1,4 +1,4 @@
-//! Appending to the cache: keys and values land in their rows, and no other row changes.
+//! Appending to the cache: keys and values are written to their rows, and no other row changes.
 
 use crate::reference::{Random, cases, columns, download, upload};
 use moh_kernels::key_value_cache::{KeyValueAppend, KeyValueCache};
@@ -7,8 +7,8 @@ use moh_kernels::{Backend, Cpu};
 
 fn appends<B: Backend>(device: &B, shape: QkvShape, first_position: usize, seed: u64) {
     let (mut random, width) = (Random(seed), shape.kv_heads * shape.head_dim);
-    let qkv: Vec<f32> = random.numbers(shape.length * shape.row());
-    let before: Vec<f32> = random.numbers((first_position + shape.length + 2) * width);
+    let qkv: Vec<f32> = random.elements(shape.length * shape.row());
+    let before: Vec<f32> = random.elements((first_position + shape.length + 2) * width);
     let qkv_buffer = upload(device, &qkv);
     let (mut keys, mut values) = (upload(device, &before), upload(device, &before));
     let append = KeyValueAppend {

@@ -20,12 +20,12 @@ use moh_kernels::router::{
 };
 use proptest::prelude::*;
 
-/// Which lengths of a buffer fit, given the others.
+/// The valid lengths of a buffer, given the others.
 #[derive(Debug, Clone, Copy)]
 enum Fit {
-    /// This one alone.
+    /// Only this one.
     Exactly(usize),
-    /// This one and more.
+    /// This one and larger ones.
     AtLeast(usize),
 }
 
@@ -240,7 +240,7 @@ fn a_routing_of_other_heads_is_refused() {
     }
 }
 
-/// What a routing of [`SHAPE`] says is refused where there are `heads` heads.
+/// The error of a routing of [`SHAPE`] with `heads` heads.
 fn refuses_heads<B: Backend>(device: &B, heads: usize) {
     let shape = &QkvShape { heads, ..SHAPE };
     let len = TOKENS * shape.row();
@@ -384,7 +384,7 @@ proptest! {
         for (at, len) in changes {
             lengths[at.index(fits.len())] = len;
         }
-        // Several changed lengths may fit each other; what matters is that an answer comes back.
+        // Several changed lengths may fit each other; the test is that the call returns.
         on_each_device!(device => { let _ = call(device, operator, &lengths); });
     }
 }

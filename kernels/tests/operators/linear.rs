@@ -15,11 +15,11 @@ fn agrees<B: Backend, T: Element, G: Element>(
     seed: u64,
 ) {
     let mut random = Random(seed);
-    let x: Vec<T> = random.numbers(tokens * inputs);
-    let weight: Vec<T> = random.numbers(outputs * inputs);
-    let residual: Vec<T> = random.numbers(tokens * outputs);
-    let d_y: Vec<T> = random.numbers(tokens * outputs);
-    let d_weight: Vec<G> = random.numbers(weight.len());
+    let x: Vec<T> = random.elements(tokens * inputs);
+    let weight: Vec<T> = random.elements(outputs * inputs);
+    let residual: Vec<T> = random.elements(tokens * outputs);
+    let d_y: Vec<T> = random.elements(tokens * outputs);
+    let d_weight: Vec<G> = random.elements(weight.len());
 
     let (x_buffer, weight_buffer) = (upload(device, &x), upload(device, &weight));
     let (residual_buffer, d_y_buffer) = (upload(device, &residual), upload(device, &d_y));
@@ -56,9 +56,9 @@ fn agrees<B: Backend, T: Element, G: Element>(
     }
 
     let (x, weight) = (var(&x, (tokens, inputs)), var(&weight, (outputs, inputs)));
-    let product = operators::linear(&x, &weight).unwrap();
-    let gradients = backward(&product, &tensor(&d_y, (tokens, outputs)));
-    let expected = if with_residual { added(&residual, &flat(&product)) } else { flat(&product) };
+    let output = operators::linear(&x, &weight).unwrap();
+    let gradients = backward(&output, &tensor(&d_y, (tokens, outputs)));
+    let expected = if with_residual { added(&residual, &flat(&output)) } else { flat(&output) };
     assert_close("y", &download::<B, T>(device, &y), &expected, tolerance::<T>());
     let expected = gradient(&gradients, &x);
     assert_close("d_x", &download::<B, T>(device, &d_x), &expected, tolerance::<T>());
@@ -94,15 +94,15 @@ fn the_gradient_of_no_token_is_zeros() {
     on_each_device!(device => check::<_, bf16>(device));
 }
 
-/// What the weights' bits depend on where a step's first gradients replace what is there.
+/// A step's first gradients overwrite the previous ones, and the weights' bits depend on them.
 #[test]
 fn overwriting_is_adding_to_zeros() {
     fn check<B: Backend, T: Element, G: Element>(device: &B) {
-        // More terms than a block of a product has.
+        // More terms than a block of a matmul has.
         let [tokens, inputs, outputs] = [4100, 33, 40];
         let mut random = Random(5);
-        let x = upload(device, &random.numbers::<T>(tokens * inputs));
-        let d_y = upload(device, &random.numbers::<T>(tokens * outputs));
+        let x = upload(device, &random.elements::<T>(tokens * inputs));
+        let d_y = upload(device, &random.elements::<T>(tokens * outputs));
         let found = [Accumulation::Add, Accumulation::Overwrite].map(|accumulation| {
             let zeros = accumulation == Accumulation::Add;
             let before = if zeros { 0.0 } else { 777.0 };
@@ -120,8 +120,8 @@ fn overwriting_is_adding_to_zeros() {
     on_each_device!(device => check::<_, bf16, bf16>(device));
 }
 
-/// Of products as large as these a GPU times several algorithms, unless it must be deterministic: when
-/// their shape is first seen, on the buffers of the product itself.
+/// Unless it must be deterministic, a GPU times several algorithms for matmuls of this size when
+/// their shape first occurs, on the buffers of the matmul itself.
 #[cfg(feature = "cuda")]
 #[test]
 fn the_fastest_algorithms_of_a_gpu_agree() {

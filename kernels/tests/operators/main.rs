@@ -1,5 +1,5 @@
-//! Every operator, on every device of the build, against the plain mathematics in f64: one module an
-//! operator, in one program, so that it can be carried to a machine with a GPU.
+//! Every operator, on every device of the build, against the plain mathematics in f64: one module
+//! per operator, in one program, so that it can be copied to a machine with a GPU.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,4 +1,4 @@
-//! What the build reads in the assembler's report (build/ptxas.rs).
+//! Parsing of the assembler's report by the build (build/ptxas.rs).
 
 #[path = "../../build/ptxas.rs"]
 mod report;

@@ -14,9 +14,9 @@ const EPS: f64 = 1e-6;
 
 fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: QkvShape, seed: u64) {
     let (mut random, dim) = (Random(seed), shape.head_dim);
-    let qkv: Vec<T> = random.numbers(shape.tokens() * shape.row());
-    let d_qkv: Vec<T> = random.numbers(qkv.len());
-    let (weight, d_weight): (Vec<T>, Vec<G>) = (random.numbers(2 * dim), random.numbers(2 * dim));
+    let qkv: Vec<T> = random.elements(shape.tokens() * shape.row());
+    let d_qkv: Vec<T> = random.elements(qkv.len());
+    let (weight, d_weight): (Vec<T>, Vec<G>) = (random.elements(2 * dim), random.elements(2 * dim));
 
     let (qkv_buffer, weight_buffer) = (upload(device, &qkv), upload(device, &weight));
     let mut normed = garbage::<B, T>(device, qkv.len());

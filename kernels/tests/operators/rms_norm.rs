@@ -12,9 +12,9 @@ const EPS: f64 = 1e-5;
 
 fn agrees<B: Backend, T: Element, G: Element>(device: &B, tokens: usize, width: usize, seed: u64) {
     let mut random = Random(seed);
-    let (x, weight): (Vec<T>, Vec<T>) = (random.numbers(tokens * width), random.numbers(width));
-    let (d_y, d_x): (Vec<T>, Vec<T>) = (random.numbers(x.len()), random.numbers(x.len()));
-    let d_weight: Vec<G> = random.numbers(width);
+    let (x, weight): (Vec<T>, Vec<T>) = (random.elements(tokens * width), random.elements(width));
+    let (d_y, d_x): (Vec<T>, Vec<T>) = (random.elements(x.len()), random.elements(x.len()));
+    let d_weight: Vec<G> = random.elements(width);
 
     let (x_buffer, weight_buffer) = (upload(device, &x), upload(device, &weight));
     let mut y = garbage::<B, T>(device, x.len());
@@ -55,7 +55,7 @@ fn forward_and_gradients_agree_over_more_than_one_task() {
     on_each_device!(device => agrees::<_, f32, f32>(device, 150, 96, 1));
     on_each_device!(device => agrees::<_, bf16, f32>(device, 150, 96, 1));
     on_each_device!(device => agrees::<_, bf16, bf16>(device, 150, 96, 1));
-    // A block of a GPU reads 2048 numbers of bf16 in a round.
+    // A block of a GPU reads 2048 bf16 elements per iteration.
     on_each_device!(device => agrees::<_, bf16, f32>(device, 3, 2304, 1));
 }
 

@@ -12,8 +12,8 @@ use moh_kernels::{Backend, Element};
 
 fn agrees<B: Backend, T: Element>(device: &B, shape: QkvShape, first_position: usize, seed: u64) {
     let mut random = Random(seed);
-    let qkv: Vec<T> = random.numbers(shape.tokens() * shape.row());
-    let d_qkv: Vec<T> = random.numbers(qkv.len());
+    let qkv: Vec<T> = random.elements(shape.tokens() * shape.row());
+    let d_qkv: Vec<T> = random.elements(qkv.len());
     let positions = first_position + shape.length + 3;
     let (cos, sin) = rope_tables(positions, shape.head_dim);
 

@@ -21,7 +21,7 @@ use proptest::prelude::*;
 /// Weight of the balance loss in the total, exact in f32.
 const BALANCE: f32 = 0.5;
 
-/// What a device made of one micro-batch.
+/// The results of a device on one micro-batch.
 struct Routed<T> {
     mask: Vec<u8>,
     gates: Vec<f32>,
@@ -159,11 +159,11 @@ fn route_with<B: Backend, T: Element>(
 
 fn agrees<B: Backend, T: Element>(device: &B, shape: QkvShape, router: QueryNormRouter, seed: u64) {
     let mut random = Random(seed);
-    let qkv: Vec<T> = random.numbers(shape.tokens() * shape.row());
+    let qkv: Vec<T> = random.elements(shape.tokens() * shape.row());
     // The router's gradient alone, or on top of another that arrives.
-    let arriving: Vec<T> = random.numbers(qkv.len());
+    let arriving: Vec<T> = random.elements(qkv.len());
     let d_qkv = if seed.is_multiple_of(2) { vec![T::zeroed(); qkv.len()] } else { arriving };
-    let delta: Vec<f32> = random.numbers(shape.tokens() * shape.heads);
+    let delta: Vec<f32> = random.elements(shape.tokens() * shape.heads);
     let tables = &rope_tables(shape.length, shape.head_dim);
     let (qkv, d_qkv, delta) = (&qkv[..], &d_qkv[..], &delta[..]);
     let case = Case { shape, router, qkv, d_qkv, delta: Some(delta), balance: BALANCE, tables };
@@ -212,15 +212,15 @@ fn backward_agrees_with_central_differences() {
     let shape = QkvShape { batch: 1, length: 3, heads: 5, kv_heads: 5, head_dim: 4 };
     let router = QueryNormRouter { shared_heads: 1, top_k: 2 };
     let mut random = Random(8);
-    let qkv: Vec<f32> = random.numbers(shape.tokens() * shape.row());
-    let delta: Vec<f32> = random.numbers(shape.tokens() * shape.heads);
+    let qkv: Vec<f32> = random.elements(shape.tokens() * shape.row());
+    let delta: Vec<f32> = random.elements(shape.tokens() * shape.heads);
     let (tables, d_qkv) = (no_rotation(3, 4), vec![0f32; qkv.len()]);
     let delta_view = Some(&delta[..]);
     let (qkv_view, d_qkv, tables) = (&qkv[..], &d_qkv[..], &tables);
     let case =
         Case { shape, router, qkv: qkv_view, d_qkv, delta: delta_view, balance: BALANCE, tables };
 
-    // The selection is a constant to the gradient: that of the numbers before the nudge.
+    // The gradient treats the selection as a constant: the selection before the nudge.
     let packed = Packed::new(&shape);
     let queries = packed.queries(&tensor(&qkv, packed.dims())).unwrap();
     let mask = operators::selection(&queries, 1, 2).unwrap();
@@ -246,9 +246,9 @@ fn backward_agrees_with_central_differences() {
     });
 }
 
-/// Queries in which every head of a token has the same numbers in another order: equal norms.
+/// Queries in which every head of a token has the same elements in another order: equal norms.
 fn equal_norms<T: Element>(shape: &QkvShape, random: &mut Random) -> Vec<T> {
-    let mut qkv: Vec<T> = random.numbers(shape.tokens() * shape.row());
+    let mut qkv: Vec<T> = random.elements(shape.tokens() * shape.row());
     for row in qkv.chunks_exact_mut(shape.row()) {
         let first: Vec<T> = row[..shape.head_dim].to_vec();
         for head in row[..shape.heads * shape.head_dim].chunks_exact_mut(shape.head_dim) {
@@ -299,7 +299,7 @@ fn routers_that_cannot_work_are_refused() {
 fn all_heads_shared_is_dense() {
     let shape = QkvShape { batch: 1, length: 2, heads: 2, kv_heads: 1, head_dim: 2 };
     let router = QueryNormRouter { shared_heads: 2, top_k: 0 };
-    let (qkv, tables): (Vec<f32>, _) = (Random(1).numbers(16), &no_rotation(2, 2));
+    let (qkv, tables): (Vec<f32>, _) = (Random(1).elements(16), &no_rotation(2, 2));
     let (qkv, delta) = (&qkv[..], Some(&[1f32; 4][..]));
     let case = Case { shape, router, qkv, d_qkv: qkv, delta, balance: 1.0, tables };
     on_each_device!(device => {
@@ -315,8 +315,8 @@ fn a_routing_serves_layers_of_more_shared_heads_and_fewer_tokens() {
     fn check<B: Backend>(device: &B) {
         let shape = QkvShape { batch: 1, length: 9, heads: 6, kv_heads: 2, head_dim: 4 };
         let mut random = Random(9);
-        let qkv: Vec<f32> = random.numbers(shape.tokens() * shape.row());
-        let delta: Vec<f32> = random.numbers(shape.tokens() * shape.heads);
+        let qkv: Vec<f32> = random.elements(shape.tokens() * shape.row());
+        let delta: Vec<f32> = random.elements(shape.tokens() * shape.heads);
         let tables = &rope_tables(shape.length, shape.head_dim);
         let of = |shared_heads, top_k, length: usize| {
             let (shape, router) =
@@ -338,7 +338,7 @@ fn a_routing_serves_layers_of_more_shared_heads_and_fewer_tokens() {
     on_each_device!(device => check(device));
 }
 
-/// The passes over the queries apart from those of RoPE, against both in one pass.
+/// Separate passes of the router and of RoPE over the queries, against both in one pass.
 fn apart_is_together<B: Backend, T: Element>(
     device: &B,
     shape: QkvShape,
@@ -346,9 +346,9 @@ fn apart_is_together<B: Backend, T: Element>(
     seed: u64,
 ) {
     let mut random = Random(seed);
-    let qkv: Vec<T> = random.numbers(shape.tokens() * shape.row());
-    let d_qkv: Vec<T> = random.numbers(qkv.len());
-    let delta: Vec<f32> = random.numbers(shape.tokens() * shape.heads);
+    let qkv: Vec<T> = random.elements(shape.tokens() * shape.row());
+    let d_qkv: Vec<T> = random.elements(qkv.len());
+    let delta: Vec<f32> = random.elements(shape.tokens() * shape.heads);
     let tables = &rope_tables(shape.length, shape.head_dim);
     let (qkv, d_qkv, delta) = (&qkv[..], &d_qkv[..], Some(&delta[..]));
     let case = Case { shape, router, qkv, d_qkv, delta, balance: BALANCE, tables };
@@ -372,7 +372,7 @@ fn apart_is_together<B: Backend, T: Element>(
     let both = 2.0 * tolerance::<T>();
     assert_close("d_qkv", &apart.d_qkv, &wide(&together.d_qkv), both);
 
-    // Of queries and gradients before RoPE the router's gradient is the same.
+    // The router's gradient of queries before RoPE is the same.
     unrotated.rotate_back();
     unrotated.backward_alone(&routing);
     let before = download::<B, T>(device, &unrotated.d_qkv);
@@ -383,7 +383,7 @@ fn same_bits<T: Element>(a: &[T], b: &[T]) -> bool {
     bytemuck::cast_slice::<T, u8>(a) == bytemuck::cast_slice::<T, u8>(b)
 }
 
-/// Shapes of any kind, with a router that fits.
+/// Random shapes, each with a valid router.
 fn routed_shapes() -> impl Strategy<Value = (QkvShape, QueryNormRouter)> {
     let heads = (1usize..=3, 1usize..=6).prop_filter("two heads to route", |(g, n)| g * n > 1);
     (1usize..3, 1usize..70, heads, 1usize..=128)
@@ -420,7 +420,7 @@ proptest! {
         (shape, router) in routed_shapes(),
         seed: u64,
     ) {
-        let qkv: Vec<bf16> = Random(seed).numbers(shape.tokens() * shape.row());
+        let qkv: Vec<bf16> = Random(seed).elements(shape.tokens() * shape.row());
         let (qkv, tables) = (&qkv[..], &no_rotation(shape.length, shape.head_dim));
         let case = Case { shape, router, qkv, d_qkv: qkv, delta: None, balance: 0.0, tables };
         let routed = shape.heads - router.shared_heads;
@@ -443,8 +443,8 @@ proptest! {
     ) {
         let mut random = Random(seed);
         let qkv: Vec<f32> = equal_norms(&shape, &mut random);
-        let delta: Vec<f32> = random.numbers(shape.tokens() * shape.heads);
-        let d_qkv: Vec<f32> = random.numbers(qkv.len());
+        let delta: Vec<f32> = random.elements(shape.tokens() * shape.heads);
+        let d_qkv: Vec<f32> = random.elements(qkv.len());
         let (delta, tables) = (Some(&delta[..]), &no_rotation(shape.length, shape.head_dim));
         let (qkv, d_qkv) = (&qkv[..], &d_qkv[..]);
         let case = Case { shape, router, qkv, d_qkv, delta, balance: BALANCE, tables };

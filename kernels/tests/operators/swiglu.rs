@@ -10,8 +10,8 @@ use moh_kernels::{Backend, Cpu, Element};
 
 fn agrees<B: Backend, T: Element>(device: &B, tokens: usize, width: usize, seed: u64) {
     let mut random = Random(seed);
-    let gate_up: Vec<T> = random.numbers(tokens * 2 * width);
-    let d_out: Vec<T> = random.numbers(tokens * width);
+    let gate_up: Vec<T> = random.elements(tokens * 2 * width);
+    let d_out: Vec<T> = random.elements(tokens * width);
 
     let (mut d_gate_up, mut again) = (upload(device, &gate_up), upload(device, &d_out));
     let mut out = garbage::<B, T>(device, d_out.len());
@@ -37,7 +37,7 @@ fn forward_and_gradient_agree_over_more_than_one_task() {
 
 #[test]
 fn gates_far_from_zero_stay_finite() {
-    // silu(x) is x far to the right and 0 far to the left.
+    // silu(x) is x for large x and 0 for large negative x.
     let mut out = [0f32; 2];
     let mut gate_up = [1e4, -1e4, 2.0, 2.0];
     Cpu.swiglu_forward(2, &gate_up, &mut out).unwrap();

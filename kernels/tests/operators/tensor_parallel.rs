@@ -1,5 +1,5 @@
-//! Operators whose heads or vocabulary are divided among ranks, played by threads, against the same
-//! operators on one.
+//! Operators whose heads or vocabulary are divided among ranks, simulated by threads, against the
+//! same operators on one rank.
 
 use std::sync::{Barrier, Mutex};
 
@@ -20,7 +20,8 @@ use moh_kernels::router::{
 use moh_kernels::{Accumulation, Backend, Cpu, DType, Element, ViewMut};
 use proptest::prelude::*;
 
-/// What every rank of `count` returns, on a device of its own; they add up tables by way of the host.
+/// Runs `work` on `count` ranks, each on a device of its own, and returns their results; tables are
+/// summed on the host.
 fn on_ranks<B: Backend + Another, R: Send>(
     device: &B,
     count: usize,
@@ -43,13 +44,13 @@ fn on_ranks<B: Backend + Another, R: Send>(
         work(device, rank, &all_reduce)
     };
     std::thread::scope(|scope| {
-        let start = |number| scope.spawn(move || rank(number));
+        let start = |index| scope.spawn(move || rank(index));
         let threads: Vec<_> = (0..count).map(start).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
 
-/// Of a row with `part` elements for every head, those of the heads that are local to a rank.
+/// The elements of a rank's local heads in a row with `part` elements per head.
 fn local_columns<S: Copy>(row: &[S], heads: Heads, part: usize) -> Vec<S> {
     let head = |local| row[heads.index(local) * part..][..part].iter().copied();
     (0..heads.local()).flat_map(head).collect()
@@ -78,7 +79,7 @@ struct Attended<'a, T> {
     delta: &'a [f32],
 }
 
-/// What comes of them on a rank.
+/// The results of a rank.
 struct Found<T> {
     mask: Vec<u8>,
     gates: Vec<f32>,
@@ -168,9 +169,9 @@ fn routing_agrees<B: Backend + Another, T: Element>(
     seed: u64,
 ) {
     let mut random = Random(seed);
-    let qkv: Vec<T> = random.numbers(shape.tokens() * shape.row());
-    let d_qkv: Vec<T> = random.numbers(qkv.len());
-    let delta: Vec<f32> = random.numbers(shape.tokens() * shape.heads);
+    let qkv: Vec<T> = random.elements(shape.tokens() * shape.row());
+    let d_qkv: Vec<T> = random.elements(qkv.len());
+    let delta: Vec<f32> = random.elements(shape.tokens() * shape.heads);
     let case = Attended { shape, router, qkv: &qkv, d_qkv: &d_qkv, delta: &delta };
     let whole = attend(device, &case, Heads::all(shape.heads), None);
 
@@ -209,7 +210,7 @@ fn routing_agrees<B: Backend + Another, T: Element>(
 #[test]
 fn ranks_select_the_same_heads_as_one_and_their_gradients_have_the_same_bits() {
     let shape = QkvShape { batch: 2, length: 70, heads: 12, kv_heads: 4, head_dim: 16 };
-    // Equal shares of shared heads, unequal ones, none, and ranks that route nothing.
+    // Equal and unequal shares of shared heads, no shared heads, and ranks without routed heads.
     for (shared_heads, top_k) in [(6, 3), (4, 5), (0, 3), (9, 2), (2, 10), (12, 0)] {
         let router = QueryNormRouter { shared_heads, top_k };
         for ranks in [2, 4] {
@@ -245,9 +246,9 @@ fn divided_heads_that_exchange_nothing_are_refused() {
 fn embedding_agrees<B: Backend, T: Element>(device: &B, rows: usize, ranks: usize, seed: u64) {
     const WIDTH: usize = 5;
     let mut random = Random(seed);
-    let table: Vec<T> = random.numbers(rows * WIDTH);
+    let table: Vec<T> = random.elements(rows * WIDTH);
     let ids: Vec<u32> = (0..40).map(|_| random.below(rows) as u32).collect();
-    let d_out: Vec<T> = random.numbers(ids.len() * WIDTH);
+    let d_out: Vec<T> = random.elements(ids.len() * WIDTH);
     let run = |local: VocabularyRows| {
         let part = &table[local.first * WIDTH..(local.first + local.count) * WIDTH];
         let (ids, part) = (upload(device, &ids), upload(device, part));
@@ -296,8 +297,8 @@ fn losses_agree<B: Backend + Another, T: Element>(
 ) {
     let HeadShape { tokens, width, vocab_size, .. } = shape;
     let mut random = Random(seed);
-    let x: Vec<T> = random.numbers(tokens * width);
-    let weight: Vec<T> = random.numbers(vocab_size * width);
+    let x: Vec<T> = random.elements(tokens * width);
+    let weight: Vec<T> = random.elements(vocab_size * width);
     let targets: Vec<u32> = (0..tokens)
         .map(|_| if random.below(4) == 0 { IGNORED } else { random.below(vocab_size) as u32 })
         .collect();
@@ -359,8 +360,8 @@ fn losses_agree<B: Backend + Another, T: Element>(
 
 #[test]
 fn rows_of_the_head_give_the_loss_and_its_gradients_in_parts() {
-    // More than one chunk, of which the last is not full; vocabularies with a remainder, one of which
-    // gives the ranks shares that would be taken in chunks of 512 and of 511 tokens.
+    // More than one chunk, with a partial last one; vocabularies that do not divide evenly, one of
+    // them into shares that alone would have chunks of 512 and of 511 tokens.
     for (tokens, vocab_size, ranks) in [(2100, 40, 2), (600, 4097, 2), (30, 517, 3), (1, 4, 4)] {
         let shape = HeadShape::whole(tokens, 12, vocab_size);
         on_each_device!(device => losses_agree::<_, f32>(device, shape, ranks, 1));
@@ -398,10 +399,10 @@ proptest! {
     }
 
     #[test]
-    fn sums_are_rounded_once(numbers in prop::collection::vec((-9f32..9.0, -9f32..9.0), 0..300)) {
+    fn sums_are_rounded_once(pairs in prop::collection::vec((-9f32..9.0, -9f32..9.0), 0..300)) {
         let [x, y] = [0, 1].map(|side| -> Vec<bf16> {
             let of = |&(x, y): &(f32, f32)| bf16::from_f32([x, y][side]);
-            numbers.iter().map(of).collect()
+            pairs.iter().map(of).collect()
         });
         let sum = |(x, y): (&bf16, &bf16)| bf16::from_f32(x.to_f32() + y.to_f32());
         let expected: Vec<bf16> = x.iter().zip(&y).map(sum).collect();

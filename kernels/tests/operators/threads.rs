@@ -1,4 +1,4 @@
-//! Results have the same bits whatever the number of rayon's threads.
+//! Results have the same bits for any number of rayon's threads.
 
 use crate::reference::{Random, cases, rope_tables, table, wide};
 use half::bf16;
@@ -27,12 +27,12 @@ fn same_bits(body: impl Fn() -> Vec<f64> + Sync) {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(&body)
     });
-    let bits = |numbers: &[f64]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    let bits = |values: &[f64]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     assert!(bits(&one) == bits(&two), "one and two threads differ");
     assert!(bits(&one) == bits(&five), "one and five threads differ");
 }
 
-/// All numbers of several buffers; f32 is exact in f64.
+/// All elements of several buffers; f32 is exact in f64.
 fn all(buffers: &[&[f32]]) -> Vec<f64> {
     buffers.iter().flat_map(|buffer| wide(buffer)).collect()
 }
@@ -46,8 +46,8 @@ fn selected(shape: AttentionShape, routing: &Routing<Cpu>) -> AttentionArgs<'_, 
 fn attention<T: Element>(shape: QkvShape, router: QueryNormRouter, seed: u64) -> Vec<f64> {
     let QkvShape { batch, length, heads, kv_heads, head_dim } = shape;
     let (mut random, tokens) = (Random(seed), shape.tokens());
-    let mut qkv: Vec<T> = random.numbers(tokens * shape.row());
-    let d_out: Vec<T> = random.numbers(tokens * heads * head_dim);
+    let mut qkv: Vec<T> = random.elements(tokens * shape.row());
+    let d_out: Vec<T> = random.elements(tokens * heads * head_dim);
     let (cos, sin) = rope_tables(length, head_dim);
     let rooms = router.routing_shape(tokens, Heads::all(heads)).unwrap();
     let mut routing = Routing::new(&Cpu, rooms).unwrap();
@@ -97,15 +97,15 @@ fn attention<T: Element>(shape: QkvShape, router: QueryNormRouter, seed: u64) ->
         .unwrap();
     let mut loss = [0f64];
     Cpu.balance_loss(&routing, 1.0, &mut loss).unwrap();
-    let numbers = all(&[&sums, &delta, routing.gates()]);
-    [wide(&out), wide(&d_qkv), numbers, loss.to_vec()].concat()
+    let statistics = all(&[&sums, &delta, routing.gates()]);
+    [wide(&out), wide(&d_qkv), statistics, loss.to_vec()].concat()
 }
 
 /// Query and key norms, forward and backward.
 fn qk_norm<T: Element>(shape: QkvShape, seed: u64) -> Vec<f64> {
     let (mut random, eps) = (Random(seed), 1e-6);
-    let qkv: Vec<T> = random.numbers(shape.tokens() * shape.row());
-    let weight: Vec<T> = random.numbers(2 * shape.head_dim);
+    let qkv: Vec<T> = random.elements(shape.tokens() * shape.row());
+    let weight: Vec<T> = random.elements(2 * shape.head_dim);
     let (mut normed, mut d_weight) = (qkv.clone(), vec![0f32; weight.len()]);
     let forward = QkNormForward::<Cpu, T> {
         shape: &shape,
@@ -131,9 +131,9 @@ fn qk_norm<T: Element>(shape: QkvShape, seed: u64) -> Vec<f64> {
 /// The operators over rows of tokens, and the optimiser.
 fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> Vec<f64> {
     let mut random = Random(seed);
-    let x: Vec<T> = random.numbers(tokens * width);
-    let scale: Vec<T> = random.numbers(width);
-    let weight: Vec<T> = random.numbers(outputs * width);
+    let x: Vec<T> = random.elements(tokens * width);
+    let scale: Vec<T> = random.elements(width);
+    let weight: Vec<T> = random.elements(outputs * width);
     let ids: Vec<u32> = (0..tokens).map(|_| random.below(outputs) as u32).collect();
     let (mut y, mut inv_rms) = (x.clone(), vec![0f32; tokens]);
     let forward = RmsNormForward::<Cpu, T> {
@@ -191,11 +191,11 @@ fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> V
     Cpu.embedding_backward(backward).unwrap();
     let (norm, updated, [m, v]) = update(&weight, &d_weight);
     let stored = [&y, &d_x, &product, &d_y, &silu, &d_gate_up, &d_hidden, &updated];
-    let stored = stored.iter().flat_map(|numbers| wide(numbers)).collect();
+    let stored = stored.iter().flat_map(|elements| wide(elements)).collect();
     [stored, all(&[&inv_rms, &d_scale, &d_weight, &m, &v]), vec![loss, norm]].concat()
 }
 
-/// The loss, and the gradient of x; that of the weight is added.
+/// The loss and the gradient of x; accumulates the gradient of the weight.
 fn head<T: Element>(
     shape: HeadShape,
     [x, weight]: [&[T]; 2],
@@ -256,7 +256,7 @@ fn update<T: Element>(weights: &[T], gradients: &[f32]) -> (f64, Vec<T>, [Vec<f3
 fn large_shapes_have_the_same_bits_with_any_number_of_threads() {
     same_bits(|| rows::<f32>(1100, 64, 300, 1));
     same_bits(|| rows::<bf16>(1100, 64, 300, 1));
-    // One token, a few, and as many as could leave a few over when they are divided.
+    // One token, a few, and a number that does not divide evenly into tasks.
     for (tokens, outputs) in [(1, 1500), (7, 1500), (50, 1500), (50, 100)] {
         same_bits(|| rows::<f32>(tokens, 300, outputs, 1));
         same_bits(|| rows::<bf16>(tokens, 300, outputs, 1));

@@ -213,7 +213,7 @@ fn query_norm_rope_forward<B: Backend>(device: &B, lengths: &[usize]) -> Result<
     device.query_norm_rope_forward::<f32>(ROUTER, args)
 }
 
-/// What reaches the router by way of `delta`.
+/// The gradient that reaches the router through `delta`.
 fn gradient<'a, B: Backend>(
     routing: &'a Routing<B>,
     delta: &'a B::Buffer<f32>,
@@ -286,7 +286,7 @@ fn attention_forward<B: Backend>(device: &B, lengths: &[usize]) -> Result<()> {
     })
 }
 
-/// All heads serve every token, and their outputs are scaled.
+/// Every token computes all heads, and their outputs are scaled.
 fn attention_forward_weighted<B: Backend>(device: &B, lengths: &[usize]) -> Result<()> {
     let routed = zeros::<B, u8>(device, lengths[0]);
     let weights = zeros::<B, f32>(device, lengths[1]);

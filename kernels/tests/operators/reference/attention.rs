@@ -25,7 +25,7 @@ pub struct Case {
     pub weighted: bool,
     pub causal: bool,
     pub document_start: Option<Vec<u32>>,
-    /// With positions, and the gradient that goes through the router to the unrotated queries.
+    /// With RoPE, and the gradient of the unrotated queries through the router.
     pub whole: bool,
 }
 
@@ -73,7 +73,7 @@ pub fn documents(shape: &QkvShape, random: &mut Random, mean_length: usize) -> V
     document_start
 }
 
-/// Numbers that a case works on.
+/// The inputs of a case.
 pub struct Inputs<T> {
     pub qkv: Vec<T>,
     pub d_out: Vec<T>,
@@ -84,14 +84,14 @@ impl<T: Element> Inputs<T> {
     pub fn new(case: &Case, seed: u64) -> Self {
         let (shape, mut random) = (case.shape, Random(seed));
         Inputs {
-            qkv: random.numbers(shape.tokens() * shape.row()),
-            d_out: random.numbers(shape.tokens() * shape.heads * shape.head_dim),
-            weights: random.numbers(shape.tokens() * shape.heads),
+            qkv: random.elements(shape.tokens() * shape.row()),
+            d_out: random.elements(shape.tokens() * shape.heads * shape.head_dim),
+            weights: random.elements(shape.tokens() * shape.heads),
         }
     }
 }
 
-/// What a device made of them.
+/// The results of a device.
 pub struct Results<T> {
     pub out: Vec<T>,
     pub log_sum_exp: Vec<f32>,
@@ -113,7 +113,7 @@ pub struct Prepared<'a, B: Backend, T: Element> {
     d_qkv: B::Buffer<T>,
 }
 
-/// What attention reads.
+/// The inputs of attention on a device.
 struct Given<B: Backend, T: Element> {
     angles: [B::Buffer<f32>; 2],
     qkv: B::Buffer<T>,
@@ -122,11 +122,11 @@ struct Given<B: Backend, T: Element> {
     d_out: B::Buffer<T>,
 }
 
-/// Where the selection of a case comes from.
+/// The selection of a case.
 enum Selected<B: Backend> {
-    /// All heads, their outputs as they are.
+    /// All heads, with unscaled outputs.
     All,
-    /// All heads, their outputs scaled: no head is routed.
+    /// All heads, with scaled outputs: no head is routed.
     Weighted { routed: B::Buffer<u8>, weights: B::Buffer<f32> },
     /// A router.
     Routed(QueryNormRouter, Routing<B>),
@@ -175,7 +175,7 @@ impl<B: Backend, T: Element> Given<B, T> {
         given
     }
 
-    /// Rotates, and routes where there is a router.
+    /// Rotates queries and keys, and selects heads if there is a router.
     fn route(&mut self, device: &B, case: &Case, weights: &[f32]) {
         let Given { angles: [cos, sin], qkv, selected, .. } = self;
         let (table, qkv) = (table(cos, sin), B::whole_mut(qkv));
@@ -249,7 +249,7 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
         self.device.attention_backward(backward).unwrap();
     }
 
-    /// Takes the gradient on through positions and router, once.
+    /// Propagates the gradient through RoPE and the router, once.
     fn route_backward(&mut self) {
         let [cos, sin] = &self.given.angles;
         let (table, qkv) = (table(cos, sin), B::whole_mut(&mut self.d_qkv));
@@ -331,12 +331,12 @@ pub fn agrees<B: Backend, T: Element>(device: &B, case: &Case, seed: u64) {
     agrees_on(device, case, &Inputs::<T>::new(case, seed));
 }
 
-/// As [`agrees`], on numbers of the caller's.
+/// Like [`agrees`], with the caller's inputs.
 pub fn agrees_on<B: Backend, T: Element>(device: &B, case: &Case, inputs: &Inputs<T>) {
     let actual = run(device, case, inputs);
     let [out, log_sum_exp, delta, d_qkv] = expected(case, inputs);
-    // The scores of a whole attention are formed from rotated queries and keys as they are stored;
-    // otherwise only results are rounded to `T`.
+    // The scores of a whole attention are computed from rotated queries and keys, which are rounded
+    // to `T`; otherwise only results are.
     let (stored, internal) = if case.whole {
         (2.0 * tolerance::<T>(), 2.0 * tolerance::<T>())
     } else {
@@ -344,7 +344,7 @@ pub fn agrees_on<B: Backend, T: Element>(device: &B, case: &Case, inputs: &Input
     };
     assert_close("out", &actual.out, &out, stored);
     assert_close("log_sum_exp", &actual.log_sum_exp, &log_sum_exp, internal);
-    // A device may form it from the output as it is stored.
+    // A device may compute delta from the rounded output.
     assert_close("delta", &actual.delta, &delta, stored);
     let QkvShape { heads, kv_heads, head_dim, .. } = case.shape;
     let row = case.shape.row();
@@ -366,13 +366,13 @@ pub fn cached<B: Backend, T: Element>(
 ) -> (Vec<T>, Vec<f32>) {
     let &AttentionShape { batch, query_length, key_length, heads, kv_heads, head_dim, .. } = shape;
     let (mut random, width) = (Random(seed), kv_heads * head_dim);
-    let queries: Vec<T> = random.numbers(shape.tokens() * shape.query_stride);
-    let keys: Vec<T> = random.numbers(batch * key_length * width);
-    let values: Vec<T> = random.numbers(keys.len());
+    let queries: Vec<T> = random.elements(shape.tokens() * shape.query_stride);
+    let keys: Vec<T> = random.elements(batch * key_length * width);
+    let values: Vec<T> = random.elements(keys.len());
     let query_buffer = upload(device, &queries);
     let mut out = garbage::<B, T>(device, shape.tokens() * heads * head_dim);
     let mut log_sum_exp = garbage::<B, f32>(device, shape.tokens() * heads);
-    // Sequences lie in blocks of a shuffled order, of which there is one more than is used.
+    // Sequences are stored in blocks in a shuffled order, with one unused block.
     let blocks = block_length.map_or(0, |length| key_length.div_ceil(length));
     let table: Vec<u32> = random.permutation(batch * blocks + 1)[1..].to_vec();
     let placed = |rows: &[T]| {

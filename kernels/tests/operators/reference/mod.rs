@@ -1,8 +1,8 @@
-//! What the tests of the operators share: seeded numbers, buffers on a device, and the comparison
-//! of an operator's result with its reference in f64 ([`operators`]).
+//! Shared by the tests of the operators: seeded random elements, buffers on a device, and the
+//! comparison of an operator's result with its reference in f64 ([`operators`]).
 //!
 //! All inputs are representable in bf16, so that the f32 operator, the bf16 operator and the
-//! reference start from the same numbers and select the same heads.
+//! reference have the same inputs and select the same heads.
 
 pub mod attention;
 pub mod operators;
@@ -21,14 +21,14 @@ pub const F32_TOLERANCE: f64 = 1e-5;
 /// Relative L2 error of results that are stored in bf16: two roundings of at most 2^-9 each (a
 /// gradient is added to, then rotated), on top of arithmetic in f32.
 pub const BF16_TOLERANCE: f64 = 4e-3;
-/// Root mean square below which a result is compared absolutely; inputs are of order 1, so this
-/// is where a gradient vanishes (one key, one head) and only its rounding is left.
+/// Root mean square below which a result is compared absolutely; inputs are of order 1, so a
+/// smaller gradient vanishes (one key, one head) except for its rounding.
 pub const VANISHING: f64 = 1e-3;
-/// Root mean square of the error that is always allowed: one rounding in f32 of terms of order 1, which
-/// is what is left of a gradient whose terms cancel.
+/// Root mean square of the error that is always allowed: one rounding in f32 of terms of order 1,
+/// the error of a gradient whose terms cancel.
 pub const ROUNDING: f64 = 1.2e-7;
 
-/// Runs the body once for every device of this build, so that a new device is one line here.
+/// Runs the body once for every device of this build; a new device adds one line here.
 macro_rules! on_each_device {
     ($device:ident => $body:expr) => {{
         {
@@ -52,19 +52,19 @@ macro_rules! on_each_device {
 #[cfg(feature = "cuda")]
 pub fn gpu() -> Option<moh_kernels::Cuda> {
     use moh_kernels::Cuda;
-    // The driver's context ends with the last GPU of the process, and takes long to make again.
-    static KEPT: std::sync::OnceLock<Cuda> = std::sync::OnceLock::new();
+    // The driver's context is destroyed with the process's last GPU, and is slow to create again.
+    static FIRST: std::sync::OnceLock<Cuda> = std::sync::OnceLock::new();
     thread_local! {
         static OWN: Cuda = Cuda::new(0).unwrap();
     }
     std::env::var_os("MOH_TEST_GPU")?;
-    KEPT.get_or_init(|| Cuda::new(0).unwrap());
+    FIRST.get_or_init(|| Cuda::new(0).unwrap());
     Some(OWN.with(Cuda::clone))
 }
 
-/// A device of its own for each rank of a test.
+/// Devices for the ranks of a test.
 pub trait Another {
-    /// One more of the same kind, which shares no working memory with this one.
+    /// Returns another device of the same kind, which shares no scratch memory with this one.
     fn another(&self) -> Self;
 }
 
@@ -100,12 +100,12 @@ pub fn tolerance<T: Element>() -> f64 {
     if T::DTYPE == DType::BF16 { BF16_TOLERANCE } else { F32_TOLERANCE }
 }
 
-/// A property's number of cases; nothing is written beside the sources.
+/// A property test's configuration with `count` cases, which writes no files beside the sources.
 pub fn cases(count: u32) -> Config {
     Config { cases: count, failure_persistence: None, ..Config::default() }
 }
 
-/// A small generator (splitmix64), the same numbers for the same seed everywhere.
+/// A small random generator (splitmix64) with the same sequence for the same seed on every machine.
 pub struct Random(pub u64);
 
 impl Random {
@@ -122,17 +122,17 @@ impl Random {
         (self.bits() % end as u64) as usize
     }
 
-    /// About normal, of variance 1, representable in bf16.
-    pub fn number<T: Element>(&mut self) -> T {
+    /// Approximately normal with variance 1, representable in bf16.
+    pub fn element<T: Element>(&mut self) -> T {
         let uniform = |bits: u64| (bits & 0xffff) as f32 / 65536.0 - 0.5;
         let bits = self.bits();
         let sum: f32 = (0..4).map(|part| uniform(bits >> (16 * part))).sum();
         T::from_f32(bf16::from_f32(sum * 3f32.sqrt()).to_f32())
     }
 
-    /// `len` of them.
-    pub fn numbers<T: Element>(&mut self, len: usize) -> Vec<T> {
-        (0..len).map(|_| self.number()).collect()
+    /// `len` elements, each like [`Random::element`].
+    pub fn elements<T: Element>(&mut self, len: usize) -> Vec<T> {
+        (0..len).map(|_| self.element()).collect()
     }
 
     /// `0..end` in a random order.
@@ -154,7 +154,7 @@ pub fn rope_tables(positions: usize, head_dim: usize) -> (Vec<f32>, Vec<f32>) {
     angles.map(|angle| (angle.cos() as f32, angle.sin() as f32)).unzip()
 }
 
-/// Tables that leave every number as it is, for tests that look at the router alone.
+/// Tables of the identity rotation, for tests of the router alone.
 pub fn no_rotation(positions: usize, head_dim: usize) -> (Vec<f32>, Vec<f32>) {
     (vec![1.0; positions * head_dim / 2], vec![0.0; positions * head_dim / 2])
 }
@@ -166,26 +166,26 @@ pub fn table<'a, B: Backend>(cos: &'a B::Buffer<f32>, sin: &'a B::Buffer<f32>) -
     RopeTable { cos: B::whole(cos), sin: B::whole(sin), first_position: 0 }
 }
 
-/// A buffer that holds these numbers.
-pub fn upload<B: Backend, S: Scalar>(device: &B, numbers: &[S]) -> B::Buffer<S> {
-    let mut buffer = device.allocate(numbers.len()).unwrap();
-    device.upload(numbers, B::whole_mut(&mut buffer)).unwrap();
+/// A buffer that contains these elements.
+pub fn upload<B: Backend, S: Scalar>(device: &B, elements: &[S]) -> B::Buffer<S> {
+    let mut buffer = device.allocate(elements.len()).unwrap();
+    device.upload(elements, B::whole_mut(&mut buffer)).unwrap();
     buffer
 }
 
-/// A buffer whose content an operator must replace.
+/// A buffer whose contents an operator must overwrite.
 pub fn garbage<B: Backend, T: Element>(device: &B, len: usize) -> B::Buffer<T> {
     upload(device, &vec![T::from_f32(777.0); len])
 }
 
-/// The numbers of a buffer.
+/// The elements of a buffer.
 pub fn download<B: Backend, S: Scalar>(device: &B, buffer: &B::Buffer<S>) -> Vec<S> {
-    let mut numbers = vec![S::zeroed(); B::len(buffer)];
-    device.download(B::whole(buffer), &mut numbers).unwrap();
-    numbers
+    let mut elements = vec![S::zeroed(); B::len(buffer)];
+    device.download(B::whole(buffer), &mut elements).unwrap();
+    elements
 }
 
-/// Which routed heads the tokens selected, and the gates.
+/// The mask of the selected routed heads, and the gates.
 pub fn selection_and_gates<B: Backend>(device: &B, routing: &Routing<B>) -> (Vec<u8>, Vec<f32>) {
     let len = routing.tokens() * routing.routed();
     let (mut selected, mut gates) = (vec![9; len], vec![9.0; len]);
@@ -196,22 +196,22 @@ pub fn selection_and_gates<B: Backend>(device: &B, routing: &Routing<B>) -> (Vec
 
 // ---- tensors of the reference ----
 
-/// The numbers exactly.
-pub fn wide<T: Element>(numbers: &[T]) -> Vec<f64> {
-    numbers.iter().map(|&x| f64::from(x.to_f32())).collect()
+/// Converts elements to f64, which is exact.
+pub fn wide<T: Element>(elements: &[T]) -> Vec<f64> {
+    elements.iter().map(|&x| f64::from(x.to_f32())).collect()
 }
 
 /// A constant of the reference.
-pub fn tensor<T: Element>(numbers: &[T], shape: impl Into<Shape>) -> Tensor {
-    Tensor::from_vec(wide(numbers), shape, &Device::Cpu).unwrap()
+pub fn tensor<T: Element>(elements: &[T], shape: impl Into<Shape>) -> Tensor {
+    Tensor::from_vec(wide(elements), shape, &Device::Cpu).unwrap()
 }
 
 /// An input of the reference that has a gradient.
-pub fn var<T: Element>(numbers: &[T], shape: impl Into<Shape>) -> Var {
-    Var::from_tensor(&tensor(numbers, shape)).unwrap()
+pub fn var<T: Element>(elements: &[T], shape: impl Into<Shape>) -> Var {
+    Var::from_tensor(&tensor(elements, shape)).unwrap()
 }
 
-/// A tensor's numbers in row-major order.
+/// A tensor's elements in row-major order.
 pub fn flat(tensor: &Tensor) -> Vec<f64> {
     assert_eq!(tensor.dtype(), CandleType::F64);
     tensor.flatten_all().unwrap().to_vec1().unwrap()
@@ -222,17 +222,17 @@ pub fn backward(out: &Tensor, d_out: &Tensor) -> GradStore {
     (out * d_out).unwrap().sum_all().unwrap().backward().unwrap()
 }
 
-/// A variable's gradient, zero where nothing depends on it.
+/// A variable's gradient, zeros if the output does not depend on it.
 pub fn gradient(gradients: &GradStore, var: &Var) -> Vec<f64> {
     gradients.get(var).map_or_else(|| vec![0.0; var.elem_count()], flat)
 }
 
-/// Elementwise sum: what an operator that accumulates must hold.
+/// Elementwise sum: the expected result of an operator that accumulates.
 pub fn added<T: Element>(before: &[T], gradient: &[f64]) -> Vec<f64> {
     wide(before).iter().zip(gradient).map(|(a, b)| a + b).collect()
 }
 
-/// Some columns of a row-major matrix.
+/// A range of columns of a row-major matrix.
 pub fn columns<S: Copy>(matrix: &[S], row: usize, range: std::ops::Range<usize>) -> Vec<S> {
     matrix.chunks_exact(row).flat_map(|row| &row[range.clone()]).copied().collect()
 }
@@ -240,7 +240,7 @@ pub fn columns<S: Copy>(matrix: &[S], row: usize, range: std::ops::Range<usize>)
 // ---- comparison ----
 
 /// Asserts that a result agrees with its reference in relative L2 norm; `--nocapture` shows the
-/// errors reached.
+/// errors.
 #[track_caller]
 pub fn assert_close<T: Element>(what: &str, actual: &[T], expected: &[f64], tolerance: f64) {
     assert_eq!(actual.len(), expected.len(), "{what}: lengths");

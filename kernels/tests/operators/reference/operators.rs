@@ -40,7 +40,7 @@ pub fn cross_entropy(x: &Tensor, weight: &Tensor, targets: &[u32]) -> Result<Ten
     (losses * valid)?.sum_all()
 }
 
-/// Over the last dimension, which it removes.
+/// Log-sum-exp over the last dimension, which is removed.
 pub fn log_sum_exp(x: &Tensor) -> Result<Tensor> {
     let largest = x.max_keepdim(D::Minus1)?.detach();
     let sum = x.broadcast_sub(&largest)?.exp()?.sum_keepdim(D::Minus1)?;
@@ -109,7 +109,7 @@ impl Packed {
     }
 }
 
-/// x `[B, T, heads, D]`, cos and sin `[T, D/2]` of the positions at hand.
+/// x `[B, T, heads, D]`, cos and sin `[T, D/2]` of its positions.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let half = x.dim(3)? / 2;
     let (cos, sin) = (cos.unsqueeze(1)?, sin.unsqueeze(1)?);
@@ -130,8 +130,8 @@ pub fn gates(queries: &Tensor, shared_heads: usize) -> Result<Tensor> {
     exponentials.broadcast_div(&exponentials.sum_keepdim(1)?)
 }
 
-/// 1 for shared heads and for the `top_k` routed heads of largest norm, the lower of equals first;
-/// `[N, H]`.
+/// 1 for shared heads and for the `top_k` routed heads with the largest norms, among equals the
+/// lower ones; `[N, H]`.
 pub fn selection(queries: &Tensor, shared_heads: usize, top_k: usize) -> Result<Tensor> {
     let squares = queries.sqr()?.sum(2)?.to_vec2::<f64>()?;
     let heads = queries.dim(1)?;
@@ -147,8 +147,8 @@ pub fn selection(queries: &Tensor, shared_heads: usize, top_k: usize) -> Result<
     Tensor::from_vec(mask, (squares.len(), heads), &Device::Cpu)
 }
 
-/// Weights `[N, H]` whose value is the mask and whose gradient goes to the gates `[N, R]` of the
-/// selected heads: mask * (1 + gate - detach(gate)).
+/// Weights `[N, H]` whose value is the mask and whose gradient is added to the gates `[N, R]` of
+/// the selected heads: mask * (1 + gate - detach(gate)).
 pub fn straight_through(mask: &Tensor, gates: &Tensor) -> Result<Tensor> {
     let (tokens, heads) = mask.dims2()?;
     let shared = heads - gates.dim(1)?;
