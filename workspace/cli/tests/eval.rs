@@ -155,6 +155,12 @@ fn ids_that_do_not_fit_are_refused() {
         let message = failure(dir.path(), &mut moh_eval(dir.path(), &line), 1);
         assert!(message.starts_with(expected), "{message}");
     }
+    fs::write(dir.path().join("out"), "theirs").unwrap();
+    let line = "logits --model source --ids ids.json --out out";
+    let message = failure(dir.path(), &mut moh_eval(dir.path(), line), 1);
+    assert_eq!(message, "out: already exists: choose another name, or replace it with --force");
+    assert_eq!(fs::read(dir.path().join("out")).unwrap(), b"theirs");
+    success(&mut moh_eval(dir.path(), &format!("{line} --force")));
 }
 
 #[test]
