@@ -137,15 +137,15 @@ fn what_makes_no_sense_is_refused_in_a_sentence() {
             "0 sequences of 512 tokens: must be 1 to 268435456 tokens in all",
         ),
         (
-            "step --config source --active 0.3",
-            "--active: active = 0.3 of 8 heads is 2, fewer than the 4 shared heads",
+            "step --config source --active 0.3 --shared-heads 4",
+            "--active 0.3 of 8 heads is 2, fewer than the 4 shared heads",
         ),
         ("attention --length 0", "--batch 1 --length 0: must be 1 to 16777216 tokens in all"),
         (
             "attention --shared-heads 1,2",
             "--shared-heads: 2 counts for 3 fractions of --active: give as many, or one",
         ),
-        ("attention --active 2", "--active: active = 2: must be a share of the heads, 0 to 1"),
+        ("attention --active 2", "--active 2: must be a share of the heads, 0 to 1"),
         ("operators nothing", "nothing: no operator's name contains it"),
     ] {
         assert_eq!(refused(arguments, 2), message);

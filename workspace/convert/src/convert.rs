@@ -17,14 +17,11 @@ use moh_hf::{ConfigFile, Expansion, TensorBytes, WeightFiles, dtype_name};
 use moh_kernels::DType;
 use moh_model::flops::Flops;
 use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD, tensor_shapes};
-use moh_model::{HeadCounts, ModelConfig, MohConfig, RouterKind};
+use moh_model::{HeadCounts, HeadRequest, ModelConfig, MohConfig};
 use rayon::prelude::*;
 use serde::Serialize;
 
 use crate::Error;
-
-/// Default fraction of active heads.
-pub const DEFAULT_ACTIVE: f64 = 0.75;
 
 /// The attention of the converted model.
 #[derive(Debug, Clone, PartialEq)]
@@ -32,47 +29,29 @@ pub enum Attention {
     /// All heads active for every token: a dense model of the architecture.
     Dense,
     /// Mixture-of-Head.
-    Moh {
-        /// Shared heads; half of the heads if `None`.
-        shared_heads: Option<HeadCounts>,
-        /// The number of active heads.
-        active: Active,
-    },
-}
-
-/// The number of active heads per token.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Active {
-    /// This fraction of all heads, including shared ones.
-    Share(f64),
-    /// The shared heads and this many routed heads.
-    RoutedTopK(HeadCounts),
+    Moh(HeadRequest),
 }
 
 impl Attention {
-    /// Mixture-of-Head with half of the heads shared and three quarters active.
-    pub const DEFAULT: Attention =
-        Attention::Moh { shared_heads: None, active: Active::Share(DEFAULT_ACTIVE) };
-
     /// The Mixture-of-Head configuration for `model`.
     ///
     /// # Errors
     /// Fails if the counts do not fit the model.
     pub fn configure(&self, model: &ModelConfig) -> Result<Option<MohConfig>, Error> {
-        let (heads, layers) = (model.num_attention_heads, model.num_hidden_layers);
-        let Attention::Moh { shared_heads, active } = self.clone() else {
-            return Ok(None);
-        };
-        let moh = match active {
-            Active::Share(share) => MohConfig::from_active(heads, layers, shared_heads, share)?,
-            Active::RoutedTopK(routed_top_k) => MohConfig {
-                router: RouterKind::QueryNorm,
-                shared_heads: shared_heads.unwrap_or(HeadCounts::All(heads / 2)),
-                routed_top_k,
-            },
-        };
-        moh.validate(heads, layers)?;
-        Ok(Some(moh))
+        match self {
+            Attention::Dense => Ok(None),
+            Attention::Moh(request) => Ok(Some(request.for_model(model)?)),
+        }
+    }
+
+    /// What a share of active heads became for `model`, if it could not be met exactly.
+    pub fn rounding(&self, model: &ModelConfig) -> Option<String> {
+        match self {
+            Attention::Dense => None,
+            Attention::Moh(request) => {
+                request.rounding(model.num_attention_heads, model.moh.as_ref())
+            }
+        }
     }
 }
 
@@ -103,7 +82,7 @@ impl Options {
         Options {
             source: source.into(),
             out: out.into(),
-            attention: Attention::DEFAULT,
+            attention: Attention::Moh(HeadRequest::default()),
             dtype: None,
             max_shard_bytes: DEFAULT_SHARD_BYTES,
             force: false,
@@ -140,6 +119,9 @@ pub struct Receipt {
     pub routed_top_k: HeadCounts,
     /// Active heads per token.
     pub active_heads: HeadCounts,
+    /// What the share of active heads became, if it could not be met exactly.
+    #[serde(skip)]
+    pub rounding: Option<String>,
     /// Parameters of the output; a tied head counts once.
     pub parameters: u64,
     /// Rows of the vocabulary before and after.
@@ -262,6 +244,7 @@ pub fn convert(
         routed_heads: layers.clone().map(|layer| config.routed_heads(layer)).collect(),
         routed_top_k: layers.map(|layer| config.layer_heads(layer).top_k).collect(),
         active_heads: config.active_heads(),
+        rounding: options.attention.rounding(&source.config),
         parameters: config.num_parameters(),
         vocab_size: [source.config.vocab_size, config.vocab_size],
         flops_length: length,

@@ -13,12 +13,11 @@ use clap::{CommandFactory, Parser, ValueEnum};
 use indicatif::HumanCount;
 use moh_cli::progress::Bar;
 use moh_cli::{exit, models};
-use moh_convert::convert::{Active, DEFAULT_ACTIVE};
 use moh_convert::{Attention, Independent, Options, Receipt, Verification, convert, verify};
 use moh_device::{DeviceName, OpenDevice};
 use moh_hf::dtype_name;
 use moh_kernels::DType;
-use moh_model::HeadCounts;
+use moh_model::{Active, HeadCounts, HeadRequest};
 
 /// Convert a Llama or Qwen3 checkpoint to Mixture-of-Head attention
 #[derive(Debug, Clone, Parser)]
@@ -40,13 +39,15 @@ struct Arguments {
     /// Attention of the output
     #[arg(long, value_enum, default_value_t = AttentionKind::Moh)]
     attention: AttentionKind,
-    /// Shared heads, for all layers or for each: 16 or 32,16,8 [default: half of the heads]
+    /// Shared heads, for all layers or for each: 16 or 32,16,8 [default: a Mixture-of-Head model's own,
+    /// or half of the heads, or half of the active heads if at most half are active]
     #[arg(long, value_name = "N[,N...]", value_parser = parse_head_counts)]
     shared_heads: Option<HeadCounts>,
-    /// Fraction of the heads that are active for a token [default: 0.75]
+    /// Fraction of the heads that are active for a token [default: a Mixture-of-Head model's own, or
+    /// 0.75]
     #[arg(long, value_name = "R", conflicts_with = "routed_top_k")]
     active: Option<f64>,
-    /// Active routed heads per token, for all layers or for each
+    /// Active routed heads per token, for all layers or for each; 0 leaves the routed heads inactive
     #[arg(long, value_name = "K[,K...]", value_parser = parse_head_counts)]
     routed_top_k: Option<HeadCounts>,
     /// Element type of the output [default: the input's]
@@ -146,11 +147,8 @@ fn attention(arguments: &Arguments) -> Attention {
         }
         return Attention::Dense;
     }
-    let active = match routed_top_k {
-        Some(routed_top_k) => Active::RoutedTopK(routed_top_k),
-        None => Active::Share(active.unwrap_or(DEFAULT_ACTIVE)),
-    };
-    Attention::Moh { shared_heads, active }
+    let active = routed_top_k.map(Active::RoutedTopK).or(active.map(Active::Share));
+    Attention::Moh(HeadRequest { shared_heads, active })
 }
 
 fn run(arguments: &Arguments) -> anyhow::Result<()> {
@@ -252,6 +250,9 @@ fn print_receipt(
         receipt.active_heads,
         receipt.heads
     )?;
+    if let Some(rounding) = &receipt.rounding {
+        writeln!(out, "                   {rounding}")?;
+    }
     writeln!(out, "  parameters       {}", HumanCount(receipt.parameters))?;
     if before != after {
         writeln!(out, "  vocabulary       {before} -> {after}")?;

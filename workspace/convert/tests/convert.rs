@@ -150,6 +150,24 @@ fn counts_that_differ_by_layer_are_converted_and_shown() {
 }
 
 #[test]
+fn a_share_that_no_count_meets_says_what_it_became() {
+    let dir = workplace();
+    let lines = |active: &str| {
+        let arguments = ["--from", "source", "--active", active, "--out", active];
+        let output = moh_convert(dir.path()).args(arguments).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        let stdout = String::from_utf8(output.stdout).unwrap();
+        stdout.lines().skip(1).take(2).map(|line| line.trim().to_string()).collect::<Vec<_>>()
+    };
+    let [heads, became] = lines("0.8").try_into().unwrap();
+    assert_eq!(heads, "heads            4 shared + 2 of 4 routed = 6 of 8 active");
+    assert_eq!(became, "--active 0.8 of 8 heads: 6 of 8, 0.75");
+    let [heads, next] = lines("0.5").try_into().unwrap();
+    assert_eq!(heads, "heads            2 shared + 2 of 6 routed = 4 of 8 active");
+    assert!(next.starts_with("parameters"), "{next}");
+}
+
+#[test]
 fn help_shows_an_example_and_usage_errors_exit_with_2() {
     let dir = tempfile::tempdir().unwrap();
     let help = moh_convert(dir.path()).arg("--help").output().unwrap();
@@ -219,13 +237,21 @@ fn head_counts_that_do_not_fit_are_refused() {
     let dir = workplace();
     for (arguments, expected) in [
         (&["--routed-top-k", "5"][..], "routed_top_k = 5: must be at most the 4 routed heads"),
-        (&["--active", "1.1"], "active = 1.1: must be a share of the heads"),
-        (&["--active", "nan"], "active = NaN: must be a share"),
-        (&["--active", "0.25"], "is 2, fewer than the 4 shared heads"),
+        (&["--active", "1.1"], "--active 1.1: must be a share of the heads"),
+        (&["--active", "nan"], "--active NaN: must be a share"),
+        (&["--active", "0"], "--active 0 of 8 heads leaves no head active"),
+        (&["--active", "0.95"], "all 8 heads: use a smaller share, or --active 1"),
+        (&["--shared-heads", "4", "--active", "0.25"], "is 2, fewer than the 4 shared heads"),
+        (
+            &["--shared-heads", "4", "--active", "0.5"],
+            "or --routed-top-k 0 for no active routed head",
+        ),
+        (&["--shared-heads", "6"], "shared_heads = 6: the default share of 0.75 of 8 heads is 6"),
+        (&["--shared-heads", "0", "--routed-top-k", "0"], "no head would be active"),
         (&["--shared-heads", "7", "--active", "1"], "leaves one routed head"),
-        (&["--shared-heads", "9"], "fewer than the 9 shared heads"),
+        (&["--shared-heads", "9"], "shared_heads = 9: the model has 8 heads"),
         (&["--shared-heads", "8,4,4", "--routed-top-k", "0"], "shared_heads has 3 entries"),
-        (&["--shared-heads", "8,9"], "is 6, fewer than the 9 shared heads"),
+        (&["--shared-heads", "8,9"], "shared_heads of layer 1 = 9: the model has 8 heads"),
         (&["--shared-heads", "8,2", "--routed-top-k", "0,7"], "routed_top_k of layer 1 = 7: must"),
         (&["--pad-vocab-to", "0"], "cannot be padded to a multiple of 0"),
         (&["--tokenizer", "none"], "holds no tokenizer.json"),

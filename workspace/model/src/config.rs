@@ -152,48 +152,22 @@ impl LayerHeads {
                 "routed_top_k{place} = {top_k}: must be at most the {routed} routed heads"
             ));
         }
+        if shared == 0 && top_k == 0 {
+            return refuse(format!(
+                "shared_heads{place} = 0 and routed_top_k{place} = 0: no head would be active"
+            ));
+        }
         Ok(())
     }
 }
 
 impl MohConfig {
-    /// The configuration with `active` x `heads` active heads per token, of which `shared`
-    /// (default: half of them) are shared: routed top-k = round(active x heads) - shared, in every
-    /// layer.
-    ///
-    /// # Errors
-    /// Fails if `active` is not in 0..=1 or gives fewer active heads than a layer shares, and as
-    /// [`MohConfig::validate`] does.
-    pub fn from_active(
-        heads: usize,
-        layers: usize,
-        shared: Option<HeadCounts>,
-        active: f64,
-    ) -> Result<Self, Error> {
-        let shared_heads = shared.unwrap_or(HeadCounts::All(heads / 2));
-        let refuse = |reason: String| Err(Error::Moh { reason });
-        if !(0.0..=1.0).contains(&active) {
-            return refuse(format!("active = {active}: must be a share of the heads, 0 to 1"));
-        }
-        let count = (active * heads as f64).round() as usize;
-        let most = shared_heads.most();
-        if count < most {
-            return refuse(format!(
-                "active = {active} of {heads} heads is {count}, fewer than the {most} shared heads"
-            ));
-        }
-        let routed_top_k = shared_heads.map(|shared| count - shared);
-        let moh = MohConfig { router: RouterKind::QueryNorm, shared_heads, routed_top_k };
-        moh.validate(heads, layers)?;
-        Ok(moh)
-    }
-
     /// Checks the counts against the query heads and the layers.
     ///
     /// # Errors
     /// Fails if a list's length is not the number of layers, if a layer has more shared or active
-    /// heads than heads, or if it has exactly one routed head (whose norm has no standard
-    /// deviation). Messages name the layer, from 0, if layers differ.
+    /// heads than heads, if it has exactly one routed head (whose norm has no standard deviation), or
+    /// if none of its heads is active. Messages name the layer, from 0, if layers differ.
     pub fn validate(&self, heads: usize, layers: usize) -> Result<(), Error> {
         for (key, counts) in
             [("shared_heads", &self.shared_heads), ("routed_top_k", &self.routed_top_k)]
@@ -283,6 +257,8 @@ mod tests {
             (&[8, 1, 4], &[1, 5, 4], "routed_top_k of layer 0 = 1: must be at most the 0 routed"),
             (&[8, 1, 4], &[0, 5, usize::MAX], "routed_top_k of layer 2 = 18446744073709551615"),
             (&[9, 9, 9], &[0, 0, 0], "shared_heads = 9: the model has 8 heads"),
+            (&[8, 0, 4], &[0, 0, 4], "shared_heads of layer 1 = 0 and routed_top_k of layer 1 = 0"),
+            (&[0; 3], &[0; 3], "shared_heads = 0 and routed_top_k = 0: no head would be active"),
             (&[4, 4], &[2, 2, 2], "shared_heads has 2 entries, and the model 3 layers"),
             (&[4, 4, 4], &[2; 4], "routed_top_k has 4 entries, and the model 3 layers"),
             (&[], &[2; 3], "shared_heads has 0 entries"),
@@ -290,16 +266,5 @@ mod tests {
             let message = moh(shared, top_k).validate(8, 3).unwrap_err().to_string();
             assert!(message.starts_with(expected), "{message}");
         }
-    }
-
-    #[test]
-    fn a_share_of_the_heads_is_met_in_every_layer() {
-        let shared = || Some([6, 2, 4].into_iter().collect());
-        let found = MohConfig::from_active(8, 3, shared(), 0.75).unwrap();
-        assert_eq!(found, moh(&[6, 2, 4], &[0, 4, 2]));
-        let message = MohConfig::from_active(8, 3, shared(), 0.5).unwrap_err().to_string();
-        assert_eq!(message, "active = 0.5 of 8 heads is 4, fewer than the 6 shared heads");
-        let message = MohConfig::from_active(8, 2, shared(), 0.75).unwrap_err().to_string();
-        assert!(message.starts_with("shared_heads has 3 entries"), "{message}");
     }
 }

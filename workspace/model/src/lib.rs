@@ -6,6 +6,7 @@ mod error;
 pub mod flops;
 mod generation;
 mod head_counts;
+mod head_request;
 pub mod initial;
 pub mod layout;
 mod llama;
@@ -30,6 +31,7 @@ pub use config::{
 pub use error::Error;
 pub use generation::Generator;
 pub use head_counts::HeadCounts;
+pub use head_request::{Active, DEFAULT_ACTIVE_SHARE, HeadRequest};
 pub use model::{LossScale, Model, ModelBuffers};
 pub use pass_sizes::PassSizes;
 pub use sampler::{Sampler, Sampling};

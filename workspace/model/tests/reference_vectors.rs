@@ -9,7 +9,8 @@ use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::Cpu;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Generator, LossScale, Model, MohConfig, PassShape, Recompute, RouterKind, StepSums,
+    Activations, Active, Generator, HeadRequest, LossScale, Model, MohConfig, PassShape, Recompute,
+    RouterKind, StepSums,
 };
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -274,6 +275,7 @@ fn all_heads_active_is_the_dense_model() {
         model.forward(&mut activations, &mut StepSums::new(&Cpu).unwrap()).unwrap();
         model.logits(&activations).unwrap()
     };
-    let all = MohConfig::from_active(8, 2, None, 1.0).unwrap();
+    let all = HeadRequest { shared_heads: None, active: Some(Active::Share(1.0)) };
+    let all = all.resolve(8, 2, None).unwrap();
     assert_eq!(logits(Some(all)), logits(None));
 }

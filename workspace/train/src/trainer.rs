@@ -109,7 +109,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             });
         }
         let mut config = source.config().clone();
-        config.moh = attention_before(recipe, source, &state);
+        config.moh = attention_before(recipe, source, &state)?;
         let parallel = parallel_at(recipe, state.stage);
         let divided = divide(&ranks, parallel, &config);
         let (groups, place) = ranks.agree(divided)?;
@@ -267,7 +267,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
     /// Sets the stage's attention and resets the moments; evaluates the model if its attention
     /// changed.
     fn begin_stage(&mut self, stage: &Stage) -> Result<(), Error> {
-        let moh = stage.moh_config(self.inputs.source.original_config());
+        let moh = stage.moh_config(self.inputs.source.original_config())?;
         self.optimizer.reset(self.model.backend())?;
         if moh != self.model.config().moh {
             self.model.set_moh(moh)?;
@@ -437,10 +437,10 @@ fn attention_before(
     recipe: &Recipe,
     source: &ModelSource,
     state: &RunState,
-) -> Option<moh_model::MohConfig> {
+) -> Result<Option<moh_model::MohConfig>, Error> {
     let stage = if state.stage_step > 0 { Some(state.stage) } else { state.stage.checked_sub(1) };
     match stage.and_then(|index| recipe.stages.get(index)) {
-        Some(stage) => stage.moh_config(source.original_config()),
-        None => source.config().moh.clone(),
+        Some(stage) => Ok(stage.moh_config(source.original_config())?),
+        None => Ok(source.config().moh.clone()),
     }
 }

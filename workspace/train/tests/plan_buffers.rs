@@ -77,7 +77,7 @@ fn allocated<T: Element, G: Element, M: Element>(
     world: &World,
 ) -> Found {
     let (stage, length) = (&recipe.stages[0], recipe.data.sequence_length);
-    let config = ModelConfig { moh: stage.moh_config(config), ..config.clone() };
+    let config = ModelConfig { moh: stage.moh_config(config).unwrap(), ..config.clone() };
     let before = Cpu.allocated();
     let all = world.group().clone();
     let _ranks = Ranks::new(Cpu, all.clone()).unwrap();

@@ -1,5 +1,6 @@
 use super::*;
 use moh_hf::write_random_model;
+use moh_model::Active;
 use serde_json::{Value, json};
 use std::fs;
 
@@ -61,8 +62,9 @@ fn layers_have_the_counts_that_they_are_given() {
     let dir = tempfile::tempdir().unwrap();
     let source = model(dir.path(), DType::F32, false);
     let shared_heads = || Some(counts([8, 2, 5]));
-    let routed_top_k = Active::RoutedTopK(counts([0, 4, 2]));
-    let attention = Attention::Moh { shared_heads: shared_heads(), active: routed_top_k };
+    let moh =
+        |shared_heads, active| Attention::Moh(HeadRequest { shared_heads, active: Some(active) });
+    let attention = moh(shared_heads(), Active::RoutedTopK(counts([0, 4, 2])));
     let out = dir.path().join("lists");
     let receipt = go(&Options { attention, ..Options::new(&source, &out) }).unwrap();
     assert_eq!(receipt.routed_heads, counts([0, 6, 3]));
@@ -81,18 +83,28 @@ fn layers_have_the_counts_that_they_are_given() {
     );
 
     // A share of the heads is met in every layer; where that gives equal numbers, they are one.
-    let attention = Attention::Moh { shared_heads: shared_heads(), active: Active::Share(1.0) };
+    let attention = moh(shared_heads(), Active::Share(1.0));
     let all = dir.path().join("share");
     go(&Options { attention, ..Options::new(&source, &all) }).unwrap();
     assert_eq!(config(&all)["moh_routed_top_k"], json!([0, 6, 3]));
-    let attention = Attention::Moh {
-        shared_heads: Some(counts([4, 4, 4])),
-        active: Active::RoutedTopK(HeadCounts::All(2)),
-    };
+    let attention = moh(Some(counts([4, 4, 4])), Active::RoutedTopK(HeadCounts::All(2)));
     let equal = dir.path().join("equal");
     go(&Options { attention, ..Options::new(&source, &equal) }).unwrap();
     assert_eq!(config(&equal)["moh_shared_heads"], json!(4));
     assert_eq!(config(&equal)["moh_routed_top_k"], json!(2));
+}
+
+#[test]
+fn a_routed_source_keeps_its_counts() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = model(dir.path(), DType::F32, false);
+    let half = Attention::Moh(HeadRequest { shared_heads: None, active: Some(Active::Share(0.5)) });
+    let moh = dir.path().join("moh");
+    go(&Options { attention: half, ..Options::new(&source, &moh) }).unwrap();
+    let out = dir.path().join("out");
+    go(&Options { dtype: Some(DType::BF16), ..Options::new(&moh, &out) }).unwrap();
+    let fields = config(&out);
+    assert_eq!((&fields["moh_shared_heads"], &fields["moh_routed_top_k"]), (&json!(2), &json!(2)));
 }
 
 #[test]
@@ -238,17 +250,18 @@ fn padding_adds_mean_rows_to_both_ends() {
 
 #[test]
 fn counts_that_do_not_fit_are_refused() {
-    let moh = |shared: Option<usize>, active| Attention::Moh {
-        shared_heads: shared.map(HeadCounts::All),
-        active,
+    let moh = |shared: Option<usize>, active| {
+        let shared_heads = shared.map(HeadCounts::All);
+        Attention::Moh(HeadRequest { shared_heads, active: Some(active) })
     };
     let top_k = |count: usize| Active::RoutedTopK(HeadCounts::All(count));
     let dir = tempfile::tempdir().unwrap();
     let model = ConfigFile::read(&model(dir.path(), DType::F32, false)).unwrap().config;
     for (attention, expected) in [
-        (moh(None, Active::Share(1.5)), "active = 1.5: must be a share"),
-        (moh(None, Active::Share(f64::NAN)), "active = NaN: must be a share"),
-        (moh(None, Active::Share(0.25)), "fewer than the 4 shared heads"),
+        (moh(None, Active::Share(1.5)), "--active 1.5: must be a share"),
+        (moh(None, Active::Share(f64::NAN)), "--active NaN: must be a share"),
+        (moh(Some(4), Active::Share(0.25)), "fewer than the 4 shared heads"),
+        (moh(Some(4), Active::Share(0.5)), "all of them shared heads"),
         (moh(Some(7), Active::Share(1.0)), "leaves one routed head"),
         (moh(Some(9), top_k(0)), "shared_heads = 9: the model has 8 heads"),
         (moh(Some(4), top_k(5)), "must be at most the 4 routed heads"),

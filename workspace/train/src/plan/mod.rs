@@ -158,7 +158,7 @@ fn grown(recipe: &Recipe, model: &ModelConfig) -> ModelConfig {
 fn plan_stage(recipe: &Recipe, stage: &Stage, model: &ModelConfig) -> Result<StagePlan, Error> {
     let length = recipe.data.sequence_length;
     let dense = ModelConfig { moh: None, ..model.clone() };
-    let work = Work::alone(recipe, stage, model);
+    let work = Work::alone(recipe, stage, model)?;
     let flops = work.model.flops_per_token(length);
     let steps = stage.num_steps();
     Ok(StagePlan {

@@ -102,15 +102,22 @@ impl<'a> Work<'a> {
         let parts = layout.pipeline.saturating_mul(layout.virtual_stages);
         let parts = Part::divide(grown, parts, 1)?;
         let elements = Elements::new(grown, layout.tensor);
-        Ok(Work { layout, parts, elements, ..Work::alone(recipe, stage, grown) })
+        Ok(Work { layout, parts, elements, ..Work::alone(recipe, stage, grown)? })
     }
 
     /// The same work on a single rank.
-    pub fn alone(recipe: &'a Recipe, stage: &'a Stage, grown: &ModelConfig) -> Self {
-        let model = ModelConfig { moh: stage.moh_config(grown), ..grown.clone() };
+    ///
+    /// # Errors
+    /// Fails if the stage's head counts do not fit the model.
+    pub fn alone(
+        recipe: &'a Recipe,
+        stage: &'a Stage,
+        grown: &ModelConfig,
+    ) -> Result<Self, moh_model::Error> {
+        let model = ModelConfig { moh: stage.moh_config(grown)?, ..grown.clone() };
         let parts = vec![Part::whole(&model)];
         let (micro_batch, elements) = (stage.micro_batch, Elements::new(grown, 1));
-        Work { recipe, stage, model, layout: Layout::ALONE, micro_batch, elements, parts }
+        Ok(Work { recipe, stage, model, layout: Layout::ALONE, micro_batch, elements, parts })
     }
 
     /// The chunks of rank `rank` of the pipeline.

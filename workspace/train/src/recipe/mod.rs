@@ -23,9 +23,7 @@ use toml::Value;
 
 pub use model::{Model, NewModel, RopeScaling, TokenIds};
 pub(crate) use reader::element_name;
-pub use stage::{
-    Attention, DEFAULT_ACTIVE_SHARE, Decay, LearningRate, MohOptions, Optimizer, Parallel, Stage,
-};
+pub use stage::{Attention, Decay, LearningRate, MohOptions, Optimizer, Parallel, Stage};
 
 use crate::Error;
 use overrides::Overrides;
@@ -334,7 +332,8 @@ impl Recipe {
     /// Reports every key that does not fit the model.
     pub fn resolve(&mut self, path: &Path, model: &ModelConfig) -> Result<(), Error> {
         for stage in &mut self.stages {
-            let resolved = stage.moh_config(model);
+            // Counts that do not fit are faults below.
+            let resolved = stage.moh_config(model).ok().flatten();
             if let (Some(options), Some(resolved)) = (&mut stage.moh, resolved) {
                 options.shared_heads = Some(resolved.shared_heads);
                 options.routed_top_k = Some(resolved.routed_top_k);

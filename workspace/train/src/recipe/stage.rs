@@ -1,10 +1,7 @@
 //! `[[stage]]`: attention, schedule, optimiser and parallelism of a training stage.
 
-use moh_model::{HeadCounts, ModelConfig, MohConfig, RouterKind};
+use moh_model::{Active, HeadCounts, HeadRequest, ModelConfig, MohConfig, RouterKind};
 use serde::{Deserialize, Serialize};
-
-/// Default fraction of active heads.
-pub const DEFAULT_ACTIVE_SHARE: f64 = 0.75;
 
 /// `[[stage]]`: a training stage with its own schedule.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -52,13 +49,12 @@ pub struct MohOptions {
     #[serde(with = "router_name")]
     pub router: RouterKind,
     /// Shared heads: one count for all layers, or a list with one for each layer. Default: the
-    /// model's, if it is already a Mixture-of-Head model and `routed_top_k` is also omitted;
-    /// otherwise half of the heads.
+    /// model's, if it is already a Mixture-of-Head model; otherwise half of the heads.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shared_heads: Option<HeadCounts>,
     /// Active routed heads per token: one count for all layers, or a list with one for each layer.
-    /// Default: the model's, as above; otherwise as many as make 75% of a layer's heads active, and
-    /// none if more are shared.
+    /// Default: the model's, as above; otherwise as many as make 75% of a layer's heads active.
+    /// 0 leaves the routed heads inactive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub routed_top_k: Option<HeadCounts>,
     /// Weight of the balance loss relative to the cross-entropy; default: 0.01.
@@ -166,26 +162,17 @@ impl Stage {
     }
 
     /// Routing of a stage on `model`, with defaults filled in; `None` for dense attention.
-    pub fn moh_config(&self, model: &ModelConfig) -> Option<MohConfig> {
+    ///
+    /// # Errors
+    /// Fails if the counts do not fit the model.
+    pub fn moh_config(&self, model: &ModelConfig) -> Result<Option<MohConfig>, moh_model::Error> {
         if self.attention == Attention::Dense {
-            return None;
+            return Ok(None);
         }
-        let options = self.moh.clone().unwrap_or_default();
-        let heads = model.num_attention_heads;
-        let (shared_heads, routed_top_k) = match (options.shared_heads, options.routed_top_k) {
-            (None, None) if model.moh.is_some() => {
-                let moh = model.moh.clone()?;
-                (moh.shared_heads, moh.routed_top_k)
-            }
-            (shared, top_k) => {
-                let shared = shared.unwrap_or(HeadCounts::All(heads / 2));
-                let active = (DEFAULT_ACTIVE_SHARE * heads as f64).round() as usize;
-                let rest = || shared.map(|shared| active.saturating_sub(shared));
-                let top_k = top_k.unwrap_or_else(rest);
-                (shared, top_k)
-            }
-        };
-        Some(MohConfig { router: options.router, shared_heads, routed_top_k })
+        let MohOptions { router, shared_heads, routed_top_k, .. } =
+            self.moh.clone().unwrap_or_default();
+        let request = HeadRequest { shared_heads, active: routed_top_k.map(Active::RoutedTopK) };
+        Ok(Some(MohConfig { router, ..request.for_model(model)? }))
     }
 }
 

@@ -106,10 +106,10 @@ fn routing_is_resolved_against_the_models_heads() {
     model.moh = Some(MohConfig { router: RouterKind::QueryNorm, shared_heads, routed_top_k });
     let mut recipe = with(&[]);
     recipe.resolve(path, &model).unwrap();
-    let moh = recipe.stages[1].moh_config(&model).unwrap();
+    let moh = recipe.stages[1].moh_config(&model).unwrap().unwrap();
     assert_eq!((moh.shared_heads, moh.routed_top_k), (2.into(), 1.into()));
     let given = with(&["stage.moh.moh.shared_heads=5"]);
-    let moh = given.stages[1].moh_config(&model).unwrap();
+    let moh = given.stages[1].moh_config(&model).unwrap().unwrap();
     assert_eq!((moh.shared_heads, moh.routed_top_k), (5.into(), 1.into()));
 }
 
@@ -134,10 +134,10 @@ fn head_counts_may_differ_by_layer() {
     let text = recipe.to_toml().unwrap();
     assert!(text.contains("shared_heads = [8, 4, 2, 2, 0]"), "{text}");
 
-    // 75% of each layer's heads are active where a recipe does not say.
-    let recipe = resolved(&["stage.moh.moh.shared_heads=[8, 6, 4, 2, 0]"]);
+    // 75% of each layer's heads are active where a recipe does not say; the first layer is dense.
+    let recipe = resolved(&["stage.moh.moh.shared_heads=[8, 5, 4, 2, 0]"]);
     let moh = recipe.stages[1].moh.as_ref().unwrap();
-    assert_eq!(moh.routed_top_k, Some(counts(&[0, 0, 2, 4, 6])));
+    assert_eq!(moh.routed_top_k, Some(counts(&[0, 1, 2, 4, 6])));
 
     let recipe = resolved(&["stage.moh.moh.shared_heads=[4, 4, 4, 4, 4]"]);
     assert_eq!(recipe, resolved(&["stage.moh.moh.shared_heads=4"]));
@@ -152,7 +152,8 @@ fn head_counts_that_do_not_fit_the_layers_are_refused() {
         ("routed_top_k=[2, 2, 2, 2, 2, 2]", "moh: routed_top_k has 6 entries"),
         ("shared_heads=[]", "moh: shared_heads has 0 entries"),
         ("shared_heads=[8, 9, 8, 8, 8]", "moh: shared_heads of layer 1 = 9: the model has 8"),
-        ("shared_heads=[8, 8, 8, 7, 8]", "moh: shared_heads of layer 3 = 7 of 8 leaves one"),
+        ("shared_heads=[8, 8, 8, 7, 8]", "moh: shared_heads of layer 3 = 7: the default share"),
+        ("shared_heads=6", "moh: shared_heads = 6: the default share of 0.75 of 8 heads is 6"),
         ("routed_top_k=[0, 0, 0, 0, 5]", "moh: routed_top_k of layer 4 = 5: must be at most the 4"),
         ("shared_heads=[4, -1]", "moh.shared_heads.1: must be a whole number from 0, not -1"),
         ("shared_heads=[4, [4]]", "moh.shared_heads.1: must be a whole number from 0, not a list"),

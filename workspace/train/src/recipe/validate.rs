@@ -341,9 +341,7 @@ pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<Fault> {
     }
     for stage in &recipe.stages {
         let key = |rest: &str| format!("stage.{}.{rest}", stage.name);
-        if let Some(moh) = stage.moh_config(model)
-            && let Err(error) = moh.validate(model.num_attention_heads, model.num_hidden_layers)
-        {
+        if let Err(error) = stage.moh_config(model) {
             faults.add(&key("moh"), error);
         }
         let Parallel { tensor, pipeline, virtual_stages } = stage.parallel;

@@ -10,7 +10,7 @@ use moh_kernels::cases::AttentionCase;
 use moh_kernels::rope::QkvShape;
 use moh_kernels::router::query_norm::QueryNormRouter;
 use moh_kernels::{Backend, Element, ElementType};
-use moh_model::{LayerHeads, MohConfig};
+use moh_model::{Active, HeadCounts, HeadRequest, LayerHeads};
 use serde_json::{Value, json};
 
 use crate::device::{Bench, DeviceArguments, Measurement};
@@ -44,7 +44,7 @@ pub struct AttentionArguments {
     #[arg(long, value_name = "SHARES", value_delimiter = ',', default_value = "1.0,0.75,0.5")]
     active: Vec<f64>,
     /// Shared heads, active for every token: one count per fraction, or one for all; the default is
-    /// half of the heads, or half of the active heads if no routed head would be left
+    /// half of the heads, or half of the active heads if at most half are active
     #[arg(long, value_name = "COUNTS", value_delimiter = ',')]
     shared_heads: Vec<usize>,
     /// Type of queries, keys and values
@@ -142,19 +142,18 @@ fn routers(arguments: &AttentionArguments) -> anyhow::Result<Vec<Option<QueryNor
     let mut routers = vec![None];
     for (index, &share) in active.iter().enumerate() {
         let given = shared_heads.get(index.min(shared_heads.len().saturating_sub(1)));
-        let shared = given.copied().unwrap_or_else(|| default_shared(*heads, share));
-        let moh = MohConfig::from_active(*heads, 1, Some(shared.into()), share)
-            .map_err(|error| Usage(format!("--active: {error}")))?;
+        let request = HeadRequest {
+            shared_heads: given.copied().map(HeadCounts::All),
+            active: Some(Active::Share(share)),
+        };
+        let moh = request.resolve(*heads, 1, None).map_err(|error| Usage(error.to_string()))?;
+        if let Some(rounding) = request.rounding(*heads, None) {
+            eprintln!("{rounding}");
+        }
         let LayerHeads { shared: shared_heads, top_k } = moh.layer(0);
         routers.push(Some(QueryNormRouter { shared_heads, top_k }));
     }
     Ok(routers)
-}
-
-/// Half of the heads, or half of the active heads if no routed head would be left.
-fn default_shared(heads: usize, share: f64) -> usize {
-    let active = (share * heads as f64).round() as usize;
-    if active > heads / 2 { heads / 2 } else { active / 2 }
 }
 
 /// Attention with each of the routers; dense attention has none.
@@ -311,15 +310,4 @@ fn as_text(arguments: &AttentionArguments, rows: &[Row], machine: &Machine) -> S
         machine.line(),
         report::table(header, &table_rows)
     )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn half_of_the_heads_are_shared_unless_none_would_be_chosen() {
-        let shared = |share| default_shared(32, share);
-        assert_eq!([1.0, 0.75, 0.5, 0.25].map(shared), [16, 16, 8, 4]);
-    }
 }

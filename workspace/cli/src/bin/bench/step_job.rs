@@ -7,7 +7,7 @@ use moh_cli::exit::Usage;
 use moh_cli::models;
 use moh_hf::ConfigFile;
 use moh_kernels::ElementType;
-use moh_model::{HeadCounts, ModelConfig, MohConfig, Recompute};
+use moh_model::{Active, HeadCounts, HeadRequest, ModelConfig, Recompute};
 use moh_train::recipe::{MohOptions, Optimizer, Precision};
 use moh_train::step::StepPlan;
 use moh_train::{Plan, Recipe};
@@ -45,8 +45,8 @@ pub struct StepArguments {
     /// Type of weights and activations; the recipe's or f32 if omitted
     #[arg(long, value_parser = models::element_types())]
     dtype: Option<ElementType>,
-    /// Fraction of the heads that is active; half of all heads are shared, unless --shared-heads is
-    /// given
+    /// Fraction of the heads that is active; by default half of all heads are shared, or half of the
+    /// active heads if at most half are active
     #[arg(long, value_name = "SHARE")]
     active: Option<f64>,
     /// Shared heads, active for every token
@@ -95,9 +95,15 @@ impl StepJob {
         if arguments.dense {
             job.config.moh = None;
         } else if let Some(active) = arguments.active {
-            let shared = arguments.shared_heads.map(HeadCounts::All);
-            let moh = MohConfig::from_active(heads, layers, shared, active);
-            job.config.moh = Some(moh.map_err(|error| Usage(format!("--active: {error}")))?);
+            let request = HeadRequest {
+                shared_heads: arguments.shared_heads.map(HeadCounts::All),
+                active: Some(Active::Share(active)),
+            };
+            let moh = request.resolve(heads, layers, None);
+            job.config.moh = Some(moh.map_err(|error| Usage(error.to_string()))?);
+            if let Some(rounding) = request.rounding(heads, None) {
+                eprintln!("{rounding}");
+            }
         }
         if let Some(moh) = &job.config.moh {
             moh.validate(heads, layers)?;
@@ -136,7 +142,7 @@ fn of_recipe(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
         let asked = arguments.stage.as_deref().unwrap_or_default();
         Usage(format!("--stage {asked}: the recipe has {}", names.join(", ")))
     })?;
-    let moh = stage.moh_config(&config);
+    let moh = stage.moh_config(&config)?;
     config.vocab_size = Plan::new(&recipe, &config)?.vocabulary.1;
     config.moh = moh;
     Ok(StepJob {

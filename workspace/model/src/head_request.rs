@@ -1,0 +1,330 @@
+//! From what a user asks for to the head counts of every layer: the one place where a share of the
+//! heads becomes counts.
+//!
+//! Of h heads at share R, a = R h are active, rounded half up. Half of all heads are shared, rounded
+//! down, if more than that are active and h is at least 3; otherwise half of the active heads are.
+//! The other active heads are routed: k = a - shared.
+
+use crate::{Error, HeadCounts, ModelConfig, MohConfig, RouterKind};
+
+/// The share of active heads where a user gives no count.
+pub const DEFAULT_ACTIVE_SHARE: f64 = 0.75;
+
+/// A decimal share times a number of heads may be this far below its exact product (0.29 x 50).
+const PRODUCT_ERROR: f64 = 1e-9;
+
+/// The number of active heads per token that a user asks for.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Active {
+    /// This share of all heads, shared ones included.
+    Share(f64),
+    /// The shared heads and this many routed heads.
+    RoutedTopK(HeadCounts),
+}
+
+/// The head counts that a user asks for. A count that is left out is that of the source, if it is a
+/// Mixture-of-Head model and no share is given; otherwise it follows from the share.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct HeadRequest {
+    /// Heads that are active for every token.
+    pub shared_heads: Option<HeadCounts>,
+    /// The number of active heads.
+    pub active: Option<Active>,
+}
+
+/// A share of the heads, and where it comes from.
+#[derive(Debug, Clone, Copy)]
+struct Share {
+    share: f64,
+    is_default: bool,
+}
+
+impl HeadRequest {
+    /// The counts for `layers` layers of `heads` heads; `source` is the routing of the model that they
+    /// are for, if it is a Mixture-of-Head model.
+    ///
+    /// # Errors
+    /// Fails if the share is not in 0..=1, leaves no head active, or leaves all heads active and is
+    /// less than 1; if a layer with routed heads would have none active without `routed_top_k` 0; and
+    /// as [`MohConfig::validate`] does.
+    pub fn resolve(
+        &self,
+        heads: usize,
+        layers: usize,
+        source: Option<&MohConfig>,
+    ) -> Result<MohConfig, Error> {
+        let kept = |count: fn(&MohConfig) -> &HeadCounts| source.map(|moh| count(moh).clone());
+        let shared_heads = self.shared_heads.clone();
+        let (shared_heads, routed_top_k) = match (self.share(source), &self.active) {
+            (Some(share), _) => share.counts(heads, shared_heads)?,
+            (None, active) => {
+                let shared = shared_heads.or_else(|| kept(|moh| &moh.shared_heads));
+                let top_k = match active {
+                    Some(Active::RoutedTopK(top_k)) => Some(top_k.clone()),
+                    _ => kept(|moh| &moh.routed_top_k),
+                };
+                // Without a share, `routed_top_k` is given or the source's.
+                (shared.unwrap_or((heads / 2).into()), top_k.unwrap_or(0.into()))
+            }
+        };
+        let router = source.map_or(RouterKind::QueryNorm, |moh| moh.router);
+        let moh = MohConfig { router, shared_heads, routed_top_k };
+        moh.validate(heads, layers)?;
+        Ok(moh)
+    }
+
+    /// As [`HeadRequest::resolve`], for the layers and heads of `model` and with its routing as the
+    /// source's.
+    ///
+    /// # Errors
+    /// As [`HeadRequest::resolve`].
+    pub fn for_model(&self, model: &ModelConfig) -> Result<MohConfig, Error> {
+        self.resolve(model.num_attention_heads, model.num_hidden_layers, model.moh.as_ref())
+    }
+
+    /// What the share became, if no number of heads meets it exactly:
+    /// `--active 0.8 of 8 heads: 6 of 8, 0.75`.
+    pub fn rounding(&self, heads: usize, source: Option<&MohConfig>) -> Option<String> {
+        let share = self.share(source)?;
+        let active = share.active(heads);
+        if (share.share * heads as f64 - active as f64).abs() < PRODUCT_ERROR {
+            return None;
+        }
+        let met = format!("{:.3}", active as f64 / heads as f64);
+        let met = met.trim_end_matches('0').trim_end_matches('.');
+        Some(format!("{}: {active} of {heads}, {met}", share.of(heads)))
+    }
+
+    /// The share that the counts follow from.
+    fn share(&self, source: Option<&MohConfig>) -> Option<Share> {
+        match (&self.active, source) {
+            (Some(Active::Share(share)), _) => Some(Share { share: *share, is_default: false }),
+            (None, None) => Some(Share { share: DEFAULT_ACTIVE_SHARE, is_default: true }),
+            (Some(Active::RoutedTopK(_)), _) | (None, Some(_)) => None,
+        }
+    }
+}
+
+impl Share {
+    /// How messages name it.
+    fn of(self, heads: usize) -> String {
+        let Share { share, is_default } = self;
+        match is_default {
+            true => format!("the default share of {share} of {heads} heads"),
+            false => format!("--active {share} of {heads} heads"),
+        }
+    }
+
+    /// Active heads per token.
+    fn active(self, heads: usize) -> usize {
+        (self.share * heads as f64 + PRODUCT_ERROR + 0.5).floor() as usize
+    }
+
+    /// Shared heads and routed top-k of the layers.
+    fn counts(
+        self,
+        heads: usize,
+        shared: Option<HeadCounts>,
+    ) -> Result<(HeadCounts, HeadCounts), Error> {
+        let Share { share, is_default } = self;
+        let refuse = |reason: String| Err(Error::Moh { reason });
+        if !(0.0..=1.0).contains(&share) {
+            return refuse(format!("--active {share}: must be a share of the heads, 0 to 1"));
+        }
+        let (named, active) = (self.of(heads), self.active(heads));
+        if active == 0 {
+            return refuse(format!("{named} leaves no head active: use a larger share"));
+        }
+        if active == heads && share < 1.0 {
+            let advice = match is_default {
+                true => "set both shared heads and routed top-k",
+                false => "use a smaller share, or --active 1 for all heads",
+            };
+            return refuse(format!("{named} is all {heads} heads: {advice}"));
+        }
+        let shared = match shared {
+            Some(shared) => shared,
+            None if active > heads / 2 && heads >= 3 => (heads / 2).into(),
+            None => (active / 2).into(),
+        };
+        let routed_top_k = match &shared {
+            HeadCounts::All(shared) => self.routed(heads, *shared, "").map(HeadCounts::All),
+            HeadCounts::Each(list) => {
+                let layers = list.iter().enumerate();
+                let routed = layers.map(|(layer, &shared)| {
+                    self.routed(heads, shared, &format!(" of layer {layer}"))
+                });
+                routed.collect()
+            }
+        }?;
+        Ok((shared, routed_top_k))
+    }
+
+    /// Active routed heads of a layer with this many shared heads; messages append `place` to the
+    /// layer's counts.
+    fn routed(self, heads: usize, shared: usize, place: &str) -> Result<usize, Error> {
+        let active = self.active(heads);
+        let dense_layer = shared >= heads;
+        if shared < active || (dense_layer && (self.is_default || active == heads)) {
+            return Ok(active.saturating_sub(shared));
+        }
+        let named = self.of(heads);
+        let reason = match self.is_default {
+            true => format!(
+                "shared_heads{place} = {shared}: {named} is {active}, which leaves no active routed \
+                 head: set routed_top_k too (--routed-top-k), 0 for none"
+            ),
+            false if shared > active => format!(
+                "{named} is {active}, fewer than the {shared} shared heads{place}: use a larger \
+                 share or fewer --shared-heads"
+            ),
+            false => format!(
+                "{named} is {active}, all of them shared heads{place}: use a larger share or fewer \
+                 --shared-heads, or --routed-top-k 0 for no active routed head"
+            ),
+        };
+        Err(Error::Moh { reason })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counts(list: &[usize]) -> HeadCounts {
+        list.iter().copied().collect()
+    }
+
+    fn share(share: f64) -> HeadRequest {
+        HeadRequest { shared_heads: None, active: Some(Active::Share(share)) }
+    }
+
+    /// Shared heads and routed top-k of one layer.
+    fn resolved(request: &HeadRequest, heads: usize) -> Result<(usize, usize), String> {
+        let moh = request.resolve(heads, 1, None).map_err(|error| error.to_string())?;
+        let layer = moh.layer(0);
+        Ok((layer.shared, layer.top_k))
+    }
+
+    #[test]
+    fn a_share_becomes_counts_by_one_rule() {
+        for (heads, active, expected) in [
+            (32, 1.0, (16, 16)),
+            (32, 0.9, (16, 13)),
+            (32, 0.75, (16, 8)),
+            (32, 0.5, (8, 8)),
+            (32, 0.3, (5, 5)),
+            (8, 0.9, (4, 3)),
+            (8, 0.75, (4, 2)),
+            (8, 0.5, (2, 2)),
+            (8, 0.3, (1, 1)),
+            (8, 0.1, (0, 1)),
+            (6, 0.75, (3, 2)),
+            (5, 0.5, (2, 1)),
+            (3, 0.75, (1, 1)),
+            (2, 0.5, (0, 1)),
+            // The product in f64 is 14.499999999999998.
+            (50, 0.29, (7, 8)),
+        ] {
+            assert_eq!(resolved(&share(active), heads), Ok(expected), "{active} of {heads}");
+        }
+        for heads in 3..=64 {
+            assert_eq!(resolved(&HeadRequest::default(), heads), resolved(&share(0.75), heads));
+        }
+    }
+
+    #[test]
+    fn a_share_without_a_routed_model_is_refused() {
+        let with = |shared: &[usize], active| HeadRequest {
+            shared_heads: Some(counts(shared)),
+            active: Some(Active::Share(active)),
+        };
+        for (request, heads, expected) in [
+            (share(0.05), 8, "--active 0.05 of 8 heads leaves no head active"),
+            (share(0.0), 8, "--active 0 of 8 heads leaves no head active"),
+            (
+                share(0.95),
+                8,
+                "--active 0.95 of 8 heads is all 8 heads: use a smaller share, or --active 1",
+            ),
+            (share(1.1), 8, "--active 1.1: must be a share of the heads, 0 to 1"),
+            (share(f64::NAN), 8, "--active NaN: must be a share"),
+            (share(1.0), 2, "shared_heads = 1 of 2 leaves one routed head"),
+            (HeadRequest::default(), 2, "the default share of 0.75 of 2 heads is all 2 heads: set"),
+            (
+                with(&[4], 0.3),
+                8,
+                "--active 0.3 of 8 heads is 2, fewer than the 4 shared heads of layer 0: use a larger share or fewer --shared-heads",
+            ),
+            (
+                with(&[4], 0.5),
+                8,
+                "--active 0.5 of 8 heads is 4, all of them shared heads of layer 0: use a larger share or fewer --shared-heads, or --routed-top-k 0",
+            ),
+            (with(&[8], 0.5), 8, "--active 0.5 of 8 heads is 4, fewer than the 8 shared"),
+        ] {
+            let message = resolved(&request, heads).unwrap_err();
+            assert!(message.starts_with(expected), "{message}");
+        }
+    }
+
+    #[test]
+    fn every_layer_meets_the_share() {
+        let request = |active: Option<f64>| HeadRequest {
+            shared_heads: Some(counts(&[6, 2, 4])),
+            active: active.map(Active::Share),
+        };
+        let found = request(Some(0.9)).resolve(8, 3, None).unwrap();
+        assert_eq!(found.routed_top_k, counts(&[1, 5, 3]));
+        let message = request(Some(0.55)).resolve(8, 3, None).unwrap_err().to_string();
+        assert!(message.contains("is 4, fewer than the 6 shared heads of layer 0"), "{message}");
+        let message = request(None).resolve(8, 3, None).unwrap_err().to_string();
+        assert!(message.starts_with("shared_heads of layer 0 = 6: the default share"), "{message}");
+        let message = request(Some(0.9)).resolve(8, 2, None).unwrap_err().to_string();
+        assert!(message.starts_with("shared_heads has 3 entries"), "{message}");
+        // A layer whose heads are all shared is dense, whatever the default.
+        let dense = HeadRequest { shared_heads: Some(counts(&[8, 4])), active: None };
+        assert_eq!(dense.resolve(8, 2, None).unwrap().routed_top_k, counts(&[0, 2]));
+    }
+
+    #[test]
+    fn a_routed_model_keeps_the_counts_that_are_left_out() {
+        let source = MohConfig {
+            router: RouterKind::QueryNorm,
+            shared_heads: counts(&[2, 1]),
+            routed_top_k: 2.into(),
+        };
+        let resolve = |shared_heads: Option<usize>, active| {
+            let shared_heads = shared_heads.map(HeadCounts::All);
+            let found = HeadRequest { shared_heads, active }.resolve(8, 2, Some(&source)).unwrap();
+            (found.shared_heads, found.routed_top_k)
+        };
+        let top_k = || Some(Active::RoutedTopK(3.into()));
+        assert_eq!(resolve(None, None), (counts(&[2, 1]), 2.into()));
+        assert_eq!(resolve(Some(5), None), (5.into(), 2.into()));
+        assert_eq!(resolve(None, top_k()), (counts(&[2, 1]), 3.into()));
+        assert_eq!(resolve(None, Some(Active::Share(0.75))), (4.into(), 2.into()));
+    }
+
+    #[test]
+    fn only_routed_top_k_0_leaves_the_routed_heads_inactive() {
+        let request = |shared: usize| HeadRequest {
+            shared_heads: Some(shared.into()),
+            active: Some(Active::RoutedTopK(0.into())),
+        };
+        assert_eq!(resolved(&request(4), 8), Ok((4, 0)));
+        let message = resolved(&request(0), 8).unwrap_err();
+        assert!(message.contains("no head would be active"), "{message}");
+    }
+
+    #[test]
+    fn a_share_between_two_counts_says_what_it_became() {
+        let rounding = |active, heads| share(active).rounding(heads, None);
+        let became = |text: &str| Some(text.to_string());
+        assert_eq!(rounding(0.8, 8), became("--active 0.8 of 8 heads: 6 of 8, 0.75"));
+        assert_eq!(rounding(0.55, 8), became("--active 0.55 of 8 heads: 4 of 8, 0.5"));
+        assert_eq!([rounding(0.75, 8), rounding(1.0, 6), rounding(0.3, 10)], [None, None, None]);
+        let default = HeadRequest::default().rounding(6, None);
+        assert_eq!(default, became("the default share of 0.75 of 6 heads: 5 of 6, 0.833"));
+    }
+}
