@@ -138,7 +138,8 @@ fn what_makes_no_sense_is_refused_in_a_sentence() {
         ),
         (
             "step --config source --active 0.3 --shared-heads 4",
-            "--active 0.3 of 8 heads is 2, fewer than the 4 shared heads",
+            "--active 0.3 of 8 heads is 2, fewer than the 4 shared heads: use a larger share or fewer \
+             --shared-heads",
         ),
         ("attention --length 0", "--batch 1 --length 0: must be 1 to 16777216 tokens in all"),
         (

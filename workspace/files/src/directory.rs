@@ -1,10 +1,20 @@
 //! A directory that appears complete or not at all.
+//!
+//! Its process locks it while it has its temporary name, so that [`PendingDirectory::recover`] of another
+//! process can tell a directory that is being written from the remains of a process that was killed.
 
-use std::fs;
+use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::{TEMPORARY, parent, remove_directory, sync_directory};
+
+/// Ends the temporary name of a directory that holds a replaced one, named [`REPLACED`].
+const REPLACED_SUFFIX: &str = ".old";
+/// The name of a replaced directory.
+const REPLACED: &str = "replaced";
+/// Random letters and digits of a temporary name.
+const RANDOM_LENGTH: usize = 6;
 
 /// A directory that gets its name when it is complete.
 #[derive(Debug)]
@@ -12,6 +22,7 @@ pub struct PendingDirectory {
     place: PathBuf,
     path: PathBuf,
     published: bool,
+    _lock: Option<File>,
 }
 
 impl PendingDirectory {
@@ -20,9 +31,33 @@ impl PendingDirectory {
     /// # Errors
     /// Fails if the parent directory is missing or not writable.
     pub fn create(place: &Path) -> io::Result<Self> {
-        let name = place.file_name().unwrap_or_default().to_string_lossy();
-        let path = unique(parent(place), &name)?;
-        Ok(PendingDirectory { place: place.to_path_buf(), path, published: false })
+        let (path, lock) = unique(place, "")?;
+        Ok(PendingDirectory { place: place.to_path_buf(), path, published: false, _lock: lock })
+    }
+
+    /// Removes what killed processes left of directories with the final name `place`. A directory that
+    /// one of them had moved aside to replace it gets its name back. Directories of running processes
+    /// stay, and so do all of them where the file system has no locks.
+    ///
+    /// # Errors
+    /// Fails if a directory cannot be listed, removed or renamed.
+    pub fn recover(place: &Path) -> io::Result<()> {
+        let entries = match fs::read_dir(parent(place)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            entries => entries?,
+        };
+        for entry in entries {
+            let path = entry?.path();
+            let Some(suffix) = temporary_suffix(&path, place) else { continue };
+            // Held until the directory is gone.
+            let Locked::Here(_lock) = lock(&path) else { continue };
+            let replaced = path.join(REPLACED);
+            if suffix == REPLACED_SUFFIX && replaced.exists() && is_occupied(place) != Some(true) {
+                rename_over_empty(&replaced, place)?;
+            }
+            remove_directory(&path)?;
+        }
+        Ok(())
     }
 
     /// Starts a directory with the final name `place`, under a temporary name that several
@@ -35,7 +70,7 @@ impl PendingDirectory {
         let path = Self::shared_path(place);
         remove_directory(&path)?;
         fs::create_dir_all(&path)?;
-        Ok(PendingDirectory { place: place.to_path_buf(), path, published: false })
+        Ok(PendingDirectory { place: place.to_path_buf(), path, published: false, _lock: None })
     }
 
     /// The temporary path that [`PendingDirectory::create_shared`] uses for `place`.
@@ -56,10 +91,6 @@ impl PendingDirectory {
     /// renamed.
     pub fn publish(mut self) -> io::Result<()> {
         sync_directory(&self.path)?;
-        if is_occupied(&self.place) == Some(false) {
-            // Renaming replaces an empty directory on Unix only.
-            fs::remove_dir(&self.place)?;
-        }
         self.rename()
     }
 
@@ -73,8 +104,8 @@ impl PendingDirectory {
         }
         sync_directory(&self.path)?;
         // The old directory is renamed aside first, so that a partial directory never has the name.
-        let aside = unique(parent(&self.place), "replaced")?;
-        let old = aside.join("old");
+        let (aside, _lock) = unique(&self.place, REPLACED_SUFFIX)?;
+        let old = aside.join(REPLACED);
         let done = fs::rename(&self.place, &old).and_then(|()| self.rename());
         // If the old directory can neither be replaced nor restored, it stays aside.
         if done.is_ok() || !old.exists() || fs::rename(&old, &self.place).is_ok() {
@@ -84,7 +115,7 @@ impl PendingDirectory {
     }
 
     fn rename(&mut self) -> io::Result<()> {
-        fs::rename(&self.path, &self.place)?;
+        rename_over_empty(&self.path, &self.place)?;
         self.published = true;
         sync_directory(parent(&self.place))
     }
@@ -104,15 +135,71 @@ fn is_occupied(path: &Path) -> Option<bool> {
     fs::read_dir(path).ok().map(|mut entries| entries.next().is_some())
 }
 
-/// Creates a directory with a unique name.
-fn unique(parent: &Path, name: &str) -> io::Result<PathBuf> {
-    let prefix = format!("{TEMPORARY}{name}-");
+/// Renames a directory to a name that is free or that of an empty directory.
+fn rename_over_empty(from: &Path, to: &Path) -> io::Result<()> {
+    if is_occupied(to) == Some(false) {
+        // Renaming replaces an empty directory on Unix only.
+        fs::remove_dir(to)?;
+    }
+    fs::rename(from, to)
+}
+
+/// Creates and locks a directory beside `place` with a unique temporary name. There is no lock where
+/// the file system has none.
+fn unique(place: &Path, suffix: &str) -> io::Result<(PathBuf, Option<File>)> {
+    let prefix = temporary_prefix(place);
     let mut builder = tempfile::Builder::new();
-    builder.prefix(&prefix);
+    builder.prefix(&prefix).suffix(suffix).rand_bytes(RANDOM_LENGTH);
     // The final directory would keep the default mode of 0700; the umask still applies.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
-    Ok(builder.tempdir_in(parent)?.keep())
+    loop {
+        let path = builder.tempdir_in(parent(place))?.keep();
+        match lock(&path) {
+            // `recover` of another process may have found it before it was locked.
+            Locked::Elsewhere => {}
+            Locked::Here(_) if !path.is_dir() => {}
+            Locked::Here(lock) => return Ok((path, Some(lock))),
+            Locked::Unsupported => return Ok((path, None)),
+        }
+    }
+}
+
+fn temporary_prefix(place: &Path) -> String {
+    format!("{TEMPORARY}{}-", place.file_name().unwrap_or_default().to_string_lossy())
+}
+
+/// What follows the random letters in the temporary name of a directory for `place`; `None` for other
+/// names.
+fn temporary_suffix<'a>(path: &'a Path, place: &Path) -> Option<&'a str> {
+    let name = path.file_name()?.to_str()?;
+    let (random, suffix) =
+        name.strip_prefix(&temporary_prefix(place))?.split_at_checked(RANDOM_LENGTH)?;
+    let is_random = random.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    (is_random && ["", REPLACED_SUFFIX].contains(&suffix)).then_some(suffix)
+}
+
+/// The lock of a directory.
+enum Locked {
+    /// Held by this process until the file is dropped.
+    Here(File),
+    /// Held by another process, or the directory is gone.
+    Elsewhere,
+    /// The file system or the operating system has no locks of directories.
+    Unsupported,
+}
+
+fn lock(path: &Path) -> Locked {
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Locked::Elsewhere,
+        Err(_) => return Locked::Unsupported,
+    };
+    match file.try_lock() {
+        Ok(()) => Locked::Here(file),
+        Err(TryLockError::WouldBlock) => Locked::Elsewhere,
+        Err(TryLockError::Error(_)) => Locked::Unsupported,
+    }
 }
 
 #[cfg(test)]
@@ -179,5 +266,63 @@ mod tests {
         write_synced(&path.join("new"), b"").unwrap();
         pending.publish().unwrap();
         assert_eq!(names(&place), ["new"]);
+    }
+    /// A directory as a killed process leaves it: nothing removes it, and nothing locks it.
+    fn killed(dir: &Path, name: &str) -> PathBuf {
+        let path = dir.join(name);
+        fs::create_dir(&path).unwrap();
+        write_synced(&path.join("half"), b"").unwrap();
+        path
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn what_a_killed_process_left_goes_and_what_another_writes_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = dir.path().join("out");
+        killed(dir.path(), ".tmp-out-Ab3dE9");
+        let others = [".tmp-out-MoH-Ab3dE9", ".tmp-out-Ab3dE", ".tmp-outer-Ab3dE9", "out-Ab3dE9"];
+        for name in others {
+            killed(dir.path(), name);
+        }
+        let running = pending(&place, "one");
+        PendingDirectory::recover(&place).unwrap();
+        assert!(!dir.path().join(".tmp-out-Ab3dE9").exists());
+        assert_eq!(names(dir.path()).len(), 5);
+        running.publish().unwrap();
+        assert_eq!(fs::read(place.join("file")).unwrap(), b"one");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_directory_that_was_being_replaced_gets_its_name_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = dir.path().join("out");
+        let aside = dir.path().join(".tmp-out-Ab3dE9.old");
+        killed(dir.path(), ".tmp-out-Ab3dE9.old");
+        fs::rename(killed(dir.path(), "model"), aside.join(REPLACED)).unwrap();
+        PendingDirectory::recover(&place).unwrap();
+        assert_eq!((names(dir.path()), names(&place)), (vec!["out".into()], vec!["half".into()]));
+
+        // The replacement has the name: the replaced one goes.
+        killed(dir.path(), ".tmp-out-Ab3dE9.old");
+        fs::rename(killed(dir.path(), "model"), aside.join(REPLACED)).unwrap();
+        write_synced(&place.join("new"), b"").unwrap();
+        PendingDirectory::recover(&place).unwrap();
+        assert_eq!(names(dir.path()), ["out"]);
+        assert_eq!(names(&place), ["half", "new"]);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_directory_that_cannot_be_replaced_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = dir.path().join("model");
+        pending(&place, "one").publish().unwrap();
+        let two = pending(&place, "two");
+        fs::remove_dir_all(two.path()).unwrap();
+        assert!(two.replace().is_err());
+        assert_eq!(fs::read(place.join("file")).unwrap(), b"one");
+        assert_eq!(names(dir.path()), ["model"]);
     }
 }

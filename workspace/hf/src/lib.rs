@@ -2,18 +2,21 @@
 //! vocabulary to a larger tokenizer's.
 
 pub mod config_file;
+mod destination;
 mod error;
 mod generation_file;
 pub mod model_directory;
 mod random_model;
+mod shard;
 mod spelling;
 pub mod vocabulary;
 pub mod weight_files;
 
 pub use config_file::{ConfigFile, dtype_name};
+pub use destination::check_destination;
 pub use error::Error;
 pub use generation_file::end_tokens;
-pub use model_directory::{Contents, TensorSpec, Written, write_model};
+pub use model_directory::{Contents, PendingModel, TensorSpec, Written, prepare_model, write_model};
 pub use random_model::write_random_model;
 pub use vocabulary::Expansion;
 pub use weight_files::{TensorBytes, WeightFiles};

@@ -6,16 +6,17 @@
 //! name is always complete; on an error everything written is removed.
 
 use std::fs::{self, File};
-use std::io::{ErrorKind, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use moh_files::{PendingDirectory, write_synced};
 use moh_kernels::DType;
 use serde_json::{Map, Value, json};
 
-use crate::Error;
 use crate::config_file::CONFIG_FILE;
+use crate::destination::check_destination;
 use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE, WeightFiles, header_type};
+use crate::{Error, shard};
 
 /// The largest shard that transformers writes by default: 5 GB.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
@@ -91,8 +92,7 @@ pub fn companion_files(dir: &Path, tokenizer: &Path) -> Result<Vec<PathBuf>, Err
     for entry in fs::read_dir(tokenizer).map_err(Error::io(tokenizer))? {
         let path = entry.map_err(Error::io(tokenizer))?.path();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        let wanted = TOKENIZER_FILES.contains(&name) || name.starts_with("chat_template");
-        if wanted && path.is_file() {
+        if is_tokenizer_file(name) && path.is_file() {
             files.push(path);
         }
     }
@@ -101,25 +101,79 @@ pub fn companion_files(dir: &Path, tokenizer: &Path) -> Result<Vec<PathBuf>, Err
     Ok(files)
 }
 
+/// Whether a file of that name belongs to a tokenizer.
+pub(crate) fn is_tokenizer_file(name: &str) -> bool {
+    TOKENIZER_FILES.contains(&name) || name.starts_with("chat_template")
+}
+
+/// A complete model directory that does not have its name yet; dropping it removes it.
+#[derive(Debug)]
+pub struct PendingModel {
+    pending: PendingDirectory,
+    out: PathBuf,
+    force: bool,
+    written: Written,
+}
+
+impl PendingModel {
+    /// The directory, under its temporary name.
+    pub fn path(&self) -> &Path {
+        self.pending.path()
+    }
+
+    /// The result of writing.
+    pub fn written(&self) -> &Written {
+        &self.written
+    }
+
+    /// Renames the directory to its final name. With `force`, a model directory of that name is moved
+    /// aside first, and removed when this one has the name.
+    ///
+    /// # Errors
+    /// Fails if the name is taken in the meantime, or if a directory cannot be renamed; the older
+    /// directory is then unchanged.
+    pub fn publish(self) -> Result<Written, Error> {
+        let PendingModel { pending, out, force, written } = self;
+        check_destination(&out, force)?;
+        pending.replace().map_err(Error::io(&out))?;
+        Ok(written)
+    }
+}
+
 /// Writes a model directory to `out`; all of its files are synced when this returns.
 ///
 /// # Errors
 /// Fails if `out` exists and is not an empty directory, if writing fails, or if `fill` fails. With
-/// `force`, a model directory at `out` is replaced after everything else has succeeded. On an error
-/// nothing is left behind, and `out` is unchanged.
+/// `force`, a model directory at `out` is replaced after everything else has succeeded
+/// ([`check_destination`]). On an error nothing is left behind, and `out` is unchanged.
 pub fn write_model<E: From<Error>>(
     out: &Path,
     force: bool,
     model: &Contents<'_>,
     fill: &mut Fill<'_, E>,
 ) -> Result<Written, E> {
-    check_destination(out, force)?;
+    Ok(prepare_model(out, force, model, fill)?.publish()?)
+}
+
+/// As [`write_model`], but for the last step, which is [`PendingModel::publish`]. Removes what killed
+/// processes left of the same `out`.
+///
+/// # Errors
+/// As [`write_model`].
+pub fn prepare_model<E: From<Error>>(
+    out: &Path,
+    force: bool,
+    model: &Contents<'_>,
+    fill: &mut Fill<'_, E>,
+) -> Result<PendingModel, E> {
     // Replaces a link's target, not the link.
     let out = &fs::canonicalize(out).unwrap_or_else(|_| out.to_path_buf());
     if out.file_name().is_none() {
         return Err(Error::file(out, "is not a name for a directory").into());
     }
     let parent = moh_files::parent(out);
+    PendingDirectory::recover(out).map_err(Error::io(parent))?;
+    check_destination(out, force)?;
     fs::create_dir_all(parent).map_err(Error::io(parent))?;
     let pending = PendingDirectory::create(out).map_err(Error::io(parent))?;
     let written = write_tensors(pending.path(), model, fill)?;
@@ -136,41 +190,7 @@ pub fn write_model<E: From<Error>>(
         let path = pending.path().join(name);
         write_synced(&path, &bytes).map_err(Error::io(&path))?;
     }
-    check_destination(out, force)?;
-    pending.replace().map_err(Error::io(out))?;
-    Ok(written)
-}
-
-/// Checks, before any work, that [`write_model`] accepts the destination.
-///
-/// # Errors
-/// As [`write_model`].
-pub fn check_destination(out: &Path, force: bool) -> Result<(), Error> {
-    let mut entries = match fs::read_dir(out) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-        Err(error) if error.kind() == ErrorKind::NotADirectory => {
-            return Err(Error::file(out, "is a file, expected a directory or nothing"));
-        }
-        Err(source) => {
-            return Err(Error::Io { path: out.to_path_buf(), source });
-        }
-    };
-    if entries.next().is_none() {
-        return Ok(());
-    }
-    if !force {
-        return Err(Error::file(
-            out,
-            "is not empty: choose another --out, or --force to replace it",
-        ));
-    }
-    // A typing error in `out` must not delete a home directory.
-    if !out.join(CONFIG_FILE).is_file() {
-        let reason = format!("holds no {CONFIG_FILE}: only a model directory is replaced");
-        return Err(Error::file(out, reason));
-    }
-    Ok(())
+    Ok(PendingModel { pending, out: out.clone(), force, written })
 }
 
 /// Distributes tensors over shards as transformers does: in order, with a new shard if the next
@@ -207,7 +227,7 @@ fn write_tensors<E: From<Error>>(
     for (number, shard) in shards.iter().enumerate() {
         let name = match shards.len() {
             1 => WEIGHTS_FILE.to_string(),
-            count => format!("model-{:05}-of-{count:05}.safetensors", number + 1),
+            count => shard::name(number + 1, count),
         };
         let path = dir.join(&name);
         let tensors: Vec<&TensorSpec> = shard.iter().map(|&index| &model.tensors[index]).collect();

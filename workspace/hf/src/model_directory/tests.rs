@@ -14,9 +14,17 @@ fn content(spec: &TensorSpec) -> Vec<u8> {
     (0..spec.num_bytes()).map(|byte| (byte as u8 ^ spec.name.as_bytes()[0]) & 0x3f).collect()
 }
 
+fn config() -> Map<String, Value> {
+    let fields = json!({
+        "model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 2,
+    });
+    serde_json::from_value(fields).unwrap()
+}
+
 fn write(out: &Path, force: bool, max_shard_bytes: u64) -> Result<Written, Error> {
     let tensors = specs();
-    let config = Map::from_iter([("x".to_string(), json!(1))]);
+    let config = config();
     let model = Contents { config: &config, tensors: &tensors, max_shard_bytes, companions: &[] };
     write_model(out, force, &model, &mut |spec, sink| {
         content(spec).chunks(3).try_for_each(&mut *sink)
@@ -45,7 +53,9 @@ fn what_is_written_reads_back() {
             assert_eq!(tensor.bytes, content(spec));
             assert_eq!(blake3::hash(tensor.bytes), *hash);
         }
-        assert_eq!(fs::read_to_string(out.join("config.json")).unwrap(), "{\n  \"x\": 1\n}\n");
+        let written = fs::read_to_string(out.join("config.json")).unwrap();
+        assert!(written.starts_with("{\n  \"model_type\": \"llama\",\n"), "{written}");
+        assert_eq!(serde_json::from_str::<Map<String, Value>>(&written).unwrap(), config());
     }
     let index = fs::read_to_string(dir.path().join("deeper/m46").join(INDEX_FILE)).unwrap();
     let index: Value = serde_json::from_str(&index).unwrap();
@@ -72,21 +82,44 @@ fn only_a_model_directory_is_replaced_and_only_when_forced() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("m");
     fs::create_dir(&out).unwrap();
-    write(&out, false, 1000).unwrap();
+    write(&out, false, 30).unwrap();
     let message = write(&out, false, 1000).unwrap_err().to_string();
     assert!(message.contains("is not empty: choose another --out, or --force"), "{message}");
-    fs::write(out.join("stale"), "").unwrap();
     write(&out, true, 1000).unwrap();
     assert_eq!(names(&out), ["config.json", "model.safetensors"]);
 
-    let home = dir.path().join("home");
-    fs::create_dir(&home).unwrap();
-    fs::write(home.join("diary"), "dear").unwrap();
-    let message = write(&home, true, 1000).unwrap_err().to_string();
-    assert!(message.contains("only a model directory is replaced"), "{message}");
-    let message = write(&home.join("diary"), true, 1000).unwrap_err().to_string();
-    assert!(message.contains("is a file"), "{message}");
-    assert_eq!(names(dir.path()), ["home", "m"]);
+    fs::write(out.join("thesis.txt"), "mine").unwrap();
+    let message = write(&out, true, 1000).unwrap_err().to_string();
+    assert!(message.contains("also holds thesis.txt"), "{message}");
+    assert_eq!(names(&out), ["config.json", "model.safetensors", "thesis.txt"]);
+    assert_eq!(names(dir.path()), ["m"]);
+}
+
+#[test]
+fn a_file_that_arrives_while_the_model_is_written_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("m");
+    write(&out, false, 1000).unwrap();
+    let (tensors, config) = (specs(), config());
+    let model =
+        Contents { config: &config, tensors: &tensors, max_shard_bytes: 1000, companions: &[] };
+    let fill: &mut Fill<'_, Error> = &mut |spec, sink| sink(&content(spec));
+    let pending = prepare_model(&out, true, &model, fill).unwrap();
+    fs::write(out.join("thesis.txt"), "mine").unwrap();
+    assert!(pending.publish().is_err());
+    assert_eq!(fs::read_to_string(out.join("thesis.txt")).unwrap(), "mine");
+    assert_eq!(names(dir.path()), ["m"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn what_a_killed_process_left_is_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let left = dir.path().join(".tmp-m-Ab3dE9");
+    fs::create_dir(&left).unwrap();
+    fs::write(left.join(WEIGHTS_FILE), "half").unwrap();
+    write(&dir.path().join("m"), false, 1000).unwrap();
+    assert_eq!(names(dir.path()), ["m"]);
 }
 
 #[test]
@@ -118,7 +151,7 @@ struct Disk(usize);
 impl Write for Disk {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if self.0 == 0 {
-            return Err(io::Error::from(ErrorKind::StorageFull));
+            return Err(io::Error::from(io::ErrorKind::StorageFull));
         }
         let written = bytes.len().min(self.0);
         self.0 -= written;

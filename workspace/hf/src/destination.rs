@@ -1,0 +1,199 @@
+//! Where a model directory may be written: nothing but an earlier model directory is ever replaced.
+//!
+//! A model directory is recognised exactly: its `config.json` describes a model that this program reads,
+//! it has weight files, and every other entry is a file that [`write_model`](crate::write_model) writes.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use crate::config_file::{CONFIG_FILE, ConfigFile};
+use crate::model_directory::{GENERATION_FILE, is_tokenizer_file};
+use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE};
+use crate::{Error, shard};
+
+/// Directories in which version control keeps a repository.
+const REPOSITORIES: [&str; 4] = [".git", ".hg", ".jj", ".svn"];
+/// Maximum number of foreign files that a message names.
+const NAMED_FILES: usize = 3;
+
+/// Checks, before any work, that [`write_model`](crate::write_model) accepts the destination.
+///
+/// # Errors
+/// Fails if `out` is a file, or holds the current directory; if it is not empty, without `force`; and
+/// with `force`, if it is not a model directory, or holds other files or a repository.
+pub fn check_destination(out: &Path, force: bool) -> Result<(), Error> {
+    let Some(entries) = list(out)? else { return Ok(()) };
+    if let (Ok(current), Ok(out)) = (std::env::current_dir(), out.canonicalize())
+        && current.canonicalize().is_ok_and(|current| current.starts_with(&out))
+    {
+        let reason = "is the current directory or holds it: choose another --out";
+        return Err(Error::file(&out, reason));
+    }
+    if entries.is_empty() {
+        return Ok(());
+    }
+    if !force {
+        return Err(Error::file(
+            out,
+            "is not empty: choose another --out, or --force to replace a model directory",
+        ));
+    }
+    check_replaceable(out, &entries)
+}
+
+/// An entry of a directory.
+struct Entry {
+    name: String,
+    is_file: bool,
+}
+
+/// The entries of a directory, sorted; `None` if it does not exist.
+fn list(out: &Path) -> Result<Option<Vec<Entry>>, Error> {
+    let entries = match fs::read_dir(out) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) if error.kind() == ErrorKind::NotADirectory => {
+            return Err(Error::file(out, "is a file, expected a directory or nothing"));
+        }
+        Err(error) => return Err(Error::io(out)(error)),
+    };
+    let entry = |entry: std::io::Result<fs::DirEntry>| {
+        let entry = entry.map_err(Error::io(out))?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        Ok(Entry { name, is_file: entry.path().is_file() })
+    };
+    let mut entries: Vec<Entry> = entries.map(entry).collect::<Result<_, Error>>()?;
+    entries.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(Some(entries))
+}
+
+fn check_replaceable(out: &Path, entries: &[Entry]) -> Result<(), Error> {
+    const ONLY: &str = "only a model directory is replaced, choose another --out";
+    let holds = |name: &str| entries.iter().any(|entry| entry.name == name);
+    if let Some(name) = REPOSITORIES.into_iter().find(|name| holds(name)) {
+        return Err(Error::file(out, format!("holds a repository, {name}: {ONLY}")));
+    }
+    if !holds(CONFIG_FILE) {
+        return Err(Error::file(out, format!("holds no {CONFIG_FILE}: {ONLY}")));
+    }
+    if let Err(error) = ConfigFile::read(out) {
+        return Err(Error::file(out, format!("is not a model directory ({error}): {ONLY}")));
+    }
+    if ![WEIGHTS_FILE, INDEX_FILE].into_iter().any(holds) {
+        return Err(Error::file(out, format!("holds no {WEIGHTS_FILE}: {ONLY}")));
+    }
+    let foreign: Vec<&str> = entries
+        .iter()
+        .filter(|entry| !(entry.is_file && is_written(&entry.name)))
+        .map(|entry| entry.name.as_str())
+        .collect();
+    if foreign.is_empty() {
+        return Ok(());
+    }
+    let mut named = foreign[..foreign.len().min(NAMED_FILES)].join(", ");
+    if foreign.len() > NAMED_FILES {
+        named = format!("{named} and {} more", foreign.len() - NAMED_FILES);
+    }
+    let reason = format!(
+        "also holds {named}, which replacing it would delete: move them away, or choose another --out"
+    );
+    Err(Error::file(out, reason))
+}
+
+/// Whether a model directory of this program may have a file of that name.
+fn is_written(name: &str) -> bool {
+    [CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, GENERATION_FILE].contains(&name)
+        || is_tokenizer_file(name)
+        || shard::is_name(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A directory with these files; `config.json` is a Llama's.
+    fn directory(files: &[&str]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let config = serde_json::json!({
+            "model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
+            "num_hidden_layers": 1, "num_attention_heads": 2,
+        });
+        for name in files {
+            let text = if *name == CONFIG_FILE { config.to_string() } else { "mine".to_string() };
+            fs::write(dir.path().join(name), text).unwrap();
+        }
+        dir
+    }
+
+    /// The refusal of a directory with these files, of which none is lost.
+    fn refused(dir: &Path) -> String {
+        let before = list(dir).unwrap().unwrap().len();
+        let message = check_destination(dir, true).unwrap_err().to_string();
+        assert_eq!(list(dir).unwrap().unwrap().len(), before);
+        message
+    }
+
+    #[test]
+    fn a_model_directory_is_recognised() {
+        for files in [
+            &["config.json", "model.safetensors"][..],
+            &["config.json", INDEX_FILE, "model-00001-of-00002.safetensors", "tokenizer.json"],
+            &["config.json", WEIGHTS_FILE, "chat_template.jinja", "generation_config.json"],
+        ] {
+            let dir = directory(files);
+            check_destination(dir.path(), true).unwrap();
+            let message = check_destination(dir.path(), false).unwrap_err().to_string();
+            assert!(message.contains("is not empty: choose another --out, or --force"), "{message}");
+        }
+        check_destination(&directory(&[]).path().join("new"), false).unwrap();
+        check_destination(directory(&[]).path(), false).unwrap();
+    }
+
+    #[test]
+    fn another_directory_is_refused() {
+        let dir = directory(&["diary"]);
+        assert!(refused(dir.path()).contains("holds no config.json: only a model directory"));
+        let dir = directory(&["index.html"]);
+        fs::write(dir.path().join(CONFIG_FILE), "{\"port\": 8080}").unwrap();
+        let message = refused(dir.path());
+        assert!(message.contains("is not a model directory") && message.contains("model_type"));
+        let dir = directory(&[CONFIG_FILE]);
+        assert!(refused(dir.path()).contains("holds no model.safetensors: only a model directory"));
+        let dir = directory(&["diary"]);
+        let message = check_destination(&dir.path().join("diary"), true).unwrap_err().to_string();
+        assert!(message.contains("is a file"), "{message}");
+    }
+
+    #[test]
+    fn foreign_files_are_named() {
+        let model = ["config.json", "model.safetensors"];
+        for (files, expected) in [
+            (&["thesis.txt"][..], "also holds thesis.txt, which"),
+            (&["README.md", "LICENSE"], "also holds LICENSE, README.md, which"),
+            (&["a", "b", "c", "d", "e"], "also holds a, b, c and 2 more, which"),
+            (&["model-1-of-2.safetensors"], "also holds model-1-of-2.safetensors, which"),
+            (&[".git"], "holds a repository, .git: only a model directory"),
+        ] {
+            let message = refused(directory(&[&model[..], files].concat()).path());
+            assert!(message.contains(expected), "{message}");
+        }
+        for name in ["checkpoint-500", "tokenizer.json", ".jj"] {
+            let dir = directory(&model);
+            fs::create_dir(dir.path().join(name)).unwrap();
+            let message = refused(dir.path());
+            assert!(message.contains(name), "{message}");
+        }
+    }
+
+    #[test]
+    fn the_current_directory_and_its_parents_are_refused() {
+        let current = std::env::current_dir().unwrap();
+        for out in [Path::new("."), current.as_path(), current.parent().unwrap(), Path::new("/")] {
+            for force in [false, true] {
+                let message = check_destination(out, force).unwrap_err().to_string();
+                assert!(message.contains("is the current directory or holds it"), "{message}");
+            }
+        }
+    }
+}
