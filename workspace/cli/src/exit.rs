@@ -3,7 +3,7 @@
 //! `moh-data info ... | head`, is not an error.
 
 use std::fmt;
-use std::io::{ErrorKind, Write as _, stderr};
+use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 #[cfg(unix)]
 use std::sync::{Arc, atomic::AtomicBool};
@@ -48,16 +48,36 @@ pub fn run(program: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     if let Some(stopped) = error.downcast_ref::<StoppedEarly>() {
-        print(&stopped.to_string());
+        stderr_line(format_args!("{stopped}"));
         return ExitCode::from(STOPPED_EARLY);
     }
-    print(&format!("error: {}", sentence(&error)));
+    stderr_line(format_args!("error: {}", sentence(&error)));
     ExitCode::from(if error.is::<Usage>() { USAGE } else { ERROR })
 }
 
-/// Prints a line on standard error, which may be closed or full: the exit code remains.
-fn print(line: &str) {
-    _ = writeln!(stderr(), "{line}");
+/// Prints a line on standard error. A line that cannot be written, as when its reader has left, is
+/// dropped: the work goes on without it.
+pub fn stderr_line(line: fmt::Arguments<'_>) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// Ends the program when SIGINT or SIGTERM arrives, after its temporary files are removed, with 128
+/// and the signal's number as exit code.
+///
+/// # Errors
+/// Fails if the system refuses a handler or a thread.
+pub fn remove_temporary_files_on_signals() -> std::io::Result<()> {
+    #[cfg(unix)]
+    {
+        use signal_hook::consts::{SIGINT, SIGTERM};
+        let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
+        std::thread::Builder::new().spawn(move || {
+            if let Some(signal) = signals.forever().next() {
+                moh_files::exit_without_temporaries(128 + signal);
+            }
+        })?;
+    }
+    Ok(())
 }
 
 /// Makes a file that exceeds a limit an error of `write`, like a full disk; by default the signal

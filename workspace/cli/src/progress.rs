@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use indicatif::{HumanBytes, HumanCount, ProgressBar, ProgressStyle};
 
+use crate::exit::stderr_line;
+
 /// Time between two lines without a terminal.
 const LINE_EVERY: Duration = Duration::from_secs(10);
 
@@ -29,7 +31,7 @@ enum Unit {
 }
 
 impl Bar {
-    /// Progress in bytes. A `total` of 0 is unknown yet; [`Bar::update`] can set it.
+    /// Progress in bytes. A `total` of 0 is unknown; [`Bar::update`] can set it.
     pub fn bytes(label: &str, total: u64) -> Self {
         Self::new(label, total, Unit::Bytes)
     }
@@ -62,13 +64,15 @@ impl Bar {
     pub fn update(&mut self, done: u64, total: u64) {
         self.total = total;
         if let Some(bar) = &self.bar {
-            if bar.length() != Some(total) {
+            if total == 0 {
+                bar.unset_length();
+            } else if bar.length() != Some(total) {
                 bar.set_length(total);
             }
             bar.set_position(done);
         } else if self.printed.elapsed() >= LINE_EVERY {
             self.printed = Instant::now();
-            eprintln!("{}", self.line(done));
+            stderr_line(format_args!("{}", self.line(done)));
         }
     }
 
@@ -85,9 +89,14 @@ impl Bar {
         };
         // A percentage and a rate need no precision.
         let rate = (done as f64 / self.started.elapsed().as_secs_f64().max(1e-3)) as u64;
-        let percent = done.saturating_mul(100).checked_div(self.total).unwrap_or(0);
-        let (label, done, total, rate) = (&self.label, shown(done), shown(self.total), shown(rate));
-        format!("{label}: {done} of {total} ({percent}%), {rate}/s")
+        let (label, rate) = (&self.label, shown(rate));
+        match done.saturating_mul(100).checked_div(self.total) {
+            Some(percent) => {
+                let (done, total) = (shown(done), shown(self.total));
+                format!("{label}: {done} of {total} ({percent}%), {rate}/s")
+            }
+            None => format!("{label}: {}, {rate}/s", shown(done)),
+        }
     }
 }
 
@@ -109,6 +118,6 @@ mod tests {
         let line = bar.line(1024);
         assert!(line.starts_with("reading: 1.00 KiB of 2.00 KiB (50%), "), "{line}");
         let line = Bar::count("stories", 0).line(0);
-        assert!(line.starts_with("stories: 0 of 0 (0%), 0/s"), "{line}");
+        assert!(line.starts_with("stories: 0, 0/s"), "{line}");
     }
 }

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use tempfile::NamedTempFile;
 
-use crate::{TEMPORARY, parent, sync_directory};
+use crate::temporary::{self, Registered};
+use crate::{parent, sync_directory};
 
 /// Size of the write buffer.
 const BUFFER_BYTES: usize = 1 << 20;
@@ -16,25 +17,19 @@ const BUFFER_BYTES: usize = 1 << 20;
 pub struct PendingFile {
     path: PathBuf,
     writer: BufWriter<NamedTempFile>,
+    _registered: Registered,
 }
 
 impl PendingFile {
-    /// Starts a file with the final name `path`.
+    /// Starts a file with the final name `path`. Temporary files of `path` that a killed process has
+    /// left are removed.
     ///
     /// # Errors
     /// Fails if its directory is missing or not writable.
     pub fn create(path: &Path) -> io::Result<Self> {
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(TEMPORARY);
-        #[cfg(unix)]
-        {
-            use std::os::unix::fs::PermissionsExt;
-            // The mode of open(2): the umask still applies.
-            builder.permissions(std::fs::Permissions::from_mode(0o666));
-        }
-        let file = builder.tempfile_in(parent(path))?;
+        let (file, registered) = temporary::create(path)?;
         let writer = BufWriter::with_capacity(BUFFER_BYTES, file);
-        Ok(PendingFile { path: path.to_path_buf(), writer })
+        Ok(PendingFile { path: path.to_path_buf(), writer, _registered: registered })
     }
 
     /// The final name.

@@ -4,6 +4,7 @@
 
 mod directory;
 mod file;
+mod temporary;
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -11,6 +12,7 @@ use std::path::Path;
 
 pub use directory::PendingDirectory;
 pub use file::{PendingFile, write};
+pub use temporary::{Publication, exit_without_temporaries};
 
 /// Prefix of the names of incomplete and replaced files.
 pub const TEMPORARY: &str = ".tmp-";

@@ -1,0 +1,180 @@
+//! The temporary files of this process: which exist, so that a program can remove them when a
+//! signal ends it, and which are left by a process that was killed. A process keeps its temporary
+//! files locked, so a file that can be locked is used by nobody.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+
+use tempfile::NamedTempFile;
+
+use crate::{TEMPORARY, parent};
+
+/// Random characters at the end of a temporary name.
+const RANDOM_CHARACTERS: usize = 6;
+/// Bytes of a final name in a temporary one: file systems allow about 255 in all.
+const LONGEST_NAME: usize = 200;
+
+/// The paths of this process's temporary files.
+static PATHS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+/// Held for reading while files get their names together.
+static PUBLICATION: RwLock<()> = RwLock::new(());
+
+/// Ends the process with `code` after its [`PendingFile`](crate::PendingFile)s are removed. Waits
+/// for a [`Publication`].
+pub fn exit_without_temporaries(code: i32) -> ! {
+    // Both stay locked: other threads run until the exit, and must neither create nor publish.
+    let _publication = PUBLICATION.write().unwrap_or_else(PoisonError::into_inner);
+    let paths = paths();
+    for path in paths.iter() {
+        // A file that cannot be removed now is removed by the next run.
+        let _ = fs::remove_file(path);
+    }
+    std::process::exit(code)
+}
+
+/// Delays [`exit_without_temporaries`] while it exists: between the names of files that belong
+/// together.
+#[derive(Debug)]
+pub struct Publication {
+    _lock: RwLockReadGuard<'static, ()>,
+}
+
+impl Publication {
+    /// Starts the publication of several files. A thread must not start a second one before the
+    /// first has ended.
+    pub fn start() -> Self {
+        Self { _lock: PUBLICATION.read().unwrap_or_else(PoisonError::into_inner) }
+    }
+}
+
+/// The registration of a temporary file; dropping it ends it.
+#[derive(Debug)]
+pub(crate) struct Registered(PathBuf);
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        paths().retain(|path| *path != self.0);
+    }
+}
+
+/// Creates a locked and registered temporary file beside `path`, after removing those of `path`
+/// that a killed process has left.
+pub(crate) fn create(path: &Path) -> io::Result<(NamedTempFile, Registered)> {
+    let (directory, prefix) = (parent(path), prefix(path));
+    remove_leftovers(directory, &prefix);
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(&prefix).rand_bytes(RANDOM_CHARACTERS);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        // The mode of open(2): the umask still applies.
+        builder.permissions(fs::Permissions::from_mode(0o666));
+    }
+    loop {
+        let mut paths = paths();
+        let file = builder.tempfile_in(directory)?;
+        paths.push(file.path().to_path_buf());
+        drop(paths);
+        let registered = Registered(file.path().to_path_buf());
+        // Some network file systems have no locks; there, nothing is removed as left over.
+        let _ = file.as_file().lock();
+        // Another process may have taken the file for a leftover before it was locked.
+        if file.path().exists() {
+            return Ok((file, registered));
+        }
+    }
+}
+
+fn paths() -> MutexGuard<'static, Vec<PathBuf>> {
+    PATHS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The beginning of the temporary names for `path`.
+fn prefix(path: &Path) -> OsString {
+    let name = path.file_name().unwrap_or_default();
+    let mut prefix = OsString::from(TEMPORARY);
+    if name.len() <= LONGEST_NAME {
+        prefix.push(name);
+    } else {
+        let name = name.to_string_lossy();
+        prefix.push(&name[..name.floor_char_boundary(LONGEST_NAME)]);
+    }
+    prefix.push("-");
+    prefix
+}
+
+/// Removes the temporary files with this prefix that no process uses. Errors are ignored: leftovers
+/// take only space.
+fn remove_leftovers(directory: &Path, prefix: &OsStr) {
+    let Ok(entries) = fs::read_dir(directory) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let rest = name.as_encoded_bytes().strip_prefix(prefix.as_encoded_bytes());
+        let is_random = |rest: &[u8]| {
+            rest.len() == RANDOM_CHARACTERS && rest.iter().all(u8::is_ascii_alphanumeric)
+        };
+        let is_file = entry.file_type().is_ok_and(|kind| kind.is_file());
+        if !is_file || !rest.is_some_and(is_random) {
+            continue;
+        }
+        // Network file systems lock for writing only a file that is open for writing.
+        let Ok(file) = File::options().write(true).open(entry.path()) else { continue };
+        if file.try_lock().is_ok() {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(directory: &Path) -> Vec<String> {
+        let entries = fs::read_dir(directory).unwrap();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn leftovers_of_the_same_file_are_removed_unless_they_are_in_use() {
+        let dir = tempfile::tempdir().unwrap();
+        let kept = [".tmp-a-1234567", ".tmp-a-b-123456", ".tmp-ab-123456", "a-123456"];
+        for name in kept.into_iter().chain([".tmp-a-123456", ".tmp-a-abcDEF"]) {
+            fs::write(dir.path().join(name), "left").unwrap();
+        }
+        fs::create_dir(dir.path().join(".tmp-a-000000")).unwrap();
+        let path = dir.path().join("a");
+        let (first, _registered) = create(&path).unwrap();
+        let (second, _registered) = create(&path).unwrap();
+        assert!(first.path().exists() && second.path().exists());
+        drop((first, second));
+        let mut expected = kept.to_vec();
+        expected.push(".tmp-a-000000");
+        expected.sort();
+        assert_eq!(names(dir.path()), expected);
+    }
+
+    #[test]
+    fn long_names_have_temporary_ones() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("\u{e4}".repeat(120));
+        let (file, _registered) = create(&path).unwrap();
+        file.persist(&path).unwrap();
+        assert!(path.exists());
+    }
+
+    #[test]
+    fn a_file_is_registered_until_it_is_dropped() {
+        let dir = tempfile::tempdir().unwrap();
+        let is_registered = |path: &Path| paths().iter().any(|known| known == path);
+        let (file, registered) = create(&dir.path().join("a")).unwrap();
+        assert!(is_registered(file.path()));
+        drop(registered);
+        assert!(!is_registered(file.path()));
+    }
+}
