@@ -1,4 +1,4 @@
-//! Loading a model for evaluation or generation.
+//! Locating models and tokenizers, and loading them.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +7,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use moh_data::TextTokenizer;
 use moh_device::{DeviceName, OpenDevice};
 use moh_hf::{ConfigFile, Error, WeightFiles};
-use moh_hub::resolve;
+use moh_hub::{Progress, resolve, resolve_tokenizer};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::Model;
 
@@ -27,12 +27,32 @@ pub fn element_types() -> impl TypedValueParser<Value = ElementType> {
 
 /// The directory of a model: itself, or a repository of the hub, downloaded if necessary.
 pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
-    let mut bar: Option<Bar> = None;
-    let directory = resolve(model, revision, &mut |download| {
+    let mut show = ShowDownload::default();
+    Ok(resolve(model, revision, &mut |download| show.update(download))?)
+}
+
+/// Loads a tokenizer: a `tokenizer.json`, a directory with one, or that of a repository of the hub,
+/// downloaded if necessary.
+pub fn named_tokenizer(name: &str, revision: Option<&str>) -> anyhow::Result<TextTokenizer> {
+    let path = Path::new(name);
+    if path.is_file() {
+        return Ok(TextTokenizer::load(path)?);
+    }
+    let mut show = ShowDownload::default();
+    let directory = resolve_tokenizer(name, revision, &mut |download| show.update(download))?;
+    Ok(TextTokenizer::load(&directory)?)
+}
+
+/// The bar of a download; there is none before its first progress.
+#[derive(Default)]
+struct ShowDownload(Option<Bar>);
+
+impl ShowDownload {
+    fn update(&mut self, download: &Progress<'_>) {
         let total = download.total;
-        bar.get_or_insert_with(|| Bar::bytes("downloading", total)).update(download.bytes, total);
-    })?;
-    Ok(directory)
+        let bar = self.0.get_or_insert_with(|| Bar::bytes("downloading", total));
+        bar.update(download.bytes, total);
+    }
 }
 
 /// Opens the device of the option `--device`.

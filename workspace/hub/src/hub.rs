@@ -63,6 +63,45 @@ pub fn resolve(
     Hub { offline, ..Hub::default() }.resolve(from, revision, progress)
 }
 
+/// The directory of a tokenizer, as [`resolve`] that of a model; of a hub id only the tokenizer's
+/// files are downloaded.
+///
+/// # Errors
+/// See [`resolve`].
+pub fn resolve_tokenizer(
+    from: &str,
+    revision: Option<&str>,
+    progress: &mut dyn FnMut(&Progress<'_>),
+) -> Result<PathBuf, Error> {
+    let offline = environment::is_offline();
+    Hub { offline, ..Hub::default() }.resolve_tokenizer(from, revision, progress)
+}
+
+/// The files of a repository that are downloaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Wanted {
+    Model,
+    Tokenizer,
+}
+
+impl Wanted {
+    /// Whether the file `name` is one of them.
+    fn has(self, name: &str) -> bool {
+        match self {
+            Wanted::Model => is_wanted(name),
+            Wanted::Tokenizer => TOKENIZER_FILES.contains(&name),
+        }
+    }
+
+    /// The file without which the others are useless.
+    fn main_file(self) -> &'static str {
+        match self {
+            Wanted::Model => CONFIG_FILE,
+            Wanted::Tokenizer => TOKENIZER_FILES[0],
+        }
+    }
+}
+
 /// A local model, which has no revisions.
 fn directory(path: &Path, revision: Option<&str>) -> Result<PathBuf, Error> {
     match revision {
@@ -124,6 +163,29 @@ impl Hub {
         revision: Option<&str>,
         progress: &mut dyn FnMut(&Progress<'_>),
     ) -> Result<PathBuf, Error> {
+        self.find(Wanted::Model, from, revision, progress)
+    }
+
+    /// Resolves a tokenizer; see [`resolve_tokenizer`].
+    ///
+    /// # Errors
+    /// See [`resolve`].
+    pub fn resolve_tokenizer(
+        &self,
+        from: &str,
+        revision: Option<&str>,
+        progress: &mut dyn FnMut(&Progress<'_>),
+    ) -> Result<PathBuf, Error> {
+        self.find(Wanted::Tokenizer, from, revision, progress)
+    }
+
+    fn find(
+        &self,
+        wanted: Wanted,
+        from: &str,
+        revision: Option<&str>,
+        progress: &mut dyn FnMut(&Progress<'_>),
+    ) -> Result<PathBuf, Error> {
         let path = Path::new(from);
         match fs::metadata(path) {
             Ok(found) if found.is_dir() => return directory(path, revision),
@@ -146,7 +208,7 @@ impl Hub {
         let cache = self.cache.clone().unwrap_or_else(environment::cache_directory);
         let folder = Folder::new(&cache, from);
         if self.offline {
-            return folder.cached(revision).ok_or_else(|| {
+            return folder.cached(revision, wanted).ok_or_else(|| {
                 let cache = cache.display();
                 let reason = format!(
                     "{}, its revision {revision} is not in the cache {cache}, and HF_HUB_OFFLINE is set",
@@ -157,7 +219,7 @@ impl Hub {
         }
         let endpoint = self.endpoint.clone().unwrap_or_else(environment::endpoint);
         let client = Client::new(&endpoint, cache, from)?;
-        let download = Download { id: from, revision, folder, client };
+        let download = Download { id: from, revision, wanted, folder, client };
         download.run(progress).map_err(|failure| failure.explain(from, revision, &endpoint))
     }
 }
@@ -179,12 +241,12 @@ impl Folder {
     }
 
     /// The snapshot of a revision, if it is cached.
-    fn cached(&self, revision: &str) -> Option<PathBuf> {
+    fn cached(&self, revision: &str, wanted: Wanted) -> Option<PathBuf> {
         let reference = fs::read_to_string(self.root.join("refs").join(revision));
         let commit =
             reference.map_or_else(|_| revision.to_string(), |text| text.trim().to_string());
         let snapshot = self.snapshot(&commit);
-        (is_contained(&commit) && snapshot.join(CONFIG_FILE).is_file()).then_some(snapshot)
+        (is_contained(&commit) && snapshot.join(wanted.main_file()).is_file()).then_some(snapshot)
     }
 }
 
@@ -192,6 +254,7 @@ impl Folder {
 struct Download<'a> {
     id: &'a str,
     revision: &'a str,
+    wanted: Wanted,
     folder: Folder,
     client: Client,
 }
@@ -227,7 +290,7 @@ impl Download<'_> {
     fn list(&self, commit: &str) -> Result<Vec<RemoteFile>, Failure> {
         let mut files = Vec::new();
         for file in self.client.list(commit)? {
-            if !is_wanted(&file.name) {
+            if !self.wanted.has(&file.name) {
                 continue;
             }
             if !is_content_address(&file.blob) || !is_contained(&file.name) {
@@ -236,10 +299,13 @@ impl Download<'_> {
             }
             files.push(file);
         }
-        if !files.iter().any(|file| file.name == CONFIG_FILE) {
-            return Err(Error::hub(self.id, format!("the model has no {CONFIG_FILE}")).into());
+        let main = self.wanted.main_file();
+        if !files.iter().any(|file| file.name == main) {
+            return Err(Error::hub(self.id, format!("the model has no {main}")).into());
         }
-        if !files.iter().any(|file| file.name.ends_with(".safetensors")) {
+        if self.wanted == Wanted::Model
+            && !files.iter().any(|file| file.name.ends_with(".safetensors"))
+        {
             let reason = "the model has no weights in safetensors format";
             return Err(Error::hub(self.id, reason).into());
         }

@@ -6,4 +6,4 @@ mod error;
 mod hub;
 
 pub use error::Error;
-pub use hub::{Hub, Progress, resolve};
+pub use hub::{Hub, Progress, resolve, resolve_tokenizer};

@@ -215,6 +215,33 @@ fn a_model_is_fetched_once_into_the_shared_cache() {
 }
 
 #[test]
+fn a_tokenizer_is_fetched_without_the_weights() {
+    let server = Server::start(Behaviour { files: files(1000), ..Behaviour::default() });
+    let Place { dir: _dir, mut hub } = place(&server);
+    let path = hub.resolve_tokenizer(ID, None, &mut |_| ()).unwrap();
+    let mut names: Vec<_> = fs::read_dir(&path)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    assert_eq!(names, ["added_tokens.json", "tokenizer.json"]);
+    hub.offline = true;
+    assert_eq!(hub.resolve_tokenizer(ID, None, &mut |_| ()).unwrap(), path);
+    // A tokenizer is not a model.
+    assert!(resolve_error(&hub).contains("is not in the cache"));
+    hub.offline = false;
+    assert_eq!(hub.resolve(ID, None, &mut |_| ()).unwrap(), path);
+    assert!(path.join("model.safetensors").exists());
+
+    let mut files = files(10);
+    files.remove("tokenizer.json");
+    let server = Server::start(Behaviour { files, ..Behaviour::default() });
+    let Place { dir: _dir, hub } = place(&server);
+    let error = hub.resolve_tokenizer(ID, None, &mut |_| ()).unwrap_err().to_string();
+    assert!(error.contains("has no tokenizer.json"), "{error}");
+}
+
+#[test]
 fn offline_without_a_cached_model_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let hub = Hub { cache: Some(dir.path().to_path_buf()), offline: true, ..Hub::default() };
