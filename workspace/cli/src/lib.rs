@@ -1,10 +1,13 @@
-//! Shared by the command-line programs: exit codes, progress, models, chat templates and the view of a
-//! run.
+//! Shared by the command-line programs: exit codes, signals, progress, models, chat templates and the view
+//! of a run.
 
 pub mod chat;
+mod counted;
 pub mod exit;
 pub mod models;
 pub mod plot;
 pub mod progress;
 pub mod run_view;
 pub mod summary_table;
+
+pub use counted::counted;

@@ -50,7 +50,7 @@ fn stories_become_a_token_file() {
         "{text}"
     );
     assert!(text.contains("\ndtype      u16\n"), "{text}");
-    assert!(text.contains("\nvocabulary 400\n"), "{text}");
+    assert!(text.contains("\nvocabulary 400\neos token  <|end_of_text|>\n"), "{text}");
     assert!(text.ends_with("source     s.jsonl\n"), "{text}");
     assert_eq!(stderr(&done), "");
     fs::remove_file(dir.path().join("p.json")).unwrap();
@@ -156,4 +156,254 @@ fn a_reader_that_goes_away_is_no_error() {
         .status()
         .unwrap();
     assert!(status.success(), "{status}");
+}
+
+/// The names in a directory, in order.
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<_> = fs::read_dir(dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+/// `moh-data prepare --tokenizer tok ...` with these bytes as standard input.
+fn prepare_from(dir: &Path, input: &[u8], arguments: &str) -> assert_cmd::assert::Assert {
+    let mut command = Command::new(PROGRAM);
+    let arguments = arguments.split(' ').filter(|argument| !argument.is_empty());
+    command.current_dir(dir).args(["prepare", "--tokenizer", "tok"]).args(arguments);
+    command.write_stdin(input).assert()
+}
+
+#[test]
+fn the_summary_names_the_token_that_ends_documents() {
+    let dir = prepared();
+    let run = |arguments: &str| prepare_from(dir.path(), b"", arguments);
+    let text = stdout(&run("--out a s.jsonl").success());
+    assert!(text.starts_with("a: 50 documents, "), "{text}");
+    assert!(text.ends_with(" bytes of text; each document ends with <|end_of_text|>\n"), "{text}");
+    let text = stdout(&run("--eos-token <|begin_of_text|> --out b s.jsonl").success());
+    assert!(text.ends_with("; each document ends with <|begin_of_text|>\n"), "{text}");
+    let text = stdout(&run("--no-append-eos --out c s.jsonl").success());
+    assert!(text.ends_with("; documents end without an end-of-text token\n"), "{text}");
+    let eos = |name: &str| {
+        let text = fs::read_to_string(dir.path().join(name)).unwrap();
+        serde_json::from_str::<serde_json::Value>(&text).unwrap()["eos_token"].clone()
+    };
+    assert_eq!(
+        (eos("a.json"), eos("b.json")),
+        ("<|end_of_text|>".into(), "<|begin_of_text|>".into())
+    );
+    assert_eq!(eos("c.json"), serde_json::Value::Null);
+    let text = stdout(&moh_data(dir.path(), &["info", "c"]).success());
+    assert!(text.contains("\neos token  none\n"), "{text}");
+    for name in ["tokenizer_config.json", "special_tokens_map.json"] {
+        fs::remove_file(dir.path().join("tok").join(name)).unwrap();
+    }
+    let text = stderr(&run("--out d s.jsonl").code(1));
+    assert!(text.starts_with("error: tok/tokenizer.json: no end-of-text token: "), "{text}");
+    assert_eq!(text.lines().count(), 1, "{text}");
+    run("--eos-token x --no-append-eos --out d s.jsonl").code(2);
+    assert!(!dir.path().join("d.bin").exists());
+}
+
+#[test]
+fn standard_input_and_pipes_are_read_once() {
+    let dir = prepared();
+    let lines = fs::read(dir.path().join("s.jsonl")).unwrap();
+    let expected = fs::read(dir.path().join("p.bin")).unwrap();
+    // The second name is a pipe that is not called `-`.
+    for (out, input) in [("a", "-"), ("b", "/dev/stdin")] {
+        if cfg!(not(unix)) && input != "-" {
+            continue;
+        }
+        let arguments = format!("--format jsonl --out {out} {input}");
+        let done = prepare_from(dir.path(), &lines, &arguments).success();
+        assert!(stdout(&done).starts_with(&format!("{out}: 50 documents, ")));
+        assert_eq!(fs::read(dir.path().join(format!("{out}.bin"))).unwrap(), expected);
+    }
+    let done = prepare_from(dir.path(), b"one text\nin two lines", "--format text --out c -");
+    assert!(stdout(&done.success()).starts_with("c: 1 document, "));
+    let text = stderr(&prepare_from(dir.path(), &lines, "--out d -").code(1));
+    assert!(text.contains("add --format jsonl or --format text"), "{text}");
+    let text = stderr(&prepare_from(dir.path(), &lines, "--format jsonl --out d - -").code(1));
+    assert!(text.contains("name it once"), "{text}");
+    let gzip = b"\x1f\x8b\x08\0\0\0\0\0\0\x03";
+    let text = stderr(&prepare_from(dir.path(), gzip, "--format jsonl --out d -").code(1));
+    assert!(text.starts_with("error: -: compressed with gzip: ") && text.contains("`zcat "));
+    let text = stderr(&prepare_from(dir.path(), &lines[..90], "--format jsonl --out d -").code(1));
+    assert!(text.starts_with("error: -:1: broken JSON at column"), "{text}");
+    assert!(names(dir.path()).iter().all(|name| !name.starts_with(['d', '.'])));
+
+    let mut train = Command::new(PROGRAM);
+    train.current_dir(dir.path()).write_stdin(lines).args([
+        "tokenizer",
+        "--vocab-size",
+        "400",
+        "--format",
+        "jsonl",
+        "--out",
+        "again",
+        "-",
+    ]);
+    train.assert().success();
+    let json = |name: &str| fs::read(dir.path().join(name).join("tokenizer.json")).unwrap();
+    assert_eq!(json("again"), json("tok"));
+}
+
+#[test]
+fn a_split_writes_two_token_files() {
+    let dir = prepared();
+    let done = prepare_from(dir.path(), b"", "--split 0.98,0.02 --out q s.jsonl").success();
+    let text = stdout(&done);
+    let lines: Vec<_> = text.lines().collect();
+    assert!(lines[0].starts_with("q-train: 49 documents, "), "{text}");
+    assert!(lines[1].starts_with("q-validation: 1 document, "), "{text}");
+    assert_eq!(lines.len(), 2);
+    moh_data(dir.path(), &["info", "q-train"]).success();
+    let text = stderr(&prepare_from(dir.path(), b"", "--split 0.9,0.2 --out r s.jsonl").code(2));
+    assert!(text.contains("that sum to 1"), "{text}");
+}
+
+#[test]
+fn a_tokenizer_is_a_directory_a_file_or_a_hub_id() {
+    let dir = prepared();
+    let cache = dir.path().join("cache");
+    let run = |tokenizer: &str, out: &str| {
+        let mut command = Command::new(PROGRAM);
+        command.env("HF_HUB_CACHE", &cache).env("HF_HUB_OFFLINE", "1").current_dir(dir.path());
+        command.args(["prepare", "--tokenizer", tokenizer, "--out", out, "s.jsonl"]).assert()
+    };
+    let bin = |name: &str| fs::read(dir.path().join(name)).unwrap();
+    run("tok/tokenizer.json", "a").success();
+    assert_eq!(bin("a.bin"), bin("p.bin"));
+    let text = stderr(&run("org/name", "b").code(1));
+    assert!(text.starts_with("error: org/name: ") && text.contains("not in the cache"), "{text}");
+    let repository = cache.join("models--org--name");
+    let snapshot = repository.join("snapshots/abc");
+    fs::create_dir_all(&snapshot).unwrap();
+    fs::create_dir_all(repository.join("refs")).unwrap();
+    fs::write(repository.join("refs/main"), "abc").unwrap();
+    for name in ["tokenizer.json", "tokenizer_config.json"] {
+        fs::copy(dir.path().join("tok").join(name), snapshot.join(name)).unwrap();
+    }
+    run("org/name", "b").success();
+    assert_eq!(bin("b.bin"), bin("p.bin"));
+}
+
+#[test]
+fn one_of_something_is_singular() {
+    let dir = prepared();
+    let one = ["stories", "--count", "1", "--out", "one.jsonl"];
+    assert_eq!(stdout(&moh_data(dir.path(), &one).success()), "one.jsonl: 1 story\n");
+    fs::write(dir.path().join("tok/tokenizer_config.json"), "{}").unwrap();
+    let json = fs::read_to_string(dir.path().join("tok/tokenizer.json")).unwrap();
+    let mut json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    json["post_processor"] = serde_json::Value::Null;
+    fs::write(dir.path().join("tok/tokenizer.json"), json.to_string()).unwrap();
+    let done = prepare_from(dir.path(), b"a", "--format text --no-append-eos --out one -");
+    let text = stdout(&done.success());
+    assert!(text.starts_with("one: 1 document, 1 token, 1 byte of text; "), "{text}");
+    let text = stdout(&moh_data(dir.path(), &["info", "one"]).success());
+    assert!(
+        text.contains("longest    1 token\n") && text.contains("text       1 byte\n"),
+        "{text}"
+    );
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn output_that_cannot_be_written_is_no_panic() {
+    use std::process::Stdio;
+    let dir = prepared();
+    let full = || Stdio::from(fs::File::options().write(true).open("/dev/full").unwrap());
+    let left = || {
+        let (_, writer) = std::io::pipe().unwrap();
+        Stdio::from(writer)
+    };
+    let code = |arguments: &[&str], out: Stdio, err: Stdio| {
+        let mut command = std::process::Command::new(PROGRAM);
+        command.args(arguments).current_dir(dir.path()).stdout(out).stderr(err);
+        command.status().unwrap().code()
+    };
+    let fails = ["info", "none"];
+    assert_eq!(code(&fails, Stdio::null(), full()), Some(1));
+    assert_eq!(code(&fails, left(), left()), Some(1));
+    let works = ["prepare", "--tokenizer", "tok", "--force", "--out", "q", "s.jsonl"];
+    assert_eq!(code(&works, Stdio::null(), full()), Some(0));
+    assert_eq!(code(&works, left(), left()), Some(0));
+    assert_eq!(code(&works, full(), full()), Some(1));
+}
+
+/// A run that waits for more of its standard input, with its temporary files.
+#[cfg(unix)]
+struct Waiting {
+    child: std::process::Child,
+    files: Vec<String>,
+}
+
+#[cfg(unix)]
+impl Waiting {
+    /// Starts a run that has written nothing but temporary files.
+    fn start(dir: &Path, out: &str) -> Self {
+        use std::process::Stdio;
+        let before = names(dir);
+        let mut command = std::process::Command::new(PROGRAM);
+        command.args(["prepare", "--tokenizer", "tok", "--format", "jsonl", "--out", out, "-"]);
+        let child = command.current_dir(dir).stdin(Stdio::piped()).spawn().unwrap();
+        let patience = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        let prefixes = [format!(".tmp-{out}.bin-"), format!(".tmp-{out}.idx-")];
+        loop {
+            let new = |name: &String| !before.contains(name);
+            let files: Vec<_> = names(dir).into_iter().filter(new).collect();
+            if prefixes.iter().all(|prefix| files.iter().any(|name| name.starts_with(prefix))) {
+                return Waiting { child, files };
+            }
+            assert!(std::time::Instant::now() < patience, "no temporary files: {files:?}");
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+    }
+
+    /// Sends a signal and waits for the end.
+    fn signal(&mut self, signal: &str) -> std::process::ExitStatus {
+        // `wait` would close it, and a closed input ends the run by itself.
+        let _input = self.child.stdin.take();
+        let id = self.child.id().to_string();
+        let sent = std::process::Command::new("kill").args([signal, &id]).status().unwrap();
+        assert!(sent.success());
+        self.child.wait().unwrap()
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn interrupted_runs_leave_no_files() {
+    let dir = prepared();
+    let before = names(dir.path());
+    for (signal, code) in [("-INT", 130), ("-TERM", 143)] {
+        let status = Waiting::start(dir.path(), "q").signal(signal);
+        assert_eq!(status.code(), Some(code));
+        assert_eq!(names(dir.path()), before);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn files_of_a_killed_run_are_removed_by_the_next_of_that_target() {
+    let dir = prepared();
+    let mut killed = Waiting::start(dir.path(), "q");
+    assert_eq!(killed.signal("-KILL").code(), None);
+    assert!(killed.files.iter().all(|name| names(dir.path()).contains(name)));
+    // Those of another target and those in use stay.
+    let mut other = Waiting::start(dir.path(), "other");
+    assert!(killed.files.iter().all(|name| names(dir.path()).contains(name)));
+    let mut used = Waiting::start(dir.path(), "q");
+    prepare_from(dir.path(), b"", "--out q s.jsonl").success();
+    let left = names(dir.path());
+    assert!(killed.files.iter().all(|name| !left.contains(name)), "{left:?}");
+    assert!(other.files.iter().chain(&used.files).all(|name| left.contains(name)), "{left:?}");
+    other.signal("-TERM");
+    used.signal("-TERM");
+    assert!(names(dir.path()).iter().all(|name| !name.starts_with(".tmp-")));
 }

@@ -8,7 +8,9 @@ use std::sync::atomic::AtomicBool;
 
 use moh_comm::World;
 use moh_convert::{Attention, Options, convert, verify};
-use moh_data::{Prepare, TextTokenizer, TrainTokenizer, prepare, train_tokenizer};
+use moh_data::{
+    AppendEos, END_OF_TEXT, Prepare, TextTokenizer, TrainTokenizer, prepare, train_tokenizer,
+};
 use moh_hf::{ConfigFile, WeightFiles, write_random_model};
 use moh_kernels::DType;
 use moh_model::layout::ModelLayout;
@@ -29,6 +31,7 @@ fn prepare_model(dir: &Path, model_type: &str) {
     let old = dir.join("model");
     let options = TrainTokenizer {
         inputs: &inputs,
+        format: None,
         field: "text",
         vocab_size: 262,
         dir: &old,
@@ -61,13 +64,9 @@ fn prepare_model(dir: &Path, model_type: &str) {
     std::fs::create_dir(&new).unwrap();
     std::fs::write(new.join("tokenizer.json"), larger.to_string()).unwrap();
     let tokenizer = TextTokenizer::load(&new).unwrap();
-    let options = Prepare {
-        tokenizer: &tokenizer,
-        inputs: &inputs,
-        field: "text",
-        prefix: &dir.join("tokens"),
-        overwrite: false,
-    };
+    let prefix = dir.join("tokens");
+    let append_eos = AppendEos::Token(END_OF_TEXT);
+    let options = Prepare { append_eos, ..Prepare::new(&tokenizer, &inputs, &prefix) };
     prepare(options, &mut |_, _| {}).unwrap();
 }
 

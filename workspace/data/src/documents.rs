@@ -1,14 +1,13 @@
-//! The documents of an input: one per line of JSON lines (`.jsonl`, `.json`), or one per file of
-//! plain text (any other extension). Inputs are streamed; memory holds at most a batch, a line or a
-//! text file.
+//! The documents of an input: one per line of JSON lines, or one per input of plain text. Inputs are
+//! streamed; memory holds at most a batch, a line or a text.
 
-use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, Read};
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::{Error, Result};
+use crate::input::{self, Input};
+use crate::{Error, Format, Result};
 
 /// Maximum bytes of a line; a longer one is not JSON lines.
 const LONGEST_LINE: u64 = 1 << 30;
@@ -25,12 +24,13 @@ pub(crate) struct Document {
 pub(crate) struct Documents<'a> {
     inputs: std::slice::Iter<'a, PathBuf>,
     field: &'a str,
+    format: Option<Format>,
     lines: Option<Lines>,
 }
 
 impl<'a> Documents<'a> {
-    pub(crate) fn new(inputs: &'a [PathBuf], field: &'a str) -> Self {
-        Self { inputs: inputs.iter(), field, lines: None }
+    pub(crate) fn new(inputs: &'a [PathBuf], field: &'a str, format: Option<Format>) -> Self {
+        Self { inputs: inputs.iter(), field, format, lines: None }
     }
 
     fn next_document(&mut self) -> Result<Option<Document>> {
@@ -44,11 +44,10 @@ impl<'a> Documents<'a> {
             let Some(input) = self.inputs.next() else {
                 return Ok(None);
             };
-            if !is_json_lines(input) {
+            if input::format_of(input, self.format)? == Format::Text {
                 return read_text(input).map(Some);
             }
-            let file = File::open(input).map_err(Error::io(input, "read"))?;
-            let reader = BufReader::with_capacity(1 << 20, file);
+            let reader = input::open(input)?;
             self.lines = Some(Lines { path: input.clone(), reader, line: 0, bytes: Vec::new() });
         }
     }
@@ -62,32 +61,10 @@ impl Iterator for Documents<'_> {
     }
 }
 
-/// Total bytes of all inputs; fails on an unreadable input before any work is done.
-pub(crate) fn input_bytes(inputs: &[PathBuf]) -> Result<u64> {
-    let mut total = 0;
-    for input in inputs {
-        let kind =
-            File::open(input).and_then(|file| file.metadata()).map_err(Error::io(input, "read"))?;
-        if kind.is_dir() {
-            return Err(Error::Io {
-                path: input.clone(),
-                action: "read",
-                source: std::io::Error::from(std::io::ErrorKind::IsADirectory),
-            });
-        }
-        total += kind.len();
-    }
-    Ok(total)
-}
-
-fn is_json_lines(path: &Path) -> bool {
-    path.extension()
-        .is_some_and(|end| end.eq_ignore_ascii_case("jsonl") || end.eq_ignore_ascii_case("json"))
-}
-
-/// Reads a whole file as one document.
+/// Reads a whole input as one document.
 fn read_text(path: &Path) -> Result<Document> {
-    let bytes = std::fs::read(path).map_err(Error::io(path, "read"))?;
+    let mut bytes = Vec::new();
+    input::open(path)?.read_to_end(&mut bytes).map_err(Error::io(path, "read"))?;
     let input_bytes = bytes.len() as u64;
     let text = String::from_utf8(bytes).map_err(|fault| Error::NotUtf8 {
         path: path.to_path_buf(),
@@ -96,10 +73,10 @@ fn read_text(path: &Path) -> Result<Document> {
     Ok(Document { text, input_bytes })
 }
 
-/// An open file of JSON lines.
+/// An open input of JSON lines.
 struct Lines {
     path: PathBuf,
-    reader: BufReader<File>,
+    reader: Input,
     line: u64,
     bytes: Vec<u8>,
 }
@@ -173,7 +150,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(name);
         std::fs::write(&path, bytes).unwrap();
-        Documents::new(&[path], "text").map(|document| document.map(|found| found.text)).collect()
+        Documents::new(&[path], "text", None)
+            .map(|document| document.map(|found| found.text))
+            .collect()
     }
 
     #[test]

@@ -93,6 +93,14 @@ pub enum Error {
         /// The problem.
         reason: String,
     },
+    /// An input that is not text, or whose format is unknown.
+    #[error("{}: {reason}", path.display())]
+    Input {
+        /// The input.
+        path: PathBuf,
+        /// The problem and the remedy.
+        reason: String,
+    },
     /// A text file that is not UTF-8.
     #[error(
         "{}: not UTF-8 at byte {offset}: convert it to UTF-8 first, for example with iconv",

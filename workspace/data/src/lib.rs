@@ -7,13 +7,16 @@
 
 mod document_writer;
 mod documents;
+mod end_of_text;
 mod error;
+mod input;
 mod mapped;
 mod mixture;
 mod pending;
 mod permutation;
 mod prepare;
 mod samples;
+mod split;
 mod text_stream;
 mod token_file;
 mod token_index;
@@ -25,9 +28,12 @@ mod tokenizer_training;
 mod windows;
 
 pub use document_writer::write_documents;
+pub use end_of_text::{AppendEos, DocumentEnd};
 pub use error::{Error, Result};
-pub use prepare::{Prepare, prepare};
+pub use input::Format;
+pub use prepare::{Prepare, Prepared, prepare};
 pub use samples::{Order, Source, TrainingData};
+pub use split::Split;
 pub use text_stream::TextStream;
 pub use token_file::TokenFile;
 pub use token_info::{Provenance, TokenFileInfo};

@@ -1,10 +1,18 @@
-//! Text to a token file: documents are read in batches, encoded in parallel and written in order,
-//! so the result does not depend on the number of threads.
+//! Text to token files: documents are read in batches, encoded in parallel and written in order, so
+//! the result does not depend on the number of threads.
 
 use std::path::{Path, PathBuf};
 
-use crate::documents::{Document, Documents, input_bytes};
-use crate::{Error, Provenance, Result, TextTokenizer, TokenFileInfo, TokenFileWriter};
+use crate::documents::{Document, Documents};
+use crate::end_of_text::Ending;
+use crate::input::{check, is_standard_input};
+use crate::pending::with_ending;
+use crate::split::Part;
+use crate::token_writer::publish;
+use crate::{
+    AppendEos, Error, Format, Provenance, Result, Split, TextTokenizer, TokenFileInfo,
+    TokenFileWriter,
+};
 
 /// Bytes of text after which a batch ends: enough for many threads, in little memory.
 const BATCH_BYTES: usize = 8 << 20;
@@ -14,38 +22,65 @@ const BATCH_DOCUMENTS: usize = 16 << 10;
 /// Inputs and output of [`prepare`].
 #[derive(Clone, Copy, Debug)]
 pub struct Prepare<'a> {
-    /// Encodes the text. Its post-processor adds BOS and EOS.
+    /// Encodes the text. Its post-processor adds BOS.
     pub tokenizer: &'a TextTokenizer,
-    /// JSON lines (`.jsonl`, `.json`) or plain text (any other extension, one document per file).
+    /// Files, and `-` for standard input.
     pub inputs: &'a [PathBuf],
+    /// The format of all inputs; by default JSON lines for names in `.jsonl` and `.json`, and plain
+    /// text for others.
+    pub format: Option<Format>,
     /// The field of a JSON line with the text.
     pub field: &'a str,
+    /// The end-of-text token of each document.
+    pub append_eos: AppendEos<'a>,
+    /// Divides the documents between two token files, `PREFIX-train` and `PREFIX-validation`.
+    pub split: Option<Split>,
     /// The token file's path without its endings.
     pub prefix: &'a Path,
     /// Whether an existing token file is replaced.
     pub overwrite: bool,
 }
 
-/// Writes the token file of `options`. `progress` receives the bytes of input processed and their
-/// total. Documents without any token are left out.
-///
-/// Fails if an input is not text, naming file and line, if an output exists, or if there is nothing
-/// to write. A failure leaves no files behind.
-pub fn prepare(options: Prepare<'_>, progress: &mut dyn FnMut(u64, u64)) -> Result<TokenFileInfo> {
-    let Prepare { tokenizer, inputs, field, prefix, overwrite } = options;
-    if inputs.is_empty() {
-        return Err(Error::Empty { reason: "no input: name at least one file".to_owned() });
+impl<'a> Prepare<'a> {
+    /// The defaults: the field `text`, the tokenizer's end-of-text token, one token file, and no
+    /// replacement.
+    pub fn new(tokenizer: &'a TextTokenizer, inputs: &'a [PathBuf], prefix: &'a Path) -> Self {
+        Self {
+            tokenizer,
+            inputs,
+            format: None,
+            field: "text",
+            append_eos: AppendEos::Default,
+            split: None,
+            prefix,
+            overwrite: false,
+        }
     }
-    let total = input_bytes(inputs)?;
-    refuse_inputs_as_outputs(inputs, &TokenFileWriter::outputs(prefix))?;
-    let vocab_size = tokenizer.vocab_size();
-    let mut writer = if overwrite {
-        TokenFileWriter::replace(prefix, vocab_size)?
-    } else {
-        TokenFileWriter::create(prefix, vocab_size)?
-    };
-    let mut documents = Documents::new(inputs, field);
-    let (mut text_bytes, mut done) = (0, 0);
+}
+
+/// A token file that [`prepare`] has written.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Prepared {
+    /// Its path without its endings.
+    pub prefix: PathBuf,
+    /// Its contents.
+    pub info: TokenFileInfo,
+}
+
+/// Writes the token file of `options`, or with a split those of training and of validation.
+/// `progress` receives the bytes of input processed and their total, 0 if it is unknown. Documents
+/// without any token are left out.
+///
+/// Fails if an input is not text, naming file and line, if no end-of-text token is known, if an
+/// output exists, if there is nothing to write, or if a part of a split has no document. A failure
+/// leaves no files behind.
+pub fn prepare(options: Prepare<'_>, progress: &mut dyn FnMut(u64, u64)) -> Result<Vec<Prepared>> {
+    let Prepare { tokenizer, inputs, format, field, append_eos, .. } = options;
+    let total = check(inputs, format)?;
+    let ending = Ending::choose(tokenizer, append_eos)?;
+    let mut outputs = Outputs::start(options)?;
+    let mut documents = Documents::new(inputs, field, format);
+    let mut done = 0;
     progress(0, total);
     loop {
         let batch = next_batch(&mut documents)?;
@@ -53,27 +88,93 @@ pub fn prepare(options: Prepare<'_>, progress: &mut dyn FnMut(u64, u64)) -> Resu
             break;
         }
         let texts: Vec<&str> = batch.iter().map(|document| document.text.as_str()).collect();
-        for tokens in tokenizer.encode_batch(&texts)? {
+        for (mut tokens, document) in tokenizer.encode_batch(&texts)?.into_iter().zip(&batch) {
+            done += document.input_bytes;
             if !tokens.is_empty() {
-                writer.push_document(&tokens)?;
+                tokens.extend(ending.append);
+                outputs.push(&tokens, document.text.len())?;
             }
         }
-        for document in &batch {
-            text_bytes += document.text.len() as u64;
-            done += document.input_bytes;
-        }
         // An input may have grown since its size was read.
-        progress(done.min(total), total);
+        progress(if total == 0 { done } else { done.min(total) }, total);
     }
-    if text_bytes == 0 {
-        return Err(Error::Empty { reason: "the inputs contain no text".to_owned() });
+    progress(if total == 0 { done } else { total }, total);
+    outputs.finish(options, &ending)
+}
+
+/// The token files being written.
+struct Outputs {
+    parts: Vec<Output>,
+    split: Option<Split>,
+    /// Documents so far.
+    documents: u64,
+}
+
+/// One token file being written.
+struct Output {
+    prefix: PathBuf,
+    writer: TokenFileWriter,
+    text_bytes: u64,
+}
+
+impl Outputs {
+    fn start(options: Prepare<'_>) -> Result<Self> {
+        let Prepare { tokenizer, inputs, split, prefix, overwrite, .. } = options;
+        let prefixes = match split {
+            None => vec![prefix.to_path_buf()],
+            // In the order of `Part`.
+            Some(_) => vec![with_ending(prefix, "-train"), with_ending(prefix, "-validation")],
+        };
+        let mut parts = Vec::with_capacity(prefixes.len());
+        for prefix in prefixes {
+            refuse_inputs_as_outputs(inputs, &TokenFileWriter::outputs(&prefix))?;
+            let start = if overwrite { TokenFileWriter::replace } else { TokenFileWriter::create };
+            let writer = start(&prefix, tokenizer.vocab_size())?;
+            parts.push(Output { prefix, writer, text_bytes: 0 });
+        }
+        Ok(Self { parts, split, documents: 0 })
     }
-    progress(total, total);
-    writer.finish(Provenance {
-        tokenizer_hash: Some(tokenizer.hash().to_owned()),
-        text_bytes,
-        sources: inputs.iter().map(|input| input.display().to_string()).collect(),
-    })
+
+    /// Appends a document to its part.
+    fn push(&mut self, tokens: &[u32], text_bytes: usize) -> Result<()> {
+        let part = match self.split.map(|split| split.part(self.documents)) {
+            None | Some(Part::Training) => 0,
+            Some(Part::Validation) => 1,
+        };
+        self.documents += 1;
+        let output = &mut self.parts[part];
+        output.text_bytes += text_bytes as u64;
+        output.writer.push_document(tokens)
+    }
+
+    fn finish(self, options: Prepare<'_>, ending: &Ending) -> Result<Vec<Prepared>> {
+        if self.parts.iter().all(|part| part.text_bytes == 0) {
+            return Err(Error::Empty { reason: "the inputs contain no text".to_owned() });
+        }
+        if let Some(part) = self.parts.iter().find(|part| part.writer.documents() == 0) {
+            let (name, documents) = (part.prefix.display(), self.documents);
+            let reason = format!(
+                "{name}: would have no document, of {documents} in all: add documents, or give it a \
+                 larger share in --split"
+            );
+            return Err(Error::Empty { reason });
+        }
+        let sources: Vec<_> =
+            options.inputs.iter().map(|input| input.display().to_string()).collect();
+        let (mut files, mut prefixes) = (Vec::new(), Vec::new());
+        for Output { prefix, writer, text_bytes } in self.parts {
+            files.push(writer.complete(Provenance {
+                tokenizer_hash: Some(options.tokenizer.hash().to_owned()),
+                text_bytes,
+                sources: sources.clone(),
+                eos_token: ending.end.clone(),
+            })?);
+            prefixes.push(prefix);
+        }
+        let infos = publish(files, options.overwrite)?;
+        let prepared = prefixes.into_iter().zip(infos);
+        Ok(prepared.map(|(prefix, info)| Prepared { prefix, info }).collect())
+    }
 }
 
 fn next_batch(documents: &mut Documents<'_>) -> Result<Vec<Document>> {
@@ -91,7 +192,8 @@ fn next_batch(documents: &mut Documents<'_>) -> Result<Vec<Document>> {
 
 /// Protects an input against `--force`: the prefix's `.json` may be one.
 pub(crate) fn refuse_inputs_as_outputs(inputs: &[PathBuf], outputs: &[PathBuf]) -> Result<()> {
-    for input in inputs {
+    // Only a file can be an output, and a pipe has no canonical path.
+    for input in inputs.iter().filter(|input| !is_standard_input(input) && !is_pipe(input)) {
         let input = input.canonicalize().map_err(Error::io(input, "read"))?;
         for output in outputs {
             if output.canonicalize().is_ok_and(|output| output == input) {
@@ -100,4 +202,8 @@ pub(crate) fn refuse_inputs_as_outputs(inputs: &[PathBuf], outputs: &[PathBuf]) 
         }
     }
     Ok(())
+}
+
+fn is_pipe(path: &Path) -> bool {
+    path.metadata().is_ok_and(|kind| !kind.is_file())
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result, TokenType};
+use crate::{DocumentEnd, Error, Result, TokenType};
 
 /// Maximum bytes of a `PREFIX.json`.
 const LARGEST_JSON: u64 = 16 << 20;
@@ -28,6 +28,9 @@ pub struct TokenFileInfo {
     /// Names of the inputs.
     #[serde(default)]
     pub sources: Vec<String>,
+    /// The token that ends each document.
+    #[serde(default, skip_serializing_if = "DocumentEnd::is_unknown")]
+    pub eos_token: DocumentEnd,
     /// The stored type of a token.
     pub dtype: TokenType,
 }
@@ -41,6 +44,8 @@ pub struct Provenance {
     pub text_bytes: u64,
     /// Names of the inputs.
     pub sources: Vec<String>,
+    /// The token that ends each document.
+    pub eos_token: DocumentEnd,
 }
 
 impl TokenFileInfo {

@@ -2,8 +2,10 @@
 //! stream to temporary files beside the final ones. The three names are created at the end, the
 //! index last, so a token file that can be opened is complete.
 
-use std::io::{BufReader, Read, Seek, SeekFrom, Write};
+use std::io::{BufReader, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
+
+use moh_files::Publication;
 
 use crate::pending::{Pending, refuse_existing, with_ending};
 use crate::token_index::{HEADER_BYTES, MAGIC, VERSION};
@@ -95,10 +97,26 @@ impl TokenFileWriter {
         Ok(())
     }
 
+    /// Documents so far.
+    pub(crate) fn documents(&self) -> u64 {
+        self.documents
+    }
+
     /// Completes the index and renames the three files to their final names.
     ///
     /// Fails if the disk is full, or if a name was taken meanwhile; no files are left then.
-    pub fn finish(mut self, provenance: Provenance) -> Result<TokenFileInfo> {
+    pub fn finish(self, provenance: Provenance) -> Result<TokenFileInfo> {
+        let overwrite = self.overwrite;
+        let complete = self.complete(provenance)?;
+        let info = complete.info.clone();
+        publish(vec![complete], overwrite)?;
+        Ok(info)
+    }
+
+    /// Completes the three files and syncs them to disk, so that publishing only renames.
+    ///
+    /// Fails if the disk is full.
+    pub(crate) fn complete(mut self, provenance: Provenance) -> Result<Complete> {
         self.write_tables()?;
         let info = TokenFileInfo {
             tokenizer_hash: provenance.tokenizer_hash,
@@ -107,32 +125,17 @@ impl TokenFileWriter {
             tokens: self.tokens,
             text_bytes: provenance.text_bytes,
             sources: provenance.sources,
+            eos_token: provenance.eos_token,
             dtype: self.dtype,
         };
-        let [_, idx_path, json_path] = Self::outputs(&self.prefix);
+        let [_, _, json_path] = Self::outputs(&self.prefix);
         let mut json = Pending::create(&json_path)?;
         json.write(&info.to_json())?;
-        let Self { mut bin, mut idx, overwrite, .. } = self;
+        let Self { mut bin, mut idx, .. } = self;
         for file in [&mut bin, &mut idx, &mut json] {
             file.sync()?;
         }
-        if overwrite && idx_path.exists() {
-            // An old index must never exist beside a new .bin.
-            std::fs::remove_file(&idx_path).map_err(Error::io(&idx_path, "replace"))?;
-        }
-        let mut published = Vec::new();
-        for file in [bin, json, idx] {
-            let path = file.path().to_path_buf();
-            if let Err(error) = file.publish(overwrite) {
-                for path in published {
-                    // Only the first error is reported.
-                    let _ = std::fs::remove_file(path);
-                }
-                return Err(error);
-            }
-            published.push(path);
-        }
-        Ok(info)
+        Ok(Complete { bin, json, idx, info })
     }
 
     /// Appends offsets and document bounds after the lengths, then writes the header.
@@ -171,6 +174,48 @@ impl TokenFileWriter {
         header.extend_from_slice(&(self.documents + 1).to_le_bytes());
         file.write_all(&header).map_err(failed)
     }
+}
+
+/// A token file that lacks only its names.
+pub(crate) struct Complete {
+    bin: Pending,
+    json: Pending,
+    idx: Pending,
+    info: TokenFileInfo,
+}
+
+/// Renames the files of complete token files to their final names.
+///
+/// Fails if a name was taken meanwhile; no files are left then.
+pub(crate) fn publish(files: Vec<Complete>, overwrite: bool) -> Result<Vec<TokenFileInfo>> {
+    let _publication = Publication::start();
+    if overwrite {
+        for Complete { idx, .. } in &files {
+            // An old index must never exist beside a new .bin.
+            match std::fs::remove_file(idx.path()) {
+                Err(error) if error.kind() != ErrorKind::NotFound => {
+                    return Err(Error::io(idx.path(), "replace")(error));
+                }
+                _ => {}
+            }
+        }
+    }
+    let (mut published, mut infos) = (Vec::new(), Vec::new());
+    for Complete { bin, json, idx, info } in files {
+        for file in [bin, json, idx] {
+            let path = file.path().to_path_buf();
+            if let Err(error) = file.publish(overwrite) {
+                for path in published {
+                    // Only the first error is reported.
+                    let _ = std::fs::remove_file(path);
+                }
+                return Err(error);
+            }
+            published.push(path);
+        }
+        infos.push(info);
+    }
+    Ok(infos)
 }
 
 /// An id as i32; ids of 2^31 or above have none.

@@ -17,14 +17,16 @@ pub struct TextTokenizer {
     vocab_size: usize,
     /// The ids that the post-processor puts before a text, usually BOS.
     prefix: Vec<u32>,
+    /// The last id that the post-processor puts after a text, usually EOS.
+    suffix: Option<u32>,
 }
 
 impl TextTokenizer {
-    /// Reads `dir/tokenizer.json`.
+    /// Reads `path/tokenizer.json`, or `path` itself if it is a file.
     ///
     /// Fails if it is missing or not a tokenizer.
-    pub fn load(dir: &Path) -> Result<Self> {
-        let path = dir.join("tokenizer.json");
+    pub fn load(path: &Path) -> Result<Self> {
+        let path = if path.is_file() { path.to_path_buf() } else { path.join("tokenizer.json") };
         let bytes = std::fs::read(&path).map_err(Error::io(&path, "read"))?;
         Self::from_bytes(path, &bytes)
     }
@@ -44,10 +46,29 @@ impl TextTokenizer {
         };
         let framed =
             inner.encode_fast("a", true).map_err(|error| fault(&path, error.to_string()))?;
-        let special = framed.get_special_tokens_mask().iter().take_while(|&&mask| mask == 1);
-        let prefix = framed.get_ids()[..special.count()].to_vec();
+        let is_added: Vec<_> =
+            framed.get_special_tokens_mask().iter().map(|&mask| mask == 1).collect();
+        let prefix = is_added.iter().take_while(|&&added| added).count();
+        let text_ends = is_added.iter().rposition(|&added| !added).map_or(prefix, |last| last + 1);
+        let suffix = framed.get_ids()[text_ends..].last().copied();
+        let prefix = framed.get_ids()[..prefix].to_vec();
         let hash = blake3::hash(bytes).to_hex().to_string();
-        Ok(Self { inner, path, hash, vocab_size: largest as usize + 1, prefix })
+        Ok(Self { inner, path, hash, vocab_size: largest as usize + 1, prefix, suffix })
+    }
+
+    /// The last id that the post-processor puts after a text.
+    pub(crate) fn suffix(&self) -> Option<u32> {
+        self.suffix
+    }
+
+    /// The id of a token.
+    pub(crate) fn id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// The token of an id.
+    pub(crate) fn token(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
     }
 
     /// The `tokenizer.json`.
@@ -65,7 +86,7 @@ impl TextTokenizer {
         self.vocab_size
     }
 
-    /// The ids of a document, with BOS and EOS as the tokenizer's post-processor adds them.
+    /// The ids of a text, with BOS and EOS as the tokenizer's post-processor adds them.
     ///
     /// Fails if the tokenizer does; a byte-level one never does.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
@@ -87,7 +108,7 @@ impl TextTokenizer {
         self.ids(text, false)
     }
 
-    /// [`TextTokenizer::encode`] of many documents in parallel, in order.
+    /// [`TextTokenizer::encode`] of many texts in parallel, in order.
     pub fn encode_batch<T: AsRef<str> + Sync>(&self, texts: &[T]) -> Result<Vec<Vec<u32>>> {
         texts.par_iter().map(|text| self.encode(text.as_ref())).collect()
     }

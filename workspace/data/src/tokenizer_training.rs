@@ -1,5 +1,5 @@
-//! Trains a tokenizer like Llama 3's: byte-level BPE, which encodes every text losslessly.
-//! Documents are framed by BOS and EOS. The files load in Hugging Face's AutoTokenizer. The same
+//! Trains a tokenizer like Llama 3's: byte-level BPE, which encodes every text losslessly. BOS
+//! begins every encoding; EOS, which would end a prompt as well, is appended in preparation. The files load in Hugging Face's AutoTokenizer. The same
 //! inputs give the same files.
 
 use std::path::{Path, PathBuf};
@@ -15,12 +15,13 @@ use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::processors::template::TemplateProcessing;
 use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer};
 
-use crate::documents::{Documents, input_bytes};
+use crate::documents::Documents;
+use crate::input;
 use crate::pending::{refuse_existing, write_whole};
 use crate::prepare::refuse_inputs_as_outputs;
-use crate::{Error, Result, TextTokenizer};
+use crate::{Error, Format, Result, TextTokenizer};
 
-/// The first token of every document; its id is 0.
+/// The first token of every encoding; its id is 0.
 pub const BEGIN_OF_TEXT: &str = "<|begin_of_text|>";
 /// The last token of every document; its id is 1.
 pub const END_OF_TEXT: &str = "<|end_of_text|>";
@@ -36,8 +37,10 @@ const SMALLEST_FREQUENCY: u64 = 2;
 /// Inputs and output of [`train_tokenizer`].
 #[derive(Clone, Copy, Debug)]
 pub struct TrainTokenizer<'a> {
-    /// Inputs, as for [`crate::prepare`].
+    /// Inputs, as for [`crate::prepare()`].
     pub inputs: &'a [PathBuf],
+    /// Their format, as for [`crate::prepare()`].
+    pub format: Option<Format>,
     /// The field of a JSON line with the text.
     pub field: &'a str,
     /// The requested number of ids; a small text may give fewer.
@@ -49,7 +52,7 @@ pub struct TrainTokenizer<'a> {
 }
 
 /// Trains a tokenizer, writes its files and returns it. `progress` receives the bytes of input read
-/// and their total.
+/// and their total, 0 if it is unknown.
 ///
 /// Fails if an input is not text, if the vocabulary is too small for the bytes, or if a file
 /// exists.
@@ -57,10 +60,8 @@ pub fn train_tokenizer(
     options: TrainTokenizer<'_>,
     progress: &mut (dyn FnMut(u64, u64) + Send),
 ) -> Result<TextTokenizer> {
-    let TrainTokenizer { inputs, field, vocab_size, dir, overwrite } = options;
-    if inputs.is_empty() {
-        return Err(Error::Empty { reason: "no input: name at least one file".to_owned() });
-    }
+    let TrainTokenizer { inputs, format, field, vocab_size, dir, overwrite } = options;
+    let total = input::check(inputs, format)?;
     if vocab_size < SMALLEST_VOCABULARY || u32::try_from(vocab_size).is_err() {
         return Err(Error::Argument {
             name: "vocab-size",
@@ -71,7 +72,6 @@ pub fn train_tokenizer(
             ),
         });
     }
-    let total = input_bytes(inputs)?;
     let names = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"];
     let outputs = names.map(|name| dir.join(name));
     refuse_inputs_as_outputs(inputs, &outputs)?;
@@ -93,11 +93,11 @@ pub fn train_tokenizer(
         .into();
     let (mut done, mut any_text) = (0, false);
     let failed = Mutex::new(None);
-    let texts = Documents::new(inputs, field).map_while(|document| match document {
+    let texts = Documents::new(inputs, field, format).map_while(|document| match document {
         Ok(document) => {
             done += document.input_bytes;
             any_text |= !document.text.is_empty();
-            progress(done.min(total), total);
+            progress(if total == 0 { done } else { done.min(total) }, total);
             Some(document.text)
         }
         Err(error) => {
@@ -113,7 +113,7 @@ pub fn train_tokenizer(
     if !any_text {
         return Err(Error::Empty { reason: "the inputs contain no text".to_owned() });
     }
-    tokenizer.with_post_processor(Some(frame().map_err(fault)?));
+    tokenizer.with_post_processor(Some(begin().map_err(fault)?));
     let text = tokenizer.to_string(true).map_err(fault)?;
     std::fs::create_dir_all(dir).map_err(Error::io(dir, "create"))?;
     let [tokenizer_json, config, special_tokens] = &outputs;
@@ -137,13 +137,12 @@ fn untrained() -> Result<Tokenizer, tokenizers::Error> {
     Ok(tokenizer)
 }
 
-/// BOS, text, EOS.
-fn frame() -> Result<TemplateProcessing, tokenizers::Error> {
-    let single = format!("{BEGIN_OF_TEXT} $A {END_OF_TEXT}");
-    let pair = format!("{single} {BEGIN_OF_TEXT}:1 $B:1 {END_OF_TEXT}:1");
+/// BOS, text.
+fn begin() -> Result<TemplateProcessing, tokenizers::Error> {
     let mut template = TemplateProcessing::builder();
-    template.try_single(single)?.try_pair(pair)?;
-    template.special_tokens(vec![(BEGIN_OF_TEXT, 0), (END_OF_TEXT, 1)]);
+    template.try_single(format!("{BEGIN_OF_TEXT} $A"))?;
+    template.try_pair(format!("{BEGIN_OF_TEXT} $A {BEGIN_OF_TEXT}:1 $B:1"))?;
+    template.special_tokens(vec![(BEGIN_OF_TEXT, 0)]);
     Ok(template.build()?)
 }
 

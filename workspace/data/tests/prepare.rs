@@ -6,7 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use moh_data::{
-    Error, Prepare, TextTokenizer, TokenFile, TrainTokenizer, prepare, train_tokenizer,
+    AppendEos, BEGIN_OF_TEXT, DocumentEnd, END_OF_TEXT, Error, Prepare, Prepared, TextTokenizer,
+    TokenFile, TokenFileInfo, TrainTokenizer, prepare, train_tokenizer,
 };
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures");
@@ -15,9 +16,23 @@ fn tokenizer(dir: &Path, vocab_size: usize) -> TextTokenizer {
     let input = dir.join("words.txt");
     fs::write(&input, "one two three one two three one two one two").unwrap();
     let dir = &dir.join(format!("tok{vocab_size}"));
-    let options =
-        TrainTokenizer { inputs: &[input], field: "text", vocab_size, dir, overwrite: true };
+    let options = TrainTokenizer {
+        inputs: &[input],
+        format: None,
+        field: "text",
+        vocab_size,
+        dir,
+        overwrite: true,
+    };
     train_tokenizer(options, &mut |_, _| {}).unwrap()
+}
+
+/// The one token file that was written.
+fn only(prepared: Result<Vec<Prepared>, Error>) -> Result<TokenFileInfo, Error> {
+    prepared.map(|mut prepared| {
+        assert_eq!(prepared.len(), 1);
+        prepared.remove(0).info
+    })
 }
 
 fn run(
@@ -25,8 +40,9 @@ fn run(
     inputs: &[PathBuf],
     prefix: &Path,
     overwrite: bool,
-) -> Result<moh_data::TokenFileInfo, Error> {
-    prepare(Prepare { tokenizer, inputs, field: "text", prefix, overwrite }, &mut |_, _| {})
+) -> Result<TokenFileInfo, Error> {
+    let options = Prepare { overwrite, ..Prepare::new(tokenizer, inputs, prefix) };
+    only(prepare(options, &mut |_, _| {}))
 }
 
 #[test]
@@ -43,14 +59,8 @@ fn documents_keep_their_order_over_many_batches() {
     let prefix = dir.path().join("out");
     let inputs = [lines, whole];
     let mut seen = Vec::new();
-    let options = Prepare {
-        tokenizer: &tokenizer,
-        inputs: &inputs,
-        field: "text",
-        prefix: &prefix,
-        overwrite: false,
-    };
-    let info = prepare(options, &mut |done, total| seen.push((done, total))).unwrap();
+    let options = Prepare::new(&tokenizer, &inputs, &prefix);
+    let info = only(prepare(options, &mut |done, total| seen.push((done, total)))).unwrap();
     assert_eq!(info.documents, 40_001);
     let text_bytes: usize = texts.iter().map(String::len).sum();
     assert_eq!(info.text_bytes, text_bytes as u64 + 12);
@@ -138,8 +148,197 @@ fn the_reference_stories_have_their_number_of_tokens() {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = TextTokenizer::load(&fixtures.join("stories260K")).unwrap();
     let inputs = [fixtures.join("data/stories-valid.jsonl")];
-    let info = run(&tokenizer, &inputs, &dir.path().join("p"), false).unwrap();
-    assert_eq!(info.documents, 261);
-    // 93.4 K tokens of text; the tokenizer adds BOS to each story, and no EOS.
-    assert_eq!(info.tokens, 93_392 + 261);
+    // 93.4 K tokens of text; the tokenizer adds BOS to each story, and preparation EOS.
+    for (append_eos, added) in [(AppendEos::Never, 261), (AppendEos::Default, 2 * 261)] {
+        let prefix = dir.path().join(format!("p{added}"));
+        let options = Prepare { append_eos, ..Prepare::new(&tokenizer, &inputs, &prefix) };
+        let info = only(prepare(options, &mut |_, _| {})).unwrap();
+        assert_eq!((info.documents, info.tokens), (261, 93_392 + added));
+    }
+}
+
+/// Prepares two documents, and returns the tokens of each and the record of their end.
+fn ended(
+    dir: &Path,
+    tokenizer: &TextTokenizer,
+    append_eos: AppendEos<'_>,
+) -> Result<(Vec<Vec<u32>>, DocumentEnd), Error> {
+    let input = dir.join("two.jsonl");
+    fs::write(&input, "{\"text\": \"one\"}\n{\"text\": \"\"}\n").unwrap();
+    let (inputs, prefix) = ([input], dir.join("two"));
+    let options =
+        Prepare { append_eos, overwrite: true, ..Prepare::new(tokenizer, &inputs, &prefix) };
+    only(prepare(options, &mut |_, _| {}))?;
+    let file = TokenFile::open(&prefix).unwrap();
+    let documents = (0..file.num_documents()).map(|number| {
+        let range = file.document(number).unwrap();
+        let mut ids = vec![0; (range.end - range.start) as usize];
+        file.read(range.start, &mut ids).unwrap();
+        ids
+    });
+    Ok((documents.collect(), file.info().unwrap().eos_token.clone()))
+}
+
+/// A directory whose tokenizer has this post-processor, and these other files.
+fn with_post_processor(
+    dir: &Path,
+    template: Option<&[&str]>,
+    files: &[(&str, &str)],
+) -> TextTokenizer {
+    tokenizer(dir, 260);
+    let text = fs::read_to_string(dir.join("tok260/tokenizer.json")).unwrap();
+    let mut json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let piece = |name: &&str| match *name {
+        "text" => serde_json::json!({"Sequence": {"id": "A", "type_id": 0}}),
+        name => serde_json::json!({"SpecialToken": {"id": name, "type_id": 0}}),
+    };
+    json["post_processor"] = template.map_or(serde_json::Value::Null, |names| {
+        let pieces: Vec<_> = names.iter().map(piece).collect();
+        let token = |name: &str, id| serde_json::json!({"id": name, "ids": [id], "tokens": [name]});
+        serde_json::json!({
+            "type": "TemplateProcessing", "single": pieces, "pair": pieces,
+            "special_tokens": {
+                BEGIN_OF_TEXT: token(BEGIN_OF_TEXT, 0), END_OF_TEXT: token(END_OF_TEXT, 1),
+            },
+        })
+    });
+    let other = dir.join("other");
+    let _ = fs::remove_dir_all(&other);
+    fs::create_dir(&other).unwrap();
+    fs::write(other.join("tokenizer.json"), json.to_string()).unwrap();
+    for (name, contents) in files {
+        fs::write(other.join(name), contents).unwrap();
+    }
+    TextTokenizer::load(&other).unwrap()
+}
+
+const NAMES_EOS: (&str, &str) = ("tokenizer_config.json", r#"{"eos_token": "<|end_of_text|>"}"#);
+
+#[test]
+fn each_document_ends_with_one_eos_token() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let end = || DocumentEnd::Token(END_OF_TEXT.to_owned());
+    let trained = tokenizer(dir, 260);
+    let expected = ended(dir, &trained, AppendEos::Default).unwrap();
+    assert_eq!(expected.1, end());
+    for document in &expected.0 {
+        assert_eq!((document[0], document[document.len() - 1]), (0, 1));
+        assert_eq!(document.iter().filter(|&&id| id < 2).count(), 2);
+    }
+    let framing: &[&str] = &[BEGIN_OF_TEXT, "text", END_OF_TEXT];
+    let bos: &[&str] = &[BEGIN_OF_TEXT, "text"];
+    let choices = [
+        // A post-processor that frames documents, with and without a name for EOS.
+        (framing, &[NAMES_EOS][..], AppendEos::Default),
+        (framing, &[], AppendEos::Default),
+        (framing, &[], AppendEos::Never),
+        (framing, &[], AppendEos::Token(END_OF_TEXT)),
+        (bos, &[NAMES_EOS], AppendEos::Default),
+        (bos, &[], AppendEos::Token(END_OF_TEXT)),
+    ];
+    for (template, files, choice) in choices {
+        let tokenizer = with_post_processor(dir, Some(template), files);
+        assert_eq!(ended(dir, &tokenizer, choice).unwrap(), expected, "{template:?} {choice:?}");
+    }
+    // An empty document of no token is left out, with its end.
+    let plain = with_post_processor(dir, None, &[NAMES_EOS]);
+    let (documents, found) = ended(dir, &plain, AppendEos::Default).unwrap();
+    assert_eq!((documents, found), (vec![expected.0[0][1..].to_vec()], end()));
+    let (documents, found) = ended(dir, &plain, AppendEos::Never).unwrap();
+    let text = &expected.0[0][1..expected.0[0].len() - 1];
+    assert_eq!((documents, found), (vec![text.to_vec()], DocumentEnd::Nothing));
+}
+
+#[test]
+fn an_unknown_eos_token_is_an_error_before_anything_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let refuse = |files: &[(&str, &str)], choice| {
+        let tokenizer = with_post_processor(dir, Some(&[BEGIN_OF_TEXT, "text"]), files);
+        ended(dir, &tokenizer, choice).unwrap_err().to_string()
+    };
+    let error = refuse(&[], AppendEos::Default);
+    assert!(error.contains("--eos-token") && error.contains("--no-append-eos"), "{error}");
+    let error = refuse(&[NAMES_EOS], AppendEos::Token("<eod>"));
+    assert!(error.contains("has no token \"<eod>\", which --eos-token names"), "{error}");
+    let other = ("special_tokens_map.json", r#"{"eos_token": {"content": "<eod>"}}"#);
+    let error = refuse(&[other], AppendEos::Default);
+    assert!(error.contains("eos_token of special_tokens_map.json"), "{error}");
+    assert!(!dir.join("two.bin").exists());
+}
+
+#[test]
+fn older_token_files_have_no_record_of_their_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let trained = tokenizer(dir.path(), 260);
+    ended(dir.path(), &trained, AppendEos::Default).unwrap();
+    let path = dir.path().join("two.json");
+    let mut json: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    assert_eq!(json["eos_token"], END_OF_TEXT);
+    json.as_object_mut().unwrap().remove("eos_token");
+    fs::write(&path, json.to_string()).unwrap();
+    let end =
+        || TokenFile::open(&dir.path().join("two")).unwrap().info().unwrap().eos_token.clone();
+    assert_eq!(end(), DocumentEnd::Unknown);
+    json["eos_token"] = serde_json::Value::Null;
+    fs::write(&path, json.to_string()).unwrap();
+    assert_eq!(end(), DocumentEnd::Nothing);
+    json["eos_token"] = serde_json::json!(1);
+    fs::write(&path, json.to_string()).unwrap();
+    let error = TokenFile::open(&dir.path().join("two")).unwrap_err().to_string();
+    assert!(error.contains("two.json: not a valid token file"), "{error}");
+}
+
+#[test]
+fn a_split_shares_no_document_and_loses_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer(dir.path(), 260);
+    let input = dir.path().join("a.jsonl");
+    let text = |number: u64| format!("document {number}");
+    let lines =
+        |count| (0..count).map(|number| format!("{}\n", serde_json::json!({"text": text(number)})));
+    fs::write(&input, lines(20_000).collect::<String>()).unwrap();
+    let (inputs, prefix) = ([input.clone()], dir.path().join("out"));
+    let split = Some("0.99,0.01".parse().unwrap());
+    let options = Prepare { split, ..Prepare::new(&tokenizer, &inputs, &prefix) };
+    let prepared = prepare(options, &mut |_, _| {}).unwrap();
+    let names = ["out-train", "out-validation"].map(|name| dir.path().join(name));
+    assert_eq!(prepared.iter().map(|part| part.prefix.clone()).collect::<Vec<_>>(), names);
+    assert_eq!((prepared[0].info.documents, prepared[1].info.documents), (19_800, 200));
+    let mut texts = Vec::new();
+    for Prepared { prefix, info } in &prepared {
+        let file = TokenFile::open(prefix).unwrap();
+        let first = texts.len();
+        for number in 0..info.documents {
+            let range = file.document(number).unwrap();
+            let mut ids = vec![0; (range.end - range.start) as usize];
+            file.read(range.start, &mut ids).unwrap();
+            texts.push(tokenizer.decode(&ids, true).unwrap());
+        }
+        let bytes: usize = texts[first..].iter().map(String::len).sum();
+        assert_eq!(info.text_bytes, bytes as u64);
+        // Each part keeps the order of the documents.
+        let number = |text: &String| text["document ".len()..].parse::<u64>().unwrap();
+        assert!(texts[first..].is_sorted_by_key(number));
+    }
+    texts.sort();
+    let mut expected: Vec<_> = (0..20_000).map(text).collect();
+    expected.sort();
+    assert_eq!(texts, expected);
+
+    // The same documents give the same files, and one that exists keeps both.
+    let bin = fs::read(dir.path().join("out-validation.bin")).unwrap();
+    fs::remove_file(dir.path().join("out-train.bin")).unwrap();
+    assert!(matches!(prepare(options, &mut |_, _| {}), Err(Error::Exists { .. })));
+    assert!(!dir.path().join("out-train.bin").exists());
+    prepare(Prepare { overwrite: true, ..options }, &mut |_, _| {}).unwrap();
+    assert_eq!(fs::read(dir.path().join("out-validation.bin")).unwrap(), bin);
+
+    fs::write(&input, lines(1).collect::<String>()).unwrap();
+    let options = Prepare { overwrite: true, ..options };
+    let error = prepare(options, &mut |_, _| {}).unwrap_err().to_string();
+    assert!(error.contains(": would have no document, of 1 in all: "), "{error}");
+    assert_eq!(fs::read(dir.path().join("out-validation.bin")).unwrap(), bin);
 }

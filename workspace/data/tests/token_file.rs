@@ -5,7 +5,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use moh_data::{Error, Provenance, TokenFile, TokenFileWriter, TokenType};
+use moh_data::{DocumentEnd, Error, Provenance, TokenFile, TokenFileWriter, TokenType};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
@@ -275,6 +275,7 @@ fn a_writer_leaves_three_files_or_none() {
         tokenizer_hash: Some("abc".to_owned()),
         text_bytes: 7,
         sources: vec!["x".to_owned()],
+        eos_token: DocumentEnd::Token("e".to_owned()),
     };
     let info = writer.finish(provenance).unwrap();
     assert_eq!(names(), ["t.bin", "t.idx", "t.json"]);

@@ -18,6 +18,7 @@ fn train(dir: &Path, vocab_size: usize) -> TextTokenizer {
     fs::write(&input, TEXT).unwrap();
     let options = TrainTokenizer {
         inputs: &[input],
+        format: None,
         field: "text",
         vocab_size,
         dir: &dir.join("tok"),
@@ -36,14 +37,14 @@ fn fixture(name: &str) -> Option<PathBuf> {
 }
 
 #[test]
-fn documents_are_framed_and_prompts_stay_open() {
+fn texts_begin_with_bos_and_stay_open() {
     let dir = tempfile::tempdir().unwrap();
     let tokenizer = train(dir.path(), 300);
     let prompt = tokenizer.encode_prompt("Anna flew").unwrap();
     assert_eq!(prompt[0], 0);
     assert_eq!(tokenizer.decode(&prompt[1..], false).unwrap(), "Anna flew");
-    assert_eq!(tokenizer.encode("Anna flew").unwrap(), [&prompt[..], &[1]].concat());
-    assert_eq!(tokenizer.encode("").unwrap(), [0, 1]);
+    assert_eq!(tokenizer.encode("Anna flew").unwrap(), prompt);
+    assert_eq!(tokenizer.encode("").unwrap(), [0]);
     assert_eq!(tokenizer.encode_prompt("").unwrap(), [0]);
     assert_eq!(tokenizer.decoded_bytes(&tokenizer.encode("na\u{ef}ve").unwrap()).unwrap(), 6);
     assert_eq!(tokenizer.decode(&[0, 1], false).unwrap(), format!("{BEGIN_OF_TEXT}{END_OF_TEXT}"));
@@ -56,7 +57,7 @@ fn the_vocabulary_has_the_size_asked_for() {
     assert_eq!(train(dir.path(), 280).vocab_size(), 280);
     let few = train(dir.path(), 280).encode(TEXT).unwrap().len();
     let none = train(dir.path(), 258).encode(TEXT).unwrap().len();
-    assert!(few < none && none == TEXT.len() + 2, "{few} {none}");
+    assert!(few < none && none == TEXT.len() + 1, "{few} {none}");
 }
 
 #[test]
@@ -88,8 +89,14 @@ fn training_refuses_what_it_cannot_use() {
     fs::write(&empty, "").unwrap();
     let tok = dir.path().join("tok");
     let run = |inputs: &[PathBuf], vocab_size| {
-        let options =
-            TrainTokenizer { inputs, field: "text", vocab_size, dir: &tok, overwrite: false };
+        let options = TrainTokenizer {
+            inputs,
+            format: None,
+            field: "text",
+            vocab_size,
+            dir: &tok,
+            overwrite: false,
+        };
         train_tokenizer(options, &mut |_, _| {}).map(|_| ())
     };
     assert!(matches!(run(std::slice::from_ref(&good), 257), Err(Error::Argument { .. })));

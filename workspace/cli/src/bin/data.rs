@@ -5,9 +5,11 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, ValueEnum};
-use moh_cli::exit;
 use moh_cli::progress::Bar;
-use moh_data::{Prepare, TextTokenizer, TokenFile, TrainTokenizer};
+use moh_cli::{counted, exit, models};
+use moh_data::{
+    AppendEos, DocumentEnd, Format, Prepare, Prepared, Split, TokenFile, TrainTokenizer,
+};
 use moh_stories::{Setting, story};
 
 /// Convert text to token files, train tokenizers, and write stories to try them on.
@@ -32,8 +34,9 @@ enum Command {
     /// Convert text to a token file (Megatron's indexed dataset)
     ///
     /// Inputs ending in .jsonl or .json contain one JSON object per line; any other input is plain
-    /// text and one document. The tokenizer determines whether documents start with BOS and end
-    /// with EOS.
+    /// text and one document. The tokenizer determines whether documents start with BOS. Each ends
+    /// with EOS: the token that the tokenizer adds or, if it adds none, the eos_token of its
+    /// tokenizer_config.json or special_tokens_map.json.
     #[command(after_help = "Example (writes text.bin, text.idx and text.json):\n  \
         moh-data stories --seed 1 --count 2000 --out example.jsonl\n  \
         moh-data tokenizer --vocab-size 1024 --out example-tokenizer example.jsonl\n  \
@@ -45,8 +48,8 @@ enum Command {
     Stories(StoriesArguments),
     /// Train a byte-level BPE tokenizer
     ///
-    /// Writes tokenizer.json, tokenizer_config.json and special_tokens_map.json. Documents are
-    /// framed by <|begin_of_text|> and <|end_of_text|>.
+    /// Writes tokenizer.json, tokenizer_config.json and special_tokens_map.json. Every encoding
+    /// starts with <|begin_of_text|>; moh-data prepare appends <|end_of_text|> to each document.
     #[command(after_help = "Example:\n  \
         moh-data stories --seed 1 --count 5000 --out words.jsonl\n  \
         moh-data tokenizer --vocab-size 2048 --out words-tokenizer words.jsonl")]
@@ -62,21 +65,59 @@ enum Command {
 
 #[derive(clap::Args)]
 struct PrepareArguments {
-    /// Directory of tokenizer.json
-    #[arg(long, value_name = "DIR")]
-    tokenizer: PathBuf,
+    /// Tokenizer: a directory with tokenizer.json, the file itself, or a hub id
+    #[arg(long, value_name = "DIR|FILE|ID")]
+    tokenizer: String,
+    /// Branch, tag or commit on the hub [default: main]
+    #[arg(long)]
+    revision: Option<String>,
     /// Path of the token file, without .bin and .idx
     #[arg(long, value_name = "PREFIX")]
     out: PathBuf,
-    /// Field of a JSON line with the text
-    #[arg(long, default_value = "text")]
-    field: String,
+    /// Token after each document [default: the tokenizer's eos_token]
+    #[arg(long, value_name = "TOKEN", conflicts_with = "no_append_eos")]
+    eos_token: Option<String>,
+    /// Append no token to documents
+    #[arg(long)]
+    no_append_eos: bool,
+    /// Write PREFIX-train and PREFIX-validation with these shares of the documents, as in 0.99,0.01
+    #[arg(long, value_name = "SHARE,SHARE")]
+    split: Option<Split>,
+    #[command(flatten)]
+    inputs: InputArguments,
     /// Replace an existing token file
     #[arg(long)]
     force: bool,
-    /// Text files
+}
+
+#[derive(clap::Args)]
+struct InputArguments {
+    /// Field of a JSON line with the text
+    #[arg(long, default_value = "text")]
+    field: String,
+    /// Format of all inputs [default: by their names]
+    #[arg(long, value_enum)]
+    format: Option<FormatName>,
+    /// Text files; - is standard input, which needs --format
     #[arg(required = true, value_name = "INPUT")]
     inputs: Vec<PathBuf>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum FormatName {
+    /// One JSON object per line
+    Jsonl,
+    /// Plain text, one document
+    Text,
+}
+
+impl InputArguments {
+    fn format(&self) -> Option<Format> {
+        self.format.map(|name| match name {
+            FormatName::Jsonl => Format::JsonLines,
+            FormatName::Text => Format::Text,
+        })
+    }
 }
 
 #[derive(clap::Args)]
@@ -114,15 +155,11 @@ struct TokenizerArguments {
     /// Directory for the tokenizer's files
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// Field of a JSON line with the text
-    #[arg(long, default_value = "text")]
-    field: String,
+    #[command(flatten)]
+    inputs: InputArguments,
     /// Replace an existing tokenizer
     #[arg(long)]
     force: bool,
-    /// Text files
-    #[arg(required = true, value_name = "INPUT")]
-    inputs: Vec<PathBuf>,
 }
 
 #[derive(clap::Args)]
@@ -134,34 +171,49 @@ struct InfoArguments {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    exit::run(|| match arguments.command {
-        Command::Prepare(arguments) => prepare(&arguments),
-        Command::Stories(arguments) => write_stories(&arguments),
-        Command::Tokenizer(arguments) => train_tokenizer(&arguments),
-        Command::Info(arguments) => info(&arguments),
+    exit::run(|| {
+        exit::remove_temporary_files_on_signals()?;
+        match arguments.command {
+            Command::Prepare(arguments) => prepare(&arguments),
+            Command::Stories(arguments) => write_stories(&arguments),
+            Command::Tokenizer(arguments) => train_tokenizer(&arguments),
+            Command::Info(arguments) => info(&arguments),
+        }
     })
 }
 
 fn prepare(arguments: &PrepareArguments) -> anyhow::Result<()> {
-    let tokenizer = TextTokenizer::load(&arguments.tokenizer)?;
+    let tokenizer = models::named_tokenizer(&arguments.tokenizer, arguments.revision.as_deref())?;
     let mut bar = Bar::bytes("preparing", 0);
     let options = Prepare {
-        tokenizer: &tokenizer,
-        inputs: &arguments.inputs,
-        field: &arguments.field,
-        prefix: &arguments.out,
+        format: arguments.inputs.format(),
+        field: &arguments.inputs.field,
+        append_eos: match &arguments.eos_token {
+            Some(token) => AppendEos::Token(token),
+            None if arguments.no_append_eos => AppendEos::Never,
+            None => AppendEos::Default,
+        },
+        split: arguments.split,
         overwrite: arguments.force,
+        ..Prepare::new(&tokenizer, &arguments.inputs.inputs, &arguments.out)
     };
-    let info = moh_data::prepare(options, &mut |done, total| bar.update(done, total))?;
+    let prepared = moh_data::prepare(options, &mut |done, total| bar.update(done, total))?;
     drop(bar);
-    writeln!(
-        stdout(),
-        "{}: {} documents, {} tokens, {} bytes of text",
-        arguments.out.display(),
-        info.documents,
-        info.tokens,
-        info.text_bytes
-    )?;
+    let mut out = stdout().lock();
+    for Prepared { prefix, info } in prepared {
+        let end = match info.eos_token {
+            DocumentEnd::Token(token) => format!("each document ends with {token}"),
+            _ => "documents end without an end-of-text token".to_owned(),
+        };
+        writeln!(
+            out,
+            "{}: {}, {}, {} of text; {end}",
+            prefix.display(),
+            counted(info.documents, "document"),
+            counted(info.tokens, "token"),
+            counted(info.text_bytes, "byte"),
+        )?;
+    }
     Ok(())
 }
 
@@ -180,15 +232,17 @@ fn write_stories(arguments: &StoriesArguments) -> anyhow::Result<()> {
         &mut |done, total| bar.update(done, total),
     )?;
     drop(bar);
-    writeln!(stdout(), "{}: {count} stories", arguments.out.display())?;
+    let noun = if count == 1 { "story" } else { "stories" };
+    writeln!(stdout(), "{}: {count} {noun}", arguments.out.display())?;
     Ok(())
 }
 
 fn train_tokenizer(arguments: &TokenizerArguments) -> anyhow::Result<()> {
     let mut bar = Bar::bytes("reading", 0);
     let options = TrainTokenizer {
-        inputs: &arguments.inputs,
-        field: &arguments.field,
+        inputs: &arguments.inputs.inputs,
+        format: arguments.inputs.format(),
+        field: &arguments.inputs.field,
         vocab_size: arguments.vocab_size,
         dir: &arguments.out,
         overwrite: arguments.force,
@@ -211,7 +265,7 @@ fn info(arguments: &InfoArguments) -> anyhow::Result<()> {
     let mut out = stdout().lock();
     writeln!(out, "documents  {}", file.num_documents())?;
     writeln!(out, "tokens     {}", file.num_tokens())?;
-    writeln!(out, "longest    {} tokens", file.longest_document())?;
+    writeln!(out, "longest    {}", counted(file.longest_document(), "token"))?;
     writeln!(out, "dtype      {}", file.token_type().name())?;
     let Some(info) = file.info() else {
         writeln!(out, "tokenizer  not recorded")?;
@@ -220,7 +274,13 @@ fn info(arguments: &InfoArguments) -> anyhow::Result<()> {
     let hash = info.tokenizer_hash.as_deref().unwrap_or("not recorded");
     writeln!(out, "tokenizer  {hash}")?;
     writeln!(out, "vocabulary {}", info.vocabulary_size)?;
-    writeln!(out, "text       {} bytes", info.text_bytes)?;
+    let eos = match &info.eos_token {
+        DocumentEnd::Token(token) => token,
+        DocumentEnd::Nothing => "none",
+        DocumentEnd::Unknown => "not recorded",
+    };
+    writeln!(out, "eos token  {eos}")?;
+    writeln!(out, "text       {}", counted(info.text_bytes, "byte"))?;
     for source in &info.sources {
         writeln!(out, "source     {source}")?;
     }

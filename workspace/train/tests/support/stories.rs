@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use moh_data::{Prepare, TextTokenizer, prepare};
+use moh_data::{AppendEos, Prepare, TextTokenizer, prepare};
 use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::Cpu;
 use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
@@ -43,13 +43,11 @@ impl Stories {
             return None;
         }
         let place = tempfile::tempdir().unwrap();
-        let options = Prepare {
-            tokenizer: &TextTokenizer::load(&fixtures.join("stories260K")).unwrap(),
-            inputs: &[fixtures.join("data/stories-valid.jsonl")],
-            field: "text",
-            prefix: &place.path().join("stories"),
-            overwrite: false,
-        };
+        let tokenizer = TextTokenizer::load(&fixtures.join("stories260K")).unwrap();
+        let inputs = [fixtures.join("data/stories-valid.jsonl")];
+        let prefix = place.path().join("stories");
+        let append_eos = AppendEos::Never;
+        let options = Prepare { append_eos, ..Prepare::new(&tokenizer, &inputs, &prefix) };
         prepare(options, &mut |_, _| {}).unwrap();
         let fixtures = fixtures.to_owned();
         Some(Stories { fixtures, place, attention, reference: None })
