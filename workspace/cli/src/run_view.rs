@@ -43,6 +43,11 @@ impl RunView {
             Event::DamagedCheckpoint { path, error } => {
                 self.line(&format!("moved a damaged checkpoint to {}: {error}", path.display()));
             }
+            Event::NoEndOfText { path } => self.line(&format!(
+                "warning: {}: its documents have no end-of-text token, so the model does not learn \
+                 where a text ends: to append one, prepare the text without --no-append-eos",
+                path.display()
+            )),
             Event::Resumed { step } => {
                 self.line(&format!("continuing after step {step} of {}", self.steps));
             }

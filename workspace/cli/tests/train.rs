@@ -102,6 +102,26 @@ fn newest_checkpoint(run: &Path) -> u64 {
 }
 
 #[test]
+fn a_text_without_end_of_text_is_warned_of() {
+    let dir = prepared();
+    let warning = |change: &dyn Fn(&mut Value)| {
+        let path = dir.path().join("text.json");
+        let mut json: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        change(&mut json);
+        fs::write(&path, json.to_string()).unwrap();
+        let _ = fs::remove_dir_all(dir.path().join("run"));
+        let short = ["stage.adapt.tokens=128", "stage.moh.tokens=64"];
+        let output = moh_train(dir.path(), &short).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        stderr(&output).lines().filter(|line| line.starts_with("warning: text: ")).count()
+    };
+    // Without a record, with none, and with a token; the file is also that of validation.
+    assert_eq!(warning(&|_| {}), 0);
+    assert_eq!(warning(&|json| json["eos_token"] = Value::Null), 1);
+    assert_eq!(warning(&|json| json["eos_token"] = "e".into()), 0);
+}
+
+#[test]
 fn a_killed_run_ends_as_one_that_was_not() {
     let dir = prepared();
     success(&mut moh_train(dir.path(), &["run.dir=whole"]));

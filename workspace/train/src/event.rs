@@ -20,6 +20,11 @@ pub enum Event<'a> {
         /// The damage.
         error: &'a Error,
     },
+    /// A token file records that its documents end without an end-of-text token.
+    NoEndOfText {
+        /// The token file's path without its endings.
+        path: &'a Path,
+    },
     /// The run resumes after this step.
     Resumed {
         /// Steps done, over all stages.

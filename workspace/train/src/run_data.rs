@@ -1,6 +1,9 @@
 //! The texts of a run: training data, validation data, and the tokenizer that prepared both.
 
-use moh_data::{TextTokenizer, TokenFile, TrainingData, Windows};
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use moh_data::{DocumentEnd, TextTokenizer, TokenFile, TrainingData, Windows};
 
 use crate::Error;
 use crate::recipe::{Order, Recipe};
@@ -32,6 +35,16 @@ impl RunData {
             }
         }
         Ok(RunData { training, validation, tokenizer })
+    }
+
+    /// The token files that record documents without an end-of-text token, each once.
+    pub(crate) fn without_end_of_text(&self) -> BTreeSet<&Path> {
+        let validation = self.validation.as_ref().map(Windows::file);
+        let files = self.training.files().iter().chain(validation);
+        let has_none = |file: &&TokenFile| {
+            file.info().is_some_and(|info| info.eos_token == DocumentEnd::Nothing)
+        };
+        files.filter(has_none).map(TokenFile::prefix).collect()
     }
 }
 

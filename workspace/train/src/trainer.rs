@@ -66,6 +66,9 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
 ) -> Result<Outcome, Error> {
     let mut silence = |_: Event<'_>| {};
     let events = if ranks.is_first() { events } else { &mut silence };
+    for path in data.without_end_of_text() {
+        events(Event::NoEndOfText { path });
+    }
     let (mut ranks, mut data) = (ranks, data);
     loop {
         let (backend, inputs) = (backend.clone(), inputs.clone());
