@@ -328,7 +328,10 @@ fn plans_of_ranks_that_cannot_be_are_refused() {
     fs::write(&profile, text.replace("latency_us", "latency")).unwrap();
     let message = refused(&["--ranks", "8", "--hardware", profile.to_str().unwrap()]);
     assert!(message.contains("h.toml: line "), "{message}");
-    assert!(message.contains("network.latency: unknown key, did you mean latency_us"), "{message}");
+    assert!(
+        message.contains("network.latency: unknown key, did you mean network.latency_us"),
+        "{message}"
+    );
 }
 
 #[test]

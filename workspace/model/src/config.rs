@@ -93,7 +93,7 @@ pub enum RouterKind {
 
 impl RouterKind {
     /// The router's name in `config.json` and in recipes.
-    pub fn name(self) -> &'static str {
+    pub const fn name(self) -> &'static str {
         match self {
             RouterKind::QueryNorm => "query-norm",
         }

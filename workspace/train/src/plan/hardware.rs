@@ -11,7 +11,8 @@ use serde::Deserialize;
 use toml::Value;
 
 use crate::Error;
-use crate::recipe::{Fault, reader};
+use crate::recipe::lines::Lines;
+use crate::recipe::{Fault, is_below, reader};
 
 /// Maximum bytes of a profile.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -112,13 +113,24 @@ impl Hardware {
     pub fn parse(text: &str, path: &Path) -> Result<Self, Error> {
         let table = reader::parse_table(text)
             .map_err(|reason| faults(path, text, vec![(String::new(), reason)]))?;
-        let hardware: Hardware = reader::read(&Value::Table(table)).map_err(|problems| {
-            let problems = problems.into_iter().map(|problem| (problem.key, problem.reason));
-            faults(path, text, problems.collect())
-        })?;
-        match hardware.problems() {
-            problems if problems.is_empty() => Ok(hardware),
-            problems => Err(faults(path, text, problems)),
+        let table = Value::Table(table);
+        let reading = reader::read::<Hardware>(&table);
+        let read = reading.problems.into_iter().map(|problem| (problem.key, problem.reason));
+        let mut problems: Vec<Problem> = read.collect();
+        let is_known =
+            |key: &str| !reading.stand_ins.iter().any(|stand_in| is_below(key, stand_in));
+        // The memory that is reserved is compared with all of it.
+        let depends = |key: &str| match key {
+            "device.reserved_bytes" => is_known("device.memory_bytes"),
+            _ => true,
+        };
+        if let Some(hardware) = &reading.value {
+            let found = hardware.problems().into_iter();
+            problems.extend(found.filter(|(key, _)| is_known(key) && depends(key)));
+        }
+        match reading.value {
+            Some(hardware) if problems.is_empty() => Ok(hardware),
+            _ => Err(faults(path, text, problems)),
         }
     }
 
@@ -233,35 +245,18 @@ fn refuse(fine: bool, key: &str, value: impl Display, reason: String) -> Option<
 }
 
 /// The error for these (key, reason) pairs in the profile `text` at `path`.
-fn faults(path: &Path, text: &str, problems: Vec<Problem>) -> Error {
+fn faults(path: &Path, text: &str, mut problems: Vec<Problem>) -> Error {
+    let lines = Lines::of(text);
+    problems.sort_by_key(|(key, _)| lines.line(key));
     let fault = |(key, reason): Problem| {
         let path = path.display();
-        let origin = match line_of(text, &key) {
+        let origin = match lines.line(&key) {
             Some(line) => format!("{path}: line {line}"),
             None => path.to_string(),
         };
         Fault { origin, key, value: None, reason }
     };
     Error::Hardware { faults: problems.into_iter().map(fault).collect() }
-}
-
-/// The line, from 1, on which `key` is set in its table; `None` if it is not.
-fn line_of(text: &str, key: &str) -> Option<usize> {
-    let (table, name) = key.rsplit_once('.').unwrap_or(("", key));
-    let mut current = String::new();
-    for (index, line) in text.lines().map(str::trim).enumerate() {
-        if let Some(header) = line.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
-            current = header.0.trim().to_string();
-            if current == key {
-                return Some(index + 1);
-            }
-        }
-        let given = line.split_once('=').map(|(name, _)| name.trim());
-        if given == Some(name) && current == table || given == Some(key) && current.is_empty() {
-            return Some(index + 1);
-        }
-    }
-    None
 }
 
 #[cfg(test)]
@@ -306,7 +301,10 @@ mod tests {
             (
                 "latency_us",
                 "latency_ms",
-                at("latency_us", "network.latency_ms: unknown key, did you mean latency_us"),
+                at(
+                    "latency_us",
+                    "network.latency_ms: unknown key, did you mean network.latency_us",
+                ),
             ),
             ("ranks = 8", "ranks = 0", at("ranks", "node.ranks: must be from 1 to 1048576, not 0")),
             (
@@ -314,7 +312,7 @@ mod tests {
                 "ranks = 1.5",
                 at("ranks", "node.ranks: must be a whole number from 0, not 1.5"),
             ),
-            ("ranks = 8", "", "h.toml: node.ranks: missing".to_string()),
+            ("ranks = 8", "", at("[node]", "node.ranks: missing")),
             ("ranks = 8", "ranks = = 8", at("ranks", "")),
         ] {
             let message = refused(old, new);

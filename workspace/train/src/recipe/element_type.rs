@@ -1,10 +1,9 @@
 //! Element types in recipes: `"f32"` and `"bf16"`.
 
-use std::fmt;
-
 use moh_kernels::ElementType;
-use serde::de::{EnumAccess, Error, VariantAccess, Visitor};
 use serde::{Deserializer, Serializer};
+
+use super::name::from_name;
 
 const NAMES: &[&str] = &[ElementType::F32.name(), ElementType::BF16.name()];
 
@@ -18,21 +17,5 @@ pub(super) fn serialize<S: Serializer>(
 pub(super) fn deserialize<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<ElementType, D::Error> {
-    deserializer.deserialize_enum("ElementType", NAMES, Name)
-}
-
-struct Name;
-
-impl<'de> Visitor<'de> for Name {
-    type Value = ElementType;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an element type")
-    }
-
-    fn visit_enum<A: EnumAccess<'de>>(self, data: A) -> Result<ElementType, A::Error> {
-        let (name, variant) = data.variant::<String>()?;
-        variant.unit_variant()?;
-        ElementType::from_name(&name).ok_or_else(|| A::Error::unknown_variant(&name, NAMES))
-    }
+    from_name(deserializer, NAMES, ElementType::from_name)
 }

@@ -5,14 +5,19 @@
 //! shape is known. Relative paths are relative to the current directory.
 
 mod element_type;
+pub(crate) mod lines;
 mod model;
+mod name;
+mod nearest;
 mod overrides;
 pub(crate) mod reader;
 mod stage;
+mod stand_in;
 #[cfg(test)]
 pub(crate) mod tests;
 mod validate;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -22,11 +27,13 @@ use serde::{Deserialize, Serialize};
 use toml::Value;
 
 pub use model::{Model, NewModel, RopeScaling, TokenIds};
+pub(crate) use overrides::is_below;
 pub(crate) use reader::element_name;
 pub use stage::{Attention, Decay, LearningRate, MohOptions, Optimizer, Parallel, Stage};
 
 use crate::Error;
-use overrides::Overrides;
+use lines::Lines;
+use overrides::Origins;
 
 /// Maximum bytes of a recipe.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -231,7 +238,7 @@ fn one() -> f64 {
 /// A fault in a recipe.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
-    /// The source of the key: the recipe's path or `--set`.
+    /// The source of the key: the recipe's path, with the line if it is known, or `--set`.
     pub origin: String,
     /// The full key, stages by name; empty for a fault of the whole file.
     pub key: String,
@@ -239,6 +246,12 @@ pub struct Fault {
     pub value: Option<String>,
     /// The problem, what was expected, and what to do.
     pub reason: String,
+}
+
+impl From<reader::Problem> for Fault {
+    fn from(problem: reader::Problem) -> Self {
+        Fault { origin: String::new(), key: problem.key, value: None, reason: problem.reason }
+    }
 }
 
 impl fmt::Display for Fault {
@@ -261,8 +274,9 @@ impl Recipe {
     /// validates it.
     ///
     /// # Errors
-    /// Fails if the file cannot be read or is not TOML, for unknown keys, and for every fault that
-    /// [`Recipe::validate`] finds.
+    /// Fails if the file cannot be read or is not TOML. Reports all faults at once: unknown and
+    /// missing keys, wrong types, overrides that do not apply, and all that [`Recipe::validate`]
+    /// finds in the rest.
     pub fn load(path: &Path, overrides: &[String]) -> Result<Self, Error> {
         let length = std::fs::metadata(path).map_err(Error::io(path))?.len();
         if length > MAX_FILE_BYTES {
@@ -282,22 +296,20 @@ impl Recipe {
     pub fn parse(text: &str, path: &Path, overrides: &[String]) -> Result<Self, Error> {
         let table = reader::parse_table(text).map_err(|reason| file_fault(path, reason))?;
         let mut value = Value::Table(table);
-        let overrides = Overrides::apply(&mut value, overrides)?;
-        let faults = |problems: Vec<reader::Problem>| {
-            let fault = |problem: reader::Problem| Fault {
-                origin: String::new(),
-                key: problem.key,
-                value: None,
-                reason: problem.reason,
-            };
-            let faults = problems.into_iter().map(fault).collect();
-            overrides.blame(faults, path)
-        };
-        let mut recipe: Recipe = reader::read(&value).map_err(faults)?;
-        recipe.fill_in();
-        match validate::faults(&recipe) {
-            faults if faults.is_empty() => Ok(recipe),
-            faults => Err(overrides.blame(faults, path)),
+        let mut origins = Origins::new(path, Lines::of(text));
+        let refused = origins.override_with(&mut value, overrides);
+        let reading = reader::read::<Recipe>(&value);
+        let mut faults: Vec<Fault> = reading.problems.into_iter().map(Fault::from).collect();
+        let recipe = reading.value.map(|mut recipe| {
+            recipe.fill_in();
+            faults.extend(validate::faults(&recipe, &reading.stand_ins));
+            recipe
+        });
+        let mut faults = origins.name(faults);
+        faults.extend(refused);
+        match recipe {
+            Some(recipe) if faults.is_empty() => Ok(recipe),
+            _ => Err(Error::Recipe { faults }),
         }
     }
 
@@ -319,10 +331,7 @@ impl Recipe {
     /// # Errors
     /// Reports all faults at once.
     pub fn validate(&self, path: &Path) -> Result<(), Error> {
-        match validate::faults(self) {
-            faults if faults.is_empty() => Ok(()),
-            faults => Err(Overrides::default().blame(faults, path)),
-        }
+        refuse(validate::faults(self, &BTreeSet::new()), path)
     }
 
     /// Fills in the defaults that depend on the model's shape (before its vocabulary grows), and
@@ -339,10 +348,7 @@ impl Recipe {
                 options.routed_top_k = Some(resolved.routed_top_k);
             }
         }
-        match validate::model_faults(self, model) {
-            faults if faults.is_empty() => Ok(()),
-            faults => Err(Overrides::default().blame(faults, path)),
-        }
+        refuse(validate::model_faults(self, model), path)
     }
 
     /// The recipe as a TOML table.
@@ -363,6 +369,14 @@ impl Recipe {
     /// Total steps of all stages.
     pub fn num_steps(&self) -> u64 {
         self.stages.iter().map(Stage::num_steps).sum()
+    }
+}
+
+/// The error for these faults of the recipe at `path`, if there are any.
+fn refuse(faults: Vec<Fault>, path: &Path) -> Result<(), Error> {
+    match faults.is_empty() {
+        true => Ok(()),
+        false => Err(Error::Recipe { faults: Origins::new(path, Lines::default()).name(faults) }),
     }
 }
 

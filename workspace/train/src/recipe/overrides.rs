@@ -5,27 +5,33 @@ use std::path::Path;
 
 use toml::{Table, Value};
 
-use super::reader::{closest, element_name};
-use super::{Fault, file_fault};
-use crate::Error;
+use super::Fault;
+use super::lines::Lines;
+use super::nearest::nearest_name;
+use super::reader::element_name;
 
 /// The origin of an overridden key, in messages.
 const ORIGIN: &str = "--set";
 
-/// The overridden keys, so that faults name their origin.
-#[derive(Debug, Default)]
-pub(super) struct Overrides {
-    keys: BTreeSet<String>,
+/// Where the values of a recipe come from.
+#[derive(Debug)]
+pub(super) struct Origins<'a> {
+    path: &'a Path,
+    lines: Lines,
+    /// The overridden keys.
+    overridden: BTreeSet<String>,
 }
 
-impl Overrides {
-    /// Applies `key=value` overrides to a recipe, in order, creating missing tables.
-    ///
-    /// # Errors
-    /// Fails for an override without `=`, for an unknown stage, and for a key below a value that is
-    /// not a table. Unknown keys are reported when the recipe is read.
-    pub(super) fn apply(recipe: &mut Value, overrides: &[String]) -> Result<Self, Error> {
-        let mut keys = BTreeSet::new();
+impl<'a> Origins<'a> {
+    /// The origins of a recipe in the file `path`, whose keys are on these `lines`.
+    pub(super) fn new(path: &'a Path, lines: Lines) -> Self {
+        Origins { path, lines, overridden: BTreeSet::new() }
+    }
+
+    /// Applies `key=value` overrides to a recipe, in order, creating missing tables. Returns a fault
+    /// for an override without `=`, for an unknown stage, and for a key below a value that is not a
+    /// table; unknown keys are found when the recipe is read.
+    pub(super) fn override_with(&mut self, recipe: &mut Value, overrides: &[String]) -> Vec<Fault> {
         let mut faults = Vec::new();
         for text in overrides {
             let (key, value) = match text.split_once('=') {
@@ -40,7 +46,7 @@ impl Overrides {
             };
             match result {
                 Ok(()) => {
-                    keys.insert(parts.join("."));
+                    self.overridden.insert(parts.join("."));
                 }
                 Err(reason) => faults.push(Fault {
                     origin: ORIGIN.to_string(),
@@ -50,30 +56,37 @@ impl Overrides {
                 }),
             }
         }
-        match faults.is_empty() {
-            true => Ok(Overrides { keys }),
-            false => Err(Error::Recipe { faults }),
-        }
+        faults
     }
 
-    /// The error for faults of the recipe at `path`: each names the override or the file.
-    pub(super) fn blame(&self, mut faults: Vec<Fault>, path: &Path) -> Error {
+    /// Names the origin of each fault, and sorts them by line; those of overrides come last.
+    pub(super) fn name(&self, mut faults: Vec<Fault>) -> Vec<Fault> {
+        let line = |fault: &Fault| self.lines.line(&fault.key);
+        let place = |fault: &Fault| match self.is_overridden(&fault.key) {
+            true => (true, None),
+            false => (false, line(fault)),
+        };
+        faults.sort_by_key(place);
         for fault in &mut faults {
-            let overridden = self.keys.iter().any(|key| {
-                let rest = fault.key.strip_prefix(key.as_str());
-                rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
-            });
-            fault.origin = match overridden {
-                true => ORIGIN.to_string(),
-                false => path.display().to_string(),
+            let path = self.path.display();
+            fault.origin = match place(fault) {
+                (true, _) => ORIGIN.to_string(),
+                (false, Some(line)) => format!("{path}: line {line}"),
+                (false, None) => path.to_string(),
             };
         }
-        match faults.is_empty() {
-            // Unreachable: no caller passes an empty list. The error must still say something.
-            true => file_fault(path, "is not a valid recipe".to_string()),
-            false => Error::Recipe { faults },
-        }
+        faults
     }
+
+    fn is_overridden(&self, fault: &str) -> bool {
+        self.overridden.iter().any(|key| is_below(fault, key))
+    }
+}
+
+/// Whether `key` is `table` or below it.
+pub(crate) fn is_below(key: &str, table: &str) -> bool {
+    let rest = key.strip_prefix(table);
+    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
 /// The value as TOML, or as a string if it is not TOML (a path, a name).
@@ -114,7 +127,7 @@ fn set(node: &mut Value, parts: &[&str], value: Value) -> Result<(), String> {
                 },
                 None => {
                     let names = names.iter().map(String::as_str);
-                    Err(match closest(first, names.clone()) {
+                    Err(match nearest_name(first, names.clone()) {
                         Some(meant) => format!("there is no {first:?}, did you mean {meant}"),
                         None => format!(
                             "there is no {first:?}, only {}",

@@ -1,10 +1,11 @@
 //! Deserializes a recipe from a TOML table, with errors that name the key.
 //!
-//! serde's own errors name neither the location of a key nor the intended one. This deserializer
-//! tracks the path of every value (stages by name), collects all unknown keys with the most similar
-//! known key, and accepts whole floats such as `1e9` as integers.
+//! serde's own errors name neither the location of a key nor the intended one, and stop at the
+//! first. This deserializer tracks the path of every value (stages by name), collects all faults,
+//! suggests the nearest known key, and accepts whole floats such as `1e9` as integers.
 
 use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::fmt::{self, Display};
 
 use serde::de::{
@@ -13,6 +14,12 @@ use serde::de::{
 };
 use serde::forward_to_deserialize_any;
 use toml::Value;
+
+use super::nearest::nearest_path;
+use super::stand_in::{StandIn, known_keys};
+
+/// Maximum number of faults of each kind that are reported.
+const MAX_PROBLEMS: usize = 100;
 
 /// Integers up to this are exact as floats.
 const MAX_WHOLE_FLOAT: f64 = (1u64 << 53) as f64;
@@ -24,8 +31,15 @@ pub(crate) struct Problem {
     pub(crate) key: String,
     /// The problem.
     pub(crate) reason: String,
-    /// The most similar known key.
-    meant: Option<&'static str>,
+    /// The field that is missing.
+    missing: Option<&'static str>,
+}
+
+/// A key that its struct does not have.
+struct UnknownKey {
+    key: String,
+    /// The keys of the struct.
+    siblings: &'static [&'static str],
 }
 
 /// Parses TOML.
@@ -42,87 +56,87 @@ pub(crate) fn parse_table(text: &str) -> Result<toml::Table, String> {
     })
 }
 
+/// A value that was read from a table, and the faults in it.
+pub(crate) struct Reading<T> {
+    /// The value; stand-ins replace what could not be read. `None` if there are too many faults.
+    pub(crate) value: Option<T>,
+    /// All faults: unknown keys, missing keys and wrong types.
+    pub(crate) problems: Vec<Problem>,
+    /// The keys whose values are not known: those of stand-ins, and those that were misspelt.
+    pub(crate) stand_ins: BTreeSet<String>,
+}
+
 /// Reads a `T` from a table.
 ///
-/// # Errors
-/// Returns all unknown keys, and the first missing key or invalid value.
-pub(crate) fn read<'de, T: Deserialize<'de>>(table: &'de Value) -> Result<T, Vec<Problem>> {
-    let unknown = RefCell::new(Vec::new());
-    let node = Node { value: table, path: String::new(), unknown: &unknown };
-    let result = T::deserialize(node);
-    let mut problems = unknown.into_inner();
-    match result {
-        Ok(value) if problems.is_empty() => return Ok(value),
-        Ok(_) => {}
-        // A misspelt key is also missing: one message is enough.
-        Err(missing) => {
-            let is_meant = |problem: &Problem| {
-                problem.meant.is_some_and(|meant| {
-                    let (parent, _) = split_last(&problem.key);
-                    join(parent, meant) == missing.key
-                })
-            };
-            if !problems.iter().any(is_meant) {
-                problems.push(missing);
+/// serde stops at the first fault, so the value is read again, with a stand-in for each faulty one,
+/// until nothing more is found.
+pub(crate) fn read<'de, T: Deserialize<'de>>(table: &'de Value) -> Reading<T> {
+    let mut problems: Vec<Problem> = Vec::new();
+    let mut stand_ins = BTreeSet::new();
+    loop {
+        let unknown = RefCell::new(Vec::new());
+        let context = Context { stand_ins: &stand_ins, unknown: &unknown };
+        let result = T::deserialize(Node { value: table, path: String::new(), context });
+        let unknown = unknown.into_inner();
+        let value = match result {
+            Ok(value) => Some(value),
+            Err(problem) => {
+                // A fault that a stand-in does not remove would be found forever.
+                let is_new = !problem.key.is_empty() && stand_ins.insert(problem.key.clone());
+                problems.push(problem);
+                if is_new && problems.len() < MAX_PROBLEMS {
+                    continue;
+                }
+                None
             }
-        }
+        };
+        stand_ins.extend(add_unknown::<T>(&mut problems, unknown));
+        return Reading { value, problems, stand_ins };
     }
-    Err(problems)
 }
 
-/// The known key most similar to a misspelt `name`, if any is similar enough.
-pub(super) fn closest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    /// Minimum Jaro-Winkler similarity of a useful suggestion.
-    const SIMILAR: f64 = 0.75;
-    let name = name.to_lowercase();
-    let similarity = |candidate: &str| {
-        let similarity = strsim::jaro_winkler(&name, candidate);
-        // One edit, or a substring: Jaro-Winkler rates short names too low.
-        let slip = strsim::damerau_levenshtein(&name, candidate) == 1;
-        let part = name.len() > 2 && (candidate.contains(&name) || name.contains(candidate));
-        match slip || part {
-            true => similarity.max(SIMILAR),
-            false => similarity,
-        }
-    };
-    known
-        .into_iter()
-        .map(|candidate| (similarity(candidate), candidate))
-        .filter(|(similarity, _)| *similarity >= SIMILAR)
-        .max_by(|a, b| a.0.total_cmp(&b.0))
-        .map(|(_, candidate)| candidate)
+/// Adds the unknown keys to the faults, each with the nearest known key; returns these.
+fn add_unknown<'de, T: Deserialize<'de>>(
+    problems: &mut Vec<Problem>,
+    unknown: Vec<UnknownKey>,
+) -> Vec<String> {
+    if unknown.is_empty() {
+        return Vec::new();
+    }
+    let known = known_keys::<T>();
+    let mut meant_keys = Vec::new();
+    for UnknownKey { key, siblings } in unknown.into_iter().take(MAX_PROBLEMS) {
+        let reason = match nearest_path(&key, &known) {
+            Some(meant) => {
+                // A misspelt key is also missing: one message is enough.
+                problems.retain(|problem| problem.key != meant || problem.missing.is_none());
+                let reason = format!("unknown key, did you mean {meant}");
+                meant_keys.push(meant);
+                reason
+            }
+            None => format!("unknown key, expected one of {}", siblings.join(", ")),
+        };
+        problems.push(Problem::new(reason).at(&key));
+    }
+    meant_keys
 }
 
-fn join(parent: &str, key: &str) -> String {
+pub(super) fn join(parent: &str, key: &str) -> String {
     match parent {
         "" => key.to_string(),
         parent => format!("{parent}.{key}"),
     }
 }
 
-fn split_last(key: &str) -> (&str, &str) {
-    key.rsplit_once('.').unwrap_or(("", key))
-}
-
 impl Problem {
     fn new(reason: String) -> Self {
-        Problem { key: String::new(), reason, meant: None }
-    }
-
-    fn unknown_key(key: String, known: &'static [&'static str]) -> Self {
-        let (_, name) = split_last(&key);
-        let meant = closest(name, known.iter().copied());
-        let reason = match meant {
-            Some(meant) => format!("unknown key, did you mean {meant}"),
-            None => format!("unknown key, expected one of {}", known.join(", ")),
-        };
-        Problem { key, reason, meant }
+        Problem { key: String::new(), reason, missing: None }
     }
 
     /// Sets the problem's path, unless it has one.
     fn at(mut self, path: &str) -> Self {
         if self.key.is_empty() {
-            self.key = path.to_string();
+            self.key = self.missing.map_or_else(|| path.to_string(), |field| join(path, field));
         }
         self
     }
@@ -154,8 +168,12 @@ impl de::Error for Problem {
         Problem::new(format!("must be {}, not {found:?}", expected.join(" or ")))
     }
 
+    fn unknown_field(field: &str, expected: &'static [&'static str]) -> Self {
+        Problem::new(format!("unknown key {field}, expected one of {}", expected.join(", ")))
+    }
+
     fn missing_field(field: &'static str) -> Self {
-        Problem { key: String::new(), reason: "missing".to_string(), meant: Some(field) }
+        Problem { missing: Some(field), ..Problem::new("missing".to_string()) }
     }
 }
 
@@ -172,17 +190,64 @@ fn describe(value: &Value) -> String {
     }
 }
 
+/// What the values of one reading share.
+#[derive(Clone, Copy)]
+struct Context<'p> {
+    /// Paths whose values are stand-ins.
+    stand_ins: &'p BTreeSet<String>,
+    /// Receives the unknown keys.
+    unknown: &'p RefCell<Vec<UnknownKey>>,
+}
+
+impl Context<'_> {
+    /// Reads `value`, or a stand-in for it.
+    fn read<'de, S: DeserializeSeed<'de>>(
+        self,
+        seed: S,
+        value: Option<&'de Value>,
+        path: String,
+    ) -> Result<S::Value, Problem> {
+        match value.filter(|_| !self.stand_ins.contains(&path)) {
+            Some(value) => seed
+                .deserialize(Node { value, path: path.clone(), context: self })
+                .map_err(|problem| problem.at(&path)),
+            None => seed.deserialize(StandIn::VALUE),
+        }
+    }
+}
+
 /// A value with its path.
 struct Node<'de, 'p> {
     value: &'de Value,
     path: String,
-    unknown: &'p RefCell<Vec<Problem>>,
+    context: Context<'p>,
 }
 
-impl<'de> Node<'de, '_> {
+impl<'de, 'p> Node<'de, 'p> {
     fn refuse<T>(&self, expected: &str) -> Result<T, Problem> {
         let reason = format!("must be {expected}, not {}", describe(self.value));
         Err(Problem::new(reason).at(&self.path))
+    }
+
+    /// The entries of `table`, those of the fields `known` alone.
+    fn entries(
+        &self,
+        table: &'de toml::Table,
+        known: Option<&'static [&'static str]>,
+    ) -> Entries<'de, 'p> {
+        let child = |path: &String| {
+            let rest = path.strip_prefix(&self.path)?;
+            let name = if self.path.is_empty() { rest } else { rest.strip_prefix('.')? };
+            (!name.contains('.') && !table.contains_key(name)).then(|| name.to_string())
+        };
+        Entries {
+            entries: table.iter(),
+            known,
+            missing: self.context.stand_ins.iter().filter_map(child).collect(),
+            next: None,
+            path: self.path.clone(),
+            context: self.context,
+        }
     }
 
     /// The value as an integer.
@@ -229,15 +294,9 @@ impl<'de, 'p> Deserializer<'de> for Node<'de, 'p> {
             Value::Array(values) => visitor.visit_seq(Elements {
                 values: values.iter().enumerate(),
                 path: self.path,
-                unknown: self.unknown,
+                context: self.context,
             }),
-            Value::Table(table) => visitor.visit_map(Entries {
-                entries: table.iter(),
-                known: None,
-                next: None,
-                path: self.path,
-                unknown: self.unknown,
-            }),
+            Value::Table(table) => visitor.visit_map(self.entries(table, None)),
         }
         .map_err(|problem| problem.at(&path))
     }
@@ -318,23 +377,12 @@ impl<'de, 'p> Deserializer<'de> for Node<'de, 'p> {
             return self.refuse("a table");
         };
         for key in table.keys().filter(|key| !fields.contains(&key.as_str())) {
-            let key = join(&self.path, key);
-            let problem = Problem::unknown_key(key, fields);
-            self.unknown.borrow_mut().push(problem);
+            let unknown = UnknownKey { key: join(&self.path, key), siblings: fields };
+            self.context.unknown.borrow_mut().push(unknown);
         }
-        let entries = Entries {
-            entries: table.iter(),
-            known: Some(fields),
-            next: None,
-            path: self.path.clone(),
-            unknown: self.unknown,
-        };
-        visitor.visit_map(entries).map_err(|mut problem| {
-            if let (true, Some(field)) = (problem.key.is_empty(), problem.meant) {
-                problem.key = join(&self.path, field);
-            }
-            problem.at(&self.path)
-        })
+        visitor
+            .visit_map(self.entries(table, Some(fields)))
+            .map_err(|problem: Problem| problem.at(&self.path))
     }
 
     forward_to_deserialize_any! {
@@ -343,13 +391,16 @@ impl<'de, 'p> Deserializer<'de> for Node<'de, 'p> {
     }
 }
 
-/// The entries of a table, without the keys that its struct does not know.
+/// The entries of a table, without the keys that its struct does not know and with stand-ins for
+/// those that are missing.
 struct Entries<'de, 'p> {
     entries: toml::map::Iter<'de, String, Value>,
     known: Option<&'static [&'static str]>,
-    next: Option<(&'de str, &'de Value)>,
+    /// Missing keys.
+    missing: Vec<String>,
+    next: Option<(String, Option<&'de Value>)>,
     path: String,
-    unknown: &'p RefCell<Vec<Problem>>,
+    context: Context<'p>,
 }
 
 impl<'de> MapAccess<'de> for Entries<'de, '_> {
@@ -360,10 +411,13 @@ impl<'de> MapAccess<'de> for Entries<'de, '_> {
         seed: K,
     ) -> Result<Option<K::Value>, Problem> {
         let is_known = |key: &str| self.known.is_none_or(|known| known.contains(&key));
-        let Some((key, value)) = self.entries.by_ref().find(|(key, _)| is_known(key)) else {
-            return Ok(None);
+        let given = self.entries.by_ref().find(|(key, _)| is_known(key));
+        let next = match given {
+            Some((key, value)) => Some((key.clone(), Some(value))),
+            None => self.missing.pop().map(|key| (key, None)),
         };
-        self.next = Some((key, value));
+        self.next = next;
+        let Some((key, _)) = &self.next else { return Ok(None) };
         seed.deserialize(de::value::StrDeserializer::new(key)).map(Some)
     }
 
@@ -371,16 +425,14 @@ impl<'de> MapAccess<'de> for Entries<'de, '_> {
         let Some((key, value)) = self.next.take() else {
             return Err(Problem::new("a value without its key".to_string()));
         };
-        let path = join(&self.path, key);
-        seed.deserialize(Node { value, path: path.clone(), unknown: self.unknown })
-            .map_err(|problem| problem.at(&path))
+        self.context.read(seed, value, join(&self.path, &key))
     }
 }
 
 struct Elements<'de, 'p> {
     values: std::iter::Enumerate<std::slice::Iter<'de, Value>>,
     path: String,
-    unknown: &'p RefCell<Vec<Problem>>,
+    context: Context<'p>,
 }
 
 impl<'de> SeqAccess<'de> for Elements<'de, '_> {
@@ -393,9 +445,8 @@ impl<'de> SeqAccess<'de> for Elements<'de, '_> {
         let Some((index, value)) = self.values.next() else {
             return Ok(None);
         };
-        let name = element_name(value, index);
-        let node = Node { value, path: join(&self.path, &name), unknown: self.unknown };
-        seed.deserialize(node).map(Some)
+        let path = join(&self.path, &element_name(value, index));
+        self.context.read(seed, Some(value), path).map(Some)
     }
 }
 

@@ -179,16 +179,17 @@ impl Stage {
 /// Deserializes a router from its name in `config.json`.
 mod router_name {
     use moh_model::RouterKind;
-    use serde::{Deserialize, Deserializer, Serializer, de::Error as _};
+    use serde::{Deserializer, Serializer};
+
+    use crate::recipe::name::from_name;
+
+    const NAMES: &[&str] = &[RouterKind::QueryNorm.name()];
 
     pub fn serialize<S: Serializer>(router: &RouterKind, to: S) -> Result<S::Ok, S::Error> {
         to.serialize_str(router.name())
     }
 
     pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<RouterKind, D::Error> {
-        let name = String::deserialize(from)?;
-        RouterKind::from_name(&name).ok_or_else(|| {
-            D::Error::custom(format!("must be {:?}, not {name:?}", RouterKind::QueryNorm.name()))
-        })
+        from_name(from, NAMES, RouterKind::from_name)
     }
 }

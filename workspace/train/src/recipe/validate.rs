@@ -7,6 +7,7 @@ use std::path::Path;
 use moh_kernels::ElementType;
 use moh_model::ModelConfig;
 
+use super::overrides::is_below;
 use super::{
     Checkpoint, Device, Fault, LearningRate, Model, Optimizer, Order, Parallel, Recipe, Stage,
 };
@@ -24,31 +25,42 @@ const MAX_SEED: u64 = i64::MAX as u64;
 
 /// Collects the faults of a recipe.
 #[derive(Default)]
-struct Faults {
+struct Faults<'a> {
     list: Vec<Fault>,
+    /// Keys that could not be read, whose values say nothing.
+    stand_ins: Option<&'a BTreeSet<String>>,
 }
 
-impl Faults {
+impl Faults<'_> {
     /// Adds a fault unless `fine`.
     fn check(&mut self, fine: bool, key: &str, value: impl Display, reason: impl Display) {
         if !fine {
-            self.list.push(Fault {
-                origin: String::new(),
-                key: key.to_string(),
-                value: Some(value.to_string()),
-                reason: reason.to_string(),
-            });
+            self.push(key, Some(value.to_string()), reason);
         }
     }
 
     /// Adds a fault without a value.
     fn add(&mut self, key: &str, reason: impl Display) {
-        self.list.push(Fault {
-            origin: String::new(),
-            key: key.to_string(),
-            value: None,
-            reason: reason.to_string(),
-        });
+        self.push(key, None, reason);
+    }
+
+    fn push(&mut self, key: &str, value: Option<String>, reason: impl Display) {
+        if self.is_known(key) {
+            let reason = reason.to_string();
+            self.list.push(Fault { origin: String::new(), key: key.to_string(), value, reason });
+        }
+    }
+
+    /// Whether the value of `key` was read. A check of two keys asks for the other one.
+    fn is_known(&self, key: &str) -> bool {
+        let mut stand_ins = self.stand_ins.into_iter().flatten();
+        !stand_ins.any(|stand_in| is_below(key, stand_in))
+    }
+
+    /// Whether a table was read in full.
+    fn is_complete(&self, table: &str) -> bool {
+        let mut stand_ins = self.stand_ins.into_iter().flatten();
+        self.is_known(table) && !stand_ins.any(|stand_in| is_below(stand_in, table))
     }
 
     fn at_least_one(&mut self, key: &str, value: u64) {
@@ -63,9 +75,9 @@ impl Faults {
     }
 }
 
-/// Every fault that does not depend on the model.
-pub(super) fn faults(recipe: &Recipe) -> Vec<Fault> {
-    let mut faults = Faults::default();
+/// Every fault that depends neither on the model nor on the values of `stand_ins`.
+pub(super) fn faults(recipe: &Recipe, stand_ins: &BTreeSet<String>) -> Vec<Fault> {
+    let mut faults = Faults { stand_ins: Some(stand_ins), ..Faults::default() };
     faults.path("run.dir", &recipe.run.dir);
     let seed = recipe.run.seed;
     let reason = format!("must be at most {MAX_SEED}");
@@ -77,7 +89,7 @@ pub(super) fn faults(recipe: &Recipe) -> Vec<Fault> {
     faults.at_least_one("log.every_steps", recipe.log.every_steps);
     if let Some(config) = check_model(&mut faults, &recipe.model) {
         // The shape is part of the recipe.
-        faults.list.extend(model_faults(recipe, &config));
+        check_fit(&mut faults, recipe, &config);
     }
     faults.list
 }
@@ -88,12 +100,16 @@ fn check_precision(faults: &mut Faults, recipe: &Recipe) {
         recipe.run.dtype == ElementType::F32 && recipe.precision.gradients == ElementType::BF16;
     let fine = recipe.run.device != Device::Cuda || !narrow;
     let reason = "must be f32 with run.device = \"cuda\" and run.dtype = \"f32\"";
-    faults.check(fine, "precision.gradients", "bf16", reason);
+    if faults.is_known("run.device") && faults.is_known("run.dtype") {
+        faults.check(fine, "precision.gradients", "bf16", reason);
+    }
 }
 
 /// Checks `[model]`; returns the shape of a new model if it is valid.
 fn check_model(faults: &mut Faults, model: &Model) -> Option<ModelConfig> {
+    let source_is_known = faults.is_known("model.from") && faults.is_known("model.new");
     match (&model.from, &model.new) {
+        _ if !source_is_known => {}
         (None, None) => faults
             .add("model", "needs from = a directory or a hub repository, or a table [model.new]"),
         (Some(_), Some(_)) => faults.add(
@@ -130,7 +146,9 @@ fn check_model(faults: &mut Faults, model: &Model) -> Option<ModelConfig> {
             "must be a multiple of pad_vocab_to = {}, such as {padded}",
             model.pad_vocab_to.unwrap_or(1)
         );
-        faults.check(padded == size, "model.vocab_size", size, reason);
+        if faults.is_known("model.pad_vocab_to") {
+            faults.check(padded == size, "model.vocab_size", size, reason);
+        }
     }
     let new = model.new.as_ref()?;
     // JSON cannot represent these values: they would silently become defaults.
@@ -143,7 +161,8 @@ fn check_model(faults: &mut Faults, model: &Model) -> Option<ModelConfig> {
         finite &= value.is_finite();
         faults.check(value.is_finite(), key, value, "must be a finite number");
     }
-    if !finite {
+    // Without a maximum the model supports the sequence length.
+    if !finite || !faults.is_complete("model.new") || !faults.is_known("data.sequence_length") {
         return None;
     }
     // The configuration's own messages begin with their path.
@@ -176,7 +195,7 @@ fn check_data(faults: &mut Faults, recipe: &Recipe) {
         let weight = source.weight;
         let fine = weight.is_finite() && weight > 0.0;
         faults.check(fine, &key, weight, "must be a finite number above 0");
-        if fine && data.order == Order::Sequential {
+        if fine && data.order == Order::Sequential && faults.is_known("data.order") {
             let reason = "must be 1 with order = \"sequential\", which reads each file once";
             faults.check(weight == 1.0, &key, weight, reason);
         }
@@ -194,7 +213,7 @@ fn check_data(faults: &mut Faults, recipe: &Recipe) {
 fn check_checkpoint(faults: &mut Faults, checkpoint: &Checkpoint) {
     let Checkpoint { every_steps, keep, keep_every } = *checkpoint;
     faults.at_least_one("checkpoint.keep", keep);
-    if every_steps > 0 {
+    if every_steps > 0 && faults.is_known("checkpoint.every_steps") {
         faults.check(
             keep_every.is_multiple_of(every_steps),
             "checkpoint.keep_every",
@@ -214,6 +233,9 @@ fn check_stages(faults: &mut Faults, recipe: &Recipe) {
     }
     let mut names = BTreeSet::new();
     for (index, stage) in recipe.stages.iter().enumerate() {
+        if !faults.is_known(&format!("stage.{index}.name")) {
+            continue;
+        }
         let name = stage.name.as_str();
         let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
         let begins_well = name.starts_with(|c: char| c.is_ascii_alphanumeric());
@@ -225,35 +247,47 @@ fn check_stages(faults: &mut Faults, recipe: &Recipe) {
         faults.check(fine, &key, format!("{name:?}"), reason);
         let reason = "is the name of an earlier stage";
         faults.check(names.insert(name), &key, format!("{name:?}"), reason);
-        check_stage(faults, stage, recipe.data.sequence_length);
+        check_stage(faults, stage);
+        if faults.is_known("data.sequence_length") {
+            check_batch(faults, stage, recipe.data.sequence_length);
+        }
     }
 }
 
-fn check_stage(faults: &mut Faults, stage: &Stage, sequence_length: usize) {
+/// The full key of a stage's key.
+fn stage_key(stage: &Stage, key: &str) -> String {
     let name = if stage.name.is_empty() { "?" } else { &stage.name };
-    let key = |rest: &str| format!("stage.{name}.{rest}");
+    format!("stage.{name}.{key}")
+}
+
+fn check_stage(faults: &mut Faults, stage: &Stage) {
+    let key = |rest: &str| stage_key(stage, rest);
     for (rest, value) in [("tokens", stage.tokens), ("batch_tokens", stage.batch_tokens)] {
         let reason = format!("must be from 1 to {MAX_TOKENS}");
         let fine = (1..=MAX_TOKENS).contains(&value);
         faults.check(fine, &key(rest), value, reason);
     }
     faults.at_least_one(&key("micro_batch"), stage.micro_batch as u64);
-    check_batch(faults, stage, sequence_length, &key("batch_tokens"));
 
     let LearningRate { max, min, warmup_steps, .. } = stage.learning_rate;
     let positive = max.is_finite() && max > 0.0;
     let reason = "must be a finite number above 0";
     faults.check(positive, &key("learning_rate.max"), max, reason);
     let reason = format!("must be a number from 0 to max = {max}");
-    let fine = min >= 0.0 && (min <= max || !positive) && min.is_finite();
+    let bounded = positive && faults.is_known(&key("learning_rate.max"));
+    let fine = min >= 0.0 && (min <= max || !bounded) && min.is_finite();
     faults.check(fine, &key("learning_rate.min"), min, reason);
     let steps = stage.num_steps();
-    faults.check(
-        warmup_steps <= steps,
-        &key("learning_rate.warmup_steps"),
-        warmup_steps,
-        format!("must be at most the stage's {steps} steps (tokens / batch_tokens, rounded up)"),
-    );
+    if faults.is_known(&key("tokens")) && faults.is_known(&key("batch_tokens")) {
+        faults.check(
+            warmup_steps <= steps,
+            &key("learning_rate.warmup_steps"),
+            warmup_steps,
+            format!(
+                "must be at most the stage's {steps} steps (tokens / batch_tokens, rounded up)"
+            ),
+        );
+    }
 
     let Optimizer { beta1, beta2, eps, weight_decay, clip_norm } = stage.optimizer;
     for (rest, beta) in [("beta1", beta1), ("beta2", beta2)] {
@@ -288,7 +322,7 @@ fn check_parallel(faults: &mut Faults, parallel: Parallel, key: &str) {
         faults.at_least_one(&format!("{key}.{rest}"), value as u64);
     }
     faults.check(
-        virtual_stages <= 1 || pipeline != 1,
+        virtual_stages <= 1 || pipeline != 1 || !faults.is_known(&format!("{key}.pipeline")),
         &format!("{key}.virtual_stages"),
         virtual_stages,
         "needs a pipeline: set parallel.pipeline to 2 or more, or leave it out",
@@ -296,8 +330,11 @@ fn check_parallel(faults: &mut Faults, parallel: Parallel, key: &str) {
 }
 
 /// A batch consists of whole micro-batches.
-fn check_batch(faults: &mut Faults, stage: &Stage, sequence_length: usize, key: &str) {
+fn check_batch(faults: &mut Faults, stage: &Stage, sequence_length: usize) {
     let Stage { batch_tokens, micro_batch, .. } = *stage;
+    if !faults.is_known(&stage_key(stage, "micro_batch")) {
+        return;
+    }
     let unit = (sequence_length as u64).checked_mul(micro_batch as u64);
     let described = format!(
         "sequence_length x micro_batch = {sequence_length} x {micro_batch} = {}",
@@ -317,12 +354,18 @@ fn check_batch(faults: &mut Faults, stage: &Stage, sequence_length: usize, key: 
         }
         _ => format!("must be a multiple of {described}"),
     };
-    faults.check(false, key, batch_tokens, reason);
+    faults.check(false, &stage_key(stage, "batch_tokens"), batch_tokens, reason);
 }
 
 /// Every key that does not fit the model, given before its vocabulary grows.
 pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<Fault> {
     let mut faults = Faults::default();
+    check_fit(&mut faults, recipe, model);
+    faults.list
+}
+
+/// Checks the keys that depend on the model.
+fn check_fit(faults: &mut Faults, recipe: &Recipe, model: &ModelConfig) {
     let length = recipe.data.sequence_length;
     let longest = model.max_position_embeddings;
     faults.check(
@@ -339,9 +382,14 @@ pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<Fault> {
             format!("the model already has {}", model.vocab_size),
         );
     }
-    for stage in &recipe.stages {
-        let key = |rest: &str| format!("stage.{}.{rest}", stage.name);
-        if let Err(error) = stage.moh_config(model) {
+    for (index, stage) in recipe.stages.iter().enumerate() {
+        if !faults.is_known(&format!("stage.{index}.name")) {
+            continue;
+        }
+        let key = |rest: &str| stage_key(stage, rest);
+        let routing_is_known =
+            faults.is_complete(&key("moh")) && faults.is_known(&key("attention"));
+        if routing_is_known && let Err(error) = stage.moh_config(model) {
             faults.add(&key("moh"), error);
         }
         let Parallel { tensor, pipeline, virtual_stages } = stage.parallel;
@@ -360,8 +408,9 @@ pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<Fault> {
             format!("must be at most the {layers} blocks"),
         );
         let most = layers / pipeline.max(1);
+        let bounded = pipeline <= layers && faults.is_known(&key("parallel.pipeline"));
         faults.check(
-            virtual_stages <= most || pipeline > layers,
+            virtual_stages <= most || !bounded,
             &key("parallel.virtual_stages"),
             virtual_stages,
             format!(
@@ -370,5 +419,4 @@ pub(super) fn model_faults(recipe: &Recipe, model: &ModelConfig) -> Vec<Fault> {
             ),
         );
     }
-    faults.list
 }
