@@ -10,10 +10,9 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use moh_hf::model_directory::{
-    Contents, DEFAULT_SHARD_BYTES, PIECE_BYTES, Sink, TensorSpec, check_destination,
-    companion_files, write_model,
+    Contents, DEFAULT_SHARD_BYTES, PIECE_BYTES, Sink, TensorSpec, companion_files, write_model,
 };
-use moh_hf::{ConfigFile, Expansion, TensorBytes, WeightFiles, dtype_name};
+use moh_hf::{ConfigFile, Expansion, TensorBytes, WeightFiles, check_destination, dtype_name};
 use moh_kernels::DType;
 use moh_model::flops::Flops;
 use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD, tensor_shapes};
