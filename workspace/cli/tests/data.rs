@@ -351,18 +351,18 @@ impl Waiting {
         let before = names(dir);
         let mut command = std::process::Command::new(PROGRAM);
         command.args(["prepare", "--tokenizer", "tok", "--format", "jsonl", "--out", out, "-"]);
-        let child = command.current_dir(dir).stdin(Stdio::piped()).spawn().unwrap();
+        command.current_dir(dir).stdin(Stdio::piped());
+        let mut run = Waiting { child: command.spawn().unwrap(), files: Vec::new() };
         let patience = std::time::Instant::now() + std::time::Duration::from_secs(60);
         let prefixes = [format!(".tmp-{out}.bin-"), format!(".tmp-{out}.idx-")];
-        loop {
-            let new = |name: &String| !before.contains(name);
-            let files: Vec<_> = names(dir).into_iter().filter(new).collect();
-            if prefixes.iter().all(|prefix| files.iter().any(|name| name.starts_with(prefix))) {
-                return Waiting { child, files };
-            }
-            assert!(std::time::Instant::now() < patience, "no temporary files: {files:?}");
+        let is_there =
+            |run: &Self, prefix: &String| run.files.iter().any(|name| name.starts_with(prefix));
+        while !prefixes.iter().all(|prefix| is_there(&run, prefix)) {
+            assert!(std::time::Instant::now() < patience, "no temporary files: {:?}", run.files);
             std::thread::sleep(std::time::Duration::from_millis(5));
+            run.files = names(dir).into_iter().filter(|name| !before.contains(name)).collect();
         }
+        run
     }
 
     /// Sends a signal and waits for the end.
@@ -373,6 +373,15 @@ impl Waiting {
         let sent = std::process::Command::new("kill").args([signal, &id]).status().unwrap();
         assert!(sent.success());
         self.child.wait().unwrap()
+    }
+}
+
+#[cfg(unix)]
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        // A run that has ended cannot be killed.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
