@@ -1,6 +1,6 @@
 //! From a program's result to its exit code: 0 success, 1 error, 2 usage, 75 stopped early after a
-//! checkpoint. An error is one sentence on standard error, `error: ...`. A closed pipe, as in
-//! `moh-data info ... | head`, is not an error.
+//! checkpoint, 128 + N ended by signal N. An error is one sentence on standard error, `error: ...`.
+//! A closed pipe, as in `moh-data info ... | head`, is not an error.
 
 use std::fmt;
 use std::io::{ErrorKind, Write};

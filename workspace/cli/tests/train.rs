@@ -460,7 +460,15 @@ fn a_token_file_of_another_tokenizer_is_refused() {
     fs::write(root.join("words.txt"), "w1 w2 w3 ".repeat(40)).unwrap();
     let prepare = |tokenizer: &str, out: &str| {
         let mut command = program(env!("CARGO_BIN_EXE_moh-data"), root);
-        success(command.args(["prepare", "--tokenizer", tokenizer, "--out", out, "words.txt"]));
+        success(command.args([
+            "prepare",
+            "--no-append-eos",
+            "--tokenizer",
+            tokenizer,
+            "--out",
+            out,
+            "words.txt",
+        ]));
     };
     prepare("other", "theirs");
     prepare("source", "ours");

@@ -5,6 +5,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
+use moh_files::Publication;
 use serde_json::json;
 use tokenizers::decoders::byte_level::ByteLevel;
 use tokenizers::models::bpe::{BPE, BpeTrainerBuilder};
@@ -117,6 +118,7 @@ pub fn train_tokenizer(
     let text = tokenizer.to_string(true).map_err(fault)?;
     std::fs::create_dir_all(dir).map_err(Error::io(dir, "create"))?;
     let [tokenizer_json, config, special_tokens] = &outputs;
+    let _publication = Publication::start();
     write_whole(config, &pretty(&tokenizer_config()), overwrite)?;
     write_whole(special_tokens, &pretty(&special_tokens_map()), overwrite)?;
     write_whole(tokenizer_json, text.as_bytes(), overwrite)?;
