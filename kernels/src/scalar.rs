@@ -33,6 +33,28 @@ impl DType {
         }
     }
 
+    /// Every type.
+    const ALL: [DType; 7] =
+        [DType::F32, DType::F16, DType::BF16, DType::F64, DType::U32, DType::I16, DType::U8];
+
+    /// The type with this short or PyTorch name, if there is one.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|dtype| [dtype.name(), dtype.torch_name()].contains(&name))
+    }
+
+    /// The name in PyTorch and in `config.json`, which recipes and the command line read too.
+    pub const fn torch_name(self) -> &'static str {
+        match self {
+            DType::F32 => "float32",
+            DType::F16 => "float16",
+            DType::BF16 => "bfloat16",
+            DType::F64 => "float64",
+            DType::U32 => "uint32",
+            DType::I16 => "int16",
+            DType::U8 => "uint8",
+        }
+    }
+
     /// The short name, as in Rust, in recipes and on the command line.
     pub const fn name(self) -> &'static str {
         match self {
@@ -79,9 +101,10 @@ impl ElementType {
         self.dtype().name()
     }
 
-    /// The type of that name, if there is one.
+    /// The type with this short or PyTorch name, if there is one.
     pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|dtype| dtype.name() == name)
+        let dtype = DType::from_name(name)?;
+        Self::ALL.into_iter().find(|element| element.dtype() == dtype)
     }
 }
 
@@ -145,8 +168,11 @@ mod tests {
     fn names_and_types_of_elements_lead_to_each_other() {
         for dtype in ElementType::ALL {
             assert_eq!(ElementType::from_name(dtype.name()), Some(dtype));
+            assert_eq!(ElementType::from_name(dtype.dtype().torch_name()), Some(dtype));
         }
-        assert_eq!(ElementType::from_name("f16"), None);
+        assert_eq!([ElementType::from_name("f16"), ElementType::from_name("float16")], [None; 2]);
+        assert_eq!(DType::from_name("float16"), Some(DType::F16));
+        assert_eq!(DType::from_name("float8"), None);
         assert_eq!((f32::ELEMENT.dtype(), bf16::ELEMENT.dtype()), (f32::DTYPE, bf16::DTYPE));
     }
 

@@ -6,7 +6,7 @@ use anyhow::Context as _;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use moh_data::TextTokenizer;
 use moh_device::{DeviceName, OpenDevice};
-use moh_hf::{ConfigFile, Error, WeightFiles};
+use moh_hf::{ConfigFile, Error, StoredModel};
 use moh_hub::{Progress, resolve, resolve_tokenizer};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::Model;
@@ -16,7 +16,7 @@ use crate::progress::Bar;
 /// The element types of a model's computation, as values of an option.
 pub fn element_types() -> impl TypedValueParser<Value = ElementType> {
     let value = |dtype: ElementType| {
-        PossibleValue::new(dtype.name()).help(match dtype {
+        PossibleValue::new(dtype.name()).alias(dtype.dtype().torch_name()).help(match dtype {
             ElementType::F32 => "32-bit float, for any stored type",
             ElementType::BF16 => "bfloat16 weights and activations",
         })
@@ -66,10 +66,11 @@ pub fn load<B: Backend, T: Element>(
     directory: &Path,
     positions: usize,
 ) -> anyhow::Result<Model<B, T>> {
-    let config = ConfigFile::read(directory)?.config;
-    let weights = WeightFiles::open(directory)?;
-    weights.check(&config)?;
-    let model = Model::new::<Error>(backend, config, positions, |segment, values| {
+    let StoredModel { file, weights, warning } = StoredModel::open(directory)?;
+    if let Some(warning) = warning {
+        eprintln!("warning: {warning}");
+    }
+    let model = Model::new::<Error>(backend, file.config, positions, |segment, values| {
         weights.read_f32(&segment.name, values)
     })?;
     Ok(model)

@@ -12,8 +12,8 @@ const WINDOW: usize = 50;
 
 /// The view of one run.
 pub struct RunView {
+    /// Steps of all stages, which the bar and the lines count.
     steps: u64,
-    stages: Vec<(String, u64)>,
     bar: Option<ProgressBar>,
     recent: std::collections::VecDeque<Instant>,
 }
@@ -32,9 +32,7 @@ impl RunView {
                 style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "),
             )
         });
-        let stages =
-            recipe.stages.iter().map(|stage| (stage.name.clone(), stage.num_steps())).collect();
-        RunView { steps, stages, bar, recent: std::collections::VecDeque::new() }
+        RunView { steps, bar, recent: std::collections::VecDeque::new() }
     }
 
     /// Shows an event.
@@ -43,11 +41,7 @@ impl RunView {
             Event::DamagedCheckpoint { path, error } => {
                 self.line(&format!("moved a damaged checkpoint to {}: {error}", path.display()));
             }
-            Event::NoEndOfText { path } => self.line(&format!(
-                "warning: {}: its documents have no end-of-text token, so the model does not learn \
-                 where a text ends: to append one, prepare the text without --no-append-eos",
-                path.display()
-            )),
+            Event::Warning { text } => self.line(&format!("warning: {text}")),
             Event::Resumed { step } => {
                 self.line(&format!("continuing after step {step} of {}", self.steps));
             }
@@ -106,11 +100,7 @@ impl RunView {
                 bar.set_position(step);
                 bar.set_message(shown);
             }
-            None if due => {
-                let named = |(name, _): &&(String, u64)| *name == metrics.stage;
-                let steps = self.stages.iter().find(named).map_or(0, |stage| stage.1);
-                eprintln!("{} {}/{steps}: {shown}", metrics.stage, metrics.step);
-            }
+            None if due => eprintln!("{} {step}/{}: {shown}", metrics.stage, self.steps),
             None => {}
         }
     }

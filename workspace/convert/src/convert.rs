@@ -9,18 +9,21 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use moh_device::OpenDevice;
 use moh_hf::model_directory::{
-    Contents, DEFAULT_SHARD_BYTES, PIECE_BYTES, Sink, TensorSpec, companion_files, write_model,
+    Contents, DEFAULT_SHARD_BYTES, PIECE_BYTES, PendingModel, Sink, TensorSpec, companion_files,
+    prepare_model,
 };
-use moh_hf::{ConfigFile, Expansion, TensorBytes, WeightFiles, check_destination, dtype_name};
+use moh_hf::vocabulary::DEFAULT_MULTIPLE;
+use moh_hf::{Expansion, StoredModel, TensorBytes, WeightFiles, check_destination};
 use moh_kernels::DType;
 use moh_model::flops::Flops;
-use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD, tensor_shapes};
+use moh_model::tensors::{has_vocabulary_rows, tensor_shapes};
 use moh_model::{HeadCounts, HeadRequest, ModelConfig, MohConfig};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::Error;
+use crate::{Error, Verification, verify};
 
 /// The attention of the converted model.
 #[derive(Debug, Clone, PartialEq)]
@@ -71,7 +74,8 @@ pub struct Options {
     pub force: bool,
     /// A directory with the tokenizer whose larger vocabulary the model adopts.
     pub tokenizer: Option<PathBuf>,
-    /// Grow the vocabulary to a multiple of this.
+    /// Grow the vocabulary to a multiple of this; if `None`, to a multiple of [`DEFAULT_MULTIPLE`] with
+    /// `tokenizer`, and not at all without.
     pub pad_vocab_to: Option<usize>,
 }
 
@@ -139,6 +143,9 @@ pub struct Receipt {
     pub seconds: f64,
     /// Every tensor of the output.
     pub tensors: Vec<TensorReceipt>,
+    /// What a user should know about the source's files, in a sentence.
+    #[serde(skip)]
+    pub warning: Option<String>,
 }
 
 /// The conversion of one tensor.
@@ -146,6 +153,10 @@ pub struct Receipt {
 pub struct TensorReceipt {
     /// Its name.
     pub name: String,
+    /// Element type in the source.
+    pub source_dtype: &'static str,
+    /// Element type in the output.
+    pub dtype: &'static str,
     /// BLAKE3 of the source's bytes, if they were copied unchanged.
     pub source_blake3: Option<String>,
     /// BLAKE3 of the output's bytes, read back.
@@ -159,9 +170,47 @@ impl Receipt {
     pub fn num_unchanged(&self) -> usize {
         self.tensors.iter().filter(|tensor| tensor.unchanged).count()
     }
+
+    /// Number of tensors with another element type than the source's.
+    pub fn num_converted(&self) -> usize {
+        self.tensors.iter().filter(|tensor| tensor.source_dtype != tensor.dtype).count()
+    }
 }
 
-/// Converts a model directory. `progress` is called for every piece and can stop the conversion
+/// A conversion whose output does not have its name yet; dropping it removes the output.
+#[derive(Debug)]
+pub struct Conversion {
+    receipt: Receipt,
+    /// Leading rows of the vocabulary that are the source's.
+    kept_rows: usize,
+    pending: PendingModel,
+}
+
+impl Conversion {
+    /// The results.
+    pub fn receipt(&self) -> &Receipt {
+        &self.receipt
+    }
+
+    /// Compares the output with the source on a device.
+    ///
+    /// # Errors
+    /// Fails if a model cannot be read, or if they differ by more than rounding explains.
+    pub fn verify(&self, device: OpenDevice) -> Result<Verification, Error> {
+        verify::verify(&self.receipt.source, self.pending.path(), self.kept_rows, device)
+    }
+
+    /// Gives the output its name. A model directory that it replaces has the name until then.
+    ///
+    /// # Errors
+    /// Fails if the destination has changed in the meantime, or if a directory cannot be renamed.
+    pub fn publish(self) -> Result<Receipt, Error> {
+        self.pending.publish()?;
+        Ok(self.receipt)
+    }
+}
+
+/// Converts a model directory. [`Conversion::publish`] gives the output its name. `progress` is called for every piece and can stop the conversion
 /// with `ControlFlow::Break`.
 ///
 /// # Errors
@@ -170,18 +219,16 @@ impl Receipt {
 pub fn convert(
     options: &Options,
     progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
-) -> Result<Receipt, Error> {
+) -> Result<Conversion, Error> {
     let start = Instant::now();
-    let source = ConfigFile::read(&options.source)?;
-    let mut config =
-        ModelConfig { moh: options.attention.configure(&source.config)?, ..source.config.clone() };
     refuse_overlap(&options.source, &options.out)?;
     check_destination(&options.out, options.force)?;
+    let StoredModel { file: source, weights, warning } = StoredModel::open(&options.source)?;
+    let mut config =
+        ModelConfig { moh: options.attention.configure(&source.config)?, ..source.config.clone() };
     if options.max_shard_bytes == 0 {
         return Err(Error::Option("the largest shard must have at least one byte".to_string()));
     }
-    let weights = WeightFiles::open(&options.source)?;
-    weights.check(&source.config)?;
     let expansion = plan_expansion(options, source.config.vocab_size)?;
     if let Some(expansion) = &expansion {
         config.vocab_size = expansion.num_rows();
@@ -206,7 +253,7 @@ pub fn convert(
 
     let total = specs.iter().map(TensorSpec::num_bytes).sum();
     let mut done = 0;
-    let written = write_model(&options.out, options.force, &model, &mut |spec, sink| {
+    let pending = prepare_model(&options.out, options.force, &model, &mut |spec, sink| {
         let mut counted = |bytes: &[u8]| {
             sink(bytes)?;
             done += bytes.len() as u64;
@@ -221,21 +268,29 @@ pub fn convert(
 
     let tensors = specs
         .iter()
-        .zip(&written.hashes)
+        .zip(&pending.written().hashes)
         .map(|(spec, hash)| {
+            let source_dtype = weights.get(&spec.name)?.dtype;
             let grown = expansion.is_some() && has_vocabulary_rows(&spec.name);
-            let copied = !grown && weights.get(&spec.name).is_ok_and(|t| t.dtype == spec.dtype);
+            let unchanged = !grown && source_dtype == spec.dtype;
             let blake3 = hash.to_hex().to_string();
-            // A copied tensor's bytes were hashed on their way out of the source's mapping.
-            let source_blake3 = copied.then(|| blake3.clone());
-            TensorReceipt { name: spec.name.clone(), source_blake3, blake3, unchanged: copied }
+            Ok(TensorReceipt {
+                name: spec.name.clone(),
+                source_dtype: source_dtype.name(),
+                dtype: spec.dtype.name(),
+                // A copied tensor's bytes were hashed on their way out of the source's mapping.
+                source_blake3: unchanged.then(|| blake3.clone()),
+                blake3,
+                unchanged,
+            })
         })
-        .collect();
+        .collect::<Result<_, Error>>()?;
     let length = config.max_position_embeddings;
     let flops = [&source.config, &config].map(|config| config.flops_per_token(length));
     let heads = config.num_attention_heads;
     let layers = 0..config.num_hidden_layers;
-    Ok(Receipt {
+    let kept_rows = expansion.as_ref().map_or(source.config.vocab_size, Expansion::num_kept);
+    let receipt = Receipt {
         source: options.source.clone(),
         out: options.out.clone(),
         heads,
@@ -249,15 +304,13 @@ pub fn convert(
         flops_length: length,
         attention_flops_per_token: flops.map(|flops| flops.attention),
         flops_per_token: flops.map(|flops| Flops::forward(&flops)),
-        bytes: written.bytes,
-        shards: written.shards,
+        bytes: pending.written().bytes,
+        shards: pending.written().shards,
         seconds: start.elapsed().as_secs_f64(),
         tensors,
-    })
-}
-
-fn has_vocabulary_rows(name: &str) -> bool {
-    name == EMBEDDING || name == OUTPUT_HEAD
+        warning,
+    };
+    Ok(Conversion { receipt, kept_rows, pending })
 }
 
 /// Replacing the source, or a directory that contains it, would delete the input.
@@ -274,7 +327,10 @@ fn plan_expansion(options: &Options, rows: usize) -> Result<Option<Expansion>, E
     let expansion = match (&options.tokenizer, options.pad_vocab_to) {
         (None, None) => return Ok(None),
         (None, Some(multiple)) => Expansion::padding(rows, multiple)?,
-        (Some(tokenizer), pad_to) => Expansion::plan(&options.source, tokenizer, rows, pad_to)?,
+        (Some(tokenizer), multiple) => {
+            let multiple = multiple.unwrap_or(DEFAULT_MULTIPLE);
+            Expansion::plan(&options.source, tokenizer, rows, Some(multiple))?
+        }
     };
     Ok(Some(expansion).filter(|expansion| !expansion.is_identity()))
 }
@@ -381,7 +437,7 @@ impl Converter<'_> {
         if let Some(element) = dtype.first_not_finite(&bytes) {
             let reason = format!(
                 "{name} has a value that {} cannot hold, at element {}: choose another --dtype",
-                dtype_name(*dtype),
+                dtype.torch_name(),
                 first + element
             );
             return Err(Error::file(self.weights.file_of(name), reason));

@@ -4,7 +4,9 @@ mod candle;
 pub mod convert;
 mod error;
 pub mod verify;
+mod weights;
 
-pub use convert::{Attention, Options, Receipt, convert};
+pub use convert::{Attention, Conversion, Options, Receipt, convert};
 pub use error::Error;
-pub use verify::{Independent, Verification, verify};
+pub use verify::{Independent, Verification};
+pub use weights::Rounding;

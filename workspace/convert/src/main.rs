@@ -7,15 +7,15 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{CommandFactory, Parser, ValueEnum};
 use indicatif::HumanCount;
 use moh_cli::progress::Bar;
 use moh_cli::{exit, models};
-use moh_convert::{Attention, Independent, Options, Receipt, Verification, convert, verify};
+use moh_convert::{Attention, Conversion, Independent, Options, Receipt, Verification, convert};
 use moh_device::{DeviceName, OpenDevice};
-use moh_hf::dtype_name;
+use moh_files::PendingFile;
 use moh_kernels::DType;
 use moh_model::{Active, HeadCounts, HeadRequest};
 
@@ -59,23 +59,23 @@ struct Arguments {
     /// Directory to write [default: ./NAME-MoH]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Replace an existing model directory
+    /// Replace an existing model directory, or the file of --receipt
     #[arg(long)]
     force: bool,
-    /// Compare the output's logits, with all heads active, with the source's [default: if under 1
-    /// GB]
+    /// Compare the output's weights, and its logits with all heads active, with the source's [default:
+    /// if under 1 GB]
     #[arg(long, overrides_with = "no_verify")]
     verify: bool,
     /// Device for the comparison of logits: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]
     device: DeviceName,
-    /// Do not compare logits
+    /// Do not compare weights and logits
     #[arg(long, overrides_with = "verify")]
     no_verify: bool,
     /// Directory of a tokenizer whose larger vocabulary the model adopts
     #[arg(long, value_name = "DIR")]
     tokenizer: Option<PathBuf>,
-    /// Grow the vocabulary to a multiple of N
+    /// Grow the vocabulary to a multiple of N [default: 128 with --tokenizer]
     #[arg(long, value_name = "N")]
     pad_vocab_to: Option<usize>,
     /// Write a report of every tensor as JSON
@@ -94,11 +94,9 @@ enum AttentionKind {
 /// The element types of an output, by their short names and by the names in `config.json`.
 fn output_types() -> impl TypedValueParser<Value = DType> {
     const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
-    let value = |dtype: DType| PossibleValue::new(dtype.name()).alias(dtype_name(dtype));
-    PossibleValuesParser::new(TYPES.map(value)).try_map(|name| {
-        let is_named = |dtype: &DType| [dtype.name(), dtype_name(*dtype)].contains(&name.as_str());
-        TYPES.into_iter().find(is_named).ok_or("not an element type")
-    })
+    let value = |dtype: DType| PossibleValue::new(dtype.name()).alias(dtype.torch_name());
+    PossibleValuesParser::new(TYPES.map(value))
+        .try_map(|name| DType::from_name(&name).ok_or("not an element type"))
 }
 
 /// Bytes in decimal (KB, MB, GB) or binary (KiB, MiB, GiB) units, as transformers reads them.
@@ -155,6 +153,9 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let attention = attention(arguments);
     let device = OpenDevice::open(arguments.device, true)
         .with_context(|| format!("--device {}", arguments.device))?;
+    if let Some(path) = &arguments.receipt {
+        check_receipt(path, arguments.force)?;
+    }
     let source = models::locate(&arguments.from, arguments.revision.as_deref())?;
 
     let out = arguments.out.clone().unwrap_or_else(|| {
@@ -172,7 +173,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     };
     let stop = stop_on_signals().context("signals")?;
     let mut bar = Bar::bytes("converting", 0);
-    let receipt = convert(&options, &mut |progress| {
+    let conversion = convert(&options, &mut |progress| {
         bar.update(progress.bytes, progress.total);
         match stop.load(Ordering::Relaxed) {
             true => ControlFlow::Break(()),
@@ -180,32 +181,53 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         }
     })?;
     drop(bar);
-    let verification = verify_output(arguments, &receipt, device)?;
+    if let Some(warning) = &conversion.receipt().warning {
+        eprintln!("warning: {warning}");
+    }
+    let verification = verify_output(arguments, &conversion, device)?;
+    let receipt = conversion.publish()?;
     if let Some(path) = &arguments.receipt {
-        let json = serde_json::to_string_pretty(&receipt)?;
-        std::fs::write(path, json + "\n").with_context(|| path.display().to_string())?;
+        write_receipt(path, &receipt, arguments.force)?;
     }
     print_receipt(&receipt, verification, &mut std::io::stdout().lock())?;
     Ok(())
 }
 
-/// Compares logits if the model is small or the user asked for it; removes an output that differs.
+/// Compares weights and logits if the model is small or the user asked for it.
 fn verify_output(
     arguments: &Arguments,
-    receipt: &Receipt,
+    conversion: &Conversion,
     device: OpenDevice,
 ) -> anyhow::Result<Option<Verification>> {
-    if arguments.no_verify || !(arguments.verify || receipt.bytes < VERIFIED_BYTES) {
+    let is_small = conversion.receipt().bytes < VERIFIED_BYTES;
+    if arguments.no_verify || !(arguments.verify || is_small) {
         return Ok(None);
     }
-    match verify(&receipt.source, &receipt.out, device) {
-        Ok(verification) => Ok(Some(verification)),
-        Err(error) => {
-            std::fs::remove_dir_all(&receipt.out)
-                .with_context(|| receipt.out.display().to_string())?;
-            Err(error.into())
-        }
+    Ok(Some(conversion.verify(device)?))
+}
+
+/// Checks, before the conversion, that its receipt can be written.
+fn check_receipt(path: &Path, force: bool) -> anyhow::Result<()> {
+    let option = || format!("--receipt {}", path.display());
+    if path.is_dir() {
+        bail!("{}: is a directory, name a file", option());
     }
+    if path.exists() && !force {
+        bail!("{}: exists: choose another file, or --force to replace it", option());
+    }
+    // Dropped, so that nothing is left of it.
+    PendingFile::create(path).with_context(option)?;
+    Ok(())
+}
+
+fn write_receipt(path: &Path, receipt: &Receipt, force: bool) -> anyhow::Result<()> {
+    let json = serde_json::to_string_pretty(receipt)?;
+    let write = || {
+        let mut file = PendingFile::create(path)?;
+        writeln!(file, "{json}")?;
+        if force { file.replace() } else { file.publish() }
+    };
+    write().with_context(|| format!("--receipt {}", path.display()))
 }
 
 /// The last component of a hub id or of a directory's canonical path.
@@ -236,7 +258,6 @@ fn print_receipt(
 ) -> std::io::Result<()> {
     let [attention_before, attention] = receipt.attention_flops_per_token;
     let [before, after] = receipt.vocab_size;
-    let unchanged = receipt.num_unchanged();
     let counts = [&receipt.shared_heads, &receipt.routed_top_k];
     let by_layer =
         if counts.iter().all(|counts| counts.uniform().is_some()) { "" } else { ", by layer" };
@@ -263,28 +284,9 @@ fn print_receipt(
         receipt.flops_length,
         100.0 * attention / attention_before
     )?;
-    writeln!(
-        out,
-        "  tensors          {} of {} unchanged (BLAKE3 of the source = of the output, read back)",
-        unchanged,
-        receipt.tensors.len()
-    )?;
-    if let Some(found) = verification {
-        writeln!(
-            out,
-            "  verified         {} logits with all heads on differ from the source's by at most {:e}",
-            HumanCount(found.logits as u64),
-            found.largest_difference
-        )?;
-        match found.independent {
-            Independent::Compared { largest_difference } => writeln!(
-                out,
-                "  candle           its logits of the last token differ by at most {largest_difference:e}"
-            )?,
-            Independent::NotCompared { reason } => {
-                writeln!(out, "  candle           not compared: {reason}")?;
-            }
-        }
+    writeln!(out, "  tensors          {} (BLAKE3, read back)", describe_tensors(receipt))?;
+    if let Some(verification) = verification {
+        print_verification(&verification, out)?;
     }
     writeln!(
         out,
@@ -294,6 +296,65 @@ fn print_receipt(
         if receipt.shards == 1 { "" } else { "s" },
         receipt.seconds
     )
+}
+
+/// How many tensors are the source's, and what became of the others.
+fn describe_tensors(receipt: &Receipt) -> String {
+    let (total, unchanged) = (receipt.tensors.len(), receipt.num_unchanged());
+    let (converted, dtype) = (receipt.num_converted(), receipt.tensors.first().map(|t| t.dtype));
+    let mut parts = Vec::new();
+    if unchanged > 0 {
+        parts.push(format!("{unchanged} of {total} unchanged, bit by bit"));
+    }
+    if converted > 0 {
+        parts.push(format!("{converted} of {total} converted to {}", dtype.unwrap_or_default()));
+    }
+    let grown = total - unchanged - converted;
+    if grown > 0 {
+        parts.push(format!("{grown} with new rows"));
+    }
+    parts.join(", ")
+}
+
+fn print_verification(found: &Verification, out: &mut impl Write) -> std::io::Result<()> {
+    let logits = format!("{} logits with all heads on", HumanCount(found.logits as u64));
+    match found.rounding {
+        None => {
+            let distance = distance(found.largest_difference.into(), "the source's");
+            writeln!(out, "  verified         {logits} are {distance}")?;
+        }
+        Some(rounding) => {
+            let dtype = rounding.dtype.name();
+            let weights = distance(rounding.largest_difference, "the source's");
+            let all = distance(found.largest_difference.into(), "the source's");
+            let rest = distance(
+                found.unexplained_difference.into(),
+                &format!("those of its weights rounded to {dtype}"),
+            );
+            writeln!(
+                out,
+                "  verified         weights in {dtype} are {weights}, within their rounding\n                   \
+                 {logits} are {all}, and {rest}"
+            )?;
+        }
+    }
+    match found.independent {
+        Independent::Compared { largest_difference } => {
+            let distance = distance(largest_difference.into(), "the output's");
+            writeln!(out, "  candle           its logits of the last token are {distance}")
+        }
+        Independent::NotCompared { reason } => {
+            writeln!(out, "  candle           not compared: {reason}")
+        }
+    }
+}
+
+/// How far numbers are from others at most.
+fn distance(largest: f64, from: &str) -> String {
+    match largest == 0.0 {
+        true => format!("equal to {from}"),
+        false => format!("within {largest:.1e} of {from}"),
+    }
 }
 
 #[cfg(test)]

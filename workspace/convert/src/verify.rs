@@ -1,17 +1,19 @@
-//! Verifies a conversion: with all heads active, the output computes the source's logits.
+//! Verifies a conversion: the output has the source's weights, and with all heads active it computes the
+//! source's logits.
 //!
-//! Both models run in f32 on the same token ids. If the output has a different element type, the
-//! source's weights are first rounded to it, so that the logits should be equal. Then candle
-//! computes the source with its own implementation, if it supports the model, and its logits of the
-//! last token must equal the output's.
+//! Both models run in f32 on the same token ids. If the output has a different element type, rounding
+//! explains the difference to the source's logits if the source, its weights rounded to that type,
+//! computes the output's. Then candle computes the source, rounded as well, with its own
+//! implementation, if it supports the model, and its logits of the last token must equal the output's.
 
 use std::path::Path;
 
 use moh_device::{OnDevice, OpenDevice};
-use moh_hf::{ConfigFile, WeightFiles};
+use moh_hf::{StoredModel, WeightFiles};
 use moh_kernels::{Backend, DType};
 use moh_model::{Activations, Model, ModelConfig, MohConfig, PassShape, Recompute, StepSums};
 
+use crate::weights::{self, Rounding};
 use crate::{Error, candle};
 
 /// Maximum number of token ids in the comparison.
@@ -43,92 +45,124 @@ pub enum Independent {
 pub struct Verification {
     /// Tokens compared.
     pub tokens: usize,
-    /// Logits compared: those of the source's vocabulary.
+    /// Logits compared: those of the rows of the vocabulary that are the source's.
     pub logits: usize,
-    /// The largest absolute difference.
+    /// The largest absolute difference to the source's logits, with its weights in their own type.
     pub largest_difference: f32,
+    /// The largest absolute difference to the source's logits with its weights rounded to the output's
+    /// type: what rounding does not explain.
+    pub unexplained_difference: f32,
+    /// How far rounding to another type moved the weights; `None` if all of them have the source's bits.
+    pub rounding: Option<Rounding>,
     /// The largest logit of the source.
     pub largest_logit: f32,
     /// The comparison with another implementation.
     pub independent: Independent,
 }
 
-/// Compares the model in `out` with the one in `source` it was converted from, on a device that gives
-/// the same bits in every run.
+/// Compares the model in `out` with the one in `source` it was converted from, of whose vocabulary the
+/// first `kept_rows` rows are in both, on a device that gives the same bits in every run.
 ///
 /// # Errors
-/// When a model cannot be read, or the logits differ by more than rounding.
-pub fn verify(source: &Path, out: &Path, device: OpenDevice) -> Result<Verification, Error> {
-    device.run(Comparison { source, out })
+/// Fails if a model cannot be read, or if weights or logits differ by more than rounding explains.
+pub(crate) fn verify(
+    source: &Path,
+    out: &Path,
+    kept_rows: usize,
+    device: OpenDevice,
+) -> Result<Verification, Error> {
+    let before = StoredModel::open(source)?;
+    let after = StoredModel::open(out)?;
+    if kept_rows == 0 {
+        let reason = "the new tokenizer replaces the first row of the vocabulary, so that no logits can \
+                      be compared: use --no-verify";
+        return Err(Error::file(source, reason));
+    }
+    device.run(Comparison { source, before, after, kept_rows })
 }
 
 struct Comparison<'a> {
     source: &'a Path,
-    out: &'a Path,
+    before: StoredModel,
+    after: StoredModel,
+    kept_rows: usize,
 }
 
 impl OnDevice for Comparison<'_> {
     type Output = Result<Verification, Error>;
 
     fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
-        verify_on(&backend, self.source, self.out)
+        self.verify(&backend)
     }
 }
 
-fn verify_on<B: Backend + Clone>(
-    backend: &B,
-    source: &Path,
-    out: &Path,
-) -> Result<Verification, Error> {
-    let (before, after) = (ConfigFile::read(source)?.config, ConfigFile::read(out)?.config);
-    let output = WeightFiles::open(out)?;
-    let ids = sample_ids(before.vocab_size, before.max_position_embeddings);
-    let expected = {
-        let weights = WeightFiles::open(source)?;
-        let rounded = |name: &str| output.get(name).map(|tensor| tensor.dtype);
-        let dense = ModelConfig { moh: None, ..before.clone() };
-        logits(backend, &weights, dense, &ids, rounded)?
-    };
-    let all_on = after.moh.clone().map(|moh| MohConfig {
-        routed_top_k: moh.shared_heads.map(|shared| after.num_attention_heads - shared),
-        ..moh
-    });
-    let all_on = ModelConfig { moh: all_on, ..after.clone() };
-    let found =
-        logits(backend, &output, all_on, &ids, |name| output.get(name).map(|tensor| tensor.dtype))?;
-    let differences = compare(&expected, before.vocab_size, &found, after.vocab_size);
-    let largest = differences.largest_logit.max(1.0);
-    let refuse = |whose: &str, difference: f32| {
-        let reason = format!(
-            "verification failed: with all heads on, a logit differs from {whose} by {difference}, \
-             more than rounding explains"
-        );
-        Err(Error::file(out, reason))
-    };
-    if exceeds(differences.largest_difference, TOLERANCE * largest) {
-        return refuse("the source's", differences.largest_difference);
-    }
-    let independent = match candle::obstacle(&before) {
-        Some(reason) => Independent::NotCompared { reason },
-        None => {
-            let weights = WeightFiles::open(source)?;
-            let rounded = |name: &str| output.get(name).map(|tensor| tensor.dtype);
-            let expected = candle::last_logits(&weights, &before, &ids, rounded)?;
-            let last = &found[(ids.len() - 1) * after.vocab_size..];
-            let found = compare(&expected, before.vocab_size, last, after.vocab_size);
-            if exceeds(found.largest_difference, INDEPENDENT_TOLERANCE * largest) {
-                return refuse("candle's of the source", found.largest_difference);
-            }
-            Independent::Compared { largest_difference: found.largest_difference }
+impl Comparison<'_> {
+    fn verify<B: Backend + Clone>(&self, backend: &B) -> Result<Verification, Error> {
+        let Comparison { before, after, kept_rows, .. } = self;
+        let (config, output) = (&before.file.config, &after.weights);
+        let rounding = weights::compare(&before.weights, output, config, *kept_rows)?;
+        let ids = sample_ids(*kept_rows, config.max_position_embeddings);
+        let rounded = |name: &str| Ok(output.get(name)?.dtype);
+        let own = |name: &str| Ok(before.weights.get(name)?.dtype);
+
+        let found = logits(backend, output, self.all_heads_on(), &ids, rounded)?;
+        let dense = ModelConfig { moh: None, ..config.clone() };
+        let expected = logits(backend, &before.weights, dense.clone(), &ids, rounded)?;
+        let unexplained = self.compare(&expected, &found);
+        let largest = unexplained.largest_logit.max(1.0);
+        if exceeds(unexplained.largest_difference, TOLERANCE * largest) {
+            return self.refuse("the source's", unexplained.largest_difference);
         }
-    };
-    Ok(Verification {
-        tokens: ids.len(),
-        logits: ids.len() * before.vocab_size.min(after.vocab_size),
-        largest_difference: differences.largest_difference,
-        largest_logit: differences.largest_logit,
-        independent,
-    })
+        let differences = match rounding {
+            None => unexplained,
+            Some(_) => self.compare(&logits(backend, &before.weights, dense, &ids, own)?, &found),
+        };
+        let independent = match candle::obstacle(config) {
+            Some(reason) => Independent::NotCompared { reason },
+            None => {
+                let expected = candle::last_logits(&before.weights, config, &ids, rounded)?;
+                let last = &found[(ids.len() - 1) * after.file.config.vocab_size..];
+                let Differences { largest_difference, .. } = self.compare(&expected, last);
+                if exceeds(largest_difference, INDEPENDENT_TOLERANCE * largest) {
+                    return self.refuse("candle's of the source", largest_difference);
+                }
+                Independent::Compared { largest_difference }
+            }
+        };
+        Ok(Verification {
+            tokens: ids.len(),
+            logits: ids.len() * kept_rows,
+            largest_difference: differences.largest_difference,
+            unexplained_difference: unexplained.largest_difference,
+            rounding,
+            largest_logit: differences.largest_logit,
+            independent,
+        })
+    }
+
+    /// The output's configuration with every routed head selected.
+    fn all_heads_on(&self) -> ModelConfig {
+        let config = &self.after.file.config;
+        let moh = config.moh.clone().map(|moh| MohConfig {
+            routed_top_k: moh.shared_heads.map(|shared| config.num_attention_heads - shared),
+            ..moh
+        });
+        ModelConfig { moh, ..config.clone() }
+    }
+
+    /// Compares the source's logits with the output's.
+    fn compare(&self, expected: &[f32], found: &[f32]) -> Differences {
+        let vocabularies = [&self.before, &self.after].map(|model| model.file.config.vocab_size);
+        compare(expected, found, vocabularies, self.kept_rows)
+    }
+
+    fn refuse<T>(&self, whose: &str, difference: f32) -> Result<T, Error> {
+        let reason = format!(
+            "verification failed: with all heads on, a logit of the output differs from {whose} by \
+             {difference:.2e}, more than rounding explains"
+        );
+        Err(Error::file(self.source, reason))
+    }
 }
 
 /// Whether a difference is more than allowed; one that is not a number is.
@@ -178,18 +212,18 @@ fn logits<B: Backend + Clone>(
 }
 
 /// How far two tables of logits are apart.
+#[derive(Debug, Clone, Copy)]
 struct Differences {
     largest_difference: f32,
     largest_logit: f32,
 }
 
-/// Compares the logits of the source's vocabulary, row by row.
-fn compare(expected: &[f32], old_vocab: usize, found: &[f32], new_vocab: usize) -> Differences {
-    let shared = old_vocab.min(new_vocab);
-    let rows = expected.chunks_exact(old_vocab).zip(found.chunks_exact(new_vocab));
+/// Compares the first `columns` logits of every row of two tables with rows of these lengths.
+fn compare(expected: &[f32], found: &[f32], lengths: [usize; 2], columns: usize) -> Differences {
+    let rows = expected.chunks_exact(lengths[0]).zip(found.chunks_exact(lengths[1]));
     let (mut largest_difference, mut largest_logit) = (0f32, 0f32);
     for (expected, found) in rows {
-        for (a, b) in expected.iter().zip(&found[..shared]) {
+        for (a, b) in expected.iter().zip(found).take(columns) {
             let difference = (a - b).abs();
             // `max` would drop what is not a number.
             if difference > largest_difference || difference.is_nan() {
@@ -207,9 +241,11 @@ mod tests {
 
     #[test]
     fn the_largest_difference_is_found_among_the_old_vocabulary_only() {
-        let verification = compare(&[1.0, 2.0, -3.0, 4.0], 2, &[1.0, 2.5, 9.0, -3.0, 4.0, 9.0], 3);
-        assert_eq!((verification.largest_difference, verification.largest_logit), (0.5, 4.0));
-        let nan = compare(&[f32::NAN, 1.0], 2, &[0.0, 1.0], 2);
+        let found = compare(&[1.0, 2.0, -3.0, 4.0], &[1.0, 2.5, 9.0, -3.0, 4.0, 9.0], [2, 3], 2);
+        assert_eq!((found.largest_difference, found.largest_logit), (0.5, 4.0));
+        let found = compare(&[1.0, 2.0, -3.0, 4.0], &[1.0, 2.5, 9.0, -3.0, 4.0, 9.0], [2, 3], 1);
+        assert_eq!((found.largest_difference, found.largest_logit), (0.0, 3.0));
+        let nan = compare(&[f32::NAN, 1.0], &[0.0, 1.0], [2, 2], 2);
         assert!(nan.largest_difference.is_nan());
     }
 

@@ -48,7 +48,8 @@ fn a_model_is_converted_beside_its_receipt() {
   heads            4 shared + 2 of 4 routed = 6 of 8 active
   parameters       11,496
   attention FLOPs  8.320e3 -> 6.240e3 per token at length 64 (75%)
-  tensors          21 of 21 unchanged (BLAKE3 of the source = of the output, read back)
+  tensors          21 of 21 unchanged, bit by bit (BLAKE3, read back)
+  verified         1,776 logits with all heads on are equal to the source's
 ";
     assert!(stdout.starts_with(expected), "{stdout}");
     let not_compared =
@@ -92,9 +93,16 @@ fn another_implementation_agrees_with_the_output() {
         let output = moh_convert(dir.path()).args(arguments).output().unwrap();
         let stdout = String::from_utf8(output.stdout).unwrap();
         assert!(
-            stdout.contains("candle           its logits of the last token differ by at most"),
+            stdout.contains("candle           its logits of the last token are within"),
             "{stdout}"
         );
+        assert!(!stdout.contains("0e0") && !stdout.contains(" 0 of "), "{stdout}");
+        if dtype == "bf16" {
+            assert!(stdout.contains("converted to bf16 (BLAKE3, read back)"), "{stdout}");
+            let verified = stdout.lines().find(|line| line.contains("verified")).unwrap();
+            assert!(verified.contains("weights in bf16 are within "), "{verified}");
+            assert!(stdout.contains("of the source's, and equal to those of its weights rounded"));
+        }
     }
 }
 
@@ -273,6 +281,10 @@ fn weights_that_are_damaged_are_refused() {
         (&good[..100], "model.safetensors: is cut short or corrupt"),
         (&good[..good.len() - 1], "model.safetensors: is cut short or corrupt"),
         (&corrupt[..], "model.safetensors: has a corrupt safetensors header"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 99\n",
+            "model.safetensors: is a git-lfs pointer, not the weights: run git lfs pull",
+        ),
     ] {
         fs::write(&path, bytes).unwrap();
         let message = failure(dir.path(), &["--from", "source"]);

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use moh_comm::World;
-use moh_convert::{Attention, Options, convert, verify};
+use moh_convert::{Attention, Options, convert};
 use moh_data::{
     AppendEos, END_OF_TEXT, Prepare, TextTokenizer, TrainTokenizer, prepare, train_tokenizer,
 };
@@ -112,7 +112,8 @@ fn a_run_starts_from_the_rows_that_conversion_writes() {
         pad_vocab_to: Some(32),
         ..Options::new(dir.path().join("model"), dir.path().join("expanded"))
     };
-    convert(&options, &mut |_| std::ops::ControlFlow::Continue(())).unwrap();
+    let conversion = convert(&options, &mut |_| std::ops::ControlFlow::Continue(())).unwrap();
+    conversion.publish().unwrap();
     let expanded = WeightFiles::open(&dir.path().join("expanded")).unwrap();
 
     let recipe = recipe(dir.path());
@@ -169,8 +170,9 @@ fn a_qwen3_is_converted_trained_and_exported() {
     prepare_model(dir.path(), "qwen3");
     let (source, converted) = (dir.path().join("model"), dir.path().join("converted"));
     let options = Options::new(source.clone(), converted.clone());
-    convert(&options, &mut |_| std::ops::ControlFlow::Continue(())).unwrap();
-    verify(&source, &converted, OpenDevice::Cpu).unwrap();
+    let conversion = convert(&options, &mut |_| std::ops::ControlFlow::Continue(())).unwrap();
+    conversion.verify(OpenDevice::Cpu).unwrap();
+    conversion.publish().unwrap();
 
     let mut recipe = recipe(dir.path());
     let outcome = run(&mut recipe, &converted).unwrap();

@@ -107,7 +107,7 @@ impl ConfigFile {
                 if fields.contains_key("rope_parameters") { "dtype" } else { "torch_dtype" };
             for (key, present) in known {
                 if present || (key == default && !known.iter().any(|(_, present)| *present)) {
-                    fields.insert(key.to_string(), json!(dtype_name(dtype)));
+                    fields.insert(key.to_string(), json!(dtype.torch_name()));
                 }
             }
         }
@@ -141,19 +141,6 @@ fn object(value: Value, path: &Path) -> Result<Map<String, Value>, Error> {
             path: path.to_path_buf(),
             reason: format!("expected a JSON object, found {}", kind(&other)),
         }),
-    }
-}
-
-/// The name of an element type in `config.json`: torch's.
-pub fn dtype_name(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F32 => "float32",
-        DType::F16 => "float16",
-        DType::BF16 => "bfloat16",
-        DType::F64 => "float64",
-        DType::U32 => "uint32",
-        DType::I16 => "int16",
-        DType::U8 => "uint8",
     }
 }
 

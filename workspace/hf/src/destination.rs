@@ -144,7 +144,10 @@ mod tests {
             let dir = directory(files);
             check_destination(dir.path(), true).unwrap();
             let message = check_destination(dir.path(), false).unwrap_err().to_string();
-            assert!(message.contains("is not empty: choose another --out, or --force"), "{message}");
+            assert!(
+                message.contains("is not empty: choose another --out, or --force"),
+                "{message}"
+            );
         }
         check_destination(&directory(&[]).path().join("new"), false).unwrap();
         check_destination(directory(&[]).path(), false).unwrap();

@@ -8,15 +8,21 @@ mod generation_file;
 pub mod model_directory;
 mod random_model;
 mod shard;
+mod special_tokens;
 mod spelling;
+mod stored_model;
 pub mod vocabulary;
 pub mod weight_files;
 
-pub use config_file::{ConfigFile, dtype_name};
+pub use config_file::ConfigFile;
 pub use destination::check_destination;
 pub use error::Error;
 pub use generation_file::end_tokens;
-pub use model_directory::{Contents, PendingModel, TensorSpec, Written, prepare_model, write_model};
+pub use model_directory::{
+    Contents, PendingModel, TensorSpec, Written, prepare_model, write_model,
+};
 pub use random_model::write_random_model;
+pub use special_tokens::SpecialTokens;
+pub use stored_model::StoredModel;
 pub use vocabulary::Expansion;
 pub use weight_files::{TensorBytes, WeightFiles};

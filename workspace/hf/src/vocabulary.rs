@@ -18,7 +18,10 @@ use crate::spelling::Speller;
 /// Maximum number of tokens; each id is a row of the model.
 const MAX_TOKENS: usize = 1 << 24;
 /// The file that holds a tokenizer.
-const TOKENIZER_FILE: &str = "tokenizer.json";
+pub(crate) const TOKENIZER_FILE: &str = "tokenizer.json";
+
+/// Rows of a model that adopts another tokenizer's vocabulary are a multiple of this by default.
+pub const DEFAULT_MULTIPLE: usize = 128;
 
 /// The source of each row of a grown vocabulary.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -222,10 +225,10 @@ fn by_id(vocabulary: &HashMap<String, u32>) -> Vec<(u32, &str)> {
     tokens
 }
 
-fn load(dir: &Path) -> Result<Tokenizer, Error> {
+pub(crate) fn load(dir: &Path) -> Result<Tokenizer, Error> {
     let path = dir.join(TOKENIZER_FILE);
     if !path.is_file() {
-        let reason = format!("holds no {TOKENIZER_FILE}, which is required to grow the vocabulary");
+        let reason = format!("holds no {TOKENIZER_FILE}, which its vocabulary is read from");
         return Err(Error::file(dir, reason));
     }
     Tokenizer::from_file(&path)

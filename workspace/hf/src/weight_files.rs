@@ -23,6 +23,8 @@ pub const WEIGHTS_FILE: &str = "model.safetensors";
 /// Name of the index of sharded weights.
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
 
+/// Git-lfs leaves a small text file in place of a large one until that is pulled.
+const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
 /// Maximum bytes of an index.
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 /// Suffix of buffers in old checkpoints that no model reads.
@@ -161,6 +163,11 @@ impl WeightFiles {
         let io = |source| Error::Io { path: path.clone(), source };
         let file = File::open(&path).map_err(io)?;
         let map = map(&file).map_err(io)?;
+        if map.starts_with(LFS_POINTER) {
+            let reason =
+                "is a git-lfs pointer, not the weights: run git lfs pull in its repository";
+            return refuse(&path, reason);
+        }
         let (header, metadata) = match SafeTensors::read_metadata(&map) {
             Ok(read) => read,
             Err(error) => return refuse(&path, describe(&error, map.len())),

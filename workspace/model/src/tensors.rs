@@ -9,6 +9,11 @@ use crate::{Architecture, ModelConfig, llama, qwen3};
 pub const EMBEDDING: &str = "model.embed_tokens.weight";
 /// Name of the output head; absent from the files of a tied model.
 pub const OUTPUT_HEAD: &str = "lm_head.weight";
+
+/// Whether the tensor of that name has a row for each token of the vocabulary.
+pub fn has_vocabulary_rows(name: &str) -> bool {
+    name == EMBEDDING || name == OUTPUT_HEAD
+}
 /// Name of the norm before the output head.
 pub const FINAL_NORM: &str = "model.norm.weight";
 

@@ -20,10 +20,10 @@ pub enum Event<'a> {
         /// The damage.
         error: &'a Error,
     },
-    /// A token file records that its documents end without an end-of-text token.
-    NoEndOfText {
-        /// The token file's path without its endings.
-        path: &'a Path,
+    /// A fact about the run's model or data that its user should know.
+    Warning {
+        /// One sentence.
+        text: &'a str,
     },
     /// The run resumes after this step.
     Resumed {

@@ -147,6 +147,9 @@ impl<B: Backend + Clone> InTrainingElements for Training<'_, B> {
 
     fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
         let Training { backend, ranks, inputs, data, events } = self;
+        if let Some(text) = inputs.source.warning() {
+            events(Event::Warning { text });
+        }
         train::<B, T, G, M>(backend, ranks, inputs, data, events)
     }
 }

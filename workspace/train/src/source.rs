@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use moh_data::TextTokenizer;
-use moh_hf::{ConfigFile, Expansion, WeightFiles};
+use moh_hf::{ConfigFile, Expansion, SpecialTokens, StoredModel, WeightFiles};
 use moh_model::layout::Segment;
-use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD};
+use moh_model::tensors::has_vocabulary_rows;
 use moh_model::{ModelConfig, initial};
 
 use crate::{Error, Recipe};
@@ -20,6 +20,7 @@ pub struct ModelSource {
     expansion: Option<Expansion>,
     tokenizer: Option<PathBuf>,
     directory: Option<PathBuf>,
+    warning: Option<String>,
 }
 
 enum Weights {
@@ -34,16 +35,19 @@ impl ModelSource {
     /// Fails if files are missing or invalid, or differ from the recipe's description of the model.
     pub fn open(recipe: &Recipe, path: &Path, directory: Option<&Path>) -> Result<Self, Error> {
         let fresh = recipe.model.new.as_ref();
+        let mut warning = None;
         let (config_file, weights) = match (fresh, directory) {
             (Some(new), _) => {
-                let seed = recipe.run.seed;
-                (ConfigFile::new(&new.config(path)?), Weights::Fresh { seed })
+                let mut config = new.config(path)?;
+                if let Some(tokenizer) = &recipe.model.tokenizer {
+                    adopt_special_tokens(&mut config, tokenizer)?;
+                }
+                (ConfigFile::new(&config), Weights::Fresh { seed: recipe.run.seed })
             }
             (None, Some(directory)) => {
-                let config_file = ConfigFile::read(directory)?;
-                let weights = WeightFiles::open(directory)?;
-                weights.check(&config_file.config)?;
-                (config_file, Weights::Files(weights))
+                let model = StoredModel::open(directory)?;
+                warning = model.warning;
+                (model.file, Weights::Files(model.weights))
             }
             (None, None) => return Err(Error::NoModel { path: path.to_owned() }),
         };
@@ -54,6 +58,7 @@ impl ModelSource {
             expansion: None,
             tokenizer: None,
             directory: directory.map(Path::to_owned),
+            warning,
         };
         source.tokenizer = recipe.model.tokenizer.clone().or_else(|| {
             directory.filter(|dir| dir.join("tokenizer.json").is_file()).map(Path::to_owned)
@@ -117,6 +122,11 @@ impl ModelSource {
         &self.config_file.config
     }
 
+    /// What a user should know about the model's files, in a sentence.
+    pub fn warning(&self) -> Option<&str> {
+        self.warning.as_deref()
+    }
+
     /// The fields of `config.json`.
     pub fn config_file(&self) -> &ConfigFile {
         &self.config_file
@@ -154,7 +164,7 @@ impl ModelSource {
             Weights::Files(files) => files,
         };
         match &self.expansion {
-            Some(expansion) if [EMBEDDING, OUTPUT_HEAD].contains(&segment.name.as_str()) => {
+            Some(expansion) if has_vocabulary_rows(&segment.name) => {
                 let width = self.config.hidden_size;
                 let mut old = vec![0f32; expansion.old_rows() * width];
                 files.read_f32(&segment.name, &mut old)?;
@@ -172,4 +182,16 @@ impl ModelSource {
             _ => Ok(files.read_f32(&segment.name, values)?),
         }
     }
+}
+
+/// Gives a new model the special tokens of its tokenizer that its recipe leaves out, so that generation
+/// from an export ends where the tokenizer says.
+fn adopt_special_tokens(config: &mut ModelConfig, tokenizer: &Path) -> Result<(), Error> {
+    let tokens = SpecialTokens::read(tokenizer)?;
+    let has_row = |id: &u32| (*id as usize) < config.vocab_size;
+    if config.eos_token_ids.is_empty() {
+        config.eos_token_ids = tokens.eos.filter(has_row).into_iter().collect();
+    }
+    config.bos_token_id = config.bos_token_id.or(tokens.bos.filter(has_row));
+    Ok(())
 }

@@ -67,7 +67,12 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
     let mut silence = |_: Event<'_>| {};
     let events = if ranks.is_first() { events } else { &mut silence };
     for path in data.without_end_of_text() {
-        events(Event::NoEndOfText { path });
+        let text = format!(
+            "{}: its documents have no end-of-text token, so the model does not learn where a text ends: \
+             to append one, prepare the text without --no-append-eos",
+            path.display()
+        );
+        events(Event::Warning { text: &text });
     }
     let (mut ranks, mut data) = (ranks, data);
     loop {

@@ -1,6 +1,8 @@
 use super::*;
+use moh_hf::ConfigFile;
 use moh_hf::write_random_model;
 use moh_model::Active;
+use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD};
 use serde_json::{Value, json};
 use std::fs;
 
@@ -18,7 +20,7 @@ fn model(dir: &Path, dtype: DType, tied: bool) -> PathBuf {
 }
 
 fn go(options: &Options) -> Result<Receipt, Error> {
-    convert(options, &mut |_| ControlFlow::Continue(()))
+    convert(options, &mut |_| ControlFlow::Continue(()))?.publish()
 }
 
 fn config(dir: &Path) -> Value {
@@ -29,7 +31,7 @@ fn config(dir: &Path) -> Value {
 fn conversion_changes_no_weight() {
     let dir = tempfile::tempdir().unwrap();
     for dtype in [DType::F32, DType::BF16] {
-        let source = model(&dir.path().join(dtype_name(dtype)), dtype, false);
+        let source = model(&dir.path().join(dtype.torch_name()), dtype, false);
         let out = source.with_file_name("out");
         let receipt = go(&Options::new(&source, &out)).unwrap();
         let counts = (receipt.heads, receipt.shared_heads.clone(), receipt.active_heads.clone());
@@ -134,11 +136,11 @@ fn the_element_type_changes_on_request() {
     let dir = tempfile::tempdir().unwrap();
     let source = model(dir.path(), DType::F32, false);
     for dtype in [DType::BF16, DType::F16, DType::F32] {
-        let out = dir.path().join(dtype_name(dtype));
+        let out = dir.path().join(dtype.torch_name());
         let receipt = go(&Options { dtype: Some(dtype), ..Options::new(&source, &out) }).unwrap();
         let unchanged = if dtype == DType::F32 { receipt.tensors.len() } else { 0 };
         assert_eq!(receipt.num_unchanged(), unchanged);
-        assert_eq!(config(&out)["torch_dtype"], dtype_name(dtype));
+        assert_eq!(config(&out)["torch_dtype"], dtype.torch_name());
         let (from, to) = (WeightFiles::open(&source).unwrap(), WeightFiles::open(&out).unwrap());
         for name in from.names() {
             let elements = from.get(name).unwrap().bytes.len() / 4;

@@ -38,9 +38,6 @@ use overrides::Origins;
 /// Maximum bytes of a recipe.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// Default `pad_vocab_to` of a model that adopts another tokenizer's vocabulary.
-pub const DEFAULT_VOCABULARY_MULTIPLE: usize = 128;
-
 /// A training run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -3,11 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use moh_hf::ConfigFile;
+use moh_hf::vocabulary::DEFAULT_MULTIPLE;
 use moh_model::ModelConfig;
 use serde::de::{self, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::{DEFAULT_VOCABULARY_MULTIPLE, Recipe, file_fault};
+use super::{Recipe, file_fault};
 use crate::Error;
 
 /// `[model]`: either `from` or `new`.
@@ -161,7 +162,7 @@ impl Model {
     /// Fills in the defaults that depend on other keys.
     pub(super) fn fill_in(&mut self, sequence_length: usize) {
         if self.tokenizer.is_some() {
-            self.pad_vocab_to.get_or_insert(DEFAULT_VOCABULARY_MULTIPLE);
+            self.pad_vocab_to.get_or_insert(DEFAULT_MULTIPLE);
         }
         if let Some(new) = &mut self.new {
             new.num_key_value_heads.get_or_insert(new.num_attention_heads);
