@@ -360,6 +360,60 @@ fn a_destination_in_use_is_kept_unless_forced() {
     assert!(message.contains("holds the source model"), "{message}");
 }
 
+#[test]
+fn a_directory_with_other_files_is_kept_though_forced() {
+    let dir = workplace();
+    let forced = ["--from", "source", "--out", "web", "--force"];
+    fs::create_dir(dir.path().join("web")).unwrap();
+    fs::write(dir.path().join("web/config.json"), "{\"port\": 8080}").unwrap();
+    assert!(failure(dir.path(), &forced).contains("web: is not a model directory"));
+    assert_eq!(names(&dir.path().join("web")), ["config.json"]);
+
+    let model = ["--from", "source", "--out", "model", "--force"];
+    moh_convert(dir.path()).args(model).assert().success();
+    fs::create_dir(dir.path().join("model/checkpoint-500")).unwrap();
+    assert!(failure(dir.path(), &model).contains("also holds checkpoint-500"));
+    let here = ["--from", "../source", "--out", ".", "--force"];
+    let current = dir.path().join("model");
+    assert!(failure(&current, &here).contains("is the current directory or holds it"));
+    assert_eq!(names(&current), ["checkpoint-500", "config.json", "model.safetensors"]);
+}
+
+#[test]
+fn a_receipt_is_checked_before_the_conversion() {
+    let dir = workplace();
+    let with = |receipt| ["--from", "source", "--out", "out", "--receipt", receipt];
+    let message = failure(dir.path(), &with("no/such/receipt.json"));
+    assert!(message.starts_with("--receipt no/such/receipt.json: "), "{message}");
+    assert!(failure(dir.path(), &with("source")).contains("is a directory, name a file"));
+    fs::write(dir.path().join("mine.json"), "mine").unwrap();
+    let message = failure(dir.path(), &with("mine.json"));
+    assert!(message.contains("exists: choose another file, or --force to replace it"), "{message}");
+    assert_eq!(fs::read_to_string(dir.path().join("mine.json")).unwrap(), "mine");
+    moh_convert(dir.path()).args(with("mine.json")).arg("--force").assert().success();
+    assert!(fs::read_to_string(dir.path().join("mine.json")).unwrap().starts_with('{'));
+}
+
+#[test]
+fn a_revision_of_a_directory_is_refused() {
+    let dir = workplace();
+    let message = failure(dir.path(), &["--from", "source", "--revision", "v2"]);
+    assert!(message.contains("source: is a directory, which has no revisions"), "{message}");
+}
+
+#[test]
+fn element_types_have_two_names() {
+    let dir = workplace();
+    for (name, torch_name) in [("f32", "float32"), ("bf16", "bfloat16"), ("f16", "float16")] {
+        for dtype in [name, torch_name] {
+            let arguments = ["--from", "source", "--dtype", dtype, "--out", dtype, "--no-verify"];
+            moh_convert(dir.path()).args(arguments).assert().success();
+            let file = ConfigFile::read(&dir.path().join(dtype)).unwrap();
+            assert_eq!(file.fields["torch_dtype"], torch_name);
+        }
+    }
+}
+
 /// With a limit on the size of files, as a full disk: `write` fails in the middle of a tensor.
 #[cfg(unix)]
 #[test]

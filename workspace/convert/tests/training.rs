@@ -131,6 +131,70 @@ fn a_run_starts_from_the_rows_that_conversion_writes() {
     }
 }
 
+#[test]
+fn a_new_model_takes_the_special_tokens_of_its_tokenizer() {
+    let dir = tempfile::tempdir().unwrap();
+    prepare_files(dir.path());
+    let mut recipe = recipe(dir.path());
+    recipe.model.from = None;
+    recipe.model.tokenizer = Some(dir.path().join("model"));
+    let new = |eos: Option<u32>| {
+        let mut fields = json!({
+            "vocab_size": 262, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2,
+            "max_position_embeddings": 16,
+        });
+        if let Some(eos) = eos {
+            fields["eos_token_id"] = json!([eos]);
+        }
+        Some(serde_json::from_value(fields).unwrap())
+    };
+    let path = Path::new("recipe.toml");
+    let tokens = |recipe: &Recipe| {
+        let source = ModelSource::open(recipe, path, None).unwrap();
+        let config = source.config_file();
+        (config.fields["bos_token_id"].clone(), config.fields["eos_token_id"].clone())
+    };
+    recipe.model.new = new(None);
+    let (bos, eos) = tokens(&recipe);
+    assert!(bos.is_u64() && eos.is_u64() && bos != eos, "{bos} {eos}");
+    recipe.model.new = new(Some(7));
+    assert_eq!(tokens(&recipe).1, json!(7));
+}
+
+#[test]
+fn a_run_keeps_the_head_of_a_model_that_is_not_really_tied() {
+    let dir = tempfile::tempdir().unwrap();
+    prepare_files(dir.path());
+    let model = dir.path().join("model");
+    let text = std::fs::read_to_string(model.join("config.json")).unwrap();
+    let tied = text.replace("\"tie_word_embeddings\": false", "\"tie_word_embeddings\": true");
+    assert_ne!(text, tied);
+    std::fs::write(model.join("config.json"), tied).unwrap();
+    let mut recipe = recipe(dir.path());
+    let source = ModelSource::open(&recipe, Path::new("recipe.toml"), Some(&model)).unwrap();
+    assert!(source.warning().unwrap().contains("the model is not tied"));
+    drop(source);
+    run(&mut recipe, &model).unwrap();
+    let export = dir.path().join("run/export");
+    let config = ConfigFile::read(&export).unwrap().config;
+    assert!(!config.tie_word_embeddings);
+    WeightFiles::open(&export).unwrap().check(&config).unwrap();
+}
+
+#[test]
+fn another_vocabulary_is_padded_as_in_training() {
+    let dir = tempfile::tempdir().unwrap();
+    prepare_files(dir.path());
+    let options = Options {
+        tokenizer: Some(dir.path().join("larger")),
+        ..Options::new(dir.path().join("model"), dir.path().join("expanded"))
+    };
+    let conversion = convert(&options, &mut |_| std::ops::ControlFlow::Continue(())).unwrap();
+    conversion.verify(OpenDevice::Cpu).unwrap();
+    assert_eq!(conversion.receipt().vocab_size[1] % 128, 0);
+}
+
 /// Runs the recipe on a model.
 fn run(recipe: &mut Recipe, model: &Path) -> Result<Outcome, moh_train::Error> {
     moh_train::run(

@@ -209,6 +209,79 @@ fn an_interruption_leaves_nothing() {
 }
 
 #[test]
+fn a_conversion_that_fails_verification_replaces_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = model(dir.path(), DType::F32, false);
+    let out = dir.path().join("out");
+    go(&Options { dtype: Some(DType::F16), ..Options::new(&source, &out) }).unwrap();
+    let before = fs::read(out.join("model.safetensors")).unwrap();
+    for (dtype, expected) in [(DType::F32, "float32"), (DType::BF16, "bfloat16")] {
+        let options = Options { force: true, dtype: Some(dtype), ..Options::new(&source, &out) };
+        let conversion = convert(&options, &mut |_| ControlFlow::Continue(())).unwrap();
+        conversion.verify(OpenDevice::Cpu).unwrap();
+        let weights = conversion.pending.path().join("model.safetensors");
+        let mut bytes = fs::read(&weights).unwrap();
+        // The most significant byte of the last weight.
+        *bytes.last_mut().unwrap() ^= 2;
+        fs::write(weights, bytes).unwrap();
+        let message = conversion.verify(OpenDevice::Cpu).unwrap_err().to_string();
+        assert!(
+            message.contains(&format!("more than rounding to {expected} explains")),
+            "{message}"
+        );
+        drop(conversion);
+        assert_eq!(fs::read(out.join("model.safetensors")).unwrap(), before);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+    }
+}
+
+#[test]
+fn verification_measures_against_the_source_in_its_own_type() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = model(dir.path(), DType::F32, false);
+    let out = dir.path().join("out");
+    let options = Options { dtype: Some(DType::BF16), ..Options::new(&source, &out) };
+    let conversion = convert(&options, &mut |_| ControlFlow::Continue(())).unwrap();
+    let found = conversion.verify(OpenDevice::Cpu).unwrap();
+    conversion.publish().unwrap();
+    let (from, to) = (WeightFiles::open(&source).unwrap(), WeightFiles::open(&out).unwrap());
+    let mut largest = 0f64;
+    for name in from.names() {
+        let elements = from.get(name).unwrap().bytes.len() / 4;
+        let (mut a, mut b) = (vec![0.0; elements], vec![0.0; elements]);
+        from.read_f32(name, &mut a).unwrap();
+        to.read_f32(name, &mut b).unwrap();
+        let differences = a.iter().zip(&b).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
+        largest = differences.fold(largest, f64::max);
+    }
+    let rounding = found.rounding.unwrap();
+    assert_eq!((rounding.dtype, rounding.largest_difference), (DType::BF16, largest));
+    assert!(found.largest_difference > 0.0);
+    assert_eq!(found.unexplained_difference, 0.0);
+}
+
+#[test]
+fn a_tied_source_with_a_head_of_its_own_is_written_untied() {
+    let dir = tempfile::tempdir().unwrap();
+    let source = model(dir.path(), DType::F32, false);
+    let text = fs::read_to_string(source.join("config.json")).unwrap();
+    let tied = text.replace("\"tie_word_embeddings\": false", "\"tie_word_embeddings\": true");
+    assert_ne!(text, tied);
+    fs::write(source.join("config.json"), tied).unwrap();
+    let out = dir.path().join("out");
+    let conversion = convert(&Options::new(&source, &out), &mut |_| ControlFlow::Continue(()));
+    let conversion = conversion.unwrap();
+    conversion.verify(OpenDevice::Cpu).unwrap();
+    let receipt = conversion.publish().unwrap();
+    assert!(
+        receipt.warning.unwrap().contains("lm_head.weight differs from model.embed_tokens.weight")
+    );
+    assert_eq!(config(&out)["tie_word_embeddings"], false);
+    let (from, to) = (WeightFiles::open(&source).unwrap(), WeightFiles::open(&out).unwrap());
+    assert_eq!(from.get(OUTPUT_HEAD).unwrap().bytes, to.get(OUTPUT_HEAD).unwrap().bytes);
+}
+
+#[test]
 fn the_source_is_never_replaced() {
     let dir = tempfile::tempdir().unwrap();
     let source = model(dir.path(), DType::F32, false);

@@ -114,6 +114,13 @@ fn routing_is_resolved_against_the_models_heads() {
 }
 
 #[test]
+fn element_types_have_two_names() {
+    let named = |dtype: &str| with(&[&format!("run.dtype=\"{dtype}\"")]).run.dtype;
+    assert_eq!(named("float32"), named("f32"));
+    assert_eq!(named("bfloat16"), named("bf16"));
+}
+
+#[test]
 fn head_counts_may_differ_by_layer() {
     let path = Path::new("x.toml");
     let counts = |list: &[usize]| list.iter().copied().collect::<HeadCounts>();
