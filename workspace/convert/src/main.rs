@@ -318,7 +318,8 @@ fn describe_tensors(receipt: &Receipt) -> String {
 
 fn print_verification(found: &Verification, out: &mut impl Write) -> std::io::Result<()> {
     let logits = format!("{} logits with all heads on", HumanCount(found.logits as u64));
-    match found.rounding {
+    // A wider type has the source's values.
+    match found.rounding.filter(|rounding| rounding.largest_difference > 0.0) {
         None => {
             let distance = distance(found.largest_difference.into(), "the source's");
             writeln!(out, "  verified         {logits} are {distance}")?;
