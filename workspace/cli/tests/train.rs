@@ -261,6 +261,7 @@ fn the_plan_of_the_papers_run_needs_nothing_but_the_repository() {
     command.args(["--recipe", "recipes/moh-llama3-8b.toml", "--plan", "--device-tflops", "600"]);
     let text = success(&mut command);
     assert!(text.contains("8,030,261,248"), "{text}");
+    assert!(text.contains("Time on one device that achieves 600 TFLOP/s, assumed\n"), "{text}");
     assert!(!repository().join("runs/moh-llama3-8b").exists());
 }
 
@@ -286,11 +287,34 @@ fn the_plan_of_many_ranks_has_their_memory_traffic_and_time() {
         "Predicted time on H100 SXM 80 GB",
         "pipeline bubble",
         "tokens/s",
-        "stage, with its checkpoints",
-        "one checkpoint",
+        "stage, without its checkpoints",
+        "one checkpoint: not known; set node.filesystem_write_gb_per_s and node.hash_gb_per_s",
     ] {
         assert!(text.contains(expected), "{expected}\n{text}");
     }
+    // Each time names how its rates are known, and the rates follow.
+    let ends = |start: &str, end: &str| {
+        let mut lines = text.lines().map(str::trim);
+        assert!(
+            lines.any(|line| line.starts_with(start) && line.ends_with(end)),
+            "{start}\n{text}"
+        );
+    };
+    for time in ["compute", "tokens/s", "all stages", "data ranks' exchange, as far as exposed"] {
+        ends(time, "  assumed");
+    }
+    ends("matrix products, bf16", "675 TFLOP/s  assumed");
+    let profile = fs::read_to_string(repository().join(H100)).unwrap();
+    let known = "ranks = 8\nfilesystem_write_gb_per_s = { value = 2, basis = \"measured\" }\n\
+                 hash_gb_per_s = { value = 4, basis = \"published\" }";
+    let dir = prepared();
+    let path = dir.path().join("known.toml");
+    fs::write(&path, profile.replace("ranks = 8", known)).unwrap();
+    let text = success(&mut cluster_plan(&["--ranks", "64", "--hardware", path.to_str().unwrap()]));
+    assert!(text.contains("stage, with its checkpoints"), "{text}");
+    // 66.4 GB by 8 nodes at 2 GB/s, and hashed by 64 ranks at 4.
+    let line = text.lines().find(|line| line.contains("hashing and writing one")).unwrap();
+    assert!(line.contains("4.4 seconds  published"), "{line}");
     let long = ["--set", "stage.adapt.micro_batch=8", "--ranks", "64", "--hardware", H100];
     let text = success(&mut cluster_plan(&long));
     assert!(text.contains("stage adapt DOES NOT FIT: "), "{text}");
@@ -321,6 +345,8 @@ fn plans_of_ranks_that_cannot_be_are_refused() {
     let message = refused(&["--ranks", "12"]);
     assert!(message.contains("stage.moh.parallel: --ranks 12 is not a multiple of"), "{message}");
     assert!(message.contains("use --ranks 8, or --suggest"), "{message}");
+    let message = refused(&["--ranks", "1"]);
+    assert!(message.ends_with("use --ranks 2, or --suggest for layouts of 1 rank"), "{message}");
     let message = refused(&["--ranks", "8", "--hardware", "none.toml"]);
     assert!(message.starts_with("none.toml: No such file"), "{message}");
     let profile = dir.path().join("h.toml");
@@ -349,7 +375,7 @@ fn recipes_that_do_not_fit_are_refused() {
         ("stage.moh.moh.routed_top_k=5", "must be at most the 4 routed heads"),
         ("stage.moh.moh.shared_heads=9", "the model has 8 heads"),
         ("run.device=cuda", "use --set run.device=cpu"),
-        ("stage.adapt.parallel.tensor=2", "1 ranks were started: start a multiple of 2"),
+        ("stage.adapt.parallel.tensor=2", "1 rank was started: start a multiple of 2"),
         ("stage.adapt.parallel.virtual_stages=2", "stage.adapt.parallel.virtual_stages"),
         ("model.from=./none", "./none: no such directory"),
         ("model.from=recipe.toml", "recipe.toml: is a file, expected a model directory"),

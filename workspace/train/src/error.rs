@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use crate::plan::units::ranks as counted;
 use crate::recipe::Fault;
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
@@ -31,7 +32,8 @@ pub enum Error {
     /// The number of ranks of a plan is not a multiple of a stage's tensor x pipeline.
     #[error(
         "{}: stage.{stage}.parallel: --ranks {ranks} is not a multiple of tensor x pipeline = {tensor} x \
-         {pipeline}: use --ranks {nearest}, or --suggest for layouts of {ranks} ranks", path.display()
+         {pipeline}: use --ranks {nearest}, or --suggest for layouts of {}",
+        path.display(), counted(*ranks)
     )]
     PlanRanks {
         /// The recipe.
@@ -153,9 +155,11 @@ pub enum Error {
     NoNccl,
     /// The number of ranks is not a multiple of a stage's tensor x pipeline.
     #[error(
-        "{}: stage.{stage}.parallel = {{ tensor = {tensor}, pipeline = {pipeline} }}: {ranks} ranks were \
+        "{}: stage.{stage}.parallel = {{ tensor = {tensor}, pipeline = {pipeline} }}: {} \
          started: start a multiple of {}, or change the two",
-        path.display(), tensor.saturating_mul(*pipeline)
+        path.display(),
+        if *ranks == 1 { "1 rank was".to_owned() } else { format!("{} were", counted(*ranks)) },
+        tensor.saturating_mul(*pipeline)
     )]
     Parallel {
         /// The recipe.

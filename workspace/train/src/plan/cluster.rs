@@ -23,7 +23,7 @@ pub struct Cluster {
     pub hardware: Option<Hardware>,
     /// The stages, in order.
     pub stages: Vec<ClusterStage>,
-    /// Seconds to write a checkpoint.
+    /// Seconds to hash and write a checkpoint, if the rates are known.
     pub checkpoint_seconds: Option<f64>,
 }
 
@@ -54,7 +54,7 @@ pub struct Speed {
     /// The model's FLOPs (the plan's, without recomputation) as a fraction of what the matmuls of
     /// all ranks could compute in that time.
     pub matmul_share: f64,
-    /// Seconds of the whole stage, including its checkpoints.
+    /// Seconds of the whole stage, including its checkpoints if their time is known.
     pub stage: f64,
 }
 
@@ -62,7 +62,7 @@ impl ClusterStage {
     pub(super) fn new(
         work: &Work,
         hardware: Option<&Hardware>,
-        checkpoint: f64,
+        checkpoint: Option<f64>,
     ) -> Result<Self, Error> {
         let sent = (0..work.layout.pipeline).map(|rank| Traffic::new(work, rank));
         let more = |most: Traffic, next: Traffic| {
@@ -80,7 +80,7 @@ impl ClusterStage {
 }
 
 impl Speed {
-    fn new(work: &Work, hardware: &Hardware, checkpoint: f64) -> Speed {
+    fn new(work: &Work, hardware: &Hardware, checkpoint: Option<f64>) -> Speed {
         let step = StepTime::new(work, hardware);
         let tokens_per_second = work.stage.batch_tokens as f64 / step.total();
         let flops = work.model.flops_per_token(work.recipe.data.sequence_length).training();
@@ -93,15 +93,9 @@ impl Speed {
             step,
             tokens_per_second,
             matmul_share: flops * tokens_per_second / rate,
-            stage: steps as f64 * step.total() + checkpoints as f64 * checkpoint,
+            stage: steps as f64 * step.total() + checkpoints as f64 * checkpoint.unwrap_or(0.0),
         }
     }
-}
-
-/// Seconds to write `bytes` from all nodes of `ranks` ranks concurrently.
-pub(super) fn checkpoint_seconds(bytes: u64, hardware: &Hardware, ranks: usize) -> f64 {
-    let rate = 1e9 * hardware.node.filesystem_write_gb_per_s * hardware.nodes(ranks) as f64;
-    bytes as f64 / rate
 }
 
 impl Plan {
@@ -119,15 +113,14 @@ impl Plan {
         hardware: Option<Hardware>,
     ) -> Result<Plan, Error> {
         let model = grown(recipe, model);
-        let written =
-            |hardware: &Hardware| checkpoint_seconds(self.disk.checkpoint, hardware, ranks);
-        let checkpoint_seconds = hardware.as_ref().map(written);
+        let bytes = self.disk.checkpoint;
+        let checkpoint_seconds =
+            hardware.as_ref().and_then(|hardware| hardware.checkpoint_seconds(bytes, ranks));
         let stage = |stage: &Stage| {
             let layout = Layout::new(stage.parallel, ranks)
                 .ok_or_else(|| no_multiple(path, stage, ranks))?;
             let work = Work::new(recipe, stage, &model, layout)?;
-            let checkpoint = checkpoint_seconds.unwrap_or(0.0);
-            ClusterStage::new(&work, hardware.as_ref(), checkpoint)
+            ClusterStage::new(&work, hardware.as_ref(), checkpoint_seconds)
         };
         let stages = recipe.stages.iter().map(stage).collect::<Result<_, Error>>()?;
         let cluster = Cluster { ranks, hardware, stages, checkpoint_seconds };

@@ -1,8 +1,9 @@
-//! Suggested layouts: every layout of a number of ranks that fits in memory, fastest first.
+//! Suggested layouts: every layout of a number of ranks that fits in memory with 8% of it left free,
+//! fastest first.
 
 use moh_model::ModelConfig;
 
-use super::cluster::{ClusterStage, Speed, checkpoint_seconds};
+use super::cluster::{ClusterStage, Speed};
 use super::hardware::Hardware;
 use super::work::{Layout, Work};
 use super::{DiskBytes, grown};
@@ -33,7 +34,7 @@ pub struct StageSuggestions {
     pub stage: String,
     /// Number of layouts considered.
     pub considered: usize,
-    /// Number of layouts that fit in memory.
+    /// Number of layouts that fit in memory and leave 8% of it free.
     pub fitting: usize,
     /// The least memory of any layout, in bytes.
     pub least_bytes: Option<u64>,
@@ -74,7 +75,7 @@ impl Suggestions {
     pub fn new(recipe: &Recipe, model: &ModelConfig, ranks: usize, hardware: Hardware) -> Self {
         let model = grown(recipe, model);
         let checkpoint = DiskBytes::new(recipe, &model).checkpoint;
-        let checkpoint = checkpoint_seconds(checkpoint, &hardware, ranks);
+        let checkpoint = hardware.checkpoint_seconds(checkpoint, ranks);
         let of_stage = |stage| suggest(recipe, stage, &model, ranks, (&hardware, checkpoint));
         let stages = recipe.stages.iter().map(of_stage).collect();
         Suggestions { ranks, stages, hardware }
@@ -86,7 +87,7 @@ fn suggest(
     stage: &Stage,
     model: &ModelConfig,
     ranks: usize,
-    (hardware, checkpoint): (&Hardware, f64),
+    (hardware, checkpoint): (&Hardware, Option<f64>),
 ) -> StageSuggestions {
     let mut found = Vec::new();
     let (mut considered, mut least_bytes) = (0, None::<u64>);
@@ -103,7 +104,7 @@ fn suggest(
             considered += 1;
             let bytes = cluster.memory.total();
             least_bytes = Some(least_bytes.map_or(bytes, |least| least.min(bytes)));
-            if let Some(speed) = cluster.speed.filter(|_| bytes <= hardware.usable_bytes()) {
+            if let Some(speed) = cluster.speed.filter(|_| bytes <= hardware.suggested_bytes()) {
                 found.push(Suggestion { layout, micro_batch, bytes, speed });
             }
         }
@@ -181,7 +182,9 @@ mod tests {
                 assert!(times.is_sorted());
                 let Suggestion { layout, bytes, speed, .. } = &stage.best[0];
                 assert_eq!(layout.ranks(), ranks);
-                assert!(*bytes <= h100().usable_bytes());
+                // 8% of the device's memory stay free.
+                let memory = h100().device.memory_bytes as f64;
+                assert!(*bytes as f64 <= 0.92 * memory, "{bytes}");
                 // One model of 8 billion parameters needs few ranks, and leaves most to the data.
                 assert!(layout.tensor * layout.pipeline <= 8, "{layout:?}");
                 assert!(speed.matmul_share > 0.6 && speed.matmul_share < 1.0, "{speed:?}");

@@ -14,9 +14,10 @@ mod communication;
 mod hardware;
 mod layouts;
 mod memory;
+mod rate;
 mod table;
 mod time;
-mod units;
+pub(crate) mod units;
 mod work;
 
 use moh_kernels::ElementType;
@@ -27,6 +28,7 @@ pub use communication::{Traffic, Volume};
 pub use hardware::{DeviceRates, Hardware, Network, Node};
 pub use layouts::{StageSuggestions, Suggestion, Suggestions};
 pub use memory::{ActivationBytes, OtherBytes, RankMemory, StateBytes};
+pub use rate::{Basis, Rate};
 pub use time::StepTime;
 pub use work::Layout;
 

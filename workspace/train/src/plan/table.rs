@@ -8,7 +8,8 @@ use super::cluster::{Cluster, ClusterStage, Speed};
 use super::hardware::Hardware;
 use super::layouts::{StageSuggestions, Suggestions};
 use super::memory::{ActivationBytes, OtherBytes, RankMemory};
-use super::units::{bytes, duration, flops, grouped, moment, percent, traffic};
+use super::rate::{Basis, Rate};
+use super::units::{bytes, duration, flops, grouped, moment, percent, ranks, traffic};
 use super::{DiskBytes, Plan, StagePlan};
 use crate::recipe::{Device, Recompute};
 
@@ -34,8 +35,30 @@ impl Table<'_, '_> {
         writeln!(self.f, "  {label:<LABEL$}{value:>COLUMN$}")
     }
 
+    /// A row with one value per stage, and how the rates that it rests on are known.
+    fn each_with_basis<T>(
+        &mut self,
+        label: &str,
+        basis: Basis,
+        stages: impl IntoIterator<Item = T>,
+        value: impl Fn(T) -> String,
+    ) -> fmt::Result {
+        self.cells(label, stages, value)?;
+        writeln!(self.f, "  {}", basis.name())
+    }
+
     /// A row with one value per stage.
     fn each<T>(
+        &mut self,
+        label: &str,
+        stages: impl IntoIterator<Item = T>,
+        value: impl Fn(T) -> String,
+    ) -> fmt::Result {
+        self.cells(label, stages, value)?;
+        writeln!(self.f)
+    }
+
+    fn cells<T>(
         &mut self,
         label: &str,
         stages: impl IntoIterator<Item = T>,
@@ -45,7 +68,7 @@ impl Table<'_, '_> {
         for (stage, width) in stages.into_iter().zip(&self.columns) {
             write!(self.f, "{:>width$}", value(stage))?;
         }
-        writeln!(self.f)
+        Ok(())
     }
 
     /// A row of bytes, if any stage has some.
@@ -124,7 +147,7 @@ impl Plan {
         table.each("training, whole stage", stages, |s| flops(s.total_flops()))?;
         let Some(tflops) = self.device_tflops else { return Ok(()) };
         let rate = tflops * 1e12;
-        table.title(&format!("Time on one device that achieves {tflops} TFLOP/s"))?;
+        table.title(&format!("Time on one device that achieves {tflops} TFLOP/s, assumed"))?;
         table.each("tokens/s", stages, |stage| grouped((rate / stage.training_flops) as u64))?;
         table.each("time", stages, |stage| duration(stage.total_flops() / rate))?;
         let all: f64 = stages.iter().map(StagePlan::total_flops).sum();
@@ -175,12 +198,52 @@ impl Plan {
         write_traffic(table, stages)?;
         if let Some(hardware) = &cluster.hardware {
             let speeds: Vec<Speed> = stages.iter().filter_map(|stage| stage.speed).collect();
-            write_times(table, &speeds, hardware)?;
+            self.write_times(table, &speeds, hardware, cluster.ranks)?;
+            write_checkpoint(table, cluster.checkpoint_seconds, hardware)?;
+            table.title("Rates of the profile")?;
+            write_rates(table.f, hardware)?;
         }
-        match cluster.checkpoint_seconds {
-            Some(seconds) => table.one("writing one checkpoint", &duration(seconds)),
-            None => Ok(()),
-        }
+        Ok(())
+    }
+
+    fn write_times(
+        &self,
+        table: &mut Table,
+        stages: &[Speed],
+        hardware: &Hardware,
+        ranks: usize,
+    ) -> fmt::Result {
+        let (compute, network) =
+            (hardware.compute_basis(self.dtype), hardware.network_basis(ranks));
+        let (data, all) = (network.max(hardware.network.data_overlap.basis), compute.max(network));
+        let memory = hardware.device.memory_gb_per_s.basis;
+        table
+            .title(&format!("Predicted time on {}, and how its rates are known", hardware.name))?;
+        table.each_with_basis("compute", compute, stages, |s| moment(s.step.compute))?;
+        table.each_with_basis("tensor ranks' exchange", network, stages, |s| {
+            moment(s.step.tensor)
+        })?;
+        table
+            .each_with_basis("sends in the pipeline", network, stages, |s| moment(s.step.sends))?;
+        table.each_with_basis("pipeline bubble", all, stages, |s| moment(s.step.bubble))?;
+        let label = "data ranks' exchange, as far as exposed";
+        table.each_with_basis(label, data, stages, |s| moment(s.step.data))?;
+        table.each_with_basis("optimiser", memory, stages, |s| moment(s.step.optimizer))?;
+        let all = all.max(data);
+        table.each_with_basis("step", all, stages, |s| moment(s.step.total()))?;
+        let bubble = |s: &Speed| percent(s.step.bubble / s.step.total());
+        table.each_with_basis("bubble's share of the step", all, stages, bubble)?;
+        let tokens = |s: &Speed| grouped(s.tokens_per_second as u64);
+        table.each_with_basis("tokens/s", all, stages, tokens)?;
+        let share = |s: &Speed| percent(s.matmul_share);
+        table.each_with_basis("share of the matrix products' rate", all, stages, share)?;
+        let (label, all) = match hardware.checkpoint_basis() {
+            Some(checkpoint) => ("stage, with its checkpoints", all.max(checkpoint)),
+            None => ("stage, without its checkpoints", all),
+        };
+        table.each_with_basis(label, all, stages, |s| duration(s.stage))?;
+        let run = [stages.iter().map(|s| s.stage).sum()];
+        table.each_with_basis("all stages", all, run, duration)
     }
 
     fn write_fit(
@@ -236,7 +299,7 @@ fn write_other(table: &mut Table, stages: &[RankMemory]) -> fmt::Result {
 
 fn write_layouts(table: &mut Table, cluster: &Cluster) -> fmt::Result {
     let stages = &cluster.stages;
-    table.title(&format!("Layout of {} ranks", grouped(cluster.ranks as u64)))?;
+    table.title(&format!("Layout of {}", ranks(cluster.ranks)))?;
     table.each("tensor x data x pipeline", stages, |ClusterStage { layout, .. }| {
         format!("{} x {} x {}", layout.tensor, layout.data, layout.pipeline)
     })?;
@@ -260,32 +323,34 @@ fn write_traffic(table: &mut Table, stages: &[ClusterStage]) -> fmt::Result {
     table.each("sum", stages, |stage| traffic(stage.traffic.bytes()))
 }
 
-fn write_times(table: &mut Table, stages: &[Speed], hardware: &Hardware) -> fmt::Result {
-    table.title(&format!("Predicted time on {}", hardware.name))?;
-    table.each("compute", stages, |s| moment(s.step.compute))?;
-    table.each("tensor ranks' exchange", stages, |s| moment(s.step.tensor))?;
-    table.each("sends in the pipeline", stages, |s| moment(s.step.sends))?;
-    table.each("pipeline bubble", stages, |s| moment(s.step.bubble))?;
-    table.each("data ranks' exchange, as far as exposed", stages, |s| moment(s.step.data))?;
-    table.each("optimiser", stages, |s| moment(s.step.optimizer))?;
-    table.each("step", stages, |s| moment(s.step.total()))?;
-    table
-        .each("bubble's share of the step", stages, |s| percent(s.step.bubble / s.step.total()))?;
-    table.each("tokens/s", stages, |s| grouped(s.tokens_per_second as u64))?;
-    table.each("share of the matrix products' rate", stages, |s| percent(s.matmul_share))?;
-    table.each("stage, with its checkpoints", stages, |s| duration(s.stage))?;
-    table.one("all stages", &duration(stages.iter().map(|s| s.stage).sum()))
+fn write_checkpoint(table: &mut Table, seconds: Option<f64>, hardware: &Hardware) -> fmt::Result {
+    let label = "hashing and writing one checkpoint";
+    match (seconds, hardware.checkpoint_basis()) {
+        (Some(seconds), Some(basis)) => table.each_with_basis(label, basis, [seconds], duration),
+        _ => writeln!(
+            table.f,
+            "  {label}: not known; set node.filesystem_write_gb_per_s and node.hash_gb_per_s in the \
+             profile"
+        ),
+    }
+}
+
+fn write_rates(f: &mut fmt::Formatter<'_>, hardware: &Hardware) -> fmt::Result {
+    for (name, Rate { value, basis }, unit) in hardware.rates() {
+        writeln!(f, "  {name:<LABEL$}{:>COLUMN$}  {}", format!("{value} {unit}"), basis.name())?;
+    }
+    Ok(())
 }
 
 impl fmt::Display for Suggestions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ranks = grouped(self.ranks as u64);
-        writeln!(f, "Layouts of {ranks} ranks on {}, fastest first", self.hardware.name)?;
+        writeln!(f, "Layouts of {} on {}, fastest first", ranks(self.ranks), self.hardware.name)?;
         for stage in &self.stages {
             writeln!(f)?;
             write_suggestions(f, stage, &self.hardware)?;
         }
-        Ok(())
+        writeln!(f, "\nRates of the profile")?;
+        write_rates(f, &self.hardware)
     }
 }
 
@@ -295,7 +360,7 @@ fn write_suggestions(
     hardware: &Hardware,
 ) -> fmt::Result {
     let StageSuggestions { stage: name, considered, fitting, least_bytes, best } = stage;
-    writeln!(f, "Stage {name}: {fitting} of {considered} layouts fit in memory")?;
+    writeln!(f, "Stage {name}: {fitting} of {considered} layouts fit in memory and leave 8% free")?;
     if best.is_empty() {
         let least = match least_bytes {
             Some(least) => format!("the smallest needs {} a rank", bytes(*least)),
@@ -303,9 +368,9 @@ fn write_suggestions(
         };
         return writeln!(
             f,
-            "  {least}, and a rank has {}: use another number of ranks, memory.recompute=block or \
+            "  {least}, and a rank may use {}: use another number of ranks, memory.recompute=block or \
              bf16 gradients",
-            bytes(hardware.usable_bytes())
+            bytes(hardware.suggested_bytes())
         );
     }
     writeln!(

@@ -98,8 +98,8 @@ fn seconds(volume: Volume, bytes_per_second: f64, hardware: &Hardware) -> f64 {
 /// Seconds of the operators of one micro-batch.
 fn compute(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
     let matmul = hardware.matmul(work.recipe.run.dtype);
-    let attention = matmul * hardware.device.attention_share;
-    let memory = 1e9 * hardware.device.memory_gb_per_s;
+    let attention = matmul * hardware.device.attention_share.value;
+    let memory = 1e9 * hardware.device.memory_gb_per_s.value;
     let blocks: usize = work.parts(rank).map(|part| part.num_blocks()).sum();
     let has_head = work.parts(rank).any(|part| part.last);
     // Recomputes the blocks' forward pass.
@@ -178,7 +178,7 @@ fn data(work: &Work, hardware: &Hardware, rank: usize, pass: &Pass) -> f64 {
     let neighbour = hardware.to_neighbour(work.layout.ranks());
     let exposed = |volume: Volume, beside: f64| {
         let exchange = seconds(volume, ring, hardware);
-        exchange - beside.min(exchange * hardware.network.data_overlap)
+        exchange - beside.min(exchange * hardware.network.data_overlap.value)
     };
     let gradients = communication::reduce_scatter(work, rank);
     let weights = communication::all_gather(work, rank);
@@ -196,7 +196,7 @@ fn optimizer(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
     // bytes of each weight (in bf16 including its remainder).
     let (gradient, moment) = (precision.gradients.bytes(), precision.moments.bytes());
     let update = 2.0 * gradient as f64 + 2.0 * 4.0 + 4.0 * moment as f64;
-    share * update / (1e9 * hardware.device.memory_gb_per_s)
+    share * update / (1e9 * hardware.device.memory_gb_per_s.value)
 }
 
 #[cfg(test)]
@@ -281,9 +281,9 @@ mod tests {
         close(found.tensor, traffic.tensor.bytes / 100e9);
         close(found.data, traffic.data.bytes / 40e9);
         // All of it fits beside the passes of a micro-batch, which take seconds.
-        hardware.network.data_overlap = 1.0;
+        hardware.network.data_overlap.value = 1.0;
         assert_eq!(StepTime::new(&work, &hardware).data, 0.0);
-        hardware.network.latency_us = 10.0;
+        hardware.network.latency_us.value = 10.0;
         let latency = StepTime::new(&work, &hardware).tensor - found.tensor;
         close(latency, 1e-5 * traffic.tensor.operations);
     }
@@ -299,7 +299,7 @@ mod tests {
             let layout = Layout { pipeline, virtual_stages, ..Layout::ALONE };
             let work = Work::new(&recipe, &recipe.stages[0], &model, layout).unwrap();
             let mut hardware = round();
-            hardware.network.within_node_gb_per_s = 1e9;
+            hardware.network.within_node_gb_per_s.value = 1e9;
             let time = StepTime::new(&work, &hardware);
             let found = time.bubble / (time.compute + time.bubble);
             assert!((found - share).abs() < 2e-3, "{pipeline} {virtual_stages}: {found} {share}");

@@ -13,6 +13,11 @@ pub(super) fn grouped(number: u64) -> String {
     text
 }
 
+/// A number of ranks, with its noun.
+pub(crate) fn ranks(count: usize) -> String {
+    if count == 1 { "1 rank".to_string() } else { format!("{} ranks", grouped(count as u64)) }
+}
+
 /// A value in the largest of `units` (each `base` times the previous one) that it reaches.
 fn scaled(mut value: f64, base: f64, units: &[&str]) -> String {
     let mut index = 0;
@@ -73,6 +78,7 @@ mod tests {
         assert_eq!(grouped(0), "0");
         assert_eq!(grouped(999), "999");
         assert_eq!(grouped(1_234_567), "1,234,567");
+        assert_eq!((ranks(1), ranks(1024)), ("1 rank".to_string(), "1,024 ranks".to_string()));
         assert_eq!(bytes(1023), "1023 B");
         assert_eq!(bytes(3 << 29), "1.50 GiB");
         assert_eq!(traffic(2.5e9), "2.50 GB");
