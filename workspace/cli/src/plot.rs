@@ -7,6 +7,8 @@ use plotters::prelude::*;
 use plotters::style::FontTransform;
 
 const SIZE: (u32, u32) = (960, 480);
+/// Pixels from a mark's line to its label.
+const LABEL_OFFSET: (i32, i32) = (6, 2);
 const COLORS: [RGBColor; 4] =
     [RGBColor(31, 119, 180), RGBColor(214, 39, 40), RGBColor(44, 160, 44), RGBColor(148, 103, 189)];
 
@@ -43,6 +45,23 @@ pub struct Plot {
     pub marks: Vec<Mark>,
 }
 
+impl Curve {
+    /// The highest finite value.
+    fn highest(&self) -> Option<f64> {
+        self.points.iter().map(|point| point.1).filter(|value| value.is_finite()).reduce(f64::max)
+    }
+
+    /// The label in the legend, which names a highest value above the axis.
+    fn shown_label(&self, top: f64) -> String {
+        match self.highest() {
+            Some(highest) if highest > top => {
+                format!("{}, above the axis up to {highest:.2}", self.label)
+            }
+            _ => self.label.clone(),
+        }
+    }
+}
+
 impl Plot {
     /// Writes the SVG; without any finite point it has only axes.
     ///
@@ -55,18 +74,20 @@ impl Plot {
         std::fs::write(path, svg).with_context(file)
     }
 
-    /// Ranges of the axes: all steps, and all values except the highest 10%, which are the first
-    /// steps of a new model.
+    /// Ranges of the axes: all steps, and all values except the highest 10% of curves without dots,
+    /// which are the first steps of a new model.
     fn ranges(&self) -> (std::ops::Range<f64>, std::ops::Range<f64>) {
         let points = || self.curves.iter().flat_map(|curve| &curve.points);
         let mut values: Vec<f64> =
             points().map(|point| point.1).filter(|value| value.is_finite()).collect();
         values.sort_by(f64::total_cmp);
         let last = points().map(|point| point.0).fold(1.0, f64::max);
-        let (Some(&low), Some(&high)) = (values.first(), values.get(values.len() * 90 / 100))
+        let (Some(&low), Some(&most)) = (values.first(), values.get(values.len() * 90 / 100))
         else {
             return (0.0..last, 0.0..1.0);
         };
+        let dotted = self.curves.iter().filter(|curve| curve.dots);
+        let high = dotted.filter_map(Curve::highest).fold(most, f64::max);
         let room = ((high - low) * 0.08).max(1e-3);
         (0.0..last, low - room..high + room)
     }
@@ -101,7 +122,10 @@ impl Plot {
             let style = ("sans-serif", 13).into_font().transform(FontTransform::None);
             let place = (mark.step, values.end);
             chart
-                .draw_series([Text::new(format!(" {}", mark.label), place, style)])
+                .draw_series([
+                    // Beside the line, and so beside the axis at step 0.
+                    EmptyElement::at(place) + Text::new(mark.label.clone(), LABEL_OFFSET, style),
+                ])
                 .map_err(|error| failed(&error))?;
         }
         for (curve, color) in self.curves.iter().zip(COLORS.iter().cycle()) {
@@ -110,7 +134,7 @@ impl Plot {
             chart
                 .draw_series(LineSeries::new(clipped.clone(), color.stroke_width(width)))
                 .map_err(|error| failed(&error))?
-                .label(&curve.label)
+                .label(curve.shown_label(values.end))
                 .legend(move |(x, y)| {
                     PathElement::new([(x, y), (x + 18, y)], color.stroke_width(3))
                 });
@@ -154,5 +178,30 @@ mod tests {
         assert!(svg.contains("validation") && svg.contains("moh") && svg.ends_with("</svg>\n"));
         let empty = Plot { curves: vec![], marks: vec![], ..plot };
         empty.write(&path).unwrap();
+    }
+
+    #[test]
+    fn values_above_the_axis_are_named_and_dots_are_inside() {
+        let line = |values: &[f64]| (0..).map(f64::from).zip(values.iter().copied()).collect();
+        let training: Vec<(f64, f64)> = line(&[&[9.5][..], &[3.0; 19]].concat());
+        let plot = Plot {
+            title: "run".into(),
+            unit: "loss".into(),
+            curves: vec![
+                Curve { label: "training".into(), points: training, dots: false },
+                Curve { label: "validation".into(), points: vec![(0.0, 4.97)], dots: true },
+            ],
+            marks: vec![Mark { step: 0.0, label: "adapt".into() }],
+        };
+        let (_, values) = plot.ranges();
+        assert!(values.contains(&4.97) && !values.contains(&9.5), "{values:?}");
+        let mut svg = String::new();
+        plot.draw(&mut svg).unwrap();
+        assert!(svg.contains("training, above the axis up to 9.50"), "{svg}");
+        // The label begins right of the axis, which is 12 + 56 pixels from the edge.
+        let at = svg.lines().position(|line| line.contains("adapt")).unwrap();
+        let text = svg.lines().nth(at - 1).unwrap();
+        let x = text.split("x=\"").nth(1).unwrap().split('"').next().unwrap();
+        assert_eq!(x.parse::<i32>().unwrap(), 68 + LABEL_OFFSET.0, "{text}");
     }
 }

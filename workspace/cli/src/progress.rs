@@ -1,6 +1,7 @@
-//! Progress of long work: a bar on a terminal, otherwise a line about every ten seconds, so that
+//! Progress of long work: a bar on a terminal, otherwise (and on a dumb terminal) a line about every ten seconds, so that
 //! log files stay readable. All of it goes to standard error.
 
+use std::ffi::OsStr;
 use std::io::{IsTerminal, stderr};
 use std::time::{Duration, Instant};
 
@@ -24,6 +25,16 @@ pub struct Bar {
     printed: Instant,
 }
 
+/// Whether standard error is a terminal that can redraw a line; on others indicatif shows nothing.
+pub(crate) fn draws_bars() -> bool {
+    stderr().is_terminal() && redraws(std::env::var_os("TERM").as_deref())
+}
+
+/// Whether a terminal of type `term` can redraw a line.
+fn redraws(term: Option<&OsStr>) -> bool {
+    term.is_none_or(|term| term != "dumb")
+}
+
 #[derive(Clone, Copy, Debug)]
 enum Unit {
     Bytes,
@@ -43,7 +54,7 @@ impl Bar {
 
     fn new(label: &str, total: u64, unit: Unit) -> Self {
         let started = Instant::now();
-        let bar = stderr().is_terminal().then(|| {
+        let bar = draws_bars().then(|| {
             let template = match unit {
                 Unit::Bytes => "{prefix} [{bar:40}] {bytes}/{total_bytes} {bytes_per_sec}, {eta}",
                 Unit::Count => "{prefix} [{bar:40}] {human_pos}/{human_len} {per_sec}, {eta}",
@@ -111,6 +122,12 @@ impl Drop for Bar {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_dumb_terminal_gets_lines() {
+        assert!(!redraws(Some(OsStr::new("dumb"))));
+        assert!(redraws(Some(OsStr::new("xterm-256color"))) && redraws(None));
+    }
 
     #[test]
     fn a_line_tells_share_and_rate() {

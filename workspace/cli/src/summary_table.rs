@@ -8,9 +8,13 @@ use moh_train::{RunDirectory, StepMetrics, Summary, metrics};
 
 use crate::plot::{Curve, Mark, Plot};
 
-/// The table of a run's losses, with the fraction of the conversion loss that training recovered.
+/// The table of a run's losses, with the fraction of the conversion loss that training recovered;
+/// empty without validation.
 pub fn table(summary: &Summary) -> String {
     let mut out = String::new();
+    if summary.evaluations.is_empty() {
+        return out;
+    }
     let _ = writeln!(out, "{:<44} {:>9} {:>15}", "", "loss", "bits per byte");
     for evaluation in &summary.evaluations {
         let bits = evaluation.bits_per_byte.map_or("-".to_owned(), |bits| format!("{bits:.4}"));
