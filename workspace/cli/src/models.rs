@@ -68,7 +68,7 @@ pub fn load<B: Backend, T: Element>(
 ) -> anyhow::Result<Model<B, T>> {
     let StoredModel { file, weights, warning } = StoredModel::open(directory)?;
     if let Some(warning) = warning {
-        eprintln!("warning: {warning}");
+        crate::exit::stderr_line(format_args!("warning: {warning}"));
     }
     let model = Model::new::<Error>(backend, file.config, positions, |segment, values| {
         weights.read_f32(&segment.name, values)

@@ -1,11 +1,15 @@
 //! The view of a running run: a progress bar on a terminal, lines otherwise, on standard error.
 
-use std::io::{IsTerminal, stderr};
 use std::time::{Duration, Instant};
 
 use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
 use moh_kernels::MemoryInfo;
-use moh_train::{Event, Recipe, StepMetrics};
+use moh_model::ModelConfig;
+use moh_train::checkpoint::{Evaluation, Moment};
+use moh_train::{Event, Recipe, SourceEpochs, Stage, StepMetrics};
+
+use crate::exit::stderr_line;
+use crate::progress::draws_bars;
 
 /// Recent steps from which the remaining time is estimated.
 const WINDOW: usize = 50;
@@ -14,6 +18,7 @@ const WINDOW: usize = 50;
 pub struct RunView {
     /// Steps of all stages, which the bar and the lines count.
     steps: u64,
+    ranks: usize,
     bar: Option<ProgressBar>,
     recent: std::collections::VecDeque<Instant>,
 }
@@ -21,18 +26,15 @@ pub struct RunView {
 impl RunView {
     /// Creates the view of a run of `recipe` on `ranks` ranks.
     pub fn new(recipe: &Recipe, ranks: usize) -> Self {
-        if ranks > 1 {
-            eprintln!("{ranks} ranks share each step's micro-batches");
-        }
         let steps = recipe.num_steps();
-        let bar = stderr().is_terminal().then(|| {
+        let bar = draws_bars().then(|| {
             let style = ProgressStyle::with_template("{prefix} [{bar:30}] {pos}/{len}  {msg}");
             ProgressBar::new(steps).with_style(
                 // An invalid template would leave indicatif's default style.
                 style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> "),
             )
         });
-        RunView { steps, bar, recent: std::collections::VecDeque::new() }
+        RunView { steps, ranks, bar, recent: std::collections::VecDeque::new() }
     }
 
     /// Shows an event.
@@ -45,19 +47,15 @@ impl RunView {
             Event::Resumed { step } => {
                 self.line(&format!("continuing after step {step} of {}", self.steps));
             }
-            Event::Stage { stage, done, memory } => {
+            Event::Sources(sources) => self.sources(sources),
+            Event::Stage { stage, model, done, memory } => {
                 self.recent.clear();
                 self.recent.push_back(Instant::now());
                 if let Some(bar) = &self.bar {
                     bar.set_prefix(stage.name.clone());
                 }
                 if done == 0 {
-                    let attention = format!("{:?}", stage.attention).to_lowercase();
-                    let steps = stage.num_steps();
-                    self.line(&format!(
-                        "stage {}: {attention} attention, {steps} steps",
-                        stage.name
-                    ));
+                    self.line(&describe_stage(stage, model, self.ranks));
                 }
                 if let Some(MemoryInfo { used, total }) = memory {
                     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
@@ -75,10 +73,22 @@ impl RunView {
                     bar.set_message(format!("evaluating {done}/{total}"));
                 }
             }
-            Event::Evaluated(evaluation) => {
-                self.line(&format!("validation loss {:.4}", evaluation.loss));
+            Event::Evaluated { evaluation, heads } => {
+                self.line(&describe_evaluation(evaluation, heads));
             }
             Event::Checkpoint { .. } => {}
+        }
+    }
+
+    fn sources(&self, sources: &[SourceEpochs]) {
+        for source in sources {
+            let SourceEpochs { path, tokens_drawn, tokens, epochs } = source;
+            let (drawn, tokens) = (HumanCount(*tokens_drawn), HumanCount(*tokens));
+            let path = path.display();
+            self.line(&format!("data {path}: {epochs:.2} epochs, {drawn} tokens of {tokens}"));
+            if source.repeats() {
+                self.line(&format!("warning: {}", source.warning()));
+            }
         }
     }
 
@@ -100,7 +110,9 @@ impl RunView {
                 bar.set_position(step);
                 bar.set_message(shown);
             }
-            None if due => eprintln!("{} {step}/{}: {shown}", metrics.stage, self.steps),
+            None if due => {
+                stderr_line(format_args!("{} {step}/{}: {shown}", metrics.stage, self.steps))
+            }
             None => {}
         }
     }
@@ -118,9 +130,42 @@ impl RunView {
     fn line(&self, text: &str) {
         match &self.bar {
             Some(bar) => bar.println(text),
-            None => eprintln!("{text}"),
+            None => stderr_line(format_args!("{text}")),
         }
     }
+}
+
+/// The start of a stage: its attention, steps and, with several ranks, their layout.
+fn describe_stage(stage: &Stage, model: &ModelConfig, ranks: usize) -> String {
+    let heads = model.num_attention_heads;
+    let attention = match &model.moh {
+        Some(_) => format!("Mixture-of-Head, {} of {heads} heads", model.active_heads()),
+        None => format!("dense attention, {heads} heads"),
+    };
+    let steps = match stage.num_steps() {
+        1 => "1 step".to_owned(),
+        steps => format!("{} steps", HumanCount(steps)),
+    };
+    let shown = format!("stage {}: {attention}, {steps}", stage.name);
+    match stage.parallel.data_ranks(ranks).filter(|_| ranks > 1) {
+        Some(data) => {
+            let (tensor, pipeline) = (stage.parallel.tensor, stage.parallel.pipeline);
+            format!("{shown}, {ranks} ranks: {tensor} tensor x {data} data x {pipeline} pipeline")
+        }
+        None => shown,
+    }
+}
+
+/// An evaluation with its moment; `heads` are the model's.
+fn describe_evaluation(evaluation: &Evaluation, heads: usize) -> String {
+    let moment = match &evaluation.moment {
+        Moment::Loaded => "before training".to_owned(),
+        Moment::Trained { stage } => format!("after stage {stage}"),
+        Moment::Converted { active_heads, .. } => {
+            format!("after conversion, {active_heads} of {heads} heads")
+        }
+    };
+    format!("validation {moment}: loss {:.4}", evaluation.loss)
 }
 
 fn describe(metrics: &StepMetrics) -> String {
@@ -135,7 +180,33 @@ fn describe(metrics: &StepMetrics) -> String {
     let rate = HumanCount(metrics.tokens_per_second as u64);
     shown
         + &format!(
-            ", gradient {:.3}, learning rate {:.2e}, {rate} tokens/s",
+            ", gradient norm {:.3}, learning rate {:.2e}, {rate} tokens/s",
             metrics.grad_norm, metrics.learning_rate
         )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn a_stage_shows_the_layout_of_its_ranks() {
+        let text = "[run]\ndir = \"run\"\nseed = 1\ndevice = \"cpu\"\ndtype = \"f32\"\n\
+            [model.new]\nvocab_size = 8\nhidden_size = 32\nintermediate_size = 8\n\
+            num_hidden_layers = 4\nnum_attention_heads = 8\n\
+            [data]\nsequence_length = 8\nsources = [{ path = \"text\" }]\n\
+            [[stage]]\nname = \"one\"\nattention = \"dense\"\ntokens = 8\nbatch_tokens = 8\n\
+            micro_batch = 1\nlearning_rate = { max = 1, min = 0, warmup_steps = 0 }\n\
+            parallel = { tensor = 2, pipeline = 2 }\n";
+        let path = Path::new("recipe.toml");
+        let recipe = Recipe::parse(text, path, &[]).unwrap();
+        let model = recipe.local_model_config(path).unwrap().unwrap();
+        let shown = |ranks| describe_stage(&recipe.stages[0], &model, ranks);
+        assert_eq!(shown(1), "stage one: dense attention, 8 heads, 1 step");
+        let layout = "stage one: dense attention, 8 heads, 1 step, 12 ranks: 2 tensor x 3 data x 2 \
+                      pipeline";
+        assert_eq!(shown(12), layout);
+    }
 }

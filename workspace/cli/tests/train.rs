@@ -265,6 +265,65 @@ fn the_plan_of_the_papers_run_needs_nothing_but_the_repository() {
     assert!(!repository().join("runs/moh-llama3-8b").exists());
 }
 
+#[test]
+fn lines_name_data_stages_and_evaluations() {
+    let dir = prepared();
+    let output = moh_train(dir.path(), &[]).output().unwrap();
+    let (text, table) = (stderr(&output), support::stdout(&output));
+    // 480 sequences of 16 tokens; the file has 124 of them.
+    let mut lines = text.lines();
+    assert_eq!(lines.next(), Some("data text: 3.87 epochs, 7,680 tokens of 2,000"));
+    let warning = "warning: text is read 3.87 times: add data, or lower the stages' tokens or the \
+                   source's weight";
+    assert_eq!(lines.next(), Some(warning));
+    assert!(lines.next().unwrap().starts_with("validation before training: loss "), "{text}");
+    assert_eq!(lines.next(), Some("stage adapt: dense attention, 8 heads, 60 steps"));
+    assert!(lines.next().unwrap().contains(", gradient norm "), "{text}");
+    for expected in [
+        "validation after stage adapt: loss ",
+        "validation after conversion, 6 of 8 heads: loss ",
+        "stage moh: Mixture-of-Head, 6 of 8 heads, 60 steps\n",
+        "validation after stage moh: loss ",
+    ] {
+        assert!(text.contains(expected), "{expected}\n{text}");
+    }
+    // moh-eval reads 2000 / 16 windows, the run 2 micro-batches of 2.
+    let note = "--sequence-length 16  # all 125 windows; the table's losses are of the first 4\n";
+    assert!(table.contains(note), "{table}");
+    assert!(table.contains("bits per byte"), "{table}");
+}
+
+#[test]
+fn a_run_without_validation_has_no_table() {
+    let rest = RECIPE.replace("validation = { path = \"text\", batches = 2, every_steps = 9 }", "");
+    let short = rest.replace("3840", "64").replace("warmup_steps = 2", "warmup_steps = 1");
+    let dir = trainable(&short);
+    let output = moh_train(dir.path(), &[]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(support::stdout(&output).starts_with("model    run/export\n"));
+    assert!(stderr(&output).contains("stage adapt: dense attention, 8 heads, 1 step\n"));
+}
+
+#[test]
+fn a_plan_shows_the_epochs_of_each_source() {
+    let dir = prepared();
+    write_tokens(&dir.path().join("more"), support::VOCABULARY, 16_001, 2);
+    let sources = "data.sources=[{path = \"text\", weight = 1}, {path = \"more\", weight = 3}]";
+    let plan = |overrides: &[&str]| success(moh_train(dir.path(), overrides).arg("--plan"));
+    // 4,000 sequences: 1,000 of the 124 of one file and 3,000 of the 1,000 of the other.
+    let long = ["stage.adapt.tokens=32000", "stage.moh.tokens=32000"];
+    let text = plan(&[&[sources], &long[..]].concat());
+    for expected in ["8.06 epochs", "3.00 epochs", "16,000 of 2,000", "48,000 of 16,001"] {
+        assert!(text.contains(expected), "{expected}\n{text}");
+    }
+    assert_eq!(text.matches("warning: ").count(), 2, "{text}");
+    // Each window is read once.
+    let once = plan(&["data.sources=[{path = \"more\"}]", "stage.moh.tokens=12160"]);
+    assert!(once.contains("1.00 epochs") && !once.contains("warning"), "{once}");
+    let absent = plan(&["data.sources=[{path = \"text\"}, {path = \"none\"}]"]);
+    assert!(absent.contains("epochs: not known, not all files of data.sources are on"), "{absent}");
+}
+
 /// `moh-train --plan` of the paper's run with more arguments.
 fn cluster_plan(arguments: &[&str]) -> Command {
     let mut command = program(PROGRAM, &repository());

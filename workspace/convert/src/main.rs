@@ -182,7 +182,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     })?;
     drop(bar);
     if let Some(warning) = &conversion.receipt().warning {
-        eprintln!("warning: {warning}");
+        exit::stderr_line(format_args!("warning: {warning}"));
     }
     let verification = verify_output(arguments, &conversion, device)?;
     let receipt = conversion.publish()?;

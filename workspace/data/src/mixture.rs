@@ -66,6 +66,17 @@ impl Mixture {
         (source, block * self.counts[source] + rank)
     }
 
+    /// Samples of each source among the first `samples`.
+    pub(crate) fn counts(&self, samples: u64) -> Vec<u64> {
+        let (blocks, rest) = (samples / BLOCK, samples % BLOCK);
+        let mut counts: Vec<u64> =
+            self.counts.iter().map(|count| blocks.saturating_mul(*count)).collect();
+        for number in blocks * BLOCK..blocks * BLOCK + rest {
+            counts[self.locate(number).0] += 1;
+        }
+        counts
+    }
+
     /// Source and rank at `slot` of a shuffled block.
     fn shuffled(&self, block: u64, slot: u64) -> (usize, u64) {
         let permutation = Permutation::new(BLOCK, key_of(&[self.seed, MIXTURE_KEY, block]));
@@ -140,6 +151,9 @@ mod tests {
             let mixture = mixture(&weights, order, seed).unwrap();
             let mut next = vec![0; weights.len()];
             for number in 0..2 * BLOCK {
+                if number % 501 == 0 {
+                    prop_assert_eq!(mixture.counts(number), next.clone());
+                }
                 let (source, index) = mixture.locate(number);
                 prop_assert_eq!(index, next[source]);
                 next[source] += 1;

@@ -95,6 +95,11 @@ impl TrainingData {
         (self.files[source].num_tokens() - 1) / self.sequence_length as u64
     }
 
+    /// Samples of each source among the first `samples` of the run.
+    pub fn samples_by_source(&self, samples: u64) -> Vec<u64> {
+        self.mixture.counts(samples)
+    }
+
     /// Fails if a source records another tokenizer.
     pub fn check_tokenizer(&self, tokenizer: &TextTokenizer) -> Result<()> {
         self.files.iter().try_for_each(|file| file.check_tokenizer(tokenizer))

@@ -3,8 +3,10 @@
 use std::path::Path;
 
 use moh_kernels::MemoryInfo;
+use moh_model::ModelConfig;
 
 use crate::Error;
+use crate::SourceEpochs;
 use crate::checkpoint::Evaluation;
 use crate::metrics::StepMetrics;
 use crate::recipe::Stage;
@@ -30,10 +32,14 @@ pub enum Event<'a> {
         /// Steps done, over all stages.
         step: u64,
     },
+    /// The token files of the run, once.
+    Sources(&'a [SourceEpochs]),
     /// A stage starts, or is resumed.
     Stage {
         /// The stage.
         stage: &'a Stage,
+        /// The model, with the stage's attention.
+        model: &'a ModelConfig,
         /// Its completed steps.
         done: u64,
         /// The device's memory after all buffers of the stage are allocated, if the device has its
@@ -64,7 +70,12 @@ pub enum Event<'a> {
         total: u64,
     },
     /// The model was evaluated at a moment of the run.
-    Evaluated(&'a Evaluation),
+    Evaluated {
+        /// The moment and the loss.
+        evaluation: &'a Evaluation,
+        /// Query heads of the model.
+        heads: usize,
+    },
     /// A checkpoint was written.
     Checkpoint {
         /// Its directory.

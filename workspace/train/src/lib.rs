@@ -2,6 +2,7 @@
 
 pub mod checkpoint;
 mod data_parallel;
+mod epochs;
 mod error;
 mod event;
 mod export;
@@ -25,6 +26,7 @@ pub mod tensorboard;
 pub mod trace;
 mod trainer;
 
+pub use epochs::SourceEpochs;
 pub use error::{Error, KeyChange};
 pub use event::{Event, Outcome};
 pub use metrics::{MetricsWriter, StepMetrics, Validation};

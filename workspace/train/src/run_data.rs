@@ -48,7 +48,7 @@ impl RunData {
     }
 }
 
-fn open_training(recipe: &Recipe, vocab_size: usize) -> Result<TrainingData, Error> {
+pub(crate) fn open_training(recipe: &Recipe, vocab_size: usize) -> Result<TrainingData, Error> {
     let sources: Vec<_> = (recipe.data.sources.iter())
         .map(|source| moh_data::Source { path: source.path.clone(), weight: source.weight })
         .collect();

@@ -24,7 +24,7 @@ use crate::source::ModelSource;
 use crate::step::{StepGroups, StepPlan, Stepper};
 use crate::summary::Summary;
 use crate::trace::{StepTrace, TraceSteps};
-use crate::{Error, Ranks, Recipe, RunDirectory, TensorBoard};
+use crate::{Error, Ranks, Recipe, RunDirectory, SourceEpochs, TensorBoard};
 
 /// The inputs of a run beside the device and the other ranks.
 #[derive(Clone)]
@@ -74,10 +74,15 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
         );
         events(Event::Warning { text: &text });
     }
+    let sources = SourceEpochs::of_run(inputs.recipe, &data.training);
+    let mut sources = Some(sources.as_slice());
     let (mut ranks, mut data) = (ranks, data);
     loop {
         let (backend, inputs) = (backend.clone(), inputs.clone());
         let mut trainer = Trainer::<B, T, G, M>::start(backend, ranks, inputs, data, &mut *events)?;
+        if let Some(sources) = sources.take() {
+            (trainer.events)(Event::Sources(sources));
+        }
         match trainer.run()? {
             Progress::Done => return trainer.finish(),
             Progress::Stopped => return Ok(Outcome::Stopped { step: trainer.state.step }),
@@ -184,7 +189,8 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         let mut stepper = Stepper::<B, T, G>::new(&self.model, plan, self.groups.clone())?;
         let mut evaluator = self.evaluator(stage.micro_batch)?;
         let memory = self.model.backend().memory_info();
-        (self.events)(Event::Stage { stage, done: self.state.stage_step, memory });
+        let (model, done) = (self.model.config(), self.state.stage_step);
+        (self.events)(Event::Stage { stage, model, done, memory });
         let tensor = self.model.parallel().part().tensor;
         if let Some(shared_heads) = tensor.uneven_shared_heads(self.model.config()) {
             (self.events)(Event::UnevenHeads { stage, shared_heads: &shared_heads });
@@ -296,7 +302,8 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
     }
 
     fn record(&mut self, evaluation: Evaluation) {
-        (self.events)(Event::Evaluated(&evaluation));
+        let heads = self.model.config().num_attention_heads;
+        (self.events)(Event::Evaluated { evaluation: &evaluation, heads });
         self.state.evaluations.push(evaluation);
     }
 

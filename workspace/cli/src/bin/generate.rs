@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 use std::fs;
-use std::io::{Read as _, Write as _, stderr, stdin, stdout};
+use std::io::{Read as _, Write as _, stdin, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -10,7 +10,7 @@ use std::time::Instant;
 use anyhow::Context as _;
 use clap::{ArgGroup, Parser};
 use moh_cli::chat::{ChatTemplate, Message};
-use moh_cli::{exit, models};
+use moh_cli::{counted, exit, models};
 use moh_data::TextTokenizer;
 use moh_device::{Compute, DeviceName};
 use moh_kernels::{Backend, Element, ElementType};
@@ -223,12 +223,10 @@ fn decode<B: Backend, T: Element>(
         count if count < arguments.max_tokens => ", ended by the model's context length",
         _ => "",
     };
-    // Nobody may be reading standard error; the text is complete.
-    _ = writeln!(
-        stderr(),
-        "{count} token{}{reason}, {rate:.1} tokens/s after a prompt of {} tokens in {prompt_seconds:.3} s",
-        if count == 1 { "" } else { "s" },
+    exit::stderr_line(format_args!(
+        "{}{reason}, {rate:.1} tokens/s after a prompt of {} tokens in {prompt_seconds:.3} s",
+        counted(count as u64, "token"),
         prompt.ids.len()
-    );
+    ));
     Ok(())
 }

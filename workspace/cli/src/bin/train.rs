@@ -15,9 +15,11 @@ use moh_cli::models;
 use moh_cli::run_view::RunView;
 use moh_cli::summary_table::{draw, invocation, table};
 use moh_comm::{Fault, Launch, OPERATION_LIMIT, Options, RENDEZVOUS_LIMIT, World};
+use moh_data::TokenFile;
 use moh_kernels::span;
 use moh_model::ModelConfig;
 use moh_train::plan::{Hardware, Suggestions};
+use moh_train::recipe::ValidationData;
 use moh_train::{
     OpenDevice, Outcome, Plan, RankSpeed, Recipe, RunDirectory, Summary, TraceSteps, open_device,
 };
@@ -26,9 +28,9 @@ use signal_hook::flag;
 
 /// Train a recipe's stages in order, or resume an interrupted run.
 ///
-/// Running the same command again continues from the newest checkpoint, exactly as if the run had
-/// never been interrupted (on a GPU with run.deterministic = true). SIGINT, SIGTERM and SIGUSR1
-/// stop it after the current step, with a checkpoint and exit code 75: run it again.
+/// Running the same command again continues from the newest checkpoint and ends with the same bits as
+/// a run that was never interrupted; on a GPU, this takes run.deterministic = true. SIGINT, SIGTERM and
+/// SIGUSR1 stop it after the current step, with a checkpoint and exit code 75: run it again.
 #[derive(Parser)]
 #[command(
     name = "moh-train",
@@ -132,7 +134,7 @@ fn plan_of(
     config: &ModelConfig,
     (ranks, hardware): (Option<NonZeroUsize>, Option<Hardware>),
 ) -> anyhow::Result<Plan> {
-    let mut plan = Plan::new(recipe, config)?;
+    let mut plan = Plan::new(recipe, config)?.with_sources(recipe)?;
     if let Some(tflops) = arguments.device_tflops {
         plan = plan.with_device_tflops(tflops);
     }
@@ -155,7 +157,7 @@ fn train(arguments: &Arguments, recipe: Recipe) -> anyhow::Result<()> {
         on_fault: Arc::new(move |fault| {
             // A failed rank reports its own error.
             if !matches!(fault, Fault::Failed { .. }) {
-                eprintln!("error: rank {rank}: {fault}");
+                exit::stderr_line(format_args!("error: rank {rank}: {fault}"));
             }
             std::process::exit(exit::ERROR.into());
         }),
@@ -175,7 +177,7 @@ fn train(arguments: &Arguments, recipe: Recipe) -> anyhow::Result<()> {
         }
         Err(error) if world.size() > 1 => {
             if !matches!(error.downcast_ref(), Some(moh_train::Error::OtherRank { .. })) {
-                eprintln!("error: rank {rank}: {error:#}");
+                exit::stderr_line(format_args!("error: rank {rank}: {error:#}"));
             }
             world.abort(&format!("{error:#}"), exit::ERROR.into())
         }
@@ -281,7 +283,10 @@ fn report(
 ) -> anyhow::Result<()> {
     let picture = draw(run, summary)?;
     let mut out = stdout();
-    writeln!(out, "{}", table(summary))?;
+    let losses = table(summary);
+    if !losses.is_empty() {
+        writeln!(out, "{losses}")?;
+    }
     for (what, path) in
         [("model", &run.export()), ("metrics", &run.metrics()), ("picture", &picture)]
     {
@@ -295,6 +300,19 @@ fn report(
     Ok(())
 }
 
+/// A comment for the shell if moh-eval reads more windows of the validation data than the run did.
+fn other_windows(recipe: &Recipe, validation: &ValidationData) -> String {
+    let sequences = recipe.stages.first().map_or(1, |stage| stage.micro_batch);
+    let read = (validation.batches as u64).saturating_mul(sequences as u64);
+    let windows = TokenFile::open(&validation.path)
+        .map_or(0, |file| file.num_tokens() / recipe.data.sequence_length.max(1) as u64);
+    if windows > read {
+        format!("  # all {windows} windows; the table's losses are of the first {read}")
+    } else {
+        String::new()
+    }
+}
+
 /// Three commands that use the run's output.
 fn next_commands(path: &Path, recipe: &Recipe, export: &Path, summary: &Summary) -> Vec<String> {
     let mut commands = Vec::new();
@@ -304,11 +322,12 @@ fn next_commands(path: &Path, recipe: &Recipe, export: &Path, summary: &Summary)
     }
     if let Some(validation) = &recipe.data.validation {
         commands.push(format!(
-            "{} loss --model {} --data {} --sequence-length {}",
+            "{} loss --model {} --data {} --sequence-length {}{}",
             invocation("moh-eval"),
             export.display(),
             validation.path.display(),
-            recipe.data.sequence_length
+            recipe.data.sequence_length,
+            other_windows(recipe, validation),
         ));
     }
     let routed = recipe.stages.iter().find(|stage| stage.moh.is_some());

@@ -20,6 +20,8 @@ mod time;
 pub(crate) mod units;
 mod work;
 
+use std::path::Path;
+
 use moh_kernels::ElementType;
 use moh_model::{HeadCounts, ModelConfig, MohConfig};
 
@@ -32,8 +34,9 @@ pub use rate::{Basis, Rate};
 pub use time::StepTime;
 pub use work::Layout;
 
-use crate::Error;
-use crate::recipe::{Parallel, Recipe, Recompute, Stage};
+use crate::recipe::{Parallel, Recipe, Recompute, Source, Stage};
+use crate::run_data::open_training;
+use crate::{Error, SourceEpochs};
 use work::Work;
 
 /// The cost of a recipe.
@@ -45,6 +48,8 @@ pub struct Plan {
     pub parameters: (u64, u64),
     /// The stages, in order.
     pub stages: Vec<StagePlan>,
+    /// The token files, if [`Plan::with_sources`] found all of them.
+    pub sources: Option<Vec<SourceEpochs>>,
     /// Bytes on disk.
     pub disk: DiskBytes,
     /// TFLOP/s that one device achieves, if the time was requested.
@@ -123,6 +128,7 @@ impl Plan {
             vocabulary: (model.vocab_size, grown.vocab_size),
             parameters: (model.num_parameters(), grown.num_parameters()),
             stages: stages.collect::<Result<_, _>>()?,
+            sources: None,
             disk: DiskBytes::new(recipe, &grown),
             device_tflops: None,
             cluster: None,
@@ -130,6 +136,25 @@ impl Plan {
             state_dtypes: (recipe.precision.gradients, recipe.precision.moments),
             recompute: recipe.memory.recompute,
         })
+    }
+
+    /// Adds how often `recipe` reads each of its token files, if all of them are on this machine.
+    ///
+    /// # Errors
+    /// Fails if a token file is invalid or shorter than one sequence.
+    pub fn with_sources(self, recipe: &Recipe) -> Result<Plan, Error> {
+        let exists = |source: &Source| {
+            [".bin", ".idx"].iter().all(|ending| {
+                let mut path = source.path.clone().into_os_string();
+                path.push(ending);
+                Path::new(&path).is_file()
+            })
+        };
+        if !recipe.data.sources.iter().all(exists) {
+            return Ok(Plan { sources: None, ..self });
+        }
+        let training = open_training(recipe, self.vocabulary.1)?;
+        Ok(Plan { sources: Some(SourceEpochs::of_run(recipe, &training)), ..self })
     }
 
     /// Adds times to the plan, for a device that achieves `tflops` TFLOP/s (not its peak).

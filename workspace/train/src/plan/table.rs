@@ -11,6 +11,7 @@ use super::memory::{ActivationBytes, OtherBytes, RankMemory};
 use super::rate::{Basis, Rate};
 use super::units::{bytes, duration, flops, grouped, moment, percent, ranks, traffic};
 use super::{DiskBytes, Plan, StagePlan};
+use crate::SourceEpochs;
 use crate::recipe::{Device, Recompute};
 
 /// Width of a row's label.
@@ -91,6 +92,7 @@ impl fmt::Display for Plan {
         let mut table = Table { f, columns };
         self.write_model(&mut table)?;
         self.write_stages(&mut table)?;
+        self.write_sources(&mut table)?;
         self.write_operations(&mut table)?;
         match &self.cluster {
             None => {
@@ -133,6 +135,26 @@ impl Plan {
         table.each("tensor x pipeline parallel", stages, |stage| {
             format!("{} x {}", stage.parallel.tensor, stage.parallel.pipeline)
         })
+    }
+
+    fn write_sources(&self, table: &mut Table) -> fmt::Result {
+        table.title("Token files, read by all stages")?;
+        let Some(sources) = &self.sources else {
+            return writeln!(
+                table.f,
+                "  epochs: not known, not all files of data.sources are on this machine"
+            );
+        };
+        for source in sources {
+            let SourceEpochs { path, tokens_drawn, tokens, epochs } = source;
+            table.one(&path.display().to_string(), &format!("{epochs:.2} epochs"))?;
+            let drawn = format!("{} of {}", grouped(*tokens_drawn), grouped(*tokens));
+            table.one("  tokens drawn, of the file's", &drawn)?;
+            if source.repeats() {
+                writeln!(table.f, "  warning: {}", source.warning())?;
+            }
+        }
+        Ok(())
     }
 
     fn write_operations(&self, table: &mut Table) -> fmt::Result {

@@ -148,7 +148,7 @@ fn routers(arguments: &AttentionArguments) -> anyhow::Result<Vec<Option<QueryNor
         };
         let moh = request.resolve(*heads, 1, None).map_err(|error| Usage(error.to_string()))?;
         if let Some(rounding) = request.rounding(*heads, None) {
-            eprintln!("{rounding}");
+            moh_cli::exit::stderr_line(format_args!("{rounding}"));
         }
         let LayerHeads { shared: shared_heads, top_k } = moh.layer(0);
         routers.push(Some(QueryNormRouter { shared_heads, top_k }));

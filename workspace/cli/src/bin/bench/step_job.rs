@@ -102,7 +102,7 @@ impl StepJob {
             let moh = request.resolve(heads, layers, None);
             job.config.moh = Some(moh.map_err(|error| Usage(error.to_string()))?);
             if let Some(rounding) = request.rounding(heads, None) {
-                eprintln!("{rounding}");
+                moh_cli::exit::stderr_line(format_args!("{rounding}"));
             }
         }
         if let Some(moh) = &job.config.moh {
