@@ -67,6 +67,18 @@ fn started(command: &mut Command, lines: usize) -> (Child, BufReader<ChildStderr
     (child, reader)
 }
 
+#[test]
+fn lines_count_the_steps_of_all_stages() {
+    let dir = prepared();
+    let overrides = ["stage.adapt.tokens=128", "stage.moh.tokens=192"];
+    let output = moh_train(dir.path(), &overrides).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let text = stderr(&output);
+    let steps: Vec<&str> =
+        text.lines().filter_map(|line| line.split_once(": loss").map(|(step, _)| step)).collect();
+    assert_eq!(steps, ["adapt 1/5", "adapt 2/5", "moh 3/5", "moh 4/5", "moh 5/5"], "{text}");
+}
+
 fn terminate(child: &Child) {
     let done = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap();
     assert!(done.success());

@@ -121,6 +121,11 @@ pub fn run(arguments: &AttentionArguments) -> anyhow::Result<()> {
         return Err(Usage(message).into());
     }
     let (rows, machine) = arguments.device.measure(Job { shape, routers, arguments })?;
+    for &share in &arguments.active {
+        if let Some(rounding) = request(share, None).rounding(arguments.heads, None) {
+            moh_cli::exit::stderr_line(format_args!("{rounding}"));
+        }
+    }
     report::print(
         arguments.json,
         &as_json(arguments, &rows, &machine),
@@ -142,18 +147,19 @@ fn routers(arguments: &AttentionArguments) -> anyhow::Result<Vec<Option<QueryNor
     let mut routers = vec![None];
     for (index, &share) in active.iter().enumerate() {
         let given = shared_heads.get(index.min(shared_heads.len().saturating_sub(1)));
-        let request = HeadRequest {
-            shared_heads: given.copied().map(HeadCounts::All),
-            active: Some(Active::Share(share)),
-        };
+        let request = request(share, given.copied());
         let moh = request.resolve(*heads, 1, None).map_err(|error| Usage(error.to_string()))?;
-        if let Some(rounding) = request.rounding(*heads, None) {
-            moh_cli::exit::stderr_line(format_args!("{rounding}"));
-        }
         let LayerHeads { shared: shared_heads, top_k } = moh.layer(0);
         routers.push(Some(QueryNormRouter { shared_heads, top_k }));
     }
     Ok(routers)
+}
+
+fn request(share: f64, shared_heads: Option<usize>) -> HeadRequest {
+    HeadRequest {
+        shared_heads: shared_heads.map(HeadCounts::All),
+        active: Some(Active::Share(share)),
+    }
 }
 
 /// Attention with each of the routers; dense attention has none.

@@ -91,6 +91,7 @@ impl StepJob {
         if let Some(layers) = arguments.layers {
             job.config.num_hidden_layers = layers as usize;
         }
+        let mut rounding = None;
         let (heads, layers) = (job.config.num_attention_heads, job.config.num_hidden_layers);
         if arguments.dense {
             job.config.moh = None;
@@ -101,9 +102,7 @@ impl StepJob {
             };
             let moh = request.resolve(heads, layers, None);
             job.config.moh = Some(moh.map_err(|error| Usage(error.to_string()))?);
-            if let Some(rounding) = request.rounding(heads, None) {
-                moh_cli::exit::stderr_line(format_args!("{rounding}"));
-            }
+            rounding = request.rounding(heads, None);
         }
         if let Some(moh) = &job.config.moh {
             moh.validate(heads, layers)?;
@@ -113,7 +112,12 @@ impl StepJob {
         }
         let StepPlan { micro_batch, sequence_length, .. } = job.plan;
         match micro_batch.checked_mul(sequence_length) {
-            Some(1..=MAX_TOKENS) => Ok(job),
+            Some(1..=MAX_TOKENS) => {
+                if let Some(rounding) = rounding {
+                    moh_cli::exit::stderr_line(format_args!("{rounding}"));
+                }
+                Ok(job)
+            }
             _ => Err(Usage(format!(
                 "{micro_batch} sequences of {sequence_length} tokens: must be 1 to \
                  {MAX_TOKENS} tokens in all"
