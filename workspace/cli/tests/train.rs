@@ -147,7 +147,15 @@ fn a_killed_run_ends_as_one_that_was_not() {
     success(&mut moh_train(dir.path(), &[]));
     let run = dir.path().join("run");
     assert!(results(&run) == results(&dir.path().join("whole")));
-    let parts = [".lock", "checkpoints", "export", "metrics.jsonl", "recipe.toml", "run.svg"];
+    let parts = [
+        ".lock",
+        "checkpoints",
+        "export",
+        "has-checkpoints",
+        "metrics.jsonl",
+        "recipe.toml",
+        "run.svg",
+    ];
     assert_eq!(names(&run), [&parts[..], &["summary.json", "tensorboard"]].concat());
     assert_eq!(names(&run.join("checkpoints")), ["step-119", "step-120"]);
 

@@ -14,7 +14,7 @@ use moh_data::{
 use moh_hf::{ConfigFile, WeightFiles, write_random_model};
 use moh_kernels::DType;
 use moh_model::layout::ModelLayout;
-use moh_train::{ModelSource, OpenDevice, Outcome, Recipe, TraceSteps};
+use moh_train::{ModelSource, OpenDevice, Outcome, Recipe, RunOptions};
 use serde_json::{Value, json};
 
 const TEXT: &str = "{\"text\": \"the ship left the village and the village left the ship\"}\n";
@@ -202,8 +202,7 @@ fn run(recipe: &mut Recipe, model: &Path) -> Result<Outcome, moh_train::Error> {
         Path::new("recipe.toml"),
         Some(model),
         (OpenDevice::Cpu, &World::single()),
-        &AtomicBool::new(false),
-        &TraceSteps::NONE,
+        RunOptions::new(&AtomicBool::new(false)),
         &mut |_| {},
     )
 }

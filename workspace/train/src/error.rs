@@ -106,6 +106,25 @@ pub enum Error {
         /// The problem.
         reason: String,
     },
+    /// A file of a checkpoint is missing on some ranks and not on others.
+    #[error(
+        "{source}, but other ranks see the checkpoint: put the run directory on a file system that all \
+         ranks share"
+    )]
+    NotShared {
+        /// The missing file.
+        source: Box<Error>,
+    },
+    /// A run that has completed checkpoints or has finished has none left to resume from.
+    #[error(
+        "{}: the run has completed checkpoints, and none of them is left to resume from: put one back \
+         into {}, or give --begin-anew, which moves the run's files aside and begins again",
+        path.display(), path.join("checkpoints").display()
+    )]
+    NoneLeft {
+        /// The run directory.
+        path: PathBuf,
+    },
     /// The loss or the gradient norm is NaN or infinite.
     #[error(
         "stage {stage}, step {step}: the loss is {loss} and the gradient norm {norm}: lower \

@@ -224,6 +224,20 @@ pub fn read(path: &Path) -> Result<Vec<StepMetrics>, Error> {
     Ok(steps)
 }
 
+/// The first line of the file at `path`; `None` if the file is missing or empty, or the line is not in
+/// the format of [`MetricsWriter`].
+///
+/// # Errors
+/// Fails if the file cannot be read.
+pub(crate) fn first(path: &Path) -> Result<Option<StepMetrics>, Error> {
+    let Some(mut lines) = Lines::open(path)? else { return Ok(None) };
+    match lines.next() {
+        Ok(line) => Ok(line.and_then(|line| serde_json::from_slice(line).ok())),
+        Err(Error::MetricsLine { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
 /// Keeps exactly the first `steps_kept` complete lines of the file at `path`, byte for byte, and
 /// drops the rest, including an incomplete line. The replacement is atomic: an interruption leaves
 /// the old file or the new one. A missing file counts as empty.

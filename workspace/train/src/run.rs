@@ -17,25 +17,43 @@ use crate::trace::TraceSteps;
 use crate::trainer::{Inputs, train};
 use crate::{Error, Ranks, Recipe, RunDirectory};
 
+static NO_STEPS: TraceSteps = TraceSteps::NONE;
+
+/// How a run is started and stopped.
+#[derive(Debug, Clone, Copy)]
+pub struct RunOptions<'a> {
+    /// Setting it on any rank ends the run after the current step, with a checkpoint.
+    pub stop: &'a AtomicBool,
+    /// The steps of which each rank writes a timeline.
+    pub trace: &'a TraceSteps,
+    /// Moves the files of an earlier run in the run directory aside, and begins again.
+    pub begin_anew: bool,
+}
+
+impl<'a> RunOptions<'a> {
+    /// Resumes an earlier run, and traces no steps.
+    pub fn new(stop: &'a AtomicBool) -> Self {
+        RunOptions { stop, trace: &NO_STEPS, begin_anew: false }
+    }
+}
+
 /// Runs `recipe`, or resumes it if its run directory has checkpoints. Errors name the recipe
 /// `path`; `directory` is the local directory of its `[model] from`. All ranks of `world` call this
 /// function with the same recipe and share each step's micro-batches; the first rank writes the run
-/// directory and receives the events. Setting `stop` on any rank ends the run after the current
-/// step, with a checkpoint. Each rank writes a timeline of its steps in `trace`.
+/// directory and receives the events.
 ///
 /// # Errors
-/// Fails if the recipe, the model, the data or the run directory is invalid, or if the device or
-/// another rank fails.
+/// Fails if the recipe, the model, the data or the run directory is invalid, if the device or another
+/// rank fails, or if a run that has completed checkpoints has none left.
 pub fn run(
     recipe: &mut Recipe,
     path: &Path,
     directory: Option<&Path>,
     (device, world): (OpenDevice, &World),
-    stop: &AtomicBool,
-    trace: &TraceSteps,
+    options: RunOptions<'_>,
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<Outcome, Error> {
-    let job = Job { path, directory, group: world.group(), stop, trace };
+    let job = Job { path, directory, group: world.group(), options };
     device.run(Start { job: &job, recipe, events })
 }
 
@@ -59,8 +77,7 @@ struct Job<'a> {
     path: &'a Path,
     directory: Option<&'a Path>,
     group: &'a Group,
-    stop: &'a AtomicBool,
-    trace: &'a TraceSteps,
+    options: RunOptions<'a>,
 }
 
 impl Job<'_> {
@@ -82,8 +99,15 @@ impl Job<'_> {
         };
         let finished = ranks.first(|| {
             lock = Some(run.lock()?);
+            if self.options.begin_anew {
+                run.begin_anew()?;
+            }
+            let finished = finished_before(&run)?;
+            if !finished {
+                check_resumable(&run)?;
+            }
             run.store_recipe(recipe)?;
-            Ok(f64::from(u8::from(finished_before(&run)?)))
+            Ok(f64::from(u8::from(finished)))
         })?;
         if finished > 0.0
             && let Some(summary) = Summary::read(&run.summary())?
@@ -92,8 +116,13 @@ impl Job<'_> {
         }
         let data = ranks.agree(data)?;
         ranks.first_does(|| run.clear_remains())?;
-        let inputs =
-            Inputs { recipe, source: &source, run: &run, stop: self.stop, trace: self.trace };
+        let inputs = Inputs {
+            recipe,
+            source: &source,
+            run: &run,
+            stop: self.options.stop,
+            trace: self.options.trace,
+        };
         let precision = &recipe.precision;
         let types = TrainingTypes {
             weights: recipe.run.dtype,
@@ -126,11 +155,17 @@ impl Job<'_> {
     }
 }
 
-/// Whether the run has finished: it has a summary, an export and a checkpoint.
+/// Whether the run has finished: it has a summary and an export.
 fn finished_before(run: &RunDirectory) -> Result<bool, Error> {
-    Ok(Summary::read(&run.summary())?.is_some()
-        && run.export().join("config.json").is_file()
-        && !run.checkpoint_steps()?.is_empty())
+    Ok(Summary::read(&run.summary())?.is_some() && run.export().join("config.json").is_file())
+}
+
+/// Refuses a run that has completed checkpoints and has none left.
+pub(crate) fn check_resumable(run: &RunDirectory) -> Result<(), Error> {
+    if run.has_completed_work()? && run.checkpoint_steps()?.is_empty() {
+        return Err(Error::NoneLeft { path: run.root().to_owned() });
+    }
+    Ok(())
 }
 
 /// A run on its device, before its element types are known.

@@ -16,6 +16,9 @@ use crate::{Error, KeyChange, Recipe};
 /// Keys, or prefixes of keys that end in a dot, that a resumed run may change.
 const MAY_CHANGE: [&str; 4] = ["run.dir", "log.", "checkpoint.", "data.validation.every_steps"];
 
+/// Name of the file that a running process locks.
+const LOCK: &str = ".lock";
+
 /// The paths of a run directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunDirectory {
@@ -64,6 +67,12 @@ impl RunDirectory {
         self.root.join("tensorboard")
     }
 
+    /// A file that says that a checkpoint was completed, so that the run is never begun again without a
+    /// word when its checkpoints are gone.
+    pub fn marker(&self) -> PathBuf {
+        self.root.join("has-checkpoints")
+    }
+
     /// The model in Hugging Face layout after the last stage.
     pub fn export(&self) -> PathBuf {
         self.root.join("export")
@@ -86,7 +95,7 @@ impl RunDirectory {
     /// Fails if another process holds the lock, or the file system reports an error.
     pub fn lock(&self) -> Result<RunLock, Error> {
         std::fs::create_dir_all(&self.root).map_err(Error::io(&self.root))?;
-        let path = self.root.join(".lock");
+        let path = self.root.join(LOCK);
         let file = OpenOptions::new()
             .create(true)
             .truncate(false)
@@ -122,10 +131,79 @@ impl RunDirectory {
         Ok(steps)
     }
 
-    /// Removes the leftovers of earlier processes beside the checkpoints, and the summary of a run
-    /// that continues. The caller has locked the directory.
+    /// Whether the run has ever completed a checkpoint, or finished: by its marker, or by what only such
+    /// a run has.
+    ///
+    /// # Errors
+    /// Fails if the directory of checkpoints exists and cannot be listed.
+    pub fn has_completed_work(&self) -> Result<bool, Error> {
+        let exists = |path: PathBuf| path.symlink_metadata().is_ok();
+        if exists(self.marker()) || exists(self.summary()) {
+            return Ok(true);
+        }
+        let directory = self.checkpoints();
+        let is_one = |name: &str| name.starts_with("step-") || name.starts_with("damaged-step-");
+        match std::fs::read_dir(&directory) {
+            Ok(mut entries) => Ok(entries.any(|entry| {
+                entry.is_ok_and(|entry| entry.file_name().to_str().is_some_and(is_one))
+            })),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(Error::io(&directory)(error)),
+        }
+    }
+
+    /// Writes the marker, if it is missing.
+    pub(crate) fn mark(&self) -> Result<(), Error> {
+        const TEXT: &str = "This run has completed a checkpoint. Where all of its checkpoints are gone, \
+                            it begins anew only with --begin-anew.\n";
+        let path = self.marker();
+        match path.is_file() {
+            true => Ok(()),
+            false => moh_files::write(&path, TEXT.as_bytes()).map_err(Error::io(&path)),
+        }
+    }
+
+    /// Moves everything of an earlier run into `before-1`, or the next free number. The caller has
+    /// locked the directory.
+    pub(crate) fn begin_anew(&self) -> Result<(), Error> {
+        let is_kept = |name: &str| name == LOCK || name.starts_with("before-");
+        let mut moved = Vec::new();
+        for entry in std::fs::read_dir(&self.root).map_err(Error::io(&self.root))? {
+            let name = entry.map_err(Error::io(&self.root))?.file_name();
+            if !name.to_str().is_some_and(is_kept) {
+                moved.push(name);
+            }
+        }
+        if moved.is_empty() {
+            return Ok(());
+        }
+        let free = (1u64..).map(|n| self.root.join(format!("before-{n}")));
+        let Some(aside) = { free }.find(|path| path.symlink_metadata().is_err()) else {
+            return Ok(());
+        };
+        std::fs::create_dir(&aside).map_err(Error::io(&aside))?;
+        for name in moved {
+            let from = self.root.join(&name);
+            std::fs::rename(&from, aside.join(&name)).map_err(Error::io(&from))?;
+        }
+        moh_files::sync_directory(&self.root).map_err(Error::io(&self.root))
+    }
+
+    /// Removes the summary of a run that continues, which would call it finished.
+    pub(crate) fn remove_summary(&self) -> Result<(), Error> {
+        let path = self.summary();
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(Error::io(&path)(error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Removes the leftovers of earlier processes beside the checkpoints. The caller has locked the
+    /// directory.
     pub(crate) fn clear_remains(&self) -> Result<(), Error> {
-        let mut remains = vec![self.summary()];
+        let mut remains = Vec::new();
         for entry in std::fs::read_dir(&self.root).map_err(Error::io(&self.root))? {
             let entry = entry.map_err(Error::io(&self.root))?;
             if entry.file_name().to_string_lossy().starts_with(moh_files::TEMPORARY) {
@@ -151,8 +229,8 @@ impl RunDirectory {
         Ok(())
     }
 
-    /// Writes the resolved recipe into the directory, which the caller has locked. If there are
-    /// checkpoints, the run is resumed: the recipe must equal the stored one, except for the keys
+    /// Writes the resolved recipe into the directory, which the caller has locked. If the run has
+    /// completed a checkpoint or finished, it is resumed: the recipe must equal the stored one, except for the keys
     /// that may change.
     ///
     /// # Errors
@@ -161,7 +239,7 @@ impl RunDirectory {
     pub fn store_recipe(&self, recipe: &Recipe) -> Result<(), Error> {
         let path = self.recipe();
         let text = recipe.to_toml()?;
-        if !self.checkpoint_steps()?.is_empty() {
+        if self.has_completed_work()? {
             let stored = Recipe::load(&path, &[])?;
             let forbidden = |change: &KeyChange| !may_change(&change.key);
             let changes: Vec<KeyChange> =

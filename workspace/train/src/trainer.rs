@@ -16,9 +16,11 @@ use moh_model::{Model, ModelConfig};
 use crate::checkpoint::{self, Evaluation, Moment, RunState, TensorKind};
 use crate::event::{Event, Outcome};
 use crate::export;
-use crate::metrics::{self, MetricsWriter, StepMetrics, Validation};
+use crate::metrics::{MetricsWriter, StepMetrics, Validation};
+use crate::metrics_resume;
 use crate::optimizer::OptimizerState;
 use crate::recipe::{Parallel, Stage};
+use crate::run::check_resumable;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::step::{StepGroups, StepPlan, Stepper};
@@ -112,6 +114,11 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         let stored = checkpoint::newest(run, &mut ranks, &mut |path, error| {
             events(Event::DamagedCheckpoint { path, error });
         })?;
+        // After damage to the last one there may be none.
+        ranks.first_does(|| {
+            check_resumable(run)?;
+            run.remove_summary()
+        })?;
         let state = stored
             .as_ref()
             .map_or_else(RunState::default, |stored| stored.manifest().state.clone());
@@ -146,7 +153,15 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         }
         let writers =
             if ranks.is_first() { open_writers(run, recipe, &state).map(Some) } else { Ok(None) };
-        let (metrics, board) = ranks.agree(writers)?.unzip();
+        let (metrics, board) = match ranks.agree(writers)? {
+            Some(Writers { metrics, board, warning }) => {
+                if let Some(text) = warning {
+                    events(Event::Warning { text: &text });
+                }
+                (Some(metrics), board)
+            }
+            None => (None, None),
+        };
         Ok(Trainer {
             metrics,
             inputs,
@@ -157,7 +172,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             model,
             optimizer,
             data,
-            board: board.flatten(),
+            board,
             state,
             gradients: std::marker::PhantomData,
         })
@@ -387,7 +402,10 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             &self.model,
             &self.optimizer,
         )?;
-        self.ranks.first_does(|| checkpoint::prune(run, &recipe.checkpoint))?;
+        self.ranks.first_does(|| {
+            run.mark()?;
+            checkpoint::prune(run, &recipe.checkpoint)
+        })?;
         (self.events)(Event::Checkpoint { path: &path });
         Ok(())
     }
@@ -426,17 +444,21 @@ fn divide<B: Backend>(
     Ok((StepGroups { all, data: groups.data }, parallel))
 }
 
+/// The first rank's logs.
+struct Writers {
+    metrics: MetricsWriter,
+    board: Option<TensorBoard>,
+    /// What is lost of the metrics.
+    warning: Option<String>,
+}
+
 /// Opens the first rank's logs, truncated to the state's step.
-fn open_writers(
-    run: &RunDirectory,
-    recipe: &Recipe,
-    state: &RunState,
-) -> Result<(MetricsWriter, Option<TensorBoard>), Error> {
-    metrics::cut_back(&run.metrics(), state.step)?;
+fn open_writers(run: &RunDirectory, recipe: &Recipe, state: &RunState) -> Result<Writers, Error> {
+    let warning = metrics_resume::resume(run, recipe, state.step)?;
     let board = (recipe.log.tensorboard)
         .then(|| TensorBoard::create(&run.tensorboard(), state.step))
         .transpose()?;
-    Ok((MetricsWriter::append_to(&run.metrics())?, board))
+    Ok(Writers { metrics: MetricsWriter::append_to(&run.metrics())?, board, warning })
 }
 
 /// The windows of one evaluation.

@@ -14,7 +14,7 @@ use moh_comm::World;
 use moh_kernels::Cpu;
 use moh_train::checkpoint;
 use moh_train::{
-    Error, Event, OpenDevice, Outcome, Ranks, Recipe, RunDirectory, Schedule, TraceSteps, metrics,
+    Error, Event, OpenDevice, Outcome, Ranks, Recipe, RunDirectory, RunOptions, Schedule, metrics,
 };
 use serde_json::Value;
 use support::results::Results;
@@ -32,7 +32,7 @@ fn watch(
     let path = Path::new("recipe.toml");
     let world = World::single();
     let ranks = (OpenDevice::Cpu, &world);
-    moh_train::run(&mut recipe.clone(), path, None, ranks, &stop, &TraceSteps::NONE, &mut |event| {
+    moh_train::run(&mut recipe.clone(), path, None, ranks, RunOptions::new(&stop), &mut |event| {
         heard(&event, &stop);
     })
 }
@@ -218,18 +218,171 @@ fn train_and_hear(recipe: &Recipe, heard: &mut Vec<String>) {
 }
 
 #[test]
-fn without_a_good_checkpoint_a_run_begins_again() {
+fn without_a_good_checkpoint_a_run_begins_anew_only_when_asked() {
     let place = Workplace::new();
     let recipe = place.recipe_in("copy");
     killed_at(&place.recipe(&[]), 9, &recipe.run.dir);
     let run = RunDirectory::new(&recipe.run.dir);
+    let metrics = fs::read(run.metrics()).unwrap();
     for step in [6, 8] {
         shorten(&run.checkpoint(step).join("manifest.json"));
     }
+    // The damage is found once; then nothing is left, as if the checkpoints had been removed.
+    for _ in 0..2 {
+        let error = train(&recipe).unwrap_err();
+        assert!(matches!(error, Error::NoneLeft { .. }), "{error}");
+        assert!(error.to_string().contains("--begin-anew"), "{error}");
+        assert!(fs::read(run.metrics()).unwrap() == metrics);
+    }
+    for step in [6, 8] {
+        assert!(run.checkpoints().join(format!("damaged-step-{step}")).is_dir());
+    }
+    fs::remove_dir_all(run.checkpoints()).unwrap();
+    assert!(matches!(train(&recipe).unwrap_err(), Error::NoneLeft { .. }), "by its marker");
+    begin_anew(&recipe);
+    assert!(Results::of(&recipe) == *reference());
+    assert!(fs::read(run.root().join("before-1/metrics.jsonl")).unwrap() == metrics);
+    assert!(run.root().join("before-1/recipe.toml").is_file());
+}
+
+/// Begins a run again, in a directory that has one, and finishes it.
+fn begin_anew(recipe: &Recipe) {
+    let stop = AtomicBool::new(false);
+    let options = RunOptions { begin_anew: true, ..RunOptions::new(&stop) };
+    let (path, world) = (Path::new("recipe.toml"), World::single());
+    let ranks = (OpenDevice::Cpu, &world);
+    let mut recipe = recipe.clone();
+    let done = moh_train::run(&mut recipe, path, None, ranks, options, &mut |event| {
+        assert!(!matches!(event, Event::Resumed { .. }));
+    });
+    assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
+}
+
+#[test]
+fn a_run_with_good_checkpoints_or_a_result_begins_anew_beside_them() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    assert_eq!(stop_at(&recipe, 4), Outcome::Stopped { step: 4 });
+    let root = RunDirectory::new(&recipe.run.dir).root().to_owned();
+    begin_anew(&recipe);
+    assert!(Results::of(&recipe) == *reference());
+    assert!(root.join("before-1/checkpoints/step-4/manifest.json").is_file());
+    begin_anew(&recipe);
+    assert!(root.join("before-2/summary.json").is_file() && root.join("before-1").is_dir());
+    assert!(Results::of(&recipe) == *reference());
+}
+
+#[test]
+fn what_cannot_be_read_is_not_taken_for_damage() {
+    let place = Workplace::new();
+    let recipe = place.recipe_in("copy");
+    killed_at(&place.recipe(&[]), 9, &recipe.run.dir);
+    let run = RunDirectory::new(&recipe.run.dir);
+    let newest = run.checkpoint(8);
+    for file in FILES {
+        // Reading a directory fails with another error than reading damaged or missing bytes does.
+        let (path, saved) = (newest.join(file), newest.join("saved"));
+        fs::rename(&path, &saved).unwrap();
+        fs::create_dir(&path).unwrap();
+        let before = files(&recipe.run.dir);
+        let error = train(&recipe).unwrap_err().to_string();
+        assert!(error.contains(file), "{error}");
+        assert!(files(&recipe.run.dir) == before, "{file}");
+        fs::remove_dir(&path).unwrap();
+        fs::rename(&saved, &path).unwrap();
+    }
+    // Another version's format, whose other fields are unknown.
+    let manifest = fs::read(newest.join("manifest.json")).unwrap();
+    let hash = fs::read(newest.join("manifest.json.b3")).unwrap();
+    let text = r#"{"format":99,"new":{}}"#;
+    fs::write(newest.join("manifest.json"), text).unwrap();
+    let line = format!("{}  manifest.json\n", blake3::hash(text.as_bytes()));
+    fs::write(newest.join("manifest.json.b3"), line).unwrap();
+    let before = files(&recipe.run.dir);
+    let error = train(&recipe).unwrap_err().to_string();
+    assert!(error.ends_with("format 99: this program reads format 3"), "{error}");
+    assert!(files(&recipe.run.dir) == before);
+    fs::write(newest.join("manifest.json"), manifest).unwrap();
+    fs::write(newest.join("manifest.json.b3"), hash).unwrap();
+    assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
+    assert!(Results::of(&recipe) == *reference());
+}
+
+#[test]
+fn a_second_damaged_checkpoint_of_a_step_leaves_the_first() {
+    let place = Workplace::new();
+    let recipe = place.recipe_in("copy");
+    killed_at(&place.recipe(&[]), 9, &recipe.run.dir);
+    let run = RunDirectory::new(&recipe.run.dir);
+    let earlier = run.checkpoints().join("damaged-step-8");
+    fs::create_dir(&earlier).unwrap();
+    fs::write(earlier.join("weights.safetensors"), "theirs").unwrap();
+    shorten(&run.checkpoint(8).join("weights.safetensors"));
     let mut heard = Vec::new();
     train_and_hear(&recipe, &mut heard);
-    assert_eq!(heard, ["damaged damaged-step-8", "damaged damaged-step-6", "adapt 0", "moh 0"]);
-    assert!(Results::of(&recipe) == *reference());
+    assert_eq!(heard[..2], ["damaged damaged-step-8-2", "resumed 6"]);
+    assert_eq!(fs::read(earlier.join("weights.safetensors")).unwrap(), b"theirs");
+}
+
+#[test]
+fn a_finished_run_stays_finished_without_its_checkpoints() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    let Outcome::Finished(summary) = train(&recipe).unwrap() else { panic!("did not finish") };
+    let run = RunDirectory::new(&recipe.run.dir);
+    fs::remove_dir_all(run.checkpoints()).unwrap();
+    let before = files(&recipe.run.dir);
+    assert_eq!(train(&recipe).unwrap(), Outcome::AlreadyFinished(summary));
+    assert!(files(&recipe.run.dir) == before);
+    let error = train(&place.recipe(&["run.seed=77"])).unwrap_err();
+    assert!(matches!(error, Error::RecipeChanged { .. }), "{error}");
+    // Nothing is left to export it again from.
+    fs::remove_dir_all(run.export()).unwrap();
+    let before = files(&recipe.run.dir);
+    assert!(matches!(train(&recipe).unwrap_err(), Error::NoneLeft { .. }));
+    assert!(files(&recipe.run.dir) == before);
+}
+
+#[test]
+fn lost_metrics_are_begun_again_with_a_warning() {
+    let killed = Workplace::new();
+    let copy = killed.dir.path().join("killed");
+    killed_at(&killed.recipe(&[]), 9, &copy);
+    for lost in ["missing", "short", "garbled"] {
+        let place = Workplace::new();
+        let recipe = place.recipe(&[]);
+        copy_all(&copy, &recipe.run.dir);
+        let run = RunDirectory::new(&recipe.run.dir);
+        let text = fs::read_to_string(run.metrics()).unwrap();
+        match lost {
+            "missing" => fs::remove_file(run.metrics()).unwrap(),
+            "short" => fs::write(run.metrics(), text.lines().next().unwrap()).unwrap(),
+            _ => fs::write(run.metrics(), format!("?\n{text}")).unwrap(),
+        }
+        let mut warnings = Vec::new();
+        let mut heard = |event: &Event<'_>, _: &AtomicBool| {
+            if let Event::Warning { text } = event {
+                warnings.push((*text).to_owned());
+            }
+        };
+        assert!(matches!(watch(&recipe, &mut heard).unwrap(), Outcome::Finished(_)), "{lost}");
+        assert!(warnings.iter().any(|text| text.contains("metrics.jsonl: ")), "{warnings:?}");
+        let found = Results::of(&recipe);
+        assert!(found.weights == reference().weights && found.summary == reference().summary);
+        assert_eq!(found.metrics, reference().metrics[8..], "{lost}");
+        let aside = run.root().join("metrics-before-step-8.jsonl");
+        assert_eq!(aside.is_file(), lost != "missing");
+    }
+    // A run whose metrics begin later resumes as any other.
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    assert_eq!(stop_at(&recipe, 3), Outcome::Stopped { step: 3 });
+    fs::remove_file(RunDirectory::new(&recipe.run.dir).metrics()).unwrap();
+    assert_eq!(stop_at(&recipe, 7), Outcome::Stopped { step: 7 });
+    assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
+    let found = Results::of(&recipe);
+    assert!(found.weights == reference().weights);
+    assert_eq!(found.metrics, reference().metrics[3..]);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
-use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory, TraceSteps};
+use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions};
 use support::Workplace;
 use support::results::{Results, assert_alike};
 use support::stories::Stories;
@@ -42,10 +42,15 @@ fn train_on(
                 let found = pool.install(|| {
                     let path = Path::new("recipe.toml");
                     let on = (OpenDevice::Cpu, &world);
-                    let (mut recipe, none) = (recipe.clone(), &TraceSteps::NONE);
-                    moh_train::run(&mut recipe, path, directory, on, asked, none, &mut |event| {
-                        heard(event)
-                    })
+                    let mut recipe = recipe.clone();
+                    moh_train::run(
+                        &mut recipe,
+                        path,
+                        directory,
+                        on,
+                        RunOptions::new(asked),
+                        &mut |event| heard(event),
+                    )
                 });
                 world.close().unwrap();
                 found
@@ -329,6 +334,34 @@ fn a_part_that_is_damaged_sets_the_checkpoint_aside_on_all_ranks() {
     assert!(run.checkpoints().join(format!("damaged-step-{step}")).is_dir());
     let place = Workplace::new();
     assert_alike(&found, &finish_on(1, &place.recipe(&MICRO_BATCHES)), "from the one before");
+}
+
+#[test]
+fn a_checkpoint_that_some_ranks_do_not_see_is_kept() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&MICRO_BATCHES);
+    let step = stop_on(2, &recipe, 6);
+    let shared = RunDirectory::new(&recipe.run.dir);
+    // The disk of another machine, as if the directory were local to each.
+    let other = RunDirectory::new(place.dir.path().join("other"));
+    support::copy_all(shared.root(), other.root());
+    std::fs::remove_dir_all(other.checkpoint(step)).unwrap();
+    std::thread::scope(|scope| {
+        for world in World::threads(2) {
+            let run = if world.rank() == 0 { shared.clone() } else { other.clone() };
+            scope.spawn(move || {
+                let mut ranks =
+                    moh_train::Ranks::new(moh_kernels::Cpu, world.group().clone()).unwrap();
+                let mut ignore = |_: &Path, _: &Error| {};
+                let error =
+                    moh_train::checkpoint::newest(&run, &mut ranks, &mut ignore).unwrap_err();
+                let is_told = matches!(error, Error::NotShared { .. });
+                assert_eq!(is_told, world.rank() == 1, "{error}");
+                world.close().unwrap();
+            });
+        }
+    });
+    assert!(shared.checkpoint(step).is_dir());
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use moh_comm::World;
-use moh_train::{OpenDevice, Outcome, Recipe, RunDirectory, TraceSteps};
+use moh_train::{OpenDevice, Outcome, Recipe, RunDirectory, RunOptions, TraceSteps};
 use serde_json::Value;
 use support::Workplace;
 use support::results::Results;
@@ -28,7 +28,10 @@ fn train(ranks: usize, recipe: &Recipe, trace: &TraceSteps) {
                 let done = pool.install(|| {
                     let (path, stop) = (Path::new("recipe.toml"), AtomicBool::new(false));
                     let (mut recipe, on) = (recipe.clone(), (OpenDevice::Cpu, &world));
-                    moh_train::run(&mut recipe, path, None, on, &stop, trace, &mut |_| {})
+                    {
+                        let options = RunOptions { trace, ..RunOptions::new(&stop) };
+                        moh_train::run(&mut recipe, path, None, on, options, &mut |_| {})
+                    }
                 });
                 assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
                 world.close().unwrap();

@@ -21,7 +21,8 @@ use moh_model::ModelConfig;
 use moh_train::plan::{Hardware, Suggestions};
 use moh_train::recipe::ValidationData;
 use moh_train::{
-    OpenDevice, Outcome, Plan, RankSpeed, Recipe, RunDirectory, Summary, TraceSteps, open_device,
+    OpenDevice, Outcome, Plan, RankSpeed, Recipe, RunDirectory, RunOptions, Summary, TraceSteps,
+    open_device,
 };
 use signal_hook::consts::{SIGINT, TERM_SIGNALS};
 use signal_hook::flag;
@@ -68,6 +69,10 @@ struct Arguments {
     /// directory: trace-step-N.json, for Perfetto. On a GPU these steps are slower
     #[arg(long, value_name = "STEPS", conflicts_with_all = ["plan", "preflight"])]
     trace: Option<TraceSteps>,
+    /// Begin again, even where the run directory has checkpoints: the files of the earlier run are moved
+    /// into before-1 (or the next free number) in the run directory
+    #[arg(long, conflicts_with_all = ["plan", "preflight"])]
+    begin_anew: bool,
     /// Print parameters, steps, memory, FLOPs and time, and do not train
     #[arg(long)]
     plan: bool,
@@ -231,13 +236,18 @@ fn train_as_rank(
     let first = world.rank() == 0;
     let mut view = first.then(|| RunView::new(&recipe, world.size()));
     let path = &arguments.recipe;
+    let no_steps = TraceSteps::NONE;
+    let options = RunOptions {
+        stop: &stop,
+        trace: arguments.trace.as_ref().unwrap_or(&no_steps),
+        begin_anew: arguments.begin_anew,
+    };
     let outcome = moh_train::run(
         &mut recipe,
         path,
         directory.as_deref(),
         (device, world),
-        &stop,
-        arguments.trace.as_ref().unwrap_or(&TraceSteps::NONE),
+        options,
         &mut |event| {
             if let Some(view) = &mut view {
                 view.show(event);

@@ -4,8 +4,10 @@
 //! names, with each rank's shard in its own files. A manifest records the state of the run and, for
 //! each shard of a tensor, its file, position and hash, so that other layouts of ranks can read it;
 //! the manifest's own hash is stored beside it. A checkpoint is written to a temporary name, synced
-//! and renamed. One with a wrong hash is moved aside, and the one before it is used.
+//! and renamed. One whose bytes are wrong is moved aside, and the one before it is used; any other
+//! failure to open one ends the program and changes nothing.
 
+mod fault;
 mod manifest;
 mod read;
 mod write;

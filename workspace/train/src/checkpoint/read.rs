@@ -10,6 +10,7 @@ use moh_kernels::Backend;
 use moh_model::parameters::Shard;
 use safetensors::tensor::{Dtype, Metadata};
 
+use super::fault::Fault;
 use super::manifest::{FORMAT, Manifest, TensorEntry, TensorKind};
 use super::{MANIFEST, MANIFEST_HASH};
 use crate::{Error, Ranks, RunDirectory};
@@ -37,7 +38,9 @@ struct Header {
 /// ones are renamed to `damaged-step-N` and passed to `damaged`, with the error, on the first rank.
 ///
 /// # Errors
-/// Fails if a directory cannot be listed or renamed, or if another rank has failed.
+/// Fails if a directory cannot be listed or renamed, if a checkpoint cannot be read or has another
+/// format, if only some ranks see its files, or if another rank has failed. The checkpoints are then
+/// unchanged.
 pub fn newest<B: Backend>(
     run: &RunDirectory,
     ranks: &mut Ranks<B>,
@@ -51,10 +54,11 @@ pub fn newest<B: Backend>(
             return Ok(None);
         }
         let directory = run.checkpoint(step);
-        let mut opened = StoredCheckpoint::open(&directory, step)
+        let opened = StoredCheckpoint::open(&directory, step)
             .and_then(|stored| stored.checked(Shard::of(ranks.group())));
+        let mut opened = proven(ranks, opened)?.map_err(Error::from);
         if ranks.any(opened.is_err())? {
-            let aside = run.checkpoints().join(format!("damaged-step-{step}"));
+            let aside = aside(run, step);
             ranks.first_does(|| set_aside(run, &directory, &aside))?;
             // The first rank reports, even if another rank has found the damage.
             if let (true, Ok(_)) = (ranks.is_first(), &opened) {
@@ -72,10 +76,35 @@ pub fn newest<B: Backend>(
     }
 }
 
+/// Returns what this rank has found, if the ranks together can tell whether the bytes are good.
+fn proven<B: Backend>(
+    ranks: &mut Ranks<B>,
+    opened: Result<StoredCheckpoint, Fault>,
+) -> Result<Result<StoredCheckpoint, Fault>, Error> {
+    let opened = ranks.agree(match opened {
+        Err(Fault::Unusable(error)) => Err(error),
+        opened => Ok(opened),
+    })?;
+    let is_missing = matches!(opened, Err(Fault::Missing(_)));
+    let flag = |flag| f64::from(u8::from(flag));
+    let [some_miss_it, some_see_it] = ranks.largest([flag(is_missing), flag(!is_missing)])?;
+    let differ = some_miss_it > 0.0 && some_see_it > 0.0;
+    ranks.agree(match opened {
+        Err(Fault::Missing(error)) if differ => Err(Error::NotShared { source: Box::new(error) }),
+        opened => Ok(opened),
+    })
+}
+
+/// A free name for a damaged checkpoint, which earlier ones keep.
+fn aside(run: &RunDirectory, step: u64) -> PathBuf {
+    let first = run.checkpoints().join(format!("damaged-step-{step}"));
+    let later = (2..).map(|n| run.checkpoints().join(format!("damaged-step-{step}-{n}")));
+    let is_free = |path: &PathBuf| fs::symlink_metadata(path).is_err();
+    // The numbers do not end.
+    std::iter::once(first.clone()).chain(later).find(is_free).unwrap_or(first)
+}
+
 fn set_aside(run: &RunDirectory, directory: &Path, aside: &Path) -> Result<(), Error> {
-    if aside.exists() {
-        fs::remove_dir_all(aside).map_err(Error::io(aside))?;
-    }
     fs::rename(directory, aside).map_err(Error::io(aside))?;
     moh_files::sync_directory(&run.checkpoints()).map_err(Error::io(&run.checkpoints()))
 }
@@ -86,11 +115,11 @@ impl StoredCheckpoint {
     /// # Errors
     /// Fails if there is none, or its manifest is damaged.
     pub fn of_step(run: &RunDirectory, step: u64) -> Result<Self, Error> {
-        Self::open(&run.checkpoint(step), step)
+        Ok(Self::open(&run.checkpoint(step), step)?)
     }
 
     /// Opens the checkpoint in `directory` without checking its tensors.
-    fn open(directory: &Path, step: u64) -> Result<Self, Error> {
+    fn open(directory: &Path, step: u64) -> Result<Self, Fault> {
         let manifest = read_manifest(directory, step)?;
         let mut headers = HashMap::new();
         for entry in &manifest.tensors {
@@ -98,7 +127,8 @@ impl StoredCheckpoint {
             // A name with a directory in it would leave the checkpoint.
             if Path::new(&entry.file).file_name() != Some(entry.file.as_ref()) {
                 let reason = format!("{:?} is not the name of a file", entry.file);
-                return Err(Error::Checkpoint { path: directory.join(MANIFEST), reason });
+                let path = directory.join(MANIFEST);
+                return Err(Fault::Damaged(Error::Checkpoint { path, reason }));
             }
             if !headers.contains_key(&entry.file) {
                 headers.insert(entry.file.clone(), Header::read(&path)?);
@@ -108,7 +138,7 @@ impl StoredCheckpoint {
     }
 
     /// Checks the hashes of this rank's share of the files.
-    fn checked(self, share: Shard) -> Result<Self, Error> {
+    fn checked(self, share: Shard) -> Result<Self, Fault> {
         for entry in self.manifest.tensors.iter().skip(share.rank).step_by(share.size) {
             self.bytes(entry)?;
         }
@@ -161,9 +191,10 @@ impl StoredCheckpoint {
     }
 
     /// Reads a tensor's bytes and checks their hash.
-    fn bytes(&self, entry: &TensorEntry) -> Result<(Dtype, Vec<u8>), Error> {
+    fn bytes(&self, entry: &TensorEntry) -> Result<(Dtype, Vec<u8>), Fault> {
         let path = self.directory.join(&entry.file);
-        let refuse = |reason: String| Error::Checkpoint { path: path.clone(), reason };
+        let refuse =
+            |reason: String| Fault::Damaged(Error::Checkpoint { path: path.clone(), reason });
         let info = self
             .headers
             .get(&entry.file)
@@ -184,9 +215,9 @@ impl StoredCheckpoint {
             return Err(refuse(format!("ends inside {}", entry.name)));
         }
         let mut bytes = vec![0; to - from];
-        let mut file = File::open(&path).map_err(Error::io(&path))?;
-        file.seek(SeekFrom::Start(header.start + from as u64)).map_err(Error::io(&path))?;
-        file.read_exact(&mut bytes).map_err(Error::io(&path))?;
+        let mut file = File::open(&path).map_err(Fault::io(&path))?;
+        file.seek(SeekFrom::Start(header.start + from as u64)).map_err(Fault::io(&path))?;
+        file.read_exact(&mut bytes).map_err(Fault::io(&path))?;
         if blake3::hash(&bytes).to_hex().as_str() != entry.blake3 {
             return Err(refuse(format!("{} does not match its hash: it is damaged", entry.name)));
         }
@@ -194,29 +225,39 @@ impl StoredCheckpoint {
     }
 }
 
-fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, Error> {
+/// The format version of a manifest, whatever else it contains.
+#[derive(serde::Deserialize)]
+struct Version {
+    format: u32,
+}
+
+fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, Fault> {
     let path = directory.join(MANIFEST);
     let refuse = |reason: String| Error::Checkpoint { path: path.clone(), reason };
-    let length = fs::metadata(&path).map_err(Error::io(&path))?.len();
+    let length = fs::metadata(&path).map_err(Fault::io(&path))?.len();
     if length > MAX_TEXT_BYTES {
-        return Err(refuse(format!("{length} bytes are not a manifest")));
+        let reason = format!("{length} bytes: a manifest has at most {MAX_TEXT_BYTES}");
+        return Err(Fault::Unusable(refuse(reason)));
     }
-    let text = fs::read(&path).map_err(Error::io(&path))?;
+    let text = fs::read(&path).map_err(Fault::io(&path))?;
     let hash_path = directory.join(MANIFEST_HASH);
-    let hash = fs::read(&hash_path).map_err(Error::io(&hash_path))?;
+    let hash = fs::read(&hash_path).map_err(Fault::io(&hash_path))?;
     if hash != format!("{}  {MANIFEST}\n", blake3::hash(&text)).as_bytes() {
-        return Err(refuse(format!("does not match the hash in {MANIFEST_HASH}: it is damaged")));
+        let reason = format!("does not match the hash in {MANIFEST_HASH}: it is damaged");
+        return Err(Fault::Damaged(refuse(reason)));
+    }
+    // The bytes are as they were written: what this program cannot read, another one can.
+    if let Ok(Version { format }) = serde_json::from_slice(&text)
+        && format != FORMAT
+    {
+        let reason = format!("format {format}: this program reads format {FORMAT}");
+        return Err(Fault::Unusable(refuse(reason)));
     }
     let manifest: Manifest = serde_json::from_slice(&text)
-        .map_err(|error| refuse(format!("not a manifest: {error}")))?;
-    if manifest.format != FORMAT {
-        return Err(refuse(format!(
-            "format {}: this program reads format {FORMAT}",
-            manifest.format
-        )));
-    }
+        .map_err(|error| Fault::Unusable(refuse(format!("not a manifest: {error}"))))?;
     if manifest.state.step != step {
-        return Err(refuse(format!("is of step {}, not {step}", manifest.state.step)));
+        let reason = format!("is of step {}, not {step}", manifest.state.step);
+        return Err(Fault::Damaged(refuse(reason)));
     }
     Ok(manifest)
 }
@@ -235,20 +276,21 @@ fn to_f32(dtype: Dtype, bytes: &[u8]) -> Option<Vec<f32>> {
 }
 
 impl Header {
-    fn read(path: &Path) -> Result<Self, Error> {
-        let io = |error| Error::io(path)(error);
-        let refuse = |reason: String| Error::Checkpoint { path: path.to_owned(), reason };
-        let mut file = File::open(path).map_err(io)?;
-        let length = file.metadata().map_err(io)?.len();
+    fn read(path: &Path) -> Result<Self, Fault> {
+        let io = Fault::io(path);
+        let refuse =
+            |reason: String| Fault::Damaged(Error::Checkpoint { path: path.to_owned(), reason });
+        let mut file = File::open(path).map_err(&io)?;
+        let length = file.metadata().map_err(&io)?.len();
         let mut head = [0u8; 8];
-        file.read_exact(&mut head).map_err(io)?;
+        file.read_exact(&mut head).map_err(&io)?;
         let text = u64::from_le_bytes(head);
         if text > MAX_TEXT_BYTES || text > length.saturating_sub(8) {
             return Err(refuse(format!("a header of {text} bytes is not a safetensors file's")));
         }
         // Below 100 MB by the check above.
         let mut header = vec![0; text as usize];
-        file.read_exact(&mut header).map_err(io)?;
+        file.read_exact(&mut header).map_err(&io)?;
         // `SafeTensors::read_metadata` would require the whole file in memory.
         let metadata = serde_json::from_slice(&header)
             .map_err(|error| refuse(format!("not a safetensors file: {error}")))?;

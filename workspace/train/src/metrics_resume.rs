@@ -1,0 +1,51 @@
+//! The metrics of a run that continues: cut back to the checkpoint's step, or begun again where lines
+//! before it are lost. A log never keeps a run from its weights.
+
+use std::path::PathBuf;
+
+use crate::{Error, Recipe, RunDirectory, metrics};
+
+/// Prepares `metrics.jsonl` for the steps after `step`; returns a warning if lines before it are lost.
+/// A file that lacks some is renamed, not removed.
+///
+/// # Errors
+/// Fails if the file cannot be read, replaced or renamed.
+pub(crate) fn resume(
+    run: &RunDirectory,
+    recipe: &Recipe,
+    step: u64,
+) -> Result<Option<String>, Error> {
+    let path = run.metrics();
+    // The lines of a file that was begun again start after a later step than 0.
+    let first =
+        metrics::first(&path)?.and_then(|line| steps_before(recipe, &line.stage, line.step));
+    if let Some(start) = first.or((step == 0).then_some(0)) {
+        match metrics::cut_back(&path, step.saturating_sub(start)) {
+            Err(Error::MetricsShort { .. } | Error::MetricsLine { .. }) => {}
+            done => return done.map(|()| None),
+        }
+    }
+    let shown = path.display();
+    let lost = format!("{shown}: does not have the lines of all {step} steps: begun again");
+    if path.symlink_metadata().is_err() {
+        return Ok(Some(format!("{lost} after step {step}")));
+    }
+    let aside = free_name(run, step);
+    std::fs::rename(&path, &aside).map_err(Error::io(&path))?;
+    Ok(Some(format!("{lost} after step {step}, the old file is {}", aside.display())))
+}
+
+/// Steps of the run before step `step` of a stage.
+fn steps_before(recipe: &Recipe, stage: &str, step: u64) -> Option<u64> {
+    let index = recipe.stages.iter().position(|known| known.name == stage)?;
+    let before: u64 = recipe.stages[..index].iter().map(crate::recipe::Stage::num_steps).sum();
+    Some(before + step.checked_sub(1)?)
+}
+
+fn free_name(run: &RunDirectory, step: u64) -> PathBuf {
+    let name = |suffix: &str| run.root().join(format!("metrics-before-step-{step}{suffix}.jsonl"));
+    let later = (2u64..).map(|n| name(&format!("-{n}")));
+    let is_free = |path: &PathBuf| path.symlink_metadata().is_err();
+    // The numbers do not end.
+    std::iter::once(name("")).chain(later).find(is_free).unwrap_or_else(|| name(""))
+}
