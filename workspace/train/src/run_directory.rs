@@ -2,7 +2,7 @@
 //!
 //! A resumed run must equal an uninterrupted one if its device is deterministic, so a directory
 //! with checkpoints accepts only its own recipe. Some keys may change, because they affect no
-//! weight except by the order of sums: `run.dir`, `log.*`, `checkpoint.*`,
+//! weight except by the order of sums: `run.dir`, `log.*`, `checkpoint.*`, `memory.recompute`,
 //! `data.validation.every_steps` and `stage.NAME.parallel.*`.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,7 +14,8 @@ use toml::Value;
 use crate::{Error, KeyChange, Recipe};
 
 /// Keys, or prefixes of keys that end in a dot, that a resumed run may change.
-const MAY_CHANGE: [&str; 4] = ["run.dir", "log.", "checkpoint.", "data.validation.every_steps"];
+const MAY_CHANGE: [&str; 5] =
+    ["run.dir", "log.", "checkpoint.", "memory.recompute", "data.validation.every_steps"];
 
 /// Name of the file that a running process locks.
 const LOCK: &str = ".lock";
@@ -253,8 +254,9 @@ impl RunDirectory {
 }
 
 fn may_change(key: &str) -> bool {
-    let divides = key.starts_with("stage.") && key.contains(".parallel.");
-    divides
+    // After the stage's name, which may be "parallel" itself.
+    let of_stage = key.strip_prefix("stage.").and_then(|rest| rest.split_once('.'));
+    of_stage.is_some_and(|(_, key)| key.starts_with("parallel."))
         || MAY_CHANGE.iter().any(|allowed| match allowed.ends_with('.') {
             true => key.starts_with(allowed),
             false => key == *allowed,
@@ -409,9 +411,19 @@ mod tests {
             "log.tensorboard=false",
             "checkpoint.keep=9",
             "data.validation.every_steps=3",
+            "memory.recompute=none",
         ]);
         run.store_recipe(&changed).unwrap();
         assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), changed);
+    }
+
+    #[test]
+    fn a_stage_named_parallel_may_change_its_layout_alone() {
+        assert!(may_change("stage.parallel.parallel.tensor"));
+        for key in ["stage.parallel.tokens", "stage.parallel.learning_rate.max", "parallel.tensor"]
+        {
+            assert!(!may_change(key), "{key}");
+        }
     }
 
     #[test]

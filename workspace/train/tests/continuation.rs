@@ -113,6 +113,17 @@ fn a_stopped_run_continues_to_the_same_end() {
 }
 
 #[test]
+fn a_run_continues_with_another_recomputation_and_the_same_bits() {
+    let place = Workplace::new();
+    assert_eq!(stop_at(&place.recipe(&["memory.recompute=none"]), 4), Outcome::Stopped { step: 4 });
+    let middle = place.recipe(&["memory.recompute=block"]);
+    assert_eq!(stop_at(&middle, 7), Outcome::Stopped { step: 7 });
+    let last = place.recipe(&["memory.recompute=cheap"]);
+    assert!(matches!(train(&last).unwrap(), Outcome::Finished(_)));
+    assert!(Results::of(&last) == *reference());
+}
+
+#[test]
 fn a_run_that_is_stopped_at_every_step_ends_the_same() {
     let place = Workplace::new();
     let recipe = place.recipe(&[]);
