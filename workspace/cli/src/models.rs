@@ -2,10 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use moh_data::TextTokenizer;
 use moh_device::{DeviceName, OpenDevice};
+use moh_hf::config_file::CONFIG_FILE;
 use moh_hf::{ConfigFile, Error, StoredModel};
 use moh_hub::{Progress, resolve, resolve_tokenizer};
 use moh_kernels::{Backend, Element, ElementType};
@@ -28,7 +29,30 @@ pub fn element_types() -> impl TypedValueParser<Value = ElementType> {
 /// The directory of a model: itself, or a repository of the hub, downloaded if necessary.
 pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
     let mut show = ShowDownload::default();
-    Ok(resolve(model, revision, &mut |download| show.update(download))?)
+    let directory = resolve(model, revision, &mut |download| show.update(download))?;
+    match other_directory(&directory) {
+        None => Ok(directory),
+        Some(kind) => bail!("{}: {kind}", directory.display()),
+    }
+}
+
+/// What a directory of a run is, which has no model of its own.
+fn other_directory(directory: &Path) -> Option<String> {
+    let has = |name: &str| directory.join(name).exists();
+    let export = directory.join("export");
+    if has(CONFIG_FILE) {
+        None
+    } else if export.join(CONFIG_FILE).is_file() {
+        Some(format!("is a run, name its model: {}", export.display()))
+    } else if has("checkpoints") && has("recipe.toml") {
+        Some(
+            "is a run that has not finished, its model is written to export/ at the end".to_owned(),
+        )
+    } else if has("manifest.json") && has("manifest.json.b3") {
+        Some("is a checkpoint, not a model: name the export/ of its run".to_owned())
+    } else {
+        None
+    }
 }
 
 /// Loads a tokenizer: a `tokenizer.json`, a directory with one, or that of a repository of the hub,

@@ -164,6 +164,28 @@ fn ids_that_do_not_fit_are_refused() {
 }
 
 #[test]
+fn runs_and_checkpoints_are_told_from_models() {
+    let dir = workplace();
+    let root = dir.path();
+    write_tokens(&root.join("text"), VOCABULARY, 100, 1);
+    let told = |model: &str| {
+        let line = format!("loss --model {model} --data text --sequence-length 10");
+        failure(root, &mut moh_eval(root, &line), 1)
+    };
+    fs::create_dir_all(root.join("run/checkpoints/step-7")).unwrap();
+    fs::write(root.join("run/recipe.toml"), "").unwrap();
+    for name in ["manifest.json", "manifest.json.b3"] {
+        fs::write(root.join("run/checkpoints/step-7").join(name), "").unwrap();
+    }
+    assert!(told("run").starts_with("run: is a run that has not finished, "));
+    let checkpoint = told("run/checkpoints/step-7");
+    assert!(checkpoint.starts_with("run/checkpoints/step-7: is a checkpoint, "), "{checkpoint}");
+    fs::rename(root.join("source"), root.join("run/export")).unwrap();
+    assert_eq!(told("run"), "run: is a run, name its model: run/export");
+    success(&mut moh_eval(root, "loss --model run/export --data text --sequence-length 10"));
+}
+
+#[test]
 fn token_files_and_models_that_do_not_fit_are_refused() {
     let dir = workplace();
     let root = dir.path();
