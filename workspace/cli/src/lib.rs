@@ -8,6 +8,7 @@ pub mod models;
 pub mod plot;
 pub mod progress;
 pub mod run_view;
+pub mod signals;
 pub mod summary_table;
 
 pub use counted::counted;

@@ -184,6 +184,30 @@ fn a_terminated_run_exits_with_75_and_continues() {
     assert!(results(&dir.path().join("run")) == results(&dir.path().join("whole")));
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn a_hangup_stops_a_run_unless_it_is_ignored() {
+    let dir = prepared();
+    let hang_up = |child: &Child| {
+        let done = Command::new("kill").args(["-HUP", &child.id().to_string()]).status().unwrap();
+        assert!(done.success());
+    };
+    let finish = |mut child: Child, mut reader: BufReader<ChildStderr>| {
+        std::io::Read::read_to_string(&mut reader, &mut String::new()).unwrap();
+        child.wait().unwrap().code()
+    };
+    let long = ["stage.adapt.tokens=25600"];
+    let (child, reader) = started(&mut moh_train(dir.path(), &long), 5);
+    hang_up(&child);
+    assert_eq!(finish(child, reader), Some(75));
+    // As nohup starts a program.
+    let mut shell = program("sh", dir.path());
+    shell.args(["-c", "trap '' HUP; exec \"$0\" \"$@\"", PROGRAM, "--recipe", "recipe.toml"]);
+    let (child, reader) = started(shell.args(["--set", long[0]]), 5);
+    hang_up(&child);
+    assert_eq!(finish(child, reader), Some(0));
+}
+
 #[test]
 fn chosen_steps_leave_a_timeline_and_others_none() {
     let dir = prepared();

@@ -13,6 +13,7 @@ use clap::Parser;
 use moh_cli::exit::{self, StoppedEarly};
 use moh_cli::models;
 use moh_cli::run_view::RunView;
+use moh_cli::signals::stop_on_signals;
 use moh_cli::summary_table::{draw, invocation, table};
 use moh_comm::{Fault, Launch, OPERATION_LIMIT, Options, RENDEZVOUS_LIMIT, World};
 use moh_data::TokenFile;
@@ -24,14 +25,13 @@ use moh_train::{
     OpenDevice, Outcome, Plan, RankSpeed, Recipe, RunDirectory, RunOptions, Summary, TraceSteps,
     open_device,
 };
-use signal_hook::consts::{SIGINT, TERM_SIGNALS};
-use signal_hook::flag;
 
 /// Train a recipe's stages in order, or resume an interrupted run.
 ///
 /// Running the same command again continues from the newest checkpoint and ends with the same bits as
-/// a run that was never interrupted; on a GPU, this takes run.deterministic = true. SIGINT, SIGTERM and
-/// SIGUSR1 stop it after the current step, with a checkpoint and exit code 75: run it again.
+/// a run that was never interrupted; on a GPU, this takes run.deterministic = true. SIGINT, SIGTERM,
+/// SIGUSR1 and SIGHUP (unless ignored, as by nohup) stop it after the current step, with a checkpoint
+/// and exit code 75: run it again.
 #[derive(Parser)]
 #[command(
     name = "moh-train",
@@ -224,15 +224,7 @@ fn train_as_rank(
 ) -> anyhow::Result<()> {
     let directory = locate_model(&recipe, world)?;
     let stop = Arc::new(AtomicBool::new(false));
-    // A second Ctrl-C ends the program at once. Launchers repeat SIGTERM, so repeating it has no
-    // effect.
-    flag::register_conditional_shutdown(SIGINT, 130, Arc::clone(&stop))?;
-    for signal in TERM_SIGNALS {
-        flag::register(*signal, Arc::clone(&stop))?;
-    }
-    // mpirun forwards SIGUSR1 to its ranks; a SIGTERM makes it kill them within seconds.
-    #[cfg(unix)]
-    flag::register(signal_hook::consts::SIGUSR1, Arc::clone(&stop))?;
+    stop_on_signals(&stop)?;
     let first = world.rank() == 0;
     let mut view = first.then(|| RunView::new(&recipe, world.size()));
     let path = &arguments.recipe;
