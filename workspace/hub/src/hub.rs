@@ -14,6 +14,7 @@ use moh_hf::model_directory::{GENERATION_FILE, TOKENIZER_FILES};
 use moh_hf::weight_files::INDEX_FILE;
 
 use crate::client::{Client, Failure, RemoteFile};
+use crate::content::has_address;
 use crate::{Error, environment};
 
 const DEFAULT_REVISION: &str = "main";
@@ -335,10 +336,25 @@ impl Download<'_> {
         if !fs::metadata(&blob).is_ok_and(|found| found.len() == file.size) {
             let incomplete = blobs.join(format!("{}.incomplete", file.blob));
             self.fetch_rest(commit, file, &incomplete, report)?;
+            self.check(file, &incomplete)?;
             fs::rename(&incomplete, &blob).map_err(Error::io(&incomplete))?;
         }
         link(&file.blob, &blob, pointer).map_err(Error::io(pointer))?;
         Ok(())
+    }
+
+    /// Checks the content of a complete download, and removes one that is wrong: the next run must not
+    /// continue it.
+    fn check(&self, file: &RemoteFile, path: &Path) -> Result<(), Failure> {
+        if has_address(path, &file.blob).map_err(Error::io(path))? != Some(false) {
+            return Ok(());
+        }
+        fs::remove_file(path).map_err(Error::io(path))?;
+        let reason = format!(
+            "{} does not have the hash that the hub lists, and was removed: run the same command again",
+            file.name
+        );
+        Err(Error::hub(self.id, reason).into())
     }
 
     /// Appends the missing bytes to the file, in batches of parallel ranges.

@@ -1,6 +1,7 @@
 //! Locating models: a directory, or an id on the Hugging Face hub, downloaded to its cache.
 
 mod client;
+mod content;
 mod environment;
 mod error;
 mod hub;

@@ -4,6 +4,8 @@ use std::io::{BufRead, BufReader};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 
+use ring::digest::{Algorithm, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
+
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const ID: &str = "org/tiny";
 
@@ -90,6 +92,15 @@ fn answer(mut stream: TcpStream, behaviour: &Mutex<Behaviour>) -> Option<()> {
     stream.flush().ok()
 }
 
+fn hex(algorithm: &'static Algorithm, parts: &[&[u8]]) -> String {
+    let digest = ring::digest::digest(algorithm, &parts.concat());
+    digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn git_address(bytes: &[u8]) -> String {
+    hex(&SHA1_FOR_LEGACY_USE_ONLY, &[format!("blob {}\0", bytes.len()).as_bytes(), bytes])
+}
+
 impl Behaviour {
     fn respond(&self, path: &str, range: Option<(usize, usize)>) -> (u16, String, Vec<u8>) {
         if let Some((status, code)) = self.refuse {
@@ -106,10 +117,13 @@ impl Behaviour {
                 .files
                 .iter()
                 .map(|(name, bytes)| {
-                    let oid = blake3::hash(bytes).to_hex();
-                    serde_json::json!({
-                        "type": "file", "oid": &oid[..40], "size": bytes.len(), "path": name,
-                    })
+                    let mut entry = serde_json::json!({
+                        "type": "file", "oid": git_address(bytes), "size": bytes.len(), "path": name,
+                    });
+                    if name.ends_with(".safetensors") {
+                        entry["lfs"] = serde_json::json!({ "oid": hex(&SHA256, &[bytes]) });
+                    }
+                    entry
                 })
                 .collect();
             return json(serde_json::Value::Array(entries).to_string());
@@ -296,6 +310,33 @@ fn a_broken_download_goes_on_where_it_stopped() {
     starts.sort_unstable();
     assert_eq!(starts[0], have);
     assert!(!partial.exists());
+}
+
+#[test]
+fn bytes_of_another_content_are_removed_and_fetched_again() {
+    let wanted = files(5000);
+    let server = Server::start(Behaviour { files: wanted.clone(), ..Behaviour::default() });
+    for name in ["model.safetensors", "tokenizer.json"] {
+        let Place { dir, hub } = place(&server);
+        let blobs = dir.path().join("hub/models--org--tiny/blobs");
+        fs::create_dir_all(&blobs).unwrap();
+        let bytes = &wanted[name];
+        let blob = match name {
+            "model.safetensors" => hex(&SHA256, &[bytes]),
+            _ => git_address(bytes),
+        };
+        // What another program left as the beginning of the file, or as all of it.
+        let mut prefix = bytes[..bytes.len().min(1000)].to_vec();
+        prefix[1] ^= 1;
+        let incomplete = blobs.join(format!("{blob}.incomplete"));
+        fs::write(&incomplete, prefix).unwrap();
+        let message = resolve_error(&hub);
+        let expected = format!("org/tiny: {name} does not have the hash that the hub lists");
+        assert!(message.starts_with(&expected), "{message}");
+        assert!(!incomplete.exists());
+        let path = hub.resolve(ID, None, &mut |_| ()).unwrap();
+        assert_eq!(fs::read(path.join(name)).unwrap(), wanted[name]);
+    }
 }
 
 #[test]
