@@ -9,8 +9,8 @@ use std::process::Command;
 use moh_model::HeadCounts;
 use safetensors::{Dtype, SafeTensors};
 use support::{
-    VOCABULARY, edit_weights, failure, fixtures, program, success, workplace, write_moh,
-    write_tokenizer, write_tokens,
+    VOCABULARY, edit_config, edit_weights, failure, fixtures, program, success, workplace,
+    write_moh, write_tokenizer, write_tokens,
 };
 
 mod support;
@@ -161,6 +161,16 @@ fn ids_that_do_not_fit_are_refused() {
     assert_eq!(message, "out: already exists: choose another name, or replace it with --force");
     assert_eq!(fs::read(dir.path().join("out")).unwrap(), b"theirs");
     success(&mut moh_eval(dir.path(), &format!("{line} --force")));
+}
+
+#[test]
+fn a_context_length_beyond_the_text_is_refused_before_it_takes_memory() {
+    let dir = workplace();
+    write_tokens(&dir.path().join("text"), VOCABULARY, 100, 1);
+    edit_config(dir.path(), |config| config["max_position_embeddings"] = (1u64 << 40).into());
+    let line = "loss --model source --data text";
+    let message = failure(dir.path(), &mut moh_eval(dir.path(), line), 1);
+    assert!(message.starts_with("text: has 100 tokens, one window needs "), "{message}");
 }
 
 #[test]

@@ -11,6 +11,7 @@ use moh_cli::progress::Bar;
 use moh_data::{TokenFile, Windows};
 use moh_device::{Compute, DeviceName};
 use moh_eval::{Evaluator, LogitsOf};
+use moh_hf::ConfigFile;
 use moh_kernels::{Backend, Element, ElementType};
 
 /// Maximum tokens of a pass; longer windows are evaluated one at a time.
@@ -126,14 +127,15 @@ fn loss<B: Backend + Clone, T: Element>(
 ) -> anyhow::Result<()> {
     let directory = models::locate(&arguments.model, arguments.revision.as_deref())?;
     let length = window_length(&directory, arguments.sequence_length)?;
-    let mut model = models::load::<B, T>(backend, &directory, length)?;
     let mut file = TokenFile::open(&arguments.data)?;
-    file.limit_vocabulary(model.config().vocab_size);
+    file.limit_vocabulary(ConfigFile::read(&directory)?.config.vocab_size);
     let tokenizer = models::tokenizer(&directory)?;
     if let Some(tokenizer) = &tokenizer {
         file.check_tokenizer(tokenizer)?;
     }
+    // Before the model: a context length that exceeds the file may also exceed the memory.
     let windows = Windows::new(file, length)?;
+    let mut model = models::load::<B, T>(backend, &directory, length)?;
     // At most the number of sequences, which fits memory if the file did.
     let batch = (BATCH_TOKENS / length).clamp(1, windows.len().clamp(1, 1 << 20) as usize);
     let mut evaluator = Evaluator::new(&model, batch, length)?;
