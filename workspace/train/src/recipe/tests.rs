@@ -495,6 +495,19 @@ fn every_impossible_number_is_reported_at_once() {
 }
 
 #[test]
+fn moments_that_rounding_would_freeze_are_refused() {
+    let message = refused(
+        small(),
+        &["run.dtype=bf16", "precision.moments=bf16", "stage.moh.optimizer.beta2=0.999"],
+    );
+    let expected =
+        "stage.moh.optimizer.beta2 = 0.999: must be at most 0.99 with precision.moments = \"bf16\"";
+    assert!(message.contains(expected) && message.trim().lines().count() == 1, "{message}");
+    with(&["run.dtype=bf16", "precision.moments=bf16", "stage.moh.optimizer.beta2=0.99"]);
+    with(&["stage.moh.optimizer.beta2=0.999"]);
+}
+
+#[test]
 fn a_batch_that_is_not_whole_micro_batches_names_the_nearest() {
     let message = refused(small(), &["stage.moh.batch_tokens=200"]);
     let expected = "--set: stage.moh.batch_tokens = 200: must be a multiple of sequence_length x \

@@ -248,6 +248,7 @@ fn check_stages(faults: &mut Faults, recipe: &Recipe) {
         let reason = "is the name of an earlier stage";
         faults.check(names.insert(name), &key, format!("{name:?}"), reason);
         check_stage(faults, stage);
+        check_moments(faults, stage, recipe.precision.moments);
         if faults.is_known("data.sequence_length") {
             check_batch(faults, stage, recipe.data.sequence_length);
         }
@@ -258,6 +259,22 @@ fn check_stages(faults: &mut Faults, recipe: &Recipe) {
 fn stage_key(stage: &Stage, key: &str) -> String {
     let name = if stage.name.is_empty() { "?" } else { &stage.name };
     format!("stage.{name}.{key}")
+}
+
+/// Refuses second moments that rounding would freeze. A step changes one by at most (1 - beta2) of itself, and
+/// bf16 has no numbers nearer than 1/256 of each other: above 0.99 much of a decay is rounded away.
+fn check_moments(faults: &mut Faults, stage: &Stage, moments: ElementType) {
+    const MAX_BETA2: f64 = 0.99;
+    let key = stage_key(stage, "optimizer.beta2");
+    let beta2 = stage.optimizer.beta2;
+    let rounds = moments == ElementType::BF16 && faults.is_known("precision.moments");
+    if rounds && beta2 > MAX_BETA2 && beta2 < 1.0 {
+        let reason = format!(
+            "must be at most {MAX_BETA2} with precision.moments = \"bf16\", whose rounding keeps second \
+             moments from following smaller gradients: use \"f32\" or a lower beta2"
+        );
+        faults.check(false, &key, beta2, reason);
+    }
 }
 
 fn check_stage(faults: &mut Faults, stage: &Stage) {
