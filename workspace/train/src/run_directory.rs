@@ -201,14 +201,20 @@ impl RunDirectory {
         }
     }
 
-    /// Removes the leftovers of earlier processes beside the checkpoints. The caller has locked the
+    /// Removes the leftovers of earlier processes beside and among the checkpoints. The caller has locked the
     /// directory.
     pub(crate) fn clear_remains(&self) -> Result<(), Error> {
         let mut remains = Vec::new();
-        for entry in std::fs::read_dir(&self.root).map_err(Error::io(&self.root))? {
-            let entry = entry.map_err(Error::io(&self.root))?;
-            if entry.file_name().to_string_lossy().starts_with(moh_files::TEMPORARY) {
-                remains.push(entry.path());
+        for directory in [self.root.clone(), self.checkpoints()] {
+            let entries = match std::fs::read_dir(&directory) {
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+                entries => entries.map_err(Error::io(&directory))?,
+            };
+            for entry in entries {
+                let entry = entry.map_err(Error::io(&directory))?;
+                if entry.file_name().to_string_lossy().starts_with(moh_files::TEMPORARY) {
+                    remains.push(entry.path());
+                }
             }
         }
         // A partial export; a complete one is replaced when the next is complete.
@@ -358,6 +364,22 @@ mod tests {
             std::fs::create_dir_all(run.checkpoints().join(name)).unwrap();
         }
         assert_eq!(run.checkpoint_steps().unwrap(), [20, 100]);
+    }
+
+    #[test]
+    fn what_was_being_written_is_cleared_and_the_rest_stays() {
+        let temporary = tempfile::tempdir().unwrap();
+        let run = RunDirectory::new(temporary.path());
+        run.clear_remains().unwrap();
+        let remains = [run.checkpoints().join(".tmp-step-9"), run.root().join(".tmp-export-abc")];
+        let kept = [run.checkpoint(8), run.checkpoints().join("damaged-step-7"), run.tensorboard()];
+        for directory in remains.iter().chain(&kept) {
+            std::fs::create_dir_all(directory).unwrap();
+            std::fs::write(directory.join("file"), "").unwrap();
+        }
+        run.clear_remains().unwrap();
+        assert!(remains.iter().all(|path| !path.exists()));
+        assert!(kept.iter().all(|path| path.join("file").is_file()));
     }
 
     #[test]
