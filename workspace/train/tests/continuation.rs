@@ -24,15 +24,22 @@ use support::{Workplace, copy_all, files};
 const STEPS: u64 = 10;
 
 /// Runs a recipe and hears its events.
-fn watch(
+fn watch(recipe: &Recipe, heard: impl FnMut(&Event<'_>, &AtomicBool)) -> Result<Outcome, Error> {
+    watch_from(recipe, false, heard)
+}
+
+/// As [`watch`]; with `begin_anew`, an earlier run in its directory is moved aside.
+fn watch_from(
     recipe: &Recipe,
+    begin_anew: bool,
     mut heard: impl FnMut(&Event<'_>, &AtomicBool),
 ) -> Result<Outcome, Error> {
     let stop = AtomicBool::new(false);
     let path = Path::new("recipe.toml");
     let world = World::single();
     let ranks = (OpenDevice::Cpu, &world);
-    moh_train::run(&mut recipe.clone(), path, None, ranks, RunOptions::new(&stop), &mut |event| {
+    let options = RunOptions { begin_anew, ..RunOptions::new(&stop) };
+    moh_train::run(&mut recipe.clone(), path, None, ranks, options, &mut |event| {
         heard(&event, &stop);
     })
 }
@@ -258,12 +265,7 @@ fn without_a_good_checkpoint_a_run_begins_anew_only_when_asked() {
 
 /// Begins a run again, in a directory that has one, and finishes it.
 fn begin_anew(recipe: &Recipe) {
-    let stop = AtomicBool::new(false);
-    let options = RunOptions { begin_anew: true, ..RunOptions::new(&stop) };
-    let (path, world) = (Path::new("recipe.toml"), World::single());
-    let ranks = (OpenDevice::Cpu, &world);
-    let mut recipe = recipe.clone();
-    let done = moh_train::run(&mut recipe, path, None, ranks, options, &mut |event| {
+    let done = watch_from(recipe, true, |event, _| {
         assert!(!matches!(event, Event::Resumed { .. }));
     });
     assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
@@ -295,6 +297,8 @@ fn what_cannot_be_read_is_not_taken_for_damage() {
         let (path, saved) = (newest.join(file), newest.join("saved"));
         fs::rename(&path, &saved).unwrap();
         fs::create_dir(&path).unwrap();
+        // The stored recipe gets the name of the copy.
+        train(&recipe).unwrap_err();
         let before = files(&recipe.run.dir);
         let error = train(&recipe).unwrap_err().to_string();
         assert!(error.contains(file), "{error}");
@@ -356,12 +360,11 @@ fn a_finished_run_stays_finished_without_its_checkpoints() {
 
 #[test]
 fn lost_metrics_are_begun_again_with_a_warning() {
-    let killed = Workplace::new();
-    let copy = killed.dir.path().join("killed");
-    killed_at(&killed.recipe(&[]), 9, &copy);
+    let place = Workplace::new();
+    let copy = place.dir.path().join("killed");
+    killed_at(&place.recipe(&[]), 9, &copy);
     for lost in ["missing", "short", "garbled"] {
-        let place = Workplace::new();
-        let recipe = place.recipe(&[]);
+        let recipe = place.recipe_in(lost);
         copy_all(&copy, &recipe.run.dir);
         let run = RunDirectory::new(&recipe.run.dir);
         let text = fs::read_to_string(run.metrics()).unwrap();
@@ -482,7 +485,11 @@ fn a_new_run_in_the_place_of_a_finished_one_is_not_taken_for_it() {
     train(&place.recipe(&[])).unwrap();
     let recipe = place.recipe(&["run.seed=2"]);
     fs::remove_dir_all(recipe.run.dir.join("checkpoints")).unwrap();
-    assert_eq!(stop_at(&recipe, 3), Outcome::Stopped { step: 3 });
+    assert!(matches!(train(&recipe).unwrap_err(), Error::RecipeChanged { .. }));
+    let stopped = watch_from(&recipe, true, |event, stop| {
+        stop.fetch_or(matches!(event, Event::Step { step: 3, .. }), Ordering::Relaxed);
+    });
+    assert_eq!(stopped.unwrap(), Outcome::Stopped { step: 3 });
     assert!(matches!(train(&recipe).unwrap(), Outcome::Finished(_)));
     assert!(Results::of(&recipe) == uninterrupted(&["run.seed=2"]));
 }
