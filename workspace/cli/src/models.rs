@@ -36,7 +36,7 @@ pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
     }
 }
 
-/// What a directory of a run is, which has no model of its own.
+/// Describes a run or a checkpoint, which is not a model; `None` for any other directory.
 fn other_directory(directory: &Path) -> Option<String> {
     let has = |name: &str| directory.join(name).exists();
     let export = directory.join("export");

@@ -1,8 +1,7 @@
 //! The metrics of a run that continues: cut back to the checkpoint's step, or begun again where lines
 //! before it are lost. A log never keeps a run from its weights.
 
-use std::path::PathBuf;
-
+use crate::run_directory::first_free;
 use crate::{Error, Recipe, RunDirectory, metrics};
 
 /// Prepares `metrics.jsonl` for the steps after `step`; returns a warning if lines before it are lost.
@@ -30,7 +29,10 @@ pub(crate) fn resume(
     if path.symlink_metadata().is_err() {
         return Ok(Some(format!("{lost} after step {step}")));
     }
-    let aside = free_name(run, step);
+    let aside = first_free(|n| {
+        let suffix = if n == 1 { String::new() } else { format!("-{n}") };
+        run.root().join(format!("metrics-before-step-{step}{suffix}.jsonl"))
+    });
     std::fs::rename(&path, &aside).map_err(Error::io(&path))?;
     Ok(Some(format!("{lost} after step {step}, the old file is {}", aside.display())))
 }
@@ -40,12 +42,4 @@ fn steps_before(recipe: &Recipe, stage: &str, step: u64) -> Option<u64> {
     let index = recipe.stages.iter().position(|known| known.name == stage)?;
     let before: u64 = recipe.stages[..index].iter().map(crate::recipe::Stage::num_steps).sum();
     Some(before + step.checked_sub(1)?)
-}
-
-fn free_name(run: &RunDirectory, step: u64) -> PathBuf {
-    let name = |suffix: &str| run.root().join(format!("metrics-before-step-{step}{suffix}.jsonl"));
-    let later = (2u64..).map(|n| name(&format!("-{n}")));
-    let is_free = |path: &PathBuf| path.symlink_metadata().is_err();
-    // The numbers do not end.
-    std::iter::once(name("")).chain(later).find(is_free).unwrap_or_else(|| name(""))
 }

@@ -68,8 +68,8 @@ impl RunDirectory {
         self.root.join("tensorboard")
     }
 
-    /// A file that says that a checkpoint was completed, so that the run is never begun again without a
-    /// word when its checkpoints are gone.
+    /// A file that records that a checkpoint was completed: a run that has it does not start over when
+    /// all of its checkpoints are gone.
     pub fn marker(&self) -> PathBuf {
         self.root.join("has-checkpoints")
     }
@@ -132,8 +132,8 @@ impl RunDirectory {
         Ok(steps)
     }
 
-    /// Whether the run has ever completed a checkpoint, or finished: by its marker, or by what only such
-    /// a run has.
+    /// Whether the run has ever completed a checkpoint or finished: its marker or its summary exists, or a
+    /// checkpoint, good or damaged.
     ///
     /// # Errors
     /// Fails if the directory of checkpoints exists and cannot be listed.
@@ -178,10 +178,7 @@ impl RunDirectory {
         if moved.is_empty() {
             return Ok(());
         }
-        let free = (1u64..).map(|n| self.root.join(format!("before-{n}")));
-        let Some(aside) = { free }.find(|path| path.symlink_metadata().is_err()) else {
-            return Ok(());
-        };
+        let aside = first_free(|n| self.root.join(format!("before-{n}")));
         std::fs::create_dir(&aside).map_err(Error::io(&aside))?;
         for name in moved {
             let from = self.root.join(&name);
@@ -256,6 +253,18 @@ impl RunDirectory {
             }
         }
         moh_files::write(&path, text.as_bytes()).map_err(Error::io(&path))
+    }
+}
+
+/// The first of the names for 1, 2, ... that does not exist.
+pub(crate) fn first_free(name: impl Fn(u64) -> PathBuf) -> PathBuf {
+    let mut number = 1;
+    loop {
+        let path = name(number);
+        if path.symlink_metadata().is_err() {
+            return path;
+        }
+        number += 1;
     }
 }
 

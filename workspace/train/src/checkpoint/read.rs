@@ -13,6 +13,7 @@ use safetensors::tensor::{Dtype, Metadata};
 use super::fault::Fault;
 use super::manifest::{FORMAT, Manifest, TensorEntry, TensorKind};
 use super::{MANIFEST, MANIFEST_HASH};
+use crate::run_directory::first_free;
 use crate::{Error, Ranks, RunDirectory};
 
 /// Maximum bytes of a manifest or header.
@@ -97,11 +98,10 @@ fn proven<B: Backend>(
 
 /// A free name for a damaged checkpoint, which earlier ones keep.
 fn aside(run: &RunDirectory, step: u64) -> PathBuf {
-    let first = run.checkpoints().join(format!("damaged-step-{step}"));
-    let later = (2..).map(|n| run.checkpoints().join(format!("damaged-step-{step}-{n}")));
-    let is_free = |path: &PathBuf| fs::symlink_metadata(path).is_err();
-    // The numbers do not end.
-    std::iter::once(first.clone()).chain(later).find(is_free).unwrap_or(first)
+    first_free(|n| {
+        let suffix = if n == 1 { String::new() } else { format!("-{n}") };
+        run.checkpoints().join(format!("damaged-step-{step}{suffix}"))
+    })
 }
 
 fn set_aside(run: &RunDirectory, directory: &Path, aside: &Path) -> Result<(), Error> {

@@ -261,8 +261,8 @@ fn stage_key(stage: &Stage, key: &str) -> String {
     format!("stage.{name}.{key}")
 }
 
-/// Refuses second moments that rounding would freeze. A step changes one by at most (1 - beta2) of itself, and
-/// bf16 has no numbers nearer than 1/256 of each other: above 0.99 much of a decay is rounded away.
+/// Rejects second moments that rounding would freeze. A step decays one by at most the fraction 1 - beta2, and
+/// neighbouring bf16 values differ by at least 1/256: above 0.99 most of the decay is rounded away.
 fn check_moments(faults: &mut Faults, stage: &Stage, moments: ElementType) {
     const MAX_BETA2: f64 = 0.99;
     let key = stage_key(stage, "optimizer.beta2");
