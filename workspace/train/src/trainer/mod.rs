@@ -1,0 +1,127 @@
+//! The training loop: stages in order, conversion between them, checkpoints, and exact resuming
+//! after an interruption at any point.
+
+mod evaluation;
+mod saving;
+mod stage;
+mod start;
+
+use std::sync::atomic::AtomicBool;
+
+use moh_kernels::{Backend, Element};
+use moh_model::Model;
+
+use crate::checkpoint::{Moment, RunState};
+use crate::event::{Event, Outcome};
+use crate::export;
+use crate::metrics::MetricsWriter;
+use crate::optimizer::OptimizerState;
+use crate::recipe::Parallel;
+use crate::run_data::RunData;
+use crate::source::ModelSource;
+use crate::step::StepGroups;
+use crate::summary::Summary;
+use crate::trace::TraceSteps;
+use crate::{Error, Ranks, Recipe, RunDirectory, SourceEpochs, TensorBoard};
+
+/// The inputs of a run beside the device and the other ranks.
+#[derive(Clone)]
+pub(crate) struct Inputs<'a> {
+    pub recipe: &'a Recipe,
+    pub source: &'a ModelSource,
+    pub run: &'a RunDirectory,
+    pub stop: &'a AtomicBool,
+    pub trace: &'a TraceSteps,
+}
+
+/// A run in progress; `T` is the type of weights and activations, `G` of gradients, `M` of moments.
+struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
+    inputs: Inputs<'a>,
+    ranks: Ranks<B>,
+    /// The groups of ranks in the current stage.
+    groups: StepGroups,
+    /// The parallelism that the groups were created for.
+    parallel: Parallel,
+    events: &'e mut dyn FnMut(Event<'_>),
+    model: Model<B, T>,
+    optimizer: OptimizerState<B, M>,
+    data: RunData,
+    /// `Some` on the first rank.
+    metrics: Option<MetricsWriter>,
+    board: Option<TensorBoard>,
+    state: RunState,
+    gradients: std::marker::PhantomData<G>,
+}
+
+/// Trains until the recipe is complete or `stop` is set on any rank; only the first rank calls
+/// `events`.
+pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
+    backend: B,
+    ranks: Ranks<B>,
+    inputs: Inputs<'_>,
+    data: RunData,
+    events: &mut dyn FnMut(Event<'_>),
+) -> Result<Outcome, Error> {
+    let mut silence = |_: Event<'_>| {};
+    let events = if ranks.is_first() { events } else { &mut silence };
+    for path in data.without_end_of_text() {
+        let text = format!(
+            "{}: its documents have no end-of-text token, so the model does not learn where a text ends: \
+             to append one, prepare the text without --no-append-eos",
+            path.display()
+        );
+        events(Event::Warning { text: &text });
+    }
+    let sources = SourceEpochs::of_run(inputs.recipe, &data.training);
+    let mut sources = Some(sources.as_slice());
+    let (mut ranks, mut data) = (ranks, data);
+    loop {
+        let (backend, inputs) = (backend.clone(), inputs.clone());
+        let mut trainer = Trainer::<B, T, G, M>::start(backend, ranks, inputs, data, &mut *events)?;
+        if let Some(sources) = sources.take() {
+            (trainer.events)(Event::Sources(sources));
+        }
+        match trainer.run()? {
+            Progress::Done => return trainer.finish(),
+            Progress::Stopped => return Ok(Outcome::Stopped { step: trainer.state.step }),
+            // The next stage uses a different layout of ranks and starts from the last checkpoint.
+            Progress::Divided => (ranks, data) = (trainer.ranks, trainer.data),
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Progress {
+    Done,
+    Stopped,
+    Divided,
+}
+
+impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
+    fn run(&mut self) -> Result<Progress, Error> {
+        if self.state.step == 0 && self.state.evaluations.is_empty() {
+            let batch = self.inputs.recipe.stages.first().map_or(1, |stage| stage.micro_batch);
+            self.evaluate_moment(Moment::Loaded, batch)?;
+        }
+        while let Some(stage) = self.inputs.recipe.stages.get(self.state.stage) {
+            if stage.parallel != self.parallel {
+                return Ok(Progress::Divided);
+            }
+            if self.run_stage(stage)? == Progress::Stopped {
+                return Ok(Progress::Stopped);
+            }
+        }
+        Ok(Progress::Done)
+    }
+
+    /// Exports the model and writes the summary, which marks the run as finished.
+    fn finish(mut self) -> Result<Outcome, Error> {
+        let Inputs { run, source, recipe, .. } = self.inputs;
+        let summary = Summary::new(&self.state, self.model.config());
+        self.ranks.first_does(|| {
+            export::write(run, source, recipe, &self.model, self.state.step)?;
+            summary.write(&run.summary())
+        })?;
+        Ok(Outcome::Finished(summary))
+    }
+}

@@ -1,0 +1,193 @@
+//! The steps of a stage.
+
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use moh_eval::Evaluator;
+use moh_kernels::{Backend, Element, span};
+
+use super::{Progress, Trainer};
+use crate::checkpoint::{Evaluation, Moment};
+use crate::event::Event;
+use crate::metrics::{StepMetrics, Validation};
+use crate::recipe::Stage;
+use crate::step::{StepPlan, Stepper, Taken};
+use crate::trace::StepTrace;
+use crate::{Error, Schedule};
+
+/// The buffers and the schedule of a stage's steps.
+struct Work<'a, B: Backend, T: Element, G: Element> {
+    stage: &'a Stage,
+    /// Steps of the stage.
+    steps: u64,
+    schedule: Schedule,
+    stepper: Stepper<B, T, G>,
+    /// `None` without validation data.
+    evaluator: Option<Evaluator<B, T>>,
+}
+
+impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
+    /// Trains the remaining steps of the current stage.
+    pub(super) fn run_stage(&mut self, stage: &Stage) -> Result<Progress, Error> {
+        if self.state.stage_step == 0 {
+            self.begin_stage(stage)?;
+        }
+        let plan = StepPlan::new(self.inputs.recipe, stage);
+        let stepper = Stepper::new(&self.model, plan, self.groups.clone())?;
+        let evaluator = self.evaluator(stage.micro_batch)?;
+        let mut work = Work {
+            stage,
+            steps: stage.num_steps(),
+            schedule: stage.schedule(),
+            stepper,
+            evaluator,
+        };
+        let memory = self.model.backend().memory_info();
+        let (model, done) = (self.model.config(), self.state.stage_step);
+        (self.events)(Event::Stage { stage, model, done, memory });
+        let tensor = self.model.parallel().part().tensor;
+        if let Some(shared_heads) = tensor.uneven_shared_heads(self.model.config()) {
+            (self.events)(Event::UnevenHeads { stage, shared_heads: &shared_heads });
+        }
+        let index = self.state.stage;
+        while self.state.stage == index {
+            let trace = self.trace_next();
+            let progress = self.step(&mut work)?;
+            if let Some(trace) = trace {
+                trace.write(self.inputs.run, self.ranks.group())?;
+            }
+            if progress == Progress::Stopped {
+                return Ok(progress);
+            }
+        }
+        Ok(Progress::Done)
+    }
+
+    /// Takes the next step, with the evaluation and the checkpoint that are due after it.
+    fn step(&mut self, work: &mut Work<'_, B, T, G>) -> Result<Progress, Error> {
+        let _step = span::enter_numbered("step", self.state.step + 1);
+        let stage = work.stage;
+        let started = Instant::now();
+        let taken = self.take(work)?;
+        let seconds = started.elapsed().as_secs_f64();
+        self.state.step += 1;
+        self.state.stage_step += 1;
+        self.state.tokens += stage.batch_tokens;
+        self.state.sample += work.stepper.plan().batch_sequences();
+        let last = self.state.stage_step >= work.steps;
+        let validation = self.validate_after(work, last, &taken)?;
+        let metrics = StepMetrics {
+            stage: stage.name.clone(),
+            step: self.state.stage_step,
+            tokens: self.state.tokens,
+            loss: taken.loss,
+            balance_loss: taken.balance_loss,
+            learning_rate: work.schedule.learning_rate(self.state.stage_step),
+            grad_norm: taken.grad_norm,
+            tokens_per_second: stage.batch_tokens as f64 / seconds,
+            validation,
+        };
+        self.report(&metrics, last)?;
+        if last {
+            self.end_stage(stage, validation);
+        }
+        let stopping = self.ranks.any(self.inputs.stop.load(Ordering::Relaxed))?;
+        if last || stopping || self.checkpoint_is_due() {
+            work.stepper.wait_for_weights(&mut self.model)?;
+            self.save()?;
+        }
+        match stopping && self.state.stage < self.inputs.recipe.stages.len() {
+            true => Ok(Progress::Stopped),
+            false => Ok(Progress::Done),
+        }
+    }
+
+    /// Computes the stage's next step and updates the weights.
+    fn take(&mut self, work: &mut Work<'_, B, T, G>) -> Result<Taken, Error> {
+        let number = self.state.stage_step + 1;
+        let read = |sample, window: &mut [u32], document_start: Option<&mut [u32]>| {
+            Ok(self.data.training.sample(sample, window, document_start)?)
+        };
+        let taken = work.stepper.step(
+            &mut self.model,
+            &mut self.optimizer,
+            read,
+            self.state.sample,
+            (number, work.schedule.learning_rate(number)),
+        );
+        match taken {
+            // All ranks have the same values; one of them reports the error.
+            Err(Error::NotFinite { .. }) if !self.ranks.is_first() => {
+                Err(Error::OtherRank { rank: 0 })
+            }
+            taken => taken,
+        }
+    }
+
+    /// The validation loss, if it is due after the step.
+    fn validate_after(
+        &mut self,
+        work: &mut Work<'_, B, T, G>,
+        last: bool,
+        taken: &Taken,
+    ) -> Result<Option<Validation>, Error> {
+        if !self.validation_is_due(last) {
+            return Ok(None);
+        }
+        work.stepper.wait_for_weights(&mut self.model)?;
+        let validation = self.validate(&mut work.evaluator)?;
+        match validation {
+            Some(Validation { loss, .. }) if !loss.is_finite() => Err(Error::NotFinite {
+                stage: work.stage.name.clone(),
+                step: self.state.stage_step,
+                loss,
+                norm: taken.grad_norm,
+            }),
+            validation => Ok(validation),
+        }
+    }
+
+    /// Records the next step if it is to be traced.
+    fn trace_next(&self) -> Option<StepTrace<B>> {
+        let step = self.state.step + 1;
+        let wanted = self.inputs.trace.contains(step);
+        wanted.then(|| StepTrace::new(step, self.model.backend().clone()))
+    }
+
+    /// Sets the stage's attention and resets the moments; evaluates the model if its attention
+    /// changed.
+    fn begin_stage(&mut self, stage: &Stage) -> Result<(), Error> {
+        let moh = stage.moh_config(self.inputs.source.original_config())?;
+        self.optimizer.reset(self.model.backend())?;
+        if moh != self.model.config().moh {
+            self.model.set_moh(moh)?;
+            let active_heads = self.model.config().active_heads();
+            let moment = Moment::Converted { stage: stage.name.clone(), active_heads };
+            self.evaluate_moment(moment, stage.micro_batch)?;
+        }
+        Ok(())
+    }
+
+    fn end_stage(&mut self, stage: &Stage, validation: Option<Validation>) {
+        self.state.stage += 1;
+        self.state.stage_step = 0;
+        if let Some(Validation { loss, bits_per_byte }) = validation {
+            let moment = Moment::Trained { stage: stage.name.clone() };
+            self.record(Evaluation { moment, step: self.state.step, loss, bits_per_byte });
+        }
+    }
+
+    /// Writes a step's metrics; every n-th step also goes to the terminal and TensorBoard.
+    fn report(&mut self, metrics: &StepMetrics, last: bool) -> Result<(), Error> {
+        if let Some(writer) = &mut self.metrics {
+            writer.write(metrics)?;
+        }
+        let every = self.inputs.recipe.log.every_steps.max(1);
+        let due = last || metrics.validation.is_some() || self.state.step.is_multiple_of(every);
+        if due && let Some(board) = &mut self.board {
+            board.write(self.state.step, metrics)?;
+        }
+        (self.events)(Event::Step { metrics, step: self.state.step, due });
+        Ok(())
+    }
+}

@@ -1,0 +1,153 @@
+//! The start of a trainer: from the newest valid checkpoint, or from the recipe's initial model.
+
+use std::num::NonZeroUsize;
+
+use moh_comm::Layout;
+use moh_kernels::{Backend, Element};
+use moh_model::model_parallel::ModelParallel;
+use moh_model::parameters::Shard;
+use moh_model::{Model, ModelConfig};
+
+use super::{Inputs, Trainer};
+use crate::checkpoint::{self, RunState, TensorKind};
+use crate::event::Event;
+use crate::metrics::MetricsWriter;
+use crate::metrics_resume;
+use crate::optimizer::OptimizerState;
+use crate::recipe::Parallel;
+use crate::run::check_resumable;
+use crate::run_data::RunData;
+use crate::source::ModelSource;
+use crate::step::StepGroups;
+use crate::{Error, Ranks, Recipe, RunDirectory, TensorBoard};
+
+impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a, 'e, B, T, G, M> {
+    /// Loads the newest valid checkpoint, or else the recipe's initial model.
+    pub(super) fn start(
+        backend: B,
+        mut ranks: Ranks<B>,
+        inputs: Inputs<'a>,
+        data: RunData,
+        events: &'e mut dyn FnMut(Event<'_>),
+    ) -> Result<Self, Error> {
+        let Inputs { recipe, source, run, .. } = inputs;
+        let stored = checkpoint::newest(run, &mut ranks, &mut |path, error| {
+            events(Event::DamagedCheckpoint { path, error });
+        })?;
+        // After damage to the last one there may be none.
+        ranks.first_does(|| {
+            check_resumable(run)?;
+            run.remove_summary()
+        })?;
+        let state = stored
+            .as_ref()
+            .map_or_else(RunState::default, |stored| stored.manifest().state.clone());
+        if state.stage > recipe.stages.len() {
+            return Err(Error::Checkpoint {
+                path: run.checkpoint(state.step),
+                reason: format!("is of stage {}, which the recipe does not have", state.stage),
+            });
+        }
+        let mut config = source.config().clone();
+        config.moh = attention_before(recipe, source, &state)?;
+        let parallel = parallel_at(recipe, state.stage);
+        let divided = divide(&ranks, parallel, &config);
+        let (groups, place) = ranks.agree(divided)?;
+        let model = Model::<B, T>::of_part::<Error>(
+            backend,
+            config,
+            recipe.data.sequence_length,
+            place,
+            groups.data.size(),
+            |segment, values| match &stored {
+                Some(stored) => stored.read_f32(TensorKind::Weight, &segment.name, values),
+                None => source.fill(segment, values),
+            },
+        )?;
+        let mut optimizer = OptimizerState::new(&model, Shard::of(&groups.data))?;
+        if let Some(stored) = &stored {
+            optimizer.fill(model.backend(), model.layout(), |kind, segment, values| {
+                stored.read_f32(kind, &segment.name, values)
+            })?;
+            events(Event::Resumed { step: state.step });
+        }
+        let writers =
+            if ranks.is_first() { open_writers(run, recipe, &state).map(Some) } else { Ok(None) };
+        let (metrics, board) = match ranks.agree(writers)? {
+            Some(Writers { metrics, board, warning }) => {
+                if let Some(text) = warning {
+                    events(Event::Warning { text: &text });
+                }
+                (Some(metrics), board)
+            }
+            None => (None, None),
+        };
+        Ok(Trainer {
+            metrics,
+            inputs,
+            ranks,
+            groups,
+            parallel,
+            events,
+            model,
+            optimizer,
+            data,
+            board,
+            state,
+            gradients: std::marker::PhantomData,
+        })
+    }
+}
+
+/// The parallelism of the recipe's stage `index`, or of the last stage if there is no such stage.
+fn parallel_at(recipe: &Recipe, index: usize) -> Parallel {
+    let last = recipe.stages.len().saturating_sub(1);
+    recipe.stages.get(index.min(last)).map_or_else(Parallel::default, |stage| stage.parallel)
+}
+
+/// This rank's groups and part of the model.
+fn divide<B: Backend>(
+    ranks: &Ranks<B>,
+    parallel: Parallel,
+    config: &ModelConfig,
+) -> Result<(StepGroups, ModelParallel), Error> {
+    let all = ranks.group().clone();
+    // Validated with the recipe; the model's own check would reject 1.
+    let count = |count: usize| NonZeroUsize::new(count).unwrap_or(NonZeroUsize::MIN);
+    let layout = Layout::new(all.size(), count(parallel.tensor), count(parallel.pipeline))?;
+    let groups = layout.groups(&all)?;
+    let pipeline = (groups.pipeline, parallel.virtual_stages);
+    let parallel = ModelParallel::new(config, pipeline, groups.tensor)?;
+    Ok((StepGroups { all, data: groups.data }, parallel))
+}
+
+/// The first rank's logs.
+struct Writers {
+    metrics: MetricsWriter,
+    board: Option<TensorBoard>,
+    /// What is lost of the metrics.
+    warning: Option<String>,
+}
+
+/// Opens the first rank's logs, truncated to the state's step.
+fn open_writers(run: &RunDirectory, recipe: &Recipe, state: &RunState) -> Result<Writers, Error> {
+    let warning = metrics_resume::resume(run, recipe, state.step)?;
+    let board = (recipe.log.tensorboard)
+        .then(|| TensorBoard::create(&run.tensorboard(), state.step))
+        .transpose()?;
+    Ok(Writers { metrics: MetricsWriter::append_to(&run.metrics())?, board, warning })
+}
+
+/// The attention of the model at the state's step: the current stage's, or, before the stage's
+/// first step, the previous stage's.
+fn attention_before(
+    recipe: &Recipe,
+    source: &ModelSource,
+    state: &RunState,
+) -> Result<Option<moh_model::MohConfig>, Error> {
+    let stage = if state.stage_step > 0 { Some(state.stage) } else { state.stage.checked_sub(1) };
+    match stage.and_then(|index| recipe.stages.get(index)) {
+        Some(stage) => Ok(stage.moh_config(source.original_config())?),
+        None => Ok(source.config().moh.clone()),
+    }
+}
