@@ -94,19 +94,23 @@ impl<B: Backend, T: Element> Model<B, T> {
         ranks: usize,
         source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
     ) -> Result<Self, E> {
-        let layout = ModelLayout::of_part(&config, ranks, parallel.part());
-        let mut model = Self::zeros(backend, config, layout, parallel, positions)?;
+        let mut model = Self::zeros_of_part(backend, config, positions, parallel, ranks)?;
         model.weights.fill(&model.backend, &model.layout, source)?;
         Ok(model)
     }
 
-    fn zeros(
+    /// As [`Self::of_part`], with weights of zeros.
+    ///
+    /// # Errors
+    /// Fails if the configuration is invalid or the device is out of memory.
+    pub fn zeros_of_part(
         backend: B,
         config: ModelConfig,
-        layout: ModelLayout,
-        parallel: ModelParallel,
         positions: usize,
+        parallel: ModelParallel,
+        ranks: usize,
     ) -> Result<Self, Error> {
+        let layout = ModelLayout::of_part(&config, ranks, parallel.part());
         if let Some(moh) = &config.moh {
             moh.validate(config.num_attention_heads, config.num_hidden_layers)?;
         }

@@ -10,6 +10,7 @@ use moh_kernels::{Accumulation, Element, Memory, Scalar, View, ViewMut};
 
 use crate::Error;
 use crate::layout::{ModelLayout, Segment};
+use crate::slice::Run;
 
 /// One of the equal shards of every flat buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -129,32 +130,31 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         self.buffers[flat] = Some(buffer);
     }
 
-    /// Fills the buffers like [`FlatBuffers::fill`], with `number` applied to each value.
+    /// Fills what `shard` has of every tensor, within the local shard. `source` writes a range of the
+    /// elements of the local slice of a tensor of a buffer, and `number` converts each to the element type.
     ///
     /// # Errors
     /// Fails if `source` or the device fails.
-    pub fn fill_by<E: From<Error>>(
+    pub fn fill_shard<E: From<Error>>(
         &mut self,
         number: impl Fn(f32) -> S,
-        backend: &B,
-        layout: &ModelLayout,
-        mut source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
+        (backend, layout): (&B, &ModelLayout),
+        shard: Shard,
+        mut source: impl FnMut((usize, &Segment), Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         let (mut values, mut elements) = (Vec::new(), Vec::new());
         for (flat, segment) in layout.segments() {
-            let part = overlap(&segment.range, &self.local_range(flat));
+            let part = overlap(&segment.range, &shard.range(layout.flats[flat].len));
             if part.is_empty() {
                 continue;
             }
             values.clear();
-            values.resize(segment.whole_len(), 0f32);
-            source(segment, &mut values)?;
+            values.resize(part.len(), 0f32);
             let start = segment.range.start;
+            let local = part.start - start..part.end - start;
+            source((flat, segment), local, &mut values)?;
             elements.clear();
-            for run in segment.slice.runs(part.start - start..part.end - start) {
-                let values = &values[run.whole..run.whole + run.len];
-                elements.extend(values.iter().map(|&value| number(value)));
-            }
+            elements.extend(values.iter().map(|&value| number(value)));
             backend.upload(&elements, self.view_mut(flat, part)).map_err(Error::from)?;
         }
         Ok(())
@@ -208,8 +208,8 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
 }
 
 impl<B: Memory, T: Element> FlatBuffers<B, T> {
-    /// Fills the local slice of every tensor with the values that `source` writes, rounded to `T`.
-    /// `source` is not called for tensors without a local slice.
+    /// Fills the local slice of every tensor with the values that `source` writes of the whole tensor,
+    /// rounded to `T`. `source` is not called for tensors without a local slice.
     ///
     /// # Errors
     /// Fails if `source` or the device fails.
@@ -217,9 +217,19 @@ impl<B: Memory, T: Element> FlatBuffers<B, T> {
         &mut self,
         backend: &B,
         layout: &ModelLayout,
-        source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
+        mut source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.fill_by(T::from_f32, backend, layout, source)
+        let mut whole = Vec::new();
+        self.fill_shard(T::from_f32, (backend, layout), self.shard, |(_, segment), part, values| {
+            whole.clear();
+            whole.resize(segment.whole_len(), 0f32);
+            source(segment, &mut whole)?;
+            let start = part.start;
+            for Run { local, whole: at, len } in segment.slice.runs(part) {
+                values[local - start..][..len].copy_from_slice(&whole[at..at + len]);
+            }
+            Ok(())
+        })
     }
 
     /// Copies the local slice of a tensor to the host as f32.

@@ -105,14 +105,38 @@ impl Slice {
         }
         runs
     }
+}
 
-    /// Copies elements of the slice, from its element `start` on, to their positions in the whole
-    /// tensor.
-    pub fn place<S: Copy>(&self, start: usize, values: &[S], whole: &mut [S]) {
-        for Run { local, whole: at, len } in self.runs(start..start + values.len()) {
-            whole[at..at + len].copy_from_slice(&values[local - start..local - start + len]);
+/// Elements that two ranges of slices of one tensor have in common, contiguous in both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Common {
+    /// Offset of the first element in the one slice.
+    pub ours: usize,
+    /// Offset of the first element in the other.
+    pub theirs: usize,
+    /// Number of elements.
+    pub len: usize,
+}
+
+/// The elements that are in both of these runs of slices of one tensor, in order.
+pub fn common(ours: &[Run], theirs: &[Run]) -> Vec<Common> {
+    let (mut ours, mut theirs) = (ours.iter().peekable(), theirs.iter().peekable());
+    let mut found = Vec::new();
+    while let (Some(a), Some(b)) = (ours.peek(), theirs.peek()) {
+        let (a_end, b_end) = (a.whole + a.len, b.whole + b.len);
+        let start = a.whole.max(b.whole);
+        let end = a_end.min(b_end);
+        if start < end {
+            let (ours, theirs) = (a.local + start - a.whole, b.local + start - b.whole);
+            found.push(Common { ours, theirs, len: end - start });
         }
+        // Runs are ascending: the one that ends first has nothing in common with what follows.
+        match a_end <= b_end {
+            true => ours.next(),
+            false => theirs.next(),
+        };
     }
+    found
 }
 
 /// Appends a run, merging it with the last one if they are contiguous.
@@ -162,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_and_columns_are_taken_and_put_back() {
+    fn rows_and_columns_are_taken() {
         let whole = values(&[4, 6]);
         let rows = Slice::along(vec![4, 6], 0, vec![0..1, 2..4]);
         assert_eq!(rows.extents(), [3, 6]);
@@ -173,10 +197,6 @@ mod tests {
         let columns = Slice::along(vec![4, 6], 1, vec![1..2, 4..6]);
         assert_eq!(extract(&columns, 0..12, &whole), [1, 4, 5, 7, 10, 11, 13, 16, 17, 19, 22, 23]);
         assert_eq!(extract(&columns, 4..8, &whole), [10, 11, 13, 16]);
-        let mut placed = vec![0; 24];
-        columns.place(4, &[1, 2, 3, 4], &mut placed);
-        assert_eq!([placed[10], placed[11], placed[13], placed[16]], [1, 2, 3, 4]);
-        assert_eq!(placed.iter().sum::<usize>(), 10);
     }
 
     #[test]
@@ -206,5 +226,43 @@ mod tests {
         assert!(refused(&[3], &[&[[2, 1]]]));
         assert!(refused(&[usize::MAX, 3], &[&[[0, 1]], &[[0, 1]]]));
         assert!(!refused(&[3, 4], &[&[], &[[0, 1], [3, 4]]]));
+    }
+
+    /// The positions of the elements of a range of a slice in the tensor.
+    fn positions(slice: &Slice, range: Range<usize>) -> Vec<usize> {
+        extract(slice, range, &values(slice.shape()))
+    }
+
+    #[test]
+    fn common_elements_are_those_at_the_same_positions_of_the_tensor() {
+        let shape = vec![4, 6];
+        let slices = [
+            Slice::whole(shape.clone()),
+            Slice::along(shape.clone(), 0, vec![1..2, 2..3]),
+            Slice::along(shape.clone(), 1, vec![1..2, 4..6]),
+            Slice::new(shape, vec![vec![0..1, 3..4], vec![0..5]]).unwrap(),
+        ];
+        for (ours, theirs) in slices.iter().flat_map(|a| slices.iter().map(move |b| (a, b))) {
+            for (from, to) in [(0, ours.len()), (2, 7), (5, 5), (3, ours.len() - 1)] {
+                let (our_range, their_range) = (from..to, theirs.len() / 4..theirs.len());
+                let (ours_at, theirs_at) =
+                    (positions(ours, 0..ours.len()), positions(theirs, 0..theirs.len()));
+                let runs = (ours.runs(our_range.clone()), theirs.runs(their_range.clone()));
+                let mut found = Vec::new();
+                for Common { ours, theirs, len } in common(&runs.0, &runs.1) {
+                    for at in 0..len {
+                        assert_eq!(ours_at[ours + at], theirs_at[theirs + at]);
+                        assert!(our_range.contains(&(ours + at)));
+                        assert!(their_range.contains(&(theirs + at)));
+                        found.push(ours_at[ours + at]);
+                    }
+                }
+                let their_positions = &theirs_at[their_range];
+                let expected: Vec<usize> = (ours_at[our_range].iter().copied())
+                    .filter(|position| their_positions.contains(position))
+                    .collect();
+                assert_eq!(found, expected, "{ours:?} {theirs:?}");
+            }
+        }
     }
 }

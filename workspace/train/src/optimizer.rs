@@ -144,26 +144,44 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         Ok(weights)
     }
 
-    /// Fills the state with the values that `read` gives of each kind for a tensor; the model's
-    /// weights must be filled already.
+    /// Fills the shard of the model's weights and of the state with the values that `read` writes: a
+    /// range of the elements of a tensor's local slice, of each kind.
     ///
     /// # Errors
     /// Fails if `read` or the device fails.
-    pub fn fill(
+    pub fn fill<T: Element, E: From<moh_model::Error>>(
         &mut self,
-        backend: &B,
-        layout: &ModelLayout,
-        read: impl Fn(TensorKind, &Segment, &mut [f32]) -> Result<(), Error>,
-    ) -> Result<(), Error> {
-        let of = |kind| {
-            let read = &read;
-            move |segment: &Segment, values: &mut [f32]| read(kind, segment, values)
-        };
-        if let Some(remainder) = &mut self.remainder {
-            remainder.fill_by(|exact| split(exact).1, backend, layout, of(TensorKind::Weight))?;
+        model: &mut Model<B, T>,
+        read: impl Fn(TensorKind, &Segment, Range<usize>, &mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E>
+    where
+        B: Clone,
+    {
+        let (backend, layout) = (model.backend().clone(), model.layout().clone());
+        let (place, shard) = ((&backend, &layout), self.shard);
+        let remainder = &mut self.remainder;
+        model.weights_mut().fill_shard(
+            T::from_f32,
+            place,
+            shard,
+            |(flat, segment), part, exact| -> Result<(), E> {
+                read(TensorKind::Weight, segment, part.clone(), exact)?;
+                let Some(remainder) = &mut *remainder else { return Ok(()) };
+                let left: Vec<i16> = exact.iter().map(|&exact| split(exact).1).collect();
+                let start = segment.range.start;
+                let into = remainder.view_mut(flat, start + part.start..start + part.end);
+                Ok(backend.upload(&left, into).map_err(moh_model::Error::from)?)
+            },
+        )?;
+        for (kind, moment) in [
+            (TensorKind::FirstMoment, &mut self.first_moment),
+            (TensorKind::SecondMoment, &mut self.second_moment),
+        ] {
+            moment.fill_shard(M::from_f32, place, shard, |(_, segment), part, values| {
+                read(kind, segment, part, values)
+            })?;
         }
-        self.first_moment.fill(backend, layout, of(TensorKind::FirstMoment))?;
-        self.second_moment.fill(backend, layout, of(TensorKind::SecondMoment))
+        Ok(())
     }
 
     /// Resets the moments; called at the start of each stage.

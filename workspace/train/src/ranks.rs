@@ -112,9 +112,7 @@ impl<B: Backend> Ranks<B> {
             Ok(())
         })?;
         if self.group.size() > 1 {
-            self.backend.upload(&values, B::view_mut(&mut self.values, 0..1))?;
-            self.group.broadcast::<B, f64>(B::view_mut(&mut self.values, 0..1), 0)?;
-            self.backend.download(B::view(&self.values, 0..1), &mut values)?;
+            self.broadcast(&mut values, 0)?;
         }
         Ok(values[0])
     }
@@ -149,6 +147,33 @@ impl<B: Backend> Ranks<B> {
             self.send(&text)?;
         }
         Ok(texts)
+    }
+
+    /// The text of the first rank that has one, on all ranks.
+    ///
+    /// # Errors
+    /// Fails if another rank has failed.
+    pub fn first_that_has(&mut self, text: Option<Vec<u8>>) -> Result<Option<Vec<u8>>, Error> {
+        let rank = self.group.rank() as f64;
+        let [first] = self.largest([if text.is_some() { -rank } else { f64::NEG_INFINITY }])?;
+        if first == f64::NEG_INFINITY || self.group.size() == 1 {
+            return Ok(text);
+        }
+        let (root, mut text) = (-first as usize, text.unwrap_or_default());
+        let mut length = [text.len() as f64];
+        self.broadcast(&mut length, root)?;
+        // The length of the root's own text, which f64 represents exactly.
+        text.resize(length[0] as usize, 0);
+        self.broadcast(&mut text, root)?;
+        Ok(Some(text))
+    }
+
+    fn broadcast<S: Scalar>(&self, values: &mut [S], root: usize) -> Result<(), Error> {
+        let mut buffer = self.backend.allocate(values.len())?;
+        let whole = 0..values.len();
+        self.backend.upload(values, B::view_mut(&mut buffer, whole.clone()))?;
+        self.group.broadcast::<B, S>(B::view_mut(&mut buffer, whole.clone()), root)?;
+        Ok(self.backend.download(B::view(&buffer, whole), values)?)
     }
 
     fn send<S: Scalar>(&self, values: &[S]) -> Result<(), Error> {
@@ -218,6 +243,9 @@ mod tests {
             let sum = ranks.sum([rank as f64, 1.0]).unwrap();
             let texts = ranks.gather(vec![b'a' + rank as u8; rank]).unwrap();
             let first = ranks.first(|| Ok(5.5)).unwrap();
+            let text = |has: bool| has.then(|| vec![b'x'; rank]);
+            assert_eq!(ranks.first_that_has(text(rank > 0)).unwrap(), Some(vec![b'x']));
+            assert_eq!(ranks.first_that_has(text(false)).unwrap(), None);
             (sum, texts, first, ranks.any(rank == 2).unwrap(), ranks.any(false).unwrap())
         });
         let gathered = vec![b"".to_vec(), b"b".to_vec(), b"cc".to_vec()];

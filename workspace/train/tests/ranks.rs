@@ -302,7 +302,7 @@ fn a_run_continues_on_other_numbers_of_ranks() {
         let step = stop_on(ranks, &recipe, step);
         let run = RunDirectory::new(&recipe.run.dir);
         let files = std::fs::read_dir(run.checkpoint(step)).unwrap().count();
-        assert_eq!(files, 3 * ranks + 2, "parts of {ranks} ranks, the manifest and its hash");
+        assert_eq!(files, 4 * ranks + 2, "parts of {ranks} ranks, the manifest and its hash");
     }
     assert_alike(&finish_on(5, &recipe), &reference, "4, 3, 1, 2, then 5 ranks");
 }
@@ -321,19 +321,31 @@ fn shards_of_what_bf16_weights_lack_continue_with_the_same_bits() {
 }
 
 #[test]
-fn a_part_that_is_damaged_sets_the_checkpoint_aside_on_all_ranks() {
+fn a_part_that_is_damaged_or_missing_sets_the_checkpoint_aside_on_all_ranks() {
     let place = Workplace::new();
-    let recipe = place.recipe(&MICRO_BATCHES);
-    let step = stop_on(3, &recipe, 6);
-    let run = RunDirectory::new(&recipe.run.dir);
-    let part = run.checkpoint(step).join("second_moment-00003-of-00003.safetensors");
-    let mut bytes = std::fs::read(&part).unwrap();
-    *bytes.last_mut().unwrap() ^= 1;
-    std::fs::write(&part, bytes).unwrap();
-    let found = finish_on(2, &recipe);
-    assert!(run.checkpoints().join(format!("damaged-step-{step}")).is_dir());
-    let place = Workplace::new();
-    assert_alike(&found, &finish_on(1, &place.recipe(&MICRO_BATCHES)), "from the one before");
+    let reference = finish_on(1, &place.recipe(&MICRO_BATCHES));
+    for (file, is_missing) in [
+        ("second_moment-00003-of-00003.safetensors", false),
+        ("tensors-00002-of-00003.json", false),
+        // Read by one of the two ranks alone.
+        ("weights-00003-of-00003.safetensors", true),
+        ("tensors-00001-of-00003.json", true),
+    ] {
+        let place = Workplace::new();
+        let recipe = place.recipe(&MICRO_BATCHES);
+        let step = stop_on(3, &recipe, 6);
+        let run = RunDirectory::new(&recipe.run.dir);
+        let part = run.checkpoint(step).join(file);
+        let mut bytes = std::fs::read(&part).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        match is_missing {
+            true => std::fs::remove_file(&part).unwrap(),
+            false => std::fs::write(&part, bytes).unwrap(),
+        }
+        let found = finish_on(2, &recipe);
+        assert!(run.checkpoints().join(format!("damaged-step-{step}")).is_dir(), "{file}");
+        assert_alike(&found, &reference, "from the one before");
+    }
 }
 
 #[test]

@@ -8,7 +8,7 @@ use crate::Error;
 /// A reason not to use a checkpoint. Only damage on the disk is a reason to use an older one: after a
 /// failure of any other kind the checkpoint may be good, and the run must not lose it.
 #[derive(Debug)]
-pub(super) enum Fault {
+pub(crate) enum Fault {
     /// A hash, a length or a content is wrong.
     Damaged(Error),
     /// A file is missing here. It is damage if all ranks miss it.
@@ -29,6 +29,18 @@ impl Fault {
                 _ => Fault::Unusable(error),
             }
         }
+    }
+}
+
+impl From<moh_model::Error> for Fault {
+    fn from(error: moh_model::Error) -> Fault {
+        Fault::Unusable(error.into())
+    }
+}
+
+impl From<Error> for Fault {
+    fn from(error: Error) -> Fault {
+        Fault::Unusable(error)
     }
 }
 

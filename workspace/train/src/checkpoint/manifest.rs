@@ -1,12 +1,14 @@
-//! The manifest of a checkpoint.
+//! The manifest of a checkpoint: the state of the run, and which ranks have written which tensors. A
+//! reader finds the parts that it needs here, and reads no others.
+
+use std::collections::BTreeSet;
 
 use moh_model::HeadCounts;
-use moh_model::slice::Slice;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 /// The format version that this program writes and reads.
-pub(super) const FORMAT: u32 = 3;
+pub(super) const FORMAT: u32 = 4;
 
 /// The manifest of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -18,8 +20,61 @@ pub struct Manifest {
     pub state: RunState,
     /// The model's `config.json`.
     pub config: Map<String, Value>,
-    /// Every tensor.
-    pub tensors: Vec<TensorEntry>,
+    /// The names of all tensors, sorted.
+    pub tensors: Vec<String>,
+    /// What each rank has written, in rank order.
+    pub parts: Vec<PartFile>,
+}
+
+/// The file that lists a rank's shards of tensors ([`Part`](super::Part)).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PartFile {
+    /// Its name in the checkpoint's directory.
+    pub file: String,
+    /// blake3 of the file.
+    pub blake3: String,
+    /// The tensors in it: start and end of ranges of the manifest's names, ascending.
+    pub tensors: Vec<[usize; 2]>,
+}
+
+impl PartFile {
+    /// Whether the part has a shard of the manifest's tensor `index`.
+    pub(super) fn has_tensor(&self, index: usize) -> bool {
+        self.tensors.iter().any(|&[start, end]| (start..end).contains(&index))
+    }
+}
+
+impl Manifest {
+    /// Describes the parts, each with its file, its hash and the names of its tensors.
+    pub(super) fn new(
+        state: RunState,
+        config: Map<String, Value>,
+        parts: Vec<(String, String, Vec<String>)>,
+    ) -> Self {
+        let names: BTreeSet<&String> = parts.iter().flat_map(|(_, _, names)| names).collect();
+        let tensors: Vec<String> = names.into_iter().cloned().collect();
+        let parts = parts.into_iter().map(|(file, blake3, names)| {
+            let mut indices: Vec<usize> =
+                names.iter().filter_map(|name| tensors.binary_search(name).ok()).collect();
+            indices.sort_unstable();
+            PartFile { file, blake3, tensors: ranges(&indices) }
+        });
+        let parts = parts.collect();
+        Manifest { format: FORMAT, state, config, tensors, parts }
+    }
+}
+
+/// Ascending numbers as ranges.
+fn ranges(numbers: &[usize]) -> Vec<[usize; 2]> {
+    let mut ranges: Vec<[usize; 2]> = Vec::new();
+    for &number in numbers {
+        match ranges.last_mut() {
+            Some([_, end]) if *end >= number => *end = number + 1,
+            _ => ranges.push([number, number + 1]),
+        }
+    }
+    ranges
 }
 
 /// The state of a run: everything that resuming needs besides the tensors.
@@ -98,51 +153,15 @@ impl TensorKind {
             TensorKind::FirstMoment => "first_moment",
             TensorKind::SecondMoment => "second_moment",
         };
-        match size {
-            1 => format!("{name}.safetensors"),
-            _ => format!("{name}-{:05}-of-{size:05}.safetensors", rank + 1),
-        }
+        numbered(name, "safetensors", rank, size)
     }
 }
 
-/// One tensor of a checkpoint, or a rank's shard of one: a range of the elements of a slice.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct TensorEntry {
-    /// Its name.
-    pub name: String,
-    /// Its kind.
-    pub kind: TensorKind,
-    /// The file in the checkpoint's directory.
-    pub file: String,
-    /// Its dtype, as safetensors names it.
-    pub dtype: String,
-    /// Shape of the whole tensor.
-    pub shape: Vec<usize>,
-    /// The slice's indices in each dimension: start and end of ranges, in ascending order.
-    pub slice: Vec<Vec<[usize; 2]>>,
-    /// Start and end of the file's elements within the slice, in row-major order. The file stores
-    /// them in the slice's shape if they are the whole slice, and as a list otherwise.
-    pub range: [usize; 2],
-    /// blake3 of the shard's bytes.
-    pub blake3: String,
-}
-
-impl TensorEntry {
-    /// The slice of the tensor; `None` if it is invalid.
-    pub(super) fn slice_of_tensor(&self) -> Option<Slice> {
-        let ranges = |ranges: &Vec<[usize; 2]>| ranges.iter().map(|&[from, to]| from..to).collect();
-        Slice::new(self.shape.clone(), self.slice.iter().map(ranges).collect())
-    }
-
-    /// The stored shape; `None` if slice and range are invalid.
-    pub(super) fn stored_shape(&self) -> Option<Vec<usize>> {
-        let slice = self.slice_of_tensor()?;
-        match self.range {
-            [0, end] if end == slice.len() => Some(slice.extents()),
-            [from, to] if from <= to && to <= slice.len() => Some(vec![to - from]),
-            _ => None,
-        }
+/// The name of a file that each of `size` ranks has.
+pub(super) fn numbered(name: &str, extension: &str, rank: usize, size: usize) -> String {
+    match size {
+        1 => format!("{name}.{extension}"),
+        _ => format!("{name}-{:05}-of-{size:05}.{extension}", rank + 1),
     }
 }
 
@@ -150,42 +169,18 @@ impl TensorEntry {
 mod tests {
     use super::*;
 
-    fn entry(shape: &[usize], slice: &[&[[usize; 2]]], range: [usize; 2]) -> TensorEntry {
-        TensorEntry {
-            name: "a".into(),
-            kind: TensorKind::Weight,
-            file: "f".into(),
-            dtype: "F32".into(),
-            shape: shape.to_vec(),
-            slice: slice.iter().map(|ranges| ranges.to_vec()).collect(),
-            range,
-            blake3: String::new(),
-        }
-    }
-
     #[test]
-    fn whole_slices_keep_their_shape_and_parts_of_them_are_lists() {
-        let rows: &[&[[usize; 2]]] = &[&[[0, 1], [2, 3]], &[[1, 4]]];
-        assert_eq!(entry(&[3, 4], rows, [0, 6]).stored_shape(), Some(vec![2, 3]));
-        assert_eq!(entry(&[3, 4], rows, [1, 4]).stored_shape(), Some(vec![3]));
-        assert_eq!(entry(&[3], &[&[[0, 3]]], [1, 3]).stored_shape(), Some(vec![2]));
-    }
-
-    #[test]
-    fn slices_and_ranges_that_make_no_sense_have_no_shape() {
-        let every: &[[usize; 2]] = &[[0, 4]];
-        for (slice, range) in [
-            (&[&[[0, 4]][..], every][..], [0, 16]),
-            (&[&[[2, 1]], every], [0, 0]),
-            (&[&[[0, 2], [1, 3]], every], [0, 12]),
-            (&[&[[0, 3]]], [0, 3]),
-            (&[&[[0, 3]], every], [0, 13]),
-            (&[&[[0, 3]], every], [5, 4]),
-        ] {
-            assert_eq!(entry(&[3, 4], slice, range).stored_shape(), None, "{slice:?} {range:?}");
-        }
-        let huge = usize::MAX / 2;
-        let slice: &[&[[usize; 2]]] = &[&[[0, huge]], &[[0, 3]]];
-        assert_eq!(entry(&[huge, 3], slice, [0, 1]).stored_shape(), None);
+    fn a_part_names_its_tensors_by_ranges() {
+        let part = |names: &[&str]| {
+            let names = names.iter().map(ToString::to_string).collect();
+            ("f".to_owned(), "h".to_owned(), names)
+        };
+        let parts = vec![part(&["d", "a", "b"]), part(&["c"]), part(&[])];
+        let manifest = Manifest::new(RunState::default(), Map::new(), parts);
+        assert_eq!(manifest.tensors, ["a", "b", "c", "d"]);
+        let ranges: Vec<_> = manifest.parts.iter().map(|part| part.tensors.clone()).collect();
+        assert_eq!(ranges, [vec![[0, 2], [3, 4]], vec![[2, 3]], vec![]]);
+        let has = |index| manifest.parts[0].has_tensor(index);
+        assert_eq!([has(0), has(1), has(2), has(3), has(4)], [true, true, false, true, false]);
     }
 }

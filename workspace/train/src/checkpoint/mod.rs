@@ -1,19 +1,28 @@
 //! Checkpoints: directories that are complete or absent.
 //!
 //! A checkpoint contains the exact f32 weights and both moments as safetensors under Hugging Face's
-//! names, with each rank's shard in its own files. A manifest records the state of the run and, for
-//! each shard of a tensor, its file, position and hash, so that other layouts of ranks can read it;
-//! the manifest's own hash is stored beside it. A checkpoint is written to a temporary name, synced
-//! and renamed. One whose bytes are wrong is moved aside, and the one before it is used; any other
-//! failure to open one ends the program and changes nothing.
+//! names, with each rank's shard in its own files. Each rank lists its shards of tensors, with their
+//! position and hash, in a part; a manifest records the state of the run and the parts, so that other
+//! layouts of ranks can read the checkpoint, each rank only what it needs. The manifest's own hash is
+//! stored beside it. A checkpoint is written to a temporary name, synced and renamed. One whose bytes are
+//! wrong is moved aside, and the one before it is used; any other failure to open one ends the program
+//! and changes nothing.
 
 mod fault;
+mod load;
 mod manifest;
+mod part;
 mod read;
+mod stored;
+mod tensor_file;
 mod write;
 
-pub use manifest::{Evaluation, Manifest, Moment, RunState, TensorEntry, TensorKind};
-pub use read::{StoredCheckpoint, newest};
+pub(crate) use load::{gather_weights, load};
+pub use manifest::{Evaluation, Manifest, Moment, PartFile, RunState, TensorKind};
+pub use part::{Part, TensorEntry, TensorFile};
+pub(crate) use read::undamaged;
+pub use read::{OnDamage, newest};
+pub use stored::StoredCheckpoint;
 pub(crate) use write::staging_bytes;
 pub use write::{prune, write};
 
@@ -21,3 +30,5 @@ pub use write::{prune, write};
 const MANIFEST: &str = "manifest.json";
 /// Name of the file with the manifest's own hash, in the format of `b3sum --check`.
 const MANIFEST_HASH: &str = "manifest.json.b3";
+/// Maximum bytes of a manifest, a part or a safetensors header, for readers and writers.
+const MAX_TEXT_BYTES: u64 = 100_000_000;

@@ -15,10 +15,12 @@ use moh_model::Model;
 use moh_model::layout::{ModelLayout, Segment};
 use moh_model::parameters::{FlatBuffers, Shard, overlap};
 use safetensors::tensor::View;
+use serde::Serialize;
 use serde_json::{Map, Value};
 
-use super::manifest::{FORMAT, Manifest, RunState, TensorEntry, TensorKind};
-use super::{MANIFEST, MANIFEST_HASH};
+use super::manifest::{Manifest, RunState, TensorKind};
+use super::part::{Part, TensorEntry, TensorFile};
+use super::{MANIFEST, MANIFEST_HASH, MAX_TEXT_BYTES};
 use crate::optimizer::OptimizerState;
 use crate::recipe::Checkpoint;
 use crate::{Error, Ranks, RunDirectory};
@@ -45,14 +47,19 @@ pub fn write<B: Backend, T: Element, M: Element>(
         pending = Some(PendingDirectory::create_shared(&place).map_err(Error::io(&folder))?);
         Ok(())
     })?;
-    let written = write_shards(&folder, ranks.group(), model, optimizer);
-    let entries = ranks.agree(written)?;
-    // A list of plain structs always serialises.
-    let text = serde_json::to_vec(&entries)
+    let written = write_part(&folder, ranks.group(), model, optimizer);
+    let part = ranks.agree(written)?;
+    // Plain text always serialises.
+    let text = serde_json::to_vec(&part)
         .map_err(|error| Error::io(&folder)(std::io::Error::from(error)))?;
     let texts = ranks.gather(text)?;
     ranks.first_does(|| {
-        write_manifest(&folder, &manifest(&folder, state, config, &texts)?)?;
+        let mut parts = Vec::new();
+        for text in &texts {
+            let part = serde_json::from_slice(text);
+            parts.push(part.map_err(|error| Error::io(&folder)(std::io::Error::from(error)))?);
+        }
+        write_manifest(&folder, &Manifest::new(state.clone(), config, parts))?;
         match pending.take() {
             Some(pending) => pending.publish().map_err(Error::io(&place)),
             None => Ok(()),
@@ -61,35 +68,46 @@ pub fn write<B: Backend, T: Element, M: Element>(
     Ok(place)
 }
 
-/// Writes this rank's shard; returns its manifest entries.
-fn write_shards<B: Backend, T: Element, M: Element>(
+/// A part's file, its blake3, and the names of its tensors.
+type WrittenPart = (String, String, Vec<String>);
+
+/// Writes this rank's shards of the tensors, and the list of them.
+fn write_part<B: Backend, T: Element, M: Element>(
     folder: &Path,
     group: &Group,
     model: &Model<B, T>,
     optimizer: &OptimizerState<B, M>,
-) -> Result<Vec<TensorEntry>, Error> {
-    let mut entries = Vec::new();
+) -> Result<WrittenPart, Error> {
+    let (rank, size) = (group.rank(), group.size());
+    let (backend, layout) = (model.backend(), model.layout());
+    let mut shards: Vec<TensorShard> = (layout.segments())
+        // A tensor that several ranks replicate is written by the rank where it counts.
+        .filter(|(_, segment)| segment.counted)
+        .filter_map(|(flat, segment)| share(layout, flat, segment, optimizer.shard()))
+        .collect();
+    let files = TensorKind::ALL.map(|kind| {
+        let dtype = if kind == TensorKind::Weight { DType::F32 } else { M::DTYPE };
+        TensorFile { file: kind.file(rank, size), dtype: format!("{dtype:?}") }
+    });
     for kind in TensorKind::ALL {
-        let file = ShardFile {
-            folder,
-            name: kind.file(group.rank(), group.size()),
-            kind,
-            shard: optimizer.shard(),
-        };
-        let (backend, layout) = (model.backend(), model.layout());
-        let moments = |buffers: &FlatBuffers<B, M>| {
+        let file = ShardFile { path: folder.join(kind.file(rank, size)), kind };
+        let moments = |buffers: &FlatBuffers<B, M>, shards: &mut [TensorShard]| {
             let read = |flat, range| Ok(buffers.read_range(backend, flat, range)?);
-            file.write(layout, M::DTYPE, &read)
+            file.write(shards, M::DTYPE, &read)
         };
-        entries.extend(match kind {
-            TensorKind::Weight => file.write(layout, DType::F32, &|flat, range| {
+        match kind {
+            TensorKind::Weight => file.write(&mut shards, DType::F32, &|flat, range| {
                 optimizer.exact_weights(model, flat, range)
             }),
-            TensorKind::FirstMoment => moments(&optimizer.first_moment),
-            TensorKind::SecondMoment => moments(&optimizer.second_moment),
-        }?);
+            TensorKind::FirstMoment => moments(&optimizer.first_moment, &mut shards),
+            TensorKind::SecondMoment => moments(&optimizer.second_moment, &mut shards),
+        }?;
     }
-    Ok(entries)
+    let tensors: Vec<TensorEntry> = shards.into_iter().map(|share| share.entry).collect();
+    let names = tensors.iter().map(|entry| entry.name.clone()).collect();
+    let file = Part::file_name(rank, size);
+    let hash = write_text(&folder.join(&file), &Part { files, tensors })?;
+    Ok((file, hash.to_hex().to_string(), names))
 }
 
 /// The most bytes of the host that [`write`] holds of a tensor at a time, on one of `ranks` ranks that
@@ -103,22 +121,6 @@ pub(crate) fn staging_bytes(layout: &ModelLayout, ranks: usize) -> u64 {
         counted.map(move |segment| segment.range.len().min(shard))
     });
     (parts.max().unwrap_or(0) as u64).saturating_mul(BYTES)
-}
-
-/// The manifest of all ranks' entries.
-fn manifest(
-    folder: &Path,
-    state: &RunState,
-    config: Map<String, Value>,
-    texts: &[Vec<u8>],
-) -> Result<Manifest, Error> {
-    let mut tensors = Vec::new();
-    for text in texts {
-        let entries: Vec<TensorEntry> = serde_json::from_slice(text)
-            .map_err(|error| Error::io(folder)(std::io::Error::from(error)))?;
-        tensors.extend(entries);
-    }
-    Ok(Manifest { format: FORMAT, state: state.clone(), config, tensors })
 }
 
 /// Removes the checkpoints that `retention` does not keep, and leftovers of earlier processes.
@@ -191,29 +193,53 @@ impl View for DeviceTensor<'_> {
     }
 }
 
-/// A file of one rank's shards of all tensors of one kind.
-struct ShardFile<'a> {
-    folder: &'a Path,
-    name: String,
-    kind: TensorKind,
-    shard: Shard,
+/// A rank's elements of a tensor: a range of a flat buffer, and its entry, which lacks the hashes.
+struct TensorShard {
+    flat: usize,
+    range: Range<usize>,
+    entry: TensorEntry,
 }
 
-impl ShardFile<'_> {
+/// The elements of a tensor in a rank's shard; `None` if there are none.
+fn share(
+    layout: &ModelLayout,
+    flat: usize,
+    segment: &Segment,
+    shard: Shard,
+) -> Option<TensorShard> {
+    let range = overlap(&segment.range, &shard.range(layout.flats[flat].len));
+    let start = segment.range.start;
+    let indices = segment.slice.indices();
+    let entry = TensorEntry {
+        name: segment.name.clone(),
+        shape: segment.shape().to_vec(),
+        slice: match segment.slice.is_whole() {
+            true => Vec::new(),
+            false => indices.iter().map(|ranges| bounds(ranges)).collect(),
+        },
+        range: [range.start.saturating_sub(start), range.end.saturating_sub(start)],
+        blake3: Default::default(),
+    };
+    (!range.is_empty()).then_some(TensorShard { flat, range, entry })
+}
+
+/// A file of one rank's shards of all tensors of one kind.
+struct ShardFile {
+    path: PathBuf,
+    kind: TensorKind,
+}
+
+impl ShardFile {
+    /// Writes the shards and enters their hashes.
     fn write(
         &self,
-        layout: &ModelLayout,
+        shards: &mut [TensorShard],
         dtype: DType,
         read: &Read<'_>,
-    ) -> Result<Vec<TensorEntry>, Error> {
-        let path = &self.folder.join(&self.name);
-        let shards: Vec<_> = (layout.segments())
-            // A tensor that several ranks replicate is written by the rank where it counts.
-            .filter(|(_, segment)| segment.counted)
-            .filter_map(|(flat, segment)| self.shard(layout, flat, segment, dtype))
-            .collect();
+    ) -> Result<(), Error> {
+        let path = &self.path;
         let hash = RefCell::new(HashMap::new());
-        let tensors = shards.iter().map(|(flat, range, entry)| {
+        let tensors = shards.iter().map(|TensorShard { flat, range, entry }| {
             let tensor = DeviceTensor {
                 read,
                 flat: *flat,
@@ -230,36 +256,12 @@ impl ShardFile<'_> {
             .map_err(|error| Error::io(path)(std::io::Error::other(error)))?;
         File::open(path).and_then(|file| file.sync_all()).map_err(Error::io(path))?;
         let mut hashes = hash.into_inner();
-        let with_hash = |(_, _, mut entry): (usize, Range<usize>, TensorEntry)| {
+        for TensorShard { entry, .. } in shards {
             if let Some(hash) = hashes.remove(&entry.name) {
-                entry.blake3 = hash?.to_hex().to_string();
+                entry.blake3[self.kind as usize] = hash?.to_hex().to_string();
             }
-            Ok(entry)
-        };
-        shards.into_iter().map(with_hash).collect()
-    }
-
-    /// The tensor's elements in the shard, with an entry that lacks only the hash.
-    fn shard(
-        &self,
-        layout: &ModelLayout,
-        flat: usize,
-        segment: &Segment,
-        dtype: DType,
-    ) -> Option<(usize, Range<usize>, TensorEntry)> {
-        let range = overlap(&segment.range, &self.shard.range(layout.flats[flat].len));
-        let start = segment.range.start;
-        let entry = TensorEntry {
-            name: segment.name.clone(),
-            kind: self.kind,
-            file: self.name.clone(),
-            dtype: format!("{dtype:?}"),
-            shape: segment.shape().to_vec(),
-            slice: segment.slice.indices().iter().map(|ranges| bounds(ranges)).collect(),
-            range: [range.start.saturating_sub(start), range.end.saturating_sub(start)],
-            blake3: String::new(),
-        };
-        (!range.is_empty()).then_some((flat, range, entry))
+        }
+        Ok(())
     }
 }
 
@@ -269,11 +271,61 @@ fn bounds(ranges: &[Range<usize>]) -> Vec<[usize; 2]> {
 }
 
 fn write_manifest(folder: &Path, manifest: &Manifest) -> Result<(), Error> {
-    let path = folder.join(MANIFEST);
-    let text = serde_json::to_vec_pretty(manifest)
-        .map_err(|error| Error::io(&path)(std::io::Error::from(error)))?;
-    let hash = format!("{}  {MANIFEST}\n", blake3::hash(&text));
-    write_synced(&path, &text).map_err(Error::io(&path))?;
+    let hash = write_text(&folder.join(MANIFEST), manifest)?;
     let path = folder.join(MANIFEST_HASH);
-    write_synced(&path, hash.as_bytes()).map_err(Error::io(&path))
+    write_synced(&path, format!("{hash}  {MANIFEST}\n").as_bytes()).map_err(Error::io(&path))
+}
+
+/// Writes a value as JSON that a reader takes; returns the hash of the text.
+fn write_text(path: &Path, value: &impl Serialize) -> Result<blake3::Hash, Error> {
+    let io = Error::io(path);
+    let text = match serde_json::to_vec(value) {
+        Ok(text) => text,
+        Err(error) => return Err(io(error.into())),
+    };
+    if text.len() as u64 > MAX_TEXT_BYTES {
+        let reason = format!("{} bytes, but a manifest has at most {MAX_TEXT_BYTES}", text.len());
+        return Err(Error::Checkpoint { path: path.to_owned(), reason });
+    }
+    write_synced(path, &text).map_err(io)?;
+    Ok(blake3::hash(&text))
+}
+
+#[cfg(test)]
+mod tests {
+    use moh_hf::ConfigFile;
+    use moh_model::model_parallel::Part as ModelPart;
+
+    use super::*;
+
+    #[test]
+    fn the_manifest_of_many_ranks_is_small() {
+        // Meta-Llama-3-8B on 1,536 data ranks.
+        let fields = serde_json::json!({
+            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
+            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256,
+            "max_position_embeddings": 8192,
+        });
+        let config = ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config;
+        let size = 1536;
+        let layout = ModelLayout::of_part(&config, size, &ModelPart::whole(&config));
+        let mut longest = 0;
+        let parts = (0..size).map(|rank| {
+            let shares = layout.segments().filter_map(|(flat, segment)| {
+                let hash = || "0".repeat(64);
+                let mut entry = share(&layout, flat, segment, Shard { rank, size })?.entry;
+                entry.blake3 = [hash(), hash(), hash()];
+                Some(entry)
+            });
+            let tensors: Vec<TensorEntry> = shares.collect();
+            longest = longest.max(serde_json::to_vec(&tensors).unwrap().len());
+            let names = tensors.into_iter().map(|entry| entry.name).collect();
+            (Part::file_name(rank, size), "0".repeat(64), names)
+        });
+        let manifest = Manifest::new(RunState::default(), Map::new(), parts.collect());
+        let whole = serde_json::to_vec(&manifest).unwrap().len();
+        assert!(whole < 2_000_000 && longest < 50_000, "{whole} and {longest} bytes");
+        assert_eq!(manifest.tensors.len(), 291);
+    }
 }

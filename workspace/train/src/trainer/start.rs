@@ -1,15 +1,17 @@
 //! The start of a trainer: from the newest valid checkpoint, or from the recipe's initial model.
 
 use std::num::NonZeroUsize;
+use std::path::Path;
 
 use moh_comm::Layout;
 use moh_kernels::{Backend, Element};
+use moh_model::layout::Segment;
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
 
 use super::{Inputs, Trainer};
-use crate::checkpoint::{self, RunState, TensorKind};
+use crate::checkpoint::{self, RunState};
 use crate::event::Event;
 use crate::metrics::MetricsWriter;
 use crate::metrics_resume;
@@ -30,47 +32,12 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         data: RunData,
         events: &'e mut dyn FnMut(Event<'_>),
     ) -> Result<Self, Error> {
-        let Inputs { recipe, source, run, .. } = inputs;
-        let stored = checkpoint::newest(run, &mut ranks, &mut |path, error| {
-            events(Event::DamagedCheckpoint { path, error });
-        })?;
-        // After damage to the last one there may be none.
-        ranks.first_does(|| {
-            check_resumable(run)?;
-            run.remove_summary()
-        })?;
-        let state = stored
-            .as_ref()
-            .map_or_else(RunState::default, |stored| stored.manifest().state.clone());
-        if state.stage > recipe.stages.len() {
-            return Err(Error::Checkpoint {
-                path: run.checkpoint(state.step),
-                reason: format!("is of stage {}, which the recipe does not have", state.stage),
-            });
-        }
-        let mut config = source.config().clone();
-        config.moh = attention_before(recipe, source, &state)?;
-        let parallel = parallel_at(recipe, state.stage);
-        let divided = divide(&ranks, parallel, &config);
-        let (groups, place) = ranks.agree(divided)?;
-        let model = Model::<B, T>::of_part::<Error>(
-            backend,
-            config,
-            recipe.data.sequence_length,
-            place,
-            groups.data.size(),
-            |segment, values| match &stored {
-                Some(stored) => stored.read_f32(TensorKind::Weight, &segment.name, values),
-                None => source.fill(segment, values),
-            },
-        )?;
-        let mut optimizer = OptimizerState::new(&model, Shard::of(&groups.data))?;
-        if let Some(stored) = &stored {
-            optimizer.fill(model.backend(), model.layout(), |kind, segment, values| {
-                stored.read_f32(kind, &segment.name, values)
-            })?;
-            events(Event::Resumed { step: state.step });
-        }
+        let Inputs { recipe, run, .. } = inputs;
+        let Loaded { state, parallel, groups, model, optimizer } = loop {
+            if let Some(loaded) = load(&backend, &mut ranks, &inputs, events)? {
+                break loaded;
+            }
+        };
         let writers =
             if ranks.is_first() { open_writers(run, recipe, &state).map(Some) } else { Ok(None) };
         let (metrics, board) = match ranks.agree(writers)? {
@@ -97,6 +64,65 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             gradients: std::marker::PhantomData,
         })
     }
+}
+
+/// A model with its optimiser's state, and where in the run it is.
+struct Loaded<B: Backend, T: Element, M: Element> {
+    state: RunState,
+    parallel: Parallel,
+    groups: StepGroups,
+    model: Model<B, T>,
+    optimizer: OptimizerState<B, M>,
+}
+
+/// Loads the newest checkpoint, or the initial model if there is none; `None` on all ranks if the
+/// checkpoint was damaged, and has been set aside.
+fn load<B: Backend + Clone, T: Element, M: Element>(
+    backend: &B,
+    ranks: &mut Ranks<B>,
+    inputs: &Inputs<'_>,
+    events: &mut dyn FnMut(Event<'_>),
+) -> Result<Option<Loaded<B, T, M>>, Error> {
+    let Inputs { recipe, source, run, .. } = *inputs;
+    let mut damaged = |path: &Path, error: &Error| {
+        events(Event::DamagedCheckpoint { path, error });
+    };
+    let stored = checkpoint::newest(run, ranks, &mut damaged)?;
+    // After damage to the last one there may be none.
+    ranks.first_does(|| {
+        check_resumable(run)?;
+        run.remove_summary()
+    })?;
+    let state =
+        (stored.as_ref()).map_or_else(RunState::default, |stored| stored.manifest().state.clone());
+    if state.stage > recipe.stages.len() {
+        return Err(Error::Checkpoint {
+            path: run.checkpoint(state.step),
+            reason: format!("is of stage {}, which the recipe does not have", state.stage),
+        });
+    }
+    let mut config = source.config().clone();
+    config.moh = attention_before(recipe, source, &state)?;
+    let parallel = parallel_at(recipe, state.stage);
+    let divided = divide(ranks, parallel, &config);
+    let (groups, place) = ranks.agree(divided)?;
+    let (length, size) = (recipe.data.sequence_length, groups.data.size());
+    let Some(stored) = stored else {
+        let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
+        let model = Model::of_part(backend.clone(), config, length, place, size, fill)?;
+        let optimizer = OptimizerState::new(&model, Shard::of(&groups.data))?;
+        return Ok(Some(Loaded { state, parallel, groups, model, optimizer }));
+    };
+    let stored = stored.read_by(Shard::of(ranks.group()));
+    let mut model = Model::zeros_of_part(backend.clone(), config, length, place, size)?;
+    let mut optimizer = OptimizerState::new(&model, Shard::of(&groups.data))?;
+    let read = checkpoint::load(&stored, &mut model, &mut optimizer);
+    if checkpoint::undamaged(run, ranks, state.step, read, &mut damaged)?.is_none() {
+        return Ok(None);
+    }
+    checkpoint::gather_weights(&mut model, &groups.data)?;
+    events(Event::Resumed { step: state.step });
+    Ok(Some(Loaded { state, parallel, groups, model, optimizer }))
 }
 
 /// The parallelism of the recipe's stage `index`, or of the last stage if there is no such stage.
