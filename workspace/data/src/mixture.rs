@@ -197,4 +197,37 @@ mod tests {
         };
         assert_ne!(block(0), block(BLOCK));
     }
+
+    #[test]
+    fn the_order_of_weights_in_thousandths_is_pinned() {
+        for (weights, order, seed, first, hash) in RECORDED {
+            let mixture = mixture(weights, order, seed).unwrap();
+            let mut all = String::new();
+            let mut sources = [0; 12];
+            for number in (0..2500).chain(987_654_321..987_656_321) {
+                let (source, index) = mixture.locate(number);
+                if let Some(place) = sources.get_mut(number as usize) {
+                    *place = source;
+                }
+                all += &format!("{source} {index}\n");
+            }
+            let found = blake3::hash(all.as_bytes()).to_hex();
+            assert_eq!((sources, &found[..16]), (first, hash), "{weights:?} {order:?} {seed}");
+        }
+    }
+
+    type Recorded = (&'static [f64], Order, u64, [usize; 12], &'static str);
+
+    /// Weights, order, seed, the sources of the first samples, and the start of the blake3 of "SOURCE INDEX\n"
+    /// of samples 0..2500 and 987654321..987656321, recorded from version 0.1.0. Another order would alter
+    /// runs that are resumed.
+    const RECORDED: [Recorded; 7] = [
+        (&[5.0], Order::Shuffled, 1, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], "01ee1eb66567f868"),
+        (&[1.0, 1.0], Order::Shuffled, 7, [1, 1, 0, 1, 1, 1, 1, 1, 0, 1, 0, 1], "1116878c0da38006"),
+        (&[0.7, 0.2, 0.1], Order::Shuffled, 0, [0, 0, 2, 1, 0, 0, 1, 1, 1, 0, 0, 1], "9e382fe3aabc8430"),
+        (&[1.0, 1.0, 1.0], Order::Shuffled, 42, [0, 0, 2, 2, 2, 1, 1, 0, 1, 2, 0, 2], "855f3b66f1633ad6"),
+        (&[999.0, 1.0], Order::Shuffled, 3, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], "f6fa67057ad2b74f"),
+        (&[0.5, 0.25, 0.15, 0.06, 0.04], Order::Shuffled, u64::MAX, [2, 1, 2, 0, 0, 1, 1, 2, 0, 2, 1, 1], "1f76273ce671335a"),
+        (&[3.0, 1.0, 2.0], Order::Sequential, 5, [0, 2, 1, 0, 2, 0, 0, 2, 1, 0, 2, 0], "e9d3ff2de1b9e9ed"),
+    ];
 }
