@@ -1,0 +1,251 @@
+//! Mixtures with any weights. The sources are the leaves of a binary tree: each node sends a sample to
+//! its first or second half of sources, and numbers the samples of either half from 0, until one source
+//! is left. Among the first n samples of a node, round(n w / W) are of the first half, with w its weight
+//! and W the node's, wherever n is a multiple of 1,024; in between, every halving of these 1,024 samples
+//! halves the samples of either side, and an odd one falls into a half at random. Everywhere each source is
+//! within a few samples of its share, at a cost of log(sources) x 10 operations a sample.
+
+use std::ops::Range;
+
+use super::{MIXTURE_KEY, parts};
+use crate::Order;
+use crate::permutation::key_of;
+
+/// Samples of a node within which the order of the two halves is random; a power of two.
+const SPAN: u64 = 1024;
+/// The sum of weights after scaling. Rounding to it changes a share by less than one sample in 2^60, and
+/// its products with sample numbers fit u128.
+const SCALE: f64 = (1u64 << 62) as f64;
+/// Up to this sum, weights that are whole numbers are used as they are: f64 adds them exactly.
+const EXACT: f64 = (1u64 << 53) as f64;
+
+/// The tree.
+#[derive(Debug)]
+pub(crate) struct Splits {
+    /// The sum of the weights before each source, and of all: one entry more than sources.
+    before: Vec<u64>,
+    order: Order,
+    seed: u64,
+}
+
+/// A node: its sources, and where they are divided.
+struct Node {
+    middle: usize,
+    /// The weight of the first half.
+    first: u128,
+    /// The weight of both.
+    both: u128,
+}
+
+impl Splits {
+    /// The tree of these weights, which are positive.
+    ///
+    /// Fails with a source whose weight is lost beside the others.
+    pub(super) fn new(weights: &[f64], order: Order, seed: u64) -> Result<Self, usize> {
+        let whole = weights.iter().all(|weight| weight.fract() == 0.0)
+            && weights.iter().sum::<f64>() <= EXACT;
+        let scaled: Vec<u64> = match whole {
+            true => weights.iter().map(|&weight| weight as u64).collect(),
+            false => parts(weights).map(|part| (part * SCALE).round() as u64).collect(),
+        };
+        if let Some(lost) = scaled.iter().position(|&weight| weight == 0) {
+            return Err(lost);
+        }
+        let mut before = vec![0];
+        let mut sum = 0;
+        for weight in scaled {
+            // Rounding adds at most 1/2 and a few units in the last place for each source to 2^62.
+            sum += weight;
+            before.push(sum);
+        }
+        Ok(Self { before, order, seed })
+    }
+
+    fn sources(&self) -> usize {
+        self.before.len() - 1
+    }
+
+    /// The node of these two or more sources.
+    fn node(&self, sources: &Range<usize>) -> Node {
+        let middle = sources.start.midpoint(sources.end);
+        let weight = |from: usize, to: usize| u128::from(self.before[to] - self.before[from]);
+        Node {
+            middle,
+            first: weight(sources.start, middle),
+            both: weight(sources.start, sources.end),
+        }
+    }
+
+    /// See [`super::Mixture::locate`].
+    pub(super) fn locate(&self, number: u64) -> (usize, u64) {
+        let (mut sources, mut number) = (0..self.sources(), number);
+        while sources.len() > 1 {
+            let node = self.node(&sources);
+            let (earlier, is_first) = self.divide(&node, number);
+            (sources, number) = match is_first {
+                true => (sources.start..node.middle, earlier),
+                false => (node.middle..sources.end, number - earlier),
+            };
+        }
+        (sources.start, number)
+    }
+
+    /// See [`super::Mixture::counts`].
+    pub(super) fn counts(&self, samples: u64) -> Vec<u64> {
+        let mut counts = vec![0; self.sources()];
+        let mut open = vec![(0..self.sources(), samples)];
+        while let Some((sources, samples)) = open.pop() {
+            if sources.len() == 1 {
+                counts[sources.start] = samples;
+                continue;
+            }
+            let node = self.node(&sources);
+            let (earlier, _) = self.divide(&node, samples);
+            open.push((sources.start..node.middle, earlier));
+            open.push((node.middle..sources.end, samples - earlier));
+        }
+        counts
+    }
+
+    /// The samples of a node's first half before its sample `number`, and whether that is one of them.
+    fn divide(&self, node: &Node, number: u64) -> (u64, bool) {
+        if self.order == Order::Sequential {
+            let earlier = node.share(u128::from(number));
+            return (earlier, node.share(u128::from(number) + 1) > earlier);
+        }
+        let span = number / SPAN;
+        let start = u128::from(span) * u128::from(SPAN);
+        let mut earlier = node.share(start);
+        // The samples of the first half among `length` samples, of which this one is number `place`. An
+        // odd one is a coin's; the coins of a span are numbered as the nodes of a heap.
+        let mut inside = node.share(start + u128::from(SPAN)) - earlier;
+        let (mut length, mut place, mut coin) = (SPAN, number % SPAN, 1);
+        let key = key_of(&[self.seed, MIXTURE_KEY, node.middle as u64, span]);
+        while length > 1 {
+            length /= 2;
+            let odd = inside % 2 * (key_of(&[key, coin]) & 1);
+            let half = inside / 2 + odd;
+            coin *= 2;
+            if place < length {
+                inside = half;
+            } else {
+                (earlier, inside) = (earlier + half, inside - half);
+                (place, coin) = (place - length, coin + 1);
+            }
+        }
+        (earlier, inside == 1)
+    }
+}
+
+impl Node {
+    /// The samples of the first half among the first `samples`: its share, rounded to the nearest.
+    fn share(&self, samples: u128) -> u64 {
+        // The product is below 2^65 x 2^63. The share is at most `samples`, and below 2^64 because `first`
+        // is below `both`.
+        ((samples * self.first + self.both / 2) / self.both) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn splits(weights: &[f64], order: Order) -> Splits {
+        Splits::new(weights, order, 11).unwrap()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+        #[test]
+        fn each_source_counts_up_from_zero_and_keeps_its_share(
+            weights in prop::collection::vec(1e-4f64..10.0, 2..40),
+            sequential: bool,
+            seed: u64,
+        ) {
+            let order = if sequential { Order::Sequential } else { Order::Shuffled };
+            let splits = Splits::new(&weights, order, seed).unwrap();
+            let sum: f64 = weights.iter().sum();
+            let mut next = vec![0; weights.len()];
+            for number in 0..3 * SPAN {
+                if number % 101 == 0 {
+                    prop_assert_eq!(splits.counts(number), next.clone());
+                    for (count, weight) in next.iter().zip(&weights) {
+                        let exact = number as f64 * weight / sum;
+                        // 1/2 and 1/2 for each of ten halvings, at each of at most six levels.
+                        prop_assert!((*count as f64 - exact).abs() <= 33.0, "{} {}", count, exact);
+                    }
+                }
+                let (source, index) = splits.locate(number);
+                prop_assert_eq!(index, next[source]);
+                next[source] += 1;
+            }
+        }
+    }
+
+    #[test]
+    fn whole_weights_are_exact_at_any_length() {
+        let splits = splits(&[2000.0, 1.0], Order::Shuffled);
+        // Multiples of both 2001 and the span.
+        for spans in [1, 1000, 8_000_000_000_000] {
+            assert_eq!(splits.counts(spans * 2001 * SPAN), [spans * 2000 * SPAN, spans * SPAN]);
+        }
+        let found = splits.counts(2001);
+        assert!(found[0] + found[1] == 2001 && found[1] <= 2, "{found:?}");
+    }
+
+    #[test]
+    fn decimal_weights_are_exact_at_any_length() {
+        let splits = splits(&[99.85, 0.15], Order::Shuffled);
+        let samples = 20_000 * SPAN;
+        assert_eq!(splits.counts(samples), [19_970 * SPAN, 30 * SPAN]);
+        assert_eq!(splits.counts(samples << 20), [(19_970 * SPAN) << 20, (30 * SPAN) << 20]);
+    }
+
+    #[test]
+    fn thousands_of_sources_are_each_read() {
+        let splits = splits(&[1.0; 3000], Order::Shuffled);
+        let counts = splits.counts(3000 * SPAN);
+        assert!(counts.iter().all(|&count| count == SPAN), "{counts:?}");
+        let earliest = (0..6000).map(|number| splits.locate(number).0);
+        let found: std::collections::BTreeSet<usize> = earliest.collect();
+        assert!(found.len() > 2500, "{}", found.len());
+    }
+
+    #[test]
+    fn the_largest_sample_numbers_do_not_overflow() {
+        for weights in [&[1e300, 2e300, 1e299][..], &[0.1, 0.9]] {
+            for order in [Order::Shuffled, Order::Sequential] {
+                let splits = splits(weights, order);
+                let (source, index) = splits.locate(u64::MAX);
+                assert_eq!(splits.counts(u64::MAX)[source], index);
+            }
+        }
+    }
+
+    #[test]
+    fn a_weight_that_no_run_would_read_is_lost() {
+        assert_eq!(Splits::new(&[1.0, 1e-20], Order::Shuffled, 0).unwrap_err(), 1);
+    }
+
+    #[test]
+    fn spans_are_shuffled_differently() {
+        let splits = splits(&[1.5, 1.0], Order::Shuffled);
+        let sources = |first: u64| -> Vec<_> {
+            (first..first + 50).map(|number| splits.locate(number).0).collect()
+        };
+        assert_ne!(sources(0), sources(SPAN));
+    }
+
+    #[test]
+    fn the_order_is_pinned() {
+        // Another order would alter runs that are resumed.
+        let sources = |order| -> Vec<_> {
+            let splits = splits(&[0.5, 1.0, 0.75, 0.001], order);
+            (0..16).map(|number| splits.locate(number).0).collect()
+        };
+        assert_eq!(sources(Order::Shuffled), [2, 1, 1, 2, 1, 0, 1, 2, 0, 1, 0, 2, 1, 2, 1, 0]);
+        assert_eq!(sources(Order::Sequential), [1, 2, 0, 1, 2, 1, 0, 2, 1, 1, 2, 0, 1, 2, 1, 0]);
+    }
+}
