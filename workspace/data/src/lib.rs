@@ -5,6 +5,7 @@
 //! the seed; [`Windows`] divides a file for evaluation. [`TextTokenizer`] converts between text and
 //! ids, [`train_tokenizer`] trains a new tokenizer, and [`write_documents`] writes generated texts.
 
+mod content;
 mod document_writer;
 mod documents;
 mod end_of_text;
@@ -27,6 +28,7 @@ mod tokenizer;
 mod tokenizer_training;
 mod windows;
 
+pub use content::TokenFileContent;
 pub use document_writer::write_documents;
 pub use end_of_text::{AppendEos, DocumentEnd};
 pub use error::{Error, Result};

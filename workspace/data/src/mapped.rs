@@ -8,15 +8,21 @@ use memmap2::Mmap;
 use crate::{Error, Result};
 
 /// Maps a whole file for reading.
-#[allow(unsafe_code)]
 pub(crate) fn map(path: &Path) -> Result<Mmap> {
     let file = File::open(path).map_err(Error::io(path, "read"))?;
     let kind = file.metadata().map_err(Error::io(path, "read"))?;
     if !kind.is_file() {
         return Err(Error::token_file(path, "not a regular file"));
     }
+    map_file(&file, path)
+}
+
+/// Maps a whole open file for reading; `path` names it in errors.
+#[allow(unsafe_code)]
+pub(crate) fn map_file(file: &File, path: &Path) -> Result<Mmap> {
     // SAFETY: the map is read-only and private to the returned value. Its bytes change only if
     // another process writes into the file in place. This crate's writer never does: it renames a
-    // finished file over the old name, and a mapped file keeps its contents.
-    unsafe { Mmap::map(&file) }.map_err(Error::io(path, "map"))
+    // finished file over the old name, and a mapped file keeps its contents. The writer maps its own
+    // files when they are complete.
+    unsafe { Mmap::map(file) }.map_err(Error::io(path, "map"))
 }

@@ -6,14 +6,17 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
+use rayon::iter::{IntoParallelIterator as _, ParallelIterator as _};
 
 use crate::mapped::map;
 use crate::pending::with_ending;
 use crate::token_index::TokenIndex;
-use crate::{Error, Result, TextTokenizer, TokenFileInfo, TokenType};
+use crate::{Error, Result, TextTokenizer, TokenFileContent, TokenFileInfo, TokenType};
 
 /// Ids are u32, so this is an upper bound of their number.
 const ALL_IDS: u64 = 1 << 32;
+/// Tokens that a thread of [`TokenFile::largest_id`] reads at a time.
+const SCAN_PIECE: usize = 1 << 18;
 
 /// An open token file. Cheap to share between threads.
 pub struct TokenFile {
@@ -104,6 +107,51 @@ impl TokenFile {
     /// Makes reading an id of `vocab_size` or above an error.
     pub fn limit_vocabulary(&mut self, vocab_size: usize) {
         self.limit = (vocab_size as u64).min(ALL_IDS);
+    }
+
+    /// Identifies the content of the file. Reads all of the index, and at most a megabyte of the tokens.
+    pub fn content(&self) -> TokenFileContent {
+        TokenFileContent::of(self.index.bytes(), &self.bin)
+    }
+
+    /// A number that all ids are known to be below without reading them: what the stored type can hold, or
+    /// the vocabulary with which this `content` was written, as `PREFIX.json` records. `None` if neither is
+    /// known: a signed type may hold negative ids.
+    ///
+    /// Fails if `PREFIX.json` describes other content.
+    pub fn ids_below(&self, content: &TokenFileContent) -> Result<Option<u64>> {
+        let recorded = self.info.as_ref().and_then(|info| {
+            let described = info.content.as_ref()?;
+            Some((described, info.vocabulary_size))
+        });
+        match recorded {
+            Some((described, _)) if described != content => Err(Error::token_file(
+                &with_ending(&self.prefix, ".json"),
+                "it describes another .bin or .idx than the ones beside it: prepare the text again, or                  remove this file if the other two are right",
+            )),
+            Some((_, vocabulary)) => Ok(Some(vocabulary)),
+            None => Ok(self.token_type().num_ids()),
+        }
+    }
+
+    /// The largest id in a range of positions; 0 if it is empty. The range is divided among the threads.
+    ///
+    /// Fails beyond the end of the file, or on an id outside the vocabulary (see
+    /// [`TokenFile::limit_vocabulary`]): the first one in the range.
+    pub fn largest_id(&self, range: Range<u64>) -> Result<u32> {
+        self.check_range(range.start, range.end.saturating_sub(range.start))?;
+        let pieces: Vec<u64> = range.clone().step_by(SCAN_PIECE).collect();
+        let largest: Vec<Result<u32>> = pieces
+            .into_par_iter()
+            .map(|start| {
+                // At most SCAN_PIECE.
+                let count = (range.end - start).min(SCAN_PIECE as u64) as usize;
+                let mut tokens = vec![0; count];
+                self.read(start, &mut tokens)?;
+                Ok(tokens.into_iter().max().unwrap_or(0))
+            })
+            .collect();
+        largest.into_iter().try_fold(0, |largest, piece| Ok(largest.max(piece?)))
     }
 
     /// Fails if `PREFIX.json` records another tokenizer; without a record the check passes.

@@ -154,6 +154,11 @@ impl TokenIndex {
         HEADER_BYTES + 12 * self.sequences
     }
 
+    /// The bytes of the file.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.map
+    }
+
     pub(crate) fn dtype(&self) -> TokenType {
         self.dtype
     }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{DocumentEnd, Error, Result, TokenType};
+use crate::{DocumentEnd, Error, Result, TokenFileContent, TokenType};
 
 /// Maximum bytes of a `PREFIX.json`.
 const LARGEST_JSON: u64 = 16 << 20;
@@ -33,6 +33,9 @@ pub struct TokenFileInfo {
     pub eos_token: DocumentEnd,
     /// The stored type of a token.
     pub dtype: TokenType,
+    /// The content of the `.bin` and `.idx` that this file describes; absent from files of version 0.1.0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub content: Option<TokenFileContent>,
 }
 
 /// The origin of a token file: the fields of [`TokenFileInfo`] that a writer cannot derive.

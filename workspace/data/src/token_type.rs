@@ -60,6 +60,15 @@ impl TokenType {
         }
     }
 
+    /// The number of ids that the type can store; `None` for signed types, which can store what is no id.
+    pub(crate) fn num_ids(self) -> Option<u64> {
+        match self {
+            Self::U8 => Some(1 << 8),
+            Self::U16 => Some(1 << 16),
+            Self::I8 | Self::I16 | Self::I32 | Self::I64 => None,
+        }
+    }
+
     /// The name, as `PREFIX.json` writes it.
     pub fn name(self) -> &'static str {
         match self {

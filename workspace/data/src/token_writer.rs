@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 
 use moh_files::Publication;
 
+use crate::mapped::map_file;
 use crate::pending::{Pending, refuse_existing, with_ending};
 use crate::token_index::{HEADER_BYTES, MAGIC, VERSION};
-use crate::{Error, Provenance, Result, TokenFileInfo, TokenType};
+use crate::{Error, Provenance, Result, TokenFileContent, TokenFileInfo, TokenType};
 
 /// A token file being written. Dropping it without [`TokenFileWriter::finish`] leaves no files.
 pub struct TokenFileWriter {
@@ -118,6 +119,7 @@ impl TokenFileWriter {
     /// Fails if the disk is full.
     pub(crate) fn complete(mut self, provenance: Provenance) -> Result<Complete> {
         self.write_tables()?;
+        let content = self.content()?;
         let info = TokenFileInfo {
             tokenizer_hash: provenance.tokenizer_hash,
             vocabulary_size: self.vocab_size as u64,
@@ -127,6 +129,7 @@ impl TokenFileWriter {
             sources: provenance.sources,
             eos_token: provenance.eos_token,
             dtype: self.dtype,
+            content: Some(content),
         };
         let [_, _, json_path] = Self::outputs(&self.prefix);
         let mut json = Pending::create(&json_path)?;
@@ -136,6 +139,14 @@ impl TokenFileWriter {
             file.sync()?;
         }
         Ok(Complete { bin, json, idx, info })
+    }
+
+    /// The content of the two files, which are complete.
+    fn content(&mut self) -> Result<TokenFileContent> {
+        let [bin_path, idx_path] = [&self.bin, &self.idx].map(|file| file.path().to_path_buf());
+        let idx = map_file(self.idx.flushed()?, &idx_path)?;
+        let bin = map_file(self.bin.flushed()?, &bin_path)?;
+        Ok(TokenFileContent::of(&idx, &bin))
     }
 
     /// Appends offsets and document bounds after the lengths, then writes the header.

@@ -369,3 +369,69 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn the_largest_id_and_the_first_one_outside_are_found_across_pieces() {
+    // Three pieces of a thread, and a part.
+    let count = 3 * (1 << 18) + 77;
+    let dir = tempfile::tempdir().unwrap();
+    let prefix = dir.path().join("large");
+    let mut writer = TokenFileWriter::create(&prefix, 1000).unwrap();
+    let mut tokens: Vec<u32> = (0..count).map(|at| at as u32 % 500).collect();
+    (tokens[300_000], tokens[700_000]) = (900, 990);
+    writer.push_document(&tokens).unwrap();
+    writer.finish(Provenance::default()).unwrap();
+    let mut file = TokenFile::open(&prefix).unwrap();
+    let all = 0..count as u64;
+    assert_eq!(file.largest_id(all.clone()).unwrap(), 990);
+    assert_eq!(file.largest_id(0..300_000).unwrap(), 499);
+    assert_eq!(file.largest_id(300_000..300_001).unwrap(), 900);
+    assert_eq!(file.largest_id(5..5).unwrap(), 0);
+    assert!(matches!(file.largest_id(0..count as u64 + 1), Err(Error::Range { .. })));
+    file.limit_vocabulary(900);
+    let error = file.largest_id(all).unwrap_err();
+    assert!(matches!(error, Error::Vocabulary { position: 300_000, id: 900, .. }), "{error}");
+}
+
+#[test]
+fn what_is_known_of_the_ids_is_proven_by_type_or_record() {
+    let (_dir, prefix) = place(&u16s(&[1, 2, 3, 4, 5, 6]), &Index::sound().bytes());
+    let file = TokenFile::open(&prefix).unwrap();
+    assert_eq!(file.ids_below(&file.content()).unwrap(), Some(1 << 16));
+    let signed = Index { code: 3, ..Index::sound() };
+    let (_dir, prefix) = place(&u16s(&[1, 2, 3, 4, 5, 6]), &signed.bytes());
+    let file = TokenFile::open(&prefix).unwrap();
+    assert_eq!(file.ids_below(&file.content()).unwrap(), None);
+
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, last: u32| {
+        let prefix = dir.path().join(name);
+        let mut writer = TokenFileWriter::create(&prefix, 300).unwrap();
+        writer.push_document(&[1, 2, last]).unwrap();
+        writer.finish(Provenance::default()).unwrap();
+        prefix
+    };
+    let (one, other) = (write("one", 3), write("other", 299));
+    let file = TokenFile::open(&one).unwrap();
+    assert_eq!(file.ids_below(&file.content()).unwrap(), Some(300));
+    // The same lengths, so the index is the same; the record is not of these tokens.
+    fs::copy(other.with_extension("bin"), one.with_extension("bin")).unwrap();
+    let file = TokenFile::open(&one).unwrap();
+    let error = file.ids_below(&file.content()).unwrap_err().to_string();
+    assert!(error.contains("one.json") && error.contains("another .bin"), "{error}");
+}
+
+#[test]
+fn content_is_the_same_at_another_path_and_differs_with_a_token() {
+    let content = |ids: &[u16], index: Index| {
+        let (_dir, prefix) = place(&u16s(ids), &index.bytes());
+        TokenFile::open(&prefix).unwrap().content()
+    };
+    let one = content(&[1, 2, 3, 4, 5, 6], Index::sound());
+    assert_eq!(content(&[1, 2, 3, 4, 5, 6], Index::sound()), one);
+    let token = content(&[1, 2, 3, 4, 5, 7], Index::sound());
+    assert_eq!(token.idx_blake3, one.idx_blake3);
+    assert_ne!(token.bin_sample_blake3, one.bin_sample_blake3);
+    let bounds = content(&[1, 2, 3, 4, 5, 6], Index { documents: vec![0, 1, 3], ..Index::sound() });
+    assert_ne!(bounds.idx_blake3, one.idx_blake3);
+}

@@ -1,0 +1,79 @@
+//! What identifies the content of a token file, wherever it lies: the sizes of its two files, the hash of
+//! the index, and a hash of evenly spaced blocks of the tokens. The index gives every document's length,
+//! so other texts have another index; the blocks tell apart what has the same lengths. A change of single
+//! tokens between the blocks goes unseen.
+
+use serde::{Deserialize, Serialize};
+
+/// Bytes of a block.
+const BLOCK_BYTES: usize = 4096;
+/// Blocks of a file; smaller files are hashed whole.
+const BLOCKS: usize = 256;
+
+/// Identifies the content of a token file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TokenFileContent {
+    /// Bytes of `PREFIX.idx`.
+    pub idx_bytes: u64,
+    /// blake3 of `PREFIX.idx`, in hexadecimal.
+    pub idx_blake3: String,
+    /// Bytes of `PREFIX.bin`.
+    pub bin_bytes: u64,
+    /// blake3 of 256 blocks of 4096 bytes of `PREFIX.bin`, from its first to its last bytes; of all bytes
+    /// if they are no more than that.
+    pub bin_sample_blake3: String,
+}
+
+impl TokenFileContent {
+    /// The content of these files.
+    pub(crate) fn of(idx: &[u8], bin: &[u8]) -> Self {
+        Self {
+            idx_bytes: idx.len() as u64,
+            idx_blake3: blake3::Hasher::new().update_rayon(idx).finalize().to_hex().to_string(),
+            bin_bytes: bin.len() as u64,
+            bin_sample_blake3: sample(bin).to_hex().to_string(),
+        }
+    }
+}
+
+/// The hash of evenly spaced blocks.
+fn sample(bytes: &[u8]) -> blake3::Hash {
+    if bytes.len() <= BLOCKS * BLOCK_BYTES {
+        return blake3::hash(bytes);
+    }
+    let mut hasher = blake3::Hasher::new();
+    let last = (bytes.len() - BLOCK_BYTES) as u128;
+    for block in 0..BLOCKS as u128 {
+        // At most `last`, which is a usize.
+        let start = (last * block / (BLOCKS as u128 - 1)) as usize;
+        hasher.update(&bytes[start..start + BLOCK_BYTES]);
+    }
+    hasher.finalize()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_file_is_hashed_whole() {
+        let mut bytes = vec![7; BLOCKS * BLOCK_BYTES];
+        assert_eq!(sample(&bytes), blake3::hash(&bytes));
+        assert_eq!(sample(&[]), blake3::hash(&[]));
+        let before = sample(&bytes);
+        bytes[123_456] = 8;
+        assert_ne!(sample(&bytes), before);
+    }
+
+    #[test]
+    fn the_first_and_the_last_byte_of_a_large_file_count() {
+        let bytes = vec![7; 3_000_001];
+        for at in [0, 3_000_000] {
+            let mut changed = bytes.clone();
+            changed[at] = 8;
+            assert_ne!(sample(&changed), sample(&bytes), "byte {at}");
+        }
+        let longer = TokenFileContent::of(&[], &vec![7; 3_000_002]);
+        assert_ne!(longer, TokenFileContent::of(&[], &bytes));
+    }
+}
