@@ -1,5 +1,6 @@
 //! The view of a running run: a progress bar on a terminal, lines otherwise, on standard error.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
@@ -48,6 +49,7 @@ impl RunView {
                 self.line(&format!("continuing after step {step} of {}", self.steps));
             }
             Event::Sources(sources) => self.sources(sources),
+            Event::CheckingIds { path, done, total } => self.checking(path, done, total),
             Event::Stage { stage, model, done, memory } => {
                 self.recent.clear();
                 self.recent.push_back(Instant::now());
@@ -77,6 +79,19 @@ impl RunView {
                 self.line(&describe_evaluation(evaluation, heads));
             }
             Event::Checkpoint { .. } => {}
+        }
+    }
+
+    fn checking(&self, path: &Path, done: u64, total: u64) {
+        let shown = path.display();
+        if done == 0 {
+            let tokens = HumanCount(total);
+            self.line(&format!("reading the {tokens} tokens of {shown} once to check their ids"));
+        }
+        if let Some(bar) = &self.bar {
+            // In f64, as products of token counts may exceed u64.
+            let percent = 100.0 * done as f64 / total.max(1) as f64;
+            bar.set_message(format!("checking {shown}: {percent:.0}%"));
         }
     }
 

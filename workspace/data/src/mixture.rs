@@ -26,7 +26,12 @@ pub(crate) enum Mixture {
     /// Thousandths of the sum.
     Blocks(Blocks),
     /// Any weights.
-    Splits(Splits),
+    Splits {
+        /// The exact proportions.
+        splits: Splits,
+        /// Whether version 0.1.0 took the weights, rounded to thousandths.
+        was_rounded: bool,
+    },
 }
 
 impl Mixture {
@@ -56,7 +61,7 @@ impl Mixture {
             return Ok(Self::Blocks(blocks));
         }
         match Splits::new(&weights, order, seed) {
-            Ok(splits) => Ok(Self::Splits(splits)),
+            Ok(splits) => Ok(Self::Splits { splits, was_rounded: Blocks::could_round(&weights) }),
             Err(at) => Err(refuse(
                 &sources[at],
                 "too small relative to the others: no run would read it, leave it out",
@@ -64,12 +69,17 @@ impl Mixture {
         }
     }
 
+    /// Whether version 0.1.0 accepted the weights and mixed them in another order.
+    pub(crate) fn was_rounded(&self) -> bool {
+        matches!(self, Self::Splits { was_rounded: true, .. })
+    }
+
     /// The source of sample `number`, and the number of earlier samples of that source.
     pub(crate) fn locate(&self, number: u64) -> (usize, u64) {
         match self {
             Self::Single => (0, number),
             Self::Blocks(blocks) => blocks.locate(number),
-            Self::Splits(splits) => splits.locate(number),
+            Self::Splits { splits, .. } => splits.locate(number),
         }
     }
 
@@ -78,7 +88,7 @@ impl Mixture {
         match self {
             Self::Single => vec![samples],
             Self::Blocks(blocks) => blocks.counts(samples),
-            Self::Splits(splits) => splits.counts(samples),
+            Self::Splits { splits, .. } => splits.counts(samples),
         }
     }
 }
@@ -136,6 +146,17 @@ mod tests {
             assert!(matches!(mixture(weights, Order::Shuffled, 0), Err(Error::Weight { .. })));
         }
         assert!(matches!(mixture(&[], Order::Shuffled, 0), Err(Error::Empty { .. })));
+    }
+
+    #[test]
+    fn weights_that_were_rounded_are_known() {
+        let was_rounded =
+            |weights: &[f64]| mixture(weights, Order::Shuffled, 0).unwrap().was_rounded();
+        assert!(was_rounded(&[99.85, 0.15]));
+        assert!(was_rounded(&[1.0; 70]));
+        assert!(!was_rounded(&[1.0, 1.0, 1.0]));
+        assert!(!was_rounded(&[2000.0, 1.0]));
+        assert!(!was_rounded(&[1.0; 1001]));
     }
 
     #[test]

@@ -100,6 +100,11 @@ impl TrainingData {
         self.mixture.counts(samples)
     }
 
+    /// Whether version 0.1.0 accepted the weights but rounded them to thousandths, which gave another order.
+    pub fn was_rounded_to_thousandths(&self) -> bool {
+        self.mixture.was_rounded()
+    }
+
     /// Fails if a source records another tokenizer.
     pub fn check_tokenizer(&self, tokenizer: &TextTokenizer) -> Result<()> {
         self.files.iter().try_for_each(|file| file.check_tokenizer(tokenizer))

@@ -61,6 +61,32 @@ pub enum Error {
         /// The keys that differ; never empty.
         changes: Vec<KeyChange>,
     },
+    /// A file that the run reads has other content than when the run was started.
+    #[error(
+        "{}: {key} is not the file that the run was started with ({difference}), as {} records: put that \
+         file back or name its path, or use another run.dir",
+        path.display(), record.display()
+    )]
+    InputChanged {
+        /// The file.
+        path: PathBuf,
+        /// Its key in the recipe.
+        key: String,
+        /// How it differs.
+        difference: String,
+        /// The run's record of its inputs.
+        record: PathBuf,
+    },
+    /// A version that rounded the weights of a mixture began the run.
+    #[error(
+        "{}: the run has no inputs.json, so an earlier version began it, which rounded the weights of \
+         data.sources to thousandths: finish the run with that version, or give --begin-anew",
+        path.display()
+    )]
+    MixtureChanged {
+        /// The run directory.
+        path: PathBuf,
+    },
     /// Another process trains in this run directory.
     #[error("{}: another process is training in this run directory", path.display())]
     Locked {

@@ -32,6 +32,15 @@ pub enum Event<'a> {
         /// Steps done, over all stages.
         step: u64,
     },
+    /// The progress of reading a token file for ids outside the vocabulary, before training.
+    CheckingIds {
+        /// The file's path without its endings.
+        path: &'a Path,
+        /// Tokens read.
+        done: u64,
+        /// Tokens of the file.
+        total: u64,
+    },
     /// The token files of the run, once.
     Sources(&'a [SourceEpochs]),
     /// A stage starts, or is resumed.
@@ -90,6 +99,8 @@ pub enum Outcome {
     Finished(Summary),
     /// The run had already finished.
     AlreadyFinished(Summary),
+    /// The run was asked to stop before it began or continued to train.
+    StoppedBeforeTraining,
     /// The run was asked to stop and wrote a checkpoint.
     Stopped {
         /// Steps done, over all stages.

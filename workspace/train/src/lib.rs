@@ -18,6 +18,7 @@ pub mod recipe;
 mod run;
 mod run_data;
 pub mod run_directory;
+mod run_inputs;
 pub mod schedule;
 mod source;
 pub mod step;

@@ -11,6 +11,7 @@ use moh_kernels::{Backend, Element};
 use crate::event::{Event, Outcome};
 use crate::recipe::{Parallel, Stage};
 use crate::run_data::RunData;
+use crate::run_inputs::{RunInputs, Settled};
 use crate::source::ModelSource;
 use crate::summary::Summary;
 use crate::trace::TraceSteps;
@@ -92,6 +93,8 @@ impl Job<'_> {
         let (source, data) = ranks.agree(opened)?;
         let run = RunDirectory::new(&recipe.run.dir);
         let mut lock = None;
+        // Known to the first rank, which compares the inputs.
+        let mut resumes = false;
         // A finished run does not need its data, and invalid data must not create a run directory.
         let data = match ranks.any(data.is_err() && !run.root().exists())? {
             true => Ok(ranks.agree(data)?),
@@ -103,10 +106,14 @@ impl Job<'_> {
                 run.begin_anew()?;
             }
             let finished = finished_before(&run)?;
-            if !finished {
-                check_resumable(&run)?;
+            match finished {
+                true => run.store_recipe(recipe)?,
+                false => {
+                    check_resumable(&run)?;
+                    run.check_recipe(recipe)?;
+                }
             }
-            run.store_recipe(recipe)?;
+            resumes = run.has_completed_work()?;
             Ok(f64::from(u8::from(finished)))
         })?;
         if finished > 0.0
@@ -115,7 +122,15 @@ impl Job<'_> {
             return Ok(Outcome::AlreadyFinished(summary));
         }
         let data = ranks.agree(data)?;
-        ranks.first_does(|| run.clear_remains())?;
+        let (vocab_size, stop) = (source.config().vocab_size, self.options.stop);
+        let inputs = RunInputs { run: &run, data: &data, vocab_size, resumes, stop };
+        if inputs.settle(&mut ranks, events)? == Settled::Stopped {
+            return Ok(Outcome::StoppedBeforeTraining);
+        }
+        ranks.first_does(|| {
+            run.store_recipe(recipe)?;
+            run.clear_remains()
+        })?;
         let inputs = Inputs {
             recipe,
             source: &source,

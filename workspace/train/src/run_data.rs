@@ -37,6 +37,14 @@ impl RunData {
         Ok(RunData { training, validation, tokenizer })
     }
 
+    /// All token files, with their keys in the recipe.
+    pub(crate) fn token_files(&self) -> Vec<(String, &TokenFile)> {
+        let sources = self.training.files().iter().enumerate();
+        let sources = sources.map(|(index, file)| (format!("data.sources.{index}"), file));
+        let validation = self.validation.as_ref().map(Windows::file);
+        sources.chain(validation.map(|file| ("data.validation".to_owned(), file))).collect()
+    }
+
     /// The token files that record documents without an end-of-text token, each once.
     pub(crate) fn without_end_of_text(&self) -> BTreeSet<&Path> {
         let validation = self.validation.as_ref().map(Windows::file);

@@ -3,7 +3,8 @@
 //! A resumed run must equal an uninterrupted one if its device is deterministic, so a directory
 //! with checkpoints accepts only its own recipe. Some keys may change, because they affect no
 //! weight except by the order of sums: `run.dir`, `log.*`, `checkpoint.*`, `memory.recompute`,
-//! `data.validation.every_steps` and `stage.NAME.parallel.*`.
+//! `data.validation.every_steps` and `stage.NAME.parallel.*`. So may the paths of token files, whose content is
+//! compared with `inputs.json` instead (`run_inputs/`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions, TryLockError};
@@ -46,6 +47,11 @@ impl RunDirectory {
     /// The resolved recipe.
     pub fn recipe(&self) -> PathBuf {
         self.root.join("recipe.toml")
+    }
+
+    /// The content of the run's inputs.
+    pub fn inputs(&self) -> PathBuf {
+        self.root.join("inputs.json")
     }
 
     /// The metrics, one JSON object per step.
@@ -233,25 +239,38 @@ impl RunDirectory {
         Ok(())
     }
 
-    /// Writes the resolved recipe into the directory, which the caller has locked. If the run has
-    /// completed a checkpoint or finished, it is resumed: the recipe must equal the stored one, except for the keys
-    /// that may change.
+    /// Compares the recipe with the stored one if the run has completed a checkpoint or finished: it is
+    /// resumed, and only some keys may change. Those of inputs may if the run records the content of its
+    /// inputs, which the caller compares.
     ///
     /// # Errors
     /// [`Error::RecipeChanged`] with every key that differs. Fails also if the stored recipe is
-    /// missing beside checkpoints or cannot be read, or if the file cannot be written.
-    pub fn store_recipe(&self, recipe: &Recipe) -> Result<(), Error> {
-        let path = self.recipe();
-        let text = recipe.to_toml()?;
-        if self.has_completed_work()? {
-            let stored = Recipe::load(&path, &[])?;
-            let forbidden = |change: &KeyChange| !may_change(&change.key);
-            let changes: Vec<KeyChange> =
-                changes(&stored, recipe)?.into_iter().filter(forbidden).collect();
-            if !changes.is_empty() {
-                return Err(Error::RecipeChanged { path, changes });
-            }
+    /// missing beside checkpoints or cannot be read.
+    pub fn check_recipe(&self, recipe: &Recipe) -> Result<(), Error> {
+        if !self.has_completed_work()? {
+            return Ok(());
         }
+        let path = self.recipe();
+        let stored = Recipe::load(&path, &[])?;
+        let has_record = self.inputs().is_file();
+        let forbidden = |change: &KeyChange| {
+            !may_change(&change.key) && !(has_record && names_input(&change.key))
+        };
+        let changes: Vec<KeyChange> =
+            changes(&stored, recipe)?.into_iter().filter(forbidden).collect();
+        match changes.is_empty() {
+            true => Ok(()),
+            false => Err(Error::RecipeChanged { path, changes }),
+        }
+    }
+
+    /// Writes the resolved recipe into the directory, which the caller has locked.
+    ///
+    /// # Errors
+    /// As [`Self::check_recipe`]; fails also if the file cannot be written.
+    pub fn store_recipe(&self, recipe: &Recipe) -> Result<(), Error> {
+        self.check_recipe(recipe)?;
+        let (path, text) = (self.recipe(), recipe.to_toml()?);
         moh_files::write(&path, text.as_bytes()).map_err(Error::io(&path))
     }
 }
@@ -276,6 +295,12 @@ fn may_change(key: &str) -> bool {
             true => key.starts_with(allowed),
             false => key == *allowed,
         })
+}
+
+/// Whether the key names an input by its path alone.
+fn names_input(key: &str) -> bool {
+    (key.starts_with("data.sources.") || key.starts_with("data.validation."))
+        && key.ends_with(".path")
 }
 
 /// The keys whose values differ between two recipes, in order.

@@ -251,6 +251,11 @@ fn train_as_rank(
     }
     let run = RunDirectory::new(&recipe.run.dir);
     match outcome? {
+        Outcome::StoppedBeforeTraining => Err(StoppedEarly(
+            "stopped while the token files were checked: run the same command again to continue"
+                .to_owned(),
+        )
+        .into()),
         Outcome::Stopped { step } => Err(StoppedEarly(format!(
             "stopped after step {step} with a checkpoint: run the same command again to continue"
         ))

@@ -29,6 +29,11 @@ impl Blocks {
         Some(Self { counts, seed, spread })
     }
 
+    /// Whether each source has at least one sample of a block once its share is rounded.
+    pub(super) fn could_round(weights: &[f64]) -> bool {
+        rounded(weights).0.iter().all(|&count| count > 0)
+    }
+
     /// See [`super::Mixture::locate`].
     pub(super) fn locate(&self, number: u64) -> (usize, u64) {
         let (block, slot) = (number / BLOCK, number % BLOCK);
@@ -73,9 +78,8 @@ impl Blocks {
     }
 }
 
-/// Samples of each source in a block: its proportion, rounded by largest remainder. `None` if that is
-/// further from a source's share than the tolerance.
-fn thousandths(weights: &[f64]) -> Option<Vec<u64>> {
+/// Samples of each source in a block: its proportion, rounded by largest remainder; and before that.
+fn rounded(weights: &[f64]) -> (Vec<u64>, Vec<f64>) {
     let exact: Vec<f64> = parts(weights).map(|part| part * BLOCK as f64).collect();
     let mut counts: Vec<u64> = exact.iter().map(|share| share.floor() as u64).collect();
     let mut by_remainder: Vec<usize> = (0..exact.len()).collect();
@@ -85,6 +89,13 @@ fn thousandths(weights: &[f64]) -> Option<Vec<u64>> {
     for &source in by_remainder.iter().cycle().take(missing as usize) {
         counts[source] += 1;
     }
+    (counts, exact)
+}
+
+/// The rounded samples of each source in a block; `None` if they are further from a source's share than
+/// the tolerance.
+fn thousandths(weights: &[f64]) -> Option<Vec<u64>> {
+    let (counts, exact) = rounded(weights);
     let fits = |(&count, exact): (&u64, &f64)| {
         count > 0 && (count as f64 - exact).abs() <= TOLERANCE * exact
     };

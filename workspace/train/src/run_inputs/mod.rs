@@ -1,0 +1,136 @@
+//! What a run reads beside its recipe, by content. The record, `inputs.json` of the run directory, is
+//! written when the run starts. A run that resumes must find the same content, wherever it lies now. Token ids
+//! outside the vocabulary are found here, before the first step, unless the record or a file's type or
+//! `PREFIX.json` proves that there are none.
+
+mod record;
+mod token_files;
+mod vocabulary;
+
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
+
+use moh_data::TokenFile;
+use moh_kernels::Backend;
+
+use self::record::{FileRecord, Record, check_mixture};
+use self::token_files::Found;
+use crate::run_data::RunData;
+use crate::{Error, Event, Ranks, RunDirectory};
+
+/// A run whose inputs are compared with its record.
+pub(crate) struct RunInputs<'a> {
+    pub run: &'a RunDirectory,
+    pub data: &'a RunData,
+    /// The number of valid ids.
+    pub vocab_size: usize,
+    /// Whether the run has completed a checkpoint, which makes other inputs an error; on the first rank.
+    pub resumes: bool,
+    pub stop: &'a AtomicBool,
+}
+
+/// Whether the inputs can be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Settled {
+    Yes,
+    /// The run was asked to stop before that was known.
+    Stopped,
+}
+
+impl RunInputs<'_> {
+    /// Compares the inputs with the record of a run that resumes, writes the record, and reads the files
+    /// whose ids are not known to be in the vocabulary. All ranks call it; the first one calls `events`.
+    ///
+    /// # Errors
+    /// [`Error::InputChanged`] with the first file of other content, or the first id outside the
+    /// vocabulary; fails also if the record cannot be read or written.
+    pub(crate) fn settle<B: Backend>(
+        &self,
+        ranks: &mut Ranks<B>,
+        events: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Settled, Error> {
+        let files = self.data.token_files();
+        let found = token_files::find(ranks, &files)?;
+        let mut record = None;
+        ranks.first_does(|| {
+            record = Some(self.record(&files, &found, events)?);
+            Ok(())
+        })?;
+        self.check_ids(ranks, &files, record, events)
+    }
+
+    /// Compares the token files with the stored record, and writes the new one. On the first rank.
+    fn record(
+        &self,
+        files: &[(String, &TokenFile)],
+        found: &[Found],
+        events: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Record, Error> {
+        let path = self.path();
+        let stored = Record::of_run(&path, self.resumes)?;
+        match &stored {
+            Some(stored) if self.resumes => stored.check_token_files(&path, files, found)?,
+            None if self.resumes => {
+                check_mixture(self.run, &self.data.training)?;
+                let text = format!(
+                    "{} is missing, so whether the token files are those that the run was started with is \
+                     not known; it is written now",
+                    path.display()
+                );
+                events(Event::Warning { text: &text });
+            }
+            _ => {}
+        }
+        let known = |found: &Found| {
+            let stored = stored.as_ref().and_then(|stored| stored.ids_below(&found.content));
+            [stored, found.ids_below].into_iter().flatten().min()
+        };
+        let token_files = files.iter().zip(found).map(|((key, file), found)| {
+            let (path, content) = (file.prefix().to_owned(), found.content.clone());
+            (key.clone(), FileRecord { path, content, ids_below: known(found) })
+        });
+        let record = Record::new(token_files.collect());
+        record.write(&path)?;
+        Ok(record)
+    }
+
+    /// Reads the files whose ids are not known to be in the vocabulary; `record` is the first rank's.
+    fn check_ids<B: Backend>(
+        &self,
+        ranks: &mut Ranks<B>,
+        files: &[(String, &TokenFile)],
+        mut record: Option<Record>,
+        events: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Settled, Error> {
+        for (key, file) in files {
+            let is_known = ranks.first(|| {
+                let known = record.as_ref().and_then(|record| record.token_file(key)?.ids_below);
+                Ok(f64::from(u8::from(known.is_some_and(|ids| ids <= self.vocab_size as u64))))
+            })?;
+            if is_known > 0.0 {
+                continue;
+            }
+            let is_first = ranks.is_first();
+            let (path, total) = (file.prefix(), file.num_tokens());
+            let mut progress = |done| {
+                if is_first {
+                    events(Event::CheckingIds { path, done, total });
+                }
+            };
+            let Some(ids_below) = vocabulary::scan(ranks, file, self.stop, &mut progress)? else {
+                return Ok(Settled::Stopped);
+            };
+            progress(total);
+            ranks.first_does(|| {
+                let Some(record) = &mut record else { return Ok(()) };
+                record.set_ids_below(key, ids_below);
+                record.write(&self.path())
+            })?;
+        }
+        Ok(Settled::Yes)
+    }
+
+    fn path(&self) -> PathBuf {
+        self.run.inputs()
+    }
+}

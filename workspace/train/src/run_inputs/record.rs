@@ -1,0 +1,218 @@
+//! `inputs.json`: the content of a run's inputs.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{ErrorKind, Read as _};
+use std::path::{Path, PathBuf};
+
+use moh_data::{TokenFile, TokenFileContent, TrainingData};
+use serde::{Deserialize, Serialize};
+
+use super::token_files::Found;
+use crate::{Error, RunDirectory};
+
+/// The version of the format.
+const FORMAT: u32 = 1;
+/// Maximum bytes of a record: tens of thousands of token files.
+const MAX_BYTES: u64 = 64 << 20;
+
+/// The inputs of a run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Record {
+    format: u32,
+    /// The token files by their keys in the recipe, such as `data.sources.0`.
+    token_files: BTreeMap<String, FileRecord>,
+}
+
+/// A token file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct FileRecord {
+    /// The path without endings.
+    pub path: PathBuf,
+    /// What identifies its content.
+    pub content: TokenFileContent,
+    /// A number that all ids are below; null if they have not been read.
+    #[serde(default)]
+    pub ids_below: Option<u64>,
+}
+
+impl Record {
+    /// The record of these token files.
+    pub(crate) fn new(token_files: BTreeMap<String, FileRecord>) -> Self {
+        Record { format: FORMAT, token_files }
+    }
+
+    /// The record at `path`; `None` if it is missing, or cannot be used and is not `needed`.
+    ///
+    /// # Errors
+    /// Fails if a needed record cannot be read.
+    pub(crate) fn of_run(path: &Path, needed: bool) -> Result<Option<Self>, Error> {
+        match Self::read(path) {
+            Err(error) if needed => Err(error),
+            read => Ok(read.ok().flatten()),
+        }
+    }
+
+    fn read(path: &Path) -> Result<Option<Self>, Error> {
+        let file = match File::open(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            file => file.map_err(Error::io(path))?,
+        };
+        let mut bytes = Vec::new();
+        file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(Error::io(path))?;
+        let unreadable = |reason: String| Error::Checkpoint {
+            path: path.to_owned(),
+            reason: format!(
+                "{reason}: restore the file, or remove it to resume without comparing the run's inputs"
+            ),
+        };
+        if bytes.len() as u64 > MAX_BYTES {
+            return Err(unreadable(format!("has more than {MAX_BYTES} bytes")));
+        }
+        let record: Self = serde_json::from_slice(&bytes)
+            .map_err(|error| unreadable(format!("not a record of inputs: {error}")))?;
+        match record.format {
+            FORMAT => Ok(Some(record)),
+            other => Err(Error::Checkpoint {
+                path: path.to_owned(),
+                reason: format!(
+                    "format {other}, but this version reads {FORMAT}: use the version that wrote it"
+                ),
+            }),
+        }
+    }
+
+    /// What is known of the ids of a file with this content, at any path.
+    pub(super) fn ids_below(&self, content: &TokenFileContent) -> Option<u64> {
+        self.token_files.values().find(|file| file.content == *content)?.ids_below
+    }
+
+    /// The token file of a key.
+    pub(super) fn token_file(&self, key: &str) -> Option<&FileRecord> {
+        self.token_files.get(key)
+    }
+
+    /// Records that all ids of a key's file, and of others of the same content, are below a number.
+    pub(super) fn set_ids_below(&mut self, key: &str, ids_below: u64) {
+        let Some(content) = self.token_files.get(key).map(|file| file.content.clone()) else {
+            return;
+        };
+        for file in self.token_files.values_mut().filter(|file| file.content == content) {
+            file.ids_below = Some(ids_below);
+        }
+    }
+
+    /// Writes the record.
+    ///
+    /// # Errors
+    /// Fails if the file cannot be written.
+    pub(crate) fn write(&self, path: &Path) -> Result<(), Error> {
+        let mut text =
+            serde_json::to_vec_pretty(self).map_err(|error| Error::io(path)(error.into()))?;
+        text.push(b'\n');
+        moh_files::write(path, &text).map_err(Error::io(path))
+    }
+
+    /// Fails with the first token file of other content than recorded; `path` is the record's.
+    pub(super) fn check_token_files(
+        &self,
+        path: &Path,
+        files: &[(String, &TokenFile)],
+        found: &[Found],
+    ) -> Result<(), Error> {
+        for ((key, file), found) in files.iter().zip(found) {
+            // The recipe's other keys are compared before: the sources are as many as they were.
+            let Some(FileRecord { content, .. }) = self.token_files.get(key) else { continue };
+            let (ending, difference) = match (content, &found.content) {
+                (was, is) if was == is => continue,
+                (was, is) if was.idx_bytes != is.idx_bytes => {
+                    (".idx", format!("{} bytes, not {}", is.idx_bytes, was.idx_bytes))
+                }
+                (was, is) if was.idx_blake3 != is.idx_blake3 => {
+                    (".idx", "its documents have other lengths".to_owned())
+                }
+                (was, is) if was.bin_bytes != is.bin_bytes => {
+                    (".bin", format!("{} bytes, not {}", is.bin_bytes, was.bin_bytes))
+                }
+                _ => (".bin", "it has other tokens".to_owned()),
+            };
+            let mut name = file.prefix().as_os_str().to_owned();
+            name.push(ending);
+            return Err(Error::InputChanged {
+                path: name.into(),
+                key: key.clone(),
+                difference,
+                record: path.to_owned(),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Fails if version 0.1.0, which kept no record, would have mixed the sources in another order.
+///
+/// # Errors
+/// [`Error::MixtureChanged`].
+pub(super) fn check_mixture(run: &RunDirectory, data: &TrainingData) -> Result<(), Error> {
+    match data.was_rounded_to_thousandths() {
+        true => Err(Error::MixtureChanged { path: run.root().to_owned() }),
+        false => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record() -> Record {
+        let content = TokenFileContent {
+            idx_bytes: 50,
+            idx_blake3: "ab".to_owned(),
+            bin_bytes: 8,
+            bin_sample_blake3: "cd".to_owned(),
+        };
+        let file = FileRecord { path: "data/text".into(), content, ids_below: Some(9) };
+        Record::new(BTreeMap::from([("data.sources.0".to_owned(), file)]))
+    }
+
+    #[test]
+    fn a_record_reads_back_equal() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("inputs.json");
+        assert_eq!(Record::of_run(&path, true).unwrap(), None);
+        record().write(&path).unwrap();
+        assert_eq!(Record::of_run(&path, true).unwrap(), Some(record()));
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_used_is_an_error_only_for_a_run_that_resumes() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("inputs.json");
+        record().write(&path).unwrap();
+        let sound = std::fs::read(&path).unwrap();
+        let mut hostile: Vec<Vec<u8>> =
+            (0..sound.len() - 1).map(|end| sound[..end].to_vec()).collect();
+        hostile.push(b"{\"format\": 1, \"token_files\": 7}".to_vec());
+        hostile.push(b"[[[[".to_vec());
+        hostile.push(vec![0xff; 100]);
+        for bytes in hostile {
+            std::fs::write(&path, &bytes).unwrap();
+            let error = Record::of_run(&path, true).unwrap_err().to_string();
+            assert!(error.contains("inputs.json: not a record of inputs"), "{error}");
+            assert_eq!(Record::of_run(&path, false).unwrap(), None);
+        }
+        let other = String::from_utf8(sound).unwrap().replace("\"format\": 1", "\"format\": 2");
+        std::fs::write(&path, other).unwrap();
+        let error = Record::of_run(&path, true).unwrap_err().to_string();
+        assert!(error.contains("format 2, but this version reads 1"), "{error}");
+    }
+
+    #[test]
+    fn a_record_that_is_too_long_is_not_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("inputs.json");
+        std::fs::File::create(&path).unwrap().set_len(MAX_BYTES + 9).unwrap();
+        let error = Record::of_run(&path, true).unwrap_err().to_string();
+        assert!(error.contains("has more than"), "{error}");
+    }
+}

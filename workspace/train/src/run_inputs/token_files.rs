@@ -1,0 +1,90 @@
+//! The content of a run's token files, read by all ranks.
+
+use std::path::Path;
+
+use moh_data::{TokenFile, TokenFileContent};
+use moh_kernels::Backend;
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Ranks};
+
+/// A token file as it is now.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Found {
+    pub content: TokenFileContent,
+    /// A number that all ids are proven to be below; see [`TokenFile::ids_below`].
+    pub ids_below: Option<u64>,
+}
+
+/// Every file, on the first rank; empty on the others. Each rank reads its share.
+///
+/// # Errors
+/// Fails if a file's `PREFIX.json` describes other content, or if another rank has failed.
+pub(super) fn find<B: Backend>(
+    ranks: &mut Ranks<B>,
+    files: &[(String, &TokenFile)],
+) -> Result<Vec<Found>, Error> {
+    let (rank, size) = (ranks.group().rank(), ranks.group().size());
+    let find = |(_, file): &(String, &TokenFile)| {
+        let content = file.content();
+        let ids_below = file.ids_below(&content)?;
+        Ok(Found { content, ids_below })
+    };
+    let own: Result<Vec<Found>, Error> = files.iter().skip(rank).step_by(size).map(find).collect();
+    let own = ranks.agree(own)?;
+    let exchanged = |error: serde_json::Error| Error::io(Path::new("token files"))(error.into());
+    let text = serde_json::to_vec(&own).map_err(exchanged)?;
+    let mut shares = Vec::new();
+    for text in ranks.gather(text)? {
+        let share: Vec<Found> = serde_json::from_slice(&text).map_err(exchanged)?;
+        shares.push(share.into_iter());
+    }
+    // File i is the next one of rank i % size.
+    let in_order = (0..files.len()).map(|index| shares.get_mut(index % size)?.next());
+    Ok(in_order.map_while(|found| found).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use moh_comm::World;
+    use moh_data::{Provenance, TokenFileWriter};
+    use moh_kernels::Cpu;
+
+    use super::*;
+
+    #[test]
+    fn the_first_rank_learns_all_files_in_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let prefixes: Vec<_> = (0..5u32)
+            .map(|index| {
+                let prefix = dir.path().join(index.to_string());
+                let mut writer = TokenFileWriter::create(&prefix, 9).unwrap();
+                writer.push_document(&[index; 4]).unwrap();
+                writer.finish(Provenance::default()).unwrap();
+                prefix
+            })
+            .collect();
+        let threads: Vec<_> = World::threads(3)
+            .into_iter()
+            .map(|world| {
+                let prefixes = prefixes.clone();
+                std::thread::spawn(move || {
+                    let mut ranks = Ranks::new(Cpu, world.group().clone()).unwrap();
+                    let opened = prefixes.iter().map(|prefix| TokenFile::open(prefix).unwrap());
+                    let opened: Vec<TokenFile> = opened.collect();
+                    let files: Vec<_> = opened.iter().map(|file| (String::new(), file)).collect();
+                    let found = find(&mut ranks, &files).unwrap();
+                    let expected: Vec<_> = opened.iter().map(TokenFile::content).collect();
+                    world.close().unwrap();
+                    (found, expected)
+                })
+            })
+            .collect();
+        for (rank, thread) in threads.into_iter().enumerate() {
+            let (found, expected) = thread.join().unwrap();
+            let contents: Vec<_> = found.iter().map(|found| found.content.clone()).collect();
+            assert_eq!(contents, if rank == 0 { expected } else { Vec::new() });
+            assert!(found.iter().all(|found| found.ids_below == Some(9)));
+        }
+    }
+}

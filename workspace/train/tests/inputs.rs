@@ -1,0 +1,244 @@
+//! The token files of a run are part of its state by content: other content is refused, the same content is
+//! accepted at any path, and ids outside the vocabulary are found before the first step.
+
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+mod support;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use moh_comm::World;
+use moh_data::{Provenance, TokenFileWriter};
+use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions};
+use serde_json::Value;
+use support::results::Results;
+use support::{Workplace, files, write_tokens};
+
+/// Runs a recipe until `heard` sets the flag.
+fn watch(
+    recipe: &Recipe,
+    mut heard: impl FnMut(&Event<'_>, &AtomicBool),
+) -> Result<Outcome, Error> {
+    let stop = AtomicBool::new(false);
+    let world = World::single();
+    let ranks = (OpenDevice::Cpu, &world);
+    let options = RunOptions::new(&stop);
+    moh_train::run(
+        &mut recipe.clone(),
+        Path::new("recipe.toml"),
+        None,
+        ranks,
+        options,
+        &mut |event| {
+            heard(&event, &stop);
+        },
+    )
+}
+
+/// Stops a run after its third step.
+fn interrupt(recipe: &Recipe) {
+    let stopped = watch(recipe, |event, stop| {
+        if matches!(event, Event::Step { step: 3, .. }) {
+            stop.store(true, Ordering::Relaxed);
+        }
+    });
+    assert_eq!(stopped.unwrap(), Outcome::Stopped { step: 3 });
+}
+
+fn train(recipe: &Recipe) -> Result<Outcome, Error> {
+    watch(recipe, |_, _| {})
+}
+
+fn move_files(from: &Path, to: &Path) {
+    for ending in ["bin", "idx", "json"] {
+        fs::rename(from.with_extension(ending), to.with_extension(ending)).unwrap();
+    }
+}
+
+fn remove_files(prefix: &Path) {
+    for ending in ["bin", "idx", "json"] {
+        fs::remove_file(prefix.with_extension(ending)).unwrap();
+    }
+}
+
+#[test]
+fn a_token_file_that_was_prepared_again_is_refused_and_nothing_changes() {
+    for (name, documents, ending) in [("text", 61, ".idx"), ("held-out", 21, ".idx")] {
+        let place = Workplace::new();
+        let recipe = place.recipe(&[]);
+        interrupt(&recipe);
+        let prefix = place.dir.path().join(name);
+        remove_files(&prefix);
+        write_tokens(&prefix, 1, documents);
+        let before = files(&recipe.run.dir);
+        let error = train(&recipe).unwrap_err();
+        let Error::InputChanged { path, key, .. } = &error else { panic!("{error}") };
+        assert_eq!(path, &PathBuf::from(format!("{}{ending}", prefix.display())));
+        let expected = if name == "text" { "data.sources.0" } else { "data.validation" };
+        assert_eq!(key, expected);
+        assert_eq!(files(&recipe.run.dir), before);
+    }
+}
+
+#[test]
+fn other_tokens_in_documents_of_the_same_lengths_are_refused() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    interrupt(&recipe);
+    let bin = place.dir.path().join("text.bin");
+    let mut bytes = fs::read(&bin).unwrap();
+    bytes[100] ^= 1;
+    fs::write(&bin, bytes).unwrap();
+    // Its record would be noticed first.
+    fs::remove_file(place.dir.path().join("text.json")).unwrap();
+    let error = train(&recipe).unwrap_err().to_string();
+    assert!(error.contains("text.bin: data.sources.0 is not the file"), "{error}");
+    assert!(error.contains("it has other tokens"), "{error}");
+}
+
+#[test]
+fn moved_token_files_continue_with_the_same_bits() {
+    let place = Workplace::new();
+    train(&place.recipe_in("whole")).unwrap();
+    let whole = Results::of(&place.recipe_in("whole"));
+    let recipe = place.recipe(&[]);
+    interrupt(&recipe);
+    let elsewhere = place.dir.path().join("elsewhere");
+    fs::create_dir(&elsewhere).unwrap();
+    for name in ["text", "held-out"] {
+        move_files(&place.dir.path().join(name), &elsewhere.join(name));
+    }
+    let source = format!("data.sources.0.path={}", elsewhere.join("text").display());
+    let validation = format!("data.validation.path={}", elsewhere.join("held-out").display());
+    let moved = place.recipe(&[&source, &validation]);
+    train(&moved).unwrap();
+    assert_eq!(Results::of(&moved), whole);
+    let stored = Recipe::load(&RunDirectory::new(&moved.run.dir).recipe(), &[]).unwrap();
+    assert_eq!(stored.data, moved.data);
+}
+
+#[test]
+fn other_content_at_another_path_is_refused() {
+    let place = Workplace::new();
+    interrupt(&place.recipe(&[]));
+    let other = place.dir.path().join("other");
+    write_tokens(&other, 9, 60);
+    let recipe = place.recipe(&[&format!("data.sources.0.path={}", other.display())]);
+    let error = train(&recipe).unwrap_err();
+    assert!(matches!(error, Error::InputChanged { .. }), "{error}");
+    let stored = Recipe::load(&RunDirectory::new(&recipe.run.dir).recipe(), &[]).unwrap();
+    assert_ne!(stored.data, recipe.data);
+}
+
+#[test]
+fn without_a_record_the_paths_must_stay_and_a_warning_is_given() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    interrupt(&recipe);
+    let record = RunDirectory::new(&recipe.run.dir).inputs();
+    fs::remove_file(&record).unwrap();
+    let moved = place.dir.path().join("moved");
+    move_files(&place.dir.path().join("text"), &moved);
+    let elsewhere = place.recipe(&[&format!("data.sources.0.path={}", moved.display())]);
+    let error = train(&elsewhere).unwrap_err();
+    assert!(matches!(error, Error::RecipeChanged { .. }), "{error}");
+    move_files(&moved, &place.dir.path().join("text"));
+    let mut warnings = Vec::new();
+    watch(&recipe, |event, _| {
+        if let Event::Warning { text } = event {
+            warnings.push((*text).to_owned());
+        }
+    })
+    .unwrap();
+    assert!(warnings.iter().any(|text| text.contains("inputs.json is missing")), "{warnings:?}");
+    assert!(record.is_file());
+}
+
+/// A version without the record rounded these weights, and so gave another order.
+#[test]
+fn a_mixture_that_was_rounded_does_not_continue_without_a_record() {
+    let place = Workplace::new();
+    let mut recipe = place.recipe(&[]);
+    recipe.data.sources[0].weight = 99.85;
+    let mut second = recipe.data.sources[0].clone();
+    second.weight = 0.15;
+    recipe.data.sources.push(second);
+    interrupt(&recipe);
+    fs::remove_file(RunDirectory::new(&recipe.run.dir).inputs()).unwrap();
+    let error = train(&recipe).unwrap_err();
+    assert!(matches!(error, Error::MixtureChanged { .. }), "{error}");
+}
+
+/// A token file with the id 63 at `position` of 3,000 tokens, and without a record of its vocabulary.
+fn without_proof(prefix: &Path, position: usize) {
+    let mut writer = TokenFileWriter::create(prefix, 64).unwrap();
+    let mut tokens = vec![5; 3000];
+    tokens[position] = 63;
+    writer.push_document(&tokens).unwrap();
+    writer.finish(Provenance::default()).unwrap();
+    fs::remove_file(prefix.with_extension("json")).unwrap();
+}
+
+fn is_check(event: &Event<'_>) -> bool {
+    matches!(event, Event::CheckingIds { .. })
+}
+
+#[test]
+fn an_id_outside_the_vocabulary_ends_a_run_before_its_first_step() {
+    let place = Workplace::new();
+    // The last tokens are no part of a window, so training would never read them.
+    without_proof(&place.dir.path().join("late"), 2999);
+    let path = format!("data.sources.0.path={}/late", place.dir.path().display());
+    let recipe = place.recipe(&[&path, "model.new.vocab_size=63"]);
+    let mut steps = 0;
+    let error = watch(&recipe, |event, _| steps += u32::from(matches!(event, Event::Step { .. })));
+    let error = error.unwrap_err().to_string();
+    assert!(
+        error.contains("late.bin: token 2999 has the id 63, outside the vocabulary of 63"),
+        "{error}"
+    );
+    assert_eq!(steps, 0);
+}
+
+#[test]
+fn ids_are_read_once_in_a_run_and_never_with_a_proof() {
+    let place = Workplace::new();
+    without_proof(&place.dir.path().join("late"), 7);
+    let path = format!("data.sources.0.path={}/late", place.dir.path().display());
+    let recipe = place.recipe(&[&path]);
+    let mut checked = Vec::new();
+    let stopped = watch(&recipe, |event, stop| {
+        if let Event::CheckingIds { path, done, total } = event {
+            checked.push((path.file_name().unwrap().to_owned(), *done, *total));
+        }
+        if matches!(event, Event::Step { step: 3, .. }) {
+            stop.store(true, Ordering::Relaxed);
+        }
+    });
+    assert_eq!(stopped.unwrap(), Outcome::Stopped { step: 3 });
+    assert_eq!(checked, [("late".into(), 0, 3000), ("late".into(), 3000, 3000)]);
+    let record = fs::read(RunDirectory::new(&recipe.run.dir).inputs()).unwrap();
+    let record: Value = serde_json::from_slice(&record).unwrap();
+    assert_eq!(record["token_files"]["data.sources.0"]["ids_below"], 64);
+    assert_eq!(record["token_files"]["data.validation"]["ids_below"], 64);
+    watch(&recipe, |event, _| assert!(!is_check(event))).unwrap();
+}
+
+#[test]
+fn a_stop_while_ids_are_read_ends_the_run_and_the_next_one_reads_them() {
+    let place = Workplace::new();
+    without_proof(&place.dir.path().join("late"), 7);
+    let path = format!("data.sources.0.path={}/late", place.dir.path().display());
+    let recipe = place.recipe(&[&path]);
+    let stopped = watch(&recipe, |event, stop| {
+        if is_check(event) {
+            stop.store(true, Ordering::Relaxed);
+        }
+    });
+    assert_eq!(stopped.unwrap(), Outcome::StoppedBeforeTraining);
+    let mut checks = 0;
+    watch(&recipe, |event, _| checks += u32::from(is_check(event))).unwrap();
+    assert_eq!(checks, 2);
+}
