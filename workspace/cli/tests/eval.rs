@@ -70,6 +70,29 @@ fn bits_per_byte_count_the_bytes_of_the_targets() {
 }
 
 #[test]
+fn the_routing_of_each_layer_is_printed_on_request() {
+    let dir = workplace();
+    write_tokens(&dir.path().join("text"), VOCABULARY, 333, 1);
+    write_moh(&dir.path().join("source"), &dir.path().join("moh"), 4, 2);
+    let loss = |line: &str| success(&mut moh_eval(dir.path(), line));
+    let line = "loss --model moh --data text --sequence-length 10";
+    let (plain, text) = (loss(line), loss(&format!("{line} --heads")));
+    let routing = text.strip_prefix(plain.as_str()).unwrap();
+    let layers: Vec<&str> = routing.split("\nlayer ").skip(1).collect();
+    assert_eq!(layers.len(), 2, "{text}");
+    for layer in layers {
+        let (head, loads) = layer.split_once("  heads 4-7 ").unwrap();
+        assert!(head.contains("nats of at most 1.3863, loads "), "{head}");
+        let loads = loads.trim().split_whitespace().map(|load| load.trim_end_matches('%'));
+        let sum: f64 = loads.map(|load| load.parse::<f64>().unwrap()).sum();
+        // Each token selects 2 of the 4 routed heads.
+        assert!((sum - 200.0).abs() < 0.3, "{layer}");
+    }
+    let text = loss("loss --model source --data text --sequence-length 10 --heads");
+    assert!(text.ends_with("\n\nno layer routes: the model is dense\n"), "{text}");
+}
+
+#[test]
 fn logits_are_written_with_the_heads_that_were_selected() {
     let dir = workplace();
     fs::write(dir.path().join("ids.json"), "[[1, 2, 3, 4, 5], [36, 0, 7, 7, 7]]").unwrap();

@@ -6,4 +6,4 @@ mod loss;
 
 pub use error::Error;
 pub use logits::{LogitsOf, logits};
-pub use loss::{Evaluator, Loss, Sums};
+pub use loss::{EvaluationText, Evaluator, Loss, Sums};

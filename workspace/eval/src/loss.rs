@@ -6,6 +6,7 @@ use moh_data::{TextTokenizer, Windows};
 use moh_kernels::cross_entropy::IGNORED;
 use moh_kernels::{Backend, Element, Memory, Purpose, Workspace};
 use moh_model::parameters::Shard;
+use moh_model::router::RoutingStatistics;
 use moh_model::{Activations, Model, PassShape, PassSizes, Recompute, Slots, StepSums};
 
 use crate::Error;
@@ -26,6 +27,17 @@ impl Loss {
     pub fn perplexity(&self) -> f64 {
         self.loss.exp()
     }
+}
+
+/// The text of an evaluation.
+#[derive(Clone, Copy)]
+pub struct EvaluationText<'a> {
+    /// Its windows.
+    pub windows: &'a Windows,
+    /// How many of them, from the first on, are evaluated; all if there are fewer.
+    pub count: u64,
+    /// Decodes the targets, to count their bytes.
+    pub tokenizer: Option<&'a TextTokenizer>,
 }
 
 /// Sums over batches of windows.
@@ -93,38 +105,38 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
         Self::of_part(model.backend(), sizes, batch, length)
     }
 
-    /// The loss over the first `count` windows, or over all if there are fewer. `progress` receives
-    /// the number of windows done and their total.
+    /// The loss over the windows of `text`. `progress` receives the number of windows done and
+    /// their total.
     ///
     /// # Errors
     /// Fails if the token file cannot be read or has ids outside the vocabulary.
     pub fn evaluate(
         &mut self,
         model: &mut Model<B, T>,
-        windows: &Windows,
-        count: u64,
-        tokenizer: Option<&TextTokenizer>,
+        text: EvaluationText<'_>,
+        routing: Option<&mut RoutingStatistics>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Loss, Error> {
-        let sums = self.evaluate_share(model, windows, count, tokenizer, Shard::WHOLE, progress)?;
+        let sums = self.evaluate_share(model, text, Shard::WHOLE, routing, progress)?;
         Ok(sums.loss())
     }
 
-    /// This rank's contribution to the loss over the first `count` windows: data-parallel ranks
-    /// take batches in turn, and of a sharded model only the last stage's tensor rank 0
-    /// contributes. `progress` counts the windows of all ranks.
+    /// This rank's contribution to the loss over the windows of `text`: data-parallel ranks take
+    /// batches in turn, and of a sharded model only the last stage's tensor rank 0 contributes.
+    /// Also adds this rank's contribution to the statistics `routing`, if they are asked for.
+    /// `progress` counts the windows of all ranks.
     ///
     /// # Errors
     /// See [`Evaluator::evaluate`].
     pub fn evaluate_share(
         &mut self,
         model: &mut Model<B, T>,
-        windows: &Windows,
-        count: u64,
-        tokenizer: Option<&TextTokenizer>,
+        text: EvaluationText<'_>,
         shard: Shard,
+        mut routing: Option<&mut RoutingStatistics>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Sums, Error> {
+        let EvaluationText { windows, count, tokenizer } = text;
         let shape = self.activations.shape();
         let (count, batch) = (count.min(windows.len()), shape.batch as u64);
         let mut ids = vec![0u32; shape.tokens()];
@@ -150,7 +162,12 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
             }
             let backend = model.backend().clone();
             self.activations.upload(&backend, &ids, &targets, &[])?;
-            backend.install(|| model.evaluate(&mut self.activations, &mut self.sums))?;
+            let Evaluator { activations, sums: on_device } = self;
+            let tokens = (end - start) as usize * shape.length;
+            backend.install(|| match routing.as_deref_mut() {
+                Some(routing) => model.evaluate_routed(activations, on_device, routing, tokens),
+                None => model.evaluate(activations, on_device),
+            })?;
             sums.cross_entropy += self.sums.take(&backend)?.0;
             progress(count.min(start + batch * shard.size as u64), count);
         }

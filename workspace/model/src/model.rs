@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use moh_kernels::linear::LinearForward;
-use moh_kernels::router::Routing;
+use moh_kernels::router::{Routing, RoutingShape};
 use moh_kernels::{Backend, Element, Memory, Purpose};
 
 use crate::activations::{Activations, PassShape};
@@ -13,7 +13,7 @@ use crate::model_parallel::ModelParallel;
 use crate::parameters::FlatBuffers;
 use crate::pass_sizes::PassSizes;
 use crate::rope::RopeTables;
-use crate::router::{self, Router, Routers};
+use crate::router::{self, LayerRouting, Router, Routers, RoutingStatistics};
 use crate::{Error, ModelConfig};
 
 /// A Llama or Mixture-of-Head model with weights of type `T` on a device.
@@ -203,6 +203,23 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// model, which has no balance loss.
     pub(crate) fn routed_layers(&self) -> usize {
         self.routers.iter().flatten().count().max(1)
+    }
+
+    /// Empty statistics of every layer that routes.
+    ///
+    /// # Errors
+    /// Fails if a router cannot route a layer's heads.
+    pub fn routing_statistics(&self) -> Result<RoutingStatistics, Error> {
+        let heads = self.parallel.part().tensor.heads(&self.config);
+        let of_layer = |(layer, router): (usize, &Option<Arc<dyn Router<B, T>>>)| {
+            let shape = router.as_ref()?.routing_shape(1, heads);
+            let of = |shape: RoutingShape| {
+                LayerRouting::new(layer, shape.shared_heads, heads.count - shape.shared_heads)
+            };
+            Some(shape.map(of))
+        };
+        let layers = self.routers.iter().enumerate().filter_map(of_layer);
+        Ok(RoutingStatistics { layers: layers.collect::<Result<_, _>>()? })
     }
 
     /// Sizes of passes with the model's own routers.

@@ -1,6 +1,7 @@
 //! Forward and backward passes over micro-batches, of a whole model or of one pipeline stage.
 
 use moh_comm::Reduce;
+use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, span};
 
 use crate::activations::{Activations, MicroBatch, Pass, PassSlot, Recompute};
@@ -8,11 +9,15 @@ use crate::layout::ModelLayout;
 use crate::llama::{RouterScale, Tokens};
 use crate::model::{LossScale, Model};
 use crate::parameters::{FlatBuffers, OnBuffer};
+use crate::router::RoutingStatistics;
 use crate::{Error, StepSums};
 
 /// Message tags of the residual stream and of its gradient.
 const FORWARD: u32 = 3;
 const BACKWARD: u32 = 4;
+
+/// Called with the routing of each layer that routes, after the layer's forward pass.
+type OnRouting<'a, B> = &'a mut dyn FnMut(&B, usize, &Routing<B>) -> Result<(), Error>;
 
 impl<B: Backend, T: Element> Model<B, T> {
     /// The forward pass of one micro-batch up to the final norm, through all chunks of this rank's
@@ -25,13 +30,18 @@ impl<B: Backend, T: Element> Model<B, T> {
         activations: &mut Activations<B, T>,
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
+        self.forward_all(activations, sums, &mut |_, _, _| Ok(()))
+    }
+
+    fn forward_all(
+        &mut self,
+        activations: &mut Activations<B, T>,
+        sums: &mut StepSums<B>,
+        routed: OnRouting<'_, B>,
+    ) -> Result<(), Error> {
         (0..self.parallel.part().chunks.len()).try_for_each(|chunk| {
-            self.forward_chunk(
-                activations,
-                PassSlot { chunk, ..PassSlot::default() },
-                sums,
-                &mut |_, _| Ok(()),
-            )
+            let slot = PassSlot { chunk, ..PassSlot::default() };
+            self.forward_chunk_of(activations, slot, sums, &mut |_, _| Ok(()), routed)
         })
     }
 
@@ -47,6 +57,17 @@ impl<B: Backend, T: Element> Model<B, T> {
         slot: PassSlot,
         sums: &mut StepSums<B>,
         before_use: OnBuffer<'_, B, T>,
+    ) -> Result<(), Error> {
+        self.forward_chunk_of(activations, slot, sums, before_use, &mut |_, _, _| Ok(()))
+    }
+
+    fn forward_chunk_of(
+        &mut self,
+        activations: &mut Activations<B, T>,
+        slot: PassSlot,
+        sums: &mut StepSums<B>,
+        before_use: OnBuffer<'_, B, T>,
+        routed: OnRouting<'_, B>,
     ) -> Result<(), Error> {
         let Activations { shape, micro_batches, passes, shared, head, .. } = activations;
         let MicroBatch { ids, document_start, .. } = &micro_batches[slot.micro_batch];
@@ -74,10 +95,11 @@ impl<B: Backend, T: Element> Model<B, T> {
             let _block = span::enter_numbered("block", layer as u64);
             before_use(&mut self.weights, self.layout.block_index(layer))?;
             self.block_forward(&tokens, input, &mut block, None, output)?;
-            // All tensor-parallel ranks have the loss.
+            // All tensor-parallel ranks have the loss and the routing.
             let routing = block.saved.routing.as_ref().filter(|_| self.routers[layer].is_some());
             if let (Some(routing), 0) = (routing, parallel.part().tensor.rank) {
                 self.backend.balance_loss(routing, share, sums.balance())?;
+                routed(&self.backend, layer, routing)?;
             }
         }
         let output = &stream[end];
@@ -102,6 +124,32 @@ impl<B: Backend, T: Element> Model<B, T> {
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
         self.forward(activations, sums)?;
+        self.evaluate_head(activations, sums)
+    }
+
+    /// As [`Model::evaluate`]; also adds the routings of the micro-batch's first `tokens` tokens to
+    /// `statistics`: of this rank's layers, on tensor rank 0 alone.
+    ///
+    /// # Errors
+    /// As [`Model::forward`].
+    pub fn evaluate_routed(
+        &mut self,
+        activations: &mut Activations<B, T>,
+        sums: &mut StepSums<B>,
+        statistics: &mut RoutingStatistics,
+        tokens: usize,
+    ) -> Result<(), Error> {
+        self.forward_all(activations, sums, &mut |backend, layer, routing| {
+            statistics.add(backend, layer, routing, tokens)
+        })?;
+        self.evaluate_head(activations, sums)
+    }
+
+    fn evaluate_head(
+        &self,
+        activations: &mut Activations<B, T>,
+        sums: &mut StepSums<B>,
+    ) -> Result<(), Error> {
         match self.parallel.part().last {
             true => {
                 let _span = span::enter("head");

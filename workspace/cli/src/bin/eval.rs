@@ -1,6 +1,6 @@
 //! `moh-eval`: a model's loss on a token file, and its logits for given ids.
 
-use std::io::{Write as _, stdout};
+use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -10,9 +10,10 @@ use moh_cli::models;
 use moh_cli::progress::Bar;
 use moh_data::{TokenFile, Windows};
 use moh_device::{Compute, DeviceName};
-use moh_eval::{Evaluator, LogitsOf};
+use moh_eval::{EvaluationText, Evaluator, LogitsOf};
 use moh_hf::ConfigFile;
 use moh_kernels::{Backend, Element, ElementType};
+use moh_model::router::RoutingStatistics;
 
 /// Maximum tokens of a pass; longer windows are evaluated one at a time.
 const BATCH_TOKENS: usize = 4096;
@@ -73,6 +74,10 @@ struct LossArguments {
     /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]
     device: DeviceName,
+    /// Also print the routing of each layer of a Mixture-of-Head model: the entropy of the gates and the
+    /// load of each routed head, the share of tokens that select it
+    #[arg(long)]
+    heads: bool,
 }
 
 #[derive(clap::Args)]
@@ -139,14 +144,12 @@ fn loss<B: Backend + Clone, T: Element>(
     // At most the number of sequences, which fits memory if the file did.
     let batch = (BATCH_TOKENS / length).clamp(1, windows.len().clamp(1, 1 << 20) as usize);
     let mut evaluator = Evaluator::new(&model, batch, length)?;
+    let mut routing = arguments.heads.then(|| model.routing_statistics()).transpose()?;
     let mut bar = Bar::count("evaluating", windows.len());
-    let found = evaluator.evaluate(
-        &mut model,
-        &windows,
-        windows.len(),
-        tokenizer.as_ref(),
-        &mut |done, total| bar.update(done, total),
-    )?;
+    let text =
+        EvaluationText { windows: &windows, count: windows.len(), tokenizer: tokenizer.as_ref() };
+    let mut progress = |done, total| bar.update(done, total);
+    let found = evaluator.evaluate(&mut model, text, routing.as_mut(), &mut progress)?;
     drop(bar);
     let mut out = stdout();
     writeln!(out, "loss           {:.6}", found.loss)?;
@@ -156,6 +159,38 @@ fn loss<B: Backend + Clone, T: Element>(
         None => writeln!(out, "bits per byte  - (the model has no tokenizer)")?,
     }
     writeln!(out, "tokens         {}", found.tokens)?;
+    if let Some(routing) = routing {
+        write_routing(&mut out, &routing)?;
+    }
+    Ok(())
+}
+
+/// Writes the routing of each layer: a line for the layer, and its loads in lines of eight heads.
+fn write_routing(out: &mut impl Write, routing: &RoutingStatistics) -> std::io::Result<()> {
+    if routing.layers.is_empty() {
+        return writeln!(out, "\nno layer routes: the model is dense");
+    }
+    for layer in &routing.layers {
+        let (smallest, largest) = layer.extreme_loads();
+        writeln!(
+            out,
+            "\nlayer {}: gate entropy {:.4} nats of at most {:.4}, loads {:.1}% to {:.1}%, \
+             largest / mean {:.3}",
+            layer.layer,
+            layer.mean_entropy(),
+            layer.max_entropy(),
+            100.0 * smallest,
+            100.0 * largest,
+            layer.imbalance(),
+        )?;
+        let loads: Vec<f64> = layer.loads().collect();
+        for (row, loads) in loads.chunks(8).enumerate() {
+            let first = layer.shared_heads + 8 * row;
+            let shown: Vec<String> = loads.iter().map(|l| format!("{:5.1}%", 100.0 * l)).collect();
+            let heads = format!("{first}-{}", first + loads.len() - 1);
+            writeln!(out, "  heads {heads:<8} {}", shown.join(" "))?;
+        }
+    }
     Ok(())
 }
 

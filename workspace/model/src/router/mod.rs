@@ -7,6 +7,7 @@
 //! [`moh_kernels::router::Routing`].
 
 mod query_norm;
+mod statistics;
 
 use std::sync::Arc;
 
@@ -15,6 +16,8 @@ use moh_kernels::router::{
     RouterBackward, RouterForward, RouterRopeBackward, RouterRopeForward, RoutingShape,
 };
 use moh_kernels::{Backend, Element, Result};
+
+pub use statistics::{LayerRouting, RoutingStatistics};
 
 use crate::ModelConfig;
 

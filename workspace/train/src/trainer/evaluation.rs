@@ -1,7 +1,7 @@
 //! Evaluations on the validation data.
 
 use moh_data::Windows;
-use moh_eval::{Evaluator, Sums};
+use moh_eval::{EvaluationText, Evaluator, Sums};
 use moh_kernels::{Backend, Element, span};
 use moh_model::parameters::Shard;
 
@@ -45,14 +45,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let mut progress = |done, total| events(Event::Evaluating { done, total });
         let tokenizer = self.data.tokenizer.as_ref();
         let shard = Shard::of(&self.groups.data);
-        let sums = evaluator.evaluate_share(
-            &mut self.model,
-            windows,
-            count,
-            tokenizer,
-            shard,
-            &mut progress,
-        )?;
+        let text = EvaluationText { windows, count, tokenizer };
+        let sums = evaluator.evaluate_share(&mut self.model, text, shard, None, &mut progress)?;
         // Counts of tokens and bytes, which f64 represents exactly.
         let [cross_entropy, tokens, bytes] =
             self.ranks.sum([sums.cross_entropy, sums.tokens as f64, sums.bytes as f64])?;

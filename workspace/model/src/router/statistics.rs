@@ -1,0 +1,205 @@
+//! Statistics of routings: how many tokens select each routed head, and the mean entropy of the gates.
+//!
+//! All sums are of integers, so neither the order of the tokens nor their distribution over ranks
+//! changes them.
+
+use moh_kernels::Memory;
+use moh_kernels::router::Routing;
+
+use crate::Error;
+
+/// The fraction of a nat in which each token's entropy is counted. With it, f64 holds the sum over
+/// 2^30 tokens exactly.
+const ENTROPY_UNIT: f64 = 1.0 / (1u64 << 20) as f64;
+
+/// The statistics of the layers that route.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct RoutingStatistics {
+    /// Each layer with a router, in order.
+    pub layers: Vec<LayerRouting>,
+}
+
+/// The statistics of one layer's routings.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LayerRouting {
+    /// The layer, from 0.
+    pub layer: usize,
+    /// Its shared heads; routed head i is head `shared_heads + i` of the layer.
+    pub shared_heads: usize,
+    /// Number of tokens.
+    pub tokens: u64,
+    /// Tokens that selected each routed head.
+    pub selected: Vec<u64>,
+    /// Sum of the entropies of the tokens' gates, in units of 2^-20 nats.
+    pub entropy: u64,
+}
+
+impl RoutingStatistics {
+    /// Adds the first `tokens` tokens of a layer's routing.
+    ///
+    /// # Errors
+    /// Fails if the device fails.
+    pub fn add<M: Memory>(
+        &mut self,
+        memory: &M,
+        layer: usize,
+        routing: &Routing<M>,
+        tokens: usize,
+    ) -> Result<(), Error> {
+        match self.layers.iter_mut().find(|known| known.layer == layer) {
+            Some(statistics) => statistics.add(memory, routing, tokens),
+            None => Ok(()),
+        }
+    }
+
+    /// All sums, in a fixed order: the addends of a sum over ranks, zero for what a rank has not
+    /// counted.
+    pub fn sums(&self) -> Vec<u64> {
+        let of = |layer: &LayerRouting| {
+            let LayerRouting { tokens, entropy, selected, .. } = layer;
+            [&[*tokens, *entropy], selected.as_slice()].concat()
+        };
+        self.layers.iter().flat_map(of).collect()
+    }
+
+    /// Replaces all sums, in the order of [`Self::sums`]; those that `sums` lacks stay.
+    pub fn set_sums(&mut self, sums: impl IntoIterator<Item = u64>) {
+        let mut sums = sums.into_iter();
+        for LayerRouting { tokens, entropy, selected, .. } in &mut self.layers {
+            for sum in [tokens, entropy].into_iter().chain(selected) {
+                let Some(value) = sums.next() else { return };
+                *sum = value;
+            }
+        }
+    }
+}
+
+impl LayerRouting {
+    /// No tokens yet, of a layer with `routed` routed heads.
+    pub fn new(layer: usize, shared_heads: usize, routed: usize) -> Self {
+        LayerRouting { layer, shared_heads, tokens: 0, selected: vec![0; routed], entropy: 0 }
+    }
+
+    /// Adds the first `tokens` tokens of a routing, or all if it has fewer.
+    ///
+    /// # Errors
+    /// Fails if the device fails.
+    pub fn add<M: Memory>(
+        &mut self,
+        memory: &M,
+        routing: &Routing<M>,
+        tokens: usize,
+    ) -> Result<(), Error> {
+        let len = routing.tokens() * routing.routed();
+        let (mut selected, mut gates) = (vec![0u8; len], vec![0f32; len]);
+        memory.download(routing.selected(), &mut selected)?;
+        memory.download(routing.gates(), &mut gates)?;
+        self.add_rows(routing.routed(), &selected, &gates, tokens.min(routing.tokens()));
+        Ok(())
+    }
+
+    /// Adds `tokens` rows of the tables `[tokens, routed]`.
+    fn add_rows(&mut self, routed: usize, selected: &[u8], gates: &[f32], tokens: usize) {
+        self.tokens += tokens as u64;
+        if routed == 0 {
+            return;
+        }
+        for row in selected.chunks_exact(routed).take(tokens) {
+            for (count, &selected) in self.selected.iter_mut().zip(row) {
+                *count += u64::from(selected);
+            }
+        }
+        for row in gates.chunks_exact(routed).take(tokens) {
+            self.entropy += (entropy(row) / ENTROPY_UNIT).round() as u64;
+        }
+    }
+
+    /// The load of each routed head: the share of tokens that selected it.
+    pub fn loads(&self) -> impl Iterator<Item = f64> {
+        let tokens = self.tokens.max(1) as f64;
+        self.selected.iter().map(move |&count| count as f64 / tokens)
+    }
+
+    /// The smallest and the largest load; zeros without routed heads.
+    pub fn extreme_loads(&self) -> (f64, f64) {
+        let smallest = self.loads().reduce(f64::min).unwrap_or(0.0);
+        (smallest, self.loads().fold(0.0, f64::max))
+    }
+
+    /// The largest load divided by the mean load: 1 if all heads have the same, or if no head is
+    /// selected.
+    pub fn imbalance(&self) -> f64 {
+        let mean = self.loads().sum::<f64>() / self.selected.len().max(1) as f64;
+        if mean > 0.0 { self.extreme_loads().1 / mean } else { 1.0 }
+    }
+
+    /// The mean over tokens of the entropy of a token's gates, in nats.
+    pub fn mean_entropy(&self) -> f64 {
+        self.entropy as f64 * ENTROPY_UNIT / self.tokens.max(1) as f64
+    }
+
+    /// The entropy of equal gates, in nats: the logarithm of the number of routed heads.
+    pub fn max_entropy(&self) -> f64 {
+        (self.selected.len().max(1) as f64).ln()
+    }
+}
+
+/// The entropy of one token's gates, in nats.
+fn entropy(gates: &[f32]) -> f64 {
+    let term = |&gate: &f32| if gate > 0.0 { -f64::from(gate) * f64::from(gate).ln() } else { 0.0 };
+    gates.iter().map(term).sum::<f64>().max(0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn close(found: f64, expected: f64) {
+        assert!((found - expected).abs() < 1e-6, "{found}, not {expected}");
+    }
+
+    #[test]
+    fn loads_and_entropy_are_means_over_the_given_tokens() {
+        let mut layer = LayerRouting::new(3, 2, 4);
+        let selected = [1, 1, 0, 0, 1, 0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 1];
+        let gates = [0.25, 0.25, 0.25, 0.25, 1.0, 0.0, 0.0, 0.0, 0.5, 0.5, 0.0, 0.0];
+        let gates = [&gates[..], &[0.25; 4]].concat();
+        // The last row is padding.
+        layer.add_rows(4, &selected, &gates, 3);
+        assert_eq!((layer.tokens, layer.selected.as_slice()), (3, &[2, 2, 2, 0][..]));
+        assert_eq!(layer.extreme_loads(), (0.0, 2.0 / 3.0));
+        close(layer.imbalance(), 4.0 / 3.0);
+        close(layer.mean_entropy(), (4f64.ln() + 2f64.ln()) / 3.0);
+        close(layer.max_entropy(), 4f64.ln());
+    }
+
+    #[test]
+    fn sums_of_parts_are_those_of_the_whole() {
+        let rows = [[1u8, 0, 1], [0, 1, 1], [1, 1, 0]];
+        let gates = [[0.2f32, 0.5, 0.3], [0.7, 0.2, 0.1], [0.3, 0.3, 0.4]];
+        let statistics = || RoutingStatistics { layers: vec![LayerRouting::new(0, 1, 3)] };
+        let mut whole = statistics();
+        whole.layers[0].add_rows(3, rows.as_flattened(), gates.as_flattened(), 3);
+        let part = |rows: &[[u8; 3]], gates: &[[f32; 3]]| {
+            let mut part = statistics();
+            let (selected, gates) = (rows.as_flattened(), gates.as_flattened());
+            part.layers[0].add_rows(3, selected, gates, rows.len());
+            part.sums()
+        };
+        let (first, second) = (part(&rows[2..], &gates[2..]), part(&rows[..2], &gates[..2]));
+        let mut summed = statistics();
+        summed.set_sums(first.iter().zip(&second).map(|(a, b)| a + b));
+        assert_eq!(summed, whole);
+    }
+
+    #[test]
+    fn a_layer_without_tokens_or_selections_has_finite_statistics() {
+        let empty = LayerRouting::new(0, 0, 0);
+        assert_eq!((empty.imbalance(), empty.mean_entropy(), empty.max_entropy()), (1.0, 0.0, 0.0));
+        assert_eq!(empty.extreme_loads(), (0.0, 0.0));
+        let mut none = LayerRouting::new(0, 2, 2);
+        none.add_rows(2, &[0; 4], &[0.5; 4], 2);
+        assert_eq!((none.imbalance(), none.extreme_loads()), (1.0, (0.0, 0.0)));
+        close(none.mean_entropy(), 2f64.ln());
+    }
+}
