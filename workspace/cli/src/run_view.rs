@@ -7,7 +7,7 @@ use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
 use moh_kernels::MemoryInfo;
 use moh_model::ModelConfig;
 use moh_train::checkpoint::{Evaluation, Moment};
-use moh_train::{Event, Recipe, SourceEpochs, Stage, StepMetrics};
+use moh_train::{Event, Recipe, Skipped, SourceEpochs, Stage, StepMetrics};
 
 use crate::exit::stderr_line;
 use crate::progress::draws_bars;
@@ -70,6 +70,9 @@ impl RunView {
                 stage.name
             )),
             Event::Step { metrics, step, due } => self.step(metrics, step, due),
+            Event::Skipped { step, metrics, skipped } => {
+                self.line(&describe_skipped(step, metrics, skipped));
+            }
             Event::Evaluating { done, total } => {
                 if let Some(bar) = &self.bar {
                     bar.set_message(format!("evaluating {done}/{total}"));
@@ -181,6 +184,15 @@ fn describe_evaluation(evaluation: &Evaluation, heads: usize) -> String {
         }
     };
     format!("validation {moment}: loss {:.4}", evaluation.loss)
+}
+
+/// A step that was not applied.
+fn describe_skipped(step: u64, metrics: &StepMetrics, skipped: &Skipped) -> String {
+    let [first, last] = skipped.samples;
+    format!(
+        "step {step} was not applied: {} (loss {:.4}, gradient norm {:.3}, samples {first} to {last})",
+        skipped.reason, metrics.loss, metrics.grad_norm
+    )
 }
 
 fn describe(metrics: &StepMetrics) -> String {

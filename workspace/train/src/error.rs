@@ -151,21 +151,6 @@ pub enum Error {
         /// The run directory.
         path: PathBuf,
     },
-    /// The loss or the gradient norm is NaN or infinite.
-    #[error(
-        "stage {stage}, step {step}: the loss is {loss} and the gradient norm {norm}: lower \
-         learning_rate.max or lengthen its warm-up, and run the recipe in another run.dir"
-    )]
-    NotFinite {
-        /// The stage.
-        stage: String,
-        /// The step within the stage, from 1.
-        step: u64,
-        /// The loss of the step.
-        loss: f64,
-        /// The global gradient norm.
-        norm: f64,
-    },
     /// The recipe's model is not on this machine.
     #[error("{}: model.from: no such directory, and no downloaded model", path.display())]
     NoModel {

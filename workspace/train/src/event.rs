@@ -8,7 +8,7 @@ use moh_model::ModelConfig;
 use crate::Error;
 use crate::SourceEpochs;
 use crate::checkpoint::Evaluation;
-use crate::metrics::StepMetrics;
+use crate::metrics::{Skipped, StepMetrics};
 use crate::recipe::Stage;
 use crate::summary::Summary;
 
@@ -70,6 +70,15 @@ pub enum Event<'a> {
         step: u64,
         /// Whether the recipe's log settings show it.
         due: bool,
+    },
+    /// A step was not applied.
+    Skipped {
+        /// Its number, over all stages.
+        step: u64,
+        /// Its measurements.
+        metrics: &'a StepMetrics,
+        /// The reason, and its samples.
+        skipped: &'a Skipped,
     },
     /// The progress of an evaluation.
     Evaluating {

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::guard::SkipReason;
 
 /// Maximum bytes of a line.
 const MAX_LINE_BYTES: u64 = 64 << 10;
@@ -37,6 +38,17 @@ pub struct StepMetrics {
     pub tokens_per_second: f64,
     /// The evaluation after the step, if there was one.
     pub validation: Option<Validation>,
+    /// Set if the step was not applied.
+    pub skipped: Option<Skipped>,
+}
+
+/// A step that was not applied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Skipped {
+    /// Why.
+    pub reason: SkipReason,
+    /// Its first and its last sample.
+    pub samples: [u64; 2],
 }
 
 /// An evaluation on held-out text.
@@ -64,6 +76,10 @@ struct Line {
     validation_loss: Option<Option<f64>>,
     #[serde(default, deserialize_with = "present", skip_serializing_if = "Option::is_none")]
     validation_bits_per_byte: Option<Option<f64>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    skipped: Option<SkipReason>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    samples: Option<[u64; 2]>,
 }
 
 /// A field that is present, null or not.
@@ -85,6 +101,8 @@ impl From<StepMetrics> for Line {
             tokens_per_second: Some(metrics.tokens_per_second),
             validation_loss: validation.map(|validation| Some(validation.loss)),
             validation_bits_per_byte: validation.map(|validation| validation.bits_per_byte),
+            skipped: metrics.skipped.map(|skipped| skipped.reason),
+            samples: metrics.skipped.map(|skipped| skipped.samples),
         }
     }
 }
@@ -105,6 +123,11 @@ impl TryFrom<Line> for StepMetrics {
                 );
             }
         };
+        let skipped = match (line.skipped, line.samples) {
+            (None, None) => None,
+            (Some(reason), Some(samples)) => Some(Skipped { reason, samples }),
+            _ => return Err("expected both skipped and samples, or neither"),
+        };
         Ok(StepMetrics {
             stage: line.stage,
             step: line.step,
@@ -115,6 +138,7 @@ impl TryFrom<Line> for StepMetrics {
             grad_norm: number(line.grad_norm),
             tokens_per_second: number(line.tokens_per_second),
             validation,
+            skipped,
         })
     }
 }
@@ -283,6 +307,7 @@ mod tests {
             grad_norm: 1.25,
             tokens_per_second: 1e4,
             validation: None,
+            skipped: None,
         }
     }
 
@@ -320,6 +345,21 @@ mod tests {
         assert_eq!(read[0], step(1));
         assert!(read[1].loss.is_nan());
         assert_eq!(read[1].validation, dense.validation);
+    }
+
+    #[test]
+    fn a_step_that_was_not_applied_says_why_and_names_its_samples() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("metrics.jsonl");
+        let reason = SkipReason::GradNormNotFinite;
+        let skipped = Some(Skipped { reason, samples: [64, 95] });
+        let written = StepMetrics { grad_norm: f64::NAN, skipped, ..step(3) };
+        MetricsWriter::append_to(&path).unwrap().write(&written).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        let end = "\"grad_norm\":null,\"tokens_per_second\":10000.0,\
+                   \"skipped\":\"gradient norm is not finite\",\"samples\":[64,95]}\n";
+        assert!(text.ends_with(end), "{text}");
+        assert_eq!(read(&path).unwrap()[0].skipped, skipped);
     }
 
     #[test]
@@ -370,8 +410,9 @@ mod tests {
         let half = "{\"stage\":\"a\",\"step\":1,\"tokens\":1,\"loss\":1,\"balance_loss\":null,\
                     \"learning_rate\":1,\"grad_norm\":1,\"tokens_per_second\":1,\
                     \"validation_loss\":1}\n";
+        let why = half.replace("validation_loss\":1", "samples\":[1,2]");
         let negative = half.replace("\"step\":1", "\"step\":-1");
-        for hostile in [&long, &nested, half, &negative, "null\n", "\n", "\u{0}\n"] {
+        for hostile in [&long, &nested, half, &why, &negative, "null\n", "\n", "\u{0}\n"] {
             let _ = std::fs::remove_file(&path);
             write(&path, 1..=2);
             let mut text = std::fs::read(&path).unwrap();

@@ -29,12 +29,16 @@ pub struct RunOptions<'a> {
     pub trace: &'a TraceSteps,
     /// Moves the files of an earlier run in the run directory aside, and begins again.
     pub begin_anew: bool,
+    /// Samples, each with a factor on the gradients of its micro-batch: for tests of steps that are not
+    /// applied.
+    #[doc(hidden)]
+    pub gradient_faults: &'a [(u64, f32)],
 }
 
 impl<'a> RunOptions<'a> {
     /// Resumes an earlier run, and traces no steps.
     pub fn new(stop: &'a AtomicBool) -> Self {
-        RunOptions { stop, trace: &NO_STEPS, begin_anew: false }
+        RunOptions { stop, trace: &NO_STEPS, begin_anew: false, gradient_faults: &[] }
     }
 }
 
@@ -137,6 +141,7 @@ impl Job<'_> {
             run: &run,
             stop: self.options.stop,
             trace: self.options.trace,
+            gradient_faults: self.options.gradient_faults,
         };
         let precision = &recipe.precision;
         let types = TrainingTypes {

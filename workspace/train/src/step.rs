@@ -14,6 +14,7 @@ use moh_model::{Activations, LossScale, Model, PassShape, PassSlot, Recompute, S
 
 use crate::Error;
 use crate::data_parallel::DataParallel;
+use crate::guard::{Limits, SkipReason};
 use crate::optimizer::OptimizerState;
 use crate::pipeline_schedule::{self, Pass};
 use crate::recipe::{self, Optimizer, Recipe, Stage};
@@ -65,6 +66,7 @@ pub struct Stepper<B: Backend, T: Element, G: Element> {
     plan: StepPlan,
     host: HostBatch,
     all_ranks: Group,
+    gradient_faults: Vec<(u64, f32)>,
 }
 
 /// A micro-batch on the host.
@@ -73,6 +75,18 @@ struct HostBatch {
     ids: Vec<u32>,
     targets: Vec<u32>,
     document_start: Vec<u32>,
+}
+
+/// How a step updates the weights.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Update {
+    /// The number of the update since the moments were zero, from 1, for AdamW's bias correction: steps
+    /// that were not applied do not count.
+    pub number: u64,
+    /// The learning rate.
+    pub learning_rate: f64,
+    /// The step is not applied if it exceeds them.
+    pub limits: Limits,
 }
 
 /// The measurements of a step.
@@ -84,6 +98,8 @@ pub struct Taken {
     pub balance_loss: Option<f64>,
     /// Global norm of the gradients before clipping.
     pub grad_norm: f64,
+    /// Why the step was not applied; `None` if it was.
+    pub skipped: Option<SkipReason>,
 }
 
 impl StepPlan {
@@ -162,7 +178,14 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             },
             plan,
             all_ranks: groups.all,
+            gradient_faults: Vec::new(),
         })
+    }
+
+    /// Multiplies the gradients of the micro-batches that contain these samples by the given factors: for
+    /// tests of steps that are not applied.
+    pub(crate) fn set_gradient_faults(&mut self, faults: &[(u64, f32)]) {
+        self.gradient_faults = faults.to_vec();
     }
 
     /// The settings of all steps.
@@ -179,14 +202,14 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         Ok(self.data_parallel.wait_for_all_weights(model.weights_mut())?)
     }
 
-    /// Computes step `number` of the stage at learning rate `rate` on the samples from `first` on.
+    /// Computes a step on the samples from `first` on, and applies it within the limits of `update`; the
+    /// weights and the state of the optimiser are unchanged otherwise.
     ///
     /// `read` writes the sample of a given number: a sequence and the token after it and, with a
     /// document mask, the document start of each token.
     ///
     /// # Errors
-    /// Fails if `read` or the device fails, and with [`Error::NotFinite`] before any weight is
-    /// updated.
+    /// Fails if `read`, the device or another rank fails.
     ///
     /// With several data ranks, the weights are complete only after [`Self::wait_for_weights`].
     pub fn step<M: Element>(
@@ -195,10 +218,10 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         optimizer: &mut OptimizerState<B, M>,
         read: impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error> + Send,
         first: u64,
-        (number, rate): (u64, f64),
+        update: Update,
     ) -> Result<Taken, Error> {
         let backend = model.backend().clone();
-        backend.install(|| self.take(&backend, model, optimizer, read, first, (number, rate)))
+        backend.install(|| self.take(&backend, model, optimizer, read, first, update))
     }
 
     fn take<M: Element>(
@@ -208,7 +231,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         optimizer: &mut OptimizerState<B, M>,
         read: impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
         first: u64,
-        (number, rate): (u64, f64),
+        update: Update,
     ) -> Result<Taken, Error> {
         let targets = self.plan.micro_batches as f64 * self.host.ids.len() as f64;
         self.passes(backend, model, read, first, targets)?;
@@ -218,17 +241,19 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         let [cross_entropy, balance, squared_norm] = self.sums.read(backend)?;
         drop(gradient_norm);
         let (loss, norm) = (cross_entropy / targets, squared_norm.sqrt());
-        if !loss.is_finite() || !norm.is_finite() {
-            return Err(Error::NotFinite {
-                stage: self.plan.stage.clone(),
-                step: number,
-                loss,
-                norm,
-            });
+        let routes = model.config().moh.is_some();
+        let balance_loss = routes.then_some(balance / self.plan.micro_batches as f64);
+        // All ranks have the same sums, and decide the same.
+        let skipped = update.limits.check(loss, norm);
+        let taken = Taken { loss, balance_loss, grad_norm: norm, skipped };
+        if skipped.is_some() {
+            // The next step overwrites the gradients, and no all-gather of weights has begun.
+            return Ok(taken);
         }
         let Optimizer { beta1, beta2, eps, weight_decay, clip_norm } = self.plan.optimizer;
+        let Update { number, learning_rate, .. } = update;
         let constants =
-            AdamW { learning_rate: rate, beta1, beta2, eps, weight_decay, clip_norm, step: number };
+            AdamW { learning_rate, beta1, beta2, eps, weight_decay, clip_norm, step: number };
         let _optimizer = span::enter("optimizer");
         let data_parallel = &mut self.data_parallel;
         optimizer.update(
@@ -238,9 +263,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             &constants,
             &mut |weights, flat| data_parallel.start_weights(weights, flat),
         )?;
-        let routes = model.config().moh.is_some();
-        let balance_loss = routes.then_some(balance / self.plan.micro_batches as f64);
-        Ok(Taken { loss, balance_loss, grad_norm: norm })
+        Ok(taken)
     }
 
     /// Computes this rank's micro-batches; its shard of the gradients then holds the sums over all
@@ -279,6 +302,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             } else {
                 let _backward = span::enter_numbered("backward", number);
                 let last = pass.micro_batch + 1 == self.own.len();
+                let scale = self.faulty(scale, first + number * self.plan.micro_batch as u64);
                 let data_parallel = &mut self.data_parallel;
                 let mut complete = |gradients: &mut FlatBuffers<B, G>, flat| {
                     data_parallel.start_gradients(gradients, flat)
@@ -299,6 +323,15 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             self.data_parallel.start_zero_gradients(&mut self.gradients, model.layout())?;
         }
         Ok(self.data_parallel.finish_gradients(&mut self.gradients)?)
+    }
+
+    /// The scale of the micro-batch that starts at sample `first`.
+    fn faulty(&self, mut scale: LossScale, first: u64) -> LossScale {
+        let samples = first..first + self.plan.micro_batch as u64;
+        for (_, factor) in self.gradient_faults.iter().filter(|(at, _)| samples.contains(at)) {
+            scale.cross_entropy *= factor;
+        }
+        scale
     }
 
     /// Reads the micro-batch that starts at sample `first` and copies it to the device.
@@ -346,3 +379,6 @@ impl HostBatch {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

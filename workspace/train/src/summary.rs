@@ -108,6 +108,17 @@ mod tests {
     }
 
     #[test]
+    fn a_loss_that_is_not_finite_is_null_and_reads_back() {
+        let written = summary([3.0, f64::NAN, f64::INFINITY, 1.0]);
+        let text = serde_json::to_string(&written).unwrap();
+        assert!(text.contains("\"loss\":null"), "{text}");
+        let read: Summary = serde_json::from_str(&text).unwrap();
+        assert!(read.evaluations[1].loss.is_nan() && read.evaluations[2].loss.is_nan());
+        assert_eq!(read.evaluations[3].loss, 1.0);
+        assert_eq!(read.recovered(), None);
+    }
+
+    #[test]
     fn a_summary_reads_back() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("summary.json");

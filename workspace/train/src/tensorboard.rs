@@ -233,6 +233,7 @@ mod tests {
             grad_norm: 1.25,
             tokens_per_second: 1e4,
             validation: Some(Validation { loss: 3.5, bits_per_byte: Some(1.5) }),
+            skipped: None,
         }
     }
 

@@ -13,9 +13,10 @@ use moh_kernels::{Cpu, Element};
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
+use moh_train::guard::Limits;
 use moh_train::optimizer::OptimizerState;
 use moh_train::plan::{Layout, RankMemory};
-use moh_train::step::{StepGroups, StepPlan, Stepper};
+use moh_train::step::{StepGroups, StepPlan, Stepper, Update};
 use moh_train::{Plan, Ranks, Recipe};
 
 /// Columns of the MLP and rows of the vocabulary do not divide; 7 micro-batches.
@@ -119,7 +120,8 @@ fn allocated<T: Element, G: Element, M: Element>(
             }
             Ok(())
         };
-        stepper.step(&mut model, &mut optimizer, read, 0, (number, 1e-3)).unwrap();
+        let update = Update { number, learning_rate: 1e-3, limits: Limits::FINITE };
+        stepper.step(&mut model, &mut optimizer, read, 0, update).unwrap();
         stepper.wait_for_weights(&mut model).unwrap();
         let after =
             Found { buffers: Cpu.allocated() - before, scratch: Cpu.thread_scratch()[0] as u64 };

@@ -230,9 +230,9 @@ fn train_as_rank(
     let path = &arguments.recipe;
     let no_steps = TraceSteps::NONE;
     let options = RunOptions {
-        stop: &stop,
         trace: arguments.trace.as_ref().unwrap_or(&no_steps),
         begin_anew: arguments.begin_anew,
+        ..RunOptions::new(&stop)
     };
     let outcome = moh_train::run(
         &mut recipe,

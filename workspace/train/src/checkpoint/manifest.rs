@@ -7,6 +7,8 @@ use moh_model::HeadCounts;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::guard::GuardState;
+
 /// The format version that this program writes and reads.
 pub(super) const FORMAT: u32 = 4;
 
@@ -93,6 +95,9 @@ pub struct RunState {
     pub sample: u64,
     /// The evaluations so far, except those of single steps.
     pub evaluations: Vec<Evaluation>,
+    /// What decides whether the next step is applied.
+    #[serde(default)]
+    pub guard: GuardState,
 }
 
 /// A loss at a moment of the run.
@@ -103,10 +108,16 @@ pub struct Evaluation {
     pub moment: Moment,
     /// Steps done at that moment, over all stages.
     pub step: u64,
-    /// Mean cross-entropy, in nats per token.
+    /// Mean cross-entropy, in nats per token; null in JSON if it is not finite.
+    #[serde(deserialize_with = "number_or_null")]
     pub loss: f64,
     /// In bits per byte of the decoded targets; `None` without a tokenizer.
     pub bits_per_byte: Option<f64>,
+}
+
+/// JSON has no number that is not finite: null is read as NaN.
+fn number_or_null<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
 /// A moment of a run at which the model is evaluated.

@@ -63,6 +63,9 @@ pub struct Recipe {
     /// Logging.
     #[serde(default)]
     pub log: Log,
+    /// Which steps are not applied, and when the run returns to a checkpoint.
+    #[serde(default)]
+    pub guard: Guard,
 }
 
 /// `[run]`: the directory, the seed and the device.
@@ -225,6 +228,25 @@ pub struct Log {
 impl Default for Log {
     fn default() -> Self {
         Log { every_steps: 1, tensorboard: true }
+    }
+}
+
+/// `[guard]`: which steps are not applied, and when the run returns to a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Guard {
+    /// A step whose loss or gradient norm is above this factor times its running median is not applied;
+    /// 0, the default: only steps whose values are not finite.
+    pub factor: f64,
+    /// Steps in a row that are not applied, after which the run returns to a checkpoint; default: 10.
+    pub patience: u64,
+    /// Steps before the first of them to which the run returns; default: 100.
+    pub rewind: u64,
+}
+
+impl Default for Guard {
+    fn default() -> Self {
+        Guard { factor: 0.0, patience: 10, rewind: 100 }
     }
 }
 

@@ -74,6 +74,25 @@ fn edited(from: &str, to: &str) -> String {
 }
 
 #[test]
+fn the_guard_has_limits() {
+    let guard = with(&[]).guard;
+    assert_eq!((guard.factor, guard.patience, guard.rewind), (0.0, 10, 100));
+    assert_eq!(with(&["guard.factor=3"]).guard.factor, 3.0);
+    for (change, expected) in [
+        ("guard.factor=1", "guard.factor = 1: must be a finite number above 1, or 0"),
+        ("guard.factor=-3", "guard.factor = -3: must be a finite number above 1, or 0"),
+        ("guard.factor=inf", "must be a finite number above 1, or 0"),
+        ("guard.factor=nan", "must be a finite number above 1, or 0"),
+        ("guard.patience=0", "guard.patience = 0: must be at least 1"),
+        ("guard.rewind=0", "guard.rewind = 0: must be at least 1"),
+        ("guard.median=3", "unknown key"),
+    ] {
+        let message = refused(small(), &[change]);
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
 fn defaults_are_filled_in() {
     let recipe = with(&[]);
     assert_eq!(recipe.data.order, Order::Shuffled);

@@ -9,7 +9,8 @@ use moh_model::ModelConfig;
 
 use super::overrides::is_below;
 use super::{
-    Checkpoint, Device, Fault, LearningRate, Model, Optimizer, Order, Parallel, Recipe, Stage,
+    Checkpoint, Device, Fault, Guard, LearningRate, Model, Optimizer, Order, Parallel, Recipe,
+    Stage,
 };
 
 /// Token counts up to this are exact as floats, and sums over all stages fit 64 bits.
@@ -87,6 +88,7 @@ pub(super) fn faults(recipe: &Recipe, stand_ins: &BTreeSet<String>) -> Vec<Fault
     check_stages(&mut faults, recipe);
     check_checkpoint(&mut faults, &recipe.checkpoint);
     faults.at_least_one("log.every_steps", recipe.log.every_steps);
+    check_guard(&mut faults, &recipe.guard);
     if let Some(config) = check_model(&mut faults, &recipe.model) {
         // The shape is part of the recipe.
         check_fit(&mut faults, recipe, &config);
@@ -221,6 +223,14 @@ fn check_checkpoint(faults: &mut Faults, checkpoint: &Checkpoint) {
             format!("must be a multiple of checkpoint.every_steps = {every_steps}, or 0"),
         );
     }
+}
+
+fn check_guard(faults: &mut Faults, guard: &Guard) {
+    let Guard { factor, patience, rewind } = *guard;
+    let fine = factor == 0.0 || (factor > 1.0 && factor.is_finite());
+    faults.check(fine, "guard.factor", factor, "must be a finite number above 1, or 0");
+    faults.at_least_one("guard.patience", patience);
+    faults.at_least_one("guard.rewind", rewind);
 }
 
 fn check_stages(faults: &mut Faults, recipe: &Recipe) {

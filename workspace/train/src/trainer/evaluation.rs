@@ -51,6 +51,13 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let [cross_entropy, tokens, bytes] =
             self.ranks.sum([sums.cross_entropy, sums.tokens as f64, sums.bytes as f64])?;
         let found = Sums { cross_entropy, tokens: tokens as u64, bytes: bytes as u64 }.loss();
+        if !found.loss.is_finite() {
+            let text = format!(
+                "the validation loss after step {} is {}, and is recorded as null",
+                self.state.step, found.loss
+            );
+            (self.events)(Event::Warning { text: &text });
+        }
         Ok(Some(Validation { loss: found.loss, bits_per_byte: found.bits_per_byte }))
     }
 

@@ -32,6 +32,8 @@ pub(crate) struct Inputs<'a> {
     pub run: &'a RunDirectory,
     pub stop: &'a AtomicBool,
     pub trace: &'a TraceSteps,
+    /// See [`crate::RunOptions`].
+    pub gradient_faults: &'a [(u64, f32)],
 }
 
 /// A run in progress; `T` is the type of weights and activations, `G` of gradients, `M` of moments.

@@ -9,9 +9,9 @@ use moh_kernels::{Backend, Element, span};
 use super::{Progress, Trainer};
 use crate::checkpoint::{Evaluation, Moment};
 use crate::event::Event;
-use crate::metrics::{StepMetrics, Validation};
+use crate::metrics::{Skipped, StepMetrics, Validation};
 use crate::recipe::Stage;
-use crate::step::{StepPlan, Stepper, Taken};
+use crate::step::{StepPlan, Stepper, Taken, Update};
 use crate::trace::StepTrace;
 use crate::{Error, Schedule};
 
@@ -33,7 +33,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             self.begin_stage(stage)?;
         }
         let plan = StepPlan::new(self.inputs.recipe, stage);
-        let stepper = Stepper::new(&self.model, plan, self.groups.clone())?;
+        let mut stepper = Stepper::new(&self.model, plan, self.groups.clone())?;
+        stepper.set_gradient_faults(self.inputs.gradient_faults);
         let evaluator = self.evaluator(stage.micro_batch)?;
         let mut work = Work {
             stage,
@@ -70,12 +71,9 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let started = Instant::now();
         let taken = self.take(work)?;
         let seconds = started.elapsed().as_secs_f64();
-        self.state.step += 1;
-        self.state.stage_step += 1;
-        self.state.tokens += stage.batch_tokens;
-        self.state.sample += work.stepper.plan().batch_sequences();
+        let skipped = self.count(stage, &taken, work.stepper.plan().batch_sequences());
         let last = self.state.stage_step >= work.steps;
-        let validation = self.validate_after(work, last, &taken)?;
+        let validation = self.validate_after(work, last)?;
         let metrics = StepMetrics {
             stage: stage.name.clone(),
             step: self.state.stage_step,
@@ -86,6 +84,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             grad_norm: taken.grad_norm,
             tokens_per_second: stage.batch_tokens as f64 / seconds,
             validation,
+            skipped,
         };
         self.report(&metrics, last)?;
         if last {
@@ -104,24 +103,30 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
 
     /// Computes the stage's next step and updates the weights.
     fn take(&mut self, work: &mut Work<'_, B, T, G>) -> Result<Taken, Error> {
-        let number = self.state.stage_step + 1;
+        let (number, guard) = (self.state.stage_step + 1, &self.state.guard);
+        let update = Update {
+            number: number - guard.skipped,
+            learning_rate: work.schedule.learning_rate(number),
+            limits: guard.limits(self.inputs.recipe.guard.factor),
+        };
         let read = |sample, window: &mut [u32], document_start: Option<&mut [u32]>| {
             Ok(self.data.training.sample(sample, window, document_start)?)
         };
-        let taken = work.stepper.step(
-            &mut self.model,
-            &mut self.optimizer,
-            read,
-            self.state.sample,
-            (number, work.schedule.learning_rate(number)),
-        );
-        match taken {
-            // All ranks have the same values; one of them reports the error.
-            Err(Error::NotFinite { .. }) if !self.ranks.is_first() => {
-                Err(Error::OtherRank { rank: 0 })
-            }
-            taken => taken,
-        }
+        let first = self.state.sample;
+        work.stepper.step(&mut self.model, &mut self.optimizer, read, first, update)
+    }
+
+    /// Counts a step of `sequences` samples, applied or not.
+    fn count(&mut self, stage: &Stage, taken: &Taken, sequences: u64) -> Option<Skipped> {
+        let state = &mut self.state;
+        let samples = [state.sample, (state.sample + sequences).saturating_sub(1)];
+        state.step += 1;
+        state.stage_step += 1;
+        state.tokens += stage.batch_tokens;
+        state.sample += sequences;
+        let factor = self.inputs.recipe.guard.factor;
+        state.guard.count(taken.skipped.is_some(), (taken.loss, taken.grad_norm), factor);
+        taken.skipped.map(|reason| Skipped { reason, samples })
     }
 
     /// The validation loss, if it is due after the step.
@@ -129,22 +134,12 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         &mut self,
         work: &mut Work<'_, B, T, G>,
         last: bool,
-        taken: &Taken,
     ) -> Result<Option<Validation>, Error> {
         if !self.validation_is_due(last) {
             return Ok(None);
         }
         work.stepper.wait_for_weights(&mut self.model)?;
-        let validation = self.validate(&mut work.evaluator)?;
-        match validation {
-            Some(Validation { loss, .. }) if !loss.is_finite() => Err(Error::NotFinite {
-                stage: work.stage.name.clone(),
-                step: self.state.stage_step,
-                loss,
-                norm: taken.grad_norm,
-            }),
-            validation => Ok(validation),
-        }
+        self.validate(&mut work.evaluator)
     }
 
     /// Records the next step if it is to be traced.
@@ -171,6 +166,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     fn end_stage(&mut self, stage: &Stage, validation: Option<Validation>) {
         self.state.stage += 1;
         self.state.stage_step = 0;
+        self.state.guard.end_stage();
         if let Some(Validation { loss, bits_per_byte }) = validation {
             let moment = Moment::Trained { stage: stage.name.clone() };
             self.record(Evaluation { moment, step: self.state.step, loss, bits_per_byte });
@@ -187,7 +183,11 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         if due && let Some(board) = &mut self.board {
             board.write(self.state.step, metrics)?;
         }
-        (self.events)(Event::Step { metrics, step: self.state.step, due });
+        let step = self.state.step;
+        (self.events)(Event::Step { metrics, step, due });
+        if let Some(skipped) = &metrics.skipped {
+            (self.events)(Event::Skipped { step, metrics, skipped });
+        }
         Ok(())
     }
 }

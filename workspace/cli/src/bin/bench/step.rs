@@ -6,8 +6,9 @@ use moh_kernels::{Backend, Element, span};
 use moh_model::layout::Segment;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig, initial};
+use moh_train::guard::Limits;
 use moh_train::optimizer::OptimizerState;
-use moh_train::step::{StepGroups, Stepper, Taken};
+use moh_train::step::{StepGroups, Stepper, Taken, Update};
 use serde_json::{Value, json};
 
 use crate::device::{Bench, Measurement};
@@ -112,7 +113,7 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
                 Ok(())
             },
             (number - 1) * sequences,
-            (number, job.learning_rate),
+            Update { number, learning_rate: job.learning_rate, limits: Limits::FINITE },
         )
     };
     let mut first = None;
@@ -128,6 +129,9 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
     };
     while !enough(&times) {
         last = times.time(1, &mut step)?;
+    }
+    if let Some(reason) = last.skipped {
+        anyhow::bail!("the step was not applied: {reason}");
     }
     let memory = before.zip(machine::memory(backend)).map(|((now, _), (_, most))| (now, most));
     Ok(Measured { times, first, last, memory })

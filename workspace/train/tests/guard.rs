@@ -1,0 +1,202 @@
+//! Steps with bad numbers are not applied, and many of them in a row return the run to a checkpoint; an
+//! interrupted run ends with the bits of one that never was, whatever happened.
+
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+mod support;
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use moh_comm::World;
+use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions, metrics};
+use serde_json::{Value, json};
+use support::results::Results;
+use support::{Workplace, copy_all};
+
+/// Samples with a factor on their gradients.
+type Faults<'a> = &'a [(u64, f32)];
+
+/// Sequences of a step of the small recipe.
+const SEQUENCES: u64 = 8;
+
+/// What the first rank hears: the events, before the next thing happens.
+type Hear<'a> = &'a (dyn Fn(&Event<'_>) + Sync);
+
+/// Runs a recipe on threads that play ranks; with `stop_at`, it is asked to stop after that step.
+fn run_on(
+    ranks: usize,
+    recipe: &Recipe,
+    faults: Faults<'_>,
+    (stop_at, hear): (Option<u64>, Hear<'_>),
+) -> Vec<Result<Outcome, Error>> {
+    let stop = Arc::new(AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let run = |world: World| {
+            let stop = Arc::clone(&stop);
+            scope.spawn(move || {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+                let mut heard = |event: Event<'_>| {
+                    hear(&event);
+                    if let Event::Step { step, .. } = event
+                        && Some(step) == stop_at
+                    {
+                        stop.store(true, Ordering::Relaxed);
+                    }
+                };
+                let found = pool.install(|| {
+                    let path = Path::new("recipe.toml");
+                    let options = RunOptions { gradient_faults: faults, ..RunOptions::new(&stop) };
+                    let on = (OpenDevice::Cpu, &world);
+                    let mut recipe = recipe.clone();
+                    moh_train::run(&mut recipe, path, None, on, options, &mut heard)
+                });
+                world.close().unwrap();
+                found
+            })
+        };
+        let threads: Vec<_> = World::threads(ranks).into_iter().map(run).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn finish_on(ranks: usize, recipe: &Recipe, faults: Faults<'_>) -> Results {
+    for outcome in run_on(ranks, recipe, faults, (None, &|_| {})) {
+        assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
+    }
+    Results::of(recipe)
+}
+
+fn finish(recipe: &Recipe, faults: Faults<'_>) -> Results {
+    finish_on(1, recipe, faults)
+}
+
+/// Runs a recipe until it is asked to stop after `step`; whether it then had steps left.
+fn stop_at(recipe: &Recipe, faults: Faults<'_>, step: u64) -> bool {
+    let outcome = run_on(1, recipe, faults, (Some(step), &|_| {})).pop().unwrap().unwrap();
+    matches!(outcome, Outcome::Stopped { .. })
+}
+
+/// The steps of the whole run that were not applied, with the reasons.
+fn skipped(results: &Results) -> Vec<(usize, &Value)> {
+    let lines = results.metrics.iter().enumerate();
+    lines.filter_map(|(at, line)| Some((at + 1, line.get("skipped")?))).collect()
+}
+
+/// NaN in one sample of each of these steps.
+fn nan_at<const N: usize>(steps: [u64; N]) -> [(u64, f32); N] {
+    steps.map(|step| ((step - 1) * SEQUENCES + step % SEQUENCES, f32::NAN))
+}
+
+#[test]
+fn steps_with_nan_are_not_applied_and_the_run_goes_on() {
+    let place = Workplace::new();
+    let reference = finish(&place.recipe(&[]), &[]);
+    for (ranks, changes) in [
+        (1, &[][..]),
+        (2, &[]),
+        (2, &["stage.adapt.parallel.tensor=2", "stage.moh.parallel.tensor=2"]),
+        (2, &["stage.adapt.parallel.pipeline=2", "stage.moh.parallel.pipeline=2"]),
+        (4, &["stage.adapt.parallel.pipeline=2", "stage.moh.parallel.tensor=2"]),
+    ] {
+        let place = Workplace::new();
+        let results = finish_on(ranks, &place.recipe(changes), &nan_at([1, 4, 10]));
+        let reason = json!("gradient norm is not finite");
+        let what = format!("{ranks} ranks, {changes:?}");
+        assert_eq!(skipped(&results), [(1, &reason), (4, &reason), (10, &reason)], "{what}");
+        assert_eq!(results.metrics.len(), reference.metrics.len());
+        for (line, reference) in results.metrics.iter().zip(&reference.metrics) {
+            for key in ["stage", "step", "tokens", "learning_rate"] {
+                assert_eq!(line[key], reference[key], "{what}");
+            }
+            assert!(line["loss"].as_f64().unwrap() > 0.0);
+        }
+        assert_eq!(results.metrics[3]["samples"], json!([24, 31]));
+        assert!(results.metrics[3]["grad_norm"].is_null());
+        // Before the first update the loss is that of the initial model.
+        assert!(results.weights != reference.weights);
+    }
+}
+
+#[test]
+fn a_stopped_run_with_bad_steps_continues_to_the_same_end() {
+    let faults = nan_at([1, 4, 5, 7]);
+    let place = Workplace::new();
+    let reference = finish(&place.recipe(&[]), &faults);
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    for step in 1..10 {
+        assert!(stop_at(&recipe, &faults, step));
+    }
+    assert!(finish(&recipe, &faults) == reference);
+}
+
+/// One stage of 60 steps.
+fn long(place: &Workplace, more: &[&str]) -> Recipe {
+    let all = ["stage.adapt.tokens=3840", "guard.factor=3", "data.validation.every_steps=0"];
+    let mut recipe = place.recipe(&[&all[..], more].concat());
+    recipe.stages.truncate(1);
+    recipe
+}
+
+#[test]
+fn a_spike_is_not_applied_once_there_is_a_median() {
+    let spikes = [3, 40, 55].map(|step| (step * SEQUENCES, 100.0));
+    let place = Workplace::new();
+    let reference = finish(&long(&place, &[]), &spikes);
+    let reason = json!("gradient norm is above guard.factor times its median");
+    assert_eq!(skipped(&reference), [(41, &reason), (56, &reason)]);
+    let place = Workplace::new();
+    let recipe = long(&place, &[]);
+    for step in [31, 33, 40, 41, 42, 56] {
+        assert!(stop_at(&recipe, &spikes, step));
+    }
+    assert!(finish(&recipe, &spikes) == reference);
+    // Without a factor, only what is not finite is refused.
+    let place = Workplace::new();
+    assert!(skipped(&finish(&long(&place, &["guard.factor=0"]), &spikes)).is_empty());
+}
+
+#[test]
+fn a_resumed_run_refuses_another_factor() {
+    let place = Workplace::new();
+    assert!(stop_at(&place.recipe(&[]), &[], 3));
+    let changed = place.recipe(&["guard.factor=4"]);
+    let error = run_on(1, &changed, &[], (None, &|_| {})).pop().unwrap().unwrap_err();
+    assert!(error.to_string().contains("guard.factor: was 0.0, now 4"), "{error}");
+}
+
+#[test]
+fn a_loss_that_is_no_number_ends_neither_the_run_nor_its_checkpoints() {
+    // The first update of the second stage makes every later value NaN.
+    let rates = "stage.moh.learning_rate={max = 1e30, min = 1e29, warmup_steps = 0}";
+    let place = Workplace::new();
+    let recipe = place.recipe(&[rates]);
+    let warnings = std::sync::Mutex::new(Vec::new());
+    let hear = |event: &Event<'_>| {
+        if let Event::Warning { text } = event {
+            warnings.lock().unwrap().push((*text).to_owned());
+        }
+    };
+    for outcome in run_on(1, &recipe, &[], (None, &hear)) {
+        assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
+    }
+    let warnings = warnings.into_inner().unwrap();
+    let expected = "the validation loss after step 6 is NaN, and is recorded as null";
+    assert!(warnings.iter().any(|text| text == expected), "{warnings:?}");
+    let reference = Results::of(&recipe);
+    let reason = json!("loss is not finite");
+    assert_eq!(skipped(&reference), [7, 8, 9, 10].map(|step| (step, &reason)));
+    assert!(reference.metrics[5]["validation_loss"].is_null());
+    assert!(reference.metrics[9]["validation_loss"].is_null());
+    let summary: Value = serde_json::from_str(&reference.summary).unwrap();
+    assert!(summary["evaluations"][3]["loss"].is_null());
+    let place = Workplace::new();
+    let recipe = place.recipe(&[rates]);
+    for step in [6, 8, 9] {
+        assert!(stop_at(&recipe, &[], step));
+    }
+    assert!(finish(&recipe, &[]) == reference);
+}
