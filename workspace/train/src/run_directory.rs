@@ -254,7 +254,7 @@ impl RunDirectory {
         let stored = Recipe::load(&path, &[])?;
         let has_record = self.inputs().is_file();
         let forbidden = |change: &KeyChange| {
-            !may_change(&change.key) && !(has_record && names_input(&change.key))
+            !may_change(&change.key) && (!has_record || !names_input(&change.key))
         };
         let changes: Vec<KeyChange> =
             changes(&stored, recipe)?.into_iter().filter(forbidden).collect();
