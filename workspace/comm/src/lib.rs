@@ -63,4 +63,6 @@ pub use layout::{Coordinates, Groups, Layout};
 pub use pending::Pending;
 pub use reduce::Reduce;
 pub use rendezvous::host_name;
+#[doc(hidden)]
+pub use wire::check_messages;
 pub use world::{Buffers, OPERATION_LIMIT, Options, RENDEZVOUS_LIMIT, World};

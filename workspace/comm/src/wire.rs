@@ -84,6 +84,30 @@ pub(crate) struct Connection {
     pub last_received: Instant,
 }
 
+/// Takes the first message out of received bytes, if it is complete.
+fn decode(input: &mut Vec<u8>, limit: usize) -> Result<Option<Message>, String> {
+    let Some((length, rest)) = input.split_first_chunk::<4>() else { return Ok(None) };
+    let length = u32::from_le_bytes(*length) as usize;
+    if length > limit {
+        return Err("received an invalid message".into());
+    }
+    let Some(bytes) = rest.get(..length) else { return Ok(None) };
+    let message = serde_json::from_slice(bytes);
+    input.drain(..4 + length);
+    message.map(Some).map_err(|_| "received an invalid message".into())
+}
+
+/// Reads bytes as a stranger's messages at the rendezvous, for tests with hostile input.
+///
+/// # Errors
+/// Fails at the first that is not a message.
+#[doc(hidden)]
+pub fn check_messages(bytes: &[u8]) -> Result<(), String> {
+    let mut input = bytes.to_vec();
+    while decode(&mut input, STRANGER_LIMIT)?.is_some() {}
+    Ok(())
+}
+
 impl Connection {
     pub(crate) fn new(stream: TcpStream, limit: usize) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
@@ -100,7 +124,7 @@ impl Connection {
     /// The next message, if one has arrived.
     pub(crate) fn receive(&mut self) -> Received {
         loop {
-            match self.decode() {
+            match decode(&mut self.input, self.limit) {
                 Ok(Some(message)) => {
                     self.last_received = Instant::now();
                     return Received::Message(message);
@@ -117,18 +141,6 @@ impl Connection {
                 Err(error) => return Received::Lost(format!("the connection was lost: {error}")),
             }
         }
-    }
-
-    fn decode(&mut self) -> Result<Option<Message>, String> {
-        let Some((length, rest)) = self.input.split_first_chunk::<4>() else { return Ok(None) };
-        let length = u32::from_le_bytes(*length) as usize;
-        if length > self.limit {
-            return Err("received an invalid message".into());
-        }
-        let Some(bytes) = rest.get(..length) else { return Ok(None) };
-        let message = serde_json::from_slice(bytes);
-        self.input.drain(..4 + length);
-        message.map(Some).map_err(|_| "received an invalid message".into())
     }
 
     /// Queues a message and sends as much of the queue as the socket accepts.

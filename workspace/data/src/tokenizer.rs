@@ -37,6 +37,9 @@ impl TextTokenizer {
             path: path.to_path_buf(),
             reason: format!("not a valid tokenizer: {reason}"),
         };
+        // Within a decoder, the library panics where the text is not JSON.
+        serde_json::from_slice::<serde::de::IgnoredAny>(bytes)
+            .map_err(|error| fault(&path, error.to_string()))?;
         let mut inner =
             Tokenizer::from_bytes(bytes).map_err(|error| fault(&path, error.to_string()))?;
         inner.with_truncation(None).map_err(|error| fault(&path, error.to_string()))?;

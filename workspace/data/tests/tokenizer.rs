@@ -113,9 +113,12 @@ fn a_missing_or_broken_tokenizer_names_its_file() {
     let dir = tempfile::tempdir().unwrap();
     let missing = TextTokenizer::load(dir.path()).unwrap_err().to_string();
     assert!(missing.contains("tokenizer.json: cannot read"), "{missing}");
-    fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
-    let broken = TextTokenizer::load(dir.path()).unwrap_err().to_string();
-    assert!(broken.contains("tokenizer.json: not a valid tokenizer"), "{broken}");
+    // The second is not JSON inside of the decoder.
+    for text in ["{}", r#"{"decoder": {"type": "Fuse", 1: 2}}"#] {
+        fs::write(dir.path().join("tokenizer.json"), text).unwrap();
+        let broken = TextTokenizer::load(dir.path()).unwrap_err().to_string();
+        assert!(broken.contains("tokenizer.json: not a valid tokenizer"), "{broken}");
+    }
 }
 
 #[test]

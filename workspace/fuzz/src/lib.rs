@@ -1,0 +1,93 @@
+//! Calls a reader with mutated input until the time is over, and fails if it panics or takes more memory
+//! than its bound.
+//!
+//! An input is one of the corpus with a few mutations. One whose outcome (the reader's error, without its
+//! numbers) is new joins the corpus, so that later inputs go deeper. `MOH_FUZZ_SECONDS` is the time of
+//! each target, default 1; `MOH_FUZZ_SEED` repeats a run.
+
+mod mutation;
+
+use std::collections::HashSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+pub use peak_alloc::PeakAlloc;
+
+/// Inputs that a corpus keeps.
+const LARGEST_CORPUS: usize = 2000;
+/// Bytes of the longest input.
+const LONGEST_INPUT: usize = 1 << 20;
+
+/// Held by the target that runs: the memory of one is measured at a time.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// A reader and what it is given.
+#[derive(Debug, Clone, Copy)]
+pub struct Target<'a> {
+    /// Its name, for messages.
+    pub name: &'a str,
+    /// Valid input, which mutations start from.
+    pub seeds: &'a [Vec<u8>],
+    /// Bytes that a call may allocate at most beside the input.
+    pub memory: usize,
+    /// The program's global allocator.
+    pub allocator: &'a PeakAlloc,
+}
+
+impl Target<'_> {
+    /// Calls `read` with mutated input; it returns what the reader said.
+    ///
+    /// # Panics
+    /// Panics if `read` does, or if it allocates more than the bound. The message names a file with the
+    /// input.
+    pub fn run(&self, read: impl Fn(&[u8]) -> Result<(), String>) {
+        let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let seconds = setting("MOH_FUZZ_SECONDS").unwrap_or(1);
+        let seed = setting("MOH_FUZZ_SEED").unwrap_or_else(|| fastrand::u64(..));
+        let mut random = fastrand::Rng::with_seed(seed);
+        let mut corpus = self.seeds.to_vec();
+        let mut outcomes = HashSet::new();
+        for input in self.seeds {
+            if let Err(reason) = read(input) {
+                panic!("{}: refuses its valid input: {reason}", self.name);
+            }
+        }
+        let (start, mut calls) = (Instant::now(), 0u64);
+        while start.elapsed() < Duration::from_secs(seconds) {
+            let input = mutation::mutated(&corpus, LONGEST_INPUT, &mut random);
+            let outcome = self.call(&read, &input, seed);
+            calls += 1;
+            if outcomes.insert(outcome) && corpus.len() < LARGEST_CORPUS {
+                corpus.push(input);
+            }
+        }
+        println!("{}: {calls} inputs, {} outcomes, seed {seed}", self.name, outcomes.len());
+    }
+
+    /// The outcome of one call, without its numbers.
+    fn call(&self, read: &impl Fn(&[u8]) -> Result<(), String>, input: &[u8], seed: u64) -> String {
+        let before = self.allocator.current_usage();
+        self.allocator.reset_peak_usage();
+        let outcome = catch_unwind(AssertUnwindSafe(|| read(input)));
+        let peak = self.allocator.peak_usage().saturating_sub(before);
+        let fail = |what: String| -> ! {
+            let file = std::env::temp_dir().join(format!("moh-fuzz-{}", self.name));
+            let kept = std::fs::write(&file, input).is_ok();
+            let place = if kept { file.display().to_string() } else { format!("seed {seed}") };
+            panic!("{}: {what}: {place}", self.name);
+        };
+        if peak > self.memory + input.len() {
+            fail(format!("allocates {peak} bytes for {} of input", input.len()));
+        }
+        match outcome {
+            Ok(Ok(())) => String::new(),
+            Ok(Err(reason)) => reason.chars().filter(|c| !c.is_ascii_digit()).take(100).collect(),
+            Err(_) => fail("panics".to_owned()),
+        }
+    }
+}
+
+fn setting(name: &str) -> Option<u64> {
+    std::env::var(name).ok()?.parse().ok()
+}

@@ -1,0 +1,31 @@
+//! The index of a token file.
+
+use moh_data::{Provenance, TokenFile, TokenFileWriter};
+use moh_fuzz::Target;
+
+use crate::{ALLOCATOR, outcome};
+
+#[test]
+fn a_mutated_token_index_is_read_or_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let prefix = dir.path().join("text");
+    let mut writer = TokenFileWriter::create(&prefix, 64).unwrap();
+    for document in 1..9u32 {
+        writer.push_document(&(0..document * 3).collect::<Vec<_>>()).unwrap();
+    }
+    writer.finish(Provenance::default()).unwrap();
+    let index = prefix.with_extension("idx");
+    let target = Target {
+        name: "token-index",
+        seeds: &[std::fs::read(&index).unwrap()],
+        memory: 1 << 20,
+        allocator: &ALLOCATOR,
+    };
+    target.run(|input| {
+        std::fs::write(&index, input).unwrap();
+        let file = TokenFile::open(&prefix).map_err(|error| error.to_string())?;
+        let mut window = [0; 5];
+        let last = file.num_tokens().saturating_sub(5);
+        outcome(file.read(last.min(3), &mut window).and_then(|()| file.read(last, &mut window)))
+    });
+}
