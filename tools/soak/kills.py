@@ -1,0 +1,99 @@
+"""Processes killed at random moments."""
+
+import random
+import signal
+import time
+from pathlib import Path
+
+from workplace import Workplace, remove
+
+
+def one_process(workplace: Workplace, count: int, generator: random.Random) -> dict:
+    """Kills a run again and again until it has finished, and another, until `count` kills are done."""
+    duration = time_of(workplace)
+    return until(workplace, count, lambda run: kill_one(workplace, run, generator.uniform(0.0, duration)))
+
+
+def one_rank(workplace: Workplace, count: int, generator: random.Random) -> dict:
+    """As `one_process`, with several ranks of which one is killed: the others must end by themselves."""
+    duration = time_of(workplace)
+    return until(workplace, count, lambda run: kill_rank(workplace, run, generator.uniform(0.0, duration), generator))
+
+
+def time_of(workplace: Workplace) -> float:
+    """Seconds of a whole run."""
+    run = workplace.folder / "timed"
+    start = time.monotonic()
+    if workplace.start(run).wait() != 0:
+        raise SystemExit(workplace.log(run))
+    remove(run)
+    return time.monotonic() - start
+
+
+def until(workplace: Workplace, count: int, start_and_kill) -> dict:
+    kills, runs, during_saves = 0, 0, 0
+    while kills < count:
+        run = workplace.folder / f"run-{runs}"
+        while start_and_kill(run):
+            kills += 1
+            checkpoints = run / "checkpoints"
+            during_saves += checkpoints.is_dir() and any(checkpoints.glob(".tmp-*"))
+        runs += 1
+        if differs := workplace.differs(run):
+            raise SystemExit(f"{run} after {kills} kills: other {differs}: {workplace.log(run)}")
+        remove(run)
+    return {"kills": kills, "during_a_save": during_saves, "finished_runs": runs, "lost": 0}
+
+
+def kill_one(workplace: Workplace, run: Path, after: float) -> bool:
+    """Whether the process was killed; False if it had finished."""
+    process = workplace.start(run)
+    time.sleep(after)
+    process.send_signal(signal.SIGKILL)
+    return ended(process.wait(), -signal.SIGKILL, workplace, run)
+
+
+def kill_rank(workplace: Workplace, run: Path, after: float, generator: random.Random) -> bool:
+    process = workplace.start(run)
+    time.sleep(after)
+    ranks = programs_below(process.pid, workplace.program)
+    if ranks:
+        try:
+            signal.pidfd_send_signal(pid_handle(generator.choice(ranks)), signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    code = process.wait()
+    return ended(code, code if code != 0 else None, workplace, run)
+
+
+def ended(code: int, killed, workplace: Workplace, run: Path) -> bool:
+    if code == 0:
+        return False
+    if code == killed:
+        return True
+    raise SystemExit(f"{run}: ended with code {code}: {workplace.log(run)}")
+
+
+def pid_handle(pid: int) -> int:
+    import os
+
+    return os.pidfd_open(pid)
+
+
+def programs_below(pid: int, program: Path) -> list:
+    """The processes that run `program` and descend from process `pid`."""
+    found, open_pids = [], [pid]
+    while open_pids:
+        parent = open_pids.pop()
+        try:
+            children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        except OSError:
+            continue
+        for child in map(int, children):
+            open_pids.append(child)
+            try:
+                if Path(f"/proc/{child}/exe").resolve() == program:
+                    found.append(child)
+            except OSError:
+                pass
+    return found
