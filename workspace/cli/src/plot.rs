@@ -129,7 +129,8 @@ impl Plot {
                 .map_err(|error| failed(&error))?;
         }
         for (curve, color) in self.curves.iter().zip(COLORS.iter().cycle()) {
-            let clipped = curve.points.iter().map(|&(x, y)| (x, y.clamp(values.start, values.end)));
+            let finite = curve.points.iter().filter(|point| point.1.is_finite());
+            let clipped = finite.map(|&(x, y)| (x, y.clamp(values.start, values.end)));
             let width = if curve.dots { 3 } else { 1 };
             chart
                 .draw_series(LineSeries::new(clipped.clone(), color.stroke_width(width)))
@@ -158,6 +159,24 @@ impl Plot {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn values_that_are_not_finite_are_left_out() {
+        let draw = |points: Vec<(f64, f64)>| {
+            let curve = Curve { label: "training".into(), points, dots: true };
+            let plot = Plot {
+                title: "Loss".into(),
+                unit: "nats".into(),
+                curves: vec![curve],
+                marks: Vec::new(),
+            };
+            let mut svg = String::new();
+            plot.draw(&mut svg).unwrap();
+            svg
+        };
+        let finite = draw(vec![(1.0, 2.0), (3.0, 1.0)]);
+        assert_eq!(draw(vec![(1.0, 2.0), (2.0, f64::NAN), (3.0, 1.0)]), finite);
+    }
 
     #[test]
     fn a_plot_names_its_curves_and_marks() {

@@ -7,6 +7,7 @@ use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
 use moh_kernels::MemoryInfo;
 use moh_model::ModelConfig;
 use moh_train::checkpoint::{Evaluation, Moment};
+use moh_train::rewinds::Rewind;
 use moh_train::{Event, Recipe, Skipped, SourceEpochs, Stage, StepMetrics};
 
 use crate::exit::stderr_line;
@@ -73,6 +74,7 @@ impl RunView {
             Event::Skipped { step, metrics, skipped } => {
                 self.line(&describe_skipped(step, metrics, skipped));
             }
+            Event::Rewound(rewind) => self.line(&describe_rewind(rewind)),
             Event::Evaluating { done, total } => {
                 if let Some(bar) = &self.bar {
                     bar.set_message(format!("evaluating {done}/{total}"));
@@ -192,6 +194,16 @@ fn describe_skipped(step: u64, metrics: &StepMetrics, skipped: &Skipped) -> Stri
     format!(
         "step {step} was not applied: {} (loss {:.4}, gradient norm {:.3}, samples {first} to {last})",
         skipped.reason, metrics.loss, metrics.grad_norm
+    )
+}
+
+/// A return to an earlier step.
+fn describe_rewind(rewind: &Rewind) -> String {
+    let ([first, last], [from, to]) = (rewind.skipped_steps, rewind.samples);
+    format!(
+        "the steps {first} to {last} were not applied: the run returns to step {} and passes over the \
+         samples {from} to {to}",
+        rewind.step
     )
 }
 

@@ -34,14 +34,15 @@ impl SourceEpochs {
         )
     }
 
-    /// The sources of all stages of `recipe`, whose training data is `data`.
-    pub(crate) fn of_run(recipe: &Recipe, data: &TrainingData) -> Vec<Self> {
+    /// The sources of all stages of `recipe`, whose training data is `data`. Samples that the run has
+    /// passed over count as drawn.
+    pub(crate) fn of_run(recipe: &Recipe, data: &TrainingData, passed_over: u64) -> Vec<Self> {
         let length = data.sequence_length();
         let samples = recipe
             .stages
             .iter()
             .map(|stage| stage.num_steps().saturating_mul(stage.batch_sequences(length)));
-        let drawn = data.samples_by_source(samples.fold(0, u64::saturating_add));
+        let drawn = data.samples_by_source(samples.fold(passed_over, u64::saturating_add));
         let sources = data.files().iter().zip(drawn).enumerate();
         let of_source =
             |(index, (file, drawn)): (usize, (&moh_data::TokenFile, u64))| SourceEpochs {

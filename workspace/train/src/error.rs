@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crate::plan::units::ranks as counted;
 use crate::recipe::Fault;
+use crate::rewinds::MOST_ATTEMPTS;
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
@@ -150,6 +151,38 @@ pub enum Error {
     NoneLeft {
         /// The run directory.
         path: PathBuf,
+    },
+    /// Steps were not applied, and there is no checkpoint to return to.
+    #[error(
+        "{}: the steps {first} to {last} were not applied, and no checkpoint up to step {step} is left to \
+         return to: lower guard.rewind, which a resumed run may change, and keep more checkpoints with \
+         checkpoint.keep",
+        path.display()
+    )]
+    NothingToReturnTo {
+        /// The directory of the checkpoints.
+        path: PathBuf,
+        /// The first step that was not applied, over all stages.
+        first: u64,
+        /// The last one.
+        last: u64,
+        /// The step to which the run would return.
+        step: u64,
+    },
+    /// Steps were not applied, although the run has passed over their samples several times.
+    #[error(
+        "{}: the steps {first} to {last} were not applied, after the run has returned from here \
+         {MOST_ATTEMPTS} times and passed over other samples: use a lower learning_rate.max or a longer \
+         warm-up, in another run.dir",
+        path.display()
+    )]
+    RewoundTooOften {
+        /// The record of the returns.
+        path: PathBuf,
+        /// The first step that was not applied, over all stages.
+        first: u64,
+        /// The last one.
+        last: u64,
     },
     /// The recipe's model is not on this machine.
     #[error("{}: model.from: no such directory, and no downloaded model", path.display())]

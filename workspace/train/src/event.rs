@@ -10,6 +10,7 @@ use crate::SourceEpochs;
 use crate::checkpoint::Evaluation;
 use crate::metrics::{Skipped, StepMetrics};
 use crate::recipe::Stage;
+use crate::rewinds::Rewind;
 use crate::summary::Summary;
 
 /// An event of a run.
@@ -80,6 +81,8 @@ pub enum Event<'a> {
         /// The reason, and its samples.
         skipped: &'a Skipped,
     },
+    /// The run returns to an earlier step, and then passes over samples.
+    Rewound(&'a Rewind),
     /// The progress of an evaluation.
     Evaluating {
         /// Windows done.

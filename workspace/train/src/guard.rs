@@ -80,6 +80,8 @@ pub struct GuardState {
     pub skipped: u64,
     /// Steps up to the last one, in a row, that were not applied.
     pub in_a_row: u64,
+    /// Number of the last rewind whose samples the run has passed over; 0 for none.
+    pub rewinds: u64,
     /// Losses of the last applied steps of the stage, oldest first; at most [`WINDOW`]. Empty without a
     /// factor.
     pub losses: VecDeque<f64>,
@@ -114,7 +116,8 @@ impl GuardState {
 
     /// Forgets the steps of a stage that has ended. Steps that were not applied in a row are counted on.
     pub(crate) fn end_stage(&mut self) {
-        *self = GuardState { in_a_row: self.in_a_row, ..GuardState::default() };
+        let GuardState { in_a_row, rewinds, .. } = *self;
+        *self = GuardState { in_a_row, rewinds, ..GuardState::default() };
     }
 }
 
@@ -217,10 +220,11 @@ mod tests {
         state.count(true, (f64::NAN, f64::NAN), 3.0);
         state.count(true, (1e9, 1e9), 3.0);
         assert_eq!((state.skipped, state.in_a_row, state.limits(3.0)), (2, 2, before));
+        state.rewinds = 4;
         state.end_stage();
-        assert_eq!((state.skipped, state.in_a_row), (0, 2));
+        assert_eq!((state.skipped, state.in_a_row, state.rewinds), (0, 2, 4));
         assert_eq!(state.limits(3.0), Limits::FINITE);
         state.count(false, (1.0, 1.0), 0.0);
-        assert_eq!(state, GuardState::default());
+        assert_eq!(state, GuardState { rewinds: 4, ..GuardState::default() });
     }
 }

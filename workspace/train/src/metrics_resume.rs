@@ -1,6 +1,7 @@
 //! The metrics of a run that continues: cut back to the checkpoint's step, or begun again where lines
 //! before it are lost. A log never keeps a run from its weights.
 
+use crate::rewinds::Rewind;
 use crate::run_directory::first_free;
 use crate::{Error, Recipe, RunDirectory, metrics};
 
@@ -35,6 +36,26 @@ pub(crate) fn resume(
     });
     std::fs::rename(&path, &aside).map_err(Error::io(&path))?;
     Ok(Some(format!("{lost} after step {step}, the old file is {}", aside.display())))
+}
+
+/// Copies the lines of the steps after a rewind's, which the run is about to leave, to a file of their own.
+/// Without lines that can be read, there is none.
+///
+/// # Errors
+/// Fails if the file cannot be read or the copy cannot be written.
+pub(crate) fn keep_before_rewind(
+    run: &RunDirectory,
+    recipe: &Recipe,
+    rewind: &Rewind,
+) -> Result<(), Error> {
+    let path = run.metrics();
+    let Some(line) = metrics::first(&path)? else { return Ok(()) };
+    let Some(start) = steps_before(recipe, &line.stage, line.step) else { return Ok(()) };
+    let kept = rewind.step.saturating_sub(start);
+    match metrics::copy_after(&path, kept, &run.metrics_before_rewind(rewind.number)) {
+        Err(Error::MetricsShort { .. } | Error::MetricsLine { .. }) => Ok(()),
+        done => done,
+    }
 }
 
 /// Steps of the run before step `step` of a stage.

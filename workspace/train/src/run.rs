@@ -10,6 +10,7 @@ use moh_kernels::{Backend, Element};
 
 use crate::event::{Event, Outcome};
 use crate::recipe::{Parallel, Stage};
+use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
 use crate::run_inputs::{RunInputs, Settled};
 use crate::source::ModelSource;
@@ -182,10 +183,16 @@ fn finished_before(run: &RunDirectory) -> Result<bool, Error> {
 
 /// Refuses a run that has completed checkpoints and has none left.
 pub(crate) fn check_resumable(run: &RunDirectory) -> Result<(), Error> {
-    if run.has_completed_work()? && run.checkpoint_steps()?.is_empty() {
+    if run.has_completed_work()? && run.checkpoint_steps()?.is_empty() && !begins_again(run)? {
         return Err(Error::NoneLeft { path: run.root().to_owned() });
     }
     Ok(())
+}
+
+/// Whether the run has returned to its initial model and has not completed a checkpoint since.
+fn begins_again(run: &RunDirectory) -> Result<bool, Error> {
+    let initial = Rewinds::read(run)?.last().is_some_and(|rewind| rewind.initial);
+    Ok(initial && !run.marker().exists())
 }
 
 /// A run on its device, before its element types are known.

@@ -4,7 +4,9 @@
 //! with checkpoints accepts only its own recipe. Some keys may change, because they affect no
 //! weight except by the order of sums: `run.dir`, `log.*`, `checkpoint.*`, `memory.recompute`,
 //! `data.validation.every_steps` and `stage.NAME.parallel.*`. So may the paths of token files, whose content is
-//! compared with `inputs.json` instead (`run_inputs/`).
+//! compared with `inputs.json` instead (`run_inputs/`). `guard.patience` and `guard.rewind`
+//! may change too, so that a run that found nothing to return to can go on: they change what a later
+//! rewind does, and nothing else.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions, TryLockError};
@@ -15,8 +17,18 @@ use toml::Value;
 use crate::{Error, KeyChange, Recipe};
 
 /// Keys, or prefixes of keys that end in a dot, that a resumed run may change.
-const MAY_CHANGE: [&str; 5] =
-    ["run.dir", "log.", "checkpoint.", "memory.recompute", "data.validation.every_steps"];
+const MAY_CHANGE: [&str; 7] = [
+    "run.dir",
+    "log.",
+    "checkpoint.",
+    "memory.recompute",
+    "data.validation.every_steps",
+    "guard.patience",
+    "guard.rewind",
+];
+
+/// Prefix of the names of checkpoints that the run has left with a rewind.
+pub(crate) const REWOUND: &str = "rewound-step-";
 
 /// Name of the file that a running process locks.
 const LOCK: &str = ".lock";
@@ -80,6 +92,21 @@ impl RunDirectory {
         self.root.join("has-checkpoints")
     }
 
+    /// The returns of the run to earlier steps.
+    pub fn rewinds(&self) -> PathBuf {
+        self.root.join("rewinds.jsonl")
+    }
+
+    /// The metrics of the steps that the run has left with a rewind.
+    pub fn metrics_before_rewind(&self, number: u64) -> PathBuf {
+        self.root.join(format!("metrics-before-rewind-{number}.jsonl"))
+    }
+
+    /// A checkpoint of the steps that the run has left with a rewind; removed after the next checkpoint.
+    pub(crate) fn rewound_checkpoint(&self, step: u64) -> PathBuf {
+        self.checkpoints().join(format!("{REWOUND}{step}"))
+    }
+
     /// The model in Hugging Face layout after the last stage.
     pub fn export(&self) -> PathBuf {
         self.root.join("export")
@@ -138,14 +165,14 @@ impl RunDirectory {
         Ok(steps)
     }
 
-    /// Whether the run has ever completed a checkpoint or finished: its marker or its summary exists, or a
-    /// checkpoint, good or damaged.
+    /// Whether the run has ever completed a checkpoint, finished or returned to an earlier step: its marker,
+    /// its summary or its rewinds exist, or a checkpoint, good or damaged.
     ///
     /// # Errors
     /// Fails if the directory of checkpoints exists and cannot be listed.
     pub fn has_completed_work(&self) -> Result<bool, Error> {
         let exists = |path: PathBuf| path.symlink_metadata().is_ok();
-        if exists(self.marker()) || exists(self.summary()) {
+        if [self.marker(), self.summary(), self.rewinds()].into_iter().any(exists) {
             return Ok(true);
         }
         let directory = self.checkpoints();
@@ -167,6 +194,17 @@ impl RunDirectory {
         match path.is_file() {
             true => Ok(()),
             false => moh_files::write(&path, TEXT.as_bytes()).map_err(Error::io(&path)),
+        }
+    }
+
+    /// Removes the marker of a run that begins again from its initial model.
+    pub(crate) fn unmark(&self) -> Result<(), Error> {
+        let path = self.marker();
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(Error::io(&path)(error))
+            }
+            _ => moh_files::sync_directory(&self.root).map_err(Error::io(&self.root)),
         }
     }
 
@@ -468,6 +506,8 @@ mod tests {
             "checkpoint.keep=9",
             "data.validation.every_steps=3",
             "memory.recompute=none",
+            "guard.patience=3",
+            "guard.rewind=7",
         ]);
         run.store_recipe(&changed).unwrap();
         assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), changed);

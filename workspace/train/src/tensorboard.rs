@@ -41,18 +41,19 @@ pub struct TensorBoard {
 
 impl TensorBoard {
     /// Starts a new event file in `directory`, which is created if it is missing. `steps_kept` is
-    /// the step, over all stages, from which the run resumes; 0 for a new run.
+    /// the step, over all stages, from which the run resumes: later steps of older files no longer count.
     ///
     /// # Errors
     /// Fails if the file cannot be created.
     pub fn create(directory: &Path, steps_kept: u64) -> Result<Self, Error> {
         std::fs::create_dir_all(directory).map_err(Error::io(directory))?;
+        let continues = holds_events(directory)?;
         let (path, file) = new_file(directory)?;
         let mut board = TensorBoard { path, file };
         let mut version = event(0);
         put_bytes(&mut version, EVENT_FILE_VERSION, b"brain.Event:2");
         board.write_record(&version)?;
-        if steps_kept > 0 {
+        if continues {
             let mut start = event(steps_kept + 1);
             let mut session = Vec::new();
             put_varint_field(&mut session, SESSION_LOG_STATUS, SESSION_START);
@@ -100,6 +101,13 @@ impl TensorBoard {
         record.extend(masked_crc(data).to_le_bytes());
         self.file.write_all(&record).map_err(Error::io(&self.path))
     }
+}
+
+/// Whether the directory has event files.
+fn holds_events(directory: &Path) -> Result<bool, Error> {
+    let mut entries = std::fs::read_dir(directory).map_err(Error::io(directory))?;
+    let is_one = |name: &std::ffi::OsStr| name.to_string_lossy().starts_with(PREFIX);
+    Ok(entries.any(|entry| entry.is_ok_and(|entry| is_one(&entry.file_name()))))
 }
 
 /// A file whose name sorts after the existing ones, the order in which TensorBoard reads them.
@@ -283,6 +291,16 @@ mod tests {
             ("validation_bits_per_byte", 1.5),
         ];
         assert_eq!(scalars, expected.map(|(tag, value)| (tag.to_string(), value)));
+    }
+
+    #[test]
+    fn a_run_that_begins_again_purges_from_its_first_step() {
+        let directory = tempfile::tempdir().unwrap();
+        let first = TensorBoard::create(directory.path(), 0).unwrap();
+        assert_eq!(records(&std::fs::read(first.path).unwrap()).len(), 1);
+        let second = TensorBoard::create(directory.path(), 0).unwrap();
+        let file = std::fs::read(&second.path).unwrap();
+        assert_eq!(fields(records(&file)[1])[1], Field::Number(2, 1));
     }
 
     #[test]

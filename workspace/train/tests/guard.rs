@@ -1,93 +1,19 @@
-//! Steps with bad numbers are not applied, and many of them in a row return the run to a checkpoint; an
-//! interrupted run ends with the bits of one that never was, whatever happened.
+//! Steps with bad numbers are not applied, and the run goes on; interrupted, it ends with the same bits.
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
 mod support;
 
-use std::fs;
-use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-
-use moh_comm::World;
-use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions, metrics};
+use moh_train::{Event, Outcome, Recipe};
 use serde_json::{Value, json};
+use support::Workplace;
+use support::faulty::{SEQUENCES, finish, finish_on, nan_at, run_on, stop_at};
 use support::results::Results;
-use support::{Workplace, copy_all};
-
-/// Samples with a factor on their gradients.
-type Faults<'a> = &'a [(u64, f32)];
-
-/// Sequences of a step of the small recipe.
-const SEQUENCES: u64 = 8;
-
-/// What the first rank hears: the events, before the next thing happens.
-type Hear<'a> = &'a (dyn Fn(&Event<'_>) + Sync);
-
-/// Runs a recipe on threads that play ranks; with `stop_at`, it is asked to stop after that step.
-fn run_on(
-    ranks: usize,
-    recipe: &Recipe,
-    faults: Faults<'_>,
-    (stop_at, hear): (Option<u64>, Hear<'_>),
-) -> Vec<Result<Outcome, Error>> {
-    let stop = Arc::new(AtomicBool::new(false));
-    std::thread::scope(|scope| {
-        let run = |world: World| {
-            let stop = Arc::clone(&stop);
-            scope.spawn(move || {
-                let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-                let mut heard = |event: Event<'_>| {
-                    hear(&event);
-                    if let Event::Step { step, .. } = event
-                        && Some(step) == stop_at
-                    {
-                        stop.store(true, Ordering::Relaxed);
-                    }
-                };
-                let found = pool.install(|| {
-                    let path = Path::new("recipe.toml");
-                    let options = RunOptions { gradient_faults: faults, ..RunOptions::new(&stop) };
-                    let on = (OpenDevice::Cpu, &world);
-                    let mut recipe = recipe.clone();
-                    moh_train::run(&mut recipe, path, None, on, options, &mut heard)
-                });
-                world.close().unwrap();
-                found
-            })
-        };
-        let threads: Vec<_> = World::threads(ranks).into_iter().map(run).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
-
-fn finish_on(ranks: usize, recipe: &Recipe, faults: Faults<'_>) -> Results {
-    for outcome in run_on(ranks, recipe, faults, (None, &|_| {})) {
-        assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
-    }
-    Results::of(recipe)
-}
-
-fn finish(recipe: &Recipe, faults: Faults<'_>) -> Results {
-    finish_on(1, recipe, faults)
-}
-
-/// Runs a recipe until it is asked to stop after `step`; whether it then had steps left.
-fn stop_at(recipe: &Recipe, faults: Faults<'_>, step: u64) -> bool {
-    let outcome = run_on(1, recipe, faults, (Some(step), &|_| {})).pop().unwrap().unwrap();
-    matches!(outcome, Outcome::Stopped { .. })
-}
 
 /// The steps of the whole run that were not applied, with the reasons.
 fn skipped(results: &Results) -> Vec<(usize, &Value)> {
     let lines = results.metrics.iter().enumerate();
     lines.filter_map(|(at, line)| Some((at + 1, line.get("skipped")?))).collect()
-}
-
-/// NaN in one sample of each of these steps.
-fn nan_at<const N: usize>(steps: [u64; N]) -> [(u64, f32); N] {
-    steps.map(|step| ((step - 1) * SEQUENCES + step % SEQUENCES, f32::NAN))
 }
 
 #[test]

@@ -23,6 +23,7 @@ use super::part::{Part, TensorEntry, TensorFile};
 use super::{MANIFEST, MANIFEST_HASH, MAX_TEXT_BYTES};
 use crate::optimizer::OptimizerState;
 use crate::recipe::Checkpoint;
+use crate::run_directory::REWOUND;
 use crate::{Error, Ranks, RunDirectory};
 
 /// Writes the checkpoint of `state`, each rank's shard into its own files, and returns its
@@ -123,7 +124,8 @@ pub(crate) fn staging_bytes(layout: &ModelLayout, ranks: usize) -> u64 {
     (parts.max().unwrap_or(0) as u64).saturating_mul(BYTES)
 }
 
-/// Removes the checkpoints that `retention` does not keep, and leftovers of earlier processes.
+/// Removes the checkpoints that `retention` does not keep, those that a rewind has left, and leftovers of
+/// earlier processes.
 ///
 /// # Errors
 /// Fails if a directory cannot be removed.
@@ -143,7 +145,7 @@ pub fn prune(run: &RunDirectory, retention: &Checkpoint) -> Result<(), Error> {
     for entry in fs::read_dir(&all).map_err(Error::io(&all))? {
         let path = entry.map_err(Error::io(&all))?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if name.starts_with(TEMPORARY) {
+        if name.starts_with(TEMPORARY) || name.starts_with(REWOUND) {
             fs::remove_dir_all(&path).map_err(Error::io(&path))?;
         }
     }

@@ -154,7 +154,7 @@ impl Plan {
             return Ok(Plan { sources: None, ..self });
         }
         let training = open_training(recipe, self.vocabulary.1)?;
-        Ok(Plan { sources: Some(SourceEpochs::of_run(recipe, &training)), ..self })
+        Ok(Plan { sources: Some(SourceEpochs::of_run(recipe, &training, 0)), ..self })
     }
 
     /// Adds times to the plan, for a device that achieves `tflops` TFLOP/s (not its peak).

@@ -2,6 +2,7 @@
 //! after an interruption at any point.
 
 mod evaluation;
+mod rewinding;
 mod saving;
 mod stage;
 mod start;
@@ -17,6 +18,7 @@ use crate::export;
 use crate::metrics::MetricsWriter;
 use crate::optimizer::OptimizerState;
 use crate::recipe::Parallel;
+use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::step::StepGroups;
@@ -52,6 +54,7 @@ struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
     metrics: Option<MetricsWriter>,
     board: Option<TensorBoard>,
     state: RunState,
+    rewinds: Rewinds,
     gradients: std::marker::PhantomData<G>,
 }
 
@@ -74,20 +77,19 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
         );
         events(Event::Warning { text: &text });
     }
-    let sources = SourceEpochs::of_run(inputs.recipe, &data.training);
-    let mut sources = Some(sources.as_slice());
-    let (mut ranks, mut data) = (ranks, data);
+    let (mut ranks, mut data, mut is_first_start) = (ranks, data, true);
     loop {
         let (backend, inputs) = (backend.clone(), inputs.clone());
         let mut trainer = Trainer::<B, T, G, M>::start(backend, ranks, inputs, data, &mut *events)?;
-        if let Some(sources) = sources.take() {
-            (trainer.events)(Event::Sources(sources));
+        if std::mem::take(&mut is_first_start) {
+            trainer.tell_sources();
         }
         match trainer.run()? {
             Progress::Done => return trainer.finish(),
             Progress::Stopped => return Ok(Outcome::Stopped { step: trainer.state.step }),
-            // The next stage uses a different layout of ranks and starts from the last checkpoint.
-            Progress::Divided => (ranks, data) = (trainer.ranks, trainer.data),
+            // The next stage uses a different layout of ranks and starts from the last checkpoint; after a
+            // rewind the run starts from an earlier one.
+            Progress::Divided | Progress::Rewound => (ranks, data) = (trainer.ranks, trainer.data),
         }
     }
 }
@@ -97,9 +99,16 @@ enum Progress {
     Done,
     Stopped,
     Divided,
+    Rewound,
 }
 
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
+    fn tell_sources(&mut self) {
+        let (recipe, passed_over) = (self.inputs.recipe, self.rewinds.num_samples());
+        let sources = SourceEpochs::of_run(recipe, &self.data.training, passed_over);
+        (self.events)(Event::Sources(&sources));
+    }
+
     fn run(&mut self) -> Result<Progress, Error> {
         if self.state.step == 0 && self.state.evaluations.is_empty() {
             let batch = self.inputs.recipe.stages.first().map_or(1, |stage| stage.micro_batch);
@@ -109,8 +118,9 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             if stage.parallel != self.parallel {
                 return Ok(Progress::Divided);
             }
-            if self.run_stage(stage)? == Progress::Stopped {
-                return Ok(Progress::Stopped);
+            let progress = self.run_stage(stage)?;
+            if progress != Progress::Done {
+                return Ok(progress);
             }
         }
         Ok(Progress::Done)

@@ -31,9 +31,11 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             &self.model,
             &self.optimizer,
         )?;
+        // A rewind may need the older ones while steps are not applied.
+        let prunes = self.state.guard.in_a_row == 0;
         self.ranks.first_does(|| {
             run.mark()?;
-            checkpoint::prune(run, &recipe.checkpoint)
+            if prunes { checkpoint::prune(run, &recipe.checkpoint) } else { Ok(()) }
         })?;
         (self.events)(Event::Checkpoint { path: &path });
         Ok(())

@@ -9,9 +9,9 @@ use moh_kernels::{Backend, Element, span};
 use super::{Progress, Trainer};
 use crate::checkpoint::{Evaluation, Moment};
 use crate::event::Event;
-use crate::metrics::{Skipped, StepMetrics, Validation};
+use crate::metrics::{StepMetrics, Validation};
 use crate::recipe::Stage;
-use crate::step::{StepPlan, Stepper, Taken, Update};
+use crate::step::{StepPlan, Stepper, Taken};
 use crate::trace::StepTrace;
 use crate::{Error, Schedule};
 
@@ -57,7 +57,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             if let Some(trace) = trace {
                 trace.write(self.inputs.run, self.ranks.group())?;
             }
-            if progress == Progress::Stopped {
+            if progress != Progress::Done {
                 return Ok(progress);
             }
         }
@@ -67,11 +67,14 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// Takes the next step, with the evaluation and the checkpoint that are due after it.
     fn step(&mut self, work: &mut Work<'_, B, T, G>) -> Result<Progress, Error> {
         let _step = span::enter_numbered("step", self.state.step + 1);
+        self.state.pass_over_samples(&self.rewinds);
         let stage = work.stage;
         let started = Instant::now();
         let taken = self.take(work)?;
         let seconds = started.elapsed().as_secs_f64();
-        let skipped = self.count(stage, &taken, work.stepper.plan().batch_sequences());
+        let sequences = work.stepper.plan().batch_sequences();
+        let guard = &self.inputs.recipe.guard;
+        let skipped = self.state.count((stage, guard), &taken, sequences);
         let last = self.state.stage_step >= work.steps;
         let validation = self.validate_after(work, last)?;
         let metrics = StepMetrics {
@@ -87,6 +90,11 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             skipped,
         };
         self.report(&metrics, last)?;
+        if self.rewind_is_due() {
+            work.stepper.wait_for_weights(&mut self.model)?;
+            self.rewind()?;
+            return Ok(Progress::Rewound);
+        }
         if last {
             self.end_stage(stage, validation);
         }
@@ -103,30 +111,12 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
 
     /// Computes the stage's next step and updates the weights.
     fn take(&mut self, work: &mut Work<'_, B, T, G>) -> Result<Taken, Error> {
-        let (number, guard) = (self.state.stage_step + 1, &self.state.guard);
-        let update = Update {
-            number: number - guard.skipped,
-            learning_rate: work.schedule.learning_rate(number),
-            limits: guard.limits(self.inputs.recipe.guard.factor),
-        };
+        let update = self.state.next_update(work.stage, &self.inputs.recipe.guard);
         let read = |sample, window: &mut [u32], document_start: Option<&mut [u32]>| {
             Ok(self.data.training.sample(sample, window, document_start)?)
         };
         let first = self.state.sample;
         work.stepper.step(&mut self.model, &mut self.optimizer, read, first, update)
-    }
-
-    /// Counts a step of `sequences` samples, applied or not.
-    fn count(&mut self, stage: &Stage, taken: &Taken, sequences: u64) -> Option<Skipped> {
-        let state = &mut self.state;
-        let samples = [state.sample, (state.sample + sequences).saturating_sub(1)];
-        state.step += 1;
-        state.stage_step += 1;
-        state.tokens += stage.batch_tokens;
-        state.sample += sequences;
-        let factor = self.inputs.recipe.guard.factor;
-        state.guard.count(taken.skipped.is_some(), (taken.loss, taken.grad_norm), factor);
-        taken.skipped.map(|reason| Skipped { reason, samples })
     }
 
     /// The validation loss, if it is due after the step.
@@ -164,9 +154,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     fn end_stage(&mut self, stage: &Stage, validation: Option<Validation>) {
-        self.state.stage += 1;
-        self.state.stage_step = 0;
-        self.state.guard.end_stage();
+        self.state.end_stage();
         if let Some(Validation { loss, bits_per_byte }) = validation {
             let moment = Moment::Trained { stage: stage.name.clone() };
             self.record(Evaluation { moment, step: self.state.step, loss, bits_per_byte });

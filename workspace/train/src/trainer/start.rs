@@ -17,6 +17,7 @@ use crate::metrics::MetricsWriter;
 use crate::metrics_resume;
 use crate::optimizer::OptimizerState;
 use crate::recipe::Parallel;
+use crate::rewinds::{Rewinds, leave_path};
 use crate::run::check_resumable;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
@@ -33,6 +34,8 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         events: &'e mut dyn FnMut(Event<'_>),
     ) -> Result<Self, Error> {
         let Inputs { recipe, run, .. } = inputs;
+        let rewinds = Rewinds::shared(run, &mut ranks)?;
+        ranks.first_does(|| leave_path(run, &rewinds))?;
         let Loaded { state, parallel, groups, model, optimizer } = loop {
             if let Some(loaded) = load(&backend, &mut ranks, &inputs, events)? {
                 break loaded;
@@ -61,6 +64,7 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             data,
             board,
             state,
+            rewinds,
             gradients: std::marker::PhantomData,
         })
     }

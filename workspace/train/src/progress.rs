@@ -1,0 +1,50 @@
+//! How steps change the state of a run: shared by training and by the replay of a step.
+
+use crate::checkpoint::RunState;
+use crate::metrics::Skipped;
+use crate::recipe::{Guard, Stage};
+use crate::rewinds::Rewinds;
+use crate::step::{Taken, Update};
+
+impl RunState {
+    /// Passes over the samples of a rewind, if its step is the last one done.
+    pub(crate) fn pass_over_samples(&mut self, rewinds: &Rewinds) {
+        if let Some(rewind) = rewinds.due(self.step, self.guard.rewinds) {
+            self.sample = rewind.samples[1] + 1;
+            self.guard.rewinds = rewind.number;
+        }
+    }
+
+    /// How the next step, of `stage`, updates the weights.
+    pub(crate) fn next_update(&self, stage: &Stage, guard: &Guard) -> Update {
+        let number = self.stage_step + 1;
+        Update {
+            number: number - self.guard.skipped,
+            learning_rate: stage.schedule().learning_rate(number),
+            limits: self.guard.limits(guard.factor),
+        }
+    }
+
+    /// Counts a step of `sequences` samples, applied or not.
+    pub(crate) fn count(
+        &mut self,
+        (stage, guard): (&Stage, &Guard),
+        taken: &Taken,
+        sequences: u64,
+    ) -> Option<Skipped> {
+        let samples = [self.sample, (self.sample + sequences).saturating_sub(1)];
+        self.step += 1;
+        self.stage_step += 1;
+        self.tokens += stage.batch_tokens;
+        self.sample += sequences;
+        self.guard.count(taken.skipped.is_some(), (taken.loss, taken.grad_norm), guard.factor);
+        taken.skipped.map(|reason| Skipped { reason, samples })
+    }
+
+    /// Continues with the next stage.
+    pub(crate) fn end_stage(&mut self) {
+        self.stage += 1;
+        self.stage_step = 0;
+        self.guard.end_stage();
+    }
+}

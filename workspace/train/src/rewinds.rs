@@ -1,0 +1,252 @@
+//! `rewinds.jsonl`: the returns of a run to earlier steps, and the samples that it then passed over.
+//!
+//! A run whose steps are not applied again and again goes back to an earlier step. It takes the steps up to
+//! there again, from a checkpoint, and continues after the last sample that was bad. The file is complete
+//! before anything else changes, so a run that is killed at any moment takes the same path again: from
+//! whichever checkpoint it starts, it passes over the same samples after the same step.
+
+use std::io::Write as _;
+use std::path::Path;
+
+use moh_kernels::Backend;
+use serde::{Deserialize, Serialize};
+
+use crate::checkpoint::{RunState, StoredCheckpoint};
+use crate::{Error, Ranks, Recipe, RunDirectory};
+
+/// Returns from one place of a run, after which it ends: other samples have not helped.
+pub const MOST_ATTEMPTS: u64 = 3;
+
+/// Maximum bytes of the file.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+
+/// A return to an earlier step. Steps are counted over all stages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rewind {
+    /// Its number, from 1.
+    pub number: u64,
+    /// The step after which the samples are passed over.
+    pub step: u64,
+    /// The first and the last of the steps that were not applied.
+    pub skipped_steps: [u64; 2],
+    /// The first and the last sample that are passed over.
+    pub samples: [u64; 2],
+    /// How many times the run has returned from this place, from 1.
+    pub attempt: u64,
+    /// Whether the run begins again from its initial model, since it had no checkpoint up to the step.
+    pub initial: bool,
+}
+
+/// The numbers of a rewind, as ranks exchange them.
+const NUMBERS: usize = 8;
+
+impl Rewind {
+    fn numbers(&self) -> [u64; NUMBERS] {
+        let ([first, last], [from, to]) = (self.skipped_steps, self.samples);
+        [self.number, self.step, first, last, from, to, self.attempt, u64::from(self.initial)]
+    }
+
+    fn of_numbers([number, step, first, last, from, to, attempt, initial]: [u64; NUMBERS]) -> Self {
+        let (skipped_steps, samples) = ([first, last], [from, to]);
+        Rewind { number, step, skipped_steps, samples, attempt, initial: initial != 0 }
+    }
+
+    fn is_valid(&self) -> bool {
+        let ([first, last], [from, to]) = (self.skipped_steps, self.samples);
+        self.step < first && first <= last && from <= to && to < u64::MAX
+    }
+}
+
+/// All rewinds of a run, in order.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Rewinds {
+    list: Vec<Rewind>,
+}
+
+impl Rewinds {
+    /// Reads the file of `run`; a missing file has none.
+    ///
+    /// # Errors
+    /// Fails if the file cannot be read or is damaged.
+    pub fn read(run: &RunDirectory) -> Result<Self, Error> {
+        let path = run.rewinds();
+        let bytes = match std::fs::metadata(&path) {
+            Ok(data) if data.len() > MAX_FILE_BYTES => {
+                let reason = format!("{} bytes: it has at most {MAX_FILE_BYTES}", data.len());
+                return Err(Error::MetricsLine { path, line: 1, reason });
+            }
+            Ok(_) => std::fs::read(&path).map_err(Error::io(&path))?,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
+            Err(error) => return Err(Error::io(&path)(error)),
+        };
+        Self::parse(&bytes, &path)
+    }
+
+    fn parse(bytes: &[u8], path: &Path) -> Result<Self, Error> {
+        let refuse = |line: usize, reason: String| {
+            let path = path.to_owned();
+            Error::MetricsLine { path, line: line as u64 + 1, reason }
+        };
+        let mut list = Vec::<Rewind>::new();
+        let lines = bytes.split_inclusive(|&byte| byte == b'\n');
+        for (at, line) in lines.enumerate() {
+            let rewind: Rewind = serde_json::from_slice(line)
+                .map_err(|error| refuse(at, format!("not a rewind: {error}")))?;
+            let before = list.last().map_or(0, |rewind| rewind.number);
+            if rewind.number <= before || !rewind.is_valid() || line.last() != Some(&b'\n') {
+                return Err(refuse(at, "not a rewind, or not in order".into()));
+            }
+            list.push(rewind);
+        }
+        Ok(Rewinds { list })
+    }
+
+    /// The rewinds of `run` on all ranks, of which the first one reads the file.
+    ///
+    /// # Errors
+    /// As [`Rewinds::read`]; fails if another rank has failed.
+    pub(crate) fn shared<B: Backend>(
+        run: &RunDirectory,
+        ranks: &mut Ranks<B>,
+    ) -> Result<Self, Error> {
+        let read = if ranks.is_first() { Self::read(run) } else { Ok(Self::default()) };
+        let mut rewinds = ranks.agree(read)?;
+        let count = ranks.first(|| Ok(rewinds.list.len() as f64))? as usize;
+        for at in 0..count {
+            let mut numbers = rewinds.list.get(at).map_or([0; NUMBERS], Rewind::numbers);
+            for number in &mut numbers {
+                // Steps and samples, which f64 represents exactly.
+                *number = ranks.first(|| Ok(*number as f64))? as u64;
+            }
+            if !ranks.is_first() {
+                rewinds.list.push(Rewind::of_numbers(numbers));
+            }
+        }
+        Ok(rewinds)
+    }
+
+    /// Adds a rewind, and replaces the file of `run`: atomically, and synced.
+    ///
+    /// # Errors
+    /// Fails if the file cannot be written; it is then unchanged.
+    pub(crate) fn append(&self, rewind: Rewind, run: &RunDirectory) -> Result<(), Error> {
+        let path = run.rewinds();
+        let mut text = Vec::new();
+        for rewind in self.list.iter().chain([&rewind]) {
+            serde_json::to_writer(&mut text, rewind)
+                .and_then(|()| writeln!(text).map_err(serde_json::Error::io))
+                .map_err(|error| Error::io(&path)(error.into()))?;
+        }
+        moh_files::write(&path, &text).map_err(Error::io(&path))
+    }
+
+    /// The last rewind.
+    pub fn last(&self) -> Option<&Rewind> {
+        self.list.last()
+    }
+
+    /// The rewinds on the path that counts. A later one to the same or an earlier step replaces those
+    /// before it.
+    fn effective(&self) -> Vec<&Rewind> {
+        let mut path: Vec<&Rewind> = Vec::new();
+        for rewind in &self.list {
+            path.retain(|before| before.step < rewind.step);
+            path.push(rewind);
+        }
+        path
+    }
+
+    /// The rewind whose samples are passed over before the step after `step`, by a run that has taken
+    /// those up to number `taken`.
+    pub fn due(&self, step: u64, taken: u64) -> Option<&Rewind> {
+        self.effective().into_iter().find(|rewind| rewind.step == step && rewind.number > taken)
+    }
+
+    /// The number of the last rewind that a checkpoint of `step` has taken; 0 for none. A checkpoint with
+    /// a smaller number is of a path that the run has left.
+    pub fn taken_before(&self, step: u64) -> u64 {
+        let path = self.effective();
+        path.iter().rev().find(|rewind| rewind.step < step).map_or(0, |rewind| rewind.number)
+    }
+
+    /// The samples that are passed over, over all stages.
+    pub fn num_samples(&self) -> u64 {
+        self.effective().iter().map(|rewind| rewind.samples[1] - rewind.samples[0] + 1).sum()
+    }
+
+    /// The rewind of a run whose last steps were not applied: to `guard.rewind` steps before the first of
+    /// them, or before the step of the last rewind if that was from the same place.
+    ///
+    /// # Errors
+    /// Fails after [`MOST_ATTEMPTS`] from the same place.
+    pub(crate) fn next(
+        &self,
+        recipe: &Recipe,
+        run: &RunDirectory,
+        state: &RunState,
+    ) -> Result<Rewind, Error> {
+        let (last, distance) = (state.step, recipe.guard.rewind);
+        let first = (last + 1).saturating_sub(state.guard.in_a_row);
+        let is_same_place = |before: &&Rewind| first <= before.skipped_steps[1] + distance;
+        let before = self.last().filter(is_same_place);
+        let attempt = before.map_or(1, |before| before.attempt + 1);
+        if attempt > MOST_ATTEMPTS {
+            let path = run.rewinds();
+            return Err(Error::RewoundTooOften { path, first, last });
+        }
+        let step = before.map_or(first, |before| before.step.min(first)).saturating_sub(distance);
+        let earlier = self.effective().into_iter().filter(|rewind| rewind.step < step);
+        let passed: u64 = earlier.map(|rewind| rewind.samples[1] - rewind.samples[0] + 1).sum();
+        Ok(Rewind {
+            number: self.last().map_or(0, |last| last.number).max(state.guard.rewinds) + 1,
+            step,
+            skipped_steps: [first, last],
+            samples: [samples_of(recipe, step) + passed, state.sample.saturating_sub(1)],
+            attempt,
+            initial: false,
+        })
+    }
+}
+
+/// The samples of the first `steps` steps of a run that passes over none.
+fn samples_of(recipe: &Recipe, mut steps: u64) -> u64 {
+    let mut samples = 0;
+    for stage in &recipe.stages {
+        let taken = steps.min(stage.num_steps());
+        samples += taken * stage.batch_sequences(recipe.data.sequence_length);
+        steps -= taken;
+    }
+    samples
+}
+
+/// Moves the checkpoints of the path that the run has left aside. The caller has locked the directory.
+///
+/// # Errors
+/// Fails if a directory cannot be listed or renamed.
+pub(crate) fn leave_path(run: &RunDirectory, rewinds: &Rewinds) -> Result<(), Error> {
+    let Some(last) = rewinds.last() else { return Ok(()) };
+    let steps = run.checkpoint_steps()?;
+    // What cannot be opened is found again, and reported, where the newest checkpoint is opened.
+    let is_left = |&step: &u64| {
+        StoredCheckpoint::of_step(run, step)
+            .is_ok_and(|stored| stored.manifest().state.guard.rewinds < rewinds.taken_before(step))
+    };
+    let left: Vec<u64> = steps.iter().copied().filter(is_left).collect();
+    if left.is_empty() {
+        return Ok(());
+    }
+    if last.initial && left.len() == steps.len() {
+        // No checkpoint of the new path is complete yet.
+        run.unmark()?;
+    }
+    for step in left {
+        let aside = run.rewound_checkpoint(step);
+        moh_files::remove_directory(&aside).map_err(Error::io(&aside))?;
+        std::fs::rename(run.checkpoint(step), &aside).map_err(Error::io(&aside))?;
+    }
+    moh_files::sync_directory(&run.checkpoints()).map_err(Error::io(&run.checkpoints()))
+}
+
+#[cfg(test)]
+mod tests;
