@@ -1,5 +1,5 @@
-//! Shared by the command-line programs: exit codes, signals, progress, models, chat templates and the view
-//! of a run.
+//! Shared by the command-line programs: exit codes, signals, progress, models, chat templates, time limits
+//! and the view of a run.
 
 pub mod chat;
 mod counted;
@@ -10,5 +10,6 @@ pub mod progress;
 pub mod run_view;
 pub mod signals;
 pub mod summary_table;
+pub mod time_limit;
 
 pub use counted::counted;

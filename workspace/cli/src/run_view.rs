@@ -83,7 +83,9 @@ impl RunView {
             Event::Evaluated { evaluation, heads } => {
                 self.line(&describe_evaluation(evaluation, heads));
             }
-            Event::Checkpoint { .. } => {}
+            Event::Checkpoint { step, seconds, .. } => {
+                self.line(&format!("checkpoint of step {step} complete after {seconds:.1} s"));
+            }
         }
     }
 

@@ -184,6 +184,45 @@ fn a_terminated_run_exits_with_75_and_continues() {
     assert!(results(&dir.path().join("run")) == results(&dir.path().join("whole")));
 }
 
+#[test]
+fn a_time_limit_and_the_end_of_a_job_stop_a_run_with_75() {
+    let dir = prepared();
+    let endless = ["stage.adapt.tokens=64e6"];
+    let stopped = |command: &mut Command| {
+        let output = command.output().unwrap();
+        let text = stderr(&output);
+        assert_eq!(output.status.code(), Some(75), "{text}");
+        let step = newest_checkpoint(&dir.path().join("run"));
+        assert!(text.ends_with(&format!(
+            "stopped after step {step} with a checkpoint: run the same command again to continue\n"
+        )));
+        step
+    };
+    let first = stopped(moh_train(dir.path(), &endless).args(["--time-limit", "1s"]));
+    let end = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs() + 2;
+    let job = |end: u64| {
+        let mut command = moh_train(dir.path(), &endless);
+        command.env("SLURM_JOB_END_TIME", end.to_string()).args(["--time-limit", "2h"]);
+        command
+    };
+    assert!(stopped(&mut job(end)) > first);
+    // The end of a job that is over does not count: the run goes on until it is stopped.
+    let (mut child, _reader) = started(&mut job(end - 1000), 5);
+    terminate(&child);
+    assert_eq!(child.wait().unwrap().code(), Some(75));
+}
+
+#[test]
+fn a_time_limit_without_a_unit_is_refused() {
+    let dir = prepared();
+    let output = moh_train(dir.path(), &[]).args(["--time-limit", "90"]).output().unwrap();
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    let expected = "expected a time such as 90m, 1h30m, 12:00:00 or 2-12:00:00";
+    assert!(text.contains("--time-limit <TIME>") && text.contains(expected), "{text}");
+    assert!(!dir.path().join("run").exists());
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn a_hangup_stops_a_run_unless_it_is_ignored() {
@@ -651,6 +690,13 @@ fn a_full_disk_keeps_the_newest_checkpoint_and_room_continues() {
     assert_eq!(output.status.code(), Some(1), "{text}");
     let last = text.lines().last().unwrap();
     assert!(last.starts_with("error: ") && last.contains("File too large"), "{text}");
+    let good = format!("the last good checkpoint is of step {step}");
+    assert!(last.contains("the checkpoint could not be written") && last.contains(&good), "{text}");
+    // The run has gone on until its end, and tried again at every seventh step and at the stages' ends.
+    let warnings = text.lines().filter(|line| line.starts_with("warning: the checkpoint of step "));
+    let attempts = (step + 1..=120).filter(|step| step % 7 == 0 || step % 60 == 0).count();
+    assert_eq!(warnings.count(), attempts, "{text}");
+    assert!(text.contains("moh 120/120: "), "{text}");
     let left = names(&run.join("checkpoints"));
     let whole: Vec<_> = left.iter().filter(|name| !name.starts_with(".tmp-")).collect();
     assert_eq!(whole, before.iter().filter(|name| !name.starts_with(".tmp-")).collect::<Vec<_>>());

@@ -184,6 +184,21 @@ pub enum Error {
         /// The last one.
         last: u64,
     },
+    /// The checkpoint with which a run stops, ends, or goes on in another layout of ranks could not be
+    /// written.
+    #[error(
+        "{}: the checkpoint could not be written: {cause}; {}: make room or repair the file system, and run \
+         the same command again",
+        path.display(), last_good_checkpoint(*last_good)
+    )]
+    NotSaved {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The cause.
+        cause: String,
+        /// Step of the newest complete checkpoint, from which the run resumes.
+        last_good: Option<u64>,
+    },
     /// The recipe's model is not on this machine.
     #[error("{}: model.from: no such directory, and no downloaded model", path.display())]
     NoModel {
@@ -287,6 +302,14 @@ impl fmt::Display for KeyChange {
         let value = |value: &Option<String>| value.clone().unwrap_or_else(|| "absent".to_string());
         let (before, now) = (value(&self.before), value(&self.now));
         write!(f, "  {}: was {before}, now {now}", self.key)
+    }
+}
+
+/// A clause that says which checkpoint is the newest complete one.
+pub(crate) fn last_good_checkpoint(step: Option<u64>) -> String {
+    match step {
+        Some(step) => format!("the last good checkpoint is of step {step}"),
+        None => "there is no good checkpoint yet".to_owned(),
     }
 }
 

@@ -23,7 +23,7 @@ pub enum Event<'a> {
         /// The damage.
         error: &'a Error,
     },
-    /// A fact about the run's model or data that its user should know.
+    /// A fact about the run that its user should know, such as a checkpoint that could not be written.
     Warning {
         /// One sentence.
         text: &'a str,
@@ -97,10 +97,15 @@ pub enum Event<'a> {
         /// Query heads of the model.
         heads: usize,
     },
-    /// A checkpoint was written.
+    /// A checkpoint is complete. It was written while training went on, so that later steps may have
+    /// been reported before.
     Checkpoint {
         /// Its directory.
         path: &'a Path,
+        /// Its step, over all stages.
+        step: u64,
+        /// The time since its step.
+        seconds: f64,
     },
 }
 

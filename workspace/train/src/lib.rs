@@ -28,6 +28,7 @@ pub mod step;
 mod step_buffers;
 mod summary;
 pub mod tensorboard;
+mod time_limit;
 pub mod trace;
 mod trainer;
 
@@ -47,4 +48,5 @@ pub use schedule::Schedule;
 pub use source::ModelSource;
 pub use summary::Summary;
 pub use tensorboard::TensorBoard;
+pub use time_limit::TimeLimit;
 pub use trace::TraceSteps;

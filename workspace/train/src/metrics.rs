@@ -143,11 +143,16 @@ impl TryFrom<Line> for StepMetrics {
     }
 }
 
-/// Appends to a metrics file.
+/// Appends to a metrics file. Lines that cannot be written are kept, and written with a later one.
 #[derive(Debug)]
 pub struct MetricsWriter {
     path: PathBuf,
     file: File,
+    /// Bytes of the file up to its last complete line.
+    len: u64,
+    /// Whether the file may have a part of a line after those.
+    is_torn: bool,
+    unwritten: Vec<u8>,
 }
 
 impl MetricsWriter {
@@ -159,13 +164,15 @@ impl MetricsWriter {
     pub fn append_to(path: &Path) -> Result<Self, Error> {
         let file =
             OpenOptions::new().create(true).append(true).open(path).map_err(Error::io(path))?;
-        Ok(MetricsWriter { path: path.to_path_buf(), file })
+        let len = file.metadata().map_err(Error::io(path))?.len();
+        let path = path.to_path_buf();
+        Ok(MetricsWriter { path, file, len, is_torn: false, unwritten: Vec::new() })
     }
 
     /// Appends the line of one step, in a single write.
     ///
     /// # Errors
-    /// Fails if the file cannot be written.
+    /// Fails if the file cannot be written; the line is then kept and written with the next one.
     pub fn write(&mut self, metrics: &StepMetrics) -> Result<(), Error> {
         let io = Error::io(&self.path);
         let mut line = match serde_json::to_vec(metrics) {
@@ -173,16 +180,45 @@ impl MetricsWriter {
             Err(error) => return Err(io(error.into())),
         };
         line.push(b'\n');
-        self.file.write_all(&line).map_err(io)
+        self.unwritten.append(&mut line);
+        self.flush()
     }
 
-    /// Syncs the lines to disk. A checkpoint of step N can be resumed only with N lines, so sync
-    /// before completing one.
+    /// Whether lines are kept that could not be written.
+    pub(crate) fn is_behind(&self) -> bool {
+        !self.unwritten.is_empty()
+    }
+
+    /// Writes the lines that could not be written before.
     ///
     /// # Errors
-    /// Fails if the system cannot write them.
-    pub fn sync(&self) -> Result<(), Error> {
-        self.file.sync_data().map_err(Error::io(&self.path))
+    /// Fails if they cannot be written this time either.
+    pub(crate) fn flush(&mut self) -> Result<(), Error> {
+        let mut append = || {
+            if std::mem::replace(&mut self.is_torn, true) {
+                self.file.set_len(self.len)?;
+            }
+            self.file.write_all(&self.unwritten)
+        };
+        append().map_err(Error::io(&self.path))?;
+        self.is_torn = false;
+        self.len += self.unwritten.len() as u64;
+        self.unwritten.clear();
+        Ok(())
+    }
+
+    /// Writes all lines; returns what syncs them to disk, on another thread. A checkpoint of step N can
+    /// be resumed only with N lines, so sync before completing one.
+    ///
+    /// # Errors
+    /// Fails if lines cannot be written, or if the process has no file descriptor left.
+    pub(crate) fn sync_later(
+        &mut self,
+    ) -> Result<impl FnOnce() -> Result<(), Error> + Send + use<>, Error> {
+        self.flush()?;
+        let file = self.file.try_clone().map_err(Error::io(&self.path))?;
+        let path = self.path.clone();
+        Ok(move || file.sync_data().map_err(Error::io(&path)))
     }
 }
 
@@ -341,7 +377,7 @@ mod tests {
         for number in steps {
             writer.write(&step(number)).unwrap();
         }
-        writer.sync().unwrap();
+        writer.sync_later().unwrap()().unwrap();
     }
 
     #[test]
@@ -370,6 +406,30 @@ mod tests {
         assert_eq!(read[0], step(1));
         assert!(read[1].loss.is_nan());
         assert_eq!(read[1].validation, dense.validation);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn lines_that_could_not_be_written_are_written_later() {
+        let directory = tempfile::tempdir().unwrap();
+        let (path, whole) =
+            (directory.path().join("metrics.jsonl"), directory.path().join("whole"));
+        let mut writer = MetricsWriter::append_to(&path).unwrap();
+        writer.write(&step(1)).unwrap();
+        let full = OpenOptions::new().append(true).open("/dev/full").unwrap();
+        let mut disk = std::mem::replace(&mut writer.file, full);
+        for number in 2..=3 {
+            let error = writer.write(&step(number)).unwrap_err().to_string();
+            assert!(error.starts_with(path.to_str().unwrap()), "{error}");
+            assert!(writer.is_behind() && writer.sync_later().is_err());
+        }
+        // A part of a line was written before the disk was full.
+        disk.write_all(b"{\"stage\"").unwrap();
+        writer.file = disk;
+        writer.write(&step(4)).unwrap();
+        assert!(!writer.is_behind());
+        write(&whole, 1..=4);
+        assert_eq!(std::fs::read(&path).unwrap(), std::fs::read(&whole).unwrap());
     }
 
     #[test]

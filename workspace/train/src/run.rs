@@ -17,7 +17,7 @@ use crate::source::ModelSource;
 use crate::summary::Summary;
 use crate::trace::TraceSteps;
 use crate::trainer::{Inputs, train};
-use crate::{Error, Ranks, Recipe, RunDirectory};
+use crate::{Error, Ranks, Recipe, RunDirectory, TimeLimit};
 
 static NO_STEPS: TraceSteps = TraceSteps::NONE;
 
@@ -34,12 +34,15 @@ pub struct RunOptions<'a> {
     /// applied.
     #[doc(hidden)]
     pub gradient_faults: &'a [(u64, f32)],
+    /// The run stops with a checkpoint before this limit ends, by the first rank's clock.
+    pub time_limit: Option<TimeLimit>,
 }
 
 impl<'a> RunOptions<'a> {
-    /// Resumes an earlier run, and traces no steps.
+    /// Resumes an earlier run, traces no steps, and has no time limit.
     pub fn new(stop: &'a AtomicBool) -> Self {
-        RunOptions { stop, trace: &NO_STEPS, begin_anew: false, gradient_faults: &[] }
+        let (trace, gradient_faults) = (&NO_STEPS, &[][..]);
+        RunOptions { stop, trace, begin_anew: false, gradient_faults, time_limit: None }
     }
 }
 
@@ -50,7 +53,8 @@ impl<'a> RunOptions<'a> {
 ///
 /// # Errors
 /// Fails if the recipe, the model, the data or the run directory is invalid, if the device or another
-/// rank fails, or if a run that has completed checkpoints has none left.
+/// rank fails, if a run that has completed checkpoints has none left, or if the last checkpoint cannot be
+/// written.
 pub fn run(
     recipe: &mut Recipe,
     path: &Path,
@@ -143,6 +147,7 @@ impl Job<'_> {
             stop: self.options.stop,
             trace: self.options.trace,
             gradient_faults: self.options.gradient_faults,
+            time_limit: self.options.time_limit,
         };
         let precision = &recipe.precision;
         let types = TrainingTypes {

@@ -62,11 +62,28 @@ fn stop_at(recipe: &Recipe, step: u64) -> Outcome {
     .unwrap()
 }
 
+/// Waits until the checkpoint that was begun last is complete and the older ones are removed.
+fn wait_for_checkpoints(run: &RunDirectory, keep: usize) {
+    let is_written = || {
+        let in_flight = |name: &str| name.starts_with(".tmp-");
+        let names = fs::read_dir(run.checkpoints()).map_or(Vec::new(), |entries| {
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+        });
+        let is_marked = names.is_empty() || run.marker().is_file();
+        is_marked && !names.iter().any(|name| in_flight(name)) && names.len() <= keep
+    };
+    while !is_written() {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+}
+
 /// Runs a recipe to its end, and copies its directory to `copy` after `step` was reported and
-/// before what follows a step: what a process that was killed there leaves.
+/// before what follows a step: what a process that was killed there leaves, if the checkpoint of the
+/// step before was written by then.
 fn killed_at(recipe: &Recipe, step: u64, copy: &Path) {
     let done = watch(recipe, |event, _| {
         if matches!(event, Event::Step { step: now, .. } if *now == step) {
+            wait_for_checkpoints(&RunDirectory::new(&recipe.run.dir), 2);
             copy_all(&recipe.run.dir, copy);
         }
     });

@@ -23,6 +23,20 @@ fn train_on(
     directory: Option<&Path>,
     stop_at: Option<u64>,
 ) -> Vec<Result<Outcome, Error>> {
+    train_and_hear(ranks, recipe, directory, &|step, stop| {
+        if Some(step) == stop_at {
+            stop.store(true, Ordering::Relaxed);
+        }
+    })
+}
+
+/// As [`train_on`]; the first rank calls `on_step` after each step with what asks the last rank to stop.
+fn train_and_hear(
+    ranks: usize,
+    recipe: &Recipe,
+    directory: Option<&Path>,
+    on_step: &(dyn Fn(u64, &AtomicBool) + Sync),
+) -> Vec<Result<Outcome, Error>> {
     let stop = Arc::new(AtomicBool::new(false));
     std::thread::scope(|scope| {
         let run = |world: World| {
@@ -33,10 +47,8 @@ fn train_on(
                 let asked = if world.rank() + 1 == ranks { &*stop } else { &own_stop };
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
                 let heard = |event: Event<'_>| {
-                    if let Event::Step { step, .. } = event
-                        && Some(step) == stop_at
-                    {
-                        stop.store(true, Ordering::Relaxed);
+                    if let Event::Step { step, .. } = event {
+                        on_step(step, &stop);
                     }
                 };
                 let found = pool.install(|| {
@@ -384,6 +396,29 @@ fn an_error_of_one_rank_is_told_once() {
     let told = outcomes.iter().filter(|outcome| !matches!(outcome, Err(Error::OtherRank { .. })));
     assert_eq!(told.count(), 1, "{outcomes:?}");
     assert!(outcomes.iter().all(Result::is_err));
+}
+
+#[test]
+fn ranks_agree_on_a_checkpoint_that_cannot_be_written() {
+    let place = Workplace::new();
+    let reference = finish_on(1, &place.recipe(&MICRO_BATCHES));
+    let place = Workplace::new();
+    // Before any checkpoint, so that none is in flight.
+    let recipe = place.recipe(&[&MICRO_BATCHES[..], &["checkpoint.every_steps=0"]].concat());
+    let checkpoints = RunDirectory::new(&recipe.run.dir).checkpoints();
+    let outcomes = train_and_hear(3, &recipe, None, &|step, stop| {
+        if step == 3 {
+            // A file in the place of the directory.
+            std::fs::write(&checkpoints, "").unwrap();
+            stop.store(true, Ordering::Relaxed);
+        }
+    });
+    let Err(Error::NotSaved { last_good: None, .. }) = &outcomes[0] else { panic!("{outcomes:?}") };
+    for outcome in &outcomes[1..] {
+        assert!(matches!(outcome, Err(Error::OtherRank { rank: 0 })), "{outcomes:?}");
+    }
+    std::fs::remove_file(&checkpoints).unwrap();
+    assert_alike(&finish_on(2, &recipe), &reference, "after a checkpoint that failed");
 }
 
 #[test]

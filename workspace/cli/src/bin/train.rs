@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::Parser;
@@ -15,6 +15,7 @@ use moh_cli::models;
 use moh_cli::run_view::RunView;
 use moh_cli::signals::stop_on_signals;
 use moh_cli::summary_table::{draw, invocation, table};
+use moh_cli::time_limit::{parse_time_limit, time_limit};
 use moh_comm::{Fault, Launch, OPERATION_LIMIT, Options, RENDEZVOUS_LIMIT, World};
 use moh_data::TokenFile;
 use moh_kernels::span;
@@ -22,8 +23,8 @@ use moh_model::ModelConfig;
 use moh_train::plan::{Hardware, Suggestions};
 use moh_train::recipe::ValidationData;
 use moh_train::{
-    OpenDevice, Outcome, Plan, RankSpeed, Recipe, RunDirectory, RunOptions, Summary, TraceSteps,
-    open_device,
+    OpenDevice, Outcome, Plan, RankSpeed, Recipe, RunDirectory, RunOptions, Summary, TimeLimit,
+    TraceSteps, open_device,
 };
 
 /// Train a recipe's stages in order, or resume an interrupted run.
@@ -31,7 +32,7 @@ use moh_train::{
 /// Running the same command again continues from the newest checkpoint and ends with the same bits as
 /// a run that was never interrupted; on a GPU, this takes run.deterministic = true. SIGINT, SIGTERM,
 /// SIGUSR1 and SIGHUP (unless ignored, as by nohup) stop it after the current step, with a checkpoint
-/// and exit code 75: run it again.
+/// and exit code 75: run it again. So does a time limit, before it ends.
 #[derive(Parser)]
 #[command(
     name = "moh-train",
@@ -73,6 +74,11 @@ struct Arguments {
     /// into before-1 (or the next free number) in the run directory
     #[arg(long, conflicts_with_all = ["plan", "preflight"])]
     begin_anew: bool,
+    /// Stop before this time is over, with a checkpoint and exit code 75: 90m, 1h30m, or as Slurm writes
+    /// times, 12:00:00 or 2-12:00:00. Without it, a Slurm job's own end (SLURM_JOB_END_TIME) is the limit
+    #[arg(long, value_name = "TIME", value_parser = parse_time_limit)]
+    #[arg(conflicts_with_all = ["plan", "preflight"])]
+    time_limit: Option<Duration>,
     /// Print parameters, steps, memory, FLOPs and time, and do not train
     #[arg(long)]
     plan: bool,
@@ -96,10 +102,11 @@ fn seconds() -> clap::builder::RangedU64ValueParser {
 }
 
 fn main() -> ExitCode {
+    let start = Instant::now();
     exit::run(|| {
         let arguments = Arguments::parse();
         let recipe = Recipe::load(&arguments.recipe, &arguments.overrides)?;
-        if arguments.plan { plan(&arguments, recipe) } else { train(&arguments, recipe) }
+        if arguments.plan { plan(&arguments, recipe) } else { train(&arguments, recipe, start) }
     })
 }
 
@@ -149,7 +156,8 @@ fn plan_of(
     Ok(plan)
 }
 
-fn train(arguments: &Arguments, recipe: Recipe) -> anyhow::Result<()> {
+fn train(arguments: &Arguments, recipe: Recipe, start: Instant) -> anyhow::Result<()> {
+    let limit = time_limit(start, arguments.time_limit);
     check_trace(arguments, &recipe)?;
     span::connect_profiler()?;
     let launch = Launch::from_environment(arguments.rendezvous.as_deref())?;
@@ -172,7 +180,7 @@ fn train(arguments: &Arguments, recipe: Recipe) -> anyhow::Result<()> {
     let done = if arguments.preflight {
         preflight(&recipe, device, &world)
     } else {
-        train_as_rank(arguments, recipe, device, &world)
+        train_as_rank(arguments, recipe, (device, &world), limit)
     };
     match done {
         Ok(()) => Ok(world.close()?),
@@ -219,8 +227,8 @@ fn preflight(recipe: &Recipe, device: OpenDevice, world: &World) -> anyhow::Resu
 fn train_as_rank(
     arguments: &Arguments,
     mut recipe: Recipe,
-    device: OpenDevice,
-    world: &World,
+    (device, world): (OpenDevice, &World),
+    time_limit: Option<TimeLimit>,
 ) -> anyhow::Result<()> {
     let directory = locate_model(&recipe, world)?;
     let stop = Arc::new(AtomicBool::new(false));
@@ -232,6 +240,7 @@ fn train_as_rank(
     let options = RunOptions {
         trace: arguments.trace.as_ref().unwrap_or(&no_steps),
         begin_anew: arguments.begin_anew,
+        time_limit,
         ..RunOptions::new(&stop)
     };
     let outcome = moh_train::run(

@@ -48,7 +48,6 @@ pub(crate) fn gather_weights<B: Backend, T: Element>(
 mod tests {
     use std::path::Path;
 
-    use moh_comm::World;
     use moh_hf::ConfigFile;
     use moh_kernels::Cpu;
     use moh_model::ModelConfig;
@@ -56,10 +55,10 @@ mod tests {
     use moh_model::parameters::Shard;
     use serde_json::Map;
 
-    use super::super::{RunState, TensorKind, prune, write};
+    use super::super::{RunState, Snapshot, TensorKind, begin, prune, publish, write_part};
     use super::*;
+    use crate::RunDirectory;
     use crate::recipe::Checkpoint;
-    use crate::{Ranks, RunDirectory};
 
     const RANKS: usize = 4;
 
@@ -87,25 +86,24 @@ mod tests {
     }
 
     fn write_on(ranks: usize, run: &RunDirectory) {
-        std::thread::scope(|scope| {
-            for world in World::threads(ranks) {
-                scope.spawn(move || {
-                    let (mut model, mut optimizer) = part(world.rank(), ranks);
-                    optimizer
-                        .fill(&mut model, |kind, segment, range, values| {
-                            for (at, out) in range.zip(values) {
-                                *out = value(kind, &segment.name, at);
-                            }
-                            Ok::<(), moh_model::Error>(())
-                        })
-                        .unwrap();
-                    let mut together = Ranks::new(Cpu, world.group().clone()).unwrap();
-                    let state = RunState { step: 5, ..RunState::default() };
-                    write(run, &mut together, &state, Map::new(), &model, &optimizer).unwrap();
-                    world.close().unwrap();
-                });
-            }
+        let pending = begin(run, 5).unwrap();
+        let parts = (0..ranks).map(|rank| {
+            let (mut model, mut optimizer) = part(rank, ranks);
+            optimizer
+                .fill(&mut model, |kind, segment, range, values| {
+                    for (at, out) in range.zip(values) {
+                        *out = value(kind, &segment.name, at);
+                    }
+                    Ok::<(), moh_model::Error>(())
+                })
+                .unwrap();
+            let mut snapshot = Snapshot::new(model.layout(), optimizer.shard()).unwrap();
+            snapshot.copy(&model, &optimizer).unwrap();
+            write_part(run, 5, (rank, ranks), &snapshot).unwrap()
         });
+        let parts: Vec<_> = parts.collect();
+        let state = RunState { step: 5, ..RunState::default() };
+        publish(run, pending, state, Map::new(), &parts).unwrap();
     }
 
     /// Checks what rank `rank` of `ranks` loads.

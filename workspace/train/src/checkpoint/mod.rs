@@ -4,27 +4,34 @@
 //! names, with each rank's shard in its own files. Each rank lists its shards of tensors, with their
 //! position and hash, in a part; a manifest records the state of the run and the parts, so that other
 //! layouts of ranks can read the checkpoint, each rank only what it needs. The manifest's own hash is
-//! stored beside it. A checkpoint is written to a temporary name, synced and renamed. One whose bytes are
+//! stored beside it. Each rank copies its state to the host's memory and writes it on a background thread
+//! to a temporary name; the first rank renames what is complete and synced. A checkpoint whose bytes are
 //! wrong is moved aside, and the one before it is used; any other failure to open one ends the program
 //! and changes nothing.
 
+mod background;
 mod fault;
+mod flight;
 mod load;
 mod manifest;
 mod part;
 mod read;
+mod shard_file;
+mod snapshot;
 mod stored;
 mod tensor_file;
 mod write;
 
+pub(crate) use flight::{Complete, End, Flight, Progress, WritePart};
 pub(crate) use load::{gather_weights, load};
 pub use manifest::{Evaluation, Manifest, Moment, PartFile, RunState, TensorKind};
 pub use part::{Part, TensorEntry, TensorFile};
 pub(crate) use read::undamaged;
 pub use read::{OnDamage, newest};
+pub(crate) use snapshot::{Snapshot, staging_bytes};
 pub use stored::StoredCheckpoint;
-pub(crate) use write::staging_bytes;
-pub use write::{prune, write};
+pub use write::prune;
+pub(crate) use write::{begin, publish, write_part};
 
 /// Name of the manifest in a checkpoint's directory.
 const MANIFEST: &str = "manifest.json";

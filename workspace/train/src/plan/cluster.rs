@@ -54,7 +54,7 @@ pub struct Speed {
     /// The model's FLOPs (the plan's, without recomputation) as a fraction of what the matmuls of
     /// all ranks could compute in that time.
     pub matmul_share: f64,
-    /// Seconds of the whole stage, including its checkpoints if their time is known.
+    /// Seconds of the whole stage, including the waits for its checkpoints if their time is known.
     pub stage: f64,
 }
 
@@ -87,13 +87,16 @@ impl Speed {
         let rate = hardware.matmul(work.recipe.run.dtype) * work.layout.ranks() as f64;
         let steps = work.stage.num_steps();
         let every = work.recipe.checkpoint.every_steps;
-        // One more checkpoint at the end.
-        let checkpoints = steps.checked_div(every).unwrap_or(0).saturating_add(1);
+        // Checkpoints are written while training goes on; the last one is waited for, and every other one
+        // as far as the steps until the next one do not cover it.
+        let checkpoint = checkpoint.unwrap_or(0.0);
+        let exposed = (checkpoint - every as f64 * step.total()).max(0.0);
+        let waits = steps.checked_div(every).unwrap_or(0) as f64 * exposed + checkpoint;
         Speed {
             step,
             tokens_per_second,
             matmul_share: flops * tokens_per_second / rate,
-            stage: steps as f64 * step.total() + checkpoints as f64 * checkpoint.unwrap_or(0.0),
+            stage: steps as f64 * step.total() + waits,
         }
     }
 }

@@ -67,7 +67,7 @@ pub struct OtherBytes {
     pub thread_scratch: u64,
     /// The GPU's driver and libraries.
     pub libraries: u64,
-    /// Host memory for a checkpoint's tensors, one at a time.
+    /// Host memory for the copy of the state that a checkpoint is written from.
     pub staging: u64,
 }
 
@@ -225,7 +225,7 @@ impl RankMemory {
             moments: precision.moments,
         };
         let buffers = Buffers { work, part, layout: &layout, slots, memory: &memory };
-        let message = in_training_elements(types, buffers)?;
+        let (message, staging) = in_training_elements(types, buffers)?;
         let messages = stage.messages(micro_batches) as u64;
         let other = OtherBytes {
             scratch: memory.bytes(Purpose::Scratch),
@@ -233,7 +233,7 @@ impl RankMemory {
             messages: messages.saturating_mul(message as u64),
             thread_scratch: memory.thread_scratch(),
             libraries: libraries(&memory, device, work.layout.ranks()),
-            staging: checkpoint::staging_bytes(&layout, data),
+            staging,
         };
         let (state, activations) = (StateBytes::of(&memory), ActivationBytes::of(&memory));
         Ok(RankMemory { pipeline_rank, in_flight, state, activations, other, device })
@@ -250,10 +250,10 @@ struct Buffers<'a> {
 }
 
 impl InTrainingElements for Buffers<'_> {
-    type Output = Result<usize, Error>;
+    type Output = Result<(usize, u64), Error>;
 
     /// Runs a run's constructors in the same order; returns the bytes of a message to another
-    /// stage.
+    /// stage, and of the host's copy for checkpoints.
     fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
         let Buffers { work, part, layout, slots, memory } = self;
         let (recipe, config) = (work.recipe, &work.model);
@@ -270,7 +270,8 @@ impl InTrainingElements for Buffers<'_> {
         if recipe.data.validation.is_some() {
             Evaluator::<_, T>::of_part(memory, passes, batch, length)?;
         }
-        Ok(passes.message_bytes::<T>())
+        let staging = checkpoint::staging_bytes::<T, M>(layout, shard);
+        Ok((passes.message_bytes::<T>(), staging))
     }
 }
 

@@ -313,9 +313,9 @@ fn write_other(table: &mut Table, stages: &[RankMemory]) -> fmt::Result {
     table.bytes("driver and libraries, estimated", stages, part(|of| of.libraries))?;
     if on_gpu {
         table.bytes("sum", stages, RankMemory::total)?;
-        return table.bytes("of the host: a checkpoint's tensor", stages, part(|of| of.staging));
+        return table.bytes("of the host: copy for checkpoints", stages, part(|of| of.staging));
     }
-    table.bytes("a checkpoint's tensor", stages, part(|of| of.staging))?;
+    table.bytes("copy for checkpoints", stages, part(|of| of.staging))?;
     table.bytes("sum", stages, RankMemory::total)
 }
 

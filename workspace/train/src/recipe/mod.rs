@@ -196,12 +196,15 @@ pub enum Recompute {
 }
 
 /// `[checkpoint]`: when checkpoints are written, and which are kept.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Checkpoint {
     /// Steps, over all stages, between checkpoints; default: 100. With 0, checkpoints are written
     /// at the ends of stages only; these are always written.
     pub every_steps: u64,
+    /// Minutes after which the next checkpoint follows, by the first rank's clock; 0, the default, for
+    /// none by time.
+    pub every_minutes: f64,
     /// Number of the newest checkpoints to keep, at least 1; default: 2.
     pub keep: u64,
     /// Checkpoints whose step is a multiple of this are never removed; 0, the default, keeps the
@@ -211,7 +214,7 @@ pub struct Checkpoint {
 
 impl Default for Checkpoint {
     fn default() -> Self {
-        Checkpoint { every_steps: 100, keep: 2, keep_every: 0 }
+        Checkpoint { every_steps: 100, every_minutes: 0.0, keep: 2, keep_every: 0 }
     }
 }
 

@@ -478,6 +478,7 @@ fn every_impossible_number_is_reported_at_once() {
             "stage.moh.micro_batch=0",
             "checkpoint.keep=0",
             "checkpoint.keep_every=150",
+            "checkpoint.every_minutes=-1",
             "log.every_steps=0",
             "run.dir=''",
             "run.device=cuda",
@@ -506,6 +507,7 @@ fn every_impossible_number_is_reported_at_once() {
         "stage.moh.micro_batch = 0: must be at least 1",
         "checkpoint.keep = 0: must be at least 1",
         "checkpoint.keep_every = 150: must be a multiple of checkpoint.every_steps = 100",
+        "checkpoint.every_minutes = -1: must be from 0 to 525600, a year; 0 for no checkpoints by time",
         "log.every_steps = 0: must be at least 1",
         "run.dir: must be a path in UTF-8, and not empty",
     ] {

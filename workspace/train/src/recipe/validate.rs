@@ -17,6 +17,8 @@ use super::{
 const MAX_TOKENS: u64 = 1 << 53;
 /// Maximum number of stages.
 const MAX_STAGES: usize = 1000;
+/// Longest interval between checkpoints, in minutes: a year.
+const MAX_MINUTES: f64 = 525_600.0;
 /// Maximum sequence length; its square fits 64 bits.
 const MAX_SEQUENCE_LENGTH: usize = 1 << 31;
 /// Maximum length of a stage's name.
@@ -213,8 +215,14 @@ fn check_data(faults: &mut Faults, recipe: &Recipe) {
 }
 
 fn check_checkpoint(faults: &mut Faults, checkpoint: &Checkpoint) {
-    let Checkpoint { every_steps, keep, keep_every } = *checkpoint;
+    let Checkpoint { every_steps, every_minutes, keep, keep_every } = *checkpoint;
     faults.at_least_one("checkpoint.keep", keep);
+    faults.check(
+        (0.0..=MAX_MINUTES).contains(&every_minutes),
+        "checkpoint.every_minutes",
+        every_minutes,
+        format!("must be from 0 to {MAX_MINUTES}, a year; 0 for no checkpoints by time"),
+    );
     if every_steps > 0 && faults.is_known("checkpoint.every_steps") {
         faults.check(
             keep_every.is_multiple_of(every_steps),

@@ -3,6 +3,7 @@
 
 mod evaluation;
 mod rewinding;
+mod save_clock;
 mod saving;
 mod stage;
 mod start;
@@ -24,7 +25,9 @@ use crate::source::ModelSource;
 use crate::step::StepGroups;
 use crate::summary::Summary;
 use crate::trace::TraceSteps;
-use crate::{Error, Ranks, Recipe, RunDirectory, SourceEpochs, TensorBoard};
+use crate::{Error, Ranks, Recipe, RunDirectory, SourceEpochs, TensorBoard, TimeLimit};
+
+use saving::Saving;
 
 /// The inputs of a run beside the device and the other ranks.
 #[derive(Clone)]
@@ -36,6 +39,7 @@ pub(crate) struct Inputs<'a> {
     pub trace: &'a TraceSteps,
     /// See [`crate::RunOptions`].
     pub gradient_faults: &'a [(u64, f32)],
+    pub time_limit: Option<TimeLimit>,
 }
 
 /// A run in progress; `T` is the type of weights and activations, `G` of gradients, `M` of moments.
@@ -55,11 +59,12 @@ struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
     board: Option<TensorBoard>,
     state: RunState,
     rewinds: Rewinds,
+    saving: Saving<T, M>,
     gradients: std::marker::PhantomData<G>,
 }
 
-/// Trains until the recipe is complete or `stop` is set on any rank; only the first rank calls
-/// `events`.
+/// Trains until the recipe is complete, `stop` is set on any rank or the time limit ends; only the first
+/// rank calls `events`.
 pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
     backend: B,
     ranks: Ranks<B>,
@@ -116,13 +121,18 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         }
         while let Some(stage) = self.inputs.recipe.stages.get(self.state.stage) {
             if stage.parallel != self.parallel {
+                self.finish_saving()?;
                 return Ok(Progress::Divided);
             }
             let progress = self.run_stage(stage)?;
+            if progress == Progress::Stopped {
+                self.finish_saving()?;
+            }
             if progress != Progress::Done {
                 return Ok(progress);
             }
         }
+        self.finish_saving()?;
         Ok(Progress::Done)
     }
 

@@ -21,6 +21,9 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// # Errors
     /// Fails if no checkpoint is left to return to, or after too many returns from this place.
     pub(super) fn rewind(&mut self) -> Result<(), Error> {
+        // A checkpoint in flight is one to return to, or is set aside.
+        self.wait_for_checkpoint()?;
+        self.warn_of_failure("when the next checkpoint is due");
         let (run, recipe) = (self.inputs.run, self.inputs.recipe);
         let next = self.rewinds.next(recipe, run, &self.state);
         let mut next = self.ranks.agree(next)?;

@@ -1,11 +1,80 @@
-//! When a checkpoint is written, and how.
+//! When a checkpoint is begun, what becomes of one in flight, and the checkpoints that are waited for.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use moh_kernels::{Backend, Element, span};
+use moh_model::Model;
 
+use super::save_clock::{Due, SaveClock};
 use super::{Inputs, Trainer};
-use crate::Error;
-use crate::checkpoint;
+use crate::checkpoint::{self, Complete, End, Flight, Progress, Snapshot, WritePart};
+use crate::error::last_good_checkpoint;
 use crate::event::Event;
+use crate::optimizer::OptimizerState;
+use crate::{Error, MetricsWriter};
+
+/// The time between two exchanges of the ranks that wait for a checkpoint: each of them stays far below
+/// the time limit of an operation, however long the checkpoint takes.
+const EXCHANGE_EVERY: Duration = Duration::from_secs(1);
+
+/// The checkpoints of a run in progress. At most one is in flight.
+pub(super) struct Saving<T: Element, M: Element> {
+    /// The copy of the state; the thread of the checkpoint in flight has it too.
+    snapshot: Arc<Snapshot<T, M>>,
+    flight: Option<(u64, Flight)>,
+    /// Step of the newest complete checkpoint.
+    last_good: Option<u64>,
+    /// The last checkpoint, if it has failed and its warning has not been given.
+    failure: Option<Failure>,
+    clock: SaveClock,
+}
+
+/// What the ranks have agreed on at the end of a step.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Agreed {
+    /// The run stops: a rank was asked to, or the first rank's time is up.
+    pub stop: bool,
+    /// A checkpoint is due by the first rank's clock.
+    pub save: bool,
+}
+
+/// A checkpoint that could not be written, of which all ranks know.
+#[derive(Debug)]
+struct Failure {
+    step: u64,
+    /// Empty except on the first rank.
+    cause: String,
+}
+
+impl<T: Element, M: Element> Saving<T, M> {
+    /// Allocates the host's buffers for the state of `model` and `optimizer`; `last_good` is the step of
+    /// the checkpoint that the run resumes from.
+    pub(super) fn new<B: Backend>(
+        inputs: &Inputs<'_>,
+        model: &Model<B, T>,
+        optimizer: &OptimizerState<B, M>,
+        last_good: Option<u64>,
+    ) -> Result<Self, Error> {
+        Ok(Saving {
+            snapshot: Arc::new(Snapshot::new(model.layout(), optimizer.shard())?),
+            flight: None,
+            last_good,
+            failure: None,
+            clock: SaveClock::new(&inputs.recipe.checkpoint, inputs.time_limit, Instant::now()),
+        })
+    }
+
+    pub(super) fn step_begins(&mut self) {
+        self.clock.step_begins(Instant::now());
+    }
+
+    fn fails(&mut self, step: u64, cause: String) {
+        self.clock.save_fails(Instant::now());
+        self.failure = Some(Failure { step, cause });
+    }
+}
 
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
     /// Whether a checkpoint is due after this step by its number.
@@ -14,30 +83,145 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         every > 0 && self.state.step.is_multiple_of(every)
     }
 
-    /// Writes a checkpoint of the state; the weights must be complete.
+    /// The exchange of all ranks at the end of a step, which also follows the checkpoint in flight.
+    pub(super) fn agree_after_step(&mut self) -> Result<Agreed, Error> {
+        let due = self.saving.clock.step_ends(Instant::now());
+        let agreed = self.exchange(Duration::ZERO, due)?;
+        self.warn_of_failure("in a minute, or when the next checkpoint is due");
+        Ok(agreed)
+    }
+
+    /// Copies the state and begins to write its checkpoint; the weights must be complete. A checkpoint
+    /// in flight is waited for first, so that the same ones are written at any speed.
     pub(super) fn save(&mut self) -> Result<(), Error> {
         let _span = span::enter("checkpoint");
-        // Resuming from the checkpoint of step n requires n lines of metrics.
-        if let Some(writer) = &mut self.metrics {
-            writer.sync()?;
+        self.wait_for_checkpoint()?;
+        self.warn_of_failure("now");
+        self.saving.clock.save_begins(Instant::now());
+        let (step, run) = (self.state.step, self.inputs.run);
+        // The other ranks write into the directory that the first one creates.
+        let begun = if self.ranks.is_first() { self.begin().map(Some) } else { Ok(None) };
+        if self.ranks.any(begun.is_err())? {
+            self.saving.fails(step, begun.err().map_or_else(String::new, |e| e.to_string()));
+            return Ok(());
         }
-        let config = self.inputs.source.config_file().to_json(self.model.config(), None);
-        let Inputs { run, recipe, .. } = self.inputs;
-        let path = checkpoint::write(
-            run,
-            &mut self.ranks,
-            &self.state,
-            config,
-            &self.model,
-            &self.optimizer,
-        )?;
+        let write_part = self.copy_state()?;
+        let size = self.ranks.group().size();
+        // No rank has an error here.
+        let complete = begun.ok().flatten();
+        let flight = Flight::start(run.checkpoint(step), size, write_part, complete);
+        self.saving.flight = Some((step, flight));
+        Ok(())
+    }
+
+    /// Creates the directory of a checkpoint; returns what completes it. On the first rank.
+    fn begin(&mut self) -> Result<Complete, Error> {
+        let Inputs { run, recipe, source, .. } = self.inputs;
+        let (run, retention, state) = (run.clone(), recipe.checkpoint, self.state.clone());
+        let config = source.config_file().to_json(self.model.config(), None);
+        let sync_metrics = self.metrics.as_mut().map(MetricsWriter::sync_later).transpose()?;
+        let pending = checkpoint::begin(&run, state.step)?;
         // A rewind may need the older ones while steps are not applied.
         let prunes = self.state.guard.in_a_row == 0;
-        self.ranks.first_does(|| {
-            run.mark()?;
-            if prunes { checkpoint::prune(run, &recipe.checkpoint) } else { Ok(()) }
-        })?;
-        (self.events)(Event::Checkpoint { path: &path });
+        Ok(Box::new(move |parts| {
+            // Resuming from the checkpoint of step n requires n lines of metrics.
+            sync_metrics.map_or(Ok(()), |sync| sync())?;
+            checkpoint::publish(&run, pending, state, config, parts)?;
+            let pruned = if prunes { checkpoint::prune(&run, &retention) } else { Ok(()) };
+            let afterwards = [run.mark(), pruned];
+            let failed = afterwards.into_iter().filter_map(Result::err);
+            Ok(failed.map(|error| error.to_string()).collect())
+        }))
+    }
+
+    /// Copies the state to the host; returns what writes this rank's part of the checkpoint from it.
+    fn copy_state(&mut self) -> Result<WritePart, Error> {
+        let _span = span::enter("copy");
+        // A thread that had the snapshot has ended with its flight.
+        let snapshot = Arc::get_mut(&mut self.saving.snapshot).expect("no checkpoint is in flight");
+        snapshot.copy(&self.model, &self.optimizer)?;
+        let (run, step) = (self.inputs.run.clone(), self.state.step);
+        let group = self.ranks.group();
+        let rank = (group.rank(), group.size());
+        let snapshot = Arc::clone(&self.saving.snapshot);
+        Ok(Box::new(move || checkpoint::write_part(&run, step, rank, &snapshot)))
+    }
+
+    /// Waits for the checkpoint in flight. If there is none of the last step then, it is written, once
+    /// more if it has failed before.
+    ///
+    /// # Errors
+    /// Fails if the checkpoint cannot be written.
+    pub(super) fn finish_saving(&mut self) -> Result<(), Error> {
+        self.wait_for_checkpoint()?;
+        let is_saved = |saving: &Saving<T, M>, step| saving.last_good.unwrap_or(0) == step;
+        if !is_saved(&self.saving, self.state.step) {
+            self.save()?;
+            self.wait_for_checkpoint()?;
+        }
+        match self.saving.failure.take() {
+            Some(Failure { step, cause }) if self.ranks.is_first() => Err(Error::NotSaved {
+                path: self.inputs.run.checkpoint(step),
+                cause,
+                last_good: self.saving.last_good,
+            }),
+            Some(_) => Err(Error::OtherRank { rank: 0 }),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits for the checkpoint in flight, if there is one.
+    pub(super) fn wait_for_checkpoint(&mut self) -> Result<(), Error> {
+        while self.saving.flight.is_some() {
+            self.exchange(EXCHANGE_EVERY, Due::default())?;
+        }
         Ok(())
+    }
+
+    /// Waits at most `limit` for this rank's part of a checkpoint in flight, exchanges flags with the
+    /// other ranks and follows the checkpoint. `due` counts on the first rank.
+    fn exchange(&mut self, limit: Duration, due: Due) -> Result<Agreed, Error> {
+        let flight = self.saving.flight.as_mut();
+        let Progress { running, failed } =
+            flight.map_or_else(Progress::default, |(_, flight)| flight.wait(limit));
+        let stop = self.inputs.stop.load(Ordering::Relaxed) || (self.ranks.is_first() && due.stop);
+        let save = self.ranks.is_first() && due.checkpoint;
+        let flags = [stop, save, running, failed].map(|flag| f64::from(u8::from(flag)));
+        let [stop, save, running, failed] = self.ranks.largest(flags)?.map(|flag| flag > 0.0);
+        if let Some((step, flight)) = &mut self.saving.flight
+            && let Some(end) = flight.advance(Progress { running, failed }, &mut self.ranks)?
+        {
+            let step = *step;
+            self.saving.flight = None;
+            self.checkpoint_ends(step, end);
+        }
+        Ok(Agreed { stop, save })
+    }
+
+    fn checkpoint_ends(&mut self, step: u64, end: End) {
+        match end {
+            End::Failed(cause) => self.saving.fails(step, cause),
+            End::Complete(warnings) => {
+                self.saving.last_good = Some(step);
+                let seconds = self.saving.clock.save_completes(Instant::now()).as_secs_f64();
+                let path = &self.inputs.run.checkpoint(step);
+                (self.events)(Event::Checkpoint { path, step, seconds });
+                for text in &warnings {
+                    let text = format!("{text}: the checkpoint of step {step} is complete");
+                    (self.events)(Event::Warning { text: &text });
+                }
+            }
+        }
+    }
+
+    /// Warns of a checkpoint that has failed, and says when the next attempt follows.
+    pub(super) fn warn_of_failure(&mut self, again: &str) {
+        let Some(Failure { step, cause }) = self.saving.failure.take() else { return };
+        let newest = last_good_checkpoint(self.saving.last_good);
+        let text = format!(
+            "the checkpoint of step {step} could not be written: {cause}; {newest}, and another \
+             one is tried {again}"
+        );
+        (self.events)(Event::Warning { text: &text });
     }
 }

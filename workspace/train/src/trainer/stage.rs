@@ -1,6 +1,5 @@
 //! The steps of a stage.
 
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use moh_eval::Evaluator;
@@ -69,6 +68,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let _step = span::enter_numbered("step", self.state.step + 1);
         self.state.pass_over_samples(&self.rewinds);
         let stage = work.stage;
+        self.saving.step_begins();
         let started = Instant::now();
         let taken = self.take(work)?;
         let seconds = started.elapsed().as_secs_f64();
@@ -89,7 +89,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             validation,
             skipped,
         };
-        self.report(&metrics, last)?;
+        self.report(&metrics, last);
         if self.rewind_is_due() {
             work.stepper.wait_for_weights(&mut self.model)?;
             self.rewind()?;
@@ -98,12 +98,12 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         if last {
             self.end_stage(stage, validation);
         }
-        let stopping = self.ranks.any(self.inputs.stop.load(Ordering::Relaxed))?;
-        if last || stopping || self.checkpoint_is_due() {
+        let agreed = self.agree_after_step()?;
+        if last || agreed.stop || agreed.save || self.checkpoint_is_due() {
             work.stepper.wait_for_weights(&mut self.model)?;
             self.save()?;
         }
-        match stopping && self.state.stage < self.inputs.recipe.stages.len() {
+        match agreed.stop && self.state.stage < self.inputs.recipe.stages.len() {
             true => Ok(Progress::Stopped),
             false => Ok(Progress::Done),
         }
@@ -162,20 +162,38 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Writes a step's metrics; every n-th step also goes to the terminal and TensorBoard.
-    fn report(&mut self, metrics: &StepMetrics, last: bool) -> Result<(), Error> {
-        if let Some(writer) = &mut self.metrics {
-            writer.write(metrics)?;
-        }
+    fn report(&mut self, metrics: &StepMetrics, last: bool) {
+        self.write_line(metrics);
         let every = self.inputs.recipe.log.every_steps.max(1);
         let due = last || metrics.validation.is_some() || self.state.step.is_multiple_of(every);
-        if due && let Some(board) = &mut self.board {
-            board.write(self.state.step, metrics)?;
+        if due
+            && let Some(board) = &mut self.board
+            && let Err(error) = board.write(self.state.step, metrics)
+        {
+            // A record may be torn: the file ends here, and a resumed run begins another one.
+            self.board = None;
+            let text = format!("{error}: TensorBoard's curves go on when the run is resumed");
+            (self.events)(Event::Warning { text: &text });
         }
         let step = self.state.step;
         (self.events)(Event::Step { metrics, step, due });
         if let Some(skipped) = &metrics.skipped {
             (self.events)(Event::Skipped { step, metrics, skipped });
         }
-        Ok(())
+    }
+
+    /// Writes a line of metrics. What cannot be written is kept until it can: a log does not end a run.
+    fn write_line(&mut self, metrics: &StepMetrics) {
+        let Some(writer) = &mut self.metrics else { return };
+        let was_behind = writer.is_behind();
+        if let Err(error) = writer.write(metrics)
+            && !was_behind
+        {
+            let text = format!(
+                "{error}: the lines from step {} on are kept in memory until they can be written",
+                self.state.step
+            );
+            (self.events)(Event::Warning { text: &text });
+        }
     }
 }

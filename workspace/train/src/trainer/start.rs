@@ -10,6 +10,7 @@ use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
 
+use super::saving::Saving;
 use super::{Inputs, Trainer};
 use crate::checkpoint::{self, RunState};
 use crate::event::Event;
@@ -52,7 +53,12 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             }
             None => (None, None),
         };
+        // A state with steps is a checkpoint's.
+        let last_good = (state.step > 0).then_some(state.step);
+        let saving = Saving::new(&inputs, &model, &optimizer, last_good);
+        let saving = ranks.agree(saving)?;
         Ok(Trainer {
+            saving,
             metrics,
             inputs,
             ranks,

@@ -1,0 +1,116 @@
+//! Work on a thread of its own, beside training.
+
+use std::io;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+/// The niceness of background threads: on a busy machine they get about a tenth of the time that a
+/// training thread gets, and all of it while training waits for them.
+#[cfg(target_os = "linux")]
+const NICENESS: i32 = 10;
+
+/// Work on a thread of its own; dropping it waits for the thread.
+#[derive(Debug)]
+pub(crate) struct Background<R> {
+    result: Receiver<R>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// The thread has ended without a result: it panicked.
+#[derive(Debug)]
+pub(crate) struct Panicked;
+
+impl<R: Send + 'static> Background<R> {
+    /// Starts `work` on a thread with a low priority.
+    ///
+    /// # Errors
+    /// Fails if the system has no thread left; `work` is then dropped.
+    pub(crate) fn start(name: &str, work: impl FnOnce() -> R + Send + 'static) -> io::Result<Self> {
+        let (sender, result) = mpsc::sync_channel(1);
+        let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {
+            lower_priority();
+            // The receiver is dropped only if nobody needs the result.
+            let _ = sender.send(work());
+        })?;
+        Ok(Background { result, thread: Some(thread) })
+    }
+
+    /// Waits at most `limit` for the result; `None` while the work goes on. The result is returned once.
+    pub(crate) fn wait(&mut self, limit: Duration) -> Option<Result<R, Panicked>> {
+        let found = match self.result.recv_timeout(limit) {
+            Ok(result) => Ok(result),
+            Err(RecvTimeoutError::Timeout) => return None,
+            Err(RecvTimeoutError::Disconnected) => Err(Panicked),
+        };
+        self.join();
+        Some(found)
+    }
+}
+
+impl<R> Background<R> {
+    fn join(&mut self) {
+        if let Some(thread) = self.thread.take() {
+            // A panic is found by the missing result.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl<R> Drop for Background<R> {
+    fn drop(&mut self) {
+        self.join();
+    }
+}
+
+/// Lets other threads of the machine run before this one.
+pub(crate) fn lower_priority() {
+    // On Linux, threads have priorities of their own; elsewhere this would be the process's.
+    #[cfg(target_os = "linux")]
+    // A system that refuses leaves the priority as it is.
+    let _ = rustix::process::setpriority_process(None, NICENESS);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_result_is_waited_for() {
+        let (release, gate) = mpsc::channel::<()>();
+        let mut work = Background::start("work", move || gate.recv().is_ok()).unwrap();
+        assert!(work.wait(Duration::ZERO).is_none());
+        release.send(()).unwrap();
+        let found = loop {
+            if let Some(found) = work.wait(Duration::from_secs(1)) {
+                break found;
+            }
+        };
+        assert!(matches!(found, Ok(true)));
+    }
+
+    #[test]
+    fn a_panic_is_not_a_result() {
+        let mut work: Background<()> = Background::start("work", || panic!("on purpose")).unwrap();
+        let found = loop {
+            if let Some(found) = work.wait(Duration::from_secs(1)) {
+                break found;
+            }
+        };
+        assert!(matches!(found, Err(Panicked)));
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_background_thread_is_nice_and_its_starter_is_not() {
+        let niceness = || rustix::process::getpriority_process(None).unwrap();
+        let before = niceness();
+        let mut work = Background::start("work", niceness).unwrap();
+        let found = loop {
+            if let Some(found) = work.wait(Duration::from_secs(1)) {
+                break found.unwrap();
+            }
+        };
+        assert_eq!((found, niceness()), (NICENESS.max(before), before));
+    }
+}
