@@ -19,7 +19,7 @@ impl RunState {
     pub(crate) fn next_update(&self, stage: &Stage, guard: &Guard) -> Update {
         let number = self.stage_step + 1;
         Update {
-            number: number - self.guard.skipped,
+            number: number.saturating_sub(self.guard.skipped).max(1),
             learning_rate: stage.schedule().learning_rate(number),
             limits: self.guard.limits(guard.factor),
         }

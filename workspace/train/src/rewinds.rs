@@ -20,6 +20,9 @@ pub const MOST_ATTEMPTS: u64 = 3;
 /// Maximum bytes of the file.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
+/// Steps and samples are below this, so that f64 represents them exactly.
+const MAX_NUMBER: u64 = 1 << 53;
+
 /// A return to an earlier step. Steps are counted over all stages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -54,7 +57,13 @@ impl Rewind {
 
     fn is_valid(&self) -> bool {
         let ([first, last], [from, to]) = (self.skipped_steps, self.samples);
-        self.step < first && first <= last && from <= to && to < u64::MAX
+        let ordered = self.step < first && first <= last && from <= to;
+        ordered && self.numbers().iter().all(|&number| number < MAX_NUMBER)
+    }
+
+    /// How many samples are passed over.
+    fn num_samples(&self) -> u64 {
+        self.samples[1].saturating_sub(self.samples[0]).saturating_add(1)
     }
 }
 
@@ -172,7 +181,7 @@ impl Rewinds {
 
     /// The samples that are passed over, over all stages.
     pub fn num_samples(&self) -> u64 {
-        self.effective().iter().map(|rewind| rewind.samples[1] - rewind.samples[0] + 1).sum()
+        sum(self.effective())
     }
 
     /// The rewind of a run whose last steps were not applied: to `guard.rewind` steps before the first of
@@ -188,7 +197,8 @@ impl Rewinds {
     ) -> Result<Rewind, Error> {
         let (last, distance) = (state.step, recipe.guard.rewind);
         let first = (last + 1).saturating_sub(state.guard.in_a_row);
-        let is_same_place = |before: &&Rewind| first <= before.skipped_steps[1] + distance;
+        let is_same_place =
+            |before: &&Rewind| first <= before.skipped_steps[1].saturating_add(distance);
         let before = self.last().filter(is_same_place);
         let attempt = before.map_or(1, |before| before.attempt + 1);
         if attempt > MOST_ATTEMPTS {
@@ -196,17 +206,24 @@ impl Rewinds {
             return Err(Error::RewoundTooOften { path, first, last });
         }
         let step = before.map_or(first, |before| before.step.min(first)).saturating_sub(distance);
-        let earlier = self.effective().into_iter().filter(|rewind| rewind.step < step);
-        let passed: u64 = earlier.map(|rewind| rewind.samples[1] - rewind.samples[0] + 1).sum();
+        let passed = sum(self.effective().into_iter().filter(|rewind| rewind.step < step));
         Ok(Rewind {
             number: self.last().map_or(0, |last| last.number).max(state.guard.rewinds) + 1,
             step,
             skipped_steps: [first, last],
-            samples: [samples_of(recipe, step) + passed, state.sample.saturating_sub(1)],
+            samples: [
+                samples_of(recipe, step).saturating_add(passed),
+                state.sample.saturating_sub(1),
+            ],
             attempt,
             initial: false,
         })
     }
+}
+
+/// The samples that these rewinds pass over.
+fn sum<'a>(rewinds: impl IntoIterator<Item = &'a Rewind>) -> u64 {
+    rewinds.into_iter().map(Rewind::num_samples).fold(0, u64::saturating_add)
 }
 
 /// The samples of the first `steps` steps of a run that passes over none.
