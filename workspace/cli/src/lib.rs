@@ -7,6 +7,7 @@ pub mod exit;
 pub mod models;
 pub mod plot;
 pub mod progress;
+pub mod replay_table;
 pub mod run_view;
 pub mod signals;
 pub mod summary_table;

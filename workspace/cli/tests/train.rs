@@ -164,6 +164,26 @@ fn a_killed_run_ends_as_one_that_was_not() {
 }
 
 #[test]
+fn a_step_is_replayed_from_the_run_directory_alone() {
+    let dir = prepared();
+    let overrides = ["stage.adapt.tokens=640", "stage.moh.tokens=640"];
+    success(&mut moh_train(dir.path(), &overrides));
+    let line = fs::read_to_string(dir.path().join("run/metrics.jsonl")).unwrap();
+    let line: Value = serde_json::from_str(line.lines().nth(15).unwrap()).unwrap();
+    let text = success(program(PROGRAM, dir.path()).args(["replay", "run", "--step", "16"]));
+    assert!(
+        text.starts_with("step 16, step 6 of stage moh, from the checkpoint of step 14\n"),
+        "{text}"
+    );
+    let loss = format!("loss {:.4}, balance ", line["loss"].as_f64().unwrap());
+    assert!(text.lines().nth(1).unwrap().starts_with(&loss), "{text}");
+    assert!(text.contains("\napplied\n") && text.contains("model.layers.0.mlp.up_proj.weight"));
+    let mut late = program(PROGRAM, dir.path());
+    let error = failure(dir.path(), late.args(["replay", "run", "--step", "21"]), 1);
+    assert_eq!(error, "run: has no step 21: use 1 to 20");
+}
+
+#[test]
 fn a_terminated_run_exits_with_75_and_continues() {
     let dir = prepared();
     let long = ["stage.adapt.tokens=25600"];

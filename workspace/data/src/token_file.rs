@@ -235,6 +235,28 @@ impl TokenFile {
         Ok(starts)
     }
 
+    /// The numbers of the documents that the tokens at `positions` are of. An empty range counts as its
+    /// first position.
+    ///
+    /// Fails if the range exceeds the file.
+    pub fn documents_of(&self, positions: Range<u64>) -> Result<Range<u64>> {
+        self.check_range(positions.start, positions.end.saturating_sub(positions.start).max(1))?;
+        let start = |document| self.index.start(self.index.first_sequence(document));
+        // Documents that start below a position: of those that start at one position, all but the last
+        // are empty.
+        let below = |position| {
+            let (mut low, mut high) = (0, self.index.documents());
+            while low < high {
+                let middle = low.midpoint(high);
+                if start(middle) < position { low = middle + 1 } else { high = middle }
+            }
+            low as u64
+        };
+        // At least the first document starts below the position after the first token.
+        Ok(below(positions.start + 1).saturating_sub(1)
+            ..below(positions.end.max(positions.start + 1)))
+    }
+
     /// The positions of a document's tokens.
     ///
     /// Fails if there is no such document.

@@ -4,7 +4,7 @@
 
 use std::path::PathBuf;
 
-use moh_data::{Error, Order, Provenance, Source, TokenFileWriter, TrainingData};
+use moh_data::{Error, Order, Provenance, Source, TokenFile, TokenFileWriter, TrainingData};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
@@ -30,6 +30,26 @@ fn tokens(data: &TrainingData, number: u64) -> Vec<u32> {
     let mut tokens = vec![0; data.sequence_length() + 1];
     data.sample(number, &mut tokens, None).unwrap();
     tokens
+}
+
+#[test]
+fn positions_are_of_documents() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = TokenFile::open(&counting_file(&dir, "a", 0, &[5, 0, 6, 3])).unwrap();
+    for (positions, documents) in [
+        (0..5, 0..1),
+        (4..6, 0..3),
+        (5..6, 2..3),
+        (5..5, 2..3),
+        (10..14, 2..4),
+        (13..14, 3..4),
+        (0..14, 0..4),
+    ] {
+        assert_eq!(file.documents_of(positions.clone()).unwrap(), documents, "{positions:?}");
+    }
+    for outside in [14..14, 13..15, 20..30, u64::MAX..u64::MAX] {
+        assert!(file.documents_of(outside.clone()).is_err(), "{outside:?}");
+    }
 }
 
 #[test]

@@ -383,6 +383,11 @@ impl<M: Memory, T: Element> Blocks<M, T> {
         }
     }
 
+    /// The residual stream after attention, in the order of the blocks.
+    pub(crate) fn residuals(&self) -> impl Iterator<Item = &M::Buffer<T>> {
+        self.saved.iter().map(|saved| &saved.residual)
+    }
+
     /// The saved routings, in the order of the blocks; `None` if all layers are dense.
     pub(crate) fn routings(&self) -> impl Iterator<Item = Option<&Routing<M>>> {
         self.saved.iter().map(|saved| saved.routing.as_ref())

@@ -12,6 +12,9 @@ pub enum Error {
     /// Activations without a backward pass were used for training.
     #[error("the activations were planned without a backward pass")]
     NotPlannedForTraining,
+    /// Activations of each block were wanted of passes that recompute whole blocks.
+    #[error("activations that recompute whole blocks do not keep each block's")]
+    NotSaved,
     /// A sequence is empty or longer than planned.
     #[error("a sequence of {tokens} tokens is too short or too long: use 1 to {positions}")]
     TooLong {

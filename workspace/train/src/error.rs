@@ -152,6 +152,16 @@ pub enum Error {
         /// The run directory.
         path: PathBuf,
     },
+    /// The run has no such step.
+    #[error("{}: has no step {step}: use 1 to {steps}", path.display())]
+    NoSuchStep {
+        /// The run directory.
+        path: PathBuf,
+        /// The step, over all stages.
+        step: u64,
+        /// Steps of all stages.
+        steps: u64,
+    },
     /// Steps were not applied, and there is no checkpoint to return to.
     #[error(
         "{}: the steps {first} to {last} were not applied, and no checkpoint up to step {step} is left to \

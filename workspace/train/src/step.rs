@@ -18,6 +18,7 @@ use crate::guard::{Limits, SkipReason};
 use crate::optimizer::OptimizerState;
 use crate::pipeline_schedule::{self, Pass};
 use crate::recipe::{self, Optimizer, Recipe, Stage};
+use crate::replay::TensorGradient;
 use crate::step_buffers::{StepBuffers, StepSizes};
 
 /// The settings of all steps of a stage.
@@ -87,6 +88,34 @@ pub struct Update {
     pub learning_rate: f64,
     /// The step is not applied if it exceeds them.
     pub limits: Limits,
+}
+
+/// Sees the activations of a step's passes.
+pub trait Observer<B: Backend, T: Element> {
+    /// Called after the forward pass of a micro-batch through a chunk, with its activations at `slot`.
+    ///
+    /// # Errors
+    /// Ends the step.
+    fn forward_done(
+        &mut self,
+        model: &Model<B, T>,
+        activations: &Activations<B, T>,
+        slot: PassSlot,
+    ) -> Result<(), Error>;
+}
+
+/// Sees nothing.
+struct Unobserved;
+
+impl<B: Backend, T: Element> Observer<B, T> for Unobserved {
+    fn forward_done(
+        &mut self,
+        _: &Model<B, T>,
+        _: &Activations<B, T>,
+        _: PassSlot,
+    ) -> Result<(), Error> {
+        Ok(())
+    }
 }
 
 /// The measurements of a step.
@@ -233,19 +262,10 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         first: u64,
         update: Update,
     ) -> Result<Taken, Error> {
-        let targets = self.plan.micro_batches as f64 * self.host.ids.len() as f64;
-        self.passes(backend, model, read, first, targets)?;
-        let gradient_norm = span::enter("gradient norm");
-        optimizer.add_squared_norm(backend, model.layout(), &self.gradients, &mut self.sums)?;
-        self.sums.all_reduce(&self.all_ranks)?;
-        let [cross_entropy, balance, squared_norm] = self.sums.read(backend)?;
-        drop(gradient_norm);
-        let (loss, norm) = (cross_entropy / targets, squared_norm.sqrt());
-        let routes = model.config().moh.is_some();
-        let balance_loss = routes.then_some(balance / self.plan.micro_batches as f64);
+        let taken = self.compute(backend, model, optimizer, (read, first), &mut Unobserved)?;
         // All ranks have the same sums, and decide the same.
-        let skipped = update.limits.check(loss, norm);
-        let taken = Taken { loss, balance_loss, grad_norm: norm, skipped };
+        let skipped = update.limits.check(taken.loss, taken.grad_norm);
+        let taken = Taken { skipped, ..taken };
         if skipped.is_some() {
             // The next step overwrites the gradients, and no all-gather of weights has begun.
             return Ok(taken);
@@ -266,15 +286,79 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         Ok(taken)
     }
 
+    /// Computes a step and its gradients without an update, and shows its passes to `observer`.
+    ///
+    /// # Errors
+    /// As [`Self::step`]; fails if `observer` fails.
+    pub fn measure<M: Element>(
+        &mut self,
+        model: &mut Model<B, T>,
+        optimizer: &OptimizerState<B, M>,
+        (read, first): (
+            impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error> + Send,
+            u64,
+        ),
+        observer: &mut (dyn Observer<B, T> + Send),
+    ) -> Result<Taken, Error> {
+        let backend = model.backend().clone();
+        backend.install(|| self.compute(&backend, model, optimizer, (read, first), observer))
+    }
+
+    /// The norm of each tensor's gradient of the last step, before clipping, in the order of the
+    /// model; of the local shards.
+    ///
+    /// # Errors
+    /// Fails if the device fails.
+    pub fn gradient_norms(&self, model: &Model<B, T>) -> Result<Vec<TensorGradient>, Error> {
+        let (backend, layout) = (model.backend(), model.layout());
+        let layers = model.config().num_hidden_layers;
+        let mut norms = Vec::new();
+        let mut sums = StepSums::new(backend)?;
+        for (flat, segment) in layout.segments().filter(|(_, segment)| segment.counted) {
+            sums.zero(backend)?;
+            let gradient = self.gradients.view(flat, segment.range.clone());
+            backend.squared_norms(&[gradient], sums.squared_norm_mut())?;
+            let [_, _, squares] = sums.read(backend)?;
+            let block = (0..layers).find(|&layer| layout.block_index(layer) == flat);
+            let name = segment.name.clone();
+            norms.push(TensorGradient { name, block, norm: squares.sqrt() });
+        }
+        Ok(norms)
+    }
+
+    /// Computes the passes of a step and the sums over all ranks.
+    fn compute<M: Element>(
+        &mut self,
+        backend: &B,
+        model: &mut Model<B, T>,
+        optimizer: &OptimizerState<B, M>,
+        (read, first): (impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>, u64),
+        observer: &mut dyn Observer<B, T>,
+    ) -> Result<Taken, Error> {
+        let targets = self.plan.micro_batches as f64 * self.host.ids.len() as f64;
+        self.passes(backend, model, (read, first), targets, observer)?;
+        let _norm = span::enter("gradient norm");
+        optimizer.add_squared_norm(backend, model.layout(), &self.gradients, &mut self.sums)?;
+        self.sums.all_reduce(&self.all_ranks)?;
+        let [cross_entropy, balance, squared_norm] = self.sums.read(backend)?;
+        let routes = model.config().moh.is_some();
+        Ok(Taken {
+            loss: cross_entropy / targets,
+            balance_loss: routes.then_some(balance / self.plan.micro_batches as f64),
+            grad_norm: squared_norm.sqrt(),
+            skipped: None,
+        })
+    }
+
     /// Computes this rank's micro-batches; its shard of the gradients then holds the sums over all
     /// ranks.
     fn passes(
         &mut self,
         backend: &B,
         model: &mut Model<B, T>,
-        read: impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
-        first: u64,
+        (read, first): (impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>, u64),
         targets: f64,
+        observer: &mut dyn Observer<B, T>,
     ) -> Result<(), Error> {
         let scale = LossScale {
             cross_entropy: (1.0 / targets) as f32,
@@ -299,6 +383,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
                     data_parallel.wait_for_weights(weights, flat)
                 };
                 model.forward_chunk(&mut self.activations, pass_slot, &mut self.sums, &mut wait)?;
+                observer.forward_done(model, &self.activations, pass_slot)?;
             } else {
                 let _backward = span::enter_numbered("backward", number);
                 let last = pass.micro_batch + 1 == self.own.len();

@@ -1,4 +1,7 @@
-//! `moh-train`: runs or resumes a recipe.
+//! `moh-train`: runs or resumes a recipe, and replays a step of a run.
+
+#[path = "train/replay.rs"]
+mod replay;
 
 use std::io::{Write as _, stdout};
 use std::num::NonZeroUsize;
@@ -9,7 +12,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use clap::Parser;
+use clap::{Parser, Subcommand};
 use moh_cli::exit::{self, StoppedEarly};
 use moh_cli::models;
 use moh_cli::run_view::RunView;
@@ -38,6 +41,8 @@ use moh_train::{
     name = "moh-train",
     version,
     arg_required_else_help = true,
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true,
     after_help = "Example, from the repository's root, about two minutes:\n  \
         moh-train --recipe recipes/quickstart.toml\n\
         The plan of the paper's run, without weights or data, and on 64 GPUs:\n  \
@@ -46,9 +51,11 @@ use moh_train::{
             --hardware recipes/hardware/h100-sxm.toml --suggest"
 )]
 struct Arguments {
+    #[command(subcommand)]
+    command: Option<Command>,
     /// Recipe, a TOML file
-    #[arg(long, value_name = "FILE")]
-    recipe: PathBuf,
+    #[arg(long, value_name = "FILE", required = true)]
+    recipe: Option<PathBuf>,
     /// Override a key of the recipe, stages by name: stage.moh.tokens=1e9
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
@@ -96,6 +103,20 @@ struct Arguments {
     suggest: bool,
 }
 
+impl Arguments {
+    /// The recipe's path.
+    fn recipe(&self) -> &Path {
+        // Required without a command.
+        self.recipe.as_deref().unwrap_or(Path::new(""))
+    }
+}
+
+/// What else the program does.
+#[derive(Subcommand)]
+enum Command {
+    Replay(replay::Arguments),
+}
+
 /// Parses a time limit of up to 30 days.
 fn seconds() -> clap::builder::RangedU64ValueParser {
     clap::value_parser!(u64).range(1..=30 * 24 * 3600)
@@ -105,7 +126,10 @@ fn main() -> ExitCode {
     let start = Instant::now();
     exit::run(|| {
         let arguments = Arguments::parse();
-        let recipe = Recipe::load(&arguments.recipe, &arguments.overrides)?;
+        if let Some(Command::Replay(arguments)) = &arguments.command {
+            return replay::run(arguments);
+        }
+        let recipe = Recipe::load(arguments.recipe(), &arguments.overrides)?;
         if arguments.plan { plan(&arguments, recipe) } else { train(&arguments, recipe, start) }
     })
 }
@@ -116,7 +140,7 @@ fn plan(arguments: &Arguments, mut recipe: Recipe) -> anyhow::Result<()> {
     {
         return Err(exit::Usage(format!("--device-tflops {tflops}: must be above 0")).into());
     }
-    let path = &arguments.recipe;
+    let path = arguments.recipe();
     let config = recipe.local_model_config(path)?.with_context(|| {
         format!(
             "{}: model.config: the plan needs the model's shape, but model.from is not on this \
@@ -151,7 +175,7 @@ fn plan_of(
         plan = plan.with_device_tflops(tflops);
     }
     if let Some(ranks) = ranks {
-        plan = plan.on_ranks(recipe, (config, &arguments.recipe), ranks.get(), hardware)?;
+        plan = plan.on_ranks(recipe, (config, arguments.recipe()), ranks.get(), hardware)?;
     }
     Ok(plan)
 }
@@ -162,7 +186,7 @@ fn train(arguments: &Arguments, recipe: Recipe, start: Instant) -> anyhow::Resul
     span::connect_profiler()?;
     let launch = Launch::from_environment(arguments.rendezvous.as_deref())?;
     // Opened first: a missing device then leaves no run directory, and makes no other rank wait.
-    let device = open_device(&recipe, &arguments.recipe, launch.local_rank)?;
+    let device = open_device(&recipe, arguments.recipe(), launch.local_rank)?;
     let rank = launch.rank;
     let options = Options {
         rendezvous_limit: Duration::from_secs(arguments.rendezvous_timeout),
@@ -235,7 +259,7 @@ fn train_as_rank(
     stop_on_signals(&stop)?;
     let first = world.rank() == 0;
     let mut view = first.then(|| RunView::new(&recipe, world.size()));
-    let path = &arguments.recipe;
+    let path = arguments.recipe();
     let no_steps = TraceSteps::NONE;
     let options = RunOptions {
         trace: arguments.trace.as_ref().unwrap_or(&no_steps),
@@ -310,7 +334,7 @@ fn report(
     }
     let export = run.export();
     writeln!(out, "\nTry next:")?;
-    for command in next_commands(&arguments.recipe, recipe, &export, summary) {
+    for command in next_commands(arguments.recipe(), recipe, &export, summary) {
         writeln!(out, "  {command}")?;
     }
     Ok(())

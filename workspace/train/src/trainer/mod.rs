@@ -8,6 +8,8 @@ mod saving;
 mod stage;
 mod start;
 
+pub(crate) use start::attention_before;
+
 use std::sync::atomic::AtomicBool;
 
 use moh_kernels::{Backend, Element};

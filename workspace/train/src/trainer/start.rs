@@ -176,7 +176,7 @@ fn open_writers(run: &RunDirectory, recipe: &Recipe, state: &RunState) -> Result
 
 /// The attention of the model at the state's step: the current stage's, or, before the stage's
 /// first step, the previous stage's.
-fn attention_before(
+pub(crate) fn attention_before(
     recipe: &Recipe,
     source: &ModelSource,
     state: &RunState,

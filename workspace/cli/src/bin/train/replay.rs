@@ -1,0 +1,52 @@
+//! `moh-train replay`: one step of a run again, with all that is in it.
+
+use std::io::{Write as _, stdout};
+use std::path::PathBuf;
+
+use moh_cli::exit::stderr_line;
+use moh_cli::models;
+use moh_cli::replay_table::tables;
+use moh_train::{Recipe, RunDirectory, open_device};
+
+/// Repeat one step of a run, and print where its numbers come from.
+///
+/// Starts from the newest checkpoint before the step, takes the steps up to it, and computes the step
+/// without its update. Prints its loss and gradient norm; by block the residual stream, the gradient, the
+/// entropy of the gates and the loads of the heads; the gradient of each tensor; and the samples, with the
+/// tokens and documents of their files. Reads the run directory and writes nothing. One process computes
+/// the whole model, which must fit its device.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// Run directory
+    run: PathBuf,
+    /// The step, counted over all stages
+    #[arg(long, value_name = "N")]
+    step: u64,
+    /// Recipe instead of the run's own
+    #[arg(long, value_name = "FILE")]
+    recipe: Option<PathBuf>,
+    /// Override a key of the recipe, such as run.device=cpu
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    overrides: Vec<String>,
+}
+
+/// Replays the step and prints its tables.
+pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let run = RunDirectory::new(&arguments.run);
+    let path = arguments.recipe.clone().unwrap_or_else(|| run.recipe());
+    let recipe = Recipe::load(&path, &arguments.overrides)?;
+    let device = open_device(&recipe, &path, 0)?;
+    let model = &recipe.model;
+    let directory = match &model.from {
+        Some(from) => Some(models::locate(from, model.revision.as_deref())?),
+        None => None,
+    };
+    let step = arguments.step;
+    if (1..=recipe.num_steps()).contains(&step) {
+        let from = moh_train::replay_from(&run, step)?;
+        stderr_line(format_args!("repeating the steps {} to {step}", from + 1));
+    }
+    let found = moh_train::replay(&run, (recipe, &path), directory.as_deref(), device, step)?;
+    write!(stdout(), "{}", tables(&found)?)?;
+    Ok(())
+}

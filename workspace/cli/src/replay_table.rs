@@ -1,0 +1,174 @@
+//! The tables of a replayed step.
+
+use std::fmt::{self, Write as _};
+
+use moh_train::{Replay, SampleSource};
+
+/// The step, its blocks, the gradients of its tensors and the sources of its samples.
+///
+/// # Errors
+/// Never, as writing to a string does not fail.
+pub fn tables(replay: &Replay) -> Result<String, fmt::Error> {
+    let mut out = String::new();
+    summary(&mut out, replay)?;
+    blocks(&mut out, replay)?;
+    gradients(&mut out, replay)?;
+    samples(&mut out, &replay.samples)?;
+    Ok(out)
+}
+
+fn summary(out: &mut String, replay: &Replay) -> fmt::Result {
+    let Replay { step, stage, stage_step, taken, limits, .. } = replay;
+    let from = match replay.from {
+        0 => "the initial model".to_owned(),
+        from => format!("the checkpoint of step {from}"),
+    };
+    writeln!(out, "step {step}, step {stage_step} of stage {stage}, from {from}")?;
+    write!(out, "loss {:.4}", taken.loss)?;
+    if let Some(balance) = taken.balance_loss {
+        write!(out, ", balance {balance:.4}")?;
+    }
+    writeln!(
+        out,
+        ", gradient norm {:.4}, learning rate {:.2e}",
+        taken.grad_norm, replay.learning_rate
+    )?;
+    match taken.skipped {
+        Some(reason) => write!(out, "not applied: {reason}")?,
+        None => write!(out, "applied")?,
+    }
+    if limits.loss.is_finite() || limits.grad_norm.is_finite() {
+        write!(out, " (limits: loss {:.4}, gradient norm {:.4})", limits.loss, limits.grad_norm)?;
+    }
+    writeln!(out)
+}
+
+/// A row for each block: the residual stream after attention and after the MLP, the gradient, and the
+/// routing.
+fn blocks(out: &mut String, replay: &Replay) -> fmt::Result {
+    let routes = !replay.routing.layers.is_empty();
+    let spans = format!("{:<7}{:^22}{:^22}", "", "after attention", "after MLP");
+    let titles = ["rms", "largest", "rms", "largest", "gradient"];
+    let mut line = format!("{:<7}", "block");
+    for title in titles {
+        write!(line, "{title:>11}")?;
+    }
+    if routes {
+        for title in ["entropy", "of most", "load min", "load max"] {
+            write!(line, "{title:>10}")?;
+        }
+    }
+    writeln!(out, "\n{}\n{line}", spans.trim_end())?;
+    for (layer, block) in replay.blocks.iter().enumerate() {
+        write!(out, "{layer:<7}")?;
+        for magnitude in [&block.attention, &block.mlp] {
+            write!(out, "{:>11.3e}{:>11.3e}", magnitude.rms(), magnitude.largest)?;
+        }
+        write!(out, "{:>11.3e}", block_norm(replay, layer))?;
+        if let Some(routing) = replay.routing.layers.iter().find(|known| known.layer == layer) {
+            let (entropy, most) = (routing.mean_entropy(), routing.max_entropy());
+            let share = if most > 0.0 { entropy / most } else { 1.0 };
+            let (min, max) = routing.extreme_loads();
+            write!(out, "{entropy:>10.4}{share:>10.4}{min:>10.4}{max:>10.4}")?;
+        }
+        writeln!(out)?;
+    }
+    Ok(())
+}
+
+/// The norm of a block's gradient.
+fn block_norm(replay: &Replay, layer: usize) -> f64 {
+    let tensors = replay.gradients.iter().filter(|tensor| tensor.block == Some(layer));
+    tensors.map(|tensor| tensor.norm.powi(2)).sum::<f64>().sqrt()
+}
+
+fn gradients(out: &mut String, replay: &Replay) -> fmt::Result {
+    let names = replay.gradients.iter().map(|tensor| tensor.name.len());
+    let width = names.max().unwrap_or(0).max(6);
+    writeln!(out, "\n{:<width$}{:>11}", "tensor", "gradient")?;
+    for tensor in &replay.gradients {
+        writeln!(out, "{:<width$}{:>11.3e}", tensor.name, tensor.norm)?;
+    }
+    Ok(())
+}
+
+fn samples(out: &mut String, samples: &[SampleSource]) -> fmt::Result {
+    writeln!(out, "\n{:<10}{:>22}{:>22}  file", "sample", "tokens", "documents")?;
+    for SampleSource { number, path, tokens, documents } in samples {
+        let range = |range: &std::ops::Range<u64>| {
+            format!("{}-{}", range.start, range.end.saturating_sub(1))
+        };
+        let (tokens, documents) = (range(tokens), range(documents));
+        writeln!(out, "{number:<10}{tokens:>22}{documents:>22}  {}", path.display())?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use moh_model::router::{LayerRouting, RoutingStatistics};
+    use moh_model::{BlockMagnitudes, Magnitude};
+    use moh_train::guard::{Limits, SkipReason};
+    use moh_train::step::Taken;
+    use moh_train::{Replay, TensorGradient};
+
+    use super::*;
+
+    #[test]
+    fn a_step_is_shown_by_block_tensor_and_sample() {
+        let mut magnitude = Magnitude::default();
+        magnitude.add([3.0, -5.0, 1.0, 1.0]);
+        let block = BlockMagnitudes { attention: magnitude, mlp: Magnitude::default() };
+        let gradient = |name: &str, block, norm| TensorGradient { name: name.into(), block, norm };
+        let mut layer = LayerRouting::new(1, 1, 2);
+        (layer.tokens, layer.selected, layer.entropy) = (4, vec![1, 3], 2 << 20);
+        let replay = Replay {
+            from: 6,
+            step: 8,
+            stage: "moh".into(),
+            stage_step: 3,
+            taken: Taken {
+                loss: 4.5,
+                balance_loss: Some(0.25),
+                grad_norm: f64::NAN,
+                skipped: Some(SkipReason::GradNormNotFinite),
+            },
+            learning_rate: 5e-3,
+            limits: Limits { loss: 9.0, grad_norm: f64::INFINITY },
+            blocks: vec![block; 2],
+            gradients: vec![
+                gradient("embedding", None, 1.5),
+                gradient("layers.0.a", Some(0), 3.0),
+                gradient("layers.0.b", Some(0), 4.0),
+                gradient("layers.1.a", Some(1), f64::NAN),
+            ],
+            routing: RoutingStatistics { layers: vec![layer] },
+            samples: vec![SampleSource {
+                number: 56,
+                path: "data/text".into(),
+                tokens: 120..129,
+                documents: 3..5,
+            }],
+        };
+        let expected = "\
+step 8, step 3 of stage moh, from the checkpoint of step 6
+loss 4.5000, balance 0.2500, gradient norm NaN, learning rate 5.00e-3
+not applied: gradient norm is not finite (limits: loss 9.0000, gradient norm inf)
+
+          after attention         after MLP
+block          rms    largest        rms    largest   gradient   entropy   of most  load min  load max
+0          3.000e0    5.000e0    0.000e0    0.000e0    5.000e0
+1          3.000e0    5.000e0    0.000e0    0.000e0        NaN    0.5000    0.7213    0.2500    0.7500
+
+tensor       gradient
+embedding     1.500e0
+layers.0.a    3.000e0
+layers.0.b    4.000e0
+layers.1.a        NaN
+
+sample                    tokens             documents  file
+56                       120-128                   3-4  data/text
+";
+        assert_eq!(tables(&replay).unwrap(), expected);
+    }
+}

@@ -1,0 +1,123 @@
+//! What a forward pass has left in its activations: magnitudes of the residual stream, and routings; to find
+//! where values grow.
+
+use moh_kernels::{Backend, Element};
+
+use crate::activations::{Activations, PassSlot, Recompute};
+use crate::router::RoutingStatistics;
+use crate::{Error, Model};
+
+/// The magnitude of many values.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Magnitude {
+    count: u64,
+    squares: f64,
+    /// The largest magnitude; NaN if any value is.
+    pub largest: f32,
+}
+
+impl Magnitude {
+    /// Adds values.
+    pub fn add(&mut self, values: impl IntoIterator<Item = f32>) {
+        for value in values {
+            self.count += 1;
+            self.squares += f64::from(value).powi(2);
+            let magnitude = value.abs();
+            // A comparison with NaN is false, which would lose it.
+            if !self.largest.is_nan() && (magnitude.is_nan() || magnitude > self.largest) {
+                self.largest = magnitude;
+            }
+        }
+    }
+
+    /// The root of the mean square; 0 without values, and not finite if any value is not.
+    pub fn rms(&self) -> f64 {
+        (self.squares / self.count.max(1) as f64).sqrt()
+    }
+}
+
+/// The residual stream in one block.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct BlockMagnitudes {
+    /// After attention.
+    pub attention: Magnitude,
+    /// After the MLP: the block's output.
+    pub mlp: Magnitude,
+}
+
+impl<B: Backend, T: Element> Model<B, T> {
+    /// Adds the residual stream of the last forward pass to `blocks`, which has an entry for each layer
+    /// of the pass.
+    ///
+    /// # Errors
+    /// Fails if the device fails, and for activations that recompute whole blocks: they have those
+    /// of the last block only.
+    pub fn add_magnitudes(
+        &self,
+        activations: &Activations<B, T>,
+        slot: PassSlot,
+        blocks: &mut [BlockMagnitudes],
+    ) -> Result<(), Error> {
+        if activations.recompute == Recompute::Block {
+            return Err(Error::NotSaved);
+        }
+        let pass = &activations.passes[slot.slot];
+        let mut host = Vec::new();
+        let mut add = |buffer: &B::Buffer<T>, magnitude: &mut Magnitude| {
+            host.resize(B::len(buffer), T::from_f32(0.0));
+            self.backend().download(B::whole(buffer), &mut host)?;
+            magnitude.add(host.iter().map(|value| value.to_f32()));
+            Ok::<_, Error>(())
+        };
+        let outputs = pass.stream.iter().skip(1);
+        for ((residual, output), block) in pass.blocks.residuals().zip(outputs).zip(blocks) {
+            add(residual, &mut block.attention)?;
+            add(output, &mut block.mlp)?;
+        }
+        Ok(())
+    }
+}
+
+impl<B: Backend, T: Element> Model<B, T> {
+    /// Adds the routings of the last forward pass of all layers to `statistics`.
+    ///
+    /// # Errors
+    /// As [`Model::add_magnitudes`].
+    pub fn add_routings(
+        &self,
+        activations: &Activations<B, T>,
+        slot: PassSlot,
+        statistics: &mut RoutingStatistics,
+    ) -> Result<(), Error> {
+        if activations.recompute == Recompute::Block {
+            return Err(Error::NotSaved);
+        }
+        let routings = activations.passes[slot.slot].blocks.routings();
+        for (layer, routing) in routings.enumerate() {
+            // A layer that does not route has a buffer, but no statistics.
+            if let Some(routing) = routing {
+                statistics.add(self.backend(), layer, routing, usize::MAX)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_root_mean_square_and_the_largest_magnitude_are_of_all_values() {
+        let mut magnitude = Magnitude::default();
+        assert_eq!((magnitude.rms(), magnitude.largest), (0.0, 0.0));
+        magnitude.add([3.0, -5.0]);
+        magnitude.add([1.0, 1.0]);
+        assert_eq!((magnitude.rms(), magnitude.largest), (3.0, 5.0));
+        magnitude.add([f32::NAN, 9.0]);
+        assert!(magnitude.rms().is_nan() && magnitude.largest.is_nan());
+        let mut infinite = Magnitude::default();
+        infinite.add([f32::NEG_INFINITY, 1.0]);
+        assert_eq!((infinite.rms(), infinite.largest), (f64::INFINITY, f32::INFINITY));
+    }
+}

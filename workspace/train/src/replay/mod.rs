@@ -1,0 +1,297 @@
+//! The replay of one step of a run, to find why its numbers are bad: from the newest checkpoint before it,
+//! without the step's update and without a change to the run directory.
+
+mod samples;
+
+use std::path::Path;
+
+use moh_comm::World;
+use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements};
+use moh_kernels::{Backend, Element};
+use moh_model::BlockMagnitudes;
+use moh_model::layout::Segment;
+use moh_model::model_parallel::ModelParallel;
+use moh_model::parameters::Shard;
+use moh_model::router::RoutingStatistics;
+use moh_model::{Activations, Model, PassSlot};
+
+pub use samples::SampleSource;
+
+use crate::checkpoint::{self, RunState, StoredCheckpoint};
+use crate::guard::Limits;
+use crate::optimizer::OptimizerState;
+use crate::recipe::{Parallel, Recompute, Stage};
+use crate::rewinds::Rewinds;
+use crate::run_data::RunData;
+use crate::source::ModelSource;
+use crate::step::{Observer, StepGroups, StepPlan, Stepper, Taken};
+use crate::trainer::attention_before;
+use crate::{Error, Recipe, RunDirectory};
+
+/// A replayed step.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Replay {
+    /// Steps of the checkpoint from which the run was repeated; 0 for the initial model.
+    pub from: u64,
+    /// The step, over all stages.
+    pub step: u64,
+    /// Name of its stage.
+    pub stage: String,
+    /// The step within the stage, from 1.
+    pub stage_step: u64,
+    /// Its measurements.
+    pub taken: Taken,
+    /// Its learning rate.
+    pub learning_rate: f64,
+    /// The limits within which it is applied.
+    pub limits: Limits,
+    /// The residual stream in each block, over all micro-batches.
+    pub blocks: Vec<BlockMagnitudes>,
+    /// The norm of each tensor's gradient, in the order of the model.
+    pub gradients: Vec<TensorGradient>,
+    /// Loads and entropy of the layers that route, over all micro-batches.
+    pub routing: RoutingStatistics,
+    /// Its samples, in order.
+    pub samples: Vec<SampleSource>,
+}
+
+/// The gradient of a tensor.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TensorGradient {
+    /// The tensor.
+    pub name: String,
+    /// The block that it belongs to; `None` outside blocks.
+    pub block: Option<usize>,
+    /// Norm of its gradient before clipping.
+    pub norm: f64,
+}
+
+/// Replays step `step` of the run in `run`, whose recipe is `recipe`; messages name it `path`. `directory`
+/// is the local directory of its `[model] from`.
+///
+/// One process does the work of all ranks. The sums of a run on several ranks have another order, so its
+/// values agree up to rounding. Whole blocks are not recomputed: their activations are wanted.
+///
+/// # Errors
+/// Fails if the run does not have the step, if a file is missing or damaged, or if the device fails, as
+/// when the model does not fit its memory.
+pub fn replay(
+    run: &RunDirectory,
+    (mut recipe, path): (Recipe, &Path),
+    directory: Option<&Path>,
+    device: OpenDevice,
+    step: u64,
+) -> Result<Replay, Error> {
+    let steps = recipe.num_steps();
+    if step == 0 || step > steps {
+        return Err(Error::NoSuchStep { path: run.root().to_owned(), step, steps });
+    }
+    for stage in &mut recipe.stages {
+        stage.parallel = Parallel::default();
+    }
+    if recipe.memory.recompute == Recompute::Block {
+        recipe.memory.recompute = Recompute::Cheap;
+    }
+    let source = ModelSource::open(&recipe, path, directory)?;
+    recipe.resolve(path, source.original_config())?;
+    let data = RunData::open(&recipe, &source)?;
+    let rewinds = Rewinds::read(run)?;
+    let stored = newest_before(run, &rewinds, step)?;
+    let job = Job { recipe: &recipe, source: &source, data, rewinds, stored, step };
+    device.run(job)
+}
+
+/// The step of the checkpoint from which [`replay`] repeats the run; 0 for the initial model.
+///
+/// # Errors
+/// Fails if the run directory cannot be read, or a checkpoint's manifest is damaged.
+pub fn replay_from(run: &RunDirectory, step: u64) -> Result<u64, Error> {
+    let stored = newest_before(run, &Rewinds::read(run)?, step)?;
+    Ok(stored.map_or(0, |stored| stored.manifest().state.step))
+}
+
+/// The newest checkpoint before a step, on the path that counts; its tensors are checked when they are
+/// read.
+fn newest_before(
+    run: &RunDirectory,
+    rewinds: &Rewinds,
+    step: u64,
+) -> Result<Option<StoredCheckpoint>, Error> {
+    let steps = run.checkpoint_steps()?;
+    for &found in steps.iter().rev().filter(|&&found| found < step) {
+        let stored = StoredCheckpoint::of_step(run, found)?;
+        if stored.manifest().state.guard.rewinds >= rewinds.taken_before(found) {
+            return Ok(Some(stored));
+        }
+    }
+    Ok(None)
+}
+
+/// The inputs of a replay.
+struct Job<'a> {
+    recipe: &'a Recipe,
+    source: &'a ModelSource,
+    data: RunData,
+    rewinds: Rewinds,
+    stored: Option<StoredCheckpoint>,
+    step: u64,
+}
+
+impl OnDevice for Job<'_> {
+    type Output = Result<Replay, Error>;
+
+    fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
+        let precision = &self.recipe.precision;
+        let types = TrainingTypes {
+            weights: self.recipe.run.dtype,
+            gradients: precision.gradients,
+            moments: precision.moments,
+        };
+        in_training_elements(types, Replaying { job: self, backend })
+    }
+}
+
+/// A replay on its device, before its element types are known.
+struct Replaying<'a, B: Backend> {
+    job: Job<'a>,
+    backend: B,
+}
+
+impl<B: Backend + Clone> InTrainingElements for Replaying<'_, B> {
+    type Output = Result<Replay, Error>;
+
+    fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
+        let mut replayer = Replayer::<B, T, M>::new(self.backend, self.job)?;
+        loop {
+            if let Some(replay) = replayer.advance::<G>()? {
+                return Ok(replay);
+            }
+        }
+    }
+}
+
+/// A run that is repeated on one rank.
+struct Replayer<'a, B: Backend, T: Element, M: Element> {
+    job: Job<'a>,
+    model: Model<B, T>,
+    optimizer: OptimizerState<B, M>,
+    state: RunState,
+}
+
+impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
+    /// Loads the checkpoint, or the initial model.
+    fn new(backend: B, job: Job<'a>) -> Result<Self, Error> {
+        let (source, stored) = (job.source, &job.stored);
+        let state = stored.as_ref().map(|stored| stored.manifest().state.clone());
+        let state = state.unwrap_or_default();
+        let mut config = source.config().clone();
+        config.moh = attention_before(job.recipe, source, &state)?;
+        let length = job.recipe.data.sequence_length;
+        let (mut model, mut optimizer);
+        if let Some(stored) = stored {
+            let whole = ModelParallel::whole(&config);
+            model = Model::<B, T>::zeros_of_part(backend, config, length, whole, 1)?;
+            optimizer = OptimizerState::new(&model, Shard::WHOLE)?;
+            checkpoint::load(stored, &mut model, &mut optimizer).map_err(Error::from)?;
+        } else {
+            let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
+            model = Model::new(backend, config, length, fill)?;
+            optimizer = OptimizerState::new(&model, Shard::WHOLE)?;
+        }
+        Ok(Replayer { job, model, optimizer, state })
+    }
+
+    /// Takes the steps of the current stage up to the one that is replayed, if it is one of them.
+    fn advance<G: Element>(&mut self) -> Result<Option<Replay>, Error> {
+        let recipe = self.job.recipe;
+        // The step is one of the recipe's, so a stage is left.
+        let Some(stage) = recipe.stages.get(self.state.stage) else {
+            let (path, steps) = (recipe.run.dir.clone(), recipe.num_steps());
+            return Err(Error::NoSuchStep { path, step: self.job.step, steps });
+        };
+        if self.state.stage_step == 0 {
+            self.optimizer.reset(self.model.backend())?;
+            self.model.set_moh(stage.moh_config(self.job.source.original_config())?)?;
+        }
+        let group = World::single().group().clone();
+        let groups = StepGroups { all: group.clone(), data: group };
+        let plan = StepPlan::new(recipe, stage);
+        let mut stepper = Stepper::<B, T, G>::new(&self.model, plan, groups)?;
+        while self.state.stage_step < stage.num_steps() {
+            self.state.pass_over_samples(&self.job.rewinds);
+            if self.state.step + 1 == self.job.step {
+                return self.measure(stage, &mut stepper).map(Some);
+            }
+            self.step(stage, &mut stepper)?;
+        }
+        self.state.end_stage();
+        Ok(None)
+    }
+
+    fn step<G: Element>(
+        &mut self,
+        stage: &Stage,
+        stepper: &mut Stepper<B, T, G>,
+    ) -> Result<(), Error> {
+        let guard = &self.job.recipe.guard;
+        let update = self.state.next_update(stage, guard);
+        let (training, first) = (&self.job.data.training, self.state.sample);
+        let read = |sample, window: &mut [u32], document_start: Option<&mut [u32]>| {
+            Ok(training.sample(sample, window, document_start)?)
+        };
+        let taken = stepper.step(&mut self.model, &mut self.optimizer, read, first, update)?;
+        self.state.count((stage, guard), &taken, stepper.plan().batch_sequences());
+        Ok(())
+    }
+
+    /// Computes the step without its update.
+    fn measure<G: Element>(
+        &mut self,
+        stage: &Stage,
+        stepper: &mut Stepper<B, T, G>,
+    ) -> Result<Replay, Error> {
+        let update = self.state.next_update(stage, &self.job.recipe.guard);
+        let (training, first) = (&self.job.data.training, self.state.sample);
+        let read = |sample, window: &mut [u32], document_start: Option<&mut [u32]>| {
+            Ok(training.sample(sample, window, document_start)?)
+        };
+        let mut seen = Seen {
+            blocks: vec![BlockMagnitudes::default(); self.model.config().num_hidden_layers],
+            routing: self.model.routing_statistics()?,
+        };
+        let taken = stepper.measure(&mut self.model, &self.optimizer, (read, first), &mut seen)?;
+        let gradients = stepper.gradient_norms(&self.model)?;
+        let samples = first..first + stepper.plan().batch_sequences();
+        Ok(Replay {
+            from: self.job.stored.as_ref().map_or(0, |stored| stored.manifest().state.step),
+            step: self.job.step,
+            stage: stage.name.clone(),
+            stage_step: self.state.stage_step + 1,
+            taken: Taken { skipped: update.limits.check(taken.loss, taken.grad_norm), ..taken },
+            learning_rate: update.learning_rate,
+            limits: update.limits,
+            blocks: seen.blocks,
+            gradients,
+            routing: seen.routing,
+            samples: samples::sources(training, samples)?,
+        })
+    }
+}
+
+/// What the forward passes of a step show.
+struct Seen {
+    blocks: Vec<BlockMagnitudes>,
+    routing: RoutingStatistics,
+}
+
+impl<B: Backend, T: Element> Observer<B, T> for Seen {
+    fn forward_done(
+        &mut self,
+        model: &Model<B, T>,
+        activations: &Activations<B, T>,
+        slot: PassSlot,
+    ) -> Result<(), Error> {
+        model.add_magnitudes(activations, slot, &mut self.blocks)?;
+        Ok(model.add_routings(activations, slot, &mut self.routing)?)
+    }
+}
