@@ -160,7 +160,8 @@ impl Rewinds {
     fn effective(&self) -> Vec<&Rewind> {
         let mut path: Vec<&Rewind> = Vec::new();
         for rewind in &self.list {
-            path.retain(|before| before.step < rewind.step);
+            // Ordered by step.
+            while path.pop_if(|before| before.step >= rewind.step).is_some() {}
             path.push(rewind);
         }
         path

@@ -4,6 +4,7 @@ mod checkpoint;
 mod configuration;
 mod recipe;
 mod rendezvous;
+mod rewinds;
 mod tokenizer;
 mod tokens;
 mod weights;
