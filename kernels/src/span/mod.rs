@@ -5,6 +5,7 @@
 //! work that [`crate::Memory::install`] runs on another thread for it, and a profiler, which is
 //! notified of the spans of all threads. Without either a span costs one atomic load.
 
+mod lane;
 mod nvtx;
 
 use std::cell::RefCell;
@@ -13,6 +14,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+pub use lane::Lane;
 pub use nvtx::connect_profiler;
 
 /// The number of sinks in this process.
@@ -154,7 +156,7 @@ mod tests {
     use crate::{Cpu, Memory as _};
 
     #[derive(Default)]
-    struct Heard(Mutex<Vec<String>>);
+    pub(super) struct Heard(Mutex<Vec<String>>);
 
     impl Sink for Heard {
         fn enter(&self, label: Label) {
@@ -167,7 +169,7 @@ mod tests {
     }
 
     impl Heard {
-        fn words(&self) -> Vec<String> {
+        pub(super) fn words(&self) -> Vec<String> {
             self.0.lock().unwrap().clone()
         }
     }
