@@ -2,6 +2,7 @@
 //! use.
 
 use half::bf16;
+use moh_device::ResidentMemory;
 use moh_kernels::linear::LinearForward;
 use moh_kernels::{Backend, Element};
 use serde_json::{Value, json};
@@ -107,17 +108,6 @@ pub fn memory<B: Backend>(backend: &B) -> Option<(u64, u64)> {
     match backend.memory_info() {
         // Training allocates all of it before the first step and frees it after the last.
         Some(memory) => Some((memory.used, memory.used)),
-        None => resident(),
+        None => ResidentMemory::read().map(|memory| (memory.now, memory.peak)),
     }
-}
-
-/// Resident memory of this process in bytes, now and at its peak, if the system reports it.
-fn resident() -> Option<(u64, u64)> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let field = |name: &str| {
-        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
-        let kilobytes: u64 = line.trim().strip_suffix(" kB")?.trim().parse().ok()?;
-        Some(kilobytes * 1024)
-    };
-    Some((field("VmRSS:")?, field("VmHWM:")?))
 }
