@@ -8,7 +8,7 @@ use moh_kernels::MemoryInfo;
 use moh_model::ModelConfig;
 use moh_train::checkpoint::{Evaluation, Moment};
 use moh_train::rewinds::Rewind;
-use moh_train::{Event, Recipe, Skipped, SourceEpochs, Stage, StepMetrics};
+use moh_train::{Event, Recipe, Skipped, SourceEpochs, Speed, Stage, StepMetrics};
 
 use crate::exit::stderr_line;
 use crate::progress::draws_bars;
@@ -187,7 +187,9 @@ fn describe_evaluation(evaluation: &Evaluation, heads: usize) -> String {
             format!("after conversion, {active_heads} of {heads} heads")
         }
     };
-    format!("validation {moment}: loss {:.4}", evaluation.loss)
+    let others = evaluation.other_sets.iter();
+    let others = others.map(|(name, set)| format!(", {name} {:.4}", set.loss));
+    format!("validation {moment}: loss {:.4}{}", evaluation.loss, others.collect::<String>())
 }
 
 /// A step that was not applied.
@@ -219,18 +221,57 @@ fn describe(metrics: &StepMetrics) -> String {
     }
     // Whole tokens are precise enough for a rate.
     let rate = HumanCount(metrics.tokens_per_second as u64);
+    shown += &format!(
+        ", gradient norm {:.3}, learning rate {:.2e}, {rate} tokens/s",
+        metrics.grad_norm, metrics.learning_rate
+    );
+    if let Some(speed) = &metrics.speed {
+        shown += &format!(", {}", describe_rate(speed));
+    }
     shown
-        + &format!(
-            ", gradient norm {:.3}, learning rate {:.2e}, {rate} tokens/s",
-            metrics.grad_norm, metrics.learning_rate
-        )
+}
+
+/// The utilization of the device, or its rate if the peak is not known.
+fn describe_rate(speed: &Speed) -> String {
+    match speed.mfu {
+        Some(mfu) => format!("{:.1}% MFU", 100.0 * mfu),
+        None if speed.tflops < 1.0 => format!("{:.0} GFLOP/s", 1000.0 * speed.tflops),
+        None => format!("{:.1} TFLOP/s", speed.tflops),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use std::path::Path;
 
+    use moh_train::Validation;
+
     use super::*;
+
+    #[test]
+    fn the_rate_is_the_utilization_where_the_peak_is_known() {
+        let speed = |tflops, mfu| Speed { tflops, mfu, ..Speed::default() };
+        assert_eq!(describe_rate(&speed(412.3, Some(0.4169))), "41.7% MFU");
+        assert_eq!(describe_rate(&speed(412.34, None)), "412.3 TFLOP/s");
+        assert_eq!(describe_rate(&speed(0.2142, None)), "214 GFLOP/s");
+    }
+
+    #[test]
+    fn an_evaluation_shows_every_set() {
+        let code = Validation { loss: 1.25, bits_per_byte: None };
+        let mut evaluation = Evaluation {
+            moment: Moment::Loaded,
+            step: 0,
+            loss: 2.5,
+            bits_per_byte: None,
+            other_sets: [("code".to_owned(), code)].into(),
+        };
+        let shown = describe_evaluation(&evaluation, 8);
+        assert_eq!(shown, "validation before training: loss 2.5000, code 1.2500");
+        evaluation.other_sets.clear();
+        let shown = describe_evaluation(&evaluation, 8);
+        assert_eq!(shown, "validation before training: loss 2.5000");
+    }
 
     #[test]
     fn a_stage_shows_the_layout_of_its_ranks() {

@@ -92,7 +92,9 @@ fn results(run: &Path) -> Results {
     let metrics = fs::read_to_string(run.join("metrics.jsonl")).unwrap();
     let line = |line: &str| {
         let mut value: Value = serde_json::from_str(line).unwrap();
-        value.as_object_mut().unwrap().remove("tokens_per_second").unwrap();
+        for field in ["tokens_per_second", "speed"] {
+            value.as_object_mut().unwrap().remove(field).unwrap();
+        }
         value
     };
     Results(

@@ -4,17 +4,18 @@
 //! an interrupted write. [`cut_back`] truncates the file to a checkpoint's step, so a resumed run
 //! leaves the same file as an uninterrupted one. Values that are not finite are written as null.
 
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::block_norms::BlockNorms;
 use crate::guard::SkipReason;
-
-/// Maximum bytes of a line.
-const MAX_LINE_BYTES: u64 = 64 << 10;
+use crate::json_lines::Lines;
+use crate::speed::Speed;
 
 /// The measurements of one step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -36,10 +37,16 @@ pub struct StepMetrics {
     pub grad_norm: f64,
     /// Speed of the step.
     pub tokens_per_second: f64,
-    /// The evaluation after the step, if there was one.
+    /// The evaluation of the recipe's first validation set after the step, if there was one.
     pub validation: Option<Validation>,
     /// Set if the step was not applied.
     pub skipped: Option<Skipped>,
+    /// The evaluations after the step of all sets that were due, by name.
+    pub validation_sets: BTreeMap<String, Validation>,
+    /// Norms by block, on the steps at which the recipe asks for them.
+    pub block_norms: Option<BlockNorms>,
+    /// Times and memory; `None` in files of earlier versions.
+    pub speed: Option<Speed>,
 }
 
 /// A step that was not applied.
@@ -52,9 +59,11 @@ pub struct Skipped {
 }
 
 /// An evaluation on held-out text.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Validation {
     /// Mean cross-entropy, in nats per token.
+    #[serde(deserialize_with = "finite_or_nan")]
     pub loss: f64,
     /// The loss in bits per byte of the decoded targets; `None` without a tokenizer.
     pub bits_per_byte: Option<f64>,
@@ -80,6 +89,17 @@ struct Line {
     skipped: Option<SkipReason>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     samples: Option<[u64; 2]>,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    validation: BTreeMap<String, Validation>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    norms: Option<BlockNorms>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    speed: Option<Speed>,
+}
+
+/// A number; null is NaN.
+pub(crate) fn finite_or_nan<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
 /// A field that is present, null or not.
@@ -103,6 +123,9 @@ impl From<StepMetrics> for Line {
             validation_bits_per_byte: validation.map(|validation| validation.bits_per_byte),
             skipped: metrics.skipped.map(|skipped| skipped.reason),
             samples: metrics.skipped.map(|skipped| skipped.samples),
+            validation: metrics.validation_sets,
+            norms: metrics.block_norms,
+            speed: metrics.speed,
         }
     }
 }
@@ -139,6 +162,9 @@ impl TryFrom<Line> for StepMetrics {
             tokens_per_second: number(line.tokens_per_second),
             validation,
             skipped,
+            validation_sets: line.validation,
+            block_norms: line.norms,
+            speed: line.speed,
         })
     }
 }
@@ -222,50 +248,6 @@ impl MetricsWriter {
     }
 }
 
-/// Iterates over the complete lines of a file, with a maximum length.
-struct Lines {
-    path: PathBuf,
-    file: BufReader<File>,
-    number: u64,
-    line: Vec<u8>,
-}
-
-impl Lines {
-    /// `None` if the file is missing.
-    fn open(path: &Path) -> Result<Option<Self>, Error> {
-        match File::open(path) {
-            Ok(file) => Ok(Some(Lines {
-                path: path.to_path_buf(),
-                file: BufReader::new(file),
-                number: 0,
-                line: Vec::new(),
-            })),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(Error::io(path)(error)),
-        }
-    }
-
-    /// The next line with its newline; `None` at the end. An incomplete last line is skipped.
-    fn next(&mut self) -> Result<Option<&[u8]>, Error> {
-        self.line.clear();
-        let mut bounded = (&mut self.file).take(MAX_LINE_BYTES);
-        bounded.read_until(b'\n', &mut self.line).map_err(Error::io(&self.path))?;
-        if self.line.last() == Some(&b'\n') {
-            self.number += 1;
-            return Ok(Some(&self.line));
-        }
-        if self.line.len() as u64 == MAX_LINE_BYTES {
-            let reason = format!("longer than {MAX_LINE_BYTES} bytes: not a line of metrics");
-            return Err(self.refuse(self.number + 1, reason));
-        }
-        Ok(None)
-    }
-
-    fn refuse(&self, line: u64, reason: String) -> Error {
-        Error::MetricsLine { path: self.path.clone(), line, reason }
-    }
-}
-
 /// All complete lines of the file at `path`; an incomplete last line is skipped.
 ///
 /// # Errors
@@ -278,7 +260,7 @@ pub fn read(path: &Path) -> Result<Vec<StepMetrics>, Error> {
     while let Some(line) = lines.next()? {
         match serde_json::from_slice(line) {
             Ok(step) => steps.push(step),
-            Err(error) => return Err(lines.refuse(lines.number, error.to_string())),
+            Err(error) => return Err(lines.refuse(error.to_string())),
         }
     }
     Ok(steps)
@@ -356,6 +338,7 @@ pub(crate) fn copy_after(path: &Path, skipped: u64, to: &Path) -> Result<(), Err
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::block_norms::Norms;
 
     fn step(step: u64) -> StepMetrics {
         StepMetrics {
@@ -369,6 +352,9 @@ mod tests {
             tokens_per_second: 1e4,
             validation: None,
             skipped: None,
+            validation_sets: BTreeMap::new(),
+            block_norms: None,
+            speed: None,
         }
     }
 
@@ -445,6 +431,43 @@ mod tests {
                    \"skipped\":\"gradient norm is not finite\",\"samples\":[64,95]}\n";
         assert!(text.ends_with(end), "{text}");
         assert_eq!(read(&path).unwrap()[0].skipped, skipped);
+    }
+
+    #[test]
+    fn sets_norms_and_speed_follow_as_objects() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("metrics.jsonl");
+        let mut writer = MetricsWriter::append_to(&path).unwrap();
+        let first = Validation { loss: 2.0, bits_per_byte: Some(1.5) };
+        let code = Validation { loss: f64::NAN, bits_per_byte: None };
+        let of = |embedding: f64, block: f64| Norms {
+            embedding,
+            blocks: vec![block, block],
+            final_norm: 0.5,
+            head: None,
+        };
+        let speed = Speed { seconds: 0.5, forward: 0.25, tflops: 0.125, ..Speed::default() };
+        let written = StepMetrics {
+            validation: Some(first),
+            validation_sets: [("code", code), ("text", first)].map(|(n, v)| (n.into(), v)).into(),
+            block_norms: Some(BlockNorms { gradient: of(1.0, 2.0), weight: of(3.0, 4.0) }),
+            speed: Some(speed),
+            ..step(1)
+        };
+        writer.write(&written).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        let expected = "\"validation_loss\":2.0,\"validation_bits_per_byte\":1.5,\
+             \"validation\":{\"code\":{\"loss\":null,\"bits_per_byte\":null},\
+             \"text\":{\"loss\":2.0,\"bits_per_byte\":1.5}},\
+             \"norms\":{\"gradient\":{\"embedding\":1.0,\"blocks\":[2.0,2.0],\"final_norm\":0.5},\
+             \"weight\":{\"embedding\":3.0,\"blocks\":[4.0,4.0],\"final_norm\":0.5}},\
+             \"speed\":{\"seconds\":0.5,\"data\":0.0,\"forward\":0.25,\"backward\":0.0,\
+             \"exchange\":0.0,\"gradient_norm\":0.0,\"optimizer\":0.0,\"evaluation\":0.0,\
+             \"checkpoint\":0.0,\"tflops\":0.125}}\n";
+        assert!(text.ends_with(expected), "{text}");
+        let read = read(&path).unwrap().remove(0);
+        assert!(read.validation_sets["code"].loss.is_nan());
+        assert_eq!((read.block_norms, read.speed), (written.block_norms, written.speed));
     }
 
     #[test]

@@ -1,9 +1,11 @@
-//! The metrics of a run that continues: cut back to the checkpoint's step, or begun again where lines
+//! The logs of a run that continues: cut back to the checkpoint's step, or begun again where lines
 //! before it are lost. A log never keeps a run from its weights.
+
+use std::path::{Path, PathBuf};
 
 use crate::rewinds::Rewind;
 use crate::run_directory::first_free;
-use crate::{Error, Recipe, RunDirectory, metrics};
+use crate::{Error, Recipe, RunDirectory, metrics, routing_log};
 
 /// Prepares `metrics.jsonl` for the steps after `step`; returns a warning if lines before it are lost.
 /// A file that lacks some is renamed, not removed.
@@ -30,12 +32,35 @@ pub(crate) fn resume(
     if path.symlink_metadata().is_err() {
         return Ok(Some(format!("{lost} after step {step}")));
     }
+    let aside = set_aside(&path, run.root(), ("metrics", step))?;
+    Ok(Some(format!("{lost} after step {step}, the old file is {}", aside.display())))
+}
+
+/// Prepares `routing.jsonl` for the steps after `step`; returns a warning if it cannot be read. It is
+/// then renamed, not removed.
+///
+/// # Errors
+/// Fails if the file cannot be read, replaced or renamed.
+pub(crate) fn resume_routing(run: &RunDirectory, step: u64) -> Result<Option<String>, Error> {
+    let path = run.routing();
+    match routing_log::cut_back(&path, step) {
+        Err(error @ Error::MetricsLine { .. }) => {
+            let aside = set_aside(&path, run.root(), ("routing", step))?;
+            let aside = aside.display();
+            Ok(Some(format!("{error}: begun again after step {step}, the old file is {aside}")))
+        }
+        done => done.map(|()| None),
+    }
+}
+
+/// Renames a log that is begun again after a step; returns its new path.
+fn set_aside(path: &Path, root: &Path, (name, step): (&str, u64)) -> Result<PathBuf, Error> {
     let aside = first_free(|n| {
         let suffix = if n == 1 { String::new() } else { format!("-{n}") };
-        run.root().join(format!("metrics-before-step-{step}{suffix}.jsonl"))
+        root.join(format!("{name}-before-step-{step}{suffix}.jsonl"))
     });
-    std::fs::rename(&path, &aside).map_err(Error::io(&path))?;
-    Ok(Some(format!("{lost} after step {step}, the old file is {}", aside.display())))
+    std::fs::rename(path, &aside).map_err(Error::io(path))?;
+    Ok(aside)
 }
 
 /// Copies the lines of the steps after a rewind's, which the run is about to leave, to a file of their own.

@@ -50,6 +50,20 @@ impl<B: Backend> Ranks<B> {
         self.reduce(values, Reduce::Sum)
     }
 
+    /// Replaces the values, equally many on each rank, by their sums over the ranks.
+    ///
+    /// # Errors
+    /// Fails if the device is out of memory or another rank has failed.
+    pub fn sum_all(&mut self, values: &mut [f64]) -> Result<(), Error> {
+        if self.group.size() > 1 && !values.is_empty() {
+            let mut buffer = self.backend.allocate::<f64>(values.len())?;
+            self.backend.upload(values, B::whole_mut(&mut buffer))?;
+            self.group.all_reduce::<B, f64>(B::whole_mut(&mut buffer), Reduce::Sum)?;
+            self.backend.download(B::whole(&buffer), values)?;
+        }
+        Ok(())
+    }
+
     /// The elementwise maximum of the values over the ranks.
     ///
     /// # Errors

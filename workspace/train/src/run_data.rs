@@ -6,13 +6,21 @@ use std::path::Path;
 use moh_data::{DocumentEnd, TextTokenizer, TokenFile, TrainingData, Windows};
 
 use crate::Error;
-use crate::recipe::{Order, Recipe};
+use crate::recipe::{Order, Recipe, ValidationSet, validation_key};
 use crate::source::ModelSource;
+
+/// The text of a validation set.
+pub(crate) struct ValidationText {
+    /// Its key in the recipe.
+    pub key: String,
+    pub windows: Windows,
+}
 
 /// The opened data, checked for the same tokenizer.
 pub(crate) struct RunData {
     pub training: TrainingData,
-    pub validation: Option<Windows>,
+    /// The validation sets, in the recipe's order.
+    pub validation: Vec<ValidationText>,
     /// `None` if the model has no tokenizer.
     pub tokenizer: Option<TextTokenizer>,
 }
@@ -30,8 +38,8 @@ impl RunData {
         let tokenizer = source.tokenizer()?;
         if let Some(tokenizer) = &tokenizer {
             training.check_tokenizer(tokenizer)?;
-            if let Some(windows) = &validation {
-                windows.file().check_tokenizer(tokenizer)?;
+            for set in &validation {
+                set.windows.file().check_tokenizer(tokenizer)?;
             }
         }
         Ok(RunData { training, validation, tokenizer })
@@ -41,13 +49,14 @@ impl RunData {
     pub(crate) fn token_files(&self) -> Vec<(String, &TokenFile)> {
         let sources = self.training.files().iter().enumerate();
         let sources = sources.map(|(index, file)| (format!("data.sources.{index}"), file));
-        let validation = self.validation.as_ref().map(Windows::file);
-        sources.chain(validation.map(|file| ("data.validation".to_owned(), file))).collect()
+        let validation = self.validation.iter();
+        let validation = validation.map(|set| (set.key.clone(), set.windows.file()));
+        sources.chain(validation).collect()
     }
 
     /// The token files that record documents without an end-of-text token, each once.
     pub(crate) fn without_end_of_text(&self) -> BTreeSet<&Path> {
-        let validation = self.validation.as_ref().map(Windows::file);
+        let validation = self.validation.iter().map(|set| set.windows.file());
         let files = self.training.files().iter().chain(validation);
         let has_none = |file: &&TokenFile| {
             file.info().is_some_and(|info| info.eos_token == DocumentEnd::Nothing)
@@ -68,9 +77,13 @@ pub(crate) fn open_training(recipe: &Recipe, vocab_size: usize) -> Result<Traini
     Ok(TrainingData::open(&sources, length, order, recipe.run.seed, vocab_size)?)
 }
 
-fn open_validation(recipe: &Recipe, vocab_size: usize) -> Result<Option<Windows>, Error> {
-    let Some(validation) = &recipe.data.validation else { return Ok(None) };
-    let mut file = TokenFile::open(&validation.path)?;
-    file.limit_vocabulary(vocab_size);
-    Ok(Some(Windows::new(file, recipe.data.sequence_length)?))
+fn open_validation(recipe: &Recipe, vocab_size: usize) -> Result<Vec<ValidationText>, Error> {
+    let sets = &recipe.data.validation;
+    let open = |set: &ValidationSet| {
+        let mut file = TokenFile::open(&set.path)?;
+        file.limit_vocabulary(vocab_size);
+        let windows = Windows::new(file, recipe.data.sequence_length)?;
+        Ok(ValidationText { key: validation_key(sets, set), windows })
+    };
+    sets.iter().map(open).collect()
 }

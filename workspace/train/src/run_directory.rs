@@ -3,8 +3,8 @@
 //! A resumed run must equal an uninterrupted one if its device is deterministic, so a directory
 //! with checkpoints accepts only its own recipe. Some keys may change, because they affect no
 //! weight except by the order of sums: `run.dir`, `log.*`, `checkpoint.*`, `memory.recompute`,
-//! `data.validation.every_steps` and `stage.NAME.parallel.*`. So may the paths of token files, whose content is
-//! compared with `inputs.json` instead (`run_inputs/`). `guard.patience` and `guard.rewind`
+//! `data.validation.every_steps` (of any set) and `stage.NAME.parallel.*`. So may the paths of token files, whose
+//! content is compared with `inputs.json` instead (`run_inputs/`). `guard.patience` and `guard.rewind`
 //! may change too, so that a run that found nothing to return to can go on: they change what a later
 //! rewind does, and nothing else.
 
@@ -69,6 +69,11 @@ impl RunDirectory {
     /// The metrics, one JSON object per step.
     pub fn metrics(&self) -> PathBuf {
         self.root.join("metrics.jsonl")
+    }
+
+    /// The routing of each evaluation.
+    pub fn routing(&self) -> PathBuf {
+        self.root.join("routing.jsonl")
     }
 
     /// The directory of all checkpoints.
@@ -328,7 +333,9 @@ pub(crate) fn first_free(name: impl Fn(u64) -> PathBuf) -> PathBuf {
 fn may_change(key: &str) -> bool {
     // After the stage's name, which may be "parallel" itself.
     let of_stage = key.strip_prefix("stage.").and_then(|rest| rest.split_once('.'));
+    let of_set = key.strip_prefix("data.validation.").and_then(|rest| rest.split_once('.'));
     of_stage.is_some_and(|(_, key)| key.starts_with("parallel."))
+        || of_set.is_some_and(|(_, key)| key == "every_steps")
         || MAY_CHANGE.iter().any(|allowed| match allowed.ends_with('.') {
             true => key.starts_with(allowed),
             false => key == *allowed,
@@ -514,10 +521,15 @@ mod tests {
     }
 
     #[test]
-    fn a_stage_named_parallel_may_change_its_layout_alone() {
+    fn a_stage_or_set_named_like_a_key_may_change_that_key_alone() {
         assert!(may_change("stage.parallel.parallel.tensor"));
-        for key in ["stage.parallel.tokens", "stage.parallel.learning_rate.max", "parallel.tensor"]
-        {
+        assert!(may_change("data.validation.every_steps.every_steps"));
+        for key in [
+            "stage.parallel.tokens",
+            "stage.parallel.learning_rate.max",
+            "parallel.tensor",
+            "data.validation.every_steps.batches",
+        ] {
             assert!(!may_change(key), "{key}");
         }
     }

@@ -13,6 +13,7 @@ use moh_model::parameters::FlatBuffers;
 use moh_model::{Activations, LossScale, Model, PassShape, PassSlot, Recompute, StepSums};
 
 use crate::Error;
+use crate::block_norms::BlockNorms;
 use crate::data_parallel::DataParallel;
 use crate::guard::{Limits, SkipReason};
 use crate::optimizer::OptimizerState;
@@ -68,6 +69,9 @@ pub struct Stepper<B: Backend, T: Element, G: Element> {
     host: HostBatch,
     all_ranks: Group,
     gradient_faults: Vec<(u64, f32)>,
+    /// Whether the next step measures its norms by block.
+    measures_norms: bool,
+    block_norms: Option<BlockNorms>,
 }
 
 /// A micro-batch on the host.
@@ -208,6 +212,8 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             plan,
             all_ranks: groups.all,
             gradient_faults: Vec::new(),
+            measures_norms: false,
+            block_norms: None,
         })
     }
 
@@ -220,6 +226,17 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     /// The settings of all steps.
     pub fn plan(&self) -> &StepPlan {
         &self.plan
+    }
+
+    /// Sets whether the next steps measure norms by block, for [`Self::take_block_norms`]; the same
+    /// on all ranks.
+    pub fn measure_block_norms(&mut self, measure: bool) {
+        self.measures_norms = measure;
+    }
+
+    /// The norms by block of the last step, if it has measured them.
+    pub fn take_block_norms(&mut self) -> Option<BlockNorms> {
+        self.block_norms.take()
     }
 
     /// Waits for the updated weights of the last step; required before any use of them other than
@@ -263,6 +280,13 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         update: Update,
     ) -> Result<Taken, Error> {
         let taken = self.compute(backend, model, optimizer, (read, first), &mut Unobserved)?;
+        if self.measures_norms {
+            let _norms = span::enter("block norms");
+            let (layout, buffers) = (model.layout(), (model.weights(), &self.gradients));
+            let shard = optimizer.shard();
+            let norms = BlockNorms::measure(backend, layout, buffers, shard, &self.all_ranks)?;
+            self.block_norms = Some(norms);
+        }
         // All ranks have the same sums, and decide the same.
         let skipped = update.limits.check(taken.loss, taken.grad_norm);
         let taken = Taken { skipped, ..taken };

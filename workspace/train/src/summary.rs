@@ -72,6 +72,8 @@ impl Summary {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
 
     fn summary(losses: [f64; 4]) -> Summary {
@@ -85,7 +87,13 @@ mod tests {
         let evaluations = moments
             .into_iter()
             .zip(losses)
-            .map(|(moment, loss)| Evaluation { moment, step: 0, loss, bits_per_byte: None })
+            .map(|(moment, loss)| Evaluation {
+                moment,
+                step: 0,
+                loss,
+                bits_per_byte: None,
+                other_sets: BTreeMap::new(),
+            })
             .collect();
         Summary { steps: 2, tokens: 64, heads: 8, evaluations }
     }

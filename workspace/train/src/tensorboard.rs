@@ -10,7 +10,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use crate::{Error, StepMetrics};
+use moh_model::router::{LayerRouting, RoutingStatistics};
+
+use crate::{Error, Norms, Speed, StepMetrics};
 
 const PREFIX: &str = "events.out.tfevents.";
 
@@ -78,13 +80,53 @@ impl TensorBoard {
             ("validation_loss", validation.map(|v| v.loss)),
             ("validation_bits_per_byte", validation.and_then(|v| v.bits_per_byte)),
         ];
+        let scalars = scalars.into_iter().filter_map(|(tag, value)| Some((tag.to_owned(), value?)));
+        let mut scalars: Vec<_> = scalars.collect();
+        for (name, set) in &metrics.validation_sets {
+            scalars.push((format!("validation/{name}/loss"), set.loss));
+            let bits = set.bits_per_byte;
+            scalars.extend(bits.map(|bits| (format!("validation/{name}/bits_per_byte"), bits)));
+        }
+        if let Some(norms) = &metrics.block_norms {
+            scalars.extend(norm_scalars("gradient", &norms.gradient));
+            scalars.extend(norm_scalars("weight", &norms.weight));
+        }
+        scalars.extend(metrics.speed.iter().flat_map(speed_scalars));
+        self.write_scalars(step, &scalars)
+    }
+
+    /// Adds a point to the curves of each layer that routes: the gates' entropy, and the extremes
+    /// of the heads' loads.
+    ///
+    /// # Errors
+    /// Fails if the file cannot be written.
+    pub fn write_routing(
+        &mut self,
+        step: u64,
+        validation: &str,
+        routing: &RoutingStatistics,
+    ) -> Result<(), Error> {
+        let of = |layer: &LayerRouting| {
+            let (smallest, largest) = layer.extreme_loads();
+            let tag = |what| format!("routing/{validation}/layer_{:03}/{what}", layer.layer);
+            [
+                (tag("entropy"), layer.mean_entropy()),
+                (tag("min_load"), smallest),
+                (tag("max_load"), largest),
+                (tag("imbalance"), layer.imbalance()),
+            ]
+        };
+        let scalars: Vec<_> = routing.layers.iter().flat_map(of).collect();
+        if scalars.is_empty() { Ok(()) } else { self.write_scalars(step, &scalars) }
+    }
+
+    fn write_scalars(&mut self, step: u64, scalars: &[(String, f64)]) -> Result<(), Error> {
         let mut summary = Vec::new();
         for (tag, value) in scalars {
-            let Some(value) = value else { continue };
             let mut scalar = Vec::new();
             put_bytes(&mut scalar, VALUE_TAG, tag.as_bytes());
             put_varint(&mut scalar, VALUE_SIMPLE_VALUE << 3 | FIXED32);
-            scalar.extend((value as f32).to_le_bytes());
+            scalar.extend((*value as f32).to_le_bytes());
             put_bytes(&mut summary, SUMMARY_VALUE, &scalar);
         }
         let mut event = event(step);
@@ -108,6 +150,41 @@ fn holds_events(directory: &Path) -> Result<bool, Error> {
     let mut entries = std::fs::read_dir(directory).map_err(Error::io(directory))?;
     let is_one = |name: &std::ffi::OsStr| name.to_string_lossy().starts_with(PREFIX);
     Ok(entries.any(|entry| entry.is_ok_and(|entry| is_one(&entry.file_name()))))
+}
+
+/// The curves of norms by block.
+fn norm_scalars(of: &str, norms: &Norms) -> Vec<(String, f64)> {
+    let tag = |part: &str| format!("norms/{of}/{part}");
+    let blocks = norms.blocks.iter().enumerate();
+    let blocks = blocks.map(|(block, norm)| (tag(&format!("block_{block:03}")), *norm));
+    let ends = [(tag("embedding"), norms.embedding), (tag("final_norm"), norms.final_norm)];
+    blocks.chain(ends).chain(norms.head.map(|head| (tag("head"), head))).collect()
+}
+
+/// The curves of times, rates and memory.
+fn speed_scalars(speed: &Speed) -> Vec<(String, f64)> {
+    let times = [
+        ("seconds", speed.seconds),
+        ("data", speed.data),
+        ("forward", speed.forward),
+        ("backward", speed.backward),
+        ("exchange", speed.exchange),
+        ("gradient_norm", speed.gradient_norm),
+        ("optimizer", speed.optimizer),
+        ("evaluation", speed.evaluation),
+        ("checkpoint", speed.checkpoint),
+        ("tflops", speed.tflops),
+    ];
+    let bytes = |bytes: Option<u64>| bytes.map(|bytes| bytes as f64);
+    let optional = [
+        ("mfu", speed.mfu),
+        ("resident_bytes", bytes(speed.resident_bytes)),
+        ("peak_resident_bytes", bytes(speed.peak_resident_bytes)),
+        ("device_bytes", bytes(speed.device_bytes)),
+    ];
+    let optional = optional.into_iter().filter_map(|(name, value)| Some((name, value?)));
+    let all = times.into_iter().chain(optional);
+    all.map(|(name, value)| (format!("speed/{name}"), value)).collect()
 }
 
 /// A file whose name sorts after the existing ones, the order in which TensorBoard reads them.
@@ -172,8 +249,10 @@ fn put_bytes(out: &mut Vec<u8>, field: u64, bytes: &[u8]) {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
-    use crate::Validation;
+    use crate::{BlockNorms, Validation};
 
     /// A field of a message: its number, and its value as bytes or an integer.
     #[derive(Debug, PartialEq)]
@@ -242,6 +321,9 @@ mod tests {
             tokens_per_second: 1e4,
             validation: Some(Validation { loss: 3.5, bits_per_byte: Some(1.5) }),
             skipped: None,
+            validation_sets: BTreeMap::new(),
+            block_norms: None,
+            speed: None,
         }
     }
 
@@ -253,6 +335,65 @@ mod tests {
         assert_eq!(masked_crc(b"123456789"), 0xc78a_b0e5);
     }
 
+    /// The step and the scalars of a record.
+    fn scalars(record: &[u8]) -> (u64, Vec<(String, f32)>) {
+        let event = fields(record);
+        let [_, Field::Number(2, step), Field::Bytes(5, summary)] = event.as_slice() else {
+            panic!("{event:?}");
+        };
+        let scalar = |value: Field<'_>| {
+            let Field::Bytes(1, value) = value else {
+                panic!("{value:?}");
+            };
+            match fields(value).as_slice() {
+                [Field::Bytes(1, tag), Field::Bytes(2, number)] => (
+                    String::from_utf8(tag.to_vec()).unwrap(),
+                    f32::from_le_bytes((*number).try_into().unwrap()),
+                ),
+                other => panic!("{other:?}"),
+            }
+        };
+        (*step, fields(summary).into_iter().map(scalar).collect())
+    }
+
+    #[test]
+    fn sets_norms_speed_and_routing_have_tags_of_their_own() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut board = TensorBoard::create(directory.path(), 0).unwrap();
+        let norms = Norms { embedding: 1.0, blocks: vec![2.0], final_norm: 3.0, head: Some(4.0) };
+        let set = Validation { loss: 5.0, bits_per_byte: None };
+        let measured = StepMetrics {
+            validation: None,
+            validation_sets: BTreeMap::from([("code".to_owned(), set)]),
+            block_norms: Some(BlockNorms { gradient: norms.clone(), weight: norms }),
+            speed: Some(Speed { mfu: Some(0.5), ..Speed::default() }),
+            ..metrics()
+        };
+        board.write(7, &measured).unwrap();
+        let mut layer = LayerRouting::new(2, 1, 2);
+        (layer.tokens, layer.selected) = (4, vec![1, 3]);
+        board.write_routing(7, "code", &RoutingStatistics { layers: vec![layer] }).unwrap();
+        let file = std::fs::read(&board.path).unwrap();
+        let found: Vec<_> = records(&file)[1..].iter().map(|record| scalars(record)).collect();
+        assert!(found.iter().all(|(step, _)| *step == 7));
+        for (tag, value) in [
+            ("validation/code/loss", 5.0),
+            ("norms/gradient/block_000", 2.0),
+            ("norms/weight/embedding", 1.0),
+            ("norms/weight/final_norm", 3.0),
+            ("norms/gradient/head", 4.0),
+            ("speed/mfu", 0.5),
+            ("speed/forward", 0.0),
+            ("routing/code/layer_002/min_load", 0.25),
+            ("routing/code/layer_002/max_load", 0.75),
+            ("routing/code/layer_002/imbalance", 1.5),
+            ("routing/code/layer_002/entropy", 0.0),
+        ] {
+            let mut all = found.iter().flat_map(|(_, scalars)| scalars);
+            assert!(all.any(|scalar| *scalar == (tag.to_owned(), value)), "{tag}: {found:?}");
+        }
+    }
+
     #[test]
     fn written_scalars_decode() {
         let directory = tempfile::tempdir().unwrap();
@@ -262,26 +403,8 @@ mod tests {
         let records = records(&file);
         assert_eq!(records.len(), 2);
         assert!(fields(records[0]).contains(&Field::Bytes(3, b"brain.Event:2")));
-        let event = fields(records[1]);
-        assert_eq!(event[1], Field::Number(2, 300));
-        let Field::Bytes(5, summary) = event[2] else {
-            panic!("{event:?}");
-        };
-        let scalars: Vec<(String, f32)> = fields(summary)
-            .into_iter()
-            .map(|value| {
-                let Field::Bytes(1, value) = value else {
-                    panic!("{value:?}");
-                };
-                match fields(value).as_slice() {
-                    [Field::Bytes(1, tag), Field::Bytes(2, number)] => (
-                        String::from_utf8(tag.to_vec()).unwrap(),
-                        f32::from_le_bytes((*number).try_into().unwrap()),
-                    ),
-                    other => panic!("{other:?}"),
-                }
-            })
-            .collect();
+        let (step, scalars) = scalars(records[1]);
+        assert_eq!(step, 300);
         let expected = [
             ("loss", 2.5),
             ("learning_rate", 0.5),

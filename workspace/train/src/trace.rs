@@ -8,10 +8,14 @@ use std::time::{Duration, Instant};
 
 use moh_comm::Group;
 use moh_kernels::Backend;
-use moh_kernels::span::{self, Label, Listening, Sink};
+use moh_kernels::span::{self, Label, Lane, Listening, Sink};
 use serde_json::{Value, json};
 
+use crate::part_times::PartTimes;
 use crate::{Error, RunDirectory};
+
+/// The lanes of a timeline.
+const LANES: [&str; 2] = ["step", "background"];
 
 /// Steps to trace, counted over all stages from 1: a list of steps and ranges, such as `3,10-12`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,29 +67,57 @@ fn range(text: &str) -> Result<RangeInclusive<u64>, Error> {
 pub(crate) struct StepTrace<B: Backend> {
     step: u64,
     recorder: Arc<Recorder<B>>,
+    background: Arc<Background>,
+    lane: Arc<Lane>,
     _listening: Listening,
 }
 
 impl<B: Backend> StepTrace<B> {
-    pub(crate) fn new(step: u64, backend: B) -> Self {
-        let recorder =
-            Arc::new(Recorder { backend, start: Instant::now(), spans: Mutex::default() });
+    /// Records the spans of this thread, which `times` hears of too, and those of the background
+    /// thread that listens to `lane`.
+    pub(crate) fn new(
+        step: u64,
+        backend: B,
+        times: Option<Arc<PartTimes>>,
+        lane: Arc<Lane>,
+    ) -> Self {
+        let start = Instant::now();
+        let recorder = Arc::new(Recorder { backend, start, times, spans: Mutex::default() });
+        let background = Arc::new(Background { start, spans: Mutex::default() });
+        lane.connect(Some(background.clone()));
         let _listening = span::listen(recorder.clone());
-        StepTrace { step, recorder, _listening }
+        StepTrace { step, recorder, background, lane, _listening }
     }
 
     /// Writes the recorded spans into the run directory, each rank into its own file.
     pub(crate) fn write(self, run: &RunDirectory, group: &Group) -> Result<(), Error> {
         let rank = group.rank();
         let path = run.trace(self.step, (group.size() > 1).then_some(rank));
-        let text = events(&self.recorder.locked().all, rank);
+        self.lane.connect(None);
+        let mut background = locked(&self.background.spans);
+        background.end_all(self.background.start.elapsed());
+        let text = events(&locked(&self.recorder.spans).all, &background.all, rank);
         moh_files::write(&path, text.as_bytes()).map_err(Error::io(&path))
+    }
+}
+
+impl<B: Backend> Drop for StepTrace<B> {
+    fn drop(&mut self) {
+        self.lane.connect(None);
     }
 }
 
 /// Times spans; the device is synchronised at the start and the end of each.
 struct Recorder<B: Backend> {
     backend: B,
+    start: Instant,
+    /// Hears of the same spans.
+    times: Option<Arc<PartTimes>>,
+    spans: Mutex<Spans>,
+}
+
+/// Times the spans of a background thread, whose work is the host's.
+struct Background {
     start: Instant,
     spans: Mutex<Spans>,
 }
@@ -111,46 +143,81 @@ impl<B: Backend> Recorder<B> {
         let _ = self.backend.synchronize();
         self.start.elapsed()
     }
+}
 
-    /// Consistent whenever a thread can panic.
-    fn locked(&self) -> MutexGuard<'_, Spans> {
-        self.spans.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+/// Consistent whenever a thread can panic.
+fn locked(spans: &Mutex<Spans>) -> MutexGuard<'_, Spans> {
+    spans.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<B: Backend> Sink for Recorder<B> {
     fn enter(&self, label: Label) {
         let begins = self.now();
-        let Spans { all, open } = &mut *self.locked();
-        open.push(all.len());
-        all.push(Timed { label, begins, ends: None });
+        locked(&self.spans).enter(label, begins);
+        if let Some(times) = &self.times {
+            times.enter(label);
+        }
     }
 
     fn exit(&self) {
         let now = self.now();
-        let Spans { all, open } = &mut *self.locked();
-        if let Some(index) = open.pop() {
-            all[index].ends = Some(now);
+        locked(&self.spans).exit(now);
+        if let Some(times) = &self.times {
+            times.exit();
         }
     }
 }
 
-/// The finished spans in the JSON array format of trace events, one per line.
-fn events(spans: &[Timed], rank: usize) -> String {
-    let of = |span: &Timed| {
+impl Sink for Background {
+    fn enter(&self, label: Label) {
+        locked(&self.spans).enter(label, self.start.elapsed());
+    }
+
+    fn exit(&self) {
+        locked(&self.spans).exit(self.start.elapsed());
+    }
+}
+
+impl Spans {
+    fn enter(&mut self, label: Label, begins: Duration) {
+        self.open.push(self.all.len());
+        self.all.push(Timed { label, begins, ends: None });
+    }
+
+    fn exit(&mut self, now: Duration) {
+        if let Some(index) = self.open.pop() {
+            self.all[index].ends = Some(now);
+        }
+    }
+
+    /// Ends the open spans.
+    fn end_all(&mut self, now: Duration) {
+        while !self.open.is_empty() {
+            self.exit(now);
+        }
+    }
+}
+
+/// The finished spans of the step and of the background in the JSON array format of trace events,
+/// one per line.
+fn events(step: &[Timed], background: &[Timed], rank: usize) -> String {
+    let of = |span: &Timed, lane: usize| {
         let duration = span.ends?.saturating_sub(span.begins);
         Some(json!({
-            "name": span.label.to_string(), "cat": "step", "ph": "X",
+            "name": span.label.to_string(), "cat": LANES[lane], "ph": "X",
             "ts": microseconds(span.begins), "dur": microseconds(duration),
-            "pid": rank, "tid": 0,
+            "pid": rank, "tid": lane,
         }))
     };
-    let named = json!({
-        "name": "process_name", "ph": "M", "pid": rank, "tid": 0,
-        "args": { "name": format!("rank {rank}") },
-    });
-    let lines = std::iter::once(named).chain(spans.iter().filter_map(of));
-    let lines: Vec<String> = lines.map(|event: Value| event.to_string()).collect();
+    let named = |what: &str, lane: usize, name: &str| json!({ "name": what, "ph": "M", "pid": rank, "tid": lane, "args": { "name": name } });
+    let mut events = vec![named("process_name", 0, &format!("rank {rank}"))];
+    events.extend(step.iter().filter_map(|span| of(span, 0)));
+    if !background.is_empty() {
+        events
+            .extend(LANES.iter().enumerate().map(|(lane, name)| named("thread_name", lane, name)));
+        events.extend(background.iter().filter_map(|span| of(span, 1)));
+    }
+    let lines: Vec<String> = events.iter().map(Value::to_string).collect();
     format!("[\n{}\n]\n", lines.join(",\n"))
 }
 
@@ -205,12 +272,40 @@ mod tests {
             Timed { label: label("step"), begins: at(0), ends: None },
             Timed { label: label("data"), begins: at(1500), ends: Some(at(4001)) },
         ];
-        let events: Vec<Value> = serde_json::from_str(&events(&spans, 2)).unwrap();
+        let events: Vec<Value> = serde_json::from_str(&events(&spans, &[], 2)).unwrap();
         assert_eq!(events.len(), 2);
         assert_eq!(events[0]["args"]["name"], "rank 2");
         let expected = json!({
             "name": "data", "cat": "step", "ph": "X", "ts": 1.5, "dur": 2.501, "pid": 2, "tid": 0,
         });
         assert_eq!(events[1], expected);
+    }
+
+    #[test]
+    fn background_work_has_a_lane_of_its_own_and_is_cut_at_the_end_of_the_step() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = RunDirectory::new(dir.path());
+        let (lane, times) = (Arc::new(Lane::default()), Arc::new(PartTimes::default()));
+        // Begins before the step, and ends after it.
+        let writing = {
+            let _listening = span::listen(lane.clone());
+            span::enter("write checkpoint")
+        };
+        let trace = StepTrace::new(3, moh_kernels::Cpu, Some(times), lane.clone());
+        drop(span::enter("forward"));
+        {
+            let _listening = span::listen(lane.clone());
+            drop(span::enter("hash"));
+        }
+        let world = moh_comm::World::single();
+        trace.write(&run, world.group()).unwrap();
+        drop(writing);
+        let text = std::fs::read_to_string(run.trace(3, None)).unwrap();
+        let events: Vec<Value> = serde_json::from_str(&text).unwrap();
+        let of =
+            |event: &Value| (event["name"].clone(), event["cat"].clone(), event["tid"].clone());
+        let spans: Vec<_> = events.iter().filter(|event| event["ph"] == "X").map(of).collect();
+        let expected = [("forward", 0), ("write checkpoint", 1), ("hash", 1)];
+        assert_eq!(spans, expected.map(|(name, tid)| (json!(name), json!(LANES[tid]), json!(tid))));
     }
 }

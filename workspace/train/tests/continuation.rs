@@ -632,7 +632,13 @@ fn metrics_have_the_documented_fields() {
         if number % 3 == 0 || number % 5 == 0 {
             fields.extend(["validation_loss", "validation_bits_per_byte"]);
             assert!(line["validation_loss"].is_f64() && line["validation_bits_per_byte"].is_null());
+            fields.push("validation");
+            let of_set = serde_json::json!({
+                "validation": { "loss": line["validation_loss"], "bits_per_byte": null }
+            });
+            assert_eq!(line["validation"], of_set);
         }
+        fields.push("speed");
         assert_eq!(line.as_object().unwrap().keys().collect::<Vec<_>>(), fields);
         let (stage, step) = ((number as usize - 1) / 5, (number - 1) % 5 + 1);
         assert_eq!(line["stage"], ["adapt", "moh"][stage]);

@@ -24,7 +24,7 @@ use moh_data::TokenFile;
 use moh_kernels::span;
 use moh_model::ModelConfig;
 use moh_train::plan::{Hardware, Suggestions};
-use moh_train::recipe::ValidationData;
+use moh_train::recipe::ValidationSet;
 use moh_train::{
     OpenDevice, Outcome, Plan, RankSpeed, Recipe, RunDirectory, RunOptions, Summary, TimeLimit,
     TraceSteps, open_device,
@@ -341,7 +341,7 @@ fn report(
 }
 
 /// A comment for the shell if moh-eval reads more windows of the validation data than the run did.
-fn other_windows(recipe: &Recipe, validation: &ValidationData) -> String {
+fn other_windows(recipe: &Recipe, validation: &ValidationSet) -> String {
     let sequences = recipe.stages.first().map_or(1, |stage| stage.micro_batch);
     let read = (validation.batches as u64).saturating_mul(sequences as u64);
     let windows = TokenFile::open(&validation.path)
@@ -360,7 +360,7 @@ fn next_commands(path: &Path, recipe: &Recipe, export: &Path, summary: &Summary)
         let generate = invocation("moh-generate");
         commands.push(format!("{generate} --model {} --prompt \"One day\"", export.display()));
     }
-    if let Some(validation) = &recipe.data.validation {
+    if let Some(validation) = recipe.data.validation.first() {
         commands.push(format!(
             "{} loss --model {} --data {} --sequence-length {}{}",
             invocation("moh-eval"),

@@ -1,13 +1,15 @@
 //! The manifest of a checkpoint: the state of the run, and which ranks have written which tensors. A
 //! reader finds the parts that it needs here, and reads no others.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use moh_model::HeadCounts;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::Validation;
 use crate::guard::GuardState;
+use crate::metrics::finite_or_nan;
 
 /// The format version that this program writes and reads.
 pub(super) const FORMAT: u32 = 4;
@@ -109,15 +111,13 @@ pub struct Evaluation {
     /// Steps done at that moment, over all stages.
     pub step: u64,
     /// Mean cross-entropy, in nats per token; null in JSON if it is not finite.
-    #[serde(deserialize_with = "number_or_null")]
+    #[serde(deserialize_with = "finite_or_nan")]
     pub loss: f64,
     /// In bits per byte of the decoded targets; `None` without a tokenizer.
     pub bits_per_byte: Option<f64>,
-}
-
-/// JSON has no number that is not finite: null is read as NaN.
-fn number_or_null<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
-    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
+    /// The losses of the validation sets after the first, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub other_sets: BTreeMap<String, Validation>,
 }
 
 /// A moment of a run at which the model is evaluated.

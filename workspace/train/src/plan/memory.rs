@@ -267,7 +267,7 @@ impl InTrainingElements for Buffers<'_> {
         let passes = PassSizes::new(config, layout, part, plan.pass_shape())?;
         let sizes = StepSizes { layout, passes, slots, data_ranks, reduce: plan.reduce };
         StepBuffers::<_, T, G>::new(memory, &sizes)?;
-        if recipe.data.validation.is_some() {
+        if !recipe.data.validation.is_empty() {
             Evaluator::<_, T>::of_part(memory, passes, batch, length)?;
         }
         let staging = checkpoint::staging_bytes::<T, M>(layout, shard);

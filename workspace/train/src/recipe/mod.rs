@@ -16,6 +16,7 @@ mod stand_in;
 #[cfg(test)]
 pub(crate) mod tests;
 mod validate;
+mod validation_sets;
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -30,6 +31,8 @@ pub use model::{Model, NewModel, RopeScaling, TokenIds};
 pub(crate) use overrides::is_below;
 pub(crate) use reader::element_name;
 pub use stage::{Attention, Decay, LearningRate, MohOptions, Optimizer, Parallel, Stage};
+pub use validation_sets::ValidationSet;
+pub(crate) use validation_sets::key as validation_key;
 
 use crate::Error;
 use lines::Lines;
@@ -110,9 +113,9 @@ pub struct Data {
     pub document_mask: bool,
     /// The token files and their weights in the mixture.
     pub sources: Vec<Source>,
-    /// Held-out text for the validation loss; default: none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub validation: Option<ValidationData>,
+    /// Held-out texts for validation losses, the most important first; default: none.
+    #[serde(default, with = "validation_sets", skip_serializing_if = "Vec::is_empty")]
+    pub validation: Vec<ValidationSet>,
 }
 
 /// Order of the training sequences.
@@ -135,20 +138,6 @@ pub struct Source {
     /// Weight of the file's tokens, relative to the other sources; default: 1.
     #[serde(default = "one")]
     pub weight: f64,
-}
-
-/// `[data.validation]`: held-out text.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ValidationData {
-    /// The path without `.bin` and `.idx`.
-    pub path: PathBuf,
-    /// Micro-batches per evaluation.
-    pub batches: usize,
-    /// Steps, over all stages, between evaluations. 0, the default, evaluates at the ends of stages
-    /// only.
-    #[serde(default)]
-    pub every_steps: u64,
 }
 
 /// `[precision]`: element types of the training state; default: f32.
@@ -219,18 +208,25 @@ impl Default for Checkpoint {
 }
 
 /// `[log]`: logging. `metrics.jsonl` has every step regardless of these settings.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Log {
     /// Steps between lines on the terminal and points in TensorBoard; default: 1.
     pub every_steps: u64,
     /// Whether TensorBoard's event files are written; default: true.
     pub tensorboard: bool,
+    /// Steps, over all stages, between norms of gradients and weights by block; 0, the default,
+    /// computes none.
+    pub norms_every_steps: u64,
+    /// Peak rate of a rank's device in TFLOP/s, for the model FLOPs utilization; default: that of
+    /// the GPU by its name, if it is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peak_tflops: Option<f64>,
 }
 
 impl Default for Log {
     fn default() -> Self {
-        Log { every_steps: 1, tensorboard: true }
+        Log { every_steps: 1, tensorboard: true, norms_every_steps: 0, peak_tflops: None }
     }
 }
 

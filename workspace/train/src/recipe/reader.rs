@@ -21,6 +21,9 @@ use super::stand_in::{StandIn, known_keys};
 /// Maximum number of faults of each kind that are reported.
 const MAX_PROBLEMS: usize = 100;
 
+/// The name of a struct that may also be given as a list of such structs.
+pub(super) const TABLE_OR_LIST: &str = "a table or a list of tables";
+
 /// Integers up to this are exact as floats.
 const MAX_WHOLE_FLOAT: f64 = (1u64 << 53) as f64;
 
@@ -369,11 +372,17 @@ impl<'de, 'p> Deserializer<'de> for Node<'de, 'p> {
 
     fn deserialize_struct<V: Visitor<'de>>(
         self,
-        _name: &'static str,
+        name: &'static str,
         fields: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, Problem> {
         let Value::Table(table) = self.value else {
+            if name == TABLE_OR_LIST {
+                return match self.value {
+                    Value::Array(_) => self.deserialize_any(visitor),
+                    _ => self.refuse(name),
+                };
+            }
             return self.refuse("a table");
         };
         for key in table.keys().filter(|key| !fields.contains(&key.as_str())) {

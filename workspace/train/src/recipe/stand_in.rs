@@ -13,7 +13,7 @@ use serde::de::{
 use serde::forward_to_deserialize_any;
 
 use super::nearest::ANY;
-use super::reader::{Problem, join};
+use super::reader::{Problem, TABLE_OR_LIST, join};
 
 /// Paths of all keys that a `T` can have; elements of lists are [`ANY`].
 pub(super) fn known_keys<'de, T: Deserialize<'de>>() -> Vec<String> {
@@ -91,10 +91,16 @@ impl<'de> Deserializer<'de> for StandIn<'_> {
 
     fn deserialize_struct<V: Visitor<'de>>(
         self,
-        _name: &'static str,
+        name: &'static str,
         fields: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, Problem> {
+        if name == TABLE_OR_LIST {
+            if let Some(keys) = self.keys {
+                keys.borrow_mut().extend(fields.iter().map(|field| join(&self.path, field)));
+            }
+            return visitor.visit_seq(OneElement(Some(self.below(ANY))));
+        }
         visitor.visit_map(Fields { fields: fields.iter(), value: None, table: self })
     }
 
@@ -162,6 +168,7 @@ mod tests {
             "model.new.eos_token_id",
             "data.sources.*.weight",
             "data.validation.batches",
+            "data.validation.*.batches",
             "stage.*.moh.routed_top_k",
             "stage.*.parallel.virtual_stages",
             "log.tensorboard",
@@ -169,7 +176,7 @@ mod tests {
             assert!(keys.iter().any(|key| key == expected), "{expected}: {keys:?}");
         }
         // The last field of the last table: nothing stopped before.
-        assert_eq!(keys.last().map(String::as_str), Some("log.tensorboard"));
+        assert_eq!(keys.last().map(String::as_str), Some("log.peak_tflops"));
         let keys = known_keys::<Hardware>();
         assert!(keys.iter().any(|key| key == "network.data_overlap"), "{keys:?}");
     }

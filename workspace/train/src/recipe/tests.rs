@@ -50,17 +50,17 @@ learning_rate = { max = 2e-5, min = 1e-6, warmup_steps = 2 }
 "#
 }
 
-fn parse(text: &str, overrides: &[&str]) -> Result<Recipe, Error> {
+pub(super) fn parse(text: &str, overrides: &[&str]) -> Result<Recipe, Error> {
     let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
     Recipe::parse(text, Path::new("recipes/x.toml"), &overrides)
 }
 
-fn with(overrides: &[&str]) -> Recipe {
+pub(super) fn with(overrides: &[&str]) -> Recipe {
     parse(small(), overrides).unwrap()
 }
 
 /// The message of a recipe that is refused.
-fn refused(text: &str, overrides: &[&str]) -> String {
+pub(super) fn refused(text: &str, overrides: &[&str]) -> String {
     match parse(text, overrides) {
         Ok(recipe) => panic!("accepted: {recipe:?}"),
         Err(error) => error.to_string(),
@@ -68,7 +68,7 @@ fn refused(text: &str, overrides: &[&str]) -> String {
 }
 
 /// `small` with one piece replaced.
-fn edited(from: &str, to: &str) -> String {
+pub(super) fn edited(from: &str, to: &str) -> String {
     assert!(small().contains(from));
     small().replace(from, to)
 }
@@ -451,6 +451,15 @@ fn wrong_types_name_the_key_and_what_was_expected() {
         let message = refused(&edited(from, to), &[]);
         assert!(message.starts_with("recipes/x.toml: line "), "{message}");
         assert!(message.contains(expected), "{to}: {message}");
+    }
+}
+
+#[test]
+fn the_peak_rate_is_a_positive_number() {
+    assert_eq!(with(&["log.peak_tflops=989"]).log.peak_tflops, Some(989.0));
+    for value in ["0", "-1", "nan", "inf"] {
+        let message = refused(small(), &[&format!("log.peak_tflops={value}")]);
+        assert!(message.contains("must be a finite number above 0"), "{message}");
     }
 }
 

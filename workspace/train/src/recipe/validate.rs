@@ -9,8 +9,8 @@ use moh_model::ModelConfig;
 
 use super::overrides::is_below;
 use super::{
-    Checkpoint, Device, Fault, Guard, LearningRate, Model, Optimizer, Order, Parallel, Recipe,
-    Stage,
+    Checkpoint, Device, Fault, Guard, LearningRate, Log, Model, Optimizer, Order, Parallel, Recipe,
+    Stage, ValidationSet, validation_key,
 };
 
 /// Token counts up to this are exact as floats, and sums over all stages fit 64 bits.
@@ -21,7 +21,7 @@ const MAX_STAGES: usize = 1000;
 const MAX_MINUTES: f64 = 525_600.0;
 /// Maximum sequence length; its square fits 64 bits.
 const MAX_SEQUENCE_LENGTH: usize = 1 << 31;
-/// Maximum length of a stage's name.
+/// Maximum length of the name of a stage or a validation set.
 const MAX_NAME: usize = 64;
 /// TOML's integers are signed.
 const MAX_SEED: u64 = i64::MAX as u64;
@@ -89,8 +89,8 @@ pub(super) fn faults(recipe: &Recipe, stand_ins: &BTreeSet<String>) -> Vec<Fault
     check_data(&mut faults, recipe);
     check_stages(&mut faults, recipe);
     check_checkpoint(&mut faults, &recipe.checkpoint);
-    faults.at_least_one("log.every_steps", recipe.log.every_steps);
     check_guard(&mut faults, &recipe.guard);
+    check_log(&mut faults, &recipe.log);
     if let Some(config) = check_model(&mut faults, &recipe.model) {
         // The shape is part of the recipe.
         check_fit(&mut faults, recipe, &config);
@@ -208,9 +208,35 @@ fn check_data(faults: &mut Faults, recipe: &Recipe) {
     if weights == f64::INFINITY && data.sources.iter().all(|source| source.weight.is_finite()) {
         faults.add("data.sources", "weights must have a finite sum");
     }
-    if let Some(validation) = &data.validation {
-        faults.path("data.validation.path", &validation.path);
-        faults.at_least_one("data.validation.batches", validation.batches as u64);
+    check_validation(faults, &data.validation);
+}
+
+fn check_validation(faults: &mut Faults, sets: &[ValidationSet]) {
+    let mut names = BTreeSet::new();
+    for set in sets {
+        let key = |rest: &str| format!("{}.{rest}", validation_key(sets, set));
+        faults.path(&key("path"), &set.path);
+        faults.at_least_one(&key("batches"), set.batches as u64);
+        check_name(faults, &key("name"), &set.name, names.insert(&set.name), "set");
+    }
+}
+
+/// Checks the name of a `what`, which must be `new` among those before it.
+fn check_name(faults: &mut Faults, key: &str, name: &str, new: bool, what: &str) {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+    let begins_well = name.starts_with(|c: char| c.is_ascii_alphanumeric());
+    let fine = begins_well && name.len() <= MAX_NAME && name.chars().all(allowed);
+    let reason =
+        format!("must be 1 to {MAX_NAME} letters, digits, - and _, the first a letter or digit");
+    faults.check(fine, key, format!("{name:?}"), reason);
+    faults.check(new, key, format!("{name:?}"), format!("is the name of an earlier {what}"));
+}
+
+fn check_log(faults: &mut Faults, log: &Log) {
+    faults.at_least_one("log.every_steps", log.every_steps);
+    if let Some(peak) = log.peak_tflops {
+        let fine = peak.is_finite() && peak > 0.0;
+        faults.check(fine, "log.peak_tflops", peak, "must be a finite number above 0");
     }
 }
 
@@ -255,16 +281,7 @@ fn check_stages(faults: &mut Faults, recipe: &Recipe) {
             continue;
         }
         let name = stage.name.as_str();
-        let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
-        let begins_well = name.starts_with(|c: char| c.is_ascii_alphanumeric());
-        let fine = begins_well && name.len() <= MAX_NAME && name.chars().all(allowed);
-        let key = format!("stage.{index}.name");
-        let reason = format!(
-            "must be 1 to {MAX_NAME} letters, digits, - and _, the first a letter or digit"
-        );
-        faults.check(fine, &key, format!("{name:?}"), reason);
-        let reason = "is the name of an earlier stage";
-        faults.check(names.insert(name), &key, format!("{name:?}"), reason);
+        check_name(faults, &format!("stage.{index}.name"), name, names.insert(name), "stage");
         check_stage(faults, stage);
         check_moments(faults, stage, recipe.precision.moments);
         if faults.is_known("data.sequence_length") {

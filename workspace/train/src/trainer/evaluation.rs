@@ -1,18 +1,34 @@
 //! Evaluations on the validation data.
 
-use moh_data::Windows;
+use std::collections::BTreeMap;
+
 use moh_eval::{EvaluationText, Evaluator, Sums};
 use moh_kernels::{Backend, Element, span};
 use moh_model::parameters::Shard;
+use moh_model::router::RoutingStatistics;
 
 use super::Trainer;
 use crate::checkpoint::{Evaluation, Moment};
 use crate::event::Event;
 use crate::metrics::Validation;
+use crate::recipe::ValidationSet;
+use crate::routing_log::{RoutingLine, RoutingMoment, RoutingOf};
 use crate::{Error, Recipe};
 
+/// The losses of the validation sets that were evaluated, by name.
+pub(super) type Losses = BTreeMap<String, Validation>;
+
+/// What an evaluation follows, and the stage's name, which the loaded model does not have.
+pub(super) type Following<'a> = (RoutingMoment, Option<&'a str>);
+
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
-    pub(super) fn record(&mut self, evaluation: Evaluation) {
+    /// Records the losses at a moment of the run, if there is validation data.
+    pub(super) fn record(&mut self, moment: Moment, mut losses: Losses) {
+        let first = self.inputs.recipe.data.validation.first();
+        let Some(found) = first.and_then(|first| losses.remove(&first.name)) else { return };
+        let Validation { loss, bits_per_byte } = found;
+        let step = self.state.step;
+        let evaluation = Evaluation { moment, step, loss, bits_per_byte, other_sets: losses };
         let heads = self.model.config().num_attention_heads;
         (self.events)(Event::Evaluated { evaluation: &evaluation, heads });
         self.state.evaluations.push(evaluation);
@@ -20,59 +36,127 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
 
     pub(super) fn evaluator(&self, batch: usize) -> Result<Option<Evaluator<B, T>>, Error> {
         let length = self.inputs.recipe.data.sequence_length;
-        let plan = |_: &Windows| Evaluator::new(&self.model, batch, length);
-        Ok(self.data.validation.as_ref().map(plan).transpose()?)
+        let wanted = !self.data.validation.is_empty();
+        let evaluator = || Evaluator::new(&self.model, batch, length);
+        Ok(wanted.then(evaluator).transpose()?)
     }
 
-    /// Whether the validation loss is evaluated after this step.
-    pub(super) fn validation_is_due(&self, last: bool) -> bool {
-        let validation = self.inputs.recipe.data.validation.as_ref();
-        let every = validation.map_or(0, |validation| validation.every_steps);
-        last || (every > 0 && self.state.step.is_multiple_of(every))
+    /// Whether a set is evaluated after this step.
+    pub(super) fn is_due(&self, set: &ValidationSet, last: bool) -> bool {
+        last || (set.every_steps > 0 && self.state.step.is_multiple_of(set.every_steps))
     }
 
-    /// The validation loss, if the recipe asks for one.
+    /// The losses of the validation sets that are `due`, in the recipe's order; writes their
+    /// routings.
     pub(super) fn validate(
         &mut self,
         evaluator: &mut Option<Evaluator<B, T>>,
-    ) -> Result<Option<Validation>, Error> {
-        let (Some(evaluator), Some(windows)) = (evaluator, &self.data.validation) else {
-            return Ok(None);
-        };
+        due: &[bool],
+        following: Following<'_>,
+    ) -> Result<Losses, Error> {
+        let mut losses = Losses::new();
+        let Some(evaluator) = evaluator else { return Ok(losses) };
         let _span = span::enter("evaluation");
-        let count = validation_windows(self.inputs.recipe);
+        let recipe = self.inputs.recipe;
+        for (index, set) in recipe.data.validation.iter().enumerate() {
+            if due.get(index).is_some_and(|due| *due) {
+                let (loss, routing) = self.evaluate_set(evaluator, (index, set))?;
+                self.write_routing(set, following, &routing);
+                losses.insert(set.name.clone(), loss);
+            }
+        }
+        Ok(losses)
+    }
+
+    /// The loss of one set, and the routing of its tokens, over all ranks.
+    fn evaluate_set(
+        &mut self,
+        evaluator: &mut Evaluator<B, T>,
+        (index, set): (usize, &ValidationSet),
+    ) -> Result<(Validation, RoutingStatistics), Error> {
+        let text = EvaluationText {
+            windows: &self.data.validation[index].windows,
+            count: windows(self.inputs.recipe, set),
+            tokenizer: self.data.tokenizer.as_ref(),
+        };
         let events = &mut self.events;
         let mut progress = |done, total| events(Event::Evaluating { done, total });
-        let tokenizer = self.data.tokenizer.as_ref();
         let shard = Shard::of(&self.groups.data);
-        let text = EvaluationText { windows, count, tokenizer };
-        let sums = evaluator.evaluate_share(&mut self.model, text, shard, None, &mut progress)?;
+        let mut routing = self.model.routing_statistics()?;
+        let counted = (!routing.layers.is_empty()).then_some(&mut routing);
+        let model = &mut self.model;
+        let sums = evaluator.evaluate_share(model, text, shard, counted, &mut progress)?;
         // Counts of tokens and bytes, which f64 represents exactly.
         let [cross_entropy, tokens, bytes] =
             self.ranks.sum([sums.cross_entropy, sums.tokens as f64, sums.bytes as f64])?;
+        if !routing.layers.is_empty() {
+            // So are these.
+            let mut sums: Vec<f64> = routing.sums().into_iter().map(|sum| sum as f64).collect();
+            self.ranks.sum_all(&mut sums)?;
+            routing.set_sums(sums.into_iter().map(|sum| sum as u64));
+        }
         let found = Sums { cross_entropy, tokens: tokens as u64, bytes: bytes as u64 }.loss();
         if !found.loss.is_finite() {
             let text = format!(
-                "the validation loss after step {} is {}, and is recorded as null",
-                self.state.step, found.loss
+                "the loss on validation set {:?} after step {} is {}, and is recorded as null",
+                set.name, self.state.step, found.loss
             );
             (self.events)(Event::Warning { text: &text });
         }
-        Ok(Some(Validation { loss: found.loss, bits_per_byte: found.bits_per_byte }))
+        Ok((Validation { loss: found.loss, bits_per_byte: found.bits_per_byte }, routing))
     }
 
-    pub(super) fn evaluate_moment(&mut self, moment: Moment, batch: usize) -> Result<(), Error> {
-        let mut evaluator = self.evaluator(batch)?;
-        if let Some(Validation { loss, bits_per_byte }) = self.validate(&mut evaluator)? {
-            self.record(Evaluation { moment, step: self.state.step, loss, bits_per_byte });
+    fn write_routing(
+        &mut self,
+        set: &ValidationSet,
+        (moment, stage): Following<'_>,
+        routing: &RoutingStatistics,
+    ) {
+        let of = RoutingOf { step: self.state.step, moment, stage, validation: &set.name };
+        let lines = routing.layers.iter().map(|layer| RoutingLine::new(of, layer));
+        let lines: Vec<RoutingLine> = lines.collect();
+        if let Some(writer) = &mut self.routing
+            && let Err(error) = writer.write(&lines)
+        {
+            // A line may be torn: the file ends here, and a resumed run goes on after its last good line.
+            self.routing = None;
+            let text = format!("{error}: routing is recorded again when the run is resumed");
+            (self.events)(Event::Warning { text: &text });
         }
+        // A conversion has the step of the training step before it.
+        if moment == RoutingMoment::Step
+            && let Some(board) = &mut self.board
+            && let Err(error) = board.write_routing(self.state.step, &set.name, routing)
+        {
+            self.give_up_board(&error);
+        }
+    }
+
+    /// Ends TensorBoard's curves after a failure to write them: a log does not end a run.
+    pub(super) fn give_up_board(&mut self, error: &Error) {
+        // A record may be torn: the file ends here, and a resumed run begins another one.
+        self.board = None;
+        let text = format!("{error}: TensorBoard's curves go on when the run is resumed");
+        (self.events)(Event::Warning { text: &text });
+    }
+
+    /// Evaluates all sets at a moment between steps.
+    pub(super) fn evaluate_moment(
+        &mut self,
+        moment: Moment,
+        batch: usize,
+        following: Following<'_>,
+    ) -> Result<(), Error> {
+        let mut evaluator = self.evaluator(batch)?;
+        let due = vec![true; self.data.validation.len()];
+        let losses = self.validate(&mut evaluator, &due, following)?;
+        self.record(moment, losses);
         Ok(())
     }
 }
 
-/// The windows of one evaluation.
-fn validation_windows(recipe: &Recipe) -> u64 {
-    let batches = recipe.data.validation.as_ref().map_or(0, |validation| validation.batches);
+/// The windows of one evaluation of a set.
+fn windows(recipe: &Recipe, set: &ValidationSet) -> u64 {
     let sequences = recipe.stages.first().map_or(1, |stage| stage.micro_batch);
-    (batches as u64).saturating_mul(sequences as u64)
+    (set.batches as u64).saturating_mul(sequences as u64)
 }

@@ -10,8 +10,10 @@ mod start;
 
 pub(crate) use start::attention_before;
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use moh_kernels::span::Lane;
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
 
@@ -20,8 +22,10 @@ use crate::event::{Event, Outcome};
 use crate::export;
 use crate::metrics::MetricsWriter;
 use crate::optimizer::OptimizerState;
+use crate::part_times::PartTimes;
 use crate::recipe::Parallel;
 use crate::rewinds::Rewinds;
+use crate::routing_log::{RoutingMoment, RoutingWriter};
 use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::step::StepGroups;
@@ -59,6 +63,12 @@ struct Trainer<'a, 'e, B: Backend, T: Element, G: Element, M: Element> {
     /// `Some` on the first rank.
     metrics: Option<MetricsWriter>,
     board: Option<TensorBoard>,
+    /// `Some` on the first rank.
+    routing: Option<RoutingWriter>,
+    /// The times of the parts of steps.
+    part_times: Arc<PartTimes>,
+    /// The spans of work in the background.
+    background: Arc<Lane>,
     state: RunState,
     rewinds: Rewinds,
     saving: Saving<T, M>,
@@ -119,7 +129,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     fn run(&mut self) -> Result<Progress, Error> {
         if self.state.step == 0 && self.state.evaluations.is_empty() {
             let batch = self.inputs.recipe.stages.first().map_or(1, |stage| stage.micro_batch);
-            self.evaluate_moment(Moment::Loaded, batch)?;
+            self.evaluate_moment(Moment::Loaded, batch, (RoutingMoment::Loaded, None))?;
         }
         while let Some(stage) = self.inputs.recipe.stages.get(self.state.stage) {
             if stage.parallel != self.parallel {

@@ -123,7 +123,10 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let pending = checkpoint::begin(&run, state.step)?;
         // A rewind may need the older ones while steps are not applied.
         let prunes = self.state.guard.in_a_row == 0;
+        let background = Arc::clone(&self.background);
         Ok(Box::new(move |parts| {
+            let _listening = span::listen(background);
+            let _span = span::enter("complete checkpoint");
             // Resuming from the checkpoint of step n requires n lines of metrics.
             sync_metrics.map_or(Ok(()), |sync| sync())?;
             checkpoint::publish(&run, pending, state, config, parts)?;
@@ -144,7 +147,12 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let group = self.ranks.group();
         let rank = (group.rank(), group.size());
         let snapshot = Arc::clone(&self.saving.snapshot);
-        Ok(Box::new(move || checkpoint::write_part(&run, step, rank, &snapshot)))
+        let background = Arc::clone(&self.background);
+        Ok(Box::new(move || {
+            let _listening = span::listen(background);
+            let _span = span::enter("write checkpoint");
+            checkpoint::write_part(&run, step, rank, &snapshot)
+        }))
     }
 
     /// Waits for the checkpoint in flight. If there is none of the last step then, it is written, once

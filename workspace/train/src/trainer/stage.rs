@@ -5,11 +5,14 @@ use std::time::Instant;
 use moh_eval::Evaluator;
 use moh_kernels::{Backend, Element, span};
 
+use super::evaluation::Losses;
 use super::{Progress, Trainer};
-use crate::checkpoint::{Evaluation, Moment};
+use crate::checkpoint::Moment;
 use crate::event::Event;
-use crate::metrics::{StepMetrics, Validation};
+use crate::metrics::StepMetrics;
 use crate::recipe::Stage;
+use crate::routing_log::RoutingMoment;
+use crate::speed::{Rates, Speed};
 use crate::step::{StepPlan, Stepper, Taken};
 use crate::trace::StepTrace;
 use crate::{Error, Schedule};
@@ -20,6 +23,7 @@ struct Work<'a, B: Backend, T: Element, G: Element> {
     /// Steps of the stage.
     steps: u64,
     schedule: Schedule,
+    rates: Rates,
     stepper: Stepper<B, T, G>,
     /// `None` without validation data.
     evaluator: Option<Evaluator<B, T>>,
@@ -39,6 +43,12 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             stage,
             steps: stage.num_steps(),
             schedule: stage.schedule(),
+            rates: Rates::new(
+                self.inputs.recipe,
+                stage,
+                self.model.config(),
+                (self.model.backend(), self.ranks.group().size()),
+            ),
             stepper,
             evaluator,
         };
@@ -49,6 +59,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         if let Some(shared_heads) = tensor.uneven_shared_heads(self.model.config()) {
             (self.events)(Event::UnevenHeads { stage, shared_heads: &shared_heads });
         }
+        let _listening = self.metrics.is_some().then(|| span::listen(self.part_times.clone()));
         let index = self.state.stage;
         while self.state.stage == index {
             let trace = self.trace_next();
@@ -69,14 +80,14 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         self.state.pass_over_samples(&self.rewinds);
         let stage = work.stage;
         self.saving.step_begins();
-        let started = Instant::now();
-        let taken = self.take(work)?;
-        let seconds = started.elapsed().as_secs_f64();
+        let (taken, times) = self.take_timed(work)?;
         let sequences = work.stepper.plan().batch_sequences();
         let guard = &self.inputs.recipe.guard;
         let skipped = self.state.count((stage, guard), &taken, sequences);
         let last = self.state.stage_step >= work.steps;
-        let validation = self.validate_after(work, last)?;
+        let losses = self.validate_after(work, last)?;
+        let times = Speed { evaluation: self.part_times.take().evaluation, ..times };
+        let first = self.inputs.recipe.data.validation.first();
         let metrics = StepMetrics {
             stage: stage.name.clone(),
             step: self.state.stage_step,
@@ -85,9 +96,12 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             balance_loss: taken.balance_loss,
             learning_rate: work.schedule.learning_rate(self.state.stage_step),
             grad_norm: taken.grad_norm,
-            tokens_per_second: stage.batch_tokens as f64 / seconds,
-            validation,
+            tokens_per_second: stage.batch_tokens as f64 / times.seconds,
             skipped,
+            validation: first.and_then(|first| losses.get(&first.name).copied()),
+            validation_sets: losses,
+            block_norms: work.stepper.take_block_norms(),
+            speed: self.metrics.is_some().then(|| work.rates.speed(self.model.backend(), times)),
         };
         self.report(&metrics, last);
         if self.rewind_is_due() {
@@ -96,7 +110,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             return Ok(Progress::Rewound);
         }
         if last {
-            self.end_stage(stage, validation);
+            self.end_stage(stage, metrics.validation_sets);
         }
         let agreed = self.agree_after_step()?;
         if last || agreed.stop || agreed.save || self.checkpoint_is_due() {
@@ -109,34 +123,52 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         }
     }
 
+    /// As [`Trainer::take`], with the times of the step's parts.
+    fn take_timed(&mut self, work: &mut Work<'_, B, T, G>) -> Result<(Taken, Speed), Error> {
+        // What a checkpoint or another rank has taken since the step before is no part of this one.
+        let checkpoint = self.part_times.take().checkpoint;
+        let started = Instant::now();
+        let taken = self.take(work)?;
+        let seconds = started.elapsed().as_secs_f64();
+        Ok((taken, Speed { seconds, checkpoint, ..self.part_times.take() }))
+    }
+
     /// Computes the stage's next step and updates the weights.
     fn take(&mut self, work: &mut Work<'_, B, T, G>) -> Result<Taken, Error> {
         let update = self.state.next_update(work.stage, &self.inputs.recipe.guard);
         let read = |sample, window: &mut [u32], document_start: Option<&mut [u32]>| {
             Ok(self.data.training.sample(sample, window, document_start)?)
         };
+        let norms = self.inputs.recipe.log.norms_every_steps;
+        let is_due = norms > 0 && (self.state.step + 1).is_multiple_of(norms);
+        work.stepper.measure_block_norms(is_due);
         let first = self.state.sample;
         work.stepper.step(&mut self.model, &mut self.optimizer, read, first, update)
     }
 
-    /// The validation loss, if it is due after the step.
+    /// The losses of the validation sets that are due after the step.
     fn validate_after(
         &mut self,
         work: &mut Work<'_, B, T, G>,
         last: bool,
-    ) -> Result<Option<Validation>, Error> {
-        if !self.validation_is_due(last) {
-            return Ok(None);
+    ) -> Result<Losses, Error> {
+        let sets = &self.inputs.recipe.data.validation;
+        let due: Vec<bool> = sets.iter().map(|set| self.is_due(set, last)).collect();
+        if !due.contains(&true) {
+            return Ok(Losses::new());
         }
         work.stepper.wait_for_weights(&mut self.model)?;
-        self.validate(&mut work.evaluator)
+        let following = (RoutingMoment::Step, Some(work.stage.name.as_str()));
+        self.validate(&mut work.evaluator, &due, following)
     }
 
     /// Records the next step if it is to be traced.
     fn trace_next(&self) -> Option<StepTrace<B>> {
         let step = self.state.step + 1;
         let wanted = self.inputs.trace.contains(step);
-        wanted.then(|| StepTrace::new(step, self.model.backend().clone()))
+        let times = self.metrics.is_some().then(|| self.part_times.clone());
+        let backend = self.model.backend().clone();
+        wanted.then(|| StepTrace::new(step, backend, times, self.background.clone()))
     }
 
     /// Sets the stage's attention and resets the moments; evaluates the model if its attention
@@ -148,32 +180,28 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             self.model.set_moh(moh)?;
             let active_heads = self.model.config().active_heads();
             let moment = Moment::Converted { stage: stage.name.clone(), active_heads };
-            self.evaluate_moment(moment, stage.micro_batch)?;
+            let following = (RoutingMoment::Converted, Some(stage.name.as_str()));
+            self.evaluate_moment(moment, stage.micro_batch, following)?;
         }
         Ok(())
     }
 
-    fn end_stage(&mut self, stage: &Stage, validation: Option<Validation>) {
+    fn end_stage(&mut self, stage: &Stage, losses: Losses) {
         self.state.end_stage();
-        if let Some(Validation { loss, bits_per_byte }) = validation {
-            let moment = Moment::Trained { stage: stage.name.clone() };
-            self.record(Evaluation { moment, step: self.state.step, loss, bits_per_byte });
-        }
+        self.record(Moment::Trained { stage: stage.name.clone() }, losses);
     }
 
     /// Writes a step's metrics; every n-th step also goes to the terminal and TensorBoard.
     fn report(&mut self, metrics: &StepMetrics, last: bool) {
         self.write_line(metrics);
         let every = self.inputs.recipe.log.every_steps.max(1);
-        let due = last || metrics.validation.is_some() || self.state.step.is_multiple_of(every);
+        let due =
+            last || !metrics.validation_sets.is_empty() || self.state.step.is_multiple_of(every);
         if due
             && let Some(board) = &mut self.board
             && let Err(error) = board.write(self.state.step, metrics)
         {
-            // A record may be torn: the file ends here, and a resumed run begins another one.
-            self.board = None;
-            let text = format!("{error}: TensorBoard's curves go on when the run is resumed");
-            (self.events)(Event::Warning { text: &text });
+            self.give_up_board(&error);
         }
         let step = self.state.step;
         (self.events)(Event::Step { metrics, step, due });

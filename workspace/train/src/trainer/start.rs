@@ -2,6 +2,7 @@
 
 use std::num::NonZeroUsize;
 use std::path::Path;
+use std::sync::Arc;
 
 use moh_comm::Layout;
 use moh_kernels::{Backend, Element};
@@ -19,6 +20,7 @@ use crate::metrics_resume;
 use crate::optimizer::OptimizerState;
 use crate::recipe::Parallel;
 use crate::rewinds::{Rewinds, leave_path};
+use crate::routing_log::RoutingWriter;
 use crate::run::check_resumable;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
@@ -44,14 +46,14 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         };
         let writers =
             if ranks.is_first() { open_writers(run, recipe, &state).map(Some) } else { Ok(None) };
-        let (metrics, board) = match ranks.agree(writers)? {
-            Some(Writers { metrics, board, warning }) => {
-                if let Some(text) = warning {
-                    events(Event::Warning { text: &text });
+        let (metrics, board, routing) = match ranks.agree(writers)? {
+            Some(Writers { metrics, board, routing, warnings }) => {
+                for text in &warnings {
+                    events(Event::Warning { text });
                 }
-                (Some(metrics), board)
+                (Some(metrics), board, Some(routing))
             }
-            None => (None, None),
+            None => (None, None, None),
         };
         // A state with steps is a checkpoint's.
         let last_good = (state.step > 0).then_some(state.step);
@@ -69,6 +71,9 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
             optimizer,
             data,
             board,
+            routing,
+            part_times: Arc::default(),
+            background: Arc::default(),
             state,
             rewinds,
             gradients: std::marker::PhantomData,
@@ -161,17 +166,24 @@ fn divide<B: Backend>(
 struct Writers {
     metrics: MetricsWriter,
     board: Option<TensorBoard>,
-    /// What is lost of the metrics.
-    warning: Option<String>,
+    routing: RoutingWriter,
+    /// What is lost of the logs.
+    warnings: Vec<String>,
 }
 
 /// Opens the first rank's logs, truncated to the state's step.
 fn open_writers(run: &RunDirectory, recipe: &Recipe, state: &RunState) -> Result<Writers, Error> {
-    let warning = metrics_resume::resume(run, recipe, state.step)?;
+    let metrics = metrics_resume::resume(run, recipe, state.step)?;
+    let routing = metrics_resume::resume_routing(run, state.step)?;
     let board = (recipe.log.tensorboard)
         .then(|| TensorBoard::create(&run.tensorboard(), state.step))
         .transpose()?;
-    Ok(Writers { metrics: MetricsWriter::append_to(&run.metrics())?, board, warning })
+    Ok(Writers {
+        metrics: MetricsWriter::append_to(&run.metrics())?,
+        board,
+        routing: RoutingWriter::append_to(&run.routing()),
+        warnings: metrics.into_iter().chain(routing).collect(),
+    })
 }
 
 /// The attention of the model at the state's step: the current stage's, or, before the stage's

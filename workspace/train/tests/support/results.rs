@@ -22,7 +22,9 @@ impl Results {
         assert!(text.ends_with('\n'));
         let line = |line: &str| {
             let mut value: Value = serde_json::from_str(line).unwrap();
-            value.as_object_mut().unwrap().remove("tokens_per_second").unwrap();
+            for field in ["tokens_per_second", "speed"] {
+                value.as_object_mut().unwrap().remove(field).unwrap();
+            }
             value
         };
         Results {

@@ -1,0 +1,109 @@
+//! Norms of gradients and weights by block, over all ranks.
+
+use moh_comm::{Group, Reduce};
+use moh_kernels::{Backend, Element};
+use moh_model::layout::ModelLayout;
+use moh_model::parameters::{FlatBuffers, Shard, overlap};
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+use crate::metrics::finite_or_nan;
+
+/// The norms of a step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BlockNorms {
+    /// Of the gradients, before clipping. The squares add up to the square of the global norm.
+    pub gradient: Norms,
+    /// Of the weights that the step's gradients are of.
+    pub weight: Norms,
+}
+
+/// L2 norms of the parts of a model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Norms {
+    /// The embedding, which is also a tied head.
+    #[serde(deserialize_with = "finite_or_nan")]
+    pub embedding: f64,
+    /// Each block.
+    #[serde(deserialize_with = "list")]
+    pub blocks: Vec<f64>,
+    /// The final norm.
+    #[serde(deserialize_with = "finite_or_nan")]
+    pub final_norm: f64,
+    /// The head; `None` if it is tied.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub head: Option<f64>,
+}
+
+/// Numbers; null is NaN.
+fn list<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Vec<f64>, D::Error> {
+    let numbers: Vec<Option<f64>> = Vec::deserialize(from)?;
+    Ok(numbers.into_iter().map(|number| number.unwrap_or(f64::NAN)).collect())
+}
+
+impl BlockNorms {
+    /// Computes the norms from each rank's shard of the gradients, which are summed over the data
+    /// ranks, and of the weights. All ranks of `group` call this function.
+    ///
+    /// # Errors
+    /// Fails if the device is out of memory or another rank has failed.
+    pub(crate) fn measure<B: Backend, T: Element, G: Element>(
+        backend: &B,
+        layout: &ModelLayout,
+        (weights, gradients): (&FlatBuffers<B, T>, &FlatBuffers<B, G>),
+        shard: Shard,
+        group: &Group,
+    ) -> Result<Self, Error> {
+        let flats = layout.flats.len();
+        let mut sums = backend.allocate::<f64>(2 * flats)?;
+        backend.zero(B::whole_mut(&mut sums))?;
+        for flat in 0..flats {
+            add(backend, layout, (gradients, shard), flat, B::view_mut(&mut sums, flat..flat + 1))?;
+            let out = flats + flat;
+            add(backend, layout, (weights, shard), flat, B::view_mut(&mut sums, out..out + 1))?;
+        }
+        group.all_reduce::<B, f64>(B::whole_mut(&mut sums), Reduce::Sum)?;
+        let mut squares = vec![0f64; 2 * flats];
+        backend.download(B::whole(&sums), &mut squares)?;
+        let norms: Vec<f64> = squares.into_iter().map(f64::sqrt).collect();
+        let (gradient, weight) = norms.split_at(flats);
+        Ok(BlockNorms { gradient: Norms::of(layout, gradient), weight: Norms::of(layout, weight) })
+    }
+}
+
+impl Norms {
+    /// The norms of the flat buffers.
+    fn of(layout: &ModelLayout, flats: &[f64]) -> Self {
+        let last = layout.final_norm_index();
+        Norms {
+            embedding: flats[ModelLayout::EMBEDDING],
+            blocks: flats[layout.block_index(0)..last].to_vec(),
+            final_norm: flats[last],
+            head: flats.get(last + 1).copied(),
+        }
+    }
+}
+
+/// Adds the squares of the shard of one flat buffer; each tensor counts once over all ranks.
+fn add<B: Backend, E: Element>(
+    backend: &B,
+    layout: &ModelLayout,
+    (values, shard): (&FlatBuffers<B, E>, Shard),
+    flat: usize,
+    out: B::ViewMut<'_, f64>,
+) -> Result<(), Error> {
+    let buffer = &layout.flats[flat];
+    let local = shard.range(buffer.len);
+    let counted = buffer.segments.iter().filter(|segment| segment.counted);
+    let parts = counted.filter_map(|segment| {
+        let part = overlap(&segment.range, &local);
+        (!part.is_empty()).then(|| values.view(flat, part))
+    });
+    let parts: Vec<_> = parts.collect();
+    if !parts.is_empty() {
+        backend.squared_norms(&parts, out)?;
+    }
+    Ok(())
+}

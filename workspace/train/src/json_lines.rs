@@ -1,0 +1,60 @@
+//! Lines of JSON in a file that grows in place. A line is complete once its newline is written; text
+//! after the last newline is the remainder of an interrupted write.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use crate::Error;
+
+/// Maximum bytes of a line.
+const MAX_LINE_BYTES: u64 = 64 << 10;
+
+/// Iterates over the complete lines of a file, with a maximum length.
+pub(crate) struct Lines {
+    path: PathBuf,
+    file: BufReader<File>,
+    number: u64,
+    line: Vec<u8>,
+}
+
+impl Lines {
+    /// `None` if the file is missing.
+    pub(crate) fn open(path: &Path) -> Result<Option<Self>, Error> {
+        match File::open(path) {
+            Ok(file) => Ok(Some(Lines {
+                path: path.to_path_buf(),
+                file: BufReader::new(file),
+                number: 0,
+                line: Vec::new(),
+            })),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(Error::io(path)(error)),
+        }
+    }
+
+    /// The next line with its newline; `None` at the end. An incomplete last line is skipped.
+    pub(crate) fn next(&mut self) -> Result<Option<&[u8]>, Error> {
+        self.line.clear();
+        let mut bounded = (&mut self.file).take(MAX_LINE_BYTES);
+        bounded.read_until(b'\n', &mut self.line).map_err(Error::io(&self.path))?;
+        if self.line.last() == Some(&b'\n') {
+            self.number += 1;
+            return Ok(Some(&self.line));
+        }
+        if self.line.len() as u64 == MAX_LINE_BYTES {
+            let reason = format!("longer than {MAX_LINE_BYTES} bytes: not a line of metrics");
+            return Err(self.refuse_line(self.number + 1, reason));
+        }
+        Ok(None)
+    }
+
+    /// An error of the line that was read last.
+    pub(crate) fn refuse(&self, reason: String) -> Error {
+        self.refuse_line(self.number, reason)
+    }
+
+    fn refuse_line(&self, line: u64, reason: String) -> Error {
+        Error::MetricsLine { path: self.path.clone(), line, reason }
+    }
+}
