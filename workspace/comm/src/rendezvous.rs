@@ -11,9 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Fault, Result};
 use crate::launch::{Address, Launch};
-use crate::wire::{
-    Connection, Hello, Message, PROTOCOL, Received, Refusal, STRANGER_LIMIT, TICK, close_all,
-};
+use crate::wire::{Connection, Hello, Message, PROTOCOL, Received, Refusal, TICK, close_all};
 
 /// How long a connection may take to introduce itself.
 const INTRODUCTION: Duration = Duration::from_secs(10);
@@ -121,7 +119,6 @@ pub(crate) fn host(
     let mut peers: Vec<Peer> = admission.peers.into_iter().flatten().collect();
     let welcome = Message::Welcome { who: me.place.clone(), payload };
     for peer in &mut peers {
-        peer.connection.admit();
         peer.connection.send(&welcome);
     }
     Ok(peers)
@@ -147,7 +144,7 @@ impl Admission<'_> {
     fn let_in(&mut self, listener: &TcpListener) {
         // An error concerns one connection or is transient; the time limit ends the rest.
         while let Ok((stream, _)) = listener.accept() {
-            if let Ok(connection) = Connection::new(stream, STRANGER_LIMIT) {
+            if let Ok(connection) = Connection::new(stream) {
                 self.strangers.push((connection, Instant::now() + INTRODUCTION));
             }
             if self.strangers.len() > self.me.size + MOST_STRANGERS {
@@ -168,7 +165,7 @@ impl Admission<'_> {
         }
     }
 
-    fn admit(&mut self, mut connection: Connection, hello: Hello) {
+    fn admit(&mut self, connection: Connection, hello: Hello) {
         let refuse = |mut connection: Connection, refusal| {
             // The answer fits the socket's buffer, so a peer that does not read it costs no wait.
             connection.send(&Message::Refused(refusal));
@@ -202,7 +199,6 @@ impl Admission<'_> {
             self.fault = Some(fault);
             self.deadline = self.deadline.min(Instant::now() + SETTLE);
         }
-        connection.admit();
         *peer = Some(Peer { rank: hello.rank, place: clip(&hello.place), connection });
     }
 
@@ -340,7 +336,7 @@ fn introduce(address: &Address, me: &Hello) -> std::result::Result<Connection, S
     for socket in resolved {
         match TcpStream::connect_timeout(&socket, ATTEMPT) {
             Ok(stream) => {
-                let connection = Connection::new(stream, crate::wire::MEMBER_LIMIT);
+                let connection = Connection::new(stream);
                 let mut connection = connection.map_err(|error| error.to_string())?;
                 connection.send(&Message::Hello(me.clone()));
                 return Ok(connection);

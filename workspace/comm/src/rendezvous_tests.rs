@@ -58,6 +58,28 @@ fn all_ranks_meet_and_get_the_payload() {
     }
 }
 
+/// The longest recipe: a megabyte of characters that JSON writes as two each.
+#[test]
+fn ranks_with_the_longest_recipe_meet() {
+    let address = free_address();
+    let recipe = "\"".repeat(1 << 20);
+    let host = host_thread(&address, me(0, 2, &recipe), LIMIT);
+    join_thread(&address, me(1, 2, &recipe)).join().unwrap().unwrap();
+    assert_eq!(host.join().unwrap().unwrap().len(), 1);
+}
+
+#[test]
+fn a_rank_of_another_job_is_refused_and_the_start_goes_on() {
+    let address = free_address();
+    let host = host_thread(&address, me(0, 2, "ours"), LIMIT);
+    // Its recipe and its number of ranks differ too, which would end the start of its own job.
+    let stray = Hello { job: "torchrun none".into(), ..me(1, 5, "theirs") };
+    let error = message(join(&address, &stray, SHORT));
+    assert!(error.contains("rank 0 of another job uses this address"), "{error}");
+    join_thread(&address, me(1, 2, "ours")).join().unwrap().unwrap();
+    host.join().unwrap().unwrap();
+}
+
 #[test]
 fn ranks_that_do_not_come_are_named_on_every_rank() {
     let address = free_address();
@@ -147,7 +169,7 @@ fn strangers_neither_crash_nor_delay_the_rendezvous() {
         Hello { rank: 0, ..me(1, 2, "") },
         Hello { protocol: 99, ..me(1, 2, "") },
     ] {
-        let mut connection = Connection::new(connect(), STRANGER_LIMIT).unwrap();
+        let mut connection = Connection::new(connect()).unwrap();
         connection.send(&Message::Hello(stranger));
         let received = loop {
             match connection.receive() {

@@ -14,10 +14,11 @@ use crate::error::Fault;
 
 /// The version of the protocol.
 pub(crate) const PROTOCOL: u32 = 1;
-/// Maximum bytes of a message from a process that has not been admitted.
-pub(crate) const STRANGER_LIMIT: usize = 256 << 10;
-/// Maximum bytes of the others' messages: a report of thousands of ranks.
-pub(crate) const MEMBER_LIMIT: usize = 4 << 20;
+/// Maximum bytes of a message: a report of thousands of ranks, or an introduction with a recipe of a
+/// megabyte, which quoting in TOML and again in JSON may make four times as long.
+pub(crate) const LIMIT: usize = 8 << 20;
+/// Bytes that the buffer of a connection keeps allocated between messages.
+const KEPT_BYTES: usize = 64 << 10;
 /// How often a thread polls its connections.
 pub(crate) const TICK: Duration = Duration::from_millis(10);
 
@@ -80,20 +81,20 @@ pub(crate) struct Connection {
     stream: TcpStream,
     input: Vec<u8>,
     output: Vec<u8>,
-    limit: usize,
     pub last_received: Instant,
 }
 
 /// Takes the first message out of received bytes, if it is complete.
-fn decode(input: &mut Vec<u8>, limit: usize) -> Result<Option<Message>, String> {
+fn decode(input: &mut Vec<u8>) -> Result<Option<Message>, String> {
     let Some((length, rest)) = input.split_first_chunk::<4>() else { return Ok(None) };
     let length = u32::from_le_bytes(*length) as usize;
-    if length > limit {
+    if length > LIMIT {
         return Err("received an invalid message".into());
     }
     let Some(bytes) = rest.get(..length) else { return Ok(None) };
     let message = serde_json::from_slice(bytes);
     input.drain(..4 + length);
+    input.shrink_to(KEPT_BYTES);
     message.map(Some).map_err(|_| "received an invalid message".into())
 }
 
@@ -104,27 +105,22 @@ fn decode(input: &mut Vec<u8>, limit: usize) -> Result<Option<Message>, String> 
 #[doc(hidden)]
 pub fn check_messages(bytes: &[u8]) -> Result<(), String> {
     let mut input = bytes.to_vec();
-    while decode(&mut input, STRANGER_LIMIT)?.is_some() {}
+    while decode(&mut input)?.is_some() {}
     Ok(())
 }
 
 impl Connection {
-    pub(crate) fn new(stream: TcpStream, limit: usize) -> io::Result<Self> {
+    pub(crate) fn new(stream: TcpStream) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         let (input, output) = (Vec::new(), Vec::new());
-        Ok(Connection { stream, input, output, limit, last_received: Instant::now() })
-    }
-
-    /// Allows longer messages from a process that has been admitted.
-    pub(crate) fn admit(&mut self) {
-        self.limit = MEMBER_LIMIT;
+        Ok(Connection { stream, input, output, last_received: Instant::now() })
     }
 
     /// The next message, if one has arrived.
     pub(crate) fn receive(&mut self) -> Received {
         loop {
-            match decode(&mut self.input, self.limit) {
+            match decode(&mut self.input) {
                 Ok(Some(message)) => {
                     self.last_received = Instant::now();
                     return Received::Message(message);
@@ -201,10 +197,10 @@ mod tests {
     use super::*;
 
     /// A connection, and the raw socket of its peer.
-    fn pair(limit: usize) -> (Connection, TcpStream) {
+    fn pair() -> (Connection, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let other = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        (Connection::new(listener.accept().unwrap().0, limit).unwrap(), other)
+        (Connection::new(listener.accept().unwrap().0).unwrap(), other)
     }
 
     fn receive(connection: &mut Connection) -> Received {
@@ -218,8 +214,8 @@ mod tests {
 
     #[test]
     fn messages_arrive_whole_and_in_order() {
-        let (mut here, other) = pair(STRANGER_LIMIT);
-        let mut there = Connection::new(other, STRANGER_LIMIT).unwrap();
+        let (mut here, other) = pair();
+        let mut there = Connection::new(other).unwrap();
         let long = Message::Doing { text: "x".repeat(200_000) };
         for message in [&Message::Ask, &long, &Message::Goodbye] {
             there.send(message);
@@ -245,7 +241,7 @@ mod tests {
         for bytes in
             [&b"GET / HTTP/1.1\r\n\r\n"[..], b"\x03\0\0\0[[[", b"\xff\xff\xff\xff", b"\0\0\0\0"]
         {
-            let (mut here, mut other) = pair(STRANGER_LIMIT);
+            let (mut here, mut other) = pair();
             other.write_all(bytes).unwrap();
             let received = receive(&mut here);
             assert!(
@@ -257,7 +253,7 @@ mod tests {
 
     #[test]
     fn half_a_message_is_nothing_yet() {
-        let (mut here, mut other) = pair(STRANGER_LIMIT);
+        let (mut here, mut other) = pair();
         other.write_all(b"\x07\0\0\0\"Ali").unwrap();
         std::thread::sleep(Duration::from_millis(20));
         assert!(matches!(here.receive(), Received::Nothing));
