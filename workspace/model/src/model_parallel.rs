@@ -360,7 +360,8 @@ impl ModelParallel {
         &self.backward
     }
 
-    pub(crate) fn tensor(&self) -> &Group {
+    /// The ranks that shard the tensors of this part.
+    pub fn tensor(&self) -> &Group {
         &self.tensor
     }
 

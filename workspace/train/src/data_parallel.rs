@@ -7,6 +7,12 @@
 //! weights are all-gathered while the optimiser updates the next buffer, until the next forward
 //! pass first uses them. All ranks start them in the same order: the order of the backward pass,
 //! then the order of the buffers.
+//!
+//! Tensor-parallel ranks have copies of norms, and NCCL may add the same gradients in another order in
+//! each group of data ranks. So the copies are those of the first tensor-parallel rank, by a broadcast
+//! when the weights are complete.
+
+use std::ops::Range;
 
 use half::bf16;
 use moh_comm::{Group, Pending, Reduce};
@@ -32,6 +38,10 @@ pub(crate) struct DataParallel<B: Backend, T: Element, G: Element> {
     /// The group of the first and the last pipeline stage if both have a tied head; `None` on other
     /// stages.
     tied_head: Option<Group>,
+    /// The ranks that have copies of replicated tensors.
+    tensor: Group,
+    /// The ranges of replicated tensors in each buffer.
+    replicated: Vec<Vec<Range<usize>>>,
     gradients: Vec<Option<InFlight<B, G>>>,
     weights: Vec<Option<Pending<B::Buffer<T>>>>,
     /// If gradients are rounded, a buffer for the copy of each.
@@ -43,9 +53,15 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
     /// are rounded to bf16, which halves the traffic.
     pub fn new(model: &Model<B, T>, group: &Group, rounded: Rounded<B>) -> Self {
         let (backend, flats) = (model.backend().clone(), &model.layout().flats);
+        let replicated = flats.iter().map(|flat| {
+            let segments = flat.segments.iter().filter(|segment| segment.replicated);
+            segments.map(|segment| segment.range.clone()).collect()
+        });
         DataParallel {
             group: group.clone(),
             tied_head: model.parallel().tied_head().cloned(),
+            tensor: model.parallel().tensor().clone(),
+            replicated: replicated.collect(),
             gradients: flats.iter().map(|_| None).collect(),
             weights: flats.iter().map(|_| None).collect(),
             copies: rounded.copies,
@@ -172,7 +188,12 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
         flat: usize,
     ) -> Result<(), Error> {
         if let Some(pending) = self.weights[flat].take() {
-            weights.put(flat, pending.wait()?);
+            let mut buffer = pending.wait()?;
+            for range in &self.replicated[flat] {
+                let view = B::view_mut(&mut buffer, range.clone());
+                self.tensor.broadcast::<B, T>(view, 0)?;
+            }
+            weights.put(flat, buffer);
         }
         Ok(())
     }
@@ -225,9 +246,19 @@ mod tests {
         reduce: ElementType,
         work: impl Fn(&mut Rank) + Clone + Send + 'static,
     ) {
+        on_layout((1, data, stages), reduce, work);
+    }
+
+    /// As [`on_ranks`], with `tensor` tensor-parallel ranks for each.
+    fn on_layout(
+        (tensor, data, stages): (usize, usize, usize),
+        reduce: ElementType,
+        work: impl Fn(&mut Rank) + Clone + Send + 'static,
+    ) {
         let run = move |world: World| {
             let (all, one) = (world.group().clone(), NonZeroUsize::MIN);
-            let layout = Layout::new(all.size(), one, one.saturating_add(stages - 1)).unwrap();
+            let count = |count: usize| one.saturating_add(count - 1);
+            let layout = Layout::new(all.size(), count(tensor), count(stages)).unwrap();
             let groups = layout.groups(&all).unwrap();
             let parallel =
                 ModelParallel::new(&config(), (groups.pipeline, 1), groups.tensor).unwrap();
@@ -243,7 +274,8 @@ mod tests {
             let run = run.clone();
             std::thread::spawn(move || run(world))
         };
-        let threads: Vec<_> = World::threads(data * stages).into_iter().map(start).collect();
+        let threads: Vec<_> =
+            World::threads(tensor * data * stages).into_iter().map(start).collect();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
     }
 
@@ -343,6 +375,34 @@ mod tests {
                     assert_eq!(found, expected, "{at} of buffer {flat}");
                 }
             }
+        });
+    }
+
+    #[test]
+    fn copies_of_norms_become_those_of_the_first_tensor_parallel_rank() {
+        // Ranks 2 d and 2 d + 1 are the tensor-parallel ranks of data rank d.
+        on_layout((2, 3, 1), ElementType::F32, |rank| {
+            let Rank { number, model, exchange, .. } = rank;
+            let flats = model.layout().flats.len();
+            for flat in 0..flats {
+                let weights = model.weights_mut();
+                let buffer = weights.flat_mut(flat);
+                let shard = Shard::of(&exchange.group).range(buffer.len());
+                buffer[shard].fill(*number as f32);
+                exchange.start_weights(weights, flat).unwrap();
+            }
+            exchange.wait_for_all_weights(model.weights_mut()).unwrap();
+            let mut copies = 0;
+            for flat in 0..flats {
+                let buffer = model.weights().flat(flat);
+                for segment in &model.layout().flats[flat].segments {
+                    let owner = if segment.replicated { 0 } else { *number % 2 };
+                    let of_owner = |value: &f32| *value as usize % 2 == owner;
+                    assert!(buffer[segment.range.clone()].iter().all(of_owner), "{}", segment.name);
+                    copies += usize::from(segment.replicated);
+                }
+            }
+            assert_eq!(copies, 5, "two norms of each block, and the last one");
         });
     }
 
