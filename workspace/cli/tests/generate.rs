@@ -202,6 +202,18 @@ fn a_closed_standard_error_does_not_panic() {
 }
 
 #[test]
+fn a_context_length_beyond_all_memory_costs_only_what_is_generated() {
+    let dir = prepared();
+    let asked = ["--max-tokens", "9"];
+    let text = success(&mut moh_generate(dir.path(), &asked));
+    edit_config(dir.path(), |config| config["max_position_embeddings"] = (1u64 << 40).into());
+    assert_eq!(success(&mut moh_generate(dir.path(), &asked)), text);
+    let asked = ["--max-tokens", "1099511627776"];
+    let message = failure(dir.path(), &mut moh_generate(dir.path(), &asked), 1);
+    assert!(message.contains("memory"), "{message}");
+}
+
+#[test]
 fn prompts_and_models_that_do_not_fit_are_refused() {
     let dir = prepared();
     let root = dir.path();
