@@ -9,6 +9,7 @@ use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 
+use moh_hf::WeightFiles;
 use moh_hf::config_file::CONFIG_FILE;
 use moh_hf::model_directory::{GENERATION_FILE, TOKENIZER_FILES};
 use moh_hf::weight_files::INDEX_FILE;
@@ -18,6 +19,8 @@ use crate::content::has_address;
 use crate::{Error, environment};
 
 const DEFAULT_REVISION: &str = "main";
+/// The folder of a model's commits in the cache.
+const SNAPSHOTS: &str = "snapshots";
 /// Bytes per request: a lost connection loses at most this times [`PARALLEL_REQUESTS`].
 const RANGE_BYTES: u64 = 8 << 20;
 /// Ranges in flight.
@@ -76,6 +79,18 @@ pub fn resolve_tokenizer(
 ) -> Result<PathBuf, Error> {
     let offline = environment::is_offline();
     Hub { offline, ..Hub::default() }.resolve_tokenizer(from, revision, progress)
+}
+
+/// The cached model of a hub id at a commit, if all of its files are there; the hub is not asked.
+pub fn cached(id: &str, commit: &str) -> Option<PathBuf> {
+    Hub::default().cached(id, commit)
+}
+
+/// The commit of a model that [`resolve`] has found in the cache.
+pub fn commit_of(snapshot: &Path) -> Option<&str> {
+    let parent = snapshot.parent()?.file_name()?;
+    let commit = snapshot.file_name()?.to_str()?;
+    (parent == SNAPSHOTS && is_content_address(commit)).then_some(commit)
 }
 
 /// The files of a repository that are downloaded.
@@ -180,6 +195,18 @@ impl Hub {
         self.find(Wanted::Tokenizer, from, revision, progress)
     }
 
+    /// See [`cached`].
+    pub fn cached(&self, id: &str, commit: &str) -> Option<PathBuf> {
+        if !is_hub_id(id) || !is_content_address(commit) {
+            return None;
+        }
+        let cache = self.cache.clone().unwrap_or_else(environment::cache_directory);
+        let snapshot = Folder::new(&cache, id).snapshot(commit);
+        let is_complete =
+            || snapshot.join(CONFIG_FILE).is_file() && WeightFiles::open(&snapshot).is_ok();
+        is_complete().then_some(snapshot)
+    }
+
     fn find(
         &self,
         wanted: Wanted,
@@ -238,7 +265,7 @@ impl Folder {
     }
 
     fn snapshot(&self, commit: &str) -> PathBuf {
-        self.root.join("snapshots").join(commit)
+        self.root.join(SNAPSHOTS).join(commit)
     }
 
     /// The snapshot of a revision, if it is cached.

@@ -431,3 +431,30 @@ fn a_directory_without_permission_is_no_hub_id() {
     assert!(message.to_string().contains("ermission denied"), "{message}");
     fs::set_permissions(&closed, fs::Permissions::from_mode(0o700)).unwrap();
 }
+
+#[test]
+fn a_commit_is_found_in_the_cache_without_asking_the_hub_if_its_weights_are_there() {
+    let header = br#"{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
+    let weights = [&(header.len() as u64).to_le_bytes()[..], header, &[0; 4]].concat();
+    let wanted = HashMap::from([
+        ("config.json".to_string(), b"{}".to_vec()),
+        ("model.safetensors".to_string(), weights),
+    ]);
+    let server = Server::start(Behaviour { files: wanted, ..Behaviour::default() });
+    let Place { dir, hub } = place(&server);
+    assert_eq!(hub.cached(ID, COMMIT), None);
+    let path = hub.resolve(ID, None, &mut |_| ()).unwrap();
+    assert_eq!(commit_of(&path), Some(COMMIT));
+    assert_eq!(commit_of(dir.path()), None);
+    server.log();
+    // Another process has moved the branch since.
+    let reference = dir.path().join("hub/models--org--tiny/refs/main");
+    fs::write(reference, COMMIT.replace('0', "f")).unwrap();
+    assert_eq!(hub.cached(ID, COMMIT).as_ref(), Some(&path));
+    assert_eq!(hub.cached(ID, &COMMIT.replace('0', "f")), None);
+    assert_eq!(hub.cached("../tiny", COMMIT), None);
+    assert_eq!(hub.cached(ID, "../../tiny"), None);
+    fs::remove_file(path.join("model.safetensors")).unwrap();
+    assert_eq!(hub.cached(ID, COMMIT), None);
+    assert!(server.log().is_empty());
+}
