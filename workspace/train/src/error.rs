@@ -94,6 +94,22 @@ pub enum Error {
         /// The run directory.
         path: PathBuf,
     },
+    /// Another process holds the lock of the run directory by a file.
+    #[error(
+        "{}: {holder} trains in this run directory, {seconds} s ago at the latest: wait {wait} s if it has \
+         died, or give --break-lock if you are sure",
+        path.display()
+    )]
+    LockHeld {
+        /// The holder's file.
+        path: PathBuf,
+        /// Its host and process.
+        holder: String,
+        /// Seconds since the file was written.
+        seconds: u64,
+        /// Seconds until the file no longer counts.
+        wait: u64,
+    },
     /// The list of steps to trace is invalid.
     #[error("{text:?}: {reason}")]
     TraceSteps {

@@ -30,6 +30,8 @@ pub struct RunOptions<'a> {
     pub trace: &'a TraceSteps,
     /// Moves the files of an earlier run in the run directory aside, and begins again.
     pub begin_anew: bool,
+    /// Where the file system has no locks: takes the run directory from a process that may be alive.
+    pub break_lock: bool,
     /// Samples, each with a factor on the gradients of its micro-batch: for tests of steps that are not
     /// applied.
     #[doc(hidden)]
@@ -41,8 +43,14 @@ pub struct RunOptions<'a> {
 impl<'a> RunOptions<'a> {
     /// Resumes an earlier run, traces no steps, and has no time limit.
     pub fn new(stop: &'a AtomicBool) -> Self {
-        let (trace, gradient_faults) = (&NO_STEPS, &[][..]);
-        RunOptions { stop, trace, begin_anew: false, gradient_faults, time_limit: None }
+        RunOptions {
+            stop,
+            trace: &NO_STEPS,
+            begin_anew: false,
+            break_lock: false,
+            gradient_faults: &[],
+            time_limit: None,
+        }
     }
 }
 
@@ -110,7 +118,10 @@ impl Job<'_> {
             false => data,
         };
         let finished = ranks.first(|| {
-            lock = Some(run.lock()?);
+            let held = lock.insert(run.lock_or_break(self.options.break_lock)?);
+            if let Some(text) = held.warning() {
+                events(Event::Warning { text: &text });
+            }
             if self.options.begin_anew {
                 run.begin_anew()?;
             }

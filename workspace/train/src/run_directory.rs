@@ -9,12 +9,12 @@
 //! rewind does, and nothing else.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{File, OpenOptions, TryLockError};
 use std::path::{Path, PathBuf};
 
 use toml::Value;
 
-use crate::{Error, KeyChange, Recipe};
+use crate::run_lock::{HOLDER, LOCK};
+use crate::{Error, KeyChange, Recipe, RunLock};
 
 /// Keys, or prefixes of keys that end in a dot, that a resumed run may change.
 const MAY_CHANGE: [&str; 7] = [
@@ -30,19 +30,10 @@ const MAY_CHANGE: [&str; 7] = [
 /// Prefix of the names of checkpoints that the run has left with a rewind.
 pub(crate) const REWOUND: &str = "rewound-step-";
 
-/// Name of the file that a running process locks.
-const LOCK: &str = ".lock";
-
 /// The paths of a run directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunDirectory {
     root: PathBuf,
-}
-
-/// An exclusive lock of a run directory, released when dropped or when the process ends.
-#[derive(Debug)]
-pub struct RunLock {
-    _file: File,
 }
 
 impl RunDirectory {
@@ -134,18 +125,7 @@ impl RunDirectory {
     /// Fails if another process holds the lock, or the file system reports an error.
     pub fn lock(&self) -> Result<RunLock, Error> {
         std::fs::create_dir_all(&self.root).map_err(Error::io(&self.root))?;
-        let path = self.root.join(LOCK);
-        let file = OpenOptions::new()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .open(&path)
-            .map_err(Error::io(&path))?;
-        match file.try_lock() {
-            Ok(()) => Ok(RunLock { _file: file }),
-            Err(TryLockError::WouldBlock) => Err(Error::Locked { path: self.root.clone() }),
-            Err(TryLockError::Error(error)) => Err(Error::io(&path)(error)),
-        }
+        RunLock::acquire(&self.root, break_lock)
     }
 
     /// Steps of the complete checkpoints, ascending.
@@ -154,6 +134,15 @@ impl RunDirectory {
     /// Fails if the directory exists and cannot be listed.
     pub fn checkpoint_steps(&self) -> Result<Vec<u64>, Error> {
         let directory = self.checkpoints();
+        self.lock_or_break(false)
+    }
+
+    /// As [`Self::lock`]; with `break_lock`, also where a process that holds the lock by its file, for want of
+    /// locks in the file system, may be alive.
+    ///
+    /// # Errors
+    /// As [`Self::lock`].
+    pub(crate) fn lock_or_break(&self, break_lock: bool) -> Result<RunLock, Error> {
         let entries = match std::fs::read_dir(&directory) {
             Ok(entries) => entries,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -216,7 +205,7 @@ impl RunDirectory {
     /// Moves everything of an earlier run into `before-1`, or the next free number. The caller has
     /// locked the directory.
     pub(crate) fn begin_anew(&self) -> Result<(), Error> {
-        let is_kept = |name: &str| name == LOCK || name.starts_with("before-");
+        let is_kept = |name: &str| [LOCK, HOLDER].contains(&name) || name.starts_with("before-");
         let mut moved = Vec::new();
         for entry in std::fs::read_dir(&self.root).map_err(Error::io(&self.root))? {
             let name = entry.map_err(Error::io(&self.root))?.file_name();

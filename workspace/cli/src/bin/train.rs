@@ -86,6 +86,11 @@ struct Arguments {
     #[arg(long, value_name = "TIME", value_parser = parse_time_limit)]
     #[arg(conflicts_with_all = ["plan", "preflight"])]
     time_limit: Option<Duration>,
+    /// Take the run directory from another process, on a file system without locks, where a file names the
+    /// process that trains and a killed one counts for 90 seconds. Give it only if that process has ended: two
+    /// at once destroy the run. It changes nothing where the file system has locks
+    #[arg(long, conflicts_with_all = ["plan", "preflight"])]
+    break_lock: bool,
     /// Print parameters, steps, memory, FLOPs and time, and do not train
     #[arg(long)]
     plan: bool,
@@ -265,6 +270,7 @@ fn train_as_rank(
         trace: arguments.trace.as_ref().unwrap_or(&no_steps),
         begin_anew: arguments.begin_anew,
         time_limit,
+        break_lock: arguments.break_lock,
         ..RunOptions::new(&stop)
     };
     let outcome = moh_train::run(
