@@ -4,6 +4,7 @@
 pub mod chat;
 mod counted;
 pub mod exit;
+pub mod model_location;
 pub mod models;
 pub mod plot;
 pub mod progress;

@@ -16,6 +16,9 @@ use crate::progress::draws_bars;
 /// Recent steps from which the remaining time is estimated.
 const WINDOW: usize = 50;
 
+/// Tokens of a file from which on a line says that it is read to check its ids.
+const SHOWN_CHECK: u64 = 100_000_000;
+
 /// The view of one run.
 pub struct RunView {
     /// Steps of all stages, which the bar and the lines count.
@@ -91,7 +94,7 @@ impl RunView {
 
     fn checking(&self, path: &Path, done: u64, total: u64) {
         let shown = path.display();
-        if done == 0 {
+        if done == 0 && total >= SHOWN_CHECK {
             let tokens = HumanCount(total);
             self.line(&format!("reading the {tokens} tokens of {shown} once to check their ids"));
         }

@@ -154,7 +154,9 @@ fn a_killed_run_ends_as_one_that_was_not() {
         "checkpoints",
         "export",
         "has-checkpoints",
+        "inputs.json",
         "metrics.jsonl",
+        "model",
         "recipe.toml",
         "run.svg",
     ];
@@ -243,6 +245,21 @@ fn a_time_limit_without_a_unit_is_refused() {
     let expected = "expected a time such as 90m, 1h30m, 12:00:00 or 2-12:00:00";
     assert!(text.contains("--time-limit <TIME>") && text.contains(expected), "{text}");
     assert!(!dir.path().join("run").exists());
+}
+
+#[test]
+fn a_stopped_run_continues_when_its_model_is_gone_and_a_new_one_does_not_start() {
+    let dir = prepared();
+    let long = ["stage.adapt.tokens=25600"];
+    let (mut child, mut reader) = started(&mut moh_train(dir.path(), &long), 5);
+    terminate(&child);
+    std::io::Read::read_to_string(&mut reader, &mut String::new()).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(75));
+    fs::rename(dir.path().join("source"), dir.path().join("gone")).unwrap();
+    let other = [long[0], "run.dir=other"];
+    let message = failure(dir.path(), &mut moh_train(dir.path(), &other), 1);
+    assert!(message.starts_with("source: "), "{message}");
+    success(&mut moh_train(dir.path(), &long));
 }
 
 #[cfg(target_os = "linux")]
@@ -631,7 +648,7 @@ fn token_files_that_do_not_fit_are_refused() {
     let message = failure(root, &mut moh_train(root, &[held_out]), 1);
     assert!(message.starts_with("none.bin: cannot read"), "{message}");
 
-    // The id is read, and refused, after the run has begun.
+    // The whole file is read before the run begins.
     write_tokens(&root.join("wide"), support::VOCABULARY + 9, 2000, 1);
     let source = "data.sources=[{path = \"wide\"}]";
     let output = moh_train(root, &[source, "run.dir=wide-run"]).output().unwrap();
@@ -639,6 +656,7 @@ fn token_files_that_do_not_fit_are_refused() {
     let text = stderr(&output);
     let last = text.lines().last().unwrap();
     assert!(last.starts_with("error: wide.bin: token ") && last.contains("outside the vocabulary"));
+    assert!(!text.contains("stage adapt"), "{text}");
 }
 
 #[test]

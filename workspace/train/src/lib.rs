@@ -45,7 +45,7 @@ pub use error::{Error, KeyChange};
 pub use event::{Event, Outcome};
 pub use metrics::{MetricsWriter, Skipped, StepMetrics, Validation};
 pub use moh_device::OpenDevice;
-pub use open_device::{connect, open_device};
+pub use open_device::{connect, open_device, share_text};
 pub use plan::Plan;
 pub use preflight::{Preflight, RankSpeed, preflight};
 pub use ranks::Ranks;

@@ -4,10 +4,11 @@ use std::env::consts::ARCH;
 use std::path::Path;
 
 use moh_comm::{Buffers, Launch, Options, World};
-use moh_device::OpenDevice;
+use moh_device::{OnDevice, OpenDevice};
+use moh_kernels::Backend;
 
-use crate::Error;
 use crate::recipe::{Device, Recipe};
+use crate::{Error, Ranks};
 
 /// Opens the device of `recipe`; on a machine with several GPUs, the one with this process's local
 /// rank.
@@ -50,6 +51,31 @@ pub fn connect(
     }
     let (buffers, fingerprint) = (buffers(device)?, fingerprint(recipe)?);
     Ok(World::connect(launch, buffers, Options { fingerprint, ..options })?)
+}
+
+/// The text of the first rank that has one, on all ranks of `world`, which call this together; empty if
+/// none has.
+///
+/// # Errors
+/// Fails if the device is out of memory, or if another rank has failed.
+pub fn share_text(
+    device: &OpenDevice,
+    world: &World,
+    text: Option<String>,
+) -> Result<String, Error> {
+    struct Share<'a>(&'a World, Option<Vec<u8>>);
+
+    impl OnDevice for Share<'_> {
+        type Output = Result<Option<Vec<u8>>, Error>;
+
+        fn run<B: Backend + Clone>(self, backend: B) -> Self::Output {
+            Ranks::new(backend, self.0.group().clone())?.first_that_has(self.1)
+        }
+    }
+
+    let shared = device.clone().run(Share(world, text.map(String::into_bytes)))?;
+    // It was UTF-8 where it came from.
+    Ok(String::from_utf8_lossy(&shared.unwrap_or_default()).into_owned())
 }
 
 /// The properties that all ranks must share: the program, byte for byte, and the recipe. Two builds

@@ -55,7 +55,8 @@ impl<'a> RunOptions<'a> {
 }
 
 /// Runs `recipe`, or resumes it if its run directory has checkpoints. Errors name the recipe
-/// `path`; `directory` is the local directory of its `[model] from`. All ranks of `world` call this
+/// `path`; `directory` is the local directory of its `[model] from`, which a run that
+/// [keeps its model](RunDirectory::keeps_model) does not need. All ranks of `world` call this
 /// function with the same recipe and share each step's micro-batches; the first rank writes the run
 /// directory and receives the events.
 ///
@@ -142,8 +143,14 @@ impl Job<'_> {
             return Ok(Outcome::AlreadyFinished(summary));
         }
         let data = ranks.agree(data)?;
-        let (vocab_size, stop) = (source.config().vocab_size, self.options.stop);
-        let inputs = RunInputs { run: &run, data: &data, vocab_size, resumes, stop };
+        let inputs = RunInputs {
+            run: &run,
+            recipe,
+            source: &source,
+            data: &data,
+            resumes,
+            stop: self.options.stop,
+        };
         if inputs.settle(&mut ranks, events)? == Settled::Stopped {
             return Ok(Outcome::StoppedBeforeTraining);
         }
@@ -185,7 +192,11 @@ impl Job<'_> {
         for stage in &recipe.stages {
             self.check_parallel(stage)?;
         }
-        let source = ModelSource::open(recipe, self.path, self.directory)?;
+        let run = RunDirectory::new(&recipe.run.dir);
+        let source = match !self.options.begin_anew && run.keeps_model(recipe)? {
+            true => ModelSource::kept(recipe, self.path, &run.model())?,
+            false => ModelSource::open(recipe, self.path, self.directory)?,
+        };
         recipe.resolve(self.path, source.original_config())?;
         let data = RunData::open(recipe, &source);
         Ok((source, data))

@@ -3,8 +3,8 @@
 //! A resumed run must equal an uninterrupted one if its device is deterministic, so a directory
 //! with checkpoints accepts only its own recipe. Some keys may change, because they affect no
 //! weight except by the order of sums: `run.dir`, `log.*`, `checkpoint.*`, `memory.recompute`,
-//! `data.validation.every_steps` (of any set) and `stage.NAME.parallel.*`. So may the paths of token files, whose
-//! content is compared with `inputs.json` instead (`run_inputs/`). `guard.patience` and `guard.rewind`
+//! `data.validation.every_steps` (of any set) and `stage.NAME.parallel.*`. So may the paths of token files and of
+//! the model, whose content is compared with `inputs.json` instead (`run_inputs/`). `guard.patience` and `guard.rewind`
 //! may change too, so that a run that found nothing to return to can go on: they change what a later
 //! rewind does, and nothing else.
 
@@ -55,6 +55,27 @@ impl RunDirectory {
     /// The content of the run's inputs.
     pub fn inputs(&self) -> PathBuf {
         self.root.join("inputs.json")
+    }
+
+    /// What resuming needs of the run's model beside a checkpoint: configuration, tokenizers and the files
+    /// that an export copies.
+    pub fn model(&self) -> PathBuf {
+        self.root.join("model")
+    }
+
+    /// Whether the run can be resumed without the model of `recipe`: it has completed a checkpoint, so the
+    /// initial weights are not needed, it keeps the model's other files, and the recipe names the same model.
+    ///
+    /// # Errors
+    /// Fails if the stored recipe cannot be read.
+    pub fn keeps_model(&self, recipe: &Recipe) -> Result<bool, Error> {
+        if !self.model().is_dir() || !self.inputs().is_file() || !self.has_completed_work()? {
+            return Ok(false);
+        }
+        let stored = Recipe::load(&self.recipe(), &[])?.model;
+        let now = &recipe.model;
+        Ok((&stored.from, &stored.revision, &stored.tokenizer)
+            == (&now.from, &now.revision, &now.tokenizer))
     }
 
     /// The metrics, one JSON object per step.
@@ -124,6 +145,15 @@ impl RunDirectory {
     /// # Errors
     /// Fails if another process holds the lock, or the file system reports an error.
     pub fn lock(&self) -> Result<RunLock, Error> {
+        self.lock_or_break(false)
+    }
+
+    /// As [`Self::lock`]; with `break_lock`, also where a process that holds the lock by its file, for want of
+    /// locks in the file system, may be alive.
+    ///
+    /// # Errors
+    /// As [`Self::lock`].
+    pub(crate) fn lock_or_break(&self, break_lock: bool) -> Result<RunLock, Error> {
         std::fs::create_dir_all(&self.root).map_err(Error::io(&self.root))?;
         RunLock::acquire(&self.root, break_lock)
     }
@@ -134,15 +164,6 @@ impl RunDirectory {
     /// Fails if the directory exists and cannot be listed.
     pub fn checkpoint_steps(&self) -> Result<Vec<u64>, Error> {
         let directory = self.checkpoints();
-        self.lock_or_break(false)
-    }
-
-    /// As [`Self::lock`]; with `break_lock`, also where a process that holds the lock by its file, for want of
-    /// locks in the file system, may be alive.
-    ///
-    /// # Errors
-    /// As [`Self::lock`].
-    pub(crate) fn lock_or_break(&self, break_lock: bool) -> Result<RunLock, Error> {
         let entries = match std::fs::read_dir(&directory) {
             Ok(entries) => entries,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -333,8 +354,9 @@ fn may_change(key: &str) -> bool {
 
 /// Whether the key names an input by its path alone.
 fn names_input(key: &str) -> bool {
-    (key.starts_with("data.sources.") || key.starts_with("data.validation."))
-        && key.ends_with(".path")
+    let is_data = key.starts_with("data.sources.") || key.starts_with("data.validation.");
+    (is_data && key.ends_with(".path"))
+        || ["model.from", "model.revision", "model.tokenizer"].contains(&key)
 }
 
 /// The keys whose values differ between two recipes, in order.

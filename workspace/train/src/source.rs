@@ -8,6 +8,7 @@ use moh_model::layout::Segment;
 use moh_model::tensors::has_vocabulary_rows;
 use moh_model::{ModelConfig, initial};
 
+use crate::run_inputs::model_files::TOKENIZER;
 use crate::{Error, Recipe};
 
 /// The initial model of a run.
@@ -25,7 +26,13 @@ pub struct ModelSource {
 
 enum Weights {
     Files(WeightFiles),
-    Fresh { seed: u64 },
+    Fresh {
+        seed: u64,
+    },
+    /// Those of a run that resumes, which come from its checkpoint.
+    NotKept {
+        recipe: PathBuf,
+    },
 }
 
 impl ModelSource {
@@ -34,15 +41,38 @@ impl ModelSource {
     /// # Errors
     /// Fails if files are missing or invalid, or differ from the recipe's description of the model.
     pub fn open(recipe: &Recipe, path: &Path, directory: Option<&Path>) -> Result<Self, Error> {
+        Self::of((recipe, path), (directory, recipe.model.tokenizer.as_deref()), true)
+    }
+
+    /// Opens what a run keeps of the model of `recipe` in the directory `kept`, without its weights.
+    ///
+    /// # Errors
+    /// As [`ModelSource::open`].
+    pub(crate) fn kept(recipe: &Recipe, path: &Path, kept: &Path) -> Result<Self, Error> {
+        let directory = recipe.model.from.is_some().then_some(kept);
+        let tokenizer = recipe.model.tokenizer.as_ref().map(|_| kept.join(TOKENIZER));
+        Self::of((recipe, path), (directory, tokenizer.as_deref()), false)
+    }
+
+    /// Opens the model in `directory`, which `has_weights` or has been kept by a run, and the recipe's
+    /// `tokenizer`.
+    fn of(
+        (recipe, path): (&Recipe, &Path),
+        (directory, tokenizer): (Option<&Path>, Option<&Path>),
+        has_weights: bool,
+    ) -> Result<Self, Error> {
         let fresh = recipe.model.new.as_ref();
         let mut warning = None;
         let (config_file, weights) = match (fresh, directory) {
             (Some(new), _) => {
                 let mut config = new.config(path)?;
-                if let Some(tokenizer) = &recipe.model.tokenizer {
+                if let Some(tokenizer) = tokenizer {
                     adopt_special_tokens(&mut config, tokenizer)?;
                 }
                 (ConfigFile::new(&config), Weights::Fresh { seed: recipe.run.seed })
+            }
+            (None, Some(directory)) if !has_weights => {
+                (ConfigFile::read(directory)?, Weights::NotKept { recipe: path.to_owned() })
             }
             (None, Some(directory)) => {
                 let model = StoredModel::open(directory)?;
@@ -60,22 +90,21 @@ impl ModelSource {
             directory: directory.map(Path::to_owned),
             warning,
         };
-        source.tokenizer = recipe.model.tokenizer.clone().or_else(|| {
+        source.tokenizer = tokenizer.map(Path::to_owned).or_else(|| {
             directory.filter(|dir| dir.join("tokenizer.json").is_file()).map(Path::to_owned)
         });
-        source.grow_vocabulary(recipe)?;
+        source.grow_vocabulary(recipe, tokenizer)?;
         source.check(recipe, path)?;
         Ok(source)
     }
 
-    fn grow_vocabulary(&mut self, recipe: &Recipe) -> Result<(), Error> {
+    fn grow_vocabulary(&mut self, recipe: &Recipe, tokenizer: Option<&Path>) -> Result<(), Error> {
         let rows = self.config.vocab_size;
         if matches!(self.weights, Weights::Fresh { .. }) {
             self.config.vocab_size = recipe.model.padded_vocabulary(rows);
             return Ok(());
         }
-        let expansion = match (&recipe.model.tokenizer, &self.directory, recipe.model.pad_vocab_to)
-        {
+        let expansion = match (tokenizer, &self.directory, recipe.model.pad_vocab_to) {
             (Some(new), Some(old), pad) => Expansion::plan(old, new, rows, pad)?,
             (None, _, Some(multiple)) => Expansion::padding(rows, multiple)?,
             _ => return Ok(()),
@@ -162,6 +191,7 @@ impl ModelSource {
                 return Ok(());
             }
             Weights::Files(files) => files,
+            Weights::NotKept { recipe } => return Err(Error::NoModel { path: recipe.clone() }),
         };
         match &self.expansion {
             Some(expansion) if has_vocabulary_rows(&segment.name) => {

@@ -242,3 +242,114 @@ fn a_stop_while_ids_are_read_ends_the_run_and_the_next_one_reads_them() {
     watch(&recipe, |event, _| checks += u32::from(is_check(event))).unwrap();
     assert_eq!(checks, 2);
 }
+
+/// The recipe of a run that starts from the model in `from`.
+fn recipe_from(place: &Workplace, from: &Path, name: &str) -> Recipe {
+    let mut recipe = place.recipe_in(name);
+    recipe.model.new = None;
+    recipe.model.from = Some(from.display().to_string());
+    recipe
+}
+
+/// As [`train`], of a recipe whose model lies in `directory`.
+fn train_from(
+    recipe: &Recipe,
+    directory: Option<&Path>,
+    stop_at: Option<u64>,
+) -> Result<Outcome, Error> {
+    let (stop, world) = (AtomicBool::new(false), World::single());
+    let (ranks, options) = ((OpenDevice::Cpu, &world), RunOptions::new(&stop));
+    let path = Path::new("recipe.toml");
+    moh_train::run(&mut recipe.clone(), path, directory, ranks, options, &mut |event| {
+        if matches!(event, Event::Step { step, .. } if Some(step) == stop_at) {
+            stop.store(true, Ordering::Relaxed);
+        }
+    })
+}
+
+/// A model in `place`, of a finished run, without its Mixture-of-Head attention.
+fn dense_model(place: &Workplace) -> PathBuf {
+    let mut recipe = place.recipe_in("earlier");
+    recipe.stages.truncate(1);
+    train(&recipe).unwrap();
+    let export = RunDirectory::new(&recipe.run.dir).export();
+    fs::write(export.join("generation_config.json"), "{\"temperature\": 0.5}").unwrap();
+    export
+}
+
+#[test]
+fn a_run_resumes_and_exports_without_the_model_that_it_started_from() {
+    let place = Workplace::new();
+    let model = dense_model(&place);
+    let whole = recipe_from(&place, &model, "whole");
+    train_from(&whole, Some(&model), None).unwrap();
+    let recipe = recipe_from(&place, &model, "run");
+    let stopped = train_from(&recipe, Some(&model), Some(3)).unwrap();
+    assert_eq!(stopped, Outcome::Stopped { step: 3 });
+    fs::remove_dir_all(&model).unwrap();
+    assert!(RunDirectory::new(&recipe.run.dir).keeps_model(&recipe).unwrap());
+    train_from(&recipe, None, None).unwrap();
+    assert_eq!(Results::of(&recipe), Results::of(&whole));
+    let copied = RunDirectory::new(&recipe.run.dir).export().join("generation_config.json");
+    assert_eq!(fs::read_to_string(copied).unwrap(), "{\"temperature\": 0.5}");
+}
+
+#[test]
+fn a_run_without_a_checkpoint_needs_the_model() {
+    let place = Workplace::new();
+    let model = dense_model(&place);
+    let recipe = recipe_from(&place, &model, "run");
+    fs::create_dir_all(recipe.run.dir.join("model")).unwrap();
+    assert!(!RunDirectory::new(&recipe.run.dir).keeps_model(&recipe).unwrap());
+    assert!(matches!(train_from(&recipe, None, None), Err(Error::NoModel { .. })));
+}
+
+#[test]
+fn the_model_may_move_but_not_change() {
+    let place = Workplace::new();
+    let model = dense_model(&place);
+    let recipe = recipe_from(&place, &model, "run");
+    train_from(&recipe, Some(&model), Some(3)).unwrap();
+    let elsewhere = place.dir.path().join("elsewhere");
+    fs::rename(&model, &elsewhere).unwrap();
+    let moved = recipe_from(&place, &elsewhere, "run");
+    assert!(!RunDirectory::new(&recipe.run.dir).keeps_model(&moved).unwrap());
+    fs::write(elsewhere.join("generation_config.json"), "{}").unwrap();
+    let error = train_from(&moved, Some(&elsewhere), None).unwrap_err().to_string();
+    assert!(error.contains("generation_config.json: model.from is not the file"), "{error}");
+    fs::write(elsewhere.join("generation_config.json"), "{\"temperature\": 0.5}").unwrap();
+    train_from(&moved, Some(&elsewhere), None).unwrap();
+}
+
+#[test]
+fn a_changed_file_of_the_kept_model_is_named() {
+    let place = Workplace::new();
+    let model = dense_model(&place);
+    let recipe = recipe_from(&place, &model, "run");
+    train_from(&recipe, Some(&model), Some(3)).unwrap();
+    let kept = RunDirectory::new(&recipe.run.dir).model().join("generation_config.json");
+    fs::write(&kept, "{}").unwrap();
+    let error = train_from(&recipe, None, None).unwrap_err().to_string();
+    assert!(error.contains(&kept.display().to_string()), "{error}");
+}
+
+#[test]
+fn a_new_model_resumes_without_its_tokenizer() {
+    let place = Workplace::new();
+    let tokenizer = place.dir.path().join("tokenizer");
+    fs::create_dir(&tokenizer).unwrap();
+    let quickstart = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart");
+    for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {
+        fs::copy(quickstart.join(name), tokenizer.join(name)).unwrap();
+    }
+    let vocabulary = moh_data::TextTokenizer::load(&tokenizer).unwrap().vocab_size();
+    let mut recipe = place.recipe(&[
+        &format!("model.tokenizer={}", tokenizer.display()),
+        &format!("model.new.vocab_size={vocabulary}"),
+    ]);
+    recipe.stages.truncate(1);
+    interrupt(&recipe);
+    fs::remove_dir_all(&tokenizer).unwrap();
+    train(&recipe).unwrap();
+    assert!(RunDirectory::new(&recipe.run.dir).export().join("tokenizer.json").is_file());
+}

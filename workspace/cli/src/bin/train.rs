@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use clap::{Parser, Subcommand};
 use moh_cli::exit::{self, StoppedEarly};
-use moh_cli::models;
+use moh_cli::model_location;
 use moh_cli::run_view::RunView;
 use moh_cli::signals::stop_on_signals;
 use moh_cli::summary_table::{draw, invocation, table};
@@ -259,7 +259,7 @@ fn train_as_rank(
     (device, world): (OpenDevice, &World),
     time_limit: Option<TimeLimit>,
 ) -> anyhow::Result<()> {
-    let directory = locate_model(&recipe, world)?;
+    let directory = model_location::locate(&recipe, arguments.begin_anew, &device, world)?;
     let stop = Arc::new(AtomicBool::new(false));
     stop_on_signals(&stop)?;
     let first = world.rank() == 0;
@@ -306,18 +306,6 @@ fn train_as_rank(
         }
         Outcome::Finished(summary) => report(arguments, &recipe, &run, &summary),
     }
-}
-
-/// The model's directory on this machine; the first rank downloads it before the others look.
-fn locate_model(recipe: &Recipe, world: &World) -> anyhow::Result<Option<PathBuf>> {
-    let model = &recipe.model;
-    let locate = || match &model.from {
-        Some(from) => models::locate(from, model.revision.as_deref()).map(Some),
-        None => Ok(None),
-    };
-    let located = if world.rank() == 0 { Some(locate()?) } else { None };
-    world.group().barrier()?;
-    located.map_or_else(locate, Ok)
 }
 
 /// Prints the end of a run: losses, output files and next commands.

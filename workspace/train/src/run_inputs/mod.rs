@@ -3,6 +3,7 @@
 //! outside the vocabulary are found here, before the first step, unless the record or a file's type or
 //! `PREFIX.json` proves that there are none.
 
+pub(crate) mod model_files;
 mod record;
 mod token_files;
 mod vocabulary;
@@ -13,17 +14,19 @@ use std::sync::atomic::AtomicBool;
 use moh_data::TokenFile;
 use moh_kernels::Backend;
 
+use self::model_files::ModelFiles;
 use self::record::{FileRecord, Record, check_mixture};
 use self::token_files::Found;
 use crate::run_data::RunData;
-use crate::{Error, Event, Ranks, RunDirectory};
+use crate::source::ModelSource;
+use crate::{Error, Event, Ranks, Recipe, RunDirectory};
 
 /// A run whose inputs are compared with its record.
 pub(crate) struct RunInputs<'a> {
     pub run: &'a RunDirectory,
+    pub recipe: &'a Recipe,
+    pub source: &'a ModelSource,
     pub data: &'a RunData,
-    /// The number of valid ids.
-    pub vocab_size: usize,
     /// Whether the run has completed a checkpoint, which makes other inputs an error; on the first rank.
     pub resumes: bool,
     pub stop: &'a AtomicBool,
@@ -68,13 +71,17 @@ impl RunInputs<'_> {
     ) -> Result<Record, Error> {
         let path = self.path();
         let stored = Record::of_run(&path, self.resumes)?;
+        let model = ModelFiles::read(self.source, self.recipe)?;
         match &stored {
-            Some(stored) if self.resumes => stored.check_token_files(&path, files, found)?,
+            Some(stored) if self.resumes => {
+                stored.check_token_files(&path, files, found)?;
+                model.check(&stored.model_files, &path)?;
+            }
             None if self.resumes => {
                 check_mixture(self.run, &self.data.training)?;
                 let text = format!(
-                    "{} is missing, so whether the token files are those that the run was started with is \
-                     not known; it is written now",
+                    "{} is missing, so whether the token files and the model are those that the run was \
+                     started with is not known; it is written now",
                     path.display()
                 );
                 events(Event::Warning { text: &text });
@@ -89,7 +96,10 @@ impl RunInputs<'_> {
             let (path, content) = (file.prefix().to_owned(), found.content.clone());
             (key.clone(), FileRecord { path, content, ids_below: known(found) })
         });
-        let record = Record::new(token_files.collect());
+        let record = Record::new(token_files.collect(), model.hashes());
+        if !self.resumes || stored.is_none() || !self.run.model().is_dir() {
+            model.write(&self.run.model())?;
+        }
         record.write(&path)?;
         Ok(record)
     }
@@ -105,7 +115,7 @@ impl RunInputs<'_> {
         for (key, file) in files {
             let is_known = ranks.first(|| {
                 let known = record.as_ref().and_then(|record| record.token_file(key)?.ids_below);
-                Ok(f64::from(u8::from(known.is_some_and(|ids| ids <= self.vocab_size as u64))))
+                Ok(f64::from(u8::from(known.is_some_and(|ids| ids <= self.vocab_size()))))
             })?;
             if is_known > 0.0 {
                 continue;
@@ -128,6 +138,11 @@ impl RunInputs<'_> {
             })?;
         }
         Ok(Settled::Yes)
+    }
+
+    /// The number of valid ids.
+    fn vocab_size(&self) -> u64 {
+        self.source.config().vocab_size as u64
     }
 
     fn path(&self) -> PathBuf {

@@ -22,6 +22,9 @@ pub(crate) struct Record {
     format: u32,
     /// The token files by their keys in the recipe, such as `data.sources.0`.
     token_files: BTreeMap<String, FileRecord>,
+    /// blake3 of the files of `model/`, by name.
+    #[serde(default)]
+    pub(super) model_files: BTreeMap<String, String>,
 }
 
 /// A token file.
@@ -37,9 +40,12 @@ pub(crate) struct FileRecord {
 }
 
 impl Record {
-    /// The record of these token files.
-    pub(crate) fn new(token_files: BTreeMap<String, FileRecord>) -> Self {
-        Record { format: FORMAT, token_files }
+    /// The record of these token files, and of the model's files with these hashes.
+    pub(crate) fn new(
+        token_files: BTreeMap<String, FileRecord>,
+        model_files: BTreeMap<String, String>,
+    ) -> Self {
+        Record { format: FORMAT, token_files, model_files }
     }
 
     /// The record at `path`; `None` if it is missing, or cannot be used and is not `needed`.
@@ -172,7 +178,8 @@ mod tests {
             bin_sample_blake3: "cd".to_owned(),
         };
         let file = FileRecord { path: "data/text".into(), content, ids_below: Some(9) };
-        Record::new(BTreeMap::from([("data.sources.0".to_owned(), file)]))
+        let model = BTreeMap::from([("config.json".to_owned(), "ef".to_owned())]);
+        Record::new(BTreeMap::from([("data.sources.0".to_owned(), file)]), model)
     }
 
     #[test]

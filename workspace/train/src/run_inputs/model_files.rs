@@ -1,0 +1,128 @@
+//! What resuming needs of a run's model beside the checkpoint: its configuration, its tokenizers and the
+//! files that an export copies. They are kept in `model/` of the run directory, so that a run resumes
+//! without its initial weights, and without the hub.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use moh_files::PendingDirectory;
+use moh_hf::config_file::CONFIG_FILE;
+use moh_hf::model_directory::companion_files;
+
+use crate::source::ModelSource;
+use crate::{Error, Recipe};
+
+/// The folder of `model.tokenizer` in `model/`.
+pub(crate) const TOKENIZER: &str = "tokenizer";
+
+/// The files by their names in `model/`.
+pub(super) struct ModelFiles {
+    files: BTreeMap<String, ModelFile>,
+}
+
+struct ModelFile {
+    /// Where the file was read.
+    path: PathBuf,
+    /// Its key in the recipe.
+    key: &'static str,
+    bytes: Vec<u8>,
+}
+
+impl ModelFiles {
+    /// Reads the files of a model.
+    ///
+    /// # Errors
+    /// Fails if a file cannot be read.
+    pub(super) fn read(source: &ModelSource, recipe: &Recipe) -> Result<Self, Error> {
+        let mut files = BTreeMap::new();
+        if let Some(directory) = source.directory() {
+            let (path, key) = (directory.join(CONFIG_FILE), "model.from");
+            // As the model was read, which may differ from its file in whether it is tied.
+            let fields = &source.config_file().fields;
+            let mut bytes = serde_json::to_vec_pretty(fields)
+                .map_err(|error| Error::io(&path)(error.into()))?;
+            bytes.push(b'\n');
+            files.insert(CONFIG_FILE.to_owned(), ModelFile { path, key, bytes });
+            add_companions(&mut files, directory, ("", key))?;
+        }
+        if recipe.model.tokenizer.is_some()
+            && let Some(directory) = source.tokenizer_directory()
+        {
+            add_companions(&mut files, directory, ("tokenizer/", "model.tokenizer"))?;
+        }
+        Ok(ModelFiles { files })
+    }
+
+    /// The blake3 of each file, in hexadecimal.
+    pub(super) fn hashes(&self) -> BTreeMap<String, String> {
+        let hash = |file: &ModelFile| blake3::hash(&file.bytes).to_hex().to_string();
+        self.files.iter().map(|(name, file)| (name.clone(), hash(file))).collect()
+    }
+
+    /// Fails with the first file whose hash is not the recorded one; `record` names the record.
+    ///
+    /// # Errors
+    /// [`Error::InputChanged`].
+    pub(super) fn check(
+        &self,
+        recorded: &BTreeMap<String, String>,
+        record: &Path,
+    ) -> Result<(), Error> {
+        let found = self.hashes();
+        let changed =
+            found.keys().chain(recorded.keys()).find(|&name| found.get(name) != recorded.get(name));
+        let Some(name) = changed else { return Ok(()) };
+        let difference = match (recorded.contains_key(name), found.contains_key(name)) {
+            (true, true) => "it has other content",
+            (true, false) => "it is missing",
+            _ => "the run had no such file",
+        };
+        let (path, key) = match self.files.get(name) {
+            Some(file) => (file.path.clone(), file.key),
+            None => (PathBuf::from(name), "model"),
+        };
+        Err(Error::InputChanged {
+            path,
+            key: key.to_owned(),
+            difference: difference.to_owned(),
+            record: record.to_owned(),
+        })
+    }
+
+    /// Writes the files to `place`, complete or not at all; nothing if there are none.
+    ///
+    /// # Errors
+    /// Fails if a file cannot be written.
+    pub(super) fn write(&self, place: &Path) -> Result<(), Error> {
+        if self.files.is_empty() {
+            return moh_files::remove_directory(place).map_err(Error::io(place));
+        }
+        let pending = PendingDirectory::create(place).map_err(Error::io(place))?;
+        let folder = pending.path().join(TOKENIZER);
+        if self.files.keys().any(|name| name.contains('/')) {
+            std::fs::create_dir(&folder).map_err(Error::io(&folder))?;
+        }
+        for (name, file) in &self.files {
+            let path = pending.path().join(name);
+            moh_files::write_synced(&path, &file.bytes).map_err(Error::io(&path))?;
+        }
+        if folder.is_dir() {
+            moh_files::sync_directory(&folder).map_err(Error::io(&folder))?;
+        }
+        pending.replace().map_err(Error::io(place))
+    }
+}
+
+/// Adds the tokenizer and generation files of a directory under names that start with `prefix`.
+fn add_companions(
+    files: &mut BTreeMap<String, ModelFile>,
+    directory: &Path,
+    (prefix, key): (&str, &'static str),
+) -> Result<(), Error> {
+    for path in companion_files(directory, directory)? {
+        let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
+        let bytes = std::fs::read(&path).map_err(Error::io(&path))?;
+        files.insert(format!("{prefix}{name}"), ModelFile { path, key, bytes });
+    }
+    Ok(())
+}
