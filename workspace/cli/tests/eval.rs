@@ -83,7 +83,7 @@ fn the_routing_of_each_layer_is_printed_on_request() {
     for layer in layers {
         let (head, loads) = layer.split_once("  heads 4-7 ").unwrap();
         assert!(head.contains("nats of at most 1.3863, loads "), "{head}");
-        let loads = loads.trim().split_whitespace().map(|load| load.trim_end_matches('%'));
+        let loads = loads.split_whitespace().map(|load| load.trim_end_matches('%'));
         let sum: f64 = loads.map(|load| load.parse::<f64>().unwrap()).sum();
         // Each token selects 2 of the 4 routed heads.
         assert!((sum - 200.0).abs() < 0.3, "{layer}");
