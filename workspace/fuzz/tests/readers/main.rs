@@ -1,5 +1,8 @@
 //! Every reader of files and messages against mutated input: no panic, no memory beyond its bound.
 
+// A run that is made ready outside of a test function.
+#![allow(clippy::unwrap_used)]
+
 mod checkpoint;
 mod configuration;
 mod recipe;
