@@ -18,7 +18,7 @@ use moh_train::{
 };
 use serde_json::Value;
 use support::results::Results;
-use support::{Workplace, copy_all, files};
+use support::{Workplace, copy_all, copy_running, files};
 
 /// Steps of the recipe below: five of each stage.
 const STEPS: u64 = 10;
@@ -84,7 +84,7 @@ fn killed_at(recipe: &Recipe, step: u64, copy: &Path) {
     let done = watch(recipe, |event, _| {
         if matches!(event, Event::Step { step: now, .. } if *now == step) {
             wait_for_checkpoints(&RunDirectory::new(&recipe.run.dir), 2);
-            copy_all(&recipe.run.dir, copy);
+            copy_running(&recipe.run.dir, copy);
         }
     });
     assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");

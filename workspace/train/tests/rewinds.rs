@@ -13,7 +13,7 @@ use moh_train::rewinds::{Rewind, Rewinds};
 use moh_train::{Error, Event, Outcome, Recipe, RunDirectory, metrics};
 use support::faulty::{Faults, finish, finish_on, nan_at, run_on, stop_at};
 use support::results::{Results, assert_alike};
-use support::{Workplace, copy_all};
+use support::{Workplace, copy_all, copy_running};
 
 /// A run that returns to an earlier step: the changes of its recipe, its faults, and the returns that
 /// follow: step, samples, and whether to the initial model.
@@ -76,7 +76,7 @@ fn run_with_copies(
         let mut copies = copies.lock().unwrap();
         let copy = place.dir.path().join(format!("copy-{}", copies.len()));
         if recipe.run.dir.exists() {
-            copy_all(&recipe.run.dir, &copy);
+            copy_running(&recipe.run.dir, &copy);
         }
         copies.push((copy, format!("{event:?}")));
     };

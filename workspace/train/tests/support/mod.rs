@@ -128,6 +128,42 @@ pub fn copy_all(from: &Path, to: &Path) {
     }
 }
 
+/// Copies the directory of a run whose checkpoints are written in the background, at a moment at which
+/// nothing changes: what a process that was killed then leaves.
+pub fn copy_running(from: &Path, to: &Path) {
+    loop {
+        let before = sizes(from);
+        let copied = before.as_ref().is_some_and(|before| {
+            before.iter().all(|(path, size)| {
+                let target = to.join(path.strip_prefix(from).unwrap());
+                fs::create_dir_all(target.parent().unwrap()).unwrap();
+                match size {
+                    Some(_) => fs::copy(path, target).is_ok(),
+                    None => fs::create_dir_all(target).is_ok(),
+                }
+            })
+        });
+        if copied && sizes(from) == before {
+            return;
+        }
+        let _ = fs::remove_dir_all(to);
+    }
+}
+
+/// Everything below a directory, files with their sizes; `None` if something went away meanwhile.
+fn sizes(root: &Path) -> Option<BTreeMap<PathBuf, Option<u64>>> {
+    let mut found = BTreeMap::new();
+    for entry in fs::read_dir(root).ok()? {
+        let path = entry.ok()?.path();
+        let data = fs::metadata(&path).ok()?;
+        if data.is_dir() {
+            found.extend(sizes(&path)?);
+        }
+        found.insert(path, data.is_file().then_some(data.len()));
+    }
+    Some(found)
+}
+
 /// All files below a directory.
 pub fn files(root: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut found = BTreeMap::new();
