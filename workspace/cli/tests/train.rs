@@ -406,6 +406,8 @@ fn lines_name_data_stages_and_evaluations() {
         "validation after conversion, 6 of 8 heads: loss ",
         "stage moh: Mixture-of-Head, 6 of 8 heads, 60 steps\n",
         "validation after stage moh: loss ",
+        "checkpoint of step 7 complete after ",
+        "checkpoint of step 120 complete after ",
     ] {
         assert!(text.contains(expected), "{expected}\n{text}");
     }
