@@ -12,6 +12,7 @@ pub fn tables(replay: &Replay) -> Result<String, fmt::Error> {
     let mut out = String::new();
     summary(&mut out, replay)?;
     blocks(&mut out, replay)?;
+    loads(&mut out, replay)?;
     gradients(&mut out, replay)?;
     samples(&mut out, &replay.samples)?;
     Ok(out)
@@ -70,6 +71,22 @@ fn blocks(out: &mut String, replay: &Replay) -> fmt::Result {
             let share = if most > 0.0 { entropy / most } else { 1.0 };
             let (min, max) = routing.extreme_loads();
             write!(out, "{entropy:>10.4}{share:>10.4}{min:>10.4}{max:>10.4}")?;
+        }
+        writeln!(out)?;
+    }
+    Ok(())
+}
+
+/// The share of tokens that selected each routed head, in a row for each block that routes.
+fn loads(out: &mut String, replay: &Replay) -> fmt::Result {
+    if replay.routing.layers.is_empty() {
+        return Ok(());
+    }
+    writeln!(out, "\n{:<7}loads of the routed heads", "block")?;
+    for layer in &replay.routing.layers {
+        write!(out, "{:<7}", layer.layer)?;
+        for (at, load) in layer.loads().enumerate() {
+            write!(out, "{}{load:.3}", if at == 0 { "" } else { " " })?;
         }
         writeln!(out)?;
     }
@@ -159,6 +176,9 @@ not applied: gradient norm is not finite (limits: loss 9.0000, gradient norm inf
 block          rms    largest        rms    largest   gradient   entropy   of most  load min  load max
 0          3.000e0    5.000e0    0.000e0    0.000e0    5.000e0
 1          3.000e0    5.000e0    0.000e0    0.000e0        NaN    0.5000    0.7213    0.2500    0.7500
+
+block  loads of the routed heads
+1      0.250 0.750
 
 tensor       gradient
 embedding     1.500e0
