@@ -176,7 +176,7 @@ mod tests {
             assert!(keys.iter().any(|key| key == expected), "{expected}: {keys:?}");
         }
         // The last field of the last table: nothing stopped before.
-        assert_eq!(keys.last().map(String::as_str), Some("log.peak_tflops"));
+        assert_eq!(keys.last().map(String::as_str), Some("guard.rewind"));
         let keys = known_keys::<Hardware>();
         assert!(keys.iter().any(|key| key == "network.data_overlap"), "{keys:?}");
     }

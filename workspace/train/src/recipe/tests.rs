@@ -331,7 +331,7 @@ fn all_unknown_keys_come_at_once_with_the_key_that_was_meant() {
              stage.moh.moh.routed_top_k",
             "recipes/x.toml: line 40: checkpoints: unknown key, did you mean checkpoint",
             "recipes/x.toml: line 42: zzz: unknown key, expected one of run, model, data, stage, \
-             precision, memory, checkpoint, log",
+             precision, memory, checkpoint, log, guard",
         ]
     );
 }
