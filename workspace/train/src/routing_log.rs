@@ -1,7 +1,7 @@
 //! `routing.jsonl`: how tokens use the routed heads, one JSON object for each evaluation, validation
 //! set and layer that routes.
 //!
-//! A line names the step that it belongs to, so [`cut_back`] needs no count of lines.
+//! A line names the step that it belongs to, so `cut_back` needs no count of lines.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
