@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 use moh_comm::World;
-use moh_train::{OpenDevice, Recipe, RunDirectory, share_text};
+use moh_train::{CheckpointName, OpenDevice, Recipe, RunDirectory, share_text};
 
 use crate::models;
 
 /// Where the first rank has found the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Location {
-    /// In the run directory: a run that resumes keeps what it needs.
+    /// In a run directory: a run that resumes keeps what it needs, as does the run that a new one starts from.
     Kept,
     /// In the directory that the recipe names.
     Directory,
@@ -80,6 +80,9 @@ fn find(
     begin_anew: bool,
 ) -> anyhow::Result<(Location, Option<PathBuf>)> {
     if !begin_anew && RunDirectory::new(&recipe.run.dir).keeps_model(recipe)? {
+        return Ok((Location::Kept, None));
+    }
+    if CheckpointName::parse(from).is_some() {
         return Ok((Location::Kept, None));
     }
     let directory = models::locate(from, recipe.model.revision.as_deref())?;

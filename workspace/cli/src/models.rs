@@ -11,6 +11,7 @@ use moh_hf::{ConfigFile, Error, StoredModel};
 use moh_hub::{Progress, resolve, resolve_tokenizer};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::Model;
+use moh_train::CheckpointName;
 
 use crate::progress::Bar;
 
@@ -28,6 +29,9 @@ pub fn element_types() -> impl TypedValueParser<Value = ElementType> {
 
 /// The directory of a model: itself, or a repository of the hub, downloaded if necessary.
 pub fn locate(model: &str, revision: Option<&str>) -> anyhow::Result<PathBuf> {
+    if let Some(CheckpointName { step: Some(_), .. }) = CheckpointName::parse(model) {
+        bail!("{model}: is a checkpoint of a run, {}", export_command(model));
+    }
     let mut show = ShowDownload::default();
     let directory = resolve(model, revision, &mut |download| show.update(download))?;
     match other_directory(&directory) {
@@ -45,14 +49,22 @@ fn other_directory(directory: &Path) -> Option<String> {
     } else if export.join(CONFIG_FILE).is_file() {
         Some(format!("is a run, name its model: {}", export.display()))
     } else if has("checkpoints") && has("recipe.toml") {
-        Some(
-            "is a run that has not finished, its model is written to export/ at the end".to_owned(),
-        )
+        let command = export_command(&directory.to_string_lossy());
+        Some(format!("is a run that has not finished, {command}"))
     } else if has("manifest.json") && has("manifest.json.b3") {
-        Some("is a checkpoint, not a model: name the export/ of its run".to_owned())
+        Some(
+            "is a checkpoint, not a model: name the export/ of its run, or export it: moh-convert \
+             --from RUN@STEP --out DIR"
+                .to_owned(),
+        )
     } else {
         None
     }
+}
+
+/// How a checkpoint of a run becomes a model.
+fn export_command(run: &str) -> String {
+    format!("export its model: moh-convert --from {run} --out DIR")
 }
 
 /// Loads a tokenizer: a `tokenizer.json`, a directory with one, or that of a repository of the hub,

@@ -8,7 +8,7 @@ use moh_kernels::MemoryInfo;
 use moh_model::ModelConfig;
 use moh_train::checkpoint::{Evaluation, Moment};
 use moh_train::rewinds::Rewind;
-use moh_train::{Event, Recipe, Skipped, SourceEpochs, Speed, Stage, StepMetrics};
+use moh_train::{Event, Growth, Recipe, Skipped, SourceEpochs, Speed, Stage, StepMetrics};
 
 use crate::exit::stderr_line;
 use crate::progress::draws_bars;
@@ -47,6 +47,16 @@ impl RunView {
         match event {
             Event::DamagedCheckpoint { path, error } => {
                 self.line(&format!("moved a damaged checkpoint to {}: {error}", path.display()));
+            }
+            Event::SetAside { step, path } => self.line(&format!(
+                "moved what the run wrote after step {step} to {}",
+                path.display()
+            )),
+            Event::StageGrown { growth: Growth { stage, step, before, tokens } } => {
+                let (before, tokens) = (HumanCount(*before), HumanCount(*tokens));
+                self.line(&format!(
+                    "stage {stage} has {tokens} tokens instead of {before} from step {step} on"
+                ));
             }
             Event::Warning { text } => self.line(&format!("warning: {text}")),
             Event::Resumed { step } => {

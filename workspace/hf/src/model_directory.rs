@@ -177,20 +177,34 @@ pub fn prepare_model<E: From<Error>>(
     fs::create_dir_all(parent).map_err(Error::io(parent))?;
     let pending = PendingDirectory::create(out).map_err(Error::io(parent))?;
     let written = write_tensors(pending.path(), model, fill)?;
-    let config = pending.path().join(CONFIG_FILE);
-    let mut text = serde_json::to_string_pretty(model.config)
-        .map_err(|error| Error::file(&config, format!("not representable: {error}")))?;
+    write_description(pending.path(), model.config, model.companions)?;
+    Ok(PendingModel { pending, out: out.clone(), force, written })
+}
+
+/// Writes what a model directory has beside weights into `dir`: `config.json`, and copies of the files
+/// `companions`.
+///
+/// # Errors
+/// Fails if a file cannot be read or written.
+pub fn write_description(
+    dir: &Path,
+    config: &Map<String, Value>,
+    companions: &[PathBuf],
+) -> Result<(), Error> {
+    let path = dir.join(CONFIG_FILE);
+    let mut text = serde_json::to_string_pretty(config)
+        .map_err(|error| Error::file(&path, format!("not representable: {error}")))?;
     text.push('\n');
-    write_synced(&config, text.as_bytes()).map_err(Error::io(&config))?;
-    for source in model.companions {
+    write_synced(&path, text.as_bytes()).map_err(Error::io(&path))?;
+    for source in companions {
         let Some(name) = source.file_name() else {
             continue;
         };
         let bytes = fs::read(source).map_err(Error::io(source))?;
-        let path = pending.path().join(name);
+        let path = dir.join(name);
         write_synced(&path, &bytes).map_err(Error::io(&path))?;
     }
-    Ok(PendingModel { pending, out: out.clone(), force, written })
+    Ok(())
 }
 
 /// Distributes tensors over shards as transformers does: in order, with a new shard if the next

@@ -88,6 +88,24 @@ pub enum Error {
         /// The run directory.
         path: PathBuf,
     },
+    /// A stage is longer than in the run's recipe, but it is over.
+    #[error(
+        "{}: stage.{stage}.tokens: was {before}, now {now}: at step {step} the stage is over, and only a \
+         stage that is not, or the last one, can grow: set it back to {before}",
+        path.display()
+    )]
+    StageOver {
+        /// The recipe in the run directory.
+        path: PathBuf,
+        /// The stage.
+        stage: String,
+        /// Its tokens in the run's recipe.
+        before: u64,
+        /// Its tokens in the recipe to resume with.
+        now: u64,
+        /// Steps done, over all stages.
+        step: u64,
+    },
     /// Another process trains in this run directory.
     #[error("{}: another process is training in this run directory", path.display())]
     Locked {
@@ -157,6 +175,25 @@ pub enum Error {
     NotShared {
         /// The missing file.
         source: Box<Error>,
+    },
+    /// The run has no checkpoint of the requested step.
+    #[error("{}: the run has no checkpoint of step {step}: {}", path.display(), listed(found))]
+    NoCheckpoint {
+        /// The run directory.
+        path: PathBuf,
+        /// The requested step.
+        step: u64,
+        /// The steps of its checkpoints, ascending.
+        found: Vec<u64>,
+    },
+    /// A run has no checkpoint whose bytes are good.
+    #[error(
+        "{}: no checkpoint is good: moh-train checkpoints RUN verify names the damage",
+        path.display()
+    )]
+    NoGoodCheckpoint {
+        /// The directory of checkpoints.
+        path: PathBuf,
     },
     /// A run that has completed checkpoints or has finished has none left to resume from.
     #[error(
@@ -336,6 +373,15 @@ pub(crate) fn last_good_checkpoint(step: Option<u64>) -> String {
     match step {
         Some(step) => format!("the last good checkpoint is of step {step}"),
         None => "there is no good checkpoint yet".to_owned(),
+    }
+}
+
+/// The steps of checkpoints, for messages.
+fn listed(steps: &[u64]) -> String {
+    let texts: Vec<String> = steps.iter().map(u64::to_string).collect();
+    match texts.is_empty() {
+        true => "it has none".to_owned(),
+        false => format!("name one of {}", texts.join(", ")),
     }
 }
 

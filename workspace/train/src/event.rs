@@ -8,6 +8,7 @@ use moh_model::ModelConfig;
 use crate::Error;
 use crate::SourceEpochs;
 use crate::checkpoint::Evaluation;
+use crate::growth::Growth;
 use crate::metrics::{Skipped, StepMetrics};
 use crate::recipe::Stage;
 use crate::rewinds::Rewind;
@@ -22,6 +23,19 @@ pub enum Event<'a> {
         path: &'a Path,
         /// The damage.
         error: &'a Error,
+    },
+    /// The run resumes from an earlier checkpoint than the newest, and what was written after it has
+    /// been moved.
+    SetAside {
+        /// The step from which the run resumes, over all stages.
+        step: u64,
+        /// The directory with the later checkpoints.
+        path: &'a Path,
+    },
+    /// A stage is longer than before from here on.
+    StageGrown {
+        /// The step from which it is, and its tokens before and after.
+        growth: &'a Growth,
     },
     /// A fact about the run that its user should know, such as a checkpoint that could not be written.
     Warning {

@@ -32,13 +32,7 @@ pub(crate) fn write<B: Backend, T: Element>(
             dtype,
         })
         .collect();
-    let companions = match (source.directory(), source.tokenizer_directory()) {
-        (Some(directory), tokenizer) => {
-            model_directory::companion_files(directory, tokenizer.unwrap_or(directory))?
-        }
-        (None, Some(tokenizer)) => model_directory::companion_files(tokenizer, tokenizer)?,
-        (None, None) => Vec::new(),
-    };
+    let companions = source.companions()?;
     let described = Contents {
         config: &config,
         tensors: &tensors,

@@ -2,11 +2,13 @@
 
 mod block_norms;
 pub mod checkpoint;
+mod checkpoint_name;
 mod data_parallel;
 mod epochs;
 mod error;
 mod event;
 mod export;
+mod growth;
 pub mod guard;
 mod json_lines;
 pub mod metrics;
@@ -29,6 +31,7 @@ pub mod run_directory;
 mod run_inputs;
 mod run_lock;
 pub mod schedule;
+mod set_aside;
 mod source;
 mod speed;
 pub mod step;
@@ -40,9 +43,11 @@ pub mod trace;
 mod trainer;
 
 pub use block_norms::{BlockNorms, Norms};
+pub use checkpoint_name::CheckpointName;
 pub use epochs::SourceEpochs;
 pub use error::{Error, KeyChange};
 pub use event::{Event, Outcome};
+pub use growth::Growth;
 pub use metrics::{MetricsWriter, Skipped, StepMetrics, Validation};
 pub use moh_device::OpenDevice;
 pub use open_device::{connect, open_device, share_text};

@@ -1,6 +1,8 @@
 //! How steps change the state of a run: shared by training and by the replay of a step.
 
+use crate::Schedule;
 use crate::checkpoint::RunState;
+use crate::growth::steps_at;
 use crate::metrics::Skipped;
 use crate::recipe::{Guard, Stage};
 use crate::rewinds::Rewinds;
@@ -17,10 +19,11 @@ impl RunState {
 
     /// How the next step, of `stage`, updates the weights.
     pub(crate) fn next_update(&self, stage: &Stage, guard: &Guard) -> Update {
-        let number = self.stage_step + 1;
+        let steps = steps_at(stage, &self.growth, self.step);
+        let schedule = Schedule::new(stage.learning_rate, steps);
         Update {
-            number: number.saturating_sub(self.guard.skipped).max(1),
-            learning_rate: stage.schedule().learning_rate(number),
+            number: self.moment_steps + 1,
+            learning_rate: schedule.learning_rate(self.stage_step + 1),
             limits: self.guard.limits(guard.factor),
         }
     }
@@ -35,6 +38,7 @@ impl RunState {
         let samples = [self.sample, (self.sample + sequences).saturating_sub(1)];
         self.step += 1;
         self.stage_step += 1;
+        self.moment_steps += u64::from(taken.skipped.is_none());
         self.tokens += stage.batch_tokens;
         self.sample += sequences;
         self.guard.count(taken.skipped.is_some(), (taken.loss, taken.grad_norm), guard.factor);

@@ -8,6 +8,9 @@ use moh_comm::{Group, World};
 use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements};
 use moh_kernels::{Backend, Element};
 
+use crate::base;
+use crate::checkpoint;
+use crate::checkpoint_name::is_step_of;
 use crate::event::{Event, Outcome};
 use crate::recipe::{Parallel, Stage};
 use crate::rewinds::Rewinds;
@@ -17,7 +20,7 @@ use crate::source::ModelSource;
 use crate::summary::Summary;
 use crate::trace::TraceSteps;
 use crate::trainer::{Inputs, train};
-use crate::{Error, Ranks, Recipe, RunDirectory, TimeLimit};
+use crate::{CheckpointName, Error, Ranks, Recipe, RunDirectory, TimeLimit};
 
 static NO_STEPS: TraceSteps = TraceSteps::NONE;
 
@@ -32,6 +35,9 @@ pub struct RunOptions<'a> {
     pub begin_anew: bool,
     /// Where the file system has no locks: takes the run directory from a process that may be alive.
     pub break_lock: bool,
+    /// Resumes from the checkpoint of this step, counted over all stages, and moves what the run has
+    /// written after it aside.
+    pub resume_step: Option<u64>,
     /// Samples, each with a factor on the gradients of its micro-batch: for tests of steps that are not
     /// applied.
     #[doc(hidden)]
@@ -41,13 +47,14 @@ pub struct RunOptions<'a> {
 }
 
 impl<'a> RunOptions<'a> {
-    /// Resumes an earlier run, traces no steps, and has no time limit.
+    /// Resumes an earlier run from its newest checkpoint, traces no steps, and has no time limit.
     pub fn new(stop: &'a AtomicBool) -> Self {
         RunOptions {
             stop,
             trace: &NO_STEPS,
             begin_anew: false,
             break_lock: false,
+            resume_step: None,
             gradient_faults: &[],
             time_limit: None,
         }
@@ -62,8 +69,8 @@ impl<'a> RunOptions<'a> {
 ///
 /// # Errors
 /// Fails if the recipe, the model, the data or the run directory is invalid, if the device or another
-/// rank fails, if a run that has completed checkpoints has none left, or if the last checkpoint cannot be
-/// written.
+/// rank fails, if a run that has completed checkpoints has none left, if it has none of the step to
+/// resume from, or if the last checkpoint cannot be written.
 pub fn run(
     recipe: &mut Recipe,
     path: &Path,
@@ -107,12 +114,20 @@ impl Job<'_> {
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Outcome, Error> {
         let mut ranks = Ranks::new(backend.clone(), self.group.clone())?;
+        let run = RunDirectory::new(&recipe.run.dir);
+        let begin_anew = self.options.begin_anew;
+        let resumes = || Ok(f64::from(u8::from(!begin_anew && run.has_completed_work()?)));
+        let resumes = ranks.first(resumes)? > 0.0;
+        let resumed = resumes.then_some(&run);
+        resolve_origin(recipe, resumed, &mut ranks)?;
         let opened = self.open(recipe);
         let (source, data) = ranks.agree(opened)?;
-        let run = RunDirectory::new(&recipe.run.dir);
+        // Steps count from 1; the first rank's option counts.
+        let resume_step = ranks.first(|| Ok(self.options.resume_step.unwrap_or(0) as f64))?;
+        let resume_step = Some(resume_step as u64).filter(|&step| step > 0);
         let mut lock = None;
         // Known to the first rank, which compares the inputs.
-        let mut resumes = false;
+        let (mut resumes, mut grows) = (false, false);
         // A finished run does not need its data, and invalid data must not create a run directory.
         let data = match ranks.any(data.is_err() && !run.root().exists())? {
             true => Ok(ranks.agree(data)?),
@@ -126,13 +141,14 @@ impl Job<'_> {
             if self.options.begin_anew {
                 run.begin_anew()?;
             }
-            let finished = finished_before(&run)?;
+            grows = run.check_recipe(recipe)?;
+            let finished = !grows && resume_step.is_none() && finished_before(&run)?;
             match finished {
-                true => run.store_recipe(recipe)?,
-                false => {
-                    check_resumable(&run)?;
-                    run.check_recipe(recipe)?;
-                }
+                true => run.write_recipe(recipe)?,
+                false => check_resumable(&run)?,
+            }
+            if let Some(step) = resume_step {
+                checkpoint::require(&run, step)?;
             }
             resumes = run.has_completed_work()?;
             Ok(f64::from(u8::from(finished)))
@@ -155,7 +171,10 @@ impl Job<'_> {
             return Ok(Outcome::StoppedBeforeTraining);
         }
         ranks.first_does(|| {
-            run.store_recipe(recipe)?;
+            // The step from which a stage is longer is known once a checkpoint is open.
+            if !grows {
+                run.write_recipe(recipe)?;
+            }
             run.clear_remains()
         })?;
         let inputs = Inputs {
@@ -166,6 +185,7 @@ impl Job<'_> {
             trace: self.options.trace,
             gradient_faults: self.options.gradient_faults,
             time_limit: self.options.time_limit,
+            resume_step,
         };
         let precision = &recipe.precision;
         let types = TrainingTypes {
@@ -203,8 +223,28 @@ impl Job<'_> {
     }
 }
 
+/// Adds the step to a `model.from` that is a run without one: that of the newest good checkpoint, or, in a
+/// resumed run, the step with which it began.
+fn resolve_origin<B: Backend>(
+    recipe: &mut Recipe,
+    resumed: Option<&RunDirectory>,
+    ranks: &mut Ranks<B>,
+) -> Result<(), Error> {
+    let Some(from) = recipe.model.from.clone() else { return Ok(()) };
+    if let Some(run) = resumed {
+        let stored = ranks.agree(Recipe::load(&run.recipe(), &[]))?.model.from;
+        if stored.as_deref().is_some_and(|stored| is_step_of(stored, &from)) {
+            recipe.model.from = stored;
+        }
+    } else if let Some(mut name) = CheckpointName::parse(&from) {
+        name.step = Some(name.resolve(ranks)?);
+        recipe.model.from = Some(name.to_string());
+    }
+    Ok(())
+}
+
 /// Whether the run has finished: it has a summary and an export.
-fn finished_before(run: &RunDirectory) -> Result<bool, Error> {
+pub(crate) fn finished_before(run: &RunDirectory) -> Result<bool, Error> {
     Ok(Summary::read(&run.summary())?.is_some() && run.export().join("config.json").is_file())
 }
 

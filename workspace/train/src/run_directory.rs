@@ -3,8 +3,9 @@
 //! A resumed run must equal an uninterrupted one if its device is deterministic, so a directory
 //! with checkpoints accepts only its own recipe. Some keys may change, because they affect no
 //! weight except by the order of sums: `run.dir`, `log.*`, `checkpoint.*`, `memory.recompute`,
-//! `data.validation.every_steps` (of any set) and `stage.NAME.parallel.*`. So may the paths of token files and of
-//! the model, whose content is compared with `inputs.json` instead (`run_inputs/`). `guard.patience` and `guard.rewind`
+//! `data.validation.every_steps` (of any set) and `stage.NAME.parallel.*`. `stage.NAME.tokens` may grow
+//! (`growth.rs`). So may the paths of token files and of
+//! the model change, whose content is compared with `inputs.json` instead (`run_inputs/`). `guard.patience` and `guard.rewind`
 //! may change too, so that a run that found nothing to return to can go on: they change what a later
 //! rewind does, and nothing else.
 
@@ -15,6 +16,8 @@ use toml::Value;
 
 use crate::run_lock::{HOLDER, LOCK};
 use crate::{Error, KeyChange, Recipe, RunLock};
+use crate::recipe::Stage;
+use crate::run_inputs::model_files::TOKENIZER;
 
 /// Keys, or prefixes of keys that end in a dot, that a resumed run may change.
 const MAY_CHANGE: [&str; 7] = [
@@ -29,6 +32,9 @@ const MAY_CHANGE: [&str; 7] = [
 
 /// Prefix of the names of checkpoints that the run has left with a rewind.
 pub(crate) const REWOUND: &str = "rewound-step-";
+
+/// Begins the names of directories with what a run left after the step from which it resumed.
+pub(crate) const AFTER: &str = "after-step-";
 
 /// The paths of a run directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,6 +67,12 @@ impl RunDirectory {
     /// that an export copies.
     pub fn model(&self) -> PathBuf {
         self.root.join("model")
+    }
+
+    /// The directory of the tokenizer with which the run trains; `None` if it has none.
+    pub fn tokenizer(&self) -> Option<PathBuf> {
+        let places = [self.model().join(TOKENIZER), self.model()];
+        places.into_iter().find(|place| place.join("tokenizer.json").is_file())
     }
 
     /// Whether the run can be resumed without the model of `recipe`: it has completed a checkpoint, so the
@@ -294,25 +306,28 @@ impl RunDirectory {
 
     /// Compares the recipe with the stored one if the run has completed a checkpoint or finished: it is
     /// resumed, and only some keys may change. Those of inputs may if the run records the content of its
-    /// inputs, which the caller compares.
+    /// inputs, which the caller compares. Returns whether a stage has become longer.
     ///
     /// # Errors
     /// [`Error::RecipeChanged`] with every key that differs. Fails also if the stored recipe is
     /// missing beside checkpoints or cannot be read.
-    pub fn check_recipe(&self, recipe: &Recipe) -> Result<(), Error> {
+    pub fn check_recipe(&self, recipe: &Recipe) -> Result<bool, Error> {
         if !self.has_completed_work()? {
-            return Ok(());
+            return Ok(false);
         }
         let path = self.recipe();
         let stored = Recipe::load(&path, &[])?;
         let has_record = self.inputs().is_file();
+        let longer = longer_stages(&stored, recipe);
         let forbidden = |change: &KeyChange| {
-            !may_change(&change.key) && (!has_record || !names_input(&change.key))
+            !may_change(&change.key)
+                && !longer.contains(&change.key)
+                && (!has_record || !names_input(&change.key))
         };
         let changes: Vec<KeyChange> =
             changes(&stored, recipe)?.into_iter().filter(forbidden).collect();
         match changes.is_empty() {
-            true => Ok(()),
+            true => Ok(!longer.is_empty()),
             false => Err(Error::RecipeChanged { path, changes }),
         }
     }
@@ -320,10 +335,10 @@ impl RunDirectory {
     /// Writes the resolved recipe into the directory, which the caller has locked.
     ///
     /// # Errors
-    /// As [`Self::check_recipe`]; fails also if the file cannot be written.
-    pub fn store_recipe(&self, recipe: &Recipe) -> Result<(), Error> {
-        self.check_recipe(recipe)?;
-        let (path, text) = (self.recipe(), recipe.to_toml()?);
+    /// Fails if the file cannot be written.
+    pub fn write_recipe(&self, recipe: &Recipe) -> Result<(), Error> {
+        let path = self.recipe();
+        let text = recipe.to_toml()?;
         moh_files::write(&path, text.as_bytes()).map_err(Error::io(&path))
     }
 }
@@ -338,6 +353,16 @@ pub(crate) fn first_free(name: impl Fn(u64) -> PathBuf) -> PathBuf {
         }
         number += 1;
     }
+}
+
+/// The keys of the stages that are longer in the second recipe.
+fn longer_stages(before: &Recipe, now: &Recipe) -> Vec<String> {
+    let is_longer = |stage: &&Stage| {
+        let known = before.stages.iter().find(|known| known.name == stage.name);
+        known.is_some_and(|known| known.tokens < stage.tokens)
+    };
+    let longer = now.stages.iter().filter(is_longer);
+    longer.map(|stage| format!("stage.{}.tokens", stage.name)).collect()
 }
 
 fn may_change(key: &str) -> bool {
@@ -409,6 +434,12 @@ mod tests {
     use super::*;
     use crate::recipe::tests::small;
 
+    /// What a run does at its start.
+    fn store(run: &RunDirectory, recipe: &Recipe) -> Result<(), Error> {
+        run.check_recipe(recipe)?;
+        run.write_recipe(recipe)
+    }
+
     fn recipe(overrides: &[&str]) -> Recipe {
         let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
         Recipe::parse(small(), Path::new("small.toml"), &overrides).unwrap()
@@ -478,7 +509,7 @@ mod tests {
         let run = RunDirectory::new(temporary.path());
         let _lock = run.lock().unwrap();
         let recipe = recipe(&[]);
-        run.store_recipe(&recipe).unwrap();
+        store(&run, &recipe).unwrap();
         assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), recipe);
     }
 
@@ -486,9 +517,9 @@ mod tests {
     fn a_run_without_checkpoints_takes_any_recipe() {
         let temporary = tempfile::tempdir().unwrap();
         let run = RunDirectory::new(temporary.path());
-        run.store_recipe(&recipe(&[])).unwrap();
+        store(&run, &recipe(&[])).unwrap();
         let other = recipe(&["run.seed=9"]);
-        run.store_recipe(&other).unwrap();
+        store(&run, &other).unwrap();
         assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), other);
     }
 
@@ -497,12 +528,12 @@ mod tests {
         let temporary = tempfile::tempdir().unwrap();
         let run = RunDirectory::new(temporary.path());
         let first = recipe(&[]);
-        run.store_recipe(&first).unwrap();
+        store(&run, &first).unwrap();
         std::fs::create_dir_all(run.checkpoint(5)).unwrap();
-        run.store_recipe(&first).unwrap();
+        store(&run, &first).unwrap();
 
         let changed = recipe(&["run.seed=9", "stage.moh.learning_rate.min=0", "log.every_steps=7"]);
-        let error = run.store_recipe(&changed).unwrap_err();
+        let error = store(&run, &changed).unwrap_err();
         let Error::RecipeChanged { changes, .. } = &error else {
             panic!("{error}");
         };
@@ -516,7 +547,7 @@ mod tests {
     fn a_resumed_run_accepts_allowed_changes_and_stores_them() {
         let temporary = tempfile::tempdir().unwrap();
         let run = RunDirectory::new(temporary.path());
-        run.store_recipe(&recipe(&[])).unwrap();
+        store(&run, &recipe(&[])).unwrap();
         std::fs::create_dir_all(run.checkpoint(5)).unwrap();
         let changed = recipe(&[
             "run.dir=elsewhere",
@@ -527,8 +558,26 @@ mod tests {
             "guard.patience=3",
             "guard.rewind=7",
         ]);
-        run.store_recipe(&changed).unwrap();
+        store(&run, &changed).unwrap();
         assert_eq!(Recipe::load(&run.recipe(), &[]).unwrap(), changed);
+    }
+
+    #[test]
+    fn a_resumed_run_accepts_longer_stages_and_refuses_shorter_ones() {
+        let temporary = tempfile::tempdir().unwrap();
+        let run = RunDirectory::new(temporary.path());
+        let first = recipe(&[]);
+        store(&run, &first).unwrap();
+        std::fs::create_dir_all(run.checkpoint(5)).unwrap();
+        assert!(!run.check_recipe(&first).unwrap());
+        let tokens = |change: i64| {
+            let stage = &first.stages[1];
+            let tokens = stage.tokens.checked_add_signed(change).unwrap();
+            recipe(&[&format!("stage.{}.tokens={tokens}", stage.name)])
+        };
+        assert!(run.check_recipe(&tokens(1)).unwrap());
+        let error = run.check_recipe(&tokens(-1)).unwrap_err();
+        assert!(matches!(error, Error::RecipeChanged { .. }), "{error}");
     }
 
     #[test]
@@ -550,10 +599,10 @@ mod tests {
         let temporary = tempfile::tempdir().unwrap();
         let run = RunDirectory::new(temporary.path());
         std::fs::create_dir_all(run.checkpoint(5)).unwrap();
-        let missing = run.store_recipe(&recipe(&[])).unwrap_err();
+        let missing = store(&run, &recipe(&[])).unwrap_err();
         assert!(missing.to_string().contains("recipe.toml"), "{missing}");
         std::fs::write(run.recipe(), "[run]\nseed = ").unwrap();
-        let damaged = run.store_recipe(&recipe(&[])).unwrap_err();
+        let damaged = store(&run, &recipe(&[])).unwrap_err();
         assert!(damaged.to_string().contains("recipe.toml"), "{damaged}");
     }
 }

@@ -1,15 +1,18 @@
 //! The model that a run starts from: its configuration and the source of its weights.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use moh_data::TextTokenizer;
+use moh_hf::model_directory::companion_files;
 use moh_hf::{ConfigFile, Expansion, SpecialTokens, StoredModel, WeightFiles};
 use moh_model::layout::Segment;
 use moh_model::tensors::has_vocabulary_rows;
 use moh_model::{ModelConfig, initial};
 
+use crate::checkpoint::{StoredCheckpoint, TensorKind, Wanted};
 use crate::run_inputs::model_files::TOKENIZER;
-use crate::{Error, Recipe};
+use crate::{CheckpointName, Error, Recipe, checkpoint_name};
 
 /// The initial model of a run.
 pub struct ModelSource {
@@ -20,6 +23,8 @@ pub struct ModelSource {
     weights: Weights,
     expansion: Option<Expansion>,
     tokenizer: Option<PathBuf>,
+    /// The directory of the tokenizer before `model.tokenizer`.
+    first_tokenizer: Option<PathBuf>,
     directory: Option<PathBuf>,
     warning: Option<String>,
 }
@@ -29,19 +34,41 @@ enum Weights {
     Fresh {
         seed: u64,
     },
+    /// Those of another run, with its moments on request.
+    Checkpoint {
+        stored: StoredCheckpoint,
+        moments: bool,
+    },
     /// Those of a run that resumes, which come from its checkpoint.
     NotKept {
         recipe: PathBuf,
     },
 }
 
+/// Where the model's weights come from, unless they are new.
+enum Origin {
+    Files,
+    Checkpoint(CheckpointName),
+    /// The checkpoint of the run itself.
+    Kept,
+}
+
 impl ModelSource {
-    /// Opens the model of `recipe`; `directory` is its `from` on this machine.
+    /// Opens the model of `recipe`; `directory` is its `from` on this machine, if that is not a run. A
+    /// run must have a step.
     ///
     /// # Errors
     /// Fails if files are missing or invalid, or differ from the recipe's description of the model.
     pub fn open(recipe: &Recipe, path: &Path, directory: Option<&Path>) -> Result<Self, Error> {
-        Self::of((recipe, path), (directory, recipe.model.tokenizer.as_deref()), true)
+        let model = &recipe.model;
+        let tokenizer = model.tokenizer.as_deref();
+        let name = model.from.as_deref().and_then(CheckpointName::parse);
+        check_run_keys(recipe, path, name.is_some())?;
+        let Some(name) = name else {
+            return Self::of((recipe, path), (directory, tokenizer), Origin::Files);
+        };
+        let kept = name.run.model();
+        Self::of((recipe, path), (Some(&kept), tokenizer), Origin::Checkpoint(name))
     }
 
     /// Opens what a run keeps of the model of `recipe` in the directory `kept`, without its weights.
@@ -51,48 +78,49 @@ impl ModelSource {
     pub(crate) fn kept(recipe: &Recipe, path: &Path, kept: &Path) -> Result<Self, Error> {
         let directory = recipe.model.from.is_some().then_some(kept);
         let tokenizer = recipe.model.tokenizer.as_ref().map(|_| kept.join(TOKENIZER));
-        Self::of((recipe, path), (directory, tokenizer.as_deref()), false)
+        Self::of((recipe, path), (directory, tokenizer.as_deref()), Origin::Kept)
     }
 
-    /// Opens the model in `directory`, which `has_weights` or has been kept by a run, and the recipe's
-    /// `tokenizer`.
+    /// Opens the model in `directory` and the recipe's `tokenizer`.
     fn of(
         (recipe, path): (&Recipe, &Path),
         (directory, tokenizer): (Option<&Path>, Option<&Path>),
-        has_weights: bool,
+        origin: Origin,
     ) -> Result<Self, Error> {
-        let fresh = recipe.model.new.as_ref();
         let mut warning = None;
-        let (config_file, weights) = match (fresh, directory) {
-            (Some(new), _) => {
+        let mut first_tokenizer = directory.and_then(with_tokenizer);
+        let (config_file, weights) = match (&recipe.model.new, origin, directory) {
+            (Some(new), ..) => {
                 let mut config = new.config(path)?;
                 if let Some(tokenizer) = tokenizer {
                     adopt_special_tokens(&mut config, tokenizer)?;
                 }
                 (ConfigFile::new(&config), Weights::Fresh { seed: recipe.run.seed })
             }
-            (None, Some(directory)) if !has_weights => {
+            (None, Origin::Checkpoint(name), _) => {
+                first_tokenizer = name.run.tokenizer();
+                open_checkpoint(&name, recipe, path)?
+            }
+            (None, Origin::Kept, Some(directory)) => {
                 (ConfigFile::read(directory)?, Weights::NotKept { recipe: path.to_owned() })
             }
-            (None, Some(directory)) => {
+            (None, Origin::Files, Some(directory)) => {
                 let model = StoredModel::open(directory)?;
                 warning = model.warning;
                 (model.file, Weights::Files(model.weights))
             }
-            (None, None) => return Err(Error::NoModel { path: path.to_owned() }),
+            (None, _, None) => return Err(Error::NoModel { path: path.to_owned() }),
         };
         let mut source = ModelSource {
             config: config_file.config.clone(),
             config_file,
             weights,
             expansion: None,
-            tokenizer: None,
+            tokenizer: tokenizer.map(Path::to_owned).or_else(|| first_tokenizer.clone()),
+            first_tokenizer,
             directory: directory.map(Path::to_owned),
             warning,
         };
-        source.tokenizer = tokenizer.map(Path::to_owned).or_else(|| {
-            directory.filter(|dir| dir.join("tokenizer.json").is_file()).map(Path::to_owned)
-        });
         source.grow_vocabulary(recipe, tokenizer)?;
         source.check(recipe, path)?;
         Ok(source)
@@ -104,7 +132,8 @@ impl ModelSource {
             self.config.vocab_size = recipe.model.padded_vocabulary(rows);
             return Ok(());
         }
-        let expansion = match (tokenizer, &self.directory, recipe.model.pad_vocab_to) {
+        let old = self.first_tokenizer.as_ref().or(self.directory.as_ref());
+        let expansion = match (tokenizer, old, recipe.model.pad_vocab_to) {
             (Some(new), Some(old), pad) => Expansion::plan(old, new, rows, pad)?,
             (None, _, Some(multiple)) => Expansion::padding(rows, multiple)?,
             _ => return Ok(()),
@@ -116,16 +145,15 @@ impl ModelSource {
 
     /// Compares the model with the recipe's description.
     fn check(&self, recipe: &Recipe, path: &Path) -> Result<(), Error> {
-        let differs = |key: &str, reason: String| {
-            Err(Error::ModelDiffers { path: path.to_owned(), key: key.to_owned(), reason })
-        };
         if let Some(expected) = recipe.model.vocab_size
             && expected != self.config.vocab_size
         {
             let found = self.config.vocab_size;
-            return differs("model.vocab_size", format!("{expected}, but the model has {found}"));
+            let reason = format!("{expected}, but the model has {found}");
+            return Err(differs(path, "model.vocab_size", reason));
         }
-        if let (Some(shape), Weights::Files(_)) = (&recipe.model.config, &self.weights) {
+        let is_stored = matches!(self.weights, Weights::Files(_) | Weights::Checkpoint { .. });
+        if let Some(shape) = recipe.model.config.as_ref().filter(|_| is_stored) {
             let described = ConfigFile::read(shape)?.config;
             let ours = &self.config_file.config;
             let shape_of = |c: &ModelConfig| {
@@ -135,7 +163,7 @@ impl ModelSource {
             };
             if shape_of(&described) != shape_of(ours) {
                 let reason = format!("{} has a different shape from the model", shape.display());
-                return differs("model.config", reason);
+                return Err(differs(path, "model.config", reason));
             }
         }
         Ok(())
@@ -179,39 +207,170 @@ impl ModelSource {
         Ok(self.tokenizer.as_deref().map(TextTokenizer::load).transpose()?)
     }
 
+    /// The directory of the tokenizer before `model.tokenizer`, if there was one.
+    pub(crate) fn first_tokenizer(&self) -> Option<&Path> {
+        self.first_tokenizer.as_deref()
+    }
+
+    /// The tokenizer and generation files that an export has.
+    ///
+    /// # Errors
+    /// Fails if a directory cannot be listed.
+    pub(crate) fn companions(&self) -> Result<Vec<PathBuf>, Error> {
+        let tokenizer = self.tokenizer.as_deref();
+        // A run without a tokenizer keeps no files.
+        let directory = self.directory.as_deref().filter(|directory| directory.is_dir());
+        Ok(match (directory.or(tokenizer), tokenizer) {
+            (Some(directory), tokenizer) => {
+                companion_files(directory, tokenizer.unwrap_or(directory))?
+            }
+            (None, _) => Vec::new(),
+        })
+    }
+
+    /// Whether the weights are another run's: f32, whatever `run.dtype` is.
+    pub(crate) fn is_checkpoint(&self) -> bool {
+        matches!(self.weights, Weights::Checkpoint { .. })
+    }
+
+    /// Optimiser steps that the moments contain; 0 if they begin at zero.
+    pub(crate) fn moment_steps(&self) -> u64 {
+        match &self.weights {
+            Weights::Checkpoint { stored, moments: true } => stored.manifest().state.moment_steps,
+            _ => 0,
+        }
+    }
+
     /// Fills one tensor with its initial elements.
     ///
     /// # Errors
     /// Fails if the tensor cannot be read or is not finite.
     pub fn fill(&self, segment: &Segment, values: &mut [f32]) -> Result<(), Error> {
-        let files = match &self.weights {
-            Weights::Fresh { seed } => {
-                let deviation = self.config.initializer_range;
-                initial::initialize(*seed, deviation, &segment.name, segment.shape(), values);
-                return Ok(());
-            }
-            Weights::Files(files) => files,
-            Weights::NotKept { recipe } => return Err(Error::NoModel { path: recipe.clone() }),
+        self.fill_state(TensorKind::Weight, segment, values)
+    }
+
+    /// Fills one tensor, or its moments, with the initial elements. Rows of new tokens have zero moments.
+    ///
+    /// # Errors
+    /// See [`ModelSource::fill`].
+    pub(crate) fn fill_state(
+        &self,
+        kind: TensorKind,
+        segment: &Segment,
+        values: &mut [f32],
+    ) -> Result<(), Error> {
+        let is_weight = kind == TensorKind::Weight;
+        if !is_weight && !matches!(self.weights, Weights::Checkpoint { moments: true, .. }) {
+            values.fill(0.0);
+            return Ok(());
+        }
+        let expansion = self.expansion.as_ref().filter(|_| has_vocabulary_rows(&segment.name));
+        let Some(expansion) = expansion else { return self.read(kind, segment, values) };
+        let width = self.config.hidden_size;
+        let mut old = vec![0f32; expansion.old_rows() * width];
+        self.read(kind, segment, &mut old)?;
+        let row = |id: u32, out: &mut [f32]| {
+            out.copy_from_slice(&old[id as usize * width..][..width]);
         };
-        match &self.expansion {
-            Some(expansion) if has_vocabulary_rows(&segment.name) => {
-                let width = self.config.hidden_size;
-                let mut old = vec![0f32; expansion.old_rows() * width];
-                files.read_f32(&segment.name, &mut old)?;
-                let row = |id: u32, out: &mut [f32]| {
-                    out.copy_from_slice(&old[id as usize * width..][..width]);
-                };
-                let rows = expansion.rows(width, &row);
-                let (kept, grown) = values.split_at_mut(expansion.num_kept() * width);
-                kept.copy_from_slice(&old[..kept.len()]);
-                for (row, out) in (expansion.num_kept()..).zip(grown.chunks_exact_mut(width)) {
-                    rows.read(row, out);
+        let rows = expansion.rows(width, &row);
+        let (kept, grown) = values.split_at_mut(expansion.num_kept() * width);
+        kept.copy_from_slice(&old[..kept.len()]);
+        for (row, out) in (expansion.num_kept()..).zip(grown.chunks_exact_mut(width)) {
+            match is_weight {
+                true => rows.read(row, out),
+                false => out.fill(0.0),
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills elements of a tensor, or of its moments: a range of those of its slice on this rank.
+    ///
+    /// # Errors
+    /// See [`ModelSource::fill`].
+    pub(crate) fn fill_part(
+        &self,
+        kind: TensorKind,
+        segment: &Segment,
+        range: Range<usize>,
+        values: &mut [f32],
+    ) -> Result<(), Error> {
+        let grows = self.expansion.is_some() && has_vocabulary_rows(&segment.name);
+        match &self.weights {
+            Weights::Checkpoint { stored, moments } if !grows => {
+                if kind != TensorKind::Weight && !moments {
+                    values.fill(0.0);
+                    return Ok(());
+                }
+                let wanted = Wanted { name: &segment.name, slice: &segment.slice, range };
+                stored.read_part(kind, &wanted, values)
+            }
+            _ => {
+                let mut whole = vec![0.0; segment.shape().iter().product()];
+                self.fill_state(kind, segment, &mut whole)?;
+                let start = range.start;
+                for run in segment.slice.runs(range) {
+                    let from = &whole[run.whole..][..run.len];
+                    values[run.local - start..][..run.len].copy_from_slice(from);
                 }
                 Ok(())
             }
-            _ => Ok(files.read_f32(&segment.name, values)?),
         }
     }
+
+    /// Reads a tensor as it is stored, before the vocabulary grows.
+    fn read(&self, kind: TensorKind, segment: &Segment, out: &mut [f32]) -> Result<(), Error> {
+        match &self.weights {
+            Weights::Files(files) => Ok(files.read_f32(&segment.name, out)?),
+            Weights::Checkpoint { stored, .. } => stored.read_f32(kind, &segment.name, out),
+            Weights::Fresh { seed } => {
+                let deviation = self.config.initializer_range;
+                initial::initialize(*seed, deviation, &segment.name, segment.shape(), out);
+                Ok(())
+            }
+            Weights::NotKept { recipe } => Err(Error::NoModel { path: recipe.clone() }),
+        }
+    }
+}
+
+/// Opens the checkpoint of a run that a new run starts from.
+fn open_checkpoint(
+    name: &CheckpointName,
+    recipe: &Recipe,
+    path: &Path,
+) -> Result<(ConfigFile, Weights), Error> {
+    let refuse = |reason: &str| Err(differs(path, "model.from", format!("{name}: {reason}")));
+    let same = |path: &Path| path.canonicalize().ok();
+    if same(name.run.root()).is_some_and(|from| Some(from) == same(&recipe.run.dir)) {
+        return refuse("is the run directory of this recipe: choose another run.dir");
+    }
+    let Some(step) = name.step else { return refuse("names no step") };
+    let stored = StoredCheckpoint::of_step(&name.run, step)?;
+    let file = checkpoint_name::config_file(&stored, &name.run.checkpoint(step))?;
+    Ok((file, Weights::Checkpoint { stored, moments: recipe.model.moments }))
+}
+
+/// Refuses keys that do not fit a model that is a run, or one that is not.
+fn check_run_keys(recipe: &Recipe, path: &Path, is_run: bool) -> Result<(), Error> {
+    let model = &recipe.model;
+    if model.moments && !is_run {
+        let reason = "only a run has moments: set model.from to RUN or RUN@STEP";
+        return Err(differs(path, "model.moments", reason.to_owned()));
+    }
+    if model.revision.is_some() && is_run {
+        let reason = "only hub ids have revisions, and model.from is a run";
+        return Err(differs(path, "model.revision", reason.to_owned()));
+    }
+    Ok(())
+}
+
+/// The directory, if it has a tokenizer.
+fn with_tokenizer(directory: &Path) -> Option<PathBuf> {
+    directory.join("tokenizer.json").is_file().then(|| directory.to_owned())
+}
+
+fn differs(path: &Path, key: &str, reason: String) -> Error {
+    Error::ModelDiffers { path: path.to_owned(), key: key.to_owned(), reason }
 }
 
 /// Gives a new model the special tokens of its tokenizer that its recipe leaves out, so that generation

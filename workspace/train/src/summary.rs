@@ -57,7 +57,8 @@ impl Summary {
     }
 
     /// The fraction of the conversion's loss that its stage's training recovered, for the last
-    /// conversion with a loss before, at and after it.
+    /// conversion with a loss before, at and after it. A stage that went on has a loss after each of its
+    /// ends, of which the last counts.
     pub fn recovered(&self) -> Option<f64> {
         let evaluations = &self.evaluations;
         let converted = evaluations
@@ -65,7 +66,12 @@ impl Summary {
             .rposition(|evaluation| matches!(evaluation.moment, Moment::Converted { .. }))?;
         let before = evaluations.get(converted.checked_sub(1)?)?.loss;
         let at = evaluations.get(converted)?.loss;
-        let after = evaluations.get(converted + 1)?.loss;
+        let Moment::Converted { stage: converted_stage, .. } = &evaluations.get(converted)?.moment
+        else {
+            return None;
+        };
+        let is_end = |evaluation: &&Evaluation| matches!(&evaluation.moment, Moment::Trained { stage } if stage == converted_stage);
+        let after = evaluations[converted..].iter().rfind(is_end)?.loss;
         (at > before).then(|| (at - after) / (at - before))
     }
 }
@@ -102,6 +108,10 @@ mod tests {
     fn the_share_won_back_compares_conversion_with_before_and_after() {
         assert_eq!(summary([3.0, 1.0, 2.0, 1.25]).recovered(), Some(0.75));
         assert_eq!(summary([3.0, 2.0, 2.0, 1.5]).recovered(), None);
+        let mut longer = summary([3.0, 1.0, 2.0, 1.25]);
+        let end = longer.evaluations[3].clone();
+        longer.evaluations.push(Evaluation { loss: 1.0, ..end });
+        assert_eq!(longer.recovered(), Some(1.0));
     }
 
     /// A resumed run reads its earlier losses from a checkpoint.

@@ -521,7 +521,7 @@ fn a_new_run_in_the_place_of_a_finished_one_is_not_taken_for_it() {
 fn another_recipe_is_refused_and_a_harmless_change_is_not() {
     let place = Workplace::new();
     stop_at(&place.recipe(&[]), 3);
-    for change in ["run.seed=2", "stage.moh.tokens=640", "stage.adapt.learning_rate.max=1e-1"] {
+    for change in ["run.seed=2", "stage.moh.tokens=256", "stage.adapt.learning_rate.max=1e-1"] {
         let error = train(&place.recipe(&[change])).unwrap_err();
         assert!(matches!(error, Error::RecipeChanged { .. }), "{error}");
         let (key, _) = change.split_once('=').unwrap();

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::Validation;
+use crate::growth::Growth;
 use crate::guard::GuardState;
 use crate::metrics::finite_or_nan;
 
@@ -100,6 +101,10 @@ pub struct RunState {
     /// What decides whether the next step is applied.
     #[serde(default)]
     pub guard: GuardState,
+    /// Optimiser steps that the moments contain: those since they were zero.
+    pub moment_steps: u64,
+    /// The stages that have become longer, in the order of the steps.
+    pub growth: Vec<Growth>,
 }
 
 /// A loss at a moment of the run.

@@ -12,10 +12,12 @@
 mod background;
 mod fault;
 mod flight;
+mod listing;
 mod load;
 mod manifest;
 mod part;
 mod read;
+mod retention;
 mod shard_file;
 mod snapshot;
 mod stored;
@@ -23,14 +25,16 @@ mod tensor_file;
 mod write;
 
 pub(crate) use flight::{Complete, End, Flight, Progress, WritePart};
+pub use listing::{Condition, ListedCheckpoint, list};
 pub(crate) use load::{gather_weights, load};
 pub use manifest::{Evaluation, Manifest, Moment, PartFile, RunState, TensorKind};
 pub use part::{Part, TensorEntry, TensorFile};
-pub(crate) use read::undamaged;
-pub use read::{OnDamage, newest};
+pub use read::{OnDamage, newest, verify};
+pub(crate) use read::{alone, newest_good, of_step, require, undamaged};
+pub use retention::{prune, remove, superseded, superseded_by_good};
 pub(crate) use snapshot::{Snapshot, staging_bytes};
 pub use stored::StoredCheckpoint;
-pub use write::prune;
+pub(crate) use stored::Wanted;
 pub(crate) use write::{begin, publish, write_part};
 
 /// Name of the manifest in a checkpoint's directory.

@@ -3,7 +3,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use moh_kernels::Backend;
+use moh_comm::World;
+use moh_kernels::{Backend, Cpu};
+use moh_model::parameters::Shard;
 
 use super::MANIFEST;
 use super::fault::Fault;
@@ -38,6 +40,92 @@ pub fn newest<B: Backend>(
             return Ok(Some(stored));
         }
     }
+}
+
+/// The newest checkpoint whose bytes are good, the same on all ranks, which share the check of its
+/// hashes; `None` if no checkpoint is good. Changes nothing.
+///
+/// # Errors
+/// As [`newest`].
+pub(crate) fn newest_good<B: Backend>(
+    run: &RunDirectory,
+    ranks: &mut Ranks<B>,
+) -> Result<Option<StoredCheckpoint>, Error> {
+    let mut below = f64::INFINITY;
+    loop {
+        let listed = || {
+            let steps = run.checkpoint_steps()?;
+            Ok(steps.into_iter().rfind(|&step| (step as f64) < below).unwrap_or(0) as f64)
+        };
+        let step = ranks.first(listed)?;
+        if step == 0.0 {
+            return Ok(None);
+        }
+        if let Ok(stored) = examine(run, ranks, step as u64)? {
+            return Ok(Some(stored));
+        }
+        below = step;
+    }
+}
+
+/// The checkpoint of `step`, whose hashes the ranks check together.
+///
+/// # Errors
+/// Fails if there is none, if it is damaged, and otherwise as [`newest`]. Nothing is changed.
+pub(crate) fn of_step<B: Backend>(
+    run: &RunDirectory,
+    ranks: &mut Ranks<B>,
+    step: u64,
+) -> Result<StoredCheckpoint, Error> {
+    ranks.first_does(|| require(run, step))?;
+    let found = examine(run, ranks, step)?;
+    ranks.agree(found)
+}
+
+/// Checks every byte of the checkpoint of `step`: the inner error is its damage. Changes nothing.
+///
+/// # Errors
+/// Fails if there is no such checkpoint, or if it cannot be read or has another format.
+pub fn verify(run: &RunDirectory, step: u64) -> Result<Result<StoredCheckpoint, Error>, Error> {
+    require(run, step)?;
+    examine(run, &mut alone()?, step)
+}
+
+/// Fails, with the steps that there are, if the run has no checkpoint of `step`.
+pub(crate) fn require(run: &RunDirectory, step: u64) -> Result<(), Error> {
+    let found = run.checkpoint_steps()?;
+    match found.contains(&step) {
+        true => Ok(()),
+        false => Err(Error::NoCheckpoint { path: run.root().to_owned(), step, found }),
+    }
+}
+
+/// The only rank of a program that does not train.
+pub(crate) fn alone() -> Result<Ranks<Cpu>, Error> {
+    Ranks::new(Cpu, World::single().group().clone())
+}
+
+/// Opens a checkpoint and checks its hashes, which the ranks share. All ranks return the same verdict:
+/// the inner error says that bytes are wrong, and is [`Error::OtherRank`] where only another rank has
+/// found it.
+fn examine<B: Backend>(
+    run: &RunDirectory,
+    ranks: &mut Ranks<B>,
+    step: u64,
+) -> Result<Result<StoredCheckpoint, Error>, Error> {
+    let directory = run.checkpoint(step);
+    let opened = StoredCheckpoint::open(&directory, step).and_then(|stored| {
+        stored.check_share(Shard::of(ranks.group()))?;
+        Ok(stored)
+    });
+    let opened = proven(ranks, &directory, opened)?.map_err(Error::from);
+    Ok(match ranks.any(opened.is_err())? {
+        true => Err(opened.err().unwrap_or_else(|| Error::Checkpoint {
+            path: directory.join(MANIFEST),
+            reason: "another rank found a damaged file".into(),
+        })),
+        false => opened,
+    })
 }
 
 /// What this rank has read of the checkpoint of `step`; `None` on all ranks if one of them has found its

@@ -10,7 +10,7 @@ use moh_model::parameters::Shard;
 use moh_model::slice::{Slice, common};
 
 use super::fault::Fault;
-use super::manifest::{FORMAT, Manifest, PartFile, TensorKind};
+use super::manifest::{FORMAT, Manifest, PartFile, RunState, TensorKind};
 use super::part::{Part, TensorEntry};
 use super::tensor_file::OpenFiles;
 use super::{MANIFEST, MANIFEST_HASH, MAX_TEXT_BYTES};
@@ -89,9 +89,14 @@ impl StoredCheckpoint {
     /// # Errors
     /// Fails if a file is damaged or cannot be read.
     pub fn verify(&self) -> Result<(), Error> {
+        Ok(self.check_share(Shard { rank: 0, size: 1 })?)
+    }
+
+    /// As [`StoredCheckpoint::verify`], a share of every part's tensors.
+    pub(super) fn check_share(&self, share: Shard) -> Result<(), Fault> {
         for index in 0..self.parts.len() {
             let part = self.part(index)?;
-            for entry in &part.tensors {
+            for entry in part.tensors.iter().skip(share.rank).step_by(share.size) {
                 for kind in TensorKind::ALL {
                     let file = part.file(kind);
                     let path = self.directory.join(&file.file);
@@ -100,6 +105,16 @@ impl StoredCheckpoint {
             }
         }
         Ok(())
+    }
+
+    /// As [`StoredCheckpoint::read_f32`], for a part of a tensor.
+    pub(crate) fn read_part(
+        &self,
+        kind: TensorKind,
+        wanted: &Wanted<'_>,
+        out: &mut [f32],
+    ) -> Result<(), Error> {
+        Ok(self.read(kind, wanted, out)?)
     }
 
     /// Reads elements of a tensor as f32 into `out`, which has their number.
@@ -196,6 +211,11 @@ impl StoredCheckpoint {
 #[derive(serde::Deserialize)]
 struct Version {
     format: u32,
+}
+
+/// The state of the run in the manifest of a checkpoint's directory.
+pub(super) fn read_state(directory: &Path, step: u64) -> Result<RunState, Error> {
+    Ok(read_manifest(directory, step)?.state)
 }
 
 fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, Fault> {

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::thread;
 
-use moh_files::{PendingDirectory, TEMPORARY, write_synced};
+use moh_files::{PendingDirectory, write_synced};
 use moh_kernels::Element;
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -15,8 +15,6 @@ use super::manifest::{Manifest, RunState, TensorKind};
 use super::part::{Part, TensorEntry, TensorFile};
 use super::snapshot::{ShardTensor, Snapshot};
 use super::{MANIFEST, MANIFEST_HASH, MAX_TEXT_BYTES, shard_file};
-use crate::recipe::Checkpoint;
-use crate::run_directory::REWOUND;
 use crate::{Error, RunDirectory};
 
 /// Maximum threads of a rank that convert and hash a checkpoint's bytes.
@@ -141,34 +139,6 @@ fn write_text(path: &Path, value: &impl Serialize) -> Result<blake3::Hash, Error
     }
     write_synced(path, &text).map_err(io)?;
     Ok(blake3::hash(&text))
-}
-
-/// Removes the checkpoints that `retention` does not keep, those that a rewind has left, and leftovers of
-/// earlier processes.
-///
-/// # Errors
-/// Fails if a directory cannot be removed.
-pub fn prune(run: &RunDirectory, retention: &Checkpoint) -> Result<(), Error> {
-    let all = run.checkpoints();
-    let steps = run.checkpoint_steps()?;
-    let newest =
-        steps.len().saturating_sub(usize::try_from(retention.keep.max(1)).unwrap_or(usize::MAX));
-    for &step in &steps[..newest] {
-        if retention.keep_every > 0 && step.is_multiple_of(retention.keep_every) {
-            continue;
-        }
-        // Renamed first, so that a partially removed checkpoint never looks complete.
-        let doomed = all.join(format!("{TEMPORARY}removed-step-{step}"));
-        fs::rename(run.checkpoint(step), &doomed).map_err(Error::io(&doomed))?;
-    }
-    for entry in fs::read_dir(&all).map_err(Error::io(&all))? {
-        let path = entry.map_err(Error::io(&all))?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if name.starts_with(TEMPORARY) || name.starts_with(REWOUND) {
-            fs::remove_dir_all(&path).map_err(Error::io(&path))?;
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -9,15 +9,19 @@ use serde::de::{self, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{Recipe, file_fault};
-use crate::Error;
+use crate::{CheckpointName, Error};
 
 /// `[model]`: either `from` or `new`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Model {
-    /// A model directory, or a repository of the hub.
+    /// A model directory, a repository of the hub, or a run: its directory, and `@STEP` for another
+    /// checkpoint than the newest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<String>,
+    /// Whether the optimiser's moments of the run in `from` are taken over too; default: false.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub moments: bool,
     /// Revision of the hub's repository; default: its main branch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revision: Option<String>,
@@ -206,6 +210,9 @@ impl Recipe {
         let Model { new, config, from, .. } = &self.model;
         if let Some(new) = new {
             return new.config(path).map(Some);
+        }
+        if let (Some(name), None) = (from.as_deref().and_then(CheckpointName::parse), config) {
+            return Ok(Some(name.config_file()?.config));
         }
         let directory = from.as_deref().map(Path::new).filter(|from| from.is_dir());
         match config.as_deref().or(directory) {

@@ -148,7 +148,12 @@ impl Parallel {
 impl Stage {
     /// Optimiser steps: tokens over tokens per batch, rounded up.
     pub fn num_steps(&self) -> u64 {
-        self.tokens.div_ceil(self.batch_tokens.max(1))
+        self.steps_of(self.tokens)
+    }
+
+    /// Optimiser steps of that many tokens in this stage's batches.
+    pub(crate) fn steps_of(&self, tokens: u64) -> u64 {
+        tokens.div_ceil(self.batch_tokens.max(1))
     }
 
     /// Sequences per optimiser step.

@@ -125,6 +125,7 @@ fn check_model(faults: &mut Faults, model: &Model) -> Option<ModelConfig> {
             for (key, given) in [
                 ("model.revision", model.revision.is_some()),
                 ("model.config", model.config.is_some()),
+                ("model.moments", model.moments),
             ] {
                 if given {
                     faults.add(key, "belongs to from, but [model.new] is given");

@@ -18,6 +18,7 @@ use moh_model::{Activations, Model, PassSlot};
 pub use samples::SampleSource;
 
 use crate::checkpoint::{self, RunState, StoredCheckpoint};
+use crate::growth::{self, Growth, steps_at};
 use crate::guard::Limits;
 use crate::optimizer::OptimizerState;
 use crate::recipe::{Parallel, Recompute, Stage};
@@ -97,7 +98,8 @@ pub fn replay(
     let data = RunData::open(&recipe, &source)?;
     let rewinds = Rewinds::read(run)?;
     let stored = newest_before(run, &rewinds, step)?;
-    let job = Job { recipe: &recipe, source: &source, data, rewinds, stored, step };
+    let growth = growth::recorded(run)?;
+    let job = Job { recipe: &recipe, source: &source, data, rewinds, growth, stored, step };
     device.run(job)
 }
 
@@ -133,6 +135,7 @@ struct Job<'a> {
     source: &'a ModelSource,
     data: RunData,
     rewinds: Rewinds,
+    growth: Vec<Growth>,
     stored: Option<StoredCheckpoint>,
     step: u64,
 }
@@ -183,7 +186,9 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
     fn new(backend: B, job: Job<'a>) -> Result<Self, Error> {
         let (source, stored) = (job.source, &job.stored);
         let state = stored.as_ref().map(|stored| stored.manifest().state.clone());
-        let state = state.unwrap_or_default();
+        let mut state = state.unwrap_or_default();
+        state.growth.clone_from(&job.growth);
+        growth::reopen(&mut state, job.recipe);
         let mut config = source.config().clone();
         config.moh = attention_before(job.recipe, source, &state)?;
         let length = job.recipe.data.sequence_length;
@@ -197,6 +202,12 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
             model = Model::new(backend, config, length, fill)?;
             optimizer = OptimizerState::new(&model, Shard::WHOLE)?;
+            if source.is_checkpoint() {
+                optimizer.fill(&mut model, |kind, segment, range, values| {
+                    source.fill_part(kind, segment, range, values)
+                })?;
+                state.moment_steps = source.moment_steps();
+            }
         }
         Ok(Replayer { job, model, optimizer, state })
     }
@@ -210,14 +221,19 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             return Err(Error::NoSuchStep { path, step: self.job.step, steps });
         };
         if self.state.stage_step == 0 {
-            self.optimizer.reset(self.model.backend())?;
+            // The first stage begins with the moments of the model's run, if it has them.
+            if self.state.step > 0 || self.state.moment_steps == 0 {
+                self.optimizer.reset(self.model.backend())?;
+                self.state.moment_steps = 0;
+            }
             self.model.set_moh(stage.moh_config(self.job.source.original_config())?)?;
         }
         let group = World::single().group().clone();
         let groups = StepGroups { all: group.clone(), data: group };
         let plan = StepPlan::new(recipe, stage);
         let mut stepper = Stepper::<B, T, G>::new(&self.model, plan, groups)?;
-        while self.state.stage_step < stage.num_steps() {
+        let steps = |state: &RunState| steps_at(stage, &state.growth, state.step);
+        while self.state.stage_step < steps(&self.state) {
             self.state.pass_over_samples(&self.job.rewinds);
             if self.state.step + 1 == self.job.step {
                 return self.measure(stage, &mut stepper).map(Some);
@@ -225,6 +241,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             self.step(stage, &mut stepper)?;
         }
         self.state.end_stage();
+        growth::reopen(&mut self.state, recipe);
         Ok(None)
     }
 

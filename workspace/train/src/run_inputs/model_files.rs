@@ -43,12 +43,17 @@ impl ModelFiles {
                 .map_err(|error| Error::io(&path)(error.into()))?;
             bytes.push(b'\n');
             files.insert(CONFIG_FILE.to_owned(), ModelFile { path, key, bytes });
-            add_companions(&mut files, directory, ("", key))?;
+            // A run that was the origin may have kept no files.
+            if directory.is_dir() {
+                let tokenizer = source.first_tokenizer().unwrap_or(directory);
+                add_companions(&mut files, (directory, tokenizer), ("", key))?;
+            }
         }
         if recipe.model.tokenizer.is_some()
             && let Some(directory) = source.tokenizer_directory()
         {
-            add_companions(&mut files, directory, ("tokenizer/", "model.tokenizer"))?;
+            let from = (directory, directory);
+            add_companions(&mut files, from, ("tokenizer/", "model.tokenizer"))?;
         }
         Ok(ModelFiles { files })
     }
@@ -113,13 +118,14 @@ impl ModelFiles {
     }
 }
 
-/// Adds the tokenizer and generation files of a directory under names that start with `prefix`.
+/// Adds the generation files of a directory and the tokenizer of another under names that start with
+/// `prefix`.
 fn add_companions(
     files: &mut BTreeMap<String, ModelFile>,
-    directory: &Path,
+    (directory, tokenizer): (&Path, &Path),
     (prefix, key): (&str, &'static str),
 ) -> Result<(), Error> {
-    for path in companion_files(directory, directory)? {
+    for path in companion_files(directory, tokenizer)? {
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
         let bytes = std::fs::read(&path).map_err(Error::io(&path))?;
         files.insert(format!("{prefix}{name}"), ModelFile { path, key, bytes });

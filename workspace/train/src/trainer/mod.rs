@@ -20,6 +20,7 @@ use moh_model::Model;
 use crate::checkpoint::{Moment, RunState};
 use crate::event::{Event, Outcome};
 use crate::export;
+use crate::growth;
 use crate::metrics::MetricsWriter;
 use crate::optimizer::OptimizerState;
 use crate::part_times::PartTimes;
@@ -46,6 +47,8 @@ pub(crate) struct Inputs<'a> {
     /// See [`crate::RunOptions`].
     pub gradient_faults: &'a [(u64, f32)],
     pub time_limit: Option<TimeLimit>,
+    /// The checkpoint to start from instead of the newest.
+    pub resume_step: Option<u64>,
 }
 
 /// A run in progress; `T` is the type of weights and activations, `G` of gradients, `M` of moments.
@@ -95,8 +98,10 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
         events(Event::Warning { text: &text });
     }
     let (mut ranks, mut data, mut is_first_start) = (ranks, data, true);
+    let mut resume_step = inputs.resume_step;
     loop {
-        let (backend, inputs) = (backend.clone(), inputs.clone());
+        let inputs = Inputs { resume_step: resume_step.take(), ..inputs.clone() };
+        let backend = backend.clone();
         let mut trainer = Trainer::<B, T, G, M>::start(backend, ranks, inputs, data, &mut *events)?;
         if std::mem::take(&mut is_first_start) {
             trainer.tell_sources();
@@ -143,6 +148,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             if progress != Progress::Done {
                 return Ok(progress);
             }
+            growth::reopen(&mut self.state, self.inputs.recipe);
         }
         self.finish_saving()?;
         Ok(Progress::Done)

@@ -7,22 +7,20 @@ use moh_kernels::{Backend, Element, span};
 
 use super::evaluation::Losses;
 use super::{Progress, Trainer};
+use crate::Error;
 use crate::checkpoint::Moment;
 use crate::event::Event;
+use crate::growth::steps_at;
 use crate::metrics::StepMetrics;
 use crate::recipe::Stage;
 use crate::routing_log::RoutingMoment;
 use crate::speed::{Rates, Speed};
 use crate::step::{StepPlan, Stepper, Taken};
 use crate::trace::StepTrace;
-use crate::{Error, Schedule};
 
-/// The buffers and the schedule of a stage's steps.
+/// The buffers of a stage's steps.
 struct Work<'a, B: Backend, T: Element, G: Element> {
     stage: &'a Stage,
-    /// Steps of the stage.
-    steps: u64,
-    schedule: Schedule,
     rates: Rates,
     stepper: Stepper<B, T, G>,
     /// `None` without validation data.
@@ -41,8 +39,6 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let evaluator = self.evaluator(stage.micro_batch)?;
         let mut work = Work {
             stage,
-            steps: stage.num_steps(),
-            schedule: stage.schedule(),
             rates: Rates::new(
                 self.inputs.recipe,
                 stage,
@@ -80,11 +76,13 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         self.state.pass_over_samples(&self.rewinds);
         let stage = work.stage;
         self.saving.step_begins();
+        let steps = steps_at(stage, &self.state.growth, self.state.step);
+        let learning_rate = self.state.next_update(stage, &self.inputs.recipe.guard).learning_rate;
         let (taken, times) = self.take_timed(work)?;
         let sequences = work.stepper.plan().batch_sequences();
         let guard = &self.inputs.recipe.guard;
         let skipped = self.state.count((stage, guard), &taken, sequences);
-        let last = self.state.stage_step >= work.steps;
+        let last = self.state.stage_step >= steps;
         let losses = self.validate_after(work, last)?;
         let times = Speed { evaluation: self.part_times.take().evaluation, ..times };
         let first = self.inputs.recipe.data.validation.first();
@@ -94,7 +92,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             tokens: self.state.tokens,
             loss: taken.loss,
             balance_loss: taken.balance_loss,
-            learning_rate: work.schedule.learning_rate(self.state.stage_step),
+            learning_rate,
             grad_norm: taken.grad_norm,
             tokens_per_second: stage.batch_tokens as f64 / times.seconds,
             skipped,
@@ -175,7 +173,11 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// changed.
     fn begin_stage(&mut self, stage: &Stage) -> Result<(), Error> {
         let moh = stage.moh_config(self.inputs.source.original_config())?;
-        self.optimizer.reset(self.model.backend())?;
+        // The first stage begins with the moments of the model's run, if it has them.
+        if self.state.step > 0 || self.state.moment_steps == 0 {
+            self.optimizer.reset(self.model.backend())?;
+            self.state.moment_steps = 0;
+        }
         if moh != self.model.config().moh {
             self.model.set_moh(moh)?;
             let active_heads = self.model.config().active_heads();

@@ -15,6 +15,7 @@ use super::saving::Saving;
 use super::{Inputs, Trainer};
 use crate::checkpoint::{self, RunState};
 use crate::event::Event;
+use crate::growth::{self, Resumed};
 use crate::metrics::MetricsWriter;
 use crate::metrics_resume;
 use crate::optimizer::OptimizerState;
@@ -23,12 +24,13 @@ use crate::rewinds::{Rewinds, leave_path};
 use crate::routing_log::RoutingWriter;
 use crate::run::check_resumable;
 use crate::run_data::RunData;
+use crate::set_aside::set_later_aside;
 use crate::source::ModelSource;
 use crate::step::StepGroups;
 use crate::{Error, Ranks, Recipe, RunDirectory, TensorBoard};
 
 impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a, 'e, B, T, G, M> {
-    /// Loads the newest valid checkpoint, or else the recipe's initial model.
+    /// Loads the requested or the newest valid checkpoint, or else the recipe's initial model.
     pub(super) fn start(
         backend: B,
         mut ranks: Ranks<B>,
@@ -39,11 +41,12 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
         let Inputs { recipe, run, .. } = inputs;
         let rewinds = Rewinds::shared(run, &mut ranks)?;
         ranks.first_does(|| leave_path(run, &rewinds))?;
-        let Loaded { state, parallel, groups, model, optimizer } = loop {
+        let Loaded { state, resumed, parallel, groups, model, optimizer } = loop {
             if let Some(loaded) = load(&backend, &mut ranks, &inputs, events)? {
                 break loaded;
             }
         };
+        settle(&inputs, &state, &resumed, &mut ranks, events)?;
         let writers =
             if ranks.is_first() { open_writers(run, recipe, &state).map(Some) } else { Ok(None) };
         let (metrics, board, routing) = match ranks.agree(writers)? {
@@ -84,13 +87,15 @@ impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a,
 /// A model with its optimiser's state, and where in the run it is.
 struct Loaded<B: Backend, T: Element, M: Element> {
     state: RunState,
+    /// The first rank's growth, which is not recorded yet.
+    resumed: Resumed,
     parallel: Parallel,
     groups: StepGroups,
     model: Model<B, T>,
     optimizer: OptimizerState<B, M>,
 }
 
-/// Loads the newest checkpoint, or the initial model if there is none; `None` on all ranks if the
+/// Loads the requested or the newest checkpoint, or the initial model if there is none; `None` on all ranks if the
 /// checkpoint was damaged, and has been set aside.
 fn load<B: Backend + Clone, T: Element, M: Element>(
     backend: &B,
@@ -102,20 +107,22 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     let mut damaged = |path: &Path, error: &Error| {
         events(Event::DamagedCheckpoint { path, error });
     };
-    let stored = checkpoint::newest(run, ranks, &mut damaged)?;
+    let stored = match inputs.resume_step {
+        Some(step) => Some(checkpoint::of_step(run, ranks, step)?),
+        None => checkpoint::newest(run, ranks, &mut damaged)?,
+    };
     // After damage to the last one there may be none.
-    ranks.first_does(|| {
-        check_resumable(run)?;
-        run.remove_summary()
-    })?;
-    let state =
+    ranks.first_does(|| check_resumable(run))?;
+    let mut state =
         (stored.as_ref()).map_or_else(RunState::default, |stored| stored.manifest().state.clone());
+    let resumed = plan_growth(inputs, &mut state, ranks)?;
     if state.stage > recipe.stages.len() {
         return Err(Error::Checkpoint {
             path: run.checkpoint(state.step),
             reason: format!("is of stage {}, which the recipe does not have", state.stage),
         });
     }
+    growth::reopen(&mut state, recipe);
     let mut config = source.config().clone();
     config.moh = attention_before(recipe, source, &state)?;
     let parallel = parallel_at(recipe, state.stage);
@@ -124,9 +131,15 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     let (length, size) = (recipe.data.sequence_length, groups.data.size());
     let Some(stored) = stored else {
         let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
-        let model = Model::of_part(backend.clone(), config, length, place, size, fill)?;
-        let optimizer = OptimizerState::new(&model, Shard::of(&groups.data))?;
-        return Ok(Some(Loaded { state, parallel, groups, model, optimizer }));
+        let mut model = Model::of_part(backend.clone(), config, length, place, size, fill)?;
+        let mut optimizer = OptimizerState::new(&model, Shard::of(&groups.data))?;
+        if source.is_checkpoint() {
+            optimizer.fill(&mut model, |kind, segment, range, values| {
+                source.fill_part(kind, segment, range, values)
+            })?;
+            state.moment_steps = source.moment_steps();
+        }
+        return Ok(Some(Loaded { state, resumed, parallel, groups, model, optimizer }));
     };
     let stored = stored.read_by(Shard::of(ranks.group()));
     let mut model = Model::zeros_of_part(backend.clone(), config, length, place, size)?;
@@ -137,7 +150,53 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     }
     checkpoint::gather_weights(&mut model, &groups.data)?;
     events(Event::Resumed { step: state.step });
-    Ok(Some(Loaded { state, parallel, groups, model, optimizer }))
+    Ok(Some(Loaded { state, resumed, parallel, groups, model, optimizer }))
+}
+
+/// Adds to the state the stages that have become longer, which the first rank reads and returns.
+fn plan_growth<B: Backend>(
+    inputs: &Inputs<'_>,
+    state: &mut RunState,
+    ranks: &mut Ranks<B>,
+) -> Result<Resumed, Error> {
+    let mut resumed = Resumed::default();
+    let json = |error: serde_json::Error| Error::io(inputs.run.root())(error.into());
+    let mut text = None;
+    ranks.first_does(|| {
+        resumed = Resumed::plan(inputs.run, inputs.recipe, state)?;
+        text = Some(serde_json::to_vec(&resumed.growth).map_err(json)?);
+        Ok(())
+    })?;
+    let text = ranks.first_that_has(text)?.unwrap_or_default();
+    state.growth = serde_json::from_slice(&text).map_err(json)?;
+    Ok(resumed)
+}
+
+/// Moves aside what the run has written after the step from which it was asked to resume, and records the
+/// stages that become longer here.
+fn settle<B: Backend>(
+    inputs: &Inputs<'_>,
+    state: &RunState,
+    resumed: &Resumed,
+    ranks: &mut Ranks<B>,
+    events: &mut dyn FnMut(Event<'_>),
+) -> Result<(), Error> {
+    let Inputs { run, recipe, resume_step, .. } = *inputs;
+    let mut aside = None;
+    ranks.first_does(|| {
+        if let Some(step) = resume_step {
+            aside = set_later_aside(run, step)?;
+        }
+        run.remove_summary()?;
+        resumed.store(run, recipe)
+    })?;
+    if let Some(path) = aside {
+        events(Event::SetAside { step: state.step, path: &path });
+    }
+    for growth in &resumed.requested {
+        events(Event::StageGrown { growth });
+    }
+    Ok(())
 }
 
 /// The parallelism of the recipe's stage `index`, or of the last stage if there is no such stage.

@@ -3,6 +3,7 @@
 // Every test file compiles this module for itself and uses a part of it.
 #![allow(dead_code)]
 
+pub mod driver;
 pub mod faulty;
 pub mod results;
 pub mod stories;

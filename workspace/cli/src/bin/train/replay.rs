@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use moh_cli::exit::stderr_line;
 use moh_cli::models;
 use moh_cli::replay_table::tables;
-use moh_train::{Recipe, RunDirectory, open_device};
+use moh_train::{CheckpointName, Recipe, RunDirectory, open_device};
 
 /// Repeat one step of a run, and print where its numbers come from.
 ///
@@ -16,7 +16,7 @@ use moh_train::{Recipe, RunDirectory, open_device};
 /// tokens and documents of their files. Reads the run directory and writes nothing. One process computes
 /// the whole model, which must fit its device.
 #[derive(clap::Args)]
-pub struct Arguments {
+pub(crate) struct Arguments {
     /// Run directory
     run: PathBuf,
     /// The step, counted over all stages
@@ -31,13 +31,14 @@ pub struct Arguments {
 }
 
 /// Replays the step and prints its tables.
-pub fn run(arguments: &Arguments) -> anyhow::Result<()> {
+pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let run = RunDirectory::new(&arguments.run);
     let path = arguments.recipe.clone().unwrap_or_else(|| run.recipe());
     let recipe = Recipe::load(&path, &arguments.overrides)?;
     let device = open_device(&recipe, &path, 0)?;
     let model = &recipe.model;
-    let directory = match &model.from {
+    let directory = match model.from.as_deref().filter(|from| CheckpointName::parse(from).is_none())
+    {
         Some(from) => Some(models::locate(from, model.revision.as_deref())?),
         None => None,
     };

@@ -1,0 +1,223 @@
+//! `moh-train checkpoints`: lists, verifies and removes the checkpoints of a run.
+
+use std::io::{Write as _, stdout};
+use std::path::PathBuf;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::bail;
+use clap::{Args, Subcommand};
+use indicatif::{HumanBytes, HumanCount};
+use moh_cli::counted;
+use moh_train::checkpoint::{self, Condition, ListedCheckpoint, RunState};
+use moh_train::recipe::Checkpoint;
+use moh_train::{Recipe, RunDirectory};
+
+/// List, verify or remove the checkpoints of a run
+///
+/// Without a subcommand, lists all checkpoints of the run directory: complete ones, those that were moved
+/// aside because they are damaged or because the run resumed before them, and unfinished ones.
+#[derive(Args)]
+pub(crate) struct Arguments {
+    /// Run directory: run.dir of its recipe
+    #[arg(value_name = "RUN")]
+    run: PathBuf,
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Read and hash every byte, and report each checkpoint; changes nothing
+    ///
+    /// Exits with 1 if a checkpoint is damaged or cannot be read.
+    Verify {
+        /// Steps of the checkpoints [default: all complete ones]
+        #[arg(value_name = "STEP")]
+        steps: Vec<u64>,
+    },
+    /// Remove older checkpoints, as a run does by its checkpoint.keep and checkpoint.keep_every
+    ///
+    /// The newest checkpoint whose bytes are good is never removed. Checkpoints that were moved aside stay.
+    Prune {
+        /// Number of newest checkpoints to keep
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+        keep: u64,
+        /// Keep also the checkpoints whose step is a multiple of M
+        #[arg(long, value_name = "M", value_parser = clap::value_parser!(u64).range(1..))]
+        keep_every: Option<u64>,
+        /// Print what would be removed, and remove nothing
+        #[arg(long)]
+        dry_run: bool,
+    },
+}
+
+pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
+    let run = RunDirectory::new(&arguments.run);
+    if !run.recipe().is_file() && !run.checkpoints().is_dir() {
+        bail!(
+            "{}: is not a run directory, which has a recipe.toml and checkpoints/: name the run.dir of \
+             a recipe",
+            run.root().display()
+        );
+    }
+    match &arguments.command {
+        None => list(&run),
+        Some(Command::Verify { steps }) => verify(&run, steps),
+        Some(Command::Prune { keep, keep_every, dry_run }) => {
+            let keep_every = keep_every.unwrap_or(0);
+            prune(&run, &Checkpoint { keep: *keep, keep_every, ..Checkpoint::default() }, *dry_run)
+        }
+    }
+}
+
+/// Prints a table of all checkpoints.
+fn list(run: &RunDirectory) -> anyhow::Result<()> {
+    let found = checkpoint::list(run)?;
+    let mut out = stdout();
+    if found.is_empty() {
+        writeln!(out, "{}: no checkpoints", run.root().display())?;
+        return Ok(());
+    }
+    // A recipe that cannot be read costs no more than the names of the stages.
+    let recipe = Recipe::load(&run.recipe(), &[]).ok();
+    let mut rows = vec![["step", "stage", "tokens", "written", "size", "state"].map(str::to_owned)];
+    rows.extend(found.iter().map(|listed| row(run, recipe.as_ref(), listed)));
+    let widths: Vec<usize> = (0..rows[0].len())
+        .map(|column| rows.iter().map(|row| row[column].len()).max().unwrap_or(0))
+        .collect();
+    for row in &rows {
+        let [step, stage, tokens, written, size, state] = row;
+        let [a, b, c, d, e, ..] = widths[..] else { continue };
+        writeln!(out, "{step:>a$}  {stage:<b$}  {tokens:>c$}  {written:<d$}  {size:>e$}  {state}")?;
+    }
+    Ok(())
+}
+
+fn row(run: &RunDirectory, recipe: Option<&Recipe>, listed: &ListedCheckpoint) -> [String; 6] {
+    let path = listed.path.strip_prefix(run.root()).unwrap_or(&listed.path).display();
+    let (stage, tokens) = match &listed.state {
+        Ok(state) => (stage(recipe, state), HumanCount(state.tokens).to_string()),
+        Err(_) => ("-".to_owned(), "-".to_owned()),
+    };
+    let state = match (listed.condition, &listed.state) {
+        (Condition::Complete, Ok(_)) => "complete".to_owned(),
+        (Condition::Complete, Err(error)) => format!("not usable: {error}"),
+        (Condition::Damaged, _) => format!("damaged (set aside): {path}"),
+        (Condition::MovedAside, _) => format!("moved aside: {path}"),
+        (Condition::Unfinished, _) => format!("unfinished: {path}"),
+    };
+    [
+        listed.step.to_string(),
+        stage,
+        tokens,
+        listed.written.map_or_else(|| "-".to_owned(), utc),
+        HumanBytes(listed.bytes).to_string(),
+        state,
+    ]
+}
+
+/// The stage of a checkpoint, and its step in it.
+fn stage(recipe: Option<&Recipe>, state: &RunState) -> String {
+    let name = |index: usize| {
+        let stage = recipe.and_then(|recipe| recipe.stages.get(index));
+        stage.map_or_else(|| format!("stage {}", index + 1), |stage| stage.name.clone())
+    };
+    match state.stage.checked_sub(1) {
+        Some(before) if state.stage_step == 0 => format!("{}, end", name(before)),
+        _ => format!("{}, step {}", name(state.stage), state.stage_step),
+    }
+}
+
+/// Reads whole checkpoints, and prints a line for each.
+fn verify(run: &RunDirectory, steps: &[u64]) -> anyhow::Result<()> {
+    let steps = match steps.is_empty() {
+        true => run.checkpoint_steps()?,
+        false => steps.to_vec(),
+    };
+    let mut faults = 0;
+    let mut out = stdout();
+    for &step in &steps {
+        let verdict = match checkpoint::verify(run, step) {
+            Ok(Ok(_)) => "complete, all hashes match".to_owned(),
+            Ok(Err(error)) => format!("damaged: {error}"),
+            Err(error @ moh_train::Error::NoCheckpoint { .. }) => return Err(error.into()),
+            Err(error) => format!("cannot be read: {error}"),
+        };
+        faults += u64::from(!verdict.starts_with("complete"));
+        writeln!(out, "step {step}: {verdict}")?;
+    }
+    match faults {
+        0 => Ok(()),
+        _ => bail!(
+            "{}: {faults} of {} cannot be used",
+            run.checkpoints().display(),
+            counted(steps.len() as u64, "checkpoint")
+        ),
+    }
+}
+
+/// Removes the checkpoints that `retention` does not keep.
+fn prune(run: &RunDirectory, retention: &Checkpoint, dry_run: bool) -> anyhow::Result<()> {
+    let _lock = run.lock()?;
+    let steps = checkpoint::superseded_by_good(run, retention)?;
+    if !dry_run {
+        checkpoint::remove(run, &steps)?;
+    }
+    let what = if dry_run { "would remove" } else { "removed" };
+    let mut out = stdout();
+    for step in &steps {
+        writeln!(out, "{what} {}", run.checkpoint(*step).display())?;
+    }
+    if steps.is_empty() {
+        writeln!(out, "nothing to remove")?;
+    }
+    Ok(())
+}
+
+/// A moment in UTC, in whole seconds.
+fn utc(moment: SystemTime) -> String {
+    let seconds = moment.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let (mut year, mut day) = (1970, seconds / 86_400);
+    let is_leap = |year: u64| {
+        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
+    };
+    while day >= 365 + u64::from(is_leap(year)) {
+        day -= 365 + u64::from(is_leap(year));
+        year += 1;
+    }
+    let february = 28 + u64::from(is_leap(year));
+    let mut month = 1;
+    for days in [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30] {
+        if day < days {
+            break;
+        }
+        day -= days;
+        month += 1;
+    }
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    format!("{year}-{month:02}-{:02} {hour:02}:{minute:02}:{second:02} UTC", day + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn moments_are_dates_of_the_calendar() {
+        // date -u -d @N "+%F %T UTC"
+        for (seconds, expected) in [
+            (0, "1970-01-01 00:00:00 UTC"),
+            (951_782_399, "2000-02-28 23:59:59 UTC"),
+            (951_782_400, "2000-02-29 00:00:00 UTC"),
+            (1_709_251_199, "2024-02-29 23:59:59 UTC"),
+            (1_735_689_599, "2024-12-31 23:59:59 UTC"),
+            (1_735_689_600, "2025-01-01 00:00:00 UTC"),
+            (4_107_542_399, "2100-02-28 23:59:59 UTC"),
+            (4_107_542_400, "2100-03-01 00:00:00 UTC"),
+        ] {
+            assert_eq!(utc(UNIX_EPOCH + Duration::from_secs(seconds)), expected);
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! `moh-train`: runs or resumes a recipe, manages the checkpoints of a run, and replays a step of it.
+
+mod checkpoints;
+mod plan;
+mod replay;
+mod report;
+mod training;
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::{Parser, Subcommand};
+use moh_cli::exit;
+use moh_cli::time_limit::parse_time_limit;
+use moh_comm::{OPERATION_LIMIT, RENDEZVOUS_LIMIT};
+use moh_train::{Recipe, TraceSteps};
+
+/// Train a recipe's stages in order, or resume an interrupted run.
+///
+/// Running the same command again continues from the newest checkpoint and ends with the same bits as
+/// a run that was never interrupted; on a GPU, this takes run.deterministic = true. SIGINT, SIGTERM,
+/// SIGUSR1 and SIGHUP (unless ignored, as by nohup) stop it after the current step, with a checkpoint
+/// and exit code 75: run it again. So does a time limit, before it ends.
+#[derive(Parser)]
+#[command(
+    name = "moh-train",
+    version,
+    arg_required_else_help = true,
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true,
+    after_help = "Example, from the repository's root, about two minutes:\n  \
+        moh-train --recipe recipes/quickstart.toml\n\
+        The plan of the paper's run, without weights or data, and on 64 GPUs:\n  \
+        moh-train --recipe recipes/moh-llama3-8b.toml --plan --device-tflops 600\n  \
+        moh-train --recipe recipes/moh-llama3-8b.toml --plan --ranks 64 \\\n    \
+            --hardware recipes/hardware/h100-sxm.toml --suggest"
+)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Option<Command>,
+    /// Recipe, a TOML file
+    #[arg(long, value_name = "FILE", required = true)]
+    recipe: Option<PathBuf>,
+    /// Override a key of the recipe, stages by name: stage.moh.tokens=1e9
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    overrides: Vec<String>,
+    /// Address at which the ranks meet; overrides the launcher's
+    #[arg(long, value_name = "HOST:PORT")]
+    rendezvous: Option<String>,
+    /// Time limit of the rendezvous
+    #[arg(long, value_name = "SECONDS", env = "MOH_RENDEZVOUS_TIMEOUT")]
+    #[arg(default_value_t = RENDEZVOUS_LIMIT.as_secs(), value_parser = seconds())]
+    rendezvous_timeout: u64,
+    /// Time limit of an operation between ranks, after which it counts as stuck
+    #[arg(long, value_name = "SECONDS", env = "MOH_OPERATION_TIMEOUT")]
+    #[arg(default_value_t = OPERATION_LIMIT.as_secs(), value_parser = seconds())]
+    operation_timeout: u64,
+    /// Measure every rank's matmuls and network, report slow ranks, and do not train
+    #[arg(long, conflicts_with = "plan")]
+    preflight: bool,
+    /// Write a timeline of these steps, such as 3,10-12, counted over all stages, into the run
+    /// directory: trace-step-N.json, for Perfetto. On a GPU these steps are slower
+    #[arg(long, value_name = "STEPS", conflicts_with_all = ["plan", "preflight"])]
+    trace: Option<TraceSteps>,
+    /// Begin again, even where the run directory has checkpoints: the files of the earlier run are moved
+    /// into before-1 (or the next free number) in the run directory
+    #[arg(long, conflicts_with_all = ["plan", "preflight"])]
+    begin_anew: bool,
+    /// Stop before this time is over, with a checkpoint and exit code 75: 90m, 1h30m, or as Slurm writes
+    /// times, 12:00:00 or 2-12:00:00. Without it, a Slurm job's own end (SLURM_JOB_END_TIME) is the limit
+    #[arg(long, value_name = "TIME", value_parser = parse_time_limit)]
+    #[arg(conflicts_with_all = ["plan", "preflight"])]
+    time_limit: Option<Duration>,
+    /// Take the run directory from another process, on a file system without locks, where a file names the
+    /// process that trains and a killed one counts for 90 seconds. Give it only if that process has ended: two
+    /// at once destroy the run. It changes nothing where the file system has locks
+    #[arg(long, conflicts_with_all = ["plan", "preflight"])]
+    break_lock: bool,
+    /// Resume from the checkpoint after step N over all stages instead of the newest: later checkpoints
+    /// are moved into after-step-N in the run directory
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(conflicts_with_all = ["plan", "preflight", "begin_anew"])]
+    resume_step: Option<u64>,
+    /// Print parameters, steps, memory, FLOPs and time, and do not train
+    #[arg(long)]
+    plan: bool,
+    /// Achieved TFLOP/s of the plan's device, for its times
+    #[arg(long, value_name = "TFLOPS", requires = "plan")]
+    device_tflops: Option<f64>,
+    /// Plan this many ranks: layout, memory per rank and communication
+    #[arg(long, value_name = "N", requires = "plan")]
+    ranks: Option<NonZeroUsize>,
+    /// Hardware of the ranks, a TOML file as in recipes/hardware: adds times and what fits
+    #[arg(long, value_name = "FILE", requires = "ranks")]
+    hardware: Option<PathBuf>,
+    /// Show the fastest layouts that fit in memory, instead of the recipe's own
+    #[arg(long, requires = "hardware", conflicts_with = "device_tflops")]
+    suggest: bool,
+}
+
+/// What else the program does.
+#[derive(Subcommand)]
+enum Command {
+    Replay(replay::Arguments),
+    Checkpoints(checkpoints::Arguments),
+}
+
+/// Parses a time limit of up to 30 days.
+fn seconds() -> clap::builder::RangedU64ValueParser {
+    clap::value_parser!(u64).range(1..=30 * 24 * 3600)
+}
+
+fn main() -> ExitCode {
+    let start = Instant::now();
+    exit::run(|| {
+        let arguments = Arguments::parse();
+        match &arguments.command {
+            Some(Command::Checkpoints(arguments)) => return checkpoints::run(arguments),
+            Some(Command::Replay(arguments)) => return replay::run(arguments),
+            None => {}
+        }
+        let Some(path) = &arguments.recipe else {
+            return Err(exit::Usage("--recipe is missing".to_owned()).into());
+        };
+        let recipe = Recipe::load(path, &arguments.overrides)?;
+        match arguments.plan {
+            true => plan::plan(&arguments, path, recipe),
+            false => training::train(&arguments, path, recipe, start),
+        }
+    })
+}

@@ -1,0 +1,154 @@
+//! A checkpoint of a run as the origin of a model: `RUN` or `RUN@STEP`.
+
+use std::fmt;
+use std::path::Path;
+
+use moh_hf::ConfigFile;
+use moh_hf::config_file::CONFIG_FILE;
+use moh_kernels::Backend;
+use serde_json::Value;
+
+use crate::checkpoint::{StoredCheckpoint, alone, newest_good, of_step, require};
+use crate::run::finished_before;
+use crate::{Error, Ranks, RunDirectory};
+
+/// The name of a checkpoint: a run directory and, after `@`, a step over all of its stages.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CheckpointName {
+    /// The run.
+    pub run: RunDirectory,
+    /// The step; without one, the run's newest good checkpoint is meant.
+    pub step: Option<u64>,
+}
+
+impl CheckpointName {
+    /// Parses a name; `None` if it does not name a run directory: one with a `recipe.toml` and
+    /// `checkpoints/` that is not a model's.
+    pub fn parse(name: &str) -> Option<Self> {
+        let run = |path: &str| is_run(Path::new(path)).then(|| RunDirectory::new(path));
+        if let Some(run) = run(name) {
+            return Some(CheckpointName { run, step: None });
+        }
+        let (path, step) = split(name)?;
+        Some(CheckpointName { run: run(path)?, step: Some(step) })
+    }
+
+    /// The step, or that of the newest checkpoint whose bytes are good; of a finished run only the last
+    /// one will do. The ranks share the check of the hashes, and nothing is changed.
+    ///
+    /// # Errors
+    /// Fails if there is no such checkpoint, or if one cannot be read.
+    pub fn resolve<B: Backend>(&self, ranks: &mut Ranks<B>) -> Result<u64, Error> {
+        let run = &self.run;
+        if let Some(step) = self.step {
+            ranks.first_does(|| require(run, step))?;
+            return Ok(step);
+        }
+        // 0 where the newest good checkpoint is wanted.
+        let last = ranks.first(|| {
+            let finished = finished_before(run)?;
+            let steps = run.checkpoint_steps()?;
+            Ok(steps.last().copied().filter(|_| finished).unwrap_or(0) as f64)
+        })?;
+        let found = match last > 0.0 {
+            true => Some(of_step(run, ranks, last as u64)?),
+            false => newest_good(run, ranks)?,
+        };
+        match found {
+            Some(stored) => Ok(stored.manifest().state.step),
+            None => Err(Error::NoGoodCheckpoint { path: run.checkpoints() }),
+        }
+    }
+
+    /// The model's configuration at the step, or at the newest checkpoint, whose tensors are not read.
+    ///
+    /// # Errors
+    /// Fails if there is no such checkpoint, or if its manifest cannot be used.
+    pub fn config_file(&self) -> Result<ConfigFile, Error> {
+        let step = match self.step {
+            Some(step) => step,
+            None => self.run.checkpoint_steps()?.last().copied().unwrap_or(0),
+        };
+        require(&self.run, step)?;
+        config_file(&StoredCheckpoint::of_step(&self.run, step)?, &self.run.checkpoint(step))
+    }
+
+    /// As [`CheckpointName::resolve`], for a program of a single process.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn resolve_alone(&self) -> Result<u64, Error> {
+        self.resolve(&mut alone()?)
+    }
+}
+
+impl fmt::Display for CheckpointName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.run.root().display())?;
+        self.step.map_or(Ok(()), |step| write!(f, "@{step}"))
+    }
+}
+
+/// The model's configuration in a checkpoint; messages name its `directory`.
+pub(crate) fn config_file(
+    stored: &StoredCheckpoint,
+    directory: &Path,
+) -> Result<ConfigFile, Error> {
+    let fields = Value::Object(stored.manifest().config.clone());
+    Ok(ConfigFile::from_value(fields, directory)?)
+}
+
+/// Whether `name` is `run` with a step.
+pub(crate) fn is_step_of(name: &str, run: &str) -> bool {
+    split(name).is_some_and(|(path, _)| path == run)
+}
+
+/// A path and the step after its last `@`.
+fn split(name: &str) -> Option<(&str, u64)> {
+    let (path, step) = name.rsplit_once('@')?;
+    Some((path, step.parse().ok().filter(|number: &u64| number.to_string() == step)?))
+}
+
+fn is_run(path: &Path) -> bool {
+    let run = RunDirectory::new(path);
+    run.checkpoints().is_dir() && run.recipe().is_file() && !path.join(CONFIG_FILE).exists()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_has_a_recipe_and_checkpoints_and_a_number_after_it_is_a_step() {
+        let temporary = tempfile::tempdir().unwrap();
+        let path = temporary.path().join("a@7");
+        let name = path.to_str().unwrap();
+        assert_eq!(CheckpointName::parse(name), None);
+        std::fs::create_dir_all(path.join("checkpoints")).unwrap();
+        assert_eq!(CheckpointName::parse(name), None);
+        std::fs::write(path.join("recipe.toml"), "").unwrap();
+        let run = RunDirectory::new(&path);
+        let named = |step| Some(CheckpointName { run: run.clone(), step });
+        assert_eq!(CheckpointName::parse(name), named(None));
+        assert_eq!(CheckpointName::parse(&format!("{name}@12")), named(Some(12)));
+        assert_eq!(named(Some(12)).unwrap().to_string(), format!("{name}@12"));
+        for bad in ["@", "@+1", "@012", "@1x", "@-1", "x@1", "@1@"] {
+            assert_eq!(CheckpointName::parse(&format!("{name}{bad}")), None, "{bad}");
+        }
+        std::fs::write(path.join("config.json"), "{}").unwrap();
+        assert_eq!(CheckpointName::parse(name), None);
+        assert!(is_step_of("r@3", "r") && !is_step_of("r", "r") && !is_step_of("r@3", "s"));
+    }
+
+    #[test]
+    fn a_run_without_a_good_checkpoint_is_no_origin() {
+        let temporary = tempfile::tempdir().unwrap();
+        let run = RunDirectory::new(temporary.path());
+        std::fs::create_dir_all(run.checkpoint(4)).unwrap();
+        let name = CheckpointName { run, step: None };
+        let error = name.resolve_alone().unwrap_err();
+        assert!(matches!(error, Error::NoGoodCheckpoint { .. }), "{error}");
+        let error = CheckpointName { step: Some(3), ..name }.resolve_alone().unwrap_err();
+        assert!(error.to_string().ends_with("step 3: name one of 4"), "{error}");
+    }
+}

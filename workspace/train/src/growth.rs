@@ -1,0 +1,239 @@
+//! Stages that become longer while their run is under way.
+//!
+//! A resumed run may have a larger `tokens` of a stage that is not over, or of the last one. The learning
+//! rate follows the new length from the step at which the run resumed, and the old one before it. So the
+//! run's results depend on that step: it is recorded in `growth.jsonl` of the run directory, which no
+//! damaged checkpoint loses, and in the state of every later checkpoint. A run that resumes from an
+//! earlier checkpoint grows at the recorded step again.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::checkpoint::RunState;
+use crate::recipe::Stage;
+use crate::{Error, Recipe, RunDirectory};
+
+/// Maximum bytes of the file.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+
+/// A stage's new length, and the step from which it applies.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Growth {
+    /// The stage's name.
+    pub stage: String,
+    /// Steps over all stages that were done when the stage grew.
+    pub step: u64,
+    /// The stage's `tokens` until then.
+    pub before: u64,
+    /// Its `tokens` from then on.
+    pub tokens: u64,
+}
+
+/// Steps of `stage`, as known after `step` steps over all stages.
+pub(crate) fn steps_at(stage: &Stage, growth: &[Growth], step: u64) -> u64 {
+    let own = || growth.iter().filter(|growth| growth.stage == stage.name);
+    let first = own().map(|growth| growth.before).min().unwrap_or(stage.tokens);
+    let grown = own().filter(|growth| growth.step <= step).map(|growth| growth.tokens);
+    stage.steps_of(grown.fold(first, u64::max))
+}
+
+/// Puts the state of a run whose stages were all done back into the last one, if that has grown.
+pub(crate) fn reopen(state: &mut RunState, recipe: &Recipe) {
+    let Some((last, earlier)) = recipe.stages.split_last() else { return };
+    let before: u64 = earlier.iter().map(Stage::num_steps).sum();
+    let done = state.step.saturating_sub(before);
+    if state.stage == recipe.stages.len() && done < steps_at(last, &state.growth, state.step) {
+        state.stage -= 1;
+        state.stage_step = done;
+    }
+}
+
+/// The growth of a run that resumes.
+#[derive(Debug, Default)]
+pub(crate) struct Resumed {
+    /// Every record that counts, in the order of the steps.
+    pub growth: Vec<Growth>,
+    /// Those that the recipe requests, which apply from here on.
+    pub requested: Vec<Growth>,
+    /// Whether the file lacks some of them.
+    is_new: bool,
+}
+
+impl Resumed {
+    /// The growth of `run` at `state`: recorded in its file or in the checkpoint, or requested by a
+    /// `recipe` with longer stages than the stored one. Changes nothing.
+    ///
+    /// # Errors
+    /// Fails if a stage is longer that is over, or if a file cannot be read.
+    pub(crate) fn plan(
+        run: &RunDirectory,
+        recipe: &Recipe,
+        state: &RunState,
+    ) -> Result<Self, Error> {
+        if state.step == 0 {
+            return Ok(Resumed::default());
+        }
+        let stored = Recipe::load(&run.recipe(), &[])?;
+        let recorded = read(&path(run))?;
+        let mut growth = recorded.clone();
+        growth.extend(state.growth.iter().filter(|one| !recorded.contains(one)).cloned());
+        // A record is written before the recipe: without the recipe, the stage has not grown.
+        growth.retain(|one| tokens(&stored, &one.stage).is_some_and(|now| one.tokens <= now));
+        let mut requested = Vec::new();
+        for (index, stage) in recipe.stages.iter().enumerate() {
+            let Some(before) = tokens(&stored, &stage.name).filter(|&now| now < stage.tokens)
+            else {
+                continue;
+            };
+            let is_last = index + 1 == recipe.stages.len();
+            if index < state.stage && !is_last {
+                return Err(Error::StageOver {
+                    path: run.recipe(),
+                    stage: stage.name.clone(),
+                    before,
+                    now: stage.tokens,
+                    step: state.step,
+                });
+            }
+            requested.push(Growth {
+                stage: stage.name.clone(),
+                step: state.step,
+                before,
+                tokens: stage.tokens,
+            });
+        }
+        growth.extend(requested.iter().cloned());
+        growth.sort_by_key(|growth| growth.step);
+        let is_new = growth != recorded;
+        Ok(Resumed { growth, requested, is_new })
+    }
+
+    /// Writes what is new of the records, and then `recipe`. The caller has locked the directory.
+    ///
+    /// # Errors
+    /// Fails if a file cannot be written.
+    pub(crate) fn store(&self, run: &RunDirectory, recipe: &Recipe) -> Result<(), Error> {
+        if self.is_new {
+            let path = path(run);
+            let mut text = Vec::new();
+            for growth in &self.growth {
+                let line = serde_json::to_vec(growth);
+                text.extend(line.map_err(|error| Error::io(&path)(error.into()))?);
+                text.push(b'\n');
+            }
+            moh_files::write(&path, &text).map_err(Error::io(&path))?;
+        }
+        run.write_recipe(recipe)
+    }
+}
+
+/// The growth that the run directory records.
+///
+/// # Errors
+/// Fails if the file cannot be read.
+pub(crate) fn recorded(run: &RunDirectory) -> Result<Vec<Growth>, Error> {
+    read(&path(run))
+}
+
+fn tokens(recipe: &Recipe, stage: &str) -> Option<u64> {
+    recipe.stages.iter().find(|known| known.name == stage).map(|known| known.tokens)
+}
+
+fn path(run: &RunDirectory) -> PathBuf {
+    run.root().join("growth.jsonl")
+}
+
+/// The records of a file; none if it is missing.
+fn read(path: &Path) -> Result<Vec<Growth>, Error> {
+    let refuse = |reason: String| Error::Checkpoint { path: path.to_owned(), reason };
+    match std::fs::metadata(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Ok(file) if file.len() > MAX_FILE_BYTES => {
+            let reason = format!("{} bytes: at most {MAX_FILE_BYTES} are read", file.len());
+            return Err(refuse(reason));
+        }
+        known => known.map_err(Error::io(path))?,
+    };
+    let text = std::fs::read(path).map_err(Error::io(path))?;
+    let lines = text.strip_suffix(b"\n").unwrap_or(&text).split(|&byte| byte == b'\n');
+    let mut growth = Vec::new();
+    for (index, line) in lines.enumerate().filter(|_| !text.is_empty()) {
+        let record: Growth = serde_json::from_slice(line)
+            .map_err(|error| refuse(format!("line {}: {error}", index + 1)))?;
+        if record.before >= record.tokens {
+            let reason = format!("line {}: tokens must be more than before", index + 1);
+            return Err(refuse(reason));
+        }
+        growth.push(record);
+    }
+    Ok(growth)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::tests::small;
+
+    fn recipe() -> Recipe {
+        Recipe::parse(small(), Path::new("small.toml"), &[]).unwrap()
+    }
+
+    fn grown(step: u64, before: u64, tokens: u64) -> Growth {
+        Growth { stage: recipe().stages[0].name.clone(), step, before, tokens }
+    }
+
+    #[test]
+    fn a_stage_has_each_length_from_its_step_on() {
+        let mut recipe = recipe();
+        let stage = &mut recipe.stages[0];
+        stage.batch_tokens = 10;
+        stage.tokens = 90;
+        assert_eq!(steps_at(stage, &[], 0), 9);
+        let growth = [grown(4, 30, 45), grown(7, 45, 90)];
+        let steps = |step| steps_at(stage, &growth, step);
+        assert_eq!([0, 3, 4, 6, 7, 99].map(steps), [3, 3, 5, 5, 9, 9]);
+        // From an earlier checkpoint it grew more than it had later.
+        let growth = [grown(2, 45, 90), grown(4, 30, 45)];
+        let steps = |step| steps_at(stage, &growth, step);
+        assert_eq!([1, 2, 4].map(steps), [3, 9, 9]);
+    }
+
+    #[test]
+    fn a_file_that_is_no_record_is_refused_with_its_line() {
+        let temporary = tempfile::tempdir().unwrap();
+        let path = temporary.path().join("growth.jsonl");
+        assert!(read(&path).unwrap().is_empty());
+        let good = serde_json::to_string(&grown(4, 30, 45)).unwrap();
+        std::fs::write(&path, format!("{good}\n{good}\n")).unwrap();
+        assert_eq!(read(&path).unwrap(), [grown(4, 30, 45), grown(4, 30, 45)]);
+        std::fs::write(&path, "").unwrap();
+        assert!(read(&path).unwrap().is_empty());
+        let torn = &good[..good.len() / 2];
+        let more = good.replace("\"step\"", "\"new\":1,\"step\"");
+        let shrunk = good.replace("45", "30");
+        let negative = good.replace("\"step\":4", "\"step\":-4");
+        let nested = "[".repeat(100_000);
+        for bad in [torn, &more, &shrunk, &negative, &nested, "null", "\u{0}", ""] {
+            std::fs::write(&path, format!("{good}\n{bad}\n\n")).unwrap();
+            let error = read(&path).unwrap_err().to_string();
+            assert!(error.contains("growth.jsonl: line 2: "), "{error}");
+        }
+        std::fs::write(&path, " ".repeat(2 << 20)).unwrap();
+        assert!(read(&path).unwrap_err().to_string().contains("at most"));
+    }
+
+    #[test]
+    fn a_record_whose_recipe_was_not_written_does_not_count() {
+        let temporary = tempfile::tempdir().unwrap();
+        let run = RunDirectory::new(temporary.path());
+        let recipe = recipe();
+        run.write_recipe(&recipe).unwrap();
+        let tokens = recipe.stages[0].tokens;
+        let text = serde_json::to_string(&grown(4, tokens, tokens + 1)).unwrap();
+        std::fs::write(path(&run), text).unwrap();
+        let state = RunState { step: 5, stage: 0, ..RunState::default() };
+        assert!(Resumed::plan(&run, &recipe, &state).unwrap().growth.is_empty());
+    }
+}

@@ -1,0 +1,244 @@
+//! A run that goes on otherwise than from its newest checkpoint with its first recipe: from an earlier
+//! one, and with longer stages.
+
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+mod support;
+
+use std::fs;
+use std::path::Path;
+
+use moh_train::{Error, Event, Outcome, Recipe, RunDirectory, checkpoint, metrics};
+use support::driver::{Start, finish, stop_at};
+use support::results::Results;
+use support::{Workplace, files};
+
+/// Steps of the recipe: five of each stage.
+const STEPS: u64 = 10;
+
+/// Runs a recipe from the checkpoint of `step` to its end.
+fn train_from(recipe: &Recipe, step: u64) -> Result<Outcome, Error> {
+    Start { resume_step: Some(step), ..Start::default() }.run(recipe)
+}
+
+/// The results of the recipe's uninterrupted run.
+fn reference() -> Results {
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    finish(&recipe);
+    Results::of(&recipe)
+}
+
+fn shorten(path: &Path) {
+    let bytes = fs::read(path).unwrap();
+    fs::write(path, &bytes[..bytes.len() - 7]).unwrap();
+}
+
+#[test]
+fn a_run_resumes_from_an_earlier_checkpoint_to_the_same_end() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&["checkpoint.keep=9"]);
+    finish(&recipe);
+    let run = RunDirectory::new(&recipe.run.dir);
+    let export = fs::read(run.export().join("model.safetensors")).unwrap();
+    for (step, aside) in [(8, "after-step-8"), (5, "after-step-5"), (5, "after-step-5-2")] {
+        assert!(matches!(train_from(&recipe, step).unwrap(), Outcome::Finished(_)));
+        assert!(Results::of(&recipe) == reference(), "from {step}");
+        let aside = RunDirectory::new(run.root().join(aside));
+        assert!(aside.checkpoint_steps().unwrap().iter().all(|&later| later > step));
+        assert!(aside.checkpoint_steps().unwrap().contains(&10));
+        assert!(fs::read(aside.export().join("model.safetensors")).unwrap() == export);
+        assert!(aside.summary().is_file());
+        assert_eq!(metrics::read(&aside.metrics()).unwrap().len() as u64, STEPS);
+    }
+    let listed = checkpoint::list(&run).unwrap();
+    let aside =
+        |one: &&checkpoint::ListedCheckpoint| one.condition == checkpoint::Condition::MovedAside;
+    assert_eq!(listed.iter().filter(aside).count(), 1 + 3 + 3);
+    assert!(listed.iter().all(|one| one.state.as_ref().is_ok_and(|state| state.step == one.step)));
+}
+
+#[test]
+fn a_run_that_is_interrupted_after_going_back_goes_on_from_there() {
+    let place = Workplace::new();
+    let recipe = place.recipe_in("copy");
+    let killed = Start { copy_at: Some((9, &recipe.run.dir)), ..Start::default() };
+    killed.run(&place.recipe(&[])).unwrap();
+    let resumed = Start { resume_step: Some(6), stop_at: 7, ..Start::default() };
+    assert_eq!(resumed.run(&recipe).unwrap(), Outcome::Stopped { step: 7 });
+    assert_eq!(RunDirectory::new(&recipe.run.dir).checkpoint_steps().unwrap(), [6, 7]);
+    finish(&recipe);
+    assert!(Results::of(&recipe) == reference());
+}
+
+#[test]
+fn a_step_without_a_good_checkpoint_is_refused_and_nothing_moves() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    finish(&recipe);
+    let run = RunDirectory::new(&recipe.run.dir);
+    shorten(&run.checkpoint(8).join("weights.safetensors"));
+    let before = files(run.root());
+    let error = train_from(&recipe, 7).unwrap_err();
+    assert!(error.to_string().ends_with("no checkpoint of step 7: name one of 8, 10"), "{error}");
+    let error = train_from(&recipe, 8).unwrap_err();
+    assert!(matches!(error, Error::Checkpoint { .. } | Error::Io { .. }), "{error}");
+    assert!(files(run.root()) == before);
+}
+
+/// Batches of 64 tokens: eight steps of a stage instead of five.
+const LONGER: [&str; 2] = ["stage.adapt.tokens=512", "stage.moh.tokens=512"];
+
+/// The learning rates of a run's steps.
+fn learning_rates(recipe: &Recipe) -> Vec<f64> {
+    let lines = metrics::read(&RunDirectory::new(&recipe.run.dir).metrics()).unwrap();
+    lines.into_iter().map(|line| line.learning_rate).collect()
+}
+
+/// Of a run that is stopped at `step` and goes on with a longer stage to its end.
+fn grown_at(step: u64, longer: &str) -> Results {
+    let place = Workplace::new();
+    stop_at(&place.recipe(&[]), step);
+    let recipe = place.recipe(&[longer]);
+    finish(&recipe);
+    Results::of(&recipe)
+}
+
+#[test]
+fn a_longer_stage_has_the_new_schedule_from_the_step_on_at_which_it_grew() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    let (short, long) = (recipe.stages[0].schedule(), place.recipe(&LONGER).stages[0].schedule());
+    stop_at(&recipe, 3);
+    let recipe = place.recipe(&LONGER[..1]);
+    let mut heard = Vec::new();
+    let done = Start::default().run_and_hear(&recipe, &mut |event| {
+        if let Event::StageGrown { growth } = event {
+            heard.push((growth.step, growth.before, growth.tokens));
+        }
+    });
+    assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
+    assert_eq!(heard, [(3, 320, 512)]);
+    let rates = learning_rates(&recipe);
+    assert_eq!(rates.len(), 13);
+    for step in 1..=8 {
+        let schedule = if step <= 3 { short } else { long };
+        assert_eq!(rates[step as usize - 1], schedule.learning_rate(step), "step {step}");
+    }
+    let done = Start::default().run(&recipe).unwrap();
+    assert!(matches!(done, Outcome::AlreadyFinished(_)), "{done:?}");
+}
+
+#[test]
+fn a_grown_run_ends_the_same_however_it_is_interrupted() {
+    let expected = grown_at(3, LONGER[0]);
+    // Stopped at every step after it.
+    let place = Workplace::new();
+    stop_at(&place.recipe(&[]), 3);
+    let recipe = place.recipe(&LONGER[..1]);
+    for step in 4..13 {
+        stop_at(&recipe, step);
+    }
+    finish(&recipe);
+    assert!(Results::of(&recipe) == expected);
+    // Killed between two checkpoints after it, and again with the newest checkpoint damaged: the one
+    // before it is from before the growth.
+    let place = Workplace::new();
+    stop_at(&place.recipe(&[]), 3);
+    let copy = place.dir.path().join("copy");
+    let killed = Start { copy_at: Some((4, &copy)), ..Start::default() };
+    killed.run(&place.recipe(&LONGER[..1])).unwrap();
+    let mut recipe = place.recipe(&LONGER[..1]);
+    recipe.run.dir = copy;
+    let run = RunDirectory::new(&recipe.run.dir);
+    assert_eq!(run.checkpoint_steps().unwrap(), [2, 3]);
+    shorten(&run.checkpoint(3).join("manifest.json"));
+    let mut heard = Vec::new();
+    let done = Start { stop_at: 5, ..Start::default() }.run_and_hear(&recipe, &mut |event| {
+        if let Event::Resumed { step } = event {
+            heard.push(*step);
+        }
+    });
+    assert_eq!((done.unwrap(), heard), (Outcome::Stopped { step: 5 }, vec![2]));
+    // The checkpoints alone are enough.
+    fs::remove_file(run.root().join("growth.jsonl")).unwrap();
+    finish(&recipe);
+    assert!(Results::of(&recipe) == expected);
+    assert!(run.root().join("growth.jsonl").is_file());
+}
+
+#[test]
+fn a_stage_that_has_not_begun_grows() {
+    let expected = grown_at(3, LONGER[1]);
+    assert_eq!(expected.metrics.len(), 13);
+    // Its schedule has the new length from its first step on.
+    let place = Workplace::new();
+    let recipe = place.recipe(&LONGER[1..]);
+    finish(&recipe);
+    assert!(Results::of(&recipe) == expected);
+}
+
+#[test]
+fn a_finished_run_goes_on_with_a_longer_last_stage() {
+    let place = Workplace::new();
+    let short = place.recipe(&["checkpoint.keep=9"]);
+    finish(&short);
+    let recipe = place.recipe(&["checkpoint.keep=9", LONGER[1]]);
+    finish(&recipe);
+    let expected = Results::of(&recipe);
+    assert_eq!(expected.metrics.len(), 13);
+    let (old, new) = (short.stages[1].schedule(), recipe.stages[1].schedule());
+    let rates = learning_rates(&recipe);
+    assert_eq!(rates[9], old.learning_rate(5));
+    assert_eq!(rates[10], new.learning_rate(6));
+    // From before its first end it stops there, and goes on, again.
+    for step in [8, 10, 12] {
+        assert!(matches!(train_from(&recipe, step).unwrap(), Outcome::Finished(_)));
+        assert!(Results::of(&recipe) == expected, "from {step}");
+    }
+    // And once more.
+    let recipe = place.recipe(&["checkpoint.keep=9", "stage.moh.tokens=640"]);
+    finish(&recipe);
+    let expected = Results::of(&recipe);
+    assert_eq!(expected.metrics.len(), 15);
+    assert!(matches!(train_from(&recipe, 6).unwrap(), Outcome::Finished(_)));
+    assert!(Results::of(&recipe) == expected);
+}
+
+#[test]
+fn a_stage_that_is_over_and_a_shorter_one_are_refused() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&["checkpoint.keep=9"]);
+    stop_at(&recipe, 6);
+    let run = RunDirectory::new(&recipe.run.dir);
+    let before = files(run.root());
+    let refused = |change: &str| {
+        Start::default().run(&place.recipe(&["checkpoint.keep=9", change])).unwrap_err()
+    };
+    let error = refused(LONGER[0]);
+    assert!(matches!(error, Error::StageOver { step: 6, .. }), "{error}");
+    assert!(error.to_string().contains("stage.adapt.tokens: was 320, now 512"), "{error}");
+    let error = refused("stage.moh.tokens=256");
+    assert!(matches!(error, Error::RecipeChanged { .. }), "{error}");
+    assert!(files(run.root()) == before);
+    // At a step before its end the same stage grows.
+    let longer = place.recipe(&["checkpoint.keep=9", LONGER[0]]);
+    assert!(matches!(train_from(&longer, 4).unwrap(), Outcome::Finished(_)));
+    assert!(Results::of(&longer) == grown_at(4, LONGER[0]));
+}
+
+#[test]
+fn metrics_that_begin_in_a_later_stage_keep_their_steps_when_an_earlier_one_has_grown() {
+    let place = Workplace::new();
+    stop_at(&place.recipe(&[]), 3);
+    let recipe = place.recipe(&LONGER[..1]);
+    stop_at(&recipe, 9);
+    let run = RunDirectory::new(&recipe.run.dir);
+    fs::remove_file(run.metrics()).unwrap();
+    // Begun again with step 2 of the second stage, after eight steps of the first.
+    stop_at(&recipe, 11);
+    finish(&recipe);
+    let lines = metrics::read(&run.metrics()).unwrap();
+    let steps: Vec<u64> = lines.iter().map(|line| line.step).collect();
+    assert_eq!(steps, [2, 3, 4, 5]);
+}
