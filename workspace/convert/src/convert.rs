@@ -15,7 +15,7 @@ use moh_hf::model_directory::{
     prepare_model,
 };
 use moh_hf::vocabulary::DEFAULT_MULTIPLE;
-use moh_hf::{Expansion, StoredModel, TensorBytes, WeightFiles, check_destination};
+use moh_hf::{Expansion, check_destination};
 use moh_kernels::DType;
 use moh_model::flops::Flops;
 use moh_model::tensors::{has_vocabulary_rows, tensor_shapes};
@@ -23,6 +23,7 @@ use moh_model::{HeadCounts, HeadRequest, ModelConfig, MohConfig};
 use rayon::prelude::*;
 use serde::Serialize;
 
+use crate::source::{Checkpoint, Source, Weights};
 use crate::{Error, Verification, verify};
 
 /// The attention of the converted model.
@@ -60,8 +61,10 @@ impl Attention {
 /// The input, output and settings of a conversion.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The model directory to read.
+    /// The model directory to read; of a run, its `base/`.
     pub source: PathBuf,
+    /// The checkpoint of a run to convert, instead of the weights in `source`.
+    pub checkpoint: Option<Checkpoint>,
     /// The model directory to write.
     pub out: PathBuf,
     /// The output's attention.
@@ -84,6 +87,7 @@ impl Options {
     pub fn new(source: impl Into<PathBuf>, out: impl Into<PathBuf>) -> Self {
         Options {
             source: source.into(),
+            checkpoint: None,
             out: out.into(),
             attention: Attention::Moh(HeadRequest::default()),
             dtype: None,
@@ -210,7 +214,7 @@ impl Conversion {
     }
 }
 
-/// Converts a model directory. [`Conversion::publish`] gives the output its name. `progress` is called for every piece and can stop the conversion
+/// Converts a model directory, or a checkpoint of a run. [`Conversion::publish`] gives the output its name. `progress` is called for every piece and can stop the conversion
 /// with `ControlFlow::Break`.
 ///
 /// # Errors
@@ -223,7 +227,8 @@ pub fn convert(
     let start = Instant::now();
     refuse_overlap(&options.source, &options.out)?;
     check_destination(&options.out, options.force)?;
-    let StoredModel { file: source, weights, warning } = StoredModel::open(&options.source)?;
+    let Source { file: source, weights, warning } =
+        Source::open(&options.source, options.checkpoint.as_ref())?;
     let mut config =
         ModelConfig { moh: options.attention.configure(&source.config)?, ..source.config.clone() };
     if options.max_shard_bytes == 0 {
@@ -236,7 +241,10 @@ pub fn convert(
 
     let mut specs = Vec::new();
     for (name, shape) in tensor_shapes(&config) {
-        let dtype = options.dtype.unwrap_or(weights.get(&name)?.dtype);
+        let dtype = match options.dtype {
+            Some(dtype) => dtype,
+            None => weights.dtype(&name)?,
+        };
         specs.push(TensorSpec { name, shape, dtype });
     }
     // The configuration names one type: that of the widest part of the model, its embedding.
@@ -270,7 +278,7 @@ pub fn convert(
         .iter()
         .zip(&pending.written().hashes)
         .map(|(spec, hash)| {
-            let source_dtype = weights.get(&spec.name)?.dtype;
+            let source_dtype = weights.dtype(&spec.name)?;
             let grown = expansion.is_some() && has_vocabulary_rows(&spec.name);
             let unchanged = !grown && source_dtype == spec.dtype;
             let blake3 = hash.to_hex().to_string();
@@ -291,7 +299,10 @@ pub fn convert(
     let layers = 0..config.num_hidden_layers;
     let kept_rows = expansion.as_ref().map_or(source.config.vocab_size, Expansion::num_kept);
     let receipt = Receipt {
-        source: options.source.clone(),
+        source: match &options.checkpoint {
+            Some(checkpoint) => checkpoint.run.checkpoint(checkpoint.step),
+            None => options.source.clone(),
+        },
         out: options.out.clone(),
         heads,
         shared_heads: layers.clone().map(|layer| config.layer_heads(layer).shared).collect(),
@@ -336,19 +347,19 @@ fn plan_expansion(options: &Options, rows: usize) -> Result<Option<Expansion>, E
 }
 
 fn write_tensor(
-    weights: &WeightFiles,
+    weights: &Weights,
     spec: &TensorSpec,
     expansion: Option<&Expansion>,
     sink: &mut Sink<'_, Error>,
 ) -> Result<(), Error> {
     let name = &spec.name;
-    let TensorBytes { dtype, bytes, .. } = weights.get(name)?;
+    let (dtype, bytes) = weights.bytes(name)?;
     let mut converter = Converter { weights, spec, buffers: (Vec::new(), Vec::new()) };
     match expansion {
-        None => converter.pass(dtype, bytes, sink)?,
+        None => converter.pass(dtype, &bytes, sink)?,
         Some(expansion) => {
-            if let Some(element) = dtype.first_not_finite(bytes) {
-                return Err(weights.not_finite(name, element).into());
+            if let Some(element) = dtype.first_not_finite(&bytes) {
+                return Err(weights.not_finite(name, element));
             }
             let width = spec.shape.iter().skip(1).product::<usize>();
             let row_bytes = width * dtype.bytes();
@@ -377,7 +388,7 @@ fn write_tensor(
 
 /// Checks pieces of a tensor and converts their element type if requested.
 struct Converter<'a> {
-    weights: &'a WeightFiles,
+    weights: &'a Weights,
     spec: &'a TensorSpec,
     buffers: (Vec<f32>, Vec<u8>),
 }
@@ -393,7 +404,7 @@ impl Converter<'_> {
         for (number, piece) in bytes.chunks(PIECE_BYTES).enumerate() {
             let first = number * (PIECE_BYTES / dtype.bytes());
             if let Some(element) = dtype.first_not_finite(piece) {
-                return Err(self.weights.not_finite(&self.spec.name, first + element).into());
+                return Err(self.weights.not_finite(&self.spec.name, first + element));
             }
             if dtype == self.spec.dtype {
                 sink(piece)?;
@@ -440,7 +451,7 @@ impl Converter<'_> {
                 dtype.torch_name(),
                 first + element
             );
-            return Err(Error::file(self.weights.file_of(name), reason));
+            return Err(Error::file(self.weights.path_of(name), reason));
         }
         let result = sink(&bytes);
         self.buffers.1 = bytes;

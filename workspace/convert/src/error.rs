@@ -22,6 +22,9 @@ pub enum Error {
     /// A model could not be read or written.
     #[error(transparent)]
     Hf(#[from] moh_hf::Error),
+    /// A checkpoint of a run could not be read, or is damaged.
+    #[error(transparent)]
+    Train(#[from] moh_train::Error),
     /// The model is invalid, or the head counts do not fit it.
     #[error(transparent)]
     Model(#[from] moh_model::Error),

@@ -3,10 +3,12 @@
 mod candle;
 pub mod convert;
 mod error;
+mod source;
 pub mod verify;
 mod weights;
 
 pub use convert::{Attention, Conversion, Options, Receipt, convert};
 pub use error::Error;
+pub use source::Checkpoint;
 pub use verify::{Independent, Verification};
 pub use weights::Rounding;

@@ -13,7 +13,9 @@ use clap::{CommandFactory, Parser, ValueEnum};
 use indicatif::HumanCount;
 use moh_cli::progress::Bar;
 use moh_cli::{exit, models};
-use moh_convert::{Attention, Conversion, Independent, Options, Receipt, Verification, convert};
+use moh_convert::{
+    Attention, Checkpoint, Conversion, Independent, Options, Receipt, Verification, convert,
+};
 use moh_device::{DeviceName, OpenDevice};
 use moh_files::PendingFile;
 use moh_kernels::DType;
@@ -30,15 +32,16 @@ use moh_model::{Active, HeadCounts, HeadRequest};
         moh-convert --from meta-llama/Meta-Llama-3-8B"
 )]
 struct Arguments {
-    /// Model to convert: a directory in Hugging Face layout, or a hub id
-    #[arg(long, value_name = "DIR|ID")]
+    /// Model to convert: a directory in Hugging Face layout, a hub id, or a run directory of moh-train, with
+    /// @STEP for another checkpoint than the newest good one
+    #[arg(long, value_name = "DIR|ID|RUN[@STEP]")]
     from: String,
     /// Branch, tag or commit on the hub [default: main]
     #[arg(long)]
     revision: Option<String>,
-    /// Attention of the output
-    #[arg(long, value_enum, default_value_t = AttentionKind::Moh)]
-    attention: AttentionKind,
+    /// Attention of the output [default: moh, or, of a run and without a number of heads, as it was trained]
+    #[arg(long, value_enum)]
+    attention: Option<AttentionKind>,
     /// Shared heads, for all layers or for each: 16 or 32,16,8 [default: a Mixture-of-Head model's own,
     /// or half of the heads, or half of the active heads if at most half are active]
     #[arg(long, value_name = "N[,N...]", value_parser = parse_head_counts)]
@@ -50,14 +53,14 @@ struct Arguments {
     /// Active routed heads per token, for all layers or for each; 0 leaves the routed heads inactive
     #[arg(long, value_name = "K[,K...]", value_parser = parse_head_counts)]
     routed_top_k: Option<HeadCounts>,
-    /// Element type of the output [default: the input's]
+    /// Element type of the output [default: the input's, or a run's run.dtype]
     #[arg(long, value_parser = output_types())]
     dtype: Option<DType>,
     /// Maximum size of a weight file, e.g. 500MB or 4GiB
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_size)]
     max_shard_size: u64,
     /// Directory to write [default: ./NAME-MoH]
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, visible_alias = "to", value_name = "DIR")]
     out: Option<PathBuf>,
     /// Replace an existing model directory, or the file of --receipt
     #[arg(long)]
@@ -136,17 +139,31 @@ fn main() -> ExitCode {
     exit::run(|| run(&Arguments::parse()))
 }
 
-fn attention(arguments: &Arguments) -> Attention {
+/// The requested attention; `None` if nothing is said about it.
+fn attention(arguments: &Arguments) -> Option<Attention> {
     let Arguments { attention, shared_heads, active, routed_top_k, .. } = arguments.clone();
-    if attention == AttentionKind::Dense {
-        if shared_heads.is_some() || active.is_some() || routed_top_k.is_some() {
+    let has_heads = shared_heads.is_some() || active.is_some() || routed_top_k.is_some();
+    if attention.is_none() && !has_heads {
+        return None;
+    }
+    if attention == Some(AttentionKind::Dense) {
+        if has_heads {
             let message = "--attention dense cannot be combined with --shared-heads, --active or --routed-top-k";
             Arguments::command().error(clap::error::ErrorKind::ArgumentConflict, message).exit();
         }
-        return Attention::Dense;
+        return Some(Attention::Dense);
     }
     let active = routed_top_k.map(Active::RoutedTopK).or(active.map(Active::Share));
-    Attention::Moh(HeadRequest { shared_heads, active })
+    Some(Attention::Moh(HeadRequest { shared_heads, active }))
+}
+
+/// The attention that a checkpoint was trained with.
+fn trained_attention(checkpoint: &Checkpoint) -> anyhow::Result<Attention> {
+    Ok(match checkpoint.config_file()?.config.moh {
+        // A Mixture-of-Head model keeps its own heads.
+        Some(_) => Attention::Moh(HeadRequest::default()),
+        None => Attention::Dense,
+    })
 }
 
 fn run(arguments: &Arguments) -> anyhow::Result<()> {
@@ -156,7 +173,28 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if let Some(path) = &arguments.receipt {
         check_receipt(path, arguments.force)?;
     }
-    let source = models::locate(&arguments.from, arguments.revision.as_deref())?;
+    let checkpoint = Checkpoint::named(&arguments.from)?;
+    let source = match &checkpoint {
+        Some(_) if arguments.revision.is_some() => {
+            bail!("{}: is a run: only hub ids have a --revision", arguments.from)
+        }
+        Some(_) if arguments.verify => bail!(
+            "{}: --verify compares with a model's files: the tensors of a run are compared with their hashes",
+            arguments.from
+        ),
+        Some(checkpoint) => checkpoint.run.base(),
+        None => models::locate(&arguments.from, arguments.revision.as_deref())?,
+    };
+    let attention = match (attention, &checkpoint) {
+        (Some(attention), _) => attention,
+        (None, Some(checkpoint)) => trained_attention(checkpoint)?,
+        (None, None) => Attention::Moh(HeadRequest::default()),
+    };
+    let dtype = match (arguments.dtype, &checkpoint) {
+        (None, Some(checkpoint)) => Some(checkpoint.export_type()?),
+        (dtype, _) => dtype,
+    };
+    let is_run = checkpoint.is_some();
 
     let out = arguments.out.clone().unwrap_or_else(|| {
         let suffix = if attention == Attention::Dense { "Dense" } else { "MoH" };
@@ -164,7 +202,8 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     });
     let options = Options {
         attention,
-        dtype: arguments.dtype,
+        checkpoint,
+        dtype,
         max_shard_bytes: arguments.max_shard_size,
         force: arguments.force,
         tokenizer: arguments.tokenizer.clone(),
@@ -184,7 +223,10 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     if let Some(warning) = &conversion.receipt().warning {
         exit::stderr_line(format_args!("warning: {warning}"));
     }
-    let verification = verify_output(arguments, &conversion, device)?;
+    let verification = match is_run {
+        true => None,
+        false => verify_output(arguments, &conversion, device)?,
+    };
     let receipt = conversion.publish()?;
     if let Some(path) = &arguments.receipt {
         write_receipt(path, &receipt, arguments.force)?;

@@ -1,3 +1,5 @@
+use moh_hf::WeightFiles;
+
 use super::*;
 use moh_hf::ConfigFile;
 use moh_hf::write_random_model;

@@ -1,0 +1,149 @@
+//! The model to convert: files in Hugging Face layout, or a checkpoint of a run.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use moh_hf::{ConfigFile, StoredModel, TensorBytes, WeightFiles};
+use moh_kernels::DType;
+use moh_model::tensors::tensor_shapes;
+use moh_train::checkpoint::{StoredCheckpoint, TensorKind};
+use moh_train::{CheckpointName, Recipe, RunDirectory};
+use serde_json::Value;
+
+use crate::Error;
+
+/// A checkpoint of a run.
+#[derive(Debug, Clone)]
+pub struct Checkpoint {
+    /// The run.
+    pub run: RunDirectory,
+    /// Steps over all stages.
+    pub step: u64,
+}
+
+impl Checkpoint {
+    /// The checkpoint that `name` names as `RUN` or `RUN@STEP`; `None` if it names no run. Without a step
+    /// it is the run's newest good one, which is read for that.
+    ///
+    /// # Errors
+    /// Fails if the run has no such checkpoint, or if one cannot be read.
+    pub fn named(name: &str) -> Result<Option<Self>, Error> {
+        let Some(name) = CheckpointName::parse(name) else { return Ok(None) };
+        let step = name.resolve_alone()?;
+        let base = name.run.base();
+        if !base.is_dir() {
+            let reason = "is missing: resume the run once, which writes the directory";
+            return Err(Error::file(&base, reason));
+        }
+        Ok(Some(Checkpoint { run: name.run, step }))
+    }
+
+    /// The element type of the run's own export.
+    ///
+    /// # Errors
+    /// Fails if the run's recipe cannot be read.
+    pub fn export_type(&self) -> Result<DType, Error> {
+        Ok(Recipe::load(&self.run.recipe(), &[])?.run.dtype.dtype())
+    }
+
+    /// The configuration of the model at the step.
+    ///
+    /// # Errors
+    /// Fails if there is no such checkpoint, or if its manifest cannot be used.
+    pub fn config_file(&self) -> Result<ConfigFile, Error> {
+        let name = CheckpointName { run: self.run.clone(), step: Some(self.step) };
+        Ok(name.config_file()?)
+    }
+}
+
+/// The opened source of a conversion.
+pub(crate) struct Source {
+    pub file: ConfigFile,
+    pub weights: Weights,
+    /// What a user should know about the files, in a sentence.
+    pub warning: Option<String>,
+}
+
+/// The weights of a source.
+pub(crate) enum Weights {
+    Files(WeightFiles),
+    /// f32 tensors, each of which is read and compared with its hash when it is needed.
+    Checkpoint {
+        stored: StoredCheckpoint,
+        elements: HashMap<String, usize>,
+        directory: PathBuf,
+    },
+}
+
+impl Source {
+    /// Opens the model in `directory`, or that of a checkpoint.
+    pub(crate) fn open(directory: &Path, checkpoint: Option<&Checkpoint>) -> Result<Self, Error> {
+        let Some(checkpoint) = checkpoint else {
+            let StoredModel { file, weights, warning } = StoredModel::open(directory)?;
+            return Ok(Source { file, weights: Weights::Files(weights), warning });
+        };
+        let stored = StoredCheckpoint::of_step(&checkpoint.run, checkpoint.step)?;
+        let directory = checkpoint.run.checkpoint(checkpoint.step);
+        let fields = Value::Object(stored.manifest().config.clone());
+        let file = ConfigFile::from_value(fields, &directory)?;
+        let shapes = tensor_shapes(&file.config).into_iter();
+        let elements = shapes.map(|(name, shape)| (name, shape.iter().product())).collect();
+        let weights = Weights::Checkpoint { stored, elements, directory };
+        Ok(Source { file, weights, warning: None })
+    }
+}
+
+impl Weights {
+    /// The element type of a stored tensor.
+    pub(crate) fn dtype(&self, name: &str) -> Result<DType, Error> {
+        match self {
+            Weights::Files(files) => Ok(files.get(name)?.dtype),
+            Weights::Checkpoint { .. } => Ok(DType::F32),
+        }
+    }
+
+    /// A tensor's type and little-endian bytes.
+    pub(crate) fn bytes(&self, name: &str) -> Result<(DType, Cow<'_, [u8]>), Error> {
+        match self {
+            Weights::Files(files) => {
+                let TensorBytes { dtype, bytes, .. } = files.get(name)?;
+                Ok((dtype, Cow::Borrowed(bytes)))
+            }
+            Weights::Checkpoint { stored, elements, .. } => {
+                let elements = elements.get(name).copied().unwrap_or(0);
+                let mut values = vec![0f32; elements];
+                stored.read_f32(TensorKind::Weight, name, &mut values)?;
+                let mut bytes = vec![0; elements * DType::F32.bytes()];
+                DType::F32.write(&values, &mut bytes);
+                Ok((DType::F32, Cow::Owned(bytes)))
+            }
+        }
+    }
+
+    /// Says that an element of a tensor is not finite.
+    pub(crate) fn not_finite(&self, name: &str, element: usize) -> Error {
+        match self {
+            Weights::Files(files) => files.not_finite(name, element).into(),
+            Weights::Checkpoint { directory, .. } => {
+                let reason = format!("{name} has a value that is not finite, at element {element}");
+                Error::file(directory, reason)
+            }
+        }
+    }
+
+    /// The file or directory of a tensor, for messages.
+    pub(crate) fn path_of(&self, name: &str) -> &Path {
+        match self {
+            Weights::Files(files) => files.file_of(name),
+            Weights::Checkpoint { directory, .. } => directory,
+        }
+    }
+
+    /// Gives mapped memory back.
+    pub(crate) fn release(&self, name: &str, part: std::ops::Range<usize>) {
+        if let Weights::Files(files) = self {
+            files.release(name, part);
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! `moh-convert` on runs of `moh-train`: the model of any checkpoint, as the run itself exports it.
+
+#![allow(clippy::unwrap_used)] // in tests, and in their functions too
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+use assert_cmd::Command;
+use moh_comm::World;
+use moh_data::{Provenance, TokenFileWriter};
+use moh_hf::ConfigFile;
+use moh_kernels::DType;
+use moh_train::{OpenDevice, Recipe, RunOptions};
+use serde_json::{Value, json};
+use support::{VOCABULARY, names, workplace};
+
+#[path = "../../cli/tests/support/source.rs"]
+mod support;
+
+/// Four dense steps and two with some of the heads, and a checkpoint after each.
+const RECIPE: &str = r#"
+[run]
+dir = "DIR/run"
+seed = 1
+device = "cpu"
+dtype = "DTYPE"
+
+[model]
+from = "DIR/source"
+
+[data]
+sequence_length = 16
+sources = [{ path = "DIR/text" }]
+
+[checkpoint]
+every_steps = 1
+keep = 9
+
+[[stage]]
+name = "adapt"
+attention = "dense"
+tokens = 128
+batch_tokens = 32
+micro_batch = 2
+learning_rate = { max = 1e-2, min = 1e-3, warmup_steps = 2 }
+"#;
+
+const SECOND_STAGE: &str = r#"
+[[stage]]
+name = "moh"
+attention = "moh"
+moh = { shared_heads = 4, routed_top_k = 2 }
+tokens = 64
+batch_tokens = 32
+micro_batch = 2
+learning_rate = { max = 5e-3, min = 1e-3, warmup_steps = 1 }
+"#;
+
+/// A directory with a model, its tokenizer and a text.
+fn prepared() -> tempfile::TempDir {
+    let dir = workplace();
+    let words: serde_json::Map<String, Value> =
+        (0..VOCABULARY).map(|id| (format!("w{id}"), id.into())).collect();
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+        "normalizer": null, "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": null, "decoder": null,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
+    });
+    let source = dir.path().join("source");
+    fs::write(source.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    fs::write(source.join("generation_config.json"), "{\"eos_token_id\": 3}").unwrap();
+    fs::write(source.join("chat_template.jinja"), "{{ messages }}").unwrap();
+    let ids: Vec<u32> = (0..2000u32).map(|n| (n * n + n / 7) % VOCABULARY as u32).collect();
+    let mut writer = TokenFileWriter::replace(&dir.path().join("text"), VOCABULARY).unwrap();
+    writer.push_document(&ids).unwrap();
+    writer.finish(Provenance::default()).unwrap();
+    dir
+}
+
+/// Runs the recipe to its end.
+fn train(dir: &Path, text: &str, dtype: &str) {
+    let text = text.replace("DIR", dir.to_str().unwrap()).replace("DTYPE", dtype);
+    let path = Path::new("recipe.toml");
+    let mut recipe = Recipe::parse(&text, path, &[]).unwrap();
+    let (stop, world) = (AtomicBool::new(false), World::single());
+    let from = dir.join("source");
+    let (device, options) = ((OpenDevice::Cpu, &world), RunOptions::new(&stop));
+    moh_train::run(&mut recipe, path, Some(&from), device, options, &mut |_| {}).unwrap();
+}
+
+fn moh_convert(dir: &Path, arguments: &[&str]) -> Command {
+    let mut command = Command::from_std(support::program(env!("CARGO_BIN_EXE_moh-convert"), dir));
+    command.args(arguments);
+    command
+}
+
+fn converted(dir: &Path, arguments: &[&str]) -> String {
+    let output = moh_convert(dir, arguments).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn failure(dir: &Path, arguments: &[&str]) -> String {
+    let before = names(dir);
+    let output = moh_convert(dir, arguments).output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    assert_eq!(names(dir), before);
+    String::from_utf8(output.stderr).unwrap()
+}
+
+/// The files of a model directory.
+fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
+    let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    let name = |path: &Path| path.file_name().unwrap().to_str().unwrap().to_owned();
+    entries.map(|path| (name(&path), fs::read(path).unwrap())).collect()
+}
+
+#[test]
+fn the_model_of_a_checkpoint_is_the_runs_own_export() {
+    for dtype in ["f32", "bf16"] {
+        let dir = prepared();
+        let place = dir.path();
+        // The end of the first stage is the end of a run without the second.
+        train(place, RECIPE, dtype);
+        fs::rename(place.join("run"), place.join("first")).unwrap();
+        train(place, &format!("{RECIPE}{SECOND_STAGE}"), dtype);
+        // The origin of the run is not needed.
+        fs::rename(place.join("source"), place.join("gone")).unwrap();
+        converted(place, &["--from", "run", "--to", "end"]);
+        let expected = files(&place.join("run/export"));
+        assert_eq!(expected.len(), 5, "{:?}", expected.keys());
+        assert!(files(&place.join("end")) == expected, "{dtype}");
+        let printed = converted(place, &["--from", "run@4", "--to", "middle"]);
+        assert!(printed.contains("8 shared + 0 of 0 routed = 8 of 8 active"), "{printed}");
+        assert!(files(&place.join("middle")) == files(&place.join("first/export")), "{dtype}");
+        assert!(files(&place.join("middle")) != expected);
+    }
+}
+
+#[test]
+fn options_apply_to_the_model_of_a_checkpoint() {
+    let dir = prepared();
+    let place = dir.path();
+    train(place, &format!("{RECIPE}{SECOND_STAGE}"), "bf16");
+    let config = |name: &str| ConfigFile::read(&place.join(name)).unwrap();
+    converted(
+        place,
+        &["--from", "run@6", "--attention", "dense", "--dtype", "f32", "--out", "dense"],
+    );
+    assert!(config("dense").config.moh.is_none());
+    assert_eq!(config("dense").fields["dtype"], DType::F32.torch_name());
+    converted(place, &["--from", "run@2", "--active", "0.5", "--pad-vocab-to", "16"]);
+    let moh = config("run@2-MoH").config;
+    assert_eq!(moh.active_heads(), 4.into());
+    assert_eq!(moh.vocab_size, 48);
+    converted(place, &["--from", "run@5"]);
+    assert_eq!(config("run@5-MoH").config.active_heads(), 6.into());
+    let receipt = ["--from", "run@1", "--receipt", "receipt.json", "--dtype", "f32"];
+    converted(place, &receipt);
+    let receipt: Value =
+        serde_json::from_slice(&fs::read(place.join("receipt.json")).unwrap()).unwrap();
+    assert_eq!(receipt["source"], "run/checkpoints/step-1");
+    assert_eq!(receipt["tensors"][0]["source_dtype"], "f32");
+    assert_eq!(receipt["tensors"][0]["unchanged"], true);
+}
+
+#[test]
+fn a_damaged_or_missing_checkpoint_leaves_no_model() {
+    let dir = prepared();
+    let place = dir.path();
+    train(place, RECIPE, "f32");
+    let weights = fs::read_dir(place.join("run/checkpoints/step-3"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .find(|path| path.file_name().unwrap().to_string_lossy().starts_with("weights"))
+        .unwrap();
+    let mut bytes = fs::read(&weights).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&weights, bytes).unwrap();
+    let error = failure(place, &["--from", "run@3"]);
+    assert!(error.contains("does not match its hash"), "{error}");
+    let error = failure(place, &["--from", "run@9"]);
+    assert!(error.contains("no checkpoint of step 9: name one of 1, 2, 3, 4"), "{error}");
+    let error = failure(place, &["--from", "run@2", "--revision", "main"]);
+    assert!(error.contains("only hub ids have a --revision"), "{error}");
+    let error = failure(place, &["--from", "run@2", "--verify"]);
+    assert!(error.contains("are compared with their hashes"), "{error}");
+    // Without a step, an unfinished run's newest good checkpoint.
+    for name in ["summary.json", "checkpoints/step-4/manifest.json"] {
+        fs::remove_file(place.join("run").join(name)).unwrap();
+    }
+    converted(place, &["--from", "run", "--out", "newest"]);
+    converted(place, &["--from", "run@2", "--out", "second"]);
+    assert!(files(&place.join("newest")) == files(&place.join("second")));
+}
