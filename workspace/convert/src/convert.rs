@@ -61,7 +61,7 @@ impl Attention {
 /// The input, output and settings of a conversion.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The model directory to read; of a run, its `base/`.
+    /// The model directory to read; of a run, its `model/`.
     pub source: PathBuf,
     /// The checkpoint of a run to convert, instead of the weights in `source`.
     pub checkpoint: Option<Checkpoint>,
@@ -250,8 +250,11 @@ pub fn convert(
     // The configuration names one type: that of the widest part of the model, its embedding.
     let dtype = options.dtype.or(specs.first().map(|spec| spec.dtype));
     let fields = source.to_json(&config, dtype);
-    let tokenizer = options.tokenizer.as_deref().unwrap_or(&options.source);
-    let companions = companion_files(&options.source, tokenizer)?;
+    let first_tokenizer = first_tokenizer(options);
+    let companions = match options.tokenizer.as_deref().or(first_tokenizer.as_deref()) {
+        Some(tokenizer) => companion_files(&options.source, tokenizer)?,
+        None => Vec::new(),
+    };
     let model = Contents {
         config: &fields,
         tensors: &specs,
@@ -324,6 +327,14 @@ pub fn convert(
     Ok(Conversion { receipt, kept_rows, pending })
 }
 
+/// The directory of the source's tokenizer; `None` for a run that has none.
+fn first_tokenizer(options: &Options) -> Option<PathBuf> {
+    match &options.checkpoint {
+        Some(checkpoint) => checkpoint.run.tokenizer(),
+        None => Some(options.source.clone()),
+    }
+}
+
 /// Replacing the source, or a directory that contains it, would delete the input.
 fn refuse_overlap(source: &Path, out: &Path) -> Result<(), Error> {
     if let (Ok(source), Ok(out)) = (source.canonicalize(), out.canonicalize())
@@ -340,7 +351,8 @@ fn plan_expansion(options: &Options, rows: usize) -> Result<Option<Expansion>, E
         (None, Some(multiple)) => Expansion::padding(rows, multiple)?,
         (Some(tokenizer), multiple) => {
             let multiple = multiple.unwrap_or(DEFAULT_MULTIPLE);
-            Expansion::plan(&options.source, tokenizer, rows, Some(multiple))?
+            let source = first_tokenizer(options).unwrap_or_else(|| options.source.clone());
+            Expansion::plan(&source, tokenizer, rows, Some(multiple))?
         }
     };
     Ok(Some(expansion).filter(|expansion| !expansion.is_identity()))

@@ -182,7 +182,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
             "{}: --verify compares with a model's files: the tensors of a run are compared with their hashes",
             arguments.from
         ),
-        Some(checkpoint) => checkpoint.run.base(),
+        Some(checkpoint) => checkpoint.run.model(),
         None => models::locate(&arguments.from, arguments.revision.as_deref())?,
     };
     let attention = match (attention, &checkpoint) {

@@ -31,11 +31,6 @@ impl Checkpoint {
     pub fn named(name: &str) -> Result<Option<Self>, Error> {
         let Some(name) = CheckpointName::parse(name) else { return Ok(None) };
         let step = name.resolve_alone()?;
-        let base = name.run.base();
-        if !base.is_dir() {
-            let reason = "is missing: resume the run once, which writes the directory";
-            return Err(Error::file(&base, reason));
-        }
         Ok(Some(Checkpoint { run: name.run, step }))
     }
 

@@ -124,7 +124,6 @@ fn the_first_stage_keeps_the_attention_of_the_step_unless_it_has_another() {
         assert_eq!(heads, Some(HeadCounts::All(shared)), "{from}");
         fs::remove_dir_all(own.root()).unwrap();
     }
-    assert!(ConfigFile::read(&run.base()).unwrap().config.moh.is_none());
 }
 
 #[test]
