@@ -65,7 +65,7 @@ pub(crate) enum Weights {
     Files(WeightFiles),
     /// f32 tensors, each of which is read and compared with its hash when it is needed.
     Checkpoint {
-        stored: StoredCheckpoint,
+        stored: Box<StoredCheckpoint>,
         elements: HashMap<String, usize>,
         directory: PathBuf,
     },
@@ -84,7 +84,7 @@ impl Source {
         let file = ConfigFile::from_value(fields, &directory)?;
         let shapes = tensor_shapes(&file.config).into_iter();
         let elements = shapes.map(|(name, shape)| (name, shape.iter().product())).collect();
-        let weights = Weights::Checkpoint { stored, elements, directory };
+        let weights = Weights::Checkpoint { stored: Box::new(stored), elements, directory };
         Ok(Source { file, weights, warning: None })
     }
 }

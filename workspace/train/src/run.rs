@@ -8,7 +8,6 @@ use moh_comm::{Group, World};
 use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements};
 use moh_kernels::{Backend, Element};
 
-use crate::base;
 use crate::checkpoint;
 use crate::checkpoint_name::is_step_of;
 use crate::event::{Event, Outcome};

@@ -14,10 +14,10 @@ use std::path::{Path, PathBuf};
 
 use toml::Value;
 
-use crate::run_lock::{HOLDER, LOCK};
-use crate::{Error, KeyChange, Recipe, RunLock};
 use crate::recipe::Stage;
 use crate::run_inputs::model_files::TOKENIZER;
+use crate::run_lock::{HOLDER, LOCK};
+use crate::{Error, KeyChange, Recipe, RunLock};
 
 /// Keys, or prefixes of keys that end in a dot, that a resumed run may change.
 const MAY_CHANGE: [&str; 7] = [

@@ -36,7 +36,7 @@ enum Weights {
     },
     /// Those of another run, with its moments on request.
     Checkpoint {
-        stored: StoredCheckpoint,
+        stored: Box<StoredCheckpoint>,
         moments: bool,
     },
     /// Those of a run that resumes, which come from its checkpoint.
@@ -347,7 +347,7 @@ fn open_checkpoint(
     let Some(step) = name.step else { return refuse("names no step") };
     let stored = StoredCheckpoint::of_step(&name.run, step)?;
     let file = checkpoint_name::config_file(&stored, &name.run.checkpoint(step))?;
-    Ok((file, Weights::Checkpoint { stored, moments: recipe.model.moments }))
+    Ok((file, Weights::Checkpoint { stored: Box::new(stored), moments: recipe.model.moments }))
 }
 
 /// Refuses keys that do not fit a model that is a run, or one that is not.

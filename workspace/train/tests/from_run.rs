@@ -10,7 +10,7 @@ use std::fs;
 use moh_hf::ConfigFile;
 use moh_model::HeadCounts;
 use moh_train::checkpoint::{StoredCheckpoint, TensorKind};
-use moh_train::{Error, Outcome, Recipe, RunDirectory, model_to_locate};
+use moh_train::{Error, Outcome, Recipe, RunDirectory};
 use support::driver::{Start, finish, stop_at};
 use support::results::Results;
 use support::{Workplace, files};
@@ -59,7 +59,6 @@ fn a_run_starts_from_the_exact_weights_of_another() {
         let moved = run.root().with_file_name("moved");
         for (from, step) in [("@4", 4), ("", 6)] {
             let recipe = next(&place, from, &[&STILL[..], &[&dtype]].concat());
-            assert_eq!(model_to_locate(&recipe, false).unwrap(), None);
             stop_at(&recipe, 1);
             let own = RunDirectory::new(&recipe.run.dir);
             let weights = |run: &RunDirectory, step| {
@@ -70,7 +69,7 @@ fn a_run_starts_from_the_exact_weights_of_another() {
             assert_eq!(stored, format!("{}@{step}", run.root().display()));
             // The other run goes on or disappears: this one resumes as it began.
             fs::rename(run.root(), &moved).unwrap();
-            assert_eq!(model_to_locate(&recipe, false).unwrap(), None);
+            assert!(own.keeps_model(&Recipe::load(&own.recipe(), &[]).unwrap()).unwrap());
             stop_at(&recipe, 2);
             fs::rename(&moved, run.root()).unwrap();
             fs::remove_dir_all(own.root()).unwrap();
@@ -109,7 +108,6 @@ fn moments_are_taken_over_with_the_steps_that_they_contain() {
 fn the_first_stage_keeps_the_attention_of_the_step_unless_it_has_another() {
     let place = Workplace::new();
     stop_at(&place.recipe(&["checkpoint.keep=9"]), 8);
-    let run = RunDirectory::new(place.dir.path().join("run"));
     // The run's heads are the default of a stage that names none.
     for (from, shared) in [("@8", 1), ("@4", 2)] {
         let mut recipe = next(&place, from, &[]);
