@@ -172,7 +172,7 @@ step 8, step 3 of stage moh, from the checkpoint of step 6
 loss 4.5000, balance 0.2500, gradient norm NaN, learning rate 5.00e-3
 not applied: gradient norm is not finite (limits: loss 9.0000, gradient norm inf)
 
-          after attention         after MLP
+          after attention          after MLP
 block          rms    largest        rms    largest   gradient   entropy   of most  load min  load max
 0          3.000e0    5.000e0    0.000e0    0.000e0    5.000e0
 1          3.000e0    5.000e0    0.000e0    0.000e0        NaN    0.5000    0.7213    0.2500    0.7500

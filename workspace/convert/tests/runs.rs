@@ -151,7 +151,7 @@ fn options_apply_to_the_model_of_a_checkpoint() {
         &["--from", "run@6", "--attention", "dense", "--dtype", "f32", "--out", "dense"],
     );
     assert!(config("dense").config.moh.is_none());
-    assert_eq!(config("dense").fields["dtype"], DType::F32.torch_name());
+    assert_eq!(config("dense").fields["torch_dtype"], DType::F32.torch_name());
     converted(place, &["--from", "run@2", "--active", "0.5", "--pad-vocab-to", "16"]);
     let moh = config("run@2-MoH").config;
     assert_eq!(moh.active_heads(), 4.into());

@@ -115,7 +115,8 @@ impl Job<'_> {
         let mut ranks = Ranks::new(backend.clone(), self.group.clone())?;
         let run = RunDirectory::new(&recipe.run.dir);
         let begin_anew = self.options.begin_anew;
-        let resumes = || Ok(f64::from(u8::from(!begin_anew && run.has_completed_work()?)));
+        let is_there = !begin_anew && run.root().is_dir();
+        let resumes = || Ok(f64::from(u8::from(is_there && run.has_completed_work()?)));
         let resumes = ranks.first(resumes)? > 0.0;
         let resumed = resumes.then_some(&run);
         resolve_origin(recipe, resumed, &mut ranks)?;

@@ -110,7 +110,8 @@ fn a_loss_that_is_no_number_ends_neither_the_run_nor_its_checkpoints() {
         assert!(matches!(outcome.unwrap(), Outcome::Finished(_)));
     }
     let warnings = warnings.into_inner().unwrap();
-    let expected = "the validation loss after step 6 is NaN, and is recorded as null";
+    let expected =
+        "the loss on validation set \"validation\" after step 6 is NaN, and is recorded as null";
     assert!(warnings.iter().any(|text| text == expected), "{warnings:?}");
     let reference = Results::of(&recipe);
     let reason = json!("loss is not finite");

@@ -68,7 +68,8 @@ pub struct TensorGradient {
 }
 
 /// Replays step `step` of the run in `run`, whose recipe is `recipe`; messages name it `path`. `directory`
-/// is the local directory of its `[model] from`.
+/// is the local directory of its `[model] from`, which is needed only if the step is repeated from the initial
+/// model or the run does not keep its model.
 ///
 /// One process does the work of all ranks. The sums of a run on several ranks have another order, so its
 /// values agree up to rounding. Whole blocks are not recomputed: their activations are wanted.
@@ -93,11 +94,14 @@ pub fn replay(
     if recipe.memory.recompute == Recompute::Block {
         recipe.memory.recompute = Recompute::Cheap;
     }
-    let source = ModelSource::open(&recipe, path, directory)?;
-    recipe.resolve(path, source.original_config())?;
-    let data = RunData::open(&recipe, &source)?;
     let rewinds = Rewinds::read(run)?;
     let stored = newest_before(run, &rewinds, step)?;
+    let source = match stored.is_some() && run.keeps_model(&recipe)? {
+        true => ModelSource::kept(&recipe, path, &run.model())?,
+        false => ModelSource::open(&recipe, path, directory)?,
+    };
+    recipe.resolve(path, source.original_config())?;
+    let data = RunData::open(&recipe, &source)?;
     let growth = growth::recorded(run)?;
     let job = Job { recipe: &recipe, source: &source, data, rewinds, growth, stored, step };
     device.run(job)

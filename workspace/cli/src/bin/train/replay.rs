@@ -36,17 +36,19 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let path = arguments.recipe.clone().unwrap_or_else(|| run.recipe());
     let recipe = Recipe::load(&path, &arguments.overrides)?;
     let device = open_device(&recipe, &path, 0)?;
-    let model = &recipe.model;
-    let directory = match model.from.as_deref().filter(|from| CheckpointName::parse(from).is_none())
-    {
-        Some(from) => Some(models::locate(from, model.revision.as_deref())?),
-        None => None,
-    };
     let step = arguments.step;
+    let mut needs_model = true;
     if (1..=recipe.num_steps()).contains(&step) {
         let from = moh_train::replay_from(&run, step)?;
         stderr_line(format_args!("repeating the steps {} to {step}", from + 1));
+        needs_model = from == 0 || !run.keeps_model(&recipe)?;
     }
+    let model = &recipe.model;
+    let from = model.from.as_deref().filter(|from| CheckpointName::parse(from).is_none());
+    let directory = match from.filter(|_| needs_model) {
+        Some(from) => Some(models::locate(from, model.revision.as_deref())?),
+        None => None,
+    };
     let found = moh_train::replay(&run, (recipe, &path), directory.as_deref(), device, step)?;
     write!(stdout(), "{}", tables(&found)?)?;
     Ok(())
