@@ -1,11 +1,15 @@
 """Processes killed at random moments."""
 
+import os
 import random
 import signal
 import time
 from pathlib import Path
 
 from workplace import Workplace, remove
+
+# Times that one run is killed at most: it would never finish if it lost its progress.
+MOST_RESTARTS = 200
 
 
 def one_process(workplace: Workplace, count: int, generator: random.Random) -> dict:
@@ -34,8 +38,11 @@ def until(workplace: Workplace, count: int, start_and_kill) -> dict:
     kills, runs, during_saves = 0, 0, 0
     while kills < count:
         run = workplace.folder / f"run-{runs}"
+        restarts = 0
         while start_and_kill(run):
-            kills += 1
+            kills, restarts = kills + 1, restarts + 1
+            if restarts > MOST_RESTARTS:
+                raise SystemExit(f"{run}: does not finish: {workplace.log(run)}")
             checkpoints = run / "checkpoints"
             during_saves += checkpoints.is_dir() and any(checkpoints.glob(".tmp-*"))
         runs += 1
@@ -59,7 +66,7 @@ def kill_rank(workplace: Workplace, run: Path, after: float, generator: random.R
     ranks = programs_below(process.pid, workplace.program)
     if ranks:
         try:
-            signal.pidfd_send_signal(pid_handle(generator.choice(ranks)), signal.SIGKILL)
+            os.kill(generator.choice(ranks), signal.SIGKILL)
         except ProcessLookupError:
             pass
     code = process.wait()
@@ -72,12 +79,6 @@ def ended(code: int, killed, workplace: Workplace, run: Path) -> bool:
     if code == killed:
         return True
     raise SystemExit(f"{run}: ended with code {code}: {workplace.log(run)}")
-
-
-def pid_handle(pid: int) -> int:
-    import os
-
-    return os.pidfd_open(pid)
 
 
 def programs_below(pid: int, program: Path) -> list:
