@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from workplace import Workplace, remove, snapshot
@@ -41,26 +42,33 @@ def steps(run: Path) -> list:
 
 
 def newest_checkpoint(workplace: Workplace, count: int, generator: random.Random) -> dict:
-    """Damages the newest checkpoint of copies of a stopped run, and finishes them."""
+    """Damages the newest checkpoint of copies of a stopped run, and finishes them, several at a time."""
     stopped, counts = stopped_run(workplace), {}
-    kinds = [flip, truncate, delete, swap]
-    for number in range(count):
-        run = workplace.folder / f"damaged-{number}"
-        copy(stopped, run)
-        step = steps(run)[-1]
-        kind = generator.choice(kinds)
-        what = kind(run / f"checkpoints/step-{step}", generator)
-        counts[kind.__name__] = counts.get(kind.__name__, 0) + 1
-        code = workplace.start(run).wait()
-        if code != 0:
-            raise SystemExit(f"{what}: ended with code {code}: {workplace.log(run)}")
-        if not (run / f"checkpoints/damaged-step-{step}").is_dir():
-            raise SystemExit(f"{what}: was not noticed")
-        if differs := workplace.differs(run):
-            raise SystemExit(f"{what}: other {differs}")
-        remove(run)
-        workplace.log_file(run).unlink()
+    seeds = [generator.random() for _ in range(count)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for kind in pool.map(lambda number: damage_one(workplace, stopped, number, seeds[number]), range(count)):
+            counts[kind] = counts.get(kind, 0) + 1
     return {"damages": count, **counts, "unnoticed": 0, "wrong": 0}
+
+
+def damage_one(workplace: Workplace, stopped: Path, number: int, seed: float) -> str:
+    """Damages one copy; returns the kind of the damage."""
+    generator = random.Random(seed)
+    run = workplace.folder / f"damaged-{number}"
+    copy(stopped, run)
+    step = steps(run)[-1]
+    kind = generator.choice([flip, truncate, delete, swap])
+    what = kind(run / f"checkpoints/step-{step}", generator)
+    code = workplace.start(run).wait()
+    if code != 0:
+        raise SystemExit(f"{what}: ended with code {code}: {workplace.log(run)}")
+    if not (run / f"checkpoints/damaged-step-{step}").is_dir():
+        raise SystemExit(f"{what}: was not noticed")
+    if differs := workplace.differs(run):
+        raise SystemExit(f"{what}: other {differs}")
+    remove(run)
+    workplace.log_file(run).unlink()
+    return kind.__name__
 
 
 def files_of(checkpoint: Path) -> list:
