@@ -37,18 +37,14 @@ impl TextTokenizer {
             path: path.to_path_buf(),
             reason: format!("not a valid tokenizer: {reason}"),
         };
-        // Within a decoder, the library panics where the text is not JSON.
-        serde_json::from_slice::<serde::de::IgnoredAny>(bytes)
-            .map_err(|error| fault(&path, error.to_string()))?;
-        let mut inner =
-            Tokenizer::from_bytes(bytes).map_err(|error| fault(&path, error.to_string()))?;
+        let mut inner = parse(bytes).map_err(|reason| fault(&path, reason))?;
         inner.with_truncation(None).map_err(|error| fault(&path, error.to_string()))?;
         inner.with_padding(None);
         let Some(largest) = inner.get_vocab(true).into_values().max() else {
             return Err(fault(&path, "its vocabulary is empty".to_owned()));
         };
-        let framed =
-            inner.encode_fast("a", true).map_err(|error| fault(&path, error.to_string()))?;
+        let framed = guarded(|| inner.encode_fast("a", true).map_err(|error| error.to_string()))
+            .map_err(|reason| fault(&path, reason))?;
         let is_added: Vec<_> =
             framed.get_special_tokens_mask().iter().map(|&mask| mask == 1).collect();
         let prefix = is_added.iter().take_while(|&&added| added).count();
@@ -150,5 +146,30 @@ impl std::fmt::Debug for TextTokenizer {
             .field("path", &self.path)
             .field("vocab_size", &self.vocab_size)
             .finish_non_exhaustive()
+    }
+}
+
+/// The decoder of a tokenizer.
+#[derive(serde::Deserialize)]
+struct Decoder {
+    #[serde(rename = "decoder")]
+    _decoder: Option<serde_json::Value>,
+}
+
+/// Parses a tokenizer.
+fn parse(bytes: &[u8]) -> std::result::Result<Tokenizer, String> {
+    serde_json::from_slice::<Decoder>(bytes).map_err(|error| error.to_string())?;
+    guarded(|| Tokenizer::from_bytes(bytes).map_err(|error| error.to_string()))
+}
+
+/// Calls the library, which panics for some contents that its types do not allow, such as a template with a
+/// token that it does not define.
+fn guarded<R>(
+    work: impl FnOnce() -> std::result::Result<R, String>,
+) -> std::result::Result<R, String> {
+    // What a panic leaves is dropped.
+    match std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)) {
+        Ok(done) => done,
+        Err(_) => Err("its content contradicts itself".to_owned()),
     }
 }

@@ -113,8 +113,15 @@ fn a_missing_or_broken_tokenizer_names_its_file() {
     let dir = tempfile::tempdir().unwrap();
     let missing = TextTokenizer::load(dir.path()).unwrap_err().to_string();
     assert!(missing.contains("tokenizer.json: cannot read"), "{missing}");
-    // The second is not JSON inside of the decoder.
-    for text in ["{}", r#"{"decoder": {"type": "Fuse", 1: 2}}"#] {
+    // The library panics in all but the first: the decoder is not JSON, and a normalizer lacks its table.
+    let texts: [&[u8]; 5] = [
+        b"{}",
+        br#"{"decoder": {"type": "Fuse", 1: 2}}"#,
+        b"{\"decoder\": {\"type\": \"\xff\"}}",
+        br#"{"decoder": {"type": 1e400}}"#,
+        br#"{"normalizer": {"type": "Precompiled"}}"#,
+    ];
+    for text in texts {
         fs::write(dir.path().join("tokenizer.json"), text).unwrap();
         let broken = TextTokenizer::load(dir.path()).unwrap_err().to_string();
         assert!(broken.contains("tokenizer.json: not a valid tokenizer"), "{broken}");
