@@ -5,6 +5,8 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
+use serde::de::DeserializeOwned;
+
 use crate::Error;
 
 /// Maximum bytes of a line.
@@ -47,6 +49,18 @@ impl Lines {
             return Err(self.refuse_line(self.number + 1, reason));
         }
         Ok(None)
+    }
+
+    /// The values of all lines that are left.
+    pub(crate) fn parse<T: DeserializeOwned>(mut self) -> Result<Vec<T>, Error> {
+        let mut values = Vec::new();
+        while let Some(line) = self.next()? {
+            match serde_json::from_slice(line) {
+                Ok(value) => values.push(value),
+                Err(error) => return Err(self.refuse(error.to_string())),
+            }
+        }
+        Ok(values)
     }
 
     /// An error of the line that was read last.

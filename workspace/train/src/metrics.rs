@@ -253,17 +253,10 @@ impl MetricsWriter {
 /// # Errors
 /// Fails if the file cannot be read, or a line is not in the format of [`MetricsWriter`].
 pub fn read(path: &Path) -> Result<Vec<StepMetrics>, Error> {
-    let Some(mut lines) = Lines::open(path)? else {
-        return Err(Error::io(path)(std::io::ErrorKind::NotFound.into()));
-    };
-    let mut steps = Vec::new();
-    while let Some(line) = lines.next()? {
-        match serde_json::from_slice(line) {
-            Ok(step) => steps.push(step),
-            Err(error) => return Err(lines.refuse(error.to_string())),
-        }
+    match Lines::open(path)? {
+        Some(lines) => lines.parse(),
+        None => Err(Error::io(path)(std::io::ErrorKind::NotFound.into())),
     }
-    Ok(steps)
 }
 
 /// The first line of the file at `path`; `None` if the file is missing or empty, or the line is not in

@@ -140,18 +140,7 @@ mod tests {
 
     /// The parts with any time.
     fn heard(times: &PartTimes) -> Vec<&'static str> {
-        let speed = times.take();
-        let parts = [
-            ("data", speed.data),
-            ("forward", speed.forward),
-            ("backward", speed.backward),
-            ("exchange", speed.exchange),
-            ("gradient_norm", speed.gradient_norm),
-            ("optimizer", speed.optimizer),
-            ("evaluation", speed.evaluation),
-            ("checkpoint", speed.checkpoint),
-        ];
-        parts.into_iter().filter(|part| part.1 > 0.0).map(|part| part.0).collect()
+        times.take().parts().into_iter().filter(|part| part.1 > 0.0).map(|part| part.0).collect()
     }
 
     /// Spans one in another, the innermost of which takes some time.

@@ -117,15 +117,7 @@ impl RoutingWriter {
 /// # Errors
 /// Fails if the file cannot be read, or a line is not in its format.
 pub fn read(path: &Path) -> Result<Vec<RoutingLine>, Error> {
-    let mut found = Vec::new();
-    let Some(mut lines) = Lines::open(path)? else { return Ok(found) };
-    while let Some(line) = lines.next()? {
-        match serde_json::from_slice(line) {
-            Ok(line) => found.push(line),
-            Err(error) => return Err(lines.refuse(error.to_string())),
-        }
-    }
-    Ok(found)
+    Lines::open(path)?.map_or(Ok(Vec::new()), Lines::parse)
 }
 
 /// Keeps the lines that a checkpoint of step `step` follows, byte for byte: those up to the step,

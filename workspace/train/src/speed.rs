@@ -62,6 +62,22 @@ pub struct Speed {
     pub device_bytes: Option<u64>,
 }
 
+impl Speed {
+    /// The seconds of each part of the step, by name.
+    pub(crate) fn parts(&self) -> [(&'static str, f64); 8] {
+        [
+            ("data", self.data),
+            ("forward", self.forward),
+            ("backward", self.backward),
+            ("exchange", self.exchange),
+            ("gradient_norm", self.gradient_norm),
+            ("optimizer", self.optimizer),
+            ("evaluation", self.evaluation),
+            ("checkpoint", self.checkpoint),
+        ]
+    }
+}
+
 /// What the rates of a stage's steps follow from.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Rates {

@@ -163,18 +163,8 @@ fn norm_scalars(of: &str, norms: &Norms) -> Vec<(String, f64)> {
 
 /// The curves of times, rates and memory.
 fn speed_scalars(speed: &Speed) -> Vec<(String, f64)> {
-    let times = [
-        ("seconds", speed.seconds),
-        ("data", speed.data),
-        ("forward", speed.forward),
-        ("backward", speed.backward),
-        ("exchange", speed.exchange),
-        ("gradient_norm", speed.gradient_norm),
-        ("optimizer", speed.optimizer),
-        ("evaluation", speed.evaluation),
-        ("checkpoint", speed.checkpoint),
-        ("tflops", speed.tflops),
-    ];
+    let seconds = [("seconds", speed.seconds)].into_iter().chain(speed.parts());
+    let times = seconds.chain([("tflops", speed.tflops)]);
     let bytes = |bytes: Option<u64>| bytes.map(|bytes| bytes as f64);
     let optional = [
         ("mfu", speed.mfu),
@@ -183,7 +173,7 @@ fn speed_scalars(speed: &Speed) -> Vec<(String, f64)> {
         ("device_bytes", bytes(speed.device_bytes)),
     ];
     let optional = optional.into_iter().filter_map(|(name, value)| Some((name, value?)));
-    let all = times.into_iter().chain(optional);
+    let all = times.chain(optional);
     all.map(|(name, value)| (format!("speed/{name}"), value)).collect()
 }
 

@@ -44,8 +44,8 @@ pub fn superseded_by_good(run: &RunDirectory, retention: &Checkpoint) -> Result<
     Ok(steps)
 }
 
-/// Removes the checkpoints of `steps`, those that a rewind has left, and leftovers of earlier processes. The caller has locked the run
-/// directory.
+/// Removes the checkpoints of `steps`, those that a rewind has left, and leftovers of earlier processes.
+/// The caller has locked the run directory.
 ///
 /// # Errors
 /// Fails if a directory cannot be listed or removed.
