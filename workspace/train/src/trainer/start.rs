@@ -95,8 +95,8 @@ struct Loaded<B: Backend, T: Element, M: Element> {
     optimizer: OptimizerState<B, M>,
 }
 
-/// Loads the requested or the newest checkpoint, or the initial model if there is none; `None` on all ranks if the
-/// checkpoint was damaged, and has been set aside.
+/// Loads the requested or the newest checkpoint, or the initial model if there is none; `None` on all
+/// ranks if the checkpoint was damaged, and has been set aside.
 fn load<B: Backend + Clone, T: Element, M: Element>(
     backend: &B,
     ranks: &mut Ranks<B>,
@@ -129,21 +129,25 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     let divided = divide(ranks, parallel, &config);
     let (groups, place) = ranks.agree(divided)?;
     let (length, size) = (recipe.data.sequence_length, groups.data.size());
-    let Some(stored) = stored else {
+    if stored.is_none() && !source.is_checkpoint() {
         let fill = |segment: &Segment, values: &mut [f32]| source.fill(segment, values);
-        let mut model = Model::of_part(backend.clone(), config, length, place, size, fill)?;
-        let mut optimizer = OptimizerState::new(&model, Shard::of(&groups.data))?;
-        if source.is_checkpoint() {
-            optimizer.fill(&mut model, |kind, segment, range, values| {
-                source.fill_part(kind, segment, range, values)
-            })?;
-            state.moment_steps = source.moment_steps();
-        }
+        let model = Model::of_part(backend.clone(), config, length, place, size, fill)?;
+        let optimizer = OptimizerState::new(&model, Shard::of(&groups.data))?;
+        return Ok(Some(Loaded { state, resumed, parallel, groups, model, optimizer }));
+    }
+    // Each data rank reads its shard, of this run's checkpoint or of another's.
+    let mut model = Model::zeros_of_part(backend.clone(), config, length, place, size)?;
+    let mut optimizer = OptimizerState::new(&model, Shard::of(&groups.data))?;
+    let Some(stored) = stored else {
+        let filled = optimizer.fill(&mut model, |kind, segment, range, values| {
+            source.fill_part(kind, segment, range, values)
+        });
+        ranks.agree(filled)?;
+        checkpoint::gather_weights(&mut model, &groups.data)?;
+        state.moment_steps = source.moment_steps();
         return Ok(Some(Loaded { state, resumed, parallel, groups, model, optimizer }));
     };
     let stored = stored.read_by(Shard::of(ranks.group()));
-    let mut model = Model::zeros_of_part(backend.clone(), config, length, place, size)?;
-    let mut optimizer = OptimizerState::new(&model, Shard::of(&groups.data))?;
     let read = checkpoint::load(&stored, &mut model, &mut optimizer);
     if checkpoint::undamaged(run, ranks, state.step, read, &mut damaged)?.is_none() {
         return Ok(None);
