@@ -122,9 +122,7 @@ def flex_rows(options, backend):
 
     def attend_with(packing, length):
         mask = prefix_mask(packing.last, length)
-        if not CUDA:
-            return lambda *inputs: flex(*inputs, block_mask=mask)
-        return lambda *inputs: flex(*inputs, block_mask=mask, rows_read_a_key=True)
+        return lambda *inputs: flex(*inputs, block_mask=mask)
 
     return attend_with
 
