@@ -16,6 +16,7 @@ mod disjoint;
 mod element_bytes;
 pub mod embedding;
 mod error;
+pub mod gpu_activity;
 mod gpu_workspace;
 pub mod key_value_cache;
 pub mod linear;

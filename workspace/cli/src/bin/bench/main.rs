@@ -2,6 +2,7 @@
 
 mod attention;
 mod device;
+mod kernels;
 mod machine;
 mod operators;
 mod report;

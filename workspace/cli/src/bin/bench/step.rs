@@ -1,7 +1,9 @@
 //! `moh-bench step`: tokens and FLOPs per second and memory of training steps.
 
+use anyhow::Context as _;
 use moh_comm::World;
 use moh_device::{InTrainingElements, TrainingTypes, in_training_elements};
+use moh_kernels::gpu_activity::Recording;
 use moh_kernels::{Backend, Element, span};
 use moh_model::layout::Segment;
 use moh_model::parameters::Shard;
@@ -12,6 +14,7 @@ use moh_train::step::{StepGroups, Stepper, Taken, Update};
 use serde_json::{Value, json};
 
 use crate::device::{Bench, Measurement};
+use crate::kernels::KernelTimes;
 use crate::machine::{self, Machine, gflops};
 use crate::report;
 use crate::step_job::{StepArguments, StepJob};
@@ -31,6 +34,8 @@ pub struct Measured {
     last: Taken,
     /// Bytes in use before the model, and at the peak.
     memory: Option<(u64, u64)>,
+    /// Of one more step, if requested.
+    kernels: Option<KernelTimes>,
 }
 
 /// Measures the step of the arguments and prints it.
@@ -134,7 +139,21 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
         anyhow::bail!("the step was not applied: {reason}");
     }
     let memory = before.zip(machine::memory(backend)).map(|((now, _), (_, most))| (now, most));
-    Ok(Measured { times, first, last, memory })
+    let kernels = arguments.kernels.then(|| kernel_times(backend, &mut step)).transpose()?;
+    Ok(Measured { times, first, last, memory, kernels })
+}
+
+/// The GPU's time in one more step.
+fn kernel_times<B: Backend>(
+    backend: &B,
+    step: &mut impl FnMut() -> Result<Taken, moh_train::Error>,
+) -> anyhow::Result<KernelTimes> {
+    // The update of the step before is not part of this one.
+    backend.synchronize()?;
+    let recording = Recording::start().context("--kernels")?;
+    step()?;
+    backend.synchronize()?;
+    Ok(KernelTimes::of(&recording.finish().context("--kernels")?))
 }
 
 /// The groups of a single rank.
@@ -179,7 +198,7 @@ impl StepJob {
 
 fn as_json(job: &StepJob, measured: &Measured, machine: &Machine, warmup: u32) -> Value {
     let StepJob { config, plan, .. } = job;
-    let Measured { times, first, last, memory } = measured;
+    let Measured { times, first, last, memory, kernels } = measured;
     let flops = times.rates(job.flops());
     json!({
         "machine": machine.json(),
@@ -217,11 +236,12 @@ fn as_json(job: &StepJob, measured: &Measured, machine: &Machine, warmup: u32) -
             "before_bytes": before, "peak_bytes": peak,
         })),
         "loss": {"first": first.loss, "last": last.loss},
+        "gpu_time": kernels.as_ref().map(KernelTimes::json),
     })
 }
 
 fn as_text(job: &StepJob, measured: &Measured, machine: &Machine) -> String {
-    let Measured { times, first, last, memory } = measured;
+    let Measured { times, first, last, memory, kernels } = measured;
     let (tokens, flops) = (times.rates(job.tokens()), times.rates(job.flops()));
     let plan = &job.plan;
     let memory = memory.map_or("-".to_owned(), |(before, peak)| {
@@ -258,7 +278,12 @@ fn as_text(job: &StepJob, measured: &Measured, machine: &Machine) -> String {
         ("memory", memory),
         ("loss", format!("{:.4} first, {:.4} last", first.loss, last.loss)),
     ];
-    lines.iter().map(|(name, value)| format!("{name:<9} {value}\n")).collect()
+    let mut text: String =
+        lines.iter().map(|(name, value)| format!("{name:<9} {value}\n")).collect();
+    if let Some(kernels) = kernels {
+        text += &format!("\n{}", kernels.text());
+    }
+    text
 }
 
 fn describe(config: &ModelConfig) -> String {

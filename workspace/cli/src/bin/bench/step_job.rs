@@ -63,6 +63,9 @@ pub struct StepArguments {
     /// Warm-up steps, which are not measured
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub warmup: u32,
+    /// Take one more step, and show a GPU's time in it by kernel; needs NVIDIA's CUPTI library
+    #[arg(long)]
+    pub kernels: bool,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
