@@ -35,10 +35,21 @@ static __device__ __forceinline__ uint32_t count_before(uint32_t count, uint32_t
     return before;
 }
 
+// Whether all query heads of a key/value head are shared: every token selects them.
+static __device__ __forceinline__ bool is_shared(const Parameters& params, uint32_t kv_head) {
+    return (kv_head + 1) * (params.heads / params.kv_heads) <= params.heads - params.routed;
+}
+
 // The number of a key/value head's query heads that a token selected.
 static __device__ __forceinline__ uint32_t count_selected(const Parameters& params, uint32_t token,
                                                           uint32_t kv_head) {
-    const uint32_t group = params.heads / params.kv_heads;
+    const uint32_t group = params.heads / params.kv_heads, shared = params.heads - params.routed;
+    if (group == 4 && kv_head * group >= shared && params.routed % 4 == 0 &&
+        reinterpret_cast<uint64_t>(params.selected) % 4 == 0) {
+        // Four bytes that are 0 or 1, in one access.
+        const uint64_t first = uint64_t(token) * params.routed + kv_head * group - shared;
+        return __popc(*reinterpret_cast<const uint32_t*>(params.selected + first));
+    }
     uint32_t count = 0;
     for (uint32_t h = 0; h < group; ++h) count += is_selected(params, token, kv_head * group + h);
     return count;
@@ -65,10 +76,9 @@ static __device__ __forceinline__ void clear_row(bf16* row, uint32_t head_dim, u
 template <Clear WHAT>
 static __device__ __forceinline__ void clear_pairs(const Parameters& params, uint32_t kv_head,
                                                    uint32_t first_token, uint32_t tokens) {
+    if (is_shared(params, kv_head)) return;
     const uint32_t group = params.heads / params.kv_heads, lane = threadIdx.x % LANES;
-    const uint32_t shared = params.heads - params.routed;
-    if ((kv_head + 1) * group <= shared) return;
-#pragma unroll 4
+#pragma unroll 8
     for (uint32_t i = threadIdx.x / LANES; i < tokens * group; i += PACK_THREADS / LANES) {
         const uint32_t token = first_token + i / group, head = kv_head * group + i % group;
         if (is_selected(params, token, head)) continue;
@@ -84,21 +94,24 @@ static __device__ __forceinline__ void clear_pairs(const Parameters& params, uin
     }
 }
 
-// Writes `rows` and `row_counts`: one thread per token, and one block per PACK_THREADS tokens of
-// each key/value head and sequence. A block counts the rows of all earlier tokens itself, so that
-// no block waits for another. Clears the pairs that have no row.
+// Writes `rows` and `row_counts`: one block per PACK_TOKENS tokens of each key/value head and
+// sequence. A block counts the rows of all earlier tokens itself, so that no block waits for
+// another. Clears the pairs that have no row, which takes all of its threads.
 template <Clear WHAT>
 static __device__ __forceinline__ void pack(const Parameters& params) {
     const uint32_t kv_head = blockIdx.y, group = params.heads / params.kv_heads;
     const uint32_t index = blockIdx.z * params.kv_heads + kv_head;
-    const uint32_t first = blockIdx.z * params.query_length, start = blockIdx.x * PACK_THREADS;
+    const uint32_t first = blockIdx.z * params.query_length, start = blockIdx.x * PACK_TOKENS;
     const uint32_t token = start + threadIdx.x;
-    uint32_t earlier = 0, earlier_total, total;
-#pragma unroll 4
-    for (uint32_t before = threadIdx.x; before < start; before += PACK_THREADS)
-        earlier += count_selected(params, first + before, kv_head);
-    count_before(earlier, earlier_total);
-    const bool exists = token < params.query_length;
+    uint32_t earlier_total = start * group, total;
+    if (!is_shared(params, kv_head)) {
+        uint32_t earlier = 0;
+#pragma unroll 8
+        for (uint32_t before = threadIdx.x; before < start; before += PACK_THREADS)
+            earlier += count_selected(params, first + before, kv_head);
+        count_before(earlier, earlier_total);
+    }
+    const bool exists = threadIdx.x < PACK_TOKENS && token < params.query_length;
     uint32_t count = exists ? count_selected(params, first + token, kv_head) : 0;
     uint32_t* slot = params.rows + uint64_t(index) * params.query_length * group + earlier_total +
                      count_before(count, total);
@@ -108,7 +121,7 @@ static __device__ __forceinline__ void pack(const Parameters& params) {
                 *slot++ = token * group + h;
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0)
         params.row_counts[index] = earlier_total + total;
-    const uint32_t tokens = min(uint32_t(PACK_THREADS), params.query_length - start);
+    const uint32_t tokens = min(uint32_t(PACK_TOKENS), params.query_length - start);
     clear_pairs<WHAT>(params, kv_head, first + start, tokens);
 }
 

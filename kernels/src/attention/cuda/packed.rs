@@ -7,8 +7,9 @@ use super::{Addresses, AttentionArgs};
 use crate::cuda::{Cuda, address_or_null, mirrored};
 use crate::error::Result;
 
-/// Threads per block of the packing kernels, one per token.
+/// Threads and tokens per block of the packing kernels.
 const PACK_THREADS: usize = 512;
+const PACK_TOKENS: usize = 128;
 /// Threads and (token, head) pairs per block of the kernels with one warp per pair.
 const PAIR_THREADS: usize = 256;
 const PAIRS: usize = 8;
@@ -163,7 +164,7 @@ impl<'a, 'v> Packed<'a, 'v> {
         let parameters = Parameters::new(args, at, if selected { scratch } else { 0 });
         let packed = Packed { cuda, args, parameters };
         if selected {
-            let blocks = shape.query_length.div_ceil(PACK_THREADS);
+            let blocks = shape.query_length.div_ceil(PACK_TOKENS);
             let grid = [blocks, shape.kv_heads, shape.batch];
             packed.run(PACK_THREADS, kernel, grid, 0)?;
         }

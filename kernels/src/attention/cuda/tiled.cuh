@@ -89,6 +89,7 @@ static_assert(sizeof(Parameters) == 208 && offsetof(Parameters, q) == 0 &&
 // More than 48 KiB of dynamic shared memory must be enabled for each kernel before its launch.
 
 constexpr int PACK_THREADS = 512;
+constexpr int PACK_TOKENS = 128;
 constexpr int PAIR_THREADS = 256;
 constexpr int PAIRS_PER_BLOCK = PAIR_THREADS / 32;
 
