@@ -1,4 +1,4 @@
-// AdamW and the sums for clipping. The squared norm is never copied to the host.
+// AdamW and the sums for clipping.
 #include "../cuda/operators.cuh"
 
 namespace adamw {
@@ -36,7 +36,6 @@ static_assert(sizeof(Sum) == 32 && offsetof(Sum, x) == 0 && offsetof(Sum, out) =
               "as in adamw/cuda.rs");
 
 struct Update {
-    const double* squared_norm;
     const void* gradients;
     void* weights;
     // The remainders of the weights' rounding; null for weights without them.
@@ -44,7 +43,8 @@ struct Update {
     void* first_moment;
     void* second_moment;
     uint64_t count;
-    double clip_norm;
+    // The factor by which clipping scales every gradient.
+    float clip;
     float keep;
     float rate;
     float root_correction;
@@ -53,16 +53,17 @@ struct Update {
     float share1;
     float share2;
     float eps;
+    uint32_t padding;
 };
-static_assert(sizeof(Update) == 96 && offsetof(Update, squared_norm) == 0 &&
-              offsetof(Update, gradients) == 8 && offsetof(Update, weights) == 16 &&
-              offsetof(Update, remainder) == 24 && offsetof(Update, first_moment) == 32 &&
-              offsetof(Update, second_moment) == 40 && offsetof(Update, count) == 48 &&
-              offsetof(Update, clip_norm) == 56 && offsetof(Update, keep) == 64 &&
-              offsetof(Update, rate) == 68 && offsetof(Update, root_correction) == 72 &&
-              offsetof(Update, beta1) == 76 && offsetof(Update, beta2) == 80 &&
-              offsetof(Update, share1) == 84 && offsetof(Update, share2) == 88 &&
-              offsetof(Update, eps) == 92,
+static_assert(sizeof(Update) == 88 && offsetof(Update, gradients) == 0 &&
+              offsetof(Update, weights) == 8 && offsetof(Update, remainder) == 16 &&
+              offsetof(Update, first_moment) == 24 && offsetof(Update, second_moment) == 32 &&
+              offsetof(Update, count) == 40 && offsetof(Update, clip) == 48 &&
+              offsetof(Update, keep) == 52 && offsetof(Update, rate) == 56 &&
+              offsetof(Update, root_correction) == 60 && offsetof(Update, beta1) == 64 &&
+              offsetof(Update, beta2) == 68 && offsetof(Update, share1) == 72 &&
+              offsetof(Update, share2) == 76 && offsetof(Update, eps) == 80 &&
+              offsetof(Update, padding) == 84,
               "as in adamw/cuda.rs");
 
 // The segment of a block: the last one that starts at or before it.
@@ -147,7 +148,7 @@ __device__ __forceinline__ int16_t remainder_of(float, float) { return 0; }
 
 // Updates N elements at a time from `start` on.
 template <class T, class G, class M, int N>
-__device__ void update_from(const Update& p, float clip, uint64_t start) {
+__device__ void update_from(const Update& p, uint64_t start) {
     const Pack<G, N>* gradients = packs<N>(static_cast<const G*>(p.gradients) + start);
     Pack<T, N>* weights = packs<N>(static_cast<T*>(p.weights) + start);
     Pack<int16_t, N>* remainders = packs<N>(p.remainder + start);
@@ -163,7 +164,7 @@ __device__ void update_from(const Update& p, float clip, uint64_t start) {
         }
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            const float g = to_float(gradient.at[j]) * clip;
+            const float g = to_float(gradient.at[j]) * p.clip;
             const float m = p.beta1 * to_float(first.at[j]) + p.share1 * g;
             const float v = p.beta2 * to_float(second.at[j]) + p.share2 * g * g;
             const float denominator = sqrtf(v) * p.root_correction + p.eps;
@@ -185,15 +186,13 @@ __device__ void update_from(const Update& p, float clip, uint64_t start) {
 
 template <class T, class G, class M>
 __device__ void update(const Update& p) {
-    const double norm = sqrt(p.squared_norm[0]);
-    const float clip = float(fmin(p.clip_norm / (norm + 1e-6), 1.0));
     uint64_t rest = 0;
     if (aligned(p.gradients) && aligned(p.weights) && aligned(p.remainder) &&
         aligned(p.first_moment) && aligned(p.second_moment)) {
-        update_from<T, G, M, PACKED>(p, clip, 0);
+        update_from<T, G, M, PACKED>(p, 0);
         rest = p.count / PACKED * PACKED;
     }
-    update_from<T, G, M, 1>(p, clip, rest);
+    update_from<T, G, M, 1>(p, rest);
 }
 
 }  // namespace adamw

@@ -4,7 +4,7 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::remainder::{join, split};
-use super::{AdamWUpdate, Constants, Optimizer, check, clip_factor};
+use super::{AdamWUpdate, Constants, Optimizer, check};
 use crate::cpu::Cpu;
 use crate::error::{Result, check_len};
 use crate::math::sum_of_squares;
@@ -14,19 +14,13 @@ use crate::simd::vectorized;
 /// Elements per task.
 const CHUNK: usize = 16 * 1024;
 
-/// The constants of a step and the clip factor.
-struct Rule {
-    constants: Constants,
-    clip: f32,
-}
-
-impl Rule {
+impl Constants {
     /// Returns the updated parameter; updates `m` and `v` in place.
     #[inline(always)]
     fn update(&self, parameter: f32, gradient: f32, m: &mut f32, v: &mut f32) -> f32 {
-        let Constants { keep, rate, root_correction, beta1, beta2, share1, share2, eps } =
-            self.constants;
-        let gradient = gradient * self.clip;
+        let &Constants { clip, keep, rate, root_correction, .. } = self;
+        let &Constants { beta1, beta2, share1, share2, eps, .. } = self;
+        let gradient = gradient * clip;
         *m = beta1 * *m + share1 * gradient;
         *v = beta2 * *v + share2 * gradient * gradient;
         let denominator = v.sqrt() * root_correction + eps;
@@ -94,17 +88,15 @@ impl Optimizer for Cpu {
         &self,
         args: AdamWUpdate<'_, Self, T, G, S>,
     ) -> Result<()> {
-        let AdamWUpdate { step, squared_norm, gradients, weights, remainder, .. } = args;
+        let AdamWUpdate { step, gradients, weights, remainder, .. } = args;
         let AdamWUpdate { first_moment, second_moment, .. } = args;
         check::<T>(
             gradients.len(),
-            squared_norm.len(),
             weights.len(),
             remainder.as_ref().map(|remainder| remainder.len()),
             [first_moment.len(), second_moment.len()],
         )?;
-        let clip = clip_factor(step.clip_norm, squared_norm[0]) as f32;
-        let rule = Rule { constants: Constants::new(step), clip };
+        let rule = Constants::new(step);
         let state = (
             gradients.par_chunks(CHUNK),
             first_moment.par_chunks_mut(CHUNK),
@@ -133,7 +125,7 @@ impl Optimizer for Cpu {
 
 #[inline(always)]
 fn update<G: Element, M: Element>(
-    rule: &Rule,
+    rule: &Constants,
     gradients: &[G],
     first_moment: &mut [M],
     second_moment: &mut [M],

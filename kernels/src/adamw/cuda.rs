@@ -54,25 +54,24 @@ mirrored!(Sum, 32, x 0, out 8, count 16, scale 24);
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
 struct Update {
-    squared_norm: u64,
     gradients: u64,
     weights: u64,
     remainder: u64,
     first_moment: u64,
     second_moment: u64,
     count: u64,
-    clip_norm: f64,
     constants: Constants,
+    padding: u32,
 }
 
 mirrored!(
-    Update, 96,
-    squared_norm 0, gradients 8, weights 16, remainder 24, first_moment 32, second_moment 40,
-    count 48, clip_norm 56, constants 64,
+    Update, 88,
+    gradients 0, weights 8, remainder 16, first_moment 24, second_moment 32, count 40,
+    constants 48, padding 84,
 );
 mirrored!(
-    Constants, 32,
-    keep 0, rate 4, root_correction 8, beta1 12, beta2 16, share1 20, share2 24, eps 28,
+    Constants, 36,
+    clip 0, keep 4, rate 8, root_correction 12, beta1 16, beta2 20, share1 24, share2 28, eps 32,
 );
 
 /// The table of up to [`SEGMENTS`] segments, with one block per `of_block` elements of each, and
@@ -132,25 +131,23 @@ impl Optimizer for Cuda {
         &self,
         args: AdamWUpdate<'_, Self, T, G, S>,
     ) -> Result<()> {
-        let AdamWUpdate { step, squared_norm, gradients, weights, remainder, .. } = args;
+        let AdamWUpdate { step, gradients, weights, remainder, .. } = args;
         let AdamWUpdate { first_moment, second_moment, .. } = args;
         check::<T>(
             gradients.len,
-            squared_norm.len,
             weights.len,
             remainder.as_ref().map(|remainder| remainder.len),
             [first_moment.len, second_moment.len],
         )?;
         let parameters = Update {
-            squared_norm: squared_norm.address,
             gradients: gradients.address,
             weights: weights.address,
             remainder: remainder.map_or(0, |remainder| remainder.address),
             first_moment: first_moment.address,
             second_moment: second_moment.address,
             count: gradients.len as u64,
-            clip_norm: step.clip_norm,
             constants: Constants::new(step),
+            padding: 0,
         };
         let kernel = name::<S>(&name::<G>(&name::<T>("adamw")));
         self.launch(&kernel, [blocks(gradients.len), 1], 0, &parameters)

@@ -35,6 +35,8 @@ pub struct AdamW {
     pub weight_decay: f64,
     /// Maximum global gradient norm; larger gradients are scaled down to it.
     pub clip_norm: f64,
+    /// Global norm of the gradients before clipping.
+    pub grad_norm: f64,
     /// Number of this step, from 1, for the bias corrections.
     pub step: u64,
 }
@@ -43,8 +45,6 @@ pub struct AdamW {
 pub struct AdamWUpdate<'a, M: Memory, T: Element, G: Element, S: Element> {
     /// The step's constants.
     pub step: &'a AdamW,
-    /// Square of the global gradient norm, for clipping; `[1]`.
-    pub squared_norm: View<'a, M, f64>,
     /// Gradients.
     pub gradients: View<'a, M, G>,
     /// Weights, updated in place.
@@ -74,15 +74,12 @@ pub trait Optimizer: Memory {
     ) -> Result<()>;
 }
 
-/// The factor by which clipping scales every gradient, from the squared global norm.
-pub fn clip_factor(clip_norm: f64, squared_norm: f64) -> f64 {
-    (clip_norm / (squared_norm.sqrt() + 1e-6)).min(1.0)
-}
-
 /// The constants in the form of the inner loop (adamw.cu has the same fields).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 struct Constants {
+    /// The factor by which clipping scales every gradient.
+    clip: f32,
     keep: f32,
     rate: f32,
     root_correction: f32,
@@ -99,6 +96,7 @@ impl Constants {
     fn new(step: &AdamW) -> Self {
         let exponent = i32::try_from(step.step).unwrap_or(i32::MAX);
         Constants {
+            clip: (step.clip_norm / (step.grad_norm + 1e-6)).min(1.0) as f32,
             keep: (1.0 - step.learning_rate * step.weight_decay) as f32,
             rate: (step.learning_rate / (1.0 - step.beta1.powi(exponent))) as f32,
             root_correction: (1.0 / (1.0 - step.beta2.powi(exponent)).sqrt()) as f32,
@@ -114,12 +112,10 @@ impl Constants {
 /// Checks the lengths of an update of `len` parameters of type `T`.
 fn check<T: Element>(
     len: usize,
-    squared_norm: usize,
     weights: usize,
     remainder: Option<usize>,
     moments: [usize; 2],
 ) -> Result<()> {
-    check_len("adamw", "squared_norm", squared_norm, 1)?;
     check_len("adamw", "weights", weights, len)?;
     check_len("adamw", "first_moment", moments[0], len)?;
     check_len("adamw", "second_moment", moments[1], len)?;

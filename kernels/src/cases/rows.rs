@@ -324,6 +324,7 @@ fn adamw<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
         eps: 1e-8,
         weight_decay: 0.1,
         clip_norm: 1.0,
+        grad_norm: 1.0,
         step: 10,
     };
     let len = sizes.vocabulary * sizes.width;
@@ -333,14 +334,12 @@ fn adamw<B: Backend, T: Element>(sizes: Sizes) -> Case<B> {
     Case::new("adamw", Work::Bytes(bytes as u64), move |backend: &B| {
         let mut weights = random_elements::<B, T>(backend, len)?;
         let gradients = random_elements::<B, f32>(backend, len)?;
-        let squared_norm = upload(backend, &[1f64])?;
         let mut remainder = upload(backend, &vec![0i16; if with_remainder { len } else { 0 }])?;
         let mut first_moment = random_elements::<B, f32>(backend, len)?;
         let mut second_moment = upload(backend, &vec![1f32; len])?;
         Ok(move |backend: &B| {
             backend.adamw(AdamWUpdate {
                 step: &STEP,
-                squared_norm: B::whole(&squared_norm),
                 gradients: B::whole(&gradients),
                 weights: B::whole_mut(&mut weights),
                 remainder: with_remainder.then(|| B::whole_mut(&mut remainder)),

@@ -18,6 +18,7 @@ const STEP: AdamW = AdamW {
     eps: 1e-8,
     weight_decay: 0.1,
     clip_norm: 1.0,
+    grad_norm: 1.0,
     step: 1,
 };
 
@@ -51,20 +52,20 @@ fn agrees<B: Backend, T: Element, G: Element, M: Element>(device: &B, len: usize
     for number in 1..=4 {
         let gradients: Vec<G> = random.elements(len);
         let squared_norm = wide(&gradients).iter().map(|x| x * x).sum::<f64>() + 2.0;
+        let grad_norm = squared_norm.sqrt();
         // Every second step clips.
-        let clip_norm = if number % 2 == 0 { 0.5 * squared_norm.sqrt() } else { f64::MAX };
-        let step = AdamW { step: number, clip_norm, ..STEP };
+        let clip_norm = if number % 2 == 0 { 0.5 * grad_norm } else { f64::MAX };
+        let step = AdamW { step: number, clip_norm, grad_norm, ..STEP };
         let before = exact::<B, T>(device, &weights, remainder.as_ref());
         let state = [
             tensor(&before, len),
             tensor(&download::<B, M>(device, &first), len),
             tensor(&download::<B, M>(device, &second), len),
         ];
-        let (norm, gradient) = (upload(device, &[squared_norm]), upload(device, &gradients));
+        let gradient = upload(device, &gradients);
         device
             .adamw(AdamWUpdate {
                 step: &step,
-                squared_norm: B::whole(&norm),
                 gradients: B::whole(&gradient),
                 weights: B::whole_mut(&mut weights),
                 remainder: remainder.as_mut().map(|remainder| B::whole_mut(remainder)),
@@ -73,8 +74,7 @@ fn agrees<B: Backend, T: Element, G: Element, M: Element>(device: &B, len: usize
             })
             .unwrap();
         let [parameter, m, v] =
-            operators::adamw(&step, squared_norm, &tensor(&gradients, len), state.each_ref())
-                .unwrap();
+            operators::adamw(&step, &tensor(&gradients, len), state.each_ref()).unwrap();
         assert_close("m", &download::<B, M>(device, &first), &flat(&m), tolerance::<M>());
         assert_close("v", &download::<B, M>(device, &second), &flat(&v), tolerance::<M>());
         let after = download::<B, T>(device, &weights);
@@ -105,10 +105,9 @@ fn weights_in_f32_have_no_remainder() {
     fn check<B: Backend>(device: &B) {
         let zeros = |len| upload(device, &vec![0f32; len]);
         let (mut weights, gradients, mut m, mut v) = (zeros(2), zeros(2), zeros(2), zeros(2));
-        let (norm, mut remainder) = (upload(device, &[1f64]), upload(device, &[0i16; 2]));
+        let mut remainder = upload(device, &[0i16; 2]);
         let refused = device.adamw(AdamWUpdate {
             step: &STEP,
-            squared_norm: B::whole(&norm),
             gradients: B::whole::<f32>(&gradients),
             weights: B::whole_mut::<f32>(&mut weights),
             remainder: Some(B::whole_mut(&mut remainder)),
@@ -129,11 +128,10 @@ fn parts_that_no_pack_begins_at_are_updated_alone() {
         let mut weights = upload(device, &[bf16::ONE; 40]);
         let mut remainder = upload(device, &[0i16; 40]);
         let (mut m, mut v) = (upload(device, &[0f32; 40]), upload(device, &[0f32; 40]));
-        let (norm, part) = (upload(device, &[1f64]), 3..37);
+        let part = 3..37;
         device
             .adamw(AdamWUpdate {
                 step: &STEP,
-                squared_norm: B::whole(&norm),
                 gradients: B::view(&gradients, part.clone()),
                 weights: B::view_mut(&mut weights, part.clone()),
                 remainder: Some(B::view_mut(&mut remainder, state.clone())),
@@ -161,7 +159,6 @@ fn decay_alone_shrinks_a_weight_without_gradient() {
     let (mut weights, mut first, mut second) = ([2f32], [0f32], [0f32]);
     let update = AdamWUpdate::<Cpu, f32, f32, f32> {
         step: &STEP,
-        squared_norm: &[0.0],
         gradients: &[0f32],
         weights: &mut weights,
         remainder: None,

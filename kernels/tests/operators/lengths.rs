@@ -62,6 +62,7 @@ const STEP: AdamW = AdamW {
     eps: 1e-8,
     weight_decay: 0.1,
     clip_norm: 1.0,
+    grad_norm: 1.0,
     step: 1,
 };
 const ATTENTION: AttentionShape = AttentionShape {
@@ -193,17 +194,7 @@ const OPERATORS: &[(&str, &[Fit])] = &[
     ),
     ("add", &[Exactly(WIDTH), Exactly(WIDTH), Exactly(WIDTH)]),
     ("squared_norms", &[AtLeast(0), AtLeast(0), Exactly(1)]),
-    (
-        "adamw",
-        &[
-            Exactly(1),
-            Exactly(WIDTH),
-            Exactly(WIDTH),
-            Exactly(WIDTH),
-            Exactly(WIDTH),
-            Exactly(WIDTH),
-        ],
-    ),
+    ("adamw", &[Exactly(WIDTH), Exactly(WIDTH), Exactly(WIDTH), Exactly(WIDTH), Exactly(WIDTH)]),
 ];
 
 fn right(fits: &[Fit]) -> Vec<usize> {

@@ -235,13 +235,13 @@ fn update<T: Element>(weights: &[T], gradients: &[f32]) -> (f64, Vec<T>, [Vec<f3
         eps: 1e-8,
         weight_decay: 0.1,
         clip_norm: 1.0,
+        grad_norm: norm[0].sqrt(),
         step: 3,
     };
     let (mut updated, zeros) = (weights.to_vec(), vec![0f32; weights.len()]);
     let [mut m, mut v] = [zeros.clone(), zeros];
     let args = AdamWUpdate::<Cpu, T, f32, f32> {
         step: &step,
-        squared_norm: &norm,
         gradients,
         weights: &mut updated,
         remainder: None,

@@ -36,11 +36,6 @@ impl<B: Memory> StepSums<B> {
         B::view_mut(&mut self.sums, 1..2)
     }
 
-    /// The squared norm of the gradients, `[1]`.
-    pub fn squared_norm(&self) -> B::View<'_, f64> {
-        B::view(&self.sums, 2..3)
-    }
-
     /// The mutable squared norm of the gradients, `[1]`.
     pub fn squared_norm_mut(&mut self) -> B::ViewMut<'_, f64> {
         B::view_mut(&mut self.sums, 2..3)

@@ -78,7 +78,7 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         Ok(backend.squared_norms(&parts.collect::<Vec<_>>(), sums.squared_norm_mut())?)
     }
 
-    /// Updates the shard of the model's weights by one step, clipping by the norm in `sums`.
+    /// Updates the shard of the model's weights by one step.
     /// `step.weight_decay` applies to matrices only. `updated` is called with the weights as soon
     /// as the shard of a buffer is updated.
     ///
@@ -88,7 +88,6 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         &mut self,
         model: &mut Model<B, T>,
         gradients: &FlatBuffers<B, G>,
-        sums: &StepSums<B>,
         step: &AdamW,
         updated: OnBuffer<'_, B, T>,
     ) -> Result<(), Error>
@@ -107,7 +106,6 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
                 let weight_decay = if decays { step.weight_decay } else { 0.0 };
                 backend.adamw(AdamWUpdate {
                     step: &AdamW { weight_decay, ..*step },
-                    squared_norm: sums.squared_norm(),
                     gradients: gradients.view(flat, range.clone()),
                     weights: model.weights_mut().view_mut(flat, range.clone()),
                     remainder: self

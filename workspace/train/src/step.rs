@@ -296,17 +296,22 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         }
         let Optimizer { beta1, beta2, eps, weight_decay, clip_norm } = self.plan.optimizer;
         let Update { number, learning_rate, .. } = update;
-        let constants =
-            AdamW { learning_rate, beta1, beta2, eps, weight_decay, clip_norm, step: number };
+        let grad_norm = taken.grad_norm;
+        let constants = AdamW {
+            learning_rate,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            clip_norm,
+            grad_norm,
+            step: number,
+        };
         let _optimizer = span::enter("optimizer");
         let data_parallel = &mut self.data_parallel;
-        optimizer.update(
-            model,
-            &self.gradients,
-            &self.sums,
-            &constants,
-            &mut |weights, flat| data_parallel.start_weights(weights, flat),
-        )?;
+        optimizer.update(model, &self.gradients, &constants, &mut |weights, flat| {
+            data_parallel.start_weights(weights, flat)
+        })?;
         Ok(taken)
     }
 

@@ -395,13 +395,11 @@ fn squared_norms<B: Backend>(device: &B, lengths: &[usize]) -> Result<()> {
 }
 
 fn adamw<B: Backend>(device: &B, lengths: &[usize]) -> Result<()> {
-    let squared_norm = zeros::<B, f64>(device, lengths[0]);
-    let mut weights = zeros::<B, bf16>(device, lengths[2]);
-    let mut remainder = zeros::<B, i16>(device, lengths[3]);
-    let [_, gradients, _, _, mut first, mut second] = floats(device, lengths);
+    let [gradients, _, _, mut first, mut second] = floats(device, lengths);
+    let mut weights = zeros::<B, bf16>(device, lengths[1]);
+    let mut remainder = zeros::<B, i16>(device, lengths[2]);
     device.adamw::<bf16, f32, f32>(AdamWUpdate {
         step: &STEP,
-        squared_norm: B::whole(&squared_norm),
         gradients: B::whole(&gradients),
         weights: B::whole_mut(&mut weights),
         remainder: Some(B::whole_mut(&mut remainder)),

@@ -203,12 +203,12 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> Result<(T
 /// One AdamW step: the new (parameters, first moment, second moment).
 pub fn adamw(
     step: &AdamW,
-    squared_norm: f64,
     gradient: &Tensor,
     [parameter, first, second]: [&Tensor; 3],
 ) -> Result<[Tensor; 3]> {
-    let &AdamW { learning_rate, beta1, beta2, eps, weight_decay, clip_norm, step } = step;
-    let gradient = (gradient * (clip_norm / (squared_norm.sqrt() + 1e-6)).min(1.0))?;
+    let &AdamW { learning_rate, beta1, beta2, eps, weight_decay, clip_norm, grad_norm, step } =
+        step;
+    let gradient = (gradient * (clip_norm / (grad_norm + 1e-6)).min(1.0))?;
     let first = ((first * beta1)? + (&gradient * (1.0 - beta1))?)?;
     let second = ((second * beta2)? + (gradient.sqr()? * (1.0 - beta2))?)?;
     let mean = (&first / (1.0 - beta1.powf(step as f64)))?;

@@ -78,10 +78,11 @@ pub const ADAMW: AdamW = AdamW {
     eps: 1e-8,
     weight_decay: 0.1,
     clip_norm: 1.0,
+    grad_norm: 1.0,
     step: 1,
 };
 
-/// Updates all weights by AdamW; `moments` are the first and the second.
+/// Updates all weights by AdamW, with the norm of `gradients`; `moments` are the first and the second.
 pub fn update<B: Backend + Clone, T: Element, G: Element>(
     model: &mut Model<B, T>,
     step: &AdamW,
@@ -94,13 +95,14 @@ pub fn update<B: Backend + Clone, T: Element, G: Element>(
     let parts: Vec<_> =
         segments.map(|(flat, segment)| gradients.view(flat, segment.range.clone())).collect();
     backend.squared_norms(&parts, sums.squared_norm_mut()).unwrap();
+    let [_, _, squared_norm] = sums.read(&backend).unwrap();
+    let step = &AdamW { grad_norm: squared_norm.sqrt(), ..*step };
     let [first, second] = moments;
     for flat in 0..model.layout().flats.len() {
         let all = 0..model.layout().flats[flat].len;
         backend
             .adamw(AdamWUpdate {
                 step,
-                squared_norm: sums.squared_norm(),
                 gradients: gradients.view(flat, all.clone()),
                 weights: model.weights_mut().view_mut(flat, all.clone()),
                 remainder: None,
