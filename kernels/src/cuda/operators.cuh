@@ -11,7 +11,15 @@
 
 constexpr int THREADS = 256;
 
-// Defines the kernel `name`, which runs `function(parameters)`.
+// Defines the kernel `name`, which runs `function(parameters)` in blocks of at most `threads`
+// threads, with registers for `blocks` of them on a multiprocessor.
+#define EXPORT_BLOCKS(threads, blocks, name, function, Parameters)                              \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name(Parameters parameters) { \
+        function(parameters);                                                                   \
+    }                                                                                           \
+    REGISTER(name)
+
+// The same with blocks of THREADS threads, and registers as the compiler chooses.
 #define EXPORT(name, function, Parameters)                                              \
     extern "C" __global__ void __launch_bounds__(THREADS) name(Parameters parameters) { \
         function(parameters);                                                           \

@@ -9,8 +9,9 @@ use crate::memory::WorkingSet;
 
 /// Maximum blocks: several times as many as fill a large GPU.
 pub(crate) const MOST_BLOCKS: usize = 4096;
-/// Maximum groups of tokens whose weight gradients are summed separately.
-pub(crate) const NORM_GROUPS: usize = 64;
+/// Maximum groups of tokens whose weight gradients are summed separately: a block each, a few times
+/// as many as a large GPU has multiprocessors.
+pub(crate) const NORM_GROUPS: usize = 512;
 /// Maximum groups of tokens whose gradients of query and key norms are summed separately.
 pub(crate) const QK_NORM_GROUPS: usize = 1024;
 /// Device memory of cuBLASLt's workspace.

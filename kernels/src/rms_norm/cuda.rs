@@ -8,6 +8,15 @@ use crate::error::{Result, check_len};
 use crate::gpu_workspace::{NORM_GROUPS, norm_bytes};
 use crate::scalar::Element;
 
+/// Columns of a block of `rms_norm_backward_weight`.
+const SUM_COLUMNS: usize = 8;
+/// Bytes that a thread reads at once.
+const WIDE_BYTES: u64 = 16;
+/// Threads of a warp, of which blocks consist.
+const WARP: usize = 32;
+/// Maximum threads of a block of `rms_norm_backward_rows`.
+const MOST_THREADS: usize = 1024;
+
 /// `Forward` of rms_norm.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -83,9 +92,26 @@ impl RmsNorm for Cuda {
             width: width as u64,
             groups: groups as u64,
         };
-        let columns = width.div_ceil(THREADS);
-        self.launch(&name::<T>("rms_norm_backward_input"), [tokens, 1], 0, &parameters)?;
-        self.launch(&name::<T>("rms_norm_backward_partial"), [columns, groups], 0, &parameters)?;
-        self.launch(&name::<G>("rms_norm_backward_weight"), [columns, 1], 0, &parameters)
+        if let Some(threads) = parameters.threads_of_row::<T>() {
+            let kernel = name::<T>("rms_norm_backward_rows");
+            self.launch_blocks_of(threads, &kernel, [groups, 1, 1], 0, &parameters)?;
+        } else {
+            let columns = [width.div_ceil(THREADS), groups];
+            self.launch(&name::<T>("rms_norm_backward_input"), [tokens, 1], 0, &parameters)?;
+            self.launch(&name::<T>("rms_norm_backward_partial"), columns, 0, &parameters)?;
+        }
+        let columns = [width.div_ceil(SUM_COLUMNS), 1];
+        self.launch(&name::<G>("rms_norm_backward_weight"), columns, 0, &parameters)
+    }
+}
+
+impl Backward {
+    /// Threads of a block whose threads read 16 bytes of a row each, if there is one.
+    fn threads_of_row<T: Element>(&self) -> Option<usize> {
+        let Backward { x, weight, d_y, d_x, partial, width, .. } = *self;
+        let bytes = width * size_of::<T>() as u64;
+        let aligned = [x, weight, d_y, d_x, partial, bytes].iter().all(|at| at % WIDE_BYTES == 0);
+        let threads = ((bytes / WIDE_BYTES) as usize).next_multiple_of(WARP);
+        (aligned && threads <= MOST_THREADS).then_some(threads)
     }
 }

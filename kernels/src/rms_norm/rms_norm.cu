@@ -1,8 +1,14 @@
-// RMSNorm, one block per token; the weight's gradient in two steps, partial sums over groups of
-// tokens and their sum, both in a fixed order.
+// RMSNorm. Forward, one block per token. Backward, one block per group of consecutive tokens, which
+// reads x and d_y once: each thread keeps the gradients of its columns' weights in registers over
+// the group. Rows that are not aligned, or wider than a block's threads, are read once for d_x and
+// once for the group's gradient of the weight. The sum over groups is a kernel of its own. All sums
+// are in a fixed order, the same on every GPU.
 #include "../cuda/operators.cuh"
 
 namespace rms_norm {
+
+// Columns of a block of the sum over groups: 32 bytes, the unit of memory. As in rms_norm/cuda.rs.
+constexpr uint32_t SUM_COLUMNS = 8;
 
 struct Forward {
     const void* x;
@@ -77,6 +83,99 @@ __device__ void forward(const Forward& p) {
     }
 }
 
+// The tokens of group `group`.
+struct Group {
+    uint64_t first, end;
+
+    __device__ __forceinline__ Group(const Backward& p, uint64_t group) {
+        const uint64_t rows = (p.tokens + p.groups - 1) / p.groups;
+        first = group * rows;
+        end = first + rows < p.tokens ? first + rows : p.tokens;
+    }
+};
+
+// What a thread reads of a token.
+template <class T>
+struct Columns {
+    Pack<T, WIDE<T>> x, d_y, d_x;
+    float inv_rms;
+
+    __device__ __forceinline__ void read(const Backward& p, uint64_t token, bool inside) {
+        if (inside) {
+            const uint64_t i = token * (p.width / WIDE<T>) + threadIdx.x;
+            x = packs<WIDE<T>>(static_cast<const T*>(p.x))[i];
+            d_y = packs<WIDE<T>>(static_cast<const T*>(p.d_y))[i];
+            d_x = packs<WIDE<T>>(static_cast<const T*>(p.d_x))[i];
+        }
+        inv_rms = p.inv_rms[token];
+    }
+};
+
+// The sum of `value` over the block's warps, in a fixed order, for all threads. Two calls must not
+// follow each other with the same `partial`: the first one's sums may still be read.
+__device__ __forceinline__ float sum_over_warps(float value, float (&partial)[32]) {
+    value = warp_sum(value);
+    if (threadIdx.x % 32 == 0) {
+        partial[threadIdx.x / 32] = value;
+    }
+    __syncthreads();
+    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? partial[threadIdx.x % 32] : 0.0f);
+}
+
+// Block i: all columns of group i, 16 bytes per thread. The next token is read before this one's
+// sum, so that reads do not wait for the barrier.
+template <class T>
+__device__ void backward_rows(const Backward& p) {
+    constexpr int N = WIDE<T>;
+    __shared__ float partial[2][32];
+    const Group group(p, blockIdx.x);
+    const bool inside = threadIdx.x < p.width / N;
+    Pack<T, N> weight{};
+    Columns<T> next{};
+    if (inside) {
+        weight = static_cast<const Pack<T, N>*>(p.weight)[threadIdx.x];
+    }
+    if (group.first < group.end) {
+        next.read(p, group.first, inside);
+    }
+    const float mean = 1.0f / p.width;
+    float sums[N] = {};
+    for (uint64_t token = group.first; token < group.end; token++) {
+        Columns<T> row = next;
+        if (token + 1 < group.end) {
+            next.read(p, token + 1, inside);
+        }
+        float inner = 0.0f;
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const float product = to_float(row.x.at[j]) * to_float(row.d_y.at[j]);
+            inner += product * to_float(weight.at[j]);
+            sums[j] += product * row.inv_rms;
+        }
+        const float inv_rms = row.inv_rms;
+        const float correction =
+            sum_over_warps(inner, partial[token % 2]) * mean * inv_rms * inv_rms * inv_rms;
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const float gradient = inv_rms * to_float(weight.at[j]) * to_float(row.d_y.at[j]) -
+                                   correction * to_float(row.x.at[j]);
+            row.d_x.at[j] = from_float<T>(to_float(row.d_x.at[j]) + gradient);
+        }
+        if (inside) {
+            const uint64_t i = token * (p.width / N) + threadIdx.x;
+            packs<N>(static_cast<T*>(p.d_x))[i] = row.d_x;
+        }
+    }
+    if (inside) {
+        Pack<float, N> group_sums;
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            group_sums.at[j] = sums[j];
+        }
+        packs<N>(p.partial + blockIdx.x * p.width)[threadIdx.x] = group_sums;
+    }
+}
+
 template <class T, int N>
 __device__ void backward_row(const Backward& p) {
     using P = Pack<T, N>;
@@ -127,15 +226,14 @@ __device__ void backward_input(const Backward& p) {
 // The sums of d_y x inv_rms over a group of tokens, for N columns per thread.
 template <class T, int N>
 __device__ void add_columns(const Backward& p, uint64_t group) {
-    const uint64_t rows = (p.tokens + p.groups - 1) / p.groups;
-    const uint64_t end = group * rows + rows < p.tokens ? group * rows + rows : p.tokens;
+    const Group tokens(p, group);
     const uint64_t packs_of_row = p.width / N;
     if (global_thread() >= packs_of_row) {
         return;
     }
     float sums[N] = {};
 #pragma unroll 4
-    for (uint64_t token = group * rows; token < end; token++) {
+    for (uint64_t token = tokens.first; token < tokens.end; token++) {
         const uint64_t i = token * packs_of_row + global_thread();
         const Pack<T, N> x = packs<N>(static_cast<const T*>(p.x))[i];
         const Pack<T, N> d_y = packs<N>(static_cast<const T*>(p.d_y))[i];
@@ -162,24 +260,40 @@ __device__ void backward_partial(const Backward& p) {
     }
 }
 
+// Adds the sum over groups to the weight's gradient. Each block has few columns, so that many blocks
+// share the groups' rows; a column's groups are shared by the threads of its place.
 template <class G>
 __device__ void backward_weight(const Backward& p) {
-    const uint64_t column = global_thread();
-    if (column >= p.width) {
-        return;
-    }
+    constexpr uint32_t PARTS = THREADS / SUM_COLUMNS;
+    __shared__ float partial[PARTS][SUM_COLUMNS];
+    const uint32_t place = threadIdx.x % SUM_COLUMNS, part = threadIdx.x / SUM_COLUMNS;
+    const uint64_t column = uint64_t(blockIdx.x) * SUM_COLUMNS + place;
     float sum = 0.0f;
-    for (uint64_t group = 0; group < p.groups; group++) {
-        sum += p.partial[group * p.width + column];
+    if (column < p.width) {
+#pragma unroll 8
+        for (uint64_t group = part; group < p.groups; group += PARTS) {
+            sum += p.partial[group * p.width + column];
+        }
     }
-    G& slot = static_cast<G*>(p.d_weight)[column];
-    slot = from_float<G>(to_float(slot) + sum);
+    partial[part][place] = sum;
+    __syncthreads();
+    if (part == 0 && column < p.width) {
+        for (uint32_t other = 1; other < PARTS; other++) {
+            sum += partial[other][place];
+        }
+        G& slot = static_cast<G*>(p.d_weight)[column];
+        slot = from_float<G>(to_float(slot) + sum);
+    }
 }
 
 }  // namespace rms_norm
 
 EXPORT(rms_norm_forward_f32, rms_norm::forward<float>, rms_norm::Forward)
 EXPORT(rms_norm_forward_bf16, rms_norm::forward<bf16>, rms_norm::Forward)
+EXPORT_BLOCKS(1024, 1, rms_norm_backward_rows_f32, rms_norm::backward_rows<float>,
+              rms_norm::Backward)
+EXPORT_BLOCKS(1024, 1, rms_norm_backward_rows_bf16, rms_norm::backward_rows<bf16>,
+              rms_norm::Backward)
 EXPORT(rms_norm_backward_input_f32, rms_norm::backward_input<float>, rms_norm::Backward)
 EXPORT(rms_norm_backward_input_bf16, rms_norm::backward_input<bf16>, rms_norm::Backward)
 EXPORT(rms_norm_backward_partial_f32, rms_norm::backward_partial<float>, rms_norm::Backward)
