@@ -43,6 +43,13 @@ static __device__ __forceinline__ float warp_max(float value) {
     return value;
 }
 
+static __device__ __forceinline__ uint32_t warp_max(uint32_t value) {
+#pragma unroll
+    for (int bits = 16; bits > 0; bits /= 2)
+        value = max(value, __shfl_xor_sync(ALL_LANES, value, bits));
+    return value;
+}
+
 // 2^value; tiny results become 0.
 static __device__ __forceinline__ float exp2_fast(float value) {
 #ifdef __CUDACC__

@@ -26,6 +26,9 @@ struct Routing {
 
     // The index among the routed heads of local head `head`.
     __device__ __forceinline__ uint32_t index(uint32_t head) const {
+        if (ranks == 1) {
+            return head - shared_heads;
+        }
         const uint32_t group = head / group_size * ranks + rank;
         return group * group_size + head % group_size - shared_heads;
     }

@@ -204,6 +204,34 @@ fn selection_gates_losses_and_gradients_agree_over_more_than_one_task() {
     }
 }
 
+/// More routed heads than a warp has threads, heads of several parts per thread, and sequences and
+/// micro-batches of an odd number of tokens.
+#[test]
+fn many_heads_and_wide_heads_agree() {
+    let many = QkvShape { batch: 3, length: 5, heads: 80, kv_heads: 8, head_dim: 16 };
+    let wide = QkvShape { batch: 5, length: 1, heads: 6, kv_heads: 2, head_dim: 128 };
+    let shapes = [(many, 5, 30), (many, 0, 33), (many, 48, 32), (wide, 2, 2)];
+    let others = [48, 528].map(|head_dim| (QkvShape { head_dim, ..wide }, 1, 3));
+    for (shape, shared_heads, top_k) in shapes.into_iter().chain(others) {
+        let router = QueryNormRouter { shared_heads, top_k };
+        for seed in [1, 2] {
+            on_each_device!(device => agrees::<_, f32>(device, shape, router, seed));
+            on_each_device!(device => agrees::<_, bf16>(device, shape, router, seed));
+        }
+        on_each_device!(device => apart_is_together::<_, f32>(device, shape, router, 3));
+        on_each_device!(device => apart_is_together::<_, bf16>(device, shape, router, 3));
+    }
+}
+
+#[test]
+fn equal_norms_of_many_heads_select_the_lower_ones() {
+    let shape = QkvShape { batch: 1, length: 5, heads: 80, kv_heads: 8, head_dim: 16 };
+    for (shared_heads, top_k) in [(3, 40), (40, 7), (48, 0)] {
+        let router = QueryNormRouter { shared_heads, top_k };
+        on_each_device!(device => equal_norms_pass_nothing(device, shape, router, 5));
+    }
+}
+
 #[test]
 fn backward_agrees_with_central_differences() {
     const NUDGE: f64 = 1e-5;
@@ -258,6 +286,30 @@ fn equal_norms<T: Element>(shape: &QkvShape, random: &mut Random) -> Vec<T> {
         }
     }
     qkv
+}
+
+/// Equal norms select the lower heads, and add no gradient.
+fn equal_norms_pass_nothing<B: Backend>(
+    device: &B,
+    shape: QkvShape,
+    router: QueryNormRouter,
+    seed: u64,
+) {
+    let mut random = Random(seed);
+    let qkv: Vec<f32> = equal_norms(&shape, &mut random);
+    let delta: Vec<f32> = random.elements(shape.tokens() * shape.heads);
+    let d_qkv: Vec<f32> = random.elements(qkv.len());
+    let (delta, tables) = (Some(&delta[..]), &no_rotation(shape.length, shape.head_dim));
+    let (qkv, d_qkv) = (&qkv[..], &d_qkv[..]);
+    let case = Case { shape, router, qkv, d_qkv, delta, balance: BALANCE, tables };
+    let routed = shape.heads - router.shared_heads;
+    let actual = route(device, &case);
+    for (at, &mark) in actual.mask.iter().enumerate() {
+        assert_eq!(mark, u8::from(at % routed < router.top_k));
+    }
+    let uniform = 1.0 / routed as f32;
+    assert!(actual.gates.iter().all(|gate| (gate - uniform).abs() < 1e-7));
+    assert!(actual.d_qkv == d_qkv, "a gradient of the router");
 }
 
 #[test]
@@ -441,22 +493,6 @@ proptest! {
         (shape, router) in routed_shapes(),
         seed: u64,
     ) {
-        let mut random = Random(seed);
-        let qkv: Vec<f32> = equal_norms(&shape, &mut random);
-        let delta: Vec<f32> = random.elements(shape.tokens() * shape.heads);
-        let d_qkv: Vec<f32> = random.elements(qkv.len());
-        let (delta, tables) = (Some(&delta[..]), &no_rotation(shape.length, shape.head_dim));
-        let (qkv, d_qkv) = (&qkv[..], &d_qkv[..]);
-        let case = Case { shape, router, qkv, d_qkv, delta, balance: BALANCE, tables };
-        let routed = shape.heads - router.shared_heads;
-        on_each_device!(device => {
-            let actual = route(device, &case);
-            for (at, &mark) in actual.mask.iter().enumerate() {
-                prop_assert_eq!(mark, u8::from(at % routed < router.top_k));
-            }
-            let uniform = 1.0 / routed as f32;
-            prop_assert!(actual.gates.iter().all(|gate| (gate - uniform).abs() < 1e-7));
-            prop_assert!(actual.d_qkv == d_qkv, "a gradient of the router");
-        });
+        on_each_device!(device => equal_norms_pass_nothing(device, shape, router, seed));
     }
 }

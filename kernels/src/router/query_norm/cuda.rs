@@ -16,6 +16,9 @@ use crate::router::{
 };
 use crate::scalar::Element;
 
+/// Tokens of a block, as in query_norm.cu.
+const TOKENS: usize = 2;
+
 /// `Parameters` of query_norm.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -57,9 +60,9 @@ impl Parameters {
         }
     }
 
-    /// Shared memory for three f64 per routed head, which forward requires; backward requires two.
+    /// Shared memory of a block: an f64 per token and routed head.
     fn shared_bytes(routing: &Routing<Cuda>) -> usize {
-        3 * routing.routed() * size_of::<f64>()
+        TOKENS * routing.routed() * size_of::<f64>()
     }
 }
 
@@ -82,6 +85,7 @@ impl Forward<'_> {
         const OPERATOR: &str = "query_norm_forward";
         let &Forward { router, shape, .. } = self;
         let (tokens, heads) = (shape.tokens(), routing.heads());
+        let blocks = [tokens.div_ceil(TOKENS), 1];
         let routed = begin(OPERATOR, router, shape, self.qkv_len, routing)?;
         let all_reduce = exchange(OPERATOR, heads, all_reduce)?;
         let mut parameters = Parameters::new(shape, routing);
@@ -90,11 +94,11 @@ impl Forward<'_> {
         if let Some(all_reduce) = all_reduce.filter(|_| routed > 0) {
             let squares = 0..tokens * routed;
             cuda.zero(routing.saved.view_mut(squares.clone()))?;
-            cuda.launch(&name::<T>("query_norm_squares"), [tokens, 1], 0, &parameters)?;
+            cuda.launch(&name::<T>("query_norm_squares"), blocks, 0, &parameters)?;
             all_reduce(routing.saved.view_mut(squares))?;
         }
         let shared = Parameters::shared_bytes(routing);
-        cuda.launch(&name::<T>("query_norm_forward"), [tokens, 1], shared, &parameters)?;
+        cuda.launch(&name::<T>("query_norm_forward"), blocks, shared, &parameters)?;
         cuda.complete_routing(routing)
     }
 }
@@ -175,6 +179,7 @@ impl<T: Element> Backward<'_, T> {
             all_reduce(table)?;
         }
         let shared = Parameters::shared_bytes(routing);
-        cuda.launch(&name::<T>("query_norm_backward"), [tokens, 1], shared, &parameters)
+        let blocks = [tokens.div_ceil(TOKENS), 1];
+        cuda.launch(&name::<T>("query_norm_backward"), blocks, shared, &parameters)
     }
 }

@@ -1,11 +1,18 @@
-// The query-norm router: norms of a token's queries, the selection, gates, and their gradients,
-// with one block per token. With a rotation, one pass over the queries also applies RoPE.
+// The query-norm router: norms of a token's queries, the selection, gates, and their gradients, with
+// a block for two tokens. With a rotation, one pass over the queries also applies RoPE.
+//
+// A team of threads reads a head, 16 bytes each. One warp routes a token, which takes about as long
+// as a read of memory; meanwhile the other warps rotate the heads that it does not concern.
 #include "../../rope/rope.cuh"
 #include "../routing.cuh"
 
 namespace query_norm {
 
 using router::Routing;
+
+// Tokens of a block, as in router/query_norm/cuda.rs.
+constexpr uint32_t TOKENS = 2;
+constexpr uint32_t WARPS = THREADS / 32;
 
 struct Parameters {
     // Forward: rotated in place if there is a rotation. Backward: the output of forward.
@@ -45,55 +52,162 @@ static_assert(sizeof(Parameters) == 200 && offsetof(Parameters, qkv) == 0 &&
               offsetof(Parameters, rope) == 144,
               "as in router/query_norm/cuda.rs");
 
-template <class T>
-__device__ double squared_norm(const T* head, uint32_t head_dim) {
-    double sum = 0.0;
-    for (uint32_t i = threadIdx.x % 32; i < head_dim; i += 32) {
-        const double x = to_float(head[i]);
-        sum += x * x;
+// The block's tokens.
+struct Tokens {
+    uint64_t first;
+    uint32_t count;
+    // Position of the first token in its sequence.
+    uint32_t position;
+
+    __device__ __forceinline__ explicit Tokens(const Parameters& p) {
+        first = uint64_t(blockIdx.x) * TOKENS;
+        count = p.routing.tokens - first < TOKENS ? p.routing.tokens - first : TOKENS;
+        // The grid's limit keeps tokens below 2^32.
+        position = p.rope.qkv ? uint32_t(first) % uint32_t(p.rope.length) : 0;
     }
-    return warp_sum(sum);
+};
+
+// Teams of the threads of some warps: a team works on one head at a time, a pack of the low half and
+// one of the high half in each thread.
+struct Teams {
+    // Threads of a team, a power of two; this thread's number in it.
+    uint32_t size, thread;
+    // Teams of all warps; the number of the warp's first team, and of this one from there.
+    uint32_t count, first, in_warp;
+
+    // Warps from `first_warp` on.
+    __device__ __forceinline__ Teams(uint32_t packs_of_half, uint32_t first_warp) {
+        size = 32;
+        while (size > packs_of_half) {
+            size /= 2;
+        }
+        thread = threadIdx.x % size;
+        count = (WARPS - first_warp) * (32 / size);
+        first = (threadIdx.x / 32 - first_warp) * (32 / size);
+        in_warp = threadIdx.x % 32 / size;
+    }
+
+    // The sum of `value` over the team's threads, in a fixed order. All threads of the warp call it.
+    __device__ __forceinline__ double sum(double value) const {
+        for (uint32_t bits = 1; bits < size; bits *= 2) {
+            value += __shfl_xor_sync(ALL_LANES, value, bits);
+        }
+        return value;
+    }
+};
+
+// One of the block's heads, and where its packs of N elements are.
+template <int N>
+struct Head {
+    // Number of the token in the block, and of the head among those of a token.
+    uint32_t token, number;
+    uint32_t packs_of_half;
+    // Index of the head's first element, and of the first angle's pack.
+    uint64_t start, angles;
+
+    // Of `heads` heads of each token, the one at `index`; from `skips` on they are `skipped` further.
+    __device__ __forceinline__ Head(const Parameters& p, const Tokens& tokens, uint32_t index,
+                                    uint32_t heads, uint32_t skips, uint32_t skipped) {
+        token = 0;
+        number = index;
+        uint32_t position = tokens.position;
+        // Without divisions, which would take as long as the rotation.
+#pragma unroll
+        for (uint32_t other = 1; other < TOKENS; other++) {
+            if (number >= heads) {
+                number -= heads;
+                token++;
+                position = position + 1 < p.rope.length ? position + 1 : 0;
+            }
+        }
+        number += number < skips ? 0 : skipped;
+        packs_of_half = p.head_dim / 2 / N;
+        start = (tokens.first + token) * p.row_length() + number * p.head_dim;
+        angles = (p.rope.first_position + position) * packs_of_half;
+    }
+};
+
+// The angles of N pairs, if there is a rotation.
+template <int N>
+struct Angles {
+    Pack<float, N> cos, sin;
+
+    __device__ __forceinline__ Angles(const Parameters& p, uint64_t index) {
+        if (p.rope.qkv) {
+            cos = packs<N>(p.rope.cos)[index];
+            sin = packs<N>(p.rope.sin)[index];
+        }
+    }
+};
+
+// Rotates N pairs; back if DIRECTION is -1.
+template <int DIRECTION, class T, int N>
+__device__ __forceinline__ void turn(const Angles<N>& by, Pack<T, N>& low, Pack<T, N>& high) {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        const float2 pair = rope::turned(to_float(low.at[j]), to_float(high.at[j]), by.cos.at[j],
+                                         DIRECTION * by.sin.at[j]);
+        low.at[j] = from_float<T>(pair.x);
+        high.at[j] = from_float<T>(pair.y);
+    }
 }
 
-// Whether head `head` is among the `top_k` largest squares; among equals, lower heads first.
-__device__ __forceinline__ bool selects(const double* squares, const Parameters& p, uint32_t head) {
-    uint32_t ahead = 0;
-    for (uint32_t other = 0; other < p.routing.routed; other++) {
-        const double difference = squares[other] - squares[head];
-        ahead += difference > 0.0 || (difference == 0.0 && other < head);
+// Rotates the heads of `elements` but the queries from `first_routed` on, by the warps from
+// `first_warp` on.
+template <int DIRECTION, class T, int N>
+__device__ void rotate_others(const Parameters& p, const Tokens& tokens, T* elements,
+                              uint32_t first_routed, uint32_t first_warp) {
+    const Teams teams(p.head_dim / 2 / N, first_warp);
+    const uint32_t heads = first_routed + p.kv_heads;
+    for (uint32_t i = teams.first + teams.in_warp; i < heads * tokens.count; i += teams.count) {
+        const Head<N> head(p, tokens, i, heads, first_routed, p.heads - first_routed);
+        Pack<T, N>* lows = packs<N>(elements + head.start);
+        Pack<T, N>* highs = lows + head.packs_of_half;
+        for (uint32_t at = teams.thread; at < head.packs_of_half; at += teams.size) {
+            Pack<T, N> low = lows[at], high = highs[at];
+            turn<DIRECTION>(Angles<N>(p, head.angles + at), low, high);
+            lows[at] = low;
+            highs[at] = high;
+        }
     }
-    return ahead < p.top_k;
 }
 
-// The mean of a token's norms.
-__device__ __forceinline__ double mean_of(const double* norms, uint32_t count) {
-    double sum = 0.0;
-    for (uint32_t i = 0; i < count; i++) {
-        sum += norms[i];
-    }
-    return sum / count;
-}
-
-// 1 / (unbiased standard deviation), or 0 if all norms are equal.
-__device__ __forceinline__ double inverse_deviation(const double* norms, uint32_t count) {
-    const double mean = mean_of(norms, count);
-    double squares = 0.0;
-    bool equal = true;
-    for (uint32_t i = 0; i < count; i++) {
-        squares += (norms[i] - mean) * (norms[i] - mean);
-        equal = equal && norms[i] == norms[0];
-    }
-    return equal ? 0.0 : 1.0 / sqrt(squares / (count - 1.0));
-}
-
-// Writes the squared norms of the local queries to their indices among all routed heads.
-template <class T>
-__device__ void measure(const Parameters& p, const T* row, double* squares) {
+// Writes the squared norms of the local routed queries to their indices among all routed heads, and
+// rotates the queries if `rotates`. The products are exact in f64; sums of those of bf16 elements
+// are exact too unless the elements differ much, so that equal norms have equal squares.
+template <class T, int N>
+__device__ void measure(const Parameters& p, const Tokens& tokens, double* squares, bool rotates) {
     const Routing& r = p.routing;
-    for (uint32_t head = r.local_shared + threadIdx.x / 32; head < p.heads; head += THREADS / 32) {
-        const double square = squared_norm(row + uint64_t(head) * p.head_dim, p.head_dim);
-        if (threadIdx.x % 32 == 0) {
-            squares[r.index(head)] = square;
+    const Teams teams(p.head_dim / 2 / N, 0);
+    const uint32_t heads = p.heads - r.local_shared, count = heads * tokens.count;
+    for (uint32_t first = teams.first; first < count; first += teams.count) {
+        const uint32_t i = first + teams.in_warp;
+        const Head<N> head(p, tokens, i, heads, 0, r.local_shared);
+        double sum = 0.0;
+        if (i < count) {
+            Pack<T, N>* lows = packs<N>(static_cast<T*>(p.qkv) + head.start);
+            Pack<T, N>* highs = lows + head.packs_of_half;
+            for (uint32_t at = teams.thread; at < head.packs_of_half; at += teams.size) {
+                Pack<T, N> low = lows[at], high = highs[at];
+                const Angles<N> angles(p, head.angles + at);
+                double high_sum = 0.0;
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    const double a = to_float(low.at[j]), b = to_float(high.at[j]);
+                    sum += a * a;
+                    high_sum += b * b;
+                }
+                sum += high_sum;
+                if (rotates) {
+                    turn<1>(angles, low, high);
+                    lows[at] = low;
+                    highs[at] = high;
+                }
+            }
+        }
+        sum = teams.sum(sum);
+        if (i < count && teams.thread == 0) {
+            squares[head.token * r.routed + r.index(head.number)] = sum;
         }
     }
 }
@@ -101,144 +215,206 @@ __device__ void measure(const Parameters& p, const T* row, double* squares) {
 // Like `measure`, for ranks, which sum their tables before heads are selected.
 template <class T>
 __device__ void squares(const Parameters& p) {
-    const T* row = static_cast<const T*>(p.qkv) + blockIdx.x * p.row_length();
-    measure(p, row, p.norms + uint64_t(blockIdx.x) * p.routing.routed);
+    const Tokens tokens(p);
+    double* squares = p.norms + tokens.first * p.routing.routed;
+    if (wide<T>(p.head_dim / 2, p.qkv)) {
+        measure<T, WIDE<T>>(p, tokens, squares, false);
+    } else {
+        measure<T, 1>(p, tokens, squares, false);
+    }
 }
 
-// Routes the token: norms, selection, gates. `squares` has room for three elements per routed head.
-template <class T>
-__device__ void route(const Parameters& p, const T* row, double* squares) {
+// Routes the token by a warp: norms, selection, gates. `values` are the squares of the routed heads;
+// each thread replaces its own by what it needs next.
+__device__ __forceinline__ void route(const Parameters& p, uint64_t token, double* values) {
     const Routing& r = p.routing;
-    const uint64_t table = uint64_t(blockIdx.x) * r.routed;
-    double* norms = squares + r.routed;
-    double* exponentials = norms + r.routed;
-    if (r.ranks == 1) {
-        measure(p, row, squares);
-    } else {
-        for (uint32_t head = threadIdx.x; head < r.routed; head += THREADS) {
-            squares[head] = p.norms[table + head];
+    const uint32_t lane = threadIdx.x % 32;
+    const uint64_t table = token * r.routed;
+    if (r.ranks > 1) {
+        for (uint32_t head = lane; head < r.routed; head += 32) {
+            values[head] = p.norms[table + head];
         }
+        __syncwarp();
     }
-    __syncthreads();
-    for (uint32_t head = threadIdx.x; head < r.routed; head += THREADS) {
-        norms[head] = sqrt(squares[head]);
+    // The largest squares; among equals, lower heads first.
+    for (uint32_t head = lane; head < r.routed; head += 32) {
+        const double square = values[head];
+        uint32_t ahead = 0;
+#pragma unroll 4
+        for (uint32_t other = 0; other < r.routed; other++) {
+            const double rival = values[other];
+            ahead += rival > square || (rival == square && other < head);
+        }
+        r.selected[table + head] = ahead < p.top_k;
     }
-    __syncthreads();
-    const double inv_std = inverse_deviation(norms, r.routed);
-    double largest = 0.0;
-    for (uint32_t head = 0; head < r.routed; head++) {
-        largest = norms[head] > largest ? norms[head] : largest;
+    __syncwarp();  // The squares have been compared.
+    double sum = 0.0, smallest = INFINITY, largest = 0.0;
+    for (uint32_t head = lane; head < r.routed; head += 32) {
+        const double norm = sqrt(values[head]);
+        values[head] = norm;
+        p.norms[table + head] = norm;
+        sum += norm;
+        smallest = norm < smallest ? norm : smallest;
+        largest = norm > largest ? norm : largest;
     }
-    for (uint32_t head = threadIdx.x; head < r.routed; head += THREADS) {
-        exponentials[head] = exp((norms[head] - largest) * inv_std);
+    sum = warp_sum(sum);
+    for (int bits = 16; bits > 0; bits /= 2) {
+        const double low = __shfl_xor_sync(ALL_LANES, smallest, bits);
+        const double high = __shfl_xor_sync(ALL_LANES, largest, bits);
+        smallest = low < smallest ? low : smallest;
+        largest = high > largest ? high : largest;
     }
-    __syncthreads();
-    double sum = 0.0;
-    for (uint32_t head = 0; head < r.routed; head++) {
-        sum += exponentials[head];
+    const double mean = sum / r.routed;
+    double squares = 0.0;
+    for (uint32_t head = lane; head < r.routed; head += 32) {
+        squares += (values[head] - mean) * (values[head] - mean);
     }
-    for (uint32_t head = threadIdx.x; head < r.routed; head += THREADS) {
-        p.norms[table + head] = norms[head];
-        r.gates[table + head] = float(exponentials[head] / sum);
-        r.selected[table + head] = selects(squares, p, head);
+    squares = warp_sum(squares);
+    // The mean of equal norms may differ from them by a rounding.
+    const double inv_std = smallest >= largest ? 0.0 : 1.0 / sqrt(squares / (r.routed - 1.0));
+    double exponentials = 0.0;
+    for (uint32_t head = lane; head < r.routed; head += 32) {
+        values[head] = exp((values[head] - largest) * inv_std);
+        exponentials += values[head];
     }
-    if (threadIdx.x == 0) {
-        p.inv_std[blockIdx.x] = inv_std;
+    exponentials = warp_sum(exponentials);
+    for (uint32_t head = lane; head < r.routed; head += 32) {
+        r.gates[table + head] = float(values[head] / exponentials);
     }
-    __syncthreads();  // The queries have been read.
+    if (lane == 0) {
+        p.inv_std[token] = inv_std;
+    }
+}
+
+// `values` has room for one element per token and routed head, here and in `backward_packs`.
+template <class T, int N>
+__device__ void forward_packs(const Parameters& p, double* values) {
+    const Tokens tokens(p);
+    const uint32_t warp = threadIdx.x / 32;
+    const bool rotates = p.rope.qkv, measures = p.routing.ranks == 1;
+    if (measures) {
+        measure<T, N>(p, tokens, values, rotates);
+        __syncthreads();
+    }
+    if (warp < tokens.count) {
+        route(p, tokens.first + warp, values + warp * p.routing.routed);
+    } else if (warp >= TOKENS && rotates) {
+        const uint32_t first_routed = measures ? p.routing.local_shared : p.heads;
+        rotate_others<1, T, N>(p, tokens, static_cast<T*>(p.qkv), first_routed, TOKENS);
+    }
+}
+
+// Whether the halves of heads and the angles, if there are any, can be read 16 bytes at a time.
+template <class T>
+__device__ __forceinline__ bool reads_wide(const Parameters& p) {
+    return wide<T>(p.head_dim / 2, p.qkv) && aligned(p.d_qkv) && aligned(p.rope.cos) &&
+           aligned(p.rope.sin);
 }
 
 template <class T>
 __device__ void forward(const Parameters& p) {
     DYNAMIC_SHARED(shared);
-    T* row = static_cast<T*>(p.qkv) + blockIdx.x * p.row_length();
-    route(p, row, reinterpret_cast<double*>(shared));
-    if (!p.rope.qkv) {
-        return;
-    }
-    if (rope::rotates_wide<T>(p.rope)) {
-        rope::rotate<T, WIDE<T>>(p.rope, row);
+    double* values = reinterpret_cast<double*>(shared);
+    if (reads_wide<T>(p)) {
+        forward_packs<T, WIDE<T>>(p, values);
     } else {
-        rope::rotate<T, 1>(p.rope, row);
+        forward_packs<T, 1>(p, values);
     }
 }
 
 // Writes the gradient of each of the token's norms, divided by the norm, to `factors`: the factor
-// of a query in its own gradient. The formulas are those of `gates_to_norms` in cpu.rs. `gradient`
-// has room for one element per routed head.
-__device__ __forceinline__ void norm_factors(const Parameters& p, double* gradient,
-                                             double* factors) {
+// of a query in its own gradient. The formulas are those of `gates_to_norms` in cpu.rs. One warp
+// computes them, each thread those of its own heads.
+__device__ __forceinline__ void norm_factors(const Parameters& p, uint64_t token, double* factors) {
     const Routing& r = p.routing;
-    const uint64_t token = blockIdx.x, table = token * r.routed;
+    const uint32_t lane = threadIdx.x % 32;
+    const uint64_t table = token * r.routed;
     const double* norms = p.norms + table;
     const float* gates = r.gates + table;
-    for (uint32_t i = threadIdx.x; i < r.routed; i += THREADS) {
-        const double share = double(r.counts[i]) / double(r.tokens);
-        gradient[i] = double(p.balance_weight) * share / double(r.tokens);
+    const double inv_std = p.inv_std[token], weight = double(p.balance_weight) / double(r.tokens);
+    double inner = 0.0, gate_sum = 0.0, norm_sum = 0.0, along = 0.0;
+    for (uint32_t i = lane; i < r.routed; i += 32) {
+        double gradient = weight * (double(r.counts[i]) / double(r.tokens));
         if (p.deltas) {
-            gradient[i] += p.deltas[table + i];
+            gradient += p.deltas[table + i];
         } else if (p.delta && r.selected[table + i]) {
-            gradient[i] += p.delta[token * p.heads + r.shared_heads + i];
+            gradient += p.delta[token * p.heads + r.shared_heads + i];
         }
+        factors[i] = gradient;
+        inner += double(gates[i]) * gradient;
+        gate_sum += gates[i];
+        norm_sum += norms[i];
     }
-    __syncthreads();
-    const double inv_std = p.inv_std[token], mean = mean_of(norms, r.routed);
-    double inner = 0.0, sum = 0.0, along = 0.0;
-    for (uint32_t i = 0; i < r.routed; i++) {
-        inner += double(gates[i]) * gradient[i];
-        sum += gates[i];
+    inner = warp_sum(inner) / warp_sum(gate_sum);
+    const double mean = warp_sum(norm_sum) / r.routed;
+    for (uint32_t i = lane; i < r.routed; i += 32) {
+        along += double(gates[i]) * (factors[i] - inner) * (norms[i] - mean) * inv_std;
     }
-    inner /= sum;
-    for (uint32_t i = 0; i < r.routed; i++) {
-        along += double(gates[i]) * (gradient[i] - inner) * (norms[i] - mean) * inv_std;
-    }
-    const double pull = along / (r.routed - 1.0);
-    for (uint32_t i = threadIdx.x; i < r.routed; i += THREADS) {
-        const double d_score = double(gates[i]) * (gradient[i] - inner);
+    const double pull = warp_sum(along) / (r.routed - 1.0);
+    for (uint32_t i = lane; i < r.routed; i += 32) {
+        const double d_score = double(gates[i]) * (factors[i] - inner);
         const double d_norm = (d_score - pull * (norms[i] - mean) * inv_std) * inv_std;
         factors[i] = norms[i] == 0.0 ? 0.0 : d_norm / norms[i];
     }
-    __syncthreads();
 }
 
-// The terms added to the gradients of the queries: each routed query times its factor.
-struct Factors {
-    const Parameters& p;
-    const double* factors;
-
-    __device__ __forceinline__ bool has(uint32_t head) const {
-        return head >= p.routing.local_shared && head < p.heads;
-    }
-    __device__ __forceinline__ float factor(uint32_t head) const {
-        return float(factors[p.routing.index(head)]);
-    }
-};
-
-// Adds the router's gradient to the gradients of the queries, without a rotation.
-template <class T>
-__device__ void add(const Parameters& p, const T* row, T* d_row, const Factors& added) {
-    for (uint32_t i = threadIdx.x; i < p.heads * p.head_dim; i += THREADS) {
-        const uint32_t head = i / p.head_dim;
-        if (added.has(head)) {
-            d_row[i] = from_float<T>(to_float(d_row[i]) + added.factor(head) * to_float(row[i]));
+// Adds each routed query times its factor to its gradient, then rotates the gradient back if there
+// is a rotation. It preserves norms, so the factor is the same for the rotated and the unrotated
+// query.
+template <class T, int N>
+__device__ void add_queries(const Parameters& p, const Tokens& tokens, const double* factors) {
+    const Routing& r = p.routing;
+    const Teams teams(p.head_dim / 2 / N, 0);
+    const uint32_t heads = p.heads - r.local_shared;
+    for (uint32_t i = teams.first + teams.in_warp; i < heads * tokens.count; i += teams.count) {
+        const Head<N> head(p, tokens, i, heads, 0, r.local_shared);
+        const float factor = float(factors[head.token * r.routed + r.index(head.number)]);
+        const Pack<T, N>* queries = packs<N>(static_cast<const T*>(p.qkv) + head.start);
+        Pack<T, N>* lows = packs<N>(static_cast<T*>(p.d_qkv) + head.start);
+        Pack<T, N>* highs = lows + head.packs_of_half;
+        for (uint32_t at = teams.thread; at < head.packs_of_half; at += teams.size) {
+            const Pack<T, N> query_low = queries[at], query_high = queries[head.packs_of_half + at];
+            Pack<T, N> low = lows[at], high = highs[at];
+            const Angles<N> angles(p, head.angles + at);
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                const float a = fmaf(factor, to_float(query_low.at[j]), to_float(low.at[j]));
+                const float b = fmaf(factor, to_float(query_high.at[j]), to_float(high.at[j]));
+                float2 pair = make_float2(a, b);
+                if (p.rope.qkv) {
+                    pair = rope::turned(a, b, angles.cos.at[j], -angles.sin.at[j]);
+                }
+                low.at[j] = from_float<T>(pair.x);
+                high.at[j] = from_float<T>(pair.y);
+            }
+            lows[at] = low;
+            highs[at] = high;
         }
     }
+}
+
+template <class T, int N>
+__device__ void backward_packs(const Parameters& p, double* factors) {
+    const Tokens tokens(p);
+    const uint32_t warp = threadIdx.x / 32;
+    if (warp < tokens.count) {
+        norm_factors(p, tokens.first + warp, factors + warp * p.routing.routed);
+    } else if (warp >= TOKENS && p.rope.qkv) {
+        rotate_others<-1, T, N>(p, tokens, static_cast<T*>(p.d_qkv), p.routing.local_shared,
+                                TOKENS);
+    }
+    __syncthreads();
+    add_queries<T, N>(p, tokens, factors);
 }
 
 template <class T>
 __device__ void backward(const Parameters& p) {
     DYNAMIC_SHARED(shared);
     double* factors = reinterpret_cast<double*>(shared);
-    norm_factors(p, factors + p.routing.routed, factors);
-    const T* row = static_cast<const T*>(p.qkv) + blockIdx.x * p.row_length();
-    T* d_row = static_cast<T*>(p.d_qkv) + blockIdx.x * p.row_length();
-    const Factors added{p, factors};
-    if (!p.rope.qkv) {
-        add(p, row, d_row, added);
-    } else if (rope::rotates_wide<T>(p.rope) && aligned(p.qkv)) {
-        rope::rotate_back<T, WIDE<T>>(p.rope, d_row, row, added);
+    if (reads_wide<T>(p)) {
+        backward_packs<T, WIDE<T>>(p, factors);
     } else {
-        rope::rotate_back<T, 1>(p.rope, d_row, row, added);
+        backward_packs<T, 1>(p, factors);
     }
 }
 
@@ -256,10 +432,14 @@ __device__ __forceinline__ void spread(const Parameters& p) {
 
 }  // namespace query_norm
 
-EXPORT(query_norm_forward_f32, query_norm::forward<float>, query_norm::Parameters)
-EXPORT(query_norm_forward_bf16, query_norm::forward<bf16>, query_norm::Parameters)
-EXPORT(query_norm_backward_f32, query_norm::backward<float>, query_norm::Parameters)
-EXPORT(query_norm_backward_bf16, query_norm::backward<bf16>, query_norm::Parameters)
+EXPORT_BLOCKS(THREADS, 4, query_norm_forward_f32, query_norm::forward<float>,
+              query_norm::Parameters)
+EXPORT_BLOCKS(THREADS, 4, query_norm_forward_bf16, query_norm::forward<bf16>,
+              query_norm::Parameters)
+EXPORT_BLOCKS(THREADS, 4, query_norm_backward_f32, query_norm::backward<float>,
+              query_norm::Parameters)
+EXPORT_BLOCKS(THREADS, 4, query_norm_backward_bf16, query_norm::backward<bf16>,
+              query_norm::Parameters)
 EXPORT(query_norm_squares_f32, query_norm::squares<float>, query_norm::Parameters)
 EXPORT(query_norm_squares_bf16, query_norm::squares<bf16>, query_norm::Parameters)
 EXPORT(query_norm_spread, query_norm::spread, query_norm::Parameters)
