@@ -9,8 +9,12 @@ use crate::error::{Result, check_len};
 use crate::gpu_workspace::{QK_NORM_GROUPS, qk_norm_bytes};
 use crate::scalar::Element;
 
-/// Threads that work on one head together.
+/// Threads of a warp.
 const WARP: usize = 32;
+/// Heads of a block in the forward pass, as in qk_norm.cu.
+const HEADS: usize = 64;
+/// Bytes that a thread reads at once.
+const WIDE_BYTES: u64 = 16;
 
 /// `Forward` of qk_norm.cu.
 #[repr(C)]
@@ -73,8 +77,7 @@ impl QkNorm for Cuda {
             eps,
         };
         let heads = shape.tokens() * (shape.heads + 2 * shape.kv_heads);
-        let grid = [(heads * WARP).div_ceil(THREADS), 1];
-        self.launch(&name::<T>(OPERATOR), grid, 0, &parameters)
+        self.launch(&name::<T>(OPERATOR), [heads.div_ceil(HEADS), 1], 0, &parameters)
     }
 
     fn qk_norm_backward<T: Element, G: Element>(
@@ -107,10 +110,25 @@ impl QkNorm for Cuda {
             head_dim: dim as u64,
             eps,
         };
-        let warps = [(heads * WARP).div_ceil(THREADS), 1];
-        let columns = [(groups * dim).div_ceil(THREADS), 1];
-        self.launch(&name::<T>("qk_norm_measure"), warps, 0, &parameters)?;
-        self.launch(&name::<T>(OPERATOR), columns, 0, &parameters)?;
+        if parameters.teams_read_heads::<T>() {
+            let kernel = name::<T>("qk_norm_backward_heads");
+            self.launch(&kernel, [groups, 1], 0, &parameters)?;
+        } else {
+            let warps = [(heads * WARP).div_ceil(THREADS), 1];
+            let columns = [(groups * dim).div_ceil(THREADS), 1];
+            self.launch(&name::<T>("qk_norm_measure"), warps, 0, &parameters)?;
+            self.launch(&name::<T>(OPERATOR), columns, 0, &parameters)?;
+        }
         self.launch(&name::<G>("qk_norm_backward_weight"), [2 * dim, 1], 0, &parameters)
+    }
+}
+
+impl Backward {
+    /// Whether a warp's threads or fewer read a head, 16 bytes each.
+    fn teams_read_heads<T: Element>(&self) -> bool {
+        let Backward { qkv, weight, d_qkv, head_dim, .. } = *self;
+        let bytes = head_dim * size_of::<T>() as u64;
+        let aligned = [qkv, weight, d_qkv, bytes].iter().all(|at| at % WIDE_BYTES == 0);
+        aligned && bytes <= WARP as u64 * WIDE_BYTES
     }
 }

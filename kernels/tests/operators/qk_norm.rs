@@ -13,17 +13,28 @@ use moh_kernels::{Backend, Element};
 const EPS: f64 = 1e-6;
 
 fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: QkvShape, seed: u64) {
+    agrees_from::<B, T, G>(device, shape, seed, 0);
+}
+
+/// With `first` elements before qkv in its buffer; returns the gradients.
+fn agrees_from<B: Backend, T: Element, G: Element>(
+    device: &B,
+    shape: QkvShape,
+    seed: u64,
+    first: usize,
+) -> (Vec<T>, Vec<G>) {
     let (mut random, dim) = (Random(seed), shape.head_dim);
     let qkv: Vec<T> = random.elements(shape.tokens() * shape.row());
     let d_qkv: Vec<T> = random.elements(qkv.len());
     let (weight, d_weight): (Vec<T>, Vec<G>) = (random.elements(2 * dim), random.elements(2 * dim));
 
-    let (qkv_buffer, weight_buffer) = (upload(device, &qkv), upload(device, &weight));
+    let shifted: Vec<T> = qkv[..first].iter().chain(&qkv).copied().collect();
+    let (qkv_buffer, weight_buffer) = (upload(device, &shifted), upload(device, &weight));
     let mut normed = garbage::<B, T>(device, qkv.len());
     let forward = QkNormForward {
         shape: &shape,
         eps: EPS,
-        qkv: B::whole(&qkv_buffer),
+        qkv: B::view(&qkv_buffer, first..shifted.len()),
         weight: B::whole(&weight_buffer),
         normed: B::whole_mut(&mut normed),
     };
@@ -32,7 +43,7 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: QkvShape, seed:
     let backward_args = QkNormBackward {
         shape: &shape,
         eps: EPS,
-        qkv: B::whole(&qkv_buffer),
+        qkv: B::view(&qkv_buffer, first..shifted.len()),
         weight: B::whole(&weight_buffer),
         d_qkv: B::whole_mut(&mut d_qkv_out),
         d_weight: B::whole_mut(&mut d_weight_out),
@@ -48,7 +59,9 @@ fn agrees<B: Backend, T: Element, G: Element>(device: &B, shape: QkvShape, seed:
     let d_qkv = download::<B, T>(device, &d_qkv_out);
     assert_close("d_qkv", &d_qkv, &gradient(&gradients, &qkv), tolerance::<T>());
     let expected = added(&d_weight, &gradient(&gradients, &weight));
-    assert_close("d_weight", &download::<B, G>(device, &d_weight_out), &expected, tolerance::<G>());
+    let d_weight = download::<B, G>(device, &d_weight_out);
+    assert_close("d_weight", &d_weight, &expected, tolerance::<G>());
+    (d_qkv, d_weight)
 }
 
 #[test]
@@ -63,6 +76,33 @@ fn queries_and_keys_have_weights_of_their_own_and_values_stay() {
 fn tokens_in_more_parts_than_the_gradient_of_the_weights_is_summed_in_agree() {
     let shape = QkvShape { batch: 1, length: 1030, heads: 1, kv_heads: 1, head_dim: 4 };
     on_each_device!(device => agrees::<_, f32, f32>(device, shape, 2));
+}
+
+/// A GPU reads heads of up to 32 aligned parts of 16 bytes once, and others in another way.
+#[test]
+fn heads_of_every_kind_agree() {
+    let shape = QkvShape { batch: 1, length: 3, heads: 10, kv_heads: 5, head_dim: 128 };
+    for head_dim in [8, 24, 80, 128, 256, 264, 512] {
+        let shape = QkvShape { head_dim, ..shape };
+        on_each_device!(device => agrees::<_, f32, f32>(device, shape, 3));
+        on_each_device!(device => agrees::<_, bf16, f32>(device, shape, 3));
+    }
+    on_each_device!(device => agrees_from::<_, bf16, f32>(device, shape, 3, 1));
+    on_each_device!(device => agrees_from::<_, f32, f32>(device, shape, 3, 3));
+    let shape = QkvShape { batch: 1, length: 1030, heads: 1, kv_heads: 1, head_dim: 8 };
+    on_each_device!(device => agrees::<_, bf16, f32>(device, shape, 3));
+}
+
+#[test]
+fn gradients_have_the_same_bits_in_every_run() {
+    let shape = QkvShape { batch: 2, length: 600, heads: 3, kv_heads: 1, head_dim: 32 };
+    on_each_device!(device => {
+        let run = || agrees_from::<_, bf16, f32>(device, shape, 4, 0);
+        let first = run();
+        for _ in 0..3 {
+            assert!(run() == first);
+        }
+    });
 }
 
 proptest::proptest! {
