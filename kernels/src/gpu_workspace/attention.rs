@@ -10,8 +10,6 @@ pub(crate) const WIDEST_TILED: usize = 128;
 /// Keys of a tile of Hopper's kernels, and packed rows of a tile of the backward pass.
 pub(crate) const KEYS: usize = 128;
 pub(crate) const ROWS: usize = 64;
-/// Maximum tiles of keys of a sequence: the limit of blocks in a grid's second dimension.
-const MOST_KEY_TILES: usize = 65535;
 /// Maximum scratch memory of several sequences in one launch of Hopper's backward pass.
 const FEW_BYTES: usize = 512 << 20;
 
@@ -51,10 +49,7 @@ pub(crate) fn fits_32_bits(shape: &AttentionShape, key_stride: usize) -> bool {
 /// Whether Hopper's kernels support the type and shape: bf16, a head_dim of 64 or 128. Addresses
 /// and strides may add conditions.
 pub(crate) fn hopper_supports<T: Element>(shape: &AttentionShape) -> bool {
-    T::DTYPE == DType::BF16
-        && HOPPER_WIDTHS.contains(&shape.head_dim)
-        && shape.tokens() > 0
-        && shape.key_length.div_ceil(KEYS) <= MOST_KEY_TILES
+    T::DTYPE == DType::BF16 && HOPPER_WIDTHS.contains(&shape.head_dim) && shape.tokens() > 0
 }
 
 /// Row tiles of each key/value head of a sequence.

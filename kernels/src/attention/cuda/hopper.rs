@@ -38,15 +38,15 @@ struct Scratch {
     /// differently.
     semaphores: u64,
     next_tile: u64,
-    /// Tiles of keys of a head that run at the same time: a group. Odd groups visit rows in
+    /// Blocks of the backward pass that run at the same time: a group. Odd groups visit rows in
     /// ascending order, even groups in descending order; if 0, all descend.
-    key_tiles_at_once: u32,
+    blocks_at_once: u32,
     padding: u32,
 }
 
 mirrored!(
     Scratch, 40,
-    row_tiles 0, d_q_sums 8, semaphores 16, next_tile 24, key_tiles_at_once 32, padding 36,
+    row_tiles 0, d_q_sums 8, semaphores 16, next_tile 24, blocks_at_once 32, padding 36,
 );
 
 /// `Maps` of hopper.cuh.
@@ -72,7 +72,7 @@ fn backward_shared_bytes(width: usize) -> usize {
         + ROWS * width * 4
         + QUERY_STAGES * ROWS * 16
         + (2 * (QUERY_STAGES + STAGES) + 1) * 8
-        + 4 * 4
+        + 6 * 4
 }
 
 /// Whether these kernels support the problem: a Hopper GPU, bf16, a head_dim of 64 or 128, contiguous
@@ -152,7 +152,7 @@ impl<'a, 'v> Part<'a, 'v> {
         let blocks = row_tiles(shape) * (ROWS * width / 8 / OTHER_THREADS);
         self.run::<false>(OTHER_THREADS, "hopper_prepare", grid(blocks), 0)?;
         let key_tiles = shape.key_length.div_ceil(KEYS);
-        let by_key_tile = [shape.kv_heads, key_tiles, self.parameters.batch()];
+        let by_key_tile = [key_tiles * shape.kv_heads, 1, self.parameters.batch()];
         let shared_bytes = backward_shared_bytes(width);
         self.run::<true>(THREADS, "hopper_backward", by_key_tile, shared_bytes)?;
         let (blocks, shared_bytes) = (row_tiles(shape), tile_bytes(ROWS, width));
@@ -194,10 +194,10 @@ fn backward_by(
     let row_tiles = scratch + packed_before_areas(shape, args.is_routed()) as u64;
     let d_q_sums = row_tiles + areas.row_tiles as u64;
     let semaphores = if cuda.is_deterministic() { d_q_sums + areas.d_q_sums as u64 } else { 0 };
-    let at_once = cuda.device().multiprocessors() / shape.kv_heads;
-    let key_tiles_at_once = if semaphores == 0 { at_once.max(1) as u32 } else { 0 };
-    let scratch =
-        Scratch { row_tiles, d_q_sums, semaphores, key_tiles_at_once, ..Scratch::zeroed() };
+    // The same number of each head.
+    let at_once = (cuda.device().multiprocessors() / shape.kv_heads).max(1) * shape.kv_heads;
+    let blocks_at_once = if semaphores == 0 { at_once as u32 } else { 0 };
+    let scratch = Scratch { row_tiles, d_q_sums, semaphores, blocks_at_once, ..Scratch::zeroed() };
     for first in (0..shape.batch).step_by(sequences) {
         let count = sequences.min(shape.batch - first);
         Part::new(&packed, packed.parameters.of_sequences(first, count), scratch)?.backward()?;

@@ -31,6 +31,11 @@ constexpr uint32_t SUM_FULL_BARRIER = 2;
 constexpr uint32_t SUM_EMPTY_BARRIER = 4;
 constexpr uint32_t SUM_THREADS = WARPGROUP + 32;
 
+// A tile of keys of a head.
+struct KeyTile {
+    uint32_t kv_head, index;
+};
+
 // Shared memory of a block.
 template <int WIDTH>
 struct BackwardMemory {
@@ -75,6 +80,65 @@ struct BackwardMemory {
     __device__ __forceinline__ SharedAddress keys_full() const { return at(KEY_BARRIER); }
     __device__ __forceinline__ uint32_t* limits() const {
         return reinterpret_cast<uint32_t*>(memory + KEY_BARRIER + 8);
+    }
+    // The block's tile: the matmuls leave no registers for it.
+    __device__ __forceinline__ KeyTile& tile() const {
+        return reinterpret_cast<KeyTile*>(memory + KEY_BARRIER + 8 + 4 * 4)[0];
+    }
+};
+
+// ---- the order of the blocks ----
+
+// A sequence's tiles of keys by length: the number of its head's rows, times the number of tiles
+// from it on, because later rows see more keys. Rows are in units of 1/32 of the largest head's.
+// All lanes of a warp call the methods.
+struct Lengths {
+    // The rows of each head; null if all heads have as many.
+    const uint32_t* counts;
+    uint32_t heads, tiles, largest;
+
+    __device__ __forceinline__ Lengths(const Parameters& params, uint32_t sequence, uint32_t tiles)
+        : counts(params.rows != nullptr ? params.row_counts + sequence * params.kv_heads : nullptr),
+          heads(params.kv_heads),
+          tiles(tiles),
+          largest(1) {
+        if (counts == nullptr) return;
+        for (uint32_t head = threadIdx.x % 32; head < heads; head += 32)
+            largest = max(largest, counts[head]);
+        largest = warp_max(largest);
+    }
+
+    __device__ __forceinline__ uint32_t rows(uint32_t head) const {
+        return max(1u, uint32_t(uint64_t(counts[head]) * 32 / largest));
+    }
+
+    // The number of tiles that are at least this long, which is not 0.
+    __device__ __forceinline__ uint32_t count(uint32_t length) const {
+        uint32_t sum = 0;
+        for (uint32_t head = threadIdx.x % 32; head < heads; head += 32) {
+            uint32_t left = (length + rows(head) - 1) / rows(head);
+            sum += left <= tiles ? tiles + 1 - left : 0;
+        }
+        return warp_sum(sum);
+    }
+
+    // The tile with `rank` tiles before it in the order from the longest to the shortest, and of
+    // heads among those of a length.
+    __device__ __forceinline__ KeyTile at(uint32_t rank) const {
+        if (counts == nullptr) return {rank % heads, rank / heads};
+        uint32_t length = 1, too_long = 32 * tiles + 1;
+        while (too_long - length > 1) {
+            uint32_t middle = (length + too_long) / 2;
+            (count(middle) > rank ? length : too_long) = middle;
+        }
+        uint32_t before = too_long > 32 * tiles ? 0 : count(too_long);
+        uint32_t head = 0, left = 0;
+        for (; head < heads; ++head) {
+            left = length / rows(head);
+            bool has = left * rows(head) == length && left <= tiles;
+            if (has && before++ == rank) break;
+        }
+        return {head, tiles - left};
     }
 };
 
@@ -141,9 +205,10 @@ struct RowTiles {
 
 // The first four warps compute one limit each; synchronises the block.
 static __device__ __forceinline__ RowTiles find_row_tiles(const Parameters& params,
-                                                          const Segment& segment, uint32_t key,
+                                                          const KeyTile& tile,
                                                           bool is_ascending, uint32_t* limits) {
-    uint32_t warp = threadIdx.x / 32, limit = 0;
+    Segment segment = make_segment(params, tile.kv_head, blockIdx.z);
+    uint32_t key = tile.index * TILE_KEYS, warp = threadIdx.x / 32, limit = 0;
     if (warp == 0) limit = rows_ending_by(params, segment, key);
     if (warp == 1) limit = rows_starting_before(params, segment, key + TILE_KEYS);
     if (warp == 2) limit = rows_ending_by(params, segment, key + TILE_KEYS - 1);
@@ -421,15 +486,16 @@ struct BackwardGroup {
     }
 
     // Writes gradients, staged in the warp's own rows of a matrix of panels of the block's keys.
-    __device__ __forceinline__ void store(const Parameters& params, const Segment& segment,
+    __device__ __forceinline__ void store(const Parameters& params, const KeyTile& tile,
                                           unsigned char* matrix, const float (&sums)[WIDTH / 2],
-                                          float factor, uint32_t first_key, bf16* gradient) const {
+                                          float factor, bf16* gradient) const {
         stage_sums<TILE_KEYS>(matrix, first_row, sums, factor, factor);
         __syncwarp();
         auto target = [&](uint32_t row) -> bf16* {
-            if (first_key + row >= params.key_length) return nullptr;
-            uint64_t index = uint64_t(segment.sequence) * params.key_length + first_key + row;
-            return gradient + index * params.d_kv_stride + segment.kv_head * WIDTH;
+            uint32_t key = tile.index * TILE_KEYS + row;
+            if (key >= params.key_length) return nullptr;
+            uint64_t index = uint64_t(blockIdx.z) * params.key_length + key;
+            return gradient + index * params.d_kv_stride + tile.kv_head * WIDTH;
         };
         store_panel_rows<WIDTH, TILE_KEYS, 32>(matrix, first_row, 16, threadIdx.x % 32, target);
     }
@@ -438,28 +504,32 @@ struct BackwardGroup {
 template <int WIDTH>
 static __device__ __forceinline__ void backward(const Parameters& params, const Scratch& scratch,
                                                 const Maps& maps) {
-    // Blocks start in the order of x, then y: the longest tiles of all heads, which have the
-    // earliest keys, start first. With semaphores, a tile waits only for tiles that started before
-    // it.
-    Segment segment = make_segment(params, blockIdx.x, blockIdx.z);
-    uint32_t first_key = blockIdx.y * TILE_KEYS;
-    bool is_ascending = scratch.key_tiles_at_once != 0 &&
-                        blockIdx.y / scratch.key_tiles_at_once % 2 == 1;
-
+    // Blocks start in the order of x: the longest tiles of a sequence start first, so that all
+    // multiprocessors end at about the same time. With semaphores, a tile waits only for tiles that
+    // started before it: a head's tiles are longer if their keys are earlier.
     DYNAMIC_SHARED(shared);
     BackwardMemory<WIDTH> memory{shared};
-    if (threadIdx.x == 0) {
-        memory.q_ring().init();
-        memory.d_out_ring().init();
-        barrier_init(memory.keys_full(), 1);
-        barrier_init_fence();
+    if (threadIdx.x < 32) {
+        KeyTile tile = Lengths(params, blockIdx.z, gridDim.x / params.kv_heads).at(blockIdx.x);
+        if (threadIdx.x == 0) {
+            memory.tile() = tile;
+            memory.q_ring().init();
+            memory.d_out_ring().init();
+            barrier_init(memory.keys_full(), 1);
+            barrier_init_fence();
+        }
     }
-    RowTiles tiles = find_row_tiles(params, segment, first_key, is_ascending, memory.limits());
+    __syncthreads();
+    bool is_ascending =
+        scratch.blocks_at_once != 0 && blockIdx.x / scratch.blocks_at_once % 2 == 1;
+    RowTiles tiles = find_row_tiles(params, memory.tile(), is_ascending, memory.limits());
 
     uint32_t warpgroup = uniform(threadIdx.x / WARPGROUP);
     if (warpgroup == 0) {
         deallocate_registers<BACKWARD_COPY_REGISTERS>();
         if (tiles.begin >= tiles.end) return;
+        Segment segment = make_segment(params, memory.tile().kv_head, blockIdx.z);
+        uint32_t first_key = memory.tile().index * TILE_KEYS;
         if (threadIdx.x == 0)
             copy_row_tiles(
                 maps, segment, first_key, tiles,
@@ -469,13 +539,15 @@ static __device__ __forceinline__ void backward(const Parameters& params, const 
             add_query_gradients(params, scratch, segment, first_key, tiles, memory);
     } else {
         allocate_registers<BACKWARD_MMA_REGISTERS>();
-        BackwardGroup<WIDTH> state(params, memory, first_key, warpgroup - 1);
+        BackwardGroup<WIDTH> state(params, memory, memory.tile().index * TILE_KEYS,
+                                   warpgroup - 1);
         if (tiles.begin < tiles.end) state.visit(tiles);
         // Neither warpgroup reads the keys and values any more.
         named_sync(SCORE_BARRIER, MMA_THREADS);
-        state.store(params, segment, shared, state.d_k, params.scale, first_key, params.d_k);
-        state.store(params, segment, shared + BackwardMemory<WIDTH>::KEY_BYTES, state.d_v, 1.0f,
-                    first_key, params.d_v);
+        KeyTile tile = memory.tile();
+        state.store(params, tile, shared, state.d_k, params.scale, params.d_k);
+        state.store(params, tile, shared + BackwardMemory<WIDTH>::KEY_BYTES, state.d_v, 1.0f,
+                    params.d_v);
     }
 }
 

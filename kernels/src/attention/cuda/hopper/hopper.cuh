@@ -36,7 +36,7 @@ static_assert(sizeof(Maps) == 256 && offsetof(Maps, k) == 0 && offsetof(Maps, v)
               "as in attention/cuda/hopper.rs");
 
 // Scratch memory, 16-byte aligned. The backward pass requires the first three, which need not be
-// initialised, and key_tiles_at_once; the forward pass requires next_tile.
+// initialised, and blocks_at_once; the forward pass requires next_tile.
 // S = batch * kv_heads * ceil(query_length * heads / kv_heads / 64) is the number of row tiles.
 struct Scratch {
     // Row tiles: S * row_tile_bytes(head_dim) bytes.
@@ -48,14 +48,14 @@ struct Scratch {
     uint32_t* semaphores;
     // Index of the forward pass's next tile: one element, 0 before and after each launch.
     uint32_t* next_tile;
-    // Tiles of keys of a head that run at the same time: a group. Even groups visit row tiles in
+    // Blocks of the backward pass that run at the same time: a group. Even groups visit row tiles in
     // descending order, odd groups in ascending order. 0: all descend, which is faster with
     // semaphores.
-    uint32_t key_tiles_at_once, padding;
+    uint32_t blocks_at_once, padding;
 };
 static_assert(sizeof(Scratch) == 40 && offsetof(Scratch, row_tiles) == 0 &&
               offsetof(Scratch, d_q_sums) == 8 && offsetof(Scratch, semaphores) == 16 &&
-              offsetof(Scratch, next_tile) == 24 && offsetof(Scratch, key_tiles_at_once) == 32 &&
+              offsetof(Scratch, next_tile) == 24 && offsetof(Scratch, blocks_at_once) == 32 &&
               offsetof(Scratch, padding) == 36,
               "as in attention/cuda/hopper.rs");
 
@@ -65,7 +65,7 @@ static_assert(sizeof(Scratch) == 40 && offsetof(Scratch, row_tiles) == 0 &&
 // hopper_forward_dX   number of multiprocessors                     384    forward_shared(X)
 // hopper_prepare_dX   (ceil(T*group / 64) * prepare_blocks(X), kv_heads, batch)
 //                                                                   256    0
-// hopper_backward_dX  (kv_heads, ceil(key_length / 128), batch)     384    backward_shared(X)
+// hopper_backward_dX  (ceil(key_length / 128) * kv_heads, 1, batch)  384    backward_shared(X)
 // hopper_finish_dX    (ceil(T*group / 64), kv_heads, batch)         256    tile_bytes(64, X)
 //
 // The arguments are Parameters, then Scratch, then Maps (forward, backward). More than 48 KiB of
@@ -105,11 +105,11 @@ __host__ __device__ constexpr int forward_shared(int width) {
 }
 
 // Keys, values, three stages of queries and their row statistics, two of output gradients, two of
-// dS, the gradient of one row tile; mbarriers and row range.
+// dS, the gradient of one row tile; mbarriers, row range and tile of keys.
 __host__ __device__ constexpr int backward_shared(int width) {
     return tile_bytes(2 * TILE_KEYS + (QUERY_STAGES + STAGES) * TILE_ROWS, width) +
            STAGES * tile_bytes(TILE_ROWS, TILE_KEYS) + TILE_ROWS * width * 4 +
-           QUERY_STAGES * TILE_ROWS * 16 + (2 * (QUERY_STAGES + STAGES) + 1) * 8 + 4 * 4;
+           QUERY_STAGES * TILE_ROWS * 16 + (2 * (QUERY_STAGES + STAGES) + 1) * 8 + 6 * 4;
 }
 
 }  // namespace hopper_attention
