@@ -124,7 +124,12 @@ mod tests {
             .collect();
         assert_eq!(kernels, [("matmul", 2, 300), ("adamw", 2, 160)]);
         let text = times.text();
-        assert!(text.contains("idle                0.00  15.0%"), "{text}");
+        let idle = text.lines().find(|line| line.starts_with("idle")).unwrap_or_default();
+        assert_eq!(
+            idle.split_whitespace().collect::<Vec<_>>(),
+            ["idle", "0.00", "15.0%"],
+            "{text}"
+        );
     }
 
     #[test]
