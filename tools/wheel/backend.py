@@ -1,0 +1,55 @@
+"""The build backend of the Python package: maturin, for the programs of two crates.
+
+maturin packages the programs of one crate, moh-convert. Those of moh-cli are built here, and go into the
+wheel as its scripts. MATURIN_PEP517_ARGS, or pip's `--config-settings build-args=...`, has arguments for
+both builds: `--features moh-cli/nccl` for GPUs, for example.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import maturin
+from maturin import (  # noqa: F401 - the rest of the interface
+    build_sdist,
+    get_requires_for_build_editable,
+    get_requires_for_build_sdist,
+    get_requires_for_build_wheel,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "target" / "wheel-data" / "scripts"
+
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    collect_programs(maturin.get_maturin_pep517_args(config_settings))
+    return maturin.build_wheel(wheel_directory, config_settings, metadata_directory)
+
+
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    collect_programs(maturin.get_maturin_pep517_args(config_settings))
+    return maturin.build_editable(wheel_directory, config_settings, metadata_directory)
+
+
+def collect_programs(build_arguments):
+    """Builds the programs of moh-cli, and leaves nothing but them in SCRIPTS."""
+    if shutil.which("cargo") is None:
+        sys.exit("building moh needs Rust, and cargo is not on the path: install it from https://rustup.rs")
+    # maturin builds in release too unless told otherwise.
+    profile = [] if "--profile" in " ".join(build_arguments) else ["--release"]
+    # Both crates, for the features of dependencies that maturin's build has.
+    command = ["cargo", "build", "--locked", "--package", "moh-cli", "--package", "moh-convert", "--bins"]
+    command += [*profile, *build_arguments, "--message-format", "json-render-diagnostics"]
+    built = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if built.returncode != 0:
+        sys.exit("cargo could not build moh: its messages are above")
+    shutil.rmtree(SCRIPTS.parent, ignore_errors=True)
+    SCRIPTS.mkdir(parents=True)
+    for message in map(json.loads, built.stdout.splitlines()):
+        program = message.get("executable")
+        if program and Path(program).stem != "moh-convert":
+            shutil.copy2(program, SCRIPTS)
