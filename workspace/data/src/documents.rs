@@ -1,13 +1,13 @@
 //! The documents of an input: one per line of JSON lines, or one per input of plain text. Inputs are
 //! streamed; memory holds at most a batch, a line or a text.
 
-use std::io::{BufRead, Read};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::input::{self, Input};
-use crate::{Error, Format, Result};
+use crate::{Error, Format, JsonLines, Result};
 
 /// Maximum bytes of a line; a longer one is not JSON lines.
 const LONGEST_LINE: u64 = 1 << 30;
@@ -25,7 +25,7 @@ pub(crate) struct Documents<'a> {
     inputs: std::slice::Iter<'a, PathBuf>,
     field: &'a str,
     format: Option<Format>,
-    lines: Option<Lines>,
+    lines: Option<JsonLines<Input>>,
 }
 
 impl<'a> Documents<'a> {
@@ -36,8 +36,10 @@ impl<'a> Documents<'a> {
     fn next_document(&mut self) -> Result<Option<Document>> {
         loop {
             if let Some(lines) = &mut self.lines {
-                if let Some(document) = lines.next_document(self.field)? {
-                    return Ok(Some(document));
+                if let Some(found) = lines.next_object()? {
+                    let text = text_of(found.fields, self.field);
+                    let text = text.map_err(|reason| lines.fault(reason))?;
+                    return Ok(Some(Document { text, input_bytes: found.input_bytes }));
                 }
                 self.lines = None;
             }
@@ -48,7 +50,7 @@ impl<'a> Documents<'a> {
                 return read_text(input).map(Some);
             }
             let reader = input::open(input)?;
-            self.lines = Some(Lines { path: input.clone(), reader, line: 0, bytes: Vec::new() });
+            self.lines = Some(JsonLines::new(input, reader, LONGEST_LINE));
         }
     }
 }
@@ -73,61 +75,8 @@ fn read_text(path: &Path) -> Result<Document> {
     Ok(Document { text, input_bytes })
 }
 
-/// An open input of JSON lines.
-struct Lines {
-    path: PathBuf,
-    reader: Input,
-    line: u64,
-    bytes: Vec<u8>,
-}
-
-impl Lines {
-    fn next_document(&mut self, field: &str) -> Result<Option<Document>> {
-        let mut input_bytes = 0;
-        loop {
-            self.bytes.clear();
-            let mut limited = self.reader.by_ref().take(LONGEST_LINE + 1);
-            let read = limited
-                .read_until(b'\n', &mut self.bytes)
-                .map_err(Error::io(&self.path, "read"))?;
-            if read == 0 {
-                return Ok(None);
-            }
-            self.line += 1;
-            input_bytes += read as u64;
-            if read as u64 > LONGEST_LINE {
-                return Err(self.fault(format!("longer than {LONGEST_LINE} bytes, not JSON lines")));
-            }
-            let mut line = std::str::from_utf8(&self.bytes).map_err(|fault| {
-                self.fault(format!("not UTF-8 at byte {} of the line", fault.valid_up_to()))
-            })?;
-            if self.line == 1 {
-                line = line.strip_prefix('\u{feff}').unwrap_or(line);
-            }
-            if line.trim().is_empty() {
-                continue;
-            }
-            let text = text_of(line, field).map_err(|reason| self.fault(reason))?;
-            return Ok(Some(Document { text, input_bytes }));
-        }
-    }
-
-    fn fault(&self, reason: String) -> Error {
-        Error::Line { path: self.path.clone(), line: self.line, reason }
-    }
-}
-
 /// The string under `field` of a JSON object.
-fn text_of(line: &str, field: &str) -> Result<String, String> {
-    let value = serde_json::from_str(line).map_err(|fault| {
-        // The column is useful; "line 1" is not.
-        let text = fault.to_string();
-        let reason = text.split(" at line ").next().unwrap_or(&text);
-        format!("broken JSON at column {}: {reason}", fault.column())
-    })?;
-    let Value::Object(mut object) = value else {
-        return Err("expected one JSON object per line".to_owned());
-    };
+fn text_of(mut object: Map<String, Value>, field: &str) -> Result<String, String> {
     match object.remove(field) {
         Some(Value::String(text)) => Ok(text),
         Some(_) => Err(format!("the field {field:?} is not a string")),

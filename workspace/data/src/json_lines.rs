@@ -1,0 +1,91 @@
+//! Lines of JSON objects from an untrusted input: one object per line, blank lines in between. Memory
+//! holds one line, of a limited length.
+
+use std::io::{BufRead, Read};
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use crate::{Error, Result};
+
+/// Iterates over the objects of an input; errors name the input and the line.
+pub struct JsonLines<R> {
+    path: PathBuf,
+    reader: R,
+    /// Maximum bytes of a line.
+    longest: u64,
+    line: u64,
+    bytes: Vec<u8>,
+}
+
+/// An object and its place in the input.
+pub struct JsonLine {
+    /// The number of the line, counted from 1.
+    pub line: u64,
+    /// Its bytes, and those of blank lines before it.
+    pub input_bytes: u64,
+    /// Its fields.
+    pub fields: Map<String, Value>,
+}
+
+impl<R: BufRead> JsonLines<R> {
+    /// Reads the lines of `reader`, which errors call `path`; a line longer than `longest` bytes is an error.
+    pub fn new(path: &Path, reader: R, longest: u64) -> Self {
+        JsonLines { path: path.to_path_buf(), reader, longest, line: 0, bytes: Vec::new() }
+    }
+
+    /// The next object; `None` at the end.
+    ///
+    /// # Errors
+    /// Fails if the input cannot be read, or for a line that is too long, not UTF-8 or not an object.
+    pub fn next_object(&mut self) -> Result<Option<JsonLine>> {
+        let mut input_bytes = 0;
+        loop {
+            self.bytes.clear();
+            let mut limited = self.reader.by_ref().take(self.longest.saturating_add(1));
+            let read = limited
+                .read_until(b'\n', &mut self.bytes)
+                .map_err(Error::io(&self.path, "read"))?;
+            if read == 0 {
+                return Ok(None);
+            }
+            self.line += 1;
+            input_bytes += read as u64;
+            if read as u64 > self.longest {
+                return Err(
+                    self.fault(format!("longer than {} bytes, not JSON lines", self.longest))
+                );
+            }
+            let mut line = std::str::from_utf8(&self.bytes).map_err(|fault| {
+                self.fault(format!("not UTF-8 at byte {} of the line", fault.valid_up_to()))
+            })?;
+            if self.line == 1 {
+                line = line.strip_prefix('\u{feff}').unwrap_or(line);
+            }
+            if line.trim().is_empty() {
+                continue;
+            }
+            let fields = object(line).map_err(|reason| self.fault(reason))?;
+            return Ok(Some(JsonLine { line: self.line, input_bytes, fields }));
+        }
+    }
+
+    /// An error of the line that was read last.
+    pub fn fault(&self, reason: String) -> Error {
+        Error::Line { path: self.path.clone(), line: self.line, reason }
+    }
+}
+
+/// The fields of a JSON object.
+fn object(line: &str) -> Result<Map<String, Value>, String> {
+    let value = serde_json::from_str(line).map_err(|fault| {
+        // The column is useful; "line 1" is not.
+        let text = fault.to_string();
+        let reason = text.split(" at line ").next().unwrap_or(&text);
+        format!("broken JSON at column {}: {reason}", fault.column())
+    })?;
+    match value {
+        Value::Object(fields) => Ok(fields),
+        _ => Err("expected one JSON object per line".to_owned()),
+    }
+}
