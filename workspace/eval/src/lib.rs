@@ -1,8 +1,9 @@
-//! Losses and logits of a model.
+//! Losses and logits of a model, and its scores in benchmark tasks.
 
 mod error;
 mod logits;
 mod loss;
+pub mod tasks;
 
 pub use error::Error;
 pub use logits::{LogitsOf, logits};

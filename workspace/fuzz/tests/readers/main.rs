@@ -8,6 +8,7 @@ mod configuration;
 mod recipe;
 mod rendezvous;
 mod rewinds;
+mod tasks;
 mod tokenizer;
 mod tokens;
 mod weights;

@@ -1,0 +1,76 @@
+//! `moh-eval logits`: the logits of given ids, and the heads that they select.
+
+use std::io::{Write, stdout};
+use std::path::PathBuf;
+
+use moh_cli::models;
+use moh_device::{Compute, DeviceName};
+use moh_eval::LogitsOf;
+use moh_kernels::{Backend, Element, ElementType};
+
+#[derive(clap::Args)]
+pub(crate) struct LogitsArguments {
+    /// Directory of the model, or its id on the hub
+    #[arg(long)]
+    model: String,
+    /// Branch, tag or commit of the hub's model
+    #[arg(long)]
+    revision: Option<String>,
+    /// JSON file: a list of equally long lists of token ids
+    #[arg(long, value_name = "FILE")]
+    ids: PathBuf,
+    /// Safetensors file to write
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    /// Replace --out if it exists
+    #[arg(long)]
+    force: bool,
+    /// Element type of the computation
+    #[arg(long, value_parser = models::element_types(), default_value = "f32")]
+    dtype: ElementType,
+    /// Device: cpu, cuda or cuda:N
+    #[arg(long, default_value = "cpu")]
+    device: DeviceName,
+}
+
+impl LogitsArguments {
+    pub(crate) fn run(&self) -> anyhow::Result<()> {
+        models::open(self.device)?.compute(self.dtype, Logits(self))
+    }
+}
+
+struct Logits<'a>(&'a LogitsArguments);
+
+impl Compute for Logits<'_> {
+    type Output = anyhow::Result<()>;
+
+    fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
+        logits::<B, T>(self.0, backend)
+    }
+}
+
+fn logits<B: Backend + Clone, T: Element>(
+    arguments: &LogitsArguments,
+    backend: B,
+) -> anyhow::Result<()> {
+    if !arguments.force && arguments.out.exists() {
+        anyhow::bail!(
+            "{}: already exists: choose another name, or replace it with --force",
+            arguments.out.display()
+        );
+    }
+    let directory = models::locate(&arguments.model, arguments.revision.as_deref())?;
+    let ids = LogitsOf::read_ids(&arguments.ids, models::context_length(&directory)?)?;
+    let length = ids.first().map_or(0, Vec::len);
+    let mut model = models::load::<B, T>(backend, &directory, length)?;
+    let found = moh_eval::logits(&mut model, &ids)?;
+    found.write(&arguments.out)?;
+    writeln!(
+        stdout(),
+        "{}: logits of {} x {} tokens",
+        arguments.out.display(),
+        found.batch,
+        found.length
+    )?;
+    Ok(())
+}
