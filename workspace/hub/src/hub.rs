@@ -334,7 +334,8 @@ impl Download<'_> {
         if self.wanted == Wanted::Model
             && !files.iter().any(|file| file.name.ends_with(".safetensors"))
         {
-            let reason = "the model has no weights in safetensors format";
+            let reason = "the model has no weights in safetensors format: name a --revision that has \
+                          them, such as refs/pr/1 of a pull request that adds them";
             return Err(Error::hub(self.id, reason).into());
         }
         Ok(files)
