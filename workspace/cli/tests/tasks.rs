@@ -120,19 +120,20 @@ fn a_long_context_keeps_its_end() {
         fs::write(root.join("task.jsonl"), example.to_string()).unwrap();
         let line = format!("tasks task.jsonl --model {model} --out out --force{options}");
         success(&mut moh_eval(root, &line));
-        lines(&root.join("out"))[0]["log_likelihoods"].as_array().unwrap().clone()
+        let found = lines(&root.join("out"))[0]["log_likelihoods"].clone();
+        serde_json::from_value::<Vec<f64>>(found).unwrap()
     };
     let long = "w4 ".repeat(100) + "w5 w6 w7";
     let (cut, short) = (sums("moh", &long, " --max-length 3"), sums("moh", "w5 w6 w7", ""));
     // Three tokens are read: of the first choice the three before it.
-    assert_eq!(cut[0], short[0]);
-    assert!(cut[1] != short[1]);
+    let is_close = |a: f64, b: f64| (a - b).abs() < 1e-5;
+    assert!(is_close(cut[0], short[0]) && !is_close(cut[1], short[1]), "{cut:?} {short:?}");
     // The model's 64 positions limit what it reads.
     let whole = "w4 ".repeat(61) + "w5 w6 w7";
-    assert_eq!(sums("moh", &long, "")[0], sums("moh", &whole, "")[0]);
-    assert!(sums("source", "w5 w6 w7", "") != short);
-    let bf16 = sums("moh", "w5 w6 w7", " --dtype bf16")[0].as_f64().unwrap();
-    assert!((bf16 - short[0].as_f64().unwrap()).abs() < 0.2, "{bf16} {}", short[0]);
+    assert!(is_close(sums("moh", &long, "")[0], sums("moh", &whole, "")[0]));
+    assert!(!is_close(sums("source", "w5 w6 w7", "")[0], short[0]));
+    let bf16 = sums("moh", "w5 w6 w7", " --dtype bf16");
+    assert!((bf16[0] - short[0]).abs() < 0.2, "{bf16:?} {short:?}");
 }
 
 #[test]
