@@ -315,7 +315,7 @@ mod tests {
     fn rows_outside_a_pass_have_no_logits() {
         let model = model(false);
         let pass = Pass::new(&model, 2, 16).unwrap();
-        assert_eq!(model.logits_of_rows(&pass.activations, &[30..32]).unwrap().len(), 2 * 61);
+        assert_eq!(model.logits_of_rows(&pass.activations, &[0..1, 30..32]).unwrap().len(), 3 * 61);
         for rows in [31..33, 4..4] {
             assert!(model.logits_of_rows(&pass.activations, &[0..1, rows]).is_err());
         }
