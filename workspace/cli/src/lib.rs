@@ -1,17 +1,21 @@
-//! Shared by the command-line programs: exit codes, signals, progress, models, chat templates, time limits
-//! and the view of a run.
+//! Shared by the command-line programs: exit codes, signals, progress, models, chat templates, time limits,
+//! the view of a run, and charts of it.
 
+pub mod chart;
 pub mod chat;
 mod counted;
 pub mod exit;
+pub mod loss_chart;
 pub mod model_location;
 pub mod models;
-pub mod plot;
 pub mod progress;
 pub mod replay_table;
+pub mod run_log;
 pub mod run_view;
 pub mod signals;
 pub mod summary_table;
 pub mod time_limit;
+mod utc;
 
 pub use counted::counted;
+pub use utc::utc;

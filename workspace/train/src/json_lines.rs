@@ -52,15 +52,24 @@ impl Lines {
     }
 
     /// The values of all lines that are left.
-    pub(crate) fn parse<T: DeserializeOwned>(mut self) -> Result<Vec<T>, Error> {
+    pub(crate) fn parse<T: DeserializeOwned>(self) -> Result<Vec<T>, Error> {
         let mut values = Vec::new();
+        self.for_each(|value| values.push(value))?;
+        Ok(values)
+    }
+
+    /// Passes the value of each line that is left to `visit`.
+    pub(crate) fn for_each<T: DeserializeOwned>(
+        mut self,
+        mut visit: impl FnMut(T),
+    ) -> Result<(), Error> {
         while let Some(line) = self.next()? {
             match serde_json::from_slice(line) {
-                Ok(value) => values.push(value),
+                Ok(value) => visit(value),
                 Err(error) => return Err(self.refuse(error.to_string())),
             }
         }
-        Ok(values)
+        Ok(())
     }
 
     /// An error of the line that was read last.

@@ -259,6 +259,15 @@ pub fn read(path: &Path) -> Result<Vec<StepMetrics>, Error> {
     }
 }
 
+/// Passes each complete line of the file at `path` to `visit`, without holding them all; a missing file has
+/// none.
+///
+/// # Errors
+/// As [`read`], after the lines before the one that is refused.
+pub fn for_each(path: &Path, visit: impl FnMut(StepMetrics)) -> Result<(), Error> {
+    Lines::open(path)?.map_or(Ok(()), |lines| lines.for_each(visit))
+}
+
 /// The first line of the file at `path`; `None` if the file is missing or empty, or the line is not in
 /// the format of [`MetricsWriter`].
 ///

@@ -19,8 +19,7 @@ pub(crate) fn resume(
 ) -> Result<Option<String>, Error> {
     let path = run.metrics();
     // The lines of a file that was begun again start after a later step than 0.
-    let first =
-        metrics::first(&path)?.and_then(|line| steps_before(recipe, &line.stage, line.step));
+    let first = metrics::first(&path)?.and_then(|line| recipe.steps_before(&line.stage, line.step));
     if let Some(start) = first.or((step == 0).then_some(0)) {
         match metrics::cut_back(&path, step.saturating_sub(start)) {
             Err(Error::MetricsShort { .. } | Error::MetricsLine { .. }) => {}
@@ -75,17 +74,10 @@ pub(crate) fn keep_before_rewind(
 ) -> Result<(), Error> {
     let path = run.metrics();
     let Some(line) = metrics::first(&path)? else { return Ok(()) };
-    let Some(start) = steps_before(recipe, &line.stage, line.step) else { return Ok(()) };
+    let Some(start) = recipe.steps_before(&line.stage, line.step) else { return Ok(()) };
     let kept = rewind.step.saturating_sub(start);
     match metrics::copy_after(&path, kept, &run.metrics_before_rewind(rewind.number)) {
         Err(Error::MetricsShort { .. } | Error::MetricsLine { .. }) => Ok(()),
         done => done,
     }
-}
-
-/// Steps of the run before step `step` of a stage.
-fn steps_before(recipe: &Recipe, stage: &str, step: u64) -> Option<u64> {
-    let index = recipe.stages.iter().position(|known| known.name == stage)?;
-    let before: u64 = recipe.stages[..index].iter().map(crate::recipe::Stage::num_steps).sum();
-    Some(before + step.checked_sub(1)?)
 }

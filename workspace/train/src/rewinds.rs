@@ -150,6 +150,11 @@ impl Rewinds {
         moh_files::write(&path, &text).map_err(Error::io(&path))
     }
 
+    /// All rewinds, by number.
+    pub fn all(&self) -> &[Rewind] {
+        &self.list
+    }
+
     /// The last rewind.
     pub fn last(&self) -> Option<&Rewind> {
         self.list.last()

@@ -110,6 +110,11 @@ impl RunDirectory {
         self.checkpoints().join(format!("step-{step}"))
     }
 
+    /// The picture of the losses, written when the run ends.
+    pub fn picture(&self) -> PathBuf {
+        self.root.join("run.svg")
+    }
+
     /// TensorBoard's event files.
     pub fn tensorboard(&self) -> PathBuf {
         self.root.join("tensorboard")
@@ -397,7 +402,10 @@ fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>, Error> {
 }
 
 /// Every value of a recipe by its full key, stages by name.
-fn leaves(recipe: &Recipe) -> Result<BTreeMap<String, String>, Error> {
+///
+/// # Errors
+/// Fails if TOML cannot represent a value, which a loaded recipe does not contain.
+pub fn leaves(recipe: &Recipe) -> Result<BTreeMap<String, String>, Error> {
     let mut leaves = BTreeMap::new();
     collect("", &recipe.to_value()?, &mut leaves);
     // The order of stages is not the value of a single key.

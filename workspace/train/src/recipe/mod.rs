@@ -388,6 +388,13 @@ impl Recipe {
     pub fn num_steps(&self) -> u64 {
         self.stages.iter().map(Stage::num_steps).sum()
     }
+
+    /// Steps of the run before step `step` of a stage; `None` if there is no such stage or step.
+    pub fn steps_before(&self, stage: &str, step: u64) -> Option<u64> {
+        let index = self.stages.iter().position(|known| known.name == stage)?;
+        let before = self.stages[..index].iter().map(Stage::num_steps).fold(0, u64::saturating_add);
+        step.checked_sub(1)?.checked_add(before)
+    }
 }
 
 /// The error for these faults of the recipe at `path`, if there are any.

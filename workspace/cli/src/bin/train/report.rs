@@ -15,7 +15,7 @@ pub(crate) fn report(
     run: &RunDirectory,
     summary: &Summary,
 ) -> anyhow::Result<()> {
-    let picture = draw(run, summary)?;
+    let picture = draw(run)?;
     let mut out = stdout();
     let losses = table(summary);
     if !losses.is_empty() {

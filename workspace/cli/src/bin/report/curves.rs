@@ -1,0 +1,190 @@
+//! The charts of curves over tokens: one run in detail, or several over each other.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use maud::{Markup, html};
+use moh_cli::chart::{Line, LineChart, Look, Mark, shorten};
+use moh_cli::loss_chart::{describe, loss_chart, marks, skipped, smoothed};
+use moh_cli::run_log::{RunLog, Step};
+
+use crate::figure;
+
+/// Characters of a run's name in a chart.
+const NAME_CHARACTERS: usize = 28;
+
+/// A quantity of each step, with its chart.
+struct Quantity {
+    title: &'static str,
+    unit: &'static str,
+    from_zero: bool,
+    value: fn(&Step) -> f64,
+}
+
+const QUANTITIES: [Quantity; 5] = [
+    Quantity {
+        title: "Balance loss",
+        unit: "before its weight",
+        from_zero: false,
+        value: |step| step.balance_loss,
+    },
+    Quantity {
+        title: "Learning rate",
+        unit: "",
+        from_zero: true,
+        value: |step| step.learning_rate,
+    },
+    Quantity {
+        title: "Gradient norm",
+        unit: "before clipping",
+        from_zero: true,
+        value: |step| step.grad_norm,
+    },
+    Quantity {
+        title: "Speed",
+        unit: "tokens per second, all ranks",
+        from_zero: true,
+        value: |step| step.tokens_per_second,
+    },
+    Quantity {
+        title: "Model FLOPs utilization",
+        unit: "percent of the device's peak",
+        from_zero: true,
+        value: |step| 100.0 * step.mfu,
+    },
+];
+
+/// Gives runs of the same name longer ones, by their paths.
+pub(crate) fn named(mut logs: Vec<RunLog>) -> Vec<RunLog> {
+    let mut count = BTreeMap::<String, usize>::new();
+    for log in &logs {
+        *count.entry(log.name.clone()).or_default() += 1;
+    }
+    for log in &mut logs {
+        if count.get(&log.name).is_some_and(|&count| count > 1) {
+            log.name = moh_cli::chart::printable(&log.root.to_string_lossy());
+        }
+    }
+    logs
+}
+
+/// The end of a name, which tells paths apart, at the length of a label.
+pub(crate) fn label(name: &str) -> String {
+    let reversed = |text: &str| text.chars().rev().collect::<String>();
+    reversed(&shorten(&reversed(name), NAME_CHARACTERS))
+}
+
+/// The losses.
+pub(crate) fn losses(logs: &[RunLog]) -> Markup {
+    match logs {
+        [log] => figure::wide(&loss_chart(log)),
+        logs => html! {
+            (figure::wide(&training_losses(logs)))
+            @for chart in validation_losses(logs) { (figure::wide(&chart)) }
+        },
+    }
+}
+
+/// The other quantities that any run has.
+pub(crate) fn quantities(logs: &[RunLog]) -> Markup {
+    let charts = QUANTITIES.iter().map(|quantity| quantity.chart(logs));
+    let charts: Vec<LineChart> = charts.filter(|chart| !chart.is_empty()).collect();
+    html! {
+        div class="panels" { @for chart in &charts { (figure::panel(chart)) } }
+    }
+}
+
+impl Quantity {
+    fn chart(&self, logs: &[RunLog]) -> LineChart {
+        let has = |log: &&RunLog| log.steps.has(self.value);
+        let lines = each(logs).filter(|(_, log)| has(log)).map(|(look, log)| Line {
+            label: label(&log.name),
+            points: log.steps.curve(self.value),
+            look,
+        });
+        over_tokens(logs, (self.title, self.unit), lines.collect(), self.from_zero)
+    }
+}
+
+/// The training losses of several runs, smoothed.
+fn training_losses(logs: &[RunLog]) -> LineChart {
+    let lines = each(logs).map(|(look, log)| Line {
+        label: label(&log.name),
+        points: smoothed(log).unwrap_or_else(|| log.steps.curve(|step| step.loss)),
+        look,
+    });
+    over_tokens(logs, ("Training loss", "cross-entropy, nats per token"), lines.collect(), false)
+}
+
+/// The losses of several runs on each validation set that any of them has.
+fn validation_losses(logs: &[RunLog]) -> Vec<LineChart> {
+    let of_runs: Vec<_> = logs.iter().map(RunLog::validation).collect();
+    let names: BTreeSet<&str> = of_runs.iter().flatten().map(|(name, _)| name.as_str()).collect();
+    let chart = |name: &str| {
+        let lines = each(logs).zip(&of_runs).filter_map(|((look, log), sets)| {
+            let (_, losses) = sets.iter().find(|(known, _)| known == name)?;
+            let points = losses.iter().map(|loss| (loss.tokens, loss.loss)).collect();
+            Some(Line { label: label(&log.name), points, look: Look { dots: true, ..look } })
+        });
+        let title = match name {
+            "validation" => "Validation loss".to_owned(),
+            name => format!("Validation loss, {name}"),
+        };
+        over_tokens(logs, (&title, "cross-entropy, nats per token"), lines.collect(), false)
+    };
+    names.into_iter().map(chart).collect()
+}
+
+/// The runs with their looks, the same in all charts.
+pub(crate) fn each(logs: &[RunLog]) -> impl Iterator<Item = (Look, &RunLog)> {
+    logs.iter().enumerate().map(|(index, log)| (Look::nth(index), log))
+}
+
+fn over_tokens(
+    logs: &[RunLog],
+    (title, unit): (&str, &str),
+    lines: Vec<Line>,
+    from_zero: bool,
+) -> LineChart {
+    let skipped = match logs {
+        [log] => skipped(log),
+        _ => Vec::new(),
+    };
+    LineChart {
+        title: title.to_owned(),
+        unit: unit.to_owned(),
+        description: describe(&lines),
+        across: "tokens trained on".to_owned(),
+        marks: common_marks(logs),
+        from_zero,
+        lines,
+        skipped,
+        ..LineChart::default()
+    }
+}
+
+/// The marks that all runs share, by stage and place; all of a single run.
+fn common_marks(logs: &[RunLog]) -> Vec<Mark> {
+    let Some((first, others)) = logs.split_first() else { return Vec::new() };
+    // The name alone: runs may convert to different heads.
+    let name = |mark: Mark| match mark.label.split_once(':') {
+        Some((name, _)) => Mark { label: name.to_owned(), ..mark },
+        None => mark,
+    };
+    let of_run = |log| marks(log).into_iter().map(name).collect::<Vec<Mark>>();
+    let others: Vec<Vec<Mark>> = others.iter().map(of_run).collect();
+    let is_shared = |mark: &Mark| others.iter().all(|marks| marks.contains(mark));
+    of_run(first).into_iter().filter(is_shared).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::label;
+
+    #[test]
+    fn a_long_name_keeps_its_end() {
+        assert_eq!(label("runs/a"), "runs/a");
+        let long = format!("/somewhere/{}/moh", "x".repeat(40));
+        let shown = label(&long);
+        assert!(shown.chars().count() == 28 && shown.ends_with("x/moh") && !shown.starts_with('/'));
+    }
+}

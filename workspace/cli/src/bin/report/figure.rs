@@ -1,0 +1,63 @@
+//! A chart on a page: its caption, the chart for wide and for narrow pages, and the key to its curves.
+
+use maud::{Markup, html};
+use moh_cli::chart::{Line, LineChart, Size};
+
+/// A chart across the page.
+const WIDE: Size = Size { width: 1180.0, height: 400.0, labels: true };
+
+/// A chart of a third of the page, or of a phone's width.
+const PANEL: Size = Size { width: 400.0, height: 240.0, labels: false };
+
+/// The same for the charts that a wide page shows across.
+const TALL_PANEL: Size = Size { width: 400.0, height: 300.0, labels: false };
+
+/// A chart across the page: two drawings, of which the style shows the one that fits.
+pub(crate) fn wide(chart: &LineChart) -> Markup {
+    html! {
+        figure class="across" {
+            (caption(chart))
+            div class="wide" { (chart.draw(WIDE)) }
+            div class="narrow" { (key(chart)) (chart.draw(TALL_PANEL)) }
+        }
+    }
+}
+
+/// A chart beside others.
+pub(crate) fn panel(chart: &LineChart) -> Markup {
+    html! { figure { (caption(chart)) (key(chart)) (chart.draw(PANEL)) } }
+}
+
+fn caption(chart: &LineChart) -> Markup {
+    html! {
+        figcaption {
+            strong { (chart.title) }
+            @if !chart.unit.is_empty() { " " span class="unit" { (chart.unit) } }
+        }
+    }
+}
+
+/// The curves' labels with a piece of each; none for a single curve.
+fn key(chart: &LineChart) -> Markup {
+    let lines: Vec<&Line> = chart.labelled().collect();
+    html! {
+        @if lines.len() > 1 {
+            ul class="key" {
+                @for line in lines {
+                    li { (sample(line)) (line.label) }
+                }
+            }
+        }
+    }
+}
+
+/// A piece of a curve.
+pub(crate) fn sample(line: &Line) -> Markup {
+    html! {
+        svg class={ "chart sample s" (line.look.color % moh_cli::chart::COLORS) } width="30" height="10"
+            viewBox="0 0 30 10" aria-hidden="true" {
+            path class={ "line d" (line.look.dash % moh_cli::chart::DASHES) } d="M1 5H29" {}
+            @if line.look.dots { circle class="dot" cx="15" cy="5" r="3.5" {} }
+        }
+    }
+}

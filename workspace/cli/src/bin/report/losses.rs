@@ -1,0 +1,112 @@
+//! The table of losses at the moments of the runs, side by side.
+
+use maud::{Markup, html};
+use moh_cli::run_log::RunLog;
+use moh_cli::summary_table::describe;
+use moh_train::checkpoint::Evaluation;
+
+/// A loss, and the same in bits per byte.
+type Cell = (f64, Option<f64>);
+
+/// A row: its label, whether it is of a further set, and the losses of the runs that have it.
+struct Row {
+    label: String,
+    is_other: bool,
+    cells: Vec<Option<Cell>>,
+}
+
+/// The table; a sentence if there is no loss yet.
+pub(crate) fn section(logs: &[RunLog]) -> Markup {
+    let rows = rows(logs);
+    html! {
+        section {
+            h2 { "Losses before and after" }
+            @if rows.is_empty() {
+                p { "No evaluation has been recorded yet: a run records them with its checkpoints, if its recipe has \
+                     validation data." }
+            } @else {
+                div class="scroll" tabindex="0" { (table(logs, &rows)) }
+            }
+        }
+    }
+}
+
+fn table(logs: &[RunLog], rows: &[Row]) -> Markup {
+    html! {
+        table {
+            thead {
+                @if logs.len() > 1 { tr {
+                    th {}
+                    @for log in logs { th scope="colgroup" colspan="2" { (log.name) } }
+                } }
+                tr {
+                    th {}
+                    @for _ in logs { th scope="col" { "loss" } th scope="col" { "bits per byte" } }
+                }
+            }
+            tbody {
+                @for row in rows { tr {
+                    th scope="row" class=[row.is_other.then_some("other")] { (row.label) }
+                    @for cell in &row.cells { (numbers(*cell)) }
+                } }
+                @if logs.iter().any(|log| log.summary.recovered().is_some()) { tr {
+                    th scope="row" { "conversion loss recovered by training" }
+                    @for log in logs {
+                        td colspan="2" {
+                            @match log.summary.recovered() {
+                                Some(share) => (format!("{:.1}%", 100.0 * share)),
+                                None => "-",
+                            }
+                        }
+                    }
+                } }
+            }
+        }
+    }
+}
+
+fn numbers(cell: Option<Cell>) -> Markup {
+    let shown = |value: Option<f64>| match value {
+        Some(value) if value.is_finite() => format!("{value:.4}"),
+        Some(_) => "not finite".to_owned(),
+        None => "-".to_owned(),
+    };
+    html! {
+        td { (shown(cell.map(|cell| cell.0))) }
+        td { (shown(cell.and_then(|cell| cell.1))) }
+    }
+}
+
+/// The moments of all runs in the order of the first run that has each.
+fn rows(logs: &[RunLog]) -> Vec<Row> {
+    let mut rows: Vec<Row> = Vec::new();
+    for (column, log) in logs.iter().enumerate() {
+        // Where the moments of the runs before it end, a further moment of this run goes.
+        let mut next = 0;
+        for (label, is_other, cell) in log.summary.evaluations.iter().flat_map(|e| lines(log, e)) {
+            let is_free = |row: &Row| {
+                row.label == label
+                    && row.is_other == is_other
+                    && row.cells.get(column).is_some_and(Option::is_none)
+            };
+            let found = rows.iter().skip(next).position(is_free).map(|at| at + next);
+            let at = found.unwrap_or_else(|| {
+                rows.insert(next, Row { label, is_other, cells: vec![None; logs.len()] });
+                next
+            });
+            if let Some(place) = rows.get_mut(at).and_then(|row| row.cells.get_mut(column)) {
+                *place = Some(cell);
+            }
+            next = at + 1;
+        }
+    }
+    rows
+}
+
+/// The lines of an evaluation: the first set with the moment, the other ones by name.
+fn lines(log: &RunLog, evaluation: &Evaluation) -> Vec<(String, bool, Cell)> {
+    let first = (evaluation.loss, evaluation.bits_per_byte);
+    let others = evaluation.other_sets.iter();
+    let others = others.map(|(name, set)| (name.clone(), true, (set.loss, set.bits_per_byte)));
+    std::iter::once((describe(log.summary.heads, evaluation), false, first)).chain(others).collect()
+}

@@ -1,0 +1,108 @@
+//! The numbers behind the curves: a table of steps for each run.
+
+use maud::{Markup, html};
+use moh_cli::chart::scale::short;
+use moh_cli::run_log::{RunLog, Step};
+
+/// Rows of a table, evenly apart and with the first and the last step.
+const ROWS: usize = 40;
+
+/// A column: its name and its value.
+type Column = (&'static str, fn(&Step) -> f64);
+
+const COLUMNS: [Column; 6] = [
+    ("tokens", |step| step.tokens),
+    ("loss", |step| step.loss),
+    ("balance loss", |step| step.balance_loss),
+    ("learning rate", |step| step.learning_rate),
+    ("gradient norm", |step| step.grad_norm),
+    ("tokens/s", |step| step.tokens_per_second),
+];
+
+/// The section: tables of steps and of validation losses.
+pub(crate) fn section(logs: &[RunLog]) -> Markup {
+    html! {
+        section {
+            h2 { "Numbers" }
+            @for log in logs {
+                details {
+                    summary { "Steps" @if logs.len() > 1 { " of " (log.name) } }
+                    div class="scroll" tabindex="0" { (steps(log)) }
+                }
+                details {
+                    summary { "Validation losses" @if logs.len() > 1 { " of " (log.name) } }
+                    div class="scroll" tabindex="0" { (validation(log)) }
+                }
+            }
+        }
+    }
+}
+
+/// Indices of at most [`ROWS`] of `count` values.
+fn picked(count: usize) -> Vec<usize> {
+    let last = count.saturating_sub(1);
+    let mut picked: Vec<usize> = match count {
+        0 => Vec::new(),
+        count if count <= ROWS => (0..count).collect(),
+        _ => (0..ROWS)
+            .map(|row| (row as u128 * last as u128 / (ROWS as u128 - 1)) as usize)
+            .collect(),
+    };
+    picked.dedup();
+    picked
+}
+
+fn steps(log: &RunLog) -> Markup {
+    let all = &log.steps.all;
+    let stage = |index: usize| {
+        let stages = log.steps.stages.iter();
+        stages.rev().find(|stage| stage.first <= index).map_or("", |stage| stage.name.as_str())
+    };
+    html! {
+        table {
+            caption {
+                @if all.len() > ROWS { (ROWS) " of " (all.len()) " steps" } @else { "All steps" }
+            }
+            thead { tr {
+                th scope="col" { "step" } th scope="col" { "stage" }
+                @for (name, _) in COLUMNS { th scope="col" { (name) } }
+            } }
+            tbody { @for index in picked(all.len()) { @if let Some(step) = all.get(index) { tr {
+                th scope="row" { (log.steps_before.saturating_add(index as u64 + 1)) }
+                td { (stage(index)) }
+                @for (_, value) in COLUMNS { td { (short(value(step))) } }
+            } } } }
+        }
+    }
+}
+
+fn validation(log: &RunLog) -> Markup {
+    html! {
+        @for (name, losses) in log.validation() {
+            table {
+                caption {
+                    (name)
+                    @if losses.len() > ROWS { ": " (ROWS) " of " (losses.len()) " evaluations" }
+                }
+                thead { tr { th scope="col" { "tokens" } th scope="col" { "loss" } } }
+                tbody { @for index in picked(losses.len()) { @if let Some(loss) = losses.get(index) { tr {
+                    th scope="row" { (short(loss.tokens)) }
+                    td { (short(loss.loss)) }
+                } } } }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_evenly_apart_and_have_both_ends() {
+        assert_eq!(picked(0), Vec::<usize>::new());
+        assert_eq!(picked(3), [0, 1, 2]);
+        let many = picked(1_000_000);
+        assert_eq!((many.len(), many[0], many[ROWS - 1]), (ROWS, 0, 999_999));
+    }
+}

@@ -1,0 +1,143 @@
+//! What a run is and how far it is: a list for one run, a table for several.
+
+use std::time::{Duration, SystemTime};
+
+use indicatif::{HumanCount, HumanDuration};
+use maud::{Markup, html};
+use moh_cli::chart::Line;
+use moh_cli::chart::scale::short;
+use moh_cli::run_log::RunLog;
+use moh_cli::utc;
+use moh_train::recipe::Device;
+
+use crate::curves::each;
+use crate::figure;
+
+/// Recent steps from which the remaining time is estimated.
+const RECENT: usize = 50;
+
+/// Names and values of a run.
+type Facts = Vec<(&'static str, String)>;
+
+/// The overview of the runs at a moment.
+pub(crate) fn section(logs: &[RunLog], now: SystemTime) -> Markup {
+    let facts: Vec<Facts> = logs.iter().map(|log| facts(log, now)).collect();
+    html! {
+        section {
+            @if let [facts] = &facts[..] {
+                dl class="facts" {
+                    @for (name, value) in facts { div { dt { (name) } dd { (value) } } }
+                }
+            } @else {
+                div class="scroll" tabindex="0" { (table(logs, &facts)) }
+            }
+        }
+    }
+}
+
+fn table(logs: &[RunLog], facts: &[Facts]) -> Markup {
+    let names = facts.first().into_iter().flatten().map(|(name, _)| *name);
+    html! {
+        table {
+            thead { tr {
+                th {}
+                @for (look, log) in each(logs) {
+                    th scope="col" {
+                        (figure::sample(&Line { label: String::new(), points: Vec::new(), look }))
+                        (log.name)
+                    }
+                }
+            } }
+            tbody { @for (row, name) in names.enumerate() { tr {
+                th scope="row" { (name) }
+                @for facts in facts { td { @if let Some((_, value)) = facts.get(row) { (value) } } }
+            } } }
+        }
+    }
+}
+
+/// The facts of a run, the same names for each.
+fn facts(log: &RunLog, now: SystemTime) -> Facts {
+    let last = log.steps.all.last();
+    let number = |value: Option<f64>| value.map_or("-".to_owned(), short);
+    let recipe = log.recipe.as_ref();
+    vec![
+        ("state", state(log)),
+        ("steps", of(log.steps_done(), recipe.map(|recipe| recipe.num_steps()))),
+        ("tokens", of_tokens(log)),
+        ("time left", time_left(log).unwrap_or_else(|| "-".to_owned())),
+        ("training loss", number(last.map(|step| step.loss))),
+        (
+            "speed",
+            last.map_or("-".to_owned(), |step| {
+                format!("{} tokens/s", short(step.tokens_per_second))
+            }),
+        ),
+        ("last step written", written(log, now)),
+        ("device", recipe.map_or("-".to_owned(), device)),
+    ]
+}
+
+fn device(recipe: &moh_train::Recipe) -> String {
+    let device = match recipe.run.device {
+        Device::Cpu => "CPU",
+        Device::Cuda => "GPU",
+    };
+    format!("{device}, {:?}", recipe.run.dtype)
+}
+
+fn state(log: &RunLog) -> String {
+    let stage = log.steps.stages.last();
+    match (log.is_finished, stage) {
+        (true, _) => "finished".to_owned(),
+        (false, Some(stage)) => format!("not finished, in stage {}", stage.name),
+        (false, None) => "no step yet".to_owned(),
+    }
+}
+
+fn of(done: u64, all: Option<u64>) -> String {
+    match all {
+        Some(all) if all != done => format!("{} of {}", HumanCount(done), HumanCount(all)),
+        _ => HumanCount(done).to_string(),
+    }
+}
+
+fn of_tokens(log: &RunLog) -> String {
+    let last = log.steps.all.last().map_or(0.0, |step| step.tokens);
+    let done = last.max(log.summary.tokens as f64);
+    let all = log.recipe.as_ref().map(|recipe| {
+        let stages = recipe.stages.iter();
+        stages.map(|stage| stage.num_steps() as f64 * stage.batch_tokens as f64).sum::<f64>()
+    });
+    match all {
+        Some(all) if all > done => format!("{} of {}", short(done), short(all)),
+        _ => short(done),
+    }
+}
+
+/// The time of the steps that are left at the speed of the recent ones.
+fn time_left(log: &RunLog) -> Option<String> {
+    let recipe = log.recipe.as_ref().filter(|_| !log.is_finished)?;
+    let stage = recipe
+        .stages
+        .iter()
+        .find(|stage| log.steps.stages.last().is_some_and(|last| last.name == stage.name))?;
+    let rates = log.steps.all.iter().rev().take(RECENT).map(|step| step.tokens_per_second);
+    let (count, sum) = rates
+        .filter(|rate| rate.is_finite())
+        .fold((0.0, 0.0), |(n, sum), rate| (n + 1.0, sum + rate));
+    let left =
+        recipe.num_steps().saturating_sub(log.steps_done()) as f64 * stage.batch_tokens as f64;
+    let seconds = Duration::try_from_secs_f64(left * count / sum).ok()?;
+    Some(format!("about {}", HumanDuration(seconds)))
+}
+
+fn written(log: &RunLog, now: SystemTime) -> String {
+    let Some(written) = log.written else { return "-".to_owned() };
+    match now.duration_since(written) {
+        Ok(age) if !log.is_finished && age < Duration::from_secs(24 * 3600) => {
+            format!("{} ago", HumanDuration(age))
+        }
+        _ => utc(written),
+    }
+}

@@ -1,0 +1,235 @@
+//! How tokens use the heads: maps of the routed heads' load, and curves over the layers.
+
+use std::collections::BTreeMap;
+
+use maud::{Markup, html};
+use moh_cli::chart::{Cell, HeatMap, HeatRow, Line, LineChart, Look, color_bar, printable};
+use moh_cli::loss_chart::describe;
+use moh_cli::run_log::RunLog;
+use moh_train::routing_log::{RoutingLine, RoutingMoment};
+
+use crate::curves::label;
+use crate::figure;
+
+/// Maps of a run: each has a cell for every layer and head.
+const MOST_MAPS: usize = 24;
+
+/// An evaluation of one validation set: the lines of its layers.
+struct Evaluation<'a> {
+    set: &'a str,
+    step: u64,
+    moment: RoutingMoment,
+    layers: BTreeMap<usize, &'a RoutingLine>,
+}
+
+/// The newest evaluation of each set and, before it, the first one after a conversion.
+fn evaluations(log: &RunLog) -> Vec<Evaluation<'_>> {
+    let mut order: Vec<Evaluation<'_>> = Vec::new();
+    for line in &log.routing {
+        let (set, step, moment) = (line.validation.as_str(), line.step, line.moment);
+        let is_same = |known: &&mut Evaluation<'_>| {
+            (known.set, known.step, known.moment) == (set, step, moment)
+        };
+        // Lines of an evaluation are adjacent, but for other sets.
+        match order.iter_mut().rev().take(64).find(is_same) {
+            Some(known) => {
+                known.layers.insert(line.layer, line);
+            }
+            None => {
+                order.push(Evaluation { set, step, moment, layers: [(line.layer, line)].into() })
+            }
+        }
+    }
+    let mut kept: Vec<Evaluation<'_>> = Vec::new();
+    for evaluation in order {
+        let newest = kept.iter().rposition(|known| known.set == evaluation.set);
+        match newest.filter(|&at| kept[at].moment == RoutingMoment::Step) {
+            Some(at) => kept[at] = evaluation,
+            None => kept.push(evaluation),
+        }
+    }
+    kept.sort_by_key(|evaluation| evaluation.set != log.first_set());
+    kept
+}
+
+/// The share of tokens that select a head; 0 without tokens.
+fn share(line: &RoutingLine, selected: u64) -> f64 {
+    selected as f64 / line.tokens.max(1) as f64
+}
+
+impl Evaluation<'_> {
+    fn when(&self) -> String {
+        match self.moment {
+            RoutingMoment::Loaded => "as loaded".to_owned(),
+            RoutingMoment::Converted => "converted, not tuned".to_owned(),
+            RoutingMoment::Step => format!("after step {}", self.step),
+        }
+    }
+
+    fn map(&self) -> HeatMap {
+        let cells = |line: &RoutingLine| {
+            let shared = std::iter::repeat_n(Cell::Shared, line.shared_heads);
+            let routed = line.selected.iter().map(|&selected| Cell::Share(share(line, selected)));
+            shared.chain(routed).collect()
+        };
+        let rows = self.layers.iter();
+        HeatMap {
+            title: format!("Load of the routed heads on {}, {}", printable(self.set), self.when()),
+            description: self.describe(),
+            rows: rows.map(|(&number, line)| HeatRow { number, cells: cells(line) }).collect(),
+        }
+    }
+
+    fn describe(&self) -> String {
+        let loads = self.layers.values().flat_map(|line| {
+            line.selected.iter().map(|&selected| (share(line, selected), line.layer))
+        });
+        let loads: Vec<(f64, usize)> = loads.collect();
+        let least = loads.iter().min_by(|a, b| a.0.total_cmp(&b.0));
+        let most = loads.iter().max_by(|a, b| a.0.total_cmp(&b.0));
+        let Some(((least, at_least), (most, at_most))) = least.zip(most) else {
+            return "No routed heads.".to_owned();
+        };
+        format!(
+            "Of the tokens, {:.1}% select the least used routed head (layer {at_least}) and {:.1}% the most \
+             used one (layer {at_most}).",
+            100.0 * least,
+            100.0 * most
+        )
+    }
+
+    fn figure(&self) -> Markup {
+        html! {
+            figure {
+                figcaption {
+                    strong { (printable(self.set)) } " " span class="unit" { (self.when()) }
+                }
+                (self.map().draw())
+                p class="note" { (self.describe()) }
+                details { summary { "Numbers" } div class="scroll" tabindex="0" { (self.table()) } }
+            }
+        }
+    }
+
+    fn table(&self) -> Markup {
+        let columns =
+            self.layers.values().map(|line| line.shared_heads + line.selected.len()).max();
+        html! {
+            table {
+                caption { "Percent of the tokens that select each head; s: shared" }
+                thead { tr {
+                    th scope="col" { "layer" }
+                    th scope="col" { "entropy" }
+                    @for head in 0..columns.unwrap_or(0) { th scope="col" { (head) } }
+                } }
+                tbody { @for (layer, line) in &self.layers { tr {
+                    th scope="row" { (layer) }
+                    td { (format!("{:.3}", line.entropy)) }
+                    @for _ in 0..line.shared_heads { td class="unit" { "s" } }
+                    @for &selected in &line.selected { td { (format!("{:.1}", 100.0 * share(line, selected))) } }
+                } } }
+            }
+        }
+    }
+}
+
+/// The section about heads; nothing for runs whose layers do not route.
+pub(crate) fn section(logs: &[RunLog]) -> Markup {
+    let of_runs: Vec<(&RunLog, Vec<Evaluation<'_>>)> = logs
+        .iter()
+        .map(|log| (log, evaluations(log)))
+        .filter(|(_, found)| !found.is_empty())
+        .collect();
+    if of_runs.is_empty() {
+        return html! {};
+    }
+    html! {
+        section {
+            h2 { "How tokens use the heads" }
+            p class="note" {
+                "Load: the percentage of a validation set's tokens that select a routed head. Equal loads mean that \
+                 all routed heads serve about as many tokens."
+            }
+            (color_bar())
+            @for (log, found) in &of_runs {
+                @if logs.len() > 1 { h3 { (log.name) } }
+                div class="panels" {
+                    @for evaluation in found.iter().take(MOST_MAPS) { (evaluation.figure()) }
+                }
+            }
+            (over_layers(logs, &of_runs))
+        }
+    }
+}
+
+/// Active heads and entropy by layer, of the newest evaluations.
+fn over_layers(logs: &[RunLog], of_runs: &[(&RunLog, Vec<Evaluation<'_>>)]) -> Markup {
+    let (mut active, mut entropy) = (Vec::new(), Vec::new());
+    let mut routed = Vec::new();
+    for (index, (log, found)) in of_runs.iter().enumerate() {
+        let newest: BTreeMap<&str, &Evaluation<'_>> =
+            found.iter().map(|evaluation| (evaluation.set, evaluation)).collect();
+        // Every set selects as many heads, so one shows them.
+        if let Some(evaluation) = found.last() {
+            active.push(line(&label(&log.name), evaluation, Look::nth(index), active_share));
+        }
+        for (place, (set, evaluation)) in newest.into_iter().enumerate() {
+            let (name, look) = match logs.len() {
+                1 => (printable(set), Look::nth(place)),
+                _ => (
+                    format!("{}, {}", label(&log.name), printable(set)),
+                    Look { dash: place, ..Look::nth(index) },
+                ),
+            };
+            entropy.push(line(&name, evaluation, look, |line| line.entropy));
+            routed.extend(evaluation.layers.values().map(|line| line.selected.len()));
+        }
+    }
+    let most = routed.iter().copied().max().filter(|most| routed.iter().all(|count| count == most));
+    let reference = most.filter(|&count| count > 1).map(|count| {
+        let bound = (count as f64).ln();
+        (bound, format!("equal gates of {count} heads: {bound:.3}"))
+    });
+    let charts = [
+        chart("Active heads by layer", "percent of the layer's heads", active, None),
+        chart("Entropy of the gates by layer", "nats, mean over tokens", entropy, reference),
+    ];
+    html! {
+        div class="panels" { @for chart in &charts { (figure::panel(chart)) } }
+    }
+}
+
+/// Percent of a layer's heads that a token computes.
+fn active_share(line: &RoutingLine) -> f64 {
+    let selected: f64 = line.selected.iter().map(|&selected| share(line, selected)).sum();
+    let heads = line.shared_heads + line.selected.len();
+    100.0 * (line.shared_heads as f64 + selected) / heads.max(1) as f64
+}
+
+fn line(
+    label: &str,
+    evaluation: &Evaluation<'_>,
+    look: Look,
+    value: impl Fn(&RoutingLine) -> f64,
+) -> Line {
+    let layers = evaluation.layers.iter();
+    Line {
+        label: label.to_owned(),
+        points: layers.map(|(&layer, line)| (layer as f64, value(line))).collect(),
+        look: Look { dots: true, ..look },
+    }
+}
+
+fn chart(title: &str, unit: &str, lines: Vec<Line>, reference: Option<(f64, String)>) -> LineChart {
+    LineChart {
+        title: title.to_owned(),
+        unit: unit.to_owned(),
+        description: describe(&lines),
+        across: "layer".to_owned(),
+        whole: true,
+        from_zero: true,
+        lines,
+        reference,
+        ..LineChart::default()
+    }
+}

@@ -1,0 +1,155 @@
+//! Where the time of a step goes, and the rates and memory of the machine.
+
+use indicatif::HumanBytes;
+use maud::{Markup, html};
+use moh_cli::chart::COLORS;
+use moh_cli::chart::scale::short;
+use moh_cli::run_log::{RunLog, StageSteps};
+use moh_train::Speed;
+
+/// Width of the bar of a stage's parts.
+const BAR: f64 = 400.0;
+
+/// A part of a step: its name, and its seconds.
+type Part = (&'static str, fn(&Speed) -> f64);
+
+/// The parts of a step.
+const PARTS: [Part; 6] = [
+    ("data", |speed| speed.data),
+    ("forward", |speed| speed.forward),
+    ("backward", |speed| speed.backward),
+    ("exchange", |speed| speed.exchange),
+    ("gradient norm", |speed| speed.gradient_norm),
+    ("optimizer", |speed| speed.optimizer),
+];
+
+/// The section; nothing for runs whose steps have no times.
+pub(crate) fn section(logs: &[RunLog]) -> Markup {
+    let stages: Vec<(&RunLog, &StageSteps)> = logs
+        .iter()
+        .flat_map(|log| log.steps.stages.iter().map(move |stage| (log, stage)))
+        .filter(|(_, stage)| stage.timed > 0)
+        .collect();
+    html! {
+        @if !stages.is_empty() {
+            section {
+                h2 { "Time and memory" }
+                p class="note" {
+                    "Means over the steps of a stage, on the first rank. On a GPU, forward, backward and exchange are \
+                     the times of issuing the work, and gradient norm has the wait for it."
+                }
+                div class="panels" {
+                    @for (log, stage) in &stages { (bar(logs, log, stage)) }
+                }
+                div class="scroll" tabindex="0" { (table(logs, &stages)) }
+            }
+        }
+    }
+}
+
+/// A stage's name, with that of its run if there are several.
+fn name(logs: &[RunLog], log: &RunLog, stage: &StageSteps) -> String {
+    match logs.len() {
+        1 => stage.name.clone(),
+        _ => format!("{}, {}", crate::curves::label(&log.name), stage.name),
+    }
+}
+
+/// The parts of a mean step beside each other.
+fn bar(logs: &[RunLog], log: &RunLog, stage: &StageSteps) -> Markup {
+    let parts: Vec<(usize, &str, f64)> = PARTS
+        .iter()
+        .enumerate()
+        .map(|(index, (name, seconds))| {
+            (index % COLORS, *name, seconds(&stage.speed) / stage.timed as f64)
+        })
+        .filter(|(_, _, seconds)| seconds.is_finite() && *seconds > 0.0)
+        .collect();
+    let total: f64 = parts.iter().map(|part| part.2).sum();
+    let shares: Vec<String> = parts
+        .iter()
+        .map(|(_, name, seconds)| format!("{name} {:.1}%", 100.0 * seconds / total))
+        .collect();
+    let mut end = 0.0;
+    let places: Vec<(usize, f64, f64)> = parts
+        .iter()
+        .map(|(color, _, seconds)| {
+            let (from, wide) = (end, BAR * seconds / total);
+            end += wide;
+            (*color, from, wide)
+        })
+        .collect();
+    html! {
+        figure {
+            figcaption {
+                strong { "A step of " (name(logs, log, stage)) } " " span class="unit" { (duration(total)) }
+            }
+            svg class="chart" role="img" width="400" height="24" viewBox="0 0 400 24" {
+                title { "Parts of a step" }
+                desc { (shares.join(", ")) }
+                @for (color, from, wide) in &places {
+                    g class={ "s" (color) } {
+                        rect fill="currentColor" x=(format!("{from:.1}")) y="2" height="20"
+                            width=(format!("{:.1}", (wide - 1.0).max(0.2))) {}
+                    }
+                }
+            }
+            ul class="key" {
+                @for ((color, _, _), share) in parts.iter().zip(&shares) {
+                    li {
+                        svg class={ "chart sample s" (color) } width="12" height="12" viewBox="0 0 12 12"
+                            aria-hidden="true" { rect fill="currentColor" width="12" height="12" {} }
+                        (share)
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn table(logs: &[RunLog], stages: &[(&RunLog, &StageSteps)]) -> Markup {
+    let rows: [(&str, fn(&StageSteps) -> String); 8] = [
+        ("steps", |stage| stage.count.to_string()),
+        ("a step", |stage| duration(mean(stage, stage.speed.seconds))),
+        ("tokens/s", |stage| short(mean(stage, stage.rate))),
+        ("TFLOP/s of a rank", |stage| short(mean(stage, stage.speed.tflops))),
+        ("MFU", |stage| {
+            let mfu = stage.speed.mfu.map(|mfu| 100.0 * mean(stage, mfu));
+            mfu.map_or("not known".to_owned(), |mfu| format!("{mfu:.1}%"))
+        }),
+        ("evaluations, in all", |stage| duration(stage.speed.evaluation)),
+        ("held up by checkpoints, in all", |stage| duration(stage.speed.checkpoint)),
+        ("memory at its peak", |stage| {
+            let memory = stage.speed.device_bytes.or(stage.speed.peak_resident_bytes);
+            memory.map_or("-".to_owned(), |bytes| HumanBytes(bytes).to_string())
+        }),
+    ];
+    html! {
+        table {
+            thead { tr {
+                th {}
+                @for (log, stage) in stages { th scope="col" { (name(logs, log, stage)) } }
+            } }
+            tbody { @for (name, value) in rows { tr {
+                th scope="row" { (name) }
+                @for (_, stage) in stages { td { (value(stage)) } }
+            } } }
+        }
+    }
+}
+
+fn mean(stage: &StageSteps, sum: f64) -> f64 {
+    sum / stage.timed.max(1) as f64
+}
+
+/// Seconds in a unit that suits them.
+fn duration(seconds: f64) -> String {
+    match seconds {
+        s if !s.is_finite() => "-".to_owned(),
+        0.0 => "0 s".to_owned(),
+        s if s >= 7200.0 => format!("{:.1} hours", s / 3600.0),
+        s if s >= 120.0 => format!("{:.1} minutes", s / 60.0),
+        s if s >= 1.0 => format!("{s:.2} s"),
+        s => format!("{:.1} ms", 1000.0 * s),
+    }
+}

@@ -1,0 +1,174 @@
+//! A map of shares: a row for each layer, a column for each head.
+
+use maud::{Markup, html};
+
+use super::{at, width};
+
+/// Width of a map.
+const WIDTH: f64 = 400.0;
+
+/// Pixels for the labels of the rows and above the columns.
+const LEFT: f64 = 34.0;
+const TOP: f64 = 20.0;
+
+/// The colours of viridis at 0, 0.1, .. 1: evenly lighter, and told apart by the colour-blind.
+const VIRIDIS: [[u8; 3]; 11] = [
+    [0x44, 0x01, 0x54],
+    [0x48, 0x24, 0x75],
+    [0x41, 0x44, 0x87],
+    [0x35, 0x5f, 0x8d],
+    [0x2a, 0x78, 0x8e],
+    [0x21, 0x91, 0x8c],
+    [0x22, 0xa8, 0x84],
+    [0x44, 0xbf, 0x70],
+    [0x7a, 0xd1, 0x51],
+    [0xbd, 0xdf, 0x26],
+    [0xfd, 0xe7, 0x25],
+];
+
+/// A cell of a map.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Cell {
+    /// A share from 0 to 1.
+    Share(f64),
+    /// Always active.
+    Shared,
+}
+
+/// A row of a map.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HeatRow {
+    /// The row's number.
+    pub number: usize,
+    /// Its cells.
+    pub cells: Vec<Cell>,
+}
+
+/// A map of shares.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HeatMap {
+    /// What is seen.
+    pub title: String,
+    /// What the map says, for those who do not see it.
+    pub description: String,
+    /// The rows, from the top.
+    pub rows: Vec<HeatRow>,
+}
+
+impl HeatMap {
+    /// The map as an element of a page.
+    pub fn draw(&self) -> Markup {
+        let columns = self.rows.iter().map(|row| row.cells.len()).max().unwrap_or(0).max(1);
+        let wide = (WIDTH - LEFT - 6.0) / columns as f64;
+        let high = (wide * 0.6).clamp(9.0, 24.0);
+        let bottom = TOP + high * self.rows.len() as f64;
+        let with_text = wide >= 28.0 && high >= 14.0;
+        // One pixel between large cells, none between small ones.
+        let gap = if wide >= 8.0 { 1.0 } else { 0.0 };
+        let x = |column: usize| LEFT + wide * column as f64;
+        let y = |row: usize| TOP + high * row as f64;
+        html! {
+            svg class="chart" xmlns="http://www.w3.org/2000/svg" role="img" width=(at(WIDTH))
+                height=(at(bottom + 18.0)) viewBox={ "0 0 " (at(WIDTH)) " " (at(bottom + 18.0)) } {
+                title { (self.title) }
+                desc { (self.description) }
+                @for column in (0..columns).step_by(every(wide, width("00") + 6.0)) {
+                    text class="quiet" x=(at(x(column) + wide / 2.0)) y=(at(TOP - 6.0)) text-anchor="middle" {
+                        (column)
+                    }
+                }
+                @for (place, row) in self.rows.iter().enumerate().step_by(every(high, 13.0)) {
+                    text class="quiet" x=(at(LEFT - 7.0)) y=(at(y(place) + high / 2.0 + 4.0)) text-anchor="end" {
+                        (row.number)
+                    }
+                }
+                @for (place, row) in self.rows.iter().enumerate() {
+                    @for (column, cell) in row.cells.iter().enumerate() {
+                        (cell.draw((x(column), y(place)), (wide - gap, high - gap), with_text))
+                    }
+                }
+                text class="quiet" x=(at(LEFT)) y=(at(bottom + 14.0)) { "rows: layers, columns: heads" }
+            }
+        }
+    }
+}
+
+impl Cell {
+    fn draw(&self, (x, y): (f64, f64), (wide, high): (f64, f64), with_text: bool) -> Markup {
+        let (width, height) = (at(wide), at(high));
+        let Cell::Share(share) = *self else {
+            return html! { rect class="shared" x=(at(x)) y=(at(y)) width=(width) height=(height) {} };
+        };
+        let ink = if share < 0.55 { "#ffffff" } else { "#000000" };
+        html! {
+            rect fill=(viridis(share)) x=(at(x)) y=(at(y)) width=(width) height=(height) {}
+            @if with_text {
+                text class="cell" style={ "fill:" (ink) } text-anchor="middle"
+                    x=(at(x + wide / 2.0)) y=(at(y + high / 2.0 + 4.0)) { (format!("{:.0}", 100.0 * share)) }
+            }
+        }
+    }
+}
+
+/// The scale of the colours.
+pub fn color_bar() -> Markup {
+    html! {
+        svg class="chart" xmlns="http://www.w3.org/2000/svg" role="img" width="400" height="40" viewBox="0 0 400 40" {
+            title { "Colours of the shares from 0% to 100%" }
+            @for step in 0..50u32 {
+                @let share = f64::from(step) / 49.0;
+                rect fill=(viridis(share)) x=(at(LEFT + 4.4 * f64::from(step))) y="2" width="5" height="12" {}
+            }
+            @for (share, anchor) in [(0.0, "start"), (50.0, "middle"), (100.0, "end")] {
+                text class="quiet" x=(at(LEFT + 2.2 * share)) y="29" text-anchor=(anchor) { (share) "%" }
+            }
+            rect class="shared" x="286" y="2" width="24" height="12" {}
+            text class="quiet" x="316" y="12" { "shared head" }
+        }
+    }
+}
+
+/// How many cells of `size` pixels a label of `label` pixels takes.
+fn every(size: f64, label: f64) -> usize {
+    (label / size).ceil().max(1.0) as usize
+}
+
+/// The colour of a share.
+fn viridis(share: f64) -> String {
+    let place = share.clamp(0.0, 1.0) * (VIRIDIS.len() - 1) as f64;
+    let index = (place as usize).min(VIRIDIS.len() - 2);
+    let part = place - index as f64;
+    let mix = |channel: usize| {
+        let [from, to] =
+            [VIRIDIS[index], VIRIDIS[index + 1]].map(|color| f64::from(color[channel]));
+        (from + part * (to - from)).round() as u8
+    };
+    format!("#{:02x}{:02x}{:02x}", mix(0), mix(1), mix(2))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn colours_reach_from_one_end_to_the_other() {
+        let shown = [-1.0, 0.0, 0.05, 1.0, 7.0].map(viridis);
+        assert_eq!(shown, ["#440154", "#440154", "#461365", "#fde725", "#fde725"]);
+        assert_eq!(viridis(f64::NAN).len(), 7);
+    }
+
+    #[test]
+    fn large_cells_have_numbers_and_small_ones_none() {
+        let map = |heads: usize| HeatMap {
+            title: "load".to_owned(),
+            description: "load of <heads>".to_owned(),
+            rows: vec![HeatRow { number: 3, cells: vec![Cell::Share(0.25); heads] }; 2],
+        };
+        let few = map(4).draw().into_string();
+        assert_eq!(few.matches(">25</text>").count(), 8, "{few}");
+        assert!(few.contains("load of &lt;heads&gt;"));
+        let many = map(64).draw().into_string();
+        assert_eq!((many.matches(">25</text>").count(), many.matches("<rect").count()), (0, 128));
+        assert!(HeatMap { rows: vec![], ..map(1) }.draw().into_string().ends_with("</svg>"));
+    }
+}

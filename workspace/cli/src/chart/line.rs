@@ -1,0 +1,350 @@
+//! Curves over tokens or layers.
+
+use maud::{Markup, PreEscaped, html};
+
+use super::marks::{self, Mark};
+use super::scale::{Range, Ticks, is_drawable, short, value_range};
+use super::thin::thin;
+use super::{COLORS, DASHES, STYLE, at, shorten, width};
+
+/// Curves of at most this many points show each of them, with its numbers.
+const MOST_DOTS: usize = 120;
+
+/// Height of the row of numbers below the plot, with the axis' name.
+const BELOW: f64 = 36.0;
+
+/// Distance of labels at the ends of curves.
+const LABEL_DISTANCE: f64 = 15.0;
+
+/// How a curve looks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Look {
+    /// Which colour, from 0; they repeat.
+    pub color: usize,
+    /// Which dashes, from 0 for none; they repeat.
+    pub dash: usize,
+    /// Whether each point is a dot: for curves of few points.
+    pub dots: bool,
+    /// Whether it is the background of another curve, without a label.
+    pub faint: bool,
+}
+
+impl Look {
+    /// The look of curve `index` of several, which differ in colour and dashes.
+    pub fn nth(index: usize) -> Self {
+        Look { color: index, dash: index, ..Look::default() }
+    }
+
+    pub(crate) fn color_class(&self) -> String {
+        format!("s{}", self.color % COLORS)
+    }
+
+    pub(crate) fn line_class(&self) -> String {
+        let faint = if self.faint { " faint" } else { "" };
+        format!("line d{}{faint}", self.dash % DASHES)
+    }
+}
+
+/// A curve.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Line {
+    /// Its label.
+    pub label: String,
+    /// Its points, in order; values that are not finite are gaps.
+    pub points: Vec<(f64, f64)>,
+    /// Its look.
+    pub look: Look,
+}
+
+/// The size of a drawn chart in pixels.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Size {
+    /// Its width.
+    pub width: f64,
+    /// Its height.
+    pub height: f64,
+    /// Whether there is room for labels at the ends of the curves.
+    pub labels: bool,
+}
+
+/// A chart of curves.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct LineChart {
+    /// What is seen.
+    pub title: String,
+    /// The unit of the values.
+    pub unit: String,
+    /// What the curves say, for those who do not see them.
+    pub description: String,
+    /// The name of the horizontal axis.
+    pub across: String,
+    /// Whether the horizontal axis has whole numbers from 0, such as layers.
+    pub whole: bool,
+    /// Whether the vertical axis begins at 0.
+    pub from_zero: bool,
+    /// The curves.
+    pub lines: Vec<Line>,
+    /// The marks, from left to right.
+    pub marks: Vec<Mark>,
+    /// Places of steps that were not applied: short lines at the bottom.
+    pub skipped: Vec<f64>,
+    /// A value of its own with its label: a dashed line.
+    pub reference: Option<(f64, String)>,
+}
+
+/// Where the plot is in the drawing, and its ranges.
+struct Plot {
+    left: f64,
+    top: f64,
+    right: f64,
+    bottom: f64,
+    across: Range,
+    values: Range,
+}
+
+impl Plot {
+    fn x(&self, value: f64) -> f64 {
+        self.left + self.across.place(value) * (self.right - self.left)
+    }
+
+    fn y(&self, value: f64) -> f64 {
+        self.bottom - self.values.place(value) * (self.bottom - self.top)
+    }
+}
+
+impl LineChart {
+    /// Whether there is no value to draw.
+    pub fn is_empty(&self) -> bool {
+        !self.lines.iter().flat_map(|line| &line.points).any(|point| is_drawable(point.1))
+    }
+
+    /// The curves that have a label.
+    pub fn labelled(&self) -> impl Iterator<Item = &Line> {
+        self.lines.iter().filter(|line| !line.look.faint)
+    }
+
+    /// The chart as an element of a page.
+    pub fn draw(&self, size: Size) -> Markup {
+        self.svg(size, 0.0, html! {})
+    }
+
+    /// The chart as a file of its own, with its title.
+    pub fn to_svg(&self, size: Size) -> String {
+        let heading = html! {
+            style { (PreEscaped(STYLE)) }
+            rect class="back" width="100%" height="100%" {}
+            text class="heading" x="12" y="24" { (self.title) }
+            text class="quiet" x="12" y="42" { (self.unit) }
+        };
+        format!("{}\n", self.svg(size, 50.0, heading).into_string())
+    }
+
+    /// The SVG with `heading` in its upper `above` pixels.
+    fn svg(&self, size: Size, above: f64, heading: Markup) -> Markup {
+        let Size { width, height, .. } = size;
+        let values = self.values();
+        let across = self.range_across();
+        let up = Ticks::new(values, ((height - above) / 48.0) as usize, 0.0);
+        let labels: Vec<String> = up.values.iter().map(|&value| up.label(value)).collect();
+        let left = labels.iter().map(|label| super::width(label)).fold(20.0, f64::max) + 14.0;
+        let right = width - self.label_room(size);
+        let place = |value| left + across.place(value) * (right - left);
+        let marks = marks::placed(&self.marks, place, (left, width));
+        let top = above + 10.0 + marks::height(&marks);
+        let plot = Plot { left, top, right, bottom: height - BELOW, across, values };
+        html! {
+            svg class="chart" xmlns="http://www.w3.org/2000/svg" role="img"
+                viewBox={ "0 0 " (at(width)) " " (at(height)) } width=(at(width)) height=(at(height)) {
+                title { (self.title) }
+                desc { (self.description) }
+                (heading)
+                (self.axes(&plot, (&up.values, &labels)))
+                (marks::draw(&marks, plot.top, plot.bottom))
+                (self.skipped_steps(&plot))
+                (self.curves(&plot))
+                @if size.labels { (self.end_labels(&plot, width)) }
+            }
+        }
+    }
+
+    fn values(&self) -> Range {
+        let lines = self.lines.iter().flat_map(|line| line.points.iter().map(|point| point.1));
+        let reference = self.reference.iter().map(|reference| reference.0);
+        value_range(lines.chain(reference), self.from_zero)
+    }
+
+    fn range_across(&self) -> Range {
+        let points = self.lines.iter().flat_map(|line| &line.points).map(|point| point.0);
+        let marks = self.marks.iter().map(|mark| mark.at);
+        let high = points.chain(marks).filter(|&x| is_drawable(x)).fold(0.0, f64::max);
+        match self.whole {
+            true => Range { low: -0.5, high: high + 0.5 },
+            false => Range { low: 0.0, high: if high > 0.0 { high } else { 1.0 } },
+        }
+    }
+
+    /// Pixels on the right for the labels of curves.
+    fn label_room(&self, size: Size) -> f64 {
+        let labels = self.labelled().map(|line| width(&line.label));
+        match size.labels {
+            true => (labels.fold(0.0, f64::max) + 18.0).min(size.width * 0.24),
+            false => 12.0,
+        }
+    }
+
+    fn axes(&self, plot: &Plot, (values, labels): (&[f64], &[String])) -> Markup {
+        let least = if self.whole { 1.0 } else { 0.0 };
+        let across = Ticks::new(plot.across, ((plot.right - plot.left) / 76.0) as usize, least);
+        html! {
+            @for (&value, label) in values.iter().zip(labels) {
+                @let y = plot.y(value);
+                path class="rule" d={ "M" (at(plot.left)) " " (at(y)) "H" (at(plot.right)) } {}
+                text class="quiet" x=(at(plot.left - 7.0)) y=(at(y + 4.0)) text-anchor="end" { (label) }
+            }
+            path class="base" d={ "M" (at(plot.left)) " " (at(plot.bottom)) "H" (at(plot.right)) } {}
+            @for &value in &across.values {
+                @let x = plot.x(value);
+                path class="base" d={ "M" (at(x)) " " (at(plot.bottom)) "v4" } {}
+                text class="quiet" x=(at(x)) y=(at(plot.bottom + 17.0)) text-anchor="middle" {
+                    (across.label(value))
+                }
+            }
+            text class="quiet" x=(at(plot.right)) y=(at(plot.bottom + 32.0)) text-anchor="end" { (self.across) }
+            @if let Some((value, label)) = &self.reference {
+                @let y = plot.y(*value);
+                path class="mark" d={ "M" (at(plot.left)) " " (at(y)) "H" (at(plot.right)) } {}
+                text class="quiet" x=(at(plot.right)) y=(at(y - 4.0)) text-anchor="end" { (label) }
+            }
+        }
+    }
+
+    fn skipped_steps(&self, plot: &Plot) -> Markup {
+        // Those of one pixel are one line.
+        let mut places: Vec<i64> = self.skipped.iter().map(|&x| plot.x(x).round() as i64).collect();
+        places.sort_unstable();
+        places.dedup();
+        let bottom = at(plot.bottom);
+        let path: String = places.iter().map(|x| format!("M{x} {bottom}v-9")).collect();
+        html! {
+            @if !path.is_empty() { path class="alarm" d=(path) {} }
+        }
+    }
+
+    /// The curves, cut off at the edges of the plot by an SVG within the SVG.
+    fn curves(&self, plot: &Plot) -> Markup {
+        let (wide, high) = (plot.right - plot.left, plot.bottom - plot.top);
+        html! {
+            svg x=(at(plot.left)) y=(at(plot.top)) width=(at(wide)) height=(at(high)) {
+                @for line in &self.lines { (curve(line, plot)) }
+            }
+            @for line in self.lines.iter().filter(|line| line.look.dots) { (dots(line, plot)) }
+            (self.values_above(plot))
+        }
+    }
+
+    /// An arrow and a number for each curve with values above the plot.
+    fn values_above(&self, plot: &Plot) -> Markup {
+        let highest = |line: &Line| {
+            let points = line.points.iter().copied().filter(|point| is_drawable(point.1));
+            points.reduce(|most, point| if point.1 > most.1 { point } else { most })
+        };
+        let above = self.labelled().filter_map(|line| Some((line, highest(line)?)));
+        let above: Vec<_> = above.filter(|(_, (_, value))| *value > plot.values.high).collect();
+        html! {
+            @for (row, (line, (x, value))) in above.into_iter().take(8).enumerate() {
+                @let (x, y) = (plot.x(x), plot.top + 15.0 * row as f64);
+                @let text = format!("up to {}", short(value));
+                @let is_right = x + 12.0 + width(&text) > plot.right;
+                g class=(line.look.color_class()) {
+                    path class="arrow" d={ "M" (at(x)) " " (at(y + 1.0)) "l4 8h-8z" } {}
+                    text class="label" y=(at(y + 11.0)) x=(at(if is_right { x - 8.0 } else { x + 8.0 }))
+                        text-anchor=(if is_right { "end" } else { "start" }) { (text) }
+                }
+            }
+        }
+    }
+
+    /// The curves' labels on the right, at the heights of their ends but not over each other.
+    fn end_labels(&self, plot: &Plot, edge: f64) -> Markup {
+        if self.labelled().count() < 2 {
+            return html! {};
+        }
+        let end =
+            |line: &Line| line.points.iter().rev().find(|point| is_drawable(point.1)).copied();
+        let ends = self.labelled().filter_map(|line| Some((plot.y(end(line)?.1), line)));
+        let mut ends: Vec<(f64, &Line)> =
+            ends.map(|(y, line)| (y.clamp(plot.top + 6.0, plot.bottom), line)).collect();
+        ends.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let places = apart(ends.iter().map(|end| end.0).collect(), LABEL_DISTANCE, plot.bottom);
+        let most = ((edge - plot.right - 8.0) / width("m")) as usize;
+        html! {
+            @for ((_, line), y) in ends.iter().zip(places) {
+                text class={ "label " (line.look.color_class()) } x=(at(plot.right + 8.0)) y=(at(y + 4.0)) {
+                    (shorten(&line.label, most))
+                }
+            }
+        }
+    }
+}
+
+/// Moves places, ascending, so that neighbours are `distance` apart and the last is at most `bottom`, if there is
+/// room.
+fn apart(mut places: Vec<f64>, distance: f64, bottom: f64) -> Vec<f64> {
+    let mut least = f64::NEG_INFINITY;
+    for place in &mut places {
+        *place = place.max(least);
+        least = *place + distance;
+    }
+    let mut most = bottom;
+    for place in places.iter_mut().rev() {
+        *place = place.min(most);
+        most = *place - distance;
+    }
+    places
+}
+
+/// A curve as a path, in the coordinates of the plot. A point without neighbours is a dot.
+fn curve(line: &Line, plot: &Plot) -> Markup {
+    let wide = plot.right - plot.left;
+    let segments = thin(line.points.iter().copied(), plot.across, wide.max(1.0) as usize);
+    let place = |&(x, y): &(f64, f64)| (at(plot.x(x) - plot.left), at(plot.y(y) - plot.top));
+    let mut path = String::new();
+    for segment in segments.iter().filter(|segment| segment.len() > 1) {
+        for (number, (x, y)) in segment.iter().map(place).enumerate() {
+            let begin = if number == 0 { "M" } else { " " };
+            path.extend([begin, &x, " ", &y]);
+        }
+    }
+    html! {
+        g class=(line.look.color_class()) {
+            path class=(line.look.line_class()) d=(path) {}
+            @if !line.look.dots {
+                @for (x, y) in segments.iter().filter(|segment| segment.len() == 1).flatten().map(place) {
+                    circle class="dot" r="2.5" cx=(x) cy=(y) {}
+                }
+            }
+        }
+    }
+}
+
+/// The points of a curve as dots that name their values, if they are not too many.
+fn dots(line: &Line, plot: &Plot) -> Markup {
+    let shown = |point: &&(f64, f64)| {
+        is_drawable(point.1) && (plot.values.low..=plot.values.high).contains(&point.1)
+    };
+    let points: Vec<&(f64, f64)> = line.points.iter().filter(shown).collect();
+    html! {
+        @if points.len() <= MOST_DOTS {
+            g class=(line.look.color_class()) {
+                @for &(x, y) in points {
+                    circle class="dot" r="3.5" cx=(at(plot.x(x))) cy=(at(plot.y(y))) {
+                        title { (line.label) ": " (short(y)) " at " (short(x)) }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

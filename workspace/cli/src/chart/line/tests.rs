@@ -1,0 +1,109 @@
+use super::*;
+use crate::chart::MarkKind;
+
+const SIZE: Size = Size { width: 600.0, height: 300.0, labels: true };
+
+fn line(label: &str, points: Vec<(f64, f64)>, look: Look) -> Line {
+    Line { label: label.to_owned(), points, look }
+}
+
+fn chart(lines: Vec<Line>) -> LineChart {
+    LineChart { title: "Loss".into(), across: "tokens".into(), lines, ..LineChart::default() }
+}
+
+fn drawn(chart: &LineChart) -> String {
+    chart.draw(SIZE).into_string()
+}
+
+#[test]
+fn a_chart_names_its_curves_and_marks() {
+    let mut chart = chart(vec![
+        line("training", vec![(1.0, 2.0), (2.0, 1.0)], Look::nth(0)),
+        line("text & <code>", vec![(1.0, 2.0), (2.0, 1.1)], Look::nth(1)),
+    ]);
+    chart.marks = vec![Mark { at: 1.0, label: "moh".into(), kind: MarkKind::Stage }];
+    let svg = drawn(&chart);
+    for expected in [">training<", ">text &amp; &lt;code&gt;<", ">moh<", "<title>Loss<", "line d1"]
+    {
+        assert!(svg.contains(expected), "{expected}: {svg}");
+    }
+    let file = chart.to_svg(SIZE);
+    assert!(file.starts_with("<svg ") && file.contains("<style>") && file.ends_with("</svg>\n"));
+}
+
+#[test]
+fn values_above_the_axis_are_cut_off_and_named() {
+    let mut points: Vec<(f64, f64)> =
+        (1..100).map(f64::from).map(|x| (x, 3.0 - x / 100.0)).collect();
+    points.insert(0, (0.0, 9.5));
+    let chart = chart(vec![line("training", points, Look::default())]);
+    assert!(chart.values().high < 4.0);
+    let svg = drawn(&chart);
+    assert!(svg.contains(">up to 9.500<"), "{svg}");
+    // The line leaves the inner SVG, which cuts it off, instead of going along its edge.
+    let path = svg.split("class=\"line d0\" d=\"M").nth(1).unwrap();
+    let first: f64 = path.split(' ').nth(1).unwrap().parse().unwrap();
+    assert!(first < -100.0, "{path}");
+}
+
+#[test]
+fn labels_begin_right_of_the_axis() {
+    let mut chart = chart(vec![line("training", vec![(0.0, 10.0), (9.0, 20.0)], Look::default())]);
+    chart.marks = vec![Mark { at: 0.0, label: "adapt".into(), kind: MarkKind::Stage }];
+    let svg = drawn(&chart);
+    let axis: f64 = svg
+        .split("class=\"base\" d=\"M")
+        .nth(1)
+        .unwrap()
+        .split(' ')
+        .next()
+        .unwrap()
+        .parse()
+        .unwrap();
+    let tag = svg.split(">adapt<").next().unwrap().rsplit('<').next().unwrap();
+    let x: f64 = tag.split("x=\"").nth(1).unwrap().split('"').next().unwrap().parse().unwrap();
+    assert!(x > axis + 3.0, "{tag}");
+}
+
+#[test]
+fn every_number_of_points_gives_a_chart() {
+    for points in [
+        vec![],
+        vec![(5.0, f64::NAN)],
+        vec![(5.0, 2.0)],
+        vec![(0.0, 0.0)],
+        vec![(f64::NAN, 1.0), (f64::INFINITY, 1.0), (-1e300, 1.0)],
+        vec![(1.0, f64::MAX), (2.0, f64::MIN), (3.0, 1e99), (4.0, -1e99)],
+    ] {
+        for dots in [false, true] {
+            let look = Look { dots, ..Look::default() };
+            let svg = drawn(&chart(vec![line("loss", points.clone(), look)]));
+            assert!(!svg.contains("NaN") && !svg.contains("inf"), "{points:?}: {svg}");
+        }
+    }
+    let one = drawn(&chart(vec![line("loss", vec![(5.0, 2.0)], Look::default())]));
+    assert_eq!(one.matches("<circle").count(), 1, "{one}");
+    assert!(chart(vec![line("loss", vec![(5.0, f64::NAN)], Look::default())]).is_empty());
+}
+
+#[test]
+fn a_million_points_make_a_small_chart() {
+    let points = (0..1_000_000).map(|n| (f64::from(n), f64::from(n % 13))).collect();
+    let svg = drawn(&chart(vec![line("loss", points, Look::default())]));
+    assert!(svg.len() < 40_000, "{} bytes", svg.len());
+}
+
+#[test]
+fn labels_at_the_ends_are_apart() {
+    assert_eq!(apart(vec![10.0, 11.0, 50.0], 15.0, 100.0), [10.0, 25.0, 50.0]);
+    assert_eq!(apart(vec![90.0, 95.0, 99.0], 15.0, 100.0), [70.0, 85.0, 100.0]);
+    assert_eq!(apart(vec![], 15.0, 100.0), Vec::<f64>::new());
+}
+
+#[test]
+fn steps_that_were_not_applied_are_short_lines() {
+    let mut chart = chart(vec![line("loss", vec![(0.0, 1.0), (100.0, 2.0)], Look::default())]);
+    chart.skipped = vec![50.0, 50.01, 75.0];
+    let svg = drawn(&chart);
+    assert_eq!(svg.matches("v-9").count(), 2, "{svg}");
+}

@@ -1,0 +1,75 @@
+//! Charts as SVG: curves ([`LineChart`]) and maps of shares ([`HeatMap`]). Colours and lines are classes of
+//! [`STYLE`], so that a chart follows a light and a dark page, and a curve is told from its neighbours by its
+//! dashes and its label as well as by its colour.
+
+mod heat;
+mod line;
+mod marks;
+pub mod scale;
+pub mod thin;
+
+pub use heat::{Cell, HeatMap, HeatRow, color_bar};
+pub use line::{Line, LineChart, Look, Size};
+pub use marks::{Mark, MarkKind};
+
+/// The rules of style that charts need.
+pub const STYLE: &str = include_str!("chart.css");
+
+/// Colours of curves: `s0` to `s6` of [`STYLE`].
+pub const COLORS: usize = 7;
+
+/// Dashes of curves: `d0` to `d4` of [`STYLE`].
+pub const DASHES: usize = 5;
+
+/// A text of at most `most` characters, the last of them an ellipsis if it was longer. Control characters,
+/// which XML does not allow, become replacement characters.
+pub fn shorten(text: &str, most: usize) -> String {
+    let is_long = text.chars().count() > most;
+    let kept = if is_long { most.saturating_sub(1) } else { most };
+    let mut short: String = printable(text).chars().take(kept).collect();
+    if is_long {
+        short.push('\u{2026}');
+    }
+    short
+}
+
+/// A text without control characters, which XML does not allow and a page would hide.
+pub fn printable(text: &str) -> String {
+    let is_odd =
+        |c: char| c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    text.chars().map(|c| if is_odd(c) { char::REPLACEMENT_CHARACTER } else { c }).collect()
+}
+
+/// Pixels that a text of the charts' size takes, about.
+fn width(text: &str) -> f64 {
+    6.6 * text.chars().count() as f64
+}
+
+/// A coordinate: a tenth of a pixel is more than one sees.
+fn at(value: f64) -> String {
+    let text = format!("{value:.1}");
+    text.strip_suffix(".0").map_or_else(|| text.clone(), str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_and_odd_texts_are_shortened() {
+        assert_eq!(shorten("adapt", 5), "adapt");
+        assert_eq!(shorten("adapted", 5), "adap\u{2026}");
+        assert_eq!(shorten("a\u{0}b\u{202e}", 9), "a\u{fffd}b\u{fffd}");
+    }
+
+    #[test]
+    fn the_style_has_every_colour_and_dash() {
+        for class in
+            (0..COLORS).map(|n| format!(".s{n}")).chain((1..DASHES).map(|n| format!(".d{n}")))
+        {
+            assert!(STYLE.contains(&format!("{class} ")), "{class}");
+        }
+        // The style is embedded in SVG without escapes.
+        assert!(!STYLE.contains(['<', '&']));
+    }
+}

@@ -1,0 +1,224 @@
+//! The axes of a chart: which values it shows, where its ticks are, and how they are written.
+
+/// Values beyond this are not drawn: their differences could exceed f64.
+const LARGEST: f64 = 1e100;
+
+/// Values from which on a range may leave out the highest ones.
+const MANY: usize = 20;
+
+/// A range leaves out values further above its low end than this many times 90% of the values are.
+const FENCE: f64 = 3.0;
+
+/// An interval of values, of which the first is less than the second.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Range {
+    /// The lowest value.
+    pub low: f64,
+    /// The highest value.
+    pub high: f64,
+}
+
+impl Range {
+    /// The place of a value, 0 at the low end and 1 at the high end.
+    pub fn place(&self, value: f64) -> f64 {
+        (value - self.low) / (self.high - self.low)
+    }
+
+    /// From `low` to `high`, or somewhat further if these are nearly the same.
+    fn spread(low: f64, high: f64) -> Self {
+        let least = (high.abs().max(low.abs()) * 1e-6).max(1e-12);
+        match high - low < least {
+            true => Range { low, high: low + least.max(high.abs() * 0.1) },
+            false => Range { low, high },
+        }
+    }
+}
+
+/// Whether a chart can show a value.
+pub fn is_drawable(value: f64) -> bool {
+    value.abs() < LARGEST
+}
+
+/// The values that an axis shows: all, but for a few far above the others, as of the first steps of a new
+/// model or of a step that failed. They would leave no room for the rest.
+pub fn value_range(values: impl IntoIterator<Item = f64>, from_zero: bool) -> Range {
+    let mut values: Vec<f64> = values.into_iter().filter(|&value| is_drawable(value)).collect();
+    let lowest = values.iter().copied().fold(f64::INFINITY, f64::min);
+    if values.is_empty() {
+        return Range { low: 0.0, high: 1.0 };
+    }
+    let low = if from_zero { lowest.min(0.0) } else { lowest };
+    let nine_tenths = values.len() * 9 / 10;
+    let limit = match values.len() >= MANY {
+        true => {
+            let (_, &mut most, _) = values.select_nth_unstable_by(nine_tenths, f64::total_cmp);
+            if most > low { low + FENCE * (most - low) } else { f64::INFINITY }
+        }
+        false => f64::INFINITY,
+    };
+    let high = values.into_iter().filter(|&value| value <= limit).fold(low, f64::max);
+    let room = (high - low) * 0.06;
+    Range::spread(if from_zero { low } else { low - room }, high + room)
+}
+
+/// The ticks of an axis.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Ticks {
+    step: f64,
+    /// The largest absolute value, which decides about the unit of all.
+    largest: f64,
+    /// The values, ascending.
+    pub values: Vec<f64>,
+}
+
+impl Ticks {
+    /// At most about `most` ticks within `range`, at multiples of 1, 2 or 5 times a power of ten, and of at
+    /// least `least`.
+    pub fn new(range: Range, most: usize, least: f64) -> Self {
+        let rough = ((range.high - range.low) / most.max(1) as f64).max(least);
+        let power = 10f64.powf(rough.log10().floor());
+        let steps = [1.0, 2.0, 5.0, 10.0].map(|factor| factor * power);
+        let step = steps.into_iter().find(|step| *step >= rough * 0.999).unwrap_or(10.0 * power);
+        let first = (range.low / step).ceil();
+        let values: Vec<f64> = (0..=2 * most.max(1))
+            .map(|index| (first + index as f64) * step)
+            .take_while(|&value| value <= range.high)
+            .collect();
+        let largest = values.iter().fold(0.0, |largest: f64, value| largest.max(value.abs()));
+        Ticks { step, largest, values }
+    }
+
+    /// How a tick is written: all of an axis with the same unit and decimals.
+    pub fn label(&self, value: f64) -> String {
+        if value == 0.0 {
+            return "0".to_owned();
+        }
+        let (unit, suffix) = unit_of(self.largest);
+        let step = self.step / unit;
+        if unit == 1.0 && (step < 1e-4 || self.largest >= 1e15) {
+            return scientific(value);
+        }
+        let decimals = (-step.log10() - 1e-9).ceil().max(0.0) as usize;
+        format!("{:.decimals$}{suffix}", value / unit)
+    }
+}
+
+/// The unit in which numbers up to `largest` are short, and its letter: B is 10^9, as in "8B parameters".
+fn unit_of(largest: f64) -> (f64, &'static str) {
+    match largest {
+        l if l >= 1e15 => (1.0, ""),
+        l if l >= 1e12 => (1e12, " T"),
+        l if l >= 1e9 => (1e9, " B"),
+        l if l >= 1e6 => (1e6, " M"),
+        l if l >= 1e4 => (1e3, " k"),
+        _ => (1.0, ""),
+    }
+}
+
+/// A number in powers of ten, without needless digits: `1.5e-5`.
+fn scientific(value: f64) -> String {
+    let text = format!("{value:.3e}");
+    match text.split_once('e') {
+        Some((digits, power)) if digits.contains('.') => {
+            format!("{}e{power}", digits.trim_end_matches('0').trim_end_matches('.'))
+        }
+        _ => text,
+    }
+}
+
+/// A number in running text: four significant digits with a unit, such as `1.147 M`; `-` if it is not finite.
+pub fn short(value: f64) -> String {
+    if !value.is_finite() {
+        return "-".to_owned();
+    }
+    let (unit, suffix) = unit_of(value.abs());
+    let scaled = value / unit;
+    match scaled.abs() {
+        0.0 => "0".to_owned(),
+        a if suffix.is_empty() && !(1e-3..1e15).contains(&a) => scientific(value),
+        a if suffix.is_empty() && value.fract() == 0.0 && a < 1e4 => format!("{value:.0}"),
+        a => {
+            let decimals = (3.0 - a.log10().floor()).clamp(0.0, 6.0) as usize;
+            format!("{scaled:.decimals$}{suffix}")
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn labels(low: f64, high: f64, most: usize) -> Vec<String> {
+        let ticks = Ticks::new(Range { low, high }, most, 0.0);
+        ticks.values.iter().map(|&value| ticks.label(value)).collect()
+    }
+
+    #[test]
+    fn ticks_are_round_and_written_alike() {
+        assert_eq!(labels(0.0, 1_800_000.0, 5), ["0", "0.5 M", "1.0 M", "1.5 M"]);
+        assert_eq!(labels(0.41, 0.57, 4), ["0.45", "0.50", "0.55"]);
+        assert_eq!(labels(0.0, 6.1e-5, 3), ["0", "5e-5"]);
+        assert_eq!(labels(0.0, 6.1e-5, 4), ["0", "2e-5", "4e-5", "6e-5"]);
+        assert_eq!(labels(0.0, 3e-3, 3), ["0", "0.001", "0.002", "0.003"]);
+        assert_eq!(labels(0.0, 4e11, 4), ["0", "100 B", "200 B", "300 B", "400 B"]);
+        assert_eq!(labels(-1.5, 1.5, 3), ["-1", "0", "1"]);
+        assert_eq!(labels(0.0, 6e20, 3), ["0", "2e20", "4e20", "6e20"]);
+    }
+
+    #[test]
+    fn ticks_of_layers_are_whole() {
+        let ticks = Ticks::new(Range { low: -0.5, high: 2.5 }, 8, 1.0);
+        assert_eq!(ticks.values, [0.0, 1.0, 2.0]);
+    }
+
+    #[test]
+    fn few_values_far_above_the_others_are_left_out() {
+        let mut values = vec![2.0; 95];
+        values.extend([3.0; 5]);
+        let all = value_range(values.iter().copied().chain([4.0]), false);
+        assert!(all.low < 2.0 && all.high > 4.0, "without a spread there is no fence: {all:?}");
+        let values: Vec<f64> = (0..100).map(|n| 1.0 + f64::from(n) / 100.0).collect();
+        let fenced = value_range(values.iter().copied().chain([7.0]), false);
+        assert!(fenced.high > 1.99 && fenced.high < 2.2, "{fenced:?}");
+        let kept = value_range(values.iter().copied().chain([2.5]), false);
+        assert!(kept.high > 2.5, "{kept:?}");
+        // Among few values none counts as far above the others.
+        assert!(value_range([1.0, 1.1, 9.0], false).high > 9.0);
+    }
+
+    #[test]
+    fn every_input_gives_a_range() {
+        for values in [
+            vec![],
+            vec![f64::NAN],
+            vec![0.0],
+            vec![5.0],
+            vec![-3.0, -3.0],
+            vec![f64::MAX, f64::MIN, f64::INFINITY],
+            vec![1e99, -1e99],
+            vec![1e-300; 50],
+        ] {
+            for from_zero in [false, true] {
+                let range = value_range(values.iter().copied(), from_zero);
+                assert!(
+                    range.low < range.high && (range.high - range.low).is_finite(),
+                    "{values:?}"
+                );
+                let ticks = Ticks::new(range, 5, 0.0);
+                assert!(ticks.values.len() <= 11, "{values:?}: {ticks:?}");
+                assert!(ticks.values.iter().all(|&value| !ticks.label(value).is_empty()));
+            }
+        }
+        let one = value_range([5.0], true);
+        assert!(one.low == 0.0 && one.high > 5.0, "{one:?}");
+    }
+
+    #[test]
+    fn numbers_in_text_are_short() {
+        let shown =
+            [0.0, 7.0, 0.43404, 1_146_880.0, 11_293.4, 4e11, 3.2e-5, 1e300, f64::NAN].map(short);
+        let expected =
+            ["0", "7", "0.4340", "1.147 M", "11.29 k", "400.0 B", "3.2e-5", "1e300", "-"];
+        assert_eq!(shown, expected);
+    }
+}

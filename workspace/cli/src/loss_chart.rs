@@ -1,0 +1,129 @@
+//! The losses of a run by tokens, through all of its stages: `run.svg`, and the first chart of its page.
+
+use moh_model::HeadCounts;
+use moh_train::checkpoint::Moment;
+
+use crate::chart::scale::short;
+use crate::chart::thin::means;
+use crate::chart::{Line, LineChart, Look, Mark, MarkKind, Size};
+use crate::counted;
+use crate::run_log::{RunLog, StageSteps};
+
+/// Points of a smoothed curve.
+const SMOOTH_POINTS: usize = 150;
+
+/// The size of `run.svg`.
+const FILE_SIZE: Size = Size { width: 960.0, height: 480.0, labels: true };
+
+/// The losses of `log`.
+pub fn loss_chart(log: &RunLog) -> LineChart {
+    let mut lines = training(log);
+    for (index, (name, losses)) in log.validation().into_iter().enumerate() {
+        let label = match index == 0 && name == "validation" {
+            true => name,
+            false => format!("validation, {name}"),
+        };
+        lines.push(Line {
+            label,
+            points: losses.iter().map(|loss| (loss.tokens, loss.loss)).collect(),
+            look: Look { dots: true, ..Look::nth(index + 1) },
+        });
+    }
+    LineChart {
+        title: "Training and validation loss".to_owned(),
+        unit: "cross-entropy, nats per token".to_owned(),
+        description: describe(&lines),
+        across: "tokens trained on".to_owned(),
+        marks: marks(log),
+        skipped: skipped(log),
+        lines,
+        ..LineChart::default()
+    }
+}
+
+/// `run.svg` of a run.
+pub fn to_svg(log: &RunLog) -> String {
+    loss_chart(log).to_svg(FILE_SIZE)
+}
+
+/// The training loss: of a long run, its means over a faint curve of all steps.
+fn training(log: &RunLog) -> Vec<Line> {
+    let points = log.steps.curve(|step| step.loss);
+    let label = "training".to_owned();
+    let look = Look::nth(0);
+    match smoothed(log) {
+        None => vec![Line { label, points, look }],
+        Some(smooth) => {
+            let faint = Look { faint: true, ..look };
+            let means = Line { label: label.clone(), points: smooth, look };
+            vec![Line { label, points, look: faint }, means]
+        }
+    }
+}
+
+/// Means of the training loss, none across the start of a stage; `None` for a run with few steps, which needs
+/// none.
+pub fn smoothed(log: &RunLog) -> Option<Vec<(f64, f64)>> {
+    let count = log.steps.all.len().div_ceil(SMOOTH_POINTS);
+    if count < 2 {
+        return None;
+    }
+    let points = log.steps.curve(|step| step.loss);
+    let of_stage = |stage: &StageSteps| {
+        let steps = points.get(stage.first..stage.first + stage.count).unwrap_or_default();
+        means(steps, count)
+    };
+    Some(log.steps.stages.iter().flat_map(of_stage).collect())
+}
+
+/// The starts of the stages and the returns to earlier steps.
+pub fn marks(log: &RunLog) -> Vec<Mark> {
+    let start = |stage: &StageSteps| {
+        let before = stage.first.checked_sub(1).and_then(|index| log.steps.all.get(index));
+        let at = before.map_or(0.0, |step| step.tokens);
+        Mark { at, label: stage_label(log, &stage.name), kind: MarkKind::Stage }
+    };
+    let rewinds = log.rewinds.iter().filter_map(|rewind| {
+        let label = format!("return {}", rewind.number);
+        Some(Mark { at: log.tokens_after(rewind.step)?, label, kind: MarkKind::Rewind })
+    });
+    let mut marks: Vec<Mark> = log.steps.stages.iter().map(start).chain(rewinds).collect();
+    marks.sort_by(|a, b| a.at.total_cmp(&b.at));
+    marks
+}
+
+/// A stage with the attention to which it converts.
+fn stage_label(log: &RunLog, name: &str) -> String {
+    let converted =
+        log.summary.evaluations.iter().find_map(|evaluation| match &evaluation.moment {
+            Moment::Converted { stage, active_heads } if stage == name => Some(active_heads),
+            _ => None,
+        });
+    let heads = log.summary.heads;
+    match converted {
+        None => name.to_owned(),
+        Some(active) if *active == HeadCounts::All(heads) => format!("{name}: converted to dense"),
+        Some(active) => format!("{name}: converted to {active} of {heads} heads"),
+    }
+}
+
+/// Places of the steps that were not applied.
+pub fn skipped(log: &RunLog) -> Vec<f64> {
+    let steps = log.steps.skipped.iter().filter_map(|skipped| log.steps.all.get(skipped.index));
+    steps.map(|step| step.tokens).collect()
+}
+
+/// The first and last values of curves in words.
+pub fn describe(lines: &[Line]) -> String {
+    let described = lines.iter().filter(|line| !line.look.faint).filter_map(|line| {
+        let finite = || line.points.iter().map(|point| point.1).filter(|value| value.is_finite());
+        let (first, last) = (finite().next()?, finite().next_back()?);
+        let points = counted(finite().count() as u64, "value");
+        Some(format!("{}: {points}, from {} to {}", line.label, short(first), short(last)))
+    });
+    let described: Vec<String> = described.collect();
+    match described.is_empty() {
+        true => "No values yet.".to_owned(),
+        false => format!("{}.", described.join("; ")),
+    }
+}

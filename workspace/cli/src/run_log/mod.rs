@@ -1,0 +1,251 @@
+//! A run as its directory tells it, at any moment of it: nothing is locked, changed or waited for. What is
+//! missing because the run has just begun is absent here; what cannot be read is an error, so that nothing is
+//! left out in silence.
+
+mod steps;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use anyhow::{Context as _, bail};
+use moh_train::checkpoint::{Evaluation, Moment, StoredCheckpoint};
+use moh_train::rewinds::{Rewind, Rewinds};
+use moh_train::routing_log::{self, RoutingLine};
+use moh_train::{Recipe, RunDirectory, Summary, metrics};
+
+use crate::chart::printable;
+pub use steps::{SkippedStep, StageSteps, Step, Steps};
+
+/// The name of a validation set that has none of its own.
+const ONLY_SET: &str = "validation";
+
+/// Maximum bytes of a recipe.
+const MAX_RECIPE_BYTES: u64 = 1 << 20;
+
+/// Maximum heads and layers of a line of `routing.jsonl`: no model has more, and a map could not show them.
+const MAX_HEADS: usize = 4096;
+
+/// What a run directory says.
+#[derive(Debug)]
+pub struct RunLog {
+    /// The directory.
+    pub root: PathBuf,
+    /// A short name of the run: that of its directory.
+    pub name: String,
+    /// The recipe, if there is one that this version reads.
+    pub recipe: Option<Recipe>,
+    /// Its text, or why there is none.
+    pub recipe_text: Result<String, String>,
+    /// The steps.
+    pub steps: Steps,
+    /// Steps of the run before the first one of `steps`.
+    pub steps_before: u64,
+    /// The results: of a run that has not finished, those of its newest checkpoint.
+    pub summary: Summary,
+    /// Whether the run has finished.
+    pub is_finished: bool,
+    /// The returns to earlier steps.
+    pub rewinds: Vec<Rewind>,
+    /// How evaluations use the routed heads.
+    pub routing: Vec<RoutingLine>,
+    /// When the last step was written.
+    pub written: Option<SystemTime>,
+}
+
+/// A loss at a place of the run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Loss {
+    /// Tokens trained on.
+    pub tokens: f64,
+    /// In nats.
+    pub loss: f64,
+}
+
+impl RunLog {
+    /// Reads the directory `root`.
+    ///
+    /// # Errors
+    /// Fails if it is not a run directory, or if a file in it cannot be read or is damaged.
+    pub fn read(root: &Path) -> anyhow::Result<Self> {
+        let run = RunDirectory::new(root);
+        if !run.recipe().is_file() && !run.metrics().is_file() && !run.summary().is_file() {
+            bail!(
+                "{}: is not a run directory, which has a recipe.toml and a metrics.jsonl: name the run.dir of \
+                 a recipe",
+                root.display()
+            );
+        }
+        let (recipe, recipe_text) = read_recipe(&run)?;
+        let first_set = recipe.as_ref().and_then(|recipe| recipe.data.validation.first());
+        let first_set = first_set.map_or(ONLY_SET, |set| &set.name).to_owned();
+        let mut steps = Steps::default();
+        metrics::for_each(&run.metrics(), |step| steps.push(&step, &first_set))?;
+        let before = recipe
+            .as_ref()
+            .zip(steps.stages.first())
+            .and_then(|(recipe, stage)| recipe.steps_before(&stage.name, steps.first_number));
+        let finished = Summary::read(&run.summary())?;
+        let is_finished = finished.is_some();
+        let summary = match finished {
+            Some(summary) => summary,
+            None => of_newest_checkpoint(&run)?,
+        };
+        let routing = routing_log::read(&run.routing())?;
+        check_routing(&run.routing(), &routing)?;
+        Ok(RunLog {
+            name: name(root),
+            root: root.to_owned(),
+            recipe,
+            recipe_text,
+            steps,
+            steps_before: before.unwrap_or(0),
+            summary: printable_names(summary),
+            is_finished,
+            rewinds: Rewinds::read(&run)?.all().to_vec(),
+            routing,
+            written: std::fs::metadata(run.metrics()).and_then(|data| data.modified()).ok(),
+        })
+    }
+
+    /// Steps done, over all stages.
+    pub fn steps_done(&self) -> u64 {
+        self.steps_before.saturating_add(self.steps.all.len() as u64).max(self.summary.steps)
+    }
+
+    /// Tokens trained on after `step` steps over all stages, if the log has that step.
+    pub fn tokens_after(&self, step: u64) -> Option<f64> {
+        if step == 0 {
+            return Some(0.0);
+        }
+        let index = usize::try_from(step.checked_sub(self.steps_before)?.checked_sub(1)?).ok()?;
+        let known = self.steps.all.get(index).map(|step| step.tokens);
+        known.or_else(|| (step == self.summary.steps).then_some(self.summary.tokens as f64))
+    }
+
+    /// The name of the first validation set, of which summaries speak.
+    pub fn first_set(&self) -> String {
+        let sets = self.recipe.as_ref().and_then(|recipe| recipe.data.validation.first());
+        sets.map_or_else(|| ONLY_SET.to_owned(), |set| printable(&set.name))
+    }
+
+    /// The losses of each validation set in the order of the run, the first set first. A conversion's loss
+    /// follows that of the stage before it, at the same tokens.
+    pub fn validation(&self) -> Vec<(String, Vec<Loss>)> {
+        let mut sets: BTreeMap<&str, Vec<(f64, bool, f64)>> = BTreeMap::new();
+        for (name, losses) in &self.steps.validation {
+            let of_steps = losses.iter().filter_map(|(index, validation)| {
+                Some((self.steps.all.get(*index)?.tokens, false, validation.loss))
+            });
+            sets.entry(name).or_default().extend(of_steps);
+        }
+        let first_set = self.first_set();
+        for evaluation in &self.summary.evaluations {
+            let Some(tokens) = self.tokens_after(evaluation.step) else { continue };
+            let is_converted = matches!(evaluation.moment, Moment::Converted { .. });
+            let mut add = |name, loss| {
+                sets.entry(name).or_default().push((tokens, is_converted, loss));
+            };
+            add(&first_set, evaluation.loss);
+            for (name, validation) in &evaluation.other_sets {
+                add(name, validation.loss);
+            }
+        }
+        let mut sets: Vec<(String, Vec<Loss>)> =
+            sets.into_iter().map(|(name, losses)| (name.to_owned(), in_order(losses))).collect();
+        // The sort is stable, so that the others stay in the order of their names.
+        sets.sort_by_key(|(name, _)| *name != first_set);
+        sets
+    }
+}
+
+/// Losses by tokens; one that a step and the end of its stage both have is there once.
+fn in_order(mut losses: Vec<(f64, bool, f64)>) -> Vec<Loss> {
+    losses.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+    losses.dedup_by(|b, a| a.0 == b.0 && a.1 == b.1 && a.2.total_cmp(&b.2).is_eq());
+    losses.into_iter().map(|(tokens, _, loss)| Loss { tokens, loss }).collect()
+}
+
+/// The recipe, if it can be read, and its text. A recipe of another version costs no more than the names in it.
+fn read_recipe(run: &RunDirectory) -> anyhow::Result<(Option<Recipe>, Result<String, String>)> {
+    let path = run.recipe();
+    let file = match File::open(&path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            return Ok((None, Err("the run directory has no recipe.toml".to_owned())));
+        }
+        Err(error) => return Err(error).with_context(|| path.display().to_string()),
+    };
+    let mut bytes = Vec::new();
+    file.take(MAX_RECIPE_BYTES)
+        .read_to_end(&mut bytes)
+        .with_context(|| path.display().to_string())?;
+    let text = String::from_utf8_lossy(&bytes).into_owned();
+    Ok((Recipe::parse(&text, &path, &[]).ok(), Ok(text)))
+}
+
+/// The results so far: of the newest checkpoint whose manifest can be read. Checkpoints may be removed and
+/// replaced at any time, and a damaged one is the concern of the run.
+fn of_newest_checkpoint(run: &RunDirectory) -> anyhow::Result<Summary> {
+    let steps = run.checkpoint_steps()?;
+    let mut opened =
+        steps.iter().rev().filter_map(|&step| StoredCheckpoint::of_step(run, step).ok());
+    Ok(opened.next().map_or_else(
+        || Summary { steps: 0, tokens: 0, heads: 0, evaluations: Vec::new() },
+        |stored| {
+            let manifest = stored.manifest();
+            let heads = manifest.config.get("num_attention_heads").and_then(|heads| heads.as_u64());
+            Summary {
+                steps: manifest.state.step,
+                tokens: manifest.state.tokens,
+                heads: heads.and_then(|heads| heads.try_into().ok()).unwrap_or(0),
+                evaluations: manifest.state.evaluations.clone(),
+            }
+        },
+    ))
+}
+
+/// Refuses lines that no model writes, whose map would not fit into memory.
+fn check_routing(path: &Path, lines: &[RoutingLine]) -> anyhow::Result<()> {
+    for (line, number) in lines.iter().zip(1u64..) {
+        if line.layer >= MAX_HEADS
+            || line.shared_heads.saturating_add(line.selected.len()) > MAX_HEADS
+        {
+            bail!(
+                "{}:{number}: layer {} with {} shared and {} routed heads: expected at most {MAX_HEADS} layers and \
+                 heads: move the file away, and run the command again",
+                path.display(),
+                line.layer,
+                line.shared_heads,
+                line.selected.len()
+            );
+        }
+    }
+    Ok(())
+}
+
+/// The last part of a path, or all of it where that says nothing, as in `..`.
+fn name(root: &Path) -> String {
+    let known = root.canonicalize().unwrap_or_else(|_| root.to_owned());
+    let name = known.file_name().map_or_else(|| root.as_os_str(), |name| name);
+    printable(&name.to_string_lossy())
+}
+
+/// A summary whose names can be shown.
+fn printable_names(mut summary: Summary) -> Summary {
+    for Evaluation { moment, other_sets, .. } in &mut summary.evaluations {
+        if let Moment::Converted { stage, .. } | Moment::Trained { stage } = moment {
+            *stage = printable(stage);
+        }
+        *other_sets = std::mem::take(other_sets)
+            .into_iter()
+            .map(|(name, validation)| (printable(&name), validation))
+            .collect();
+    }
+    summary
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,152 @@
+//! What `metrics.jsonl` says about the steps of a run, in little memory: a run may have a million of them.
+
+use std::collections::BTreeMap;
+
+use moh_train::guard::SkipReason;
+use moh_train::{Speed, StepMetrics, Validation};
+
+use crate::chart::printable;
+
+/// The numbers of a step; NaN for what it lacks.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Step {
+    /// Tokens trained on since the start of the run.
+    pub tokens: f64,
+    /// Mean cross-entropy, in nats.
+    pub loss: f64,
+    /// The balance loss, unweighted.
+    pub balance_loss: f64,
+    /// The learning rate.
+    pub learning_rate: f64,
+    /// Global gradient norm before clipping.
+    pub grad_norm: f64,
+    /// Tokens per second.
+    pub tokens_per_second: f64,
+    /// The model FLOPs utilization.
+    pub mfu: f64,
+}
+
+/// A step that was not applied.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SkippedStep {
+    /// Its index in [`Steps::all`].
+    pub index: usize,
+    /// Why.
+    pub reason: SkipReason,
+    /// Its first and its last sample.
+    pub samples: [u64; 2],
+}
+
+/// The steps of one stage.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StageSteps {
+    /// The stage's name.
+    pub name: String,
+    /// Index of its first step in [`Steps::all`].
+    pub first: usize,
+    /// Number of its steps.
+    pub count: usize,
+    /// Number of its steps with times.
+    pub timed: usize,
+    /// Sums of their times and rates; the largest of their memory.
+    pub speed: Speed,
+    /// Sum of their tokens per second.
+    pub rate: f64,
+}
+
+/// All steps of a run.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Steps {
+    /// The steps in order.
+    pub all: Vec<Step>,
+    /// The stages that have begun.
+    pub stages: Vec<StageSteps>,
+    /// Steps that were not applied.
+    pub skipped: Vec<SkippedStep>,
+    /// The evaluations after steps, by set: index of the step, and losses.
+    pub validation: BTreeMap<String, Vec<(usize, Validation)>>,
+    /// The stage's own number of the first step; 0 without one.
+    pub first_number: u64,
+}
+
+impl Steps {
+    /// Adds a step. `first_set` is the name of the first validation set, which lines of earlier versions do
+    /// not name.
+    pub(super) fn push(&mut self, metrics: &StepMetrics, first_set: &str) {
+        let index = self.all.len();
+        if index == 0 {
+            self.first_number = metrics.step;
+        }
+        if let Some(skipped) = metrics.skipped {
+            let (reason, samples) = (skipped.reason, skipped.samples);
+            self.skipped.push(SkippedStep { index, reason, samples });
+        }
+        self.add_validation(index, metrics, first_set);
+        self.add_to_stage(index, metrics);
+        self.all.push(Step {
+            tokens: metrics.tokens as f64,
+            loss: metrics.loss,
+            balance_loss: metrics.balance_loss.unwrap_or(f64::NAN),
+            learning_rate: metrics.learning_rate,
+            grad_norm: metrics.grad_norm,
+            tokens_per_second: metrics.tokens_per_second,
+            mfu: metrics.speed.and_then(|speed| speed.mfu).unwrap_or(f64::NAN),
+        });
+    }
+
+    fn add_validation(&mut self, index: usize, metrics: &StepMetrics, first_set: &str) {
+        let mut add = |name: &str, validation| {
+            self.validation.entry(printable(name)).or_default().push((index, validation));
+        };
+        for (name, validation) in &metrics.validation_sets {
+            add(name, *validation);
+        }
+        if let Some(validation) = metrics.validation.filter(|_| metrics.validation_sets.is_empty())
+        {
+            add(first_set, validation);
+        }
+    }
+
+    fn add_to_stage(&mut self, first: usize, metrics: &StepMetrics) {
+        let name = printable(&metrics.stage);
+        if self.stages.last().is_none_or(|stage| stage.name != name) {
+            let speed = Speed::default();
+            self.stages.push(StageSteps { name, first, count: 0, timed: 0, speed, rate: 0.0 });
+        }
+        let Some(stage) = self.stages.last_mut() else { return };
+        stage.count += 1;
+        if let Some(speed) = &metrics.speed {
+            stage.timed += 1;
+            stage.rate += metrics.tokens_per_second;
+            add(&mut stage.speed, speed);
+        }
+    }
+
+    /// The values of one quantity by tokens.
+    pub fn curve(&self, value: impl Fn(&Step) -> f64) -> Vec<(f64, f64)> {
+        self.all.iter().map(|step| (step.tokens, value(step))).collect()
+    }
+
+    /// Whether any step has a value of this quantity.
+    pub fn has(&self, value: impl Fn(&Step) -> f64) -> bool {
+        self.all.iter().any(|step| value(step).is_finite())
+    }
+}
+
+/// Adds the times of a step to those of others.
+fn add(sum: &mut Speed, speed: &Speed) {
+    sum.seconds += speed.seconds;
+    sum.data += speed.data;
+    sum.forward += speed.forward;
+    sum.backward += speed.backward;
+    sum.exchange += speed.exchange;
+    sum.gradient_norm += speed.gradient_norm;
+    sum.optimizer += speed.optimizer;
+    sum.evaluation += speed.evaluation;
+    sum.checkpoint += speed.checkpoint;
+    sum.tflops += speed.tflops;
+    sum.mfu = speed.mfu.map_or(sum.mfu, |mfu| Some(sum.mfu.unwrap_or(0.0) + mfu));
+    sum.resident_bytes = sum.resident_bytes.max(speed.resident_bytes);
+    sum.peak_resident_bytes = sum.peak_resident_bytes.max(speed.peak_resident_bytes);
+    sum.device_bytes = sum.device_bytes.max(speed.device_bytes);
+}
