@@ -1,7 +1,7 @@
 //! The losses of a run by tokens, through all of its stages: `run.svg`, and the first chart of its page.
 
 use moh_model::HeadCounts;
-use moh_train::checkpoint::Moment;
+use moh_train::checkpoint::{Evaluation, Moment};
 
 use crate::chart::scale::short;
 use crate::chart::thin::means;
@@ -36,6 +36,7 @@ pub fn loss_chart(log: &RunLog) -> LineChart {
         across: "tokens trained on".to_owned(),
         marks: marks(log),
         skipped: skipped(log),
+        seen: log.validation().iter().flat_map(|(set, _)| converted(log, set)).collect(),
         lines,
         ..LineChart::default()
     }
@@ -90,6 +91,17 @@ pub fn marks(log: &RunLog) -> Vec<Mark> {
     let mut marks: Vec<Mark> = log.steps.stages.iter().map(start).chain(rewinds).collect();
     marks.sort_by(|a, b| a.at.total_cmp(&b.at));
     marks
+}
+
+/// The losses on a set after conversions, which the chart is there to show.
+pub fn converted(log: &RunLog, set: &str) -> Vec<f64> {
+    let is_first = log.first_set() == set;
+    let loss = |evaluation: &Evaluation| match evaluation.moment {
+        Moment::Converted { .. } if is_first => Some(evaluation.loss),
+        Moment::Converted { .. } => evaluation.other_sets.get(set).map(|set| set.loss),
+        _ => None,
+    };
+    log.summary.evaluations.iter().filter_map(loss).collect()
 }
 
 /// A stage with the attention to which it converts.

@@ -2,7 +2,7 @@
 
 use maud::{Markup, PreEscaped, html};
 
-use super::marks::{self, Mark};
+use super::marks::{self, Mark, Placed};
 use super::scale::{Range, Ticks, is_drawable, short, value_range};
 use super::thin::thin;
 use super::{COLORS, DASHES, STYLE, at, shorten, width};
@@ -12,6 +12,9 @@ const MOST_DOTS: usize = 120;
 
 /// Height of the row of numbers below the plot, with the axis' name.
 const BELOW: f64 = 36.0;
+
+/// Half the width of the arrow of a value above the plot.
+const ARROW: f64 = 4.0;
 
 /// Distance of labels at the ends of curves.
 const LABEL_DISTANCE: f64 = 15.0;
@@ -88,6 +91,8 @@ pub struct LineChart {
     pub marks: Vec<Mark>,
     /// Places of steps that were not applied: short lines at the bottom.
     pub skipped: Vec<f64>,
+    /// Values that should be seen, even if they are far above the others.
+    pub seen: Vec<f64>,
     /// A value of its own with its label: a dashed line.
     pub reference: Option<(f64, String)>,
 }
@@ -149,8 +154,15 @@ impl LineChart {
         let left = labels.iter().map(|label| super::width(label)).fold(20.0, f64::max) + 14.0;
         let right = width - self.label_room(size);
         let place = |value| left + across.place(value) * (right - left);
-        let marks = marks::placed(&self.marks, place, (left, width));
-        let top = above + 10.0 + marks::height(&marks);
+        let labels_of_marks = self.marks.iter().map(|mark| (place(mark.at), mark.label.clone()));
+        let mark_labels = marks::placed(labels_of_marks, (left, width));
+        let above_values = self.above(values);
+        let labels_above = above_values
+            .iter()
+            .map(|(_, (x, value))| (place(*x) + ARROW, format!("up to {}", short(*value))));
+        let above_labels = marks::placed(labels_above, (left, width));
+        let marks_end = above + 10.0 + marks::height(&mark_labels);
+        let top = marks_end + marks::height(&above_labels);
         let plot = Plot { left, top, right, bottom: height - BELOW, across, values };
         html! {
             svg class="chart" xmlns="http://www.w3.org/2000/svg" role="img"
@@ -159,7 +171,8 @@ impl LineChart {
                 desc { (self.description) }
                 (heading)
                 (self.axes(&plot, (&up.values, &labels)))
-                (marks::draw(&marks, plot.top, plot.bottom))
+                (marks::draw(&self.marks, &mark_labels, marks_end, plot.bottom))
+                (arrows(&above_values, &above_labels, plot.top))
                 (self.skipped_steps(&plot))
                 (self.curves(&plot))
                 @if size.labels { (self.end_labels(&plot, width)) }
@@ -170,7 +183,7 @@ impl LineChart {
     fn values(&self) -> Range {
         let lines = self.lines.iter().flat_map(|line| line.points.iter().map(|point| point.1));
         let reference = self.reference.iter().map(|reference| reference.0);
-        value_range(lines.chain(reference), self.from_zero)
+        value_range(lines.chain(reference), &self.seen, self.from_zero)
     }
 
     fn range_across(&self) -> Range {
@@ -185,7 +198,7 @@ impl LineChart {
 
     /// Pixels on the right for the labels of curves.
     fn label_room(&self, size: Size) -> f64 {
-        let labels = self.labelled().map(|line| width(&line.label));
+        let labels = self.labelled().map(|line| bold_width(&line.label));
         match size.labels {
             true => (labels.fold(0.0, f64::max) + 18.0).min(size.width * 0.24),
             false => 12.0,
@@ -237,31 +250,23 @@ impl LineChart {
             svg x=(at(plot.left)) y=(at(plot.top)) width=(at(wide)) height=(at(high)) {
                 @for line in &self.lines { (curve(line, plot)) }
             }
-            @for line in self.lines.iter().filter(|line| line.look.dots) { (dots(line, plot)) }
-            (self.values_above(plot))
+            @for line in &self.lines {
+                @if line.look.dots { (dots(line, plot)) } @else { (lone_dots(line, plot)) }
+            }
         }
     }
 
-    /// An arrow and a number for each curve with values above the plot.
-    fn values_above(&self, plot: &Plot) -> Markup {
+    /// The curves with values above the plot, with the point of the highest.
+    fn above(&self, values: Range) -> Vec<(&Line, (f64, f64))> {
         let highest = |line: &Line| {
             let points = line.points.iter().copied().filter(|point| is_drawable(point.1));
             points.reduce(|most, point| if point.1 > most.1 { point } else { most })
         };
-        let above = self.labelled().filter_map(|line| Some((line, highest(line)?)));
-        let above: Vec<_> = above.filter(|(_, (_, value))| *value > plot.values.high).collect();
-        html! {
-            @for (row, (line, (x, value))) in above.into_iter().take(8).enumerate() {
-                @let (x, y) = (plot.x(x), plot.top + 15.0 * row as f64);
-                @let text = format!("up to {}", short(value));
-                @let is_right = x + 12.0 + width(&text) > plot.right;
-                g class=(line.look.color_class()) {
-                    path class="arrow" d={ "M" (at(x)) " " (at(y + 1.0)) "l4 8h-8z" } {}
-                    text class="label" y=(at(y + 11.0)) x=(at(if is_right { x - 8.0 } else { x + 8.0 }))
-                        text-anchor=(if is_right { "end" } else { "start" }) { (text) }
-                }
-            }
-        }
+        let found = self.lines.iter().filter_map(|line| Some((line, highest(line)?)));
+        let found = found.filter(|(line, (_, value))| !line.look.faint && *value > values.high);
+        let mut found: Vec<_> = found.collect();
+        found.sort_by(|a, b| a.1.0.total_cmp(&b.1.0));
+        found
     }
 
     /// The curves' labels on the right, at the heights of their ends but not over each other.
@@ -276,7 +281,7 @@ impl LineChart {
             ends.map(|(y, line)| (y.clamp(plot.top + 6.0, plot.bottom), line)).collect();
         ends.sort_by(|a, b| a.0.total_cmp(&b.0));
         let places = apart(ends.iter().map(|end| end.0).collect(), LABEL_DISTANCE, plot.bottom);
-        let most = ((edge - plot.right - 8.0) / width("m")) as usize;
+        let most = ((edge - plot.right - 8.0) / bold_width("m")) as usize;
         html! {
             @for ((_, line), y) in ends.iter().zip(places) {
                 text class={ "label " (line.look.color_class()) } x=(at(plot.right + 8.0)) y=(at(y + 4.0)) {
@@ -285,6 +290,25 @@ impl LineChart {
             }
         }
     }
+}
+
+/// Arrows and numbers of the values above a plot that begins at `top`.
+fn arrows(values: &[(&Line, (f64, f64))], labels: &[Placed], top: f64) -> Markup {
+    html! {
+        @for ((line, _), label) in values.iter().zip(labels) {
+            @if let Some(base) = marks::base_line(label, top) {
+                g class=(line.look.color_class()) {
+                    path class="arrow" d={ "M" (at(label.x - ARROW)) " " (at(base - 8.0)) "l4 8h-8z" } {}
+                    text class="label" x=(at(label.start)) y=(at(base)) { (label.label) }
+                }
+            }
+        }
+    }
+}
+
+/// Pixels that a label in bold takes, about.
+fn bold_width(text: &str) -> f64 {
+    1.15 * width(text)
 }
 
 /// Moves places, ascending, so that neighbours are `distance` apart and the last is at most `bottom`, if there is
@@ -318,10 +342,19 @@ fn curve(line: &Line, plot: &Plot) -> Markup {
     html! {
         g class=(line.look.color_class()) {
             path class=(line.look.line_class()) d=(path) {}
-            @if !line.look.dots {
-                @for (x, y) in segments.iter().filter(|segment| segment.len() == 1).flatten().map(place) {
-                    circle class="dot" r="2.5" cx=(x) cy=(y) {}
-                }
+        }
+    }
+}
+
+/// The points of a curve that have no neighbours, as dots.
+fn lone_dots(line: &Line, plot: &Plot) -> Markup {
+    let columns = (plot.right - plot.left).max(1.0) as usize;
+    let segments = thin(line.points.iter().copied(), plot.across, columns);
+    let lone = segments.iter().filter(|segment| segment.len() == 1).flatten();
+    html! {
+        g class=(line.look.color_class()) {
+            @for &(x, y) in lone.filter(|point| plot.values.contains(point.1)) {
+                circle class="dot" r="3.5" cx=(at(plot.x(x))) cy=(at(plot.y(y))) {}
             }
         }
     }
@@ -329,9 +362,7 @@ fn curve(line: &Line, plot: &Plot) -> Markup {
 
 /// The points of a curve as dots that name their values, if they are not too many.
 fn dots(line: &Line, plot: &Plot) -> Markup {
-    let shown = |point: &&(f64, f64)| {
-        is_drawable(point.1) && (plot.values.low..=plot.values.high).contains(&point.1)
-    };
+    let shown = |point: &&(f64, f64)| plot.values.contains(point.1);
     let points: Vec<&(f64, f64)> = line.points.iter().filter(shown).collect();
     html! {
         @if points.len() <= MOST_DOTS {

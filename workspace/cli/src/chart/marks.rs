@@ -36,58 +36,67 @@ pub struct Mark {
     pub kind: MarkKind,
 }
 
-/// A mark whose label has a place.
-pub(super) struct Placed<'a> {
-    mark: &'a Mark,
-    x: f64,
-    label: String,
+/// A label whose place is known.
+pub(super) struct Placed {
+    /// The place that it labels.
+    pub x: f64,
+    /// The label, shortened.
+    pub label: String,
     /// Where the label begins.
-    start: f64,
-    row: usize,
+    pub start: f64,
+    /// Its row, upwards from 0.
+    pub row: usize,
 }
 
-/// Finds a row for each label, so that none covers another: right of its line, or left where it would leave
-/// the chart. `place` gives the pixel of a mark.
-pub(super) fn placed<'a>(
-    marks: &'a [Mark],
-    place: impl Fn(f64) -> f64,
+/// Finds a row for each label, so that none covers another: right of its place, or left where it would leave
+/// the chart.
+pub(super) fn placed(
+    labels: impl IntoIterator<Item = (f64, String)>,
     (left, right): (f64, f64),
-) -> Vec<Placed<'a>> {
+) -> Vec<Placed> {
     let mut ends: Vec<f64> = Vec::new();
-    let most = ((right - left) / 2.0 / width("m")) as usize;
+    let most = ((right - left) * 0.7 / width("m")) as usize;
     let mut found = Vec::new();
-    for mark in marks.iter().take(MOST_MARKS) {
-        let (x, label) = (place(mark.at), shorten(&mark.label, most));
+    for (x, label) in labels.into_iter().take(MOST_MARKS) {
+        let label = shorten(&label, most);
         let long = width(&label);
         let fits = x + GAP + long <= right;
         let start = if fits { x + GAP } else { (x - GAP - long).max(left) };
         let row = ends.iter().position(|&end| end <= start).unwrap_or(ends.len());
-        if row < MOST_ROWS {
-            let end = start + long + GAP;
-            if row == ends.len() { ends.push(end) } else { ends[row] = end }
+        let end = start + long + GAP;
+        match ends.get_mut(row) {
+            Some(known) => *known = end,
+            None if row < MOST_ROWS => ends.push(end),
+            None => {}
         }
-        found.push(Placed { mark, x, label, start, row });
+        found.push(Placed { x, label, start, row });
     }
     found
 }
 
-/// The height of the labels above the plot.
-pub(super) fn height(marks: &[Placed<'_>]) -> f64 {
-    let rows = marks.iter().map(|mark| mark.row + 1).max().unwrap_or(0).min(MOST_ROWS);
+/// The height of rows of labels.
+pub(super) fn height(labels: &[Placed]) -> f64 {
+    let rows = labels.iter().map(|label| label.row + 1).max().unwrap_or(0).min(MOST_ROWS);
     rows as f64 * ROW
 }
 
-/// Draws the marks over a plot from `top` to `bottom`, with their labels above it.
-pub(super) fn draw(marks: &[Placed<'_>], top: f64, bottom: f64) -> Markup {
+/// The base line of a label whose rows begin above `top`; `None` if it is beyond the rows.
+pub(super) fn base_line(label: &Placed, top: f64) -> Option<f64> {
+    (label.row < MOST_ROWS).then(|| top - ROW * label.row as f64 - 5.0)
+}
+
+/// Draws lines down to `bottom` from their labels, whose rows begin above `top`.
+pub(super) fn draw(marks: &[Mark], labels: &[Placed], top: f64, bottom: f64) -> Markup {
     html! {
-        @for Placed { mark, x, label, start, row } in marks {
-            @let row_y = top - ROW * *row as f64;
+        @for (mark, place) in marks.iter().zip(labels) {
             @let is_rewind = mark.kind == MarkKind::Rewind;
+            @let base = base_line(place, top);
             path class=(if is_rewind { "mark alarm" } else { "mark" })
-                d={ "M" (at(*x)) " " (at(row_y - ROW + 4.0)) "V" (at(bottom)) } {}
-            @if *row < MOST_ROWS {
-                text class=(if is_rewind { "alarm" } else { "quiet" })
-                    x=(at(*start)) y=(at(row_y - 5.0)) { (label) }
+                d={ "M" (at(place.x)) " " (at(base.map_or(top, |base| base - 8.0))) "V" (at(bottom)) } {}
+            @if let Some(base) = base {
+                text class=(if is_rewind { "alarm" } else { "quiet" }) x=(at(place.start)) y=(at(base)) {
+                    (place.label)
+                }
             }
         }
     }
@@ -99,22 +108,24 @@ mod tests {
 
     #[test]
     fn labels_cover_neither_each_other_nor_the_axis() {
-        let mark = |at, label: &str| Mark { at, label: label.to_owned(), kind: MarkKind::Stage };
-        let marks = [mark(0.0, "adapt"), mark(10.0, "moh: 6 of 8 heads"), mark(990.0, "longer")];
-        let found = placed(&marks, |at| 50.0 + at / 2.0, (50.0, 560.0));
+        let labels = [(50.0, "adapt"), (55.0, "moh: 6 of 8 heads"), (545.0, "longer")];
+        let found = placed(labels.map(|(x, label)| (x, label.to_owned())), (50.0, 560.0));
         let rows: Vec<usize> = found.iter().map(|mark| mark.row).collect();
         assert_eq!(rows, [0, 1, 0]);
         assert_eq!(found[0].start, 55.0);
         assert!(found[2].start + width("longer") < found[2].x, "left of a line at the right edge");
         assert_eq!(height(&found), 2.0 * ROW);
-        assert_eq!(height(&placed(&[], |at| at, (0.0, 1.0))), 0.0);
+        assert_eq!(height(&placed([], (0.0, 1.0))), 0.0);
     }
 
     #[test]
     fn many_marks_keep_their_lines_and_a_few_rows_of_labels() {
-        let mark = |at| Mark { at, label: "rewind".to_owned(), kind: MarkKind::Rewind };
-        let marks: Vec<Mark> = (0..500).map(f64::from).map(mark).collect();
-        let found = placed(&marks, |at| at, (0.0, 500.0));
+        let labels = (0..500).map(|x| (f64::from(x), "return".to_owned()));
+        let found = placed(labels, (0.0, 500.0));
         assert_eq!((found.len(), height(&found)), (MOST_MARKS, MOST_ROWS as f64 * ROW));
+        assert_eq!(
+            found.iter().filter_map(|label| base_line(label, 0.0)).count(),
+            found.iter().filter(|label| label.row < MOST_ROWS).count()
+        );
     }
 }

@@ -6,8 +6,11 @@ const LARGEST: f64 = 1e100;
 /// Values from which on a range may leave out the highest ones.
 const MANY: usize = 20;
 
-/// A range leaves out values further above its low end than this many times 90% of the values are.
-const FENCE: f64 = 3.0;
+/// A range leaves out values further above its low end than this many times three quarters of the values are.
+const FENCE: f64 = 4.0;
+
+/// The same for values that should be seen.
+const WIDE_FENCE: f64 = 20.0;
 
 /// An interval of values, of which the first is less than the second.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -24,11 +27,18 @@ impl Range {
         (value - self.low) / (self.high - self.low)
     }
 
-    /// From `low` to `high`, or somewhat further if these are nearly the same.
-    fn spread(low: f64, high: f64) -> Self {
-        let least = (high.abs().max(low.abs()) * 1e-6).max(1e-12);
+    /// Whether the value is within the range.
+    pub fn contains(&self, value: f64) -> bool {
+        (self.low..=self.high).contains(&value)
+    }
+
+    /// From `low` to `high`, or somewhat further if these are nearly the same: upwards alone from zero.
+    fn spread(low: f64, high: f64, from_zero: bool) -> Self {
+        let least = (high.abs().max(low.abs()) * 1e-6).max(1e-30);
+        let room = least.max(high.abs() * 0.1);
         match high - low < least {
-            true => Range { low, high: low + least.max(high.abs() * 0.1) },
+            true if from_zero => Range { low, high: low + room },
+            true => Range { low: low - room, high: high + room },
             false => Range { low, high },
         }
     }
@@ -40,25 +50,29 @@ pub fn is_drawable(value: f64) -> bool {
 }
 
 /// The values that an axis shows: all, but for a few far above the others, as of the first steps of a new
-/// model or of a step that failed. They would leave no room for the rest.
-pub fn value_range(values: impl IntoIterator<Item = f64>, from_zero: bool) -> Range {
+/// model or of a step that failed. They would leave no room for the rest. Values of `seen` count as far above
+/// only where the others would be all but a line.
+pub fn value_range(values: impl IntoIterator<Item = f64>, seen: &[f64], from_zero: bool) -> Range {
     let mut values: Vec<f64> = values.into_iter().filter(|&value| is_drawable(value)).collect();
     let lowest = values.iter().copied().fold(f64::INFINITY, f64::min);
     if values.is_empty() {
         return Range { low: 0.0, high: 1.0 };
     }
     let low = if from_zero { lowest.min(0.0) } else { lowest };
-    let nine_tenths = values.len() * 9 / 10;
-    let limit = match values.len() >= MANY {
+    let most = match values.len() >= MANY {
         true => {
-            let (_, &mut most, _) = values.select_nth_unstable_by(nine_tenths, f64::total_cmp);
-            if most > low { low + FENCE * (most - low) } else { f64::INFINITY }
+            let place = values.len() * 3 / 4;
+            *values.select_nth_unstable_by(place, f64::total_cmp).1
         }
-        false => f64::INFINITY,
+        false => low,
     };
-    let high = values.into_iter().filter(|&value| value <= limit).fold(low, f64::max);
+    // Without a spread, any difference is what one wants to see.
+    let limit = |fence| if most > low { low + fence * (most - low) } else { f64::INFINITY };
+    let seen = seen.iter().copied().filter(|&value| value <= limit(WIDE_FENCE));
+    let near = values.into_iter().filter(|&value| value <= limit(FENCE));
+    let high = near.chain(seen).filter(|&value| is_drawable(value)).fold(low, f64::max);
     let room = (high - low) * 0.06;
-    Range::spread(if from_zero { low } else { low - room }, high + room)
+    Range::spread(if from_zero { low } else { low - room }, high + room, from_zero)
 }
 
 /// The ticks of an axis.
@@ -72,13 +86,16 @@ pub struct Ticks {
 }
 
 impl Ticks {
-    /// At most about `most` ticks within `range`, at multiples of 1, 2 or 5 times a power of ten, and of at
+    /// About `most` ticks within `range`, at multiples of 1, 2 or 5 times a power of ten, and of at
     /// least `least`.
     pub fn new(range: Range, most: usize, least: f64) -> Self {
         let rough = ((range.high - range.low) / most.max(1) as f64).max(least);
         let power = 10f64.powf(rough.log10().floor());
         let steps = [1.0, 2.0, 5.0, 10.0].map(|factor| factor * power);
-        let step = steps.into_iter().find(|step| *step >= rough * 0.999).unwrap_or(10.0 * power);
+        let step = steps
+            .into_iter()
+            .find(|step| *step >= rough * 0.75 && *step >= least)
+            .unwrap_or(10.0 * power);
         let first = (range.low / step).ceil();
         let values: Vec<f64> = (0..=2 * most.max(1))
             .map(|index| (first + index as f64) * step)
@@ -157,7 +174,7 @@ mod tests {
     fn ticks_are_round_and_written_alike() {
         assert_eq!(labels(0.0, 1_800_000.0, 5), ["0", "0.5 M", "1.0 M", "1.5 M"]);
         assert_eq!(labels(0.41, 0.57, 4), ["0.45", "0.50", "0.55"]);
-        assert_eq!(labels(0.0, 6.1e-5, 3), ["0", "5e-5"]);
+        assert_eq!(labels(0.0, 6.1e-5, 2), ["0", "5e-5"]);
         assert_eq!(labels(0.0, 6.1e-5, 4), ["0", "2e-5", "4e-5", "6e-5"]);
         assert_eq!(labels(0.0, 3e-3, 3), ["0", "0.001", "0.002", "0.003"]);
         assert_eq!(labels(0.0, 4e11, 4), ["0", "100 B", "200 B", "300 B", "400 B"]);
@@ -173,17 +190,18 @@ mod tests {
 
     #[test]
     fn few_values_far_above_the_others_are_left_out() {
-        let mut values = vec![2.0; 95];
-        values.extend([3.0; 5]);
-        let all = value_range(values.iter().copied().chain([4.0]), false);
+        let all = value_range([vec![2.0; 95], vec![4.0]].concat(), &[], false);
         assert!(all.low < 2.0 && all.high > 4.0, "without a spread there is no fence: {all:?}");
         let values: Vec<f64> = (0..100).map(|n| 1.0 + f64::from(n) / 100.0).collect();
-        let fenced = value_range(values.iter().copied().chain([7.0]), false);
-        assert!(fenced.high > 1.99 && fenced.high < 2.2, "{fenced:?}");
-        let kept = value_range(values.iter().copied().chain([2.5]), false);
-        assert!(kept.high > 2.5, "{kept:?}");
+        let with = |value: f64, seen: &[f64]| {
+            value_range(values.iter().copied().chain([value]), seen, false).high
+        };
+        assert!((1.99..2.2).contains(&with(7.0, &[])), "{}", with(7.0, &[]));
+        assert!(with(2.5, &[]) > 2.5);
+        assert!(with(7.0, &[7.0]) > 7.0);
+        assert!(with(70.0, &[70.0]) < 2.2);
         // Among few values none counts as far above the others.
-        assert!(value_range([1.0, 1.1, 9.0], false).high > 9.0);
+        assert!(value_range([1.0, 1.1, 9.0], &[], false).high > 9.0);
     }
 
     #[test]
@@ -199,7 +217,7 @@ mod tests {
             vec![1e-300; 50],
         ] {
             for from_zero in [false, true] {
-                let range = value_range(values.iter().copied(), from_zero);
+                let range = value_range(values.iter().copied(), &values, from_zero);
                 assert!(
                     range.low < range.high && (range.high - range.low).is_finite(),
                     "{values:?}"
@@ -209,7 +227,7 @@ mod tests {
                 assert!(ticks.values.iter().all(|&value| !ticks.label(value).is_empty()));
             }
         }
-        let one = value_range([5.0], true);
+        let one = value_range([5.0], &[], true);
         assert!(one.low == 0.0 && one.high > 5.0, "{one:?}");
     }
 

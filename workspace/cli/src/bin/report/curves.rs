@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use maud::{Markup, html};
 use moh_cli::chart::{Line, LineChart, Look, Mark, shorten};
-use moh_cli::loss_chart::{describe, loss_chart, marks, skipped, smoothed};
+use moh_cli::loss_chart::{converted, describe, loss_chart, marks, skipped, smoothed};
 use moh_cli::run_log::{RunLog, Step};
 
 use crate::figure;
@@ -129,7 +129,9 @@ fn validation_losses(logs: &[RunLog]) -> Vec<LineChart> {
             "validation" => "Validation loss".to_owned(),
             name => format!("Validation loss, {name}"),
         };
-        over_tokens(logs, (&title, "cross-entropy, nats per token"), lines.collect(), false)
+        let unit = "cross-entropy, nats per token";
+        let seen = logs.iter().flat_map(|log| converted(log, name)).collect();
+        LineChart { seen, ..over_tokens(logs, (&title, unit), lines.collect(), false) }
     };
     names.into_iter().map(chart).collect()
 }

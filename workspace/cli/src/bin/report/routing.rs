@@ -48,7 +48,8 @@ fn evaluations(log: &RunLog) -> Vec<Evaluation<'_>> {
             None => kept.push(evaluation),
         }
     }
-    kept.sort_by_key(|evaluation| evaluation.set != log.first_set());
+    let first_set = log.first_set();
+    kept.sort_by_key(|evaluation| (evaluation.set != first_set, evaluation.set));
     kept
 }
 
@@ -190,10 +191,9 @@ fn over_layers(logs: &[RunLog], of_runs: &[(&RunLog, Vec<Evaluation<'_>>)]) -> M
         let bound = (count as f64).ln();
         (bound, format!("equal gates of {count} heads: {bound:.3}"))
     });
-    let charts = [
-        chart("Active heads by layer", "percent of the layer's heads", active, None),
-        chart("Entropy of the gates by layer", "nats, mean over tokens", entropy, reference),
-    ];
+    let active = chart("Active heads by layer", "percent of the layer's heads", active);
+    let entropy = chart("Entropy of the gates by layer", "nats, mean over tokens", entropy);
+    let charts = [LineChart { seen: vec![100.0], ..active }, LineChart { reference, ..entropy }];
     html! {
         div class="panels" { @for chart in &charts { (figure::panel(chart)) } }
     }
@@ -220,7 +220,7 @@ fn line(
     }
 }
 
-fn chart(title: &str, unit: &str, lines: Vec<Line>, reference: Option<(f64, String)>) -> LineChart {
+fn chart(title: &str, unit: &str, lines: Vec<Line>) -> LineChart {
     LineChart {
         title: title.to_owned(),
         unit: unit.to_owned(),
@@ -229,7 +229,6 @@ fn chart(title: &str, unit: &str, lines: Vec<Line>, reference: Option<(f64, Stri
         whole: true,
         from_zero: true,
         lines,
-        reference,
         ..LineChart::default()
     }
 }

@@ -63,7 +63,9 @@ fn bar(logs: &[RunLog], log: &RunLog, stage: &StageSteps) -> Markup {
         .map(|(index, (name, seconds))| {
             (index % COLORS, *name, seconds(&stage.speed) / stage.timed as f64)
         })
-        .filter(|(_, _, seconds)| seconds.is_finite() && *seconds > 0.0)
+        .filter(|(_, _, seconds)| {
+            seconds.is_finite() && *seconds > 0.0005 * mean(stage, stage.speed.seconds)
+        })
         .collect();
     let total: f64 = parts.iter().map(|part| part.2).sum();
     let shares: Vec<String> = parts
@@ -112,7 +114,10 @@ fn table(logs: &[RunLog], stages: &[(&RunLog, &StageSteps)]) -> Markup {
         ("steps", |stage| stage.count.to_string()),
         ("a step", |stage| duration(mean(stage, stage.speed.seconds))),
         ("tokens/s", |stage| short(mean(stage, stage.rate))),
-        ("TFLOP/s of a rank", |stage| short(mean(stage, stage.speed.tflops))),
+        ("model FLOP/s of a rank", |stage| match mean(stage, stage.speed.tflops) {
+            tflops if tflops < 1.0 => format!("{} GFLOP/s", short(1000.0 * tflops)),
+            tflops => format!("{} TFLOP/s", short(tflops)),
+        }),
         ("MFU", |stage| {
             let mfu = stage.speed.mfu.map(|mfu| 100.0 * mean(stage, mfu));
             mfu.map_or("not known".to_owned(), |mfu| format!("{mfu:.1}%"))

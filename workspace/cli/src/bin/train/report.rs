@@ -47,7 +47,7 @@ fn other_windows(recipe: &Recipe, validation: &ValidationSet) -> String {
     }
 }
 
-/// Three commands that use the run's output.
+/// Commands that use the run's output.
 fn next_commands(path: &Path, recipe: &Recipe, export: &Path, summary: &Summary) -> Vec<String> {
     let mut commands = Vec::new();
     if export.join("tokenizer.json").is_file() {
@@ -64,6 +64,7 @@ fn next_commands(path: &Path, recipe: &Recipe, export: &Path, summary: &Summary)
             other_windows(recipe, validation),
         ));
     }
+    commands.push(format!("{} {}", invocation("moh-report"), recipe.run.dir.display()));
     let routed = recipe.stages.iter().find(|stage| stage.moh.is_some());
     if let Some(stage) = routed.filter(|_| summary.heads.is_multiple_of(4)) {
         commands.push(format!(
