@@ -139,3 +139,49 @@ pub fn describe(lines: &[Line]) -> String {
         false => format!("{}.", described.join("; ")),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn curves_are_described_by_their_ends() {
+        let line = |label: &str, values: &[f64], faint| Line {
+            label: label.to_owned(),
+            points: (0..).map(f64::from).zip(values.iter().copied()).collect(),
+            look: Look { faint, ..Look::default() },
+        };
+        let lines = [
+            line("training", &[f64::NAN, 7.1, 0.5, f64::NAN], false),
+            line("training", &[9.0], true),
+            line("validation", &[0.25], false),
+        ];
+        assert_eq!(
+            describe(&lines),
+            "training: 2 values, from 7.100 to 0.5000; validation: 1 value, from 0.2500 to 0.2500."
+        );
+        assert_eq!(describe(&[]), "No values yet.");
+    }
+
+    #[test]
+    fn no_mean_spans_two_stages() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut text = String::new();
+        for step in 1..=301 {
+            let (stage, loss) = if step <= 151 { ("one", 1.0) } else { ("two", 3.0) };
+            text += &format!(
+                "{{\"stage\":\"{stage}\",\"step\":{step},\"tokens\":{step},\"loss\":{loss},\
+                 \"balance_loss\":null,\"learning_rate\":1.0,\"grad_norm\":1.0,\"tokens_per_second\":1.0}}\n"
+            );
+        }
+        std::fs::write(dir.path().join("metrics.jsonl"), text).unwrap();
+        let log = RunLog::read(dir.path()).unwrap();
+        let means = smoothed(&log).unwrap();
+        assert!(means.iter().all(|point| point.1 == 1.0 || point.1 == 3.0), "{means:?}");
+        assert!(means.len() < 110, "{}", means.len());
+        let chart = loss_chart(&log);
+        let marks: Vec<(f64, &str)> =
+            chart.marks.iter().map(|mark| (mark.at, mark.label.as_str())).collect();
+        assert_eq!(marks, [(0.0, "one"), (151.0, "two")]);
+    }
+}

@@ -108,6 +108,10 @@ struct Plot {
 }
 
 impl Plot {
+    fn contains(&self, (x, y): (f64, f64)) -> bool {
+        self.across.contains(x) && self.values.contains(y)
+    }
+
     fn x(&self, value: f64) -> f64 {
         self.left + self.across.place(value) * (self.right - self.left)
     }
@@ -353,7 +357,7 @@ fn lone_dots(line: &Line, plot: &Plot) -> Markup {
     let lone = segments.iter().filter(|segment| segment.len() == 1).flatten();
     html! {
         g class=(line.look.color_class()) {
-            @for &(x, y) in lone.filter(|point| plot.values.contains(point.1)) {
+            @for &(x, y) in lone.filter(|point| plot.contains(**point)) {
                 circle class="dot" r="3.5" cx=(at(plot.x(x))) cy=(at(plot.y(y))) {}
             }
         }
@@ -362,8 +366,8 @@ fn lone_dots(line: &Line, plot: &Plot) -> Markup {
 
 /// The points of a curve as dots that name their values, if they are not too many.
 fn dots(line: &Line, plot: &Plot) -> Markup {
-    let shown = |point: &&(f64, f64)| plot.values.contains(point.1);
-    let points: Vec<&(f64, f64)> = line.points.iter().filter(shown).collect();
+    let points: Vec<&(f64, f64)> =
+        line.points.iter().filter(|point| plot.contains(**point)).collect();
     html! {
         @if points.len() <= MOST_DOTS {
             g class=(line.look.color_class()) {

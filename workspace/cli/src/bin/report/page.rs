@@ -19,7 +19,8 @@ const GENERATOR: &str = "<meta name=\"generator\" content=\"moh-report";
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";
 
 /// The same for a watched page, whose script asks its own server for the page again.
-const WATCH_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'self'; connect-src 'self'";
+const WATCH_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; \
+     script-src 'self'; connect-src 'self'";
 
 /// How a page refreshes itself.
 #[derive(Debug, Clone, Copy)]
