@@ -203,7 +203,7 @@ impl LineChart {
     /// Pixels on the right for the labels of curves.
     fn label_room(&self, size: Size) -> f64 {
         let labels = self.labelled().map(|line| bold_width(&line.label));
-        match size.labels {
+        match size.labels && self.labelled().count() > 1 {
             true => (labels.fold(0.0, f64::max) + 18.0).min(size.width * 0.24),
             false => 12.0,
         }

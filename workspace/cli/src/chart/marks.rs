@@ -82,7 +82,7 @@ pub(super) fn height(labels: &[Placed]) -> f64 {
 
 /// The base line of a label whose rows begin above `top`; `None` if it is beyond the rows.
 pub(super) fn base_line(label: &Placed, top: f64) -> Option<f64> {
-    (label.row < MOST_ROWS).then(|| top - ROW * label.row as f64 - 5.0)
+    (label.row < MOST_ROWS).then_some(top - ROW * label.row as f64 - 5.0)
 }
 
 /// Draws lines down to `bottom` from their labels, whose rows begin above `top`.

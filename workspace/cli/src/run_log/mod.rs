@@ -229,7 +229,7 @@ fn check_routing(path: &Path, lines: &[RoutingLine]) -> anyhow::Result<()> {
 /// The last part of a path, or all of it where that says nothing, as in `..`.
 fn name(root: &Path) -> String {
     let known = root.canonicalize().unwrap_or_else(|_| root.to_owned());
-    let name = known.file_name().map_or_else(|| root.as_os_str(), |name| name);
+    let name = known.file_name().unwrap_or(root.as_os_str());
     printable(&name.to_string_lossy())
 }
 

@@ -13,6 +13,9 @@ const BAR: f64 = 400.0;
 /// A part of a step: its name, and its seconds.
 type Part = (&'static str, fn(&Speed) -> f64);
 
+/// A row of the table: its name, and its text for a stage.
+type Row = (&'static str, fn(&StageSteps) -> String);
+
 /// The parts of a step.
 const PARTS: [Part; 6] = [
     ("data", |speed| speed.data),
@@ -110,7 +113,7 @@ fn bar(logs: &[RunLog], log: &RunLog, stage: &StageSteps) -> Markup {
 }
 
 fn table(logs: &[RunLog], stages: &[(&RunLog, &StageSteps)]) -> Markup {
-    let rows: [(&str, fn(&StageSteps) -> String); 8] = [
+    let rows: [Row; 8] = [
         ("steps", |stage| stage.count.to_string()),
         ("a step", |stage| duration(mean(stage, stage.speed.seconds))),
         ("tokens/s", |stage| short(mean(stage, stage.rate))),
