@@ -15,7 +15,7 @@ use moh_hf::model_directory::{
     prepare_model,
 };
 use moh_hf::vocabulary::DEFAULT_MULTIPLE;
-use moh_hf::{Expansion, check_destination};
+use moh_hf::{Expansion, check_destination, model_card};
 use moh_kernels::DType;
 use moh_model::flops::Flops;
 use moh_model::tensors::{has_vocabulary_rows, tensor_shapes};
@@ -24,7 +24,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use crate::source::{Checkpoint, Source, Weights};
-use crate::{Error, Verification, verify};
+use crate::{Error, Verification, card, verify};
 
 /// The attention of the converted model.
 #[derive(Debug, Clone, PartialEq)]
@@ -65,6 +65,8 @@ pub struct Options {
     pub source: PathBuf,
     /// The checkpoint of a run to convert, instead of the weights in `source`.
     pub checkpoint: Option<Checkpoint>,
+    /// What the user calls the source, if that is not its directory: its id on the hub.
+    pub name: Option<String>,
     /// The model directory to write.
     pub out: PathBuf,
     /// The output's attention.
@@ -88,6 +90,7 @@ impl Options {
         Options {
             source: source.into(),
             checkpoint: None,
+            name: None,
             out: out.into(),
             attention: Attention::Moh(HeadRequest::default()),
             dtype: None,
@@ -251,15 +254,24 @@ pub fn convert(
     let dtype = options.dtype.or(specs.first().map(|spec| spec.dtype));
     let fields = source.to_json(&config, dtype);
     let first_tokenizer = first_tokenizer(options);
-    let companions = match options.tokenizer.as_deref().or(first_tokenizer.as_deref()) {
+    let mut companions = match options.tokenizer.as_deref().or(first_tokenizer.as_deref()) {
         Some(tokenizer) => companion_files(&options.source, tokenizer)?,
         None => Vec::new(),
+    };
+    let card = match config.moh {
+        None => None,
+        Some(_) => {
+            let origin = card::origin(options, &source.config, &config)?;
+            companions.extend_from_slice(&origin.terms);
+            Some(model_card::text(&origin, &config))
+        }
     };
     let model = Contents {
         config: &fields,
         tensors: &specs,
         max_shard_bytes: options.max_shard_bytes,
         companions: &companions,
+        card: card.as_deref(),
     };
 
     let total = specs.iter().map(TensorSpec::num_bytes).sum();

@@ -1,6 +1,7 @@
 //! Conversion to Mixture-of-Head.
 
 mod candle;
+mod card;
 pub mod convert;
 mod error;
 mod source;

@@ -200,7 +200,9 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         let suffix = if attention == Attention::Dense { "Dense" } else { "MoH" };
         PathBuf::from(format!("./{}-{suffix}", model_name(&arguments.from)))
     });
+    let is_hub_id = !is_run && !Path::new(&arguments.from).is_dir();
     let options = Options {
+        name: is_hub_id.then(|| arguments.from.clone()),
         attention,
         checkpoint,
         dtype,

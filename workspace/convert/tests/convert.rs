@@ -487,3 +487,52 @@ fn a_hub_that_refuses_is_one_sentence() {
         assert!(names(dir.path()).is_empty());
     }
 }
+
+/// The names of a directory's files with a card: its code, its licence and the card.
+const CARD_FILES: [&str; 5] = [
+    "LICENSE",
+    "README.md",
+    "USE_POLICY.md",
+    "configuration_moh_llama.py",
+    "modeling_moh_llama.py",
+];
+
+#[test]
+fn a_mixture_of_head_model_comes_with_its_code_a_card_and_the_terms_of_its_source() {
+    let dir = workplace();
+    let at = |name: &str| dir.path().join(name);
+    fs::write(at("source/README.md"), "---\nlicense: llama3\n---\n# Mine\n").unwrap();
+    fs::write(at("source/LICENSE"), "the terms").unwrap();
+    fs::write(at("source/USE_POLICY.md"), "the policy").unwrap();
+    let convert = |arguments: &[&str]| {
+        moh_convert(dir.path()).args(arguments).assert().success();
+    };
+    let read = |name: &str| fs::read_to_string(at(name)).unwrap();
+
+    convert(&["--from", "source", "--out", "moh"]);
+    let card = read("moh/README.md");
+    let begins = "---\nlicense: llama3\nlibrary_name: transformers\n";
+    assert!(card.starts_with(begins), "{card}");
+    for part in ["# source with Mixture-of-Head attention", "trained nothing", "`LICENSE`, `USE_POLICY.md`"] {
+        assert!(card.contains(part), "{part}\n{card}");
+    }
+    assert_eq!(read("moh/LICENSE"), "the terms");
+    // Once more in its place, and from its own output.
+    convert(&["--from", "source", "--out", "moh", "--force"]);
+    assert_eq!(read("moh/README.md"), card);
+    convert(&["--from", "moh", "--out", "again"]);
+    assert_eq!(names(&at("again")), names(&at("moh")));
+    assert_eq!(read("again/README.md"), card);
+    convert(&["--from", "moh", "--out", "again", "--force", "--shared-heads", "2"]);
+    assert_eq!(read("again/README.md").matches("trained nothing").count(), 2);
+    // A dense model has none of them.
+    convert(&["--from", "moh", "--out", "dense", "--attention", "dense"]);
+    let without: Vec<String> =
+        names(&at("moh")).into_iter().filter(|name| !CARD_FILES.contains(&&**name)).collect();
+    assert_eq!(names(&at("dense")), without);
+    assert!(!read("dense/config.json").contains("auto_map"));
+    // A card that its reader has changed is kept.
+    fs::write(at("moh/README.md"), card.replace("# source", "# My model")).unwrap();
+    let message = failure(dir.path(), &["--from", "source", "--out", "moh", "--force"]);
+    assert!(message.contains("also holds LICENSE, README.md, USE_POLICY.md, which"), "{message}");
+}

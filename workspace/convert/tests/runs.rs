@@ -131,7 +131,16 @@ fn the_model_of_a_checkpoint_is_the_runs_own_export() {
         fs::rename(place.join("source"), place.join("gone")).unwrap();
         converted(place, &["--from", "run", "--to", "end"]);
         let expected = files(&place.join("run/export"));
-        assert_eq!(expected.len(), 5, "{:?}", expected.keys());
+        assert_eq!(expected.len(), 8, "{:?}", expected.keys());
+        let card = String::from_utf8(expected["README.md"].clone()).unwrap();
+        for line in [
+            "The base model is `source`, a model in a local directory.",
+            "`moh-train` trained it on 192 tokens in 6 steps, on sequences of 16 tokens:",
+            "| adapt | dense | 128 | 32 | 1e-2 to 1e-3 |",
+            "| moh | Mixture-of-Head | 64 | 32 | 5e-3 to 1e-3 |",
+        ] {
+            assert!(card.contains(&format!("\n{line}\n")), "{line}\n{card}");
+        }
         assert!(files(&place.join("end")) == expected, "{dtype}");
         let printed = converted(place, &["--from", "run@4", "--to", "middle"]);
         assert!(printed.contains("8 shared + 0 of 0 routed = 8 of 8 active"), "{printed}");

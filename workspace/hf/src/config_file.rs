@@ -97,9 +97,15 @@ impl ConfigFile {
                 }
             }
         }
-        // Remote code that was written for the other architecture would load the wrong model.
-        if config.moh.is_some() != self.config.moh.is_some() {
-            fields.shift_remove("auto_map");
+        match kind.auto_map() {
+            Some(auto_map) => {
+                fields.insert("auto_map".to_string(), auto_map);
+            }
+            // The code of a Mixture-of-Head model would load the wrong model.
+            None if self.config.moh.is_some() => {
+                fields.shift_remove("auto_map");
+            }
+            None => {}
         }
         if let Some(dtype) = dtype {
             let known = ["dtype", "torch_dtype"].map(|key| (key, fields.contains_key(key)));

@@ -1,16 +1,19 @@
 //! Where a model directory may be written: nothing but an earlier model directory is ever replaced.
 //!
 //! A model directory is recognised exactly: its `config.json` describes a model that this program reads,
-//! it has weight files, and every other entry is a file that [`write_model`](crate::write_model) writes.
+//! it has weight files, and every other entry is a file that [`write_model`](crate::write_model) writes. Its
+//! card is one that nobody has changed, and licences belong to such a card.
 
 use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
 use crate::config_file::{CONFIG_FILE, ConfigFile};
+use crate::model_card::{self, CARD_FILE};
 use crate::model_directory::{GENERATION_FILE, is_tokenizer_file};
+use crate::origin::{is_terms_file, read_text};
 use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE};
-use crate::{Error, shard};
+use crate::{Error, shard, transformers_code};
 
 /// Directories in which version control keeps a repository.
 const REPOSITORIES: [&str; 4] = [".git", ".hg", ".jj", ".svn"];
@@ -77,15 +80,25 @@ fn check_replaceable(out: &Path, entries: &[Entry]) -> Result<(), Error> {
     if !holds(CONFIG_FILE) {
         return Err(Error::file(out, format!("holds no {CONFIG_FILE}: {ONLY}")));
     }
-    if let Err(error) = ConfigFile::read(out) {
-        return Err(Error::file(out, format!("is not a model directory ({error}): {ONLY}")));
-    }
+    let is_moh = match ConfigFile::read(out) {
+        Ok(file) => file.config.moh.is_some(),
+        Err(error) => {
+            return Err(Error::file(out, format!("is not a model directory ({error}): {ONLY}")));
+        }
+    };
     if ![WEIGHTS_FILE, INDEX_FILE].into_iter().any(holds) {
         return Err(Error::file(out, format!("holds no {WEIGHTS_FILE}: {ONLY}")));
     }
+    let card = read_text(&out.join(CARD_FILE))?;
+    let has_card = is_moh && card.is_some_and(|card| model_card::is_unchanged(&card));
+    let is_ours = |name: &str| {
+        is_written(name)
+            || (is_moh && transformers_code::is_name(name))
+            || (has_card && (name == CARD_FILE || is_terms_file(name)))
+    };
     let foreign: Vec<&str> = entries
         .iter()
-        .filter(|entry| !(entry.is_file && is_written(&entry.name)))
+        .filter(|entry| !(entry.is_file && is_ours(&entry.name)))
         .map(|entry| entry.name.as_str())
         .collect();
     if foreign.is_empty() {
@@ -101,7 +114,7 @@ fn check_replaceable(out: &Path, entries: &[Entry]) -> Result<(), Error> {
     Err(Error::file(out, reason))
 }
 
-/// Whether a model directory of this program may have a file of that name.
+/// Whether any model directory of this program may have a file of that name.
 fn is_written(name: &str) -> bool {
     [CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE, GENERATION_FILE].contains(&name)
         || is_tokenizer_file(name)
@@ -187,6 +200,26 @@ mod tests {
             let message = refused(dir.path());
             assert!(message.contains(name), "{message}");
         }
+    }
+
+    #[test]
+    fn the_files_of_a_mixture_of_head_model_are_replaced_unless_its_card_was_changed() {
+        let dir = directory(&[CONFIG_FILE, WEIGHTS_FILE, "modeling_moh_llama.py", "LICENSE"]);
+        let config = serde_json::json!({
+            "model_type": "moh_llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
+            "num_hidden_layers": 1, "num_attention_heads": 4, "moh_router": "query-norm",
+            "moh_shared_heads": 2, "moh_routed_top_k": 1,
+        });
+        let message = refused(dir.path());
+        assert!(message.contains("also holds LICENSE, modeling_moh_llama.py"), "{message}");
+        fs::write(dir.path().join(CONFIG_FILE), config.to_string()).unwrap();
+        assert!(refused(dir.path()).contains("also holds LICENSE, which"));
+        let config = ConfigFile::read(dir.path()).unwrap().config;
+        let card = model_card::text(&crate::Origin::default(), &config);
+        fs::write(dir.path().join(CARD_FILE), &card).unwrap();
+        check_destination(dir.path(), true).unwrap();
+        fs::write(dir.path().join(CARD_FILE), card.replace("heads", "Heads")).unwrap();
+        assert!(refused(dir.path()).contains("also holds LICENSE, README.md, which"));
     }
 
     #[test]

@@ -5,12 +5,15 @@ pub mod config_file;
 mod destination;
 mod error;
 mod generation_file;
+pub mod model_card;
 pub mod model_directory;
+mod origin;
 mod random_model;
 mod shard;
 mod special_tokens;
 mod spelling;
 mod stored_model;
+mod transformers_code;
 pub mod vocabulary;
 pub mod weight_files;
 
@@ -21,6 +24,7 @@ pub use generation_file::end_tokens;
 pub use model_directory::{
     Contents, PendingModel, TensorSpec, Written, prepare_model, write_model,
 };
+pub use origin::{Base, Origin, is_terms_file};
 pub use random_model::write_random_model;
 pub use special_tokens::SpecialTokens;
 pub use stored_model::StoredModel;

@@ -5,6 +5,7 @@
 //! beside its destination under a name that starts with `.tmp-`, so that a directory with the final
 //! name is always complete; on an error everything written is removed.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -15,8 +16,9 @@ use serde_json::{Map, Value, json};
 
 use crate::config_file::CONFIG_FILE;
 use crate::destination::check_destination;
+use crate::model_card::CARD_FILE;
 use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE, WeightFiles, header_type};
-use crate::{Error, shard};
+use crate::{Error, shard, transformers_code};
 
 /// The largest shard that transformers writes by default: 5 GB.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
@@ -64,6 +66,8 @@ pub struct Contents<'a> {
     pub max_shard_bytes: u64,
     /// Files that are copied unchanged; see [`companion_files`].
     pub companions: &'a [PathBuf],
+    /// The text of `README.md`; see [`model_card`](crate::model_card).
+    pub card: Option<&'a str>,
 }
 
 /// Receives the next bytes of a tensor.
@@ -177,32 +181,33 @@ pub fn prepare_model<E: From<Error>>(
     fs::create_dir_all(parent).map_err(Error::io(parent))?;
     let pending = PendingDirectory::create(out).map_err(Error::io(parent))?;
     let written = write_tensors(pending.path(), model, fill)?;
-    write_description(pending.path(), model.config, model.companions)?;
+    write_description(pending.path(), model)?;
     Ok(PendingModel { pending, out: out.clone(), force, written })
 }
 
-/// Writes what a model directory has beside weights into `dir`: `config.json`, and copies of the files
-/// `companions`.
-///
-/// # Errors
-/// Fails if a file cannot be read or written.
-pub fn write_description(
-    dir: &Path,
-    config: &Map<String, Value>,
-    companions: &[PathBuf],
-) -> Result<(), Error> {
-    let path = dir.join(CONFIG_FILE);
-    let mut text = serde_json::to_string_pretty(config)
-        .map_err(|error| Error::file(&path, format!("not representable: {error}")))?;
-    text.push('\n');
-    write_synced(&path, text.as_bytes()).map_err(Error::io(&path))?;
-    for source in companions {
+/// Writes what a model directory has beside weights into `dir`: `config.json`, the code of a
+/// Mixture-of-Head model, the card, and copies of the companions.
+fn write_description(dir: &Path, model: &Contents<'_>) -> Result<(), Error> {
+    let put = |name: &OsStr, bytes: &[u8]| {
+        let path = dir.join(name);
+        write_synced(&path, bytes).map_err(Error::io(&path))
+    };
+    let mut config = serde_json::to_string_pretty(model.config)
+        .map_err(|error| Error::file(&dir.join(CONFIG_FILE), format!("not representable: {error}")))?;
+    config.push('\n');
+    put(OsStr::new(CONFIG_FILE), config.as_bytes())?;
+    let model_type = model.config.get("model_type").and_then(Value::as_str).unwrap_or_default();
+    for (name, text) in transformers_code::files(model_type) {
+        put(OsStr::new(name), text.as_bytes())?;
+    }
+    if let Some(card) = model.card {
+        put(OsStr::new(CARD_FILE), card.as_bytes())?;
+    }
+    for source in model.companions {
         let Some(name) = source.file_name() else {
             continue;
         };
-        let bytes = fs::read(source).map_err(Error::io(source))?;
-        let path = dir.join(name);
-        write_synced(&path, &bytes).map_err(Error::io(&path))?;
+        put(name, &fs::read(source).map_err(Error::io(source))?)?;
     }
     Ok(())
 }

@@ -96,6 +96,7 @@ mod tests {
             tensors: &tensors,
             max_shard_bytes: u64::MAX,
             companions: &[],
+            card: None,
         };
         write_model::<Error>(dir, false, &contents, &mut |spec, sink| {
             let mut values = vec![1.0; spec.shape.iter().product()];

@@ -9,10 +9,11 @@ use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 
-use moh_hf::WeightFiles;
+use moh_hf::model_card::CARD_FILE;
 use moh_hf::config_file::CONFIG_FILE;
 use moh_hf::model_directory::{GENERATION_FILE, TOKENIZER_FILES};
 use moh_hf::weight_files::INDEX_FILE;
+use moh_hf::{WeightFiles, is_terms_file};
 
 use crate::client::{Client, Failure, RemoteFile};
 use crate::content::has_address;
@@ -165,7 +166,9 @@ fn is_wanted(name: &str) -> bool {
         && ([CONFIG_FILE, GENERATION_FILE, INDEX_FILE].contains(&name)
             || TOKENIZER_FILES.contains(&name)
             || name.ends_with(".safetensors")
-            || name.starts_with("chat_template"))
+            || name.starts_with("chat_template")
+            || name == CARD_FILE
+            || is_terms_file(name))
 }
 
 impl Hub {

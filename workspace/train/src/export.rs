@@ -5,21 +5,22 @@ use moh_kernels::{Backend, Element};
 use moh_model::Model;
 use moh_model::layout::ModelLayout;
 
-use crate::checkpoint::{StoredCheckpoint, TensorKind};
+use crate::checkpoint::{RunState, StoredCheckpoint, TensorKind};
+use crate::model_card;
 use crate::source::ModelSource;
 use crate::{Error, Recipe, RunDirectory};
 
 /// Writes the model to the run's `export/`, in its training dtype, with the tokenizer and
-/// generation files of the source model. Replaces an older export once the new one is complete.
-/// Tensors of other ranks are read from the checkpoint of `step`.
+/// generation files of the source model, and a card of the training. Replaces an older export once the new
+/// one is complete. Tensors of other ranks are read from the last checkpoint.
 pub(crate) fn write<B: Backend, T: Element>(
     run: &RunDirectory,
     source: &ModelSource,
     recipe: &Recipe,
     model: &Model<B, T>,
-    step: u64,
+    state: &RunState,
 ) -> Result<(), Error> {
-    let dtype = recipe.run.dtype.dtype();
+    let (dtype, step) = (recipe.run.dtype.dtype(), state.step);
     let config = source.config_file().to_json(model.config(), Some(dtype));
     let stored = match model.is_whole() {
         true => None,
@@ -32,12 +33,18 @@ pub(crate) fn write<B: Backend, T: Element>(
             dtype,
         })
         .collect();
-    let companions = source.companions()?;
+    let mut companions = source.companions()?;
+    let card = model.config().moh.is_some().then(|| {
+        let origin = model_card::trained(source.origin(), recipe, state);
+        companions.extend_from_slice(&origin.terms);
+        moh_hf::model_card::text(&origin, model.config())
+    });
     let described = Contents {
         config: &config,
         tensors: &tensors,
         max_shard_bytes: DEFAULT_SHARD_BYTES,
         companions: &companions,
+        card: card.as_deref(),
     };
     model_directory::write_model(&run.export(), true, &described, &mut |spec,
                                                                         sink: &mut Sink<

@@ -12,6 +12,7 @@ mod growth;
 pub mod guard;
 mod json_lines;
 pub mod metrics;
+pub mod model_card;
 mod metrics_resume;
 mod open_device;
 pub mod optimizer;

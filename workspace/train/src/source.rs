@@ -12,7 +12,7 @@ use moh_model::{ModelConfig, initial};
 
 use crate::checkpoint::{StoredCheckpoint, TensorKind, Wanted};
 use crate::run_inputs::model_files::TOKENIZER;
-use crate::{CheckpointName, Error, Recipe, checkpoint_name};
+use crate::{CheckpointName, Error, Recipe, checkpoint_name, model_card};
 
 /// The initial model of a run.
 pub struct ModelSource {
@@ -26,6 +26,8 @@ pub struct ModelSource {
     /// The directory of the tokenizer before `model.tokenizer`.
     first_tokenizer: Option<PathBuf>,
     directory: Option<PathBuf>,
+    /// What its directory says of where the model comes from.
+    origin: moh_hf::Origin,
     warning: Option<String>,
 }
 
@@ -89,6 +91,12 @@ impl ModelSource {
     ) -> Result<Self, Error> {
         let mut warning = None;
         let mut first_tokenizer = directory.and_then(with_tokenizer);
+        let model_origin = match &origin {
+            Origin::Checkpoint(name) => model_card::of_run(&name.run, name.step.unwrap_or(0))?,
+            Origin::Files | Origin::Kept => {
+                model_card::of_directory(recipe.model.from.as_deref(), directory)?
+            }
+        };
         let (config_file, weights) = match (&recipe.model.new, origin, directory) {
             (Some(new), ..) => {
                 let mut config = new.config(path)?;
@@ -119,6 +127,7 @@ impl ModelSource {
             tokenizer: tokenizer.map(Path::to_owned).or_else(|| first_tokenizer.clone()),
             first_tokenizer,
             directory: directory.map(Path::to_owned),
+            origin: model_origin,
             warning,
         };
         source.grow_vocabulary(recipe, tokenizer)?;
@@ -192,6 +201,11 @@ impl ModelSource {
     /// The model's directory, from which an export copies files.
     pub fn directory(&self) -> Option<&Path> {
         self.directory.as_deref()
+    }
+
+    /// Where the model comes from.
+    pub(crate) fn origin(&self) -> &moh_hf::Origin {
+        &self.origin
     }
 
     /// The directory of the tokenizer, if the model has one.

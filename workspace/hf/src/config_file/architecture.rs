@@ -48,6 +48,23 @@ impl Kind {
         }
     }
 
+    /// `auto_map`: the classes with which transformers loads a Mixture-of-Head model, in the files that
+    /// [`transformers_code`](crate::transformers_code) writes. Dense models are transformers' own.
+    pub fn auto_map(self) -> Option<Value> {
+        let name = match self.architecture {
+            Architecture::Llama => "MohLlama",
+            Architecture::Qwen3 => "MohQwen3",
+        };
+        let file = self.model_type();
+        self.is_moh.then(|| {
+            json!({
+                "AutoConfig": format!("configuration_{file}.{name}Config"),
+                "AutoModel": format!("modeling_{file}.{name}Model"),
+                "AutoModelForCausalLM": format!("modeling_{file}.{name}ForCausalLM"),
+            })
+        })
+    }
+
     /// The kind that `model_type` and `architectures` name.
     ///
     /// # Errors

@@ -25,7 +25,8 @@ fn config() -> Map<String, Value> {
 fn write(out: &Path, force: bool, max_shard_bytes: u64) -> Result<Written, Error> {
     let tensors = specs();
     let config = config();
-    let model = Contents { config: &config, tensors: &tensors, max_shard_bytes, companions: &[] };
+    let model =
+        Contents { config: &config, tensors: &tensors, max_shard_bytes, companions: &[], card: None };
     write_model(out, force, &model, &mut |spec, sink| {
         content(spec).chunks(3).try_for_each(&mut *sink)
     })
@@ -62,6 +63,37 @@ fn what_is_written_reads_back() {
     assert_eq!(index["metadata"]["total_size"], json!(60));
     assert_eq!(index["weight_map"]["c"], json!("model-00002-of-00002.safetensors"));
     assert_eq!(names(&dir.path().join("deeper")), ["m1", "m1000", "m29", "m30", "m46"]);
+}
+
+#[test]
+fn a_mixture_of_head_model_has_the_code_that_its_auto_map_names() {
+    for (model_type, class, files) in
+        [("moh_llama", "MohLlama", 2), ("moh_qwen3", "MohQwen3", 4)]
+    {
+        let dir = tempfile::tempdir().unwrap();
+        let fields = json!({
+            "model_type": model_type, "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
+            "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 2,
+            "moh_router": "query-norm", "moh_shared_heads": 2, "moh_routed_top_k": 1,
+        });
+        let file = crate::ConfigFile::from_value(fields, Path::new("config.json")).unwrap();
+        let out = dir.path().join("m");
+        crate::write_random_model(&out, &file, DType::F32, 1 << 30, 1).unwrap();
+        assert_eq!(names(&out).iter().filter(|name| name.ends_with(".py")).count(), files);
+        let auto_map = &crate::ConfigFile::read(&out).unwrap().fields["auto_map"];
+        for key in ["AutoConfig", "AutoModel", "AutoModelForCausalLM"] {
+            let (module, name) = auto_map[key].as_str().unwrap().split_once('.').unwrap();
+            let code = fs::read_to_string(out.join(format!("{module}.py"))).unwrap();
+            assert!(name.starts_with(class) && code.contains(&format!("class {name}(")), "{name}");
+        }
+        // A dense model has neither.
+        let mut dense = file.clone();
+        dense.config.moh = None;
+        let out = dir.path().join("dense");
+        crate::write_random_model(&out, &dense, DType::F32, 1 << 30, 1).unwrap();
+        assert_eq!(names(&out), ["config.json", "model.safetensors"]);
+        assert!(!crate::ConfigFile::read(&out).unwrap().fields.contains_key("auto_map"));
+    }
 }
 
 #[test]
@@ -102,7 +134,7 @@ fn a_file_that_arrives_while_the_model_is_written_is_kept() {
     write(&out, false, 1000).unwrap();
     let (tensors, config) = (specs(), config());
     let model =
-        Contents { config: &config, tensors: &tensors, max_shard_bytes: 1000, companions: &[] };
+        Contents { config: &config, tensors: &tensors, max_shard_bytes: 1000, companions: &[], card: None };
     let fill: &mut Fill<'_, Error> = &mut |spec, sink| sink(&content(spec));
     let pending = prepare_model(&out, true, &model, fill).unwrap();
     fs::write(out.join("thesis.txt"), "mine").unwrap();
@@ -133,7 +165,7 @@ fn an_error_leaves_what_was_there() {
     let missing = [PathBuf::from("/no/such/file")];
     for (companions, bytes) in [(&missing[..0], 5), (&missing[..0], 100), (&missing[..], 0)] {
         let model =
-            Contents { config: &config, tensors: &tensors, max_shard_bytes: 40, companions };
+            Contents { config: &config, tensors: &tensors, max_shard_bytes: 40, companions, card: None };
         let result =
             write_model(&out, true, &model, &mut |spec, sink: &mut Sink<'_, Error>| match bytes {
                 0 => sink(&content(spec)),

@@ -1,17 +1,6 @@
 //! Formats quantities: grouped thousands, and units that keep numbers short.
 
-/// 1234567 as `1,234,567`.
-pub(super) fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
-}
+pub(super) use moh_hf::model_card::grouped;
 
 /// A number of ranks, with its noun.
 pub(crate) fn ranks(count: usize) -> String {

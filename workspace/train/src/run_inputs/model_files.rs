@@ -1,5 +1,5 @@
 //! What resuming needs of a run's model beside the checkpoint: its configuration, its tokenizers and the
-//! files that an export copies. They are kept in `model/` of the run directory, so that a run resumes
+//! files that an export copies or that its card is written from. They are kept in `model/` of the run directory, so that a run resumes
 //! without its initial weights, and without the hub.
 
 use std::collections::BTreeMap;
@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 
 use moh_files::PendingDirectory;
 use moh_hf::config_file::CONFIG_FILE;
+use moh_hf::model_card::{self, CARD_FILE};
+use moh_hf::is_terms_file;
 use moh_hf::model_directory::companion_files;
 
 use crate::source::ModelSource;
@@ -48,6 +50,7 @@ impl ModelFiles {
                 let tokenizer = source.first_tokenizer().unwrap_or(directory);
                 add_companions(&mut files, (directory, tokenizer), ("", key))?;
             }
+            add_origin(&mut files, source, directory)?;
         }
         if recipe.model.tokenizer.is_some()
             && let Some(directory) = source.tokenizer_directory()
@@ -58,10 +61,12 @@ impl ModelFiles {
         Ok(ModelFiles { files })
     }
 
-    /// The blake3 of each file, in hexadecimal.
+    /// The blake3 of each file that the run's results depend on, in hexadecimal.
     pub(super) fn hashes(&self) -> BTreeMap<String, String> {
         let hash = |file: &ModelFile| blake3::hash(&file.bytes).to_hex().to_string();
-        self.files.iter().map(|(name, file)| (name.clone(), hash(file))).collect()
+        let counts = |name: &str| name != CARD_FILE && !is_terms_file(name);
+        let files = self.files.iter().filter(|(name, _)| counts(name));
+        files.map(|(name, file)| (name.clone(), hash(file))).collect()
     }
 
     /// Fails with the first file whose hash is not the recorded one; `record` names the record.
@@ -116,6 +121,24 @@ impl ModelFiles {
         }
         pending.replace().map_err(Error::io(place))
     }
+}
+
+/// Adds what the card of an export says of the model's origin, and the terms that come with it.
+fn add_origin(
+    files: &mut BTreeMap<String, ModelFile>,
+    source: &ModelSource,
+    directory: &Path,
+) -> Result<(), Error> {
+    let (origin, key) = (source.origin(), "model.from");
+    let bytes = model_card::of_origin(origin).into_bytes();
+    let path = directory.join(CARD_FILE);
+    files.insert(CARD_FILE.to_owned(), ModelFile { path, key, bytes });
+    for path in &origin.terms {
+        let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
+        let bytes = std::fs::read(path).map_err(Error::io(path))?;
+        files.insert(name.to_owned(), ModelFile { path: path.clone(), key, bytes });
+    }
+    Ok(())
 }
 
 /// Adds the generation files of a directory and the tokenizer of another under names that start with

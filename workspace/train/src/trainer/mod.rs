@@ -159,7 +159,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let Inputs { run, source, recipe, .. } = self.inputs;
         let summary = Summary::new(&self.state, self.model.config());
         self.ranks.first_does(|| {
-            export::write(run, source, recipe, &self.model, self.state.step)?;
+            export::write(run, source, recipe, &self.model, &self.state)?;
             summary.write(&run.summary())
         })?;
         Ok(Outcome::Finished(summary))

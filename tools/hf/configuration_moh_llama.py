@@ -1,0 +1,108 @@
+"""The configuration of a Llama with Mixture-of-Head attention (MoH, arXiv 2410.11842).
+
+A layer's first `moh_shared_heads` heads are active for every token, and each token selects
+`moh_routed_top_k` of the others. Both are integers, or lists with one integer for each layer. A
+layer whose heads are all shared is dense. Everything else is a Llama's configuration.
+"""
+
+import transformers
+
+# The first release with all that the model's code uses.
+MINIMUM_VERSION = (5, 5)
+
+if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < MINIMUM_VERSION:
+    raise ImportError(
+        f"Mixture-of-Head models need transformers {'.'.join(map(str, MINIMUM_VERSION))} or later, "
+        f"and this is {transformers.__version__}: pip install --upgrade transformers"
+    )
+
+from transformers import LlamaConfig
+
+ROUTER = "query-norm"
+REQUIRED_KEYS = ("moh_router", "moh_shared_heads", "moh_routed_top_k")
+
+
+class MohHeads:
+    """The head counts of a configuration, checked."""
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        missing = [key for key in REQUIRED_KEYS if config_dict.get(key, kwargs.get(key)) is None]
+        if missing:
+            raise ValueError(
+                f"config.json: {missing[0]} is missing: a {cls.model_type} has {', '.join(REQUIRED_KEYS)}"
+            )
+        return super().from_dict(config_dict, **kwargs)
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        self.check_heads()
+
+    def check_heads(self):
+        """Raises a ValueError that names the key and the layer if a layer cannot be routed."""
+        if self.moh_router != ROUTER:
+            raise ValueError(f'moh_router = {self.moh_router!r}: unknown router, expected "{ROUTER}"')
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads = {self.num_attention_heads}: must be a multiple of "
+                f"num_key_value_heads = {self.num_key_value_heads}"
+            )
+        for layer in range(self.num_hidden_layers):
+            self._check_layer(layer)
+
+    def _check_layer(self, layer):
+        shared, top_k = self.layer_heads(layer)
+        heads = self.num_attention_heads
+        routed = heads - shared
+        if not 0 <= shared <= heads:
+            raise ValueError(f"moh_shared_heads of layer {layer} = {shared}: the model has {heads} heads")
+        if routed == 1:
+            raise ValueError(
+                f"moh_shared_heads of layer {layer} = {shared} of {heads} leaves one routed head, whose "
+                "norm has no standard deviation: route none or at least two"
+            )
+        if not 0 <= top_k <= routed:
+            raise ValueError(
+                f"moh_routed_top_k of layer {layer} = {top_k}: must be from 0 to the {routed} routed heads"
+            )
+        if shared + top_k == 0:
+            raise ValueError(
+                f"moh_shared_heads and moh_routed_top_k of layer {layer} are 0: no head would be active"
+            )
+
+    def layer_heads(self, layer):
+        """The number of shared heads of a layer, and of the routed heads that a token selects."""
+        return self._count("moh_shared_heads", layer), self._count("moh_routed_top_k", layer)
+
+    def _count(self, key, layer):
+        counts = getattr(self, key)
+        if isinstance(counts, (list, tuple)):
+            if len(counts) != self.num_hidden_layers:
+                raise ValueError(
+                    f"{key} has {len(counts)} entries, and the model {self.num_hidden_layers} layers: "
+                    "give one for each layer, or one number for all"
+                )
+            counts = counts[layer]
+        if isinstance(counts, bool) or not isinstance(counts, int):
+            raise ValueError(f"{key} = {counts!r}: expected a whole number, or a list of them")
+        return counts
+
+
+class MohLlamaConfig(MohHeads, LlamaConfig):
+    """A Llama's configuration with the heads that a token computes.
+
+    `output_router_logits` makes the model return the scores of the routed heads and add the balance
+    loss, times `router_aux_loss_coef`, to the loss. The defaults of the counts are the paper's for
+    the 32 heads of a LLaMA-3-8B; a `config.json` must give them.
+    """
+
+    model_type = "moh_llama"
+
+    moh_router: str = ROUTER
+    moh_shared_heads: int | list[int] = 16
+    moh_routed_top_k: int | list[int] = 8
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.01
+
+
+__all__ = ["MohLlamaConfig"]

@@ -1,0 +1,20 @@
+"""The configuration of a Qwen3 with Mixture-of-Head attention; see `configuration_moh_llama`."""
+
+from .configuration_moh_llama import ROUTER, MohHeads
+
+from transformers import Qwen3Config
+
+
+class MohQwen3Config(MohHeads, Qwen3Config):
+    """A Qwen3's configuration with the heads that a token computes; see `MohLlamaConfig`."""
+
+    model_type = "moh_qwen3"
+
+    moh_router: str = ROUTER
+    moh_shared_heads: int | list[int] = 16
+    moh_routed_top_k: int | list[int] = 8
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.01
+
+
+__all__ = ["MohQwen3Config"]

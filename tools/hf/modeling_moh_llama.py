@@ -1,0 +1,293 @@
+"""A Llama with Mixture-of-Head attention (MoH, arXiv 2410.11842), for transformers.
+
+The model is a transformers Llama but for three things. In each attention layer a router, which has
+no parameters, selects the heads of each token by the norms of their queries. The outputs of the
+heads that a token has not selected are multiplied by 0, all others by 1. And a loss that balances
+the use of the heads can be added to the model's. The names and shapes of all tensors are a Llama's.
+
+All heads are computed, so this is no faster than the dense model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .configuration_moh_llama import MohLlamaConfig
+
+import torch
+from torch import nn
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.utils import can_return_tuple
+from transformers.utils.output_capturing import OutputRecorder
+
+
+class MohRouter(nn.Module):
+    """Selects the heads of each token by the norms of their queries ("query-norm").
+
+    Heads are ranked by sums of squares in f64, a tie goes to the lower head, so that every program
+    selects the same heads. The gates are softmax(norm / std), with the unbiased standard deviation
+    over the routed heads of a token; they are uniform, without a gradient, where all norms are equal.
+    """
+
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.shared_heads, self.top_k = config.layer_heads(layer_idx)
+
+    def forward(self, queries):
+        """Routes queries of shape [..., heads, head_dim], as the projection gives them.
+
+        Returns the weights of all heads [..., heads], and of the routed heads [..., routed] the scores
+        and whether they were selected. A weight is 1 or 0; that of a selected head has its gate's gradient.
+        """
+        if queries.shape[-2] != self.num_heads:
+            raise NotImplementedError(
+                f"{queries.shape[-2]} of {self.num_heads} heads are on this device: Mixture-of-Head ranks all "
+                "heads of a token together, use a tensor-parallel size of 1"
+            )
+        routed = queries[..., self.shared_heads :, :]
+        with torch.no_grad():
+            squares = routed.double().square().sum(-1)
+            best = squares.sort(dim=-1, descending=True, stable=True).indices[..., : self.top_k]
+            selected = torch.zeros_like(squares, dtype=torch.bool).scatter(-1, best, True)
+        scores = normalized_norms(routed)
+        gates = scores.softmax(-1).float()
+        # In this order the forward value is exactly 1.
+        straight_through = 1 + (gates - gates.detach())
+        weights = torch.where(selected, straight_through, 0)
+        shared = weights.new_ones(*weights.shape[:-1], self.shared_heads)
+        return torch.cat([shared, weights], -1), scores.float(), selected
+
+
+def normalized_norms(queries):
+    """The norms of queries [..., heads, head_dim] divided by their standard deviation over the heads; 0
+    where all are equal."""
+    norms = torch.linalg.vector_norm(queries, dim=-1, dtype=torch.float64)
+    # The mean of equal norms may differ from them by a rounding, so equality is tested by itself.
+    equal = norms.amax(-1, keepdim=True) == norms.amin(-1, keepdim=True)
+    std = norms.std(-1, keepdim=True).masked_fill(equal, 1)
+    return (norms / std).masked_fill(equal, 0)
+
+
+def balance_loss(router_logits, selected_heads, attention_mask=None):
+    """The mean over layers of sum_i f_i P_i: f_i is the share of tokens that select head i, P_i its mean
+    gate. Tokens whose `attention_mask` [batch, length] is 0 do not count. None if no layer routes."""
+    losses = []
+    for scores, selected in zip(router_logits or (), selected_heads or ()):
+        gates = scores.softmax(-1)
+        if attention_mask is None:
+            loads, means = selected.float().mean((0, 1)), gates.mean((0, 1))
+        else:
+            counted = token_mask(attention_mask, gates)
+            tokens = counted.sum().clamp(min=1)
+            loads = (selected * counted).sum((0, 1)) / tokens
+            means = (gates * counted).sum((0, 1)) / tokens
+        losses.append((loads * means).sum())
+    if not losses:
+        return None
+    return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
+
+
+def token_mask(attention_mask, gates):
+    """The mask of the tokens of this pass as numbers [batch, length, 1]."""
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+        raise ValueError(
+            "output_router_logits needs an attention_mask of shape [batch, length], to leave padding out of the "
+            "balance loss: give one, or none if no token is padding"
+        )
+    # The mask also has the tokens of the cache, which come first.
+    return attention_mask[:, -gates.shape[1] :, None].to(gates.device, gates.dtype)
+
+
+class MohLlamaAttention(LlamaAttention):
+    """A Llama's attention whose heads' outputs are multiplied by the router's weights."""
+
+    def __init__(self, config: MohLlamaConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        routes = config.layer_heads(layer_idx)[0] < config.num_attention_heads
+        self.router = MohRouter(config, layer_idx) if routes else None
+
+    # The servers' transformers backends read this source: the projections are called with the same
+    # expression, and the attention function once, by a local name.
+    def forward(
+        self,
+        hidden_states,
+        position_embeddings=None,
+        attention_mask=None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+
+        queries = self.q_proj(hidden_states).view(hidden_shape)
+        keys = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        values = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        weights = None if self.router is None else self.router(queries)[0]
+
+        cos, sin = position_embeddings
+        queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys, cos, sin)
+        if past_key_values is not None:
+            keys, values = past_key_values.update(keys, values, self.layer_idx)
+
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attn_output, attn_weights = attention_interface(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=0.0 if not self.training else self.attention_dropout,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        if weights is not None:
+            attn_output = attn_output.reshape(hidden_shape)
+            attn_output = attn_output * weights.unsqueeze(-1).to(attn_output.dtype)
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        return self.o_proj(attn_output), attn_weights
+
+
+class MohLlamaPreTrainedModel(LlamaPreTrainedModel):
+    config_class = MohLlamaConfig
+    config: MohLlamaConfig
+    _can_record_outputs = {
+        "hidden_states": LlamaDecoderLayer,
+        "attentions": MohLlamaAttention,
+        "router_logits": OutputRecorder(MohRouter, index=1),
+        "selected_heads": OutputRecorder(MohRouter, index=2),
+    }
+
+
+class MohLlamaModel(MohLlamaPreTrainedModel, LlamaModel):
+    """A Llama's body with Mixture-of-Head attention."""
+
+    def __init__(self, config: MohLlamaConfig):
+        # Keys may have been set since the configuration was read.
+        config.check_heads()
+        super().__init__(config)
+        for layer_idx, layer in enumerate(self.layers):
+            layer.self_attn = MohLlamaAttention(config, layer_idx)
+        self.post_init()
+
+
+@dataclass
+class MohCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
+    """A language model's outputs.
+
+    With `output_router_logits`, `aux_loss` is the balance loss. `router_logits` has the scores of each
+    layer that routes, [batch, length, routed heads], whose softmax are the gates, and `selected_heads`
+    whether the token selected the head; routed head j is head `moh_shared_heads + j`.
+    """
+
+    selected_heads: tuple[torch.Tensor] | None = None
+
+
+class MohCausalLM:
+    """The language model of each architecture: a body `model_class` and a head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    model_class = None
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = self.model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        output_router_logits=None,
+        logits_to_keep=0,
+        **kwargs,
+    ):
+        """As a Llama's. With `output_router_logits`, the balance loss times `router_aux_loss_coef` is part of
+        the loss; see `MohCausalLMOutputWithPast`."""
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_router_logits=output_router_logits,
+            output_selected_heads=output_router_logits,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        router_logits = outputs.get("router_logits")
+        selected_heads = outputs.get("selected_heads")
+        aux_loss = balance_loss(router_logits, selected_heads, attention_mask)
+        if aux_loss is not None and loss is not None:
+            self._check_recorded(router_logits)
+            share = share_of_step(labels, kwargs.get("num_items_in_batch"))
+            loss = loss + self.config.router_aux_loss_coef * share * aux_loss.to(loss.device)
+
+        return MohCausalLMOutputWithPast(
+            loss=loss,
+            aux_loss=aux_loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=router_logits,
+            selected_heads=selected_heads,
+        )
+
+    def _check_recorded(self, router_logits):
+        """Refuses to train with scores that have lost their gradient."""
+        trains = torch.is_grad_enabled() and self.training
+        queries = (layer.self_attn.q_proj for layer in self.model.layers if layer.self_attn.router is not None)
+        if trains and any(p.requires_grad for q in queries for p in q.parameters()):
+            if not any(scores.requires_grad for scores in router_logits):
+                raise ValueError(
+                    "the balance loss has no gradient with reentrant checkpointing: pass "
+                    'gradient_checkpointing_kwargs={"use_reentrant": False}'
+                )
+
+
+def share_of_step(labels, num_items_in_batch):
+    """The share of a step's targets that are this micro-batch's, where the trainer says how many the step
+    has: the balance losses of its micro-batches then add up to their mean, as the cross-entropies do."""
+    if num_items_in_batch is None:
+        return 1
+    targets = (labels[..., 1:] != -100).sum()
+    return targets / torch.as_tensor(num_items_in_batch, device=targets.device)
+
+
+class MohLlamaForCausalLM(MohCausalLM, MohLlamaPreTrainedModel, GenerationMixin):
+    """A Llama with Mixture-of-Head attention and a language-model head."""
+
+    model_class = MohLlamaModel
+
+
+__all__ = ["MohLlamaForCausalLM", "MohLlamaModel", "MohLlamaPreTrainedModel"]

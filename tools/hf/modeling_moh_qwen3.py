@@ -1,0 +1,106 @@
+"""A Qwen3 with Mixture-of-Head attention; see `modeling_moh_llama`.
+
+The router reads the projection's output, before the norm of queries: normed queries have nearly equal
+norms, which say nothing about a head.
+"""
+
+from collections.abc import Callable
+
+from .configuration_moh_qwen3 import MohQwen3Config
+from .modeling_moh_llama import MohCausalLM, MohRouter
+
+from transformers.generation import GenerationMixin
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3Attention,
+    Qwen3DecoderLayer,
+    Qwen3Model,
+    Qwen3PreTrainedModel,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.utils.output_capturing import OutputRecorder
+
+
+class MohQwen3Attention(Qwen3Attention):
+    """A Qwen3's attention whose heads' outputs are multiplied by the router's weights."""
+
+    def __init__(self, config: MohQwen3Config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        routes = config.layer_heads(layer_idx)[0] < config.num_attention_heads
+        self.router = MohRouter(config, layer_idx) if routes else None
+
+    # Read by servers, as that of `MohLlamaAttention`.
+    def forward(
+        self,
+        hidden_states,
+        position_embeddings=None,
+        attention_mask=None,
+        past_key_values=None,
+        **kwargs,
+    ):
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+
+        queries = self.q_proj(hidden_states).view(hidden_shape)
+        keys = self.k_proj(hidden_states).view(hidden_shape)
+        values = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        weights = None if self.router is None else self.router(queries)[0]
+
+        cos, sin = position_embeddings
+        queries, keys = self.q_norm(queries).transpose(1, 2), self.k_norm(keys).transpose(1, 2)
+        queries, keys = apply_rotary_pos_emb(queries, keys, cos, sin)
+        if past_key_values is not None:
+            keys, values = past_key_values.update(keys, values, self.layer_idx)
+
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attn_output, attn_weights = attention_interface(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=0.0 if not self.training else self.attention_dropout,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        if weights is not None:
+            attn_output = attn_output.reshape(hidden_shape)
+            attn_output = attn_output * weights.unsqueeze(-1).to(attn_output.dtype)
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        return self.o_proj(attn_output), attn_weights
+
+
+class MohQwen3PreTrainedModel(Qwen3PreTrainedModel):
+    config_class = MohQwen3Config
+    config: MohQwen3Config
+    _can_record_outputs = {
+        "hidden_states": Qwen3DecoderLayer,
+        "attentions": MohQwen3Attention,
+        "router_logits": OutputRecorder(MohRouter, index=1),
+        "selected_heads": OutputRecorder(MohRouter, index=2),
+    }
+
+
+class MohQwen3Model(MohQwen3PreTrainedModel, Qwen3Model):
+    """A Qwen3's body with Mixture-of-Head attention."""
+
+    def __init__(self, config: MohQwen3Config):
+        # Keys may have been set since the configuration was read.
+        config.check_heads()
+        super().__init__(config)
+        for layer_idx, layer in enumerate(self.layers):
+            layer.self_attn = MohQwen3Attention(config, layer_idx)
+        self.post_init()
+
+
+class MohQwen3ForCausalLM(MohCausalLM, MohQwen3PreTrainedModel, GenerationMixin):
+    """A Qwen3 with Mixture-of-Head attention and a language-model head."""
+
+    model_class = MohQwen3Model
+
+
+__all__ = ["MohQwen3ForCausalLM", "MohQwen3Model", "MohQwen3PreTrainedModel"]

@@ -1,0 +1,294 @@
+//! The model card of a Mixture-of-Head model: its `README.md`, whose front matter Hugging Face's hub reads.
+//!
+//! The last line of a card names the base model and has the hash of all lines before it. So a card that
+//! nobody has changed is known as one: the next model takes over what it says, and it may be replaced.
+
+use moh_model::{Architecture, ModelConfig};
+
+use crate::{Base, Origin};
+
+/// Name of the card in a model directory.
+pub const CARD_FILE: &str = "README.md";
+
+const MARK: &str = "<!-- moh-model-card ";
+const MARK_END: &str = " -->\n";
+const MADE: &str = "\n## How it was made\n\n";
+const NEXT: &str = "\n## Load it\n";
+
+/// The card of a model of this configuration.
+pub fn text(origin: &Origin, config: &ModelConfig) -> String {
+    let mut card = front_matter(origin);
+    let title = origin.base.as_ref().map_or("Mixture-of-Head model".to_owned(), |base| {
+        let name = base.name.rsplit('/').next().unwrap_or(&base.name);
+        format!("{name} with Mixture-of-Head attention")
+    });
+    card.push_str(&format!("\n# {title}\n\n{}", heads(config)));
+    card.push_str(MADE);
+    card.push_str(&made(origin));
+    card.push_str(NEXT);
+    card.push_str(&loading(config));
+    card.push_str(&licence(origin));
+    signed(card, origin.base.as_ref())
+}
+
+/// The card that a run keeps of the model it starts from: what [`parse`] reads, without a configuration.
+pub fn of_origin(origin: &Origin) -> String {
+    let card = format!("{}{MADE}{}{NEXT}{}", front_matter(origin), made(origin), licence(origin));
+    signed(card, origin.base.as_ref())
+}
+
+/// The base model of a card and the paragraphs of how the model was made; `None` if the text is no card, or
+/// was changed.
+pub(crate) fn parse(text: &str) -> Option<(Option<Base>, Vec<String>)> {
+    let (card, mark) = text.rsplit_once(MARK)?;
+    let mut words = mark.strip_suffix(MARK_END)?.split(' ');
+    let (base, hash) = (words.next()?, words.next()?);
+    if hash != blake3::hash(card.as_bytes()).to_hex().as_str() {
+        return None;
+    }
+    let (is_hub_id, name) = match base.split_once('=')? {
+        ("hub", name) => (true, name),
+        (_, name) => (false, name),
+    };
+    let base = (!name.is_empty()).then(|| Base { name: name.to_owned(), is_hub_id });
+    let made = card.split_once(MADE)?.1.split_once(NEXT)?.0;
+    // The first paragraph names the base model.
+    let made = made.split("\n\n").skip(1).map(|paragraph| paragraph.trim_end().to_owned()).collect();
+    Some((base, made))
+}
+
+/// Whether the text is a card that nobody has changed.
+pub(crate) fn is_unchanged(text: &str) -> bool {
+    parse(text).is_some()
+}
+
+fn signed(card: String, base: Option<&Base>) -> String {
+    let (kind, name) = match base {
+        Some(Base { name, is_hub_id: true }) => ("hub", name.as_str()),
+        Some(Base { name, is_hub_id: false }) => ("local", name.as_str()),
+        None => ("none", ""),
+    };
+    let hash = blake3::hash(card.as_bytes()).to_hex();
+    format!("{card}{MARK}{kind}={name} {hash}{MARK_END}")
+}
+
+fn front_matter(origin: &Origin) -> String {
+    let mut lines = vec!["---".to_owned()];
+    if let Some(Base { name, is_hub_id: true }) = &origin.base {
+        lines.push(format!("base_model: {name}"));
+    }
+    lines.extend(origin.licence.iter().map(|(key, value)| format!("{key}: {value}")));
+    lines.extend(
+        [
+            "library_name: transformers",
+            "pipeline_tag: text-generation",
+            "tags:",
+            "- mixture-of-head",
+            "- moh",
+            "- custom_code",
+            "- arxiv:2410.11842",
+            "---",
+        ]
+        .map(str::to_owned),
+    );
+    lines.join("\n") + "\n"
+}
+
+/// What the model is, and a table of its heads: a row for neighbouring layers with the same counts.
+fn heads(config: &ModelConfig) -> String {
+    let architecture = match config.architecture {
+        Architecture::Llama => "Llama",
+        Architecture::Qwen3 => "Qwen3",
+    };
+    let mut text = format!(
+        "A {architecture} with [Mixture-of-Head attention](https://arxiv.org/abs/2410.11842): in each layer some \
+         heads serve\nall tokens, and each token selects a few of the others by the norms of its queries. The \
+         weights have the names and\nshapes of a {architecture}'s; {} parameters.\n\n\
+         | layers | heads | shared | selected by each token | active |\n|---|---|---|---|---|\n",
+        grouped(config.num_parameters())
+    );
+    let heads = config.num_attention_heads;
+    let mut first = 0;
+    for layer in 0..config.num_hidden_layers {
+        let counts = config.layer_heads(layer);
+        if layer + 1 < config.num_hidden_layers && config.layer_heads(layer + 1) == counts {
+            continue;
+        }
+        let layers = if first == layer { layer.to_string() } else { format!("{first}-{layer}") };
+        let (routed, active) = (config.routed_heads(layer), counts.active());
+        let selected = match routed {
+            0 => "none: dense".to_owned(),
+            routed => format!("{} of {routed}", counts.top_k),
+        };
+        let share = 100.0 * active as f64 / heads as f64;
+        text.push_str(&format!(
+            "| {layers} | {heads} | {} | {selected} | {active} ({share:.0}%) |\n",
+            counts.shared
+        ));
+        first = layer + 1;
+    }
+    text
+}
+
+fn made(origin: &Origin) -> String {
+    let base = match &origin.base {
+        Some(Base { name, is_hub_id: true }) => {
+            format!("The base model is [{name}](https://huggingface.co/{name}).")
+        }
+        Some(Base { name, .. }) => format!("The base model is `{name}`, a model in a local directory."),
+        None => "The first weights were random.".to_owned(),
+    };
+    let paragraphs: Vec<&str> =
+        std::iter::once(base.as_str()).chain(origin.made.iter().map(String::as_str)).collect();
+    paragraphs.join("\n\n") + "\n"
+}
+
+fn loading(config: &ModelConfig) -> String {
+    let dense = match config.architecture {
+        Architecture::Llama => "Llama",
+        Architecture::Qwen3 => "Qwen3",
+    };
+    format!(
+        "\nWith transformers 5, from this directory or its id on the hub:\n\n\
+         ```python\n\
+         from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
+         model = AutoModelForCausalLM.from_pretrained(\".\", trust_remote_code=True)\n\
+         tokenizer = AutoTokenizer.from_pretrained(\".\")\n\
+         ```\n\n\
+         `trust_remote_code` runs the Python files of this directory. To fine-tune with the balance loss, set\n\
+         `model.config.output_router_logits = True`.\n\n\
+         The code follows the rules of the transformers backends of vLLM and SGLang, with a tensor-parallel size \
+         of 1:\n\n    \
+         vllm serve . --trust-remote-code --model-impl transformers\n    \
+         python -m sglang.launch_server --model-path . --trust-remote-code --model-impl transformers\n\n\
+         With the programs that wrote this model:\n\n    \
+         moh-generate --model . --prompt \"One day\"\n\n\
+         llama.cpp has no Mixture-of-Head attention. A GGUF file made from these weights as a dense {dense} loads \
+         without a\nwarning and computes every head for every token: it is another model.\n"
+    )
+}
+
+fn licence(origin: &Origin) -> String {
+    let names: Vec<_> = origin
+        .terms
+        .iter()
+        .filter_map(|path| Some(format!("`{}`", path.file_name()?.to_str()?)))
+        .collect();
+    let stated = origin.licence.iter().find(|(key, _)| *key == "license").map(|(_, value)| value);
+    let text = match (stated, names.as_slice()) {
+        (Some(licence), []) => format!("That of the base model, which states `{licence}`."),
+        (Some(licence), names) => {
+            format!("That of the base model, which states `{licence}`: {}.", names.join(", "))
+        }
+        (None, []) => "The files of the base model state none.".to_owned(),
+        (None, names) => format!("That of the base model: {}.", names.join(", ")),
+    };
+    format!("\n## Licence\n\n{text}\n\n")
+}
+
+/// A number with commas between thousands.
+pub fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ConfigFile;
+    use std::path::{Path, PathBuf};
+
+    fn config() -> ModelConfig {
+        let fields = serde_json::json!({
+            "model_type": "moh_qwen3", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
+            "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 2,
+            "moh_router": "query-norm", "moh_shared_heads": [4, 2, 2, 1],
+            "moh_routed_top_k": [0, 1, 1, 3],
+        });
+        ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config
+    }
+
+    fn origin() -> Origin {
+        Origin {
+            base: Some(Base { name: "org/Model-8B".into(), is_hub_id: true }),
+            licence: vec![("license", "other".into()), ("license_name", "llama3".into())],
+            terms: vec![PathBuf::from("m/LICENSE"), PathBuf::from("m/USE_POLICY.md")],
+            made: vec!["`moh-train` did:".into(), "| a |\n|---|\n| b |".into()],
+        }
+    }
+
+    #[test]
+    fn a_card_begins_with_what_the_hub_reads() {
+        let card = text(&origin(), &config());
+        let expected = "---\nbase_model: org/Model-8B\nlicense: other\nlicense_name: llama3\n\
+                        library_name: transformers\npipeline_tag: text-generation\ntags:\n\
+                        - mixture-of-head\n- moh\n- custom_code\n- arxiv:2410.11842\n---\n\n\
+                        # Model-8B with Mixture-of-Head attention\n";
+        assert!(card.starts_with(expected), "{card}");
+        assert_eq!(card, text(&origin(), &config()));
+        // A local directory is no id on the hub.
+        let base = Some(Base { name: "mine".into(), is_hub_id: false });
+        let card = text(&Origin { base, ..Origin::default() }, &config());
+        assert!(card.starts_with("---\nlibrary_name:") && card.contains("`mine`"), "{card}");
+        let card = text(&Origin::default(), &config());
+        assert!(card.contains("# Mixture-of-Head model\n") && card.contains("were random"), "{card}");
+    }
+
+    #[test]
+    fn a_card_has_the_heads_of_each_layer_and_the_terms() {
+        let card = text(&origin(), &config());
+        for line in [
+            "| 0 | 4 | 4 | none: dense | 4 (100%) |",
+            "| 1-2 | 4 | 2 | 1 of 2 | 3 (75%) |",
+            "| 3 | 4 | 1 | 3 of 3 | 4 (100%) |",
+            "That of the base model, which states `other`: `LICENSE`, `USE_POLICY.md`.",
+        ] {
+            assert!(card.contains(&format!("\n{line}\n")), "{line}\n{card}");
+        }
+        assert!(card.is_ascii());
+    }
+
+    #[test]
+    fn the_next_model_takes_over_what_a_card_says() {
+        for base in [None, Some(("a/b", true)), Some(("a_b", false))] {
+            let base = base.map(|(name, is_hub_id)| Base { name: name.to_owned(), is_hub_id });
+            let origin = Origin { base, ..origin() };
+            for card in [text(&origin, &config()), of_origin(&origin)] {
+                assert_eq!(parse(&card), Some((origin.base.clone(), origin.made.clone())), "{card}");
+            }
+        }
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join(CARD_FILE), text(&origin(), &config())).unwrap();
+        let read = Origin::read(Some("x/y"), dir.path()).unwrap();
+        assert_eq!(read, Origin { terms: Vec::new(), ..origin() });
+    }
+
+    #[test]
+    fn a_card_that_was_changed_is_none() {
+        let card = text(&origin(), &config());
+        assert!(is_unchanged(&card));
+        for end in 0..card.len() {
+            assert!(!is_unchanged(&card[..end]), "{end}");
+        }
+        for changed in [format!("{card} "), card.replacen('a', "b", 1), format!("x{card}")] {
+            assert!(!is_unchanged(&changed));
+        }
+        for other in ["", MARK, MARK_END, "<!-- moh-model-card  -->\n", "<!-- moh-model-card a b -->\n"] {
+            assert!(!is_unchanged(other), "{other}");
+        }
+        // With a hash that fits, but nothing else.
+        assert_eq!(parse(&signed(String::new(), None)), None);
+    }
+
+    #[test]
+    fn thousands_are_grouped() {
+        assert_eq!([0, 999, 1_000, 1_234_567].map(grouped), ["0", "999", "1,000", "1,234,567"]);
+    }
+}

@@ -1,0 +1,223 @@
+//! What the directory of a model says about where the model comes from: the base model, its licence and how
+//! it was made. A model card ([`model_card`](crate::model_card)) hands this on to the next model.
+//!
+//! The directory is anyone's: what is read of it is bounded, and only plain values reach a card.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::Error;
+use crate::model_card::{self, CARD_FILE};
+
+/// A longer README or licence is not read.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+/// Longest value of the front matter, and longest name.
+const MAX_VALUE_CHARS: usize = 200;
+/// The fields of a README's front matter that state the licence.
+const LICENCE_KEYS: [&str; 3] = ["license", "license_name", "license_link"];
+/// Beginnings of the names of files with a licence's terms.
+const TERMS: [&str; 5] = ["LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY"];
+
+/// The model that a model was made from first.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Base {
+    /// Its id on the hub, or the name of its directory.
+    pub name: String,
+    /// Whether the name is an id on the hub.
+    pub is_hub_id: bool,
+}
+
+impl Base {
+    /// The model that a user calls `name`, which may be a directory, perhaps of the hub's cache.
+    pub fn named(name: &str) -> Self {
+        let path = Path::new(name);
+        // A directory that is gone is no id, but for names that could be either.
+        let is_part = |part: &str| part.starts_with(|c: char| c.is_ascii_alphanumeric());
+        if !path.is_dir() && name.split('/').count() <= 2 && name.split('/').all(is_part) {
+            return Base { name: plain(name), is_hub_id: true };
+        }
+        let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+        let cached = path.components().find_map(|part| {
+            let id = part.as_os_str().to_str()?.strip_prefix("models--")?;
+            id.contains("--").then(|| id.replacen("--", "/", 1))
+        });
+        let own = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
+        let is_hub_id = cached.is_some();
+        Base { name: plain(&cached.unwrap_or_else(|| own.into_owned())), is_hub_id }
+    }
+}
+
+/// Where a model comes from.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Origin {
+    /// The model that it was made from first; none if it began with random weights.
+    pub base: Option<Base>,
+    /// `license`, `license_name` and `license_link` of the front matter, as far as they are there.
+    pub licence: Vec<(&'static str, String)>,
+    /// Files with the licence's terms, which a copy of the model comes with.
+    pub terms: Vec<PathBuf>,
+    /// How the model was made, in paragraphs of Markdown.
+    pub made: Vec<String>,
+}
+
+impl Origin {
+    /// Reads what `directory` says of its model, which the user calls `name`. A card of this program there
+    /// says what the model's own base is and how it was made.
+    ///
+    /// # Errors
+    /// Fails if the directory cannot be listed or its README cannot be read.
+    pub fn read(name: Option<&str>, directory: &Path) -> Result<Self, Error> {
+        let readme = read_text(&directory.join(CARD_FILE))?.unwrap_or_default();
+        let licence = front_matter(&readme);
+        let terms = terms_of(directory)?;
+        Ok(match model_card::parse(&readme) {
+            Some((base, made)) => Origin { base, licence, terms, made },
+            None => Origin { base: name.map(Base::named), licence, terms, made: Vec::new() },
+        })
+    }
+}
+
+/// Whether a file of that name has a licence's terms: `LICENSE`, `LICENSE.txt`, `NOTICE`, `USE_POLICY.md` and
+/// the like.
+pub fn is_terms_file(name: &str) -> bool {
+    let extension = Path::new(name).extension().and_then(|extension| extension.to_str());
+    TERMS.iter().any(|start| name.starts_with(start)) && matches!(extension, None | Some("txt" | "md"))
+}
+
+fn terms_of(directory: &Path) -> Result<Vec<PathBuf>, Error> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(directory).map_err(Error::io(directory))? {
+        let path = entry.map_err(Error::io(directory))?.path();
+        let is_terms = path.file_name().and_then(|name| name.to_str()).is_some_and(is_terms_file);
+        if is_terms && fs::metadata(&path).is_ok_and(|file| file.is_file() && file.len() <= MAX_FILE_BYTES) {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// The text of a README; `None` if there is none, or one too large to be one.
+pub(crate) fn read_text(path: &Path) -> Result<Option<String>, Error> {
+    match fs::metadata(path) {
+        Ok(file) if file.is_file() && file.len() <= MAX_FILE_BYTES => {
+            let bytes = fs::read(path).map_err(Error::io(path))?;
+            Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// The licence's fields in the front matter of a README: the lines between two lines `---` at its start.
+fn front_matter(readme: &str) -> Vec<(&'static str, String)> {
+    let mut lines = readme.lines();
+    if lines.next().map(str::trim_end) != Some("---") {
+        return Vec::new();
+    }
+    let lines: Vec<&str> = lines.take_while(|line| line.trim_end() != "---").collect();
+    let value = |key: &str| {
+        let index = lines.iter().position(|line| {
+            line.strip_prefix(key).is_some_and(|rest| rest.starts_with(':'))
+        })?;
+        let own = lines[index][key.len() + 1..].trim();
+        // A list of one licence is written on the next line.
+        let listed = || lines.get(index + 1)?.trim_start().strip_prefix("- ").map(str::trim);
+        let value = if own.is_empty() { listed()? } else { own };
+        let value = value.trim_matches(['"', '\'']);
+        is_plain(value).then(|| value.to_string())
+    };
+    LICENCE_KEYS.into_iter().filter_map(|key| Some((key, value(key)?))).collect()
+}
+
+/// Whether a value needs no quotes in YAML and no escapes in Markdown.
+fn is_plain(value: &str) -> bool {
+    value.len() <= MAX_VALUE_CHARS
+        && value.starts_with(|c: char| c.is_ascii_alphanumeric())
+        && value.chars().all(|c| c.is_ascii_alphanumeric() || "-_./:+".contains(c))
+        && !value.ends_with(':')
+}
+
+/// A name with `_` in place of what [`is_plain`] refuses.
+fn plain(name: &str) -> String {
+    let safe = |c: char| if c.is_ascii_alphanumeric() || "-_./".contains(c) { c } else { '_' };
+    let name: String = name.chars().take(MAX_VALUE_CHARS).map(safe).collect();
+    match name.starts_with(|c: char| c.is_ascii_alphanumeric()) {
+        true => name,
+        false => format!("model{name}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn origin(readme: &str) -> Origin {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join(CARD_FILE), readme).unwrap();
+        Origin::read(Some("org/name"), dir.path()).unwrap()
+    }
+
+    #[test]
+    fn the_front_matter_states_the_licence() {
+        let read = |readme: &str| origin(readme).licence;
+        let fields = |pairs: &[(&'static str, &str)]| -> Vec<_> {
+            pairs.iter().map(|&(key, value)| (key, value.to_string())).collect()
+        };
+        let llama = "---\nlanguage:\n- en\nlicense: llama3\nlicense_name: \"my-licence\"\n---\nlicense: mit\n";
+        let expected = fields(&[("license", "llama3"), ("license_name", "my-licence")]);
+        assert_eq!(read(llama), expected);
+        assert_eq!(read("---\r\nlicense:\r\n- mit\r\n---\r\n"), fields(&[("license", "mit")]));
+        for nothing in [
+            "", "---", "license: mit", "---\n---\nlicense: mit", "---\nlicense:", "---\nlicense:\n---\n- mit",
+            "---\nlicenses: mit", "---\n license: mit", "---\nlicense: a b", "---\nlicense: [mit]",
+            "---\nlicense: x: y", "---\nlicense: \u{fffd}", "---\nlicense: -->", "\u{0}---\nlicense: mit",
+        ] {
+            assert_eq!(read(nothing), [], "{nothing:?}");
+        }
+        assert_eq!(read(&format!("---\nlicense: {}\n---", "a".repeat(300))), []);
+    }
+
+    #[test]
+    fn a_readme_that_is_none_is_passed_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(CARD_FILE);
+        fs::write(&path, b"---\nlicense: mit\n\xff\xfe---").unwrap();
+        assert_eq!(Origin::read(None, dir.path()).unwrap().licence, [("license", "mit".to_string())]);
+        fs::File::create(&path).unwrap().set_len(MAX_FILE_BYTES + 1).unwrap();
+        assert_eq!(Origin::read(None, dir.path()).unwrap(), Origin::default());
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+        assert_eq!(Origin::read(None, dir.path()).unwrap(), Origin::default());
+        let message = Origin::read(None, &dir.path().join("none")).unwrap_err().to_string();
+        assert!(message.contains("none: "), "{message}");
+    }
+
+    #[test]
+    fn a_directory_has_its_own_name_and_a_snapshot_its_id() {
+        let dir = tempfile::tempdir().unwrap();
+        let named = |path: &Path| Base::named(path.to_str().unwrap());
+        let own = dir.path().join("a b");
+        let snapshot = dir.path().join("models--org--name/snapshots/0123");
+        for path in [&own, &snapshot] {
+            fs::create_dir_all(path).unwrap();
+        }
+        assert_eq!(named(&own), Base { name: "a_b".into(), is_hub_id: false });
+        assert_eq!(named(&snapshot), Base { name: "org/name".into(), is_hub_id: true });
+        assert_eq!(Base::named("org/x"), Base { name: "org/x".into(), is_hub_id: true });
+        assert_eq!(Base::named("/gone/x"), Base { name: "x".into(), is_hub_id: false });
+        assert_eq!(Base::named("\n---").name, "model_---");
+    }
+
+    #[test]
+    fn terms_are_files_with_a_name_of_terms() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["LICENSE", "LICENSE-MIT", "NOTICE.txt", "USE_POLICY.md", "LICENSE.py", "license"] {
+            fs::write(dir.path().join(name), "x").unwrap();
+        }
+        fs::create_dir(dir.path().join("LICENSES")).unwrap();
+        fs::File::create(dir.path().join("COPYING")).unwrap().set_len(MAX_FILE_BYTES + 1).unwrap();
+        let terms = Origin::read(None, dir.path()).unwrap().terms;
+        let expected = ["LICENSE", "LICENSE-MIT", "NOTICE.txt", "USE_POLICY.md"];
+        assert_eq!(terms, expected.map(|name| dir.path().join(name)));
+    }
+}

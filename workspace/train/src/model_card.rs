@@ -1,0 +1,100 @@
+//! What the model card of a run's model says: where the model comes from, its stages and its losses.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use moh_hf::model_card::grouped;
+use moh_hf::{Base, Origin};
+
+use crate::checkpoint::{Evaluation, Moment, RunState, StoredCheckpoint};
+use crate::growth::steps_at;
+use crate::recipe::{Attention, Stage};
+use crate::{Error, Recipe, RunDirectory};
+
+/// Where the model of a run comes from after `step` steps.
+///
+/// # Errors
+/// Fails if the run has no such checkpoint, or if its recipe cannot be read.
+pub fn of_run(run: &RunDirectory, step: u64) -> Result<Origin, Error> {
+    let recipe = Recipe::load(&run.recipe(), &[])?;
+    let stored = StoredCheckpoint::of_step(run, step)?;
+    let kept = run.model();
+    let origin = of_directory(recipe.model.from.as_deref(), kept.is_dir().then_some(&kept))?;
+    Ok(trained(&origin, &recipe, &stored.manifest().state))
+}
+
+/// Where the model in `directory` comes from, which a recipe calls `name`.
+pub(crate) fn of_directory(name: Option<&str>, directory: Option<&Path>) -> Result<Origin, Error> {
+    Ok(match directory {
+        Some(directory) => Origin::read(name, directory)?,
+        None => Origin { base: name.map(Base::named), ..Origin::default() },
+    })
+}
+
+/// `origin` and the training of a run in this state.
+pub(crate) fn trained(origin: &Origin, recipe: &Recipe, state: &RunState) -> Origin {
+    let mut origin = origin.clone();
+    if state.step > 0 {
+        origin.made.push(format!(
+            "`moh-train` trained it on {} tokens in {} steps, on sequences of {} tokens:",
+            grouped(state.tokens),
+            grouped(state.step),
+            grouped(recipe.data.sequence_length as u64)
+        ));
+        origin.made.push(stages(recipe, state));
+    }
+    if !state.evaluations.is_empty() {
+        origin.made.push("Losses on held-out text, in nats per token and bits per byte:".to_owned());
+        origin.made.push(losses(&state.evaluations));
+    }
+    origin
+}
+
+/// A table of the stages, with the tokens of each so far.
+fn stages(recipe: &Recipe, state: &RunState) -> String {
+    let mut table = "| stage | attention | tokens | tokens of a step | learning rate |\n\
+                     |---|---|---|---|---|"
+        .to_owned();
+    for (index, stage) in recipe.stages.iter().enumerate().take(state.stage + 1) {
+        let steps = match index < state.stage {
+            true => steps_at(stage, &state.growth, state.step),
+            false => state.stage_step,
+        };
+        if steps == 0 {
+            continue;
+        }
+        let Stage { name, batch_tokens, learning_rate, .. } = stage;
+        let attention = match stage.attention {
+            Attention::Dense => "dense",
+            Attention::Moh => "Mixture-of-Head",
+        };
+        // Writing to a string cannot fail.
+        let _ = write!(
+            table,
+            "\n| {name} | {attention} | {} | {} | {:e} to {:e} |",
+            grouped(steps.saturating_mul(*batch_tokens)),
+            grouped(*batch_tokens),
+            learning_rate.max,
+            learning_rate.min
+        );
+    }
+    table
+}
+
+/// A table of the losses.
+fn losses(evaluations: &[Evaluation]) -> String {
+    let mut table = "| | loss | bits per byte |\n|---|---|---|".to_owned();
+    for Evaluation { moment, loss, bits_per_byte, .. } in evaluations {
+        let moment = match moment {
+            Moment::Loaded => "as loaded".to_owned(),
+            Moment::Converted { active_heads, .. } => {
+                format!("converted, {active_heads} heads active, not tuned")
+            }
+            Moment::Trained { stage } => format!("after stage {stage}"),
+        };
+        let bits = bits_per_byte.map_or(String::new(), |bits| format!("{bits:.4}"));
+        // Writing to a string cannot fail.
+        let _ = write!(table, "\n| {moment} | {loss:.4} | {bits} |");
+    }
+    table
+}
