@@ -270,8 +270,8 @@ class MohCausalLM:
         if trains and any(p.requires_grad for q in queries for p in q.parameters()):
             if not any(scores.requires_grad for scores in router_logits):
                 raise ValueError(
-                    "the balance loss has no gradient with reentrant checkpointing: pass "
-                    'gradient_checkpointing_kwargs={"use_reentrant": False}'
+                    "the balance loss has no gradient with reentrant checkpointing: enable checkpointing with "
+                    '{"use_reentrant": False}'
                 )
 
 

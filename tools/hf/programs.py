@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
-torch.set_num_threads(2)
+# The models are too small to share among threads.
+torch.set_num_threads(1)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(os.environ.get("MOH_PROGRAMS", REPOSITORY / "target" / "debug"))

@@ -41,18 +41,6 @@ class Outputs(Models):
                     for ours, theirs in zip(masks, out.selected_heads):
                         self.assertTrue(torch.equal(ours.bool(), theirs))
 
-    def test_flex_attention_gives_the_same(self):
-        model = load(self.model("tied"), "flex_attention")
-        ids = random_ids(model, 2, 24)
-        logits, _ = our_logits(self.model("tied"), ids, self.scratch)
-        try:
-            with torch.no_grad():
-                theirs = model(ids).logits
-        except Exception as error:
-            # Compiled for CPUs with a C++ compiler only.
-            self.skipTest(f"flex attention does not run here: {str(error)[:100]}")
-        self.check_logits(logits, theirs)
-
     def test_a_cache_changes_nothing(self):
         for name in NAMES:
             model = load(self.model(name))

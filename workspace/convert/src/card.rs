@@ -6,8 +6,8 @@ use moh_hf::Origin;
 use moh_model::ModelConfig;
 use moh_train::model_card;
 
-use crate::convert::Options;
 use crate::Error;
+use crate::convert::Options;
 
 /// Where the output of a conversion comes from.
 pub(crate) fn origin(
@@ -19,7 +19,8 @@ pub(crate) fn origin(
         Some(checkpoint) => model_card::of_run(&checkpoint.run, checkpoint.step)?,
         None => {
             let directory: &Path = &options.source;
-            let name = options.name.clone().unwrap_or_else(|| directory.to_string_lossy().into_owned());
+            let name =
+                options.name.clone().unwrap_or_else(|| directory.to_string_lossy().into_owned());
             Origin::read(Some(&name), directory)?
         }
     };

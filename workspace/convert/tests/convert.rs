@@ -513,7 +513,9 @@ fn a_mixture_of_head_model_comes_with_its_code_a_card_and_the_terms_of_its_sourc
     let card = read("moh/README.md");
     let begins = "---\nlicense: llama3\nlibrary_name: transformers\n";
     assert!(card.starts_with(begins), "{card}");
-    for part in ["# source with Mixture-of-Head attention", "trained nothing", "`LICENSE`, `USE_POLICY.md`"] {
+    for part in
+        ["# source with Mixture-of-Head attention", "trained nothing", "`LICENSE`, `USE_POLICY.md`"]
+    {
         assert!(card.contains(part), "{part}\n{card}");
     }
     assert_eq!(read("moh/LICENSE"), "the terms");

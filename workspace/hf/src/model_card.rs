@@ -53,7 +53,8 @@ pub(crate) fn parse(text: &str) -> Option<(Option<Base>, Vec<String>)> {
     let base = (!name.is_empty()).then(|| Base { name: name.to_owned(), is_hub_id });
     let made = card.split_once(MADE)?.1.split_once(NEXT)?.0;
     // The first paragraph names the base model.
-    let made = made.split("\n\n").skip(1).map(|paragraph| paragraph.trim_end().to_owned()).collect();
+    let made =
+        made.split("\n\n").skip(1).map(|paragraph| paragraph.trim_end().to_owned()).collect();
     Some((base, made))
 }
 
@@ -135,7 +136,9 @@ fn made(origin: &Origin) -> String {
         Some(Base { name, is_hub_id: true }) => {
             format!("The base model is [{name}](https://huggingface.co/{name}).")
         }
-        Some(Base { name, .. }) => format!("The base model is `{name}`, a model in a local directory."),
+        Some(Base { name, .. }) => {
+            format!("The base model is `{name}`, a model in a local directory.")
+        }
         None => "The first weights were random.".to_owned(),
     };
     let paragraphs: Vec<&str> =
@@ -238,7 +241,10 @@ mod tests {
         let card = text(&Origin { base, ..Origin::default() }, &config());
         assert!(card.starts_with("---\nlibrary_name:") && card.contains("`mine`"), "{card}");
         let card = text(&Origin::default(), &config());
-        assert!(card.contains("# Mixture-of-Head model\n") && card.contains("were random"), "{card}");
+        assert!(
+            card.contains("# Mixture-of-Head model\n") && card.contains("were random"),
+            "{card}"
+        );
     }
 
     #[test]
@@ -261,7 +267,11 @@ mod tests {
             let base = base.map(|(name, is_hub_id)| Base { name: name.to_owned(), is_hub_id });
             let origin = Origin { base, ..origin() };
             for card in [text(&origin, &config()), of_origin(&origin)] {
-                assert_eq!(parse(&card), Some((origin.base.clone(), origin.made.clone())), "{card}");
+                assert_eq!(
+                    parse(&card),
+                    Some((origin.base.clone(), origin.made.clone())),
+                    "{card}"
+                );
             }
         }
         let dir = tempfile::tempdir().unwrap();
@@ -280,7 +290,9 @@ mod tests {
         for changed in [format!("{card} "), card.replacen('a', "b", 1), format!("x{card}")] {
             assert!(!is_unchanged(&changed));
         }
-        for other in ["", MARK, MARK_END, "<!-- moh-model-card  -->\n", "<!-- moh-model-card a b -->\n"] {
+        for other in
+            ["", MARK, MARK_END, "<!-- moh-model-card  -->\n", "<!-- moh-model-card a b -->\n"]
+        {
             assert!(!is_unchanged(other), "{other}");
         }
         // With a hash that fits, but nothing else.

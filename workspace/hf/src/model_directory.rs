@@ -192,8 +192,9 @@ fn write_description(dir: &Path, model: &Contents<'_>) -> Result<(), Error> {
         let path = dir.join(name);
         write_synced(&path, bytes).map_err(Error::io(&path))
     };
-    let mut config = serde_json::to_string_pretty(model.config)
-        .map_err(|error| Error::file(&dir.join(CONFIG_FILE), format!("not representable: {error}")))?;
+    let mut config = serde_json::to_string_pretty(model.config).map_err(|error| {
+        Error::file(&dir.join(CONFIG_FILE), format!("not representable: {error}"))
+    })?;
     config.push('\n');
     put(OsStr::new(CONFIG_FILE), config.as_bytes())?;
     let model_type = model.config.get("model_type").and_then(Value::as_str).unwrap_or_default();

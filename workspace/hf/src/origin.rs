@@ -81,7 +81,8 @@ impl Origin {
 /// the like.
 pub fn is_terms_file(name: &str) -> bool {
     let extension = Path::new(name).extension().and_then(|extension| extension.to_str());
-    TERMS.iter().any(|start| name.starts_with(start)) && matches!(extension, None | Some("txt" | "md"))
+    TERMS.iter().any(|start| name.starts_with(start))
+        && matches!(extension, None | Some("txt" | "md"))
 }
 
 fn terms_of(directory: &Path) -> Result<Vec<PathBuf>, Error> {
@@ -89,7 +90,9 @@ fn terms_of(directory: &Path) -> Result<Vec<PathBuf>, Error> {
     for entry in fs::read_dir(directory).map_err(Error::io(directory))? {
         let path = entry.map_err(Error::io(directory))?.path();
         let is_terms = path.file_name().and_then(|name| name.to_str()).is_some_and(is_terms_file);
-        if is_terms && fs::metadata(&path).is_ok_and(|file| file.is_file() && file.len() <= MAX_FILE_BYTES) {
+        if is_terms
+            && fs::metadata(&path).is_ok_and(|file| file.is_file() && file.len() <= MAX_FILE_BYTES)
+        {
             files.push(path);
         }
     }
@@ -116,9 +119,9 @@ fn front_matter(readme: &str) -> Vec<(&'static str, String)> {
     }
     let lines: Vec<&str> = lines.take_while(|line| line.trim_end() != "---").collect();
     let value = |key: &str| {
-        let index = lines.iter().position(|line| {
-            line.strip_prefix(key).is_some_and(|rest| rest.starts_with(':'))
-        })?;
+        let index = lines
+            .iter()
+            .position(|line| line.strip_prefix(key).is_some_and(|rest| rest.starts_with(':')))?;
         let own = lines[index][key.len() + 1..].trim();
         // A list of one licence is written on the next line.
         let listed = || lines.get(index + 1)?.trim_start().strip_prefix("- ").map(str::trim);
@@ -168,9 +171,20 @@ mod tests {
         assert_eq!(read(llama), expected);
         assert_eq!(read("---\r\nlicense:\r\n- mit\r\n---\r\n"), fields(&[("license", "mit")]));
         for nothing in [
-            "", "---", "license: mit", "---\n---\nlicense: mit", "---\nlicense:", "---\nlicense:\n---\n- mit",
-            "---\nlicenses: mit", "---\n license: mit", "---\nlicense: a b", "---\nlicense: [mit]",
-            "---\nlicense: x: y", "---\nlicense: \u{fffd}", "---\nlicense: -->", "\u{0}---\nlicense: mit",
+            "",
+            "---",
+            "license: mit",
+            "---\n---\nlicense: mit",
+            "---\nlicense:",
+            "---\nlicense:\n---\n- mit",
+            "---\nlicenses: mit",
+            "---\n license: mit",
+            "---\nlicense: a b",
+            "---\nlicense: [mit]",
+            "---\nlicense: x: y",
+            "---\nlicense: \u{fffd}",
+            "---\nlicense: -->",
+            "\u{0}---\nlicense: mit",
         ] {
             assert_eq!(read(nothing), [], "{nothing:?}");
         }
@@ -182,7 +196,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(CARD_FILE);
         fs::write(&path, b"---\nlicense: mit\n\xff\xfe---").unwrap();
-        assert_eq!(Origin::read(None, dir.path()).unwrap().licence, [("license", "mit".to_string())]);
+        assert_eq!(
+            Origin::read(None, dir.path()).unwrap().licence,
+            [("license", "mit".to_string())]
+        );
         fs::File::create(&path).unwrap().set_len(MAX_FILE_BYTES + 1).unwrap();
         assert_eq!(Origin::read(None, dir.path()).unwrap(), Origin::default());
         fs::remove_file(&path).unwrap();
@@ -211,7 +228,9 @@ mod tests {
     #[test]
     fn terms_are_files_with_a_name_of_terms() {
         let dir = tempfile::tempdir().unwrap();
-        for name in ["LICENSE", "LICENSE-MIT", "NOTICE.txt", "USE_POLICY.md", "LICENSE.py", "license"] {
+        for name in
+            ["LICENSE", "LICENSE-MIT", "NOTICE.txt", "USE_POLICY.md", "LICENSE.py", "license"]
+        {
             fs::write(dir.path().join(name), "x").unwrap();
         }
         fs::create_dir(dir.path().join("LICENSES")).unwrap();

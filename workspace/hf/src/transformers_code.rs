@@ -5,19 +5,13 @@
 type CodeFile = (&'static str, &'static str);
 
 const LLAMA: [CodeFile; 2] = [
-    (
-        "configuration_moh_llama.py",
-        include_str!("../../../tools/hf/configuration_moh_llama.py"),
-    ),
+    ("configuration_moh_llama.py", include_str!("../../../tools/hf/configuration_moh_llama.py")),
     ("modeling_moh_llama.py", include_str!("../../../tools/hf/modeling_moh_llama.py")),
 ];
 
 /// Beside [`LLAMA`], which these import.
 const QWEN3: [CodeFile; 2] = [
-    (
-        "configuration_moh_qwen3.py",
-        include_str!("../../../tools/hf/configuration_moh_qwen3.py"),
-    ),
+    ("configuration_moh_qwen3.py", include_str!("../../../tools/hf/configuration_moh_qwen3.py")),
     ("modeling_moh_qwen3.py", include_str!("../../../tools/hf/modeling_moh_qwen3.py")),
 ];
 

@@ -9,8 +9,8 @@ use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 
-use moh_hf::model_card::CARD_FILE;
 use moh_hf::config_file::CONFIG_FILE;
+use moh_hf::model_card::CARD_FILE;
 use moh_hf::model_directory::{GENERATION_FILE, TOKENIZER_FILES};
 use moh_hf::weight_files::INDEX_FILE;
 use moh_hf::{WeightFiles, is_terms_file};

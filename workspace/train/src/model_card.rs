@@ -44,7 +44,9 @@ pub(crate) fn trained(origin: &Origin, recipe: &Recipe, state: &RunState) -> Ori
         origin.made.push(stages(recipe, state));
     }
     if !state.evaluations.is_empty() {
-        origin.made.push("Losses on held-out text, in nats per token and bits per byte:".to_owned());
+        origin
+            .made
+            .push("Losses on held-out text, in nats per token and bits per byte:".to_owned());
         origin.made.push(losses(&state.evaluations));
     }
     origin

@@ -25,8 +25,13 @@ fn config() -> Map<String, Value> {
 fn write(out: &Path, force: bool, max_shard_bytes: u64) -> Result<Written, Error> {
     let tensors = specs();
     let config = config();
-    let model =
-        Contents { config: &config, tensors: &tensors, max_shard_bytes, companions: &[], card: None };
+    let model = Contents {
+        config: &config,
+        tensors: &tensors,
+        max_shard_bytes,
+        companions: &[],
+        card: None,
+    };
     write_model(out, force, &model, &mut |spec, sink| {
         content(spec).chunks(3).try_for_each(&mut *sink)
     })
@@ -67,9 +72,7 @@ fn what_is_written_reads_back() {
 
 #[test]
 fn a_mixture_of_head_model_has_the_code_that_its_auto_map_names() {
-    for (model_type, class, files) in
-        [("moh_llama", "MohLlama", 2), ("moh_qwen3", "MohQwen3", 4)]
-    {
+    for (model_type, class, files) in [("moh_llama", "MohLlama", 2), ("moh_qwen3", "MohQwen3", 4)] {
         let dir = tempfile::tempdir().unwrap();
         let fields = json!({
             "model_type": model_type, "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
@@ -133,8 +136,13 @@ fn a_file_that_arrives_while_the_model_is_written_is_kept() {
     let out = dir.path().join("m");
     write(&out, false, 1000).unwrap();
     let (tensors, config) = (specs(), config());
-    let model =
-        Contents { config: &config, tensors: &tensors, max_shard_bytes: 1000, companions: &[], card: None };
+    let model = Contents {
+        config: &config,
+        tensors: &tensors,
+        max_shard_bytes: 1000,
+        companions: &[],
+        card: None,
+    };
     let fill: &mut Fill<'_, Error> = &mut |spec, sink| sink(&content(spec));
     let pending = prepare_model(&out, true, &model, fill).unwrap();
     fs::write(out.join("thesis.txt"), "mine").unwrap();
@@ -164,8 +172,13 @@ fn an_error_leaves_what_was_there() {
     let config = Map::new();
     let missing = [PathBuf::from("/no/such/file")];
     for (companions, bytes) in [(&missing[..0], 5), (&missing[..0], 100), (&missing[..], 0)] {
-        let model =
-            Contents { config: &config, tensors: &tensors, max_shard_bytes: 40, companions, card: None };
+        let model = Contents {
+            config: &config,
+            tensors: &tensors,
+            max_shard_bytes: 40,
+            companions,
+            card: None,
+        };
         let result =
             write_model(&out, true, &model, &mut |spec, sink: &mut Sink<'_, Error>| match bytes {
                 0 => sink(&content(spec)),

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 use moh_files::PendingDirectory;
 use moh_hf::config_file::CONFIG_FILE;
-use moh_hf::model_card::{self, CARD_FILE};
 use moh_hf::is_terms_file;
+use moh_hf::model_card::{self, CARD_FILE};
 use moh_hf::model_directory::companion_files;
 
 use crate::source::ModelSource;
