@@ -74,7 +74,7 @@ class Outputs(Models):
         for name in ["tied", "by-layer"]:
             directory, prompt = self.model(name), "Once upon a time there was"
             ours = run("moh-generate", "--model", directory, "--prompt", prompt, "--max-tokens", 40)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
             ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
             if ids[0, -1] == tokenizer.eos_token_id:
                 ids = ids[:, :-1]

@@ -369,7 +369,7 @@ fn a_directory_with_other_files_is_kept_though_forced() {
     assert!(failure(dir.path(), &forced).contains("web: is not a model directory"));
     assert_eq!(names(&dir.path().join("web")), ["config.json"]);
 
-    let model = ["--from", "source", "--out", "model", "--force"];
+    let model = ["--from", "source", "--out", "model", "--force", "--attention", "dense"];
     moh_convert(dir.path()).args(model).assert().success();
     fs::create_dir(dir.path().join("model/checkpoint-500")).unwrap();
     assert!(failure(dir.path(), &model).contains("also holds checkpoint-500"));

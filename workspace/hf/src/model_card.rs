@@ -156,7 +156,7 @@ fn loading(config: &ModelConfig) -> String {
          ```python\n\
          from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
          model = AutoModelForCausalLM.from_pretrained(\".\", trust_remote_code=True)\n\
-         tokenizer = AutoTokenizer.from_pretrained(\".\")\n\
+         tokenizer = AutoTokenizer.from_pretrained(\".\", trust_remote_code=True)\n\
          ```\n\n\
          `trust_remote_code` runs the Python files of this directory. To fine-tune with the balance loss, set\n\
          `model.config.output_router_logits = True`.\n\n\

@@ -5,6 +5,7 @@
 
 mod checkpoint;
 mod configuration;
+mod origin;
 mod recipe;
 mod rendezvous;
 mod rewinds;
