@@ -173,6 +173,7 @@ class FineTuning(Models):
             report_to=[],
             use_cpu=True,
             disable_tqdm=True,
+            log_level="error",
         )
         trainer = transformers.Trainer(model, arguments, train_dataset=rows)
         trainer.train()

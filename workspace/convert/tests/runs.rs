@@ -206,3 +206,28 @@ fn a_damaged_or_missing_checkpoint_leaves_no_model() {
     converted(place, &["--from", "run@2", "--out", "second"]);
     assert!(files(&place.join("newest")) == files(&place.join("second")));
 }
+
+#[test]
+fn a_run_from_a_run_says_how_both_were_trained_and_keeps_the_terms() {
+    let dir = prepared();
+    let place = dir.path();
+    fs::write(place.join("source/LICENSE"), "the terms").unwrap();
+    train(place, RECIPE, "f32");
+    fs::remove_dir_all(place.join("source")).unwrap();
+    let second = format!("{RECIPE}{SECOND_STAGE}")
+        .replace("DIR/run", "DIR/second")
+        .replace("DIR/source", "DIR/run@2");
+    train(place, &second, "f32");
+    let export = files(&place.join("second/export"));
+    assert_eq!(export["LICENSE"], b"the terms");
+    let card = String::from_utf8(export["README.md"].clone()).unwrap();
+    for (part, count) in [
+        ("The base model is `source`", 1),
+        ("on 64 tokens in 2 steps", 1),
+        ("on 192 tokens in 6 steps", 1),
+        ("| adapt | dense |", 2),
+        ("That of the base model: `LICENSE`.", 1),
+    ] {
+        assert_eq!(card.matches(part).count(), count, "{part}\n{card}");
+    }
+}
