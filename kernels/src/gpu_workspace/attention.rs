@@ -7,8 +7,7 @@ use crate::scalar::{DType, Element};
 const HOPPER_WIDTHS: [usize; 2] = [64, 128];
 /// Largest head dimension of the other kernels on tensor cores.
 pub(crate) const WIDEST_TILED: usize = 128;
-/// Keys of a tile of Hopper's kernels, and packed rows of a tile of the backward pass.
-pub(crate) const KEYS: usize = 128;
+/// Packed rows of a tile of the backward pass of Hopper's kernels.
 pub(crate) const ROWS: usize = 64;
 /// Maximum scratch memory of several sequences in one launch of Hopper's backward pass.
 const FEW_BYTES: usize = 512 << 20;

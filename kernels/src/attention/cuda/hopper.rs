@@ -10,8 +10,7 @@ use super::{Addresses, AttentionArgs};
 use crate::cuda::{BoxedTensor, Cuda, TensorMap, mirrored};
 use crate::error::Result;
 use crate::gpu_workspace::attention::{
-    Areas, KEYS, ROWS, hopper_supports, packed_before_areas, row_tiles, sequences_at_once,
-    tile_bytes,
+    Areas, ROWS, hopper_supports, packed_before_areas, row_tiles, sequences_at_once, tile_bytes,
 };
 use crate::scalar::Element;
 
@@ -19,7 +18,8 @@ use crate::scalar::Element;
 /// backward one.
 const THREADS: usize = 384;
 const OTHER_THREADS: usize = 256;
-/// Packed rows of a tile in the forward pass.
+/// Keys of a tile, and packed rows of a tile in the forward pass.
+const KEYS: usize = 128;
 const FORWARD_ROWS: usize = 128;
 /// Stages of tiles in shared memory, and of queries in the backward pass.
 const STAGES: usize = 2;
