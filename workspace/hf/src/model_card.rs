@@ -31,7 +31,8 @@ pub fn text(origin: &Origin, config: &ModelConfig) -> String {
     signed(card, origin.base.as_ref())
 }
 
-/// The card that a run keeps of the model it starts from: what [`parse`] reads, without a configuration.
+/// The card that a run keeps of the model it starts from: what [`Origin::read`] takes from
+/// a card, without a configuration.
 pub fn of_origin(origin: &Origin) -> String {
     let card = format!("{}{MADE}{}{NEXT}{}", front_matter(origin), made(origin), licence(origin));
     signed(card, origin.base.as_ref())

@@ -92,7 +92,11 @@ impl ModelSource {
         let mut warning = None;
         let mut first_tokenizer = directory.and_then(with_tokenizer);
         let model_origin = match &origin {
-            Origin::Checkpoint(name) => model_card::of_run(&name.run, name.step.unwrap_or(0))?,
+            Origin::Checkpoint(CheckpointName { run, step: Some(step) }) => {
+                model_card::of_run(run, *step)?
+            }
+            // Refused below.
+            Origin::Checkpoint(_) => moh_hf::Origin::default(),
             Origin::Files | Origin::Kept => {
                 model_card::of_directory(recipe.model.from.as_deref(), directory)?
             }

@@ -1,6 +1,6 @@
 //! What resuming needs of a run's model beside the checkpoint: its configuration, its tokenizers and the
-//! files that an export copies or that its card is written from. They are kept in `model/` of the run directory, so that a run resumes
-//! without its initial weights, and without the hub.
+//! files that an export copies or that its card is written from. They are kept in `model/` of the run
+//! directory, so that a run resumes without its initial weights, and without the hub.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
