@@ -23,6 +23,8 @@ from maturin import (  # noqa: F401 - the rest of the interface
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "target" / "wheel-data" / "scripts"
+# maturin looks for the directory even when it writes metadata only.
+SCRIPTS.mkdir(parents=True, exist_ok=True)
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
