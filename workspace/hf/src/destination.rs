@@ -2,14 +2,14 @@
 //!
 //! A model directory is recognised exactly: its `config.json` describes a model that this program reads,
 //! it has weight files, and every other entry is a file that [`write_model`](crate::write_model) writes. Its
-//! card is one that nobody has changed, and licences belong to such a card.
+//! card is one that nobody has changed; code and licences are those of which the card has the hash and names.
 
 use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
 
-use crate::config_file::{CONFIG_FILE, ConfigFile};
-use crate::model_card::{self, CARD_FILE};
+use crate::config_file::{CONFIG_FILE, ConfigFile, model_type};
+use crate::model_card::{CARD_FILE, Card};
 use crate::model_directory::{GENERATION_FILE, is_tokenizer_file};
 use crate::origin::{is_terms_file, read_text};
 use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE};
@@ -80,8 +80,8 @@ fn check_replaceable(out: &Path, entries: &[Entry]) -> Result<(), Error> {
     if !holds(CONFIG_FILE) {
         return Err(Error::file(out, format!("holds no {CONFIG_FILE}: {ONLY}")));
     }
-    let is_moh = match ConfigFile::read(out) {
-        Ok(file) => file.config.moh.is_some(),
+    let config = match ConfigFile::read(out) {
+        Ok(file) => file.config,
         Err(error) => {
             return Err(Error::file(out, format!("is not a model directory ({error}): {ONLY}")));
         }
@@ -89,12 +89,21 @@ fn check_replaceable(out: &Path, entries: &[Entry]) -> Result<(), Error> {
     if ![WEIGHTS_FILE, INDEX_FILE].into_iter().any(holds) {
         return Err(Error::file(out, format!("holds no {WEIGHTS_FILE}: {ONLY}")));
     }
-    let card = read_text(&out.join(CARD_FILE))?;
-    let has_card = is_moh && card.is_some_and(|card| model_card::is_unchanged(&card));
+    let card = match config.moh.is_some() {
+        true => read_text(&out.join(CARD_FILE))?.and_then(|card| Card::parse(&card)),
+        false => None,
+    };
+    // This version's code, or that of the version which has written the card.
+    let code = transformers_code::hash_in(out)?;
+    let is_code = code == transformers_code::hash(model_type(&config))
+        || card.as_ref().is_some_and(|card| card.code == code);
+    let is_of = |card: &Card, name: &str| {
+        name == CARD_FILE || (is_terms_file(name) && card.has_terms(name))
+    };
     let is_ours = |name: &str| {
         is_written(name)
-            || (is_moh && transformers_code::is_name(name))
-            || (has_card && (name == CARD_FILE || is_terms_file(name)))
+            || (is_code && transformers_code::is_name(name))
+            || card.as_ref().is_some_and(|card| is_of(card, name))
     };
     let foreign: Vec<&str> = entries
         .iter()
@@ -124,6 +133,7 @@ fn is_written(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model_card;
 
     /// A directory with these files; `config.json` is a Llama's.
     fn directory(files: &[&str]) -> tempfile::TempDir {
@@ -205,6 +215,7 @@ mod tests {
     #[test]
     fn the_files_of_a_mixture_of_head_model_are_replaced_unless_its_card_was_changed() {
         let dir = directory(&[CONFIG_FILE, WEIGHTS_FILE, "modeling_moh_llama.py", "LICENSE"]);
+        let code = dir.path().join("modeling_moh_llama.py");
         let config = serde_json::json!({
             "model_type": "moh_llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
             "num_hidden_layers": 1, "num_attention_heads": 4, "moh_router": "query-norm",
@@ -213,13 +224,24 @@ mod tests {
         let message = refused(dir.path());
         assert!(message.contains("also holds LICENSE, modeling_moh_llama.py"), "{message}");
         fs::write(dir.path().join(CONFIG_FILE), config.to_string()).unwrap();
-        assert!(refused(dir.path()).contains("also holds LICENSE, which"));
+        assert!(refused(dir.path()).contains("also holds LICENSE, modeling_moh_llama.py, which"));
         let config = ConfigFile::read(dir.path()).unwrap().config;
-        let card = model_card::text(&crate::Origin::default(), &config);
+        let origin = crate::Origin { terms: vec!["LICENSE".into()], ..crate::Origin::default() };
+        let card = model_card::text(&origin, &config);
         fs::write(dir.path().join(CARD_FILE), &card).unwrap();
+        assert!(refused(dir.path()).contains("also holds modeling_moh_llama.py, which"));
+        for (name, text) in transformers_code::files("moh_llama") {
+            fs::write(dir.path().join(name), text).unwrap();
+        }
         check_destination(dir.path(), true).unwrap();
+        // A file of the user's, of a name that licences have; and code that the user has changed.
+        fs::write(dir.path().join("NOTICE.md"), "mine").unwrap();
+        assert!(refused(dir.path()).contains("also holds NOTICE.md, which"));
+        fs::remove_file(dir.path().join("NOTICE.md")).unwrap();
+        fs::write(&code, fs::read_to_string(&code).unwrap() + "# mine\n").unwrap();
+        assert!(refused(dir.path()).contains("modeling_moh_llama.py, which"));
         fs::write(dir.path().join(CARD_FILE), card.replace("heads", "Heads")).unwrap();
-        assert!(refused(dir.path()).contains("also holds LICENSE, README.md, which"));
+        assert!(refused(dir.path()).contains("also holds LICENSE, README.md, configuration_moh"));
     }
 
     #[test]

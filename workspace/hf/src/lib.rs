@@ -24,7 +24,7 @@ pub use generation_file::end_tokens;
 pub use model_directory::{
     Contents, PendingModel, TensorSpec, Written, prepare_model, write_model,
 };
-pub use origin::{Base, Origin, is_terms_file};
+pub use origin::{Base, Origin, is_hub_id, is_terms_file};
 pub use random_model::write_random_model;
 pub use special_tokens::SpecialTokens;
 pub use stored_model::StoredModel;

@@ -1,11 +1,14 @@
 //! The model card of a Mixture-of-Head model: its `README.md`, whose front matter Hugging Face's hub reads.
 //!
-//! The last line of a card names the base model and has the hash of all lines before it. So a card that
-//! nobody has changed is known as one: the next model takes over what it says, and it may be replaced.
+//! The last line of a card names the base model, and has the hash of the code beside it and the hash of
+//! everything before. So a card that nobody has changed is known as one: the next model takes over what it
+//! says, and it may be replaced.
 
 use moh_model::{Architecture, ModelConfig};
 
-use crate::{Base, Origin};
+use crate::config_file::model_type;
+use crate::origin::is_plain_name;
+use crate::{Base, Origin, transformers_code};
 
 /// Name of the card in a model directory.
 pub const CARD_FILE: &str = "README.md";
@@ -14,6 +17,9 @@ const MARK: &str = "<!-- moh-model-card ";
 const MARK_END: &str = " -->\n";
 const MADE: &str = "\n## How it was made\n\n";
 const NEXT: &str = "\n## Load it\n";
+const LICENCE: &str = "\n## Licence\n\n";
+/// In place of the code's hash: no code belongs to the card.
+const NO_CODE: &str = "-";
 
 /// The card of a model of this configuration.
 pub fn text(origin: &Origin, config: &ModelConfig) -> String {
@@ -28,50 +34,72 @@ pub fn text(origin: &Origin, config: &ModelConfig) -> String {
     card.push_str(NEXT);
     card.push_str(&loading(config));
     card.push_str(&licence(origin));
-    signed(card, origin.base.as_ref())
+    signed(card, origin.base.as_ref(), &transformers_code::hash(model_type(config)))
 }
 
 /// The card that a run keeps of the model it starts from: what [`Origin::read`] takes from
 /// a card, without a configuration.
 pub fn of_origin(origin: &Origin) -> String {
     let card = format!("{}{MADE}{}{NEXT}{}", front_matter(origin), made(origin), licence(origin));
-    signed(card, origin.base.as_ref())
+    signed(card, origin.base.as_ref(), NO_CODE)
 }
 
-/// The base model of a card and the paragraphs of how the model was made; `None` if the text is no card, or
-/// was changed.
-pub(crate) fn parse(text: &str) -> Option<(Option<Base>, Vec<String>)> {
-    let (card, mark) = text.rsplit_once(MARK)?;
-    let mut words = mark.strip_suffix(MARK_END)?.split(' ');
-    let (base, hash) = (words.next()?, words.next()?);
-    if hash != blake3::hash(card.as_bytes()).to_hex().as_str() {
-        return None;
+/// A card that nobody has changed.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Card {
+    /// The base model.
+    pub base: Option<Base>,
+    /// The paragraphs of how the model was made.
+    pub made: Vec<String>,
+    /// The hash of the code beside it; see [`transformers_code::hash`].
+    pub code: String,
+    licence: String,
+}
+
+impl Card {
+    /// Reads a card; `None` if the text is none, or was changed.
+    pub fn parse(text: &str) -> Option<Self> {
+        let (card, mark) = text.rsplit_once(MARK)?;
+        let (signed, hash) = mark.strip_suffix(MARK_END)?.rsplit_once(' ')?;
+        if hash != self::hash(card, signed) {
+            return None;
+        }
+        let (base, code) = signed.rsplit_once(' ')?;
+        let base = match base.split_once('=')? {
+            ("none", "") => None,
+            (kind @ ("hub" | "local"), name) if is_plain_name(name) => {
+                Some(Base { name: name.to_owned(), is_hub_id: kind == "hub" })
+            }
+            _ => return None,
+        };
+        let made = card.split_once(MADE)?.1.split_once(NEXT)?.0;
+        // The first paragraph names the base model.
+        let made =
+            made.split("\n\n").skip(1).map(|paragraph| paragraph.trim_end().to_owned()).collect();
+        let licence = card.rsplit_once(LICENCE)?.1.to_owned();
+        Some(Card { base, made, code: code.to_owned(), licence })
     }
-    let (is_hub_id, name) = match base.split_once('=')? {
-        ("hub", name) => (true, name),
-        (_, name) => (false, name),
-    };
-    let base = (!name.is_empty()).then(|| Base { name: name.to_owned(), is_hub_id });
-    let made = card.split_once(MADE)?.1.split_once(NEXT)?.0;
-    // The first paragraph names the base model.
-    let made =
-        made.split("\n\n").skip(1).map(|paragraph| paragraph.trim_end().to_owned()).collect();
-    Some((base, made))
+
+    /// Whether the card names this file of the licence's terms.
+    pub fn has_terms(&self, name: &str) -> bool {
+        self.licence.contains(&format!("`{name}`"))
+    }
 }
 
-/// Whether the text is a card that nobody has changed.
-pub(crate) fn is_unchanged(text: &str) -> bool {
-    parse(text).is_some()
-}
-
-fn signed(card: String, base: Option<&Base>) -> String {
+fn signed(card: String, base: Option<&Base>, code: &str) -> String {
     let (kind, name) = match base {
         Some(Base { name, is_hub_id: true }) => ("hub", name.as_str()),
         Some(Base { name, is_hub_id: false }) => ("local", name.as_str()),
         None => ("none", ""),
     };
-    let hash = blake3::hash(card.as_bytes()).to_hex();
-    format!("{card}{MARK}{kind}={name} {hash}{MARK_END}")
+    let signed = format!("{kind}={name} {code}");
+    let hash = hash(&card, &signed);
+    format!("{card}{MARK}{signed} {hash}{MARK_END}")
+}
+
+/// The hash of a card and of what its last line says.
+fn hash(card: &str, signed: &str) -> String {
+    blake3::hash(format!("{card}{MARK}{signed}").as_bytes()).to_hex().to_string()
 }
 
 fn front_matter(origin: &Origin) -> String {
@@ -153,7 +181,7 @@ fn loading(config: &ModelConfig) -> String {
         Architecture::Qwen3 => "Qwen3",
     };
     format!(
-        "\nWith transformers 5, from this directory or its id on the hub:\n\n\
+        "\nWith transformers 5.5 or later, from this directory or its id on the hub:\n\n\
          ```python\n\
          from transformers import AutoModelForCausalLM, AutoTokenizer\n\n\
          model = AutoModelForCausalLM.from_pretrained(\".\", trust_remote_code=True)\n\
@@ -187,7 +215,7 @@ fn licence(origin: &Origin) -> String {
         (None, []) => "The files of the base model state none.".to_owned(),
         (None, names) => format!("That of the base model: {}.", names.join(", ")),
     };
-    format!("\n## Licence\n\n{text}\n\n")
+    format!("{LICENCE}{text}\n\n")
 }
 
 /// A number with commas between thousands.
@@ -268,11 +296,9 @@ mod tests {
             let base = base.map(|(name, is_hub_id)| Base { name: name.to_owned(), is_hub_id });
             let origin = Origin { base, ..origin() };
             for card in [text(&origin, &config()), of_origin(&origin)] {
-                assert_eq!(
-                    parse(&card),
-                    Some((origin.base.clone(), origin.made.clone())),
-                    "{card}"
-                );
+                let read = Card::parse(&card).unwrap();
+                assert_eq!((&read.base, &read.made), (&origin.base, &origin.made), "{card}");
+                assert!(read.has_terms("LICENSE") && !read.has_terms("NOTICE"));
             }
         }
         let dir = tempfile::tempdir().unwrap();
@@ -283,6 +309,7 @@ mod tests {
 
     #[test]
     fn a_card_that_was_changed_is_none() {
+        let is_unchanged = |text: &str| Card::parse(text).is_some();
         let card = text(&origin(), &config());
         assert!(is_unchanged(&card));
         for end in 0..card.len() {
@@ -296,8 +323,13 @@ mod tests {
         {
             assert!(!is_unchanged(other), "{other}");
         }
-        // With a hash that fits, but nothing else.
-        assert_eq!(parse(&signed(String::new(), None)), None);
+        // With a hash that fits, but nothing else, or with a name that fits no card.
+        assert!(!is_unchanged(&signed(String::new(), None, NO_CODE)));
+        for name in ["a/b\nlicense:\tmit", "a b", "", "-->"] {
+            let base = Some(Base { name: name.to_owned(), is_hub_id: true });
+            assert!(!is_unchanged(&text(&Origin { base, ..origin() }, &config())), "{name}");
+        }
+        assert!(!is_unchanged(&card.replacen("hub=org/Model-8B", "hub=org/Model-9B", 1)));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::Error;
-use crate::model_card::{self, CARD_FILE};
+use crate::model_card::{CARD_FILE, Card};
 
 /// A longer README or licence is not read.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -32,9 +32,8 @@ impl Base {
     pub fn named(name: &str) -> Self {
         let path = Path::new(name);
         // A directory that is gone is no id, but for names that could be either.
-        let is_part = |part: &str| part.starts_with(|c: char| c.is_ascii_alphanumeric());
-        if !path.is_dir() && name.split('/').count() <= 2 && name.split('/').all(is_part) {
-            return Base { name: plain(name), is_hub_id: true };
+        if !path.is_dir() && is_hub_id(name) && is_plain_name(name) {
+            return Base { name: name.to_owned(), is_hub_id: true };
         }
         let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
         let cached = path.components().find_map(|part| {
@@ -70,8 +69,8 @@ impl Origin {
         let readme = read_text(&directory.join(CARD_FILE))?.unwrap_or_default();
         let licence = front_matter(&readme);
         let terms = terms_of(directory)?;
-        Ok(match model_card::parse(&readme) {
-            Some((base, made)) => Origin { base, licence, terms, made },
+        Ok(match Card::parse(&readme) {
+            Some(Card { base, made, .. }) => Origin { base, licence, terms, made },
             None => Origin { base: name.map(Base::named), licence, terms, made: Vec::new() },
         })
     }
@@ -123,13 +122,26 @@ fn front_matter(readme: &str) -> Vec<(&'static str, String)> {
             .iter()
             .position(|line| line.strip_prefix(key).is_some_and(|rest| rest.starts_with(':')))?;
         let own = lines[index][key.len() + 1..].trim();
-        // A list of one licence is written on the next line.
-        let listed = || lines.get(index + 1)?.trim_start().strip_prefix("- ").map(str::trim);
+        // A list of one licence is written on the next line; no single value states several.
+        let item = |index: usize| lines.get(index)?.trim_start().strip_prefix("- ");
+        let listed = || item(index + 1).filter(|_| item(index + 2).is_none()).map(str::trim);
         let value = if own.is_empty() { listed()? } else { own };
         let value = value.trim_matches(['"', '\'']);
         is_plain(value).then(|| value.to_string())
     };
     LICENCE_KEYS.into_iter().filter_map(|key| Some((key, value(key)?))).collect()
+}
+
+/// Whether `name` is an id on the hub, if it is no directory: `name` or `organisation/name`.
+pub fn is_hub_id(name: &str) -> bool {
+    let is_part = |part: &str| {
+        !part.is_empty()
+            && part.len() <= 96
+            && !part.starts_with(['.', '-'])
+            && !part.contains("..")
+            && part.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+    };
+    name.split('/').count() <= 2 && name.split('/').all(is_part)
 }
 
 /// Whether a value needs no quotes in YAML and no escapes in Markdown.
@@ -148,6 +160,11 @@ fn plain(name: &str) -> String {
         true => name,
         false => format!("model{name}"),
     }
+}
+
+/// Whether a name is one that [`plain`] leaves as it is.
+pub(crate) fn is_plain_name(name: &str) -> bool {
+    !name.is_empty() && plain(name) == name
 }
 
 #[cfg(test)]
@@ -181,6 +198,7 @@ mod tests {
             "---\n license: mit",
             "---\nlicense: a b",
             "---\nlicense: [mit]",
+            "---\nlicense:\n- mit\n- cc-by-nc-4.0\n---",
             "---\nlicense: x: y",
             "---\nlicense: \u{fffd}",
             "---\nlicense: -->",
@@ -221,6 +239,7 @@ mod tests {
         assert_eq!(named(&own), Base { name: "a_b".into(), is_hub_id: false });
         assert_eq!(named(&snapshot), Base { name: "org/name".into(), is_hub_id: true });
         assert_eq!(Base::named("org/x"), Base { name: "org/x".into(), is_hub_id: true });
+        assert_eq!(Base::named("runs/x@200"), Base { name: "x_200".into(), is_hub_id: false });
         assert_eq!(Base::named("/gone/x"), Base { name: "x".into(), is_hub_id: false });
         assert_eq!(Base::named("\n---").name, "model_---");
     }

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 
 use moh_hf::config_file::CONFIG_FILE;
+use moh_hf::is_hub_id;
 use moh_hf::model_card::CARD_FILE;
 use moh_hf::model_directory::{GENERATION_FILE, TOKENIZER_FILES};
 use moh_hf::weight_files::INDEX_FILE;
@@ -136,18 +137,6 @@ pub(crate) fn no_directory() -> String {
         Ok(current) => format!("no such directory in {}", current.display()),
         Err(_) => "no such directory".to_string(),
     }
-}
-
-/// Whether `from` is a hub id: `name` or `organisation/name`.
-fn is_hub_id(from: &str) -> bool {
-    let is_part = |part: &str| {
-        !part.is_empty()
-            && part.len() <= 96
-            && !part.starts_with(['.', '-'])
-            && !part.contains("..")
-            && part.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
-    };
-    from.split('/').count() <= 2 && from.split('/').all(is_part)
 }
 
 /// Whether an untrusted name stays within the directory that it is joined to.
