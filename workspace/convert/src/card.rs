@@ -28,15 +28,30 @@ pub(crate) fn origin(
     Ok(origin)
 }
 
+/// The heads of every layer, in words.
+fn heads(config: &ModelConfig) -> String {
+    let first = config.layer_heads(0);
+    match (1..config.num_hidden_layers).all(|layer| config.layer_heads(layer) == first) {
+        true if config.routed_heads(0) == 0 => "all heads as shared ones".to_owned(),
+        true => format!(
+            "{} shared heads and {} of {} routed ones",
+            first.shared,
+            first.top_k,
+            config.routed_heads(0)
+        ),
+        false => "the heads of each layer".to_owned(),
+    }
+}
+
 /// What a conversion has changed; nothing if it kept the attention and the vocabulary.
 fn conversion(source: &ModelConfig, output: &ModelConfig) -> Vec<String> {
     let mut made = Vec::new();
     if source.moh != output.moh {
-        made.push(
-            "`moh-convert` gave it these heads and trained nothing: until it is tuned, it is worse than the model \
-             before."
-                .to_owned(),
-        );
+        made.push(format!(
+            "`moh-convert` set {}, and trained nothing. With fewer heads than it was trained with, a model is worse \
+             until it is tuned.",
+            heads(output)
+        ));
     }
     if source.vocab_size != output.vocab_size {
         made.push(format!(
