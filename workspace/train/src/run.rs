@@ -175,7 +175,9 @@ impl Job<'_> {
             if !grows {
                 run.write_recipe(recipe)?;
             }
-            run.clear_remains()
+            run.clear_remains()?;
+            // An export with other files is not replaced: better known before training than after it.
+            Ok(moh_hf::check_destination(&run.export(), true)?)
         })?;
         let inputs = Inputs {
             recipe,

@@ -206,6 +206,21 @@ fn a_finished_run_goes_on_with_a_longer_last_stage() {
 }
 
 #[test]
+fn an_export_with_a_changed_card_is_refused_before_the_run_goes_on() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    finish(&recipe);
+    let card = recipe.run.dir.join("export/README.md");
+    fs::write(&card, fs::read_to_string(&card).unwrap() + "Mine.\n").unwrap();
+    let longer = place.recipe(&[LONGER[1]]);
+    let message = Start::default().run(&longer).unwrap_err().to_string();
+    assert!(message.contains("export: also holds README.md, which"), "{message}");
+    assert_eq!(metrics::read(&RunDirectory::new(&recipe.run.dir).metrics()).unwrap().len(), 10);
+    fs::remove_file(&card).unwrap();
+    finish(&longer);
+}
+
+#[test]
 fn a_stage_that_is_over_and_a_shorter_one_are_refused() {
     let place = Workplace::new();
     let recipe = place.recipe(&["checkpoint.keep=9"]);
