@@ -16,6 +16,8 @@ use crate::Error;
 
 /// Maximum tokens of the requests of all files, which are in memory at once.
 const MAX_TOKENS: usize = 1 << 28;
+/// Choices that are encoded before their tokens are counted.
+const BLOCK_CHOICES: usize = 4096;
 
 /// A context and its continuation, as tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -71,7 +73,7 @@ impl<'a> Encoder<'a> {
         for file in files {
             let of_example = |example: &Example| self.of_example(&file.path, example);
             // A block of examples at a time, so that the sum is known before it exceeds the memory.
-            for examples in file.examples.chunks(1024) {
+            for examples in blocks(&file.examples) {
                 let found: Vec<Vec<Request>> =
                     examples.par_iter().map(of_example).collect::<Result<_, _>>()?;
                 requests.extend(found.into_iter().flatten().inspect(|r| tokens += r.tokens.len()));
@@ -143,10 +145,9 @@ impl<'a> Encoder<'a> {
         if count > max {
             return Err(format!("has {count} tokens, the model reads at most {max}: shorten it"));
         }
-        tokens.extend(continuation);
         // The last token is only predicted.
-        let excess = tokens.len().saturating_sub(max + 1);
-        tokens.drain(..excess);
+        let kept = tokens.len().min(max + 1 - count);
+        let tokens = [&tokens[tokens.len() - kept..], continuation].concat();
         Ok(Request { tokens, continuation: count })
     }
 
@@ -158,6 +159,22 @@ impl<'a> Encoder<'a> {
             false => self.tokenizer.encode_prompt(text)?,
         })
     }
+}
+
+/// Neighbouring examples with about as many choices as a block has.
+fn blocks(examples: &[Example]) -> impl Iterator<Item = &[Example]> {
+    let mut rest = examples;
+    std::iter::from_fn(move || {
+        let mut choices = 0;
+        let fits = |example: &&Example| {
+            choices += example.choices.len();
+            choices <= BLOCK_CHOICES
+        };
+        let count = rest.iter().take_while(fits).count().max(1).min(rest.len());
+        let (block, after) = rest.split_at(count);
+        rest = after;
+        (!block.is_empty()).then_some(block)
+    })
 }
 
 const NO_BEGINNING: &str = "has an empty context, and the tokenizer names no token that begins texts: give it one, \

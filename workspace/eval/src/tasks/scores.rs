@@ -1,4 +1,5 @@
-//! The metrics of a task, of the names and definitions of lm-evaluation-harness.
+//! The metrics of a task, of the names and definitions of lm-evaluation-harness, but for the perplexities by
+//! word and byte: the harness has them for whole documents, and here they are those of the answers.
 
 use serde_json::{Map, Value, json};
 

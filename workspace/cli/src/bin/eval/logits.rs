@@ -8,6 +8,8 @@ use moh_device::{Compute, DeviceName};
 use moh_eval::LogitsOf;
 use moh_kernels::{Backend, Element, ElementType};
 
+use crate::refuse_existing;
+
 #[derive(clap::Args)]
 pub(crate) struct LogitsArguments {
     /// Directory of the model, or its id on the hub
@@ -53,12 +55,7 @@ fn logits<B: Backend + Clone, T: Element>(
     arguments: &LogitsArguments,
     backend: B,
 ) -> anyhow::Result<()> {
-    if !arguments.force && arguments.out.exists() {
-        anyhow::bail!(
-            "{}: already exists: choose another name, or replace it with --force",
-            arguments.out.display()
-        );
-    }
+    refuse_existing(&arguments.out, arguments.force)?;
     let directory = models::locate(&arguments.model, arguments.revision.as_deref())?;
     let ids = LogitsOf::read_ids(&arguments.ids, models::context_length(&directory)?)?;
     let length = ids.first().map_or(0, Vec::len);

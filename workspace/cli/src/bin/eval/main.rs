@@ -4,6 +4,7 @@ mod logits;
 mod loss;
 mod tasks;
 
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -55,7 +56,8 @@ enum Command {
     ///
     /// Scores are those of lm-evaluation-harness. acc: the share of examples whose right choice is the most
     /// likely, or whose every token of the answer is; acc_norm, acc_bytes: by log-likelihood per character and
-    /// per byte of the choice; perplexity: by answer, by word and by byte of it.
+    /// per byte of the choice; perplexity: by answer. This program adds the perplexity by word and by byte of
+    /// the answer, which the harness has for whole documents only.
     #[command(after_help = "Example, from the repository's root:\n  \
         moh-eval tasks --model recipes/quickstart tools/eval/tasks/village-choice.jsonl \
         tools/eval/tasks/village-cloze.jsonl")]
@@ -68,4 +70,15 @@ fn main() -> ExitCode {
         Command::Logits(arguments) => arguments.run(),
         Command::Tasks(arguments) => arguments.run(),
     })
+}
+
+/// Fails if the file of `--out` exists and `--force` is not given.
+fn refuse_existing(path: &Path, force: bool) -> anyhow::Result<()> {
+    if !force && path.exists() {
+        anyhow::bail!(
+            "{}: already exists: choose another name, or replace it with --force",
+            path.display()
+        );
+    }
+    Ok(())
 }

@@ -14,6 +14,8 @@ use moh_hf::{ConfigFile, SpecialTokens};
 use moh_kernels::{Backend, Element, ElementType};
 use serde_json::{Value, json};
 
+use crate::refuse_existing;
+
 #[derive(clap::Args)]
 pub(crate) struct TasksArguments {
     /// Task files: JSON lines, one example each
@@ -131,12 +133,7 @@ struct Lines {
 impl Lines {
     /// Starts the file, so that no model is run in vain for a name that cannot be written.
     fn create(path: &Path, force: bool) -> anyhow::Result<Self> {
-        if !force && path.exists() {
-            anyhow::bail!(
-                "{}: already exists: choose another name, or replace it with --force",
-                path.display()
-            );
-        }
+        refuse_existing(path, force)?;
         let file = PendingFile::create(path).with_context(|| path.display().to_string())?;
         Ok(Lines { file, force })
     }
