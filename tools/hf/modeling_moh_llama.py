@@ -54,7 +54,11 @@ class MohRouter(nn.Module):
                 f"{queries.shape[-2]} of {self.num_heads} heads are on this device: Mixture-of-Head ranks all "
                 "heads of a token together, use a tensor-parallel size of 1"
             )
+        device = queries.device
         routed = queries[..., self.shared_heads :, :]
+        if device.type == "mps":
+            # Apple's GPUs have no f64.
+            routed = routed.cpu()
         with torch.no_grad():
             squares = routed.double().square().sum(-1)
             best = squares.sort(dim=-1, descending=True, stable=True).indices[..., : self.top_k]
@@ -65,7 +69,7 @@ class MohRouter(nn.Module):
         straight_through = 1 + (gates - gates.detach())
         weights = torch.where(selected, straight_through, 0)
         shared = weights.new_ones(*weights.shape[:-1], self.shared_heads)
-        return torch.cat([shared, weights], -1), scores.float(), selected
+        return torch.cat([shared, weights], -1).to(device), scores.float().to(device), selected.to(device)
 
 
 def normalized_norms(queries):
@@ -97,9 +101,13 @@ def balance_loss(router_logits, selected_heads, attention_mask=None):
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
 
+def is_token_mask(attention_mask):
+    return isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
+
+
 def token_mask(attention_mask, gates):
     """The mask of the tokens of this pass as numbers [batch, length, 1]."""
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+    if not is_token_mask(attention_mask):
         raise ValueError(
             "output_router_logits needs an attention_mask of shape [batch, length], to leave padding out of the "
             "balance loss: give one, or none if no token is padding"
@@ -246,7 +254,9 @@ class MohCausalLM:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         router_logits = outputs.get("router_logits")
         selected_heads = outputs.get("selected_heads")
-        aux_loss = balance_loss(router_logits, selected_heads, attention_mask)
+        # In generation with a static cache the mask is made for attention, and no loss is wanted.
+        wanted = labels is not None or attention_mask is None or is_token_mask(attention_mask)
+        aux_loss = balance_loss(router_logits, selected_heads, attention_mask) if wanted else None
         if aux_loss is not None and loss is not None:
             self._check_recorded(router_logits)
             share = share_of_step(labels, kwargs.get("num_items_in_batch"))

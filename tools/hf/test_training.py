@@ -137,8 +137,19 @@ class BalanceLoss(Models):
         ids = random_ids(model, 1, 6)
         mask = torch.zeros(1, 1, 6, 6)
         model(ids, attention_mask=mask)
+        self.assertIsNone(model(ids, attention_mask=mask, output_router_logits=True).aux_loss)
         with self.assertRaisesRegex(ValueError, "attention_mask of shape"):
-            model(ids, attention_mask=mask, output_router_logits=True)
+            model(ids, labels=ids, attention_mask=mask, output_router_logits=True)
+
+    def test_a_model_with_the_loss_generates_with_a_static_cache(self):
+        for name in NAMES:
+            model = load(self.model(name))
+            ids = random_ids(model, 1, 6)
+            options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+            expected = model.generate(ids, **options)
+            model.config.output_router_logits = True
+            found = model.generate(ids, cache_implementation="static", disable_compile=True, **options)
+            self.assertTrue(torch.equal(found, expected), name)
 
 
 class FineTuning(Models):
