@@ -3,8 +3,8 @@
 Scores and shots are those of the table "Comparisons between MoH-LLaMA3-8B and LLaMA3-8B" of arXiv 2410.11842
 (Table 5 in the first version, Table 4 in ICML's), in percent. The paper names lm-evaluation-harness, "accuracy"
 for most tasks, and exact match for GSM8K and Natural Questions. It does not say which accuracy of the harness:
-here it is acc_norm where the harness has it, as on the Open LLM Leaderboard, which the paper names for HellaSwag
-and ARC-C.
+here it is acc_norm where choices differ in length and the harness has it, as on the Open LLM Leaderboard, which
+the paper names for HellaSwag and ARC-C.
 """
 
 from dataclasses import dataclass
