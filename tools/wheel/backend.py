@@ -1,8 +1,9 @@
 """The build backend of the Python package: maturin, for the programs of two crates.
 
 maturin packages the programs of one crate, moh-convert. Those of moh-cli are built here, and go into the
-wheel as its scripts. MATURIN_PEP517_ARGS, or pip's `--config-settings build-args=...`, has arguments for
-both builds: `--features moh-cli/nccl` for GPUs, for example.
+wheel as its scripts. MATURIN_PEP517_ARGS, or pip's `--config-settings build-args=...`, has arguments that
+`cargo build` and maturin both take: `--features moh-cli/nccl` for GPUs, for example. There are wheels
+only: a source distribution of the crates would lack the files that they embed from other directories.
 """
 
 import json
@@ -13,9 +14,7 @@ from pathlib import Path
 
 import maturin
 from maturin import (  # noqa: F401 - the rest of the interface
-    build_sdist,
     get_requires_for_build_editable,
-    get_requires_for_build_sdist,
     get_requires_for_build_wheel,
     prepare_metadata_for_build_editable,
     prepare_metadata_for_build_wheel,
@@ -42,7 +41,8 @@ def collect_programs(build_arguments):
     if shutil.which("cargo") is None:
         sys.exit("building moh needs Rust, and cargo is not on the path: install it from https://rustup.rs")
     # maturin builds in release too unless told otherwise.
-    profile = [] if "--profile" in " ".join(build_arguments) else ["--release"]
+    named = any(argument in ("-r", "--release") or argument.startswith("--profile") for argument in build_arguments)
+    profile = [] if named else ["--release"]
     # Both crates, for the features of dependencies that maturin's build has.
     command = ["cargo", "build", "--locked", "--package", "moh-cli", "--package", "moh-convert", "--bins"]
     command += [*profile, *build_arguments, "--message-format", "json-render-diagnostics"]
