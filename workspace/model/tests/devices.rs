@@ -90,11 +90,15 @@ fn agrees(found: &Pass, expected: &Pass, tolerance: f64) {
     for (a, b) in [(found.losses.0, expected.losses.0), (found.losses.1, expected.losses.1)] {
         assert!((a - b).abs() <= tolerance * b.abs(), "loss {a}, expected {b}");
     }
-    let error = relative_error(&found.gradients, &expected.gradients);
-    assert!(error < tolerance, "gradients: relative error {error}");
-    let others = found.mask.iter().zip(&expected.mask).filter(|(a, b)| a != b).count();
     // In bf16 the queries of later blocks differ by roundings, and a near tie may fall otherwise.
+    let others = found.mask.iter().zip(&expected.mask).filter(|(a, b)| a != b).count();
     assert!(others * 50 <= expected.mask.len(), "{others} of {} selections", expected.mask.len());
+    // A token that takes another head changes two selections, and in these models the gradients by 5% to 7% of
+    // their norm.
+    let tokens = others.div_ceil(2) as f64;
+    let error = relative_error(&found.gradients, &expected.gradients);
+    let most = tolerance * (1.0 + 16.0 * tokens).sqrt();
+    assert!(error < most, "gradients: relative error {error} with {others} other selections");
 }
 
 const MOH: MohConfig = MohConfig {
@@ -119,7 +123,7 @@ fn a_dense_pass_is_the_cpus() {
 fn a_mixture_of_head_pass_is_the_cpus() {
     agree::<f32>(Some(MOH), Recompute::None, 1e-5);
     agree::<f32>(Some(MOH), Recompute::Block, 1e-5);
-    agree::<bf16>(Some(MOH), Recompute::Cheap, 5e-2);
+    agree::<bf16>(Some(MOH), Recompute::Cheap, 2e-2);
 }
 
 #[test]
@@ -127,7 +131,7 @@ fn a_pass_with_other_heads_in_each_layer_is_the_cpus() {
     for mixed in [mixed([8, 3], [0, 2]), mixed([6, 1], [1, 4])] {
         agree::<f32>(Some(mixed.clone()), Recompute::Cheap, 1e-5);
         agree::<f32>(Some(mixed.clone()), Recompute::Block, 1e-5);
-        agree::<bf16>(Some(mixed), Recompute::None, 5e-2);
+        agree::<bf16>(Some(mixed), Recompute::None, 2e-2);
     }
 }
 
