@@ -289,8 +289,10 @@ fn only_pages_are_replaced() {
     let error = failure(dir.path(), &mut to("notes.html"), 1);
     assert!(error.starts_with("notes.html: is not a page of moh-report"), "{error}");
     assert!(fs::read_to_string(dir.path().join("notes.html")).unwrap().contains("my notes"));
-    let error = failure(dir.path(), &mut to("folder"), 1);
-    assert!(error.starts_with("folder: is not a file"), "{error}");
+    for force in [&[][..], &["--force"]] {
+        let error = failure(dir.path(), to("folder").args(force), 1);
+        assert!(error.starts_with("folder: is not a file"), "{error}");
+    }
     success(to("notes.html").arg("--force"));
     success(&mut to("notes.html"));
     let error = failure(dir.path(), &mut to("missing/page.html"), 1);

@@ -427,6 +427,13 @@ fn a_run_without_validation_has_no_table() {
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(support::stdout(&output).starts_with("model    run/export\n"));
     assert!(stderr(&output).contains("stage adapt: dense attention, 8 heads, 1 step\n"));
+    // A finished run says so again, also where no picture can be made of it.
+    fs::write(dir.path().join("run/routing.jsonl"), "x\n").unwrap();
+    let output = moh_train(dir.path(), &[]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(support::stdout(&output).contains("\nmodel    run/export\n"));
+    let warning = "warning: no picture: run/routing.jsonl:1: ";
+    assert!(stderr(&output).contains(warning), "{}", stderr(&output));
 }
 
 #[test]

@@ -112,7 +112,8 @@ impl Ticks {
         }
         let (unit, suffix) = unit_of(self.largest);
         let step = self.step / unit;
-        if unit == 1.0 && (step < 1e-4 || self.largest >= 1e15) {
+        let is_small = self.largest < 1e-3 && step < 1e-4;
+        if is_small || self.largest >= 1e15 {
             return scientific(value);
         }
         let decimals = (-step.log10() - 1e-9).ceil().max(0.0) as usize;
@@ -178,6 +179,7 @@ mod tests {
         assert_eq!(labels(0.0, 6.1e-5, 4), ["0", "2e-5", "4e-5", "6e-5"]);
         assert_eq!(labels(0.0, 3e-3, 3), ["0", "0.001", "0.002", "0.003"]);
         assert_eq!(labels(0.0, 4e11, 4), ["0", "100 B", "200 B", "300 B", "400 B"]);
+        assert_eq!(labels(1.0001, 1.0003, 2), ["1.0001", "1.0002", "1.0003"]);
         assert_eq!(labels(-1.5, 1.5, 3), ["-1", "0", "1"]);
         assert_eq!(labels(0.0, 6e20, 3), ["0", "2e20", "4e20", "6e20"]);
     }

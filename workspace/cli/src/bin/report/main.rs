@@ -81,9 +81,7 @@ fn write(arguments: &Arguments) -> anyhow::Result<()> {
             return Err(Usage(text).into());
         }
     };
-    if !arguments.force {
-        refuse_other_files(&out)?;
-    }
+    refuse_other_files(&out, arguments.force)?;
     let logs = arguments.runs.iter().map(|run| RunLog::read(run)).collect::<Result<_, _>>()?;
     let page = page::page(&curves::named(logs), SystemTime::now(), None);
     moh_files::write(&out, page.as_bytes())
@@ -92,13 +90,14 @@ fn write(arguments: &Arguments) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Refuses to replace what this program has not written.
-fn refuse_other_files(path: &Path) -> anyhow::Result<()> {
+/// Refuses to replace what is no file, and without `force` what this program has not written.
+fn refuse_other_files(path: &Path, force: bool) -> anyhow::Result<()> {
     let shown = path.display();
     match std::fs::metadata(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error).with_context(|| shown.to_string()),
         Ok(data) if !data.is_file() => bail!("{shown}: is not a file: name another one with --out"),
+        Ok(_) if force => return Ok(()),
         Ok(_) => {}
     }
     let mut start = Vec::new();

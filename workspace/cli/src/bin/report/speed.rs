@@ -67,7 +67,8 @@ fn bar(logs: &[RunLog], log: &RunLog, stage: &StageSteps) -> Markup {
             (index % COLORS, *name, seconds(&stage.speed) / stage.timed as f64)
         })
         .filter(|(_, _, seconds)| {
-            seconds.is_finite() && *seconds > 0.0005 * mean(stage, stage.speed.seconds)
+            seconds.is_finite()
+                && *seconds > f64::max(0.0, 0.0005 * mean(stage, stage.speed.seconds))
         })
         .collect();
     let total: f64 = parts.iter().map(|part| part.2).sum();

@@ -3,6 +3,7 @@
 use std::io::{Write as _, stdout};
 use std::path::Path;
 
+use moh_cli::exit;
 use moh_cli::summary_table::{draw, invocation, table};
 use moh_data::TokenFile;
 use moh_train::recipe::ValidationSet;
@@ -15,15 +16,18 @@ pub(crate) fn report(
     run: &RunDirectory,
     summary: &Summary,
 ) -> anyhow::Result<()> {
-    let picture = draw(run)?;
     let mut out = stdout();
     let losses = table(summary);
     if !losses.is_empty() {
         writeln!(out, "{losses}")?;
     }
-    for (what, path) in
-        [("model", &run.export()), ("metrics", &run.metrics()), ("picture", &picture)]
-    {
+    let mut files = vec![("model", run.export()), ("metrics", run.metrics())];
+    match draw(run) {
+        Ok(picture) => files.push(("picture", picture)),
+        // The run is finished, whatever is wrong with the files that a picture is made of.
+        Err(error) => exit::stderr_line(format_args!("warning: no picture: {error:#}")),
+    }
+    for (what, path) in files {
         writeln!(out, "{what:<8} {}", path.display())?;
     }
     let export = run.export();
