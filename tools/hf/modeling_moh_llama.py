@@ -72,6 +72,12 @@ class MohRouter(nn.Module):
         return torch.cat([shared, weights], -1).to(device), scores.float().to(device), selected.to(device)
 
 
+def router_of(config, layer_idx):
+    """The router of a layer; None if the layer is dense, with all heads shared."""
+    shared_heads, _ = config.layer_heads(layer_idx)
+    return MohRouter(config, layer_idx) if shared_heads < config.num_attention_heads else None
+
+
 def normalized_norms(queries):
     """The norms of queries [..., heads, head_dim] divided by their standard deviation over the heads; 0
     where all are equal."""
@@ -121,8 +127,7 @@ class MohLlamaAttention(LlamaAttention):
 
     def __init__(self, config: MohLlamaConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        routes = config.layer_heads(layer_idx)[0] < config.num_attention_heads
-        self.router = MohRouter(config, layer_idx) if routes else None
+        self.router = router_of(config, layer_idx)
 
     # The servers' transformers backends read this source: the projections are called with the same
     # expression, and the attention function once, by a local name.

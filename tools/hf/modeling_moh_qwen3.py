@@ -7,7 +7,7 @@ norms, which say nothing about a head.
 from collections.abc import Callable
 
 from .configuration_moh_qwen3 import MohQwen3Config
-from .modeling_moh_llama import MohCausalLM, MohRouter
+from .modeling_moh_llama import MohCausalLM, MohRouter, router_of
 
 from transformers.generation import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -27,8 +27,7 @@ class MohQwen3Attention(Qwen3Attention):
 
     def __init__(self, config: MohQwen3Config, layer_idx: int):
         super().__init__(config, layer_idx)
-        routes = config.layer_heads(layer_idx)[0] < config.num_attention_heads
-        self.router = MohRouter(config, layer_idx) if routes else None
+        self.router = router_of(config, layer_idx)
 
     # Read by servers, as that of `MohLlamaAttention`.
     def forward(
