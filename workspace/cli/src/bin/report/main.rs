@@ -3,6 +3,7 @@
 mod curves;
 mod figure;
 mod guard;
+mod http;
 mod losses;
 mod numbers;
 mod overview;
