@@ -16,6 +16,9 @@ const BELOW: f64 = 36.0;
 /// Half the width of the arrow of a value above the plot.
 const ARROW: f64 = 4.0;
 
+/// Pixels beyond the plot to which a line that leaves it is drawn.
+const BEYOND: f64 = 1e5;
+
 /// Distance of labels at the ends of curves.
 const LABEL_DISTANCE: f64 = 15.0;
 
@@ -93,7 +96,11 @@ pub struct LineChart {
     pub skipped: Vec<f64>,
     /// Values that should be seen, even if they are far above the others.
     pub seen: Vec<f64>,
-    /// A value of its own with its label: a dashed line.
+    /// Whether all values should be seen, however few are far above the others.
+    pub all_seen: bool,
+    /// Whether it compares runs, so that a single curve has its label too.
+    pub compares: bool,
+    /// A value of its own with its label: a dashed line, which should be seen.
     pub reference: Option<(f64, String)>,
 }
 
@@ -132,6 +139,11 @@ impl LineChart {
         self.lines.iter().filter(|line| !line.look.faint)
     }
 
+    /// Whether the curves need their labels: a single one is what the title says.
+    pub fn needs_labels(&self) -> bool {
+        self.labelled().count() > usize::from(!self.compares)
+    }
+
     /// The chart as an element of a page.
     pub fn draw(&self, size: Size) -> Markup {
         self.svg(size, 0.0, html! {})
@@ -158,7 +170,8 @@ impl LineChart {
         let left = labels.iter().map(|label| super::width(label)).fold(20.0, f64::max) + 14.0;
         let right = width - self.label_room(size);
         let place = |value| left + across.place(value) * (right - left);
-        let labels_of_marks = self.marks.iter().map(|mark| (place(mark.at), mark.label.clone()));
+        let shown = marks::shown(&self.marks);
+        let labels_of_marks = shown.iter().map(|mark| (place(mark.at), mark.label.clone()));
         let mark_labels = marks::placed(labels_of_marks, (left, width));
         let above_values = self.above(values);
         let labels_above = above_values
@@ -175,7 +188,7 @@ impl LineChart {
                 desc { (self.description) }
                 (heading)
                 (self.axes(&plot, (&up.values, &labels)))
-                (marks::draw(&self.marks, &mark_labels, marks_end, plot.bottom))
+                (marks::draw(&shown, &mark_labels, marks_end, plot.bottom))
                 (arrows(&above_values, &above_labels, plot.top))
                 (self.skipped_steps(&plot))
                 (self.curves(&plot))
@@ -186,8 +199,12 @@ impl LineChart {
 
     fn values(&self) -> Range {
         let lines = self.lines.iter().flat_map(|line| line.points.iter().map(|point| point.1));
-        let reference = self.reference.iter().map(|reference| reference.0);
-        value_range(lines.chain(reference), &self.seen, self.from_zero)
+        let mut seen = self.seen.clone();
+        seen.extend(self.reference.iter().map(|reference| reference.0));
+        match self.all_seen {
+            true => Range::of_all(lines.chain(seen), self.from_zero),
+            false => value_range(lines, &seen, self.from_zero),
+        }
     }
 
     fn range_across(&self) -> Range {
@@ -203,7 +220,7 @@ impl LineChart {
     /// Pixels on the right for the labels of curves.
     fn label_room(&self, size: Size) -> f64 {
         let labels = self.labelled().map(|line| bold_width(&line.label));
-        match size.labels && self.labelled().count() > 1 {
+        match size.labels && self.needs_labels() {
             true => (labels.fold(0.0, f64::max) + 18.0).min(size.width * 0.24),
             false => 12.0,
         }
@@ -227,7 +244,7 @@ impl LineChart {
                 }
             }
             text class="quiet" x=(at(plot.right)) y=(at(plot.bottom + 32.0)) text-anchor="end" { (self.across) }
-            @if let Some((value, label)) = &self.reference {
+            @if let Some((value, label)) = self.reference.as_ref().filter(|(value, _)| plot.values.contains(*value)) {
                 @let y = plot.y(*value);
                 path class="mark" d={ "M" (at(plot.left)) " " (at(y)) "H" (at(plot.right)) } {}
                 text class="quiet" x=(at(plot.right)) y=(at(y - 4.0)) text-anchor="end" { (label) }
@@ -260,22 +277,28 @@ impl LineChart {
         }
     }
 
-    /// The curves with values above the plot, with the point of the highest.
+    /// The curves with values above the plot, with the point of the highest. A faint curve stands in for the one
+    /// of the same look that lies over it, whose means have lost its peaks.
     fn above(&self, values: Range) -> Vec<(&Line, (f64, f64))> {
         let highest = |line: &Line| {
             let points = line.points.iter().copied().filter(|point| is_drawable(point.1));
             points.reduce(|most, point| if point.1 > most.1 { point } else { most })
         };
         let found = self.lines.iter().filter_map(|line| Some((line, highest(line)?)));
-        let found = found.filter(|(line, (_, value))| !line.look.faint && *value > values.high);
-        let mut found: Vec<_> = found.collect();
+        let found: Vec<_> = found.filter(|(_, (_, value))| *value > values.high).collect();
+        let is_higher = |a: &(&Line, (f64, f64)), b: &(&Line, (f64, f64))| {
+            a.0.look.faint && a.0.look.color == b.0.look.color && a.1.1 > b.1.1
+        };
+        let is_highest =
+            |one: &&(&Line, (f64, f64))| !found.iter().any(|other| is_higher(other, one));
+        let mut found: Vec<_> = found.iter().filter(is_highest).copied().collect();
         found.sort_by(|a, b| a.1.0.total_cmp(&b.1.0));
         found
     }
 
     /// The curves' labels on the right, at the heights of their ends but not over each other.
     fn end_labels(&self, plot: &Plot, edge: f64) -> Markup {
-        if self.labelled().count() < 2 {
+        if !self.needs_labels() {
             return html! {};
         }
         let end =
@@ -335,7 +358,9 @@ fn apart(mut places: Vec<f64>, distance: f64, bottom: f64) -> Vec<f64> {
 fn curve(line: &Line, plot: &Plot) -> Markup {
     let wide = plot.right - plot.left;
     let segments = thin(line.points.iter().copied(), plot.across, wide.max(1.0) as usize);
-    let place = |&(x, y): &(f64, f64)| (at(plot.x(x) - plot.left), at(plot.y(y) - plot.top));
+    let place = |&(x, y): &(f64, f64)| {
+        (at(plot.x(x) - plot.left), at((plot.y(y) - plot.top).clamp(-BEYOND, BEYOND)))
+    };
     let mut path = String::new();
     for segment in segments.iter().filter(|segment| segment.len() > 1) {
         for (number, (x, y)) in segment.iter().map(place).enumerate() {

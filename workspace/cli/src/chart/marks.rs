@@ -48,26 +48,35 @@ pub(super) struct Placed {
     pub row: usize,
 }
 
-/// Finds a row for each label, so that none covers another: right of its place, or left where it would leave
+/// The marks that are drawn: the stages before the others, so that neither many returns nor their labels take a
+/// stage's place.
+pub(super) fn shown(marks: &[Mark]) -> Vec<&Mark> {
+    let mut shown: Vec<&Mark> = marks.iter().collect();
+    shown.sort_by_key(|mark| mark.kind != MarkKind::Stage);
+    shown.truncate(MOST_MARKS);
+    shown
+}
+
+/// Finds a row for each label, so that none covers one before it: right of its place, or left where it would leave
 /// the chart.
 pub(super) fn placed(
     labels: impl IntoIterator<Item = (f64, String)>,
     (left, right): (f64, f64),
 ) -> Vec<Placed> {
-    let mut ends: Vec<f64> = Vec::new();
+    let mut rows: [Vec<(f64, f64)>; MOST_ROWS] = Default::default();
     let most = ((right - left) * 0.7 / width("m")) as usize;
     let mut found = Vec::new();
-    for (x, label) in labels.into_iter().take(MOST_MARKS) {
+    for (x, label) in labels {
         let label = shorten(&label, most);
         let long = width(&label);
         let fits = x + GAP + long <= right;
         let start = if fits { x + GAP } else { (x - GAP - long).max(left) };
-        let row = ends.iter().position(|&end| end <= start).unwrap_or(ends.len());
         let end = start + long + GAP;
-        match ends.get_mut(row) {
-            Some(known) => *known = end,
-            None if row < MOST_ROWS => ends.push(end),
-            None => {}
+        let is_free =
+            |row: &Vec<(f64, f64)>| row.iter().all(|taken| end <= taken.0 || taken.1 <= start);
+        let row = rows.iter().position(is_free).unwrap_or(MOST_ROWS);
+        if let Some(taken) = rows.get_mut(row) {
+            taken.push((start, end));
         }
         found.push(Placed { x, label, start, row });
     }
@@ -86,7 +95,7 @@ pub(super) fn base_line(label: &Placed, top: f64) -> Option<f64> {
 }
 
 /// Draws lines down to `bottom` from their labels, whose rows begin above `top`.
-pub(super) fn draw(marks: &[Mark], labels: &[Placed], top: f64, bottom: f64) -> Markup {
+pub(super) fn draw(marks: &[&Mark], labels: &[Placed], top: f64, bottom: f64) -> Markup {
     html! {
         @for (mark, place) in marks.iter().zip(labels) {
             @let is_rewind = mark.kind == MarkKind::Rewind;
@@ -120,9 +129,14 @@ mod tests {
 
     #[test]
     fn many_marks_keep_their_lines_and_a_few_rows_of_labels() {
-        let labels = (0..500).map(|x| (f64::from(x), "return".to_owned()));
-        let found = placed(labels, (0.0, 500.0));
-        assert_eq!((found.len(), height(&found)), (MOST_MARKS, MOST_ROWS as f64 * ROW));
+        let mark = |x: i32, kind| Mark { at: f64::from(x), label: "return".to_owned(), kind };
+        let mut marks: Vec<Mark> = (0..500).map(|x| mark(x, MarkKind::Rewind)).collect();
+        marks.push(mark(499, MarkKind::Stage));
+        let shown = shown(&marks);
+        assert_eq!(shown.len(), MOST_MARKS);
+        let found = placed(shown.iter().map(|mark| (mark.at, mark.label.clone())), (0.0, 500.0));
+        assert_eq!((found[0].x, found[0].row), (499.0, 0), "the stage has its label");
+        assert_eq!(height(&found), MOST_ROWS as f64 * ROW);
         assert_eq!(
             found.iter().filter_map(|label| base_line(label, 0.0)).count(),
             found.iter().filter(|label| label.row < MOST_ROWS).count()

@@ -6,7 +6,8 @@ const LARGEST: f64 = 1e100;
 /// Values from which on a range may leave out the highest ones.
 const MANY: usize = 20;
 
-/// A range leaves out values further above its low end than this many times three quarters of the values are.
+/// A range leaves out values further above its low end than this many times three quarters of the values are,
+/// and at most one value of [`MANY`].
 const FENCE: f64 = 4.0;
 
 /// The same for values that should be seen.
@@ -32,6 +33,18 @@ impl Range {
         (self.low..=self.high).contains(&value)
     }
 
+    /// The values that an axis shows, if it shows all.
+    pub fn of_all(values: impl IntoIterator<Item = f64>, from_zero: bool) -> Self {
+        let values: Vec<f64> = values.into_iter().filter(|&value| is_drawable(value)).collect();
+        let Some(lowest) = values.iter().copied().reduce(f64::min) else {
+            return Range { low: 0.0, high: 1.0 };
+        };
+        let low = if from_zero { lowest.min(0.0) } else { lowest };
+        let high = values.into_iter().fold(low, f64::max);
+        let room = (high - low) * 0.06;
+        Range::spread(if from_zero { low } else { low - room }, high + room, from_zero)
+    }
+
     /// From `low` to `high`, or somewhat further if these are nearly the same: upwards alone from zero.
     fn spread(low: f64, high: f64, from_zero: bool) -> Self {
         let least = (high.abs().max(low.abs()) * 1e-6).max(1e-30);
@@ -50,29 +63,24 @@ pub fn is_drawable(value: f64) -> bool {
 }
 
 /// The values that an axis shows: all, but for a few far above the others, as of the first steps of a new
-/// model or of a step that failed. They would leave no room for the rest. Values of `seen` count as far above
-/// only where the others would be all but a line.
+/// model or of a step that failed. They would leave no room for the rest. Values of `seen`, which are not counted
+/// among the others, are left out only where the others would be all but a line.
 pub fn value_range(values: impl IntoIterator<Item = f64>, seen: &[f64], from_zero: bool) -> Range {
     let mut values: Vec<f64> = values.into_iter().filter(|&value| is_drawable(value)).collect();
-    let lowest = values.iter().copied().fold(f64::INFINITY, f64::min);
-    if values.is_empty() {
-        return Range { low: 0.0, high: 1.0 };
+    let count = values.len();
+    if count < MANY {
+        return Range::of_all(values.into_iter().chain(seen.iter().copied()), from_zero);
     }
+    let lowest = values.iter().copied().fold(f64::INFINITY, f64::min);
     let low = if from_zero { lowest.min(0.0) } else { lowest };
-    let most = match values.len() >= MANY {
-        true => {
-            let place = values.len() * 3 / 4;
-            *values.select_nth_unstable_by(place, f64::total_cmp).1
-        }
-        false => low,
-    };
+    let mut nth = |place: usize| *values.select_nth_unstable_by(place, f64::total_cmp).1;
+    let (most, nearly_all) = (nth(count * 3 / 4), nth(count - 1 - count / MANY));
     // Without a spread, any difference is what one wants to see.
     let limit = |fence| if most > low { low + fence * (most - low) } else { f64::INFINITY };
+    let fence = limit(FENCE).max(nearly_all);
+    let near = values.into_iter().filter(|&value| value <= fence);
     let seen = seen.iter().copied().filter(|&value| value <= limit(WIDE_FENCE));
-    let near = values.into_iter().filter(|&value| value <= limit(FENCE));
-    let high = near.chain(seen).filter(|&value| is_drawable(value)).fold(low, f64::max);
-    let room = (high - low) * 0.06;
-    Range::spread(if from_zero { low } else { low - room }, high + room, from_zero)
+    Range::of_all(near.chain(seen), from_zero)
 }
 
 /// The ticks of an axis.
@@ -202,6 +210,9 @@ mod tests {
         assert!(with(2.5, &[]) > 2.5);
         assert!(with(7.0, &[7.0]) > 7.0);
         assert!(with(70.0, &[70.0]) < 2.2);
+        // What is above for a tenth of the steps is no exception.
+        let tenth = value_range(values.iter().copied().chain([50.0; 10]), &[], false).high;
+        assert!(tenth > 50.0, "{tenth}");
         // Among few values none counts as far above the others.
         assert!(value_range([1.0, 1.1, 9.0], &[], false).high > 9.0);
     }

@@ -17,6 +17,8 @@ struct Quantity {
     title: &'static str,
     unit: &'static str,
     from_zero: bool,
+    /// Whether values far above the others are what the chart is for.
+    all_seen: bool,
     value: fn(&Step) -> f64,
 }
 
@@ -25,30 +27,35 @@ const QUANTITIES: [Quantity; 5] = [
         title: "Balance loss",
         unit: "before its weight",
         from_zero: false,
+        all_seen: false,
         value: |step| step.balance_loss,
     },
     Quantity {
         title: "Learning rate",
         unit: "",
         from_zero: true,
+        all_seen: true,
         value: |step| step.learning_rate,
     },
     Quantity {
         title: "Gradient norm",
         unit: "before clipping",
         from_zero: true,
+        all_seen: false,
         value: |step| step.grad_norm,
     },
     Quantity {
         title: "Speed",
         unit: "tokens per second, all ranks",
         from_zero: true,
+        all_seen: false,
         value: |step| step.tokens_per_second,
     },
     Quantity {
         title: "Model FLOPs utilization",
         unit: "percent of the device's peak",
         from_zero: true,
+        all_seen: false,
         value: |step| 100.0 * step.mfu,
     },
 ];
@@ -101,7 +108,8 @@ impl Quantity {
             points: log.steps.curve(self.value),
             look,
         });
-        over_tokens(logs, (self.title, self.unit), lines.collect(), self.from_zero)
+        let chart = over_tokens(logs, (self.title, self.unit), lines.collect(), self.from_zero);
+        LineChart { all_seen: self.all_seen, ..chart }
     }
 }
 
@@ -157,6 +165,7 @@ fn over_tokens(
         description: describe(&lines),
         across: "tokens trained on".to_owned(),
         marks: common_marks(logs),
+        compares: logs.len() > 1,
         from_zero,
         lines,
         skipped,

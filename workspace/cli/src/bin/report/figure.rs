@@ -37,13 +37,12 @@ fn caption(chart: &LineChart) -> Markup {
     }
 }
 
-/// The curves' labels with a piece of each; none for a single curve.
+/// The curves' labels with a piece of each, if the chart needs them.
 fn key(chart: &LineChart) -> Markup {
-    let lines: Vec<&Line> = chart.labelled().collect();
     html! {
-        @if lines.len() > 1 {
+        @if chart.needs_labels() {
             ul class="key" {
-                @for line in lines {
+                @for line in chart.labelled() {
                     li { (sample(line)) (line.label) }
                 }
             }
