@@ -2,6 +2,7 @@
 //! missing because the run has just begun is absent here; what cannot be read is an error, so that nothing is
 //! left out in silence.
 
+mod routing;
 mod steps;
 
 use std::collections::BTreeMap;
@@ -13,10 +14,10 @@ use std::time::SystemTime;
 use anyhow::{Context as _, bail};
 use moh_train::checkpoint::{Evaluation, Moment, StoredCheckpoint};
 use moh_train::rewinds::{Rewind, Rewinds};
-use moh_train::routing_log::{self, RoutingLine};
 use moh_train::{Recipe, RunDirectory, Summary, metrics};
 
 use crate::chart::printable;
+pub use routing::RoutingEvaluation;
 pub use steps::{SkippedStep, StageSteps, Step, Steps};
 
 /// The name of a validation set that has none of its own.
@@ -24,9 +25,6 @@ const ONLY_SET: &str = "validation";
 
 /// Maximum bytes of a recipe.
 const MAX_RECIPE_BYTES: u64 = 1 << 20;
-
-/// Maximum heads and layers of a line of `routing.jsonl`: no model has more, and a map could not show them.
-const MAX_HEADS: usize = 4096;
 
 /// What a run directory says.
 #[derive(Debug)]
@@ -49,8 +47,8 @@ pub struct RunLog {
     pub is_finished: bool,
     /// The returns to earlier steps.
     pub rewinds: Vec<Rewind>,
-    /// How evaluations use the routed heads.
-    pub routing: Vec<RoutingLine>,
+    /// How evaluations use the routed heads: the newest of each set, and those after no step.
+    pub routing: Vec<RoutingEvaluation>,
     /// When the last step was written.
     pub written: Option<SystemTime>,
 }
@@ -93,8 +91,6 @@ impl RunLog {
             Some(summary) => summary,
             None => of_newest_checkpoint(&run)?,
         };
-        let routing = routing_log::read(&run.routing())?;
-        check_routing(&run.routing(), &routing)?;
         Ok(RunLog {
             name: name(root),
             root: root.to_owned(),
@@ -105,7 +101,7 @@ impl RunLog {
             summary: printable_names(summary),
             is_finished,
             rewinds: Rewinds::read(&run)?.all().to_vec(),
-            routing,
+            routing: routing::read(&run.routing())?,
             written: std::fs::metadata(run.metrics()).and_then(|data| data.modified()).ok(),
         })
     }
@@ -205,25 +201,6 @@ fn of_newest_checkpoint(run: &RunDirectory) -> anyhow::Result<Summary> {
             }
         },
     ))
-}
-
-/// Refuses lines that no model writes, whose map would not fit into memory.
-fn check_routing(path: &Path, lines: &[RoutingLine]) -> anyhow::Result<()> {
-    for (line, number) in lines.iter().zip(1u64..) {
-        if line.layer >= MAX_HEADS
-            || line.shared_heads.saturating_add(line.selected.len()) > MAX_HEADS
-        {
-            bail!(
-                "{}:{number}: layer {} with {} shared and {} routed heads: expected at most {MAX_HEADS} layers and \
-                 heads: move the file away, and run the command again",
-                path.display(),
-                line.layer,
-                line.shared_heads,
-                line.selected.len()
-            );
-        }
-    }
-    Ok(())
 }
 
 /// The last part of a path, or all of it where that says nothing, as in `..`.

@@ -1,5 +1,7 @@
 use std::fs;
 
+use moh_train::routing_log::RoutingMoment;
+
 use super::*;
 
 const LINE: &str = r#"{"stage":"adapt","step":1,"tokens":8,"loss":2.0,"balance_loss":null,"learning_rate":1e-3,"grad_norm":1.0,"tokens_per_second":10.0}"#;
@@ -66,13 +68,53 @@ fn head_counts_that_no_model_has_are_refused() {
              \"tokens\":4,\"entropy\":0.5,\"shared_heads\":{shared},\"selected\":[4,0]}}\n"
         )
     };
-    for text in [line(u64::MAX, 1), line(0, u64::MAX)] {
+    let many = |count| (0..count).map(|layer| line(layer, 1000)).collect::<String>();
+    for (text, number) in [(line(u64::MAX, 1), 1), (line(0, u64::MAX), 1), (many(66), 66)] {
         let dir = run(&[("recipe.toml", ""), ("routing.jsonl", &text)]);
         let error = RunLog::read(dir.path()).unwrap_err().to_string();
-        assert!(error.contains("routing.jsonl:1: layer "), "{error}");
+        assert!(error.contains(&format!("routing.jsonl:{number}: layer ")), "{error}");
     }
-    let dir = run(&[("recipe.toml", ""), ("routing.jsonl", &line(3, 2))]);
-    assert_eq!(RunLog::read(dir.path()).unwrap().routing[0].layer, 3);
+    let dir = run(&[("recipe.toml", ""), ("routing.jsonl", &many(65))]);
+    assert_eq!(RunLog::read(dir.path()).unwrap().routing[0].layers.len(), 65);
+}
+
+#[test]
+fn the_newest_evaluation_of_a_set_and_those_of_conversions_are_kept() {
+    let evaluation = |step: u64, moment: &str, set: &str| {
+        [0, 1].map(|layer| {
+            format!(
+                "{{\"step\":{step},\"moment\":\"{moment}\",\"stage\":\"moh\",\"validation\":\"{set}\",\
+                 \"layer\":{layer},\"tokens\":4,\"entropy\":0.5,\"shared_heads\":1,\"selected\":[4,0]}}\n"
+            )
+        })
+    };
+    let moments = [
+        (0, "converted", "text"),
+        (0, "converted", "code"),
+        (5, "step", "text"),
+        (5, "step", "code"),
+        (10, "step", "text"),
+        (10, "converted", "text"),
+        (15, "step", "text"),
+        (20, "step", "text"),
+    ];
+    let lines = moments.map(|(step, moment, set)| evaluation(step, moment, set));
+    let dir = run(&[("recipe.toml", ""), ("routing.jsonl", &lines.concat().concat())]);
+    let log = RunLog::read(dir.path()).unwrap();
+    let kept: Vec<(u64, bool, &str)> = log
+        .routing
+        .iter()
+        .map(|kept| (kept.step, kept.moment == RoutingMoment::Step, kept.set.as_str()))
+        .collect();
+    let expected = [
+        (0, false, "text"),
+        (0, false, "code"),
+        (5, true, "code"),
+        (10, false, "text"),
+        (20, true, "text"),
+    ];
+    assert_eq!(kept, expected);
+    assert!(log.routing.iter().all(|evaluation| evaluation.layers.len() == 2));
 }
 
 #[test]

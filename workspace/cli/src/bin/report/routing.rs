@@ -3,68 +3,41 @@
 use std::collections::BTreeMap;
 
 use maud::{Markup, html};
-use moh_cli::chart::{Cell, HeatMap, HeatRow, Line, LineChart, Look, color_bar, printable};
+use moh_cli::chart::{Cell, HeatMap, HeatRow, Line, LineChart, Look, color_bar};
 use moh_cli::loss_chart::describe;
-use moh_cli::run_log::RunLog;
+use moh_cli::run_log::{RoutingEvaluation, RunLog};
 use moh_train::routing_log::{RoutingLine, RoutingMoment};
 
-use crate::curves::label;
+use crate::curves::{each, label};
 use crate::figure;
 
 /// Maps of a run: each has a cell for every layer and head.
 const MOST_MAPS: usize = 24;
-
-/// An evaluation of one validation set: the lines of its layers.
-struct Evaluation<'a> {
-    set: &'a str,
-    step: u64,
-    moment: RoutingMoment,
-    layers: BTreeMap<usize, &'a RoutingLine>,
-}
-
-/// The newest evaluation of each set and, before it, the first one after a conversion.
-fn evaluations(log: &RunLog) -> Vec<Evaluation<'_>> {
-    let mut order: Vec<Evaluation<'_>> = Vec::new();
-    for line in &log.routing {
-        let (set, step, moment) = (line.validation.as_str(), line.step, line.moment);
-        let is_same = |known: &&mut Evaluation<'_>| {
-            (known.set, known.step, known.moment) == (set, step, moment)
-        };
-        // Lines of an evaluation are adjacent, but for other sets.
-        match order.iter_mut().rev().take(64).find(is_same) {
-            Some(known) => {
-                known.layers.insert(line.layer, line);
-            }
-            None => {
-                order.push(Evaluation { set, step, moment, layers: [(line.layer, line)].into() })
-            }
-        }
-    }
-    let mut kept: Vec<Evaluation<'_>> = Vec::new();
-    for evaluation in order {
-        let newest = kept.iter().rposition(|known| known.set == evaluation.set);
-        match newest.filter(|&at| kept[at].moment == RoutingMoment::Step) {
-            Some(at) => kept[at] = evaluation,
-            None => kept.push(evaluation),
-        }
-    }
-    let first_set = log.first_set();
-    kept.sort_by_key(|evaluation| (evaluation.set != first_set, evaluation.set));
-    kept
-}
 
 /// The share of tokens that select a head; 0 without tokens.
 fn share(line: &RoutingLine, selected: u64) -> f64 {
     selected as f64 / line.tokens.max(1) as f64
 }
 
-impl Evaluation<'_> {
+/// An evaluation as figures show it.
+struct Shown<'a>(&'a RoutingEvaluation);
+
+impl Shown<'_> {
     fn when(&self) -> String {
-        match self.moment {
+        match self.0.moment {
             RoutingMoment::Loaded => "as loaded".to_owned(),
             RoutingMoment::Converted => "converted, not tuned".to_owned(),
-            RoutingMoment::Step => format!("after step {}", self.step),
+            RoutingMoment::Step => format!("after step {}", self.0.step),
         }
+    }
+
+    /// What stays the same when a newer evaluation takes this one's place.
+    fn part(&self, log: &RunLog) -> String {
+        let moment = match self.0.moment {
+            RoutingMoment::Step => "newest".to_owned(),
+            _ => format!("{} {}", self.when(), self.0.step),
+        };
+        format!("heads {} {} {moment}", log.name, self.0.set)
     }
 
     fn map(&self) -> HeatMap {
@@ -73,16 +46,16 @@ impl Evaluation<'_> {
             let routed = line.selected.iter().map(|&selected| Cell::Share(share(line, selected)));
             shared.chain(routed).collect()
         };
-        let rows = self.layers.iter();
+        let rows = self.0.layers.iter();
         HeatMap {
-            title: format!("Load of the routed heads on {}, {}", printable(self.set), self.when()),
+            title: format!("Load of the routed heads on {}, {}", self.0.set, self.when()),
             description: self.describe(),
             rows: rows.map(|(&number, line)| HeatRow { number, cells: cells(line) }).collect(),
         }
     }
 
     fn describe(&self) -> String {
-        let loads = self.layers.values().flat_map(|line| {
+        let loads = self.0.layers.values().flat_map(|line| {
             line.selected.iter().map(|&selected| (share(line, selected), line.layer))
         });
         let loads: Vec<(f64, usize)> = loads.collect();
@@ -99,22 +72,25 @@ impl Evaluation<'_> {
         )
     }
 
-    fn figure(&self) -> Markup {
+    fn figure(&self, log: &RunLog) -> Markup {
         html! {
             figure {
                 figcaption {
-                    strong { (printable(self.set)) } " " span class="unit" { (self.when()) }
+                    strong { (self.0.set) } " " span class="unit" { (self.when()) }
                 }
                 (self.map().draw())
                 p class="note" { (self.describe()) }
-                details { summary { "Numbers" } div class="scroll" tabindex="0" { (self.table()) } }
+                details data-part=(self.part(log)) {
+                    summary { "Numbers" }
+                    div class="scroll" tabindex="0" { (self.table()) }
+                }
             }
         }
     }
 
     fn table(&self) -> Markup {
         let columns =
-            self.layers.values().map(|line| line.shared_heads + line.selected.len()).max();
+            self.0.layers.values().map(|line| line.shared_heads + line.selected.len()).max();
         html! {
             table {
                 caption { "Percent of the tokens that select each head; s: shared" }
@@ -123,7 +99,7 @@ impl Evaluation<'_> {
                     th scope="col" { "entropy" }
                     @for head in 0..columns.unwrap_or(0) { th scope="col" { (head) } }
                 } }
-                tbody { @for (layer, line) in &self.layers { tr {
+                tbody { @for (layer, line) in &self.0.layers { tr {
                     th scope="row" { (layer) }
                     td { (format!("{:.3}", line.entropy)) }
                     @for _ in 0..line.shared_heads { td class="unit" { "s" } }
@@ -136,12 +112,7 @@ impl Evaluation<'_> {
 
 /// The section about heads; nothing for runs whose layers do not route.
 pub(crate) fn section(logs: &[RunLog]) -> Markup {
-    let of_runs: Vec<(&RunLog, Vec<Evaluation<'_>>)> = logs
-        .iter()
-        .map(|log| (log, evaluations(log)))
-        .filter(|(_, found)| !found.is_empty())
-        .collect();
-    if of_runs.is_empty() {
+    if logs.iter().all(|log| log.routing.is_empty()) {
         return html! {};
     }
     html! {
@@ -152,35 +123,45 @@ pub(crate) fn section(logs: &[RunLog]) -> Markup {
                  all routed heads serve about as many tokens."
             }
             (color_bar())
-            @for (log, found) in &of_runs {
+            @for log in logs.iter().filter(|log| !log.routing.is_empty()) {
                 @if logs.len() > 1 { h3 { (log.name) } }
                 div class="panels" {
-                    @for evaluation in found.iter().take(MOST_MAPS) { (evaluation.figure()) }
+                    @for evaluation in by_set(log).into_iter().take(MOST_MAPS) {
+                        (Shown(evaluation).figure(log))
+                    }
+                }
+                @if log.routing.len() > MOST_MAPS {
+                    p class="note" { "The first " (MOST_MAPS) " of " (log.routing.len()) " maps." }
                 }
             }
-            (over_layers(logs, &of_runs))
+            (over_layers(logs))
         }
     }
 }
 
+/// The evaluations of a run by set, the first set first.
+fn by_set(log: &RunLog) -> Vec<&RoutingEvaluation> {
+    let first_set = log.first_set();
+    let mut sorted: Vec<&RoutingEvaluation> = log.routing.iter().collect();
+    sorted.sort_by_key(|evaluation| (evaluation.set != first_set, &evaluation.set));
+    sorted
+}
+
 /// Active heads and entropy by layer, of the newest evaluations.
-fn over_layers(logs: &[RunLog], of_runs: &[(&RunLog, Vec<Evaluation<'_>>)]) -> Markup {
+fn over_layers(logs: &[RunLog]) -> Markup {
     let (mut active, mut entropy) = (Vec::new(), Vec::new());
     let mut routed = Vec::new();
-    for (index, (log, found)) in of_runs.iter().enumerate() {
-        let newest: BTreeMap<&str, &Evaluation<'_>> =
-            found.iter().map(|evaluation| (evaluation.set, evaluation)).collect();
+    for (run_look, log) in each(logs) {
         // Every set selects as many heads, so one shows them.
-        if let Some(evaluation) = found.last() {
-            active.push(line(&label(&log.name), evaluation, Look::nth(index), active_share));
+        if let Some(evaluation) = log.routing.last() {
+            active.push(line(&label(&log.name), evaluation, run_look, active_share));
         }
+        let newest: BTreeMap<&str, &RoutingEvaluation> =
+            log.routing.iter().map(|evaluation| (evaluation.set.as_str(), evaluation)).collect();
         for (place, (set, evaluation)) in newest.into_iter().enumerate() {
             let (name, look) = match logs.len() {
-                1 => (printable(set), Look::nth(place)),
-                _ => (
-                    format!("{}, {}", label(&log.name), printable(set)),
-                    Look { dash: place, ..Look::nth(index) },
-                ),
+                1 => (set.to_owned(), Look::nth(place)),
+                _ => (format!("{}, {set}", label(&log.name)), Look { dash: place, ..run_look }),
             };
             entropy.push(line(&name, evaluation, look, |line| line.entropy));
             routed.extend(evaluation.layers.values().map(|line| line.selected.len()));
@@ -193,7 +174,11 @@ fn over_layers(logs: &[RunLog], of_runs: &[(&RunLog, Vec<Evaluation<'_>>)]) -> M
     });
     let active = chart("Active heads by layer", "percent of the layer's heads", active);
     let entropy = chart("Entropy of the gates by layer", "nats, mean over tokens", entropy);
-    let charts = [LineChart { seen: vec![100.0], ..active }, LineChart { reference, ..entropy }];
+    let compares = logs.len() > 1;
+    let charts = [
+        LineChart { seen: vec![100.0], compares, ..active },
+        LineChart { reference, compares, ..entropy },
+    ];
     html! {
         div class="panels" { @for chart in &charts { (figure::panel(chart)) } }
     }
@@ -208,7 +193,7 @@ fn active_share(line: &RoutingLine) -> f64 {
 
 fn line(
     label: &str,
-    evaluation: &Evaluation<'_>,
+    evaluation: &RoutingEvaluation,
     look: Look,
     value: impl Fn(&RoutingLine) -> f64,
 ) -> Line {
