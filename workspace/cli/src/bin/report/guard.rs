@@ -48,6 +48,7 @@ fn of_run(log: &RunLog) -> Markup {
                     td { (rewind.attempt) }
                 } } }
             } }
+            (last_of(rewinds.len()))
         }
         @if !skipped.is_empty() {
             div class="scroll" tabindex="0" { table {
@@ -58,9 +59,14 @@ fn of_run(log: &RunLog) -> Markup {
                     td { (range(step.samples)) }
                 } } }
             } }
-            @if skipped.len() > LISTED { p class="note" { "The last " (LISTED) " of " (skipped.len()) "." } }
+            (last_of(skipped.len()))
         }
     }
+}
+
+/// What a table of `count` rows leaves out.
+fn last_of(count: usize) -> Markup {
+    html! { @if count > LISTED { p class="note" { "The last " (LISTED) " of " (count) "." } } }
 }
 
 fn range([first, last]: [u64; 2]) -> String {

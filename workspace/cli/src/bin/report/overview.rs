@@ -8,6 +8,7 @@ use moh_cli::chart::Line;
 use moh_cli::chart::scale::short;
 use moh_cli::run_log::RunLog;
 use moh_cli::utc;
+use moh_train::Recipe;
 use moh_train::recipe::Device;
 
 use crate::curves::each;
@@ -78,7 +79,7 @@ fn facts(log: &RunLog, now: SystemTime) -> Facts {
     ]
 }
 
-fn device(recipe: &moh_train::Recipe) -> String {
+fn device(recipe: &Recipe) -> String {
     let device = match recipe.run.device {
         Device::Cpu => "CPU",
         Device::Cuda => "GPU",
@@ -115,21 +116,34 @@ fn of_tokens(log: &RunLog) -> String {
     }
 }
 
-/// The time of the steps that are left at the speed of the recent ones.
+/// The time of the steps that are left at the speed of the recent ones, with evaluations and checkpoints as often
+/// and as long as in the stage so far.
 fn time_left(log: &RunLog) -> Option<String> {
     let recipe = log.recipe.as_ref().filter(|_| !log.is_finished)?;
-    let stage = recipe
-        .stages
-        .iter()
-        .find(|stage| log.steps.stages.last().is_some_and(|last| last.name == stage.name))?;
     let rates = log.steps.all.iter().rev().take(RECENT).map(|step| step.tokens_per_second);
     let (count, sum) = rates
         .filter(|rate| rate.is_finite())
         .fold((0.0, 0.0), |(n, sum), rate| (n + 1.0, sum + rate));
-    let left =
-        recipe.num_steps().saturating_sub(log.steps_done()) as f64 * stage.batch_tokens as f64;
-    let seconds = Duration::try_from_secs_f64(left * count / sum).ok()?;
+    let (steps, tokens) = left(recipe, log.steps_done());
+    let pauses = log.steps.stages.last().filter(|stage| stage.timed > 0).map_or(0.0, |stage| {
+        (stage.speed.evaluation + stage.speed.checkpoint) / stage.timed as f64
+    });
+    let seconds = tokens * count / sum + steps * pauses;
+    let seconds = Duration::try_from_secs_f64(seconds).ok()?;
     Some(format!("about {}", HumanDuration(seconds)))
+}
+
+/// Steps and tokens of `recipe` after `done` steps.
+fn left(recipe: &Recipe, mut done: u64) -> (f64, f64) {
+    let (mut steps, mut tokens) = (0.0, 0.0);
+    for stage in &recipe.stages {
+        let of_stage = stage.num_steps();
+        let left = of_stage.saturating_sub(done) as f64;
+        done = done.saturating_sub(of_stage);
+        steps += left;
+        tokens += left * stage.batch_tokens as f64;
+    }
+    (steps, tokens)
 }
 
 fn written(log: &RunLog, now: SystemTime) -> String {
