@@ -202,15 +202,23 @@ fn a_long_run_has_a_small_page_with_its_spikes() {
         writeln!(
             text,
             "{{\"stage\":\"adapt\",\"step\":{n},\"tokens\":{},\"loss\":{loss},\"balance_loss\":null,\
-             \"learning_rate\":1e-3,\"grad_norm\":{loss},\"tokens_per_second\":1e3}}",
-            n << 24
+             \"learning_rate\":{},\"grad_norm\":1.0,\"tokens_per_second\":1e3}}",
+            n << 24,
+            if n <= 600 { 1.0 } else { 1e-5 },
         )
         .unwrap();
     }
     fs::write(run.join("metrics.jsonl"), text).unwrap();
     let page = page(dir.path(), "run");
     assert!(page.len() < 500_000, "{} bytes", page.len());
-    assert!(page.contains("up to 77.50"));
+    // The means have no such value, and the curve of all steps is only their background.
+    let loss = page.split_once("<title>Training and validation loss</title>").unwrap().1;
+    let loss = loss.split("<figcaption>").next().unwrap();
+    assert_eq!(loss.matches("up to 77.50").count(), 2, "on wide and on narrow pages");
+    // A schedule has no exceptions.
+    let rate = page.split("<title>Learning rate</title>").nth(1).unwrap();
+    let rate = rate.split("<figcaption>").next().unwrap();
+    assert!(rate.contains(">1.0</text>") && !rate.contains("up to"), "{rate}");
     assert!(page.contains("40 of 60000 steps"));
 }
 
@@ -276,6 +284,53 @@ fn several_runs_are_compared() {
 }
 
 #[test]
+fn a_run_has_the_same_look_in_all_charts() {
+    let dir = empty();
+    for name in ["dense", "moh"] {
+        write_run(dir.path(), name, &[step("adapt", 1, 64), step("adapt", 2, 128)]);
+    }
+    let routing = |step: u64, layer: u64| {
+        let line = json!({
+            "step": step, "moment": "step", "stage": "moh", "validation": "text", "layer": layer, "tokens": 8,
+            "entropy": 0.5, "shared_heads": 1, "selected": [8 - step, step],
+        });
+        format!("{line}\n")
+    };
+    let lines: String = [1, 2].map(|step| routing(step, 0) + &routing(step, 1)).concat();
+    fs::write(dir.path().join("moh/routing.jsonl"), lines).unwrap();
+    success(program(PROGRAM, dir.path()).args(["dense", "moh", "--out", "both.html"]));
+    let page = fs::read_to_string(dir.path().join("both.html")).unwrap();
+    check(&page);
+    assert!(page.contains("Of the tokens, 25.0% select the least used"), "the newest evaluation");
+    for title in ["Active heads by layer", "Entropy of the gates by layer"] {
+        let chart = page.split(&format!("<title>{title}</title>")).nth(1).unwrap();
+        let chart = chart.split("</figure>").next().unwrap();
+        assert!(chart.contains("class=\"s1\"") && !chart.contains("class=\"s0\""), "{chart}");
+    }
+    // One curve needs no key, but here it tells which run it is of.
+    let caption = page.split("<strong>Active heads by layer</strong>").nth(1).unwrap();
+    assert!(caption.split("<title>").next().unwrap().contains("<ul class=\"key\">"));
+}
+
+#[test]
+fn a_long_table_says_what_it_leaves_out() {
+    let dir = empty();
+    let steps: Vec<Value> = (1..=10).map(|n| step("adapt", n, 64 * n)).collect();
+    write_run(dir.path(), "run", &steps);
+    let returns: String = (1..=60)
+        .map(|number| {
+            let line = json!({
+                "number": number, "skipped_steps": [1, 1], "step": 0, "samples": [0, 3], "attempt": number,
+                "initial": true,
+            });
+            format!("{line}\n")
+        })
+        .collect();
+    fs::write(dir.path().join("run/rewinds.jsonl"), returns).unwrap();
+    assert!(page(dir.path(), "run").contains("The last 50 of 60."));
+}
+
+#[test]
 fn only_pages_are_replaced() {
     let dir = empty();
     write_run(dir.path(), "run", &[step("adapt", 1, 64)]);
@@ -333,8 +388,13 @@ impl Watching {
 
     /// The answer to a request for `host`.
     fn ask_as(&self, host: &str, request: &str) -> String {
+        self.send(&format!("{request} HTTP/1.1\r\nHost: {host}\r\n\r\n"))
+    }
+
+    /// The answer to these bytes.
+    fn send(&self, request: &str) -> String {
         let mut stream = TcpStream::connect(&self.address).unwrap();
-        write!(stream, "{request} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n").unwrap();
+        stream.write_all(request.as_bytes()).unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
         answer
@@ -407,6 +467,29 @@ fn a_watched_run_answers_this_machine_and_reading_alone() {
             "{host}: {answer}"
         );
     }
+}
+
+#[test]
+fn neither_silence_nor_large_requests_hold_up_the_others() {
+    let dir = empty();
+    write_run(dir.path(), "run", &[step("adapt", 1, 64)]);
+    let watching = Watching::start(dir.path());
+    let silent: Vec<TcpStream> =
+        (0..8).map(|_| TcpStream::connect(&watching.address).unwrap()).collect();
+    let host = &watching.address;
+    // The length is only said: nobody allocates for it or waits for the body.
+    let length = u64::MAX;
+    let post = format!("POST / HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n\r\nbody");
+    assert!(watching.send(&post).starts_with("HTTP/1.1 405 "));
+    let get = format!("GET / HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n\r\n");
+    assert!(watching.send(&get).starts_with("HTTP/1.1 200 "));
+    let long = format!("GET / HTTP/1.1\r\nHost: {host}\r\nA: {}\r\n\r\n", "a".repeat(20_000));
+    assert!(watching.send(&long).starts_with("HTTP/1.1 400 "));
+    assert!(watching.send("\0\r\n\r\n").starts_with("HTTP/1.1 400 "));
+    let head = watching.ask("HEAD /");
+    assert!(head.ends_with("\r\n\r\n") && !head.contains("Content-Length: 0"), "{head}");
+    drop(silent);
+    assert!(watching.ask("GET /").starts_with("HTTP/1.1 200 "));
 }
 
 #[test]

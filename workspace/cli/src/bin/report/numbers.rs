@@ -25,11 +25,11 @@ pub(crate) fn section(logs: &[RunLog]) -> Markup {
         section {
             h2 { "Numbers" }
             @for log in logs {
-                details {
+                details data-part={ "steps " (log.name) } {
                     summary { "Steps" @if logs.len() > 1 { " of " (log.name) } }
                     div class="scroll" tabindex="0" { (steps(log)) }
                 }
-                details {
+                details data-part={ "validation " (log.name) } {
                     summary { "Validation losses" @if logs.len() > 1 { " of " (log.name) } }
                     div class="scroll" tabindex="0" { (validation(log)) }
                 }

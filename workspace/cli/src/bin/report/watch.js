@@ -1,21 +1,30 @@
-// Asks for the page again every some seconds, and keeps the place and the opened parts.
+// Asks for the page again every some seconds, and keeps the opened parts open.
 "use strict";
 
-function openParts() {
-  return Array.from(document.querySelectorAll("details"), (part) => part.open);
+const ENDED = "(ended) ";
+
+// The opened parts by name: a page that shows an error has none, and the next one has them again.
+const opened = new Set();
+
+function remember() {
+  for (const part of document.querySelectorAll("details")) {
+    if (part.open) opened.add(part.dataset.part);
+    else opened.delete(part.dataset.part);
+  }
 }
 
 async function refresh() {
   try {
     const answer = await fetch("/", { cache: "no-store" });
     const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-    const open = openParts();
     const main = page.querySelector("main");
+    if (main === null) throw new Error("the answer is not a page");
+    remember();
+    for (const part of main.querySelectorAll("details")) part.open = opened.has(part.dataset.part);
     document.querySelector("main").replaceWith(main);
     document.title = page.title;
-    main.querySelectorAll("details").forEach((part, index) => { part.open = Boolean(open[index]); });
   } catch {
-    document.title = "(ended) " + document.title.replace("(ended) ", "");
+    document.title = ENDED + document.title.replace(ENDED, "");
   }
   wait();
 }
