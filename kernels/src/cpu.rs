@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use crate::attention;
 use crate::cross_entropy::{self, HeadShape};
 use crate::error::{Error, Result, check_len};
-use crate::matmul;
+use crate::matmul::{self, Bf16Path};
 use crate::memory::{Memory, WorkingSet, Workspace};
 use crate::qk_norm;
 use crate::region::{Location, LocationMut, Region, RegionMut};
@@ -124,6 +124,14 @@ thread_local! {
 }
 
 impl Cpu {
+    /// The CPU, if the environment's settings for it can be followed.
+    ///
+    /// # Errors
+    /// See [`Bf16Path::from_environment`].
+    pub fn open() -> Result<Self> {
+        Bf16Path::from_environment().map(|_| Cpu)
+    }
+
     /// Total bytes of buffers that the calling thread has allocated, including freed ones.
     pub fn allocated(&self) -> u64 {
         ALLOCATED.get()

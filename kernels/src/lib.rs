@@ -48,6 +48,7 @@ pub use cuda::CudaStream;
 pub use cuda::MemoryCalls;
 pub use error::{Error, Result, with_cause};
 pub use linear::Accumulation;
+pub use matmul::Bf16Path;
 pub use memory::{Memory, MemoryInfo, Purpose, View, ViewMut, WorkingSet, Workspace};
 pub use region::{Location, LocationMut, Region, RegionMut};
 pub use scalar::{DType, Element, ElementType, Scalar};

@@ -2,9 +2,9 @@
 //!
 //! [`matmul`] runs on the calling thread, [`parallel`](matmul_parallel) on rayon's. The
 //! implementation depends only on types and shape. Inner products (`dot`) multiply a few rows by a
-//! matrix that is contiguous along k. f32 uses the crate `gemm` (`single`). bf16 uses this crate's
-//! own kernel (`packed`) on machines with AVX512-BF16, and `gemm` on converted tiles (`converted`)
-//! elsewhere. All of them sum in f32 and round once, when the result is stored.
+//! matrix that is contiguous along k. f32 uses the crate `gemm` (`single`). bf16 uses what [`Bf16Path`]
+//! chooses: this crate's own kernel for AVX512-BF16 (`packed`), or `gemm` on converted tiles
+//! (`converted`). All of them sum in f32 and round once, when the result is stored.
 
 mod converted;
 mod dot;
@@ -14,6 +14,7 @@ mod pack;
 #[cfg(target_arch = "x86_64")]
 mod packed;
 mod parallel;
+mod path;
 mod single;
 #[cfg(test)]
 mod tests;
@@ -24,17 +25,16 @@ mod transpose;
 pub(crate) use matrix::{Destination, Matrix, MatrixMut};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use pack::interleaved;
-#[cfg(target_arch = "x86_64")]
-pub(crate) use packed::available as multiplies_bf16;
 pub(crate) use parallel::matmul_parallel;
+pub use path::Bf16Path;
 
 use crate::scalar::{DType, Element};
 use crate::scratch;
 
 /// `out = scale * left right`, plus the destination's addend, on the calling thread.
 ///
-/// If one operand is bf16 and the other f32, the latter is rounded to bf16 on machines with bf16
-/// instructions.
+/// If one operand is bf16 and the other f32, the latter is rounded to bf16 on machines whose bf16
+/// instructions are used.
 pub(crate) fn matmul<O: Element, A: Element, B: Element>(
     out: MatrixMut<'_, O>,
     destination: Destination<'_, O>,
@@ -55,11 +55,11 @@ pub(crate) fn matmul<O: Element, A: Element, B: Element>(
             Err(out) => converted::multiply(out, destination, scale, left, right),
         };
     }
-    #[cfg(target_arch = "x86_64")]
-    if packed::available() {
-        return packed::multiply(out, destination, scale, left, right);
+    match Bf16Path::in_use() {
+        #[cfg(target_arch = "x86_64")]
+        Bf16Path::Avx512 => packed::multiply(out, destination, scale, left, right),
+        _ => converted::multiply(out, destination, scale, left, right),
     }
-    converted::multiply(out, destination, scale, left, right)
 }
 
 /// The most bytes of a thread's scratch in matmuls of matrices of `T`, of at most `most` rows,
@@ -70,11 +70,12 @@ pub(crate) fn most_scratch_bytes<T: Element>(most: usize) -> usize {
     if T::DTYPE == DType::F32 {
         return few_rows.max(single);
     }
-    #[cfg(target_arch = "x86_64")]
-    if packed::available() {
-        return few_rows.max(scratch::bytes(&packed::most_scratch(most)));
-    }
-    few_rows.max(scratch::bytes(&converted::most_scratch(most)))
+    let bf16 = match Bf16Path::in_use() {
+        #[cfg(target_arch = "x86_64")]
+        Bf16Path::Avx512 => scratch::bytes(&packed::most_scratch(most)),
+        _ => scratch::bytes(&converted::most_scratch(most)),
+    };
+    few_rows.max(bf16)
 }
 
 /// Panics if the shapes do not match.

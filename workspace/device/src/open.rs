@@ -7,8 +7,7 @@ use crate::{DeviceName, InElements, in_elements};
 /// A device that cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The device is missing or unsuitable.
-    #[cfg(feature = "cuda")]
+    /// The device is missing or unsuitable, or a setting of the environment cannot be followed.
     #[error(transparent)]
     Device(#[from] moh_kernels::Error),
     /// This build has no support for the device.
@@ -49,11 +48,12 @@ impl OpenDevice {
     /// Opens a device; with `deterministic` a GPU's results are bitwise reproducible.
     ///
     /// # Errors
-    /// Fails if this build or this machine lacks the device.
+    /// Fails if this build or this machine lacks the device, or if the environment has a setting for it
+    /// that is none.
     #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "only GPUs use it"))]
     pub fn open(name: DeviceName, deterministic: bool) -> Result<Self, Error> {
         match name {
-            DeviceName::Cpu => Ok(OpenDevice::Cpu),
+            DeviceName::Cpu => Cpu::open().map(|_| OpenDevice::Cpu).map_err(Error::Device),
             #[cfg(feature = "cuda")]
             DeviceName::Cuda(ordinal) => {
                 let cuda = moh_kernels::Cuda::new(ordinal)?;

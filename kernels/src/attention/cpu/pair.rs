@@ -7,7 +7,7 @@ use pulp::x86::V4;
 use pulp::{Arch, Simd, WithSimd};
 
 use super::factor::{Block, Factor, NARROW};
-use crate::matmul::{interleaved, multiplies_bf16};
+use crate::matmul::{Bf16Path, interleaved};
 use crate::scalar::{DType, Element};
 
 /// Two terms, the first in the low half. A block's terms are rounded to nearest.
@@ -30,7 +30,9 @@ impl Factor for Pair {
     const TERMS: usize = 2;
 
     fn multiplies<T: Element>(arch: Arch) -> bool {
-        T::DTYPE == DType::BF16 && matches!(arch, Arch::V4(_)) && multiplies_bf16()
+        T::DTYPE == DType::BF16
+            && matches!(arch, Arch::V4(_))
+            && Bf16Path::in_use() == Bf16Path::Avx512
     }
 
     #[inline(always)]
@@ -41,8 +43,8 @@ impl Factor for Pair {
 
     fn dispatch<W: WithSimd>(arch: Arch, work: W) -> W::Output {
         let Arch::V4(v4) = arch else { unreachable!("asked `multiplies` first") };
-        assert!(multiplies_bf16());
-        // SAFETY: the machine has the instructions, by the checks above.
+        assert!(Bf16Path::in_use() == Bf16Path::Avx512);
+        // SAFETY: the machine has the instructions: V4, and those of the path that is in use.
         #[allow(unsafe_code)]
         unsafe {
             with_bf16(v4, work)

@@ -1,0 +1,97 @@
+//! The choice of the implementation that multiplies bf16 matrices.
+
+use std::fmt;
+use std::sync::OnceLock;
+
+use crate::error::{Error, Result};
+
+/// The environment variable that names the first implementation to try.
+const VARIABLE: &str = "MOH_BF16";
+
+/// How the CPU multiplies bf16 matrices.
+///
+/// The choice depends on the processor and on [`VARIABLE`](Self::from_environment) alone, never on
+/// a measurement: a resumed run computes the same bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Bf16Path {
+    /// AVX512-BF16: `vdpbf16ps`.
+    Avx512,
+    /// Blocks are converted to f32, and multiplied as f32 matrices.
+    F32,
+}
+
+impl Bf16Path {
+    /// The implementation that this process uses.
+    pub fn in_use() -> Self {
+        static IN_USE: OnceLock<Bf16Path> = OnceLock::new();
+        *IN_USE.get_or_init(|| Self::from_environment().unwrap_or_else(|_| Self::of_processor()))
+    }
+
+    /// The implementation to use by the environment variable `MOH_BF16`: the processor's without
+    /// it, and where the processor lacks the named one.
+    ///
+    /// # Errors
+    /// Fails if the variable has another value than `avx512` and `f32`.
+    pub fn from_environment() -> Result<Self> {
+        match std::env::var_os(VARIABLE).filter(|name| !name.is_empty()) {
+            None => Ok(Self::of_processor()),
+            Some(name) => Self::named(&name.to_string_lossy()),
+        }
+    }
+
+    fn named(name: &str) -> Result<Self> {
+        match name {
+            #[cfg(target_arch = "x86_64")]
+            "avx512" if super::packed::available() => Ok(Self::Avx512),
+            "avx512" => Ok(Self::of_processor()),
+            "f32" => Ok(Self::F32),
+            _ => Err(Error::Device {
+                device: "the CPU".into(),
+                operation: "start",
+                reason: format!("{VARIABLE} = {name:?}: expected avx512 or f32"),
+            }),
+        }
+    }
+
+    /// The fastest implementation on this processor.
+    fn of_processor() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if super::packed::available() && has_full_rate() {
+            return Self::Avx512;
+        }
+        Self::F32
+    }
+}
+
+impl fmt::Display for Bf16Path {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Avx512 => "avx512",
+            Self::F32 => "f32",
+        })
+    }
+}
+
+/// Whether `vdpbf16ps` multiplies more terms in the same time than the f32 instruction. On Intel's
+/// processors it runs at half of its rate, and packing is not repaid.
+#[cfg(target_arch = "x86_64")]
+fn has_full_rate() -> bool {
+    let leaf = std::arch::x86_64::__cpuid(0);
+    let vendor = [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes);
+    vendor.as_flattened() != b"GenuineIntel"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_chooses_the_implementation() {
+        assert_eq!(Bf16Path::named("f32").unwrap(), Bf16Path::F32);
+        for path in [Bf16Path::F32, Bf16Path::of_processor()] {
+            assert_eq!(Bf16Path::named(&path.to_string()).unwrap(), path);
+        }
+        let error = Bf16Path::named("fast").unwrap_err().to_string();
+        assert!(error.contains("MOH_BF16 = \"fast\": expected avx512 or f32"), "{error}");
+    }
+}
