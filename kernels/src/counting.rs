@@ -214,7 +214,7 @@ impl Workspace for CountingMemory {
     fn reserve<T: Element>(&self, passes: &WorkingSet) -> Result<()> {
         match self.device {
             CountedDevice::Cpu => {
-                let bytes = cpu::thread_scratch_bytes::<T>(passes) as u64;
+                let bytes = cpu::thread_scratch_bytes::<T>(passes).total() as u64;
                 self.counts.thread_scratch.fetch_max(bytes, Ordering::Relaxed);
             }
             CountedDevice::Gpu => {

@@ -14,7 +14,7 @@ use crate::qk_norm;
 use crate::region::{Location, LocationMut, Region, RegionMut};
 use crate::rms_norm;
 use crate::scalar::{Element, Scalar};
-use crate::scratch;
+use crate::scratch::{self, ScratchBytes};
 use crate::span;
 
 /// Elements that one task copies or sets to zero.
@@ -145,17 +145,17 @@ impl Cpu {
 }
 
 /// Maximum bytes of scratch of a thread in these passes.
-pub(crate) fn thread_scratch_bytes<T: Element>(passes: &WorkingSet) -> usize {
+pub(crate) fn thread_scratch_bytes<T: Element>(passes: &WorkingSet) -> ScratchBytes {
     let WorkingSet { attention, qk_norm, training, width, widest, .. } = passes;
-    let forward = attention::cpu::scratch_bytes::<T>(attention, *training)
-        .max(matmul::most_scratch_bytes::<T>(*widest));
+    let attention_bytes = attention::cpu::scratch_bytes::<T>(attention, *training);
+    let forward = matmul::most_scratch_bytes::<T>(*widest).max(attention_bytes.into());
     if !training {
         return forward;
     }
     let tokens = attention.tokens();
     let qk_norm =
         if *qk_norm { qk_norm::cpu::scratch_bytes(tokens, attention.head_dim) } else { 0 };
-    forward.max(rms_norm::cpu::scratch_bytes(tokens, *width)).max(qk_norm)
+    forward.max(rms_norm::cpu::scratch_bytes(tokens, *width).max(qk_norm).into())
 }
 
 impl Workspace for Cpu {

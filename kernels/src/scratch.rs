@@ -2,6 +2,7 @@
 //! ones, so that operators allocate nothing in the steady state.
 
 use std::cell::Cell;
+use std::thread::LocalKey;
 
 /// A cache line of elements, to which scratch is aligned.
 #[derive(Clone, Copy)]
@@ -11,8 +12,12 @@ struct Line([f32; LINE]);
 /// Elements of a cache line.
 const LINE: usize = 16;
 
+/// Memory of a thread, of one kind.
+type Scratch = LocalKey<Cell<Vec<Line>>>;
+
 thread_local! {
-    static MEMORY: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
+    static OWN: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
+    static SHARED: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
 }
 
 /// Runs `body` with slices of these lengths, each starting at a cache line. Their contents are
@@ -23,7 +28,25 @@ pub(crate) fn with_scratch<const N: usize, R>(
     lengths: [usize; N],
     body: impl FnOnce([&mut [f32]; N]) -> R,
 ) -> R {
-    let mut memory = MEMORY.take();
+    with(&OWN, lengths, body)
+}
+
+/// The same, of memory that the calling thread shares with those that help it in `body`: each of them,
+/// the calling thread too, has its own [`with_scratch`] besides.
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+pub(crate) fn with_shared_scratch<const N: usize, R>(
+    lengths: [usize; N],
+    body: impl FnOnce([&mut [f32]; N]) -> R,
+) -> R {
+    with(&SHARED, lengths, body)
+}
+
+fn with<const N: usize, R>(
+    scratch: &'static Scratch,
+    lengths: [usize; N],
+    body: impl FnOnce([&mut [f32]; N]) -> R,
+) -> R {
+    let mut memory = scratch.take();
     grow(&mut memory, lines(&lengths));
     let mut rest: &mut [Line] = &mut memory;
     let slices = lengths.map(|len| {
@@ -32,7 +55,7 @@ pub(crate) fn with_scratch<const N: usize, R>(
         &mut elements(part)[..len]
     });
     let result = body(slices);
-    MEMORY.set(memory);
+    scratch.set(memory);
     result
 }
 
@@ -41,19 +64,51 @@ pub(crate) fn bytes(lengths: &[usize]) -> usize {
     lines(lengths).saturating_mul(size_of::<Line>())
 }
 
-/// Ensures that the calling thread's memory has at least `bytes` bytes.
-pub(crate) fn reserve(bytes: usize) {
-    let mut memory = MEMORY.take();
-    grow(&mut memory, bytes.div_ceil(size_of::<Line>()));
-    MEMORY.set(memory);
+/// Bytes of scratch of a thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct ScratchBytes {
+    /// Of [`with_scratch`].
+    pub own: usize,
+    /// Of the memory that it shares, if it is the one that calls the operators.
+    pub shared: usize,
+}
+
+impl ScratchBytes {
+    /// All of it.
+    pub(crate) fn total(self) -> usize {
+        self.own.saturating_add(self.shared)
+    }
+
+    /// The larger of both kinds.
+    pub(crate) fn max(self, other: ScratchBytes) -> Self {
+        ScratchBytes { own: self.own.max(other.own), shared: self.shared.max(other.shared) }
+    }
+}
+
+impl From<usize> for ScratchBytes {
+    fn from(own: usize) -> Self {
+        ScratchBytes { own, shared: 0 }
+    }
+}
+
+/// Ensures that the calling thread's memory has at least these bytes.
+pub(crate) fn reserve(bytes: ScratchBytes) {
+    for (scratch, bytes) in [(&OWN, bytes.own), (&SHARED, bytes.shared)] {
+        let mut memory = scratch.take();
+        grow(&mut memory, bytes.div_ceil(size_of::<Line>()));
+        scratch.set(memory);
+    }
 }
 
 /// Bytes of the calling thread's memory.
 pub(crate) fn held() -> usize {
-    let memory = MEMORY.take();
-    let bytes = memory.len() * size_of::<Line>();
-    MEMORY.set(memory);
-    bytes
+    let held = |scratch: &'static Scratch| {
+        let memory = scratch.take();
+        let bytes = memory.len() * size_of::<Line>();
+        scratch.set(memory);
+        bytes
+    };
+    held(&OWN) + held(&SHARED)
 }
 
 fn lines(lengths: &[usize]) -> usize {

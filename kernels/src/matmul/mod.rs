@@ -3,9 +3,11 @@
 //! [`matmul`] runs on the calling thread, [`parallel`](matmul_parallel) on rayon's. The
 //! implementation depends only on types and shape. Inner products (`dot`) multiply a few rows by a
 //! matrix that is contiguous along k. f32 uses the crate `gemm` (`single`). bf16 uses what [`Bf16Path`]
-//! chooses: this crate's own kernel for AVX512-BF16 (`packed`), or `gemm` on converted tiles
-//! (`converted`). All of them sum in f32 and round once, when the result is stored.
+//! chooses: this crate's own kernels for AMX (`amx`) or AVX512-BF16 (`packed`), or `gemm` on
+//! converted tiles (`converted`). All of them sum in f32 and round once, when the result is stored.
 
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod amx;
 mod converted;
 mod dot;
 mod matrix;
@@ -29,7 +31,7 @@ pub(crate) use parallel::matmul_parallel;
 pub use path::Bf16Path;
 
 use crate::scalar::{DType, Element};
-use crate::scratch;
+use crate::scratch::{self, ScratchBytes};
 
 /// `out = scale * left right`, plus the destination's addend, on the calling thread.
 ///
@@ -56,6 +58,8 @@ pub(crate) fn matmul<O: Element, A: Element, B: Element>(
         };
     }
     match Bf16Path::in_use() {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        Bf16Path::Amx => amx::multiply(out, destination, scale, left, right, 1),
         #[cfg(target_arch = "x86_64")]
         Bf16Path::Avx512 => packed::multiply(out, destination, scale, left, right),
         _ => converted::multiply(out, destination, scale, left, right),
@@ -64,16 +68,20 @@ pub(crate) fn matmul<O: Element, A: Element, B: Element>(
 
 /// The most bytes of a thread's scratch in matmuls of matrices of `T`, of at most `most` rows,
 /// columns and terms.
-pub(crate) fn most_scratch_bytes<T: Element>(most: usize) -> usize {
-    let few_rows = scratch::bytes(&dot::most_scratch(most));
-    let single = scratch::bytes(&single::most_scratch(most));
+pub(crate) fn most_scratch_bytes<T: Element>(most: usize) -> ScratchBytes {
+    let few_rows: ScratchBytes = scratch::bytes(&dot::most_scratch(most)).into();
     if T::DTYPE == DType::F32 {
-        return few_rows.max(single);
+        return few_rows.max(scratch::bytes(&single::most_scratch(most)).into());
     }
-    let bf16 = match Bf16Path::in_use() {
+    let bf16: ScratchBytes = match Bf16Path::in_use() {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        Bf16Path::Amx => ScratchBytes {
+            own: scratch::bytes(&amx::most_scratch(most)),
+            shared: scratch::bytes(&amx::most_shared_scratch(most)),
+        },
         #[cfg(target_arch = "x86_64")]
-        Bf16Path::Avx512 => scratch::bytes(&packed::most_scratch(most)),
-        _ => scratch::bytes(&converted::most_scratch(most)),
+        Bf16Path::Avx512 => scratch::bytes(&packed::most_scratch(most)).into(),
+        _ => scratch::bytes(&converted::most_scratch(most)).into(),
     };
     few_rows.max(bf16)
 }

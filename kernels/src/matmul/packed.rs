@@ -23,7 +23,7 @@ const PARTIAL_ROWS: usize = 2048;
 const PAIR: usize = size_of::<u32>();
 
 /// Whether this machine has bf16 instructions.
-pub(crate) fn available() -> bool {
+pub(super) fn available() -> bool {
     is_x86_feature_detected!("avx512f")
         && is_x86_feature_detected!("avx512bw")
         && is_x86_feature_detected!("avx512vl")
@@ -97,16 +97,16 @@ fn left_len(rows: usize, terms: usize, by_rows: bool) -> usize {
 }
 
 /// A block's position in the output and in the terms.
-struct BlockPosition {
-    row: usize,
-    column: usize,
-    first: bool,
-    last: bool,
+pub(super) struct BlockPosition {
+    pub(super) row: usize,
+    pub(super) column: usize,
+    pub(super) first: bool,
+    pub(super) last: bool,
 }
 
 impl BlockPosition {
     /// The destination of the block's sums.
-    fn output<O: Element>(
+    pub(super) fn output<O: Element>(
         &self,
         out: &mut MatrixMut<'_, O>,
         destination: Destination<'_, O>,

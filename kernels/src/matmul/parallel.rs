@@ -1,7 +1,7 @@
 //! Matmuls on rayon's threads: the output is halved until its blocks are small enough.
 
 use super::matrix::{Destination, Matrix, MatrixMut};
-use super::{check, dot, matmul};
+use super::{Bf16Path, check, dot, matmul};
 use crate::scalar::Element;
 
 /// Multiply-adds below which threads cost more than they save.
@@ -33,6 +33,14 @@ pub(crate) fn matmul_parallel<O: Element, A: Element, B: Element>(
         return matmul(out, destination, scale, left, right);
     }
     let any = dot::applies(&left, &right);
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    if !any
+        && Bf16Path::in_use() == Bf16Path::Amx
+        && (left.as_f32().is_none() || right.as_f32().is_none())
+    {
+        let threads = rayon::current_num_threads();
+        return super::amx::multiply(out, destination, scale, left, right, threads);
+    }
     let fixed = left.as_f32().is_some() && right.as_f32().is_some() && !any;
     let blocks = if fixed { BLOCKS } else { BLOCKS_PER_THREAD * rayon::current_num_threads() };
     let smallest = if any { SMALL } else { SMALLEST };

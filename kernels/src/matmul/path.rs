@@ -14,6 +14,8 @@ const VARIABLE: &str = "MOH_BF16";
 /// a measurement: a resumed run computes the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bf16Path {
+    /// AMX: `tdpbf16ps`, with the permission of the Linux kernel.
+    Amx,
     /// AVX512-BF16: `vdpbf16ps`.
     Avx512,
     /// Blocks are converted to f32, and multiplied as f32 matrices.
@@ -31,7 +33,7 @@ impl Bf16Path {
     /// it, and where the processor lacks the named one.
     ///
     /// # Errors
-    /// Fails if the variable has another value than `avx512` and `f32`.
+    /// Fails if the variable has another value than `amx`, `avx512` and `f32`.
     pub fn from_environment() -> Result<Self> {
         match std::env::var_os(VARIABLE).filter(|name| !name.is_empty()) {
             None => Ok(Self::of_processor()),
@@ -43,18 +45,22 @@ impl Bf16Path {
         match name {
             #[cfg(target_arch = "x86_64")]
             "avx512" if super::packed::available() => Ok(Self::Avx512),
-            "avx512" => Ok(Self::of_processor()),
+            "amx" | "avx512" => Ok(Self::of_processor()),
             "f32" => Ok(Self::F32),
             _ => Err(Error::Device {
                 device: "the CPU".into(),
                 operation: "start",
-                reason: format!("{VARIABLE} = {name:?}: expected avx512 or f32"),
+                reason: format!("{VARIABLE} = {name:?}: expected amx, avx512 or f32"),
             }),
         }
     }
 
     /// The fastest implementation on this processor.
     fn of_processor() -> Self {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        if super::amx::available() {
+            return Self::Amx;
+        }
         #[cfg(target_arch = "x86_64")]
         if super::packed::available() && has_full_rate() {
             return Self::Avx512;
@@ -66,6 +72,7 @@ impl Bf16Path {
 impl fmt::Display for Bf16Path {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::Amx => "amx",
             Self::Avx512 => "avx512",
             Self::F32 => "f32",
         })
@@ -92,6 +99,6 @@ mod tests {
             assert_eq!(Bf16Path::named(&path.to_string()).unwrap(), path);
         }
         let error = Bf16Path::named("fast").unwrap_err().to_string();
-        assert!(error.contains("MOH_BF16 = \"fast\": expected avx512 or f32"), "{error}");
+        assert!(error.contains("MOH_BF16 = \"fast\": expected amx, avx512 or f32"), "{error}");
     }
 }

@@ -13,16 +13,16 @@ const F32_TOLERANCE: f64 = 2e-6;
 const BF16_TOLERANCE: f64 = 1.0 / 256.0;
 
 #[derive(Debug, Clone, Copy)]
-struct Case {
-    shape: [usize; 3],
-    left_transposed: bool,
-    right_transposed: bool,
+pub(super) struct Case {
+    pub(super) shape: [usize; 3],
+    pub(super) left_transposed: bool,
+    pub(super) right_transposed: bool,
     /// 0: overwrite, 1: accumulate, 2: add another matrix.
-    destination: u8,
+    pub(super) destination: u8,
     /// Elements between the end of a row and the start of the next.
-    gap: usize,
-    scale: f32,
-    seed: u32,
+    pub(super) gap: usize,
+    pub(super) scale: f32,
+    pub(super) seed: u32,
 }
 
 /// The implementation.
@@ -36,7 +36,7 @@ enum Path {
 }
 
 /// Elements between -1 and 1 that bf16 represents.
-fn elements<T: Element>(len: usize, seed: u32) -> Vec<T> {
+pub(super) fn elements<T: Element>(len: usize, seed: u32) -> Vec<T> {
     let mut state = seed ^ 0x9e37_79b9;
     let mut next = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -46,7 +46,13 @@ fn elements<T: Element>(len: usize, seed: u32) -> Vec<T> {
 }
 
 /// A row-major view, or the transpose of one, of this shape.
-fn view<T>(data: &[T], rows: usize, columns: usize, gap: usize, transposed: bool) -> Matrix<'_, T> {
+pub(super) fn view<T>(
+    data: &[T],
+    rows: usize,
+    columns: usize,
+    gap: usize,
+    transposed: bool,
+) -> Matrix<'_, T> {
     if transposed {
         Matrix::with_stride(data, columns, rows, rows + gap).transposed()
     } else {
@@ -60,6 +66,23 @@ fn at<T: Element>(matrix: &Matrix<'_, T>, row: usize, column: usize) -> f64 {
 }
 
 fn agrees<O: Element, A: Element, B: Element>(case: Case, path: Path) {
+    agrees_by::<O, A, B>(case, &format!("{path:?}"), |out, destination, scale, left, right| {
+        match path {
+            Path::Serial => matmul(out, destination, scale, left, right),
+            Path::Parallel => matmul_parallel(out, destination, scale, left, right),
+            Path::Converted => converted::multiply(out, destination, scale, left, right),
+            #[cfg(target_arch = "x86_64")]
+            Path::Packed => packed::multiply(out, destination, scale, left, right),
+        }
+    });
+}
+
+/// Compares a matmul by `multiply`, called `name`, with sums in f64.
+pub(super) fn agrees_by<O: Element, A: Element, B: Element>(
+    case: Case,
+    name: &str,
+    multiply: impl FnOnce(MatrixMut<'_, O>, Destination<'_, O>, f32, Matrix<'_, A>, Matrix<'_, B>),
+) {
     let Case { shape: [m, n, k], gap, scale, seed, .. } = case;
     let left = elements::<A>((m + gap) * (k + gap), seed);
     let right = elements::<B>((k + gap) * (n + gap), seed + 1);
@@ -79,13 +102,7 @@ fn agrees<O: Element, A: Element, B: Element>(case: Case, path: Path) {
         _ => Destination::AddTo(view(&addend, m, n, gap, false)),
     };
     let view_mut = MatrixMut::with_stride(&mut out, m, n, n + gap);
-    match path {
-        Path::Serial => matmul(view_mut, destination, scale, left, right),
-        Path::Parallel => matmul_parallel(view_mut, destination, scale, left, right),
-        Path::Converted => converted::multiply(view_mut, destination, scale, left, right),
-        #[cfg(target_arch = "x86_64")]
-        Path::Packed => packed::multiply(view_mut, destination, scale, left, right),
-    }
+    multiply(view_mut, destination, scale, left, right);
     let (mut squares, mut error) = (1e-12, 0.0);
     for row in 0..m {
         for column in 0..n + gap {
@@ -103,7 +120,7 @@ fn agrees<O: Element, A: Element, B: Element>(case: Case, path: Path) {
     }
     let bound = if O::DTYPE == DType::F32 { F32_TOLERANCE } else { BF16_TOLERANCE };
     let relative = (error / squares).sqrt();
-    assert!(relative <= bound, "{path:?} {case:?}: relative error {relative:e} above {bound:e}");
+    assert!(relative <= bound, "{name} {case:?}: relative error {relative:e} above {bound:e}");
 }
 
 /// Every combination of types on every implementation that supports it.

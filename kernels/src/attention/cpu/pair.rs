@@ -32,7 +32,7 @@ impl Factor for Pair {
     fn multiplies<T: Element>(arch: Arch) -> bool {
         T::DTYPE == DType::BF16
             && matches!(arch, Arch::V4(_))
-            && Bf16Path::in_use() == Bf16Path::Avx512
+            && Bf16Path::in_use() != Bf16Path::F32
     }
 
     #[inline(always)]
@@ -43,7 +43,7 @@ impl Factor for Pair {
 
     fn dispatch<W: WithSimd>(arch: Arch, work: W) -> W::Output {
         let Arch::V4(v4) = arch else { unreachable!("asked `multiplies` first") };
-        assert!(Bf16Path::in_use() == Bf16Path::Avx512);
+        assert!(Bf16Path::in_use() != Bf16Path::F32);
         // SAFETY: the machine has the instructions: V4, and those of the path that is in use.
         #[allow(unsafe_code)]
         unsafe {
