@@ -3,11 +3,13 @@
 //! [`matmul`] runs on the calling thread, [`parallel`](matmul_parallel) on rayon's. The
 //! implementation depends only on types and shape. Inner products (`dot`) multiply a few rows by a
 //! matrix that is contiguous along k. f32 uses the crate `gemm` (`single`). bf16 uses what [`Bf16Path`]
-//! chooses: this crate's own kernels for AMX (`amx`) or AVX512-BF16 (`packed`), or `gemm` on
-//! converted tiles (`converted`). All of them sum in f32 and round once, when the result is stored.
+//! chooses: this crate's own kernels for AMX (`amx`) or AVX512-BF16 (`packed`), in blocks that the
+//! threads share (`blocked`), or `gemm` on converted tiles (`converted`). All of them sum in f32 and round once, when the result is stored.
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx;
+#[cfg(target_arch = "x86_64")]
+mod blocked;
 mod converted;
 mod dot;
 mod matrix;
@@ -32,6 +34,10 @@ pub use path::Bf16Path;
 
 use crate::scalar::{DType, Element};
 use crate::scratch::{self, ScratchBytes};
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use amx::Amx;
+#[cfg(target_arch = "x86_64")]
+use packed::Avx512;
 
 /// `out = scale * left right`, plus the destination's addend, on the calling thread.
 ///
@@ -57,11 +63,27 @@ pub(crate) fn matmul<O: Element, A: Element, B: Element>(
             Err(out) => converted::multiply(out, destination, scale, left, right),
         };
     }
+    multiply_bf16(out, destination, scale, left, right, 1);
+}
+
+/// A matmul with a bf16 operand, on `threads` of rayon's threads if it is not converted.
+fn multiply_bf16<O: Element, A: Element, B: Element>(
+    out: MatrixMut<'_, O>,
+    destination: Destination<'_, O>,
+    scale: f32,
+    left: Matrix<'_, A>,
+    right: Matrix<'_, B>,
+    threads: usize,
+) {
     match Bf16Path::in_use() {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-        Bf16Path::Amx => amx::multiply(out, destination, scale, left, right, 1),
+        Bf16Path::Amx => {
+            blocked::multiply::<Amx, _, _, _>(out, destination, scale, left, right, threads);
+        }
         #[cfg(target_arch = "x86_64")]
-        Bf16Path::Avx512 => packed::multiply(out, destination, scale, left, right),
+        Bf16Path::Avx512 => {
+            blocked::multiply::<Avx512, _, _, _>(out, destination, scale, left, right, threads);
+        }
         _ => converted::multiply(out, destination, scale, left, right),
     }
 }
@@ -77,10 +99,13 @@ pub(crate) fn most_scratch_bytes<T: Element>(most: usize) -> ScratchBytes {
         #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
         Bf16Path::Amx => ScratchBytes {
             own: scratch::bytes(&amx::most_scratch(most)),
-            shared: scratch::bytes(&amx::most_shared_scratch(most)),
+            shared: scratch::bytes(&blocked::most_shared_scratch::<Amx>(most)),
         },
         #[cfg(target_arch = "x86_64")]
-        Bf16Path::Avx512 => scratch::bytes(&packed::most_scratch(most)).into(),
+        Bf16Path::Avx512 => ScratchBytes {
+            own: scratch::bytes(&packed::most_scratch(most)),
+            shared: scratch::bytes(&blocked::most_shared_scratch::<Avx512>(most)),
+        },
         _ => scratch::bytes(&converted::most_scratch(most)).into(),
     };
     few_rows.max(bf16)

@@ -6,12 +6,11 @@
 
 use std::arch::x86_64::*;
 
+use super::blocked::PANEL;
 use super::matrix::Matrix;
 use super::transpose::square_of_u32;
 use crate::scalar::{DType, Element};
 
-/// Columns of the right matrix in a panel.
-pub(super) const PANEL: usize = 32;
 /// Rows of the left matrix in a tile.
 pub(super) const TILE_ROWS: usize = 12;
 /// Elements of a bf16 vector, and of a vector of pairs.
@@ -36,11 +35,6 @@ pub(crate) const fn interleaved(start: usize, distance: usize) -> [u16; VECTOR] 
 /// The number of pairs of `terms` terms.
 pub(super) const fn pairs(terms: usize) -> usize {
     terms.div_ceil(2)
-}
-
-/// Length of a packed right matrix of this shape.
-pub(super) const fn right_len(terms: usize, columns: usize) -> usize {
-    pairs(terms) * columns.next_multiple_of(PANEL)
 }
 
 /// Packs into panels of [`PANEL`] columns, each `[pairs, PANEL]`.

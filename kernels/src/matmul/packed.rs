@@ -1,24 +1,19 @@
-//! bf16 matmuls on machines with AVX512-BF16: packed blocks that fit the caches, divided into
-//! tiles. An f32 operand beside a bf16 one is rounded.
+//! bf16 matmuls on machines with AVX512-BF16: rows of packed blocks that fit the caches, divided
+//! into tiles. An f32 operand beside a bf16 one is rounded.
 
 use half::bf16;
 
-use super::matrix::{Destination, Matrix, MatrixMut};
-use super::pack::{self, PANEL, TILE_ROWS};
-use super::tile::{Addend, Output, Target, Terms, tile};
-use crate::scalar::{DType, Element, Scalar};
+use super::blocked::{DEPTH, Kernel, PANEL};
+use super::matrix::Matrix;
+use super::pack::{self, TILE_ROWS};
+use super::tile::{Output, Terms, tile};
+use crate::scalar::{Element, Scalar};
 use crate::scratch::with_scratch;
 
-/// Terms per block. Most layers have fewer, so their sums leave the registers once; the cost of a
-/// right panel beyond the first-level cache was not measurable.
-const DEPTH: usize = 2048;
 /// Rows of a left block, which stays in the second-level cache.
 const ROWS: usize = 8 * TILE_ROWS;
 /// Columns of a right block, which stays in the last-level cache.
 const COLUMNS: usize = 1024;
-/// Rows that share a right block while sums stay in scratch between blocks.
-const PARTIAL_ROWS: usize = 2048;
-
 /// Bytes of a pair of terms.
 const PAIR: usize = size_of::<u32>();
 
@@ -30,61 +25,56 @@ pub(super) fn available() -> bool {
         && is_x86_feature_detected!("avx512bf16")
 }
 
-/// The most scratch, in elements, of a matmul of at most `most` rows, columns and terms.
-pub(super) fn most_scratch(most: usize) -> [usize; 3] {
-    let (depth, columns) = (most.min(DEPTH).next_multiple_of(32), most.min(COLUMNS));
-    let rows = most.min(ROWS);
-    let left = left_len(rows, depth, true).max(left_len(rows, depth, false));
-    let partial = if most > DEPTH { PARTIAL_ROWS * columns } else { 0 };
-    [partial, pack::right_len(depth, columns), left]
+/// The most scratch, in elements, of a thread in a matmul of at most `most` rows, columns and terms.
+pub(super) fn most_scratch(most: usize) -> [usize; 1] {
+    let (depth, rows) = (most.min(DEPTH).next_multiple_of(32), most.min(ROWS));
+    [left_len(rows, depth, true).max(left_len(rows, depth, false))]
 }
 
-/// `out = scale * left right`, plus the destination's addend; only if [`available`].
-pub(super) fn multiply<O: Element, A: Element, B: Element>(
-    mut out: MatrixMut<'_, O>,
-    destination: Destination<'_, O>,
-    scale: f32,
-    left: Matrix<'_, A>,
-    right: Matrix<'_, B>,
-) {
-    assert!(available());
-    let terms = left.columns;
-    let blocks = terms.div_ceil(DEPTH).max(1);
-    // A multiple of the vector, so that only the last block is partial.
-    let depth = terms.div_ceil(blocks).next_multiple_of(32);
-    // A bf16 result is rounded once: until the last block its sums are f32 in scratch.
-    let rounded = O::DTYPE != f32::DTYPE && terms > depth;
-    let outer = if rounded { out.rows.min(PARTIAL_ROWS) } else { out.rows };
-    let partial_len = if rounded { outer * out.columns.min(COLUMNS) } else { 0 };
-    let right_len = pack::right_len(depth, out.columns.min(COLUMNS));
-    let left_len = left_len(left.rows.min(ROWS), depth, left.column_stride == 1);
-    with_scratch([partial_len, right_len, left_len], |[partial, packed_right, packed_left]| {
-        let packed_right = bytemuck::cast_slice_mut(packed_right);
-        let packed_left = bytemuck::cast_slice_mut(packed_left);
-        for column in (0..out.columns).step_by(COLUMNS) {
-            let columns = column..out.columns.min(column + COLUMNS);
-            for row in (0..out.rows).step_by(outer) {
-                let rows = row..out.rows.min(row + outer);
-                // Without terms the addend still has to be stored.
-                for start in (0..terms.max(1)).step_by(depth.max(1)) {
-                    let range = start..terms.min(start + depth);
-                    let position =
-                        BlockPosition { row, column, first: start == 0, last: range.end == terms };
-                    let output =
-                        position.output(&mut out, destination, scale, partial, columns.len());
-                    let right = right.rows(range.clone()).columns(columns.clone());
-                    let left = left.columns(range).rows(rows.clone());
-                    // SAFETY: the machine has the instructions (asserted above), and the output has
-                    // these rows and columns.
-                    #[allow(unsafe_code)]
-                    unsafe {
-                        pack::right(right, packed_right);
-                        block(left, packed_left, packed_right, columns.len(), output);
-                    }
-                }
-            }
+/// `vdpbf16ps`; only if [`available`].
+///
+/// The cost of a right panel beyond the first-level cache was not measurable.
+pub(super) struct Avx512;
+
+impl Kernel for Avx512 {
+    const ROWS: usize = 2 * TILE_ROWS;
+
+    fn columns(_depth: usize) -> usize {
+        COLUMNS
+    }
+
+    fn rows(_depth: usize) -> usize {
+        usize::MAX
+    }
+
+    fn panel_len(terms: usize) -> usize {
+        pack::pairs(terms) * PANEL
+    }
+
+    fn pack_right<T: Element>(right: Matrix<'_, T>, out: &mut [u32]) {
+        assert!(available());
+        // SAFETY: the machine has the instructions.
+        #[allow(unsafe_code)]
+        unsafe {
+            pack::right(right, out);
         }
-    });
+    }
+
+    #[allow(unsafe_code)]
+    unsafe fn multiply_rows<T: Element>(
+        left: Matrix<'_, T>,
+        right: &[u32],
+        columns: usize,
+        output: Output,
+    ) {
+        assert!(available());
+        let len = left_len(left.rows.min(ROWS), left.columns, left.column_stride == 1);
+        with_scratch([len], |[packed]| {
+            let packed = bytemuck::cast_slice_mut(packed);
+            // SAFETY: the machine has the instructions; the rest is the caller's promise.
+            unsafe { block(left, packed, right, columns, output) }
+        });
+    }
 }
 
 /// Scratch elements of a left block, with contiguous rows or columns.
@@ -93,56 +83,6 @@ fn left_len(rows: usize, terms: usize, by_rows: bool) -> usize {
         rows * pack::left_stride(terms)
     } else {
         pack::pairs(terms) * pack::left_width(rows)
-    }
-}
-
-/// A block's position in the output and in the terms.
-pub(super) struct BlockPosition {
-    pub(super) row: usize,
-    pub(super) column: usize,
-    pub(super) first: bool,
-    pub(super) last: bool,
-}
-
-impl BlockPosition {
-    /// The destination of the block's sums.
-    pub(super) fn output<O: Element>(
-        &self,
-        out: &mut MatrixMut<'_, O>,
-        destination: Destination<'_, O>,
-        scale: f32,
-        partial: &mut [f32],
-        partial_stride: usize,
-    ) -> Output {
-        let &BlockPosition { row, column, first, last } = self;
-        let start = out.start.wrapping_add(row * out.row_stride + column);
-        let f32_out = O::DTYPE == DType::F32;
-        let addend = match destination {
-            _ if !first && f32_out => Addend::F32(start.cast_const().cast(), out.row_stride),
-            _ if !first => Addend::F32(partial.as_ptr(), partial_stride),
-            Destination::Overwrite => Addend::Nothing,
-            Destination::Accumulate => addend(start.cast_const(), out.row_stride),
-            Destination::AddTo(Matrix { data, row_stride, .. }) => {
-                addend(data[row * row_stride + column..].as_ptr(), row_stride)
-            }
-        };
-        let target = if f32_out {
-            Target::F32(start.cast(), out.row_stride)
-        } else if last {
-            Target::Bf16(start.cast(), out.row_stride)
-        } else {
-            Target::F32(partial.as_mut_ptr(), partial_stride)
-        };
-        Output { scale, addend, target }
-    }
-}
-
-/// Elements of the output's type as an addend.
-fn addend<O: Element>(start: *const O, stride: usize) -> Addend {
-    if O::DTYPE == DType::F32 {
-        Addend::F32(start.cast(), stride)
-    } else {
-        Addend::Bf16(start.cast(), stride)
     }
 }
 

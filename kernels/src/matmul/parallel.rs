@@ -1,7 +1,8 @@
-//! Matmuls on rayon's threads: the output is halved until its blocks are small enough.
+//! Matmuls on rayon's threads: packed ones share their blocks; the output of others is halved until
+//! its blocks are small enough.
 
 use super::matrix::{Destination, Matrix, MatrixMut};
-use super::{Bf16Path, check, dot, matmul};
+use super::{Bf16Path, check, dot, matmul, multiply_bf16};
 use crate::scalar::Element;
 
 /// Multiply-adds below which threads cost more than they save.
@@ -33,15 +34,12 @@ pub(crate) fn matmul_parallel<O: Element, A: Element, B: Element>(
         return matmul(out, destination, scale, left, right);
     }
     let any = dot::applies(&left, &right);
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    if !any
-        && Bf16Path::in_use() == Bf16Path::Amx
-        && (left.as_f32().is_none() || right.as_f32().is_none())
-    {
+    let is_f32 = left.as_f32().is_some() && right.as_f32().is_some();
+    if !any && !is_f32 && Bf16Path::in_use() != Bf16Path::F32 {
         let threads = rayon::current_num_threads();
-        return super::amx::multiply(out, destination, scale, left, right, threads);
+        return multiply_bf16(out, destination, scale, left, right, threads);
     }
-    let fixed = left.as_f32().is_some() && right.as_f32().is_some() && !any;
+    let fixed = is_f32 && !any;
     let blocks = if fixed { BLOCKS } else { BLOCKS_PER_THREAD * rayon::current_num_threads() };
     let smallest = if any { SMALL } else { SMALLEST };
     let division = Division { leaf: (operations / blocks).max(smallest), by_rows: !any };

@@ -72,7 +72,9 @@ fn agrees<O: Element, A: Element, B: Element>(case: Case, path: Path) {
             Path::Parallel => matmul_parallel(out, destination, scale, left, right),
             Path::Converted => converted::multiply(out, destination, scale, left, right),
             #[cfg(target_arch = "x86_64")]
-            Path::Packed => packed::multiply(out, destination, scale, left, right),
+            Path::Packed => {
+                blocked::multiply::<Avx512, _, _, _>(out, destination, scale, left, right, 1)
+            }
         }
     });
 }

@@ -7,7 +7,8 @@ use std::arch::x86_64::*;
 
 use half::bf16;
 
-use super::pack::{PANEL, TILE_ROWS};
+use super::blocked::PANEL;
+use super::pack::TILE_ROWS;
 
 /// Sums in a vector.
 const LANES: usize = 16;

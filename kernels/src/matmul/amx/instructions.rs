@@ -13,7 +13,7 @@ use crate::scalar::Element;
 
 /// The calling thread's tiles, configured: eight of 16 rows of 64 bytes. Not Send, as they are the
 /// thread's.
-pub(super) struct Instructions(PhantomData<*mut ()>);
+pub(in crate::matmul) struct Instructions(PhantomData<*mut ()>);
 
 /// The operand of `ldtilecfg`.
 #[repr(C, align(64))]

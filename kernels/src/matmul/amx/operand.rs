@@ -25,7 +25,7 @@ pub(super) const TILE: usize = ROWS * ROWS;
 
 /// Which operand a matrix is packed for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Role {
+pub(in crate::matmul) enum Role {
     Left,
     Right,
 }
@@ -82,13 +82,13 @@ fn interleaved<T: Element>(terms: Matrix<'_, T>) -> [[__m512i; ROWS]; 2] {
     let (first, last) = unsafe {
         (_mm512_loadu_epi16(FIRST.as_ptr().cast()), _mm512_loadu_epi16(LAST.as_ptr().cast()))
     };
-    let mut tiles = [[_mm512_setzero_si512(); ROWS]; 2];
-    for pair in 0..terms.rows.div_ceil(2) {
-        let even = load(terms.row(2 * pair));
-        let odd = if 2 * pair + 1 < terms.rows { terms.row(2 * pair + 1) } else { &[] };
-        let odd = load(odd);
-        tiles[0][pair] = _mm512_permutex2var_epi16(even, first, odd);
-        tiles[1][pair] = _mm512_permutex2var_epi16(even, last, odd);
+    let [mut tile, mut next] = [[_mm512_setzero_si512(); ROWS]; 2];
+    let pairs = tile.iter_mut().zip(&mut next).zip((0..terms.rows).step_by(2));
+    for ((tile, next), term) in pairs {
+        let even = load(terms.row(term));
+        let odd = load(if term + 1 < terms.rows { terms.row(term + 1) } else { &[] });
+        *tile = _mm512_permutex2var_epi16(even, first, odd);
+        *next = _mm512_permutex2var_epi16(even, last, odd);
     }
-    tiles
+    [tile, next]
 }

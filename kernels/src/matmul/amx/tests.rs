@@ -5,9 +5,12 @@ use half::bf16;
 use proptest::prelude::*;
 use proptest::test_runner::Config;
 
+use super::instructions::Instructions;
 use super::model::Model;
 use super::operand::TILE;
 use super::*;
+use crate::matmul::blocked;
+use crate::matmul::matrix::{Destination, MatrixMut};
 use crate::matmul::packed;
 use crate::matmul::tests::{Case, agrees_by, elements, view};
 
@@ -26,7 +29,7 @@ fn assembly_runs() -> bool {
 
 fn agrees_on<U: Unit, O: Element, A: Element, B: Element>(case: Case, threads: usize) {
     agrees_by::<O, A, B>(case, "amx", |out, destination, scale, left, right| {
-        multiply_on::<U, _, _, _>(out, destination, scale, left, right, threads);
+        blocked::multiply::<OnUnit<U>, _, _, _>(out, destination, scale, left, right, threads);
     });
 }
 
@@ -46,7 +49,7 @@ fn bits<U: Unit, O: Element>(
 ) -> Vec<u32> {
     let (left, right) = (elements::<bf16>(m * k, 1), elements::<bf16>(k * n, 2));
     let mut out = elements::<O>(m * n, 3);
-    multiply_on::<U, _, _, _>(
+    blocked::multiply::<OnUnit<U>, _, _, _>(
         MatrixMut::new(&mut out, m, n),
         Destination::Accumulate,
         0.5,
@@ -75,37 +78,6 @@ fn blocks_and_their_edges_agree() {
             let case =
                 Case { shape, left_transposed, right_transposed, destination, gap, scale, seed };
             agrees(case, threads);
-        }
-    }
-}
-
-#[test]
-fn blocks_fit_the_caches_and_their_scratch() {
-    for shape in
-        [[1, 1, 0], [1, 1, 1], [1024, 32_000, 288], [1024, 288, 32_000], [4096, 4096, 4096]]
-    {
-        for threads in [1, 2, 64] {
-            for is_bf16 in [false, true] {
-                let blocks = Blocks::new(shape, is_bf16, threads);
-                let Blocks { depth, columns, rows, outer, partial } = blocks;
-                assert!(columns == shape[1] || columns.is_multiple_of(SIDE), "{blocks:?}");
-                assert!(depth <= DEPTH && columns * depth <= RIGHT, "{blocks:?}");
-                assert!((1..=ROWS).contains(&rows) && rows.is_multiple_of(SIDE), "{blocks:?}");
-                let widest = shape.into_iter().max().unwrap();
-                let [left, sums] = most_scratch(widest);
-                assert!(
-                    packed_len(rows.min(widest), depth) <= left.max(packed_len(SIDE, depth)),
-                    "{blocks:?}"
-                );
-                assert!(sums_len(rows.min(widest)) <= sums, "{blocks:?}");
-                let [most_partial, right] = most_shared_scratch(widest);
-                assert!(
-                    partial <= most_partial && packed_len(columns, depth) <= right,
-                    "{blocks:?}"
-                );
-                assert_eq!(partial > 0, is_bf16 && shape[2] > depth);
-                assert!(outer <= shape[0]);
-            }
         }
     }
 }

@@ -9,7 +9,7 @@ use crate::scalar::Element;
 pub(super) const SUMS: usize = SIDE * SIDE;
 
 /// The tile unit of the calling thread.
-pub(super) trait Unit: Sized {
+pub(in crate::matmul) trait Unit: Sized {
     /// Packs an operand, `[rows or columns, terms]`, as [`super::operand`] describes.
     fn pack<T: Element>(operand: Matrix<'_, T>, role: Role, out: &mut [u32]);
 
