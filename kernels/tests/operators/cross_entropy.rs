@@ -97,7 +97,7 @@ fn rows_that_a_block_reads_in_several_rounds_agree() {
 fn a_vocabulary_that_fills_the_scratch_makes_chunks_of_fewer_tokens() {
     let shape = HeadShape::whole(23, 2, 3 << 20);
     let mut scratch = vec![0f32; Cpu.cross_entropy_scratch(&shape)];
-    assert_eq!(scratch.len(), 21 * shape.vocab_size);
+    assert_eq!(scratch.len() / shape.vocab_size, 21);
     // All logits are 0, so every token's loss is the logarithm of the vocabulary.
     let (x, weight) = (vec![0f32; 46], vec![0f32; 2 * shape.vocab_size]);
     let targets: Vec<u32> = (0..23).map(|i| if i == 1 { IGNORED } else { i }).collect();
@@ -121,7 +121,11 @@ fn a_vocabulary_that_fills_the_scratch_makes_chunks_of_fewer_tokens() {
 fn a_head_that_caches_hold_has_smaller_chunks() {
     let tokens_at_once = |width, vocab_size| {
         let shape = HeadShape::whole(1000, width, vocab_size);
-        Cpu.cross_entropy_scratch(&shape) / vocab_size
+        // Of a token: logits, the gradient of its input, and three numbers for the first 1024 logits,
+        // two for the next ones.
+        let of_a_token = vocab_size + width + 2 * vocab_size.div_ceil(1024) + 1;
+        assert_eq!(Cpu.cross_entropy_scratch(&shape) % of_a_token, 0);
+        Cpu.cross_entropy_scratch(&shape) / of_a_token
     };
     assert_eq!(tokens_at_once(512, 4096), 256);
     assert_eq!(tokens_at_once(512, 3000), 349);
@@ -158,7 +162,7 @@ fn ignored_targets_have_neither_loss_nor_gradient() {
 #[test]
 fn a_target_without_a_row_is_refused() {
     let shape = HeadShape::whole(1, 1, 5);
-    let (mut scratch, mut loss) = ([0f32; 5], [0f64]);
+    let (mut scratch, mut loss) = (vec![0f32; Cpu.cross_entropy_scratch(&shape)], [0f64]);
     let args = CrossEntropyArgs::<Cpu, f32, f32> {
         shape,
         x: &[0.0],

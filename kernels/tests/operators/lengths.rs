@@ -27,24 +27,27 @@ enum Fit {
     Exactly(usize),
     /// This one and larger ones.
     AtLeast(usize),
+    /// At least the device's scratch for the cross-entropy of [`HEAD`].
+    HeadScratch,
 }
 
 impl Fit {
-    fn right(self) -> usize {
+    fn right<B: Backend>(self, device: &B) -> usize {
         match self {
             Fit::Exactly(len) | Fit::AtLeast(len) => len,
+            Fit::HeadScratch => device.cross_entropy_scratch(&HEAD),
         }
     }
 
-    fn admits(self, len: usize) -> bool {
+    fn admits<B: Backend>(self, device: &B, len: usize) -> bool {
         match self {
             Fit::Exactly(right) => len == right,
-            Fit::AtLeast(right) => len >= right,
+            Fit::AtLeast(_) | Fit::HeadScratch => len >= self.right(device),
         }
     }
 }
 
-use Fit::{AtLeast, Exactly};
+use Fit::{AtLeast, Exactly, HeadScratch};
 
 const SHAPE: QkvShape = QkvShape { batch: 1, length: 3, heads: 4, kv_heads: 2, head_dim: 2 };
 const TOKENS: usize = 3;
@@ -186,7 +189,7 @@ const OPERATORS: &[(&str, &[Fit])] = &[
             Exactly(TOKENS * WIDTH),
             Exactly(7 * WIDTH),
             Exactly(TOKENS),
-            AtLeast(TOKENS * 7),
+            HeadScratch,
             Exactly(1),
             Exactly(TOKENS * WIDTH),
             Exactly(7 * WIDTH),
@@ -197,29 +200,38 @@ const OPERATORS: &[(&str, &[Fit])] = &[
     ("adamw", &[Exactly(WIDTH), Exactly(WIDTH), Exactly(WIDTH), Exactly(WIDTH), Exactly(WIDTH)]),
 ];
 
-fn right(fits: &[Fit]) -> Vec<usize> {
-    fits.iter().map(|fit| fit.right()).collect()
+fn right<B: Backend>(device: &B, fits: &[Fit]) -> Vec<usize> {
+    fits.iter().map(|fit| fit.right(device)).collect()
 }
 
 #[test]
 fn the_lengths_of_the_table_are_right() {
     for (operator, fits) in OPERATORS {
-        on_each_device!(device => assert_eq!(call(device, operator, &right(fits)), Ok(()), "{operator}"));
+        on_each_device!(device => {
+            assert_eq!(call(device, operator, &right(device, fits)), Ok(()), "{operator}");
+        });
     }
 }
 
 #[test]
 fn each_buffer_that_is_empty_short_or_long_is_refused() {
     for (operator, fits) in OPERATORS {
-        for (at, fit) in fits.iter().enumerate() {
-            for wrong in [0, fit.right().saturating_sub(1), fit.right() + 1, 2 * fit.right()] {
-                let mut lengths = right(fits);
-                lengths[at] = wrong;
-                on_each_device!(device => {
-                    let done = call(device, operator, &lengths);
-                    assert_eq!(done.is_ok(), fit.admits(wrong), "{operator}: {lengths:?}, {done:?}");
-                });
-            }
+        on_each_device!(device => refuses_wrong_lengths(device, operator, fits));
+    }
+}
+
+fn refuses_wrong_lengths<B: Backend>(device: &B, operator: &str, fits: &[Fit]) {
+    let right = right(device, fits);
+    for (at, fit) in fits.iter().enumerate() {
+        for wrong in [0, right[at].saturating_sub(1), right[at] + 1, 2 * right[at]] {
+            let mut lengths = right.clone();
+            lengths[at] = wrong;
+            let done = call(device, operator, &lengths);
+            assert_eq!(
+                done.is_ok(),
+                fit.admits(device, wrong),
+                "{operator}: {lengths:?}, {done:?}"
+            );
         }
     }
 }
@@ -371,11 +383,13 @@ proptest! {
         changes in prop::collection::vec((any::<prop::sample::Index>(), 0usize..90), 1..4),
     ) {
         let &(operator, fits) = choice.get(OPERATORS);
-        let mut lengths = right(fits);
-        for (at, len) in changes {
-            lengths[at.index(fits.len())] = len;
-        }
-        // Several changed lengths may fit each other; the test is that the call returns.
-        on_each_device!(device => { let _ = call(device, operator, &lengths); });
+        on_each_device!(device => {
+            let mut lengths = right(device, fits);
+            for (at, len) in &changes {
+                lengths[at.index(fits.len())] = *len;
+            }
+            // Several changed lengths may fit each other; the test is that the call returns.
+            let _ = call(device, operator, &lengths);
+        });
     }
 }

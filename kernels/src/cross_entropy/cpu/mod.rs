@@ -1,15 +1,25 @@
 //! The CPU body of the fused cross-entropy.
+//!
+//! A chunk's logits are computed in blocks of the vocabulary, and each block is exponentiated while it
+//! is in the caches. Once all sums are known, a block's exponentials become its part of the gradients,
+//! again in the caches, so that memory sees a logit twice.
 
+mod softmax;
 mod vocab_parallel;
+
+use std::ops::Range;
+
+use rayon::prelude::*;
 
 use super::{CrossEntropy, CrossEntropyArgs, HeadShape, IGNORED, Lens, check, check_ranks};
 use crate::cpu::Cpu;
 use crate::error::{Error, Result};
 use crate::linear::Accumulation;
-use crate::math::{exp, largest, sum};
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
-use crate::scalar::Element;
+use crate::ranks::VocabularyRows;
+use crate::scalar::{DType, Element};
 use crate::simd::vectorized;
+use softmax::Softmax;
 
 /// Tokens per chunk. With fewer, accumulating the weight's gradient, which each chunk reads and
 /// writes, would cost more than a tenth of the time.
@@ -21,10 +31,10 @@ const MOST_SCRATCH: usize = 64 << 20;
 const CACHED: usize = 4 << 20;
 const CACHED_CHUNK: usize = 256;
 const CACHED_SCRATCH: usize = 1 << 20;
-/// Maximum tokens per task.
-const ROWS: usize = 16;
-/// Logits that are exponentiated before they are summed.
+/// Rows of the vocabulary in a block: its logits of a chunk take at most 2 MiB.
 const BLOCK: usize = 1024;
+/// Elements of a task that rounds gradients.
+const PART: usize = 16 << 10;
 
 fn chunk_rows(shape: &HeadShape) -> usize {
     let holds = |elements: usize| elements / shape.largest_share.max(1);
@@ -35,8 +45,14 @@ fn chunk_rows(shape: &HeadShape) -> usize {
     chunk.min(shape.tokens).min(holds(MOST_SCRATCH)).max(1)
 }
 
+/// Elements of scratch of a chunk: logits, gradients of its inputs, and numbers of the softmax.
+fn lengths(shape: &HeadShape) -> [usize; 3] {
+    let rows = chunk_rows(shape);
+    [rows * shape.vocab_size, rows * shape.width, Softmax::len(rows, shape.vocab_size)]
+}
+
 pub(crate) fn scratch(shape: &HeadShape) -> usize {
-    chunk_rows(shape) * shape.vocab_size
+    lengths(shape).iter().sum()
 }
 
 pub(crate) fn sums(shape: &HeadShape, ranks: usize) -> usize {
@@ -62,106 +78,133 @@ impl CrossEntropy for Cpu {
         check(&shape, &found)?;
         check_ranks(&shape, ranks.as_ref())?;
         let HeadShape { width, vocab_size, .. } = shape;
-        check_targets(targets, ranks.as_ref().map_or(vocab_size, |ranks| ranks.rows.vocab_size))?;
+        let vocabulary = ranks.as_ref().map_or(VocabularyRows::all(vocab_size), |ranks| ranks.rows);
+        check_targets(targets, vocabulary.vocab_size)?;
         if let (0, Some(gradients)) = (targets.len(), &mut gradients)
             && gradients.accumulation == Accumulation::Overwrite
         {
             gradients.d_weight.fill(G::zeroed());
         }
+        let [logits, d_x, softmax] = split(scratch, lengths(&shape));
         let rows = chunk_rows(&shape);
-        let weight = Matrix::new(weight, vocab_size, width);
         for (part, (x, targets)) in x.chunks(rows * width).zip(targets.chunks(rows)).enumerate() {
-            let tokens = targets.len();
-            let logits = &mut scratch[..tokens * vocab_size];
-            let x = Matrix::new(x, tokens, width);
-            let to_logits = MatrixMut::new(logits, tokens, vocab_size);
-            matmul_parallel(to_logits, Destination::Overwrite, 1.0, x, weight.transposed());
+            let mut softmax = Softmax::new(softmax, targets, vocabulary);
+            let mut chunk = Chunk { width, x, weight, logits, keeps: gradients.is_some() };
+            chunk.exponentiate(&mut softmax);
             let scale = gradients.as_ref().map(|gradients| gradients.scale);
             loss[0] += match &mut ranks {
-                None => losses(logits, targets, vocab_size, scale),
-                Some(ranks) => vocab_parallel::losses(logits, targets, scale, ranks)?,
+                None => softmax.losses(scale),
+                Some(ranks) => vocab_parallel::losses(&mut softmax, scale, ranks)?,
             };
             if let Some(gradients) = &mut gradients {
-                let d_logits = Matrix::new(logits, tokens, vocab_size);
-                let d_weight = MatrixMut::new(gradients.d_weight, vocab_size, width);
                 let accumulation =
                     std::mem::replace(&mut gradients.accumulation, Accumulation::Add);
-                matmul_parallel(d_weight, accumulation.into(), 1.0, d_logits.transposed(), x);
-                let d_x = &mut gradients.d_x[part * rows * width..][..tokens * width];
-                let d_x = MatrixMut::new(d_x, tokens, width);
-                matmul_parallel(d_x, Destination::Overwrite, 1.0, d_logits, weight);
+                let to = &mut gradients.d_x[part * rows * width..][..targets.len() * width];
+                let weights = (&mut *gradients.d_weight, accumulation);
+                chunk.backward(&softmax, gradients.scale, to, d_x, weights);
             }
         }
         Ok(())
     }
 }
 
-/// The chunk's summed loss, in an order that depends only on its length; with a scale, replaces the
-/// logits by their gradients.
-fn losses(logits: &mut [f32], targets: &[u32], vocab_size: usize, scale: Option<f32>) -> f64 {
-    if targets.len() > ROWS {
-        let half = targets.len().div_ceil(2);
-        let (first, second) = logits.split_at_mut(half * vocab_size);
-        let (first_targets, second_targets) = targets.split_at(half);
-        let (first, second) = rayon::join(
-            || losses(first, first_targets, vocab_size, scale),
-            || losses(second, second_targets, vocab_size, scale),
-        );
-        return first + second;
-    }
-    let rows = logits.chunks_exact_mut(vocab_size).zip(targets);
-    rows.map(|(row, &target)| vectorized!(token_loss(row, target, scale))).sum()
+/// Consecutive parts of these lengths.
+fn split<const N: usize>(mut rest: &mut [f32], lengths: [usize; N]) -> [&mut [f32]; N] {
+    lengths.map(|len| {
+        let (part, after) = std::mem::take(&mut rest).split_at_mut(len);
+        rest = after;
+        part
+    })
 }
 
-#[inline(always)]
-fn token_loss(row: &mut [f32], target: u32, scale: Option<f32>) -> f64 {
-    if target == IGNORED {
-        row.fill(0.0);
-        return 0.0;
+/// A chunk of tokens.
+struct Chunk<'a, T> {
+    width: usize,
+    x: &'a [T],
+    weight: &'a [T],
+    /// The logits, block after block.
+    logits: &'a mut [f32],
+    /// Whether the logits of all blocks are kept, for their gradients.
+    keeps: bool,
+}
+
+impl<T: Element> Chunk<'_, T> {
+    fn tokens(&self) -> usize {
+        self.x.len() / self.width
     }
-    let target = target as usize;
-    let chosen = row[target];
-    let (largest, total) = exponentiate(row, Some(target));
-    if let Some(scale) = scale {
-        let factor = (f64::from(scale) / total) as f32;
-        for value in row.iter_mut() {
-            *value *= factor;
+
+    /// The blocks of the vocabulary: number, and rows.
+    fn blocks(&self) -> impl Iterator<Item = (usize, Range<usize>)> + use<T> {
+        let vocab_size = self.weight.len() / self.width;
+        let starts = (0..vocab_size).step_by(BLOCK);
+        starts.map(move |first| first..vocab_size.min(first + BLOCK)).enumerate()
+    }
+
+    /// A block's logits of all tokens, the inputs, and the weight's rows of the block.
+    fn block(&mut self, block: &Range<usize>) -> (&mut [f32], Matrix<'_, T>, Matrix<'_, T>) {
+        let (tokens, width) = (self.tokens(), self.width);
+        let first = if self.keeps { tokens * block.start } else { 0 };
+        let logits = &mut self.logits[first..][..tokens * block.len()];
+        let weight = &self.weight[block.start * width..block.end * width];
+        (logits, Matrix::new(self.x, tokens, width), Matrix::new(weight, block.len(), width))
+    }
+
+    /// Computes the logits, and replaces them by exponentials.
+    fn exponentiate(&mut self, softmax: &mut Softmax<'_>) {
+        let tokens = self.tokens();
+        for (number, block) in self.blocks() {
+            let (logits, x, weight) = self.block(&block);
+            let out = MatrixMut::new(logits, tokens, block.len());
+            matmul_parallel(out, Destination::Overwrite, 1.0, x, weight.transposed());
+            softmax.exponentiate(logits, number, &block);
         }
-        row[target] -= scale;
     }
-    f64::from(largest) - f64::from(chosen) + total.ln()
-}
 
-/// Replaces logits by exponentials relative to the maximum; returns the maximum and their sum.
-///
-/// The target's term is added in f64: if it is the maximum, the loss is the logarithm of 1 plus the
-/// small sum of the others.
-#[inline(always)]
-fn exponentiate(row: &mut [f32], target: Option<usize>) -> (f32, f64) {
-    let largest = largest(row);
-    let Some(target) = target else {
-        return (largest, f64::from(exponentials(row, largest)));
-    };
-    let own = exp(row[target] - largest);
-    row[target] = f32::NEG_INFINITY;
-    let others = exponentials(row, largest);
-    row[target] = own;
-    (largest, f64::from(others) + f64::from(own))
-}
-
-/// Replaces logits by exponentials relative to the maximum and returns their sum.
-#[inline(always)]
-fn exponentials(row: &mut [f32], largest: f32) -> f32 {
-    let mut total = 0.0;
-    // The sum reads a block while it is in the first-level cache; one loop for both does not
-    // vectorise.
-    for block in row.chunks_mut(BLOCK) {
-        for logit in block.iter_mut() {
-            *logit = exp(*logit - largest);
+    /// The gradients; those of the inputs are summed in `sums`, unless they are f32 themselves, and rounded once.
+    fn backward<G: Element>(
+        &mut self,
+        softmax: &Softmax<'_>,
+        scale: f32,
+        d_x: &mut [T],
+        sums: &mut [f32],
+        d_weight: (&mut [G], Accumulation),
+    ) {
+        if T::DTYPE == DType::F32 {
+            return self.gradients(softmax, scale, bytemuck::cast_slice_mut(d_x), d_weight);
         }
-        total += sum(block);
+        let sums = &mut sums[..d_x.len()];
+        self.gradients(softmax, scale, sums, d_weight);
+        let parts = d_x.par_chunks_mut(PART).zip(sums.par_chunks(PART));
+        parts.for_each(|(d_x, sums)| vectorized!(round(d_x, sums)));
     }
-    total
+
+    fn gradients<G: Element>(
+        &mut self,
+        softmax: &Softmax<'_>,
+        scale: f32,
+        d_x: &mut [f32],
+        (d_weight, accumulation): (&mut [G], Accumulation),
+    ) {
+        let (tokens, width) = (self.tokens(), self.width);
+        for (number, block) in self.blocks() {
+            let (logits, x, weight) = self.block(&block);
+            softmax.differentiate(logits, number, &block, scale);
+            let d_logits = Matrix::new(&*logits, tokens, block.len());
+            let d_weight = &mut d_weight[block.start * width..block.end * width];
+            let d_weight = MatrixMut::new(d_weight, block.len(), width);
+            matmul_parallel(d_weight, accumulation.into(), 1.0, d_logits.transposed(), x);
+            let first = number == 0;
+            let to = if first { Destination::Overwrite } else { Destination::Accumulate };
+            matmul_parallel(MatrixMut::new(d_x, tokens, width), to, 1.0, d_logits, weight);
+        }
+    }
+}
+
+#[inline(always)]
+fn round<T: Element>(to: &mut [T], from: &[f32]) {
+    for (to, &from) in to.iter_mut().zip(from) {
+        *to = T::from_f32(from);
+    }
 }
 
 /// Refuses a target without a row.
