@@ -5,13 +5,10 @@ use std::sync::OnceLock;
 
 use crate::error::{Error, Result};
 
-/// The environment variable that names the first implementation to try.
-const VARIABLE: &str = "MOH_BF16";
-
 /// How the CPU multiplies bf16 matrices.
 ///
-/// The choice depends on the processor and on [`VARIABLE`](Self::from_environment) alone, never on
-/// a measurement: a resumed run computes the same bits.
+/// The choice depends on the processor and on [`VARIABLE`](Self::VARIABLE) alone, never on a
+/// measurement: a resumed run computes the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bf16Path {
     /// AMX: `tdpbf16ps`, with the permission of the Linux kernel.
@@ -23,6 +20,16 @@ pub enum Bf16Path {
 }
 
 impl Bf16Path {
+    /// The environment variable that names the first implementation to try.
+    pub const VARIABLE: &str = "MOH_BF16";
+
+    /// The implementations for which this processor has the instructions.
+    pub fn supported() -> impl Iterator<Item = Self> {
+        let all = [Self::Amx, Self::Avx512, Self::F32];
+        let runs = |path: &Self| Self::named(&path.to_string()).is_ok_and(|found| found == *path);
+        all.into_iter().filter(runs)
+    }
+
     /// The implementation that this process uses.
     pub fn in_use() -> Self {
         static IN_USE: OnceLock<Bf16Path> = OnceLock::new();
@@ -35,7 +42,7 @@ impl Bf16Path {
     /// # Errors
     /// Fails if the variable has another value than `amx`, `avx512` and `f32`.
     pub fn from_environment() -> Result<Self> {
-        match std::env::var_os(VARIABLE).filter(|name| !name.is_empty()) {
+        match std::env::var_os(Self::VARIABLE).filter(|name| !name.is_empty()) {
             None => Ok(Self::of_processor()),
             Some(name) => Self::named(&name.to_string_lossy()),
         }
@@ -50,7 +57,7 @@ impl Bf16Path {
             _ => Err(Error::Device {
                 device: "the CPU".into(),
                 operation: "start",
-                reason: format!("{VARIABLE} = {name:?}: expected amx, avx512 or f32"),
+                reason: format!("{} = {name:?}: expected amx, avx512 or f32", Self::VARIABLE),
             }),
         }
     }
@@ -95,10 +102,20 @@ mod tests {
     #[test]
     fn a_name_chooses_the_implementation() {
         assert_eq!(Bf16Path::named("f32").unwrap(), Bf16Path::F32);
-        for path in [Bf16Path::F32, Bf16Path::of_processor()] {
+        for path in Bf16Path::supported() {
             assert_eq!(Bf16Path::named(&path.to_string()).unwrap(), path);
         }
         let error = Bf16Path::named("fast").unwrap_err().to_string();
         assert!(error.contains("MOH_BF16 = \"fast\": expected amx, avx512 or f32"), "{error}");
+    }
+
+    #[test]
+    fn every_processor_supports_its_own_choice_and_f32() {
+        let supported: Vec<Bf16Path> = Bf16Path::supported().collect();
+        for path in [Bf16Path::of_processor(), Bf16Path::F32] {
+            assert_eq!(supported.iter().filter(|found| **found == path).count(), 1, "{path}");
+        }
+        #[cfg(target_arch = "x86_64")]
+        assert_eq!(supported.contains(&Bf16Path::Avx512), crate::matmul::packed::available());
     }
 }
