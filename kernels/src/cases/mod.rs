@@ -6,9 +6,11 @@
 //! key/value heads of 128. A GPU's shapes are those of LLaMA-3-8B ([`Sizes::LLAMA_8B`]).
 
 mod attention;
+mod instructions;
 mod rows;
 
 pub use attention::AttentionCase;
+pub use instructions::instruction_sets;
 
 use crate::backend::Backend;
 use crate::error::Result;
