@@ -14,7 +14,7 @@ use moh_model::{Active, HeadCounts, HeadRequest, LayerHeads};
 use serde_json::{Value, json};
 
 use crate::device::{Bench, DeviceArguments, Measurement};
-use crate::machine::Machine;
+use crate::limits::Machine;
 use crate::report;
 use crate::timing::Times;
 

@@ -3,7 +3,7 @@
 mod attention;
 mod device;
 mod kernels;
-mod machine;
+mod limits;
 mod operators;
 mod report;
 mod step;

@@ -8,7 +8,7 @@ use moh_kernels::{Backend, Element, ElementType};
 use serde_json::{Value, json};
 
 use crate::device::{Bench, DeviceArguments, Measurement};
-use crate::machine::Machine;
+use crate::limits::Machine;
 use crate::report;
 use crate::timing::Times;
 

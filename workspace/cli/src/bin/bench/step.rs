@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use crate::device::{Bench, Measurement};
 use crate::kernels::KernelTimes;
-use crate::machine::{self, Machine, gflops};
+use crate::limits::{self, Machine, gflops};
 use crate::report;
 use crate::step_job::{StepArguments, StepJob};
 use crate::timing::Times;
@@ -87,7 +87,7 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
     job: &StepJob,
     arguments: &StepArguments,
 ) -> anyhow::Result<Measured> {
-    let before = machine::memory(backend);
+    let before = limits::memory(backend);
     let (config, plan) = (job.config.clone(), job.plan.clone());
     let (vocabulary, deviation) = (config.vocab_size as u64, config.initializer_range);
     let mut model = Model::<B, T>::new::<moh_model::Error>(
@@ -138,7 +138,7 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
     if let Some(reason) = last.skipped {
         anyhow::bail!("the step was not applied: {reason}");
     }
-    let memory = before.zip(machine::memory(backend)).map(|((now, _), (_, most))| (now, most));
+    let memory = before.zip(limits::memory(backend)).map(|((now, _), (_, most))| (now, most));
     let kernels = arguments.kernels.then(|| kernel_times(backend, &mut step)).transpose()?;
     Ok(Measured { times, first, last, memory, kernels })
 }
