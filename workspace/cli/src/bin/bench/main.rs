@@ -4,11 +4,14 @@ mod attention;
 mod device;
 mod kernels;
 mod limits;
+mod machine;
 mod operators;
+mod processor;
 mod report;
 mod step;
 mod step_job;
 mod timing;
+mod topology;
 
 use std::process::ExitCode;
 
@@ -55,6 +58,15 @@ enum Command {
         moh-bench operators\n  \
         moh-bench operators linear --dtype bf16")]
     Operators(operators::OperatorsArguments),
+    /// This machine's processor, and the limits of its matrix products and its memory
+    ///
+    /// Measures the f32 product, every bf16 product that the processor supports, and reading and
+    /// copying more memory than the caches hold, each on one thread and on all. The last line names
+    /// the machine beside a figure.
+    #[command(after_help = "Examples:\n  \
+        moh-bench machine\n  \
+        RAYON_NUM_THREADS=8 moh-bench machine --json")]
+    Machine(machine::MachineArguments),
 }
 
 fn main() -> ExitCode {
@@ -62,5 +74,6 @@ fn main() -> ExitCode {
         Command::Step(arguments) => step::run(&arguments),
         Command::Attention(arguments) => attention::run(&arguments),
         Command::Operators(arguments) => operators::run(&arguments),
+        Command::Machine(arguments) => machine::run(&arguments),
     })
 }

@@ -1,0 +1,199 @@
+//! The processor of this machine: the name that a figure gives, and what it has.
+
+use indicatif::HumanBytes;
+use moh_kernels::cases::instruction_sets;
+use serde_json::{Value, json};
+
+use crate::topology::Topology;
+
+/// The processor.
+#[derive(Debug, Clone)]
+pub struct Processor {
+    /// As it names itself, without marks, clock and number of cores.
+    name: String,
+    /// Family and model of an x86 processor.
+    signature: Option<Signature>,
+    topology: Topology,
+    /// The instruction sets that the operators use.
+    instructions: Vec<&'static str>,
+}
+
+/// By which x86 processors are told apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Signature {
+    vendor: Vendor,
+    family: u8,
+    model: u8,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only x86 processors have one"))]
+enum Vendor {
+    Amd,
+    Intel,
+    Other,
+}
+
+impl Processor {
+    /// This machine's.
+    pub fn read() -> Self {
+        let (name, signature) = identity();
+        let topology = Topology::read();
+        Processor { name: short(&name), signature, topology, instructions: instruction_sets() }
+    }
+
+    /// Bytes of all caches of the last level together, if the system lists them.
+    pub fn last_level_cache(&self) -> Option<u64> {
+        self.topology.last_level_cache
+    }
+
+    /// Its name and microarchitecture, or family and model if that is not known.
+    pub fn label(&self) -> String {
+        let Self { name, signature, .. } = self;
+        match signature {
+            None => name.clone(),
+            Some(signature) => match signature.microarchitecture() {
+                Some(microarchitecture) => format!("{name}, {microarchitecture}"),
+                None => format!("{name}, family {}, model {}", signature.family, signature.model),
+            },
+        }
+    }
+
+    /// Cores, threads of the operators, cache and instructions, in one line.
+    pub fn description(&self, threads: usize) -> String {
+        let Topology { cores, last_level_cache } = self.topology;
+        let cores = cores.map(|count| plural(count, "core"));
+        let used = format!("{} used", plural(threads, "thread"));
+        let cache = last_level_cache.map(|bytes| format!("last-level cache {}", HumanBytes(bytes)));
+        let parts: Vec<String> = cores.into_iter().chain([used]).chain(cache).collect();
+        let instructions = match self.instructions.as_slice() {
+            [] => "no vector instructions".to_owned(),
+            sets => sets.join(", "),
+        };
+        format!("{}; {instructions}", parts.join(", "))
+    }
+
+    /// The JSON fields of `processor`.
+    pub fn json(&self) -> Value {
+        let Self { name, signature, topology, instructions } = self;
+        json!({
+            "name": name,
+            "microarchitecture": signature.and_then(Signature::microarchitecture),
+            "family": signature.map(|signature| signature.family),
+            "model": signature.map(|signature| signature.model),
+            "cores": topology.cores,
+            "last_level_cache_bytes": topology.last_level_cache,
+            "instructions": instructions,
+        })
+    }
+}
+
+/// A count and its noun.
+pub fn plural(count: usize, noun: &str) -> String {
+    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
+}
+
+impl Signature {
+    /// The name of the processor's design, which a name in a virtual machine often leaves out.
+    ///
+    /// AMD's by Linux 6.11 (`bsp_init_amd` in arch/x86/kernel/cpu/amd.c), Intel's servers by
+    /// arch/x86/include/asm/intel-family.h.
+    fn microarchitecture(self) -> Option<&'static str> {
+        let Self { vendor, family, model } = self;
+        Some(match (vendor, family, model) {
+            (Vendor::Amd, 0x17, 0x00..=0x2f | 0x50..=0x5f) => "Zen",
+            (Vendor::Amd, 0x17, 0x30..=0x4f | 0x60..=0x7f | 0x90..=0x91 | 0xa0..=0xaf) => "Zen 2",
+            (Vendor::Amd, 0x19, 0x00..=0x0f | 0x20..=0x5f) => "Zen 3",
+            (Vendor::Amd, 0x19, 0x10..=0x1f | 0x60..=0xaf) => "Zen 4",
+            (Vendor::Amd, 0x1a, 0x00..=0x2f | 0x40..=0x4f | 0x60..=0x7f) => "Zen 5",
+            (Vendor::Intel, 6, 0x55) => "Skylake",
+            (Vendor::Intel, 6, 0x6a | 0x6c) => "Ice Lake",
+            (Vendor::Intel, 6, 0x8f) => "Sapphire Rapids",
+            (Vendor::Intel, 6, 0xcf) => "Emerald Rapids",
+            (Vendor::Intel, 6, 0xad | 0xae) => "Granite Rapids",
+            _ => return None,
+        })
+    }
+}
+
+/// The processor's own name, and its signature.
+#[cfg(target_arch = "x86_64")]
+fn identity() -> (String, Option<Signature>) {
+    let cpuid = raw_cpuid::CpuId::new();
+    let vendor = match cpuid.get_vendor_info().as_ref().map(|vendor| vendor.as_str()) {
+        Some("AuthenticAMD") => Vendor::Amd,
+        Some("GenuineIntel") => Vendor::Intel,
+        _ => Vendor::Other,
+    };
+    let signature = cpuid.get_feature_info().map(|features| Signature {
+        vendor,
+        family: features.family_id(),
+        model: features.model_id(),
+    });
+    let name = cpuid.get_processor_brand_string().map(|name| name.as_str().to_owned());
+    (name.unwrap_or_default(), signature)
+}
+
+/// The architecture: elsewhere programs cannot ask the processor for its name.
+#[cfg(not(target_arch = "x86_64"))]
+fn identity() -> (String, Option<Signature>) {
+    (std::env::consts::ARCH.to_owned(), None)
+}
+
+/// A processor's name without marks, clock, number of cores and the words that all of them have.
+fn short(name: &str) -> String {
+    let name = name.split(" @ ").next().unwrap_or_default();
+    let name = ["(R)", "(r)", "(TM)", "(tm)"]
+        .iter()
+        .fold(name.to_owned(), |name, mark| name.replace(mark, ""));
+    let says_nothing = |word: &&str| {
+        matches!(*word, "CPU" | "Processor")
+            || word.ends_with("-Core")
+            || word.chars().any(char::is_control)
+    };
+    let words: Vec<&str> = name.split_whitespace().filter(|word| !says_nothing(word)).collect();
+    if words.is_empty() { "unnamed processor".to_owned() } else { words.join(" ") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_shortened_to_what_tells_processors_apart() {
+        for (name, expected) in [
+            ("AMD EPYC", "AMD EPYC"),
+            ("AMD EPYC 9654 96-Core Processor", "AMD EPYC 9654"),
+            ("Intel(R) Xeon(R) Processor @ 2.60GHz", "Intel Xeon"),
+            ("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "Intel Xeon Platinum 8481C"),
+            ("  13th Gen Intel(R) Core(TM) i7-1360P ", "13th Gen Intel Core i7-1360P"),
+            ("", "unnamed processor"),
+            ("Processor\u{1b}[2J \u{7}", "unnamed processor"),
+        ] {
+            assert_eq!(short(name), expected, "{name:?}");
+        }
+    }
+
+    fn label(vendor: Vendor, family: u8, model: u8) -> String {
+        let processor = Processor {
+            name: "A B".to_owned(),
+            signature: Some(Signature { vendor, family, model }),
+            topology: Topology { cores: Some(2), last_level_cache: Some(32 << 20) },
+            instructions: vec!["AVX2", "AVX-512"],
+        };
+        assert_eq!(
+            processor.description(1),
+            "2 cores, 1 thread used, last-level cache 32.00 MiB; AVX2, AVX-512"
+        );
+        processor.label()
+    }
+
+    #[test]
+    fn a_label_has_the_microarchitecture_or_the_numbers() {
+        assert_eq!(label(Vendor::Amd, 25, 17), "A B, Zen 4");
+        assert_eq!(label(Vendor::Amd, 26, 2), "A B, Zen 5");
+        assert_eq!(label(Vendor::Intel, 6, 143), "A B, Sapphire Rapids");
+        assert_eq!(label(Vendor::Intel, 25, 17), "A B, family 25, model 17");
+        assert_eq!(label(Vendor::Other, 6, 143), "A B, family 6, model 143");
+    }
+}
