@@ -14,34 +14,11 @@ pub fn instruction_sets() -> Vec<&'static str> {
         #[cfg(target_arch = "x86_64")]
         ("AVX512-BF16", Bf16Path::supported().any(|path| path == Bf16Path::Avx512)),
         #[cfg(target_arch = "x86_64")]
-        ("AMX-BF16", x86::has_amx_bf16()),
+        ("AMX-BF16", Bf16Path::supported().any(|path| path == Bf16Path::Amx)),
         #[cfg(target_arch = "aarch64")]
         ("NEON", std::arch::is_aarch64_feature_detected!("neon")),
     ];
     known.into_iter().filter(|(_, available)| *available).map(|(name, _)| name).collect()
-}
-
-#[cfg(target_arch = "x86_64")]
-mod x86 {
-    use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
-
-    /// `OSXSAVE` of leaf 1, register ecx: the system has enabled `xgetbv`.
-    const XGETBV: u32 = 1 << 27;
-    /// `AMX-BF16` and `AMX-TILE` of leaf 7, register edx.
-    const AMX: u32 = 1 << 22 | 1 << 24;
-    /// The configuration and the data of tiles in the register XCR0.
-    const TILES: u64 = 1 << 17 | 1 << 18;
-
-    /// Whether there are tiles that multiply bf16, and the system saves them with a thread.
-    pub(super) fn has_amx_bf16() -> bool {
-        if __cpuid(0).eax < 7 || __cpuid(1).ecx & XGETBV == 0 {
-            return false;
-        }
-        // SAFETY: the instruction is enabled (OSXSAVE, above), and every such processor has XCR0.
-        #[allow(unsafe_code)]
-        let saved = unsafe { _xgetbv(0) };
-        saved & TILES == TILES && __cpuid_count(7, 0).edx & AMX == AMX
-    }
 }
 
 #[cfg(all(test, target_os = "linux", target_arch = "x86_64"))]
