@@ -1,5 +1,5 @@
-//! Shared by the command-line programs: exit codes, signals, progress, models, chat templates, time limits,
-//! the view of a run, and charts of it.
+//! Shared by the command-line programs: exit codes, signals, progress, models, chat templates, time limits, the
+//! processor, the view of a run, and charts of it.
 
 pub mod chart;
 pub mod chat;
@@ -8,6 +8,7 @@ pub mod exit;
 pub mod loss_chart;
 pub mod model_location;
 pub mod models;
+pub mod processor;
 pub mod progress;
 pub mod replay_table;
 pub mod run_log;

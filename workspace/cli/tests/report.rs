@@ -110,6 +110,8 @@ fn a_finished_run_has_every_section() {
         "Active heads by layer",
         "Entropy of the gates by layer",
         "A step of moh",
+        "<dt>machine</dt>",
+        " thread",
         "routed_top_k = 2",
     ] {
         assert!(page.contains(expected), "{expected}");

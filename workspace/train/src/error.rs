@@ -136,6 +136,17 @@ pub enum Error {
         /// The problem.
         reason: &'static str,
     },
+    /// A run's description of its machine is invalid.
+    #[error(
+        "{}: is not a description of a machine: {reason}: remove the file, which the run writes again when it \
+         resumes", path.display()
+    )]
+    Machine {
+        /// The file.
+        path: PathBuf,
+        /// The problem.
+        reason: String,
+    },
     /// A line of a metrics file is invalid.
     #[error("{}:{line}: {reason}", path.display())]
     MetricsLine {

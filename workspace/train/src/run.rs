@@ -11,6 +11,7 @@ use moh_kernels::{Backend, Element};
 use crate::checkpoint;
 use crate::checkpoint_name::is_step_of;
 use crate::event::{Event, Outcome};
+use crate::machine::Machine;
 use crate::recipe::{Parallel, Stage};
 use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
@@ -43,6 +44,8 @@ pub struct RunOptions<'a> {
     pub gradient_faults: &'a [(u64, f32)],
     /// The run stops with a checkpoint before this limit ends, by the first rank's clock.
     pub time_limit: Option<TimeLimit>,
+    /// The name of the first rank's processor, for `machine.json`; empty if it is not known.
+    pub processor: &'a str,
 }
 
 impl<'a> RunOptions<'a> {
@@ -56,6 +59,7 @@ impl<'a> RunOptions<'a> {
             resume_step: None,
             gradient_faults: &[],
             time_limit: None,
+            processor: "",
         }
     }
 }
@@ -175,6 +179,9 @@ impl Job<'_> {
             if !grows {
                 run.write_recipe(recipe)?;
             }
+            let device = backend.name();
+            Machine::new(self.options.processor, device, self.group.size())
+                .write(&run.machine())?;
             run.clear_remains()?;
             // An export with other files is not replaced: better known before training than after it.
             Ok(moh_hf::check_destination(&run.export(), true)?)

@@ -63,6 +63,11 @@ impl RunDirectory {
         self.root.join("inputs.json")
     }
 
+    /// On what the run trains.
+    pub fn machine(&self) -> PathBuf {
+        self.root.join("machine.json")
+    }
+
     /// What resuming needs of the run's model beside a checkpoint: configuration, tokenizers and the files
     /// that an export copies.
     pub fn model(&self) -> PathBuf {

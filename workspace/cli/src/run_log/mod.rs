@@ -14,7 +14,7 @@ use std::time::SystemTime;
 use anyhow::{Context as _, bail};
 use moh_train::checkpoint::{Evaluation, Moment, StoredCheckpoint};
 use moh_train::rewinds::{Rewind, Rewinds};
-use moh_train::{Recipe, RunDirectory, Summary, metrics};
+use moh_train::{Machine, Recipe, RunDirectory, Summary, metrics};
 
 use crate::chart::printable;
 pub use routing::RoutingEvaluation;
@@ -49,6 +49,8 @@ pub struct RunLog {
     pub rewinds: Vec<Rewind>,
     /// How evaluations use the routed heads: the newest of each set, and those after no step.
     pub routing: Vec<RoutingEvaluation>,
+    /// On what the run trains; runs of earlier versions do not say.
+    pub machine: Option<Machine>,
     /// When the last step was written.
     pub written: Option<SystemTime>,
 }
@@ -102,6 +104,7 @@ impl RunLog {
             is_finished,
             rewinds: Rewinds::read(&run)?.all().to_vec(),
             routing: routing::read(&run.routing())?,
+            machine: Machine::read(&run.machine())?,
             written: std::fs::metadata(run.metrics()).and_then(|data| data.modified()).ok(),
         })
     }

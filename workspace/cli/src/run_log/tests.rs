@@ -52,6 +52,7 @@ fn damaged_files_are_named_with_their_line() {
         ("metrics.jsonl", "null\n"),
         ("rewinds.jsonl", "{}\n"),
         ("routing.jsonl", "[]\n"),
+        ("machine.json", "[]"),
         ("summary.json", "{\"steps\":-1}"),
     ] {
         let dir = run(&[("recipe.toml", ""), (name, text)]);

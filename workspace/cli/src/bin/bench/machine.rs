@@ -17,9 +17,9 @@ use serde_json::{Value, json};
 
 use crate::device::Bench;
 use crate::limits::{self, Machine, gflops};
-use crate::processor::{Processor, plural};
 use crate::report;
 use crate::timing::Rates;
+use moh_cli::processor::{Processor, plural};
 
 /// Minimum bytes that are read or copied, if the caches are small or not known.
 const LEAST_BYTES: u64 = 256 << 20;

@@ -6,12 +6,10 @@ mod kernels;
 mod limits;
 mod machine;
 mod operators;
-mod processor;
 mod report;
 mod step;
 mod step_job;
 mod timing;
-mod topology;
 
 use std::process::ExitCode;
 

@@ -4,12 +4,12 @@ use std::time::{Duration, SystemTime};
 
 use indicatif::{HumanCount, HumanDuration};
 use maud::{Markup, html};
-use moh_cli::chart::Line;
 use moh_cli::chart::scale::short;
+use moh_cli::chart::{Line, printable};
 use moh_cli::run_log::RunLog;
-use moh_cli::utc;
-use moh_train::Recipe;
+use moh_cli::{counted, utc};
 use moh_train::recipe::Device;
+use moh_train::{Machine, Recipe};
 
 use crate::curves::each;
 use crate::figure;
@@ -76,7 +76,21 @@ fn facts(log: &RunLog, now: SystemTime) -> Facts {
         ),
         ("last step written", written(log, now)),
         ("device", recipe.map_or("-".to_owned(), device)),
+        ("machine", log.machine.as_ref().map_or("-".to_owned(), machine)),
     ]
+}
+
+fn machine(machine: &Machine) -> String {
+    let Machine { processor, threads, device, ranks, .. } = machine;
+    let processor = if processor.is_empty() { "unnamed processor" } else { processor };
+    let mut text = format!("{processor}, {}", counted(*threads as u64, "thread"));
+    if *ranks > 1 {
+        text = format!("{text}, {ranks} ranks");
+    }
+    match device.as_str() {
+        "the CPU" => printable(&text),
+        device => printable(&format!("{device}; {text}")),
+    }
 }
 
 fn device(recipe: &Recipe) -> String {

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use moh_cli::exit::{self, StoppedEarly};
 use moh_cli::model_location;
+use moh_cli::processor::Processor;
 use moh_cli::run_view::RunView;
 use moh_cli::signals::stop_on_signals;
 use moh_cli::time_limit::time_limit;
@@ -113,6 +114,7 @@ fn train_as_rank(
         resume_step: arguments.resume_step,
         time_limit,
         break_lock: arguments.break_lock,
+        processor: &Processor::read().label(),
         ..RunOptions::new(&stop)
     };
     let outcome = moh_train::run(

@@ -1,10 +1,12 @@
 //! The processor of this machine: the name that a figure gives, and what it has.
 
+mod topology;
+
 use indicatif::HumanBytes;
 use moh_kernels::cases::instruction_sets;
 use serde_json::{Value, json};
 
-use crate::topology::Topology;
+use topology::Topology;
 
 /// The processor.
 #[derive(Debug, Clone)]
