@@ -72,6 +72,8 @@ struct Row {
 /// The processor and its limits.
 struct Found {
     processor: Processor,
+    /// Programs that ran or waited to, before the measurements.
+    load: Option<f64>,
     bench: Bench<Cpu>,
     rows: Vec<Row>,
 }
@@ -92,8 +94,9 @@ pub fn run(arguments: &MachineArguments) -> anyhow::Result<()> {
             limits::matmul::<_, bf16>(&bench, arguments.seconds)
         })?);
     }
+    let load = std::fs::read_to_string("/proc/loadavg").ok().and_then(|averages| load(&averages));
     let rows = measure(&bench, arguments)?;
-    let found = Found { processor, bench, rows };
+    let found = Found { processor, load, bench, rows };
     report::print(arguments.json, &found.json(), &found.text())
 }
 
@@ -101,6 +104,12 @@ pub fn run(arguments: &MachineArguments) -> anyhow::Result<()> {
 fn bytes(last_level_cache: Option<u64>) -> usize {
     let twice = last_level_cache.unwrap_or(0).saturating_mul(2);
     twice.clamp(LEAST_BYTES, MOST_BYTES) as usize
+}
+
+/// The first of Linux's load averages: that of the last minute.
+fn load(averages: &str) -> Option<f64> {
+    let first: f64 = averages.split_whitespace().next()?.parse().ok()?;
+    (first.is_finite() && first >= 0.0).then_some(first)
 }
 
 fn measure(bench: &Bench<Cpu>, arguments: &MachineArguments) -> anyhow::Result<Vec<Row>> {
@@ -263,6 +272,7 @@ impl Found {
         json!({
             "machine": self.machine().json(),
             "processor": self.processor.json(),
+            "load_average": self.load,
             "bf16_path": Bf16Path::in_use().to_string(),
             "product": {"rows": self.bench.product, "columns": self.bench.product, "terms": self.bench.product},
             "memory_bytes": self.bench.copied,
@@ -274,8 +284,9 @@ impl Found {
     fn text(&self) -> String {
         let rows: Vec<_> = self.rows.iter().map(Row::cells).collect();
         let n = self.bench.product;
+        let load = self.load.map(|load| format!("; load before {load:.1}")).unwrap_or_default();
         format!(
-            "{}\n{}\nproducts of {n} x {n} x {n}, memory of {}\n\n{}\n{}",
+            "{}\n{}\nproducts of {n} x {n} x {n}, memory of {}{load}\n\n{}\n{}",
             self.processor.label(),
             self.processor.description(rayon::current_num_threads()),
             HumanBytes(self.bench.copied as u64),
@@ -295,5 +306,14 @@ mod tests {
         assert_eq!(bytes(Some(32 << 20)), 256 << 20);
         assert_eq!(bytes(Some(384 << 20)), 768 << 20);
         assert_eq!(bytes(Some(u64::MAX)), 2 << 30);
+    }
+
+    #[test]
+    fn a_load_is_a_number_that_is_not_negative() {
+        assert_eq!(load("6.45 7.07 7.26 3/312 17346\n"), Some(6.45));
+        for text in ["", "\n", "-1 0 0", "nan 0 0", "inf", "1e999 0", "6,45", "\u{0}6.45", "load 1"]
+        {
+            assert_eq!(load(text), None, "{text:?}");
+        }
     }
 }
