@@ -4,6 +4,7 @@
 //! remove its temporary files, and the next writer of a file removes those of a killed process.
 
 mod directory;
+mod disk;
 mod file;
 mod temporary;
 
@@ -12,6 +13,7 @@ use std::io::{self, Write};
 use std::path::Path;
 
 pub use directory::PendingDirectory;
+pub use disk::DiskReader;
 pub use file::{PendingFile, write};
 pub use temporary::{Publication, exit_without_temporaries};
 
