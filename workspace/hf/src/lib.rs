@@ -9,6 +9,7 @@ pub mod model_card;
 pub mod model_directory;
 mod origin;
 mod random_model;
+mod read_back;
 mod shard;
 mod special_tokens;
 mod spelling;
@@ -22,7 +23,7 @@ pub use destination::check_destination;
 pub use error::Error;
 pub use generation_file::end_tokens;
 pub use model_directory::{
-    Contents, PendingModel, TensorSpec, Written, prepare_model, write_model,
+    Contents, PendingModel, ReadBack, TensorSpec, Written, prepare_model, write_model,
 };
 pub use origin::{Base, Origin, is_hub_id, is_terms_file};
 pub use random_model::write_random_model;

@@ -1,14 +1,15 @@
 //! Writes a model directory in Hugging Face layout.
 //!
 //! The tensors are streamed: the caller provides each one's bytes in pieces, which are hashed while
-//! they are written, and read back and hashed again before the directory is renamed. It is created
-//! beside its destination under a name that starts with `.tmp-`, so that a directory with the final
+//! they are written, and synced, read back and hashed again in the background (`read_back`). The directory is
+//! created beside its destination under a name that starts with `.tmp-`, so that a directory with the final
 //! name is always complete; on an error everything written is removed.
 
 use std::ffi::OsStr;
-use std::fs::{self, File};
+use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::thread::{Scope, scope};
 
 use moh_files::{PendingDirectory, write_synced};
 use moh_kernels::DType;
@@ -17,6 +18,7 @@ use serde_json::{Map, Value, json};
 use crate::config_file::CONFIG_FILE;
 use crate::destination::check_destination;
 use crate::model_card::CARD_FILE;
+use crate::read_back::{CheckedFile, WrittenFile};
 use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE, WeightFiles, header_type};
 use crate::{Error, shard, transformers_code};
 
@@ -78,13 +80,23 @@ pub type Fill<'a, E> = dyn FnMut(&TensorSpec, &mut Sink<'_, E>) -> Result<(), E>
 /// The result of writing.
 #[derive(Debug, Clone, Default)]
 pub struct Written {
-    /// The hash of each tensor's bytes, in order: equal for the bytes received and those read back
-    /// from the finished file.
+    /// The hash of each tensor's bytes, in order: equal for the bytes received and those read back.
     pub hashes: Vec<blake3::Hash>,
     /// Bytes of all tensors.
     pub bytes: u64,
     /// Number of weight files.
     pub shards: usize,
+    /// What was read back.
+    pub read_back: ReadBack,
+}
+
+/// What was read back of the weight files, after it was synced to the disk.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ReadBack {
+    /// Bytes of the weight files, with their headers: all of them.
+    pub bytes: u64,
+    /// How many of them came from the disk; the system may have had the others in its memory.
+    pub from_disk: u64,
 }
 
 /// The existing tokenizer files in `tokenizer` and generation settings in `dir`.
@@ -242,41 +254,91 @@ fn write_tensors<E: From<Error>>(
     fill: &mut Fill<'_, E>,
 ) -> Result<Written, E> {
     let shards = plan_shards(model.tensors, model.max_shard_bytes);
+    let bytes = model.tensors.iter().map(TensorSpec::num_bytes).sum();
+    let mut written = Written { bytes, shards: shards.len(), ..Written::default() };
     let mut hashes = vec![None; model.tensors.len()];
     let mut weight_map = Map::new();
-    for (number, shard) in shards.iter().enumerate() {
-        let name = match shards.len() {
-            1 => WEIGHTS_FILE.to_string(),
-            count => shard::name(number + 1, count),
+    scope(|scope| {
+        let mut end = |(shard, file): (&Vec<usize>, WrittenShard<'_, '_>)| -> Result<(), Error> {
+            let (found, read_back) = file.wait()?;
+            shard.iter().zip(found).for_each(|(&index, hash)| hashes[index] = Some(hash));
+            written.read_back.bytes += read_back.bytes;
+            written.read_back.from_disk += read_back.from_disk;
+            Ok(())
         };
-        let path = dir.join(&name);
-        let tensors: Vec<&TensorSpec> = shard.iter().map(|&index| &model.tensors[index]).collect();
-        let mut file = File::create_new(&path).map_err(Error::io(&path))?;
-        let written = write_shard(&mut file, &path, &tensors, fill)?;
-        file.sync_all().map_err(Error::io(&path))?;
-        for (&index, hash) in shard.iter().zip(written) {
-            hashes[index] = Some(hash);
-            weight_map.insert(model.tensors[index].name.clone(), json!(name));
+        // The end of a file is read back while the next one is written.
+        let mut previous = None;
+        for (number, shard) in shards.iter().enumerate() {
+            let name = match shards.len() {
+                1 => WEIGHTS_FILE.to_string(),
+                count => shard::name(number + 1, count),
+            };
+            let path = dir.join(&name);
+            let tensors: Vec<&TensorSpec> =
+                shard.iter().map(|&index| &model.tensors[index]).collect();
+            for tensor in &tensors {
+                weight_map.insert(tensor.name.clone(), json!(name));
+            }
+            let file = WrittenShard::write(scope, path, tensors, fill)?;
+            previous.replace((shard, file)).map(&mut end).transpose()?;
         }
-    }
-    let bytes = model.tensors.iter().map(TensorSpec::num_bytes).sum();
+        previous.map(&mut end).transpose()?;
+        Ok::<(), E>(())
+    })?;
     if shards.len() > 1 {
         let index = json!({"metadata": {"total_size": bytes}, "weight_map": weight_map});
         let path = dir.join(INDEX_FILE);
         write_synced(&path, format!("{index:#}\n").as_bytes()).map_err(Error::io(&path))?;
     }
-    let hashes = hashes.into_iter().flatten().collect();
-    read_back(dir, model.tensors, &hashes)?;
-    Ok(Written { hashes, bytes, shards: shards.len() })
+    written.hashes = hashes.into_iter().flatten().collect();
+    open_as_reader(dir, model.tensors)?;
+    Ok(written)
 }
 
-/// Writes one safetensors file and returns the hash of each tensor.
-fn write_shard<E: From<Error>>(
-    file: &mut (impl Write + Send),
-    path: &Path,
-    tensors: &[&TensorSpec],
-    fill: &mut Fill<'_, E>,
-) -> Result<Vec<blake3::Hash>, E> {
+/// A weight file that is complete, of which the end may still have to be read back.
+struct WrittenShard<'scope, 'a> {
+    path: PathBuf,
+    tensors: Vec<&'a TensorSpec>,
+    bytes: u64,
+    file: WrittenFile<'scope>,
+}
+
+impl<'scope, 'a> WrittenShard<'scope, 'a> {
+    fn write<E: From<Error>>(
+        scope: &'scope Scope<'scope, '_>,
+        path: PathBuf,
+        tensors: Vec<&'a TensorSpec>,
+        fill: &mut Fill<'_, E>,
+    ) -> Result<Self, E> {
+        let header = header(&tensors);
+        let lengths = tensors.iter().map(|tensor| tensor.num_bytes());
+        let parts: Vec<u64> = [header.len() as u64].into_iter().chain(lengths).collect();
+        let bytes = parts.iter().sum();
+        let mut file = CheckedFile::create(scope, &path, parts).map_err(Error::io(&path))?;
+        write_shard(&mut file, &path, &header, &tensors, fill)?;
+        let file = file.finish().map_err(Error::io(&path))?;
+        Ok(WrittenShard { path, tensors, bytes, file })
+    }
+
+    /// The hash of each tensor, equal as it was written and as it was read back, and what was read.
+    fn wait(self) -> Result<(Vec<blake3::Hash>, ReadBack), Error> {
+        let WrittenShard { path, tensors, bytes, file } = self;
+        let (mut hashes, found) = file.wait().map_err(Error::io(&path))?;
+        if let Some(part) = (0..hashes.len()).find(|&part| found.hashes.get(part) != hashes.get(part))
+        {
+            // The first part is the header.
+            let part = part.checked_sub(1).and_then(|index| tensors.get(index));
+            let name = part.map_or("the header", |tensor| &tensor.name);
+            return Err(Error::file(&path, format!("{name} reads back differently than written")));
+        }
+        hashes.remove(0);
+        let from_disk = if found.is_direct { bytes } else { 0 };
+        Ok((hashes, ReadBack { bytes, from_disk }))
+    }
+}
+
+/// The beginning of a safetensors file: the length of its header, and the header.
+fn header(tensors: &[&TensorSpec]) -> Vec<u8> {
     let mut header = Map::new();
     header.insert("__metadata__".to_string(), json!({"format": "pt"}));
     let mut end = 0u64;
@@ -292,44 +354,41 @@ fn write_shard<E: From<Error>>(
     }
     let mut header = Value::Object(header).to_string();
     header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
-    let mut put = |bytes: &[u8]| file.write_all(bytes);
-    put(&(header.len() as u64).to_le_bytes()).map_err(Error::io(path))?;
-    put(header.as_bytes()).map_err(Error::io(path))?;
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat()
+}
 
-    let mut hashes = Vec::with_capacity(tensors.len());
+/// Writes one safetensors file.
+fn write_shard<E: From<Error>>(
+    file: &mut impl Write,
+    path: &Path,
+    header: &[u8],
+    tensors: &[&TensorSpec],
+    fill: &mut Fill<'_, E>,
+) -> Result<(), E> {
+    file.write_all(header).map_err(Error::io(path))?;
     for tensor in tensors {
-        let mut hasher = blake3::Hasher::new();
         let mut remaining = tensor.num_bytes();
         fill(tensor, &mut |bytes| {
             remaining = remaining.checked_sub(bytes.len() as u64).ok_or_else(|| {
                 Error::file(path, format!("{} was given too many bytes", tensor.name))
             })?;
-            let (written, _) = rayon::join(|| file.write_all(bytes), || hasher.update(bytes));
-            Ok(written.map_err(Error::io(path))?)
+            Ok(file.write_all(bytes).map_err(Error::io(path))?)
         })?;
         if remaining > 0 {
             let reason = format!("{} was given {remaining} bytes too few", tensor.name);
             return Err(Error::file(path, reason).into());
         }
-        hashes.push(hasher.finalize());
     }
-    file.flush().map_err(Error::io(path))?;
-    Ok(hashes)
+    Ok(file.flush().map_err(Error::io(path))?)
 }
 
-/// Reads the files as a reader would and compares every tensor's hash with the bytes received.
-fn read_back(dir: &Path, tensors: &[TensorSpec], hashes: &Vec<blake3::Hash>) -> Result<(), Error> {
+/// Opens the files as a reader would, and looks for every tensor.
+fn open_as_reader(dir: &Path, tensors: &[TensorSpec]) -> Result<(), Error> {
     let files = WeightFiles::open(dir)?;
-    for (tensor, hash) in tensors.iter().zip(hashes) {
-        let bytes = files.get(&tensor.name)?.bytes;
-        let mut hasher = blake3::Hasher::new();
-        for (number, piece) in bytes.chunks(PIECE_BYTES).enumerate() {
-            hasher.update_rayon(piece);
-            let start = number * PIECE_BYTES;
-            files.release(&tensor.name, start..start + piece.len());
-        }
-        if hasher.finalize() != *hash {
-            let reason = format!("{} reads back differently than written", tensor.name);
+    for tensor in tensors {
+        let found = files.get(&tensor.name)?;
+        if (found.dtype, found.shape) != (tensor.dtype, &tensor.shape[..]) {
+            let reason = format!("{} reads back with another type or shape", tensor.name);
             return Err(Error::file(files.file_of(&tensor.name), reason));
         }
     }
