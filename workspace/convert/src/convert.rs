@@ -1,9 +1,10 @@
 //! Converts a checkpoint to Mixture-of-Head, or back to dense.
 //!
 //! The query-norm router has no parameters, so conversion changes no weight: tensors are copied
-//! from the mapped source to the output in pieces, with one thread writing and one hashing. On
-//! request the element type changes and the vocabulary grows (see [`moh_hf::vocabulary`]). A
-//! conversion uses constant memory.
+//! from the mapped source to the output in pieces, which several threads check and hash while they are written.
+//! The system reads the next pieces meanwhile (`read_ahead`), and what was written before is synced and read back
+//! ([`moh_hf::model_directory`]). On request the element type changes and the vocabulary grows (see
+//! [`moh_hf::vocabulary`]). A conversion uses constant memory.
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -11,8 +12,8 @@ use std::time::Instant;
 
 use moh_device::OpenDevice;
 use moh_hf::model_directory::{
-    Contents, DEFAULT_SHARD_BYTES, PIECE_BYTES, PendingModel, Sink, TensorSpec, companion_files,
-    prepare_model,
+    Contents, DEFAULT_SHARD_BYTES, PIECE_BYTES, PendingModel, ReadBack, Sink, TensorSpec,
+    companion_files, prepare_model,
 };
 use moh_hf::vocabulary::DEFAULT_MULTIPLE;
 use moh_hf::{Expansion, check_destination, model_card};
@@ -23,6 +24,7 @@ use moh_model::{HeadCounts, HeadRequest, ModelConfig, MohConfig};
 use rayon::prelude::*;
 use serde::Serialize;
 
+use crate::read_ahead::ReadAhead;
 use crate::source::{Checkpoint, Source, Weights};
 use crate::{Error, Verification, card, verify};
 
@@ -146,6 +148,8 @@ pub struct Receipt {
     pub bytes: u64,
     /// Weight files.
     pub shards: usize,
+    /// What was read back of the output.
+    pub read_back: ReadBack,
     /// Wall-clock time.
     pub seconds: f64,
     /// Every tensor of the output.
@@ -276,6 +280,7 @@ pub fn convert(
 
     let total = specs.iter().map(TensorSpec::num_bytes).sum();
     let mut done = 0;
+    let mut read_ahead = ReadAhead::start(&weights, &specs)?;
     let pending = prepare_model(&options.out, options.force, &model, &mut |spec, sink| {
         let mut counted = |bytes: &[u8]| {
             sink(bytes)?;
@@ -286,7 +291,7 @@ pub fn convert(
             }
         };
         let expansion = expansion.as_ref().filter(|_| has_vocabulary_rows(&spec.name));
-        write_tensor(&weights, spec, expansion, &mut counted)
+        write_tensor(&weights, spec, expansion, &mut read_ahead, &mut counted)
     })?;
 
     let tensors = specs
@@ -332,6 +337,7 @@ pub fn convert(
         flops_per_token: flops.map(|flops| Flops::forward(&flops)),
         bytes: pending.written().bytes,
         shards: pending.written().shards,
+        read_back: pending.written().read_back,
         seconds: start.elapsed().as_secs_f64(),
         tensors,
         warning,
@@ -374,15 +380,16 @@ fn write_tensor(
     weights: &Weights,
     spec: &TensorSpec,
     expansion: Option<&Expansion>,
+    read_ahead: &mut ReadAhead<'_>,
     sink: &mut Sink<'_, Error>,
 ) -> Result<(), Error> {
     let name = &spec.name;
     let (dtype, bytes) = weights.bytes(name)?;
-    let mut converter = Converter { weights, spec, buffers: (Vec::new(), Vec::new()) };
+    let mut converter = Converter { weights, spec, read_ahead, buffers: (Vec::new(), Vec::new()) };
     match expansion {
         None => converter.pass(dtype, &bytes, sink)?,
         Some(expansion) => {
-            if let Some(element) = dtype.first_not_finite(&bytes) {
+            if let Some(element) = first_not_finite(dtype, &bytes) {
                 return Err(weights.not_finite(name, element));
             }
             let width = spec.shape.iter().skip(1).product::<usize>();
@@ -394,6 +401,7 @@ fn write_tensor(
             let rows = expansion.rows(width, &row);
             let kept = expansion.num_kept();
             converter.pass(dtype, &bytes[..kept * row_bytes], sink)?;
+            converter.read_ahead.passed(weights, bytes.len() - kept * row_bytes);
             let per_piece = (PIECE_BYTES / 4 / width).max(1);
             let mut values = Vec::new();
             for start in (kept..expansion.num_rows()).step_by(per_piece) {
@@ -411,13 +419,14 @@ fn write_tensor(
 }
 
 /// Checks pieces of a tensor and converts their element type if requested.
-struct Converter<'a> {
+struct Converter<'a, 't> {
     weights: &'a Weights,
     spec: &'a TensorSpec,
+    read_ahead: &'a mut ReadAhead<'t>,
     buffers: (Vec<f32>, Vec<u8>),
 }
 
-impl Converter<'_> {
+impl Converter<'_, '_> {
     /// Writes the next bytes of the tensor, unchanged or converted.
     fn pass(
         &mut self,
@@ -427,7 +436,7 @@ impl Converter<'_> {
     ) -> Result<(), Error> {
         for (number, piece) in bytes.chunks(PIECE_BYTES).enumerate() {
             let first = number * (PIECE_BYTES / dtype.bytes());
-            if let Some(element) = dtype.first_not_finite(piece) {
+            if let Some(element) = first_not_finite(dtype, piece) {
                 return Err(self.weights.not_finite(&self.spec.name, first + element));
             }
             if dtype == self.spec.dtype {
@@ -450,7 +459,9 @@ impl Converter<'_> {
         Ok(())
     }
 
-    fn release(&self, start: usize, length: usize) {
+    /// Ends the work on a piece of the source.
+    fn release(&mut self, start: usize, length: usize) {
+        self.read_ahead.passed(self.weights, length);
         self.weights.release(&self.spec.name, start..start + length);
     }
 
@@ -469,7 +480,7 @@ impl Converter<'_> {
             .par_chunks_mut(block * dtype.bytes())
             .zip(values.par_chunks(block))
             .for_each(|(out, values)| dtype.write(values, out));
-        if let Some(element) = dtype.first_not_finite(&bytes) {
+        if let Some(element) = first_not_finite(*dtype, &bytes) {
             let reason = format!(
                 "{name} has a value that {} cannot hold, at element {}: choose another --dtype",
                 dtype.torch_name(),
@@ -485,6 +496,14 @@ impl Converter<'_> {
 
 /// Elements per parallel task.
 const PARALLEL_ELEMENTS: usize = 1 << 16;
+
+/// Index of the first element that is infinite or not a number.
+fn first_not_finite(dtype: DType, bytes: &[u8]) -> Option<usize> {
+    let blocks = bytes.par_chunks(PARALLEL_ELEMENTS * dtype.bytes()).enumerate();
+    blocks.find_map_first(|(block, bytes)| {
+        Some(block * PARALLEL_ELEMENTS + dtype.first_not_finite(bytes)?)
+    })
+}
 
 #[cfg(test)]
 mod tests;

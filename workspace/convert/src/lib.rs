@@ -4,6 +4,7 @@ mod candle;
 mod card;
 pub mod convert;
 mod error;
+mod read_ahead;
 mod source;
 pub mod verify;
 mod weights;

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use moh_hf::{ConfigFile, StoredModel, TensorBytes, WeightFiles};
@@ -135,8 +136,23 @@ impl Weights {
         }
     }
 
+    /// Bytes of a tensor in the source's files; 0 if they are not mapped.
+    pub(crate) fn stored_bytes(&self, name: &str) -> Result<usize, Error> {
+        match self {
+            Weights::Files(files) => Ok(files.get(name)?.bytes.len()),
+            Weights::Checkpoint { .. } => Ok(0),
+        }
+    }
+
+    /// Asks the system to read a part of a mapped tensor soon.
+    pub(crate) fn prefetch(&self, name: &str, part: Range<usize>) {
+        if let Weights::Files(files) = self {
+            files.prefetch(name, part);
+        }
+    }
+
     /// Gives mapped memory back.
-    pub(crate) fn release(&self, name: &str, part: std::ops::Range<usize>) {
+    pub(crate) fn release(&self, name: &str, part: Range<usize>) {
         if let Weights::Files(files) = self {
             files.release(name, part);
         }

@@ -69,7 +69,9 @@ impl DiskReader {
             match self.file.read(&mut self.buffer[offset + filled..offset + whole]) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 // A direct read ends between two blocks at the end of the file alone.
-                Ok(count) if self.is_direct && count % ALIGNMENT != 0 && filled + count < length => {
+                Ok(count)
+                    if self.is_direct && count % ALIGNMENT != 0 && filled + count < length =>
+                {
                     return Err(io::ErrorKind::UnexpectedEof.into());
                 }
                 Ok(count) => filled += count,

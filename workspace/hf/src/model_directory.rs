@@ -91,7 +91,7 @@ pub struct Written {
 }
 
 /// What was read back of the weight files, after it was synced to the disk.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct ReadBack {
     /// Bytes of the weight files, with their headers: all of them.
     pub bytes: u64,
@@ -324,7 +324,8 @@ impl<'scope, 'a> WrittenShard<'scope, 'a> {
     fn wait(self) -> Result<(Vec<blake3::Hash>, ReadBack), Error> {
         let WrittenShard { path, tensors, bytes, file } = self;
         let (mut hashes, found) = file.wait().map_err(Error::io(&path))?;
-        if let Some(part) = (0..hashes.len()).find(|&part| found.hashes.get(part) != hashes.get(part))
+        if let Some(part) =
+            (0..hashes.len()).find(|&part| found.hashes.get(part) != hashes.get(part))
         {
             // The first part is the header.
             let part = part.checked_sub(1).and_then(|index| tensors.get(index));

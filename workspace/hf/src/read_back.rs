@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{Scope, ScopedJoinHandle};
 
+use blake3::{Hash, Hasher};
 use moh_files::DiskReader;
 
 use crate::model_directory::PIECE_BYTES;
@@ -25,7 +26,7 @@ const WRITES_AHEAD: usize = 64;
 #[derive(Debug)]
 pub(crate) struct Found {
     /// The hash of each part.
-    pub hashes: Vec<blake3::Hash>,
+    pub hashes: Vec<Hash>,
     /// Whether all bytes came from the disk; otherwise they may have come from the system's memory.
     pub is_direct: bool,
 }
@@ -44,7 +45,7 @@ pub(crate) struct CheckedFile<'scope> {
 
 /// A complete file, of which the last bytes may still have to be read back.
 pub(crate) struct WrittenFile<'scope> {
-    hashes: Vec<blake3::Hash>,
+    hashes: Vec<Hash>,
     thread: Thread<'scope>,
 }
 
@@ -90,7 +91,7 @@ impl Write for CheckedFile<'_> {
         }
         let CheckedFile { file, hashes, .. } = self;
         rayon::in_place_scope(|scope| {
-            scope.spawn(|_| hashes.update(bytes));
+            scope.spawn(|_| hashes.update(bytes, Hasher::update_rayon));
             file.write_all(bytes)
         })?;
         self.length += bytes.len() as u64;
@@ -116,7 +117,7 @@ impl WrittenFile<'_> {
     ///
     /// # Errors
     /// Fails if the file cannot be synced or read.
-    pub fn wait(self) -> io::Result<(Vec<blake3::Hash>, Found)> {
+    pub fn wait(self) -> io::Result<(Vec<Hash>, Found)> {
         match self.thread.join() {
             Ok(found) => Ok((self.hashes, found?)),
             Err(panic) => resume_unwind(panic),
@@ -125,12 +126,7 @@ impl WrittenFile<'_> {
 }
 
 /// Syncs and reads a file while it grows. It ends early, without all hashes, if the writer does.
-fn follow(
-    path: PathBuf,
-    file: File,
-    parts: Vec<u64>,
-    written: Receiver<u64>,
-) -> io::Result<Found> {
+fn follow(path: PathBuf, file: File, parts: Vec<u64>, written: Receiver<u64>) -> io::Result<Found> {
     let total = parts.iter().sum();
     let mut reader = DiskReader::open(&path)?;
     let mut synced = Synced { file, written, total, length: 0 };
@@ -142,7 +138,9 @@ fn follow(
             return Ok(Found { hashes: Vec::new(), is_direct: reader.is_direct() });
         }
         // At most the bytes of a piece.
-        hashes.update(reader.read(start, (end - start) as usize)?);
+        let bytes = reader.read(start, (end - start) as usize)?;
+        // By this thread alone: the writer, which waits for it, may be the last free thread of rayon's pool.
+        hashes.update(bytes, Hasher::update);
         start = end;
     }
     synced.file.sync_all()?;
@@ -179,13 +177,16 @@ impl Synced {
     }
 }
 
+/// [`Hasher::update`] or [`Hasher::update_rayon`].
+type Update = for<'a> fn(&'a mut Hasher, &[u8]) -> &'a mut Hasher;
+
 /// The hashes of the consecutive parts of a stream of bytes.
 struct PartHashes {
     parts: Vec<u64>,
     /// Those of the parts that are complete.
-    hashes: Vec<blake3::Hash>,
+    hashes: Vec<Hash>,
     /// Of the next part.
-    hasher: blake3::Hasher,
+    hasher: Hasher,
     /// Bytes that the next part lacks.
     missing: u64,
 }
@@ -193,18 +194,17 @@ struct PartHashes {
 impl PartHashes {
     fn new(parts: Vec<u64>) -> Self {
         let missing = parts.first().copied().unwrap_or(0);
-        let mut hashes =
-            PartHashes { parts, hashes: Vec::new(), hasher: blake3::Hasher::new(), missing };
+        let mut hashes = PartHashes { parts, hashes: Vec::new(), hasher: Hasher::new(), missing };
         hashes.end_parts();
         hashes
     }
 
     /// Hashes the next bytes, of which there are no more than the parts have.
-    fn update(&mut self, mut bytes: &[u8]) {
+    fn update(&mut self, mut bytes: &[u8], hash: Update) {
         while !bytes.is_empty() && self.hashes.len() < self.parts.len() {
             let count = usize::try_from(self.missing).unwrap_or(usize::MAX).min(bytes.len());
             let (part, rest) = bytes.split_at(count);
-            self.hasher.update_rayon(part);
+            hash(&mut self.hasher, part);
             self.missing -= count as u64;
             self.end_parts();
             bytes = rest;
@@ -221,7 +221,7 @@ impl PartHashes {
     }
 
     /// The hashes of all parts; `None` if bytes are missing.
-    fn finish(self) -> Option<Vec<blake3::Hash>> {
+    fn finish(self) -> Option<Vec<Hash>> {
         (self.hashes.len() == self.parts.len()).then_some(self.hashes)
     }
 }
@@ -239,7 +239,7 @@ mod tests {
             for size in [1, 7, 100] {
                 let mut hashes = PartHashes::new(parts.clone());
                 for piece in bytes[..total].chunks(size) {
-                    hashes.update(piece);
+                    hashes.update(piece, Hasher::update);
                 }
                 let mut start = 0;
                 let expected = parts.iter().map(|&length| {
@@ -251,7 +251,7 @@ mod tests {
             }
         }
         let mut hashes = PartHashes::new(vec![2, 3]);
-        hashes.update(&bytes[..4]);
+        hashes.update(&bytes[..4], Hasher::update_rayon);
         assert_eq!(hashes.finish(), None);
     }
 
@@ -292,8 +292,10 @@ mod tests {
             assert_eq!(written, found.hashes);
             written
         });
-        let mut expected = blake3::Hasher::new();
-        (0..pieces).for_each(|_| drop(expected.update_rayon(&piece)));
+        let mut expected = Hasher::new();
+        (0..pieces).for_each(|_| {
+            expected.update_rayon(&piece);
+        });
         assert_eq!(hashes, [expected.finalize()]);
     }
 

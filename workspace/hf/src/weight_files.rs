@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
 use memmap2::Mmap;
@@ -83,7 +84,7 @@ struct Tensor {
     dtype: safetensors::Dtype,
     shape: Vec<usize>,
     /// Byte range within the shard's file; inside it by `SafeTensors::read_metadata`.
-    range: std::ops::Range<usize>,
+    range: Range<usize>,
 }
 
 fn refuse<T>(path: &Path, reason: impl Into<String>) -> Result<T, Error> {
@@ -297,15 +298,29 @@ impl WeightFiles {
 
     /// Tells the system that a part of a tensor's bytes is not needed for now, which keeps the
     /// resident memory of a large model small. The bytes remain readable.
-    pub fn release(&self, name: &str, part: std::ops::Range<usize>) {
-        if let Some(&index) = self.by_name.get(name) {
-            let Tensor { shard, range, .. } = &self.tensors[index];
-            let start = (range.start + part.start).min(range.end);
-            let end = (range.start + part.end).min(range.end);
-            if start < end {
-                release(&self.shards[*shard].map, start..end);
-            }
+    pub fn release(&self, name: &str, part: Range<usize>) {
+        if let Some((map, range)) = self.part(name, part) {
+            release(map, range);
         }
+    }
+
+    /// Asks the system to read a part of a tensor's bytes soon, without waiting for it. Failure costs time,
+    /// nothing else.
+    pub fn prefetch(&self, name: &str, part: Range<usize>) {
+        #[cfg(unix)]
+        if let Some((map, range)) = self.part(name, part) {
+            let _ = map.advise_range(memmap2::Advice::WillNeed, range.start, range.len());
+        }
+        #[cfg(not(unix))]
+        let _ = (name, part);
+    }
+
+    /// The part of a mapping that has a part of a tensor; `None` if that is empty.
+    fn part(&self, name: &str, part: Range<usize>) -> Option<(&Mmap, Range<usize>)> {
+        let Tensor { shard, range, .. } = &self.tensors[*self.by_name.get(name)?];
+        let start = range.start.saturating_add(part.start);
+        let end = range.start.saturating_add(part.end).min(range.end);
+        (start < end).then(|| (&self.shards[*shard].map, start..end))
     }
 }
 
@@ -323,7 +338,7 @@ fn map(file: &File) -> std::io::Result<Mmap> {
 
 #[cfg(unix)]
 #[allow(unsafe_code)]
-fn release(map: &Mmap, range: std::ops::Range<usize>) {
+fn release(map: &Mmap, range: Range<usize>) {
     // SAFETY: the mapping is private, backed by a file and never written, so dropped pages are
     // read from the file again at the next access. Failure costs memory, nothing else.
     let _ = unsafe {
@@ -336,7 +351,7 @@ fn release(map: &Mmap, range: std::ops::Range<usize>) {
 }
 
 #[cfg(not(unix))]
-fn release(_: &Mmap, _: std::ops::Range<usize>) {}
+fn release(_: &Mmap, _: Range<usize>) {}
 
 /// The `weight_map` of an index: tensor name to file name.
 fn read_index(path: &Path) -> Result<HashMap<String, String>, Error> {
