@@ -21,12 +21,14 @@ pub struct DiskReader {
 }
 
 impl DiskReader {
-    /// Opens a file. What is read must have been synced.
+    /// Opens a file, with `past_cache` to be read from its disk, else in the ordinary way. What is read from the
+    /// disk must have been synced.
     ///
     /// # Errors
     /// Fails if the file cannot be opened.
-    pub fn open(path: &Path) -> io::Result<Self> {
-        let (file, is_direct) = match open_direct(path) {
+    pub fn open(path: &Path, past_cache: bool) -> io::Result<Self> {
+        let direct = if past_cache { open_direct(path) } else { None };
+        let (file, is_direct) = match direct {
             Some(file) => (file, true),
             None => (File::open(path)?, false),
         };
@@ -113,12 +115,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         for length in [1, 4095, 4096, 4097, 30_000] {
             let (path, bytes) = file(dir.path(), length);
-            for is_direct in [true, false] {
-                let mut reader = DiskReader::open(&path).unwrap();
-                if !is_direct {
-                    reader.file = File::open(&path).unwrap();
-                    reader.is_direct = false;
-                }
+            for past_cache in [true, false] {
+                let mut reader = DiskReader::open(&path, past_cache).unwrap();
+                assert!(past_cache || !reader.is_direct());
                 assert_eq!(reader.read(0, length).unwrap(), bytes);
                 for start in (0..length).step_by(ALIGNMENT) {
                     for end in [start + 1, start + 5000, length] {
@@ -136,20 +135,20 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         for length in [0, 100, 4096, 5000] {
             let (path, _) = file(dir.path(), length);
-            let mut reader = DiskReader::open(&path).unwrap();
+            let mut reader = DiskReader::open(&path, true).unwrap();
             for (start, more) in [(0, length + 1), (0, length + 10_000), (8192, 1)] {
                 let error = reader.read(start, more).unwrap_err();
                 assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof, "{start} {more} {length}");
             }
         }
-        assert!(DiskReader::open(&dir.path().join("none")).is_err());
+        assert!(DiskReader::open(&dir.path().join("none"), true).is_err());
     }
 
     #[test]
     fn a_read_that_cannot_be_direct_is_an_ordinary_one() {
         let dir = tempfile::tempdir().unwrap();
         let (path, bytes) = file(dir.path(), 9000);
-        let mut reader = DiskReader::open(&path).unwrap();
+        let mut reader = DiskReader::open(&path, true).unwrap();
         // Not aligned, which most file systems refuse.
         assert_eq!(reader.read(1000, 8000).unwrap(), &bytes[1000..]);
     }

@@ -256,6 +256,7 @@ fn write_tensors<E: From<Error>>(
     let shards = plan_shards(model.tensors, model.max_shard_bytes);
     let bytes = model.tensors.iter().map(TensorSpec::num_bytes).sum();
     let mut written = Written { bytes, shards: shards.len(), ..Written::default() };
+    let past_cache = bytes <= PAST_CACHE_BYTES;
     let mut hashes = vec![None; model.tensors.len()];
     let mut weight_map = Map::new();
     scope(|scope| {
@@ -279,7 +280,7 @@ fn write_tensors<E: From<Error>>(
             for tensor in &tensors {
                 weight_map.insert(tensor.name.clone(), json!(name));
             }
-            let file = WrittenShard::write(scope, path, tensors, fill)?;
+            let file = WrittenShard::write(scope, path, tensors, past_cache, fill)?;
             previous.replace((shard, file)).map(&mut end).transpose()?;
         }
         previous.map(&mut end).transpose()?;
@@ -308,13 +309,15 @@ impl<'scope, 'a> WrittenShard<'scope, 'a> {
         scope: &'scope Scope<'scope, '_>,
         path: PathBuf,
         tensors: Vec<&'a TensorSpec>,
+        past_cache: bool,
         fill: &mut Fill<'_, E>,
     ) -> Result<Self, E> {
         let header = header(&tensors);
         let lengths = tensors.iter().map(|tensor| tensor.num_bytes());
         let parts: Vec<u64> = [header.len() as u64].into_iter().chain(lengths).collect();
         let bytes = parts.iter().sum();
-        let mut file = CheckedFile::create(scope, &path, parts).map_err(Error::io(&path))?;
+        let mut file =
+            CheckedFile::create(scope, &path, parts, past_cache).map_err(Error::io(&path))?;
         write_shard(&mut file, &path, &header, &tensors, fill)?;
         let file = file.finish().map_err(Error::io(&path))?;
         Ok(WrittenShard { path, tensors, bytes, file })
@@ -395,6 +398,10 @@ fn open_as_reader(dir: &Path, tensors: &[TensorSpec]) -> Result<(), Error> {
     }
     Ok(())
 }
+
+/// Models of at most so many bytes are read back from the disk. Larger ones are read back as any reader reads them,
+/// mostly from the page cache: a disk that reads two streams and writes a third takes twice the time of a copy.
+const PAST_CACHE_BYTES: u64 = 1_000_000_000;
 
 /// Size of the pieces of a tensor: large enough to share among two threads, small compared with the
 /// memory of a conversion.

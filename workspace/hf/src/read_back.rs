@@ -1,6 +1,6 @@
 //! A weight file that is synced, read back and hashed while it is written.
 //!
-//! A thread follows the writer. As soon as enough has been written it syncs that to the disk, reads it from there
+//! A thread follows the writer. As soon as enough has been written it syncs that to the disk, reads it back
 //! ([`DiskReader`]), and hashes it. So one part of a file is checked while the next ones are converted, and little
 //! remains to be done when the last one is written. The writer waits for a thread that falls far behind, which
 //! bounds what is in memory alone.
@@ -8,7 +8,7 @@
 use std::fs::File;
 use std::io::{self, Write};
 use std::panic::resume_unwind;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{Scope, ScopedJoinHandle};
 
@@ -50,7 +50,8 @@ pub(crate) struct WrittenFile<'scope> {
 }
 
 impl<'scope> CheckedFile<'scope> {
-    /// Creates a file that will have parts of these lengths, and starts its thread.
+    /// Creates a file that will have parts of these lengths, and starts its thread, which reads it past the
+    /// page cache or in the ordinary way.
     ///
     /// # Errors
     /// Fails if the file exists, or cannot be created or opened.
@@ -58,16 +59,17 @@ impl<'scope> CheckedFile<'scope> {
         scope: &'scope Scope<'scope, '_>,
         path: &Path,
         parts: Vec<u64>,
+        past_cache: bool,
     ) -> io::Result<Self> {
         let file = File::create_new(path)?;
         // Syncing takes a file that is open for writing on some systems.
         let synced = file.try_clone()?;
         let (written, receiver) = sync_channel(WRITES_AHEAD);
-        let path = path.to_path_buf();
+        let reader = DiskReader::open(path, past_cache)?;
         let lengths = parts.clone();
         let thread = std::thread::Builder::new()
             .name("read back".to_string())
-            .spawn_scoped(scope, move || follow(path, synced, lengths, receiver))?;
+            .spawn_scoped(scope, move || follow(reader, synced, lengths, receiver))?;
         let hashes = PartHashes::new(parts);
         Ok(CheckedFile { file, hashes, length: 0, written, thread: Some(thread) })
     }
@@ -126,9 +128,13 @@ impl WrittenFile<'_> {
 }
 
 /// Syncs and reads a file while it grows. It ends early, without all hashes, if the writer does.
-fn follow(path: PathBuf, file: File, parts: Vec<u64>, written: Receiver<u64>) -> io::Result<Found> {
+fn follow(
+    mut reader: DiskReader,
+    file: File,
+    parts: Vec<u64>,
+    written: Receiver<u64>,
+) -> io::Result<Found> {
     let total = parts.iter().sum();
-    let mut reader = DiskReader::open(&path)?;
     let mut synced = Synced { file, written, total, length: 0 };
     let mut hashes = PartHashes::new(parts);
     let mut start = 0;
@@ -261,7 +267,7 @@ mod tests {
         let path = dir.path().join("file");
         let length = PIECE_BYTES as u64 + 10_000;
         let (written, found) = scope(|scope| {
-            let mut file = CheckedFile::create(scope, &path, vec![8, length, 5]).unwrap();
+            let mut file = CheckedFile::create(scope, &path, vec![8, length, 5], true).unwrap();
             file.write_all(&[1; 8]).unwrap();
             file.write_all(&vec![2; length as usize]).unwrap();
             // Nothing is read before the file is complete or has the bytes that are synced at a time.
@@ -284,7 +290,7 @@ mod tests {
         let pieces = 2 * SYNC_BYTES / PIECE_BYTES as u64 + 1;
         let hashes = scope(|scope| {
             let total = pieces * PIECE_BYTES as u64;
-            let mut file = CheckedFile::create(scope, &path, vec![total]).unwrap();
+            let mut file = CheckedFile::create(scope, &path, vec![total], false).unwrap();
             for _ in 0..pieces {
                 file.write_all(&piece).unwrap();
             }
@@ -304,7 +310,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
         scope(|scope| {
-            let mut file = CheckedFile::create(scope, &path, vec![2 * SYNC_BYTES]).unwrap();
+            let mut file = CheckedFile::create(scope, &path, vec![2 * SYNC_BYTES], true).unwrap();
             // The file ends before what the thread is told.
             file.written.send(SYNC_BYTES).unwrap();
             let error = (0..).find_map(|_| file.write_all(&[1]).err()).unwrap();
@@ -312,7 +318,7 @@ mod tests {
         });
         let path = path.with_extension("short");
         scope(|scope| {
-            let mut file = CheckedFile::create(scope, &path, vec![4, 4]).unwrap();
+            let mut file = CheckedFile::create(scope, &path, vec![4, 4], true).unwrap();
             file.write_all(&[1; 7]).unwrap();
             assert_eq!(file.finish().err().unwrap().kind(), io::ErrorKind::UnexpectedEof);
         });
