@@ -155,6 +155,7 @@ fn a_killed_run_ends_as_one_that_was_not() {
         "export",
         "has-checkpoints",
         "inputs.json",
+        "machine.json",
         "metrics.jsonl",
         "model",
         "recipe.toml",
