@@ -31,13 +31,12 @@ mod tests {
         let flags = processors.lines().find(|line| line.starts_with("flags")).unwrap();
         let found = instruction_sets();
         let flags: Vec<&str> = flags.split_whitespace().collect();
-        for (name, flag) in [
-            ("AVX2", "avx2"),
-            ("AVX-512", "avx512dq"),
-            ("AVX512-BF16", "avx512_bf16"),
-            ("AMX-BF16", "amx_bf16"),
-        ] {
+        for (name, flag) in
+            [("AVX2", "avx2"), ("AVX-512", "avx512dq"), ("AVX512-BF16", "avx512_bf16")]
+        {
             assert_eq!(found.contains(&name), flags.contains(&flag), "{name}: {found:?}");
         }
+        // A filter of system calls may refuse the permission to use tiles.
+        assert!(!found.contains(&"AMX-BF16") || flags.contains(&"amx_bf16"), "{found:?}");
     }
 }
