@@ -69,7 +69,7 @@ impl Bf16Path {
             return Self::Amx;
         }
         #[cfg(target_arch = "x86_64")]
-        if super::packed::available() && has_full_rate() {
+        if super::packed::available() {
             return Self::Avx512;
         }
         Self::F32
@@ -84,15 +84,6 @@ impl fmt::Display for Bf16Path {
             Self::F32 => "f32",
         })
     }
-}
-
-/// Whether `vdpbf16ps` multiplies more terms in the same time than the f32 instruction. On Intel's
-/// processors it runs at half of its rate, and packing is not repaid.
-#[cfg(target_arch = "x86_64")]
-fn has_full_rate() -> bool {
-    let leaf = std::arch::x86_64::__cpuid(0);
-    let vendor = [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes);
-    vendor.as_flattened() != b"GenuineIntel"
 }
 
 #[cfg(test)]
