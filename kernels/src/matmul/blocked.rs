@@ -54,25 +54,21 @@ pub(super) trait Kernel {
 
 /// The sizes of a matmul's blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Blocks {
+struct Blocks {
     /// Terms, and columns of the right matrix.
-    pub(super) depth: usize,
-    pub(super) columns: usize,
+    depth: usize,
+    columns: usize,
     /// Rows of the left matrix for one task.
-    pub(super) rows: usize,
+    rows: usize,
     /// Rows between which partial sums are stored, and elements of these sums.
-    pub(super) outer: usize,
-    pub(super) partial: usize,
+    outer: usize,
+    partial: usize,
 }
 
 impl Blocks {
     /// The blocks of a matmul of `[rows, columns, terms]` on some threads. A bf16 result is rounded
     /// once: until the last block its sums are f32 in scratch.
-    pub(super) fn new<K: Kernel>(
-        [rows, columns, terms]: [usize; 3],
-        is_bf16: bool,
-        threads: usize,
-    ) -> Self {
+    fn new<K: Kernel>([rows, columns, terms]: [usize; 3], is_bf16: bool, threads: usize) -> Self {
         let depth = terms.div_ceil(terms.div_ceil(DEPTH).max(1)).next_multiple_of(VECTOR);
         let columns = columns.min(K::columns(depth));
         let is_partial = is_bf16 && terms > depth;

@@ -9,16 +9,14 @@ mod vocab_parallel;
 
 use std::ops::Range;
 
-use rayon::prelude::*;
-
 use super::{CrossEntropy, CrossEntropyArgs, HeadShape, IGNORED, Lens, check, check_ranks};
+use crate::convert::Convert as _;
 use crate::cpu::Cpu;
 use crate::error::{Error, Result};
 use crate::linear::Accumulation;
 use crate::matmul::{Destination, Matrix, MatrixMut, matmul_parallel};
 use crate::ranks::VocabularyRows;
 use crate::scalar::{DType, Element};
-use crate::simd::vectorized;
 use softmax::Softmax;
 
 /// Tokens per chunk. With fewer, accumulating the weight's gradient, which each chunk reads and
@@ -33,8 +31,6 @@ const CACHED_CHUNK: usize = 256;
 const CACHED_SCRATCH: usize = 1 << 20;
 /// Rows of the vocabulary in a block: its logits of a chunk take at most 2 MiB.
 const BLOCK: usize = 1024;
-/// Elements of a task that rounds gradients.
-const PART: usize = 16 << 10;
 
 fn chunk_rows(shape: &HeadShape) -> usize {
     let holds = |elements: usize| elements / shape.largest_share.max(1);
@@ -85,7 +81,9 @@ impl CrossEntropy for Cpu {
         {
             gradients.d_weight.fill(G::zeroed());
         }
-        let [logits, d_x, softmax] = split(scratch, lengths(&shape));
+        let [logits_len, d_x_len, _] = lengths(&shape);
+        let (logits, rest) = scratch.split_at_mut(logits_len);
+        let (d_x, softmax) = rest.split_at_mut(d_x_len);
         let rows = chunk_rows(&shape);
         for (part, (x, targets)) in x.chunks(rows * width).zip(targets.chunks(rows)).enumerate() {
             let mut softmax = Softmax::new(softmax, targets, vocabulary);
@@ -101,20 +99,11 @@ impl CrossEntropy for Cpu {
                     std::mem::replace(&mut gradients.accumulation, Accumulation::Add);
                 let to = &mut gradients.d_x[part * rows * width..][..targets.len() * width];
                 let weights = (&mut *gradients.d_weight, accumulation);
-                chunk.backward(&softmax, gradients.scale, to, d_x, weights);
+                chunk.backward(&mut softmax, gradients.scale, to, d_x, weights)?;
             }
         }
         Ok(())
     }
-}
-
-/// Consecutive parts of these lengths.
-fn split<const N: usize>(mut rest: &mut [f32], lengths: [usize; N]) -> [&mut [f32]; N] {
-    lengths.map(|len| {
-        let (part, after) = std::mem::take(&mut rest).split_at_mut(len);
-        rest = after;
-        part
-    })
 }
 
 /// A chunk of tokens.
@@ -163,24 +152,24 @@ impl<T: Element> Chunk<'_, T> {
     /// The gradients; those of the inputs are summed in `sums`, unless they are f32 themselves, and rounded once.
     fn backward<G: Element>(
         &mut self,
-        softmax: &Softmax<'_>,
+        softmax: &mut Softmax<'_>,
         scale: f32,
         d_x: &mut [T],
         sums: &mut [f32],
         d_weight: (&mut [G], Accumulation),
-    ) {
+    ) -> Result<()> {
         if T::DTYPE == DType::F32 {
-            return self.gradients(softmax, scale, bytemuck::cast_slice_mut(d_x), d_weight);
+            self.gradients(softmax, scale, bytemuck::cast_slice_mut(d_x), d_weight);
+            return Ok(());
         }
         let sums = &mut sums[..d_x.len()];
         self.gradients(softmax, scale, sums, d_weight);
-        let parts = d_x.par_chunks_mut(PART).zip(sums.par_chunks(PART));
-        parts.for_each(|(d_x, sums)| vectorized!(round(d_x, sums)));
+        Cpu.convert(sums, d_x)
     }
 
     fn gradients<G: Element>(
         &mut self,
-        softmax: &Softmax<'_>,
+        softmax: &mut Softmax<'_>,
         scale: f32,
         d_x: &mut [f32],
         (d_weight, accumulation): (&mut [G], Accumulation),
@@ -197,13 +186,6 @@ impl<T: Element> Chunk<'_, T> {
             let to = if first { Destination::Overwrite } else { Destination::Accumulate };
             matmul_parallel(MatrixMut::new(d_x, tokens, width), to, 1.0, d_logits, weight);
         }
-    }
-}
-
-#[inline(always)]
-fn round<T: Element>(to: &mut [T], from: &[f32]) {
-    for (to, &from) in to.iter_mut().zip(from) {
-        *to = T::from_f32(from);
     }
 }
 

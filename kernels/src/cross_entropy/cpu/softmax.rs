@@ -77,39 +77,41 @@ impl<'a> Softmax<'a> {
         Softmax { numbers, targets, vocabulary }
     }
 
-    /// The index of a token's target within a block of the local rows.
-    fn within(&self, block: &Range<usize>) -> impl Fn(u32) -> Option<usize> + use<> {
-        let (vocabulary, block) = (self.vocabulary, block.clone());
-        move |target| {
-            let row = vocabulary.local(target).filter(|row| block.contains(row));
-            row.map(|row| row - block.start)
-        }
+    /// Calls `work` on each token's part of a block, with the token's numbers and the index of its
+    /// target, if that is in the block. An ignored token has no numbers.
+    fn each_token(
+        &mut self,
+        part: &mut [f32],
+        block: &Range<usize>,
+        work: impl Fn(&mut [f32], Option<Token<'_>>, Option<usize>) + Sync,
+    ) {
+        let (width, numbers) = (block.len(), numbers(self.vocabulary.count));
+        let vocabulary = self.vocabulary;
+        let parts = (
+            part.par_chunks_mut(ROWS * width),
+            self.targets.par_chunks(ROWS),
+            self.numbers.par_chunks_mut(ROWS * numbers),
+        );
+        parts.into_par_iter().for_each(|(part, targets, all)| {
+            let rows = part.chunks_exact_mut(width).zip(targets);
+            for ((row, &target), numbers) in rows.zip(all.chunks_exact_mut(numbers)) {
+                let token = (target != IGNORED).then(|| Token::of(numbers));
+                let local = vocabulary.local(target).filter(|row| block.contains(row));
+                work(row, token, local.map(|row| row - block.start));
+            }
+        });
     }
 
     /// Replaces block `number`'s logits by exponentials relative to each token's maximum in the
     /// block. Those of ignored tokens are left as they are.
     pub(super) fn exponentiate(&mut self, logits: &mut [f32], number: usize, block: &Range<usize>) {
-        let (width, numbers) = (block.len(), numbers(self.vocabulary.count));
-        let within = self.within(block);
-        let parts = (
-            logits.par_chunks_mut(ROWS * width),
-            self.targets.par_chunks(ROWS),
-            self.numbers.par_chunks_mut(ROWS * numbers),
-        );
-        parts.into_par_iter().for_each(|(logits, targets, all)| {
-            let rows = logits.chunks_exact_mut(width).zip(targets);
-            for ((row, &target), numbers) in rows.zip(all.chunks_exact_mut(numbers)) {
-                if target == IGNORED {
-                    continue;
-                }
-                let token = Token::of(numbers);
-                let local = within(target);
-                if let Some(local) = local {
-                    *token.chosen = row[local];
-                }
-                let found = vectorized!(exponentiate(row, local));
-                (token.largest[number], token.others[number]) = found;
+        self.each_token(logits, block, |row, token, target| {
+            let Some(token) = token else { return };
+            if let Some(target) = target {
+                *token.chosen = row[target];
             }
+            let found = vectorized!(exponentiate(row, target));
+            (token.largest[number], token.others[number]) = found;
         });
     }
 
@@ -118,12 +120,12 @@ impl<'a> Softmax<'a> {
     pub(super) fn losses(&mut self, scale: Option<f32>) -> f64 {
         let numbers = numbers(self.vocabulary.count);
         sum_of_rows(self.numbers, self.targets, numbers, &|numbers, target| {
-            let token = Token::of(numbers);
-            let log_sum = token.log_sum(true);
-            let loss = log_sum - f64::from(*token.chosen);
             if target == IGNORED {
                 return 0.0;
             }
+            let token = Token::of(numbers);
+            let log_sum = token.log_sum(true);
+            let loss = log_sum - f64::from(*token.chosen);
             if let Some(scale) = scale {
                 set_factors(token.largest, log_sum, scale);
             }
@@ -172,30 +174,17 @@ impl<'a> Softmax<'a> {
 
     /// Replaces block `number`'s exponentials by the gradients of the logits; after the losses.
     pub(super) fn differentiate(
-        &self,
+        &mut self,
         exponentials: &mut [f32],
         number: usize,
         block: &Range<usize>,
         scale: f32,
     ) {
-        let (width, numbers) = (block.len(), numbers(self.vocabulary.count));
-        let within = self.within(block);
-        let parts = (
-            exponentials.par_chunks_mut(ROWS * width),
-            self.targets.par_chunks(ROWS),
-            self.numbers.par_chunks(ROWS * numbers),
-        );
-        parts.into_par_iter().for_each(|(exponentials, targets, all)| {
-            let rows = exponentials.chunks_exact_mut(width).zip(targets);
-            for ((row, &target), numbers) in rows.zip(all.chunks_exact(numbers)) {
-                if target == IGNORED {
-                    row.fill(0.0);
-                    continue;
-                }
-                vectorized!(multiply(row, numbers[number]));
-                if let Some(local) = within(target) {
-                    row[local] -= scale;
-                }
+        self.each_token(exponentials, block, |row, token, target| {
+            let Some(token) = token else { return row.fill(0.0) };
+            vectorized!(multiply(row, token.largest[number]));
+            if let Some(target) = target {
+                row[target] -= scale;
             }
         });
     }
