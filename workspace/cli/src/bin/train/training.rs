@@ -107,6 +107,8 @@ fn train_as_rank(
     stop_on_signals(&stop)?;
     let first = world.rank() == 0;
     let mut view = first.then(|| RunView::new(&recipe, world.size()));
+    // The first rank describes the machine.
+    let processor = if first { Processor::read().label() } else { String::new() };
     let no_steps = TraceSteps::NONE;
     let options = RunOptions {
         trace: arguments.trace.as_ref().unwrap_or(&no_steps),
@@ -114,7 +116,7 @@ fn train_as_rank(
         resume_step: arguments.resume_step,
         time_limit,
         break_lock: arguments.break_lock,
-        processor: &Processor::read().label(),
+        processor: &processor,
         ..RunOptions::new(&stop)
     };
     let outcome = moh_train::run(
