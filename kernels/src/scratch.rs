@@ -33,7 +33,6 @@ pub(crate) fn with_scratch<const N: usize, R>(
 
 /// The same, of memory that the calling thread shares with those that help it in `body`: each of them,
 /// the calling thread too, has its own [`with_scratch`] besides.
-#[cfg(target_arch = "x86_64")]
 pub(crate) fn with_shared_scratch<const N: usize, R>(
     lengths: [usize; N],
     body: impl FnOnce([&mut [f32]; N]) -> R,

@@ -36,7 +36,17 @@ pub(crate) struct Once;
 pub(crate) use vectorized;
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
+    use pulp::Arch;
+
+    /// The sets of vector instructions, starting with none.
+    pub(crate) fn kinds() -> Vec<Arch> {
+        let mut kinds = vec![Arch::Scalar, Arch::new()];
+        #[cfg(target_arch = "x86_64")]
+        kinds.extend(pulp::x86::V3::try_new().map(Arch::V3));
+        kinds
+    }
+
     #[test]
     fn an_expression_borrows_and_returns() {
         let x: Vec<f32> = (0..100).map(|i| i as f32).collect();

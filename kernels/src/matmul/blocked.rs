@@ -8,23 +8,27 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::matrix::{Destination, Matrix, MatrixMut};
-use super::tile::{Addend, Output, Target};
+use super::output::{Addend, Output, Target};
 use crate::scalar::{DType, Element};
 use crate::scratch::with_shared_scratch;
 
 /// Columns of a packed panel of the right matrix.
 pub(super) const PANEL: usize = 32;
-/// Terms per block. Most layers have fewer, so their sums are stored once.
-pub(super) const DEPTH: usize = 2048;
 /// Rows that share a right block while sums stay in scratch between blocks.
 const PARTIAL_ROWS: usize = 2048;
 /// Terms to which blocks are rounded up: only the last one has a part of a vector or tile.
 const VECTOR: usize = 32;
 
+/// Elements of a right block below which one thread packs it: it takes less time than to divide it.
+const SMALL: usize = 1 << 14;
+
 /// The instructions that multiply packed blocks.
 pub(super) trait Kernel {
     /// Rows of the left matrix to which tasks are rounded up.
     const ROWS: usize;
+
+    /// Terms of a block at most, a multiple of a vector or tile.
+    const DEPTH: usize;
 
     /// Columns of a right block of this many terms, a multiple of [`PANEL`].
     fn columns(depth: usize) -> usize;
@@ -69,7 +73,7 @@ impl Blocks {
     /// The blocks of a matmul of `[rows, columns, terms]` on some threads. A bf16 result is rounded
     /// once: until the last block its sums are f32 in scratch.
     fn new<K: Kernel>([rows, columns, terms]: [usize; 3], is_bf16: bool, threads: usize) -> Self {
-        let depth = terms.div_ceil(terms.div_ceil(DEPTH).max(1)).next_multiple_of(VECTOR);
+        let depth = terms.div_ceil(terms.div_ceil(K::DEPTH).max(1)).next_multiple_of(VECTOR);
         let columns = columns.min(K::columns(depth));
         let is_partial = is_bf16 && terms > depth;
         let outer = if is_partial { rows.min(PARTIAL_ROWS) } else { rows };
@@ -93,11 +97,11 @@ fn packed_len<K: Kernel>(columns: usize, terms: usize) -> usize {
 /// terms.
 pub(super) fn most_shared_scratch<K: Kernel>(most: usize) -> [usize; 2] {
     // Where there are several blocks, each has at least half of the most terms.
-    let depths = [most.min(DEPTH), DEPTH / 2].map(|depth| depth.next_multiple_of(VECTOR));
+    let depths = [most.min(K::DEPTH), K::DEPTH / 2].map(|depth| depth.next_multiple_of(VECTOR));
     let columns = |depth| most.min(K::columns(depth));
     let packed = depths.map(|depth| packed_len::<K>(columns(depth), depth));
-    let partial = most.min(PARTIAL_ROWS) * columns(DEPTH / 2);
-    [if most > DEPTH { partial } else { 0 }, packed[0].max(packed[1])]
+    let partial = most.min(PARTIAL_ROWS) * columns(K::DEPTH / 2);
+    [if most > K::DEPTH { partial } else { 0 }, packed[0].max(packed[1])]
 }
 
 /// `out = scale * left right`, plus the destination's addend, on `threads` of rayon's threads.
@@ -109,6 +113,9 @@ pub(super) fn multiply<K: Kernel, O: Element, A: Element, B: Element>(
     right: Matrix<'_, B>,
     threads: usize,
 ) {
+    if out.rows == 0 || out.columns == 0 {
+        return;
+    }
     let terms = left.columns;
     let is_bf16 = O::DTYPE != DType::F32;
     let blocks = Blocks::new::<K>([out.rows, out.columns, terms], is_bf16, threads);
@@ -138,7 +145,7 @@ pub(super) fn multiply<K: Kernel, O: Element, A: Element, B: Element>(
 
 /// Packs a right block on the threads.
 fn pack_right<K: Kernel, T: Element>(right: Matrix<'_, T>, out: &mut [u32], threads: usize) {
-    if threads == 1 || out.is_empty() {
+    if threads == 1 || out.len() < SMALL {
         return K::pack_right(right, out);
     }
     let panel = K::panel_len(right.rows);
@@ -247,14 +254,16 @@ fn addend<O: Element>(start: *const O, stride: usize) -> Addend {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::matmul::packed::Avx512;
+    #[cfg(target_arch = "x86_64")]
+    use crate::matmul::avx512::Avx512;
+    use crate::matmul::vector::Vector;
 
     /// The blocks of a shape fit the scratch that is reserved for its largest side.
     fn fits<K: Kernel>(shape: [usize; 3], is_bf16: bool, threads: usize) {
         let blocks = Blocks::new::<K>(shape, is_bf16, threads);
         let Blocks { depth, columns, rows, outer, partial } = blocks;
         assert!(columns == shape[1] || columns.is_multiple_of(PANEL), "{blocks:?}");
-        assert!(depth <= DEPTH && rows.is_multiple_of(K::ROWS) && rows > 0, "{blocks:?}");
+        assert!(depth <= K::DEPTH && rows.is_multiple_of(K::ROWS) && rows > 0, "{blocks:?}");
         assert_eq!(partial > 0, is_bf16 && shape[2] > depth);
         assert!(outer <= shape[0]);
         let widest = shape.into_iter().max().unwrap_or(0);
@@ -278,8 +287,10 @@ mod tests {
         ] {
             for threads in [1, 2, 64] {
                 for is_bf16 in [false, true] {
+                    fits::<Vector>(shape, is_bf16, threads);
+                    #[cfg(target_arch = "x86_64")]
                     fits::<Avx512>(shape, is_bf16, threads);
-                    #[cfg(target_os = "linux")]
+                    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
                     fits::<crate::matmul::amx::Amx>(shape, is_bf16, threads);
                 }
             }

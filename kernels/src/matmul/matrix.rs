@@ -6,7 +6,7 @@ use std::ops::Range;
 use bytemuck::Pod;
 
 use crate::linear::Accumulation;
-use crate::scalar::{DType, Element};
+use crate::scalar::Element;
 
 /// A read-only matrix with strides, in elements; contiguous along rows or columns.
 ///
@@ -114,30 +114,11 @@ impl<'a, T> MatrixMut<'a, T> {
         MatrixMut { start: data.as_mut_ptr(), rows, columns, row_stride, owner: PhantomData }
     }
 
-    /// The rows before `row`, and the rest.
-    pub(super) fn split_rows(self, row: usize) -> (Self, Self) {
-        assert!(row <= self.rows);
-        let rest = MatrixMut { rows: self.rows - row, ..self.view_from(row, 0) };
-        (MatrixMut { rows: row, ..self }, rest)
-    }
-
     /// The columns before `column`, and the rest.
     pub(super) fn split_columns(self, column: usize) -> (Self, Self) {
         assert!(column <= self.columns);
         let rest = MatrixMut { columns: self.columns - column, ..self.view_from(0, column) };
         (MatrixMut { columns: column, ..self }, rest)
-    }
-
-    /// A range of rows and columns, borrowed from the whole.
-    pub(super) fn block(
-        &mut self,
-        row: usize,
-        column: usize,
-        rows: usize,
-        columns: usize,
-    ) -> MatrixMut<'_, T> {
-        assert!(row + rows <= self.rows && column + columns <= self.columns);
-        MatrixMut { rows, columns, ..self.view_from(row, column) }
     }
 
     /// A view that starts at (row, column); the caller sets its shape.
@@ -156,17 +137,6 @@ impl<'a, T> MatrixMut<'a, T> {
         unsafe {
             std::slice::from_raw_parts_mut(self.start.add(row * self.row_stride), self.columns)
         }
-    }
-}
-
-impl<'a, T: Element> MatrixMut<'a, T> {
-    /// The same matrix if its elements are f32.
-    pub(super) fn into_f32(self) -> Result<MatrixMut<'a, f32>, Self> {
-        if T::DTYPE != DType::F32 {
-            return Err(self);
-        }
-        let MatrixMut { start, rows, columns, row_stride, .. } = self;
-        Ok(MatrixMut { start: start.cast(), rows, columns, row_stride, owner: PhantomData })
     }
 }
 
@@ -192,14 +162,6 @@ impl<T> From<Accumulation> for Destination<'_, T> {
 }
 
 impl<T: Element> Destination<'_, T> {
-    /// The destination for a range of the output's rows.
-    pub(super) fn rows(self, rows: Range<usize>) -> Self {
-        match self {
-            Destination::AddTo(addend) => Destination::AddTo(addend.rows(rows)),
-            other => other,
-        }
-    }
-
     /// The destination for a range of the output's columns.
     pub(super) fn columns(self, columns: Range<usize>) -> Self {
         match self {
@@ -216,20 +178,6 @@ impl<T: Element> Destination<'_, T> {
             }
         }
         !matches!(self, Destination::Overwrite)
-    }
-}
-
-impl<'a> Destination<'a, f32> {
-    /// Casts the destination of an f32 output.
-    pub(super) fn of_f32<T: Element>(destination: Destination<'a, T>) -> Self {
-        match destination {
-            Destination::Overwrite => Destination::Overwrite,
-            Destination::Accumulate => Destination::Accumulate,
-            Destination::AddTo(addend) => match addend.as_f32() {
-                Some(addend) => Destination::AddTo(addend),
-                None => unreachable!("an addend has its destination's type"),
-            },
-        }
     }
 }
 

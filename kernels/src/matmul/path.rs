@@ -15,7 +15,7 @@ pub enum Bf16Path {
     Amx,
     /// AVX512-BF16: `vdpbf16ps`.
     Avx512,
-    /// Blocks are converted to f32, and multiplied as f32 matrices.
+    /// Elements are converted to f32 while they are packed, and multiplied as f32 matrices.
     F32,
 }
 
@@ -51,7 +51,7 @@ impl Bf16Path {
     fn named(name: &str) -> Result<Self> {
         match name {
             #[cfg(target_arch = "x86_64")]
-            "avx512" if super::packed::available() => Ok(Self::Avx512),
+            "avx512" if super::avx512::available() => Ok(Self::Avx512),
             "amx" | "avx512" => Ok(Self::of_processor()),
             "f32" => Ok(Self::F32),
             _ => Err(Error::Device {
@@ -69,7 +69,7 @@ impl Bf16Path {
             return Self::Amx;
         }
         #[cfg(target_arch = "x86_64")]
-        if super::packed::available() {
+        if super::avx512::available() && has_full_rate() {
             return Self::Avx512;
         }
         Self::F32
@@ -84,6 +84,15 @@ impl fmt::Display for Bf16Path {
             Self::F32 => "f32",
         })
     }
+}
+
+/// Whether `vdpbf16ps` multiplies more terms in the same time than the f32 instruction does. On
+/// Intel's processors it has half of its rate: packing pairs is not repaid.
+#[cfg(target_arch = "x86_64")]
+fn has_full_rate() -> bool {
+    let leaf = std::arch::x86_64::__cpuid(0);
+    let vendor = [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes);
+    vendor.as_flattened() != b"GenuineIntel"
 }
 
 #[cfg(test)]
@@ -107,6 +116,6 @@ mod tests {
             assert_eq!(supported.iter().filter(|found| **found == path).count(), 1, "{path}");
         }
         #[cfg(target_arch = "x86_64")]
-        assert_eq!(supported.contains(&Bf16Path::Avx512), crate::matmul::packed::available());
+        assert_eq!(supported.contains(&Bf16Path::Avx512), crate::matmul::avx512::available());
     }
 }

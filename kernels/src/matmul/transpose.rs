@@ -9,20 +9,23 @@ use crate::simd::vectorized;
 /// Side of a square.
 pub(super) const SQUARE: usize = 16;
 
-/// Writes a matrix that is contiguous along its columns in row-major order.
-pub(super) fn to_row_major(matrix: Matrix<'_, f32>, out: &mut [f32]) {
-    assert!(matrix.row_stride == 1 && out.len() >= matrix.rows * matrix.columns);
+/// Writes a matrix that is contiguous along its columns in row-major order, rows `stride` elements
+/// apart.
+pub(super) fn to_row_major(matrix: Matrix<'_, f32>, out: &mut [f32], stride: usize) {
+    assert!(
+        matrix.row_stride == 1 && out.len() >= matrix.rows * stride && stride >= matrix.columns
+    );
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx512f") {
         // SAFETY: the machine has the instructions.
         #[allow(unsafe_code)]
-        return unsafe { by_vectors(matrix, out) };
+        return unsafe { by_vectors(matrix, out, stride) };
     }
-    vectorized!(by_elements(matrix, out));
+    vectorized!(by_elements(matrix, out, stride));
 }
 
 #[inline(always)]
-fn by_elements(matrix: Matrix<'_, f32>, out: &mut [f32]) {
+fn by_elements(matrix: Matrix<'_, f32>, out: &mut [f32], stride: usize) {
     let columns = matrix.transposed();
     for start in (0..matrix.columns).step_by(SQUARE) {
         let columns = columns.rows(start..matrix.columns.min(start + SQUARE));
@@ -31,7 +34,7 @@ fn by_elements(matrix: Matrix<'_, f32>, out: &mut [f32]) {
             for column in 0..columns.rows {
                 let column_of_square = &columns.row(column)[rows.clone()];
                 for (row, &element) in rows.clone().zip(column_of_square) {
-                    out[row * matrix.columns + start + column] = element;
+                    out[row * stride + start + column] = element;
                 }
             }
         }
@@ -40,7 +43,7 @@ fn by_elements(matrix: Matrix<'_, f32>, out: &mut [f32]) {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-fn by_vectors(matrix: Matrix<'_, f32>, out: &mut [f32]) {
+fn by_vectors(matrix: Matrix<'_, f32>, out: &mut [f32], stride: usize) {
     let columns = matrix.transposed();
     for start in (0..matrix.columns).step_by(SQUARE) {
         let columns = columns.rows(start..matrix.columns.min(start + SQUARE));
@@ -57,7 +60,7 @@ fn by_vectors(matrix: Matrix<'_, f32>, out: &mut [f32]) {
                 }
             }
             for (row, vector) in rows.zip(square_of_u32(square)) {
-                let elements = &mut out[row * matrix.columns + start..][..columns.rows];
+                let elements = &mut out[row * stride + start..][..columns.rows];
                 // SAFETY: the mask covers only the slice's elements.
                 #[allow(unsafe_code)]
                 unsafe {
@@ -118,8 +121,8 @@ mod tests {
             let elements: Vec<f32> = (0..rows * columns).map(|i| i as f32).collect();
             let matrix = Matrix::new(&elements, columns, rows).transposed();
             let (mut out, mut plain) = (vec![0f32; rows * columns], vec![0f32; rows * columns]);
-            to_row_major(matrix, &mut out);
-            by_elements(matrix, &mut plain);
+            to_row_major(matrix, &mut out, columns);
+            by_elements(matrix, &mut plain, columns);
             let expected = (0..rows * columns).map(|i| (i % columns * rows + i / columns) as f32);
             assert!(out.iter().copied().eq(expected));
             assert_eq!(out, plain);

@@ -80,7 +80,7 @@ mod tests {
     fn powers_are_those_of_the_f64_function_or_zero() {
         let exponents: Vec<f32> = (-125_999..=127_000).map(|i| i as f32 * 1e-3).collect();
         let mut ends = [-151.0, -1e30, f32::MIN, f32::NAN].repeat(4);
-        for arch in super::super::tests::kinds() {
+        for arch in crate::simd::tests::kinds() {
             let mut powers = exponents[..exponents.len() / 16 * 16].to_vec();
             arch.dispatch(Powers(&mut powers));
             for (&power, &x) in powers.iter().zip(&exponents) {

@@ -10,20 +10,13 @@ use crate::attention::{
 };
 use crate::cpu::Cpu;
 use crate::scalar::Element;
+use crate::simd::tests::kinds;
 
 /// Implementations differ in fused operations, and in the order of a tile's sums.
 const TOLERANCE: f64 = 2e-6;
 /// With bf16, implementations also differ in whether probabilities and the gradients of scores are
 /// rounded before matmuls.
 const BF16_TOLERANCE: f64 = 2e-3;
-
-/// The sets of vector instructions, starting with none.
-pub(super) fn kinds() -> Vec<Arch> {
-    let mut kinds = vec![Arch::Scalar, Arch::new()];
-    #[cfg(target_arch = "x86_64")]
-    kinds.extend(pulp::x86::V3::try_new().map(Arch::V3));
-    kinds
-}
 
 /// Elements between -1 and 1.
 fn elements<T: Element>(len: usize) -> Vec<T> {

@@ -7,8 +7,9 @@ use std::marker::PhantomData;
 use super::operand::{self, PAIR, ROWS, Role, SIDE};
 use super::permission::available;
 use super::unit::{SUMS, Unit};
+use crate::matmul::avx512::tile;
 use crate::matmul::matrix::Matrix;
-use crate::matmul::tile::{self, Output};
+use crate::matmul::output::Output;
 use crate::scalar::Element;
 
 /// The calling thread's tiles, configured: eight of 16 rows of 64 bytes. Not Send, as they are the

@@ -19,14 +19,16 @@ use std::marker::PhantomData;
 
 pub(super) use permission::available;
 
-use super::blocked::{DEPTH, Kernel, PANEL};
+use super::blocked::{Kernel, PANEL};
 use super::matrix::Matrix;
-use super::tile::Output;
+use super::output::Output;
 use crate::scalar::Element;
 use crate::scratch::with_scratch;
 use operand::{PAIR, Role, SIDE, packed_len, steps};
 use unit::{SUMS, Unit};
 
+/// Terms per block. Most layers have fewer, so their sums are stored once.
+const DEPTH: usize = 2048;
 /// Elements of a block of the right matrix, and of a task's rows of the left one: both stay in the
 /// second-level cache.
 const RIGHT: usize = 1 << 19;
@@ -62,6 +64,7 @@ fn sums_len(rows: usize) -> usize {
 
 impl<U: Unit> Kernel for OnUnit<U> {
     const ROWS: usize = SIDE;
+    const DEPTH: usize = DEPTH;
 
     fn columns(depth: usize) -> usize {
         (RIGHT / depth.max(1) / PANEL * PANEL).max(PANEL)

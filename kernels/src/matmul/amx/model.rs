@@ -5,7 +5,7 @@ use half::bf16;
 use super::operand::{PAIR, ROWS, Role, SIDE, STEP, TILE, packed_len, steps};
 use super::unit::{SUMS, Unit};
 use crate::matmul::matrix::Matrix;
-use crate::matmul::tile::{Addend, Output, Target};
+use crate::matmul::output::{Addend, Output, Target};
 use crate::scalar::Element;
 
 /// The model of a thread's unit.

@@ -7,8 +7,8 @@
 
 use std::arch::x86_64::*;
 
+use crate::matmul::avx512::pack::{FIRST, LAST, load, store};
 use crate::matmul::matrix::Matrix;
-use crate::matmul::pack::{FIRST, LAST, load, store};
 use crate::matmul::transpose::square_of_u32;
 use crate::scalar::Element;
 

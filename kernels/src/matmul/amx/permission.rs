@@ -4,7 +4,7 @@ use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::sync::OnceLock;
 
-use crate::matmul::packed;
+use crate::matmul::avx512;
 
 /// Bits of XCR0: the system saves the configuration and the data of tiles.
 const TILE_STATE: u32 = 0b11 << 17;
@@ -17,7 +17,7 @@ const OSXSAVE: u32 = 1 << 27;
 pub(in crate::matmul) fn available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
     // Packing and storing use AVX512-BF16, which every processor with a tile unit has.
-    *AVAILABLE.get_or_init(|| packed::available() && is_present() && is_saved() && is_permitted())
+    *AVAILABLE.get_or_init(|| avx512::available() && is_present() && is_saved() && is_permitted())
 }
 
 fn is_present() -> bool {

@@ -9,9 +9,9 @@ use super::instructions::Instructions;
 use super::model::Model;
 use super::operand::TILE;
 use super::*;
+use crate::matmul::avx512;
 use crate::matmul::blocked;
 use crate::matmul::matrix::{Destination, MatrixMut};
-use crate::matmul::packed;
 use crate::matmul::tests::{Case, agrees_by, elements, view};
 
 /// Whether the assembly can be executed; says how.
@@ -20,7 +20,7 @@ fn assembly_runs() -> bool {
         println!("the assembly is executed by the tile unit");
         return true;
     }
-    let runs = packed::available() && traps::are_handled();
+    let runs = avx512::available() && traps::are_handled();
     let how =
         if runs { "instruction by instruction by the model" } else { "not at all: no AVX-512" };
     println!("this machine has no tile unit: the assembly is executed {how}");

@@ -2,7 +2,7 @@
 
 use super::operand::{Role, SIDE};
 use crate::matmul::matrix::Matrix;
-use crate::matmul::tile::Output;
+use crate::matmul::output::Output;
 use crate::scalar::Element;
 
 /// Sums of a block: row-major, [`SIDE`] x [`SIDE`].

@@ -5,10 +5,9 @@
 
 use std::arch::x86_64::*;
 
-use half::bf16;
-
-use super::blocked::PANEL;
 use super::pack::TILE_ROWS;
+use crate::matmul::blocked::PANEL;
+use crate::matmul::output::{Addend, Output, Target};
 
 /// Sums in a vector.
 const LANES: usize = 16;
@@ -25,53 +24,6 @@ pub(super) struct Terms {
     pub(super) pair_stride: usize,
     /// A packed panel.
     pub(super) right: *const u32,
-}
-
-/// The epilogue of a tile: sums are scaled, an addend is added, and they are stored.
-#[derive(Clone, Copy)]
-pub(super) struct Output {
-    pub(super) scale: f32,
-    pub(super) addend: Addend,
-    pub(super) target: Target,
-}
-
-/// The addend of the sums: elements and the distance of their rows.
-#[derive(Clone, Copy)]
-pub(super) enum Addend {
-    Nothing,
-    F32(*const f32, usize),
-    Bf16(*const bf16, usize),
-}
-
-/// The destination of the sums, and the distance of its rows.
-#[derive(Clone, Copy)]
-pub(super) enum Target {
-    F32(*mut f32, usize),
-    Bf16(*mut bf16, usize),
-}
-
-impl Output {
-    /// The epilogue of a tile that starts at this row and column.
-    pub(super) fn at(self, row: usize, column: usize) -> Output {
-        let addend = match self.addend {
-            Addend::Nothing => Addend::Nothing,
-            Addend::F32(start, stride) => {
-                Addend::F32(start.wrapping_add(row * stride + column), stride)
-            }
-            Addend::Bf16(start, stride) => {
-                Addend::Bf16(start.wrapping_add(row * stride + column), stride)
-            }
-        };
-        let target = match self.target {
-            Target::F32(start, stride) => {
-                Target::F32(start.wrapping_add(row * stride + column), stride)
-            }
-            Target::Bf16(start, stride) => {
-                Target::Bf16(start.wrapping_add(row * stride + column), stride)
-            }
-        };
-        Output { addend, target, ..self }
-    }
 }
 
 /// Computes a tile of `rows` x `columns` elements.
@@ -152,7 +104,7 @@ unsafe fn finish<const ROWS: usize, const VECTORS: usize>(
 #[allow(unsafe_code)]
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub(super) unsafe fn finish_row<const VECTORS: usize>(
+pub(in crate::matmul) unsafe fn finish_row<const VECTORS: usize>(
     sums: [__m512; VECTORS],
     row: usize,
     columns: usize,
@@ -166,9 +118,9 @@ pub(super) unsafe fn finish_row<const VECTORS: usize>(
         let mask = if is_partial { (1 << rest) - 1 } else { u16::MAX };
         // SAFETY: the mask covers only these columns, by the caller's promise.
         unsafe {
-            let addend = output.addend.load(row, column, mask);
+            let addend = output.addend.load_masked(row, column, mask);
             let value = _mm512_add_ps(_mm512_mul_ps(sums, scale), addend);
-            output.target.store(row, column, mask, value);
+            output.target.store_masked(row, column, mask, value);
         }
     }
 }
@@ -181,7 +133,7 @@ impl Addend {
     #[allow(unsafe_code)]
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    unsafe fn load(self, row: usize, column: usize, mask: u16) -> __m512 {
+    unsafe fn load_masked(self, row: usize, column: usize, mask: u16) -> __m512 {
         // SAFETY: the caller's promise.
         unsafe {
             match self {
@@ -208,7 +160,7 @@ impl Target {
     #[allow(unsafe_code)]
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    unsafe fn store(self, row: usize, column: usize, mask: u16, value: __m512) {
+    unsafe fn store_masked(self, row: usize, column: usize, mask: u16, value: __m512) {
         // SAFETY: the caller's promise; every bit pattern of both 32-byte types is valid.
         unsafe {
             match self {

@@ -1,19 +1,25 @@
 //! bf16 matmuls on machines with AVX512-BF16: rows of packed blocks that fit the caches, divided
 //! into tiles. An f32 operand beside a bf16 one is rounded.
 
+pub(super) mod pack;
+pub(super) mod tile;
+
 use half::bf16;
 
-use super::blocked::{DEPTH, Kernel, PANEL};
+use super::blocked::{Kernel, PANEL};
 use super::matrix::Matrix;
-use super::pack::{self, TILE_ROWS};
-use super::tile::{Output, Terms, tile};
+use super::output::Output;
 use crate::scalar::{Element, Scalar};
 use crate::scratch::with_scratch;
+use pack::TILE_ROWS;
+use tile::{Terms, tile};
 
+/// Terms per block. Most layers have fewer, so their sums are stored once.
+const DEPTH: usize = 2048;
 /// Rows of a left block, which stays in the second-level cache.
 const ROWS: usize = 8 * TILE_ROWS;
-/// Columns of a right block, which stays in the last-level cache.
-const COLUMNS: usize = 1024;
+/// Elements of a right block, which stays in the last-level cache.
+const RIGHT: usize = 1 << 21;
 /// Bytes of a pair of terms.
 const PAIR: usize = size_of::<u32>();
 
@@ -37,10 +43,11 @@ pub(super) fn most_scratch(most: usize) -> [usize; 1] {
 pub(super) struct Avx512;
 
 impl Kernel for Avx512 {
-    const ROWS: usize = 2 * TILE_ROWS;
+    const ROWS: usize = TILE_ROWS;
+    const DEPTH: usize = DEPTH;
 
-    fn columns(_depth: usize) -> usize {
-        COLUMNS
+    fn columns(depth: usize) -> usize {
+        (RIGHT / depth.max(1) / PANEL * PANEL).max(PANEL)
     }
 
     fn rows(_depth: usize) -> usize {
