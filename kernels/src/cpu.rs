@@ -8,6 +8,7 @@ use rayon::prelude::*;
 use crate::attention;
 use crate::cross_entropy::{self, HeadShape};
 use crate::error::{Error, Result, check_len};
+use crate::huge_pages;
 use crate::matmul::{self, Bf16Path};
 use crate::memory::{Memory, WorkingSet, Workspace};
 use crate::qk_norm;
@@ -48,7 +49,9 @@ impl Memory for Cpu {
         );
         // Zeroed memory directly from the system; returns an error instead of aborting if there is
         // not enough.
-        bytemuck::try_zeroed_slice_box(len).map(|buffer| buffer.into_vec()).map_err(|()| refuse())
+        let mut buffer = bytemuck::try_zeroed_slice_box(len).map_err(|()| refuse())?;
+        huge_pages::request(&mut buffer);
+        Ok(buffer.into_vec())
     }
 
     fn len<S: Scalar>(buffer: &Vec<S>) -> usize {

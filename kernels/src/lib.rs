@@ -18,6 +18,7 @@ pub mod embedding;
 mod error;
 pub mod gpu_activity;
 mod gpu_workspace;
+mod huge_pages;
 pub mod key_value_cache;
 pub mod linear;
 mod math;

@@ -4,6 +4,8 @@
 use std::cell::Cell;
 use std::thread::LocalKey;
 
+use crate::huge_pages;
+
 /// A cache line of elements, to which scratch is aligned.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
@@ -118,6 +120,7 @@ fn grow(memory: &mut Vec<Line>, lines: usize) {
     if memory.len() < lines {
         // `resize` alone might allocate more than requested.
         memory.reserve_exact(lines - memory.len());
+        huge_pages::request(memory.spare_capacity_mut());
         memory.resize(lines, Line([0.0; LINE]));
     }
 }
