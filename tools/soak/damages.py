@@ -25,7 +25,7 @@ def stopped_run(workplace: Workplace) -> Path:
                 process.send_signal(signal.SIGTERM)
                 break
             time.sleep(0.001)
-        if process.wait() == 75 and len(steps(run)) >= 2:
+        if workplace.end(process) == 75 and len(steps(run)) >= 2:
             return run
     raise SystemExit("no run could be stopped before its end")
 
@@ -59,7 +59,7 @@ def damage_one(workplace: Workplace, stopped: Path, number: int, seed: float) ->
     step = steps(run)[-1]
     kind = generator.choice([flip, truncate, delete, swap])
     what = kind(run / f"checkpoints/step-{step}", generator)
-    code = workplace.start(run).wait()
+    code = workplace.end(workplace.start(run))
     if code != 0:
         raise SystemExit(f"{what}: ended with code {code}: {workplace.log(run)}")
     if not (run / f"checkpoints/damaged-step-{step}").is_dir():
@@ -120,7 +120,7 @@ def unreadable(workplace: Workplace, generator: random.Random) -> dict:
             before = snapshot(run)
             allowed = (run / name).stat().st_mode
             (run / name).chmod(mode)
-            code = workplace.start(run, **options).wait()
+            code = workplace.end(workplace.start(run, **options))
             (run / name).chmod(allowed)
             if code != 1:
                 raise SystemExit(f"{name} with mode {mode:o}: ended with code {code}: {workplace.log(run)}")
@@ -128,7 +128,7 @@ def unreadable(workplace: Workplace, generator: random.Random) -> dict:
                 raise SystemExit(f"{name} with mode {mode:o}: changed {changed(before, after)}")
             refused += 1
     # With the permissions given back, the run goes on.
-    if workplace.start(run, **options).wait() != 0 or workplace.differs(run):
+    if workplace.end(workplace.start(run, **options)) != 0 or workplace.differs(run):
         raise SystemExit(f"did not go on: {workplace.log(run)}")
     remove(run)
     return {"refused": refused, "changed": 0}

@@ -38,7 +38,7 @@ def fill_again_and_again(workplace: Workplace, disk: Path, count: int, generator
                 filled += 1
                 time.sleep(generator.uniform(0.02, 0.2))
                 (disk / "filler").unlink()
-            code = process.wait()
+            code = workplace.end(process)
             if code == 0:
                 break
             # A run may end with an error, if the next one goes on.

@@ -6,7 +6,7 @@ import signal
 import time
 from pathlib import Path
 
-from workplace import Workplace, remove
+from workplace import Workplace, programs_below, remove
 
 # Times that one run is killed at most: it would never finish if it lost its progress.
 MOST_RESTARTS = 200
@@ -28,7 +28,7 @@ def time_of(workplace: Workplace) -> float:
     """Seconds of a whole run."""
     run = workplace.folder / "timed"
     start = time.monotonic()
-    if workplace.start(run).wait() != 0:
+    if workplace.end(workplace.start(run)) != 0:
         raise SystemExit(workplace.log(run))
     remove(run)
     return time.monotonic() - start
@@ -57,7 +57,7 @@ def kill_one(workplace: Workplace, run: Path, after: float) -> bool:
     process = workplace.start(run)
     time.sleep(after)
     process.send_signal(signal.SIGKILL)
-    return ended(process.wait(), -signal.SIGKILL, workplace, run)
+    return ended(workplace.end(process), -signal.SIGKILL, workplace, run)
 
 
 def kill_rank(workplace: Workplace, run: Path, after: float, generator: random.Random) -> bool:
@@ -69,7 +69,7 @@ def kill_rank(workplace: Workplace, run: Path, after: float, generator: random.R
             os.kill(generator.choice(ranks), signal.SIGKILL)
         except ProcessLookupError:
             pass
-    code = process.wait()
+    code = workplace.end(process)
     return ended(code, code if code != 0 else None, workplace, run)
 
 
@@ -79,22 +79,3 @@ def ended(code: int, killed, workplace: Workplace, run: Path) -> bool:
     if code == killed:
         return True
     raise SystemExit(f"{run}: ended with code {code}: {workplace.log(run)}")
-
-
-def programs_below(pid: int, program: Path) -> list:
-    """The processes that run `program` and descend from process `pid`."""
-    found, open_pids = [], [pid]
-    while open_pids:
-        parent = open_pids.pop()
-        try:
-            children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        except OSError:
-            continue
-        for child in map(int, children):
-            open_pids.append(child)
-            try:
-                if Path(f"/proc/{child}/exe").resolve() == program:
-                    found.append(child)
-            except OSError:
-                pass
-    return found

@@ -5,11 +5,17 @@ import json
 import os
 import random
 import shutil
+import signal
 import struct
 import subprocess
+import time
 from pathlib import Path
 
 VOCABULARY = 64
+# Seconds after which a run of this size does not end any more.
+LIMIT = 300
+# Seconds that a launcher without ranks has to end.
+LAUNCHER_LIMIT = 10
 # Fields of a line of metrics that differ between two runs of the same bits.
 SPEED = {"tokens_per_second", "speed"}
 
@@ -92,7 +98,7 @@ class Workplace:
         self.recipe = folder / "recipe.toml"
         text = RECIPE.format(run=folder / "reference", data=folder, tokens=64 * steps, every=every)
         self.recipe.write_text(text)
-        finished = self.start(folder / "reference").wait()
+        finished = self.end(self.start(folder / "reference"))
         if finished != 0:
             raise SystemExit(f"the uninterrupted run ended with code {finished}: {self.log(folder / 'reference')}")
         self.reference = results(folder / "reference")
@@ -106,6 +112,28 @@ class Workplace:
         if "stderr" not in options and "stdout" not in options:
             options["stdout"] = options["stderr"] = open(self.log_file(run), "ab")
         return subprocess.Popen(self.command(run, *more), **options)
+
+    def end(self, process: subprocess.Popen) -> int:
+        """Waits for the end of a run and returns its code. It is a loss if a rank does not end.
+
+        A launcher is killed if its ranks have ended and it does not: after the death of a rank, mpirun of
+        Open MPI 4.1 may wait for a lock of PMIx 4.2 (in PMIx_server_finalize) for ever.
+        """
+        start = alive = time.monotonic()
+        while True:
+            try:
+                return process.wait(timeout=1)
+            except subprocess.TimeoutExpired:
+                pass
+            now = time.monotonic()
+            if not self.launcher or programs_below(process.pid, self.program):
+                alive = now
+            if now - alive > LAUNCHER_LIMIT:
+                process.send_signal(signal.SIGKILL)
+            elif now - start > LIMIT:
+                ranks = programs_below(process.pid, self.program)
+                process.kill()
+                raise SystemExit(f"process {process.pid} with ranks {ranks} has not ended within {LIMIT} seconds")
 
     @staticmethod
     def log_file(run: Path) -> Path:
@@ -147,3 +175,22 @@ def snapshot(folder: Path) -> dict:
 
 def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def programs_below(pid: int, program: Path) -> list:
+    """The processes that run `program` and descend from process `pid`."""
+    found, open_pids = [], [pid]
+    while open_pids:
+        parent = open_pids.pop()
+        try:
+            children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        except OSError:
+            continue
+        for child in map(int, children):
+            open_pids.append(child)
+            try:
+                if Path(f"/proc/{child}/exe").resolve() == program:
+                    found.append(child)
+            except OSError:
+                pass
+    return found

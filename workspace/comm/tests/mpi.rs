@@ -4,6 +4,9 @@
 #[cfg(feature = "mpi")]
 mod collectives;
 #[cfg(feature = "mpi")]
+#[path = "support/launcher.rs"]
+mod launcher;
+#[cfg(feature = "mpi")]
 mod processes;
 
 #[cfg(not(feature = "mpi"))]

@@ -9,6 +9,10 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::{isolate, trainable};
+use launcher::Launcher;
+
+#[path = "../../../comm/tests/support/launcher.rs"]
+mod launcher;
 
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-train");
 
@@ -85,7 +89,11 @@ impl Job {
 
     /// Waits for the end; returns the status and the output.
     pub fn end(mut self, limit: Duration) -> (ExitStatus, String) {
-        wait_until(limit, "the end of the job", || self.mpirun.try_wait().unwrap().is_some());
+        let mut launcher = Launcher::new(self.mpirun.id());
+        wait_until(limit, "the end of the job", || {
+            launcher.check();
+            self.mpirun.try_wait().unwrap().is_some()
+        });
         let mut text = String::new();
         self.mpirun.stderr.take().unwrap().read_to_string(&mut text).unwrap();
         (self.mpirun.wait().unwrap(), text)

@@ -1,14 +1,16 @@
 //! Every operation, and every way a job ends, on processes started by mpirun: each rank runs
 //! `rank_of_mpirun` of this test binary. Without mpirun the tests print so and pass.
 
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use moh_comm::{Buffers, Launch, Options, World};
 use moh_kernels::Cpu;
 
 use crate::collectives;
+use crate::launcher::Launcher;
 
 const ROLE: &str = "MOH_COMM_TEST_ROLE";
 
@@ -92,13 +94,29 @@ fn mpirun_with(settings: &[&str], size: usize, role: &str) -> Option<Output> {
     command.args(["--allow-run-as-root", "--oversubscribe", "-n", &size.to_string()]);
     command.arg(std::env::current_exe().unwrap());
     command.args(["--exact", "processes::rank_of_mpirun", "--nocapture"]).env(ROLE, role);
-    match command.output() {
-        Ok(output) => Some(output),
+    match command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn() {
+        Ok(mpirun) => Some(output(mpirun)),
         Err(error) => {
             println!("skipped: mpirun cannot be started: {error}");
             None
         }
     }
+}
+
+/// Waits for the end of mpirun.
+fn output(mpirun: Child) -> Output {
+    let mut launcher = Launcher::new(mpirun.id());
+    let (ended, end) = mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            while end.recv_timeout(Duration::from_secs(1)) == Err(RecvTimeoutError::Timeout) {
+                launcher.check();
+            }
+        });
+        let output = mpirun.wait_with_output().unwrap();
+        drop(ended);
+        output
+    })
 }
 
 fn every_operation_is_right_on(size: usize) {
