@@ -22,6 +22,10 @@ mod tests;
 mod transpose;
 mod vector;
 
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+pub(crate) use amx::in_place;
+#[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
+pub(crate) use amx::tiles_run;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx512::pack::interleaved;
 pub(crate) use matrix::{Destination, Matrix, MatrixMut};

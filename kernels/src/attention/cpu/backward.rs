@@ -5,12 +5,13 @@ use pulp::Arch;
 
 use super::factor::{Factor, NARROW};
 use super::gather::{
-    HeadRows, gather_along_rows, gather_columns, gather_rows, scatter_columns, tile_rows,
+    HeadRows, gather_along_keys, gather_along_rows, gather_columns, gather_rows, scatter_columns,
+    tile_rows,
 };
 use super::lanes::{KEYS, Lanes, MOST_ROWS, padded_rows};
 use super::rows::Row;
 use super::tile::{BackwardTile, Head};
-use super::{as_factors, for_each_task, for_each_tile, matmul, with_factors};
+use super::{as_factors, for_each_task, for_each_tile, with_factors};
 use crate::attention::{AttentionArgs, AttentionBackward, AttentionShape, BackwardLens, KeyValues};
 use crate::cpu::Cpu;
 use crate::disjoint::DisjointColumns;
@@ -28,6 +29,15 @@ struct Saved<'a, T> {
 
 /// The backward pass with the vector instructions of `arch`.
 pub(super) fn backward<T: Element>(
+    arch: Arch,
+    backward: AttentionBackward<'_, Cpu, T>,
+) -> Result<()> {
+    let head_dim = backward.args.shape.head_dim;
+    with_factors!(F, T, arch, head_dim, backward_by::<T, F>(arch, backward))
+}
+
+/// The backward pass by these factors.
+pub(super) fn backward_by<T: Element, F: Factor>(
     arch: Arch,
     backward: AttentionBackward<'_, Cpu, T>,
 ) -> Result<()> {
@@ -51,10 +61,8 @@ pub(super) fn backward<T: Element>(
         d_qkv: DisjointColumns::new(d_qkv, query_stride),
         delta: delta.map(|delta| DisjointColumns::new(delta, heads)),
     };
-    with_factors!(F, T, arch, {
-        for_each_task(&shape, |sequence, kv_head| {
-            backward_task::<T, F>(arch, &args, saved, &gradients, (sequence, kv_head));
-        });
+    for_each_task(&shape, |sequence, kv_head| {
+        backward_task::<T, F>(arch, &args, saved, &gradients, (sequence, kv_head));
     });
     Ok(())
 }
@@ -107,20 +115,21 @@ impl<T: Element> Gradients<'_, T> {
 }
 
 /// Columns of a row of gradients.
-fn width(head_dim: usize, lanes: usize) -> usize {
-    if head_dim <= NARROW { NARROW } else { head_dim.next_multiple_of(lanes / 2) }
+fn width<F: Factor>(head_dim: usize, lanes: usize) -> usize {
+    let vectors = if head_dim <= NARROW { NARROW } else { head_dim.next_multiple_of(lanes / 2) };
+    vectors.next_multiple_of(F::MULTIPLE)
 }
 
 /// Lengths of a task's scratch.
 pub(super) fn scratch<F: Factor>(arch: Arch, shape: &AttentionShape) -> [usize; 16] {
     let head_dim = shape.head_dim;
     let lanes = arch.dispatch(Lanes);
-    let padded = head_dim.next_multiple_of(matmul::ROWS);
-    let width = width(head_dim, lanes);
-    let rows = padded_rows(shape.key_length);
+    let padded = head_dim.next_multiple_of(F::MULTIPLE);
+    let width = width::<F>(head_dim, lanes);
+    let rows = padded_rows::<F>(shape.key_length);
     let blocks = rows.next_multiple_of(KEYS) * lanes;
     let factors = |count: usize| count / F::TERMS;
-    let (keys, columns, tile) = (rows * padded, head_dim * lanes, lanes * width);
+    let (keys, columns, tile) = (rows * padded, padded * lanes, lanes * width);
     // If a factor has one term, both layouts of the keys are the same.
     let turned = if F::TERMS == 1 { 0 } else { factors(keys) };
     let block = factors(KEYS * lanes);
@@ -154,8 +163,8 @@ fn backward_task<T: Element, F: Factor>(
     let shape = &args.shape;
     let AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = *shape;
     let lanes = arch.dispatch(Lanes);
-    let padded = head_dim.next_multiple_of(matmul::ROWS);
-    let width = width(head_dim, lanes);
+    let padded = head_dim.next_multiple_of(F::MULTIPLE);
+    let width = width::<F>(head_dim, lanes);
     with_scratch(self::scratch::<F>(arch, shape), |scratch| {
         let [operands @ .., p, d_p, d_q, rounded, d_keys, d_values] = scratch;
         let rounded: &mut [T] = bytemuck::cast_slice_mut(rounded);
@@ -169,10 +178,10 @@ fn backward_task<T: Element, F: Factor>(
         let (source, key_length) = (HeadRows::new(*shape, key_values, task), shape.key_length);
         gather_rows(key_length, |position| source.key(position), padded, keys);
         gather_rows(key_length, |position| source.value(position), padded, values);
-        let (keys, keys_along_rows) = if F::TERMS == 1 {
+        let (keys, keys_turned) = if F::TERMS == 1 {
             (&*keys, &*keys)
         } else {
-            gather_along_rows(key_length, |position| source.key(position), padded, turned);
+            gather_along_keys(key_length, |position| source.key(position), padded, turned);
             (&*keys, &*turned)
         };
         d_keys.fill(0.0);
@@ -187,9 +196,9 @@ fn backward_task<T: Element, F: Factor>(
             gather_along_rows(tile.len(), &outputs, width, d_o_rows);
             let work = BackwardTile {
                 args,
-                head: Head { head_dim, padded },
+                head: Head { padded },
                 keys,
-                keys_along_rows,
+                keys_turned,
                 values,
                 tile,
                 log_sum_exp: saved.log_sum_exp,

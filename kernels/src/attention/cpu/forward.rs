@@ -4,12 +4,12 @@ use pulp::Arch;
 
 use super::factor::Factor;
 use super::gather::{
-    HeadRows, gather_along_rows, gather_columns, gather_rows, scatter_columns, tile_rows,
+    HeadRows, gather_along_keys, gather_columns, gather_rows, scatter_columns, tile_rows,
 };
 use super::lanes::{KEYS, Lanes, MOST_ROWS, padded_rows};
 use super::rows::{Row, check_key_values};
 use super::tile::{ForwardTile, Head};
-use super::{as_factors, for_each_task, for_each_tile, matmul, token, with_factors};
+use super::{as_factors, for_each_task, for_each_tile, token, with_factors};
 use crate::attention::{AttentionArgs, AttentionForward, AttentionShape, KeyValues};
 use crate::cpu::Cpu;
 use crate::disjoint::DisjointColumns;
@@ -19,6 +19,15 @@ use crate::scratch::with_scratch;
 
 /// The forward pass with the vector instructions of `arch`.
 pub(super) fn forward<T: Element>(arch: Arch, forward: AttentionForward<'_, Cpu, T>) -> Result<()> {
+    let head_dim = forward.args.shape.head_dim;
+    with_factors!(F, T, arch, head_dim, forward_by::<T, F>(arch, forward))
+}
+
+/// The forward pass by these factors.
+pub(super) fn forward_by<T: Element, F: Factor>(
+    arch: Arch,
+    forward: AttentionForward<'_, Cpu, T>,
+) -> Result<()> {
     const OPERATOR: &str = "attention_forward";
     let AttentionForward { args, queries, key_values, out, log_sum_exp } = forward;
     let shape = args.shape;
@@ -40,11 +49,9 @@ pub(super) fn forward<T: Element>(arch: Arch, forward: AttentionForward<'_, Cpu,
         });
         return Ok(());
     }
-    with_factors!(F, T, arch, {
-        for_each_task(&shape, |sequence, kv_head| {
-            let task = (sequence, kv_head);
-            forward_task::<T, F>(arch, &args, queries, key_values, &outputs, task);
-        });
+    for_each_task(&shape, |sequence, kv_head| {
+        let task = (sequence, kv_head);
+        forward_task::<T, F>(arch, &args, queries, key_values, &outputs, task);
     });
     Ok(())
 }
@@ -78,14 +85,14 @@ impl<T: Element> Outputs<'_, T> {
 
 /// Lengths of a task's scratch.
 pub(super) fn scratch<F: Factor>(arch: Arch, shape: &AttentionShape) -> [usize; 7] {
-    let (head_dim, lanes) = (shape.head_dim, arch.dispatch(Lanes));
-    let padded = head_dim.next_multiple_of(matmul::ROWS);
-    let (rows, block) = (padded_rows(shape.key_length), KEYS * lanes);
+    let lanes = arch.dispatch(Lanes);
+    let padded = shape.head_dim.next_multiple_of(F::MULTIPLE);
+    let (rows, block) = (padded_rows::<F>(shape.key_length), KEYS * lanes);
     let factors = |count: usize| count / F::TERMS;
     [
         factors(rows * padded),
         factors(rows * padded),
-        factors(head_dim * lanes),
+        factors(padded * lanes),
         block,
         factors(block),
         padded * lanes,
@@ -103,14 +110,14 @@ fn forward_task<T: Element, F: Factor>(
 ) {
     let shape = &args.shape;
     let (head_dim, lanes) = (shape.head_dim, arch.dispatch(Lanes));
-    let padded = head_dim.next_multiple_of(matmul::ROWS);
+    let padded = head_dim.next_multiple_of(F::MULTIPLE);
     with_scratch(scratch::<F>(arch, shape), |[keys, values, q, scores, factors, o, rounded]| {
         let rounded: &mut [T] = bytemuck::cast_slice_mut(rounded);
         let [keys, values, q, factors] = [keys, values, q, factors].map(as_factors::<F>);
         let source = HeadRows::new(*shape, key_values, task);
         gather_rows(shape.key_length, |position| source.key(position), padded, keys);
-        gather_along_rows(shape.key_length, |position| source.value(position), padded, values);
-        let head = Head { head_dim, padded };
+        gather_along_keys(shape.key_length, |position| source.value(position), padded, values);
+        let head = Head { padded };
         let process = |tile: &[Row]| {
             let row = tile_rows(queries, (shape.query_stride, head_dim), tile);
             gather_columns(tile.len(), row, lanes, q);

@@ -56,17 +56,47 @@ pub(super) fn gather_along_rows<'a, T: Element, F: Factor>(
     }
 }
 
-/// Copies a tile's rows as columns of factors: `[D / TERMS, lanes]`. Lanes without a row are set to
-/// zero.
+/// Pairs of keys whose factors are written together, a cache line of each column.
+const LINE: usize = 16;
+
+/// Copies keys, or values, for matmuls that sum over them, as factors of terms along the keys:
+/// `[keys / TERMS, width]`, or the transpose if left operands have to be contiguous along their
+/// terms. Padding is set to zero.
+pub(super) fn gather_along_keys<'a, T: Element, F: Factor>(
+    count: usize,
+    row: impl Fn(usize) -> &'a [T],
+    width: usize,
+    out: &mut [F],
+) {
+    if !F::LEFT_ALONG_TERMS {
+        return gather_along_rows(count, row, width, out);
+    }
+    out.fill(F::zeroed());
+    let stride = out.len() / width;
+    for first in (0..count).step_by(LINE * F::TERMS) {
+        let keys = first..count.min(first + LINE * F::TERMS);
+        for column in 0..row(first).len() {
+            let slots = &mut out[column * stride + first / F::TERMS..];
+            for (slot, key) in slots.iter_mut().zip(keys.clone().step_by(F::TERMS)) {
+                let element = |term| {
+                    if key + term < keys.end { row(key + term)[column] } else { T::zeroed() }
+                };
+                *slot = F::of(element);
+            }
+        }
+    }
+}
+
+/// Copies a tile's rows as columns of factors: `[width / TERMS, lanes]`. Padding, and lanes without a
+/// row, are set to zero.
 pub(super) fn gather_columns<'a, T: Element, F: Factor>(
     count: usize,
     row: impl Fn(usize) -> &'a [T],
     lanes: usize,
     out: &mut [F],
 ) {
-    if count < lanes {
-        out.fill(F::zeroed());
-    }
+    let whole = if count == lanes { row(0).len() / F::TERMS * lanes } else { 0 };
+    out[whole..].fill(F::zeroed());
     for lane in 0..count {
         for (i, terms) in row(lane).chunks_exact(F::TERMS).enumerate() {
             out[i * lanes + lane] = F::of(|term| terms[term]);

@@ -4,11 +4,11 @@
 //! These matmuls are thin (a head's width, a tile of rows), so a general matmul would spend its
 //! time on packing. Here the vectors of the right operand and of the result contain the tile's
 //! packed rows, or a head's columns, and the left operand is read factor by factor at any strides.
-//! A factor is one term of the sums, or a pair of them ([`Factor`]).
+//! A factor is one term of the sums, or a pair of them ([`VectorFactor`]).
 
 use pulp::Simd;
 
-use super::factor::{Factor, NARROW};
+use super::factor::{NARROW, VectorFactor};
 
 /// The number of rows of the left operand, and of the result, is a multiple of this.
 pub(super) const ROWS: usize = 8;
@@ -39,7 +39,7 @@ pub(super) struct Sizes {
 
 /// `c = left right`, or `c += left right`; row i of `c` starts at `i * c_stride`.
 #[inline(always)]
-pub(super) fn matmul<S: Simd, F: Factor>(
+pub(super) fn by_vectors<S: Simd, F: VectorFactor>(
     simd: S,
     sizes: Sizes,
     left: Left<'_, F>,
@@ -70,7 +70,7 @@ pub(super) fn matmul<S: Simd, F: Factor>(
 }
 
 #[inline(always)]
-fn tiles<S: Simd, F: Factor, const M: usize>(
+fn tiles<S: Simd, F: VectorFactor, const M: usize>(
     simd: S,
     sizes: Sizes,
     left: Left<'_, F>,
@@ -83,7 +83,7 @@ fn tiles<S: Simd, F: Factor, const M: usize>(
     while column < sizes.columns {
         let pair = column + 2 * S::F32_LANES <= sizes.columns;
         for row in (0..sizes.rows).step_by(M) {
-            // SAFETY: `matmul` checked that rows x depth, depth x columns and rows x columns are
+            // SAFETY: `by_vectors` checked that rows x depth, depth x columns and rows x columns are
             // within the operands; this tile's rows and columns are among them, since M divides the
             // rows and one or two vectors of columns remain.
             #[allow(unsafe_code)]
@@ -105,7 +105,7 @@ fn tiles<S: Simd, F: Factor, const M: usize>(
 
 /// Matmuls of [`NARROW`] columns on machines with longer vectors, half of which would be unused.
 #[inline(always)]
-fn narrow_tiles<F: Factor>(
+fn narrow_tiles<F: VectorFactor>(
     sizes: Sizes,
     left: Left<'_, F>,
     right: Right<'_, F>,
@@ -116,7 +116,7 @@ fn narrow_tiles<F: Factor>(
     for first in (0..sizes.rows).step_by(ROWS) {
         let mut sums = [[0f32; NARROW]; ROWS];
         for k in 0..sizes.depth {
-            // SAFETY: `matmul` checked that rows x depth and depth x columns are within the
+            // SAFETY: `by_vectors` checked that rows x depth and depth x columns are within the
             // operands.
             #[allow(unsafe_code)]
             let vector = unsafe {
@@ -145,7 +145,7 @@ fn narrow_tiles<F: Factor>(
 /// All elements at these strides are within their operands, and `c` has no other borrower.
 #[allow(unsafe_code)]
 #[inline(always)]
-unsafe fn tile<S: Simd, F: Factor, const M: usize, const V: usize>(
+unsafe fn tile<S: Simd, F: VectorFactor, const M: usize, const V: usize>(
     simd: S,
     depth: usize,
     a: *const F,

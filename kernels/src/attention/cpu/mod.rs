@@ -1,14 +1,14 @@
 //! The CPU bodies of attention: one task per (sequence, key/value head), which processes the packed
 //! rows in tiles and a tile's keys in blocks ([`tile`]).
 //!
-//! Keys, and the columns of queries, keys and values, are padded with zeros to [`matmul::ROWS`],
-//! columns of gradients to the vector's length; scores of padding are masked.
+//! Keys, and the columns of queries, keys and values, are padded with zeros to
+//! [`Factor::MULTIPLE`], columns of gradients to whole vectors too; scores of padding are masked.
 //!
 //! A single token per sequence is computed without tiles ([`token`]).
 //!
-//! Matmuls of bf16 multiply pairs of terms if the machine has the instruction ([`factor`]); then
-//! probabilities and the gradients of scores are rounded to bf16 before their matmuls. Softmax and
-//! sums are always f32.
+//! Matmuls of bf16 multiply pairs of terms if the machine has the instructions ([`factor`]): vectors
+//! of pairs, or tiles of them. Then probabilities and the gradients of scores are rounded to bf16
+//! before their matmuls. Softmax and sums are always f32.
 
 mod backward;
 mod exp2;
@@ -23,6 +23,8 @@ mod rows;
 #[cfg(test)]
 mod tests;
 mod tile;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod tile_pair;
 mod token;
 
 use pulp::Arch;
@@ -40,6 +42,8 @@ use lanes::MOST_ROWS;
 #[cfg(target_arch = "x86_64")]
 use pair::Pair;
 use rows::Row;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use tile_pair::TilePair;
 
 impl Attention for Cpu {
     fn attention_forward<T: Element>(&self, forward: AttentionForward<'_, Self, T>) -> Result<()> {
@@ -61,11 +65,19 @@ const SMALL: usize = 1 << 18;
 #[cfg(not(target_arch = "x86_64"))]
 type Pair = f32;
 
-/// Evaluates an expression with `$factor` as the type of this machine's factors for elements of
-/// type `$element`.
+/// The factor of bf16 elements on systems without the tile unit.
+#[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+type TilePair = Pair;
+
+/// Evaluates an expression with `$factor` as the type of this machine's factors for heads of type
+/// `$element` and this width.
 macro_rules! with_factors {
-    ($factor:ident, $element:ty, $arch:expr, $body:expr) => {
-        if <$crate::attention::cpu::Pair as Factor>::multiplies::<$element>($arch) {
+    ($factor:ident, $element:ty, $arch:expr, $head_dim:expr, $body:expr) => {
+        if <$crate::attention::cpu::TilePair as Factor>::multiplies::<$element>($arch, $head_dim) {
+            type $factor = $crate::attention::cpu::TilePair;
+            $body
+        } else if <$crate::attention::cpu::Pair as Factor>::multiplies::<$element>($arch, $head_dim)
+        {
             type $factor = $crate::attention::cpu::Pair;
             $body
         } else {
@@ -79,7 +91,7 @@ use with_factors;
 /// Bytes of scratch of a thread that computes attention, including its gradients if `training`.
 pub(crate) fn scratch_bytes<T: Element>(shape: &AttentionShape, training: bool) -> usize {
     let arch = Arch::new();
-    with_factors!(F, T, arch, {
+    with_factors!(F, T, arch, shape.head_dim, {
         let forward = match shape.query_length {
             1 => scratch::bytes(&token::scratch(shape)),
             _ => scratch::bytes(&forward::scratch::<F>(arch, shape)),

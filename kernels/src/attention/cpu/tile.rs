@@ -5,23 +5,24 @@ use std::ops::Range;
 use pulp::{Simd, WithSimd};
 
 use super::factor::{Block, Factor};
+#[cfg(doc)]
+use super::gather::gather_along_keys;
 use super::lanes::{self, Bounds, Deltas, KEYS, MOST_ROWS, Softmax, rows};
-use super::matmul::{Left, ROWS, Right, Sizes, matmul};
+use super::matmul::{Left, Right, Sizes};
 use super::rows::Row;
 use crate::attention::AttentionArgs;
 use crate::cpu::Cpu;
 
-/// The widths of a key/value head.
+/// A key/value head.
 #[derive(Clone, Copy)]
 pub(super) struct Head {
-    pub head_dim: usize,
-    /// D rounded up to [`ROWS`].
+    /// D rounded up to [`Factor::MULTIPLE`].
     pub padded: usize,
 }
 
 impl Head {
     /// Keys (or values) `[keys, D padded / TERMS]` of a block times a tile's columns
-    /// `[D / TERMS, rows]`: `[keys, rows]`.
+    /// `[D padded / TERMS, rows]`: `[keys, rows]`.
     #[inline(always)]
     fn scores<S: Simd, F: Factor>(
         self,
@@ -31,16 +32,16 @@ impl Head {
         columns: &[F],
         out: &mut [f32],
     ) {
-        let (depth, stride) = (self.head_dim / F::TERMS, self.padded / F::TERMS);
+        let depth = self.padded / F::TERMS;
         let sizes = Sizes { rows: keys.len(), depth, columns: rows::<S>() };
-        let data = &of[keys.start * stride..];
-        let left = Left { data, row_stride: stride, column_stride: 1 };
+        let data = &of[keys.start * depth..];
+        let left = Left { data, row_stride: depth, column_stride: 1 };
         let right = Right { data: columns, stride: rows::<S>() };
-        matmul(simd, sizes, left, right, out, rows::<S>(), false);
+        F::matmul(simd, sizes, left, right, out, rows::<S>(), false);
     }
 
-    /// Adds the transpose of a block's keys (or values) `[keys / TERMS, D padded]` times its scores
-    /// `[keys / TERMS, rows]` to `[D padded, rows]`.
+    /// Adds the transpose of a block's keys (or values), gathered by [`gather_along_keys`], times its
+    /// scores `[keys / TERMS, rows]` to `[D padded, rows]`.
     #[inline(always)]
     fn combine<S: Simd, F: Factor>(
         self,
@@ -50,21 +51,25 @@ impl Head {
         scores: &[F],
         out: &mut [f32],
     ) {
-        let depth = keys.len() / F::TERMS;
+        let (first, depth) = (keys.start / F::TERMS, keys.len() / F::TERMS);
         let sizes = Sizes { rows: self.padded, depth, columns: rows::<S>() };
-        let data = &of[keys.start / F::TERMS * self.padded..];
-        let left = Left { data, row_stride: 1, column_stride: self.padded };
+        let left = if F::LEFT_ALONG_TERMS {
+            Left { data: &of[first..], row_stride: of.len() / self.padded, column_stride: 1 }
+        } else {
+            let data = &of[first * self.padded..];
+            Left { data, row_stride: 1, column_stride: self.padded }
+        };
         let right = Right { data: scores, stride: rows::<S>() };
-        matmul(simd, sizes, left, right, out, rows::<S>(), true);
+        F::matmul(simd, sizes, left, right, out, rows::<S>(), true);
     }
 }
 
-/// The blocks of a range of keys. Their lengths are multiples of [`ROWS`], and the first starts at
-/// an even key, so that both keys of a pair are in the same block.
-fn blocks(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+/// The blocks of a range of keys. Their lengths are multiples of [`Factor::MULTIPLE`], and the first
+/// starts at an even key, so that both keys of a pair are in the same block.
+fn blocks<F: Factor>(keys: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = keys.end;
     (keys.start & !1..end).step_by(KEYS).map(move |start| {
-        let len = KEYS.min(end - start).next_multiple_of(ROWS);
+        let len = KEYS.min(end - start).next_multiple_of(F::MULTIPLE);
         start..start + len
     })
 }
@@ -75,10 +80,10 @@ pub(super) struct ForwardTile<'a, 'v, F> {
     pub head: Head,
     /// `[key_length padded, D padded / TERMS]`, zero where padded.
     pub keys: &'a [F],
-    /// `[key_length padded / TERMS, D padded]`, zero where padded.
+    /// Gathered by [`gather_along_keys`].
     pub values: &'a [F],
     pub tile: &'a [Row],
-    /// `[D / TERMS, rows]`.
+    /// `[D padded / TERMS, rows]`.
     pub q: &'a [F],
     /// Scores of a block, `[KEYS, rows]`.
     pub scores: &'a mut [f32],
@@ -97,7 +102,7 @@ impl<F: Factor> WithSimd for ForwardTile<'_, '_, F> {
         let bounds = Bounds::new(args, tile, rows::<S>());
         let mut softmax = Softmax::new(args.base2_scale());
         o.fill(0.0);
-        for keys in blocks(args.tile_keys(tile)) {
+        for keys in blocks::<F>(args.tile_keys(tile)) {
             let len = keys.len() * rows::<S>();
             let elements = &mut scores[..len];
             head.scores(simd, &keys, of_keys, q, elements);
@@ -120,21 +125,21 @@ pub(super) struct BackwardTile<'a, 'v, F> {
     pub head: Head,
     /// `[key_length padded, D padded / TERMS]`, zero where padded.
     pub keys: &'a [F],
-    /// The same keys, `[key_length padded / TERMS, D padded]`.
-    pub keys_along_rows: &'a [F],
+    /// The same keys, gathered by [`gather_along_keys`].
+    pub keys_turned: &'a [F],
     /// The values, in the layout of `keys`.
     pub values: &'a [F],
     pub tile: &'a [Row],
     pub log_sum_exp: &'a [f32],
-    /// `[D / TERMS, rows]`.
+    /// `[D padded / TERMS, rows]`.
     pub q: &'a [F],
-    /// `[D / TERMS, rows]`.
+    /// `[D padded / TERMS, rows]`.
     pub d_o: &'a [F],
     /// `[rows / TERMS, width]`.
     pub q_rows: &'a [F],
     /// `[rows / TERMS, width]`.
     pub d_o_rows: &'a [F],
-    /// D rounded up to the vector's length.
+    /// D rounded up to whole vectors, or tiles.
     pub width: usize,
     /// `[key_length padded, rows]`.
     pub p: &'a mut [f32],
@@ -173,7 +178,7 @@ impl<F: Factor> BackwardTile<'_, '_, F> {
             *base2 = value * std::f32::consts::LOG2_E;
         }
         let mut deltas = Deltas::new();
-        let blocks = blocks(self.args.tile_keys(self.tile));
+        let blocks = blocks::<F>(self.args.tile_keys(self.tile));
         let p = self.p.chunks_mut(KEYS * lanes);
         for ((keys, p), d_p) in blocks.zip(p).zip(self.d_p.chunks_mut(KEYS * lanes)) {
             let (p, d_p) = (&mut p[..keys.len() * lanes], &mut d_p[..keys.len() * lanes]);
@@ -197,7 +202,7 @@ impl<F: Factor> BackwardTile<'_, '_, F> {
         }
         let weights = self.args.is_weighted().then_some(&weights);
         self.d_q.fill(0.0);
-        let blocks = blocks(self.args.tile_keys(self.tile));
+        let blocks = blocks::<F>(self.args.tile_keys(self.tile));
         let p = self.p.chunks_mut(KEYS * lanes);
         for ((keys, p), d_p) in blocks.zip(p).zip(self.d_p.chunks_mut(KEYS * lanes)) {
             let (p, d_p) = (&mut p[..keys.len() * lanes], &mut d_p[..keys.len() * lanes]);
@@ -216,7 +221,7 @@ impl<F: Factor> BackwardTile<'_, '_, F> {
             let of_keys = &mut self.d_keys[part];
             add_transposed(simd, d_s.factors_along_rows(), (self.q_rows, width), of_keys);
             let along_keys = d_s.factors_along_keys();
-            self.head.combine(simd, &keys, self.keys_along_rows, along_keys, self.d_q);
+            self.head.combine(simd, &keys, self.keys_turned, along_keys, self.d_q);
         }
     }
 }
@@ -233,5 +238,5 @@ fn add_transposed<S: Simd, F: Factor>(
     let depth = rows::<S>() / F::TERMS;
     let sizes = Sizes { rows: out.len() / width, depth, columns: width };
     let left = Left { data: block, row_stride: depth, column_stride: 1 };
-    matmul(simd, sizes, left, Right { data: tile_rows, stride: width }, out, width, true);
+    F::matmul(simd, sizes, left, Right { data: tile_rows, stride: width }, out, width, true);
 }

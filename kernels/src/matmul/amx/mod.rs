@@ -4,6 +4,7 @@
 //! An element's sum has the same order wherever a matmul is divided: of its terms in groups of
 //! [`STEP`](operand::STEP), the addend last.
 
+pub(crate) mod in_place;
 mod instructions;
 #[cfg(test)]
 mod model;
@@ -18,6 +19,8 @@ mod unit;
 use std::marker::PhantomData;
 
 pub(super) use permission::available;
+#[cfg(test)]
+pub(crate) use tests::assembly_runs as tiles_run;
 
 use super::blocked::{Kernel, PANEL};
 use super::matrix::Matrix;

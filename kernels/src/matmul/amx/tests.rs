@@ -15,7 +15,7 @@ use crate::matmul::matrix::{Destination, MatrixMut};
 use crate::matmul::tests::{Case, agrees_by, elements, view};
 
 /// Whether the assembly can be executed; says how.
-fn assembly_runs() -> bool {
+pub(crate) fn assembly_runs() -> bool {
     if available() {
         println!("the assembly is executed by the tile unit");
         return true;

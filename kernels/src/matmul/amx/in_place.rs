@@ -1,0 +1,175 @@
+//! Products of operands that are stored as tiles can load them: the left one with pairs of terms along
+//! its rows, the right one with pairs of terms of all columns side by side.
+
+use std::arch::asm;
+
+use super::instructions::Instructions;
+use super::operand::{ROWS, SIDE};
+use super::unit::Unit as _;
+
+/// Rows, columns and terms are multiples of this.
+pub(crate) const MULTIPLE: usize = SIDE;
+
+/// Runs `body` with the calling thread's tiles configured; it may not use them otherwise.
+pub(crate) fn with_tiles<R>(body: impl FnOnce() -> R) -> R {
+    let _configured = Instructions::configured();
+    body()
+}
+
+/// `out = left right`, or `out += left right`, of `[rows, pairs]` and `[pairs, columns]`. Each of them
+/// is contiguous along its rows, at the given distance from each other.
+///
+/// # Safety
+/// Only within [`with_tiles`].
+///
+/// # Panics
+/// Panics if an operand or the result is shorter than its rows.
+#[allow(unsafe_code)]
+pub(crate) unsafe fn multiply(
+    [rows, pairs, columns]: [usize; 3],
+    (left, left_stride): (&[u32], usize),
+    (right, right_stride): (&[u32], usize),
+    (out, stride): (&mut [f32], usize),
+    adds: bool,
+) {
+    if rows == 0 || columns == 0 || pairs == 0 {
+        assert!(adds || rows == 0 || columns == 0, "a product without terms would be zero");
+        return;
+    }
+    assert!(rows.is_multiple_of(SIDE) && columns.is_multiple_of(SIDE));
+    assert!(pairs.is_multiple_of(ROWS));
+    assert!(left.len() >= (rows - 1) * left_stride + pairs);
+    assert!(right.len() >= (pairs - 1) * right_stride + columns);
+    assert!(out.len() >= (rows - 1) * stride + columns);
+    for row in (0..rows).step_by(SIDE) {
+        for column in (0..columns).step_by(SIDE) {
+            let left = (left[row * left_stride..].as_ptr(), left_stride);
+            let right = (right[column..].as_ptr(), right_stride);
+            let out = (out[row * stride + column..].as_mut_ptr(), stride);
+            // SAFETY: the tiles are configured by the caller's promise, and the block is within the
+            // operands and the result by the lines above.
+            unsafe {
+                block(pairs / ROWS, left, right, out, adds);
+            }
+        }
+    }
+}
+
+/// Multiplies a block of 32 x 32 sums.
+///
+/// # Safety
+/// The machine has tiles, configured on this thread; the operands have 32 rows or columns and `steps`
+/// steps at their strides, and the sums 32 x 32 elements at theirs.
+#[allow(unsafe_code)]
+#[inline]
+unsafe fn block(
+    steps: usize,
+    (left, left_stride): (*const u32, usize),
+    (right, right_stride): (*const u32, usize),
+    (sums, sums_stride): (*mut f32, usize),
+    adds: bool,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!(
+            "test {adds:e}, {adds:e}",
+            "jnz 2f",
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            "jmp 4f",
+            "2:",
+            "tileloadd tmm0, [{sums} + {sums_row}*1]",
+            "tileloadd tmm1, [{sums} + {sums_row}*1 + 64]",
+            "tileloadd tmm2, [{lower_sums} + {sums_row}*1]",
+            "tileloadd tmm3, [{lower_sums} + {sums_row}*1 + 64]",
+            "4:",
+            "tileloadd tmm6, [{right} + {right_row}*1]",
+            "tileloadd tmm4, [{left} + {left_row}*1]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm5, [{lower_left} + {left_row}*1]",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tileloadd tmm7, [{right} + {right_row}*1 + 64]",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "add {left}, 64",
+            "add {lower_left}, 64",
+            "add {right}, {right_step}",
+            "dec {steps}",
+            "jnz 4b",
+            "tilestored [{sums} + {sums_row}*1], tmm0",
+            "tilestored [{sums} + {sums_row}*1 + 64], tmm1",
+            "tilestored [{lower_sums} + {sums_row}*1], tmm2",
+            "tilestored [{lower_sums} + {sums_row}*1 + 64], tmm3",
+            left = inout(reg) left => _,
+            lower_left = inout(reg) left.add(ROWS * left_stride) => _,
+            left_row = in(reg) 4 * left_stride,
+            right = inout(reg) right => _,
+            right_row = in(reg) 4 * right_stride,
+            right_step = in(reg) 4 * ROWS * right_stride,
+            sums = in(reg) sums,
+            lower_sums = in(reg) sums.add(ROWS * sums_stride),
+            sums_row = in(reg) 4 * sums_stride,
+            steps = inout(reg) steps => _,
+            adds = in(reg) u32::from(adds),
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack)
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+    use crate::matmul::amx::tests::assembly_runs;
+    use crate::matmul::tests::elements;
+
+    #[test]
+    fn products_at_any_strides_agree() {
+        if !assembly_runs() {
+            return;
+        }
+        for [rows, columns, pairs] in [[32, 32, 16], [64, 96, 48], [32, 64, 160]] {
+            let (left_stride, right_stride, stride) = (pairs + 3, columns + 5, columns + 7);
+            let left = elements::<bf16>(2 * rows * left_stride, 1);
+            let right = elements::<bf16>(2 * pairs * right_stride, 2);
+            for adds in [false, true] {
+                let before = elements::<f32>(rows * stride, 3);
+                let mut out = before.clone();
+                let operands = [&left, &right].map(|operand| bytemuck::cast_slice(operand));
+                // SAFETY: within `with_tiles`.
+                #[allow(unsafe_code)]
+                with_tiles(|| unsafe {
+                    multiply(
+                        [rows, pairs, columns],
+                        (operands[0], left_stride),
+                        (operands[1], right_stride),
+                        (&mut out, stride),
+                        adds,
+                    );
+                });
+                for row in 0..rows {
+                    for column in 0..stride {
+                        let index = row * stride + column;
+                        if column >= columns {
+                            assert_eq!(out[index], before[index], "between the rows");
+                            continue;
+                        }
+                        let products = (0..2 * pairs).map(|term| {
+                            let left = left[2 * row * left_stride + term].to_f64();
+                            let pair = term / 2 * right_stride + column;
+                            left * right[2 * pair + term % 2].to_f64()
+                        });
+                        let added = if adds { f64::from(before[index]) } else { 0.0 };
+                        let error = (f64::from(out[index]) - products.sum::<f64>() - added).abs();
+                        assert!(error < 1e-4, "({row}, {column}) is off by {error:e}");
+                    }
+                }
+            }
+        }
+    }
+}
