@@ -31,6 +31,7 @@ pub(crate) use avx512::pack::interleaved;
 pub(crate) use matrix::{Destination, Matrix, MatrixMut};
 pub(crate) use parallel::matmul_parallel;
 pub use path::Bf16Path;
+pub(crate) use transpose::to_row_major;
 
 use crate::scalar::{DType, Element};
 use crate::scratch::{self, ScratchBytes};

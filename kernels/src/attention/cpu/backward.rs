@@ -166,9 +166,8 @@ fn backward_task<T: Element, F: Factor>(
     let padded = head_dim.next_multiple_of(F::MULTIPLE);
     let width = width::<F>(head_dim, lanes);
     with_scratch(self::scratch::<F>(arch, shape), |scratch| {
-        let [operands @ .., p, d_p, d_q, rounded, d_keys, d_values] = scratch;
-        let rounded: &mut [T] = bytemuck::cast_slice_mut(rounded);
-        let [keys, turned, values, q, d_o, q_rows, d_o_rows, p_rows, d_s_keys, d_s_rows] =
+        let [operands @ .., p, d_p, d_q, turned, d_keys, d_values] = scratch;
+        let [keys, keys_turned, values, q, d_o, q_rows, d_o_rows, p_rows, d_s_keys, d_s_rows] =
             operands.map(as_factors::<F>);
         let key_values = KeyValues::Contiguous {
             keys: &saved.qkv[heads * head_dim..],
@@ -181,8 +180,10 @@ fn backward_task<T: Element, F: Factor>(
         let (keys, keys_turned) = if F::TERMS == 1 {
             (&*keys, &*keys)
         } else {
-            gather_along_keys(key_length, |position| source.key(position), padded, turned);
-            (&*keys, &*turned)
+            let part = &mut as_factors(turned)[..q.len()];
+            let key = |position| source.key(position);
+            gather_along_keys(key_length, key, padded, part, keys_turned);
+            (&*keys, &*keys_turned)
         };
         d_keys.fill(0.0);
         d_values.fill(0.0);
@@ -190,8 +191,9 @@ fn backward_task<T: Element, F: Factor>(
         let process = |tile: &[Row]| {
             let queries = tile_rows(saved.qkv, (query_stride, head_dim), tile);
             let outputs = tile_rows(saved.d_out, (heads * head_dim, head_dim), tile);
-            gather_columns(tile.len(), &queries, lanes, q);
-            gather_columns(tile.len(), &outputs, lanes, d_o);
+            let rows = &mut as_factors(turned)[..q.len()];
+            gather_columns(tile.len(), &queries, lanes, rows, q);
+            gather_columns(tile.len(), &outputs, lanes, rows, d_o);
             gather_along_rows(tile.len(), &queries, width, q_rows);
             gather_along_rows(tile.len(), &outputs, width, d_o_rows);
             let work = BackwardTile {
@@ -219,7 +221,7 @@ fn backward_task<T: Element, F: Factor>(
                 gradients.set_delta(row, delta);
                 gradients.head(row.token, row.head * head_dim, head_dim)
             });
-            scatter_columns(d_q, &[scale; MOST_ROWS][..lanes], rounded, rows);
+            scatter_columns(d_q, &[scale; MOST_ROWS][..lanes], turned, rows);
         };
         for_each_tile(args, task, lanes, process, |row| {
             gradients.set_delta(row, 0.0);

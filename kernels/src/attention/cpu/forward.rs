@@ -111,16 +111,22 @@ fn forward_task<T: Element, F: Factor>(
     let shape = &args.shape;
     let (head_dim, lanes) = (shape.head_dim, arch.dispatch(Lanes));
     let padded = head_dim.next_multiple_of(F::MULTIPLE);
-    with_scratch(scratch::<F>(arch, shape), |[keys, values, q, scores, factors, o, rounded]| {
-        let rounded: &mut [T] = bytemuck::cast_slice_mut(rounded);
+    with_scratch(scratch::<F>(arch, shape), |[keys, values, q, scores, factors, o, turned]| {
         let [keys, values, q, factors] = [keys, values, q, factors].map(as_factors::<F>);
         let source = HeadRows::new(*shape, key_values, task);
         gather_rows(shape.key_length, |position| source.key(position), padded, keys);
-        gather_along_keys(shape.key_length, |position| source.value(position), padded, values);
+        let part = &mut as_factors(turned)[..q.len()];
+        gather_along_keys(
+            shape.key_length,
+            |position| source.value(position),
+            padded,
+            part,
+            values,
+        );
         let head = Head { padded };
         let process = |tile: &[Row]| {
             let row = tile_rows(queries, (shape.query_stride, head_dim), tile);
-            gather_columns(tile.len(), row, lanes, q);
+            gather_columns(tile.len(), row, lanes, &mut as_factors(turned)[..q.len()], q);
             let (scores, factors, o) = (&mut *scores, &mut *factors, &mut *o);
             let work = ForwardTile { args, head, keys, values, tile, q, scores, factors, o };
             let softmax = F::dispatch(arch, work);
@@ -134,7 +140,7 @@ fn forward_task<T: Element, F: Factor>(
                 *log_sum_exp = maximum * std::f32::consts::LN_2 + sum.ln();
                 out
             });
-            scatter_columns(o, &factors[..lanes], rounded, rows);
+            scatter_columns(o, &factors[..lanes], turned, rows);
         };
         for_each_tile(args, task, lanes, process, |row| outputs.skip(row, head_dim));
     });

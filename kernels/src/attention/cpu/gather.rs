@@ -4,6 +4,7 @@ use super::factor::Factor;
 use super::rows::Row;
 use crate::attention::{AttentionShape, KeyValues};
 use crate::cpu::Cpu;
+use crate::matmul::{Matrix, to_row_major};
 use crate::scalar::Element;
 use crate::simd::vectorized;
 
@@ -56,75 +57,66 @@ pub(super) fn gather_along_rows<'a, T: Element, F: Factor>(
     }
 }
 
-/// Pairs of keys whose factors are written together, a cache line of each column.
-const LINE: usize = 16;
-
 /// Copies keys, or values, for matmuls that sum over them, as factors of terms along the keys:
 /// `[keys / TERMS, width]`, or the transpose if left operands have to be contiguous along their
 /// terms. Padding is set to zero.
+///
+/// `scratch` has at least `width` elements.
 pub(super) fn gather_along_keys<'a, T: Element, F: Factor>(
     count: usize,
     row: impl Fn(usize) -> &'a [T],
     width: usize,
+    scratch: &mut [F],
     out: &mut [F],
 ) {
     if !F::LEFT_ALONG_TERMS {
         return gather_along_rows(count, row, width, out);
     }
-    out.fill(F::zeroed());
-    let stride = out.len() / width;
-    for first in (0..count).step_by(LINE * F::TERMS) {
-        let keys = first..count.min(first + LINE * F::TERMS);
-        for column in 0..row(first).len() {
-            let slots = &mut out[column * stride + first / F::TERMS..];
-            for (slot, key) in slots.iter_mut().zip(keys.clone().step_by(F::TERMS)) {
-                let element = |term| {
-                    if key + term < keys.end { row(key + term)[column] } else { T::zeroed() }
-                };
-                *slot = F::of(element);
-            }
-        }
+    let columns = out.len() / width;
+    let most = scratch.len() / width;
+    for first in (0..columns).step_by(most) {
+        let len = most.min(columns - first);
+        let keys = count.saturating_sub(first * F::TERMS).min(len * F::TERMS);
+        let part = &mut scratch[..len * width];
+        gather_along_rows(keys, |key| row(first * F::TERMS + key), width, part);
+        let part = Matrix::new(bytemuck::cast_slice(part), len, width);
+        to_row_major(part.transposed(), bytemuck::cast_slice_mut(&mut out[first..]), columns);
     }
 }
 
 /// Copies a tile's rows as columns of factors: `[width / TERMS, lanes]`. Padding, and lanes without a
-/// row, are set to zero.
+/// row, are set to zero. `scratch` has the same length.
 pub(super) fn gather_columns<'a, T: Element, F: Factor>(
     count: usize,
     row: impl Fn(usize) -> &'a [T],
     lanes: usize,
+    scratch: &mut [F],
     out: &mut [F],
 ) {
-    let whole = if count == lanes { row(0).len() / F::TERMS * lanes } else { 0 };
-    out[whole..].fill(F::zeroed());
-    for lane in 0..count {
-        for (i, terms) in row(lane).chunks_exact(F::TERMS).enumerate() {
-            out[i * lanes + lane] = F::of(|term| terms[term]);
-        }
-    }
+    let factors = out.len() / lanes;
+    gather_rows(count, row, factors * F::TERMS, scratch);
+    let rows = Matrix::new(bytemuck::cast_slice(scratch), lanes, factors);
+    to_row_major(rows.transposed(), bytemuck::cast_slice_mut(out), lanes);
 }
 
-/// Writes a tile's columns `[D, lanes]`, times a factor for each lane, as rows. `rounded` has the
-/// same length: rounding all elements together takes less time than one by one.
+/// Writes a tile's columns `[width, lanes]`, times a factor for each lane, as rows. `scratch` has the
+/// same length.
 pub(super) fn scatter_columns<'a, T: Element>(
     columns: &[f32],
     factors: &[f32],
-    rounded: &mut [T],
+    scratch: &mut [f32],
     rows: impl Iterator<Item = &'a mut [T]>,
 ) {
     let lanes = factors.len();
+    let width = columns.len() / lanes;
+    to_row_major(Matrix::new(columns, width, lanes).transposed(), scratch, width);
     vectorized!({
-        for (out, column) in rounded.chunks_exact_mut(lanes).zip(columns.chunks_exact(lanes)) {
-            for ((slot, element), factor) in out.iter_mut().zip(column).zip(factors) {
+        for ((row, elements), factor) in rows.zip(scratch.chunks_exact(width)).zip(factors) {
+            for (slot, element) in row.iter_mut().zip(elements) {
                 *slot = T::from_f32(element * factor);
             }
         }
     });
-    for (lane, row) in rows.enumerate() {
-        for (i, slot) in row.iter_mut().enumerate() {
-            *slot = rounded[i * lanes + lane];
-        }
-    }
 }
 
 /// The rows of a tile in a buffer with `stride` elements per token.
