@@ -57,6 +57,17 @@ impl DiskReader {
         Ok(&self.buffer[offset..offset + length])
     }
 
+    /// Tells the system that these bytes, which are on the disk, will not be read again soon: it need not keep
+    /// them in memory in place of others.
+    pub fn release(&self, start: u64, length: usize) {
+        #[cfg(target_os = "linux")]
+        if let Some(length) = std::num::NonZero::new(length as u64) {
+            // A file system without advice ignores it.
+            let _ =
+                rustix::fs::fadvise(&self.file, start, Some(length), rustix::fs::Advice::DontNeed);
+        }
+    }
+
     /// Fills the buffer from the returned offset on.
     fn fill(&mut self, start: u64, length: usize) -> io::Result<usize> {
         let whole = length.next_multiple_of(ALIGNMENT);
@@ -118,6 +129,8 @@ mod tests {
             for past_cache in [true, false] {
                 let mut reader = DiskReader::open(&path, past_cache).unwrap();
                 assert!(past_cache || !reader.is_direct());
+                assert_eq!(reader.read(0, length).unwrap(), bytes);
+                reader.release(0, length);
                 assert_eq!(reader.read(0, length).unwrap(), bytes);
                 for start in (0..length).step_by(ALIGNMENT) {
                     for end in [start + 1, start + 5000, length] {
