@@ -59,6 +59,7 @@ impl DiskReader {
 
     /// Tells the system that these bytes, which are on the disk, will not be read again soon: it need not keep
     /// them in memory in place of others.
+    #[cfg_attr(not(target_os = "linux"), allow(unused_variables))]
     pub fn release(&self, start: u64, length: usize) {
         #[cfg(target_os = "linux")]
         if let Some(length) = std::num::NonZero::new(length as u64) {
