@@ -147,8 +147,10 @@ fn follow(
         let bytes = reader.read(start, (end - start) as usize)?;
         // By this thread alone: the writer, which waits for it, may be the last free thread of rayon's pool.
         hashes.update(bytes, Hasher::update);
-        // Else the system would soon have to look for memory, which takes the processor from the conversion.
-        reader.release(start, (end - start) as usize);
+        if !reader.is_direct() {
+            // A large model would fill the page cache, and the system's search for memory takes processor time.
+            reader.release(start, (end - start) as usize);
+        }
         start = end;
     }
     synced.file.sync_all()?;
