@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 VOCABULARY = 64
-# Seconds after which a run of this size does not end any more.
+# Seconds within which a run of this size ends.
 LIMIT = 300
-# Seconds that a launcher without ranks has to end.
+# Seconds within which a launcher ends after its last rank.
 LAUNCHER_LIMIT = 10
 # Fields of a line of metrics that differ between two runs of the same bits.
 SPEED = {"tokens_per_second", "speed"}

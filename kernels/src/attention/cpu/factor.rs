@@ -15,7 +15,7 @@ pub(super) trait Factor: Pod {
     /// Terms of a factor.
     const TERMS: usize;
 
-    /// Keys of a block, and padded columns of a head, are multiples of this: of 2 at least.
+    /// The keys of a block and the padded columns of a head are multiples of this even number.
     const MULTIPLE: usize;
 
     /// Whether a matmul's left operand has to be contiguous along its terms.

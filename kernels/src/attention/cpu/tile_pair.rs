@@ -14,7 +14,7 @@ use crate::scalar::Element;
 #[repr(transparent)]
 pub(super) struct TilePair(Pair);
 
-/// Columns of a head from which tiles, in which they are padded to 32, take less time than vectors.
+/// Columns of the narrowest head that is multiplied in tiles: it is padded to 32 columns.
 const FEWEST: usize = 16;
 
 impl Factor for TilePair {

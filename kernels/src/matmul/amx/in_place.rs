@@ -16,14 +16,14 @@ pub(crate) fn with_tiles<R>(body: impl FnOnce() -> R) -> R {
     body()
 }
 
-/// `out = left right`, or `out += left right`, of `[rows, pairs]` and `[pairs, columns]`. Each of them
-/// is contiguous along its rows, at the given distance from each other.
+/// `out = left right`, or `out += left right`, of `[rows, pairs]` and `[pairs, columns]`. All three are
+/// row-major; beside each is the distance between the starts of its rows.
 ///
 /// # Safety
 /// Only within [`with_tiles`].
 ///
 /// # Panics
-/// Panics if an operand or the result is shorter than its rows.
+/// Panics if a size is no multiple of [`MULTIPLE`] terms, or an operand or the result is too short.
 #[allow(unsafe_code)]
 pub(crate) unsafe fn multiply(
     [rows, pairs, columns]: [usize; 3],
