@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use moh_comm::World;
 use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunOptions};
 
-use super::copy_all;
+use super::copy_running;
 
 /// How a run starts and ends.
 #[derive(Debug, Clone, Copy, Default)]
@@ -40,7 +40,7 @@ impl Start<'_> {
                     stop.store(true, Ordering::Relaxed);
                 }
                 if let Some((_, copy)) = self.copy_at.filter(|(at, _)| *at == step) {
-                    copy_all(&dir, copy);
+                    copy_running(&dir, copy);
                 }
             }
             heard(&event);

@@ -9,9 +9,7 @@ pub mod results;
 pub mod stories;
 
 use std::collections::BTreeMap;
-use std::ffi::OsStr;
 use std::fs;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use moh_data::{Provenance, TokenFileWriter};
@@ -118,32 +116,17 @@ pub fn write_tokens(prefix: &Path, seed: u64, documents: u64) {
     writer.finish(Provenance::default()).unwrap();
 }
 
-/// Copies a directory, also of a run that goes on: a checkpoint that is being written may get its name
-/// meanwhile, and the copy is then of a moment before that.
+/// Copies a directory in which nothing changes meanwhile.
 pub fn copy_all(from: &Path, to: &Path) {
-    let is_written = from.components().any(|part| is_temporary(part.as_os_str()));
-    let entries = match fs::read_dir(from) {
-        Err(error) if is_written && error.kind() == ErrorKind::NotFound => return,
-        entries => entries.unwrap(),
-    };
     fs::create_dir_all(to).unwrap();
-    for entry in entries {
+    for entry in fs::read_dir(from).unwrap() {
         let path = entry.unwrap().path();
-        let name = path.file_name().unwrap();
-        if path.is_dir() {
-            copy_all(&path, &to.join(name));
-            continue;
-        }
-        match fs::copy(&path, to.join(name)) {
-            Err(error)
-                if (is_written || is_temporary(name)) && error.kind() == ErrorKind::NotFound => {}
-            copied => drop(copied.unwrap()),
+        let target = to.join(path.file_name().unwrap());
+        match path.is_dir() {
+            true => copy_all(&path, &target),
+            false => drop(fs::copy(&path, target).unwrap()),
         }
     }
-}
-
-fn is_temporary(name: &OsStr) -> bool {
-    name.to_string_lossy().starts_with(".tmp-")
 }
 
 /// Copies the directory of a run whose checkpoints are written in the background, at a moment at which
