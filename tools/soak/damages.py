@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from workplace import Workplace, remove, snapshot
+from workplace import Workplace, remove, snapshot, steps
 
 
 def stopped_run(workplace: Workplace) -> Path:
@@ -35,10 +35,6 @@ def copy(stopped: Path, run: Path) -> None:
     shutil.copytree(stopped, run)
     recipe = run / "recipe.toml"
     recipe.write_text(recipe.read_text().replace(str(stopped), str(run)))
-
-
-def steps(run: Path) -> list:
-    return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
 
 
 def newest_checkpoint(workplace: Workplace, count: int, generator: random.Random) -> dict:

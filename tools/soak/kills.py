@@ -6,22 +6,32 @@ import signal
 import time
 from pathlib import Path
 
-from workplace import Workplace, programs_below, remove
+from workplace import Workplace, programs_below, remove, steps
 
 # Times that one run is killed at most: it would never finish if it lost its progress.
 MOST_RESTARTS = 200
+# Starts without a new checkpoint after which a run may go on for twice as long.
+IDLE_STARTS = 5
 
 
 def one_process(workplace: Workplace, count: int, generator: random.Random) -> dict:
     """Kills a run again and again until it has finished, and another, until `count` kills are done."""
     duration = time_of(workplace)
-    return until(workplace, count, lambda run: kill_one(workplace, run, generator.uniform(0.0, duration)))
+
+    def kill(run, latest):
+        return kill_one(workplace, run, generator.uniform(0.0, latest))
+
+    return until(workplace, count, duration, kill)
 
 
 def one_rank(workplace: Workplace, count: int, generator: random.Random) -> dict:
     """As `one_process`, with several ranks of which one is killed: the others must end by themselves."""
     duration = time_of(workplace)
-    return until(workplace, count, lambda run: kill_rank(workplace, run, generator.uniform(0.0, duration), generator))
+
+    def kill(run, latest):
+        return kill_rank(workplace, run, generator.uniform(0.0, latest), generator)
+
+    return until(workplace, count, duration, kill)
 
 
 def time_of(workplace: Workplace) -> float:
@@ -34,15 +44,22 @@ def time_of(workplace: Workplace) -> float:
     return time.monotonic() - start
 
 
-def until(workplace: Workplace, count: int, start_and_kill) -> dict:
+def until(workplace: Workplace, count: int, duration: float, start_and_kill) -> dict:
+    """Kills runs until `count` kills are done and the last run has finished.
+
+    `start_and_kill` gets the run and the latest moment of the kill in seconds. It is that of a whole run, and
+    later after starts that brought no checkpoint: a busy machine may need longer than `duration` to the first.
+    """
     kills, runs, during_saves = 0, 0, 0
     while kills < count:
         run = workplace.folder / f"run-{runs}"
-        restarts = 0
-        while start_and_kill(run):
+        restarts, step, idle = 0, 0, 0
+        while start_and_kill(run, duration * (1 + idle / IDLE_STARTS)):
             kills, restarts = kills + 1, restarts + 1
-            if restarts > MOST_RESTARTS:
-                raise SystemExit(f"{run}: does not finish: {workplace.log(run)}")
+            newest = max(steps(run), default=0)
+            if newest < step or restarts > MOST_RESTARTS:
+                raise SystemExit(f"{run} after {restarts} kills: step {newest} after {step}: {workplace.log(run)}")
+            step, idle = newest, idle + 1 if newest == step else 0
             checkpoints = run / "checkpoints"
             during_saves += checkpoints.is_dir() and any(checkpoints.glob(".tmp-*"))
         runs += 1

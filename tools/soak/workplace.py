@@ -162,6 +162,11 @@ def results(run: Path) -> dict:
     return found
 
 
+def steps(run: Path) -> list:
+    """The steps of the run's checkpoints, ascending."""
+    return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+
+
 def snapshot(folder: Path) -> dict:
     """Every file below a folder with the hash of its content, without those of a lock."""
     found = {}
