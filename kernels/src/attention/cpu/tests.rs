@@ -35,6 +35,19 @@ fn args(shape: AttentionShape, causal: bool, documents: &[u32]) -> AttentionArgs
     AttentionArgs { causal, document_start: Some(documents), ..AttentionArgs::causal(shape) }
 }
 
+/// One sequence.
+fn shape(length: usize, heads: usize, kv_heads: usize, head_dim: usize) -> AttentionShape {
+    AttentionShape {
+        batch: 1,
+        query_length: length,
+        key_length: length,
+        heads,
+        kv_heads,
+        head_dim,
+        query_stride: (heads + 2 * kv_heads) * head_dim,
+    }
+}
+
 /// An implementation of both passes.
 struct Passes<T: Element> {
     forward: fn(Arch, AttentionForward<'_, Cpu, T>) -> Result<()>,
@@ -91,15 +104,32 @@ fn pairs_of_bf16_give_the_same_attention() {
 }
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+const TILES: Passes<bf16> =
+    Passes { forward: forward_by::<bf16, TilePair>, backward: backward_by::<bf16, TilePair> };
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 #[test]
 fn tiles_of_bf16_give_the_same_attention() {
     if tiles_run() {
-        let passes = Passes {
-            forward: forward_by::<bf16, TilePair>,
-            backward: backward_by::<bf16, TilePair>,
-        };
-        agree(&passes, &[Arch::new()], BF16_TOLERANCE);
+        agree(&TILES, &[Arch::new()], BF16_TOLERANCE);
     }
+}
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+#[test]
+fn tiles_have_the_same_bits_with_any_number_of_threads() {
+    if !tiles_run() {
+        return;
+    }
+    let shape = shape(200, 4, 2, 40);
+    let documents: Vec<u32> = (0..200).map(|token| token - token % 90).collect();
+    let [one, two, five] = [1, 2, 5].map(|threads| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let found = pool.install(|| attention(&TILES, Arch::new(), shape, true, &documents));
+        found.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+    });
+    assert!(one == two, "one and two threads differ");
+    assert!(one == five, "one and five threads differ");
 }
 
 /// Both passes with these instructions have the results of plain ones, in whole and partial tiles.
@@ -108,17 +138,7 @@ fn agree<T: Element>(passes: &Passes<T>, kinds: &[Arch], tolerance: f64) {
     for (length, heads, kv_heads, head_dim) in
         [(1, 1, 1, 2), (150, 3, 1, 8), (67, 4, 2, 10), (200, 2, 2, 40)]
     {
-        let query_stride = (heads + 2 * kv_heads) * head_dim;
-        let (query_length, key_length) = (length, length);
-        let shape = AttentionShape {
-            batch: 1,
-            query_length,
-            key_length,
-            heads,
-            kv_heads,
-            head_dim,
-            query_stride,
-        };
+        let shape = shape(length, heads, kv_heads, head_dim);
         let documents: Vec<u32> = (0..length as u32).map(|token| token - token % 90).collect();
         for causal in [true, false] {
             let expected = attention::<T>(&plain, Arch::Scalar, shape, causal, &documents);
