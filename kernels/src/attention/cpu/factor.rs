@@ -4,7 +4,7 @@
 use bytemuck::Pod;
 use pulp::{Arch, Simd, WithSimd};
 
-use super::matmul::{self, Left, Right, Sizes};
+use super::matmul::{Matmul, ROWS};
 use crate::scalar::Element;
 
 /// Columns of the gradients of heads of at most this many elements, for any length of vectors.
@@ -30,17 +30,8 @@ pub(super) trait Factor: Pod {
     /// Runs vector code that multiplies these factors.
     fn dispatch<W: WithSimd>(arch: Arch, work: W) -> W::Output;
 
-    /// `c = left right`, or `c += left right`; row i of `c` starts at `i * c_stride`. Only within
-    /// [`dispatch`](Self::dispatch).
-    fn matmul<S: Simd>(
-        simd: S,
-        sizes: Sizes,
-        left: Left<'_, Self>,
-        right: Right<'_, Self>,
-        c: &mut [f32],
-        c_stride: usize,
-        accumulate: bool,
-    );
+    /// `out = left right`, or `out += left right`. Only within [`dispatch`](Self::dispatch).
+    fn matmul<S: Simd>(simd: S, matmul: Matmul<'_, Self>, out: &mut [f32], accumulate: bool);
 
     /// Writes the elements of two keys of a block, two vectors each: the block's pair of keys with
     /// index `two`.
@@ -86,7 +77,7 @@ impl<F: Factor> Block<'_, F> {
 
 impl Factor for f32 {
     const TERMS: usize = 1;
-    const MULTIPLE: usize = matmul::ROWS;
+    const MULTIPLE: usize = ROWS;
     const LEFT_ALONG_TERMS: bool = false;
 
     fn multiplies<T: Element>(_: Arch, _: usize) -> bool {
@@ -103,16 +94,8 @@ impl Factor for f32 {
     }
 
     #[inline(always)]
-    fn matmul<S: Simd>(
-        simd: S,
-        sizes: Sizes,
-        left: Left<'_, Self>,
-        right: Right<'_, Self>,
-        c: &mut [f32],
-        c_stride: usize,
-        accumulate: bool,
-    ) {
-        matmul::by_vectors(simd, sizes, left, right, c, c_stride, accumulate);
+    fn matmul<S: Simd>(simd: S, matmul: Matmul<'_, f32>, out: &mut [f32], accumulate: bool) {
+        matmul.by_vectors(simd, out, accumulate);
     }
 
     #[inline(always)]

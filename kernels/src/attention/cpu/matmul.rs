@@ -21,13 +21,6 @@ pub(super) struct Left<'a, F> {
     pub column_stride: usize,
 }
 
-/// A row-major operand.
-#[derive(Clone, Copy)]
-pub(super) struct Right<'a, F> {
-    pub data: &'a [F],
-    pub stride: usize,
-}
-
 /// Sizes of a matmul, `depth` in factors: `rows` is a multiple of [`ROWS`], `columns` a multiple of
 /// the vector's length, or [`NARROW`].
 #[derive(Clone, Copy)]
@@ -37,103 +30,86 @@ pub(super) struct Sizes {
     pub columns: usize,
 }
 
-/// `c = left right`, or `c += left right`; row i of `c` starts at `i * c_stride`.
-#[inline(always)]
-pub(super) fn by_vectors<S: Simd, F: VectorFactor>(
-    simd: S,
-    sizes: Sizes,
-    left: Left<'_, F>,
-    right: Right<'_, F>,
-    c: &mut [f32],
-    c_stride: usize,
-    accumulate: bool,
-) {
-    let Sizes { rows, depth, columns } = sizes;
-    let narrow = columns == NARROW && S::F32_LANES > NARROW;
-    assert!(rows.is_multiple_of(ROWS) && (narrow || columns.is_multiple_of(S::F32_LANES)));
-    if rows == 0 || columns == 0 || depth == 0 {
-        assert!(accumulate || rows == 0 || columns == 0, "a matmul without terms would be zero");
-        return;
-    }
-    assert!(left.data.len() > (rows - 1) * left.row_stride + (depth - 1) * left.column_stride);
-    assert!(right.data.len() >= (depth - 1) * right.stride + columns);
-    assert!(c.len() >= (rows - 1) * c_stride + columns);
-    if narrow {
-        return narrow_tiles(sizes, left, right, c, c_stride, accumulate);
-    }
-    // 32 registers have room for eight rows of two vectors and their operands, 16 for four rows.
-    if S::REGISTER_COUNT >= 32 {
-        tiles::<S, F, 8>(simd, sizes, left, right, c, c_stride, accumulate);
-    } else {
-        tiles::<S, F, 4>(simd, sizes, left, right, c, c_stride, accumulate);
-    }
+/// The operands of a matmul.
+pub(super) struct Matmul<'a, F> {
+    pub sizes: Sizes,
+    pub left: Left<'a, F>,
+    /// `[depth, columns]`.
+    pub right: &'a [F],
 }
 
-#[inline(always)]
-fn tiles<S: Simd, F: VectorFactor, const M: usize>(
-    simd: S,
-    sizes: Sizes,
-    left: Left<'_, F>,
-    right: Right<'_, F>,
-    c: &mut [f32],
-    c_stride: usize,
-    accumulate: bool,
-) {
-    let mut column = 0;
-    while column < sizes.columns {
-        let pair = column + 2 * S::F32_LANES <= sizes.columns;
-        for row in (0..sizes.rows).step_by(M) {
-            // SAFETY: `by_vectors` checked that rows x depth, depth x columns and rows x columns are
-            // within the operands; this tile's rows and columns are among them, since M divides the
-            // rows and one or two vectors of columns remain.
-            #[allow(unsafe_code)]
-            unsafe {
-                let a = left.data.as_ptr().add(row * left.row_stride);
-                let b = right.data.as_ptr().add(column);
-                let c = c.as_mut_ptr().add(row * c_stride + column);
-                let strides = (left.row_stride, left.column_stride, right.stride, c_stride);
-                if pair {
-                    tile::<S, F, M, 2>(simd, sizes.depth, a, b, c, strides, accumulate);
-                } else {
-                    tile::<S, F, M, 1>(simd, sizes.depth, a, b, c, strides, accumulate);
+impl<F: VectorFactor> Matmul<'_, F> {
+    /// `out = left right`, or `out += left right`, `[rows, columns]`.
+    #[inline(always)]
+    pub(super) fn by_vectors<S: Simd>(self, simd: S, out: &mut [f32], accumulate: bool) {
+        let (Sizes { rows, depth, columns }, left) = (self.sizes, self.left);
+        let narrow = columns == NARROW && S::F32_LANES > NARROW;
+        assert!(rows.is_multiple_of(ROWS) && (narrow || columns.is_multiple_of(S::F32_LANES)));
+        if rows == 0 || columns == 0 || depth == 0 {
+            let is_defined = accumulate || rows == 0 || columns == 0;
+            assert!(is_defined, "a matmul without terms would be zero");
+            return;
+        }
+        assert!(left.data.len() > (rows - 1) * left.row_stride + (depth - 1) * left.column_stride);
+        assert!(self.right.len() >= depth * columns);
+        assert!(out.len() >= rows * columns);
+        if narrow {
+            return self.narrow_tiles(out, accumulate);
+        }
+        // 32 registers have room for eight rows of two vectors and their operands, 16 for four rows.
+        if S::REGISTER_COUNT >= 32 {
+            self.tiles::<S, 8>(simd, out, accumulate);
+        } else {
+            self.tiles::<S, 4>(simd, out, accumulate);
+        }
+    }
+
+    #[inline(always)]
+    fn tiles<S: Simd, const M: usize>(self, simd: S, out: &mut [f32], accumulate: bool) {
+        let (Sizes { rows, depth, columns }, left) = (self.sizes, self.left);
+        let mut column = 0;
+        while column < columns {
+            let pair = column + 2 * S::F32_LANES <= columns;
+            for row in (0..rows).step_by(M) {
+                // SAFETY: `by_vectors` checked that rows x depth, depth x columns and rows x columns
+                // are within the operands; this tile's rows and columns are among them, since M
+                // divides the rows and one or two vectors of columns remain.
+                #[allow(unsafe_code)]
+                unsafe {
+                    let a = left.data.as_ptr().add(row * left.row_stride);
+                    let b = self.right.as_ptr().add(column);
+                    let c = out.as_mut_ptr().add(row * columns + column);
+                    let strides = (left.row_stride, left.column_stride, columns);
+                    if pair {
+                        tile::<S, F, M, 2>(simd, depth, a, b, c, strides, accumulate);
+                    } else {
+                        tile::<S, F, M, 1>(simd, depth, a, b, c, strides, accumulate);
+                    }
                 }
             }
+            column += if pair { 2 * S::F32_LANES } else { S::F32_LANES };
         }
-        column += if pair { 2 * S::F32_LANES } else { S::F32_LANES };
     }
-}
 
-/// Matmuls of [`NARROW`] columns on machines with longer vectors, half of which would be unused.
-#[inline(always)]
-fn narrow_tiles<F: VectorFactor>(
-    sizes: Sizes,
-    left: Left<'_, F>,
-    right: Right<'_, F>,
-    c: &mut [f32],
-    c_stride: usize,
-    accumulate: bool,
-) {
-    for first in (0..sizes.rows).step_by(ROWS) {
-        let mut sums = [[0f32; NARROW]; ROWS];
-        for k in 0..sizes.depth {
-            // SAFETY: `by_vectors` checked that rows x depth and depth x columns are within the
-            // operands.
-            #[allow(unsafe_code)]
-            let vector = unsafe {
-                right.data.as_ptr().add(k * right.stride).cast::<[F; NARROW]>().read_unaligned()
-            };
-            for (i, sums) in sums.iter_mut().enumerate() {
-                let index = (first + i) * left.row_stride + k * left.column_stride;
-                // SAFETY: as above.
-                #[allow(unsafe_code)]
-                let factor = unsafe { *left.data.get_unchecked(index) };
-                *sums = factor.multiply_add_narrow(vector, *sums);
+    /// Matmuls of [`NARROW`] columns on machines with longer vectors, half of which would be unused.
+    #[inline(always)]
+    fn narrow_tiles(self, out: &mut [f32], accumulate: bool) {
+        let left = self.left;
+        let (rows, _) = out.as_chunks_mut::<NARROW>();
+        let (vectors, _) = self.right.as_chunks::<NARROW>();
+        for (part, rows) in rows[..self.sizes.rows].chunks_exact_mut(ROWS).enumerate() {
+            let mut sums = [[0f32; NARROW]; ROWS];
+            for (k, vector) in vectors[..self.sizes.depth].iter().enumerate() {
+                for (i, sums) in sums.iter_mut().enumerate() {
+                    let index = (part * ROWS + i) * left.row_stride + k * left.column_stride;
+                    // SAFETY: `by_vectors` checked that rows x depth are within the left operand.
+                    #[allow(unsafe_code)]
+                    let factor = unsafe { *left.data.get_unchecked(index) };
+                    *sums = factor.multiply_add_narrow(*vector, *sums);
+                }
             }
-        }
-        for (i, sums) in sums.iter().enumerate() {
-            let slots = &mut c[(first + i) * c_stride..][..NARROW];
-            for (slot, &sum) in slots.iter_mut().zip(sums) {
-                *slot = if accumulate { *slot + sum } else { sum };
+            for (slot, sum) in rows.iter_mut().flatten().zip(sums.as_flattened()) {
+                *slot = if accumulate { *slot + sum } else { *sum };
             }
         }
     }
@@ -151,7 +127,7 @@ unsafe fn tile<S: Simd, F: VectorFactor, const M: usize, const V: usize>(
     a: *const F,
     b: *const F,
     c: *mut f32,
-    (a_row, a_column, b_stride, c_stride): (usize, usize, usize, usize),
+    (a_row, a_column, columns): (usize, usize, usize),
     accumulate: bool,
 ) {
     let mut sums = [[simd.splat_f32s(0.0); V]; M];
@@ -159,9 +135,8 @@ unsafe fn tile<S: Simd, F: VectorFactor, const M: usize, const V: usize>(
         let mut vectors = [simd.splat_f32s(0.0); V];
         for (v, vector) in vectors.iter_mut().enumerate() {
             // SAFETY: row k and these columns of the right operand, by the caller's promise.
-            *vector = unsafe {
-                b.add(k * b_stride + v * S::F32_LANES).cast::<S::f32s>().read_unaligned()
-            };
+            *vector =
+                unsafe { b.add(k * columns + v * S::F32_LANES).cast::<S::f32s>().read_unaligned() };
         }
         for (i, sums) in sums.iter_mut().enumerate() {
             // SAFETY: factor (i, k) of the left operand, by the caller's promise.
@@ -175,7 +150,7 @@ unsafe fn tile<S: Simd, F: VectorFactor, const M: usize, const V: usize>(
         for (v, &sum) in sums.iter().enumerate() {
             // SAFETY: row i and these columns of the result, by the caller's promise.
             unsafe {
-                let slot = c.add(i * c_stride + v * S::F32_LANES).cast::<S::f32s>();
+                let slot = c.add(i * columns + v * S::F32_LANES).cast::<S::f32s>();
                 let before = slot.read_unaligned();
                 let after = if accumulate { simd.add_f32s(before, sum) } else { sum };
                 slot.write_unaligned(after);

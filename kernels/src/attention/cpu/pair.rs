@@ -7,7 +7,7 @@ use pulp::x86::V4;
 use pulp::{Arch, Simd, WithSimd};
 
 use super::factor::{Block, Factor, NARROW, VectorFactor};
-use super::matmul::{self, Left, Right, Sizes};
+use super::matmul::{Matmul, ROWS};
 use crate::matmul::{Bf16Path, interleaved};
 use crate::scalar::{DType, Element};
 
@@ -29,7 +29,7 @@ fn with_bf16<W: WithSimd>(v4: V4, work: W) -> W::Output {
 
 impl Factor for Pair {
     const TERMS: usize = 2;
-    const MULTIPLE: usize = matmul::ROWS;
+    const MULTIPLE: usize = ROWS;
     const LEFT_ALONG_TERMS: bool = false;
 
     fn multiplies<T: Element>(arch: Arch, _: usize) -> bool {
@@ -55,16 +55,8 @@ impl Factor for Pair {
     }
 
     #[inline(always)]
-    fn matmul<S: Simd>(
-        simd: S,
-        sizes: Sizes,
-        left: Left<'_, Self>,
-        right: Right<'_, Self>,
-        c: &mut [f32],
-        c_stride: usize,
-        accumulate: bool,
-    ) {
-        matmul::by_vectors(simd, sizes, left, right, c, c_stride, accumulate);
+    fn matmul<S: Simd>(simd: S, matmul: Matmul<'_, Pair>, out: &mut [f32], accumulate: bool) {
+        matmul.by_vectors(simd, out, accumulate);
     }
 
     #[inline(always)]

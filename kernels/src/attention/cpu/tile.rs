@@ -8,7 +8,7 @@ use super::factor::{Block, Factor};
 #[cfg(doc)]
 use super::gather::gather_along_keys;
 use super::lanes::{self, Bounds, Deltas, KEYS, MOST_ROWS, Softmax, rows};
-use super::matmul::{Left, Right, Sizes};
+use super::matmul::{Left, Matmul, Sizes};
 use super::rows::Row;
 use crate::attention::AttentionArgs;
 use crate::cpu::Cpu;
@@ -36,8 +36,7 @@ impl Head {
         let sizes = Sizes { rows: keys.len(), depth, columns: rows::<S>() };
         let data = &of[keys.start * depth..];
         let left = Left { data, row_stride: depth, column_stride: 1 };
-        let right = Right { data: columns, stride: rows::<S>() };
-        F::matmul(simd, sizes, left, right, out, rows::<S>(), false);
+        F::matmul(simd, Matmul { sizes, left, right: columns }, out, false);
     }
 
     /// Adds the transpose of a block's keys (or values), gathered by [`gather_along_keys`], times its
@@ -59,8 +58,7 @@ impl Head {
             let data = &of[first * self.padded..];
             Left { data, row_stride: 1, column_stride: self.padded }
         };
-        let right = Right { data: scores, stride: rows::<S>() };
-        F::matmul(simd, sizes, left, right, out, rows::<S>(), true);
+        F::matmul(simd, Matmul { sizes, left, right: scores }, out, true);
     }
 }
 
@@ -238,5 +236,5 @@ fn add_transposed<S: Simd, F: Factor>(
     let depth = rows::<S>() / F::TERMS;
     let sizes = Sizes { rows: out.len() / width, depth, columns: width };
     let left = Left { data: block, row_stride: depth, column_stride: 1 };
-    F::matmul(simd, sizes, left, Right { data: tile_rows, stride: width }, out, width, true);
+    F::matmul(simd, Matmul { sizes, left, right: tile_rows }, out, true);
 }

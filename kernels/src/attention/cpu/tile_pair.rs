@@ -4,7 +4,7 @@ use bytemuck::{Pod, Zeroable};
 use pulp::{Arch, Simd, WithSimd};
 
 use super::factor::{Block, Factor};
-use super::matmul::{Left, Right, Sizes};
+use super::matmul::{Matmul, Sizes};
 use super::pair::Pair;
 use crate::matmul::{Bf16Path, in_place};
 use crate::scalar::Element;
@@ -38,22 +38,15 @@ impl Factor for TilePair {
     }
 
     #[inline(always)]
-    fn matmul<S: Simd>(
-        _: S,
-        Sizes { rows, depth, columns }: Sizes,
-        left: Left<'_, TilePair>,
-        right: Right<'_, TilePair>,
-        c: &mut [f32],
-        c_stride: usize,
-        accumulate: bool,
-    ) {
+    fn matmul<S: Simd>(_: S, matmul: Matmul<'_, TilePair>, out: &mut [f32], accumulate: bool) {
+        let Matmul { sizes: Sizes { rows, depth, columns }, left, right } = matmul;
         assert!(left.column_stride == 1);
         let left = (bytemuck::cast_slice(left.data), left.row_stride);
-        let right = (bytemuck::cast_slice(right.data), right.stride);
+        let right = bytemuck::cast_slice(right);
         // SAFETY: only `dispatch` runs this code, with the tiles configured.
         #[allow(unsafe_code)]
         unsafe {
-            in_place::multiply([rows, depth, columns], left, right, (c, c_stride), accumulate);
+            in_place::multiply([rows, depth, columns], left, right, out, accumulate);
         }
     }
 

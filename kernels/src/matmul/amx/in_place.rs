@@ -16,8 +16,8 @@ pub(crate) fn with_tiles<R>(body: impl FnOnce() -> R) -> R {
     body()
 }
 
-/// `out = left right`, or `out += left right`, of `[rows, pairs]` and `[pairs, columns]`. All three are
-/// row-major; beside each is the distance between the starts of its rows.
+/// `out = left right`, or `out += left right`, of `[rows, pairs]` and `[pairs, columns]`, all row-major;
+/// beside `left` is the distance between the starts of its rows.
 ///
 /// # Safety
 /// Only within [`with_tiles`].
@@ -28,8 +28,8 @@ pub(crate) fn with_tiles<R>(body: impl FnOnce() -> R) -> R {
 pub(crate) unsafe fn multiply(
     [rows, pairs, columns]: [usize; 3],
     (left, left_stride): (&[u32], usize),
-    (right, right_stride): (&[u32], usize),
-    (out, stride): (&mut [f32], usize),
+    right: &[u32],
+    out: &mut [f32],
     adds: bool,
 ) {
     if rows == 0 || columns == 0 || pairs == 0 {
@@ -39,17 +39,16 @@ pub(crate) unsafe fn multiply(
     assert!(rows.is_multiple_of(SIDE) && columns.is_multiple_of(SIDE));
     assert!(pairs.is_multiple_of(ROWS));
     assert!(left.len() >= (rows - 1) * left_stride + pairs);
-    assert!(right.len() >= (pairs - 1) * right_stride + columns);
-    assert!(out.len() >= (rows - 1) * stride + columns);
+    assert!(right.len() >= pairs * columns && out.len() >= rows * columns);
     for row in (0..rows).step_by(SIDE) {
         for column in (0..columns).step_by(SIDE) {
             let left = (left[row * left_stride..].as_ptr(), left_stride);
-            let right = (right[column..].as_ptr(), right_stride);
-            let out = (out[row * stride + column..].as_mut_ptr(), stride);
+            let right = right[column..].as_ptr();
+            let out = out[row * columns + column..].as_mut_ptr();
             // SAFETY: the tiles are configured by the caller's promise, and the block is within the
             // operands and the result by the lines above.
             unsafe {
-                block(pairs / ROWS, left, right, out, adds);
+                block([pairs / ROWS, columns], left, right, out, adds);
             }
         }
     }
@@ -59,14 +58,14 @@ pub(crate) unsafe fn multiply(
 ///
 /// # Safety
 /// The machine has tiles, configured on this thread; the operands have 32 rows or columns and `steps`
-/// steps at their strides, and the sums 32 x 32 elements at theirs.
+/// steps, and there are 32 x 32 sums, in rows of `left_stride`, `columns` and `columns` elements.
 #[allow(unsafe_code)]
 #[inline]
 unsafe fn block(
-    steps: usize,
+    [steps, columns]: [usize; 2],
     (left, left_stride): (*const u32, usize),
-    (right, right_stride): (*const u32, usize),
-    (sums, sums_stride): (*mut f32, usize),
+    right: *const u32,
+    sums: *mut f32,
     adds: bool,
 ) {
     // SAFETY: the caller's promise.
@@ -80,17 +79,17 @@ unsafe fn block(
             "tilezero tmm3",
             "jmp 4f",
             "2:",
-            "tileloadd tmm0, [{sums} + {sums_row}*1]",
-            "tileloadd tmm1, [{sums} + {sums_row}*1 + 64]",
-            "tileloadd tmm2, [{lower_sums} + {sums_row}*1]",
-            "tileloadd tmm3, [{lower_sums} + {sums_row}*1 + 64]",
+            "tileloadd tmm0, [{sums} + {row}*1]",
+            "tileloadd tmm1, [{sums} + {row}*1 + 64]",
+            "tileloadd tmm2, [{lower_sums} + {row}*1]",
+            "tileloadd tmm3, [{lower_sums} + {row}*1 + 64]",
             "4:",
-            "tileloadd tmm6, [{right} + {right_row}*1]",
+            "tileloadd tmm6, [{right} + {row}*1]",
             "tileloadd tmm4, [{left} + {left_row}*1]",
             "tdpbf16ps tmm0, tmm4, tmm6",
             "tileloadd tmm5, [{lower_left} + {left_row}*1]",
             "tdpbf16ps tmm2, tmm5, tmm6",
-            "tileloadd tmm7, [{right} + {right_row}*1 + 64]",
+            "tileloadd tmm7, [{right} + {row}*1 + 64]",
             "tdpbf16ps tmm1, tmm4, tmm7",
             "tdpbf16ps tmm3, tmm5, tmm7",
             "add {left}, 64",
@@ -98,19 +97,18 @@ unsafe fn block(
             "add {right}, {right_step}",
             "dec {steps}",
             "jnz 4b",
-            "tilestored [{sums} + {sums_row}*1], tmm0",
-            "tilestored [{sums} + {sums_row}*1 + 64], tmm1",
-            "tilestored [{lower_sums} + {sums_row}*1], tmm2",
-            "tilestored [{lower_sums} + {sums_row}*1 + 64], tmm3",
+            "tilestored [{sums} + {row}*1], tmm0",
+            "tilestored [{sums} + {row}*1 + 64], tmm1",
+            "tilestored [{lower_sums} + {row}*1], tmm2",
+            "tilestored [{lower_sums} + {row}*1 + 64], tmm3",
             left = inout(reg) left => _,
             lower_left = inout(reg) left.add(ROWS * left_stride) => _,
             left_row = in(reg) 4 * left_stride,
             right = inout(reg) right => _,
-            right_row = in(reg) 4 * right_stride,
-            right_step = in(reg) 4 * ROWS * right_stride,
+            row = in(reg) 4 * columns,
+            right_step = in(reg) 4 * ROWS * columns,
             sums = in(reg) sums,
-            lower_sums = in(reg) sums.add(ROWS * sums_stride),
-            sums_row = in(reg) 4 * sums_stride,
+            lower_sums = in(reg) sums.add(ROWS * columns),
             steps = inout(reg) steps => _,
             adds = in(reg) u32::from(adds),
             out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
@@ -129,45 +127,34 @@ mod tests {
     use crate::matmul::tests::elements;
 
     #[test]
-    fn products_at_any_strides_agree() {
+    fn products_agree() {
         if !assembly_runs() {
             return;
         }
         for [rows, columns, pairs] in [[32, 32, 16], [64, 96, 48], [32, 64, 160]] {
-            let (left_stride, right_stride, stride) = (pairs + 3, columns + 5, columns + 7);
+            let left_stride = pairs + 3;
             let left = elements::<bf16>(2 * rows * left_stride, 1);
-            let right = elements::<bf16>(2 * pairs * right_stride, 2);
+            let right = elements::<bf16>(2 * pairs * columns, 2);
             for adds in [false, true] {
-                let before = elements::<f32>(rows * stride, 3);
+                let before = elements::<f32>(rows * columns, 3);
                 let mut out = before.clone();
-                let operands = [&left, &right].map(|operand| bytemuck::cast_slice(operand));
+                let [left_pairs, right_pairs] = [&left, &right].map(|x| bytemuck::cast_slice(x));
+                let sizes = [rows, pairs, columns];
                 // SAFETY: within `with_tiles`.
                 #[allow(unsafe_code)]
                 with_tiles(|| unsafe {
-                    multiply(
-                        [rows, pairs, columns],
-                        (operands[0], left_stride),
-                        (operands[1], right_stride),
-                        (&mut out, stride),
-                        adds,
-                    );
+                    multiply(sizes, (left_pairs, left_stride), right_pairs, &mut out, adds);
                 });
-                for row in 0..rows {
-                    for column in 0..stride {
-                        let index = row * stride + column;
-                        if column >= columns {
-                            assert_eq!(out[index], before[index], "between the rows");
-                            continue;
-                        }
-                        let products = (0..2 * pairs).map(|term| {
-                            let left = left[2 * row * left_stride + term].to_f64();
-                            let pair = term / 2 * right_stride + column;
-                            left * right[2 * pair + term % 2].to_f64()
-                        });
-                        let added = if adds { f64::from(before[index]) } else { 0.0 };
-                        let error = (f64::from(out[index]) - products.sum::<f64>() - added).abs();
-                        assert!(error < 1e-4, "({row}, {column}) is off by {error:e}");
-                    }
+                for (index, (&found, before)) in out.iter().zip(before).enumerate() {
+                    let (row, column) = (index / columns, index % columns);
+                    let products = (0..2 * pairs).map(|term| {
+                        let pair = term / 2 * columns + column;
+                        let right = right[2 * pair + term % 2].to_f64();
+                        left[2 * row * left_stride + term].to_f64() * right
+                    });
+                    let added = if adds { f64::from(before) } else { 0.0 };
+                    let error = (f64::from(found) - products.sum::<f64>() - added).abs();
+                    assert!(error < 1e-4, "({row}, {column}) is off by {error:e}");
                 }
             }
         }
