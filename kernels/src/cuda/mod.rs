@@ -94,6 +94,13 @@ impl Cuda {
         Self::of(Arc::new(emulator::Emulator::default()))
     }
 
+    /// An emulated GPU whose threads and copies run in a random order, the same one for the same
+    /// seed; with 0 they run in the order of [`emulated`](Self::emulated).
+    #[cfg(feature = "cuda-emulator")]
+    pub fn emulated_with_schedule(seed: u32) -> Self {
+        Self::of(Arc::new(emulator::Emulator::with_schedule(seed)))
+    }
+
     fn of(device: Arc<dyn Device>) -> Self {
         Cuda {
             most_shared_bytes: device.most_shared_bytes(),

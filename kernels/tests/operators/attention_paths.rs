@@ -46,6 +46,30 @@ fn each_agrees_on(case: &Case, inputs: &Inputs<bf16>) {
 
 const ALL: [AttentionPath; 3] = [AttentionPath::Hopper, AttentionPath::Tiled, AttentionPath::Plain];
 
+/// A missing wait shows only in some orders of a block's threads and copies.
+#[cfg(feature = "cuda-emulator")]
+#[test]
+fn threads_in_any_order_have_the_same_bits() {
+    for head_dim in [64, 128] {
+        let shape = QkvShape { length: 200, kv_heads: 1, ..shape(1, head_dim) };
+        let document_start = Some(documents(&shape, &mut Random(24), 160));
+        let case = Case { weighted: true, document_start, ..Case::routed(shape, 1, 2) };
+        let inputs = Inputs::<bf16>::new(&case, 24);
+        for path in [AttentionPath::Hopper, AttentionPath::Tiled] {
+            let results = |seed| {
+                let device = Cuda::emulated_with_schedule(seed).with_attention(path);
+                let results = run(&device, &case, &inputs);
+                assert_eq!(device.attention_path(), Some(path));
+                (results.out, results.d_qkv)
+            };
+            let in_order = results(0);
+            for seed in 1..=12 {
+                assert!(results(seed) == in_order, "{path:?}, head_dim {head_dim}, seed {seed}");
+            }
+        }
+    }
+}
+
 /// Several tiles of rows and of keys, the last of them partial.
 fn shape(batch: usize, head_dim: usize) -> QkvShape {
     QkvShape { batch, length: 150, heads: 4, kv_heads: 2, head_dim }
@@ -84,8 +108,7 @@ fn every_path_leaves_heads_without_rows_alone() {
 }
 
 /// The last tokens select no query head of the second key/value head: none of its rows, whose
-/// number is not a multiple of a tile's, sees its last keys. Blocks that add to the gradient of the
-/// queries in order must not wait for a block that has nothing to add.
+/// number is not a multiple of a tile's, sees its last keys.
 #[test]
 fn every_path_of_keys_that_no_row_of_their_head_sees_agrees() {
     for head_dim in [64, 128] {

@@ -217,8 +217,6 @@ mod tests {
     use crate::memory::Memory;
     use crate::rope::QkvShape;
 
-    const SHAPE: QkvShape = QkvShape { batch: 3, length: 40, heads: 4, kv_heads: 2, head_dim: 64 };
-
     /// Elements of both signs, different everywhere.
     fn elements(count: usize, factor: f32) -> Vec<bf16> {
         (0..count).map(|at| bf16::from_f32((at as f32 * factor).sin())).collect()
@@ -230,73 +228,140 @@ mod tests {
         buffer
     }
 
-    /// One of the three heads that are not shared, another one for each token.
-    fn selected() -> Vec<u8> {
-        (0..SHAPE.tokens() * 3).map(|at| u8::from(at % 3 == at / 3 * 7 % 3)).collect()
+    fn downloaded<S: crate::Scalar>(cuda: &Cuda, buffer: &CudaBuffer<S>) -> Vec<S> {
+        let mut elements = vec![S::zeroed(); buffer.len()];
+        cuda.download(buffer.view(0..buffer.len()), &mut elements).unwrap();
+        elements
     }
 
-    #[test]
-    fn sequences_in_several_parts_have_the_gradients_of_all_at_once() {
-        let cuda = Cuda::emulated();
-        let (tokens, pairs) = (SHAPE.tokens(), SHAPE.tokens() * SHAPE.heads);
-        let qkv = uploaded(&cuda, &elements(tokens * SHAPE.row(), 0.37));
-        let routed = uploaded(&cuda, &selected());
-        // The documents' lengths differ between sequences.
-        let start = |at: usize| {
-            let (length, position) = (11 + at / SHAPE.length, at % SHAPE.length);
-            (position / length * length) as u32
-        };
-        let starts: Vec<u32> = (0..tokens).map(start).collect();
-        let starts = uploaded(&cuda, &starts);
-        let weights: Vec<f32> = (0..pairs).map(|at| 1.0 + at as f32 / pairs as f32).collect();
-        let weights = uploaded(&cuda, &weights);
-        let shape = AttentionShape {
-            batch: SHAPE.batch,
-            query_length: SHAPE.length,
-            key_length: SHAPE.length,
-            heads: SHAPE.heads,
-            kv_heads: SHAPE.kv_heads,
-            head_dim: SHAPE.head_dim,
-            query_stride: SHAPE.row(),
-        };
-        let selection = Selection {
-            shared_heads: 1,
-            routed: routed.view(0..routed.len()),
-            weights: Some(weights.view(0..pairs)),
-        };
-        let args = AttentionArgs {
-            document_start: Some(starts.view(0..tokens)),
-            selection: Some(selection),
-            ..AttentionArgs::causal(shape)
-        };
+    /// Causal attention of heads that each token selects, within documents.
+    struct Problem {
+        cuda: Cuda,
+        shape: AttentionShape,
+        qkv: CudaBuffer<bf16>,
+        /// `[tokens, heads]`.
+        selected: CudaBuffer<u8>,
+        weights: CudaBuffer<f32>,
+        document_start: CudaBuffer<u32>,
+    }
 
-        let outputs = pairs * SHAPE.head_dim;
-        let out = uploaded(&cuda, &vec![bf16::NAN; outputs]);
-        let log_sum_exp = uploaded(&cuda, &vec![f32::NAN; pairs]);
-        let d_out = uploaded(&cuda, &elements(outputs, 0.73));
-        let results = |sequences| {
-            let d_qkv = uploaded(&cuda, &vec![bf16::NAN; tokens * SHAPE.row()]);
-            let delta = uploaded(&cuda, &vec![f32::NAN; pairs]);
+    /// Of a backward pass.
+    #[derive(PartialEq)]
+    struct Results {
+        gradients: Vec<bf16>,
+        delta: Vec<f32>,
+        /// Of the last sequences.
+        semaphores: Vec<u32>,
+    }
+
+    impl Problem {
+        fn new(
+            shape: QkvShape,
+            is_selected: impl Fn(usize, usize) -> bool,
+            document_start: impl Fn(usize, usize) -> usize,
+        ) -> Self {
+            let QkvShape { batch, length, heads, kv_heads, head_dim } = shape;
+            let (tokens, pairs) = (shape.tokens(), shape.tokens() * heads);
+            let selected: Vec<u8> =
+                (0..pairs).map(|at| u8::from(is_selected(at / heads, at % heads))).collect();
+            let weights: Vec<f32> = (0..pairs).map(|at| 1.0 + at as f32 / pairs as f32).collect();
+            let starts: Vec<u32> =
+                (0..tokens).map(|at| document_start(at / length, at % length) as u32).collect();
+            let cuda = Cuda::emulated();
+            Problem {
+                qkv: uploaded(&cuda, &elements(tokens * shape.row(), 0.37)),
+                selected: uploaded(&cuda, &selected),
+                weights: uploaded(&cuda, &weights),
+                document_start: uploaded(&cuda, &starts),
+                shape: AttentionShape {
+                    batch,
+                    query_length: length,
+                    key_length: length,
+                    heads,
+                    kv_heads,
+                    head_dim,
+                    query_stride: shape.row(),
+                },
+                cuda,
+            }
+        }
+
+        /// Both passes, the backward one with `sequences` sequences at a time.
+        fn run(&self, sequences: usize) -> Results {
+            let (cuda, shape) = (&self.cuda, &self.shape);
+            let pairs = self.selected.len();
+            let selection = Selection {
+                shared_heads: 0,
+                routed: self.selected.view(0..pairs),
+                weights: Some(self.weights.view(0..pairs)),
+            };
+            let args = AttentionArgs {
+                document_start: Some(self.document_start.view(0..shape.tokens())),
+                selection: Some(selection),
+                ..AttentionArgs::causal(*shape)
+            };
+            let out = uploaded(cuda, &vec![bf16::NAN; pairs * shape.head_dim]);
+            let log_sum_exp = uploaded(cuda, &vec![f32::NAN; pairs]);
+            let d_out = uploaded(cuda, &elements(out.len(), 0.73));
+            let d_qkv = uploaded(cuda, &vec![bf16::NAN; self.qkv.len()]);
+            let delta = uploaded(cuda, &vec![f32::NAN; pairs]);
             let at = Addresses {
                 out: out.address(),
                 log_sum_exp: log_sum_exp.address(),
                 d_out: d_out.address(),
                 d_qkv: d_qkv.address(),
                 delta: delta.address(),
-                ..Addresses::of_qkv::<bf16>(&shape, qkv.address())
+                ..Addresses::of_qkv::<bf16>(shape, self.qkv.address())
             };
-            let scratch = cuda.scratch(hopper_backward_bytes(&shape, true)).unwrap();
-            forward(&cuda, &args, &at, scratch).unwrap();
-            backward_by(sequences, &cuda, &args, &at, scratch).unwrap();
-            let mut gradients = vec![bf16::ZERO; d_qkv.len()];
-            cuda.download(d_qkv.view(0..d_qkv.len()), &mut gradients).unwrap();
-            let mut deltas = vec![0f32; pairs];
-            cuda.download(delta.view(0..pairs), &mut deltas).unwrap();
-            assert!(gradients.iter().all(|x| x.is_finite()) && deltas.iter().all(|x| !x.is_nan()));
-            (gradients, deltas)
+            let scratch = cuda.scratch(hopper_backward_bytes(shape, true)).unwrap();
+            forward(cuda, &args, &at, scratch).unwrap();
+            backward_by(sequences, cuda, &args, &at, scratch).unwrap();
+            let areas = Areas::new(shape, sequences);
+            let areas_at = scratch + packed_before_areas(shape, true) as u64;
+            let mut semaphores = vec![0u32; areas.semaphores / size_of::<u32>()];
+            let semaphores_at = areas_at + (areas.row_tiles + areas.d_q_sums) as u64;
+            let bytes = bytemuck::cast_slice_mut(&mut semaphores);
+            cuda.device().download(semaphores_at, bytes).unwrap();
+            let (gradients, delta) = (downloaded(cuda, &d_qkv), downloaded(cuda, &delta));
+            assert!(gradients.iter().all(|x| x.is_finite()) && delta.iter().all(|x| !x.is_nan()));
+            Results { gradients, delta, semaphores }
+        }
+    }
+
+    #[test]
+    fn sequences_in_several_parts_have_the_gradients_of_all_at_once() {
+        let shape = QkvShape { batch: 3, length: 40, heads: 4, kv_heads: 2, head_dim: 64 };
+        // The first head, and one of the three others, another one for each token.
+        let is_selected = |token: usize, head: usize| head == 0 || head - 1 == token * 7 % 3;
+        // The documents' lengths differ between sequences.
+        let start = |sequence: usize, position: usize| {
+            let length = 11 + sequence;
+            position / length * length
         };
-        let all = results(SHAPE.batch);
-        assert!(results(1) == all);
-        assert!(results(2) == all);
+        let problem = Problem::new(shape, is_selected, start);
+        let all = problem.run(shape.batch);
+        for sequences in [1, 2] {
+            let parts = problem.run(sequences);
+            assert!(parts.gradients == all.gradients && parts.delta == all.delta);
+        }
+    }
+
+    /// The first 101 tokens select the query heads of the second key/value head, the others those of
+    /// the first: no row of the second sees keys from 128 on, and its last row tile is partial.
+    #[test]
+    fn a_row_tile_is_visited_by_the_tiles_of_keys_that_it_sees() {
+        let shape = QkvShape { batch: 1, length: 300, heads: 4, kv_heads: 2, head_dim: 64 };
+        let changes = 101;
+        let problem = Problem::new(shape, |token, head| (token < changes) == (head >= 2), |_, _| 0);
+        // Of each key/value head, the tokens that have rows, two of each token.
+        let visits = [changes..shape.length, 0..changes].map(|tokens| {
+            let row_tiles = (2 * tokens.len()).div_ceil(ROWS);
+            let last = |tile: usize| (tokens.start + (tile + 1) * ROWS / 2).min(tokens.end) - 1;
+            (0..row_tiles).map(|tile| (last(tile) / KEYS + 1) as u32).collect::<Vec<_>>()
+        });
+        let semaphores = problem.run(1).semaphores;
+        let of_head: Vec<_> = semaphores.chunks(semaphores.len() / shape.kv_heads).collect();
+        assert_eq!(of_head[0][..visits[0].len()], visits[0]);
+        assert_eq!(of_head[1][..visits[1].len()], visits[1]);
     }
 }

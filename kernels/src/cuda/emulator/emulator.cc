@@ -2,13 +2,15 @@
 #include "../kernels.cu"
 
 // Runs a kernel on the CPU, `parameters` pointing at each of its structures; false where there is
-// none of that name.
+// none of that name. Its threads run in the order of `schedule_seed`.
 extern "C" bool emulated_launch(const char* name, const uint32_t* grid, uint32_t threads,
-                                uint32_t shared_bytes, void** parameters) {
+                                uint32_t shared_bytes, uint32_t schedule_seed,
+                                void** parameters) {
     const auto found = kernel_table().find(name);
     if (found == kernel_table().end()) {
         return false;
     }
+    emulated::schedule_seed = schedule_seed;
     found->second(dim3(grid[0], grid[1], grid[2]), dim3(threads), shared_bytes, parameters);
     return true;
 }

@@ -6,8 +6,8 @@
 // is thread_local, so several OS threads may launch at once.
 //
 // To expose races and missing waits, dynamic shared memory starts as NaN, cp.async copies complete
-// only when waited for, other asynchronous work is deferred until no thread can continue, and
-// `emulated::schedule_seed` varies the order of the threads. threads.h implements the threads,
+// only when waited for, other asynchronous work is deferred until no thread can continue, and a
+// launch's `emulated::schedule_seed` varies the order of both. threads.h implements the threads,
 // sm90.h the instructions of sm_90, kernel_table.h the kernels by name; `*_instructions.h` are the
 // kernels' functions of ../mma.cuh and ../sm90.cuh. emulator.cc is the compiled unit, and mod.rs
 // its caller.

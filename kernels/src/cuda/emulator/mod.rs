@@ -17,6 +17,8 @@ use crate::scalar::{DType, Element};
 /// Host memory as a device's memory.
 #[derive(Default)]
 pub(super) struct Emulator {
+    /// 0 runs threads in order, other values in a random order that follows from them.
+    schedule_seed: u32,
     allocations: AtomicU64,
     frees: AtomicU64,
 }
@@ -47,6 +49,7 @@ unsafe extern "C" {
         grid: *const u32,
         threads: u32,
         shared_bytes: u32,
+        schedule_seed: u32,
         parameters: *const *mut c_void,
     ) -> bool;
 
@@ -61,6 +64,10 @@ unsafe extern "C" {
 }
 
 impl Emulator {
+    pub(super) fn with_schedule(schedule_seed: u32) -> Self {
+        Emulator { schedule_seed, ..Emulator::default() }
+    }
+
     fn layout(bytes: usize) -> Option<Layout> {
         Layout::from_size_align(bytes.max(1), ALIGNMENT).ok()
     }
@@ -187,7 +194,14 @@ impl Device for Emulator {
         // addresses come from views of the lengths that the operator checked.
         #[allow(unsafe_code)]
         let found = unsafe {
-            emulated_launch(name.as_ptr(), grid.as_ptr(), threads, shared_bytes, pointers.as_ptr())
+            emulated_launch(
+                name.as_ptr(),
+                grid.as_ptr(),
+                threads,
+                shared_bytes,
+                self.schedule_seed,
+                pointers.as_ptr(),
+            )
         };
         if found { Ok(()) } else { Err(self.error("launch", format!("no kernel {kernel}"))) }
     }

@@ -218,7 +218,8 @@ static __device__ __forceinline__ RowTiles find_row_tiles(const Parameters& para
     RowTiles tiles;
     tiles.is_ascending = is_ascending;
     tiles.begin = limits[0] / TILE_ROWS;
-    // If no row sees these keys, no row tile is visited, not even a partial last one.
+    // If no row sees these keys, no row tile is visited, not even a partial last one: every visit
+    // counts in the row tile's semaphore.
     tiles.end = limits[0] < segment.count ? (limits[1] + TILE_ROWS - 1) / TILE_ROWS : tiles.begin;
     tiles.unmasked = (limits[2] + TILE_ROWS - 1) / TILE_ROWS;
     // Rows beyond the segment's end need no mask.
