@@ -278,6 +278,12 @@ pub struct AttentionBackward<'a, M: Memory, T: Element> {
 
 /// Attention as an operator of a device.
 pub trait Attention: Memory {
+    /// The name of the path of the last attention, forward or backward, on a device that has
+    /// several; `None` before the first.
+    fn last_path(&self) -> Option<&'static str> {
+        None
+    }
+
     /// Attention of the selected (token, head) pairs; the rows of the others are set to zero.
     fn attention_forward<T: Element>(&self, forward: AttentionForward<'_, Self, T>) -> Result<()>;
 

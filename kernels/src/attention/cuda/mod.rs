@@ -41,15 +41,20 @@ impl AttentionPath {
     /// The path of this name, a value of the variable.
     #[cfg(any(feature = "cuda", test))]
     fn named(name: &str) -> Result<Self> {
-        match name {
-            "hopper" => Ok(Self::Hopper),
-            "tiled" => Ok(Self::Tiled),
-            "plain" => Ok(Self::Plain),
-            _ => Err(crate::Error::Device {
-                device: "the GPU".into(),
-                operation: "start",
-                reason: format!("MOH_ATTENTION = {name:?}: expected hopper, tiled or plain"),
-            }),
+        let mut paths = [Self::Hopper, Self::Tiled, Self::Plain].into_iter();
+        paths.find(|path| path.name() == name).ok_or_else(|| crate::Error::Device {
+            device: "the GPU".into(),
+            operation: "start",
+            reason: format!("MOH_ATTENTION = {name:?}: expected hopper, tiled or plain"),
+        })
+    }
+
+    /// The path's name, as a value of the variable.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Hopper => "hopper",
+            Self::Tiled => "tiled",
+            Self::Plain => "plain",
         }
     }
 
@@ -184,6 +189,10 @@ pub(crate) fn backward_scratch_bytes<T: Element>(
 }
 
 impl Attention for Cuda {
+    fn last_path(&self) -> Option<&'static str> {
+        self.attention_path().map(AttentionPath::name)
+    }
+
     fn attention_forward<T: Element>(&self, forward: AttentionForward<'_, Self, T>) -> Result<()> {
         const OPERATOR: &str = "attention_forward";
         let AttentionForward { args, queries, key_values, out, log_sum_exp } = forward;

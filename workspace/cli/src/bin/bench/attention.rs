@@ -68,6 +68,8 @@ fn count() -> RangedU64ValueParser<usize> {
 pub struct Row {
     router: Option<QueryNormRouter>,
     active_heads: usize,
+    /// The path of both passes, on a GPU.
+    path: Option<&'static str>,
     forward: Times,
     backward: Times,
     /// Routing and RoPE of queries and keys, forward and backward.
@@ -201,6 +203,7 @@ impl Job<'_> {
             let mut case = AttentionCase::<B, T>::new(backend, self.shape, router)?;
             // A first pass of each touches its buffers.
             case.backward(backend)?;
+            let path = backend.last_path();
             case.route_backward(backend)?;
             backend.synchronize()?;
             let counts = [
@@ -212,6 +215,7 @@ impl Job<'_> {
                 router,
                 active_heads: router
                     .map_or(self.shape.heads, |router| router.shared_heads + router.top_k),
+                path,
                 forward: Times::default(),
                 backward: Times::default(),
                 route: Times::default(),
@@ -241,6 +245,7 @@ fn as_json(arguments: &AttentionArguments, rows: &[Row], machine: &Machine) -> V
         let (f, b) = row.operations;
         json!({
             "attention": if row.router.is_none() { "dense" } else { "moh" },
+            "path": row.path,
             "active": row.active_heads as f64 / *heads as f64,
             "shared_heads": row.router.map(|router| router.shared_heads),
             "routed_top_k": row.router.map(|router| router.top_k),
