@@ -11,6 +11,9 @@ from pathlib import Path
 RUNS = {"correctness": 420, "speed": 420, "depth": 360}
 
 RECIPE = "recipes/moh-llama3-8b.toml"
+# The longest sequence of the recipe's model, and the same model for longer ones.
+LONGEST = 8192
+LONG_MODEL = ["--set", "model.config=tools/gpu/long_config.json"]
 # The settings that move the fewest bytes and recompute nothing; weights are still updated in f32.
 STATE = ["--set", "precision.gradients=bf16", "--set", "precision.moments=bf16",
          "--set", "memory.recompute=none"]
@@ -26,17 +29,23 @@ MODULES = ["adamw", "attention", "convert", "cross_entropy", "embedding", "key_v
 WITH_ATTENTION = ["attention", "devices", "tensor_parallel"]
 # Modules whose tests are separate cases.
 HOPPER = ["attention_paths", "attention_stress"]
-# The tests of the paths, if the program cannot list them.
+# The tests of the paths on a GPU, if the program cannot list them.
 PATHS = ["every_path_of_dense_attention_agrees",
          "every_path_of_selected_heads_within_documents_agrees",
          "every_path_of_a_whole_moh_attention_agrees",
          "every_path_leaves_heads_without_rows_alone",
+         "every_path_of_keys_that_no_row_of_their_head_sees_agrees",
+         "every_path_of_several_packed_blocks_agrees",
          "every_path_of_queries_over_a_cache_agrees",
          "gpus_of_little_shared_memory_keep_their_tensor_cores",
          "what_a_path_does_not_take_falls_to_the_next",
          "sums_have_the_same_bits_in_every_run"]
 # The tests that compute-sanitizer runs: every path, with heads of 64 and of 128, selected.
 SANITIZED = "attention_paths::every_path_of_selected_heads_within_documents_agrees"
+# The test of heads of 64, the less common size.
+SMALL_HEADS = "attention_stress::heads_of_64"
+# compute-sanitizer's filter of kernels whose names contain this.
+ONLY_HOPPER = ["--kernel-regex", "kns=hopper"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,8 @@ class Case:
     unless_passed: tuple = ()
     # The directory that the command writes to, if any.
     folder: str = ""
+    # The number of tests that the command must run; None for any but 0.
+    num_tests: int | None = None
 
 
 def of(run, programs, scratch, tests):
@@ -70,11 +81,12 @@ def correctness(programs, tests):
     kernels = programs / "test-kernels"
 
     def alone(module, seconds):
-        """Each test of a module, dense attention and heads of 128 first."""
+        """Each test of a module, dense attention first and heads of 64 last."""
         names = [name for name in tests if name.startswith(f"{module}::")]
-        names.sort(key=lambda name: ("d64" in name, "d128" not in name, "dense" not in name))
+        names.sort(key=lambda name: (name == SMALL_HEADS, "dense" not in name))
         return [Case(name.replace("::", "/"), "tests", seconds,
-                     [kernels, "--exact", name, "--nocapture", "--test-threads", "1"])
+                     [kernels, "--exact", name, "--nocapture", "--test-threads", "1"],
+                     num_tests=1)
                 for name in names]
 
     def together(module, seconds):
@@ -122,12 +134,13 @@ def attention(programs, length, batch=1, path="hopper", order=(), seconds=3, lim
 
 
 def step(programs, heads, layers, name=None, length=8192, vocabulary=VOCABULARY, micro_batches=1,
-         steps=3, limit=90):
-    return Case(name or f"step/{layers}/{heads}", "step", limit, bench(
+         steps=3, limit=90, kind="step", more=()):
+    return Case(name or f"{kind}/{layers}/{heads}", kind, limit, bench(
         programs, "step", "--recipe", RECIPE, "--stage", "moh", *STATE,
+        *(LONG_MODEL if length > LONGEST else []),
         "--set", f"data.sequence_length={length}", "--set", f"model.vocab_size={vocabulary}",
         "--set", f"stage.moh.batch_tokens={length * micro_batches}", *HEADS[heads],
-        "--layers", layers, "--steps", steps, "--warmup", 1, "--json"))
+        "--layers", layers, "--steps", steps, "--warmup", 1, *more, "--json"))
 
 
 def pytorch(name, seconds, *options):
@@ -203,7 +216,7 @@ def depth(programs, scratch):
         return Case(f"sanitizer/{tool}", "sanitizer", 75, [
             "compute-sanitizer", "--tool", tool, "--error-exitcode", "1", "--print-limit", "20",
             *options, programs / "test-kernels", "--exact", SANITIZED, "--nocapture",
-            "--test-threads", "1"])
+            "--test-threads", "1"], num_tests=1)
 
     def quickstart(name, device, dtype):
         folder = str(Path(scratch) / name)
@@ -212,17 +225,18 @@ def depth(programs, scratch):
             "--set", f"run.device={device}", "--set", f"run.dtype={dtype}",
             "--set", f"run.dir={folder}"], folder=folder)
 
-    hopper = ["--kernel-regex", "kns=hopper"]
     sections = [word for section in SECTIONS for word in ["--section", section]]
     return [
-        sanitize("memcheck", *hopper),
-        sanitize("synccheck", *hopper),
-        sanitize("racecheck", *hopper),
+        sanitize("memcheck", *ONLY_HOPPER),
+        sanitize("synccheck", *ONLY_HOPPER),
+        sanitize("racecheck", *ONLY_HOPPER),
         ncu(programs, "forward", *sections),
         ncu(programs, "backward", *sections),
+        # The GPU's time in one more step, by kernel.
+        step(programs, "75%", 32, steps=1, limit=120, kind="kernels", more=["--kernels"]),
         ncu(programs, "forward", "--metrics", ",".join(METRICS)),
         ncu(programs, "backward", "--metrics", ",".join(METRICS)),
-        pytorch("flash/8192", 120, "flash", "--length", "8192", "--batch", "1",
+        pytorch("flash/8192", 150, "flash", "--length", "8192", "--batch", "1",
                 "--seconds", "30"),
         quickstart("gpu-bf16", "cuda", "bf16"),
         quickstart("cpu-f32", "cpu", "f32"),

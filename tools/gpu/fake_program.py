@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Stands in for moh-bench, test-kernels and the others in the tests of measure.py.
+"""Stands in for moh-bench, test-kernels, ncu and the others in the tests of measure.py.
 
 `plan.json` beside it says what to do: pairs of a part of the command line and a behaviour, of which
 the first that fits is taken. Process numbers are written to `processes` for the tests to look at.
@@ -18,6 +18,9 @@ SECONDS = {"seconds": {"median": 0.001, "best": 0.001}}
 PASS = SECONDS | {"flops_per_second": 6e14, "ratio_to_dense": 0.8}
 MACHINE = {"device": "a GPU", "threads": 2, "f32_matmul_flops_per_second": 4e14,
            "bf16_matmul_flops_per_second": 7e14, "copy_bytes_per_second": 4e12}
+GPU_TIME = {"elapsed_seconds": 0.723, "idle_seconds": 0.003, "launches": 1681, "kernels": [
+    {"name": "matmul", "launches": 1677, "seconds": 0.7195},
+    {"name": "copy", "launches": 4, "seconds": 0.0005}]}
 # The fields that moh-bench prints.
 ANSWERS = {
     "operators": {"machine": MACHINE, "operators": [SECONDS | {
@@ -61,16 +64,22 @@ def flood():
         sys.stdout.write("x" * 65536)
 
 
-def answer():
-    print("ptxas info: a line before", json.dumps(ANSWERS[sys.argv[1]]), "} and {noise}")
+def answer(path=os.environ.get("MOH_ATTENTION")):
+    found = dict(ANSWERS[sys.argv[1]])
+    if sys.argv[1] == "attention":
+        found["cases"] = [one | {"path": path} for one in found["cases"]]
+    if "--kernels" in sys.argv:
+        found["gpu_time"] = GPU_TIME
+    print("ptxas info: a line before", json.dumps(found), "} and {noise}")
 
 
-def libtest(passed=1, failed=0):
+def libtest(passed=1, failed=0, line=None):
     if "--list" in sys.argv:
         print((HERE / "tests").read_text())
         return
     path = os.environ.get("MOH_ATTENTION", "any")
-    print(f"\nrunning 1 test\ntest some::test ... out on {path}: BF16 relative error 2.5e-3")
+    line = line or f"out on {path}: BF16 relative error 2.5e-3"
+    print(f"\nrunning 1 test\ntest some::test ... {line}")
     print("d_x: F32 relative error 1.0e-6\nd_x: F32 relative error 3.0e-6\nok\n")
     if failed:
         print("failures:\n\nfailures:\n    some::test\n")
@@ -79,8 +88,35 @@ def libtest(passed=1, failed=0):
     sys.exit(101 if failed else 0)
 
 
+def sanitizer(path="Hopper", passed=1):
+    """compute-sanitizer's output around its program's; it exits with code 0 whatever ran."""
+    print("========= COMPUTE-SANITIZER")
+    print("========= ERROR SUMMARY: 0 errors")
+    libtest(passed, line=f"{path}, true, on a GPU: a shape")
+
+
+def ncu():
+    print('"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\ndense 100%\n'
+          '"0","hopper_forward_d128","L2 Hit Rate","%","81.5"')
+
+
+def trained():
+    """A run's directory, as moh-train leaves it."""
+    folder = next(Path(word[len("run.dir="):]) for word in sys.argv if word.startswith("run.dir="))
+    folder.mkdir()
+    evaluations = [{"moment": "loaded", "loss": 5.5},
+                   {"moment": {"trained": {"stage": "moh"}}, "loss": 0.5}]
+    (folder / "summary.json").write_text(json.dumps({"evaluations": evaluations}))
+
+
 BEHAVIOURS = {
-    "hang": hang, "die": die, "flood": flood, "answer": answer,
+    "hang": hang, "die": die, "flood": flood, "answer": answer, "ncu": ncu, "trained": trained,
+    "plain path": lambda: answer("plain"),
+    "sanitizer": sanitizer,
+    "sanitizer without test": lambda: sanitizer(passed=0),
+    "sanitizer without hopper": lambda: sanitizer("Tiled"),
+    "skipped test": lambda: libtest(line="skipped: no Hopper GPU"),
+    "two tests": lambda: libtest(2),
     "garbage": lambda: print("{not JSON} \udcff\x00"),
     "wrong": lambda: print('{"unexpected": [1]}'),
     "tests": libtest,

@@ -9,7 +9,8 @@
 A run takes its cases in turn, each one command with a time limit, and ends within its deadline.
 Each case leaves a row in OUT/RUN.jsonl at once, whatever became of it: a program that fails, hangs,
 floods or prints nonsense loses its own figures and no other's. OUT/results.md has the tables of all
-runs so far. `--resume` takes the cases that a run did not come to, `--case` those that are named.
+runs so far. `--resume` takes the cases that a run did not come to, or whose tests were skipped on
+that machine, `--case` those that are named.
 
 The exit code is 0 where every case passed, 1 where one did not, and 2 for a wrong argument.
 """
@@ -29,7 +30,7 @@ import cases
 import record
 import tables
 from execute import OVERRUN, execute
-from read_output import READERS, Unreadable
+from read_output import READERS, NotPassed, Unreadable
 
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds of the deadline reserved for ending a case and writing.
@@ -157,14 +158,9 @@ class Run:
         row = {"code": done.code, "limit": round(limit, 1)}
         if done.why:
             row["why"] = done.why
-        try:
-            if done.ended != "cannot start":
-                row["result"] = READERS[case.kind](done, case)
-            unreadable = None
-        except Unreadable as error:
-            unreadable = str(error)
-        except Exception as error:  # a reader's mistake
-            unreadable = f"the reader failed: {type(error).__name__}: {error}"
+        result, fault = read(done, case)
+        if result is not None:
+            row["result"] = result
         status = {"cannot start": "cannot start", "flooded": "unreadable output",
                   "timed out": "timed out", "stopped": "timed out"}.get(done.ended)
         if done.ended == "stopped":
@@ -175,9 +171,9 @@ class Run:
         if done.code == CANNOT_START:
             status, row["why"] = "cannot start", (done.stderr.strip().splitlines() or [""])[-1]
         if status is None:
-            status = "failed" if done.code != 0 else "unreadable output" if unreadable else "passed"
-            if unreadable and done.code == 0:
-                row["why"] = unreadable
+            status = "failed" if done.code != 0 else fault.status if fault else "passed"
+            if fault and done.code == 0:
+                row["why"] = str(fault)
         if status != "passed":
             row["stdout_end"] = done.stdout[-END_OF_OUTPUT:]
             row["stderr_end"] = done.stderr[-END_OF_ERRORS:]
@@ -194,6 +190,18 @@ class Run:
         except Exception as error:  # the rows are safe, and make the tables again
             print(f"results.md cannot be written: {type(error).__name__}: {error}",
                   file=sys.stderr, flush=True)
+
+
+def read(done, case):
+    """What a command's output has, and the reason why that is not a pass; either may be None."""
+    if done.ended == "cannot start":
+        return None, None
+    try:
+        return READERS[case.kind](done, case), None
+    except NotPassed as fault:
+        return fault.result, fault
+    except Exception as error:  # a reader's mistake
+        return None, Unreadable(f"the reader failed: {type(error).__name__}: {error}")
 
 
 def say(line):

@@ -1,8 +1,8 @@
 """Parses the programs' output: one reader per kind of case.
 
 A reader gets what a command printed and gives the part of a row called `result`, or raises
-`Unreadable` where that is not there. Readers also see the output of commands that failed: what they
-find there is kept.
+`NotPassed` where that is not there or shows that the case measured something else or nothing.
+Readers also see the output of commands that failed: what they find there is kept.
 """
 
 import csv
@@ -10,13 +10,33 @@ import json
 import re
 from pathlib import Path
 
+import cases
+
 # Of the labels of relative errors, and of the metrics of a kernel.
 MOST_LABELS = 100
 MOST_METRICS = 400
 
 
-class Unreadable(Exception):
+class NotPassed(Exception):
+    """Why a case whose command ended with code 0 did not pass, and what its output has."""
+
+    status = "failed"
+
+    def __init__(self, why, result=None):
+        super().__init__(why)
+        self.result = result
+
+
+class Unreadable(NotPassed):
     """The output is not a successful program's."""
+
+    status = "unreadable output"
+
+
+class Skipped(NotPassed):
+    """The machine lacks what the case needs, or the program was built without it."""
+
+    status = "skipped"
 
 
 def first_object(text):
@@ -32,10 +52,10 @@ def first_object(text):
 
 
 def with_fields(*names):
-    """A reader of one object that has these fields."""
+    """A reader of one object that has these fields, and something in them."""
     def read(finished, _case):
         found = first_object(finished.stdout)
-        missing = [name for name in names if name not in found]
+        missing = [name for name in names if not found.get(name)]
         if missing:
             raise Unreadable(f"the JSON has no {', '.join(missing)}")
         return found
@@ -44,6 +64,25 @@ def with_fields(*names):
 
 def limits(finished, case):
     return {"machine": with_fields("machine")(finished, case)["machine"]}
+
+
+def attention(finished, case):
+    """The cases of `moh-bench attention`, which must have run on the path that was selected."""
+    found = with_fields("shape", "cases")(finished, case)
+    wanted = case.variables.get("MOH_ATTENTION")
+    # For shapes that a path does not support the program takes the next one.
+    paths = {str(part.get("path")) for part in found["cases"]}
+    if wanted and paths != {wanted}:
+        raise NotPassed(f"attention ran on {', '.join(sorted(paths))}: expected {wanted}", found)
+    return found
+
+
+def kernels(finished, case):
+    """A step and the GPU's time in it by kernel."""
+    found = with_fields("model", "step", "gpu_time")(finished, case)
+    if not found["gpu_time"].get("kernels"):
+        raise NotPassed("no kernel was recorded", found)
+    return found
 
 
 def json_lines(finished, _case):
@@ -57,7 +96,11 @@ def json_lines(finished, _case):
                 broken += 1
     if not rows:
         raise Unreadable("there is no line of JSON in the output")
-    return {"rows": rows} | ({"broken_lines": broken} if broken else {})
+    result = {"rows": rows} | ({"broken_lines": broken} if broken else {})
+    errors = [row["error"] for row in rows if "error" in row]
+    if len(errors) == len(rows):
+        raise NotPassed(f"every row has an error: {errors[0]}", result)
+    return result
 
 
 # With one thread, `--nocapture` puts the test's name before the first line that a test prints.
@@ -68,11 +111,17 @@ SKIPPED = re.compile(BEGUN + r"(skipped.*)$", re.M)
 SUMMARY = re.compile(r"^test result: .*?(\d+) passed; (\d+) failed; (\d+) ignored", re.M)
 
 
-def tests(finished, _case):
+def counts_of_tests(text):
+    """The tests that passed, failed and were ignored, by libtest's summaries; None without one."""
+    summaries = [tuple(map(int, found)) for found in SUMMARY.findall(text)]
+    return tuple(map(sum, zip(*summaries))) if summaries else None
+
+
+def tests(finished, case):
     """The output of libtest and the tests; a run without tests is not a result."""
     text = finished.stdout
-    summaries = [tuple(map(int, found)) for found in SUMMARY.findall(text)]
-    passed, failed, ignored = map(sum, zip((0, 0, 0), *summaries))
+    counts = counts_of_tests(text)
+    passed, failed, ignored = counts or (0, 0, 0)
     largest = {}
     for what, kind, error in ERROR.findall(text):
         # NaN counts as the largest error: it does not compare.
@@ -88,15 +137,34 @@ def tests(finished, _case):
         result["failed_tests"] = re.findall(r"^    (\S+)$", text[at:], re.M)
     if skipped := SKIPPED.findall(text):
         result["skipped"] = skipped[:10]
-    if not summaries and not largest:
-        raise Unreadable("there is no summary of tests in the output")
-    if summaries and passed + failed == 0:
+    if not counts:
+        # The program died: the errors up to then are kept.
+        raise Unreadable("there is no summary of tests in the output", result)
+    if passed + failed == 0:
         raise Unreadable("no test ran: none has the name, or all are ignored")
+    check_number(passed + failed, case, result)
+    if skipped:
+        raise Skipped(skipped[0], result)
     return result
 
 
-def sanitizer(finished, _case):
-    """The summary, and the kinds of errors with their counts."""
+def check_number(ran, case, result):
+    """Refuses a result if a case names its tests and another number of them ran."""
+    if case.num_tests is not None and ran != case.num_tests:
+        raise NotPassed(f"{ran} tests ran, expected {case.num_tests}: no test has the name, or it "
+                        "did not end", result)
+
+
+# The test that compute-sanitizer runs names each path.
+ON_HOPPER = re.compile(BEGUN + "Hopper, ", re.M)
+
+
+def sanitizer(finished, case):
+    """The summary, and the kinds of errors with their counts.
+
+    It has no error either if the test does not exist or no kernel has the name: so the test must
+    have passed, and if only Hopper's kernels are checked, must have run them.
+    """
     text = finished.stdout + "\n" + finished.stderr
     summaries = re.findall(r"=+ *((?:\w+ )?SUMMARY: .*)", text)
     if not summaries:
@@ -105,7 +173,12 @@ def sanitizer(finished, _case):
     for kind in re.findall(r"^=+ +((?:Invalid|Error|Warning|Uninitialized|Barrier|Race|Program hit)"
                            r"[^\n]{0,120})", text, re.M):
         kinds[kind] = kinds.get(kind, 0) + 1
-    return {"summary": summaries, "reports": dict(list(kinds.items())[:20])}
+    result = {"summary": summaries, "reports": dict(list(kinds.items())[:20])}
+    passed, *_ = counts_of_tests(finished.stdout) or [0]
+    check_number(passed, case, result)
+    if cases.ONLY_HOPPER[-1] in case.command and not ON_HOPPER.search(finished.stdout):
+        raise Skipped("skipped: the test did not run on path hopper", result)
+    return result
 
 
 def ncu(finished, _case):
@@ -144,7 +217,7 @@ def summary_of_run(_finished, case):
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise Unreadable(f"the run's summary.json cannot be read: {error}") from error
-    if "evaluations" not in found:
+    if not found.get("evaluations"):
         raise Unreadable("summary.json has no evaluations")
     return found
 
@@ -153,9 +226,10 @@ READERS = {
     "sass": with_fields("kernels"),
     "tests": tests,
     "limits": limits,
-    "attention": with_fields("shape", "cases"),
+    "attention": attention,
     "operators": with_fields("operators"),
     "step": with_fields("model", "step", "tokens_per_second"),
+    "kernels": kernels,
     "pytorch": json_lines,
     "sanitizer": sanitizer,
     "ncu": ncu,

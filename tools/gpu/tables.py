@@ -123,7 +123,7 @@ def limits(row):
 
 def attention(row):
     shape = row["result"]["shape"]
-    return [[f"{shape['batch']} x {shape['length']}", heads(found),
+    return [[f"{shape['batch']} x {shape['length']}", found.get("path") or "-", heads(found),
              milliseconds(found["forward"]["seconds"]["median"]),
              milliseconds(found["backward"]["seconds"]["median"]),
              tera(found["forward"]["flops_per_second"]),
@@ -150,6 +150,27 @@ def step(row):
              tera(found["flops_per_second"]["median"]), f"{found['share_of_bf16_matmul']:.1%}",
              f"{memory['peak_bytes'] / 2**30:.1f}" if memory else "-",
              f"{found['loss']['first']:.3f}, {found['loss']['last']:.3f}"]]
+
+
+# Of the GPU's time in a step: the table sums up the kernels below it.
+LEAST_SHARE = 0.001
+
+
+def kernels(row):
+    """A step's time by kernel, most first."""
+    found = row["result"]["gpu_time"]
+    elapsed = found["elapsed_seconds"]
+
+    def line(name, launches, seconds):
+        return [name[:MOST_WORDS], launches, milliseconds(seconds, 2), f"{seconds / elapsed:.1%}"]
+
+    shown = [kernel for kernel in found["kernels"] if kernel["seconds"] >= LEAST_SHARE * elapsed]
+    rest = [kernel for kernel in found["kernels"] if kernel not in shown]
+    return [*(line(kernel["name"], kernel["launches"], kernel["seconds"]) for kernel in shown),
+            line(f"{len(rest)} others", sum(kernel["launches"] for kernel in rest),
+                 sum(kernel["seconds"] for kernel in rest)),
+            line("nothing runs", "", found["idle_seconds"]),
+            line("the step", found["launches"], elapsed)]
 
 
 def operators(row):
@@ -219,12 +240,13 @@ TABLES = [
     ("compute-sanitizer", "sanitizer", ["case", "summary", "reports"], sanitizer),
     ("Limits", "limits", ["case", "device", "f32 TFLOP/s", "bf16 TFLOP/s", "copy GB/s"], limits),
     ("Attention", "attention",
-     ["case", "tokens", "heads", "forward ms", "backward ms", "forward TFLOP/s",
+     ["case", "tokens", "path", "heads", "forward ms", "backward ms", "forward TFLOP/s",
       "backward TFLOP/s", "forward of dense", "backward of dense", "both of dense", "route ms"],
      attention),
     ("Steps of LLaMA-3-8B", "step",
      ["case", "layers", "tokens", "vocabulary", "heads", "tokens/s", "ms", "TFLOP/s",
       "of the bf16 matmul", "GiB", "first and last loss"], step),
+    ("The GPU's time in a step", "kernels", ["case", "kernel", "launches", "ms", "share"], kernels),
     ("PyTorch", "pytorch", ["case", "what", "backend", "figures"], pytorch),
     ("Operators", "operators", ["case", "operator", "ms", "rate", "of limit"], operators),
     ("Counters of the Hopper kernels", "ncu", ["case", "kernel", "metric", "value"], ncu),
@@ -261,6 +283,12 @@ def of_step(found):
             f"{found['share_of_bf16_matmul']:.1%} of the bf16 matmul")
 
 
+def of_kernels(found):
+    time = found["gpu_time"]
+    return (f"{milliseconds(time['elapsed_seconds'], 1)} ms, {time['launches']} launches, "
+            f"nothing runs in {time['idle_seconds'] / time['elapsed_seconds']:.1%}")
+
+
 def of_ncu(found):
     metrics = found["kernels"][0]["metrics"]
     shown = [name for name in metrics if "hit rate" in name.lower() or "hit_rate" in name]
@@ -284,6 +312,7 @@ HEADLINES = {
         f"copy {found['machine']['copy_bytes_per_second'] / 1e9:,.0f} GB/s"),
     "attention": of_attention,
     "step": of_step,
+    "kernels": of_kernels,
     "operators": lambda found: f"{len(found['operators'])} operators",
     "pytorch": of_pytorch,
     "ncu": of_ncu,

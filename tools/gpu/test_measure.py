@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -13,10 +12,7 @@ from pathlib import Path
 
 import cases
 import execute
-import read_output
 import record
-import sass
-import tables
 
 HERE = Path(__file__).resolve().parent
 
@@ -51,7 +47,9 @@ class WithPrograms(unittest.TestCase):
         self.programs.mkdir()
         self.scratch.mkdir()
         program = (HERE / "fake_program.py").read_text()
-        for name in ["moh-bench", "test-kernels", "test-devices"]:
+        # Those of the toolkit are found on the PATH.
+        for name in ["moh-bench", "moh-train", "test-kernels", "test-devices",
+                     "compute-sanitizer", "ncu"]:
             path = self.programs / name
             path.write_text(program)
             path.chmod(0o755)
@@ -64,7 +62,8 @@ class WithPrograms(unittest.TestCase):
         return subprocess.Popen(
             [sys.executable, HERE / "measure.py", run, "--programs", self.programs, "--out",
              self.out, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=dict(os.environ, TMPDIR=str(self.scratch)))
+            env=dict(os.environ, TMPDIR=str(self.scratch),
+                     PATH=f"{self.programs}:{os.environ['PATH']}"))
 
     def measure(self, run, *options):
         with self.start(run, *options) as process:
@@ -124,7 +123,7 @@ class Speed(WithPrograms):
         self.assertLess(sum(path.stat().st_size for path in self.out.iterdir()), 100_000)
         self.assertEqual(os.listdir(self.scratch), [])
         document = (self.out / "results.md").read_text()
-        self.assertIn("| attention/8192/tiled | 1 x 8192 | 75% | 1.000 |", document)
+        self.assertIn("| attention/8192/tiled | 1 x 8192 | tiled | 75% | 1.000 |", document)
         self.assertIn("| operators | no time |", document)
 
         before = len(self.runs())
@@ -171,6 +170,14 @@ class Speed(WithPrograms):
         if is_running(grandchild):
             os.kill(grandchild, signal.SIGKILL)
 
+    def test_figures_of_another_path_do_not_pass(self):
+        self.plan([["tiled attention", "plain path"], ["", "answer"]])
+        code, stdout, _ = self.measure("speed", *named("attention/8192/*"))
+        self.assertEqual((code, self.statuses()), (1, {
+            "attention/8192/hopper": "passed", "attention/8192/deterministic": "passed",
+            "attention/8192/tiled": "failed"}))
+        self.assertIn("attention ran on plain: expected tiled", stdout)
+
     def test_wrong_arguments_are_refused(self):
         for options, message in [
                 (["--case", "limit"], "speed has no case limit: see --list"),
@@ -199,9 +206,9 @@ class Speed(WithPrograms):
 
 
 class Correctness(WithPrograms):
-    TESTS = ["attention_paths::d64_agrees", "attention_paths::dense_agrees",
-             "attention_paths::d128_agrees", "attention_stress::long", "later::test",
-             "linear::products_agree"]
+    TESTS = ["attention_paths::any_path_agrees", "attention_paths::dense_agrees",
+             "attention_stress::dense", "attention_stress::heads_of_64",
+             "attention_stress::skewed_routing", "later::test", "linear::products_agree"]
 
     def setUp(self):
         super().setUp()
@@ -211,26 +218,27 @@ class Correctness(WithPrograms):
         self.plan([["", "tests"]])
         code, _, _ = self.measure("correctness", *named("a*", "linear", "nccl", "later"))
         self.assertEqual(code, 1)
-        self.assertEqual(self.statuses("correctness"), {
-            "attention_paths/d128_agrees": "passed", "attention_paths/dense_agrees": "passed",
-            "attention_paths/d64_agrees": "passed", "attention_stress/long": "passed",
-            "linear": "passed", "adamw": "passed", "attention": "passed",
-            "attention/tiled": "passed", "later": "passed", "nccl": "cannot start"})
-        self.assertEqual(list(self.statuses("correctness"))[0], "attention_paths/d128_agrees")
-        row = self.rows("correctness")["attention_paths/d128_agrees"]
+        self.assertEqual(list(self.statuses("correctness").items()), [
+            ("attention_paths/dense_agrees", "passed"),
+            ("attention_paths/any_path_agrees", "passed"), ("attention_stress/dense", "passed"),
+            ("attention_stress/skewed_routing", "passed"),
+            ("attention_stress/heads_of_64", "passed"), ("linear", "passed"), ("adamw", "passed"),
+            ("attention", "passed"), ("attention/tiled", "passed"), ("later", "passed"),
+            ("nccl", "cannot start")])
+        row = self.rows("correctness")["attention_paths/dense_agrees"]
         self.assertEqual(row["result"], {"passed": 1, "failed": 0, "largest_relative_errors": {
             "out on any BF16": 2.5e-3, "d_x F32": 3e-6}})
-        self.assertIn(" --exact attention_paths::d128_agrees --nocapture --test-threads 1",
+        self.assertIn(" --exact attention_paths::dense_agrees --nocapture --test-threads 1",
                       self.runs()[1])
 
     def test_attention_runs_without_hopper_where_hopper_fails(self):
-        self.plan([["--list", "tests"], ["attention_paths::d64", "failing test"],
+        self.plan([["--list", "tests"], ["attention_paths::any", "failing test"],
                    ["linear", "no test"], ["", "tests"]])
         code, stdout, _ = self.measure("correctness")
         rows = self.rows("correctness")
         self.assertEqual(code, 1)
-        self.assertEqual(rows["attention_paths/d64_agrees"]["code"], 101)
-        self.assertEqual(rows["attention_paths/d64_agrees"]["result"]["failed_tests"],
+        self.assertEqual(rows["attention_paths/any_path_agrees"]["code"], 101)
+        self.assertEqual(rows["attention_paths/any_path_agrees"]["result"]["failed_tests"],
                          ["some::test"])
         self.assertEqual(rows["linear"]["status"], "unreadable output")
         self.assertIn("no test ran", stdout)
@@ -245,10 +253,107 @@ class Correctness(WithPrograms):
         self.assertEqual(self.statuses("correctness")["attention"], "passed")
         self.assertEqual([name for name in self.rows("correctness") if "tiled" in name], [])
 
+    def test_skipped_tests_do_not_pass_and_resume_takes_them(self):
+        self.plan([["--list", "tests"], ["attention_stress::dense", "skipped test"],
+                   ["", "tests"]])
+        chosen = named("attention_stress/*")
+        code, stdout, _ = self.measure("correctness", *chosen)
+        self.assertEqual((code, self.statuses("correctness")), (1, {
+            "attention_stress/dense": "skipped", "attention_stress/skewed_routing": "passed",
+            "attention_stress/heads_of_64": "passed"}))
+        self.assertIn("attention_stress/dense  skipped: no Hopper GPU", stdout)
+        document = (self.out / "results.md").read_text()
+        self.assertIn("2 of 3 cases passed", document)
+        self.assertIn("| attention_stress/dense | skipped | 0 |", document)
+
+        before = len(self.runs())
+        self.plan([["", "tests"]])
+        code, _, _ = self.measure("correctness", "--resume", *chosen)
+        self.assertEqual((code, self.statuses("correctness")["attention_stress/dense"]),
+                         (0, "passed"))
+        # The list of the tests, and the one that was skipped.
+        self.assertEqual(len(self.runs()) - before, 2)
+
+    def test_a_name_is_one_test(self):
+        self.plan([["--list", "tests"], ["", "two tests"]])
+        self.measure("correctness", *named("attention_paths/dense_agrees", "linear"))
+        rows = self.rows("correctness")
+        self.assertEqual(rows["linear"]["status"], "passed")
+        self.assertEqual(rows["attention_paths/dense_agrees"]["status"], "failed")
+        self.assertIn("2 tests ran, expected 1", rows["attention_paths/dense_agrees"]["why"])
+
     def test_the_paths_are_cases_where_no_test_is_listed(self):
         self.plan([["--list", "die"], ["", "tests"]])
         self.measure("correctness", *named("attention_paths/*"))
         self.assertEqual(len(self.rows("correctness")), len(cases.PATHS))
+
+
+class Depth(WithPrograms):
+    """The programs of a toolkit, which no machine without a GPU has."""
+
+    CHOSEN = named("sanitizer/*", "ncu/*", "kernels/*", "quickstart/*")
+    GOOD = [["--tool", "sanitizer"], ["--kernel-name", "ncu"], ["step", "answer"],
+            ["--recipe", "trained"]]
+
+    def test_every_case_passes_with_what_its_program_prints(self):
+        self.plan(self.GOOD)
+        code, stdout, stderr = self.measure("depth", *self.CHOSEN)
+        self.assertEqual((code, stderr), (0, ""), stdout)
+        self.assertEqual(set(self.statuses("depth").values()), {"passed"})
+        self.assertEqual(len(self.rows("depth")), 11)
+        self.assertIn("kernels/32/75%  723.0 ms, 1681 launches, nothing runs in 0.4%", stdout)
+        document = (self.out / "results.md").read_text()
+        for line in ["| sanitizer/memcheck | ERROR SUMMARY: 0 errors | - |",
+                     "| ncu/forward | hopper_forward_d128 (0) | L2 Hit Rate | 81.5 % |",
+                     "| kernels/32/75% | matmul | 1677 | 719.50 | 99.5% |",
+                     "| kernels/32/75% | 1 others | 4 | 0.50 | 0.1% |",
+                     "| kernels/32/75% | the step | 1681 | 723.00 | 100.0% |",
+                     "| quickstart/gpu-bf16 | loaded 5.5000, trained moh 0.5000 |"]:
+            self.assertIn(line, document)
+        # The runs of the quickstart are gone.
+        self.assertEqual(os.listdir(self.scratch), [])
+
+    def test_a_sanitizer_that_checked_nothing_does_not_pass(self):
+        self.plan([["memcheck", "sanitizer without test"],
+                   ["synccheck", "sanitizer without hopper"],
+                   ["initcheck", "sanitizer without hopper"], ["", "tests"]])
+        code, stdout, _ = self.measure("depth", *named("sanitizer/*"))
+        # All kernels are checked for uninitialised memory; a summary of tests is not the tool's.
+        self.assertEqual((code, self.statuses("depth")), (1, {
+            "sanitizer/memcheck": "failed", "sanitizer/synccheck": "skipped",
+            "sanitizer/racecheck": "unreadable output", "sanitizer/initcheck": "passed"}))
+        self.assertIn("0 tests ran, expected 1", stdout)
+        self.assertIn("skipped: the test did not run on path hopper", stdout)
+
+    def test_each_failure_is_a_row_and_resume_takes_what_is_left(self):
+        self.plan([["memcheck", "die"], ["hopper_backward_d128", "garbage"],
+                   ["run.device=cpu", "die"], ["initcheck", "hang"], *self.GOOD])
+        start = time.monotonic()
+        chosen = named("sanitizer/[mis]*", "ncu/forward", "ncu/backward", "kernels/*",
+                       "quickstart/*")
+        code, stdout, stderr = self.measure("depth", "--deadline", "10", *chosen)
+        self.assertLess(time.monotonic() - start, 10)
+        self.assertEqual((code, stderr), (1, ""))
+        passed = ["sanitizer/synccheck", "ncu/forward", "kernels/32/75%", "quickstart/gpu-bf16"]
+        self.assertEqual(self.statuses("depth"), dict.fromkeys(passed, "passed") | {
+            "sanitizer/memcheck": "failed", "ncu/backward": "unreadable output",
+            "quickstart/cpu-f32": "failed", "sanitizer/initcheck": "timed out"})
+        rows = self.rows("depth")
+        self.assertEqual(rows["sanitizer/memcheck"]["code"], -signal.SIGKILL)
+        self.assertIn("no table of ncu", rows["ncu/backward"]["why"])
+        self.assertIn("this much was done", rows["sanitizer/initcheck"]["stdout_end"])
+        # The program under the tool is gone as well.
+        self.assertEqual(len(self.processes()), 2)
+        self.assertFalse(any(map(is_running, self.processes())))
+
+        before = len(self.runs())
+        self.plan(self.GOOD)
+        self.measure("depth", "--resume", *chosen)
+        self.assertEqual({name: status for name, status in self.statuses("depth").items()
+                          if status != "passed"},
+                         {"sanitizer/memcheck": "failed", "quickstart/cpu-f32": "failed"})
+        # What was unreadable, and what had no time left.
+        self.assertEqual(len(self.runs()) - before, 2)
 
 
 class Execute(unittest.TestCase):
@@ -276,109 +381,6 @@ class Execute(unittest.TestCase):
         self.assertTrue(done.stdout.startswith('{"first": 1}') and done.stdout.endswith("last\n"))
         self.assertLess(len(done.stdout), execute.HEAD_BYTES + execute.TAIL_BYTES + 100)
         self.assertIn("bytes left out", done.stdout)
-
-
-class Readers(unittest.TestCase):
-    def read(self, kind, text, errors=""):
-        return read_output.READERS[kind](
-            execute.Finished("exited", 0, 1.0, text, errors), None)
-
-    def refuses(self, kind, text, message):
-        with self.assertRaisesRegex(read_output.Unreadable, message):
-            self.read(kind, text)
-
-    def test_json_lines_stand_between_others(self):
-        found = self.read("pytorch", 'warning\n{"kind": "sdpa", "x": 1}\n{"kind": "fl')
-        self.assertEqual(found, {"rows": [{"kind": "sdpa", "x": 1}], "broken_lines": 1})
-        self.refuses("pytorch", "Traceback", "no line of JSON")
-
-    def test_json_is_cut_or_lacks_fields(self):
-        self.refuses("step", '{"model": {"layers": 1', "cannot be read")
-        self.refuses("step", '{"model": {}, "step": {}}', "has no tokens_per_second")
-        self.refuses("step", "{" * 100_000, "cannot be read")
-
-    def test_a_relative_error_that_is_no_number_is_the_largest(self):
-        for errors in [("1e-3", "NaN"), ("NaN", "1e-3")]:
-            text = "".join(f"out: F32 relative error {error}\n" for error in errors)
-            found = self.read("tests", text)["largest_relative_errors"]["out F32"]
-            self.assertEqual(found, float("inf"))
-
-    def test_counters_are_read_between_the_lines_of_the_program(self):
-        text = ('32 heads\n"ID","Process ID","Kernel Name","Section Name","Metric Name",'
-                '"Metric Unit","Metric Value"\n'
-                '"0","7","hopper_forward_d128","Memory","L2 Hit Rate","%","81.5"\n'
-                "dense 100%\n"
-                '"0","7","hopper_forward_d128","Speed","Duration","ns","1,234,567"\n'
-                '"1","7","hopper_forward_d128","Memory","L2 Hit Rate","%","79"\n'
-                '"1","7","hopper_forward_d128","Memory","","",""\n')
-        self.assertEqual(self.read("ncu", text)["kernels"], [
-            {"kernel": "hopper_forward_d128",
-             "metrics": {"L2 Hit Rate": [81.5, "%"], "Duration": [1234567.0, "ns"]}},
-            {"kernel": "hopper_forward_d128", "metrics": {"L2 Hit Rate": [79.0, "%"]}}])
-        self.refuses("ncu", "==ERROR== No kernels were profiled", "no table")
-
-    def test_the_sanitizer_says_what_it_found(self):
-        text = ("========= COMPUTE-SANITIZER\n========= Invalid __global__ read of size 4 bytes\n"
-                "=========     at hopper_forward_d128+0x10\n"
-                "========= Invalid __global__ read of size 4 bytes\n"
-                "========= ERROR SUMMARY: 2 errors\n")
-        self.assertEqual(self.read("sanitizer", text), {
-            "summary": ["ERROR SUMMARY: 2 errors"],
-            "reports": {"Invalid __global__ read of size 4 bytes": 2}})
-        text = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
-        self.assertEqual(self.read("sanitizer", text)["reports"], {})
-
-
-class Tables(unittest.TestCase):
-    def test_a_row_that_cannot_be_shown_takes_no_other_with_it(self):
-        machine = {"device": "GPU", "f32_matmul_flops_per_second": 4e14,
-                   "bf16_matmul_flops_per_second": 7e14, "copy_bytes_per_second": 4e12}
-        rows = {name: {"name": name, "kind": "limits", "status": "passed", "header": 0,
-                       "seconds": 1.0, "result": {"machine": found}}
-                for name, found in [("good", machine), ("bad", {"device": None})]}
-        document = tables.document({"speed": ([{"gpu": "H200", "commit": "abc"}], rows)})
-        self.assertIn("| good | GPU | 400 | 700 | 4,000 |", document)
-        self.assertIn("bad: cannot be shown: KeyError", document)
-        self.assertIn("on H200, commit abc: 2 of 2 cases passed.", document)
-
-
-class Sass(unittest.TestCase):
-    LISTING = b"""
-arch = sm_90a
-\t\tFunction : hopper_forward_d128
-        /*0000*/                   LDC R1, c[0x0][0x28] ;    /* 0x00000a00ff017b82 */
-                                                             /* 0x000fe20000000800 */
-        /*0010*/              @!P0 STL.64 [R1], R2 ;         /* 0x0000000005057919 */
-        /*0020*/              @UP1 USETMAXREG.DEALLOC 0x18 ; /* 0x0000000005057919 */
-        /*12340*/                  HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24 ; /* 0x1 */
-\t\tFunction : rope_forward
-        /*0000*/                   LDL R1, [R2] ;            /* 0x00000a00ff017b82 */
-"""
-
-    def test_instructions_are_counted_by_kernel(self):
-        counts = {}
-        sass.count(self.LISTING.splitlines(keepends=True), counts)
-        self.assertEqual(counts, {"hopper_forward_d128 sm_90a": {
-            "instructions": 4, "LDC": 1, "STL": 1, "USETMAXREG": 1, "HGMMA": 1}})
-
-    def test_fat_binaries_are_cut_out_of_the_program(self):
-        binary = sass.MAGIC + struct.pack("<Q", 5) + b"inner"
-        too_large = sass.MAGIC + struct.pack("<Q", 1 << 60)
-        with tempfile.NamedTemporaryFile() as file:
-            file.write(b"ELF" + too_large + b"code" + binary + b"data" + binary + sass.MAGIC)
-            file.flush()
-            self.assertEqual(list(sass.fat_binaries(file.name)), [binary, binary])
-
-
-class Lists(unittest.TestCase):
-    def test_names_are_unique_and_kinds_are_known(self):
-        for run in cases.RUNS:
-            found = cases.of(run, Path("programs"), "scratch", ["attention_paths::a", "b::c"])
-            names = [case.name for case in found]
-            self.assertEqual(len(names), len(set(names)))
-            self.assertLessEqual({case.kind for case in found}, set(read_output.READERS))
-        self.assertEqual({kind for _, kind, _, _ in tables.TABLES}, set(read_output.READERS))
-        self.assertEqual(set(tables.HEADLINES), set(read_output.READERS))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,79 @@
+"""Tests of tools/gpu/prepare without a compiler."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+import unittest
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+class Prepare(unittest.TestCase):
+    """tools/gpu/prepare with a cargo that compiles kernels once, as cargo does where nothing
+    changes."""
+
+    TOOLS = {
+        "cargo": """#!/usr/bin/env bash
+            mkdir -p target/release
+            [ -e target/compiled ] || { touch target/compiled; echo table >"$MOH_CUDA_RESOURCES"; }
+            touch target/release/moh-{bench,train} target/{operators,devices,moh_comm}
+            case $* in
+                *"-p moh-comm"*) names=moh_comm;;
+                test*) names="operators devices";;
+            esac
+            for name in $names; do
+                echo '{"executable": "target/'$name'", "profile": {"test": true},' \\
+                    '"target": {"name": "'$name'"}}'
+            done
+            """,
+        "strip": "#!/usr/bin/env bash\ncp $3 $2\n",
+        "xz": "#!/usr/bin/env bash\ncat\n",
+        "git": "#!/usr/bin/env bash\necho abc1234\n",
+    }
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+        self.tools, self.out = self.root / "tools", self.root / "out"
+        script = self.root / "repository/tools/gpu/prepare"
+        for path, text in [(script, (HERE / "prepare").read_text()),
+                           *((self.tools / name, text) for name, text in self.TOOLS.items())]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            path.chmod(0o755)
+        self.script, self.target = script, self.root / "repository/target"
+
+    def prepare(self):
+        return subprocess.run([self.script, self.out], capture_output=True, text=True, env=dict(
+            os.environ, PATH=f"{self.tools}:{os.environ['PATH']}", MOH_CUDA_ARCHITECTURES="90a"))
+
+    def test_the_script_can_be_parsed(self):
+        done = subprocess.run(["bash", "-n", HERE / "prepare"], capture_output=True)
+        self.assertEqual((done.returncode, done.stderr), (0, b""))
+
+    def test_a_folder_that_was_deleted_gets_everything_again(self):
+        for _ in range(2):
+            done = self.prepare()
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual(sorted(os.listdir(self.out)), [
+                "commit", "moh-bench", "moh-train", "resources.md", "test-devices",
+                "test-kernels", "test-nccl"])
+            self.assertEqual((self.out / "resources.md").read_text(), "table\n")
+            shutil.rmtree(self.out)
+
+    def test_a_table_that_is_lost_is_an_error(self):
+        self.assertEqual(self.prepare().returncode, 0)
+        (self.out.with_suffix(".tar.xz")).unlink()
+        (self.target / "resources-90a.md").unlink()
+        done = self.prepare()
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("resources-90a.md is missing", done.stderr)
+        self.assertIn("cargo clean --release -p moh-kernels", done.stderr)
+        self.assertFalse(self.out.with_suffix(".tar.xz").exists())
+
+
+if __name__ == "__main__":
+    unittest.main()
