@@ -15,7 +15,8 @@ step       forward, backward and fused AdamW of transformers' Llama, compiled, a
            without f32 master weights; once more with --checkpointing where memory runs out.
 limits     the rate of an 8192 x 8192 x 8192 bf16 product, and of a copy of 4 GiB.
 
-Without a GPU it runs on the CPU, on small shapes unless they are given, what can run there.
+Without a GPU it runs on the CPU, on small shapes unless they are given, what can run there. The
+exit code is 1 if no row was measured.
 """
 
 import argparse
@@ -36,14 +37,17 @@ SHAPE = {"length": (8192, 256), "batch": (1, 2), "heads": (32, 8), "kv-heads": (
 
 
 def limits(options):
+    """The rows of the part `limits`: yields True for each."""
     side = 8192 if CUDA else 512
     left, right = (torch.randn(side, side, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     report("matmul", side=side, tflops=2 * side**3 / median_ms(lambda: left @ right, options) / 1e9)
+    yield True
     source = torch.randn(2**31 if CUDA else 2**24, device=DEVICE, dtype=torch.bfloat16)
     target = torch.empty_like(source)
     milliseconds = median_ms(lambda: target.copy_(source), options)
     # Every byte is read and written.
     report("copy", bytes=source.nbytes, tb_per_second=2 * source.nbytes / milliseconds / 1e9)
+    yield True
 
 
 def main():
@@ -71,7 +75,11 @@ def main():
         from gpu_step import step as part
     else:
         part = limits
-    return 1 if part(options) is False else 0
+    # A list, because `any` alone would stop at the first row that was measured.
+    if any(list(part(options))):
+        return 0
+    print("no row was measured: each has an error, or --only selects none", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

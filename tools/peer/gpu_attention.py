@@ -95,29 +95,29 @@ def scaled_dot_product(*backends):
 
 
 def variant(options, kind, backend, active, make, backward=True):
-    """One row; `make` returns the variant's `build`, and may itself fail.
+    """One row, and whether it was measured; `make` returns the variant's `build`, and may fail.
 
     `backward` is false for one that has no backward pass on this device.
     """
     name = f"{kind} {backend} {active or 1.0:g}"
     if options.only and not any(word in name for word in options.only.split(",")):
-        return
+        return False
 
     def steps():
         case = Case(options, active=active, backward=backward)
         yield case.fields()
         yield from measure(case, make(), options)
 
-    attempt(kind, {"backend": backend, "active": active or 1.0}, options.seconds, steps)
+    return attempt(kind, {"backend": backend, "active": active or 1.0}, options.seconds, steps)
 
 
 def attention(options):
-    """The rows of the part `attention`."""
+    """The rows of the part `attention`: yields for each whether it was measured."""
     for backend in BACKENDS:
         call = scaled_dot_product(backend)
-        variant(options, "sdpa", backend.lower(), None,
-                lambda call=call: lambda case: (lambda: call(*case.inputs), None))
+        yield variant(options, "sdpa", backend.lower(), None,
+                      lambda call=call: lambda case: (lambda: call(*case.inputs), None))
     for active in [None, *SHARED]:
         # FlexAttention has no backward pass on a CPU.
-        variant(options, "flex", USUAL, active,
-                lambda: masked(options, USUAL), backward=CUDA)
+        yield variant(options, "flex", USUAL, active,
+                      lambda: masked(options, USUAL), backward=CUDA)

@@ -9,7 +9,8 @@ each row is a tensor that the mask reads. Blocks wholly before their rows' token
 need no mask.
 
 Key/value heads are the problems of a batch, one head each, padded to the longest with rows that
-read key 0 alone: no row without keys needs care, and the gradient of their result is zero.
+read key 0 alone: no row without keys needs care, and the gradient of their result is zero. For
+functions of variable lengths they are sequences without padding.
 """
 
 import torch
@@ -48,6 +49,23 @@ class Packing:
         # The token of each packed row, which is its last key; padding reads key 0.
         last = torch.where(self.source >= 0, self.source % length, 0).int()
         self.last = last.view(by_problem[0], 1, self.rows)
+        self.shape = self.last.shape
+
+
+class Sequences(Packing):
+    """The same rows without padding: one sequence for each problem, one after another.
+
+    `last` keeps its padding, since a mask is given a row's position in its own sequence.
+    """
+
+    def __init__(self, selected, kv_heads):
+        super().__init__(selected, kv_heads)
+        real = self.source >= 0
+        self.lengths = real.view(-1, self.rows).sum(-1)
+        position = real.cumsum(0) - 1
+        self.target = torch.where(self.target >= 0, position[self.target.clamp(min=0)], -1)
+        self.source = self.source[real]
+        self.shape = self.source.shape
 
 
 def read_rows(rows, index):
@@ -73,12 +91,12 @@ class Take(torch.autograd.Function):
         return context.read(gradient.contiguous(), inverse), None, None, None
 
 
-def packed(attend_with, dense=None):
+def packed(attend_with, dense=None, layout=Packing):
     """Attention over packed rows, gathering before it and scattering after it.
 
     `attend_with(packing, length)` returns the attention of packed queries, one head, with the keys
-    of their problem. With `dense`, the key/value heads whose query heads are all shared go there
-    unpacked, and only the others are packed.
+    of their problem; `packing` is a `layout`. With `dense`, the key/value heads whose query heads
+    are all shared go there unpacked, and only the others are packed.
     """
     read = torch.compile(read_rows, dynamic=False) if CUDA else read_rows
 
@@ -91,7 +109,7 @@ def packed(attend_with, dense=None):
         selected = case.selected[:, whole * group:].contiguous()
 
         def prepare():
-            packing = Packing(selected, case.kv_heads - whole)
+            packing = layout(selected, case.kv_heads - whole)
             return packing, attend_with(packing, case.length)
 
         packing, attend = prepare()
@@ -100,7 +118,7 @@ def packed(attend_with, dense=None):
             shape = query.shape
             rows = Take.apply(query.reshape(-1, case.head_dim), packing.source, packing.target,
                               read)
-            result = attend(rows.view(*routed, packing.rows, case.head_dim),
+            result = attend(rows.view(*packing.shape, case.head_dim),
                             key.reshape(*routed, case.length, case.head_dim),
                             value.reshape(*routed, case.length, case.head_dim))
             return Take.apply(result.reshape(-1, case.head_dim), packing.target, packing.source,
@@ -133,12 +151,31 @@ def written_out_rows(packing, length):
     return lambda *inputs: functional.scaled_dot_product_attention(*inputs, attn_mask=visible)
 
 
-def packed_rows(options, backend, active, attend_with, dense):
-    """The rows of one way to attend: all heads packed, and the shared ones left to `dense`."""
-    backward = CUDA or backend == "written out"
-    variant(options, "packed", backend, active, lambda: packed(attend_with()), backward)
-    variant(options, "packed", f"{backend}, shared heads dense", active,
-            lambda: packed(attend_with(), dense()), backward)
+def written_out_sequences(packing, length):
+    """The same of each sequence by itself."""
+    lengths = packing.lengths.tolist()
+    visible = torch.arange(length, device=packing.last.device) <= packing.last[..., None]
+
+    def attend(rows, key, value):
+        parts = [functional.scaled_dot_product_attention(
+                     part[None], key[problem], value[problem],
+                     attn_mask=visible[problem, :, :len(part)])
+                 for problem, part in enumerate(rows.split(lengths))]
+        return torch.cat(parts, 1)
+
+    return attend
+
+
+def packed_rows(options, backend, active, attend_with, dense, layout=Packing):
+    """The rows of one way to attend: all heads packed, and the shared ones left to `dense`.
+
+    Yields for each whether it was measured.
+    """
+    backward = CUDA or USUAL not in backend
+    yield variant(options, "packed", backend, active,
+                  lambda: packed(attend_with(), layout=layout), backward)
+    yield variant(options, "packed", f"{backend}, shared heads dense", active,
+                  lambda: packed(attend_with(), dense(), layout), backward)
 
 
 def with_triton(options):
@@ -147,5 +184,9 @@ def with_triton(options):
 
     for active in SHARED:
         if not CUDA:
-            packed_rows(options, "written out", active, lambda: written_out_rows, dense)
-        packed_rows(options, USUAL, active, lambda: flex_rows(options, USUAL), dense)
+            yield from packed_rows(
+                options, "written out", active, lambda: written_out_rows, dense)
+            yield from packed_rows(
+                options, "written out, variable lengths", active, lambda: written_out_sequences,
+                dense, Sequences)
+        yield from packed_rows(options, USUAL, active, lambda: flex_rows(options, USUAL), dense)

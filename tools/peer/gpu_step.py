@@ -51,7 +51,7 @@ def train(options, checkpointing):
 def step(options):
     """One row, and a second one that recomputes every block if memory runs out.
 
-    Returns whether a step was measured.
+    Yields for each whether it was measured.
     """
     torch.set_default_dtype(torch.bfloat16)
     fields = {name: getattr(options, name) for name in
@@ -62,7 +62,8 @@ def step(options):
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
         # Compiling all layers takes minutes, so only the timed runs have a time limit.
-        if attempt("step", fields | {"checkpointing": checkpointing}, None,
-                   lambda: train(options, checkpointing)):
-            return True
-    return False
+        measured = attempt("step", fields | {"checkpointing": checkpointing}, None,
+                           lambda: train(options, checkpointing))
+        yield measured
+        if measured:
+            return
