@@ -1,7 +1,7 @@
 //! Norms of gradients and weights by block, over all ranks.
 
 use moh_comm::{Group, Reduce};
-use moh_kernels::{Backend, Element};
+use moh_kernels::{Backend, Element, Memory};
 use moh_model::layout::ModelLayout;
 use moh_model::parameters::{FlatBuffers, Shard, overlap};
 use serde::{Deserialize, Serialize};
@@ -43,31 +43,47 @@ fn list<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Vec<f64>, D::Error>
     Ok(numbers.into_iter().map(|number| number.unwrap_or(f64::NAN)).collect())
 }
 
-impl BlockNorms {
+/// The squared norms of every flat buffer on the device, allocated once for all steps.
+pub(crate) struct SquaredBlockNorms<M: Memory> {
+    /// `[2, flat buffers]`: those of the gradients, then those of the weights.
+    squares: M::Buffer<f64>,
+}
+
+impl<M: Memory> SquaredBlockNorms<M> {
+    /// Allocates zeros.
+    ///
+    /// # Errors
+    /// Fails if the device is out of memory.
+    pub(crate) fn new(memory: &M, layout: &ModelLayout) -> Result<Self, Error> {
+        Ok(SquaredBlockNorms { squares: memory.allocate(2 * layout.flats.len())? })
+    }
+}
+
+impl<B: Backend> SquaredBlockNorms<B> {
     /// Computes the norms from each rank's shard of the gradients, which are summed over the data
     /// ranks, and of the weights. All ranks of `group` call this function.
     ///
     /// # Errors
-    /// Fails if the device is out of memory or another rank has failed.
-    pub(crate) fn measure<B: Backend, T: Element, G: Element>(
+    /// Fails if the device or another rank has failed.
+    pub(crate) fn measure<T: Element, G: Element>(
+        &mut self,
         backend: &B,
         layout: &ModelLayout,
         (weights, gradients): (&FlatBuffers<B, T>, &FlatBuffers<B, G>),
         shard: Shard,
         group: &Group,
-    ) -> Result<Self, Error> {
-        let flats = layout.flats.len();
-        let mut sums = backend.allocate::<f64>(2 * flats)?;
-        backend.zero(B::whole_mut(&mut sums))?;
+    ) -> Result<BlockNorms, Error> {
+        let (flats, squares) = (layout.flats.len(), &mut self.squares);
+        backend.zero(B::whole_mut(squares))?;
         for flat in 0..flats {
-            add(backend, layout, (gradients, shard), flat, B::view_mut(&mut sums, flat..flat + 1))?;
-            let out = flats + flat;
-            add(backend, layout, (weights, shard), flat, B::view_mut(&mut sums, out..out + 1))?;
+            add(backend, layout, (gradients, shard), flat, B::view_mut(squares, flat..flat + 1))?;
+            let at = flats + flat;
+            add(backend, layout, (weights, shard), flat, B::view_mut(squares, at..at + 1))?;
         }
-        group.all_reduce::<B, f64>(B::whole_mut(&mut sums), Reduce::Sum)?;
-        let mut squares = vec![0f64; 2 * flats];
-        backend.download(B::whole(&sums), &mut squares)?;
-        let norms: Vec<f64> = squares.into_iter().map(f64::sqrt).collect();
+        group.all_reduce::<B, f64>(B::whole_mut(squares), Reduce::Sum)?;
+        let mut norms = vec![0f64; 2 * flats];
+        backend.download(B::whole(squares), &mut norms)?;
+        norms.iter_mut().for_each(|norm| *norm = norm.sqrt());
         let (gradient, weight) = norms.split_at(flats);
         Ok(BlockNorms { gradient: Norms::of(layout, gradient), weight: Norms::of(layout, weight) })
     }

@@ -13,7 +13,7 @@ use moh_model::parameters::FlatBuffers;
 use moh_model::{Activations, LossScale, Model, PassShape, PassSlot, Recompute, StepSums};
 
 use crate::Error;
-use crate::block_norms::BlockNorms;
+use crate::block_norms::{BlockNorms, SquaredBlockNorms};
 use crate::data_parallel::DataParallel;
 use crate::guard::{Limits, SkipReason};
 use crate::optimizer::OptimizerState;
@@ -71,6 +71,7 @@ pub struct Stepper<B: Backend, T: Element, G: Element> {
     gradient_faults: Vec<(u64, f32)>,
     /// Whether the next step measures its norms by block.
     measures_norms: bool,
+    squared_block_norms: SquaredBlockNorms<B>,
     block_norms: Option<BlockNorms>,
 }
 
@@ -195,7 +196,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         let message = sizes.passes.message_bytes::<T>();
         model.parallel().reserve_sends(stage.messages(own.len()), message)?;
         let buffers = StepBuffers::new(model.backend(), &sizes)?;
-        let StepBuffers { activations, gradients, rounded, sums } = buffers;
+        let StepBuffers { activations, gradients, rounded, sums, block_norms } = buffers;
         Ok(Stepper {
             activations,
             passes: stage.passes(own.len()),
@@ -213,6 +214,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             all_ranks: groups.all,
             gradient_faults: Vec::new(),
             measures_norms: false,
+            squared_block_norms: block_norms,
             block_norms: None,
         })
     }
@@ -283,8 +285,8 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         if self.measures_norms {
             let _norms = span::enter("block norms");
             let (layout, buffers) = (model.layout(), (model.weights(), &self.gradients));
-            let shard = optimizer.shard();
-            let norms = BlockNorms::measure(backend, layout, buffers, shard, &self.all_ranks)?;
+            let (shard, ranks) = (optimizer.shard(), &self.all_ranks);
+            let norms = self.squared_block_norms.measure(backend, layout, buffers, shard, ranks)?;
             self.block_norms = Some(norms);
         }
         // All ranks have the same sums, and decide the same.

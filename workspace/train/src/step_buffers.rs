@@ -7,6 +7,7 @@ use moh_model::parameters::FlatBuffers;
 use moh_model::{Activations, PassSizes, Slots, StepSums};
 
 use crate::Error;
+use crate::block_norms::SquaredBlockNorms;
 
 /// What the sizes follow from.
 #[derive(Debug, Clone, Copy)]
@@ -29,6 +30,7 @@ pub(crate) struct StepBuffers<M: Memory, T: Element, G: Element> {
     pub gradients: FlatBuffers<M, G>,
     pub rounded: Rounded<M>,
     pub sums: StepSums<M>,
+    pub block_norms: SquaredBlockNorms<M>,
 }
 
 impl<M: Workspace, T: Element, G: Element> StepBuffers<M, T, G> {
@@ -44,6 +46,7 @@ impl<M: Workspace, T: Element, G: Element> StepBuffers<M, T, G> {
             rounded: Rounded::new::<G>(memory, layout, data_ranks, reduce)?,
             activations: Activations::with_slots(memory, &passes, slots)?,
             sums: StepSums::new(memory)?,
+            block_norms: SquaredBlockNorms::new(memory, layout)?,
         })
     }
 }

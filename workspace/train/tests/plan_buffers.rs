@@ -69,8 +69,8 @@ fn planned(memory: &RankMemory) -> Found {
     Found { buffers, scratch: memory.other.thread_scratch }
 }
 
-/// Constructs what a run constructs on this rank, takes two steps, and says what was allocated before
-/// them; on the one thread of its pool.
+/// Constructs what a run constructs on this rank, takes two steps, the second with norms by block, and
+/// says what was allocated before them; on the one thread of its pool.
 fn allocated<T: Element, G: Element, M: Element>(
     recipe: &Recipe,
     config: &ModelConfig,
@@ -121,6 +121,7 @@ fn allocated<T: Element, G: Element, M: Element>(
             Ok(())
         };
         let update = Update { number, learning_rate: 1e-3, limits: Limits::FINITE };
+        stepper.measure_block_norms(number == 2);
         stepper.step(&mut model, &mut optimizer, read, 0, update).unwrap();
         stepper.wait_for_weights(&mut model).unwrap();
         let after =
