@@ -46,7 +46,7 @@ pub use cuda::Cuda;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaStream;
 #[cfg(feature = "cuda-emulator")]
-pub use cuda::MemoryCalls;
+pub use cuda::EmulatedCalls;
 pub use error::{Error, Result, with_cause};
 pub use linear::Accumulation;
 pub use matmul::Bf16Path;

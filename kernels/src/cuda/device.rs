@@ -27,9 +27,9 @@ pub(crate) trait Device: Send + Sync {
     /// Memory in use; `None` if the device cannot report it.
     fn memory_info(&self) -> Option<MemoryInfo>;
 
-    /// The number of allocations and frees, if they are counted.
+    /// The calls so far, if they are counted.
     #[cfg(feature = "cuda-emulator")]
-    fn memory_calls(&self) -> Option<super::MemoryCalls> {
+    fn emulated_calls(&self) -> Option<super::EmulatedCalls> {
         None
     }
 

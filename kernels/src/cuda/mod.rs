@@ -21,7 +21,7 @@ pub(crate) use buffer::address_or_null;
 pub use buffer::{CudaBuffer, CudaView, CudaViewMut};
 pub(crate) use device::{BoxedTensor, Device, Matmul, Operand, TensorMap};
 #[cfg(feature = "cuda-emulator")]
-pub use emulator::MemoryCalls;
+pub use emulator::EmulatedCalls;
 pub(crate) use launch::{THREADS, blocks, mirrored, name};
 
 use crate::attention::cuda::AttentionPath;
@@ -165,10 +165,10 @@ impl Cuda {
         &*self.device
     }
 
-    /// The allocations and frees so far, if the GPU is emulated: for tests.
+    /// The calls so far, if the GPU is emulated: for tests.
     #[cfg(feature = "cuda-emulator")]
-    pub fn memory_calls(&self) -> Option<MemoryCalls> {
-        self.device.memory_calls()
+    pub fn emulated_calls(&self) -> Option<EmulatedCalls> {
+        self.device.emulated_calls()
     }
 
     /// Address of at least `bytes` bytes of scratch, valid until the next operator's request.

@@ -9,6 +9,8 @@ use half::bf16;
 use moh_kernels::adamw::remainder::join;
 use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
 use moh_kernels::{Backend, Cpu, Element};
+#[cfg(feature = "cuda-emulator")]
+use moh_kernels::{Cuda, Memory as _};
 
 /// A large learning rate, so that the change of a weight shows above the weight's rounding.
 const STEP: AdamW = AdamW {
@@ -209,6 +211,34 @@ fn many_segments_have_the_squared_norm_of_all_their_elements() {
         on_each_device!(device => check::<_, f32>(device, count));
         on_each_device!(device => check::<_, bf16>(device, count));
     }
+}
+
+/// The segments of LLaMA-3-8B, 291 tensors, in a launch for each 128 and one for the sum; clipping is
+/// part of the update.
+#[cfg(feature = "cuda-emulator")]
+#[test]
+fn the_norm_of_a_model_takes_four_launches_and_clipping_none() {
+    let device = Cuda::emulated();
+    let launches = || device.emulated_calls().unwrap().launches;
+    let (gradients, mut out) = (upload(&device, &[bf16::ONE; 291]), upload(&device, &[0f64]));
+    let xs: Vec<_> = (0..291).map(|at| Cuda::view(&gradients, at..at + 1)).collect();
+    device.squared_norms(&xs, Cuda::whole_mut(&mut out)).unwrap();
+    assert_eq!(launches(), 4);
+    let before = launches();
+    let clipping = AdamW { clip_norm: 0.5, ..STEP };
+    let mut buffers = [(); 3].map(|()| upload(&device, &[0f32; 291]));
+    let [weights, first, second] = &mut buffers;
+    device
+        .adamw(AdamWUpdate::<Cuda, f32, bf16, f32> {
+            step: &clipping,
+            gradients: Cuda::whole(&gradients),
+            weights: Cuda::whole_mut(weights),
+            remainder: None,
+            first_moment: Cuda::whole_mut(first),
+            second_moment: Cuda::whole_mut(second),
+        })
+        .unwrap();
+    assert_eq!(launches() - before, 1);
 }
 
 proptest::proptest! {

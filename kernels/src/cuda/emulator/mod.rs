@@ -21,15 +21,18 @@ pub(super) struct Emulator {
     schedule_seed: u32,
     allocations: AtomicU64,
     frees: AtomicU64,
+    launches: AtomicU64,
 }
 
-/// The number of allocations and frees of an emulated GPU.
+/// What an emulated GPU was asked to do so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct MemoryCalls {
+pub struct EmulatedCalls {
     /// Buffers allocated.
     pub allocations: u64,
     /// Buffers freed.
     pub frees: u64,
+    /// Kernels launched; matmuls do not count.
+    pub launches: u64,
 }
 
 const ALIGNMENT: usize = 256;
@@ -116,9 +119,10 @@ impl Device for Emulator {
         None
     }
 
-    fn memory_calls(&self) -> Option<MemoryCalls> {
+    fn emulated_calls(&self) -> Option<EmulatedCalls> {
         let count = |calls: &AtomicU64| calls.load(Ordering::Relaxed);
-        Some(MemoryCalls { allocations: count(&self.allocations), frees: count(&self.frees) })
+        let (allocations, frees) = (count(&self.allocations), count(&self.frees));
+        Some(EmulatedCalls { allocations, frees, launches: count(&self.launches) })
     }
 
     fn allocate(&self, bytes: usize) -> Result<u64> {
@@ -181,6 +185,7 @@ impl Device for Emulator {
         shared_bytes: u32,
         parameters: &[&[u8]],
     ) -> Result<()> {
+        self.launches.fetch_add(1, Ordering::Relaxed);
         let name = CString::new(kernel).map_err(|_| self.error("launch", "a zero in a name"))?;
         let aligned = |bytes: &&[u8]| {
             let mut aligned = vec![Aligned::zeroed(); bytes.len().div_ceil(size_of::<Aligned>())];
