@@ -3,7 +3,7 @@
 
 use crate::reference::attention::{Case, Inputs, agrees, cached, documents, run};
 use crate::reference::operators::{self, Packed};
-use crate::reference::{F32_TOLERANCE, Random, assert_close, cases, columns, flat, tensor};
+use crate::reference::{F32_TOLERANCE, Random, assert_close, cases, flat, tensor};
 use candle_core::Tensor;
 use half::bf16;
 use moh_kernels::attention::{
@@ -294,20 +294,10 @@ proptest! {
         let mask = flat(&operators::selection(&queries, shared_heads, top_k).unwrap());
         on_each_device!(device => {
             let (dense, routed) = (run(device, &dense, &inputs), run(device, &routed, &inputs));
-            let row = shape.heads * shape.head_dim;
-            let d_q = columns(&routed.d_qkv, shape.row(), 0..row);
             let masked: Vec<f64> = (dense.out.iter().enumerate())
                 .map(|(at, &x)| f64::from(x) * mask[at / shape.head_dim])
                 .collect();
             assert_close("masked", &routed.out, &masked, F32_TOLERANCE);
-            for (pair, &selected) in mask.iter().enumerate() {
-                let part = pair * shape.head_dim..(pair + 1) * shape.head_dim;
-                if selected == 0.0 {
-                    prop_assert!(routed.out[part.clone()].iter().all(|&x| x == 0.0));
-                    prop_assert!(d_q[part].iter().all(|&x| x == 0.0));
-                    prop_assert_eq!((routed.delta[pair], routed.log_sum_exp[pair]), (0.0, 0.0));
-                }
-            }
         });
     }
 

@@ -287,8 +287,17 @@ pub fn run<B: Backend, T: Element>(device: &B, case: &Case, inputs: &Inputs<T>) 
     prepared.results()
 }
 
-/// The same by the reference: output, log-sum-exp, delta, d_qkv.
-fn expected<T: Element>(case: &Case, inputs: &Inputs<T>) -> [Vec<f64>; 4] {
+/// The results of the reference.
+struct Expected {
+    out: Vec<f64>,
+    log_sum_exp: Vec<f64>,
+    delta: Vec<f64>,
+    d_qkv: Vec<f64>,
+    /// 1 for each (token, head) that is selected, else 0.
+    mask: Vec<f64>,
+}
+
+fn expected<T: Element>(case: &Case, inputs: &Inputs<T>) -> Expected {
     let shape = case.shape;
     let QkvShape { batch, length, heads, head_dim, .. } = shape;
     let packed = Packed::new(&shape);
@@ -322,9 +331,28 @@ fn expected<T: Element>(case: &Case, inputs: &Inputs<T>) -> [Vec<f64>; 4] {
     let total = (&out * d_out).unwrap().sum_all().unwrap();
     let total = (total + (balance * f64::from(BALANCE)).unwrap()).unwrap();
     let gradients = total.backward().unwrap();
-    let log_sum_exp = (log_sum_exp.reshape(rows).unwrap() * mask).unwrap();
-    let delta = gradient(&gradients, &weights);
-    [flat(&out), flat(&log_sum_exp), delta, gradient(&gradients, &qkv)]
+    let log_sum_exp = (log_sum_exp.reshape(rows).unwrap() * &mask).unwrap();
+    Expected {
+        out: flat(&out),
+        log_sum_exp: flat(&log_sum_exp),
+        delta: gradient(&gradients, &weights),
+        d_qkv: gradient(&gradients, &qkv),
+        mask: flat(&mask),
+    }
+}
+
+/// Asserts that the results of the (token, head) pairs that are not selected are zeros, not merely small.
+fn assert_skipped<T: Element>(case: &Case, actual: &Results<T>, mask: &[f64]) {
+    let QkvShape { heads, head_dim, .. } = case.shape;
+    let d_q = columns(&actual.d_qkv, case.shape.row(), 0..heads * head_dim);
+    let is_zero = |elements: &[T]| elements.iter().all(|x| x.to_f32() == 0.0);
+    for pair in (0..mask.len()).filter(|&pair| mask[pair] == 0.0) {
+        let row = pair * head_dim..(pair + 1) * head_dim;
+        assert!(is_zero(&actual.out[row.clone()]), "out of pair {pair}");
+        assert_eq!((actual.delta[pair], actual.log_sum_exp[pair]), (0.0, 0.0), "pair {pair}");
+        // The router's gradient of a query does not depend on its selection.
+        assert!(case.whole || is_zero(&d_q[row]), "d_q of pair {pair}");
+    }
 }
 
 pub fn agrees<B: Backend, T: Element>(device: &B, case: &Case, seed: u64) {
@@ -334,7 +362,8 @@ pub fn agrees<B: Backend, T: Element>(device: &B, case: &Case, seed: u64) {
 /// Like [`agrees`], with the caller's inputs.
 pub fn agrees_on<B: Backend, T: Element>(device: &B, case: &Case, inputs: &Inputs<T>) {
     let actual = run(device, case, inputs);
-    let [out, log_sum_exp, delta, d_qkv] = expected(case, inputs);
+    let Expected { out, log_sum_exp, delta, d_qkv, mask } = expected(case, inputs);
+    assert_skipped(case, &actual, &mask);
     // The scores of a whole attention are computed from rotated queries and keys, which are rounded
     // to `T`; otherwise only results are.
     let (stored, internal) = if case.whole {
