@@ -96,27 +96,38 @@ struct Lengths {
     // The rows of each head; null if all heads have as many.
     const uint32_t* counts;
     uint32_t heads, tiles, largest;
+    // Units of the head with this lane's number.
+    uint32_t own_units;
 
     __device__ __forceinline__ Lengths(const Parameters& params, uint32_t sequence, uint32_t tiles)
         : counts(params.rows != nullptr ? params.row_counts + sequence * params.kv_heads : nullptr),
           heads(params.kv_heads),
           tiles(tiles),
-          largest(1) {
+          largest(1),
+          own_units(0) {
         if (counts == nullptr) return;
-        for (uint32_t head = threadIdx.x % 32; head < heads; head += 32)
-            largest = max(largest, counts[head]);
+        uint32_t lane = threadIdx.x % 32;
+        for (uint32_t head = lane; head < heads; head += 32) largest = max(largest, counts[head]);
         largest = warp_max(largest);
+        own_units = units_of(lane);
     }
 
-    __device__ __forceinline__ uint32_t rows(uint32_t head) const {
-        return max(1u, uint32_t(uint64_t(counts[head]) * 32 / largest));
+    // The rows of a head in units, at least 1; 0 if there is no such head. A count is less than
+    // 2^26, because offsets within a sequence fit 32 bits.
+    __device__ __forceinline__ uint32_t units_of(uint32_t head) const {
+        return head < heads ? max(1u, counts[head] * 32 / largest) : 0;
+    }
+
+    // The same of head `first` + lane.
+    __device__ __forceinline__ uint32_t units(uint32_t first) const {
+        return first == 0 ? own_units : units_of(first + threadIdx.x % 32);
     }
 
     // The number of tiles that are at least this long, which is not 0.
     __device__ __forceinline__ uint32_t count(uint32_t length) const {
         uint32_t sum = 0;
-        for (uint32_t head = threadIdx.x % 32; head < heads; head += 32) {
-            uint32_t left = (length + rows(head) - 1) / rows(head);
+        for (uint32_t first = 0; first < heads; first += 32) {
+            uint32_t unit = units(first), left = unit != 0 ? (length + unit - 1) / unit : tiles + 1;
             sum += left <= tiles ? tiles + 1 - left : 0;
         }
         return warp_sum(sum);
@@ -126,19 +137,30 @@ struct Lengths {
     // heads among those of a length.
     __device__ __forceinline__ KeyTile at(uint32_t rank) const {
         if (counts == nullptr) return {rank % heads, rank / heads};
-        uint32_t length = 1, too_long = 32 * tiles + 1;
+        uint32_t length = 1, too_long = 32 * tiles + 1, before = 0;
         while (too_long - length > 1) {
-            uint32_t middle = (length + too_long) / 2;
-            (count(middle) > rank ? length : too_long) = middle;
+            uint32_t middle = (length + too_long) / 2, longer = count(middle);
+            if (longer > rank) {
+                length = middle;
+            } else {
+                too_long = middle;
+                before = longer;
+            }
         }
-        uint32_t before = too_long > 32 * tiles ? 0 : count(too_long);
-        uint32_t head = 0, left = 0;
-        for (; head < heads; ++head) {
-            left = length / rows(head);
-            bool has = left * rows(head) == length && left <= tiles;
-            if (has && before++ == rank) break;
+        uint32_t lower_lanes = (1u << threadIdx.x % 32) - 1;
+        for (uint32_t first = 0; first < heads; first += 32) {
+            uint32_t unit = units(first), left = unit != 0 ? length / unit : 0;
+            bool has = left != 0 && left * unit == length && left <= tiles;
+            uint32_t having = __ballot_sync(ALL_LANES, has);
+            bool is_it = has && before + __popc(having & lower_lanes) == rank;
+            uint32_t found = __ballot_sync(ALL_LANES, is_it);
+            if (found != 0) {
+                uint32_t lane = __ffs(found) - 1;
+                return {first + lane, tiles - __shfl_sync(ALL_LANES, left, lane)};
+            }
+            before += __popc(having);
         }
-        return {head, tiles - left};
+        return {0, 0};  // Not reached: `rank` is less than the number of tiles.
     }
 };
 
