@@ -18,7 +18,7 @@ __device__ void rotate_pairs(const Parameters& p) {
         Pack<T, N> low = lows[place], high = highs[place];
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            const float2 pair = turned(to_float(low.at[j]), to_float(high.at[j]), cos.at[j],
+            const float2 pair = rotated(to_float(low.at[j]), to_float(high.at[j]), cos.at[j],
                                        DIRECTION * sin.at[j]);
             low.at[j] = from_float<T>(pair.x);
             high.at[j] = from_float<T>(pair.y);

@@ -31,7 +31,7 @@ static_assert(sizeof(Parameters) == 56 && offsetof(Parameters, qkv) == 0 &&
 
 // The pair (a, b) rotated; with the negative sine, rotated back. The fused operations are explicit,
 // because a compiler that fuses at its own choice gives each kernel other bits.
-__device__ __forceinline__ float2 turned(float a, float b, float cos, float sin) {
+__device__ __forceinline__ float2 rotated(float a, float b, float cos, float sin) {
     return make_float2(fmaf(a, cos, -(b * sin)), fmaf(b, cos, a * sin));
 }
 

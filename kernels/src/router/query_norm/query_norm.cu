@@ -142,10 +142,10 @@ struct Angles {
 
 // Rotates N pairs; back if DIRECTION is -1.
 template <int DIRECTION, class T, int N>
-__device__ __forceinline__ void turn(const Angles<N>& by, Pack<T, N>& low, Pack<T, N>& high) {
+__device__ __forceinline__ void rotate(const Angles<N>& by, Pack<T, N>& low, Pack<T, N>& high) {
 #pragma unroll
     for (int j = 0; j < N; j++) {
-        const float2 pair = rope::turned(to_float(low.at[j]), to_float(high.at[j]), by.cos.at[j],
+        const float2 pair = rope::rotated(to_float(low.at[j]), to_float(high.at[j]), by.cos.at[j],
                                          DIRECTION * by.sin.at[j]);
         low.at[j] = from_float<T>(pair.x);
         high.at[j] = from_float<T>(pair.y);
@@ -165,7 +165,7 @@ __device__ void rotate_others(const Parameters& p, const Tokens& tokens, T* elem
         Pack<T, N>* highs = lows + head.packs_of_half;
         for (uint32_t at = teams.thread; at < head.packs_of_half; at += teams.size) {
             Pack<T, N> low = lows[at], high = highs[at];
-            turn<DIRECTION>(Angles<N>(p, head.angles + at), low, high);
+            rotate<DIRECTION>(Angles<N>(p, head.angles + at), low, high);
             lows[at] = low;
             highs[at] = high;
         }
@@ -199,7 +199,7 @@ __device__ void measure(const Parameters& p, const Tokens& tokens, double* squar
                 }
                 sum += high_sum;
                 if (rotates) {
-                    turn<1>(angles, low, high);
+                    rotate<1>(angles, low, high);
                     lows[at] = low;
                     highs[at] = high;
                 }
@@ -212,12 +212,19 @@ __device__ void measure(const Parameters& p, const Tokens& tokens, double* squar
     }
 }
 
+// Whether the halves of heads and the angles, if there are any, can be read 16 bytes at a time.
+template <class T>
+__device__ __forceinline__ bool reads_wide(const Parameters& p) {
+    return wide<T>(p.head_dim / 2, p.qkv) && aligned(p.d_qkv) && aligned(p.rope.cos) &&
+           aligned(p.rope.sin);
+}
+
 // Like `measure`, for ranks, which sum their tables before heads are selected.
 template <class T>
 __device__ void squares(const Parameters& p) {
     const Tokens tokens(p);
     double* squares = p.norms + tokens.first * p.routing.routed;
-    if (wide<T>(p.head_dim / 2, p.qkv)) {
+    if (reads_wide<T>(p)) {
         measure<T, WIDE<T>>(p, tokens, squares, false);
     } else {
         measure<T, 1>(p, tokens, squares, false);
@@ -304,13 +311,6 @@ __device__ void forward_packs(const Parameters& p, double* values) {
     }
 }
 
-// Whether the halves of heads and the angles, if there are any, can be read 16 bytes at a time.
-template <class T>
-__device__ __forceinline__ bool reads_wide(const Parameters& p) {
-    return wide<T>(p.head_dim / 2, p.qkv) && aligned(p.d_qkv) && aligned(p.rope.cos) &&
-           aligned(p.rope.sin);
-}
-
 template <class T>
 __device__ void forward(const Parameters& p) {
     DYNAMIC_SHARED(shared);
@@ -334,12 +334,14 @@ __device__ __forceinline__ void norm_factors(const Parameters& p, uint64_t token
     const double inv_std = p.inv_std[token], weight = double(p.balance_weight) / double(r.tokens);
     double inner = 0.0, gate_sum = 0.0, norm_sum = 0.0, along = 0.0;
     for (uint32_t i = lane; i < r.routed; i += 32) {
-        double gradient = weight * (double(r.counts[i]) / double(r.tokens));
+        double delta = 0.0;
         if (p.deltas) {
-            gradient += p.deltas[table + i];
+            delta = p.deltas[table + i];
         } else if (p.delta && r.selected[table + i]) {
-            gradient += p.delta[token * p.heads + r.shared_heads + i];
+            delta = p.delta[token * p.heads + r.shared_heads + i];
         }
+        // Fused explicitly, so that both sources of delta give the same bits.
+        const double gradient = fma(weight, double(r.counts[i]) / double(r.tokens), delta);
         factors[i] = gradient;
         inner += double(gates[i]) * gradient;
         gate_sum += gates[i];
@@ -382,7 +384,7 @@ __device__ void add_queries(const Parameters& p, const Tokens& tokens, const dou
                 const float b = fmaf(factor, to_float(query_high.at[j]), to_float(high.at[j]));
                 float2 pair = make_float2(a, b);
                 if (p.rope.qkv) {
-                    pair = rope::turned(a, b, angles.cos.at[j], -angles.sin.at[j]);
+                    pair = rope::rotated(a, b, angles.cos.at[j], -angles.sin.at[j]);
                 }
                 low.at[j] = from_float<T>(pair.x);
                 high.at[j] = from_float<T>(pair.y);
