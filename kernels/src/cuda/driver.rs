@@ -22,7 +22,7 @@ struct Aligned<T: ?Sized>(T);
 /// Dynamic shared memory beyond which a kernel needs an opt-in.
 const SMALL_SHARED: u32 = 48 << 10;
 /// Minimum compute capability of the kernels.
-const LEAST_CAPABILITY: i32 = 8;
+const MIN_CAPABILITY: i32 = 8;
 /// Compute capability of sm_90a.
 const HOPPER: (i32, i32) = (9, 0);
 
@@ -92,9 +92,9 @@ impl Driver {
         let attribute = |attribute| context.attribute(attribute).map_err(start);
         let capability = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-        if capability < LEAST_CAPABILITY {
+        if capability < MIN_CAPABILITY {
             let reason = format!(
-                "compute capability {capability} is less than {LEAST_CAPABILITY}, Ampere's"
+                "compute capability {capability} is less than {MIN_CAPABILITY}, Ampere's"
             );
             return Err(failed(&name, "start", reason));
         }
@@ -231,15 +231,18 @@ impl Device for Driver {
     }
 
     fn allocate(&self, bytes: usize) -> Result<u64> {
-        let address = self.run("allocation", || {
+        let allocated = self.run("allocation", || {
             // SAFETY: the size is not 0.
             #[allow(unsafe_code)]
-            unsafe {
-                result::malloc_sync(bytes.max(1))
+            let allocated = unsafe { result::malloc_sync(bytes.max(1)) };
+            // Other failures are those of the GPU or of earlier work.
+            match allocated {
+                Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Ok(None),
+                other => other.map(Some),
             }
-        });
-        let full = |_| Error::OutOfMemory { device: self.name(), bytes };
-        let address = address.map_err(full)?;
+        })?;
+        let full = || Error::OutOfMemory { device: self.name(), bytes };
+        let address = allocated.ok_or_else(full)?;
         self.zero(address, bytes)?;
         Ok(address)
     }
