@@ -24,7 +24,7 @@ macro_rules! backend {
         /// `T` is the type of weights and activations, `G` of gradients, `M` of the optimiser's
         /// moments. Every operator may run asynchronously until [`crate::Memory::synchronize`] or
         /// [`crate::Memory::download`], and refuses buffers whose lengths do not fit its shape
-        /// ([`crate::Error::Shape`]). Matrices are row-major, a linear layer's weight is `[outputs,
+        /// ([`crate::Error::Shape`]); it returns [`crate::Error::Device`] if the device fails. Matrices are row-major, a linear layer's weight is `[outputs,
         /// inputs]`, and `kernels/README.md` defines the shape letters.
         pub trait Backend: Workspace $(+ $operator)+ {}
 

@@ -76,6 +76,10 @@ impl Purpose {
 /// The memory of a device.
 ///
 /// Every method may run asynchronously until [`Memory::synchronize`] or [`Memory::download`].
+///
+/// # Errors
+/// Methods that copy, fill or wait return [`crate::Error::Shape`] if the lengths differ and
+/// [`crate::Error::Device`] if the device fails, also because of an earlier operator.
 pub trait Memory: Send + Sync + Sized + 'static {
     /// An owned buffer.
     type Buffer<S: Scalar>: Send + Sync;

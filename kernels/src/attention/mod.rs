@@ -96,6 +96,26 @@ impl AttentionShape {
         })
     }
 
+    /// Checks keys and values by block table. `blocks` is the number of blocks that the table's
+    /// entries refer to, if the host can read them; else that of the longest sequence, which has none
+    /// twice.
+    fn check_paged(
+        &self,
+        operator: &'static str,
+        (keys, values): (usize, usize),
+        (table, block_length): (usize, usize),
+        blocks: Option<usize>,
+    ) -> Result<()> {
+        ensure(operator, block_length > 0, || "blocks of no token".into())?;
+        let of_sequence = self.key_length.div_ceil(block_length);
+        check_len(operator, "block_table", table, self.batch * of_sequence)?;
+        let rows = blocks.unwrap_or(of_sequence) * block_length;
+        let needed = rows * self.kv_heads * self.head_dim;
+        ensure(operator, keys >= needed && values >= needed, || {
+            format!("{keys} keys and {values} values, expected {needed}")
+        })
+    }
+
     fn check_backward(&self, lens: &BackwardLens) -> Result<()> {
         const OPERATOR: &str = "attention_backward";
         let &AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = self;
@@ -107,7 +127,8 @@ impl AttentionShape {
             format!("rows of {query_stride} elements are not packed queries, keys and values")
         })?;
         ensure(OPERATOR, self.key_length == self.query_length, || {
-            format!("{} queries of {} keys", self.query_length, self.key_length)
+            let (queries, keys) = (self.query_length, self.key_length);
+            format!("{queries} queries but {keys} keys: the backward pass requires equal lengths")
         })?;
         lens.delta
             .map_or(Ok(()), |delta| check_len(OPERATOR, "delta", delta, self.tokens() * heads))

@@ -59,11 +59,14 @@ impl<M: Memory> Routing<M> {
     /// Allocates buffers for up to `shape.tokens` tokens.
     ///
     /// # Errors
-    /// If the heads do not divide among the ranks, or the device has no room.
+    /// Fails if the heads do not divide among the ranks, or if the device is out of memory.
     pub fn new(memory: &M, shape: RoutingShape) -> Result<Self> {
         const OPERATOR: &str = "routing";
         let RoutingShape { tokens, heads, shared_heads, saved_per_token, weighted } = shape;
-        ensure(OPERATOR, heads.are_sound(), || format!("{heads:?} do not divide"))?;
+        ensure(OPERATOR, heads.are_sound(), || {
+            let Heads { count, group_size, ranks, .. } = heads;
+            format!("{count} heads in groups of {group_size} cannot be divided among {ranks} ranks")
+        })?;
         ensure(OPERATOR, shared_heads <= heads.count, || {
             format!("{shared_heads} shared heads of {} heads", heads.count)
         })?;
@@ -298,10 +301,7 @@ pub(crate) fn exchange<E>(
         Some(given) => Ok(Some(given)),
         None => Err(Error::Shape {
             operator,
-            reason: format!(
-                "the heads are divided among {} ranks, which exchange nothing",
-                heads.ranks
-            ),
+            reason: format!("the heads are divided among {} ranks: pass `all_reduce`", heads.ranks),
         }),
     }
 }

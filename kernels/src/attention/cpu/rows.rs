@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::attention::{AttentionArgs, AttentionShape, KeyValues, SelectionLens};
 use crate::cpu::Cpu;
-use crate::error::{Result, check_len, ensure};
+use crate::error::{Result, ensure};
 use crate::scalar::Element;
 
 /// A (token, query head) pair.
@@ -126,14 +126,10 @@ pub(super) fn check_key_values<T: Element>(
             shape.check_contiguous(operator, keys.len(), values.len(), row_stride)
         }
         KeyValues::Paged { keys, values, block_table, block_length } => {
-            ensure(operator, block_length > 0, || "blocks of no token".into())?;
-            let blocks = shape.batch * shape.key_length.div_ceil(block_length);
-            check_len(operator, "block_table", block_table.len(), blocks)?;
             let blocks = block_table.iter().max().map_or(0, |&block| block as usize + 1);
-            let needed = blocks * block_length * shape.kv_heads * shape.head_dim;
-            ensure(operator, keys.len() >= needed && values.len() >= needed, || {
-                format!("{} keys and {} values, expected {needed}", keys.len(), values.len())
-            })
+            let lens = (keys.len(), values.len());
+            let table = (block_table.len(), block_length);
+            shape.check_paged(operator, lens, table, Some(blocks))
         }
     }
 }

@@ -11,7 +11,7 @@ use super::{
     KeyValues, SelectionLens,
 };
 use crate::cuda::{Cuda, CudaView};
-use crate::error::{Result, check_len, ensure};
+use crate::error::{Result, ensure};
 use crate::gpu_workspace::attention::{
     delta_bytes, fits_32_bits, hopper_backward_bytes, packed_bytes,
 };
@@ -26,7 +26,7 @@ pub enum AttentionPath {
     Hopper,
     /// The tensor cores of Ampere and later GPUs: bf16, even heads of at most 128.
     Tiled,
-    /// Plain arithmetic: everything else.
+    /// Plain arithmetic: f32 and bf16, heads of at most 256 elements; wider heads are an error.
     Plain,
 }
 
@@ -264,15 +264,9 @@ fn check_key_values<T: Element>(
             shape.check_contiguous(OPERATOR, keys.len, values.len, row_stride)
         }
         KeyValues::Paged { keys, values, block_table, block_length } => {
-            ensure(OPERATOR, block_length > 0, || "blocks of no token".into())?;
-            let blocks = shape.batch * shape.key_length.div_ceil(block_length);
-            check_len(OPERATOR, "block_table", block_table.len, blocks)?;
-            // The entries of the table are read by the GPU; a sequence has none twice.
-            let rows = shape.key_length.div_ceil(block_length) * block_length;
-            let needed = rows * shape.kv_heads * shape.head_dim;
-            ensure(OPERATOR, keys.len >= needed && values.len >= needed, || {
-                format!("{} keys and {} values, expected {needed}", keys.len, values.len)
-            })
+            // The entries of the table are read by the GPU.
+            let (lens, table) = ((keys.len, values.len), (block_table.len, block_length));
+            shape.check_paged(OPERATOR, lens, table, None)
         }
     }
 }
