@@ -3,7 +3,9 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{CrossEntropy, CrossEntropyArgs, HeadRanks, HeadShape, Lens, check, check_ranks};
+use super::{
+    CrossEntropy, CrossEntropyArgs, HeadGradients, HeadRanks, HeadShape, Lens, check, check_ranks,
+};
 use crate::adamw;
 use crate::cuda::{Cuda, Matmul, Operand, mirrored, name};
 use crate::error::Result;
@@ -75,15 +77,11 @@ impl CrossEntropy for Cuda {
         for first in (0..tokens).step_by(chunk.max(1)) {
             let rows = chunk.min(tokens - first);
             let part = |address: u64| address + (first * width * size_of::<T>()) as u64;
-            let logits = Operand::new(scratch.address, T::DTYPE, rows, vocab_size);
-            let x = Operand::new(part(x.address), T::DTYPE, rows, width);
-            let weight = Operand::new(weight.address, T::DTYPE, vocab_size, width);
-            self.matmul(&Matmul {
-                out: logits,
-                left: x,
-                right: weight.transposed(),
-                addend: None,
-            })?;
+            let chunk = Chunk {
+                logits: Operand::new(scratch.address, T::DTYPE, rows, vocab_size),
+                x: Operand::new(part(x.address), T::DTYPE, rows, width),
+                weight: Operand::new(weight.address, T::DTYPE, vocab_size, width),
+            };
             let parameters = Losses {
                 logits: scratch.address,
                 targets: targets.address + (first * size_of::<u32>()) as u64,
@@ -92,24 +90,61 @@ impl CrossEntropy for Cuda {
                 scale: gradients.as_ref().map_or(0.0, |gradients| gradients.scale),
                 with_gradients: u32::from(gradients.is_some()),
             };
-            match &mut ranks {
-                None => {
-                    self.launch(&name::<T>("cross_entropy_losses"), [rows, 1], 0, &parameters)?
-                }
-                Some(ranks) => vocab_parallel_losses::<T>(self, rows, parameters, ranks)?,
-            }
+            chunk.losses::<T>(self, parameters, ranks.as_mut())?;
             if let Some(gradients) = &mut gradients {
-                let d_x = Operand::new(part(gradients.d_x.address), T::DTYPE, rows, width);
-                self.matmul(&Matmul { out: d_x, left: logits, right: weight, addend: None })?;
-                let address = gradients.d_weight.address;
-                let out = Operand::new(address, G::DTYPE, vocab_size, width);
-                let left = logits.transposed();
-                let adds = gradients.accumulation == Accumulation::Add;
-                self.matmul(&Matmul { out, left, right: x, addend: adds.then_some(address) })?;
-                gradients.accumulation = Accumulation::Add;
+                chunk.gradients(self, part(gradients.d_x.address), gradients)?;
             }
         }
         adamw::cuda::sum(self, losses, tokens, 1.0, loss)
+    }
+}
+
+/// A chunk of tokens.
+struct Chunk {
+    /// `[tokens of the chunk, V]`.
+    logits: Operand,
+    /// `[tokens of the chunk, C]`.
+    x: Operand,
+    /// `[V, C]`.
+    weight: Operand,
+}
+
+impl Chunk {
+    /// Computes the logits and the losses, and replaces the logits by their gradients if
+    /// `parameters` request them.
+    fn losses<T: Element>(
+        &self,
+        cuda: &Cuda,
+        parameters: Losses,
+        ranks: Option<&mut HeadRanks<'_, Cuda>>,
+    ) -> Result<()> {
+        let Chunk { logits, x, weight } = *self;
+        cuda.matmul(&Matmul { out: logits, left: x, right: weight.transposed(), addend: None })?;
+        match ranks {
+            None => {
+                let blocks = [logits.rows, 1];
+                cuda.launch(&name::<T>("cross_entropy_losses"), blocks, 0, &parameters)
+            }
+            Some(ranks) => vocab_parallel_losses::<T>(cuda, logits.rows, parameters, ranks),
+        }
+    }
+
+    /// Computes the gradients from those of the logits; the next chunk adds to d_weight.
+    fn gradients<T: Element, G: Element>(
+        &self,
+        cuda: &Cuda,
+        d_x: u64,
+        gradients: &mut HeadGradients<'_, Cuda, T, G>,
+    ) -> Result<()> {
+        let Chunk { logits, x, weight } = *self;
+        let out = Operand { address: d_x, ..x };
+        cuda.matmul(&Matmul { out, left: logits, right: weight, addend: None })?;
+        let address = gradients.d_weight.address;
+        let out = Operand::new(address, G::DTYPE, weight.rows, weight.columns);
+        let addend = (gradients.accumulation == Accumulation::Add).then_some(address);
+        cuda.matmul(&Matmul { out, left: logits.transposed(), right: x, addend })?;
+        gradients.accumulation = Accumulation::Add;
+        Ok(())
     }
 }
 

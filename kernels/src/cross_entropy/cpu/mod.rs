@@ -23,7 +23,7 @@ use softmax::Softmax;
 /// writes, would cost more than a tenth of the time.
 const CHUNK: usize = 512;
 /// Maximum elements of a chunk's logits, unless one token has more: 256 MiB.
-const MOST_SCRATCH: usize = 64 << 20;
+const MAX_SCRATCH: usize = 64 << 20;
 /// Elements of a weight whose gradient stays in the last-level cache between chunks, 16 MiB; also
 /// the minimum elements of a chunk's logits then.
 const CACHED: usize = 4 << 20;
@@ -38,10 +38,10 @@ fn chunk_rows(shape: &HeadShape) -> usize {
         true => holds(CACHED_SCRATCH).clamp(CACHED_CHUNK, CHUNK),
         false => CHUNK,
     };
-    chunk.min(shape.tokens).min(holds(MOST_SCRATCH)).max(1)
+    chunk.min(shape.tokens).min(holds(MAX_SCRATCH)).max(1)
 }
 
-/// Elements of scratch of a chunk: logits, gradients of its inputs, and numbers of the softmax.
+/// Elements of scratch of a chunk: logits, gradients of its inputs, and the statistics of the softmax.
 fn lengths(shape: &HeadShape) -> [usize; 3] {
     let rows = chunk_rows(shape);
     [rows * shape.vocab_size, rows * shape.width, Softmax::len(rows, shape.vocab_size)]

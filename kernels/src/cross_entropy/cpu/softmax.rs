@@ -16,35 +16,35 @@ const ROWS: usize = 16;
 /// Logits that are exponentiated before they are summed.
 const PART: usize = 256;
 
-/// Numbers of each token's softmax.
+/// The statistics of each token's softmax.
 pub(super) struct Softmax<'a> {
-    numbers: &'a mut [f32],
+    statistics: &'a mut [f32],
     pub(super) targets: &'a [u32],
     vocabulary: VocabularyRows,
 }
 
-/// The numbers of one token.
+/// The statistics of one token.
 struct Token<'a> {
-    /// By block, the maximum logit, from which exponentials are taken. For the gradients, the factor
-    /// of the exponentials.
-    largest: &'a mut [f32],
+    /// By block, the maximum logit, relative to which exponentials are taken; after the losses, the
+    /// factor that makes the exponentials gradients.
+    maxima_or_factors: &'a mut [f32],
     /// By block, the sum of the exponentials without the target's.
     others: &'a mut [f32],
     /// The target's logit, if it is local.
-    chosen: &'a mut f32,
+    target: &'a mut f32,
 }
 
-/// Numbers of a token with this many local rows of the vocabulary.
-fn numbers(rows: usize) -> usize {
+/// Elements of the statistics of a token with this many local rows of the vocabulary.
+fn statistics_len(rows: usize) -> usize {
     2 * rows.div_ceil(BLOCK) + 1
 }
 
 impl<'a> Token<'a> {
-    fn of(numbers: &'a mut [f32]) -> Self {
-        let blocks = numbers.len() / 2;
-        let (largest, rest) = numbers.split_at_mut(blocks);
-        let (others, chosen) = rest.split_at_mut(blocks);
-        Token { largest, others, chosen: &mut chosen[0] }
+    fn of(statistics: &'a mut [f32]) -> Self {
+        let blocks = statistics.len() / 2;
+        let (maxima_or_factors, rest) = statistics.split_at_mut(blocks);
+        let (others, target) = rest.split_at_mut(blocks);
+        Token { maxima_or_factors, others, target: &mut target[0] }
     }
 
     /// Logarithm of the sum of the exponentials of all local logits.
@@ -52,20 +52,21 @@ impl<'a> Token<'a> {
     /// The target's term is added in f64: if it is the maximum, the loss is the logarithm of 1 plus the
     /// small sum of the others.
     fn log_sum(&self, is_local: bool) -> f64 {
-        let most = f64::from(largest(self.largest));
-        let of_blocks = self.largest.iter().zip(&*self.others);
+        let maxima = &*self.maxima_or_factors;
+        let maximum = f64::from(largest(maxima));
+        let of_blocks = maxima.iter().zip(&*self.others);
         let others: f64 = of_blocks
-            .map(|(&largest, &sum)| f64::from(sum) * (f64::from(largest) - most).exp())
+            .map(|(&of_block, &sum)| f64::from(sum) * (f64::from(of_block) - maximum).exp())
             .sum();
-        let own = if is_local { (f64::from(*self.chosen) - most).exp() } else { 0.0 };
-        most + (others + own).ln()
+        let own = if is_local { (f64::from(*self.target) - maximum).exp() } else { 0.0 };
+        maximum + (others + own).ln()
     }
 }
 
 impl<'a> Softmax<'a> {
     /// Elements of scratch for `tokens` tokens and `rows` local rows of the vocabulary.
     pub(super) fn len(tokens: usize, rows: usize) -> usize {
-        tokens * numbers(rows)
+        tokens * statistics_len(rows)
     }
 
     pub(super) fn new(
@@ -73,29 +74,29 @@ impl<'a> Softmax<'a> {
         targets: &'a [u32],
         vocabulary: VocabularyRows,
     ) -> Self {
-        let numbers = &mut scratch[..Self::len(targets.len(), vocabulary.count)];
-        Softmax { numbers, targets, vocabulary }
+        let statistics = &mut scratch[..Self::len(targets.len(), vocabulary.count)];
+        Softmax { statistics, targets, vocabulary }
     }
 
-    /// Calls `work` on each token's part of a block, with the token's numbers and the index of its
-    /// target, if that is in the block. An ignored token has no numbers.
+    /// Calls `work` on each token's part of a block, with the token's statistics and the index of its
+    /// target, if that is in the block. An ignored token has no statistics.
     fn each_token(
         &mut self,
         part: &mut [f32],
         block: &Range<usize>,
         work: impl Fn(&mut [f32], Option<Token<'_>>, Option<usize>) + Sync,
     ) {
-        let (width, numbers) = (block.len(), numbers(self.vocabulary.count));
+        let (width, len) = (block.len(), statistics_len(self.vocabulary.count));
         let vocabulary = self.vocabulary;
         let parts = (
             part.par_chunks_mut(ROWS * width),
             self.targets.par_chunks(ROWS),
-            self.numbers.par_chunks_mut(ROWS * numbers),
+            self.statistics.par_chunks_mut(ROWS * len),
         );
         parts.into_par_iter().for_each(|(part, targets, all)| {
             let rows = part.chunks_exact_mut(width).zip(targets);
-            for ((row, &target), numbers) in rows.zip(all.chunks_exact_mut(numbers)) {
-                let token = (target != IGNORED).then(|| Token::of(numbers));
+            for ((row, &target), statistics) in rows.zip(all.chunks_exact_mut(len)) {
+                let token = (target != IGNORED).then(|| Token::of(statistics));
                 let local = vocabulary.local(target).filter(|row| block.contains(row));
                 work(row, token, local.map(|row| row - block.start));
             }
@@ -108,26 +109,26 @@ impl<'a> Softmax<'a> {
         self.each_token(logits, block, |row, token, target| {
             let Some(token) = token else { return };
             if let Some(target) = target {
-                *token.chosen = row[target];
+                *token.target = row[target];
             }
             let found = vectorized!(exponentiate(row, target));
-            (token.largest[number], token.others[number]) = found;
+            (token.maxima_or_factors[number], token.others[number]) = found;
         });
     }
 
     /// The summed loss, in an order that depends only on the number of tokens; prepares the gradients
     /// of a scale.
     pub(super) fn losses(&mut self, scale: Option<f32>) -> f64 {
-        let numbers = numbers(self.vocabulary.count);
-        sum_of_rows(self.numbers, self.targets, numbers, &|numbers, target| {
+        let len = statistics_len(self.vocabulary.count);
+        sum_of_rows(self.statistics, self.targets, len, &|statistics, target| {
             if target == IGNORED {
                 return 0.0;
             }
-            let token = Token::of(numbers);
+            let token = Token::of(statistics);
             let log_sum = token.log_sum(true);
-            let loss = log_sum - f64::from(*token.chosen);
+            let loss = log_sum - f64::from(*token.target);
             if let Some(scale) = scale {
-                set_factors(token.largest, log_sum, scale);
+                set_factors(token.maxima_or_factors, log_sum, scale);
             }
             loss
         })
@@ -137,37 +138,37 @@ impl<'a> Softmax<'a> {
     /// `columns` columns: in the rank's column the logarithm of the local sum, in the last one the
     /// target's logit, if it is local.
     pub(super) fn fill_table(&mut self, table: &mut [f64], columns: usize, rank: usize) {
-        let numbers = numbers(self.vocabulary.count);
+        let len = statistics_len(self.vocabulary.count);
         let vocabulary = self.vocabulary;
-        let rows = table.chunks_exact_mut(columns).zip(self.numbers.chunks_exact_mut(numbers));
-        for ((columns, numbers), &target) in rows.zip(self.targets) {
+        let rows = table.chunks_exact_mut(columns).zip(self.statistics.chunks_exact_mut(len));
+        for ((columns, statistics), &target) in rows.zip(self.targets) {
             columns.fill(0.0);
             if target == IGNORED {
                 continue;
             }
-            let token = Token::of(numbers);
+            let token = Token::of(statistics);
             let is_local = vocabulary.local(target).is_some();
             columns[rank] = token.log_sum(is_local);
-            if let Some(chosen) = columns.last_mut().filter(|_| is_local) {
-                *chosen = f64::from(*token.chosen);
+            if let Some(logit) = columns.last_mut().filter(|_| is_local) {
+                *logit = f64::from(*token.target);
             }
         }
     }
 
     /// The summed loss by a table that the ranks have summed; prepares the gradients of a scale.
     pub(super) fn losses_by(&mut self, table: &[f64], columns: usize, scale: Option<f32>) -> f64 {
-        let numbers = numbers(self.vocabulary.count);
-        let rows = table.chunks_exact(columns).zip(self.numbers.chunks_exact_mut(numbers));
+        let len = statistics_len(self.vocabulary.count);
+        let rows = table.chunks_exact(columns).zip(self.statistics.chunks_exact_mut(len));
         let rows = rows.zip(self.targets).filter(|(_, target)| **target != IGNORED);
-        let losses = rows.map(|((columns, numbers), _)| {
-            let Some((chosen, sums)) = columns.split_last() else { return 0.0 };
-            let most = sums.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let total: f64 = sums.iter().map(|sum| (sum - most).exp()).sum();
-            let log_sum = most + total.ln();
+        let losses = rows.map(|((columns, statistics), _)| {
+            let Some((target, sums)) = columns.split_last() else { return 0.0 };
+            let maximum = sums.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let total: f64 = sums.iter().map(|sum| (sum - maximum).exp()).sum();
+            let log_sum = maximum + total.ln();
             if let Some(scale) = scale {
-                set_factors(Token::of(numbers).largest, log_sum, scale);
+                set_factors(Token::of(statistics).maxima_or_factors, log_sum, scale);
             }
-            log_sum - chosen
+            log_sum - target
         });
         losses.sum()
     }
@@ -182,7 +183,7 @@ impl<'a> Softmax<'a> {
     ) {
         self.each_token(exponentials, block, |row, token, target| {
             let Some(token) = token else { return row.fill(0.0) };
-            vectorized!(multiply(row, token.largest[number]));
+            vectorized!(multiply(row, token.maxima_or_factors[number]));
             if let Some(target) = target {
                 row[target] -= scale;
             }
@@ -191,9 +192,9 @@ impl<'a> Softmax<'a> {
 }
 
 /// Replaces a token's maxima by the factors that make its exponentials gradients.
-fn set_factors(largest: &mut [f32], log_sum: f64, scale: f32) {
-    for largest in largest {
-        *largest = (f64::from(scale) * (f64::from(*largest) - log_sum).exp()) as f32;
+fn set_factors(maxima: &mut [f32], log_sum: f64, scale: f32) {
+    for maximum in maxima {
+        *maximum = (f64::from(scale) * (f64::from(*maximum) - log_sum).exp()) as f32;
     }
 }
 
@@ -201,20 +202,23 @@ fn set_factors(largest: &mut [f32], log_sum: f64, scale: f32) {
 fn sum_of_rows(
     all: &mut [f32],
     targets: &[u32],
-    numbers: usize,
+    len: usize,
     row: &(impl Fn(&mut [f32], u32) -> f64 + Sync),
 ) -> f64 {
     if targets.len() > ROWS {
         let half = targets.len().div_ceil(2);
-        let (first, second) = all.split_at_mut(half * numbers);
+        let (first, second) = all.split_at_mut(half * len);
         let (first_targets, second_targets) = targets.split_at(half);
         let (first, second) = rayon::join(
-            || sum_of_rows(first, first_targets, numbers, row),
-            || sum_of_rows(second, second_targets, numbers, row),
+            || sum_of_rows(first, first_targets, len, row),
+            || sum_of_rows(second, second_targets, len, row),
         );
         return first + second;
     }
-    all.chunks_exact_mut(numbers).zip(targets).map(|(numbers, &target)| row(numbers, target)).sum()
+    all.chunks_exact_mut(len)
+        .zip(targets)
+        .map(|(row_statistics, &target)| row(row_statistics, target))
+        .sum()
 }
 
 #[inline(always)]
