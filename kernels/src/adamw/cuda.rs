@@ -13,7 +13,7 @@ use crate::scalar::Element;
 /// Segments per launch: a kernel takes 4 KiB of parameters.
 const SEGMENTS: usize = 128;
 /// Minimum elements per block: 8 per thread.
-const LEAST_OF_BLOCK: usize = 8 * THREADS;
+const MIN_BLOCK_ELEMENTS: usize = 8 * THREADS;
 
 /// `Segment` of adamw.cu.
 #[repr(C)]
@@ -113,7 +113,7 @@ impl Optimizer for Cuda {
         check_len("squared_norms", "out", out.len, 1)?;
         let xs: Vec<_> = xs.iter().filter(|x| x.len > 0).copied().collect();
         let elements: usize = xs.iter().map(|x| x.len).sum();
-        let of_block = elements.div_ceil(blocks(elements)).max(LEAST_OF_BLOCK);
+        let of_block = elements.div_ceil(blocks(elements)).max(MIN_BLOCK_ELEMENTS);
         let parts = xs.iter().map(|x| x.len.div_ceil(of_block)).sum();
         let partial = self.scratch(parts * size_of::<f64>())?;
         let mut done = 0;

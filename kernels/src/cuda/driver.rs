@@ -93,9 +93,8 @@ impl Driver {
         let capability = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         if capability < MIN_CAPABILITY {
-            let reason = format!(
-                "compute capability {capability} is less than {MIN_CAPABILITY}, Ampere's"
-            );
+            let reason =
+                format!("compute capability {capability} is less than {MIN_CAPABILITY}, Ampere's");
             return Err(failed(&name, "start", reason));
         }
         // These kernels are empty for other capabilities, and in binaries without sm_90a.

@@ -4,7 +4,7 @@ use bytemuck::Pod;
 
 use super::{Cuda, Matmul};
 use crate::error::Result;
-use crate::gpu_workspace::MOST_BLOCKS;
+use crate::gpu_workspace::MAX_BLOCKS;
 use crate::scalar::Element;
 
 /// Threads per block, unless a kernel specifies another number (`operators.cuh`).
@@ -22,9 +22,9 @@ macro_rules! mirrored {
 }
 pub(crate) use mirrored;
 
-/// Blocks for `count` threads, at most [`MOST_BLOCKS`].
+/// Blocks for `count` threads, at most [`MAX_BLOCKS`].
 pub(crate) fn blocks(count: usize) -> usize {
-    count.div_ceil(THREADS).clamp(1, MOST_BLOCKS)
+    count.div_ceil(THREADS).clamp(1, MAX_BLOCKS)
 }
 
 /// The name of a kernel for elements of type `T`.

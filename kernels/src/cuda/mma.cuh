@@ -7,7 +7,7 @@
 //   row g, columns 2t and 2t+1; d2, d3 row g+8.
 #pragma once
 
-#include "common.cuh"
+#include "warp.cuh"
 
 #ifdef __CUDACC__
 

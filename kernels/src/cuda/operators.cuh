@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common.cuh"
+#include "warp.cuh"
 
 constexpr int THREADS = 256;
 
@@ -100,10 +100,8 @@ __device__ A block_sum(A value) {
 // The maximum of `value` over the block's threads, returned to all of them.
 __device__ __forceinline__ float block_max(float value) {
     __shared__ float partial[THREADS / 32];
-    for (int offset = 16; offset > 0; offset /= 2) {
-        value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
-    }
-    __syncthreads();
+    value = warp_max(value);
+    __syncthreads();  // The maxima of the call before have been read.
     if (threadIdx.x % 32 == 0) {
         partial[threadIdx.x / 32] = value;
     }

@@ -1,4 +1,4 @@
-// Shared by all kernels: bf16, packing of bf16 pairs, reductions over a warp.
+// What all kernels include: the headers of CUDA, pairs of bf16, reductions over a warp.
 //
 // The sources compile as CUDA and, through emulator/emulator.h, as C++ that runs on the CPU.
 #pragma once

@@ -6,11 +6,11 @@ use crate::scalar::{DType, Element};
 /// Head dimensions for which Hopper's kernels are compiled.
 const HOPPER_WIDTHS: [usize; 2] = [64, 128];
 /// Largest head dimension of the other kernels on tensor cores.
-pub(crate) const WIDEST_TILED: usize = 128;
+pub(crate) const MAX_TILED_HEAD_DIM: usize = 128;
 /// Packed rows of a tile of the backward pass of Hopper's kernels.
 pub(crate) const ROWS: usize = 64;
 /// Maximum scratch memory of several sequences in one launch of Hopper's backward pass.
-const FEW_BYTES: usize = 512 << 20;
+const MAX_BACKWARD_BYTES: usize = 512 << 20;
 
 /// Bytes of a tile of bf16.
 pub(crate) fn tile_bytes(rows: usize, width: usize) -> usize {
@@ -79,10 +79,10 @@ impl Areas {
 }
 
 /// Sequences per launch of Hopper's backward pass: at least one, more while they need at most
-/// [`FEW_BYTES`].
+/// [`MAX_BACKWARD_BYTES`].
 pub(crate) fn sequences_at_once(shape: &AttentionShape) -> usize {
     let one = Areas::new(shape, 1).bytes().max(1);
-    (FEW_BYTES / one).clamp(1, shape.batch.max(1))
+    (MAX_BACKWARD_BYTES / one).clamp(1, shape.batch.max(1))
 }
 
 /// Scratch of Hopper's backward pass.
@@ -96,7 +96,10 @@ pub(crate) fn backward_bytes<T: Element>(shape: &AttentionShape, routed: bool) -
     let tensor_cores = T::DTYPE == DType::BF16 && fits_32_bits(shape, shape.query_stride);
     let path = if tensor_cores && hopper_supports::<T>(shape) {
         hopper_backward_bytes(shape, routed)
-    } else if tensor_cores && shape.head_dim <= WIDEST_TILED && shape.head_dim.is_multiple_of(2) {
+    } else if tensor_cores
+        && shape.head_dim <= MAX_TILED_HEAD_DIM
+        && shape.head_dim.is_multiple_of(2)
+    {
         packed_bytes(shape, routed)
     } else {
         0

@@ -8,7 +8,7 @@ use crate::cross_entropy::{GPU_CHUNK, HeadShape};
 use crate::memory::WorkingSet;
 
 /// Maximum blocks: several times as many as fill a large GPU.
-pub(crate) const MOST_BLOCKS: usize = 4096;
+pub(crate) const MAX_BLOCKS: usize = 4096;
 /// Maximum groups of tokens whose weight gradients are summed separately: a block each, a few times
 /// as many as a large GPU has multiprocessors.
 pub(crate) const NORM_GROUPS: usize = 512;
@@ -79,5 +79,5 @@ pub(crate) fn qk_norm_bytes(attention: &AttentionShape) -> usize {
 /// Maximum scratch of the squared norm of this many segments: the last block of every segment may
 /// be nearly empty.
 pub(crate) fn squared_norm_bytes(segments: usize) -> usize {
-    (MOST_BLOCKS + segments) * size_of::<f64>()
+    (MAX_BLOCKS + segments) * size_of::<f64>()
 }

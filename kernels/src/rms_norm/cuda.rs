@@ -15,7 +15,7 @@ const WIDE_BYTES: u64 = 16;
 /// Threads of a warp, of which blocks consist.
 const WARP: usize = 32;
 /// Maximum threads of a block of `rms_norm_backward_rows`.
-const MOST_THREADS: usize = 1024;
+const MAX_THREADS: usize = 1024;
 
 /// `Forward` of rms_norm.cu.
 #[repr(C)]
@@ -112,6 +112,6 @@ impl Backward {
         let bytes = width * size_of::<T>() as u64;
         let aligned = [x, weight, d_y, d_x, partial, bytes].iter().all(|at| at % WIDE_BYTES == 0);
         let threads = ((bytes / WIDE_BYTES) as usize).next_multiple_of(WARP);
-        (aligned && threads <= MOST_THREADS).then_some(threads)
+        (aligned && threads <= MAX_THREADS).then_some(threads)
     }
 }

@@ -8,7 +8,7 @@ use super::gather::{
     HeadRows, gather_along_keys, gather_along_rows, gather_columns, gather_rows, scatter_columns,
     tile_rows,
 };
-use super::lanes::{KEYS, Lanes, MOST_ROWS, padded_rows};
+use super::lanes::{KEYS, MAX_ROWS, NumLanes, padded_rows};
 use super::rows::Row;
 use super::tile::{BackwardTile, Head};
 use super::{as_factors, for_each_task, for_each_tile, with_factors};
@@ -123,7 +123,7 @@ fn width<F: Factor>(head_dim: usize, lanes: usize) -> usize {
 /// Lengths of a task's scratch.
 pub(super) fn scratch<F: Factor>(arch: Arch, shape: &AttentionShape) -> [usize; 16] {
     let head_dim = shape.head_dim;
-    let lanes = arch.dispatch(Lanes);
+    let lanes = arch.dispatch(NumLanes);
     let padded = head_dim.next_multiple_of(F::MULTIPLE);
     let width = width::<F>(head_dim, lanes);
     let rows = padded_rows::<F>(shape.key_length);
@@ -131,11 +131,11 @@ pub(super) fn scratch<F: Factor>(arch: Arch, shape: &AttentionShape) -> [usize; 
     let factors = |count: usize| count / F::TERMS;
     let (keys, columns, tile) = (rows * padded, padded * lanes, lanes * width);
     // If a factor has one term, both layouts of the keys are the same.
-    let turned = if F::TERMS == 1 { 0 } else { factors(keys) };
+    let transpose_scratch = if F::TERMS == 1 { 0 } else { factors(keys) };
     let block = factors(KEYS * lanes);
     [
         factors(keys),
-        turned,
+        transpose_scratch,
         factors(keys),
         factors(columns),
         factors(columns),
@@ -162,12 +162,12 @@ fn backward_task<T: Element, F: Factor>(
 ) {
     let shape = &args.shape;
     let AttentionShape { heads, kv_heads, head_dim, query_stride, .. } = *shape;
-    let lanes = arch.dispatch(Lanes);
+    let lanes = arch.dispatch(NumLanes);
     let padded = head_dim.next_multiple_of(F::MULTIPLE);
     let width = width::<F>(head_dim, lanes);
     with_scratch(self::scratch::<F>(arch, shape), |scratch| {
-        let [operands @ .., p, d_p, d_q, turned, d_keys, d_values] = scratch;
-        let [keys, keys_turned, values, q, d_o, q_rows, d_o_rows, p_rows, d_s_keys, d_s_rows] =
+        let [operands @ .., p, d_p, d_q, transpose_scratch, d_keys, d_values] = scratch;
+        let [keys, keys_transposed, values, q, d_o, q_rows, d_o_rows, p_rows, d_s_keys, d_s_rows] =
             operands.map(as_factors::<F>);
         let key_values = KeyValues::Contiguous {
             keys: &saved.qkv[heads * head_dim..],
@@ -177,13 +177,13 @@ fn backward_task<T: Element, F: Factor>(
         let (source, key_length) = (HeadRows::new(*shape, key_values, task), shape.key_length);
         gather_rows(key_length, |position| source.key(position), padded, keys);
         gather_rows(key_length, |position| source.value(position), padded, values);
-        let (keys, keys_turned) = if F::TERMS == 1 {
+        let (keys, keys_transposed) = if F::TERMS == 1 {
             (&*keys, &*keys)
         } else {
-            let part = &mut as_factors(turned)[..q.len()];
+            let part = &mut as_factors(transpose_scratch)[..q.len()];
             let key = |position| source.key(position);
-            gather_along_keys(key_length, key, padded, part, keys_turned);
-            (&*keys, &*keys_turned)
+            gather_along_keys(key_length, key, padded, part, keys_transposed);
+            (&*keys, &*keys_transposed)
         };
         d_keys.fill(0.0);
         d_values.fill(0.0);
@@ -191,7 +191,7 @@ fn backward_task<T: Element, F: Factor>(
         let process = |tile: &[Row]| {
             let queries = tile_rows(saved.qkv, (query_stride, head_dim), tile);
             let outputs = tile_rows(saved.d_out, (heads * head_dim, head_dim), tile);
-            let rows = &mut as_factors(turned)[..q.len()];
+            let rows = &mut as_factors(transpose_scratch)[..q.len()];
             gather_columns(tile.len(), &queries, lanes, rows, q);
             gather_columns(tile.len(), &outputs, lanes, rows, d_o);
             gather_along_rows(tile.len(), &queries, width, q_rows);
@@ -200,7 +200,7 @@ fn backward_task<T: Element, F: Factor>(
                 args,
                 head: Head { padded },
                 keys,
-                keys_turned,
+                keys_transposed,
                 values,
                 tile,
                 log_sum_exp: saved.log_sum_exp,
@@ -221,7 +221,7 @@ fn backward_task<T: Element, F: Factor>(
                 gradients.set_delta(row, delta);
                 gradients.head(row.token, row.head * head_dim, head_dim)
             });
-            scatter_columns(d_q, &[scale; MOST_ROWS][..lanes], turned, rows);
+            scatter_columns(d_q, &[scale; MAX_ROWS][..lanes], transpose_scratch, rows);
         };
         for_each_tile(args, task, lanes, process, |row| {
             gradients.set_delta(row, 0.0);

@@ -15,27 +15,27 @@ use crate::cpu::Cpu;
 /// Keys of a block; its scores stay in the first-level cache.
 pub(super) const KEYS: usize = 64;
 /// The most rows of a tile: two vectors of 16 elements.
-pub(super) const MOST_ROWS: usize = 32;
+pub(super) const MAX_ROWS: usize = 32;
 
 /// The score of a key that a row does not see: its exponential is 0, and no intermediate value is
 /// infinite.
 const UNSEEN: f32 = f32::MIN;
 
-/// Rows of a tile on this machine.
+/// Lanes of a tile on this machine, the most rows that it has.
 #[inline(always)]
-pub(super) fn rows<S: Simd>() -> usize {
+pub(super) fn num_lanes<S: Simd>() -> usize {
     2 * S::F32_LANES
 }
 
-/// Returns the rows of a tile on this machine, for callers outside vector code.
-pub(super) struct Lanes;
+/// [`num_lanes`] for callers outside vector code.
+pub(super) struct NumLanes;
 
-impl WithSimd for Lanes {
+impl WithSimd for NumLanes {
     type Output = usize;
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) -> usize {
-        rows::<S>()
+        num_lanes::<S>()
     }
 }
 
@@ -46,8 +46,8 @@ pub(super) fn padded_rows<F: Factor>(keys: usize) -> usize {
 
 /// The keys that each row of a tile sees, as f32 vectors for comparisons lane by lane.
 pub(super) struct Bounds {
-    first: [f32; MOST_ROWS],
-    end: [f32; MOST_ROWS],
+    first: [f32; MAX_ROWS],
+    end: [f32; MAX_ROWS],
     /// Keys that every row sees.
     common: Range<usize>,
 }
@@ -56,7 +56,7 @@ impl Bounds {
     /// Lanes beyond the tile's rows see no key.
     pub(super) fn new(args: &AttentionArgs<'_, Cpu>, tile: &[Row], lanes: usize) -> Self {
         let mut bounds =
-            Bounds { first: [0.0; MOST_ROWS], end: [0.0; MOST_ROWS], common: 0..usize::MAX };
+            Bounds { first: [0.0; MAX_ROWS], end: [0.0; MAX_ROWS], common: 0..usize::MAX };
         for (lane, &row) in tile.iter().enumerate() {
             let visible = args.visible(row);
             bounds.first[lane] = visible.start as f32;
@@ -76,9 +76,9 @@ impl Bounds {
         if self.common.start <= keys.start && keys.end <= self.common.end {
             return;
         }
-        let (first, end) = (vectors::<S>(&self.first), vectors::<S>(&self.end));
+        let (first, end) = (tile_vectors::<S>(&self.first), tile_vectors::<S>(&self.end));
         let unseen = simd.splat_f32s(UNSEEN);
-        for (key, scores) in keys.clone().zip(lanes_mut::<S>(scores).chunks_exact_mut(2)) {
+        for (key, scores) in keys.clone().zip(as_vectors_mut::<S>(scores).chunks_exact_mut(2)) {
             let key = simd.splat_f32s(key as f32);
             for v in 0..2 {
                 let seen = simd.less_than_or_equal_f32s(first[v], key);
@@ -91,9 +91,9 @@ impl Bounds {
     }
 }
 
-/// The two vectors of a tile's lanes.
+/// One value for each lane of a tile, as two vectors.
 #[inline(always)]
-fn vectors<S: Simd>(lanes: &[f32; MOST_ROWS]) -> [S::f32s; 2] {
+fn tile_vectors<S: Simd>(lanes: &[f32; MAX_ROWS]) -> [S::f32s; 2] {
     let (vectors, _) = S::as_simd_f32s(lanes);
     [vectors[0], vectors[1]]
 }
@@ -101,19 +101,19 @@ fn vectors<S: Simd>(lanes: &[f32; MOST_ROWS]) -> [S::f32s; 2] {
 /// The vectors of two keys of a block.
 #[inline(always)]
 fn keys<S: Simd>(block: &[f32], two: usize) -> [[S::f32s; 2]; 2] {
-    let vectors = &lanes::<S>(block)[4 * two..][..4];
+    let vectors = &as_vectors::<S>(block)[4 * two..][..4];
     [[vectors[0], vectors[1]], [vectors[2], vectors[3]]]
 }
 
-/// Whole vectors of a slice.
+/// A slice as whole vectors.
 #[inline(always)]
-fn lanes<S: Simd>(x: &[f32]) -> &[S::f32s] {
+fn as_vectors<S: Simd>(x: &[f32]) -> &[S::f32s] {
     S::as_simd_f32s(x).0
 }
 
-/// Whole vectors of a slice.
+/// A slice as whole vectors.
 #[inline(always)]
-fn lanes_mut<S: Simd>(x: &mut [f32]) -> &mut [S::f32s] {
+fn as_vectors_mut<S: Simd>(x: &mut [f32]) -> &mut [S::f32s] {
     S::as_mut_simd_f32s(x).0
 }
 
@@ -128,8 +128,8 @@ pub(super) struct Softmax {
     /// The factor by which scores are multiplied to be exponents of 2.
     scale: f32,
     /// Maxima of the scores times the scale.
-    pub maximum: [f32; MOST_ROWS],
-    pub sum: [f32; MOST_ROWS],
+    pub maximum: [f32; MAX_ROWS],
+    pub sum: [f32; MAX_ROWS],
 }
 
 impl Softmax {
@@ -138,7 +138,7 @@ impl Softmax {
     const NOTHING: f32 = -1e30;
 
     pub(super) fn new(scale: f32) -> Self {
-        Softmax { scale, maximum: [Self::NOTHING; MOST_ROWS], sum: [0.0; MOST_ROWS] }
+        Softmax { scale, maximum: [Self::NOTHING; MAX_ROWS], sum: [0.0; MAX_ROWS] }
     }
 
     /// Updates the maxima with a block's scores `[keys, rows]`, replaces the scores by powers of 2
@@ -150,9 +150,9 @@ impl Softmax {
         scores: &mut Block<'_, F>,
         output: &mut [f32],
     ) {
-        let (before, scale) = (vectors::<S>(&self.maximum), simd.splat_f32s(self.scale));
+        let (before, scale) = (tile_vectors::<S>(&self.maximum), simd.splat_f32s(self.scale));
         let mut maximum = [simd.splat_f32s(f32::MIN); 2];
-        for scores in lanes::<S>(scores.elements).chunks_exact(2) {
+        for scores in as_vectors::<S>(scores.elements).chunks_exact(2) {
             for v in 0..2 {
                 maximum[v] = simd.max_f32s(maximum[v], scores[v]);
             }
@@ -160,13 +160,13 @@ impl Softmax {
         for v in 0..2 {
             maximum[v] = simd.max_f32s(before[v], simd.mul_f32s(maximum[v], scale));
         }
-        let mut sum = vectors::<S>(&self.sum);
+        let mut sum = tile_vectors::<S>(&self.sum);
         let mut factor = sum;
         for v in 0..2 {
             factor[v] = exp2(simd, simd.sub_f32s(before[v], maximum[v]));
             sum[v] = simd.mul_f32s(sum[v], factor[v]);
         }
-        for two in 0..lanes::<S>(scores.elements).len() / 4 {
+        for two in 0..as_vectors::<S>(scores.elements).len() / 4 {
             let mut keys = keys::<S>(scores.elements, two);
             for key in &mut keys {
                 for v in 0..2 {
@@ -176,13 +176,13 @@ impl Softmax {
             }
             F::store(simd, scores, two, keys);
         }
-        for output in lanes_mut::<S>(output).chunks_exact_mut(2) {
+        for output in as_vectors_mut::<S>(output).chunks_exact_mut(2) {
             for v in 0..2 {
                 output[v] = simd.mul_f32s(output[v], factor[v]);
             }
         }
-        lanes_mut::<S>(&mut self.maximum)[..2].copy_from_slice(&maximum);
-        lanes_mut::<S>(&mut self.sum)[..2].copy_from_slice(&sum);
+        as_vectors_mut::<S>(&mut self.maximum)[..2].copy_from_slice(&maximum);
+        as_vectors_mut::<S>(&mut self.sum)[..2].copy_from_slice(&sum);
     }
 }
 
@@ -192,11 +192,11 @@ impl Softmax {
 pub(super) fn probabilities<S: Simd>(
     simd: S,
     scale: f32,
-    log_sum_exp: &[f32; MOST_ROWS],
+    log_sum_exp: &[f32; MAX_ROWS],
     scores: &mut [f32],
 ) {
-    let (scale, log_sum_exp) = (simd.splat_f32s(scale), vectors::<S>(log_sum_exp));
-    for scores in lanes_mut::<S>(scores).chunks_exact_mut(2) {
+    let (scale, log_sum_exp) = (simd.splat_f32s(scale), tile_vectors::<S>(log_sum_exp));
+    for scores in as_vectors_mut::<S>(scores).chunks_exact_mut(2) {
         for v in 0..2 {
             scores[v] = exp2(simd, exponent(simd, scores[v], scale, log_sum_exp[v]));
         }
@@ -205,33 +205,33 @@ pub(super) fn probabilities<S: Simd>(
 
 /// Sums over a tile's keys of P and of P dP, row by row.
 pub(super) struct Deltas {
-    p: [f32; MOST_ROWS],
-    p_d_p: [f32; MOST_ROWS],
+    p: [f32; MAX_ROWS],
+    p_d_p: [f32; MAX_ROWS],
 }
 
 impl Deltas {
     pub(super) fn new() -> Self {
-        Deltas { p: [0.0; MOST_ROWS], p_d_p: [0.0; MOST_ROWS] }
+        Deltas { p: [0.0; MAX_ROWS], p_d_p: [0.0; MAX_ROWS] }
     }
 
     /// Adds a block's P and dP, both `[keys, rows]`, to the sums.
     #[inline(always)]
     pub(super) fn block<S: Simd>(&mut self, simd: S, p: &[f32], d_p: &[f32]) {
-        let (mut sum, mut inner) = (vectors::<S>(&self.p), vectors::<S>(&self.p_d_p));
-        let (p, d_p) = (lanes::<S>(p), lanes::<S>(d_p));
+        let (mut sum, mut inner) = (tile_vectors::<S>(&self.p), tile_vectors::<S>(&self.p_d_p));
+        let (p, d_p) = (as_vectors::<S>(p), as_vectors::<S>(d_p));
         for (p, d_p) in p.chunks_exact(2).zip(d_p.chunks_exact(2)) {
             for v in 0..2 {
                 sum[v] = simd.add_f32s(sum[v], p[v]);
                 inner[v] = simd.mul_add_e_f32s(p[v], d_p[v], inner[v]);
             }
         }
-        lanes_mut::<S>(&mut self.p)[..2].copy_from_slice(&sum);
-        lanes_mut::<S>(&mut self.p_d_p)[..2].copy_from_slice(&inner);
+        as_vectors_mut::<S>(&mut self.p)[..2].copy_from_slice(&sum);
+        as_vectors_mut::<S>(&mut self.p_d_p)[..2].copy_from_slice(&inner);
     }
 
     /// delta = sum(P dP) / sum(P). P sums to 1 except for the rounding of the log-sum-exp; with the
     /// division dS sums to 0 even if a row's gradient vanishes, as with a single key.
-    pub(super) fn finish(self) -> [f32; MOST_ROWS] {
+    pub(super) fn finish(self) -> [f32; MAX_ROWS] {
         std::array::from_fn(
             |lane| if self.p[lane] == 0.0 { 0.0 } else { self.p_d_p[lane] / self.p[lane] },
         )
@@ -242,13 +242,13 @@ impl Deltas {
 #[inline(always)]
 pub(super) fn score_gradients<S: Simd, F: Factor>(
     simd: S,
-    weights: Option<&[f32; MOST_ROWS]>,
-    delta: &[f32; MOST_ROWS],
+    weights: Option<&[f32; MAX_ROWS]>,
+    delta: &[f32; MAX_ROWS],
     p: &mut Block<'_, F>,
     d_p: &mut Block<'_, F>,
 ) {
-    let (weights, delta) = (weights.map(vectors::<S>), vectors::<S>(delta));
-    for two in 0..lanes::<S>(p.elements).len() / 4 {
+    let (weights, delta) = (weights.map(tile_vectors::<S>), tile_vectors::<S>(delta));
+    for two in 0..as_vectors::<S>(p.elements).len() / 4 {
         let (mut p_keys, mut d_keys) = (keys::<S>(p.elements, two), keys::<S>(d_p.elements, two));
         for (p, d_p) in p_keys.iter_mut().zip(&mut d_keys) {
             for v in 0..2 {

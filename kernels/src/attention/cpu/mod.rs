@@ -38,7 +38,7 @@ use crate::scratch;
 use backward::backward;
 use factor::Factor;
 use forward::forward;
-use lanes::MOST_ROWS;
+use lanes::MAX_ROWS;
 #[cfg(target_arch = "x86_64")]
 use pair::Pair;
 use rows::Row;
@@ -127,7 +127,7 @@ fn for_each_tile(
     mut process: impl FnMut(&[Row]),
     skip: impl FnMut(Row),
 ) {
-    let (mut tile, mut filled) = ([Row { token: 0, position: 0, head: 0 }; MOST_ROWS], 0);
+    let (mut tile, mut filled) = ([Row { token: 0, position: 0, head: 0 }; MAX_ROWS], 0);
     let select = |row| {
         tile[filled] = row;
         filled += 1;

@@ -7,7 +7,7 @@ use pulp::{Simd, WithSimd};
 use super::factor::{Block, Factor};
 #[cfg(doc)]
 use super::gather::gather_along_keys;
-use super::lanes::{self, Bounds, Deltas, KEYS, MOST_ROWS, Softmax, rows};
+use super::lanes::{self, Bounds, Deltas, KEYS, MAX_ROWS, Softmax, num_lanes};
 use super::matmul::{Left, Matmul, Sizes};
 use super::rows::Row;
 use crate::attention::AttentionArgs;
@@ -33,7 +33,7 @@ impl Head {
         out: &mut [f32],
     ) {
         let depth = self.padded / F::TERMS;
-        let sizes = Sizes { rows: keys.len(), depth, columns: rows::<S>() };
+        let sizes = Sizes { rows: keys.len(), depth, columns: num_lanes::<S>() };
         let data = &of[keys.start * depth..];
         let left = Left { data, row_stride: depth, column_stride: 1 };
         F::matmul(simd, Matmul { sizes, left, right: columns }, out, false);
@@ -51,7 +51,7 @@ impl Head {
         out: &mut [f32],
     ) {
         let (first, depth) = (keys.start / F::TERMS, keys.len() / F::TERMS);
-        let sizes = Sizes { rows: self.padded, depth, columns: rows::<S>() };
+        let sizes = Sizes { rows: self.padded, depth, columns: num_lanes::<S>() };
         let left = if F::LEFT_ALONG_TERMS {
             Left { data: &of[first..], row_stride: of.len() / self.padded, column_stride: 1 }
         } else {
@@ -97,11 +97,11 @@ impl<F: Factor> WithSimd for ForwardTile<'_, '_, F> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> Softmax {
         let ForwardTile { args, head, keys: of_keys, values, tile, q, scores, factors, o } = self;
-        let bounds = Bounds::new(args, tile, rows::<S>());
+        let bounds = Bounds::new(args, tile, num_lanes::<S>());
         let mut softmax = Softmax::new(args.base2_scale());
         o.fill(0.0);
         for keys in blocks::<F>(args.tile_keys(tile)) {
-            let len = keys.len() * rows::<S>();
+            let len = keys.len() * num_lanes::<S>();
             let elements = &mut scores[..len];
             head.scores(simd, &keys, of_keys, q, elements);
             bounds.mask(simd, &keys, elements);
@@ -124,7 +124,7 @@ pub(super) struct BackwardTile<'a, 'v, F> {
     /// `[key_length padded, D padded / TERMS]`, zero where padded.
     pub keys: &'a [F],
     /// The same keys, gathered by [`gather_along_keys`].
-    pub keys_turned: &'a [F],
+    pub keys_transposed: &'a [F],
     /// The values, in the layout of `keys`.
     pub values: &'a [F],
     pub tile: &'a [Row],
@@ -154,10 +154,10 @@ pub(super) struct BackwardTile<'a, 'v, F> {
 }
 
 impl<F: Factor> WithSimd for BackwardTile<'_, '_, F> {
-    type Output = [f32; MOST_ROWS];
+    type Output = [f32; MAX_ROWS];
 
     #[inline(always)]
-    fn with_simd<S: Simd>(mut self, simd: S) -> [f32; MOST_ROWS] {
+    fn with_simd<S: Simd>(mut self, simd: S) -> [f32; MAX_ROWS] {
         let delta = self.probabilities(simd);
         self.gradients(simd, &delta);
         delta
@@ -167,10 +167,10 @@ impl<F: Factor> WithSimd for BackwardTile<'_, '_, F> {
 impl<F: Factor> BackwardTile<'_, '_, F> {
     /// Fills `p` and `d_p`; returns delta.
     #[inline(always)]
-    fn probabilities<S: Simd>(&mut self, simd: S) -> [f32; MOST_ROWS] {
-        let lanes = rows::<S>();
+    fn probabilities<S: Simd>(&mut self, simd: S) -> [f32; MAX_ROWS] {
+        let lanes = num_lanes::<S>();
         let (bounds, scale) = (Bounds::new(self.args, self.tile, lanes), self.args.base2_scale());
-        let mut base2 = [0f32; MOST_ROWS];
+        let mut base2 = [0f32; MAX_ROWS];
         for (base2, row) in base2.iter_mut().zip(self.tile) {
             let value = self.log_sum_exp[row.token * self.args.shape.heads + row.head];
             *base2 = value * std::f32::consts::LOG2_E;
@@ -192,9 +192,9 @@ impl<F: Factor> BackwardTile<'_, '_, F> {
     /// Adds the gradients; replaces dP by dS, and multiplies P by the heads' weights for the
     /// gradient of the values.
     #[inline(always)]
-    fn gradients<S: Simd>(&mut self, simd: S, delta: &[f32; MOST_ROWS]) {
-        let (lanes, width) = (rows::<S>(), self.width);
-        let mut weights = [0f32; MOST_ROWS];
+    fn gradients<S: Simd>(&mut self, simd: S, delta: &[f32; MAX_ROWS]) {
+        let (lanes, width) = (num_lanes::<S>(), self.width);
+        let mut weights = [0f32; MAX_ROWS];
         for (weight, &row) in weights.iter_mut().zip(self.tile) {
             *weight = self.args.weight(row);
         }
@@ -219,7 +219,7 @@ impl<F: Factor> BackwardTile<'_, '_, F> {
             let of_keys = &mut self.d_keys[part];
             add_transposed(simd, d_s.factors_along_rows(), (self.q_rows, width), of_keys);
             let along_keys = d_s.factors_along_keys();
-            self.head.combine(simd, &keys, self.keys_turned, along_keys, self.d_q);
+            self.head.combine(simd, &keys, self.keys_transposed, along_keys, self.d_q);
         }
     }
 }
@@ -233,7 +233,7 @@ fn add_transposed<S: Simd, F: Factor>(
     (tile_rows, width): (&[F], usize),
     out: &mut [f32],
 ) {
-    let depth = rows::<S>() / F::TERMS;
+    let depth = num_lanes::<S>() / F::TERMS;
     let sizes = Sizes { rows: out.len() / width, depth, columns: width };
     let left = Left { data: block, row_stride: depth, column_stride: 1 };
     F::matmul(simd, Matmul { sizes, left, right: tile_rows }, out, true);

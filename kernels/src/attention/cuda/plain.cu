@@ -99,7 +99,7 @@ __device__ __forceinline__ void add(Head& sum, float by, const Head& head) {
     }
 }
 
-__device__ __forceinline__ bool serves(const Parameters& p, uint64_t token, uint32_t head) {
+__device__ __forceinline__ bool is_selected(const Parameters& p, uint64_t token, uint32_t head) {
     return !p.selected || head < p.shared_heads ||
            p.selected[token * p.routed + head - p.shared_heads];
 }
@@ -137,7 +137,7 @@ __device__ void forward(const Parameters& p) {
     }
     T* out = static_cast<T*>(p.out) + pair * p.head_dim;
     Head sum = {};
-    if (!serves(p, token, head)) {
+    if (!is_selected(p, token, head)) {
         write(out, p.head_dim, sum, 0.0f);
         p.log_sum_exp[pair] = 0.0f;
         return;
@@ -151,12 +151,12 @@ __device__ void forward(const Parameters& p) {
         const float score =
             p.scale * dot(query, read(static_cast<const T*>(p.k) + start, p.head_dim));
         const float larger = fmaxf(largest, score), factor = expf(largest - larger);
-        const float share = expf(score - larger);
-        total = total * factor + share;
+        const float probability = expf(score - larger);
+        total = total * factor + probability;
         for (int j = 0; j < SLOTS; j++) {
             sum.at[j] *= factor;
         }
-        add(sum, share, read(static_cast<const T*>(p.v) + start, p.head_dim));
+        add(sum, probability, read(static_cast<const T*>(p.v) + start, p.head_dim));
         largest = larger;
     }
     const float weight = p.weights ? p.weights[pair] : 1.0f;
@@ -174,7 +174,7 @@ __device__ void backward_queries(const Parameters& p) {
     }
     T* d_q = static_cast<T*>(p.d_qkv) + token * p.query_stride + head * p.head_dim;
     Head sum = {};
-    if (!serves(p, token, head)) {
+    if (!is_selected(p, token, head)) {
         write(d_q, p.head_dim, sum, 0.0f);
         p.delta[pair] = 0.0f;
         return;
@@ -190,12 +190,12 @@ __device__ void backward_queries(const Parameters& p) {
         const uint64_t start = key_start(p, sequence, key) + kv;
         const Head k = read(static_cast<const T*>(p.k) + start, p.head_dim);
         const Head v = read(static_cast<const T*>(p.v) + start, p.head_dim);
-        const float share = expf(p.scale * dot(query, k) - p.log_sum_exp[pair]);
-        const float d_share = dot(d_out, v);
-        total += share;
-        delta += share * d_share;
-        add(sum, share * d_share, k);
-        add(keys, share, k);
+        const float probability = expf(p.scale * dot(query, k) - p.log_sum_exp[pair]);
+        const float d_p = dot(d_out, v);
+        total += probability;
+        delta += probability * d_p;
+        add(sum, probability * d_p, k);
+        add(keys, probability, k);
     }
     delta /= total;
     add(sum, -delta, keys);
@@ -225,7 +225,7 @@ __device__ void backward_keys(const Parameters& p) {
             continue;
         }
         for (uint32_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
-            if (!serves(p, token, head)) {
+            if (!is_selected(p, token, head)) {
                 continue;
             }
             const uint64_t pair = token * p.heads + head;
@@ -233,9 +233,9 @@ __device__ void backward_keys(const Parameters& p) {
             const Head query = read(q, p.head_dim);
             const Head d_out = read(static_cast<const T*>(p.d_out) + pair * p.head_dim, p.head_dim);
             const float weight = p.weights ? p.weights[pair] : 1.0f;
-            const float share = expf(p.scale * dot(query, k) - p.log_sum_exp[pair]) * weight;
-            add(d_v, share, d_out);
-            add(d_k, share * (dot(d_out, v) - p.delta[pair]), query);
+            const float probability = expf(p.scale * dot(query, k) - p.log_sum_exp[pair]) * weight;
+            add(d_v, probability, d_out);
+            add(d_k, probability * (dot(d_out, v) - p.delta[pair]), query);
         }
     }
     T* d_qkv = static_cast<T*>(p.d_qkv) + row * p.query_stride;

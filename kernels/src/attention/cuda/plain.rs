@@ -8,7 +8,7 @@ use crate::error::{Result, ensure};
 use crate::scalar::Element;
 
 /// Widest head.
-const MOST_HEAD_DIM: usize = 256;
+const MAX_HEAD_DIM: usize = 256;
 /// Warps per block; each computes one row.
 const WARPS: usize = THREADS / 32;
 
@@ -56,8 +56,8 @@ mirrored!(
 impl Parameters {
     fn new(operator: &'static str, args: &AttentionArgs<'_, Cuda>, at: &Addresses) -> Result<Self> {
         let shape = &args.shape;
-        ensure(operator, shape.head_dim <= MOST_HEAD_DIM, || {
-            format!("heads of {} elements, at most {MOST_HEAD_DIM}", shape.head_dim)
+        ensure(operator, shape.head_dim <= MAX_HEAD_DIM, || {
+            format!("heads of {} elements, at most {MAX_HEAD_DIM}", shape.head_dim)
         })?;
         Ok(Parameters {
             q: at.q,

@@ -76,7 +76,7 @@ static_assert(sizeof(Parameters) == 208 && offsetof(Parameters, q) == 0 &&
 // ---- launch geometry ----
 //
 // kernel                    grid                                         block  shared bytes
-// attention_pack...         (ceil(T / 512), kv_heads, batch)             512    0
+// attention_pack...         (ceil(T / 128), kv_heads, batch)             512    0
 // attention_forward_dX      (ceil(T*group / 128), kv_heads, batch)       128    forward_shared(X)
 // attention_backward_delta  ceil(B*T*heads / 8)                          256    0
 // attention_backward_dq_dX  (ceil(T*group / 128), kv_heads, batch)       256    dq_shared(X)

@@ -4,11 +4,11 @@ use super::packed::{PACK_BACKWARD, PACK_FORWARD, Packed};
 use super::{Addresses, AttentionArgs};
 use crate::cuda::Cuda;
 use crate::error::Result;
-use crate::gpu_workspace::attention::WIDEST_TILED;
+use crate::gpu_workspace::attention::MAX_TILED_HEAD_DIM;
 use crate::scalar::{DType, Element};
 
 /// Widths of a head that kernels are compiled for; narrower heads are padded with zeros.
-const WIDTHS: [usize; 4] = [32, 64, 96, WIDEST_TILED];
+const WIDTHS: [usize; 4] = [32, 64, 96, MAX_TILED_HEAD_DIM];
 
 /// A kernel's launch geometry (tiled.cuh).
 struct Tiling {

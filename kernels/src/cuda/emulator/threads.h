@@ -140,19 +140,19 @@ constexpr unsigned NAMED_BARRIERS = 16;
 // The 32-bit address of the start of dynamic shared memory.
 constexpr unsigned SHARED_BASE = 1024;
 
-constexpr size_t LARGEST_EXCHANGE = 64;
+constexpr size_t MAX_EXCHANGE = 64;
 
 // Lanes of one warp that meet in collectives with the same mask.
 struct LaneGroup {
     unsigned mask = 0, expected = 0;
     Barrier barrier;
-    alignas(16) unsigned char slots[2][32][LARGEST_EXCHANGE];
+    alignas(16) unsigned char slots[2][32][MAX_EXCHANGE];
 };
 
 // The result of a collective in each lane: the values of all lanes of the mask.
 template <typename T>
 struct Exchanged {
-    const unsigned char (*slots)[LARGEST_EXCHANGE];
+    const unsigned char (*slots)[MAX_EXCHANGE];
     const T& operator[](unsigned lane) const { return *reinterpret_cast<const T*>(slots[lane]); }
 };
 
@@ -286,7 +286,7 @@ class Machine {
     // Hands `value` to every lane of `mask` and returns theirs.
     template <typename T>
     Exchanged<T> exchange(unsigned mask, const T& value) {
-        static_assert(sizeof(T) <= LARGEST_EXCHANGE && std::is_trivially_copyable_v<T>);
+        static_assert(sizeof(T) <= MAX_EXCHANGE && std::is_trivially_copyable_v<T>);
         LaneGroup& group = lane_group(mask);
         auto* slots = group.slots[group.barrier.parity];
         std::memcpy(slots[current->lane], &value, sizeof(T));
