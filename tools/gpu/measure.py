@@ -197,11 +197,13 @@ def read(done, case):
     if done.ended == "cannot start":
         return None, None
     try:
-        return READERS[case.kind](done, case), None
+        result = READERS[case.kind](done, case)
     except NotPassed as fault:
         return fault.result, fault
     except Exception as error:  # a reader's mistake
         return None, Unreadable(f"the reader failed: {type(error).__name__}: {error}")
+    why = tables.fault({"kind": case.kind, "seconds": done.seconds, "result": result})
+    return result, Unreadable(why) if why else None
 
 
 def say(line):

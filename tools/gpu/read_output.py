@@ -7,6 +7,7 @@ Readers also see the output of commands that failed: what they find there is kep
 
 import csv
 import json
+import math
 import re
 from pathlib import Path
 
@@ -77,11 +78,26 @@ def attention(finished, case):
     return found
 
 
+def step(finished, case):
+    """A training step."""
+    found = with_fields("model", "step", "tokens_per_second", "loss")(finished, case)
+    check_losses(found)
+    return found
+
+
+def check_losses(found):
+    """Refuses a step whose losses are not finite: such numbers are null in JSON."""
+    losses = [found["loss"][moment] for moment in ["first", "last"]]
+    if any(loss is None or not math.isfinite(loss) for loss in losses):
+        raise NotPassed("the loss is not finite", found)
+
+
 def kernels(finished, case):
     """A step and the GPU's time in it by kernel."""
     found = with_fields("model", "step", "gpu_time")(finished, case)
     if not found["gpu_time"].get("kernels"):
         raise NotPassed("no kernel was recorded", found)
+    check_losses(found)
     return found
 
 
@@ -228,7 +244,7 @@ READERS = {
     "limits": limits,
     "attention": attention,
     "operators": with_fields("operators"),
-    "step": with_fields("model", "step", "tokens_per_second"),
+    "step": step,
     "kernels": kernels,
     "pytorch": json_lines,
     "sanitizer": sanitizer,

@@ -94,6 +94,10 @@ def milliseconds(seconds, places=3):
     return f"{seconds * 1e3:.{places}f}"
 
 
+def decimal(value):
+    return "-" if value is None else f"{value:.3f}"
+
+
 def tera(rate):
     return f"{rate / 1e12:.0f}"
 
@@ -149,7 +153,7 @@ def step(row):
              milliseconds(found["seconds"]["median"], 1),
              tera(found["flops_per_second"]["median"]), f"{found['share_of_bf16_matmul']:.1%}",
              f"{memory['peak_bytes'] / 2**30:.1f}" if memory else "-",
-             f"{found['loss']['first']:.3f}, {found['loss']['last']:.3f}"]]
+             f"{decimal(found['loss']['first'])}, {decimal(found['loss']['last'])}"]]
 
 
 # Of the GPU's time in a step: the table sums up the kernels below it.
@@ -252,6 +256,17 @@ TABLES = [
     ("Counters of the Hopper kernels", "ncu", ["case", "kernel", "metric", "value"], ncu),
     ("Quickstart: validation losses", "quickstart", ["case", "losses", "seconds"], quickstart),
 ]
+
+
+def fault(row):
+    """Why a result cannot be shown, or None."""
+    make = next(make for _, kind, _, make in TABLES if kind == row["kind"])
+    try:
+        make(row)
+        HEADLINES[row["kind"]](row["result"])
+    except Exception as error:  # any: the output is a program's
+        return f"the result cannot be shown: {type(error).__name__}: {error}"
+    return None
 
 
 def headline(row):

@@ -178,6 +178,23 @@ class Speed(WithPrograms):
             "attention/8192/tiled": "failed"}))
         self.assertIn("attention ran on plain: expected tiled", stdout)
 
+    def test_figures_that_cannot_be_shown_do_not_pass(self):
+        self.plan([["--layers 4 --steps 3 --warmup 1 --json", "loss of NaN"],
+                   ["--layers 8", "rate of NaN"], ["--layers 16", "words for a rate"]])
+        code, stdout, _ = self.measure("speed", *named(
+            "step/4/75%", "curve/16384/8/dense", "step/16/75%"))
+        self.assertEqual((code, self.statuses()), (1, {
+            "step/4/75%": "failed", "step/16/75%": "unreadable output",
+            "curve/16384/8/dense": "unreadable output"}))
+        self.assertIn("step/4/75%  the loss is not finite", stdout)
+        self.assertEqual(self.rows()["curve/16384/8/dense"]["why"].partition(": Type")[0],
+                         "the result cannot be shown")
+        for row in self.rows().values():
+            self.assertEqual(row["result"]["model"]["layers"], 4)
+        # Its other figures stay in the table.
+        document = (self.out / "results.md").read_text()
+        self.assertIn("| 12,000 | 1.0 | 500 | 70.0% | 64.0 | 11.500, - |", document)
+
     def test_wrong_arguments_are_refused(self):
         for options, message in [
                 (["--case", "limit"], "speed has no case limit: see --list"),

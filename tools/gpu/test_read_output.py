@@ -59,6 +59,16 @@ class Readers(unittest.TestCase):
         self.refuses("kernels", json.dumps(step | {"gpu_time": {"launches": 0, "kernels": []}}),
                      "no kernel was recorded", read_output.NotPassed)
 
+    def test_a_step_whose_loss_is_not_finite_is_refused(self):
+        found = {"model": {"layers": 1}, "step": {"tokens": 1}, "tokens_per_second": {"median": 1},
+                 "gpu_time": {"kernels": [{"name": "matmul"}]}}
+        for kind in ["step", "kernels"]:
+            for losses in [{"first": None, "last": 1.0}, {"first": 1.0, "last": float("inf")}]:
+                fault = self.refuses(kind, json.dumps(found | {"loss": losses}),
+                                     "the loss is not finite", read_output.NotPassed)
+                self.assertEqual(fault.status, "failed")
+                self.assertEqual(fault.result["tokens_per_second"], {"median": 1})
+
     def test_instructions_of_no_kernel_are_refused(self):
         self.refuses("sass", '{"kernels": {}}', "has no kernels")
 
@@ -125,6 +135,18 @@ class Tables(unittest.TestCase):
         self.assertIn("| good | GPU | 400 | 700 | 4,000 |", document)
         self.assertIn("bad: cannot be shown: KeyError", document)
         self.assertIn("on H200, commit abc: 2 of 2 cases passed.", document)
+
+
+    def test_a_result_is_tried_on_its_table_and_its_line(self):
+        for kind, result, error in [
+                ("operators", {"operators": [{"operator": "rope"}]}, "KeyError: 'seconds'"),
+                ("sanitizer", {"summary": [], "reports": {}}, "IndexError"),
+                ("sanitizer", {"summary": ["0 errors"], "reports": {}}, None)]:
+            found = tables.fault({"kind": kind, "seconds": 1.0, "result": result})
+            if error:
+                self.assertIn(f"the result cannot be shown: {error}", found)
+            else:
+                self.assertIsNone(found)
 
 
 class Sass(unittest.TestCase):
