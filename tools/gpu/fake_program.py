@@ -59,6 +59,12 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def lose_gpu():
+    """As after an error of the hardware: nvidia-smi fails from then on."""
+    (HERE / "gpu").unlink()
+    sys.exit("no CUDA-capable device is detected")
+
+
 def flood():
     while True:
         sys.stdout.write("x" * 65536)
@@ -111,6 +117,7 @@ def trained():
 
 BEHAVIOURS = {
     "hang": hang, "die": die, "flood": flood, "answer": answer, "ncu": ncu, "trained": trained,
+    "lose GPU": lose_gpu,
     "plain path": lambda: answer("plain"),
     "loss of NaN": lambda: answer(loss={"first": 11.5, "last": None}),
     "rate of NaN": lambda: answer(share_of_bf16_matmul=None),

@@ -9,8 +9,9 @@
 A run takes its cases in turn, each one command with a time limit, and ends within its deadline.
 Each case leaves a row in OUT/RUN.jsonl at once, whatever became of it: a program that fails, hangs,
 floods or prints nonsense loses its own figures and no other's. OUT/results.md has the tables of all
-runs so far. `--resume` takes the cases that a run did not come to, or whose tests were skipped on
-that machine, `--case` those that are named.
+runs so far. `--resume` takes the cases that a run did not come to, whose tests were skipped on that
+machine, or that failed on another GPU or with other programs, `--case` those that are named. If the
+GPU no longer answers nvidia-smi after a failure, the rest is left for `--resume`.
 
 The exit code is 0 where every case passed, 1 where one did not, and 2 for a wrong argument.
 """
@@ -73,6 +74,8 @@ class Run:
         self.file = arguments.out / f"{arguments.run}.jsonl"
         self.cases = cases.of(arguments.run, arguments.programs, scratch,
                               self.tests() if arguments.run == "correctness" else [])
+        # Whether nvidia-smi knew the GPU at the start, and no longer does.
+        self.has_gpu = self.has_lost_gpu = False
 
     def left(self):
         return self.end - time.monotonic() - MARGIN
@@ -97,11 +100,18 @@ class Run:
         built = self.arguments.programs / "commit"
         commit = built.read_text().strip() if built.is_file() else self.glance(
             "git", "rev-parse", "--short", "HEAD")
-        gpu = self.glance("nvidia-smi", "--query-gpu=name,driver_version,memory.total",
-                          "--format=csv,noheader")
         return {"header": True, "run": self.arguments.run,
-                "date": time.strftime("%Y-%m-%d %H:%M"), "gpu": gpu, "commit": commit,
+                "date": time.strftime("%Y-%m-%d %H:%M"), "gpu": self.gpu(), "commit": commit,
                 "path": os.environ.get("MOH_ATTENTION", "")}
+
+    def gpu(self):
+        return self.glance("nvidia-smi", "--query-gpu=name,driver_version,memory.total",
+                           "--format=csv,noheader")
+
+    def loses_gpu(self):
+        """Whether the GPU of the start no longer answers."""
+        may_ask = self.has_gpu and not self.signals.stopped() and self.left() >= LEAST
+        return may_ask and self.gpu() == "unknown"
 
     def chosen(self):
         wanted = self.arguments.case
@@ -110,11 +120,14 @@ class Run:
 
     def go(self):
         """Runs every case; returns whether all of them passed."""
-        record.append(self.file, self.header())
+        now = self.header()
+        self.has_gpu = now["gpu"] != "unknown"
+        record.append(self.file, now)
         statuses = []
         for case in self.chosen():
-            _, rows = record.read(self.file)
-            if self.arguments.resume and case.name in rows and record.is_final(rows[case.name]):
+            headers, rows = record.read(self.file)
+            if (self.arguments.resume and case.name in rows
+                    and record.is_final(rows[case.name], headers, now)):
                 statuses.append(rows[case.name]["status"])
                 continue
             if not self.is_due(case, rows):
@@ -146,11 +159,16 @@ class Run:
         except Exception:  # whatever it is, the other cases must go on
             row |= {"status": "failed", "why": traceback.format_exc()[-END_OF_ERRORS:]}
         row["seconds"] = round(time.monotonic() - start, 3)
+        if row["status"] in BROKEN and self.loses_gpu():
+            # It may have failed because of that.
+            self.has_lost_gpu = row["cut"] = True
         return row
 
     def attempt(self, case):
         if self.signals.stopped():
             return {"status": "no time", "why": f"stopped by {self.signals.name}"}
+        if self.has_lost_gpu:
+            return {"status": "no time", "why": "the GPU no longer answers nvidia-smi"}
         limit = min(case.seconds, self.left())
         if limit < LEAST:
             return {"status": "no time", "why": "the run's deadline left nothing"}
@@ -248,7 +266,8 @@ def parse_arguments():
     parser.add_argument("--case", action="append", default=[], metavar="NAME",
                         help="run this case, * for any characters; may be repeated")
     parser.add_argument("--resume", action="store_true",
-                        help="skip the cases that passed, failed or used their whole time")
+                        help="skip the cases that passed, used their whole time, or failed on this "
+                        "GPU with these programs")
     parser.add_argument("--list", action="store_true", help="print the cases and their limits")
     arguments = parser.parse_args()
     if arguments.programs is None:

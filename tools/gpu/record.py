@@ -10,8 +10,8 @@ import sys
 
 # Maximum bytes of one row; a larger result is left out, and the row states so.
 MOST_ROW = 256 << 10
-# Final outcomes, which are not retried.
-FINAL = ["passed", "failed"]
+# What a run's header says of the machine and of the programs.
+SETUP = ["gpu", "commit"]
 
 
 def append(path, row):
@@ -60,6 +60,23 @@ def read(path):
     return headers, rows
 
 
-def is_final(row):
-    """Whether a case is done; one that had its whole limit would take it again."""
-    return row["status"] in FINAL or (row["status"] == "timed out" and not row.get("cut"))
+def is_final(row, headers, now):
+    """Whether a case is done, by the file's headers and that of the present run.
+
+    One that had its whole limit would take it again.
+    """
+    if row.get("cut"):
+        return False
+    if row["status"] == "failed":
+        return is_same_setup(headers[row["header"]] if row["header"] >= 0 else {}, now)
+    return row["status"] in ["passed", "timed out"]
+
+
+def is_same_setup(then, now):
+    """Whether a case that failed would fail again: on the same GPU, with the same programs.
+
+    Programs of a tree with changes may be others of the same name.
+    """
+    known = "unknown" not in [now[name] for name in SETUP]
+    return (known and not now["commit"].endswith("-dirty")
+            and all(then.get(name) == now[name] for name in SETUP))

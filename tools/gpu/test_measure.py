@@ -53,6 +53,12 @@ class WithPrograms(unittest.TestCase):
             path = self.programs / name
             path.write_text(program)
             path.chmod(0o755)
+        smi = self.programs / "nvidia-smi"
+        smi.write_text('#!/bin/sh\ncat "$(dirname "$0")/gpu"\n')
+        smi.chmod(0o755)
+        self.gpu, self.commit = self.programs / "gpu", self.programs / "commit"
+        self.gpu.write_text("a GPU, 580.1, 80 GiB\n")
+        self.commit.write_text("abc1234\n")
         self.plan([["", "answer"]])
 
     def plan(self, pairs):
@@ -154,7 +160,7 @@ class Speed(WithPrograms):
             "limits": "passed", "attention/8192/hopper": "timed out",
             "attention/8192/deterministic": "no time", "attention/8192/tiled": "no time"})
         self.assertEqual(self.rows()["attention/8192/hopper"]["why"], "stopped by SIGTERM")
-        self.assertFalse(record.is_final(self.rows()["attention/8192/hopper"]))
+        self.assertTrue(self.rows()["attention/8192/hopper"]["cut"])
         self.assertFalse(any(map(is_running, self.processes())))
         self.assertIn("| limits | a GPU |", (self.out / "results.md").read_text())
         self.assertEqual(os.listdir(self.scratch), [])
@@ -220,6 +226,45 @@ class Speed(WithPrograms):
         self.measure("speed", *named("limits"))
         self.measure("speed", "--deadline", "1", *named("limits"))
         self.assertEqual(self.statuses()["limits"], "passed")
+
+
+class Machine(WithPrograms):
+    CHOSEN = named("limits", "attention/8192/*")
+
+    def test_a_gpu_that_is_lost_leaves_the_rest_for_resume(self):
+        self.plan([["hopper attention", "lose GPU"], ["", "answer"]])
+        code, stdout, _ = self.measure("speed", *self.CHOSEN)
+        self.assertEqual((code, self.statuses()), (1, {
+            "limits": "passed", "attention/8192/hopper": "failed",
+            "attention/8192/deterministic": "no time", "attention/8192/tiled": "no time"}))
+        self.assertIn("attention/8192/tiled  the GPU no longer answers nvidia-smi", stdout)
+        self.gpu.write_text("a GPU, 580.1, 80 GiB\n")
+        self.plan([["", "answer"]])
+        before = len(self.runs())
+        code, _, _ = self.measure("speed", "--resume", *self.CHOSEN)
+        self.assertEqual((code, set(self.statuses().values())), (0, {"passed"}))
+        self.assertEqual(len(self.runs()) - before, 3)
+
+    def resumed(self):
+        """How many cases --resume runs."""
+        before = len(self.runs())
+        self.measure("speed", "--resume", *self.CHOSEN)
+        return len(self.runs()) - before
+
+    def test_failures_count_for_one_gpu_and_one_build(self):
+        self.plan([["squared_norm", "answer"], ["", "die"]])
+        self.measure("speed", *self.CHOSEN)
+        self.assertEqual(self.resumed(), 0)
+        for file, text in [(self.commit, "def5678"), (self.gpu, "another GPU, 580.1, 80 GiB")]:
+            file.write_text(text + "\n")
+            self.assertEqual((self.resumed(), self.resumed()), (3, 0))
+        # Other changes to that commit have the same name.
+        self.commit.write_text("def5678-dirty\n")
+        self.assertEqual((self.resumed(), self.resumed()), (3, 3))
+        # A machine without nvidia-smi: nothing is known, and no GPU is lost.
+        self.commit.write_text("def5678\n")
+        self.gpu.unlink()
+        self.assertEqual((self.resumed(), self.resumed()), (3, 3))
 
 
 class Correctness(WithPrograms):
