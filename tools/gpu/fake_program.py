@@ -76,7 +76,7 @@ def answer(path=os.environ.get("MOH_ATTENTION"), **others):
         found["cases"] = [one | {"path": path} for one in found["cases"]]
     if "--kernels" in sys.argv:
         found["gpu_time"] = GPU_TIME
-    print("ptxas info: a line before", json.dumps(found), "} and {noise}")
+    print("ptxas info: a {line} of {} before", json.dumps(found), "} and {noise}")
 
 
 def libtest(passed=1, failed=0, line=None):

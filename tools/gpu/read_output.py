@@ -9,6 +9,7 @@ import csv
 import json
 import math
 import re
+import time
 from pathlib import Path
 
 import cases
@@ -16,6 +17,8 @@ import cases
 # Of the labels of relative errors, and of the metrics of a kernel.
 MOST_LABELS = 100
 MOST_METRICS = 400
+# Maximum seconds of looking for JSON: output with many braces takes one attempt each.
+SEARCH = 1.0
 
 
 class NotPassed(Exception):
@@ -40,27 +43,26 @@ class Skipped(NotPassed):
     status = "skipped"
 
 
-def first_object(text):
-    """The JSON object that starts at the first brace; the rest is ignored."""
-    at = text.find("{")
-    if at < 0:
-        raise Unreadable("there is no JSON in the output")
-    try:
-        found, _ = json.JSONDecoder().raw_decode(text, at)
-    except (ValueError, RecursionError) as error:
-        raise Unreadable(f"the JSON cannot be read: {error}") from error
-    return found
+def first_object(text, names):
+    """The first JSON object that has these fields, and something in them; the rest is ignored."""
+    why, at, end = "", text.find("{"), time.monotonic() + SEARCH
+    while at >= 0 and time.monotonic() < end:
+        try:
+            found, past = json.JSONDecoder().raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            why, past = why or f"the JSON cannot be read: {error}", at + 1
+        else:
+            missing = [name for name in names if not found.get(name)]
+            if not missing:
+                return found
+            why = why or f"the JSON has no {', '.join(missing)}"
+        at = text.find("{", past)
+    raise Unreadable(why or "there is no JSON in the output")
 
 
 def with_fields(*names):
-    """A reader of one object that has these fields, and something in them."""
-    def read(finished, _case):
-        found = first_object(finished.stdout)
-        missing = [name for name in names if not found.get(name)]
-        if missing:
-            raise Unreadable(f"the JSON has no {', '.join(missing)}")
-        return found
-    return read
+    """A reader of one object that has these fields."""
+    return lambda finished, _case: first_object(finished.stdout, names)
 
 
 def limits(finished, case):

@@ -3,6 +3,7 @@
 import json
 import struct
 import tempfile
+import time
 import unittest
 
 import cases
@@ -85,7 +86,17 @@ class Readers(unittest.TestCase):
         self.refuses("step", '{"model": {"layers": 1}, "step": {"tokens": 1}}',
                      "has no tokens_per_second")
         self.refuses("operators", '{"operators": []}', "has no operators")
-        self.refuses("step", "{" * 100_000, "cannot be read")
+
+    def test_json_stands_behind_other_braces(self):
+        found = {"operators": [{"operator": "rope"}], "machine": {}}
+        for before in ["warn: {cuda} ", "{", '{"a": 1} {"operators": []}\n', '{"a": [{']:
+            self.assertEqual(self.read("operators", before + json.dumps(found) + "}"), found)
+
+    def test_a_flood_of_braces_ends(self):
+        start = time.monotonic()
+        for flood in ["{" * 4_000_000, "{}" * 2_000_000, '{"a":' * 800_000]:
+            self.refuses("operators", flood, "the JSON (cannot be read|has no operators)")
+        self.assertLess(time.monotonic() - start, 3 * read_output.SEARCH + 2)
 
     def test_a_relative_error_that_is_no_number_is_the_largest(self):
         for errors in [("1e-3", "NaN"), ("NaN", "1e-3")]:
