@@ -120,6 +120,7 @@ BEHAVIOURS = {
     "lose GPU": lose_gpu,
     "plain path": lambda: answer("plain"),
     "loss of NaN": lambda: answer(loss={"first": 11.5, "last": None}),
+    "too much": lambda: answer(more="x" * (300 << 10)),
     "rate of NaN": lambda: answer(share_of_bf16_matmul=None),
     "words for a rate": lambda: answer(tokens_per_second={"median": "12000"}),
     "sanitizer": sanitizer,

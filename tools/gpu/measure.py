@@ -132,8 +132,7 @@ class Run:
                 continue
             if not self.is_due(case, rows):
                 continue
-            row = self.take(case)
-            record.append(self.file, row)
+            row = record.append(self.file, self.take(case))
             self.write_tables()
             headline = tables.headline(row)
             say(f"{row['status']:<9} {row['seconds']:6.1f} s  {case.name}  {headline}")

@@ -201,6 +201,13 @@ class Speed(WithPrograms):
         document = (self.out / "results.md").read_text()
         self.assertIn("| 12,000 | 1.0 | 500 | 70.0% | 64.0 | 11.500, - |", document)
 
+    def test_a_result_that_is_too_large_does_not_pass(self):
+        self.plan([["squared_norm", "answer"], ["operators", "too much"]])
+        code, stdout, _ = self.measure("speed", *named("limits", "operators"))
+        self.assertEqual((code, self.statuses()),
+                         (1, {"limits": "passed", "operators": "unreadable output"}))
+        self.assertRegex(stdout, r"operators  a result of 30\d{4} bytes was left out")
+
     def test_wrong_arguments_are_refused(self):
         for options, message in [
                 (["--case", "limit"], "speed has no case limit: see --list"),
