@@ -29,7 +29,7 @@ MODULES = ["adamw", "attention", "convert", "cross_entropy", "embedding", "key_v
 WITH_ATTENTION = ["attention", "devices", "tensor_parallel"]
 # Modules whose tests are separate cases.
 HOPPER = ["attention_paths", "attention_stress"]
-# The tests of the paths on a GPU, if the program cannot list them.
+# The tests of these modules on a GPU, if the program cannot list them.
 PATHS = ["every_path_of_dense_attention_agrees",
          "every_path_of_selected_heads_within_documents_agrees",
          "every_path_of_a_whole_moh_attention_agrees",
@@ -40,6 +40,8 @@ PATHS = ["every_path_of_dense_attention_agrees",
          "gpus_of_little_shared_memory_keep_their_tensor_cores",
          "what_a_path_does_not_take_falls_to_the_next",
          "sums_have_the_same_bits_in_every_run"]
+STRESS = ["dense", "three_quarters_of_the_heads", "half_of_the_heads", "skewed_routing",
+          "within_documents", "several_sequences", "heads_of_64"]
 # The tests that compute-sanitizer runs: every path, with heads of 64 and of 128, selected.
 SANITIZED = "attention_paths::every_path_of_selected_heads_within_documents_agrees"
 # The test of heads of 64, the less common size.
@@ -67,7 +69,7 @@ class Case:
 
 
 def of(run, programs, scratch, tests):
-    """The cases of a run; `tests` are the names that `test-kernels` lists."""
+    """The cases of a run; `tests` are the names that `test-kernels` lists, or none."""
     if run == "correctness":
         return correctness(programs, tests)
     return {"speed": speed, "depth": depth}[run](programs, scratch)
@@ -95,13 +97,11 @@ def correctness(programs, tests):
 
     cases = [Case("sass", "sass", 60, python("gpu/sass.py", kernels))]
     listed = {name.split("::")[0] for name in tests if "::" in name}
-    if "attention_paths" not in listed:
-        tests = [*tests, *(f"attention_paths::{name}" for name in PATHS)]
+    for module, names in zip(HOPPER, [PATHS, STRESS]):
+        if module not in listed:
+            tests = [*tests, *(f"{module}::{name}" for name in names)]
     cases += alone("attention_paths", 60)
-    if "attention_stress" in listed:
-        cases += alone("attention_stress", 120)
-    else:
-        cases.append(together("attention_stress", 120))
+    cases += alone("attention_stress", 120)
     cases.append(together("linear", 90))
     cases.append(Case("devices", "tests", 90,
                       [programs / "test-devices", "--nocapture", "--test-threads", "4"]))

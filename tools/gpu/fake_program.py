@@ -81,7 +81,7 @@ def answer(path=os.environ.get("MOH_ATTENTION"), **others):
 
 def libtest(passed=1, failed=0, line=None):
     if "--list" in sys.argv:
-        print((HERE / "tests").read_text())
+        print((HERE / "listed").read_text())
         return
     path = os.environ.get("MOH_ATTENTION", "any")
     line = line or f"out on {path}: BF16 relative error 2.5e-3"

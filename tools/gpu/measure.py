@@ -92,8 +92,10 @@ class Run:
         return done.stdout.strip() if done.code == 0 and done.stdout.strip() else "unknown"
 
     def tests(self):
-        """The names of the operators' tests, if the program lists them."""
-        listed = self.glance(self.arguments.programs / "test-kernels", "--list")
+        """The names of the operators' tests, if they were listed or the program lists them."""
+        built = self.arguments.programs / "tests"
+        listed = built.read_text() if built.is_file() else self.glance(
+            self.arguments.programs / "test-kernels", "--list")
         return [line[:-len(": test")] for line in listed.splitlines() if line.endswith(": test")]
 
     def header(self):

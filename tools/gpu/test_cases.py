@@ -45,6 +45,7 @@ class Sources(unittest.TestCase):
     def test_the_tests_of_the_cases_exist(self):
         modules = {path.stem: rust_tests(path) for path in OPERATORS.glob("*.rs")}
         self.assertEqual(sorted(cases.PATHS), sorted(modules["attention_paths"]))
+        self.assertEqual(sorted(cases.STRESS), sorted(modules["attention_stress"]))
         for name in [cases.SANITIZED, cases.SMALL_HEADS]:
             module, test = name.split("::")
             self.assertIn(test, modules[module])

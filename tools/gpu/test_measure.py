@@ -281,7 +281,8 @@ class Correctness(WithPrograms):
 
     def setUp(self):
         super().setUp()
-        (self.programs / "tests").write_text("".join(f"{name}: test\n" for name in self.TESTS))
+        self.listed = "".join(f"{name}: test\n" for name in self.TESTS)
+        (self.programs / "listed").write_text(self.listed)
 
     def test_tests_run_by_name_and_in_order(self):
         self.plan([["", "tests"]])
@@ -351,10 +352,18 @@ class Correctness(WithPrograms):
         self.assertEqual(rows["attention_paths/dense_agrees"]["status"], "failed")
         self.assertIn("2 tests ran, expected 1", rows["attention_paths/dense_agrees"]["why"])
 
-    def test_the_paths_are_cases_where_no_test_is_listed(self):
+    def test_known_tests_are_cases_where_none_is_listed(self):
         self.plan([["--list", "die"], ["", "tests"]])
-        self.measure("correctness", *named("attention_paths/*"))
-        self.assertEqual(len(self.rows("correctness")), len(cases.PATHS))
+        code, _, _ = self.measure("correctness", *named("attention_paths/*", "attention_stress/*"))
+        self.assertEqual(code, 0)
+        self.assertEqual(len(self.rows("correctness")), len(cases.PATHS) + len(cases.STRESS))
+
+    def test_tests_that_were_listed_before_are_not_listed_again(self):
+        self.plan([["", "tests"]])
+        (self.programs / "tests").write_text(self.listed)
+        self.measure("correctness", *named("attention_stress/*"))
+        self.assertEqual(len(self.rows("correctness")), 3)
+        self.assertNotIn("--list", "".join(self.runs()))
 
 
 class Depth(WithPrograms):

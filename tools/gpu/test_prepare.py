@@ -18,7 +18,11 @@ class Prepare(unittest.TestCase):
         "cargo": """#!/usr/bin/env bash
             mkdir -p target/release
             [ -e target/compiled ] || { touch target/compiled; echo table >"$MOH_CUDA_RESOURCES"; }
-            touch target/release/moh-{bench,train} target/{operators,devices,moh_comm}
+            touch target/release/moh-{bench,train} target/{devices,moh_comm}
+            if [ ! -e target/operators ]; then
+                printf '#!/bin/sh\necho "rope::agrees: test"\n' >target/operators
+                chmod +x target/operators
+            fi
             case $* in
                 *"-p moh-comm"*) names=moh_comm;;
                 test*) names="operators devices";;
@@ -60,9 +64,16 @@ class Prepare(unittest.TestCase):
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertEqual(sorted(os.listdir(self.out)), [
                 "commit", "moh-bench", "moh-train", "resources.md", "test-devices",
-                "test-kernels", "test-nccl"])
+                "test-kernels", "test-nccl", "tests"])
+            self.assertEqual((self.out / "tests").read_text(), "rope::agrees: test\n")
             self.assertEqual((self.out / "resources.md").read_text(), "table\n")
             shutil.rmtree(self.out)
+
+    def test_tests_that_cannot_be_listed_here_leave_no_list(self):
+        self.assertEqual(self.prepare().returncode, 0)
+        (self.target / "operators").write_text("#!/bin/sh\necho begun\nexit 1\n")
+        self.assertEqual(self.prepare().returncode, 0)
+        self.assertFalse((self.out / "tests").exists())
 
     def test_a_table_that_is_lost_is_an_error(self):
         self.assertEqual(self.prepare().returncode, 0)
