@@ -101,7 +101,7 @@ class Run:
     def header(self):
         built = self.arguments.programs / "commit"
         commit = built.read_text().strip() if built.is_file() else self.glance(
-            "git", "rev-parse", "--short", "HEAD")
+            "git", "describe", "--always", "--dirty")
         return {"header": True, "run": self.arguments.run,
                 "date": time.strftime("%Y-%m-%d %H:%M"), "gpu": self.gpu(), "commit": commit,
                 "path": os.environ.get("MOH_ATTENTION", "")}

@@ -34,7 +34,6 @@ class Prepare(unittest.TestCase):
             """,
         "strip": "#!/usr/bin/env bash\ncp $3 $2\n",
         "xz": "#!/usr/bin/env bash\ncat\n",
-        "git": "#!/usr/bin/env bash\necho abc1234\n",
     }
 
     def setUp(self):
@@ -48,7 +47,13 @@ class Prepare(unittest.TestCase):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
             path.chmod(0o755)
+        for words in ["init", "add .", "-c user.name=a -c user.email=a commit --message all"]:
+            self.git(*words.split())
         self.script, self.target = script, self.root / "repository/target"
+
+    def git(self, *words):
+        return subprocess.run(["git", *words], cwd=self.root / "repository", check=True, text=True,
+                              capture_output=True).stdout
 
     def prepare(self):
         return subprocess.run([self.script, self.out], capture_output=True, text=True, env=dict(
@@ -68,6 +73,13 @@ class Prepare(unittest.TestCase):
             self.assertEqual((self.out / "tests").read_text(), "rope::agrees: test\n")
             self.assertEqual((self.out / "resources.md").read_text(), "table\n")
             shutil.rmtree(self.out)
+
+    def test_the_commit_says_whether_files_are_changed(self):
+        head = self.git("rev-parse", "--short", "HEAD").strip()
+        for expected in [head, head + "-dirty"]:
+            self.assertEqual(self.prepare().returncode, 0)
+            self.assertEqual((self.out / "commit").read_text(), expected + "\n")
+            self.script.write_text(self.script.read_text() + "# changed\n")
 
     def test_tests_that_cannot_be_listed_here_leave_no_list(self):
         self.assertEqual(self.prepare().returncode, 0)
