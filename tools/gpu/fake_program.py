@@ -136,6 +136,7 @@ BEHAVIOURS = {
 }
 
 sys.stdout.reconfigure(errors="surrogateescape")
+(HERE / "environment").write_text(json.dumps(dict(os.environ)))
 WORDS = " ".join([os.environ.get("MOH_ATTENTION", ""), *sys.argv[1:]])
 with open(HERE / "runs", "a") as log:
     log.write(WORDS + "\n")

@@ -37,6 +37,12 @@ class Lists(unittest.TestCase):
         self.assertEqual({kind for _, kind, _, _ in tables.TABLES}, set(read_output.READERS))
         self.assertEqual(set(tables.HEADLINES), set(read_output.READERS))
 
+    def test_the_runs_fit_in_twenty_minutes(self):
+        self.assertLessEqual(sum(cases.RUNS.values()), 1200)
+        found = cases.of("correctness", Path("programs"), "scratch", [])
+        limits = {case.seconds for case in found if case.name.startswith("attention_stress/")}
+        self.assertEqual(limits, {120})
+
 
 class Sources(unittest.TestCase):
     """The names that the cases take from the Rust and CUDA files: a test that is renamed there

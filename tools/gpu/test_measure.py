@@ -9,9 +9,11 @@ import tempfile
 import time
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import cases
 import execute
+import measure
 import record
 
 HERE = Path(__file__).resolve().parent
@@ -165,6 +167,21 @@ class Speed(WithPrograms):
         self.assertIn("| limits | a GPU |", (self.out / "results.md").read_text())
         self.assertEqual(os.listdir(self.scratch), [])
 
+    def test_sigint_leaves_the_rest_for_resume(self):
+        self.plan([["squared_norm", "answer"], ["", "hang"]])
+        chosen = named("limits", "attention/8192/*")
+        with self.start("speed", *chosen) as process:
+            self.assertTrue(wait_for(lambda: len(self.processes()) == 2))
+            process.send_signal(signal.SIGINT)
+            self.assertEqual(process.wait(timeout=10), 1)
+        self.assertEqual(self.rows()["attention/8192/hopper"]["why"], "stopped by SIGINT")
+        self.assertFalse(any(map(is_running, self.processes())))
+        before = len(self.runs())
+        self.plan([["", "answer"]])
+        code, _, _ = self.measure("speed", "--resume", *chosen)
+        self.assertEqual((code, set(self.statuses().values())), (0, {"passed"}))
+        self.assertEqual(len(self.runs()) - before, 3)
+
     def test_a_run_that_is_killed_leaves_its_rows_and_not_its_program(self):
         self.plan([["squared_norm", "answer"], ["", "hang"]])
         with self.start("speed", *named("limits", "attention/8192/hopper")) as process:
@@ -235,6 +252,41 @@ class Speed(WithPrograms):
         self.assertEqual(self.statuses()["limits"], "passed")
 
 
+class Results(WithPrograms):
+    """Places for results that take none."""
+
+    CHOSEN = named("limits", "operators")
+
+    def test_rows_that_cannot_be_written_are_printed(self):
+        (self.out / "speed.jsonl").mkdir(parents=True)
+        _, stdout, stderr = self.measure("speed", *self.CHOSEN)
+        self.assertEqual(len(stdout.splitlines()), 2)
+        for name in ["limits", "operators"]:
+            self.assertRegex(stderr, rf'the row cannot be written: .*: {{"name": "{name}", .*'
+                                     r'"status": "passed"')
+
+    def test_tables_that_cannot_be_written_leave_the_rows(self):
+        (self.out / "results.md").mkdir(parents=True)
+        code, _, stderr = self.measure("speed", *self.CHOSEN)
+        self.assertEqual((code, self.statuses()),
+                         (0, {"limits": "passed", "operators": "passed"}))
+        self.assertIn("results.md cannot be written: IsADirectoryError", stderr)
+
+    def test_a_closed_output_does_not_end_the_run(self):
+        with self.start("speed", *self.CHOSEN) as process:
+            process.stdout.close()
+            self.assertEqual((process.wait(timeout=30), process.stderr.read()), (0, ""))
+        self.assertEqual(self.statuses(), {"limits": "passed", "operators": "passed"})
+
+    def test_a_mistake_of_measure_py_is_a_row(self):
+        run = object.__new__(measure.Run)
+        run.has_gpu = False
+        with mock.patch.object(run, "attempt", side_effect=KeyError("a mistake")):
+            row = run.take(cases.Case("a case", "tests", 1.0, []))
+        self.assertEqual((row["name"], row["status"]), ("a case", "failed"))
+        self.assertIn("KeyError: 'a mistake'", row["why"])
+
+
 class Machine(WithPrograms):
     CHOSEN = named("limits", "attention/8192/*")
 
@@ -251,6 +303,18 @@ class Machine(WithPrograms):
         code, _, _ = self.measure("speed", "--resume", *self.CHOSEN)
         self.assertEqual((code, set(self.statuses().values())), (0, {"passed"}))
         self.assertEqual(len(self.runs()) - before, 3)
+
+    def test_programs_find_the_gpu_and_the_libraries_of_pip(self):
+        libraries = self.root / "site/nvidia/cublas/lib"
+        libraries.mkdir(parents=True)
+        with mock.patch.dict(os.environ, PYTHONPATH=str(self.root / "site"),
+                             LD_LIBRARY_PATH="/known"):
+            self.measure("speed", *named("limits"))
+        variables = json.loads((self.programs / "environment").read_text())
+        self.assertEqual(variables["MOH_TEST_GPU"], "1")
+        folders = variables["LD_LIBRARY_PATH"].split(":")
+        self.assertIn(str(libraries), folders)
+        self.assertEqual(folders[-1], "/known")
 
     def resumed(self):
         """How many cases --resume runs."""

@@ -17,7 +17,11 @@ class Prepare(unittest.TestCase):
     TOOLS = {
         "cargo": """#!/usr/bin/env bash
             mkdir -p target/release
-            [ -e target/compiled ] || { touch target/compiled; echo table >"$MOH_CUDA_RESOURCES"; }
+            echo "$*" >>target/cargo
+            if [ ! -e target/compiled ]; then
+                touch target/compiled
+                echo "table of $MOH_CUDA_ARCHITECTURES" >"$MOH_CUDA_RESOURCES"
+            fi
             touch target/release/moh-{bench,train} target/{devices,moh_comm}
             if [ ! -e target/operators ]; then
                 printf '#!/bin/sh\necho "rope::agrees: test"\n' >target/operators
@@ -56,8 +60,10 @@ class Prepare(unittest.TestCase):
                               capture_output=True).stdout
 
     def prepare(self):
-        return subprocess.run([self.script, self.out], capture_output=True, text=True, env=dict(
-            os.environ, PATH=f"{self.tools}:{os.environ['PATH']}", MOH_CUDA_ARCHITECTURES="90a"))
+        variables = dict(os.environ, PATH=f"{self.tools}:{os.environ['PATH']}")
+        variables.pop("MOH_CUDA_ARCHITECTURES", None)
+        return subprocess.run([self.script, self.out], capture_output=True, text=True,
+                              env=variables)
 
     def test_the_script_can_be_parsed(self):
         done = subprocess.run(["bash", "-n", HERE / "prepare"], capture_output=True)
@@ -71,8 +77,23 @@ class Prepare(unittest.TestCase):
                 "commit", "moh-bench", "moh-train", "resources.md", "test-devices",
                 "test-kernels", "test-nccl", "tests"])
             self.assertEqual((self.out / "tests").read_text(), "rope::agrees: test\n")
-            self.assertEqual((self.out / "resources.md").read_text(), "table\n")
+            self.assertEqual((self.out / "resources.md").read_text(), "table of 90a\n")
             shutil.rmtree(self.out)
+
+    def test_everything_is_built_for_gpus_and_nccl(self):
+        self.prepare()
+        build, test, test_nccl = (self.target / "cargo").read_text().splitlines()
+        for words in [build, test]:
+            features = words.partition("--features ")[2].split()[0].split(",")
+            self.assertEqual(features, ["moh-cli/nccl", "moh-kernels/cuda", "moh-model/cuda"])
+        self.assertIn("-p moh-comm --features nccl ", test_nccl)
+
+    def test_an_archive_that_is_too_large_is_an_error(self):
+        (self.tools / "xz").write_text(
+            "#!/usr/bin/env bash\ncat >/dev/null\ntruncate --size 51MB /dev/stdout\n")
+        done = self.prepare()
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("has 51000000 bytes, the limit is 50000000", done.stderr)
 
     def test_the_commit_says_whether_files_are_changed(self):
         head = self.git("rev-parse", "--short", "HEAD").strip()
