@@ -1,5 +1,6 @@
 """Tests of the names and commands of the cases, against the sources that they name."""
 
+import fnmatch
 import json
 import re
 import subprocess
@@ -101,6 +102,27 @@ class Sources(unittest.TestCase):
     def test_the_operator_of_the_limits_exists(self):
         source = "".join(path.read_text() for path in (ROOT / "kernels/src/cases").glob("*.rs"))
         self.assertIn('"squared_norm"', source)
+
+
+class Document(unittest.TestCase):
+    """The commands of docs/gpu.md: a figure whose case is renamed could not be measured again."""
+
+    # A run and its options, with their values: `measure.py speed --case 'curve/*'`.
+    COMMAND = re.compile(r"measure\.py (\w+)((?: --\w+(?: '[^']*'| [^-\s`'][^\s`']*)?)*)")
+    CASE = re.compile(r"--case '?([^\s`']+)")
+
+    def test_the_runs_and_cases_of_its_commands_exist(self):
+        text = " ".join((ROOT / "docs/gpu.md").read_text().split())
+        commands = [(run, self.CASE.findall(options))
+                    for run, options in self.COMMAND.findall(text)]
+        self.assertEqual({run for run, _ in commands}, set(cases.RUNS))
+        for run, patterns in commands:
+            names = [case.name for case in cases.of(run, Path("programs"), "scratch", [])]
+            for pattern in patterns:
+                self.assertTrue(fnmatch.filter(names, pattern), f"{run} has no case {pattern}")
+        # None stands without its run, but for the one that explains the option.
+        in_commands = [pattern for _, patterns in commands for pattern in patterns]
+        self.assertEqual(sorted(self.CASE.findall(text)), sorted([*in_commands, "NAME"]))
 
 
 class CheckCommands(unittest.TestCase):
