@@ -315,9 +315,12 @@ fn as_text(arguments: &AttentionArguments, rows: &[Row], machine: &Machine) -> S
         "of dense",
     ];
     let AttentionArguments { heads, kv_heads, head_dim, length, batch, dtype, .. } = arguments;
+    // All cases have the same shape, and so the same path.
+    let path = rows.first().and_then(|row| row.path);
     format!(
-        "{batch} x {length} tokens, {heads}/{kv_heads} heads of {head_dim}, {}\n{}\n\n{}",
+        "{batch} x {length} tokens, {heads}/{kv_heads} heads of {head_dim}, {}{}\n{}\n\n{}",
         dtype.name(),
+        path.map_or(String::new(), |path| format!(", path {path}")),
         machine.line(),
         report::table(header, &table_rows)
     )

@@ -131,3 +131,22 @@ impl<B: Backend> Bench<B> {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use moh_kernels::Cpu;
+
+    use super::*;
+
+    #[test]
+    fn work_that_is_shorter_than_a_timing_is_repeated_within_it() {
+        let count = |shortest| {
+            let bench =
+                Bench { backend: Cpu, sizes: Sizes::SMALL, product: 1, copied: 1, shortest };
+            bench.count(|| Ok(())).unwrap()
+        };
+        assert_eq!(count(0.0), 1);
+        // The work takes less than ten seconds even on a machine that stalls.
+        assert!(count(1e3) >= 100);
+    }
+}
