@@ -135,8 +135,8 @@ impl Group {
         self.engine().map_or(Ok(()), |engine| engine.reserve_sends(messages, bytes))
     }
 
-    /// Receives the messages of rank `from` of the group with this tag, in the order in which they
-    /// were sent.
+    /// Receives the next message of rank `from` of the group with this tag. Messages with one tag
+    /// arrive in the order in which they were sent.
     pub fn recv<B: Memory, S: Scalar>(
         &self,
         view: B::ViewMut<'_, S>,

@@ -46,7 +46,8 @@ pub(crate) trait Engine: Send + Sync {
         Ok(())
     }
 
-    /// Receives the messages of rank `from` with this tag, in the order in which they were sent.
+    /// Receives the next message of rank `from` with this tag. Messages with one tag arrive in the
+    /// order in which they were sent; an engine may ignore tags.
     fn recv(&self, region: RegionMut<'_>, from: usize, tag: u32) -> Result<Ticket>;
 
     /// Returns when every rank has called it.
