@@ -279,7 +279,7 @@ impl Group {
         let running = health.begin(Operation { name, group, number });
         let ticket = work(&**engine)?;
         if let Some(outstanding) = &ticket {
-            running.goes_on(Arc::clone(outstanding));
+            running.continue_until(Arc::clone(outstanding));
         }
         Ok(ticket)
     }

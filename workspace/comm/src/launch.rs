@@ -16,8 +16,8 @@ const MOST_RANKS: usize = 65_536;
 const DEFAULT_PORT: u16 = 29_500;
 /// Ports derived from a job's number: below Linux's ports for outgoing connections.
 const DERIVED_PORTS: std::ops::Range<u32> = 20_000..30_000;
-/// The distance between the ports of one Slurm job's steps.
-const PORTS_APART: u64 = 101;
+/// Distance between the ports of consecutive steps of a Slurm job.
+const STEP_PORT_STRIDE: u64 = 101;
 
 /// The program that started this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -341,7 +341,7 @@ impl Variables<'_> {
             Error::Launch(format!("SLURM_JOB_ID = {job}: expected the number of a job"))
         })?;
         let step = self.text("SLURM_STEP_ID").and_then(|step| step.parse::<u64>().ok());
-        let number = job.wrapping_add(step.unwrap_or(0).wrapping_mul(PORTS_APART));
+        let number = job.wrapping_add(step.unwrap_or(0).wrapping_mul(STEP_PORT_STRIDE));
         Ok(Some(Address { host, port: derived_port(number) }))
     }
 

@@ -12,14 +12,14 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Fault, Result};
 use crate::rendezvous::{Peer, who};
 use crate::watchdog::Health;
-use crate::wire::{Connection, Message, Received, TICK, close_all};
+use crate::wire::{Connection, Message, POLL_INTERVAL, Received, close_all};
 
-/// How long rank 0 waits for the other ranks' reports.
-const INQUIRY: Duration = Duration::from_secs(2);
+/// How long rank 0 waits for the other ranks to say what they are doing.
+const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the final messages may take.
-const FAREWELL: Duration = Duration::from_secs(2);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Heartbeats within the silence limit.
-const BEATS: u32 = 6;
+const HEARTBEATS_PER_LIMIT: u32 = 6;
 
 /// Time limits.
 #[derive(Debug, Clone, Copy)]
@@ -37,19 +37,20 @@ pub(crate) struct Link {
 
 #[derive(Default)]
 struct Control {
-    orders: Mutex<Orders>,
+    requests: Mutex<Requests>,
     changed: Condvar,
 }
 
+/// What the process asks its monitoring thread to do.
 #[derive(Default)]
-struct Orders {
+struct Requests {
     goodbye: bool,
     failed: Option<String>,
 }
 
 impl Control {
-    fn orders(&self) -> MutexGuard<'_, Orders> {
-        self.orders.lock().unwrap_or_else(PoisonError::into_inner)
+    fn requests(&self) -> MutexGuard<'_, Requests> {
+        self.requests.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -66,23 +67,23 @@ impl Link {
         let monitored = |mut peer: Peer| {
             // The wait for the other ranks may have exceeded the silence limit.
             peer.connection.last_received = Instant::now();
-            Monitored { peer, gone: false }
+            Monitored { peer, said_goodbye: false }
         };
         let peers = peers.into_iter().map(monitored).collect();
-        let watch = Monitor {
+        let monitor = Monitor {
             rank,
             who: who(rank, place),
             peers,
             health: Arc::clone(&health),
             control: Arc::clone(&control),
             limits,
-            last_beat: Instant::now(),
-            told_stuck: false,
-            told_goodbye: false,
+            last_heartbeat: Instant::now(),
+            reported_stuck: false,
+            sent_goodbye: false,
             inquiry: None,
         };
         let thread = std::thread::Builder::new().name("moh-liveness".into());
-        let thread = thread.spawn(move || watch.run()).map_err(|error| Error::Engine {
+        let thread = thread.spawn(move || monitor.run()).map_err(|error| Error::Engine {
             engine: "liveness",
             operation: "starting a thread",
             reason: error.to_string(),
@@ -95,14 +96,14 @@ impl Link {
     /// # Errors
     /// The fault that ended the job.
     pub(crate) fn close(&self) -> Result<()> {
-        self.control.orders().goodbye = true;
+        self.control.requests().goodbye = true;
         self.end();
         self.health.check()
     }
 
     /// Tells all ranks that this one ends with an error.
     pub(crate) fn fail(&self, reason: &str) {
-        self.control.orders().failed = Some(reason.to_owned());
+        self.control.requests().failed = Some(reason.to_owned());
         self.end();
     }
 
@@ -121,8 +122,7 @@ impl Link {
 
 struct Monitored {
     peer: Peer,
-    /// It has said goodbye.
-    gone: bool,
+    said_goodbye: bool,
 }
 
 /// Rank 0's inquiry to all ranks about a stuck operation.
@@ -140,22 +140,22 @@ struct Monitor {
     health: Arc<Health>,
     control: Arc<Control>,
     limits: Limits,
-    last_beat: Instant,
-    told_stuck: bool,
-    told_goodbye: bool,
+    last_heartbeat: Instant,
+    reported_stuck: bool,
+    sent_goodbye: bool,
     inquiry: Option<Inquiry>,
 }
 
 impl Monitor {
     fn run(mut self) {
         let fault = loop {
-            let (goodbye, failed) = self.orders();
+            let (goodbye, failed) = self.take_requests();
             if let Some(reason) = failed {
                 self.end_with_error(reason);
                 break None;
             }
-            if goodbye && !self.told_goodbye {
-                self.told_goodbye = true;
+            if goodbye && !self.sent_goodbye {
+                self.sent_goodbye = true;
                 if self.rank != 0 {
                     self.send_to_all(&Message::Goodbye);
                 }
@@ -164,14 +164,14 @@ impl Monitor {
             if fault.is_some() {
                 break fault;
             }
-            if self.told_goodbye && self.peers.iter().all(|monitored| monitored.gone) {
+            if self.sent_goodbye && self.peers.iter().all(|monitored| monitored.said_goodbye) {
                 if self.rank == 0 {
                     self.send_to_all(&Message::Goodbye);
                 }
                 self.close();
                 break None;
             }
-            self.beat();
+            self.send_heartbeat();
         };
         if let Some(fault) = fault {
             if self.rank == 0 {
@@ -184,14 +184,14 @@ impl Monitor {
         }
     }
 
-    /// Waits one tick for an order.
-    fn orders(&self) -> (bool, Option<String>) {
-        let mut orders = self.control.orders();
-        if orders.failed.is_none() && (!orders.goodbye || self.told_goodbye) {
-            let waited = self.control.changed.wait_timeout(orders, TICK);
-            orders = waited.unwrap_or_else(PoisonError::into_inner).0;
+    /// Waits for a request of the process, for one poll interval at most.
+    fn take_requests(&self) -> (bool, Option<String>) {
+        let mut requests = self.control.requests();
+        if requests.failed.is_none() && (!requests.goodbye || self.sent_goodbye) {
+            let waited = self.control.changed.wait_timeout(requests, POLL_INTERVAL);
+            requests = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-        (orders.goodbye, orders.failed.take())
+        (requests.goodbye, requests.failed.take())
     }
 
     /// Receives from all peers; those that die at the same time are reported together.
@@ -199,13 +199,13 @@ impl Monitor {
         let mut lost: Vec<(String, String)> = Vec::new();
         let mut stuck = None;
         for monitored in &mut self.peers {
-            if monitored.gone {
+            if monitored.said_goodbye {
                 continue;
             }
-            let Monitored { peer, gone } = monitored;
+            let Monitored { peer, said_goodbye } = monitored;
             let received = loop {
                 match peer.connection.receive() {
-                    Received::Message(Message::Goodbye) => *gone = true,
+                    Received::Message(Message::Goodbye) => *said_goodbye = true,
                     Received::Message(Message::Ask) => {
                         let text = self.health.describe();
                         peer.connection.send(&Message::Doing { text });
@@ -218,7 +218,7 @@ impl Monitor {
                     Received::Message(Message::Stuck { operation }) => {
                         stuck = Some((peer.who(), operation));
                     }
-                    Received::Message(_) if *gone => {}
+                    Received::Message(_) if *said_goodbye => {}
                     received @ (Received::Message(Message::Failed { .. } | Message::Fault(_))
                     | Received::Nothing
                     | Received::Lost(_)) => break received,
@@ -230,8 +230,8 @@ impl Monitor {
                 Received::Message(Message::Failed { reason }) => {
                     return Some(Fault::Failed { who: peer.who(), reason });
                 }
-                Received::Lost(reason) if !*gone => lost.push((peer.who(), reason)),
-                Received::Nothing if !*gone => {
+                Received::Lost(reason) if !*said_goodbye => lost.push((peer.who(), reason)),
+                Received::Nothing if !*said_goodbye => {
                     let silence = peer.connection.last_received.elapsed();
                     if silence > self.limits.silence {
                         lost.push((peer.who(), format!("no sign of life for {silence:.0?}")));
@@ -250,11 +250,11 @@ impl Monitor {
     }
 
     fn look_for_stuck_operations(&mut self) -> Option<Fault> {
-        if !self.told_stuck
-            && let Some((operation, lasted)) = self.health.longest()
+        if !self.reported_stuck
+            && let Some((operation, lasted)) = self.health.longest_running()
             && lasted > self.limits.operation
         {
-            self.told_stuck = true;
+            self.reported_stuck = true;
             let operation = format!("{operation} since {lasted:.0?}");
             if self.rank == 0 {
                 self.inquire(self.who.clone(), operation);
@@ -263,15 +263,15 @@ impl Monitor {
             }
         }
         let inquiry = self.inquiry.as_ref()?;
-        let asked = self.peers.iter().filter(|monitored| !monitored.gone);
-        let answered = asked.clone().all(|w| inquiry.answers.contains_key(&w.peer.rank));
+        let asked = self.peers.iter().filter(|monitored| !monitored.said_goodbye);
+        let answered = asked.clone().all(|asked| inquiry.answers.contains_key(&asked.peer.rank));
         if !answered && Instant::now() < inquiry.until {
             return None;
         }
         let mut report = vec![format!("{} is {}", self.who, self.health.describe())];
-        report.extend(self.peers.iter().map(|Monitored { peer, gone }| {
+        report.extend(self.peers.iter().map(|Monitored { peer, said_goodbye }| {
             let answer = inquiry.answers.get(&peer.rank).map(String::as_str);
-            let nothing = if *gone { "at its end" } else { "silent" };
+            let nothing = if *said_goodbye { "at its end" } else { "silent" };
             format!("{} is {}", peer.who(), answer.unwrap_or(nothing))
         }));
         Some(Fault::Stuck {
@@ -283,7 +283,7 @@ impl Monitor {
 
     fn inquire(&mut self, who: String, operation: String) {
         if self.inquiry.is_none() {
-            let (answers, until) = (BTreeMap::new(), Instant::now() + INQUIRY);
+            let (answers, until) = (BTreeMap::new(), Instant::now() + REPORT_TIMEOUT);
             self.inquiry = Some(Inquiry { who, operation, answers, until });
             self.send_to_all(&Message::Ask);
         }
@@ -299,9 +299,9 @@ impl Monitor {
         self.close();
     }
 
-    fn beat(&mut self) {
-        if self.last_beat.elapsed() > self.limits.silence / BEATS {
-            self.last_beat = Instant::now();
+    fn send_heartbeat(&mut self) {
+        if self.last_heartbeat.elapsed() > self.limits.silence / HEARTBEATS_PER_LIMIT {
+            self.last_heartbeat = Instant::now();
             self.send_to_all(&Message::Alive);
         }
         for monitored in &mut self.peers {
@@ -318,7 +318,7 @@ impl Monitor {
     fn close(&mut self) {
         let connections: Vec<Connection> =
             self.peers.drain(..).map(|monitored| monitored.peer.connection).collect();
-        close_all(connections, FAREWELL);
+        close_all(connections, CLOSE_TIMEOUT);
     }
 }
 

@@ -51,7 +51,7 @@ fn fault(rank: &Rank) -> String {
 }
 
 #[test]
-fn ranks_that_say_goodbye_part_in_peace() {
+fn ranks_that_say_goodbye_end_without_a_fault() {
     let ranks = ranks(4, LIMITS);
     let ends: Vec<_> = ranks
         .into_iter()

@@ -2,8 +2,8 @@
 //! that all ranks are present and were started alike, and distributes rank 0's payload (NCCL's
 //! unique id). The connections stay open for monitoring (`liveness.rs`).
 //!
-//! Rank 0 serves all connections from one non-blocking loop, so that strangers on its port cannot
-//! delay the ranks. There is no authentication: whoever reaches the port and knows the job can
+//! Rank 0 serves all connections from one non-blocking loop, so that a connection that sends nothing
+//! cannot delay the ranks. There is no authentication: whoever reaches the port and knows the job can
 //! claim a rank, so the port belongs on a private network of the cluster.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
@@ -11,27 +11,30 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Fault, Result};
 use crate::launch::{Address, Launch};
-use crate::wire::{Connection, Hello, Message, PROTOCOL, Received, Refusal, TICK, close_all};
+use crate::wire::{
+    Connection, Hello, Message, POLL_INTERVAL, PROTOCOL, Received, Refusal, close_all,
+};
 
-/// How long a connection may take to introduce itself.
-const INTRODUCTION: Duration = Duration::from_secs(10);
-/// Maximum connections that have not introduced themselves, besides the ranks'.
-const MOST_STRANGERS: usize = 64;
-/// How long rank 0 waits for further ranks after a mismatch, so that they learn the cause too.
-const SETTLE: Duration = Duration::from_secs(2);
+/// How long a new connection may take to send its hello.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum connections whose hello has not arrived, beyond the number of ranks; further ones replace
+/// the oldest.
+const MAX_PENDING_CONNECTIONS: usize = 64;
+/// How long rank 0 waits for further ranks after a mismatch, so that they report the cause as well.
+const MISMATCH_GRACE: Duration = Duration::from_secs(2);
 /// How long rank 0 retries a port that an earlier job may still be releasing.
-const PORT_PATIENCE: Duration = Duration::from_secs(5);
-/// How long sending a refusal may take.
-const FAREWELL: Duration = Duration::from_secs(2);
+const BIND_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long refused connections may take to read the refusal and close.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time limit of one connection attempt.
-const ATTEMPT: Duration = Duration::from_secs(3);
-/// How long an introduced rank waits beyond the time limit: rank 0 enforces the limit, and may have
-/// started counting later.
-const GRACE: Duration = Duration::from_secs(20);
-/// How long a rank retries after rank 0 closed the connection without an answer.
-const SECOND_CHANCE: Duration = Duration::from_secs(40);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+/// How long a connected rank waits for rank 0's answer beyond the time limit: rank 0 enforces the
+/// limit, and may have started later.
+const WELCOME_GRACE: Duration = Duration::from_secs(20);
+/// How long a rank reconnects after rank 0 closed the connection without an answer.
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(40);
 /// Characters of a fingerprint shown in a message.
-const SHOWN: usize = 120;
+const MAX_SHOWN_CHARS: usize = 120;
 
 /// Another process of the job.
 pub(crate) struct Peer {
@@ -68,7 +71,7 @@ fn failed(address: &Address, reason: impl Into<String>) -> Error {
     Error::Rendezvous { address: address.to_string(), reason: reason.into() }
 }
 
-/// This process's introduction.
+/// This process's first message to rank 0, and what rank 0 compares it with.
 pub(crate) fn hello(launch: &Launch, fingerprint: &str) -> Hello {
     Hello {
         protocol: PROTOCOL,
@@ -88,11 +91,11 @@ pub(crate) fn host(
     payload: Vec<u8>,
 ) -> Result<Vec<Peer>> {
     let start = Instant::now();
-    let listener = listen(address, start + limit.min(PORT_PATIENCE))?;
+    let listener = listen(address, start + limit.min(BIND_TIMEOUT))?;
     let mut admission = Admission {
         me,
         peers: (1..me.size).map(|_| None).collect(),
-        strangers: Vec::new(),
+        pending: Vec::new(),
         fault: None,
         deadline: start + limit,
     };
@@ -103,9 +106,9 @@ pub(crate) fn host(
         seconds: limit.as_secs(),
     };
     loop {
-        admission.let_in(&listener);
-        admission.listen_to_strangers();
-        admission.listen_to_peers();
+        admission.accept(&listener);
+        admission.read_hellos();
+        admission.check_peers();
         let absent = admission.absent();
         if absent.is_empty() && admission.fault.is_none() {
             break;
@@ -114,7 +117,7 @@ pub(crate) fn host(
             let fault = admission.fault.take().unwrap_or_else(|| missing(absent));
             return Err(admission.refuse_all(fault));
         }
-        std::thread::sleep(TICK);
+        std::thread::sleep(POLL_INTERVAL);
     }
     let mut peers: Vec<Peer> = admission.peers.into_iter().flatten().collect();
     let welcome = Message::Welcome { who: me.place.clone(), payload };
@@ -129,8 +132,8 @@ struct Admission<'a> {
     me: &'a Hello,
     /// Rank r at index r - 1.
     peers: Vec<Option<Peer>>,
-    /// Connections that have not introduced themselves, with their deadlines.
-    strangers: Vec<(Connection, Instant)>,
+    /// Connections whose hello has not arrived, with their deadlines.
+    pending: Vec<(Connection, Instant)>,
     fault: Option<Fault>,
     deadline: Instant,
 }
@@ -141,23 +144,23 @@ impl Admission<'_> {
         self.peers.iter().enumerate().filter_map(absent).collect()
     }
 
-    fn let_in(&mut self, listener: &TcpListener) {
+    fn accept(&mut self, listener: &TcpListener) {
         // An error concerns one connection or is transient; the time limit ends the rest.
         while let Ok((stream, _)) = listener.accept() {
             if let Ok(connection) = Connection::new(stream) {
-                self.strangers.push((connection, Instant::now() + INTRODUCTION));
+                self.pending.push((connection, Instant::now() + HANDSHAKE_TIMEOUT));
             }
-            if self.strangers.len() > self.me.size + MOST_STRANGERS {
-                self.strangers.remove(0);
+            if self.pending.len() > self.me.size + MAX_PENDING_CONNECTIONS {
+                self.pending.remove(0);
             }
         }
     }
 
-    fn listen_to_strangers(&mut self) {
-        for (mut connection, until) in std::mem::take(&mut self.strangers) {
+    fn read_hellos(&mut self) {
+        for (mut connection, deadline) in std::mem::take(&mut self.pending) {
             match connection.receive() {
-                Received::Nothing if Instant::now() < until => {
-                    self.strangers.push((connection, until));
+                Received::Nothing if Instant::now() < deadline => {
+                    self.pending.push((connection, deadline));
                 }
                 Received::Message(Message::Hello(hello)) => self.admit(connection, hello),
                 _ => {}
@@ -197,13 +200,13 @@ impl Admission<'_> {
             && let Some(fault) = difference(self.me, &hello)
         {
             self.fault = Some(fault);
-            self.deadline = self.deadline.min(Instant::now() + SETTLE);
+            self.deadline = self.deadline.min(Instant::now() + MISMATCH_GRACE);
         }
         *peer = Some(Peer { rank: hello.rank, place: clip(&hello.place), connection });
     }
 
-    /// Reports a rank that has introduced itself and is gone: it will not come back.
-    fn listen_to_peers(&mut self) {
+    /// Makes a rank that joined and then closed its connection the fault: it will not reconnect.
+    fn check_peers(&mut self) {
         for slot in &mut self.peers {
             let Some(peer) = slot else { continue };
             if let Received::Lost(reason) = peer.connection.receive() {
@@ -220,12 +223,12 @@ impl Admission<'_> {
             peer.connection.send(&Message::Refused(Refusal::Fault(fault.clone())));
             peer.connection
         });
-        close_all(connections.collect(), FAREWELL);
+        close_all(connections.collect(), CLOSE_TIMEOUT);
         fault.into()
     }
 }
 
-/// How a rank's introduction differs from rank 0's.
+/// How a rank's hello differs from rank 0's, if it does.
 fn difference(ours: &Hello, theirs: &Hello) -> Option<Fault> {
     let (mine, other) = if ours.size != theirs.size {
         (format!("{} ranks", ours.size), format!("{} ranks", theirs.size))
@@ -251,8 +254,8 @@ fn difference(ours: &Hello, theirs: &Hello) -> Option<Fault> {
 /// The start of another process's text, safe to print on a terminal.
 fn clip(text: &str) -> String {
     let shown = text.chars().map(|c| if c.is_control() { ' ' } else { c });
-    let mut shown: String = shown.take(SHOWN).collect();
-    if text.chars().nth(SHOWN).is_some() {
+    let mut shown: String = shown.take(MAX_SHOWN_CHARS).collect();
+    if text.chars().nth(MAX_SHOWN_CHARS).is_some() {
         shown.push_str("...");
     }
     shown
@@ -297,8 +300,8 @@ pub(crate) fn join(address: &Address, me: &Hello, limit: Duration) -> Result<(Pe
     let mut deadline = start + limit;
     let mut pause = Duration::from_millis(20);
     loop {
-        let reason = match introduce(address, me) {
-            Ok(connection) => match await_welcome(connection, limit + GRACE) {
+        let reason = match connect(address, me) {
+            Ok(connection) => match await_welcome(connection, limit + WELCOME_GRACE) {
                 Answer::Welcome(peer, payload) => return Ok((*peer, payload)),
                 Answer::Refused(Refusal::Fault(fault)) => return Err(fault.into()),
                 Answer::Refused(Refusal::Rank(reason)) => return Err(failed(address, reason)),
@@ -308,7 +311,7 @@ pub(crate) fn join(address: &Address, me: &Hello, limit: Duration) -> Result<(Pe
                         .into()
                 }
                 Answer::None(reason) => {
-                    deadline = deadline.min(Instant::now() + SECOND_CHANCE);
+                    deadline = deadline.min(Instant::now() + RECONNECT_TIMEOUT);
                     reason
                 }
             },
@@ -329,12 +332,12 @@ pub(crate) fn join(address: &Address, me: &Hello, limit: Duration) -> Result<(Pe
     }
 }
 
-fn introduce(address: &Address, me: &Hello) -> std::result::Result<Connection, String> {
+fn connect(address: &Address, me: &Hello) -> std::result::Result<Connection, String> {
     let resolved = (address.host.as_str(), address.port).to_socket_addrs();
     let resolved = resolved.map_err(|error| format!("no such host: {error}"))?;
     let mut reason = "the name has no address".to_owned();
     for socket in resolved {
-        match TcpStream::connect_timeout(&socket, ATTEMPT) {
+        match TcpStream::connect_timeout(&socket, CONNECT_TIMEOUT) {
             Ok(stream) => {
                 let connection = Connection::new(stream);
                 let mut connection = connection.map_err(|error| error.to_string())?;
@@ -358,7 +361,7 @@ fn await_welcome(mut connection: Connection, limit: Duration) -> Answer {
     while Instant::now() < until {
         connection.flush();
         match connection.receive() {
-            Received::Nothing => std::thread::sleep(TICK),
+            Received::Nothing => std::thread::sleep(POLL_INTERVAL),
             Received::Message(Message::Welcome { who, payload }) => {
                 return Answer::Welcome(
                     Box::new(Peer { rank: 0, place: who, connection }),

@@ -139,7 +139,7 @@ fn another_number_of_ranks_is_refused() {
 }
 
 #[test]
-fn strangers_neither_crash_nor_delay_the_rendezvous() {
+fn unknown_peers_neither_crash_nor_delay_the_rendezvous() {
     let address = free_address();
     let start = Instant::now();
     let host = host_thread(&address, me(0, 2, ""), LIMIT);
@@ -163,14 +163,14 @@ fn strangers_neither_crash_nor_delay_the_rendezvous() {
         loud.push(stream);
     }
     // Ranks of another job, and a duplicate rank.
-    for stranger in [
+    for hello in [
         Hello { job: "another".into(), ..me(1, 2, "") },
         Hello { rank: 7, ..me(1, 2, "") },
         Hello { rank: 0, ..me(1, 2, "") },
         Hello { protocol: 99, ..me(1, 2, "") },
     ] {
         let mut connection = Connection::new(connect()).unwrap();
-        connection.send(&Message::Hello(stranger));
+        connection.send(&Message::Hello(hello));
         let received = loop {
             match connection.receive() {
                 Received::Nothing => std::thread::sleep(Duration::from_millis(1)),
@@ -194,7 +194,7 @@ fn a_rank_that_is_there_twice_is_refused_the_second_time() {
         if let Some(at) = twice.iter().position(JoinHandle::is_finished) {
             break twice.remove(at);
         }
-        std::thread::sleep(TICK);
+        std::thread::sleep(POLL_INTERVAL);
     };
     let error = message(refused.join().unwrap());
     assert!(error.contains("rank 1 (") && error.contains("has already joined"), "{error}");
@@ -209,7 +209,7 @@ fn a_rank_that_dies_before_the_start_is_named() {
     let host = host_thread(&address, me(0, 4, ""), LIMIT);
     let other = join_thread(&address, me(2, 4, ""));
     let connection = loop {
-        match introduce(&address, &me(1, 4, "")) {
+        match connect(&address, &me(1, 4, "")) {
             Ok(connection) => break connection,
             Err(_) => std::thread::sleep(Duration::from_millis(5)),
         }

@@ -91,9 +91,9 @@ impl Health {
     }
 
     /// The longest-running operation and its age.
-    pub(crate) fn longest(&self) -> Option<(String, Duration)> {
+    pub(crate) fn longest_running(&self) -> Option<(String, Duration)> {
         let mut activity = self.activity();
-        activity.forget_finished();
+        activity.remove_finished();
         let oldest = activity.running.iter().min_by_key(|entry| entry.since)?;
         Some((oldest.operation.to_string(), oldest.since.elapsed()))
     }
@@ -101,7 +101,7 @@ impl Health {
     /// What this process is doing, for the report of a stuck operation.
     pub(crate) fn describe(&self) -> String {
         let mut activity = self.activity();
-        activity.forget_finished();
+        activity.remove_finished();
         let mut text = String::new();
         for Entry { operation, since, .. } in &activity.running {
             let separator = if text.is_empty() { "in " } else { " and in " };
@@ -117,7 +117,7 @@ impl Health {
 }
 
 impl Activity {
-    fn forget_finished(&mut self) {
+    fn remove_finished(&mut self) {
         let Activity { running, last, .. } = self;
         running.retain(|entry| {
             let done = entry.outstanding.as_ref().is_some_and(|outstanding| outstanding.is_done());
@@ -130,8 +130,8 @@ impl Activity {
 }
 
 impl Running<'_> {
-    /// Keeps the operation running until `outstanding` is done.
-    pub(crate) fn goes_on(self, outstanding: Arc<dyn Outstanding>) {
+    /// Counts the operation as running until `outstanding` is done.
+    pub(crate) fn continue_until(self, outstanding: Arc<dyn Outstanding>) {
         let mut activity = self.health.activity();
         if let Some(entry) = activity.running.iter_mut().find(|entry| entry.id == self.id) {
             entry.outstanding = Some(outstanding);
@@ -148,7 +148,7 @@ impl Drop for Running<'_> {
             *last = Some(running.swap_remove(at).operation);
         }
         // Without a stuck operation nobody else checks which ones are done.
-        activity.forget_finished();
+        activity.remove_finished();
     }
 }
 
@@ -177,10 +177,10 @@ mod tests {
         let health = health();
         assert_eq!(health.describe(), "in no operation, and in none before");
         let running = health.begin(operation(1));
-        assert_eq!(health.longest().unwrap().0, "all_reduce no. 1 of group data");
+        assert_eq!(health.longest_running().unwrap().0, "all_reduce no. 1 of group data");
         assert!(health.describe().starts_with("in all_reduce no. 1 of group data since "));
         drop(running);
-        assert!(health.longest().is_none());
+        assert!(health.longest_running().is_none());
         assert_eq!(
             health.describe(),
             "in no operation, the last was all_reduce no. 1 of group data"
@@ -199,25 +199,25 @@ mod tests {
             }
         }
         let (health, event) = (health(), Arc::new(Event(AtomicBool::new(false))));
-        health.begin(operation(1)).goes_on(event.clone());
-        assert!(health.longest().is_some());
+        health.begin(operation(1)).continue_until(event.clone());
+        assert!(health.longest_running().is_some());
         event.0.store(true, Ordering::Relaxed);
-        assert!(health.longest().is_none());
+        assert!(health.longest_running().is_none());
     }
 
     #[test]
-    fn the_first_fault_is_told_once() {
-        let told = Arc::new(Mutex::new(Vec::new()));
-        let tell = {
-            let told = told.clone();
-            move |fault: &Fault| told.lock().unwrap().push(fault.clone())
+    fn only_the_first_fault_is_reported() {
+        let reported = Arc::new(Mutex::new(Vec::new()));
+        let report = {
+            let reported = reported.clone();
+            move |fault: &Fault| reported.lock().unwrap().push(fault.clone())
         };
-        let health = Health::new(Arc::new(tell));
+        let health = Health::new(Arc::new(report));
         let lost = |who: &str| Fault::Lost { who: who.into(), reason: String::new() };
         health.check().unwrap();
         health.report(lost("rank 1"));
         health.report(lost("rank 2"));
-        assert_eq!(*told.lock().unwrap(), [lost("rank 1")]);
+        assert_eq!(*reported.lock().unwrap(), [lost("rank 1")]);
         assert_eq!(health.check(), Err(lost("rank 1").into()));
     }
 }

@@ -14,17 +14,17 @@ use crate::error::Fault;
 
 /// The version of the protocol.
 pub(crate) const PROTOCOL: u32 = 1;
-/// Maximum bytes of a message: a report of thousands of ranks, or an introduction with a recipe of a
+/// Maximum bytes of a message: a report of thousands of ranks, or a hello with a recipe of a
 /// megabyte, which quoting in TOML and again in JSON may make four times as long.
-pub(crate) const LIMIT: usize = 8 << 20;
+pub(crate) const MAX_MESSAGE_BYTES: usize = 8 << 20;
 /// Bytes that the buffer of a connection keeps allocated between messages.
 const KEPT_BYTES: usize = 64 << 10;
 /// How often a thread polls its connections.
-pub(crate) const TICK: Duration = Duration::from_millis(10);
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Message {
-    /// Another rank's introduction.
+    /// The first message of another rank to rank 0.
     Hello(Hello),
     /// Rank 0's answer once all ranks have joined, with its payload.
     Welcome { who: String, payload: Vec<u8> },
@@ -88,7 +88,7 @@ pub(crate) struct Connection {
 fn decode(input: &mut Vec<u8>) -> Result<Option<Message>, String> {
     let Some((length, rest)) = input.split_first_chunk::<4>() else { return Ok(None) };
     let length = u32::from_le_bytes(*length) as usize;
-    if length > LIMIT {
+    if length > MAX_MESSAGE_BYTES {
         return Err("received an invalid message".into());
     }
     let Some(bytes) = rest.get(..length) else { return Ok(None) };
@@ -98,10 +98,10 @@ fn decode(input: &mut Vec<u8>) -> Result<Option<Message>, String> {
     message.map(Some).map_err(|_| "received an invalid message".into())
 }
 
-/// Reads bytes as a stranger's messages at the rendezvous, for tests with hostile input.
+/// Reads bytes as the rendezvous reads those of an unknown peer, for tests with hostile input.
 ///
 /// # Errors
-/// Fails at the first that is not a message.
+/// Fails at the first bytes that are no message.
 #[doc(hidden)]
 pub fn check_messages(bytes: &[u8]) -> Result<(), String> {
     let mut input = bytes.to_vec();
@@ -168,10 +168,10 @@ impl Connection {
     }
 }
 
-/// Closes connections gracefully: flushes them, and waits until the peers have closed theirs, or
-/// until `patience` runs out.
-pub(crate) fn close_all(mut connections: Vec<Connection>, patience: Duration) {
-    let end = Instant::now() + patience;
+/// Closes connections gracefully: flushes them, and waits until the peers have closed theirs, for
+/// `timeout` at most.
+pub(crate) fn close_all(mut connections: Vec<Connection>, timeout: Duration) {
+    let end = Instant::now() + timeout;
     while !connections.is_empty() && Instant::now() < end {
         connections.retain_mut(|connection| {
             if connection.flush() {

@@ -11,8 +11,8 @@ use crate::liveness::{Limits, Link};
 use crate::rendezvous;
 use crate::watchdog::Health;
 
-/// How long the other processes may take to report the fault before this one ends them.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+/// How long the other processes may take to report the fault before the engine ends the job.
+const ABORT_GRACE: Duration = Duration::from_millis(500);
 
 /// Default of [`Options::rendezvous_limit`].
 pub const RENDEZVOUS_LIMIT: Duration = Duration::from_secs(300);
@@ -229,7 +229,7 @@ impl World {
         self.closed = true;
         if let Some(link) = &self.link {
             link.fail(reason);
-            std::thread::sleep(LAST_WORDS);
+            std::thread::sleep(ABORT_GRACE);
         }
         match self.group.engine() {
             Some(engine) => engine.abort(code),

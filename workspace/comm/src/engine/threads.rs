@@ -19,7 +19,7 @@ use crate::reduce::{Reduce, reduce};
 use crate::watchdog::Health;
 
 /// How often a waiting thread checks whether the job has ended.
-const POLL: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// One thread's end of a group.
 pub(crate) struct Threads {
@@ -191,7 +191,7 @@ impl Threads {
             if let Some(rank) = barrier.left {
                 return Err(Error::Left { rank });
             }
-            let waited = shared.released.wait_timeout(barrier, POLL);
+            let waited = shared.released.wait_timeout(barrier, POLL_INTERVAL);
             barrier = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -290,7 +290,7 @@ impl Engine for Threads {
             if mailbox.left.contains(&from) {
                 return Err(Error::Left { rank: from });
             }
-            let waited = self.shared.posted.wait_timeout(mailbox, POLL);
+            let waited = self.shared.posted.wait_timeout(mailbox, POLL_INTERVAL);
             mailbox = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }

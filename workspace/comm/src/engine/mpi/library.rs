@@ -21,10 +21,10 @@ use crate::engine::scratch::{self, Scratch};
 use crate::error::{Error, Result};
 use crate::watchdog::Health;
 
-/// How long to wait after a fault for data that other processes were still writing.
-const SETTLE: Duration = Duration::from_millis(500);
+/// How long an operation waits after a fault, because other processes may still write to its memory.
+const FAULT_GRACE: Duration = Duration::from_millis(500);
 /// How often the progress thread calls MPI while a message is pending.
-const PROGRESS: Duration = Duration::from_micros(50);
+const PROGRESS_INTERVAL: Duration = Duration::from_micros(50);
 /// The buffer size that MPI requires for an error's text.
 const ERROR_TEXT: usize = ffi::MPI_MAX_ERROR_STRING as usize;
 
@@ -171,7 +171,7 @@ impl Library {
                 return Ok(status);
             }
             if let Some(fault) = self.health.fault() {
-                std::thread::sleep(SETTLE);
+                std::thread::sleep(FAULT_GRACE);
                 return Err(fault.clone().into());
             }
             std::thread::yield_now();
@@ -256,7 +256,7 @@ impl Calls {
                 return;
             }
             drop(queue);
-            std::thread::sleep(PROGRESS);
+            std::thread::sleep(PROGRESS_INTERVAL);
             queue = self.queue();
         }
     }

@@ -22,13 +22,14 @@ use crate::reduce::{Reduce, reduce};
 use crate::watchdog::Health;
 
 /// Bytes that a rank receives at a time when it reduces.
-const PIECE: usize = 4 << 20;
-/// Bytes up to which every rank reduces everything: one exchange instead of two.
-const SMALL: usize = 16 << 10;
+const PIECE_BYTES: usize = 4 << 20;
+/// Maximum bytes of an all-reduce in which every rank reduces all elements: one exchange instead of
+/// two.
+const MAX_SMALL_BYTES: usize = 16 << 10;
 /// Maximum bytes of one message; MPI counts in C's int.
-const MESSAGE: usize = 1 << 30;
-/// Alignment of the received pieces, in elements.
-const ALIGNED: usize = 8;
+const MAX_MESSAGE_BYTES: usize = 1 << 30;
+/// Alignment of the received pieces in scratch memory, in elements.
+const PIECE_ALIGNMENT: usize = 8;
 
 /// One rank's handle of a communicator.
 struct Communicator {
@@ -194,7 +195,9 @@ impl Communicator {
         let Work { send, receive, received } = &mut *work;
         let others = size - 1;
         let largest = (0..size).map(|rank| chunk(rank).len()).max().unwrap_or(0);
-        let piece = (PIECE / width / others).clamp(1, largest.max(1)).next_multiple_of(ALIGNED);
+        let piece = (PIECE_BYTES / width / others)
+            .clamp(1, largest.max(1))
+            .next_multiple_of(PIECE_ALIGNMENT);
         for start in (0..largest).step_by(piece) {
             let piece_of = |rank: usize| {
                 let Range { start: first, end } = chunk(rank);
@@ -264,7 +267,7 @@ impl Communicator {
         let width = dtype.bytes();
         let mut work = self.work.lock().unwrap_or_else(PoisonError::into_inner);
         let Work { send, receive, received } = &mut *work;
-        let apart = len.next_multiple_of(ALIGNED);
+        let apart = len.next_multiple_of(PIECE_ALIGNMENT);
         let slot = |rank: usize| rank * apart;
         let unless_me = |rank: usize, range| if rank == me { 0..0 } else { range };
         send.set(size, |rank| unless_me(rank, 0..len));
@@ -295,7 +298,7 @@ impl Engine for Communicator {
         if len == 0 {
             return Ok(None);
         }
-        if bytes.len() <= SMALL {
+        if bytes.len() <= MAX_SMALL_BYTES {
             self.reduce_small(dtype, how, len, bytes)?;
             return Ok(None);
         }
@@ -319,7 +322,7 @@ impl Engine for Communicator {
 
     fn broadcast(&self, region: RegionMut<'_>, root: usize) -> Result<Ticket> {
         let (_, _, bytes) = host("broadcast", region)?;
-        for bytes in bytes.chunks_mut(MESSAGE) {
+        for bytes in bytes.chunks_mut(MAX_MESSAGE_BYTES) {
             let count = bytes.len() as c_int;
             let start = bytes.as_mut_ptr();
             // SAFETY: `count` bytes from `start` are borrowed until `complete` returns.
@@ -349,8 +352,8 @@ impl Engine for Communicator {
 
     fn reserve_sends(&self, messages: usize, bytes: usize) -> Result<()> {
         // Longer ones are sent in pieces.
-        let pieces = bytes.div_ceil(MESSAGE);
-        self.library.reserve_sends(messages.saturating_mul(pieces), bytes.min(MESSAGE));
+        let pieces = bytes.div_ceil(MAX_MESSAGE_BYTES);
+        self.library.reserve_sends(messages.saturating_mul(pieces), bytes.min(MAX_MESSAGE_BYTES));
         Ok(())
     }
 
@@ -362,7 +365,7 @@ impl Engine for Communicator {
         let (mut rest, mut first) = (bytes, true);
         while first || !rest.is_empty() {
             first = false;
-            let (bytes, others) = rest.split_at_mut(rest.len().min(MESSAGE));
+            let (bytes, others) = rest.split_at_mut(rest.len().min(MAX_MESSAGE_BYTES));
             rest = others;
             let (count, start) = (bytes.len() as c_int, bytes.as_mut_ptr());
             // SAFETY: `count` bytes from `start` are borrowed until `complete` returns.
@@ -439,7 +442,7 @@ impl Engine for Communicator {
 /// Splits bytes into messages; no bytes are one empty message.
 fn messages(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     let none = bytes.is_empty().then_some(bytes);
-    none.into_iter().chain(bytes.chunks(MESSAGE))
+    none.into_iter().chain(bytes.chunks(MAX_MESSAGE_BYTES))
 }
 
 impl Drop for Communicator {
