@@ -2,7 +2,7 @@
 
 /// Maximum hosts of a list, more than any cluster has: a range such as `[0-9999999999]` must not
 /// exhaust memory.
-const MOST_HOSTS: usize = 65_536;
+const MAX_HOSTS: usize = 65_536;
 
 /// The hosts of a compressed list, in order; the error is the reason.
 pub(crate) fn expand(list: &str) -> Result<Vec<String>, String> {
@@ -12,7 +12,7 @@ pub(crate) fn expand(list: &str) -> Result<Vec<String>, String> {
             return Err("a host without a name".into());
         }
         hosts.extend(expand_entry(entry)?);
-        if hosts.len() > MOST_HOSTS {
+        if hosts.len() > MAX_HOSTS {
             return Err(too_many());
         }
     }
@@ -20,7 +20,7 @@ pub(crate) fn expand(list: &str) -> Result<Vec<String>, String> {
 }
 
 fn too_many() -> String {
-    format!("more than {MOST_HOSTS} hosts")
+    format!("more than {MAX_HOSTS} hosts")
 }
 
 /// The entries between commas outside brackets.
@@ -53,7 +53,7 @@ fn expand_entry(entry: &str) -> Result<Vec<String>, String> {
         // `entries` has paired the brackets.
         let (numbers, after) = after.split_once(']').ok_or("an unpaired bracket")?;
         let numbers = expand_numbers(numbers)?;
-        if hosts.len().saturating_mul(numbers.len()) > MOST_HOSTS {
+        if hosts.len().saturating_mul(numbers.len()) > MAX_HOSTS {
             return Err(too_many());
         }
         hosts = hosts
@@ -82,7 +82,7 @@ fn expand_numbers(list: &str) -> Result<Vec<String>, String> {
         if from > to {
             return Err(format!("the range `{range}` runs backwards"));
         }
-        if to - from >= MOST_HOSTS as u64 || numbers.len() > MOST_HOSTS {
+        if to - from >= MAX_HOSTS as u64 || numbers.len() > MAX_HOSTS {
             return Err(too_many());
         }
         let width = first.len();

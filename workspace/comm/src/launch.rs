@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::host_list;
 
 /// Maximum ranks of a job.
-const MOST_RANKS: usize = 65_536;
+const MAX_RANKS: usize = 65_536;
 /// The default port for single-node jobs without a job id: PyTorch's default.
 const DEFAULT_PORT: u16 = 29_500;
 /// Ports derived from a job's number: below Linux's ports for outgoing connections.
@@ -189,9 +189,9 @@ impl Variables<'_> {
 
     fn number(&self, name: &str) -> Result<Option<usize>> {
         let parse = |text: &str| {
-            let number = text.parse().ok().filter(|&number: &usize| number <= MOST_RANKS);
+            let number = text.parse().ok().filter(|&number: &usize| number <= MAX_RANKS);
             number.ok_or_else(|| {
-                Error::Launch(format!("{name} = {text}: expected a number up to {MOST_RANKS}"))
+                Error::Launch(format!("{name} = {text}: expected a number up to {MAX_RANKS}"))
             })
         };
         self.text(name).map(parse).transpose()

@@ -9,10 +9,10 @@ use serde_json::{Map, Value};
 use crate::input::{self, Input};
 use crate::{Error, Format, JsonLines, Result};
 
-/// Maximum bytes of a line; a longer one is not JSON lines.
-const LONGEST_LINE: u64 = 1 << 30;
+/// Maximum bytes of a line; a file with a longer one is taken not to be JSON lines.
+const MAX_LINE_BYTES: u64 = 1 << 30;
 /// Maximum number of keys that an error lists.
-const KEYS_SHOWN: usize = 5;
+const MAX_SHOWN_KEYS: usize = 5;
 
 /// A document's text, and its length in the input in bytes.
 pub(crate) struct Document {
@@ -50,7 +50,7 @@ impl<'a> Documents<'a> {
                 return read_text(input).map(Some);
             }
             let reader = input::open(input)?;
-            self.lines = Some(JsonLines::new(input, reader, LONGEST_LINE));
+            self.lines = Some(JsonLines::new(input, reader, MAX_LINE_BYTES));
         }
     }
 }
@@ -82,7 +82,7 @@ fn text_of(mut object: Map<String, Value>, field: &str) -> Result<String, String
         Some(_) => Err(format!("the field {field:?} is not a string")),
         None => {
             let keys: Vec<_> =
-                object.keys().take(KEYS_SHOWN).map(|key| format!("{key:?}")).collect();
+                object.keys().take(MAX_SHOWN_KEYS).map(|key| format!("{key:?}")).collect();
             let keys = if keys.is_empty() { "nothing".to_owned() } else { keys.join(", ") };
             Err(format!(
                 "no field {field:?}, the line has {keys}: name the text's field with --field"

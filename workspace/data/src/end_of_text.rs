@@ -12,7 +12,7 @@ use crate::{Error, Result, TextTokenizer};
 /// The files beside a `tokenizer.json` that name special tokens; the first that names one counts.
 const NAMING_FILES: [&str; 2] = ["tokenizer_config.json", "special_tokens_map.json"];
 /// Maximum bytes of such a file.
-const LARGEST_JSON: u64 = 64 << 20;
+const MAX_JSON_BYTES: u64 = 64 << 20;
 
 /// The end-of-text token that preparation appends to each document.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -145,9 +145,9 @@ fn read_json(path: &Path) -> Result<Option<Value>> {
         reason: format!("{reason}: correct it, or name the end-of-text token with --eos-token"),
     };
     let mut bytes = Vec::new();
-    file.take(LARGEST_JSON + 1).read_to_end(&mut bytes).map_err(Error::io(path, "read"))?;
-    if bytes.len() as u64 > LARGEST_JSON {
-        return Err(fault(format!("longer than {LARGEST_JSON} bytes")));
+    file.take(MAX_JSON_BYTES + 1).read_to_end(&mut bytes).map_err(Error::io(path, "read"))?;
+    if bytes.len() as u64 > MAX_JSON_BYTES {
+        return Err(fault(format!("longer than {MAX_JSON_BYTES} bytes")));
     }
     serde_json::from_slice(&bytes).map(Some).map_err(|error| fault(format!("not JSON: {error}")))
 }

@@ -13,7 +13,7 @@ pub struct JsonLines<R> {
     path: PathBuf,
     reader: R,
     /// Maximum bytes of a line.
-    longest: u64,
+    max_line_bytes: u64,
     line: u64,
     bytes: Vec<u8>,
 }
@@ -29,9 +29,9 @@ pub struct JsonLine {
 }
 
 impl<R: BufRead> JsonLines<R> {
-    /// Reads the lines of `reader`, which errors call `path`; a line longer than `longest` bytes is an error.
-    pub fn new(path: &Path, reader: R, longest: u64) -> Self {
-        JsonLines { path: path.to_path_buf(), reader, longest, line: 0, bytes: Vec::new() }
+    /// Reads the lines of `reader`, which errors call `path`; a line longer than `max_line_bytes` is an error.
+    pub fn new(path: &Path, reader: R, max_line_bytes: u64) -> Self {
+        JsonLines { path: path.to_path_buf(), reader, max_line_bytes, line: 0, bytes: Vec::new() }
     }
 
     /// The next object; `None` at the end.
@@ -42,7 +42,7 @@ impl<R: BufRead> JsonLines<R> {
         let mut input_bytes = 0;
         loop {
             self.bytes.clear();
-            let mut limited = self.reader.by_ref().take(self.longest.saturating_add(1));
+            let mut limited = self.reader.by_ref().take(self.max_line_bytes.saturating_add(1));
             let read = limited
                 .read_until(b'\n', &mut self.bytes)
                 .map_err(Error::io(&self.path, "read"))?;
@@ -51,10 +51,9 @@ impl<R: BufRead> JsonLines<R> {
             }
             self.line += 1;
             input_bytes += read as u64;
-            if read as u64 > self.longest {
-                return Err(
-                    self.fault(format!("longer than {} bytes, not JSON lines", self.longest))
-                );
+            if read as u64 > self.max_line_bytes {
+                return Err(self
+                    .fault(format!("longer than {} bytes, not JSON lines", self.max_line_bytes)));
             }
             let mut line = std::str::from_utf8(&self.bytes).map_err(|fault| {
                 self.fault(format!("not UTF-8 at byte {} of the line", fault.valid_up_to()))

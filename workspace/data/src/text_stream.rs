@@ -14,9 +14,10 @@ const REPLACEMENT: char = '\u{fffd}';
 const CONTEXT_PIECES: usize = 4;
 /// Ids of the prompt used as context.
 const CONTEXT_IDS: usize = 16;
-/// A character has at most four bytes: a longer run of ids without a character is ill-formed bytes,
-/// or literal U+FFFD. It is returned when other text follows, or after this many ids.
-const LONGEST_WAIT: usize = 64;
+/// Maximum ids without final text. A character has at most four bytes: a longer run of ids without a
+/// character is ill-formed bytes, or literal U+FFFD. It is returned when other text follows, or after
+/// this many ids.
+const MAX_PENDING_IDS: usize = 64;
 
 /// Text decoded id by id; created by [`TextTokenizer::stream`].
 #[derive(Debug)]
@@ -51,7 +52,7 @@ impl<'a> TextStream<'a> {
         let before = self.tokenizer.decode(&self.ids[..shown], self.skip_special)?;
         let now = self.tokenizer.decode(&self.ids, self.skip_special)?;
         let waiting = self.ids.len() - shown;
-        if now.ends_with(REPLACEMENT) && waiting < LONGEST_WAIT && !last {
+        if now.ends_with(REPLACEMENT) && waiting < MAX_PENDING_IDS && !last {
             return Ok(String::new());
         }
         // Ill-formed bytes can change the decoding of earlier ids: keep the returned text, and

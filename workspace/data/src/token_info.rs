@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::{DocumentEnd, Error, Result, TokenFileContent, TokenType};
 
 /// Maximum bytes of a `PREFIX.json`.
-const LARGEST_JSON: u64 = 16 << 20;
+const MAX_JSON_BYTES: u64 = 16 << 20;
 
 /// The contents of `PREFIX.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -57,7 +57,7 @@ impl TokenFileInfo {
         match std::fs::metadata(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(Error::io(path, "read")(error)),
-            Ok(kind) if kind.len() > LARGEST_JSON => {
+            Ok(kind) if kind.len() > MAX_JSON_BYTES => {
                 return Err(Error::token_file(
                     path,
                     format!("{} bytes are too many for a token file's metadata", kind.len()),

@@ -27,13 +27,13 @@ pub const BEGIN_OF_TEXT: &str = "<|begin_of_text|>";
 /// The last token of every document; its id is 1.
 pub const END_OF_TEXT: &str = "<|end_of_text|>";
 /// The ids of every byte-level tokenizer: the bytes and the two special tokens.
-const SMALLEST_VOCABULARY: usize = 258;
+const MIN_VOCABULARY: usize = 258;
 
 /// Llama 3's pattern that splits a text into words before BPE.
 const WORDS: &str = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}|\
                      \x20?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+";
 /// Minimum occurrences of a pair of tokens to become a token.
-const SMALLEST_FREQUENCY: u64 = 2;
+const MIN_FREQUENCY: u64 = 2;
 
 /// Inputs and output of [`train_tokenizer`].
 #[derive(Clone, Copy, Debug)]
@@ -63,12 +63,12 @@ pub fn train_tokenizer(
 ) -> Result<TextTokenizer> {
     let TrainTokenizer { inputs, format, field, vocab_size, dir, overwrite } = options;
     let total = input::check(inputs, format)?;
-    if vocab_size < SMALLEST_VOCABULARY || u32::try_from(vocab_size).is_err() {
+    if vocab_size < MIN_VOCABULARY || u32::try_from(vocab_size).is_err() {
         return Err(Error::Argument {
             name: "vocab-size",
             value: vocab_size as u64,
             reason: format!(
-                "must be at least {SMALLEST_VOCABULARY}: 256 bytes, {BEGIN_OF_TEXT} and \
+                "must be at least {MIN_VOCABULARY}: 256 bytes, {BEGIN_OF_TEXT} and \
                  {END_OF_TEXT}"
             ),
         });
@@ -86,7 +86,7 @@ pub fn train_tokenizer(
     let mut tokenizer = untrained().map_err(fault)?;
     let mut trainer: TrainerWrapper = BpeTrainerBuilder::new()
         .vocab_size(vocab_size)
-        .min_frequency(SMALLEST_FREQUENCY)
+        .min_frequency(MIN_FREQUENCY)
         .show_progress(false)
         .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
         .special_tokens(vec![special(BEGIN_OF_TEXT), special(END_OF_TEXT)])

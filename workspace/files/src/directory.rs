@@ -14,7 +14,7 @@ const REPLACED_SUFFIX: &str = ".old";
 /// The name of a replaced directory.
 const REPLACED: &str = "replaced";
 /// Random letters and digits of a temporary name.
-const RANDOM_LENGTH: usize = 6;
+const RANDOM_CHARACTERS: usize = 6;
 
 /// A directory that gets its name when it is complete.
 #[derive(Debug)]
@@ -149,7 +149,7 @@ fn rename_over_empty(from: &Path, to: &Path) -> io::Result<()> {
 fn unique(place: &Path, suffix: &str) -> io::Result<(PathBuf, Option<File>)> {
     let prefix = temporary_prefix(place);
     let mut builder = tempfile::Builder::new();
-    builder.prefix(&prefix).suffix(suffix).rand_bytes(RANDOM_LENGTH);
+    builder.prefix(&prefix).suffix(suffix).rand_bytes(RANDOM_CHARACTERS);
     // The final directory would keep the default mode of 0700; the umask still applies.
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
@@ -174,7 +174,7 @@ fn temporary_prefix(place: &Path) -> String {
 fn temporary_suffix<'a>(path: &'a Path, place: &Path) -> Option<&'a str> {
     let name = path.file_name()?.to_str()?;
     let (random, suffix) =
-        name.strip_prefix(&temporary_prefix(place))?.split_at_checked(RANDOM_LENGTH)?;
+        name.strip_prefix(&temporary_prefix(place))?.split_at_checked(RANDOM_CHARACTERS)?;
     let is_random = random.bytes().all(|byte| byte.is_ascii_alphanumeric());
     (is_random && ["", REPLACED_SUFFIX].contains(&suffix)).then_some(suffix)
 }

@@ -14,8 +14,8 @@ use crate::{TEMPORARY, parent};
 
 /// Random characters at the end of a temporary name.
 const RANDOM_CHARACTERS: usize = 6;
-/// Bytes of a final name in a temporary one: file systems allow about 255 in all.
-const LONGEST_NAME: usize = 200;
+/// Maximum bytes of a final name in a temporary one: file systems allow about 255 in all.
+const MAX_NAME_BYTES: usize = 200;
 
 /// The paths of this process's temporary files.
 static PATHS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
@@ -96,11 +96,11 @@ fn paths() -> MutexGuard<'static, Vec<PathBuf>> {
 fn prefix(path: &Path) -> OsString {
     let name = path.file_name().unwrap_or_default();
     let mut prefix = OsString::from(TEMPORARY);
-    if name.len() <= LONGEST_NAME {
+    if name.len() <= MAX_NAME_BYTES {
         prefix.push(name);
     } else {
         let name = name.to_string_lossy();
-        prefix.push(&name[..name.floor_char_boundary(LONGEST_NAME)]);
+        prefix.push(&name[..name.floor_char_boundary(MAX_NAME_BYTES)]);
     }
     prefix.push("-");
     prefix

@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 
 pub use peak_alloc::PeakAlloc;
 
-/// Inputs that a corpus keeps.
-const LARGEST_CORPUS: usize = 2000;
-/// Bytes of the longest input.
-const LONGEST_INPUT: usize = 1 << 20;
+/// Maximum inputs of a corpus.
+const MAX_CORPUS_INPUTS: usize = 2000;
+/// Maximum bytes of an input.
+const MAX_INPUT_BYTES: usize = 1 << 20;
 
 /// Held by the target that runs: the memory of one is measured at a time.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
@@ -55,10 +55,10 @@ impl Target<'_> {
         }
         let (start, mut calls) = (Instant::now(), 0u64);
         while start.elapsed() < Duration::from_secs(seconds) {
-            let input = mutation::mutated(&corpus, LONGEST_INPUT, &mut random);
+            let input = mutation::mutated(&corpus, MAX_INPUT_BYTES, &mut random);
             let outcome = self.call(&read, &input, seed);
             calls += 1;
-            if outcomes.insert(outcome) && corpus.len() < LARGEST_CORPUS {
+            if outcomes.insert(outcome) && corpus.len() < MAX_CORPUS_INPUTS {
                 corpus.push(input);
             }
         }

@@ -2,8 +2,8 @@
 
 use fastrand::Rng;
 
-/// Mutations of an input at most.
-const MOST_MUTATIONS: usize = 6;
+/// Maximum mutations of an input.
+const MAX_MUTATIONS: usize = 6;
 /// Integers at the edges of what readers compute with.
 const INTEGERS: [u64; 14] = [
     0,
@@ -48,7 +48,7 @@ const WORDS: [&str; 20] = [
 /// One of the corpus with a few mutations, of at most `longest` bytes.
 pub(crate) fn mutated(corpus: &[Vec<u8>], longest: usize, random: &mut Rng) -> Vec<u8> {
     let mut input = pick(corpus, random).to_vec();
-    for _ in 0..random.usize(1..=MOST_MUTATIONS) {
+    for _ in 0..random.usize(1..=MAX_MUTATIONS) {
         mutate(&mut input, corpus, random);
     }
     input.truncate(longest);

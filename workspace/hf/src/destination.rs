@@ -18,7 +18,7 @@ use crate::{Error, shard, transformers_code};
 /// Directories in which version control keeps a repository.
 const REPOSITORIES: [&str; 4] = [".git", ".hg", ".jj", ".svn"];
 /// Maximum number of foreign files that a message names.
-const NAMED_FILES: usize = 3;
+const MAX_NAMED_FILES: usize = 3;
 
 /// Checks, before any work, that [`write_model`](crate::write_model) accepts the destination.
 ///
@@ -113,9 +113,9 @@ fn check_replaceable(out: &Path, entries: &[Entry]) -> Result<(), Error> {
     if foreign.is_empty() {
         return Ok(());
     }
-    let mut named = foreign[..foreign.len().min(NAMED_FILES)].join(", ");
-    if foreign.len() > NAMED_FILES {
-        named = format!("{named} and {} more", foreign.len() - NAMED_FILES);
+    let mut named = foreign[..foreign.len().min(MAX_NAMED_FILES)].join(", ");
+    if foreign.len() > MAX_NAMED_FILES {
+        named = format!("{named} and {} more", foreign.len() - MAX_NAMED_FILES);
     }
     let reason = format!(
         "also holds {named}, which replacing it would delete: move them away, or choose another --out"

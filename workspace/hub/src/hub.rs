@@ -28,7 +28,7 @@ const RANGE_BYTES: u64 = 8 << 20;
 /// Ranges in flight.
 const PARALLEL_REQUESTS: u64 = 4;
 /// Attempts for a range whose connection is lost.
-const TRIES: usize = 3;
+const MAX_TRIES: usize = 3;
 
 /// The progress of a download, over all of its files.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -437,7 +437,7 @@ impl Download<'_> {
             let whole = range.start == 0 && range.end == file.size;
             match self.client.read(commit, file, Some(range.clone()).filter(|_| !whole)) {
                 Ok(bytes) => break bytes,
-                Err(Failure::NoAnswer | Failure::Broken) if tries < TRIES => {}
+                Err(Failure::NoAnswer | Failure::Broken) if tries < MAX_TRIES => {}
                 Err(failure) => return Err(failure),
             }
         };

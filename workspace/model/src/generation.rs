@@ -12,7 +12,7 @@ use crate::llama::{LayerCache, Tokens};
 use crate::model::Model;
 
 /// Prompt tokens per pass.
-const CHUNK: usize = 512;
+const CHUNK_TOKENS: usize = 512;
 
 /// A sequence that is being generated.
 pub struct Generator<'a, B: Backend, T: Element> {
@@ -43,7 +43,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
             return Err(Error::TooLong { tokens: capacity, positions: model.positions() });
         }
         let (backend, config) = (&model.backend, &model.config);
-        let chunk = capacity.clamp(1, CHUNK);
+        let chunk = capacity.clamp(1, CHUNK_TOKENS);
         let cached = capacity * config.key_value_width();
         let layer = || {
             Ok(LayerCache { keys: backend.allocate(cached)?, values: backend.allocate(cached)? })
@@ -87,7 +87,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         let model = self.model;
         model.backend.install(|| {
             let mut last = 0;
-            for chunk in ids.chunks(CHUNK) {
+            for chunk in ids.chunks(CHUNK_TOKENS) {
                 self.pass(chunk)?;
                 last = chunk.len() - 1;
             }
@@ -96,7 +96,7 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
         })
     }
 
-    /// One pass over at most [`CHUNK`] tokens, up to the final norm.
+    /// One pass over at most [`CHUNK_TOKENS`] tokens, up to the final norm.
     fn pass(&mut self, ids: &[u32]) -> Result<(), Error> {
         let model = self.model;
         let (backend, config) = (&model.backend, &model.config);

@@ -22,10 +22,10 @@ use random::Random;
 use story_builder::{Person, StoryBuilder};
 
 /// Minimum words of a story.
-const FEWEST_WORDS: usize = 60;
+const MIN_WORDS: usize = 60;
 /// Maximum words of a story.
 #[cfg(test)]
-const MOST_WORDS: usize = 200;
+const MAX_WORDS: usize = 200;
 
 /// The setting of a story.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -87,7 +87,7 @@ pub fn story(setting: Setting, seed: u64, number: u64) -> String {
     let chosen = story.below(SHARED.len() + extra.len());
     let template = SHARED.iter().chain(extra).nth(chosen).unwrap_or(&SHARED[0]);
     let who = template(&mut story, setting);
-    while story.num_words() < FEWEST_WORDS {
+    while story.num_words() < MIN_WORDS {
         frame::linger(&mut story, who);
     }
     story.into_text()

@@ -10,9 +10,9 @@ use serde_json::{Map, Value};
 use crate::Error;
 
 /// Maximum bytes of a line.
-const LONGEST_LINE: u64 = 16 << 20;
+const MAX_LINE_BYTES: u64 = 16 << 20;
 /// Maximum bytes of the lines of a file, which are in memory at once.
-const LARGEST_FILE: u64 = 4 << 30;
+const MAX_FILE_BYTES: u64 = 4 << 30;
 /// The text between context and choice where a line has no `target_delimiter`.
 const DELIMITER: &str = " ";
 
@@ -71,13 +71,13 @@ impl TaskFile {
         let io = |source| Error::Io { path: path.to_owned(), source };
         let refuse = |reason: String| Err(Error::File { path: path.to_owned(), reason });
         let file = File::open(path).map_err(io)?;
-        let mut lines = JsonLines::new(path, BufReader::new(file), LONGEST_LINE);
+        let mut lines = JsonLines::new(path, BufReader::new(file), MAX_LINE_BYTES);
         let (mut bytes, mut kind, mut examples) = (0, None, Vec::new());
         while limit.is_none_or(|limit| examples.len() < limit) {
             let Some(JsonLine { line, input_bytes, fields }) = lines.next_object()? else { break };
             bytes += input_bytes;
-            if bytes > LARGEST_FILE {
-                return refuse(format!("larger than {LARGEST_FILE} bytes: split it"));
+            if bytes > MAX_FILE_BYTES {
+                return refuse(format!("larger than {MAX_FILE_BYTES} bytes: split it"));
             }
             let (found, example) = parse(line, fields).map_err(|reason| lines.fault(reason))?;
             match kind.replace(found) {
