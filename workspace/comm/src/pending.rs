@@ -29,8 +29,10 @@ impl<T> Pending<T> {
             let _span = span::enter(self.operation);
             outstanding.join()?;
         }
-        // `new` stores a buffer, and only this method, which consumes the value, takes it.
-        self.buffer.take().ok_or_else(|| unreachable!("a pending buffer is given back once"))
+        Ok(self
+            .buffer
+            .take()
+            .expect("`new` stores a buffer, and only `wait`, which consumes, takes it"))
     }
 }
 
