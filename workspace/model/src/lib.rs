@@ -1,4 +1,5 @@
-//! Llama and Mixture-of-Head models: configuration, weights by name, blocks and generation.
+//! Llama and Qwen3 models, dense or Mixture-of-Head: configuration, weights by name, blocks and
+//! generation.
 
 mod activations;
 pub mod config;

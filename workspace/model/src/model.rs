@@ -17,7 +17,8 @@ use crate::rope::RopeTables;
 use crate::router::{self, LayerRouting, Router, Routers, RoutingStatistics};
 use crate::{Error, ModelConfig};
 
-/// A Llama or Mixture-of-Head model with weights of type `T` on a device.
+/// A Llama or Qwen3 model, dense or Mixture-of-Head, with weights of type `T` on a device: the whole
+/// model, or a rank's part of it.
 pub struct Model<B: Backend, T: Element> {
     pub(crate) backend: B,
     pub(crate) config: ModelConfig,
@@ -135,7 +136,7 @@ impl<B: Backend, T: Element> Model<B, T> {
 
     /// Whether this rank has the whole model.
     pub fn is_whole(&self) -> bool {
-        self.parallel.stages() == 1 && !self.is_shared()
+        self.parallel.stages() == 1 && !self.is_tensor_parallel()
     }
 
     /// The configuration.

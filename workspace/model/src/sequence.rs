@@ -32,8 +32,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
     }
 
-    /// Whether tensors are sharded across ranks.
-    pub(crate) fn is_shared(&self) -> bool {
+    /// Whether several ranks have shards of each tensor.
+    pub(crate) fn is_tensor_parallel(&self) -> bool {
         self.parallel.part().tensor.ranks > 1
     }
 
@@ -65,7 +65,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let (share, width) = (self.token_share(tokens), self.config.hidden_size);
         let start = share.start() * width;
         let own = start..start + self.stream_len(tokens);
-        if self.is_shared() {
+        if self.is_tensor_parallel() {
             let whole = B::view_mut(partial, 0..share.padded() * width);
             self.parallel.tensor().reduce_scatter::<B, T>(whole, Reduce::Sum)?;
         }

@@ -40,7 +40,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             scratch: B::whole_mut(&mut head.scratch),
             loss: sums.cross_entropy(),
             gradients: gradients.as_mut().map(HeadGradients::reborrow),
-            ranks: self.is_shared().then(|| HeadRanks {
+            ranks: self.is_tensor_parallel().then(|| HeadRanks {
                 rows: tensor.vocabulary(&self.config),
                 rank: tensor.rank,
                 ranks: tensor.ranks,

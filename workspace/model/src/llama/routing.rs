@@ -82,7 +82,7 @@ impl<B: Backend, T: Element> Model<B, T> {
             routing,
             delta: scale.straight_through.then(|| B::whole(&backward.delta)),
             balance_weight: scale.balance_weight,
-            ranks: self.is_shared().then(|| RouterRanks {
+            ranks: self.is_tensor_parallel().then(|| RouterRanks {
                 table: B::view_mut(&mut backward.deltas, table),
                 all_reduce,
             }),
@@ -99,7 +99,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let (shape, sum) = (&tokens.shape, self.sum_over_ranks());
         if let (Some(router), Some(routing)) = (&self.routers[layer], &mut saved.routing) {
             let qkv = B::view(&saved.qkv, 0..shape.tokens() * shape.row());
-            let all_reduce = self.is_shared().then_some(&sum as AllReduce<'_, B>);
+            let all_reduce = self.is_tensor_parallel().then_some(&sum as AllReduce<'_, B>);
             router.forward(&self.backend, RouterForward { shape, qkv, routing, all_reduce })?;
         }
         Ok(())
@@ -121,7 +121,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         };
         match (&self.routers[layer], &mut saved.routing) {
             (Some(router), Some(routing)) => {
-                let all_reduce = self.is_shared().then_some(&sum as AllReduce<'_, B>);
+                let all_reduce = self.is_tensor_parallel().then_some(&sum as AllReduce<'_, B>);
                 let args = RouterRopeForward { rope, routing, all_reduce };
                 router.forward_and_rotate(&self.backend, args)?;
             }

@@ -1,4 +1,4 @@
-//! The tensors of a Llama's block.
+//! The tensors of a Llama block.
 
 use crate::ModelConfig;
 use crate::tensors::Division::{Heads, Mlp};
