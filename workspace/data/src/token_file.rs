@@ -127,7 +127,8 @@ impl TokenFile {
         match recorded {
             Some((described, _)) if described != content => Err(Error::token_file(
                 &with_ending(&self.prefix, ".json"),
-                "it describes another .bin or .idx than the ones beside it: prepare the text again, or                  remove this file if the other two are right",
+                "it describes another .bin or .idx than the ones beside it: prepare the text again, or \
+                 remove this file if the other two are right",
             )),
             Some((_, vocabulary)) => Ok(Some(vocabulary)),
             None => Ok(self.token_type().num_ids()),
@@ -267,7 +268,10 @@ impl TokenFile {
             .ok_or_else(|| Error::Argument {
                 name: "document",
                 value: number,
-                reason: format!("the file has {}", self.index.documents()),
+                reason: format!(
+                    "the file has {} documents, counted from 0",
+                    self.index.documents()
+                ),
             })?;
         let bound = |document| self.index.start(self.index.first_sequence(document));
         Ok(bound(number)..bound(number + 1))
