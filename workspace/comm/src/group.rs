@@ -131,6 +131,9 @@ impl Group {
 
     /// Allocates memory for `messages` messages of `bytes` bytes each in flight, so that sends allocate none.
     /// All groups of the process share it.
+    ///
+    /// # Errors
+    /// Fails if the device is out of memory.
     pub fn reserve_sends(&self, messages: usize, bytes: usize) -> Result<()> {
         self.engine().map_or(Ok(()), |engine| engine.reserve_sends(messages, bytes))
     }
@@ -183,6 +186,9 @@ impl Group {
 
     /// Splits the group; every rank must call it. Ranks with the same colour form a group, ordered
     /// by key, then by rank in this group; ranks without a colour join none.
+    ///
+    /// # Errors
+    /// As for every operation of a group; [`Error::Argument`] also if colour or key is 2^31 or more.
     pub fn split(&self, name: &str, color: Option<usize>, key: usize) -> Result<Option<Group>> {
         let checked = |value: usize| {
             // Open MPI takes colours and keys as C's int.

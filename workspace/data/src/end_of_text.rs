@@ -72,6 +72,7 @@ pub(crate) struct Ending {
 impl Ending {
     /// The ending that `choice` selects.
     ///
+    /// # Errors
     /// Fails if the token is not in the vocabulary, or if no token is known.
     pub(crate) fn choose(tokenizer: &TextTokenizer, choice: AppendEos<'_>) -> Result<Self> {
         let suffix = tokenizer.suffix();

@@ -44,6 +44,7 @@ pub(crate) type Input = BufReader<Chain<Cursor<Vec<u8>>, Box<dyn Read + Send>>>;
 
 /// The format of `path`: `given`, or that of its name.
 ///
+/// # Errors
 /// Fails for standard input without `given`.
 pub(crate) fn format_of(path: &Path, given: Option<Format>) -> Result<Format> {
     match given {
@@ -70,6 +71,7 @@ pub(crate) fn is_standard_input(path: &Path) -> bool {
 
 /// Opens an input at its start.
 ///
+/// # Errors
 /// Fails if it cannot be read, or is compressed or columnar.
 pub(crate) fn open(path: &Path) -> Result<Input> {
     let mut source: Box<dyn Read + Send> = if is_standard_input(path) {
@@ -88,6 +90,10 @@ pub(crate) fn open(path: &Path) -> Result<Input> {
 
 /// Checks the inputs before any work is done, and returns their size in bytes; 0 if it is unknown,
 /// as of standard input and other pipes.
+///
+/// # Errors
+/// Fails if there is no input, if standard input is named twice or has no format, or if a file cannot
+/// be read, or is compressed or columnar.
 pub(crate) fn check(inputs: &[PathBuf], format: Option<Format>) -> Result<u64> {
     if inputs.is_empty() {
         return Err(Error::Empty { reason: "no input: name at least one file".to_owned() });

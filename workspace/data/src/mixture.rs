@@ -37,6 +37,7 @@ pub(crate) enum Mixture {
 impl Mixture {
     /// Computes the proportions of these sources.
     ///
+    /// # Errors
     /// Fails if there is no source, or if a weight is not a positive number or is too small for a
     /// sample in any run.
     pub(crate) fn new(sources: &[(&Path, f64)], order: Order, seed: u64) -> Result<Self> {

@@ -43,8 +43,10 @@ impl Pending {
         self.file.sync().map_err(Error::io(&path, "write"))
     }
 
-    /// Renames the file to its final name; an existing file is replaced if `overwrite`, otherwise
-    /// an error.
+    /// Renames the file to its final name.
+    ///
+    /// # Errors
+    /// Fails if a file of that name exists, unless `overwrite` replaces it, or on an I/O error.
     pub(crate) fn publish(self, overwrite: bool) -> Result<()> {
         let path = self.path().to_path_buf();
         let done = if overwrite { self.file.replace() } else { self.file.publish() };
@@ -62,7 +64,10 @@ pub(crate) fn write_whole(path: &Path, bytes: &[u8], overwrite: bool) -> Result<
     pending.publish(overwrite)
 }
 
-/// Refuses an existing output, unless it may be overwritten.
+/// Checks that an output does not exist, or may be overwritten.
+///
+/// # Errors
+/// [`Error::Exists`] if it exists and may not be overwritten.
 pub(crate) fn refuse_existing(path: &Path, overwrite: bool) -> Result<()> {
     if !overwrite && path.symlink_metadata().is_ok() {
         return Err(Error::Exists { path: path.to_path_buf() });

@@ -71,6 +71,7 @@ pub struct Prepared {
 /// `progress` receives the bytes of input processed and their total, 0 if it is unknown. Documents
 /// without any token are left out.
 ///
+/// # Errors
 /// Fails if an input is not text, naming file and line, if no end-of-text token is known, if an
 /// output exists, if there is nothing to write, or if a part of a split has no document. A failure
 /// leaves no files behind.
@@ -190,7 +191,11 @@ fn next_batch(documents: &mut Documents<'_>) -> Result<Vec<Document>> {
     Ok(batch)
 }
 
-/// Protects an input against `--force`: the prefix's `.json` may be one.
+/// Checks that no output is one of the inputs, which `--force` would replace: the prefix's `.json` may
+/// be one.
+///
+/// # Errors
+/// [`Error::OverwritesInput`] if one is; [`Error::Io`] if an input cannot be read.
 pub(crate) fn refuse_inputs_as_outputs(inputs: &[PathBuf], outputs: &[PathBuf]) -> Result<()> {
     // Only a file can be an output, and a pipe has no canonical path.
     for input in inputs.iter().filter(|input| !is_standard_input(input) && !is_pipe(input)) {

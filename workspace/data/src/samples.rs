@@ -42,6 +42,7 @@ pub struct TrainingData {
 impl TrainingData {
     /// Opens the token files; reading an id of `vocab_size` or above is an error.
     ///
+    /// # Errors
     /// Fails if a file is invalid or shorter than one window, or if a weight is not a positive
     /// number.
     pub fn open(
@@ -105,7 +106,10 @@ impl TrainingData {
         self.mixture.was_rounded()
     }
 
-    /// Fails if a source records another tokenizer.
+    /// Checks that no source records another tokenizer.
+    ///
+    /// # Errors
+    /// Fails if a source records another tokenizer; one without a record passes.
     pub fn check_tokenizer(&self, tokenizer: &TextTokenizer) -> Result<()> {
         self.files.iter().try_for_each(|file| file.check_tokenizer(tokenizer))
     }
@@ -131,7 +135,8 @@ impl TrainingData {
     /// window at which its document starts, for attention within documents. A document that began
     /// before the window starts at 0.
     ///
-    /// Fails on an id outside the vocabulary.
+    /// # Errors
+    /// Fails if an id is outside the vocabulary.
     ///
     /// # Panics
     /// If a slice has the wrong length.

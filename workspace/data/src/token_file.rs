@@ -32,6 +32,7 @@ pub struct TokenFile {
 impl TokenFile {
     /// Opens `PREFIX.bin`, `PREFIX.idx` and, if it exists, `PREFIX.json`.
     ///
+    /// # Errors
     /// Fails if a file is missing or its tables are inconsistent: everything except the ids is
     /// validated here.
     pub fn open(prefix: &Path) -> Result<Self> {
@@ -118,6 +119,7 @@ impl TokenFile {
     /// the vocabulary with which this `content` was written, as `PREFIX.json` records. `None` if neither is
     /// known: a signed type may hold negative ids.
     ///
+    /// # Errors
     /// Fails if `PREFIX.json` describes other content.
     pub fn ids_below(&self, content: &TokenFileContent) -> Result<Option<u64>> {
         let recorded = self.info.as_ref().and_then(|info| {
@@ -137,6 +139,7 @@ impl TokenFile {
 
     /// The largest id in a range of positions; 0 if it is empty. The range is divided among the threads.
     ///
+    /// # Errors
     /// Fails beyond the end of the file, or on an id outside the vocabulary (see
     /// [`TokenFile::limit_vocabulary`]): the first one in the range.
     pub fn largest_id(&self, range: Range<u64>) -> Result<u32> {
@@ -155,7 +158,10 @@ impl TokenFile {
         largest.into_iter().try_fold(0, |largest, piece| Ok(largest.max(piece?)))
     }
 
-    /// Fails if `PREFIX.json` records another tokenizer; without a record the check passes.
+    /// Checks that `PREFIX.json` records no other tokenizer.
+    ///
+    /// # Errors
+    /// Fails if it records another tokenizer; without a record the check passes.
     pub fn check_tokenizer(&self, tokenizer: &TextTokenizer) -> Result<()> {
         let recorded = self.info.as_ref().and_then(|info| info.tokenizer_hash.as_deref());
         match recorded {
@@ -171,6 +177,7 @@ impl TokenFile {
 
     /// Reads `out.len()` tokens from position `start` on, across documents.
     ///
+    /// # Errors
     /// Fails beyond the end of the file, or on an id outside the vocabulary (see
     /// [`TokenFile::limit_vocabulary`]); the contents of `out` are unspecified then.
     pub fn read(&self, start: u64, out: &mut [u32]) -> Result<()> {
@@ -209,6 +216,7 @@ impl TokenFile {
     /// The first positions of all documents that start inside `range`, in order. Empty documents
     /// are left out.
     ///
+    /// # Errors
     /// Fails if the range exceeds the file.
     pub fn document_starts(&self, range: Range<u64>) -> Result<Vec<u64>> {
         self.check_range(range.start, range.end.saturating_sub(range.start))?;
@@ -239,6 +247,7 @@ impl TokenFile {
     /// The numbers of the documents that the tokens at `positions` are of. An empty range counts as its
     /// first position.
     ///
+    /// # Errors
     /// Fails if the range exceeds the file.
     pub fn documents_of(&self, positions: Range<u64>) -> Result<Range<u64>> {
         self.check_range(positions.start, positions.end.saturating_sub(positions.start).max(1))?;
@@ -260,6 +269,7 @@ impl TokenFile {
 
     /// The positions of a document's tokens.
     ///
+    /// # Errors
     /// Fails if there is no such document.
     pub fn document(&self, number: u64) -> Result<Range<u64>> {
         let number = usize::try_from(number)

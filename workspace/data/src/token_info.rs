@@ -52,7 +52,10 @@ pub struct Provenance {
 }
 
 impl TokenFileInfo {
-    /// Reads a `PREFIX.json`; `None` if it does not exist. Fails if its contents are invalid.
+    /// Reads a `PREFIX.json`; `None` if it does not exist.
+    ///
+    /// # Errors
+    /// Fails if the file cannot be read, is too large, or is not a token file's metadata.
     pub(crate) fn read(path: &Path) -> Result<Option<Self>> {
         match std::fs::metadata(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),

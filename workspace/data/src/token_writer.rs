@@ -29,12 +29,16 @@ pub struct TokenFileWriter {
 impl TokenFileWriter {
     /// Starts a token file for ids below `vocab_size`.
     ///
+    /// # Errors
     /// Fails if one of its three files exists, or the directory is not writable.
     pub fn create(prefix: &Path, vocab_size: usize) -> Result<Self> {
         Self::start(prefix, vocab_size, false)
     }
 
     /// Like [`TokenFileWriter::create`], but `finish` replaces existing files.
+    ///
+    /// # Errors
+    /// Fails if the directory is not writable.
     pub fn replace(prefix: &Path, vocab_size: usize) -> Result<Self> {
         Self::start(prefix, vocab_size, true)
     }
@@ -67,8 +71,9 @@ impl TokenFileWriter {
 
     /// Appends a document.
     ///
-    /// Fails on an id outside the vocabulary, on more tokens than the format can count, and if the
-    /// disk is full.
+    /// # Errors
+    /// Fails if an id is outside the vocabulary, if the document has more tokens than the format can
+    /// count, or if the disk is full.
     pub fn push_document(&mut self, tokens: &[u32]) -> Result<()> {
         let length = i32::try_from(tokens.len()).map_err(|_| Error::Argument {
             name: "tokens in a document",
@@ -105,6 +110,7 @@ impl TokenFileWriter {
 
     /// Completes the index and renames the three files to their final names.
     ///
+    /// # Errors
     /// Fails if the disk is full, or if a name was taken meanwhile; no files are left then.
     pub fn finish(self, provenance: Provenance) -> Result<TokenFileInfo> {
         let overwrite = self.overwrite;
@@ -116,6 +122,7 @@ impl TokenFileWriter {
 
     /// Completes the three files and syncs them to disk, so that publishing only renames.
     ///
+    /// # Errors
     /// Fails if the disk is full.
     pub(crate) fn complete(mut self, provenance: Provenance) -> Result<Complete> {
         self.write_tables()?;
@@ -197,6 +204,7 @@ pub(crate) struct Complete {
 
 /// Renames the files of complete token files to their final names.
 ///
+/// # Errors
 /// Fails if a name was taken meanwhile; no files are left then.
 pub(crate) fn publish(files: Vec<Complete>, overwrite: bool) -> Result<Vec<TokenFileInfo>> {
     let _publication = Publication::start();

@@ -24,6 +24,7 @@ pub struct TextTokenizer {
 impl TextTokenizer {
     /// Reads `path/tokenizer.json`, or `path` itself if it is a file.
     ///
+    /// # Errors
     /// Fails if it is missing or not a tokenizer.
     pub fn load(path: &Path) -> Result<Self> {
         let path = if path.is_file() { path.to_path_buf() } else { path.join("tokenizer.json") };
@@ -87,6 +88,7 @@ impl TextTokenizer {
 
     /// The ids of a text, with BOS and EOS as the tokenizer's post-processor adds them.
     ///
+    /// # Errors
     /// Fails if the tokenizer does; a byte-level one never does.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         self.ids(text, true)
@@ -94,6 +96,9 @@ impl TextTokenizer {
 
     /// The ids of a text to be continued: the post-processor's prefix and the text, without a
     /// suffix such as EOS.
+    ///
+    /// # Errors
+    /// Fails if the tokenizer does.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = self.prefix.clone();
         ids.extend(self.ids(text, false)?);
@@ -102,12 +107,16 @@ impl TextTokenizer {
 
     /// The ids of a text without the post-processor's: special tokens are those that the text names.
     ///
+    /// # Errors
     /// Fails if the tokenizer does.
     pub fn encode_unframed(&self, text: &str) -> Result<Vec<u32>> {
         self.ids(text, false)
     }
 
     /// [`TextTokenizer::encode`] of many texts in parallel, in order.
+    ///
+    /// # Errors
+    /// Fails if the tokenizer does, for any of the texts.
     pub fn encode_batch<T: AsRef<str> + Sync>(&self, texts: &[T]) -> Result<Vec<Vec<u32>>> {
         texts.par_iter().map(|text| self.encode(text.as_ref())).collect()
     }
@@ -120,6 +129,9 @@ impl TextTokenizer {
 
     /// The text of ids; `skip_special` leaves out BOS, EOS and other special tokens. Ids without a
     /// token, as in a padded vocabulary, decode to nothing.
+    ///
+    /// # Errors
+    /// Fails if the tokenizer does.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         self.inner.decode(ids, skip_special).map_err(|error| self.failure(&*error))
     }
@@ -131,6 +143,9 @@ impl TextTokenizer {
 
     /// UTF-8 bytes of the decoded ids, without special tokens: the divisor of bits per byte, which
     /// compares models with different vocabularies.
+    ///
+    /// # Errors
+    /// Fails if the tokenizer does.
     pub fn decoded_bytes(&self, ids: &[u32]) -> Result<u64> {
         Ok(self.decode(ids, true)?.len() as u64)
     }

@@ -55,6 +55,7 @@ pub struct TrainTokenizer<'a> {
 /// Trains a tokenizer, writes its files and returns it. `progress` receives the bytes of input read
 /// and their total, 0 if it is unknown.
 ///
+/// # Errors
 /// Fails if an input is not text, if the vocabulary is too small for the bytes, or if a file
 /// exists.
 pub fn train_tokenizer(

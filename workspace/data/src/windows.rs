@@ -13,6 +13,7 @@ pub struct Windows {
 impl Windows {
     /// Divides `file` into windows of `length` tokens.
     ///
+    /// # Errors
     /// Fails if `length` leaves no target, or the file is shorter than one window.
     pub fn new(file: TokenFile, length: usize) -> Result<Self> {
         if length < 2 {
@@ -54,6 +55,7 @@ impl Windows {
 
     /// Reads window `number` into `tokens`, which has [`Windows::length`] entries.
     ///
+    /// # Errors
     /// Fails if there is no such window, or an id is outside the vocabulary.
     ///
     /// # Panics

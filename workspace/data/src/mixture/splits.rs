@@ -40,7 +40,8 @@ struct Node {
 impl Splits {
     /// The tree of these weights, which are positive.
     ///
-    /// Fails with a source whose weight is lost beside the others.
+    /// # Errors
+    /// The first source whose weight is too small beside the others.
     pub(super) fn new(weights: &[f64], order: Order, seed: u64) -> Result<Self, usize> {
         let whole = weights.iter().all(|weight| weight.fract() == 0.0)
             && weights.iter().sum::<f64>() <= EXACT;
