@@ -129,8 +129,8 @@ impl Group {
         self.run("send", |engine| engine.send(B::region(view), to, tag))
     }
 
-    /// Allocates memory for `messages` messages of `bytes` bytes each in flight, so that sends allocate none.
-    /// All groups of the process share it.
+    /// Allocates memory for `messages` messages of `bytes` bytes each in flight, so that sends
+    /// allocate none. All groups of the process share it.
     ///
     /// # Errors
     /// Fails if the device is out of memory.
@@ -188,7 +188,8 @@ impl Group {
     /// by key, then by rank in this group; ranks without a colour join none.
     ///
     /// # Errors
-    /// As for every operation of a group; [`Error::Argument`] also if colour or key is 2^31 or more.
+    /// As for every operation of a group; [`Error::Argument`] also if colour or key is 2^31 or
+    /// more.
     pub fn split(&self, name: &str, color: Option<usize>, key: usize) -> Result<Option<Group>> {
         let checked = |value: usize| {
             // Open MPI takes colours and keys as C's int.

@@ -2,9 +2,9 @@
 //! that all ranks are present and were started alike, and distributes rank 0's payload (NCCL's
 //! unique id). The connections stay open for monitoring (`liveness.rs`).
 //!
-//! Rank 0 serves all connections from one non-blocking loop, so that a connection that sends nothing
-//! cannot delay the ranks. There is no authentication: whoever reaches the port and knows the job can
-//! claim a rank, so the port belongs on a private network of the cluster.
+//! Rank 0 serves all connections from one non-blocking loop, so that a connection that sends
+//! nothing cannot delay the ranks. There is no authentication: whoever reaches the port and knows
+//! the job can claim a rank, so the port belongs on a private network of the cluster.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
@@ -17,8 +17,8 @@ use crate::wire::{
 
 /// How long a new connection may take to send its hello.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum connections whose hello has not arrived, beyond the number of ranks; further ones replace
-/// the oldest.
+/// Maximum connections whose hello has not arrived, beyond the number of ranks; further ones
+/// replace the oldest.
 const MAX_PENDING_CONNECTIONS: usize = 64;
 /// How long rank 0 waits for further ranks after a mismatch, so that they report the cause as well.
 const MISMATCH_GRACE: Duration = Duration::from_secs(2);

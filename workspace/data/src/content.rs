@@ -1,7 +1,7 @@
-//! What identifies the content of a token file, wherever it lies: the sizes of its two files, the hash of
-//! the index, and a hash of evenly spaced blocks of the tokens. The index gives every document's length,
-//! so other texts have another index; the blocks tell apart what has the same lengths. A change of single
-//! tokens between the blocks goes unseen.
+//! What identifies the content of a token file, wherever it lies: the sizes of its two files, the
+//! hash of the index, and a hash of evenly spaced blocks of the tokens. The index gives every
+//! document's length, so other texts have another index; the blocks tell apart what has the same
+//! lengths. A change of single tokens between the blocks goes unseen.
 
 use serde::{Deserialize, Serialize};
 
@@ -19,8 +19,8 @@ pub struct TokenFileContent {
     pub idx_blake3: String,
     /// Bytes of `PREFIX.bin`.
     pub bin_bytes: u64,
-    /// blake3 of 256 blocks of 4096 bytes of `PREFIX.bin`, from its first to its last bytes; of all bytes
-    /// if they are no more than that.
+    /// blake3 of 256 blocks of 4096 bytes of `PREFIX.bin`, from its first to its last bytes; of all
+    /// bytes if they are no more than that.
     pub bin_sample_blake3: String,
 }
 

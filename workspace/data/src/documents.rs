@@ -1,5 +1,5 @@
-//! The documents of an input: one per line of JSON lines, or one per input of plain text. Inputs are
-//! streamed; memory holds at most a batch, a line or a text.
+//! The documents of an input: one per line of JSON lines, or one per input of plain text. Inputs
+//! are streamed; memory holds at most a batch, a line or a text.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};

@@ -92,8 +92,8 @@ pub(crate) fn open(path: &Path) -> Result<Input> {
 /// as of standard input and other pipes.
 ///
 /// # Errors
-/// Fails if there is no input, if standard input is named twice or has no format, or if a file cannot
-/// be read, or is compressed or columnar.
+/// Fails if there is no input, if standard input is named twice or has no format, or if a file
+/// cannot be read, or is compressed or columnar.
 pub(crate) fn check(inputs: &[PathBuf], format: Option<Format>) -> Result<u64> {
     if inputs.is_empty() {
         return Err(Error::Empty { reason: "no input: name at least one file".to_owned() });

@@ -1,5 +1,5 @@
-//! Lines of JSON objects from an untrusted input: one object per line, blank lines in between. Memory
-//! holds one line, of a limited length.
+//! Lines of JSON objects from an untrusted input: one object per line, blank lines in between.
+//! Memory holds one line, of a limited length.
 
 use std::io::{BufRead, Read};
 use std::path::{Path, PathBuf};
@@ -29,7 +29,8 @@ pub struct JsonLine {
 }
 
 impl<R: BufRead> JsonLines<R> {
-    /// Reads the lines of `reader`, which errors call `path`; a line longer than `max_line_bytes` is an error.
+    /// Reads the lines of `reader`, which errors call `path`; a line longer than `max_line_bytes`
+    /// is an error.
     pub fn new(path: &Path, reader: R, max_line_bytes: u64) -> Self {
         JsonLines { path: path.to_path_buf(), reader, max_line_bytes, line: 0, bytes: Vec::new() }
     }
@@ -37,7 +38,8 @@ impl<R: BufRead> JsonLines<R> {
     /// The next object; `None` at the end.
     ///
     /// # Errors
-    /// Fails if the input cannot be read, or for a line that is too long, not UTF-8 or not an object.
+    /// Fails if the input cannot be read, or for a line that is too long, not UTF-8 or not an
+    /// object.
     pub fn next_object(&mut self) -> Result<Option<JsonLine>> {
         let mut input_bytes = 0;
         loop {

@@ -22,7 +22,7 @@ pub(crate) fn map(path: &Path) -> Result<Mmap> {
 pub(crate) fn map_file(file: &File, path: &Path) -> Result<Mmap> {
     // SAFETY: the map is read-only and private to the returned value. Its bytes change only if
     // another process writes into the file in place. This crate's writer never does: it renames a
-    // finished file over the old name, and a mapped file keeps its contents. The writer maps its own
-    // files when they are complete.
+    // finished file over the old name, and a mapped file keeps its contents. The writer maps its
+    // own files when they are complete.
     unsafe { Mmap::map(file) }.map_err(Error::io(path, "map"))
 }

@@ -1,10 +1,10 @@
-//! The source of the n-th sample, and the number of earlier samples of that source: a function of seed
-//! and sample number, without state.
+//! The source of the n-th sample, and the number of earlier samples of that source: a function of
+//! seed and sample number, without state.
 //!
 //! Weights that are thousandths of their sum, to within a hundredth of each, are mixed in blocks of
-//! 1,000 samples (`mixture/blocks.rs`), as they have been since version 0.1; all others are exact, by a
-//! tree of splits between two halves of the sources (`mixture/splits.rs`). Either way the samples of one
-//! source keep their own order.
+//! 1,000 samples (`mixture/blocks.rs`), as they have been since version 0.1; all others are exact,
+//! by a tree of splits between two halves of the sources (`mixture/splits.rs`). Either way the
+//! samples of one source keep their own order.
 
 mod blocks;
 mod splits;
@@ -138,7 +138,8 @@ mod tests {
                 let tolerance = match mixture {
                     Mixture::Single => 0.0,
                     Mixture::Blocks(_) => f64::max(2.0, exact / 100.0),
-                    // 1/2 for the share and 1/2 for each of ten halvings, at each of at most three levels.
+                    // 1/2 for the share and 1/2 for each of ten halvings, at each of at most three
+                    // levels.
                     Mixture::Splits { .. } => 16.5,
                 };
                 prop_assert!((*count as f64 - exact).abs() <= tolerance, "{} {}", count, exact);
@@ -202,9 +203,9 @@ mod tests {
 
     type Recorded = (&'static [f64], Order, u64, [usize; 12], &'static str);
 
-    /// Weights, order, seed, the sources of the first samples, and the start of the blake3 of "SOURCE INDEX\n"
-    /// of samples 0..2500 and 987654321..987656321, recorded from version 0.1.0. Another order would alter
-    /// runs that are resumed.
+    /// Weights, order, seed, the sources of the first samples, and the start of the blake3 of
+    /// "SOURCE INDEX\n" of samples 0..2500 and 987654321..987656321, recorded from version 0.1.0.
+    /// Another order would alter runs that are resumed.
     const RECORDED: [Recorded; 7] = [
         (&[5.0], Order::Shuffled, 1, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], "01ee1eb66567f868"),
         (&[1.0, 1.0], Order::Shuffled, 7, [1, 1, 0, 1, 1, 1, 1, 1, 0, 1, 0, 1], "1116878c0da38006"),

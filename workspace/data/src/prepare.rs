@@ -191,8 +191,8 @@ fn next_batch(documents: &mut Documents<'_>) -> Result<Vec<Document>> {
     Ok(batch)
 }
 
-/// Checks that no output is one of the inputs, which `--force` would replace: the prefix's `.json` may
-/// be one.
+/// Checks that no output is one of the inputs, which `--force` would replace: the prefix's `.json`
+/// may be one.
 ///
 /// # Errors
 /// [`Error::OverwritesInput`] if one is; [`Error::Io`] if an input cannot be read.

@@ -101,7 +101,8 @@ impl TrainingData {
         self.mixture.counts(samples)
     }
 
-    /// Whether version 0.1.0 accepted the weights but rounded them to thousandths, which gave another order.
+    /// Whether version 0.1.0 accepted the weights but rounded them to thousandths, which gave
+    /// another order.
     pub fn was_rounded_to_thousandths(&self) -> bool {
         self.mixture.was_rounded()
     }

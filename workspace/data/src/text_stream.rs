@@ -14,9 +14,9 @@ const REPLACEMENT: char = '\u{fffd}';
 const CONTEXT_PIECES: usize = 4;
 /// Ids of the prompt used as context.
 const CONTEXT_IDS: usize = 16;
-/// Maximum ids without final text. A character has at most four bytes: a longer run of ids without a
-/// character is ill-formed bytes, or literal U+FFFD. It is returned when other text follows, or after
-/// this many ids.
+/// Maximum ids without final text. A character has at most four bytes: a longer run of ids without
+/// a character is ill-formed bytes, or literal U+FFFD. It is returned when other text follows, or
+/// after this many ids.
 const MAX_PENDING_IDS: usize = 64;
 
 /// Text decoded id by id; created by [`TextTokenizer::stream`].

@@ -110,14 +110,15 @@ impl TokenFile {
         self.limit = (vocab_size as u64).min(ALL_IDS);
     }
 
-    /// Identifies the content of the file. Reads all of the index, and at most a megabyte of the tokens.
+    /// Identifies the content of the file. Reads all of the index, and at most a megabyte of the
+    /// tokens.
     pub fn content(&self) -> TokenFileContent {
         TokenFileContent::of(self.index.bytes(), &self.bin)
     }
 
-    /// A number that all ids are known to be below without reading them: what the stored type can hold, or
-    /// the vocabulary with which this `content` was written, as `PREFIX.json` records. `None` if neither is
-    /// known: a signed type may hold negative ids.
+    /// A number that all ids are known to be below without reading them: what the stored type can
+    /// hold, or the vocabulary with which this `content` was written, as `PREFIX.json` records.
+    /// `None` if neither is known: a signed type may hold negative ids.
     ///
     /// # Errors
     /// Fails if `PREFIX.json` describes other content.
@@ -137,7 +138,8 @@ impl TokenFile {
         }
     }
 
-    /// The largest id in a range of positions; 0 if it is empty. The range is divided among the threads.
+    /// The largest id in a range of positions; 0 if it is empty. The range is divided among the
+    /// threads.
     ///
     /// # Errors
     /// Fails beyond the end of the file, or on an id outside the vocabulary (see
@@ -244,16 +246,16 @@ impl TokenFile {
         Ok(starts)
     }
 
-    /// The numbers of the documents that the tokens at `positions` are of. An empty range counts as its
-    /// first position.
+    /// The numbers of the documents that the tokens at `positions` are of. An empty range counts as
+    /// its first position.
     ///
     /// # Errors
     /// Fails if the range exceeds the file.
     pub fn documents_of(&self, positions: Range<u64>) -> Result<Range<u64>> {
         self.check_range(positions.start, positions.end.saturating_sub(positions.start).max(1))?;
         let start = |document| self.index.start(self.index.first_sequence(document));
-        // Documents that start below a position: of those that start at one position, all but the last
-        // are empty.
+        // Documents that start below a position: of those that start at one position, all but the
+        // last are empty.
         let below = |position| {
             let (mut low, mut high) = (0, self.index.documents());
             while low < high {

@@ -37,8 +37,8 @@ impl TokenIndex {
     /// Maps the index at `path` and validates it against a `.bin` of `bin_bytes` bytes.
     ///
     /// # Errors
-    /// Fails if the file cannot be read, if a length, offset or bound is out of range, or if a sequence
-    /// lies beyond the `.bin`.
+    /// Fails if the file cannot be read, if a length, offset or bound is out of range, or if a
+    /// sequence lies beyond the `.bin`.
     pub(crate) fn open(path: &Path, bin_bytes: u64) -> Result<Self> {
         let fault = |reason: String| Error::token_file(path, reason);
         let map = map(path)?;

@@ -33,7 +33,8 @@ pub struct TokenFileInfo {
     pub eos_token: DocumentEnd,
     /// The stored type of a token.
     pub dtype: TokenType,
-    /// The content of the `.bin` and `.idx` that this file describes; absent from files of version 0.1.0.
+    /// The content of the `.bin` and `.idx` that this file describes; absent from files of version
+    /// 0.1.0.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content: Option<TokenFileContent>,
 }

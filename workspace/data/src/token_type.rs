@@ -60,7 +60,8 @@ impl TokenType {
         }
     }
 
-    /// The number of ids that the type can store; `None` for signed types, which can store what is no id.
+    /// The number of ids that the type can store; `None` for signed types, which can store what is
+    /// no id.
     pub(crate) fn num_ids(self) -> Option<u64> {
         match self {
             Self::U8 => Some(1 << 8),

@@ -72,8 +72,8 @@ impl TokenFileWriter {
     /// Appends a document.
     ///
     /// # Errors
-    /// Fails if an id is outside the vocabulary, if the document has more tokens than the format can
-    /// count, or if the disk is full.
+    /// Fails if an id is outside the vocabulary, if the document has more tokens than the format
+    /// can count, or if the disk is full.
     pub fn push_document(&mut self, tokens: &[u32]) -> Result<()> {
         let length = i32::try_from(tokens.len()).map_err(|_| Error::Argument {
             name: "tokens in a document",

@@ -105,7 +105,8 @@ impl TextTokenizer {
         Ok(ids)
     }
 
-    /// The ids of a text without the post-processor's: special tokens are those that the text names.
+    /// The ids of a text without the post-processor's: special tokens are those that the text
+    /// names.
     ///
     /// # Errors
     /// Fails if the tokenizer does.
@@ -177,8 +178,8 @@ fn parse(bytes: &[u8]) -> std::result::Result<Tokenizer, String> {
     guarded(|| Tokenizer::from_bytes(bytes).map_err(|error| error.to_string()))
 }
 
-/// Calls the library, which panics for some contents that its types do not allow, such as a template with a
-/// token that it does not define.
+/// Calls the library, which panics for some contents that its types do not allow, such as a
+/// template with a token that it does not define.
 fn guarded<R>(
     work: impl FnOnce() -> std::result::Result<R, String>,
 ) -> std::result::Result<R, String> {

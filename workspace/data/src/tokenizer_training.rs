@@ -1,6 +1,6 @@
 //! Trains a tokenizer like Llama 3's: byte-level BPE, which encodes every text losslessly. BOS
-//! begins every encoding; EOS, which would end a prompt as well, is appended in preparation. The files load in Hugging Face's AutoTokenizer. The same
-//! inputs give the same files.
+//! begins every encoding; EOS, which would end a prompt as well, is appended in preparation. The
+//! files load in Hugging Face's AutoTokenizer. The same inputs give the same files.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;

@@ -113,7 +113,8 @@ fn a_missing_or_broken_tokenizer_names_its_file() {
     let dir = tempfile::tempdir().unwrap();
     let missing = TextTokenizer::load(dir.path()).unwrap_err().to_string();
     assert!(missing.contains("tokenizer.json: cannot read"), "{missing}");
-    // The library panics in all but the first: the decoder is not JSON, and a normalizer lacks its table.
+    // The library panics in all but the first: the decoder is not JSON, and a normalizer lacks its
+    // table.
     let texts: [&[u8]; 5] = [
         b"{}",
         br#"{"decoder": {"type": "Fuse", 1: 2}}"#,

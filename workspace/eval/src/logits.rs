@@ -94,8 +94,8 @@ impl LogitsOf {
         Ok(ids)
     }
 
-    /// Writes `logits` f32 and, for a Mixture-of-Head model, which heads tokens selected, u8: `routed_mask`,
-    /// or `routed_mask.N` of each layer N that routes where layers differ.
+    /// Writes `logits` f32 and, for a Mixture-of-Head model, which heads tokens selected, u8:
+    /// `routed_mask`, or `routed_mask.N` of each layer N that routes where layers differ.
     ///
     /// # Errors
     /// Fails if the file cannot be written; no partial file is left.
@@ -118,9 +118,9 @@ impl LogitsOf {
         moh_files::write(path, &serialized).map_err(io)
     }
 
-    /// Names, shapes and contents of the tables of selected heads: `routed_mask`, `[layers, batch, length,
-    /// routed heads]`, where all layers route equally many heads, else `routed_mask.N`, `[batch, length,
-    /// routed heads]`, of each layer N that routes.
+    /// Names, shapes and contents of the tables of selected heads: `routed_mask`, `[layers, batch,
+    /// length, routed heads]`, where all layers route equally many heads, else `routed_mask.N`,
+    /// `[batch, length, routed heads]`, of each layer N that routes.
     fn masks(&self) -> Vec<(String, Vec<usize>, Cow<'_, [u8]>)> {
         let rows = self.batch * self.length;
         let layers = self.routed_mask.iter().enumerate();

@@ -1,7 +1,8 @@
 //! A directory that appears complete or not at all.
 //!
-//! Its process locks it while it has its temporary name, so that [`PendingDirectory::recover`] of another
-//! process can tell a directory that is being written from the remains of a process that was killed.
+//! Its process locks it while it has its temporary name, so that [`PendingDirectory::recover`] of
+//! another process can tell a directory that is being written from the remains of a process that
+//! was killed.
 
 use std::fs::{self, File, TryLockError};
 use std::io;
@@ -35,9 +36,9 @@ impl PendingDirectory {
         Ok(PendingDirectory { place: place.to_path_buf(), path, published: false, _lock: lock })
     }
 
-    /// Removes what killed processes left of directories with the final name `place`. A directory that
-    /// one of them had moved aside to replace it gets its name back. Directories of running processes
-    /// stay, and so do all of them where the file system has no locks.
+    /// Removes what killed processes left of directories with the final name `place`. A directory
+    /// that one of them had moved aside to replace it gets its name back. Directories of running
+    /// processes stay, and so do all of them where the file system has no locks.
     ///
     /// # Errors
     /// Fails if a directory cannot be listed, removed or renamed.
@@ -144,8 +145,8 @@ fn rename_over_empty(from: &Path, to: &Path) -> io::Result<()> {
     fs::rename(from, to)
 }
 
-/// Creates and locks a directory beside `place` with a unique temporary name. There is no lock where
-/// the file system has none.
+/// Creates and locks a directory beside `place` with a unique temporary name. There is no lock
+/// where the file system has none.
 fn unique(place: &Path, suffix: &str) -> io::Result<(PathBuf, Option<File>)> {
     let prefix = temporary_prefix(place);
     let mut builder = tempfile::Builder::new();
@@ -169,8 +170,8 @@ fn temporary_prefix(place: &Path) -> String {
     format!("{TEMPORARY}{}-", place.file_name().unwrap_or_default().to_string_lossy())
 }
 
-/// What follows the random letters in the temporary name of a directory for `place`; `None` for other
-/// names.
+/// What follows the random letters in the temporary name of a directory for `place`; `None` for
+/// other names.
 fn temporary_suffix<'a>(path: &'a Path, place: &Path) -> Option<&'a str> {
     let name = path.file_name()?.to_str()?;
     let (random, suffix) =

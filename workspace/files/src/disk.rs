@@ -1,13 +1,16 @@
-//! Reads a file from its disk: past the memory in which the system keeps files, where the system can.
+//! Reads a file from its disk: past the memory in which the system keeps files, where the system
+//! can.
 //!
-//! What a program has just written is usually read from that memory, the page cache, which says nothing about
-//! the disk. Linux reads past it with `O_DIRECT` on file systems that have it; elsewhere this is ordinary reading.
+//! What a program has just written is usually read from that memory, the page cache, which says
+//! nothing about the disk. Linux reads past it with `O_DIRECT` on file systems that have it;
+//! elsewhere this is ordinary reading.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-/// Offsets, lengths and addresses of direct reads are multiples of this: a disk's blocks are smaller.
+/// Offsets, lengths and addresses of direct reads are multiples of this: a disk's blocks are
+/// smaller.
 const ALIGNMENT: usize = 4096;
 
 /// A file that is read from its disk.
@@ -21,8 +24,8 @@ pub struct DiskReader {
 }
 
 impl DiskReader {
-    /// Opens a file, with `past_cache` to be read from its disk, else in the ordinary way. What is read from the
-    /// disk must have been synced.
+    /// Opens a file, with `past_cache` to be read from its disk, else in the ordinary way. What is
+    /// read from the disk must have been synced.
     ///
     /// # Errors
     /// Fails if the file cannot be opened.
@@ -57,8 +60,8 @@ impl DiskReader {
         Ok(&self.buffer[offset..offset + length])
     }
 
-    /// Tells the system that these bytes, which are on the disk, will not be read again soon: it need not keep
-    /// them in memory in place of others.
+    /// Tells the system that these bytes, which are on the disk, will not be read again soon: it
+    /// need not keep them in memory in place of others.
     #[cfg_attr(not(target_os = "linux"), allow(unused_variables))]
     pub fn release(&self, start: u64, length: usize) {
         #[cfg(target_os = "linux")]

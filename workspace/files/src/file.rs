@@ -21,8 +21,8 @@ pub struct PendingFile {
 }
 
 impl PendingFile {
-    /// Starts a file with the final name `path`. Temporary files of `path` that a killed process has
-    /// left are removed.
+    /// Starts a file with the final name `path`. Temporary files of `path` that a killed process
+    /// has left are removed.
     ///
     /// # Errors
     /// Fails if its directory is missing or not writable.

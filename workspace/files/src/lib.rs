@@ -1,7 +1,7 @@
 //! Files and directories that appear complete or not at all, even if the program or the machine
 //! fails. They are written beside the final path under a name that starts with [`TEMPORARY`],
-//! synced to disk, and renamed. Dropping one before that deletes it. A program that a signal ends can
-//! remove its temporary files, and the next writer of a file removes those of a killed process.
+//! synced to disk, and renamed. Dropping one before that deletes it. A program that a signal ends
+//! can remove its temporary files, and the next writer of a file removes those of a killed process.
 
 mod directory;
 mod disk;

@@ -1,9 +1,10 @@
-//! Calls a reader with mutated input until the time is over, and fails if it panics or takes more memory
-//! than its bound.
+//! Calls a reader with mutated input until the time is over, and fails if it panics or takes more
+//! memory than its bound.
 //!
-//! An input is one of the corpus with a few mutations. One whose outcome (the reader's error, without its
-//! numbers) is new joins the corpus, so that later inputs go deeper. `MOH_FUZZ_SECONDS` is the time of
-//! each target, default 1. `MOH_FUZZ_SEED`, default 1, chooses the inputs; give others for long runs.
+//! An input is one of the corpus with a few mutations. One whose outcome (the reader's error,
+//! without its numbers) is new joins the corpus, so that later inputs go deeper. `MOH_FUZZ_SECONDS`
+//! is the time of each target, default 1. `MOH_FUZZ_SEED`, default 1, chooses the inputs; give
+//! others for long runs.
 
 mod mutation;
 
@@ -39,8 +40,8 @@ impl Target<'_> {
     /// Calls `read` with mutated input; it returns what the reader said.
     ///
     /// # Panics
-    /// Panics if `read` does, or if it allocates more than the bound. The message names a file with the
-    /// input.
+    /// Panics if `read` does, or if it allocates more than the bound. The message names a file with
+    /// the input.
     pub fn run(&self, read: impl Fn(&[u8]) -> Result<(), String>) {
         let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         let seconds = setting("MOH_FUZZ_SECONDS").unwrap_or(1);

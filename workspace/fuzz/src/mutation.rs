@@ -1,4 +1,5 @@
-//! Mutations of an input: of its bytes, of the integers in it, and of the words and numbers of text.
+//! Mutations of an input: of its bytes, of the integers in it, and of the words and numbers of
+//! text.
 
 use fastrand::Rng;
 

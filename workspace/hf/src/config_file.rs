@@ -2,8 +2,9 @@
 //!
 //! Every field is kept in its order, so that a converted model differs from its source only in what
 //! conversion changes. Both styles are read: `rope_theta` + `rope_scaling` (transformers 4) and
-//! `rope_parameters` (transformers 5); what Hugging Face's configuration would do differently from this
-//! program (biases, sliding windows, other activations, other RoPE types, quantised weights) is refused.
+//! `rope_parameters` (transformers 5); what Hugging Face's configuration would do differently from
+//! this program (biases, sliding windows, other activations, other RoPE types, quantised weights)
+//! is refused.
 
 mod architecture;
 pub(crate) mod fields;
@@ -62,7 +63,8 @@ impl ConfigFile {
         Ok(ConfigFile { config, fields })
     }
 
-    /// The file of a model that has none yet: the fields that transformers writes for its architecture.
+    /// The file of a model that has none yet: the fields that transformers writes for its
+    /// architecture.
     pub fn new(config: &ModelConfig) -> Self {
         let kind = Kind { is_moh: false, ..Kind::of(config) };
         let names = [
@@ -81,8 +83,8 @@ impl ConfigFile {
     /// The fields with those of `config` that conversion and training change: the vocabulary, the
     /// architecture and the MoH fields; with `dtype` also the element type of the weights.
     ///
-    /// A dense `config` becomes a plain model of its architecture again. `config` must otherwise be the model that the
-    /// fields describe.
+    /// A dense `config` becomes a plain model of its architecture again. `config` must otherwise be
+    /// the model that the fields describe.
     pub fn to_json(&self, config: &ModelConfig, dtype: Option<DType>) -> Map<String, Value> {
         let mut fields = self.fields.clone();
         let mut put = |key: &str, value: Value| fields.insert(key.to_string(), value);

@@ -1,8 +1,9 @@
 //! Where a model directory may be written: nothing but an earlier model directory is ever replaced.
 //!
-//! A model directory is recognised exactly: its `config.json` describes a model that this program reads,
-//! it has weight files, and every other entry is a file that [`write_model`](crate::write_model) writes. Its
-//! card is one that nobody has changed; code and licences are those of which the card has the hash and names.
+//! A model directory is recognised exactly: its `config.json` describes a model that this program
+//! reads, it has weight files, and every other entry is a file that
+//! [`write_model`](crate::write_model) writes. Its card is one that nobody has changed; code and
+//! licences are those of which the card has the hash and names.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -23,8 +24,8 @@ const MAX_NAMED_FILES: usize = 3;
 /// Checks, before any work, that [`write_model`](crate::write_model) accepts the destination.
 ///
 /// # Errors
-/// Fails if `out` is a file, or holds the current directory; if it is not empty, without `force`; and
-/// with `force`, if it is not a model directory, or holds other files or a repository.
+/// Fails if `out` is a file, or holds the current directory; if it is not empty, without `force`;
+/// and with `force`, if it is not a model directory, or holds other files or a repository.
 pub fn check_destination(out: &Path, force: bool) -> Result<(), Error> {
     let Some(entries) = list(out)? else { return Ok(()) };
     if let (Ok(current), Ok(out)) = (std::env::current_dir(), out.canonicalize())

@@ -1,8 +1,9 @@
-//! The model card of a Mixture-of-Head model: its `README.md`, whose front matter Hugging Face's hub reads.
+//! The model card of a Mixture-of-Head model: its `README.md`, whose front matter Hugging Face's
+//! hub reads.
 //!
-//! The last line of a card names the base model, and has the hash of the code beside it and the hash of
-//! everything before. So a card that nobody has changed is known as one: the next model takes over what it
-//! says, and it may be replaced.
+//! The last line of a card names the base model, and has the hash of the code beside it and the
+//! hash of everything before. So a card that nobody has changed is known as one: the next model
+//! takes over what it says, and it may be replaced.
 
 use moh_model::{Architecture, ModelConfig};
 

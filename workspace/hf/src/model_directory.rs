@@ -1,9 +1,9 @@
 //! Writes a model directory in Hugging Face layout.
 //!
 //! The tensors are streamed: the caller provides each one's bytes in pieces, which are hashed while
-//! they are written, and synced, read back and hashed again in the background (`read_back`). The directory is
-//! created beside its destination under a name that starts with `.tmp-`, so that a directory with the final
-//! name is always complete; on an error everything written is removed.
+//! they are written, and synced, read back and hashed again in the background (`read_back`). The
+//! directory is created beside its destination under a name that starts with `.tmp-`, so that a
+//! directory with the final name is always complete; on an error everything written is removed.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -142,8 +142,8 @@ impl PendingModel {
         &self.written
     }
 
-    /// Renames the directory to its final name. With `force`, a model directory of that name is moved
-    /// aside first, and removed when this one has the name.
+    /// Renames the directory to its final name. With `force`, a model directory of that name is
+    /// moved aside first, and removed when this one has the name.
     ///
     /// # Errors
     /// Fails if the name is taken in the meantime, or if a directory cannot be renamed; the older
@@ -171,8 +171,8 @@ pub fn write_model<E: From<Error>>(
     Ok(prepare_model(out, force, model, fill)?.publish()?)
 }
 
-/// As [`write_model`], but for the last step, which is [`PendingModel::publish`]. Removes what killed
-/// processes left of the same `out`.
+/// As [`write_model`], but for the last step, which is [`PendingModel::publish`]. Removes what
+/// killed processes left of the same `out`.
 ///
 /// # Errors
 /// As [`write_model`].
@@ -399,8 +399,9 @@ fn open_as_reader(dir: &Path, tensors: &[TensorSpec]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Models of at most so many bytes are read back from the disk. Larger ones are read back as any reader reads them,
-/// mostly from the page cache: a disk that reads two streams and writes a third takes twice the time of a copy.
+/// Models of at most so many bytes are read back from the disk. Larger ones are read back as any
+/// reader reads them, mostly from the page cache: a disk that reads two streams and writes a third
+/// takes twice the time of a copy.
 const PAST_CACHE_BYTES: u64 = 1_000_000_000;
 
 /// Size of the pieces of a tensor: large enough to share among two threads, small compared with the

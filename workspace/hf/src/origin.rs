@@ -1,5 +1,6 @@
-//! What the directory of a model says about where the model comes from: the base model, its licence and how
-//! it was made. A model card ([`model_card`](crate::model_card)) hands this on to the next model.
+//! What the directory of a model says about where the model comes from: the base model, its licence
+//! and how it was made. A model card ([`model_card`](crate::model_card)) hands this on to the next
+//! model.
 //!
 //! The directory is anyone's: what is read of it is bounded, and only plain values reach a card.
 
@@ -60,8 +61,8 @@ pub struct Origin {
 }
 
 impl Origin {
-    /// Reads what `directory` says of its model, which the user calls `name`. A card of this program there
-    /// says what the model's own base is and how it was made.
+    /// Reads what `directory` says of its model, which the user calls `name`. A card of this
+    /// program there says what the model's own base is and how it was made.
     ///
     /// # Errors
     /// Fails if the directory cannot be listed or its README cannot be read.
@@ -76,8 +77,8 @@ impl Origin {
     }
 }
 
-/// Whether a file of that name has a licence's terms: `LICENSE`, `LICENSE.txt`, `NOTICE`, `USE_POLICY.md` and
-/// the like.
+/// Whether a file of that name has a licence's terms: `LICENSE`, `LICENSE.txt`, `NOTICE`,
+/// `USE_POLICY.md` and the like.
 pub fn is_terms_file(name: &str) -> bool {
     let extension = Path::new(name).extension().and_then(|extension| extension.to_str());
     TERMS.iter().any(|start| name.starts_with(start))
@@ -110,7 +111,8 @@ pub(crate) fn read_text(path: &Path) -> Result<Option<String>, Error> {
     }
 }
 
-/// The licence's fields in the front matter of a README: the lines between two lines `---` at its start.
+/// The licence's fields in the front matter of a README: the lines between two lines `---` at its
+/// start.
 fn front_matter(readme: &str) -> Vec<(&'static str, String)> {
     let mut lines = readme.lines();
     if lines.next().map(str::trim_end) != Some("---") {

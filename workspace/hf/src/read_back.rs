@@ -1,9 +1,9 @@
 //! A weight file that is synced, read back and hashed while it is written.
 //!
-//! A thread follows the writer. As soon as enough has been written it syncs that to the disk, reads it back
-//! ([`DiskReader`]), and hashes it. So one part of a file is checked while the next ones are converted, and little
-//! remains to be done when the last one is written. The writer waits for a thread that falls far behind, which
-//! bounds what is in memory alone.
+//! A thread follows the writer. As soon as enough has been written it syncs that to the disk, reads
+//! it back ([`DiskReader`]), and hashes it. So one part of a file is checked while the next ones
+//! are converted, and little remains to be done when the last one is written. The writer waits for
+//! a thread that falls far behind, which bounds what is in memory alone.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -33,7 +33,8 @@ pub(crate) struct Found {
 
 type Thread<'scope> = ScopedJoinHandle<'scope, io::Result<Found>>;
 
-/// A new file of consecutive parts, each of which is hashed when it is written and when it is read back.
+/// A new file of consecutive parts, each of which is hashed when it is written and when it is read
+/// back.
 pub(crate) struct CheckedFile<'scope> {
     file: File,
     hashes: PartHashes,
@@ -50,8 +51,8 @@ pub(crate) struct WrittenFile<'scope> {
 }
 
 impl<'scope> CheckedFile<'scope> {
-    /// Creates a file that will have parts of these lengths, and starts its thread, which reads it past the
-    /// page cache or in the ordinary way.
+    /// Creates a file that will have parts of these lengths, and starts its thread, which reads it
+    /// past the page cache or in the ordinary way.
     ///
     /// # Errors
     /// Fails if the file exists, or cannot be created or opened.
@@ -114,8 +115,8 @@ impl Write for CheckedFile<'_> {
 }
 
 impl WrittenFile<'_> {
-    /// Waits until the file is synced and read back. The result has the hashes of the bytes as they were written
-    /// and what was read back.
+    /// Waits until the file is synced and read back. The result has the hashes of the bytes as they
+    /// were written and what was read back.
     ///
     /// # Errors
     /// Fails if the file cannot be synced or read.
@@ -145,10 +146,12 @@ fn follow(
         }
         // At most the bytes of a piece.
         let bytes = reader.read(start, (end - start) as usize)?;
-        // By this thread alone: the writer, which waits for it, may be the last free thread of rayon's pool.
+        // By this thread alone: the writer, which waits for it, may be the last free thread of
+        // rayon's pool.
         hashes.update(bytes, Hasher::update);
         if !reader.is_direct() {
-            // A large model would fill the page cache, and the system's search for memory takes processor time.
+            // A large model would fill the page cache, and the system's search for memory takes
+            // processor time.
             reader.release(start, (end - start) as usize);
         }
         start = end;
@@ -274,7 +277,8 @@ mod tests {
             let mut file = CheckedFile::create(scope, &path, vec![8, length, 5], true).unwrap();
             file.write_all(&[1; 8]).unwrap();
             file.write_all(&vec![2; length as usize]).unwrap();
-            // Nothing is read before the file is complete or has the bytes that are synced at a time.
+            // Nothing is read before the file is complete or has the bytes that are synced at a
+            // time.
             let mut other = File::options().write(true).open(&path).unwrap();
             other.write_all(&[1, 1, 1, 1, 1, 1, 1, 1, 3]).unwrap();
             file.write_all(&[4; 5]).unwrap();

@@ -14,7 +14,8 @@ const BLOCK_ELEMENTS: usize = 1 << 16;
 /// A model in a directory, its weights mapped.
 #[derive(Debug)]
 pub struct StoredModel {
-    /// Its configuration. It is untied if the files have an output head that differs from the embedding.
+    /// Its configuration. It is untied if the files have an output head that differs from the
+    /// embedding.
     pub file: ConfigFile,
     /// Its weights, which are exactly those of the configuration.
     pub weights: WeightFiles,
@@ -25,8 +26,8 @@ pub struct StoredModel {
 impl StoredModel {
     /// Opens the model in `dir`.
     ///
-    /// As transformers does, a model with `tie_word_embeddings` whose files have an output head that
-    /// differs from the embedding is not tied.
+    /// As transformers does, a model with `tie_word_embeddings` whose files have an output head
+    /// that differs from the embedding is not tied.
     ///
     /// # Errors
     /// As [`ConfigFile::read`], [`WeightFiles::open`] and [`WeightFiles::check`].
@@ -80,8 +81,8 @@ mod tests {
     use moh_kernels::DType;
     use moh_model::tensors::tensor_shapes;
 
-    /// A tied model whose files have an output head of this type, with the embedding's values but for
-    /// the last, to which `added` is added.
+    /// A tied model whose files have an output head of this type, with the embedding's values but
+    /// for the last, to which `added` is added.
     fn model(dir: &Path, dtype: DType, added: f32) {
         let fields = json!({
             "model_type": "llama", "vocab_size": 5, "hidden_size": 4, "intermediate_size": 4,

@@ -1,5 +1,6 @@
-//! The Python code with which transformers loads a Mixture-of-Head model, embedded from `tools/hf`. A model
-//! directory has the files of its `model_type`, which `auto_map` in its `config.json` names.
+//! The Python code with which transformers loads a Mixture-of-Head model, embedded from `tools/hf`.
+//! A model directory has the files of its `model_type`, which `auto_map` in its `config.json`
+//! names.
 
 use std::path::Path;
 

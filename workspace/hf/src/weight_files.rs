@@ -304,8 +304,8 @@ impl WeightFiles {
         }
     }
 
-    /// Asks the system to read a part of a tensor's bytes soon, without waiting for it. Failure costs time,
-    /// nothing else.
+    /// Asks the system to read a part of a tensor's bytes soon, without waiting for it. Failure
+    /// costs time, nothing else.
     pub fn prefetch(&self, name: &str, part: Range<usize>) {
         #[cfg(unix)]
         if let Some((map, range)) = self.part(name, part) {

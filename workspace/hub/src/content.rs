@@ -13,7 +13,8 @@ const BUFFER: usize = 1 << 20;
 const SHA256_DIGITS: usize = 64;
 const SHA1_DIGITS: usize = 40;
 
-/// Whether the file at `path` has the content of this address; `None` for an address of another kind.
+/// Whether the file at `path` has the content of this address; `None` for an address of another
+/// kind.
 pub(crate) fn has_address(path: &Path, address: &str) -> io::Result<Option<bool>> {
     let mut file = File::open(path)?;
     let mut context = match address.len() {

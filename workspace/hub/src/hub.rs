@@ -363,8 +363,8 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// Checks the content of a complete download, and removes one that is wrong: the next run must not
-    /// continue it.
+    /// Checks the content of a complete download, and removes one that is wrong: the next run must
+    /// not continue it.
     fn check(&self, file: &RemoteFile, path: &Path) -> Result<(), Failure> {
         if has_address(path, &file.blob).map_err(Error::io(path))? != Some(false) {
             return Ok(());

@@ -166,8 +166,8 @@ impl MohConfig {
     ///
     /// # Errors
     /// Fails if a list's length is not the number of layers, if a layer has more shared or active
-    /// heads than heads, if it has exactly one routed head (whose norm has no standard deviation), or
-    /// if none of its heads is active. Messages name the layer, from 0, if layers differ.
+    /// heads than heads, if it has exactly one routed head (whose norm has no standard deviation),
+    /// or if none of its heads is active. Messages name the layer, from 0, if layers differ.
     pub fn validate(&self, heads: usize, layers: usize) -> Result<(), Error> {
         for (key, counts) in
             [("shared_heads", &self.shared_heads), ("routed_top_k", &self.routed_top_k)]

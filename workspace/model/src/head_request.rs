@@ -1,9 +1,9 @@
 //! From what a user asks for to the head counts of every layer: the one place where a share of the
 //! heads becomes counts.
 //!
-//! Of h heads at share R, a = R h are active, rounded half up. Half of all heads are shared, rounded
-//! down, if more than that are active and h is at least 3; otherwise half of the active heads are.
-//! The other active heads are routed: k = a - shared.
+//! Of h heads at share R, a = R h are active, rounded half up. Half of all heads are shared,
+//! rounded down, if more than that are active and h is at least 3; otherwise half of the active
+//! heads are. The other active heads are routed: k = a - shared.
 
 use crate::{Error, HeadCounts, ModelConfig, MohConfig, RouterKind};
 
@@ -40,13 +40,13 @@ struct Share {
 }
 
 impl HeadRequest {
-    /// The counts for `layers` layers of `heads` heads; `source` is the routing of the model that they
-    /// are for, if it is a Mixture-of-Head model.
+    /// The counts for `layers` layers of `heads` heads; `source` is the routing of the model that
+    /// they are for, if it is a Mixture-of-Head model.
     ///
     /// # Errors
     /// Fails if the share is not in 0..=1, leaves no head active, or leaves all heads active and is
-    /// less than 1; if a layer with routed heads would have none active without `routed_top_k` 0; and
-    /// as [`MohConfig::validate`] does.
+    /// less than 1; if a layer with routed heads would have none active without `routed_top_k` 0;
+    /// and as [`MohConfig::validate`] does.
     pub fn resolve(
         &self,
         heads: usize,

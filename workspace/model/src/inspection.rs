@@ -1,5 +1,5 @@
-//! What a forward pass has left in its activations: magnitudes of the residual stream, and routings; to find
-//! where values grow.
+//! What a forward pass has left in its activations: magnitudes of the residual stream, and
+//! routings; to find where values grow.
 
 use moh_kernels::{Backend, Element};
 
@@ -46,8 +46,8 @@ pub struct BlockMagnitudes {
 }
 
 impl<B: Backend, T: Element> Model<B, T> {
-    /// Adds the residual stream of the last forward pass to `blocks`, which has an entry for each layer
-    /// of the pass.
+    /// Adds the residual stream of the last forward pass to `blocks`, which has an entry for each
+    /// layer of the pass.
     ///
     /// # Errors
     /// Fails if the device fails, and for activations that recompute whole blocks: they have those

@@ -93,7 +93,8 @@ impl FlatLayout {
     }
 }
 
-/// The flat buffers of a model, or of a part of one, in order: embedding, blocks, final norm, untied head.
+/// The flat buffers of a model, or of a part of one, in order: embedding, blocks, final norm,
+/// untied head.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelLayout {
     /// The buffers.

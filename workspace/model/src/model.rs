@@ -17,8 +17,8 @@ use crate::rope::RopeTables;
 use crate::router::{self, LayerRouting, Router, Routers, RoutingStatistics};
 use crate::{Error, ModelConfig};
 
-/// A Llama or Qwen3 model, dense or Mixture-of-Head, with weights of type `T` on a device: the whole
-/// model, or a rank's part of it.
+/// A Llama or Qwen3 model, dense or Mixture-of-Head, with weights of type `T` on a device: the
+/// whole model, or a rank's part of it.
 pub struct Model<B: Backend, T: Element> {
     pub(crate) backend: B,
     pub(crate) config: ModelConfig,
@@ -30,7 +30,8 @@ pub struct Model<B: Backend, T: Element> {
     pub(crate) routers: Routers<B, T>,
 }
 
-/// The buffers of a model, or of a part of one: its weights, and the tables of rotary position embedding.
+/// The buffers of a model, or of a part of one: its weights, and the tables of rotary position
+/// embedding.
 pub struct ModelBuffers<M: Memory, T: Element> {
     pub(crate) weights: FlatBuffers<M, T>,
     pub(crate) rope: RopeTables<M>,
@@ -246,8 +247,8 @@ impl<B: Backend, T: Element> Model<B, T> {
         self.project(B::whole(&activations.head.normed), activations.shape.tokens())
     }
 
-    /// Logits of some tokens of the last forward pass, in the order of `rows`, `[rows, V]`: without those of
-    /// the others, which can exceed the memory.
+    /// Logits of some tokens of the last forward pass, in the order of `rows`, `[rows, V]`: without
+    /// those of the others, which can exceed the memory.
     ///
     /// # Errors
     /// As [`Model::logits`]; [`Error::TooLong`] for empty ranges and rows beyond the pass.

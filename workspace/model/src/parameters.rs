@@ -130,8 +130,9 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
         self.buffers[flat] = Some(buffer);
     }
 
-    /// Fills what `shard` has of every tensor, within the local shard. `source` writes a range of the
-    /// elements of the local slice of a tensor of a buffer, and `number` converts each to the element type.
+    /// Fills what `shard` has of every tensor, within the local shard. `source` writes a range of
+    /// the elements of the local slice of a tensor of a buffer, and `number` converts each to the
+    /// element type.
     ///
     /// # Errors
     /// Fails if `source` or the device fails.
@@ -208,8 +209,8 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
 }
 
 impl<B: Memory, T: Element> FlatBuffers<B, T> {
-    /// Fills the local slice of every tensor with the values that `source` writes of the whole tensor,
-    /// rounded to `T`. `source` is not called for tensors without a local slice.
+    /// Fills the local slice of every tensor with the values that `source` writes of the whole
+    /// tensor, rounded to `T`. `source` is not called for tensors without a local slice.
     ///
     /// # Errors
     /// Fails if `source` or the device fails.

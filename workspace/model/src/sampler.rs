@@ -1,8 +1,9 @@
 //! Selects the next token from its logits: the most likely token, or a sample from their softmax,
 //! over all tokens or only the most likely ones (top-k, top-p).
 //!
-//! With the same seed it selects, but for top-k, which candle draws in an unspecified order, the same tokens as candle's `LogitsProcessor` on every processor:
-//! the same generator, and the same softmax in f32, summed in the order of candle's AVX2 code.
+//! With the same seed it selects, but for top-k, which candle draws in an unspecified order, the
+//! same tokens as candle's `LogitsProcessor` on every processor: the same generator, and the same
+//! softmax in f32, summed in the order of candle's AVX2 code.
 
 use rand::SeedableRng as _;
 use rand::distr::Distribution as _;

@@ -93,8 +93,8 @@ fn agrees(found: &Pass, expected: &Pass, tolerance: f64) {
     // In bf16 the queries of later blocks differ by roundings, and a near tie may fall otherwise.
     let others = found.mask.iter().zip(&expected.mask).filter(|(a, b)| a != b).count();
     assert!(others * 50 <= expected.mask.len(), "{others} of {} selections", expected.mask.len());
-    // A token that takes another head changes two selections, and in these models the gradients by 5% to 7% of
-    // their norm.
+    // A token that takes another head changes two selections, and in these models the gradients by
+    // 5% to 7% of their norm.
     let tokens = others.div_ceil(2) as f64;
     let error = relative_error(&found.gradients, &expected.gradients);
     let most = tolerance * (1.0 + 16.0 * tokens).sqrt();

@@ -1,4 +1,5 @@
-//! Gradients that a step begins with: those of the step before, marked as stale, are as good as zeros.
+//! Gradients that a step begins with: those of the step before, marked as stale, are as good as
+//! zeros.
 
 #![allow(clippy::unwrap_used)]
 

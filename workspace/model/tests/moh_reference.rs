@@ -1,6 +1,6 @@
-//! A Mixture-of-Head model against section 2 of docs/design.md in f64, whose gradients candle's autograd
-//! takes: losses, selections, gates' gradients and all others, with the same heads in every layer and with
-//! other ones.
+//! A Mixture-of-Head model against section 2 of docs/design.md in f64, whose gradients candle's
+//! autograd takes: losses, selections, gates' gradients and all others, with the same heads in
+//! every layer and with other ones.
 
 #![allow(clippy::unwrap_used)]
 
@@ -229,7 +229,8 @@ fn passes_are_those_of_the_formulas() {
     let counts = |counts: [usize; 4]| counts.into_iter().collect();
     for (shared, top_k) in [
         ([3; 4], [2; 4]),
-        // Dense, few shared heads, most of them routed and chosen, routed heads of which none is chosen.
+        // Dense, few shared heads, most of them routed and chosen, routed heads of which none is
+        // chosen.
         ([8, 1, 2, 5], [0, 4, 6, 0]),
     ] {
         let router = RouterKind::QueryNorm;

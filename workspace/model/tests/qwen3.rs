@@ -1,5 +1,5 @@
-//! Qwen3 against that of transformers, whose logits `tools/peer/qwen3_logits.py` wrote. With Mixture-of-Head
-//! attention it is compared in f64 (`moh_reference.rs`).
+//! Qwen3 against that of transformers, whose logits `tools/peer/qwen3_logits.py` wrote. With
+//! Mixture-of-Head attention it is compared in f64 (`moh_reference.rs`).
 
 #![allow(clippy::unwrap_used)]
 

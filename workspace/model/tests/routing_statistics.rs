@@ -1,5 +1,5 @@
-//! Statistics of routings that an evaluation collects are those of the tables of selected heads and gates,
-//! on every device.
+//! Statistics of routings that an evaluation collects are those of the tables of selected heads and
+//! gates, on every device.
 
 #![allow(clippy::unwrap_used)]
 

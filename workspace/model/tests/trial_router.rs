@@ -1,5 +1,5 @@
-//! A router that the library does not know trains through the public interface: heads chosen at random,
-//! once and for all, each with a weight of its own.
+//! A router that the library does not know trains through the public interface: heads chosen at
+//! random, once and for all, each with a weight of its own.
 
 #![allow(clippy::unwrap_used)]
 
@@ -17,8 +17,8 @@ use moh_model::router::Router;
 use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
 use support::{ADAMW, SCALE, SHAPE, config, model, update, upload};
 
-/// Every token computes the shared heads and some of the others, by its place in the micro-batch, with
-/// weights between 0.5 and 1.5.
+/// Every token computes the shared heads and some of the others, by its place in the micro-batch,
+/// with weights between 0.5 and 1.5.
 struct Fixed {
     layer: usize,
     shared_heads: usize,

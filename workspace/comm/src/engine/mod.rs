@@ -40,8 +40,8 @@ pub(crate) trait Engine: Send + Sync {
     /// call, or the operation of its ticket, is done.
     fn send(&self, region: Region<'_>, to: usize, tag: u32) -> Result<Ticket>;
 
-    /// Allocates memory for `messages` messages of `bytes` bytes in flight, over all groups of this process;
-    /// memory allocated before counts. Engines without it allocate as they send.
+    /// Allocates memory for `messages` messages of `bytes` bytes in flight, over all groups of this
+    /// process; memory allocated before counts. Engines without it allocate as they send.
     fn reserve_sends(&self, _messages: usize, _bytes: usize) -> Result<()> {
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! Mixtures whose weights are thousandths. Every block of 1,000 samples contains each source in its
-//! proportion (largest remainder), so sources and ranks follow from the sample number alone. Inside a
-//! block the sources are shuffled with a key of seed and block, or spread evenly.
+//! proportion (largest remainder), so sources and ranks follow from the sample number alone. Inside
+//! a block the sources are shuffled with a key of seed and block, or spread evenly.
 
 use super::{MIXTURE_KEY, parts};
 use crate::Order;
@@ -8,8 +8,8 @@ use crate::permutation::{Permutation, key_of};
 
 /// Samples per block.
 pub(super) const BLOCK: u64 = 1000;
-/// The largest difference between a source's samples in a block and its exact share, relative to the
-/// share: as [1, 1, 1] has, while 0.15% would be a third off.
+/// The largest difference between a source's samples in a block and its exact share, relative to
+/// the share: as [1, 1, 1] has, while 0.15% would be a third off.
 const TOLERANCE: f64 = 0.01;
 
 /// The samples of each source in a block.
@@ -78,7 +78,8 @@ impl Blocks {
     }
 }
 
-/// Samples of each source in a block: its proportion, rounded by largest remainder; and before that.
+/// Samples of each source in a block: its proportion, rounded by largest remainder; and before
+/// that.
 fn rounded(weights: &[f64]) -> (Vec<u64>, Vec<f64>) {
     let exact: Vec<f64> = parts(weights).map(|part| part * BLOCK as f64).collect();
     let mut counts: Vec<u64> = exact.iter().map(|share| share.floor() as u64).collect();
@@ -92,8 +93,8 @@ fn rounded(weights: &[f64]) -> (Vec<u64>, Vec<f64>) {
     (counts, exact)
 }
 
-/// The rounded samples of each source in a block; `None` if they are further from a source's share than
-/// the tolerance.
+/// The rounded samples of each source in a block; `None` if they are further from a source's share
+/// than the tolerance.
 fn thousandths(weights: &[f64]) -> Option<Vec<u64>> {
     let (counts, exact) = rounded(weights);
     let fits = |(&count, exact): (&u64, &f64)| {

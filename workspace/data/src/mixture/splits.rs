@@ -1,9 +1,10 @@
-//! Mixtures with any weights. The sources are the leaves of a binary tree: each node sends a sample to
-//! its first or second half of sources, and numbers the samples of either half from 0, until one source
-//! is left. Among the first n samples of a node, round(n w / W) are of the first half, with w its weight
-//! and W the node's, wherever n is a multiple of 1,024; in between, every halving of these 1,024 samples
-//! halves the samples of either side, and an odd one falls into a half at random. Everywhere each source is
-//! within a few samples of its share, at a cost of log(sources) x 10 operations a sample.
+//! Mixtures with any weights. The sources are the leaves of a binary tree: each node sends a sample
+//! to its first or second half of sources, and numbers the samples of either half from 0, until one
+//! source is left. Among the first n samples of a node, round(n w / W) are of the first half, with
+//! w its weight and W the node's, wherever n is a multiple of 1,024; in between, every halving of
+//! these 1,024 samples halves the samples of either side, and an odd one falls into a half at
+//! random. Everywhere each source is within a few samples of its share, at a cost of log(sources) x
+//! 10 operations a sample.
 
 use std::ops::Range;
 
@@ -13,8 +14,8 @@ use crate::permutation::key_of;
 
 /// Samples of a node within which the order of the two halves is random; a power of two.
 const SPAN: u64 = 1024;
-/// The sum of weights after scaling. Rounding to it changes a share by less than one sample in 2^60, and
-/// its products with sample numbers fit u128.
+/// The sum of weights after scaling. Rounding to it changes a share by less than one sample in
+/// 2^60, and its products with sample numbers fit u128.
 const SCALE: f64 = (1u64 << 62) as f64;
 /// Up to this sum, weights that are whole numbers are used as they are: f64 adds them exactly.
 const EXACT: f64 = (1u64 << 53) as f64;
@@ -108,7 +109,8 @@ impl Splits {
         counts
     }
 
-    /// The samples of a node's first half before its sample `number`, and whether that is one of them.
+    /// The samples of a node's first half before its sample `number`, and whether that is one of
+    /// them.
     fn divide(&self, node: &Node, number: u64) -> (u64, bool) {
         if self.order == Order::Sequential {
             let earlier = node.share(u128::from(number));
@@ -117,8 +119,8 @@ impl Splits {
         let span = number / SPAN;
         let start = u128::from(span) * u128::from(SPAN);
         let mut earlier = node.share(start);
-        // The samples of the first half among `length` samples, of which this one is number `place`. An
-        // odd one is a coin's; the coins of a span are numbered as the nodes of a heap.
+        // The samples of the first half among `length` samples, of which this one is number
+        // `place`. An odd one is a coin's; the coins of a span are numbered as the nodes of a heap.
         let mut inside = node.share(start + u128::from(SPAN)) - earlier;
         let (mut length, mut place, mut coin) = (SPAN, number % SPAN, 1);
         let key = key_of(&[self.seed, MIXTURE_KEY, node.middle as u64, span]);
@@ -141,8 +143,8 @@ impl Splits {
 impl Node {
     /// The samples of the first half among the first `samples`: its share, rounded to the nearest.
     fn share(&self, samples: u128) -> u64 {
-        // The product is below 2^65 x 2^63. The share is at most `samples`, and below 2^64 because `first`
-        // is below `both`.
+        // The product is below 2^65 x 2^63. The share is at most `samples`, and below 2^64 because
+        // `first` is below `both`.
         ((samples * self.first + self.both / 2) / self.both) as u64
     }
 }

@@ -1,10 +1,10 @@
 //! Token sequences of examples, by the rules of lm-evaluation-harness 0.4.13 for causal models.
 //!
-//! Spaces at the end of the context belong to the continuation. Context and continuation are encoded as one
-//! text, and the continuation is what follows as many tokens as the context has by itself: a token across
-//! the border counts to the context. A text begins with the tokens that the tokenizer puts before texts,
-//! usually BOS, unless it already names the beginning token. What the tokenizer puts after texts is left
-//! out: it would stand between context and continuation.
+//! Spaces at the end of the context belong to the continuation. Context and continuation are
+//! encoded as one text, and the continuation is what follows as many tokens as the context has by
+//! itself: a token across the border counts to the context. A text begins with the tokens that the
+//! tokenizer puts before texts, usually BOS, unless it already names the beginning token. What the
+//! tokenizer puts after texts is left out: it would stand between context and continuation.
 
 use std::path::Path;
 
@@ -46,8 +46,8 @@ pub struct Encoder<'a> {
 }
 
 impl<'a> Encoder<'a> {
-    /// An encoder for a model that reads up to `max_length` tokens of ids below `vocab_size`. `beginning` is
-    /// the token that an empty context becomes: BOS, or else EOS.
+    /// An encoder for a model that reads up to `max_length` tokens of ids below `vocab_size`.
+    /// `beginning` is the token that an empty context becomes: BOS, or else EOS.
     ///
     /// # Errors
     /// Fails if the tokenizer does.
@@ -65,8 +65,9 @@ impl<'a> Encoder<'a> {
     /// The requests of the examples of `files`, in order: one for each choice.
     ///
     /// # Errors
-    /// Fails for a choice that adds no token to its context or has more than the model reads, for an id outside
-    /// the vocabulary, if there are too many tokens for memory, and if the tokenizer fails.
+    /// Fails for a choice that adds no token to its context or has more than the model reads, for
+    /// an id outside the vocabulary, if there are too many tokens for memory, and if the tokenizer
+    /// fails.
     pub fn requests(&self, files: &[TaskFile]) -> Result<Vec<Request>, Error> {
         let mut requests = Vec::new();
         let mut tokens = 0;
@@ -134,7 +135,8 @@ impl<'a> Encoder<'a> {
 
     fn request(&self, mut tokens: Vec<u32>, continuation: &[u32]) -> Result<Request, String> {
         if tokens.is_empty() {
-            // A context of spaces, which the harness refuses, with a tokenizer that begins texts with nothing.
+            // A context of spaces, which the harness refuses, with a tokenizer that begins texts
+            // with nothing.
             let (id, _) = self.beginning.as_ref().ok_or(NO_BEGINNING)?;
             tokens.push(*id);
         }
@@ -180,8 +182,8 @@ fn blocks(examples: &[Example]) -> impl Iterator<Item = &[Example]> {
 const NO_BEGINNING: &str = "has an empty context, and the tokenizer names no token that begins texts: give it one, \
                             or name bos_token in tokenizer_config.json";
 
-/// Removes spaces from the end of a text: those of Python's `str.rstrip`, to which the separators U+001C to
-/// U+001F belong.
+/// Removes spaces from the end of a text: those of Python's `str.rstrip`, to which the separators
+/// U+001C to U+001F belong.
 fn trim_end(text: &str) -> &str {
     text.trim_end_matches(|c: char| c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c))
 }
@@ -191,8 +193,8 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// A tokenizer of the characters of `letters`, with ids from 3 on, that puts `<s>` (1) before texts and
-    /// `</s>` (2) after them, and that merges a space and an `a`, id 0.
+    /// A tokenizer of the characters of `letters`, with ids from 3 on, that puts `<s>` (1) before
+    /// texts and `</s>` (2) after them, and that merges a space and an `a`, id 0.
     fn tokenizer(letters: &str, template: bool) -> (tempfile::TempDir, TextTokenizer) {
         let mut vocab = serde_json::Map::new();
         for (token, id) in [(" a", 0), ("<s>", 1), ("</s>", 2)] {
@@ -306,7 +308,8 @@ mod tests {
 
     #[test]
     fn spaces_are_those_of_python() {
-        // 'a \n\x1c\x1f\x85\xa0\u3000'.rstrip() == 'a' and 'a\u200b'.rstrip() == 'a\u200b' in Python.
+        // 'a \n\x1c\x1f\x85\xa0\u3000'.rstrip() == 'a' and 'a\u200b'.rstrip() == 'a\u200b' in
+        // Python.
         assert_eq!(trim_end("a \n\u{1c}\u{1f}\u{85}\u{a0}\u{3000}"), "a");
         assert_eq!(trim_end("a\u{200b}"), "a\u{200b}");
         assert_eq!(trim_end(" "), "");

@@ -65,8 +65,8 @@ impl TaskFile {
     /// Reads a task file; only the first `limit` examples, if there is a limit.
     ///
     /// # Errors
-    /// Fails if the file cannot be read or is larger than 4 GiB, for a line that is no example or is of another
-    /// kind than the first, and without examples.
+    /// Fails if the file cannot be read or is larger than 4 GiB, for a line that is no example or
+    /// is of another kind than the first, and without examples.
     pub fn read(path: &Path, limit: Option<usize>) -> Result<Self, Error> {
         let io = |source| Error::Io { path: path.to_owned(), source };
         let refuse = |reason: String| Err(Error::File { path: path.to_owned(), reason });

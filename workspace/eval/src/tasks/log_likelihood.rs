@@ -1,8 +1,8 @@
 //! The log-likelihood of continuations, in batches of similar length.
 //!
-//! Requests are sorted by length, longest first, and padded on the right, which no token of a causal model
-//! sees. Requests of equal input, such as choices of one token, share a row of the batch. The head computes
-//! the rows of continuations only.
+//! Requests are sorted by length, longest first, and padded on the right, which no token of a
+//! causal model sees. Requests of equal input, such as choices of one token, share a row of the
+//! batch. The head computes the rows of continuations only.
 
 use moh_kernels::cross_entropy::IGNORED;
 use moh_kernels::{Backend, Element};
@@ -33,11 +33,12 @@ impl LogLikelihood {
     const CERTAIN: LogLikelihood = LogLikelihood { sum: 0.0, is_greedy: true };
 }
 
-/// The log-likelihoods of the continuations of `requests`, in their order. `progress` receives the number of
-/// requests done and their total.
+/// The log-likelihoods of the continuations of `requests`, in their order. `progress` receives the
+/// number of requests done and their total.
 ///
 /// # Errors
-/// Fails if a request is longer than the model's positions, or if the device fails or is out of memory.
+/// Fails if a request is longer than the model's positions, or if the device fails or is out of
+/// memory.
 pub fn log_likelihoods<B: Backend + Clone, T: Element>(
     model: &mut Model<B, T>,
     requests: &[Request],
@@ -163,8 +164,8 @@ impl<B: Backend + Clone, T: Element> Pass<B, T> {
     }
 }
 
-/// Adds the log-probabilities of the tokens after `rows`, whose logits are `[rows, V]`, to those of their
-/// requests.
+/// Adds the log-probabilities of the tokens after `rows`, whose logits are `[rows, V]`, to those of
+/// their requests.
 fn add(groups: &[Group<'_>], rows: &[Row], logits: &[f32], found: &mut [LogLikelihood]) {
     let width = logits.len() / rows.len();
     let summaries: Vec<Summary> = logits.par_chunks(width).map(Summary::of).collect();

@@ -1,7 +1,7 @@
 //! Benchmark tasks: multiple choice, and cloze as in LAMBADA. What is computed is what
-//! lm-evaluation-harness computes for its output types `multiple_choice` and `loglikelihood` with a causal
-//! model: [`TaskFile`] reads examples, [`Encoder`] makes token sequences of them, [`log_likelihoods`] runs
-//! the model, and [`Scores`] are the metrics.
+//! lm-evaluation-harness computes for its output types `multiple_choice` and `loglikelihood` with a
+//! causal model: [`TaskFile`] reads examples, [`Encoder`] makes token sequences of them,
+//! [`log_likelihoods`] runs the model, and [`Scores`] are the metrics.
 
 mod encoder;
 mod example;

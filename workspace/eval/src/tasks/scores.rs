@@ -1,5 +1,6 @@
-//! The metrics of a task, of the names and definitions of lm-evaluation-harness, but for the perplexities by
-//! word and byte: the harness has them for whole documents, and here they are those of the answers.
+//! The metrics of a task, of the names and definitions of lm-evaluation-harness, but for the
+//! perplexities by word and byte: the harness has them for whole documents, and here they are those
+//! of the answers.
 
 use serde_json::{Map, Value, json};
 
@@ -200,8 +201,8 @@ impl Scores {
     }
 }
 
-/// The perplexity of answers. Its error is that of the mean log-likelihood times the derivative, which
-/// lm-evaluation-harness estimates by drawing samples.
+/// The perplexity of answers. Its error is that of the mean log-likelihood times the derivative,
+/// which lm-evaluation-harness estimates by drawing samples.
 fn perplexity(sums: &[f64]) -> Estimate {
     let mean = Estimate::mean(sums);
     let value = (-mean.value).exp();

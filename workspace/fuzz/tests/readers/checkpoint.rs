@@ -1,5 +1,5 @@
-//! A checkpoint's manifest, the part of a rank, and its files of tensors. The hashes of what is mutated are made to
-//! fit, so that the readers see it.
+//! A checkpoint's manifest, the part of a rank, and its files of tensors. The hashes of what is
+//! mutated are made to fit, so that the readers see it.
 
 use std::fs;
 use std::path::Path;

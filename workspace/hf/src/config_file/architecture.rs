@@ -48,8 +48,9 @@ impl Kind {
         }
     }
 
-    /// `auto_map`: the classes with which transformers loads a Mixture-of-Head model, in the files that
-    /// [`transformers_code`](crate::transformers_code) writes. Dense models are transformers' own.
+    /// `auto_map`: the classes with which transformers loads a Mixture-of-Head model, in the files
+    /// that [`transformers_code`](crate::transformers_code) writes. Dense models are transformers'
+    /// own.
     pub fn auto_map(self) -> Option<Value> {
         let name = match self.architecture {
             Architecture::Llama => "MohLlama",
@@ -68,8 +69,8 @@ impl Kind {
     /// The kind that `model_type` and `architectures` name.
     ///
     /// # Errors
-    /// Fails if they name no supported architecture or contradict each other, or if a dense model has
-    /// Mixture-of-Head fields.
+    /// Fails if they name no supported architecture or contradict each other, or if a dense model
+    /// has Mixture-of-Head fields.
     pub fn read(fields: &Fields<'_>) -> Result<Self, Error> {
         let known = || {
             let names: Vec<_> =

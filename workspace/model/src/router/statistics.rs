@@ -1,4 +1,5 @@
-//! Statistics of routings: how many tokens select each routed head, and the mean entropy of the gates.
+//! Statistics of routings: how many tokens select each routed head, and the mean entropy of the
+//! gates.
 //!
 //! All sums are of integers, so neither the order of the tokens nor their distribution over ranks
 //! changes them.

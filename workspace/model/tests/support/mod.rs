@@ -46,8 +46,8 @@ pub fn model<B: Backend, T: Element>(backend: B, config: ModelConfig) -> Model<B
     .unwrap()
 }
 
-/// A micro-batch of `tokens` tokens, another one for each `number`, in documents of 23 and the rest of
-/// each 40.
+/// A micro-batch of `tokens` tokens, another one for each `number`, in documents of 23 and the rest
+/// of each 40.
 pub fn upload<B: Backend, T: Element>(
     backend: &B,
     activations: &mut Activations<B, T>,
@@ -82,7 +82,8 @@ pub const ADAMW: AdamW = AdamW {
     step: 1,
 };
 
-/// Updates all weights by AdamW, with the norm of `gradients`; `moments` are the first and the second.
+/// Updates all weights by AdamW, with the norm of `gradients`; `moments` are the first and the
+/// second.
 pub fn update<B: Backend + Clone, T: Element, G: Element>(
     model: &mut Model<B, T>,
     step: &AdamW,

@@ -21,7 +21,8 @@ use crate::engine::scratch::{self, Scratch};
 use crate::error::{Error, Result};
 use crate::watchdog::Health;
 
-/// How long an operation waits after a fault, because other processes may still write to its memory.
+/// How long an operation waits after a fault, because other processes may still write to its
+/// memory.
 const FAULT_GRACE: Duration = Duration::from_millis(500);
 /// How often the progress thread calls MPI while a message is pending.
 const PROGRESS_INTERVAL: Duration = Duration::from_micros(50);
