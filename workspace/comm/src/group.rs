@@ -16,7 +16,7 @@ use crate::watchdog::{Health, Operation};
 ///
 /// All ranks call the same operations of a group in the same order, with views of the same length.
 /// On a GPU an operation is ordered with the operators, after the earlier ones and before the later
-/// ones, and the call returns at once. In a group of one rank every operation is free.
+/// ones, and the call returns at once. In a group of one rank every operation does nothing.
 ///
 /// # Errors
 /// Every operation fails with [`Error::Fault`] once the job has ended, and with [`Error::Argument`]
@@ -44,7 +44,7 @@ impl Group {
         Group { inner: Arc::new(Inner { name, rank, size, engine, health, operations }) }
     }
 
-    pub(crate) fn alone(name: &str, health: Arc<Health>) -> Self {
+    pub(crate) fn single(name: &str, health: Arc<Health>) -> Self {
         let (name, operations) = (name.into(), AtomicU64::new(0));
         Group {
             inner: Arc::new(Inner { name, rank: 0, size: 1, engine: None, health, operations }),
@@ -206,7 +206,7 @@ impl Group {
         })?;
         Ok(match (member, self.engine(), color) {
             (Some(member), ..) => Some(Group::new(name, member, health())),
-            (None, None, Some(_)) => Some(Group::alone(name, health())),
+            (None, None, Some(_)) => Some(Group::single(name, health())),
             (None, ..) => None,
         })
     }

@@ -206,10 +206,10 @@ impl Variables<'_> {
         if let (Some(inner), true) = (torchrun, by_hand) {
             if let Some(outer) = self.complete(&OPEN_MPI)? {
                 let same = (inner.rank, inner.size) == (outer.rank, outer.size);
-                agree(same, inner, outer, &OPEN_MPI)?;
+                check_agreement(same, inner, outer, &OPEN_MPI)?;
             } else if let Some(outer) = self.slurm()? {
                 let same = inner.size != outer.size || inner.rank == outer.rank;
-                agree(same, inner, outer, &SLURM)?;
+                check_agreement(same, inner, outer, &SLURM)?;
             }
         }
         if let Some(ranks) = torchrun {
@@ -279,13 +279,13 @@ impl Variables<'_> {
                 let bracketed = if host.contains(':') { format!("[{host}]") } else { host.into() };
                 let text = format!("{bracketed}:{port}");
                 let address = Address::parse(&text, "MASTER_ADDR:MASTER_PORT")?;
-                return self.beside_the_agent(launcher, address);
+                return self.after_agent_port(launcher, address);
             }
-            (Some(_), None) => return Err(half("MASTER_ADDR", "MASTER_PORT")),
-            (None, Some(_)) => return Err(half("MASTER_PORT", "MASTER_ADDR")),
+            (Some(_), None) => return Err(incomplete("MASTER_ADDR", "MASTER_PORT")),
+            (None, Some(_)) => return Err(incomplete("MASTER_PORT", "MASTER_ADDR")),
             (None, None) => {}
         }
-        let nowhere = |why: &str| {
+        let no_address = |why: &str| {
             Error::Launch(format!(
                 "{} ranks have no address to meet at, {why}: set MASTER_ADDR and MASTER_PORT, or \
                  give --rendezvous HOST:PORT with rank 0's host",
@@ -301,18 +301,18 @@ impl Variables<'_> {
             Launcher::OpenMpi | Launcher::Slurm => match self.slurm_rendezvous()? {
                 Some(address) => Ok(address),
                 None if launcher == Launcher::Slurm => {
-                    Err(nowhere("SLURM_JOB_ID or SLURM_JOB_NODELIST is not set"))
+                    Err(no_address("SLURM_JOB_ID or SLURM_JOB_NODELIST is not set"))
                 }
-                None => Err(nowhere("mpirun does not provide rank 0's host")),
+                None => Err(no_address("mpirun does not provide rank 0's host")),
             },
             Launcher::None | Launcher::Torchrun => {
-                Err(nowhere("MASTER_ADDR and MASTER_PORT are not set"))
+                Err(no_address("MASTER_ADDR and MASTER_PORT are not set"))
             }
         }
     }
 
     /// The port after torchrun's MASTER_PORT, if torchrun's agent listens on that one.
-    fn beside_the_agent(&self, launcher: Launcher, mut address: Address) -> Result<Address> {
+    fn after_agent_port(&self, launcher: Launcher, mut address: Address) -> Result<Address> {
         let agent = self.text("TORCHELASTIC_USE_AGENT_STORE");
         let listens = agent.is_some_and(|agent| agent.eq_ignore_ascii_case("true"));
         if launcher == Launcher::Torchrun && listens {
@@ -375,13 +375,13 @@ fn listed(names: &[&str]) -> String {
     }
 }
 
-fn half(set: &str, missing: &str) -> Error {
+fn incomplete(set: &str, missing: &str) -> Error {
     Error::Launch(format!(
         "{set} is set without {missing}: set both, or give --rendezvous HOST:PORT"
     ))
 }
 
-fn agree(same: bool, inner: Ranks, outer: Ranks, names: &Names) -> Result<()> {
+fn check_agreement(same: bool, inner: Ranks, outer: Ranks, names: &Names) -> Result<()> {
     if same {
         return Ok(());
     }

@@ -7,7 +7,7 @@
 //! (feature `nccl`) and by MPI between CPUs (feature `mpi`). This crate never sends tensors over
 //! sockets.
 //!
-//! Threads can play the ranks of a job:
+//! Threads can be the ranks of a job:
 //!
 //! ```
 //! use moh_comm::{Reduce, World};

@@ -127,10 +127,12 @@ struct Monitored {
 
 /// Rank 0's inquiry to all ranks about a stuck operation.
 struct Inquiry {
+    /// The rank of the stuck operation.
     who: String,
     operation: String,
+    /// What each rank is doing, by rank.
     answers: BTreeMap<usize, String>,
-    until: Instant,
+    deadline: Instant,
 }
 
 struct Monitor {
@@ -249,6 +251,8 @@ impl Monitor {
         Some(Fault::Lost { who: who.join(" and "), reason })
     }
 
+    /// Reports an operation of this process that exceeds its limit. On rank 0 returns the fault
+    /// once all ranks have said what they are doing, or their time is up.
     fn look_for_stuck_operations(&mut self) -> Option<Fault> {
         if !self.reported_stuck
             && let Some((operation, lasted)) = self.health.longest_running()
@@ -265,7 +269,7 @@ impl Monitor {
         let inquiry = self.inquiry.as_ref()?;
         let asked = self.peers.iter().filter(|monitored| !monitored.said_goodbye);
         let answered = asked.clone().all(|asked| inquiry.answers.contains_key(&asked.peer.rank));
-        if !answered && Instant::now() < inquiry.until {
+        if !answered && Instant::now() < inquiry.deadline {
             return None;
         }
         let mut report = vec![format!("{} is {}", self.who, self.health.describe())];
@@ -281,10 +285,11 @@ impl Monitor {
         })
     }
 
+    /// Rank 0: asks all ranks what they are doing, unless it has asked before.
     fn inquire(&mut self, who: String, operation: String) {
         if self.inquiry.is_none() {
-            let (answers, until) = (BTreeMap::new(), Instant::now() + REPORT_TIMEOUT);
-            self.inquiry = Some(Inquiry { who, operation, answers, until });
+            let (answers, deadline) = (BTreeMap::new(), Instant::now() + REPORT_TIMEOUT);
+            self.inquiry = Some(Inquiry { who, operation, answers, deadline });
             self.send_to_all(&Message::Ask);
         }
     }

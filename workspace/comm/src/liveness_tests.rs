@@ -34,9 +34,9 @@ fn meet(size: usize) -> Vec<Vec<Peer>> {
 }
 
 fn start(rank: usize, peers: Vec<Peer>, limits: Limits) -> Rank {
-    let (tell, faults) = channel();
-    let tell = Mutex::new(tell);
-    let on_fault = move |fault: &Fault| tell.lock().unwrap().send(fault.clone()).unwrap();
+    let (sender, faults) = channel();
+    let sender = Mutex::new(sender);
+    let on_fault = move |fault: &Fault| sender.lock().unwrap().send(fault.clone()).unwrap();
     let health = Arc::new(Health::new(Arc::new(on_fault)));
     let link = Link::start(rank, "here", peers, Arc::clone(&health), limits).unwrap();
     Rank { link, health, faults }

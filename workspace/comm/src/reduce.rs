@@ -1,6 +1,8 @@
 //! Sums and maxima over ranks, shared by the engines for host memory. Elements are reduced in rank
 //! order, so a layout always gives the same bits. bf16 is summed in f32 and rounded once.
 
+use std::convert::identity;
+
 use bytemuck::Zeroable;
 use half::{bf16, f16};
 use moh_kernels::{DType, Element, Scalar};
@@ -50,10 +52,6 @@ macro_rules! summand {
     };
 }
 
-fn same<T>(value: T) -> T {
-    value
-}
-
 /// The larger value; NaN if one of the two is NaN.
 #[inline(always)]
 fn larger<T: PartialOrd>(a: T, b: T) -> T {
@@ -63,13 +61,13 @@ fn larger<T: PartialOrd>(a: T, b: T) -> T {
 }
 
 summand! {
-    f32 as f32: same, same, std::ops::Add::add, larger;
-    f64 as f64: same, same, std::ops::Add::add, larger;
+    f32 as f32: identity, identity, std::ops::Add::add, larger;
+    f64 as f64: identity, identity, std::ops::Add::add, larger;
     f16 as f32: f16::to_f32, f16::from_f32, std::ops::Add::add, larger;
     bf16 as f32: Element::to_f32, Element::from_f32, std::ops::Add::add, larger;
-    u32 as u32: same, same, u32::wrapping_add, Ord::max;
-    i16 as i16: same, same, i16::wrapping_add, Ord::max;
-    u8 as u8: same, same, u8::wrapping_add, Ord::max;
+    u32 as u32: identity, identity, u32::wrapping_add, Ord::max;
+    i16 as i16: identity, identity, i16::wrapping_add, Ord::max;
+    u8 as u8: identity, identity, u8::wrapping_add, Ord::max;
 }
 
 /// Replaces `out` by the reduction over all ranks; `slice(rank)` is that rank's slice, or `None` if

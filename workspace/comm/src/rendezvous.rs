@@ -350,9 +350,12 @@ fn connect(address: &Address, me: &Hello) -> std::result::Result<Connection, Str
     Err(reason)
 }
 
+/// Rank 0's answer to a hello.
 enum Answer {
+    /// Rank 0 and its payload.
     Welcome(Box<Peer>, Vec<u8>),
     Refused(Refusal),
+    /// No answer of rank 0, and the reason.
     None(String),
 }
 

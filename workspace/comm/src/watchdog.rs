@@ -26,6 +26,7 @@ pub(crate) struct Health {
 struct Activity {
     next_id: u64,
     running: Vec<Entry>,
+    /// The operation that ended last.
     last: Option<Operation>,
 }
 
@@ -147,7 +148,7 @@ impl Drop for Running<'_> {
         if let Some(at) = running.iter().position(of_this) {
             *last = Some(running.swap_remove(at).operation);
         }
-        // Without a stuck operation nobody else checks which ones are done.
+        // An engine can then reuse their events before the monitoring thread looks at them.
         activity.remove_finished();
     }
 }

@@ -76,7 +76,7 @@ impl World {
     /// A world of one process.
     pub fn single() -> Self {
         let health = Arc::new(Health::new(Options::default().on_fault));
-        World { group: Group::alone("world", health), link: None, local_rank: 0, closed: false }
+        World { group: Group::single("world", health), link: None, local_rank: 0, closed: false }
     }
 
     /// `size` worlds, for threads as the ranks of a job; when a thread drops its world or panics,
@@ -164,7 +164,7 @@ impl World {
         let health = Arc::new(Health::new(on_fault));
         let Launch { rank, size, local_rank, .. } = *launch;
         if size == 1 {
-            let group = Group::alone("world", health);
+            let group = Group::single("world", health);
             return Ok(World { group, link: None, local_rank, closed: false });
         }
         let address = launch.rendezvous.as_ref().ok_or_else(|| {

@@ -182,11 +182,11 @@ fn a_world_that_is_dropped_early_ends_the_job_and_is_named() {
 
 #[test]
 fn a_hang_in_a_collective_ends_the_job_with_a_report() {
-    let (tell, told) = channel();
-    let tell = std::sync::Mutex::new(tell);
+    let (sender, faults) = channel();
+    let sender = std::sync::Mutex::new(sender);
     let options = Options {
         operation_limit: Duration::from_millis(300),
-        on_fault: Arc::new(move |fault| tell.lock().unwrap().send(fault.clone()).unwrap()),
+        on_fault: Arc::new(move |fault| sender.lock().unwrap().send(fault.clone()).unwrap()),
         ..Options::default()
     };
     // A rank that drops its world after the fault must not be the first one that the others notice.
@@ -206,7 +206,7 @@ fn a_hang_in_a_collective_ends_the_job_with_a_report() {
         kept.lock().unwrap().push(world);
     });
     assert!(results.iter().all(std::thread::Result::is_ok));
-    assert_eq!(told.try_iter().filter(|fault| matches!(fault, Fault::Stuck { .. })).count(), 3);
+    assert_eq!(faults.try_iter().filter(|fault| matches!(fault, Fault::Stuck { .. })).count(), 3);
 }
 
 /// An engine whose operations wait forever, unless the job ends.

@@ -23,9 +23,9 @@ impl Scratch {
         self.of_len(bytes.len()).copy_from_slice(bytes);
     }
 
-    /// Bytes that it has room for.
+    /// The bytes that it can hold without another allocation.
     #[cfg(any(feature = "mpi", test))]
-    fn room(&self) -> usize {
+    fn capacity(&self) -> usize {
         self.words.len() * size_of::<u64>()
     }
 
@@ -35,19 +35,19 @@ impl Scratch {
     }
 }
 
-/// The smallest of the free buffers that has room for `len` bytes, or a new one.
+/// Takes the smallest of the free buffers that can hold `len` bytes, or a new one.
 #[cfg(any(feature = "mpi", test))]
 pub(crate) fn take(free: &mut Vec<Scratch>, len: usize) -> Scratch {
-    let fitting = free.iter().enumerate().filter(|(_, scratch)| scratch.room() >= len);
-    let smallest = fitting.min_by_key(|(_, scratch)| scratch.room()).map(|(at, _)| at);
+    let fitting = free.iter().enumerate().filter(|(_, scratch)| scratch.capacity() >= len);
+    let smallest = fitting.min_by_key(|(_, scratch)| scratch.capacity()).map(|(at, _)| at);
     smallest.map_or_else(Scratch::default, |at| free.swap_remove(at))
 }
 
-/// Makes sure that `count` of the free buffers have room for `len` bytes.
+/// Adds free buffers until `count` of them can hold `len` bytes.
 #[cfg(any(feature = "mpi", test))]
 pub(crate) fn reserve(free: &mut Vec<Scratch>, count: usize, len: usize) {
-    let there = free.iter().filter(|scratch| scratch.room() >= len).count();
-    free.extend((there..count).map(|_| {
+    let num_fitting = free.iter().filter(|scratch| scratch.capacity() >= len).count();
+    free.extend((num_fitting..count).map(|_| {
         let mut scratch = Scratch::default();
         scratch.of_len(len);
         scratch
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_reserved_is_there_once_and_kept_for_what_needs_it() {
+    fn reserved_buffers_count_once_and_are_kept_for_messages_that_need_them() {
         let mut free = Vec::new();
         reserve(&mut free, 3, 100);
         reserve(&mut free, 2, 80);
@@ -67,9 +67,9 @@ mod tests {
         assert_eq!(free.len(), 3);
         reserve(&mut free, 1, 200);
         // A longer message takes the longest buffer, a short one none that a longer one needs.
-        assert_eq!(take(&mut free, 105).room(), 200);
-        assert_eq!(take(&mut free, 100).room(), 104);
-        assert_eq!(take(&mut free, 105).room(), 0);
+        assert_eq!(take(&mut free, 105).capacity(), 200);
+        assert_eq!(take(&mut free, 100).capacity(), 104);
+        assert_eq!(take(&mut free, 105).capacity(), 0);
         assert_eq!(free.len(), 2);
     }
 }

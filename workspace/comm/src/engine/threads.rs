@@ -50,8 +50,11 @@ struct PendingSplit {
 
 #[derive(Default)]
 struct Barrier {
+    /// Ranks that have arrived at the current barrier.
     arrived: usize,
+    /// Barriers completed so far.
     number: u64,
+    /// The first rank that left the group.
     left: Option<usize>,
 }
 
@@ -77,6 +80,7 @@ struct Mailbox {
     /// By receiver, sender and tag.
     messages: HashMap<(usize, usize, u32), VecDeque<Scratch>>,
     free: Vec<Scratch>,
+    /// Ranks that left the group.
     left: Vec<usize>,
 }
 
@@ -170,7 +174,7 @@ impl Threads {
         Ok(Gathered { slots, number })
     }
 
-    /// Waits for all ranks.
+    /// Returns when all ranks have called it.
     fn wait_for_all(&self) -> Result<()> {
         let shared = &*self.shared;
         let mut barrier = locked(&shared.barrier);

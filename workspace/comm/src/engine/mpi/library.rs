@@ -200,7 +200,7 @@ impl Library {
         Ok(())
     }
 
-    /// Allocates memory for so many messages in flight.
+    /// Allocates memory for `messages` messages of `bytes` bytes in flight.
     pub(super) fn reserve_sends(&self, messages: usize, bytes: usize) {
         scratch::reserve(&mut self.queue().free, messages, bytes);
     }
@@ -298,8 +298,8 @@ impl Drop for Library {
         }
         let clean = self.finished.load(Ordering::Relaxed) && self.health.fault().is_none();
         if !clean {
-            // MPI_Finalize waits for all processes, here forever, and messages in flight may still
-            // be read.
+            // MPI_Finalize would wait forever for processes that have ended, and MPI may still read
+            // messages in flight.
             std::mem::forget(self.universe.take());
             std::mem::forget(std::mem::take(&mut *self.queue()));
         }

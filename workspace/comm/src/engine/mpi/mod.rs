@@ -95,9 +95,9 @@ impl Ranges {
 
 /// A rank's chunk of `len` elements, divided as evenly as possible.
 fn chunk_of(len: usize, size: usize, rank: usize) -> Range<usize> {
-    let (least, more) = (len / size, len % size);
-    let start = rank * least + rank.min(more);
-    start..start + least + usize::from(rank < more)
+    let (quotient, remainder) = (len / size, len % size);
+    let start = rank * quotient + rank.min(remainder);
+    start..start + quotient + usize::from(rank < remainder)
 }
 
 fn datatype(dtype: DType) -> ffi::MPI_Datatype {
@@ -267,12 +267,12 @@ impl Communicator {
         let width = dtype.bytes();
         let mut work = self.work.lock().unwrap_or_else(PoisonError::into_inner);
         let Work { send, receive, received } = &mut *work;
-        let apart = len.next_multiple_of(PIECE_ALIGNMENT);
-        let slot = |rank: usize| rank * apart;
+        let stride = len.next_multiple_of(PIECE_ALIGNMENT);
+        let slot = |rank: usize| rank * stride;
         let unless_me = |rank: usize, range| if rank == me { 0..0 } else { range };
         send.set(size, |rank| unless_me(rank, 0..len));
         receive.set(size, |rank| unless_me(rank, slot(rank)..slot(rank) + len));
-        let received = received.of_len(size * apart * width);
+        let received = received.of_len(size * stride * width);
         // SAFETY: all of `bytes` is sent; the slots lie within `received` and are at least `len`
         // elements apart.
         #[allow(unsafe_code)]
@@ -462,12 +462,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_divide_any_length_in_order() {
+    fn chunks_divide_any_length_in_order() {
         for (len, size) in [(0, 3), (1, 3), (7, 3), (9, 3), (10, 4), (5, 8)] {
-            let parts: Vec<_> = (0..size).map(|rank| chunk_of(len, size, rank)).collect();
-            assert_eq!((parts[0].start, parts[size - 1].end), (0, len));
-            assert!(parts.windows(2).all(|pair| pair[0].end == pair[1].start));
-            assert!(parts.iter().all(|chunk| chunk.len().abs_diff(len / size) <= 1));
+            let chunks: Vec<_> = (0..size).map(|rank| chunk_of(len, size, rank)).collect();
+            assert_eq!((chunks[0].start, chunks[size - 1].end), (0, len));
+            assert!(chunks.windows(2).all(|pair| pair[0].end == pair[1].start));
+            assert!(chunks.iter().all(|chunk| chunk.len().abs_diff(len / size) <= 1));
         }
     }
 }
