@@ -44,14 +44,15 @@ impl TextTokenizer {
         let Some(largest) = inner.get_vocab(true).into_values().max() else {
             return Err(fault(&path, "its vocabulary is empty".to_owned()));
         };
-        let framed = guarded(|| inner.encode_fast("a", true).map_err(|error| error.to_string()))
-            .map_err(|reason| fault(&path, reason))?;
+        let encoded =
+            catch_panics(|| inner.encode_fast("a", true).map_err(|error| error.to_string()))
+                .map_err(|reason| fault(&path, reason))?;
         let is_added: Vec<_> =
-            framed.get_special_tokens_mask().iter().map(|&mask| mask == 1).collect();
+            encoded.get_special_tokens_mask().iter().map(|&mask| mask == 1).collect();
         let prefix = is_added.iter().take_while(|&&added| added).count();
         let text_ends = is_added.iter().rposition(|&added| !added).map_or(prefix, |last| last + 1);
-        let suffix = framed.get_ids()[text_ends..].last().copied();
-        let prefix = framed.get_ids()[..prefix].to_vec();
+        let suffix = encoded.get_ids()[text_ends..].last().copied();
+        let prefix = encoded.get_ids()[..prefix].to_vec();
         let hash = blake3::hash(bytes).to_hex().to_string();
         Ok(Self { inner, path, hash, vocab_size: largest as usize + 1, prefix, suffix })
     }
@@ -105,12 +106,12 @@ impl TextTokenizer {
         Ok(ids)
     }
 
-    /// The ids of a text without the post-processor's: special tokens are those that the text
-    /// names.
+    /// The ids of a text without those that the post-processor adds. Special tokens that the text
+    /// names are encoded.
     ///
     /// # Errors
     /// Fails if the tokenizer does.
-    pub fn encode_unframed(&self, text: &str) -> Result<Vec<u32>> {
+    pub fn encode_without_special_tokens(&self, text: &str) -> Result<Vec<u32>> {
         self.ids(text, false)
     }
 
@@ -122,9 +123,11 @@ impl TextTokenizer {
         texts.par_iter().map(|text| self.encode(text.as_ref())).collect()
     }
 
-    fn ids(&self, text: &str, framed: bool) -> Result<Vec<u32>> {
-        let encoding =
-            self.inner.encode_fast(text, framed).map_err(|error| self.failure(&*error))?;
+    fn ids(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
+        let encoding = self
+            .inner
+            .encode_fast(text, add_special_tokens)
+            .map_err(|error| self.failure(&*error))?;
         Ok(encoding.get_ids().to_vec())
     }
 
@@ -165,7 +168,8 @@ impl std::fmt::Debug for TextTokenizer {
     }
 }
 
-/// The decoder of a tokenizer.
+/// The decoder of a tokenizer. It is parsed before the library parses the file, because the library
+/// panics for a decoder that is not JSON.
 #[derive(serde::Deserialize)]
 struct Decoder {
     #[serde(rename = "decoder")]
@@ -175,15 +179,15 @@ struct Decoder {
 /// Parses a tokenizer.
 fn parse(bytes: &[u8]) -> std::result::Result<Tokenizer, String> {
     serde_json::from_slice::<Decoder>(bytes).map_err(|error| error.to_string())?;
-    guarded(|| Tokenizer::from_bytes(bytes).map_err(|error| error.to_string()))
+    catch_panics(|| Tokenizer::from_bytes(bytes).map_err(|error| error.to_string()))
 }
 
 /// Calls the library, which panics for some contents that its types do not allow, such as a
 /// template with a token that it does not define.
-fn guarded<R>(
+fn catch_panics<R>(
     work: impl FnOnce() -> std::result::Result<R, String>,
 ) -> std::result::Result<R, String> {
-    // What a panic leaves is dropped.
+    // After a panic the tokenizer is dropped, so nothing sees what the panic left of it.
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)) {
         Ok(done) => done,
         Err(_) => Err("its content contradicts itself".to_owned()),

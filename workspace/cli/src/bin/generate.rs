@@ -159,7 +159,7 @@ impl Prompt {
         let messages: Vec<_> = system.into_iter().chain([user]).collect();
         let rendered = ChatTemplate::load(directory)?.render(&messages)?;
         // The template contains BOS where the model expects one.
-        let ids = tokenizer.encode_unframed(&rendered)?;
+        let ids = tokenizer.encode_without_special_tokens(&rendered)?;
         Ok(Prompt { source, ids, shown: String::new() })
     }
 }

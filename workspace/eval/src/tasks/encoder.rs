@@ -114,7 +114,7 @@ impl<'a> Encoder<'a> {
     /// The request of a continuation, or why there is none.
     fn encode(&self, context: &str, continuation: &str) -> Result<Result<Request, String>, Error> {
         let (context, continuation) = if context.is_empty() {
-            let continuation = self.tokenizer.encode_unframed(continuation)?;
+            let continuation = self.tokenizer.encode_without_special_tokens(continuation)?;
             match &self.beginning {
                 // The continuation's own beginning token is the context.
                 Some((id, _)) if continuation.first() == Some(id) => {
@@ -157,7 +157,7 @@ impl<'a> Encoder<'a> {
     fn text(&self, text: &str) -> Result<Vec<u32>, Error> {
         let begins = |(_, token): &(u32, String)| !token.is_empty() && text.starts_with(token);
         Ok(match self.beginning.as_ref().is_some_and(begins) {
-            true => self.tokenizer.encode_unframed(text)?,
+            true => self.tokenizer.encode_without_special_tokens(text)?,
             false => self.tokenizer.encode_prompt(text)?,
         })
     }
