@@ -1,7 +1,8 @@
 //! What identifies the content of a token file, wherever it lies: the sizes of its two files, the
 //! hash of the index, and a hash of evenly spaced blocks of the tokens. The index gives every
-//! document's length, so other texts have another index; the blocks tell apart what has the same
-//! lengths. A change of single tokens between the blocks goes unseen.
+//! document's length, so most other texts have another index; the blocks distinguish those whose
+//! lengths are the same. A change of tokens between the blocks that keeps all lengths is not
+//! detected.
 
 use serde::{Deserialize, Serialize};
 

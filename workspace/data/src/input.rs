@@ -9,12 +9,13 @@ use crate::{Error, Result};
 
 /// The name of standard input.
 const STANDARD_INPUT: &str = "-";
-/// Bytes at the start of an input that tell its encoding.
+/// Bytes at the start of an input that identify its encoding.
 const MAGIC_BYTES: u64 = 10;
 /// Size of the read buffer.
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// Encodings with their first bytes and a program that decodes them to standard output.
+/// Compressed formats: their first bytes, their name, and a program that decompresses them to
+/// standard output.
 const COMPRESSED: [(&[u8], &str, &str); 6] = [
     (b"\x1f\x8b", "gzip", "zcat"),
     (b"\x28\xb5\x2f\xfd", "Zstandard", "zstdcat"),
@@ -25,8 +26,8 @@ const COMPRESSED: [(&[u8], &str, &str); 6] = [
 ];
 /// bzip2's first bytes but for the level, a digit after the first three.
 const BZIP2: (&[u8], &[u8]) = (b"BZh", b"1AY&SY");
-/// Columnar formats with their first bytes, of which one is in no text, and the function of pandas
-/// that reads them.
+/// Columnar formats: their first bytes, the last of which occurs in no text, their name, and the
+/// function of pandas that reads them.
 const COLUMNAR: [(&[u8], &str, &str); 2] =
     [(b"PAR1\x15", "Parquet", "read_parquet"), (b"ARROW1\0", "Arrow", "read_feather")];
 

@@ -15,7 +15,7 @@ use self::blocks::Blocks;
 use self::splits::Splits;
 use crate::{Error, Order, Result};
 
-/// Separates the mixture's keys from the windows' keys.
+/// Makes the keys of mixtures differ from those of windows.
 const MIXTURE_KEY: u64 = 0x6d69_7874;
 
 /// The proportions of the sources.
@@ -23,13 +23,12 @@ const MIXTURE_KEY: u64 = 0x6d69_7874;
 pub(crate) enum Mixture {
     /// A single source.
     Single,
-    /// Thousandths of the sum.
+    /// Weights close to thousandths of their sum.
     Blocks(Blocks),
     /// Any weights.
     Splits {
-        /// The exact proportions.
         splits: Splits,
-        /// Whether version 0.1.0 took the weights, rounded to thousandths.
+        /// Whether version 0.1.0 accepted the weights, rounded to thousandths.
         was_rounded: bool,
     },
 }
@@ -94,8 +93,9 @@ impl Mixture {
     }
 }
 
-/// Weights as parts of their sum. Dividing by the largest first keeps huge weights finite.
-fn parts(weights: &[f64]) -> impl Iterator<Item = f64> {
+/// Each weight as a share of the sum of all. Dividing by the largest first keeps huge weights
+/// finite.
+fn shares(weights: &[f64]) -> impl Iterator<Item = f64> {
     let largest = weights.iter().copied().fold(0.0, f64::max);
     let sum: f64 = weights.iter().map(|weight| weight / largest).sum();
     weights.iter().map(move |weight| weight / largest / sum)

@@ -13,10 +13,10 @@ use crate::pending::with_ending;
 use crate::token_index::TokenIndex;
 use crate::{Error, Result, TextTokenizer, TokenFileContent, TokenFileInfo, TokenType};
 
-/// Ids are u32, so this is an upper bound of their number.
+/// The number of u32 ids: without another limit, all of them are valid.
 const ALL_IDS: u64 = 1 << 32;
 /// Tokens that a thread of [`TokenFile::largest_id`] reads at a time.
-const SCAN_PIECE: usize = 1 << 18;
+const SCAN_TOKENS: usize = 1 << 18;
 
 /// An open token file. Cheap to share between threads.
 pub struct TokenFile {
@@ -105,7 +105,7 @@ impl TokenFile {
         longest
     }
 
-    /// Makes reading an id of `vocab_size` or above an error.
+    /// From now on, reading an id of `vocab_size` or above is an error.
     pub fn limit_vocabulary(&mut self, vocab_size: usize) {
         self.limit = (vocab_size as u64).min(ALL_IDS);
     }
@@ -116,9 +116,10 @@ impl TokenFile {
         TokenFileContent::of(self.index.bytes(), &self.bin)
     }
 
-    /// A number that all ids are known to be below without reading them: what the stored type can
-    /// hold, or the vocabulary with which this `content` was written, as `PREFIX.json` records.
-    /// `None` if neither is known: a signed type may hold negative ids.
+    /// An exclusive upper bound of the ids, known without reading them: the size of the vocabulary
+    /// with which this `content` was written, if `PREFIX.json` records it, or else the number of
+    /// ids that the stored type can hold. `None` for a signed type without a record, because it may
+    /// hold negative ids.
     ///
     /// # Errors
     /// Fails if `PREFIX.json` describes other content.
@@ -146,12 +147,12 @@ impl TokenFile {
     /// [`TokenFile::limit_vocabulary`]): the first one in the range.
     pub fn largest_id(&self, range: Range<u64>) -> Result<u32> {
         self.check_range(range.start, range.end.saturating_sub(range.start))?;
-        let pieces: Vec<u64> = range.clone().step_by(SCAN_PIECE).collect();
+        let pieces: Vec<u64> = range.clone().step_by(SCAN_TOKENS).collect();
         let largest: Vec<Result<u32>> = pieces
             .into_par_iter()
             .map(|start| {
-                // At most SCAN_PIECE.
-                let count = (range.end - start).min(SCAN_PIECE as u64) as usize;
+                // At most SCAN_TOKENS.
+                let count = (range.end - start).min(SCAN_TOKENS as u64) as usize;
                 let mut tokens = vec![0; count];
                 self.read(start, &mut tokens)?;
                 Ok(tokens.into_iter().max().unwrap_or(0))
@@ -246,16 +247,16 @@ impl TokenFile {
         Ok(starts)
     }
 
-    /// The numbers of the documents that the tokens at `positions` are of. An empty range counts as
-    /// its first position.
+    /// The numbers of the documents that the tokens at `positions` belong to. An empty range counts
+    /// as its first position.
     ///
     /// # Errors
     /// Fails if the range exceeds the file.
     pub fn documents_of(&self, positions: Range<u64>) -> Result<Range<u64>> {
         self.check_range(positions.start, positions.end.saturating_sub(positions.start).max(1))?;
         let start = |document| self.index.start(self.index.first_sequence(document));
-        // Documents that start below a position: of those that start at one position, all but the
-        // last are empty.
+        // The number of documents that start below a position. Of documents that start at the same
+        // position, all but the last are empty.
         let below = |position| {
             let (mut low, mut high) = (0, self.index.documents());
             while low < high {

@@ -1,6 +1,6 @@
 //! Trains a tokenizer like Llama 3's: byte-level BPE, which encodes every text losslessly. BOS
-//! begins every encoding; EOS, which would end a prompt as well, is appended in preparation. The
-//! files load in Hugging Face's AutoTokenizer. The same inputs give the same files.
+//! begins every encoding. Only [`prepare`](crate::prepare()) appends EOS, because it would also end
+//! a prompt. The files load in Hugging Face's AutoTokenizer. The same inputs give the same files.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -26,7 +26,7 @@ use crate::{Error, Format, Result, TextTokenizer};
 pub const BEGIN_OF_TEXT: &str = "<|begin_of_text|>";
 /// The last token of every document; its id is 1.
 pub const END_OF_TEXT: &str = "<|end_of_text|>";
-/// The ids of every byte-level tokenizer: the bytes and the two special tokens.
+/// Minimum ids of a tokenizer: the bytes and the two special tokens.
 const MIN_VOCABULARY: usize = 258;
 
 /// Llama 3's pattern that splits a text into words before BPE.
@@ -64,16 +64,7 @@ pub fn train_tokenizer(
 ) -> Result<TextTokenizer> {
     let TrainTokenizer { inputs, format, field, vocab_size, dir, overwrite } = options;
     let total = input::check(inputs, format)?;
-    if vocab_size < MIN_VOCABULARY || u32::try_from(vocab_size).is_err() {
-        return Err(Error::Argument {
-            name: "vocab-size",
-            value: vocab_size as u64,
-            reason: format!(
-                "must be at least {MIN_VOCABULARY}: 256 bytes, {BEGIN_OF_TEXT} and \
-                 {END_OF_TEXT}"
-            ),
-        });
-    }
+    check_vocab_size(vocab_size)?;
     let names = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"];
     let outputs = names.map(|name| dir.join(name));
     refuse_inputs_as_outputs(inputs, &outputs)?;
@@ -124,6 +115,19 @@ pub fn train_tokenizer(
     write_whole(special_tokens, &pretty(&special_tokens_map()), overwrite)?;
     write_whole(tokenizer_json, text.as_bytes(), overwrite)?;
     TextTokenizer::from_bytes(tokenizer_json.clone(), text.as_bytes())
+}
+
+fn check_vocab_size(vocab_size: usize) -> Result<()> {
+    if vocab_size >= MIN_VOCABULARY && u32::try_from(vocab_size).is_ok() {
+        return Ok(());
+    }
+    Err(Error::Argument {
+        name: "vocab-size",
+        value: vocab_size as u64,
+        reason: format!(
+            "must be at least {MIN_VOCABULARY}: 256 bytes, {BEGIN_OF_TEXT} and {END_OF_TEXT}"
+        ),
+    })
 }
 
 /// A byte-level BPE without merges.

@@ -1,15 +1,16 @@
 //! Mixtures whose weights are thousandths. Every block of 1,000 samples contains each source in its
-//! proportion (largest remainder), so sources and ranks follow from the sample number alone. Inside
-//! a block the sources are shuffled with a key of seed and block, or spread evenly.
+//! proportion (largest remainder), so the source of a sample, and the number of earlier samples of
+//! that source, follow from the sample number alone. Inside a block the sources are shuffled with a
+//! key of seed and block, or spread evenly.
 
-use super::{MIXTURE_KEY, parts};
+use super::{MIXTURE_KEY, shares};
 use crate::Order;
 use crate::permutation::{Permutation, key_of};
 
 /// Samples per block.
 pub(super) const BLOCK: u64 = 1000;
-/// The largest difference between a source's samples in a block and its exact share, relative to
-/// the share: as [1, 1, 1] has, while 0.15% would be a third off.
+/// Maximum difference between a source's samples in a block and its exact share, relative to the
+/// share. The weights [1, 1, 1] are within it; a source of 0.15% would be off by a third.
 const TOLERANCE: f64 = 0.01;
 
 /// The samples of each source in a block.
@@ -17,7 +18,7 @@ const TOLERANCE: f64 = 0.01;
 pub(crate) struct Blocks {
     counts: Vec<u64>,
     seed: u64,
-    /// Source and rank of each slot of a block; only for sequential order.
+    /// Source of each slot of a block, and earlier slots of that source; only for sequential order.
     spread: Option<Vec<(usize, u64)>>,
 }
 
@@ -37,12 +38,12 @@ impl Blocks {
     /// See [`super::Mixture::locate`].
     pub(super) fn locate(&self, number: u64) -> (usize, u64) {
         let (block, slot) = (number / BLOCK, number % BLOCK);
-        let (source, rank) = match &self.spread {
+        let (source, index) = match &self.spread {
             // `slot` is below BLOCK, the length of the table.
             Some(spread) => spread[slot as usize],
             None => self.shuffled(block, slot),
         };
-        (source, block * self.counts[source] + rank)
+        (source, block * self.counts[source] + index)
     }
 
     /// See [`super::Mixture::counts`].
@@ -56,16 +57,16 @@ impl Blocks {
         counts
     }
 
-    /// Source and rank at `slot` of a shuffled block.
+    /// Source of a slot of a shuffled block, and earlier slots of that source.
     fn shuffled(&self, block: u64, slot: u64) -> (usize, u64) {
         let permutation = Permutation::new(BLOCK, key_of(&[self.seed, MIXTURE_KEY, block]));
-        let at = |slot| self.owner(permutation.apply(slot));
+        let at = |slot| self.source_of(permutation.apply(slot));
         let source = at(slot);
         (source, (0..slot).filter(|&earlier| at(earlier) == source).count() as u64)
     }
 
-    /// The source of a slot if each source had its count of consecutive slots.
-    fn owner(&self, slot: u64) -> usize {
+    /// The source of a slot of an unshuffled block, in which each source has consecutive slots.
+    fn source_of(&self, slot: u64) -> usize {
         let mut end = 0;
         self.counts
             .iter()
@@ -78,10 +79,10 @@ impl Blocks {
     }
 }
 
-/// Samples of each source in a block: its proportion, rounded by largest remainder; and before
-/// that.
+/// The samples of each source in a block, rounded by largest remainder, and its exact share of the
+/// block.
 fn rounded(weights: &[f64]) -> (Vec<u64>, Vec<f64>) {
-    let exact: Vec<f64> = parts(weights).map(|part| part * BLOCK as f64).collect();
+    let exact: Vec<f64> = shares(weights).map(|share| share * BLOCK as f64).collect();
     let mut counts: Vec<u64> = exact.iter().map(|share| share.floor() as u64).collect();
     let mut by_remainder: Vec<usize> = (0..exact.len()).collect();
     // The sort is stable: equal remainders go to the first source.
@@ -107,12 +108,12 @@ fn thousandths(weights: &[f64]) -> Option<Vec<u64>> {
 fn spread(counts: &[u64]) -> Vec<(usize, u64)> {
     let mut slots: Vec<(f64, usize, u64)> = Vec::with_capacity(BLOCK as usize);
     for (source, &count) in counts.iter().enumerate() {
-        for rank in 0..count {
-            slots.push(((rank as f64 + 0.5) / count as f64, source, rank));
+        for index in 0..count {
+            slots.push(((index as f64 + 0.5) / count as f64, source, index));
         }
     }
     slots.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
-    slots.into_iter().map(|(_, source, rank)| (source, rank)).collect()
+    slots.into_iter().map(|(_, source, index)| (source, index)).collect()
 }
 
 #[cfg(test)]

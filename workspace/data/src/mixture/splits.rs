@@ -2,13 +2,13 @@
 //! to its first or second half of sources, and numbers the samples of either half from 0, until one
 //! source is left. Among the first n samples of a node, round(n w / W) are of the first half, with
 //! w its weight and W the node's, wherever n is a multiple of 1,024; in between, every halving of
-//! these 1,024 samples halves the samples of either side, and an odd one falls into a half at
+//! these 1,024 samples halves the samples of either side, and an odd one is assigned to a half at
 //! random. Everywhere each source is within a few samples of its share, at a cost of log(sources) x
 //! 10 operations a sample.
 
 use std::ops::Range;
 
-use super::{MIXTURE_KEY, parts};
+use super::{MIXTURE_KEY, shares};
 use crate::Order;
 use crate::permutation::key_of;
 
@@ -48,7 +48,7 @@ impl Splits {
             && weights.iter().sum::<f64>() <= EXACT;
         let scaled: Vec<u64> = match whole {
             true => weights.iter().map(|&weight| weight as u64).collect(),
-            false => parts(weights).map(|part| (part * SCALE).round() as u64).collect(),
+            false => shares(weights).map(|share| (share * SCALE).round() as u64).collect(),
         };
         if let Some(lost) = scaled.iter().position(|&weight| weight == 0) {
             return Err(lost);
@@ -120,20 +120,21 @@ impl Splits {
         let start = u128::from(span) * u128::from(SPAN);
         let mut earlier = node.share(start);
         // The samples of the first half among `length` samples, of which this one is number
-        // `place`. An odd one is a coin's; the coins of a span are numbered as the nodes of a heap.
+        // `place`. Where their number is odd, a random bit says which half has one more; the bits
+        // of a span are numbered as the nodes of a binary heap.
         let mut inside = node.share(start + u128::from(SPAN)) - earlier;
-        let (mut length, mut place, mut coin) = (SPAN, number % SPAN, 1);
+        let (mut length, mut place, mut bit) = (SPAN, number % SPAN, 1);
         let key = key_of(&[self.seed, MIXTURE_KEY, node.middle as u64, span]);
         while length > 1 {
             length /= 2;
-            let odd = inside % 2 * (key_of(&[key, coin]) & 1);
+            let odd = inside % 2 * (key_of(&[key, bit]) & 1);
             let half = inside / 2 + odd;
-            coin *= 2;
+            bit *= 2;
             if place < length {
                 inside = half;
             } else {
                 (earlier, inside) = (earlier + half, inside - half);
-                (place, coin) = (place - length, coin + 1);
+                (place, bit) = (place - length, bit + 1);
             }
         }
         (earlier, inside == 1)
