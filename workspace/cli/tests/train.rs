@@ -374,7 +374,8 @@ fn a_second_process_in_one_run_directory_is_refused() {
     let long = ["stage.adapt.tokens=64e6"];
     let (mut child, _reader) = started(&mut moh_train(dir.path(), &long), 3);
     let message = failure(dir.path(), &mut moh_train(dir.path(), &long), 1);
-    assert_eq!(message, "run: another process is training in this run directory");
+    let advice = "wait for it, or use another run.dir";
+    assert_eq!(message, format!("run: another process trains in this run directory: {advice}"));
     terminate(&child);
     assert_eq!(child.wait().unwrap().code(), Some(75));
 }

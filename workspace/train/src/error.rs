@@ -107,7 +107,10 @@ pub enum Error {
         step: u64,
     },
     /// Another process trains in this run directory.
-    #[error("{}: another process is training in this run directory", path.display())]
+    #[error(
+        "{}: another process trains in this run directory: wait for it, or use another run.dir",
+        path.display()
+    )]
     Locked {
         /// The run directory.
         path: PathBuf,
@@ -274,7 +277,10 @@ pub enum Error {
         last_good: Option<u64>,
     },
     /// The recipe's model is not on this machine.
-    #[error("{}: model.from: no such directory, and no downloaded model", path.display())]
+    #[error(
+        "{}: model.from: no such directory, and the model is not downloaded: correct the path or id",
+        path.display()
+    )]
     NoModel {
         /// The recipe.
         path: PathBuf,
