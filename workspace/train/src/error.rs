@@ -150,9 +150,9 @@ pub enum Error {
         /// The problem.
         reason: String,
     },
-    /// A line of a metrics file is invalid.
+    /// A line of a `.jsonl` file is invalid.
     #[error("{}:{line}: {reason}", path.display())]
-    MetricsLine {
+    JsonLine {
         /// The file.
         path: PathBuf,
         /// Line number, from 1.

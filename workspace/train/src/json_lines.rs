@@ -45,7 +45,7 @@ impl Lines {
             return Ok(Some(&self.line));
         }
         if self.line.len() as u64 == MAX_LINE_BYTES {
-            let reason = format!("longer than {MAX_LINE_BYTES} bytes: not a line of metrics");
+            let reason = format!("a line has at most {MAX_LINE_BYTES} bytes");
             return Err(self.refuse_line(self.number + 1, reason));
         }
         Ok(None)
@@ -78,6 +78,6 @@ impl Lines {
     }
 
     fn refuse_line(&self, line: u64, reason: String) -> Error {
-        Error::MetricsLine { path: self.path.clone(), line, reason }
+        Error::JsonLine { path: self.path.clone(), line, reason }
     }
 }

@@ -277,7 +277,7 @@ pub(crate) fn first(path: &Path) -> Result<Option<StepMetrics>, Error> {
     let Some(mut lines) = Lines::open(path)? else { return Ok(None) };
     match lines.next() {
         Ok(line) => Ok(line.and_then(|line| serde_json::from_slice(line).ok())),
-        Err(Error::MetricsLine { .. }) => Ok(None),
+        Err(Error::JsonLine { .. }) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -545,7 +545,7 @@ mod tests {
             text.extend_from_slice(hostile.as_bytes());
             std::fs::write(&path, text).unwrap();
             let error = read(&path).unwrap_err();
-            assert!(matches!(error, Error::MetricsLine { line: 3, .. }), "{error}");
+            assert!(matches!(error, Error::JsonLine { line: 3, .. }), "{error}");
             cut_back(&path, 2).unwrap();
             assert_eq!(read(&path).unwrap(), [step(1), step(2)]);
         }
@@ -556,6 +556,6 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("metrics.jsonl");
         std::fs::write(&path, b"\xff\xfe\n").unwrap();
-        assert!(matches!(read(&path), Err(Error::MetricsLine { line: 1, .. })));
+        assert!(matches!(read(&path), Err(Error::JsonLine { line: 1, .. })));
     }
 }

@@ -22,7 +22,7 @@ pub(crate) fn resume(
     let first = metrics::first(&path)?.and_then(|line| recipe.steps_before(&line.stage, line.step));
     if let Some(start) = first.or((step == 0).then_some(0)) {
         match metrics::cut_back(&path, step.saturating_sub(start)) {
-            Err(Error::MetricsShort { .. } | Error::MetricsLine { .. }) => {}
+            Err(Error::MetricsShort { .. } | Error::JsonLine { .. }) => {}
             done => return done.map(|()| None),
         }
     }
@@ -43,7 +43,7 @@ pub(crate) fn resume(
 pub(crate) fn resume_routing(run: &RunDirectory, step: u64) -> Result<Option<String>, Error> {
     let path = run.routing();
     match routing_log::cut_back(&path, step) {
-        Err(error @ Error::MetricsLine { .. }) => {
+        Err(error @ Error::JsonLine { .. }) => {
             let aside = set_aside(&path, run.root(), ("routing", step))?;
             let aside = aside.display();
             Ok(Some(format!("{error}: begun again after step {step}, the old file is {aside}")))
@@ -77,7 +77,7 @@ pub(crate) fn keep_before_rewind(
     let Some(start) = recipe.steps_before(&line.stage, line.step) else { return Ok(()) };
     let kept = rewind.step.saturating_sub(start);
     match metrics::copy_after(&path, kept, &run.metrics_before_rewind(rewind.number)) {
-        Err(Error::MetricsShort { .. } | Error::MetricsLine { .. }) => Ok(()),
+        Err(Error::MetricsShort { .. } | Error::JsonLine { .. }) => Ok(()),
         done => done,
     }
 }

@@ -83,7 +83,7 @@ impl Rewinds {
         let bytes = match std::fs::metadata(&path) {
             Ok(data) if data.len() > MAX_FILE_BYTES => {
                 let reason = format!("{} bytes: it has at most {MAX_FILE_BYTES}", data.len());
-                return Err(Error::MetricsLine { path, line: 1, reason });
+                return Err(Error::JsonLine { path, line: 1, reason });
             }
             Ok(_) => std::fs::read(&path).map_err(Error::io(&path))?,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
@@ -95,7 +95,7 @@ impl Rewinds {
     fn parse(bytes: &[u8], path: &Path) -> Result<Self, Error> {
         let refuse = |line: usize, reason: String| {
             let path = path.to_owned();
-            Error::MetricsLine { path, line: line as u64 + 1, reason }
+            Error::JsonLine { path, line: line as u64 + 1, reason }
         };
         let mut list = Vec::<Rewind>::new();
         let lines = bytes.split_inclusive(|&byte| byte == b'\n');

@@ -141,7 +141,7 @@ pub fn for_each(
 /// atomic.
 ///
 /// # Errors
-/// [`Error::MetricsLine`] for a line in another format; fails if the file cannot be read or
+/// [`Error::JsonLine`] for a line in another format; fails if the file cannot be read or
 /// replaced.
 pub(crate) fn cut_back(path: &Path, step: u64) -> Result<(), Error> {
     let io = |error| Error::io(path)(error);
@@ -226,7 +226,7 @@ mod tests {
             text.push(b'\n');
             std::fs::write(&path, &text).unwrap();
             for error in [read(&path).unwrap_err(), cut_back(&path, 1).unwrap_err()] {
-                assert!(matches!(error, Error::MetricsLine { line: 3, .. }), "{error}");
+                assert!(matches!(error, Error::JsonLine { line: 3, .. }), "{error}");
             }
             assert_eq!(std::fs::read(&path).unwrap(), text);
         }
