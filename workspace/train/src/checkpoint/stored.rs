@@ -187,7 +187,7 @@ impl StoredCheckpoint {
     fn slice(&self, entry: &TensorEntry) -> Result<Slice, Fault> {
         let slice = entry.stored_shape().and_then(|_| entry.slice_of_tensor());
         slice.ok_or_else(|| {
-            let reason = format!("the slice of {} is not one of its tensor", entry.name);
+            let reason = format!("the shard of {} does not lie within the tensor", entry.name);
             Fault::Damaged(self.refuse(reason))
         })
     }
