@@ -1,7 +1,7 @@
 //! The losses of a run by tokens, through all of its stages: `run.svg`, and the first chart of its page.
 
 use moh_model::HeadCounts;
-use moh_train::checkpoint::{Evaluation, Moment};
+use moh_train::checkpoint::{Evaluation, EvaluationPoint};
 
 use crate::chart::scale::short;
 use crate::chart::thin::means;
@@ -97,8 +97,8 @@ pub fn marks(log: &RunLog) -> Vec<Mark> {
 pub fn converted(log: &RunLog, set: &str) -> Vec<f64> {
     let is_first = log.first_set() == set;
     let loss = |evaluation: &Evaluation| match evaluation.moment {
-        Moment::Converted { .. } if is_first => Some(evaluation.loss),
-        Moment::Converted { .. } => evaluation.other_sets.get(set).map(|set| set.loss),
+        EvaluationPoint::Converted { .. } if is_first => Some(evaluation.loss),
+        EvaluationPoint::Converted { .. } => evaluation.other_sets.get(set).map(|set| set.loss),
         _ => None,
     };
     log.summary.evaluations.iter().filter_map(loss).collect()
@@ -108,7 +108,9 @@ pub fn converted(log: &RunLog, set: &str) -> Vec<f64> {
 fn stage_label(log: &RunLog, name: &str) -> String {
     let converted =
         log.summary.evaluations.iter().find_map(|evaluation| match &evaluation.moment {
-            Moment::Converted { stage, active_heads } if stage == name => Some(active_heads),
+            EvaluationPoint::Converted { stage, active_heads } if stage == name => {
+                Some(active_heads)
+            }
             _ => None,
         });
     let heads = log.summary.heads;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
 use moh_kernels::MemoryInfo;
 use moh_model::ModelConfig;
-use moh_train::checkpoint::{Evaluation, Moment};
+use moh_train::checkpoint::{Evaluation, EvaluationPoint};
 use moh_train::rewinds::Rewind;
 use moh_train::{Event, Growth, Recipe, Skipped, SourceEpochs, Speed, Stage, StepMetrics};
 
@@ -194,9 +194,9 @@ fn describe_stage(stage: &Stage, model: &ModelConfig, ranks: usize) -> String {
 /// An evaluation with its moment; `heads` are the model's.
 fn describe_evaluation(evaluation: &Evaluation, heads: usize) -> String {
     let moment = match &evaluation.moment {
-        Moment::Loaded => "before training".to_owned(),
-        Moment::Trained { stage } => format!("after stage {stage}"),
-        Moment::Converted { active_heads, .. } => {
+        EvaluationPoint::Loaded => "before training".to_owned(),
+        EvaluationPoint::Trained { stage } => format!("after stage {stage}"),
+        EvaluationPoint::Converted { active_heads, .. } => {
             format!("after conversion, {active_heads} of {heads} heads")
         }
     };
@@ -273,7 +273,7 @@ mod tests {
     fn an_evaluation_shows_every_set() {
         let code = Validation { loss: 1.25, bits_per_byte: None };
         let mut evaluation = Evaluation {
-            moment: Moment::Loaded,
+            moment: EvaluationPoint::Loaded,
             step: 0,
             loss: 2.5,
             bits_per_byte: None,

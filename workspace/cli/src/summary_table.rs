@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
-use moh_train::checkpoint::{Evaluation, Moment};
+use moh_train::checkpoint::{Evaluation, EvaluationPoint};
 use moh_train::{RunDirectory, Summary};
 
 use crate::loss_chart::to_svg;
@@ -39,9 +39,9 @@ pub fn table(summary: &Summary) -> String {
 /// The moment of an evaluation of a model with that many query heads.
 pub fn describe(heads: usize, evaluation: &Evaluation) -> String {
     match &evaluation.moment {
-        Moment::Loaded => "the model as loaded".to_owned(),
-        Moment::Trained { stage } => format!("after stage {stage}"),
-        Moment::Converted { active_heads, .. } => {
+        EvaluationPoint::Loaded => "the model as loaded".to_owned(),
+        EvaluationPoint::Trained { stage } => format!("after stage {stage}"),
+        EvaluationPoint::Converted { active_heads, .. } => {
             format!("converted, {active_heads} of {heads} heads active, not tuned")
         }
     }
@@ -78,7 +78,7 @@ mod tests {
             tokens: 8,
             heads: 4,
             evaluations: vec![Evaluation {
-                moment: Moment::Loaded,
+                moment: EvaluationPoint::Loaded,
                 step: 0,
                 loss: 2.0,
                 bits_per_byte: None,

@@ -104,9 +104,9 @@ pub enum Event<'a> {
         /// Windows in total.
         total: u64,
     },
-    /// The model was evaluated at a moment of the run.
+    /// The model was evaluated at a point of the run.
     Evaluated {
-        /// The moment and the loss.
+        /// The point and the loss.
         evaluation: &'a Evaluation,
         /// Query heads of the model.
         heads: usize,

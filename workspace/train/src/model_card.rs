@@ -6,7 +6,7 @@ use std::path::Path;
 use moh_hf::model_card::grouped;
 use moh_hf::{Base, Origin};
 
-use crate::checkpoint::{Evaluation, Moment, RunState, StoredCheckpoint};
+use crate::checkpoint::{Evaluation, EvaluationPoint, RunState, StoredCheckpoint};
 use crate::growth::steps_at;
 use crate::recipe::{Attention, Stage};
 use crate::{Error, Recipe, RunDirectory};
@@ -88,11 +88,11 @@ fn losses(evaluations: &[Evaluation]) -> String {
     let mut table = "| | loss | bits per byte |\n|---|---|---|".to_owned();
     for Evaluation { moment, loss, bits_per_byte, .. } in evaluations {
         let moment = match moment {
-            Moment::Loaded => "as loaded".to_owned(),
-            Moment::Converted { active_heads, .. } => {
+            EvaluationPoint::Loaded => "as loaded".to_owned(),
+            EvaluationPoint::Converted { active_heads, .. } => {
                 format!("converted, {active_heads} heads active, not tuned")
             }
-            Moment::Trained { stage } => format!("after stage {stage}"),
+            EvaluationPoint::Trained { stage } => format!("after stage {stage}"),
         };
         let bits = bits_per_byte.map_or(String::new(), |bits| format!("{bits:.4}"));
         // Writing to a string cannot fail.

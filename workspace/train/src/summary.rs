@@ -6,7 +6,7 @@ use moh_model::ModelConfig;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::checkpoint::{Evaluation, Moment, RunState};
+use crate::checkpoint::{Evaluation, EvaluationPoint, RunState};
 
 /// The results of a finished run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -61,16 +61,17 @@ impl Summary {
     /// ends, of which the last counts.
     pub fn recovered(&self) -> Option<f64> {
         let evaluations = &self.evaluations;
-        let converted = evaluations
-            .iter()
-            .rposition(|evaluation| matches!(evaluation.moment, Moment::Converted { .. }))?;
+        let converted = evaluations.iter().rposition(|evaluation| {
+            matches!(evaluation.moment, EvaluationPoint::Converted { .. })
+        })?;
         let before = evaluations.get(converted.checked_sub(1)?)?.loss;
         let at = evaluations.get(converted)?.loss;
-        let Moment::Converted { stage: converted_stage, .. } = &evaluations.get(converted)?.moment
+        let EvaluationPoint::Converted { stage: converted_stage, .. } =
+            &evaluations.get(converted)?.moment
         else {
             return None;
         };
-        let is_end = |evaluation: &&Evaluation| matches!(&evaluation.moment, Moment::Trained { stage } if stage == converted_stage);
+        let is_end = |evaluation: &&Evaluation| matches!(&evaluation.moment, EvaluationPoint::Trained { stage } if stage == converted_stage);
         let after = evaluations[converted..].iter().rfind(is_end)?.loss;
         (at > before).then(|| (at - after) / (at - before))
     }
@@ -85,10 +86,10 @@ mod tests {
     fn summary(losses: [f64; 4]) -> Summary {
         let stage = |name: &str| name.to_owned();
         let moments = [
-            Moment::Loaded,
-            Moment::Trained { stage: stage("adapt") },
-            Moment::Converted { stage: stage("moh"), active_heads: 6.into() },
-            Moment::Trained { stage: stage("moh") },
+            EvaluationPoint::Loaded,
+            EvaluationPoint::Trained { stage: stage("adapt") },
+            EvaluationPoint::Converted { stage: stage("moh"), active_heads: 6.into() },
+            EvaluationPoint::Trained { stage: stage("moh") },
         ];
         let evaluations = moments
             .into_iter()

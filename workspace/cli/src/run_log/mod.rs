@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use anyhow::{Context as _, bail};
-use moh_train::checkpoint::{Evaluation, Moment, StoredCheckpoint};
+use moh_train::checkpoint::{Evaluation, EvaluationPoint, StoredCheckpoint};
 use moh_train::rewinds::{Rewind, Rewinds};
 use moh_train::{Machine, Recipe, RunDirectory, Summary, metrics};
 
@@ -143,7 +143,7 @@ impl RunLog {
         let first_set = self.first_set();
         for evaluation in &self.summary.evaluations {
             let Some(tokens) = self.tokens_after(evaluation.step) else { continue };
-            let is_converted = matches!(evaluation.moment, Moment::Converted { .. });
+            let is_converted = matches!(evaluation.moment, EvaluationPoint::Converted { .. });
             let mut add = |name, loss| {
                 sets.entry(name).or_default().push((tokens, is_converted, loss));
             };
@@ -216,7 +216,9 @@ fn name(root: &Path) -> String {
 /// A summary whose names can be shown.
 fn printable_names(mut summary: Summary) -> Summary {
     for Evaluation { moment, other_sets, .. } in &mut summary.evaluations {
-        if let Moment::Converted { stage, .. } | Moment::Trained { stage } = moment {
+        if let EvaluationPoint::Converted { stage, .. } | EvaluationPoint::Trained { stage } =
+            moment
+        {
             *stage = printable(stage);
         }
         *other_sets = std::mem::take(other_sets)

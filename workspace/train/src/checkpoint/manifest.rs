@@ -107,13 +107,13 @@ pub struct RunState {
     pub growth: Vec<Growth>,
 }
 
-/// A loss at a moment of the run.
+/// A loss at a point of the run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Evaluation {
-    /// The moment.
-    pub moment: Moment,
-    /// Steps done at that moment, over all stages.
+    /// The point of the run.
+    pub moment: EvaluationPoint,
+    /// Steps done at that point, over all stages.
     pub step: u64,
     /// Mean cross-entropy, in nats per token; null in JSON if it is not finite.
     #[serde(deserialize_with = "finite_or_nan")]
@@ -125,10 +125,10 @@ pub struct Evaluation {
     pub other_sets: BTreeMap<String, Validation>,
 }
 
-/// A moment of a run at which the model is evaluated.
+/// A point of a run at which the model is evaluated.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Moment {
+pub enum EvaluationPoint {
     /// Before the first step.
     Loaded,
     /// At the start of a stage that changes the attention, before its first step.

@@ -8,7 +8,7 @@ use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
 
 use super::Trainer;
-use crate::checkpoint::{Evaluation, Moment};
+use crate::checkpoint::{Evaluation, EvaluationPoint};
 use crate::event::Event;
 use crate::metrics::Validation;
 use crate::recipe::ValidationSet;
@@ -22,13 +22,14 @@ pub(super) type Losses = BTreeMap<String, Validation>;
 pub(super) type Following<'a> = (RoutingMoment, Option<&'a str>);
 
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
-    /// Records the losses at a moment of the run, if there is validation data.
-    pub(super) fn record(&mut self, moment: Moment, mut losses: Losses) {
+    /// Records the losses at a point of the run, if there is validation data.
+    pub(super) fn record(&mut self, point: EvaluationPoint, mut losses: Losses) {
         let first = self.inputs.recipe.data.validation.first();
         let Some(found) = first.and_then(|first| losses.remove(&first.name)) else { return };
         let Validation { loss, bits_per_byte } = found;
         let step = self.state.step;
-        let evaluation = Evaluation { moment, step, loss, bits_per_byte, other_sets: losses };
+        let evaluation =
+            Evaluation { moment: point, step, loss, bits_per_byte, other_sets: losses };
         let heads = self.model.config().num_attention_heads;
         (self.events)(Event::Evaluated { evaluation: &evaluation, heads });
         self.state.evaluations.push(evaluation);
@@ -140,17 +141,17 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         (self.events)(Event::Warning { text: &text });
     }
 
-    /// Evaluates all sets at a moment between steps.
-    pub(super) fn evaluate_moment(
+    /// Evaluates all sets at a point between steps.
+    pub(super) fn evaluate_at(
         &mut self,
-        moment: Moment,
+        point: EvaluationPoint,
         batch: usize,
         following: Following<'_>,
     ) -> Result<(), Error> {
         let mut evaluator = self.evaluator(batch)?;
         let due = vec![true; self.data.validation.len()];
         let losses = self.validate(&mut evaluator, &due, following)?;
-        self.record(moment, losses);
+        self.record(point, losses);
         Ok(())
     }
 }

@@ -17,7 +17,7 @@ use moh_kernels::span::Lane;
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
 
-use crate::checkpoint::{Moment, RunState};
+use crate::checkpoint::{EvaluationPoint, RunState};
 use crate::event::{Event, Outcome};
 use crate::export;
 use crate::growth;
@@ -134,7 +134,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     fn run(&mut self) -> Result<Progress, Error> {
         if self.state.step == 0 && self.state.evaluations.is_empty() {
             let batch = self.inputs.recipe.stages.first().map_or(1, |stage| stage.micro_batch);
-            self.evaluate_moment(Moment::Loaded, batch, (RoutingMoment::Loaded, None))?;
+            self.evaluate_at(EvaluationPoint::Loaded, batch, (RoutingMoment::Loaded, None))?;
         }
         while let Some(stage) = self.inputs.recipe.stages.get(self.state.stage) {
             if stage.parallel != self.parallel {

@@ -8,7 +8,7 @@ use moh_kernels::{Backend, Element, span};
 use super::evaluation::Losses;
 use super::{Progress, Trainer};
 use crate::Error;
-use crate::checkpoint::Moment;
+use crate::checkpoint::EvaluationPoint;
 use crate::event::Event;
 use crate::growth::steps_at;
 use crate::metrics::StepMetrics;
@@ -181,16 +181,16 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         if moh != self.model.config().moh {
             self.model.set_moh(moh)?;
             let active_heads = self.model.config().active_heads();
-            let moment = Moment::Converted { stage: stage.name.clone(), active_heads };
+            let point = EvaluationPoint::Converted { stage: stage.name.clone(), active_heads };
             let following = (RoutingMoment::Converted, Some(stage.name.as_str()));
-            self.evaluate_moment(moment, stage.micro_batch, following)?;
+            self.evaluate_at(point, stage.micro_batch, following)?;
         }
         Ok(())
     }
 
     fn end_stage(&mut self, stage: &Stage, losses: Losses) {
         self.state.end_stage();
-        self.record(Moment::Trained { stage: stage.name.clone() }, losses);
+        self.record(EvaluationPoint::Trained { stage: stage.name.clone() }, losses);
     }
 
     /// Writes a step's metrics; every n-th step also goes to the terminal and TensorBoard.
