@@ -48,7 +48,7 @@ enum Weights {
 }
 
 /// Where the model's weights come from, unless they are new.
-enum Origin {
+enum WeightsFrom {
     Files,
     Checkpoint(CheckpointName),
     /// The checkpoint of the run itself.
@@ -67,10 +67,10 @@ impl ModelSource {
         let name = model.from.as_deref().and_then(CheckpointName::parse);
         check_run_keys(recipe, path, name.is_some())?;
         let Some(name) = name else {
-            return Self::of((recipe, path), (directory, tokenizer), Origin::Files);
+            return Self::of((recipe, path), (directory, tokenizer), WeightsFrom::Files);
         };
         let kept = name.run.model();
-        Self::of((recipe, path), (Some(&kept), tokenizer), Origin::Checkpoint(name))
+        Self::of((recipe, path), (Some(&kept), tokenizer), WeightsFrom::Checkpoint(name))
     }
 
     /// Opens what a run keeps of the model of `recipe` in the directory `kept`, without its weights.
@@ -80,28 +80,28 @@ impl ModelSource {
     pub(crate) fn kept(recipe: &Recipe, path: &Path, kept: &Path) -> Result<Self, Error> {
         let directory = recipe.model.from.is_some().then_some(kept);
         let tokenizer = recipe.model.tokenizer.as_ref().map(|_| kept.join(TOKENIZER));
-        Self::of((recipe, path), (directory, tokenizer.as_deref()), Origin::Kept)
+        Self::of((recipe, path), (directory, tokenizer.as_deref()), WeightsFrom::Kept)
     }
 
     /// Opens the model in `directory` and the recipe's `tokenizer`.
     fn of(
         (recipe, path): (&Recipe, &Path),
         (directory, tokenizer): (Option<&Path>, Option<&Path>),
-        origin: Origin,
+        weights_from: WeightsFrom,
     ) -> Result<Self, Error> {
         let mut warning = None;
         let mut first_tokenizer = directory.and_then(with_tokenizer);
-        let model_origin = match &origin {
-            Origin::Checkpoint(CheckpointName { run, step: Some(step) }) => {
+        let origin = match &weights_from {
+            WeightsFrom::Checkpoint(CheckpointName { run, step: Some(step) }) => {
                 model_card::of_run(run, *step)?
             }
             // Refused below.
-            Origin::Checkpoint(_) => moh_hf::Origin::default(),
-            Origin::Files | Origin::Kept => {
+            WeightsFrom::Checkpoint(_) => moh_hf::Origin::default(),
+            WeightsFrom::Files | WeightsFrom::Kept => {
                 model_card::of_directory(recipe.model.from.as_deref(), directory)?
             }
         };
-        let (config_file, weights) = match (&recipe.model.new, origin, directory) {
+        let (config_file, weights) = match (&recipe.model.new, weights_from, directory) {
             (Some(new), ..) => {
                 let mut config = new.config(path)?;
                 if let Some(tokenizer) = tokenizer {
@@ -109,14 +109,14 @@ impl ModelSource {
                 }
                 (ConfigFile::new(&config), Weights::Fresh { seed: recipe.run.seed })
             }
-            (None, Origin::Checkpoint(name), _) => {
+            (None, WeightsFrom::Checkpoint(name), _) => {
                 first_tokenizer = name.run.tokenizer();
                 open_checkpoint(&name, recipe, path)?
             }
-            (None, Origin::Kept, Some(directory)) => {
+            (None, WeightsFrom::Kept, Some(directory)) => {
                 (ConfigFile::read(directory)?, Weights::NotKept { recipe: path.to_owned() })
             }
-            (None, Origin::Files, Some(directory)) => {
+            (None, WeightsFrom::Files, Some(directory)) => {
                 let model = StoredModel::open(directory)?;
                 warning = model.warning;
                 (model.file, Weights::Files(model.weights))
@@ -131,7 +131,7 @@ impl ModelSource {
             tokenizer: tokenizer.map(Path::to_owned).or_else(|| first_tokenizer.clone()),
             first_tokenizer,
             directory: directory.map(Path::to_owned),
-            origin: model_origin,
+            origin,
             warning,
         };
         source.grow_vocabulary(recipe, tokenizer)?;

@@ -14,16 +14,16 @@ use super::background::Background;
 use crate::{Error, Ranks};
 
 /// A rank's part of a checkpoint: its manifest entries, as text.
-type Part = Vec<u8>;
+type EncodedPart = Vec<u8>;
 /// Writes a rank's part.
-pub(crate) type WritePart = Box<dyn FnOnce() -> Result<Part, Error> + Send>;
+pub(crate) type WritePart = Box<dyn FnOnce() -> Result<EncodedPart, Error> + Send>;
 /// Completes a checkpoint of these parts; returns sentences about what failed afterwards.
-pub(crate) type Complete = Box<dyn FnOnce(&[Part]) -> Result<Vec<String>, Error> + Send>;
+pub(crate) type Complete = Box<dyn FnOnce(&[EncodedPart]) -> Result<Vec<String>, Error> + Send>;
 
 /// What a rank's thread has done.
 #[derive(Debug)]
 enum Done {
-    Part(Part),
+    Part(EncodedPart),
     /// The checkpoint is complete, with sentences about what failed afterwards.
     Complete(Vec<String>),
 }
@@ -37,7 +37,7 @@ enum Work {
 
 /// A rank's flags for the other ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Progress {
+pub(crate) struct ThreadFlags {
     /// The rank's thread is at work.
     pub running: bool,
     /// The rank's thread has failed.
@@ -83,7 +83,7 @@ impl Flight {
     }
 
     /// Waits at most `limit` for this rank's thread, and returns this rank's flags.
-    pub(crate) fn wait(&mut self, limit: Duration) -> Progress {
+    pub(crate) fn wait(&mut self, limit: Duration) -> ThreadFlags {
         if let Work::Running(background) = &mut self.work
             && let Some(result) = background.wait(limit)
         {
@@ -92,7 +92,7 @@ impl Flight {
                 Err(Error::Checkpoint { path: self.path.clone(), reason })
             }));
         }
-        Progress {
+        ThreadFlags {
             running: matches!(self.work, Work::Running(_)),
             failed: matches!(self.work, Work::Ended(Err(_))),
         }
@@ -105,7 +105,7 @@ impl Flight {
     /// Fails if another rank has failed otherwise than with its checkpoint.
     pub(crate) fn advance<B: Backend>(
         &mut self,
-        any: Progress,
+        any: ThreadFlags,
         ranks: &mut Ranks<B>,
     ) -> Result<Option<End>, Error> {
         if any.running {
@@ -180,10 +180,11 @@ mod tests {
             let mut ranks = Ranks::new(Cpu, world.group().clone()).unwrap();
             let (mut flight, more) = start(world.rank());
             let end = loop {
-                let Progress { running, failed } = flight.wait(LIMIT);
+                let ThreadFlags { running, failed } = flight.wait(LIMIT);
                 let flags = [running, failed].map(|flag| f64::from(u8::from(flag)));
                 let [running, failed] = ranks.largest(flags).unwrap().map(|flag| flag > 0.0);
-                if let Some(end) = flight.advance(Progress { running, failed }, &mut ranks).unwrap()
+                if let Some(end) =
+                    flight.advance(ThreadFlags { running, failed }, &mut ranks).unwrap()
                 {
                     break end;
                 }
@@ -209,9 +210,9 @@ mod tests {
     /// A flight on rank `rank` of `size`, and what the first rank's completion was given.
     fn flight(
         (rank, size): (usize, usize),
-        part: Result<Part, Error>,
+        part: Result<EncodedPart, Error>,
         complete: Result<Vec<String>, Error>,
-    ) -> (Flight, mpsc::Receiver<Vec<Part>>) {
+    ) -> (Flight, mpsc::Receiver<Vec<EncodedPart>>) {
         let (given, received) = mpsc::channel();
         let complete: Complete = Box::new(move |parts| {
             given.send(parts.to_vec()).unwrap();
@@ -227,7 +228,7 @@ mod tests {
             let ended = on_ranks(size, move |rank| {
                 flight((rank, size), Ok(vec![rank as u8]), Ok(vec!["old ones stay".into()]))
             });
-            let parts: Vec<Part> = (0..size).map(|rank| vec![rank as u8]).collect();
+            let parts: Vec<EncodedPart> = (0..size).map(|rank| vec![rank as u8]).collect();
             assert_eq!(ended[0].1.try_recv().unwrap(), parts);
             assert_eq!(ended[0].0, End::Complete(vec!["old ones stay".into()]));
             assert!(ended[1..].iter().all(|(end, _)| *end == End::Complete(Vec::new())));
@@ -281,15 +282,15 @@ mod tests {
         });
         let complete: Complete = Box::new(|_| Ok(Vec::new()));
         let mut flight = Flight::start("step-1".into(), 1, write, Some(complete));
-        let progress = flight.wait(Duration::ZERO);
-        assert_eq!(progress, Progress { running: true, failed: false });
-        assert_eq!(flight.advance(progress, &mut ranks).unwrap(), None);
+        let flags = flight.wait(Duration::ZERO);
+        assert_eq!(flags, ThreadFlags { running: true, failed: false });
+        assert_eq!(flight.advance(flags, &mut ranks).unwrap(), None);
         // Another rank is still at work.
         release.send(()).unwrap();
         while flight.wait(LIMIT).running {}
-        let other = Progress { running: true, failed: false };
+        let other = ThreadFlags { running: true, failed: false };
         assert_eq!(flight.advance(other, &mut ranks).unwrap(), None);
-        let end = flight.advance(Progress::default(), &mut ranks).unwrap();
+        let end = flight.advance(ThreadFlags::default(), &mut ranks).unwrap();
         assert_eq!(end, Some(End::Complete(Vec::new())));
     }
 }

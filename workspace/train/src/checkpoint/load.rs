@@ -6,7 +6,7 @@ use moh_kernels::{Backend, Element};
 use moh_model::Model;
 use moh_model::layout::Segment;
 
-use super::fault::Fault;
+use super::read_error::ReadError;
 use super::stored::{StoredCheckpoint, Wanted};
 use crate::Error;
 use crate::optimizer::OptimizerState;
@@ -16,7 +16,7 @@ pub(crate) fn load<B: Backend + Clone, T: Element, M: Element>(
     stored: &StoredCheckpoint,
     model: &mut Model<B, T>,
     optimizer: &mut OptimizerState<B, M>,
-) -> Result<(), Fault> {
+) -> Result<(), ReadError> {
     optimizer.fill(model, |kind, segment: &Segment, range, values: &mut [f32]| {
         let wanted = Wanted { name: &segment.name, slice: &segment.slice, range };
         stored.read(kind, &wanted, values)
@@ -157,6 +157,6 @@ mod tests {
         let stored = StoredCheckpoint::of_step(&run, 5).unwrap();
         let (mut model, mut optimizer) = part(2, RANKS);
         let missing = load(&stored, &mut model, &mut optimizer).unwrap_err();
-        assert!(matches!(missing, Fault::Missing(_)), "{missing:?}");
+        assert!(matches!(missing, ReadError::Missing(_)), "{missing:?}");
     }
 }

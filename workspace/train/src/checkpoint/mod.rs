@@ -10,13 +10,13 @@
 //! and changes nothing.
 
 mod background;
-mod fault;
 mod flight;
 mod listing;
 mod load;
 mod manifest;
 mod part;
 mod read;
+mod read_error;
 mod retention;
 mod shard_file;
 mod snapshot;
@@ -24,7 +24,7 @@ mod stored;
 mod tensor_file;
 mod write;
 
-pub(crate) use flight::{Complete, End, Flight, Progress, WritePart};
+pub(crate) use flight::{Complete, End, Flight, ThreadFlags, WritePart};
 pub use listing::{Condition, ListedCheckpoint, list};
 pub(crate) use load::{gather_weights, load};
 pub use manifest::{Evaluation, EvaluationPoint, Manifest, PartFile, RunState, TensorKind};

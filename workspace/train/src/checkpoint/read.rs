@@ -8,7 +8,7 @@ use moh_kernels::{Backend, Cpu};
 use moh_model::parameters::Shard;
 
 use super::MANIFEST;
-use super::fault::Fault;
+use super::read_error::ReadError;
 use super::stored::StoredCheckpoint;
 use crate::run_directory::first_free;
 use crate::{Error, Ranks, RunDirectory};
@@ -137,7 +137,7 @@ pub(crate) fn undamaged<B: Backend, R>(
     run: &RunDirectory,
     ranks: &mut Ranks<B>,
     step: u64,
-    read: Result<R, Fault>,
+    read: Result<R, ReadError>,
     damaged: OnDamage<'_>,
 ) -> Result<Option<R>, Error> {
     let directory = run.checkpoint(step);
@@ -162,14 +162,14 @@ pub(crate) fn undamaged<B: Backend, R>(
 fn proven<B: Backend, R>(
     ranks: &mut Ranks<B>,
     directory: &Path,
-    read: Result<R, Fault>,
-) -> Result<Result<R, Fault>, Error> {
+    read: Result<R, ReadError>,
+) -> Result<Result<R, ReadError>, Error> {
     let read = ranks.agree(match read {
-        Err(Fault::Unusable(error)) => Err(error),
+        Err(ReadError::Unusable(error)) => Err(error),
         read => Ok(read),
     })?;
     let missing = match &read {
-        Err(Fault::Missing(Error::Io { path, .. })) => path.file_name(),
+        Err(ReadError::Missing(Error::Io { path, .. })) => path.file_name(),
         _ => None,
     };
     let missing = missing.map(|name| name.as_encoded_bytes().to_vec());
@@ -178,7 +178,9 @@ fn proven<B: Backend, R>(
     let path = directory.join(String::from_utf8_lossy(&name).as_ref());
     let is_seen = ranks.any(path.exists())?;
     ranks.agree(match read {
-        Err(Fault::Missing(error)) if is_seen => Err(Error::NotShared { source: Box::new(error) }),
+        Err(ReadError::Missing(error)) if is_seen => {
+            Err(Error::NotShared { source: Box::new(error) })
+        }
         read => Ok(read),
     })
 }

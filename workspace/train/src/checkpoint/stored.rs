@@ -9,9 +9,9 @@ use std::sync::OnceLock;
 use moh_model::parameters::Shard;
 use moh_model::slice::{Slice, common};
 
-use super::fault::Fault;
 use super::manifest::{FORMAT, Manifest, PartFile, RunState, TensorKind};
 use super::part::{Part, TensorEntry};
+use super::read_error::ReadError;
 use super::tensor_file::OpenFiles;
 use super::{MANIFEST, MANIFEST_HASH, MAX_TEXT_BYTES};
 use crate::{Error, RunDirectory};
@@ -46,7 +46,7 @@ impl StoredCheckpoint {
     }
 
     /// Opens the checkpoint in `directory` without checking its tensors.
-    pub(super) fn open(directory: &Path, step: u64) -> Result<Self, Fault> {
+    pub(super) fn open(directory: &Path, step: u64) -> Result<Self, ReadError> {
         let manifest = read_manifest(directory, step)?;
         let parts = manifest.parts.iter().map(|_| OnceLock::new()).collect();
         let directory = directory.to_owned();
@@ -93,7 +93,7 @@ impl StoredCheckpoint {
     }
 
     /// As [`StoredCheckpoint::verify`], a share of every part's tensors.
-    pub(super) fn check_share(&self, share: Shard) -> Result<(), Fault> {
+    pub(super) fn check_share(&self, share: Shard) -> Result<(), ReadError> {
         for index in 0..self.parts.len() {
             let part = self.part(index)?;
             for entry in part.tensors.iter().skip(share.rank).step_by(share.size) {
@@ -123,7 +123,7 @@ impl StoredCheckpoint {
         kind: TensorKind,
         wanted: &Wanted<'_>,
         out: &mut [f32],
-    ) -> Result<(), Fault> {
+    ) -> Result<(), ReadError> {
         let Wanted { name, slice, ref range } = *wanted;
         let runs = slice.runs(range.clone());
         let mut found = 0;
@@ -137,7 +137,7 @@ impl StoredCheckpoint {
                 if shard.shape() != slice.shape() {
                     let (theirs, ours) = (shard.shape(), slice.shape());
                     let reason = format!("{name} has the shape {theirs:?}, expected {ours:?}");
-                    return Err(Fault::Unusable(self.refuse(reason)));
+                    return Err(ReadError::Unusable(self.refuse(reason)));
                 }
                 let [start, end] = entry.range;
                 let common = common(&runs, &shard.runs(start..end));
@@ -156,7 +156,7 @@ impl StoredCheckpoint {
         }
         match found == out.len() {
             true => Ok(()),
-            false => Err(Fault::Unusable(self.refuse(match found {
+            false => Err(ReadError::Unusable(self.refuse(match found {
                 0 => format!("contains no {name}"),
                 _ => format!("contains {found} of the {} elements of {name}", out.len()),
             }))),
@@ -184,16 +184,16 @@ impl StoredCheckpoint {
     }
 
     /// The slice of a shard's tensor, whose range lies in it.
-    fn slice(&self, entry: &TensorEntry) -> Result<Slice, Fault> {
+    fn slice(&self, entry: &TensorEntry) -> Result<Slice, ReadError> {
         let slice = entry.stored_shape().and_then(|_| entry.slice_of_tensor());
         slice.ok_or_else(|| {
             let reason = format!("the shard of {} does not lie within the tensor", entry.name);
-            Fault::Damaged(self.refuse(reason))
+            ReadError::Damaged(self.refuse(reason))
         })
     }
 
     /// One part, read when it is first asked for.
-    fn part(&self, index: usize) -> Result<&Part, Fault> {
+    fn part(&self, index: usize) -> Result<&Part, ReadError> {
         let known = &self.parts[index];
         if let Some(part) = known.get() {
             return Ok(part);
@@ -218,63 +218,63 @@ pub(super) fn read_state(directory: &Path, step: u64) -> Result<RunState, Error>
     Ok(read_manifest(directory, step)?.state)
 }
 
-fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, Fault> {
+fn read_manifest(directory: &Path, step: u64) -> Result<Manifest, ReadError> {
     let path = directory.join(MANIFEST);
     let refuse = |reason: String| Error::Checkpoint { path: path.clone(), reason };
     let text = read_text(&path)?;
     let hash_path = directory.join(MANIFEST_HASH);
-    let hash = fs::read(&hash_path).map_err(Fault::io(&hash_path))?;
+    let hash = fs::read(&hash_path).map_err(ReadError::io(&hash_path))?;
     if hash != format!("{}  {MANIFEST}\n", blake3::hash(&text)).as_bytes() {
         let reason = format!("does not match the hash in {MANIFEST_HASH}: it is damaged");
-        return Err(Fault::Damaged(refuse(reason)));
+        return Err(ReadError::Damaged(refuse(reason)));
     }
     // The bytes are as they were written: what this program cannot read, another one can.
     if let Ok(Version { format }) = serde_json::from_slice(&text)
         && format != FORMAT
     {
         let reason = format!("format {format}: this program reads format {FORMAT}");
-        return Err(Fault::Unusable(refuse(reason)));
+        return Err(ReadError::Unusable(refuse(reason)));
     }
     let manifest: Manifest = serde_json::from_slice(&text)
-        .map_err(|error| Fault::Unusable(refuse(format!("not a manifest: {error}"))))?;
+        .map_err(|error| ReadError::Unusable(refuse(format!("not a manifest: {error}"))))?;
     if manifest.state.step != step {
         let reason = format!("is of step {}, not {step}", manifest.state.step);
-        return Err(Fault::Damaged(refuse(reason)));
+        return Err(ReadError::Damaged(refuse(reason)));
     }
     let files = manifest.parts.iter().map(|part| &part.file);
     check_names(&path, files)?;
     Ok(manifest)
 }
 
-fn read_part(directory: &Path, described: &PartFile) -> Result<Part, Fault> {
+fn read_part(directory: &Path, described: &PartFile) -> Result<Part, ReadError> {
     let path = directory.join(&described.file);
     let text = read_text(&path)?;
     let refuse = |reason: String| Error::Checkpoint { path: path.clone(), reason };
     if blake3::hash(&text).to_hex().as_str() != described.blake3 {
         let reason = format!("does not match its hash in {MANIFEST}: it is damaged");
-        return Err(Fault::Damaged(refuse(reason)));
+        return Err(ReadError::Damaged(refuse(reason)));
     }
     let part: Part = serde_json::from_slice(&text)
-        .map_err(|error| Fault::Unusable(refuse(format!("not a list of tensors: {error}"))))?;
+        .map_err(|error| ReadError::Unusable(refuse(format!("not a list of tensors: {error}"))))?;
     check_names(&path, part.files.iter().map(|file| &file.file))?;
     Ok(part)
 }
 
-fn read_text(path: &Path) -> Result<Vec<u8>, Fault> {
-    let length = fs::metadata(path).map_err(Fault::io(path))?.len();
+fn read_text(path: &Path) -> Result<Vec<u8>, ReadError> {
+    let length = fs::metadata(path).map_err(ReadError::io(path))?.len();
     if length > MAX_TEXT_BYTES {
         let reason = format!("{length} bytes: a manifest has at most {MAX_TEXT_BYTES}");
-        return Err(Fault::Unusable(Error::Checkpoint { path: path.to_owned(), reason }));
+        return Err(ReadError::Unusable(Error::Checkpoint { path: path.to_owned(), reason }));
     }
-    fs::read(path).map_err(Fault::io(path))
+    fs::read(path).map_err(ReadError::io(path))
 }
 
 /// Refuses names with a directory in them, which would leave the checkpoint.
-fn check_names<'a>(path: &Path, names: impl Iterator<Item = &'a String>) -> Result<(), Fault> {
+fn check_names<'a>(path: &Path, names: impl Iterator<Item = &'a String>) -> Result<(), ReadError> {
     for name in names {
         if Path::new(name).file_name() != Some(name.as_ref()) {
             let reason = format!("{name:?} is not the name of a file");
-            return Err(Fault::Damaged(Error::Checkpoint { path: path.to_owned(), reason }));
+            return Err(ReadError::Damaged(Error::Checkpoint { path: path.to_owned(), reason }));
         }
     }
     Ok(())

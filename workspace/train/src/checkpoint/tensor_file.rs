@@ -9,8 +9,8 @@ use half::bf16;
 use safetensors::tensor::{Dtype, Metadata};
 
 use super::MAX_TEXT_BYTES;
-use super::fault::Fault;
 use super::part::{TensorEntry, TensorFile};
+use super::read_error::ReadError;
 use crate::Error;
 
 /// Files that are open at a time: those of a few ranks.
@@ -42,10 +42,11 @@ impl OpenFiles {
         described: &TensorFile,
         entry: &TensorEntry,
         blake3: &str,
-    ) -> Result<Vec<f32>, Fault> {
+    ) -> Result<Vec<f32>, ReadError> {
         let (dtype, bytes) = self.open(path)?.bytes(described, entry, blake3)?;
-        let refuse =
-            |reason: String| Fault::Unusable(Error::Checkpoint { path: path.to_owned(), reason });
+        let refuse = |reason: String| {
+            ReadError::Unusable(Error::Checkpoint { path: path.to_owned(), reason })
+        };
         let values = to_f32(dtype, &bytes)
             .ok_or_else(|| refuse(format!("{} is {dtype:?}, expected F32 or BF16", entry.name)))?;
         // `bytes` has checked the file's shape, but not its length.
@@ -62,11 +63,11 @@ impl OpenFiles {
         described: &TensorFile,
         entry: &TensorEntry,
         blake3: &str,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), ReadError> {
         self.open(path)?.bytes(described, entry, blake3).map(|_| ())
     }
 
-    fn open(&self, path: &Path) -> Result<Arc<OpenFile>, Fault> {
+    fn open(&self, path: &Path) -> Result<Arc<OpenFile>, ReadError> {
         // A list of whole elements, whatever panicked.
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         let file = match open.iter().position(|file| file.path == path) {
@@ -82,10 +83,11 @@ impl OpenFiles {
 }
 
 impl OpenFile {
-    fn open(path: &Path) -> Result<Self, Fault> {
-        let io = Fault::io(path);
-        let refuse =
-            |reason: String| Fault::Damaged(Error::Checkpoint { path: path.to_owned(), reason });
+    fn open(path: &Path) -> Result<Self, ReadError> {
+        let io = ReadError::io(path);
+        let refuse = |reason: String| {
+            ReadError::Damaged(Error::Checkpoint { path: path.to_owned(), reason })
+        };
         let mut file = File::open(path).map_err(&io)?;
         let length = file.metadata().map_err(&io)?.len();
         let mut head = [0u8; 8];
@@ -110,9 +112,10 @@ impl OpenFile {
         described: &TensorFile,
         entry: &TensorEntry,
         blake3: &str,
-    ) -> Result<(Dtype, Vec<u8>), Fault> {
-        let refuse =
-            |reason: String| Fault::Damaged(Error::Checkpoint { path: self.path.clone(), reason });
+    ) -> Result<(Dtype, Vec<u8>), ReadError> {
+        let refuse = |reason: String| {
+            ReadError::Damaged(Error::Checkpoint { path: self.path.clone(), reason })
+        };
         let Some(info) = self.metadata.info(&entry.name) else {
             return Err(refuse(format!("contains no {}", entry.name)));
         };
@@ -129,7 +132,7 @@ impl OpenFile {
             return Err(refuse(format!("ends inside {}", entry.name)));
         }
         let mut bytes = vec![0; to - from];
-        let (io, mut file) = (Fault::io(&self.path), &self.file);
+        let (io, mut file) = (ReadError::io(&self.path), &self.file);
         file.seek(SeekFrom::Start(self.start + from as u64)).map_err(&io)?;
         file.read_exact(&mut bytes).map_err(&io)?;
         if blake3::hash(&bytes).to_hex().as_str() != blake3 {

@@ -9,7 +9,7 @@ use moh_model::Model;
 
 use super::save_clock::{Due, SaveClock};
 use super::{Inputs, Trainer};
-use crate::checkpoint::{self, Complete, End, Flight, Progress, Snapshot, WritePart};
+use crate::checkpoint::{self, Complete, End, Flight, Snapshot, ThreadFlags, WritePart};
 use crate::error::last_good_checkpoint;
 use crate::event::Event;
 use crate::optimizer::OptimizerState;
@@ -190,14 +190,14 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// other ranks and follows the checkpoint. `due` counts on the first rank.
     fn exchange(&mut self, limit: Duration, due: Due) -> Result<Agreed, Error> {
         let flight = self.saving.flight.as_mut();
-        let Progress { running, failed } =
-            flight.map_or_else(Progress::default, |(_, flight)| flight.wait(limit));
+        let ThreadFlags { running, failed } =
+            flight.map_or_else(ThreadFlags::default, |(_, flight)| flight.wait(limit));
         let stop = self.inputs.stop.load(Ordering::Relaxed) || (self.ranks.is_first() && due.stop);
         let save = self.ranks.is_first() && due.checkpoint;
         let flags = [stop, save, running, failed].map(|flag| f64::from(u8::from(flag)));
         let [stop, save, running, failed] = self.ranks.largest(flags)?.map(|flag| flag > 0.0);
         if let Some((step, flight)) = &mut self.saving.flight
-            && let Some(end) = flight.advance(Progress { running, failed }, &mut self.ranks)?
+            && let Some(end) = flight.advance(ThreadFlags { running, failed }, &mut self.ranks)?
         {
             let step = *step;
             self.saving.flight = None;

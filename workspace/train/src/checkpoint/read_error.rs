@@ -8,7 +8,7 @@ use crate::Error;
 /// A reason not to use a checkpoint. Only damage on the disk is a reason to use an older one: after a
 /// failure of any other kind the checkpoint may be good, and the run must not lose it.
 #[derive(Debug)]
-pub(crate) enum Fault {
+pub(crate) enum ReadError {
     /// A hash, a length or a content is wrong.
     Damaged(Error),
     /// A file is missing here. It is damage if all ranks miss it.
@@ -17,37 +17,39 @@ pub(crate) enum Fault {
     Unusable(Error),
 }
 
-impl Fault {
+impl ReadError {
     /// For `map_err`: classifies an I/O error of the file at `path`.
-    pub(super) fn io(path: &Path) -> impl Fn(io::Error) -> Fault + '_ {
+    pub(super) fn io(path: &Path) -> impl Fn(io::Error) -> ReadError + '_ {
         |error| {
             let kind = error.kind();
             let error = Error::io(path)(error);
             match kind {
-                ErrorKind::NotFound => Fault::Missing(error),
-                ErrorKind::UnexpectedEof => Fault::Damaged(error),
-                _ => Fault::Unusable(error),
+                ErrorKind::NotFound => ReadError::Missing(error),
+                ErrorKind::UnexpectedEof => ReadError::Damaged(error),
+                _ => ReadError::Unusable(error),
             }
         }
     }
 }
 
-impl From<moh_model::Error> for Fault {
-    fn from(error: moh_model::Error) -> Fault {
-        Fault::Unusable(error.into())
+impl From<moh_model::Error> for ReadError {
+    fn from(error: moh_model::Error) -> ReadError {
+        ReadError::Unusable(error.into())
     }
 }
 
-impl From<Error> for Fault {
-    fn from(error: Error) -> Fault {
-        Fault::Unusable(error)
+impl From<Error> for ReadError {
+    fn from(error: Error) -> ReadError {
+        ReadError::Unusable(error)
     }
 }
 
-impl From<Fault> for Error {
-    fn from(fault: Fault) -> Error {
-        match fault {
-            Fault::Damaged(error) | Fault::Missing(error) | Fault::Unusable(error) => error,
+impl From<ReadError> for Error {
+    fn from(error: ReadError) -> Error {
+        match error {
+            ReadError::Damaged(error) | ReadError::Missing(error) | ReadError::Unusable(error) => {
+                error
+            }
         }
     }
 }
