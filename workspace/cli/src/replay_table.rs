@@ -19,22 +19,22 @@ pub fn tables(replay: &Replay) -> Result<String, fmt::Error> {
 }
 
 fn summary(out: &mut String, replay: &Replay) -> fmt::Result {
-    let Replay { step, stage, stage_step, taken, limits, .. } = replay;
+    let Replay { step, stage, stage_step, result, limits, .. } = replay;
     let from = match replay.from {
         0 => "the initial model".to_owned(),
         from => format!("the checkpoint of step {from}"),
     };
     writeln!(out, "step {step}, step {stage_step} of stage {stage}, from {from}")?;
-    write!(out, "loss {:.4}", taken.loss)?;
-    if let Some(balance) = taken.balance_loss {
+    write!(out, "loss {:.4}", result.loss)?;
+    if let Some(balance) = result.balance_loss {
         write!(out, ", balance {balance:.4}")?;
     }
     writeln!(
         out,
         ", gradient norm {:.4}, learning rate {:.2e}",
-        taken.grad_norm, replay.learning_rate
+        result.grad_norm, replay.learning_rate
     )?;
-    match taken.skipped {
+    match result.skipped {
         Some(reason) => write!(out, "not applied: {reason}")?,
         None => write!(out, "applied")?,
     }
@@ -126,7 +126,7 @@ mod tests {
     use moh_model::router::{LayerRouting, RoutingStatistics};
     use moh_model::{BlockMagnitudes, Magnitude};
     use moh_train::guard::{Limits, SkipReason};
-    use moh_train::step::Taken;
+    use moh_train::step::StepResult;
     use moh_train::{Replay, TensorGradient};
 
     use super::*;
@@ -144,7 +144,7 @@ mod tests {
             step: 8,
             stage: "moh".into(),
             stage_step: 3,
-            taken: Taken {
+            result: StepResult {
                 loss: 4.5,
                 balance_loss: Some(0.25),
                 grad_norm: f64::NAN,

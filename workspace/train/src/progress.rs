@@ -6,7 +6,7 @@ use crate::growth::steps_at;
 use crate::metrics::Skipped;
 use crate::recipe::{Guard, Stage};
 use crate::rewinds::Rewinds;
-use crate::step::{Taken, Update};
+use crate::step::{StepResult, Update};
 
 impl RunState {
     /// Passes over the samples of a rewind, if its step is the last one done.
@@ -32,17 +32,17 @@ impl RunState {
     pub(crate) fn count(
         &mut self,
         (stage, guard): (&Stage, &Guard),
-        taken: &Taken,
+        result: &StepResult,
         sequences: u64,
     ) -> Option<Skipped> {
         let samples = [self.sample, (self.sample + sequences).saturating_sub(1)];
         self.step += 1;
         self.stage_step += 1;
-        self.moment_steps += u64::from(taken.skipped.is_none());
+        self.moment_steps += u64::from(result.skipped.is_none());
         self.tokens += stage.batch_tokens;
         self.sample += sequences;
-        self.guard.count(taken.skipped.is_some(), (taken.loss, taken.grad_norm), guard.factor);
-        taken.skipped.map(|reason| Skipped { reason, samples })
+        self.guard.count(result.skipped.is_some(), (result.loss, result.grad_norm), guard.factor);
+        result.skipped.map(|reason| Skipped { reason, samples })
     }
 
     /// Continues with the next stage.

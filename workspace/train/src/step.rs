@@ -123,9 +123,9 @@ impl<B: Backend, T: Element> Observer<B, T> for Unobserved {
     }
 }
 
-/// The measurements of a step.
+/// The measurements of a step, and whether it was applied.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Taken {
+pub struct StepResult {
     /// Mean cross-entropy of the step's targets, before the update.
     pub loss: f64,
     /// Mean balance loss over the step's micro-batches; `None` for a dense model.
@@ -267,12 +267,12 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         read: impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error> + Send,
         first: u64,
         update: Update,
-    ) -> Result<Taken, Error> {
+    ) -> Result<StepResult, Error> {
         let backend = model.backend().clone();
-        backend.install(|| self.take(&backend, model, optimizer, read, first, update))
+        backend.install(|| self.compute_and_apply(&backend, model, optimizer, read, first, update))
     }
 
-    fn take<M: Element>(
+    fn compute_and_apply<M: Element>(
         &mut self,
         backend: &B,
         model: &mut Model<B, T>,
@@ -280,8 +280,8 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         read: impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
         first: u64,
         update: Update,
-    ) -> Result<Taken, Error> {
-        let taken = self.compute(backend, model, optimizer, (read, first), &mut Unobserved)?;
+    ) -> Result<StepResult, Error> {
+        let result = self.compute(backend, model, optimizer, (read, first), &mut Unobserved)?;
         if self.measures_norms {
             let _norms = span::enter("block norms");
             let (layout, buffers) = (model.layout(), (model.weights(), &self.gradients));
@@ -290,15 +290,15 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             self.block_norms = Some(norms);
         }
         // All ranks have the same sums, and decide the same.
-        let skipped = update.limits.check(taken.loss, taken.grad_norm);
-        let taken = Taken { skipped, ..taken };
+        let skipped = update.limits.check(result.loss, result.grad_norm);
+        let result = StepResult { skipped, ..result };
         if skipped.is_some() {
             // The next step overwrites the gradients, and no all-gather of weights has begun.
-            return Ok(taken);
+            return Ok(result);
         }
         let Optimizer { beta1, beta2, eps, weight_decay, clip_norm } = self.plan.optimizer;
         let Update { number, learning_rate, .. } = update;
-        let grad_norm = taken.grad_norm;
+        let grad_norm = result.grad_norm;
         let constants = AdamW {
             learning_rate,
             beta1,
@@ -314,7 +314,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         optimizer.update(model, &self.gradients, &constants, &mut |weights, flat| {
             data_parallel.start_weights(weights, flat)
         })?;
-        Ok(taken)
+        Ok(result)
     }
 
     /// Computes a step and its gradients without an update, and shows its passes to `observer`.
@@ -330,7 +330,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             u64,
         ),
         observer: &mut (dyn Observer<B, T> + Send),
-    ) -> Result<Taken, Error> {
+    ) -> Result<StepResult, Error> {
         let backend = model.backend().clone();
         backend.install(|| self.compute(&backend, model, optimizer, (read, first), observer))
     }
@@ -365,7 +365,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         optimizer: &OptimizerState<B, M>,
         (read, first): (impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>, u64),
         observer: &mut dyn Observer<B, T>,
-    ) -> Result<Taken, Error> {
+    ) -> Result<StepResult, Error> {
         let targets = self.plan.micro_batches as f64 * self.host.ids.len() as f64;
         self.passes(backend, model, (read, first), targets, observer)?;
         let _norm = span::enter("gradient norm");
@@ -373,7 +373,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         self.sums.all_reduce(&self.all_ranks)?;
         let [cross_entropy, balance, squared_norm] = self.sums.read(backend)?;
         let routes = model.config().moh.is_some();
-        Ok(Taken {
+        Ok(StepResult {
             loss: cross_entropy / targets,
             balance_loss: routes.then_some(balance / self.plan.micro_batches as f64),
             grad_norm: squared_norm.sqrt(),

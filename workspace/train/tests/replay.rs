@@ -33,9 +33,9 @@ fn every_step_has_the_numbers_of_the_run() {
         for (step, line) in (1..).zip(&results.metrics) {
             let found = replay(&recipe, step).unwrap();
             assert_eq!((found.step, found.stage_step), (step, line["step"].as_u64().unwrap()));
-            assert_eq!(found.taken.loss, line["loss"].as_f64().unwrap(), "{changes:?}");
-            assert_eq!(found.taken.grad_norm, line["grad_norm"].as_f64().unwrap(), "{changes:?}");
-            assert_eq!(found.taken.balance_loss, line["balance_loss"].as_f64());
+            assert_eq!(found.result.loss, line["loss"].as_f64().unwrap(), "{changes:?}");
+            assert_eq!(found.result.grad_norm, line["grad_norm"].as_f64().unwrap(), "{changes:?}");
+            assert_eq!(found.result.balance_loss, line["balance_loss"].as_f64());
             assert_eq!(found.learning_rate, line["learning_rate"].as_f64().unwrap());
             assert!(found.from < step);
         }
@@ -53,7 +53,7 @@ fn the_parts_of_a_step_add_up() {
     let found = replay(&recipe, 9).unwrap();
     assert_eq!((found.from, found.stage.as_str()), (8, "moh"));
     let squares: f64 = found.gradients.iter().map(|tensor| tensor.norm.powi(2)).sum();
-    assert!((squares.sqrt() / found.taken.grad_norm - 1.0).abs() < 1e-12);
+    assert!((squares.sqrt() / found.result.grad_norm - 1.0).abs() < 1e-12);
     assert_eq!(found.gradients.len(), 2 * 9 + 3);
     let of_block = |block| found.gradients.iter().filter(|tensor| tensor.block == block).count();
     assert_eq!([Some(0), Some(1), None].map(of_block), [9, 9, 3]);
@@ -100,7 +100,7 @@ fn a_step_after_a_rewind_is_of_the_path_that_counts() {
     for step in [6, 7, 8, 10] {
         let found = replay(&recipe, step).unwrap();
         let line = &results.metrics[step as usize - 1];
-        assert_eq!(found.taken.loss, line["loss"].as_f64().unwrap(), "step {step}");
+        assert_eq!(found.result.loss, line["loss"].as_f64().unwrap(), "step {step}");
         let first = if step <= 6 { 8 * (step - 1) } else { 8 * (step - 1) + 24 };
         assert_eq!(found.samples[0].number, first);
     }
@@ -115,7 +115,7 @@ fn a_run_of_several_ranks_is_replayed_by_one() {
     for step in [2, 10] {
         let found = replay(&recipe, step).unwrap();
         let loss = results.metrics[step as usize - 1]["loss"].as_f64().unwrap();
-        assert!((found.taken.loss / loss - 1.0).abs() < 1e-4);
+        assert!((found.result.loss / loss - 1.0).abs() < 1e-4);
     }
 }
 

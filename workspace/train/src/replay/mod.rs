@@ -25,7 +25,7 @@ use crate::recipe::{Parallel, Recompute, Stage};
 use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
-use crate::step::{Observer, StepGroups, StepPlan, Stepper, Taken};
+use crate::step::{Observer, StepGroups, StepPlan, StepResult, Stepper};
 use crate::trainer::attention_before;
 use crate::{Error, Recipe, RunDirectory};
 
@@ -41,7 +41,7 @@ pub struct Replay {
     /// The step within the stage, from 1.
     pub stage_step: u64,
     /// Its measurements.
-    pub taken: Taken,
+    pub result: StepResult,
     /// Its learning rate.
     pub learning_rate: f64,
     /// The limits within which it is applied.
@@ -260,8 +260,8 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         let read = |sample, window: &mut [u32], document_start: Option<&mut [u32]>| {
             Ok(training.sample(sample, window, document_start)?)
         };
-        let taken = stepper.step(&mut self.model, &mut self.optimizer, read, first, update)?;
-        self.state.count((stage, guard), &taken, stepper.plan().batch_sequences());
+        let result = stepper.step(&mut self.model, &mut self.optimizer, read, first, update)?;
+        self.state.count((stage, guard), &result, stepper.plan().batch_sequences());
         Ok(())
     }
 
@@ -280,7 +280,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             blocks: vec![BlockMagnitudes::default(); self.model.config().num_hidden_layers],
             routing: self.model.routing_statistics()?,
         };
-        let taken = stepper.measure(&mut self.model, &self.optimizer, (read, first), &mut seen)?;
+        let result = stepper.measure(&mut self.model, &self.optimizer, (read, first), &mut seen)?;
         let gradients = stepper.gradient_norms(&self.model)?;
         let samples = first..first + stepper.plan().batch_sequences();
         Ok(Replay {
@@ -288,7 +288,10 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             step: self.job.step,
             stage: stage.name.clone(),
             stage_step: self.state.stage_step + 1,
-            taken: Taken { skipped: update.limits.check(taken.loss, taken.grad_norm), ..taken },
+            result: StepResult {
+                skipped: update.limits.check(result.loss, result.grad_norm),
+                ..result
+            },
             learning_rate: update.learning_rate,
             limits: update.limits,
             blocks: seen.blocks,

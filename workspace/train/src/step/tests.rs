@@ -84,7 +84,7 @@ impl<T: Element> Rank<T> {
     }
 
     /// Takes a step from sample `first` on, as the `number`th update.
-    fn step(&mut self, first: u64, number: u64, limits: Limits) -> Taken {
+    fn step(&mut self, first: u64, number: u64, limits: Limits) -> StepResult {
         let read = |sample: u64, window: &mut [u32], _: Option<&mut [u32]>| {
             for (at, id) in window.iter_mut().enumerate() {
                 *id = ((sample * 31 + at as u64 * 7) % 32) as u32;
@@ -135,13 +135,13 @@ fn leaves_nothing_behind<T: Element>(world: &World, ranks: Ranks) {
     assert_eq!(guarded.step(0, 1, free), control.step(0, 1, free));
     let before = guarded.state();
     assert!(before == control.state());
-    let taken = guarded.step(SEQUENCES, 2, free);
-    assert_eq!(taken.skipped, Some(SkipReason::GradNormNotFinite), "{ranks:?}");
-    assert!(taken.loss.is_finite() && taken.balance_loss.is_some_and(f64::is_finite));
+    let result = guarded.step(SEQUENCES, 2, free);
+    assert_eq!(result.skipped, Some(SkipReason::GradNormNotFinite), "{ranks:?}");
+    assert!(result.loss.is_finite() && result.balance_loss.is_some_and(f64::is_finite));
     assert!(guarded.state() == before, "{ranks:?}: a step with NaN changed the state");
     let loss_limit = Limits { loss: 0.1, ..free };
-    let taken = guarded.step(2 * SEQUENCES, 2, loss_limit);
-    assert_eq!(taken.skipped, Some(SkipReason::LossTooLarge));
+    let result = guarded.step(2 * SEQUENCES, 2, loss_limit);
+    assert_eq!(result.skipped, Some(SkipReason::LossTooLarge));
     assert!(guarded.step(3 * SEQUENCES, 2, free).skipped.is_some());
     assert!(guarded.state() == before, "{ranks:?}");
     for (sample, number) in [(16, 2), (20, 3)] {

@@ -109,9 +109,11 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
         match trainer.run()? {
             Progress::Done => return trainer.finish(),
             Progress::Stopped => return Ok(Outcome::Stopped { step: trainer.state.step }),
-            // The next stage uses a different layout of ranks and starts from the last checkpoint; after a
-            // rewind the run starts from an earlier one.
-            Progress::Divided | Progress::Rewound => (ranks, data) = (trainer.ranks, trainer.data),
+            // Another layout of ranks starts from the last checkpoint; after a rewind the run starts from
+            // an earlier one.
+            Progress::LayoutChanged | Progress::Rewound => {
+                (ranks, data) = (trainer.ranks, trainer.data);
+            }
         }
     }
 }
@@ -120,7 +122,8 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
 enum Progress {
     Done,
     Stopped,
-    Divided,
+    /// The next stage has another layout of ranks.
+    LayoutChanged,
     Rewound,
 }
 
@@ -139,7 +142,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         while let Some(stage) = self.inputs.recipe.stages.get(self.state.stage) {
             if stage.parallel != self.parallel {
                 self.finish_saving()?;
-                return Ok(Progress::Divided);
+                return Ok(Progress::LayoutChanged);
             }
             let progress = self.run_stage(stage)?;
             if progress == Progress::Stopped {

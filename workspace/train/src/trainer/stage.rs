@@ -15,7 +15,7 @@ use crate::metrics::StepMetrics;
 use crate::recipe::Stage;
 use crate::routing_log::RoutingMoment;
 use crate::speed::{Rates, Speed};
-use crate::step::{StepPlan, Stepper, Taken};
+use crate::step::{StepPlan, StepResult, Stepper};
 use crate::trace::StepTrace;
 
 /// The buffers of a stage's steps.
@@ -78,10 +78,10 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         self.saving.step_begins();
         let steps = steps_at(stage, &self.state.growth, self.state.step);
         let learning_rate = self.state.next_update(stage, &self.inputs.recipe.guard).learning_rate;
-        let (taken, times) = self.take_timed(work)?;
+        let (result, times) = self.compute_timed(work)?;
         let sequences = work.stepper.plan().batch_sequences();
         let guard = &self.inputs.recipe.guard;
-        let skipped = self.state.count((stage, guard), &taken, sequences);
+        let skipped = self.state.count((stage, guard), &result, sequences);
         let last = self.state.stage_step >= steps;
         let losses = self.validate_after(work, last)?;
         let times = Speed { evaluation: self.part_times.take().evaluation, ..times };
@@ -90,10 +90,10 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             stage: stage.name.clone(),
             step: self.state.stage_step,
             tokens: self.state.tokens,
-            loss: taken.loss,
-            balance_loss: taken.balance_loss,
+            loss: result.loss,
+            balance_loss: result.balance_loss,
             learning_rate,
-            grad_norm: taken.grad_norm,
+            grad_norm: result.grad_norm,
             tokens_per_second: stage.batch_tokens as f64 / times.seconds,
             skipped,
             validation: first.and_then(|first| losses.get(&first.name).copied()),
@@ -121,18 +121,21 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         }
     }
 
-    /// As [`Trainer::take`], with the times of the step's parts.
-    fn take_timed(&mut self, work: &mut Work<'_, B, T, G>) -> Result<(Taken, Speed), Error> {
+    /// As [`Trainer::compute_and_apply`], with the times of the step's parts.
+    fn compute_timed(
+        &mut self,
+        work: &mut Work<'_, B, T, G>,
+    ) -> Result<(StepResult, Speed), Error> {
         // What a checkpoint or another rank has taken since the step before is no part of this one.
         let checkpoint = self.part_times.take().checkpoint;
         let started = Instant::now();
-        let taken = self.take(work)?;
+        let result = self.compute_and_apply(work)?;
         let seconds = started.elapsed().as_secs_f64();
-        Ok((taken, Speed { seconds, checkpoint, ..self.part_times.take() }))
+        Ok((result, Speed { seconds, checkpoint, ..self.part_times.take() }))
     }
 
     /// Computes the stage's next step and updates the weights.
-    fn take(&mut self, work: &mut Work<'_, B, T, G>) -> Result<Taken, Error> {
+    fn compute_and_apply(&mut self, work: &mut Work<'_, B, T, G>) -> Result<StepResult, Error> {
         let update = self.state.next_update(work.stage, &self.inputs.recipe.guard);
         let read = |sample, window: &mut [u32], document_start: Option<&mut [u32]>| {
             Ok(self.data.training.sample(sample, window, document_start)?)

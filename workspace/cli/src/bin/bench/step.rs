@@ -10,7 +10,7 @@ use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig, initial};
 use moh_train::guard::Limits;
 use moh_train::optimizer::OptimizerState;
-use moh_train::step::{StepGroups, Stepper, Taken, Update};
+use moh_train::step::{StepGroups, StepResult, Stepper, Update};
 use serde_json::{Value, json};
 
 use crate::device::{Bench, Measurement};
@@ -30,8 +30,8 @@ const SEED: u64 = 0;
 /// The measurements of a job's steps.
 pub struct Measured {
     times: Times,
-    first: Taken,
-    last: Taken,
+    first: StepResult,
+    last: StepResult,
     /// Bytes in use before the model, and at the peak.
     memory: Option<(u64, u64)>,
     /// Of one more step, if requested.
@@ -146,7 +146,7 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
 /// The GPU's time in one more step.
 fn kernel_times<B: Backend>(
     backend: &B,
-    step: &mut impl FnMut() -> Result<Taken, moh_train::Error>,
+    step: &mut impl FnMut() -> Result<StepResult, moh_train::Error>,
 ) -> anyhow::Result<KernelTimes> {
     // The update of the step before is not part of this one.
     backend.synchronize()?;
