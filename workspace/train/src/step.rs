@@ -95,6 +95,35 @@ pub struct Update {
     pub limits: Limits,
 }
 
+/// Reads the samples of a step. Closures implement it.
+pub trait ReadSample {
+    /// Writes sample `number`: to `window` a sequence and the token after it and, with a document mask,
+    /// to `document_start` the position in the window at which each token's document starts.
+    ///
+    /// # Errors
+    /// Ends the step.
+    fn read_sample(
+        &self,
+        number: u64,
+        window: &mut [u32],
+        document_start: Option<&mut [u32]>,
+    ) -> Result<(), Error>;
+}
+
+impl<F> ReadSample for F
+where
+    F: Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
+{
+    fn read_sample(
+        &self,
+        number: u64,
+        window: &mut [u32],
+        document_start: Option<&mut [u32]>,
+    ) -> Result<(), Error> {
+        self(number, window, document_start)
+    }
+}
+
 /// Sees the activations of a step's passes.
 pub trait Observer<B: Backend, T: Element> {
     /// Called after the forward pass of a micro-batch through a chunk, with its activations at `slot`.
@@ -251,20 +280,16 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     }
 
     /// Computes a step on the samples from `first` on, and applies it within the limits of `update`; the
-    /// weights and the state of the optimiser are unchanged otherwise.
-    ///
-    /// `read` writes the sample of a given number: a sequence and the token after it and, with a
-    /// document mask, the document start of each token.
+    /// weights and the state of the optimiser are unchanged otherwise. With several data ranks, the
+    /// weights are complete only after [`Self::wait_for_weights`].
     ///
     /// # Errors
     /// Fails if `read`, the device or another rank fails.
-    ///
-    /// With several data ranks, the weights are complete only after [`Self::wait_for_weights`].
     pub fn step<M: Element>(
         &mut self,
         model: &mut Model<B, T>,
         optimizer: &mut OptimizerState<B, M>,
-        read: impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error> + Send,
+        read: impl ReadSample + Send,
         first: u64,
         update: Update,
     ) -> Result<StepResult, Error> {
@@ -277,7 +302,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         backend: &B,
         model: &mut Model<B, T>,
         optimizer: &mut OptimizerState<B, M>,
-        read: impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
+        read: impl ReadSample,
         first: u64,
         update: Update,
     ) -> Result<StepResult, Error> {
@@ -325,10 +350,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         &mut self,
         model: &mut Model<B, T>,
         optimizer: &OptimizerState<B, M>,
-        (read, first): (
-            impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error> + Send,
-            u64,
-        ),
+        (read, first): (impl ReadSample + Send, u64),
         observer: &mut (dyn Observer<B, T> + Send),
     ) -> Result<StepResult, Error> {
         let backend = model.backend().clone();
@@ -363,7 +385,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         backend: &B,
         model: &mut Model<B, T>,
         optimizer: &OptimizerState<B, M>,
-        (read, first): (impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>, u64),
+        (read, first): (impl ReadSample, u64),
         observer: &mut dyn Observer<B, T>,
     ) -> Result<StepResult, Error> {
         let targets = self.plan.micro_batches as f64 * self.host.ids.len() as f64;
@@ -387,7 +409,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         &mut self,
         backend: &B,
         model: &mut Model<B, T>,
-        (read, first): (impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>, u64),
+        (read, first): (impl ReadSample, u64),
         targets: f64,
         observer: &mut dyn Observer<B, T>,
     ) -> Result<(), Error> {
@@ -454,7 +476,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     fn upload(
         &mut self,
         backend: &B,
-        read: &impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
+        read: &impl ReadSample,
         first: u64,
         slot: usize,
     ) -> Result<(), Error> {
@@ -477,18 +499,13 @@ fn stage_of<B: Backend, T: Element>(model: &Model<B, T>) -> pipeline_schedule::S
 
 impl HostBatch {
     /// Reads the samples from `first` on, one for each sequence.
-    fn read(
-        &mut self,
-        length: usize,
-        read: &impl Fn(u64, &mut [u32], Option<&mut [u32]>) -> Result<(), Error>,
-        first: u64,
-    ) -> Result<(), Error> {
+    fn read(&mut self, length: usize, read: &impl ReadSample, first: u64) -> Result<(), Error> {
         let sequences =
             self.ids.chunks_exact_mut(length).zip(self.targets.chunks_exact_mut(length));
         for (index, (ids, targets)) in sequences.enumerate() {
             // Empty without a document mask.
             let document_start = self.document_start.get_mut(index * length..(index + 1) * length);
-            read(first + index as u64, &mut self.window, document_start)?;
+            read.read_sample(first + index as u64, &mut self.window, document_start)?;
             ids.copy_from_slice(&self.window[..length]);
             targets.copy_from_slice(&self.window[1..]);
         }

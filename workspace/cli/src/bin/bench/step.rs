@@ -109,7 +109,7 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
         stepper.step(
             &mut model,
             &mut optimizer,
-            |sample, window, document_start| {
+            |sample: u64, window: &mut [u32], document_start: Option<&mut [u32]>| {
                 synthetic(sample, vocabulary, window);
                 if let Some(document_start) = document_start {
                     // One document that began before the window.
