@@ -206,14 +206,14 @@ impl<B: Backend> Ranks<B> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use moh_comm::World;
     use moh_kernels::Cpu;
 
     use super::*;
 
     /// The results of `size` ranks, each a thread.
-    fn on_ranks<R: Send + 'static>(
+    pub(crate) fn on_ranks<R: Send + 'static>(
         size: usize,
         work: impl Fn(&mut Ranks<Cpu>) -> R + Clone + Send + 'static,
     ) -> Vec<R> {

@@ -20,7 +20,7 @@ pub const MOST_ATTEMPTS: u64 = 3;
 /// Maximum bytes of the file.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// Steps and samples are below this, so that f64 represents them exactly.
+/// All numbers are below this: the ranks exchange steps as f64, and sums of samples do not overflow.
 const MAX_NUMBER: u64 = 1 << 53;
 
 /// A return to an earlier step. Steps are counted over all stages.
@@ -41,24 +41,12 @@ pub struct Rewind {
     pub initial: bool,
 }
 
-/// The numbers of a rewind, as ranks exchange them.
-const NUMBERS: usize = 8;
-
 impl Rewind {
-    fn numbers(&self) -> [u64; NUMBERS] {
-        let ([first, last], [from, to]) = (self.skipped_steps, self.samples);
-        [self.number, self.step, first, last, from, to, self.attempt, u64::from(self.initial)]
-    }
-
-    fn of_numbers([number, step, first, last, from, to, attempt, initial]: [u64; NUMBERS]) -> Self {
-        let (skipped_steps, samples) = ([first, last], [from, to]);
-        Rewind { number, step, skipped_steps, samples, attempt, initial: initial != 0 }
-    }
-
     fn is_valid(&self) -> bool {
         let ([first, last], [from, to]) = (self.skipped_steps, self.samples);
         let ordered = self.step < first && first <= last && from <= to;
-        ordered && self.numbers().iter().all(|&number| number < MAX_NUMBER)
+        // The others are not larger than these.
+        ordered && [self.number, self.attempt, last, to].iter().all(|&number| number < MAX_NUMBER)
     }
 
     /// How many samples are passed over.
@@ -119,20 +107,14 @@ impl Rewinds {
         run: &RunDirectory,
         ranks: &mut Ranks<B>,
     ) -> Result<Self, Error> {
-        let read = if ranks.is_first() { Self::read(run) } else { Ok(Self::default()) };
-        let mut rewinds = ranks.agree(read)?;
-        let count = ranks.first(|| Ok(rewinds.list.len() as f64))? as usize;
-        for at in 0..count {
-            let mut numbers = rewinds.list.get(at).map_or([0; NUMBERS], Rewind::numbers);
-            for number in &mut numbers {
-                // Steps and samples, which f64 represents exactly.
-                *number = ranks.first(|| Ok(*number as f64))? as u64;
-            }
-            if !ranks.is_first() {
-                rewinds.list.push(Rewind::of_numbers(numbers));
-            }
-        }
-        Ok(rewinds)
+        let json = |error: serde_json::Error| Error::io(&run.rewinds())(error.into());
+        let mut text = None;
+        ranks.first_does(|| {
+            text = Some(serde_json::to_vec(&Self::read(run)?.list).map_err(json)?);
+            Ok(())
+        })?;
+        let text = ranks.first_that_has(text)?.unwrap_or_default();
+        Ok(Rewinds { list: serde_json::from_slice(&text).map_err(json)? })
     }
 
     /// Adds a rewind, and replaces the file of `run`: atomically, and synced.
