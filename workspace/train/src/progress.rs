@@ -1,12 +1,15 @@
 //! How steps change the state of a run: shared by training and by the replay of a step.
 
-use crate::Schedule;
+use moh_kernels::{Backend, Element};
+
 use crate::checkpoint::RunState;
 use crate::growth::steps_at;
 use crate::metrics::Skipped;
+use crate::optimizer::OptimizerState;
 use crate::recipe::{Guard, Stage};
 use crate::rewinds::Rewinds;
 use crate::step::{StepResult, Update};
+use crate::{Error, Schedule};
 
 impl RunState {
     /// Passes over the samples of a rewind, if its step is the last one done.
@@ -15,6 +18,22 @@ impl RunState {
             self.sample = rewind.samples[1] + 1;
             self.guard.rewinds = rewind.number;
         }
+    }
+
+    /// Begins a stage with fresh moments, and the first one with those of the model's run, if it has them.
+    ///
+    /// # Errors
+    /// Fails if the device fails.
+    pub(crate) fn begin_stage<B: Backend, M: Element>(
+        &mut self,
+        optimizer: &mut OptimizerState<B, M>,
+        backend: &B,
+    ) -> Result<(), Error> {
+        if self.step > 0 || self.moment_steps == 0 {
+            optimizer.reset(backend)?;
+            self.moment_steps = 0;
+        }
+        Ok(())
     }
 
     /// How the next step, of `stage`, updates the weights.

@@ -8,6 +8,7 @@ use moh_data::{DocumentEnd, TextTokenizer, TokenFile, TrainingData, Windows};
 use crate::Error;
 use crate::recipe::{Order, Recipe, ValidationSet, validation_key};
 use crate::source::ModelSource;
+use crate::step::ReadSample;
 
 /// The text of a validation set.
 pub(crate) struct ValidationText {
@@ -43,6 +44,13 @@ impl RunData {
             }
         }
         Ok(RunData { training, validation, tokenizer })
+    }
+
+    /// Reads the samples of training.
+    pub(crate) fn sample_reader(&self) -> impl ReadSample + Send {
+        |number: u64, window: &mut [u32], document_start: Option<&mut [u32]>| {
+            Ok(self.training.sample(number, window, document_start)?)
+        }
     }
 
     /// All token files, with their keys in the recipe.

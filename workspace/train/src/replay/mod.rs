@@ -225,11 +225,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             return Err(Error::NoSuchStep { path, step: self.job.step, steps });
         };
         if self.state.stage_step == 0 {
-            // The first stage begins with the moments of the model's run, if it has them.
-            if self.state.step > 0 || self.state.moment_steps == 0 {
-                self.optimizer.reset(self.model.backend())?;
-                self.state.moment_steps = 0;
-            }
+            self.state.begin_stage(&mut self.optimizer, self.model.backend())?;
             self.model.set_moh(stage.moh_config(self.job.source.original_config())?)?;
         }
         let group = World::single().group().clone();
@@ -256,10 +252,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
     ) -> Result<(), Error> {
         let guard = &self.job.recipe.guard;
         let update = self.state.next_update(stage, guard);
-        let (training, first) = (&self.job.data.training, self.state.sample);
-        let read = |sample, window: &mut [u32], document_start: Option<&mut [u32]>| {
-            Ok(training.sample(sample, window, document_start)?)
-        };
+        let (read, first) = (self.job.data.sample_reader(), self.state.sample);
         let result = stepper.step(&mut self.model, &mut self.optimizer, read, first, update)?;
         self.state.count((stage, guard), &result, stepper.plan().batch_sequences());
         Ok(())
@@ -272,10 +265,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         stepper: &mut Stepper<B, T, G>,
     ) -> Result<Replay, Error> {
         let update = self.state.next_update(stage, &self.job.recipe.guard);
-        let (training, first) = (&self.job.data.training, self.state.sample);
-        let read = |sample, window: &mut [u32], document_start: Option<&mut [u32]>| {
-            Ok(training.sample(sample, window, document_start)?)
-        };
+        let (read, first) = (self.job.data.sample_reader(), self.state.sample);
         let mut seen = Seen {
             blocks: vec![BlockMagnitudes::default(); self.model.config().num_hidden_layers],
             routing: self.model.routing_statistics()?,
@@ -297,7 +287,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
             blocks: seen.blocks,
             gradients,
             routing: seen.routing,
-            samples: samples::sources(training, samples)?,
+            samples: samples::sources(&self.job.data.training, samples)?,
         })
     }
 }

@@ -137,13 +137,10 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// Computes the stage's next step and updates the weights.
     fn compute_and_apply(&mut self, work: &mut Work<'_, B, T, G>) -> Result<StepResult, Error> {
         let update = self.state.next_update(work.stage, &self.inputs.recipe.guard);
-        let read = |sample, window: &mut [u32], document_start: Option<&mut [u32]>| {
-            Ok(self.data.training.sample(sample, window, document_start)?)
-        };
         let norms = self.inputs.recipe.log.norms_every_steps;
         let is_due = norms > 0 && (self.state.step + 1).is_multiple_of(norms);
         work.stepper.measure_block_norms(is_due);
-        let first = self.state.sample;
+        let (read, first) = (self.data.sample_reader(), self.state.sample);
         work.stepper.step(&mut self.model, &mut self.optimizer, read, first, update)
     }
 
@@ -172,15 +169,11 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         wanted.then(|| StepTrace::new(step, backend, times, self.background.clone()))
     }
 
-    /// Sets the stage's attention and resets the moments; evaluates the model if its attention
-    /// changed.
+    /// Sets the stage's attention and the moments with which it begins; evaluates the model if its
+    /// attention changed.
     fn begin_stage(&mut self, stage: &Stage) -> Result<(), Error> {
         let moh = stage.moh_config(self.inputs.source.original_config())?;
-        // The first stage begins with the moments of the model's run, if it has them.
-        if self.state.step > 0 || self.state.moment_steps == 0 {
-            self.optimizer.reset(self.model.backend())?;
-            self.state.moment_steps = 0;
-        }
+        self.state.begin_stage(&mut self.optimizer, self.model.backend())?;
         if moh != self.model.config().moh {
             self.model.set_moh(moh)?;
             let active_heads = self.model.config().active_heads();
