@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::rewinds::Rewind;
-use crate::run_directory::first_free;
+use crate::run_directory::first_free_suffixed;
 use crate::{Error, Recipe, RunDirectory, metrics, routing_log};
 
 /// Prepares `metrics.jsonl` for the steps after `step`; returns a warning if lines before it are lost.
@@ -54,10 +54,8 @@ pub(crate) fn resume_routing(run: &RunDirectory, step: u64) -> Result<Option<Str
 
 /// Renames a log that is begun again after a step; returns its new path.
 fn set_aside(path: &Path, root: &Path, (name, step): (&str, u64)) -> Result<PathBuf, Error> {
-    let aside = first_free(|n| {
-        let suffix = if n == 1 { String::new() } else { format!("-{n}") };
-        root.join(format!("{name}-before-step-{step}{suffix}.jsonl"))
-    });
+    let aside =
+        first_free_suffixed(|suffix| root.join(format!("{name}-before-step-{step}{suffix}.jsonl")));
     std::fs::rename(path, &aside).map_err(Error::io(path))?;
     Ok(aside)
 }

@@ -353,8 +353,16 @@ impl RunDirectory {
     }
 }
 
+/// The first that does not exist of the names with the suffixes "", "-2", "-3", ...
+pub(crate) fn first_free_suffixed(name: impl Fn(&str) -> PathBuf) -> PathBuf {
+    first_free(|n| match n {
+        1 => name(""),
+        _ => name(&format!("-{n}")),
+    })
+}
+
 /// The first of the names for 1, 2, ... that does not exist.
-pub(crate) fn first_free(name: impl Fn(u64) -> PathBuf) -> PathBuf {
+fn first_free(name: impl Fn(u64) -> PathBuf) -> PathBuf {
     let mut number = 1;
     loop {
         let path = name(number);

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use crate::run_directory::{AFTER, first_free};
+use crate::run_directory::{AFTER, first_free_suffixed};
 use crate::{Error, RunDirectory};
 
 /// Moves the checkpoints after `step`, the summary and the export aside, with a copy of the metrics;
@@ -24,8 +24,7 @@ pub(crate) fn set_later_aside(run: &RunDirectory, step: u64) -> Result<Option<Pa
     if later.is_empty() && results.is_empty() {
         return Ok(None);
     }
-    let aside = RunDirectory::new(first_free(|n| {
-        let suffix = if n == 1 { String::new() } else { format!("-{n}") };
+    let aside = RunDirectory::new(first_free_suffixed(|suffix| {
         run.root().join(format!("{AFTER}{step}{suffix}"))
     }));
     fs::create_dir_all(aside.checkpoints()).map_err(Error::io(aside.root()))?;

@@ -10,7 +10,7 @@ use moh_model::parameters::Shard;
 use super::MANIFEST;
 use super::read_error::ReadError;
 use super::stored::StoredCheckpoint;
-use crate::run_directory::first_free;
+use crate::run_directory::first_free_suffixed;
 use crate::{Error, Ranks, RunDirectory};
 
 /// Receives the new path of a damaged checkpoint and the damage, on the first rank.
@@ -187,10 +187,7 @@ fn proven<B: Backend, R>(
 
 /// A free name for a damaged checkpoint, which earlier ones keep.
 fn aside(run: &RunDirectory, step: u64) -> PathBuf {
-    first_free(|n| {
-        let suffix = if n == 1 { String::new() } else { format!("-{n}") };
-        run.checkpoints().join(format!("damaged-step-{step}{suffix}"))
-    })
+    first_free_suffixed(|suffix| run.checkpoints().join(format!("damaged-step-{step}{suffix}")))
 }
 
 fn set_aside(run: &RunDirectory, directory: &Path, aside: &Path) -> Result<(), Error> {
