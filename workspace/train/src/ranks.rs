@@ -87,12 +87,21 @@ impl<B: Backend> Ranks<B> {
         Ok(values)
     }
 
+    /// Which of the flags are set on any rank.
+    ///
+    /// # Errors
+    /// Fails if another rank has failed.
+    pub fn any_of<const N: usize>(&mut self, flags: [bool; N]) -> Result<[bool; N], Error> {
+        Ok(self.largest(flags.map(f64::from))?.map(|flag| flag > 0.0))
+    }
+
     /// Whether the flag is set on any rank.
     ///
     /// # Errors
     /// Fails if another rank has failed.
     pub fn any(&mut self, flag: bool) -> Result<bool, Error> {
-        Ok(self.largest([f64::from(u8::from(flag))])?[0] > 0.0)
+        let [any] = self.any_of([flag])?;
+        Ok(any)
     }
 
     /// Returns this rank's result if all ranks succeed. Otherwise the first failed rank returns its
@@ -129,6 +138,17 @@ impl<B: Backend> Ranks<B> {
             self.broadcast(&mut values, 0)?;
         }
         Ok(values[0])
+    }
+
+    /// As [`Self::first`], for a condition.
+    ///
+    /// # Errors
+    /// See [`Self::first`].
+    pub fn first_holds(
+        &mut self,
+        condition: impl FnOnce() -> Result<bool, Error>,
+    ) -> Result<bool, Error> {
+        Ok(self.first(|| condition().map(f64::from))? > 0.0)
     }
 
     /// Runs `work` on the first rank alone; the others wait for it.
@@ -260,6 +280,9 @@ pub(crate) mod tests {
             let text = |has: bool| has.then(|| vec![b'x'; rank]);
             assert_eq!(ranks.first_that_has(text(rank > 0)).unwrap(), Some(vec![b'x']));
             assert_eq!(ranks.first_that_has(text(false)).unwrap(), None);
+            assert_eq!(ranks.any_of([rank == 1, false, true]).unwrap(), [true, false, true]);
+            assert!(ranks.first_holds(|| Ok(rank == 0)).unwrap());
+            assert!(!ranks.first_holds(|| Ok(rank > 0)).unwrap());
             (sum, texts, first, ranks.any(rank == 2).unwrap(), ranks.any(false).unwrap())
         });
         let gathered = vec![b"".to_vec(), b"b".to_vec(), b"cc".to_vec()];

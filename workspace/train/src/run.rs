@@ -120,8 +120,7 @@ impl Job<'_> {
         let run = RunDirectory::new(&recipe.run.dir);
         let begin_anew = self.options.begin_anew;
         let is_there = !begin_anew && run.root().is_dir();
-        let resumes = || Ok(f64::from(u8::from(is_there && run.has_completed_work()?)));
-        let resumes = ranks.first(resumes)? > 0.0;
+        let resumes = ranks.first_holds(|| Ok(is_there && run.has_completed_work()?))?;
         let resumed = resumes.then_some(&run);
         resolve_origin(recipe, resumed, &mut ranks)?;
         let opened = self.open(recipe);
@@ -137,7 +136,7 @@ impl Job<'_> {
             true => Ok(ranks.agree(data)?),
             false => data,
         };
-        let finished = ranks.first(|| {
+        let finished = ranks.first_holds(|| {
             let held = lock.insert(run.lock_or_break(self.options.break_lock)?);
             if let Some(text) = held.warning() {
                 events(Event::Warning { text: &text });
@@ -155,11 +154,9 @@ impl Job<'_> {
                 checkpoint::require(&run, step)?;
             }
             resumes = run.has_completed_work()?;
-            Ok(f64::from(u8::from(finished)))
+            Ok(finished)
         })?;
-        if finished > 0.0
-            && let Some(summary) = Summary::read(&run.summary())?
-        {
+        if finished && let Some(summary) = Summary::read(&run.summary())? {
             return Ok(Outcome::AlreadyFinished(summary));
         }
         let data = ranks.agree(data)?;

@@ -353,7 +353,7 @@ impl RunDirectory {
     }
 }
 
-/// The first that does not exist of the names with the suffixes "", "-2", "-3", ...
+/// The first of the names with the suffixes "", "-2", "-3", ... that does not exist.
 pub(crate) fn first_free_suffixed(name: impl Fn(&str) -> PathBuf) -> PathBuf {
     first_free(|n| match n {
         1 => name(""),

@@ -181,8 +181,7 @@ mod tests {
             let (mut flight, more) = start(world.rank());
             let end = loop {
                 let ThreadFlags { running, failed } = flight.wait(LIMIT);
-                let flags = [running, failed].map(|flag| f64::from(u8::from(flag)));
-                let [running, failed] = ranks.largest(flags).unwrap().map(|flag| flag > 0.0);
+                let [running, failed] = ranks.any_of([running, failed]).unwrap();
                 if let Some(end) =
                     flight.advance(ThreadFlags { running, failed }, &mut ranks).unwrap()
                 {

@@ -113,11 +113,11 @@ impl RunInputs<'_> {
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Settled, Error> {
         for (key, file) in files {
-            let is_known = ranks.first(|| {
+            let are_valid = ranks.first_holds(|| {
                 let known = record.as_ref().and_then(|record| record.token_file(key)?.ids_below);
-                Ok(f64::from(u8::from(known.is_some_and(|ids| ids <= self.vocab_size()))))
+                Ok(known.is_some_and(|ids| ids <= self.vocab_size()))
             })?;
-            if is_known > 0.0 {
+            if are_valid {
                 continue;
             }
             let is_first = ranks.is_first();

@@ -31,7 +31,7 @@ pub(super) fn scan<B: Backend>(
         progress(done);
         let own = share(done..tokens, rank);
         let found = ranks.agree(file.largest_id(own).map_err(Error::from))?;
-        let stopping = f64::from(u8::from(stop.load(Ordering::Relaxed)));
+        let stopping = f64::from(stop.load(Ordering::Relaxed));
         let [found, stopping] = ranks.largest([f64::from(found), stopping])?;
         if stopping > 0.0 {
             return Ok(None);

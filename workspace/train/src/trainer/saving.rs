@@ -194,8 +194,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             flight.map_or_else(ThreadFlags::default, |(_, flight)| flight.wait(limit));
         let stop = self.inputs.stop.load(Ordering::Relaxed) || (self.ranks.is_first() && due.stop);
         let save = self.ranks.is_first() && due.checkpoint;
-        let flags = [stop, save, running, failed].map(|flag| f64::from(u8::from(flag)));
-        let [stop, save, running, failed] = self.ranks.largest(flags)?.map(|flag| flag > 0.0);
+        let [stop, save, running, failed] = self.ranks.any_of([stop, save, running, failed])?;
         if let Some((step, flight)) = &mut self.saving.flight
             && let Some(end) = flight.advance(ThreadFlags { running, failed }, &mut self.ranks)?
         {
