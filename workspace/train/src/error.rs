@@ -366,6 +366,17 @@ impl Error {
     }
 }
 
+/// The value of an I/O operation on `path`; `None` if there is nothing at `path`.
+pub(crate) fn unless_missing<T>(
+    path: &Path,
+    result: std::io::Result<T>,
+) -> Result<Option<T>, Error> {
+    match result {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        result => result.map(Some).map_err(Error::io(path)),
+    }
+}
+
 /// A key whose value differs between two recipes; `None` where a recipe lacks it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyChange {

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::RunState;
+use crate::error::unless_missing;
 use crate::recipe::Stage;
 use crate::{Error, Recipe, RunDirectory};
 
@@ -148,14 +149,11 @@ fn path(run: &RunDirectory) -> PathBuf {
 /// The records of a file; none if it is missing.
 fn read(path: &Path) -> Result<Vec<Growth>, Error> {
     let refuse = |reason: String| Error::Checkpoint { path: path.to_owned(), reason };
-    match std::fs::metadata(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Ok(file) if file.len() > MAX_FILE_BYTES => {
-            let reason = format!("{} bytes: at most {MAX_FILE_BYTES} are read", file.len());
-            return Err(refuse(reason));
-        }
-        known => known.map_err(Error::io(path))?,
-    };
+    let Some(file) = unless_missing(path, std::fs::metadata(path))? else { return Ok(Vec::new()) };
+    if file.len() > MAX_FILE_BYTES {
+        let reason = format!("{} bytes: at most {MAX_FILE_BYTES} are read", file.len());
+        return Err(refuse(reason));
+    }
     let text = std::fs::read(path).map_err(Error::io(path))?;
     let lines = text.strip_suffix(b"\n").unwrap_or(&text).split(|&byte| byte == b'\n');
     let mut growth = Vec::new();

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 
 use crate::Error;
+use crate::error::unless_missing;
 
 /// Maximum bytes of a line.
 const MAX_LINE_BYTES: u64 = 64 << 10;
@@ -23,16 +24,13 @@ pub(crate) struct Lines {
 impl Lines {
     /// `None` if the file is missing.
     pub(crate) fn open(path: &Path) -> Result<Option<Self>, Error> {
-        match File::open(path) {
-            Ok(file) => Ok(Some(Lines {
-                path: path.to_path_buf(),
-                file: BufReader::new(file),
-                number: 0,
-                line: Vec::new(),
-            })),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(Error::io(path)(error)),
-        }
+        let file = unless_missing(path, File::open(path))?;
+        Ok(file.map(|file| Lines {
+            path: path.to_path_buf(),
+            file: BufReader::new(file),
+            number: 0,
+            line: Vec::new(),
+        }))
     }
 
     /// The next line with its newline; `None` at the end. An incomplete last line is skipped.

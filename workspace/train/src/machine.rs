@@ -7,6 +7,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::error::unless_missing;
 
 /// Maximum bytes of the file.
 const MAX_BYTES: u64 = 64 << 10;
@@ -45,11 +46,7 @@ impl Machine {
     /// # Errors
     /// Fails if the file cannot be read or is not in its format.
     pub fn read(path: &Path) -> Result<Option<Self>, Error> {
-        let file = match File::open(path) {
-            Ok(file) => file,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(Error::io(path)(error)),
-        };
+        let Some(file) = unless_missing(path, File::open(path))? else { return Ok(None) };
         let mut bytes = Vec::new();
         file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(Error::io(path))?;
         serde_json::from_slice(&bytes)

@@ -12,6 +12,7 @@ use moh_kernels::Backend;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{RunState, StoredCheckpoint};
+use crate::error::unless_missing;
 use crate::{Error, Ranks, Recipe, RunDirectory};
 
 /// Returns from one place of a run, after which it ends: other samples have not helped.
@@ -68,15 +69,14 @@ impl Rewinds {
     /// Fails if the file cannot be read or is damaged.
     pub fn read(run: &RunDirectory) -> Result<Self, Error> {
         let path = run.rewinds();
-        let bytes = match std::fs::metadata(&path) {
-            Ok(data) if data.len() > MAX_FILE_BYTES => {
-                let reason = format!("{} bytes: it has at most {MAX_FILE_BYTES}", data.len());
-                return Err(Error::JsonLine { path, line: 1, reason });
-            }
-            Ok(_) => std::fs::read(&path).map_err(Error::io(&path))?,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
-            Err(error) => return Err(Error::io(&path)(error)),
+        let Some(file) = unless_missing(&path, std::fs::metadata(&path))? else {
+            return Ok(Self::default());
         };
+        if file.len() > MAX_FILE_BYTES {
+            let reason = format!("{} bytes: it has at most {MAX_FILE_BYTES}", file.len());
+            return Err(Error::JsonLine { path, line: 1, reason });
+        }
+        let bytes = std::fs::read(&path).map_err(Error::io(&path))?;
         Self::parse(&bytes, &path)
     }
 

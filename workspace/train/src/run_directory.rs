@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 
 use toml::Value;
 
+use crate::error::unless_missing;
 use crate::recipe::Stage;
 use crate::run_inputs::model_files::TOKENIZER;
 use crate::run_lock::{HOLDER, LOCK};
@@ -186,13 +187,9 @@ impl RunDirectory {
     /// Fails if the directory exists and cannot be listed.
     pub fn checkpoint_steps(&self) -> Result<Vec<u64>, Error> {
         let directory = self.checkpoints();
-        let entries = match std::fs::read_dir(&directory) {
-            Ok(entries) => entries,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-            Err(error) => return Err(Error::io(&directory)(error)),
-        };
+        let entries = unless_missing(&directory, std::fs::read_dir(&directory))?;
         let mut steps = Vec::new();
-        for entry in entries {
+        for entry in entries.into_iter().flatten() {
             let name = entry.map_err(Error::io(&directory))?.file_name();
             let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.parse().ok());
             // Only the spelling of `checkpoint`: no sign, no leading zero.
@@ -214,13 +211,11 @@ impl RunDirectory {
         }
         let directory = self.checkpoints();
         let is_one = |name: &str| name.starts_with("step-") || name.starts_with("damaged-step-");
-        match std::fs::read_dir(&directory) {
-            Ok(mut entries) => Ok(entries.any(|entry| {
-                entry.is_ok_and(|entry| entry.file_name().to_str().is_some_and(is_one))
-            })),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
-            Err(error) => Err(Error::io(&directory)(error)),
-        }
+        let entries = unless_missing(&directory, std::fs::read_dir(&directory))?;
+        Ok(entries
+            .into_iter()
+            .flatten()
+            .any(|entry| entry.is_ok_and(|entry| entry.file_name().to_str().is_some_and(is_one))))
     }
 
     /// Writes the marker, if it is missing.
@@ -237,12 +232,8 @@ impl RunDirectory {
     /// Removes the marker of a run that begins again from its initial model.
     pub(crate) fn unmark(&self) -> Result<(), Error> {
         let path = self.marker();
-        match std::fs::remove_file(&path) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(Error::io(&path)(error))
-            }
-            _ => moh_files::sync_directory(&self.root).map_err(Error::io(&self.root)),
-        }
+        unless_missing(&path, std::fs::remove_file(&path))?;
+        moh_files::sync_directory(&self.root).map_err(Error::io(&self.root))
     }
 
     /// Moves everything of an earlier run into `before-1`, or the next free number. The caller has
@@ -271,12 +262,8 @@ impl RunDirectory {
     /// Removes the summary of a run that continues, which would call it finished.
     pub(crate) fn remove_summary(&self) -> Result<(), Error> {
         let path = self.summary();
-        match std::fs::remove_file(&path) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(Error::io(&path)(error))
-            }
-            _ => Ok(()),
-        }
+        unless_missing(&path, std::fs::remove_file(&path))?;
+        Ok(())
     }
 
     /// Removes the leftovers of earlier processes beside and among the checkpoints. The caller has locked the
@@ -284,11 +271,8 @@ impl RunDirectory {
     pub(crate) fn clear_remains(&self) -> Result<(), Error> {
         let mut remains = Vec::new();
         for directory in [self.root.clone(), self.checkpoints()] {
-            let entries = match std::fs::read_dir(&directory) {
-                Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
-                entries => entries.map_err(Error::io(&directory))?,
-            };
-            for entry in entries {
+            let entries = unless_missing(&directory, std::fs::read_dir(&directory))?;
+            for entry in entries.into_iter().flatten() {
                 let entry = entry.map_err(Error::io(&directory))?;
                 if entry.file_name().to_string_lossy().starts_with(moh_files::TEMPORARY) {
                     remains.push(entry.path());
@@ -304,12 +288,7 @@ impl RunDirectory {
                 true => std::fs::remove_dir_all(&path),
                 false => std::fs::remove_file(&path),
             };
-            match removed {
-                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                    return Err(Error::io(&path)(error));
-                }
-                _ => {}
-            }
+            unless_missing(&path, removed)?;
         }
         Ok(())
     }

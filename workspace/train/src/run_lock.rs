@@ -11,6 +11,7 @@ use std::time::Duration;
 use moh_comm::host_name;
 
 use crate::Error;
+use crate::error::unless_missing;
 
 /// The file that is locked; it stays.
 pub(crate) const LOCK: &str = ".lock";
@@ -153,9 +154,8 @@ fn remove_stale(root: &Path, path: &Path, break_lock: bool) -> Result<(), Error>
     }
     // Of several processes that find the same file, one renames it; the others find it gone, or a new one.
     let aside = root.join(format!("{}{HOLDER}-{}", moh_files::TEMPORARY, std::process::id()));
-    match std::fs::rename(path, &aside) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-        renamed => renamed.map_err(Error::io(path))?,
+    if unless_missing(path, std::fs::rename(path, &aside))?.is_none() {
+        return Ok(());
     }
     if read(&aside)?.as_deref() == Some(&text) {
         return std::fs::remove_file(&aside).map_err(Error::io(&aside));
@@ -167,10 +167,7 @@ fn remove_stale(root: &Path, path: &Path, break_lock: bool) -> Result<(), Error>
 
 /// The holder's text; `None` if the file is missing.
 fn read(path: &Path) -> Result<Option<String>, Error> {
-    let file = match File::open(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        file => file.map_err(Error::io(path))?,
-    };
+    let Some(file) = unless_missing(path, File::open(path))? else { return Ok(None) };
     let mut bytes = Vec::new();
     file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(Error::io(path))?;
     Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))

@@ -4,6 +4,7 @@
 use std::fs;
 use std::path::PathBuf;
 
+use crate::error::unless_missing;
 use crate::run_directory::{AFTER, first_free_suffixed};
 use crate::{Error, RunDirectory};
 
@@ -28,12 +29,7 @@ pub(crate) fn set_later_aside(run: &RunDirectory, step: u64) -> Result<Option<Pa
         run.root().join(format!("{AFTER}{step}{suffix}"))
     }));
     fs::create_dir_all(aside.checkpoints()).map_err(Error::io(aside.root()))?;
-    match fs::copy(run.metrics(), aside.metrics()) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            return Err(Error::io(&run.metrics())(error));
-        }
-        _ => {}
-    }
+    unless_missing(&run.metrics(), fs::copy(run.metrics(), aside.metrics()))?;
     // The summary first: without it the run is unfinished, wherever this ends.
     for (from, to) in results {
         fs::rename(&from, to(&aside)).map_err(Error::io(&from))?;

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 use crate::checkpoint::{Evaluation, EvaluationPoint, RunState};
+use crate::error::unless_missing;
 
 /// The results of a finished run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -37,11 +38,7 @@ impl Summary {
     /// # Errors
     /// Fails if the file cannot be read or is not a summary.
     pub fn read(path: &Path) -> Result<Option<Self>, Error> {
-        let bytes = match std::fs::read(path) {
-            Ok(bytes) => bytes,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(Error::io(path)(error)),
-        };
+        let Some(bytes) = unless_missing(path, std::fs::read(path))? else { return Ok(None) };
         serde_json::from_slice(&bytes).map(Some).map_err(|error| Error::Checkpoint {
             path: path.to_owned(),
             reason: format!("not a summary: {error}"),

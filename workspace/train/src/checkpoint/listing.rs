@@ -9,6 +9,7 @@ use moh_files::TEMPORARY;
 use super::MANIFEST_HASH;
 use super::manifest::RunState;
 use super::stored::read_state;
+use crate::error::unless_missing;
 use crate::run_directory::AFTER;
 use crate::{Error, RunDirectory};
 
@@ -104,11 +105,12 @@ fn in_directory(
 
 /// The paths in a directory; none if it is missing.
 fn entries(directory: &Path) -> Result<Vec<PathBuf>, Error> {
-    let entries = match fs::read_dir(directory) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        entries => entries.map_err(Error::io(directory))?,
-    };
-    entries.map(|entry| Ok(entry.map_err(Error::io(directory))?.path())).collect()
+    let entries = unless_missing(directory, fs::read_dir(directory))?;
+    entries
+        .into_iter()
+        .flatten()
+        .map(|entry| Ok(entry.map_err(Error::io(directory))?.path()))
+        .collect()
 }
 
 #[cfg(test)]

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{ErrorKind, Read as _};
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use moh_data::{TokenFile, TokenFileContent, TrainingData};
 use serde::{Deserialize, Serialize};
 
 use super::token_files::Found;
+use crate::error::unless_missing;
 use crate::{Error, RunDirectory};
 
 /// The version of the format.
@@ -60,10 +61,7 @@ impl Record {
     }
 
     fn read(path: &Path) -> Result<Option<Self>, Error> {
-        let file = match File::open(path) {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            file => file.map_err(Error::io(path))?,
-        };
+        let Some(file) = unless_missing(path, File::open(path))? else { return Ok(None) };
         let mut bytes = Vec::new();
         file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(Error::io(path))?;
         let unreadable = |reason: String| Error::Checkpoint {
