@@ -12,21 +12,19 @@ use std::time::Instant;
 
 use moh_device::OpenDevice;
 use moh_hf::model_directory::{
-    Contents, DEFAULT_SHARD_BYTES, PIECE_BYTES, PendingModel, ReadBack, Sink, TensorSpec,
-    companion_files, prepare_model,
+    Contents, DEFAULT_SHARD_BYTES, PIECE_BYTES, PendingModel, Sink, TensorSpec, companion_files,
+    prepare_model,
 };
 use moh_hf::vocabulary::DEFAULT_MULTIPLE;
 use moh_hf::{Expansion, check_destination, model_card};
 use moh_kernels::DType;
-use moh_model::flops::Flops;
 use moh_model::tensors::{has_vocabulary_rows, tensor_shapes};
-use moh_model::{HeadCounts, HeadRequest, ModelConfig, MohConfig};
+use moh_model::{HeadRequest, ModelConfig, MohConfig};
 use rayon::prelude::*;
-use serde::Serialize;
 
 use crate::read_ahead::ReadAhead;
 use crate::source::{Checkpoint, Source, Weights};
-use crate::{Error, Verification, card, verify};
+use crate::{Error, Receipt, Verification, card, verify};
 
 /// The attention of the converted model.
 #[derive(Debug, Clone, PartialEq)]
@@ -113,81 +111,6 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// The results of a conversion.
-#[derive(Debug, Clone, Serialize)]
-pub struct Receipt {
-    /// The directory that was read.
-    pub source: PathBuf,
-    /// The directory that was written.
-    pub out: PathBuf,
-    /// Query heads of a block.
-    pub heads: usize,
-    /// Shared heads; all heads of a dense model.
-    pub shared_heads: HeadCounts,
-    /// Routed heads.
-    pub routed_heads: HeadCounts,
-    /// Active routed heads per token.
-    #[serde(skip)]
-    pub routed_top_k: HeadCounts,
-    /// Active heads per token.
-    pub active_heads: HeadCounts,
-    /// What the share of active heads became, if it could not be met exactly.
-    #[serde(skip)]
-    pub rounding: Option<String>,
-    /// Parameters of the output; a tied head counts once.
-    pub parameters: u64,
-    /// Rows of the vocabulary before and after.
-    pub vocab_size: [usize; 2],
-    /// Sequence length of the operation counts below: `max_position_embeddings`.
-    pub flops_length: usize,
-    /// Forward FLOPs of the attention core per token, before and after.
-    pub attention_flops_per_token: [f64; 2],
-    /// Forward FLOPs of the whole model per token, before and after.
-    pub flops_per_token: [f64; 2],
-    /// Bytes of the output's tensors.
-    pub bytes: u64,
-    /// Weight files.
-    pub shards: usize,
-    /// What was read back of the output.
-    pub read_back: ReadBack,
-    /// Wall-clock time.
-    pub seconds: f64,
-    /// Every tensor of the output.
-    pub tensors: Vec<TensorReceipt>,
-    /// What a user should know about the source's files, in a sentence.
-    #[serde(skip)]
-    pub warning: Option<String>,
-}
-
-/// The conversion of one tensor.
-#[derive(Debug, Clone, Serialize)]
-pub struct TensorReceipt {
-    /// Its name.
-    pub name: String,
-    /// Element type in the source.
-    pub source_dtype: &'static str,
-    /// Element type in the output.
-    pub dtype: &'static str,
-    /// BLAKE3 of the source's bytes, if they were copied unchanged.
-    pub source_blake3: Option<String>,
-    /// BLAKE3 of the output's bytes, read back.
-    pub blake3: String,
-    /// Whether the output has the source's bytes.
-    pub unchanged: bool,
-}
-
-impl Receipt {
-    /// Number of tensors copied unchanged.
-    pub fn num_unchanged(&self) -> usize {
-        self.tensors.iter().filter(|tensor| tensor.unchanged).count()
-    }
-
-    /// Number of tensors with another element type than the source's.
-    pub fn num_converted(&self) -> usize {
-        self.tensors.iter().filter(|tensor| tensor.source_dtype != tensor.dtype).count()
-    }
-}
-
 /// A conversion whose output does not have its name yet; dropping it removes the output.
 #[derive(Debug)]
 pub struct Conversion {
@@ -221,8 +144,8 @@ impl Conversion {
     }
 }
 
-/// Converts a model directory, or a checkpoint of a run. [`Conversion::publish`] gives the output its name. `progress` is called for every piece and can stop the conversion
-/// with `ControlFlow::Break`.
+/// Converts a model directory, or a checkpoint of a run. [`Conversion::publish`] gives the output its
+/// name. `progress` is called for every piece and can stop the conversion with `ControlFlow::Break`.
 ///
 /// # Errors
 /// Fails if the source is not a complete model with finite weights, if the options do not fit it,
@@ -234,115 +157,104 @@ pub fn convert(
     let start = Instant::now();
     refuse_overlap(&options.source, &options.out)?;
     check_destination(&options.out, options.force)?;
-    let Source { file: source, weights, warning } =
-        Source::open(&options.source, options.checkpoint.as_ref())?;
-    let mut config =
-        ModelConfig { moh: options.attention.configure(&source.config)?, ..source.config.clone() };
-    if options.max_shard_bytes == 0 {
-        return Err(Error::Option("the largest shard must have at least one byte".to_string()));
-    }
-    let expansion = plan_expansion(options, source.config.vocab_size)?;
-    if let Some(expansion) = &expansion {
-        config.vocab_size = expansion.num_rows();
-    }
-
-    let mut specs = Vec::new();
-    for (name, shape) in tensor_shapes(&config) {
-        let dtype = match options.dtype {
-            Some(dtype) => dtype,
-            None => weights.dtype(&name)?,
-        };
-        specs.push(TensorSpec { name, shape, dtype });
-    }
-    // The configuration names one type: that of the widest part of the model, its embedding.
-    let dtype = options.dtype.or(specs.first().map(|spec| spec.dtype));
-    let fields = source.to_json(&config, dtype);
-    let first_tokenizer = first_tokenizer(options);
-    let mut companions = match options.tokenizer.as_deref().or(first_tokenizer.as_deref()) {
-        Some(tokenizer) => companion_files(&options.source, tokenizer)?,
-        None => Vec::new(),
-    };
-    let card = match config.moh {
-        None => None,
-        Some(_) => {
-            let origin = card::origin(options, &source.config, &config)?;
-            companions.extend_from_slice(&origin.terms);
-            Some(model_card::text(&origin, &config))
-        }
-    };
-    let model = Contents {
-        config: &fields,
-        tensors: &specs,
-        max_shard_bytes: options.max_shard_bytes,
-        companions: &companions,
-        card: card.as_deref(),
-    };
-
-    let total = specs.iter().map(TensorSpec::num_bytes).sum();
-    let mut done = 0;
-    let mut read_ahead = ReadAhead::start(&weights, &specs)?;
-    let pending = prepare_model(&options.out, options.force, &model, &mut |spec, sink| {
-        let mut counted = |bytes: &[u8]| {
-            sink(bytes)?;
-            done += bytes.len() as u64;
-            match progress(Progress { bytes: done, total }) {
-                ControlFlow::Continue(()) => Ok(()),
-                ControlFlow::Break(()) => Err(Error::Interrupted),
-            }
-        };
-        let expansion = expansion.as_ref().filter(|_| has_vocabulary_rows(&spec.name));
-        write_tensor(&weights, spec, expansion, &mut read_ahead, &mut counted)
-    })?;
-
-    let tensors = specs
-        .iter()
-        .zip(&pending.written().hashes)
-        .map(|(spec, hash)| {
-            let source_dtype = weights.dtype(&spec.name)?;
-            let grown = expansion.is_some() && has_vocabulary_rows(&spec.name);
-            let unchanged = !grown && source_dtype == spec.dtype;
-            let blake3 = hash.to_hex().to_string();
-            Ok(TensorReceipt {
-                name: spec.name.clone(),
-                source_dtype: source_dtype.name(),
-                dtype: spec.dtype.name(),
-                // A copied tensor's bytes were hashed on their way out of the source's mapping.
-                source_blake3: unchanged.then(|| blake3.clone()),
-                blake3,
-                unchanged,
-            })
-        })
-        .collect::<Result<_, Error>>()?;
-    let length = config.max_position_embeddings;
-    let flops = [&source.config, &config].map(|config| config.flops_per_token(length));
-    let heads = config.num_attention_heads;
-    let layers = 0..config.num_hidden_layers;
-    let kept_rows = expansion.as_ref().map_or(source.config.vocab_size, Expansion::num_kept);
-    let receipt = Receipt {
-        source: match &options.checkpoint {
-            Some(checkpoint) => checkpoint.run.checkpoint(checkpoint.step),
-            None => options.source.clone(),
-        },
-        out: options.out.clone(),
-        heads,
-        shared_heads: layers.clone().map(|layer| config.layer_heads(layer).shared).collect(),
-        routed_heads: layers.clone().map(|layer| config.routed_heads(layer)).collect(),
-        routed_top_k: layers.map(|layer| config.layer_heads(layer).top_k).collect(),
-        active_heads: config.active_heads(),
-        rounding: options.attention.rounding(&source.config),
-        parameters: config.num_parameters(),
-        vocab_size: [source.config.vocab_size, config.vocab_size],
-        flops_length: length,
-        attention_flops_per_token: flops.map(|flops| flops.attention),
-        flops_per_token: flops.map(|flops| Flops::forward(&flops)),
-        bytes: pending.written().bytes,
-        shards: pending.written().shards,
-        read_back: pending.written().read_back,
-        seconds: start.elapsed().as_secs_f64(),
-        tensors,
-        warning,
-    };
+    let source = Source::open(&options.source, options.checkpoint.as_ref())?;
+    let plan = Plan::new(options, &source)?;
+    let pending = plan.write(progress)?;
+    let receipt = Receipt::new(&plan, pending.written(), start)?;
+    let kept_rows =
+        plan.expansion.as_ref().map_or(source.file.config.vocab_size, Expansion::num_kept);
     Ok(Conversion { receipt, kept_rows, pending })
+}
+
+/// What a conversion writes.
+pub(crate) struct Plan<'a> {
+    pub options: &'a Options,
+    pub source: &'a Source,
+    /// The output's configuration.
+    pub config: ModelConfig,
+    /// The output's tensors.
+    pub tensors: Vec<TensorSpec>,
+    /// `None` if the vocabulary stays as it is.
+    expansion: Option<Expansion>,
+}
+
+impl<'a> Plan<'a> {
+    fn new(options: &'a Options, source: &'a Source) -> Result<Self, Error> {
+        let original = &source.file.config;
+        let mut config =
+            ModelConfig { moh: options.attention.configure(original)?, ..original.clone() };
+        if options.max_shard_bytes == 0 {
+            let reason = "the largest shard must have at least one byte";
+            return Err(Error::Option(reason.to_string()));
+        }
+        let expansion = plan_expansion(options, original.vocab_size)?;
+        if let Some(expansion) = &expansion {
+            config.vocab_size = expansion.num_rows();
+        }
+        let mut tensors = Vec::new();
+        for (name, shape) in tensor_shapes(&config) {
+            let dtype = match options.dtype {
+                Some(dtype) => dtype,
+                None => source.weights.dtype(&name)?,
+            };
+            tensors.push(TensorSpec { name, shape, dtype });
+        }
+        Ok(Plan { options, source, config, tensors, expansion })
+    }
+
+    /// The growth of a tensor's rows.
+    pub fn expansion_of(&self, tensor: &str) -> Option<&Expansion> {
+        self.expansion.as_ref().filter(|_| has_vocabulary_rows(tensor))
+    }
+
+    /// Writes the model directory.
+    fn write(
+        &self,
+        progress: &mut dyn FnMut(Progress) -> ControlFlow<()>,
+    ) -> Result<PendingModel, Error> {
+        let Plan { options, source: Source { file, weights, .. }, config, tensors, .. } = self;
+        // The configuration names one type: that of the widest part of the model, its embedding.
+        let dtype = options.dtype.or(tensors.first().map(|tensor| tensor.dtype));
+        let (companions, card) = self.companions_and_card()?;
+        let model = Contents {
+            config: &file.to_json(config, dtype),
+            tensors,
+            max_shard_bytes: options.max_shard_bytes,
+            companions: &companions,
+            card: card.as_deref(),
+        };
+        let total = tensors.iter().map(TensorSpec::num_bytes).sum();
+        let mut done = 0;
+        let mut read_ahead = ReadAhead::start(weights, tensors)?;
+        prepare_model(&options.out, options.force, &model, &mut |spec, sink| {
+            let mut counted = |bytes: &[u8]| {
+                sink(bytes)?;
+                done += bytes.len() as u64;
+                match progress(Progress { bytes: done, total }) {
+                    ControlFlow::Continue(()) => Ok(()),
+                    ControlFlow::Break(()) => Err(Error::Interrupted),
+                }
+            };
+            let expansion = self.expansion_of(&spec.name);
+            write_tensor(weights, spec, expansion, &mut read_ahead, &mut counted)
+        })
+    }
+
+    /// The files that are copied, and the text of the model card if the output has one.
+    fn companions_and_card(&self) -> Result<(Vec<PathBuf>, Option<String>), Error> {
+        let Plan { options, source, config, .. } = self;
+        let first_tokenizer = first_tokenizer(options);
+        let mut companions = match options.tokenizer.as_deref().or(first_tokenizer.as_deref()) {
+            Some(tokenizer) => companion_files(&options.source, tokenizer)?,
+            None => Vec::new(),
+        };
+        if config.moh.is_none() {
+            return Ok((companions, None));
+        }
+        let origin = card::origin(options, &source.file.config, config)?;
+        companions.extend_from_slice(&origin.terms);
+        Ok((companions, Some(model_card::text(&origin, config))))
+    }
 }
 
 /// The directory of the source's tokenizer; `None` for a run that has none.

@@ -5,12 +5,14 @@ mod card;
 pub mod convert;
 mod error;
 mod read_ahead;
+mod receipt;
 mod source;
 pub mod verify;
 mod weights;
 
-pub use convert::{Attention, Conversion, Options, Receipt, convert};
+pub use convert::{Attention, Conversion, Options, convert};
 pub use error::Error;
+pub use receipt::{Receipt, TensorReceipt};
 pub use source::Checkpoint;
 pub use verify::{Independent, Verification};
 pub use weights::Rounding;

@@ -1,12 +1,11 @@
-use moh_hf::WeightFiles;
+use std::fs;
+
+use moh_hf::{ConfigFile, WeightFiles, write_random_model};
+use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD};
+use moh_model::{Active, HeadCounts};
+use serde_json::{Value, json};
 
 use super::*;
-use moh_hf::ConfigFile;
-use moh_hf::write_random_model;
-use moh_model::Active;
-use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD};
-use serde_json::{Value, json};
-use std::fs;
 
 fn model(dir: &Path, dtype: DType, tied: bool) -> PathBuf {
     let fields = json!({

@@ -1,0 +1,140 @@
+//! The results of a conversion, which `moh-convert --receipt` writes.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use moh_hf::model_directory::{ReadBack, TensorSpec, Written};
+use moh_model::HeadCounts;
+use moh_model::flops::Flops;
+use serde::Serialize;
+
+use crate::Error;
+use crate::convert::Plan;
+
+/// The results of a conversion.
+#[derive(Debug, Clone, Serialize)]
+pub struct Receipt {
+    /// The directory that was read.
+    pub source: PathBuf,
+    /// The directory that was written.
+    pub out: PathBuf,
+    /// Query heads of a block.
+    pub heads: usize,
+    /// Shared heads; all heads of a dense model.
+    pub shared_heads: HeadCounts,
+    /// Routed heads.
+    pub routed_heads: HeadCounts,
+    /// Active routed heads per token.
+    #[serde(skip)]
+    pub routed_top_k: HeadCounts,
+    /// Active heads per token.
+    pub active_heads: HeadCounts,
+    /// What the share of active heads became, if it could not be met exactly.
+    #[serde(skip)]
+    pub rounding: Option<String>,
+    /// Parameters of the output; a tied head counts once.
+    pub parameters: u64,
+    /// Rows of the vocabulary before and after.
+    pub vocab_size: [usize; 2],
+    /// Sequence length of the operation counts below: `max_position_embeddings`.
+    pub flops_length: usize,
+    /// Forward FLOPs of the attention core per token, before and after.
+    pub attention_flops_per_token: [f64; 2],
+    /// Forward FLOPs of the whole model per token, before and after.
+    pub flops_per_token: [f64; 2],
+    /// Bytes of the output's tensors.
+    pub bytes: u64,
+    /// Weight files.
+    pub shards: usize,
+    /// What was read back of the output.
+    pub read_back: ReadBack,
+    /// Wall-clock time.
+    pub seconds: f64,
+    /// Every tensor of the output.
+    pub tensors: Vec<TensorReceipt>,
+    /// What a user should know about the source's files, in a sentence.
+    #[serde(skip)]
+    pub warning: Option<String>,
+}
+
+/// The conversion of one tensor.
+#[derive(Debug, Clone, Serialize)]
+pub struct TensorReceipt {
+    /// Its name.
+    pub name: String,
+    /// Element type in the source.
+    pub source_dtype: &'static str,
+    /// Element type in the output.
+    pub dtype: &'static str,
+    /// BLAKE3 of the source's bytes, if they were copied unchanged.
+    pub source_blake3: Option<String>,
+    /// BLAKE3 of the output's bytes, read back.
+    pub blake3: String,
+    /// Whether the output has the source's bytes.
+    pub unchanged: bool,
+}
+
+impl Receipt {
+    /// Describes what `plan` has written since `start`.
+    pub(crate) fn new(plan: &Plan<'_>, written: &Written, start: Instant) -> Result<Self, Error> {
+        let Plan { options, source, config, tensors, .. } = plan;
+        let original = &source.file.config;
+        let tensors = tensors.iter().zip(&written.hashes);
+        let tensors = tensors.map(|(spec, hash)| TensorReceipt::new(plan, spec, hash));
+        let tensors = tensors.collect::<Result<_, Error>>()?;
+        let length = config.max_position_embeddings;
+        let flops = [original, config].map(|config| config.flops_per_token(length));
+        let layers = 0..config.num_hidden_layers;
+        Ok(Receipt {
+            source: match &options.checkpoint {
+                Some(checkpoint) => checkpoint.run.checkpoint(checkpoint.step),
+                None => options.source.clone(),
+            },
+            out: options.out.clone(),
+            heads: config.num_attention_heads,
+            shared_heads: layers.clone().map(|layer| config.layer_heads(layer).shared).collect(),
+            routed_heads: layers.clone().map(|layer| config.routed_heads(layer)).collect(),
+            routed_top_k: layers.map(|layer| config.layer_heads(layer).top_k).collect(),
+            active_heads: config.active_heads(),
+            rounding: options.attention.rounding(original),
+            parameters: config.num_parameters(),
+            vocab_size: [original.vocab_size, config.vocab_size],
+            flops_length: length,
+            attention_flops_per_token: flops.map(|flops| flops.attention),
+            flops_per_token: flops.map(|flops| Flops::forward(&flops)),
+            bytes: written.bytes,
+            shards: written.shards,
+            read_back: written.read_back,
+            seconds: start.elapsed().as_secs_f64(),
+            tensors,
+            warning: source.warning.clone(),
+        })
+    }
+
+    /// Number of tensors copied unchanged.
+    pub fn num_unchanged(&self) -> usize {
+        self.tensors.iter().filter(|tensor| tensor.unchanged).count()
+    }
+
+    /// Number of tensors with another element type than the source's.
+    pub fn num_converted(&self) -> usize {
+        self.tensors.iter().filter(|tensor| tensor.source_dtype != tensor.dtype).count()
+    }
+}
+
+impl TensorReceipt {
+    fn new(plan: &Plan<'_>, spec: &TensorSpec, hash: &blake3::Hash) -> Result<Self, Error> {
+        let source_dtype = plan.source.weights.dtype(&spec.name)?;
+        let unchanged = plan.expansion_of(&spec.name).is_none() && source_dtype == spec.dtype;
+        let blake3 = hash.to_hex().to_string();
+        Ok(TensorReceipt {
+            name: spec.name.clone(),
+            source_dtype: source_dtype.name(),
+            dtype: spec.dtype.name(),
+            // A copied tensor's bytes were hashed on their way out of the source's mapping.
+            source_blake3: unchanged.then(|| blake3.clone()),
+            blake3,
+            unchanged,
+        })
+    }
+}
