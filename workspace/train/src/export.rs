@@ -1,5 +1,7 @@
 //! The export of a finished run: the model in Hugging Face layout.
 
+use std::path::Path;
+
 use moh_hf::model_directory::{self, Contents, DEFAULT_SHARD_BYTES, Sink, TensorSpec};
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
@@ -46,35 +48,39 @@ pub(crate) fn write<B: Backend, T: Element>(
         companions: &companions,
         card: card.as_deref(),
     };
-    model_directory::write_model(&run.export(), true, &described, &mut |spec,
-                                                                        sink: &mut Sink<
-        '_,
-        Error,
-    >| {
+    let mut fill = |spec: &TensorSpec, sink: &mut Sink<'_, Error>| {
         let values = match &stored {
-            Some(stored) => {
-                let mut values = vec![0f32; spec.shape.iter().product()];
-                let read = stored.read_f32(TensorKind::Weight, &spec.name, &mut values);
-                read.map_err(|error| Error::Checkpoint {
-                    path: run.checkpoint(step),
-                    reason: error.to_string(),
-                })?;
-                values
-            }
-            None => {
-                let mut segments = model.layout().segments();
-                match segments.find(|(_, segment)| segment.name == spec.name) {
-                    Some((flat, segment)) => {
-                        model.weights().read(model.backend(), flat, segment)?
-                    }
-                    None => return Ok(()),
-                }
-            }
+            Some(stored) => stored_values(stored, &run.checkpoint(step), spec)?,
+            None => own_values(model, spec)?,
         };
         let mut bytes = vec![0; values.len() * dtype.bytes()];
         dtype.write(&values, &mut bytes);
-        sink(&bytes)?;
-        Ok(())
-    })?;
+        sink(&bytes)
+    };
+    model_directory::write_model(&run.export(), true, &described, &mut fill)?;
     Ok(())
+}
+
+/// The elements of a tensor of the checkpoint at `path`.
+fn stored_values(
+    stored: &StoredCheckpoint,
+    path: &Path,
+    spec: &TensorSpec,
+) -> Result<Vec<f32>, Error> {
+    let mut values = vec![0f32; spec.shape.iter().product()];
+    let read = stored.read_f32(TensorKind::Weight, &spec.name, &mut values);
+    read.map_err(|error| Error::Checkpoint { path: path.to_owned(), reason: error.to_string() })?;
+    Ok(values)
+}
+
+/// The elements of a tensor of a whole model; none of a tensor that it does not have.
+fn own_values<B: Backend, T: Element>(
+    model: &Model<B, T>,
+    spec: &TensorSpec,
+) -> Result<Vec<f32>, Error> {
+    let mut segments = model.layout().segments();
+    match segments.find(|(_, segment)| segment.name == spec.name) {
+        Some((flat, segment)) => Ok(model.weights().read(model.backend(), flat, segment)?),
+        None => Ok(Vec::new()),
+    }
 }
