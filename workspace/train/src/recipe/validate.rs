@@ -9,8 +9,8 @@ use moh_model::ModelConfig;
 
 use super::overrides::is_below;
 use super::{
-    Checkpoint, Device, Fault, Guard, LearningRate, Log, Model, Optimizer, Order, Parallel, Recipe,
-    Stage, ValidationSet, validation_key,
+    Checkpoint, Device, Fault, Guard, LearningRate, Log, Model, NewModel, Optimizer, Order,
+    Parallel, Recipe, Stage, ValidationSet, validation_key,
 };
 
 /// Token counts up to this are exact as floats, and sums over all stages fit 64 bits.
@@ -111,6 +111,21 @@ fn check_precision(faults: &mut Faults, recipe: &Recipe) {
 
 /// Checks `[model]`; returns the shape of a new model if it is valid.
 fn check_model(faults: &mut Faults, model: &Model) -> Option<ModelConfig> {
+    check_source(faults, model);
+    for (key, path) in [("model.config", &model.config), ("model.tokenizer", &model.tokenizer)] {
+        if let Some(path) = path {
+            faults.path(key, path);
+        }
+    }
+    if model.revision.as_ref().is_some_and(|name| name.is_empty()) {
+        faults.add("model.revision", "must not be empty: leave it out");
+    }
+    check_vocabulary(faults, model);
+    check_new(faults, model.new.as_ref()?)
+}
+
+/// Checks that a model is either `from` somewhere or new.
+fn check_source(faults: &mut Faults, model: &Model) {
     let source_is_known = faults.is_known("model.from") && faults.is_known("model.new");
     match (&model.from, &model.new) {
         _ if !source_is_known => {}
@@ -133,14 +148,9 @@ fn check_model(faults: &mut Faults, model: &Model) -> Option<ModelConfig> {
             }
         }
     }
-    for (key, path) in [("model.config", &model.config), ("model.tokenizer", &model.tokenizer)] {
-        if let Some(path) = path {
-            faults.path(key, path);
-        }
-    }
-    if model.revision.as_ref().is_some_and(|name| name.is_empty()) {
-        faults.add("model.revision", "must not be empty: leave it out");
-    }
+}
+
+fn check_vocabulary(faults: &mut Faults, model: &Model) {
     if let Some(multiple) = model.pad_vocab_to {
         faults.at_least_one("model.pad_vocab_to", multiple as u64);
     }
@@ -155,7 +165,10 @@ fn check_model(faults: &mut Faults, model: &Model) -> Option<ModelConfig> {
             faults.check(padded == size, "model.vocab_size", size, reason);
         }
     }
-    let new = model.new.as_ref()?;
+}
+
+/// Checks `[model.new]`; returns the shape if it is valid.
+fn check_new(faults: &mut Faults, new: &NewModel) -> Option<ModelConfig> {
     // JSON cannot represent these values: they would silently become defaults.
     let mut finite = true;
     for (key, value) in [
