@@ -20,7 +20,7 @@ use crate::source::ModelSource;
 use crate::summary::Summary;
 use crate::trace::TraceSteps;
 use crate::trainer::{Inputs, train};
-use crate::{CheckpointName, Error, Ranks, Recipe, RunDirectory, TimeLimit};
+use crate::{CheckpointName, Error, Ranks, Recipe, RunDirectory, RunLock, TimeLimit};
 
 static NO_STEPS: TraceSteps = TraceSteps::NONE;
 
@@ -109,6 +109,19 @@ struct Job<'a> {
     options: RunOptions<'a>,
 }
 
+/// The run directory, as the first rank has locked and found it.
+#[derive(Default)]
+struct Held {
+    /// Held until the run ends.
+    _lock: Option<RunLock>,
+    /// Whether there is nothing left to do.
+    finished: bool,
+    /// Whether a checkpoint has been completed.
+    resumes: bool,
+    /// Whether a stage is longer than in the run's recipe.
+    grows: bool,
+}
+
 impl Job<'_> {
     fn run<B: Backend + Clone>(
         &self,
@@ -128,33 +141,15 @@ impl Job<'_> {
         // Steps count from 1; the first rank's option counts.
         let resume_step = ranks.first(|| Ok(self.options.resume_step.unwrap_or(0) as f64))?;
         let resume_step = Some(resume_step as u64).filter(|&step| step > 0);
-        let mut lock = None;
-        // Known to the first rank, which compares the inputs.
-        let (mut resumes, mut grows) = (false, false);
         // A finished run does not need its data, and invalid data must not create a run directory.
         let data = match ranks.any(data.is_err() && !run.root().exists())? {
             true => Ok(ranks.agree(data)?),
             false => data,
         };
+        let mut held = Held::default();
         let finished = ranks.first_holds(|| {
-            let held = lock.insert(run.lock_or_break(self.options.break_lock)?);
-            if let Some(text) = held.warning() {
-                events(Event::Warning { text: &text });
-            }
-            if self.options.begin_anew {
-                run.begin_anew()?;
-            }
-            grows = run.check_recipe(recipe)?;
-            let finished = !grows && resume_step.is_none() && finished_before(&run)?;
-            match finished {
-                true => run.write_recipe(recipe)?,
-                false => check_resumable(&run)?,
-            }
-            if let Some(step) = resume_step {
-                checkpoint::require(&run, step)?;
-            }
-            resumes = run.has_completed_work()?;
-            Ok(finished)
+            held = self.lock_and_check(&run, recipe, resume_step, events)?;
+            Ok(held.finished)
         })?;
         if finished && let Some(summary) = Summary::read(&run.summary())? {
             return Ok(Outcome::AlreadyFinished(summary));
@@ -165,24 +160,13 @@ impl Job<'_> {
             recipe,
             source: &source,
             data: &data,
-            resumes,
+            resumes: held.resumes,
             stop: self.options.stop,
         };
         if inputs.settle(&mut ranks, events)? == Settled::Stopped {
             return Ok(Outcome::StoppedBeforeTraining);
         }
-        ranks.first_does(|| {
-            // The step from which a stage is longer is known once a checkpoint is open.
-            if !grows {
-                run.write_recipe(recipe)?;
-            }
-            let device = backend.name();
-            Machine::new(self.options.processor, device, self.group.size())
-                .write(&run.machine())?;
-            run.clear_remains()?;
-            // An export with other files is not replaced: better known before training than after it.
-            Ok(moh_hf::check_destination(&run.export(), true)?)
-        })?;
+        ranks.first_does(|| self.prepare_directory(&run, recipe, held.grows, backend.name()))?;
         let inputs = Inputs {
             recipe,
             source: &source,
@@ -200,6 +184,54 @@ impl Job<'_> {
             moments: precision.moments,
         };
         in_training_elements(types, Training { backend, ranks, inputs, data, events })
+    }
+
+    /// Locks the run directory, and compares the recipe with that of an earlier run in it. On the first
+    /// rank.
+    fn lock_and_check(
+        &self,
+        run: &RunDirectory,
+        recipe: &Recipe,
+        resume_step: Option<u64>,
+        events: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Held, Error> {
+        let lock = run.lock_or_break(self.options.break_lock)?;
+        if let Some(text) = lock.warning() {
+            events(Event::Warning { text: &text });
+        }
+        if self.options.begin_anew {
+            run.begin_anew()?;
+        }
+        let grows = run.check_recipe(recipe)?;
+        let finished = !grows && resume_step.is_none() && finished_before(run)?;
+        match finished {
+            true => run.write_recipe(recipe)?,
+            false => check_resumable(run)?,
+        }
+        if let Some(step) = resume_step {
+            checkpoint::require(run, step)?;
+        }
+        let resumes = run.has_completed_work()?;
+        Ok(Held { _lock: Some(lock), finished, resumes, grows })
+    }
+
+    /// Writes what a run directory has before the first step. On the first rank.
+    fn prepare_directory(
+        &self,
+        run: &RunDirectory,
+        recipe: &Recipe,
+        grows: bool,
+        device: String,
+    ) -> Result<(), Error> {
+        // The step from which a stage is longer is known once a checkpoint is open.
+        if !grows {
+            run.write_recipe(recipe)?;
+        }
+        let ranks = self.group.size();
+        Machine::new(self.options.processor, device, ranks).write(&run.machine())?;
+        run.clear_remains()?;
+        // An export with other files is not replaced: better known before training than after it.
+        Ok(moh_hf::check_destination(&run.export(), true)?)
     }
 
     /// Fails if the number of ranks is not a multiple of a stage's tensor x pipeline.
