@@ -136,13 +136,13 @@ fn verify(run: &RunDirectory, steps: &[u64]) -> anyhow::Result<()> {
     let mut faults = 0;
     let mut out = stdout();
     for &step in &steps {
-        let verdict = match checkpoint::verify(run, step) {
-            Ok(Ok(_)) => "complete, all hashes match".to_owned(),
-            Ok(Err(error)) => format!("damaged: {error}"),
+        let (is_good, verdict) = match checkpoint::verify(run, step) {
+            Ok(Ok(_)) => (true, "complete, all hashes match".to_owned()),
+            Ok(Err(error)) => (false, format!("damaged: {error}")),
             Err(error @ moh_train::Error::NoCheckpoint { .. }) => return Err(error.into()),
-            Err(error) => format!("cannot be read: {error}"),
+            Err(error) => (false, format!("cannot be read: {error}")),
         };
-        faults += u64::from(!verdict.starts_with("complete"));
+        faults += u64::from(!is_good);
         writeln!(out, "step {step}: {verdict}")?;
     }
     match faults {
