@@ -1,5 +1,5 @@
-//! Progress of long work: a bar on a terminal, otherwise (and on a dumb terminal) a line about every ten seconds, so that
-//! log files stay readable. All of it goes to standard error.
+//! Progress of long work: a bar on a terminal, otherwise (and on a dumb terminal) a line about every ten
+//! seconds, so that log files stay readable. All of it goes to standard error.
 
 use std::ffi::OsStr;
 use std::io::{IsTerminal, stderr};

@@ -83,7 +83,7 @@ impl State {
 }
 
 impl PartTimes {
-    /// Consistent whenever a thread can panic.
+    /// Locks the state; a poisoned lock is used, since every change is complete.
     fn locked(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

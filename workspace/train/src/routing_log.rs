@@ -120,7 +120,8 @@ pub fn read(path: &Path) -> Result<Vec<RoutingLine>, Error> {
     Lines::open(path)?.map_or(Ok(Vec::new()), Lines::parse)
 }
 
-/// Passes each complete line of the file at `path` to `visit`, without holding them all; a missing file has none.
+/// Passes each complete line of the file at `path` to `visit`, without holding them all; a missing file
+/// has none.
 ///
 /// # Errors
 /// As [`read`], and with the reason that `visit` gives, after the lines before the one that is refused.

@@ -4,10 +4,9 @@
 //! with checkpoints accepts only its own recipe. Some keys may change, because they affect no
 //! weight except by the order of sums: `run.dir`, `log.*`, `checkpoint.*`, `memory.recompute`,
 //! `data.validation.every_steps` (of any set) and `stage.NAME.parallel.*`. `stage.NAME.tokens` may grow
-//! (`growth.rs`). So may the paths of token files and of
-//! the model change, whose content is compared with `inputs.json` instead (`run_inputs/`). `guard.patience` and `guard.rewind`
-//! may change too, so that a run that found nothing to return to can go on: they change what a later
-//! rewind does, and nothing else.
+//! (`growth.rs`). The paths of token files and of the model may change too: their content is compared
+//! with `inputs.json` (`run_inputs/`). `guard.patience` and `guard.rewind` may change, so that a run that
+//! found nothing to return to can go on: they change what a later rewind does, and nothing else.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

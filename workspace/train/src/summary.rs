@@ -68,7 +68,10 @@ impl Summary {
         else {
             return None;
         };
-        let is_end = |evaluation: &&Evaluation| matches!(&evaluation.moment, EvaluationPoint::Trained { stage } if stage == converted_stage);
+        let is_end = |evaluation: &&Evaluation| match &evaluation.moment {
+            EvaluationPoint::Trained { stage } => stage == converted_stage,
+            _ => false,
+        };
         let after = evaluations[converted..].iter().rfind(is_end)?.loss;
         (at > before).then(|| (at - after) / (at - before))
     }

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-/// Divides a limit's length into the least time that is kept for the end of a run.
+/// The reserve, which is kept for the end of a run, is a limit's length divided by this.
 const SHARE: u32 = 20;
-/// The least time for the end of a run with a long limit, once a checkpoint has been measured.
+/// The largest reserve once a checkpoint has been measured.
 const MEASURED: Duration = Duration::from_secs(60);
 /// The same before the first checkpoint, whose time is not known.
 const UNMEASURED: Duration = Duration::from_secs(600);
@@ -34,20 +34,19 @@ impl TimeLimit {
         self.length.saturating_sub(now.saturating_duration_since(self.start))
     }
 
-    /// Whether a run stops now: whether the time that is left does not cover a further step, beside
-    /// which a checkpoint may be in flight, and a checkpoint after it, all as long as the longest so far;
-    /// or whether it is less than 5% of the limit or a minute, whichever is less; before the first
-    /// checkpoint, 5% or ten minutes.
+    /// Whether the time left does not cover another step, a checkpoint in flight beside it and one after
+    /// it, each as long as the longest so far, or is within the reserve: 5% of the limit, at most one
+    /// minute (ten before the first checkpoint).
     pub(crate) fn is_up(
         &self,
         now: Instant,
         longest_step: Duration,
         longest_save: Option<Duration>,
     ) -> bool {
-        let least = longest_save.map_or(UNMEASURED, |_| MEASURED).min(self.length / SHARE);
+        let reserve = longest_save.map_or(UNMEASURED, |_| MEASURED).min(self.length / SHARE);
         let save = longest_save.unwrap_or_default();
         let needed = longest_step.max(save).saturating_add(save);
-        self.left(now) <= needed.max(least)
+        self.left(now) <= needed.max(reserve)
     }
 }
 

@@ -145,7 +145,7 @@ impl<B: Backend> Recorder<B> {
     }
 }
 
-/// Consistent whenever a thread can panic.
+/// Locks the spans; a poisoned lock is used, since every change is complete.
 fn locked(spans: &Mutex<Spans>) -> MutexGuard<'_, Spans> {
     spans.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -209,7 +209,10 @@ fn events(step: &[Timed], background: &[Timed], rank: usize) -> String {
             "pid": rank, "tid": lane,
         }))
     };
-    let named = |what: &str, lane: usize, name: &str| json!({ "name": what, "ph": "M", "pid": rank, "tid": lane, "args": { "name": name } });
+    let named = |what: &str, lane: usize, name: &str| {
+        let args = json!({ "name": name });
+        json!({ "name": what, "ph": "M", "pid": rank, "tid": lane, "args": args })
+    };
     let mut events = vec![named("process_name", 0, &format!("rank {rank}"))];
     events.extend(step.iter().filter_map(|span| of(span, 0)));
     if !background.is_empty() {

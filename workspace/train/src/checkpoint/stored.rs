@@ -53,8 +53,7 @@ impl StoredCheckpoint {
         Ok(StoredCheckpoint { directory, manifest, parts, files: OpenFiles::default(), nearest: 0 })
     }
 
-    /// Looks first into the parts of those ranks that had about the place of `reader` among all. With the
-    /// same layout these are the reader's own.
+    /// Reads the parts at `reader`'s relative position first; with the same layout these are its own.
     pub(crate) fn read_by(mut self, reader: Shard) -> Self {
         self.nearest = reader.rank * self.parts.len() / reader.size;
         self
