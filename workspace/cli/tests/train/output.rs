@@ -1,0 +1,108 @@
+//! What a run tells, and its steps replayed.
+
+use std::fs;
+
+use serde_json::Value;
+
+use super::{PROGRAM, RECIPE, moh_train, prepared};
+use crate::support::{failure, program, stderr, stdout, success, trainable};
+
+#[test]
+fn lines_count_the_steps_of_all_stages() {
+    let dir = prepared();
+    let overrides = ["stage.adapt.tokens=128", "stage.moh.tokens=192"];
+    let output = moh_train(dir.path(), &overrides).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let text = stderr(&output);
+    let steps = text.lines().filter_map(|line| line.split_once(": loss").map(|(step, _)| step));
+    let steps: Vec<&str> = steps.filter(|step| !step.starts_with("validation")).collect();
+    assert_eq!(steps, ["adapt 1/5", "adapt 2/5", "moh 3/5", "moh 4/5", "moh 5/5"], "{text}");
+}
+
+#[test]
+fn lines_name_data_stages_and_evaluations() {
+    let dir = prepared();
+    let output = moh_train(dir.path(), &[]).output().unwrap();
+    let (text, table) = (stderr(&output), stdout(&output));
+    // 480 sequences of 16 tokens; the file has 124 of them.
+    let mut lines = text.lines();
+    assert_eq!(lines.next(), Some("data text: 3.87 epochs, 7,680 tokens of 2,000"));
+    let warning = "warning: text is read 3.87 times: add data, or lower the stages' tokens or the \
+                   source's weight";
+    assert_eq!(lines.next(), Some(warning));
+    assert!(lines.next().unwrap().starts_with("validation before training: loss "), "{text}");
+    assert_eq!(lines.next(), Some("stage adapt: dense attention, 8 heads, 60 steps"));
+    assert!(lines.next().unwrap().contains(", gradient norm "), "{text}");
+    for expected in [
+        "validation after stage adapt: loss ",
+        "validation after conversion, 6 of 8 heads: loss ",
+        "stage moh: Mixture-of-Head, 6 of 8 heads, 60 steps\n",
+        "validation after stage moh: loss ",
+        "checkpoint of step 7 complete after ",
+        "checkpoint of step 120 complete after ",
+    ] {
+        assert!(text.contains(expected), "{expected}\n{text}");
+    }
+    // moh-eval reads 2000 / 16 windows, the run 2 micro-batches of 2.
+    let note = "--sequence-length 16  # all 125 windows; the table's losses are of the first 4\n";
+    assert!(table.contains(note), "{table}");
+    assert!(table.contains("bits per byte"), "{table}");
+}
+
+#[test]
+fn a_text_without_end_of_text_is_warned_of() {
+    let dir = prepared();
+    let warning = |change: &dyn Fn(&mut Value)| {
+        let path = dir.path().join("text.json");
+        let mut json: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        change(&mut json);
+        fs::write(&path, json.to_string()).unwrap();
+        let _ = fs::remove_dir_all(dir.path().join("run"));
+        let short = ["stage.adapt.tokens=128", "stage.moh.tokens=64"];
+        let output = moh_train(dir.path(), &short).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        stderr(&output).lines().filter(|line| line.starts_with("warning: text: ")).count()
+    };
+    // Without a record, with none, and with a token; the file is also that of validation.
+    assert_eq!(warning(&|_| {}), 0);
+    assert_eq!(warning(&|json| json["eos_token"] = Value::Null), 1);
+    assert_eq!(warning(&|json| json["eos_token"] = "e".into()), 0);
+}
+
+#[test]
+fn a_run_without_validation_has_no_table() {
+    let rest = RECIPE.replace("validation = { path = \"text\", batches = 2, every_steps = 9 }", "");
+    let short = rest.replace("3840", "64").replace("warmup_steps = 2", "warmup_steps = 1");
+    let dir = trainable(&short);
+    let output = moh_train(dir.path(), &[]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stdout(&output).starts_with("model    run/export\n"));
+    assert!(stderr(&output).contains("stage adapt: dense attention, 8 heads, 1 step\n"));
+    // A finished run says so again, also where no picture can be made of it.
+    fs::write(dir.path().join("run/routing.jsonl"), "x\n").unwrap();
+    let output = moh_train(dir.path(), &[]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stdout(&output).contains("\nmodel    run/export\n"));
+    let warning = "warning: no picture: run/routing.jsonl:1: ";
+    assert!(stderr(&output).contains(warning), "{}", stderr(&output));
+}
+
+#[test]
+fn a_step_is_replayed_from_the_run_directory_alone() {
+    let dir = prepared();
+    let overrides = ["stage.adapt.tokens=640", "stage.moh.tokens=640"];
+    success(&mut moh_train(dir.path(), &overrides));
+    let line = fs::read_to_string(dir.path().join("run/metrics.jsonl")).unwrap();
+    let line: Value = serde_json::from_str(line.lines().nth(15).unwrap()).unwrap();
+    let text = success(program(PROGRAM, dir.path()).args(["replay", "run", "--step", "16"]));
+    assert!(
+        text.starts_with("step 16, step 6 of stage moh, from the checkpoint of step 14\n"),
+        "{text}"
+    );
+    let loss = format!("loss {:.4}, balance ", line["loss"].as_f64().unwrap());
+    assert!(text.lines().nth(1).unwrap().starts_with(&loss), "{text}");
+    assert!(text.contains("\napplied\n") && text.contains("model.layers.0.mlp.up_proj.weight"));
+    let mut late = program(PROGRAM, dir.path());
+    let error = failure(dir.path(), late.args(["replay", "run", "--step", "21"]), 1);
+    assert_eq!(error, "run: has no step 21: use 1 to 20");
+}

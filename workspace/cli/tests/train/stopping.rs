@@ -1,0 +1,179 @@
+//! Runs that are killed, stopped, locked out or on a full disk, and continue.
+
+use std::fs;
+use std::io::BufReader;
+use std::process::{Child, ChildStderr, Command};
+
+use super::{PROGRAM, moh_train, newest_checkpoint, prepared, results, started, terminate};
+use crate::support::{failure, isolate, names, program, stderr, success};
+
+#[test]
+fn a_killed_run_ends_as_one_that_was_not() {
+    let dir = prepared();
+    success(&mut moh_train(dir.path(), &["run.dir=whole"]));
+    // The process is killed some time after the lines were read, at any point.
+    for (lines, microseconds) in [(2, 700), (9, 3100), (17, 12_000), (31, 400)] {
+        let (mut child, _reader) = started(&mut moh_train(dir.path(), &[]), lines);
+        std::thread::sleep(std::time::Duration::from_micros(microseconds));
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+    success(&mut moh_train(dir.path(), &[]));
+    let run = dir.path().join("run");
+    assert!(results(&run) == results(&dir.path().join("whole")));
+    let parts = [
+        ".lock",
+        "checkpoints",
+        "export",
+        "has-checkpoints",
+        "inputs.json",
+        "machine.json",
+        "metrics.jsonl",
+        "model",
+        "recipe.toml",
+        "routing.jsonl",
+        "run.svg",
+    ];
+    assert_eq!(names(&run), [&parts[..], &["summary.json", "tensorboard"]].concat());
+    assert_eq!(names(&run.join("checkpoints")), ["step-119", "step-120"]);
+
+    let text = success(&mut moh_train(dir.path(), &[]));
+    assert!(text.starts_with("this run has already finished\n"), "{text}");
+}
+
+#[test]
+fn a_terminated_run_exits_with_75_and_continues() {
+    let dir = prepared();
+    let long = ["stage.adapt.tokens=25600"];
+    success(&mut moh_train(dir.path(), &[long[0], "run.dir=whole"]));
+    let (mut child, mut reader) = started(&mut moh_train(dir.path(), &long), 5);
+    terminate(&child);
+    let mut rest = String::new();
+    std::io::Read::read_to_string(&mut reader, &mut rest).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(75), "{rest}");
+    let step = newest_checkpoint(&dir.path().join("run"));
+    let last = format!(
+        "stopped after step {step} with a checkpoint: run the same command again to continue"
+    );
+    assert_eq!(rest.lines().last(), Some(last.as_str()));
+    let output = moh_train(dir.path(), &long).output().unwrap();
+    assert!(output.status.success());
+    assert!(stderr(&output).starts_with(&format!("continuing after step {step} of 460\n")));
+    assert!(results(&dir.path().join("run")) == results(&dir.path().join("whole")));
+}
+
+#[test]
+fn a_time_limit_and_the_end_of_a_job_stop_a_run_with_75() {
+    let dir = prepared();
+    let endless = ["stage.adapt.tokens=64e6"];
+    let stopped = |command: &mut Command| {
+        let output = command.output().unwrap();
+        let text = stderr(&output);
+        assert_eq!(output.status.code(), Some(75), "{text}");
+        let step = newest_checkpoint(&dir.path().join("run"));
+        assert!(text.ends_with(&format!(
+            "stopped after step {step} with a checkpoint: run the same command again to continue\n"
+        )));
+        step
+    };
+    let first = stopped(moh_train(dir.path(), &endless).args(["--time-limit", "1s"]));
+    let end = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs() + 2;
+    let job = |end: u64| {
+        let mut command = moh_train(dir.path(), &endless);
+        command.env("SLURM_JOB_END_TIME", end.to_string()).args(["--time-limit", "2h"]);
+        command
+    };
+    assert!(stopped(&mut job(end)) > first);
+    // The end of a job that is over does not count: the run goes on until it is stopped.
+    let (mut child, _reader) = started(&mut job(end - 1000), 5);
+    terminate(&child);
+    assert_eq!(child.wait().unwrap().code(), Some(75));
+}
+
+#[test]
+fn a_stopped_run_continues_when_its_model_is_gone_and_a_new_one_does_not_start() {
+    let dir = prepared();
+    let long = ["stage.adapt.tokens=25600"];
+    let (mut child, mut reader) = started(&mut moh_train(dir.path(), &long), 5);
+    terminate(&child);
+    std::io::Read::read_to_string(&mut reader, &mut String::new()).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(75));
+    fs::rename(dir.path().join("source"), dir.path().join("gone")).unwrap();
+    let other = [long[0], "run.dir=other"];
+    let message = failure(dir.path(), &mut moh_train(dir.path(), &other), 1);
+    assert!(message.starts_with("source: "), "{message}");
+    success(&mut moh_train(dir.path(), &long));
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_hangup_stops_a_run_unless_it_is_ignored() {
+    let dir = prepared();
+    let hang_up = |child: &Child| {
+        let done = Command::new("kill").args(["-HUP", &child.id().to_string()]).status().unwrap();
+        assert!(done.success());
+    };
+    let finish = |mut child: Child, mut reader: BufReader<ChildStderr>| {
+        std::io::Read::read_to_string(&mut reader, &mut String::new()).unwrap();
+        child.wait().unwrap().code()
+    };
+    let long = ["stage.adapt.tokens=25600"];
+    let (child, reader) = started(&mut moh_train(dir.path(), &long), 5);
+    hang_up(&child);
+    assert_eq!(finish(child, reader), Some(75));
+    // As nohup starts a program.
+    let mut shell = program("sh", dir.path());
+    shell.args(["-c", "trap '' HUP; exec \"$0\" \"$@\"", PROGRAM, "--recipe", "recipe.toml"]);
+    let (child, reader) = started(shell.args(["--set", long[0]]), 5);
+    hang_up(&child);
+    assert_eq!(finish(child, reader), Some(0));
+}
+
+#[test]
+fn a_second_process_in_one_run_directory_is_refused() {
+    let dir = prepared();
+    let long = ["stage.adapt.tokens=64e6"];
+    let (mut child, _reader) = started(&mut moh_train(dir.path(), &long), 3);
+    let message = failure(dir.path(), &mut moh_train(dir.path(), &long), 1);
+    let advice = "wait for it, or use another run.dir";
+    assert_eq!(message, format!("run: another process trains in this run directory: {advice}"));
+    terminate(&child);
+    assert_eq!(child.wait().unwrap().code(), Some(75));
+}
+
+/// A limit on the size of files acts like a full disk.
+#[test]
+fn a_full_disk_keeps_the_newest_checkpoint_and_room_continues() {
+    let dir = prepared();
+    success(&mut moh_train(dir.path(), &["run.dir=whole"]));
+    let (mut child, _reader) = started(&mut moh_train(dir.path(), &[]), 30);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let run = dir.path().join("run");
+    let step = newest_checkpoint(&run);
+    assert!(step >= 7, "{step}");
+    let before = names(&run.join("checkpoints"));
+    // 32 blocks are 16 or 32 KB, depending on the shell; the weights have 46.
+    let script = format!("ulimit -f 32; exec '{PROGRAM}' --recipe recipe.toml");
+    let mut shell = Command::new("sh");
+    isolate(&mut shell, dir.path());
+    let output = shell.arg("-c").arg(script).output().unwrap();
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    let last = text.lines().last().unwrap();
+    assert!(last.starts_with("error: ") && last.contains("File too large"), "{text}");
+    let good = format!("the last good checkpoint is of step {step}");
+    assert!(last.contains("the checkpoint could not be written") && last.contains(&good), "{text}");
+    // The run has gone on until its end, and tried again at every seventh step and at the stages' ends.
+    let warnings = text.lines().filter(|line| line.starts_with("warning: the checkpoint of step "));
+    let attempts = (step + 1..=120).filter(|step| step % 7 == 0 || step % 60 == 0).count();
+    assert_eq!(warnings.count(), attempts, "{text}");
+    assert!(text.contains("moh 120/120: "), "{text}");
+    let left = names(&run.join("checkpoints"));
+    let whole: Vec<_> = left.iter().filter(|name| !name.starts_with(".tmp-")).collect();
+    assert_eq!(whole, before.iter().filter(|name| !name.starts_with(".tmp-")).collect::<Vec<_>>());
+    let output = moh_train(dir.path(), &[]).output().unwrap();
+    assert!(output.status.success());
+    assert!(stderr(&output).starts_with(&format!("continuing after step {step} of 120\n")));
+    assert!(results(&run) == results(&dir.path().join("whole")));
+}

@@ -1,0 +1,346 @@
+//! Recipes that are refused, with all of their faults.
+
+use super::*;
+
+#[test]
+fn all_unknown_keys_come_at_once_with_the_key_that_was_meant() {
+    let text = edited(
+        "micro_batch = 2\nattention = \"moh\"",
+        "microbatch = 2\nattention = \"moh\"\nmoh = { routed_topk = 3 }",
+    )
+    .replace("seed = 1", "sede = 1")
+    .replace("num_hidden_layers", "n_layer")
+        + "[checkpoints]\nkeep = 1\n[zzz]\n";
+    let message = refused(&text, &[]);
+    // A misspelt key is also missing, which is not said twice.
+    assert_eq!(
+        message.lines().collect::<Vec<_>>(),
+        [
+            "recipes/x.toml: line 4: run.sede: unknown key, did you mean run.seed",
+            "recipes/x.toml: line 12: model.new.n_layer: unknown key, did you mean \
+             model.new.num_hidden_layers",
+            "recipes/x.toml: line 36: stage.moh.microbatch: unknown key, did you mean \
+             stage.moh.micro_batch",
+            "recipes/x.toml: line 38: stage.moh.moh.routed_topk: unknown key, did you mean \
+             stage.moh.moh.routed_top_k",
+            "recipes/x.toml: line 40: checkpoints: unknown key, did you mean checkpoint",
+            "recipes/x.toml: line 42: zzz: unknown key, expected one of run, model, data, stage, \
+             precision, memory, checkpoint, log, guard",
+        ]
+    );
+}
+
+#[test]
+fn all_faults_of_a_recipe_come_at_once() {
+    // A missing key, a missing table, wrong types, an unknown key, an impossible number, and
+    // overrides that do not apply; nothing about the keys that depend on what could not be read.
+    let text = edited("seed = 1", "")
+        .replace("device = \"cpu\"", "device = \"gpu\"")
+        .replace("hidden_size = 64", "hidden_size = \"64\"")
+        .replace("sequence_length = 32\n", "")
+        .replace("tokens = 1000", "tokens = -5")
+        .replace("micro_batch = 2\nattention = \"dense\"", "attention = \"sparse\"")
+        .replace("name = \"moh\"\n", "")
+        + "moh = { router = \"two\", shared_heads = -1 }\n[checkpoint]\nkeep = 0\nevery = 2\n";
+    let overrides =
+        ["stage.mho.tokens=1", "run.dri=x", "stage.adapt.shared_heads=2", "log.every_steps=0"];
+    let message = refused(&text, &overrides);
+    assert_eq!(
+        message.lines().collect::<Vec<_>>(),
+        [
+            "recipes/x.toml: line 2: run.seed: missing",
+            "recipes/x.toml: line 5: run.device: must be \"cpu\" or \"cuda\", not \"gpu\"",
+            "recipes/x.toml: line 10: model.new.hidden_size: must be a whole number from 0, not the \
+             text \"64\"",
+            "recipes/x.toml: line 16: data.sequence_length: missing",
+            "recipes/x.toml: line 23: stage.adapt.micro_batch: missing",
+            "recipes/x.toml: line 25: stage.adapt.tokens: must be a whole number from 0, not -5",
+            "recipes/x.toml: line 27: stage.adapt.attention: must be \"dense\" or \"moh\", not \
+             \"sparse\"",
+            "recipes/x.toml: line 30: stage.1.name: missing",
+            "recipes/x.toml: line 36: stage.1.moh.router: must be \"query-norm\", not \"two\"",
+            "recipes/x.toml: line 36: stage.1.moh.shared_heads: must be a whole number from 0, or a \
+             list of one for each layer, not integer `-1`",
+            "recipes/x.toml: line 38: checkpoint.keep = 0: must be at least 1",
+            "recipes/x.toml: line 39: checkpoint.every: unknown key, did you mean \
+             checkpoint.every_steps",
+            "--set: run.dri: unknown key, did you mean run.dir",
+            "--set: stage.adapt.shared_heads: unknown key, did you mean stage.adapt.moh.shared_heads",
+            "--set: log.every_steps = 0: must be at least 1",
+            "--set: stage.mho.tokens: there is no \"mho\", only adapt, 1",
+        ],
+        "{message}"
+    );
+    // Hostile input is refused after a number of faults.
+    let stages = "[[stage]]\nx = 1\n".repeat(5000);
+    assert!(refused(&format!("{}{stages}", small()), &[]).lines().count() <= 200);
+}
+
+#[test]
+fn what_depends_on_a_faulty_key_is_not_checked() {
+    let one = |from: &str, to: &str, expected: &str| {
+        let message = refused(&edited(from, to), &[]);
+        assert_eq!(message.lines().count(), 1, "{message}");
+        assert!(message.contains(expected), "{message}");
+    };
+    one("sequence_length = 32", "sequence_length = true", "data.sequence_length: must be");
+    one("sequence_length = 32", "seq_length = 32", "did you mean data.sequence_length");
+    one("num_hidden_layers = 5", "", "model.new.num_hidden_layers: missing");
+    one("[[data.sources]]\npath = \"data/a\"", "", "data.sources: missing");
+    one("max = 2e-5", "max = {}", "stage.moh.learning_rate.max: must be a number");
+    one("tokens = 1e3", "tokens = \"1e3\"", "stage.moh.tokens: must be a whole number");
+    one(
+        "learning_rate = { max = 2e-5, min = 1e-6, warmup_steps = 2 }",
+        "",
+        "stage.moh.learning_rate",
+    );
+    one("[model.new]", "[model.nwe]", "model.nwe: unknown key, did you mean model.new");
+}
+
+#[test]
+fn wrong_types_name_the_key_and_what_was_expected() {
+    let cases = [
+        ("seed = 1", "seed = \"1\"", "run.seed: must be a whole number from 0, not the text \"1\""),
+        ("seed = 1", "seed = 1.5", "run.seed: must be a whole number from 0, not 1.5"),
+        ("seed = 1", "seed = nan", "run.seed: must be a whole number from 0, not NaN"),
+        ("seed = 1", "seed = 2026-01-01", "run.seed: must be a whole number from 0, not the date"),
+        ("dtype = \"f32\"", "dtype = 32", "run.dtype: must be \"f32\" or \"bf16\", not 32"),
+        (
+            "dtype = \"f32\"",
+            "dtype = \"fp8\"",
+            "run.dtype: must be \"f32\" or \"bf16\", not \"fp8\"",
+        ),
+        ("dir = \"runs/small\"", "dir = 3", "run.dir: must be a text in quotes, not 3"),
+        (
+            "batches = 4",
+            "batches = []",
+            "data.validation.batches: must be a whole number from 0, not a list",
+        ),
+        ("path = \"data/a\"", "weight = 1", "data.sources.0.path: missing"),
+        ("max = 2e-5", "max = true", "stage.moh.learning_rate.max: must be a number, not true"),
+        ("name = \"moh\"\n", "", "stage.1.name: missing"),
+        (
+            "[data]",
+            "[log]\ntensorboard = 1\n[data]",
+            "log.tensorboard: must be true or false, not 1",
+        ),
+        ("[data]", "memory = 3\n[data]", "memory: unknown key"),
+        (
+            "num_key_value_heads = 4",
+            "num_key_value_heads = 4\neos_token_id = -1",
+            "model.new.eos_token_id: must be a token or a list of tokens, not integer `-1`",
+        ),
+        (
+            "num_key_value_heads = 4",
+            "num_key_value_heads = 4\nbos_token_id = 5000000000",
+            "model.new.bos_token_id: must be u32",
+        ),
+        (
+            "attention = \"moh\"",
+            "attention = \"moh\"\nmoh = { router = \"two\" }",
+            "stage.moh.moh.router: must be \"query-norm\", not \"two\"",
+        ),
+    ];
+    for (from, to, expected) in cases {
+        let message = refused(&edited(from, to), &[]);
+        assert!(message.starts_with("recipes/x.toml: line "), "{message}");
+        assert!(message.contains(expected), "{to}: {message}");
+    }
+}
+
+#[test]
+fn the_guard_has_limits() {
+    let guard = with(&[]).guard;
+    assert_eq!((guard.factor, guard.patience, guard.rewind), (0.0, 10, 100));
+    assert_eq!(with(&["guard.factor=3"]).guard.factor, 3.0);
+    for (change, expected) in [
+        ("guard.factor=1", "guard.factor = 1: must be a finite number above 1, or 0"),
+        ("guard.factor=-3", "guard.factor = -3: must be a finite number above 1, or 0"),
+        ("guard.factor=inf", "must be a finite number above 1, or 0"),
+        ("guard.factor=nan", "must be a finite number above 1, or 0"),
+        ("guard.patience=0", "guard.patience = 0: must be at least 1"),
+        ("guard.rewind=0", "guard.rewind = 0: must be at least 1"),
+        ("guard.median=3", "unknown key"),
+    ] {
+        let message = refused(small(), &[change]);
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn the_peak_rate_is_a_positive_number() {
+    assert_eq!(with(&["log.peak_tflops=989"]).log.peak_tflops, Some(989.0));
+    for value in ["0", "-1", "nan", "inf"] {
+        let message = refused(small(), &[&format!("log.peak_tflops={value}")]);
+        assert!(message.contains("must be a finite number above 0"), "{message}");
+    }
+}
+
+#[test]
+fn every_impossible_number_is_reported_at_once() {
+    let message = refused(
+        small(),
+        &[
+            "data.sequence_length=1",
+            "data.sources.0.weight=nan",
+            "data.validation.batches=0",
+            "stage.adapt.tokens=0",
+            "stage.adapt.learning_rate.max=inf",
+            "stage.moh.learning_rate.warmup_steps=9",
+            "stage.moh.learning_rate.min=3e-5",
+            "stage.moh.optimizer.beta1=1",
+            "stage.moh.optimizer.beta2=-0.1",
+            "stage.moh.optimizer.eps=0",
+            "stage.moh.optimizer.clip_norm=0",
+            "stage.moh.optimizer.weight_decay=-1",
+            "stage.moh.parallel.tensor=0",
+            "stage.moh.parallel.virtual_stages=0",
+            "stage.adapt.parallel.virtual_stages=2",
+            "stage.moh.moh.balance_loss_weight=nan",
+            "stage.moh.micro_batch=0",
+            "checkpoint.keep=0",
+            "checkpoint.keep_every=150",
+            "checkpoint.every_minutes=-1",
+            "log.every_steps=0",
+            "run.dir=''",
+            "run.device=cuda",
+            "run.dtype=f32",
+            "precision.gradients=bf16",
+        ],
+    );
+    for expected in [
+        "precision.gradients = bf16: must be f32 with run.device",
+        "data.sequence_length = 1: must be from 2",
+        "data.sources.0.weight = NaN: must be a finite number above 0",
+        "data.validation.batches = 0: must be at least 1",
+        "stage.adapt.tokens = 0: must be from 1 to",
+        "stage.adapt.learning_rate.max = inf: must be a finite number above 0",
+        "stage.moh.learning_rate.warmup_steps = 9: must be at most the stage's 8 steps",
+        "stage.moh.learning_rate.min = 0.00003: must be a number from 0 to max = 0.00002",
+        "stage.moh.optimizer.beta1 = 1: must be a number from 0 to below 1",
+        "stage.moh.optimizer.beta2 = -0.1: must be a number from 0 to below 1",
+        "stage.moh.optimizer.eps = 0: must be a finite number above 0",
+        "stage.moh.optimizer.clip_norm = 0: must be a finite number above 0",
+        "stage.moh.optimizer.weight_decay = -1: must be a finite number from 0",
+        "stage.moh.parallel.tensor = 0: must be at least 1",
+        "stage.moh.parallel.virtual_stages = 0: must be at least 1",
+        "stage.adapt.parallel.virtual_stages = 2: needs a pipeline: set parallel.pipeline to 2 or",
+        "stage.moh.moh.balance_loss_weight = NaN: must be a finite number from 0",
+        "stage.moh.micro_batch = 0: must be at least 1",
+        "checkpoint.keep = 0: must be at least 1",
+        "checkpoint.keep_every = 150: must be a multiple of checkpoint.every_steps = 100",
+        "checkpoint.every_minutes = -1: must be from 0 to 525600, a year; 0 for no checkpoints by time",
+        "log.every_steps = 0: must be at least 1",
+        "run.dir: must be a path in UTF-8, and not empty",
+    ] {
+        assert!(message.contains(expected), "{expected}\n{message}");
+    }
+}
+
+#[test]
+fn moments_that_rounding_would_freeze_are_refused() {
+    let message = refused(
+        small(),
+        &["run.dtype=bf16", "precision.moments=bf16", "stage.moh.optimizer.beta2=0.999"],
+    );
+    let expected =
+        "stage.moh.optimizer.beta2 = 0.999: must be at most 0.99 with precision.moments = \"bf16\"";
+    assert!(message.contains(expected) && message.trim().lines().count() == 1, "{message}");
+    with(&["run.dtype=bf16", "precision.moments=bf16", "stage.moh.optimizer.beta2=0.99"]);
+    with(&["stage.moh.optimizer.beta2=0.999"]);
+}
+
+#[test]
+fn a_batch_that_is_not_whole_micro_batches_names_the_nearest() {
+    let message = refused(small(), &["stage.moh.batch_tokens=200"]);
+    let expected = "--set: stage.moh.batch_tokens = 200: must be a multiple of sequence_length x \
+                    micro_batch = 32 x 2 = 64: nearest 192 and 256";
+    assert_eq!(message, expected);
+    let message = refused(small(), &["stage.moh.batch_tokens=63"]);
+    assert!(message.ends_with("nearest 64"), "{message}");
+    refused(small(), &["stage.moh.micro_batch=9e15", "stage.moh.batch_tokens=9e15"]);
+}
+
+#[test]
+fn odd_and_duplicate_stage_names_are_refused() {
+    for (name, reason) in [
+        ("adapt", "is the name of an earlier stage"),
+        ("", "must be 1 to 64 letters"),
+        ("a.b", "must be 1 to 64 letters"),
+        ("../x", "must be 1 to 64 letters"),
+        ("-x", "must be 1 to 64 letters"),
+        ("\\u0000", "must be 1 to 64 letters"),
+        ("\u{e9}", "must be 1 to 64 letters"),
+    ] {
+        let text = edited("name = \"moh\"", &format!("name = \"{name}\""));
+        let message = refused(&text, &[]);
+        assert!(message.contains("stage.1.name = "), "{message}");
+        assert!(message.contains(reason), "{message}");
+    }
+}
+
+#[test]
+fn a_model_is_either_loaded_or_new() {
+    let message = refused(small(), &["model.from=a/b"]);
+    assert!(message.contains("model: has both from and [model.new]"), "{message}");
+    let message = refused(small(), &["model.revision=main", "model.config=c.json"]);
+    assert!(message.contains("--set: model.revision: belongs to from"), "{message}");
+    assert!(message.contains("--set: model.config: belongs to from"), "{message}");
+    let message = refused(small(), &["model={}"]);
+    assert!(message.contains("--set: model: needs from"), "{message}");
+    let message = refused(small(), &["model.pad_vocab_to=128", "model.vocab_size=1000"]);
+    assert!(message.contains("such as 1024"), "{message}");
+}
+
+#[test]
+fn a_fresh_models_shape_is_checked() {
+    let message = refused(small(), &["model.new.hidden_size=0"]);
+    assert!(message.contains("model.new"), "{message}");
+    assert!(message.contains("hidden_size = 0: must be from 1"), "{message}");
+    for hostile in [
+        "model.new.num_attention_heads=0",
+        "model.new.num_key_value_heads=3",
+        "model.new.vocab_size=1e15",
+        "model.new.rms_norm_eps=nan",
+        "model.new.rope_theta=inf",
+        "model.new.initializer_range=nan",
+        "model.new.num_hidden_layers=1e15",
+        "model.new.head_dim=7",
+        "stage.moh.moh.shared_heads=9",
+        "stage.moh.moh.shared_heads=7",
+    ] {
+        refused(small(), &[hostile]);
+    }
+}
+
+#[test]
+fn sequential_order_takes_no_weights() {
+    let message = refused(small(), &["data.order=sequential", "data.sources.0.weight=2"]);
+    assert!(message.contains("must be 1 with order = \"sequential\""), "{message}");
+}
+
+#[test]
+fn text_that_is_not_toml_names_its_line() {
+    let message = refused(&edited("seed = 1", "seed = = 1"), &[]);
+    assert!(message.starts_with("recipes/x.toml: line 4: "), "{message}");
+    refused("", &[]);
+    refused(&"[".repeat(100_000), &[]);
+    refused(&format!("a = {}", "[".repeat(100_000)), &[]);
+    refused(&format!("{}=1", "a.".repeat(1000) + "b"), &[]);
+    refused("run = 1", &[]);
+}
+
+#[test]
+fn files_that_are_no_recipes_are_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("x.toml");
+    assert!(matches!(Recipe::load(&path, &[]), Err(Error::Io { .. })));
+    std::fs::write(&path, b"\xff\xfe").unwrap();
+    let message = Recipe::load(&path, &[]).unwrap_err().to_string();
+    assert!(message.contains("not text in UTF-8"), "{message}");
+    std::fs::write(&path, vec![b'\n'; 2 << 20]).unwrap();
+    let message = Recipe::load(&path, &[]).unwrap_err().to_string();
+    assert!(message.contains("a recipe has at most"), "{message}");
+    std::fs::write(&path, small()).unwrap();
+    assert_eq!(Recipe::load(&path, &[]).unwrap(), with(&[]));
+}
