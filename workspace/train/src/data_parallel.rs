@@ -211,25 +211,19 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
 mod tests {
     use std::num::NonZeroUsize;
     use std::panic::{AssertUnwindSafe, catch_unwind};
-    use std::path::Path;
 
-    use moh_comm::{Layout, World};
-    use moh_hf::ConfigFile;
+    use moh_comm::Layout;
     use moh_kernels::{Cpu, ElementType};
     use moh_model::ModelConfig;
     use moh_model::model_parallel::ModelParallel;
 
     use super::*;
+    use crate::on_ranks;
+    use crate::tiny_model::tiny_model;
 
     /// A tied model of two blocks.
     fn config() -> ModelConfig {
-        let fields = serde_json::json!({
-            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
-            "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "head_dim": 4,
-            "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 21,
-            "max_position_embeddings": 8, "tie_word_embeddings": true,
-        });
-        ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config
+        tiny_model(2, 21, true)
     }
 
     struct Rank {
@@ -244,7 +238,7 @@ mod tests {
     fn on_ranks(
         (data, stages): (usize, usize),
         reduce: ElementType,
-        work: impl Fn(&mut Rank) + Clone + Send + 'static,
+        work: impl Fn(&mut Rank) + Sync,
     ) {
         on_layout((1, data, stages), reduce, work);
     }
@@ -253,9 +247,9 @@ mod tests {
     fn on_layout(
         (tensor, data, stages): (usize, usize, usize),
         reduce: ElementType,
-        work: impl Fn(&mut Rank) + Clone + Send + 'static,
+        work: impl Fn(&mut Rank) + Sync,
     ) {
-        let run = move |world: World| {
+        on_ranks::on_ranks(tensor * data * stages, |world| {
             let (all, one) = (world.group().clone(), NonZeroUsize::MIN);
             let count = |count: usize| one.saturating_add(count - 1);
             let layout = Layout::new(all.size(), count(tensor), count(stages)).unwrap();
@@ -268,15 +262,7 @@ mod tests {
             let rounded = Rounded::new::<f32>(&Cpu, model.layout(), data, reduce).unwrap();
             let exchange = DataParallel::new(&model, &groups.data, rounded);
             work(&mut Rank { number: all.rank(), model, gradients, exchange });
-            world.close().unwrap();
-        };
-        let start = |world| {
-            let run = run.clone();
-            std::thread::spawn(move || run(world))
-        };
-        let threads: Vec<_> =
-            World::threads(tensor * data * stages).into_iter().map(start).collect();
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        });
     }
 
     /// The gradient of an element on a rank, which bf16 does not hold exactly.

@@ -15,6 +15,9 @@ mod machine;
 pub mod metrics;
 mod metrics_resume;
 pub mod model_card;
+#[cfg(test)]
+#[path = "../tests/support/on_ranks.rs"]
+mod on_ranks;
 mod open_device;
 pub mod optimizer;
 mod part_times;
@@ -41,6 +44,8 @@ mod step_buffers;
 mod summary;
 pub mod tensorboard;
 mod time_limit;
+#[cfg(test)]
+mod tiny_model;
 pub mod trace;
 mod trainer;
 

@@ -184,6 +184,7 @@ fn fastest<B: Backend>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::on_ranks::on_ranks;
 
     fn speed(rank: usize, matmul: f64, receives: f64) -> RankSpeed {
         RankSpeed { rank, host: "h".into(), matmul, receives: Some(receives) }
@@ -199,17 +200,8 @@ mod tests {
 
     #[test]
     fn every_rank_is_measured() {
-        let threads: Vec<_> = World::threads(3)
-            .into_iter()
-            .map(|world| {
-                std::thread::spawn(move || {
-                    let found = preflight(ElementType::F32, OpenDevice::Cpu, &world).unwrap();
-                    world.close().unwrap();
-                    found
-                })
-            })
-            .collect();
-        let found: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+        let measure = |world: &World| preflight(ElementType::F32, OpenDevice::Cpu, world).unwrap();
+        let found = on_ranks(3, measure);
         assert!(found[1].is_none() && found[2].is_none());
         let found = found[0].clone().unwrap();
         assert_eq!(found.ranks.iter().map(|rank| rank.rank).collect::<Vec<_>>(), [0, 1, 2]);

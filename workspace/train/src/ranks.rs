@@ -227,28 +227,17 @@ impl<B: Backend> Ranks<B> {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use moh_comm::World;
     use moh_kernels::Cpu;
 
     use super::*;
+    use crate::on_ranks;
 
     /// The results of `size` ranks, each a thread.
-    pub(crate) fn on_ranks<R: Send + 'static>(
+    pub(crate) fn on_ranks<R: Send>(
         size: usize,
-        work: impl Fn(&mut Ranks<Cpu>) -> R + Clone + Send + 'static,
+        work: impl Fn(&mut Ranks<Cpu>) -> R + Sync,
     ) -> Vec<R> {
-        let threads: Vec<_> = World::threads(size)
-            .into_iter()
-            .map(|world| {
-                let work = work.clone();
-                std::thread::spawn(move || {
-                    let found = work(&mut Ranks::new(Cpu, world.group().clone()).unwrap());
-                    world.close().unwrap();
-                    found
-                })
-            })
-            .collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        on_ranks::on_ranks(size, |world| work(&mut Ranks::new(Cpu, world.group().clone()).unwrap()))
     }
 
     #[test]

@@ -12,9 +12,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use moh_comm::World;
 use moh_train::routing_log::{self, RoutingLine, RoutingMoment};
 use moh_train::{
-    Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions, StepMetrics, Summary, TraceSteps,
-    metrics,
+    Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions, StepMetrics, Summary, metrics,
 };
+use support::on_ranks::on_ranks;
 use support::results::Results;
 use support::{Workplace, write_tokens};
 
@@ -24,27 +24,18 @@ const SETS: &str = "data.validation=[{name = \"held-out\", path = \"HERE/held-ou
 
 /// Runs a recipe on threads that play ranks; stops it after a step, if there is one.
 fn train(ranks: usize, recipe: &Recipe, stop_after: Option<u64>) {
-    std::thread::scope(|scope| {
-        for world in World::threads(ranks) {
-            scope.spawn(move || {
-                let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-                let done = pool.install(|| {
-                    let (path, stop) = (Path::new("recipe.toml"), AtomicBool::new(false));
-                    let (mut recipe, on) = (recipe.clone(), (OpenDevice::Cpu, &world));
-                    let trace = TraceSteps::NONE;
-                    let options = RunOptions { trace: &trace, ..RunOptions::new(&stop) };
-                    moh_train::run(&mut recipe, path, None, on, options, &mut |event| {
-                        if let Event::Step { step, .. } = event {
-                            stop.store(stop_after == Some(step), Ordering::Relaxed);
-                        }
-                    })
-                });
-                let stopped = matches!(done, Ok(Outcome::Stopped { .. }));
-                assert!(stopped || matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
-                assert_eq!(stopped, stop_after.is_some());
-                world.close().unwrap();
-            });
-        }
+    on_ranks(ranks, |world| {
+        let (path, stop) = (Path::new("recipe.toml"), AtomicBool::new(false));
+        let (mut recipe, on) = (recipe.clone(), (OpenDevice::Cpu, world));
+        let options = RunOptions::new(&stop);
+        let done = moh_train::run(&mut recipe, path, None, on, options, &mut |event| {
+            if let Event::Step { step, .. } = event {
+                stop.store(stop_after == Some(step), Ordering::Relaxed);
+            }
+        });
+        let stopped = matches!(done, Ok(Outcome::Stopped { .. }));
+        assert!(stopped || matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
+        assert_eq!(stopped, stop_after.is_some());
     });
 }
 

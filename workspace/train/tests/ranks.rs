@@ -6,12 +6,11 @@
 mod support;
 
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use moh_comm::World;
 use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions};
 use support::Workplace;
+use support::on_ranks::on_ranks;
 use support::results::{Results, assert_alike};
 use support::stories::Stories;
 
@@ -37,39 +36,19 @@ fn train_and_hear(
     directory: Option<&Path>,
     on_step: &(dyn Fn(u64, &AtomicBool) + Sync),
 ) -> Vec<Result<Outcome, Error>> {
-    let stop = Arc::new(AtomicBool::new(false));
-    std::thread::scope(|scope| {
-        let run = |world: World| {
-            let stop = Arc::clone(&stop);
-            scope.spawn(move || {
-                // The signal reaches the last rank alone.
-                let own_stop = AtomicBool::new(false);
-                let asked = if world.rank() + 1 == ranks { &*stop } else { &own_stop };
-                let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-                let heard = |event: Event<'_>| {
-                    if let Event::Step { step, .. } = event {
-                        on_step(step, &stop);
-                    }
-                };
-                let found = pool.install(|| {
-                    let path = Path::new("recipe.toml");
-                    let on = (OpenDevice::Cpu, &world);
-                    let mut recipe = recipe.clone();
-                    moh_train::run(
-                        &mut recipe,
-                        path,
-                        directory,
-                        on,
-                        RunOptions::new(asked),
-                        &mut |event| heard(event),
-                    )
-                });
-                world.close().unwrap();
-                found
-            })
+    let stop = AtomicBool::new(false);
+    on_ranks(ranks, |world| {
+        // The signal reaches the last rank alone.
+        let own_stop = AtomicBool::new(false);
+        let asked = if world.rank() + 1 == ranks { &stop } else { &own_stop };
+        let mut heard = |event: Event<'_>| {
+            if let Event::Step { step, .. } = event {
+                on_step(step, &stop);
+            }
         };
-        let threads: Vec<_> = World::threads(ranks).into_iter().map(run).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        let (path, on) = (Path::new("recipe.toml"), (OpenDevice::Cpu, world));
+        let options = RunOptions::new(asked);
+        moh_train::run(&mut recipe.clone(), path, directory, on, options, &mut heard)
     })
 }
 
@@ -370,20 +349,13 @@ fn a_checkpoint_that_some_ranks_do_not_see_is_kept() {
     let other = RunDirectory::new(place.dir.path().join("other"));
     support::copy_all(shared.root(), other.root());
     std::fs::remove_dir_all(other.checkpoint(step)).unwrap();
-    std::thread::scope(|scope| {
-        for world in World::threads(2) {
-            let run = if world.rank() == 0 { shared.clone() } else { other.clone() };
-            scope.spawn(move || {
-                let mut ranks =
-                    moh_train::Ranks::new(moh_kernels::Cpu, world.group().clone()).unwrap();
-                let mut ignore = |_: &Path, _: &Error| {};
-                let error =
-                    moh_train::checkpoint::newest(&run, &mut ranks, &mut ignore).unwrap_err();
-                let is_told = matches!(error, Error::NotShared { .. });
-                assert_eq!(is_told, world.rank() == 1, "{error}");
-                world.close().unwrap();
-            });
-        }
+    on_ranks(2, |world| {
+        let run = if world.rank() == 0 { &shared } else { &other };
+        let mut ranks = moh_train::Ranks::new(moh_kernels::Cpu, world.group().clone()).unwrap();
+        let mut ignore = |_: &Path, _: &Error| {};
+        let error = moh_train::checkpoint::newest(run, &mut ranks, &mut ignore).unwrap_err();
+        let is_told = matches!(error, Error::NotShared { .. });
+        assert_eq!(is_told, world.rank() == 1, "{error}");
     });
     assert!(shared.checkpoint(step).is_dir());
 }

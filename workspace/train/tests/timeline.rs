@@ -9,10 +9,10 @@ use std::fs;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use moh_comm::World;
 use moh_train::{OpenDevice, Outcome, Recipe, RunDirectory, RunOptions, TraceSteps};
 use serde_json::Value;
 use support::Workplace;
+use support::on_ranks::on_ranks;
 use support::results::Results;
 
 /// Micro-batches of a step, and blocks of the model.
@@ -21,22 +21,12 @@ const BLOCKS: usize = 2;
 
 /// Runs a recipe to its end on threads that play so many ranks.
 fn train(ranks: usize, recipe: &Recipe, trace: &TraceSteps) {
-    std::thread::scope(|scope| {
-        for world in World::threads(ranks) {
-            scope.spawn(move || {
-                let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-                let done = pool.install(|| {
-                    let (path, stop) = (Path::new("recipe.toml"), AtomicBool::new(false));
-                    let (mut recipe, on) = (recipe.clone(), (OpenDevice::Cpu, &world));
-                    {
-                        let options = RunOptions { trace, ..RunOptions::new(&stop) };
-                        moh_train::run(&mut recipe, path, None, on, options, &mut |_| {})
-                    }
-                });
-                assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
-                world.close().unwrap();
-            });
-        }
+    on_ranks(ranks, |world| {
+        let (path, stop) = (Path::new("recipe.toml"), AtomicBool::new(false));
+        let (mut recipe, on) = (recipe.clone(), (OpenDevice::Cpu, world));
+        let options = RunOptions { trace, ..RunOptions::new(&stop) };
+        let done = moh_train::run(&mut recipe, path, None, on, options, &mut |_| {});
+        assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
     });
 }
 

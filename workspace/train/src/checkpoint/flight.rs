@@ -168,38 +168,26 @@ mod tests {
     use moh_kernels::Cpu;
 
     use super::*;
+    use crate::ranks;
 
     const LIMIT: Duration = Duration::from_millis(20);
 
     /// Follows a flight to its end on each of `size` ranks, each a thread.
-    fn on_ranks<R: Send + 'static>(
+    fn on_ranks<R: Send>(
         size: usize,
-        start: impl Fn(usize) -> (Flight, R) + Clone + Send + 'static,
+        start: impl Fn(usize) -> (Flight, R) + Sync,
     ) -> Vec<(End, R)> {
-        let follow = move |world: World| {
-            let mut ranks = Ranks::new(Cpu, world.group().clone()).unwrap();
-            let (mut flight, more) = start(world.rank());
+        ranks::tests::on_ranks(size, |ranks| {
+            let (mut flight, more) = start(ranks.group().rank());
             let end = loop {
                 let ThreadFlags { running, failed } = flight.wait(LIMIT);
                 let [running, failed] = ranks.any_of([running, failed]).unwrap();
-                if let Some(end) =
-                    flight.advance(ThreadFlags { running, failed }, &mut ranks).unwrap()
-                {
+                if let Some(end) = flight.advance(ThreadFlags { running, failed }, ranks).unwrap() {
                     break end;
                 }
             };
-            drop(flight);
-            world.close().unwrap();
             (end, more)
-        };
-        let threads: Vec<_> = World::threads(size)
-            .into_iter()
-            .map(|world| {
-                let follow = follow.clone();
-                std::thread::spawn(move || follow(world))
-            })
-            .collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
     }
 
     fn failure(text: &str) -> Error {

@@ -46,9 +46,6 @@ pub(crate) fn gather_weights<B: Backend, T: Element>(
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
-    use moh_hf::ConfigFile;
     use moh_kernels::Cpu;
     use moh_model::ModelConfig;
     use moh_model::model_parallel::ModelParallel;
@@ -59,17 +56,12 @@ mod tests {
     use super::*;
     use crate::RunDirectory;
     use crate::recipe::Checkpoint;
+    use crate::tiny_model::tiny_model;
 
     const RANKS: usize = 4;
 
     fn config() -> ModelConfig {
-        let fields = serde_json::json!({
-            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
-            "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "head_dim": 4,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 22,
-            "max_position_embeddings": 8, "tie_word_embeddings": false,
-        });
-        ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config
+        tiny_model(1, 22, false)
     }
 
     /// The part of a rank that shares the optimiser's state with `ranks - 1` others, of zeros.

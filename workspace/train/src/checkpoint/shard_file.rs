@@ -157,23 +157,17 @@ impl ShardTensor {
 
 #[cfg(test)]
 mod tests {
-    use moh_hf::ConfigFile;
     use moh_model::layout::ModelLayout;
     use moh_model::model_parallel::Part;
     use moh_model::parameters::Shard;
     use safetensors::tensor::TensorView;
 
     use super::*;
+    use crate::tiny_model::tiny_model;
 
     /// A model whose embedding fills more than a chunk.
     fn layout(ranks: usize) -> ModelLayout {
-        let fields = serde_json::json!({
-            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
-            "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "head_dim": 4,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300_000,
-            "max_position_embeddings": 8, "tie_word_embeddings": true,
-        });
-        let config = ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config;
+        let config = tiny_model(1, 300_000, true);
         ModelLayout::of_part(&config, ranks, &Part::whole(&config))
     }
 

@@ -156,21 +156,13 @@ fn copy_runs<B: Backend, S: Scalar>(
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
-    use moh_hf::ConfigFile;
     use moh_model::ModelConfig;
 
     use super::*;
+    use crate::tiny_model::tiny_model;
 
     fn config() -> ModelConfig {
-        let fields = serde_json::json!({
-            "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
-            "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "head_dim": 4,
-            "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 21,
-            "max_position_embeddings": 8, "tie_word_embeddings": false,
-        });
-        ConfigFile::from_value(fields, Path::new("config.json")).unwrap().config
+        tiny_model(2, 21, false)
     }
 
     fn layout(ranks: usize) -> ModelLayout {

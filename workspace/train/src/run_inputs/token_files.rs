@@ -46,11 +46,10 @@ pub(super) fn find<B: Backend>(
 
 #[cfg(test)]
 mod tests {
-    use moh_comm::World;
     use moh_data::{Provenance, TokenFileWriter};
-    use moh_kernels::Cpu;
 
     use super::*;
+    use crate::ranks::tests::on_ranks;
 
     #[test]
     fn the_first_rank_learns_all_files_in_order() {
@@ -64,24 +63,15 @@ mod tests {
                 prefix
             })
             .collect();
-        let threads: Vec<_> = World::threads(3)
-            .into_iter()
-            .map(|world| {
-                let prefixes = prefixes.clone();
-                std::thread::spawn(move || {
-                    let mut ranks = Ranks::new(Cpu, world.group().clone()).unwrap();
-                    let opened = prefixes.iter().map(|prefix| TokenFile::open(prefix).unwrap());
-                    let opened: Vec<TokenFile> = opened.collect();
-                    let files: Vec<_> = opened.iter().map(|file| (String::new(), file)).collect();
-                    let found = find(&mut ranks, &files).unwrap();
-                    let expected: Vec<_> = opened.iter().map(TokenFile::content).collect();
-                    world.close().unwrap();
-                    (found, expected)
-                })
-            })
-            .collect();
-        for (rank, thread) in threads.into_iter().enumerate() {
-            let (found, expected) = thread.join().unwrap();
+        let ranks = on_ranks(3, |ranks| {
+            let opened = prefixes.iter().map(|prefix| TokenFile::open(prefix).unwrap());
+            let opened: Vec<TokenFile> = opened.collect();
+            let files: Vec<_> = opened.iter().map(|file| (String::new(), file)).collect();
+            let found = find(ranks, &files).unwrap();
+            let expected: Vec<_> = opened.iter().map(TokenFile::content).collect();
+            (found, expected)
+        });
+        for (rank, (found, expected)) in ranks.into_iter().enumerate() {
             let contents: Vec<_> = found.iter().map(|found| found.content.clone()).collect();
             assert_eq!(contents, if rank == 0 { expected } else { Vec::new() });
             assert!(found.iter().all(|found| found.ids_below == Some(9)));

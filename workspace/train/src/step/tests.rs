@@ -11,6 +11,7 @@ use moh_model::parameters::Shard;
 use moh_model::{HeadCounts, ModelConfig, MohConfig, RouterKind};
 
 use super::*;
+use crate::on_ranks::on_ranks;
 
 /// Sequences of a step, each a micro-batch.
 const SEQUENCES: u64 = 4;
@@ -114,18 +115,6 @@ impl<T: Element> Rank<T> {
     }
 }
 
-fn on_ranks(ranks: Ranks, work: impl Fn(&World, Ranks) + Copy + Send + Sync) {
-    std::thread::scope(|scope| {
-        for world in World::threads(ranks.data * ranks.tensor * ranks.pipeline) {
-            scope.spawn(move || {
-                let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-                pool.install(|| work(&world, ranks));
-                world.close().unwrap();
-            });
-        }
-    });
-}
-
 /// Compares a run with steps that are not applied with one that never had them.
 fn leaves_nothing_behind<T: Element>(world: &World, ranks: Ranks) {
     let (mut guarded, mut control) = (Rank::<T>::new(world, ranks), Rank::<T>::new(world, ranks));
@@ -161,8 +150,10 @@ fn a_step_that_is_not_applied_leaves_nothing_behind() {
     {
         for (tied, reduce) in [(true, ElementType::F32), (false, ElementType::BF16)] {
             let ranks = Ranks { data, tensor, pipeline, tied, reduce };
-            on_ranks(ranks, leaves_nothing_behind::<f32>);
-            on_ranks(ranks, leaves_nothing_behind::<half::bf16>);
+            on_ranks(ranks.data * ranks.tensor * ranks.pipeline, |world| {
+                leaves_nothing_behind::<f32>(world, ranks);
+                leaves_nothing_behind::<half::bf16>(world, ranks);
+            });
         }
     }
 }

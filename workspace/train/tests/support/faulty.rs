@@ -1,12 +1,11 @@
 //! Runs whose gradients are made NaN, or far too large, where some samples are.
 
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use moh_comm::World;
 use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunOptions};
 
+use super::on_ranks::on_ranks;
 use super::results::Results;
 
 /// Samples with a factor on their gradients.
@@ -25,33 +24,19 @@ pub fn run_on(
     faults: Faults<'_>,
     (stop_at, hear): (Option<u64>, Hear<'_>),
 ) -> Vec<Result<Outcome, Error>> {
-    let stop = Arc::new(AtomicBool::new(false));
-    std::thread::scope(|scope| {
-        let run = |world: World| {
-            let stop = Arc::clone(&stop);
-            scope.spawn(move || {
-                let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-                let mut heard = |event: Event<'_>| {
-                    hear(&event);
-                    if let Event::Step { step, .. } = event
-                        && Some(step) == stop_at
-                    {
-                        stop.store(true, Ordering::Relaxed);
-                    }
-                };
-                let found = pool.install(|| {
-                    let path = Path::new("recipe.toml");
-                    let options = RunOptions { gradient_faults: faults, ..RunOptions::new(&stop) };
-                    let on = (OpenDevice::Cpu, &world);
-                    let mut recipe = recipe.clone();
-                    moh_train::run(&mut recipe, path, None, on, options, &mut heard)
-                });
-                world.close().unwrap();
-                found
-            })
+    let stop = AtomicBool::new(false);
+    on_ranks(ranks, |world| {
+        let mut heard = |event: Event<'_>| {
+            hear(&event);
+            if let Event::Step { step, .. } = event
+                && Some(step) == stop_at
+            {
+                stop.store(true, Ordering::Relaxed);
+            }
         };
-        let threads: Vec<_> = World::threads(ranks).into_iter().map(run).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        let (path, on) = (Path::new("recipe.toml"), (OpenDevice::Cpu, world));
+        let options = RunOptions { gradient_faults: faults, ..RunOptions::new(&stop) };
+        moh_train::run(&mut recipe.clone(), path, None, on, options, &mut heard)
     })
 }
 
