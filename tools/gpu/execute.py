@@ -17,7 +17,7 @@ from dataclasses import dataclass
 HEAD_BYTES = 4 << 20
 TAIL_BYTES = 256 << 10
 # A program that prints more than this, both streams together, is killed.
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 # Seconds between SIGTERM and SIGKILL, and maximum seconds until a killed process is gone.
 GRACE = 1.0
 # Seconds to wait for the end of the output after the program has ended: a process that left the
@@ -97,7 +97,7 @@ def execute(command, *, seconds, environment=None, folder=None, stopped=lambda: 
     why = {
         "timed out": f"took more than {seconds:.0f} seconds",
         "stopped": "this program was told to stop",
-        "flooded": f"printed more than {MOST_BYTES >> 20} MiB",
+        "flooded": f"printed more than {MAX_BYTES >> 20} MiB",
     }.get(ended, "")
     if process.returncode is None:
         why = ", ".join(filter(None, [why, "and did not end when killed"]))
@@ -116,7 +116,7 @@ def _watch(process, selector, streams, end, stopped):
         _read(selector, streams, POLL)
         if _has_ended(process):
             return "exited"
-        if sum(stream.length for stream in streams.values()) > MOST_BYTES:
+        if sum(stream.length for stream in streams.values()) > MAX_BYTES:
             return "flooded"
         if stopped():
             return "stopped"

@@ -15,8 +15,8 @@ from pathlib import Path
 import cases
 
 # Of the labels of relative errors, and of the metrics of a kernel.
-MOST_LABELS = 100
-MOST_METRICS = 400
+MAX_LABELS = 100
+MAX_METRICS = 400
 # Maximum seconds of looking for JSON: output with many braces takes one attempt each.
 SEARCH = 1.0
 
@@ -146,7 +146,7 @@ def tests(finished, case):
         error = float(error) if error != "NaN" else float("inf")
         name = f"{what} {kind}"
         largest[name] = max(largest.get(name, 0.0), error)
-    names = sorted(largest, key=lambda name: largest[name], reverse=True)[:MOST_LABELS]
+    names = sorted(largest, key=lambda name: largest[name], reverse=True)[:MAX_LABELS]
     result = {"passed": passed, "failed": failed,
               "largest_relative_errors": {name: largest[name] for name in names}}
     if ignored:
@@ -213,7 +213,7 @@ def ncu(finished, _case):
         if not name or value is None:
             continue
         kernel = kernels.setdefault(row["ID"], {"kernel": row["Kernel Name"], "metrics": {}})
-        if len(kernel["metrics"]) < MOST_METRICS:
+        if len(kernel["metrics"]) < MAX_METRICS:
             kernel["metrics"].setdefault(name, [value, row.get("Metric Unit") or ""])
     if not kernels:
         raise Unreadable("the table of ncu has no metric: no kernel has the name")

@@ -9,7 +9,7 @@ import os
 import sys
 
 # Maximum bytes of one row; a larger result is left out, and the row states so.
-MOST_ROW = 256 << 10
+MAX_ROW = 256 << 10
 # What a run's header says of the machine and of the programs.
 SETUP = ["gpu", "commit"]
 
@@ -17,7 +17,7 @@ SETUP = ["gpu", "commit"]
 def append(path, row):
     """Appends a row, or prints it if that fails; returns it as it was written."""
     data = json.dumps(row).encode()
-    if len(data) > MOST_ROW:
+    if len(data) > MAX_ROW:
         row = row | {"result": None, "why": f"a result of {len(data)} bytes was left out"}
         if row["status"] == "passed":
             row["status"] = "unreadable output"

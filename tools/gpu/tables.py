@@ -8,7 +8,7 @@ import json
 import signal
 
 # Of a text in a table.
-MOST_WORDS = 160
+MAX_WORDS = 160
 
 
 def document(files):
@@ -82,11 +82,11 @@ def code(row):
 def reason(row):
     """Why a case did not pass: the recorded reason, or the last line of output."""
     if row.get("why"):
-        return row["why"].strip().splitlines()[-1][:MOST_WORDS]
+        return row["why"].strip().splitlines()[-1][:MAX_WORDS]
     for stream in ["stderr_end", "stdout_end"]:
         lines = [line for line in row.get(stream, "").splitlines() if line.strip()]
         if lines:
-            return lines[-1].strip()[:MOST_WORDS]
+            return lines[-1].strip()[:MAX_WORDS]
     return "printed nothing"
 
 
@@ -107,7 +107,7 @@ def tests(row):
     errors = list(found["largest_relative_errors"].items())[:8]
     return [[found["passed"], found["failed"],
              ", ".join(f"{what} {error:.1e}" for what, error in errors),
-             "; ".join([*found.get("failed_tests", []), *found.get("skipped", [])])[:MOST_WORDS]]]
+             "; ".join([*found.get("failed_tests", []), *found.get("skipped", [])])[:MAX_WORDS]]]
 
 
 OPERATIONS = ["instructions", "USETMAXREG", "HGMMA", "LDL", "STL", "UTMALDG", "UBLKCP", "UBLKRED"]
@@ -157,7 +157,7 @@ def step(row):
 
 
 # Of the GPU's time in a step: the table sums up the kernels below it.
-LEAST_SHARE = 0.001
+MIN_SHARE = 0.001
 
 
 def kernels(row):
@@ -166,9 +166,9 @@ def kernels(row):
     elapsed = found["elapsed_seconds"]
 
     def line(name, launches, seconds):
-        return [name[:MOST_WORDS], launches, milliseconds(seconds, 2), f"{seconds / elapsed:.1%}"]
+        return [name[:MAX_WORDS], launches, milliseconds(seconds, 2), f"{seconds / elapsed:.1%}"]
 
-    shown = [kernel for kernel in found["kernels"] if kernel["seconds"] >= LEAST_SHARE * elapsed]
+    shown = [kernel for kernel in found["kernels"] if kernel["seconds"] >= MIN_SHARE * elapsed]
     rest = [kernel for kernel in found["kernels"] if kernel not in shown]
     return [*(line(kernel["name"], kernel["launches"], kernel["seconds"]) for kernel in shown),
             line(f"{len(rest)} others", sum(kernel["launches"] for kernel in rest),

@@ -11,10 +11,10 @@ import torch
 from gpu_timing import DEVICE, median_ms
 
 # bf16 rounds inputs, probabilities and results to 8 bits: correct kernels stay under 1e-2.
-LARGEST_ERROR = 2e-2
+MAX_ERROR = 2e-2
 # The longest sequence that is checked in full. The scores of one head take 4 bytes per pair of
 # tokens, so longer ones are checked on CHECKED_INSTEAD tokens.
-LONGEST_CHECKED = 8192
+MAX_CHECKED = 8192
 CHECKED_INSTEAD = 2048
 # The compared fractions of active heads, and of shared heads.
 SHARED = {0.75: 0.5, 0.5: 0.25}
@@ -94,7 +94,7 @@ class Case:
         for name, tensor, answer in zip(names, found, self.answers):
             error = ((tensor.float() - answer).norm() / answer.norm()).item()
             # The comparison is false for NaN.
-            if not error <= LARGEST_ERROR:
+            if not error <= MAX_ERROR:
                 raise Wrong(f"{name}: relative error {error:.2e}")
             largest = max(largest, error)
         return largest
@@ -119,7 +119,7 @@ def measure(case, build, options):
     """
     call, prepare = build(case)
     checked, checked_call = case, call
-    if case.length > LONGEST_CHECKED:
+    if case.length > MAX_CHECKED:
         checked = Case(options, CHECKED_INSTEAD, case.active, case.backward)
         checked_call = build(checked)[0]
     yield {"checked_length": checked.length, "relative_error": checked.check(checked_call, False)}

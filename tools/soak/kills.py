@@ -9,7 +9,7 @@ from pathlib import Path
 from workplace import Workplace, programs_below, remove, steps
 
 # Times that one run is killed at most: it would never finish if it lost its progress.
-MOST_RESTARTS = 200
+MAX_RESTARTS = 200
 # Starts without a new checkpoint after which a run may go on for twice as long.
 IDLE_STARTS = 5
 
@@ -57,7 +57,7 @@ def until(workplace: Workplace, count: int, duration: float, start_and_kill) -> 
         while start_and_kill(run, duration * (1 + idle / IDLE_STARTS)):
             kills, restarts = kills + 1, restarts + 1
             newest = max(steps(run), default=0)
-            if newest < step or restarts > MOST_RESTARTS:
+            if newest < step or restarts > MAX_RESTARTS:
                 raise SystemExit(f"{run} after {restarts} kills: step {newest} after {step}: {workplace.log(run)}")
             step, idle = newest, idle + 1 if newest == step else 0
             checkpoints = run / "checkpoints"

@@ -10,19 +10,19 @@ use crate::scratch::with_scratch;
 /// Maximum rows of the left matrix: the other implementations copy the right matrix, which costs
 /// more than reading it once per row. f32 gains less from a copy than bf16.
 const MAX_ROWS: usize = 4;
-const MOST_ROWS_F32: usize = 7;
+const MAX_ROWS_F32: usize = 7;
 /// Vectors of partial sums per inner product.
 const ACCUMULATORS: usize = 4;
 
 /// Whether the left matrix has few rows and both matrices are contiguous along k.
 pub(super) fn applies<A, B: Element>(left: &Matrix<'_, A>, right: &Matrix<'_, B>) -> bool {
-    let most = if B::DTYPE == DType::F32 { MOST_ROWS_F32 } else { MAX_ROWS };
+    let most = if B::DTYPE == DType::F32 { MAX_ROWS_F32 } else { MAX_ROWS };
     left.rows <= most && left.column_stride == 1 && right.row_stride == 1
 }
 
 /// The most scratch, in elements, of a matmul of at most `most` terms.
 pub(super) fn most_scratch(most: usize) -> [usize; 1] {
-    [MOST_ROWS_F32.saturating_mul(most)]
+    [MAX_ROWS_F32.saturating_mul(most)]
 }
 
 /// `out = scale * left right`, plus the destination's addend.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crate::plan::units::ranks as counted;
 use crate::recipe::Fault;
-use crate::rewinds::MOST_ATTEMPTS;
+use crate::rewinds::MAX_ATTEMPTS;
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
@@ -249,7 +249,7 @@ pub enum Error {
     /// Steps were not applied, although the run has passed over their samples several times.
     #[error(
         "{}: the steps {first} to {last} were not applied, after the run has returned from here \
-         {MOST_ATTEMPTS} times and passed over other samples: use a lower learning_rate.max or a longer \
+         {MAX_ATTEMPTS} times and passed over other samples: use a lower learning_rate.max or a longer \
          warm-up, in another run.dir",
         path.display()
     )]

@@ -16,7 +16,7 @@ use crate::error::unless_missing;
 use crate::{Error, Ranks, Recipe, RunDirectory};
 
 /// Returns from one place of a run, after which it ends: other samples have not helped.
-pub const MOST_ATTEMPTS: u64 = 3;
+pub const MAX_ATTEMPTS: u64 = 3;
 
 /// Maximum bytes of the file.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -176,7 +176,7 @@ impl Rewinds {
     /// them, or before the step of the last rewind if that was from the same place.
     ///
     /// # Errors
-    /// Fails after [`MOST_ATTEMPTS`] from the same place.
+    /// Fails after [`MAX_ATTEMPTS`] from the same place.
     pub(crate) fn next(
         &self,
         recipe: &Recipe,
@@ -189,7 +189,7 @@ impl Rewinds {
             |before: &&Rewind| first <= before.skipped_steps[1].saturating_add(distance);
         let before = self.last().filter(is_same_place);
         let attempt = before.map_or(1, |before| before.attempt + 1);
-        if attempt > MOST_ATTEMPTS {
+        if attempt > MAX_ATTEMPTS {
             let path = run.rewinds();
             return Err(Error::RewoundTooOften { path, first, last });
         }

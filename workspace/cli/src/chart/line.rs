@@ -8,7 +8,7 @@ use super::thin::thin;
 use super::{COLORS, DASHES, STYLE, at, shorten, width};
 
 /// Curves of at most this many points show each of them, with its numbers.
-const MOST_DOTS: usize = 120;
+const MAX_DOTS: usize = 120;
 
 /// Height of the row of numbers below the plot, with the axis' name.
 const BELOW: f64 = 36.0;
@@ -394,7 +394,7 @@ fn dots(line: &Line, plot: &Plot) -> Markup {
     let points: Vec<&(f64, f64)> =
         line.points.iter().filter(|point| plot.contains(**point)).collect();
     html! {
-        @if points.len() <= MOST_DOTS {
+        @if points.len() <= MAX_DOTS {
             g class=(line.look.color_class()) {
                 @for &(x, y) in points {
                     circle class="dot" r="3.5" cx=(at(plot.x(x))) cy=(at(plot.y(y))) {

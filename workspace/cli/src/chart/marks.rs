@@ -8,10 +8,10 @@ use super::{at, shorten, width};
 const ROW: f64 = 16.0;
 
 /// Labels beyond this many rows are left out, as their lines are then all one sees.
-const MOST_ROWS: usize = 4;
+const MAX_ROWS: usize = 4;
 
 /// Marks beyond this many are left out.
-const MOST_MARKS: usize = 60;
+const MAX_MARKS: usize = 60;
 
 /// Pixels between a line and its label, or between two labels.
 const GAP: f64 = 5.0;
@@ -53,7 +53,7 @@ pub(super) struct Placed {
 pub(super) fn shown(marks: &[Mark]) -> Vec<&Mark> {
     let mut shown: Vec<&Mark> = marks.iter().collect();
     shown.sort_by_key(|mark| mark.kind != MarkKind::Stage);
-    shown.truncate(MOST_MARKS);
+    shown.truncate(MAX_MARKS);
     shown
 }
 
@@ -63,7 +63,7 @@ pub(super) fn placed(
     labels: impl IntoIterator<Item = (f64, String)>,
     (left, right): (f64, f64),
 ) -> Vec<Placed> {
-    let mut rows: [Vec<(f64, f64)>; MOST_ROWS] = Default::default();
+    let mut rows: [Vec<(f64, f64)>; MAX_ROWS] = Default::default();
     let most = ((right - left) * 0.7 / width("m")) as usize;
     let mut found = Vec::new();
     for (x, label) in labels {
@@ -74,7 +74,7 @@ pub(super) fn placed(
         let end = start + long + GAP;
         let is_free =
             |row: &Vec<(f64, f64)>| row.iter().all(|taken| end <= taken.0 || taken.1 <= start);
-        let row = rows.iter().position(is_free).unwrap_or(MOST_ROWS);
+        let row = rows.iter().position(is_free).unwrap_or(MAX_ROWS);
         if let Some(taken) = rows.get_mut(row) {
             taken.push((start, end));
         }
@@ -85,13 +85,13 @@ pub(super) fn placed(
 
 /// The height of rows of labels.
 pub(super) fn height(labels: &[Placed]) -> f64 {
-    let rows = labels.iter().map(|label| label.row + 1).max().unwrap_or(0).min(MOST_ROWS);
+    let rows = labels.iter().map(|label| label.row + 1).max().unwrap_or(0).min(MAX_ROWS);
     rows as f64 * ROW
 }
 
 /// The base line of a label whose rows begin above `top`; `None` if it is beyond the rows.
 pub(super) fn base_line(label: &Placed, top: f64) -> Option<f64> {
-    (label.row < MOST_ROWS).then_some(top - ROW * label.row as f64 - 5.0)
+    (label.row < MAX_ROWS).then_some(top - ROW * label.row as f64 - 5.0)
 }
 
 /// Draws lines down to `bottom` from their labels, whose rows begin above `top`.
@@ -133,13 +133,13 @@ mod tests {
         let mut marks: Vec<Mark> = (0..500).map(|x| mark(x, MarkKind::Rewind)).collect();
         marks.push(mark(499, MarkKind::Stage));
         let shown = shown(&marks);
-        assert_eq!(shown.len(), MOST_MARKS);
+        assert_eq!(shown.len(), MAX_MARKS);
         let found = placed(shown.iter().map(|mark| (mark.at, mark.label.clone())), (0.0, 500.0));
         assert_eq!((found[0].x, found[0].row), (499.0, 0), "the stage has its label");
-        assert_eq!(height(&found), MOST_ROWS as f64 * ROW);
+        assert_eq!(height(&found), MAX_ROWS as f64 * ROW);
         assert_eq!(
             found.iter().filter_map(|label| base_line(label, 0.0)).count(),
-            found.iter().filter(|label| label.row < MOST_ROWS).count()
+            found.iter().filter(|label| label.row < MAX_ROWS).count()
         );
     }
 }

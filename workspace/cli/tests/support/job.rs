@@ -17,7 +17,7 @@ mod launcher;
 pub const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-train");
 
 /// Maximum ranks of a job.
-const MOST_RANKS: usize = 4;
+const MAX_RANKS: usize = 4;
 
 /// The recipe after its head: 80 steps of 6 micro-batches.
 const RECIPE: &str = r#"
@@ -105,7 +105,7 @@ impl Drop for Job {
         // A process that has ended cannot be killed.
         let _ = self.mpirun.kill();
         let _ = self.mpirun.wait();
-        for process in (0..MOST_RANKS).filter_map(|rank| process_of(&self.dir, rank)) {
+        for process in (0..MAX_RANKS).filter_map(|rank| process_of(&self.dir, rank)) {
             let _ = Command::new("kill").args(["-KILL", &process.to_string()]).status();
         }
     }

@@ -12,9 +12,9 @@ use crate::recipe::{Recipe, Stage};
 /// Number of layouts shown for each stage.
 const SHOWN: usize = 5;
 /// Maximum micro-batch: matmuls do not get faster beyond this.
-const MOST_SEQUENCES: u64 = 64;
+const MAX_SEQUENCES: u64 = 64;
 /// Maximum chunks of a pipeline: no model has as many blocks.
-const MOST_PARTS: usize = 256;
+const MAX_PARTS: usize = 256;
 
 /// The fastest layouts of each stage of a recipe.
 #[derive(Debug, Clone, PartialEq)]
@@ -120,7 +120,7 @@ fn suggest(
 /// and every chunk of a pipeline has at least one block.
 fn layouts(model: &ModelConfig, ranks: usize, hardware: &Hardware) -> Vec<Layout> {
     let (groups, blocks) = (model.num_key_value_heads, model.num_hidden_layers);
-    let most = blocks.min(MOST_PARTS);
+    let most = blocks.min(MAX_PARTS);
     let mut layouts = Vec::new();
     for tensor in (1..=groups.min(hardware.node.ranks)).filter(|&tensor| {
         [groups, hardware.node.ranks, ranks].iter().all(|count| count.is_multiple_of(tensor))
@@ -146,7 +146,7 @@ fn micro_batches(recipe: &Recipe, stage: &Stage) -> impl Iterator<Item = usize> 
     let sequences = stage.batch_sequences(recipe.data.sequence_length);
     let divides = move |&count: &u64| sequences.is_multiple_of(count);
     // At most 64, so the conversion is exact.
-    (1..=MOST_SEQUENCES.min(sequences)).filter(divides).map(|count| count as usize)
+    (1..=MAX_SEQUENCES.min(sequences)).filter(divides).map(|count| count as usize)
 }
 
 /// Whether every data rank has a micro-batch, and an interleaved pipeline at least as many as it

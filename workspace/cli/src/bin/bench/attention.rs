@@ -19,7 +19,7 @@ use crate::report;
 use crate::timing::Times;
 
 /// Minimum runs of every case.
-const FEWEST_RUNS: usize = 3;
+const MIN_RUNS: usize = 3;
 /// Maximum tokens of a measurement: a larger number is a typing error.
 const MAX_TOKENS: usize = 1 << 24;
 
@@ -226,7 +226,7 @@ impl Job<'_> {
         }
         backend.synchronize()?;
         let spent = |rows: &[Row]| -> f64 { rows.iter().map(Row::spent).sum() };
-        while rows.iter().any(|row| row.forward.len() < FEWEST_RUNS)
+        while rows.iter().any(|row| row.forward.len() < MIN_RUNS)
             || spent(&rows) < self.arguments.seconds
         {
             for (case, row) in cases.iter_mut().zip(&mut rows) {

@@ -8,9 +8,9 @@ use serde_json::{Value, json};
 use crate::report::table;
 
 /// Rows of the table as text; JSON has all.
-const MOST_ROWS: usize = 25;
+const MAX_ROWS: usize = 25;
 /// Characters of a kernel's name in the text: those of libraries have hundreds.
-const MOST_CHARACTERS: usize = 72;
+const MAX_CHARACTERS: usize = 72;
 
 /// The kernels, copies and fills of a step.
 #[derive(Debug, Clone, PartialEq)]
@@ -80,10 +80,10 @@ impl KernelTimes {
             format!("{:.1}%", 100.0 * nanoseconds as f64 / self.elapsed.max(1) as f64)
         };
         let row = |name: &str, launches: String, nanoseconds: u64| {
-            let name = name.chars().take(MOST_CHARACTERS).collect();
+            let name = name.chars().take(MAX_CHARACTERS).collect();
             [name, launches, milliseconds(nanoseconds), share(nanoseconds)]
         };
-        let (shown, rest) = self.kernels.split_at(self.kernels.len().min(MOST_ROWS));
+        let (shown, rest) = self.kernels.split_at(self.kernels.len().min(MAX_ROWS));
         let mut rows: Vec<_> = shown
             .iter()
             .map(|kernel| row(&kernel.name, kernel.launches.to_string(), kernel.nanoseconds))

@@ -22,9 +22,9 @@ use crate::timing::Rates;
 use moh_cli::processor::{Processor, plural};
 
 /// Minimum bytes that are read or copied, if the caches are small or not known.
-const LEAST_BYTES: u64 = 256 << 20;
+const MIN_BYTES: u64 = 256 << 20;
 /// Maximum bytes.
-const MOST_BYTES: u64 = 2 << 30;
+const MAX_BYTES: u64 = 2 << 30;
 /// Words that one task reads; as many bytes as one task of the copy.
 const PART: usize = 256 * 1024 / size_of::<u64>();
 
@@ -103,7 +103,7 @@ pub fn run(arguments: &MachineArguments) -> anyhow::Result<()> {
 /// Bytes to read or copy, of which the caches hold a part only.
 fn bytes(last_level_cache: Option<u64>) -> usize {
     let twice = last_level_cache.unwrap_or(0).saturating_mul(2);
-    twice.clamp(LEAST_BYTES, MOST_BYTES) as usize
+    twice.clamp(MIN_BYTES, MAX_BYTES) as usize
 }
 
 /// The first of Linux's load averages: that of the last minute.

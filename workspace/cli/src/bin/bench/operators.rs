@@ -13,7 +13,7 @@ use crate::report;
 use crate::timing::Times;
 
 /// Minimum runs of a case, after one to warm up.
-const FEWEST_RUNS: usize = 3;
+const MIN_RUNS: usize = 3;
 
 #[derive(clap::Args)]
 pub struct OperatorsArguments {
@@ -91,7 +91,7 @@ impl<B: Backend> InElements for Cases<'_, B> {
         let cases = cases::all::<B, T>(bench.sizes).into_iter().filter(|case| chosen(&case.name));
         let measure = |case: Case<B>| {
             let mut run = case.prepare(&bench.backend)?;
-            let times = bench.repeat(FEWEST_RUNS, arguments.seconds, || run(&bench.backend))?;
+            let times = bench.repeat(MIN_RUNS, arguments.seconds, || run(&bench.backend))?;
             Ok(Row { name: case.name, dtype: T::ELEMENT, work: case.work, times })
         };
         cases.map(measure).collect()

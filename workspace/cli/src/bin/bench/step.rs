@@ -23,7 +23,7 @@ use crate::timing::Times;
 /// Seconds of the measured steps together, if their number is not given.
 const SECONDS: f64 = 5.0;
 /// Minimum number of steps then.
-const FEWEST_STEPS: usize = 3;
+const MIN_STEPS: usize = 3;
 /// Seed of the weights and of the tokens.
 const SEED: u64 = 0;
 
@@ -130,7 +130,7 @@ fn measure<B: Backend + Clone, T: Element, G: Element, M: Element>(
     let first = first.unwrap_or(last);
     let enough = |times: &Times| match arguments.steps {
         Some(steps) => times.len() >= steps as usize,
-        None => times.len() >= FEWEST_STEPS && times.total() >= SECONDS,
+        None => times.len() >= MIN_STEPS && times.total() >= SECONDS,
     };
     while !enough(&times) {
         last = times.time(1, &mut step)?;

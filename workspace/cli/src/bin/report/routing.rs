@@ -12,7 +12,7 @@ use crate::curves::{each, label};
 use crate::figure;
 
 /// Maps of a run: each has a cell for every layer and head.
-const MOST_MAPS: usize = 24;
+const MAX_MAPS: usize = 24;
 
 /// The share of tokens that select a head; 0 without tokens.
 fn share(line: &RoutingLine, selected: u64) -> f64 {
@@ -126,12 +126,12 @@ pub(crate) fn section(logs: &[RunLog]) -> Markup {
             @for log in logs.iter().filter(|log| !log.routing.is_empty()) {
                 @if logs.len() > 1 { h3 { (log.name) } }
                 div class="panels" {
-                    @for evaluation in by_set(log).into_iter().take(MOST_MAPS) {
+                    @for evaluation in by_set(log).into_iter().take(MAX_MAPS) {
                         (Shown(evaluation).figure(log))
                     }
                 }
-                @if log.routing.len() > MOST_MAPS {
-                    p class="note" { "The first " (MOST_MAPS) " of " (log.routing.len()) " maps." }
+                @if log.routing.len() > MAX_MAPS {
+                    p class="note" { "The first " (MAX_MAPS) " of " (log.routing.len()) " maps." }
                 }
             }
             (over_layers(logs))
