@@ -79,10 +79,21 @@ fn emulated() -> Option<Cuda> {
     None
 }
 
+/// Opened once for each thread, and so for each test: the tests share no scratch memory.
+#[cfg(feature = "cuda")]
 fn gpu() -> Option<Cuda> {
-    #[cfg(feature = "cuda")]
-    return std::env::var_os("MOH_TEST_GPU").map(|_| Cuda::new(0).unwrap());
-    #[cfg(not(feature = "cuda"))]
+    // The driver's context is destroyed with the process's last GPU, and is slow to create again.
+    static FIRST: std::sync::OnceLock<Cuda> = std::sync::OnceLock::new();
+    thread_local! {
+        static OWN: Cuda = Cuda::new(0).unwrap();
+    }
+    std::env::var_os("MOH_TEST_GPU")?;
+    FIRST.get_or_init(|| Cuda::new(0).unwrap());
+    Some(OWN.with(Cuda::clone))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn gpu() -> Option<Cuda> {
     None
 }
 
