@@ -131,11 +131,11 @@ pub(super) fn scratch<F: Factor>(arch: Arch, shape: &AttentionShape) -> [usize; 
     let factors = |count: usize| count / F::TERMS;
     let (keys, columns, tile) = (rows * padded, padded * lanes, lanes * width);
     // If a factor has one term, both layouts of the keys are the same.
-    let transpose_scratch = if F::TERMS == 1 { 0 } else { factors(keys) };
+    let transposed = if F::TERMS == 1 { 0 } else { factors(keys) };
     let block = factors(KEYS * lanes);
     [
         factors(keys),
-        transpose_scratch,
+        transposed,
         factors(keys),
         factors(columns),
         factors(columns),
@@ -166,7 +166,7 @@ fn backward_task<T: Element, F: Factor>(
     let padded = head_dim.next_multiple_of(F::MULTIPLE);
     let width = width::<F>(head_dim, lanes);
     with_scratch(self::scratch::<F>(arch, shape), |scratch| {
-        let [operands @ .., p, d_p, d_q, transpose_scratch, d_keys, d_values] = scratch;
+        let [operands @ .., p, d_p, d_q, transposed, d_keys, d_values] = scratch;
         let [keys, keys_transposed, values, q, d_o, q_rows, d_o_rows, p_rows, d_s_keys, d_s_rows] =
             operands.map(as_factors::<F>);
         let key_values = KeyValues::Contiguous {
@@ -180,7 +180,7 @@ fn backward_task<T: Element, F: Factor>(
         let (keys, keys_transposed) = if F::TERMS == 1 {
             (&*keys, &*keys)
         } else {
-            let part = &mut as_factors(transpose_scratch)[..q.len()];
+            let part = &mut as_factors(transposed)[..q.len()];
             let key = |position| source.key(position);
             gather_along_keys(key_length, key, padded, part, keys_transposed);
             (&*keys, &*keys_transposed)
@@ -191,7 +191,7 @@ fn backward_task<T: Element, F: Factor>(
         let process = |tile: &[Row]| {
             let queries = tile_rows(saved.qkv, (query_stride, head_dim), tile);
             let outputs = tile_rows(saved.d_out, (heads * head_dim, head_dim), tile);
-            let rows = &mut as_factors(transpose_scratch)[..q.len()];
+            let rows = &mut as_factors(transposed)[..q.len()];
             gather_columns(tile.len(), &queries, lanes, rows, q);
             gather_columns(tile.len(), &outputs, lanes, rows, d_o);
             gather_along_rows(tile.len(), &queries, width, q_rows);
@@ -221,7 +221,7 @@ fn backward_task<T: Element, F: Factor>(
                 gradients.set_delta(row, delta);
                 gradients.head(row.token, row.head * head_dim, head_dim)
             });
-            scatter_columns(d_q, &[scale; MAX_ROWS][..lanes], transpose_scratch, rows);
+            scatter_columns(d_q, &[scale; MAX_ROWS][..lanes], transposed, rows);
         };
         for_each_tile(args, task, lanes, process, |row| {
             gradients.set_delta(row, 0.0);

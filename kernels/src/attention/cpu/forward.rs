@@ -111,46 +111,37 @@ fn forward_task<T: Element, F: Factor>(
     let shape = &args.shape;
     let (head_dim, lanes) = (shape.head_dim, arch.dispatch(NumLanes));
     let padded = head_dim.next_multiple_of(F::MULTIPLE);
-    with_scratch(
-        scratch::<F>(arch, shape),
-        |[keys, values, q, scores, factors, o, transpose_scratch]| {
-            let [keys, values, q, factors] = [keys, values, q, factors].map(as_factors::<F>);
-            let source = HeadRows::new(*shape, key_values, task);
-            gather_rows(shape.key_length, |position| source.key(position), padded, keys);
-            let part = &mut as_factors(transpose_scratch)[..q.len()];
-            gather_along_keys(
-                shape.key_length,
-                |position| source.value(position),
-                padded,
-                part,
-                values,
-            );
-            let head = Head { padded };
-            let process = |tile: &[Row]| {
-                let row = tile_rows(queries, (shape.query_stride, head_dim), tile);
-                gather_columns(
-                    tile.len(),
-                    row,
-                    lanes,
-                    &mut as_factors(transpose_scratch)[..q.len()],
-                    q,
-                );
-                let (scores, factors, o) = (&mut *scores, &mut *factors, &mut *o);
-                let work = ForwardTile { args, head, keys, values, tile, q, scores, factors, o };
-                let softmax = F::dispatch(arch, work);
-                let mut output_scales = [0f32; MAX_ROWS];
-                for (lane, &row) in tile.iter().enumerate() {
-                    output_scales[lane] = args.weight(row) / softmax.sum[lane];
-                }
-                let rows = tile.iter().enumerate().map(|(lane, &row)| {
-                    let (out, log_sum_exp) = outputs.row(row, head_dim);
-                    let (maximum, sum) = (softmax.maximum[lane], softmax.sum[lane]);
-                    *log_sum_exp = maximum * std::f32::consts::LN_2 + sum.ln();
-                    out
-                });
-                scatter_columns(o, &output_scales[..lanes], transpose_scratch, rows);
-            };
-            for_each_tile(args, task, lanes, process, |row| outputs.skip(row, head_dim));
-        },
-    );
+    with_scratch(scratch::<F>(arch, shape), |[keys, values, q, scores, factors, o, transposed]| {
+        let [keys, values, q, factors] = [keys, values, q, factors].map(as_factors::<F>);
+        let source = HeadRows::new(*shape, key_values, task);
+        gather_rows(shape.key_length, |position| source.key(position), padded, keys);
+        let part = &mut as_factors(transposed)[..q.len()];
+        gather_along_keys(
+            shape.key_length,
+            |position| source.value(position),
+            padded,
+            part,
+            values,
+        );
+        let head = Head { padded };
+        let process = |tile: &[Row]| {
+            let row = tile_rows(queries, (shape.query_stride, head_dim), tile);
+            gather_columns(tile.len(), row, lanes, &mut as_factors(transposed)[..q.len()], q);
+            let (scores, factors, o) = (&mut *scores, &mut *factors, &mut *o);
+            let work = ForwardTile { args, head, keys, values, tile, q, scores, factors, o };
+            let softmax = F::dispatch(arch, work);
+            let mut output_scales = [0f32; MAX_ROWS];
+            for (lane, &row) in tile.iter().enumerate() {
+                output_scales[lane] = args.weight(row) / softmax.sum[lane];
+            }
+            let rows = tile.iter().enumerate().map(|(lane, &row)| {
+                let (out, log_sum_exp) = outputs.row(row, head_dim);
+                let (maximum, sum) = (softmax.maximum[lane], softmax.sum[lane]);
+                *log_sum_exp = maximum * std::f32::consts::LN_2 + sum.ln();
+                out
+            });
+            scatter_columns(o, &output_scales[..lanes], transposed, rows);
+        };
+        for_each_tile(args, task, lanes, process, |row| outputs.skip(row, head_dim));
+    });
 }
