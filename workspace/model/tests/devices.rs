@@ -3,8 +3,13 @@
 #![cfg(any(feature = "cuda", feature = "cuda-emulator"))]
 #![allow(clippy::unwrap_used)]
 
+#[cfg(feature = "cuda")]
+#[path = "../../../kernels/tests/operators/reference/gpu.rs"]
+mod gpu;
 mod support;
 
+#[cfg(feature = "cuda")]
+use gpu::gpu;
 use half::bf16;
 #[cfg(feature = "cuda-emulator")]
 use moh_kernels::adamw::AdamW;
@@ -77,19 +82,6 @@ fn emulated() -> Option<Cuda> {
     return Some(Cuda::emulated());
     #[cfg(not(feature = "cuda-emulator"))]
     None
-}
-
-/// Opened once for each thread, and so for each test: the tests share no scratch memory.
-#[cfg(feature = "cuda")]
-fn gpu() -> Option<Cuda> {
-    // The driver's context is destroyed with the process's last GPU, and is slow to create again.
-    static FIRST: std::sync::OnceLock<Cuda> = std::sync::OnceLock::new();
-    thread_local! {
-        static OWN: Cuda = Cuda::new(0).unwrap();
-    }
-    std::env::var_os("MOH_TEST_GPU")?;
-    FIRST.get_or_init(|| Cuda::new(0).unwrap());
-    Some(OWN.with(Cuda::clone))
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -5,7 +5,12 @@
 //! reference have the same inputs and select the same heads.
 
 pub mod attention;
+#[cfg(feature = "cuda")]
+mod gpu;
 pub mod operators;
+
+#[cfg(feature = "cuda")]
+pub use gpu::gpu;
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType as CandleType, Device, Shape, Tensor, Var};
@@ -45,21 +50,6 @@ macro_rules! on_each_device {
             $body;
         }
     }};
-}
-
-/// The first GPU, where the variable MOH_TEST_GPU is set: a machine that compiles for GPUs need not
-/// have one. It is opened once for each thread, and so for each test.
-#[cfg(feature = "cuda")]
-pub fn gpu() -> Option<moh_kernels::Cuda> {
-    use moh_kernels::Cuda;
-    // The driver's context is destroyed with the process's last GPU, and is slow to create again.
-    static FIRST: std::sync::OnceLock<Cuda> = std::sync::OnceLock::new();
-    thread_local! {
-        static OWN: Cuda = Cuda::new(0).unwrap();
-    }
-    std::env::var_os("MOH_TEST_GPU")?;
-    FIRST.get_or_init(|| Cuda::new(0).unwrap());
-    Some(OWN.with(Cuda::clone))
 }
 
 /// Devices for the ranks of a test.

@@ -1,0 +1,18 @@
+//! The GPU of a test.
+
+use std::sync::OnceLock;
+
+use moh_kernels::Cuda;
+
+/// The first GPU, where the variable MOH_TEST_GPU is set: a machine that compiles for GPUs need not
+/// have one. It is opened once for each thread, and so for each test.
+pub fn gpu() -> Option<Cuda> {
+    // The driver's context is destroyed with the process's last GPU, and is slow to create again.
+    static FIRST: OnceLock<Cuda> = OnceLock::new();
+    thread_local! {
+        static OWN: Cuda = Cuda::new(0).unwrap();
+    }
+    std::env::var_os("MOH_TEST_GPU")?;
+    FIRST.get_or_init(|| Cuda::new(0).unwrap());
+    Some(OWN.with(Cuda::clone))
+}
