@@ -1,5 +1,5 @@
 //! Shared by the command-line programs: exit codes, signals, progress, models, chat templates, time limits, the
-//! processor, the view of a run, and charts of it.
+//! processor, the view of a run, charts of it, and its page.
 
 pub mod chart;
 pub mod chat;
@@ -11,6 +11,7 @@ pub mod models;
 pub mod processor;
 pub mod progress;
 pub mod replay_table;
+pub mod report;
 pub mod run_log;
 pub mod run_view;
 pub mod signals;

@@ -1,33 +1,15 @@
 //! `moh-report`: a page that shows one run, or compares several.
 
-mod curves;
-mod figure;
-mod guard;
 mod http;
-mod losses;
-mod numbers;
-mod overview;
-mod page;
-mod recipes;
-mod routing;
-mod speed;
 mod watch;
 
-use std::io::{Read as _, Write as _, stdout};
-use std::path::{Path, PathBuf};
+use std::io::{Write as _, stdout};
+use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::SystemTime;
 
-use anyhow::{Context as _, bail};
 use clap::Parser;
 use moh_cli::exit::{self, Usage};
-use moh_cli::run_log::RunLog;
-
-/// The page's name in the directory of a single run.
-const PAGE: &str = "report.html";
-
-/// Bytes at the start of a page in which it says that it is one.
-const HEAD_BYTES: u64 = 1024;
+use moh_cli::report::{self, PAGE};
 
 /// Write a page that shows a run, or compares several
 ///
@@ -82,32 +64,7 @@ fn write(arguments: &Arguments) -> anyhow::Result<()> {
             return Err(Usage(text).into());
         }
     };
-    refuse_other_files(&out, arguments.force)?;
-    let logs = arguments.runs.iter().map(|run| RunLog::read(run)).collect::<Result<_, _>>()?;
-    let page = page::page(&curves::named(logs), SystemTime::now(), None);
-    moh_files::write(&out, page.as_bytes())
-        .with_context(|| format!("{}: cannot be written", out.display()))?;
+    report::write(&arguments.runs, &out, arguments.force)?;
     writeln!(stdout(), "{}", out.display())?;
-    Ok(())
-}
-
-/// Refuses to replace what is no file, and without `force` what this program has not written.
-fn refuse_other_files(path: &Path, force: bool) -> anyhow::Result<()> {
-    let shown = path.display();
-    match std::fs::metadata(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error).with_context(|| shown.to_string()),
-        Ok(data) if !data.is_file() => bail!("{shown}: is not a file: name another one with --out"),
-        Ok(_) if force => return Ok(()),
-        Ok(_) => {}
-    }
-    let mut start = Vec::new();
-    let file = std::fs::File::open(path).with_context(|| shown.to_string())?;
-    file.take(HEAD_BYTES).read_to_end(&mut start).with_context(|| shown.to_string())?;
-    if !page::is_page(&start) {
-        bail!(
-            "{shown}: is not a page of moh-report: name another file with --out, or give --force to replace it"
-        );
-    }
     Ok(())
 }

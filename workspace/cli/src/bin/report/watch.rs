@@ -7,11 +7,10 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, bail};
+use moh_cli::report::{self, Watch};
 use moh_cli::run_log::RunLog;
 
-use crate::curves;
 use crate::http::{self, Answer};
-use crate::page::{self, Watch};
 
 const SCRIPT: &str = include_str!("watch.js");
 
@@ -69,8 +68,8 @@ fn answer(runs: &[PathBuf]) -> Answer {
     // The page says when to ask again, so that this time is needed before it is drawn.
     let watch = Watch { every: EVERY.max(start.elapsed() * PATIENCE) };
     let (status, text) = match logs {
-        Ok(logs) => (200, page::page(&curves::named(logs), SystemTime::now(), Some(watch))),
-        Err(error) => (500, page::error_page(&format!("{error:#}"), watch)),
+        Ok(logs) => (200, report::page(logs, SystemTime::now(), Some(watch))),
+        Err(error) => (500, report::error_page(&format!("{error:#}"), watch)),
     };
     Answer { status, kind: "text/html", text }
 }

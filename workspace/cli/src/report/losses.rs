@@ -1,9 +1,10 @@
 //! The table of losses at the moments of the runs, side by side.
 
 use maud::{Markup, html};
-use moh_cli::run_log::RunLog;
-use moh_cli::summary_table::describe;
 use moh_train::checkpoint::Evaluation;
+
+use crate::run_log::RunLog;
+use crate::summary_table::describe;
 
 /// A loss, and the same in bits per byte.
 type Cell = (f64, Option<f64>);
@@ -16,7 +17,7 @@ struct Row {
 }
 
 /// The table; a sentence if there is no loss yet.
-pub(crate) fn section(logs: &[RunLog]) -> Markup {
+pub(super) fn section(logs: &[RunLog]) -> Markup {
     let rows = rows(logs);
     html! {
         section {

@@ -1,13 +1,12 @@
-//! The page: one file with its style in it, which fetches nothing.
+//! The page as a whole: its head, its style and its sections.
 
 use std::time::{Duration, SystemTime};
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
-use moh_cli::chart;
-use moh_cli::run_log::RunLog;
-use moh_cli::utc;
 
-use crate::{curves, guard, losses, numbers, overview, recipes, routing, speed};
+use super::{curves, guard, losses, numbers, overview, recipes, routing, speed};
+use crate::run_log::RunLog;
+use crate::{chart, utc};
 
 const STYLE: &str = include_str!("page.css");
 
@@ -24,18 +23,19 @@ const WATCH_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-s
 
 /// How a page refreshes itself.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Watch {
+pub struct Watch {
     /// Time between refreshes.
     pub every: Duration,
 }
 
 /// Whether a file that starts with these bytes is such a page.
-pub(crate) fn is_page(start: &[u8]) -> bool {
+pub(super) fn is_page(start: &[u8]) -> bool {
     start.windows(GENERATOR.len()).any(|part| part == GENERATOR.as_bytes())
 }
 
-/// The page of runs at a moment.
-pub(crate) fn page(logs: &[RunLog], now: SystemTime, watch: Option<Watch>) -> String {
+/// The page of runs at the moment `now`. Runs of the same name are told apart by their paths.
+pub fn page(logs: Vec<RunLog>, now: SystemTime, watch: Option<Watch>) -> String {
+    let logs = &curves::named(logs)[..];
     let names: Vec<&str> = logs.iter().map(|log| log.name.as_str()).collect();
     let title = names.join(", ");
     let has_steps = logs.iter().any(|log| !log.steps.all.is_empty());
@@ -63,7 +63,7 @@ pub(crate) fn page(logs: &[RunLog], now: SystemTime, watch: Option<Watch>) -> St
 }
 
 /// The page of an error, which a watched page shows until the next refresh.
-pub(crate) fn error_page(error: &str, watch: Watch) -> String {
+pub fn error_page(error: &str, watch: Watch) -> String {
     shell("error", html! { h1 { "The run cannot be read" } p { (error) } }, Some(watch))
 }
 

@@ -2,10 +2,11 @@
 
 use indicatif::HumanBytes;
 use maud::{Markup, html};
-use moh_cli::chart::COLORS;
-use moh_cli::chart::scale::short;
-use moh_cli::run_log::{RunLog, StageSteps};
 use moh_train::Speed;
+
+use crate::chart::COLORS;
+use crate::chart::scale::short;
+use crate::run_log::{RunLog, StageSteps};
 
 /// Width of the bar of a stage's parts.
 const BAR: f64 = 400.0;
@@ -27,7 +28,7 @@ const PARTS: [Part; 6] = [
 ];
 
 /// The section; nothing for runs whose steps have no times.
-pub(crate) fn section(logs: &[RunLog]) -> Markup {
+pub(super) fn section(logs: &[RunLog]) -> Markup {
     let stages: Vec<(&RunLog, &StageSteps)> = logs
         .iter()
         .flat_map(|log| log.steps.stages.iter().map(move |stage| (log, stage)))
@@ -54,7 +55,7 @@ pub(crate) fn section(logs: &[RunLog]) -> Markup {
 fn name(logs: &[RunLog], log: &RunLog, stage: &StageSteps) -> String {
     match logs.len() {
         1 => stage.name.clone(),
-        _ => format!("{}, {}", crate::curves::label(&log.name), stage.name),
+        _ => format!("{}, {}", super::curves::label(&log.name), stage.name),
     }
 }
 

@@ -3,12 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use maud::{Markup, html};
-use moh_cli::chart::printable;
-use moh_cli::run_log::RunLog;
 use moh_train::run_directory::leaves;
 
+use crate::chart::printable;
+use crate::run_log::RunLog;
+
 /// The section.
-pub(crate) fn section(logs: &[RunLog]) -> Markup {
+pub(super) fn section(logs: &[RunLog]) -> Markup {
     html! {
         section {
             h2 { (if logs.len() == 1 { "Recipe" } else { "Recipes" }) }

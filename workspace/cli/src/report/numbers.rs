@@ -1,8 +1,9 @@
 //! The numbers behind the curves: a table of steps for each run.
 
 use maud::{Markup, html};
-use moh_cli::chart::scale::short;
-use moh_cli::run_log::{RunLog, Step};
+
+use crate::chart::scale::short;
+use crate::run_log::{RunLog, Step};
 
 /// Rows of a table, evenly apart and with the first and the last step.
 const ROWS: usize = 40;
@@ -20,7 +21,7 @@ const COLUMNS: [Column; 6] = [
 ];
 
 /// The section: tables of steps and of validation losses.
-pub(crate) fn section(logs: &[RunLog]) -> Markup {
+pub(super) fn section(logs: &[RunLog]) -> Markup {
     html! {
         section {
             h2 { "Numbers" }

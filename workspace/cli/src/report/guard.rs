@@ -1,14 +1,15 @@
 //! Steps that were not applied, and returns to earlier steps.
 
 use maud::{Markup, html};
-use moh_cli::counted;
-use moh_cli::run_log::RunLog;
+
+use crate::counted;
+use crate::run_log::RunLog;
 
 /// Steps that the table lists; the charts show the others.
 const LISTED: usize = 50;
 
 /// The section; nothing for runs without such steps.
-pub(crate) fn section(logs: &[RunLog]) -> Markup {
+pub(super) fn section(logs: &[RunLog]) -> Markup {
     let affected: Vec<&RunLog> = logs
         .iter()
         .filter(|log| !log.steps.skipped.is_empty() || !log.rewinds.is_empty())

@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use maud::{Markup, html};
-use moh_cli::chart::{Line, LineChart, Look, Mark, shorten};
-use moh_cli::loss_chart::{converted, describe, loss_chart, marks, skipped, smoothed};
-use moh_cli::run_log::{RunLog, Step};
 
-use crate::figure;
+use super::figure;
+use crate::chart::{Line, LineChart, Look, Mark, shorten};
+use crate::loss_chart::{converted, describe, loss_chart, marks, skipped, smoothed};
+use crate::run_log::{RunLog, Step};
 
 /// Characters of a run's name in a chart.
 const NAME_CHARACTERS: usize = 28;
@@ -61,27 +61,27 @@ const QUANTITIES: [Quantity; 5] = [
 ];
 
 /// Gives runs of the same name longer ones, by their paths.
-pub(crate) fn named(mut logs: Vec<RunLog>) -> Vec<RunLog> {
+pub(super) fn named(mut logs: Vec<RunLog>) -> Vec<RunLog> {
     let mut count = BTreeMap::<String, usize>::new();
     for log in &logs {
         *count.entry(log.name.clone()).or_default() += 1;
     }
     for log in &mut logs {
         if count.get(&log.name).is_some_and(|&count| count > 1) {
-            log.name = moh_cli::chart::printable(&log.root.to_string_lossy());
+            log.name = crate::chart::printable(&log.root.to_string_lossy());
         }
     }
     logs
 }
 
 /// The end of a name, which tells paths apart, at the length of a label.
-pub(crate) fn label(name: &str) -> String {
+pub(super) fn label(name: &str) -> String {
     let reversed = |text: &str| text.chars().rev().collect::<String>();
     reversed(&shorten(&reversed(name), NAME_CHARACTERS))
 }
 
 /// The losses.
-pub(crate) fn losses(logs: &[RunLog]) -> Markup {
+pub(super) fn losses(logs: &[RunLog]) -> Markup {
     match logs {
         [log] => figure::wide(&loss_chart(log)),
         logs => html! {
@@ -92,7 +92,7 @@ pub(crate) fn losses(logs: &[RunLog]) -> Markup {
 }
 
 /// The other quantities that any run has.
-pub(crate) fn quantities(logs: &[RunLog]) -> Markup {
+pub(super) fn quantities(logs: &[RunLog]) -> Markup {
     let charts = QUANTITIES.iter().map(|quantity| quantity.chart(logs));
     let charts: Vec<LineChart> = charts.filter(|chart| !chart.is_empty()).collect();
     html! {
@@ -145,7 +145,7 @@ fn validation_losses(logs: &[RunLog]) -> Vec<LineChart> {
 }
 
 /// The runs with their looks, the same in all charts.
-pub(crate) fn each(logs: &[RunLog]) -> impl Iterator<Item = (Look, &RunLog)> {
+pub(super) fn each(logs: &[RunLog]) -> impl Iterator<Item = (Look, &RunLog)> {
     logs.iter().enumerate().map(|(index, log)| (Look::nth(index), log))
 }
 

@@ -4,15 +4,15 @@ use std::time::{Duration, SystemTime};
 
 use indicatif::{HumanCount, HumanDuration};
 use maud::{Markup, html};
-use moh_cli::chart::scale::short;
-use moh_cli::chart::{Line, printable};
-use moh_cli::run_log::RunLog;
-use moh_cli::{counted, utc};
 use moh_train::recipe::Device;
 use moh_train::{Machine, Recipe};
 
-use crate::curves::each;
-use crate::figure;
+use super::curves::each;
+use super::figure;
+use crate::chart::scale::short;
+use crate::chart::{Line, printable};
+use crate::run_log::RunLog;
+use crate::{counted, utc};
 
 /// Recent steps from which the remaining time is estimated.
 const RECENT: usize = 50;
@@ -21,7 +21,7 @@ const RECENT: usize = 50;
 type Facts = Vec<(&'static str, String)>;
 
 /// The overview of the runs at a moment.
-pub(crate) fn section(logs: &[RunLog], now: SystemTime) -> Markup {
+pub(super) fn section(logs: &[RunLog], now: SystemTime) -> Markup {
     let facts: Vec<Facts> = logs.iter().map(|log| facts(log, now)).collect();
     html! {
         section {

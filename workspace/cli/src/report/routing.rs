@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 
 use maud::{Markup, html};
-use moh_cli::chart::{Cell, HeatMap, HeatRow, Line, LineChart, Look, color_bar};
-use moh_cli::loss_chart::describe;
-use moh_cli::run_log::{RoutingEvaluation, RunLog};
 use moh_train::routing_log::{RoutingLine, RoutingMoment};
 
-use crate::curves::{each, label};
-use crate::figure;
+use super::curves::{each, label};
+use super::figure;
+use crate::chart::{Cell, HeatMap, HeatRow, Line, LineChart, Look, color_bar};
+use crate::loss_chart::describe;
+use crate::run_log::{RoutingEvaluation, RunLog};
 
 /// Maps of a run: each has a cell for every layer and head.
 const MAX_MAPS: usize = 24;
@@ -111,7 +111,7 @@ impl Shown<'_> {
 }
 
 /// The section about heads; nothing for runs whose layers do not route.
-pub(crate) fn section(logs: &[RunLog]) -> Markup {
+pub(super) fn section(logs: &[RunLog]) -> Markup {
     if logs.iter().all(|log| log.routing.is_empty()) {
         return html! {};
     }

@@ -1,7 +1,8 @@
 //! A chart on a page: its caption, the chart for wide and for narrow pages, and the key to its curves.
 
 use maud::{Markup, html};
-use moh_cli::chart::{Line, LineChart, Size};
+
+use crate::chart::{Line, LineChart, Size};
 
 /// A chart across the page.
 const WIDE: Size = Size { width: 1180.0, height: 400.0, labels: true };
@@ -13,7 +14,7 @@ const PANEL: Size = Size { width: 400.0, height: 240.0, labels: false };
 const TALL_PANEL: Size = Size { width: 400.0, height: 300.0, labels: false };
 
 /// A chart across the page: two drawings, of which the style shows the one that fits.
-pub(crate) fn wide(chart: &LineChart) -> Markup {
+pub(super) fn wide(chart: &LineChart) -> Markup {
     html! {
         figure class="across" {
             (caption(chart))
@@ -24,7 +25,7 @@ pub(crate) fn wide(chart: &LineChart) -> Markup {
 }
 
 /// A chart beside others.
-pub(crate) fn panel(chart: &LineChart) -> Markup {
+pub(super) fn panel(chart: &LineChart) -> Markup {
     html! { figure { (caption(chart)) (key(chart)) (chart.draw(PANEL)) } }
 }
 
@@ -51,11 +52,11 @@ fn key(chart: &LineChart) -> Markup {
 }
 
 /// A piece of a curve.
-pub(crate) fn sample(line: &Line) -> Markup {
+pub(super) fn sample(line: &Line) -> Markup {
     html! {
-        svg class={ "chart sample s" (line.look.color % moh_cli::chart::COLORS) } width="30" height="10"
+        svg class={ "chart sample s" (line.look.color % crate::chart::COLORS) } width="30" height="10"
             viewBox="0 0 30 10" aria-hidden="true" {
-            path class={ "line d" (line.look.dash % moh_cli::chart::DASHES) } d="M1 5H29" {}
+            path class={ "line d" (line.look.dash % crate::chart::DASHES) } d="M1 5H29" {}
             @if line.look.dots { circle class="dot" cx="15" cy="5" r="3.5" {} }
         }
     }
