@@ -1,0 +1,72 @@
+//! Pages that compare several runs.
+
+use std::fs;
+
+use serde_json::{Value, json};
+
+use super::support::{failure, program, success};
+use super::{PROGRAM, check, empty, step, write_run};
+
+#[test]
+fn several_runs_are_compared() {
+    let dir = empty();
+    for (name, count) in [("one", 20), ("two", 30)] {
+        let steps: Vec<Value> = (1..=count).map(|n| step("adapt", n, 64 * n)).collect();
+        write_run(dir.path(), name, &steps);
+        let summary = json!({ "steps": count, "tokens": 64 * count, "heads": 8, "evaluations": [
+            { "moment": "loaded", "step": 0, "loss": 3.0, "bits_per_byte": null },
+            { "moment": { "trained": { "stage": name } }, "step": count, "loss": 2.0, "bits_per_byte": 1.0 },
+        ] });
+        fs::write(dir.path().join(name).join("summary.json"), summary.to_string()).unwrap();
+    }
+    let error = failure(dir.path(), program(PROGRAM, dir.path()).args(["one", "two"]), 2);
+    assert!(error.contains("--out is missing"), "{error}");
+    let out = success(program(PROGRAM, dir.path()).args(["one", "two", "--out", "both.html"]));
+    assert_eq!(out, "both.html\n");
+    let page = fs::read_to_string(dir.path().join("both.html")).unwrap();
+    check(&page);
+    for expected in
+        ["2 runs", "Training loss", "Validation loss", "after stage one", "after stage two"]
+    {
+        assert!(page.contains(expected), "{expected}");
+    }
+    // A moment that both have is one row; one that a run lacks leaves its cells empty.
+    assert_eq!(page.matches("the model as loaded").count(), 1);
+    let row = page.split("after stage two").nth(1).unwrap().split("</tr>").next().unwrap();
+    assert_eq!(row, "</th><td>-</td><td>-</td><td>2.0000</td><td>1.0000</td>");
+    // Curves differ in dashes, not in colour alone.
+    assert!(page.contains("line d0") && page.contains("line d1"));
+    // Runs of the same name are told apart by their paths.
+    success(program(PROGRAM, dir.path()).args(["one", "./one", "--out", "both.html"]));
+    let page = fs::read_to_string(dir.path().join("both.html")).unwrap();
+    assert!(page.contains("./one</th>"), "{page}");
+}
+
+#[test]
+fn a_run_has_the_same_look_in_all_charts() {
+    let dir = empty();
+    for name in ["dense", "moh"] {
+        write_run(dir.path(), name, &[step("adapt", 1, 64), step("adapt", 2, 128)]);
+    }
+    let routing = |step: u64, layer: u64| {
+        let line = json!({
+            "step": step, "moment": "step", "stage": "moh", "validation": "text", "layer": layer, "tokens": 8,
+            "entropy": 0.5, "shared_heads": 1, "selected": [8 - step, step],
+        });
+        format!("{line}\n")
+    };
+    let lines: String = [1, 2].map(|step| routing(step, 0) + &routing(step, 1)).concat();
+    fs::write(dir.path().join("moh/routing.jsonl"), lines).unwrap();
+    success(program(PROGRAM, dir.path()).args(["dense", "moh", "--out", "both.html"]));
+    let page = fs::read_to_string(dir.path().join("both.html")).unwrap();
+    check(&page);
+    assert!(page.contains("Of the tokens, 25.0% select the least used"), "the newest evaluation");
+    for title in ["Active heads by layer", "Entropy of the gates by layer"] {
+        let chart = page.split(&format!("<title>{title}</title>")).nth(1).unwrap();
+        let chart = chart.split("</figure>").next().unwrap();
+        assert!(chart.contains("class=\"s1\"") && !chart.contains("class=\"s0\""), "{chart}");
+    }
+    // One curve needs no key, but here it tells which run it is of.
+    let caption = page.split("<strong>Active heads by layer</strong>").nth(1).unwrap();
+    assert!(caption.split("<title>").next().unwrap().contains("<ul class=\"key\">"));
+}

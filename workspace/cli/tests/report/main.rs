@@ -1,0 +1,69 @@
+//! `moh-report` as a process: pages of runs in every state, hostile names, several runs, and a page that is
+//! watched.
+
+#![cfg(unix)]
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+mod comparison;
+mod hostile;
+mod states;
+#[path = "../support/mod.rs"]
+mod support;
+mod watching;
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+use support::{program, success};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-report");
+
+/// A line of `metrics.jsonl`.
+fn step(stage: &str, step: u64, tokens: u64) -> Value {
+    json!({
+        "stage": stage, "step": step, "tokens": tokens, "loss": 2.0 + 1.0 / step as f64,
+        "balance_loss": (stage == "moh").then_some(0.5), "learning_rate": 1e-3, "grad_norm": 0.25,
+        "tokens_per_second": 1000.0,
+    })
+}
+
+/// A run directory `name` in `dir` with these steps.
+fn write_run(dir: &Path, name: &str, steps: &[Value]) {
+    let run = dir.join(name);
+    fs::create_dir_all(&run).unwrap();
+    let lines: String = steps.iter().map(|step| format!("{step}\n")).collect();
+    fs::write(run.join("metrics.jsonl"), lines).unwrap();
+}
+
+fn empty() -> tempfile::TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+/// The page of a run.
+fn page(dir: &Path, run: &str) -> String {
+    let out = success(program(PROGRAM, dir).arg(run));
+    assert_eq!(out, format!("{run}/report.html\n"));
+    let page = fs::read_to_string(dir.join(run).join("report.html")).unwrap();
+    check(&page);
+    page
+}
+
+/// What holds for every page: it is whole, fetches nothing, and has no number that is none.
+fn check(page: &str) {
+    assert!(page.starts_with("<!DOCTYPE html><html lang=\"en\">") && page.ends_with("</html>\n"));
+    for absent in ["http://", "https://", "<script", "url(", "@import", "NaN", "\"inf"] {
+        let page = page.replace("http://www.w3.org/2000/svg", "");
+        assert!(!page.contains(absent), "{absent}");
+    }
+    for element in ["svg", "g", "figure", "section", "table", "details", "text"] {
+        let opened = page.matches(&format!("<{element}>")).count()
+            + page.matches(&format!("<{element} ")).count();
+        assert_eq!(opened, page.matches(&format!("</{element}>")).count(), "{element}");
+    }
+}
+
+/// The number of charts of curves with this title.
+fn charts(page: &str, title: &str) -> usize {
+    page.matches(&format!("<title>{title}</title>")).count()
+}

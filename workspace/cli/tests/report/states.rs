@@ -1,0 +1,184 @@
+//! Pages of single runs in every state: finished, begun, long, with steps that were not applied.
+
+use std::fmt::Write as _;
+use std::fs;
+
+use serde_json::{Value, json};
+
+use super::support::{program, success, trainable};
+use super::{charts, empty, page, step, write_run};
+
+const STAGES: &str = r#"
+validation = { path = "text", batches = 1, every_steps = 2 }
+
+[[stage]]
+name = "adapt"
+attention = "dense"
+tokens = 256
+batch_tokens = 64
+micro_batch = 2
+learning_rate = { max = 1e-2, min = 1e-3, warmup_steps = 1 }
+
+[[stage]]
+name = "moh"
+attention = "moh"
+moh = { shared_heads = 4, routed_top_k = 2 }
+tokens = 256
+batch_tokens = 64
+micro_batch = 2
+learning_rate = { max = 5e-3, min = 1e-3, warmup_steps = 1 }
+"#;
+
+#[test]
+fn a_finished_run_has_every_section() {
+    let dir = trainable(STAGES);
+    let train = env!("CARGO_BIN_EXE_moh-train");
+    let out = success(program(train, dir.path()).args(["--recipe", "recipe.toml"]));
+    assert!(out.contains("moh-report run\n"), "{out}");
+    let page = page(dir.path(), "run");
+    for expected in [
+        "Run run",
+        "finished",
+        "Training and validation loss",
+        "moh: converted to 6 of 8 heads",
+        "the model as loaded",
+        "converted, 6 of 8 heads active, not tuned",
+        "Balance loss",
+        "Learning rate",
+        "Gradient norm",
+        "Load of the routed heads on validation, after step 8",
+        "Load of the routed heads on validation, converted, not tuned",
+        "Active heads by layer",
+        "Entropy of the gates by layer",
+        "A step of moh",
+        "<dt>machine</dt>",
+        " thread",
+        "routed_top_k = 2",
+    ] {
+        assert!(page.contains(expected), "{expected}");
+    }
+    assert!(!page.contains("Steps that were not applied"));
+    // Two routed heads of four: half of the tokens on average, whatever the head.
+    let table = page.split("Percent of the tokens that select each head").nth(1).unwrap();
+    let row = table.split("<tbody><tr>").nth(1).unwrap().split("</tr>").next().unwrap();
+    let loads: Vec<f64> =
+        row.split("<td>").skip(2).filter_map(|cell| cell.split('<').next()?.parse().ok()).collect();
+    assert_eq!(loads.len(), 4, "{row}");
+    assert!((loads.iter().sum::<f64>() - 200.0).abs() < 0.3, "{loads:?}");
+    let picture = fs::read_to_string(dir.path().join("run/run.svg")).unwrap();
+    assert!(picture.contains("moh: converted to 6 of 8 heads") && picture.ends_with("</svg>\n"));
+}
+
+#[test]
+fn a_run_that_has_just_begun_has_a_page() {
+    let dir = empty();
+    fs::create_dir(dir.path().join("run")).unwrap();
+    fs::write(dir.path().join("run/recipe.toml"), "[run]\nseed = \"<b>\"\n").unwrap();
+    let page = page(dir.path(), "run");
+    for expected in [
+        "no step yet",
+        "No step has been recorded yet",
+        "No evaluation has been recorded",
+        "&lt;b&gt;",
+    ] {
+        assert!(page.contains(expected), "{expected}");
+    }
+    assert_eq!(page.matches("<figure").count(), 0);
+}
+
+#[test]
+fn one_step_without_a_number_has_a_page() {
+    let dir = empty();
+    let mut nothing = step("adapt", 1, 64);
+    for key in ["loss", "learning_rate", "grad_norm", "tokens_per_second"] {
+        nothing[key] = Value::Null;
+    }
+    nothing["skipped"] = "loss is not finite".into();
+    nothing["samples"] = json!([0, 3]);
+    write_run(dir.path(), "run", &[nothing.clone()]);
+    let page_of_none = page(dir.path(), "run");
+    assert!(page_of_none.contains("1 step of this path was not applied"));
+    assert_eq!(charts(&page_of_none, "Learning rate"), 0);
+    write_run(dir.path(), "run", &[step("adapt", 1, 64)]);
+    assert_eq!(charts(&page(dir.path(), "run"), "Learning rate"), 1);
+    write_run(dir.path(), "run", &[step("adapt", 1, 64), nothing, step("adapt", 3, 192)]);
+    let page = page(dir.path(), "run");
+    assert!(page.contains("v-9"), "a short line for the step that was not applied");
+}
+
+#[test]
+fn a_dense_run_has_no_maps_and_an_unfinished_one_says_so() {
+    let dir = empty();
+    let steps: Vec<Value> = (1..=30).map(|n| step("adapt", n, 64 * n)).collect();
+    write_run(dir.path(), "run", &steps);
+    let page = page(dir.path(), "run");
+    assert!(page.contains("not finished, in stage adapt"));
+    assert!(!page.contains("Balance loss") && !page.contains("How tokens use the heads"));
+    assert!(page.contains("the run directory has no recipe.toml"));
+}
+
+#[test]
+fn a_line_that_is_being_written_changes_nothing() {
+    let dir = empty();
+    write_run(dir.path(), "run", &[step("adapt", 1, 64)]);
+    let whole = page(dir.path(), "run");
+    let path = dir.path().join("run/metrics.jsonl");
+    let mut text = fs::read_to_string(&path).unwrap();
+    text.push_str("{\"stage\":\"adapt\",\"ste");
+    fs::write(&path, &text).unwrap();
+    let torn = page(dir.path(), "run");
+    let steps = |page: &str| {
+        page.split("All steps").nth(1).unwrap().split("</table>").next().unwrap().to_owned()
+    };
+    assert_eq!(steps(&torn), steps(&whole));
+    assert_eq!(fs::read_to_string(&path).unwrap(), text);
+}
+
+#[test]
+fn a_long_run_has_a_small_page_with_its_spikes() {
+    let dir = empty();
+    let run = dir.path().join("run");
+    fs::create_dir(&run).unwrap();
+    let mut text = String::new();
+    for n in 1..=60_000u64 {
+        let loss = if n == 41_234 { 77.5 } else { 2.0 + (n % 17) as f64 / 100.0 };
+        writeln!(
+            text,
+            "{{\"stage\":\"adapt\",\"step\":{n},\"tokens\":{},\"loss\":{loss},\"balance_loss\":null,\
+             \"learning_rate\":{},\"grad_norm\":1.0,\"tokens_per_second\":1e3}}",
+            n << 24,
+            if n <= 600 { 1.0 } else { 1e-5 },
+        )
+        .unwrap();
+    }
+    fs::write(run.join("metrics.jsonl"), text).unwrap();
+    let page = page(dir.path(), "run");
+    assert!(page.len() < 500_000, "{} bytes", page.len());
+    // The means have no such value, and the curve of all steps is only their background.
+    let loss = page.split_once("<title>Training and validation loss</title>").unwrap().1;
+    let loss = loss.split("<figcaption>").next().unwrap();
+    assert_eq!(loss.matches("up to 77.50").count(), 2, "on wide and on narrow pages");
+    // A schedule has no exceptions.
+    let rate = page.split("<title>Learning rate</title>").nth(1).unwrap();
+    let rate = rate.split("<figcaption>").next().unwrap();
+    assert!(rate.contains(">1.0</text>") && !rate.contains("up to"), "{rate}");
+    assert!(page.contains("40 of 60000 steps"));
+}
+
+#[test]
+fn a_long_table_says_what_it_leaves_out() {
+    let dir = empty();
+    let steps: Vec<Value> = (1..=10).map(|n| step("adapt", n, 64 * n)).collect();
+    write_run(dir.path(), "run", &steps);
+    let returns: String = (1..=60)
+        .map(|number| {
+            let line = json!({
+                "number": number, "skipped_steps": [1, 1], "step": 0, "samples": [0, 3], "attempt": number,
+                "initial": true,
+            });
+            format!("{line}\n")
+        })
+        .collect();
+    fs::write(dir.path().join("run/rewinds.jsonl"), returns).unwrap();
+    assert!(page(dir.path(), "run").contains("The last 50 of 60."));
+}
