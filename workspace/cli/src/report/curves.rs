@@ -1,6 +1,6 @@
 //! The charts of curves over tokens: one run in detail, or several over each other.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use maud::{Markup, html};
 
@@ -59,20 +59,6 @@ const QUANTITIES: [Quantity; 5] = [
         value: |step| 100.0 * step.mfu,
     },
 ];
-
-/// Gives runs of the same name longer ones, by their paths.
-pub(super) fn named(mut logs: Vec<RunLog>) -> Vec<RunLog> {
-    let mut count = BTreeMap::<String, usize>::new();
-    for log in &logs {
-        *count.entry(log.name.clone()).or_default() += 1;
-    }
-    for log in &mut logs {
-        if count.get(&log.name).is_some_and(|&count| count > 1) {
-            log.name = crate::chart::printable(&log.root.to_string_lossy());
-        }
-    }
-    logs
-}
 
 /// The end of a name, which tells paths apart, at the length of a label.
 pub(super) fn label(name: &str) -> String {

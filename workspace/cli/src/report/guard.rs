@@ -55,7 +55,7 @@ fn of_run(log: &RunLog) -> Markup {
             div class="scroll" tabindex="0" { table {
                 thead { tr { th scope="col" { "step" } th scope="col" { "reason" } th scope="col" { "samples" } } }
                 tbody { @for step in skipped.iter().rev().take(LISTED) { tr {
-                    th scope="row" { (log.steps_before.saturating_add(step.index as u64 + 1)) }
+                    th scope="row" { @if let Some(step) = log.steps.all.get(step.index) { (log.number(step)) } }
                     td { (step.reason) }
                     td { (range(step.samples)) }
                 } } }

@@ -10,6 +10,7 @@ mod overview;
 mod page;
 mod recipes;
 mod routing;
+mod runs;
 mod speed;
 
 use std::io::{ErrorKind, Read as _};
@@ -18,8 +19,8 @@ use std::time::SystemTime;
 
 use anyhow::{Context as _, bail};
 
-use crate::run_log::RunLog;
 pub use page::{Watch, error_page, page};
+pub use runs::Runs;
 
 /// The page's name in the directory of a single run.
 pub const PAGE: &str = "report.html";
@@ -27,18 +28,19 @@ pub const PAGE: &str = "report.html";
 /// Bytes at the start of a page in which it says that it is one.
 const HEAD_BYTES: u64 = 1024;
 
-/// Writes the page of the runs with these directories to the file `out`, as a whole. An earlier page is replaced, any
-/// other file only with `force`.
+/// Writes the page of the directories `runs`, as [`Runs::read`] reads them, to the file `out`, as a whole. An earlier
+/// page is replaced, any other file only with `force`. Returns what is left out, and why, in sentences, which the page
+/// shows too.
 ///
 /// # Errors
-/// Fails if a directory is not that of a run, or a file in it cannot be read; if `out` is not to be replaced, or
-/// cannot be written.
-pub fn write(runs: &[PathBuf], out: &Path, force: bool) -> anyhow::Result<()> {
+/// Fails as [`Runs::read`]; if `out` is not to be replaced, or cannot be written.
+pub fn write(runs: &[PathBuf], out: &Path, force: bool) -> anyhow::Result<Vec<String>> {
     refuse_other_files(out, force)?;
-    let logs = runs.iter().map(|run| RunLog::read(run)).collect::<Result<_, _>>()?;
-    let page = page(logs, SystemTime::now(), None);
+    let runs = Runs::read(runs)?;
+    let page = page(&runs, SystemTime::now(), None);
     moh_files::write(out, page.as_bytes())
-        .with_context(|| format!("{}: cannot be written", out.display()))
+        .with_context(|| format!("{}: cannot be written", out.display()))?;
+    Ok(runs.remarks)
 }
 
 /// Refuses to replace what is no file, and without `force` what this program has not written.

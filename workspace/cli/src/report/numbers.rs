@@ -69,7 +69,7 @@ fn steps(log: &RunLog) -> Markup {
                 @for (name, _) in COLUMNS { th scope="col" { (name) } }
             } }
             tbody { @for index in picked(all.len()) { @if let Some(step) = all.get(index) { tr {
-                th scope="row" { (log.steps_before.saturating_add(index as u64 + 1)) }
+                th scope="row" { (log.number(step)) }
                 td { (stage(index)) }
                 @for (_, value) in COLUMNS { td { (short(value(step))) } }
             } } } }

@@ -4,9 +4,9 @@ use std::time::{Duration, SystemTime};
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
-use super::{curves, guard, losses, numbers, overview, recipes, routing, speed};
-use crate::run_log::RunLog;
-use crate::{chart, utc};
+use super::{Runs, curves, guard, losses, numbers, overview, recipes, routing, speed};
+use crate::chart::{self, shorten};
+use crate::utc;
 
 const STYLE: &str = include_str!("page.css");
 
@@ -21,6 +21,9 @@ const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src dat
 const WATCH_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; \
      script-src 'self'; connect-src 'self'";
 
+/// Characters of the names in a page's title.
+const TITLE_CHARACTERS: usize = 120;
+
 /// How a page refreshes itself.
 #[derive(Debug, Clone, Copy)]
 pub struct Watch {
@@ -33,15 +36,18 @@ pub(super) fn is_page(start: &[u8]) -> bool {
     start.windows(GENERATOR.len()).any(|part| part == GENERATOR.as_bytes())
 }
 
-/// The page of runs at the moment `now`. Runs of the same name are told apart by their paths.
-pub fn page(logs: Vec<RunLog>, now: SystemTime, watch: Option<Watch>) -> String {
-    let logs = &curves::named(logs)[..];
+/// The page of runs at the moment `now`.
+pub fn page(runs: &Runs, now: SystemTime, watch: Option<Watch>) -> String {
+    let logs = &runs.logs[..];
     let names: Vec<&str> = logs.iter().map(|log| log.name.as_str()).collect();
-    let title = names.join(", ");
+    let title = shorten(&names.join(", "), TITLE_CHARACTERS);
     let has_steps = logs.iter().any(|log| !log.steps.all.is_empty());
     let body = html! {
         h1 { @if logs.len() == 1 { "Run " (title) } @else { (logs.len()) " runs" } }
         (overview::section(logs, now))
+        @if !runs.remarks.is_empty() {
+            ul class="remarks" { @for remark in &runs.remarks { li { (remark) } } }
+        }
         section {
             h2 { "Loss" }
             @if has_steps || logs.iter().any(|log| !log.summary.evaluations.is_empty()) {

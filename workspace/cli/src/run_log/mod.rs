@@ -1,7 +1,8 @@
 //! A run as its directory tells it, at any moment of it: nothing is locked, changed or waited for. What is
-//! missing because the run has just begun is absent here; what cannot be read is an error, so that nothing is
-//! left out in silence.
+//! missing because the run has just begun is absent here; a line that cannot be read is left out and named, and a
+//! file that cannot be read is an error, so that nothing is left out in silence.
 
+mod lines;
 mod routing;
 mod steps;
 
@@ -14,9 +15,10 @@ use std::time::SystemTime;
 use anyhow::{Context as _, bail};
 use moh_train::checkpoint::{Evaluation, EvaluationPoint, StoredCheckpoint};
 use moh_train::rewinds::{Rewind, Rewinds};
-use moh_train::{Machine, Recipe, RunDirectory, Summary, metrics};
+use moh_train::{Machine, Recipe, RunDirectory, StepMetrics, Summary};
 
 use crate::chart::printable;
+pub use lines::LeftOut;
 pub use routing::RoutingEvaluation;
 pub use steps::{SkippedStep, StageSteps, Step, Steps};
 
@@ -53,6 +55,8 @@ pub struct RunLog {
     pub machine: Option<Machine>,
     /// When the last step was written.
     pub written: Option<SystemTime>,
+    /// The lines that cannot be read, by file.
+    pub left_out: Vec<LeftOut>,
 }
 
 /// A loss at a place of the run.
@@ -68,10 +72,11 @@ impl RunLog {
     /// Reads the directory `root`.
     ///
     /// # Errors
-    /// Fails if it is not a run directory, or if a file in it cannot be read or is damaged.
+    /// Fails if it is not a run directory, or if a file in it cannot be read or is damaged. Single lines that cannot
+    /// be read are left out.
     pub fn read(root: &Path) -> anyhow::Result<Self> {
         let run = RunDirectory::new(root);
-        if !run.recipe().is_file() && !run.metrics().is_file() && !run.summary().is_file() {
+        if !is_run(root) {
             bail!(
                 "{}: is not a run directory, which has a recipe.toml and a metrics.jsonl: name the run.dir of \
                  a recipe",
@@ -81,18 +86,20 @@ impl RunLog {
         let (recipe, recipe_text) = read_recipe(&run)?;
         let first_set = recipe.as_ref().and_then(|recipe| recipe.data.validation.first());
         let first_set = first_set.map_or(ONLY_SET, |set| &set.name).to_owned();
-        let mut steps = Steps::default();
-        metrics::for_each(&run.metrics(), |step| steps.push(&step, &first_set))?;
-        let before = recipe
-            .as_ref()
-            .zip(steps.stages.first())
-            .and_then(|(recipe, stage)| recipe.steps_before(&stage.name, steps.first_number));
+        let mut left_out = Vec::new();
+        let steps = read_steps(&run, &first_set, &mut left_out)?;
+        let first = recipe.as_ref().zip(steps.stages.first()).zip(steps.all.first());
+        let before = first.and_then(|((recipe, stage), step)| {
+            let before = recipe.steps_before(&stage.name, steps.first_number)?;
+            before.checked_sub(step.line - 1)
+        });
         let finished = Summary::read(&run.summary())?;
         let is_finished = finished.is_some();
         let summary = match finished {
             Some(summary) => summary,
             None => of_newest_checkpoint(&run)?,
         };
+        let routing = routing::read(&run.routing(), &mut left_out)?;
         Ok(RunLog {
             name: name(root),
             root: root.to_owned(),
@@ -103,15 +110,21 @@ impl RunLog {
             summary: printable_names(summary),
             is_finished,
             rewinds: Rewinds::read(&run)?.all().to_vec(),
-            routing: routing::read(&run.routing())?,
+            routing,
             machine: Machine::read(&run.machine())?,
             written: std::fs::metadata(run.metrics()).and_then(|data| data.modified()).ok(),
+            left_out,
         })
+    }
+
+    /// The number of a step over all stages, from 1.
+    pub fn number(&self, step: &Step) -> u64 {
+        self.steps_before.saturating_add(step.line)
     }
 
     /// Steps done, over all stages.
     pub fn steps_done(&self) -> u64 {
-        self.steps_before.saturating_add(self.steps.all.len() as u64).max(self.summary.steps)
+        self.steps_before.saturating_add(self.steps.lines).max(self.summary.steps)
     }
 
     /// Tokens trained on after `step` steps over all stages, if the log has that step.
@@ -119,8 +132,8 @@ impl RunLog {
         if step == 0 {
             return Some(0.0);
         }
-        let index = usize::try_from(step.checked_sub(self.steps_before)?.checked_sub(1)?).ok()?;
-        let known = self.steps.all.get(index).map(|step| step.tokens);
+        let known = self.steps.of_line(step.checked_sub(self.steps_before)?);
+        let known = known.map(|step| step.tokens);
         known.or_else(|| (step == self.summary.steps).then_some(self.summary.tokens as f64))
     }
 
@@ -158,6 +171,26 @@ impl RunLog {
         sets.sort_by_key(|(name, _)| *name != first_set);
         sets
     }
+}
+
+/// Whether the directory `root` is that of a run.
+pub fn is_run(root: &Path) -> bool {
+    let run = RunDirectory::new(root);
+    run.recipe().is_file() || run.metrics().is_file() || run.summary().is_file()
+}
+
+fn read_steps(
+    run: &RunDirectory,
+    first_set: &str,
+    left_out: &mut Vec<LeftOut>,
+) -> anyhow::Result<Steps> {
+    let mut steps = Steps::default();
+    let lines = lines::for_each(&run.metrics(), left_out, |line, text| {
+        let metrics: StepMetrics = serde_json::from_slice(text).map_err(lines::reason)?;
+        steps.push(line, &metrics, first_set);
+        Ok(())
+    })?;
+    Ok(Steps { lines, ..steps })
 }
 
 /// Losses by tokens; one that a step and the end of its stage both have is there once.

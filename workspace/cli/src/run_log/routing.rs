@@ -4,8 +4,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use moh_train::routing_log::{self, RoutingLine, RoutingMoment};
+use moh_train::routing_log::{RoutingLine, RoutingMoment};
 
+use super::lines::{self, LeftOut};
 use crate::chart::printable;
 
 /// Maximum heads of all layers of an evaluation, several times those of the largest models.
@@ -38,8 +39,7 @@ impl RoutingEvaluation {
         self.heads = self.heads.saturating_add(heads);
         if line.layer >= MAX_HEADS || self.heads > MAX_HEADS {
             return Err(format!(
-                "layer {} with {} shared and {} routed heads: more than {MAX_HEADS} layers or heads of a model: \
-                 move the file away, and run the command again",
+                "layer {} with {} shared and {} routed heads: more than {MAX_HEADS} layers or heads of a model",
                 line.layer,
                 line.shared_heads,
                 line.selected.len()
@@ -50,28 +50,51 @@ impl RoutingEvaluation {
     }
 }
 
-/// Reads the evaluations in the order of the run.
+/// The evaluations of a file, as its lines come.
+#[derive(Default)]
+struct Evaluations {
+    kept: Vec<RoutingEvaluation>,
+    /// Places of the newest ones in `kept`, by set.
+    newest: BTreeMap<String, usize>,
+}
+
+impl Evaluations {
+    fn add(&mut self, line: RoutingLine) -> Result<(), String> {
+        let set = printable(&line.validation);
+        let mut begun = RoutingEvaluation::new(&line);
+        let newest = self.newest.get(&set).copied();
+        if let Some(known) = newest.and_then(|at| self.kept.get_mut(at))
+            && (known.step, known.moment) == (line.step, line.moment)
+        {
+            return known.add(line);
+        }
+        begun.add(line)?;
+        let known = newest.and_then(|at| self.kept.get_mut(at));
+        match known {
+            Some(known) if known.moment == RoutingMoment::Step => *known = begun,
+            _ => {
+                self.newest.insert(set, self.kept.len());
+                self.kept.push(begun);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reads the evaluations in the order of the run. Lines that are not in the format, or have more heads than any model,
+/// are left out.
 ///
 /// # Errors
-/// Fails if the file cannot be read, if a line is not in its format, or has more heads than any model.
-pub(super) fn read(path: &Path) -> anyhow::Result<Vec<RoutingEvaluation>> {
-    let mut kept: Vec<RoutingEvaluation> = Vec::new();
-    routing_log::for_each(path, |line| {
-        let set = printable(&line.validation);
-        let newest = kept.iter().rposition(|known| known.set == set);
-        let at = match newest {
-            Some(at) if (kept[at].step, kept[at].moment) == (line.step, line.moment) => at,
-            Some(at) if kept[at].moment == RoutingMoment::Step => {
-                kept[at] = RoutingEvaluation::new(&line);
-                at
-            }
-            _ => {
-                kept.push(RoutingEvaluation::new(&line));
-                kept.len() - 1
-            }
-        };
-        kept[at].add(line)
+/// Fails if the file cannot be read.
+pub(super) fn read(
+    path: &Path,
+    left_out: &mut Vec<LeftOut>,
+) -> anyhow::Result<Vec<RoutingEvaluation>> {
+    let mut evaluations = Evaluations::default();
+    lines::for_each(path, left_out, |_, text| {
+        evaluations.add(serde_json::from_slice(text).map_err(lines::reason)?)
     })?;
+    let mut kept = evaluations.kept;
     // Stable, so that a conversion stays after the step that it follows.
     kept.sort_by_key(|evaluation| evaluation.step);
     Ok(kept)

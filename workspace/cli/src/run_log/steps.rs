@@ -10,6 +10,8 @@ use crate::chart::printable;
 /// The numbers of a step; NaN for what it lacks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Step {
+    /// The number of its line in the file, from 1: that of the step, but for those before the file.
+    pub line: u64,
     /// Tokens trained on since the start of the run.
     pub tokens: f64,
     /// Mean cross-entropy, in nats.
@@ -67,12 +69,14 @@ pub struct Steps {
     pub validation: BTreeMap<String, Vec<(usize, Validation)>>,
     /// The stage's own number of the first step; 0 without one.
     pub first_number: u64,
+    /// Lines of the file, with those that were left out.
+    pub lines: u64,
 }
 
 impl Steps {
-    /// Adds a step. `first_set` is the name of the first validation set, which lines of earlier versions do
+    /// Adds the step of a line. `first_set` is the name of the first validation set, which lines of earlier versions do
     /// not name.
-    pub(super) fn push(&mut self, metrics: &StepMetrics, first_set: &str) {
+    pub(super) fn push(&mut self, line: u64, metrics: &StepMetrics, first_set: &str) {
         let index = self.all.len();
         if index == 0 {
             self.first_number = metrics.step;
@@ -84,6 +88,7 @@ impl Steps {
         self.add_validation(index, metrics, first_set);
         self.add_to_stage(index, metrics);
         self.all.push(Step {
+            line,
             tokens: metrics.tokens as f64,
             loss: metrics.loss,
             balance_loss: metrics.balance_loss.unwrap_or(f64::NAN),
@@ -120,6 +125,12 @@ impl Steps {
             stage.rate += metrics.tokens_per_second;
             add(&mut stage.speed, speed);
         }
+    }
+
+    /// The step of a line.
+    pub(super) fn of_line(&self, line: u64) -> Option<&Step> {
+        let found = self.all.binary_search_by_key(&line, |step| step.line);
+        found.ok().and_then(|index| self.all.get(index))
     }
 
     /// The values of one quantity by tokens.

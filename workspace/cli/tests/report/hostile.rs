@@ -4,8 +4,8 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use super::support::{failure, program, success};
-use super::{PROGRAM, empty, page, step, write_run};
+use super::support::{failure, program, stderr, success};
+use super::{PROGRAM, check, empty, page, step, write_run};
 
 #[test]
 fn names_from_files_are_text() {
@@ -39,11 +39,46 @@ fn what_is_not_a_run_is_one_sentence() {
     write_run(dir.path(), "run", &[step("adapt", 1, 64)]);
     let error = failure(dir.path(), program(PROGRAM, dir.path()).arg("nowhere"), 1);
     assert!(error.starts_with("nowhere: is not a run directory"), "{error}");
-    fs::write(dir.path().join("run/metrics.jsonl"), "{}\n").unwrap();
+    fs::write(dir.path().join("run/summary.json"), "{}\n").unwrap();
     let error = failure(dir.path(), program(PROGRAM, dir.path()).arg("run"), 1);
-    assert!(error.starts_with("run/metrics.jsonl:1: missing field"), "{error}");
+    assert!(error.starts_with("run/summary.json: "), "{error}");
     let error = failure(dir.path(), program(PROGRAM, dir.path()).args(["--watch", "nowhere"]), 1);
     assert!(error.starts_with("nowhere: is not a run directory"), "{error}");
+}
+
+#[test]
+fn a_broken_line_is_left_out_with_a_remark() {
+    let dir = empty();
+    write_run(dir.path(), "run", &[step("moh", 1, 64), step("moh", 2, 128)]);
+    let metrics = dir.path().join("run/metrics.jsonl");
+    let text = fs::read_to_string(&metrics).unwrap();
+    let hostile = "{\"<script>alert(1)</script>\u{202e}\":1}";
+    fs::write(&metrics, format!("{text}{hostile}\n{}\n", step("moh", 4, 4321))).unwrap();
+    let routing = json!({
+        "step": 2, "moment": "step", "stage": "moh", "validation": "text", "layer": 0, "tokens": 8,
+        "entropy": 0.5, "shared_heads": 1, "selected": [2, 6],
+    });
+    fs::write(dir.path().join("run/routing.jsonl"), format!("\u{0}\n{routing}\n")).unwrap();
+    let output = program(PROGRAM, dir.path()).arg("run").output().unwrap();
+    let warnings = stderr(&output);
+    assert!(output.status.success(), "{warnings}");
+    let page = fs::read_to_string(dir.path().join("run/report.html")).unwrap();
+    check(&page);
+    for (file, line, reason) in [
+        ("metrics", 3, "unknown field `&lt;script&gt;alert(1)&lt;/script&gt;\u{fffd}`"),
+        ("routing", 1, "expected value at column 1"),
+    ] {
+        let remark = format!("left out of run/{file}.jsonl: 1 line, line {line}: {reason}");
+        assert!(page.contains(&remark), "{remark}: {page}");
+        let line = format!("warning: left out of run/{file}.jsonl: 1 line, line {line}: ");
+        assert!(warnings.contains(&line), "{warnings}");
+    }
+    assert!(
+        page.contains("<th scope=\"row\">4</th><td>moh</td><td>4321</td>"),
+        "the lines after it"
+    );
+    assert!(page.contains("Of the tokens, 25.0% select the least used"));
+    assert_eq!(warnings.lines().count(), 2, "{warnings}");
 }
 
 #[test]

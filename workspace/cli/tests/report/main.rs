@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
 mod comparison;
+mod directories;
 mod hostile;
 mod states;
 #[path = "../support/mod.rs"]

@@ -19,8 +19,12 @@ struct Watching {
 
 impl Watching {
     fn start(dir: &Path) -> Self {
+        Watching::start_for(dir, "run")
+    }
+
+    fn start_for(dir: &Path, run: &str) -> Self {
         let mut command: Command = program(PROGRAM, dir);
-        let child = command.args(["--watch", "run", "--port", "0"]).stdout(Stdio::piped());
+        let child = command.args(["--watch", run, "--port", "0"]).stdout(Stdio::piped());
         let mut child = child.spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
@@ -73,15 +77,28 @@ fn a_watched_run_is_read_at_each_request() {
     write_run(dir.path(), "run", &[step("adapt", 1, 64), second]);
     assert!(watching.ask("GET /?again").contains(">1234</td>"));
     // What cannot be read now may be readable at the next request.
-    fs::write(dir.path().join("run/routing.jsonl"), "<b>\n").unwrap();
+    fs::write(dir.path().join("run/summary.json"), "<b>\n").unwrap();
     let broken = watching.ask("GET /");
     assert!(
-        broken.starts_with("HTTP/1.1 500 ") && broken.contains("run/routing.jsonl:1: "),
+        broken.starts_with("HTTP/1.1 500 ") && broken.contains("run/summary.json: "),
         "{broken}"
     );
-    fs::remove_file(dir.path().join("run/routing.jsonl")).unwrap();
+    fs::remove_file(dir.path().join("run/summary.json")).unwrap();
     assert!(watching.ask("GET /").starts_with("HTTP/1.1 200 "));
     assert_eq!(support::names(&dir.path().join("run")), before, "nothing was written");
+}
+
+#[test]
+fn a_watched_directory_shows_the_runs_that_come() {
+    let dir = empty();
+    write_run(&dir.path().join("runs"), "one", &[step("adapt", 1, 64)]);
+    let watching = Watching::start_for(dir.path(), "runs");
+    assert!(watching.ask("GET /").contains("<h1>Run one</h1>"));
+    write_run(&dir.path().join("runs"), "two", &[step("adapt", 1, 64)]);
+    fs::create_dir(dir.path().join("runs/<b>")).unwrap();
+    let both = watching.ask("GET /");
+    assert!(both.contains("<h1>2 runs</h1>"), "{both}");
+    assert!(both.contains("left out of runs, as not run directories: &lt;b&gt;"), "{both}");
 }
 
 #[test]

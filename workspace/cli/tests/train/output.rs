@@ -79,11 +79,11 @@ fn a_run_without_validation_has_no_table() {
     assert!(stdout(&output).starts_with("model    run/export\n"));
     assert!(stderr(&output).contains("stage adapt: dense attention, 8 heads, 1 step\n"));
     // A finished run says so again, also where no picture can be made of it.
-    fs::write(dir.path().join("run/routing.jsonl"), "x\n").unwrap();
+    fs::write(dir.path().join("run/machine.json"), "x\n").unwrap();
     let output = moh_train(dir.path(), &[]).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(stdout(&output).contains("\nmodel    run/export\n"));
-    let warning = "warning: no picture: run/routing.jsonl:1: ";
+    let warning = "warning: no picture: run/machine.json: ";
     assert!(stderr(&output).contains(warning), "{}", stderr(&output));
 }
 

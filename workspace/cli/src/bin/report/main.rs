@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
-use moh_cli::exit::{self, Usage};
+use moh_cli::exit::{self, Usage, stderr_line};
 use moh_cli::report::{self, PAGE};
 
 /// Write a page that shows a run, or compares several
@@ -24,13 +24,14 @@ use moh_cli::report::{self, PAGE};
     after_help = "Examples:\n  \
         moh-report runs/quickstart\n  \
         moh-report runs/quickstart runs/quickstart-half --out compared.html\n  \
+        moh-report runs\n  \
         moh-report --watch runs/quickstart"
 )]
 struct Arguments {
-    /// Run directories: run.dir of their recipes
+    /// Run directories (run.dir of their recipes), or directories that hold some
     #[arg(value_name = "RUN", required = true)]
     runs: Vec<PathBuf>,
-    /// The page [default: report.html in the directory of a single run]
+    /// The page [default: report.html in RUN, if there is one]
     #[arg(long, value_name = "FILE", conflicts_with = "watch")]
     out: Option<PathBuf>,
     /// Replace FILE even if it is not a page of this program
@@ -60,11 +61,14 @@ fn write(arguments: &Arguments) -> anyhow::Result<()> {
         (Some(out), _) => out.clone(),
         (None, [run]) => run.join(PAGE),
         (None, _) => {
-            let text = "--out is missing: name the file for the page of several runs".to_owned();
+            let text =
+                "--out is missing: name the file for the page of several directories".to_owned();
             return Err(Usage(text).into());
         }
     };
-    report::write(&arguments.runs, &out, arguments.force)?;
+    for remark in report::write(&arguments.runs, &out, arguments.force)? {
+        stderr_line(format_args!("warning: {remark}"));
+    }
     writeln!(stdout(), "{}", out.display())?;
     Ok(())
 }

@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, bail};
-use moh_cli::report::{self, Watch};
-use moh_cli::run_log::RunLog;
+use moh_cli::exit::stderr_line;
+use moh_cli::report::{self, Runs, Watch};
 
 use crate::http::{self, Answer};
 
@@ -26,8 +26,8 @@ const PATIENCE: u32 = 20;
 /// # Errors
 /// Fails if one of them is not a run, or if the port is not free.
 pub(crate) fn serve(runs: Vec<PathBuf>, port: u16) -> anyhow::Result<()> {
-    for run in &runs {
-        RunLog::read(run)?;
+    for remark in Runs::read(&runs)?.remarks {
+        stderr_line(format_args!("warning: {remark}"));
     }
     let listener = match TcpListener::bind((Ipv4Addr::LOCALHOST, port)) {
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
@@ -64,11 +64,11 @@ fn names(port: u16) -> Vec<String> {
 /// The page of the runs as they are now.
 fn answer(runs: &[PathBuf]) -> Answer {
     let start = Instant::now();
-    let logs: Result<Vec<RunLog>, _> = runs.iter().map(|run| RunLog::read(run)).collect();
+    let runs = Runs::read(runs);
     // The page says when to ask again, so that this time is needed before it is drawn.
     let watch = Watch { every: EVERY.max(start.elapsed() * PATIENCE) };
-    let (status, text) = match logs {
-        Ok(logs) => (200, report::page(logs, SystemTime::now(), Some(watch))),
+    let (status, text) = match runs {
+        Ok(runs) => (200, report::page(&runs, SystemTime::now(), Some(watch))),
         Err(error) => (500, report::error_page(&format!("{error:#}"), watch)),
     };
     Answer { status, kind: "text/html", text }
