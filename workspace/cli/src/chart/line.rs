@@ -2,9 +2,10 @@
 
 use maud::{Markup, PreEscaped, html};
 
+use super::axis::{Axis, Tick};
 use super::marks::{self, Mark, Placed};
-use super::scale::{Range, Ticks, is_drawable, short, value_range};
-use super::thin::thin;
+use super::scale::{Range, is_drawable, short, value_range};
+use super::thin::{Segment, thin};
 use super::{COLORS, DASHES, STYLE, at, shorten, width};
 
 /// Curves of at most this many points show each of them, with its numbers.
@@ -88,6 +89,10 @@ pub struct LineChart {
     pub whole: bool,
     /// Whether the vertical axis begins at 0.
     pub from_zero: bool,
+    /// Whether the horizontal axis is logarithmic; places up to 0 are at its left end.
+    pub log_across: bool,
+    /// Whether the vertical axis is logarithmic, from the least positive value on.
+    pub log_values: bool,
     /// The curves.
     pub lines: Vec<Line>,
     /// The marks, from left to right.
@@ -110,13 +115,13 @@ struct Plot {
     top: f64,
     right: f64,
     bottom: f64,
-    across: Range,
-    values: Range,
+    across: Axis,
+    values: Axis,
 }
 
 impl Plot {
     fn contains(&self, (x, y): (f64, f64)) -> bool {
-        self.across.contains(x) && self.values.contains(y)
+        self.across.contains(x) && self.values.shows(y) && self.values.contains(y)
     }
 
     fn x(&self, value: f64) -> f64 {
@@ -165,9 +170,8 @@ impl LineChart {
         let Size { width, height, .. } = size;
         let values = self.values();
         let across = self.range_across();
-        let up = Ticks::new(values, ((height - above) / 48.0) as usize, 0.0);
-        let labels: Vec<String> = up.values.iter().map(|&value| up.label(value)).collect();
-        let left = labels.iter().map(|label| super::width(label)).fold(20.0, f64::max) + 14.0;
+        let up = values.ticks(((height - above) / 48.0) as usize, 0.0);
+        let left = up.iter().map(|tick| super::width(&tick.label)).fold(20.0, f64::max) + 14.0;
         let right = width - self.label_room(size);
         let place = |value| left + across.place(value) * (right - left);
         let shown = marks::shown(&self.marks);
@@ -187,7 +191,7 @@ impl LineChart {
                 title { (self.title) }
                 desc { (self.description) }
                 (heading)
-                (self.axes(&plot, (&up.values, &labels)))
+                (self.axes(&plot, &up))
                 (marks::draw(&shown, &mark_labels, marks_end, plot.bottom))
                 (arrows(&above_values, &above_labels, plot.top))
                 (self.skipped_steps(&plot))
@@ -197,24 +201,33 @@ impl LineChart {
         }
     }
 
-    fn values(&self) -> Range {
-        let lines = self.lines.iter().flat_map(|line| line.points.iter().map(|point| point.1));
-        let mut seen = self.seen.clone();
-        seen.extend(self.reference.iter().map(|reference| reference.0));
-        match self.all_seen {
-            true => Range::of_all(lines.chain(seen), self.from_zero),
-            false => value_range(lines, &seen, self.from_zero),
-        }
+    fn values(&self) -> Axis {
+        let scaled = |value: f64| if self.log_values { value.log10() } else { value };
+        let lines =
+            self.lines.iter().flat_map(|line| line.points.iter().map(|point| scaled(point.1)));
+        let seen = self.seen.iter().copied().chain(self.reference.iter().map(|known| known.0));
+        let seen: Vec<f64> = seen.map(scaled).collect();
+        let from_zero = self.from_zero && !self.log_values;
+        let range = match self.all_seen {
+            true => Range::of_all(lines.chain(seen), from_zero),
+            false => value_range(lines, &seen, from_zero),
+        };
+        if self.log_values { Axis::log(range) } else { Axis::linear(range) }
     }
 
-    fn range_across(&self) -> Range {
+    fn range_across(&self) -> Axis {
         let points = self.lines.iter().flat_map(|line| &line.points).map(|point| point.0);
         let marks = self.marks.iter().map(|mark| mark.at);
-        let high = points.chain(marks).filter(|&x| is_drawable(x)).fold(0.0, f64::max);
-        match self.whole {
+        let places = || points.clone().chain(marks.clone()).filter(|&x| is_drawable(x));
+        let high = places().fold(0.0, f64::max);
+        if self.log_across && high > 0.0 {
+            let low = places().filter(|&x| x > 0.0).fold(high, f64::min);
+            return Axis::log(Range { low: low.log10(), high: high.log10() });
+        }
+        Axis::linear(match self.whole {
             true => Range { low: -0.5, high: high + 0.5 },
             false => Range { low: 0.0, high: if high > 0.0 { high } else { 1.0 } },
-        }
+        })
     }
 
     /// Pixels on the right for the labels of curves.
@@ -226,21 +239,21 @@ impl LineChart {
         }
     }
 
-    fn axes(&self, plot: &Plot, (values, labels): (&[f64], &[String])) -> Markup {
+    fn axes(&self, plot: &Plot, values: &[Tick]) -> Markup {
         let least = if self.whole { 1.0 } else { 0.0 };
-        let across = Ticks::new(plot.across, ((plot.right - plot.left) / 76.0) as usize, least);
+        let across = plot.across.ticks(((plot.right - plot.left) / 76.0) as usize, least);
         html! {
-            @for (&value, label) in values.iter().zip(labels) {
-                @let y = plot.y(value);
+            @for Tick { value, label } in values {
+                @let y = plot.y(*value);
                 path class="rule" d={ "M" (at(plot.left)) " " (at(y)) "H" (at(plot.right)) } {}
                 text class="quiet" x=(at(plot.left - 7.0)) y=(at(y + 4.0)) text-anchor="end" { (label) }
             }
             path class="base" d={ "M" (at(plot.left)) " " (at(plot.bottom)) "H" (at(plot.right)) } {}
-            @for &value in &across.values {
-                @let x = plot.x(value);
+            @for Tick { value, label } in &across {
+                @let x = plot.x(*value);
                 path class="base" d={ "M" (at(x)) " " (at(plot.bottom)) "v4" } {}
                 text class="quiet" x=(at(x)) y=(at(plot.bottom + 17.0)) text-anchor="middle" {
-                    (across.label(value))
+                    (label)
                 }
             }
             text class="quiet" x=(at(plot.right)) y=(at(plot.bottom + 32.0)) text-anchor="end" { (self.across) }
@@ -279,15 +292,16 @@ impl LineChart {
 
     /// The curves with values above the plot, with the point of the highest. A faint curve stands in for the one
     /// of the same look that lies over it, whose means have lost its peaks.
-    fn above(&self, values: Range) -> Vec<(&Line, (f64, f64))> {
+    fn above(&self, values: Axis) -> Vec<(&Line, (f64, f64))> {
         let highest = |line: &Line| {
             let points = line.points.iter().copied().filter(|point| is_drawable(point.1));
             points.reduce(|most, point| if point.1 > most.1 { point } else { most })
         };
         let found = self.lines.iter().filter_map(|line| Some((line, highest(line)?)));
-        let found: Vec<_> = found.filter(|(_, (_, value))| *value > values.high).collect();
+        let found: Vec<_> = found.filter(|(_, (_, value))| values.is_below(*value)).collect();
         let is_higher = |a: &(&Line, (f64, f64)), b: &(&Line, (f64, f64))| {
-            a.0.look.faint && a.0.look.color == b.0.look.color && a.1.1 > b.1.1
+            let is_background = a.0.look.faint && !b.0.look.faint;
+            is_background && a.0.look.color == b.0.look.color && a.1.1 >= b.1.1
         };
         let is_highest =
             |one: &&(&Line, (f64, f64))| !found.iter().any(|other| is_higher(other, one));
@@ -301,8 +315,9 @@ impl LineChart {
         if !self.needs_labels() {
             return html! {};
         }
-        let end =
-            |line: &Line| line.points.iter().rev().find(|point| is_drawable(point.1)).copied();
+        let end = |line: &Line| {
+            line.points.iter().rev().find(|point| plot.values.shows(point.1)).copied()
+        };
         let ends = self.labelled().filter_map(|line| Some((plot.y(end(line)?.1), line)));
         let mut ends: Vec<(f64, &Line)> =
             ends.map(|(y, line)| (y.clamp(plot.top + 6.0, plot.bottom), line)).collect();
@@ -354,10 +369,16 @@ fn apart(mut places: Vec<f64>, distance: f64, bottom: f64) -> Vec<f64> {
     places
 }
 
+/// The points of a curve that the pixels of a plot can show.
+fn thinned(line: &Line, plot: &Plot) -> Vec<Segment> {
+    let columns = (plot.right - plot.left).max(1.0) as usize;
+    let shown = |&(x, y): &(f64, f64)| (x, if plot.values.shows(y) { y } else { f64::NAN });
+    thin(line.points.iter().map(shown), plot.across, columns)
+}
+
 /// A curve as a path, in the coordinates of the plot. A point without neighbours is a dot.
 fn curve(line: &Line, plot: &Plot) -> Markup {
-    let wide = plot.right - plot.left;
-    let segments = thin(line.points.iter().copied(), plot.across, wide.max(1.0) as usize);
+    let segments = thinned(line, plot);
     let place = |&(x, y): &(f64, f64)| {
         (at(plot.x(x) - plot.left), at((plot.y(y) - plot.top).clamp(-BEYOND, BEYOND)))
     };
@@ -377,8 +398,7 @@ fn curve(line: &Line, plot: &Plot) -> Markup {
 
 /// The points of a curve that have no neighbours, as dots.
 fn lone_dots(line: &Line, plot: &Plot) -> Markup {
-    let columns = (plot.right - plot.left).max(1.0) as usize;
-    let segments = thin(line.points.iter().copied(), plot.across, columns);
+    let segments = thinned(line, plot);
     let lone = segments.iter().filter(|segment| segment.len() == 1).flatten();
     html! {
         g class=(line.look.color_class()) {

@@ -2,6 +2,7 @@
 //! [`STYLE`], so that a chart follows a light and a dark page, and a curve is told from its neighbours by its
 //! dashes and its label as well as by its colour.
 
+mod axis;
 mod heat;
 mod line;
 mod marks;

@@ -152,6 +152,19 @@ fn scientific(value: f64) -> String {
     }
 }
 
+/// A number with few digits, without needless ones: `1.5 M`.
+pub fn round(value: f64) -> String {
+    let (unit, suffix) = unit_of(value.abs());
+    match (value / unit).abs() {
+        0.0 => "0".to_owned(),
+        a if suffix.is_empty() && !(1e-3..1e15).contains(&a) => scientific(value),
+        _ => {
+            let text = format!("{:.6}", value / unit);
+            format!("{}{suffix}", text.trim_end_matches('0').trim_end_matches('.'))
+        }
+    }
+}
+
 /// A number in running text: four significant digits with a unit, such as `1.147 M`; `-` if it is not finite.
 pub fn short(value: f64) -> String {
     if !value.is_finite() {

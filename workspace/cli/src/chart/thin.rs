@@ -1,7 +1,8 @@
 //! Thins a curve to what the pixels of a chart can show. Each column of pixels keeps its first, lowest,
 //! highest and last point, so that no spike is lost.
 
-use super::scale::{Range, is_drawable};
+use super::axis::Axis;
+use super::scale::is_drawable;
 
 /// Points that a line connects.
 pub type Segment = Vec<(f64, f64)>;
@@ -54,11 +55,11 @@ impl Column {
     }
 }
 
-/// The points of a curve, in order, for a chart that shows `range` on `columns` pixels: at most four for
+/// The points of a curve, in order, for a chart whose axis `across` has `columns` pixels: at most four for
 /// each column. Values that are not finite interrupt the line.
-pub fn thin(
+pub(super) fn thin(
     points: impl IntoIterator<Item = (f64, f64)>,
-    range: Range,
+    across: Axis,
     columns: usize,
 ) -> Vec<Segment> {
     let mut segments = Vec::new();
@@ -68,7 +69,7 @@ pub fn thin(
             continue;
         }
         // A cast of a negative number gives 0.
-        let number = (range.place(x) * columns as f64) as usize;
+        let number = (across.place(x) * columns as f64) as usize;
         if column.number != Some(number) {
             column.flush(&mut segments);
             column.number = Some(number);
@@ -82,34 +83,44 @@ pub fn thin(
     segments
 }
 
-/// Means of `count` neighbours each: fewer points without noise.
+/// A mean spans at most this part of the points before it, so that the first ones have their own places on a
+/// logarithmic axis too.
+const MEAN_OF_START: usize = 10;
+
+/// Means of `count` neighbours each, and of fewer at the start: fewer points without noise.
 pub fn means(points: &[(f64, f64)], count: usize) -> Vec<(f64, f64)> {
-    points
-        .chunks(count.max(1))
-        .map(|chunk| {
-            let finite: Vec<_> = chunk.iter().filter(|point| is_drawable(point.1)).collect();
-            let number = finite.len() as f64;
-            let sum =
-                finite.iter().fold((0.0, 0.0), |sum, point| (sum.0 + point.0, sum.1 + point.1));
-            match finite.is_empty() {
-                true => (chunk[0].0, f64::NAN),
-                false => (sum.0 / number, sum.1 / number),
-            }
-        })
-        .collect()
+    let mut means = Vec::new();
+    let mut left = points;
+    while let Some(first) = left.first() {
+        let before = points.len() - left.len();
+        let (chunk, rest) =
+            left.split_at((before / MEAN_OF_START + 1).min(count.max(1)).min(left.len()));
+        left = rest;
+        let finite: Vec<_> = chunk.iter().filter(|point| is_drawable(point.1)).collect();
+        let number = finite.len() as f64;
+        let sum = finite.iter().fold((0.0, 0.0), |sum, point| (sum.0 + point.0, sum.1 + point.1));
+        means.push(match finite.is_empty() {
+            true => (first.0, f64::NAN),
+            false => (sum.0 / number, sum.1 / number),
+        });
+    }
+    means
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::scale::Range;
     use super::*;
 
-    const RANGE: Range = Range { low: 0.0, high: 100.0 };
+    fn across() -> Axis {
+        Axis::linear(Range { low: 0.0, high: 100.0 })
+    }
 
     #[test]
     fn a_short_curve_is_kept_whole() {
         let points = [(1.0, 5.0), (20.0, 4.0), (90.0, 3.0)];
-        assert_eq!(thin(points, RANGE, 10), [points]);
-        assert_eq!(thin([], RANGE, 10), Vec::<Segment>::new());
+        assert_eq!(thin(points, across(), 10), [points]);
+        assert_eq!(thin([], across(), 10), Vec::<Segment>::new());
     }
 
     #[test]
@@ -122,7 +133,7 @@ mod tests {
             };
             (f64::from(n) / 1e4, y)
         });
-        let segments = thin(points, RANGE, 300);
+        let segments = thin(points, across(), 300);
         let [segment] = &segments[..] else { panic!("{} segments", segments.len()) };
         assert!((600..=1204).contains(&segment.len()), "{}", segment.len());
         assert!(segment.contains(&(12.3456, 99.0)) && segment.contains(&(65.4321, -99.0)));
@@ -134,18 +145,36 @@ mod tests {
     #[test]
     fn a_value_that_is_missing_interrupts_the_line() {
         let points = [(1.0, 1.0), (30.0, f64::NAN), (60.0, 2.0), (90.0, 3.0)];
-        assert_eq!(thin(points, RANGE, 10), [vec![(1.0, 1.0)], vec![(60.0, 2.0), (90.0, 3.0)]]);
-        assert_eq!(thin(points.map(|point| (point.0, f64::NAN)), RANGE, 10), Vec::<Segment>::new());
+        assert_eq!(thin(points, across(), 10), [vec![(1.0, 1.0)], vec![(60.0, 2.0), (90.0, 3.0)]]);
+        assert_eq!(
+            thin(points.map(|point| (point.0, f64::NAN)), across(), 10),
+            Vec::<Segment>::new()
+        );
         // In a column with other values nobody would see the gap.
         let dense = [(1.0, 1.0), (1.1, f64::INFINITY), (1.2, 2.0)];
-        assert_eq!(thin(dense, RANGE, 10), [vec![(1.0, 1.0), (1.2, 2.0)]]);
+        assert_eq!(thin(dense, across(), 10), [vec![(1.0, 1.0), (1.2, 2.0)]]);
     }
 
     #[test]
     fn means_pass_over_missing_values() {
-        let points = [(1.0, 2.0), (2.0, f64::NAN), (3.0, f64::NAN), (4.0, f64::NAN), (5.0, 7.0)];
-        let [first, gap, last] = means(&points, 2)[..] else { panic!() };
-        assert_eq!((first, last), ((1.0, 2.0), (5.0, 7.0)));
-        assert!(gap.1.is_nan());
+        let gap = |n: u32| if (20..26).contains(&n) { f64::NAN } else { 7.0 };
+        let points: Vec<(f64, f64)> = (0..40).map(|n| (f64::from(n), gap(n))).collect();
+        let found = means(&points, 2);
+        let odd: Vec<(f64, f64)> = found.iter().copied().filter(|mean| mean.1 != 7.0).collect();
+        assert_eq!(odd.iter().map(|mean| mean.0).collect::<Vec<_>>(), [20.0, 22.0, 24.0]);
+        assert!(odd.iter().all(|mean| mean.1.is_nan()));
+    }
+
+    #[test]
+    fn means_begin_with_the_first_points_and_span_more_later() {
+        let points: Vec<(f64, f64)> = (1..=1000).map(|n| (f64::from(n), f64::from(n))).collect();
+        let found = means(&points, 50);
+        assert_eq!(found[..10], points[..10]);
+        assert_eq!(found[10], (11.5, 11.5));
+        assert!(found.iter().all(|mean| mean.0 == mean.1) && found.len() < 60, "{}", found.len());
+        let widest = found.windows(2).map(|pair| pair[1].0 - pair[0].0).fold(0.0, f64::max);
+        assert_eq!(widest, 50.0);
+        assert_eq!(means(&points, 0), points, "no neighbours, no means");
+        assert_eq!(means(&[], 5), []);
     }
 }

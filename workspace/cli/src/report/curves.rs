@@ -6,7 +6,7 @@ use maud::{Markup, html};
 
 use super::figure;
 use crate::chart::{Line, LineChart, Look, Mark, shorten};
-use crate::loss_chart::{converted, describe, loss_chart, marks, skipped, smoothed};
+use crate::loss_chart::{converted, describe, loss_chart, marks, over_steps, skipped, smoothed};
 use crate::run_log::{RunLog, Step};
 
 /// Characters of a run's name in a chart.
@@ -17,8 +17,10 @@ struct Quantity {
     title: &'static str,
     unit: &'static str,
     from_zero: bool,
-    /// Whether values far above the others are what the chart is for.
-    all_seen: bool,
+    /// Whether it follows a plan, all of which is what the chart is for, rather than being measured.
+    is_planned: bool,
+    /// Whether a reader may want its logarithm.
+    log_values: bool,
     value: fn(&Step) -> f64,
 }
 
@@ -27,35 +29,40 @@ const QUANTITIES: [Quantity; 5] = [
         title: "Balance loss",
         unit: "before its weight",
         from_zero: false,
-        all_seen: false,
+        is_planned: false,
+        log_values: false,
         value: |step| step.balance_loss,
     },
     Quantity {
         title: "Learning rate",
         unit: "",
         from_zero: true,
-        all_seen: true,
+        is_planned: true,
+        log_values: false,
         value: |step| step.learning_rate,
     },
     Quantity {
         title: "Gradient norm",
         unit: "before clipping",
         from_zero: true,
-        all_seen: false,
+        is_planned: false,
+        log_values: true,
         value: |step| step.grad_norm,
     },
     Quantity {
         title: "Speed",
         unit: "tokens per second, all ranks",
         from_zero: true,
-        all_seen: false,
+        is_planned: false,
+        log_values: false,
         value: |step| step.tokens_per_second,
     },
     Quantity {
         title: "Model FLOPs utilization",
         unit: "percent of the device's peak",
         from_zero: true,
-        all_seen: false,
+        is_planned: false,
+        log_values: false,
         value: |step| 100.0 * step.mfu,
     },
 ];
@@ -79,34 +86,47 @@ pub(super) fn losses(logs: &[RunLog]) -> Markup {
 
 /// The other quantities that any run has.
 pub(super) fn quantities(logs: &[RunLog]) -> Markup {
-    let charts = QUANTITIES.iter().map(|quantity| quantity.chart(logs));
-    let charts: Vec<LineChart> = charts.filter(|chart| !chart.is_empty()).collect();
+    let charts = QUANTITIES.iter().map(|quantity| (quantity.chart(logs), quantity));
+    let charts: Vec<(LineChart, &Quantity)> =
+        charts.filter(|(chart, _)| !chart.is_empty()).collect();
     html! {
-        div class="panels" { @for chart in &charts { (figure::panel(chart)) } }
+        div class="panels" {
+            @for (chart, quantity) in &charts { (figure::panel_over_tokens(chart, quantity.log_values)) }
+        }
     }
 }
 
 impl Quantity {
     fn chart(&self, logs: &[RunLog]) -> LineChart {
         let has = |log: &&RunLog| log.steps.has(self.value);
-        let lines = each(logs).filter(|(_, log)| has(log)).map(|(look, log)| Line {
-            label: label(&log.name),
-            points: log.steps.curve(self.value),
-            look,
-        });
+        let lines = each(logs)
+            .filter(|(_, log)| has(log))
+            .flat_map(|(look, log)| self.lines(look, log, logs.len() > 1));
         let chart = over_tokens(logs, (self.title, self.unit), lines.collect(), self.from_zero);
-        LineChart { all_seen: self.all_seen, ..chart }
+        LineChart { all_seen: self.is_planned, ..chart }
+    }
+
+    /// The curves of a run: of several long ones the means alone, as their backgrounds would cover each other.
+    fn lines(&self, look: Look, log: &RunLog, compares: bool) -> Vec<Line> {
+        let label = label(&log.name);
+        match self.is_planned {
+            true => vec![Line { label, points: log.steps.curve(self.value), look }],
+            false if compares => vec![smooth(log, label, look, self.value)],
+            false => over_steps(log, &label, look, self.value),
+        }
     }
 }
 
 /// The training losses of several runs, smoothed.
 fn training_losses(logs: &[RunLog]) -> LineChart {
-    let lines = each(logs).map(|(look, log)| Line {
-        label: label(&log.name),
-        points: smoothed(log).unwrap_or_else(|| log.steps.curve(|step| step.loss)),
-        look,
-    });
+    let lines = each(logs).map(|(look, log)| smooth(log, label(&log.name), look, |step| step.loss));
     over_tokens(logs, ("Training loss", "cross-entropy, nats per token"), lines.collect(), false)
+}
+
+/// A quantity of a run without its noise.
+fn smooth(log: &RunLog, label: String, look: Look, value: fn(&Step) -> f64) -> Line {
+    let points = smoothed(log, value).unwrap_or_else(|| log.steps.curve(value));
+    Line { label, points, look }
 }
 
 /// The losses of several runs on each validation set that any of them has.
@@ -135,7 +155,8 @@ pub(super) fn each(logs: &[RunLog]) -> impl Iterator<Item = (Look, &RunLog)> {
     logs.iter().enumerate().map(|(index, log)| (Look::nth(index), log))
 }
 
-fn over_tokens(
+/// A chart of `lines` over the tokens of runs, with a title and a unit.
+pub(super) fn over_tokens(
     logs: &[RunLog],
     (title, unit): (&str, &str),
     lines: Vec<Line>,

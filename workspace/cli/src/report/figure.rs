@@ -1,4 +1,5 @@
-//! A chart on a page: its caption, the chart for wide and for narrow pages, and the key to its curves.
+//! A chart on a page: its caption, the chart for wide and for narrow pages and for each choice of its axes, and the key
+//! to its curves.
 
 use maud::{Markup, html};
 
@@ -13,18 +14,73 @@ const PANEL: Size = Size { width: 400.0, height: 240.0, labels: false };
 /// The same for the charts that a wide page shows across.
 const TALL_PANEL: Size = Size { width: 400.0, height: 300.0, labels: false };
 
-/// A chart across the page: two drawings, of which the style shows the one that fits.
-pub(super) fn wide(chart: &LineChart) -> Markup {
+/// The axes between which a reader chooses: the name of each, and of the class of its drawings, of which the style
+/// shows those of the chosen one.
+const AXES: [(&str, &str); 3] = [
+    ("linear", "linear"),
+    ("log-tokens", "logarithmic tokens"),
+    ("log-both", "logarithmic tokens, losses and norms"),
+];
+
+/// The choice of the axes, for all charts over tokens.
+pub(super) fn axes() -> Markup {
     html! {
-        figure class="across" {
-            (caption(chart))
-            div class="wide" { (chart.draw(WIDE)) }
-            div class="narrow" { (key(chart)) (chart.draw(TALL_PANEL)) }
+        fieldset class="axes" {
+            legend { "Axes" }
+            @for (number, (class, name)) in AXES.into_iter().enumerate() {
+                label {
+                    input type="radio" name="axes" id={ "axes-" (class) } checked[number == 0];
+                    (name)
+                }
+            }
         }
     }
 }
 
-/// A chart beside others.
+/// A chart over tokens across the page, for each choice of the axes: two drawings, of which the style shows the one
+/// that fits.
+pub(super) fn wide(chart: &LineChart) -> Markup {
+    let drawn = |chart: &LineChart| {
+        html! {
+            div class="wide" { (chart.draw(WIDE)) }
+            div class="narrow" { (key(chart)) (chart.draw(TALL_PANEL)) }
+        }
+    };
+    html! {
+        figure class="across" {
+            (caption(chart))
+            @for ((class, _), log_values) in AXES.into_iter().zip([false, false, true]) {
+                div class=(class) { (drawn(&with_axes(chart, class != "linear", log_values))) }
+            }
+        }
+    }
+}
+
+/// A chart over tokens beside others, for each choice of the axes that changes it: the values are logarithmic if
+/// `log_values` and so chosen.
+pub(super) fn panel_over_tokens(chart: &LineChart, log_values: bool) -> Markup {
+    let drawn = |class: &str, log_across, log_values| {
+        html! { div class=(class) { (with_axes(chart, log_across, log_values).draw(PANEL)) } }
+    };
+    html! {
+        figure {
+            (caption(chart)) (key(chart))
+            (drawn("linear", false, false))
+            @if log_values {
+                (drawn("log-tokens", true, false))
+                (drawn("log-both", true, true))
+            } @else {
+                (drawn("log-tokens log-both", true, false))
+            }
+        }
+    }
+}
+
+fn with_axes(chart: &LineChart, log_across: bool, log_values: bool) -> LineChart {
+    LineChart { log_across, log_values, ..chart.clone() }
+}
+
+/// A chart over layers beside others.
 pub(super) fn panel(chart: &LineChart) -> Markup {
     html! { figure { (caption(chart)) (key(chart)) (chart.draw(PANEL)) } }
 }

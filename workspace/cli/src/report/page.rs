@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
-use super::{Runs, curves, guard, losses, numbers, overview, recipes, routing, speed};
+use super::{Runs, curves, figure, guard, losses, numbers, overview, recipes, routing, speed};
 use crate::chart::{self, shorten};
 use crate::utc;
 
@@ -51,6 +51,7 @@ pub fn page(runs: &Runs, now: SystemTime, watch: Option<Watch>) -> String {
         section {
             h2 { "Loss" }
             @if has_steps || logs.iter().any(|log| !log.summary.evaluations.is_empty()) {
+                (figure::axes())
                 (curves::losses(logs))
             } @else {
                 p { "No step has been recorded yet." }

@@ -5,7 +5,7 @@ use std::fs;
 use serde_json::{Value, json};
 
 use super::support::{failure, program, success};
-use super::{PROGRAM, check, empty, step, write_run};
+use super::{PROGRAM, check, drawing, empty, figures, step, write_run};
 
 #[test]
 fn several_runs_are_compared() {
@@ -69,4 +69,38 @@ fn a_run_has_the_same_look_in_all_charts() {
     // One curve needs no key, but here it tells which run it is of.
     let caption = page.split("<strong>Active heads by layer</strong>").nth(1).unwrap();
     assert!(caption.split("<title>").next().unwrap().contains("<ul class=\"key\">"));
+}
+
+#[test]
+fn runs_of_different_length_have_logarithmic_axes_to_choose() {
+    let dir = empty();
+    for (name, count) in [("short", 10), ("long", 10_000)] {
+        let steps: Vec<Value> = (1..=count).map(|n| step("adapt", n, 64 * n)).collect();
+        write_run(dir.path(), name, &steps);
+    }
+    success(program(PROGRAM, dir.path()).args(["short", "long", "--out", "both.html"]));
+    let page = fs::read_to_string(dir.path().join("both.html")).unwrap();
+    check(&page);
+    for axes in ["axes-linear", "axes-log-tokens", "axes-log-both"] {
+        assert!(
+            page.contains(&format!("<input type=\"radio\" name=\"axes\" id=\"{axes}\"")),
+            "{axes}"
+        );
+        assert_eq!(axes != "axes-linear", page.contains(&format!("#{axes}:checked")), "{axes}");
+    }
+    assert_eq!(page.matches(" checked>").count(), 1, "one choice from the start");
+    // The end of the short run, in pixels.
+    let end = |title: &str, axes: &str| -> f64 {
+        let drawn = drawing(figures(&page, title)[0], axes);
+        let path = drawn.split("class=\"line d0\" d=\"").nth(1).unwrap();
+        let path = path.split('"').next().unwrap();
+        path.split(' ').rev().nth(1).unwrap().parse().unwrap()
+    };
+    for title in ["Training loss", "Learning rate", "Gradient norm"] {
+        assert!(end(title, "linear") < 3.0, "{title}: {}", end(title, "linear"));
+        for axes in ["log-tokens", "log-both"] {
+            // One of four powers of ten.
+            assert!(end(title, axes) > 75.0, "{title}: {}", end(title, axes));
+        }
+    }
 }

@@ -64,7 +64,19 @@ fn check(page: &str) {
     }
 }
 
-/// The number of charts of curves with this title.
-fn charts(page: &str, title: &str) -> usize {
-    page.matches(&format!("<title>{title}</title>")).count()
+/// The figures with this title.
+fn figures<'a>(page: &'a str, title: &str) -> Vec<&'a str> {
+    let figures = page.split("<figure").skip(1).filter_map(|text| text.split("</figure>").next());
+    figures.filter(|figure| figure.contains(&format!("<strong>{title}</strong>"))).collect()
+}
+
+/// The drawing of a figure that is shown for a choice of axes, without that for narrow pages.
+fn drawing<'a>(figure: &'a str, axes: &str) -> &'a str {
+    let parts = figure.split("<div class=\"").skip(1);
+    let mut of_axes = parts.skip_while(|part| {
+        part.split('"').next().is_none_or(|classes| classes.split(' ').all(|class| class != axes))
+    });
+    let first = of_axes.next().unwrap();
+    let part = if first.contains("<svg") { first } else { of_axes.next().unwrap() };
+    part.split("</div>").next().unwrap()
 }

@@ -6,7 +6,7 @@ use std::fs;
 use serde_json::{Value, json};
 
 use super::support::{program, success, trainable};
-use super::{charts, empty, page, step, write_run};
+use super::{drawing, empty, figures, page, step, write_run};
 
 const STAGES: &str = r#"
 validation = { path = "text", batches = 1, every_steps = 2 }
@@ -98,9 +98,9 @@ fn one_step_without_a_number_has_a_page() {
     write_run(dir.path(), "run", &[nothing.clone()]);
     let page_of_none = page(dir.path(), "run");
     assert!(page_of_none.contains("1 step of this path was not applied"));
-    assert_eq!(charts(&page_of_none, "Learning rate"), 0);
+    assert_eq!(figures(&page_of_none, "Learning rate").len(), 0);
     write_run(dir.path(), "run", &[step("adapt", 1, 64)]);
-    assert_eq!(charts(&page(dir.path(), "run"), "Learning rate"), 1);
+    assert_eq!(figures(&page(dir.path(), "run"), "Learning rate").len(), 1);
     write_run(dir.path(), "run", &[step("adapt", 1, 64), nothing, step("adapt", 3, 192)]);
     let page = page(dir.path(), "run");
     assert!(page.contains("v-9"), "a short line for the step that was not applied");
@@ -155,12 +155,11 @@ fn a_long_run_has_a_small_page_with_its_spikes() {
     let page = page(dir.path(), "run");
     assert!(page.len() < 500_000, "{} bytes", page.len());
     // The means have no such value, and the curve of all steps is only their background.
-    let loss = page.split_once("<title>Training and validation loss</title>").unwrap().1;
-    let loss = loss.split("<figcaption>").next().unwrap();
-    assert_eq!(loss.matches("up to 77.50").count(), 2, "on wide and on narrow pages");
+    let loss = figures(&page, "Training and validation loss")[0];
+    // On wide and on narrow pages, for each choice of axes.
+    assert_eq!(loss.matches("up to 77.50").count(), 6);
     // A schedule has no exceptions.
-    let rate = page.split("<title>Learning rate</title>").nth(1).unwrap();
-    let rate = rate.split("<figcaption>").next().unwrap();
+    let rate = drawing(figures(&page, "Learning rate")[0], "linear");
     assert!(rate.contains(">1.0</text>") && !rate.contains("up to"), "{rate}");
     assert!(page.contains("40 of 60000 steps"));
 }
@@ -181,4 +180,43 @@ fn a_long_table_says_what_it_leaves_out() {
         .collect();
     fs::write(dir.path().join("run/rewinds.jsonl"), returns).unwrap();
     assert!(page(dir.path(), "run").contains("The last 50 of 60."));
+}
+
+#[test]
+fn measured_quantities_of_a_long_run_are_means_over_a_faint_curve() {
+    let dir = empty();
+    // Every other step is far from the mean.
+    let steps: Vec<Value> = (1..=3000)
+        .map(|n| {
+            let mut line = step("moh", n, 64 * n);
+            let far = if n % 2 == 0 { 1.5 } else { 0.5 };
+            for key in ["balance_loss", "grad_norm", "tokens_per_second"] {
+                line[key] = far.into();
+            }
+            line
+        })
+        .collect();
+    write_run(dir.path(), "run", &steps);
+    let page_of_long = page(dir.path(), "run");
+    let height = |path: &str| -> f64 {
+        let places: Vec<f64> =
+            path.split([' ', 'M']).skip(2).step_by(2).map(|y| y.parse().unwrap()).collect();
+        // The first steps have means of their own.
+        let later = &places[places.len() / 2..];
+        later.iter().copied().fold(0.0, f64::max) - later.iter().copied().fold(f64::MAX, f64::min)
+    };
+    for title in ["Balance loss", "Gradient norm", "Speed"] {
+        for axes in ["linear", "log-tokens"] {
+            let drawn = drawing(figures(&page_of_long, title)[0], axes);
+            let of = |class: &str| {
+                let path = drawn.split(&format!("<path class=\"{class}\" d=\"")).nth(1).unwrap();
+                height(path.split('"').next().unwrap())
+            };
+            let (faint, means) = (of("line d0 faint"), of("line d0"));
+            assert!(faint > 50.0 && means < 20.0, "{title}: {faint} {means}");
+        }
+    }
+    assert!(!drawing(figures(&page_of_long, "Learning rate")[0], "linear").contains("faint"));
+    write_run(dir.path(), "run", &steps[..100]);
+    assert!(!page(dir.path(), "run").contains("line d0 faint"), "few steps are shown as they are");
 }

@@ -37,7 +37,7 @@ fn values_above_the_axis_are_cut_off_and_named() {
         (1..100).map(f64::from).map(|x| (x, 3.0 - x / 100.0)).collect();
     points.insert(0, (0.0, 9.5));
     let chart = chart(vec![line("training", points, Look::default())]);
-    assert!(chart.values().high < 4.0);
+    assert!(chart.values().is_below(4.0));
     let svg = drawn(&chart);
     assert!(svg.contains(">up to 9.500<"), "{svg}");
     // The line leaves the inner SVG, which cuts it off, instead of going along its edge.
@@ -75,15 +75,55 @@ fn every_number_of_points_gives_a_chart() {
         vec![(f64::NAN, 1.0), (f64::INFINITY, 1.0), (-1e300, 1.0)],
         vec![(1.0, f64::MAX), (2.0, f64::MIN), (3.0, 1e99), (4.0, -1e99)],
     ] {
-        for dots in [false, true] {
+        for (dots, log) in [(false, false), (true, false), (false, true), (true, true)] {
             let look = Look { dots, ..Look::default() };
-            let svg = drawn(&chart(vec![line("loss", points.clone(), look)]));
+            let chart = chart(vec![line("loss", points.clone(), look)]);
+            let svg = drawn(&LineChart { log_across: log, log_values: log, ..chart });
             assert!(!svg.contains("NaN") && !svg.contains("inf"), "{points:?}: {svg}");
         }
     }
     let one = drawn(&chart(vec![line("loss", vec![(5.0, 2.0)], Look::default())]));
     assert_eq!(one.matches("<circle").count(), 1, "{one}");
     assert!(chart(vec![line("loss", vec![(5.0, f64::NAN)], Look::default())]).is_empty());
+}
+
+#[test]
+fn a_logarithmic_axis_gives_each_power_of_ten_the_same_room() {
+    let points = vec![(0.0, 8.0), (1e3, 4.0), (1e6, 2.0), (1e9, -1.0)];
+    let look = Look { dots: true, ..Look::default() };
+    let linear = chart(vec![line("loss", points, look)]);
+    let places = |chart: &LineChart| -> Vec<(f64, f64)> {
+        let svg = drawn(chart);
+        let number = |tag: &str, name: &str| {
+            let text = tag.split(name).nth(1).unwrap();
+            text.split('"').nth(1).unwrap().parse().unwrap()
+        };
+        let tags = svg.split("<circle").skip(1);
+        tags.map(|tag| (number(tag, "cx="), number(tag, "cy="))).collect()
+    };
+    let near = |a: f64, b: f64| (a - b).abs() < 0.2;
+    // The value that has no logarithm is not drawn, and the place that has none is at the left end.
+    let chart = LineChart { log_across: true, log_values: true, ..linear.clone() };
+    let [start, thousand, million] = places(&chart)[..] else { panic!() };
+    assert_eq!(start.0, thousand.0);
+    assert!(near(thousand.1 - start.1, million.1 - thousand.1), "each half is as far");
+    let chart = LineChart { log_across: true, ..linear.clone() };
+    let [_, thousand, million, billion] = places(&chart)[..] else { panic!() };
+    assert!(near(million.0 - thousand.0, billion.0 - million.0));
+    assert!(drawn(&chart).contains(">1 M</text>"), "{}", drawn(&chart));
+    let [start, _, million, billion] = places(&linear)[..] else { panic!() };
+    assert!(million.0 - start.0 < 1.0 && billion.0 - million.0 > 100.0);
+}
+
+#[test]
+fn a_peak_that_a_curve_and_its_background_share_is_named_once() {
+    let points: Vec<(f64, f64)> = (0..100)
+        .map(f64::from)
+        .map(|x| (x, if x == 0.0 { 9.5 } else { 3.0 - x / 100.0 }))
+        .collect();
+    let faint = Look { faint: true, ..Look::default() };
+    let lines = vec![line("all", points.clone(), faint), line("means", points, Look::default())];
+    assert_eq!(drawn(&chart(lines)).matches(">up to 9.500<").count(), 1);
 }
 
 #[test]
