@@ -220,3 +220,37 @@ fn measured_quantities_of_a_long_run_are_means_over_a_faint_curve() {
     write_run(dir.path(), "run", &steps[..100]);
     assert!(!page(dir.path(), "run").contains("line d0 faint"), "few steps are shown as they are");
 }
+
+#[test]
+fn a_moment_that_a_longer_stage_repeats_has_its_step() {
+    let dir = empty();
+    let steps: Vec<Value> = (1..=9).map(|n| step("moh", n, 64 * n)).collect();
+    write_run(dir.path(), "run", &steps);
+    let trained = |step: u64, sets: Value| {
+        json!({
+            "moment": { "trained": { "stage": "moh" } }, "step": step, "loss": 2.0, "bits_per_byte": null,
+            "other_sets": sets,
+        })
+    };
+    // A set that has gone, and one that has come.
+    let [gone, come] =
+        ["gone", "come"].map(|set| json!({ set: { "loss": 1.5, "bits_per_byte": null } }));
+    let summary = json!({
+        "steps": 9, "tokens": 576, "heads": 8, "evaluations": [trained(5, gone), trained(9, come)],
+    });
+    fs::write(dir.path().join("run/summary.json"), summary.to_string()).unwrap();
+    let page = page(dir.path(), "run");
+    let rows: Vec<&str> = page
+        .split("Losses before and after")
+        .nth(1)
+        .unwrap()
+        .split("<th scope=\"row\"")
+        .skip(1)
+        .filter_map(|row| row.split('>').nth(1)?.split('<').next())
+        .take(4)
+        .collect();
+    assert_eq!(rows, ["after stage moh, step 5", "gone", "after stage moh, step 9", "come"]);
+    for set in ["validation, gone", "validation, come"] {
+        assert!(figures(&page, "Training and validation loss")[0].contains(set), "{set}");
+    }
+}
