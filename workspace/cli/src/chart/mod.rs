@@ -1,17 +1,20 @@
-//! Charts as SVG: curves ([`LineChart`]) and maps of shares ([`HeatMap`]). Colours and lines are classes of
+//! Charts as SVG: curves ([`LineChart`]), maps of shares ([`HeatMap`]) and how they change ([`TimeMap`]). Colours and lines are classes of
 //! [`STYLE`], so that a chart follows a light and a dark page, and a curve is told from its neighbours by its
 //! dashes and its label as well as by its colour.
 
 mod axis;
+mod cells;
 mod heat;
 mod line;
 mod marks;
 pub mod scale;
 pub mod thin;
+mod time_map;
 
 pub use heat::{Cell, HeatMap, HeatRow, color_bar};
 pub use line::{Line, LineChart, Look, Size};
 pub use marks::{Mark, MarkKind};
+pub use time_map::TimeMap;
 
 /// The rules of style that charts need.
 pub const STYLE: &str = include_str!("chart.css");

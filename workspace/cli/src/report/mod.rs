@@ -10,6 +10,7 @@ mod overview;
 mod page;
 mod recipes;
 mod routing;
+mod routing_history;
 mod runs;
 mod speed;
 

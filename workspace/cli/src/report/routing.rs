@@ -6,18 +6,13 @@ use maud::{Markup, html};
 use moh_train::routing_log::{RoutingLine, RoutingMoment};
 
 use super::curves::{each, label};
-use super::figure;
+use super::{figure, routing_history};
 use crate::chart::{Cell, HeatMap, HeatRow, Line, LineChart, Look, color_bar};
 use crate::loss_chart::describe;
-use crate::run_log::{RoutingEvaluation, RunLog};
+use crate::run_log::{RoutingEvaluation, RunLog, load};
 
 /// Maps of a run: each has a cell for every layer and head.
 const MAX_MAPS: usize = 24;
-
-/// The share of tokens that select a head; 0 without tokens.
-fn share(line: &RoutingLine, selected: u64) -> f64 {
-    selected as f64 / line.tokens.max(1) as f64
-}
 
 /// An evaluation as figures show it.
 struct Shown<'a>(&'a RoutingEvaluation);
@@ -43,7 +38,7 @@ impl Shown<'_> {
     fn map(&self) -> HeatMap {
         let cells = |line: &RoutingLine| {
             let shared = std::iter::repeat_n(Cell::Shared, line.shared_heads);
-            let routed = line.selected.iter().map(|&selected| Cell::Share(share(line, selected)));
+            let routed = line.selected.iter().map(|&selected| Cell::Share(load(line, selected)));
             shared.chain(routed).collect()
         };
         let rows = self.0.layers.iter();
@@ -56,7 +51,7 @@ impl Shown<'_> {
 
     fn describe(&self) -> String {
         let loads = self.0.layers.values().flat_map(|line| {
-            line.selected.iter().map(|&selected| (share(line, selected), line.layer))
+            line.selected.iter().map(|&selected| (load(line, selected), line.layer))
         });
         let loads: Vec<(f64, usize)> = loads.collect();
         let least = loads.iter().min_by(|a, b| a.0.total_cmp(&b.0));
@@ -103,7 +98,7 @@ impl Shown<'_> {
                     th scope="row" { (layer) }
                     td { (format!("{:.3}", line.entropy)) }
                     @for _ in 0..line.shared_heads { td class="unit" { "s" } }
-                    @for &selected in &line.selected { td { (format!("{:.1}", 100.0 * share(line, selected))) } }
+                    @for &selected in &line.selected { td { (format!("{:.1}", 100.0 * load(line, selected))) } }
                 } } }
             }
         }
@@ -135,6 +130,7 @@ pub(super) fn section(logs: &[RunLog]) -> Markup {
                 }
             }
             (over_layers(logs))
+            (routing_history::part(logs))
         }
     }
 }
@@ -158,6 +154,9 @@ fn over_layers(logs: &[RunLog]) -> Markup {
         }
         let newest: BTreeMap<&str, &RoutingEvaluation> =
             log.routing.iter().map(|evaluation| (evaluation.set.as_str(), evaluation)).collect();
+        // In the order of the other charts: the sort is stable.
+        let (mut newest, first_set): (Vec<_>, _) = (newest.into_iter().collect(), log.first_set());
+        newest.sort_by_key(|(set, _)| *set != first_set);
         for (place, (set, evaluation)) in newest.into_iter().enumerate() {
             let (name, look) = match logs.len() {
                 1 => (set.to_owned(), Look::nth(place)),
@@ -186,7 +185,7 @@ fn over_layers(logs: &[RunLog]) -> Markup {
 
 /// Percent of a layer's heads that a token computes.
 fn active_share(line: &RoutingLine) -> f64 {
-    let selected: f64 = line.selected.iter().map(|&selected| share(line, selected)).sum();
+    let selected: f64 = line.selected.iter().map(|&selected| load(line, selected)).sum();
     let heads = line.shared_heads + line.selected.len();
     100.0 * (line.shared_heads as f64 + selected) / heads.max(1) as f64
 }

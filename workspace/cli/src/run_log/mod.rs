@@ -4,6 +4,7 @@
 
 mod lines;
 mod routing;
+mod routing_history;
 mod steps;
 
 use std::collections::BTreeMap;
@@ -20,6 +21,7 @@ use moh_train::{Machine, Recipe, RunDirectory, StepMetrics, Summary};
 use crate::chart::printable;
 pub use lines::LeftOut;
 pub use routing::RoutingEvaluation;
+pub use routing_history::{LayerLoads, Loads, RoutingHistory, Spread, load};
 pub use steps::{SkippedStep, StageSteps, Step, Steps};
 
 /// The name of a validation set that has none of its own.
@@ -51,6 +53,8 @@ pub struct RunLog {
     pub rewinds: Vec<Rewind>,
     /// How evaluations use the routed heads: the newest of each set, and those after no step.
     pub routing: Vec<RoutingEvaluation>,
+    /// How that use changed: the first set, then the others by name.
+    pub routing_histories: Vec<RoutingHistory>,
     /// On what the run trains; runs of earlier versions do not say.
     pub machine: Option<Machine>,
     /// When the last step was written.
@@ -99,7 +103,11 @@ impl RunLog {
             Some(summary) => summary,
             None => of_newest_checkpoint(&run)?,
         };
-        let routing = routing::read(&run.routing(), &mut left_out)?;
+        let (routing, mut routing_histories) = routing::read(&run.routing(), &mut left_out)?;
+        let first_set = printable(&first_set);
+        routing_histories.sort_by(|a, b| {
+            (a.set != first_set).cmp(&(b.set != first_set)).then_with(|| a.set.cmp(&b.set))
+        });
         Ok(RunLog {
             name: name(root),
             root: root.to_owned(),
@@ -111,6 +119,7 @@ impl RunLog {
             is_finished,
             rewinds: Rewinds::read(&run)?.all().to_vec(),
             routing,
+            routing_histories,
             machine: Machine::read(&run.machine())?,
             written: std::fs::metadata(run.metrics()).and_then(|data| data.modified()).ok(),
             left_out,

@@ -1,5 +1,6 @@
-//! The evaluations of `routing.jsonl` that a page shows: of each validation set the newest one, and those before
-//! training and after conversions. A run writes one every few minutes for weeks.
+//! The evaluations of `routing.jsonl` that a page shows in full: of each validation set the newest one, and those
+//! before training and after conversions. A run writes one every few minutes for weeks, and what a page shows of the
+//! others is in [`RoutingHistory`].
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -7,6 +8,7 @@ use std::path::Path;
 use moh_train::routing_log::{RoutingLine, RoutingMoment};
 
 use super::lines::{self, LeftOut};
+use super::routing_history::RoutingHistory;
 use crate::chart::printable;
 
 /// Maximum heads of all layers of an evaluation, several times those of the largest models.
@@ -56,6 +58,7 @@ struct Evaluations {
     kept: Vec<RoutingEvaluation>,
     /// Places of the newest ones in `kept`, by set.
     newest: BTreeMap<String, usize>,
+    histories: Vec<RoutingHistory>,
 }
 
 impl Evaluations {
@@ -70,6 +73,9 @@ impl Evaluations {
         }
         begun.add(line)?;
         let known = newest.and_then(|at| self.kept.get_mut(at));
+        if let Some(known) = &known {
+            RoutingHistory::of_set(&mut self.histories, &set, |history| history.add(known));
+        }
         match known {
             Some(known) if known.moment == RoutingMoment::Step => *known = begun,
             _ => {
@@ -79,23 +85,31 @@ impl Evaluations {
         }
         Ok(())
     }
+
+    /// All evaluations, of which the newest are complete now.
+    fn finish(mut self) -> (Vec<RoutingEvaluation>, Vec<RoutingHistory>) {
+        for (set, &at) in &self.newest {
+            let Some(newest) = self.kept.get(at) else { continue };
+            RoutingHistory::of_set(&mut self.histories, set, |history| history.finish(newest));
+        }
+        // Stable, so that a conversion stays after the step that it follows.
+        self.kept.sort_by_key(|evaluation| evaluation.step);
+        (self.kept, self.histories)
+    }
 }
 
-/// Reads the evaluations in the order of the run. Lines that are not in the format, or have more heads than any model,
-/// are left out.
+/// Reads the evaluations in the order of the run, and how each set's use of the heads changed. Lines that are not in
+/// the format, or have more heads than any model, are left out.
 ///
 /// # Errors
 /// Fails if the file cannot be read.
 pub(super) fn read(
     path: &Path,
     left_out: &mut Vec<LeftOut>,
-) -> anyhow::Result<Vec<RoutingEvaluation>> {
+) -> anyhow::Result<(Vec<RoutingEvaluation>, Vec<RoutingHistory>)> {
     let mut evaluations = Evaluations::default();
     lines::for_each(path, left_out, |_, text| {
         evaluations.add(serde_json::from_slice(text).map_err(lines::reason)?)
     })?;
-    let mut kept = evaluations.kept;
-    // Stable, so that a conversion stays after the step that it follows.
-    kept.sort_by_key(|evaluation| evaluation.step);
-    Ok(kept)
+    Ok(evaluations.finish())
 }

@@ -163,6 +163,36 @@ fn the_newest_evaluation_of_a_set_and_those_of_conversions_are_kept() {
 }
 
 #[test]
+fn a_history_has_every_spread_and_the_loads_of_few_evaluations() {
+    let mut text = String::new();
+    for step in 0..=1000 {
+        for (set, unused) in [("text", step), ("code", 0)] {
+            for layer in 0..2 {
+                text += &format!(
+                    "{{\"step\":{step},\"moment\":\"step\",\"stage\":\"moh\",\"validation\":\"{set}\",\
+                     \"layer\":{layer},\"tokens\":1000,\"entropy\":0.5,\"shared_heads\":1,\
+                     \"selected\":[1000,{}]}}\n",
+                    1000 - unused * layer
+                );
+            }
+        }
+    }
+    let dir = run(&[("recipe.toml", ""), ("routing.jsonl", &text)]);
+    let log = RunLog::read(dir.path()).unwrap();
+    let [code, text] = &log.routing_histories[..] else { panic!() };
+    assert_eq!((text.spreads.len(), code.spreads.len()), (1001, 1001));
+    let last = text.spreads[1000];
+    // One of two heads has all tokens: the standard deviation of 1 and 0 is their mean.
+    assert_eq!((last.step, last.mean, last.most, last.least_load), (1000, 0.5, 1.0, 0.0));
+    assert!(code.spreads.iter().all(|spread| spread.most == 0.0 && spread.least_load == 1.0));
+    let steps: Vec<u64> = text.picked.iter().map(|loads| loads.step).collect();
+    let (newest, picked) = steps.split_last().unwrap();
+    assert!((32..=64).contains(&picked.len()) && *newest == 1000, "{steps:?}");
+    assert!(picked.windows(2).all(|pair| pair[1] - pair[0] == picked[1]), "{steps:?}");
+    assert_eq!(text.picked.last().unwrap().layers[&1].routed, [1.0, 0.0]);
+}
+
+#[test]
 fn losses_of_a_set_come_from_steps_and_from_moments() {
     let first = r#","validation_loss":1.5,"validation_bits_per_byte":null"#;
     let metrics = format!("{}{}", line(1, ""), line(2, first));

@@ -7,6 +7,7 @@
 mod comparison;
 mod directories;
 mod hostile;
+mod routing;
 mod states;
 #[path = "../support/mod.rs"]
 mod support;

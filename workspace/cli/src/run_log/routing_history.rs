@@ -1,0 +1,146 @@
+//! How a validation set's use of the heads changed over a run: of every evaluation how unequal the loads were, and of
+//! some, evenly apart, the load of each head. Its memory does not grow with the heads times the evaluations.
+
+use std::collections::BTreeMap;
+
+use moh_train::routing_log::{RoutingLine, RoutingMoment};
+
+use super::routing::RoutingEvaluation;
+
+/// Most evaluations of which each head's load is kept, and the newest one.
+const MAX_PICKED: usize = 64;
+
+/// Most sets with a history.
+const MAX_SETS: usize = 8;
+
+/// The history of one validation set.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RoutingHistory {
+    /// The set.
+    pub set: String,
+    /// How unequal the loads were at every evaluation.
+    pub spreads: Vec<Spread>,
+    /// The loads at some evaluations, with the first and the newest one.
+    pub picked: Vec<Loads>,
+    /// Every how many evaluations one is picked.
+    stride: usize,
+}
+
+/// How unequal the loads of an evaluation are.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Spread {
+    /// Steps done, over all stages.
+    pub step: u64,
+    /// The mean of the layers' imbalances.
+    pub mean: f64,
+    /// The largest imbalance of a layer.
+    pub most: f64,
+    /// The least load of a routed head.
+    pub least_load: f64,
+}
+
+/// The loads at an evaluation.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Loads {
+    /// Steps done, over all stages.
+    pub step: u64,
+    /// What the evaluation follows.
+    pub moment: RoutingMoment,
+    /// The layers that route.
+    pub layers: BTreeMap<usize, LayerLoads>,
+}
+
+/// The loads of a layer's heads.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LayerLoads {
+    /// The heads before the first routed one.
+    pub shared_heads: usize,
+    /// The share of the tokens that select each routed head.
+    pub routed: Vec<f32>,
+    /// How unequal they are.
+    pub imbalance: f32,
+}
+
+impl RoutingHistory {
+    /// Changes the history of `set`, unless there are too many sets.
+    pub(super) fn of_set(
+        histories: &mut Vec<RoutingHistory>,
+        set: &str,
+        change: impl FnOnce(&mut RoutingHistory),
+    ) {
+        if let Some(known) = histories.iter_mut().find(|history| history.set == set) {
+            change(known);
+        } else if histories.len() < MAX_SETS {
+            let set = set.to_owned();
+            let mut new = RoutingHistory { set, spreads: vec![], picked: vec![], stride: 1 };
+            change(&mut new);
+            histories.push(new);
+        }
+    }
+
+    /// Adds an evaluation that is complete.
+    pub(super) fn add(&mut self, evaluation: &RoutingEvaluation) {
+        if self.spreads.len().is_multiple_of(self.stride) {
+            if self.picked.len() == MAX_PICKED {
+                let mut places = 0..MAX_PICKED;
+                self.picked.retain(|_| places.next().is_some_and(|place| place % 2 == 0));
+                // A multiple of the new stride as well, as there is an even number of them.
+                self.stride *= 2;
+            }
+            self.picked.push(Loads::new(evaluation));
+        }
+        self.spreads.push(Spread::new(evaluation));
+    }
+
+    /// Adds the newest evaluation, which is picked in any case.
+    pub(super) fn finish(&mut self, newest: &RoutingEvaluation) {
+        let is_due = self.spreads.len().is_multiple_of(self.stride);
+        self.add(newest);
+        if !is_due {
+            self.picked.push(Loads::new(newest));
+        }
+    }
+}
+
+impl Spread {
+    fn new(evaluation: &RoutingEvaluation) -> Self {
+        let layers = || evaluation.layers.values();
+        let imbalances: Vec<f64> = layers().map(imbalance).collect();
+        let sum: f64 = imbalances.iter().sum();
+        let loads =
+            layers().flat_map(|line| line.selected.iter().map(|&selected| load(line, selected)));
+        Spread {
+            step: evaluation.step,
+            mean: sum / imbalances.len() as f64,
+            most: imbalances.into_iter().fold(f64::NAN, f64::max),
+            least_load: loads.fold(f64::NAN, f64::min),
+        }
+    }
+}
+
+impl Loads {
+    fn new(evaluation: &RoutingEvaluation) -> Self {
+        let layer = |line: &RoutingLine| LayerLoads {
+            shared_heads: line.shared_heads,
+            routed: line.selected.iter().map(|&selected| load(line, selected) as f32).collect(),
+            imbalance: imbalance(line) as f32,
+        };
+        let layers = evaluation.layers.iter().map(|(&number, line)| (number, layer(line)));
+        Loads { step: evaluation.step, moment: evaluation.moment, layers: layers.collect() }
+    }
+}
+
+/// The share of tokens that select a head; 0 without tokens.
+pub fn load(line: &RoutingLine, selected: u64) -> f64 {
+    selected as f64 / line.tokens.max(1) as f64
+}
+
+/// The coefficient of variation of a layer's loads: their standard deviation in parts of their mean, 0 if they are
+/// equal.
+fn imbalance(line: &RoutingLine) -> f64 {
+    let count = line.selected.len().max(1) as f64;
+    let loads = || line.selected.iter().map(|&selected| load(line, selected));
+    let mean = loads().sum::<f64>() / count;
+    let variance = loads().map(|load| (load - mean).powi(2)).sum::<f64>() / count;
+    if mean > 0.0 { variance.sqrt() / mean } else { 0.0 }
+}
