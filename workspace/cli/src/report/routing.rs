@@ -11,7 +11,7 @@ use crate::chart::{Cell, HeatMap, HeatRow, Line, LineChart, Look, color_bar};
 use crate::loss_chart::describe;
 use crate::run_log::{RoutingEvaluation, RunLog, load};
 
-/// Maps of a run: each has a cell for every layer and head.
+/// Maps of a run, each of which has a cell for every layer and head, and sets in a chart.
 const MAX_MAPS: usize = 24;
 
 /// An evaluation as figures show it.
@@ -157,7 +157,7 @@ fn over_layers(logs: &[RunLog]) -> Markup {
         // In the order of the other charts: the sort is stable.
         let (mut newest, first_set): (Vec<_>, _) = (newest.into_iter().collect(), log.first_set());
         newest.sort_by_key(|(set, _)| *set != first_set);
-        for (place, (set, evaluation)) in newest.into_iter().enumerate() {
+        for (place, (set, evaluation)) in newest.into_iter().take(MAX_MAPS).enumerate() {
             let (name, look) = match logs.len() {
                 1 => (set.to_owned(), Look::nth(place)),
                 _ => (format!("{}, {set}", label(&log.name)), Look { dash: place, ..run_look }),
