@@ -1,8 +1,9 @@
 //! Shared by the command-line programs: exit codes, signals, progress, models, chat templates, time limits, the
-//! processor, the view of a run, charts of it, and its page.
+//! processor, commands to paste, the view of a run, charts of it, and its page.
 
 pub mod chart;
 pub mod chat;
+pub mod command_line;
 mod counted;
 pub mod exit;
 pub mod loss_chart;

@@ -1,7 +1,7 @@
-//! The end of a run: the table of its losses, its picture, and the next commands.
+//! The end of a run: the table of its losses, and its picture.
 
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::Context as _;
 use moh_train::checkpoint::{Evaluation, EvaluationPoint};
@@ -56,12 +56,6 @@ pub fn draw(run: &RunDirectory) -> anyhow::Result<PathBuf> {
     let path = run.picture();
     moh_files::write(&path, to_svg(&log).as_bytes()).with_context(|| path.display().to_string())?;
     Ok(path)
-}
-
-/// The command of another program: through cargo if this one was started so, or else by name.
-pub fn invocation(program: &str) -> String {
-    let from_cargo = std::env::var_os("CARGO").is_some() && Path::new("Cargo.toml").is_file();
-    if from_cargo { format!("cargo run --release --bin {program} --") } else { program.to_owned() }
 }
 
 #[cfg(test)]

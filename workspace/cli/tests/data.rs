@@ -75,6 +75,20 @@ fn outputs_are_kept_unless_forced() {
 }
 
 #[test]
+fn directories_of_outputs_are_made_and_errors_name_the_users_path() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |line: &str| moh_data(dir.path(), &line.split(' ').collect::<Vec<_>>());
+    run("stories --count 20 --out texts/new/s.jsonl").success();
+    run("tokenizer --vocab-size 300 --out tokenizers/new/tok texts/new/s.jsonl").success();
+    run("prepare --tokenizer tokenizers/new/tok --out tokens/new/p texts/new/s.jsonl").success();
+    assert!(dir.path().join("tokens/new/p.json").is_file());
+    fs::write(dir.path().join("file"), "").unwrap();
+    let text = stderr(&run("stories --count 1 --out file/s.jsonl").code(1));
+    assert!(text.starts_with("error: file/s.jsonl: cannot write: "), "{text}");
+    assert!(!text.contains(".tmp-") && !text.contains("at path"), "{text}");
+}
+
+#[test]
 fn errors_are_one_sentence_and_name_the_file() {
     let dir = prepared();
     fs::write(dir.path().join("bad.jsonl"), "{\"body\": \"a\"}\n").unwrap();

@@ -15,9 +15,10 @@ pub(crate) struct Pending {
 }
 
 impl Pending {
-    /// Starts a file with the final name `path`.
+    /// Starts a file with the final name `path`; its directory is made if it is missing.
     pub(crate) fn create(path: &Path) -> Result<Self> {
-        let file = PendingFile::create(path).map_err(Error::io(path, "write"))?;
+        let file = moh_files::create_parents(path).and_then(|()| PendingFile::create(path));
+        let file = file.map_err(Error::io(path, "write"))?;
         Ok(Self { file })
     }
 

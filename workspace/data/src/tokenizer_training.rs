@@ -108,7 +108,6 @@ pub fn train_tokenizer(
     }
     tokenizer.with_post_processor(Some(begin().map_err(fault)?));
     let text = tokenizer.to_string(true).map_err(fault)?;
-    std::fs::create_dir_all(dir).map_err(Error::io(dir, "create"))?;
     let [tokenizer_json, config, special_tokens] = &outputs;
     let _publication = Publication::start();
     write_whole(config, &pretty(&tokenizer_config()), overwrite)?;

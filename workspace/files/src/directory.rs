@@ -151,11 +151,11 @@ fn unique(place: &Path, suffix: &str) -> io::Result<(PathBuf, Option<File>)> {
     let prefix = temporary_prefix(place);
     let mut builder = tempfile::Builder::new();
     builder.prefix(&prefix).suffix(suffix).rand_bytes(RANDOM_CHARACTERS);
-    // The final directory would keep the default mode of 0700; the umask still applies.
-    #[cfg(unix)]
-    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
     loop {
-        let path = builder.tempdir_in(parent(place))?.keep();
+        // Not `tempdir_in`: its errors name the temporary directory, and its mode is 0700, which the
+        // final directory would keep.
+        let made = builder.make_in(parent(place), |path| fs::create_dir(path))?;
+        let path = made.into_temp_path().keep().map_err(|failed| failed.error)?;
         match lock(&path) {
             // `recover` of another process may have found it before it was locked.
             Locked::Elsewhere => {}
@@ -238,6 +238,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         drop(pending(&dir.path().join("model"), "one"));
         assert!(names(dir.path()).is_empty());
+    }
+
+    #[test]
+    fn an_error_does_not_name_the_temporary_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = PendingDirectory::create(&dir.path().join("missing/model")).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+        assert!(error.raw_os_error().is_some(), "{error}");
     }
 
     #[test]

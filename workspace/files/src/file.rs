@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use tempfile::NamedTempFile;
+use tempfile::TempPath;
 
 use crate::temporary::{self, Registered};
 use crate::{parent, sync_directory};
@@ -16,7 +16,8 @@ const BUFFER_BYTES: usize = 1 << 20;
 #[derive(Debug)]
 pub struct PendingFile {
     path: PathBuf,
-    writer: BufWriter<NamedTempFile>,
+    temporary: TempPath,
+    writer: BufWriter<File>,
     _registered: Registered,
 }
 
@@ -27,9 +28,9 @@ impl PendingFile {
     /// # Errors
     /// Fails if its directory is missing or not writable.
     pub fn create(path: &Path) -> io::Result<Self> {
-        let (file, registered) = temporary::create(path)?;
+        let (file, temporary, registered) = temporary::create(path)?;
         let writer = BufWriter::with_capacity(BUFFER_BYTES, file);
-        Ok(PendingFile { path: path.to_path_buf(), writer, _registered: registered })
+        Ok(PendingFile { path: path.to_path_buf(), temporary, writer, _registered: registered })
     }
 
     /// The final name.
@@ -43,7 +44,7 @@ impl PendingFile {
     /// Fails if the disk is full or fails.
     pub fn flushed(&mut self) -> io::Result<&mut File> {
         self.writer.flush()?;
-        Ok(self.writer.get_mut().as_file_mut())
+        Ok(self.writer.get_mut())
     }
 
     /// Syncs the contents to disk, so that publishing only renames.
@@ -60,8 +61,7 @@ impl PendingFile {
     /// Fails if the file cannot be synced or renamed.
     pub fn replace(mut self) -> io::Result<()> {
         self.sync()?;
-        let (file, _) = self.writer.into_parts();
-        file.persist(&self.path).map_err(|failed| failed.error)?;
+        self.temporary.persist(&self.path).map_err(|failed| failed.error)?;
         sync_directory(parent(&self.path))
     }
 
@@ -71,8 +71,7 @@ impl PendingFile {
     /// `AlreadyExists` if another file has the name; fails if the file cannot be synced or renamed.
     pub fn publish(mut self) -> io::Result<()> {
         self.sync()?;
-        let (file, _) = self.writer.into_parts();
-        file.persist_noclobber(&self.path).map_err(|failed| failed.error)?;
+        self.temporary.persist_noclobber(&self.path).map_err(|failed| failed.error)?;
         sync_directory(parent(&self.path))
     }
 }
@@ -126,6 +125,14 @@ mod tests {
         write(&path, b"two").unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"two");
         assert_eq!(names(dir.path()), 1);
+    }
+
+    #[test]
+    fn an_error_does_not_name_the_temporary_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = write(&dir.path().join("missing/a"), b"").unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+        assert!(error.raw_os_error().is_some(), "{error}");
     }
 
     #[cfg(unix)]

@@ -28,6 +28,14 @@ pub fn parent(path: &Path) -> &Path {
     }
 }
 
+/// Creates the directory of a file or directory `path`, and those above it, where they are missing.
+///
+/// # Errors
+/// Fails if one cannot be created.
+pub fn create_parents(path: &Path) -> io::Result<()> {
+    fs::create_dir_all(parent(path))
+}
+
 /// Syncs the entries of a directory, new ones and renamed ones, to disk; a no-op except on Unix.
 ///
 /// # Errors

@@ -8,7 +8,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
-use tempfile::NamedTempFile;
+use tempfile::TempPath;
 
 use crate::{TEMPORARY, parent};
 
@@ -62,28 +62,26 @@ impl Drop for Registered {
 
 /// Creates a locked and registered temporary file beside `path`, after removing those of `path`
 /// that a killed process has left.
-pub(crate) fn create(path: &Path) -> io::Result<(NamedTempFile, Registered)> {
+///
+/// Errors of the file are the system's own: those of `tempfile` would name the temporary file, which
+/// users do not know.
+pub(crate) fn create(path: &Path) -> io::Result<(File, TempPath, Registered)> {
     let (directory, prefix) = (parent(path), prefix(path));
     remove_leftovers(directory, &prefix);
     let mut builder = tempfile::Builder::new();
     builder.prefix(&prefix).rand_bytes(RANDOM_CHARACTERS);
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt;
-        // The mode of open(2): the umask still applies.
-        builder.permissions(fs::Permissions::from_mode(0o666));
-    }
+    let open = |path: &Path| File::options().read(true).write(true).create_new(true).open(path);
     loop {
         let mut paths = paths();
-        let file = builder.tempfile_in(directory)?;
-        paths.push(file.path().to_path_buf());
+        let (file, path) = builder.make_in(directory, open)?.into_parts();
+        paths.push(path.to_path_buf());
         drop(paths);
-        let registered = Registered(file.path().to_path_buf());
+        let registered = Registered(path.to_path_buf());
         // Some network file systems have no locks; there, nothing is removed as left over.
-        let _ = file.as_file().lock();
+        let _ = file.lock();
         // Another process may have taken the file for a leftover before it was locked.
-        if file.path().exists() {
-            return Ok((file, registered));
+        if path.exists() {
+            return Ok((file, path, registered));
         }
     }
 }
@@ -149,10 +147,10 @@ mod tests {
         }
         fs::create_dir(dir.path().join(".tmp-a-000000")).unwrap();
         let path = dir.path().join("a");
-        let (first, _registered) = create(&path).unwrap();
-        let (second, _registered) = create(&path).unwrap();
-        assert!(first.path().exists() && second.path().exists());
-        drop((first, second));
+        let (first_file, first, _registered) = create(&path).unwrap();
+        let (second_file, second, _registered) = create(&path).unwrap();
+        assert!(first.exists() && second.exists());
+        drop((first, first_file, second, second_file));
         let mut expected = kept.to_vec();
         expected.push(".tmp-a-000000");
         expected.sort();
@@ -163,8 +161,8 @@ mod tests {
     fn long_names_have_temporary_ones() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("\u{e4}".repeat(120));
-        let (file, _registered) = create(&path).unwrap();
-        file.persist(&path).unwrap();
+        let (_file, temporary, _registered) = create(&path).unwrap();
+        temporary.persist(&path).unwrap();
         assert!(path.exists());
     }
 
@@ -172,9 +170,9 @@ mod tests {
     fn a_file_is_registered_until_it_is_dropped() {
         let dir = tempfile::tempdir().unwrap();
         let is_registered = |path: &Path| paths().iter().any(|known| known == path);
-        let (file, registered) = create(&dir.path().join("a")).unwrap();
-        assert!(is_registered(file.path()));
+        let (_file, path, registered) = create(&dir.path().join("a")).unwrap();
+        assert!(is_registered(&path));
         drop(registered);
-        assert!(!is_registered(file.path()));
+        assert!(!is_registered(&path));
     }
 }

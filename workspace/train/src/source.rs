@@ -11,6 +11,7 @@ use moh_model::tensors::has_vocabulary_rows;
 use moh_model::{ModelConfig, initial};
 
 use crate::checkpoint::{StoredCheckpoint, TensorKind, Wanted};
+use crate::recipe::read_shape;
 use crate::run_inputs::model_files::TOKENIZER;
 use crate::{CheckpointName, Error, Recipe, checkpoint_name, model_card};
 
@@ -167,7 +168,7 @@ impl ModelSource {
         }
         let is_stored = matches!(self.weights, Weights::Files(_) | Weights::Checkpoint { .. });
         if let Some(shape) = recipe.model.config.as_ref().filter(|_| is_stored) {
-            let described = ConfigFile::read(shape)?.config;
+            let described = read_shape(path, shape)?;
             let ours = &self.config_file.config;
             let shape_of = |c: &ModelConfig| {
                 let heads = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);

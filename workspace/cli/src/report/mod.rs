@@ -39,7 +39,8 @@ pub fn write(runs: &[PathBuf], out: &Path, force: bool) -> anyhow::Result<Vec<St
     refuse_other_files(out, force)?;
     let runs = Runs::read(runs)?;
     let page = page(&runs, SystemTime::now(), None);
-    moh_files::write(out, page.as_bytes())
+    moh_files::create_parents(out)
+        .and_then(|()| moh_files::write(out, page.as_bytes()))
         .with_context(|| format!("{}: cannot be written", out.display()))?;
     Ok(runs.remarks)
 }

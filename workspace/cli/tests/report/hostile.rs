@@ -101,6 +101,9 @@ fn only_pages_are_replaced() {
     }
     success(to("notes.html").arg("--force"));
     success(&mut to("notes.html"));
-    let error = failure(dir.path(), &mut to("missing/page.html"), 1);
-    assert!(error.starts_with("missing/page.html: cannot be written"), "{error}");
+    success(&mut to("new/directory/page.html"));
+    check(&fs::read_to_string(dir.path().join("new/directory/page.html")).unwrap());
+    fs::write(dir.path().join("file"), "").unwrap();
+    let error = failure(dir.path(), &mut to("file/page.html"), 1);
+    assert!(error.starts_with("file/page.html: ") && !error.contains(".tmp-"), "{error}");
 }

@@ -1,7 +1,9 @@
 //! What a run tells, and its steps replayed.
 
 use std::fs;
+use std::path::Path;
 
+use moh_train::Recipe;
 use serde_json::Value;
 
 use super::{PROGRAM, RECIPE, moh_train, prepared};
@@ -44,9 +46,49 @@ fn lines_name_data_stages_and_evaluations() {
         assert!(text.contains(expected), "{expected}\n{text}");
     }
     // moh-eval reads 2000 / 16 windows, the run 2 micro-batches of 2.
-    let note = "--sequence-length 16  # all 125 windows; the table's losses are of the first 4\n";
-    assert!(table.contains(note), "{table}");
+    let note = "\nmoh-eval reads all 125 windows; the table's losses are of the first 4\n";
+    assert!(table.ends_with(note), "{table}");
     assert!(table.contains("bits per byte"), "{table}");
+}
+
+/// The commands that a run prints at its end, as words.
+fn next_commands(table: &str) -> Vec<Vec<String>> {
+    let commands = table.split_once("\nTry next:\n").unwrap().1;
+    let commands = commands.lines().take_while(|line| line.starts_with("  "));
+    commands.map(|line| shlex::split(line).unwrap()).collect()
+}
+
+#[test]
+fn the_commands_to_try_next_hold_as_they_are_and_compare_like_with_like() {
+    let dir = prepared();
+    let short = ["stage.adapt.tokens=128", "stage.moh.tokens=64"];
+    let other = ["run.seed=5", "stage.moh.learning_rate.max=1e-3", "run.dir=my runs/a b"];
+    let table = success(&mut moh_train(dir.path(), &[&short[..], &other[..]].concat()));
+    let commands = next_commands(&table);
+    let run = |words: &[String]| {
+        // The programs are beside each other.
+        let path = Path::new(PROGRAM).with_file_name(&words[0]);
+        success(program(path.to_str().unwrap(), dir.path()).args(&words[1..]))
+    };
+    for words in &commands {
+        run(words);
+    }
+    let half = commands.iter().find(|words| words[0] == "moh-train").unwrap();
+    assert!(half.contains(&"run.dir=my runs/a b-half".to_owned()), "{half:?}");
+    let recipe = |run: &str| {
+        let path = dir.path().join("my runs").join(run);
+        Recipe::load(&path.join("recipe.toml"), &[]).unwrap()
+    };
+    let (whole, mut halved) = (recipe("a b"), recipe("a b-half"));
+    assert_eq!((whole.run.seed, whole.stages[1].learning_rate.max), (5, 1e-3));
+    let moh = halved.stages[1].moh.clone().unwrap();
+    assert_eq!((moh.shared_heads, moh.routed_top_k), (Some(2.into()), Some(2.into())));
+    halved.stages[1].moh = whole.stages[1].moh.clone();
+    halved.run.dir = whole.run.dir.clone();
+    assert_eq!(halved, whole);
+    // A run of half of its heads is not compared with itself.
+    let again = run(half);
+    assert!(next_commands(&again).iter().all(|words| words[0] != "moh-train"), "{again}");
 }
 
 #[test]

@@ -17,6 +17,25 @@ fn the_plan_of_the_papers_run_needs_nothing_but_the_repository() {
 }
 
 #[test]
+fn a_missing_shape_names_its_key_and_from_where_its_path_is_meant() {
+    let dir = prepared();
+    let plan = |shape: &str| {
+        let mut command = moh_train(dir.path(), &[&format!("model.config={shape}")]);
+        failure(dir.path(), command.arg("--plan"), 1)
+    };
+    let here = dir.path().canonicalize().unwrap();
+    let missing = plan("shapes/config.json");
+    let expected = "recipe.toml: model.config: shapes/config.json: No such file or directory";
+    assert!(missing.starts_with(expected), "{missing}");
+    let from = format!("a relative path is one from the current directory, {}", here.display());
+    assert!(missing.ends_with(&from), "{missing}");
+    // A file that is there is not looked for elsewhere.
+    let other = plan("recipe.toml");
+    assert!(other.starts_with("recipe.toml: model.config: recipe.toml: "), "{other}");
+    assert!(!other.contains("current directory"), "{other}");
+}
+
+#[test]
 fn a_plan_shows_the_epochs_of_each_source() {
     let dir = prepared();
     write_tokens(&dir.path().join("more"), VOCABULARY, 16_001, 2);

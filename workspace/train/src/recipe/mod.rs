@@ -27,6 +27,7 @@ use moh_model::ModelConfig;
 use serde::{Deserialize, Serialize};
 use toml::Value;
 
+pub(crate) use model::read_shape;
 pub use model::{Model, NewModel, RopeScaling, TokenIds};
 pub(crate) use overrides::is_below;
 pub(crate) use reader::element_name;

@@ -214,10 +214,31 @@ impl Recipe {
         if let (Some(name), None) = (from.as_deref().and_then(CheckpointName::parse), config) {
             return Ok(Some(name.config_file()?.config));
         }
-        let directory = from.as_deref().map(Path::new).filter(|from| from.is_dir());
-        match config.as_deref().or(directory) {
-            Some(file) => Ok(Some(ConfigFile::read(file)?.config)),
+        if let Some(file) = config {
+            return read_shape(path, file).map(Some);
+        }
+        match from.as_deref().map(Path::new).filter(|from| from.is_dir()) {
+            Some(directory) => Ok(Some(ConfigFile::read(directory)?.config)),
             None => Ok(None),
         }
     }
+}
+
+/// Reads the file of `model.config`; messages name the recipe `path` and the key.
+///
+/// # Errors
+/// Fails if the file is missing or not a model's configuration.
+pub(crate) fn read_shape(path: &Path, file: &Path) -> Result<ModelConfig, Error> {
+    let fault = |error: moh_hf::Error| {
+        let here = std::env::current_dir().ok().filter(|_| file.is_relative() && !file.exists());
+        let from = here.map_or(String::new(), |here| {
+            format!(": a relative path is one from the current directory, {}", here.display())
+        });
+        Error::ModelDiffers {
+            path: path.to_owned(),
+            key: "model.config".to_owned(),
+            reason: format!("{error}{from}"),
+        }
+    };
+    Ok(ConfigFile::read(file).map_err(fault)?.config)
 }

@@ -8,7 +8,7 @@ use moh_device::{Compute, DeviceName};
 use moh_eval::LogitsOf;
 use moh_kernels::{Backend, Element, ElementType};
 
-use crate::refuse_existing;
+use crate::make_room;
 
 #[derive(clap::Args)]
 pub(crate) struct LogitsArguments {
@@ -55,7 +55,7 @@ fn logits<B: Backend + Clone, T: Element>(
     arguments: &LogitsArguments,
     backend: B,
 ) -> anyhow::Result<()> {
-    refuse_existing(&arguments.out, arguments.force)?;
+    make_room(&arguments.out, arguments.force)?;
     let directory = models::locate(&arguments.model, arguments.revision.as_deref())?;
     let ids = LogitsOf::read_ids(&arguments.ids, models::context_length(&directory)?)?;
     let length = ids.first().map_or(0, Vec::len);

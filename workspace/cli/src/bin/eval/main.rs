@@ -7,6 +7,7 @@ mod tasks;
 use std::path::Path;
 use std::process::ExitCode;
 
+use anyhow::Context as _;
 use clap::{Parser, Subcommand};
 use moh_cli::exit;
 
@@ -72,13 +73,13 @@ fn main() -> ExitCode {
     })
 }
 
-/// Fails if the file of `--out` exists and `--force` is not given.
-fn refuse_existing(path: &Path, force: bool) -> anyhow::Result<()> {
+/// Makes the directory of the file of `--out`; fails if the file exists and `--force` is not given.
+fn make_room(path: &Path, force: bool) -> anyhow::Result<()> {
     if !force && path.exists() {
         anyhow::bail!(
             "{}: already exists: choose another name, or replace it with --force",
             path.display()
         );
     }
-    Ok(())
+    moh_files::create_parents(path).with_context(|| path.display().to_string())
 }

@@ -14,7 +14,7 @@ use moh_hf::{ConfigFile, SpecialTokens};
 use moh_kernels::{Backend, Element, ElementType};
 use serde_json::{Value, json};
 
-use crate::refuse_existing;
+use crate::make_room;
 
 #[derive(clap::Args)]
 pub(crate) struct TasksArguments {
@@ -133,7 +133,7 @@ struct Lines {
 impl Lines {
     /// Starts the file, so that no model is run in vain for a name that cannot be written.
     fn create(path: &Path, force: bool) -> anyhow::Result<Self> {
-        refuse_existing(path, force)?;
+        make_room(path, force)?;
         let file = PendingFile::create(path).with_context(|| path.display().to_string())?;
         Ok(Lines { file, force })
     }

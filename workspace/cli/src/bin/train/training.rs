@@ -153,8 +153,8 @@ fn train_as_rank(
         _ if !first => Ok(()),
         Outcome::AlreadyFinished(summary) => {
             writeln!(stdout(), "this run has already finished\n")?;
-            report(path, &recipe, &run, &summary)
+            report(&recipe, &run, &summary)
         }
-        Outcome::Finished(summary) => report(path, &recipe, &run, &summary),
+        Outcome::Finished(summary) => report(&recipe, &run, &summary),
     }
 }

@@ -1,0 +1,105 @@
+//! Commands that a user may paste into a shell: every word is quoted, and a program is called as this one
+//! was.
+
+use std::fmt;
+use std::path::Path;
+
+/// A command of one of the programs.
+#[derive(Debug, Clone)]
+pub struct CommandLine {
+    text: String,
+}
+
+impl CommandLine {
+    /// The command `program` without arguments: through cargo if this program was started so, or else by
+    /// name.
+    pub fn of(program: &str) -> Self {
+        let from_cargo = std::env::var_os("CARGO").is_some() && Path::new("Cargo.toml").is_file();
+        if !from_cargo {
+            return CommandLine { text: program.to_owned() };
+        }
+        // A build without this one's features could not do what it did.
+        let features = match (cfg!(feature = "nccl"), cfg!(feature = "cuda"), cfg!(feature = "mpi"))
+        {
+            (true, _, _) => " --features moh-cli/nccl",
+            (_, true, _) => " --features moh-cli/cuda",
+            (_, _, true) => " --features moh-cli/mpi",
+            _ => "",
+        };
+        CommandLine { text: format!("cargo run --release{features} --bin {program} --") }
+    }
+
+    /// Adds a word that needs no quotes, such as the name of an option or a subcommand.
+    pub fn word(mut self, word: &str) -> Self {
+        self.text.push(' ');
+        self.text.push_str(word);
+        self
+    }
+
+    /// Adds an option with a value.
+    pub fn option(mut self, name: &str, value: impl AsRef<str>) -> Self {
+        let value = value.as_ref();
+        // A value that begins as an option does would be taken for one.
+        let between = if value.starts_with('-') { '=' } else { ' ' };
+        self.text.push_str(&format!(" {name}{between}{}", quoted(value)));
+        self
+    }
+
+    /// Adds an option whose value is a path.
+    pub fn path_option(self, name: &str, path: &Path) -> Self {
+        self.option(name, path.to_string_lossy())
+    }
+
+    /// Adds a path without an option.
+    pub fn path(self, path: &Path) -> Self {
+        let text = path.to_string_lossy();
+        let shown = if text.starts_with('-') { format!("./{text}") } else { text.into_owned() };
+        self.word(&quoted(&shown))
+    }
+}
+
+impl fmt::Display for CommandLine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+/// A word as the shell reads it back.
+fn quoted(word: &str) -> String {
+    // Only a word with a zero byte, which no argument has, cannot be quoted.
+    shlex::try_quote(word).map_or_else(|_| word.to_owned(), |quoted| quoted.into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shell_reads_the_words_back() {
+        let command = CommandLine { text: "moh-train".to_owned() }
+            .path_option("--recipe", Path::new("my run/it's $HOME.toml"))
+            .option("--set", "run.dir=a;b")
+            .option("--prompt", "-x y")
+            .word("replay")
+            .path(Path::new("-run"));
+        let text = command.to_string();
+        let words = shlex::split(&text).unwrap();
+        assert_eq!(
+            words,
+            [
+                "moh-train",
+                "--recipe",
+                "my run/it's $HOME.toml",
+                "--set",
+                "run.dir=a;b",
+                "--prompt=-x y",
+                "replay",
+                "./-run"
+            ],
+            "{text}"
+        );
+        // What needs no quotes has none.
+        let plain = CommandLine { text: "moh-report".to_owned() }.path(Path::new("runs/a-1"));
+        assert_eq!(plain.to_string(), "moh-report runs/a-1");
+    }
+}
