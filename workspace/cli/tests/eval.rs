@@ -6,11 +6,13 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use moh_data::{Provenance, TokenFileWriter};
 use moh_model::HeadCounts;
 use safetensors::{Dtype, SafeTensors};
+use serde_json::Value;
 use support::{
-    VOCABULARY, edit_config, edit_weights, failure, fixtures, program, success, workplace,
-    write_moh, write_tokenizer, write_tokens,
+    VOCABULARY, edit_config, edit_weights, failure, fixtures, names, program, stderr, stdout,
+    success, trainable, workplace, write_moh, write_tokenizer, write_tokens,
 };
 
 mod support;
@@ -51,8 +53,10 @@ fn a_uniform_model_has_the_loss_of_its_vocabulary() {
                     bits per byte  - (the model has no tokenizer)\ntokens         297\n";
     assert_eq!(text, expected);
     // The model's context, 64 tokens, if no length is given.
-    let text = success(&mut moh_eval(dir.path(), "loss --model source --data text"));
-    assert!(text.ends_with("tokens         315\n"), "{text}");
+    let output = moh_eval(dir.path(), "loss --model source --data text").output().unwrap();
+    assert!(stdout(&output).ends_with("tokens         315\n"), "{output:?}");
+    let remark = "windows of 64 tokens, the model's context; --sequence-length changes that\n";
+    assert_eq!(stderr(&output), remark);
     let text = success(&mut moh_eval(dir.path(), &format!("{line} --dtype bf16")));
     assert!((printed(&text, "loss") - 37f64.ln()).abs() < 1e-6, "{text}");
 }
@@ -187,22 +191,124 @@ fn ids_that_do_not_fit_are_refused() {
 }
 
 #[test]
-fn a_context_length_beyond_the_text_is_refused_before_it_takes_memory() {
+fn windows_have_at_most_2048_tokens_unless_told_otherwise() {
     let dir = workplace();
     write_tokens(&dir.path().join("text"), VOCABULARY, 100, 1);
+    write_tokens(&dir.path().join("long"), VOCABULARY, 5000, 1);
     edit_config(dir.path(), |config| config["max_position_embeddings"] = (1u64 << 40).into());
-    let line = "loss --model source --data text";
-    let message = failure(dir.path(), &mut moh_eval(dir.path(), line), 1);
-    assert!(message.starts_with("text: has 100 tokens, one window needs "), "{message}");
+    let output = moh_eval(dir.path(), "loss --model source --data long").output().unwrap();
+    assert!(stdout(&output).ends_with("tokens         4094\n"), "{output:?}");
+    let remark = "windows of 2048 tokens, of the model's context of 1099511627776; --sequence-length";
+    assert!(stderr(&output).starts_with(remark), "{output:?}");
+    // A window beyond the text is refused before it takes memory.
+    for (option, needed) in [("", "2048"), (" --sequence-length 1099511627776", "1099511627776")] {
+        let line = format!("loss --model source --data text{option}");
+        let message = failure(dir.path(), &mut moh_eval(dir.path(), &line), 1);
+        let expected = format!(
+            "text: has 100 tokens, one window needs {needed}: add text, or lower --sequence-length"
+        );
+        assert_eq!(message, expected);
+    }
+}
+
+#[test]
+fn models_and_files_are_compared_in_one_table() {
+    let dir = workplace();
+    write_tokens(&dir.path().join("text"), VOCABULARY, 333, 1);
+    write_tokens(&dir.path().join("other"), VOCABULARY, 100, 2);
+    write_moh(&dir.path().join("source"), &dir.path().join("moh"), 4, 2);
+    let loss = |line: &str| success(&mut moh_eval(dir.path(), &format!("loss {line}")));
+    let all = "--model source --model moh --data text --data other --sequence-length 10";
+    let table = loss(all);
+    let rows: Vec<Vec<&str>> =
+        table.lines().map(|line| line.split_whitespace().collect()).collect();
+    assert_eq!(rows.len(), 5, "{table}");
+    let json: Value = serde_json::from_str(&loss(&format!("{all} --heads --json"))).unwrap();
+    assert_eq!((&json["dtype"], &json["sequence_length"]), (&"f32".into(), &10.into()));
+    let pairs = [("source", "text"), ("source", "other"), ("moh", "text"), ("moh", "other")];
+    for (place, (model, data)) in pairs.into_iter().enumerate() {
+        let alone = loss(&format!("--model {model} --data {data} --sequence-length 10"));
+        let row = &rows[place + 1];
+        assert_eq!(row[..2], [model, data]);
+        assert_eq!(row[2].parse::<f64>().unwrap(), printed(&alone, "loss"), "{table}{alone}");
+        assert_eq!(row[3].parse::<f64>().unwrap(), printed(&alone, "perplexity"));
+        assert_eq!(row[5].parse::<f64>().unwrap(), printed(&alone, "tokens"));
+        let found = &json["losses"][place];
+        assert_eq!((&found["model"], &found["data"]), (&model.into(), &data.into()));
+        let rounded = format!("{:.6}", found["loss"].as_f64().unwrap());
+        assert_eq!(rounded.parse::<f64>().unwrap(), printed(&alone, "loss"));
+        assert!(found["bits_per_byte"].is_null());
+        let layers = found["routing"].as_array().unwrap();
+        assert_eq!(layers.len(), if model == "moh" { 2 } else { 0 });
+        for layer in layers {
+            assert_eq!(layer["loads"].as_array().unwrap().len(), 4, "{layer}");
+        }
+    }
+    let line = format!("loss {all} --revision main");
+    let message = failure(dir.path(), &mut moh_eval(dir.path(), &line), 2);
+    assert!(message.starts_with("--revision: "), "{message}");
+}
+
+#[test]
+fn a_limit_takes_windows_spread_over_the_file() {
+    let dir = workplace();
+    write_tokens(&dir.path().join("text"), VOCABULARY, 335, 1);
+    // Windows 8 and 24 of 33: in the middle of two halves. A token has two bytes.
+    let bytes = fs::read(dir.path().join("text.bin")).unwrap();
+    let window = |number: usize| {
+        let pairs = bytes[20 * number..20 * (number + 1)].chunks(2);
+        pairs.map(|pair| u32::from(pair[0])).collect::<Vec<_>>()
+    };
+    let mut writer = TokenFileWriter::create(&dir.path().join("two"), VOCABULARY).unwrap();
+    writer.push_document(&[window(8), window(24)].concat()).unwrap();
+    writer.finish(Provenance::default()).unwrap();
+    let loss = |line: &str| {
+        let line = format!("loss --model source --sequence-length 10 --json {line}");
+        let json: Value = serde_json::from_str(&success(&mut moh_eval(dir.path(), &line))).unwrap();
+        let found = &json["losses"][0];
+        (found["windows"].as_u64().unwrap(), found["loss"].as_f64().unwrap().to_bits())
+    };
+    let (two, all) = (loss("--data two"), loss("--data text"));
+    assert_eq!((two.0, all.0), (2, 33));
+    assert_eq!(loss("--data text --limit 2"), two);
+    assert_eq!(loss("--data text --limit 99"), all);
+    let mut none = moh_eval(dir.path(), "loss --model source --data text --limit 0");
+    assert_eq!(none.output().unwrap().status.code(), Some(2));
+}
+
+#[test]
+fn a_checkpoint_of_a_run_is_evaluated_where_it_is() {
+    let rest = "[[stage]]\nname = \"moh\"\nattention = \"moh\"\ntokens = 256\nbatch_tokens = 64\n\
+                micro_batch = 2\nlearning_rate = { max = 1e-2, min = 1e-3, warmup_steps = 1 }\n\
+                [checkpoint]\nevery_steps = 2\n";
+    let dir = trainable(rest);
+    let mut train = program(env!("CARGO_BIN_EXE_moh-train"), dir.path());
+    train.args(["--recipe", "recipe.toml", "--set", "run.dtype=bf16"]);
+    success(&mut train);
+    let before = (names(&dir.path().join("run")), names(&dir.path().join("run/checkpoints/step-2")));
+    let line = "loss --data text --sequence-length 16 --json";
+    let models = "--model run/export --model run@4 --model run --model run@2";
+    let text = success(&mut moh_eval(dir.path(), &format!("{line} {models}")));
+    let json: Value = serde_json::from_str(&text).unwrap();
+    let loss = |place: usize| json["losses"][place]["loss"].as_f64().unwrap();
+    // Weights are f32 in a checkpoint and bf16 in the export.
+    assert_eq!((loss(1), loss(2)), (loss(0), loss(0)));
+    assert!(loss(3) != loss(0), "{text}");
+    let after = (names(&dir.path().join("run")), names(&dir.path().join("run/checkpoints/step-2")));
+    assert_eq!(after, before);
+    let line = format!("{line} --model run@3");
+    let message = failure(dir.path(), &mut moh_eval(dir.path(), &line), 1);
+    assert!(message.ends_with("no checkpoint of step 3: name one of 2, 4"), "{message}");
 }
 
 #[test]
 fn runs_and_checkpoints_are_told_from_models() {
     let dir = workplace();
     let root = dir.path();
-    write_tokens(&root.join("text"), VOCABULARY, 100, 1);
+    fs::write(root.join("ids.json"), "[[1, 2]]").unwrap();
+    let line = |model: &str| format!("logits --model {model} --ids ids.json --out logits");
     let told = |model: &str| {
-        let line = format!("loss --model {model} --data text --sequence-length 10");
+        let line = line(model);
         failure(root, &mut moh_eval(root, &line), 1)
     };
     fs::create_dir_all(root.join("run/checkpoints/step-7")).unwrap();
@@ -215,7 +321,7 @@ fn runs_and_checkpoints_are_told_from_models() {
     assert!(checkpoint.starts_with("run/checkpoints/step-7: is a checkpoint, "), "{checkpoint}");
     fs::rename(root.join("source"), root.join("run/export")).unwrap();
     assert_eq!(told("run"), "run: is a run, name its model: run/export");
-    success(&mut moh_eval(root, "loss --model run/export --data text --sequence-length 10"));
+    success(&mut moh_eval(root, &line("run/export")));
 }
 
 #[test]
@@ -227,7 +333,10 @@ fn token_files_and_models_that_do_not_fit_are_refused() {
     write_tokens(&root.join("wide"), VOCABULARY + 9, 100, 1);
     for (arguments, expected) in [
         ("--model source --data none", "none.bin: cannot read: No such file"),
-        ("--model source --data short", "short: has 9 tokens, one window needs 10"),
+        (
+            "--model source --data short",
+            "short: has 9 tokens, one window needs 10: add text, or lower --sequence-length",
+        ),
         ("--model source --data wide", "wide.bin: token "),
         ("--model ./none --data text", "./none: no such directory"),
     ] {

@@ -132,7 +132,7 @@ pub enum Error {
     },
     /// A token file shorter than one window.
     #[error(
-        "{}: has {tokens} tokens, one window needs {needed}: add text, or shorten the sequence",
+        "{}: has {tokens} tokens, one window needs {needed}: add text, or lower {length}",
         path.display()
     )]
     TooShort {
@@ -142,6 +142,8 @@ pub enum Error {
         tokens: u64,
         /// Tokens of one window.
         needed: u64,
+        /// The name of the windows' length.
+        length: &'static str,
     },
     /// An invalid weight of a mixture.
     #[error("{}: weight {weight}: {reason}", path.display())]
@@ -170,6 +172,14 @@ impl Error {
     pub(crate) fn io(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_path_buf();
         move |source| Self::Io { path, action, source }
+    }
+
+    /// The same error, with the windows' length called what the user calls it: an option, or a key.
+    pub fn with_length(mut self, name: &'static str) -> Self {
+        if let Self::TooShort { length, .. } = &mut self {
+            *length = name;
+        }
+        self
     }
 
     /// An invalid token file.

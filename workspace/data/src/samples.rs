@@ -71,6 +71,7 @@ impl TrainingData {
                     path: source.path.clone(),
                     tokens: file.num_tokens(),
                     needed: sequence_length as u64 + 1,
+                    length: "the sequence length",
                 });
             }
             files.push(file);

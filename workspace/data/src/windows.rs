@@ -1,5 +1,8 @@
 //! A token file divided for evaluation: non-overlapping windows, front to back, without a last
 //! partial one. A window of n tokens has n - 1 targets.
+//!
+//! A sample of n of them, of N, is spread over the file: number i of the sample is window
+//! floor((2 i + 1) N / (2 n)), the one in the middle of part i of n equal parts.
 
 use crate::{Error, Result, TokenFile};
 
@@ -8,6 +11,8 @@ use crate::{Error, Result, TokenFile};
 pub struct Windows {
     file: TokenFile,
     length: usize,
+    /// How many of the windows count, spread over the file.
+    count: u64,
 }
 
 impl Windows {
@@ -28,13 +33,25 @@ impl Windows {
                 path: file.prefix().to_path_buf(),
                 tokens: file.num_tokens(),
                 needed: length as u64,
+                length: "the sequence length",
             });
         }
-        Ok(Self { file, length })
+        let count = file.num_tokens() / length as u64;
+        Ok(Self { file, length, count })
+    }
+
+    /// Keeps at most `count` windows, at least one, spread evenly over the file.
+    pub fn spread(self, count: u64) -> Self {
+        Self { count: count.clamp(1, self.all()), ..self }
     }
 
     /// Number of windows.
     pub fn len(&self) -> u64 {
+        self.count
+    }
+
+    /// Number of windows of the whole file.
+    fn all(&self) -> u64 {
         self.file.num_tokens() / self.length as u64
     }
 
@@ -62,8 +79,20 @@ impl Windows {
     /// If `tokens` has the wrong length.
     pub fn read(&self, number: u64, tokens: &mut [u32]) -> Result<()> {
         assert_eq!(tokens.len(), self.length, "one entry for each token of a window");
-        self.file.read(number.saturating_mul(self.length as u64), tokens)
+        let window = match number < self.count {
+            // Below the number of all windows.
+            true => middle(number, self.count, self.all()),
+            false => u64::MAX,
+        };
+        self.file.read(window.saturating_mul(self.length as u64), tokens)
     }
+}
+
+/// The place of number `number` of `count` in the middle of its part of `all`; itself if it is one of all.
+fn middle(number: u64, count: u64, all: u64) -> u64 {
+    let place = (2 * u128::from(number) + 1) * u128::from(all) / (2 * u128::from(count));
+    // Below `all`, as `number` is below `count`.
+    place as u64
 }
 
 #[cfg(test)]
@@ -89,5 +118,29 @@ mod tests {
         let file = || TokenFile::open(&prefix).unwrap();
         assert!(matches!(Windows::new(file(), 8), Err(Error::TooShort { needed: 8, .. })));
         assert!(matches!(Windows::new(file(), 1), Err(Error::Argument { .. })));
+    }
+
+    #[test]
+    fn a_sample_is_spread_over_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let prefix = dir.path().join("t");
+        let mut writer = TokenFileWriter::create(&prefix, 100).unwrap();
+        writer.push_document(&(0..61).collect::<Vec<_>>()).unwrap();
+        writer.finish(Provenance::default()).unwrap();
+        let first_tokens = |count| {
+            let windows = Windows::new(TokenFile::open(&prefix).unwrap(), 3).unwrap().spread(count);
+            let read = |number| {
+                let mut tokens = [0; 3];
+                windows.read(number, &mut tokens).map(|()| tokens[0])
+            };
+            assert!(read(windows.len()).is_err());
+            (0..windows.len()).map(|number| read(number).unwrap()).collect::<Vec<_>>()
+        };
+        // Of 20 windows: 2, 7, 12, 17, and 3, 10, 16.
+        assert_eq!(first_tokens(4), [6, 21, 36, 51]);
+        assert_eq!(first_tokens(3), [9, 30, 48]);
+        let all: Vec<u32> = (0..20).map(|window| 3 * window).collect();
+        assert_eq!((first_tokens(20), first_tokens(u64::MAX)), (all.clone(), all));
+        assert_eq!(first_tokens(0), [30]);
     }
 }

@@ -10,6 +10,9 @@ use crate::recipe::{Order, Recipe, ValidationSet, validation_key};
 use crate::source::ModelSource;
 use crate::step::ReadSample;
 
+/// The key of the windows' length.
+const LENGTH: &str = "data.sequence_length";
+
 /// The text of a validation set.
 pub(crate) struct ValidationText {
     /// Its key in the recipe.
@@ -82,7 +85,8 @@ pub(crate) fn open_training(recipe: &Recipe, vocab_size: usize) -> Result<Traini
         Order::Sequential => moh_data::Order::Sequential,
     };
     let length = recipe.data.sequence_length;
-    Ok(TrainingData::open(&sources, length, order, recipe.run.seed, vocab_size)?)
+    let opened = TrainingData::open(&sources, length, order, recipe.run.seed, vocab_size);
+    Ok(opened.map_err(|error| error.with_length(LENGTH))?)
 }
 
 fn open_validation(recipe: &Recipe, vocab_size: usize) -> Result<Vec<ValidationText>, Error> {
@@ -90,7 +94,8 @@ fn open_validation(recipe: &Recipe, vocab_size: usize) -> Result<Vec<ValidationT
     let open = |set: &ValidationSet| {
         let mut file = TokenFile::open(&set.path)?;
         file.limit_vocabulary(vocab_size);
-        let windows = Windows::new(file, recipe.data.sequence_length)?;
+        let windows = Windows::new(file, recipe.data.sequence_length);
+        let windows = windows.map_err(|error| error.with_length(LENGTH))?;
         Ok(ValidationText { key: validation_key(sets, set), windows })
     };
     sets.iter().map(open).collect()

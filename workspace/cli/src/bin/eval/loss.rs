@@ -1,38 +1,48 @@
-//! `moh-eval loss`: mean loss, perplexity and bits per byte on a token file.
+//! `moh-eval loss`: mean loss, perplexity and bits per byte of models on token files.
 
-use std::io::{Write, stdout};
-use std::path::{Path, PathBuf};
+use std::io::{Write as _, stdout};
+use std::path::PathBuf;
 
-use moh_cli::exit;
 use moh_cli::models;
 use moh_cli::progress::Bar;
+use moh_cli::{counted, exit};
 use moh_data::{TokenFile, Windows};
 use moh_device::{Compute, DeviceName};
 use moh_eval::{EvaluationText, Evaluator};
-use moh_hf::ConfigFile;
 use moh_kernels::{Backend, Element, ElementType};
-use moh_model::router::RoutingStatistics;
+use moh_model::Model;
+
+use crate::loss_report::{Measured, print};
+use crate::model::NamedModel;
 
 /// Maximum tokens of a pass; longer windows are evaluated one at a time.
 const BATCH_TOKENS: usize = 4096;
+/// Tokens of a window if the option is omitted, unless a model's context is shorter.
+const DEFAULT_LENGTH: usize = 2048;
 
 #[derive(clap::Args)]
 pub(crate) struct LossArguments {
-    /// Directory of the model, or its id on the hub
-    #[arg(long)]
-    model: String,
+    /// Model: a directory, an id on the hub, or a run's checkpoint, RUN or RUN@STEP; repeat it for more
+    #[arg(long = "model", value_name = "MODEL", required = true)]
+    pub models: Vec<String>,
     /// Branch, tag or commit of the hub's model
     #[arg(long)]
     revision: Option<String>,
-    /// Token file, without .bin and .idx
-    #[arg(long, value_name = "PREFIX")]
-    data: PathBuf,
-    /// Tokens per window; the model's context length if omitted
+    /// Token file, without .bin and .idx; repeat it for more
+    #[arg(long, value_name = "PREFIX", required = true)]
+    data: Vec<PathBuf>,
+    /// Tokens per window [default: 2048, or the shortest context length of the models if that is less]
     #[arg(long, value_name = "TOKENS")]
     sequence_length: Option<usize>,
+    /// Only this many windows of each file, spread evenly over it
+    #[arg(long, value_name = "WINDOWS", value_parser = clap::value_parser!(u64).range(1..))]
+    limit: Option<u64>,
+    /// Print JSON instead of text
+    #[arg(long)]
+    pub json: bool,
     /// Element type of the computation
     #[arg(long, value_parser = models::element_types(), default_value = "f32")]
-    dtype: ElementType,
+    pub dtype: ElementType,
     /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]
     device: DeviceName,
@@ -44,6 +54,10 @@ pub(crate) struct LossArguments {
 
 impl LossArguments {
     pub(crate) fn run(&self) -> anyhow::Result<()> {
+        if self.revision.is_some() && self.models.len() > 1 {
+            let message = "--revision: is one model's, but several are named";
+            return Err(exit::Usage(message.to_owned()).into());
+        }
         models::open(self.device)?.compute(self.dtype, Loss(self))
     }
 }
@@ -54,82 +68,76 @@ impl Compute for Loss<'_> {
     type Output = anyhow::Result<()>;
 
     fn run<B: Backend + Clone, T: Element>(self, backend: B) -> Self::Output {
-        loss::<B, T>(self.0, backend)
+        let arguments = self.0;
+        let revision = arguments.revision.as_deref();
+        let open = |name: &String| NamedModel::open(name, revision);
+        let models = arguments.models.iter().map(open).collect::<Result<Vec<_>, _>>()?;
+        let length = window_length(&models, arguments)?;
+        // All files before the first model: a length that exceeds a file may also exceed the memory.
+        let texts = |model: &NamedModel| {
+            let text = |prefix: &PathBuf| text(model, prefix, length, arguments.limit);
+            arguments.data.iter().map(text).collect::<Result<Vec<_>, _>>()
+        };
+        let texts = models.iter().map(texts).collect::<Result<Vec<_>, _>>()?;
+        if arguments.sequence_length.is_none() {
+            say_length(length, &models);
+        }
+        let mut measured = Vec::new();
+        for (named, texts) in models.iter().zip(&texts) {
+            let mut model = named.load::<B, T>(backend.clone(), length)?;
+            for (windows, prefix) in texts.iter().zip(&arguments.data) {
+                let (loss, routing) = loss(&mut model, named, windows, arguments.heads)?;
+                let (model, data) = (named.name.clone(), prefix.display().to_string());
+                measured.push(Measured { model, data, windows: windows.len(), loss, routing });
+            }
+        }
+        print(&mut stdout(), arguments, length, &measured)
     }
 }
 
-fn loss<B: Backend + Clone, T: Element>(
-    arguments: &LossArguments,
-    backend: B,
-) -> anyhow::Result<()> {
-    let directory = models::locate(&arguments.model, arguments.revision.as_deref())?;
-    let length = window_length(&directory, arguments.sequence_length)?;
-    let mut file = TokenFile::open(&arguments.data)?;
-    file.limit_vocabulary(ConfigFile::read(&directory)?.config.vocab_size);
-    let tokenizer = models::tokenizer(&directory)?;
-    if let Some(tokenizer) = &tokenizer {
+/// The windows of a token file for a model.
+fn text(
+    model: &NamedModel,
+    prefix: &PathBuf,
+    length: usize,
+    limit: Option<u64>,
+) -> anyhow::Result<Windows> {
+    let mut file = TokenFile::open(prefix)?;
+    file.limit_vocabulary(model.config.vocab_size);
+    if let Some(tokenizer) = &model.tokenizer {
         file.check_tokenizer(tokenizer)?;
     }
-    // Before the model: a context length that exceeds the file may also exceed the memory.
-    let windows = Windows::new(file, length)?;
-    let mut model = models::load::<B, T>(backend, &directory, length)?;
+    let windows =
+        Windows::new(file, length).map_err(|error| error.with_length("--sequence-length"))?;
+    Ok(match limit {
+        Some(limit) => windows.spread(limit),
+        None => windows,
+    })
+}
+
+/// The loss of a model over windows, and its routing on request.
+fn loss<B: Backend + Clone, T: Element>(
+    model: &mut Model<B, T>,
+    named: &NamedModel,
+    windows: &Windows,
+    heads: bool,
+) -> anyhow::Result<(moh_eval::Loss, Option<moh_model::router::RoutingStatistics>)> {
     // At most the number of sequences, which fits memory if the file did.
-    let batch = (BATCH_TOKENS / length).clamp(1, windows.len().clamp(1, 1 << 20) as usize);
-    let mut evaluator = Evaluator::new(&model, batch, length)?;
-    let mut routing = arguments.heads.then(|| model.routing_statistics()).transpose()?;
+    let batch = (BATCH_TOKENS / windows.length()).clamp(1, windows.len().clamp(1, 1 << 20) as usize);
+    let mut evaluator = Evaluator::new(model, batch, windows.length())?;
+    let mut routing = heads.then(|| model.routing_statistics()).transpose()?;
     let mut bar = Bar::count("evaluating", windows.len());
     let text =
-        EvaluationText { windows: &windows, count: windows.len(), tokenizer: tokenizer.as_ref() };
+        EvaluationText { windows, count: windows.len(), tokenizer: named.tokenizer.as_ref() };
     let mut progress = |done, total| bar.update(done, total);
-    let found = evaluator.evaluate(&mut model, text, routing.as_mut(), &mut progress)?;
-    drop(bar);
-    let mut out = stdout();
-    writeln!(out, "loss           {:.6}", found.loss)?;
-    writeln!(out, "perplexity     {:.4}", found.perplexity())?;
-    match found.bits_per_byte {
-        Some(bits) => writeln!(out, "bits per byte  {bits:.6}")?,
-        None => writeln!(out, "bits per byte  - (the model has no tokenizer)")?,
-    }
-    writeln!(out, "tokens         {}", found.tokens)?;
-    if let Some(routing) = routing {
-        write_routing(&mut out, &routing)?;
-    }
-    Ok(())
+    let found = evaluator.evaluate(model, text, routing.as_mut(), &mut progress)?;
+    Ok((found, routing))
 }
 
-/// Writes the routing of each layer: a line for the layer, and its loads in lines of eight heads.
-fn write_routing(out: &mut impl Write, routing: &RoutingStatistics) -> std::io::Result<()> {
-    if routing.layers.is_empty() {
-        return writeln!(out, "\nno layer routes: the model is dense");
-    }
-    for layer in &routing.layers {
-        let (smallest, largest) = layer.extreme_loads();
-        writeln!(
-            out,
-            "\nlayer {}: gate entropy {:.4} nats of at most {:.4}, loads {:.1}% to {:.1}%, \
-             largest / mean {:.3}",
-            layer.layer,
-            layer.mean_entropy(),
-            layer.max_entropy(),
-            100.0 * smallest,
-            100.0 * largest,
-            layer.imbalance(),
-        )?;
-        let loads: Vec<f64> = layer.loads().collect();
-        for (row, loads) in loads.chunks(8).enumerate() {
-            let first = layer.shared_heads + 8 * row;
-            let shown: Vec<String> = loads.iter().map(|l| format!("{:5.1}%", 100.0 * l)).collect();
-            let heads = format!("{first}-{}", first + loads.len() - 1);
-            writeln!(out, "  heads {heads:<8} {}", shown.join(" "))?;
-        }
-    }
-    Ok(())
-}
-
-/// The given window length, or the model's context length; longer windows are refused.
-fn window_length(directory: &Path, asked: Option<usize>) -> anyhow::Result<usize> {
-    let context = models::context_length(directory)?;
-    let length = asked.unwrap_or(context);
+/// The given window length, or the default; lengths that a model does not support are refused.
+fn window_length(models: &[NamedModel], arguments: &LossArguments) -> anyhow::Result<usize> {
+    let context = shortest_context(models);
+    let length = arguments.sequence_length.unwrap_or(context.min(DEFAULT_LENGTH));
     if !(2..=context).contains(&length) {
         let message = format!(
             "--sequence-length {length}: must be 2 to {context}, the model's context length"
@@ -137,4 +145,19 @@ fn window_length(directory: &Path, asked: Option<usize>) -> anyhow::Result<usize
         return Err(exit::Usage(message).into());
     }
     Ok(length)
+}
+
+fn shortest_context(models: &[NamedModel]) -> usize {
+    let contexts = models.iter().map(|model| model.config.max_position_embeddings);
+    contexts.min().unwrap_or(DEFAULT_LENGTH)
+}
+
+/// Remarks on the default length.
+fn say_length(length: usize, models: &[NamedModel]) {
+    let why = match shortest_context(models) {
+        context if length < context => format!("of the model's context of {context}"),
+        _ => "the model's context".to_owned(),
+    };
+    let tokens = counted(length as u64, "token");
+    exit::stderr_line(format_args!("windows of {tokens}, {why}; --sequence-length changes that"));
 }

@@ -2,6 +2,8 @@
 
 mod logits;
 mod loss;
+mod loss_report;
+mod model;
 mod tasks;
 
 use std::path::Path;
@@ -35,10 +37,16 @@ enum Command {
     /// Mean loss, perplexity and bits per byte on a token file
     ///
     /// The file is divided, front to back, into non-overlapping windows of --sequence-length
-    /// tokens; each has one target fewer than tokens.
-    #[command(after_help = "Example, from the repository's root:\n  \
+    /// tokens; each has one target fewer than tokens. With --limit N, the windows that are evaluated are those
+    /// in the middle of N equal parts of the file, always the same ones.
+    ///
+    /// Several models or files give a table, in which all windows have the same length. A checkpoint of a run is
+    /// evaluated as an export of it would be, and nothing is written.
+    #[command(after_help = "Examples, from the repository's root:\n  \
         moh-eval loss --model recipes/quickstart --data recipes/quickstart/voyage-valid \
-        --sequence-length 256")]
+        --sequence-length 256\n  \
+        moh-eval loss --model recipes/quickstart --data recipes/quickstart/voyage-valid \\\n    \
+            --data recipes/quickstart/voyage-train --sequence-length 256 --limit 20 --json")]
     Loss(LossArguments),
     /// The logits of token ids, and the selected heads of a Mixture-of-Head model
     ///

@@ -1,0 +1,125 @@
+//! What `moh-eval loss` prints: lines for one model and one token file, a table for several, or JSON.
+
+use std::io::Write;
+
+use moh_eval::Loss;
+use moh_model::router::RoutingStatistics;
+use serde_json::{Value, json};
+
+use crate::loss::LossArguments;
+
+/// The loss of a model on a token file.
+pub(crate) struct Measured {
+    pub model: String,
+    pub data: String,
+    pub windows: u64,
+    pub loss: Loss,
+    pub routing: Option<RoutingStatistics>,
+}
+
+/// Prints what was measured on windows of `length` tokens.
+pub(crate) fn print(
+    out: &mut impl Write,
+    arguments: &LossArguments,
+    length: usize,
+    measured: &[Measured],
+) -> anyhow::Result<()> {
+    if arguments.json {
+        let losses: Vec<Value> = measured.iter().map(to_json).collect();
+        let dtype = arguments.dtype.name();
+        let report = json!({"dtype": dtype, "sequence_length": length, "losses": losses});
+        return Ok(writeln!(out, "{report:#}")?);
+    }
+    let [only] = measured else { return Ok(write_table(out, measured)?) };
+    let found = only.loss;
+    writeln!(out, "loss           {:.6}", found.loss)?;
+    writeln!(out, "perplexity     {:.4}", found.perplexity())?;
+    match found.bits_per_byte {
+        Some(bits) => writeln!(out, "bits per byte  {bits:.6}")?,
+        None => writeln!(out, "bits per byte  - (the model has no tokenizer)")?,
+    }
+    writeln!(out, "tokens         {}", found.tokens)?;
+    if let Some(routing) = &only.routing {
+        write_routing(out, routing)?;
+    }
+    Ok(())
+}
+
+/// A line for each model and token file, and their routing below.
+fn write_table(out: &mut impl Write, measured: &[Measured]) -> std::io::Result<()> {
+    let width = |name: fn(&Measured) -> &str, title: &str| {
+        let names = measured.iter().map(|row| name(row).chars().count());
+        names.max().unwrap_or(0).max(title.len())
+    };
+    let (a, b) = (width(|row| &row.model, "model"), width(|row| &row.data, "data"));
+    writeln!(
+        out,
+        "{:<a$}  {:<b$}  {:>10}  {:>12}  {:>13}  {:>12}",
+        "model", "data", "loss", "perplexity", "bits per byte", "tokens"
+    )?;
+    for Measured { model, data, loss, .. } in measured {
+        let bits = loss.bits_per_byte.map_or("-".to_owned(), |bits| format!("{bits:.6}"));
+        writeln!(
+            out,
+            "{model:<a$}  {data:<b$}  {:>10.6}  {:>12.4}  {bits:>13}  {:>12}",
+            loss.loss,
+            loss.perplexity(),
+            loss.tokens
+        )?;
+    }
+    for Measured { model, data, routing, .. } in measured {
+        if let Some(routing) = routing {
+            writeln!(out, "\n{model} on {data}:")?;
+            write_routing(out, routing)?;
+        }
+    }
+    Ok(())
+}
+
+fn to_json(measured: &Measured) -> Value {
+    let Measured { model, data, windows, loss, routing } = measured;
+    let mut fields = json!({
+        "model": model, "data": data, "windows": windows, "tokens": loss.tokens, "loss": loss.loss,
+        "perplexity": loss.perplexity(), "bits_per_byte": loss.bits_per_byte,
+    });
+    if let Some(routing) = routing {
+        let layers = routing.layers.iter().map(|layer| {
+            let loads: Vec<f64> = layer.loads().collect();
+            json!({
+                "layer": layer.layer, "shared_heads": layer.shared_heads,
+                "gate_entropy": layer.mean_entropy(), "loads": loads,
+            })
+        });
+        fields["routing"] = layers.collect();
+    }
+    fields
+}
+
+/// Writes the routing of each layer: a line for the layer, and its loads in lines of eight heads.
+fn write_routing(out: &mut impl Write, routing: &RoutingStatistics) -> std::io::Result<()> {
+    if routing.layers.is_empty() {
+        return writeln!(out, "\nno layer routes: the model is dense");
+    }
+    for layer in &routing.layers {
+        let (smallest, largest) = layer.extreme_loads();
+        writeln!(
+            out,
+            "\nlayer {}: gate entropy {:.4} nats of at most {:.4}, loads {:.1}% to {:.1}%, \
+             largest / mean {:.3}",
+            layer.layer,
+            layer.mean_entropy(),
+            layer.max_entropy(),
+            100.0 * smallest,
+            100.0 * largest,
+            layer.imbalance(),
+        )?;
+        let loads: Vec<f64> = layer.loads().collect();
+        for (row, loads) in loads.chunks(8).enumerate() {
+            let first = layer.shared_heads + 8 * row;
+            let shown: Vec<String> = loads.iter().map(|l| format!("{:5.1}%", 100.0 * l)).collect();
+            let heads = format!("{first}-{}", first + loads.len() - 1);
+            writeln!(out, "  heads {heads:<8} {}", shown.join(" "))?;
+        }
+    }
+    Ok(())
+}

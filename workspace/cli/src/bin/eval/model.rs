@@ -1,0 +1,86 @@
+//! A model to evaluate: a directory, a repository of the hub, or a checkpoint of a run, `RUN` or `RUN@STEP`,
+//! whose weights are read where they are.
+
+use std::path::PathBuf;
+
+use moh_cli::models;
+use moh_data::TextTokenizer;
+use moh_hf::ConfigFile;
+use moh_kernels::{Backend, DType, Element};
+use moh_model::{Model, ModelConfig};
+use moh_train::checkpoint::{StoredCheckpoint, TensorKind};
+use moh_train::{CheckpointName, Recipe};
+
+/// A model before its weights are read.
+pub(crate) struct NamedModel {
+    /// As the user names it.
+    pub name: String,
+    pub config: ModelConfig,
+    pub tokenizer: Option<TextTokenizer>,
+    weights: Weights,
+}
+
+/// Where the weights are.
+enum Weights {
+    Directory(PathBuf),
+    /// A checkpoint, and the element type of an export of it.
+    Checkpoint(StoredCheckpoint, DType),
+}
+
+impl NamedModel {
+    /// Finds the model `name`; one of the hub is downloaded if necessary.
+    ///
+    /// # Errors
+    /// Fails if there is no such model, or if its configuration or tokenizer cannot be read.
+    pub(crate) fn open(name: &str, revision: Option<&str>) -> anyhow::Result<Self> {
+        if let Some(checkpoint) = CheckpointName::parse(name) {
+            return Self::of_checkpoint(name, checkpoint);
+        }
+        let directory = models::locate(name, revision)?;
+        Ok(NamedModel {
+            name: name.to_owned(),
+            config: ConfigFile::read(&directory)?.config,
+            tokenizer: models::tokenizer(&directory)?,
+            weights: Weights::Directory(directory),
+        })
+    }
+
+    fn of_checkpoint(name: &str, checkpoint: CheckpointName) -> anyhow::Result<Self> {
+        let run = checkpoint.run.clone();
+        let step = checkpoint.resolve_alone()?;
+        let tokenizer = run.tokenizer().map(|path| TextTokenizer::load(&path)).transpose()?;
+        let dtype = Recipe::load(&run.recipe(), &[])?.run.dtype.dtype();
+        let stored = StoredCheckpoint::of_step(&run, step)?;
+        let config = CheckpointName { run, step: Some(step) }.config_file()?.config;
+        let weights = Weights::Checkpoint(stored, dtype);
+        Ok(NamedModel { name: name.to_owned(), config, tokenizer, weights })
+    }
+
+    /// Loads the weights for sequences of up to `positions` tokens. Those of a checkpoint are what an export
+    /// of it has.
+    ///
+    /// # Errors
+    /// Fails if they cannot be read, or if the device has no room.
+    pub(crate) fn load<B: Backend, T: Element>(
+        &self,
+        backend: B,
+        positions: usize,
+    ) -> anyhow::Result<Model<B, T>> {
+        let (stored, dtype) = match &self.weights {
+            Weights::Directory(directory) => return models::load(backend, directory, positions),
+            Weights::Checkpoint(stored, dtype) => (stored, *dtype),
+        };
+        let mut bytes = Vec::new();
+        let config = self.config.clone();
+        let read = Model::new::<moh_train::Error>(backend, config, positions, |segment, values| {
+            stored.read_f32(TensorKind::Weight, &segment.name, values)?;
+            if dtype != DType::F32 {
+                bytes.resize(values.len() * dtype.bytes(), 0);
+                dtype.write(values, &mut bytes);
+                dtype.read(&bytes, values);
+            }
+            Ok(())
+        });
+        Ok(read?)
+    }
+}
