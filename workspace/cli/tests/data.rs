@@ -75,6 +75,21 @@ fn outputs_are_kept_unless_forced() {
 }
 
 #[test]
+fn special_tokens_in_texts_are_a_warning() {
+    let dir = prepared();
+    fs::write(dir.path().join("a.txt"), "one <|end_of_text|> two <|end_of_text|>").unwrap();
+    let run = |line: &str| moh_data(dir.path(), &line.split(' ').collect::<Vec<_>>()).success();
+    let text = stderr(&run("prepare --tokenizer tok --out a a.txt"));
+    let expected = "warning: a: special tokens in the text became those tokens (<|end_of_text|> 2): \
+                    --split-special-tokens encodes them as text\n";
+    assert_eq!(text, expected);
+    assert!(stdout(&run("info a")).contains("\nin texts   <|end_of_text|> 2\n"));
+    let done = run("prepare --tokenizer tok --split-special-tokens --force --out a a.txt");
+    assert_eq!(stderr(&done), "");
+    assert!(stdout(&run("info a")).contains("\nin texts   special tokens are text\n"));
+}
+
+#[test]
 fn directories_of_outputs_are_made_and_errors_name_the_users_path() {
     let dir = tempfile::tempdir().unwrap();
     let run = |line: &str| moh_data(dir.path(), &line.split(' ').collect::<Vec<_>>());

@@ -1,6 +1,7 @@
-//! The documents of an input: one per line of JSON lines, or one per input of plain text. Inputs
-//! are streamed; memory holds at most a batch, a line or a text.
+//! The documents of an input: one per line of JSON lines, or one per input or paragraph of plain text.
+//! Inputs are streamed; memory holds at most a batch, a line or a text.
 
+use std::collections::VecDeque;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -26,11 +27,13 @@ pub(crate) struct Documents<'a> {
     field: &'a str,
     format: Option<Format>,
     lines: Option<JsonLines<Input>>,
+    /// The rest of an input's paragraphs.
+    paragraphs: VecDeque<Document>,
 }
 
 impl<'a> Documents<'a> {
     pub(crate) fn new(inputs: &'a [PathBuf], field: &'a str, format: Option<Format>) -> Self {
-        Self { inputs: inputs.iter(), field, format, lines: None }
+        Self { inputs: inputs.iter(), field, format, lines: None, paragraphs: VecDeque::new() }
     }
 
     fn next_document(&mut self) -> Result<Option<Document>> {
@@ -43,14 +46,20 @@ impl<'a> Documents<'a> {
                 }
                 self.lines = None;
             }
+            if let Some(paragraph) = self.paragraphs.pop_front() {
+                return Ok(Some(paragraph));
+            }
             let Some(input) = self.inputs.next() else {
                 return Ok(None);
             };
-            if input::format_of(input, self.format)? == Format::Text {
-                return read_text(input).map(Some);
+            match input::format_of(input, self.format)? {
+                Format::Text => return read_text(input).map(Some),
+                Format::Paragraphs => self.paragraphs = paragraphs(&read_text(input)?.text),
+                Format::JsonLines => {
+                    let reader = input::open(input)?;
+                    self.lines = Some(JsonLines::new(input, reader, MAX_LINE_BYTES));
+                }
             }
-            let reader = input::open(input)?;
-            self.lines = Some(JsonLines::new(input, reader, MAX_LINE_BYTES));
         }
     }
 }
@@ -73,6 +82,31 @@ fn read_text(path: &Path) -> Result<Document> {
         offset: fault.utf8_error().valid_up_to() as u64,
     })?;
     Ok(Document { text, input_bytes })
+}
+
+/// The paragraphs of a text, each without the ends of its last line and the blank lines after it.
+fn paragraphs(text: &str) -> VecDeque<Document> {
+    let mut found = VecDeque::<Document>::new();
+    let mut is_inside = false;
+    for line in text.strip_prefix('\u{feff}').unwrap_or(text).split_inclusive('\n') {
+        let is_blank = line.trim().is_empty();
+        match found.back_mut() {
+            Some(last) if is_inside || is_blank => {
+                last.text.push_str(if is_blank { "" } else { line });
+                last.input_bytes += line.len() as u64;
+            }
+            None if is_blank => {}
+            _ => found.push_back(Document {
+                text: line.to_owned(),
+                input_bytes: line.len() as u64,
+            }),
+        }
+        is_inside = !is_blank;
+    }
+    for document in &mut found {
+        document.text.truncate(document.text.trim_end_matches(['\r', '\n']).len());
+    }
+    found
 }
 
 /// The string under `field` of a JSON object.
@@ -116,6 +150,20 @@ mod tests {
     fn a_text_file_is_one_document() {
         assert_eq!(texts("a.txt", b"one\ntwo\n").unwrap(), ["one\ntwo\n"]);
         assert_eq!(texts("README", "\u{e4}".as_bytes()).unwrap(), ["\u{e4}"]);
+    }
+
+    #[test]
+    fn blank_lines_separate_paragraphs() {
+        let found = |text: &str| {
+            let found = paragraphs(text);
+            let bytes: u64 = found.iter().map(|paragraph| paragraph.input_bytes).sum();
+            (found.into_iter().map(|paragraph| paragraph.text).collect::<Vec<_>>(), bytes)
+        };
+        let text = "  one\ntwo\n\n \t\nthree\r\n\r\nfour";
+        let expected = ["  one\ntwo", "three", "four"].map(str::to_owned).to_vec();
+        assert_eq!(found(text), (expected, text.len() as u64));
+        assert_eq!(found("\u{feff}\n\nfirst\n").0, ["first"]);
+        assert!(found("").0.is_empty() && found(" \n\n").0.is_empty());
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The inputs of preparation: files and, named `-`, standard input. Compressed and columnar data is
 //! recognised by its first bytes and refused with a remedy.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::{BufReader, Chain, Cursor, Read};
 use std::path::{Path, PathBuf};
@@ -38,6 +39,8 @@ pub enum Format {
     JsonLines,
     /// One document.
     Text,
+    /// A document for each paragraph; blank lines separate them.
+    Paragraphs,
 }
 
 /// An opened input.
@@ -93,7 +96,7 @@ pub(crate) fn open(path: &Path) -> Result<Input> {
 /// as of standard input and other pipes.
 ///
 /// # Errors
-/// Fails if there is no input, if standard input is named twice or has no format, or if a file
+/// Fails if there is no input, if an input is named twice, if standard input has no format, or if a file
 /// cannot be read, or is compressed or columnar.
 pub(crate) fn check(inputs: &[PathBuf], format: Option<Format>) -> Result<u64> {
     if inputs.is_empty() {
@@ -106,6 +109,7 @@ pub(crate) fn check(inputs: &[PathBuf], format: Option<Format>) -> Result<u64> {
         });
     }
     let (mut total, mut is_known) = (0, true);
+    let mut files = BTreeSet::new();
     for input in inputs {
         format_of(input, format)?;
         if is_standard_input(input) {
@@ -121,6 +125,14 @@ pub(crate) fn check(inputs: &[PathBuf], format: Option<Format>) -> Result<u64> {
             });
         }
         if kind.is_file() {
+            if !files.insert(input.canonicalize().map_err(Error::io(input, "read"))?) {
+                return Err(Error::Input {
+                    path: input.clone(),
+                    reason: "is named twice: name it once; a source's weight in a recipe reads its \
+                             tokens more often"
+                        .to_owned(),
+                });
+            }
             open(input)?;
             total += kind.len();
         } else {

@@ -1,6 +1,7 @@
 //! Text to token files: documents are read in batches, encoded in parallel and written in order, so
 //! the result does not depend on the number of threads.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::documents::{Document, Documents};
@@ -9,6 +10,7 @@ use crate::input::{check, is_standard_input};
 use crate::pending::with_ending;
 use crate::split::Part;
 use crate::token_writer::publish;
+use crate::tokenizer::EncodedDocument;
 use crate::{
     AppendEos, Error, Format, Provenance, Result, Split, TextTokenizer, TokenFileInfo,
     TokenFileWriter,
@@ -89,11 +91,11 @@ pub fn prepare(options: Prepare<'_>, progress: &mut dyn FnMut(u64, u64)) -> Resu
             break;
         }
         let texts: Vec<&str> = batch.iter().map(|document| document.text.as_str()).collect();
-        for (mut tokens, document) in tokenizer.encode_batch(&texts)?.into_iter().zip(&batch) {
+        for (mut encoded, document) in tokenizer.encode_documents(&texts)?.into_iter().zip(&batch) {
             done += document.input_bytes;
-            if !tokens.is_empty() {
-                tokens.extend(ending.append);
-                outputs.push(&tokens, document.text.len())?;
+            if !encoded.ids.is_empty() {
+                encoded.ids.extend(ending.append);
+                outputs.push(&encoded, document.text.len())?;
             }
         }
         // An input may have grown since its size was read.
@@ -116,6 +118,8 @@ struct Output {
     prefix: PathBuf,
     writer: TokenFileWriter,
     text_bytes: u64,
+    /// The special tokens that texts named, with their number.
+    special: BTreeMap<u32, u64>,
 }
 
 impl Outputs {
@@ -131,13 +135,13 @@ impl Outputs {
             refuse_inputs_as_outputs(inputs, &TokenFileWriter::outputs(&prefix))?;
             let start = if overwrite { TokenFileWriter::replace } else { TokenFileWriter::create };
             let writer = start(&prefix, tokenizer.vocab_size())?;
-            parts.push(Output { prefix, writer, text_bytes: 0 });
+            parts.push(Output { prefix, writer, text_bytes: 0, special: BTreeMap::new() });
         }
         Ok(Self { parts, split, documents: 0 })
     }
 
     /// Appends a document to its part.
-    fn push(&mut self, tokens: &[u32], text_bytes: usize) -> Result<()> {
+    fn push(&mut self, encoded: &EncodedDocument, text_bytes: usize) -> Result<()> {
         let part = match self.split.map(|split| split.part(self.documents)) {
             None | Some(Part::Training) => 0,
             Some(Part::Validation) => 1,
@@ -145,7 +149,10 @@ impl Outputs {
         self.documents += 1;
         let output = &mut self.parts[part];
         output.text_bytes += text_bytes as u64;
-        output.writer.push_document(tokens)
+        for &id in &encoded.special_in_text {
+            *output.special.entry(id).or_default() += 1;
+        }
+        output.writer.push_document(&encoded.ids)
     }
 
     fn finish(self, options: Prepare<'_>, ending: &Ending) -> Result<Vec<Prepared>> {
@@ -154,21 +161,28 @@ impl Outputs {
         }
         if let Some(part) = self.parts.iter().find(|part| part.writer.documents() == 0) {
             let (name, documents) = (part.prefix.display(), self.documents);
-            let reason = format!(
-                "{name}: would have no document, of {documents} in all: add documents, or give it a \
-                 larger share in --split"
-            );
+            // No share divides a single document, as a book is.
+            let remedy = match documents {
+                1 => "--format paragraphs makes each paragraph of a text a document",
+                _ => "add documents, or give it a larger share in --split",
+            };
+            let reason = format!("{name}: would have no document, of {documents} in all: {remedy}");
             return Err(Error::Empty { reason });
         }
         let sources: Vec<_> =
             options.inputs.iter().map(|input| input.display().to_string()).collect();
         let (mut files, mut prefixes) = (Vec::new(), Vec::new());
-        for Output { prefix, writer, text_bytes } in self.parts {
+        let tokenizer = options.tokenizer;
+        // An id without a token has no text that names it.
+        let named = |(id, count)| Some((tokenizer.token(id)?, count));
+        for Output { prefix, writer, text_bytes, special } in self.parts {
             files.push(writer.complete(Provenance {
-                tokenizer_hash: Some(options.tokenizer.hash().to_owned()),
+                tokenizer_hash: Some(tokenizer.hash().to_owned()),
                 text_bytes,
                 sources: sources.clone(),
                 eos_token: ending.end.clone(),
+                special_tokens_in_text: Some(special.into_iter().filter_map(named).collect()),
+                split_special_tokens: tokenizer.splits_special_tokens(),
             })?);
             prefixes.push(prefix);
         }

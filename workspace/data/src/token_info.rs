@@ -1,5 +1,6 @@
 //! `PREFIX.json`: metadata of a token file beyond Megatron's format, above all its tokenizer.
 
+use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::Path;
 
@@ -31,6 +32,13 @@ pub struct TokenFileInfo {
     /// The token that ends each document.
     #[serde(default, skip_serializing_if = "DocumentEnd::is_unknown")]
     pub eos_token: DocumentEnd,
+    /// The special tokens that texts named and that became those tokens, with their number; absent if that
+    /// is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub special_tokens_in_text: Option<BTreeMap<String, u64>>,
+    /// Whether special tokens that texts named were encoded as text.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub split_special_tokens: bool,
     /// The stored type of a token.
     pub dtype: TokenType,
     /// The content of the `.bin` and `.idx` that this file describes; absent from files of version
@@ -50,6 +58,10 @@ pub struct Provenance {
     pub sources: Vec<String>,
     /// The token that ends each document.
     pub eos_token: DocumentEnd,
+    /// The special tokens that texts named and that became those tokens, with their number, if that is known.
+    pub special_tokens_in_text: Option<BTreeMap<String, u64>>,
+    /// Whether special tokens that texts named were encoded as text.
+    pub split_special_tokens: bool,
 }
 
 impl TokenFileInfo {
@@ -77,7 +89,7 @@ impl TokenFileInfo {
 
     /// The bytes of a `PREFIX.json`.
     pub(crate) fn to_json(&self) -> Vec<u8> {
-        // A struct of integers, strings and a list always serialises.
+        // A struct of integers, strings, a list and a map with keys of strings always serialises.
         let mut text = serde_json::to_vec_pretty(self).unwrap_or_default();
         text.push(b'\n');
         text

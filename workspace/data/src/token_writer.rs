@@ -135,6 +135,8 @@ impl TokenFileWriter {
             text_bytes: provenance.text_bytes,
             sources: provenance.sources,
             eos_token: provenance.eos_token,
+            special_tokens_in_text: provenance.special_tokens_in_text,
+            split_special_tokens: provenance.split_special_tokens,
             dtype: self.dtype,
             content: Some(content),
         };

@@ -2,6 +2,7 @@
 //! split, and which ids its post-processor adds to a document. Truncation and padding, which some
 //! files keep from their training, are disabled.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
@@ -19,6 +20,15 @@ pub struct TextTokenizer {
     prefix: Vec<u32>,
     /// The last id that the post-processor puts after a text, usually EOS.
     suffix: Option<u32>,
+    /// The special tokens.
+    special: BTreeSet<u32>,
+}
+
+/// A document's ids.
+pub(crate) struct EncodedDocument {
+    pub(crate) ids: Vec<u32>,
+    /// Those of its special tokens that the text names, in order; the post-processor adds others.
+    pub(crate) special_in_text: Vec<u32>,
 }
 
 impl TextTokenizer {
@@ -54,7 +64,22 @@ impl TextTokenizer {
         let suffix = encoded.get_ids()[text_ends..].last().copied();
         let prefix = encoded.get_ids()[..prefix].to_vec();
         let hash = blake3::hash(bytes).to_hex().to_string();
-        Ok(Self { inner, path, hash, vocab_size: largest as usize + 1, prefix, suffix })
+        let added = inner.get_added_tokens_decoder().into_iter();
+        let special = added.filter(|(_, token)| token.special).map(|(id, _)| id).collect();
+        let vocab_size = largest as usize + 1;
+        Ok(Self { inner, path, hash, vocab_size, prefix, suffix, special })
+    }
+
+    /// Encodes special tokens that a text names as any other text, instead of as those tokens, if `split`.
+    /// The post-processor adds them in either case.
+    pub fn split_special_tokens(mut self, split: bool) -> Self {
+        self.inner.set_encode_special_tokens(split);
+        self
+    }
+
+    /// Whether special tokens that a text names are encoded as text.
+    pub(crate) fn splits_special_tokens(&self) -> bool {
+        self.inner.get_encode_special_tokens()
     }
 
     /// The last id that the post-processor puts after a text.
@@ -115,12 +140,23 @@ impl TextTokenizer {
         self.ids(text, false)
     }
 
-    /// [`TextTokenizer::encode`] of many texts in parallel, in order.
+    /// Encodes documents in parallel, in order, as [`TextTokenizer::encode`] does.
     ///
     /// # Errors
     /// Fails if the tokenizer does, for any of the texts.
-    pub fn encode_batch<T: AsRef<str> + Sync>(&self, texts: &[T]) -> Result<Vec<Vec<u32>>> {
-        texts.par_iter().map(|text| self.encode(text.as_ref())).collect()
+    pub(crate) fn encode_documents(&self, texts: &[&str]) -> Result<Vec<EncodedDocument>> {
+        let encode = |text: &&str| {
+            let encoding = self.inner.encode_fast(*text, true);
+            let encoding = encoding.map_err(|error| self.failure(&*error))?;
+            let (ids, added) = (encoding.get_ids(), encoding.get_special_tokens_mask());
+            let named = ids.iter().zip(added).filter(|&(id, &added)| {
+                // The mask has what the post-processor adds.
+                added == 0 && self.special.contains(id)
+            });
+            let special_in_text = named.map(|(&id, _)| id).collect();
+            Ok(EncodedDocument { ids: ids.to_vec(), special_in_text })
+        };
+        texts.par_iter().map(encode).collect()
     }
 
     fn ids(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use moh_data::{
-    AppendEos, BEGIN_OF_TEXT, DocumentEnd, END_OF_TEXT, Error, Prepare, Prepared, TextTokenizer,
+    AppendEos, BEGIN_OF_TEXT, DocumentEnd, END_OF_TEXT, Error, Format, Prepare, Prepared, TextTokenizer,
     TokenFile, TokenFileInfo, TrainTokenizer, prepare, train_tokenizer,
 };
 
@@ -339,6 +339,77 @@ fn a_split_shares_no_document_and_loses_none() {
     fs::write(&input, lines(1).collect::<String>()).unwrap();
     let options = Prepare { overwrite: true, ..options };
     let error = prepare(options, &mut |_, _| {}).unwrap_err().to_string();
-    assert!(error.contains(": would have no document, of 1 in all: "), "{error}");
+    assert!(error.contains(": would have no document, of 1 in all: --format paragraphs "), "{error}");
     assert_eq!(fs::read(dir.path().join("out-validation.bin")).unwrap(), bin);
+}
+
+#[test]
+fn special_tokens_in_a_text_are_counted_or_encoded_as_text() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer(dir.path(), 300);
+    let input = dir.path().join("a.txt");
+    fs::write(&input, format!("one {END_OF_TEXT} two{BEGIN_OF_TEXT}{END_OF_TEXT}")).unwrap();
+    let prefix = dir.path().join("p");
+    let ids = |info: &TokenFileInfo| {
+        let mut ids = vec![0; info.tokens as usize];
+        TokenFile::open(&prefix).unwrap().read(0, &mut ids).unwrap();
+        ids
+    };
+    let info = run(&tokenizer, std::slice::from_ref(&input), &prefix, false).unwrap();
+    let counts = [(BEGIN_OF_TEXT.to_owned(), 1), (END_OF_TEXT.to_owned(), 2)];
+    assert_eq!(info.special_tokens_in_text, Some(counts.into()));
+    // BOS and EOS of the document itself are not in its text.
+    let special = |ids: &[u32]| ids.iter().filter(|&&id| id < 2).count();
+    assert_eq!(special(&ids(&info)), 5);
+    assert_eq!(TokenFile::open(&prefix).unwrap().info(), Some(&info));
+
+    let tokenizer = tokenizer.split_special_tokens(true);
+    let split = run(&tokenizer, std::slice::from_ref(&input), &prefix, true).unwrap();
+    assert_eq!(split.special_tokens_in_text, Some([].into()));
+    assert!(split.split_special_tokens && !info.split_special_tokens);
+    let ids = ids(&split);
+    assert_eq!((special(&ids), ids[0], ids[ids.len() - 1]), (2, 0, 1));
+    let text = fs::read_to_string(&input).unwrap();
+    assert_eq!(tokenizer.decode(&ids, true).unwrap(), text);
+}
+
+#[test]
+fn a_book_is_split_by_its_paragraphs() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer(dir.path(), 300);
+    let input = dir.path().join("book.txt");
+    let paragraphs: Vec<String> = (0..20).map(|number| format!("one {number}\ntwo")).collect();
+    fs::write(&input, paragraphs.join("\n\n")).unwrap();
+    let (inputs, prefix) = ([input], dir.path().join("out"));
+    let split = Some("0.9,0.1".parse().unwrap());
+    let options = Prepare { split, ..Prepare::new(&tokenizer, &inputs, &prefix) };
+    let error = prepare(options, &mut |_, _| {}).unwrap_err().to_string();
+    let remedy = "of 1 in all: --format paragraphs makes each paragraph of a text a document";
+    assert!(error.ends_with(remedy), "{error}");
+    let options = Prepare { format: Some(Format::Paragraphs), ..options };
+    let prepared = prepare(options, &mut |_, _| {}).unwrap();
+    let documents: Vec<u64> = prepared.iter().map(|part| part.info.documents).collect();
+    assert_eq!(documents, [18, 2]);
+    let file = TokenFile::open(&prefix.with_file_name("out-validation")).unwrap();
+    let range = file.document(0).unwrap();
+    let mut ids = vec![0; (range.end - range.start) as usize];
+    file.read(range.start, &mut ids).unwrap();
+    // Document 0, as `the_division_is_pinned` has it.
+    assert_eq!(tokenizer.decode(&ids, true).unwrap(), paragraphs[0]);
+}
+
+#[test]
+fn an_input_that_is_named_twice_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = tokenizer(dir.path(), 300);
+    let (one, two) = (dir.path().join("a.txt"), dir.path().join("b.txt"));
+    fs::write(&one, "one").unwrap();
+    fs::write(&two, "one").unwrap();
+    let prefix = dir.path().join("p");
+    let again = dir.path().join("./a.txt");
+    let inputs = [one.clone(), two.clone(), again];
+    let error = run(&tokenizer, &inputs, &prefix, false).unwrap_err().to_string();
+    assert!(error.contains("a.txt: is named twice: name it once"), "{error}");
+    // Two files of the same text are two files.
+    assert_eq!(run(&tokenizer, &[one, two], &prefix, false).unwrap().documents, 2);
 }

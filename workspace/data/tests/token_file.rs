@@ -276,6 +276,8 @@ fn a_writer_leaves_three_files_or_none() {
         text_bytes: 7,
         sources: vec!["x".to_owned()],
         eos_token: DocumentEnd::Token("e".to_owned()),
+        special_tokens_in_text: Some([("e".to_owned(), 2)].into()),
+        split_special_tokens: true,
     };
     let info = writer.finish(provenance).unwrap();
     assert_eq!(names(), ["t.bin", "t.idx", "t.json"]);

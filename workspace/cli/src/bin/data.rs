@@ -1,5 +1,6 @@
 //! `moh-data`: prepares token files, tokenizers and stories.
 
+use std::collections::BTreeMap;
 use std::io::{Write, stdout};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -34,7 +35,7 @@ enum Command {
     /// Convert text to a token file (Megatron's indexed dataset)
     ///
     /// Inputs ending in .jsonl or .json contain one JSON object per line; any other input is plain
-    /// text and one document. The tokenizer determines whether documents start with BOS. Each ends
+    /// text and one document, or with --format paragraphs one for each paragraph. The tokenizer determines whether documents start with BOS. Each ends
     /// with EOS: the token that the tokenizer adds or, if it adds none, the eos_token of its
     /// tokenizer_config.json or special_tokens_map.json.
     #[command(after_help = "Example (writes text.bin, text.idx and text.json):\n  \
@@ -80,6 +81,9 @@ struct PrepareArguments {
     /// Append no token to documents
     #[arg(long)]
     no_append_eos: bool,
+    /// Encode special tokens that occur in a text, such as </s>, as any other text, instead of as those tokens
+    #[arg(long)]
+    split_special_tokens: bool,
     /// Write PREFIX-train and PREFIX-validation with these shares of the documents, as in 0.99,0.01
     #[arg(long, value_name = "SHARE,SHARE")]
     split: Option<Split>,
@@ -109,6 +113,8 @@ enum FormatName {
     Jsonl,
     /// Plain text, one document
     Text,
+    /// Plain text, a document for each paragraph; blank lines separate them
+    Paragraphs,
 }
 
 impl InputArguments {
@@ -116,6 +122,7 @@ impl InputArguments {
         self.format.map(|name| match name {
             FormatName::Jsonl => Format::JsonLines,
             FormatName::Text => Format::Text,
+            FormatName::Paragraphs => Format::Paragraphs,
         })
     }
 }
@@ -183,7 +190,8 @@ fn main() -> ExitCode {
 }
 
 fn prepare(arguments: &PrepareArguments) -> anyhow::Result<()> {
-    let tokenizer = models::named_tokenizer(&arguments.tokenizer, arguments.revision.as_deref())?;
+    let tokenizer = models::named_tokenizer(&arguments.tokenizer, arguments.revision.as_deref())?
+        .split_special_tokens(arguments.split_special_tokens);
     let mut bar = Bar::bytes("preparing", 0);
     let options = Prepare {
         format: arguments.inputs.format(),
@@ -213,8 +221,22 @@ fn prepare(arguments: &PrepareArguments) -> anyhow::Result<()> {
             counted(info.tokens, "token"),
             counted(info.text_bytes, "byte"),
         )?;
+        if let Some(special) = special_tokens(info.special_tokens_in_text.as_ref()) {
+            exit::stderr_line(format_args!(
+                "warning: {}: special tokens in the text became those tokens ({special}): \
+                 --split-special-tokens encodes them as text",
+                prefix.display()
+            ));
+        }
     }
     Ok(())
+}
+
+/// The special tokens of texts with their number; `None` if there are none.
+fn special_tokens(found: Option<&BTreeMap<String, u64>>) -> Option<String> {
+    let shown = |(token, count): (&String, &u64)| format!("{token} {count}");
+    let found = found.filter(|found| !found.is_empty())?;
+    Some(found.iter().map(shown).collect::<Vec<_>>().join(", "))
 }
 
 fn write_stories(arguments: &StoriesArguments) -> anyhow::Result<()> {
@@ -280,6 +302,12 @@ fn info(arguments: &InfoArguments) -> anyhow::Result<()> {
         DocumentEnd::Unknown => "not recorded",
     };
     writeln!(out, "eos token  {eos}")?;
+    if let Some(special) = special_tokens(info.special_tokens_in_text.as_ref()) {
+        writeln!(out, "in texts   {special}")?;
+    }
+    if info.split_special_tokens {
+        writeln!(out, "in texts   special tokens are text")?;
+    }
     writeln!(out, "text       {}", counted(info.text_bytes, "byte"))?;
     for source in &info.sources {
         writeln!(out, "source     {source}")?;
