@@ -23,7 +23,7 @@ pub fn table(summary: &Summary) -> String {
         let _ = writeln!(out, "{label:<44} {loss:>9.4} {bits:>15}");
     };
     for evaluation in &summary.evaluations {
-        let label = describe(summary.heads, evaluation);
+        let label = describe(summary.heads, evaluation, &summary.evaluations);
         line(&label, evaluation.loss, evaluation.bits_per_byte);
         for (name, set) in &evaluation.other_sets {
             line(&format!("  {name}"), set.loss, set.bits_per_byte);
@@ -36,10 +36,13 @@ pub fn table(summary: &Summary) -> String {
     out
 }
 
-/// The moment of an evaluation of a model with that many query heads.
-pub fn describe(heads: usize, evaluation: &Evaluation) -> String {
+/// The moment of an evaluation, one of `all`, of a model with that many query heads.
+pub fn describe(heads: usize, evaluation: &Evaluation, all: &[Evaluation]) -> String {
     match &evaluation.moment {
         EvaluationPoint::Loaded => "the model as loaded".to_owned(),
+        EvaluationPoint::Trained { stage } if evaluation.is_repeated(all) => {
+            format!("after stage {stage}, step {}", evaluation.step)
+        }
         EvaluationPoint::Trained { stage } => format!("after stage {stage}"),
         EvaluationPoint::Converted { active_heads, .. } => {
             format!("converted, {active_heads} of {heads} heads active, not tuned")
@@ -86,5 +89,22 @@ mod tests {
             lines,
             [vec!["the", "model", "as", "loaded", "2.0000", "-"], vec!["code", "1.5000", "0.7500"]]
         );
+    }
+
+    #[test]
+    fn the_ends_of_a_stage_that_went_on_are_told_apart() {
+        let ended = |stage: &str, step| Evaluation {
+            moment: EvaluationPoint::Trained { stage: stage.to_owned() },
+            step,
+            loss: 2.0,
+            bits_per_byte: None,
+            other_sets: Default::default(),
+        };
+        let evaluations = vec![ended("adapt", 4), ended("moh", 8), ended("moh", 12)];
+        let shown = table(&Summary { steps: 12, tokens: 8, heads: 4, evaluations });
+        let labels: Vec<&str> =
+            shown.lines().skip(1).map(|line| line[..44].trim_end()).take(3).collect();
+        let expected = ["after stage adapt", "after stage moh, step 8", "after stage moh, step 12"];
+        assert_eq!(labels, expected);
     }
 }

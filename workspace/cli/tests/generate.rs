@@ -147,6 +147,26 @@ fn top_k_of_one_is_greedy() {
 }
 
 #[test]
+fn limits_of_sampling_ask_for_it_or_say_that_they_have_no_effect() {
+    let dir = prepared();
+    let run = |options: &[&str]| {
+        let output = moh_generate(dir.path(), options).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        (support::stdout(&output), support::stderr(&output))
+    };
+    let sampled = run(&["--top-p", "0.95", "--seed", "4"]);
+    let explicit = run(&["--top-p", "0.95", "--seed", "4", "--temperature", "1"]);
+    assert_eq!(sampled.0, explicit.0);
+    assert_ne!(sampled.0, run(&["--top-p", "0.95", "--seed", "5"]).0);
+    assert!(!sampled.1.contains("warning"), "{}", sampled.1);
+    let greedy = run(&["--temperature", "0", "--top-p", "0.95"]);
+    assert_eq!(greedy.0, run(&[]).0);
+    let warning = "warning: --temperature 0 always selects the most likely token: --top-k and --top-p have \
+                   no effect\n";
+    assert!(greedy.1.starts_with(warning), "{}", greedy.1);
+}
+
+#[test]
 fn prompts_come_from_files_and_standard_input() {
     let dir = prepared();
     let expected = success(&mut moh_generate(dir.path(), &["--max-tokens", "9"]));
@@ -249,6 +269,8 @@ fn wrong_usage_exits_with_two_and_the_help_has_an_example() {
         assert_eq!(output.status.code(), Some(2), "{options:?}");
         assert!(output.stdout.is_empty());
     }
+    let negative = failure(dir.path(), &mut moh_generate(dir.path(), &["--temperature", "-1"]), 2);
+    assert_eq!(negative, "--temperature -1: must be at least 0");
     let help = program(env!("CARGO_BIN_EXE_moh-generate"), dir.path()).arg("--help").output();
     let text = support::stdout(&help.unwrap());
     assert!(text.contains("Example") && text.contains("\n  moh-generate --model "), "{text}");

@@ -86,11 +86,15 @@ fn stages(recipe: &Recipe, state: &RunState) -> String {
 /// A table of the losses.
 fn losses(evaluations: &[Evaluation]) -> String {
     let mut table = "| | loss | bits per byte |\n|---|---|---|".to_owned();
-    for Evaluation { moment, loss, bits_per_byte, .. } in evaluations {
+    for evaluation in evaluations {
+        let Evaluation { moment, step, loss, bits_per_byte, .. } = evaluation;
         let moment = match moment {
             EvaluationPoint::Loaded => "as loaded".to_owned(),
             EvaluationPoint::Converted { active_heads, .. } => {
                 format!("converted, {active_heads} heads active, not tuned")
+            }
+            EvaluationPoint::Trained { stage } if evaluation.is_repeated(evaluations) => {
+                format!("after stage {stage}, step {step}")
             }
             EvaluationPoint::Trained { stage } => format!("after stage {stage}"),
         };

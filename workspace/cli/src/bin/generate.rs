@@ -51,16 +51,16 @@ struct Arguments {
     #[arg(long, value_name = "TEXT", requires = "chat")]
     system: Option<String>,
     /// Maximum number of tokens to generate
-    #[arg(long, default_value_t = 256, value_name = "TOKENS")]
+    #[arg(long, default_value_t = 256, value_name = "TOKENS", allow_negative_numbers = true)]
     max_tokens: usize,
-    /// Sampling temperature; 0 always selects the most likely token
-    #[arg(long, default_value_t = 0.0)]
-    temperature: f64,
+    /// Sampling temperature; 0 always selects the most likely token [default: 0, or 1 with --top-k or --top-p]
+    #[arg(long, allow_negative_numbers = true)]
+    temperature: Option<f64>,
     /// Sample from this many most likely tokens
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     top_k: Option<usize>,
     /// Sample from the most likely tokens, of those of --top-k, whose probabilities add up to this
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     top_p: Option<f64>,
     /// Seed of the sampling
     #[arg(long, default_value_t = 0)]
@@ -93,14 +93,30 @@ fn main() -> ExitCode {
 
 fn check(arguments: &Arguments) -> anyhow::Result<()> {
     let usage = |message: String| Err(exit::Usage(message).into());
-    if !(arguments.temperature >= 0.0 && arguments.temperature.is_finite()) {
-        return usage(format!("--temperature {}: must be at least 0", arguments.temperature));
+    let temperature = arguments.temperature();
+    if !(temperature >= 0.0 && temperature.is_finite()) {
+        return usage(format!("--temperature {temperature}: must be at least 0"));
     }
-    match arguments.top_p {
-        Some(p) if !(p > 0.0 && p <= 1.0) => {
-            usage(format!("--top-p {p}: must be above 0 and at most 1"))
-        }
-        _ => Ok(()),
+    if let Some(p) = arguments.top_p.filter(|p| !(*p > 0.0 && *p <= 1.0)) {
+        return usage(format!("--top-p {p}: must be above 0 and at most 1"));
+    }
+    if temperature == 0.0 && arguments.limits_sampling() {
+        exit::stderr_line(format_args!(
+            "warning: --temperature 0 always selects the most likely token: --top-k and --top-p have no \
+             effect"
+        ));
+    }
+    Ok(())
+}
+
+impl Arguments {
+    /// Whether an option limits the tokens that are sampled, which asks for sampling.
+    fn limits_sampling(&self) -> bool {
+        self.top_k.is_some() || self.top_p.is_some()
+    }
+
+    fn temperature(&self) -> f64 {
+        self.temperature.unwrap_or(if self.limits_sampling() { 1.0 } else { 0.0 })
     }
 }
 
@@ -183,7 +199,7 @@ fn decode<B: Backend, T: Element>(
 ) -> anyhow::Result<()> {
     let capacity = model.positions();
     let sampling = Sampling {
-        temperature: arguments.temperature,
+        temperature: arguments.temperature(),
         top_k: arguments.top_k,
         top_p: arguments.top_p,
     };

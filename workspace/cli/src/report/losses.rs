@@ -1,8 +1,5 @@
 //! The table of losses at the moments of the runs, side by side.
 
-use std::collections::BTreeMap;
-
-use indicatif::HumanCount;
 use maud::{Markup, html};
 use moh_train::checkpoint::Evaluation;
 
@@ -87,8 +84,7 @@ fn rows(logs: &[RunLog]) -> Vec<Row> {
     for (column, log) in logs.iter().enumerate() {
         // Where the moments of the runs before it end, a further moment of this run goes.
         let mut next = 0;
-        let lines =
-            moments(log).into_iter().flat_map(|(moment, evaluation)| lines(moment, evaluation));
+        let lines = log.summary.evaluations.iter().flat_map(|evaluation| lines(log, evaluation));
         for (label, is_other, cell) in lines {
             let is_free = |row: &Row| {
                 row.label == label
@@ -109,28 +105,11 @@ fn rows(logs: &[RunLog]) -> Vec<Row> {
     rows
 }
 
-/// The evaluations with their moments; a moment that occurs again, as the end of a stage that became longer, with its
-/// step.
-fn moments(log: &RunLog) -> Vec<(String, &Evaluation)> {
-    let described = |evaluation: &Evaluation| describe(log.summary.heads, evaluation);
-    let mut counts = BTreeMap::<String, usize>::new();
-    for evaluation in &log.summary.evaluations {
-        *counts.entry(described(evaluation)).or_default() += 1;
-    }
-    let moment = |evaluation: &Evaluation| {
-        let moment = described(evaluation);
-        match counts.get(&moment) {
-            Some(&count) if count > 1 => format!("{moment}, step {}", HumanCount(evaluation.step)),
-            _ => moment,
-        }
-    };
-    log.summary.evaluations.iter().map(|evaluation| (moment(evaluation), evaluation)).collect()
-}
-
 /// The lines of an evaluation: the first set with the moment, the other ones by name.
-fn lines(moment: String, evaluation: &Evaluation) -> Vec<(String, bool, Cell)> {
+fn lines(log: &RunLog, evaluation: &Evaluation) -> Vec<(String, bool, Cell)> {
     let first = (evaluation.loss, evaluation.bits_per_byte);
     let others = evaluation.other_sets.iter();
     let others = others.map(|(name, set)| (name.clone(), true, (set.loss, set.bits_per_byte)));
-    std::iter::once((moment, false, first)).chain(others).collect()
+    let label = describe(log.summary.heads, evaluation, &log.summary.evaluations);
+    std::iter::once((label, false, first)).chain(others).collect()
 }

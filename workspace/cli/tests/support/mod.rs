@@ -38,10 +38,11 @@ sequence_length = 16
 sources = [{ path = "text" }]
 "#;
 
-/// A directory with that model, a token file, and a recipe of the head and `rest`.
+/// A directory with that model, the token files `text` and `held-out`, and a recipe of the head and `rest`.
 pub fn trainable(rest: &str) -> tempfile::TempDir {
     let dir = workplace();
     write_tokens(&dir.path().join("text"), VOCABULARY, 2000, 1);
+    write_tokens(&dir.path().join("held-out"), VOCABULARY, 2000, 2);
     fs::write(dir.path().join("recipe.toml"), format!("{RECIPE_HEAD}{rest}")).unwrap();
     dir
 }

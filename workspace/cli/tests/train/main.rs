@@ -25,7 +25,7 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-train");
 
 /// The recipe after its head.
 const RECIPE: &str = r#"
-validation = { path = "text", batches = 2, every_steps = 9 }
+validation = { path = "held-out", batches = 2, every_steps = 9 }
 
 [[stage]]
 name = "adapt"

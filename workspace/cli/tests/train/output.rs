@@ -105,15 +105,38 @@ fn a_text_without_end_of_text_is_warned_of() {
         assert!(output.status.success(), "{}", stderr(&output));
         stderr(&output).lines().filter(|line| line.starts_with("warning: text: ")).count()
     };
-    // Without a record, with none, and with a token; the file is also that of validation.
+    // Without a record, with none, and with a token.
     assert_eq!(warning(&|_| {}), 0);
     assert_eq!(warning(&|json| json["eos_token"] = Value::Null), 1);
     assert_eq!(warning(&|json| json["eos_token"] = "e".into()), 0);
 }
 
 #[test]
+fn validation_on_the_text_of_training_is_warned_of() {
+    let dir = prepared();
+    // The content counts, not the path.
+    for ending in [".bin", ".idx"] {
+        fs::copy(dir.path().join(format!("text{ending}")), dir.path().join(format!("b{ending}"))).unwrap();
+    }
+    let warnings = |validation: &str| {
+        let _ = fs::remove_dir_all(dir.path().join("run"));
+        let validation = format!("data.validation.path={validation}");
+        let short = ["stage.adapt.tokens=128", "stage.moh.tokens=64", &validation];
+        let output = moh_train(dir.path(), &short).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        let text = stderr(&output);
+        let found = text.lines().filter(|line| line.starts_with("warning: data.validation: "));
+        found.map(str::to_owned).collect::<Vec<_>>()
+    };
+    let expected = "warning: data.validation: b is the text of data.sources.0, on which the run trains: its \
+                    loss does not say how the model does on other text";
+    assert_eq!(warnings("b"), [expected]);
+    assert!(warnings("held-out").is_empty());
+}
+
+#[test]
 fn a_run_without_validation_has_no_table() {
-    let rest = RECIPE.replace("validation = { path = \"text\", batches = 2, every_steps = 9 }", "");
+    let rest = RECIPE.replace("validation = { path = \"held-out\", batches = 2, every_steps = 9 }", "");
     let short = rest.replace("3840", "64").replace("warmup_steps = 2", "warmup_steps = 1");
     let dir = trainable(&short);
     let output = moh_train(dir.path(), &[]).output().unwrap();

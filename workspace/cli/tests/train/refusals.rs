@@ -70,6 +70,12 @@ fn wrong_usage_exits_with_two() {
         let output = moh_train(dir.path(), &[]).args(arguments).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{arguments:?}");
     }
+    let negative = ["--plan", "--device-tflops", "-5"];
+    let message = failure(dir.path(), moh_train(dir.path(), &[]).args(negative), 2);
+    assert_eq!(message, "--device-tflops -5: must be above 0");
+    let output = moh_train(dir.path(), &[]).args(["--plan", "--ranks", "0"]).output().unwrap();
+    let expected = "'--ranks <N>': must be a whole number of at least 1";
+    assert!(stderr(&output).contains(expected), "{output:?}");
     let text = success(program(PROGRAM, dir.path()).arg("--help"));
     assert!(text.contains("Example") && text.contains("  moh-train --recipe recipes/"), "{text}");
 }

@@ -125,6 +125,13 @@ pub struct Evaluation {
     pub other_sets: BTreeMap<String, Validation>,
 }
 
+impl Evaluation {
+    /// Whether `all`, which has this evaluation, has more at this point: a stage that went on has several ends.
+    pub fn is_repeated(&self, all: &[Evaluation]) -> bool {
+        all.iter().filter(|other| other.moment == self.moment).count() > 1
+    }
+}
+
 /// A point of a run at which the model is evaluated.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -38,6 +38,7 @@ pub(crate) use validation_sets::key as validation_key;
 use crate::Error;
 use lines::Lines;
 use overrides::Origins;
+use stand_in::known_keys;
 
 /// Maximum bytes of a recipe.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -316,7 +317,10 @@ impl Recipe {
         let table = reader::parse_table(text).map_err(|reason| file_fault(path, reason))?;
         let mut value = Value::Table(table);
         let mut origins = Origins::new(path, Lines::of(text));
-        let refused = origins.override_with(&mut value, overrides);
+        let refused = match overrides {
+            [] => Vec::new(),
+            overrides => origins.override_with(&mut value, overrides, &known_keys::<Recipe>()),
+        };
         let reading = reader::read::<Recipe>(&value);
         let mut faults: Vec<Fault> = reading.problems.into_iter().map(Fault::from).collect();
         let recipe = reading.value.map(|mut recipe| {

@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn the_nearest_path_may_be_anywhere_in_the_tree() {
-        let known = known_keys::<Recipe>();
+        let known = known_keys::<Recipe>().all;
         let nearest = |found| nearest_path(found, &known);
         for (found, expected) in [
             ("run.dri", "run.dir"),

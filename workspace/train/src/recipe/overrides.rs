@@ -1,6 +1,6 @@
 //! `--set key=value`: overrides of a recipe's values.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use toml::{Table, Value};
@@ -9,6 +9,7 @@ use super::Fault;
 use super::lines::Lines;
 use super::nearest::nearest_name;
 use super::reader::element_name;
+use super::stand_in::KnownKeys;
 
 /// The origin of an overridden key, in messages.
 const ORIGIN: &str = "--set";
@@ -18,35 +19,44 @@ const ORIGIN: &str = "--set";
 pub(super) struct Origins<'a> {
     path: &'a Path,
     lines: Lines,
-    /// The overridden keys.
-    overridden: BTreeSet<String>,
+    /// The overridden keys as the recipe's reader knows them, elements of lists also by index, and as the user
+    /// gave them.
+    overridden: BTreeMap<String, String>,
 }
 
 impl<'a> Origins<'a> {
     /// The origins of a recipe in the file `path`, whose keys are on these `lines`.
     pub(super) fn new(path: &'a Path, lines: Lines) -> Self {
-        Origins { path, lines, overridden: BTreeSet::new() }
+        Origins { path, lines, overridden: BTreeMap::new() }
     }
 
     /// Applies `key=value` overrides to a recipe, in order, creating missing tables. Returns a fault
     /// for an override without `=`, for an unknown stage, and for a key below a value that is not a
-    /// table; unknown keys are found when the recipe is read.
-    pub(super) fn override_with(&mut self, recipe: &mut Value, overrides: &[String]) -> Vec<Fault> {
+    /// table; unknown keys are found when the recipe is read. The value of a key that `known` has as a text
+    /// needs no quotes.
+    pub(super) fn override_with(
+        &mut self,
+        recipe: &mut Value,
+        overrides: &[String],
+        known: &KnownKeys,
+    ) -> Vec<Fault> {
         let mut faults = Vec::new();
         for text in overrides {
-            let (key, value) = match text.split_once('=') {
-                Some((key, value)) => (key.trim(), parse_value(value.trim())),
-                None => ("", Value::Boolean(false)),
-            };
+            let (key, value) = text.split_once('=').unwrap_or(("", ""));
+            let key = key.trim();
             let parts: Vec<&str> = key.split('.').map(str::trim).collect();
+            let mut indices = Vec::new();
             let result = if parts.iter().any(|part| part.is_empty()) {
                 Err(format!("{text:?}: expected key=value, such as stage.moh.tokens=1e9"))
             } else {
-                set(recipe, &parts, value)
+                let value = parse_value(value.trim(), known.is_text(&parts));
+                set(recipe, &parts, value, &mut indices)
             };
             match result {
                 Ok(()) => {
-                    self.overridden.insert(parts.join("."));
+                    let given = parts.join(".");
+                    self.overridden.insert(indices.join("."), given.clone());
+                    self.overridden.insert(given.clone(), given);
                 }
                 Err(reason) => faults.push(Fault {
                     origin: ORIGIN.to_string(),
@@ -61,10 +71,15 @@ impl<'a> Origins<'a> {
 
     /// Names the origin of each fault, and sorts them by line; those of overrides come last.
     pub(super) fn name(&self, mut faults: Vec<Fault>) -> Vec<Fault> {
+        for fault in &mut faults {
+            if let Some((key, given)) = self.override_of(&fault.key) {
+                fault.key = format!("{given}{}", &fault.key[key.len()..]);
+            }
+        }
         let line = |fault: &Fault| self.lines.line(&fault.key);
-        let place = |fault: &Fault| match self.is_overridden(&fault.key) {
-            true => (true, None),
-            false => (false, line(fault)),
+        let place = |fault: &Fault| match self.override_of(&fault.key) {
+            Some(_) => (true, None),
+            None => (false, line(fault)),
         };
         faults.sort_by_key(place);
         for fault in &mut faults {
@@ -78,8 +93,9 @@ impl<'a> Origins<'a> {
         faults
     }
 
-    fn is_overridden(&self, fault: &str) -> bool {
-        self.overridden.iter().any(|key| is_below(fault, key))
+    /// The override that has set `key` or a table around it.
+    fn override_of(&self, key: &str) -> Option<(&String, &String)> {
+        self.overridden.iter().find(|(overridden, _)| is_below(key, overridden))
     }
 }
 
@@ -89,30 +105,40 @@ pub(crate) fn is_below(key: &str, table: &str) -> bool {
     rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
-/// The value as TOML, or as a string if it is not TOML (a path, a name).
-fn parse_value(text: &str) -> Value {
+/// The value as TOML, or as a string if it is not TOML (a path, a name) or if the key `is_text`; a string in
+/// quotes loses them in either case.
+fn parse_value(text: &str, is_text: bool) -> Value {
     match text.parse() {
+        Ok(Value::String(text)) => Value::String(text),
         // No key accepts a date, but a directory's name may be one.
         Ok(Value::Datetime(_)) | Err(_) => Value::String(text.to_string()),
+        Ok(_) if is_text => Value::String(text.to_string()),
         Ok(value) => value,
     }
 }
 
-/// Sets the value at the path `parts` below `node`.
-fn set(node: &mut Value, parts: &[&str], value: Value) -> Result<(), String> {
+/// Sets the value at the path `parts` below `node`. `indices` receives the path with the index of each element
+/// of a list.
+fn set(
+    node: &mut Value,
+    parts: &[&str],
+    value: Value,
+    indices: &mut Vec<String>,
+) -> Result<(), String> {
     let Some((&first, rest)) = parts.split_first() else {
         *node = value;
         return Ok(());
     };
     match node {
         Value::Table(table) => {
+            indices.push(first.to_string());
             if rest.is_empty() {
                 table.insert(first.to_string(), value);
                 return Ok(());
             }
             let missing = || Value::Table(Table::new());
             let child = table.entry(first.to_string()).or_insert_with(missing);
-            set(child, rest, value)
+            set(child, rest, value, indices)
         }
         Value::Array(elements) => {
             let names: Vec<String> = elements
@@ -120,23 +146,30 @@ fn set(node: &mut Value, parts: &[&str], value: Value) -> Result<(), String> {
                 .enumerate()
                 .map(|(index, element)| element_name(element, index))
                 .collect();
-            match names.iter().position(|name| name == first) {
-                Some(index) => match elements.get_mut(index) {
-                    Some(element) => set(element, rest, value),
-                    None => Err(format!("no {first} in the list")),
-                },
-                None => {
-                    let names = names.iter().map(String::as_str);
-                    Err(match nearest_name(first, names.clone()) {
-                        Some(meant) => format!("there is no {first:?}, did you mean {meant}"),
-                        None => format!(
-                            "there is no {first:?}, only {}",
-                            names.collect::<Vec<_>>().join(", ")
-                        ),
-                    })
-                }
-            }
+            let index = names.iter().position(|name| name == first);
+            let found = index.and_then(|index| Some((index, elements.get_mut(index)?)));
+            let Some((index, element)) = found else {
+                return Err(no_element(first, &indices.join("."), elements, &names));
+            };
+            indices.push(index.to_string());
+            set(element, rest, value, indices)
         }
         _ => Err(format!("{first:?} is below a value that is not a table")),
+    }
+}
+
+/// Says that the list `key` has no element `name`, only those called `names`.
+fn no_element(name: &str, key: &str, elements: &[Value], names: &[String]) -> String {
+    // An element without a name is added with the whole list.
+    if name.parse::<usize>().is_ok() && elements.iter().all(|element| element.get("name").is_none()) {
+        let list = Value::Array(elements.to_vec());
+        return format!(
+            "there is no {name:?}, only {}: to add one, set the whole list, now {key}={list}",
+            names.join(", ")
+        );
+    }
+    match nearest_name(name, names.iter().map(String::as_str)) {
+        Some(meant) => format!("there is no {name:?}, did you mean {meant}"),
+        None => format!("there is no {name:?}, only {}", names.join(", ")),
     }
 }

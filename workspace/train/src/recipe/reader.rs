@@ -106,7 +106,7 @@ fn add_unknown<'de, T: Deserialize<'de>>(
     if unknown.is_empty() {
         return Vec::new();
     }
-    let known = known_keys::<T>();
+    let known = known_keys::<T>().all;
     let mut meant_keys = Vec::new();
     for UnknownKey { key, siblings } in unknown.into_iter().take(MAX_PROBLEMS) {
         let reason = match nearest_path(&key, &known) {
@@ -185,7 +185,11 @@ fn describe(value: &Value) -> String {
     match value {
         Value::String(text) => format!("the text {text:?}"),
         Value::Integer(number) => number.to_string(),
-        Value::Float(number) => number.to_string(),
+        // With an exponent where that is shorter.
+        Value::Float(number) => {
+            let (plain, short) = (number.to_string(), format!("{number:e}"));
+            if short.len() < plain.len() { short } else { plain }
+        }
         Value::Boolean(flag) => flag.to_string(),
         Value::Datetime(date) => format!("the date {date}"),
         Value::Array(_) => "a list".to_string(),
@@ -269,7 +273,15 @@ impl<'de, 'p> Node<'de, 'p> {
             Some(number) => {
                 visitor.visit_u64(number).map_err(|problem: Problem| problem.at(&self.path))
             }
-            None => self.refuse("a whole number from 0"),
+            None => match self.value {
+                Value::Float(number) if number.fract() == 0.0 && *number > MAX_WHOLE_FLOAT => {
+                    let expected = format!(
+                        "a whole number of at most {MAX_WHOLE_FLOAT} if it has an exponent"
+                    );
+                    self.refuse(&expected)
+                }
+                _ => self.refuse("a whole number from 0"),
+            },
         }
     }
 }

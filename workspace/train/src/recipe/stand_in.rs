@@ -15,9 +15,30 @@ use serde::forward_to_deserialize_any;
 use super::nearest::ANY;
 use super::reader::{Problem, TABLE_OR_LIST, join};
 
-/// Paths of all keys that a `T` can have; elements of lists are [`ANY`].
-pub(super) fn known_keys<'de, T: Deserialize<'de>>() -> Vec<String> {
-    let keys = RefCell::new(Vec::new());
+/// The keys that a type can have; elements of lists are [`ANY`].
+#[derive(Default)]
+pub(super) struct KnownKeys {
+    /// The paths of all keys.
+    pub(super) all: Vec<String>,
+    /// Those of keys whose values are texts.
+    texts: Vec<String>,
+}
+
+impl KnownKeys {
+    /// Whether the value of `key` is a text. A table that may be a list is meant by the key of either.
+    pub(super) fn is_text(&self, key: &[&str]) -> bool {
+        self.texts.iter().any(|known| {
+            let known: Vec<&str> = known.split('.').collect();
+            let is_same = known.len() == key.len()
+                && known.iter().zip(key).all(|(known, part)| known == part || *known == ANY);
+            is_same || known.iter().filter(|part| **part != ANY).eq(key)
+        })
+    }
+}
+
+/// The keys that a `T` can have.
+pub(super) fn known_keys<'de, T: Deserialize<'de>>() -> KnownKeys {
+    let keys = RefCell::new(KnownKeys::default());
     // Only the keys matter.
     let _ = T::deserialize(StandIn { path: String::new(), keys: Some(&keys) });
     keys.into_inner()
@@ -28,7 +49,7 @@ pub(super) fn known_keys<'de, T: Deserialize<'de>>() -> Vec<String> {
 pub(super) struct StandIn<'k> {
     path: String,
     /// Receives the paths of fields.
-    keys: Option<&'k RefCell<Vec<String>>>,
+    keys: Option<&'k RefCell<KnownKeys>>,
 }
 
 impl StandIn<'_> {
@@ -60,8 +81,17 @@ impl<'de> Deserializer<'de> for StandIn<'_> {
         deserialize_u64 => visit_u64(1);
         deserialize_f64 => visit_f64(1.0);
         deserialize_bool => visit_bool(false);
-        deserialize_str => visit_str("x");
-        deserialize_string => visit_str("x");
+    }
+
+    fn deserialize_str<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Problem> {
+        if let Some(keys) = self.keys {
+            keys.borrow_mut().texts.push(self.path);
+        }
+        visitor.visit_str("x")
+    }
+
+    fn deserialize_string<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Problem> {
+        self.deserialize_str(visitor)
     }
 
     fn deserialize_enum<V: Visitor<'de>>(
@@ -97,7 +127,8 @@ impl<'de> Deserializer<'de> for StandIn<'_> {
     ) -> Result<V::Value, Problem> {
         if name == TABLE_OR_LIST {
             if let Some(keys) = self.keys {
-                keys.borrow_mut().extend(fields.iter().map(|field| join(&self.path, field)));
+                let paths = fields.iter().map(|field| join(&self.path, field));
+                keys.borrow_mut().all.extend(paths);
             }
             return visitor.visit_seq(OneElement(Some(self.below(ANY))));
         }
@@ -141,7 +172,7 @@ impl<'de> MapAccess<'de> for Fields<'_> {
         let Some(field) = self.fields.next() else { return Ok(None) };
         let value = self.table.below(field);
         if let Some(keys) = value.keys {
-            keys.borrow_mut().push(value.path.clone());
+            keys.borrow_mut().all.push(value.path.clone());
         }
         self.value = Some(value);
         seed.deserialize(StrDeserializer::new(field)).map(Some)
@@ -160,7 +191,15 @@ mod tests {
 
     #[test]
     fn the_keys_are_those_of_the_structs() {
-        let keys = known_keys::<Recipe>();
+        let known = known_keys::<Recipe>();
+        let is_text = |key: &str| known.is_text(&key.split('.').collect::<Vec<_>>());
+        for key in ["run.dir", "model.from", "data.sources.0.path", "data.validation.path", "stage.moh.name"] {
+            assert!(is_text(key), "{key}");
+        }
+        for key in ["run", "run.seed", "data.sources", "stage.moh.tokens", "stage.moh", "", "zzz"] {
+            assert!(!is_text(key), "{key}");
+        }
+        let keys = known.all;
         for expected in [
             "run",
             "run.dir",
@@ -177,7 +216,7 @@ mod tests {
         }
         // The last field of the last table: nothing stopped before.
         assert_eq!(keys.last().map(String::as_str), Some("guard.rewind"));
-        let keys = known_keys::<Hardware>();
+        let keys = known_keys::<Hardware>().all;
         assert!(keys.iter().any(|key| key == "network.data_overlap"), "{keys:?}");
     }
 

@@ -261,6 +261,32 @@ fn a_directory_may_look_like_a_date() {
 }
 
 #[test]
+fn a_text_needs_no_quotes_whatever_it_looks_like() {
+    for text in ["2024", "nan", "true", "1e9", "[a]", "{}", "a=b", "it's"] {
+        assert_eq!(with(&[&format!("run.dir={text}")]).run.dir, PathBuf::from(text));
+        let recipe = with(&[&format!("data.sources.0.path={text}")]);
+        assert_eq!(recipe.data.sources[0].path, PathBuf::from(text));
+        let recipe = with(&[&format!("data.validation.path={text}")]);
+        assert_eq!(recipe.data.validation[0].path, PathBuf::from(text));
+    }
+    assert_eq!(with(&["stage.moh.name=7"]).stages[1].name, "7");
+    // Quotes are TOML's.
+    assert_eq!(with(&["run.dir=\"2024\""]).run.dir, PathBuf::from("2024"));
+    assert_eq!(with(&["run.dir='a b'"]).run.dir, PathBuf::from("a b"));
+    let text = edited("dir = \"runs/small\"", "dir = 2024");
+    assert!(refused(&text, &[]).contains("run.dir: must be a text in quotes, not 2024"));
+}
+
+#[test]
+fn a_stage_without_tokens_says_nothing_of_its_warm_up() {
+    for key in ["tokens", "batch_tokens"] {
+        let message = refused(small(), &[&format!("stage.moh.{key}=0")]);
+        assert!(message.starts_with(&format!("--set: stage.moh.{key} = 0: ")), "{message}");
+        assert!(!message.contains("warmup"), "{message}");
+    }
+}
+
+#[test]
 fn wrong_overrides_are_named() {
     let cases = [
         ("stage.mho.tokens=1", "--set: stage.mho.tokens: there is no \"mho\", did you mean moh"),
@@ -276,7 +302,19 @@ fn wrong_overrides_are_named() {
         ("run.seed=-1", "--set: run.seed: must be a whole number from 0, not -1"),
         ("run.device=gpu", "--set: run.device: must be \"cpu\" or \"cuda\", not \"gpu\""),
         ("run.seed=1\n[log]\nevery_steps=0", "--set: run.seed: must be a whole number"),
-        ("stage.moh.tokens=1e30", "--set: stage.moh.tokens: must be a whole number"),
+        (
+            "stage.moh.tokens=1e30",
+            "--set: stage.moh.tokens: must be a whole number of at most 9007199254740992 if it has an \
+             exponent, not 1e30",
+        ),
+        ("stage.moh.tokens=1e-30", "must be a whole number from 0, not 1e-30"),
+        ("stage.moh.tokens=0.25", "must be a whole number from 0, not 0.25"),
+        ("stage.moh=1", "--set: stage.moh: must be a table, not 1"),
+        (
+            "data.sources.1.path=x",
+            "--set: data.sources.1.path: there is no \"1\", only 0: to add one, set the whole list, now \
+             data.sources=[{ path = \"data/a\" }]",
+        ),
         (
             "stage.moh.learning_rate.min=1",
             "--set: stage.moh.learning_rate.min = 1: must be a number from 0 to max = 0.00002",

@@ -344,7 +344,8 @@ fn check_stage(faults: &mut Faults, stage: &Stage) {
     let fine = min >= 0.0 && (min <= max || !bounded) && min.is_finite();
     faults.check(fine, &key("learning_rate.min"), min, reason);
     let steps = stage.num_steps();
-    if faults.is_known(&key("tokens")) && faults.is_known(&key("batch_tokens")) {
+    // A stage without tokens or batches is refused above.
+    if steps > 0 && faults.is_known(&key("tokens")) && faults.is_known(&key("batch_tokens")) {
         faults.check(
             warmup_steps <= steps,
             &key("learning_rate.warmup_steps"),

@@ -97,6 +97,9 @@ impl RunInputs<'_> {
             (key.clone(), FileRecord { path, content, ids_below: known(found) })
         });
         let record = Record::new(token_files.collect(), model.hashes());
+        for text in trained_and_validated(files, found) {
+            events(Event::Warning { text: &text });
+        }
         if !self.resumes || stored.is_none() || !self.run.model().is_dir() {
             model.write(&self.run.model())?;
         }
@@ -148,4 +151,22 @@ impl RunInputs<'_> {
     fn path(&self) -> PathBuf {
         self.run.inputs()
     }
+}
+
+/// Warnings of validation sets whose token file is one of those of training, by content.
+fn trained_and_validated(files: &[(String, &TokenFile)], found: &[Found]) -> Vec<String> {
+    let all = files.iter().zip(found).map(|((key, file), found)| (key, file, &found.content));
+    let (sources, sets): (Vec<_>, Vec<_>) =
+        all.partition(|(key, ..)| key.starts_with("data.sources."));
+    let mut warnings = Vec::new();
+    for (key, file, content) in sets {
+        if let Some((source, ..)) = sources.iter().find(|(_, _, trained)| *trained == content) {
+            warnings.push(format!(
+                "{key}: {} is the text of {source}, on which the run trains: its loss does not say how the \
+                 model does on other text",
+                file.prefix().display()
+            ));
+        }
+    }
+    warnings
 }

@@ -32,10 +32,11 @@ pub(crate) struct LossArguments {
     #[arg(long, value_name = "PREFIX", required = true)]
     data: Vec<PathBuf>,
     /// Tokens per window [default: 2048, or the shortest context length of the models if that is less]
-    #[arg(long, value_name = "TOKENS")]
+    #[arg(long, value_name = "TOKENS", allow_negative_numbers = true)]
     sequence_length: Option<usize>,
     /// Only this many windows of each file, spread evenly over it
     #[arg(long, value_name = "WINDOWS", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(allow_negative_numbers = true)]
     limit: Option<u64>,
     /// Print JSON instead of text
     #[arg(long)]

@@ -87,10 +87,11 @@ struct Arguments {
     #[arg(long)]
     plan: bool,
     /// Achieved TFLOP/s of the plan's device, for its times
-    #[arg(long, value_name = "TFLOPS", requires = "plan")]
+    #[arg(long, value_name = "TFLOPS", requires = "plan", allow_negative_numbers = true)]
     device_tflops: Option<f64>,
     /// Plan this many ranks: layout, memory per rank and communication
-    #[arg(long, value_name = "N", requires = "plan")]
+    #[arg(long, value_name = "N", requires = "plan", allow_negative_numbers = true)]
+    #[arg(value_parser = ranks)]
     ranks: Option<NonZeroUsize>,
     /// Hardware of the ranks, a TOML file as in recipes/hardware: adds times and what fits
     #[arg(long, value_name = "FILE", requires = "ranks")]
@@ -110,6 +111,11 @@ enum Command {
 /// Parses a time limit of up to 30 days.
 fn seconds() -> clap::builder::RangedU64ValueParser {
     clap::value_parser!(u64).range(1..=30 * 24 * 3600)
+}
+
+/// Parses a number of ranks.
+fn ranks(text: &str) -> Result<NonZeroUsize, String> {
+    text.parse().map_err(|_| "must be a whole number of at least 1".to_owned())
 }
 
 fn main() -> ExitCode {
