@@ -176,7 +176,7 @@ fn ids_that_do_not_fit_are_refused() {
     }
     fs::write(dir.path().join("ids.json"), "[[1]]").unwrap();
     for (ids, out, expected) in
-        [("none", "out", "none: No such file"), ("ids.json", "no/out", "no/out: No such file")]
+        [("none", "out", "none: No such file"), ("ids.json", "ids.json/out", "ids.json/out: ")]
     {
         let line = format!("logits --model source --ids {ids} --out {out}");
         let message = failure(dir.path(), &mut moh_eval(dir.path(), &line), 1);
@@ -188,6 +188,11 @@ fn ids_that_do_not_fit_are_refused() {
     assert_eq!(message, "out: already exists: choose another name, or replace it with --force");
     assert_eq!(fs::read(dir.path().join("out")).unwrap(), b"theirs");
     success(&mut moh_eval(dir.path(), &format!("{line} --force")));
+    success(&mut moh_eval(
+        dir.path(),
+        "logits --model source --ids ids.json --out new/directory/out",
+    ));
+    assert!(dir.path().join("new/directory/out").is_file());
 }
 
 #[test]
@@ -198,7 +203,8 @@ fn windows_have_at_most_2048_tokens_unless_told_otherwise() {
     edit_config(dir.path(), |config| config["max_position_embeddings"] = (1u64 << 40).into());
     let output = moh_eval(dir.path(), "loss --model source --data long").output().unwrap();
     assert!(stdout(&output).ends_with("tokens         4094\n"), "{output:?}");
-    let remark = "windows of 2048 tokens, of the model's context of 1099511627776; --sequence-length";
+    let remark =
+        "windows of 2048 tokens, of the model's context of 1099511627776; --sequence-length";
     assert!(stderr(&output).starts_with(remark), "{output:?}");
     // A window beyond the text is refused before it takes memory.
     for (option, needed) in [("", "2048"), (" --sequence-length 1099511627776", "1099511627776")] {
@@ -285,7 +291,8 @@ fn a_checkpoint_of_a_run_is_evaluated_where_it_is() {
     let mut train = program(env!("CARGO_BIN_EXE_moh-train"), dir.path());
     train.args(["--recipe", "recipe.toml", "--set", "run.dtype=bf16"]);
     success(&mut train);
-    let before = (names(&dir.path().join("run")), names(&dir.path().join("run/checkpoints/step-2")));
+    let before =
+        (names(&dir.path().join("run")), names(&dir.path().join("run/checkpoints/step-2")));
     let line = "loss --data text --sequence-length 16 --json";
     let models = "--model run/export --model run@4 --model run --model run@2";
     let text = success(&mut moh_eval(dir.path(), &format!("{line} {models}")));

@@ -96,10 +96,9 @@ fn paragraphs(text: &str) -> VecDeque<Document> {
                 last.input_bytes += line.len() as u64;
             }
             None if is_blank => {}
-            _ => found.push_back(Document {
-                text: line.to_owned(),
-                input_bytes: line.len() as u64,
-            }),
+            _ => {
+                found.push_back(Document { text: line.to_owned(), input_bytes: line.len() as u64 })
+            }
         }
         is_inside = !is_blank;
     }

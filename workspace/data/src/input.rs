@@ -128,9 +128,10 @@ pub(crate) fn check(inputs: &[PathBuf], format: Option<Format>) -> Result<u64> {
             if !files.insert(input.canonicalize().map_err(Error::io(input, "read"))?) {
                 return Err(Error::Input {
                     path: input.clone(),
-                    reason: "is named twice: name it once; a source's weight in a recipe reads its \
+                    reason:
+                        "is named twice: name it once; a source's weight in a recipe reads its \
                              tokens more often"
-                        .to_owned(),
+                            .to_owned(),
                 });
             }
             open(input)?;

@@ -6,8 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use moh_data::{
-    AppendEos, BEGIN_OF_TEXT, DocumentEnd, END_OF_TEXT, Error, Format, Prepare, Prepared, TextTokenizer,
-    TokenFile, TokenFileInfo, TrainTokenizer, prepare, train_tokenizer,
+    AppendEos, BEGIN_OF_TEXT, DocumentEnd, END_OF_TEXT, Error, Format, Prepare, Prepared,
+    TextTokenizer, TokenFile, TokenFileInfo, TrainTokenizer, prepare, train_tokenizer,
 };
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared/fixtures");
@@ -339,7 +339,10 @@ fn a_split_shares_no_document_and_loses_none() {
     fs::write(&input, lines(1).collect::<String>()).unwrap();
     let options = Prepare { overwrite: true, ..options };
     let error = prepare(options, &mut |_, _| {}).unwrap_err().to_string();
-    assert!(error.contains(": would have no document, of 1 in all: --format paragraphs "), "{error}");
+    assert!(
+        error.contains(": would have no document, of 1 in all: --format paragraphs "),
+        "{error}"
+    );
     assert_eq!(fs::read(dir.path().join("out-validation.bin")).unwrap(), bin);
 }
 

@@ -116,7 +116,8 @@ fn validation_on_the_text_of_training_is_warned_of() {
     let dir = prepared();
     // The content counts, not the path.
     for ending in [".bin", ".idx"] {
-        fs::copy(dir.path().join(format!("text{ending}")), dir.path().join(format!("b{ending}"))).unwrap();
+        fs::copy(dir.path().join(format!("text{ending}")), dir.path().join(format!("b{ending}")))
+            .unwrap();
     }
     let warnings = |validation: &str| {
         let _ = fs::remove_dir_all(dir.path().join("run"));
@@ -136,7 +137,8 @@ fn validation_on_the_text_of_training_is_warned_of() {
 
 #[test]
 fn a_run_without_validation_has_no_table() {
-    let rest = RECIPE.replace("validation = { path = \"held-out\", batches = 2, every_steps = 9 }", "");
+    let rest =
+        RECIPE.replace("validation = { path = \"held-out\", batches = 2, every_steps = 9 }", "");
     let short = rest.replace("3840", "64").replace("warmup_steps = 2", "warmup_steps = 1");
     let dir = trainable(&short);
     let output = moh_train(dir.path(), &[]).output().unwrap();

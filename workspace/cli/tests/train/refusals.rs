@@ -122,7 +122,10 @@ fn token_files_that_do_not_fit_are_refused() {
     fs::write(root.join("cut.bin"), &bytes[..bytes.len() - 1]).unwrap();
     for (path, expected) in [
         ("none", "none.bin: cannot read: No such file"),
-        ("short", "short: has 16 tokens, one window needs 17: add text, or lower data.sequence_length"),
+        (
+            "short",
+            "short: has 16 tokens, one window needs 17: add text, or lower data.sequence_length",
+        ),
         ("cut", "cut."),
     ] {
         let source = format!("data.sources=[{{path = \"{path}\"}}]");

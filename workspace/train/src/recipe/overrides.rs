@@ -161,7 +161,8 @@ fn set(
 /// Says that the list `key` has no element `name`, only those called `names`.
 fn no_element(name: &str, key: &str, elements: &[Value], names: &[String]) -> String {
     // An element without a name is added with the whole list.
-    if name.parse::<usize>().is_ok() && elements.iter().all(|element| element.get("name").is_none()) {
+    if name.parse::<usize>().is_ok() && elements.iter().all(|element| element.get("name").is_none())
+    {
         let list = Value::Array(elements.to_vec());
         return format!(
             "there is no {name:?}, only {}: to add one, set the whole list, now {key}={list}",

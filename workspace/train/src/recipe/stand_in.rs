@@ -193,7 +193,13 @@ mod tests {
     fn the_keys_are_those_of_the_structs() {
         let known = known_keys::<Recipe>();
         let is_text = |key: &str| known.is_text(&key.split('.').collect::<Vec<_>>());
-        for key in ["run.dir", "model.from", "data.sources.0.path", "data.validation.path", "stage.moh.name"] {
+        for key in [
+            "run.dir",
+            "model.from",
+            "data.sources.0.path",
+            "data.validation.path",
+            "stage.moh.name",
+        ] {
             assert!(is_text(key), "{key}");
         }
         for key in ["run", "run.seed", "data.sources", "stage.moh.tokens", "stage.moh", "", "zzz"] {

@@ -1,6 +1,6 @@
 //! `moh-eval loss`: mean loss, perplexity and bits per byte of models on token files.
 
-use std::io::{Write as _, stdout};
+use std::io::stdout;
 use std::path::PathBuf;
 
 use moh_cli::models;
@@ -124,7 +124,8 @@ fn loss<B: Backend + Clone, T: Element>(
     heads: bool,
 ) -> anyhow::Result<(moh_eval::Loss, Option<moh_model::router::RoutingStatistics>)> {
     // At most the number of sequences, which fits memory if the file did.
-    let batch = (BATCH_TOKENS / windows.length()).clamp(1, windows.len().clamp(1, 1 << 20) as usize);
+    let batch =
+        (BATCH_TOKENS / windows.length()).clamp(1, windows.len().clamp(1, 1 << 20) as usize);
     let mut evaluator = Evaluator::new(model, batch, windows.length())?;
     let mut routing = heads.then(|| model.routing_statistics()).transpose()?;
     let mut bar = Bar::count("evaluating", windows.len());
