@@ -66,6 +66,11 @@ impl fmt::Display for CommandLine {
 
 /// A word as the shell reads it back.
 fn quoted(word: &str) -> String {
+    // `shlex` would quote each `=`, which means nothing within a word.
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:@,+=".contains(c);
+    if word.chars().all(is_plain) && word.starts_with(|c: char| c != '=') {
+        return word.to_owned();
+    }
     // Only a word with a zero byte, which no argument has, cannot be quoted.
     shlex::try_quote(word).map_or_else(|_| word.to_owned(), |quoted| quoted.into_owned())
 }
@@ -99,7 +104,10 @@ mod tests {
             "{text}"
         );
         // What needs no quotes has none.
-        let plain = CommandLine { text: "moh-report".to_owned() }.path(Path::new("runs/a-1"));
-        assert_eq!(plain.to_string(), "moh-report runs/a-1");
+        let plain = CommandLine { text: "moh-report".to_owned() }
+            .option("--set", "run.dir=runs/a@1")
+            .path(Path::new("runs/a-1"));
+        assert_eq!(plain.to_string(), "moh-report --set run.dir=runs/a@1 runs/a-1");
+        assert_eq!((quoted(""), quoted("=a")), ("''".to_owned(), "'=a'".to_owned()));
     }
 }
