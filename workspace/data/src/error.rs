@@ -61,8 +61,9 @@ pub enum Error {
     },
     /// A token file prepared with another tokenizer.
     #[error(
-        "{}: prepared with another tokenizer (hash {recorded}) than {} (hash {found}): use the \
-         tokenizer of the token file, or prepare the text again with this one",
+        "{}: prepared with another tokenizer than {}: {difference}: use the tokenizer of the token file, \
+         prepare the text again with this one, or accept it with --allow-other-tokenizer if it gives the \
+         same ids on a sample of the file",
         path.display(), tokenizer.display()
     )]
     TokenizerMismatch {
@@ -70,10 +71,22 @@ pub enum Error {
         path: PathBuf,
         /// The tokenizer in use.
         tokenizer: PathBuf,
-        /// The hash that the token file records.
-        recorded: String,
-        /// The hash of the tokenizer in use.
-        found: String,
+        /// What the tokenizer in use has otherwise.
+        difference: String,
+    },
+    /// A tokenizer that gives other ids than a token file has.
+    #[error(
+        "{}: does not give the ids of {}: {place}: use the tokenizer of the token file, or prepare the \
+         text again with this one",
+        tokenizer.display(), prefix.display()
+    )]
+    OtherIds {
+        /// The token file.
+        prefix: PathBuf,
+        /// The tokenizer in use.
+        tokenizer: PathBuf,
+        /// Where.
+        place: String,
     },
     /// A tokenizer that cannot be read or run.
     #[error("{}: {reason}", path.display())]

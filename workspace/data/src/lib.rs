@@ -26,6 +26,8 @@ mod token_info;
 mod token_type;
 mod token_writer;
 mod tokenizer;
+mod tokenizer_content;
+mod tokenizer_match;
 mod tokenizer_training;
 mod windows;
 
@@ -44,5 +46,7 @@ pub use token_info::{Provenance, TokenFileInfo};
 pub use token_type::TokenType;
 pub use token_writer::TokenFileWriter;
 pub use tokenizer::TextTokenizer;
+pub use tokenizer_content::TokenizerContent;
+pub use tokenizer_match::TokenizerMatch;
 pub use tokenizer_training::{BEGIN_OF_TEXT, END_OF_TEXT, TrainTokenizer, train_tokenizer};
 pub use windows::Windows;

@@ -11,6 +11,7 @@ use crate::pending::with_ending;
 use crate::split::Part;
 use crate::token_writer::publish;
 use crate::tokenizer::EncodedDocument;
+use crate::tokenizer_match::{BEGINNING_TOKENS, beginning_blake3};
 use crate::{
     AppendEos, Error, Format, Provenance, Result, Split, TextTokenizer, TokenFileInfo,
     TokenFileWriter,
@@ -120,6 +121,8 @@ struct Output {
     text_bytes: u64,
     /// The special tokens that texts named, with their number.
     special: BTreeMap<u32, u64>,
+    /// The first tokens, at most [`BEGINNING_TOKENS`].
+    beginning: Vec<u32>,
 }
 
 impl Outputs {
@@ -135,7 +138,8 @@ impl Outputs {
             refuse_inputs_as_outputs(inputs, &TokenFileWriter::outputs(&prefix))?;
             let start = if overwrite { TokenFileWriter::replace } else { TokenFileWriter::create };
             let writer = start(&prefix, tokenizer.vocab_size())?;
-            parts.push(Output { prefix, writer, text_bytes: 0, special: BTreeMap::new() });
+            let (special, beginning) = (BTreeMap::new(), Vec::new());
+            parts.push(Output { prefix, writer, text_bytes: 0, special, beginning });
         }
         Ok(Self { parts, split, documents: 0 })
     }
@@ -152,6 +156,8 @@ impl Outputs {
         for &id in &encoded.special_in_text {
             *output.special.entry(id).or_default() += 1;
         }
+        let missing = BEGINNING_TOKENS - output.beginning.len();
+        output.beginning.extend(encoded.ids.iter().take(missing));
         output.writer.push_document(&encoded.ids)
     }
 
@@ -175,9 +181,11 @@ impl Outputs {
         let tokenizer = options.tokenizer;
         // An id without a token has no text that names it.
         let named = |(id, count)| Some((tokenizer.token(id)?, count));
-        for Output { prefix, writer, text_bytes, special } in self.parts {
+        for Output { prefix, writer, text_bytes, special, beginning } in self.parts {
             files.push(writer.complete(Provenance {
                 tokenizer_hash: Some(tokenizer.hash().to_owned()),
+                tokenizer_content: Some(tokenizer.content()?),
+                beginning_blake3: Some(beginning_blake3(tokenizer, &beginning)?),
                 text_bytes,
                 sources: sources.clone(),
                 eos_token: ending.end.clone(),

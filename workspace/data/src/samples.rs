@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use crate::mixture::Mixture;
 use crate::permutation::{Permutation, key_of};
-use crate::{Error, Result, TextTokenizer, TokenFile};
+use crate::{Error, Result, TokenFile};
 
 /// One token file of a mixture.
 #[derive(Clone, Debug, PartialEq)]
@@ -106,14 +106,6 @@ impl TrainingData {
     /// another order.
     pub fn was_rounded_to_thousandths(&self) -> bool {
         self.mixture.was_rounded()
-    }
-
-    /// Checks that no source records another tokenizer.
-    ///
-    /// # Errors
-    /// Fails if a source records another tokenizer; one without a record passes.
-    pub fn check_tokenizer(&self, tokenizer: &TextTokenizer) -> Result<()> {
-        self.files.iter().try_for_each(|file| file.check_tokenizer(tokenizer))
     }
 
     /// The source of sample `number`, and the position of its first token in that source.

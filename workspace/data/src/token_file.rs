@@ -11,7 +11,7 @@ use rayon::iter::{IntoParallelIterator as _, ParallelIterator as _};
 use crate::mapped::map;
 use crate::pending::with_ending;
 use crate::token_index::TokenIndex;
-use crate::{Error, Result, TextTokenizer, TokenFileContent, TokenFileInfo, TokenType};
+use crate::{Error, Result, TokenFileContent, TokenFileInfo, TokenType};
 
 /// The number of u32 ids: without another limit, all of them are valid.
 const ALL_IDS: u64 = 1 << 32;
@@ -159,23 +159,6 @@ impl TokenFile {
             })
             .collect();
         largest.into_iter().try_fold(0, |largest, piece| Ok(largest.max(piece?)))
-    }
-
-    /// Checks that `PREFIX.json` records no other tokenizer.
-    ///
-    /// # Errors
-    /// Fails if it records another tokenizer; without a record the check passes.
-    pub fn check_tokenizer(&self, tokenizer: &TextTokenizer) -> Result<()> {
-        let recorded = self.info.as_ref().and_then(|info| info.tokenizer_hash.as_deref());
-        match recorded {
-            Some(recorded) if recorded != tokenizer.hash() => Err(Error::TokenizerMismatch {
-                path: with_ending(&self.prefix, ".json"),
-                tokenizer: tokenizer.path().to_path_buf(),
-                recorded: recorded.to_owned(),
-                found: tokenizer.hash().to_owned(),
-            }),
-            _ => Ok(()),
-        }
     }
 
     /// Reads `out.len()` tokens from position `start` on, across documents.

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{DocumentEnd, Error, Result, TokenFileContent, TokenType};
+use crate::{DocumentEnd, Error, Result, TokenFileContent, TokenType, TokenizerContent};
 
 /// Maximum bytes of a `PREFIX.json`.
 const MAX_JSON_BYTES: u64 = 16 << 20;
@@ -17,6 +17,12 @@ pub struct TokenFileInfo {
     /// blake3 of the tokenizer.json, in hexadecimal; absent if there was no tokenizer.
     #[serde(default)]
     pub tokenizer_hash: Option<String>,
+    /// What identifies the tokenizer, whatever the bytes of its file; absent from files of version 0.1.0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tokenizer_content: Option<TokenizerContent>,
+    /// blake3 of the text of the file's first 1024 tokens, as the tokenizer decodes them, in hexadecimal.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub beginning_blake3: Option<String>,
     /// The tokenizer's number of ids: its largest id + 1.
     pub vocabulary_size: u64,
     /// Documents in the file.
@@ -52,6 +58,10 @@ pub struct TokenFileInfo {
 pub struct Provenance {
     /// [`crate::TextTokenizer::hash`], if there was a tokenizer.
     pub tokenizer_hash: Option<String>,
+    /// [`crate::TextTokenizer::content`], if there was a tokenizer.
+    pub tokenizer_content: Option<TokenizerContent>,
+    /// blake3 of the text of the first 1024 tokens, if there was a tokenizer.
+    pub beginning_blake3: Option<String>,
     /// Bytes of text.
     pub text_bytes: u64,
     /// Names of the inputs.

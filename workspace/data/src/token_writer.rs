@@ -129,6 +129,8 @@ impl TokenFileWriter {
         let content = self.content()?;
         let info = TokenFileInfo {
             tokenizer_hash: provenance.tokenizer_hash,
+            tokenizer_content: provenance.tokenizer_content,
+            beginning_blake3: provenance.beginning_blake3,
             vocabulary_size: self.vocab_size as u64,
             documents: self.documents,
             tokens: self.tokens,

@@ -4,24 +4,28 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use rayon::prelude::*;
 use tokenizers::Tokenizer;
 
-use crate::{Error, Result, TextStream};
+use crate::tokenizer_content::Parts;
+use crate::{Error, Result, TextStream, TokenizerContent};
 
 /// A tokenizer.
 pub struct TextTokenizer {
     inner: Tokenizer,
     path: PathBuf,
     hash: String,
+    /// Computed on first use: it takes a second for the largest vocabularies.
+    content: OnceLock<TokenizerContent>,
+    /// The added tokens that are special, such as BOS and EOS.
+    special: BTreeSet<u32>,
     vocab_size: usize,
     /// The ids that the post-processor puts before a text, usually BOS.
     prefix: Vec<u32>,
     /// The last id that the post-processor puts after a text, usually EOS.
     suffix: Option<u32>,
-    /// The special tokens.
-    special: BTreeSet<u32>,
 }
 
 /// A document's ids.
@@ -64,10 +68,18 @@ impl TextTokenizer {
         let suffix = encoded.get_ids()[text_ends..].last().copied();
         let prefix = encoded.get_ids()[..prefix].to_vec();
         let hash = blake3::hash(bytes).to_hex().to_string();
-        let added = inner.get_added_tokens_decoder().into_iter();
-        let special = added.filter(|(_, token)| token.special).map(|(id, _)| id).collect();
-        let vocab_size = largest as usize + 1;
-        Ok(Self { inner, path, hash, vocab_size, prefix, suffix, special })
+        let added = inner.get_added_tokens_decoder();
+        let special = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
+        Ok(Self {
+            inner,
+            path,
+            hash,
+            content: OnceLock::new(),
+            special,
+            vocab_size: largest as usize + 1,
+            prefix,
+            suffix,
+        })
     }
 
     /// Encodes special tokens that a text names as any other text, instead of as those tokens, if `split`.
@@ -102,9 +114,40 @@ impl TextTokenizer {
         &self.path
     }
 
-    /// blake3 of the `tokenizer.json`, in hexadecimal.
+    /// blake3 of the `tokenizer.json`, in hexadecimal. Programs that write a tokenizer again change it; its
+    /// [content](TextTokenizer::content) stays the same.
     pub fn hash(&self) -> &str {
         &self.hash
+    }
+
+    /// What identifies the tokenizer, whatever the bytes of its file.
+    ///
+    /// # Errors
+    /// Fails if the library cannot write the tokenizer.
+    pub fn content(&self) -> Result<TokenizerContent> {
+        if let Some(content) = self.content.get() {
+            return Ok(content.clone());
+        }
+        let content = self.parts()?.content();
+        Ok(self.content.get_or_init(|| content).clone())
+    }
+
+    /// The first place where the content is not another tokenizer's, with both values; `None` if the contents
+    /// are the same.
+    ///
+    /// # Errors
+    /// Fails if the library cannot write one of the tokenizers.
+    pub fn first_difference(&self, other: &Self) -> Result<Option<String>> {
+        Ok(self.parts()?.first_difference(&other.parts()?))
+    }
+
+    fn parts(&self) -> Result<Parts> {
+        Parts::of(&self.inner).map_err(|error| self.failure(&error))
+    }
+
+    /// Whether an id is one of the special tokens.
+    pub(crate) fn is_special(&self, id: u32) -> bool {
+        self.special.contains(&id)
     }
 
     /// The largest id + 1.

@@ -123,22 +123,6 @@ fn outputs_are_overwritten_only_when_told() {
 }
 
 #[test]
-fn another_tokenizer_is_noticed() {
-    let dir = tempfile::tempdir().unwrap();
-    let (one, other) = (tokenizer(dir.path(), 260), tokenizer(dir.path(), 259));
-    let input = dir.path().join("a.txt");
-    fs::write(&input, "one").unwrap();
-    let prefix = dir.path().join("p");
-    run(&one, &[input], &prefix, false).unwrap();
-    let file = TokenFile::open(&prefix).unwrap();
-    file.check_tokenizer(&one).unwrap();
-    let error = file.check_tokenizer(&other).unwrap_err().to_string();
-    assert!(error.contains("p.json") && error.contains("tok259"), "{error}");
-    fs::remove_file(dir.path().join("p.json")).unwrap();
-    TokenFile::open(&prefix).unwrap().check_tokenizer(&other).unwrap();
-}
-
-#[test]
 fn the_reference_stories_have_their_number_of_tokens() {
     let fixtures = Path::new(FIXTURES);
     if !fixtures.exists() {

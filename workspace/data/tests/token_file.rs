@@ -273,6 +273,8 @@ fn a_writer_leaves_three_files_or_none() {
     writer.push_document(&[1, 2]).unwrap();
     let provenance = Provenance {
         tokenizer_hash: Some("abc".to_owned()),
+        tokenizer_content: None,
+        beginning_blake3: None,
         text_bytes: 7,
         sources: vec!["x".to_owned()],
         eos_token: DocumentEnd::Token("e".to_owned()),

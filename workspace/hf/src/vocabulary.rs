@@ -18,7 +18,7 @@ use crate::spelling::Speller;
 /// Maximum number of tokens; each id is a row of the model.
 const MAX_TOKENS: usize = 1 << 24;
 /// The file that holds a tokenizer.
-pub(crate) const TOKENIZER_FILE: &str = "tokenizer.json";
+pub const TOKENIZER_FILE: &str = "tokenizer.json";
 
 /// Rows of a model that adopts another tokenizer's vocabulary are a multiple of this by default.
 pub const DEFAULT_MULTIPLE: usize = 128;

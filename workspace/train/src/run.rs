@@ -44,6 +44,9 @@ pub struct RunOptions<'a> {
     pub gradient_faults: &'a [(u64, f32)],
     /// The run stops with a checkpoint before this limit ends, by the first rank's clock.
     pub time_limit: Option<TimeLimit>,
+    /// Accepts a tokenizer of the model that is not the one of a token file, if it gives the same ids on a
+    /// sample of the file. A run that resumes has been accepted before.
+    pub allow_other_tokenizer: bool,
     /// The name of the first rank's processor, for `machine.json`; empty if it is not known.
     pub processor: &'a str,
 }
@@ -59,6 +62,7 @@ impl<'a> RunOptions<'a> {
             resume_step: None,
             gradient_faults: &[],
             time_limit: None,
+            allow_other_tokenizer: false,
             processor: "",
         }
     }
@@ -136,7 +140,7 @@ impl Job<'_> {
         let resumes = ranks.first_holds(|| Ok(is_there && run.has_completed_work()?))?;
         let resumed = resumes.then_some(&run);
         resolve_origin(recipe, resumed, &mut ranks)?;
-        let opened = self.open(recipe);
+        let opened = self.open(recipe, resumes);
         let (source, data) = ranks.agree(opened)?;
         // Steps count from 1; the first rank's option counts.
         let resume_step = ranks.first(|| Ok(self.options.resume_step.unwrap_or(0) as f64))?;
@@ -246,7 +250,11 @@ impl Job<'_> {
     }
 
     /// Opens the model and the data; errors of the data are reported later.
-    fn open(&self, recipe: &mut Recipe) -> Result<(ModelSource, Result<RunData, Error>), Error> {
+    fn open(
+        &self,
+        recipe: &mut Recipe,
+        resumes: bool,
+    ) -> Result<(ModelSource, Result<RunData, Error>), Error> {
         for stage in &recipe.stages {
             self.check_parallel(stage)?;
         }
@@ -256,7 +264,7 @@ impl Job<'_> {
             false => ModelSource::open(recipe, self.path, self.directory)?,
         };
         recipe.resolve(self.path, source.original_config())?;
-        let data = RunData::open(recipe, &source);
+        let data = RunData::open(recipe, &source, resumes || self.options.allow_other_tokenizer);
         Ok((source, data))
     }
 }
@@ -315,6 +323,9 @@ impl<B: Backend + Clone> InTrainingElements for Training<'_, B> {
     fn run<T: Element, G: Element, M: Element>(self) -> Self::Output {
         let Training { backend, ranks, inputs, data, events } = self;
         if let Some(text) = inputs.source.warning() {
+            events(Event::Warning { text });
+        }
+        for text in &data.tokenizer_remarks {
             events(Event::Warning { text });
         }
         train::<B, T, G, M>(backend, ranks, inputs, data, events)

@@ -1,9 +1,9 @@
 //! The texts of a run: training data, validation data, and the tokenizer that prepared both.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use moh_data::{DocumentEnd, TextTokenizer, TokenFile, TrainingData, Windows};
+use moh_data::{DocumentEnd, TextTokenizer, TokenFile, TokenizerMatch, TrainingData, Windows};
 
 use crate::Error;
 use crate::recipe::{Order, Recipe, ValidationSet, validation_key};
@@ -27,26 +27,49 @@ pub(crate) struct RunData {
     pub validation: Vec<ValidationText>,
     /// `None` if the model has no tokenizer.
     pub tokenizer: Option<TextTokenizer>,
+    /// What a user should know of the tokenizer's match with the token files.
+    pub tokenizer_remarks: Vec<String>,
 }
 
 impl RunData {
-    /// Opens the data of `recipe`.
+    /// Opens the data of `recipe`. With `allow_other_tokenizer`, the model's tokenizer may be another than that
+    /// of a token file, if it gives the same ids on a sample of it.
     ///
     /// # Errors
     /// Fails if a file is missing or invalid, shorter than one window, or prepared with a different
     /// tokenizer.
-    pub(crate) fn open(recipe: &Recipe, source: &ModelSource) -> Result<Self, Error> {
+    pub(crate) fn open(
+        recipe: &Recipe,
+        source: &ModelSource,
+        allow_other_tokenizer: bool,
+    ) -> Result<Self, Error> {
         let vocab_size = source.config().vocab_size;
         let training = open_training(recipe, vocab_size)?;
         let validation = open_validation(recipe, vocab_size)?;
         let tokenizer = source.tokenizer()?;
-        if let Some(tokenizer) = &tokenizer {
-            training.check_tokenizer(tokenizer)?;
-            for set in &validation {
-                set.windows.file().check_tokenizer(tokenizer)?;
-            }
+        let mut data = RunData { training, validation, tokenizer, tokenizer_remarks: Vec::new() };
+        data.check_tokenizer(allow_other_tokenizer)?;
+        Ok(data)
+    }
+
+    /// Compares the tokenizer with that of each token file.
+    fn check_tokenizer(&mut self, allow_other: bool) -> Result<(), Error> {
+        let Some(tokenizer) = &self.tokenizer else { return Ok(()) };
+        let mut files: BTreeMap<TokenizerMatch, BTreeSet<&Path>> = BTreeMap::new();
+        for (_, file) in self.token_files() {
+            let found = file.check_tokenizer(tokenizer, allow_other)?;
+            files.entry(found).or_default().insert(file.prefix());
         }
-        Ok(RunData { training, validation, tokenizer })
+        let remarks = files.iter().filter_map(|(found, files)| {
+            let (remark, first) = (found.remark()?, files.first()?.display());
+            let others = match files.len() - 1 {
+                0 => String::new(),
+                others => format!(" and {others} more"),
+            };
+            Some(format!("{}: {remark}: {first}{others}", tokenizer.path().display()))
+        });
+        self.tokenizer_remarks = remarks.collect();
+        Ok(())
     }
 
     /// Reads the samples of training.

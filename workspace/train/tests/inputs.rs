@@ -333,23 +333,88 @@ fn a_changed_file_of_the_kept_model_is_named() {
     assert!(error.contains(&kept.display().to_string()), "{error}");
 }
 
-#[test]
-fn a_new_model_resumes_without_its_tokenizer() {
-    let place = Workplace::new();
-    let tokenizer = place.dir.path().join("tokenizer");
+/// The quickstart's tokenizer in a directory of `place`, its file after a change.
+fn copy_tokenizer(place: &Workplace, name: &str, change: impl FnOnce(&mut Value)) -> PathBuf {
+    let tokenizer = place.dir.path().join(name);
     fs::create_dir(&tokenizer).unwrap();
     let quickstart = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart");
-    for name in ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"] {
+    for name in ["tokenizer_config.json", "special_tokens_map.json"] {
         fs::copy(quickstart.join(name), tokenizer.join(name)).unwrap();
     }
-    let vocabulary = moh_data::TextTokenizer::load(&tokenizer).unwrap().vocab_size();
+    let text = fs::read(quickstart.join("tokenizer.json")).unwrap();
+    let mut json: Value = serde_json::from_slice(&text).unwrap();
+    change(&mut json);
+    fs::write(tokenizer.join("tokenizer.json"), json.to_string()).unwrap();
+    tokenizer
+}
+
+/// A recipe of one stage for a new model with this tokenizer.
+fn recipe_with_tokenizer(place: &Workplace, tokenizer: &Path) -> Recipe {
+    let vocabulary = moh_data::TextTokenizer::load(tokenizer).unwrap().vocab_size();
     let mut recipe = place.recipe(&[
         &format!("model.tokenizer={}", tokenizer.display()),
         &format!("model.new.vocab_size={vocabulary}"),
     ]);
     recipe.stages.truncate(1);
+    recipe
+}
+
+#[test]
+fn a_new_model_resumes_without_its_tokenizer() {
+    let place = Workplace::new();
+    let tokenizer = copy_tokenizer(&place, "tokenizer", |_| {});
+    let recipe = recipe_with_tokenizer(&place, &tokenizer);
     interrupt(&recipe);
     fs::remove_dir_all(&tokenizer).unwrap();
     train(&recipe).unwrap();
     assert!(RunDirectory::new(&recipe.run.dir).export().join("tokenizer.json").is_file());
+}
+
+#[test]
+fn a_tokenizer_may_be_written_again_but_not_change() {
+    let place = Workplace::new();
+    let tokenizer = copy_tokenizer(&place, "tokenizer", |_| {});
+    interrupt(&recipe_with_tokenizer(&place, &tokenizer));
+    let changed = copy_tokenizer(&place, "changed", |json| {
+        json["normalizer"] = serde_json::json!({"type": "NFC"});
+    });
+    let error = train(&recipe_with_tokenizer(&place, &changed)).unwrap_err().to_string();
+    let difference = "it has other content: normalizer: {\"type\":\"NFC\"}, not null";
+    assert!(error.contains(difference), "{error}");
+    let again = copy_tokenizer(&place, "again", Value::sort_all_objects);
+    let again = recipe_with_tokenizer(&place, &again);
+    // The second time the files that the run keeps are read.
+    for (stop_at, is_said) in [(4, true), (5, false)] {
+        let mut warnings = Vec::new();
+        let outcome = watch(&again, |event, stop| match event {
+            Event::Warning { text } => warnings.push((*text).to_owned()),
+            Event::Step { step, .. } if *step == stop_at => stop.store(true, Ordering::Relaxed),
+            _ => {}
+        });
+        outcome.unwrap();
+        let same = |text: &String| text.contains("again/tokenizer.json: has other bytes than ");
+        assert_eq!(warnings.iter().any(same), is_said, "{warnings:?}");
+    }
+}
+
+#[test]
+fn another_tokenizer_than_that_of_a_token_file_must_give_its_ids() {
+    let place = Workplace::new();
+    let tokenizer = copy_tokenizer(&place, "tokenizer", |_| {});
+    let info = place.dir.path().join("text.json");
+    let mut json: Value = serde_json::from_slice(&fs::read(&info).unwrap()).unwrap();
+    json["tokenizer_hash"] = "00".into();
+    fs::write(&info, json.to_string()).unwrap();
+    let recipe = recipe_with_tokenizer(&place, &tokenizer);
+    let error = train(&recipe).unwrap_err().to_string();
+    assert!(error.contains("prepared with another tokenizer"), "{error}");
+    assert!(error.contains("--allow-other-tokenizer"), "{error}");
+    let (stop, world) = (AtomicBool::new(false), World::single());
+    let options = RunOptions { allow_other_tokenizer: true, ..RunOptions::new(&stop) };
+    let ranks = (OpenDevice::Cpu, &world);
+    let path = Path::new("recipe.toml");
+    // Its tokens are random.
+    let outcome = moh_train::run(&mut recipe.clone(), path, None, ranks, options, &mut |_| {});
+    let error = outcome.unwrap_err().to_string();
+    assert!(error.contains("tokenizer.json: does not give the ids of "), "{error}");
 }

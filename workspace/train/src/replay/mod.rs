@@ -101,7 +101,8 @@ pub fn replay(
         false => ModelSource::open(&recipe, path, directory)?,
     };
     recipe.resolve(path, source.original_config())?;
-    let data = RunData::open(&recipe, &source)?;
+    // The run has accepted the tokenizer.
+    let data = RunData::open(&recipe, &source, true)?;
     let growth = growth::recorded(run)?;
     let job = Job { recipe: &recipe, source: &source, data, rewinds, growth, stored, step };
     device.run(job)

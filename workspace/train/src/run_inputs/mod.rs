@@ -75,7 +75,10 @@ impl RunInputs<'_> {
         match &stored {
             Some(stored) if self.resumes => {
                 stored.check_token_files(&path, files, found)?;
-                model.check(&stored.model_files, &path)?;
+                let kept = self.run.model();
+                for text in model.check(&stored.model_files, &path, &kept)? {
+                    events(Event::Warning { text: &text });
+                }
             }
             None if self.resumes => {
                 check_mixture(self.run, &self.data.training)?;
@@ -96,7 +99,12 @@ impl RunInputs<'_> {
             let (path, content) = (file.prefix().to_owned(), found.content.clone());
             (key.clone(), FileRecord { path, content, ids_below: known(found) })
         });
-        let record = Record::new(token_files.collect(), model.hashes());
+        // Those of `model/`, which a tokenizer of the same content does not replace.
+        let model_files = match &stored {
+            Some(stored) if self.resumes => stored.model_files.clone(),
+            _ => model.hashes(),
+        };
+        let record = Record::new(token_files.collect(), model_files);
         for text in trained_and_validated(files, found) {
             events(Event::Warning { text: &text });
         }

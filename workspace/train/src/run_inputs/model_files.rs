@@ -2,14 +2,16 @@
 //! files that an export copies or that its card is written from. They are kept in `model/` of the run
 //! directory, so that a run resumes without its initial weights, and without the hub.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use moh_data::TextTokenizer;
 use moh_files::PendingDirectory;
 use moh_hf::config_file::CONFIG_FILE;
 use moh_hf::is_terms_file;
 use moh_hf::model_card::{self, CARD_FILE};
 use moh_hf::model_directory::companion_files;
+use moh_hf::vocabulary::TOKENIZER_FILE;
 
 use crate::source::ModelSource;
 use crate::{Error, Recipe};
@@ -69,34 +71,68 @@ impl ModelFiles {
         files.map(|(name, file)| (name.clone(), hash(file))).collect()
     }
 
-    /// Fails with the first file whose hash is not the recorded one; `record` names the record.
+    /// Compares the files with those that the run recorded in `record` and keeps in the directory `kept`, and
+    /// returns a sentence for each tokenizer whose bytes are others and whose content is the same.
     ///
     /// # Errors
-    /// [`Error::InputChanged`].
+    /// [`Error::InputChanged`] with the first file of other content.
     pub(super) fn check(
         &self,
         recorded: &BTreeMap<String, String>,
         record: &Path,
-    ) -> Result<(), Error> {
+        kept: &Path,
+    ) -> Result<Vec<String>, Error> {
         let found = self.hashes();
-        let changed =
-            found.keys().chain(recorded.keys()).find(|&name| found.get(name) != recorded.get(name));
-        let Some(name) = changed else { return Ok(()) };
-        let difference = match (recorded.contains_key(name), found.contains_key(name)) {
-            (true, true) => "it has other content",
-            (true, false) => "it is missing",
-            _ => "the run had no such file",
-        };
-        let (path, key) = match self.files.get(name) {
-            Some(file) => (file.path.clone(), file.key),
-            None => (PathBuf::from(name), "model"),
-        };
-        Err(Error::InputChanged {
-            path,
-            key: key.to_owned(),
-            difference: difference.to_owned(),
-            record: record.to_owned(),
-        })
+        let mut remarks = Vec::new();
+        let names: BTreeSet<&String> = found.keys().chain(recorded.keys()).collect();
+        for name in names {
+            let (path, key) = match self.files.get(name) {
+                Some(file) => (file.path.clone(), file.key),
+                None => (PathBuf::from(name), "model"),
+            };
+            let difference = match (recorded.get(name), found.get(name)) {
+                (Some(recorded), Some(found)) if recorded == found => continue,
+                (Some(recorded), Some(_)) => match self.tokenizers(name, recorded, kept) {
+                    Some((now, before)) => match now.first_difference(&before)? {
+                        Some(difference) => format!("it has other content: {difference}"),
+                        None => {
+                            remarks.push(format!(
+                                "{}: has other bytes than {}, and the same content",
+                                path.display(),
+                                before.path().display()
+                            ));
+                            continue;
+                        }
+                    },
+                    None => "it has other content".to_owned(),
+                },
+                (Some(_), None) => "it is missing".to_owned(),
+                (None, _) => "the run had no such file".to_owned(),
+            };
+            return Err(Error::InputChanged {
+                path,
+                key: key.to_owned(),
+                difference,
+                record: record.to_owned(),
+            });
+        }
+        Ok(remarks)
+    }
+
+    /// The tokenizer that is the file `name`, and the one that the run keeps; `None` if the file is no tokenizer,
+    /// or the kept one is not the recorded one.
+    fn tokenizers(
+        &self,
+        name: &str,
+        recorded: &str,
+        kept: &Path,
+    ) -> Option<(TextTokenizer, TextTokenizer)> {
+        let kept = kept.join(name);
+        if kept.file_name()? != TOKENIZER_FILE {
+            return None;
+        }
+        let before = TextTokenizer::load(&kept).ok().filter(|before| before.hash() == recorded)?;
+        Some((TextTokenizer::load(&self.files.get(name)?.path).ok()?, before))
     }
 
     /// Writes the files to `place`, complete or not at all; nothing if there are none.

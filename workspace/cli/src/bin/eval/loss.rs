@@ -47,6 +47,10 @@ pub(crate) struct LossArguments {
     /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value = "cpu")]
     device: DeviceName,
+    /// Accept a token file of another tokenizer than the model's if the model's gives the same ids on a sample of
+    /// it
+    #[arg(long)]
+    allow_other_tokenizer: bool,
     /// Also print the routing of each layer of a Mixture-of-Head model: the entropy of the gates and the
     /// load of each routed head, the share of tokens that select it
     #[arg(long)]
@@ -76,7 +80,7 @@ impl Compute for Loss<'_> {
         let length = window_length(&models, arguments)?;
         // All files before the first model: a length that exceeds a file may also exceed the memory.
         let texts = |model: &NamedModel| {
-            let text = |prefix: &PathBuf| text(model, prefix, length, arguments.limit);
+            let text = |prefix: &PathBuf| text(model, prefix, length, arguments);
             arguments.data.iter().map(text).collect::<Result<Vec<_>, _>>()
         };
         let texts = models.iter().map(texts).collect::<Result<Vec<_>, _>>()?;
@@ -101,16 +105,20 @@ fn text(
     model: &NamedModel,
     prefix: &PathBuf,
     length: usize,
-    limit: Option<u64>,
+    arguments: &LossArguments,
 ) -> anyhow::Result<Windows> {
     let mut file = TokenFile::open(prefix)?;
     file.limit_vocabulary(model.config.vocab_size);
     if let Some(tokenizer) = &model.tokenizer {
-        file.check_tokenizer(tokenizer)?;
+        let found = file.check_tokenizer(tokenizer, arguments.allow_other_tokenizer)?;
+        if let Some(remark) = found.remark() {
+            let (path, data) = (tokenizer.path().display(), prefix.display());
+            exit::stderr_line(format_args!("note: {path}: {remark}: {data}"));
+        }
     }
     let windows =
         Windows::new(file, length).map_err(|error| error.with_length("--sequence-length"))?;
-    Ok(match limit {
+    Ok(match arguments.limit {
         Some(limit) => windows.spread(limit),
         None => windows,
     })

@@ -83,6 +83,10 @@ struct Arguments {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     #[arg(conflicts_with_all = ["plan", "preflight", "begin_anew"])]
     resume_step: Option<u64>,
+    /// Accept a model whose tokenizer is not the one of the token files, if it gives the same ids on a sample
+    /// of each. A run that resumes does not need it
+    #[arg(long, conflicts_with_all = ["plan", "preflight"])]
+    allow_other_tokenizer: bool,
     /// Print parameters, steps, memory, FLOPs and time, and do not train
     #[arg(long)]
     plan: bool,

@@ -116,6 +116,7 @@ fn train_as_rank(
         resume_step: arguments.resume_step,
         time_limit,
         break_lock: arguments.break_lock,
+        allow_other_tokenizer: arguments.allow_other_tokenizer,
         processor: &processor,
         ..RunOptions::new(&stop)
     };
