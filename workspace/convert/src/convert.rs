@@ -56,6 +56,16 @@ impl Attention {
             }
         }
     }
+
+    /// What is weak about the counts that a share of active heads became for `model`.
+    pub fn weakness(&self, model: &ModelConfig) -> Option<String> {
+        match self {
+            Attention::Dense => None,
+            Attention::Moh(request) => {
+                request.weakness(model.num_attention_heads, model.moh.as_ref())
+            }
+        }
+    }
 }
 
 /// The input, output and settings of a conversion.

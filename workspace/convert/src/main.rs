@@ -43,7 +43,7 @@ struct Arguments {
     #[arg(long, value_enum)]
     attention: Option<AttentionKind>,
     /// Shared heads, for all layers or for each: 16 or 32,16,8 [default: a Mixture-of-Head model's own,
-    /// or half of the heads, or half of the active heads if at most half are active]
+    /// or half of the heads, or half of the active heads if --active is at most 0.5]
     #[arg(long, value_name = "N[,N...]", value_parser = parse_head_counts)]
     shared_heads: Option<HeadCounts>,
     /// Fraction of the heads that are active for a token [default: a Mixture-of-Head model's own, or
@@ -315,8 +315,8 @@ fn print_receipt(
         receipt.active_heads,
         receipt.heads
     )?;
-    if let Some(rounding) = &receipt.rounding {
-        writeln!(out, "                   {rounding}")?;
+    for remark in receipt.rounding.iter().chain(&receipt.weakness) {
+        writeln!(out, "                   {remark}")?;
     }
     writeln!(out, "  parameters       {}", HumanCount(receipt.parameters))?;
     if before != after {

@@ -32,6 +32,9 @@ pub struct Receipt {
     /// What the share of active heads became, if it could not be met exactly.
     #[serde(skip)]
     pub rounding: Option<String>,
+    /// What is weak about the counts that the share of active heads became.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weakness: Option<String>,
     /// Parameters of the output; a tied head counts once.
     pub parameters: u64,
     /// Rows of the vocabulary before and after.
@@ -97,6 +100,7 @@ impl Receipt {
             routed_top_k: layers.map(|layer| config.layer_heads(layer).top_k).collect(),
             active_heads: config.active_heads(),
             rounding: options.attention.rounding(original),
+            weakness: options.attention.weakness(original),
             parameters: config.num_parameters(),
             vocab_size: [original.vocab_size, config.vocab_size],
             flops_length: length,

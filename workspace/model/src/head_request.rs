@@ -2,8 +2,8 @@
 //! heads becomes counts.
 //!
 //! Of h heads at share R, a = R h are active, rounded half up. Half of all heads are shared,
-//! rounded down, if more than that are active and h is at least 3; otherwise half of the active
-//! heads are. The other active heads are routed: k = a - shared.
+//! rounded down, if R is above one half, more than that are active and h is at least 3; otherwise
+//! half of the active heads are, rounded down. The other active heads are routed: k = a - shared.
 
 use crate::{Error, HeadCounts, ModelConfig, MohConfig, RouterKind};
 
@@ -95,6 +95,25 @@ impl HeadRequest {
         Some(format!("{}: {active} of {heads}, {met}", share.of(heads)))
     }
 
+    /// What is weak about the numbers that the share became, and others with as many active heads, if
+    /// each token selects a single routed head: `--active 0.6 of 8 heads: 4 shared heads and 1 of 4
+    /// ...`. Nothing where the shared heads are given.
+    pub fn weakness(&self, heads: usize, source: Option<&MohConfig>) -> Option<String> {
+        let share = self.share(source).filter(|_| self.shared_heads.is_none())?;
+        let (active, shared) = (share.active(heads), share.default_shared_heads(heads));
+        if active < 2 || active - shared != 1 {
+            return None;
+        }
+        let fewer = if active >= 3 { active / 2 } else { 0 };
+        Some(format!(
+            "{}: {shared} shared heads and 1 of {} routed ones: a token selects a single head; \
+             --shared-heads {fewer} --routed-top-k {} has as many active heads and more to select",
+            share.of(heads),
+            heads - shared,
+            active - fewer
+        ))
+    }
+
     /// The share that the counts follow from.
     fn share(&self, source: Option<&MohConfig>) -> Option<Share> {
         match (&self.active, source) {
@@ -118,6 +137,16 @@ impl Share {
     /// Active heads per token.
     fn active(self, heads: usize) -> usize {
         (self.share * heads as f64 + PRODUCT_ERROR + 0.5).floor() as usize
+    }
+
+    /// Shared heads where a user gives no number. The share decides, not the count that it became:
+    /// half of an odd number of heads is rounded up, and would leave one routed head active.
+    fn default_shared_heads(self, heads: usize) -> usize {
+        let active = self.active(heads);
+        match self.share > 0.5 && active > heads / 2 && heads >= 3 {
+            true => heads / 2,
+            false => active / 2,
+        }
     }
 
     /// Shared heads and routed top-k of the layers.
@@ -144,8 +173,7 @@ impl Share {
         }
         let shared = match shared {
             Some(shared) => shared,
-            None if active > heads / 2 && heads >= 3 => (heads / 2).into(),
-            None => (active / 2).into(),
+            None => self.default_shared_heads(heads).into(),
         };
         let routed_top_k = match &shared {
             HeadCounts::All(shared) => self.routed(heads, *shared, "").map(HeadCounts::All),
@@ -231,6 +259,62 @@ mod tests {
         for heads in 3..=64 {
             assert_eq!(resolved(&HeadRequest::default(), heads), resolved(&share(0.75), heads));
         }
+    }
+
+    #[test]
+    fn half_of_the_heads_or_of_the_active_ones_are_shared_for_every_number_of_heads() {
+        for heads in 2..=96 {
+            for percent in 1..=100 {
+                let asked = f64::from(percent) / 100.0;
+                let Ok((shared, top_k)) = resolved(&share(asked), heads) else { continue };
+                let active = (heads * percent as usize * 2 + 100) / 200;
+                assert_eq!(shared + top_k, active, "{asked} of {heads}");
+                let half =
+                    if percent > 50 && active > heads / 2 && heads > 2 { heads } else { active };
+                assert_eq!(shared, half / 2, "{asked} of {heads}");
+                assert!(top_k > 0, "{asked} of {heads}");
+                if percent <= 50 {
+                    assert!(top_k == shared || top_k == shared + 1, "{asked} of {heads}");
+                }
+            }
+        }
+        assert_eq!(resolved(&share(0.5), 15), Ok((4, 4)));
+        assert_eq!(resolved(&share(0.5), 9), Ok((2, 3)));
+    }
+
+    #[test]
+    fn the_table_of_head_counts_is_the_rule() {
+        const SHARES: [f64; 5] = [0.9, 0.75, 0.6, 0.5, 0.25];
+        let mut table = "| heads |".to_owned();
+        table.extend(SHARES.map(|share| format!(" {share} |")));
+        table.push_str("\n|---|---|---|---|---|---|\n");
+        for heads in [6, 8, 9, 12, 14, 15, 16, 24, 28, 32, 40, 64] {
+            table.push_str(&format!("| {heads} |"));
+            for active in SHARES {
+                let (shared, top_k) = resolved(&share(active), heads).unwrap();
+                let weak = share(active).weakness(heads, None).map_or("", |_| " *");
+                table.push_str(&format!(" {shared} + {top_k} of {}{weak} |", heads - shared));
+            }
+            table.push('\n');
+        }
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/recipes.md");
+        let document = std::fs::read_to_string(path).unwrap();
+        assert!(document.contains(&format!("\n\n{table}\n")), "docs/recipes.md needs\n{table}");
+    }
+
+    #[test]
+    fn a_single_selected_head_is_a_weak_default() {
+        let weakness = |active, heads| share(active).weakness(heads, None);
+        let text = weakness(0.6, 8).unwrap();
+        let expected = "--active 0.6 of 8 heads: 4 shared heads and 1 of 4 routed ones: a token selects \
+                        a single head; --shared-heads 2 --routed-top-k 3 has";
+        assert!(text.starts_with(expected), "{text}");
+        assert!(weakness(0.25, 8).unwrap().contains("--shared-heads 0 --routed-top-k 2 "));
+        for (active, heads) in [(0.75, 32), (0.75, 8), (0.5, 15), (0.5, 9), (0.1, 8), (1.0, 8)] {
+            assert_eq!(weakness(active, heads), None, "{active} of {heads}");
+        }
+        let given = HeadRequest { shared_heads: Some(4.into()), ..share(0.6) };
+        assert_eq!(given.weakness(8, None), None);
     }
 
     #[test]
