@@ -24,6 +24,12 @@ pub(crate) fn origin(
             Origin::read(Some(&name), directory)?
         }
     };
+    if !options.base_models.is_empty() {
+        origin.bases = options.base_models.clone();
+    }
+    if let Some(id) = &options.license {
+        origin.set_license(id);
+    }
     origin.made.extend(conversion(source, output));
     Ok(origin)
 }

@@ -16,7 +16,7 @@ use moh_hf::model_directory::{
     prepare_model,
 };
 use moh_hf::vocabulary::DEFAULT_MULTIPLE;
-use moh_hf::{Expansion, check_destination, model_card};
+use moh_hf::{Base, Expansion, check_destination, model_card};
 use moh_kernels::DType;
 use moh_model::tensors::{has_vocabulary_rows, tensor_shapes};
 use moh_model::{HeadRequest, ModelConfig, MohConfig};
@@ -77,6 +77,10 @@ pub struct Options {
     pub checkpoint: Option<Checkpoint>,
     /// What the user calls the source, if that is not its directory: its id on the hub.
     pub name: Option<String>,
+    /// The base models that the card names, instead of what the source says.
+    pub base_models: Vec<Base>,
+    /// The id of the licence that the card states, instead of what the source says.
+    pub license: Option<String>,
     /// The model directory to write.
     pub out: PathBuf,
     /// The output's attention.
@@ -101,6 +105,8 @@ impl Options {
             source: source.into(),
             checkpoint: None,
             name: None,
+            base_models: Vec::new(),
+            license: None,
             out: out.into(),
             attention: Attention::Moh(HeadRequest::default()),
             dtype: None,

@@ -18,6 +18,7 @@ use moh_convert::{
 };
 use moh_device::{DeviceName, OpenDevice};
 use moh_files::PendingFile;
+use moh_hf::{Base, is_license_id};
 use moh_kernels::DType;
 use moh_model::{Active, HeadCounts, HeadRequest};
 
@@ -81,6 +82,14 @@ struct Arguments {
     /// Grow the vocabulary to a multiple of N [default: 128 with --tokenizer]
     #[arg(long, value_name = "N")]
     pad_vocab_to: Option<usize>,
+    /// Base model that the model card names, its id on the hub; repeat it for a merged model [default: what the
+    /// source's README.md says, or the source itself]
+    #[arg(long, value_name = "ID", value_parser = parse_base_model)]
+    base_model: Vec<Base>,
+    /// Licence that the model card states, by its id on the hub, such as apache-2.0; with other, the source's
+    /// license_name and license_link stay [default: what the source's README.md says]
+    #[arg(long, value_name = "ID", value_parser = parse_license)]
+    license: Option<String>,
     /// Write a report of every tensor as JSON
     #[arg(long, value_name = "FILE")]
     receipt: Option<PathBuf>,
@@ -132,6 +141,20 @@ fn parse_head_counts(text: &str) -> Result<HeadCounts, String> {
     match text.contains(',') {
         false => count(text).map(HeadCounts::All),
         true => text.split(',').map(count).collect(),
+    }
+}
+
+/// Parses the id of a model on the hub.
+fn parse_base_model(text: &str) -> Result<Base, String> {
+    Base::on_hub(text)
+        .ok_or_else(|| "expected an id on the hub, such as meta-llama/Llama-3.2-1B".to_owned())
+}
+
+/// Parses the id of a licence.
+fn parse_license(text: &str) -> Result<String, String> {
+    match is_license_id(text) {
+        true => Ok(text.to_owned()),
+        false => Err("expected the id of a licence, such as apache-2.0 or llama3".to_owned()),
     }
 }
 
@@ -203,6 +226,8 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let is_hub_id = !is_run && !Path::new(&arguments.from).is_dir();
     let options = Options {
         name: is_hub_id.then(|| arguments.from.clone()),
+        base_models: arguments.base_model.clone(),
+        license: arguments.license.clone(),
         attention,
         checkpoint,
         dtype,

@@ -538,3 +538,34 @@ fn a_mixture_of_head_model_comes_with_its_code_a_card_and_the_terms_of_its_sourc
     let message = failure(dir.path(), &["--from", "source", "--out", "moh", "--force"]);
     assert!(message.contains("also holds LICENSE, README.md, USE_POLICY.md, which"), "{message}");
 }
+
+#[test]
+fn a_card_that_was_edited_or_written_by_others_keeps_its_lineage() {
+    let dir = workplace();
+    let at = |name: &str| dir.path().join(name);
+    let read = |name: &str| fs::read_to_string(at(name)).unwrap();
+    let convert = |from: &str, out: &str, more: &[&str]| {
+        let arguments = [&["--from", from, "--out", out, "--no-verify"], more].concat();
+        moh_convert(dir.path()).args(arguments).assert().success();
+        read(&format!("{out}/README.md"))
+    };
+    let readme =
+        "---\nlicense: llama3.2\nbase_model: meta-llama/Llama-3.2-1B # mine\n---\n# Mine\n";
+    fs::write(at("source/README.md"), readme).unwrap();
+    let begins = "---\nbase_model: meta-llama/Llama-3.2-1B\nlicense: llama3.2\nlibrary_name: ";
+    let card = convert("source", "moh", &[]);
+    assert!(card.starts_with(begins), "{card}");
+    let edited = card.replace("# Llama-3.2-1B with", "# My own Llama-3.2-1B with");
+    assert_ne!(edited, card);
+    fs::write(at("moh/README.md"), edited).unwrap();
+    let card = convert("moh", "again", &[]);
+    assert!(card.starts_with(begins), "{card}");
+    let named = ["--base-model", "acme/One", "--base-model", "acme/Two", "--license", "mit"];
+    let card = convert("moh", "named", &named);
+    let begins = "---\nbase_model:\n- acme/One\n- acme/Two\nlicense: mit\nlibrary_name: ";
+    assert!(card.starts_with(begins), "{card}");
+    assert!(convert("named", "from-named", &[]).starts_with(begins));
+    for refused in [["--base-model", "/mnt/x"], ["--license", "a b"]] {
+        moh_convert(dir.path()).args(["--from", "source"]).args(refused).assert().code(2);
+    }
+}

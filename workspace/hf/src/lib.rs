@@ -4,6 +4,7 @@
 pub mod config_file;
 mod destination;
 mod error;
+mod front_matter;
 mod generation_file;
 pub mod model_card;
 pub mod model_directory;
@@ -25,7 +26,7 @@ pub use generation_file::end_tokens;
 pub use model_directory::{
     Contents, PendingModel, ReadBack, TensorSpec, Written, prepare_model, write_model,
 };
-pub use origin::{Base, Origin, is_hub_id, is_terms_file};
+pub use origin::{Base, Origin, is_hub_id, is_license_id, is_terms_file};
 pub use random_model::write_random_model;
 pub use special_tokens::SpecialTokens;
 pub use stored_model::StoredModel;

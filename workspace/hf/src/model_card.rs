@@ -25,7 +25,7 @@ const NO_CODE: &str = "-";
 /// The card of a model of this configuration.
 pub fn text(origin: &Origin, config: &ModelConfig) -> String {
     let mut card = front_matter(origin);
-    let title = origin.base.as_ref().map_or("Mixture-of-Head model".to_owned(), |base| {
+    let title = origin.bases.first().map_or("Mixture-of-Head model".to_owned(), |base| {
         let name = base.name.rsplit('/').next().unwrap_or(&base.name);
         format!("{name} with Mixture-of-Head attention")
     });
@@ -35,21 +35,21 @@ pub fn text(origin: &Origin, config: &ModelConfig) -> String {
     card.push_str(NEXT);
     card.push_str(&loading(config));
     card.push_str(&licence(origin));
-    signed(card, origin.base.as_ref(), &transformers_code::hash(model_type(config)))
+    signed(card, &origin.bases, &transformers_code::hash(model_type(config)))
 }
 
 /// The card that a run keeps of the model it starts from: what [`Origin::read`] takes from
 /// a card, without a configuration.
 pub fn of_origin(origin: &Origin) -> String {
     let card = format!("{}{MADE}{}{NEXT}{}", front_matter(origin), made(origin), licence(origin));
-    signed(card, origin.base.as_ref(), NO_CODE)
+    signed(card, &origin.bases, NO_CODE)
 }
 
 /// A card that nobody has changed.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Card {
-    /// The base model.
-    pub base: Option<Base>,
+    /// The base models.
+    pub bases: Vec<Base>,
     /// The paragraphs of how the model was made.
     pub made: Vec<String>,
     /// The hash of the code beside it; see [`transformers_code::hash`].
@@ -65,20 +65,23 @@ impl Card {
         if hash != self::hash(card, signed) {
             return None;
         }
-        let (base, code) = signed.rsplit_once(' ')?;
-        let base = match base.split_once('=')? {
-            ("none", "") => None,
+        let (bases, code) = signed.rsplit_once(' ')?;
+        let base = |base: &str| match base.split_once('=')? {
             (kind @ ("hub" | "local"), name) if is_plain_name(name) => {
                 Some(Base { name: name.to_owned(), is_hub_id: kind == "hub" })
             }
-            _ => return None,
+            _ => None,
+        };
+        let bases = match bases {
+            "none=" => Vec::new(),
+            bases => bases.split(',').map(base).collect::<Option<_>>()?,
         };
         let made = card.split_once(MADE)?.1.split_once(NEXT)?.0;
         // The first paragraph names the base model.
         let made =
             made.split("\n\n").skip(1).map(|paragraph| paragraph.trim_end().to_owned()).collect();
         let licence = card.rsplit_once(LICENCE)?.1.to_owned();
-        Some(Card { base, made, code: code.to_owned(), licence })
+        Some(Card { bases, made, code: code.to_owned(), licence })
     }
 
     /// Whether the card names this file of the licence's terms.
@@ -87,13 +90,16 @@ impl Card {
     }
 }
 
-fn signed(card: String, base: Option<&Base>, code: &str) -> String {
-    let (kind, name) = match base {
-        Some(Base { name, is_hub_id: true }) => ("hub", name.as_str()),
-        Some(Base { name, is_hub_id: false }) => ("local", name.as_str()),
-        None => ("none", ""),
-    };
-    let signed = format!("{kind}={name} {code}");
+/// Whether a text is a card, changed or not.
+pub(crate) fn was_card(text: &str) -> bool {
+    text.contains(MARK)
+}
+
+fn signed(card: String, bases: &[Base], code: &str) -> String {
+    let kind = |base: &Base| if base.is_hub_id { "hub" } else { "local" };
+    let bases: Vec<_> = bases.iter().map(|base| format!("{}={}", kind(base), base.name)).collect();
+    let bases = if bases.is_empty() { "none=".to_owned() } else { bases.join(",") };
+    let signed = format!("{bases} {code}");
     let hash = hash(&card, &signed);
     format!("{card}{MARK}{signed} {hash}{MARK_END}")
 }
@@ -105,8 +111,14 @@ fn hash(card: &str, signed: &str) -> String {
 
 fn front_matter(origin: &Origin) -> String {
     let mut lines = vec!["---".to_owned()];
-    if let Some(Base { name, is_hub_id: true }) = &origin.base {
-        lines.push(format!("base_model: {name}"));
+    let on_hub: Vec<&Base> = origin.bases.iter().filter(|base| base.is_hub_id).collect();
+    match on_hub.as_slice() {
+        [] => {}
+        [Base { name, .. }] => lines.push(format!("base_model: {name}")),
+        several => {
+            lines.push("base_model:".to_owned());
+            lines.extend(several.iter().map(|base| format!("- {}", base.name)));
+        }
     }
     lines.extend(origin.licence.iter().map(|(key, value)| format!("{key}: {value}")));
     lines.extend(
@@ -162,14 +174,17 @@ fn heads(config: &ModelConfig) -> String {
 }
 
 fn made(origin: &Origin) -> String {
-    let base = match &origin.base {
-        Some(Base { name, is_hub_id: true }) => {
-            format!("The base model is [{name}](https://huggingface.co/{name}).")
-        }
-        Some(Base { name, .. }) => {
+    let link = |Base { name, .. }: &Base| format!("[{name}](https://huggingface.co/{name})");
+    let base = match origin.bases.as_slice() {
+        [] => "The first weights were random.".to_owned(),
+        [base] if base.is_hub_id => format!("The base model is {}.", link(base)),
+        [Base { name, .. }] => {
             format!("The base model is `{name}`, a model in a local directory.")
         }
-        None => "The first weights were random.".to_owned(),
+        several => {
+            let names: Vec<String> = several.iter().map(link).collect();
+            format!("The base models are {}.", names.join(", "))
+        }
     };
     let paragraphs: Vec<&str> =
         std::iter::once(base.as_str()).chain(origin.made.iter().map(String::as_str)).collect();
@@ -250,7 +265,7 @@ mod tests {
 
     fn origin() -> Origin {
         Origin {
-            base: Some(Base { name: "org/Model-8B".into(), is_hub_id: true }),
+            bases: vec![Base { name: "org/Model-8B".into(), is_hub_id: true }],
             licence: vec![("license", "other".into()), ("license_name", "llama3".into())],
             terms: vec![PathBuf::from("m/LICENSE"), PathBuf::from("m/USE_POLICY.md")],
             made: vec!["`moh-train` did:".into(), "| a |\n|---|\n| b |".into()],
@@ -267,8 +282,8 @@ mod tests {
         assert!(card.starts_with(expected), "{card}");
         assert_eq!(card, text(&origin(), &config()));
         // A local directory is no id on the hub.
-        let base = Some(Base { name: "mine".into(), is_hub_id: false });
-        let card = text(&Origin { base, ..Origin::default() }, &config());
+        let bases = vec![Base { name: "mine".into(), is_hub_id: false }];
+        let card = text(&Origin { bases, ..Origin::default() }, &config());
         assert!(card.starts_with("---\nlibrary_name:") && card.contains("`mine`"), "{card}");
         let card = text(&Origin::default(), &config());
         assert!(
@@ -293,12 +308,13 @@ mod tests {
 
     #[test]
     fn the_next_model_takes_over_what_a_card_says() {
-        for base in [None, Some(("a/b", true)), Some(("a_b", false))] {
-            let base = base.map(|(name, is_hub_id)| Base { name: name.to_owned(), is_hub_id });
-            let origin = Origin { base, ..origin() };
+        let base = |name: &str, is_hub_id| Base { name: name.to_owned(), is_hub_id };
+        let merged = vec![base("a/b", true), base("c/d", true)];
+        for bases in [Vec::new(), vec![base("a/b", true)], vec![base("a_b", false)], merged] {
+            let origin = Origin { bases, ..origin() };
             for card in [text(&origin, &config()), of_origin(&origin)] {
                 let read = Card::parse(&card).unwrap();
-                assert_eq!((&read.base, &read.made), (&origin.base, &origin.made), "{card}");
+                assert_eq!((&read.bases, &read.made), (&origin.bases, &origin.made), "{card}");
                 assert!(read.has_terms("LICENSE") && !read.has_terms("NOTICE"));
             }
         }
@@ -325,10 +341,10 @@ mod tests {
             assert!(!is_unchanged(other), "{other}");
         }
         // With a hash that fits, but nothing else, or with a name that fits no card.
-        assert!(!is_unchanged(&signed(String::new(), None, NO_CODE)));
+        assert!(!is_unchanged(&signed(String::new(), &[], NO_CODE)));
         for name in ["a/b\nlicense:\tmit", "a b", "", "-->"] {
-            let base = Some(Base { name: name.to_owned(), is_hub_id: true });
-            assert!(!is_unchanged(&text(&Origin { base, ..origin() }, &config())), "{name}");
+            let bases = vec![Base { name: name.to_owned(), is_hub_id: true }];
+            assert!(!is_unchanged(&text(&Origin { bases, ..origin() }, &config())), "{name}");
         }
         assert!(!is_unchanged(&card.replacen("hub=org/Model-8B", "hub=org/Model-9B", 1)));
     }

@@ -8,14 +8,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::Error;
-use crate::model_card::{CARD_FILE, Card};
+use crate::front_matter;
+use crate::model_card::{CARD_FILE, Card, was_card};
 
 /// A longer README or licence is not read.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 /// Longest value of the front matter, and longest name.
 const MAX_VALUE_CHARS: usize = 200;
-/// The fields of a README's front matter that state the licence.
-const LICENCE_KEYS: [&str; 3] = ["license", "license_name", "license_link"];
 /// Beginnings of the names of files with a licence's terms.
 const TERMS: [&str; 5] = ["LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY"];
 
@@ -29,12 +28,18 @@ pub struct Base {
 }
 
 impl Base {
+    /// The model with this id on the hub; `None` if it is no id.
+    pub fn on_hub(id: &str) -> Option<Self> {
+        let is_id = is_hub_id(id) && is_plain(id);
+        is_id.then(|| Base { name: id.to_owned(), is_hub_id: true })
+    }
+
     /// The model that a user calls `name`, which may be a directory, perhaps of the hub's cache.
     pub fn named(name: &str) -> Self {
         let path = Path::new(name);
         // A directory that is gone is no id, but for names that could be either.
-        if !path.is_dir() && is_hub_id(name) && is_plain_name(name) {
-            return Base { name: name.to_owned(), is_hub_id: true };
+        if let Some(base) = Base::on_hub(name).filter(|_| !path.is_dir()) {
+            return base;
         }
         let path = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
         let cached = path.components().find_map(|part| {
@@ -50,8 +55,9 @@ impl Base {
 /// Where a model comes from.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Origin {
-    /// The model that it was made from first; none if it began with random weights.
-    pub base: Option<Base>,
+    /// The models that it was made from first: one, or several that were merged; none if it began with
+    /// random weights.
+    pub bases: Vec<Base>,
     /// `license`, `license_name` and `license_link` of the front matter, as far as they are there.
     pub licence: Vec<(&'static str, String)>,
     /// Files with the licence's terms, which a copy of the model comes with.
@@ -62,20 +68,37 @@ pub struct Origin {
 
 impl Origin {
     /// Reads what `directory` says of its model, which the user calls `name`. A card of this
-    /// program there says what the model's own base is and how it was made.
+    /// program there says what the model's own base is and how it was made. Of a card that was changed,
+    /// and of any other README of a directory, the front matter says what the base is. A model of the
+    /// hub with another README is the base itself.
     ///
     /// # Errors
     /// Fails if the directory cannot be listed or its README cannot be read.
     pub fn read(name: Option<&str>, directory: &Path) -> Result<Self, Error> {
         let readme = read_text(&directory.join(CARD_FILE))?.unwrap_or_default();
-        let licence = front_matter(&readme);
-        let terms = terms_of(directory)?;
-        Ok(match Card::parse(&readme) {
-            Some(Card { base, made, .. }) => Origin { base, licence, terms, made },
-            None => Origin { base: name.map(Base::named), licence, terms, made: Vec::new() },
-        })
+        let (licence, terms) = (front_matter::licence(&readme), terms_of(directory)?);
+        if let Some(Card { bases, made, .. }) = Card::parse(&readme) {
+            return Ok(Origin { bases, licence, terms, made });
+        }
+        let own: Vec<Base> = name.map(Base::named).into_iter().collect();
+        let is_on_hub = own.iter().any(|base| base.is_hub_id) && !was_card(&readme);
+        let stated = if is_on_hub { Vec::new() } else { front_matter::base_models(&readme) };
+        let bases = if stated.is_empty() { own } else { stated };
+        Ok(Origin { bases, licence, terms, made: Vec::new() })
+    }
+
+    /// Replaces what the source says of its licence by the id of one, as the hub lists them. The id `other`
+    /// keeps `license_name` and `license_link`, which name a licence that the hub does not list.
+    pub fn set_license(&mut self, id: &str) {
+        self.licence.retain(|(key, _)| id == OTHER_LICENCE && *key != LICENCE);
+        self.licence.insert(0, (LICENCE, id.to_owned()));
     }
 }
+
+/// The field of the front matter with the id of the licence.
+const LICENCE: &str = "license";
+/// The id of a licence that the hub does not list.
+const OTHER_LICENCE: &str = "other";
 
 /// Whether a file of that name has a licence's terms: `LICENSE`, `LICENSE.txt`, `NOTICE`,
 /// `USE_POLICY.md` and the like.
@@ -111,29 +134,6 @@ pub(crate) fn read_text(path: &Path) -> Result<Option<String>, Error> {
     }
 }
 
-/// The licence's fields in the front matter of a README: the lines between two lines `---` at its
-/// start.
-fn front_matter(readme: &str) -> Vec<(&'static str, String)> {
-    let mut lines = readme.lines();
-    if lines.next().map(str::trim_end) != Some("---") {
-        return Vec::new();
-    }
-    let lines: Vec<&str> = lines.take_while(|line| line.trim_end() != "---").collect();
-    let value = |key: &str| {
-        let index = lines
-            .iter()
-            .position(|line| line.strip_prefix(key).is_some_and(|rest| rest.starts_with(':')))?;
-        let own = lines[index][key.len() + 1..].trim();
-        // A list of one licence is written on the next line; no single value states several.
-        let item = |index: usize| lines.get(index)?.trim_start().strip_prefix("- ");
-        let listed = || item(index + 1).filter(|_| item(index + 2).is_none()).map(str::trim);
-        let value = if own.is_empty() { listed()? } else { own };
-        let value = value.trim_matches(['"', '\'']);
-        is_plain(value).then(|| value.to_string())
-    };
-    LICENCE_KEYS.into_iter().filter_map(|key| Some((key, value(key)?))).collect()
-}
-
 /// Whether `name` is an id on the hub, if it is no directory: `name` or `organisation/name`.
 pub fn is_hub_id(name: &str) -> bool {
     let is_part = |part: &str| {
@@ -147,11 +147,16 @@ pub fn is_hub_id(name: &str) -> bool {
 }
 
 /// Whether a value needs no quotes in YAML and no escapes in Markdown.
-fn is_plain(value: &str) -> bool {
+pub(crate) fn is_plain(value: &str) -> bool {
     value.len() <= MAX_VALUE_CHARS
         && value.starts_with(|c: char| c.is_ascii_alphanumeric())
         && value.chars().all(|c| c.is_ascii_alphanumeric() || "-_./:+".contains(c))
         && !value.ends_with(':')
+}
+
+/// Whether `id` can be the id of a licence in a card, such as `apache-2.0` or `llama3`.
+pub fn is_license_id(id: &str) -> bool {
+    is_plain(id) && !id.contains(['/', ':'])
 }
 
 /// A name with `_` in place of what [`is_plain`] refuses.
@@ -180,35 +185,47 @@ mod tests {
     }
 
     #[test]
-    fn the_front_matter_states_the_licence() {
-        let read = |readme: &str| origin(readme).licence;
-        let fields = |pairs: &[(&'static str, &str)]| -> Vec<_> {
-            pairs.iter().map(|&(key, value)| (key, value.to_string())).collect()
+    fn the_front_matter_of_a_directory_or_of_a_changed_card_names_the_base() {
+        let dir = tempfile::tempdir().unwrap();
+        let directory = dir.path().to_string_lossy();
+        let bases = |name: &str, readme: &str| -> Vec<(String, bool)> {
+            fs::write(dir.path().join(CARD_FILE), readme).unwrap();
+            let origin = Origin::read(Some(name), dir.path()).unwrap();
+            origin.bases.into_iter().map(|base| (base.name, base.is_hub_id)).collect()
         };
-        let llama = "---\nlanguage:\n- en\nlicense: llama3\nlicense_name: \"my-licence\"\n---\nlicense: mit\n";
-        let expected = fields(&[("license", "llama3"), ("license_name", "my-licence")]);
-        assert_eq!(read(llama), expected);
-        assert_eq!(read("---\r\nlicense:\r\n- mit\r\n---\r\n"), fields(&[("license", "mit")]));
-        for nothing in [
-            "",
-            "---",
-            "license: mit",
-            "---\n---\nlicense: mit",
-            "---\nlicense:",
-            "---\nlicense:\n---\n- mit",
-            "---\nlicenses: mit",
-            "---\n license: mit",
-            "---\nlicense: a b",
-            "---\nlicense: [mit]",
-            "---\nlicense:\n- mit\n- cc-by-nc-4.0\n---",
-            "---\nlicense: x: y",
-            "---\nlicense: \u{fffd}",
-            "---\nlicense: -->",
-            "\u{0}---\nlicense: mit",
-        ] {
-            assert_eq!(read(nothing), [], "{nothing:?}");
+        let on_hub = |names: &[&str]| -> Vec<_> {
+            names.iter().map(|name| ((*name).to_owned(), true)).collect()
+        };
+        let readme = "---\nbase_model: acme/Tiny\n---\n";
+        assert_eq!(bases(&directory, readme), on_hub(&["acme/Tiny"]));
+        // A fine-tune on the hub is the base of what is made from it.
+        assert_eq!(bases("acme/Tuned", readme), on_hub(&["acme/Tuned"]));
+        let merged = "---\nbase_model:\n- acme/Tiny\n- acme/Small\n---\n";
+        assert_eq!(bases(&directory, merged), on_hub(&["acme/Tiny", "acme/Small"]));
+        assert!(!bases(&directory, "---\nbase_model: /mnt/models/x\n---\n")[0].1);
+        let origin =
+            Origin { bases: vec![Base::on_hub("acme/Tiny").unwrap()], ..Origin::default() };
+        let card = crate::model_card::of_origin(&origin);
+        for changed in
+            [card.replace("custom_code", "mine"), card.replace("made\n", "made\n\nBy me.\n")]
+        {
+            assert_ne!(changed, card);
+            assert_eq!(bases(&directory, &changed), on_hub(&["acme/Tiny"]));
+            assert_eq!(bases("acme/Edited", &changed), on_hub(&["acme/Tiny"]));
         }
-        assert_eq!(read(&format!("---\nlicense: {}\n---", "a".repeat(300))), []);
+    }
+
+    #[test]
+    fn a_licence_that_is_named_replaces_the_one_that_was_stated() {
+        let stated = "---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\n---\n";
+        let with = |id: &str| {
+            let mut found = origin(stated);
+            found.set_license(id);
+            found.licence
+        };
+        assert_eq!(with("mit"), [("license", "mit".to_owned())]);
+        assert_eq!(with("other"), origin(stated).licence);
+        assert!(is_license_id("cc-by-4.0") && !is_license_id("a b") && !is_license_id("x: y"));
     }
 
     #[test]

@@ -27,7 +27,7 @@ pub fn of_run(run: &RunDirectory, step: u64) -> Result<Origin, Error> {
 pub(crate) fn of_directory(name: Option<&str>, directory: Option<&Path>) -> Result<Origin, Error> {
     Ok(match directory {
         Some(directory) => Origin::read(name, directory)?,
-        None => Origin { base: name.map(Base::named), ..Origin::default() },
+        None => Origin { bases: name.map(Base::named).into_iter().collect(), ..Origin::default() },
     })
 }
 

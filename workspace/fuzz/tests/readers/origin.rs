@@ -13,7 +13,7 @@ fn a_mutated_card_gives_a_card_again() {
     let config = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart");
     let config = ConfigFile::read(&config).unwrap().config;
     let origin = Origin {
-        base: Some(Base { name: "org/name".to_owned(), is_hub_id: true }),
+        bases: vec![Base { name: "org/name".to_owned(), is_hub_id: true }],
         licence: vec![("license", "llama3".to_owned())],
         made: vec!["`moh-train` did.".to_owned()],
         ..Origin::default()
@@ -32,7 +32,7 @@ fn a_mutated_card_gives_a_card_again() {
             let card = text(origin, &config);
             std::fs::write(&path, card).unwrap();
             let again = Origin::read(None, dir.path()).unwrap();
-            assert_eq!((&again.licence, &again.base), (&origin.licence, &origin.base));
+            assert_eq!((&again.licence, &again.bases), (&origin.licence, &origin.bases));
         }
         outcome(read)
     });
