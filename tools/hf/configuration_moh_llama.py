@@ -7,8 +7,9 @@ layer whose heads are all shared is dense. Everything else is a Llama's configur
 
 import transformers
 
-# The first release with all that the model's code uses.
+# The first release with all that the model's code uses, and the newest one that it was tested with.
 MINIMUM_VERSION = (5, 5)
+TESTED_VERSION = (5, 24)
 
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < MINIMUM_VERSION:
     raise ImportError(
@@ -17,6 +18,16 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < MINIMU
     )
 
 from transformers import LlamaConfig
+
+
+def other_release(fault):
+    """The message of a fault that comes from a transformers other than those that this code was written for."""
+    minimum, tested = ("{}.{}".format(*version) for version in (MINIMUM_VERSION, TESTED_VERSION))
+    return (
+        f"{fault} (transformers {transformers.__version__}; the model's code was tested with {minimum} to {tested}): "
+        f'pip install "transformers=={tested}.*", or convert the model again with a newer moh-convert'
+    )
+
 
 ROUTER = "query-norm"
 REQUIRED_KEYS = ("moh_router", "moh_shared_heads", "moh_routed_top_k")

@@ -8,14 +8,18 @@ the use of the heads can be added to the model's. The names and shapes of all te
 All heads are computed, so this is no faster than the dense model.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 
-from .configuration_moh_llama import MohLlamaConfig
+from .configuration_moh_llama import MohLlamaConfig, other_release
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -26,8 +30,30 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
-from transformers.utils import can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
+
+# The name of the key/value cache as an argument of transformers' modules and in their outputs: that from 5.24
+# on, and that of the releases before it.
+CACHE_NAMES = ("cache", "past_key_values")
+CACHE = next((name for name in CACHE_NAMES if name in inspect.signature(LlamaModel.forward).parameters), None)
+if CACHE is None:
+    raise ImportError(other_release("the key/value cache of a Llama has a name that this code does not know"))
+
+# Keywords with which models are called and which attention passes on, or which are no concern of its own.
+KNOWN_KEYWORDS = frozenset(
+    {
+        *TransformersKwargs.__annotations__,
+        *FlashAttentionKwargs.__annotations__,
+        # Of tokenizers, of packing collators and of the loss function under sequence parallelism.
+        *("token_type_ids", "seq_idx", "shift_labels"),
+        # The pages of transformers' `generate_batch`.
+        *("cache", "read_index", "write_index", "block_table", "max_seqlen_q", "max_seqlen_k"),
+        *("logits_indices", "logits_processor_args"),
+        # The layers of vLLM and SGLang, which hold their caches.
+        *("attention_instances", "forward_batch"),
+    }
+)
 
 
 class MohRouter(nn.Module):
@@ -122,6 +148,57 @@ def token_mask(attention_mask, gates):
     return attention_mask[:, -gates.shape[1] :, None].to(gates.device, gates.dtype)
 
 
+def take_cache(past_key_values, keywords):
+    """The key/value cache of a call by either name; that among the keywords is removed from them."""
+    cache = keywords.get("cache")
+    # Before 5.24 `cache` is also that of `generate_batch`, which the attention function updates.
+    if CACHE != "cache" and not isinstance(cache, Cache | None):
+        return past_key_values
+    keywords.pop("cache", None)
+    if None in (cache, past_key_values):
+        return past_key_values if cache is None else cache
+    if cache is not past_key_values:
+        raise ValueError("`cache` and `past_key_values` are two names of one argument: give one of them")
+    return cache
+
+
+def check_keywords(attention_function, cache, keywords):
+    """Refuses a call of attention that another release of transformers means otherwise than this code.
+
+    A keyword that is neither known nor an argument of the attention function would be lost. Under its name may be
+    the cache, a mask or positions, without which the result is wrong; numbers and strings are none of these.
+    """
+    for name, value in keywords.items():
+        if value is None or isinstance(value, (bool, int, float, str)):
+            continue
+        if name in KNOWN_KEYWORDS and not isinstance(value, Cache):
+            continue
+        if name not in inspect.signature(attention_function).parameters:
+            raise TypeError(other_release(f"attention has no argument `{name}`, a {type(value).__name__}"))
+    if keywords.get("use_cache") and cache is None:
+        raise RuntimeError(other_release("a layer is to use the key/value cache, and its attention was given none"))
+
+
+def update_cache(cache, keys, values, layer_idx, keywords):
+    """Adds keys and values to the cache and returns all of the layer."""
+    if CACHE == "cache":
+        # The pages of `generate_batch` read and change the keywords of the attention function.
+        return cache.update(keys, values, layer_idx, kwargs=keywords)
+    return cache.update(keys, values, layer_idx)
+
+
+def forward_body(forward, *args, past_key_values=None, **keywords):
+    """The forward pass `forward` of a body, which takes the cache by either name and must have written to it."""
+    cache = take_cache(past_key_values, keywords)
+    if cache is not None:
+        keywords[CACHE] = cache
+    outputs = forward(*args, **keywords)
+    for value in outputs if isinstance(outputs, tuple) else outputs.values():
+        if isinstance(value, Cache) and not value.is_initialized:
+            raise RuntimeError(other_release("no layer has written to the key/value cache"))
+    return outputs
+
+
 class MohLlamaAttention(LlamaAttention):
     """A Llama's attention whose heads' outputs are multiplied by the router's weights."""
 
@@ -139,6 +216,12 @@ class MohLlamaAttention(LlamaAttention):
         past_key_values=None,
         **kwargs,
     ):
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        cache = take_cache(past_key_values, kwargs)
+        check_keywords(attention_interface, cache, kwargs)
+
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)
 
@@ -149,12 +232,9 @@ class MohLlamaAttention(LlamaAttention):
 
         cos, sin = position_embeddings
         queries, keys = apply_rotary_pos_emb(queries.transpose(1, 2), keys, cos, sin)
-        if past_key_values is not None:
-            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        if cache is not None:
+            keys, values = update_cache(cache, keys, values, self.layer_idx, kwargs)
 
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
         attn_output, attn_weights = attention_interface(
             self,
             queries,
@@ -193,6 +273,10 @@ class MohLlamaModel(MohLlamaPreTrainedModel, LlamaModel):
         for layer_idx, layer in enumerate(self.layers):
             layer.self_attn = MohLlamaAttention(config, layer_idx)
         self.post_init()
+
+    @wraps(LlamaModel.forward)
+    def forward(self, *args, **kwargs):
+        return forward_body(super().forward, *args, **kwargs)
 
 
 @dataclass
@@ -236,19 +320,20 @@ class MohCausalLM:
         logits_to_keep=0,
         **kwargs,
     ):
-        """As a Llama's. With `output_router_logits`, the balance loss times `router_aux_loss_coef` is part of
-        the loss; see `MohCausalLMOutputWithPast`."""
+        """As a Llama's, with the key/value cache as `past_key_values` or `cache`. With `output_router_logits`, the
+        balance loss times `router_aux_loss_coef` is part of the loss; see `MohCausalLMOutputWithPast`."""
+        cache = take_cache(past_key_values, kwargs)
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_router_logits=output_router_logits,
             output_selected_heads=output_router_logits,
+            **{CACHE: cache},
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -271,11 +356,11 @@ class MohCausalLM:
             loss=loss,
             aux_loss=aux_loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             router_logits=router_logits,
             selected_heads=selected_heads,
+            **{CACHE: outputs.get(CACHE)},
         )
 
     def _check_recorded(self, router_logits):

@@ -5,9 +5,18 @@ norms, which say nothing about a head.
 """
 
 from collections.abc import Callable
+from functools import wraps
 
 from .configuration_moh_qwen3 import MohQwen3Config
-from .modeling_moh_llama import MohCausalLM, MohRouter, router_of
+from .modeling_moh_llama import (
+    MohCausalLM,
+    MohRouter,
+    check_keywords,
+    forward_body,
+    router_of,
+    take_cache,
+    update_cache,
+)
 
 from transformers.generation import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -38,6 +47,12 @@ class MohQwen3Attention(Qwen3Attention):
         past_key_values=None,
         **kwargs,
     ):
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        cache = take_cache(past_key_values, kwargs)
+        check_keywords(attention_interface, cache, kwargs)
+
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)
 
@@ -49,12 +64,9 @@ class MohQwen3Attention(Qwen3Attention):
         cos, sin = position_embeddings
         queries, keys = self.q_norm(queries).transpose(1, 2), self.k_norm(keys).transpose(1, 2)
         queries, keys = apply_rotary_pos_emb(queries, keys, cos, sin)
-        if past_key_values is not None:
-            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        if cache is not None:
+            keys, values = update_cache(cache, keys, values, self.layer_idx, kwargs)
 
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
         attn_output, attn_weights = attention_interface(
             self,
             queries,
@@ -94,6 +106,10 @@ class MohQwen3Model(MohQwen3PreTrainedModel, Qwen3Model):
         for layer_idx, layer in enumerate(self.layers):
             layer.self_attn = MohQwen3Attention(config, layer_idx)
         self.post_init()
+
+    @wraps(Qwen3Model.forward)
+    def forward(self, *args, **kwargs):
+        return forward_body(super().forward, *args, **kwargs)
 
 
 class MohQwen3ForCausalLM(MohCausalLM, MohQwen3PreTrainedModel, GenerationMixin):

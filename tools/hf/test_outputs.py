@@ -7,6 +7,7 @@ from programs import (  # First: it sets the environment of transformers.
     FIXTURES,
     NAMES,
     Models,
+    code,
     convert,
     load,
     our_logits,
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 
 # Both sides add in f32 in another order.
 TOLERANCE = 1e-4
+CACHE = code("modeling_moh_llama").CACHE
 
 
 class Outputs(Models):
@@ -49,8 +51,8 @@ class Outputs(Models):
             cache, parts = None, []
             with torch.no_grad():
                 for part in ids.split([10, 1, 1, 5, 7], dim=1):
-                    out = model(part, past_key_values=cache, use_cache=True)
-                    cache = out.past_key_values
+                    out = model(part, use_cache=True, **{CACHE: cache})
+                    cache = out[CACHE]
                     parts.append(out.logits)
             self.check_logits(logits, torch.cat(parts, 1))
 

@@ -4,11 +4,11 @@ ways in which people fine-tune."""
 import unittest
 
 # First: it sets the environment of transformers.
-from programs import BALANCE, NAMES, Models, load, random_ids, train_one_step
+from programs import BALANCE, NAMES, Models, convert, load, our_logits, random_ids, train_one_step
 
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn.functional import cross_entropy
 
 # Relative to the norm of the gradient; both sides add in f32 in another order.
@@ -194,6 +194,41 @@ class FineTuning(Models):
         ids = random_ids(model, 1, 12)
         with torch.no_grad():
             self.assertTrue(torch.allclose(trained(ids).logits, trainer.model.eval()(ids).logits, atol=1e-5))
+
+    def test_trainer_trains_an_adapter_that_is_loaded_and_merged(self):
+        for name in ["tied", "qwen3"]:
+            base = load(self.model(name))
+            base.config.output_router_logits = True
+            rows = [{"input_ids": row, "labels": row} for row in random_ids(base, 8, 24)]
+            adapter = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=4)
+            model = get_peft_model(base, adapter)
+            arguments = transformers.TrainingArguments(
+                self.scratch / "trainer",
+                max_steps=5,
+                per_device_train_batch_size=4,
+                learning_rate=1e-2,
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                use_cpu=True,
+                disable_tqdm=True,
+                log_level="error",
+            )
+            trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+            trainer.train()
+            losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            self.assertLess(losses[-1], losses[0])
+            trainer.save_model(self.scratch / f"{name}-adapter")
+            again = PeftModel.from_pretrained(load(self.model(name)), self.scratch / f"{name}-adapter").eval()
+            ids = random_ids(base, 2, 12)
+            with torch.no_grad():
+                trained = model.eval()(input_ids=ids).logits
+                self.assertTrue(torch.equal(again(input_ids=ids).logits, trained))
+                self.assertGreater((load(self.model(name))(ids).logits - trained).abs().max().item(), 0.01)
+            again.merge_and_unload().save_pretrained(self.scratch / f"{name}-merged")
+            converted = convert(self.scratch / f"{name}-merged", self.scratch / f"{name}-converted")
+            logits, _ = our_logits(converted, ids, self.scratch)
+            self.assertLess((logits - trained).abs().max().item(), 1e-4)
 
     def test_a_lora_adapter_trains_alone(self):
         for name in NAMES:
