@@ -2,7 +2,7 @@
 //!
 //! Every field is kept in its order, so that a converted model differs from its source only in what
 //! conversion changes. Both styles are read: `rope_theta` + `rope_scaling` (transformers 4) and
-//! `rope_parameters` (transformers 5); what Hugging Face's configuration would do differently from
+//! `rope_parameters` (transformers 5), beside which `rope_theta` is written too where it says all; what Hugging Face's configuration would do differently from
 //! this program (biases, sliding windows, other activations, other RoPE types, quantised weights)
 //! is refused.
 
@@ -113,6 +113,12 @@ impl ConfigFile {
                 fields.shift_remove("auto_map");
             }
             None => {}
+        }
+        // Readers that know the older style alone, such as mistral.rs, look for the base of RoPE there.
+        if fields.get("rope_parameters").is_some_and(Value::is_object)
+            && config.rope.scaling.is_none()
+        {
+            fields.insert("rope_theta".to_string(), json!(config.rope.theta));
         }
         if let Some(dtype) = dtype {
             let known = ["dtype", "torch_dtype"].map(|key| (key, fields.contains_key(key)));

@@ -211,8 +211,9 @@ fn loading(config: &ModelConfig) -> String {
          python -m sglang.launch_server --model-path . --trust-remote-code --model-impl transformers\n\n\
          With the programs that wrote this model:\n\n    \
          moh-generate --model . --prompt \"One day\"\n\n\
-         llama.cpp has no Mixture-of-Head attention. A GGUF file made from these weights as a dense {dense} loads \
-         without a\nwarning and computes every head for every token: it is another model.\n"
+         llama.cpp and mistral.rs have no Mixture-of-Head attention and refuse this model. With \
+         `moh-convert --from . --attention dense`\nits weights become a dense {dense}, which they read and which \
+         computes every head for every token: it is another model.\n"
     )
 }
 

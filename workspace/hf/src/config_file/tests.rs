@@ -76,6 +76,30 @@ fn both_styles_of_rope_are_read() {
 }
 
 #[test]
+fn the_base_of_default_rope_is_written_in_both_styles() {
+    let theta_of = |file: &ConfigFile| file.to_json(&file.config, None).get("rope_theta").cloned();
+    let new_style = |rope: Value| {
+        let mut fields = with("rope_parameters", rope).unwrap().fields;
+        fields.shift_remove("rope_theta");
+        read(Value::Object(fields)).unwrap()
+    };
+    let default = new_style(json!({"rope_type": "default", "rope_theta": 20.5}));
+    assert_eq!(theta_of(&default), Some(json!(20.5)));
+    let written = read(Value::Object(default.to_json(&default.config, None))).unwrap();
+    assert_eq!(written.config, default.config);
+    // The reader prefers the newer style, so the older one follows it.
+    let both = with("rope_parameters", json!({"rope_theta": 20.5})).unwrap();
+    assert_eq!(both.fields["rope_theta"], json!(500_000.0));
+    assert_eq!(theta_of(&both), Some(json!(20.5)));
+    // Read without the rest, the base of scaled RoPE would be that of another model.
+    let scaled = new_style(json!({
+        "rope_type": "llama3", "rope_theta": 20.5, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    }));
+    assert_eq!(theta_of(&scaled), None);
+}
+
+#[test]
 fn absent_fields_take_hugging_faces_defaults() {
     let config = with("num_key_value_heads", Value::Null).unwrap().config;
     assert_eq!(config.num_key_value_heads, 8);
