@@ -93,9 +93,10 @@ pub fn marks(log: &RunLog) -> Vec<Mark> {
 
 /// The losses on a set after conversions, which the chart is there to show.
 pub fn converted(log: &RunLog, set: &str) -> Vec<f64> {
-    let is_first = log.first_set() == set;
+    let first = log.first_set();
+    let is_its = |evaluation: &Evaluation| evaluation.set.as_deref().unwrap_or(&first) == set;
     let loss = |evaluation: &Evaluation| match evaluation.moment {
-        EvaluationPoint::Converted { .. } if is_first => Some(evaluation.loss),
+        EvaluationPoint::Converted { .. } if is_its(evaluation) => Some(evaluation.loss),
         EvaluationPoint::Converted { .. } => evaluation.other_sets.get(set).map(|set| set.loss),
         _ => None,
     };

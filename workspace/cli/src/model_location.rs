@@ -79,7 +79,10 @@ fn find(
     from: &str,
     begin_anew: bool,
 ) -> anyhow::Result<(Location, Option<PathBuf>)> {
-    if !begin_anew && RunDirectory::new(&recipe.run.dir).keeps_model(recipe)? {
+    let run = RunDirectory::new(&recipe.run.dir);
+    // Before a download: the run would not begin.
+    run.check()?;
+    if !begin_anew && run.keeps_model(recipe)? {
         return Ok((Location::Kept, None));
     }
     if CheckpointName::parse(from).is_some() {

@@ -277,6 +277,7 @@ mod tests {
             step: 0,
             loss: 2.5,
             bits_per_byte: None,
+            set: None,
             other_sets: [("code".to_owned(), code)].into(),
         };
         let shown = describe_evaluation(&evaluation, 8);

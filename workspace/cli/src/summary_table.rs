@@ -23,7 +23,7 @@ pub fn table(summary: &Summary) -> String {
         let _ = writeln!(out, "{label:<44} {loss:>9.4} {bits:>15}");
     };
     for evaluation in &summary.evaluations {
-        let label = describe(summary.heads, evaluation, &summary.evaluations);
+        let label = label(summary, evaluation);
         line(&label, evaluation.loss, evaluation.bits_per_byte);
         for (name, set) in &evaluation.other_sets {
             line(&format!("  {name}"), set.loss, set.bits_per_byte);
@@ -36,8 +36,17 @@ pub fn table(summary: &Summary) -> String {
     out
 }
 
+/// The moment of an evaluation, and its set where those of the run are of several.
+pub fn label(summary: &Summary, evaluation: &Evaluation) -> String {
+    let moment = describe(summary.heads, evaluation, &summary.evaluations);
+    match evaluation.set_among(&summary.evaluations) {
+        Some(set) => format!("{moment}, {set}"),
+        None => moment,
+    }
+}
+
 /// The moment of an evaluation, one of `all`, of a model with that many query heads.
-pub fn describe(heads: usize, evaluation: &Evaluation, all: &[Evaluation]) -> String {
+fn describe(heads: usize, evaluation: &Evaluation, all: &[Evaluation]) -> String {
     match &evaluation.moment {
         EvaluationPoint::Loaded => "the model as loaded".to_owned(),
         EvaluationPoint::Trained { stage } if evaluation.is_repeated(all) => {
@@ -70,7 +79,7 @@ mod tests {
     #[test]
     fn the_table_has_a_line_for_each_set() {
         let other_sets = [("code".to_owned(), Validation { loss: 1.5, bits_per_byte: Some(0.75) })];
-        let summary = Summary {
+        let mut summary = Summary {
             steps: 1,
             tokens: 8,
             heads: 4,
@@ -79,6 +88,7 @@ mod tests {
                 step: 0,
                 loss: 2.0,
                 bits_per_byte: None,
+                set: Some("text".to_owned()),
                 other_sets: other_sets.into(),
             }],
         };
@@ -89,6 +99,12 @@ mod tests {
             lines,
             [vec!["the", "model", "as", "loaded", "2.0000", "-"], vec!["code", "1.5000", "0.7500"]]
         );
+        // From here on another set is the first one.
+        let later = Evaluation { set: Some("code".to_owned()), ..summary.evaluations[0].clone() };
+        summary.evaluations.push(later);
+        let shown = table(&summary);
+        assert!(shown.contains("the model as loaded, text "), "{shown}");
+        assert!(shown.contains("the model as loaded, code "), "{shown}");
     }
 
     #[test]
@@ -98,6 +114,7 @@ mod tests {
             step,
             loss: 2.0,
             bits_per_byte: None,
+            set: None,
             other_sets: Default::default(),
         };
         let evaluations = vec![ended("adapt", 4), ended("moh", 8), ended("moh", 12)];

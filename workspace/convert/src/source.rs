@@ -40,7 +40,7 @@ impl Checkpoint {
     /// # Errors
     /// Fails if the run's recipe cannot be read.
     pub fn export_type(&self) -> Result<DType, Error> {
-        Ok(Recipe::load(&self.run.recipe(), &[])?.run.dtype.dtype())
+        Ok(self.run.stored_recipe()?.run.dtype.dtype())
     }
 
     /// The configuration of the model at the step.

@@ -66,11 +66,11 @@ impl PendingDirectory {
     /// removed.
     ///
     /// # Errors
-    /// Fails if the directory cannot be removed or created.
+    /// Fails if the parent directory is missing, or the directory cannot be removed or created.
     pub fn create_shared(place: &Path) -> io::Result<Self> {
         let path = Self::shared_path(place);
         remove_directory(&path)?;
-        fs::create_dir_all(&path)?;
+        fs::create_dir(&path)?;
         Ok(PendingDirectory { place: place.to_path_buf(), path, published: false, _lock: None })
     }
 

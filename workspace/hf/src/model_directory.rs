@@ -118,7 +118,7 @@ pub fn companion_files(dir: &Path, tokenizer: &Path) -> Result<Vec<PathBuf>, Err
 }
 
 /// Whether a file of that name belongs to a tokenizer.
-pub(crate) fn is_tokenizer_file(name: &str) -> bool {
+pub fn is_tokenizer_file(name: &str) -> bool {
     TOKENIZER_FILES.contains(&name) || name.starts_with("chat_template")
 }
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::plan::units::ranks as counted;
 use crate::recipe::Fault;
 use crate::rewinds::MAX_ATTEMPTS;
+use crate::run_directory::shell_word;
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
@@ -53,14 +54,79 @@ pub enum Error {
     /// The recipe differs from the one the run directory was started with.
     #[error(
         "{}: the recipe differs from the run's, and resuming would change results:\n{}\n\
-         use the recipe that the run was started with, or another run.dir",
-        path.display(), lines(changes)
+         use the recipe that the run was started with, or {}",
+        path.display(), lines(changes), other_run(another.as_deref())
     )]
     RecipeChanged {
         /// The recipe in the run directory.
         path: PathBuf,
         /// The keys that differ; never empty.
         changes: Vec<KeyChange>,
+        /// The command of another run that starts from this one's newest checkpoint.
+        another: Option<String>,
+    },
+    /// The run directory has files that no run has written.
+    #[error(
+        "{}: is not a run directory, and holds {found}: a run takes a directory that is new, empty or its own, \
+         so choose another one, such as --set run.dir={}",
+        path.display(), instead.display()
+    )]
+    NotARun {
+        /// The directory.
+        path: PathBuf,
+        /// Some of its files.
+        found: String,
+        /// Another directory.
+        instead: PathBuf,
+    },
+    /// A new run would write beside or among what it reads.
+    #[error(
+        "{}: run.dir {relation} {}, which {key} names and no run may change: choose another run.dir",
+        path.display(), input.display()
+    )]
+    HoldsInput {
+        /// The run directory.
+        path: PathBuf,
+        /// How it lies to the input.
+        relation: &'static str,
+        /// The input's key in the recipe.
+        key: &'static str,
+        /// The input.
+        input: PathBuf,
+    },
+    /// A directory of the run has files of a user's.
+    #[error(
+        "{}: holds {found}, which no run has written and replacing the directory would delete: move them away",
+        path.display()
+    )]
+    ForeignFiles {
+        /// The directory.
+        path: PathBuf,
+        /// Some of the files.
+        found: String,
+    },
+    /// The run directory was moved while the run was training.
+    #[error(
+        "{}: was moved to {} while the run was training, which has therefore stopped{}: to continue, moh-train \
+         --recipe {}",
+        path.display(), place.display(), saved(*step), shell_word(&place.join("recipe.toml").to_string_lossy())
+    )]
+    RunMoved {
+        /// The run directory of the recipe.
+        path: PathBuf,
+        /// Where it is now.
+        place: PathBuf,
+        /// The step of the checkpoint that the run has written there, over all stages.
+        step: Option<u64>,
+    },
+    /// The run directory was removed while the run was training.
+    #[error(
+        "{}: was removed while the run was training, which has therefore stopped: nothing is written in its place",
+        path.display()
+    )]
+    RunRemoved {
+        /// The run directory.
+        path: PathBuf,
     },
     /// A file that the run reads has other content than when the run was started.
     #[error(
@@ -402,6 +468,21 @@ pub(crate) fn last_good_checkpoint(step: Option<u64>) -> String {
         Some(step) => format!("the last good checkpoint is of step {step}"),
         None => "there is no good checkpoint yet".to_owned(),
     }
+}
+
+/// How another run is begun.
+fn other_run(command: Option<&str>) -> String {
+    match command {
+        Some(command) => {
+            format!("begin another run from this one's newest checkpoint:\n  {command}")
+        }
+        None => "another run.dir".to_owned(),
+    }
+}
+
+/// A clause that says which step was saved.
+fn saved(step: Option<u64>) -> String {
+    step.map_or_else(String::new, |step| format!(", with a checkpoint of step {step} there"))
 }
 
 /// The steps of checkpoints, for messages.

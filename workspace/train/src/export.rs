@@ -1,6 +1,6 @@
 //! The export of a finished run: the model in Hugging Face layout.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use moh_hf::model_directory::{self, Contents, DEFAULT_SHARD_BYTES, Sink, TensorSpec};
 use moh_kernels::{Backend, Element};
@@ -59,6 +59,19 @@ pub(crate) fn write<B: Backend, T: Element>(
     };
     model_directory::write_model(&run.export(), true, &described, &mut fill)?;
     Ok(())
+}
+
+/// Moves an export aside that has files which no run has written, and which the next export would delete; returns
+/// where it is then.
+pub(crate) fn keep_foreign(run: &RunDirectory, step: u64) -> Result<Option<PathBuf>, Error> {
+    let place = run.export();
+    if moh_hf::check_destination(&place, true).is_ok() {
+        return Ok(None);
+    }
+    let aside = run.export_aside(step);
+    std::fs::rename(&place, &aside).map_err(Error::io(&aside))?;
+    moh_files::sync_directory(run.root()).map_err(Error::io(run.root()))?;
+    Ok(Some(aside))
 }
 
 /// The elements of a tensor of the checkpoint at `path`.

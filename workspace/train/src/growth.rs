@@ -1,4 +1,4 @@
-//! Stages that become longer while their run is under way.
+//! Stages that become longer while their run is under way, also those after which others were appended.
 //!
 //! A resumed run may have a larger `tokens` of a stage that is not over, or of the last one. The learning
 //! rate follows the new length from the step at which the run resumed, and the old one before it. So the
@@ -40,13 +40,18 @@ pub(crate) fn steps_at(stage: &Stage, growth: &[Growth], step: u64) -> u64 {
     stage.steps_of(grown.fold(first, u64::max))
 }
 
-/// Puts the state of a run whose stages were all done back into the last one, if that has grown.
+/// Puts the state of a run between two stages, or at its end, back into the stage that was over, if that has grown
+/// there: it was the last one then, whatever was appended since.
 pub(crate) fn reopen(state: &mut RunState, recipe: &Recipe) {
-    let Some((last, earlier)) = recipe.stages.split_last() else { return };
+    let Some(index) = state.stage.checked_sub(1).filter(|_| state.stage_step == 0) else { return };
+    let Some((stage, earlier)) = recipe.stages.get(..=index).and_then(|stages| stages.split_last())
+    else {
+        return;
+    };
     let before: u64 = earlier.iter().map(Stage::num_steps).sum();
     let done = state.step.saturating_sub(before);
-    if state.stage == recipe.stages.len() && done < steps_at(last, &state.growth, state.step) {
-        state.stage -= 1;
+    if done < steps_at(stage, &state.growth, state.step) {
+        state.stage = index;
         state.stage_step = done;
     }
 }
@@ -76,7 +81,7 @@ impl Resumed {
         if state.step == 0 {
             return Ok(Resumed::default());
         }
-        let stored = Recipe::load(&run.recipe(), &[])?;
+        let stored = run.stored_recipe()?;
         let recorded = read(&path(run))?;
         let mut growth = recorded.clone();
         growth.extend(state.growth.iter().filter(|one| !recorded.contains(one)).cloned());
@@ -111,11 +116,16 @@ impl Resumed {
         Ok(Resumed { growth, requested, is_new })
     }
 
-    /// Writes what is new of the records, and then `recipe`. The caller has locked the directory.
+    /// Writes what is new of the records, and then `recipe`; returns where a recipe is that a user has edited. The
+    /// caller has locked the directory.
     ///
     /// # Errors
     /// Fails if a file cannot be written.
-    pub(crate) fn store(&self, run: &RunDirectory, recipe: &Recipe) -> Result<(), Error> {
+    pub(crate) fn store(
+        &self,
+        run: &RunDirectory,
+        recipe: &Recipe,
+    ) -> Result<Option<PathBuf>, Error> {
         if self.is_new {
             let path = path(run);
             let mut text = Vec::new();

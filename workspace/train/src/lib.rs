@@ -10,6 +10,7 @@ mod event;
 mod export;
 mod growth;
 pub mod guard;
+mod held_directory;
 mod json_lines;
 mod machine;
 pub mod metrics;

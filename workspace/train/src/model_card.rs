@@ -16,7 +16,7 @@ use crate::{Error, Recipe, RunDirectory};
 /// # Errors
 /// Fails if the run has no such checkpoint, or if its recipe cannot be read.
 pub fn of_run(run: &RunDirectory, step: u64) -> Result<Origin, Error> {
-    let recipe = Recipe::load(&run.recipe(), &[])?;
+    let recipe = run.stored_recipe()?;
     let stored = StoredCheckpoint::of_step(run, step)?;
     let kept = run.model();
     let origin = of_directory(recipe.model.from.as_deref(), kept.is_dir().then_some(&kept))?;
@@ -88,6 +88,7 @@ fn losses(evaluations: &[Evaluation]) -> String {
     let mut table = "| | loss | bits per byte |\n|---|---|---|".to_owned();
     for evaluation in evaluations {
         let Evaluation { moment, step, loss, bits_per_byte, .. } = evaluation;
+        let set = evaluation.set_among(evaluations).map_or(String::new(), |set| format!(", {set}"));
         let moment = match moment {
             EvaluationPoint::Loaded => "as loaded".to_owned(),
             EvaluationPoint::Converted { active_heads, .. } => {
@@ -100,7 +101,7 @@ fn losses(evaluations: &[Evaluation]) -> String {
         };
         let bits = bits_per_byte.map_or(String::new(), |bits| format!("{bits:.4}"));
         // Writing to a string cannot fail.
-        let _ = write!(table, "\n| {moment} | {loss:.4} | {bits} |");
+        let _ = write!(table, "\n| {moment}{set} | {loss:.4} | {bits} |");
     }
     table
 }

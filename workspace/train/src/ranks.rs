@@ -6,7 +6,7 @@ use moh_kernels::{Backend, Memory, Scalar};
 use crate::Error;
 
 /// Maximum values of one message.
-const MAX_VALUES: usize = 4;
+const MAX_VALUES: usize = 5;
 /// Tag of text messages.
 const TEXT: u32 = 1;
 

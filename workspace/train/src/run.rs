@@ -1,7 +1,8 @@
 //! Starts a run: locks the directory, resolves and stores the recipe, and trains with the recipe's
 //! element types.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use moh_comm::{Group, World};
@@ -11,10 +12,12 @@ use moh_kernels::{Backend, Element};
 use crate::checkpoint;
 use crate::checkpoint_name::is_step_of;
 use crate::event::{Event, Outcome};
+use crate::held_directory::HeldDirectory;
 use crate::machine::Machine;
 use crate::recipe::{Parallel, Stage};
 use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
+use crate::run_directory::shell_word;
 use crate::run_inputs::{RunInputs, Settled};
 use crate::source::ModelSource;
 use crate::summary::Summary;
@@ -49,6 +52,9 @@ pub struct RunOptions<'a> {
     pub allow_other_tokenizer: bool,
     /// The name of the first rank's processor, for `machine.json`; empty if it is not known.
     pub processor: &'a str,
+    /// The command that started the program, for errors that name another one; if it is empty, that of the recipe
+    /// alone.
+    pub command: &'a str,
 }
 
 impl<'a> RunOptions<'a> {
@@ -64,6 +70,7 @@ impl<'a> RunOptions<'a> {
             time_limit: None,
             allow_other_tokenizer: false,
             processor: "",
+            command: "",
         }
     }
 }
@@ -75,8 +82,8 @@ impl<'a> RunOptions<'a> {
 /// directory and receives the events.
 ///
 /// # Errors
-/// Fails if the recipe, the model, the data or the run directory is invalid, if the device or another
-/// rank fails, if a run that has completed checkpoints has none left, if it has none of the step to
+/// Fails if the recipe, the model, the data or the run directory is invalid, if the run directory has files that no
+/// run has written or is moved or removed while the run trains, if the device or another rank fails, if a run that has completed checkpoints has none left, if it has none of the step to
 /// resume from, or if the last checkpoint cannot be written.
 pub fn run(
     recipe: &mut Recipe,
@@ -117,7 +124,7 @@ struct Job<'a> {
 #[derive(Default)]
 struct Held {
     /// Held until the run ends.
-    _lock: Option<RunLock>,
+    lock: Option<RunLock>,
     /// Whether there is nothing left to do.
     finished: bool,
     /// Whether a checkpoint has been completed.
@@ -136,8 +143,14 @@ impl Job<'_> {
         let mut ranks = Ranks::new(backend.clone(), self.group.clone())?;
         let run = RunDirectory::new(&recipe.run.dir);
         let begin_anew = self.options.begin_anew;
-        let is_there = !begin_anew && run.root().is_dir();
-        let resumes = ranks.first_holds(|| Ok(is_there && run.has_completed_work()?))?;
+        let resumes = ranks.first_holds(|| {
+            run.check()?;
+            let resumes = !begin_anew && run.has_completed_work()?;
+            if !resumes {
+                self.check_inputs(&run, recipe)?;
+            }
+            Ok(resumes)
+        })?;
         let resumed = resumes.then_some(&run);
         resolve_origin(recipe, resumed, &mut ranks)?;
         let opened = self.open(recipe, resumes);
@@ -158,11 +171,30 @@ impl Job<'_> {
         if finished && let Some(summary) = Summary::read(&run.summary())? {
             return Ok(Outcome::AlreadyFinished(summary));
         }
+        let directory = held.lock.as_ref().map(|lock| Arc::clone(lock.directory()));
+        let training = Prepared { run: &run, recipe, source: &source, held: &held, resume_step };
+        let outcome = self.train(backend, ranks, data, training, events);
+        match (outcome, directory) {
+            (Err(error), Some(directory)) => Err(explained(error, &run, &directory)),
+            (outcome, _) => outcome,
+        }
+    }
+
+    /// Settles the inputs of a run that has work to do, and trains.
+    fn train<B: Backend + Clone>(
+        &self,
+        backend: B,
+        mut ranks: Ranks<B>,
+        data: Result<RunData, Error>,
+        prepared: Prepared<'_>,
+        events: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Outcome, Error> {
+        let Prepared { run, recipe, source, held, resume_step } = prepared;
         let data = ranks.agree(data)?;
         let inputs = RunInputs {
-            run: &run,
+            run,
             recipe,
-            source: &source,
+            source,
             data: &data,
             resumes: held.resumes,
             stop: self.options.stop,
@@ -170,11 +202,17 @@ impl Job<'_> {
         if inputs.settle(&mut ranks, events)? == Settled::Stopped {
             return Ok(Outcome::StoppedBeforeTraining);
         }
-        ranks.first_does(|| self.prepare_directory(&run, recipe, held.grows, backend.name()))?;
+        let mut edited = None;
+        ranks.first_does(|| {
+            edited = self.prepare_directory(run, recipe, held.grows, backend.name())?;
+            Ok(())
+        })?;
+        warn_of_edited(run, edited.as_deref(), events);
         let inputs = Inputs {
             recipe,
-            source: &source,
-            run: &run,
+            source,
+            run,
+            held: held.lock.as_ref().map(RunLock::directory),
             stop: self.options.stop,
             trace: self.options.trace,
             gradient_faults: self.options.gradient_faults,
@@ -203,39 +241,67 @@ impl Job<'_> {
         if let Some(text) = lock.warning() {
             events(Event::Warning { text: &text });
         }
+        run.claim(recipe)?;
         if self.options.begin_anew {
-            run.begin_anew()?;
+            run.begin_anew(recipe)?;
         }
-        let grows = run.check_recipe(recipe)?;
+        let grows = run.check_recipe(recipe, &self.command())?;
         let finished = !grows && resume_step.is_none() && finished_before(run)?;
         match finished {
-            true => run.write_recipe(recipe)?,
+            true => warn_of_edited(run, run.write_recipe(recipe)?.as_deref(), events),
             false => check_resumable(run)?,
         }
         if let Some(step) = resume_step {
             checkpoint::require(run, step)?;
         }
         let resumes = run.has_completed_work()?;
-        Ok(Held { _lock: Some(lock), finished, resumes, grows })
+        Ok(Held { lock: Some(lock), finished, resumes, grows })
     }
 
-    /// Writes what a run directory has before the first step. On the first rank.
+    /// The command that started the program.
+    fn command(&self) -> String {
+        match self.options.command {
+            "" => format!("moh-train --recipe {}", shell_word(&self.path.to_string_lossy())),
+            command => command.to_owned(),
+        }
+    }
+
+    /// Fails if the directory of a new run has what the run reads, or lies in a model that it reads.
+    fn check_inputs(&self, run: &RunDirectory, recipe: &Recipe) -> Result<(), Error> {
+        let model = &recipe.model;
+        let origin = model.from.as_deref().and_then(CheckpointName::parse);
+        let directories = [
+            ("model.from", self.directory),
+            ("model.from", origin.as_ref().map(|origin| origin.run.root())),
+            ("model.tokenizer", model.tokenizer.as_deref()),
+        ];
+        let directories =
+            directories.into_iter().filter_map(|(key, path)| Some((key, path?, true)));
+        let sources = recipe.data.sources.iter().map(|source| ("data.sources", &*source.path));
+        let sets = recipe.data.validation.iter().map(|set| ("data.validation", &*set.path));
+        // The run's own recipe is one of its files.
+        let own = run.recipe().canonicalize().ok();
+        let is_own = own.is_some_and(|own| self.path.canonicalize().is_ok_and(|path| path == own));
+        let recipe = (!is_own).then_some(("--recipe", self.path));
+        let files = sources.chain(sets).chain(recipe).map(|(key, path)| (key, path, false));
+        run.check_inputs(directories.chain(files))
+    }
+
+    /// Writes what a run directory has before the first step; returns where a recipe is that a user has edited. On
+    /// the first rank.
     fn prepare_directory(
         &self,
         run: &RunDirectory,
         recipe: &Recipe,
         grows: bool,
         device: String,
-    ) -> Result<(), Error> {
+    ) -> Result<Option<PathBuf>, Error> {
         // The step from which a stage is longer is known once a checkpoint is open.
-        if !grows {
-            run.write_recipe(recipe)?;
-        }
+        let edited = if grows { None } else { run.write_recipe(recipe)? };
         let ranks = self.group.size();
         Machine::new(self.options.processor, device, ranks).write(&run.machine())?;
         run.clear_remains()?;
-        // An export with other files is not replaced: better known before training than after it.
-        Ok(moh_hf::check_destination(&run.export(), true)?)
+        Ok(edited)
     }
 
     /// Fails if the number of ranks is not a multiple of a stage's tensor x pipeline.
@@ -269,6 +335,44 @@ impl Job<'_> {
     }
 }
 
+/// A run whose directory is locked and checked.
+struct Prepared<'a> {
+    run: &'a RunDirectory,
+    recipe: &'a Recipe,
+    source: &'a ModelSource,
+    held: &'a Held,
+    resume_step: Option<u64>,
+}
+
+/// The cause of an error of a run whose directory may have been moved or removed.
+fn explained(error: Error, run: &RunDirectory, directory: &HeldDirectory) -> Error {
+    let is_explained = matches!(error, Error::RunMoved { .. } | Error::RunRemoved { .. });
+    if is_explained || !directory.has_left(run.root()) {
+        return error;
+    }
+    let path = run.root().to_owned();
+    match directory.place() {
+        Some(place) => Error::RunMoved { path, place, step: None },
+        None => Error::RunRemoved { path },
+    }
+}
+
+/// Says where a recipe of the run is that a user has edited.
+pub(crate) fn warn_of_edited(
+    run: &RunDirectory,
+    aside: Option<&Path>,
+    events: &mut dyn FnMut(Event<'_>),
+) {
+    if let Some(aside) = aside {
+        let text = format!(
+            "{} was edited, and is kept as {}: in its place is the resolved recipe",
+            run.recipe().display(),
+            aside.display()
+        );
+        events(Event::Warning { text: &text });
+    }
+}
+
 /// Adds the step to a `model.from` that is a run without one: that of the newest good checkpoint, or, in a
 /// resumed run, the step with which it began.
 fn resolve_origin<B: Backend>(
@@ -278,7 +382,7 @@ fn resolve_origin<B: Backend>(
 ) -> Result<(), Error> {
     let Some(from) = recipe.model.from.clone() else { return Ok(()) };
     if let Some(run) = resumed {
-        let stored = ranks.agree(Recipe::load(&run.recipe(), &[]))?.model.from;
+        let stored = ranks.agree(run.stored_recipe())?.model.from;
         if stored.as_deref().is_some_and(|stored| is_step_of(stored, &from)) {
             recipe.model.from = stored;
         }

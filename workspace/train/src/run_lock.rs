@@ -5,6 +5,7 @@
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Read as _, Seek as _, Write as _};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
@@ -12,11 +13,14 @@ use moh_comm::host_name;
 
 use crate::Error;
 use crate::error::unless_missing;
+use crate::held_directory::HeldDirectory;
 
 /// The file that is locked; it stays.
 pub(crate) const LOCK: &str = ".lock";
 /// The file that names the holder where the file system has no locks.
 pub(crate) const HOLDER: &str = ".lock-holder";
+/// Begins the name of the file that tells the time of the file system.
+pub(crate) const CLOCK: &str = "lock-clock-";
 /// How often a holder rewrites its file.
 const HEARTBEAT: Duration = Duration::from_secs(10);
 /// A holder that has not rewritten its file for this long has died, or its machine is cut off.
@@ -31,6 +35,7 @@ const ENOLCK: i32 = 37;
 pub struct RunLock {
     _file: File,
     holder: Option<Holder>,
+    directory: Arc<HeldDirectory>,
 }
 
 impl RunLock {
@@ -50,6 +55,7 @@ impl RunLock {
         break_lock: bool,
     ) -> Result<Self, Error> {
         let path = root.join(LOCK);
+        let directory = Arc::new(HeldDirectory::open(root).map_err(Error::io(root))?);
         let file = OpenOptions::new()
             .create(true)
             .truncate(false)
@@ -57,14 +63,19 @@ impl RunLock {
             .open(&path)
             .map_err(Error::io(&path))?;
         match try_lock(&file) {
-            Ok(()) => Ok(RunLock { _file: file, holder: None }),
+            Ok(()) => Ok(RunLock { _file: file, holder: None, directory }),
             Err(TryLockError::WouldBlock) => Err(Error::Locked { path: root.to_owned() }),
             Err(TryLockError::Error(error)) if has_no_locks(&error) => {
                 let holder = Holder::create(root, break_lock)?;
-                Ok(RunLock { _file: file, holder: Some(holder) })
+                Ok(RunLock { _file: file, holder: Some(holder), directory })
             }
             Err(TryLockError::Error(error)) => Err(Error::io(&path)(error)),
         }
+    }
+
+    /// The directory that is locked, wherever it is now.
+    pub(crate) fn directory(&self) -> &Arc<HeldDirectory> {
+        &self.directory
     }
 
     /// What a user should know about the lock, in a sentence.
@@ -190,7 +201,7 @@ fn has_died(text: &str) -> bool {
 
 /// The time since the file was written, by the clock of the file system: that of a file written now.
 fn age(root: &Path, path: &Path) -> Result<Duration, Error> {
-    let probe = root.join(format!("{}lock-clock-{}", moh_files::TEMPORARY, std::process::id()));
+    let probe = root.join(format!("{}{CLOCK}{}", moh_files::TEMPORARY, std::process::id()));
     std::fs::write(&probe, b"now").map_err(Error::io(&probe))?;
     let now = std::fs::metadata(&probe).and_then(|found| found.modified());
     std::fs::remove_file(&probe).map_err(Error::io(&probe))?;

@@ -28,7 +28,8 @@ pub(crate) fn set_later_aside(run: &RunDirectory, step: u64) -> Result<Option<Pa
     let aside = RunDirectory::new(first_free_suffixed(|suffix| {
         run.root().join(format!("{AFTER}{step}{suffix}"))
     }));
-    fs::create_dir_all(aside.checkpoints()).map_err(Error::io(aside.root()))?;
+    run.create_folder(aside.root())?;
+    run.create_folder(&aside.checkpoints())?;
     unless_missing(&run.metrics(), fs::copy(run.metrics(), aside.metrics()))?;
     // The summary first: without it the run is unfinished, wherever this ends.
     for (from, to) in results {

@@ -54,15 +54,15 @@ impl Summary {
     }
 
     /// The fraction of the conversion's loss that its stage's training recovered, for the last
-    /// conversion with a loss before, at and after it. A stage that went on has a loss after each of its
+    /// conversion with a loss before, at and after it on the same validation set. A stage that went on has a loss after each of its
     /// ends, of which the last counts.
     pub fn recovered(&self) -> Option<f64> {
         let evaluations = &self.evaluations;
         let converted = evaluations.iter().rposition(|evaluation| {
             matches!(evaluation.moment, EvaluationPoint::Converted { .. })
         })?;
-        let before = evaluations.get(converted.checked_sub(1)?)?.loss;
-        let at = evaluations.get(converted)?.loss;
+        let at = evaluations.get(converted)?;
+        let before = evaluations.get(converted.checked_sub(1)?)?;
         let EvaluationPoint::Converted { stage: converted_stage, .. } =
             &evaluations.get(converted)?.moment
         else {
@@ -72,7 +72,11 @@ impl Summary {
             EvaluationPoint::Trained { stage } => stage == converted_stage,
             _ => false,
         };
-        let after = evaluations[converted..].iter().rfind(is_end)?.loss;
+        let after = evaluations[converted..].iter().rfind(is_end)?;
+        if !before.is_comparable(at) || !after.is_comparable(at) {
+            return None;
+        }
+        let [before, at, after] = [before, at, after].map(|evaluation| evaluation.loss);
         (at > before).then(|| (at - after) / (at - before))
     }
 }
@@ -99,6 +103,7 @@ mod tests {
                 step: 0,
                 loss,
                 bits_per_byte: None,
+                set: None,
                 other_sets: BTreeMap::new(),
             })
             .collect();
@@ -113,6 +118,22 @@ mod tests {
         let end = longer.evaluations[3].clone();
         longer.evaluations.push(Evaluation { loss: 1.0, ..end });
         assert_eq!(longer.recovered(), Some(1.0));
+    }
+
+    #[test]
+    fn losses_of_other_sets_are_not_compared() {
+        for other in 1..4 {
+            let mut summary = summary([3.0, 1.0, 2.0, 1.25]);
+            for evaluation in &mut summary.evaluations {
+                evaluation.set = Some("text".into());
+            }
+            assert_eq!(summary.recovered(), Some(0.75));
+            assert_eq!(summary.evaluations[0].set_among(&summary.evaluations), None);
+            summary.evaluations[other].set = Some("code".into());
+            assert_eq!(summary.recovered(), None);
+            let all = &summary.evaluations;
+            assert_eq!(all[0].set_among(all), Some("text"));
+        }
     }
 
     /// A resumed run reads its earlier losses from a checkpoint.

@@ -6,7 +6,7 @@
 //! new file with a session start, which makes TensorBoard drop later steps of older files.
 
 use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -42,13 +42,18 @@ pub struct TensorBoard {
 }
 
 impl TensorBoard {
-    /// Starts a new event file in `directory`, which is created if it is missing. `steps_kept` is
+    /// Starts a new event file in `directory`, which is created if only it is missing. `steps_kept` is
     /// the step, over all stages, from which the run resumes: later steps of older files no longer count.
     ///
     /// # Errors
     /// Fails if the file cannot be created.
     pub fn create(directory: &Path, steps_kept: u64) -> Result<Self, Error> {
-        std::fs::create_dir_all(directory).map_err(Error::io(directory))?;
+        match std::fs::create_dir(directory) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+                return Err(Error::io(directory)(error));
+            }
+            _ => {}
+        }
         let continues = holds_events(directory)?;
         let (path, file) = new_file(directory)?;
         let mut board = TensorBoard { path, file };

@@ -1,5 +1,5 @@
 //! A run that goes on otherwise than from its newest checkpoint with its first recipe: from an earlier
-//! one, and with longer stages.
+//! one, with longer and with further stages, and with other validation sets.
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
@@ -8,10 +8,11 @@ mod support;
 use std::fs;
 use std::path::Path;
 
+use moh_train::recipe::ValidationSet;
 use moh_train::{Error, Event, Outcome, Recipe, RunDirectory, checkpoint, metrics};
 use support::driver::{Start, finish, stop_at};
 use support::results::Results;
-use support::{Workplace, files};
+use support::{Workplace, files, write_tokens};
 
 /// Steps of the recipe: five of each stage.
 const STEPS: u64 = 10;
@@ -206,21 +207,6 @@ fn a_finished_run_goes_on_with_a_longer_last_stage() {
 }
 
 #[test]
-fn an_export_with_a_changed_card_is_refused_before_the_run_goes_on() {
-    let place = Workplace::new();
-    let recipe = place.recipe(&[]);
-    finish(&recipe);
-    let card = recipe.run.dir.join("export/README.md");
-    fs::write(&card, fs::read_to_string(&card).unwrap() + "Mine.\n").unwrap();
-    let longer = place.recipe(&[LONGER[1]]);
-    let message = Start::default().run(&longer).unwrap_err().to_string();
-    assert!(message.contains("export: also holds README.md, which"), "{message}");
-    assert_eq!(metrics::read(&RunDirectory::new(&recipe.run.dir).metrics()).unwrap().len(), 10);
-    fs::remove_file(&card).unwrap();
-    finish(&longer);
-}
-
-#[test]
 fn a_stage_that_is_over_and_a_shorter_one_are_refused() {
     let place = Workplace::new();
     let recipe = place.recipe(&["checkpoint.keep=9"]);
@@ -256,4 +242,149 @@ fn metrics_that_begin_in_a_later_stage_keep_their_steps_when_an_earlier_one_has_
     let lines = metrics::read(&run.metrics()).unwrap();
     let steps: Vec<u64> = lines.iter().map(|line| line.step).collect();
     assert_eq!(steps, [2, 3, 4, 5]);
+}
+
+/// The recipe with a third stage, like the first but for its name, and with these overrides.
+fn with_third_stage(place: &Workplace, overrides: &[&str]) -> Recipe {
+    let mut recipe = place.recipe(overrides);
+    let mut stage = recipe.stages[0].clone();
+    stage.name = "again".to_owned();
+    stage.tokens = 320;
+    recipe.stages.push(stage);
+    recipe
+}
+
+#[test]
+fn an_appended_stage_gives_the_bits_of_a_run_that_had_it_from_the_start() {
+    let keep = ["checkpoint.keep=9"];
+    let place = Workplace::new();
+    let whole = with_third_stage(&place, &keep);
+    finish(&whole);
+    let expected = Results::of(&whole);
+    assert_eq!(expected.metrics.len(), 15);
+    for stop in [3, 7, 10] {
+        let place = Workplace::new();
+        let first = place.recipe(&keep);
+        match stop {
+            10 => finish(&first),
+            stop => stop_at(&first, stop),
+        }
+        let recipe = with_third_stage(&place, &keep);
+        finish(&recipe);
+        assert!(Results::of(&recipe) == expected, "after step {stop}");
+        assert!(matches!(train_from(&recipe, 4).unwrap(), Outcome::Finished(_)));
+        assert!(Results::of(&recipe) == expected, "after step {stop}, from 4");
+        // It is the run's own from then on.
+        let error = Start::default().run(&first).unwrap_err().to_string();
+        assert!(
+            error.contains("stage: was \"adapt, moh, again\", now")
+                || error.contains("stage.again.tokens"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_stage_that_has_grown_before_another_was_appended_grows_there_again() {
+    let place = Workplace::new();
+    let keep = "checkpoint.keep=9";
+    finish(&place.recipe(&[keep]));
+    finish(&place.recipe(&[keep, LONGER[1]]));
+    let recipe = with_third_stage(&place, &[keep, LONGER[1]]);
+    finish(&recipe);
+    let expected = Results::of(&recipe);
+    assert_eq!(expected.metrics.len(), 18);
+    for step in [8, 10, 12] {
+        assert!(matches!(train_from(&recipe, step).unwrap(), Outcome::Finished(_)));
+        assert!(Results::of(&recipe) == expected, "from {step}");
+    }
+}
+
+#[test]
+fn a_stage_in_front_of_others_is_refused_with_the_command_of_another_run() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    finish(&recipe);
+    let mut other = with_third_stage(&place, &[]);
+    other.stages.rotate_right(1);
+    let error = Start::default().run(&other).unwrap_err().to_string();
+    let root = recipe.run.dir.display();
+    let command = format!(
+        "\n  moh-train --recipe recipe.toml --set 'model={{ from = \"{root}@10\" }}' --set run.dir={root}-2"
+    );
+    assert!(error.ends_with(&command), "{error}");
+}
+
+#[test]
+fn validation_sets_come_and_go_without_a_change_of_a_weight() {
+    let place = Workplace::new();
+    let expected = reference();
+    write_tokens(&place.dir.path().join("other"), 3, 30);
+    let set = |name: &str, file: &str| ValidationSet {
+        name: name.to_owned(),
+        path: place.dir.path().join(file),
+        batches: 1,
+        every_steps: 2,
+    };
+    let mut recipe = place.recipe(&[]);
+    let first = recipe.data.validation.clone();
+    let mut warnings = Vec::new();
+    for (stop, sets) in [
+        (2, first.clone()),
+        (4, vec![set("code", "other"), set("validation", "held-out")]),
+        (6, Vec::new()),
+        (8, vec![set("code", "held-out")]),
+        (0, first),
+    ] {
+        recipe.data.validation = sets;
+        let start = Start { stop_at: stop, ..Start::default() };
+        let done = start.run_and_hear(&recipe, &mut |event| {
+            if let Event::Warning { text } = event {
+                warnings.push((stop, (*text).to_owned()));
+            }
+        });
+        assert!(matches!(done.unwrap(), Outcome::Stopped { .. } | Outcome::Finished(_)));
+    }
+    let found = Results::of(&recipe);
+    assert!(found.weights == expected.weights);
+    for (line, reference) in found.metrics.iter().zip(&expected.metrics) {
+        assert_eq!(
+            (&line["loss"], &line["grad_norm"]),
+            (&reference["loss"], &reference["grad_norm"])
+        );
+    }
+    let sets: Vec<_> = found.metrics.iter().map(|line| line["validation"].to_string()).collect();
+    assert!(sets[3].contains("code") && sets[3].contains("validation"), "{sets:?}");
+    let summary: serde_json::Value = serde_json::from_str(&found.summary).unwrap();
+    let evaluations = summary["evaluations"].as_array().unwrap();
+    let of_sets: Vec<_> = evaluations.iter().map(|one| one["set"].as_str().unwrap()).collect();
+    // The first stage ended without a set, and the second began with none.
+    assert_eq!(of_sets, ["validation", "validation"]);
+    assert!(!found.summary.contains("code"));
+    let record = fs::read_to_string(RunDirectory::new(&recipe.run.dir).inputs()).unwrap();
+    assert!(record.contains("data.validation") && !record.contains("code"), "{record}");
+    // Of one set alone the text had changed; a set that was not there before has no earlier losses.
+    assert!(warnings.is_empty(), "{warnings:?}");
+}
+
+#[test]
+fn a_validation_set_of_another_text_is_accepted_with_a_warning() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    stop_at(&recipe, 3);
+    let held_out = place.dir.path().join("held-out");
+    for ending in ["bin", "idx", "json"] {
+        fs::remove_file(held_out.with_extension(ending)).unwrap();
+    }
+    write_tokens(&held_out, 5, 20);
+    let mut warnings = Vec::new();
+    let done = Start::default().run_and_hear(&recipe, &mut |event| {
+        if let Event::Warning { text } = event {
+            warnings.push((*text).to_owned());
+        }
+    });
+    assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
+    assert!(Results::of(&recipe).weights == reference().weights);
+    let expected = "data.validation has another text than before, so its losses";
+    assert!(warnings.len() == 1 && warnings[0].starts_with(expected), "{warnings:?}");
 }

@@ -4,7 +4,7 @@ use maud::{Markup, html};
 use moh_train::checkpoint::Evaluation;
 
 use crate::run_log::RunLog;
-use crate::summary_table::describe;
+use crate::summary_table::label;
 
 /// A loss, and the same in bits per byte.
 type Cell = (f64, Option<f64>);
@@ -110,6 +110,5 @@ fn lines(log: &RunLog, evaluation: &Evaluation) -> Vec<(String, bool, Cell)> {
     let first = (evaluation.loss, evaluation.bits_per_byte);
     let others = evaluation.other_sets.iter();
     let others = others.map(|(name, set)| (name.clone(), true, (set.loss, set.bits_per_byte)));
-    let label = describe(log.summary.heads, evaluation, &log.summary.evaluations);
-    std::iter::once((label, false, first)).chain(others).collect()
+    std::iter::once((label(&log.summary, evaluation), false, first)).chain(others).collect()
 }

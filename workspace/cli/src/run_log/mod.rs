@@ -169,7 +169,7 @@ impl RunLog {
             let mut add = |name, loss| {
                 sets.entry(name).or_default().push((tokens, is_converted, loss));
             };
-            add(&first_set, evaluation.loss);
+            add(evaluation.set.as_deref().unwrap_or(&first_set), evaluation.loss);
             for (name, validation) in &evaluation.other_sets {
                 add(name, validation.loss);
             }
@@ -257,7 +257,8 @@ fn name(root: &Path) -> String {
 
 /// A summary whose names can be shown.
 fn printable_names(mut summary: Summary) -> Summary {
-    for Evaluation { moment, other_sets, .. } in &mut summary.evaluations {
+    for Evaluation { moment, set, other_sets, .. } in &mut summary.evaluations {
+        *set = set.take().map(|name| printable(&name));
         if let EvaluationPoint::Converted { stage, .. } | EvaluationPoint::Trained { stage } =
             moment
         {

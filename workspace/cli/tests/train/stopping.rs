@@ -23,6 +23,7 @@ fn a_killed_run_ends_as_one_that_was_not() {
     assert!(results(&run) == results(&dir.path().join("whole")));
     let parts = [
         ".lock",
+        ".moh-run",
         "checkpoints",
         "export",
         "has-checkpoints",

@@ -120,6 +120,9 @@ pub struct Evaluation {
     pub loss: f64,
     /// In bits per byte of the decoded targets; `None` without a tokenizer.
     pub bits_per_byte: Option<f64>,
+    /// The validation set of these two, which was the recipe's first then; `None` in files of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub set: Option<String>,
     /// The losses of the validation sets after the first, by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub other_sets: BTreeMap<String, Validation>,
@@ -129,6 +132,17 @@ impl Evaluation {
     /// Whether `all`, which has this evaluation, has more at this point: a stage that went on has several ends.
     pub fn is_repeated(&self, all: &[Evaluation]) -> bool {
         all.iter().filter(|other| other.moment == self.moment).count() > 1
+    }
+
+    /// Whether the losses are of one text, as far as the name of their set tells.
+    pub fn is_comparable(&self, other: &Evaluation) -> bool {
+        self.set.is_none() || other.set.is_none() || self.set == other.set
+    }
+
+    /// The set's name, if another one of `all` is of another set.
+    pub fn set_among(&self, all: &[Evaluation]) -> Option<&str> {
+        let is_needed = all.iter().any(|other| !other.is_comparable(self));
+        self.set.as_deref().filter(|_| is_needed)
     }
 }
 

@@ -6,7 +6,7 @@ use moh_files::TEMPORARY;
 
 use super::read::{alone, newest_good};
 use crate::recipe::Checkpoint;
-use crate::run_directory::REWOUND;
+use crate::run_directory::{REWOUND, is_unfinished_checkpoint};
 use crate::{Error, RunDirectory};
 
 /// Removes the checkpoints that `retention` does not keep, those that a rewind has left, and leftovers of
@@ -59,7 +59,7 @@ pub fn remove(run: &RunDirectory, steps: &[u64]) -> Result<(), Error> {
     for entry in fs::read_dir(&all).map_err(Error::io(&all))? {
         let path = entry.map_err(Error::io(&all))?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if name.starts_with(TEMPORARY) || name.starts_with(REWOUND) {
+        if is_unfinished_checkpoint(&name) || name.starts_with(REWOUND) {
             fs::remove_dir_all(&path).map_err(Error::io(&path))?;
         }
     }

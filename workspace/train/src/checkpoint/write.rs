@@ -26,6 +26,7 @@ const MAX_THREADS: usize = 4;
 /// # Errors
 /// Fails if the directory cannot be created.
 pub(crate) fn begin(run: &RunDirectory, step: u64) -> Result<PendingDirectory, Error> {
+    run.create_folder(&run.checkpoints())?;
     PendingDirectory::create_shared(&run.checkpoint(step)).map_err(Error::io(&folder(run, step)))
 }
 

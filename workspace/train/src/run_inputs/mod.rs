@@ -45,7 +45,7 @@ impl RunInputs<'_> {
     /// whose ids are not known to be in the vocabulary. All ranks call it; the first one calls `events`.
     ///
     /// # Errors
-    /// [`Error::InputChanged`] with the first file of other content, or the first id outside the
+    /// [`Error::InputChanged`] with the first file of training of other content, or the first id outside the
     /// vocabulary; fails also if the record cannot be read or written.
     pub(crate) fn settle<B: Backend>(
         &self,
@@ -74,9 +74,15 @@ impl RunInputs<'_> {
         let model = ModelFiles::read(self.source, self.recipe)?;
         match &stored {
             Some(stored) if self.resumes => {
-                stored.check_token_files(&path, files, found)?;
+                stored.check_training_files(&path, files, found)?;
                 let kept = self.run.model();
                 for text in model.check(&stored.model_files, &path, &kept)? {
+                    events(Event::Warning { text: &text });
+                }
+                for key in stored.changed_sets(files, found) {
+                    let text = format!(
+                        "{key} has another text than before, so its losses cannot be compared with the earlier ones"
+                    );
                     events(Event::Warning { text: &text });
                 }
             }

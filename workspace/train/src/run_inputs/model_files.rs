@@ -10,9 +10,11 @@ use moh_files::PendingDirectory;
 use moh_hf::config_file::CONFIG_FILE;
 use moh_hf::is_terms_file;
 use moh_hf::model_card::{self, CARD_FILE};
-use moh_hf::model_directory::companion_files;
+use moh_hf::model_directory::{GENERATION_FILE, companion_files, is_tokenizer_file};
 use moh_hf::vocabulary::TOKENIZER_FILE;
 
+use crate::error::unless_missing;
+use crate::run_directory::named;
 use crate::source::ModelSource;
 use crate::{Error, Recipe};
 
@@ -135,11 +137,13 @@ impl ModelFiles {
         Some((TextTokenizer::load(&self.files.get(name)?.path).ok()?, before))
     }
 
-    /// Writes the files to `place`, complete or not at all; nothing if there are none.
+    /// Writes the files to `place`, complete or not at all; nothing if there are none. What is there already must be
+    /// such files.
     ///
     /// # Errors
-    /// Fails if a file cannot be written.
+    /// [`Error::ForeignFiles`] with what would be lost; fails also if a file cannot be written.
     pub(super) fn write(&self, place: &Path) -> Result<(), Error> {
+        check_replaceable(place)?;
         if self.files.is_empty() {
             return moh_files::remove_directory(place).map_err(Error::io(place));
         }
@@ -157,6 +161,37 @@ impl ModelFiles {
         }
         pending.replace().map_err(Error::io(place))
     }
+}
+
+/// Fails if a directory holds what [`ModelFiles::write`] never writes.
+fn check_replaceable(place: &Path) -> Result<(), Error> {
+    let is_written =
+        |name: &str| is_tokenizer_file(name) || [CONFIG_FILE, GENERATION_FILE].contains(&name);
+    let is_ours = |name: &str, is_file: bool| match is_file {
+        true => is_written(name) || name == CARD_FILE || is_terms_file(name),
+        false => name == TOKENIZER,
+    };
+    let folder = place.join(TOKENIZER);
+    for (directory, is_ours) in [
+        (place, &is_ours as &dyn Fn(&str, bool) -> bool),
+        (&folder, &|name, is_file| is_file && is_written(name)),
+    ] {
+        let entries = unless_missing(directory, std::fs::read_dir(directory))?;
+        let mut found = Vec::new();
+        for entry in entries.into_iter().flatten() {
+            let entry = entry.map_err(Error::io(directory))?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if !is_ours(&name, entry.path().is_file()) {
+                found.push(name);
+            }
+        }
+        if !found.is_empty() {
+            found.sort();
+            let path = directory.to_owned();
+            return Err(Error::ForeignFiles { path, found: named(&found) });
+        }
+    }
+    Ok(())
 }
 
 /// Adds what the card of an export says of the model's origin, and the terms that come with it.

@@ -10,8 +10,11 @@ use serde::{Deserialize, Serialize};
 
 use super::token_files::Found;
 use crate::error::unless_missing;
+use crate::recipe::is_below;
 use crate::{Error, RunDirectory};
 
+/// Begins the keys of the validation sets' files.
+const VALIDATION: &str = "data.validation";
 /// The version of the format.
 const FORMAT: u32 = 1;
 /// Maximum bytes of a record: tens of thousands of token files.
@@ -106,6 +109,20 @@ impl Record {
         }
     }
 
+    /// The validation sets, by their keys, that have other content than recorded under the same key.
+    pub(super) fn changed_sets<'a>(
+        &self,
+        files: &'a [(String, &TokenFile)],
+        found: &[Found],
+    ) -> Vec<&'a str> {
+        let is_changed = |key: &str, found: &Found| {
+            is_below(key, VALIDATION)
+                && self.token_files.get(key).is_some_and(|known| known.content != found.content)
+        };
+        let changed = files.iter().zip(found).filter(|((key, _), found)| is_changed(key, found));
+        changed.map(|((key, _), _)| key.as_str()).collect()
+    }
+
     /// Writes the record.
     ///
     /// # Errors
@@ -117,8 +134,8 @@ impl Record {
         moh_files::write(path, &text).map_err(Error::io(path))
     }
 
-    /// Fails with the first token file of other content than recorded; `path` is the record's.
-    pub(super) fn check_token_files(
+    /// Fails with the first token file of training of other content than recorded; `path` is the record's.
+    pub(super) fn check_training_files(
         &self,
         path: &Path,
         files: &[(String, &TokenFile)],
@@ -126,7 +143,8 @@ impl Record {
     ) -> Result<(), Error> {
         for ((key, file), found) in files.iter().zip(found) {
             // The recipe's other keys are compared before: the sources are as many as they were.
-            let Some(FileRecord { content, .. }) = self.token_files.get(key) else { continue };
+            let recorded = self.token_files.get(key).filter(|_| !is_below(key, VALIDATION));
+            let Some(FileRecord { content, .. }) = recorded else { continue };
             let (ending, difference) = match (content, &found.content) {
                 (was, is) if was == is => continue,
                 (was, is) if was.idx_bytes != is.idx_bytes => {

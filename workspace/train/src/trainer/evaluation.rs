@@ -24,12 +24,18 @@ pub(super) type Following<'a> = (RoutingMoment, Option<&'a str>);
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
     /// Records the losses at a point of the run, if there is validation data.
     pub(super) fn record(&mut self, point: EvaluationPoint, mut losses: Losses) {
-        let first = self.inputs.recipe.data.validation.first();
-        let Some(found) = first.and_then(|first| losses.remove(&first.name)) else { return };
+        let Some(first) = self.inputs.recipe.data.validation.first() else { return };
+        let Some(found) = losses.remove(&first.name) else { return };
         let Validation { loss, bits_per_byte } = found;
         let step = self.state.step;
-        let evaluation =
-            Evaluation { moment: point, step, loss, bits_per_byte, other_sets: losses };
+        let evaluation = Evaluation {
+            moment: point,
+            step,
+            loss,
+            bits_per_byte,
+            set: Some(first.name.clone()),
+            other_sets: losses,
+        };
         let heads = self.model.config().num_attention_heads;
         (self.events)(Event::Evaluated { evaluation: &evaluation, heads });
         self.state.evaluations.push(evaluation);

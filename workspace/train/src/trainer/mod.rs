@@ -2,6 +2,7 @@
 //! after an interruption at any point.
 
 mod evaluation;
+mod leaving;
 mod rewinding;
 mod save_clock;
 mod saving;
@@ -21,6 +22,7 @@ use crate::checkpoint::{EvaluationPoint, RunState};
 use crate::event::{Event, Outcome};
 use crate::export;
 use crate::growth;
+use crate::held_directory::HeldDirectory;
 use crate::metrics::MetricsWriter;
 use crate::optimizer::OptimizerState;
 use crate::part_times::PartTimes;
@@ -42,6 +44,8 @@ pub(crate) struct Inputs<'a> {
     pub recipe: &'a Recipe,
     pub source: &'a ModelSource,
     pub run: &'a RunDirectory,
+    /// The run directory itself, on the first rank.
+    pub held: Option<&'a Arc<HeldDirectory>>,
     pub stop: &'a AtomicBool,
     pub trace: &'a TraceSteps,
     /// See [`crate::RunOptions`].
@@ -109,6 +113,7 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
         match trainer.run()? {
             Progress::Done => return trainer.finish(),
             Progress::Stopped => return Ok(Outcome::Stopped { step: trainer.state.step }),
+            Progress::Lost => return trainer.leave(),
             // Another layout of ranks starts from the last checkpoint; after a rewind the run starts from
             // an earlier one.
             Progress::LayoutChanged | Progress::Rewound => {
@@ -125,6 +130,8 @@ enum Progress {
     /// The next stage has another layout of ranks.
     LayoutChanged,
     Rewound,
+    /// The run directory is not at its path any more.
+    Lost,
 }
 
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
@@ -141,30 +148,39 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         }
         while let Some(stage) = self.inputs.recipe.stages.get(self.state.stage) {
             if stage.parallel != self.parallel {
-                self.finish_saving()?;
-                return Ok(Progress::LayoutChanged);
+                return self.finish_saving(Progress::LayoutChanged);
             }
-            let progress = self.run_stage(stage)?;
-            if progress == Progress::Stopped {
-                self.finish_saving()?;
-            }
-            if progress != Progress::Done {
-                return Ok(progress);
+            match self.run_stage(stage)? {
+                Progress::Done => {}
+                Progress::Stopped => return self.finish_saving(Progress::Stopped),
+                progress => return Ok(progress),
             }
             growth::reopen(&mut self.state, self.inputs.recipe);
         }
-        self.finish_saving()?;
-        Ok(Progress::Done)
+        self.finish_saving(Progress::Done)
     }
 
     /// Exports the model and writes the summary, which marks the run as finished.
     fn finish(mut self) -> Result<Outcome, Error> {
         let Inputs { run, source, recipe, .. } = self.inputs;
+        if self.is_lost()? {
+            return self.leave();
+        }
         let summary = Summary::new(&self.state, self.model.config());
+        let mut kept = None;
         self.ranks.first_does(|| {
+            kept = export::keep_foreign(run, self.state.step)?;
             export::write(run, source, recipe, &self.model, &self.state)?;
             summary.write(&run.summary())
         })?;
+        if let Some(aside) = kept {
+            let text = format!(
+                "{} had files that no run has written, and is kept as {}",
+                run.export().display(),
+                aside.display()
+            );
+            (self.events)(Event::Warning { text: &text });
+        }
         Ok(Outcome::Finished(summary))
     }
 }

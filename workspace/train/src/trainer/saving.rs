@@ -1,5 +1,6 @@
 //! When a checkpoint is begun, what becomes of one in flight, and the checkpoints that are waited for.
 
+use std::io::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -8,12 +9,12 @@ use moh_kernels::{Backend, Element, span};
 use moh_model::Model;
 
 use super::save_clock::{Due, SaveClock};
-use super::{Inputs, Trainer};
+use super::{Inputs, Progress, Trainer};
 use crate::checkpoint::{self, Complete, End, Flight, Snapshot, ThreadFlags, WritePart};
 use crate::error::last_good_checkpoint;
 use crate::event::Event;
 use crate::optimizer::OptimizerState;
-use crate::{Error, MetricsWriter};
+use crate::{Error, MetricsWriter, RunDirectory};
 
 /// The time between two exchanges of the ranks that wait for a checkpoint: each of them stays far below
 /// the time limit of an operation, however long the checkpoint takes.
@@ -38,6 +39,8 @@ pub(super) struct Agreed {
     pub stop: bool,
     /// A checkpoint is due by the first rank's clock.
     pub save: bool,
+    /// The run directory is not at its path any more.
+    pub lost: bool,
 }
 
 /// A checkpoint that could not be written, of which all ranks know.
@@ -87,7 +90,9 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     pub(super) fn agree_after_step(&mut self) -> Result<Agreed, Error> {
         let due = self.saving.clock.step_ends(Instant::now());
         let agreed = self.exchange(Duration::ZERO, due)?;
-        self.warn_of_failure("in a minute, or when the next checkpoint is due");
+        if !agreed.lost {
+            self.warn_of_failure("in a minute, or when the next checkpoint is due");
+        }
         Ok(agreed)
     }
 
@@ -120,6 +125,15 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let (run, retention, state) = (run.clone(), recipe.checkpoint, self.state.clone());
         let config = source.config_file().to_json(self.model.config(), None);
         let sync_metrics = self.metrics.as_mut().map(MetricsWriter::sync_later).transpose()?;
+        let held = self.inputs.held.map(Arc::clone);
+        let has_left = {
+            let root = run.root().to_owned();
+            move || held.as_ref().is_some_and(|held| held.has_left(&root))
+        };
+        let gone = |run: &RunDirectory| Error::io(run.root())(ErrorKind::NotFound.into());
+        if has_left() {
+            return Err(gone(&run));
+        }
         let pending = checkpoint::begin(&run, state.step)?;
         // A rewind may need the older ones while steps are not applied.
         let prunes = self.state.guard.in_a_row == 0;
@@ -129,6 +143,9 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             let _span = span::enter("complete checkpoint");
             // Resuming from the checkpoint of step n requires n lines of metrics.
             sync_metrics.map_or(Ok(()), |sync| sync())?;
+            if has_left() {
+                return Err(gone(&run));
+            }
             checkpoint::publish(&run, pending, state, config, parts)?;
             let pruned = if prunes { checkpoint::prune(&run, &retention) } else { Ok(()) };
             let afterwards = [run.mark(), pruned];
@@ -156,16 +173,19 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Waits for the checkpoint in flight. If there is none of the last step then, it is written, once
-    /// more if it has failed before.
+    /// more if it has failed before. Returns `then`, or that the run directory is lost, if that is the reason.
     ///
     /// # Errors
     /// Fails if the checkpoint cannot be written.
-    pub(super) fn finish_saving(&mut self) -> Result<(), Error> {
+    pub(super) fn finish_saving(&mut self, then: Progress) -> Result<Progress, Error> {
         self.wait_for_checkpoint()?;
         let is_saved = |saving: &Saving<T, M>, step| saving.last_good.unwrap_or(0) == step;
         if !is_saved(&self.saving, self.state.step) {
             self.save()?;
             self.wait_for_checkpoint()?;
+        }
+        if self.saving.failure.is_some() && self.is_lost()? {
+            return Ok(Progress::Lost);
         }
         match self.saving.failure.take() {
             Some(Failure { step, cause }) if self.ranks.is_first() => Err(Error::NotSaved {
@@ -174,7 +194,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
                 last_good: self.saving.last_good,
             }),
             Some(_) => Err(Error::OtherRank { rank: 0 }),
-            None => Ok(()),
+            None => Ok(then),
         }
     }
 
@@ -194,7 +214,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             flight.map_or_else(ThreadFlags::default, |(_, flight)| flight.wait(limit));
         let stop = self.inputs.stop.load(Ordering::Relaxed) || (self.ranks.is_first() && due.stop);
         let save = self.ranks.is_first() && due.checkpoint;
-        let [stop, save, running, failed] = self.ranks.any_of([stop, save, running, failed])?;
+        let flags = [stop, save, running, failed, self.has_left()];
+        let [stop, save, running, failed, lost] = self.ranks.any_of(flags)?;
         if let Some((step, flight)) = &mut self.saving.flight
             && let Some(end) = flight.advance(ThreadFlags { running, failed }, &mut self.ranks)?
         {
@@ -202,7 +223,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             self.saving.flight = None;
             self.checkpoint_ends(step, end);
         }
-        Ok(Agreed { stop, save })
+        Ok(Agreed { stop, save, lost })
     }
 
     fn checkpoint_ends(&mut self, step: u64, end: End) {

@@ -111,6 +111,10 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             self.end_stage(stage, metrics.validation_sets);
         }
         let agreed = self.agree_after_step()?;
+        if agreed.lost {
+            work.stepper.wait_for_weights(&mut self.model)?;
+            return Ok(Progress::Lost);
+        }
         if last || agreed.stop || agreed.save || self.checkpoint_is_due() {
             work.stepper.wait_for_weights(&mut self.model)?;
             self.save()?;

@@ -22,7 +22,7 @@ use crate::optimizer::OptimizerState;
 use crate::recipe::Parallel;
 use crate::rewinds::{Rewinds, leave_path};
 use crate::routing_log::RoutingWriter;
-use crate::run::check_resumable;
+use crate::run::{check_resumable, warn_of_edited};
 use crate::run_data::RunData;
 use crate::set_aside::set_later_aside;
 use crate::source::ModelSource;
@@ -186,14 +186,16 @@ fn settle<B: Backend>(
     events: &mut dyn FnMut(Event<'_>),
 ) -> Result<(), Error> {
     let Inputs { run, recipe, resume_step, .. } = *inputs;
-    let mut aside = None;
+    let (mut aside, mut edited) = (None, None);
     ranks.first_does(|| {
         if let Some(step) = resume_step {
             aside = set_later_aside(run, step)?;
         }
         run.remove_summary()?;
-        resumed.store(run, recipe)
+        edited = resumed.store(run, recipe)?;
+        Ok(())
     })?;
+    warn_of_edited(run, edited.as_deref(), events);
     if let Some(path) = aside {
         events(Event::SetAside { step: state.step, path: &path });
     }

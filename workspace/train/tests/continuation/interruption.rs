@@ -75,7 +75,7 @@ fn a_killed_run_continues_to_the_same_end() {
         for half in [
             run.checkpoints().join(format!(".tmp-step-{step}-abc/weights.safetensors")),
             run.root().join(".tmp-export-abc/model.safetensors"),
-            run.root().join(".tmp-metrics-abc"),
+            run.root().join(".tmp-metrics.jsonl-abcdef"),
             run.export().join("model.safetensors"),
         ] {
             fs::create_dir_all(half.parent().unwrap()).unwrap();

@@ -14,6 +14,7 @@ use moh_cli::signals::stop_on_signals;
 use moh_cli::time_limit::time_limit;
 use moh_comm::{Fault, Launch, Options, World};
 use moh_kernels::span;
+use moh_train::run_directory::shell_word;
 use moh_train::{
     OpenDevice, Outcome, RankSpeed, Recipe, RunDirectory, RunOptions, TimeLimit, TraceSteps,
     open_device,
@@ -26,13 +27,17 @@ use crate::report::report;
 pub(crate) fn train(
     arguments: &Arguments,
     path: &Path,
-    recipe: Recipe,
+    mut recipe: Recipe,
     start: Instant,
 ) -> anyhow::Result<()> {
     let limit = time_limit(start, arguments.time_limit);
+    let moved = take_place(arguments, path, &mut recipe)?;
     check_trace(arguments, &recipe)?;
     span::connect_profiler()?;
     let launch = Launch::from_environment(arguments.rendezvous.as_deref())?;
+    if let Some(text) = moved.filter(|_| launch.rank == 0) {
+        exit::stderr_line(format_args!("{text}"));
+    }
     // Opened first: a missing device then leaves no run directory, and makes no other rank wait.
     let device = open_device(&recipe, path, launch.local_rank)?;
     let rank = launch.rank;
@@ -68,6 +73,38 @@ pub(crate) fn train(
         }
         Err(error) => Err(error),
     }
+}
+
+/// Gives the recipe of a run the directory in which it lies as `run.dir`, wherever the run was moved, unless the
+/// command names another one. Returns a sentence if that is another directory than the recipe says.
+fn take_place(
+    arguments: &Arguments,
+    path: &Path,
+    recipe: &mut Recipe,
+) -> anyhow::Result<Option<String>> {
+    let key = |text: &str| text.split_once('=').map(|(key, _)| key.trim().to_owned());
+    let is_named = |text: &String| key(text).is_some_and(|key| key == "run.dir" || key == "run");
+    if arguments.overrides.iter().any(is_named) {
+        return Ok(None);
+    }
+    let Some(run) = RunDirectory::of_recipe(path)? else { return Ok(None) };
+    if recipe.run.dir.canonicalize().is_ok_and(|dir| Some(dir) == run.root().canonicalize().ok()) {
+        return Ok(None);
+    }
+    let before = std::mem::replace(&mut recipe.run.dir, run.root().to_owned());
+    Ok(Some(format!(
+        "{} is the recipe of the run beside it, so run.dir is {}, not {}",
+        path.display(),
+        run.root().display(),
+        before.display()
+    )))
+}
+
+/// The command that started this program, without the options of one start.
+fn command(arguments: &Arguments, path: &Path) -> String {
+    let sets = arguments.overrides.iter().map(|text| format!(" --set {}", shell_word(text)));
+    let path = shell_word(&path.to_string_lossy());
+    format!("moh-train --recipe {path}{}", sets.collect::<String>())
 }
 
 /// Refuses to trace steps beyond the run's last.
@@ -110,6 +147,7 @@ fn train_as_rank(
     // The first rank describes the machine.
     let processor = if first { Processor::read().label() } else { String::new() };
     let no_steps = TraceSteps::NONE;
+    let command = command(arguments, path);
     let options = RunOptions {
         trace: arguments.trace.as_ref().unwrap_or(&no_steps),
         begin_anew: arguments.begin_anew,
@@ -118,6 +156,7 @@ fn train_as_rank(
         break_lock: arguments.break_lock,
         allow_other_tokenizer: arguments.allow_other_tokenizer,
         processor: &processor,
+        command: &command,
         ..RunOptions::new(&stop)
     };
     let outcome = moh_train::run(

@@ -1,0 +1,169 @@
+//! Whose a run directory is: other people's files are refused, a moved run is the run of its recipe, and one that is
+//! moved or removed while it trains is not made again.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use super::{PROGRAM, moh_train, newest_checkpoint, prepared, results, started};
+use crate::support::{failure, names, program, stderr, success};
+
+/// A few steps.
+const SHORT: [&str; 2] = ["stage.adapt.tokens=640", "stage.moh.tokens=640"];
+
+fn short(dir: &Path, overrides: &[&str]) -> Command {
+    moh_train(dir, &[&SHORT[..], overrides].concat())
+}
+
+#[test]
+fn a_project_with_its_model_data_and_recipe_is_not_a_run_directory() {
+    let dir = prepared();
+    let project = dir.path();
+    fs::rename(project.join("source"), project.join("model")).unwrap();
+    let weights = fs::read(project.join("model/model.safetensors")).unwrap();
+    let mut command = short(project, &["model.from=model", "run.dir=."]);
+    let message = failure(project, &mut command, 1);
+    let expected = ".: is not a run directory, and holds model, recipe.toml, text.bin and 2 more: a run takes a \
+                    directory that is new, empty or its own, so choose another one, such as --set run.dir=./run";
+    assert_eq!(message, expected);
+    assert!(fs::read(project.join("model/model.safetensors")).unwrap() == weights);
+    let message =
+        failure(project, &mut short(project, &["model.from=model", "run.dir=model/run"]), 1);
+    assert!(message.starts_with("model/run: run.dir lies inside model, which model.from names"));
+    // A file of that name alone is no finished run.
+    let stray = project.join("stray");
+    fs::create_dir(&stray).unwrap();
+    fs::write(stray.join("summary.json"), "{}").unwrap();
+    let message = failure(project, &mut short(project, &["model.from=model", "run.dir=stray"]), 1);
+    assert!(message.starts_with("stray: is not a run directory, and holds summary.json: "));
+    assert_eq!(names(&stray), ["summary.json"]);
+}
+
+#[test]
+fn a_users_own_recipe_survives_in_the_directory_that_it_names() {
+    let dir = prepared();
+    let recipe = fs::read_to_string(dir.path().join("recipe.toml")).unwrap();
+    fs::create_dir(dir.path().join("mine")).unwrap();
+    let own = format!("# With comments.\n{}", recipe.replace("\"run\"", "\"mine\""));
+    fs::write(dir.path().join("mine/recipe.toml"), &own).unwrap();
+    let mut command = program(PROGRAM, dir.path());
+    let message = failure(dir.path(), command.args(["--recipe", "mine/recipe.toml"]), 1);
+    assert!(
+        message.starts_with("mine: is not a run directory, and holds recipe.toml: "),
+        "{message}"
+    );
+    assert_eq!(fs::read_to_string(dir.path().join("mine/recipe.toml")).unwrap(), own);
+}
+
+#[test]
+fn the_recipe_of_a_moved_run_is_that_run_unless_the_command_names_another() {
+    let dir = prepared();
+    success(&mut short(dir.path(), &[]));
+    fs::rename(dir.path().join("run"), dir.path().join("moved")).unwrap();
+    let start = |set: &[&str]| {
+        let mut command = program(PROGRAM, dir.path());
+        command.args(["--recipe", "moved/recipe.toml"]).args(set).output().unwrap()
+    };
+    let output = start(&[]);
+    let expected =
+        "moved/recipe.toml is the recipe of the run beside it, so run.dir is moved, not run\n";
+    assert_eq!(stderr(&output), expected);
+    assert!(output.stdout.starts_with(b"this run has already finished\n"));
+    assert!(!dir.path().join("run").exists());
+    // It is stored, and says no more.
+    assert_eq!(stderr(&start(&[])), "");
+    let output = start(&["--set", "run.dir=again"]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(results(&dir.path().join("again")) == results(&dir.path().join("moved")));
+}
+
+#[test]
+fn another_recipe_is_refused_with_a_command_that_starts_another_run() {
+    let dir = prepared();
+    success(&mut short(dir.path(), &["run.dir=first run"]));
+    let changed = ["run.dir=first run", "run.seed=2"];
+    let output = short(dir.path(), &changed).output().unwrap();
+    let text = stderr(&output);
+    assert!(text.contains("run.seed: was 1, now 2\n"), "{text}");
+    let command = text.lines().last().unwrap().trim();
+    let expected = "moh-train --recipe recipe.toml --set stage.adapt.tokens=640 --set \
+                    stage.moh.tokens=640 --set 'run.dir=first run' --set run.seed=2 --set \
+                    'model.from=first run@20' --set 'run.dir=first run-2'";
+    assert_eq!(command, expected, "{text}");
+    let pasted = command.replacen("moh-train", PROGRAM, 1);
+    success(program("sh", dir.path()).args(["-c", &pasted]));
+    let stored = fs::read_to_string(dir.path().join("first run-2/recipe.toml")).unwrap();
+    assert!(stored.contains("from = \"first run@20\"") && stored.contains("seed = 2"), "{stored}");
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_run_that_is_moved_stops_in_its_new_place_and_goes_on_there() {
+    let dir = prepared();
+    let root = dir.path().canonicalize().unwrap();
+    let long = ["stage.adapt.tokens=25600"];
+    success(&mut moh_train(&root, &[long[0], "run.dir=whole"]));
+    let (child, mut reader) = started(&mut moh_train(&root, &long), 9);
+    fs::rename(root.join("run"), root.join("archive")).unwrap();
+    let mut rest = String::new();
+    std::io::Read::read_to_string(&mut reader, &mut rest).unwrap();
+    assert_eq!(child.wait_with_output().unwrap().status.code(), Some(1), "{rest}");
+    let step = newest_checkpoint(&root.join("archive"));
+    let recipe = root.join("archive/recipe.toml");
+    let last = format!(
+        "error: run: was moved to {} while the run was training, which has therefore stopped, with a \
+         checkpoint of step {step} there: to continue, moh-train --recipe {}",
+        root.join("archive").display(),
+        recipe.display()
+    );
+    assert_eq!(rest.lines().last(), Some(last.as_str()), "{rest}");
+    assert!(!root.join("run").exists());
+    let output = program(PROGRAM, &root).arg("--recipe").arg(&recipe).output().unwrap();
+    let text = stderr(&output);
+    assert!(output.status.success(), "{text}");
+    assert!(text.contains(&format!("continuing after step {step} of 460\n")), "{text}");
+    assert!(results(&root.join("archive")) == results(&root.join("whole")));
+}
+
+#[test]
+fn a_run_whose_directory_is_removed_ends_with_an_error() {
+    let dir = prepared();
+    let endless = ["stage.adapt.tokens=64e6"];
+    let (child, mut reader) = started(&mut moh_train(dir.path(), &endless), 9);
+    let run = dir.path().join("run");
+    while fs::remove_dir_all(&run).is_err() {}
+    let mut rest = String::new();
+    std::io::Read::read_to_string(&mut reader, &mut rest).unwrap();
+    assert_eq!(child.wait_with_output().unwrap().status.code(), Some(1), "{rest}");
+    let last = rest.lines().last().unwrap();
+    assert!(last.starts_with("error: run: was removed while the run was training"), "{rest}");
+    assert!(!run.exists());
+}
+
+#[test]
+fn validation_sets_may_change_and_a_stage_may_follow_a_finished_run() {
+    let dir = prepared();
+    success(&mut short(dir.path(), &[]));
+    let recipe = fs::read_to_string(dir.path().join("recipe.toml")).unwrap();
+    let other = recipe.replace(
+        "validation = { path = \"text\", batches = 2, every_steps = 9 }",
+        "validation = [{ name = \"book\", path = \"text\", batches = 1 }]",
+    );
+    let more = "\n[[stage]]\nname = \"more\"\nattention = \"dense\"\ntokens = 640\nbatch_tokens = 64\n\
+                micro_batch = 2\nlearning_rate = { max = 1e-3, min = 1e-3, warmup_steps = 1 }\n";
+    fs::write(dir.path().join("recipe.toml"), other + more).unwrap();
+    let output = short(dir.path(), &[]).output().unwrap();
+    let text = stderr(&output);
+    assert!(output.status.success(), "{text}");
+    assert!(text.contains("continuing after step 20 of 30\n"), "{text}");
+    let table = String::from_utf8(output.stdout).unwrap();
+    for expected in
+        ["as loaded, validation ", "after stage moh, validation ", "after stage more, book "]
+    {
+        assert!(table.contains(expected), "{expected}\n{table}");
+    }
+    let mut report = program(env!("CARGO_BIN_EXE_moh-report"), dir.path());
+    success(report.arg("run"));
+    let page = fs::read_to_string(dir.path().join("run/report.html")).unwrap();
+    assert!(page.contains("book") && page.contains("after stage more, book"));
+}
