@@ -127,6 +127,12 @@ impl RunView {
         }
     }
 
+    /// What prints a line above the bar from another thread.
+    pub fn printer(&self) -> impl Fn(&str) + Send + use<> {
+        let bar = self.bar.clone();
+        move |text| print(bar.as_ref(), text)
+    }
+
     /// Removes the bar.
     pub fn finish(&self) {
         if let Some(bar) = &self.bar {
@@ -163,10 +169,15 @@ impl RunView {
 
     /// Prints a line above the bar.
     fn line(&self, text: &str) {
-        match &self.bar {
-            Some(bar) => bar.println(text),
-            None => stderr_line(format_args!("{text}")),
-        }
+        print(self.bar.as_ref(), text);
+    }
+}
+
+/// Prints a line, above the bar if there is one.
+fn print(bar: Option<&ProgressBar>, text: &str) {
+    match bar {
+        Some(bar) => bar.println(text),
+        None => stderr_line(format_args!("{text}")),
     }
 }
 

@@ -7,4 +7,4 @@ pub mod tasks;
 
 pub use error::Error;
 pub use logits::{LogitsOf, logits};
-pub use loss::{EvaluationText, Evaluator, Loss, Sums};
+pub use loss::{EvaluationText, Evaluator, GoOn, Loss, Sums};

@@ -1,6 +1,7 @@
 //! The mean loss of a model over the windows of a token file.
 
 use std::f64::consts::LN_2;
+use std::ops::{ControlFlow, Range};
 
 use moh_data::{TextTokenizer, Windows};
 use moh_kernels::cross_entropy::IGNORED;
@@ -60,6 +61,15 @@ impl Sums {
     }
 }
 
+/// Whether an evaluation goes on, given the windows done and their total.
+pub type GoOn<'a, E> = dyn FnMut(u64, u64) -> Result<ControlFlow<()>, E> + 'a;
+
+/// The tokens of a batch, and what is predicted after each.
+struct Tokens {
+    ids: Vec<u32>,
+    targets: Vec<u32>,
+}
+
 /// The buffers of an evaluation, for batches of windows of one length.
 ///
 /// A window of n tokens has n - 1 targets, as in Hugging Face; the last batch is padded with
@@ -117,60 +127,90 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
         routing: Option<&mut RoutingStatistics>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Loss, Error> {
-        let sums = self.evaluate_share(model, text, Shard::WHOLE, routing, progress)?;
-        Ok(sums.loss())
+        let mut go_on = |done, total| {
+            progress(done, total);
+            Ok::<_, Error>(ControlFlow::Continue(()))
+        };
+        let sums = self.evaluate_share(model, text, Shard::WHOLE, routing, &mut go_on)?;
+        let count = text.count.min(text.windows.len());
+        progress(count, count);
+        // It was never asked to stop.
+        Ok(sums.unwrap_or_default().loss())
     }
 
     /// This rank's contribution to the loss over the windows of `text`: data-parallel ranks take
     /// batches in turn, and of a sharded model only the last stage's tensor rank 0 contributes.
     /// Also adds this rank's contribution to the statistics `routing`, if they are asked for.
-    /// `progress` counts the windows of all ranks.
+    ///
+    /// `go_on` is called before each round of batches, in which each data-parallel rank has at most
+    /// one, with the windows that all ranks have done and their total: equally often on every rank,
+    /// so that it may communicate. If it breaks, which it must do on all ranks in the same round, the
+    /// evaluation ends with `None`.
     ///
     /// # Errors
-    /// See [`Evaluator::evaluate`].
-    pub fn evaluate_share(
+    /// See [`Evaluator::evaluate`]; the errors of `go_on`.
+    pub fn evaluate_share<E: From<Error>>(
         &mut self,
         model: &mut Model<B, T>,
         text: EvaluationText<'_>,
         shard: Shard,
         mut routing: Option<&mut RoutingStatistics>,
-        progress: &mut dyn FnMut(u64, u64),
-    ) -> Result<Sums, Error> {
-        let EvaluationText { windows, count, tokenizer } = text;
+        go_on: &mut GoOn<'_, E>,
+    ) -> Result<Option<Sums>, E> {
         let shape = self.activations.shape();
-        let (count, batch) = (count.min(windows.len()), shape.batch as u64);
-        let mut ids = vec![0u32; shape.tokens()];
-        let mut targets = vec![IGNORED; shape.tokens()];
-        let mut sums = Sums::default();
-        let starts = (0..count).step_by(shape.batch);
-        for start in starts.skip(shard.rank).step_by(shard.size) {
-            targets.fill(IGNORED);
-            let end = count.min(start + batch);
-            let rows = ids.chunks_exact_mut(shape.length).zip(targets.chunks_mut(shape.length));
-            let counts = model.parallel().counts_losses();
-            let reads = self.activations.read_tokens();
-            for (number, (ids, targets)) in (start..end).zip(rows).filter(|_| reads) {
-                windows.read(number, ids)?;
-                targets[..shape.length - 1].copy_from_slice(&ids[1..]);
-                if !counts {
-                    continue;
-                }
-                sums.tokens += shape.length as u64 - 1;
-                if let Some(tokenizer) = tokenizer {
-                    sums.bytes += tokenizer.decoded_bytes(&ids[1..])?;
-                }
+        let (count, batch) = (text.count.min(text.windows.len()), shape.batch as u64);
+        let mut tokens =
+            Tokens { ids: vec![0u32; shape.tokens()], targets: vec![IGNORED; shape.tokens()] };
+        let (mut sums, mut round) = (Sums::default(), 0u64);
+        while round < count {
+            if go_on(round, count)?.is_break() {
+                return Ok(None);
             }
-            let backend = model.backend().clone();
-            self.activations.upload(&backend, &ids, &targets, &[])?;
-            let Evaluator { activations, sums: on_device } = self;
-            let tokens = (end - start) as usize * shape.length;
-            backend.install(|| match routing.as_deref_mut() {
-                Some(routing) => model.evaluate_routed(activations, on_device, routing, tokens),
-                None => model.evaluate(activations, on_device),
-            })?;
-            sums.cross_entropy += self.sums.take(&backend)?.0;
-            progress(count.min(start + batch * shard.size as u64), count);
+            let start = round + batch * shard.rank as u64;
+            if start < count {
+                let windows = start..count.min(start + batch);
+                let routing = routing.as_deref_mut();
+                self.add_batch(model, text, windows, (&mut tokens, &mut sums), routing)?;
+            }
+            round += batch * shard.size as u64;
         }
-        Ok(sums)
+        Ok(Some(sums))
+    }
+
+    /// Adds the loss of a batch of windows to the sums.
+    fn add_batch(
+        &mut self,
+        model: &mut Model<B, T>,
+        EvaluationText { windows, tokenizer, .. }: EvaluationText<'_>,
+        batch: Range<u64>,
+        (Tokens { ids, targets }, sums): (&mut Tokens, &mut Sums),
+        routing: Option<&mut RoutingStatistics>,
+    ) -> Result<(), Error> {
+        let shape = self.activations.shape();
+        targets.fill(IGNORED);
+        let num_tokens = (batch.end - batch.start) as usize * shape.length;
+        let rows = ids.chunks_exact_mut(shape.length).zip(targets.chunks_mut(shape.length));
+        let counts = model.parallel().counts_losses();
+        let reads = self.activations.read_tokens();
+        for (number, (ids, targets)) in batch.zip(rows).filter(|_| reads) {
+            windows.read(number, ids)?;
+            targets[..shape.length - 1].copy_from_slice(&ids[1..]);
+            if !counts {
+                continue;
+            }
+            sums.tokens += shape.length as u64 - 1;
+            if let Some(tokenizer) = tokenizer {
+                sums.bytes += tokenizer.decoded_bytes(&ids[1..])?;
+            }
+        }
+        let backend = model.backend().clone();
+        self.activations.upload(&backend, ids, targets, &[])?;
+        let Evaluator { activations, sums: on_device } = self;
+        backend.install(|| match routing {
+            Some(routing) => model.evaluate_routed(activations, on_device, routing, num_tokens),
+            None => model.evaluate(activations, on_device),
+        })?;
+        sums.cross_entropy += self.sums.take(&backend)?.0;
+        Ok(())
     }
 }

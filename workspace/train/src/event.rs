@@ -130,7 +130,8 @@ pub enum Outcome {
     Finished(Summary),
     /// The run had already finished.
     AlreadyFinished(Summary),
-    /// The run was asked to stop before it began or continued to train.
+    /// The run was asked to stop before its first step, or while its inputs were checked: what it had stays
+    /// as it was.
     StoppedBeforeTraining,
     /// The run was asked to stop and wrote a checkpoint.
     Stopped {

@@ -12,16 +12,36 @@ use crate::model_card;
 use crate::source::ModelSource;
 use crate::{Error, Recipe, RunDirectory};
 
+/// Whether an export is complete.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Exported {
+    Complete,
+    /// The run was asked to stop; nothing is written.
+    Stopped,
+}
+
+/// Why an export ended early.
+enum Ended {
+    Stopped,
+    Failed(Error),
+}
+
+impl<E: Into<Error>> From<E> for Ended {
+    fn from(error: E) -> Self {
+        Ended::Failed(error.into())
+    }
+}
+
 /// Writes the model to the run's `export/`, in its training dtype, with the tokenizer and
 /// generation files of the source model, and a card of the training. Replaces an older export once the new
-/// one is complete. Tensors of other ranks are read from the last checkpoint.
+/// one is complete. Tensors of other ranks are read from the last checkpoint. `go_on` is asked before each
+/// tensor.
 pub(crate) fn write<B: Backend, T: Element>(
-    run: &RunDirectory,
-    source: &ModelSource,
-    recipe: &Recipe,
+    (run, source, recipe): (&RunDirectory, &ModelSource, &Recipe),
     model: &Model<B, T>,
     state: &RunState,
-) -> Result<(), Error> {
+    go_on: &mut dyn FnMut() -> Result<bool, Error>,
+) -> Result<Exported, Error> {
     let (dtype, step) = (recipe.run.dtype.dtype(), state.step);
     let config = source.config_file().to_json(model.config(), Some(dtype));
     let stored = match model.is_whole() {
@@ -48,7 +68,10 @@ pub(crate) fn write<B: Backend, T: Element>(
         companions: &companions,
         card: card.as_deref(),
     };
-    let mut fill = |spec: &TensorSpec, sink: &mut Sink<'_, Error>| {
+    let mut fill = |spec: &TensorSpec, sink: &mut Sink<'_, Ended>| {
+        if !go_on()? {
+            return Err(Ended::Stopped);
+        }
         let values = match &stored {
             Some(stored) => stored_values(stored, &run.checkpoint(step), spec)?,
             None => own_values(model, spec)?,
@@ -57,8 +80,11 @@ pub(crate) fn write<B: Backend, T: Element>(
         dtype.write(&values, &mut bytes);
         sink(&bytes)
     };
-    model_directory::write_model(&run.export(), true, &described, &mut fill)?;
-    Ok(())
+    match model_directory::write_model(&run.export(), true, &described, &mut fill) {
+        Ok(_) => Ok(Exported::Complete),
+        Err(Ended::Stopped) => Ok(Exported::Stopped),
+        Err(Ended::Failed(error)) => Err(error),
+    }
 }
 
 /// Moves an export aside that has files which no run has written, and which the next export would delete; returns

@@ -87,6 +87,11 @@ impl Resumed {
         growth.extend(state.growth.iter().filter(|one| !recorded.contains(one)).cloned());
         // A record is written before the recipe: without the recipe, the stage has not grown.
         growth.retain(|one| tokens(&stored, &one.stage).is_some_and(|now| one.tokens <= now));
+        // A stage whose last step lacks its evaluation is over too.
+        let is_over = state.unevaluated.is_some()
+            && (stored.stages.get(state.stage))
+                .is_some_and(|stage| state.stage_step >= stage.num_steps());
+        let over = state.stage + usize::from(is_over);
         let mut requested = Vec::new();
         for (index, stage) in recipe.stages.iter().enumerate() {
             let Some(before) = tokens(&stored, &stage.name).filter(|&now| now < stage.tokens)
@@ -94,7 +99,7 @@ impl Resumed {
                 continue;
             };
             let is_last = index + 1 == recipe.stages.len();
-            if index < state.stage && !is_last {
+            if index < over && !is_last {
                 return Err(Error::StageOver {
                     path: run.recipe(),
                     stage: stage.name.clone(),

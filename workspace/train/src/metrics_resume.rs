@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::checkpoint::RunState;
 use crate::rewinds::Rewind;
 use crate::run_directory::first_free_suffixed;
 use crate::{Error, Recipe, RunDirectory, metrics, routing_log};
@@ -35,14 +36,17 @@ pub(crate) fn resume(
     Ok(Some(format!("{lost} after step {step}, the old file is {}", aside.display())))
 }
 
-/// Prepares `routing.jsonl` for the steps after `step`; returns a warning if it cannot be read. It is
-/// then renamed, not removed.
+/// Prepares `routing.jsonl` for what follows `state`; returns a warning if it cannot be read. It is then
+/// renamed, not removed.
 ///
 /// # Errors
 /// Fails if the file cannot be read, replaced or renamed.
-pub(crate) fn resume_routing(run: &RunDirectory, step: u64) -> Result<Option<String>, Error> {
-    let path = run.routing();
-    match routing_log::cut_back(&path, step) {
+pub(crate) fn resume_routing(
+    run: &RunDirectory,
+    state: &RunState,
+) -> Result<Option<String>, Error> {
+    let (path, step) = (run.routing(), state.step);
+    match routing_log::cut_back(&path, step, state.unevaluated.is_some()) {
         Err(error @ Error::JsonLine { .. }) => {
             let aside = set_aside(&path, run.root(), ("routing", step))?;
             let aside = aside.display();

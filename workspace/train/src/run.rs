@@ -30,7 +30,8 @@ static NO_STEPS: TraceSteps = TraceSteps::NONE;
 /// How a run is started and stopped.
 #[derive(Debug, Clone, Copy)]
 pub struct RunOptions<'a> {
-    /// Setting it on any rank ends the run after the current step, with a checkpoint.
+    /// Setting it on any rank ends the run after the current step, or within the evaluation, the check of
+    /// its inputs or the export that it is at, with a checkpoint if it has taken a step.
     pub stop: &'a AtomicBool,
     /// The steps of which each rank writes a timeline.
     pub trace: &'a TraceSteps,
@@ -218,6 +219,7 @@ impl Job<'_> {
             gradient_faults: self.options.gradient_faults,
             time_limit: self.options.time_limit,
             resume_step,
+            left: None,
         };
         let precision = &recipe.precision;
         let types = TrainingTypes {

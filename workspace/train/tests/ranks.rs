@@ -5,8 +5,9 @@
 
 mod support;
 
+use std::ops::Range;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions};
 use support::Workplace;
@@ -22,30 +23,26 @@ fn train_on(
     directory: Option<&Path>,
     stop_at: Option<u64>,
 ) -> Vec<Result<Outcome, Error>> {
-    train_and_hear(ranks, recipe, directory, &|step, stop| {
-        if Some(step) == stop_at {
+    // The signal reaches the last rank alone.
+    train_and_hear((ranks, ranks - 1..ranks), recipe, directory, &|event, stop| {
+        if matches!(event, Event::Step { step, .. } if Some(*step) == stop_at) {
             stop.store(true, Ordering::Relaxed);
         }
     })
 }
 
-/// As [`train_on`]; the first rank calls `on_step` after each step with what asks the last rank to stop.
+/// As [`train_on`]; the first rank calls `on_event` with its events and what asks the `reached` ranks to stop.
 fn train_and_hear(
-    ranks: usize,
+    (ranks, reached): (usize, Range<usize>),
     recipe: &Recipe,
     directory: Option<&Path>,
-    on_step: &(dyn Fn(u64, &AtomicBool) + Sync),
+    on_event: &(dyn Fn(&Event<'_>, &AtomicBool) + Sync),
 ) -> Vec<Result<Outcome, Error>> {
     let stop = AtomicBool::new(false);
     on_ranks(ranks, |world| {
-        // The signal reaches the last rank alone.
         let own_stop = AtomicBool::new(false);
-        let asked = if world.rank() + 1 == ranks { &stop } else { &own_stop };
-        let mut heard = |event: Event<'_>| {
-            if let Event::Step { step, .. } = event {
-                on_step(step, &stop);
-            }
-        };
+        let asked = if reached.contains(&world.rank()) { &stop } else { &own_stop };
+        let mut heard = |event: Event<'_>| on_event(&event, &stop);
         let (path, on) = (Path::new("recipe.toml"), (OpenDevice::Cpu, world));
         let options = RunOptions::new(asked);
         moh_train::run(&mut recipe.clone(), path, directory, on, options, &mut heard)
@@ -361,6 +358,43 @@ fn a_checkpoint_that_some_ranks_do_not_see_is_kept() {
 }
 
 #[test]
+fn ranks_stop_together_in_an_evaluation_and_continue_with_the_same_bits() {
+    // Data ranks of which one has no batch; pipelines and tensors, another layout in the second stage.
+    for (ranks, adapt, moh) in [(3, (1, 1), (1, 1)), (4, (2, 1), (1, 2))] {
+        let place = Workplace::new();
+        let changes = arranged(adapt, moh);
+        let changes: Vec<&str> = changes.iter().map(String::as_str).collect();
+        let reference = finish_on(ranks, &place.recipe(&changes));
+        // As loaded, at the end of the first stage, converted, at the end. The signal reaches all ranks, or
+        // the last one, which may hear of it later.
+        for (evaluation, step, all) in
+            [(0, 0, true), (2, 5, true), (2, 5, false), (3, 5, true), (6, 10, true)]
+        {
+            let place = Workplace::new();
+            let recipe = place.recipe(&changes);
+            let (first, begun) = (if all { 0 } else { ranks - 1 }, AtomicU64::new(0));
+            let outcomes = train_and_hear((ranks, first..ranks), &recipe, None, &|event, stop| {
+                if let Event::Evaluating { done: 0, .. } = event
+                    && begun.fetch_add(1, Ordering::Relaxed) == evaluation
+                {
+                    stop.store(true, Ordering::Relaxed);
+                }
+            });
+            let outcomes: Vec<_> = outcomes.into_iter().map(Result::unwrap).collect();
+            assert!(outcomes.iter().all(|one| *one == outcomes[0]), "{outcomes:?}");
+            let stopped = match outcomes[0] {
+                Outcome::StoppedBeforeTraining => 0,
+                Outcome::Stopped { step } => step,
+                _ => panic!("{outcomes:?}"),
+            };
+            assert!(stopped == step || !all && stopped == step + 1, "{outcomes:?}");
+            let found = finish_on(ranks, &recipe);
+            assert!(found == reference, "{ranks} ranks, {adapt:?}, {moh:?}, {evaluation}");
+        }
+    }
+}
+
+#[test]
 fn an_error_of_one_rank_is_told_once() {
     let place = Workplace::new();
     let recipe = place.recipe(&["data.validation.path=nowhere"]);
@@ -378,8 +412,8 @@ fn ranks_agree_on_a_checkpoint_that_cannot_be_written() {
     // Before any checkpoint, so that none is in flight.
     let recipe = place.recipe(&[&MICRO_BATCHES[..], &["checkpoint.every_steps=0"]].concat());
     let checkpoints = RunDirectory::new(&recipe.run.dir).checkpoints();
-    let outcomes = train_and_hear(3, &recipe, None, &|step, stop| {
-        if step == 3 {
+    let outcomes = train_and_hear((3, 2..3), &recipe, None, &|event, stop| {
+        if matches!(event, Event::Step { step: 3, .. }) {
             // A file in the place of the directory.
             std::fs::write(&checkpoints, "").unwrap();
             stop.store(true, Ordering::Relaxed);

@@ -74,7 +74,12 @@ fn started(command: &mut Command, lines: usize) -> (Child, BufReader<ChildStderr
 }
 
 fn terminate(child: &Child) {
-    let done = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap();
+    signal(child, "TERM");
+}
+
+fn signal(child: &Child, name: &str) {
+    let name = format!("-{name}");
+    let done = Command::new("kill").args([&name, &child.id().to_string()]).status().unwrap();
     assert!(done.success());
 }
 

@@ -1,11 +1,13 @@
 //! Runs that are killed, stopped, locked out or on a full disk, and continue.
 
 use std::fs;
-use std::io::BufReader;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
 use std::process::{Child, ChildStderr, Command};
+use std::time::{Duration, Instant};
 
-use super::{PROGRAM, moh_train, newest_checkpoint, prepared, results, started, terminate};
-use crate::support::{failure, isolate, names, program, stderr, success};
+use super::{PROGRAM, moh_train, newest_checkpoint, prepared, results, signal, started, terminate};
+use crate::support::{VOCABULARY, failure, isolate, names, program, stderr, success, write_tokens};
 
 #[test]
 fn a_killed_run_ends_as_one_that_was_not() {
@@ -63,6 +65,95 @@ fn a_terminated_run_exits_with_75_and_continues() {
     assert!(results(&dir.path().join("run")) == results(&dir.path().join("whole")));
 }
 
+const ACKNOWLEDGED: &str =
+    "stopping after this step with a checkpoint; again to abort without one\n";
+
+fn next_line(reader: &mut BufReader<ChildStderr>) -> String {
+    let mut line = String::new();
+    reader.read_line(&mut line).unwrap();
+    line
+}
+
+/// Validation text that takes minutes, evaluated as loaded and after step 9.
+fn with_long_evaluations(dir: &Path) -> [&'static str; 3] {
+    write_tokens(&dir.join("long"), VOCABULARY, 4_000_000, 2);
+    ["data.validation.path=long", "data.validation.batches=1000000", "stage.adapt.tokens=25600"]
+}
+
+#[test]
+fn a_signal_is_acknowledged_at_once_and_obeyed_within_an_evaluation() {
+    let dir = prepared();
+    let long = with_long_evaluations(dir.path());
+    for name in ["INT", "TERM"] {
+        // The data is told of before the evaluation.
+        let (mut child, mut reader) = started(&mut moh_train(dir.path(), &long), 1);
+        std::thread::sleep(Duration::from_millis(100));
+        let asked = Instant::now();
+        signal(&child, name);
+        let mut line = next_line(&mut reader);
+        if line.starts_with("warning: ") {
+            line = next_line(&mut reader);
+        }
+        assert_eq!(line, ACKNOWLEDGED);
+        let last = "stopped before a step was taken: run the same command again to continue\n";
+        assert_eq!(next_line(&mut reader), last);
+        assert_eq!(child.wait().unwrap().code(), Some(75));
+        assert!(asked.elapsed() < Duration::from_secs(5), "{:?}", asked.elapsed());
+    }
+}
+
+/// Starts a run whose steps take seconds and waits for its first one to begin.
+fn in_a_long_step(dir: &Path) -> (Child, BufReader<ChildStderr>) {
+    let long = ["stage.adapt.batch_tokens=6400000", "stage.adapt.tokens=64e6"];
+    let (child, mut reader) = started(&mut moh_train(dir, &long), 1);
+    while !next_line(&mut reader).starts_with("stage adapt: ") {}
+    (child, reader)
+}
+
+#[test]
+fn a_second_signal_aborts_without_a_checkpoint() {
+    for (first, second, code) in [("INT", "INT", 130), ("TERM", "TERM", 143), ("TERM", "INT", 130)]
+    {
+        let dir = prepared();
+        let (mut child, mut reader) = in_a_long_step(dir.path());
+        let asked = Instant::now();
+        signal(&child, first);
+        assert_eq!(next_line(&mut reader), ACKNOWLEDGED);
+        // The same request, as `timeout` sends it to the process and to its group.
+        signal(&child, first);
+        std::thread::sleep(Duration::from_millis(300));
+        signal(&child, second);
+        let line = "aborted without a checkpoint: the same command continues from the newest one\n";
+        assert_eq!(next_line(&mut reader), line);
+        assert_eq!(child.wait().unwrap().code(), Some(code));
+        assert!(asked.elapsed() < Duration::from_secs(5), "{:?}", asked.elapsed());
+        let run = dir.path().join("run");
+        assert_eq!(newest_checkpoint(&run), 0);
+        assert!(!names(&run).iter().any(|name| name.starts_with(".tmp-")), "{:?}", names(&run));
+    }
+}
+
+#[test]
+fn another_number_of_threads_changes_no_bit_and_may_change_on_resume() {
+    let dir = prepared();
+    let long = "stage.adapt.tokens=25600";
+    success(&mut moh_train(dir.path(), &[long, "run.dir=whole", "run.threads=1"]));
+    let (mut child, _reader) = started(&mut moh_train(dir.path(), &[long, "run.threads=3"]), 5);
+    terminate(&child);
+    assert_eq!(child.wait().unwrap().code(), Some(75));
+    let threads = |run: &str| {
+        let text = fs::read_to_string(dir.path().join(run).join("machine.json")).unwrap();
+        let machine: serde_json::Value = serde_json::from_str(&text).unwrap();
+        machine["threads"].as_u64().unwrap()
+    };
+    assert_eq!((threads("whole"), threads("run")), (1, 3));
+    success(&mut moh_train(dir.path(), &[long, "run.threads=2"]));
+    assert_eq!(threads("run"), 2);
+    assert!(results(&dir.path().join("run")) == results(&dir.path().join("whole")));
+    let message = failure(dir.path(), &mut moh_train(dir.path(), &["run.threads=0"]), 1);
+    assert!(message.contains("run.threads = 0: must be from 1 to 4096"), "{message}");
+}
+
 #[test]
 fn a_time_limit_and_the_end_of_a_job_stop_a_run_with_75() {
     let dir = prepared();
@@ -110,10 +201,7 @@ fn a_stopped_run_continues_when_its_model_is_gone_and_a_new_one_does_not_start()
 #[test]
 fn a_hangup_stops_a_run_unless_it_is_ignored() {
     let dir = prepared();
-    let hang_up = |child: &Child| {
-        let done = Command::new("kill").args(["-HUP", &child.id().to_string()]).status().unwrap();
-        assert!(done.success());
-    };
+    let hang_up = |child: &Child| signal(child, "HUP");
     let finish = |mut child: Child, mut reader: BufReader<ChildStderr>| {
         std::io::Read::read_to_string(&mut reader, &mut String::new()).unwrap();
         child.wait().unwrap().code()

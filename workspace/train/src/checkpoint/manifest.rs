@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use crate::Validation;
 use crate::growth::Growth;
 use crate::guard::GuardState;
-use crate::metrics::finite_or_nan;
+use crate::metrics::{StepMetrics, finite_or_nan};
 
 /// The format version that this program writes and reads.
 pub(super) const FORMAT: u32 = 4;
@@ -105,6 +105,17 @@ pub struct RunState {
     pub moment_steps: u64,
     /// The stages that have become longer, in the order of the steps.
     pub growth: Vec<Growth>,
+    /// The measurements of the last step, if the run was stopped in the evaluation after it: neither it
+    /// nor its line of metrics is there yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unevaluated: Option<Box<StepMetrics>>,
+}
+
+impl RunState {
+    /// The steps whose lines of metrics are written.
+    pub(crate) fn recorded_steps(&self) -> u64 {
+        self.step - u64::from(self.unevaluated.is_some() && self.step > 0)
+    }
 }
 
 /// A loss at a point of the run.

@@ -89,6 +89,9 @@ pub struct Run {
     /// Whether a GPU's results are bitwise reproducible, which is slower; a CPU's always are.
     #[serde(default)]
     pub deterministic: bool,
+    /// Threads of each rank; default: `RAYON_NUM_THREADS`, or else one for each core that the rank may use.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub threads: Option<usize>,
 }
 
 /// The device of a run.

@@ -23,6 +23,8 @@ const MAX_MINUTES: f64 = 525_600.0;
 const MAX_SEQUENCE_LENGTH: usize = 1 << 31;
 /// Maximum length of the name of a stage or a validation set.
 const MAX_NAME: usize = 64;
+/// Maximum threads of a rank: twice the hardware threads of the largest machines.
+const MAX_THREADS: usize = 4096;
 /// TOML's integers are signed.
 const MAX_SEED: u64 = i64::MAX as u64;
 
@@ -85,6 +87,10 @@ pub(super) fn faults(recipe: &Recipe, stand_ins: &BTreeSet<String>) -> Vec<Fault
     let seed = recipe.run.seed;
     let reason = format!("must be at most {MAX_SEED}");
     faults.check(seed <= MAX_SEED, "run.seed", seed, reason);
+    if let Some(threads) = recipe.run.threads {
+        let reason = format!("must be from 1 to {MAX_THREADS}");
+        faults.check((1..=MAX_THREADS).contains(&threads), "run.threads", threads, reason);
+    }
     check_precision(&mut faults, recipe);
     check_data(&mut faults, recipe);
     check_stages(&mut faults, recipe);

@@ -1,7 +1,7 @@
 //! The recipe of a run, and what a resumed run may change of it.
 //!
 //! A resumed run must equal an uninterrupted one if its device is deterministic, so a directory with checkpoints
-//! accepts only its own recipe. What touches no weight may change, except by the order of sums: `run.dir`, `log.*`,
+//! accepts only its own recipe. What touches no weight may change, except by the order of sums: `run.dir`, `run.threads`, `log.*`,
 //! `checkpoint.*`, `memory.recompute`, `stage.NAME.parallel.*`, the validation sets, and what only checks or plans the
 //! model. `stage.NAME.tokens` may grow, and stages may be appended (`growth.rs`). The paths of token files and of the
 //! model may change too: their content is compared with `inputs.json` (`run_inputs/`). `guard.patience` and
@@ -24,8 +24,9 @@ use crate::recipe::{Stage, is_below};
 use crate::{Error, KeyChange, Recipe};
 
 /// Keys, or prefixes of keys that end in a dot, that a resumed run may change.
-const MAY_CHANGE: [&str; 8] = [
+const MAY_CHANGE: [&str; 9] = [
     "run.dir",
+    "run.threads",
     "log.",
     "checkpoint.",
     "memory.recompute",

@@ -53,7 +53,8 @@ impl RunInputs<'_> {
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Settled, Error> {
         let files = self.data.token_files();
-        let found = token_files::find(ranks, &files)?;
+        let found = token_files::find(ranks, &files, self.stop)?;
+        let Some(found) = found else { return Ok(Settled::Stopped) };
         let mut record = None;
         ranks.first_does(|| {
             record = Some(self.record(&files, &found, events)?);

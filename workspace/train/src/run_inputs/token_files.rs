@@ -1,6 +1,7 @@
 //! The content of a run's token files, read by all ranks.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_data::{TokenFile, TokenFileContent};
 use moh_kernels::Backend;
@@ -16,21 +17,34 @@ pub(super) struct Found {
     pub ids_below: Option<u64>,
 }
 
-/// Every file, on the first rank; empty on the others. Each rank reads its share.
+/// Every file, on the first rank; empty on the others. Each rank reads its share. `None` if a rank was asked
+/// to stop.
 ///
 /// # Errors
 /// Fails if a file's `PREFIX.json` describes other content, or if another rank has failed.
 pub(super) fn find<B: Backend>(
     ranks: &mut Ranks<B>,
     files: &[(String, &TokenFile)],
-) -> Result<Vec<Found>, Error> {
+    stop: &AtomicBool,
+) -> Result<Option<Vec<Found>>, Error> {
     let (rank, size) = (ranks.group().rank(), ranks.group().size());
     let find = |(_, file): &(String, &TokenFile)| {
         let content = file.content();
         let ids_below = file.ids_below(&content)?;
-        Ok(Found { content, ids_below })
+        Ok::<_, Error>(Found { content, ids_below })
     };
-    let own: Result<Vec<Found>, Error> = files.iter().skip(rank).step_by(size).map(find).collect();
+    let mut own = Ok(Vec::new());
+    for round in files.chunks(size) {
+        if ranks.any(stop.load(Ordering::Relaxed))? {
+            return Ok(None);
+        }
+        if let (Some(file), Ok(found)) = (round.get(rank), &mut own) {
+            match find(file) {
+                Ok(file) => found.push(file),
+                Err(error) => own = Err(error),
+            }
+        }
+    }
     let own = ranks.agree(own)?;
     let exchanged = |error: serde_json::Error| Error::io(Path::new("token files"))(error.into());
     let text = serde_json::to_vec(&own).map_err(exchanged)?;
@@ -41,7 +55,7 @@ pub(super) fn find<B: Backend>(
     }
     // File i is the next one of rank i % size.
     let in_order = (0..files.len()).map(|index| shares.get_mut(index % size)?.next());
-    Ok(in_order.map_while(|found| found).collect())
+    Ok(Some(in_order.map_while(|found| found).collect()))
 }
 
 #[cfg(test)]
@@ -67,7 +81,9 @@ mod tests {
             let opened = prefixes.iter().map(|prefix| TokenFile::open(prefix).unwrap());
             let opened: Vec<TokenFile> = opened.collect();
             let files: Vec<_> = opened.iter().map(|file| (String::new(), file)).collect();
-            let found = find(ranks, &files).unwrap();
+            let found = find(ranks, &files, &AtomicBool::new(false)).unwrap().unwrap();
+            let is_asked = AtomicBool::new(ranks.group().rank() == 2);
+            assert_eq!(find(ranks, &files, &is_asked).unwrap(), None);
             let expected: Vec<_> = opened.iter().map(TokenFile::content).collect();
             (found, expected)
         });

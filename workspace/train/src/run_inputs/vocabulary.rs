@@ -9,8 +9,8 @@ use moh_kernels::Backend;
 
 use crate::{Error, Ranks};
 
-/// Tokens that a rank reads in a round: a second or so at a disk's speed.
-const ROUND_TOKENS: u64 = 1 << 26;
+/// Tokens that a rank reads in a round: a fraction of a second at a disk's speed, seconds at a slow network's.
+const ROUND_TOKENS: u64 = 1 << 24;
 
 /// The number of ids up to the largest in `file`, whose own limit is the vocabulary; `None` if `stop` was
 /// set on a rank. `progress` hears the tokens that were read.

@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use moh_eval::{EvaluationText, Evaluator, Sums};
+use moh_eval::{EvaluationText, Evaluator, Loss, Sums};
 use moh_kernels::{Backend, Element, span};
 use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
 
 use super::Trainer;
+use super::stop_checks::StopChecks;
 use crate::checkpoint::{Evaluation, EvaluationPoint};
 use crate::event::Event;
 use crate::metrics::Validation;
@@ -17,6 +18,14 @@ use crate::{Error, Recipe};
 
 /// The losses of the validation sets that were evaluated, by name.
 pub(super) type Losses = BTreeMap<String, Validation>;
+
+/// Whether an evaluation has been made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Evaluated {
+    Yes,
+    /// A rank was asked to stop; nothing is recorded, and the run that continues makes the evaluation.
+    Stopped,
+}
 
 /// What an evaluation follows, and the stage's name, which the loaded model does not have.
 pub(super) type Following<'a> = (RoutingMoment, Option<&'a str>);
@@ -54,45 +63,55 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// The losses of the validation sets that are `due`, in the recipe's order; writes their
-    /// routings.
+    /// routings. `None`, with nothing written, if a rank was asked to stop.
     pub(super) fn validate(
         &mut self,
         evaluator: &mut Option<Evaluator<B, T>>,
         due: &[bool],
         following: Following<'_>,
-    ) -> Result<Losses, Error> {
-        let mut losses = Losses::new();
-        let Some(evaluator) = evaluator else { return Ok(losses) };
+    ) -> Result<Option<Losses>, Error> {
+        let (mut losses, mut routings) = (Losses::new(), Vec::new());
+        let Some(evaluator) = evaluator else { return Ok(Some(losses)) };
         let _span = span::enter("evaluation");
         let recipe = self.inputs.recipe;
         for (index, set) in recipe.data.validation.iter().enumerate() {
             if due.get(index).is_some_and(|due| *due) {
-                let (loss, routing) = self.evaluate_set(evaluator, (index, set))?;
-                self.write_routing(set, following, &routing);
+                let found = self.evaluate_set(evaluator, (index, set))?;
+                let Some((loss, routing)) = found else { return Ok(None) };
+                routings.push((set, routing));
                 losses.insert(set.name.clone(), loss);
             }
         }
-        Ok(losses)
+        for (set, routing) in &routings {
+            self.write_routing(set, following, routing);
+        }
+        Ok(Some(losses))
     }
 
-    /// The loss of one set, and the routing of its tokens, over all ranks.
+    /// The loss of one set, and the routing of its tokens, over all ranks; `None` if one of them was asked
+    /// to stop.
     fn evaluate_set(
         &mut self,
         evaluator: &mut Evaluator<B, T>,
         (index, set): (usize, &ValidationSet),
-    ) -> Result<(Validation, RoutingStatistics), Error> {
+    ) -> Result<Option<(Validation, RoutingStatistics)>, Error> {
         let text = EvaluationText {
             windows: &self.data.validation[index].windows,
             count: windows(self.inputs.recipe, set),
             tokenizer: self.data.tokenizer.as_ref(),
         };
-        let events = &mut self.events;
-        let mut progress = |done, total| events(Event::Evaluating { done, total });
+        let (events, ranks, stop) = (&mut self.events, &mut self.ranks, self.inputs.stop);
+        let mut checks = StopChecks::new(self.parallel.pipeline);
+        let mut go_on = |done, total| {
+            events(Event::Evaluating { done, total });
+            checks.go_on(ranks, stop)
+        };
         let shard = Shard::of(&self.groups.data);
         let mut routing = self.model.routing_statistics()?;
         let counted = (!routing.layers.is_empty()).then_some(&mut routing);
         let model = &mut self.model;
-        let sums = evaluator.evaluate_share(model, text, shard, counted, &mut progress)?;
+        let sums = evaluator.evaluate_share(model, text, shard, counted, &mut go_on)?;
+        let Some(sums) = sums else { return Ok(None) };
         // Counts of tokens and bytes, which f64 represents exactly.
         let [cross_entropy, tokens, bytes] =
             self.ranks.sum([sums.cross_entropy, sums.tokens as f64, sums.bytes as f64])?;
@@ -110,7 +129,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             );
             (self.events)(Event::Warning { text: &text });
         }
-        Ok((Validation { loss: found.loss, bits_per_byte: found.bits_per_byte }, routing))
+        let Loss { loss, bits_per_byte, .. } = found;
+        Ok(Some((Validation { loss, bits_per_byte }, routing)))
     }
 
     fn write_routing(
@@ -153,12 +173,13 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         point: EvaluationPoint,
         batch: usize,
         following: Following<'_>,
-    ) -> Result<(), Error> {
+    ) -> Result<Evaluated, Error> {
         let mut evaluator = self.evaluator(batch)?;
         let due = vec![true; self.data.validation.len()];
         let losses = self.validate(&mut evaluator, &due, following)?;
+        let Some(losses) = losses else { return Ok(Evaluated::Stopped) };
         self.record(point, losses);
-        Ok(())
+        Ok(Evaluated::Yes)
     }
 }
 

@@ -8,11 +8,13 @@ mod save_clock;
 mod saving;
 mod stage;
 mod start;
+mod stop_checks;
 
 pub(crate) use start::attention_before;
 
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_kernels::span::Lane;
 use moh_kernels::{Backend, Element};
@@ -20,7 +22,7 @@ use moh_model::Model;
 
 use crate::checkpoint::{EvaluationPoint, RunState};
 use crate::event::{Event, Outcome};
-use crate::export;
+use crate::export::{self, Exported};
 use crate::growth;
 use crate::held_directory::HeldDirectory;
 use crate::metrics::MetricsWriter;
@@ -36,6 +38,7 @@ use crate::summary::Summary;
 use crate::trace::TraceSteps;
 use crate::{Error, Ranks, Recipe, RunDirectory, SourceEpochs, TensorBoard, TimeLimit};
 
+use evaluation::Evaluated;
 use saving::Saving;
 
 /// The inputs of a run beside the device and the other ranks.
@@ -53,6 +56,9 @@ pub(crate) struct Inputs<'a> {
     pub time_limit: Option<TimeLimit>,
     /// The checkpoint to start from instead of the newest.
     pub resume_step: Option<u64>,
+    /// The state in which another layout of ranks left the run, as its last checkpoint has it but for an
+    /// evaluation.
+    pub left: Option<RunState>,
 }
 
 /// A run in progress; `T` is the type of weights and activations, `G` of gradients, `M` of moments.
@@ -102,9 +108,10 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
         events(Event::Warning { text: &text });
     }
     let (mut ranks, mut data, mut is_first_start) = (ranks, data, true);
-    let mut resume_step = inputs.resume_step;
+    let (mut resume_step, mut left) = (inputs.resume_step, None);
     loop {
-        let inputs = Inputs { resume_step: resume_step.take(), ..inputs.clone() };
+        let (resume_step, left_in) = (resume_step.take(), left.take());
+        let inputs = Inputs { resume_step, left: left_in, ..inputs.clone() };
         let backend = backend.clone();
         let mut trainer = Trainer::<B, T, G, M>::start(backend, ranks, inputs, data, &mut *events)?;
         if std::mem::take(&mut is_first_start) {
@@ -112,13 +119,14 @@ pub(crate) fn train<B: Backend + Clone, T: Element, G: Element, M: Element>(
         }
         match trainer.run()? {
             Progress::Done => return trainer.finish(),
-            Progress::Stopped => return Ok(Outcome::Stopped { step: trainer.state.step }),
+            Progress::Stopped => return Ok(trainer.stopped()),
             Progress::Lost => return trainer.leave(),
-            // Another layout of ranks starts from the last checkpoint; after a rewind the run starts from
-            // an earlier one.
-            Progress::LayoutChanged | Progress::Rewound => {
-                (ranks, data) = (trainer.ranks, trainer.data);
+            // Another layout of ranks starts from the last checkpoint, and after a rewind the run starts
+            // from an earlier one.
+            Progress::LayoutChanged => {
+                (ranks, data, left) = (trainer.ranks, trainer.data, Some(trainer.state));
             }
+            Progress::Rewound => (ranks, data) = (trainer.ranks, trainer.data),
         }
     }
 }
@@ -144,7 +152,10 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     fn run(&mut self) -> Result<Progress, Error> {
         if self.state.step == 0 && self.state.evaluations.is_empty() {
             let batch = self.inputs.recipe.stages.first().map_or(1, |stage| stage.micro_batch);
-            self.evaluate_at(EvaluationPoint::Loaded, batch, (RoutingMoment::Loaded, None))?;
+            let following = (RoutingMoment::Loaded, None);
+            if self.evaluate_at(EvaluationPoint::Loaded, batch, following)? == Evaluated::Stopped {
+                return Ok(Progress::Stopped);
+            }
         }
         while let Some(stage) = self.inputs.recipe.stages.get(self.state.stage) {
             if stage.parallel != self.parallel {
@@ -160,27 +171,67 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         self.finish_saving(Progress::Done)
     }
 
+    /// The outcome of a run that was asked to stop. Before the first step there is no checkpoint.
+    fn stopped(&self) -> Outcome {
+        match self.state.step {
+            0 => Outcome::StoppedBeforeTraining,
+            step => Outcome::Stopped { step },
+        }
+    }
+
     /// Exports the model and writes the summary, which marks the run as finished.
     fn finish(mut self) -> Result<Outcome, Error> {
-        let Inputs { run, source, recipe, .. } = self.inputs;
         if self.is_lost()? {
             return self.leave();
         }
-        let summary = Summary::new(&self.state, self.model.config());
-        let mut kept = None;
-        self.ranks.first_does(|| {
-            kept = export::keep_foreign(run, self.state.step)?;
-            export::write(run, source, recipe, &self.model, &self.state)?;
-            summary.write(&run.summary())
-        })?;
-        if let Some(aside) = kept {
-            let text = format!(
-                "{} had files that no run has written, and is kept as {}",
-                run.export().display(),
-                aside.display()
-            );
-            (self.events)(Event::Warning { text: &text });
+        if self.export()? == Exported::Stopped {
+            return Ok(self.stopped());
         }
+        let summary = Summary::new(&self.state, self.model.config());
+        let path = self.inputs.run.summary();
+        self.ranks.first_does(|| summary.write(&path))?;
         Ok(Outcome::Finished(summary))
     }
+
+    /// Exports the model on the first rank, unless a rank is asked to stop meanwhile: then there is no new
+    /// export, and the last checkpoint has the model.
+    fn export(&mut self) -> Result<Exported, Error> {
+        let Trainer { ranks, model, state, events, .. } = self;
+        let Inputs { run, source, recipe, stop, .. } = self.inputs;
+        let is_asked = || stop.load(Ordering::Relaxed);
+        if ranks.is_first() {
+            // Before each tensor.
+            let mut go_on = || Ok(!ranks.any_of([is_asked(), false])?[0]);
+            let written = export::keep_foreign(run, state.step).and_then(|kept| {
+                if let Some(aside) = kept {
+                    tell_kept(run, &aside, &mut **events);
+                }
+                export::write((run, source, recipe), model, state, &mut go_on)
+            });
+            if matches!(written, Ok(Exported::Stopped)) {
+                return Ok(Exported::Stopped);
+            }
+            ranks.any_of([false, true])?;
+            return ranks.agree(written);
+        }
+        loop {
+            let [stops, ends] = ranks.any_of([is_asked(), false])?;
+            if ends {
+                return ranks.agree(Ok(Exported::Complete));
+            }
+            if stops {
+                return Ok(Exported::Stopped);
+            }
+        }
+    }
+}
+
+/// Says where an export with files of others is.
+fn tell_kept(run: &RunDirectory, aside: &Path, events: &mut dyn FnMut(Event<'_>)) {
+    let text = format!(
+        "{} had files that no run has written, and is kept as {}",
+        run.export().display(),
+        aside.display()
+    );
+    events(Event::Warning { text: &text });
 }

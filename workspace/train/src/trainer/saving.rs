@@ -179,8 +179,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     /// Fails if the checkpoint cannot be written.
     pub(super) fn finish_saving(&mut self, then: Progress) -> Result<Progress, Error> {
         self.wait_for_checkpoint()?;
-        let is_saved = |saving: &Saving<T, M>, step| saving.last_good.unwrap_or(0) == step;
-        if !is_saved(&self.saving, self.state.step) {
+        if !self.is_saved() {
             self.save()?;
             self.wait_for_checkpoint()?;
         }
@@ -196,6 +195,11 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             Some(_) => Err(Error::OtherRank { rank: 0 }),
             None => Ok(then),
         }
+    }
+
+    /// Whether the newest complete checkpoint is of the last step, or there is no step yet.
+    pub(super) fn is_saved(&self) -> bool {
+        self.saving.last_good.unwrap_or(0) == self.state.step
     }
 
     /// Waits for the checkpoint in flight, if there is one.

@@ -5,7 +5,7 @@ use std::time::Instant;
 use moh_eval::Evaluator;
 use moh_kernels::{Backend, Element, span};
 
-use super::evaluation::Losses;
+use super::evaluation::{Evaluated, Losses};
 use super::{Progress, Trainer};
 use crate::Error;
 use crate::checkpoint::EvaluationPoint;
@@ -30,8 +30,8 @@ struct Work<'a, B: Backend, T: Element, G: Element> {
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
     /// Trains the remaining steps of the current stage.
     pub(super) fn run_stage(&mut self, stage: &Stage) -> Result<Progress, Error> {
-        if self.state.stage_step == 0 {
-            self.begin_stage(stage)?;
+        if self.state.stage_step == 0 && self.begin_stage(stage)? == Evaluated::Stopped {
+            return Ok(Progress::Stopped);
         }
         let plan = StepPlan::new(self.inputs.recipe, stage);
         let mut stepper = Stepper::new(&self.model, plan, self.groups.clone())?;
@@ -57,6 +57,12 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         }
         let _listening = self.metrics.is_some().then(|| span::listen(self.part_times.clone()));
         let index = self.state.stage;
+        if let Some(metrics) = self.state.unevaluated.take() {
+            let progress = self.end_step(&mut work, *metrics)?;
+            if progress != Progress::Done {
+                return Ok(progress);
+            }
+        }
         while self.state.stage == index {
             let trace = self.trace_next();
             let progress = self.step(&mut work)?;
@@ -70,22 +76,17 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         Ok(Progress::Done)
     }
 
-    /// Takes the next step, with the evaluation and the checkpoint that are due after it.
+    /// Takes the next step, and ends it.
     fn step(&mut self, work: &mut Work<'_, B, T, G>) -> Result<Progress, Error> {
         let _step = span::enter_numbered("step", self.state.step + 1);
         self.state.pass_over_samples(&self.rewinds);
         let stage = work.stage;
         self.saving.step_begins();
-        let steps = steps_at(stage, &self.state.growth, self.state.step);
         let learning_rate = self.state.next_update(stage, &self.inputs.recipe.guard).learning_rate;
         let (result, times) = self.compute_timed(work)?;
         let sequences = work.stepper.plan().batch_sequences();
         let guard = &self.inputs.recipe.guard;
         let skipped = self.state.count((stage, guard), &result, sequences);
-        let last = self.state.stage_step >= steps;
-        let losses = self.validate_after(work, last)?;
-        let times = Speed { evaluation: self.part_times.take().evaluation, ..times };
-        let first = self.inputs.recipe.data.validation.first();
         let metrics = StepMetrics {
             stage: stage.name.clone(),
             step: self.state.stage_step,
@@ -96,11 +97,39 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             grad_norm: result.grad_norm,
             tokens_per_second: stage.batch_tokens as f64 / times.seconds,
             skipped,
-            validation: first.and_then(|first| losses.get(&first.name).copied()),
-            validation_sets: losses,
+            validation: None,
+            validation_sets: Losses::new(),
             block_norms: work.stepper.take_block_norms(),
             speed: self.metrics.is_some().then(|| work.rates.speed(self.model.backend(), times)),
         };
+        self.end_step(work, metrics)
+    }
+
+    /// Ends a step whose weights are updated, with the evaluation and the checkpoint that are due after it.
+    /// A run that is stopped in the evaluation keeps the metrics in its state, and ends the step when it
+    /// continues.
+    fn end_step(
+        &mut self,
+        work: &mut Work<'_, B, T, G>,
+        mut metrics: StepMetrics,
+    ) -> Result<Progress, Error> {
+        let stage = work.stage;
+        // The step is counted: what was known before it decides.
+        let before = self.state.step.saturating_sub(1);
+        let last = self.state.stage_step >= steps_at(stage, &self.state.growth, before);
+        let Some(losses) = self.validate_after(work, last)? else {
+            self.state.unevaluated = Some(Box::new(metrics));
+            if !self.is_saved() {
+                self.save()?;
+            }
+            return Ok(Progress::Stopped);
+        };
+        if let Some(speed) = &mut metrics.speed {
+            speed.evaluation = self.part_times.take().evaluation;
+        }
+        let first = self.inputs.recipe.data.validation.first();
+        metrics.validation = first.and_then(|first| losses.get(&first.name).copied());
+        metrics.validation_sets = losses;
         self.report(&metrics, last);
         if self.rewind_is_due() {
             work.stepper.wait_for_weights(&mut self.model)?;
@@ -115,7 +144,9 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             work.stepper.wait_for_weights(&mut self.model)?;
             return Ok(Progress::Lost);
         }
-        if last || agreed.stop || agreed.save || self.checkpoint_is_due() {
+        let is_due = last || agreed.stop || agreed.save || self.checkpoint_is_due();
+        // A run that was stopped in the evaluation has the step's checkpoint.
+        if is_due && !self.is_saved() {
             work.stepper.wait_for_weights(&mut self.model)?;
             self.save()?;
         }
@@ -148,16 +179,16 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         work.stepper.step(&mut self.model, &mut self.optimizer, read, first, update)
     }
 
-    /// The losses of the validation sets that are due after the step.
+    /// The losses of the validation sets that are due after the step; `None` if a rank was asked to stop.
     fn validate_after(
         &mut self,
         work: &mut Work<'_, B, T, G>,
         last: bool,
-    ) -> Result<Losses, Error> {
+    ) -> Result<Option<Losses>, Error> {
         let sets = &self.inputs.recipe.data.validation;
         let due: Vec<bool> = sets.iter().map(|set| self.is_due(set, last)).collect();
         if !due.contains(&true) {
-            return Ok(Losses::new());
+            return Ok(Some(Losses::new()));
         }
         work.stepper.wait_for_weights(&mut self.model)?;
         let following = (RoutingMoment::Step, Some(work.stage.name.as_str()));
@@ -174,18 +205,23 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
     }
 
     /// Sets the stage's attention and the moments with which it begins; evaluates the model if its
-    /// attention changed.
-    fn begin_stage(&mut self, stage: &Stage) -> Result<(), Error> {
+    /// attention changed. If a rank was asked to stop meanwhile, the stage has not begun.
+    fn begin_stage(&mut self, stage: &Stage) -> Result<Evaluated, Error> {
         let moh = stage.moh_config(self.inputs.source.original_config())?;
-        self.state.begin_stage(&mut self.optimizer, self.model.backend())?;
-        if moh != self.model.config().moh {
+        let before = self.model.config().moh.clone();
+        if moh != before {
             self.model.set_moh(moh)?;
             let active_heads = self.model.config().active_heads();
             let point = EvaluationPoint::Converted { stage: stage.name.clone(), active_heads };
             let following = (RoutingMoment::Converted, Some(stage.name.as_str()));
-            self.evaluate_at(point, stage.micro_batch, following)?;
+            if self.evaluate_at(point, stage.micro_batch, following)? == Evaluated::Stopped {
+                // The last checkpoint, if it is written once more, is the earlier stage's.
+                self.model.set_moh(before)?;
+                return Ok(Evaluated::Stopped);
+            }
         }
-        Ok(())
+        self.state.begin_stage(&mut self.optimizer, self.model.backend())?;
+        Ok(Evaluated::Yes)
     }
 
     fn end_stage(&mut self, stage: &Stage, losses: Losses) {

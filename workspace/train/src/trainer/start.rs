@@ -115,6 +115,10 @@ fn load<B: Backend + Clone, T: Element, M: Element>(
     ranks.first_does(|| check_resumable(run))?;
     let mut state =
         (stored.as_ref()).map_or_else(RunState::default, |stored| stored.manifest().state.clone());
+    // Of the same step, the state in memory may have the evaluation that the checkpoint's lacks.
+    if let Some(left) = inputs.left.as_ref().filter(|left| left.step == state.step) {
+        state.clone_from(left);
+    }
     let resumed = plan_growth(inputs, &mut state, ranks)?;
     if state.stage > recipe.stages.len() {
         return Err(Error::Checkpoint {
@@ -238,10 +242,11 @@ struct Writers {
 
 /// Opens the first rank's logs, truncated to the state's step.
 fn open_writers(run: &RunDirectory, recipe: &Recipe, state: &RunState) -> Result<Writers, Error> {
-    let metrics = metrics_resume::resume(run, recipe, state.step)?;
-    let routing = metrics_resume::resume_routing(run, state.step)?;
+    let steps = state.recorded_steps();
+    let metrics = metrics_resume::resume(run, recipe, steps)?;
+    let routing = metrics_resume::resume_routing(run, state)?;
     let board = (recipe.log.tensorboard)
-        .then(|| TensorBoard::create(&run.tensorboard(), state.step))
+        .then(|| TensorBoard::create(&run.tensorboard(), steps))
         .transpose()?;
     Ok(Writers {
         metrics: MetricsWriter::append_to(&run.metrics())?,

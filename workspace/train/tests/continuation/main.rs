@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
 mod damage;
+mod evaluations;
 mod interruption;
 mod results;
 #[path = "../support/mod.rs"]

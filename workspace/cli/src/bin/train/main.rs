@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use anyhow::Context as _;
 use clap::{Parser, Subcommand};
 use moh_cli::exit;
 use moh_cli::time_limit::parse_time_limit;
@@ -21,8 +22,9 @@ use moh_train::{Recipe, TraceSteps};
 ///
 /// Running the same command again continues from the newest checkpoint and ends with the same bits as
 /// a run that was never interrupted; on a GPU, this takes run.deterministic = true. SIGINT, SIGTERM,
-/// SIGUSR1 and SIGHUP (unless ignored, as by nohup) stop it after the current step, with a checkpoint
-/// and exit code 75: run it again. So does a time limit, before it ends.
+/// SIGUSR1 and SIGHUP (unless ignored, as by nohup) stop it after the current step or within an evaluation,
+/// with a checkpoint and exit code 75: run it again. So does a time limit, before it ends. A second signal
+/// ends it at once, without a checkpoint.
 #[derive(Parser)]
 #[command(
     name = "moh-train",
@@ -122,6 +124,13 @@ fn ranks(text: &str) -> Result<NonZeroUsize, String> {
     text.parse().map_err(|_| "must be a whole number of at least 1".to_owned())
 }
 
+/// Starts the recipe's number of threads, before any work is divided among them.
+fn start_threads(recipe: &Recipe) -> anyhow::Result<()> {
+    let Some(threads) = recipe.run.threads else { return Ok(()) };
+    let started = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
+    started.with_context(|| format!("run.threads = {threads}: the threads could not be started"))
+}
+
 fn main() -> ExitCode {
     let start = Instant::now();
     exit::run(|| {
@@ -135,6 +144,7 @@ fn main() -> ExitCode {
             return Err(exit::Usage("--recipe is missing".to_owned()).into());
         };
         let recipe = Recipe::load(path, &arguments.overrides)?;
+        start_threads(&recipe)?;
         match arguments.plan {
             true => plan::plan(&arguments, path, recipe),
             false => training::train(&arguments, path, recipe, start),

@@ -10,9 +10,9 @@ use moh_cli::exit::{self, StoppedEarly};
 use moh_cli::model_location;
 use moh_cli::processor::Processor;
 use moh_cli::run_view::RunView;
-use moh_cli::signals::stop_on_signals;
+use moh_cli::signals::{Say, stop_on_signals};
 use moh_cli::time_limit::time_limit;
-use moh_comm::{Fault, Launch, Options, World};
+use moh_comm::{Fault, Launch, Launcher, Options, World};
 use moh_kernels::span;
 use moh_train::run_directory::shell_word;
 use moh_train::{
@@ -57,7 +57,7 @@ pub(crate) fn train(
     let done = if arguments.preflight {
         preflight(&recipe, device, &world)
     } else {
-        train_as_rank(arguments, (path, recipe), (device, &world), limit)
+        train_as_rank(arguments, (path, recipe), (device, &world, launch.launcher), limit)
     };
     match done {
         Ok(()) => Ok(world.close()?),
@@ -136,14 +136,18 @@ fn preflight(recipe: &Recipe, device: OpenDevice, world: &World) -> anyhow::Resu
 fn train_as_rank(
     arguments: &Arguments,
     (path, mut recipe): (&Path, Recipe),
-    (device, world): (OpenDevice, &World),
+    (device, world, launcher): (OpenDevice, &World, Launcher),
     time_limit: Option<TimeLimit>,
 ) -> anyhow::Result<()> {
     let directory = model_location::locate(&recipe, arguments.begin_anew, &device, world)?;
     let stop = Arc::new(AtomicBool::new(false));
-    stop_on_signals(&stop)?;
     let first = world.rank() == 0;
     let mut view = first.then(|| RunView::new(&recipe, world.size()));
+    let say: Say = match &view {
+        Some(view) => Box::new(view.printer()),
+        None => Box::new(|_| {}),
+    };
+    stop_on_signals(&stop, launcher, say)?;
     // The first rank describes the machine.
     let processor = if first { Processor::read().label() } else { String::new() };
     let no_steps = TraceSteps::NONE;
@@ -177,8 +181,7 @@ fn train_as_rank(
     let run = RunDirectory::new(&recipe.run.dir);
     match outcome? {
         Outcome::StoppedBeforeTraining => Err(StoppedEarly(
-            "stopped while the token files were checked: run the same command again to continue"
-                .to_owned(),
+            "stopped before a step was taken: run the same command again to continue".to_owned(),
         )
         .into()),
         Outcome::Stopped { step } => {
