@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use crate::plan::units::ranks as counted;
+use crate::plan::units::{bytes, ranks as counted};
 use crate::recipe::Fault;
 use crate::rewinds::MAX_ATTEMPTS;
 use crate::run_directory::shell_word;
@@ -180,6 +180,27 @@ pub enum Error {
     Locked {
         /// The run directory.
         path: PathBuf,
+    },
+    /// The run's checkpoints and its export do not fit on the file system.
+    #[error(
+        "{}: the run writes {} beside what is there, for {num_checkpoints} checkpoints of {} and the export, \
+         but the file system has {} free: free some, lower checkpoint.keep{}, or choose another run.dir",
+        path.display(), bytes(*needed), bytes(*checkpoint), bytes(*free),
+        if *keeps_for_good { " or raise checkpoint.keep_every" } else { "" }
+    )]
+    NoRoom {
+        /// The run directory.
+        path: PathBuf,
+        /// The bytes that the run still writes.
+        needed: u64,
+        /// The bytes that can be written.
+        free: u64,
+        /// The bytes of one checkpoint.
+        checkpoint: u64,
+        /// The most checkpoints at one time.
+        num_checkpoints: u64,
+        /// Whether some are never removed.
+        keeps_for_good: bool,
     },
     /// Another process holds the lock of the run directory by a file.
     #[error(

@@ -4,6 +4,7 @@ mod block_norms;
 pub mod checkpoint;
 mod checkpoint_name;
 mod data_parallel;
+mod disk_space;
 mod epochs;
 mod error;
 mod event;
@@ -52,6 +53,7 @@ mod trainer;
 
 pub use block_norms::{BlockNorms, Norms};
 pub use checkpoint_name::CheckpointName;
+pub use disk_space::{FreeSpace, free_space};
 pub use epochs::SourceEpochs;
 pub use error::{Error, KeyChange};
 pub use event::{Event, Outcome};

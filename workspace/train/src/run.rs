@@ -11,6 +11,7 @@ use moh_kernels::{Backend, Element};
 
 use crate::checkpoint;
 use crate::checkpoint_name::is_step_of;
+use crate::disk_space::{self, FreeSpace, free_space};
 use crate::event::{Event, Outcome};
 use crate::held_directory::HeldDirectory;
 use crate::machine::Machine;
@@ -51,6 +52,9 @@ pub struct RunOptions<'a> {
     /// Accepts a tokenizer of the model that is not the one of a token file, if it gives the same ids on a
     /// sample of the file. A run that resumes has been accepted before.
     pub allow_other_tokenizer: bool,
+    /// Tells the free bytes of a file system: for tests.
+    #[doc(hidden)]
+    pub free_space: FreeSpace,
     /// The name of the first rank's processor, for `machine.json`; empty if it is not known.
     pub processor: &'a str,
     /// The command that started the program, for errors that name another one; if it is empty, that of the recipe
@@ -70,6 +74,7 @@ impl<'a> RunOptions<'a> {
             gradient_faults: &[],
             time_limit: None,
             allow_other_tokenizer: false,
+            free_space,
             processor: "",
             command: "",
         }
@@ -192,6 +197,14 @@ impl Job<'_> {
     ) -> Result<Outcome, Error> {
         let Prepared { run, recipe, source, held, resume_step } = prepared;
         let data = ranks.agree(data)?;
+        ranks.first_does(|| {
+            let (of_run, model) = ((run, resume_step), (recipe, source));
+            let (size, free_space) = (self.group.size(), self.options.free_space);
+            if let Some(text) = disk_space::check(of_run, model, size, free_space)? {
+                events(Event::Warning { text: &text });
+            }
+            Ok(())
+        })?;
         let inputs = RunInputs {
             run,
             recipe,

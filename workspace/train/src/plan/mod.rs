@@ -165,7 +165,7 @@ impl Plan {
 
 impl DiskBytes {
     /// The disk space of `recipe` on a model with its grown vocabulary.
-    fn new(recipe: &Recipe, model: &ModelConfig) -> DiskBytes {
+    pub(crate) fn new(recipe: &Recipe, model: &ModelConfig) -> DiskBytes {
         let of = |bytes: usize| model.num_parameters().saturating_mul(bytes as u64);
         let for_good = recipe.num_steps().checked_div(recipe.checkpoint.keep_every).unwrap_or(0);
         DiskBytes {

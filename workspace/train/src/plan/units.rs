@@ -21,7 +21,7 @@ fn scaled(mut value: f64, base: f64, units: &[&str]) -> String {
     }
 }
 
-pub(super) fn bytes(count: u64) -> String {
+pub(crate) fn bytes(count: u64) -> String {
     scaled(count as f64, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"])
 }
 

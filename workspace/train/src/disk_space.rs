@@ -1,0 +1,194 @@
+//! Whether a run's checkpoints and its export have room on the file system of its directory: asked before
+//! the first step, rather than found out after days.
+
+use std::io;
+use std::path::Path;
+
+use moh_model::ModelConfig;
+use moh_model::layout::ModelLayout;
+
+use crate::checkpoint::{self, Condition};
+use crate::plan::DiskBytes;
+use crate::plan::units::bytes;
+use crate::source::ModelSource;
+use crate::{Error, Recipe, RunDirectory};
+
+/// The bytes that can be written on the file system of a path; `None` where it does not say so.
+pub type FreeSpace = fn(&Path) -> io::Result<Option<u64>>;
+
+/// Bytes of a tensor's entries beside its values, but for its name: in the header of three files, with its
+/// three hashes in the part, and in the manifest.
+const TENSOR_ENTRY_BYTES: u64 = 640;
+/// How often its name is written.
+const TENSOR_NAMES: u64 = 5;
+/// Bytes of a manifest's state and configuration, and of what each rank adds.
+const MANIFEST_BYTES: u64 = 4 << 10;
+/// Bytes of the Python code and the card of a Mixture-of-Head model, and of its configuration.
+const DESCRIPTION_BYTES: u64 = 32 << 10;
+
+/// The bytes that a user can still write on the file system of `path`. `None` if the system does not say,
+/// or says nonsense: no room at all, as some network file systems do, or more room than there is in all.
+///
+/// # Errors
+/// Fails if the file system cannot be asked.
+pub fn free_space(path: &Path) -> io::Result<Option<u64>> {
+    #[cfg(target_os = "linux")]
+    {
+        let found = rustix::fs::statvfs(path)?;
+        let is_plausible = (1..=found.f_blocks).contains(&found.f_bavail);
+        Ok(is_plausible.then(|| found.f_bavail.saturating_mul(found.f_frsize)))
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = path;
+        Ok(None)
+    }
+}
+
+/// What a run writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Needs {
+    /// One checkpoint.
+    checkpoint: u64,
+    /// The most checkpoints at one time: those that are kept, and one that is written before an older one is
+    /// removed.
+    num_checkpoints: u64,
+    export: u64,
+}
+
+impl Needs {
+    /// Of `recipe` on a model with its grown vocabulary, which `ranks` ranks train; an export copies
+    /// `companions` bytes.
+    fn new(recipe: &Recipe, model: &ModelConfig, ranks: usize, companions: u64) -> Self {
+        let DiskBytes { checkpoint, export, .. } = DiskBytes::new(recipe, model);
+        let layout = ModelLayout::new(model);
+        let entries: u64 = (layout.segments())
+            .map(|(_, segment)| TENSOR_ENTRY_BYTES + TENSOR_NAMES * segment.name.len() as u64)
+            .sum();
+        let others = MANIFEST_BYTES.saturating_mul(1 + ranks as u64);
+        Needs {
+            checkpoint: checkpoint.saturating_add(entries).saturating_add(others),
+            num_checkpoints: most_checkpoints(recipe),
+            export: export.saturating_add(entries + companions + DESCRIPTION_BYTES),
+        }
+    }
+
+    /// The bytes that are written beside `existing` bytes of checkpoints, which newer ones replace. An
+    /// earlier export stays until the new one is complete.
+    fn beside(&self, existing: u64) -> u64 {
+        let checkpoints = self.checkpoint.saturating_mul(self.num_checkpoints);
+        checkpoints.saturating_sub(existing).saturating_add(self.export)
+    }
+}
+
+/// The most checkpoints that exist at one time.
+fn most_checkpoints(recipe: &Recipe) -> u64 {
+    let crate::recipe::Checkpoint { every_steps, every_minutes, keep, keep_every } =
+        recipe.checkpoint;
+    let steps = recipe.num_steps();
+    let for_good = steps.checked_div(keep_every).unwrap_or(0);
+    let kept = keep.saturating_add(for_good).saturating_add(1);
+    if every_minutes > 0.0 {
+        return kept;
+    }
+    let mut end = 0;
+    let ends = recipe.stages.iter().filter(|stage| {
+        end += stage.num_steps();
+        every_steps == 0 || end % every_steps != 0
+    });
+    kept.min(steps.checked_div(every_steps).unwrap_or(0).saturating_add(ends.count() as u64))
+}
+
+/// Fails if the rest of a run does not fit on the file system of its directory; returns a warning if the
+/// file system does not say how much room it has. `resume_step` is the step from which the run was asked to
+/// resume. The caller has locked the directory.
+///
+/// # Errors
+/// [`Error::NoRoom`]; fails also if the run's files cannot be listed.
+pub(crate) fn check(
+    (run, resume_step): (&RunDirectory, Option<u64>),
+    (recipe, source): (&Recipe, &ModelSource),
+    ranks: usize,
+    free_space: FreeSpace,
+) -> Result<Option<String>, Error> {
+    let companions = source.companions()?;
+    let copied = companions.iter().filter_map(|path| Some(path.metadata().ok()?.len())).sum();
+    let needs = Needs::new(recipe, source.config(), ranks, copied);
+    // Later checkpoints are moved aside and stay.
+    let goes = |step: u64| resume_step.is_none_or(|resumed| step <= resumed);
+    let existing = checkpoint::list(run)?
+        .iter()
+        .filter(|found| found.condition == Condition::Complete && goes(found.step))
+        .map(|found| found.bytes)
+        .sum();
+    let needed = needs.beside(existing);
+    match free_space(run.root()) {
+        Ok(Some(free)) if free >= needed => Ok(None),
+        Ok(Some(free)) => Err(Error::NoRoom {
+            path: run.root().to_owned(),
+            needed,
+            free,
+            checkpoint: needs.checkpoint,
+            num_checkpoints: needs.num_checkpoints,
+            keeps_for_good: recipe.checkpoint.keep_every > 0,
+        }),
+        unknown => {
+            let cause = unknown.err().map_or_else(String::new, |error| format!(" ({error})"));
+            Ok(Some(format!(
+                "{}: the file system does not say how much room it has{cause}: the run writes {}",
+                run.root().display(),
+                bytes(needed)
+            )))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::tests::small;
+
+    fn recipe(changes: &[&str]) -> Recipe {
+        let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
+        Recipe::parse(small(), Path::new("small.toml"), &changes).unwrap()
+    }
+
+    #[test]
+    fn the_checkpoints_are_those_that_are_kept_and_one_more_or_all() {
+        let mut recipe = recipe(&[]);
+        let stage = recipe.stages[0].clone();
+        recipe.stages = vec![stage.clone(), stage];
+        for stage in &mut recipe.stages {
+            (stage.batch_tokens, stage.tokens) = (10, 250);
+        }
+        // Of 50 steps, with stages that end after 25 and 50.
+        let mut most = |every_steps, every_minutes, keep, keep_every| {
+            recipe.checkpoint =
+                crate::recipe::Checkpoint { every_steps, every_minutes, keep, keep_every };
+            most_checkpoints(&recipe)
+        };
+        assert_eq!(most(10, 0.0, 2, 0), 3);
+        // After 10, 20, 25, 30, 40 and 50.
+        assert_eq!(most(10, 0.0, 9, 0), 6);
+        assert_eq!(most(10, 0.0, 2, 20), 5);
+        assert_eq!(most(0, 0.0, 9, 0), 2);
+        assert_eq!(most(0, 5.0, 9, 0), 10);
+        assert_eq!(most(0, 0.0, u64::MAX, 0), 2);
+    }
+
+    #[test]
+    fn checkpoints_that_newer_ones_replace_need_no_room() {
+        let needs = Needs { checkpoint: 100, num_checkpoints: 3, export: 50 };
+        assert_eq!([0, 200, 300, 900].map(|existing| needs.beside(existing)), [350, 150, 50, 50]);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_file_system_says_how_much_room_it_has() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(free_space(dir.path()).unwrap() > Some(0));
+        assert!(free_space(&dir.path().join("none")).is_err());
+        // Without blocks.
+        assert_eq!(free_space(Path::new("/proc")).unwrap(), None);
+    }
+}
