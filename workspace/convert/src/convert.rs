@@ -142,6 +142,11 @@ impl Conversion {
         &self.receipt
     }
 
+    /// The output under its temporary name.
+    pub fn path(&self) -> &Path {
+        self.pending.path()
+    }
+
     /// Compares the output with the source on a device.
     ///
     /// # Errors

@@ -252,8 +252,16 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     }
     let verification = match is_run {
         true => None,
-        false => verify_output(arguments, &conversion, device)?,
+        false => {
+            let remove_on_interrupt = RemoveOnInterrupt::start(conversion.path())?;
+            let verification = verify_output(arguments, &conversion, device)?;
+            drop(remove_on_interrupt);
+            verification
+        }
     };
+    if stop.load(Ordering::Relaxed) {
+        return Err(moh_convert::Error::Interrupted.into());
+    }
     let receipt = conversion.publish()?;
     if let Some(path) = &arguments.receipt {
         write_receipt(path, &receipt, arguments.force)?;
@@ -315,6 +323,44 @@ fn stop_on_signals() -> std::io::Result<Arc<AtomicBool>> {
         signal_hook::flag::register(signal, Arc::clone(&stop))?;
     }
     Ok(stop)
+}
+
+/// While it exists, an interrupt ends the program at once, after the output, which does not have its name
+/// yet, is removed: for work that does not ask whether it goes on.
+struct RemoveOnInterrupt {
+    #[cfg(unix)]
+    signals: signal_hook::iterator::Handle,
+}
+
+impl RemoveOnInterrupt {
+    fn start(output: &Path) -> std::io::Result<Self> {
+        #[cfg(unix)]
+        {
+            use signal_hook::consts::{SIGINT, SIGTERM};
+            let mut received = signal_hook::iterator::Signals::new([SIGINT, SIGTERM])?;
+            let (signals, output) = (received.handle(), output.to_path_buf());
+            std::thread::Builder::new().spawn(move || {
+                if let Some(signal) = received.forever().next() {
+                    // What is left of it is removed by the next conversion.
+                    let _ = moh_files::remove_directory(&output);
+                    std::process::exit(128 + signal);
+                }
+            })?;
+            Ok(RemoveOnInterrupt { signals })
+        }
+        #[cfg(not(unix))]
+        {
+            let _ = output;
+            Ok(RemoveOnInterrupt {})
+        }
+    }
+}
+
+impl Drop for RemoveOnInterrupt {
+    fn drop(&mut self) {
+        #[cfg(unix)]
+        self.signals.close();
+    }
 }
 
 /// Larger models are compared on request only.
