@@ -9,7 +9,7 @@ use moh_hf::{ConfigFile, StoredModel, TensorBytes, WeightFiles};
 use moh_kernels::DType;
 use moh_model::tensors::tensor_shapes;
 use moh_train::checkpoint::{StoredCheckpoint, TensorKind};
-use moh_train::{CheckpointName, Recipe, RunDirectory};
+use moh_train::{CheckpointName, RunDirectory};
 use serde_json::Value;
 
 use crate::Error;
