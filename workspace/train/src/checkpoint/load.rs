@@ -78,6 +78,7 @@ mod tests {
     }
 
     fn write_on(ranks: usize, run: &RunDirectory) {
+        std::fs::create_dir_all(run.root()).unwrap();
         let pending = begin(run, 5).unwrap();
         let parts = (0..ranks).map(|rank| {
             let (mut model, mut optimizer) = part(rank, ranks);
