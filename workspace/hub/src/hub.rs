@@ -83,6 +83,16 @@ pub fn resolve_tokenizer(
     Hub { offline, ..Hub::default() }.resolve_tokenizer(from, revision, progress)
 }
 
+/// The directory with a model's `config.json`, as [`resolve`] that of a model; of a hub id nothing else is
+/// downloaded.
+///
+/// # Errors
+/// See [`resolve`].
+pub fn resolve_config(from: &str, revision: Option<&str>) -> Result<PathBuf, Error> {
+    let offline = environment::is_offline();
+    Hub { offline, ..Hub::default() }.resolve_config(from, revision)
+}
+
 /// The cached model of a hub id at a commit, if all of its files are there; the hub is not asked.
 pub fn cached(id: &str, commit: &str) -> Option<PathBuf> {
     Hub::default().cached(id, commit)
@@ -100,6 +110,7 @@ pub fn commit_of(snapshot: &Path) -> Option<&str> {
 enum Wanted {
     Model,
     Tokenizer,
+    Config,
 }
 
 impl Wanted {
@@ -108,13 +119,14 @@ impl Wanted {
         match self {
             Wanted::Model => is_wanted(name),
             Wanted::Tokenizer => TOKENIZER_FILES.contains(&name),
+            Wanted::Config => name == CONFIG_FILE,
         }
     }
 
     /// The file without which the others are useless.
     fn main_file(self) -> &'static str {
         match self {
-            Wanted::Model => CONFIG_FILE,
+            Wanted::Model | Wanted::Config => CONFIG_FILE,
             Wanted::Tokenizer => TOKENIZER_FILES[0],
         }
     }
@@ -160,6 +172,12 @@ fn is_wanted(name: &str) -> bool {
             || is_terms_file(name))
 }
 
+/// Whether a snapshot has a file of weights.
+fn has_weights(snapshot: &Path) -> bool {
+    let Ok(files) = fs::read_dir(snapshot) else { return false };
+    files.flatten().any(|file| file.file_name().to_string_lossy().ends_with(".safetensors"))
+}
+
 impl Hub {
     /// Resolves a model; see [`resolve`].
     ///
@@ -185,6 +203,14 @@ impl Hub {
         progress: &mut dyn FnMut(&Progress<'_>),
     ) -> Result<PathBuf, Error> {
         self.find(Wanted::Tokenizer, from, revision, progress)
+    }
+
+    /// Finds a model's `config.json`; see [`resolve_config`].
+    ///
+    /// # Errors
+    /// See [`resolve`].
+    pub fn resolve_config(&self, from: &str, revision: Option<&str>) -> Result<PathBuf, Error> {
+        self.find(Wanted::Config, from, revision, &mut |_| ())
     }
 
     /// See [`cached`].
@@ -266,7 +292,11 @@ impl Folder {
         let commit =
             reference.map_or_else(|_| revision.to_string(), |text| text.trim().to_string());
         let snapshot = self.snapshot(&commit);
-        (is_contained(&commit) && snapshot.join(wanted.main_file()).is_file()).then_some(snapshot)
+        let is_there = is_contained(&commit)
+            && snapshot.join(wanted.main_file()).is_file()
+            // A configuration alone may have been fetched for a plan.
+            && (wanted != Wanted::Model || has_weights(&snapshot));
+        is_there.then_some(snapshot)
     }
 }
 

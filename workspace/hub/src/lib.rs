@@ -7,4 +7,4 @@ mod error;
 mod hub;
 
 pub use error::Error;
-pub use hub::{Hub, Progress, cached, commit_of, resolve, resolve_tokenizer};
+pub use hub::{Hub, Progress, cached, commit_of, resolve, resolve_config, resolve_tokenizer};

@@ -149,3 +149,25 @@ fn plans_of_ranks_that_cannot_be_are_refused() {
         "{message}"
     );
 }
+
+#[test]
+fn a_plan_of_a_hub_id_needs_its_configuration_alone() {
+    let dir = prepared();
+    let cache = dir.path().join("cache");
+    let plan = || {
+        let mut command = moh_train(dir.path(), &["model.from=org/tiny"]);
+        command.arg("--plan").env("HF_HUB_CACHE", &cache).env("HF_HUB_OFFLINE", "1");
+        command
+    };
+    let message = failure(dir.path(), &mut plan(), 1);
+    assert!(message.contains("recipe.toml: model.config: name a config.json on this"), "{message}");
+    assert!(message.contains("HF_HUB_OFFLINE is set"), "{message}");
+    let (model, commit) = (cache.join("models--org--tiny"), "0123456789abcdef");
+    let snapshot = model.join("snapshots").join(commit);
+    fs::create_dir_all(&snapshot).unwrap();
+    fs::create_dir(model.join("refs")).unwrap();
+    fs::write(model.join("refs/main"), commit).unwrap();
+    fs::copy(dir.path().join("source/config.json"), snapshot.join("config.json")).unwrap();
+    let whole = success(moh_train(dir.path(), &[]).arg("--plan"));
+    assert_eq!(success(&mut plan()), whole);
+}

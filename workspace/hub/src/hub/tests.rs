@@ -257,6 +257,24 @@ fn a_tokenizer_is_fetched_without_the_weights() {
 }
 
 #[test]
+fn a_plan_fetches_the_configuration_alone() {
+    let server = Server::start(Behaviour { files: files(10), ..Behaviour::default() });
+    let Place { dir: _dir, mut hub } = place(&server);
+    let path = hub.resolve_config(ID, None).unwrap();
+    let names: Vec<_> =
+        fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, ["config.json"]);
+    hub.offline = true;
+    assert_eq!(hub.resolve_config(ID, None).unwrap(), path);
+    // A configuration is not a model.
+    assert!(resolve_error(&hub).contains("is not in the cache"));
+    hub.offline = false;
+    assert_eq!(hub.resolve(ID, None, &mut |_| ()).unwrap(), path);
+    hub.offline = true;
+    assert_eq!(hub.resolve(ID, None, &mut |_| ()).unwrap(), path);
+}
+
+#[test]
 fn offline_without_a_cached_model_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let hub = Hub { cache: Some(dir.path().to_path_buf()), offline: true, ..Hub::default() };

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use anyhow::Context as _;
 use moh_cli::exit;
+use moh_hf::ConfigFile;
 use moh_model::ModelConfig;
 use moh_train::plan::{Hardware, Suggestions};
 use moh_train::{Plan, Recipe};
@@ -19,13 +20,7 @@ pub(crate) fn plan(arguments: &Arguments, path: &Path, mut recipe: Recipe) -> an
     {
         return Err(exit::Usage(format!("--device-tflops {tflops}: must be above 0")).into());
     }
-    let config = recipe.local_model_config(path)?.with_context(|| {
-        format!(
-            "{}: model.config: the plan needs the model's shape, but model.from is not on this \
-             machine: name its config.json",
-            path.display()
-        )
-    })?;
+    let config = model_config(&recipe, path)?;
     recipe.resolve(path, &config)?;
     let hardware = arguments.hardware.as_deref().map(Hardware::load).transpose()?;
     match (arguments.ranks, hardware) {
@@ -39,6 +34,23 @@ pub(crate) fn plan(arguments: &Arguments, path: &Path, mut recipe: Recipe) -> an
         }
     }
     Ok(())
+}
+
+/// The shape of the recipe's model, of a hub id by its `config.json` alone.
+fn model_config(recipe: &Recipe, path: &Path) -> anyhow::Result<ModelConfig> {
+    if let Some(config) = recipe.local_model_config(path)? {
+        return Ok(config);
+    }
+    let remedy = || {
+        format!(
+            "{}: model.config: name a config.json on this machine, or let the plan fetch that of model.from",
+            path.display()
+        )
+    };
+    let from = recipe.model.from.as_deref().with_context(remedy)?;
+    let directory =
+        moh_hub::resolve_config(from, recipe.model.revision.as_deref()).with_context(remedy)?;
+    Ok(ConfigFile::read(&directory)?.config)
 }
 
 /// The plan of the recipe's own layout.
