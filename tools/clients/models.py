@@ -1,0 +1,87 @@
+"""Random models with which other programs are compared, their conversions, and what this repository's programs
+compute with them. Everything else of models and programs is that of the tests in tools/hf."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "hf"))
+
+from programs import convert, our_logits, save_random  # First: it sets the environment of transformers.
+
+import torch
+import transformers
+
+VOCABULARY = 256
+LAYERS = 4
+CONTEXT = 512
+# Eight heads: a uniform conversion and one with counts by layer, whose first layer is dense.
+UNIFORM = ["--shared-heads", 3, "--routed-top-k", 3]
+BY_LAYER = ["--shared-heads", "8,4,2,2", "--routed-top-k", "0,2,2,4"]
+
+
+def sizes():
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": LAYERS,
+        # vLLM's kernels for CPUs have none for narrower heads.
+        "head_dim": 64,
+        "max_position_embeddings": CONTEXT,
+        "initializer_range": 0.15,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+def random_llama(out):
+    config = transformers.LlamaConfig(**sizes(), tie_word_embeddings=False)
+    return save_random(transformers.LlamaForCausalLM, config, out)
+
+
+def random_qwen3(out):
+    config = transformers.Qwen3Config(**sizes(), tie_word_embeddings=True)
+    return save_random(transformers.Qwen3ForCausalLM, config, out)
+
+
+def random_prompts(lengths, seed=0):
+    """A prompt of random tokens for each of the lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def log_probabilities(directory, rows, scratch):
+    """The log-probabilities of each row's next tokens by moh-eval: [length, vocabulary] each."""
+    longest = max(map(len, rows))
+    # Later tokens change nothing.
+    padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    logits, _ = our_logits(directory, padded, scratch)
+    return [logits[i, : len(row)].double().log_softmax(-1) for i, row in enumerate(rows)]
+
+
+def compare(directory, prompts, found, scratch):
+    """Compares what a program generated with what moh-eval computes for the same tokens.
+
+    `found` has for each prompt the tokens and the log-probabilities of all tokens where the program gave them: by
+    place in prompt and answer, the place being that of the token they predict. Returns the largest difference of
+    log-probabilities, and how many tokens are those of greedy generation, of how many.
+    """
+    rows = [prompt + answer["tokens"] for prompt, answer in zip(prompts, found)]
+    largest, greedy, tokens = 0.0, 0, 0
+    for row, prompt, answer, expected in zip(rows, prompts, found, log_probabilities(directory, rows, scratch)):
+        for place, values in answer["log_probabilities"].items():
+            difference = (torch.tensor(values).double() - expected[int(place) - 1]).abs().max().item()
+            largest = max(largest, difference)
+        best = expected[len(prompt) - 1 : len(row) - 1].argmax(-1).tolist()
+        greedy += sum(ours == theirs for ours, theirs in zip(best, answer["tokens"]))
+        tokens += len(answer["tokens"])
+    return largest, greedy, tokens
+
+
+def distance(directory, other, scratch):
+    """How far apart the log-probabilities of two models are: near 0, masks that are not applied would not show."""
+    prompt = random_prompts([64])
+    one, two = (log_probabilities(each, prompt, scratch)[0] for each in (directory, other))
+    return (one - two).abs().max().item()
