@@ -23,8 +23,8 @@ fn a_project_with_its_model_data_and_recipe_is_not_a_run_directory() {
     let weights = fs::read(project.join("model/model.safetensors")).unwrap();
     let mut command = short(project, &["model.from=model", "run.dir=."]);
     let message = failure(project, &mut command, 1);
-    let expected = ".: is not a run directory, and holds model, recipe.toml, text.bin and 2 more: a run takes a \
-                    directory that is new, empty or its own, so choose another one, such as --set run.dir=./run";
+    let expected = ".: is not a run directory, and holds held-out.bin, held-out.idx, held-out.json and 5 \
+                    more: a run takes a directory that is new, empty or its own, so choose another one, such as --set run.dir=./run";
     assert_eq!(message, expected);
     assert!(fs::read(project.join("model/model.safetensors")).unwrap() == weights);
     let message =
@@ -146,11 +146,12 @@ fn validation_sets_may_change_and_a_stage_may_follow_a_finished_run() {
     success(&mut short(dir.path(), &[]));
     let recipe = fs::read_to_string(dir.path().join("recipe.toml")).unwrap();
     let other = recipe.replace(
-        "validation = { path = \"text\", batches = 2, every_steps = 9 }",
-        "validation = [{ name = \"book\", path = \"text\", batches = 1 }]",
+        "validation = { path = \"held-out\", batches = 2, every_steps = 9 }",
+        "validation = [{ name = \"book\", path = \"held-out\", batches = 1 }]",
     );
     let more = "\n[[stage]]\nname = \"more\"\nattention = \"dense\"\ntokens = 640\nbatch_tokens = 64\n\
                 micro_batch = 2\nlearning_rate = { max = 1e-3, min = 1e-3, warmup_steps = 1 }\n";
+    assert_ne!(other, recipe);
     fs::write(dir.path().join("recipe.toml"), other + more).unwrap();
     let output = short(dir.path(), &[]).output().unwrap();
     let text = stderr(&output);
