@@ -41,7 +41,7 @@ fn lines(readme: &str) -> Vec<&str> {
 /// The values of a key; none if one of them is not plain.
 fn values(lines: &[&str], key: &str) -> Vec<String> {
     let is_key = |line: &&str| line.strip_prefix(key).is_some_and(|rest| rest.starts_with(':'));
-    let Some(index) = lines.iter().position(|line| is_key(line)) else { return Vec::new() };
+    let Some(index) = lines.iter().position(is_key) else { return Vec::new() };
     let own = without_comment(&lines[index][key.len() + 1..]);
     let listed = own.strip_prefix('[').and_then(|list| list.strip_suffix(']'));
     let values: Vec<&str> = match listed {

@@ -1,7 +1,7 @@
 //! `moh-eval loss`: mean loss, perplexity and bits per byte of models on token files.
 
 use std::io::stdout;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use moh_cli::models;
 use moh_cli::progress::Bar;
@@ -103,7 +103,7 @@ impl Compute for Loss<'_> {
 /// The windows of a token file for a model.
 fn text(
     model: &NamedModel,
-    prefix: &PathBuf,
+    prefix: &Path,
     length: usize,
     arguments: &LossArguments,
 ) -> anyhow::Result<Windows> {

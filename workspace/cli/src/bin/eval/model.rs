@@ -9,7 +9,7 @@ use moh_hf::ConfigFile;
 use moh_kernels::{Backend, DType, Element};
 use moh_model::{Model, ModelConfig};
 use moh_train::checkpoint::{StoredCheckpoint, TensorKind};
-use moh_train::{CheckpointName, Recipe};
+use moh_train::CheckpointName;
 
 /// A model before its weights are read.
 pub(crate) struct NamedModel {
@@ -24,7 +24,7 @@ pub(crate) struct NamedModel {
 enum Weights {
     Directory(PathBuf),
     /// A checkpoint, and the element type of an export of it.
-    Checkpoint(StoredCheckpoint, DType),
+    Checkpoint(Box<StoredCheckpoint>, DType),
 }
 
 impl NamedModel {
@@ -49,10 +49,10 @@ impl NamedModel {
         let run = checkpoint.run.clone();
         let step = checkpoint.resolve_alone()?;
         let tokenizer = run.tokenizer().map(|path| TextTokenizer::load(&path)).transpose()?;
-        let dtype = Recipe::load(&run.recipe(), &[])?.run.dtype.dtype();
+        let dtype = run.stored_recipe()?.run.dtype.dtype();
         let stored = StoredCheckpoint::of_step(&run, step)?;
         let config = CheckpointName { run, step: Some(step) }.config_file()?.config;
-        let weights = Weights::Checkpoint(stored, dtype);
+        let weights = Weights::Checkpoint(Box::new(stored), dtype);
         Ok(NamedModel { name: name.to_owned(), config, tokenizer, weights })
     }
 
