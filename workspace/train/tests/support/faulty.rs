@@ -54,7 +54,8 @@ pub fn finish(recipe: &Recipe, faults: Faults<'_>) -> Results {
 /// Runs a recipe until it is asked to stop after `step`; whether it then had steps left.
 pub fn stop_at(recipe: &Recipe, faults: Faults<'_>, step: u64) -> bool {
     let outcome = run_on(1, recipe, faults, (Some(step), &|_| {})).pop().unwrap().unwrap();
-    matches!(outcome, Outcome::Stopped { .. })
+    // After a return to the initial model there is no step yet.
+    matches!(outcome, Outcome::Stopped { .. } | Outcome::StoppedBeforeTraining)
 }
 
 /// NaN in one sample of each of these steps.
