@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::bail;
 use moh_comm::World;
-use moh_train::{CheckpointName, OpenDevice, Recipe, RunDirectory, share_text};
+use moh_train::{
+    CheckpointName, OpenDevice, Recipe, RunDirectory, first_that_keeps_model, share_text,
+};
 
 use crate::models;
 
@@ -42,14 +44,14 @@ impl Location {
     }
 }
 
-/// The directory of the recipe's `model.from` on this rank; `None` if there is none, or if the run keeps
-/// what it needs of it. All ranks call this together.
+/// The directory of the recipe's `model.from` on this rank; `None` if there is none, or if one of `runs`, this
+/// run or the one that it continues, keeps what it needs of it. All ranks call this together.
 ///
 /// # Errors
 /// Fails if the model is not found on this rank or another.
 pub fn locate(
     recipe: &Recipe,
-    begin_anew: bool,
+    runs: &[&RunDirectory],
     device: &OpenDevice,
     world: &World,
 ) -> anyhow::Result<Option<PathBuf>> {
@@ -57,7 +59,7 @@ pub fn locate(
     let revision = recipe.model.revision.as_deref();
     let (mut located, mut text) = (None, None);
     if world.rank() == 0 {
-        let place = find(recipe, from, begin_anew)?;
+        let place = find(recipe, from, runs)?;
         text = Some(place.0.to_text());
         located = place.1;
     }
@@ -77,12 +79,11 @@ pub fn locate(
 fn find(
     recipe: &Recipe,
     from: &str,
-    begin_anew: bool,
+    runs: &[&RunDirectory],
 ) -> anyhow::Result<(Location, Option<PathBuf>)> {
-    let run = RunDirectory::new(&recipe.run.dir);
     // Before a download: the run would not begin.
-    run.check()?;
-    if !begin_anew && run.keeps_model(recipe)? {
+    RunDirectory::new(&recipe.run.dir).check()?;
+    if first_that_keeps_model(recipe, runs.iter().copied())?.is_some() {
         return Ok((Location::Kept, None));
     }
     if CheckpointName::parse(from).is_some() {

@@ -128,6 +128,38 @@ pub enum Error {
         /// The run directory.
         path: PathBuf,
     },
+    /// A variant of a comparison cannot be used.
+    #[error("--variant {name}: {reason}")]
+    Variant {
+        /// The variant, by its name or as it was given.
+        name: String,
+        /// The problem, and what to do.
+        reason: String,
+    },
+    /// A comparison's directory has files that are not a comparison's.
+    #[error(
+        "{}: is not the directory of a comparison, and holds {found}: a comparison takes a directory that is \
+         new, empty or its own, so choose another one, such as --set run.dir={}",
+        path.display(), instead.display()
+    )]
+    NotComparison {
+        /// The directory.
+        path: PathBuf,
+        /// Some of its files.
+        found: String,
+        /// Another directory.
+        instead: PathBuf,
+    },
+    /// A comparison has trained a variant that is not named any more.
+    #[error(
+        "{}: is a variant of this comparison that no --variant names: name it with the keys that it was \
+         started with, or move it away",
+        path.display()
+    )]
+    VariantLeftOut {
+        /// The variant's run directory.
+        path: PathBuf,
+    },
     /// A file that the run reads has other content than when the run was started.
     #[error(
         "{}: {key} is not the file that the run was started with ({difference}), as {} records: put that \

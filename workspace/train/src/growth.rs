@@ -82,7 +82,7 @@ impl Resumed {
             return Ok(Resumed::default());
         }
         let stored = run.stored_recipe()?;
-        let recorded = read(&path(run))?;
+        let recorded = read(&run.growth())?;
         let mut growth = recorded.clone();
         growth.extend(state.growth.iter().filter(|one| !recorded.contains(one)).cloned());
         // A record is written before the recipe: without the recipe, the stage has not grown.
@@ -132,7 +132,7 @@ impl Resumed {
         recipe: &Recipe,
     ) -> Result<Option<PathBuf>, Error> {
         if self.is_new {
-            let path = path(run);
+            let path = run.growth();
             let mut text = Vec::new();
             for growth in &self.growth {
                 let line = serde_json::to_vec(growth);
@@ -150,15 +150,11 @@ impl Resumed {
 /// # Errors
 /// Fails if the file cannot be read.
 pub(crate) fn recorded(run: &RunDirectory) -> Result<Vec<Growth>, Error> {
-    read(&path(run))
+    read(&run.growth())
 }
 
 fn tokens(recipe: &Recipe, stage: &str) -> Option<u64> {
     recipe.stages.iter().find(|known| known.name == stage).map(|known| known.tokens)
-}
-
-fn path(run: &RunDirectory) -> PathBuf {
-    run.root().join("growth.jsonl")
 }
 
 /// The records of a file; none if it is missing.
@@ -245,7 +241,7 @@ mod tests {
         run.write_recipe(&recipe).unwrap();
         let tokens = recipe.stages[0].tokens;
         let text = serde_json::to_string(&grown(4, tokens, tokens + 1)).unwrap();
-        std::fs::write(path(&run), text).unwrap();
+        std::fs::write(run.growth(), text).unwrap();
         let state = RunState { step: 5, stage: 0, ..RunState::default() };
         assert!(Resumed::plan(&run, &recipe, &state).unwrap().growth.is_empty());
     }

@@ -1,8 +1,10 @@
 //! Recipes, optimiser, checkpoints and the training loop.
 
 mod block_norms;
+mod branch;
 pub mod checkpoint;
 mod checkpoint_name;
+pub mod comparison;
 mod data_parallel;
 mod disk_space;
 mod epochs;
@@ -53,6 +55,7 @@ mod trainer;
 
 pub use block_norms::{BlockNorms, Norms};
 pub use checkpoint_name::CheckpointName;
+pub use comparison::{Comparison, Variant};
 pub use disk_space::{FreeSpace, free_space};
 pub use epochs::SourceEpochs;
 pub use error::{Error, KeyChange};
@@ -67,7 +70,7 @@ pub use preflight::{Preflight, RankSpeed, preflight};
 pub use ranks::Ranks;
 pub use recipe::{Fault, Recipe, Stage};
 pub use replay::{Replay, SampleSource, TensorGradient, replay, replay_from};
-pub use run::{RunOptions, run};
+pub use run::{RunOptions, first_that_keeps_model, run};
 pub use run_directory::RunDirectory;
 pub use run_lock::RunLock;
 pub use schedule::Schedule;

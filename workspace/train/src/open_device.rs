@@ -34,7 +34,7 @@ fn buffers(device: &OpenDevice) -> Result<Buffers, Error> {
     }
 }
 
-/// Connects to the other processes of this run. All of them must run this program with this recipe;
+/// Connects to the other processes of this job. All of them must run this program with these recipes;
 /// this function sets the fingerprint of `options` that checks it.
 ///
 /// # Errors
@@ -43,13 +43,13 @@ fn buffers(device: &OpenDevice) -> Result<Buffers, Error> {
 pub fn connect(
     launch: &Launch,
     device: &OpenDevice,
-    recipe: &Recipe,
+    recipes: &[&Recipe],
     options: Options,
 ) -> Result<World, Error> {
     if launch.size == 1 {
         return Ok(World::single());
     }
-    let (buffers, fingerprint) = (buffers(device)?, fingerprint(recipe)?);
+    let (buffers, fingerprint) = (buffers(device)?, fingerprint(recipes)?);
     Ok(World::connect(launch, buffers, Options { fingerprint, ..options })?)
 }
 
@@ -78,9 +78,9 @@ pub fn share_text(
     Ok(String::from_utf8_lossy(&shared.unwrap_or_default()).into_owned())
 }
 
-/// The properties that all ranks must share: the program, byte for byte, and the recipe. Two builds
+/// The properties that all ranks must share: the program, byte for byte, and the recipes. Two builds
 /// of one version, or two processor architectures, may give different results.
-fn fingerprint(recipe: &Recipe) -> Result<String, Error> {
+fn fingerprint(recipes: &[&Recipe]) -> Result<String, Error> {
     let program = std::env::current_exe().and_then(|path| {
         let mut hasher = blake3::Hasher::new();
         hasher.update_mmap_rayon(path)?;
@@ -88,5 +88,7 @@ fn fingerprint(recipe: &Recipe) -> Result<String, Error> {
     });
     let program = program.map_err(Error::io(Path::new("the program's own file")))?;
     let version = env!("CARGO_PKG_VERSION");
-    Ok(format!("program {version} {ARCH} {}\n{}", &program[..16], recipe.to_toml()?))
+    let recipes: Vec<String> =
+        recipes.iter().map(|recipe| recipe.to_toml()).collect::<Result<_, _>>()?;
+    Ok(format!("program {version} {ARCH} {}\n{}", &program[..16], recipes.join("\n")))
 }

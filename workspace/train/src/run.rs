@@ -9,6 +9,7 @@ use moh_comm::{Group, World};
 use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements};
 use moh_kernels::{Backend, Element};
 
+use crate::branch;
 use crate::checkpoint;
 use crate::checkpoint_name::is_step_of;
 use crate::disk_space::{self, FreeSpace, free_space};
@@ -18,7 +19,7 @@ use crate::machine::Machine;
 use crate::recipe::{Parallel, Stage};
 use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
-use crate::run_directory::shell_word;
+use crate::run_directory;
 use crate::run_inputs::{RunInputs, Settled};
 use crate::source::ModelSource;
 use crate::summary::Summary;
@@ -55,6 +56,9 @@ pub struct RunOptions<'a> {
     /// Tells the free bytes of a file system: for tests.
     #[doc(hidden)]
     pub free_space: FreeSpace,
+    /// The run that has trained the recipe's first stages: a run whose directory is absent or empty continues
+    /// it, with its checkpoints and logs as its own.
+    pub parent: Option<&'a RunDirectory>,
     /// The name of the first rank's processor, for `machine.json`; empty if it is not known.
     pub processor: &'a str,
     /// The command that started the program, for errors that name another one; if it is empty, that of the recipe
@@ -75,6 +79,7 @@ impl<'a> RunOptions<'a> {
             time_limit: None,
             allow_other_tokenizer: false,
             free_space,
+            parent: None,
             processor: "",
             command: "",
         }
@@ -157,9 +162,13 @@ impl Job<'_> {
             }
             Ok(resumes)
         })?;
-        let resumed = resumes.then_some(&run);
+        let parent = match self.options.parent {
+            Some(parent) if ranks.first_holds(|| branch::is_free(&run))? => Some(parent),
+            _ => None,
+        };
+        let resumed = resumes.then_some(&run).or(parent);
         resolve_origin(recipe, resumed, &mut ranks)?;
-        let opened = self.open(recipe, resumes);
+        let opened = self.open(recipe, parent, resumed.is_some());
         let (source, data) = ranks.agree(opened)?;
         // Steps count from 1; the first rank's option counts.
         let resume_step = ranks.first(|| Ok(self.options.resume_step.unwrap_or(0) as f64))?;
@@ -171,6 +180,9 @@ impl Job<'_> {
         };
         let mut held = Held::default();
         let finished = ranks.first_holds(|| {
+            if let Some(parent) = parent {
+                branch::begin(&run, parent, recipe)?;
+            }
             held = self.lock_and_check(&run, recipe, resume_step, events)?;
             Ok(held.finished)
         })?;
@@ -276,7 +288,7 @@ impl Job<'_> {
     /// The command that started the program.
     fn command(&self) -> String {
         match self.options.command {
-            "" => format!("moh-train --recipe {}", shell_word(&self.path.to_string_lossy())),
+            "" => run_directory::command(self.path, []),
             command => command.to_owned(),
         }
     }
@@ -330,22 +342,28 @@ impl Job<'_> {
         Err(Error::Parallel { path, stage, tensor, pipeline, ranks })
     }
 
-    /// Opens the model and the data; errors of the data are reported later.
+    /// Opens the model, of a run that begins where its `parent` ends as that keeps it, and the data; errors of
+    /// the data are reported later. A run that `continues` itself or its parent has its tokenizer accepted.
     fn open(
         &self,
         recipe: &mut Recipe,
-        resumes: bool,
+        parent: Option<&RunDirectory>,
+        continues: bool,
     ) -> Result<(ModelSource, Result<RunData, Error>), Error> {
         for stage in &recipe.stages {
             self.check_parallel(stage)?;
         }
         let run = RunDirectory::new(&recipe.run.dir);
-        let source = match !self.options.begin_anew && run.keeps_model(recipe)? {
-            true => ModelSource::kept(recipe, self.path, &run.model())?,
-            false => ModelSource::open(recipe, self.path, self.directory)?,
+        let keeper = match self.options.begin_anew {
+            true => None,
+            false => first_that_keeps_model(recipe, [&run].into_iter().chain(parent))?,
+        };
+        let source = match keeper {
+            Some(keeper) => ModelSource::kept(recipe, self.path, &keeper.model())?,
+            None => ModelSource::open(recipe, self.path, self.directory)?,
         };
         recipe.resolve(self.path, source.original_config())?;
-        let data = RunData::open(recipe, &source, resumes || self.options.allow_other_tokenizer);
+        let data = RunData::open(recipe, &source, continues || self.options.allow_other_tokenizer);
         Ok((source, data))
     }
 }
@@ -397,15 +415,39 @@ fn resolve_origin<B: Backend>(
 ) -> Result<(), Error> {
     let Some(from) = recipe.model.from.clone() else { return Ok(()) };
     if let Some(run) = resumed {
-        let stored = ranks.agree(run.stored_recipe())?.model.from;
-        if stored.as_deref().is_some_and(|stored| is_step_of(stored, &from)) {
-            recipe.model.from = stored;
-        }
+        ranks.agree(adopt_origin(recipe, run))?;
     } else if let Some(mut name) = CheckpointName::parse(&from) {
         name.step = Some(name.resolve(ranks)?);
         recipe.model.from = Some(name.to_string());
     }
     Ok(())
+}
+
+/// Adds the step with which `run` began to a `model.from` that is a run without one.
+pub(crate) fn adopt_origin(recipe: &mut Recipe, run: &RunDirectory) -> Result<(), Error> {
+    let stored = run.stored_recipe()?.model.from;
+    let is_its_step =
+        |stored: &String| recipe.model.from.as_ref().is_some_and(|from| is_step_of(stored, from));
+    if stored.as_ref().is_some_and(is_its_step) {
+        recipe.model.from = stored;
+    }
+    Ok(())
+}
+
+/// The first of the runs that [keeps](RunDirectory::keeps_model) the model of `recipe`.
+///
+/// # Errors
+/// Fails if a stored recipe cannot be read.
+pub fn first_that_keeps_model<'a>(
+    recipe: &Recipe,
+    runs: impl IntoIterator<Item = &'a RunDirectory>,
+) -> Result<Option<&'a RunDirectory>, Error> {
+    for run in runs {
+        if run.keeps_model(recipe)? {
+            return Ok(Some(run));
+        }
+    }
+    Ok(None)
 }
 
 /// Whether the run has finished: it has a summary and an export.

@@ -8,7 +8,8 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 pub(crate) use own_files::{is_unfinished_checkpoint, named};
-pub use stored_recipe::{leaves, shell_word};
+pub(crate) use stored_recipe::changes;
+pub use stored_recipe::{command, leaves, shell_word};
 
 use crate::error::unless_missing;
 use crate::run_inputs::model_files::TOKENIZER;
@@ -122,6 +123,11 @@ impl RunDirectory {
     /// The returns of the run to earlier steps.
     pub fn rewinds(&self) -> PathBuf {
         self.root.join("rewinds.jsonl")
+    }
+
+    /// The stages that have become longer.
+    pub fn growth(&self) -> PathBuf {
+        self.root.join("growth.jsonl")
     }
 
     /// The metrics of the steps that the run has left with a rewind.

@@ -37,7 +37,7 @@ impl TimeLimit {
     /// Whether the time left does not cover another step, a checkpoint in flight beside it and one after
     /// it, each as long as the longest so far, or is within the reserve: 5% of the limit, at most one
     /// minute (ten before the first checkpoint).
-    pub(crate) fn is_up(
+    pub fn is_up(
         &self,
         now: Instant,
         longest_step: Duration,

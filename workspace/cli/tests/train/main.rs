@@ -4,6 +4,7 @@
 #![cfg(unix)]
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
+mod comparing;
 mod directories;
 mod output;
 mod plans;

@@ -32,6 +32,7 @@ pub use model::{Model, NewModel, RopeScaling, TokenIds};
 pub(crate) use overrides::is_below;
 pub(crate) use reader::element_name;
 pub use stage::{Attention, Decay, LearningRate, MohOptions, Optimizer, Parallel, Stage};
+pub(crate) use validate::fine_name;
 pub use validation_sets::ValidationSet;
 pub(crate) use validation_sets::key as validation_key;
 

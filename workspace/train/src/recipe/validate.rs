@@ -243,13 +243,22 @@ fn check_validation(faults: &mut Faults, sets: &[ValidationSet]) {
 
 /// Checks the name of a `what`, which must be `new` among those before it.
 fn check_name(faults: &mut Faults, key: &str, name: &str, new: bool, what: &str) {
+    if let Err(reason) = fine_name(name) {
+        faults.check(false, key, format!("{name:?}"), reason);
+    }
+    faults.check(new, key, format!("{name:?}"), format!("is the name of an earlier {what}"));
+}
+
+/// Refuses names that could not be the part of a key, or a file's name.
+pub(crate) fn fine_name(name: &str) -> Result<(), String> {
     let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
     let begins_well = name.starts_with(|c: char| c.is_ascii_alphanumeric());
-    let fine = begins_well && name.len() <= MAX_NAME && name.chars().all(allowed);
-    let reason =
-        format!("must be 1 to {MAX_NAME} letters, digits, - and _, the first a letter or digit");
-    faults.check(fine, key, format!("{name:?}"), reason);
-    faults.check(new, key, format!("{name:?}"), format!("is the name of an earlier {what}"));
+    match begins_well && name.len() <= MAX_NAME && name.chars().all(allowed) {
+        true => Ok(()),
+        false => Err(format!(
+            "must be 1 to {MAX_NAME} letters, digits, - and _, the first a letter or digit"
+        )),
+    }
 }
 
 fn check_log(faults: &mut Faults, log: &Log) {

@@ -161,8 +161,7 @@ impl RunDirectory {
         if self.is_run()? {
             return Ok(());
         }
-        let mut found = names(&self.root)?;
-        found.retain(|name| !precedes_mark(name));
+        let found = self.occupants()?;
         match found.is_empty() {
             true => Ok(()),
             false => Err(Error::NotARun {
@@ -171,6 +170,13 @@ impl RunDirectory {
                 instead: self.free_sibling(),
             }),
         }
+    }
+
+    /// The names in the directory, but for those that a process leaves before it has marked its directory.
+    pub(crate) fn occupants(&self) -> Result<Vec<String>, Error> {
+        let mut found = names(&self.root)?;
+        found.retain(|name| !precedes_mark(name));
+        Ok(found)
     }
 
     /// A free name beside the directory, or in it where it has no name of its own, as `.` has none.

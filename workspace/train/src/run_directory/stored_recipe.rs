@@ -13,7 +13,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use toml::Value;
 
@@ -167,6 +167,13 @@ impl RunDirectory {
     }
 }
 
+/// The command that trains the recipe at `path` with `overrides`.
+pub fn command<'a>(path: &Path, overrides: impl IntoIterator<Item = &'a String>) -> String {
+    let sets = overrides.into_iter().map(|text| format!(" --set {}", shell_word(text)));
+    let path = shell_word(&path.to_string_lossy());
+    format!("moh-train --recipe {path}{}", sets.collect::<String>())
+}
+
 /// A word of a command, as a shell reads it.
 pub fn shell_word(word: &str) -> String {
     let is_plain = |c: char| c.is_alphanumeric() || "@%+=:,./-_".contains(c);
@@ -216,7 +223,7 @@ fn names_input(key: &str) -> bool {
 }
 
 /// The keys whose values differ between two recipes, in order.
-fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>, Error> {
+pub(crate) fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>, Error> {
     let (before, now) = (leaves(before)?, leaves(now)?);
     let keys: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
     let change = |key: &String| KeyChange {

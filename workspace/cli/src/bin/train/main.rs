@@ -1,6 +1,7 @@
 //! `moh-train`: runs or resumes a recipe, manages the checkpoints of a run, and replays a step of it.
 
 mod checkpoints;
+mod comparison;
 mod plan;
 mod replay;
 mod report;
@@ -16,7 +17,7 @@ use clap::{Parser, Subcommand};
 use moh_cli::exit;
 use moh_cli::time_limit::parse_time_limit;
 use moh_comm::{OPERATION_LIMIT, RENDEZVOUS_LIMIT};
-use moh_train::{Recipe, TraceSteps};
+use moh_train::{Comparison, Recipe, TraceSteps, Variant};
 
 /// Train a recipe's stages in order, or resume an interrupted run.
 ///
@@ -34,6 +35,10 @@ use moh_train::{Recipe, TraceSteps};
     subcommand_negates_reqs = true,
     after_help = "Example, from the repository's root, about two minutes:\n  \
         moh-train --recipe recipes/quickstart.toml\n\
+        Two variants of it, of which the first is the recipe itself:\n  \
+        moh-train --recipe recipes/quickstart.toml --set run.dir=runs/compared \\\n    \
+            --variant three-quarters \\\n    \
+            --variant half:stage.moh.moh.shared_heads=2\n\
         The plan of the paper's run, without weights or data, and on 64 GPUs:\n  \
         moh-train --recipe recipes/moh-llama3-8b.toml --plan --device-tflops 600\n  \
         moh-train --recipe recipes/moh-llama3-8b.toml --plan --ranks 64 \\\n    \
@@ -48,6 +53,12 @@ struct Arguments {
     /// Override a key of the recipe, stages by name: stage.moh.tokens=1e9
     #[arg(long = "set", value_name = "KEY=VALUE")]
     overrides: Vec<String>,
+    /// Train this variant of the recipe, once for each to compare, in run.dir/NAME: the stages before the
+    /// first one that a variant changes are trained once for all. half:stage.moh.moh.routed_top_k=1;
+    /// a name alone is the recipe itself
+    #[arg(long = "variant", value_name = "NAME:KEY=VALUE,...")]
+    #[arg(conflicts_with_all = ["preflight", "trace", "begin_anew", "resume_step"])]
+    variants: Vec<String>,
     /// Address at which the ranks meet; overrides the launcher's
     #[arg(long, value_name = "HOST:PORT")]
     rendezvous: Option<String>,
@@ -97,7 +108,7 @@ struct Arguments {
     device_tflops: Option<f64>,
     /// Plan this many ranks: layout, memory per rank and communication
     #[arg(long, value_name = "N", requires = "plan", allow_negative_numbers = true)]
-    #[arg(value_parser = ranks)]
+    #[arg(conflicts_with = "variants", value_parser = ranks)]
     ranks: Option<NonZeroUsize>,
     /// Hardware of the ranks, a TOML file as in recipes/hardware: adds times and what fits
     #[arg(long, value_name = "FILE", requires = "ranks")]
@@ -145,9 +156,18 @@ fn main() -> ExitCode {
         };
         let recipe = Recipe::load(path, &arguments.overrides)?;
         start_threads(&recipe)?;
-        match arguments.plan {
-            true => plan::plan(&arguments, path, recipe),
-            false => training::train(&arguments, path, recipe, start),
+        let variants: Vec<Variant> =
+            arguments.variants.iter().map(|text| text.parse()).collect::<Result<_, _>>()?;
+        let comparison = match variants.is_empty() {
+            true => None,
+            false => Some(Comparison::plan(path, &arguments.overrides, variants)?),
+        };
+        match (arguments.plan, comparison) {
+            (true, None) => plan::plan(&arguments, path, recipe),
+            (true, Some(comparison)) => plan::plan_comparison(&arguments, path, &comparison),
+            (false, comparison) => {
+                training::train(&arguments, path, (recipe, comparison.as_ref()), start)
+            }
         }
     })
 }

@@ -3,25 +3,23 @@
 use std::io::{Write as _, stdout};
 use std::num::NonZeroUsize;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::Context as _;
+use indicatif::{HumanCount, HumanDuration};
 use moh_cli::exit;
 use moh_hf::ConfigFile;
 use moh_model::ModelConfig;
-use moh_train::plan::{Hardware, Suggestions};
-use moh_train::{Plan, Recipe};
+use moh_train::plan::{Hardware, StagePlan, Suggestions};
+use moh_train::{Comparison, Plan, Recipe};
 
 use crate::Arguments;
+use crate::comparison::table::aligned;
 
 /// Prints the plan of `recipe`, which is the file `path`.
 pub(crate) fn plan(arguments: &Arguments, path: &Path, mut recipe: Recipe) -> anyhow::Result<()> {
-    if let Some(tflops) = arguments.device_tflops
-        && !(tflops > 0.0 && tflops.is_finite())
-    {
-        return Err(exit::Usage(format!("--device-tflops {tflops}: must be above 0")).into());
-    }
-    let config = model_config(&recipe, path)?;
-    recipe.resolve(path, &config)?;
+    check_rate(arguments)?;
+    let config = resolve(&mut recipe, path)?;
     let hardware = arguments.hardware.as_deref().map(Hardware::load).transpose()?;
     match (arguments.ranks, hardware) {
         (Some(ranks), Some(hardware)) if arguments.suggest => {
@@ -34,6 +32,66 @@ pub(crate) fn plan(arguments: &Arguments, path: &Path, mut recipe: Recipe) -> an
         }
     }
     Ok(())
+}
+
+/// Prints what the runs of a comparison of variants of the recipe in the file `path` train.
+pub(crate) fn plan_comparison(
+    arguments: &Arguments,
+    path: &Path,
+    comparison: &Comparison,
+) -> anyhow::Result<()> {
+    check_rate(arguments)?;
+    let time = |flops: f64| {
+        let seconds = arguments.device_tflops.map(|tflops| flops / (tflops * 1e12))?;
+        Some(HumanDuration(Duration::try_from_secs_f64(seconds).ok()?).to_string())
+    };
+    let row = |name: &str, stages: &str, (steps, tokens, flops): (u64, u64, f64)| {
+        let counts = [HumanCount(steps).to_string(), HumanCount(tokens).to_string()];
+        let cells = [name.to_owned(), stages.to_owned()].into_iter().chain(counts);
+        cells.chain([format!("{flops:.2e}")]).chain(time(flops)).collect::<Vec<_>>()
+    };
+    let names = ["run", "stages", "steps", "tokens", "FLOPs"].map(str::to_owned);
+    let mut lines = vec![names.to_vec()];
+    if arguments.device_tflops.is_some() {
+        lines[0].push("time".to_owned());
+    }
+    let (mut sum, mut alone) = ((0, 0, 0.0), (0, 0, 0.0));
+    for run in comparison.runs() {
+        let mut recipe = run.recipe.clone();
+        let config = resolve(&mut recipe, path)?;
+        let plan = Plan::new(&recipe, &config)?;
+        let add = |(steps, tokens, flops): (u64, u64, f64), stage: &StagePlan| {
+            (steps + stage.steps, tokens + stage.tokens, flops + stage.total_flops())
+        };
+        let own = plan.stages.get(run.num_shared..).unwrap_or_default();
+        let stages: Vec<&str> = own.iter().map(|stage| stage.name.as_str()).collect();
+        lines.push(row(&run.name, &stages.join(", "), own.iter().fold((0, 0, 0.0), add)));
+        sum = own.iter().fold(sum, add);
+        if run.variant.is_some() {
+            alone = plan.stages.iter().fold(alone, add);
+        }
+    }
+    lines.push(row("all runs", "", sum));
+    lines.push(row("without sharing", "", alone));
+    write!(stdout(), "{}", aligned(&lines))?;
+    Ok(())
+}
+
+/// Refuses a rate that is none.
+fn check_rate(arguments: &Arguments) -> anyhow::Result<()> {
+    match arguments.device_tflops {
+        Some(tflops) if !(tflops > 0.0 && tflops.is_finite()) => {
+            Err(exit::Usage(format!("--device-tflops {tflops}: must be above 0")).into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Fills in what depends on the model, and returns its shape.
+fn resolve(recipe: &mut Recipe, path: &Path) -> anyhow::Result<ModelConfig> {
+    let config = model_config(recipe, path)?;
+    recipe.resolve(path, &config)?;
+    Ok(config)
 }
 
 /// The shape of the recipe's model, of a hub id by its `config.json` alone.

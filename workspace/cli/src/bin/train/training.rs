@@ -1,9 +1,10 @@
 //! Training as one of the ranks, and the measurement of all ranks before it.
 
+use std::cell::Cell;
 use std::io::{Write as _, stdout};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use moh_cli::exit::{self, StoppedEarly};
@@ -14,24 +15,27 @@ use moh_cli::signals::{Say, stop_on_signals};
 use moh_cli::time_limit::time_limit;
 use moh_comm::{Fault, Launch, Launcher, Options, World};
 use moh_kernels::span;
-use moh_train::run_directory::shell_word;
+use moh_train::run_directory::command;
 use moh_train::{
-    OpenDevice, Outcome, RankSpeed, Recipe, RunDirectory, RunOptions, TimeLimit, TraceSteps,
-    open_device,
+    Comparison, OpenDevice, Outcome, RankSpeed, Recipe, RunDirectory, RunOptions, Summary,
+    TimeLimit, TraceSteps, open_device,
 };
 
-use crate::Arguments;
 use crate::report::report;
+use crate::{Arguments, comparison};
 
-/// Runs or resumes `recipe` as one rank.
+/// Runs or resumes `recipe`, or a comparison of variants of it, as one rank.
 pub(crate) fn train(
     arguments: &Arguments,
     path: &Path,
-    mut recipe: Recipe,
+    (mut recipe, comparison): (Recipe, Option<&Comparison>),
     start: Instant,
 ) -> anyhow::Result<()> {
     let limit = time_limit(start, arguments.time_limit);
-    let moved = take_place(arguments, path, &mut recipe)?;
+    let moved = match comparison {
+        Some(_) => None,
+        None => take_place(arguments, path, &mut recipe)?,
+    };
     check_trace(arguments, &recipe)?;
     span::connect_profiler()?;
     let launch = Launch::from_environment(arguments.rendezvous.as_deref())?;
@@ -53,11 +57,18 @@ pub(crate) fn train(
         }),
         ..Options::default()
     };
-    let world = moh_train::connect(&launch, &device, &recipe, options)?;
+    let recipes: Vec<&Recipe> = match comparison {
+        Some(comparison) => comparison.runs().iter().map(|run| &run.recipe).collect(),
+        None => vec![&recipe],
+    };
+    let world = moh_train::connect(&launch, &device, &recipes, options)?;
+    let session = || Session::new(arguments, path, (&device, &world, launch.launcher), limit);
     let done = if arguments.preflight {
-        preflight(&recipe, device, &world)
+        preflight(&recipe, device.clone(), &world)
+    } else if let Some(comparison) = comparison {
+        comparison::train(&session(), comparison)
     } else {
-        train_as_rank(arguments, (path, recipe), (device, &world, launch.launcher), limit)
+        train_recipe(&session(), recipe)
     };
     match done {
         Ok(()) => Ok(world.close()?),
@@ -100,13 +111,6 @@ fn take_place(
     )))
 }
 
-/// The command that started this program, without the options of one start.
-fn command(arguments: &Arguments, path: &Path) -> String {
-    let sets = arguments.overrides.iter().map(|text| format!(" --set {}", shell_word(text)));
-    let path = shell_word(&path.to_string_lossy());
-    format!("moh-train --recipe {path}{}", sets.collect::<String>())
-}
-
 /// Refuses to trace steps beyond the run's last.
 fn check_trace(arguments: &Arguments, recipe: &Recipe) -> anyhow::Result<()> {
     let (last, steps) = (arguments.trace.as_ref().map_or(0, TraceSteps::last), recipe.num_steps());
@@ -133,71 +137,159 @@ fn preflight(recipe: &Recipe, device: OpenDevice, world: &World) -> anyhow::Resu
     Ok(())
 }
 
-fn train_as_rank(
-    arguments: &Arguments,
-    (path, mut recipe): (&Path, Recipe),
-    (device, world, launcher): (OpenDevice, &World, Launcher),
-    time_limit: Option<TimeLimit>,
-) -> anyhow::Result<()> {
-    let directory = model_location::locate(&recipe, arguments.begin_anew, &device, world)?;
-    let stop = Arc::new(AtomicBool::new(false));
-    let first = world.rank() == 0;
-    let mut view = first.then(|| RunView::new(&recipe, world.size()));
-    let say: Say = match &view {
-        Some(view) => Box::new(view.printer()),
-        None => Box::new(|_| {}),
-    };
-    stop_on_signals(&stop, launcher, say)?;
-    // The first rank describes the machine.
-    let processor = if first { Processor::read().label() } else { String::new() };
-    let no_steps = TraceSteps::NONE;
-    let command = command(arguments, path);
-    let options = RunOptions {
-        trace: arguments.trace.as_ref().unwrap_or(&no_steps),
-        begin_anew: arguments.begin_anew,
-        resume_step: arguments.resume_step,
-        time_limit,
-        break_lock: arguments.break_lock,
-        allow_other_tokenizer: arguments.allow_other_tokenizer,
-        processor: &processor,
-        command: &command,
-        ..RunOptions::new(&stop)
-    };
-    let outcome = moh_train::run(
-        &mut recipe,
-        path,
-        directory.as_deref(),
-        (device, world),
-        options,
-        &mut |event| {
-            if let Some(view) = &mut view {
-                view.show(event);
+/// What the runs of one command have in common, as one rank.
+pub(crate) struct Session<'a> {
+    pub(crate) arguments: &'a Arguments,
+    /// The recipe's file.
+    path: &'a Path,
+    pub(crate) device: &'a OpenDevice,
+    pub(crate) world: &'a World,
+    launcher: Launcher,
+    pub(crate) stop: Arc<AtomicBool>,
+    pub(crate) time_limit: Option<TimeLimit>,
+    /// The first rank's, which describes the machine.
+    processor: String,
+    /// Says a sentence for the user at once, above what the run that is under way shows.
+    say: Arc<Mutex<Say>>,
+    /// Whether signals stop the runs.
+    hears_signals: Cell<bool>,
+}
+
+impl<'a> Session<'a> {
+    fn new(
+        arguments: &'a Arguments,
+        path: &'a Path,
+        (device, world, launcher): (&'a OpenDevice, &'a World, Launcher),
+        time_limit: Option<TimeLimit>,
+    ) -> Self {
+        let processor = match world.rank() {
+            0 => Processor::read().label(),
+            _ => String::new(),
+        };
+        Session {
+            arguments,
+            path,
+            device,
+            world,
+            launcher,
+            stop: Arc::default(),
+            time_limit,
+            processor,
+            say: Arc::new(Mutex::new(say_between_runs(world))),
+            hears_signals: Cell::new(false),
+        }
+    }
+
+    /// Lets signals stop this run and the next ones. The first time is after a model has been located, since a
+    /// signal ends a download at once.
+    fn hear_signals(&self) -> anyhow::Result<()> {
+        if !self.hears_signals.replace(true) {
+            let say = Arc::clone(&self.say);
+            let say: Say = Box::new(move |text| (*hold(&say))(text));
+            stop_on_signals(&self.stop, self.launcher, say)?;
+        }
+        Ok(())
+    }
+
+    /// Whether this rank writes files and prints.
+    pub(crate) fn is_first(&self) -> bool {
+        self.world.rank() == 0
+    }
+
+    /// Runs or resumes `recipe`, where it begins from the stages of its `parent`. Errors name
+    /// `command` with other keys. Returns whether it had finished before, and its results.
+    pub(crate) fn run(
+        &self,
+        recipe: &mut Recipe,
+        parent: Option<&RunDirectory>,
+        command: &str,
+    ) -> anyhow::Result<(bool, Summary)> {
+        let Session { arguments, path, device, world, .. } = *self;
+        let own = RunDirectory::new(&recipe.run.dir);
+        let keepers: Vec<&RunDirectory> = match arguments.begin_anew {
+            true => Vec::new(),
+            false => [&own].into_iter().chain(parent).collect(),
+        };
+        let directory = model_location::locate(recipe, &keepers, device, world)?;
+        let mut view = self.is_first().then(|| RunView::new(recipe, world.size()));
+        if let Some(view) = &view {
+            *hold(&self.say) = Box::new(view.printer());
+        }
+        self.hear_signals()?;
+        let no_steps = TraceSteps::NONE;
+        let options = RunOptions {
+            trace: arguments.trace.as_ref().unwrap_or(&no_steps),
+            begin_anew: arguments.begin_anew,
+            resume_step: arguments.resume_step,
+            time_limit: self.time_limit,
+            break_lock: arguments.break_lock,
+            allow_other_tokenizer: arguments.allow_other_tokenizer,
+            parent,
+            processor: &self.processor,
+            command,
+            ..RunOptions::new(&self.stop)
+        };
+        let outcome = moh_train::run(
+            recipe,
+            path,
+            directory.as_deref(),
+            (device.clone(), world),
+            options,
+            &mut |event| {
+                if let Some(view) = &mut view {
+                    view.show(event);
+                }
+            },
+        );
+        if let Some(view) = view {
+            *hold(&self.say) = say_between_runs(world);
+            view.finish();
+        }
+        match outcome? {
+            Outcome::StoppedBeforeTraining => Err(StoppedEarly(
+                "stopped before a step was taken: run the same command again to continue"
+                    .to_owned(),
+            )
+            .into()),
+            Outcome::Stopped { step } => {
+                let command = match arguments.resume_step {
+                    None => "the same command again",
+                    Some(_) => "the command again without --resume-step",
+                };
+                let text = format!(
+                    "stopped after step {step} with a checkpoint: run {command} to continue"
+                );
+                Err(StoppedEarly(text).into())
             }
-        },
-    );
-    if let Some(view) = view {
-        view.finish();
+            Outcome::AlreadyFinished(summary) => Ok((true, summary)),
+            Outcome::Finished(summary) => Ok((false, summary)),
+        }
+    }
+}
+
+/// What is said while no run is under way: on the first rank, a line of the terminal.
+fn say_between_runs(world: &World) -> Say {
+    match world.rank() {
+        0 => Box::new(|text| exit::stderr_line(format_args!("{text}"))),
+        _ => Box::new(|_| {}),
+    }
+}
+
+/// What is said now. A thread that has panicked leaves it whole.
+fn hold(say: &Mutex<Say>) -> MutexGuard<'_, Say> {
+    say.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Trains a single recipe, and prints its end.
+fn train_recipe(session: &Session<'_>, mut recipe: Recipe) -> anyhow::Result<()> {
+    let command = command(session.path, &session.arguments.overrides);
+    let (had_finished, summary) = session.run(&mut recipe, None, &command)?;
+    if !session.is_first() {
+        return Ok(());
+    }
+    if had_finished {
+        writeln!(stdout(), "this run has already finished\n")?;
     }
     let run = RunDirectory::new(&recipe.run.dir);
-    match outcome? {
-        Outcome::StoppedBeforeTraining => Err(StoppedEarly(
-            "stopped before a step was taken: run the same command again to continue".to_owned(),
-        )
-        .into()),
-        Outcome::Stopped { step } => {
-            let command = match arguments.resume_step {
-                None => "the same command again",
-                Some(_) => "the command again without --resume-step",
-            };
-            let text =
-                format!("stopped after step {step} with a checkpoint: run {command} to continue");
-            Err(StoppedEarly(text).into())
-        }
-        _ if !first => Ok(()),
-        Outcome::AlreadyFinished(summary) => {
-            writeln!(stdout(), "this run has already finished\n")?;
-            report(&recipe, &run, &summary)
-        }
-        Outcome::Finished(summary) => report(&recipe, &run, &summary),
-    }
+    report(&recipe, &run, &summary)
 }

@@ -1,0 +1,185 @@
+//! The table of a comparison: a row for each variant, a column for each moment at which it was evaluated.
+
+use std::fmt::Write as _;
+
+use moh_train::KeyChange;
+use moh_train::checkpoint::{Evaluation, EvaluationPoint};
+use moh_train::comparison::Results;
+
+/// A variant that has finished.
+pub(super) struct Row<'a> {
+    pub name: &'a str,
+    pub changes: &'a [KeyChange],
+    pub results: Results,
+}
+
+/// The table, the losses of further validation sets below those of the first, and the keys that each variant
+/// changes.
+pub(super) fn table(rows: &[Row<'_>]) -> String {
+    let moments = moments(rows);
+    let mut lines = vec![header(&moments)];
+    for row in rows {
+        lines.extend(of_row(row, &moments));
+    }
+    let mut out = aligned(&lines);
+    out.push('\n');
+    for row in rows {
+        let change = |change: &KeyChange| {
+            let value = change.now.as_deref().unwrap_or("absent");
+            format!("{} = {value}", change.key)
+        };
+        let changes: Vec<String> = row.changes.iter().map(change).collect();
+        let _ = match changes.is_empty() {
+            true => writeln!(out, "{}: the recipe", row.name),
+            false => writeln!(out, "{}: {}", row.name, changes.join(", ")),
+        };
+    }
+    out
+}
+
+/// Lines of cells as text: the first column to the left, the others to the right.
+pub(crate) fn aligned(lines: &[Vec<String>]) -> String {
+    let columns = lines.iter().map(Vec::len).max().unwrap_or(0);
+    let width = |column: usize| {
+        let cells = lines.iter().filter_map(|line| line.get(column));
+        cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    let mut out = String::new();
+    for line in lines {
+        let mut text = String::new();
+        for (column, (cell, width)) in line.iter().zip(&widths).enumerate() {
+            let _ = match column {
+                0 => write!(text, "{cell:<width$}"),
+                _ => write!(text, "  {cell:>width$}"),
+            };
+        }
+        let _ = writeln!(out, "{}", text.trim_end());
+    }
+    out
+}
+
+/// The names of the moments of all variants, in the order of the runs.
+fn moments(rows: &[Row<'_>]) -> Vec<String> {
+    let mut moments: Vec<String> = Vec::new();
+    for row in rows {
+        let mut next = 0;
+        for evaluation in &row.results.evaluations {
+            let name = name(evaluation);
+            match moments.iter().position(|known| *known == name) {
+                Some(place) => next = place + 1,
+                None => {
+                    moments.insert(next, name);
+                    next += 1;
+                }
+            }
+        }
+    }
+    moments
+}
+
+fn name(evaluation: &Evaluation) -> String {
+    match &evaluation.moment {
+        EvaluationPoint::Loaded => "loaded".to_owned(),
+        EvaluationPoint::Trained { stage } => stage.clone(),
+        EvaluationPoint::Converted { stage, .. } => format!("{stage}, untuned"),
+    }
+}
+
+fn header(moments: &[String]) -> Vec<String> {
+    let mut cells = vec!["loss".to_owned()];
+    cells.extend(moments.iter().cloned());
+    cells.extend(["bits per byte", "recovered", "tokens", "tokens/s"].map(str::to_owned));
+    cells
+}
+
+/// The lines of a variant: of its first validation set, and of the others.
+fn of_row(row: &Row<'_>, moments: &[String]) -> Vec<Vec<String>> {
+    let results = &row.results;
+    // A stage that went on has several ends, of which the last counts.
+    let at = |moment: &String| {
+        results.evaluations.iter().rev().find(|evaluation| name(evaluation) == *moment)
+    };
+    let optional = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
+    let last = results.evaluations.last();
+    let bits = |bits: Option<f64>| optional(bits.map(|bits| format!("{bits:.4}")));
+    let mut cells = vec![row.name.to_owned()];
+    cells.extend(moments.iter().map(|moment| optional(at(moment).map(|e| loss(e.loss)))));
+    cells.push(bits(last.and_then(|last| last.bits_per_byte)));
+    cells.push(optional(results.recovered.map(|share| format!("{:.1}%", 100.0 * share))));
+    cells.push(indicatif::HumanCount(results.tokens).to_string());
+    // Whole tokens are precise enough for a rate.
+    let rate = results.tokens_per_second.map(|rate| indicatif::HumanCount(rate as u64).to_string());
+    cells.push(optional(rate));
+    let mut lines = vec![cells];
+    for set in last.iter().flat_map(|last| last.other_sets.keys()) {
+        let of_set = |evaluation: &Evaluation| evaluation.other_sets.get(set).copied();
+        let mut cells = vec![format!("  {set}")];
+        let found = moments.iter().map(|moment| at(moment).and_then(of_set));
+        cells.extend(found.map(|set| optional(set.map(|set| loss(set.loss)))));
+        cells.push(bits(last.and_then(of_set).and_then(|set| set.bits_per_byte)));
+        lines.push(cells);
+    }
+    lines
+}
+
+fn loss(loss: f64) -> String {
+    format!("{loss:.4}")
+}
+
+#[cfg(test)]
+mod tests {
+    use moh_train::Validation;
+
+    use super::*;
+
+    fn evaluation(moment: EvaluationPoint, loss: f64, code: Option<f64>) -> Evaluation {
+        let set = |loss| ("code".to_owned(), Validation { loss, bits_per_byte: Some(loss / 2.0) });
+        let other_sets = code.map(set).into_iter().collect();
+        Evaluation { moment, step: 0, loss, bits_per_byte: None, other_sets }
+    }
+
+    fn results(evaluations: Vec<Evaluation>) -> Results {
+        let (recovered, tokens_per_second) = (Some(0.5), Some(1234.9));
+        Results { steps: 9, tokens: 98_304, tokens_per_second, recovered, evaluations }
+    }
+
+    #[test]
+    fn a_variant_has_a_row_with_its_losses_under_their_moments() {
+        let stage = || "moh".to_owned();
+        let converted = EvaluationPoint::Converted { stage: stage(), active_heads: 6.into() };
+        let moh = results(vec![
+            evaluation(EvaluationPoint::Loaded, 3.0, Some(4.0)),
+            evaluation(converted, 2.0, Some(3.0)),
+            evaluation(EvaluationPoint::Trained { stage: stage() }, 1.5, Some(2.5)),
+        ]);
+        let dense = results(vec![
+            evaluation(EvaluationPoint::Loaded, 3.0, None),
+            evaluation(EvaluationPoint::Trained { stage: stage() }, 1.75, None),
+            evaluation(EvaluationPoint::Trained { stage: stage() }, 1.25, None),
+        ]);
+        let changes = [KeyChange {
+            key: "stage.moh.attention".to_owned(),
+            before: Some("\"moh\"".to_owned()),
+            now: Some("\"dense\"".to_owned()),
+        }];
+        let dense = Row { name: "dense", changes: &changes, results: dense };
+        let shown = table(&[dense, Row { name: "base", changes: &[], results: moh }]);
+        let lines: Vec<String> = shown
+            .lines()
+            .map(|line| line.split_whitespace().collect::<Vec<_>>().join(" "))
+            .collect();
+        assert_eq!(
+            lines,
+            [
+                "loss loaded moh, untuned moh bits per byte recovered tokens tokens/s",
+                "dense 3.0000 - 1.2500 - 50.0% 98,304 1,234",
+                "base 3.0000 2.0000 1.5000 - 50.0% 98,304 1,234",
+                "code 4.0000 3.0000 2.5000 1.2500",
+                "",
+                "dense: stage.moh.attention = \"dense\"",
+                "base: the recipe",
+            ]
+        );
+    }
+}

@@ -1,0 +1,293 @@
+//! The comparison of variants of a recipe: a run for each variant, and runs for the stages that they share.
+//!
+//! A variant has the stages before the first one that its overrides change in common with the recipe. Each such
+//! sequence of stages is one run, `shared-STAGE`, named for its last stage; longer ones continue shorter ones
+//! (`branch.rs`). Where a variant begins follows from the recipe and the variant, and from no other variant that
+//! differs from the recipe: another one can be added at any time.
+//!
+//! All runs are ordinary ones in a directory of the comparison's own, so that each resumes by itself, and the
+//! comparison as a whole by going through them in the same order.
+
+mod record;
+mod variant;
+
+use std::path::{Path, PathBuf};
+
+use moh_files::TEMPORARY;
+pub(crate) use record::RECORD;
+pub use record::{Results, results};
+use variant::SHARED;
+pub use variant::Variant;
+
+use crate::branch;
+use crate::run::adopt_origin;
+use crate::run_directory::{changes, command, named};
+use crate::source::ModelSource;
+use crate::{Error, KeyChange, Recipe, RunDirectory, RunLock};
+
+/// The runs of a comparison.
+#[derive(Debug)]
+pub struct Comparison {
+    directory: PathBuf,
+    /// The recipe's file.
+    path: PathBuf,
+    runs: Vec<PlannedRun>,
+}
+
+/// A run of a comparison.
+#[derive(Debug, Clone)]
+pub struct PlannedRun {
+    /// The name of its directory in that of the comparison.
+    pub name: String,
+    /// Its recipe, with its own `run.dir`.
+    pub recipe: Recipe,
+    /// The run that has trained its first stages, if any are shared.
+    pub parent: Option<RunDirectory>,
+    /// How many they are.
+    pub num_shared: usize,
+    /// The variant; `None` for shared stages.
+    pub variant: Option<Variant>,
+    /// The keys whose values differ from the recipe's.
+    pub changes: Vec<KeyChange>,
+    /// The command that trains its recipe alone, for errors that name another one.
+    pub command: String,
+}
+
+impl PlannedRun {
+    /// Its directory.
+    pub fn directory(&self) -> RunDirectory {
+        RunDirectory::new(&self.recipe.run.dir)
+    }
+}
+
+impl Comparison {
+    /// Plans the runs of `variants` of the recipe at `path`, which `overrides` change for all of them.
+    ///
+    /// # Errors
+    /// Fails if a recipe is invalid, or if variants have one name, are equal, or differ in what is the
+    /// comparison's.
+    pub fn plan(path: &Path, overrides: &[String], variants: Vec<Variant>) -> Result<Self, Error> {
+        let base = Recipe::load(path, overrides)?;
+        let mut recipes: Vec<Recipe> = Vec::new();
+        for (index, variant) in variants.iter().enumerate() {
+            let refuse = |reason: String| Error::Variant { name: variant.name.clone(), reason };
+            // On some file systems names that differ in case are the same.
+            let is_same = |other: &&Variant| other.name.eq_ignore_ascii_case(&variant.name);
+            if variants[..index].iter().find(is_same).is_some() {
+                return Err(refuse("is the name of an earlier variant".to_owned()));
+            }
+            let recipe = variant.load(path, overrides)?;
+            if recipe.run.dir != base.run.dir {
+                let reason =
+                    "run.dir is the directory of the whole comparison: change it with --set";
+                return Err(refuse(reason.to_owned()));
+            }
+            let device = |recipe: &Recipe| (recipe.run.device, recipe.run.deterministic);
+            if device(&recipe) != device(&base) {
+                let reason = "run.device and run.deterministic are the same for all variants: change \
+                              them with --set";
+                return Err(refuse(reason.to_owned()));
+            }
+            if let Some(same) = recipes.iter().position(|other| *other == recipe) {
+                let reason = format!("is the same as the variant {}", variants[same].name);
+                return Err(refuse(reason));
+            }
+            recipes.push(recipe);
+        }
+        let num_shared = shared_stages(&base, &recipes);
+        let mut lengths = num_shared.clone();
+        lengths.retain(|&length| length > 0);
+        lengths.sort_unstable();
+        lengths.dedup();
+        let directory = base.run.dir.clone();
+        let shared_name = |length: usize| format!("{SHARED}{}", base.stages[length - 1].name);
+        let parent = |length: usize| {
+            (length > 0).then(|| RunDirectory::new(directory.join(shared_name(length))))
+        };
+        let mut runs = Vec::new();
+        let mut shorter = 0;
+        for length in lengths {
+            let (name, mut recipe) = (shared_name(length), base.clone());
+            recipe.stages.truncate(length);
+            recipe.run.dir = directory.join(&name);
+            let (parent, num_shared) = (parent(shorter), shorter);
+            runs.push(PlannedRun {
+                name,
+                recipe,
+                parent,
+                num_shared,
+                variant: None,
+                changes: Vec::new(),
+                command: command(path, overrides),
+            });
+            shorter = length;
+        }
+        for ((variant, mut recipe), num_shared) in variants.into_iter().zip(recipes).zip(num_shared)
+        {
+            let changes = changes(&base, &recipe)?;
+            let command = command(path, overrides.iter().chain(&variant.overrides));
+            recipe.run.dir = directory.join(&variant.name);
+            runs.push(PlannedRun {
+                name: variant.name.clone(),
+                recipe,
+                parent: parent(num_shared),
+                num_shared,
+                variant: Some(variant),
+                changes,
+                command,
+            });
+        }
+        Ok(Comparison { directory, path: path.to_owned(), runs })
+    }
+
+    /// The directory of the comparison: `run.dir` of the recipe.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// The runs, in the order in which they are trained.
+    pub fn runs(&self) -> &[PlannedRun] {
+        &self.runs
+    }
+
+    /// The runs of the variants.
+    pub fn variants(&self) -> impl Iterator<Item = &PlannedRun> {
+        self.runs.iter().filter(|run| run.variant.is_some())
+    }
+
+    /// Whether a run is still to be trained or looked at: shared stages are not once every run that continues
+    /// them has begun, so that their directory may then be removed.
+    ///
+    /// # Errors
+    /// Fails if a directory cannot be listed.
+    pub fn needs(&self, run: &PlannedRun) -> Result<bool, Error> {
+        if run.variant.is_some() {
+            return Ok(true);
+        }
+        let directory = run.directory();
+        let continuing = self.runs.iter().filter(|other| other.parent.as_ref() == Some(&directory));
+        for other in continuing {
+            if branch::is_free(&other.directory())? && self.needs(other)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// The path of `comparison.json`.
+    pub fn record(&self) -> PathBuf {
+        self.directory.join(RECORD)
+    }
+
+    /// Takes the directory for this comparison, and writes its record. Nothing is trained or changed where an
+    /// earlier command with other variants or keys would be continued. The first rank calls it, and holds the
+    /// lock until all runs have ended.
+    ///
+    /// # Errors
+    /// Fails if the directory is not a comparison's, if that of a run in it is not the run's, if a run was started
+    /// with other keys, if it has a variant that is not named, if another process holds it, or if a file cannot
+    /// be read or written.
+    pub fn claim(&self, break_lock: bool) -> Result<RunLock, Error> {
+        let known = record::names(&self.record())?;
+        if known.is_none() {
+            self.check()?;
+        }
+        let lock = RunDirectory::new(&self.directory).lock_or_break(break_lock)?;
+        for name in known.unwrap_or_default() {
+            let run = self.directory.join(&name);
+            if self.runs.iter().all(|run| run.name != name) && run.exists() {
+                return Err(Error::VariantLeftOut { path: run });
+            }
+        }
+        for run in &self.runs {
+            check_begun(run, &self.path)?;
+        }
+        self.write_record()?;
+        Ok(lock)
+    }
+
+    /// Writes `comparison.json` with the results of the variants that have finished.
+    ///
+    /// # Errors
+    /// Fails if the results of a run cannot be read, or the file cannot be written.
+    pub fn write_record(&self) -> Result<(), Error> {
+        record::write(&self.record(), &self.path, &self.runs)
+    }
+
+    /// Fails if the directory is neither absent nor empty nor a comparison's.
+    fn check(&self) -> Result<(), Error> {
+        let directory = RunDirectory::new(&self.directory);
+        let unfinished = format!("{TEMPORARY}{RECORD}");
+        let mut found = directory.occupants()?;
+        found.retain(|name| !name.starts_with(&unfinished));
+        match found.is_empty() {
+            true => Ok(()),
+            false => Err(Error::NotComparison {
+                path: self.directory.clone(),
+                found: named(&found),
+                instead: directory.free_sibling(),
+            }),
+        }
+    }
+}
+
+/// The number of first stages that each variant shares. A variant that changes no stage needs no more of them
+/// than the others, and trains at least the last stage itself.
+fn shared_stages(base: &Recipe, variants: &[Recipe]) -> Vec<usize> {
+    let all = base.stages.len();
+    let common: Vec<usize> = variants.iter().map(|variant| common_stages(base, variant)).collect();
+    let most = common.iter().copied().filter(|&stages| stages < all).max();
+    let most = most.unwrap_or(all.saturating_sub(1));
+    common.into_iter().map(|stages| stages.min(most)).collect()
+}
+
+/// The number of first stages after which both recipes have the same weights: none if anything differs that is
+/// neither of a stage nor of logs or checkpoints, which change no weight.
+fn common_stages(base: &Recipe, variant: &Recipe) -> usize {
+    let rest = |recipe: &Recipe| Recipe {
+        stages: Vec::new(),
+        log: base.log,
+        checkpoint: base.checkpoint,
+        ..recipe.clone()
+    };
+    match rest(base) == rest(variant) {
+        true => base.stages.iter().zip(&variant.stages).take_while(|(a, b)| a == b).count(),
+        false => 0,
+    }
+}
+
+/// Refuses a run that was started with other keys than may change. One that keeps nothing of its model is
+/// compared when its turn comes.
+fn check_begun(run: &PlannedRun, path: &Path) -> Result<(), Error> {
+    let directory = run.directory();
+    directory.check()?;
+    if !directory.has_completed_work()? {
+        return Ok(());
+    }
+    let mut recipe = run.recipe.clone();
+    adopt_origin(&mut recipe, &directory)?;
+    if !directory.keeps_model(&recipe)? {
+        return Ok(());
+    }
+    let source = ModelSource::kept(&recipe, path, &directory.model())?;
+    recipe.resolve(path, source.original_config())?;
+    directory.check_recipe(&recipe, &run.command)?;
+    // The others have continued the shared stages as they were.
+    let stored = directory.stored_recipe()?;
+    let shared = stored.stages.iter().zip(&recipe.stages).take(run.num_shared);
+    let grown = shared.filter(|(before, now)| before.tokens != now.tokens);
+    let changes: Vec<KeyChange> = grown
+        .map(|(before, now)| KeyChange {
+            key: format!("stage.{}.tokens", now.name),
+            before: Some(before.tokens.to_string()),
+            now: Some(now.tokens.to_string()),
+        })
+        .collect();
+    match changes.is_empty() {
+        true => Ok(()),
+        false => Err(Error::RecipeChanged { path: directory.recipe(), changes, another: None }),
+    }
+}
+
+#[cfg(test)]
+mod tests;
