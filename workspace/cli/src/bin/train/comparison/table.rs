@@ -136,7 +136,7 @@ mod tests {
     fn evaluation(moment: EvaluationPoint, loss: f64, code: Option<f64>) -> Evaluation {
         let set = |loss| ("code".to_owned(), Validation { loss, bits_per_byte: Some(loss / 2.0) });
         let other_sets = code.map(set).into_iter().collect();
-        Evaluation { moment, step: 0, loss, bits_per_byte: None, other_sets }
+        Evaluation { moment, step: 0, loss, bits_per_byte: None, set: None, other_sets }
     }
 
     fn results(evaluations: Vec<Evaluation>) -> Results {
