@@ -14,6 +14,9 @@ const MAX_DOTS: usize = 120;
 /// Height of the row of numbers below the plot, with the axis' name.
 const BELOW: f64 = 36.0;
 
+/// Pixels on the right of a plot without labels of curves.
+const LEAST_ROOM: f64 = 12.0;
+
 /// Half the width of the arrow of a value above the plot.
 const ARROW: f64 = 4.0;
 
@@ -235,7 +238,7 @@ impl LineChart {
         let labels = self.labelled().map(|line| bold_width(&line.label));
         match size.labels && self.needs_labels() {
             true => (labels.fold(0.0, f64::max) + 18.0).min(size.width * 0.24),
-            false => 12.0,
+            false => LEAST_ROOM,
         }
     }
 
@@ -252,7 +255,9 @@ impl LineChart {
             @for Tick { value, label } in &across {
                 @let x = plot.x(*value);
                 path class="base" d={ "M" (at(x)) " " (at(plot.bottom)) "v4" } {}
-                text class="quiet" x=(at(x)) y=(at(plot.bottom + 17.0)) text-anchor="middle" {
+                // The last label may be wider than the room on the right of the plot.
+                @let middle = x.min(plot.right + LEAST_ROOM - width(label) / 2.0);
+                text class="quiet" x=(at(middle)) y=(at(plot.bottom + 17.0)) text-anchor="middle" {
                     (label)
                 }
             }

@@ -47,6 +47,16 @@ fn values_above_the_axis_are_cut_off_and_named() {
 }
 
 #[test]
+fn the_last_label_of_the_axis_is_not_cut_off() {
+    let points = vec![(0.0, 1.0), (1.5e6, 2.0)];
+    let small = Size { width: 400.0, height: 240.0, labels: false };
+    let svg = chart(vec![line("training", points, Look::default())]).draw(small).into_string();
+    let (before, _) = svg.split_once("text-anchor=\"middle\">1.5 M<").unwrap();
+    let place = before.rsplit(" x=\"").next().unwrap().split('"').next().unwrap();
+    assert!(place.parse::<f64>().unwrap() + width("1.5 M") / 2.0 <= 400.0, "{place}");
+}
+
+#[test]
 fn labels_begin_right_of_the_axis() {
     let mut chart = chart(vec![line("training", vec![(0.0, 10.0), (9.0, 20.0)], Look::default())]);
     chart.marks = vec![Mark { at: 0.0, label: "adapt".into(), kind: MarkKind::Stage }];
