@@ -33,8 +33,9 @@ def stopped_run(workplace: Workplace) -> Path:
 def copy(stopped: Path, run: Path) -> None:
     """Copies a run, as if it had been started at its new place."""
     shutil.copytree(stopped, run)
-    recipe = run / "recipe.toml"
-    recipe.write_text(recipe.read_text().replace(str(stopped), str(run)))
+    for name in ("recipe.toml", ".moh-run"):
+        recipe = run / name
+        recipe.write_text(recipe.read_text().replace(str(stopped), str(run)))
 
 
 def newest_checkpoint(workplace: Workplace, count: int, generator: random.Random) -> dict:
