@@ -33,6 +33,12 @@ def gradients(model):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+def train(trainer):
+    """Trains, and returns the losses of the steps."""
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 class Gradients(Models):
     def assert_close(self, ours, theirs):
         self.assertEqual(set(ours), set(theirs))
@@ -187,8 +193,7 @@ class FineTuning(Models):
             log_level="error",
         )
         trainer = transformers.Trainer(model, arguments, train_dataset=rows)
-        trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        losses = train(trainer)
         self.assertLess(losses[-1], 0.9 * losses[0])
         trained = load(self.scratch / "trainer" / "checkpoint-6")
         ids = random_ids(model, 1, 12)
@@ -215,8 +220,7 @@ class FineTuning(Models):
                 log_level="error",
             )
             trainer = transformers.Trainer(model, arguments, train_dataset=rows)
-            trainer.train()
-            losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            losses = train(trainer)
             self.assertLess(losses[-1], losses[0])
             trainer.save_model(self.scratch / f"{name}-adapter")
             again = PeftModel.from_pretrained(load(self.model(name)), self.scratch / f"{name}-adapter").eval()
