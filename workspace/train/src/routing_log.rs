@@ -120,23 +120,6 @@ pub fn read(path: &Path) -> Result<Vec<RoutingLine>, Error> {
     Lines::open(path)?.map_or(Ok(Vec::new()), Lines::parse)
 }
 
-/// Passes each complete line of the file at `path` to `visit`, without holding them all; a missing file
-/// has none.
-///
-/// # Errors
-/// As [`read`], and with the reason that `visit` gives, after the lines before the one that is refused.
-pub fn for_each(
-    path: &Path,
-    mut visit: impl FnMut(RoutingLine) -> Result<(), String>,
-) -> Result<(), Error> {
-    let Some(mut lines) = Lines::open(path)? else { return Ok(()) };
-    while let Some(text) = lines.next()? {
-        let line = serde_json::from_slice(text).map_err(|error| error.to_string());
-        line.and_then(&mut visit).map_err(|reason| lines.refuse(reason))?;
-    }
-    Ok(())
-}
-
 /// Keeps the lines that a checkpoint of step `step` follows, byte for byte: those up to the step,
 /// except evaluations that a resumed run repeats: the one after a conversion there, and if the step is
 /// `unevaluated` its own. The replacement is atomic.
