@@ -4,6 +4,8 @@
 use std::fmt;
 use std::path::Path;
 
+use moh_train::shell::shell_word;
+
 /// A command of one of the programs.
 #[derive(Debug, Clone)]
 pub struct CommandLine {
@@ -41,7 +43,7 @@ impl CommandLine {
         let value = value.as_ref();
         // A value that begins as an option does would be taken for one.
         let between = if value.starts_with('-') { '=' } else { ' ' };
-        self.text.push_str(&format!(" {name}{between}{}", quoted(value)));
+        self.text.push_str(&format!(" {name}{between}{}", shell_word(value)));
         self
     }
 
@@ -54,7 +56,7 @@ impl CommandLine {
     pub fn path(self, path: &Path) -> Self {
         let text = path.to_string_lossy();
         let shown = if text.starts_with('-') { format!("./{text}") } else { text.into_owned() };
-        self.word(&quoted(&shown))
+        self.word(&shell_word(&shown))
     }
 }
 
@@ -62,17 +64,6 @@ impl fmt::Display for CommandLine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
     }
-}
-
-/// A word as the shell reads it back.
-fn quoted(word: &str) -> String {
-    // `shlex` would quote each `=`, which means nothing within a word.
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:@,+=".contains(c);
-    if word.chars().all(is_plain) && word.starts_with(|c: char| c != '=') {
-        return word.to_owned();
-    }
-    // Only a word with a zero byte, which no argument has, cannot be quoted.
-    shlex::try_quote(word).map_or_else(|_| word.to_owned(), |quoted| quoted.into_owned())
 }
 
 #[cfg(test)]
@@ -108,6 +99,5 @@ mod tests {
             .option("--set", "run.dir=runs/a@1")
             .path(Path::new("runs/a-1"));
         assert_eq!(plain.to_string(), "moh-report --set run.dir=runs/a@1 runs/a-1");
-        assert_eq!((quoted(""), quoted("=a")), ("''".to_owned(), "'=a'".to_owned()));
     }
 }

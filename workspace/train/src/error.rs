@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::plan::units::{bytes, ranks as counted};
 use crate::recipe::Fault;
 use crate::rewinds::MAX_ATTEMPTS;
-use crate::run_directory::shell_word;
+use crate::shell::shell_word;
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]

@@ -41,6 +41,7 @@ mod run_inputs;
 mod run_lock;
 pub mod schedule;
 mod set_aside;
+pub mod shell;
 mod source;
 mod speed;
 pub mod step;

@@ -19,8 +19,8 @@ use crate::machine::Machine;
 use crate::recipe::{Parallel, Stage};
 use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
-use crate::run_directory;
 use crate::run_inputs::{RunInputs, Settled};
+use crate::shell;
 use crate::source::ModelSource;
 use crate::summary::Summary;
 use crate::trace::TraceSteps;
@@ -93,9 +93,10 @@ impl<'a> RunOptions<'a> {
 /// directory and receives the events.
 ///
 /// # Errors
-/// Fails if the recipe, the model, the data or the run directory is invalid, if the run directory has files that no
-/// run has written or is moved or removed while the run trains, if the device or another rank fails, if a run that has completed checkpoints has none left, if it has none of the step to
-/// resume from, or if the last checkpoint cannot be written.
+/// Fails if the recipe, the model, the data or the run directory is invalid, if the run directory has files that
+/// no run has written or is moved or removed while the run trains, if the device or another rank fails, if a run
+/// that has completed checkpoints has none left, if it has none of the step to resume from, or if the last
+/// checkpoint cannot be written.
 pub fn run(
     recipe: &mut Recipe,
     path: &Path,
@@ -288,7 +289,7 @@ impl Job<'_> {
     /// The command that started the program.
     fn command(&self) -> String {
         match self.options.command {
-            "" => run_directory::command(self.path, []),
+            "" => shell::command(self.path, []),
             command => command.to_owned(),
         }
     }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 pub(crate) use own_files::{is_unfinished_checkpoint, named};
 pub(crate) use stored_recipe::changes;
-pub use stored_recipe::{command, leaves, shell_word};
+pub use stored_recipe::leaves;
 
 use crate::error::unless_missing;
 use crate::run_inputs::model_files::TOKENIZER;

@@ -21,7 +21,8 @@ pub use variant::Variant;
 
 use crate::branch;
 use crate::run::adopt_origin;
-use crate::run_directory::{changes, command, named};
+use crate::run_directory::{changes, named};
+use crate::shell::command;
 use crate::source::ModelSource;
 use crate::{Error, KeyChange, Recipe, RunDirectory, RunLock};
 

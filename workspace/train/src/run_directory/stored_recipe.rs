@@ -13,7 +13,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use toml::Value;
 
@@ -21,6 +21,7 @@ use super::own_files::EDITED;
 use super::{RunDirectory, first_free_suffixed};
 use crate::error::unless_missing;
 use crate::recipe::{Stage, is_below};
+use crate::shell::shell_word;
 use crate::{Error, KeyChange, Recipe};
 
 /// Keys, or prefixes of keys that end in a dot, that a resumed run may change.
@@ -164,22 +165,6 @@ impl RunDirectory {
         self.write_mark(&text)?;
         moh_files::write(&path, text.as_bytes()).map_err(Error::io(&path))?;
         Ok(aside)
-    }
-}
-
-/// The command that trains the recipe at `path` with `overrides`.
-pub fn command<'a>(path: &Path, overrides: impl IntoIterator<Item = &'a String>) -> String {
-    let sets = overrides.into_iter().map(|text| format!(" --set {}", shell_word(text)));
-    let path = shell_word(&path.to_string_lossy());
-    format!("moh-train --recipe {path}{}", sets.collect::<String>())
-}
-
-/// A word of a command, as a shell reads it.
-pub fn shell_word(word: &str) -> String {
-    let is_plain = |c: char| c.is_alphanumeric() || "@%+=:,./-_".contains(c);
-    match !word.is_empty() && word.chars().all(is_plain) {
-        true => word.to_owned(),
-        false => format!("'{}'", word.replace('\'', r"'\''")),
     }
 }
 
