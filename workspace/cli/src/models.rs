@@ -7,7 +7,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use moh_data::TextTokenizer;
 use moh_device::{DeviceName, OpenDevice};
 use moh_hf::config_file::CONFIG_FILE;
-use moh_hf::{ConfigFile, Error, StoredModel};
+use moh_hf::{ConfigFile, StoredModel};
 use moh_hub::{Progress, resolve, resolve_tokenizer};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::Model;
@@ -102,14 +102,11 @@ pub fn load<B: Backend, T: Element>(
     directory: &Path,
     positions: usize,
 ) -> anyhow::Result<Model<B, T>> {
-    let StoredModel { file, weights, warning } = StoredModel::open(directory)?;
-    if let Some(warning) = warning {
+    let stored = StoredModel::open(directory)?;
+    if let Some(warning) = &stored.warning {
         crate::exit::stderr_line(format_args!("warning: {warning}"));
     }
-    let model = Model::new::<Error>(backend, file.config, positions, |segment, values| {
-        weights.read_f32(&segment.name, values)
-    })?;
-    Ok(model)
+    Ok(stored.load(backend, positions)?)
 }
 
 /// The context length of the model in `directory`, in tokens.

@@ -1,10 +1,10 @@
-//! The logits of given ids, written as safetensors, for comparison with other implementations.
+//! Lists of token ids as JSON, and the logits of a model as safetensors, for comparison with other
+//! implementations.
 
 use std::borrow::Cow;
 use std::path::Path;
 
-use moh_kernels::{Backend, Element};
-use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
+use moh_model::ModelOutput;
 use safetensors::tensor::{Dtype, TensorView};
 
 use crate::Error;
@@ -12,134 +12,88 @@ use crate::Error;
 /// Maximum bytes of a list of ids, which is computed in one pass.
 const MAX_FILE_BYTES: u64 = 1 << 28;
 
-/// Logits of a batch of sequences, and their selected heads.
-#[derive(Debug, Clone, PartialEq)]
-pub struct LogitsOf {
-    /// Number of sequences.
-    pub batch: usize,
-    /// Tokens per sequence.
-    pub length: usize,
-    /// Size of the vocabulary.
-    pub vocab_size: usize,
-    /// `[batch, length, vocab_size]`.
-    pub logits: Vec<f32>,
-    /// `[batch, length, routed heads]` of each layer, 1 where selected; empty where it is dense.
-    pub routed_mask: Vec<Vec<u8>>,
-}
-
-/// Computes the logits of `ids`, lists of equal length.
+/// Reads a JSON list of equally long lists of ids.
 ///
 /// # Errors
-/// Fails on ids outside the vocabulary, or if the device is out of memory.
-pub fn logits<B: Backend, T: Element>(
-    model: &mut Model<B, T>,
-    ids: &[Vec<u32>],
-) -> Result<LogitsOf, Error> {
-    let (batch, length) = (ids.len(), ids.first().map_or(0, Vec::len));
-    let shape = PassShape {
-        batch,
-        length,
-        recompute: Recompute::Cheap,
-        training: false,
-        document_mask: false,
+/// Fails if the file has other contents, or a sequence is longer than `positions`.
+pub fn read_ids(path: &Path, positions: usize) -> Result<Vec<Vec<u32>>, Error> {
+    let io = |source| Error::Io { path: path.to_owned(), source };
+    let refuse = |reason: String| Err(Error::File { path: path.to_owned(), reason });
+    let bytes = std::fs::metadata(path).map_err(io)?.len();
+    if bytes > MAX_FILE_BYTES {
+        return refuse(format!("{bytes} bytes are too many ids for one pass: give fewer"));
+    }
+    let ids: Vec<Vec<u32>> = match serde_json::from_slice(&std::fs::read(path).map_err(io)?) {
+        Ok(ids) => ids,
+        Err(error) => {
+            return refuse(format!(
+                "not a list of lists of token ids, [[1, 2], [3, 4]]: {error}"
+            ));
+        }
     };
-    let mut activations = Activations::new(model, shape)?;
-    let flat: Vec<u32> = ids.concat();
-    activations.upload(model.backend(), &flat, &flat, &[])?;
-    model.forward(&mut activations, &mut StepSums::new(model.backend())?)?;
-    Ok(LogitsOf {
-        batch,
-        length,
-        vocab_size: model.config().vocab_size,
-        logits: model.logits(&activations)?,
-        routed_mask: model.routed_mask(&activations)?,
-    })
+    let length = ids.first().map_or(0, Vec::len);
+    if length == 0 {
+        return refuse("contains no ids".into());
+    }
+    if let Some(row) = ids.iter().position(|row| row.len() != length) {
+        return refuse(format!(
+            "list {row} has {} ids, but list 0 has {length}: give lists of equal length",
+            ids[row].len()
+        ));
+    }
+    if length > positions {
+        return refuse(format!(
+            "{length} ids exceed the model's {positions} positions: shorten the lists"
+        ));
+    }
+    Ok(ids)
 }
 
-impl LogitsOf {
-    /// Reads a JSON list of equally long lists of ids.
-    ///
-    /// # Errors
-    /// Fails if the file has other contents, or a sequence is longer than `positions`.
-    pub fn read_ids(path: &Path, positions: usize) -> Result<Vec<Vec<u32>>, Error> {
-        let io = |source| Error::Io { path: path.to_owned(), source };
-        let refuse = |reason: String| Err(Error::File { path: path.to_owned(), reason });
-        let bytes = std::fs::metadata(path).map_err(io)?.len();
-        if bytes > MAX_FILE_BYTES {
-            return refuse(format!("{bytes} bytes are too many ids for one pass: give fewer"));
-        }
-        let ids: Vec<Vec<u32>> = match serde_json::from_slice(&std::fs::read(path).map_err(io)?) {
-            Ok(ids) => ids,
-            Err(error) => {
-                return refuse(format!(
-                    "not a list of lists of token ids, [[1, 2], [3, 4]]: {error}"
-                ));
-            }
-        };
-        let length = ids.first().map_or(0, Vec::len);
-        if length == 0 {
-            return refuse("contains no ids".into());
-        }
-        if let Some(row) = ids.iter().position(|row| row.len() != length) {
-            return refuse(format!(
-                "list {row} has {} ids, but list 0 has {length}: give lists of equal length",
-                ids[row].len()
-            ));
-        }
-        if length > positions {
-            return refuse(format!(
-                "{length} ids exceed the model's {positions} positions: shorten the lists"
-            ));
-        }
-        Ok(ids)
+/// Writes `logits` f32 and, for a Mixture-of-Head model, which heads tokens selected, u8:
+/// `routed_mask`, or `routed_mask.N` of each layer N that routes where layers differ.
+///
+/// # Errors
+/// Fails if the file cannot be written; no partial file is left.
+pub fn write_logits(output: &ModelOutput, path: &Path) -> Result<(), Error> {
+    let io = |source| Error::Io { path: path.to_owned(), source };
+    let refuse = |error: safetensors::SafeTensorError| Error::File {
+        path: path.to_owned(),
+        reason: error.to_string(),
+    };
+    let bytes: Vec<u8> = output.logits.iter().flat_map(|value| value.to_le_bytes()).collect();
+    let shape = vec![output.batch, output.length, output.vocab_size];
+    let logits = TensorView::new(Dtype::F32, shape, &bytes).map_err(refuse)?;
+    let mut tensors = vec![("logits".to_owned(), logits)];
+    let masks = masks(output);
+    for (name, shape, mask) in &masks {
+        let mask = TensorView::new(Dtype::U8, shape.clone(), mask).map_err(refuse)?;
+        tensors.push((name.clone(), mask));
     }
+    let serialized = safetensors::serialize(tensors, None).map_err(refuse)?;
+    moh_files::write(path, &serialized).map_err(io)
+}
 
-    /// Writes `logits` f32 and, for a Mixture-of-Head model, which heads tokens selected, u8:
-    /// `routed_mask`, or `routed_mask.N` of each layer N that routes where layers differ.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be written; no partial file is left.
-    pub fn write(&self, path: &Path) -> Result<(), Error> {
-        let io = |source| Error::Io { path: path.to_owned(), source };
-        let refuse = |error: safetensors::SafeTensorError| Error::File {
-            path: path.to_owned(),
-            reason: error.to_string(),
-        };
-        let bytes: Vec<u8> = self.logits.iter().flat_map(|value| value.to_le_bytes()).collect();
-        let shape = vec![self.batch, self.length, self.vocab_size];
-        let logits = TensorView::new(Dtype::F32, shape, &bytes).map_err(refuse)?;
-        let mut tensors = vec![("logits".to_owned(), logits)];
-        let masks = self.masks();
-        for (name, shape, mask) in &masks {
-            let mask = TensorView::new(Dtype::U8, shape.clone(), mask).map_err(refuse)?;
-            tensors.push((name.clone(), mask));
+/// Names, shapes and contents of the tables of selected heads: `routed_mask`, `[layers, batch,
+/// length, routed heads]`, where all layers route equally many heads, else `routed_mask.N`,
+/// `[batch, length, routed heads]`, of each layer N that routes.
+fn masks(output: &ModelOutput) -> Vec<(String, Vec<usize>, Cow<'_, [u8]>)> {
+    let rows = output.batch * output.length;
+    let layers = output.routed_mask.iter().enumerate();
+    let of_each: Vec<_> = layers
+        .filter(|(_, mask)| !mask.is_empty())
+        .map(|(layer, mask)| {
+            let shape = vec![output.batch, output.length, mask.len() / rows];
+            (format!("routed_mask.{layer}"), shape, Cow::from(mask))
+        })
+        .collect();
+    let all = output.routed_mask.len();
+    match of_each.first() {
+        Some((_, first, _))
+            if of_each.iter().filter(|mask| mask.1 == *first).count() == all =>
+        {
+            let shape = [&[all], first.as_slice()].concat();
+            vec![("routed_mask".to_owned(), shape, output.routed_mask.concat().into())]
         }
-        let serialized = safetensors::serialize(tensors, None).map_err(refuse)?;
-        moh_files::write(path, &serialized).map_err(io)
-    }
-
-    /// Names, shapes and contents of the tables of selected heads: `routed_mask`, `[layers, batch,
-    /// length, routed heads]`, where all layers route equally many heads, else `routed_mask.N`,
-    /// `[batch, length, routed heads]`, of each layer N that routes.
-    fn masks(&self) -> Vec<(String, Vec<usize>, Cow<'_, [u8]>)> {
-        let rows = self.batch * self.length;
-        let layers = self.routed_mask.iter().enumerate();
-        let of_each: Vec<_> = layers
-            .filter(|(_, mask)| !mask.is_empty())
-            .map(|(layer, mask)| {
-                let shape = vec![self.batch, self.length, mask.len() / rows];
-                (format!("routed_mask.{layer}"), shape, Cow::from(mask))
-            })
-            .collect();
-        let all = self.routed_mask.len();
-        match of_each.first() {
-            Some((_, first, _))
-                if of_each.iter().filter(|mask| mask.1 == *first).count() == all =>
-            {
-                let shape = [&[all], first.as_slice()].concat();
-                vec![("routed_mask".to_owned(), shape, self.routed_mask.concat().into())]
-            }
-            _ => of_each,
-        }
+        _ => of_each,
     }
 }

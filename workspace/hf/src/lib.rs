@@ -1,5 +1,32 @@
-//! Hugging Face's formats: configuration files, weight files, model directories, and growing a
-//! vocabulary to a larger tokenizer's.
+//! Hugging Face's formats: configuration files, weight files, model directories, and (feature
+//! `vocabulary`) growing a vocabulary to a larger tokenizer's.
+//!
+//! [`StoredModel`] opens a directory, whose files it checks and maps, and loads the model to a
+//! device. This writes a random Mixture-of-Head model, and loads it:
+//!
+//! ```
+//! use std::path::Path;
+//!
+//! use moh_hf::{ConfigFile, Error, StoredModel, write_random_model};
+//! use moh_kernels::{Cpu, DType};
+//!
+//! # fn main() -> Result<(), Error> {
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let out = folder.path().join("model");
+//! let fields = serde_json::json!({
+//!     "model_type": "llama", "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64,
+//!     "num_hidden_layers": 2, "num_attention_heads": 4, "moh_shared_heads": 1,
+//!     "moh_routed_top_k": 1, "moh_router": "query-norm",
+//! });
+//! let file = ConfigFile::from_value(fields, Path::new("config.json"))?;
+//! write_random_model(&out, &file, DType::BF16, u64::MAX, 1)?;
+//!
+//! let mut model = StoredModel::open(&out)?.load::<Cpu, f32>(Cpu, 16)?;
+//! let output = model.run(&[vec![5, 17, 42]])?;
+//! assert_eq!(output.active_heads(0, 0, 2).len(), 2);
+//! # Ok(())
+//! # }
+//! ```
 
 pub mod config_file;
 mod destination;
@@ -12,10 +39,13 @@ mod origin;
 mod random_model;
 mod read_back;
 mod shard;
+#[cfg(feature = "vocabulary")]
 mod special_tokens;
+#[cfg(feature = "vocabulary")]
 mod spelling;
 mod stored_model;
 mod transformers_code;
+#[cfg(feature = "vocabulary")]
 pub mod vocabulary;
 pub mod weight_files;
 
@@ -28,7 +58,9 @@ pub use model_directory::{
 };
 pub use origin::{Base, Origin, is_hub_id, is_license_id, is_terms_file};
 pub use random_model::write_random_model;
+#[cfg(feature = "vocabulary")]
 pub use special_tokens::SpecialTokens;
 pub use stored_model::StoredModel;
+#[cfg(feature = "vocabulary")]
 pub use vocabulary::Expansion;
 pub use weight_files::{TensorBytes, WeightFiles};

@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use moh_model::ModelConfig;
+use moh_kernels::{Backend, Element};
 use moh_model::tensors::{EMBEDDING, OUTPUT_HEAD};
+use moh_model::{Model, ModelConfig};
 use serde_json::json;
 
 use crate::{ConfigFile, Error, WeightFiles};
@@ -46,6 +47,21 @@ impl StoredModel {
             ));
         }
         Ok(StoredModel { file, weights, warning })
+    }
+
+    /// Loads the model to a device, for sequences of up to `positions` tokens; weights of another
+    /// type than `T` are converted.
+    ///
+    /// # Errors
+    /// Fails if a tensor cannot be read, or if the device is out of memory.
+    pub fn load<B: Backend, T: Element>(
+        &self,
+        backend: B,
+        positions: usize,
+    ) -> Result<Model<B, T>, Error> {
+        Model::new(backend, self.file.config.clone(), positions, |segment, values| {
+            self.weights.read_f32(&segment.name, values)
+        })
     }
 }
 

@@ -23,6 +23,19 @@ pub enum Error {
         /// The maximum length, in tokens.
         positions: usize,
     },
+    /// Sequences that are computed together differ in length.
+    #[error(
+        "sequence {sequence} has {tokens} tokens, but sequence 0 has {expected}: pad them at the end, \
+         or compute them one by one"
+    )]
+    Ragged {
+        /// The first sequence that differs.
+        sequence: usize,
+        /// Its length, in tokens.
+        tokens: usize,
+        /// The length of sequence 0, in tokens.
+        expected: usize,
+    },
     /// The next token could not be chosen.
     #[error("no token can be sampled from these logits: {reason}")]
     Sampling {

@@ -1,5 +1,53 @@
 //! Llama and Qwen3 models, dense or Mixture-of-Head: configuration, weights by name, blocks and
 //! generation.
+//!
+//! A [`Model`] is built from a [`ModelConfig`] and a function that fills each tensor by name; crate
+//! `moh-hf` builds it from files. [`Model::run`] computes whole sequences, a [`Generator`] one
+//! token after another:
+//!
+//! ```
+//! use moh_kernels::Cpu;
+//! use moh_model::{
+//!     Architecture, Error, Generator, HeadCounts, Model, ModelConfig, MohConfig, RopeConfig,
+//!     RouterKind, initial,
+//! };
+//!
+//! # fn main() -> Result<(), Error> {
+//! let config = ModelConfig {
+//!     architecture: Architecture::Llama,
+//!     vocab_size: 100,
+//!     hidden_size: 32,
+//!     intermediate_size: 64,
+//!     num_hidden_layers: 2,
+//!     num_attention_heads: 4,
+//!     num_key_value_heads: 2,
+//!     head_dim: 8,
+//!     max_position_embeddings: 128,
+//!     rms_norm_eps: 1e-5,
+//!     rope: RopeConfig { theta: 1e4, scaling: None },
+//!     tie_word_embeddings: true,
+//!     initializer_range: 0.02,
+//!     bos_token_id: None,
+//!     eos_token_ids: Vec::new(),
+//!     moh: Some(MohConfig {
+//!         router: RouterKind::QueryNorm,
+//!         shared_heads: HeadCounts::All(1),
+//!         routed_top_k: HeadCounts::All(1),
+//!     }),
+//! };
+//! let mut model = Model::<Cpu, f32>::new::<Error>(Cpu, config, 16, |tensor, values| {
+//!     initial::initialize(1, 0.02, &tensor.name, &tensor.shape(), values);
+//!     Ok(())
+//! })?;
+//!
+//! let output = model.run(&[vec![5, 17, 42]])?;
+//! assert_eq!(output.active_heads(0, 0, 2).len(), 2);
+//!
+//! let logits = Generator::new(&model, 16)?.extend(&[5, 17, 42])?;
+//! assert_eq!(logits.len(), output.vocab_size);
+//! # Ok(())
+//! # }
+//! ```
 
 mod activations;
 pub mod config;
@@ -14,6 +62,7 @@ pub mod layout;
 mod llama;
 mod model;
 pub mod model_parallel;
+mod output;
 pub mod parameters;
 mod pass_sizes;
 mod passes;
@@ -36,6 +85,7 @@ pub use head_counts::HeadCounts;
 pub use head_request::{Active, DEFAULT_ACTIVE_SHARE, HeadRequest};
 pub use inspection::{BlockMagnitudes, Magnitude};
 pub use model::{LossScale, Model, ModelBuffers};
+pub use output::ModelOutput;
 pub use pass_sizes::PassSizes;
 pub use sampler::{Sampler, Sampling};
 pub use step_sums::StepSums;

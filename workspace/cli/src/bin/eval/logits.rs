@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use moh_cli::models;
 use moh_device::{Compute, DeviceName};
-use moh_eval::LogitsOf;
+use moh_eval::{read_ids, write_logits};
 use moh_kernels::{Backend, Element, ElementType};
 
 use crate::make_room;
@@ -57,17 +57,17 @@ fn logits<B: Backend + Clone, T: Element>(
 ) -> anyhow::Result<()> {
     make_room(&arguments.out, arguments.force)?;
     let directory = models::locate(&arguments.model, arguments.revision.as_deref())?;
-    let ids = LogitsOf::read_ids(&arguments.ids, models::context_length(&directory)?)?;
+    let ids = read_ids(&arguments.ids, models::context_length(&directory)?)?;
     let length = ids.first().map_or(0, Vec::len);
     let mut model = models::load::<B, T>(backend, &directory, length)?;
-    let found = moh_eval::logits(&mut model, &ids)?;
-    found.write(&arguments.out)?;
+    let output = model.run(&ids)?;
+    write_logits(&output, &arguments.out)?;
     writeln!(
         stdout(),
         "{}: logits of {} x {} tokens",
         arguments.out.display(),
-        found.batch,
-        found.length
+        output.batch,
+        output.length
     )?;
     Ok(())
 }

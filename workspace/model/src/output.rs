@@ -1,0 +1,94 @@
+//! What a model computes of whole sequences: logits, and the heads that each token used.
+
+use moh_kernels::{Backend, Element};
+
+use crate::activations::{Activations, PassShape, Recompute};
+use crate::config::LayerHeads;
+use crate::model::Model;
+use crate::{Error, StepSums};
+
+/// The logits of sequences of equal length, and the heads that each token used.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelOutput {
+    /// Number of sequences.
+    pub batch: usize,
+    /// Tokens per sequence.
+    pub length: usize,
+    /// Size of the vocabulary.
+    pub vocab_size: usize,
+    /// `[batch, length, vocab_size]`.
+    pub logits: Vec<f32>,
+    /// For each layer `[batch, length, routed heads]`, 1 where the token selected the head; empty
+    /// for a dense layer. Entry `j` of a token is the layer's query head `shared + j`, after the
+    /// `shared` heads of [`ModelOutput::heads`].
+    pub routed_mask: Vec<Vec<u8>>,
+    /// The shared heads of each layer, and how many routed ones a token selects.
+    pub heads: Vec<LayerHeads>,
+}
+
+impl ModelOutput {
+    /// The logits of the token after `position`, `[vocab_size]`.
+    ///
+    /// # Panics
+    /// Panics for a sequence or position beyond those computed.
+    pub fn next_token_logits(&self, sequence: usize, position: usize) -> &[f32] {
+        let row = self.row(sequence, position);
+        &self.logits[row * self.vocab_size..(row + 1) * self.vocab_size]
+    }
+
+    /// The query heads of `layer` that the token at `position` used, in ascending order: the shared
+    /// heads and those it selected, or all heads of a dense layer.
+    ///
+    /// # Panics
+    /// Panics for a layer, sequence or position beyond those computed.
+    pub fn active_heads(&self, layer: usize, sequence: usize, position: usize) -> Vec<usize> {
+        let (mask, shared) = (&self.routed_mask[layer], self.heads[layer].shared);
+        let routed = mask.len() / (self.batch * self.length);
+        let of_token = &mask[self.row(sequence, position) * routed..][..routed];
+        let selected = (shared..).zip(of_token).filter(|(_, selected)| **selected == 1);
+        (0..shared).chain(selected.map(|(head, _)| head)).collect()
+    }
+
+    fn row(&self, sequence: usize, position: usize) -> usize {
+        assert!(sequence < self.batch && position < self.length, "no such token");
+        sequence * self.length + position
+    }
+}
+
+impl<B: Backend, T: Element> Model<B, T> {
+    /// Runs the model on sequences of token ids of equal length. Buffers are allocated for this
+    /// call; a [`crate::Generator`] keeps them, and the keys and values of its tokens.
+    ///
+    /// # Errors
+    /// Fails for sequences that differ in length, are empty or exceed the model's positions, for an
+    /// id outside the vocabulary, if the device is out of memory, and with [`Error::Divided`] for a
+    /// part of a model.
+    pub fn run(&mut self, ids: &[Vec<u32>]) -> Result<ModelOutput, Error> {
+        let (batch, length) = (ids.len(), ids.first().map_or(0, Vec::len));
+        if let Some(sequence) = ids.iter().position(|row| row.len() != length) {
+            return Err(Error::Ragged { sequence, tokens: ids[sequence].len(), expected: length });
+        }
+        if length == 0 || length > self.positions() {
+            return Err(Error::TooLong { tokens: length, positions: self.positions() });
+        }
+        let mut activations = Activations::new(self, PassShape {
+            batch,
+            length,
+            recompute: Recompute::Cheap,
+            training: false,
+            document_mask: false,
+        })?;
+        let flat = ids.concat();
+        activations.upload(self.backend(), &flat, &flat, &[])?;
+        self.forward(&mut activations, &mut StepSums::new(self.backend())?)?;
+        let config = self.config();
+        Ok(ModelOutput {
+            batch,
+            length,
+            vocab_size: config.vocab_size,
+            logits: self.logits(&activations)?,
+            routed_mask: self.routed_mask(&activations)?,
+            heads: (0..config.num_hidden_layers).map(|layer| config.layer_heads(layer)).collect(),
+        })
+    }
+}

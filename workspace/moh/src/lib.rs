@@ -1,0 +1,46 @@
+//! Mixture-of-Head models as a library: open a directory, run the model, see which heads each token
+//! used, generate.
+//!
+//! ```
+//! # let folder = tempfile::tempdir()?;
+//! # std::env::set_current_dir(&folder)?;
+//! # let fields = serde_json::json!({
+//! #     "model_type": "llama", "vocab_size": 200, "hidden_size": 32, "intermediate_size": 64,
+//! #     "num_hidden_layers": 2, "num_attention_heads": 4, "moh_shared_heads": 1,
+//! #     "moh_routed_top_k": 1, "moh_router": "query-norm",
+//! # });
+//! # let file = moh::ConfigFile::from_value(fields, "config.json".as_ref())?;
+//! # let out = std::path::Path::new("runs/quickstart/export");
+//! # std::fs::create_dir_all("runs/quickstart")?;
+//! # moh::write_random_model(out, &file, moh::DType::F32, u64::MAX, 1)?;
+//! use moh::{Cpu, Generator, Model, Sampler, Sampling, StoredModel};
+//!
+//! let stored = StoredModel::open("runs/quickstart/export".as_ref())?;
+//! let mut model: Model<Cpu, f32> = stored.load(Cpu, 256)?;
+//!
+//! let output = model.run(&[vec![17, 42, 99]])?;
+//! println!("heads of the last token in layer 1: {:?}", output.active_heads(1, 0, 2));
+//!
+//! let mut sampler = Sampler::new(1, Sampling::default(), output.vocab_size);
+//! let logits = Generator::new(&model, 256)?.extend(&[17, 42, 99])?;
+//! println!("next token: {}", sampler.sample(&logits)?);
+//! # assert_eq!(output.active_heads(1, 0, 2).len(), 2);
+//! # std::env::set_current_dir("/")?;
+//! # Ok::<_, Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! This crate has no code of its own. Behind these names, `moh_model` has configuration, passes
+//! with gradients and generation, `moh_hf` the files, and `moh_kernels` the operators on CPUs and,
+//! with feature `cuda`, on NVIDIA GPUs (`Cuda`). Feature `tokenizer` adds `TextTokenizer`, which
+//! takes minutes to build.
+
+#[cfg(feature = "tokenizer")]
+pub use moh_data::TextTokenizer;
+pub use moh_hf::{ConfigFile, StoredModel, write_random_model};
+#[cfg(feature = "cuda")]
+pub use moh_kernels::Cuda;
+pub use moh_kernels::{Backend, Cpu, DType, Element};
+pub use moh_model::{
+    Generator, HeadCounts, LayerHeads, Model, ModelConfig, ModelOutput, MohConfig, Sampler,
+    Sampling,
+};
