@@ -26,9 +26,7 @@ pub fn read_ids(path: &Path, positions: usize) -> Result<Vec<Vec<u32>>, Error> {
     let ids: Vec<Vec<u32>> = match serde_json::from_slice(&std::fs::read(path).map_err(io)?) {
         Ok(ids) => ids,
         Err(error) => {
-            return refuse(format!(
-                "not a list of lists of token ids, [[1, 2], [3, 4]]: {error}"
-            ));
+            return refuse(format!("not a list of lists of token ids, [[1, 2], [3, 4]]: {error}"));
         }
     };
     let length = ids.first().map_or(0, Vec::len);
@@ -88,9 +86,7 @@ fn masks(output: &ModelOutput) -> Vec<(String, Vec<usize>, Cow<'_, [u8]>)> {
         .collect();
     let all = output.routed_mask.len();
     match of_each.first() {
-        Some((_, first, _))
-            if of_each.iter().filter(|mask| mask.1 == *first).count() == all =>
-        {
+        Some((_, first, _)) if of_each.iter().filter(|mask| mask.1 == *first).count() == all => {
             let shape = [&[all], first.as_slice()].concat();
             vec![("routed_mask".to_owned(), shape, output.routed_mask.concat().into())]
         }

@@ -71,13 +71,16 @@ impl<B: Backend, T: Element> Model<B, T> {
         if length == 0 || length > self.positions() {
             return Err(Error::TooLong { tokens: length, positions: self.positions() });
         }
-        let mut activations = Activations::new(self, PassShape {
-            batch,
-            length,
-            recompute: Recompute::Cheap,
-            training: false,
-            document_mask: false,
-        })?;
+        let mut activations = Activations::new(
+            self,
+            PassShape {
+                batch,
+                length,
+                recompute: Recompute::Cheap,
+                training: false,
+                document_mask: false,
+            },
+        )?;
         let flat = ids.concat();
         activations.upload(self.backend(), &flat, &flat, &[])?;
         self.forward(&mut activations, &mut StepSums::new(self.backend())?)?;

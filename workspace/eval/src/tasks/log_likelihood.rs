@@ -257,7 +257,7 @@ mod tests {
 
     /// The log-likelihood of one request from all logits of a batch of its own.
     fn alone(model: &mut Model<Cpu, f32>, request: &Request) -> LogLikelihood {
-        let logits = crate::logits(model, &[request.input().to_vec()]).unwrap().logits;
+        let logits = model.run(&[request.input().to_vec()]).unwrap().logits;
         let mut found = LogLikelihood::CERTAIN;
         let rows: Vec<&[f32]> = logits.chunks(VOCABULARY).collect();
         let first = request.input().len() - request.continuation;
