@@ -12,6 +12,7 @@ use moh_hub::{Progress, resolve, resolve_tokenizer};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::Model;
 use moh_train::CheckpointName;
+use moh_train::shell::shell_word;
 
 use crate::progress::Bar;
 
@@ -64,7 +65,7 @@ fn other_directory(directory: &Path) -> Option<String> {
 
 /// How a checkpoint of a run becomes a model.
 fn export_command(run: &str) -> String {
-    format!("export its model: moh-convert --from {run} --out DIR")
+    format!("export its model: moh-convert --from {} --out DIR", shell_word(run))
 }
 
 /// Loads a tokenizer: a `tokenizer.json`, a directory with one, or that of a repository of the hub,

@@ -324,6 +324,11 @@ fn runs_and_checkpoints_are_told_from_models() {
         fs::write(root.join("run/checkpoints/step-7").join(name), "").unwrap();
     }
     assert!(told("run").starts_with("run: is a run that has not finished, "));
+    fs::rename(root.join("run"), root.join("my run")).unwrap();
+    let mut spaced = moh_eval(root, "logits --ids ids.json --out logits --model");
+    let message = failure(root, spaced.arg("my run"), 1);
+    assert!(message.ends_with("moh-convert --from 'my run' --out DIR"), "{message}");
+    fs::rename(root.join("my run"), root.join("run")).unwrap();
     let checkpoint = told("run/checkpoints/step-7");
     assert!(checkpoint.starts_with("run/checkpoints/step-7: is a checkpoint, "), "{checkpoint}");
     fs::rename(root.join("source"), root.join("run/export")).unwrap();

@@ -14,7 +14,7 @@
 //! # let folder = tempfile::tempdir().unwrap();
 //! # let out = folder.path().join("model");
 //! let fields = serde_json::json!({
-//!     "model_type": "llama", "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64,
+//!     "model_type": "moh_llama", "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64,
 //!     "num_hidden_layers": 2, "num_attention_heads": 4, "moh_shared_heads": 1,
 //!     "moh_routed_top_k": 1, "moh_router": "query-norm",
 //! });

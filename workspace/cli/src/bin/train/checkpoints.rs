@@ -78,7 +78,7 @@ fn list(run: &RunDirectory) -> anyhow::Result<()> {
         return Ok(());
     }
     // A recipe that cannot be read costs no more than the names of the stages.
-    let recipe = Recipe::load(&run.recipe(), &[]).ok();
+    let recipe = run.stored_recipe().ok();
     let mut rows = vec![["step", "stage", "tokens", "written", "size", "state"].map(str::to_owned)];
     rows.extend(found.iter().map(|listed| row(run, recipe.as_ref(), listed)));
     let widths: Vec<usize> = (0..rows[0].len())
