@@ -1,19 +1,21 @@
 //! The buffers of a forward and backward pass, allocated once and reused in every step.
 //!
 //! A block saves two kinds of activations for its backward pass: those that are expensive to
-//! recompute ([`Saved`]) and those that are cheap to recompute ([`Recomputable`]: norms and, in
-//! Qwen3, rotated queries and keys). [`Recompute`] says which of them each block has for itself,
+//! recompute ([`SavedBlock`]) and those that are cheap to recompute ([`RecomputableBlock`]: norms
+//! and, in Qwen3, rotated queries and keys). [`Recompute`] says which of them each block has for itself,
 //! and which the blocks share and recompute. The MLP's activation is always shared: SwiGLU's
 //! backward pass computes it beside the gradients.
 
 use std::ops::Range;
 
-use moh_kernels::cross_entropy::HeadShape;
 use moh_kernels::rope::QkvShape;
 use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, Memory, Purpose, Workspace};
 
 use crate::Error;
+use crate::layers::{
+    ActivationGradients, BlockBuffers, HeadBuffers, RecomputableBlock, SavedBlock, Scratch,
+};
 use crate::model::Model;
 use crate::pass_sizes::PassSizes;
 
@@ -28,83 +30,10 @@ pub enum Recompute {
     Block,
 }
 
-/// The activations of a block that are expensive to recompute. With tensor parallelism H, G and I
-/// are the rank's local sizes, and M is the number of the rank's own tokens, for rows of the
-/// residual stream and of norms.
-pub(crate) struct Saved<B: Memory, T: Element> {
-    /// Queries, keys and values, `[N, (H + 2G) D]`: rotated, or the projection's output in
-    /// architectures with query and key norms.
-    pub qkv: B::Buffer<T>,
-    /// Attention's output before the output projection, `[N, H D]`.
-    pub attended: B::Buffer<T>,
-    /// Log-sum-exp of attention's scores, `[N, H]`.
-    pub log_sum_exp: B::Buffer<f32>,
-    /// The residual stream after attention, `[M, C]`.
-    pub residual: B::Buffer<T>,
-    /// Gate and up projections, `[N, 2I]`.
-    pub gate_up: B::Buffer<T>,
-    /// The routing of a Mixture-of-Head block.
-    pub routing: Option<Routing<B>>,
-}
-
-/// The activations of a block that are cheap to recompute.
-pub(crate) struct Recomputable<B: Memory, T: Element> {
-    /// Input of the query, key and value projections, `[M, C]`.
-    pub input_normed: B::Buffer<T>,
-    /// `[M]`.
-    pub input_inv_rms: B::Buffer<f32>,
-    /// Input of the MLP, `[M, C]`.
-    pub post_normed: B::Buffer<T>,
-    /// `[M]`.
-    pub post_inv_rms: B::Buffer<f32>,
-    /// With query and key norms: normed and rotated queries and keys, and values; `[N, (H + 2G)
-    /// D]`.
-    pub rotated: Option<B::Buffer<T>>,
-}
-
-impl<B: Backend, T: Element> Recomputable<B, T> {
-    /// Queries, keys and values as attention reads them; `qkv` is the saved projection.
-    pub fn rotated<'a>(&'a self, qkv: &'a B::Buffer<T>) -> &'a B::Buffer<T> {
-        self.rotated.as_ref().unwrap_or(qkv)
-    }
-}
-
 /// The saved activations of a pass's blocks.
 pub(crate) struct Blocks<B: Memory, T: Element> {
-    saved: Vec<Saved<B, T>>,
-    recomputable: Vec<Recomputable<B, T>>,
-}
-
-/// Buffers shared by the blocks of all passes.
-pub(crate) struct Shared<B: Memory, T: Element> {
-    scratch: B::Buffer<T>,
-    pub gathered: Option<B::Buffer<T>>,
-}
-
-/// The buffers of one block.
-pub(crate) struct BlockBuffers<'a, B: Memory, T: Element> {
-    pub layer: usize,
-    pub saved: &'a mut Saved<B, T>,
-    pub recomputable: &'a mut Recomputable<B, T>,
-    /// Scratch shared by all blocks and by parts of a block that do not overlap: the input of the
-    /// down projection and its gradient, `[N, I]`, and the gradient of queries, keys and values,
-    /// `[N, (H + 2G) D]`.
-    pub scratch: &'a mut B::Buffer<T>,
-    /// With tensor parallelism: rows of the residual stream's width for all tokens, after an
-    /// all-gather or before a reduce-scatter.
-    pub gathered: &'a mut Option<B::Buffer<T>>,
-}
-
-/// Buffers of the backward pass, shared by the blocks.
-pub(crate) struct Backward<B: Memory, T: Element> {
-    /// Gradient of the residual stream, `[M, C]`.
-    pub d_stream: B::Buffer<T>,
-    /// Gradient of a norm's output, `[N, C]`, or of attention's, `[N, H D]`.
-    pub d_branch: B::Buffer<T>,
-    /// `<dO, O>`, `[N, H]`.
-    pub delta: B::Buffer<f32>,
-    /// With tensor parallelism: `<dO, O>` of the routed heads of all ranks, `[N, R]`.
-    pub deltas: B::Buffer<f64>,
+    saved: Vec<SavedBlock<B, T>>,
+    recomputable: Vec<RecomputableBlock<B, T>>,
 }
 
 /// All buffers of passes over micro-batches: the saved activations of each pass in flight, and the
@@ -116,9 +45,10 @@ pub struct Activations<B: Memory, T: Element> {
     pub(crate) micro_batches: Vec<MicroBatch<B>>,
     /// A slot for each pass in flight.
     pub(crate) passes: Vec<Pass<B, T>>,
-    pub(crate) shared: Shared<B, T>,
-    pub(crate) head: Head<B, T>,
-    pub(crate) backward: Option<Backward<B, T>>,
+    pub(crate) scratch: Scratch<B, T>,
+    pub(crate) head: HeadBuffers<B, T>,
+    /// In training.
+    pub(crate) gradients: Option<ActivationGradients<B, T>>,
 }
 
 /// The chunk of a pass, and the slots of its activations until its backward pass.
@@ -147,17 +77,6 @@ pub(crate) struct Pass<B: Memory, T: Element> {
     /// The residual stream before each block of the chunk and after its last block, `[M, C]` each.
     pub(crate) stream: Vec<B::Buffer<T>>,
     pub(crate) blocks: Blocks<B, T>,
-}
-
-/// The buffers of the head, whose backward pass immediately follows its forward pass.
-pub(crate) struct Head<B: Memory, T: Element> {
-    /// The head's input, `[M, C]`.
-    pub normed: B::Buffer<T>,
-    /// `[M]`.
-    pub inv_rms: B::Buffer<f32>,
-    pub scratch: B::Buffer<f32>,
-    /// The sums that tensor-parallel ranks all-reduce.
-    pub sums: B::Buffer<f64>,
 }
 
 /// The shape of a pass.
@@ -221,16 +140,16 @@ impl<M: Workspace, T: Element> Activations<M, T> {
             Ok::<_, Error>((micro_batches, passes.collect::<Result<_, Error>>()?))
         };
         let (micro_batches, passes) = memory.for_purpose(Purpose::Activations, saved)?;
-        let backward =
-            || memory.for_purpose(Purpose::ActivationGradients, || Backward::new(memory, sizes));
+        let gradients = || ActivationGradients::new(memory, sizes);
+        let gradients = || memory.for_purpose(Purpose::ActivationGradients, gradients);
         Ok(Activations {
             shape: sizes.qkv(),
             recompute: sizes.pass.recompute,
             micro_batches,
             passes,
-            shared: Shared::new(memory, sizes)?,
-            head: Head::new(memory, sizes)?,
-            backward: sizes.pass.training.then(backward).transpose()?,
+            scratch: Scratch::new(memory, sizes)?,
+            head: HeadBuffers::new(memory, sizes)?,
+            gradients: sizes.pass.training.then(gradients).transpose()?,
         })
     }
 
@@ -312,42 +231,6 @@ impl<M: Memory, T: Element> Pass<M, T> {
     }
 }
 
-impl<M: Workspace, T: Element> Head<M, T> {
-    /// Allocates the buffers; they are empty on stages without the head.
-    fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
-        let shape = sizes.head();
-        let sums = match sizes.share().ranks {
-            1 => 0,
-            ranks => memory.cross_entropy_sums(&shape, ranks),
-        };
-        let here = |len: usize| if sizes.part.last { len } else { 0 };
-        let (stream, local) = (here(sizes.stream()), here(sizes.token_share().part));
-        let (scratch, sums) = (here(memory.cross_entropy_scratch(&shape)), here(sums));
-        let norms = || Ok::<_, Error>((memory.allocate(stream)?, memory.allocate(local)?));
-        let logits = || Ok::<_, Error>((memory.allocate(scratch)?, memory.allocate(sums)?));
-        let (normed, inv_rms) = memory.for_purpose(Purpose::Activations, norms)?;
-        let (scratch, sums) = memory.for_purpose(Purpose::Logits, logits)?;
-        Ok(Head { normed, inv_rms, scratch, sums })
-    }
-}
-
-impl<M: Memory, T: Element> Shared<M, T> {
-    /// Allocates the buffers of passes of these sizes.
-    ///
-    /// # Errors
-    /// Fails if the device is out of memory.
-    pub(crate) fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
-        let share = sizes.share();
-        let scratch = sizes.tokens() * share.mlp_width(sizes.config).max(sizes.qkv().row());
-        let rows = sizes.token_share().padded() * sizes.config.hidden_size;
-        let gathered = || memory.for_purpose(Purpose::Gathered, || memory.allocate(rows));
-        Ok(Shared {
-            scratch: memory.for_purpose(Purpose::Activations, || memory.allocate(scratch))?,
-            gathered: (share.ranks > 1).then(gathered).transpose()?,
-        })
-    }
-}
-
 impl<M: Memory, T: Element> Blocks<M, T> {
     /// Allocates the buffers of `layers` blocks.
     ///
@@ -359,84 +242,41 @@ impl<M: Memory, T: Element> Blocks<M, T> {
         let saved = 0..copies(recompute == Recompute::Block);
         let recomputable = 0..copies(recompute != Recompute::None);
         Ok(Blocks {
-            saved: saved.map(|_| Saved::new(memory, sizes)).collect::<Result<_, _>>()?,
+            saved: saved.map(|_| SavedBlock::new(memory, sizes)).collect::<Result<_, _>>()?,
             recomputable: recomputable
-                .map(|_| Recomputable::new(memory, sizes))
+                .map(|_| RecomputableBlock::new(memory, sizes))
                 .collect::<Result<_, _>>()?,
         })
     }
 
-    /// The buffers of block `layer`, at index `slot` of its chunk: its own or shared.
+    /// The buffers of the block at index `slot` of its chunk: its own or shared.
     pub(crate) fn of<'a>(
         &'a mut self,
-        (slot, layer): (usize, usize),
-        shared: &'a mut Shared<M, T>,
+        slot: usize,
+        scratch: &'a mut Scratch<M, T>,
     ) -> BlockBuffers<'a, M, T> {
         let (saved, recomputable) =
             (slot.min(self.saved.len() - 1), slot.min(self.recomputable.len() - 1));
         BlockBuffers {
-            layer,
             saved: &mut self.saved[saved],
             recomputable: &mut self.recomputable[recomputable],
-            scratch: &mut shared.scratch,
-            gathered: &mut shared.gathered,
+            scratch,
         }
+    }
+
+    /// The routing of the block at index `slot` of its chunk.
+    pub(crate) fn routing(&self, slot: usize) -> Option<&Routing<M>> {
+        self.saved[slot.min(self.saved.len() - 1)].attention.routing.as_ref()
     }
 
     /// The residual stream after attention, in the order of the blocks.
     pub(crate) fn residuals(&self) -> impl Iterator<Item = &M::Buffer<T>> {
-        self.saved.iter().map(|saved| &saved.residual)
+        self.saved.iter().map(|saved| &saved.h)
     }
 
     /// The saved routings, in the order of the blocks; `None` if all layers are dense.
     pub(crate) fn routings(&self) -> impl Iterator<Item = Option<&Routing<M>>> {
-        self.saved.iter().map(|saved| saved.routing.as_ref())
-    }
-}
-
-impl<M: Memory, T: Element> Saved<M, T> {
-    fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
-        let (share, config, tokens) = (sizes.share(), sizes.config, sizes.tokens());
-        Ok(Saved {
-            qkv: memory.allocate(tokens * sizes.qkv().row())?,
-            attended: memory.allocate(tokens * share.query_width(config))?,
-            log_sum_exp: memory.allocate(tokens * share.heads(config).local())?,
-            residual: memory.allocate(sizes.stream())?,
-            gate_up: memory.allocate(tokens * 2 * share.mlp_width(config))?,
-            routing: sizes.routing.map(|shape| Routing::new(memory, shape)).transpose()?,
-        })
-    }
-}
-
-impl<M: Memory, T: Element> Recomputable<M, T> {
-    fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
-        let (stream, local) = (sizes.stream(), sizes.token_share().part);
-        let rotated = sizes.config.architecture.norms_queries_and_keys();
-        Ok(Recomputable {
-            input_normed: memory.allocate(stream)?,
-            input_inv_rms: memory.allocate(local)?,
-            post_normed: memory.allocate(stream)?,
-            post_inv_rms: memory.allocate(local)?,
-            rotated: rotated
-                .then(|| memory.allocate(sizes.qkv().tokens() * sizes.qkv().row()))
-                .transpose()?,
-        })
-    }
-}
-
-impl<M: Memory, T: Element> Backward<M, T> {
-    fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
-        let (share, config, tokens) = (sizes.share(), sizes.config, sizes.tokens());
-        let heads = share.heads(config);
-        let branch = sizes.token_share().padded() * config.hidden_size;
-        let routing = sizes.routing.filter(|_| share.ranks > 1);
-        let deltas = routing.map_or(0, |shape| tokens * (heads.count - shape.shared_heads));
-        Ok(Backward {
-            d_stream: memory.allocate(sizes.stream())?,
-            d_branch: memory.allocate(branch.max(tokens * share.query_width(config)))?,
-            delta: memory.allocate(tokens * heads.local())?,
-            deltas: memory.allocate(deltas)?,
-        })
+        self.saved.iter().map(|saved| saved.attention.routing.as_ref())
     }
 }
 
@@ -444,9 +284,5 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Shape of a micro-batch's packed queries, keys and values of the local heads.
     pub fn qkv_shape(&self, batch: usize, length: usize) -> QkvShape {
         self.parallel.part().tensor.qkv_shape(&self.config, batch, length)
-    }
-
-    pub(crate) fn head_shape(&self, tokens: usize) -> HeadShape {
-        self.parallel.part().tensor.head_shape(&self.config, tokens)
     }
 }

@@ -1,7 +1,7 @@
 //! The shape of a model, dense or Mixture-of-Head: the typed form of Hugging Face's `config.json`,
 //! which crate `moh-hf` reads and writes.
 
-use crate::{Error, HeadCounts};
+use crate::{Architecture, Error, HeadCounts};
 
 /// Shape and constants of a model, as `config.json` gives them.
 #[derive(Debug, Clone, PartialEq)]
@@ -38,28 +38,6 @@ pub struct ModelConfig {
     pub eos_token_ids: Vec<u32>,
     /// Mixture-of-Head attention; `None` for a dense Llama.
     pub moh: Option<MohConfig>,
-}
-
-/// The architecture of a model's blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Architecture {
-    /// Llama 1 to 3.
-    Llama,
-    /// Qwen3: a Llama with norms of queries and keys.
-    Qwen3,
-}
-
-impl Architecture {
-    /// Every architecture.
-    pub const ALL: [Architecture; 2] = [Architecture::Llama, Architecture::Qwen3];
-
-    /// Whether queries and keys are normed, each head separately, before RoPE.
-    pub fn norms_queries_and_keys(self) -> bool {
-        match self {
-            Architecture::Llama => false,
-            Architecture::Qwen3 => true,
-        }
-    }
 }
 
 /// Rotary position embedding: `theta`, and Llama 3's scaling if the model uses it.

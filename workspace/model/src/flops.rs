@@ -9,8 +9,9 @@
 //! token and head (the router reads the queries): Mixture-of-Head saves operations in the core
 //! only, and none in the output projection.
 
+use crate::architecture::{block_tensors, embedding_tensors, output_tensors};
 use crate::config::ModelConfig;
-use crate::tensors;
+use crate::tensors::{Tensor, has_vocabulary_rows, tensors};
 
 /// Maximum number of parameters; products of sizes then fit 64 bits.
 const MAX_PARAMETERS: u128 = 1 << 50;
@@ -52,17 +53,21 @@ impl ModelConfig {
         self.count_parameters() as u64
     }
 
-    /// Elements of the tensors of one block.
-    pub(crate) fn block_parameters(&self) -> u128 {
-        tensors::block(self, 0).iter().map(|(_, tensor)| tensor.elements()).sum()
+    /// Elements of the tensors of all blocks.
+    fn block_parameters(&self) -> u128 {
+        let blocks = (0..self.num_hidden_layers).flat_map(|layer| block_tensors(self, layer));
+        blocks.map(|tensor| tensor.elements()).sum()
+    }
+
+    /// Mean elements of the tensors of a block.
+    pub(crate) fn mean_block_parameters(&self) -> f64 {
+        self.block_parameters() as f64 / self.num_hidden_layers.max(1) as f64
     }
 
     fn count_parameters(&self) -> u128 {
-        let head = tensors::output_head(self).map_or(0, |head| head.elements());
-        self.block_parameters() * self.num_hidden_layers as u128
-            + tensors::embedding(self).elements()
-            + tensors::final_norm(self).elements()
-            + head
+        let ends = [embedding_tensors(self), output_tensors(self)];
+        let ends: u128 = ends.iter().flatten().map(Tensor::elements).sum();
+        self.block_parameters() + ends
     }
 
     /// Checks that the sizes fit 64-bit arithmetic.
@@ -91,18 +96,15 @@ impl ModelConfig {
 
     /// Forward FLOPs per token in sequences of `length` tokens, by this module's convention.
     pub fn flops_per_token(&self, length: usize) -> Flops {
-        let matrices: f64 = tensors::block(self, 0)
-            .iter()
-            .filter(|(_, tensor)| tensor.shape.len() == 2)
-            .map(|(_, tensor)| tensor.elements() as f64)
-            .sum();
+        let matrices = tensors(self).into_iter().filter(|tensor| tensor.decays);
+        let matrices = matrices.filter(|tensor| !has_vocabulary_rows(&tensor.name));
+        let matrices: f64 = matrices.map(|tensor| tensor.elements() as f64).sum();
         let head = self.vocab_size as f64 * self.hidden_size as f64;
-        let layers = self.num_hidden_layers as f64;
         let active =
             (0..self.num_hidden_layers).map(|layer| self.layer_heads(layer).active() as f64);
         let keys = (length as f64 + 1.0) / 2.0;
         Flops {
-            linear: 2.0 * (layers * matrices + head),
+            linear: 2.0 * (matrices + head),
             attention: 2.0 * 2.0 * keys * self.head_dim as f64 * active.sum::<f64>(),
         }
     }
@@ -111,7 +113,8 @@ impl ModelConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Architecture, MohConfig, RopeConfig, RouterKind};
+    use crate::Architecture;
+    use crate::config::{MohConfig, RopeConfig, RouterKind};
     use crate::tensors::{OUTPUT_HEAD, tensor_shapes};
 
     /// Llama 3 8B.

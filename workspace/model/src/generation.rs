@@ -1,14 +1,11 @@
 //! Text generation, token by token, with a cache of keys and values: a Mixture-of-Head model
 //! computes the attention of each token's active heads only.
 
-use moh_kernels::embedding::EmbeddingForward;
-use moh_kernels::ranks::VocabularyRows;
 use moh_kernels::{Backend, Element};
 
 use crate::Error;
-use crate::activations::{Blocks, PassShape, Recompute, Shared};
-use crate::layout::ModelLayout;
-use crate::llama::{LayerCache, Tokens};
+use crate::activations::{Blocks, PassShape, Recompute};
+use crate::layers::{LayerCache, Normed, Scratch, Tokens};
 use crate::model::Model;
 
 /// Prompt tokens per pass.
@@ -21,9 +18,8 @@ pub struct Generator<'a, B: Backend, T: Element> {
     ids: B::Buffer<u32>,
     stream: [B::Buffer<T>; 2],
     blocks: Blocks<B, T>,
-    shared: Shared<B, T>,
-    normed: B::Buffer<T>,
-    inv_rms: B::Buffer<f32>,
+    scratch: Scratch<B, T>,
+    normed: Normed<B, T>,
     position: usize,
     capacity: usize,
 }
@@ -62,9 +58,8 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
             ids: backend.allocate(chunk)?,
             stream: [backend.allocate(width)?, backend.allocate(width)?],
             blocks: Blocks::new(backend, &sizes, config.num_hidden_layers)?,
-            shared: Shared::new(backend, &sizes)?,
-            normed: backend.allocate(width)?,
-            inv_rms: backend.allocate(chunk)?,
+            scratch: Scratch::new(backend, &sizes)?,
+            normed: Normed::new(backend, &sizes)?,
             position: 0,
             capacity,
         })
@@ -92,37 +87,29 @@ impl<'a, B: Backend, T: Element> Generator<'a, B, T> {
                 last = chunk.len() - 1;
             }
             let width = model.config.hidden_size;
-            model.project(B::view(&self.normed, last * width..(last + 1) * width), 1)
+            model.project(B::view(&self.normed.y, last * width..(last + 1) * width), 1)
         })
     }
 
     /// One pass over at most [`CHUNK_TOKENS`] tokens, up to the final norm.
     fn pass(&mut self, ids: &[u32]) -> Result<(), Error> {
-        let model = self.model;
-        let (backend, config) = (&model.backend, &model.config);
-        let n = ids.len();
-        let width = n * config.hidden_size;
-        backend.upload(ids, B::view_mut(&mut self.ids, 0..n))?;
-        backend.embedding_forward(EmbeddingForward {
-            width: config.hidden_size,
-            rows: VocabularyRows::all(config.vocab_size),
-            ids: B::view(&self.ids, 0..n),
-            table: model.weights_of(ModelLayout::EMBEDDING),
-            out: B::view_mut(&mut self.stream[0], 0..width),
-        })?;
-        let tokens = Tokens::<B> {
+        let (model, n) = (self.model, ids.len());
+        let cx = model.context(Tokens {
             shape: model.qkv_shape(1, n),
             first_position: self.position,
             document_start: None,
-        };
-        for (layer, cache) in self.cache.iter_mut().enumerate() {
+        });
+        let (layers, gathered) = (&model.layers, &mut self.scratch.gathered);
+        cx.backend.upload(ids, B::view_mut(&mut self.ids, 0..n))?;
+        layers.embedding.forward(&cx, B::view(&self.ids, 0..n), &mut self.stream[0], gathered)?;
+        for (block, cache) in layers.blocks.iter().zip(&mut self.cache) {
             let [input, output] = &mut self.stream;
-            let mut block = self.blocks.of((layer, layer), &mut self.shared);
-            model.block_forward(&tokens, input, &mut block, Some(cache), output)?;
+            // Nothing is saved for a backward pass: the blocks share their buffers.
+            let buffers = self.blocks.of(0, &mut self.scratch);
+            block.forward(&cx, input, buffers, Some(cache), output)?;
             self.stream.swap(0, 1);
         }
-        let into = (&mut self.normed, &mut self.inv_rms);
-        model.normalize(model.layout.final_norm(), n, &self.stream[0], into)?;
+        layers.final_norm.forward(&cx, &self.stream[0], &mut self.normed)?;
         self.position += n;
         Ok(())
     }

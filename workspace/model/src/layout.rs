@@ -1,14 +1,15 @@
 //! The location of each tensor in the flat buffers of a model: one buffer for the embedding, one
 //! for each block, one for the final norm and one for an untied head.
 //!
-//! The tensors are those of the architecture's table ([`crate::tensors`]), in its order.
+//! The tensors are those that the layers list ([`crate::tensors`]), in their order.
 
 use std::ops::Range;
 
 use crate::ModelConfig;
+use crate::architecture::Layers;
 use crate::model_parallel::{Part, TensorShare};
 use crate::slice::Slice;
-use crate::tensors::{self, Division, Operand, Tensor};
+use crate::tensors::{Division, Tensor};
 
 /// One tensor of a flat buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,7 +52,7 @@ pub struct FlatLayout {
 impl FlatLayout {
     /// Lays out the slices of tensors that are local to `share` one after another, and pads the end
     /// to a multiple of `multiple`.
-    fn new(
+    pub(crate) fn new(
         config: &ModelConfig,
         tensors: impl IntoIterator<Item = Tensor>,
         multiple: usize,
@@ -101,27 +102,6 @@ pub struct ModelLayout {
     pub flats: Vec<FlatLayout>,
     /// Number of blocks.
     pub num_blocks: usize,
-    /// The ranges within a block's buffer, the same in every block.
-    pub block: BlockRanges,
-}
-
-/// The weights of a block by operand; with tensor parallelism H, G and I are the local sizes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BlockRanges {
-    /// Norm before attention, `[C]`.
-    pub input_norm: Range<usize>,
-    /// Query, key and value projections, `[(H + 2G) D, C]`.
-    pub qkv: Range<usize>,
-    /// Output projection, `[C, H D]`.
-    pub output: Range<usize>,
-    /// Norms of queries and keys, `[2, D]`; empty in architectures without them.
-    pub qk_norm: Range<usize>,
-    /// Norm before the MLP, `[C]`.
-    pub post_norm: Range<usize>,
-    /// Gate and up projections, `[2I, C]`.
-    pub gate_up: Range<usize>,
-    /// Down projection, `[C, I]`.
-    pub down: Range<usize>,
 }
 
 impl ModelLayout {
@@ -133,25 +113,8 @@ impl ModelLayout {
     /// The layout of a part of a model whose optimiser state is sharded over up to `ranks` ranks:
     /// the length of every buffer is a multiple of `ranks`, and buffers of other parts are empty.
     pub fn of_part(config: &ModelConfig, ranks: usize, part: &Part) -> Self {
-        let one = |tensor: Tensor, here: bool| match here {
-            true => FlatLayout::new(config, [tensor], ranks, part.tensor),
-            false => FlatLayout { segments: Vec::new(), len: 0 },
-        };
-        let tied = config.tie_word_embeddings;
-        let embedded = part.first || part.last && tied;
-        let mut embedding = one(tensors::embedding(config), embedded);
-        // A tied head counts as the embedding.
-        embedding.segments.iter_mut().for_each(|segment| segment.counted = part.first);
-        let block = |layer| match part.holds(layer) {
-            true => block_layout(config, layer, ranks, part.tensor),
-            false => FlatLayout { segments: Vec::new(), len: 0 },
-        };
-        let mut flats = vec![embedding];
-        flats.extend((0..config.num_hidden_layers).map(block));
-        flats.push(one(tensors::final_norm(config), part.last));
-        flats.extend(tensors::output_head(config).map(|head| one(head, part.last)));
-        let block = BlockRanges::new(config, &block_layout(config, 0, ranks, part.tensor));
-        ModelLayout { flats, num_blocks: config.num_hidden_layers, block }
+        let (_, flats) = Layers::new(config, ranks, part);
+        ModelLayout { flats, num_blocks: config.num_hidden_layers }
     }
 
     /// Index of the embedding's buffer.
@@ -165,12 +128,6 @@ impl ModelLayout {
     /// Index of the final norm's buffer.
     pub fn final_norm_index(&self) -> usize {
         1 + self.num_blocks
-    }
-
-    /// The final norm's buffer and range, on a rank that has it.
-    pub(crate) fn final_norm(&self) -> (usize, &Range<usize>) {
-        let flat = self.final_norm_index();
-        (flat, &self.flats[flat].segments[0].range)
     }
 
     /// Index of the buffer that holds the output head: the embedding's when tied.
@@ -208,38 +165,5 @@ impl ModelLayout {
     /// Whether the layout is empty, which no model's is.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
-    }
-}
-
-fn block_layout(
-    config: &ModelConfig,
-    layer: usize,
-    ranks: usize,
-    share: TensorShare,
-) -> FlatLayout {
-    let tensors = tensors::block(config, layer).into_iter().map(|(_, tensor)| tensor);
-    FlatLayout::new(config, tensors, ranks, share)
-}
-
-impl BlockRanges {
-    /// The range of each operand in the layout of a block.
-    fn new(config: &ModelConfig, layout: &FlatLayout) -> Self {
-        let tensors = tensors::block(config, 0);
-        let run = |operand: Operand| {
-            let of_operand =
-                tensors.iter().zip(&layout.segments).filter(|((of, _), _)| *of == operand);
-            let ranges = of_operand.map(|(_, segment)| segment.range.clone());
-            // Adjacent in the table.
-            ranges.reduce(|run, range| run.start..range.end).unwrap_or_default()
-        };
-        BlockRanges {
-            input_norm: run(Operand::InputNorm),
-            qkv: run(Operand::Qkv),
-            output: run(Operand::Output),
-            qk_norm: run(Operand::QkNorm),
-            post_norm: run(Operand::PostNorm),
-            gate_up: run(Operand::GateUp),
-            down: run(Operand::Down),
-        }
     }
 }

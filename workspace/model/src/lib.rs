@@ -50,6 +50,7 @@
 //! ```
 
 mod activations;
+mod architecture;
 pub mod config;
 mod error;
 pub mod flops;
@@ -58,27 +59,24 @@ mod head_counts;
 mod head_request;
 pub mod initial;
 mod inspection;
+mod layers;
 pub mod layout;
-mod llama;
 mod model;
 pub mod model_parallel;
 mod output;
 pub mod parameters;
 mod pass_sizes;
 mod passes;
-mod qwen3;
 pub mod rope;
 pub mod router;
 mod sampler;
-mod sequence;
 pub mod slice;
 mod step_sums;
 pub mod tensors;
 
 pub use activations::{Activations, PassShape, PassSlot, Recompute, Slots};
-pub use config::{
-    Architecture, LayerHeads, Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RouterKind,
-};
+pub use architecture::Architecture;
+pub use config::{LayerHeads, Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RouterKind};
 pub use error::Error;
 pub use generation::Generator;
 pub use head_counts::HeadCounts;

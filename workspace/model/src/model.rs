@@ -4,16 +4,16 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use moh_kernels::linear::LinearForward;
 use moh_kernels::router::{Routing, RoutingShape};
 use moh_kernels::{Backend, Element, Memory, Purpose};
 
 use crate::activations::{Activations, PassShape};
+use crate::architecture::Layers;
+use crate::layers::{Context, RopeTables, Tokens};
 use crate::layout::{ModelLayout, Segment};
 use crate::model_parallel::ModelParallel;
 use crate::parameters::FlatBuffers;
 use crate::pass_sizes::PassSizes;
-use crate::rope::RopeTables;
 use crate::router::{self, LayerRouting, Router, Routers, RoutingStatistics};
 use crate::{Error, ModelConfig};
 
@@ -25,8 +25,8 @@ pub struct Model<B: Backend, T: Element> {
     pub(crate) layout: ModelLayout,
     pub(crate) parallel: ModelParallel,
     pub(crate) weights: FlatBuffers<B, T>,
-    pub(crate) rope_cos: B::Buffer<f32>,
-    pub(crate) rope_sin: B::Buffer<f32>,
+    pub(crate) layers: Layers,
+    pub(crate) rope: RopeTables<B>,
     pub(crate) routers: Routers<B, T>,
 }
 
@@ -113,16 +113,16 @@ impl<B: Backend, T: Element> Model<B, T> {
         parallel: ModelParallel,
         ranks: usize,
     ) -> Result<Self, Error> {
-        let layout = ModelLayout::of_part(&config, ranks, parallel.part());
+        let (layers, flats) = Layers::new(&config, ranks, parallel.part());
+        let layout = ModelLayout { flats, num_blocks: config.num_hidden_layers };
         if let Some(moh) = &config.moh {
             moh.validate(config.num_attention_heads, config.num_hidden_layers)?;
         }
         let buffers = ModelBuffers::zeros(&backend, &config, &layout, positions)?;
         let ModelBuffers { weights, mut rope } = buffers;
         rope.fill(&backend, &config.rope, config.head_dim)?;
-        let RopeTables { cos: rope_cos, sin: rope_sin } = rope;
         let routers = router::routers(&config);
-        Ok(Model { backend, config, layout, parallel, weights, rope_cos, rope_sin, routers })
+        Ok(Model { backend, config, layout, parallel, weights, layers, rope, routers })
     }
 
     /// The device.
@@ -137,7 +137,7 @@ impl<B: Backend, T: Element> Model<B, T> {
 
     /// Whether this rank has the whole model.
     pub fn is_whole(&self) -> bool {
-        self.parallel.stages() == 1 && !self.is_tensor_parallel()
+        self.parallel.stages() == 1 && self.parallel.part().tensor.ranks == 1
     }
 
     /// The configuration.
@@ -184,7 +184,7 @@ impl<B: Backend, T: Element> Model<B, T> {
 
     /// The number of positions of the RoPE tables.
     pub fn positions(&self) -> usize {
-        B::len(&self.rope_cos) * 2 / self.config.head_dim
+        B::len(&self.rope.cos) * 2 / self.config.head_dim
     }
 
     /// The weights.
@@ -192,9 +192,16 @@ impl<B: Backend, T: Element> Model<B, T> {
         &self.weights
     }
 
-    /// The tensor of a buffer with a single tensor, without padding.
-    pub(crate) fn weights_of(&self, flat: usize) -> B::View<'_, T> {
-        self.weights.view(flat, self.layout.flats[flat].used())
+    /// What the layers of a pass over `tokens` read.
+    pub(crate) fn context<'a>(&'a self, tokens: Tokens<'a, B>) -> Context<'a, B, T> {
+        Context {
+            backend: &self.backend,
+            weights: &self.weights,
+            parallel: &self.parallel,
+            rope: &self.rope,
+            routers: &self.routers,
+            tokens,
+        }
     }
 
     /// The weights, for updates.
@@ -244,7 +251,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         if !self.is_whole() {
             return Err(Error::Divided);
         }
-        self.project(B::whole(&activations.head.normed), activations.shape.tokens())
+        self.project(B::whole(&activations.head.normed.y), activations.shape.tokens())
     }
 
     /// Logits of some tokens of the last forward pass, in the order of `rows`, `[rows, V]`: without
@@ -268,7 +275,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let mut normed = self.backend.allocate::<T>(count * width)?;
         let mut end = 0;
         for rows in rows {
-            let source = B::view(&activations.head.normed, rows.start * width..rows.end * width);
+            let source = B::view(&activations.head.normed.y, rows.start * width..rows.end * width);
             let place = end..end + rows.len() * width;
             end = place.end;
             self.backend.copy(source, B::view_mut(&mut normed, place))?;
@@ -278,18 +285,7 @@ impl<B: Backend, T: Element> Model<B, T> {
 
     /// Logits of the normed rows `[tokens, C]`, on the host.
     pub(crate) fn project(&self, normed: B::View<'_, T>, tokens: usize) -> Result<Vec<f32>, Error> {
-        let backend = &self.backend;
-        let mut logits = backend.allocate::<T>(tokens * self.config.vocab_size)?;
-        backend.linear_forward(LinearForward {
-            inputs: self.config.hidden_size,
-            x: B::reborrow(normed),
-            weight: self.weights_of(self.layout.head_index()),
-            residual: None,
-            y: B::whole_mut(&mut logits),
-        })?;
-        let mut host = vec![T::from_f32(0.0); tokens * self.config.vocab_size];
-        backend.download(B::whole(&logits), &mut host)?;
-        Ok(host.iter().map(|value| value.to_f32()).collect())
+        self.layers.head.logits(&self.backend, &self.weights, normed, tokens)
     }
 
     /// The routed heads that each token selected in the last forward pass: `[N, R]` for each layer,

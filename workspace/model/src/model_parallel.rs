@@ -218,11 +218,12 @@ impl Part {
             return Err(Error::Pipeline { stages, layers });
         }
         let head = config.vocab_size as f64 * config.hidden_size as f64;
+        let block = config.mean_block_parameters();
         let mut counts = vec![1usize; stages];
         for _ in stages..layers {
             let load = |stage: usize| {
                 let head = if stage + 1 == stages { head } else { 0.0 };
-                counts[stage] as f64 + head / config.block_parameters() as f64
+                counts[stage] as f64 + head / block
             };
             // The first of equal chunks: later stages wait longer for their first input.
             let least = (0..stages).min_by(|&a, &b| load(a).total_cmp(&load(b))).unwrap_or(0);

@@ -37,6 +37,23 @@ impl Shard {
     }
 }
 
+/// Where the parameters of a layer are: a range of one flat buffer.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ParameterRange {
+    /// The index of the buffer.
+    pub buffer: usize,
+    /// The elements in it.
+    pub range: Range<usize>,
+}
+
+impl ParameterRange {
+    /// The range of adjacent ranges, in order.
+    pub fn joined(parts: impl IntoIterator<Item = Self>) -> Self {
+        let join = |a: Self, b: Self| ParameterRange { range: a.range.start..b.range.end, ..a };
+        parts.into_iter().reduce(join).unwrap_or_default()
+    }
+}
+
 /// The intersection of two ranges.
 pub fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
     let start = a.start.max(b.start);
@@ -85,6 +102,16 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     pub fn view_mut(&mut self, flat: usize, range: Range<usize>) -> ViewMut<'_, B, S> {
         let start = self.local_range(flat).start;
         B::view_mut(self.flat_mut(flat), range.start - start..range.end - start)
+    }
+
+    /// The parameters of a layer.
+    pub fn of(&self, parameters: &ParameterRange) -> View<'_, B, S> {
+        self.view(parameters.buffer, parameters.range.clone())
+    }
+
+    /// The mutable parameters of a layer.
+    pub fn of_mut(&mut self, parameters: &ParameterRange) -> ViewMut<'_, B, S> {
+        self.view_mut(parameters.buffer, parameters.range.clone())
     }
 
     /// The range of a flat buffer that the local shard covers.
@@ -195,14 +222,9 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     ///
     /// # Errors
     /// Fails if the device fails.
-    pub fn clear_stale(
-        &mut self,
-        backend: &B,
-        flat: usize,
-        range: Range<usize>,
-    ) -> Result<(), Error> {
-        match self.accumulation(flat) {
-            Accumulation::Overwrite => Ok(backend.zero(self.view_mut(flat, range))?),
+    pub fn clear_stale(&mut self, backend: &B, parameters: &ParameterRange) -> Result<(), Error> {
+        match self.accumulation(parameters.buffer) {
+            Accumulation::Overwrite => Ok(backend.zero(self.of_mut(parameters))?),
             Accumulation::Add => Ok(()),
         }
     }

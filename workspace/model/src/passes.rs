@@ -5,8 +5,8 @@ use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, span};
 
 use crate::activations::{Activations, MicroBatch, Pass, PassSlot, Recompute};
+use crate::layers::{BackwardContext, HeadPass, Tokens};
 use crate::layout::ModelLayout;
-use crate::llama::{RouterScale, Tokens};
 use crate::model::{LossScale, Model};
 use crate::parameters::{FlatBuffers, OnBuffer};
 use crate::router::RoutingStatistics;
@@ -69,19 +69,17 @@ impl<B: Backend, T: Element> Model<B, T> {
         before_use: OnBuffer<'_, B, T>,
         routed: OnRouting<'_, B>,
     ) -> Result<(), Error> {
-        let Activations { shape, micro_batches, passes, shared, head, .. } = activations;
+        let Activations { shape, micro_batches, passes, scratch, head, .. } = activations;
         let MicroBatch { ids, document_start, .. } = &micro_batches[slot.micro_batch];
         let Pass { stream, blocks } = &mut passes[slot.slot];
-        let tokens = Tokens::<B> {
-            shape: *shape,
-            first_position: 0,
-            document_start: document_start.as_ref(),
-        };
-        let (n, parallel) = (shape.tokens(), self.parallel.clone());
+        let document_start = document_start.as_ref();
+        let tokens = Tokens { shape: *shape, first_position: 0, document_start };
+        let parallel = self.parallel.clone();
         let layers = parallel.part().chunks[slot.chunk].clone();
         if parallel.begins_with(slot.chunk) {
             before_use(&mut self.weights, ModelLayout::EMBEDDING)?;
-            self.embed(n, ids, &mut stream[0], &mut shared.gathered)?;
+            let (cx, ids) = (self.context(tokens), B::whole(ids));
+            self.layers.embedding.forward(&cx, ids, &mut stream[0], &mut scratch.gathered)?;
         } else {
             let input = B::whole_mut(&mut stream[0]);
             parallel.pipeline().recv::<B, T>(input, parallel.previous(), FORWARD)?;
@@ -90,13 +88,12 @@ impl<B: Backend, T: Element> Model<B, T> {
         let end = layers.len();
         for (at, layer) in layers.enumerate() {
             let (before, after) = stream.split_at_mut(at + 1);
-            let (input, output) = (&before[at], &mut after[0]);
-            let mut block = blocks.of((at, layer), shared);
             let _block = span::enter_numbered("block", layer as u64);
             before_use(&mut self.weights, self.layout.block_index(layer))?;
-            self.block_forward(&tokens, input, &mut block, None, output)?;
+            let (cx, buffers) = (self.context(tokens), blocks.of(at, scratch));
+            self.layers.blocks[layer].forward(&cx, &before[at], buffers, None, &mut after[0])?;
             // All tensor-parallel ranks have the loss and the routing.
-            let routing = block.saved.routing.as_ref().filter(|_| self.routers[layer].is_some());
+            let routing = blocks.routing(at).filter(|_| self.routers[layer].is_some());
             if let (Some(routing), 0) = (routing, parallel.part().tensor.rank) {
                 self.backend.balance_loss(routing, share, sums.balance())?;
                 routed(&self.backend, layer, routing)?;
@@ -107,7 +104,9 @@ impl<B: Backend, T: Element> Model<B, T> {
             let _span = span::enter("head");
             before_use(&mut self.weights, self.layout.final_norm_index())?;
             before_use(&mut self.weights, self.layout.head_index())?;
-            return self.final_norm(n, output, head);
+            let cx = self.context(tokens);
+            self.layers.final_norm.forward(&cx, output, &mut head.normed)?;
+            return Ok(());
         }
         let output = B::whole(output);
         Ok(parallel.pipeline().send::<B, T>(output, parallel.next(), FORWARD)?)
@@ -150,15 +149,14 @@ impl<B: Backend, T: Element> Model<B, T> {
         activations: &mut Activations<B, T>,
         sums: &mut StepSums<B>,
     ) -> Result<(), Error> {
-        match self.parallel.part().last {
-            true => {
-                let _span = span::enter("head");
-                let Activations { shape, micro_batches, shared, head, .. } = activations;
-                let targets = &micro_batches[0].targets;
-                self.losses::<f32>(shape.tokens(), targets, (shared, head), sums, None)
-            }
-            false => Ok(()),
+        if !self.parallel.part().last {
+            return Ok(());
         }
+        let _span = span::enter("head");
+        let Activations { shape, micro_batches, scratch, head: buffers, .. } = activations;
+        let tokens = Tokens { shape: *shape, first_position: 0, document_start: None };
+        let targets = &micro_batches[0].targets;
+        self.layers.head.loss(&self.context(tokens), HeadPass { targets, buffers, scratch, sums })
     }
 
     /// Forward and backward over the uploaded micro-batch: adds its losses to `sums` and its
@@ -199,55 +197,51 @@ impl<B: Backend, T: Element> Model<B, T> {
         sums: &mut StepSums<B>,
         mut complete: Option<OnBuffer<'_, B, G>>,
     ) -> Result<(), Error> {
-        let (parallel, layout) = (&self.parallel, &self.layout);
-        if parallel.ends_with(slot.chunk) {
-            self.head_backward(activations, slot, gradients, scale, sums)?;
-            if layout.head_index() != ModelLayout::EMBEDDING || parallel.tied_head().is_some() {
-                self.complete(gradients, layout.head_index(), &mut complete)?;
-            }
-            self.complete(gradients, layout.final_norm_index(), &mut complete)?;
-        }
-        let Activations { shape, recompute, micro_batches, passes, shared, backward, .. } =
+        let Activations { shape, recompute, micro_batches, passes, scratch, head, gradients: d } =
             activations;
-        let Some(backward) = backward else {
-            return Err(Error::NotPlannedForTraining);
-        };
-        let MicroBatch { ids, document_start, .. } = &micro_batches[slot.micro_batch];
+        let Some(d) = d else { return Err(Error::NotPlannedForTraining) };
+        let MicroBatch { ids, targets, document_start } = &micro_batches[slot.micro_batch];
         let Pass { stream, blocks } = &mut passes[slot.slot];
-        if !parallel.ends_with(slot.chunk) {
-            let d_stream = B::whole_mut(&mut backward.d_stream);
-            parallel.backward().recv::<B, T>(d_stream, parallel.next(), BACKWARD)?;
-        }
-        let n = shape.tokens();
-        let tokens = Tokens::<B> {
-            shape: *shape,
-            first_position: 0,
-            document_start: document_start.as_ref(),
-        };
-        let router = RouterScale {
+        let (parallel, layout, layers) = (&self.parallel, &self.layout, &self.layers);
+        let document_start = document_start.as_ref();
+        let mut cx = BackwardContext {
+            forward: self.context(Tokens { shape: *shape, first_position: 0, document_start }),
+            gradients,
             balance_weight: scale.balance / self.routed_layers() as f32,
             straight_through: scale.straight_through,
         };
+        if parallel.ends_with(slot.chunk) {
+            let _span = span::enter("head");
+            let pass = HeadPass { targets, buffers: &mut *head, scratch: &mut *scratch, sums };
+            let d_normed = layers.head.loss_and_backward(&mut cx, pass, scale.cross_entropy, d)?;
+            self.backend.zero(B::whole_mut(&mut d.residual))?;
+            let output = &stream[parallel.part().chunks[slot.chunk].len()];
+            layers.final_norm.backward(&mut cx, output, &head.normed.inv_rms, d_normed, d)?;
+            cx.gradients.mark_written(layers.final_norm.buffer());
+            if layout.head_index() != ModelLayout::EMBEDDING || parallel.tied_head().is_some() {
+                self.complete(cx.gradients, layout.head_index(), &mut complete)?;
+            }
+            self.complete(cx.gradients, layout.final_norm_index(), &mut complete)?;
+        } else {
+            let d_output = B::whole_mut(&mut d.residual);
+            parallel.backward().recv::<B, T>(d_output, parallel.next(), BACKWARD)?;
+        }
         for (at, layer) in parallel.part().chunks[slot.chunk].clone().enumerate().rev() {
-            let (input, mut block) = (&stream[at], blocks.of((at, layer), shared));
+            let (block, input, mut buffers) =
+                (&layers.blocks[layer], &stream[at], blocks.of(at, scratch));
             let _block = span::enter_numbered("block", layer as u64);
             let recomputing = (*recompute != Recompute::None).then(|| span::enter("recompute"));
-            self.recompute_block(*recompute, &tokens, input, &mut block)?;
+            block.recompute(*recompute, &cx, input, &mut buffers)?;
             drop(recomputing);
-            self.block_backward(&tokens, input, block, backward, gradients, router)?;
-            self.complete(gradients, layout.block_index(layer), &mut complete)?;
+            block.backward(&mut cx, input, buffers, d)?;
+            self.complete(cx.gradients, layout.block_index(layer), &mut complete)?;
         }
         if !parallel.begins_with(slot.chunk) {
-            let d_stream = B::whole(&backward.d_stream);
-            return Ok(parallel.backward().send::<B, T>(
-                d_stream,
-                parallel.previous(),
-                BACKWARD,
-            )?);
+            let (d_input, previous) = (B::whole(&d.residual), parallel.previous());
+            return Ok(parallel.backward().send::<B, T>(d_input, previous, BACKWARD)?);
         }
-        let gathered = &mut shared.gathered;
-        self.embed_backward(n, ids, &backward.d_stream, gathered, gradients)?;
-        self.complete(gradients, ModelLayout::EMBEDDING, &mut complete)
+        layers.embedding.backward(&mut cx, B::whole(ids), d, &mut scratch.gathered)?;
+        self.complete(cx.gradients, ModelLayout::EMBEDDING, &mut complete)
     }
 
     /// Passes on a buffer whose gradients are complete on this rank.

@@ -2,9 +2,7 @@
 
 use std::f64::consts::TAU;
 
-use moh_kernels::Memory;
-
-use crate::{Error, Llama3Scaling, RopeConfig};
+use crate::{Llama3Scaling, RopeConfig};
 
 /// Frequencies of the `head_dim / 2` pairs, in radians per position.
 pub fn frequencies(rope: &RopeConfig, head_dim: usize) -> Vec<f64> {
@@ -38,35 +36,6 @@ pub fn table(rope: &RopeConfig, head_dim: usize, positions: usize) -> (Vec<f32>,
     let angles =
         || (0..positions).flat_map(|position| frequencies.iter().map(move |f| f * position as f64));
     (angles().map(|a| a.cos() as f32).collect(), angles().map(|a| a.sin() as f32).collect())
-}
-
-/// The tables of [`table`] on a device.
-pub(crate) struct RopeTables<M: Memory> {
-    /// `[positions, head_dim / 2]`.
-    pub cos: M::Buffer<f32>,
-    /// `[positions, head_dim / 2]`.
-    pub sin: M::Buffer<f32>,
-}
-
-impl<M: Memory> RopeTables<M> {
-    /// Allocates zeros for this many positions.
-    pub(crate) fn zeros(memory: &M, head_dim: usize, positions: usize) -> Result<Self, Error> {
-        let len = positions * (head_dim / 2);
-        Ok(RopeTables { cos: memory.allocate(len)?, sin: memory.allocate(len)? })
-    }
-
-    /// Writes the tables.
-    pub(crate) fn fill(
-        &mut self,
-        memory: &M,
-        rope: &RopeConfig,
-        head_dim: usize,
-    ) -> Result<(), Error> {
-        let positions = M::len(&self.cos) / (head_dim / 2).max(1);
-        let (cos, sin) = table(rope, head_dim, positions);
-        memory.upload(&cos, M::whole_mut(&mut self.cos))?;
-        Ok(memory.upload(&sin, M::whole_mut(&mut self.sin))?)
-    }
 }
 
 #[cfg(test)]

@@ -1,9 +1,10 @@
-//! The tensors of a model in one table: name, shape, sharding, and whether weight decay applies.
-//! Layout, parameters, operations, checks of weight files and plans follow from it. The rows of a
-//! block are its architecture's (`llama/tensors.rs`, `qwen3/tensors.rs`); names and shapes are
-//! Hugging Face's.
+//! The tensors of a model: name, shape, sharding, and whether weight decay applies. Layers list them
+//! (`layers/`, in the order of `architecture/`); layout, parameters, operations, checks of weight
+//! files and plans follow from the lists. Names and shapes are Hugging Face's.
 
-use crate::{Architecture, ModelConfig, llama, qwen3};
+use crate::model_parallel::TensorShare;
+use crate::parameters::ParameterRange;
+use crate::{ModelConfig, architecture};
 
 /// Name of the embedding, whose rows are the vocabulary.
 pub const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -30,19 +31,6 @@ pub enum Division {
     Vocabulary,
 }
 
-/// The operands of a block's matmuls and norms. The tensors of one operand are adjacent, so that
-/// one matmul computes them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Operand {
-    InputNorm,
-    Qkv,
-    Output,
-    QkNorm,
-    PostNorm,
-    GateUp,
-    Down,
-}
-
 /// One tensor of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tensor {
@@ -57,84 +45,90 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    fn matrix(name: impl Into<String>, shape: [usize; 2], division: Division) -> Self {
-        Tensor { name: name.into(), shape: shape.to_vec(), division, decays: true }
-    }
-
-    fn norm(name: impl Into<String>, width: usize) -> Self {
-        let division = Division::Replicated;
-        Tensor { name: name.into(), shape: vec![width], division, decays: false }
-    }
-
     /// Elements of the tensor.
     pub(crate) fn elements(&self) -> u128 {
         self.shape.iter().map(|&extent| extent as u128).product()
     }
 }
 
-/// The tensors of a block under construction.
-pub(crate) struct Table {
-    /// The prefix of the names.
-    prefix: String,
-    rows: Vec<(Operand, Tensor)>,
+/// The list to which layers add their tensors, one flat buffer's.
+pub(crate) struct TensorList<'a> {
+    prefix: &'a str,
+    tensors: Vec<Tensor>,
+    /// The buffer, and whose share of it; `None` if only names and shapes are asked for.
+    place: Option<Place<'a>>,
 }
 
-impl Table {
+/// The flat buffer of a list, and this rank's share of its tensors.
+struct Place<'a> {
+    buffer: usize,
+    end: usize,
+    config: &'a ModelConfig,
+    share: TensorShare,
+}
+
+impl<'a> TensorList<'a> {
+    /// An empty list of the tensors of the flat buffer with index `buffer`, of which `share` is
+    /// local; their names begin with `prefix`.
+    pub fn in_buffer(
+        buffer: usize,
+        config: &'a ModelConfig,
+        share: TensorShare,
+        prefix: &'a str,
+    ) -> Self {
+        let place = Some(Place { buffer, end: 0, config, share });
+        TensorList { prefix, tensors: Vec::new(), place }
+    }
+
+    /// The tensors that `layers` lists, whose ranges are not known.
+    pub fn tensors_of<L>(
+        prefix: &str,
+        layers: impl FnOnce(&mut TensorList<'_>) -> L,
+    ) -> Vec<Tensor> {
+        let mut list = TensorList { prefix, tensors: Vec::new(), place: None };
+        layers(&mut list);
+        list.tensors
+    }
+
+    /// The tensors, in order.
+    pub fn into_tensors(self) -> Vec<Tensor> {
+        self.tensors
+    }
+
     /// Adds a matrix, with weight decay.
-    pub(crate) fn matrix(
-        &mut self,
-        operand: Operand,
-        name: &str,
-        shape: [usize; 2],
-        division: Division,
-    ) {
-        let name = format!("{}.{name}.weight", self.prefix);
-        self.rows.push((operand, Tensor::matrix(name, shape, division)));
+    pub fn matrix(&mut self, name: &str, shape: [usize; 2], division: Division) -> ParameterRange {
+        self.add(Tensor { name: self.name(name), shape: shape.to_vec(), division, decays: true })
     }
 
     /// Adds the weight of a norm, which is replicated and has no weight decay.
-    pub(crate) fn norm(&mut self, operand: Operand, name: &str, width: usize) {
-        let name = format!("{}.{name}.weight", self.prefix);
-        self.rows.push((operand, Tensor::norm(name, width)));
+    pub fn norm(&mut self, name: &str, width: usize) -> ParameterRange {
+        let (name, division) = (self.name(name), Division::Replicated);
+        self.add(Tensor { name, shape: vec![width], division, decays: false })
     }
-}
 
-/// The embedding.
-pub(crate) fn embedding(config: &ModelConfig) -> Tensor {
-    let shape = [config.vocab_size, config.hidden_size];
-    Tensor::matrix(EMBEDDING, shape, Division::Vocabulary)
-}
-
-/// The tensors of block `layer`, in the architecture's order.
-pub(crate) fn block(config: &ModelConfig, layer: usize) -> Vec<(Operand, Tensor)> {
-    let mut table = Table { prefix: format!("model.layers.{layer}"), rows: Vec::new() };
-    match config.architecture {
-        Architecture::Llama => llama::tensors::block(config, &mut table),
-        Architecture::Qwen3 => qwen3::tensors::block(config, &mut table),
+    fn name(&self, name: &str) -> String {
+        format!("{}{name}", self.prefix)
     }
-    table.rows
-}
 
-/// The norm before the output head.
-pub(crate) fn final_norm(config: &ModelConfig) -> Tensor {
-    Tensor::norm(FINAL_NORM, config.hidden_size)
-}
-
-/// The output head; `None` for a tied model.
-pub(crate) fn output_head(config: &ModelConfig) -> Option<Tensor> {
-    let shape = [config.vocab_size, config.hidden_size];
-    (!config.tie_word_embeddings).then(|| Tensor::matrix(OUTPUT_HEAD, shape, Division::Vocabulary))
+    fn add(&mut self, tensor: Tensor) -> ParameterRange {
+        let range = self.place.as_mut().map_or_else(ParameterRange::default, |place| {
+            let start = place.end;
+            place.end += place.share.slice(place.config, &tensor).len();
+            ParameterRange { buffer: place.buffer, range: start..place.end }
+        });
+        self.tensors.push(tensor);
+        range
+    }
 }
 
 /// A model's tensors in the order of the forward pass, in which they are also written. A tied model
 /// has no output head.
 pub fn tensors(config: &ModelConfig) -> Vec<Tensor> {
-    let mut tensors = vec![embedding(config)];
+    let mut tensors = architecture::embedding_tensors(config);
     for layer in 0..config.num_hidden_layers {
-        tensors.extend(block(config, layer).into_iter().map(|(_, tensor)| tensor));
+        tensors.extend(architecture::block_tensors(config, layer));
     }
-    tensors.push(final_norm(config));
-    tensors.extend(output_head(config));
+    tensors.extend(architecture::output_tensors(config));
     tensors
 }
 

@@ -18,7 +18,7 @@ use half::bf16;
 use moh_comm::{Group, Pending, Reduce};
 use moh_kernels::{Backend, Element};
 use moh_model::layout::ModelLayout;
-use moh_model::parameters::{FlatBuffers, Shard};
+use moh_model::parameters::{FlatBuffers, ParameterRange, Shard};
 use moh_model::{Error, Model};
 
 use crate::step_buffers::Rounded;
@@ -97,7 +97,8 @@ impl<B: Backend + Clone, T: Element, G: Element> DataParallel<B, T, G> {
         layout: &ModelLayout,
     ) -> Result<(), Error> {
         for flat in layout.backward_order() {
-            gradients.clear_stale(&self.backend, flat, layout.flats[flat].used())?;
+            let used = ParameterRange { buffer: flat, range: layout.flats[flat].used() };
+            gradients.clear_stale(&self.backend, &used)?;
             gradients.mark_written(flat);
             self.start_gradients(gradients, flat)?;
         }

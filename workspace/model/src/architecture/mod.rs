@@ -1,0 +1,131 @@
+//! Architectures: each file lists the layers of a block. The ends of a model, its embedding, final
+//! norm and head, are the same in all of them.
+
+mod llama;
+mod qwen3;
+
+use crate::ModelConfig;
+use crate::layers::{Block, Embedding, Head, RmsNorm};
+use crate::layout::{FlatLayout, ModelLayout};
+use crate::model_parallel::Part;
+use crate::tensors::{FINAL_NORM, Tensor, TensorList};
+
+/// The architecture of a model's blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Architecture {
+    /// Llama 1 to 3.
+    Llama,
+    /// Qwen3: a Llama with norms of queries and keys.
+    Qwen3,
+}
+
+impl Architecture {
+    /// Every architecture.
+    pub const ALL: [Architecture; 2] = [Architecture::Llama, Architecture::Qwen3];
+
+    /// Whether queries and keys are normed, each head separately, before RoPE.
+    pub fn norms_queries_and_keys(self) -> bool {
+        match self {
+            Architecture::Llama => false,
+            Architecture::Qwen3 => true,
+        }
+    }
+
+    /// Lists the tensors of block `layer`, in the architecture's order, and returns its layers.
+    fn block(self, list: &mut TensorList<'_>, config: &ModelConfig, layer: usize) -> Block {
+        match self {
+            Architecture::Llama => llama::block(list, config, layer),
+            Architecture::Qwen3 => qwen3::block(list, config, layer),
+        }
+    }
+}
+
+/// The layers of a model, in the order of the forward pass.
+pub(crate) struct Layers {
+    pub embedding: Embedding,
+    pub blocks: Vec<Block>,
+    pub final_norm: RmsNorm,
+    pub head: Head,
+}
+
+impl Layers {
+    /// The layers of a model, and the flat buffers of the parameters of `part`: embedding, blocks,
+    /// final norm, untied head. The length of every buffer is a multiple of `ranks`, and buffers of
+    /// other parts are empty.
+    pub fn new(config: &ModelConfig, ranks: usize, part: &Part) -> (Self, Vec<FlatLayout>) {
+        let mut buffers = Buffers { config, ranks, part, flats: Vec::new() };
+        let tied = config.tie_word_embeddings;
+        let embedded = part.first || part.last && tied;
+        let embedding = buffers.add(embedded, "", |list| Embedding::new(list, config));
+        let blocks = (0..config.num_hidden_layers).map(|layer| {
+            buffers.add(part.holds(layer), &block_prefix(layer), |list| {
+                config.architecture.block(list, config, layer)
+            })
+        });
+        let blocks = blocks.collect();
+        let final_norm = buffers.add(part.last, "", |list| final_norm(list, config));
+        let head = match tied {
+            true => Head::tied(config, &embedding),
+            false => buffers.add(part.last, "", |list| Head::new(list, config)),
+        };
+        let mut flats = buffers.flats;
+        // A tied head counts as the embedding.
+        let of_embedding = &mut flats[ModelLayout::EMBEDDING].segments;
+        of_embedding.iter_mut().for_each(|segment| segment.counted = part.first);
+        (Layers { embedding, blocks, final_norm, head }, flats)
+    }
+}
+
+/// The flat buffers of a part of a model under construction.
+struct Buffers<'a> {
+    config: &'a ModelConfig,
+    ranks: usize,
+    part: &'a Part,
+    flats: Vec<FlatLayout>,
+}
+
+impl Buffers<'_> {
+    /// Adds a buffer with the tensors that `layers` lists, or an empty one if it is not `here`;
+    /// returns the layers.
+    fn add<L>(
+        &mut self,
+        here: bool,
+        prefix: &str,
+        layers: impl FnOnce(&mut TensorList<'_>) -> L,
+    ) -> L {
+        let (config, share) = (self.config, self.part.tensor);
+        let mut list = TensorList::in_buffer(self.flats.len(), config, share, prefix);
+        let layers = layers(&mut list);
+        let tensors = if here { list.into_tensors() } else { Vec::new() };
+        self.flats.push(FlatLayout::new(config, tensors, self.ranks, share));
+        layers
+    }
+}
+
+fn block_prefix(layer: usize) -> String {
+    format!("model.layers.{layer}.")
+}
+
+fn final_norm(list: &mut TensorList<'_>, config: &ModelConfig) -> RmsNorm {
+    RmsNorm::new(list, FINAL_NORM, config.hidden_size, config.rms_norm_eps)
+}
+
+/// The tensors of the embedding.
+pub(crate) fn embedding_tensors(config: &ModelConfig) -> Vec<Tensor> {
+    TensorList::tensors_of("", |list| Embedding::new(list, config))
+}
+
+/// The tensors of block `layer`, in the architecture's order.
+pub(crate) fn block_tensors(config: &ModelConfig, layer: usize) -> Vec<Tensor> {
+    let block = |list: &mut TensorList<'_>| config.architecture.block(list, config, layer);
+    TensorList::tensors_of(&block_prefix(layer), block)
+}
+
+/// The tensors of the final norm and of the output head, which a tied model does not have.
+pub(crate) fn output_tensors(config: &ModelConfig) -> Vec<Tensor> {
+    let mut tensors = TensorList::tensors_of("", |list| final_norm(list, config));
+    if !config.tie_word_embeddings {
+        tensors.extend(TensorList::tensors_of("", |list| Head::new(list, config)));
+    }
+    tensors
+}

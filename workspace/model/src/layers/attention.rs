@@ -1,0 +1,239 @@
+//! Grouped-query attention between two linear layers.
+//!
+//! Mixture-of-Head attention differs from dense attention in two ways: a router reads the queries
+//! (`rotation.rs`), and the (token, head) pairs that were not selected are skipped.
+
+use std::ops::Range;
+
+use moh_kernels::attention::{
+    AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, KeyValues,
+};
+use moh_kernels::key_value_cache::KeyValueAppend;
+use moh_kernels::router::Routing;
+use moh_kernels::{Backend, Element, Memory};
+
+use super::{
+    ActivationGradients, BackwardContext, ColumnParallelLinear, Context, ResidualSum, Rotation,
+    RowParallelLinear, Scratch,
+};
+use crate::pass_sizes::PassSizes;
+use crate::tensors::{Division, TensorList};
+use crate::{Error, ModelConfig};
+
+/// `y = residual + output(attention(rotation(qkv(x))))`.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Attention {
+    /// The layer, whose router selects heads.
+    layer: usize,
+    qkv: ColumnParallelLinear,
+    output: RowParallelLinear,
+    rotation: Rotation,
+}
+
+/// What the backward pass reads and is not cheap to recompute. With tensor parallelism H and G are
+/// the rank's local heads.
+pub(crate) struct SavedAttention<M: Memory, T: Element> {
+    /// Queries, keys and values, `[N, (H + 2G) D]`: rotated in place, or else as projected.
+    pub qkv: M::Buffer<T>,
+    /// Attention's output before the output projection, `[N, H D]`.
+    pub attended: M::Buffer<T>,
+    /// Log-sum-exp of attention's scores, `[N, H]`.
+    pub log_sum_exp: M::Buffer<f32>,
+    /// The routing, in a model with a router.
+    pub routing: Option<Routing<M>>,
+}
+
+impl<M: Memory, T: Element> SavedAttention<M, T> {
+    /// Allocates the buffers of passes of these sizes.
+    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+        let (share, config, tokens) = (sizes.share(), sizes.config, sizes.tokens());
+        Ok(SavedAttention {
+            qkv: memory.allocate(tokens * sizes.qkv().row())?,
+            attended: memory.allocate(tokens * share.query_width(config))?,
+            log_sum_exp: memory.allocate(tokens * share.heads(config).local())?,
+            routing: sizes.routing.map(|shape| Routing::new(memory, shape)).transpose()?,
+        })
+    }
+}
+
+/// Keys and values of one layer's past tokens, `[capacity, G D]` each.
+pub(crate) struct LayerCache<B: Backend, T: Element> {
+    pub keys: B::Buffer<T>,
+    pub values: B::Buffer<T>,
+}
+
+/// The buffers of one layer's attention.
+pub(crate) struct AttentionBuffers<'a, B: Backend, T: Element> {
+    pub saved: &'a mut SavedAttention<B, T>,
+    /// The copy of [`Rotation::NormedRope`], else empty.
+    pub rotated: &'a mut B::Buffer<T>,
+    /// In generation.
+    pub cache: Option<&'a mut LayerCache<B, T>>,
+}
+
+impl Attention {
+    /// Lists the projections.
+    pub fn new(list: &mut TensorList<'_>, config: &ModelConfig, layer: usize) -> Self {
+        let hidden = config.hidden_size;
+        let (queries, keys) = (config.query_width(), config.key_value_width());
+        let qkv = [
+            ("self_attn.q_proj.weight", queries),
+            ("self_attn.k_proj.weight", keys),
+            ("self_attn.v_proj.weight", keys),
+        ];
+        let output = [hidden, queries];
+        Attention {
+            layer,
+            qkv: ColumnParallelLinear::new(list, &qkv, hidden, Division::Heads),
+            output: RowParallelLinear::new(
+                list,
+                "self_attn.o_proj.weight",
+                output,
+                Division::Heads,
+            ),
+            rotation: Rotation::Rope,
+        }
+    }
+
+    /// The same with another rotation of queries and keys.
+    pub fn with_rotation(self, rotation: Rotation) -> Self {
+        Attention { rotation, ..self }
+    }
+
+    /// Adds attention of `x`, `[M, C]`, to the residual stream.
+    pub fn forward<B: Backend, T: Element>(
+        &self,
+        cx: &Context<'_, B, T>,
+        x: &B::Buffer<T>,
+        mut buffers: AttentionBuffers<'_, B, T>,
+        scratch: &mut Scratch<B, T>,
+        sum: ResidualSum<'_, B, T>,
+    ) -> Result<(), Error> {
+        let gathered = &mut scratch.gathered;
+        let (n, shape) = (cx.num_tokens(), &cx.tokens.shape);
+        self.qkv.forward(cx, x, gathered, &mut buffers.saved.qkv)?;
+        self.rotation.forward(cx, self.layer, &mut buffers)?;
+        let AttentionBuffers { saved, rotated, cache } = buffers;
+        let SavedAttention { qkv, attended, log_sum_exp, routing } = saved;
+        let qkv = self.rotation.rotated(qkv, rotated);
+        let (key_length, key_values) = match cache {
+            Some(cache) => cached_key_values(cx, qkv, cache)?,
+            None => (shape.length, key_values(cx, qkv)),
+        };
+        let queries = n * self.output.inputs();
+        cx.backend.attention_forward(AttentionForward {
+            args: self.args(cx, key_length, routing.as_ref()),
+            queries: B::view(qkv, 0..n * shape.row()),
+            key_values,
+            out: B::view_mut(attended, 0..queries),
+            log_sum_exp: B::view_mut(log_sum_exp, 0..n * shape.heads),
+        })?;
+        self.output.forward(cx, B::view(attended, 0..queries), gathered, sum)
+    }
+
+    /// From the gradient of the residual stream computes that of `x` in `d.hidden`, and returns its
+    /// range.
+    pub fn backward<B: Backend, T: Element, G: Element>(
+        &self,
+        cx: &mut BackwardContext<'_, B, T, G>,
+        x: &B::Buffer<T>,
+        buffers: AttentionBuffers<'_, B, T>,
+        scratch: &mut Scratch<B, T>,
+        d: &mut ActivationGradients<B, T>,
+    ) -> Result<Range<usize>, Error> {
+        let AttentionBuffers { saved, rotated, .. } = buffers;
+        let Scratch { hidden: d_qkv, gathered } = scratch;
+        let (n, shape) = (cx.num_tokens(), cx.tokens.shape);
+        let (queries, all) = (0..n * self.output.inputs(), 0..n * shape.row());
+        let d_y = self.output.gather_gradient(cx, &d.residual, gathered)?;
+        self.output.backward_weight(cx, B::view(&saved.attended, queries.clone()), d_y)?;
+        self.output.backward_input(cx, d_y, &mut d.hidden)?;
+        let routing = self.routing(cx, saved.routing.as_ref());
+        cx.backend.attention_backward(AttentionBackward {
+            args: self.args(cx, shape.length, routing),
+            qkv: B::whole(self.rotation.rotated(&saved.qkv, rotated)),
+            out: B::whole(&saved.attended),
+            log_sum_exp: B::whole(&saved.log_sum_exp),
+            d_out: B::view(&d.hidden, queries),
+            d_qkv: B::view_mut(d_qkv, all.clone()),
+            delta: routing.is_some().then(|| B::whole_mut(&mut d.delta)),
+        })?;
+        self.rotation.backward(cx, self.layer, saved, d, d_qkv)?;
+        self.qkv.backward(cx, x, B::view(d_qkv, all), gathered, &mut d.hidden)
+    }
+
+    /// Rotates queries and keys again, where the copy is not saved.
+    pub fn recompute<B: Backend, T: Element>(
+        &self,
+        cx: &Context<'_, B, T>,
+        saved: &SavedAttention<B, T>,
+        rotated: &mut B::Buffer<T>,
+    ) -> Result<(), Error> {
+        self.rotation.recompute(cx, &saved.qkv, rotated)
+    }
+
+    /// The routing of a layer that has a router; others have a buffer for it.
+    fn routing<'v, B: Backend, T: Element>(
+        &self,
+        cx: &Context<'_, B, T>,
+        routing: Option<&'v Routing<B>>,
+    ) -> Option<&'v Routing<B>> {
+        routing.filter(|_| cx.routers[self.layer].is_some())
+    }
+
+    /// Causal attention of the heads that `routing` selected, or of all heads without a router.
+    fn args<'v, B: Backend, T: Element>(
+        &self,
+        cx: &Context<'v, B, T>,
+        key_length: usize,
+        routing: Option<&'v Routing<B>>,
+    ) -> AttentionArgs<'v, B> {
+        AttentionArgs {
+            query_offset: cx.tokens.first_position,
+            document_start: cx.tokens.document_start.map(|starts| B::whole(starts)),
+            selection: self.routing(cx, routing).map(Routing::selection),
+            ..AttentionArgs::causal(AttentionShape::of_qkv(&cx.tokens.shape, key_length))
+        }
+    }
+}
+
+/// The keys and values of the pass's own tokens.
+fn key_values<'v, B: Backend, T: Element>(
+    cx: &Context<'_, B, T>,
+    qkv: &'v B::Buffer<T>,
+) -> KeyValues<'v, B, T> {
+    let shape = &cx.tokens.shape;
+    let end = shape.tokens() * shape.row();
+    let keys = shape.heads * shape.head_dim;
+    let values = keys + shape.kv_heads * shape.head_dim;
+    KeyValues::Contiguous {
+        keys: B::view(qkv, keys..end),
+        values: B::view(qkv, values..end),
+        row_stride: shape.row(),
+    }
+}
+
+/// Appends the tokens' keys and values to the cache; returns the number of tokens in it, and their
+/// keys and values.
+fn cached_key_values<'v, B: Backend, T: Element>(
+    cx: &Context<'_, B, T>,
+    qkv: &B::Buffer<T>,
+    cache: &'v mut LayerCache<B, T>,
+) -> Result<(usize, KeyValues<'v, B, T>), Error> {
+    let shape = &cx.tokens.shape;
+    let (length, width) =
+        (cx.tokens.first_position + shape.length, shape.kv_heads * shape.head_dim);
+    cx.backend.key_value_append(KeyValueAppend {
+        shape,
+        first_position: cx.tokens.first_position,
+        qkv: B::view(qkv, 0..shape.tokens() * shape.row()),
+        keys: B::view_mut(&mut cache.keys, 0..length * width),
+        values: B::view_mut(&mut cache.values, 0..length * width),
+    })?;
+    let cached = KeyValues::Contiguous {
+        keys: B::view(&cache.keys, 0..length * width),
+        values: B::view(&cache.values, 0..length * width),
+        row_stride: width,
+    };
+    Ok((length, cached))
+}

@@ -1,0 +1,186 @@
+//! What the layers of a pass share: the device, the parameters, the tokens, the ranks with the
+//! other parts of each tensor, and buffers of which one at a time is in use.
+//!
+//! With tensor parallelism each rank has the residual stream of some of the tokens (sequence
+//! parallelism). Rows are all-gathered before a matmul, and its result is reduce-scattered.
+
+use std::ops::{Deref, Range};
+
+use moh_comm::Reduce;
+use moh_kernels::rope::QkvShape;
+use moh_kernels::{Backend, Element, Memory, Purpose, View, ViewMut};
+
+use super::RopeTables;
+use crate::Error;
+use crate::model_parallel::{ModelParallel, TensorShare, TokenShare};
+use crate::parameters::FlatBuffers;
+use crate::pass_sizes::PassSizes;
+use crate::router::Routers;
+
+/// The tokens that a pass computes; they may be fewer than the buffers' capacity.
+pub(crate) struct Tokens<'a, B: Backend> {
+    /// Sequences, their tokens, and the local heads.
+    pub shape: QkvShape,
+    /// Position of each sequence's first token.
+    pub first_position: usize,
+    /// Start of each token's document; `[N]`.
+    pub document_start: Option<&'a B::Buffer<u32>>,
+}
+
+impl<B: Backend> Clone for Tokens<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for Tokens<'_, B> {}
+
+/// What every layer of a pass reads.
+pub(crate) struct Context<'a, B: Backend, T: Element> {
+    pub backend: &'a B,
+    /// The parameters of all layers.
+    pub weights: &'a FlatBuffers<B, T>,
+    pub parallel: &'a ModelParallel,
+    pub rope: &'a RopeTables<B>,
+    /// The router of each layer.
+    pub routers: &'a Routers<B, T>,
+    pub tokens: Tokens<'a, B>,
+}
+
+/// What every layer of a backward pass uses: the context of the forward pass, and the gradients of
+/// the parameters, which layers add to.
+pub(crate) struct BackwardContext<'a, B: Backend, T: Element, G: Element> {
+    pub forward: Context<'a, B, T>,
+    pub gradients: &'a mut FlatBuffers<B, G>,
+    /// Gradient of the total loss with respect to one layer's balance loss.
+    pub balance_weight: f32,
+    /// Whether the loss reaches the gates through the selection.
+    pub straight_through: bool,
+}
+
+impl<'a, B: Backend, T: Element, G: Element> Deref for BackwardContext<'a, B, T, G> {
+    type Target = Context<'a, B, T>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.forward
+    }
+}
+
+/// Buffers that the layers of all passes use in turn.
+pub(crate) struct Scratch<M: Memory, T: Element> {
+    /// The input of the down projection and its gradient, `[N, I]`; the gradient of queries, keys
+    /// and values, `[N, (H + 2G) D]`.
+    pub hidden: M::Buffer<T>,
+    /// With tensor parallelism: rows of the residual stream's width for all tokens, after an
+    /// all-gather or before a reduce-scatter.
+    pub gathered: Option<M::Buffer<T>>,
+}
+
+impl<M: Memory, T: Element> Scratch<M, T> {
+    /// Allocates the buffers of passes of these sizes.
+    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+        let share = sizes.share();
+        let hidden = sizes.tokens() * share.mlp_width(sizes.config).max(sizes.qkv().row());
+        let rows = sizes.token_share().padded() * sizes.config.hidden_size;
+        let gathered = || memory.for_purpose(Purpose::Gathered, || memory.allocate(rows));
+        Ok(Scratch {
+            hidden: memory.for_purpose(Purpose::Activations, || memory.allocate(hidden))?,
+            gathered: (share.ranks > 1).then(gathered).transpose()?,
+        })
+    }
+}
+
+/// Gradients of activations, which the layers of a backward pass hand on.
+pub(crate) struct ActivationGradients<M: Memory, T: Element> {
+    /// Of the residual stream, `[M, C]`.
+    pub residual: M::Buffer<T>,
+    /// Of a norm's output, `[N, C]`, or of attention's, `[N, H D]`.
+    pub hidden: M::Buffer<T>,
+    /// `<dO, O>` of the local heads, `[N, H]`.
+    pub delta: M::Buffer<f32>,
+    /// With tensor parallelism: `<dO, O>` of the routed heads of all ranks, `[N, R]`.
+    pub deltas: M::Buffer<f64>,
+}
+
+impl<M: Memory, T: Element> ActivationGradients<M, T> {
+    /// Allocates the buffers of passes of these sizes.
+    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+        let (share, config, tokens) = (sizes.share(), sizes.config, sizes.tokens());
+        let heads = share.heads(config);
+        let normed = sizes.token_share().padded() * config.hidden_size;
+        let routing = sizes.routing.filter(|_| share.ranks > 1);
+        let deltas = routing.map_or(0, |shape| tokens * (heads.count - shape.shared_heads));
+        Ok(ActivationGradients {
+            residual: memory.allocate(sizes.stream())?,
+            hidden: memory.allocate(normed.max(tokens * share.query_width(config)))?,
+            delta: memory.allocate(tokens * heads.local())?,
+            deltas: memory.allocate(deltas)?,
+        })
+    }
+}
+
+impl<B: Backend, T: Element> Context<'_, B, T> {
+    /// Number of tokens, N.
+    pub fn num_tokens(&self) -> usize {
+        self.tokens.shape.tokens()
+    }
+
+    /// This rank's share of each tensor.
+    pub fn share(&self) -> TensorShare {
+        self.parallel.part().tensor
+    }
+
+    /// Whether several ranks have shards of each tensor.
+    pub fn is_tensor_parallel(&self) -> bool {
+        self.share().ranks > 1
+    }
+
+    /// The tokens whose residual stream this rank has.
+    pub fn own_tokens(&self) -> TokenShare {
+        self.share().tokens(self.num_tokens())
+    }
+
+    /// All-gathers rows of `width` elements of all tokens from the ranks' own rows, into
+    /// `gathered`; without tensor parallelism returns the own rows.
+    pub fn all_gather<'v>(
+        &self,
+        width: usize,
+        own: &'v B::Buffer<T>,
+        gathered: &'v mut Option<B::Buffer<T>>,
+    ) -> Result<View<'v, B, T>, Error> {
+        let share = self.own_tokens();
+        let len = share.local() * width;
+        let Some(gathered) = gathered else { return Ok(B::view(own, 0..len)) };
+        let start = share.start() * width;
+        self.backend.copy(B::view(own, 0..len), B::view_mut(gathered, start..start + len))?;
+        let whole = B::view_mut(gathered, 0..share.padded() * width);
+        self.parallel.tensor().all_gather::<B, T>(whole)?;
+        Ok(B::view(gathered, 0..self.num_tokens() * width))
+    }
+
+    /// Reduce-scatters the rows of `width` elements in `partial`; returns the range of this rank's
+    /// rows in it.
+    pub fn reduce_scatter(
+        &self,
+        width: usize,
+        partial: &mut B::Buffer<T>,
+    ) -> Result<Range<usize>, Error> {
+        let share = self.own_tokens();
+        let start = share.start() * width;
+        if self.is_tensor_parallel() {
+            let whole = B::view_mut(partial, 0..share.padded() * width);
+            self.parallel.tensor().reduce_scatter::<B, T>(whole, Reduce::Sum)?;
+        }
+        Ok(start..start + share.local() * width)
+    }
+
+    /// The all-reduce over the tensor-parallel ranks, for operators that need it before their end.
+    pub fn sum_over_ranks(
+        &self,
+    ) -> impl for<'v> Fn(ViewMut<'v, B, f64>) -> moh_kernels::Result<()> + Sync {
+        |table| {
+            let summed = self.parallel.tensor().all_reduce::<B, f64>(table, Reduce::Sum);
+            summed.map_err(|error| moh_kernels::Error::Ranks(error.to_string()))
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! The output head and the loss; the vocabulary's rows are divided among tensor-parallel ranks.
+
+use std::ops::Range;
+
+use moh_kernels::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadRanks, HeadShape};
+use moh_kernels::linear::LinearForward;
+use moh_kernels::ranks::VocabularyRows;
+use moh_kernels::{Backend, Element, Memory, Purpose, View, Workspace};
+
+use super::{ActivationGradients, BackwardContext, Context, Embedding, Normed, Scratch};
+use crate::model_parallel::TensorShare;
+use crate::parameters::{FlatBuffers, ParameterRange};
+use crate::pass_sizes::PassSizes;
+use crate::tensors::{Division, OUTPUT_HEAD, TensorList};
+use crate::{Error, ModelConfig, StepSums};
+
+/// The logits of the normed residual stream, and their cross-entropy.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Head {
+    /// `[V, C]`, the embedding's in a tied model.
+    pub weight: ParameterRange,
+    width: usize,
+    vocabulary: usize,
+}
+
+/// The buffers of the head, whose backward pass immediately follows its forward pass; they are
+/// empty on stages without it.
+pub(crate) struct HeadBuffers<M: Memory, T: Element> {
+    /// The head's input.
+    pub normed: Normed<M, T>,
+    scratch: M::Buffer<f32>,
+    /// The sums that tensor-parallel ranks all-reduce.
+    sums: M::Buffer<f64>,
+}
+
+impl<M: Workspace, T: Element> HeadBuffers<M, T> {
+    /// Allocates the buffers of passes of these sizes.
+    pub fn new(memory: &M, sizes: &PassSizes<'_>) -> Result<Self, Error> {
+        let shape = sizes.head();
+        let sums = match sizes.share().ranks {
+            1 => 0,
+            ranks => memory.cross_entropy_sums(&shape, ranks),
+        };
+        let here = |len: usize| if sizes.part.last { len } else { 0 };
+        let (stream, local) = (here(sizes.stream()), here(sizes.token_share().part));
+        let (scratch, sums) = (here(memory.cross_entropy_scratch(&shape)), here(sums));
+        let normed = || {
+            Ok::<_, Error>(Normed { y: memory.allocate(stream)?, inv_rms: memory.allocate(local)? })
+        };
+        let logits = || Ok::<_, Error>((memory.allocate(scratch)?, memory.allocate(sums)?));
+        let normed = memory.for_purpose(Purpose::Activations, normed)?;
+        let (scratch, sums) = memory.for_purpose(Purpose::Logits, logits)?;
+        Ok(HeadBuffers { normed, scratch, sums })
+    }
+}
+
+/// The targets of a pass, `[N]`, and the buffers that the head uses.
+pub(crate) struct HeadPass<'a, B: Backend, T: Element> {
+    pub targets: &'a B::Buffer<u32>,
+    pub buffers: &'a mut HeadBuffers<B, T>,
+    pub scratch: &'a mut Scratch<B, T>,
+    pub sums: &'a mut StepSums<B>,
+}
+
+impl Head {
+    /// Lists the weight.
+    pub fn new(list: &mut TensorList<'_>, config: &ModelConfig) -> Self {
+        let (vocabulary, width) = (config.vocab_size, config.hidden_size);
+        let weight = list.matrix(OUTPUT_HEAD, [vocabulary, width], Division::Vocabulary);
+        Head { weight, width, vocabulary }
+    }
+
+    /// The head of a tied model, whose weight is the embedding's.
+    pub fn tied(config: &ModelConfig, embedding: &Embedding) -> Self {
+        let (vocabulary, width) = (config.vocab_size, config.hidden_size);
+        Head { weight: embedding.table.clone(), width, vocabulary }
+    }
+
+    /// Adds the cross-entropy to the sums.
+    pub fn loss<B: Backend, T: Element>(
+        &self,
+        cx: &Context<'_, B, T>,
+        pass: HeadPass<'_, B, T>,
+    ) -> Result<(), Error> {
+        self.cross_entropy::<B, T, f32>(cx, pass, None)
+    }
+
+    /// Adds the cross-entropy to the sums and `scale` times its gradient to that of the weight,
+    /// writes the gradient of the head's input to `d.hidden`, and returns the range of the rank's
+    /// own tokens in it.
+    pub fn loss_and_backward<B: Backend, T: Element, G: Element>(
+        &self,
+        cx: &mut BackwardContext<'_, B, T, G>,
+        pass: HeadPass<'_, B, T>,
+        scale: f32,
+        d: &mut ActivationGradients<B, T>,
+    ) -> Result<Range<usize>, Error> {
+        let gradients = HeadGradients::<B, T, G> {
+            scale,
+            d_x: B::view_mut(&mut d.hidden, 0..cx.num_tokens() * self.width),
+            accumulation: cx.gradients.accumulation(self.weight.buffer),
+            d_weight: cx.gradients.of_mut(&self.weight),
+        };
+        self.cross_entropy(&cx.forward, pass, Some(gradients))?;
+        cx.gradients.mark_written(self.weight.buffer);
+        cx.reduce_scatter(self.width, &mut d.hidden)
+    }
+
+    fn cross_entropy<B: Backend, T: Element, G: Element>(
+        &self,
+        cx: &Context<'_, B, T>,
+        pass: HeadPass<'_, B, T>,
+        mut gradients: Option<HeadGradients<'_, B, T, G>>,
+    ) -> Result<(), Error> {
+        let HeadPass { targets, buffers, scratch, sums } = pass;
+        let TensorShare { rank, ranks } = cx.share();
+        let rows = VocabularyRows::of_rank(self.vocabulary, rank, ranks);
+        let all_reduce = &cx.sum_over_ranks();
+        cx.backend.cross_entropy(CrossEntropyArgs {
+            shape: HeadShape::of_rows(cx.num_tokens(), self.width, rows, ranks),
+            x: cx.all_gather(self.width, &buffers.normed.y, &mut scratch.gathered)?,
+            weight: cx.weights.of(&self.weight),
+            targets: B::whole(targets),
+            scratch: B::whole_mut(&mut buffers.scratch),
+            loss: sums.cross_entropy(),
+            gradients: gradients.as_mut().map(HeadGradients::reborrow),
+            ranks: cx.is_tensor_parallel().then(|| HeadRanks {
+                rows,
+                rank,
+                ranks,
+                sums: B::whole_mut(&mut buffers.sums),
+                all_reduce,
+            }),
+        })?;
+        Ok(())
+    }
+
+    /// Logits of normed rows `[tokens, C]`, on the host; of the whole vocabulary, which one rank
+    /// must have.
+    pub fn logits<B: Backend, T: Element>(
+        &self,
+        backend: &B,
+        weights: &FlatBuffers<B, T>,
+        normed: View<'_, B, T>,
+        tokens: usize,
+    ) -> Result<Vec<f32>, Error> {
+        let mut logits = backend.allocate::<T>(tokens * self.vocabulary)?;
+        backend.linear_forward(LinearForward {
+            inputs: self.width,
+            x: B::reborrow(normed),
+            weight: weights.of(&self.weight),
+            residual: None,
+            y: B::whole_mut(&mut logits),
+        })?;
+        let mut host = vec![T::from_f32(0.0); tokens * self.vocabulary];
+        backend.download(B::whole(&logits), &mut host)?;
+        Ok(host.iter().map(|value| value.to_f32()).collect())
+    }
+}

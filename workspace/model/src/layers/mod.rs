@@ -1,0 +1,31 @@
+//! The layers of a model. Each file has one layer: its tensors, the buffers that its forward pass
+//! saves, and a handwritten backward pass directly below the forward pass.
+//!
+//! A layer is plain data: where its parameters are, and sizes. The device, the parameters
+//! themselves and the tokens of a pass are its [`Context`]. Layers that tensor-parallel ranks
+//! divide gather their inputs and reduce their outputs themselves; all others see the rank's own
+//! rows of the residual stream.
+
+mod attention;
+mod block;
+mod context;
+mod embedding;
+mod head;
+mod linear;
+mod mlp;
+mod qk_norm;
+mod rms_norm;
+mod rope;
+mod rotation;
+
+pub(crate) use attention::{Attention, LayerCache};
+pub(crate) use block::{Block, BlockBuffers, RecomputableBlock, SavedBlock};
+pub(crate) use context::{ActivationGradients, BackwardContext, Context, Scratch, Tokens};
+pub(crate) use embedding::Embedding;
+pub(crate) use head::{Head, HeadBuffers, HeadPass};
+pub(crate) use linear::{ColumnParallelLinear, ResidualSum, RowParallelLinear};
+pub(crate) use mlp::Mlp;
+pub(crate) use qk_norm::QkNorm;
+pub(crate) use rms_norm::{Normed, RmsNorm};
+pub(crate) use rope::RopeTables;
+pub(crate) use rotation::Rotation;
