@@ -282,7 +282,8 @@ impl ModelParallel {
     /// rank has failed.
     pub fn new(
         config: &ModelConfig,
-        (pipeline, virtual_stages): (Group, usize),
+        pipeline: Group,
+        virtual_stages: usize,
         tensor: Group,
     ) -> Result<Self, Error> {
         let share = TensorShare { rank: tensor.rank(), ranks: tensor.size() };

@@ -165,9 +165,10 @@ impl<B: Memory, S: Scalar> FlatBuffers<B, S> {
     /// Fails if `source` or the device fails.
     pub fn fill_shard<E: From<Error>>(
         &mut self,
-        number: impl Fn(f32) -> S,
-        (backend, layout): (&B, &ModelLayout),
+        backend: &B,
+        layout: &ModelLayout,
         shard: Shard,
+        number: impl Fn(f32) -> S,
         mut source: impl FnMut((usize, &Segment), Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         let (mut values, mut elements) = (Vec::new(), Vec::new());
@@ -243,7 +244,7 @@ impl<B: Memory, T: Element> FlatBuffers<B, T> {
         mut source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         let mut whole = Vec::new();
-        self.fill_shard(T::from_f32, (backend, layout), self.shard, |(_, segment), part, values| {
+        let fill = |(_, segment): (usize, &Segment), part: Range<usize>, values: &mut [f32]| {
             whole.clear();
             whole.resize(segment.whole_len(), 0f32);
             source(segment, &mut whole)?;
@@ -252,7 +253,8 @@ impl<B: Memory, T: Element> FlatBuffers<B, T> {
                 values[local - start..][..len].copy_from_slice(&whole[at..at + len]);
             }
             Ok(())
-        })
+        };
+        self.fill_shard(backend, layout, self.shard, T::from_f32, fill)
     }
 
     /// Copies the local slice of a tensor to the host as f32.

@@ -256,7 +256,7 @@ mod tests {
             let layout = Layout::new(all.size(), count(tensor), count(stages)).unwrap();
             let groups = layout.groups(&all).unwrap();
             let parallel =
-                ModelParallel::new(&config(), (groups.pipeline, 1), groups.tensor).unwrap();
+                ModelParallel::new(&config(), groups.pipeline, 1, groups.tensor).unwrap();
             let model = Model::of_part::<Error>(Cpu, config(), 8, parallel, data, |_, _| Ok(()));
             let model = model.unwrap();
             let gradients = FlatBuffers::zeros(&Cpu, model.layout()).unwrap();

@@ -156,12 +156,13 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
         B: Clone,
     {
         let (backend, layout) = (model.backend().clone(), model.layout().clone());
-        let (place, shard) = ((&backend, &layout), self.shard);
+        let shard = self.shard;
         let remainder = &mut self.remainder;
         model.weights_mut().fill_shard(
-            T::from_f32,
-            place,
+            &backend,
+            &layout,
             shard,
+            T::from_f32,
             |(flat, segment), part, exact| -> Result<(), E> {
                 read(TensorKind::Weight, segment, part.clone(), exact)?;
                 let Some(remainder) = &mut *remainder else { return Ok(()) };
@@ -175,9 +176,10 @@ impl<B: Backend, M: Element> OptimizerState<B, M> {
             (TensorKind::FirstMoment, &mut self.first_moment),
             (TensorKind::SecondMoment, &mut self.second_moment),
         ] {
-            moment.fill_shard(M::from_f32, place, shard, |(_, segment), part, values| {
+            let read = |(_, segment): (usize, &Segment), part, values: &mut [f32]| {
                 read(kind, segment, part, values)
-            })?;
+            };
+            moment.fill_shard(&backend, &layout, shard, M::from_f32, read)?;
         }
         Ok(())
     }

@@ -85,8 +85,9 @@ fn allocated<T: Element, G: Element, M: Element>(
     let [tensor, pipeline] =
         [layout.tensor, layout.pipeline].map(|n| NonZeroUsize::new(n).unwrap());
     let groups = moh_comm::Layout::new(all.size(), tensor, pipeline).unwrap().groups(&all).unwrap();
-    let stages = (groups.pipeline, layout.virtual_stages);
-    let parallel = ModelParallel::new(&config, stages, groups.tensor).unwrap();
+    let virtual_stages = layout.virtual_stages;
+    let parallel =
+        ModelParallel::new(&config, groups.pipeline, virtual_stages, groups.tensor).unwrap();
     let mut model = Model::<Cpu, T>::of_part::<moh_model::Error>(
         Cpu,
         config,

@@ -9,7 +9,7 @@ use moh_model::model_parallel::Part;
 
 use super::communication::{self, Volume};
 use super::hardware::Hardware;
-use super::work::{Elements, Work};
+use super::work::Work;
 use crate::recipe::Recompute;
 
 /// Seconds of one step, by activity; they sum to the step.
@@ -118,7 +118,7 @@ fn compute(work: &Work, hardware: &Hardware, rank: usize) -> f64 {
 /// One rank's work per token, for one block and for the head.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct PerToken {
-    /// Forward FLOPs of a block's matmuls.
+    /// Forward FLOPs of a block's matmuls, averaged over the rank's blocks.
     linear: f64,
     /// Forward FLOPs of its attention core, averaged over the rank's blocks.
     attention: f64,
@@ -134,24 +134,23 @@ impl PerToken {
     fn new(work: &Work, rank: usize) -> PerToken {
         let model = &work.model;
         let tensor = work.layout.tensor.max(1) as f64;
-        let Elements { matrices, vocabulary, .. } = work.elements;
         let keys = (work.recipe.data.sequence_length as f64 + 1.0) / 2.0;
-        let active = mean_active(work, rank) / tensor;
+        let active = |layer| work.model.layer_heads(layer).active() as f64;
+        let active = mean(work, rank, active) / tensor;
         PerToken {
-            linear: 2.0 * matrices as f64,
+            linear: 2.0 * mean(work, rank, |layer| work.elements.blocks[layer].matrices as f64),
             attention: 4.0 * keys * model.head_dim as f64 * active,
-            head: 2.0 * vocabulary as f64,
+            head: 2.0 * work.elements.vocabulary as f64,
             block_bytes: moved(work),
             head_bytes: 3.0 * 4.0 * work.vocabulary() as f64,
         }
     }
 }
 
-/// Active query heads per token, averaged over a rank's blocks.
-fn mean_active(work: &Work, rank: usize) -> f64 {
+/// The mean of a value of each layer over a rank's blocks.
+fn mean(work: &Work, rank: usize, of_layer: impl Fn(usize) -> f64) -> f64 {
     let layers = || work.parts(rank).flat_map(Part::layers);
-    let active: usize = layers().map(|layer| work.model.layer_heads(layer).active()).sum();
-    active as f64 / layers().count().max(1) as f64
+    layers().map(of_layer).sum::<f64>() / layers().count().max(1) as f64
 }
 
 /// Bytes that norms, RoPE and SwiGLU of a block read and write per token, forward and backward.
@@ -253,7 +252,8 @@ mod tests {
         let (recipe, model) = llama3_8b(&[&shared, &top_k]);
         let layout = Layout { pipeline: 2, ..Layout::ALONE };
         let work = Work::new(&recipe, &recipe.stages[1], &model, layout).unwrap();
-        assert_eq!([0, 1].map(|rank| mean_active(&work, rank)), [32.0, 16.0]);
+        let active = |layer| work.model.layer_heads(layer).active() as f64;
+        assert_eq!([0, 1].map(|rank| mean(&work, rank, active)), [32.0, 16.0]);
         let again = time(&["memory.recompute=block"], 0, Layout::ALONE, &round());
         let more = 2.0 * 32.0 * 218_103_808.0 / 1e14
             + attention / 5e13

@@ -56,34 +56,42 @@ pub(super) struct Work<'a> {
     parts: Vec<Part>,
 }
 
-/// Elements of the tensors on one rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Elements of the tensors of a model, or of one tensor rank's share of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Elements {
-    /// The matrices of one block.
-    pub matrices: u128,
-    /// Both norms of one block.
-    pub norms: u128,
+    /// Of each block.
+    pub blocks: Vec<BlockElements>,
     /// The embedding, and also the output head.
     pub vocabulary: u128,
+}
+
+/// Elements of the tensors of a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct BlockElements {
+    /// Its matrices.
+    pub matrices: u128,
+    /// Its norms.
+    pub norms: u128,
 }
 
 impl Elements {
     /// Elements of the tensors of a model that `ranks` tensor ranks share, on the first rank, which has
     /// most of each.
     fn new(model: &ModelConfig, ranks: usize) -> Self {
-        let model = ModelConfig { num_hidden_layers: 1, ..model.clone() };
         let tensor = TensorShare { rank: 0, ranks: ranks.max(1) };
-        let layout = ModelLayout::of_part(&model, 1, &Part { tensor, ..Part::whole(&model) });
-        let [embedding, block] = [ModelLayout::EMBEDDING, layout.block_index(0)];
+        let layout = ModelLayout::of_part(model, 1, &Part { tensor, ..Part::whole(model) });
         let elements = |flat: usize, decays: bool| -> u128 {
             let segments = layout.flats[flat].segments.iter();
             let elements = segments.filter(|segment| segment.decays == decays);
             elements.map(|segment| segment.range.len() as u128).sum()
         };
+        let block = |layer| {
+            let flat = layout.block_index(layer);
+            BlockElements { matrices: elements(flat, true), norms: elements(flat, false) }
+        };
         Elements {
-            matrices: elements(block, true),
-            norms: elements(block, false),
-            vocabulary: elements(embedding, true),
+            blocks: (0..model.num_hidden_layers).map(block).collect(),
+            vocabulary: elements(ModelLayout::EMBEDDING, true),
         }
     }
 }
@@ -172,13 +180,14 @@ impl<'a> Work<'a> {
     }
 
     fn part_numbers(&self, part: &Part) -> u128 {
-        let Elements { matrices, norms, vocabulary } = self.elements;
+        let Elements { blocks, vocabulary } = &self.elements;
         let padded = |count: u128| count.next_multiple_of(self.layout.data.max(1) as u128);
         let tied = self.model.tie_word_embeddings;
         let embedding = part.first || part.last && tied;
         let head = part.last && !tied;
-        part.num_blocks() as u128 * padded(matrices + norms)
-            + (u128::from(embedding) + u128::from(head)) * padded(vocabulary)
+        let block = |layer: usize| padded(blocks[layer].matrices + blocks[layer].norms);
+        part.layers().map(block).sum::<u128>()
+            + (u128::from(embedding) + u128::from(head)) * padded(*vocabulary)
             + u128::from(part.last) * padded(self.model.hidden_size as u128)
     }
 
@@ -235,8 +244,9 @@ mod tests {
         let work = Work::new(&recipe, &recipe.stages[0], &model, layout).unwrap();
         // A block of LLaMA-3-8B has 4096 x (4096 + 2 x 1024 + 4096 + 3 x 14336) = 218,103,808 elements in
         // matrices and 8192 in norms; 160,896 rows of 4096 are 659,030,016.
-        let Elements { matrices, norms, vocabulary } = work.elements;
-        assert_eq!((matrices, norms, vocabulary), (54_525_952, 8192, 164_757_504));
+        let block = BlockElements { matrices: 54_525_952, norms: 8192 };
+        let expected = Elements { blocks: vec![block; 32], vocabulary: 164_757_504 };
+        assert_eq!(work.elements, expected);
         let all = 32 * (54_525_952 + 8192) + 2 * 164_757_504 + 4096;
         assert_eq!(work.rank_elements(0), all);
     }

@@ -72,7 +72,7 @@ impl<T: Element> Rank<T> {
         let layout = Layout::new(all.size(), count(ranks.tensor), count(ranks.pipeline)).unwrap();
         let groups = layout.groups(&all).unwrap();
         let config = config(ranks.tied);
-        let part = ModelParallel::new(&config, (groups.pipeline, 1), groups.tensor).unwrap();
+        let part = ModelParallel::new(&config, groups.pipeline, 1, groups.tensor).unwrap();
         let fill = |segment: &moh_model::layout::Segment, values: &mut [f32]| {
             moh_model::initial::initialize(7, 0.1, &segment.name, segment.shape(), values);
             Ok::<_, moh_model::Error>(())

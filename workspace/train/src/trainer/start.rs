@@ -226,8 +226,8 @@ fn divide<B: Backend>(
     let count = |count: usize| NonZeroUsize::new(count).unwrap_or(NonZeroUsize::MIN);
     let layout = Layout::new(all.size(), count(parallel.tensor), count(parallel.pipeline))?;
     let groups = layout.groups(&all)?;
-    let pipeline = (groups.pipeline, parallel.virtual_stages);
-    let parallel = ModelParallel::new(config, pipeline, groups.tensor)?;
+    let virtual_stages = parallel.virtual_stages;
+    let parallel = ModelParallel::new(config, groups.pipeline, virtual_stages, groups.tensor)?;
     Ok((StepGroups { all, data: groups.data }, parallel))
 }
 
