@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "hf"))
 
-from programs import convert, our_logits, save_random  # First: it sets the environment of transformers.
+from programs import LLAMA3_ROPE, convert, our_logits, save_random  # First: it sets the environment of transformers.
 
 import torch
 import transformers
@@ -17,6 +17,13 @@ CONTEXT = 512
 # Eight heads: a uniform conversion and one with counts by layer, whose first layer is dense.
 UNIFORM = ["--shared-heads", 3, "--routed-top-k", 3]
 BY_LAYER = ["--shared-heads", "8,4,2,2", "--routed-top-k", "0,2,2,4"]
+# Of log-probabilities: both sides add in f32 in another order.
+TOLERANCE = 5e-4
+# A dense model differs from its conversion by more than this.
+APART = 0.1
+# Of prompts, and of what is generated after each.
+LENGTHS = [3, 5, 8, 13, 21, 34, 55, 120, 200]
+NEW_TOKENS = 24
 
 
 def sizes():
@@ -36,8 +43,8 @@ def sizes():
     }
 
 
-def random_llama(out):
-    config = transformers.LlamaConfig(**sizes(), tie_word_embeddings=False)
+def random_llama(out, **options):
+    config = transformers.LlamaConfig(**sizes(), tie_word_embeddings=False, **options)
     return save_random(transformers.LlamaForCausalLM, config, out)
 
 

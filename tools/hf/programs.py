@@ -33,6 +33,14 @@ VOCABULARY = 160
 # Keys of a recipe of one step, whose first moment is the gradient times 1 - beta1.
 BETA1 = 0.5
 BALANCE = 0.01
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 def code(name):
@@ -133,16 +141,8 @@ def train_one_step(directory, windows, scratch):
 
 def random_llama(out):
     """An untied Llama with Llama 3's RoPE, whose width of a head does not follow from the others."""
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
     config = transformers.LlamaConfig(
-        **sizes(), num_hidden_layers=3, head_dim=16, rope_parameters=rope, tie_word_embeddings=False
+        **sizes(), num_hidden_layers=3, head_dim=16, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False
     )
     return save_random(transformers.LlamaForCausalLM, config, out)
 

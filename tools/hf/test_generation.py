@@ -25,6 +25,23 @@ def generate(model, ids, **options):
     return model.generate(ids, **fixed, **options)[:, ids.shape[1] :]
 
 
+def generate_continuously(model, prompts):
+    """The tokens that `model` adds to each prompt in batches of its tokens, other prompts' and generated ones."""
+    options = {"max_new_tokens": LENGTH, "do_sample": False, "pad_token_id": 0}
+    # No token ends a text.
+    greedy = transformers.GenerationConfig(**options, eos_token_id=-1)
+    # Fewer tokens in a batch than the prompts have; without limits the cache takes most of the memory.
+    limits = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=20)
+    answers = model.generate_batch(
+        [prompt.tolist() for prompt in prompts],
+        generation_config=greedy,
+        continuous_batching_config=limits,
+        progress_bar=False,
+    )
+    in_order = sorted(answers.values(), key=lambda answer: int(answer.request_id.rpartition("_")[2]))
+    return [answer.generated_tokens for answer in in_order]
+
+
 class Cached(Models):
     def setUp(self):
         super().setUp()
@@ -41,6 +58,14 @@ class Cached(Models):
         for model, ids, expected in self.each():
             self.assertTrue(torch.equal(generate(model, ids), expected))
             self.assertTrue(torch.equal(generate(model, ids, cache_implementation="static"), expected))
+
+    def test_continuous_batches_are_their_prompts_alone(self):
+        for model, ids, _ in self.each():
+            prompts = [row[:length] for row, length in zip(ids, [16, 3, 11, 7])]
+            expected = [generate(model, prompt[None], use_cache=False)[0].tolist() for prompt in prompts]
+            for attention in ["sdpa", "eager"]:
+                other = load(self.model(self._subtest.params["model"]), attention)
+                self.assertEqual(generate_continuously(other, prompts), expected)
 
     def test_a_step_is_one_graph(self):
         model = self.loaded["qwen3"]
