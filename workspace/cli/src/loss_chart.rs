@@ -7,7 +7,7 @@ use crate::chart::scale::short;
 use crate::chart::thin::means;
 use crate::chart::{Line, LineChart, Look, Mark, MarkKind, Size};
 use crate::counted;
-use crate::run_log::{RunLog, StageSteps, Step};
+use crate::run_log::{RunLog, StageSteps, StepValue};
 
 /// Points of a smoothed curve.
 const SMOOTH_POINTS: usize = 150;
@@ -17,7 +17,7 @@ const FILE_SIZE: Size = Size { width: 960.0, height: 480.0, labels: true };
 
 /// The losses of `log`.
 pub fn loss_chart(log: &RunLog) -> LineChart {
-    let mut lines = over_steps(log, "training", Look::nth(0), |step| step.loss);
+    let mut lines = over_steps(log, "training", Look::nth(0), &|step| step.loss);
     for (index, (name, losses)) in log.validation().into_iter().enumerate() {
         let label = match index == 0 && name == "validation" {
             true => name,
@@ -48,7 +48,7 @@ pub fn to_svg(log: &RunLog) -> String {
 }
 
 /// A quantity of each step: of a long run, its means over a faint curve of all steps.
-pub fn over_steps(log: &RunLog, label: &str, look: Look, value: fn(&Step) -> f64) -> Vec<Line> {
+pub fn over_steps(log: &RunLog, label: &str, look: Look, value: &StepValue) -> Vec<Line> {
     let points = log.steps.curve(value);
     let label = label.to_owned();
     match smoothed(log, value) {
@@ -62,7 +62,7 @@ pub fn over_steps(log: &RunLog, label: &str, look: Look, value: fn(&Step) -> f64
 }
 
 /// Means of a quantity, none across the start of a stage; `None` for a run with few steps, which needs none.
-pub fn smoothed(log: &RunLog, value: fn(&Step) -> f64) -> Option<Vec<(f64, f64)>> {
+pub fn smoothed(log: &RunLog, value: &StepValue) -> Option<Vec<(f64, f64)>> {
     let count = log.steps.all.len().div_ceil(SMOOTH_POINTS);
     if count < 2 {
         return None;
@@ -177,7 +177,7 @@ mod tests {
         }
         std::fs::write(dir.path().join("metrics.jsonl"), text).unwrap();
         let log = RunLog::read(dir.path()).unwrap();
-        let means = smoothed(&log, |step| step.loss).unwrap();
+        let means = smoothed(&log, &|step| step.loss).unwrap();
         assert!(means.iter().all(|point| point.1 == 1.0 || point.1 == 3.0), "{means:?}");
         assert!(means.len() < 125, "{}", means.len());
         let chart = loss_chart(&log);

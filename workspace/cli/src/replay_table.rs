@@ -4,6 +4,8 @@ use std::fmt::{self, Write as _};
 
 use moh_train::{Replay, SampleSource};
 
+use crate::run_view::auxiliary_losses;
+
 /// The step, its blocks, the gradients of its tensors and the sources of its samples.
 ///
 /// # Errors
@@ -25,14 +27,13 @@ fn summary(out: &mut String, replay: &Replay) -> fmt::Result {
         from => format!("the checkpoint of step {from}"),
     };
     writeln!(out, "step {step}, step {stage_step} of stage {stage}, from {from}")?;
-    write!(out, "loss {:.4}", result.loss)?;
-    if let Some(balance) = result.balance_loss {
-        write!(out, ", balance {balance:.4}")?;
-    }
     writeln!(
         out,
-        ", gradient norm {:.4}, learning rate {:.2e}",
-        result.grad_norm, replay.learning_rate
+        "loss {:.4}{}, gradient norm {:.4}, learning rate {:.2e}",
+        result.loss,
+        auxiliary_losses(result.auxiliary),
+        result.grad_norm,
+        replay.learning_rate
     )?;
     match result.skipped {
         Some(reason) => write!(out, "not applied: {reason}")?,
@@ -146,7 +147,7 @@ mod tests {
             stage_step: 3,
             result: StepResult {
                 loss: 4.5,
-                balance_loss: Some(0.25),
+                auxiliary: moh_model::AuxiliaryLosses::all(Some(0.25)),
                 grad_norm: f64::NAN,
                 skipped: Some(SkipReason::GradNormNotFinite),
             },

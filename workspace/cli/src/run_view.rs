@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
 use moh_kernels::MemoryInfo;
-use moh_model::ModelConfig;
+use moh_model::{AuxiliaryLosses, ModelConfig};
 use moh_train::checkpoint::{Evaluation, EvaluationPoint};
 use moh_train::rewinds::Rewind;
 use moh_train::{Event, Growth, Recipe, Skipped, SourceEpochs, Speed, Stage, StepMetrics};
@@ -235,11 +235,19 @@ fn describe_rewind(rewind: &Rewind) -> String {
     )
 }
 
+/// The auxiliary losses of a step that has any, after a comma.
+pub fn auxiliary_losses(losses: AuxiliaryLosses<Option<f64>>) -> String {
+    let of_step = losses.iter().filter_map(|(loss, value)| Some((loss, value?)));
+    let shown = of_step.map(|(loss, value)| {
+        let name = loss.name();
+        format!(", {} {value:.4}", name.strip_suffix("_loss").unwrap_or(name))
+    });
+    shown.collect()
+}
+
 fn describe(metrics: &StepMetrics) -> String {
     let mut shown = format!("loss {:.4}", metrics.loss);
-    if let Some(balance) = metrics.balance_loss {
-        shown += &format!(", balance {balance:.4}");
-    }
+    shown += &auxiliary_losses(metrics.auxiliary);
     if let Some(validation) = metrics.validation {
         shown += &format!(", validation {:.4}", validation.loss);
     }

@@ -210,7 +210,7 @@ impl<B: Backend + Clone, T: Element> Evaluator<B, T> {
             Some(routing) => model.evaluate_routed(activations, on_device, routing, num_tokens),
             None => model.evaluate(activations, on_device),
         })?;
-        sums.cross_entropy += self.sums.take(&backend)?.0;
+        sums.cross_entropy += self.sums.take(&backend)?.cross_entropy;
         Ok(())
     }
 }

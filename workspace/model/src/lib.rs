@@ -51,6 +51,7 @@
 
 mod activations;
 mod architecture;
+mod auxiliary_loss;
 pub mod config;
 mod error;
 pub mod flops;
@@ -76,6 +77,7 @@ pub mod tensors;
 
 pub use activations::{Activations, PassShape, PassSlot, Recompute, Slots};
 pub use architecture::Architecture;
+pub use auxiliary_loss::{AuxiliaryLoss, AuxiliaryLosses};
 pub use config::{LayerHeads, Llama3Scaling, ModelConfig, MohConfig, RopeConfig, RouterKind};
 pub use error::Error;
 pub use generation::Generator;
@@ -86,4 +88,4 @@ pub use model::{LossScale, Model, ModelBuffers};
 pub use output::ModelOutput;
 pub use pass_sizes::PassSizes;
 pub use sampler::{Sampler, Sampling};
-pub use step_sums::StepSums;
+pub use step_sums::{StepSums, Sums};

@@ -15,7 +15,7 @@ use crate::model_parallel::ModelParallel;
 use crate::parameters::FlatBuffers;
 use crate::pass_sizes::PassSizes;
 use crate::router::{self, LayerRouting, Router, Routers, RoutingStatistics};
-use crate::{Error, ModelConfig};
+use crate::{AuxiliaryLosses, Error, ModelConfig};
 
 /// A Llama or Qwen3 model, dense or Mixture-of-Head, with weights of type `T` on a device: the
 /// whole model, or a rank's part of it.
@@ -61,8 +61,9 @@ impl<M: Memory, T: Element> ModelBuffers<M, T> {
 pub struct LossScale {
     /// 1 / (targets of the whole step).
     pub cross_entropy: f32,
-    /// Weight of the balance loss over the micro-batches of the step: beta / micro-batches.
-    pub balance: f32,
+    /// Weight of each auxiliary loss over the micro-batches of the step: that of the balance loss
+    /// is beta / micro-batches.
+    pub auxiliary: AuxiliaryLosses<f32>,
     /// Whether the loss reaches the gates through the selection (straight-through; on in training).
     pub straight_through: bool,
 }

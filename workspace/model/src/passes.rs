@@ -10,7 +10,7 @@ use crate::layout::ModelLayout;
 use crate::model::{LossScale, Model};
 use crate::parameters::{FlatBuffers, OnBuffer};
 use crate::router::RoutingStatistics;
-use crate::{Error, StepSums};
+use crate::{AuxiliaryLoss, Error, StepSums};
 
 /// Message tags of the residual stream and of its gradient.
 const FORWARD: u32 = 3;
@@ -21,7 +21,7 @@ type OnRouting<'a, B> = &'a mut dyn FnMut(&B, usize, &Routing<B>) -> Result<(), 
 
 impl<B: Backend, T: Element> Model<B, T> {
     /// The forward pass of one micro-batch up to the final norm, through all chunks of this rank's
-    /// part; adds the balance loss to `sums`.
+    /// part; adds the auxiliary losses to `sums`.
     ///
     /// # Errors
     /// Fails for a token id outside the vocabulary, and if the device or another rank fails.
@@ -95,7 +95,11 @@ impl<B: Backend, T: Element> Model<B, T> {
             // All tensor-parallel ranks have the loss and the routing.
             let routing = blocks.routing(at).filter(|_| self.routers[layer].is_some());
             if let (Some(routing), 0) = (routing, parallel.part().tensor.rank) {
-                self.backend.balance_loss(routing, share, sums.balance())?;
+                self.backend.balance_loss(
+                    routing,
+                    share,
+                    sums.auxiliary(AuxiliaryLoss::Balance),
+                )?;
                 routed(&self.backend, layer, routing)?;
             }
         }
@@ -207,7 +211,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let mut cx = BackwardContext {
             forward: self.context(Tokens { shape: *shape, first_position: 0, document_start }),
             gradients,
-            balance_weight: scale.balance / self.routed_layers() as f32,
+            balance_weight: scale.auxiliary[AuxiliaryLoss::Balance] / self.routed_layers() as f32,
             straight_through: scale.straight_through,
         };
         if parallel.ends_with(slot.chunk) {

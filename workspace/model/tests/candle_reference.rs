@@ -15,8 +15,8 @@ use moh_kernels::cross_entropy::IGNORED;
 use moh_model::layout::ModelLayout;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Architecture, Error, LossScale, Model, ModelConfig, MohConfig, PassShape,
-    Recompute, RouterKind, StepSums, initial,
+    Activations, Architecture, AuxiliaryLoss, AuxiliaryLosses, Error, LossScale, Model,
+    ModelConfig, MohConfig, PassShape, Recompute, RouterKind, StepSums, Sums, initial,
 };
 use serde_json::{Value, json};
 
@@ -122,7 +122,8 @@ fn total_loss(
     activations.upload(&Cpu, ids, targets, &[]).unwrap();
     let mut sums = StepSums::new(&Cpu).unwrap();
     model.evaluate(&mut activations, &mut sums).unwrap();
-    let (cross_entropy, balance) = sums.take(&Cpu).unwrap();
+    let Sums { cross_entropy, auxiliary, .. } = sums.take(&Cpu).unwrap();
+    let balance = auxiliary[AuxiliaryLoss::Balance];
     (cross_entropy / count + 0.1 * balance, model.routed_mask(&activations).unwrap())
 }
 
@@ -143,7 +144,11 @@ fn gradients_are_differences_of_the_loss() {
         let mut activations = activations(&ours, 2, 11, true);
         activations.upload(&Cpu, &ids, &targets, &[]).unwrap();
         let mut gradients = FlatBuffers::<Cpu, f32>::zeros(&Cpu, ours.layout()).unwrap();
-        let scale = LossScale { cross_entropy: 1.0 / 21.0, balance: 0.1, straight_through: false };
+        let scale = LossScale {
+            cross_entropy: 1.0 / 21.0,
+            auxiliary: AuxiliaryLosses::all(0.1),
+            straight_through: false,
+        };
         let mut sums = StepSums::new(&Cpu).unwrap();
         ours.forward_backward(&mut activations, &mut gradients, scale, &mut sums).unwrap();
         for (flat, segment) in ours.layout().segments() {

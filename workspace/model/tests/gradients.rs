@@ -9,8 +9,8 @@ use half::bf16;
 use moh_kernels::{Cpu, Element};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Error, HeadCounts, LossScale, MohConfig, PassShape, Recompute, RouterKind,
-    StepSums,
+    Activations, AuxiliaryLosses, Error, HeadCounts, LossScale, MohConfig, PassShape, Recompute,
+    RouterKind, StepSums,
 };
 use support::{VOCABULARY, config, model};
 
@@ -41,7 +41,11 @@ fn of_two_passes<T: Element, G: Element>(
     if stale {
         gradients.mark_stale();
     }
-    let scale = LossScale { cross_entropy: 1.0 / 80.0, balance: 0.1, straight_through: true };
+    let scale = LossScale {
+        cross_entropy: 1.0 / 80.0,
+        auxiliary: AuxiliaryLosses::all(0.1),
+        straight_through: true,
+    };
     for pass in 0..2 {
         let ids: Vec<u32> = (0..40).map(|i| (i * 37 + pass) % VOCABULARY).collect();
         let targets: Vec<u32> = ids.iter().map(|id| (id * 7 + 3) % VOCABULARY).collect();

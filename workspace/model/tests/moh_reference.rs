@@ -13,8 +13,8 @@ use candle_nn::ops::{silu, softmax};
 use moh_kernels::Cpu;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Architecture, LayerHeads, ModelConfig, MohConfig, PassShape, Recompute,
-    RouterKind, StepSums,
+    Activations, Architecture, AuxiliaryLoss, LayerHeads, ModelConfig, MohConfig, PassShape,
+    Recompute, RouterKind, StepSums, Sums,
 };
 use support::{SCALE, SHAPE, VOCABULARY, config, model, upload};
 
@@ -205,12 +205,13 @@ fn is_the_reference(architecture: Architecture, moh: MohConfig, recompute: Recom
     if recompute != Recompute::Block {
         assert_eq!(model.routed_mask(&activations).unwrap(), expected.masks);
     }
-    let (cross_entropy, balance) = sums.take(&Cpu).unwrap();
+    let Sums { cross_entropy, auxiliary, .. } = sums.take(&Cpu).unwrap();
+    let balance = auxiliary[AuxiliaryLoss::Balance];
     let number = |tensor: &Tensor| tensor.to_scalar::<f64>().unwrap();
     close(cross_entropy / 80.0, number(&expected.cross_entropy), "cross-entropy");
     close(balance, number(&expected.balance), "balance loss");
 
-    let balance = (f64::from(SCALE.balance) * expected.balance).unwrap();
+    let balance = (f64::from(SCALE.auxiliary[AuxiliaryLoss::Balance]) * expected.balance).unwrap();
     let all = (expected.cross_entropy + balance).unwrap().backward().unwrap();
     for (flat, segment) in model.layout().segments() {
         let found = gradients.read(&Cpu, flat, segment).unwrap();

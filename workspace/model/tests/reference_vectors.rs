@@ -9,8 +9,8 @@ use moh_hf::{ConfigFile, Error, WeightFiles};
 use moh_kernels::Cpu;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Active, Generator, HeadRequest, LossScale, Model, MohConfig, PassShape, Recompute,
-    RouterKind, StepSums,
+    Activations, Active, AuxiliaryLoss, AuxiliaryLosses, Generator, HeadRequest, LossScale, Model,
+    MohConfig, PassShape, Recompute, RouterKind, StepSums, Sums,
 };
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -131,9 +131,14 @@ fn pass(
     activations.upload(&Cpu, &ids, &targets, &[]).unwrap();
     let mut sums = StepSums::new(&Cpu).unwrap();
     let count = (batch * (length - 1)) as f64;
-    let scale = LossScale { cross_entropy: (1.0 / count) as f32, balance: 0.01, straight_through };
+    let scale = LossScale {
+        cross_entropy: (1.0 / count) as f32,
+        auxiliary: AuxiliaryLosses::all(0.01),
+        straight_through,
+    };
     model.forward_backward(&mut activations, gradients, scale, &mut sums).unwrap();
-    let (cross_entropy, balance) = sums.take(&Cpu).unwrap();
+    let Sums { cross_entropy, auxiliary, .. } = sums.take(&Cpu).unwrap();
+    let balance = auxiliary[AuxiliaryLoss::Balance];
     (cross_entropy / count, balance, activations)
 }
 

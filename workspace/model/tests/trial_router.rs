@@ -84,7 +84,7 @@ fn train<B: Backend + Clone, T: Element>(backend: &B, recompute: Recompute) -> V
         model.forward_backward(&mut activations, &mut gradients, SCALE, &mut sums).unwrap();
         let constants = AdamW { step, learning_rate: 3e-3, ..ADAMW };
         update(&mut model, &constants, &gradients, &mut moments, &mut sums);
-        sums.read(backend).unwrap()[0] / 80.0
+        sums.read(backend).unwrap().cross_entropy / 80.0
     };
     (1..=12).map(step).collect()
 }
@@ -133,7 +133,7 @@ fn pass(percent_selected: usize, nudge: Option<(&[f32], f32)>) -> (f64, Vec<f32>
     model.forward_backward(&mut activations, &mut gradients, SCALE, &mut sums).unwrap();
     let flats = 0..model.layout().flats.len();
     let gradients = flats.flat_map(|flat| gradients.flat(flat).clone()).collect();
-    (sums.read(&Cpu).unwrap()[0] / 80.0, gradients)
+    (sums.read(&Cpu).unwrap().cross_entropy / 80.0, gradients)
 }
 
 #[test]

@@ -9,6 +9,7 @@ use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use moh_model::{AuxiliaryLoss, AuxiliaryLosses};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
@@ -29,8 +30,8 @@ pub struct StepMetrics {
     pub tokens: u64,
     /// Mean cross-entropy of the step, in nats.
     pub loss: f64,
-    /// The balance loss, unweighted; `None` with dense attention.
-    pub balance_loss: Option<f64>,
+    /// The auxiliary losses, unweighted; `None` where the model has no such loss.
+    pub auxiliary: AuxiliaryLosses<Option<f64>>,
     /// The step's learning rate.
     pub learning_rate: f64,
     /// Global gradient norm before clipping.
@@ -71,13 +72,14 @@ pub struct Validation {
 
 /// The fields of a line, in order.
 #[derive(Clone, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 struct Line {
     stage: String,
     step: u64,
     tokens: u64,
     loss: Option<f64>,
-    balance_loss: Option<f64>,
+    /// The auxiliary losses by name; and, in a file of another program, fields that are not known.
+    #[serde(flatten)]
+    auxiliary: BTreeMap<String, Option<f64>>,
     learning_rate: Option<f64>,
     grad_norm: Option<f64>,
     tokens_per_second: Option<f64>,
@@ -107,6 +109,19 @@ fn present<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<Option<f6
     Option::deserialize(from).map(Some)
 }
 
+fn named(losses: AuxiliaryLosses<Option<f64>>) -> BTreeMap<String, Option<f64>> {
+    losses.iter().map(|(loss, value)| (loss.name().to_owned(), value)).collect()
+}
+
+/// The losses of a line; other names are fields that no line has.
+fn losses(named: &BTreeMap<String, Option<f64>>) -> Result<AuxiliaryLosses<Option<f64>>, String> {
+    let is_known = |name: &&String| AuxiliaryLoss::ALL.iter().any(|loss| loss.name() == *name);
+    match named.keys().find(|name| !is_known(name)) {
+        Some(name) => Err(format!("unknown field `{name}`")),
+        None => Ok(AuxiliaryLosses::new(|loss| named.get(loss.name()).copied().flatten())),
+    }
+}
+
 impl From<StepMetrics> for Line {
     fn from(metrics: StepMetrics) -> Self {
         let validation = metrics.validation;
@@ -115,7 +130,7 @@ impl From<StepMetrics> for Line {
             step: metrics.step,
             tokens: metrics.tokens,
             loss: Some(metrics.loss),
-            balance_loss: metrics.balance_loss,
+            auxiliary: named(metrics.auxiliary),
             learning_rate: Some(metrics.learning_rate),
             grad_norm: Some(metrics.grad_norm),
             tokens_per_second: Some(metrics.tokens_per_second),
@@ -131,7 +146,7 @@ impl From<StepMetrics> for Line {
 }
 
 impl TryFrom<Line> for StepMetrics {
-    type Error = &'static str;
+    type Error = String;
 
     fn try_from(line: Line) -> Result<Self, Self::Error> {
         let number = |value: Option<f64>| value.unwrap_or(f64::NAN);
@@ -141,22 +156,21 @@ impl TryFrom<Line> for StepMetrics {
                 Some(Validation { loss: number(loss), bits_per_byte })
             }
             _ => {
-                return Err(
-                    "expected both validation_loss and validation_bits_per_byte, or neither",
-                );
+                let expected = "both validation_loss and validation_bits_per_byte, or neither";
+                return Err(format!("expected {expected}"));
             }
         };
         let skipped = match (line.skipped, line.samples) {
             (None, None) => None,
             (Some(reason), Some(samples)) => Some(Skipped { reason, samples }),
-            _ => return Err("expected both skipped and samples, or neither"),
+            _ => return Err("expected both skipped and samples, or neither".to_owned()),
         };
         Ok(StepMetrics {
             stage: line.stage,
             step: line.step,
             tokens: line.tokens,
             loss: number(line.loss),
-            balance_loss: line.balance_loss,
+            auxiliary: losses(&line.auxiliary)?,
             learning_rate: number(line.learning_rate),
             grad_norm: number(line.grad_norm),
             tokens_per_second: number(line.tokens_per_second),
@@ -348,7 +362,7 @@ mod tests {
             step,
             tokens: step * 1024,
             loss: 2.5,
-            balance_loss: Some(0.5),
+            auxiliary: AuxiliaryLosses::all(Some(0.5)),
             learning_rate: 3e-5,
             grad_norm: 1.25,
             tokens_per_second: 1e4,
@@ -375,7 +389,7 @@ mod tests {
         let mut writer = MetricsWriter::append_to(&path).unwrap();
         writer.write(&step(1)).unwrap();
         let dense = StepMetrics {
-            balance_loss: None,
+            auxiliary: AuxiliaryLosses::default(),
             loss: f64::NAN,
             validation: Some(Validation { loss: 2.0, bits_per_byte: None }),
             ..step(2)

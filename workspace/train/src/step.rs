@@ -10,7 +10,10 @@ use moh_kernels::adamw::AdamW;
 use moh_kernels::ranks::share;
 use moh_kernels::{Backend, Element, ElementType, span};
 use moh_model::parameters::FlatBuffers;
-use moh_model::{Activations, LossScale, Model, PassShape, PassSlot, Recompute, StepSums};
+use moh_model::{
+    Activations, AuxiliaryLoss, AuxiliaryLosses, LossScale, Model, PassShape, PassSlot, Recompute,
+    StepSums, Sums,
+};
 
 use crate::Error;
 use crate::block_norms::{BlockNorms, SquaredBlockNorms};
@@ -37,8 +40,8 @@ pub struct StepPlan {
     pub document_mask: bool,
     /// The activations that the backward pass recomputes.
     pub recompute: Recompute,
-    /// Weight of the balance loss; unused by a dense model.
-    pub balance_loss_weight: f64,
+    /// Weight of each auxiliary loss; unused by a dense model.
+    pub auxiliary_weights: AuxiliaryLosses<f64>,
     /// Hyperparameters of AdamW.
     pub optimizer: Optimizer,
     /// Element type in which ranks exchange f32 gradients.
@@ -157,8 +160,9 @@ impl<B: Backend, T: Element> Observer<B, T> for Unobserved {
 pub struct StepResult {
     /// Mean cross-entropy of the step's targets, before the update.
     pub loss: f64,
-    /// Mean balance loss over the step's micro-batches; `None` for a dense model.
-    pub balance_loss: Option<f64>,
+    /// Means of the auxiliary losses over the step's micro-batches, unweighted; `None` where the
+    /// model has no such loss.
+    pub auxiliary: AuxiliaryLosses<Option<f64>>,
     /// Global norm of the gradients before clipping.
     pub grad_norm: f64,
     /// Why the step was not applied; `None` if it was.
@@ -180,7 +184,11 @@ impl StepPlan {
                 recipe::Recompute::Cheap => Recompute::Cheap,
                 recipe::Recompute::Block => Recompute::Block,
             },
-            balance_loss_weight: stage.moh.as_ref().map_or(0.0, |moh| moh.balance_loss_weight),
+            auxiliary_weights: AuxiliaryLosses::new(|loss| match loss {
+                AuxiliaryLoss::Balance => {
+                    stage.moh.as_ref().map_or(0.0, |moh| moh.balance_loss_weight)
+                }
+            }),
             optimizer: stage.optimizer,
             reduce: recipe.precision.reduce,
         }
@@ -371,7 +379,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             sums.zero(backend)?;
             let gradient = self.gradients.view(flat, segment.range.clone());
             backend.squared_norms(&[gradient], sums.squared_norm_mut())?;
-            let [_, _, squares] = sums.read(backend)?;
+            let squares = sums.read(backend)?.squared_norm;
             let block = (0..layers).find(|&layer| layout.block_index(layer) == flat);
             let name = segment.name.clone();
             norms.push(TensorGradient { name, block, norm: squares.sqrt() });
@@ -393,11 +401,11 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
         let _norm = span::enter("gradient norm");
         optimizer.add_squared_norm(backend, model.layout(), &self.gradients, &mut self.sums)?;
         self.sums.all_reduce(&self.all_ranks)?;
-        let [cross_entropy, balance, squared_norm] = self.sums.read(backend)?;
-        let routes = model.config().moh.is_some();
+        let Sums { cross_entropy, auxiliary, squared_norm } = self.sums.read(backend)?;
+        let (routes, count) = (model.config().moh.is_some(), self.plan.micro_batches as f64);
         Ok(StepResult {
             loss: cross_entropy / targets,
-            balance_loss: routes.then_some(balance / self.plan.micro_batches as f64),
+            auxiliary: auxiliary.map(|sum| routes.then_some(sum / count)),
             grad_norm: squared_norm.sqrt(),
             skipped: None,
         })
@@ -415,7 +423,8 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
     ) -> Result<(), Error> {
         let scale = LossScale {
             cross_entropy: (1.0 / targets) as f32,
-            balance: (self.plan.balance_loss_weight / self.plan.micro_batches as f64) as f32,
+            auxiliary: (self.plan.auxiliary_weights)
+                .map(|weight| (weight / self.plan.micro_batches as f64) as f32),
             straight_through: true,
         };
         self.sums.zero(backend)?;

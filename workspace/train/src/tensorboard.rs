@@ -78,14 +78,15 @@ impl TensorBoard {
         let validation = metrics.validation;
         let scalars = [
             ("loss", Some(metrics.loss)),
-            ("balance_loss", metrics.balance_loss),
             ("learning_rate", Some(metrics.learning_rate)),
             ("grad_norm", Some(metrics.grad_norm)),
             ("tokens_per_second", Some(metrics.tokens_per_second)),
             ("validation_loss", validation.map(|v| v.loss)),
             ("validation_bits_per_byte", validation.and_then(|v| v.bits_per_byte)),
         ];
-        let scalars = scalars.into_iter().filter_map(|(tag, value)| Some((tag.to_owned(), value?)));
+        let auxiliary = metrics.auxiliary.iter().map(|(loss, value)| (loss.name(), value));
+        let scalars = scalars.into_iter().chain(auxiliary);
+        let scalars = scalars.filter_map(|(tag, value)| Some((tag.to_owned(), value?)));
         let mut scalars: Vec<_> = scalars.collect();
         for (name, set) in &metrics.validation_sets {
             scalars.push((format!("validation/{name}/loss"), set.loss));
@@ -244,6 +245,8 @@ fn put_bytes(out: &mut Vec<u8>, field: u64, bytes: &[u8]) {
 
 #[cfg(test)]
 mod tests {
+    use moh_model::AuxiliaryLosses;
+
     use std::collections::BTreeMap;
 
     use super::*;
@@ -310,7 +313,7 @@ mod tests {
             step: 1,
             tokens: 1024,
             loss: 2.5,
-            balance_loss: None,
+            auxiliary: AuxiliaryLosses::default(),
             learning_rate: 0.5,
             grad_norm: 1.25,
             tokens_per_second: 1e4,

@@ -9,7 +9,8 @@ use moh_kernels::Cpu;
 use moh_kernels::adamw::{AdamW, AdamWUpdate, Optimizer};
 use moh_model::parameters::{FlatBuffers, Shard};
 use moh_model::{
-    Activations, LossScale, Model, MohConfig, PassShape, Recompute, RouterKind, StepSums,
+    Activations, AuxiliaryLoss, AuxiliaryLosses, LossScale, Model, MohConfig, PassShape, Recompute,
+    RouterKind, StepSums, Sums,
 };
 use moh_train::optimizer::OptimizerState;
 use safetensors::SafeTensors;
@@ -77,15 +78,19 @@ fn ten_steps(vectors: &Path, entry: &Value) {
     let mut second_moment = FlatBuffers::<Cpu, f32>::zeros(&Cpu, model.layout()).unwrap();
     let mut sums = StepSums::new(&Cpu).unwrap();
     let count = (batch * (length - 1)) as f64;
-    let scale =
-        LossScale { cross_entropy: (1.0 / count) as f32, balance: 0.01, straight_through: true };
+    let scale = LossScale {
+        cross_entropy: (1.0 / count) as f32,
+        auxiliary: AuxiliaryLosses::all(0.01),
+        straight_through: true,
+    };
     for step in 1..=10usize {
         gradients.mark_stale();
         model.forward_backward(&mut activations, &mut gradients, scale, &mut sums).unwrap();
-        let (cross_entropy, balance) = sums.take(&Cpu).unwrap();
+        let Sums { cross_entropy, auxiliary, .. } = sums.take(&Cpu).unwrap();
+        let balance = auxiliary[AuxiliaryLoss::Balance];
         let total = cross_entropy / count + 0.01 * balance;
         optimizer.add_squared_norm(&Cpu, model.layout(), &gradients, &mut sums).unwrap();
-        let norm = sums.read(&Cpu).unwrap()[2].sqrt();
+        let norm = sums.read(&Cpu).unwrap().squared_norm.sqrt();
         for (ours, key) in [(total, "total"), (norm, "grad_norm_before_clip")] {
             let expected = reference[key][step - 1].as_f64().unwrap();
             let error = ((ours - expected) / expected).abs();

@@ -35,7 +35,9 @@ fn every_step_has_the_numbers_of_the_run() {
             assert_eq!((found.step, found.stage_step), (step, line["step"].as_u64().unwrap()));
             assert_eq!(found.result.loss, line["loss"].as_f64().unwrap(), "{changes:?}");
             assert_eq!(found.result.grad_norm, line["grad_norm"].as_f64().unwrap(), "{changes:?}");
-            assert_eq!(found.result.balance_loss, line["balance_loss"].as_f64());
+            for (loss, value) in found.result.auxiliary.iter() {
+                assert_eq!(value, line[loss.name()].as_f64());
+            }
             assert_eq!(found.learning_rate, line["learning_rate"].as_f64().unwrap());
             assert!(found.from < step);
         }

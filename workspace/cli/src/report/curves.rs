@@ -3,69 +3,33 @@
 use std::collections::BTreeSet;
 
 use maud::{Markup, html};
+use moh_model::AuxiliaryLoss;
 
 use super::figure;
 use crate::chart::{Line, LineChart, Look, Mark, shorten};
 use crate::loss_chart::{converted, describe, loss_chart, marks, over_steps, skipped, smoothed};
-use crate::run_log::{RunLog, Step};
+use crate::run_log::{RunLog, Step, StepValue};
 
 /// Characters of a run's name in a chart.
 const NAME_CHARACTERS: usize = 28;
 
 /// A quantity of each step, with its chart.
 struct Quantity {
-    title: &'static str,
+    title: String,
     unit: &'static str,
     from_zero: bool,
     /// Whether it follows a plan, all of which is what the chart is for, rather than being measured.
     is_planned: bool,
     /// Whether a reader may want its logarithm.
     log_values: bool,
-    value: fn(&Step) -> f64,
+    value: Box<StepValue>,
 }
 
-const QUANTITIES: [Quantity; 5] = [
-    Quantity {
-        title: "Balance loss",
-        unit: "before its weight",
-        from_zero: false,
-        is_planned: false,
-        log_values: false,
-        value: |step| step.balance_loss,
-    },
-    Quantity {
-        title: "Learning rate",
-        unit: "",
-        from_zero: true,
-        is_planned: true,
-        log_values: false,
-        value: |step| step.learning_rate,
-    },
-    Quantity {
-        title: "Gradient norm",
-        unit: "before clipping",
-        from_zero: true,
-        is_planned: false,
-        log_values: true,
-        value: |step| step.grad_norm,
-    },
-    Quantity {
-        title: "Speed",
-        unit: "tokens per second, all ranks",
-        from_zero: true,
-        is_planned: false,
-        log_values: false,
-        value: |step| step.tokens_per_second,
-    },
-    Quantity {
-        title: "Model FLOPs utilization",
-        unit: "percent of the device's peak",
-        from_zero: true,
-        is_planned: false,
-        log_values: false,
-        value: |step| 100.0 * step.mfu,
-    },
-];
+/// The name of an auxiliary loss with spaces and a capital.
+fn title(loss: AuxiliaryLoss) -> String {
+    let (first, others) = loss.name().split_at(1);
+    first.to_uppercase() + &others.replace('_', " ")
+}
 
 /// The end of a name, which tells paths apart, at the length of a label.
 pub(super) fn label(name: &str) -> String {
@@ -86,7 +50,8 @@ pub(super) fn losses(logs: &[RunLog]) -> Markup {
 
 /// The other quantities that any run has.
 pub(super) fn quantities(logs: &[RunLog]) -> Markup {
-    let charts = QUANTITIES.iter().map(|quantity| (quantity.chart(logs), quantity));
+    let quantities = Quantity::all();
+    let charts = quantities.iter().map(|quantity| (quantity.chart(logs), quantity));
     let charts: Vec<(LineChart, &Quantity)> =
         charts.filter(|(chart, _)| !chart.is_empty()).collect();
     html! {
@@ -97,12 +62,38 @@ pub(super) fn quantities(logs: &[RunLog]) -> Markup {
 }
 
 impl Quantity {
+    /// A measured quantity.
+    fn new(title: &str, unit: &'static str, value: impl Fn(&Step) -> f64 + 'static) -> Self {
+        let (title, value) = (title.to_owned(), Box::new(value));
+        Quantity { title, unit, from_zero: true, is_planned: false, log_values: false, value }
+    }
+
+    /// The quantities that have a chart: the auxiliary losses, then what every run has.
+    fn all() -> Vec<Self> {
+        let auxiliary = AuxiliaryLoss::ALL.map(|loss| {
+            let value = move |step: &Step| step.auxiliary[loss];
+            let unit = "before its weight";
+            Quantity { from_zero: false, ..Self::new(&title(loss), unit, value) }
+        });
+        let learning_rate = Self::new("Learning rate", "", |step| step.learning_rate);
+        let norm = Self::new("Gradient norm", "before clipping", |step| step.grad_norm);
+        let speed = |step: &Step| step.tokens_per_second;
+        let mfu = |step: &Step| 100.0 * step.mfu;
+        let others = [
+            Quantity { is_planned: true, ..learning_rate },
+            Quantity { log_values: true, ..norm },
+            Self::new("Speed", "tokens per second, all ranks", speed),
+            Self::new("Model FLOPs utilization", "percent of the device's peak", mfu),
+        ];
+        auxiliary.into_iter().chain(others).collect()
+    }
+
     fn chart(&self, logs: &[RunLog]) -> LineChart {
-        let has = |log: &&RunLog| log.steps.has(self.value);
+        let has = |log: &&RunLog| log.steps.has(&self.value);
         let lines = each(logs)
             .filter(|(_, log)| has(log))
             .flat_map(|(look, log)| self.lines(look, log, logs.len() > 1));
-        let chart = over_tokens(logs, (self.title, self.unit), lines.collect(), self.from_zero);
+        let chart = over_tokens(logs, (&self.title, self.unit), lines.collect(), self.from_zero);
         LineChart { all_seen: self.is_planned, ..chart }
     }
 
@@ -110,21 +101,22 @@ impl Quantity {
     fn lines(&self, look: Look, log: &RunLog, compares: bool) -> Vec<Line> {
         let label = label(&log.name);
         match self.is_planned {
-            true => vec![Line { label, points: log.steps.curve(self.value), look }],
-            false if compares => vec![smooth(log, label, look, self.value)],
-            false => over_steps(log, &label, look, self.value),
+            true => vec![Line { label, points: log.steps.curve(&self.value), look }],
+            false if compares => vec![smooth(log, label, look, &self.value)],
+            false => over_steps(log, &label, look, &self.value),
         }
     }
 }
 
 /// The training losses of several runs, smoothed.
 fn training_losses(logs: &[RunLog]) -> LineChart {
-    let lines = each(logs).map(|(look, log)| smooth(log, label(&log.name), look, |step| step.loss));
+    let lines =
+        each(logs).map(|(look, log)| smooth(log, label(&log.name), look, &|step| step.loss));
     over_tokens(logs, ("Training loss", "cross-entropy, nats per token"), lines.collect(), false)
 }
 
 /// A quantity of a run without its noise.
-fn smooth(log: &RunLog, label: String, look: Look, value: fn(&Step) -> f64) -> Line {
+fn smooth(log: &RunLog, label: String, look: Look, value: &StepValue) -> Line {
     let points = smoothed(log, value).unwrap_or_else(|| log.steps.curve(value));
     Line { label, points, look }
 }

@@ -1,24 +1,29 @@
 //! The numbers behind the curves: a table of steps for each run.
 
 use maud::{Markup, html};
+use moh_model::AuxiliaryLoss;
 
 use crate::chart::scale::short;
-use crate::run_log::{RunLog, Step};
+use crate::run_log::{RunLog, Step, StepValue};
 
 /// Rows of a table, evenly apart and with the first and the last step.
 const ROWS: usize = 40;
 
-/// A column: its name and its value.
-type Column = (&'static str, fn(&Step) -> f64);
-
-const COLUMNS: [Column; 6] = [
-    ("tokens", |step| step.tokens),
-    ("loss", |step| step.loss),
-    ("balance loss", |step| step.balance_loss),
-    ("learning rate", |step| step.learning_rate),
-    ("gradient norm", |step| step.grad_norm),
-    ("tokens/s", |step| step.tokens_per_second),
-];
+/// The columns: names and values.
+fn columns() -> Vec<(String, Box<StepValue>)> {
+    fn column(name: &str, value: impl Fn(&Step) -> f64 + 'static) -> (String, Box<StepValue>) {
+        (name.to_owned(), Box::new(value))
+    }
+    let mut columns = vec![column("tokens", |step| step.tokens), column("loss", |step| step.loss)];
+    columns.extend(
+        AuxiliaryLoss::ALL
+            .map(|loss| column(&loss.name().replace('_', " "), move |step| step.auxiliary[loss])),
+    );
+    columns.push(column("learning rate", |step| step.learning_rate));
+    columns.push(column("gradient norm", |step| step.grad_norm));
+    columns.push(column("tokens/s", |step| step.tokens_per_second));
+    columns
+}
 
 /// The section: tables of steps and of validation losses.
 pub(super) fn section(logs: &[RunLog]) -> Markup {
@@ -54,7 +59,7 @@ fn picked(count: usize) -> Vec<usize> {
 }
 
 fn steps(log: &RunLog) -> Markup {
-    let all = &log.steps.all;
+    let (all, columns) = (&log.steps.all, columns());
     let stage = |index: usize| {
         let stages = log.steps.stages.iter();
         stages.rev().find(|stage| stage.first <= index).map_or("", |stage| stage.name.as_str())
@@ -66,12 +71,12 @@ fn steps(log: &RunLog) -> Markup {
             }
             thead { tr {
                 th scope="col" { "step" } th scope="col" { "stage" }
-                @for (name, _) in COLUMNS { th scope="col" { (name) } }
+                @for (name, _) in &columns { th scope="col" { (name) } }
             } }
             tbody { @for index in picked(all.len()) { @if let Some(step) = all.get(index) { tr {
                 th scope="row" { (log.number(step)) }
                 td { (stage(index)) }
-                @for (_, value) in COLUMNS { td { (short(value(step))) } }
+                @for (_, value) in &columns { td { (short(value(step))) } }
             } } } }
         }
     }

@@ -22,7 +22,7 @@ use crate::chart::printable;
 pub use lines::LeftOut;
 pub use routing::RoutingEvaluation;
 pub use routing_history::{LayerLoads, Loads, RoutingHistory, Spread, load};
-pub use steps::{SkippedStep, StageSteps, Step, Steps};
+pub use steps::{SkippedStep, StageSteps, Step, StepValue, Steps};
 
 /// The name of a validation set that has none of its own.
 const ONLY_SET: &str = "validation";

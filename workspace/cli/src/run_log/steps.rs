@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use moh_model::AuxiliaryLosses;
 use moh_train::guard::SkipReason;
 use moh_train::{Speed, StepMetrics, Validation};
 
@@ -16,8 +17,8 @@ pub struct Step {
     pub tokens: f64,
     /// Mean cross-entropy, in nats.
     pub loss: f64,
-    /// The balance loss, unweighted.
-    pub balance_loss: f64,
+    /// The auxiliary losses, unweighted.
+    pub auxiliary: AuxiliaryLosses<f64>,
     /// The learning rate.
     pub learning_rate: f64,
     /// Global gradient norm before clipping.
@@ -27,6 +28,9 @@ pub struct Step {
     /// The model FLOPs utilization.
     pub mfu: f64,
 }
+
+/// A number of each step.
+pub type StepValue = dyn Fn(&Step) -> f64;
 
 /// A step that was not applied.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -91,7 +95,7 @@ impl Steps {
             line,
             tokens: metrics.tokens as f64,
             loss: metrics.loss,
-            balance_loss: metrics.balance_loss.unwrap_or(f64::NAN),
+            auxiliary: metrics.auxiliary.map(|loss| loss.unwrap_or(f64::NAN)),
             learning_rate: metrics.learning_rate,
             grad_norm: metrics.grad_norm,
             tokens_per_second: metrics.tokens_per_second,

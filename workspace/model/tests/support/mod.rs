@@ -6,8 +6,8 @@ use moh_kernels::adamw::{AdamW, AdamWUpdate};
 use moh_kernels::{Backend, Element};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, Architecture, Error, LossScale, Model, ModelConfig, MohConfig, PassShape,
-    Recompute, RopeConfig, StepSums, initial,
+    Activations, Architecture, AuxiliaryLosses, Error, LossScale, Model, ModelConfig, MohConfig,
+    PassShape, Recompute, RopeConfig, StepSums, initial,
 };
 
 pub const VOCABULARY: u32 = 61;
@@ -69,8 +69,11 @@ pub const SHAPE: PassShape = PassShape {
     document_mask: true,
 };
 /// The factors of a step of one such micro-batch.
-pub const SCALE: LossScale =
-    LossScale { cross_entropy: 1.0 / 80.0, balance: 0.1, straight_through: true };
+pub const SCALE: LossScale = LossScale {
+    cross_entropy: 1.0 / 80.0,
+    auxiliary: AuxiliaryLosses::all(0.1),
+    straight_through: true,
+};
 pub const ADAMW: AdamW = AdamW {
     learning_rate: 1e-3,
     beta1: 0.9,
@@ -96,7 +99,7 @@ pub fn update<B: Backend + Clone, T: Element, G: Element>(
     let parts: Vec<_> =
         segments.map(|(flat, segment)| gradients.view(flat, segment.range.clone())).collect();
     backend.squared_norms(&parts, sums.squared_norm_mut()).unwrap();
-    let [_, _, squared_norm] = sums.read(&backend).unwrap();
+    let squared_norm = sums.read(&backend).unwrap().squared_norm;
     let step = &AdamW { grad_norm: squared_norm.sqrt(), ..*step };
     let [first, second] = moments;
     for flat in 0..model.layout().flats.len() {

@@ -42,7 +42,7 @@ fn plan(reduce: ElementType) -> StepPlan {
         micro_batches: SEQUENCES,
         document_mask: false,
         recompute: Recompute::None,
-        balance_loss_weight: 0.01,
+        auxiliary_weights: AuxiliaryLosses::all(0.01),
         optimizer: Optimizer::default(),
         reduce,
     }
@@ -126,7 +126,10 @@ fn leaves_nothing_behind<T: Element>(world: &World, ranks: Ranks) {
     assert!(before == control.state());
     let result = guarded.step(SEQUENCES, 2, free);
     assert_eq!(result.skipped, Some(SkipReason::GradNormNotFinite), "{ranks:?}");
-    assert!(result.loss.is_finite() && result.balance_loss.is_some_and(f64::is_finite));
+    assert!(
+        result.loss.is_finite()
+            && result.auxiliary[AuxiliaryLoss::Balance].is_some_and(f64::is_finite)
+    );
     assert!(guarded.state() == before, "{ranks:?}: a step with NaN changed the state");
     let loss_limit = Limits { loss: 0.1, ..free };
     let result = guarded.step(2 * SEQUENCES, 2, loss_limit);

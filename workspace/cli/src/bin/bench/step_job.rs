@@ -7,7 +7,9 @@ use moh_cli::exit::Usage;
 use moh_cli::models;
 use moh_hf::ConfigFile;
 use moh_kernels::ElementType;
-use moh_model::{Active, HeadCounts, HeadRequest, ModelConfig, Recompute};
+use moh_model::{
+    Active, AuxiliaryLoss, AuxiliaryLosses, HeadCounts, HeadRequest, ModelConfig, Recompute,
+};
 use moh_train::recipe::{MohOptions, Optimizer, Precision};
 use moh_train::step::StepPlan;
 use moh_train::{Plan, Recipe};
@@ -171,7 +173,9 @@ fn of_config(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
             micro_batches: 1,
             document_mask: false,
             recompute: Recompute::Cheap,
-            balance_loss_weight: MohOptions::default().balance_loss_weight,
+            auxiliary_weights: AuxiliaryLosses::new(|loss| match loss {
+                AuxiliaryLoss::Balance => MohOptions::default().balance_loss_weight,
+            }),
             optimizer: Optimizer::default(),
             reduce: ElementType::F32,
         },

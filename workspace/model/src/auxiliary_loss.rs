@@ -1,0 +1,66 @@
+//! Losses of layers that are trained on beside the cross-entropy: one list from the device to
+//! metrics and charts, so that a further loss is one more variant.
+
+use std::ops::{Index, IndexMut};
+
+/// A loss beside the cross-entropy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AuxiliaryLoss {
+    /// The routers' balance loss (equation 8 of the paper), averaged over the layers that route.
+    Balance,
+}
+
+/// Number of auxiliary losses.
+const COUNT: usize = AuxiliaryLoss::ALL.len();
+
+impl AuxiliaryLoss {
+    /// Every loss.
+    pub const ALL: [AuxiliaryLoss; 1] = [AuxiliaryLoss::Balance];
+
+    /// Its name in metrics and TensorBoard.
+    pub fn name(self) -> &'static str {
+        match self {
+            AuxiliaryLoss::Balance => "balance_loss",
+        }
+    }
+}
+
+/// A value for each auxiliary loss.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct AuxiliaryLosses<V>([V; COUNT]);
+
+impl<V: Copy> AuxiliaryLosses<V> {
+    /// The value that `of` gives each loss.
+    pub fn new(of: impl FnMut(AuxiliaryLoss) -> V) -> Self {
+        AuxiliaryLosses(AuxiliaryLoss::ALL.map(of))
+    }
+
+    /// The same value for each loss.
+    pub const fn all(value: V) -> Self {
+        AuxiliaryLosses([value; COUNT])
+    }
+
+    /// Each loss with its value.
+    pub fn iter(&self) -> impl Iterator<Item = (AuxiliaryLoss, V)> {
+        AuxiliaryLoss::ALL.into_iter().zip(self.0)
+    }
+
+    /// The result of `change` for each value.
+    pub fn map<W>(self, change: impl FnMut(V) -> W) -> AuxiliaryLosses<W> {
+        AuxiliaryLosses(self.0.map(change))
+    }
+}
+
+impl<V> Index<AuxiliaryLoss> for AuxiliaryLosses<V> {
+    type Output = V;
+
+    fn index(&self, loss: AuxiliaryLoss) -> &V {
+        &self.0[loss as usize]
+    }
+}
+
+impl<V> IndexMut<AuxiliaryLoss> for AuxiliaryLosses<V> {
+    fn index_mut(&mut self, loss: AuxiliaryLoss) -> &mut V {
+        &mut self.0[loss as usize]
+    }
+}
