@@ -5,7 +5,7 @@ use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, span};
 
 use crate::activations::{Activations, MicroBatch, Pass, PassSlot, Recompute};
-use crate::layers::{BackwardContext, HeadPass, Tokens};
+use crate::layers::{ActivationGradients, BackwardContext, HeadPass, Tokens};
 use crate::layout::ModelLayout;
 use crate::model::{LossScale, Model};
 use crate::parameters::{FlatBuffers, OnBuffer};
@@ -95,11 +95,8 @@ impl<B: Backend, T: Element> Model<B, T> {
             // All tensor-parallel ranks have the loss and the routing.
             let routing = blocks.routing(at).filter(|_| self.routers[layer].is_some());
             if let (Some(routing), 0) = (routing, parallel.part().tensor.rank) {
-                self.backend.balance_loss(
-                    routing,
-                    share,
-                    sums.auxiliary(AuxiliaryLoss::Balance),
-                )?;
+                let sum = sums.auxiliary(AuxiliaryLoss::Balance);
+                self.backend.balance_loss(routing, share, sum)?;
                 routed(&self.backend, layer, routing)?;
             }
         }
@@ -215,13 +212,9 @@ impl<B: Backend, T: Element> Model<B, T> {
             straight_through: scale.straight_through,
         };
         if parallel.ends_with(slot.chunk) {
-            let _span = span::enter("head");
-            let pass = HeadPass { targets, buffers: &mut *head, scratch: &mut *scratch, sums };
-            let d_normed = layers.head.loss_and_backward(&mut cx, pass, scale.cross_entropy, d)?;
-            self.backend.zero(B::whole_mut(&mut d.residual))?;
             let output = &stream[parallel.part().chunks[slot.chunk].len()];
-            layers.final_norm.backward(&mut cx, output, &head.normed.inv_rms, d_normed, d)?;
-            cx.gradients.mark_written(layers.final_norm.buffer());
+            let pass = HeadPass { targets, buffers: &mut *head, scratch: &mut *scratch, sums };
+            self.head_backward(&mut cx, output, pass, scale.cross_entropy, d)?;
             if layout.head_index() != ModelLayout::EMBEDDING || parallel.tied_head().is_some() {
                 self.complete(cx.gradients, layout.head_index(), &mut complete)?;
             }
@@ -246,6 +239,24 @@ impl<B: Backend, T: Element> Model<B, T> {
         }
         layers.embedding.backward(&mut cx, B::whole(ids), d, &mut scratch.gathered)?;
         self.complete(cx.gradients, ModelLayout::EMBEDDING, &mut complete)
+    }
+
+    /// Computes the gradient of the residual stream after the last block, `output`.
+    fn head_backward<G: Element>(
+        &self,
+        cx: &mut BackwardContext<'_, B, T, G>,
+        output: &B::Buffer<T>,
+        mut pass: HeadPass<'_, B, T>,
+        scale: f32,
+        d: &mut ActivationGradients<B, T>,
+    ) -> Result<(), Error> {
+        let _span = span::enter("head");
+        let norm = &self.layers.final_norm;
+        let d_normed = self.layers.head.loss_and_backward(cx, pass.reborrow(), scale, d)?;
+        cx.backend.zero(B::whole_mut(&mut d.residual))?;
+        norm.backward(cx, output, &pass.buffers.normed.inv_rms, d_normed, d)?;
+        cx.gradients.mark_written(norm.buffer());
+        Ok(())
     }
 
     /// Passes on a buffer whose gradients are complete on this rank.

@@ -62,6 +62,18 @@ pub(crate) struct HeadPass<'a, B: Backend, T: Element> {
     pub sums: &'a mut StepSums<B>,
 }
 
+impl<B: Backend, T: Element> HeadPass<'_, B, T> {
+    /// The same with a shorter lifetime.
+    pub fn reborrow(&mut self) -> HeadPass<'_, B, T> {
+        HeadPass {
+            targets: self.targets,
+            buffers: self.buffers,
+            scratch: self.scratch,
+            sums: self.sums,
+        }
+    }
+}
+
 impl Head {
     /// Lists the weight.
     pub fn new(list: &mut TensorList<'_>, config: &ModelConfig) -> Self {
