@@ -52,7 +52,8 @@ fn a_broken_line_is_left_out_with_a_remark() {
     write_run(dir.path(), "run", &[step("moh", 1, 64), step("moh", 2, 128)]);
     let metrics = dir.path().join("run/metrics.jsonl");
     let text = fs::read_to_string(&metrics).unwrap();
-    let hostile = "{\"<script>alert(1)</script>\u{202e}\":1}";
+    let mut hostile = step("moh", 3, 192);
+    hostile["<script>alert(1)</script>\u{202e}"] = json!(1);
     fs::write(&metrics, format!("{text}{hostile}\n{}\n", step("moh", 4, 4321))).unwrap();
     let routing = json!({
         "step": 2, "moment": "step", "stage": "moh", "validation": "text", "layer": 0, "tokens": 8,
