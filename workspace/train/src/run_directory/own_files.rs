@@ -18,9 +18,10 @@ use crate::{Error, Recipe};
 pub(super) const MARK: &str = ".moh-run";
 
 /// The files and directories that a run has at most once.
-const SINGLE: [&str; 14] = [
+const SINGLE: [&str; 15] = [
     "checkpoints",
     "export",
+    "exported-files.json",
     "growth.jsonl",
     "has-checkpoints",
     "inputs.json",
