@@ -14,6 +14,8 @@ use moh_kernels::DType;
 use serde_json::{Value, json};
 use support::{edit_config, edit_weights, names, workplace, write_source};
 
+#[path = "../../cli/tests/support/options.rs"]
+mod options;
 #[path = "../../cli/tests/support/source.rs"]
 mod support;
 
@@ -33,6 +35,22 @@ fn failure(dir: &Path, arguments: &[&str]) -> String {
     assert!(stderr.starts_with("error: "), "{stderr}");
     assert_eq!(names(dir), before, "{stderr}");
     stderr["error: ".len()..].trim_end().to_string()
+}
+
+#[test]
+fn every_option_takes_a_negative_number_for_its_value() {
+    let dir = workplace();
+    let program = env!("CARGO_BIN_EXE_moh-convert");
+    assert!(options::take_negative_numbers(program, &[], dir.path()) >= 12);
+    for (option, value, code, expected) in [
+        ("--active", "-0.5", 1, "--active -0.5: must be a share of the heads, 0 to 1"),
+        ("--shared-heads", "-1,2", 2, "expected an integer of at least 0, or one for each layer"),
+    ] {
+        let mut command = moh_convert(dir.path());
+        let output = command.args(["--from", "source", option, value]).output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(text.contains(expected) && output.status.code() == Some(code), "{text}");
+    }
 }
 
 #[test]
