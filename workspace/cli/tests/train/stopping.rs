@@ -67,7 +67,7 @@ fn a_terminated_run_exits_with_75_and_continues() {
 }
 
 const ACKNOWLEDGED: &str =
-    "stopping after this step with a checkpoint; again to abort without one\n";
+    "stopping, with a checkpoint if a step was taken; again to abort without one\n";
 
 fn next_line(reader: &mut BufReader<ChildStderr>) -> String {
     let mut line = String::new();
