@@ -296,14 +296,19 @@ fn check_receipt(path: &Path, force: bool) -> anyhow::Result<()> {
     if path.exists() && !force {
         bail!("{}: exists: choose another file, or --force to replace it", option());
     }
+    // Its directories are made with it: a conversion that fails leaves none.
+    let parents = moh_files::parent(path).ancestors();
+    let place = parents.into_iter().find(|place| place.exists()).unwrap_or(Path::new("."));
+    let file = place.join(path.file_name().unwrap_or_default());
     // Dropped, so that nothing is left of it.
-    PendingFile::create(path).with_context(option)?;
+    PendingFile::create(&file).with_context(option)?;
     Ok(())
 }
 
 fn write_receipt(path: &Path, receipt: &Receipt, force: bool) -> anyhow::Result<()> {
     let json = serde_json::to_string_pretty(receipt)?;
     let write = || {
+        moh_files::create_parents(path)?;
         let mut file = PendingFile::create(path)?;
         writeln!(file, "{json}")?;
         if force { file.replace() } else { file.publish() }

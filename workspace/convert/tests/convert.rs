@@ -401,8 +401,8 @@ fn a_directory_with_other_files_is_kept_though_forced() {
 fn a_receipt_is_checked_before_the_conversion() {
     let dir = workplace();
     let with = |receipt| ["--from", "source", "--out", "out", "--receipt", receipt];
-    let message = failure(dir.path(), &with("no/such/receipt.json"));
-    assert!(message.starts_with("--receipt no/such/receipt.json: "), "{message}");
+    let message = failure(dir.path(), &with("source/config.json/receipt.json"));
+    assert!(message.starts_with("--receipt source/config.json/receipt.json: "), "{message}");
     assert!(failure(dir.path(), &with("source")).contains("is a directory, name a file"));
     fs::write(dir.path().join("mine.json"), "mine").unwrap();
     let message = failure(dir.path(), &with("mine.json"));
@@ -410,6 +410,17 @@ fn a_receipt_is_checked_before_the_conversion() {
     assert_eq!(fs::read_to_string(dir.path().join("mine.json")).unwrap(), "mine");
     moh_convert(dir.path()).args(with("mine.json")).arg("--force").assert().success();
     assert!(fs::read_to_string(dir.path().join("mine.json")).unwrap().starts_with('{'));
+}
+
+#[test]
+fn the_directories_of_a_receipt_are_made_with_it() {
+    let dir = workplace();
+    let with = |out| ["--from", "source", "--out", out, "--receipt", "new/d/receipt.json"];
+    let message = failure(dir.path(), &with("source"));
+    assert!(message.contains("holds the source model"), "{message}");
+    moh_convert(dir.path()).args(with("out")).assert().success();
+    let receipt = fs::read_to_string(dir.path().join("new/d/receipt.json")).unwrap();
+    assert!(receipt.starts_with('{'), "{receipt}");
 }
 
 #[test]
