@@ -1,6 +1,7 @@
-//! Shared by the command-line programs: exit codes, signals, progress, models, chat templates, time limits, the
+//! Shared by the command-line programs: arguments, exit codes, signals, progress, models, chat templates, time limits, the
 //! processor, commands to paste, the view of a run, charts of it, and its page.
 
+pub mod arguments;
 pub mod chart;
 pub mod chat;
 pub mod command_line;

@@ -175,6 +175,7 @@ mod tests {
                  \"balance_loss\":null,\"learning_rate\":1.0,\"grad_norm\":1.0,\"tokens_per_second\":1.0}}\n"
             );
         }
+        std::fs::write(dir.path().join(".moh-run"), "").unwrap();
         std::fs::write(dir.path().join("metrics.jsonl"), text).unwrap();
         let log = RunLog::read(dir.path()).unwrap();
         let means = smoothed(&log, &|step| step.loss).unwrap();

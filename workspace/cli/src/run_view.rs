@@ -65,6 +65,7 @@ impl RunView {
             Event::Sources(sources) => self.sources(sources),
             Event::CheckingIds { path, done, total } => self.checking(path, done, total),
             Event::Stage { stage, model, done, memory } => {
+                self.reset_message();
                 self.recent.clear();
                 self.recent.push_back(Instant::now());
                 if let Some(bar) = &self.bar {
@@ -94,6 +95,7 @@ impl RunView {
                 }
             }
             Event::Evaluated { evaluation, heads } => {
+                self.reset_message();
                 self.line(&describe_evaluation(evaluation, heads));
             }
             Event::Checkpoint { step, seconds, .. } => {
@@ -124,6 +126,13 @@ impl RunView {
             if source.repeats() {
                 self.line(&format!("warning: {}", source.warning()));
             }
+        }
+    }
+
+    /// Says nothing beside the bar, until the next step does.
+    fn reset_message(&self) {
+        if let Some(bar) = &self.bar {
+            bar.set_message("");
         }
     }
 
@@ -286,6 +295,25 @@ mod tests {
         assert_eq!(describe_rate(&speed(412.3, Some(0.4169))), "41.7% MFU");
         assert_eq!(describe_rate(&speed(412.34, None)), "412.3 TFLOP/s");
         assert_eq!(describe_rate(&speed(0.2142, None)), "214 GFLOP/s");
+    }
+
+    #[test]
+    fn an_evaluation_leaves_no_message_beside_the_bar() {
+        let bar = ProgressBar::hidden();
+        let recent = std::collections::VecDeque::new();
+        let mut view = RunView { steps: 9, ranks: 1, bar: Some(bar.clone()), recent };
+        view.show(Event::Evaluating { done: 12, total: 16 });
+        assert_eq!(bar.message(), "evaluating 12/16");
+        let evaluation = Evaluation {
+            moment: EvaluationPoint::Loaded,
+            step: 0,
+            loss: 2.5,
+            bits_per_byte: None,
+            set: None,
+            other_sets: std::collections::BTreeMap::new(),
+        };
+        view.show(Event::Evaluated { evaluation: &evaluation, heads: 4 });
+        assert_eq!(bar.message(), "");
     }
 
     #[test]

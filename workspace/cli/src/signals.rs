@@ -80,7 +80,7 @@ const ABORTED: &str =
 #[cfg(unix)]
 fn acknowledgement(launcher: Launcher) -> String {
     let again = if launcher == Launcher::None { "again" } else { "SIGINT (Ctrl-C)" };
-    format!("stopping after this step with a checkpoint; {again} to abort without one")
+    format!("stopping, with a checkpoint if a step was taken; {again} to abort without one")
 }
 
 /// What a signal asks for.

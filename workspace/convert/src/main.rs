@@ -11,6 +11,7 @@ use anyhow::{Context, bail};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{CommandFactory, Parser, ValueEnum};
 use indicatif::HumanCount;
+use moh_cli::arguments::{self, at_least};
 use moh_cli::progress::Bar;
 use moh_cli::{exit, models};
 use moh_convert::{
@@ -46,6 +47,7 @@ struct Arguments {
     /// Shared heads, for all layers or for each: 16 or 32,16,8 [default: a Mixture-of-Head model's own,
     /// or half of the heads, or half of the active heads if --active is at most 0.5]
     #[arg(long, value_name = "N[,N...]", value_parser = parse_head_counts)]
+    #[arg(allow_hyphen_values = true)]
     shared_heads: Option<HeadCounts>,
     /// Fraction of the heads that are active for a token [default: a Mixture-of-Head model's own, or
     /// 0.75]
@@ -53,6 +55,7 @@ struct Arguments {
     active: Option<f64>,
     /// Active routed heads per token, for all layers or for each; 0 leaves the routed heads inactive
     #[arg(long, value_name = "K[,K...]", value_parser = parse_head_counts)]
+    #[arg(allow_hyphen_values = true)]
     routed_top_k: Option<HeadCounts>,
     /// Element type of the output [default: the input's, or a run's run.dtype]
     #[arg(long, value_parser = output_types())]
@@ -80,7 +83,7 @@ struct Arguments {
     #[arg(long, value_name = "DIR")]
     tokenizer: Option<PathBuf>,
     /// Grow the vocabulary to a multiple of N [default: 128 with --tokenizer]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = at_least::<usize>(0))]
     pad_vocab_to: Option<usize>,
     /// Base model that the model card names, its id on the hub; repeat it for a merged model [default: what the
     /// source's README.md says, or the source itself]
@@ -135,7 +138,8 @@ fn parse_size(text: &str) -> Result<u64, String> {
 fn parse_head_counts(text: &str) -> Result<HeadCounts, String> {
     let count = |text: &str| {
         text.trim().parse::<usize>().map_err(|_| {
-            "expected an integer, or one for each layer, separated by commas".to_string()
+            "expected an integer of at least 0, or one for each layer, separated by commas"
+                .to_string()
         })
     };
     match text.contains(',') {
@@ -159,7 +163,7 @@ fn parse_license(text: &str) -> Result<String, String> {
 }
 
 fn main() -> ExitCode {
-    exit::run(|| run(&Arguments::parse()))
+    exit::run(|| run(&arguments::parse::<Arguments>()))
 }
 
 /// The requested attention; `None` if nothing is said about it.
@@ -292,14 +296,19 @@ fn check_receipt(path: &Path, force: bool) -> anyhow::Result<()> {
     if path.exists() && !force {
         bail!("{}: exists: choose another file, or --force to replace it", option());
     }
+    // Its directories are made with it: a conversion that fails leaves none.
+    let parents = moh_files::parent(path).ancestors();
+    let place = parents.into_iter().find(|place| place.exists()).unwrap_or(Path::new("."));
+    let file = place.join(path.file_name().unwrap_or_default());
     // Dropped, so that nothing is left of it.
-    PendingFile::create(path).with_context(option)?;
+    PendingFile::create(&file).with_context(option)?;
     Ok(())
 }
 
 fn write_receipt(path: &Path, receipt: &Receipt, force: bool) -> anyhow::Result<()> {
     let json = serde_json::to_string_pretty(receipt)?;
     let write = || {
+        moh_files::create_parents(path)?;
         let mut file = PendingFile::create(path)?;
         writeln!(file, "{json}")?;
         if force { file.replace() } else { file.publish() }

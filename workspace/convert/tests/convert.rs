@@ -14,6 +14,8 @@ use moh_kernels::DType;
 use serde_json::{Value, json};
 use support::{edit_config, edit_weights, names, workplace, write_source};
 
+#[path = "../../cli/tests/support/options.rs"]
+mod options;
 #[path = "../../cli/tests/support/source.rs"]
 mod support;
 
@@ -33,6 +35,22 @@ fn failure(dir: &Path, arguments: &[&str]) -> String {
     assert!(stderr.starts_with("error: "), "{stderr}");
     assert_eq!(names(dir), before, "{stderr}");
     stderr["error: ".len()..].trim_end().to_string()
+}
+
+#[test]
+fn every_option_takes_a_negative_number_for_its_value() {
+    let dir = workplace();
+    let program = env!("CARGO_BIN_EXE_moh-convert");
+    assert!(options::take_negative_numbers(program, &[], dir.path()) >= 12);
+    for (option, value, code, expected) in [
+        ("--active", "-0.5", 1, "--active -0.5: must be a share of the heads, 0 to 1"),
+        ("--shared-heads", "-1,2", 2, "expected an integer of at least 0, or one for each layer"),
+    ] {
+        let mut command = moh_convert(dir.path());
+        let output = command.args(["--from", "source", option, value]).output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(text.contains(expected) && output.status.code() == Some(code), "{text}");
+    }
 }
 
 #[test]
@@ -383,8 +401,8 @@ fn a_directory_with_other_files_is_kept_though_forced() {
 fn a_receipt_is_checked_before_the_conversion() {
     let dir = workplace();
     let with = |receipt| ["--from", "source", "--out", "out", "--receipt", receipt];
-    let message = failure(dir.path(), &with("no/such/receipt.json"));
-    assert!(message.starts_with("--receipt no/such/receipt.json: "), "{message}");
+    let message = failure(dir.path(), &with("source/config.json/receipt.json"));
+    assert!(message.starts_with("--receipt source/config.json/receipt.json: "), "{message}");
     assert!(failure(dir.path(), &with("source")).contains("is a directory, name a file"));
     fs::write(dir.path().join("mine.json"), "mine").unwrap();
     let message = failure(dir.path(), &with("mine.json"));
@@ -392,6 +410,17 @@ fn a_receipt_is_checked_before_the_conversion() {
     assert_eq!(fs::read_to_string(dir.path().join("mine.json")).unwrap(), "mine");
     moh_convert(dir.path()).args(with("mine.json")).arg("--force").assert().success();
     assert!(fs::read_to_string(dir.path().join("mine.json")).unwrap().starts_with('{'));
+}
+
+#[test]
+fn the_directories_of_a_receipt_are_made_with_it() {
+    let dir = workplace();
+    let with = |out| ["--from", "source", "--out", out, "--receipt", "new/d/receipt.json"];
+    let message = failure(dir.path(), &with("source"));
+    assert!(message.contains("holds the source model"), "{message}");
+    moh_convert(dir.path()).args(with("out")).assert().success();
+    let receipt = fs::read_to_string(dir.path().join("new/d/receipt.json")).unwrap();
+    assert!(receipt.starts_with('{'), "{receipt}");
 }
 
 #[test]

@@ -169,7 +169,9 @@ impl Outputs {
             let (name, documents) = (part.prefix.display(), self.documents);
             // No share divides a single document, as a book is.
             let remedy = match documents {
-                1 => "--format paragraphs makes each paragraph of a text a document",
+                1 if options.format != Some(Format::Paragraphs) => {
+                    "--format paragraphs makes each paragraph of a text a document"
+                }
                 _ => "add documents, or give it a larger share in --split",
             };
             let reason = format!("{name}: would have no document, of {documents} in all: {remedy}");

@@ -373,7 +373,11 @@ fn a_book_is_split_by_its_paragraphs() {
     let error = prepare(options, &mut |_, _| {}).unwrap_err().to_string();
     let remedy = "of 1 in all: --format paragraphs makes each paragraph of a text a document";
     assert!(error.ends_with(remedy), "{error}");
+    fs::write(&inputs[0], &paragraphs[0]).unwrap();
     let options = Prepare { format: Some(Format::Paragraphs), ..options };
+    let error = prepare(options, &mut |_, _| {}).unwrap_err().to_string();
+    assert!(error.contains("of 1 in all: add documents"), "{error}");
+    fs::write(&inputs[0], paragraphs.join("\n\n")).unwrap();
     let prepared = prepare(options, &mut |_, _| {}).unwrap();
     let documents: Vec<u64> = prepared.iter().map(|part| part.info.documents).collect();
     assert_eq!(documents, [18, 2]);

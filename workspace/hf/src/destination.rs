@@ -47,13 +47,13 @@ pub fn check_destination(out: &Path, force: bool) -> Result<(), Error> {
 }
 
 /// An entry of a directory.
-struct Entry {
-    name: String,
-    is_file: bool,
+pub(crate) struct Entry {
+    pub name: String,
+    pub is_file: bool,
 }
 
 /// The entries of a directory, sorted; `None` if it does not exist.
-fn list(out: &Path) -> Result<Option<Vec<Entry>>, Error> {
+pub(crate) fn list(out: &Path) -> Result<Option<Vec<Entry>>, Error> {
     let entries = match fs::read_dir(out) {
         Ok(entries) => entries,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),

@@ -31,6 +31,7 @@
 pub mod config_file;
 mod destination;
 mod error;
+mod file_content;
 mod front_matter;
 mod generation_file;
 pub mod model_card;
@@ -52,6 +53,7 @@ pub mod weight_files;
 pub use config_file::ConfigFile;
 pub use destination::check_destination;
 pub use error::Error;
+pub use file_content::{FileContent, PartContent, holds_exactly};
 pub use generation_file::end_tokens;
 pub use model_directory::{
     Contents, PendingModel, ReadBack, TensorSpec, Written, prepare_model, write_model,

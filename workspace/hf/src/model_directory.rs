@@ -17,6 +17,7 @@ use serde_json::{Map, Value, json};
 
 use crate::config_file::CONFIG_FILE;
 use crate::destination::check_destination;
+use crate::file_content::FileContent;
 use crate::model_card::CARD_FILE;
 use crate::read_back::{CheckedFile, WrittenFile};
 use crate::weight_files::{INDEX_FILE, WEIGHTS_FILE, WeightFiles, header_type};
@@ -88,6 +89,8 @@ pub struct Written {
     pub shards: usize,
     /// What was read back.
     pub read_back: ReadBack,
+    /// The content of every file of the directory.
+    pub files: Vec<FileContent>,
 }
 
 /// What was read back of the weight files, after it was synced to the disk.
@@ -192,16 +195,21 @@ pub fn prepare_model<E: From<Error>>(
     check_destination(out, force)?;
     fs::create_dir_all(parent).map_err(Error::io(parent))?;
     let pending = PendingDirectory::create(out).map_err(Error::io(parent))?;
-    let written = write_tensors(pending.path(), model, fill)?;
-    write_description(pending.path(), model)?;
+    let mut written = write_tensors(pending.path(), model, fill)?;
+    write_description(pending.path(), model, &mut written.files)?;
     Ok(PendingModel { pending, out: out.clone(), force, written })
 }
 
 /// Writes what a model directory has beside weights into `dir`: `config.json`, the code of a
-/// Mixture-of-Head model, the card, and copies of the companions.
-fn write_description(dir: &Path, model: &Contents<'_>) -> Result<(), Error> {
-    let put = |name: &OsStr, bytes: &[u8]| {
+/// Mixture-of-Head model, the card, and copies of the companions. Adds their content to `files`.
+fn write_description(
+    dir: &Path,
+    model: &Contents<'_>,
+    files: &mut Vec<FileContent>,
+) -> Result<(), Error> {
+    let mut put = |name: &OsStr, bytes: &[u8]| {
         let path = dir.join(name);
+        files.push(FileContent::of(&name.to_string_lossy(), bytes));
         write_synced(&path, bytes).map_err(Error::io(&path))
     };
     let mut config = serde_json::to_string_pretty(model.config).map_err(|error| {
@@ -261,7 +269,8 @@ fn write_tensors<E: From<Error>>(
     let mut weight_map = Map::new();
     scope(|scope| {
         let mut end = |(shard, file): (&Vec<usize>, WrittenShard<'_, '_>)| -> Result<(), Error> {
-            let (found, read_back) = file.wait()?;
+            let (found, content, read_back) = file.wait()?;
+            written.files.push(content);
             shard.iter().zip(found).for_each(|(&index, hash)| hashes[index] = Some(hash));
             written.read_back.bytes += read_back.bytes;
             written.read_back.from_disk += read_back.from_disk;
@@ -289,7 +298,9 @@ fn write_tensors<E: From<Error>>(
     if shards.len() > 1 {
         let index = json!({"metadata": {"total_size": bytes}, "weight_map": weight_map});
         let path = dir.join(INDEX_FILE);
-        write_synced(&path, format!("{index:#}\n").as_bytes()).map_err(Error::io(&path))?;
+        let text = format!("{index:#}\n");
+        written.files.push(FileContent::of(INDEX_FILE, text.as_bytes()));
+        write_synced(&path, text.as_bytes()).map_err(Error::io(&path))?;
     }
     written.hashes = hashes.into_iter().flatten().collect();
     open_as_reader(dir, model.tensors)?;
@@ -300,7 +311,8 @@ fn write_tensors<E: From<Error>>(
 struct WrittenShard<'scope, 'a> {
     path: PathBuf,
     tensors: Vec<&'a TensorSpec>,
-    bytes: u64,
+    /// The lengths of the header and of each tensor.
+    parts: Vec<u64>,
     file: WrittenFile<'scope>,
 }
 
@@ -315,17 +327,17 @@ impl<'scope, 'a> WrittenShard<'scope, 'a> {
         let header = header(&tensors);
         let lengths = tensors.iter().map(|tensor| tensor.num_bytes());
         let parts: Vec<u64> = [header.len() as u64].into_iter().chain(lengths).collect();
-        let bytes = parts.iter().sum();
-        let mut file =
-            CheckedFile::create(scope, &path, parts, past_cache).map_err(Error::io(&path))?;
+        let mut file = CheckedFile::create(scope, &path, parts.clone(), past_cache)
+            .map_err(Error::io(&path))?;
         write_shard(&mut file, &path, &header, &tensors, fill)?;
         let file = file.finish().map_err(Error::io(&path))?;
-        Ok(WrittenShard { path, tensors, bytes, file })
+        Ok(WrittenShard { path, tensors, parts, file })
     }
 
-    /// The hash of each tensor, equal as it was written and as it was read back, and what was read.
-    fn wait(self) -> Result<(Vec<blake3::Hash>, ReadBack), Error> {
-        let WrittenShard { path, tensors, bytes, file } = self;
+    /// The hash of each tensor, equal as it was written and as it was read back, the content of the file, and
+    /// what was read.
+    fn wait(self) -> Result<(Vec<blake3::Hash>, FileContent, ReadBack), Error> {
+        let WrittenShard { path, tensors, parts, file } = self;
         let (mut hashes, found) = file.wait().map_err(Error::io(&path))?;
         if let Some(part) =
             (0..hashes.len()).find(|&part| found.hashes.get(part) != hashes.get(part))
@@ -335,9 +347,12 @@ impl<'scope, 'a> WrittenShard<'scope, 'a> {
             let name = part.map_or("the header", |tensor| &tensor.name);
             return Err(Error::file(&path, format!("{name} reads back differently than written")));
         }
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let bytes = parts.iter().sum();
+        let content = FileContent::new(&name, parts.into_iter().zip(hashes.iter().copied()));
         hashes.remove(0);
         let from_disk = if found.is_direct { bytes } else { 0 };
-        Ok((hashes, ReadBack { bytes, from_disk }))
+        Ok((hashes, content, ReadBack { bytes, from_disk }))
     }
 }
 

@@ -106,9 +106,10 @@ impl HeadRequest {
         }
         let fewer = if active >= 3 { active / 2 } else { 0 };
         Some(format!(
-            "{}: {shared} shared heads and 1 of {} routed ones: a token selects a single head; \
+            "{}: {shared} shared {} and 1 of {} routed ones: a token selects a single head; \
              --shared-heads {fewer} --routed-top-k {} has as many active heads and more to select",
             share.of(heads),
+            if shared == 1 { "head" } else { "heads" },
             heads - shared,
             active - fewer
         ))
@@ -310,6 +311,7 @@ mod tests {
                         a single head; --shared-heads 2 --routed-top-k 3 has";
         assert!(text.starts_with(expected), "{text}");
         assert!(weakness(0.25, 8).unwrap().contains("--shared-heads 0 --routed-top-k 2 "));
+        assert!(weakness(0.25, 8).unwrap().contains(": 1 shared head and 1 of 7 routed ones"));
         for (active, heads) in [(0.75, 32), (0.75, 8), (0.5, 15), (0.5, 9), (0.1, 8), (1.0, 8)] {
             assert_eq!(weakness(active, heads), None, "{active} of {heads}");
         }

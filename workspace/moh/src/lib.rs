@@ -16,12 +16,14 @@
 //! use moh::{Cpu, Generator, Model, Sampler, Sampling, StoredModel};
 //!
 //! let stored = StoredModel::open("runs/quickstart/export".as_ref())?;
+//! // At most 256 positions, which are the tokens of a sequence.
 //! let mut model: Model<Cpu, f32> = stored.load(Cpu, 256)?;
 //!
 //! let output = model.run(&[vec![17, 42, 99]])?;
 //! println!("heads of the last token in layer 1: {:?}", output.active_heads(1, 0, 2));
 //!
 //! let mut sampler = Sampler::new(1, Sampling::default(), output.vocab_size);
+//! // At most 256 positions, of these tokens and those generated after them.
 //! let logits = Generator::new(&model, 256)?.extend(&[17, 42, 99])?;
 //! println!("next token: {}", sampler.sample(&logits)?);
 //! # assert_eq!(output.active_heads(1, 0, 2).len(), 2);

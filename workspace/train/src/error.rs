@@ -79,6 +79,19 @@ pub enum Error {
         /// Another directory.
         instead: PathBuf,
     },
+    /// The run directory is a file, or a link that leads to no directory.
+    #[error(
+        "{}: run.dir is {what}: choose a directory that is new or a run's, such as --set run.dir={}",
+        path.display(), instead.display()
+    )]
+    NotADirectory {
+        /// The file.
+        path: PathBuf,
+        /// What it is.
+        what: String,
+        /// Another directory.
+        instead: PathBuf,
+    },
     /// A new run would write beside or among what it reads.
     #[error(
         "{}: run.dir {relation} {}, which {key} names and no run may change: choose another run.dir",

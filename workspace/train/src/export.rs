@@ -1,13 +1,16 @@
 //! The export of a finished run: the model in Hugging Face layout.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+use moh_hf::PendingModel;
 use moh_hf::model_directory::{self, Contents, DEFAULT_SHARD_BYTES, Sink, TensorSpec};
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
 use moh_model::layout::ModelLayout;
 
 use crate::checkpoint::{RunState, StoredCheckpoint, TensorKind};
+use crate::export_record::{self, ExportRecord};
 use crate::model_card;
 use crate::source::ModelSource;
 use crate::{Error, Recipe, RunDirectory};
@@ -80,18 +83,30 @@ pub(crate) fn write<B: Backend, T: Element>(
         dtype.write(&values, &mut bytes);
         sink(&bytes)
     };
-    match model_directory::write_model(&run.export(), true, &described, &mut fill) {
-        Ok(_) => Ok(Exported::Complete),
+    match model_directory::prepare_model(&run.export(), true, &described, &mut fill) {
+        Ok(model) => publish(run, model).map(|()| Exported::Complete),
         Err(Ended::Stopped) => Ok(Exported::Stopped),
         Err(Ended::Failed(error)) => Err(error),
     }
 }
 
-/// Moves an export aside that has files which no run has written, and which the next export would delete; returns
-/// where it is then.
-pub(crate) fn keep_foreign(run: &RunDirectory, step: u64) -> Result<Option<PathBuf>, Error> {
+/// Records the files of an export, and gives it its name. Where a process ends between the two, the next export keeps
+/// an older one that it would have replaced.
+fn publish(run: &RunDirectory, model: PendingModel) -> Result<(), Error> {
+    ExportRecord::new(model.written().files.clone()).write(run)?;
+    model.publish()?;
+    Ok(())
+}
+
+/// Moves an export aside that is not as the run has written it, and which the next export would delete; returns where
+/// it is then.
+pub(crate) fn keep_changed(run: &RunDirectory, step: u64) -> Result<Option<PathBuf>, Error> {
     let place = run.export();
-    if moh_hf::check_destination(&place, true).is_ok() {
+    let is_absent = match std::fs::read_dir(&place) {
+        Ok(mut entries) => entries.next().is_none(),
+        Err(error) => error.kind() == ErrorKind::NotFound,
+    };
+    if is_absent || export_record::is_unchanged(run)? {
         return Ok(None);
     }
     let aside = run.export_aside(step);

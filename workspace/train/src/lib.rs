@@ -11,6 +11,7 @@ mod epochs;
 mod error;
 mod event;
 mod export;
+mod export_record;
 mod growth;
 pub mod guard;
 mod held_directory;

@@ -21,7 +21,7 @@ pub(crate) const REWOUND: &str = "rewound-step-";
 /// Begins the names of directories with what a run left after the step from which it resumed.
 pub(crate) const AFTER: &str = "after-step-";
 
-/// Begins the names of exports with files of a user's, before which a run has written another one.
+/// Begins the names of exports that a user has changed, before which a run has written another one.
 const EXPORT_BEFORE: &str = "export-before-step-";
 
 /// The paths of a run directory.
@@ -145,7 +145,12 @@ impl RunDirectory {
         self.root.join("export")
     }
 
-    /// A free name for an export with files of a user's, before the export of `step` is written.
+    /// The content of the files of the export.
+    pub(crate) fn export_record(&self) -> PathBuf {
+        self.root.join("exported-files.json")
+    }
+
+    /// A free name for an export that a user has changed, before the export of `step` is written.
     pub(crate) fn export_aside(&self, step: u64) -> PathBuf {
         first_free_suffixed(|suffix| self.root.join(format!("{EXPORT_BEFORE}{step}{suffix}")))
     }

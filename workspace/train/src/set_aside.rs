@@ -8,7 +8,7 @@ use crate::error::unless_missing;
 use crate::run_directory::{AFTER, first_free_suffixed};
 use crate::{Error, RunDirectory};
 
-/// Moves the checkpoints after `step`, the summary and the export aside, with a copy of the metrics;
+/// Moves the checkpoints after `step`, the summary and the export with its record aside, with a copy of the metrics;
 /// returns the new directory, or `None` if there was nothing to move. The caller has locked the directory
 /// and checked the checkpoint of `step`.
 ///
@@ -21,7 +21,10 @@ pub(crate) fn set_later_aside(run: &RunDirectory, step: u64) -> Result<Option<Pa
         (run.summary(), RunDirectory::summary as fn(&_) -> _),
         (run.export(), RunDirectory::export),
     ];
-    let results: Vec<_> = results.into_iter().filter(|(path, _)| path.exists()).collect();
+    let record = (run.export_record(), RunDirectory::export_record as fn(&_) -> _);
+    let record = Some(record).filter(|_| run.export().exists());
+    let results: Vec<_> =
+        results.into_iter().chain(record).filter(|(path, _)| path.exists()).collect();
     if later.is_empty() && results.is_empty() {
         return Ok(None);
     }

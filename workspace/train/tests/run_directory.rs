@@ -308,7 +308,7 @@ fn a_removed_directory_ends_the_run_and_is_not_made_again() {
 }
 
 #[test]
-fn an_export_with_files_of_a_user_is_kept_when_the_run_goes_on() {
+fn an_export_that_a_user_has_changed_is_kept_when_the_run_goes_on() {
     let place = Workplace::new();
     let recipe = place.recipe(&[]);
     let export = RunDirectory::new(&recipe.run.dir).export();
@@ -325,7 +325,16 @@ fn an_export_with_files_of_a_user_is_kept_when_the_run_goes_on() {
         assert_eq!(fs::read(aside.join(name)).unwrap(), bytes);
     }
     assert!(!export.join("model.gguf").exists() && export.join("config.json").is_file());
+    // Weights of a user's under the run's name, of the same length.
+    let weights = export.join("model.safetensors");
+    let mut mine = fs::read(&weights).unwrap();
+    *mine.last_mut().unwrap() ^= 1;
+    fs::write(&weights, &mine).unwrap();
+    let heard = warnings(&place.recipe(&["stage.moh.tokens=448"]));
+    assert!(heard.iter().any(|text| text.ends_with("export-before-step-12")), "{heard:?}");
+    let aside = recipe.run.dir.join("export-before-step-12");
+    assert_eq!(fs::read(aside.join("model.safetensors")).unwrap(), mine);
     // One that nobody has touched is replaced.
-    assert!(warnings(&place.recipe(&["stage.moh.tokens=448"])).is_empty());
-    assert!(!recipe.run.dir.join("export-before-step-12").exists());
+    assert!(warnings(&place.recipe(&["stage.moh.tokens=512"])).is_empty());
+    assert!(!recipe.run.dir.join("export-before-step-13").exists());
 }

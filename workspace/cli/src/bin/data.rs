@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, ValueEnum};
+use moh_cli::arguments::at_least;
 use moh_cli::progress::Bar;
 use moh_cli::{counted, exit, models};
 use moh_data::{
@@ -85,7 +86,7 @@ struct PrepareArguments {
     #[arg(long)]
     split_special_tokens: bool,
     /// Write PREFIX-train and PREFIX-validation with these shares of the documents, as in 0.99,0.01
-    #[arg(long, value_name = "SHARE,SHARE")]
+    #[arg(long, value_name = "SHARE,SHARE", allow_hyphen_values = true)]
     split: Option<Split>,
     #[command(flatten)]
     inputs: InputArguments,
@@ -130,10 +131,10 @@ impl InputArguments {
 #[derive(clap::Args)]
 struct StoriesArguments {
     /// Seed; the same seed gives the same stories
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = at_least::<u64>(0))]
     seed: u64,
     /// Number of stories
-    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_parser = at_least::<u64>(1))]
     count: u64,
     /// Setting of the stories
     #[arg(long, value_enum, default_value_t = SettingName::Village)]
@@ -157,7 +158,7 @@ enum SettingName {
 #[derive(clap::Args)]
 struct TokenizerArguments {
     /// Requested number of ids, including special tokens and bytes
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = at_least::<usize>(1))]
     vocab_size: usize,
     /// Directory for the tokenizer's files
     #[arg(long, value_name = "DIR")]
@@ -177,7 +178,7 @@ struct InfoArguments {
 }
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+    let arguments = moh_cli::arguments::parse::<Arguments>();
     exit::run(|| {
         exit::remove_temporary_files_on_signals()?;
         match arguments.command {

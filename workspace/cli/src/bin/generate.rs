@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use anyhow::Context as _;
 use clap::{ArgGroup, Parser};
+use moh_cli::arguments::at_least;
 use moh_cli::chat::{ChatTemplate, Message};
 use moh_cli::{counted, exit, models};
 use moh_data::TextTokenizer;
@@ -39,7 +40,7 @@ struct Arguments {
     #[arg(long)]
     revision: Option<String>,
     /// Text to continue
-    #[arg(long)]
+    #[arg(long, allow_hyphen_values = true)]
     prompt: Option<String>,
     /// File with the text to continue, without its final newline; - reads standard input
     #[arg(long, value_name = "FILE")]
@@ -48,22 +49,22 @@ struct Arguments {
     #[arg(long)]
     chat: bool,
     /// System message before the user's
-    #[arg(long, value_name = "TEXT", requires = "chat")]
+    #[arg(long, value_name = "TEXT", requires = "chat", allow_hyphen_values = true)]
     system: Option<String>,
     /// Maximum number of tokens to generate
-    #[arg(long, default_value_t = 256, value_name = "TOKENS", allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 256, value_name = "TOKENS", value_parser = at_least::<usize>(0))]
     max_tokens: usize,
     /// Sampling temperature; 0 always selects the most likely token [default: 0, or 1 with --top-k or --top-p]
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long)]
     temperature: Option<f64>,
     /// Sample from this many most likely tokens
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long, value_parser = at_least::<usize>(1))]
     top_k: Option<usize>,
     /// Sample from the most likely tokens, of those of --top-k, whose probabilities add up to this
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long)]
     top_p: Option<f64>,
     /// Seed of the sampling
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = at_least::<u64>(0))]
     seed: u64,
     /// Element type of the computation
     #[arg(long, value_parser = models::element_types(), default_value = "f32")]
@@ -85,7 +86,7 @@ impl Compute for Generate<'_> {
 
 fn main() -> ExitCode {
     exit::run(|| {
-        let arguments = Arguments::parse();
+        let arguments = moh_cli::arguments::parse::<Arguments>();
         check(&arguments)?;
         models::open(arguments.device)?.compute(arguments.dtype, Generate(&arguments))
     })

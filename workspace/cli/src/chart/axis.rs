@@ -44,6 +44,10 @@ impl Axis {
         Axis { range: Range { low, ..range }, is_log: true }
     }
 
+    pub(super) fn is_log(&self) -> bool {
+        self.is_log
+    }
+
     fn scaled(&self, value: f64) -> f64 {
         if self.is_log { value.log10() } else { value }
     }

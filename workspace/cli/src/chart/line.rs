@@ -4,7 +4,7 @@ use maud::{Markup, PreEscaped, html};
 
 use super::axis::{Axis, Tick};
 use super::marks::{self, Mark, Placed};
-use super::scale::{Range, is_drawable, short, value_range};
+use super::scale::{Range, is_drawable, short, weighted_range};
 use super::thin::{Segment, thin};
 use super::{COLORS, DASHES, STYLE, at, shorten, width};
 
@@ -136,6 +136,15 @@ impl Plot {
     }
 }
 
+/// The width that a point of a curve takes on a logarithmic axis: half of the way to each neighbour.
+fn width_on_log(points: &[(f64, f64)], index: usize) -> f64 {
+    let log = |index: usize| points.get(index).map(|point| point.0.ln()).filter(|x| x.is_finite());
+    let Some(here) = log(index) else { return 0.0 };
+    let before = index.checked_sub(1).and_then(log).unwrap_or(here);
+    let after = log(index + 1).unwrap_or(here);
+    (0.5 * (after - before)).max(0.0)
+}
+
 impl LineChart {
     /// Whether there is no value to draw.
     pub fn is_empty(&self) -> bool {
@@ -206,14 +215,20 @@ impl LineChart {
 
     fn values(&self) -> Axis {
         let scaled = |value: f64| if self.log_values { value.log10() } else { value };
-        let lines =
-            self.lines.iter().flat_map(|line| line.points.iter().map(|point| scaled(point.1)));
+        let is_log = self.range_across().is_log();
+        let lines = self.lines.iter().flat_map(|line| {
+            let weights = line.points.iter().enumerate().map(move |(index, _)| match is_log {
+                true => width_on_log(&line.points, index),
+                false => 1.0,
+            });
+            line.points.iter().zip(weights).map(|(point, weight)| (scaled(point.1), weight))
+        });
         let seen = self.seen.iter().copied().chain(self.reference.iter().map(|known| known.0));
         let seen: Vec<f64> = seen.map(scaled).collect();
         let from_zero = self.from_zero && !self.log_values;
         let range = match self.all_seen {
-            true => Range::of_all(lines.chain(seen), from_zero),
-            false => value_range(lines, &seen, from_zero),
+            true => Range::of_all(lines.map(|(value, _)| value).chain(seen), from_zero),
+            false => weighted_range(lines, &seen, from_zero),
         };
         if self.log_values { Axis::log(range) } else { Axis::linear(range) }
     }
@@ -255,9 +270,11 @@ impl LineChart {
             @for Tick { value, label } in &across {
                 @let x = plot.x(*value);
                 path class="base" d={ "M" (at(x)) " " (at(plot.bottom)) "v4" } {}
-                // The last label may be wider than the room on the right of the plot.
-                @let middle = x.min(plot.right + LEAST_ROOM - width(label) / 2.0);
-                text class="quiet" x=(at(middle)) y=(at(plot.bottom + 17.0)) text-anchor="middle" {
+                // The last label may be wider than the room on the right of the plot, in some fonts than its estimate.
+                @let edge = plot.right + LEAST_ROOM - 1.0;
+                @let is_last = x + 0.6 * width(label) > edge;
+                @let (x, anchor) = if is_last { (edge, "end") } else { (x, "middle") };
+                text class="quiet" x=(at(x)) y=(at(plot.bottom + 17.0)) text-anchor=(anchor) {
                     (label)
                 }
             }

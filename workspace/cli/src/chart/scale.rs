@@ -63,24 +63,45 @@ pub fn is_drawable(value: f64) -> bool {
 }
 
 /// The values that an axis shows: all, but for a few far above the others, as of the first steps of a new
-/// model or of a step that failed. They would leave no room for the rest. Values of `seen`, which are not counted
-/// among the others, are left out only where the others would be all but a line.
-pub fn value_range(values: impl IntoIterator<Item = f64>, seen: &[f64], from_zero: bool) -> Range {
-    let mut values: Vec<f64> = values.into_iter().filter(|&value| is_drawable(value)).collect();
-    let count = values.len();
-    if count < MANY {
-        return Range::of_all(values.into_iter().chain(seen.iter().copied()), from_zero);
-    }
-    let lowest = values.iter().copied().fold(f64::INFINITY, f64::min);
+/// model or of a step that failed. They would leave no room for the rest. A value has the weight of the room that it takes
+/// across the chart. Values of `seen`, which are not counted among the others, are left out only where the others would be
+/// all but a line.
+pub fn weighted_range(
+    values: impl IntoIterator<Item = (f64, f64)>,
+    seen: &[f64],
+    from_zero: bool,
+) -> Range {
+    let mut values: Vec<(f64, f64)> =
+        values.into_iter().filter(|&(value, _)| is_drawable(value)).collect();
+    values.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
+    let all = || values.iter().map(|&(value, _)| value);
+    let total: f64 = values.iter().map(|&(_, weight)| weight).sum();
+    let lowest = all().next().filter(|_| values.len() >= MANY && total > 0.0);
+    let Some(lowest) = lowest else {
+        return Range::of_all(all().chain(seen.iter().copied()), from_zero);
+    };
     let low = if from_zero { lowest.min(0.0) } else { lowest };
-    let mut nth = |place: usize| *values.select_nth_unstable_by(place, f64::total_cmp).1;
-    let (most, nearly_all) = (nth(count * 3 / 4), nth(count - 1 - count / MANY));
+    let most = first_beyond(values.iter(), total * 0.75);
+    // From the highest on: what is left out.
+    let nearly_all = first_beyond(values.iter().rev(), total / MANY as f64);
     // Without a spread, any difference is what one wants to see.
     let limit = |fence| if most > low { low + fence * (most - low) } else { f64::INFINITY };
     let fence = limit(FENCE).max(nearly_all);
-    let near = values.into_iter().filter(|&value| value <= fence);
+    let near = all().filter(|&value| value <= fence);
     let seen = seen.iter().copied().filter(|&value| value <= limit(WIDE_FENCE));
     Range::of_all(near.chain(seen), from_zero)
+}
+
+/// The first value at which the weights, up to its own, are more than `limit`, or the last one.
+fn first_beyond<'a>(values: impl Iterator<Item = &'a (f64, f64)>, limit: f64) -> f64 {
+    let (mut sum, mut last) = (0.0, f64::NAN);
+    for &(value, weight) in values {
+        (sum, last) = (sum + weight, value);
+        if sum > limit {
+            break;
+        }
+    }
+    last
 }
 
 /// The ticks of an axis.
@@ -186,6 +207,11 @@ pub fn short(value: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The range of values of the same weight.
+    fn value_range(values: impl IntoIterator<Item = f64>, seen: &[f64], from_zero: bool) -> Range {
+        weighted_range(values.into_iter().map(|value| (value, 1.0)), seen, from_zero)
+    }
 
     fn labels(low: f64, high: f64, most: usize) -> Vec<String> {
         let ticks = Ticks::new(Range { low, high }, most, 0.0);

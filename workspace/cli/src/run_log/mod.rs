@@ -182,10 +182,15 @@ impl RunLog {
     }
 }
 
-/// Whether the directory `root` is that of a run.
+/// Whether the directory `root` is that of a run: marked as one, or with two of a run's recipe, metrics, summary and
+/// checkpoints, as a copy without the mark or what a run has moved aside. One of these names alone may be anybody's.
 pub fn is_run(root: &Path) -> bool {
     let run = RunDirectory::new(root);
-    run.recipe().is_file() || run.metrics().is_file() || run.summary().is_file()
+    let files = [run.recipe(), run.metrics(), run.summary()].map(|path| path.is_file());
+    let has_checkpoints = run.checkpoint_steps().is_ok_and(|steps| !steps.is_empty());
+    let found = files.into_iter().chain([has_checkpoints]).filter(|&is_there| is_there).count();
+    // A directory that cannot be read is named when its files are.
+    found >= 2 || run.is_run().unwrap_or(true)
 }
 
 fn read_steps(

@@ -8,6 +8,11 @@ const LINE: &str = r#"{"stage":"adapt","step":1,"tokens":8,"loss":2.0,"balance_l
 
 /// A run directory with these files.
 fn run(files: &[(&str, &str)]) -> tempfile::TempDir {
+    directory(&[&[(".moh-run", "")], files].concat())
+}
+
+/// A directory with these files.
+fn directory(files: &[(&str, &str)]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     for (name, text) in files {
         fs::write(dir.path().join(name), text).unwrap();
@@ -23,9 +28,16 @@ fn line(step: u64, change: &str) -> String {
 
 #[test]
 fn a_directory_without_a_run_is_refused() {
-    let dir = run(&[("notes.txt", "")]);
-    let error = RunLog::read(dir.path()).unwrap_err().to_string();
-    assert!(error.contains("is not a run directory"), "{error}");
+    for name in ["notes.txt", "metrics.jsonl", "recipe.toml", "summary.json"] {
+        let dir = directory(&[(name, "")]);
+        let error = RunLog::read(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("is not a run directory"), "{error}");
+    }
+    assert!(is_run(directory(&[("recipe.toml", ""), ("metrics.jsonl", "")]).path()));
+    // As in `after-step-N`.
+    let aside = directory(&[("metrics.jsonl", "")]);
+    fs::create_dir_all(aside.path().join("checkpoints/step-3")).unwrap();
+    assert!(is_run(aside.path()));
 }
 
 #[test]

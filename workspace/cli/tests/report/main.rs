@@ -35,6 +35,7 @@ fn write_run(dir: &Path, name: &str, steps: &[Value]) {
     let run = dir.join(name);
     fs::create_dir_all(&run).unwrap();
     let lines: String = steps.iter().map(|step| format!("{step}\n")).collect();
+    fs::write(run.join(".moh-run"), "").unwrap();
     fs::write(run.join("metrics.jsonl"), lines).unwrap();
 }
 

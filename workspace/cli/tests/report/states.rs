@@ -73,6 +73,7 @@ fn a_finished_run_has_every_section() {
 fn a_run_that_has_just_begun_has_a_page() {
     let dir = empty();
     fs::create_dir(dir.path().join("run")).unwrap();
+    fs::write(dir.path().join("run/.moh-run"), "").unwrap();
     fs::write(dir.path().join("run/recipe.toml"), "[run]\nseed = \"<b>\"\n").unwrap();
     let page = page(dir.path(), "run");
     for expected in [
@@ -151,6 +152,7 @@ fn a_long_run_has_a_small_page_with_its_spikes() {
         )
         .unwrap();
     }
+    fs::write(run.join(".moh-run"), "").unwrap();
     fs::write(run.join("metrics.jsonl"), text).unwrap();
     let page = page(dir.path(), "run");
     assert!(page.len() < 500_000, "{} bytes", page.len());

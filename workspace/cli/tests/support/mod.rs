@@ -13,6 +13,7 @@ use moh_model::{HeadCounts, MohConfig, RouterKind};
 use serde_json::{Value, json};
 
 pub mod job;
+pub mod options;
 pub mod source;
 
 #[allow(unused_imports)] // As above.

@@ -77,6 +77,38 @@ fn the_recipe_of_a_moved_run_is_that_run_unless_the_command_names_another() {
     assert!(results(&dir.path().join("again")) == results(&dir.path().join("moved")));
 }
 
+#[cfg(unix)]
+#[test]
+fn a_link_to_the_recipe_of_a_moved_run_is_that_run() {
+    let dir = prepared();
+    success(&mut short(dir.path(), &[]));
+    fs::rename(dir.path().join("run"), dir.path().join("moved")).unwrap();
+    for (target, link) in [("moved/recipe.toml", "g.toml"), ("g.toml", "again.toml")] {
+        std::os::unix::fs::symlink(target, dir.path().join(link)).unwrap();
+    }
+    let output = program(PROGRAM, dir.path()).args(["--recipe", "again.toml"]).output().unwrap();
+    let expected =
+        "again.toml is the recipe of the run that it is a link to, so run.dir is moved, not run\n";
+    assert_eq!(stderr(&output), expected);
+    assert!(output.stdout.starts_with(b"this run has already finished\n"));
+    assert!(!dir.path().join("run").exists());
+}
+
+#[cfg(unix)]
+#[test]
+fn a_run_directory_that_is_no_directory_is_refused() {
+    let dir = prepared();
+    fs::write(dir.path().join("afile"), "mine").unwrap();
+    let message = failure(dir.path(), &mut short(dir.path(), &["run.dir=afile"]), 1);
+    let expected = "afile: run.dir is a file: choose a directory that is new or a run's, such as \
+                    --set run.dir=afile-2";
+    assert_eq!(message, expected);
+    std::os::unix::fs::symlink("missing", dir.path().join("alink")).unwrap();
+    let message = failure(dir.path(), &mut short(dir.path(), &["run.dir=alink"]), 1);
+    let expected = "alink: run.dir is a link to missing, which is not a directory: ";
+    assert!(message.starts_with(expected), "{message}");
+}
+
 #[test]
 fn another_recipe_is_refused_with_a_command_that_starts_another_run() {
     let dir = prepared();

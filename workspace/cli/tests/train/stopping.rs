@@ -28,6 +28,7 @@ fn a_killed_run_ends_as_one_that_was_not() {
         ".moh-run",
         "checkpoints",
         "export",
+        "exported-files.json",
         "has-checkpoints",
         "inputs.json",
         "machine.json",
@@ -66,7 +67,7 @@ fn a_terminated_run_exits_with_75_and_continues() {
 }
 
 const ACKNOWLEDGED: &str =
-    "stopping after this step with a checkpoint; again to abort without one\n";
+    "stopping, with a checkpoint if a step was taken; again to abort without one\n";
 
 fn next_line(reader: &mut BufReader<ChildStderr>) -> String {
     let mut line = String::new();

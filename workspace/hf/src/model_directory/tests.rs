@@ -52,6 +52,7 @@ fn what_is_written_reads_back() {
         let out = dir.path().join(format!("deeper/m{max}"));
         let written = write(&out, false, max).unwrap();
         assert_eq!((written.shards, written.bytes), (files, 60), "{max}");
+        assert!(crate::holds_exactly(&out, &written.files).unwrap(), "{max}");
         let weights = names(&out).into_iter().filter(|name| name.ends_with(".safetensors"));
         let bytes = weights.map(|name| fs::metadata(out.join(name)).unwrap().len()).sum();
         assert_eq!(written.read_back.bytes, bytes);

@@ -27,6 +27,11 @@ impl Lines {
         lines
     }
 
+    /// Whether the file has `key`.
+    pub(crate) fn has(&self, key: &str) -> bool {
+        self.0.contains_key(key)
+    }
+
     /// The line, from 1, of `key`, or else of the innermost table around it that the file has.
     pub(crate) fn line(&self, key: &str) -> Option<usize> {
         let mut key = key;

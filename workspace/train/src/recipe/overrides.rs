@@ -77,9 +77,9 @@ impl<'a> Origins<'a> {
             }
         }
         let line = |fault: &Fault| self.lines.line(&fault.key);
-        let place = |fault: &Fault| match self.override_of(&fault.key) {
-            Some(_) => (true, None),
-            None => (false, line(fault)),
+        let place = |fault: &Fault| match self.is_of_override(&fault.key) {
+            true => (true, None),
+            false => (false, line(fault)),
         };
         faults.sort_by_key(place);
         for fault in &mut faults {
@@ -91,6 +91,12 @@ impl<'a> Origins<'a> {
             };
         }
         faults
+    }
+
+    /// Whether an override has set `key`, a table around it, or, where the file has no such key, one in it.
+    fn is_of_override(&self, key: &str) -> bool {
+        let has_set_within = || self.overridden.keys().any(|overridden| is_below(overridden, key));
+        self.override_of(key).is_some() || (!self.lines.has(key) && has_set_within())
     }
 
     /// The override that has set `key` or a table around it.

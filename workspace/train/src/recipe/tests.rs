@@ -295,6 +295,7 @@ fn wrong_overrides_are_named() {
             "stage.moh.moh.routed_topk=3",
             "--set: stage.moh.moh.routed_topk: unknown key, did you mean stage.moh.moh.routed_top_k",
         ),
+        ("data.validation.3.batches=2", "--set: data.validation.3: unknown key"),
         ("run.seed.x=3", "--set: run.seed.x: \"x\" is below a value that is not a table"),
         ("run.seed", "--set: \"run.seed\": expected key=value"),
         ("=3", "expected key=value"),

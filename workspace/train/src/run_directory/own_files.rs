@@ -18,9 +18,10 @@ use crate::{Error, Recipe};
 pub(super) const MARK: &str = ".moh-run";
 
 /// The files and directories that a run has at most once.
-const SINGLE: [&str; 14] = [
+const SINGLE: [&str; 15] = [
     "checkpoints",
     "export",
+    "exported-files.json",
     "growth.jsonl",
     "has-checkpoints",
     "inputs.json",
@@ -125,14 +126,23 @@ impl RunDirectory {
         self.root.join(MARK)
     }
 
-    /// The run whose `recipe.toml` is the file at `path`; `None` for any other file.
+    /// The run whose `recipe.toml` is the file at `path`, or the one that it is a link to; `None` for any other file.
     ///
     /// # Errors
     /// Fails if the directory of checkpoints exists and cannot be listed.
     pub fn of_recipe(path: &Path) -> Result<Option<Self>, Error> {
-        let run = RunDirectory::new(moh_files::parent(path));
-        let is_its_name = path.file_name().is_some_and(|name| name == "recipe.toml");
-        Ok((is_its_name && run.is_run()?).then_some(run))
+        let mut path = path.to_owned();
+        loop {
+            let run = RunDirectory::new(moh_files::parent(&path));
+            let is_its_name = path.file_name().is_some_and(|name| name == "recipe.toml");
+            if is_its_name && run.is_run()? {
+                return Ok(Some(run));
+            }
+            // A file that is there ends a chain of links.
+            let target = path.read_link().ok().filter(|_| path.is_file());
+            let Some(target) = target else { return Ok(None) };
+            path = path.parent().unwrap_or(Path::new("")).join(target);
+        }
     }
 
     /// Whether the directory is a run's: marked, or left by a version without marks.
@@ -156,8 +166,17 @@ impl RunDirectory {
     /// Fails if a run must not take the directory: it is neither absent nor empty nor a run's.
     ///
     /// # Errors
-    /// [`Error::NotARun`] with what the directory holds; fails also if it is no directory or cannot be listed.
+    /// [`Error::NotARun`] with what the directory holds, [`Error::NotADirectory`] if it is none; fails also if it
+    /// cannot be listed.
     pub fn check(&self) -> Result<(), Error> {
+        if self.root.symlink_metadata().is_ok() && !self.root.is_dir() {
+            let what = match self.root.read_link() {
+                Ok(target) => format!("a link to {}, which is not a directory", target.display()),
+                Err(_) => "a file".to_owned(),
+            };
+            let instead = self.free_sibling();
+            return Err(Error::NotADirectory { path: self.root.clone(), what, instead });
+        }
         if self.is_run()? {
             return Ok(());
         }

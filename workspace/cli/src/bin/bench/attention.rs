@@ -2,7 +2,7 @@
 //!
 //! The cases alternate, run by run, so that other load on the machine affects all of them.
 
-use clap::builder::RangedU64ValueParser;
+use moh_cli::arguments::{at_least, between, not_negative};
 use moh_cli::exit::Usage;
 use moh_cli::models;
 use moh_device::{InElements, in_elements};
@@ -35,17 +35,19 @@ pub struct AttentionArguments {
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = count())]
     head_dim: usize,
     /// Tokens of a sequence
-    #[arg(long, value_name = "TOKENS", default_value_t = 2048)]
+    #[arg(long, value_name = "TOKENS", default_value_t = 2048, value_parser = at_least::<usize>(0))]
     length: usize,
     /// Sequences
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least::<usize>(0))]
     batch: usize,
     /// Fractions of the heads that are active
-    #[arg(long, value_name = "SHARES", value_delimiter = ',', default_value = "1.0,0.75,0.5")]
+    #[arg(long, value_name = "SHARES", value_delimiter = ',', allow_hyphen_values = true)]
+    #[arg(default_value = "1.0,0.75,0.5")]
     active: Vec<f64>,
     /// Shared heads, active for every token: one count per fraction, or one for all; the default is
     /// half of the heads, or half of the active heads if at most half are active
-    #[arg(long, value_name = "COUNTS", value_delimiter = ',')]
+    #[arg(long, value_name = "COUNTS", value_delimiter = ',', allow_hyphen_values = true)]
+    #[arg(value_parser = at_least::<usize>(0))]
     shared_heads: Vec<usize>,
     /// Type of queries, keys and values
     #[arg(long, value_parser = models::element_types(), default_value = "f32")]
@@ -53,15 +55,15 @@ pub struct AttentionArguments {
     #[command(flatten)]
     device: DeviceArguments,
     /// Minimum seconds of all runs together; every case runs at least three times
-    #[arg(long, default_value_t = 10.0)]
+    #[arg(long, default_value_t = 10.0, value_parser = not_negative)]
     seconds: f64,
     /// Print JSON
     #[arg(long)]
     json: bool,
 }
 
-fn count() -> RangedU64ValueParser<usize> {
-    RangedU64ValueParser::new().range(1..=1 << 16)
+fn count() -> impl Fn(&str) -> Result<usize, String> + Clone + Send + Sync + 'static {
+    between(1, 1 << 16)
 }
 
 /// The measurements of one fraction of active heads.

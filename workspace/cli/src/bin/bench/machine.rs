@@ -7,7 +7,6 @@ use std::hint::black_box;
 use std::process::Command;
 
 use anyhow::{Context as _, bail};
-use clap::builder::RangedU64ValueParser;
 use half::bf16;
 use indicatif::HumanBytes;
 use moh_kernels::cases::Sizes;
@@ -19,6 +18,7 @@ use crate::device::Bench;
 use crate::limits::{self, Machine, gflops};
 use crate::report;
 use crate::timing::Rates;
+use moh_cli::arguments::{between, not_negative};
 use moh_cli::processor::{Processor, plural};
 
 /// Minimum bytes that are read or copied, if the caches are small or not known.
@@ -34,7 +34,7 @@ pub struct MachineArguments {
     #[arg(long, value_name = "N", default_value_t = 2048, value_parser = size())]
     size: usize,
     /// Minimum seconds of each measurement
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, value_parser = not_negative)]
     seconds: f64,
     /// Print JSON
     #[arg(long)]
@@ -44,8 +44,8 @@ pub struct MachineArguments {
     only_bf16: bool,
 }
 
-fn size() -> RangedU64ValueParser<usize> {
-    RangedU64ValueParser::new().range(1..=1 << 14)
+fn size() -> impl Fn(&str) -> Result<usize, String> + Clone + Send + Sync + 'static {
+    between(1, 1 << 14)
 }
 
 /// What a rate is the limit of.

@@ -68,7 +68,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    exit::run(|| match Arguments::parse().command {
+    exit::run(|| match moh_cli::arguments::parse::<Arguments>().command {
         Command::Step(arguments) => step::run(&arguments),
         Command::Attention(arguments) => attention::run(&arguments),
         Command::Operators(arguments) => operators::run(&arguments),

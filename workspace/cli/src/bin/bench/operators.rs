@@ -26,7 +26,7 @@ pub struct OperatorsArguments {
     #[command(flatten)]
     device: DeviceArguments,
     /// Minimum seconds of each case; every case runs at least three times
-    #[arg(long, default_value_t = 0.3)]
+    #[arg(long, default_value_t = 0.3, value_parser = moh_cli::arguments::not_negative)]
     seconds: f64,
     /// Print JSON
     #[arg(long)]

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
+use moh_cli::arguments::at_least;
 use moh_cli::exit::Usage;
 use moh_cli::models;
 use moh_hf::ConfigFile;
@@ -37,9 +38,11 @@ pub struct StepArguments {
     config: Option<PathBuf>,
     /// Sequences per step, with --config
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "recipe")]
+    #[arg(value_parser = at_least::<usize>(0))]
     batch: usize,
     /// Tokens per sequence, with --config
     #[arg(long, value_name = "TOKENS", default_value_t = 512, conflicts_with = "recipe")]
+    #[arg(value_parser = at_least::<usize>(0))]
     length: usize,
     /// Number of layers, instead of the model's
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
@@ -52,7 +55,7 @@ pub struct StepArguments {
     #[arg(long, value_name = "SHARE")]
     active: Option<f64>,
     /// Shared heads, active for every token
-    #[arg(long, value_name = "N", requires = "active")]
+    #[arg(long, value_name = "N", requires = "active", value_parser = at_least::<usize>(0))]
     shared_heads: Option<usize>,
     /// Dense attention, even if the recipe or the configuration has Mixture-of-Head
     #[arg(long, conflicts_with = "active")]
@@ -63,7 +66,7 @@ pub struct StepArguments {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub steps: Option<u32>,
     /// Warm-up steps, which are not measured
-    #[arg(long, value_name = "N", default_value_t = 2)]
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = at_least::<u32>(0))]
     pub warmup: u32,
     /// Take one more step, and show a GPU's time in it by kernel; needs NVIDIA's CUPTI library
     #[arg(long)]

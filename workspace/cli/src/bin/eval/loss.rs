@@ -3,6 +3,7 @@
 use std::io::stdout;
 use std::path::{Path, PathBuf};
 
+use moh_cli::arguments::at_least;
 use moh_cli::models;
 use moh_cli::progress::Bar;
 use moh_cli::{counted, exit};
@@ -32,11 +33,10 @@ pub(crate) struct LossArguments {
     #[arg(long, value_name = "PREFIX", required = true)]
     data: Vec<PathBuf>,
     /// Tokens per window [default: 2048, or the shortest context length of the models if that is less]
-    #[arg(long, value_name = "TOKENS", allow_negative_numbers = true)]
+    #[arg(long, value_name = "TOKENS", value_parser = at_least::<usize>(0))]
     sequence_length: Option<usize>,
     /// Only this many windows of each file, spread evenly over it
-    #[arg(long, value_name = "WINDOWS", value_parser = clap::value_parser!(u64).range(1..))]
-    #[arg(allow_negative_numbers = true)]
+    #[arg(long, value_name = "WINDOWS", value_parser = at_least::<u64>(1))]
     limit: Option<u64>,
     /// Print JSON instead of text
     #[arg(long)]

@@ -74,7 +74,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    exit::run(|| match Arguments::parse().command {
+    exit::run(|| match moh_cli::arguments::parse::<Arguments>().command {
         Command::Loss(arguments) => arguments.run(),
         Command::Logits(arguments) => arguments.run(),
         Command::Tasks(arguments) => arguments.run(),

@@ -4,6 +4,7 @@ use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
+use moh_cli::arguments::at_least;
 use moh_cli::models;
 use moh_cli::progress::Bar;
 use moh_cli::{counted, exit};
@@ -29,10 +30,10 @@ pub(crate) struct TasksArguments {
     revision: Option<String>,
     /// Maximum tokens that the model reads of an example, whose context loses its beginning; the model's
     /// context length if omitted
-    #[arg(long, value_name = "TOKENS")]
+    #[arg(long, value_name = "TOKENS", value_parser = at_least::<usize>(0))]
     max_length: Option<usize>,
     /// Only the first examples of each file
-    #[arg(long, value_name = "EXAMPLES")]
+    #[arg(long, value_name = "EXAMPLES", value_parser = at_least::<usize>(0))]
     limit: Option<usize>,
     /// Print JSON instead of a table
     #[arg(long)]

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
+use moh_cli::arguments;
 use moh_cli::exit::{self, Usage, stderr_line};
 use moh_cli::report::{self, PAGE};
 
@@ -47,7 +48,7 @@ struct Arguments {
 
 fn main() -> ExitCode {
     exit::run(|| {
-        let arguments = Arguments::parse();
+        let arguments = arguments::parse::<Arguments>();
         match arguments.watch {
             true => watch::serve(arguments.runs, arguments.port),
             false => write(&arguments),

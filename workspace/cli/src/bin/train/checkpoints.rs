@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use anyhow::bail;
 use clap::{Args, Subcommand};
 use indicatif::{HumanBytes, HumanCount};
+use moh_cli::arguments::at_least;
 use moh_cli::{counted, utc};
 use moh_train::checkpoint::{self, Condition, ListedCheckpoint, RunState};
 use moh_train::recipe::Checkpoint;
@@ -31,7 +32,7 @@ enum Command {
     /// Exits with 1 if a checkpoint is damaged or cannot be read.
     Verify {
         /// Steps of the checkpoints [default: all complete ones]
-        #[arg(value_name = "STEP")]
+        #[arg(value_name = "STEP", value_parser = at_least::<u64>(1))]
         steps: Vec<u64>,
     },
     /// Remove older checkpoints, as a run does by its checkpoint.keep and checkpoint.keep_every
@@ -39,10 +40,10 @@ enum Command {
     /// The newest checkpoint whose bytes are good is never removed. Checkpoints that were moved aside stay.
     Prune {
         /// Number of newest checkpoints to keep
-        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+        #[arg(long, value_name = "N", value_parser = at_least::<u64>(1))]
         keep: u64,
         /// Keep also the checkpoints whose step is a multiple of M
-        #[arg(long, value_name = "M", value_parser = clap::value_parser!(u64).range(1..))]
+        #[arg(long, value_name = "M", value_parser = at_least::<u64>(1))]
         keep_every: Option<u64>,
         /// Print what would be removed, and remove nothing
         #[arg(long)]

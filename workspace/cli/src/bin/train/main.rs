@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::{Parser, Subcommand};
+use moh_cli::arguments::{at_least, between};
 use moh_cli::exit;
 use moh_cli::time_limit::parse_time_limit;
 use moh_comm::{OPERATION_LIMIT, RENDEZVOUS_LIMIT};
@@ -83,7 +84,7 @@ struct Arguments {
     begin_anew: bool,
     /// Stop before this time is over, with a checkpoint and exit code 75: 90m, 1h30m, or as Slurm writes
     /// times, 12:00:00 or 2-12:00:00. Without it, a Slurm job's own end (SLURM_JOB_END_TIME) is the limit
-    #[arg(long, value_name = "TIME", value_parser = parse_time_limit)]
+    #[arg(long, value_name = "TIME", value_parser = parse_time_limit, allow_hyphen_values = true)]
     #[arg(conflicts_with_all = ["plan", "preflight"])]
     time_limit: Option<Duration>,
     /// Take the run directory from another process, on a file system without locks, where a file names the
@@ -93,7 +94,7 @@ struct Arguments {
     break_lock: bool,
     /// Resume from the checkpoint after step N over all stages instead of the newest: later checkpoints
     /// are moved into after-step-N in the run directory
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "N", value_parser = at_least::<u64>(1))]
     #[arg(conflicts_with_all = ["plan", "preflight", "begin_anew"])]
     resume_step: Option<u64>,
     /// Accept a model whose tokenizer is not the one of the token files, if it gives the same ids on a sample
@@ -104,10 +105,10 @@ struct Arguments {
     #[arg(long)]
     plan: bool,
     /// Achieved TFLOP/s of the plan's device, for its times
-    #[arg(long, value_name = "TFLOPS", requires = "plan", allow_negative_numbers = true)]
+    #[arg(long, value_name = "TFLOPS", requires = "plan")]
     device_tflops: Option<f64>,
     /// Plan this many ranks: layout, memory per rank and communication
-    #[arg(long, value_name = "N", requires = "plan", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", requires = "plan")]
     #[arg(conflicts_with = "variants", value_parser = ranks)]
     ranks: Option<NonZeroUsize>,
     /// Hardware of the ranks, a TOML file as in recipes/hardware: adds times and what fits
@@ -126,8 +127,8 @@ enum Command {
 }
 
 /// Parses a time limit of up to 30 days.
-fn seconds() -> clap::builder::RangedU64ValueParser {
-    clap::value_parser!(u64).range(1..=30 * 24 * 3600)
+fn seconds() -> impl Fn(&str) -> Result<u64, String> + Clone + Send + Sync + 'static {
+    between(1, 30 * 24 * 3600)
 }
 
 /// Parses a number of ranks.
@@ -145,7 +146,7 @@ fn start_threads(recipe: &Recipe) -> anyhow::Result<()> {
 fn main() -> ExitCode {
     let start = Instant::now();
     exit::run(|| {
-        let arguments = Arguments::parse();
+        let arguments = moh_cli::arguments::parse::<Arguments>();
         match &arguments.command {
             Some(Command::Checkpoints(arguments)) => return checkpoints::run(arguments),
             Some(Command::Replay(arguments)) => return replay::run(arguments),

@@ -3,6 +3,7 @@
 use std::io::{Write as _, stdout};
 use std::path::PathBuf;
 
+use moh_cli::arguments::at_least;
 use moh_cli::exit::stderr_line;
 use moh_cli::models;
 use moh_cli::replay_table::tables;
@@ -20,7 +21,7 @@ pub(crate) struct Arguments {
     /// Run directory
     run: PathBuf,
     /// The step, counted over all stages
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = at_least::<u64>(0))]
     step: u64,
     /// Recipe instead of the run's own
     #[arg(long, value_name = "FILE")]

@@ -86,7 +86,7 @@ pub(crate) fn train(
     }
 }
 
-/// Gives the recipe of a run the directory in which it lies as `run.dir`, wherever the run was moved, unless the
+/// Gives the recipe of a run, or a link to it, the directory in which it lies as `run.dir`, wherever the run was moved, unless the
 /// command names another one. Returns a sentence if that is another directory than the recipe says.
 fn take_place(
     arguments: &Arguments,
@@ -104,8 +104,9 @@ fn take_place(
     }
     let before = std::mem::replace(&mut recipe.run.dir, run.root().to_owned());
     Ok(Some(format!(
-        "{} is the recipe of the run beside it, so run.dir is {}, not {}",
+        "{} is the recipe of the run {}, so run.dir is {}, not {}",
         path.display(),
+        if moh_files::parent(path) == run.root() { "beside it" } else { "that it is a link to" },
         run.root().display(),
         before.display()
     )))

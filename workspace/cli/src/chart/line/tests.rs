@@ -48,12 +48,29 @@ fn values_above_the_axis_are_cut_off_and_named() {
 
 #[test]
 fn the_last_label_of_the_axis_is_not_cut_off() {
-    let points = vec![(0.0, 1.0), (1.5e6, 2.0)];
     let small = Size { width: 400.0, height: 240.0, labels: false };
-    let svg = chart(vec![line("training", points, Look::default())]).draw(small).into_string();
-    let (before, _) = svg.split_once("text-anchor=\"middle\">1.5 M<").unwrap();
-    let place = before.rsplit(" x=\"").next().unwrap().split('"').next().unwrap();
-    assert!(place.parse::<f64>().unwrap() + width("1.5 M") / 2.0 <= 400.0, "{place}");
+    for (log_across, first, last, label) in
+        [(false, 0.0, 1.5e6, "1.5 M"), (true, 1024.0, 102.4e6, "100 M")]
+    {
+        let lines = vec![line("training", vec![(first, 1.0), (last, 2.0)], Look::default())];
+        let svg = LineChart { log_across, ..chart(lines) }.draw(small).into_string();
+        // It ends there, however wide it is.
+        let (before, _) = svg.split_once(&format!("text-anchor=\"end\">{label}<")).unwrap();
+        let place = before.rsplit(" x=\"").next().unwrap().split('"').next().unwrap();
+        assert!(place.parse::<f64>().unwrap() < 400.0, "{place}");
+    }
+}
+
+#[test]
+fn a_logarithmic_axis_shows_the_values_that_take_much_of_it() {
+    let loss = |step: f64| (step, 2.0 + 8.0 / step.sqrt());
+    let mut points: Vec<_> = (1..=100_000).map(f64::from).map(loss).collect();
+    points[50_000].1 = 77.0;
+    let chart = chart(vec![line("training", points, Look::default())]);
+    assert!(chart.values().is_below(3.0));
+    let chart = LineChart { log_across: true, ..chart };
+    // All but the first of five powers of ten, of which a twentieth is left out, and not a failed step.
+    assert!(chart.values().contains(loss(2.0).1) && chart.values().is_below(76.0));
 }
 
 #[test]

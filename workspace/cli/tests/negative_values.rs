@@ -1,0 +1,56 @@
+//! Values that begin with a hyphen: every option of every program takes a negative number, and says what it expects.
+
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+use support::options::take_negative_numbers;
+use support::{failure, program, stderr, workplace};
+
+mod support;
+
+#[test]
+fn every_option_takes_a_negative_number_for_its_value() {
+    let dir = tempfile::tempdir().unwrap();
+    for (program, at_least) in [
+        (env!("CARGO_BIN_EXE_moh-train"), 15),
+        (env!("CARGO_BIN_EXE_moh-data"), 12),
+        (env!("CARGO_BIN_EXE_moh-eval"), 15),
+        (env!("CARGO_BIN_EXE_moh-generate"), 10),
+        (env!("CARGO_BIN_EXE_moh-bench"), 15),
+        (env!("CARGO_BIN_EXE_moh-report"), 2),
+    ] {
+        let options = take_negative_numbers(program, &[], dir.path());
+        assert!(options >= at_least, "{program}: {options}");
+    }
+}
+
+#[test]
+fn an_error_names_the_values_that_an_option_takes() {
+    let dir = tempfile::tempdir().unwrap();
+    let (train, data) = (env!("CARGO_BIN_EXE_moh-train"), env!("CARGO_BIN_EXE_moh-data"));
+    let bench = env!("CARGO_BIN_EXE_moh-bench");
+    for (path, arguments, expected) in [
+        (train, &["--resume-step", "-1"][..], "a whole number of at least 1"),
+        (train, &["--rendezvous-timeout", "-1"], "a whole number from 1 to 2592000"),
+        (train, &["--time-limit", "-1h"], "expected a time such as 90m"),
+        (train, &["checkpoints", "run", "prune", "--keep", "-1"], "a whole number of at least 1"),
+        (data, &["stories", "--count", "-1"], "a whole number of at least 1"),
+        (data, &["prepare", "--split", "-0.1,1.1"], "expected two shares above 0 that sum to 1"),
+        (bench, &["attention", "--shared-heads", "-1,2"], "a whole number of at least 0"),
+        (env!("CARGO_BIN_EXE_moh-report"), &["run", "--watch", "--port", "-1"], "0..=65535"),
+    ] {
+        let output = program(path, dir.path()).args(arguments).output().unwrap();
+        let text = stderr(&output);
+        assert!(text.contains(expected), "{arguments:?}: {text}");
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {text}");
+    }
+}
+
+#[test]
+fn a_prompt_may_begin_with_a_hyphen() {
+    let dir = workplace();
+    let generate = env!("CARGO_BIN_EXE_moh-generate");
+    let arguments = ["--model", "source", "--prompt", "- One", "--chat", "--system", "- Two"];
+    // The model has no tokenizer.
+    let message = failure(dir.path(), program(generate, dir.path()).args(arguments), 1);
+    assert!(message.contains("tokenizer"), "{message}");
+}
