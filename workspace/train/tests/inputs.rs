@@ -153,6 +153,27 @@ fn without_a_record_the_paths_must_stay_and_a_warning_is_given() {
     assert!(record.is_file());
 }
 
+#[test]
+fn a_finished_run_refuses_other_content_and_takes_the_same_at_another_path() {
+    let place = Workplace::new();
+    let finished = place.recipe(&[]);
+    train(&finished).unwrap();
+    let other = place.dir.path().join("other");
+    write_tokens(&other, 9, 60);
+    let before = files(&finished.run.dir);
+    let recipe = place.recipe(&[&format!("data.sources.0.path={}", other.display())]);
+    let error = train(&recipe).unwrap_err();
+    assert!(matches!(error, Error::InputChanged { .. }), "{error}");
+    // Nothing is there to compare with.
+    remove_files(&other);
+    assert!(train(&recipe).is_err());
+    assert!(files(&finished.run.dir) == before);
+    move_files(&place.dir.path().join("text"), &other);
+    assert!(matches!(train(&recipe).unwrap(), Outcome::AlreadyFinished(_)));
+    let stored = Recipe::load(&RunDirectory::new(&recipe.run.dir).recipe(), &[]).unwrap();
+    assert_eq!(stored.data, recipe.data);
+}
+
 /// A version without the record rounded these weights, and so gave another order.
 #[test]
 fn a_mixture_that_was_rounded_does_not_continue_without_a_record() {

@@ -63,6 +63,26 @@ impl RunInputs<'_> {
         self.check_ids(ranks, &files, record, events)
     }
 
+    /// Compares the inputs of a run that has no work to do with its record, and records their paths; nothing without a
+    /// record. All ranks call it; the first one calls `events`.
+    ///
+    /// # Errors
+    /// As [`Self::settle`], but for ids, which are not read.
+    pub(crate) fn compare<B: Backend>(
+        &self,
+        ranks: &mut Ranks<B>,
+        events: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Settled, Error> {
+        if !ranks.first_holds(|| Ok(self.path().is_file()))? {
+            return Ok(Settled::Yes);
+        }
+        let files = self.data.token_files();
+        let found = token_files::find(ranks, &files, self.stop)?;
+        let Some(found) = found else { return Ok(Settled::Stopped) };
+        ranks.first_does(|| self.record(&files, &found, events).map(drop))?;
+        Ok(Settled::Yes)
+    }
+
     /// Compares the token files with the stored record, and writes the new one. On the first rank.
     fn record(
         &self,
