@@ -154,14 +154,20 @@ fn a_changed_comparison_is_refused_before_anything_is_trained() {
 }
 
 #[test]
-fn a_comparison_is_not_continued_with_other_data() {
+fn a_comparison_is_not_continued_with_another_model_or_other_data() {
     let dir = prepared();
     let dir = dir.path();
     success(&mut compare(dir, &["base", HALF], &SHORT));
     write_tokens(&dir.join("other-text"), VOCABULARY, 2000, 3);
+    fs::create_dir(dir.join("other-model")).unwrap();
+    let mut weights = fs::read(dir.join("source/model.safetensors")).unwrap();
+    let last = weights.len() - 4;
+    weights[last..].fill(0);
+    fs::write(dir.join("other-model/model.safetensors"), weights).unwrap();
+    fs::copy(dir.join("source/config.json"), dir.join("other-model/config.json")).unwrap();
     let recipe = || fs::read_to_string(dir.join("compared/base/recipe.toml")).unwrap();
     let before = recipe();
-    for (key, value) in [("data.sources.0.path", "other-text")] {
+    for (key, value) in [("data.sources.0.path", "other-text"), ("model.from", "other-model")] {
         let change = format!("{key}={value}");
         let overrides = [&SHORT[..], &[&change]].concat();
         let output = compare(dir, &[SEED, "base", HALF], &overrides).output().unwrap();

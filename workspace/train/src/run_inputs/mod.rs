@@ -93,6 +93,7 @@ impl RunInputs<'_> {
         let path = self.path();
         let stored = Record::of_run(&path, self.resumes)?;
         let model = ModelFiles::read(self.source, self.recipe)?;
+        let weights = self.source.identity();
         match &stored {
             Some(stored) if self.resumes => {
                 stored.check_training_files(&path, files, found)?;
@@ -100,6 +101,7 @@ impl RunInputs<'_> {
                 for text in model.check(&stored.model_files, &path, &kept)? {
                     events(Event::Warning { text: &text });
                 }
+                stored.check_weights(&path, self.recipe, weights.as_ref())?;
                 for key in stored.changed_sets(files, found) {
                     let text = format!(
                         "{key} has another text than before, so its losses cannot be compared with the earlier ones"
@@ -127,11 +129,13 @@ impl RunInputs<'_> {
             (key.clone(), FileRecord { path, content, ids_below: known(found) })
         });
         // Those of `model/`, which a tokenizer of the same content does not replace.
-        let model_files = match &stored {
-            Some(stored) if self.resumes => stored.model_files.clone(),
-            _ => model.hashes(),
+        let (model_files, weights) = match &stored {
+            Some(stored) if self.resumes => (stored.model_files.clone(), stored.weights.clone()),
+            // Not known to be those that the run was started with.
+            None if self.resumes => (model.hashes(), None),
+            _ => (model.hashes(), weights),
         };
-        let record = Record::new(token_files.collect(), model_files);
+        let record = Record::new(token_files.collect(), (model_files, weights));
         for text in trained_and_validated(files, found) {
             events(Event::Warning { text: &text });
         }
