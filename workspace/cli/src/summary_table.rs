@@ -24,6 +24,7 @@ pub fn table(summary: &Summary) -> String {
     for evaluation in &summary.evaluations {
         rows.push((label(summary, evaluation), evaluation.loss, evaluation.bits_per_byte));
         for (name, set) in &evaluation.other_sets {
+            let name = evaluation.numbered(name, &summary.evaluations);
             rows.push((format!("  {name}"), set.loss, set.bits_per_byte));
         }
     }
@@ -95,6 +96,7 @@ mod tests {
                 bits_per_byte: None,
                 set: Some("text".to_owned()),
                 other_sets: other_sets.into(),
+                texts: Default::default(),
             }],
         };
         let shown = table(&summary);
@@ -127,6 +129,7 @@ mod tests {
             bits_per_byte: None,
             set: None,
             other_sets: Default::default(),
+            texts: Default::default(),
         };
         let evaluations = vec![ended("adapt", 4), ended("moh", 8), ended("moh", 12)];
         let shown = table(&Summary { steps: 12, tokens: 8, heads: 4, evaluations });

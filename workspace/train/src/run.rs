@@ -252,7 +252,7 @@ impl Job<'_> {
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Outcome, Error> {
         let Prepared { run, recipe, source, held, resume_step } = prepared;
-        let data = ranks.agree(data)?;
+        let mut data = ranks.agree(data)?;
         ranks.first_does(|| {
             let (of_run, model) = ((run, resume_step), (recipe, source));
             let (size, free_space) = (self.group.size(), self.options.free_space);
@@ -261,10 +261,9 @@ impl Job<'_> {
             }
             Ok(())
         })?;
-        let inputs = self.inputs(&prepared, &data);
-        if inputs.settle(&mut ranks, events)? == Settled::Stopped {
-            return Ok(Outcome::StoppedBeforeTraining);
-        }
+        let settled = self.inputs(&prepared, &data).settle(&mut ranks, events)?;
+        let Some(contents) = settled else { return Ok(Outcome::StoppedBeforeTraining) };
+        data.set_contents(contents);
         let mut edited = None;
         ranks.first_does(|| {
             edited = self.prepare_directory(run, recipe, held.grows, backend.name())?;

@@ -42,7 +42,8 @@ pub(crate) enum Settled {
 
 impl RunInputs<'_> {
     /// Compares the inputs with the record of a run that resumes, writes the record, and reads the files
-    /// whose ids are not known to be in the vocabulary. All ranks call it; the first one calls `events`.
+    /// whose ids are not known to be in the vocabulary. All ranks call it; the first one calls `events`. Returns a
+    /// hash of the content of each validation set; `None` if the run was asked to stop.
     ///
     /// # Errors
     /// [`Error::InputChanged`] with the first file of training of other content, or the first id outside the
@@ -51,16 +52,20 @@ impl RunInputs<'_> {
         &self,
         ranks: &mut Ranks<B>,
         events: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Settled, Error> {
+    ) -> Result<Option<Vec<String>>, Error> {
         let files = self.data.token_files();
         let found = token_files::find(ranks, &files, self.stop)?;
-        let Some(found) = found else { return Ok(Settled::Stopped) };
+        let Some(found) = found else { return Ok(None) };
         let mut record = None;
         ranks.first_does(|| {
             record = Some(self.record(&files, &found, events)?);
             Ok(())
         })?;
-        self.check_ids(ranks, &files, record, events)
+        if self.check_ids(ranks, &files, record, events)? == Settled::Stopped {
+            return Ok(None);
+        }
+        let sets = found.get(self.data.training.files().len()..).unwrap_or_default();
+        token_files::share_contents(ranks, sets).map(Some)
     }
 
     /// Compares the inputs of a run that has no work to do with its record, and records their paths; nothing without a
