@@ -326,6 +326,7 @@ mod tests {
             bits_per_byte: None,
             set: None,
             other_sets: [("code".to_owned(), code)].into(),
+            texts: Default::default(),
         };
         let shown = describe_evaluation(&evaluation, 8);
         assert_eq!(shown, "validation before training: loss 2.5000, code 1.2500");

@@ -10,6 +10,9 @@ use moh_train::{RunDirectory, Summary};
 use crate::loss_chart::to_svg;
 use crate::run_log::RunLog;
 
+/// The least width of the labels.
+const MIN_LABEL: usize = 44;
+
 /// The table of a run's losses on all validation sets, with the fraction of the conversion loss on the
 /// first that training recovered; empty without validation.
 pub fn table(summary: &Summary) -> String {
@@ -17,21 +20,24 @@ pub fn table(summary: &Summary) -> String {
     if summary.evaluations.is_empty() {
         return out;
     }
-    let _ = writeln!(out, "{:<44} {:>9} {:>15}", "", "loss", "bits per byte");
-    let mut line = |label: &str, loss: f64, bits_per_byte: Option<f64>| {
-        let bits = bits_per_byte.map_or("-".to_owned(), |bits| format!("{bits:.4}"));
-        let _ = writeln!(out, "{label:<44} {loss:>9.4} {bits:>15}");
-    };
+    let mut rows = Vec::new();
     for evaluation in &summary.evaluations {
-        let label = label(summary, evaluation);
-        line(&label, evaluation.loss, evaluation.bits_per_byte);
+        rows.push((label(summary, evaluation), evaluation.loss, evaluation.bits_per_byte));
         for (name, set) in &evaluation.other_sets {
-            line(&format!("  {name}"), set.loss, set.bits_per_byte);
+            let name = evaluation.numbered(name, &summary.evaluations);
+            rows.push((format!("  {name}"), set.loss, set.bits_per_byte));
         }
+    }
+    let widths = rows.iter().map(|(label, ..)| label.chars().count());
+    let width = widths.chain([MIN_LABEL]).max().unwrap_or(MIN_LABEL);
+    let _ = writeln!(out, "{:<width$} {:>9} {:>15}", "", "loss", "bits per byte");
+    for (label, loss, bits_per_byte) in rows {
+        let bits = bits_per_byte.map_or("-".to_owned(), |bits| format!("{bits:.4}"));
+        let _ = writeln!(out, "{label:<width$} {loss:>9.4} {bits:>15}");
     }
     if let Some(share) = summary.recovered() {
         let label = "conversion loss recovered by training";
-        let _ = writeln!(out, "{label:<44} {:>8.1}%", 100.0 * share);
+        let _ = writeln!(out, "{label:<width$} {:>8.1}%", 100.0 * share);
     }
     out
 }
@@ -90,6 +96,7 @@ mod tests {
                 bits_per_byte: None,
                 set: Some("text".to_owned()),
                 other_sets: other_sets.into(),
+                texts: Default::default(),
             }],
         };
         let shown = table(&summary);
@@ -105,6 +112,12 @@ mod tests {
         let shown = table(&summary);
         assert!(shown.contains("the model as loaded, text "), "{shown}");
         assert!(shown.contains("the model as loaded, code "), "{shown}");
+        // Columns stay in line beside the longest label.
+        summary.evaluations[0].set = Some("a-set-with-a-name-of-many-letters".to_owned());
+        let shown = table(&summary);
+        let mut lengths = shown.lines().map(|line| line.chars().count());
+        let first = lengths.next();
+        assert!(lengths.all(|length| Some(length) == first), "{shown}");
     }
 
     #[test]
@@ -116,6 +129,7 @@ mod tests {
             bits_per_byte: None,
             set: None,
             other_sets: Default::default(),
+            texts: Default::default(),
         };
         let evaluations = vec![ended("adapt", 4), ended("moh", 8), ended("moh", 12)];
         let shown = table(&Summary { steps: 12, tokens: 8, heads: 4, evaluations });

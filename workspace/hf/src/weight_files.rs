@@ -28,6 +28,10 @@ pub const INDEX_FILE: &str = "model.safetensors.index.json";
 const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
 /// Maximum bytes of an index.
 const MAX_INDEX_BYTES: u64 = 256 << 20;
+/// Bytes of a block of [`WeightFiles::sample`].
+const BLOCK_BYTES: usize = 4096;
+/// Blocks of a tensor; smaller tensors are hashed whole.
+const BLOCKS: usize = 4;
 /// Suffix of buffers in old checkpoints that no model reads.
 const IGNORED_SUFFIX: &str = ".rotary_emb.inv_freq";
 
@@ -217,6 +221,22 @@ impl WeightFiles {
         Ok(TensorBytes { dtype, shape: &tensor.shape, bytes: &shard.map[tensor.range.clone()] })
     }
 
+    /// A hash of the name, the type, the shape and evenly spaced blocks of each tensor, in whichever files they are: it
+    /// tells models from each other, and reads little of them.
+    pub fn sample(&self) -> blake3::Hash {
+        let mut tensors: Vec<&Tensor> = self.tensors.iter().collect();
+        tensors.sort_unstable_by_key(|tensor| &tensor.name);
+        let mut hasher = blake3::Hasher::new();
+        for Tensor { name, shard, dtype, shape, range } in tensors {
+            hasher.update(format!("{name:?} {dtype:?} {shape:?}").as_bytes());
+            for block in blocks(range.len()) {
+                let block = range.start + block.start..range.start + block.end;
+                hasher.update(&self.shards[*shard].map[block]);
+            }
+        }
+        hasher.finalize()
+    }
+
     fn find(&self, name: &str) -> Result<&Tensor, Error> {
         match self.by_name.get(name) {
             Some(&index) => Ok(&self.tensors[index]),
@@ -322,6 +342,16 @@ impl WeightFiles {
         let end = range.start.saturating_add(part.end).min(range.end);
         (start < end).then(|| (&self.shards[*shard].map, start..end))
     }
+}
+
+/// Blocks of a tensor of `len` bytes, from its first bytes on.
+fn blocks(len: usize) -> impl Iterator<Item = Range<usize>> {
+    let (count, bytes) = match len <= BLOCKS * BLOCK_BYTES {
+        true => (1, len),
+        false => (BLOCKS, BLOCK_BYTES),
+    };
+    let step = (len - bytes) / (BLOCKS - 1);
+    (0..count).map(move |block| step * block..step * block + bytes)
 }
 
 /// Maps a file for reading.

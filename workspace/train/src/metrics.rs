@@ -193,6 +193,7 @@ pub struct MetricsWriter {
     /// Whether the file may have a part of a line after those.
     is_torn: bool,
     unwritten: Vec<u8>,
+    is_known_removed: bool,
 }
 
 impl MetricsWriter {
@@ -206,7 +207,8 @@ impl MetricsWriter {
             OpenOptions::new().create(true).append(true).open(path).map_err(Error::io(path))?;
         let len = file.metadata().map_err(Error::io(path))?.len();
         let path = path.to_path_buf();
-        Ok(MetricsWriter { path, file, len, is_torn: false, unwritten: Vec::new() })
+        let (is_torn, is_known_removed) = (false, false);
+        Ok(MetricsWriter { path, file, len, is_torn, unwritten: Vec::new(), is_known_removed })
     }
 
     /// Appends the line of one step, in a single write.
@@ -227,6 +229,17 @@ impl MetricsWriter {
     /// Whether lines are kept that could not be written.
     pub(crate) fn is_behind(&self) -> bool {
         !self.unwritten.is_empty()
+    }
+
+    /// Whether the file is found to be removed, for the first time; nobody can read what is written to it.
+    pub(crate) fn finds_removed(&mut self) -> bool {
+        let is_removed = self.path.try_exists().is_ok_and(|exists| !exists);
+        is_removed && !std::mem::replace(&mut self.is_known_removed, true)
+    }
+
+    /// Its path.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
     }
 
     /// Writes the lines that could not be written before.

@@ -187,15 +187,58 @@ impl Job<'_> {
             held = self.lock_and_check(&run, recipe, resume_step, events)?;
             Ok(held.finished)
         })?;
+        let prepared = Prepared { run: &run, recipe, source: &source, held: &held, resume_step };
         if finished && let Some(summary) = Summary::read(&run.summary())? {
-            return Ok(Outcome::AlreadyFinished(summary));
+            return Ok(match self.check_finished(&mut ranks, data, prepared, events)? {
+                Settled::Yes => Outcome::AlreadyFinished(summary),
+                Settled::Stopped => Outcome::StoppedBeforeTraining,
+            });
         }
         let directory = held.lock.as_ref().map(|lock| Arc::clone(lock.directory()));
-        let training = Prepared { run: &run, recipe, source: &source, held: &held, resume_step };
-        let outcome = self.train(backend, ranks, data, training, events);
+        let outcome = self.train(backend, ranks, data, prepared, events);
         match (outcome, directory) {
             (Err(error), Some(directory)) => Err(explained(error, &run, &directory)),
             (outcome, _) => outcome,
+        }
+    }
+
+    /// Compares the inputs of a finished run with those that it was started with, and stores its recipe. While the
+    /// recipe names the same ones, the data may be gone.
+    fn check_finished<B: Backend>(
+        &self,
+        ranks: &mut Ranks<B>,
+        data: Result<RunData, Error>,
+        prepared: Prepared<'_>,
+        events: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Settled, Error> {
+        let Prepared { run, recipe, .. } = prepared;
+        let names_others = ranks.first_holds(|| {
+            let stored = run.stored_recipe()?;
+            Ok(stored.data != recipe.data || stored.model != recipe.model)
+        })?;
+        if names_others || !ranks.any(data.is_err())? {
+            let data = ranks.agree(data)?;
+            let compared = self.inputs(&prepared, &data).compare(ranks, events)?;
+            if compared == Settled::Stopped {
+                return Ok(compared);
+            }
+        }
+        ranks.first_does(|| {
+            warn_of_edited(run, run.write_recipe(recipe)?.as_deref(), events);
+            Ok(())
+        })?;
+        Ok(Settled::Yes)
+    }
+
+    /// What a run reads, to be compared with its record.
+    fn inputs<'a>(&'a self, prepared: &Prepared<'a>, data: &'a RunData) -> RunInputs<'a> {
+        RunInputs {
+            run: prepared.run,
+            recipe: prepared.recipe,
+            source: prepared.source,
+            data,
+            resumes: prepared.held.resumes,
+            stop: self.options.stop,
         }
     }
 
@@ -209,7 +252,7 @@ impl Job<'_> {
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Outcome, Error> {
         let Prepared { run, recipe, source, held, resume_step } = prepared;
-        let data = ranks.agree(data)?;
+        let mut data = ranks.agree(data)?;
         ranks.first_does(|| {
             let (of_run, model) = ((run, resume_step), (recipe, source));
             let (size, free_space) = (self.group.size(), self.options.free_space);
@@ -218,17 +261,9 @@ impl Job<'_> {
             }
             Ok(())
         })?;
-        let inputs = RunInputs {
-            run,
-            recipe,
-            source,
-            data: &data,
-            resumes: held.resumes,
-            stop: self.options.stop,
-        };
-        if inputs.settle(&mut ranks, events)? == Settled::Stopped {
-            return Ok(Outcome::StoppedBeforeTraining);
-        }
+        let settled = self.inputs(&prepared, &data).settle(&mut ranks, events)?;
+        let Some(contents) = settled else { return Ok(Outcome::StoppedBeforeTraining) };
+        data.set_contents(contents);
         let mut edited = None;
         ranks.first_does(|| {
             edited = self.prepare_directory(run, recipe, held.grows, backend.name())?;
@@ -275,9 +310,8 @@ impl Job<'_> {
         }
         let grows = run.check_recipe(recipe, &self.command())?;
         let finished = !grows && resume_step.is_none() && finished_before(run)?;
-        match finished {
-            true => warn_of_edited(run, run.write_recipe(recipe)?.as_deref(), events),
-            false => check_resumable(run)?,
+        if !finished {
+            check_resumable(run)?;
         }
         if let Some(step) = resume_step {
             checkpoint::require(run, step)?;

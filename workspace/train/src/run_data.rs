@@ -6,6 +6,7 @@ use std::path::Path;
 use moh_data::{DocumentEnd, TextTokenizer, TokenFile, TokenizerMatch, TrainingData, Windows};
 
 use crate::Error;
+use crate::checkpoint::EvaluatedText;
 use crate::recipe::{Order, Recipe, ValidationSet, validation_key};
 use crate::source::ModelSource;
 use crate::step::ReadSample;
@@ -18,6 +19,9 @@ pub(crate) struct ValidationText {
     /// Its key in the recipe.
     pub key: String,
     pub windows: Windows,
+    /// What was evaluated of it: its content is known once the run's inputs are settled, its targets after an
+    /// evaluation.
+    pub evaluated: EvaluatedText,
 }
 
 /// The opened data, checked for the same tokenizer.
@@ -88,6 +92,13 @@ impl RunData {
         sources.chain(validation).collect()
     }
 
+    /// Records the content of the validation sets, in their order.
+    pub(crate) fn set_contents(&mut self, contents: Vec<String>) {
+        for (set, content) in self.validation.iter_mut().zip(contents) {
+            set.evaluated.content = content;
+        }
+    }
+
     /// The token files that record documents without an end-of-text token, each once.
     pub(crate) fn without_end_of_text(&self) -> BTreeSet<&Path> {
         let validation = self.validation.iter().map(|set| set.windows.file());
@@ -119,7 +130,8 @@ fn open_validation(recipe: &Recipe, vocab_size: usize) -> Result<Vec<ValidationT
         file.limit_vocabulary(vocab_size);
         let windows = Windows::new(file, recipe.data.sequence_length);
         let windows = windows.map_err(|error| error.with_length(LENGTH))?;
-        Ok(ValidationText { key: validation_key(sets, set), windows })
+        let evaluated = EvaluatedText { content: String::new(), targets: 0 };
+        Ok(ValidationText { key: validation_key(sets, set), windows, evaluated })
     };
     sets.iter().map(open).collect()
 }

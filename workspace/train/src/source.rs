@@ -247,6 +247,22 @@ impl ModelSource {
         })
     }
 
+    /// What tells the weights that are read from others; `None` if they are new, or are not read.
+    pub(crate) fn identity(&self) -> Option<String> {
+        match &self.weights {
+            Weights::Files(files) => Some(files.sample().to_hex().to_string()),
+            Weights::Checkpoint { stored, .. } => {
+                let mut hasher = blake3::Hasher::new();
+                for part in &stored.manifest().parts {
+                    // Its shards' hashes are in it.
+                    hasher.update(part.blake3.as_bytes());
+                }
+                Some(hasher.finalize().to_hex().to_string())
+            }
+            Weights::Fresh { .. } | Weights::NotKept { .. } => None,
+        }
+    }
+
     /// Whether the weights are another run's: f32, whatever `run.dtype` is.
     pub(crate) fn is_checkpoint(&self) -> bool {
         matches!(self.weights, Weights::Checkpoint { .. })

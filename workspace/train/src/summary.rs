@@ -86,6 +86,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
+    use crate::checkpoint::EvaluatedText;
 
     fn summary(losses: [f64; 4]) -> Summary {
         let stage = |name: &str| name.to_owned();
@@ -105,6 +106,7 @@ mod tests {
                 bits_per_byte: None,
                 set: None,
                 other_sets: BTreeMap::new(),
+                texts: BTreeMap::new(),
             })
             .collect();
         Summary { steps: 2, tokens: 64, heads: 8, evaluations }
@@ -132,7 +134,31 @@ mod tests {
             summary.evaluations[other].set = Some("code".into());
             assert_eq!(summary.recovered(), None);
             let all = &summary.evaluations;
-            assert_eq!(all[0].set_among(all), Some("text"));
+            assert_eq!(all[0].set_among(all).as_deref(), Some("text"));
+        }
+    }
+
+    #[test]
+    fn losses_of_other_texts_are_not_compared_whatever_their_names_are() {
+        let text = |content: &str, targets| EvaluatedText { content: content.into(), targets };
+        for (other, is_same) in
+            [(text("a", 64), true), (text("b", 64), false), (text("a", 128), false)]
+        {
+            let mut summary = summary([3.0, 1.0, 2.0, 1.25]);
+            for evaluation in &mut summary.evaluations {
+                evaluation.set = Some("validation".into());
+                evaluation.texts = [("validation".to_owned(), text("a", 64))].into();
+            }
+            summary.evaluations[3].texts = [("validation".to_owned(), other)].into();
+            assert_eq!(summary.recovered(), Some(0.75).filter(|_| is_same));
+            let all = &summary.evaluations;
+            let names = [1, 3].map(|index: usize| all[index].set_among(all));
+            let expected =
+                [Some("validation"), Some("validation (2)")].map(|name| name.filter(|_| !is_same));
+            assert_eq!(names.each_ref().map(Option::as_deref), expected);
+            // A version that did not record it.
+            summary.evaluations[3].texts.clear();
+            assert_eq!(summary.recovered(), Some(0.75));
         }
     }
 

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
 use moh_data::{Provenance, TokenFileWriter};
-use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions};
+use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions, Summary};
 use serde_json::Value;
 use support::results::Results;
 use support::{Workplace, files, write_tokens};
@@ -151,6 +151,49 @@ fn without_a_record_the_paths_must_stay_and_a_warning_is_given() {
     .unwrap();
     assert!(warnings.iter().any(|text| text.contains("inputs.json is missing")), "{warnings:?}");
     assert!(record.is_file());
+}
+
+#[test]
+fn a_finished_run_refuses_other_content_and_takes_the_same_at_another_path() {
+    let place = Workplace::new();
+    let finished = place.recipe(&[]);
+    train(&finished).unwrap();
+    let other = place.dir.path().join("other");
+    write_tokens(&other, 9, 60);
+    let before = files(&finished.run.dir);
+    let recipe = place.recipe(&[&format!("data.sources.0.path={}", other.display())]);
+    let error = train(&recipe).unwrap_err();
+    assert!(matches!(error, Error::InputChanged { .. }), "{error}");
+    // Nothing is there to compare with.
+    remove_files(&other);
+    assert!(train(&recipe).is_err());
+    assert!(files(&finished.run.dir) == before);
+    move_files(&place.dir.path().join("text"), &other);
+    assert!(matches!(train(&recipe).unwrap(), Outcome::AlreadyFinished(_)));
+    let stored = Recipe::load(&RunDirectory::new(&recipe.run.dir).recipe(), &[]).unwrap();
+    assert_eq!(stored.data, recipe.data);
+}
+
+#[test]
+fn losses_say_on_which_text_and_on_how_many_of_its_tokens_they_are() {
+    let place = Workplace::new();
+    let held_out = place.dir.path().join("other");
+    write_tokens(&held_out, 7, 30);
+    let path = format!("data.validation.path={}", held_out.display());
+    for change in ["data.validation.batches=1", &path] {
+        let recipe = place.recipe(&[change]);
+        let _ = fs::remove_dir_all(&recipe.run.dir);
+        interrupt(&place.recipe(&[]));
+        train(&recipe).unwrap();
+        let summary =
+            Summary::read(&RunDirectory::new(&recipe.run.dir).summary()).unwrap().unwrap();
+        let [loaded, adapted, .., end] = &summary.evaluations[..] else { panic!("{summary:?}") };
+        assert!(adapted.is_comparable(end) && !loaded.is_comparable(end), "{change}: {summary:?}");
+        // Windows of 8 tokens, in micro-batches of 4.
+        let windows = if change == path { 8 } else { 4 };
+        let targets = [loaded, end].map(|evaluation| evaluation.texts["validation"].targets);
+        assert_eq!(targets, [8 * 7, windows * 7]);
+    }
 }
 
 /// A version without the record rounded these weights, and so gave another order.

@@ -226,3 +226,19 @@ fn a_run_with_a_time_limit_stops_in_time_and_continues_to_the_same_end() {
     assert!(matches!(limited(Duration::from_secs(100_000)), Outcome::Finished(_)));
     assert!(Results::of(&recipe) == *reference());
 }
+
+#[test]
+fn metrics_that_are_removed_during_a_run_are_warned_of_once() {
+    let place = Workplace::new();
+    let recipe = place.recipe(&[]);
+    let metrics = RunDirectory::new(&recipe.run.dir).metrics();
+    let mut warnings = Vec::new();
+    let done = watch(&recipe, |event, _| match event {
+        Event::Step { step: 3, .. } => fs::remove_file(&metrics).unwrap(),
+        Event::Warning { text } => warnings.push((*text).to_owned()),
+        _ => {}
+    });
+    assert!(matches!(done, Ok(Outcome::Finished(_))), "{done:?}");
+    let expected = format!("{}: was removed while the run writes it", metrics.display());
+    assert!(matches!(&warnings[..], [text] if text.starts_with(&expected)), "{warnings:?}");
+}

@@ -262,7 +262,7 @@ fn name(root: &Path) -> String {
 
 /// A summary whose names can be shown.
 fn printable_names(mut summary: Summary) -> Summary {
-    for Evaluation { moment, set, other_sets, .. } in &mut summary.evaluations {
+    for Evaluation { moment, set, other_sets, texts, .. } in &mut summary.evaluations {
         *set = set.take().map(|name| printable(&name));
         if let EvaluationPoint::Converted { stage, .. } | EvaluationPoint::Trained { stage } =
             moment
@@ -272,6 +272,10 @@ fn printable_names(mut summary: Summary) -> Summary {
         *other_sets = std::mem::take(other_sets)
             .into_iter()
             .map(|(name, validation)| (printable(&name), validation))
+            .collect();
+        *texts = std::mem::take(texts)
+            .into_iter()
+            .map(|(name, text)| (printable(&name), text))
             .collect();
     }
     summary

@@ -8,7 +8,8 @@ use std::process::Command;
 use serde_json::{Value, json};
 
 use super::{moh_train, newest_checkpoint, prepared, results, started, terminate};
-use crate::support::{failure, names, stderr, success};
+use crate::support::source::VOCABULARY;
+use crate::support::{failure, names, stderr, success, write_tokens};
 
 const HALF: &str = "half:stage.moh.moh={ shared_heads = 2, routed_top_k = 2 }";
 const FAST: &str = "fast:stage.moh.learning_rate.max=1e-2,stage.moh.moh.routed_top_k=1";
@@ -150,6 +151,35 @@ fn a_changed_comparison_is_refused_before_anything_is_trained() {
     fs::remove_dir_all(dir.join("compared/shared-adapt")).unwrap();
     success(&mut compare(dir, &["base", HALF], &longer));
     assert!(!dir.join("compared/shared-adapt").exists());
+}
+
+#[test]
+fn a_comparison_is_not_continued_with_another_model_or_other_data() {
+    let dir = prepared();
+    let dir = dir.path();
+    success(&mut compare(dir, &["base", HALF], &SHORT));
+    write_tokens(&dir.join("other-text"), VOCABULARY, 2000, 3);
+    fs::create_dir(dir.join("other-model")).unwrap();
+    let mut weights = fs::read(dir.join("source/model.safetensors")).unwrap();
+    let last = weights.len() - 4;
+    weights[last..].fill(0);
+    fs::write(dir.join("other-model/model.safetensors"), weights).unwrap();
+    fs::copy(dir.join("source/config.json"), dir.join("other-model/config.json")).unwrap();
+    let recipe = || fs::read_to_string(dir.join("compared/base/recipe.toml")).unwrap();
+    let before = recipe();
+    for (key, value) in [("data.sources.0.path", "other-text"), ("model.from", "other-model")] {
+        let change = format!("{key}={value}");
+        let overrides = [&SHORT[..], &[&change]].concat();
+        let output = compare(dir, &[SEED, "base", HALF], &overrides).output().unwrap();
+        let text = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        let key = key.trim_end_matches(".path");
+        assert!(
+            text.contains(&format!("{key} is not the file that the run was started")),
+            "{text}"
+        );
+        assert!(recipe() == before && !dir.join("compared/seed").exists(), "{text}");
+    }
 }
 
 #[test]

@@ -98,6 +98,23 @@ fn one_file_and_shards_give_the_same_tensors() {
 }
 
 #[test]
+fn the_sample_is_that_of_the_tensors_and_not_of_their_files() {
+    let mut tensors = tensors(&config(false));
+    tensors.insert("large".to_owned(), (vec![5000], vec![0; 20_000]));
+    let sample = |dir: tempfile::TempDir| WeightFiles::open(dir.path()).unwrap().sample();
+    let before = sample(single(&tensors));
+    assert_eq!(sample(sharded(&tensors, |_| ())), before);
+    let changed = |edit: &dyn Fn(&mut Tensors)| {
+        let mut tensors = tensors.clone();
+        edit(&mut tensors);
+        sample(single(&tensors)) != before
+    };
+    assert!(changed(&|tensors| tensors.get_mut("large").unwrap().1[19_990] = 1));
+    assert!(changed(&|tensors| tensors.get_mut(EMBEDDING).unwrap().1[1] ^= 1));
+    assert!(changed(&|tensors| tensors.get_mut("large").unwrap().0 = vec![50, 100]));
+}
+
+#[test]
 fn a_directory_without_weights_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     assert!(open_error(&dir).ends_with(&format!("holds neither {WEIGHTS_FILE} nor {INDEX_FILE}")));

@@ -137,6 +137,19 @@ pub struct Evaluation {
     /// The losses of the validation sets after the first, by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub other_sets: BTreeMap<String, Validation>,
+    /// What was evaluated of each of these sets, by name; empty in files of earlier versions.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub texts: BTreeMap<String, EvaluatedText>,
+}
+
+/// What was evaluated of a validation set: losses of equal ones can be compared.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EvaluatedText {
+    /// blake3 of what identifies the content of its token file, in hexadecimal.
+    pub content: String,
+    /// The tokens that the model predicted.
+    pub targets: u64,
 }
 
 impl Evaluation {
@@ -145,15 +158,34 @@ impl Evaluation {
         all.iter().filter(|other| other.moment == self.moment).count() > 1
     }
 
-    /// Whether the losses are of one text, as far as the name of their set tells.
+    /// Whether the losses are of one text; where it is not known, as far as the name of their set tells.
     pub fn is_comparable(&self, other: &Evaluation) -> bool {
-        self.set.is_none() || other.set.is_none() || self.set == other.set
+        let text = |of: &Evaluation| Some(of.texts.get(of.set.as_ref()?)?.clone());
+        match (text(self), text(other)) {
+            (Some(ours), Some(theirs)) => ours == theirs,
+            _ => self.set.is_none() || other.set.is_none() || self.set == other.set,
+        }
     }
 
     /// The set's name, if another one of `all` is of another set.
-    pub fn set_among(&self, all: &[Evaluation]) -> Option<&str> {
+    pub fn set_among(&self, all: &[Evaluation]) -> Option<String> {
         let is_needed = all.iter().any(|other| !other.is_comparable(self));
-        self.set.as_deref().filter(|_| is_needed)
+        self.set.as_deref().filter(|_| is_needed).map(|set| self.numbered(set, all))
+    }
+
+    /// The name of a set; with a number from 2 on if sets of other texts had it before, among `all`.
+    pub fn numbered(&self, set: &str, all: &[Evaluation]) -> String {
+        let mut texts: Vec<&EvaluatedText> = Vec::new();
+        for text in all.iter().filter_map(|evaluation| evaluation.texts.get(set)) {
+            if !texts.contains(&text) {
+                texts.push(text);
+            }
+        }
+        let own = self.texts.get(set);
+        match texts.iter().position(|text| Some(*text) == own) {
+            Some(before @ 1..) => format!("{set} ({})", before + 1),
+            _ => set.to_owned(),
+        }
     }
 }
 

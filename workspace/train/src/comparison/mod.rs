@@ -6,7 +6,8 @@
 //! differs from the recipe: another one can be added at any time.
 //!
 //! All runs are ordinary ones in a directory of the comparison's own, so that each resumes by itself, and the
-//! comparison as a whole by going through them in the same order.
+//! comparison as a whole by going through them again: first those that have begun, whose inputs are compared with
+//! those that they began with, so that no other one begins with other inputs.
 
 mod record;
 mod variant;
@@ -146,9 +147,23 @@ impl Comparison {
         &self.directory
     }
 
-    /// The runs, in the order in which they are trained.
+    /// The runs, each after those that it continues.
     pub fn runs(&self) -> &[PlannedRun] {
         &self.runs
+    }
+
+    /// The places of the runs in [`Self::runs`] in the order in which a command goes through them: those that have
+    /// begun first. They need no run that has not.
+    ///
+    /// # Errors
+    /// Fails if a directory cannot be listed.
+    pub fn order(&self) -> Result<Vec<usize>, Error> {
+        let mut order = Vec::new();
+        for (place, run) in self.runs.iter().enumerate() {
+            order.push((!run.directory().has_completed_work()?, place));
+        }
+        order.sort_unstable();
+        Ok(order.into_iter().map(|(_, place)| place).collect())
     }
 
     /// The runs of the variants.

@@ -80,10 +80,18 @@ fn keys_outside_stages_end_sharing_unless_they_change_no_weight() {
             "{key}"
         );
     }
-    let comparison = plan(&path, &["a:run.seed=77,log.every_steps=7"]).unwrap();
-    let changed: Vec<&str> =
-        comparison.runs()[0].changes.iter().map(|change| change.key.as_str()).collect();
-    assert_eq!(changed, ["log.every_steps", "run.seed"]);
+    let moh = "stage.three.attention=moh,stage.three.moh={shared_heads=4,routed_top_k=[2,1,2,1,2]}";
+    let comparison =
+        plan(&path, &["a:run.seed=77,log.every_steps=7", &format!("b:{moh}")]).unwrap();
+    let [a, b] = ["a", "b"].map(|name| {
+        let run = comparison.variants().find(|run| run.name == name).unwrap();
+        let change = |change: &KeyChange| (change.key.clone(), change.now.clone());
+        run.changes.iter().map(change).collect::<Vec<_>>()
+    });
+    assert_eq!([&a[0].0, &a[1].0], ["log.every_steps", "run.seed"]);
+    let lists = b.iter().filter(|(key, _)| key.starts_with("stage.three.moh.routed_top_k"));
+    let list = ("stage.three.moh.routed_top_k".to_owned(), Some("[2, 1, 2, 1, 2]".to_owned()));
+    assert_eq!(lists.collect::<Vec<_>>(), [&list]);
 }
 
 #[test]

@@ -222,7 +222,7 @@ pub(crate) fn changes(before: &Recipe, now: &Recipe) -> Result<Vec<KeyChange>, E
 /// The key of the stages' order.
 const STAGES: &str = "stage";
 
-/// Every value of a recipe by its full key, stages by name.
+/// Every value of a recipe by its full key, stages by name. A list of values is one value.
 ///
 /// # Errors
 /// Fails if TOML cannot represent a value, which a loaded recipe does not contain.
@@ -246,7 +246,7 @@ fn collect(key: &str, value: &Value, leaves: &mut BTreeMap<String, String>) {
                 collect(&join(part), value, leaves);
             }
         }
-        Value::Array(elements) => {
+        Value::Array(elements) if elements.iter().all(Value::is_table) => {
             for (index, element) in elements.iter().enumerate() {
                 let part = crate::recipe::element_name(element, index);
                 collect(&join(&part), element, leaves);

@@ -42,7 +42,8 @@ pub(crate) enum Settled {
 
 impl RunInputs<'_> {
     /// Compares the inputs with the record of a run that resumes, writes the record, and reads the files
-    /// whose ids are not known to be in the vocabulary. All ranks call it; the first one calls `events`.
+    /// whose ids are not known to be in the vocabulary. All ranks call it; the first one calls `events`. Returns a
+    /// hash of the content of each validation set; `None` if the run was asked to stop.
     ///
     /// # Errors
     /// [`Error::InputChanged`] with the first file of training of other content, or the first id outside the
@@ -51,16 +52,40 @@ impl RunInputs<'_> {
         &self,
         ranks: &mut Ranks<B>,
         events: &mut dyn FnMut(Event<'_>),
-    ) -> Result<Settled, Error> {
+    ) -> Result<Option<Vec<String>>, Error> {
         let files = self.data.token_files();
         let found = token_files::find(ranks, &files, self.stop)?;
-        let Some(found) = found else { return Ok(Settled::Stopped) };
+        let Some(found) = found else { return Ok(None) };
         let mut record = None;
         ranks.first_does(|| {
             record = Some(self.record(&files, &found, events)?);
             Ok(())
         })?;
-        self.check_ids(ranks, &files, record, events)
+        if self.check_ids(ranks, &files, record, events)? == Settled::Stopped {
+            return Ok(None);
+        }
+        let sets = found.get(self.data.training.files().len()..).unwrap_or_default();
+        token_files::share_contents(ranks, sets).map(Some)
+    }
+
+    /// Compares the inputs of a run that has no work to do with its record, and records their paths; nothing without a
+    /// record. All ranks call it; the first one calls `events`.
+    ///
+    /// # Errors
+    /// As [`Self::settle`], but for ids, which are not read.
+    pub(crate) fn compare<B: Backend>(
+        &self,
+        ranks: &mut Ranks<B>,
+        events: &mut dyn FnMut(Event<'_>),
+    ) -> Result<Settled, Error> {
+        if !ranks.first_holds(|| Ok(self.path().is_file()))? {
+            return Ok(Settled::Yes);
+        }
+        let files = self.data.token_files();
+        let found = token_files::find(ranks, &files, self.stop)?;
+        let Some(found) = found else { return Ok(Settled::Stopped) };
+        ranks.first_does(|| self.record(&files, &found, events).map(drop))?;
+        Ok(Settled::Yes)
     }
 
     /// Compares the token files with the stored record, and writes the new one. On the first rank.
@@ -73,6 +98,7 @@ impl RunInputs<'_> {
         let path = self.path();
         let stored = Record::of_run(&path, self.resumes)?;
         let model = ModelFiles::read(self.source, self.recipe)?;
+        let weights = self.source.identity();
         match &stored {
             Some(stored) if self.resumes => {
                 stored.check_training_files(&path, files, found)?;
@@ -80,6 +106,7 @@ impl RunInputs<'_> {
                 for text in model.check(&stored.model_files, &path, &kept)? {
                     events(Event::Warning { text: &text });
                 }
+                stored.check_weights(&path, self.recipe, weights.as_ref())?;
                 for key in stored.changed_sets(files, found) {
                     let text = format!(
                         "{key} has another text than before, so its losses cannot be compared with the earlier ones"
@@ -107,11 +134,13 @@ impl RunInputs<'_> {
             (key.clone(), FileRecord { path, content, ids_below: known(found) })
         });
         // Those of `model/`, which a tokenizer of the same content does not replace.
-        let model_files = match &stored {
-            Some(stored) if self.resumes => stored.model_files.clone(),
-            _ => model.hashes(),
+        let (model_files, weights) = match &stored {
+            Some(stored) if self.resumes => (stored.model_files.clone(), stored.weights.clone()),
+            // Not known to be those that the run was started with.
+            None if self.resumes => (model.hashes(), None),
+            _ => (model.hashes(), weights),
         };
-        let record = Record::new(token_files.collect(), model_files);
+        let record = Record::new(token_files.collect(), (model_files, weights));
         for text in trained_and_validated(files, found) {
             events(Event::Warning { text: &text });
         }

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::token_files::Found;
 use crate::error::unless_missing;
 use crate::recipe::is_below;
-use crate::{Error, RunDirectory};
+use crate::{Error, Recipe, RunDirectory};
 
 /// Begins the keys of the validation sets' files.
 const VALIDATION: &str = "data.validation";
@@ -29,6 +29,10 @@ pub(crate) struct Record {
     /// blake3 of the files of `model/`, by name.
     #[serde(default)]
     pub(super) model_files: BTreeMap<String, String>,
+    /// What tells the weights that the run was started with from others; `None` if they are new, and in files of
+    /// earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) weights: Option<String>,
 }
 
 /// A token file.
@@ -44,12 +48,12 @@ pub(crate) struct FileRecord {
 }
 
 impl Record {
-    /// The record of these token files, and of the model's files with these hashes.
+    /// The record of these token files, of the model's files with these hashes, and of its weights.
     pub(crate) fn new(
         token_files: BTreeMap<String, FileRecord>,
-        model_files: BTreeMap<String, String>,
+        (model_files, weights): (BTreeMap<String, String>, Option<String>),
     ) -> Self {
-        Record { format: FORMAT, token_files, model_files }
+        Record { format: FORMAT, token_files, model_files, weights }
     }
 
     /// The record at `path`; `None` if it is missing, or cannot be used and is not `needed`.
@@ -134,6 +138,24 @@ impl Record {
         moh_files::write(path, &text).map_err(Error::io(path))
     }
 
+    /// Fails if the weights of `model.from` are read and are others than recorded; `path` is the record's.
+    pub(super) fn check_weights(
+        &self,
+        path: &Path,
+        recipe: &Recipe,
+        found: Option<&String>,
+    ) -> Result<(), Error> {
+        match (&self.weights, found) {
+            (Some(recorded), Some(found)) if recorded != found => Err(Error::InputChanged {
+                path: recipe.model.from.clone().unwrap_or_default().into(),
+                key: "model.from".to_owned(),
+                difference: "it has other weights".to_owned(),
+                record: path.to_owned(),
+            }),
+            _ => Ok(()),
+        }
+    }
+
     /// Fails with the first token file of training of other content than recorded; `path` is the record's.
     pub(super) fn check_training_files(
         &self,
@@ -195,7 +217,8 @@ mod tests {
         };
         let file = FileRecord { path: "data/text".into(), content, ids_below: Some(9) };
         let model = BTreeMap::from([("config.json".to_owned(), "ef".to_owned())]);
-        Record::new(BTreeMap::from([("data.sources.0".to_owned(), file)]), model)
+        let token_files = BTreeMap::from([("data.sources.0".to_owned(), file)]);
+        Record::new(token_files, (model, Some("01".to_owned())))
     }
 
     #[test]

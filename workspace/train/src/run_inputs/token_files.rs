@@ -46,7 +46,6 @@ pub(super) fn find<B: Backend>(
         }
     }
     let own = ranks.agree(own)?;
-    let exchanged = |error: serde_json::Error| Error::io(Path::new("token files"))(error.into());
     let text = serde_json::to_vec(&own).map_err(exchanged)?;
     let mut shares = Vec::new();
     for text in ranks.gather(text)? {
@@ -56,6 +55,29 @@ pub(super) fn find<B: Backend>(
     // File i is the next one of rank i % size.
     let in_order = (0..files.len()).map(|index| shares.get_mut(index % size)?.next());
     Ok(Some(in_order.map_while(|found| found).collect()))
+}
+
+/// A hash of the content of each of the files `found` on the first rank, on all ranks.
+pub(super) fn share_contents<B: Backend>(
+    ranks: &mut Ranks<B>,
+    found: &[Found],
+) -> Result<Vec<String>, Error> {
+    let hash = |found: &Found| {
+        let content = serde_json::to_vec(&found.content)?;
+        Ok(blake3::hash(&content).to_hex().to_string())
+    };
+    let text = match ranks.is_first() {
+        true => Some(found.iter().map(hash).collect::<Result<Vec<_>, _>>().map_err(exchanged)?),
+        false => None,
+    };
+    let text = text.map(|hashes| hashes.join(" ").into_bytes());
+    let shared = ranks.first_that_has(text)?.unwrap_or_default();
+    // Digits and spaces.
+    Ok(String::from_utf8_lossy(&shared).split_whitespace().map(str::to_owned).collect())
+}
+
+fn exchanged(error: serde_json::Error) -> Error {
+    Error::io(Path::new("token files"))(error.into())
 }
 
 #[cfg(test)]

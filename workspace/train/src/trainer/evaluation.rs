@@ -33,7 +33,11 @@ pub(super) type Following<'a> = (RoutingMoment, Option<&'a str>);
 impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, T, G, M> {
     /// Records the losses at a point of the run, if there is validation data.
     pub(super) fn record(&mut self, point: EvaluationPoint, mut losses: Losses) {
-        let Some(first) = self.inputs.recipe.data.validation.first() else { return };
+        let sets = &self.inputs.recipe.data.validation;
+        let Some(first) = sets.first() else { return };
+        let texts = sets.iter().zip(&self.data.validation);
+        let texts = texts.filter(|(set, _)| losses.contains_key(&set.name));
+        let texts = texts.map(|(set, text)| (set.name.clone(), text.evaluated.clone())).collect();
         let Some(found) = losses.remove(&first.name) else { return };
         let Validation { loss, bits_per_byte } = found;
         let step = self.state.step;
@@ -44,6 +48,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             bits_per_byte,
             set: Some(first.name.clone()),
             other_sets: losses,
+            texts,
         };
         let heads = self.model.config().num_attention_heads;
         (self.events)(Event::Evaluated { evaluation: &evaluation, heads });
@@ -121,6 +126,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             self.ranks.sum_all(&mut sums)?;
             routing.set_sums(sums.into_iter().map(|sum| sum as u64));
         }
+        self.data.validation[index].evaluated.targets = tokens as u64;
         let found = Sums { cross_entropy, tokens: tokens as u64, bytes: bytes as u64 }.loss();
         if !found.loss.is_finite() {
             let text = format!(

@@ -102,6 +102,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let _span = span::enter("checkpoint");
         self.wait_for_checkpoint()?;
         self.warn_of_failure("now");
+        self.warn_of_removed_metrics();
         self.saving.clock.save_begins(Instant::now());
         let (step, run) = (self.state.step, self.inputs.run);
         // The other ranks write into the directory that the first one creates.
@@ -117,6 +118,20 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let flight = Flight::start(run.checkpoint(step), size, write_part, complete);
         self.saving.flight = Some((step, flight));
         Ok(())
+    }
+
+    /// Warns once if the metrics were removed from a run directory that is in its place.
+    fn warn_of_removed_metrics(&mut self) {
+        let has_left = self.has_left();
+        let Some(writer) = self.metrics.as_mut().filter(|_| !has_left) else { return };
+        if writer.finds_removed() {
+            let text = format!(
+                "{}: was removed while the run writes it, so the lines of its steps are lost: a run that resumes \
+                 begins it again",
+                writer.path().display()
+            );
+            (self.events)(Event::Warning { text: &text });
+        }
     }
 
     /// Creates the directory of a checkpoint; returns what completes it. On the first rank.

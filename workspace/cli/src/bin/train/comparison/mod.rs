@@ -27,7 +27,8 @@ pub(crate) fn train(session: &Session<'_>, comparison: &Comparison) -> anyhow::R
         exit::stderr_line(format_args!("warning: {text}"));
     }
     let mut has_trained = false;
-    for run in comparison.runs() {
+    for place in order(session, comparison)? {
+        let Some(run) = comparison.runs().get(place) else { continue };
         if !is_next(session, comparison, (run, has_trained))? {
             continue;
         }
@@ -50,6 +51,18 @@ pub(crate) fn train(session: &Session<'_>, comparison: &Comparison) -> anyhow::R
         true => print(comparison),
         false => Ok(()),
     }
+}
+
+/// The places of the runs in their order, as the first rank finds it.
+fn order(session: &Session<'_>, comparison: &Comparison) -> anyhow::Result<Vec<usize>> {
+    let order = match session.is_first() {
+        true => {
+            Some(comparison.order()?.iter().map(usize::to_string).collect::<Vec<_>>().join(" "))
+        }
+        false => None,
+    };
+    let order = share_text(session.device, session.world, order)?;
+    Ok(order.split_whitespace().map(str::parse).collect::<Result<_, _>>()?)
 }
 
 /// Whether the run is trained now, as the first rank decides for all. A run that may not take a step in the time

@@ -19,9 +19,12 @@ pub(super) fn table(rows: &[Row<'_>]) -> String {
     let moments = moments(rows);
     let mut lines = vec![header(&moments)];
     for row in rows {
-        lines.extend(of_row(row, &moments));
+        lines.extend(of_row(row, &moments, rows));
     }
     let mut out = aligned(&lines);
+    if lines.iter().flatten().any(|cell| cell.ends_with(OTHER)) {
+        out.push_str("* on another text, or another number of its tokens, than the last loss of the first variant\n");
+    }
     out.push('\n');
     for row in rows {
         let change = |change: &KeyChange| {
@@ -93,8 +96,11 @@ fn header(moments: &[String]) -> Vec<String> {
     cells
 }
 
-/// The lines of a variant: of its first validation set, and of the others.
-fn of_row(row: &Row<'_>, moments: &[String]) -> Vec<Vec<String>> {
+/// Marks a loss that cannot be compared with those of the first variant.
+const OTHER: char = '*';
+
+/// The lines of a variant, one of `rows`: of its first validation set, and of the others.
+fn of_row(row: &Row<'_>, moments: &[String], rows: &[Row<'_>]) -> Vec<Vec<String>> {
     let results = &row.results;
     // A stage that went on has several ends, of which the last counts.
     let at = |moment: &String| {
@@ -103,8 +109,11 @@ fn of_row(row: &Row<'_>, moments: &[String]) -> Vec<Vec<String>> {
     let optional = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
     let last = results.evaluations.last();
     let bits = |bits: Option<f64>| optional(bits.map(|bits| format!("{bits:.4}")));
+    let first = rows.iter().find_map(|row| row.results.evaluations.last());
+    let of_first =
+        |e: &Evaluation| loss(e.loss, first.is_some_and(|first| !first.is_comparable(e)));
     let mut cells = vec![row.name.to_owned()];
-    cells.extend(moments.iter().map(|moment| optional(at(moment).map(|e| loss(e.loss)))));
+    cells.extend(moments.iter().map(|moment| optional(at(moment).map(of_first))));
     cells.push(bits(last.and_then(|last| last.bits_per_byte)));
     cells.push(optional(results.recovered.map(|share| format!("{:.1}%", 100.0 * share))));
     cells.push(indicatif::HumanCount(results.tokens).to_string());
@@ -114,34 +123,72 @@ fn of_row(row: &Row<'_>, moments: &[String]) -> Vec<Vec<String>> {
     let mut lines = vec![cells];
     for set in last.iter().flat_map(|last| last.other_sets.keys()) {
         let of_set = |evaluation: &Evaluation| evaluation.other_sets.get(set).copied();
+        let lasts = rows.iter().filter_map(|row| row.results.evaluations.last());
+        let text = lasts.filter_map(|last| last.texts.get(set)).next();
+        let is_other =
+            |e: &Evaluation| text.zip(e.texts.get(set)).is_some_and(|(first, own)| first != own);
+        let cell = |e: &Evaluation| Some(loss(of_set(e)?.loss, is_other(e)));
         let mut cells = vec![format!("  {set}")];
-        let found = moments.iter().map(|moment| at(moment).and_then(of_set));
-        cells.extend(found.map(|set| optional(set.map(|set| loss(set.loss)))));
+        cells.extend(moments.iter().map(|moment| optional(at(moment).and_then(cell))));
         cells.push(bits(last.and_then(of_set).and_then(|set| set.bits_per_byte)));
         lines.push(cells);
     }
     lines
 }
 
-fn loss(loss: f64) -> String {
-    format!("{loss:.4}")
+fn loss(loss: f64, is_other: bool) -> String {
+    let mark = if is_other { OTHER.to_string() } else { String::new() };
+    format!("{loss:.4}{mark}")
 }
 
 #[cfg(test)]
 mod tests {
     use moh_train::Validation;
+    use moh_train::checkpoint::EvaluatedText;
 
     use super::*;
 
     fn evaluation(moment: EvaluationPoint, loss: f64, code: Option<f64>) -> Evaluation {
         let set = |loss| ("code".to_owned(), Validation { loss, bits_per_byte: Some(loss / 2.0) });
         let other_sets = code.map(set).into_iter().collect();
-        Evaluation { moment, step: 0, loss, bits_per_byte: None, set: None, other_sets }
+        let (set, texts) = (None, Default::default());
+        Evaluation { moment, step: 0, loss, bits_per_byte: None, set, other_sets, texts }
     }
 
     fn results(evaluations: Vec<Evaluation>) -> Results {
         let (recovered, tokens_per_second) = (Some(0.5), Some(1234.9));
         Results { steps: 9, tokens: 98_304, tokens_per_second, recovered, evaluations }
+    }
+
+    #[test]
+    fn losses_of_another_text_are_marked() {
+        let row = |name: &'static str, targets| {
+            let mut last = evaluation(EvaluationPoint::Loaded, 3.0, Some(4.0));
+            last.set = Some("text".to_owned());
+            let text = |targets| EvaluatedText { content: "a".to_owned(), targets };
+            last.texts = [("text".to_owned(), text(64)), ("code".to_owned(), text(targets))].into();
+            Row { name, changes: &[], results: results(vec![last]) }
+        };
+        let same = table(&[row("a", 32), row("b", 32)]);
+        assert!(!same.contains(OTHER), "{same}");
+        let mut other = row("b", 16);
+        let shown = table(&[row("a", 32), other]);
+        assert_eq!(
+            (shown.matches("3.0000*").count(), shown.matches("4.0000*").count()),
+            (0, 1),
+            "{shown}"
+        );
+        other = row("b", 32);
+        for text in other.results.evaluations[0].texts.values_mut() {
+            text.content = "b".to_owned();
+        }
+        let shown = table(&[row("a", 32), other]);
+        assert_eq!(
+            (shown.matches("3.0000*").count(), shown.matches("4.0000*").count()),
+            (1, 1),
+            "{shown}"
+        );
+        assert!(shown.contains("\n* on another text"), "{shown}");
     }
 
     #[test]
