@@ -311,6 +311,7 @@ mod tests {
             bits_per_byte: None,
             set: None,
             other_sets: std::collections::BTreeMap::new(),
+            texts: std::collections::BTreeMap::new(),
         };
         view.show(Event::Evaluated { evaluation: &evaluation, heads: 4 });
         assert_eq!(bar.message(), "");
