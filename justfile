@@ -1,0 +1,39 @@
+# The commands of CONTRIBUTING.md: `just` lists them. https://just.systems
+
+# List the commands
+default:
+    @just --list --unsorted
+
+# Everything that CI checks
+ci:
+    .ci/run
+
+# Format, lint and document, as CI does
+check:
+    cargo fmt --all --check
+    cargo clippy --workspace --all-targets -- -D warnings
+    RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
+
+# The tests that need a Rust toolchain alone, or those whose names have NAME
+test NAME="":
+    cargo test --workspace {{ NAME }}
+
+# Readers against mutated input, for SECONDS each
+fuzz SECONDS="60":
+    MOH_FUZZ_SECONDS={{ SECONDS }} cargo test --workspace --test readers
+
+# The CUDA kernels on the emulated GPU
+emulated:
+    cargo test -p moh-kernels --features cuda-emulator
+
+# Several processes over MPI
+mpi:
+    cargo test --workspace --features moh-cli/mpi --test ranks --test mpi --test layouts --test namespaces
+
+# Whether two programs compute the same runs
+compare-bits BEFORE AFTER:
+    tools/compare-bits {{ BEFORE }} {{ AFTER }}
+
+# The benchmarks of operators
+bench:
+    cargo bench -p moh-kernels
