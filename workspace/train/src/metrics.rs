@@ -77,7 +77,7 @@ struct Line {
     step: u64,
     tokens: u64,
     loss: Option<f64>,
-    /// The auxiliary losses by name; and, in a file of another program, fields that are not known.
+    /// The auxiliary losses by name. Unknown fields are read into it too, and refused by [`losses`].
     #[serde(flatten)]
     auxiliary: BTreeMap<String, Option<f64>>,
     learning_rate: Option<f64>,

@@ -87,8 +87,7 @@ fn a_link_to_the_recipe_of_a_moved_run_is_that_run() {
         std::os::unix::fs::symlink(target, dir.path().join(link)).unwrap();
     }
     let output = program(PROGRAM, dir.path()).args(["--recipe", "again.toml"]).output().unwrap();
-    let expected =
-        "again.toml is the recipe of the run that it is a link to, so run.dir is moved, not run\n";
+    let expected = "again.toml is a link to the recipe of a run, so run.dir is moved, not run\n";
     assert_eq!(stderr(&output), expected);
     assert!(output.stdout.starts_with(b"this run has already finished\n"));
     assert!(!dir.path().join("run").exists());

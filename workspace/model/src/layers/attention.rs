@@ -122,7 +122,7 @@ impl Attention {
         };
         let queries = n * self.output.inputs();
         cx.backend.attention_forward(AttentionForward {
-            args: self.args(cx, key_length, routing.as_ref()),
+            args: self.args(cx, key_length, self.routing(cx, routing.as_ref())),
             queries: B::view(qkv, 0..n * shape.row()),
             key_values,
             out: B::view_mut(attended, 0..queries),
@@ -181,7 +181,7 @@ impl Attention {
         routing.filter(|_| cx.routers[self.layer].is_some())
     }
 
-    /// Causal attention of the heads that `routing` selected, or of all heads without a router.
+    /// Causal attention of the heads that `routing` selected, or of all heads without a routing.
     fn args<'v, B: Backend, T: Element>(
         &self,
         cx: &Context<'v, B, T>,
@@ -191,7 +191,7 @@ impl Attention {
         AttentionArgs {
             query_offset: cx.tokens.first_position,
             document_start: cx.tokens.document_start.map(|starts| B::whole(starts)),
-            selection: self.routing(cx, routing).map(Routing::selection),
+            selection: routing.map(Routing::selection),
             ..AttentionArgs::causal(AttentionShape::of_qkv(&cx.tokens.shape, key_length))
         }
     }

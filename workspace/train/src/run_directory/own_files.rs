@@ -126,7 +126,7 @@ impl RunDirectory {
         self.root.join(MARK)
     }
 
-    /// The run whose `recipe.toml` is the file at `path`, or the one that it is a link to; `None` for any other file.
+    /// The run whose `recipe.toml` is at `path`, itself or through links; `None` for any other file.
     ///
     /// # Errors
     /// Fails if the directory of checkpoints exists and cannot be listed.

@@ -86,8 +86,8 @@ pub(crate) fn train(
     }
 }
 
-/// Gives the recipe of a run, or a link to it, the directory in which it lies as `run.dir`, wherever the run was moved, unless the
-/// command names another one. Returns a sentence if that is another directory than the recipe says.
+/// Sets `run.dir` of a run's own recipe, which may be named by a link, to the directory of the run, wherever it was
+/// moved, unless the command sets it. Returns a sentence if the recipe has another directory.
 fn take_place(
     arguments: &Arguments,
     path: &Path,
@@ -104,9 +104,12 @@ fn take_place(
     }
     let before = std::mem::replace(&mut recipe.run.dir, run.root().to_owned());
     Ok(Some(format!(
-        "{} is the recipe of the run {}, so run.dir is {}, not {}",
+        "{} is {}, so run.dir is {}, not {}",
         path.display(),
-        if moh_files::parent(path) == run.root() { "beside it" } else { "that it is a link to" },
+        match moh_files::parent(path) == run.root() {
+            true => "the recipe of the run beside it",
+            false => "a link to the recipe of a run",
+        },
         run.root().display(),
         before.display()
     )))
