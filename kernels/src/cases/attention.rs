@@ -9,8 +9,8 @@ use crate::error::Result;
 use crate::qk_norm::{QkNormBackward, QkNormForward};
 use crate::ranks::Heads;
 use crate::rope::{QkvShape, RopeArgs, RopeTable};
-use crate::router::query_norm::QueryNormRouter;
-use crate::router::{RouterGradient, RouterRopeBackward, RouterRopeForward, Routing};
+use crate::router::query_norm::{QueryNormRopeBackward, QueryNormRopeForward, QueryNormRouter};
+use crate::router::{RouterGradient, Routing};
 use crate::scalar::Element;
 
 /// Causal attention over random queries, keys and values, of all heads or of the heads that the
@@ -85,7 +85,7 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
         let rope = RopeArgs { shape: &self.shape, table, qkv: B::whole_mut(&mut self.qkv) };
         match &mut self.router {
             Some((router, routing)) => {
-                let args = RouterRopeForward { rope, routing, all_reduce: None };
+                let args = QueryNormRopeForward { rope, routing, all_reduce: None };
                 backend.query_norm_rope_forward(*router, args)
             }
             None => backend.rope_forward(rope),
@@ -144,7 +144,7 @@ impl<B: Backend, T: Element> AttentionCase<B, T> {
             ranks: None,
         };
         let qkv = B::whole(&self.qkv);
-        backend.query_norm_rope_backward(RouterRopeBackward { qkv, rope, gradient })
+        backend.query_norm_rope_backward(QueryNormRopeBackward { qkv, rope, gradient })
     }
 }
 

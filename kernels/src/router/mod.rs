@@ -15,8 +15,6 @@ use crate::attention::Selection;
 use crate::error::{Error, Result, ensure};
 use crate::memory::{Memory, View, ViewMut};
 use crate::ranks::{AllReduce, Heads};
-use crate::rope::{QkvShape, RopeArgs};
-use crate::scalar::Element;
 
 /// Sizes of a [`Routing`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -241,53 +239,6 @@ impl<M: Memory> RouterGradient<'_, M> {
             }),
         }
     }
-}
-
-/// Arguments of a router's forward pass.
-pub struct RouterForward<'a, M: Memory, T: Element> {
-    /// Shape of `qkv`, of local heads.
-    pub shape: &'a QkvShape,
-    /// Queries before RoPE, keys and values; `[B*T, (H + 2G) D]`.
-    pub qkv: View<'a, M, T>,
-    /// Overwritten.
-    pub routing: &'a mut Routing<M>,
-    /// The sum over the ranks that share the heads; required if there are several. A router calls
-    /// it the same number of times on each of them.
-    pub all_reduce: Option<AllReduce<'a, M>>,
-}
-
-/// Arguments of a router's forward pass that also rotates queries and keys.
-pub struct RouterRopeForward<'a, M: Memory, T: Element> {
-    /// The rotation that follows.
-    pub rope: RopeArgs<'a, M, T>,
-    /// Overwritten.
-    pub routing: &'a mut Routing<M>,
-    /// As in [`RouterForward`].
-    pub all_reduce: Option<AllReduce<'a, M>>,
-}
-
-/// Arguments of a router's backward pass.
-pub struct RouterBackward<'a, M: Memory, T: Element> {
-    /// Shape of `qkv`.
-    pub shape: &'a QkvShape,
-    /// Queries, keys and values, either both these and `d_qkv` before RoPE or both after it;
-    /// `[B*T, (H + 2G) D]`.
-    pub qkv: View<'a, M, T>,
-    /// Added to; `[B*T, (H + 2G) D]`.
-    pub d_qkv: ViewMut<'a, M, T>,
-    /// The router's other inputs.
-    pub gradient: RouterGradient<'a, M>,
-}
-
-/// Arguments of a router's backward pass that also rotates the gradients back.
-pub struct RouterRopeBackward<'a, M: Memory, T: Element> {
-    /// The output of the forward pass: rotated queries and keys; `[B*T, (H + 2G) D]`.
-    pub qkv: View<'a, M, T>,
-    /// The rotation, with the gradients of rotated queries and keys, which are rotated back in
-    /// place.
-    pub rope: RopeArgs<'a, M, T>,
-    /// The router's other inputs.
-    pub gradient: RouterGradient<'a, M>,
 }
 
 /// The exchange between ranks for a routing of `heads`; `None` if all of them are local.

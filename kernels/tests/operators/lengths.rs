@@ -13,11 +13,11 @@ use moh_kernels::attention::{
 use moh_kernels::cross_entropy::HeadShape;
 use moh_kernels::ranks::Heads;
 use moh_kernels::rope::{QkvShape, RopeArgs};
-use moh_kernels::router::query_norm::QueryNormRouter;
-use moh_kernels::router::{
-    RouterBackward, RouterForward, RouterGradient, RouterRopeBackward, RouterRopeForward, Routing,
-    RoutingShape,
+use moh_kernels::router::query_norm::{
+    QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
+    QueryNormRouter,
 };
+use moh_kernels::router::{RouterGradient, Routing, RoutingShape};
 use proptest::prelude::*;
 
 /// The valid lengths of a buffer, given the others.
@@ -251,9 +251,9 @@ fn refuses_heads<B: Backend>(device: &B, heads: usize) {
     let (angles, qkv) = (zeros::<B, f32>(device, TOKENS), zeros::<B, f32>(device, len));
     let mut d_qkv = zeros::<B, f32>(device, len);
     let rope = rope_args(shape, &angles, &mut d_qkv);
-    let backward = RouterRopeBackward { qkv: B::whole(&qkv), rope, gradient: balance(&routing) };
+    let backward = QueryNormRopeBackward { qkv: B::whole(&qkv), rope, gradient: balance(&routing) };
     assert!(device.query_norm_rope_backward(backward).is_err());
-    let backward = RouterBackward::<B, f32> {
+    let backward = QueryNormBackward::<B, f32> {
         shape,
         qkv: B::whole(&qkv),
         d_qkv: B::whole_mut(&mut d_qkv),
@@ -278,7 +278,7 @@ fn refuses_heads<B: Backend>(device: &B, heads: usize) {
     };
     assert!(device.attention_forward(forward).is_err());
 
-    let forward = RouterForward::<B, f32> {
+    let forward = QueryNormForward::<B, f32> {
         shape,
         qkv: B::whole(&qkv),
         routing: &mut routing,
@@ -286,7 +286,7 @@ fn refuses_heads<B: Backend>(device: &B, heads: usize) {
     };
     assert!(device.query_norm_forward(ROUTER, forward).is_err());
     let rope = rope_args(shape, &angles, &mut d_qkv);
-    let forward = RouterRopeForward { rope, routing: &mut routing, all_reduce: None };
+    let forward = QueryNormRopeForward { rope, routing: &mut routing, all_reduce: None };
     assert!(device.query_norm_rope_forward(ROUTER, forward).is_err());
 }
 
@@ -341,10 +341,10 @@ fn refuses_of_shared_heads<B: Backend>(device: &B) {
     ] {
         let (angles, mut qkv) = (zeros(device, TOKENS), zeros::<B, f32>(device, len));
         let rope = rope_args(shape, &angles, &mut qkv);
-        let forward = RouterRopeForward { rope, routing: &mut routing, all_reduce: None };
+        let forward = QueryNormRopeForward { rope, routing: &mut routing, all_reduce: None };
         assert_eq!(device.query_norm_rope_forward(router, forward).is_ok(), fits);
         let (qkv, routing) = (B::whole::<f32>(&qkv), &mut routing);
-        let forward = RouterForward { shape, qkv, routing, all_reduce: None };
+        let forward = QueryNormForward { shape, qkv, routing, all_reduce: None };
         assert_eq!(device.query_norm_forward(router, forward).is_ok(), fits);
     }
     for (shape, len, fits) in
@@ -353,10 +353,10 @@ fn refuses_of_shared_heads<B: Backend>(device: &B) {
         let (qkv, mut d_qkv) = (zeros::<B, f32>(device, len), zeros(device, TOKENS * shape.row()));
         let angles = zeros(device, TOKENS);
         let (gradient, rope) = (balance(&routing), rope_args(shape, &angles, &mut d_qkv));
-        let backward = RouterRopeBackward { qkv: B::whole(&qkv), rope, gradient };
+        let backward = QueryNormRopeBackward { qkv: B::whole(&qkv), rope, gradient };
         assert_eq!(device.query_norm_rope_backward(backward).is_ok(), fits);
         let (gradient, d_qkv) = (balance(&routing), B::whole_mut(&mut d_qkv));
-        let backward = RouterBackward { shape, qkv: B::whole(&qkv), d_qkv, gradient };
+        let backward = QueryNormBackward { shape, qkv: B::whole(&qkv), d_qkv, gradient };
         assert_eq!(device.query_norm_backward::<f32>(backward).is_ok(), fits);
     }
 }
@@ -369,7 +369,7 @@ fn a_routing_that_saves_too_little_is_refused() {
         let mut routing = Routing::new(device, RoutingShape { saved_per_token, ..right }).unwrap();
         let qkv = zeros::<B, f32>(device, TOKENS * ROW);
         let (shape, qkv) = (&SHAPE, B::whole::<f32>(&qkv));
-        let forward = RouterForward { shape, qkv, routing: &mut routing, all_reduce: None };
+        let forward = QueryNormForward { shape, qkv, routing: &mut routing, all_reduce: None };
         assert!(device.query_norm_forward(ROUTER, forward).is_err());
     }
     on_each_device!(device => refuses(device));

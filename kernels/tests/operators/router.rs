@@ -11,10 +11,11 @@ use candle_core::Tensor;
 use half::bf16;
 use moh_kernels::ranks::Heads;
 use moh_kernels::rope::{QkvShape, RopeArgs};
-use moh_kernels::router::query_norm::QueryNormRouter;
-use moh_kernels::router::{
-    RouterBackward, RouterForward, RouterGradient, RouterRopeBackward, RouterRopeForward, Routing,
+use moh_kernels::router::query_norm::{
+    QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
+    QueryNormRouter,
 };
+use moh_kernels::router::{RouterGradient, Routing};
 use moh_kernels::{Backend, Cpu, Element, Memory, Result};
 use proptest::prelude::*;
 
@@ -68,14 +69,14 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
         let Prepared { device, case, angles: [cos, sin], qkv, .. } = self;
         let (table, qkv) = (table(cos, sin), B::whole_mut(qkv));
         let rope = RopeArgs { shape: &case.shape, table, qkv };
-        let args = RouterRopeForward { rope, routing, all_reduce: None };
+        let args = QueryNormRopeForward { rope, routing, all_reduce: None };
         device.query_norm_rope_forward::<T>(case.router, args)
     }
 
     /// Routes.
     fn forward_alone(&self, routing: &mut Routing<B>) -> Result<()> {
         let (shape, qkv) = (&self.case.shape, B::whole(&self.qkv));
-        let args = RouterForward { shape, qkv, routing, all_reduce: None };
+        let args = QueryNormForward { shape, qkv, routing, all_reduce: None };
         self.device.query_norm_forward::<T>(self.case.router, args)
     }
 
@@ -92,7 +93,7 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
         let (table, d_qkv) = (table(cos, sin), B::whole_mut(d_qkv));
         let rope = RopeArgs { shape: &case.shape, table, qkv: d_qkv };
         let gradient = router_gradient(case, routing, delta.as_ref());
-        let args = RouterRopeBackward { qkv: B::whole(qkv), rope, gradient };
+        let args = QueryNormRopeBackward { qkv: B::whole(qkv), rope, gradient };
         device.query_norm_rope_backward::<T>(args).unwrap();
     }
 
@@ -101,7 +102,7 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
         let Prepared { device, case, qkv, d_qkv, delta, .. } = self;
         let (qkv, d_qkv) = (B::whole(qkv), B::whole_mut(d_qkv));
         let gradient = router_gradient(case, routing, delta.as_ref());
-        let args = RouterBackward { shape: &case.shape, qkv, d_qkv, gradient };
+        let args = QueryNormBackward { shape: &case.shape, qkv, d_qkv, gradient };
         device.query_norm_backward::<T>(args).unwrap();
     }
 

@@ -13,10 +13,10 @@ use moh_kernels::cross_entropy::{CrossEntropyArgs, HeadGradients, HeadRanks, Hea
 use moh_kernels::embedding::{EmbeddingBackward, EmbeddingForward};
 use moh_kernels::ranks::{AllReduce, Heads, VocabularyRows};
 use moh_kernels::rope::{QkvShape, RopeArgs, RopeTable};
-use moh_kernels::router::query_norm::{QueryNorm, QueryNormRouter};
-use moh_kernels::router::{
-    RouterForward, RouterGradient, RouterRanks, RouterRopeBackward, RouterRopeForward, Routing,
+use moh_kernels::router::query_norm::{
+    QueryNorm, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward, QueryNormRouter,
 };
+use moh_kernels::router::{RouterGradient, RouterRanks, Routing};
 use moh_kernels::{Accumulation, Backend, Cpu, DType, Element, ViewMut};
 use proptest::prelude::*;
 
@@ -102,7 +102,7 @@ fn attend<B: Backend, T: Element>(
     let mut qkv = upload(device, qkv);
     let rope =
         RopeArgs { shape: &shape, table: table(&cos, &sin), qkv: B::whole_mut::<T>(&mut qkv) };
-    let forward = RouterRopeForward { rope, routing: &mut routing, all_reduce };
+    let forward = QueryNormRopeForward { rope, routing: &mut routing, all_reduce };
     device.query_norm_rope_forward(router, forward).unwrap();
 
     let QkvShape { batch, length, heads: local, kv_heads, head_dim } = shape;
@@ -147,7 +147,7 @@ fn attend<B: Backend, T: Element>(
     };
     let rope =
         RopeArgs { shape: &shape, table: table(&cos, &sin), qkv: B::whole_mut::<T>(&mut d_qkv) };
-    let backward = RouterRopeBackward { qkv: B::whole(&qkv), rope, gradient };
+    let backward = QueryNormRopeBackward { qkv: B::whole(&qkv), rope, gradient };
     device.query_norm_rope_backward(backward).unwrap();
     let (mask, gates) = selection_and_gates(device, &routing);
     let mut loss = upload(device, &[0f64]);
@@ -226,7 +226,7 @@ fn divided_heads_that_exchange_nothing_are_refused() {
     let shape = QkvShape { batch: 1, length: 1, heads: 2, kv_heads: 1, head_dim: 2 };
     let heads = Heads { count: 4, group_size: 2, rank: 0, ranks: 2 };
     let mut routing = Routing::new(&Cpu, router.routing_shape(1, heads).unwrap()).unwrap();
-    let forward = RouterForward::<Cpu, f32> {
+    let forward = QueryNormForward::<Cpu, f32> {
         shape: &shape,
         qkv: &[1f32; 8],
         routing: &mut routing,
@@ -236,7 +236,7 @@ fn divided_heads_that_exchange_nothing_are_refused() {
     assert!(refused.unwrap_err().to_string().contains("divided among 2 ranks"));
     let table = RopeTable::<Cpu> { cos: &[1.0], sin: &[0.0], first_position: 0 };
     let rope = RopeArgs::<Cpu, f32> { shape: &shape, table, qkv: &mut [1f32; 8] };
-    let forward = RouterRopeForward { rope, routing: &mut routing, all_reduce: None };
+    let forward = QueryNormRopeForward { rope, routing: &mut routing, all_reduce: None };
     let refused = Cpu.query_norm_rope_forward(router, forward);
     assert!(refused.unwrap_err().to_string().contains("divided among 2 ranks"));
     let three = router.routing_shape(1, Heads { ranks: 3, ..heads }).unwrap();

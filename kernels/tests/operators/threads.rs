@@ -13,10 +13,10 @@ use moh_kernels::qk_norm::{QkNorm, QkNormBackward, QkNormForward};
 use moh_kernels::ranks::{Heads, VocabularyRows};
 use moh_kernels::rms_norm::{RmsNorm, RmsNormBackward, RmsNormForward};
 use moh_kernels::rope::{QkvShape, RopeArgs};
-use moh_kernels::router::query_norm::{QueryNorm, QueryNormRouter};
-use moh_kernels::router::{
-    RouterGradient, RouterRopeBackward, RouterRopeForward, Routers, Routing,
+use moh_kernels::router::query_norm::{
+    QueryNorm, QueryNormRopeBackward, QueryNormRopeForward, QueryNormRouter,
 };
+use moh_kernels::router::{RouterGradient, Routers, Routing};
 use moh_kernels::swiglu::Swiglu;
 use moh_kernels::{Accumulation, Cpu, Element, Workspace};
 use proptest::prelude::*;
@@ -52,7 +52,7 @@ fn attention<T: Element>(shape: QkvShape, router: QueryNormRouter, seed: u64) ->
     let rooms = router.routing_shape(tokens, Heads::all(heads)).unwrap();
     let mut routing = Routing::new(&Cpu, rooms).unwrap();
     let rope = RopeArgs::<Cpu, T> { shape: &shape, table: table::<Cpu>(&cos, &sin), qkv: &mut qkv };
-    let forward = RouterRopeForward { rope, routing: &mut routing, all_reduce: None };
+    let forward = QueryNormRopeForward { rope, routing: &mut routing, all_reduce: None };
     Cpu.query_norm_rope_forward(router, forward).unwrap();
     let attention = AttentionShape {
         batch,
@@ -93,7 +93,7 @@ fn attention<T: Element>(shape: QkvShape, router: QueryNormRouter, seed: u64) ->
     };
     let rope =
         RopeArgs::<Cpu, T> { shape: &shape, table: table::<Cpu>(&cos, &sin), qkv: &mut d_qkv };
-    Cpu.query_norm_rope_backward(RouterRopeBackward::<Cpu, T> { qkv: &qkv, rope, gradient })
+    Cpu.query_norm_rope_backward(QueryNormRopeBackward::<Cpu, T> { qkv: &qkv, rope, gradient })
         .unwrap();
     let mut loss = [0f64];
     Cpu.balance_loss(&routing, 1.0, &mut loss).unwrap();

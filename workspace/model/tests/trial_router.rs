@@ -10,7 +10,8 @@ use std::sync::Arc;
 use half::bf16;
 use moh_kernels::adamw::AdamW;
 use moh_kernels::ranks::Heads;
-use moh_kernels::router::{RouterBackward, RouterForward, RoutingShape};
+use moh_kernels::router::RoutingShape;
+use moh_kernels::router::query_norm::{QueryNormBackward, QueryNormForward};
 use moh_kernels::{Backend, Cpu, Element, Result};
 use moh_model::parameters::FlatBuffers;
 use moh_model::router::Router;
@@ -39,8 +40,8 @@ impl<B: Backend, T: Element> Router<B, T> for Fixed {
         Ok(RoutingShape { tokens, heads, shared_heads, saved_per_token: 0, weighted: true })
     }
 
-    fn forward(&self, backend: &B, args: RouterForward<'_, B, T>) -> Result<()> {
-        let RouterForward { shape, routing, .. } = args;
+    fn forward(&self, backend: &B, args: QueryNormForward<'_, B, T>) -> Result<()> {
+        let QueryNormForward { shape, routing, .. } = args;
         let (tokens, routed) = (shape.tokens(), shape.heads - self.shared_heads);
         routing.begin(tokens, self.shared_heads)?;
         let pairs = |heads| (0..tokens).flat_map(move |t| (0..heads).map(move |head| (t, head)));
@@ -57,7 +58,7 @@ impl<B: Backend, T: Element> Router<B, T> for Fixed {
     }
 
     /// What is fixed has no gradient.
-    fn backward(&self, _: &B, _: RouterBackward<'_, B, T>) -> Result<()> {
+    fn backward(&self, _: &B, _: QueryNormBackward<'_, B, T>) -> Result<()> {
         Ok(())
     }
 }

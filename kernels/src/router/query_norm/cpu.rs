@@ -4,16 +4,16 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::{BackwardLens, QueryNorm, QueryNormRouter, begin, check_backward};
+use super::{
+    BackwardLens, QueryNorm, QueryNormBackward, QueryNormForward, QueryNormRopeBackward,
+    QueryNormRopeForward, QueryNormRouter, begin, check_backward,
+};
 use crate::cpu::Cpu;
 use crate::error::{Result, check_len};
 use crate::math::sum_of_squares;
 use crate::rope::{QkvShape, Rope};
 use crate::router::cpu::load;
-use crate::router::{
-    RouterBackward, RouterForward, RouterGradient, RouterRanks, RouterRopeBackward,
-    RouterRopeForward, Routers, Routing, exchange,
-};
+use crate::router::{RouterGradient, RouterRanks, Routers, Routing, exchange};
 use crate::scalar::Element;
 use crate::simd::vectorized;
 
@@ -24,10 +24,10 @@ impl QueryNorm for Cpu {
     fn query_norm_forward<T: Element>(
         &self,
         router: QueryNormRouter,
-        args: RouterForward<'_, Self, T>,
+        args: QueryNormForward<'_, Self, T>,
     ) -> Result<()> {
         const OPERATOR: &str = "query_norm_forward";
-        let RouterForward { shape, qkv, routing, all_reduce } = args;
+        let QueryNormForward { shape, qkv, routing, all_reduce } = args;
         let (tokens, heads) = (shape.tokens(), routing.heads());
         let routed = begin(OPERATOR, router, shape, qkv.len(), routing)?;
         let all_reduce = exchange(OPERATOR, heads, all_reduce)?;
@@ -45,24 +45,24 @@ impl QueryNorm for Cpu {
     fn query_norm_rope_forward<T: Element>(
         &self,
         router: QueryNormRouter,
-        args: RouterRopeForward<'_, Self, T>,
+        args: QueryNormRopeForward<'_, Self, T>,
     ) -> Result<()> {
-        let RouterRopeForward { rope, routing, all_reduce } = args;
+        let QueryNormRopeForward { rope, routing, all_reduce } = args;
         let (shape, qkv) = (rope.shape, &*rope.qkv);
-        let route = RouterForward { shape, qkv, routing, all_reduce };
+        let route = QueryNormForward { shape, qkv, routing, all_reduce };
         self.query_norm_forward(router, route)?;
         self.rope_forward(rope)
     }
 
-    fn query_norm_backward<T: Element>(&self, args: RouterBackward<'_, Self, T>) -> Result<()> {
+    fn query_norm_backward<T: Element>(&self, args: QueryNormBackward<'_, Self, T>) -> Result<()> {
         backward(args.shape, args.qkv, args.d_qkv, args.gradient)
     }
 
     fn query_norm_rope_backward<T: Element>(
         &self,
-        args: RouterRopeBackward<'_, Self, T>,
+        args: QueryNormRopeBackward<'_, Self, T>,
     ) -> Result<()> {
-        let RouterRopeBackward { qkv, gradient, rope } = args;
+        let QueryNormRopeBackward { qkv, gradient, rope } = args;
         // A rotation preserves norms, so the router's gradient may be added in rotated coordinates.
         backward(rope.shape, qkv, &mut *rope.qkv, gradient)?;
         self.rope_backward(rope)

@@ -3,17 +3,17 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{BackwardLens, QueryNorm, QueryNormRouter, begin, check_backward};
+use super::{
+    BackwardLens, QueryNorm, QueryNormBackward, QueryNormForward, QueryNormRopeBackward,
+    QueryNormRopeForward, QueryNormRouter, begin, check_backward,
+};
 use crate::cuda::{Cuda, CudaView, address_or_null, mirrored, name};
 use crate::error::{Result, check_len};
 use crate::memory::Memory;
 use crate::ranks::AllReduce;
 use crate::rope::{self, QkvShape};
 use crate::router::cuda::Tables;
-use crate::router::{
-    RouterBackward, RouterForward, RouterGradient, RouterRanks, RouterRopeBackward,
-    RouterRopeForward, Routers, Routing, exchange,
-};
+use crate::router::{RouterGradient, RouterRanks, Routers, Routing, exchange};
 use crate::scalar::Element;
 
 /// Tokens of a block, as in query_norm.cu.
@@ -107,9 +107,9 @@ impl QueryNorm for Cuda {
     fn query_norm_forward<T: Element>(
         &self,
         router: QueryNormRouter,
-        args: RouterForward<'_, Self, T>,
+        args: QueryNormForward<'_, Self, T>,
     ) -> Result<()> {
-        let RouterForward { shape, qkv, routing, all_reduce } = args;
+        let QueryNormForward { shape, qkv, routing, all_reduce } = args;
         let none = rope::cuda::Parameters::zeroed();
         let (qkv, qkv_len) = (qkv.address, qkv.len);
         let forward = Forward { router, shape, qkv, qkv_len, rope: none };
@@ -119,17 +119,17 @@ impl QueryNorm for Cuda {
     fn query_norm_rope_forward<T: Element>(
         &self,
         router: QueryNormRouter,
-        args: RouterRopeForward<'_, Self, T>,
+        args: QueryNormRopeForward<'_, Self, T>,
     ) -> Result<()> {
-        let RouterRopeForward { rope, routing, all_reduce } = args;
+        let QueryNormRopeForward { rope, routing, all_reduce } = args;
         let (shape, qkv_len) = (rope.shape, rope.qkv.len);
         let rope = rope::cuda::Parameters::new("query_norm_rope_forward", &rope)?;
         let forward = Forward { router, shape, qkv: rope.address(), qkv_len, rope };
         forward.run::<T>(self, routing, all_reduce)
     }
 
-    fn query_norm_backward<T: Element>(&self, args: RouterBackward<'_, Self, T>) -> Result<()> {
-        let RouterBackward { shape, qkv, d_qkv, gradient } = args;
+    fn query_norm_backward<T: Element>(&self, args: QueryNormBackward<'_, Self, T>) -> Result<()> {
+        let QueryNormBackward { shape, qkv, d_qkv, gradient } = args;
         let none = rope::cuda::Parameters::zeroed();
         let backward = Backward { shape, qkv, d_qkv: (d_qkv.address, d_qkv.len), rope: none };
         backward.run(self, gradient)
@@ -137,9 +137,9 @@ impl QueryNorm for Cuda {
 
     fn query_norm_rope_backward<T: Element>(
         &self,
-        args: RouterRopeBackward<'_, Self, T>,
+        args: QueryNormRopeBackward<'_, Self, T>,
     ) -> Result<()> {
-        let RouterRopeBackward { qkv, gradient, rope } = args;
+        let QueryNormRopeBackward { qkv, gradient, rope } = args;
         let (shape, d_qkv_len) = (rope.shape, rope.qkv.len);
         let rope = rope::cuda::Parameters::new("query_norm_rope_backward", &rope)?;
         let backward = Backward { shape, qkv, d_qkv: (rope.address(), d_qkv_len), rope };

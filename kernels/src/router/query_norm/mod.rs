@@ -23,14 +23,11 @@ mod cpu;
 #[cfg(gpu)]
 pub(crate) mod cuda;
 
-use super::{
-    RouterBackward, RouterForward, RouterRopeBackward, RouterRopeForward, Routers, Routing,
-    RoutingShape,
-};
+use super::{RouterGradient, Routers, Routing, RoutingShape};
 use crate::error::{Result, check_len, ensure};
-use crate::memory::Memory;
-use crate::ranks::Heads;
-use crate::rope::{QkvShape, Rope};
+use crate::memory::{Memory, View, ViewMut};
+use crate::ranks::{AllReduce, Heads};
+use crate::rope::{QkvShape, Rope, RopeArgs};
 use crate::scalar::Element;
 
 /// The number of shared heads, and of routed heads that a token selects.
@@ -69,30 +66,77 @@ impl QueryNormRouter {
     }
 }
 
+/// Arguments of [`QueryNorm::query_norm_forward`].
+pub struct QueryNormForward<'a, M: Memory, T: Element> {
+    /// Shape of `qkv`, of local heads.
+    pub shape: &'a QkvShape,
+    /// Queries before RoPE, keys and values; `[B*T, (H + 2G) D]`.
+    pub qkv: View<'a, M, T>,
+    /// Overwritten.
+    pub routing: &'a mut Routing<M>,
+    /// The sum over the ranks that share the heads; required if there are several. It is called the
+    /// same number of times on each of them.
+    pub all_reduce: Option<AllReduce<'a, M>>,
+}
+
+/// Arguments of [`QueryNorm::query_norm_rope_forward`].
+pub struct QueryNormRopeForward<'a, M: Memory, T: Element> {
+    /// The rotation that follows.
+    pub rope: RopeArgs<'a, M, T>,
+    /// Overwritten.
+    pub routing: &'a mut Routing<M>,
+    /// As in [`QueryNormForward`].
+    pub all_reduce: Option<AllReduce<'a, M>>,
+}
+
+/// Arguments of [`QueryNorm::query_norm_backward`].
+pub struct QueryNormBackward<'a, M: Memory, T: Element> {
+    /// Shape of `qkv`.
+    pub shape: &'a QkvShape,
+    /// Queries, keys and values, either both these and `d_qkv` before RoPE or both after it;
+    /// `[B*T, (H + 2G) D]`.
+    pub qkv: View<'a, M, T>,
+    /// Added to; `[B*T, (H + 2G) D]`.
+    pub d_qkv: ViewMut<'a, M, T>,
+    /// The router's other inputs.
+    pub gradient: RouterGradient<'a, M>,
+}
+
+/// Arguments of [`QueryNorm::query_norm_rope_backward`].
+pub struct QueryNormRopeBackward<'a, M: Memory, T: Element> {
+    /// The output of the forward pass: rotated queries and keys; `[B*T, (H + 2G) D]`.
+    pub qkv: View<'a, M, T>,
+    /// The rotation, with the gradients of rotated queries and keys, which are rotated back in
+    /// place.
+    pub rope: RopeArgs<'a, M, T>,
+    /// The router's other inputs.
+    pub gradient: RouterGradient<'a, M>,
+}
+
 /// The query-norm router as operators of a device.
 pub trait QueryNorm: Routers + Rope {
     /// Routes the tokens by their queries.
     fn query_norm_forward<T: Element>(
         &self,
         router: QueryNormRouter,
-        args: RouterForward<'_, Self, T>,
+        args: QueryNormForward<'_, Self, T>,
     ) -> Result<()>;
 
     /// Routes the tokens by their queries, then rotates queries and keys.
     fn query_norm_rope_forward<T: Element>(
         &self,
         router: QueryNormRouter,
-        args: RouterRopeForward<'_, Self, T>,
+        args: QueryNormRopeForward<'_, Self, T>,
     ) -> Result<()>;
 
     /// Adds the router's gradient to the gradient of the queries, both before or both after RoPE.
-    fn query_norm_backward<T: Element>(&self, args: RouterBackward<'_, Self, T>) -> Result<()>;
+    fn query_norm_backward<T: Element>(&self, args: QueryNormBackward<'_, Self, T>) -> Result<()>;
 
     /// Replaces the gradients of rotated queries and keys by the gradients of the unrotated ones,
     /// and adds the router's gradient.
     fn query_norm_rope_backward<T: Element>(
         &self,
-        args: RouterRopeBackward<'_, Self, T>,
+        args: QueryNormRopeBackward<'_, Self, T>,
     ) -> Result<()>;
 }
 

@@ -15,9 +15,10 @@ use moh_kernels::qk_norm::{QkNormBackward, QkNormForward};
 use moh_kernels::ranks::{Heads, VocabularyRows};
 use moh_kernels::rms_norm::{RmsNormBackward, RmsNormForward};
 use moh_kernels::rope::{QkvShape, RopeArgs};
-use moh_kernels::router::{
-    RouterBackward, RouterForward, RouterGradient, RouterRopeBackward, RouterRopeForward, Routing,
+use moh_kernels::router::query_norm::{
+    QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
 };
+use moh_kernels::router::{RouterGradient, Routing};
 use moh_kernels::{Accumulation, Backend, Result, Scalar, View};
 
 const ROWS: VocabularyRows = VocabularyRows { vocab_size: 7, first: 0, count: 7 };
@@ -78,7 +79,7 @@ pub fn routing<B: Backend>(device: &B, tokens: usize) -> Routing<B> {
     let shape = &QkvShape { length: tokens, ..SHAPE };
     let qkv = zeros::<B, f32>(device, tokens * ROW);
     let (qkv, mut routing) = (B::whole::<f32>(&qkv), room(device, tokens).unwrap());
-    let forward = RouterForward { shape, qkv, routing: &mut routing, all_reduce: None };
+    let forward = QueryNormForward { shape, qkv, routing: &mut routing, all_reduce: None };
     device.query_norm_forward(ROUTER, forward).unwrap();
     routing
 }
@@ -200,7 +201,7 @@ fn rope_backward<B: Backend>(device: &B, lengths: &[usize]) -> Result<()> {
 fn query_norm_forward<B: Backend>(device: &B, lengths: &[usize]) -> Result<()> {
     let [qkv] = floats(device, lengths);
     let (shape, qkv, routing) = (&SHAPE, B::whole(&qkv), &mut room(device, lengths[1])?);
-    let args = RouterForward { shape, qkv, routing, all_reduce: None };
+    let args = QueryNormForward { shape, qkv, routing, all_reduce: None };
     device.query_norm_forward::<f32>(ROUTER, args)
 }
 
@@ -209,7 +210,7 @@ fn query_norm_rope_forward<B: Backend>(device: &B, lengths: &[usize]) -> Result<
     let (table, qkv) = (table(&cos, &sin), B::whole_mut(&mut qkv));
     let rope = RopeArgs { shape: &SHAPE, table, qkv };
     let args =
-        RouterRopeForward { rope, routing: &mut room(device, lengths[3])?, all_reduce: None };
+        QueryNormRopeForward { rope, routing: &mut room(device, lengths[3])?, all_reduce: None };
     device.query_norm_rope_forward::<f32>(ROUTER, args)
 }
 
@@ -223,7 +224,7 @@ fn gradient<'a, B: Backend>(
 
 fn query_norm_backward<B: Backend>(device: &B, lengths: &[usize]) -> Result<()> {
     let [qkv, mut d_qkv, _, delta] = floats(device, lengths);
-    device.query_norm_backward::<f32>(RouterBackward {
+    device.query_norm_backward::<f32>(QueryNormBackward {
         shape: &SHAPE,
         qkv: B::whole(&qkv),
         d_qkv: B::whole_mut(&mut d_qkv),
@@ -234,7 +235,7 @@ fn query_norm_backward<B: Backend>(device: &B, lengths: &[usize]) -> Result<()> 
 fn query_norm_rope_backward<B: Backend>(device: &B, lengths: &[usize]) -> Result<()> {
     let [cos, sin, qkv, mut d_qkv, _, delta] = floats(device, lengths);
     let table = table(&cos, &sin);
-    device.query_norm_rope_backward::<f32>(RouterRopeBackward {
+    device.query_norm_rope_backward::<f32>(QueryNormRopeBackward {
         qkv: B::whole(&qkv),
         rope: RopeArgs { shape: &SHAPE, table, qkv: B::whole_mut(&mut d_qkv) },
         gradient: gradient(&routing(device, lengths[4]), &delta),

@@ -5,10 +5,10 @@ use moh_kernels::attention::{
 };
 use moh_kernels::ranks::Heads;
 use moh_kernels::rope::{QkvShape, RopeArgs};
-use moh_kernels::router::query_norm::QueryNormRouter;
-use moh_kernels::router::{
-    RouterGradient, RouterRopeBackward, RouterRopeForward, Routing, RoutingShape,
+use moh_kernels::router::query_norm::{
+    QueryNormRopeBackward, QueryNormRopeForward, QueryNormRouter,
 };
+use moh_kernels::router::{RouterGradient, Routing, RoutingShape};
 use moh_kernels::{Backend, Element};
 
 use super::operators::{self, Packed};
@@ -183,7 +183,7 @@ impl<B: Backend, T: Element> Given<B, T> {
         let Selected::Routed(router, routing) = selected else {
             return device.rope_forward::<T>(rope).unwrap();
         };
-        let args = RouterRopeForward { rope, routing, all_reduce: None };
+        let args = QueryNormRopeForward { rope, routing, all_reduce: None };
         device.query_norm_rope_forward::<T>(*router, args).unwrap();
         if case.weighted {
             device.upload(weights, routing.weights_mut()).unwrap();
@@ -263,7 +263,7 @@ impl<'a, B: Backend, T: Element> Prepared<'a, B, T> {
             balance_weight: BALANCE,
             ranks: None,
         };
-        let args = RouterRopeBackward { qkv: B::whole(&self.given.qkv), rope, gradient };
+        let args = QueryNormRopeBackward { qkv: B::whole(&self.given.qkv), rope, gradient };
         self.device.query_norm_rope_backward::<T>(args).unwrap();
     }
 

@@ -5,10 +5,10 @@
 //! norms, which carry no information about a head.
 
 use moh_kernels::ranks::AllReduce;
-use moh_kernels::router::{
-    RouterBackward, RouterForward, RouterGradient, RouterRanks, RouterRopeBackward,
-    RouterRopeForward, Routing,
+use moh_kernels::router::query_norm::{
+    QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
 };
+use moh_kernels::router::{RouterGradient, RouterRanks, Routing};
 use moh_kernels::{Backend, Element, ViewMut};
 
 use super::attention::{AttentionBuffers, SavedAttention};
@@ -99,7 +99,7 @@ fn route<B: Backend, T: Element>(
     if let (Some(router), Some(routing)) = (&cx.routers[layer], &mut saved.routing) {
         let qkv = B::view(&saved.qkv, 0..shape.tokens() * shape.row());
         let all_reduce = cx.is_tensor_parallel().then_some(&sum as AllReduce<'_, B>);
-        router.forward(cx.backend, RouterForward { shape, qkv, routing, all_reduce })?;
+        router.forward(cx.backend, QueryNormForward { shape, qkv, routing, all_reduce })?;
     }
     Ok(())
 }
@@ -117,7 +117,7 @@ fn route_backward<B: Backend, T: Element, G: Element>(
         let qkv = B::view(&saved.qkv, 0..shape.tokens() * shape.row());
         let gradient = router_gradient(cx, routing, d, &sum);
         let d_qkv = B::reborrow_mut(&mut d_qkv);
-        router.backward(cx.backend, RouterBackward { shape, qkv, d_qkv, gradient })?;
+        router.backward(cx.backend, QueryNormBackward { shape, qkv, d_qkv, gradient })?;
     }
     Ok(())
 }
@@ -134,8 +134,10 @@ fn route_and_rotate<B: Backend, T: Element>(
     match (&cx.routers[layer], &mut saved.routing) {
         (Some(router), Some(routing)) => {
             let all_reduce = cx.is_tensor_parallel().then_some(&sum as AllReduce<'_, B>);
-            router
-                .forward_and_rotate(cx.backend, RouterRopeForward { rope, routing, all_reduce })?;
+            router.forward_and_rotate(
+                cx.backend,
+                QueryNormRopeForward { rope, routing, all_reduce },
+            )?;
         }
         _ => cx.backend.rope_forward(rope)?,
     }
@@ -156,7 +158,8 @@ fn route_and_rotate_backward<B: Backend, T: Element, G: Element>(
         (Some(router), Some(routing)) => {
             let qkv = B::view(&saved.qkv, 0..len);
             let gradient = router_gradient(cx, routing, d, &sum);
-            router.backward_and_rotate(cx.backend, RouterRopeBackward { qkv, rope, gradient })?;
+            router
+                .backward_and_rotate(cx.backend, QueryNormRopeBackward { qkv, rope, gradient })?;
         }
         _ => cx.backend.rope_backward(rope)?,
     }

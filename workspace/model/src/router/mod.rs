@@ -12,8 +12,9 @@ mod statistics;
 use std::sync::Arc;
 
 use moh_kernels::ranks::Heads;
-use moh_kernels::router::{
-    RouterBackward, RouterForward, RouterRopeBackward, RouterRopeForward, RoutingShape,
+use moh_kernels::router::RoutingShape;
+use moh_kernels::router::query_norm::{
+    QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
 };
 use moh_kernels::{Backend, Element, Result};
 
@@ -35,23 +36,23 @@ pub trait Router<B: Backend, T: Element>: Send + Sync {
     ///
     /// # Errors
     /// Fails if the device or another rank fails.
-    fn forward(&self, backend: &B, args: RouterForward<'_, B, T>) -> Result<()>;
+    fn forward(&self, backend: &B, args: QueryNormForward<'_, B, T>) -> Result<()>;
 
     /// Adds the gradients that reach queries, keys and values through the router, all after RoPE.
     ///
     /// # Errors
     /// Fails if the device or another rank fails.
-    fn backward(&self, backend: &B, args: RouterBackward<'_, B, T>) -> Result<()>;
+    fn backward(&self, backend: &B, args: QueryNormBackward<'_, B, T>) -> Result<()>;
 
     /// Routes, then rotates queries and keys. A router that can do both in one pass over the
     /// queries overrides it.
     ///
     /// # Errors
     /// As [`Router::forward`].
-    fn forward_and_rotate(&self, backend: &B, args: RouterRopeForward<'_, B, T>) -> Result<()> {
-        let RouterRopeForward { rope, routing, all_reduce } = args;
+    fn forward_and_rotate(&self, backend: &B, args: QueryNormRopeForward<'_, B, T>) -> Result<()> {
+        let QueryNormRopeForward { rope, routing, all_reduce } = args;
         let qkv = B::as_view(&rope.qkv);
-        self.forward(backend, RouterForward { shape: rope.shape, qkv, routing, all_reduce })?;
+        self.forward(backend, QueryNormForward { shape: rope.shape, qkv, routing, all_reduce })?;
         backend.rope_forward(rope)
     }
 
@@ -61,11 +62,15 @@ pub trait Router<B: Backend, T: Element>: Send + Sync {
     ///
     /// # Errors
     /// As [`Router::backward`].
-    fn backward_and_rotate(&self, backend: &B, args: RouterRopeBackward<'_, B, T>) -> Result<()> {
-        let RouterRopeBackward { qkv, mut rope, mut gradient } = args;
+    fn backward_and_rotate(
+        &self,
+        backend: &B,
+        args: QueryNormRopeBackward<'_, B, T>,
+    ) -> Result<()> {
+        let QueryNormRopeBackward { qkv, mut rope, mut gradient } = args;
         let (shape, gradient) = (rope.shape, gradient.reborrow());
         let (qkv, d_qkv) = (B::reborrow(qkv), B::reborrow_mut(&mut rope.qkv));
-        self.backward(backend, RouterBackward { shape, qkv, d_qkv, gradient })?;
+        self.backward(backend, QueryNormBackward { shape, qkv, d_qkv, gradient })?;
         backend.rope_backward(rope)
     }
 }

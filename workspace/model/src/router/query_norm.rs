@@ -4,9 +4,10 @@
 use std::sync::Arc;
 
 use moh_kernels::ranks::Heads;
-use moh_kernels::router::query_norm::QueryNormRouter;
-use moh_kernels::router::{
-    RouterBackward, RouterForward, RouterRopeBackward, RouterRopeForward, RoutingShape,
+use moh_kernels::router::RoutingShape;
+use moh_kernels::router::query_norm::{
+    QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
+    QueryNormRouter,
 };
 use moh_kernels::{Backend, Element, Result};
 
@@ -32,19 +33,23 @@ impl<B: Backend, T: Element> Router<B, T> for QueryNormRouter {
         QueryNormRouter::routing_shape(self, tokens, heads)
     }
 
-    fn forward(&self, backend: &B, args: RouterForward<'_, B, T>) -> Result<()> {
+    fn forward(&self, backend: &B, args: QueryNormForward<'_, B, T>) -> Result<()> {
         backend.query_norm_forward(*self, args)
     }
 
-    fn backward(&self, backend: &B, args: RouterBackward<'_, B, T>) -> Result<()> {
+    fn backward(&self, backend: &B, args: QueryNormBackward<'_, B, T>) -> Result<()> {
         backend.query_norm_backward(args)
     }
 
-    fn forward_and_rotate(&self, backend: &B, args: RouterRopeForward<'_, B, T>) -> Result<()> {
+    fn forward_and_rotate(&self, backend: &B, args: QueryNormRopeForward<'_, B, T>) -> Result<()> {
         backend.query_norm_rope_forward(*self, args)
     }
 
-    fn backward_and_rotate(&self, backend: &B, args: RouterRopeBackward<'_, B, T>) -> Result<()> {
+    fn backward_and_rotate(
+        &self,
+        backend: &B,
+        args: QueryNormRopeBackward<'_, B, T>,
+    ) -> Result<()> {
         backend.query_norm_rope_backward(args)
     }
 }
