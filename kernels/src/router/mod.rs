@@ -39,6 +39,8 @@ pub struct Routing<M: Memory> {
     shared_heads: usize,
     /// Tokens of the last micro-batch that was routed.
     tokens: usize,
+    /// Whether its heads' outputs are scaled.
+    weighted: bool,
     /// 1 where a token selected a head; `[tokens, R]`.
     pub(crate) selected: M::Buffer<u8>,
     /// The columns of `selected` of local heads, if ranks share the heads.
@@ -75,6 +77,7 @@ impl<M: Memory> Routing<M> {
             shape,
             shared_heads,
             tokens: 0,
+            weighted: false,
             selected: memory.allocate(tokens * routed)?,
             local_selected: memory.allocate(when(heads.ranks > 1, tokens * local_routed))?,
             gates: memory.allocate(tokens * routed)?,
@@ -97,7 +100,7 @@ impl<M: Memory> Routing<M> {
         ensure(OPERATOR, (fewest..=heads.count).contains(&shared_heads), || {
             format!("{shared_heads} shared heads of {}, at least {fewest} expected", heads.count)
         })?;
-        (self.tokens, self.shared_heads) = (tokens, shared_heads);
+        (self.tokens, self.shared_heads, self.weighted) = (tokens, shared_heads, false);
         Ok(())
     }
 
@@ -139,6 +142,11 @@ impl<M: Memory> Routing<M> {
         self.heads().local_below(self.shared_heads)
     }
 
+    /// Whether the router scales heads' outputs.
+    pub fn is_weighted(&self) -> bool {
+        self.weighted
+    }
+
     /// The indices of the local routed heads among all routed heads.
     pub(crate) fn local_routed(&self) -> Vec<usize> {
         let heads = self.heads();
@@ -167,10 +175,23 @@ impl<M: Memory> Routing<M> {
         M::view_mut(&mut self.gates, 0..len)
     }
 
+    /// What the router saved for its backward pass, `saved_per_token` elements for each token.
+    pub fn saved(&self) -> View<'_, M, f64> {
+        M::view(&self.saved, 0..self.tokens * self.shape.saved_per_token)
+    }
+
+    /// Write access to [`Routing::saved`], for the router.
+    pub fn saved_mut(&mut self) -> ViewMut<'_, M, f64> {
+        let len = self.tokens * self.shape.saved_per_token;
+        M::view_mut(&mut self.saved, 0..len)
+    }
+
     /// Write access to the factors of the outputs, `[tokens, local heads]`, for a router that
-    /// scales them.
+    /// scales them: attention applies them from now on, until the next [`Routing::begin`]. Empty if
+    /// the routing's shape is not weighted.
     pub fn weights_mut(&mut self) -> ViewMut<'_, M, f32> {
-        let len = if self.shape.weighted { self.tokens * self.heads().local() } else { 0 };
+        self.weighted = self.shape.weighted;
+        let len = if self.weighted { self.tokens * self.heads().local() } else { 0 };
         M::view_mut(&mut self.weights, 0..len)
     }
 
@@ -184,8 +205,8 @@ impl<M: Memory> Routing<M> {
                 M::view(&self.local_selected, 0..self.tokens * local)
             }
         };
-        let weights = (self.shape.weighted)
-            .then(|| M::view(&self.weights, 0..self.tokens * self.heads().local()));
+        let weights =
+            (self.weighted).then(|| M::view(&self.weights, 0..self.tokens * self.heads().local()));
         Selection { shared_heads: self.local_shared(), routed, weights }
     }
 }
