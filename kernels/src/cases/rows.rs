@@ -159,6 +159,7 @@ fn linear<B: Backend, T: Element>(sizes: Sizes, [inputs, outputs]: [usize; 2]) -
                 d_y: B::whole(&d_y),
                 weight: B::whole(&weight),
                 d_x: B::whole_mut(&mut d_x),
+                accumulation: Accumulation::Overwrite,
             })
         })
     });

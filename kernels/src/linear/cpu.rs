@@ -28,13 +28,13 @@ impl Linear for Cpu {
         &self,
         args: LinearBackwardInput<'_, Self, T>,
     ) -> Result<()> {
-        let LinearBackwardInput { inputs, d_y, weight, d_x } = args;
+        let LinearBackwardInput { inputs, d_y, weight, d_x, accumulation } = args;
         let (tokens, outputs) =
             check("linear_backward_input", inputs, d_x.len(), weight.len(), d_y.len())?;
         let d_x = MatrixMut::new(d_x, tokens, inputs);
         let d_y = Matrix::new(d_y, tokens, outputs);
         let weight = Matrix::new(weight, outputs, inputs);
-        matmul_parallel(d_x, Destination::Overwrite, 1.0, d_y, weight);
+        matmul_parallel(d_x, accumulation.into(), 1.0, d_y, weight);
         Ok(())
     }
 

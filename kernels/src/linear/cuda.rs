@@ -30,7 +30,7 @@ impl Linear for Cuda {
         &self,
         args: LinearBackwardInput<'_, Self, T>,
     ) -> Result<()> {
-        let LinearBackwardInput { inputs, d_y, weight, d_x } = args;
+        let LinearBackwardInput { inputs, d_y, weight, d_x, accumulation } = args;
         let (tokens, outputs) =
             check("linear_backward_input", inputs, d_x.len, weight.len, d_y.len)?;
         run(
@@ -39,7 +39,7 @@ impl Linear for Cuda {
                 out: Operand::new(d_x.address, T::DTYPE, tokens, inputs),
                 left: Operand::new(d_y.address, T::DTYPE, tokens, outputs),
                 right: Operand::new(weight.address, T::DTYPE, outputs, inputs),
-                addend: None,
+                addend: (accumulation == Accumulation::Add).then_some(d_x.address),
             },
         )
     }

@@ -1,6 +1,6 @@
 //! Linear layers: y = x W^T with W `[outputs, inputs]`, as checkpoints store it.
 //!
-//! Backward: d_x = d_y W, and d_W = d_y^T x, or d_W += d_y^T x, straight into the gradient buffer.
+//! Backward: d_x = d_y W and d_W = d_y^T x, each written or added straight into the gradient's buffer.
 
 mod cpu;
 #[cfg(gpu)]
@@ -10,7 +10,7 @@ use crate::error::{Result, check_len, ensure};
 use crate::memory::{Memory, View, ViewMut};
 use crate::scalar::Element;
 
-/// Whether a weight's gradient is overwritten or accumulated.
+/// Whether a gradient is overwritten or accumulated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accumulation {
     /// Overwrites the elements, which need not be initialised.
@@ -41,8 +41,10 @@ pub struct LinearBackwardInput<'a, M: Memory, T: Element> {
     pub d_y: View<'a, M, T>,
     /// `[outputs, inputs]`.
     pub weight: View<'a, M, T>,
-    /// Overwritten; `[N, inputs]`.
+    /// `[N, inputs]`.
     pub d_x: ViewMut<'a, M, T>,
+    /// Whether `d_x` is overwritten or added to.
+    pub accumulation: Accumulation,
 }
 
 /// Arguments of [`Linear::linear_backward_weight`].
@@ -64,7 +66,7 @@ pub trait Linear: Memory {
     /// `y = x weight^T (+ residual)`.
     fn linear_forward<T: Element>(&self, args: LinearForward<'_, Self, T>) -> Result<()>;
 
-    /// `d_x = d_y weight`.
+    /// `d_x = d_y weight` or `d_x += d_y weight`, depending on `accumulation`.
     fn linear_backward_input<T: Element>(
         &self,
         args: LinearBackwardInput<'_, Self, T>,

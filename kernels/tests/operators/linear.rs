@@ -20,6 +20,7 @@ fn agrees<B: Backend, T: Element, G: Element>(
     let residual: Vec<T> = random.elements(tokens * outputs);
     let d_y: Vec<T> = random.elements(tokens * outputs);
     let d_weight: Vec<G> = random.elements(weight.len());
+    let d_x: Vec<T> = random.elements(x.len());
 
     let (x_buffer, weight_buffer) = (upload(device, &x), upload(device, &weight));
     let (residual_buffer, d_y_buffer) = (upload(device, &residual), upload(device, &d_y));
@@ -32,14 +33,19 @@ fn agrees<B: Backend, T: Element, G: Element>(
         y: B::whole_mut(&mut y),
     };
     device.linear_forward(args).unwrap();
-    let mut d_x = garbage::<B, T>(device, x.len());
-    let args = LinearBackwardInput {
-        inputs,
-        d_y: B::whole(&d_y_buffer),
-        weight: B::whole(&weight_buffer),
-        d_x: B::whole_mut(&mut d_x),
-    };
-    device.linear_backward_input(args).unwrap();
+    let (mut d_x_out, mut d_x_alone) = (upload(device, &d_x), garbage::<B, T>(device, x.len()));
+    for (buffer, accumulation) in
+        [(&mut d_x_out, Accumulation::Add), (&mut d_x_alone, Accumulation::Overwrite)]
+    {
+        let args = LinearBackwardInput {
+            inputs,
+            d_y: B::whole(&d_y_buffer),
+            weight: B::whole(&weight_buffer),
+            d_x: B::whole_mut(buffer),
+            accumulation,
+        };
+        device.linear_backward_input(args).unwrap();
+    }
     let mut d_weight_out = upload(device, &d_weight);
     let mut alone = garbage::<B, G>(device, weight.len());
     for (buffer, accumulation) in
@@ -61,7 +67,9 @@ fn agrees<B: Backend, T: Element, G: Element>(
     let expected = if with_residual { added(&residual, &flat(&output)) } else { flat(&output) };
     assert_close("y", &download::<B, T>(device, &y), &expected, tolerance::<T>());
     let expected = gradient(&gradients, &x);
-    assert_close("d_x", &download::<B, T>(device, &d_x), &expected, tolerance::<T>());
+    assert_close("d_x alone", &download::<B, T>(device, &d_x_alone), &expected, tolerance::<T>());
+    let expected = added(&d_x, &expected);
+    assert_close("d_x", &download::<B, T>(device, &d_x_out), &expected, tolerance::<T>());
     let expected = gradient(&gradients, &weight);
     assert_close("d_weight alone", &download::<B, G>(device, &alone), &expected, tolerance::<G>());
     let expected = added(&d_weight, &expected);

@@ -170,8 +170,13 @@ fn rows<T: Element>(tokens: usize, width: usize, outputs: usize, seed: u64) -> V
     };
     Cpu.linear_backward_weight(backward).unwrap();
     let mut d_y = y.clone();
-    let backward =
-        LinearBackwardInput::<Cpu, T> { inputs, d_y: &product, weight: &weight, d_x: &mut d_y };
+    let backward = LinearBackwardInput::<Cpu, T> {
+        inputs,
+        d_y: &product,
+        weight: &weight,
+        d_x: &mut d_y,
+        accumulation: Accumulation::Overwrite,
+    };
     Cpu.linear_backward_input(backward).unwrap();
 
     let gate_up: Vec<T> = x.iter().chain(&y).copied().collect();

@@ -5,11 +5,11 @@
 
 use std::ops::Range;
 
-use crate::ModelConfig;
 use crate::architecture::Layers;
 use crate::model_parallel::{Part, TensorShare};
 use crate::slice::Slice;
 use crate::tensors::{Division, Tensor};
+use crate::{ModelConfig, router};
 
 /// One tensor of a flat buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -113,7 +113,7 @@ impl ModelLayout {
     /// The layout of a part of a model whose optimiser state is sharded over up to `ranks` ranks:
     /// the length of every buffer is a multiple of `ranks`, and buffers of other parts are empty.
     pub fn of_part(config: &ModelConfig, ranks: usize, part: &Part) -> Self {
-        let (_, flats) = Layers::new(config, ranks, part);
+        let (_, flats) = Layers::new(config, &router::of_config(config), ranks, part);
         ModelLayout { flats, num_blocks: config.num_hidden_layers }
     }
 

@@ -4,12 +4,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use moh_kernels::router::{Routing, RoutingShape};
+use moh_kernels::router::Routing;
 use moh_kernels::{Backend, Element, Memory, Purpose};
 
 use crate::activations::{Activations, PassShape};
 use crate::architecture::Layers;
-use crate::layers::{Context, RopeTables, Tokens};
+use crate::layers::{Context, RopeTables, RouterLayer, RouterSpec, Tokens};
 use crate::layout::{ModelLayout, Segment};
 use crate::model_parallel::ModelParallel;
 use crate::parameters::FlatBuffers;
@@ -114,7 +114,51 @@ impl<B: Backend, T: Element> Model<B, T> {
         parallel: ModelParallel,
         ranks: usize,
     ) -> Result<Self, Error> {
-        let (layers, flats) = Layers::new(&config, ranks, parallel.part());
+        let routers = router::of_config(&config);
+        Self::zeros_with(backend, config, positions, parallel, ranks, &routers)
+    }
+
+    /// As [`Self::new`], of `parallel`'s part, with other routers than the configuration's: one for
+    /// each layer, `None` where the configuration's stays. Their parameters are tensors of the
+    /// blocks.
+    ///
+    /// # Errors
+    /// As [`Self::new`]; [`Error::Moh`] if the number of routers is not the number of layers.
+    pub fn with_routers<E: From<Error>>(
+        backend: B,
+        config: ModelConfig,
+        positions: usize,
+        parallel: ModelParallel,
+        routers: Vec<Option<Arc<dyn Router<B, T>>>>,
+        source: impl FnMut(&Segment, &mut [f32]) -> Result<(), E>,
+    ) -> Result<Self, E> {
+        let (count, layers) = (routers.len(), config.num_hidden_layers);
+        if count != layers {
+            let reason = format!("{count} routers for {layers} layers: give one for each layer");
+            return Err(Error::Moh { reason }.into());
+        }
+        let (mut custom, mut specs) = (Vec::new(), router::of_config(&config));
+        for (spec, router) in specs.iter_mut().zip(routers) {
+            let Some(router) = router else { continue };
+            let parameters = router.parameters(config.hidden_size);
+            *spec = Some(RouterSpec::Custom { index: custom.len(), parameters });
+            custom.push(router);
+        }
+        let mut model = Self::zeros_with(backend, config, positions, parallel, 1, &specs)?;
+        model.routers = custom;
+        model.weights.fill(&model.backend, &model.layout, source)?;
+        Ok(model)
+    }
+
+    fn zeros_with(
+        backend: B,
+        config: ModelConfig,
+        positions: usize,
+        parallel: ModelParallel,
+        ranks: usize,
+        routers: &[Option<RouterSpec>],
+    ) -> Result<Self, Error> {
+        let (layers, flats) = Layers::new(&config, routers, ranks, parallel.part());
         let layout = ModelLayout { flats, num_blocks: config.num_hidden_layers };
         if let Some(moh) = &config.moh {
             moh.validate(config.num_attention_heads, config.num_hidden_layers)?;
@@ -122,7 +166,7 @@ impl<B: Backend, T: Element> Model<B, T> {
         let buffers = ModelBuffers::zeros(&backend, &config, &layout, positions)?;
         let ModelBuffers { weights, mut rope } = buffers;
         rope.fill(&backend, &config.rope, config.head_dim)?;
-        let routers = router::routers(&config);
+        let routers = Vec::new();
         Ok(Model { backend, config, layout, parallel, weights, layers, rope, routers })
     }
 
@@ -156,25 +200,10 @@ impl<B: Backend, T: Element> Model<B, T> {
             moh.validate(self.config.num_attention_heads, self.config.num_hidden_layers)?;
         }
         self.config.moh = moh;
-        self.routers = router::routers(&self.config);
-        Ok(())
-    }
-
-    /// Replaces the routers, one for each layer, `None` for a dense layer. Activations that were
-    /// planned before can no longer be used.
-    ///
-    /// # Errors
-    /// [`Error::Moh`] if the number of entries is not the number of layers.
-    pub fn set_routers(
-        &mut self,
-        routers: Vec<Option<Arc<dyn Router<B, T>>>>,
-    ) -> Result<(), Error> {
-        let (count, layers) = (routers.len(), self.config.num_hidden_layers);
-        if count != layers {
-            let reason = format!("{count} routers for {layers} layers: give one for each layer");
-            return Err(Error::Moh { reason });
+        for (layer, block) in self.layers.blocks.iter_mut().enumerate() {
+            let router = router::of_layer(&self.config, layer);
+            block.attention.set_router(router.map(RouterLayer::QueryNorm));
         }
-        self.routers = routers;
         Ok(())
     }
 
@@ -213,7 +242,13 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Number of layers with a router, over which the balance loss is averaged; 1 for a dense
     /// model, which has no balance loss.
     pub(crate) fn routed_layers(&self) -> usize {
-        self.routers.iter().flatten().count().max(1)
+        self.layer_routers().count().max(1)
+    }
+
+    /// Each layer that routes, with its router.
+    fn layer_routers(&self) -> impl Iterator<Item = (usize, &RouterLayer)> {
+        let blocks = self.layers.blocks.iter().enumerate();
+        blocks.filter_map(|(layer, block)| Some((layer, block.attention.router()?)))
     }
 
     /// Empty statistics of every layer that routes.
@@ -222,15 +257,12 @@ impl<B: Backend, T: Element> Model<B, T> {
     /// Fails if a router cannot route a layer's heads.
     pub fn routing_statistics(&self) -> Result<RoutingStatistics, Error> {
         let heads = self.parallel.part().tensor.heads(&self.config);
-        let of_layer = |(layer, router): (usize, &Option<Arc<dyn Router<B, T>>>)| {
-            let shape = router.as_ref()?.routing_shape(1, heads);
-            let of = |shape: RoutingShape| {
-                LayerRouting::new(layer, shape.shared_heads, heads.count - shape.shared_heads)
-            };
-            Some(shape.map(of))
+        let of_layer = |(layer, router): (usize, &RouterLayer)| {
+            let shape = router.routing_shape(&self.routers, 1, heads)?;
+            Ok(LayerRouting::new(layer, shape.shared_heads, heads.count - shape.shared_heads))
         };
-        let layers = self.routers.iter().enumerate().filter_map(of_layer);
-        Ok(RoutingStatistics { layers: layers.collect::<Result<_, _>>()? })
+        let layers = self.layer_routers().map(of_layer).collect::<Result<_, Error>>()?;
+        Ok(RoutingStatistics { layers })
     }
 
     /// Sizes of passes with the model's own routers.
@@ -240,7 +272,9 @@ impl<B: Backend, T: Element> Model<B, T> {
     pub fn pass_sizes(&self, pass: PassShape) -> Result<PassSizes<'_>, Error> {
         let (config, part) = (&self.config, self.parallel.part());
         let heads = part.tensor.heads(config);
-        let routing = router::routing_shape(&self.routers, pass.tokens(), heads)?;
+        let shape =
+            |router: &RouterLayer| router.routing_shape(&self.routers, pass.tokens(), heads);
+        let routing = router::largest(self.layer_routers().map(|(_, router)| shape(router)))?;
         Ok(PassSizes { config, part, pass, routing, tensors: self.layout.segments().count() })
     }
 

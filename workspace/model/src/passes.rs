@@ -93,10 +93,10 @@ impl<B: Backend, T: Element> Model<B, T> {
             let (cx, buffers) = (self.context(tokens), blocks.of(at, scratch));
             self.layers.blocks[layer].forward(&cx, &before[at], buffers, None, &mut after[0])?;
             // All tensor-parallel ranks have the loss and the routing.
-            let routing = blocks.routing(at).filter(|_| self.routers[layer].is_some());
-            if let (Some(routing), 0) = (routing, parallel.part().tensor.rank) {
-                let sum = sums.auxiliary(AuxiliaryLoss::Balance);
-                self.backend.balance_loss(routing, share, sum)?;
+            let router = self.layers.blocks[layer].attention.router();
+            let routing = router.zip(blocks.routing(at));
+            if let (Some((router, routing)), 0) = (routing, parallel.part().tensor.rank) {
+                router.loss(&cx, routing, share, sums.auxiliary(AuxiliaryLoss::Balance))?;
                 routed(&self.backend, layer, routing)?;
             }
         }

@@ -1,86 +1,178 @@
-//! A router that the library does not know trains through the public interface: heads chosen at
-//! random, once and for all, each with a weight of its own.
+//! A learned router that the library does not know, two-stage routing (`support/two_stage.rs`),
+//! trains through the public interface, beside a dense layer and one with the configuration's router:
+//! losses and gradients are those of an f64 model, on one rank and on several.
 
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/reference.rs"]
+mod reference;
 mod support;
+#[path = "support/two_stage.rs"]
+mod two_stage;
 
 use std::sync::Arc;
 
+use candle_core::{D, DType, Device, Result, Tensor};
+use candle_nn::ops::softmax;
 use half::bf16;
+use moh_comm::World;
 use moh_kernels::adamw::AdamW;
-use moh_kernels::ranks::Heads;
-use moh_kernels::router::RoutingShape;
-use moh_kernels::router::query_norm::{QueryNormBackward, QueryNormForward};
-use moh_kernels::{Backend, Cpu, Element, Result};
-use moh_model::parameters::FlatBuffers;
+use moh_kernels::{Backend, Cpu, Element};
+use moh_model::model_parallel::ModelParallel;
+use moh_model::parameters::{FlatBuffers, OnBuffer};
 use moh_model::router::Router;
-use moh_model::{Activations, Model, PassShape, Recompute, StepSums};
-use support::{ADAMW, SCALE, SHAPE, config, model, update, upload};
+use moh_model::{
+    Activations, Architecture, Error, Model, ModelConfig, MohConfig, PassShape, PassSlot,
+    Recompute, RouterKind, StepSums, Sums,
+};
+use reference::{Reference, Routed, RouterInput, micro_batch, query_norm, select};
+use support::{ADAMW, SCALE, SHAPE, fill, update, upload};
+use two_stage::TwoStage;
 
-/// Every token computes the shared heads and some of the others, by its place in the micro-batch,
-/// with weights between 0.5 and 1.5.
-struct Fixed {
-    layer: usize,
-    shared_heads: usize,
-    percent_selected: usize,
+/// Shared and selected heads of the layers with a trial router: few of eight, and most of them.
+const TRIALS: [Option<[usize; 2]>; 4] = [None, Some([2, 3]), None, Some([5, 1])];
+
+fn trial(layer: usize) -> Option<TwoStage> {
+    let [shared_heads, top_k] = TRIALS[layer]?;
+    Some(TwoStage { width: 48, heads: 8, shared_heads, top_k })
 }
 
-impl Fixed {
-    /// A number below 100 without a pattern that matters.
-    fn draw(&self, token: usize, head: usize) -> usize {
-        let mixed = (self.layer * 7919 + token * 104_729 + head + 1).wrapping_mul(2_654_435_761);
-        (mixed >> 7) % 100
-    }
+/// Layers 0 and 1 would be dense, layers 2 and 3 have the query-norm router.
+fn config(architecture: Architecture) -> ModelConfig {
+    let moh = MohConfig {
+        router: RouterKind::QueryNorm,
+        shared_heads: [8, 8, 3, 3].into_iter().collect(),
+        routed_top_k: [0, 0, 2, 2].into_iter().collect(),
+    };
+    let config = support::config(10, false, Some(moh));
+    ModelConfig { architecture, num_hidden_layers: 4, ..config }
 }
 
-impl<B: Backend, T: Element> Router<B, T> for Fixed {
-    fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape> {
-        let shared_heads = self.shared_heads;
-        Ok(RoutingShape { tokens, heads, shared_heads, saved_per_token: 0, weighted: true })
-    }
-
-    fn forward(&self, backend: &B, args: QueryNormForward<'_, B, T>) -> Result<()> {
-        let QueryNormForward { shape, routing, .. } = args;
-        let (tokens, routed) = (shape.tokens(), shape.heads - self.shared_heads);
-        routing.begin(tokens, self.shared_heads)?;
-        let pairs = |heads| (0..tokens).flat_map(move |t| (0..heads).map(move |head| (t, head)));
-        let selected: Vec<u8> = pairs(routed)
-            .map(|(token, head)| u8::from(self.draw(token, head) < self.percent_selected))
-            .collect();
-        let weights: Vec<f32> = pairs(shape.heads)
-            .map(|(token, head)| 0.5 + self.draw(token, head + 17) as f32 / 100.0)
-            .collect();
-        backend.upload(&selected, routing.selected_mut())?;
-        backend.upload(&weights, routing.weights_mut())?;
-        backend.upload(&vec![1.0 / routed as f32; tokens * routed], routing.gates_mut())?;
-        backend.complete_routing(routing)
-    }
-
-    /// What is fixed has no gradient.
-    fn backward(&self, _: &B, _: QueryNormBackward<'_, B, T>) -> Result<()> {
-        Ok(())
-    }
+fn model<B: Backend, T: Element>(
+    backend: B,
+    architecture: Architecture,
+    parallel: ModelParallel,
+) -> Model<B, T> {
+    let router = |layer| Some(Arc::new(trial(layer)?) as Arc<dyn Router<B, T>>);
+    let routers = (0..4).map(router).collect();
+    let config = config(architecture);
+    Model::with_routers::<Error>(backend, config, 64, parallel, routers, fill).unwrap()
 }
 
-/// A tiny model whose first layer computes all heads, the second one those of a trial router.
-fn trial<B: Backend, T: Element>(backend: B, percent_selected: usize) -> Model<B, T> {
-    let mut model = model::<B, T>(backend, config(16, true, None));
-    let fixed = Fixed { layer: 1, shared_heads: 2, percent_selected };
-    model.set_routers(vec![None, Some(Arc::new(fixed))]).unwrap();
+fn whole<B: Backend, T: Element>(backend: B, architecture: Architecture) -> Model<B, T> {
+    model(backend, architecture, ModelParallel::whole(&config(architecture)))
+}
+
+/// The gradients and sums of a training pass.
+fn pass(
+    model: &mut Model<Cpu, f32>,
+    recompute: Recompute,
+) -> (FlatBuffers<Cpu, f32>, Sums, Activations<Cpu, f32>) {
+    let shape = PassShape { recompute, document_mask: false, ..SHAPE };
+    let mut activations = Activations::new(model, shape).unwrap();
+    upload(&Cpu, &mut activations, 0);
+    let mut gradients = FlatBuffers::<Cpu, f32>::zeros(&Cpu, model.layout()).unwrap();
+    gradients.mark_stale();
+    let mut sums = StepSums::new(&Cpu).unwrap();
+    model.forward(&mut activations, &mut sums).unwrap();
+    // Ranks add up the gradients of tensors that all of them have when a buffer is complete.
+    let mut complete = |_: &mut FlatBuffers<_, _>, _| Ok(());
+    let (slot, complete) = (PassSlot::default(), Some(&mut complete as OnBuffer<'_, _, _>));
     model
+        .backward_chunk(&mut activations, slot, &mut gradients, SCALE, &mut sums, complete)
+        .unwrap();
+    (gradients, sums.take(&Cpu).unwrap(), activations)
+}
+
+/// The router of [`TwoStage`], or the configuration's.
+fn route(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Routed>> {
+    let Some(TwoStage { shared_heads, top_k, .. }) = trial(input.layer) else {
+        return query_norm(reference, input);
+    };
+    let logits = |name: &str| {
+        reference.linear(input.x, &format!("model.layers.{}.router.{name}", input.layer))
+    };
+    let p = softmax(&logits("routed")?, D::Minus1)?;
+    let mask: Vec<u8> = p.to_vec2::<f64>()?.iter().flat_map(|p| select(p, top_k)).collect();
+    let selected = Tensor::from_slice(&mask, p.shape(), &Device::Cpu)?.to_dtype(DType::F64)?;
+    let kept = (&p * &selected)?;
+    let r = (kept.broadcast_div(&kept.sum_keepdim(1)?)? * top_k as f64)?;
+    let s = (softmax(&logits("shared")?, D::Minus1)? * shared_heads as f64)?;
+    let stages = (softmax(&logits("stages")?, D::Minus1)? * 2.0)?;
+    let (a, b) = (stages.narrow(1, 0, 1)?, stages.narrow(1, 1, 1)?);
+    let weights = Tensor::cat(&[s.broadcast_mul(&a)?, r.broadcast_mul(&b)?], 1)?;
+    let balance = (selected.mean(0)? * p.mean(0)?)?.sum_all()?;
+    Ok(Some(Routed { weights, balance, mask }))
+}
+
+#[test]
+fn losses_and_gradients_are_those_of_an_f64_model() {
+    for architecture in Architecture::ALL {
+        for recompute in [Recompute::None, Recompute::Cheap, Recompute::Block] {
+            let mut model = whole::<Cpu, f32>(Cpu, architecture);
+            let reference = Reference::of(&model, route);
+            let (gradients, sums, activations) = pass(&mut model, recompute);
+            let (ids, targets) = micro_batch();
+            let expected = reference.forward(&ids, &targets, 2).unwrap();
+            if recompute != Recompute::Block {
+                assert!(model.routed_mask(&activations).unwrap() == expected.masks);
+            }
+            reference.check(&model, &gradients, sums, &expected);
+        }
+    }
+}
+
+/// The local slice of every tensor's gradient is that of the whole model's, within rounding; every
+/// rank has all gradients of the routers' parameters.
+#[test]
+fn ranks_that_share_the_heads_have_the_gradients_of_the_whole() {
+    for architecture in Architecture::ALL {
+        let mut whole = whole::<Cpu, f32>(Cpu, architecture);
+        let (expected, sums, _) = pass(&mut whole, Recompute::Cheap);
+        let on_rank = |world: World| {
+            let (alone, tensor) = (World::single().group().clone(), world.group().clone());
+            let parallel = ModelParallel::new(&config(architecture), alone, 1, tensor).unwrap();
+            let mut model = model::<Cpu, f32>(Cpu, architecture, parallel);
+            let (gradients, found, _) = pass(&mut model, Recompute::Cheap);
+            if world.group().rank() == 0 {
+                let difference = found.auxiliary.iter().zip(sums.auxiliary.iter());
+                assert!(difference.into_iter().all(|((_, a), (_, b))| (a - b).abs() < 1e-6 * b));
+            }
+            for (flat, segment) in model.layout().segments() {
+                let Some((_, other)) =
+                    (whole.layout().segments()).find(|(_, other)| other.name == segment.name)
+                else {
+                    panic!("{} is not a tensor of the whole model", segment.name)
+                };
+                let all = expected.read(&Cpu, flat, other).unwrap();
+                let found = gradients.read(&Cpu, flat, segment).unwrap();
+                let norm = all.iter().map(|g| g * g).sum::<f32>().sqrt();
+                for run in segment.slice.runs(0..found.len()) {
+                    let parts = found[run.local..][..run.len].iter().zip(&all[run.whole..]);
+                    let error = parts.map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+                    assert!(error < 1e-4 * norm, "{}: {error} of {norm}", segment.name);
+                }
+            }
+            world.close().unwrap();
+        };
+        std::thread::scope(|scope| {
+            for world in World::threads(2) {
+                scope.spawn(|| on_rank(world));
+            }
+        });
+    }
 }
 
 /// Losses of a few steps on one micro-batch.
 fn train<B: Backend + Clone, T: Element>(backend: &B, recompute: Recompute) -> Vec<f64> {
-    let mut model = trial::<B, T>(backend.clone(), 40);
+    let mut model = whole::<B, T>(backend.clone(), Architecture::Llama);
     let mut activations = Activations::new(&model, PassShape { recompute, ..SHAPE }).unwrap();
     let zeros = || FlatBuffers::<B, f32>::zeros(backend, model.layout()).unwrap();
     let (mut gradients, mut moments) = (zeros(), [zeros(), zeros()]);
     let mut sums = StepSums::new(backend).unwrap();
     upload(backend, &mut activations, 0);
     let step = |step| {
-        gradients.zero(backend).unwrap();
+        gradients.mark_stale();
         sums.zero(backend).unwrap();
         model.forward_backward(&mut activations, &mut gradients, SCALE, &mut sums).unwrap();
         let constants = AdamW { step, learning_rate: 3e-3, ..ADAMW };
@@ -114,49 +206,12 @@ fn a_model_with_a_trial_router_learns_alike_on_a_gpu() {
     }
 }
 
-/// The loss of one micro-batch and all gradients.
-fn pass(percent_selected: usize, nudge: Option<(&[f32], f32)>) -> (f64, Vec<f32>) {
-    let mut model = trial::<Cpu, f32>(Cpu, percent_selected);
-    if let Some((direction, size)) = nudge {
-        let mut at = 0;
-        for flat in 0..model.layout().flats.len() {
-            for weight in model.weights_mut().flat_mut(flat) {
-                *weight += size * direction[at];
-                at += 1;
-            }
-        }
-    }
-    let mut activations =
-        Activations::new(&model, PassShape { recompute: Recompute::Cheap, ..SHAPE }).unwrap();
-    let mut gradients = FlatBuffers::<Cpu, f32>::zeros(&Cpu, model.layout()).unwrap();
-    let mut sums = StepSums::new(&Cpu).unwrap();
-    upload(&Cpu, &mut activations, 0);
-    model.forward_backward(&mut activations, &mut gradients, SCALE, &mut sums).unwrap();
-    let flats = 0..model.layout().flats.len();
-    let gradients = flats.flat_map(|flat| gradients.flat(flat).clone()).collect();
-    (sums.read(&Cpu).unwrap().cross_entropy / 80.0, gradients)
-}
-
-#[test]
-fn gradients_behind_a_trial_router_are_those_of_the_loss() {
-    let (_, gradient) = pass(40, None);
-    let square: f64 = gradient.iter().map(|&g| f64::from(g).powi(2)).sum();
-    let size = (1e-3 / square.sqrt()) as f32;
-    let [up, down] = [size, -size].map(|size| pass(40, Some((&gradient, size))).0);
-    let slope = (up - down) / (2.0 * f64::from(size));
-    // Central differences of an f32 loss: 1e-3 of the slope, and rounding.
-    assert!((slope / square - 1.0).abs() < 1e-2, "{slope}, expected {square}");
-}
-
-#[test]
-fn the_selection_reaches_attention() {
-    let losses = [0, 40, 100].map(|percent| pass(percent, None).0);
-    assert!(losses[0] != losses[1] && losses[1] != losses[2], "{losses:?}");
-}
-
 #[test]
 fn a_router_for_each_layer_is_asked_for() {
-    let mut model = model::<Cpu, f32>(Cpu, config(16, true, None));
-    let refused = model.set_routers(vec![None]).unwrap_err().to_string();
-    assert!(refused.contains("1 routers for 2 layers"), "{refused}");
+    let config = config(Architecture::Llama);
+    let parallel = ModelParallel::whole(&config);
+    let routers = vec![None];
+    let model = Model::<Cpu, f32>::with_routers::<Error>(Cpu, config, 64, parallel, routers, fill);
+    let Err(refused) = model.map(|_| ()) else { panic!("one router serves four layers") };
+    assert!(refused.to_string().contains("1 routers for 4 layers"), "{refused}");
 }

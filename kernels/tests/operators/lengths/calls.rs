@@ -172,6 +172,7 @@ fn linear_backward_input<B: Backend>(device: &B, lengths: &[usize]) -> Result<()
         d_y: B::whole(&d_y),
         weight: B::whole(&weight),
         d_x: B::whole_mut(&mut d_x),
+        accumulation: Accumulation::Overwrite,
     })
 }
 

@@ -4,11 +4,11 @@
 mod llama;
 mod qwen3;
 
-use crate::ModelConfig;
-use crate::layers::{Block, Embedding, Head, RmsNorm};
+use crate::layers::{Block, Embedding, Head, RmsNorm, RouterLayer, RouterSpec};
 use crate::layout::{FlatLayout, ModelLayout};
 use crate::model_parallel::Part;
 use crate::tensors::{FINAL_NORM, Tensor, TensorList};
+use crate::{ModelConfig, router};
 
 /// The architecture of a model's blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,11 +31,12 @@ impl Architecture {
         }
     }
 
-    /// Lists the tensors of block `layer`, in the architecture's order, and returns its layers.
-    fn block(self, list: &mut TensorList<'_>, config: &ModelConfig, layer: usize) -> Block {
+    /// Lists the tensors of a block, in the architecture's order, and returns its layers, all of
+    /// them but the router.
+    fn block(self, list: &mut TensorList<'_>, config: &ModelConfig) -> Block {
         match self {
-            Architecture::Llama => llama::block(list, config, layer),
-            Architecture::Qwen3 => qwen3::block(list, config, layer),
+            Architecture::Llama => llama::block(list, config),
+            Architecture::Qwen3 => qwen3::block(list, config),
         }
     }
 }
@@ -49,18 +50,22 @@ pub(crate) struct Layers {
 }
 
 impl Layers {
-    /// The layers of a model, and the flat buffers of the parameters of `part`: embedding, blocks,
-    /// final norm, untied head. The length of every buffer is a multiple of `ranks`, and buffers of
+    /// The layers of a model with these routers, and the flat buffers of the parameters of `part`:
+    /// embedding, blocks, final norm, untied head. The length of every buffer is a multiple of `ranks`, and buffers of
     /// other parts are empty.
-    pub fn new(config: &ModelConfig, ranks: usize, part: &Part) -> (Self, Vec<FlatLayout>) {
+    pub fn new(
+        config: &ModelConfig,
+        routers: &[Option<RouterSpec>],
+        ranks: usize,
+        part: &Part,
+    ) -> (Self, Vec<FlatLayout>) {
         let mut buffers = Buffers { config, ranks, part, flats: Vec::new() };
         let tied = config.tie_word_embeddings;
         let embedded = part.first || part.last && tied;
         let embedding = buffers.add(embedded, "", |list| Embedding::new(list, config));
-        let blocks = (0..config.num_hidden_layers).map(|layer| {
-            buffers.add(part.holds(layer), &block_prefix(layer), |list| {
-                config.architecture.block(list, config, layer)
-            })
+        let blocks = routers.iter().enumerate().map(|(layer, router)| {
+            let block = |list: &mut TensorList<'_>| block(list, config, router.as_ref());
+            buffers.add(part.holds(layer), &block_prefix(layer), block)
         });
         let blocks = blocks.collect();
         let final_norm = buffers.add(part.last, "", |list| final_norm(list, config));
@@ -102,6 +107,13 @@ impl Buffers<'_> {
     }
 }
 
+/// Lists the tensors of a block, those of its router last, and returns its layers.
+fn block(list: &mut TensorList<'_>, config: &ModelConfig, router: Option<&RouterSpec>) -> Block {
+    let mut block = config.architecture.block(list, config);
+    block.attention.set_router(router.map(|spec| RouterLayer::new(list, config.hidden_size, spec)));
+    block
+}
+
 fn block_prefix(layer: usize) -> String {
     format!("model.layers.{layer}.")
 }
@@ -117,7 +129,8 @@ pub(crate) fn embedding_tensors(config: &ModelConfig) -> Vec<Tensor> {
 
 /// The tensors of block `layer`, in the architecture's order.
 pub(crate) fn block_tensors(config: &ModelConfig, layer: usize) -> Vec<Tensor> {
-    let block = |list: &mut TensorList<'_>| config.architecture.block(list, config, layer);
+    let router = router::of_layer(config, layer).map(RouterSpec::QueryNorm);
+    let block = |list: &mut TensorList<'_>| block(list, config, router.as_ref());
     TensorList::tensors_of(&block_prefix(layer), block)
 }
 

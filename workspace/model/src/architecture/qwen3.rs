@@ -4,13 +4,16 @@ use crate::ModelConfig;
 use crate::layers::{Attention, Block, Mlp, QkNorm, RmsNorm, Rotation};
 use crate::tensors::TensorList;
 
-/// The layers of block `layer`, in the order of its tensors.
-pub(super) fn block(list: &mut TensorList<'_>, config: &ModelConfig, layer: usize) -> Block {
+/// The layers of a block, in the order of its tensors.
+pub(super) fn block(list: &mut TensorList<'_>, config: &ModelConfig) -> Block {
     let (width, eps) = (config.hidden_size, config.rms_norm_eps);
     Block {
         attention_norm: RmsNorm::new(list, "input_layernorm.weight", width, eps),
-        attention: Attention::new(list, config, layer)
-            .with_rotation(Rotation::NormedRope(QkNorm::new(list, config.head_dim, eps))),
+        attention: Attention::new(list, config).with_rotation(Rotation::NormedRope(QkNorm::new(
+            list,
+            config.head_dim,
+            eps,
+        ))),
         mlp_norm: RmsNorm::new(list, "post_attention_layernorm.weight", width, eps),
         mlp: Mlp::new(list, config),
     }

@@ -1,7 +1,7 @@
 //! Grouped-query attention between two linear layers.
 //!
-//! Mixture-of-Head attention differs from dense attention in two ways: a router reads the queries
-//! (`rotation.rs`), and the (token, head) pairs that were not selected are skipped.
+//! Mixture-of-Head attention differs from dense attention in two ways: a router selects heads
+//! (`rotation.rs`), and the (token, head) pairs that it did not select are skipped.
 
 use std::ops::Range;
 
@@ -10,11 +10,11 @@ use moh_kernels::attention::{
 };
 use moh_kernels::key_value_cache::KeyValueAppend;
 use moh_kernels::router::Routing;
-use moh_kernels::{Backend, Element, Memory};
+use moh_kernels::{Accumulation, Backend, Element, Memory};
 
 use super::{
     ActivationGradients, BackwardContext, ColumnParallelLinear, Context, ResidualSum, Rotation,
-    RowParallelLinear, Scratch,
+    RouterLayer, RowParallelLinear, Scratch,
 };
 use crate::pass_sizes::PassSizes;
 use crate::tensors::{Division, TensorList};
@@ -23,11 +23,11 @@ use crate::{Error, ModelConfig};
 /// `y = residual + output(attention(rotation(qkv(x))))`.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Attention {
-    /// The layer, whose router selects heads.
-    layer: usize,
     qkv: ColumnParallelLinear,
     output: RowParallelLinear,
     rotation: Rotation,
+    /// In a layer with routed heads.
+    router: Option<RouterLayer>,
 }
 
 /// What the backward pass reads and is not cheap to recompute. With tensor parallelism H and G are
@@ -73,7 +73,7 @@ pub(crate) struct AttentionBuffers<'a, B: Backend, T: Element> {
 
 impl Attention {
     /// Lists the projections.
-    pub fn new(list: &mut TensorList<'_>, config: &ModelConfig, layer: usize) -> Self {
+    pub fn new(list: &mut TensorList<'_>, config: &ModelConfig) -> Self {
         let hidden = config.hidden_size;
         let (queries, keys) = (config.query_width(), config.key_value_width());
         let qkv = [
@@ -83,7 +83,6 @@ impl Attention {
         ];
         let output = [hidden, queries];
         Attention {
-            layer,
             qkv: ColumnParallelLinear::new(list, &qkv, hidden, Division::Heads),
             output: RowParallelLinear::new(
                 list,
@@ -92,12 +91,23 @@ impl Attention {
                 Division::Heads,
             ),
             rotation: Rotation::Rope,
+            router: None,
         }
     }
 
     /// The same with another rotation of queries and keys.
     pub fn with_rotation(self, rotation: Rotation) -> Self {
         Attention { rotation, ..self }
+    }
+
+    /// The router, in a layer with routed heads.
+    pub fn router(&self) -> Option<&RouterLayer> {
+        self.router.as_ref()
+    }
+
+    /// Routes the heads by another router, or computes all of them.
+    pub fn set_router(&mut self, router: Option<RouterLayer>) {
+        self.router = router;
     }
 
     /// Adds attention of `x`, `[M, C]`, to the residual stream.
@@ -111,8 +121,9 @@ impl Attention {
     ) -> Result<(), Error> {
         let gathered = &mut scratch.gathered;
         let (n, shape) = (cx.num_tokens(), &cx.tokens.shape);
-        self.qkv.forward(cx, x, gathered, &mut buffers.saved.qkv)?;
-        self.rotation.forward(cx, self.layer, &mut buffers)?;
+        let x = self.qkv.gather_input(cx, x, gathered)?;
+        self.qkv.forward(cx, x, &mut buffers.saved.qkv)?;
+        self.rotation.forward(cx, self.router(), x, &mut buffers)?;
         let AttentionBuffers { saved, rotated, cache } = buffers;
         let SavedAttention { qkv, attended, log_sum_exp, routing } = saved;
         let qkv = self.rotation.rotated(qkv, rotated);
@@ -122,7 +133,7 @@ impl Attention {
         };
         let queries = n * self.output.inputs();
         cx.backend.attention_forward(AttentionForward {
-            args: self.args(cx, key_length, self.routing(cx, routing.as_ref())),
+            args: self.args(cx, key_length, self.routing(routing.as_ref())),
             queries: B::view(qkv, 0..n * shape.row()),
             key_values,
             out: B::view_mut(attended, 0..queries),
@@ -148,7 +159,7 @@ impl Attention {
         let d_y = self.output.gather_gradient(cx, &d.residual, gathered)?;
         self.output.backward_weight(cx, B::view(&saved.attended, queries.clone()), d_y)?;
         self.output.backward_input(cx, d_y, &mut d.hidden)?;
-        let routing = self.routing(cx, saved.routing.as_ref());
+        let routing = self.routing(saved.routing.as_ref());
         cx.backend.attention_backward(AttentionBackward {
             args: self.args(cx, shape.length, routing),
             qkv: B::whole(self.rotation.rotated(&saved.qkv, rotated)),
@@ -158,8 +169,12 @@ impl Attention {
             d_qkv: B::view_mut(d_qkv, all.clone()),
             delta: routing.is_some().then(|| B::whole_mut(&mut d.delta)),
         })?;
-        self.rotation.backward(cx, self.layer, saved, d, d_qkv)?;
-        self.qkv.backward(cx, x, B::view(d_qkv, all), gathered, &mut d.hidden)
+        self.rotation.backward(cx, self.router(), x, saved, d, d_qkv)?;
+        let accumulation = match self.router().is_some_and(RouterLayer::reads_input) {
+            true => Accumulation::Add,
+            false => Accumulation::Overwrite,
+        };
+        self.qkv.backward(cx, x, B::view(d_qkv, all), gathered, &mut d.hidden, accumulation)
     }
 
     /// Rotates queries and keys again, where the copy is not saved.
@@ -173,12 +188,8 @@ impl Attention {
     }
 
     /// The routing of a layer that has a router; others have a buffer for it.
-    fn routing<'v, B: Backend, T: Element>(
-        &self,
-        cx: &Context<'_, B, T>,
-        routing: Option<&'v Routing<B>>,
-    ) -> Option<&'v Routing<B>> {
-        routing.filter(|_| cx.routers[self.layer].is_some())
+    fn routing<'v, B: Backend>(&self, routing: Option<&'v Routing<B>>) -> Option<&'v Routing<B>> {
+        routing.filter(|_| self.router.is_some())
     }
 
     /// Causal attention of the heads that `routing` selected, or of all heads without a routing.

@@ -42,7 +42,7 @@ pub(crate) struct Context<'a, B: Backend, T: Element> {
     pub weights: &'a FlatBuffers<B, T>,
     pub parallel: &'a ModelParallel,
     pub rope: &'a RopeTables<B>,
-    /// The router of each layer.
+    /// The routers that the configuration does not have.
     pub routers: &'a Routers<B, T>,
     pub tokens: Tokens<'a, B>,
 }
@@ -98,7 +98,8 @@ pub(crate) struct ActivationGradients<M: Memory, T: Element> {
     pub hidden: M::Buffer<T>,
     /// `<dO, O>` of the local heads, `[N, H]`.
     pub delta: M::Buffer<f32>,
-    /// With tensor parallelism: `<dO, O>` of the routed heads of all ranks, `[N, R]`.
+    /// With tensor parallelism: `<dO, O>` of the routed heads of all ranks, `[N, R]`, or of all
+    /// heads, if a router weights them.
     pub deltas: M::Buffer<f64>,
 }
 
@@ -109,12 +110,15 @@ impl<M: Memory, T: Element> ActivationGradients<M, T> {
         let heads = share.heads(config);
         let normed = sizes.token_share().padded() * config.hidden_size;
         let routing = sizes.routing.filter(|_| share.ranks > 1);
-        let deltas = routing.map_or(0, |shape| tokens * (heads.count - shape.shared_heads));
+        let deltas = routing.map_or(0, |shape| match shape.weighted {
+            true => heads.count,
+            false => heads.count - shape.shared_heads,
+        });
         Ok(ActivationGradients {
             residual: memory.allocate(sizes.stream())?,
             hidden: memory.allocate(normed.max(tokens * share.query_width(config)))?,
             delta: memory.allocate(tokens * heads.local())?,
-            deltas: memory.allocate(deltas)?,
+            deltas: memory.allocate(tokens * deltas)?,
         })
     }
 }

@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use moh_kernels::linear::{LinearBackwardInput, LinearBackwardWeight, LinearForward};
-use moh_kernels::{Backend, Element, View};
+use moh_kernels::{Accumulation, Backend, Element, View};
 
 use super::{BackwardContext, Context};
 use crate::Error;
@@ -39,17 +39,26 @@ impl ColumnParallelLinear {
         self.weight.range.len() / self.inputs
     }
 
-    /// Writes `y`, `[N, outputs]`.
+    /// The input of all tokens, from that of the rank's own tokens.
+    pub fn gather_input<'v, B: Backend, T: Element>(
+        &self,
+        cx: &Context<'_, B, T>,
+        x: &'v B::Buffer<T>,
+        gathered: &'v mut Option<B::Buffer<T>>,
+    ) -> Result<View<'v, B, T>, Error> {
+        cx.all_gather(self.inputs, x, gathered)
+    }
+
+    /// Writes `y`, `[N, outputs]`, of the input of all tokens.
     pub fn forward<B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,
-        x: &B::Buffer<T>,
-        gathered: &mut Option<B::Buffer<T>>,
+        x: View<'_, B, T>,
         y: &mut B::Buffer<T>,
     ) -> Result<(), Error> {
         cx.backend.linear_forward(LinearForward {
             inputs: self.inputs,
-            x: cx.all_gather(self.inputs, x, gathered)?,
+            x: B::reborrow(x),
             weight: cx.weights.of(&self.weight),
             residual: None,
             y: B::view_mut(y, 0..cx.num_tokens() * self.outputs()),
@@ -57,8 +66,8 @@ impl ColumnParallelLinear {
         Ok(())
     }
 
-    /// Adds the gradient of the weight, and writes that of `x` to `d_x`, where it returns the range
-    /// of the rank's own tokens.
+    /// Adds the gradient of the weight, and writes or adds that of `x` to `d_x`, where it returns the
+    /// range of the rank's own tokens.
     pub fn backward<B: Backend, T: Element, G: Element>(
         &self,
         cx: &mut BackwardContext<'_, B, T, G>,
@@ -66,10 +75,11 @@ impl ColumnParallelLinear {
         d_y: View<'_, B, T>,
         gathered: &mut Option<B::Buffer<T>>,
         d_x: &mut B::Buffer<T>,
+        accumulation: Accumulation,
     ) -> Result<Range<usize>, Error> {
         let x = cx.all_gather(self.inputs, x, gathered)?;
         backward_weight(cx, &self.weight, self.inputs, x, B::reborrow(d_y))?;
-        backward_input(cx, &self.weight, self.inputs, d_y, d_x)?;
+        backward_input(cx, &self.weight, self.inputs, d_y, d_x, accumulation)?;
         cx.reduce_scatter(self.inputs, d_x)
     }
 }
@@ -144,7 +154,7 @@ impl RowParallelLinear {
         d_y: View<'_, B, T>,
         d_x: &mut B::Buffer<T>,
     ) -> Result<(), Error> {
-        backward_input(cx, &self.weight, self.inputs(), d_y, d_x)
+        backward_input(cx, &self.weight, self.inputs(), d_y, d_x, Accumulation::Overwrite)
     }
 
     /// Adds the gradient of the weight.
@@ -176,19 +186,21 @@ fn backward_weight<B: Backend, T: Element, G: Element>(
     Ok(())
 }
 
-/// Writes `d_x`, `[N, inputs]`. Buffers may be longer than the tensors in them.
+/// Writes or adds `d_x`, `[N, inputs]`. Buffers may be longer than the tensors in them.
 fn backward_input<B: Backend, T: Element>(
     cx: &Context<'_, B, T>,
     weight: &ParameterRange,
     inputs: usize,
     d_y: View<'_, B, T>,
     d_x: &mut B::Buffer<T>,
+    accumulation: Accumulation,
 ) -> Result<(), Error> {
     cx.backend.linear_backward_input(LinearBackwardInput {
         inputs,
         d_y: B::reborrow(d_y),
         weight: cx.weights.of(weight),
         d_x: B::view_mut(d_x, 0..cx.num_tokens() * inputs),
+        accumulation,
     })?;
     Ok(())
 }

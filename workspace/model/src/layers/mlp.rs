@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use moh_kernels::{Backend, Element, Memory};
+use moh_kernels::{Accumulation, Backend, Element, Memory};
 
 use super::{
     ActivationGradients, BackwardContext, ColumnParallelLinear, Context, ResidualSum,
@@ -78,7 +78,8 @@ impl Mlp {
         saved: &mut SavedMlp<B, T>,
         scratch: &mut Scratch<B, T>,
     ) -> Result<(), Error> {
-        self.gate_up.forward(cx, x, &mut scratch.gathered, &mut saved.gate_up)
+        let x = self.gate_up.gather_input(cx, x, &mut scratch.gathered)?;
+        self.gate_up.forward(cx, x, &mut saved.gate_up)
     }
 
     /// From the gradient of the residual stream computes that of `x` in `d.hidden`, and returns its
@@ -99,6 +100,7 @@ impl Mlp {
         cx.backend.swiglu_backward(width, gate_up, B::view_mut(hidden, 0..n * width))?;
         self.down.backward_weight(cx, B::view(hidden, 0..n * width), d_y)?;
         let d_gate_up = B::view(&saved.gate_up, 0..n * 2 * width);
-        self.gate_up.backward(cx, x, d_gate_up, gathered, &mut d.hidden)
+        let d_x = &mut d.hidden;
+        self.gate_up.backward(cx, x, d_gate_up, gathered, d_x, Accumulation::Overwrite)
     }
 }

@@ -17,6 +17,7 @@ mod qk_norm;
 mod rms_norm;
 mod rope;
 mod rotation;
+mod router;
 
 pub(crate) use attention::{Attention, LayerCache};
 pub(crate) use block::{Block, BlockBuffers, RecomputableBlock, SavedBlock};
@@ -29,3 +30,4 @@ pub(crate) use qk_norm::QkNorm;
 pub(crate) use rms_norm::{Normed, RmsNorm};
 pub(crate) use rope::RopeTables;
 pub(crate) use rotation::Rotation;
+pub(crate) use router::{RouterLayer, RouterSpec};

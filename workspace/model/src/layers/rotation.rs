@@ -4,16 +4,12 @@
 //! A router reads the projection's output, before query norms: normed queries have nearly equal
 //! norms, which carry no information about a head.
 
-use moh_kernels::ranks::AllReduce;
-use moh_kernels::router::query_norm::{
-    QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
-};
-use moh_kernels::router::{RouterGradient, RouterRanks, Routing};
-use moh_kernels::{Backend, Element, ViewMut};
+use moh_kernels::{Backend, Element, View};
 
 use super::attention::{AttentionBuffers, SavedAttention};
 use super::rope::Rope;
-use super::{ActivationGradients, BackwardContext, Context, QkNorm};
+use super::router::RouterInputs;
+use super::{ActivationGradients, BackwardContext, Context, QkNorm, RouterLayer};
 use crate::Error;
 
 /// How queries and keys become those that attention reads.
@@ -35,19 +31,28 @@ impl Rotation {
         }
     }
 
-    /// Selects each token's heads by its queries, in a layer with a router, and rotates queries and
-    /// keys.
+    /// Selects each token's heads, if there is a router, by the block's normed input of all tokens
+    /// and by queries, keys and values, and rotates queries and keys.
     pub fn forward<B: Backend, T: Element>(
         &self,
         cx: &Context<'_, B, T>,
-        layer: usize,
+        router: Option<&RouterLayer>,
+        x: View<'_, B, T>,
         buffers: &mut AttentionBuffers<'_, B, T>,
     ) -> Result<(), Error> {
-        match self {
-            Rotation::Rope => route_and_rotate(cx, layer, buffers.saved),
-            Rotation::NormedRope(_) => {
-                route(cx, layer, buffers.saved)?;
-                self.recompute(cx, &buffers.saved.qkv, buffers.rotated)
+        let all = 0..cx.num_tokens() * cx.tokens.shape.row();
+        let SavedAttention { qkv, routing, .. } = &mut *buffers.saved;
+        let routing = router.zip(routing.as_mut());
+        match (self, routing) {
+            (Rotation::Rope, Some((router, routing))) => {
+                router.forward_and_rotate(cx, x, B::view_mut(qkv, all), routing)
+            }
+            (Rotation::Rope, None) => Rope.forward(cx, B::view_mut(qkv, all)),
+            (Rotation::NormedRope(_), routing) => {
+                if let Some((router, routing)) = routing {
+                    router.forward(cx, x, B::view(qkv, all), routing)?;
+                }
+                self.recompute(cx, qkv, buffers.rotated)
             }
         }
     }
@@ -66,11 +71,13 @@ impl Rotation {
     }
 
     /// Replaces the gradients of queries and keys in `d_qkv`, as attention reads them, by the
-    /// gradients of the projection's output, including the router's.
+    /// gradients of the projection's output, including the router's, which also reaches `x`, the
+    /// block's normed input, if the router reads it ([`RouterLayer::backward`]).
     pub fn backward<B: Backend, T: Element, G: Element>(
         &self,
         cx: &mut BackwardContext<'_, B, T, G>,
-        layer: usize,
+        router: Option<&RouterLayer>,
+        x: &B::Buffer<T>,
         saved: &SavedAttention<B, T>,
         d: &mut ActivationGradients<B, T>,
         d_qkv: &mut B::Buffer<T>,
@@ -78,108 +85,19 @@ impl Rotation {
         let all = 0..cx.num_tokens() * cx.tokens.shape.row();
         let qkv = B::view(&saved.qkv, all.clone());
         let mut d_qkv = B::view_mut(d_qkv, all);
-        match self {
-            Rotation::Rope => route_and_rotate_backward(cx, layer, saved, d, d_qkv),
-            Rotation::NormedRope(norm) => {
+        let routing = saved.routing.as_ref();
+        let inputs =
+            router.zip(routing).map(|(router, routing)| (router, RouterInputs { x, qkv, routing }));
+        match (self, inputs) {
+            (Rotation::Rope, Some((router, inputs))) => {
+                router.backward_and_rotate(cx, &inputs, d, d_qkv)
+            }
+            (Rotation::Rope, None) => Rope.backward(cx, d_qkv),
+            (Rotation::NormedRope(norm), inputs) => {
                 Rope.backward(cx, B::reborrow_mut(&mut d_qkv))?;
                 norm.backward(cx, qkv, B::reborrow_mut(&mut d_qkv))?;
-                route_backward(cx, layer, saved, d, d_qkv)
+                inputs.map_or(Ok(()), |(router, inputs)| router.backward(cx, &inputs, d, d_qkv))
             }
         }
-    }
-}
-
-/// Selects each token's heads, in a layer with a router.
-fn route<B: Backend, T: Element>(
-    cx: &Context<'_, B, T>,
-    layer: usize,
-    saved: &mut SavedAttention<B, T>,
-) -> Result<(), Error> {
-    let (shape, sum) = (&cx.tokens.shape, cx.sum_over_ranks());
-    if let (Some(router), Some(routing)) = (&cx.routers[layer], &mut saved.routing) {
-        let qkv = B::view(&saved.qkv, 0..shape.tokens() * shape.row());
-        let all_reduce = cx.is_tensor_parallel().then_some(&sum as AllReduce<'_, B>);
-        router.forward(cx.backend, QueryNormForward { shape, qkv, routing, all_reduce })?;
-    }
-    Ok(())
-}
-
-/// Adds the router's gradients, in a layer with a router.
-fn route_backward<B: Backend, T: Element, G: Element>(
-    cx: &BackwardContext<'_, B, T, G>,
-    layer: usize,
-    saved: &SavedAttention<B, T>,
-    d: &mut ActivationGradients<B, T>,
-    mut d_qkv: ViewMut<'_, B, T>,
-) -> Result<(), Error> {
-    let (shape, sum) = (&cx.tokens.shape, cx.sum_over_ranks());
-    if let (Some(router), Some(routing)) = (&cx.routers[layer], &saved.routing) {
-        let qkv = B::view(&saved.qkv, 0..shape.tokens() * shape.row());
-        let gradient = router_gradient(cx, routing, d, &sum);
-        let d_qkv = B::reborrow_mut(&mut d_qkv);
-        router.backward(cx.backend, QueryNormBackward { shape, qkv, d_qkv, gradient })?;
-    }
-    Ok(())
-}
-
-/// Selects each token's heads, in a layer with a router, and rotates queries and keys.
-fn route_and_rotate<B: Backend, T: Element>(
-    cx: &Context<'_, B, T>,
-    layer: usize,
-    saved: &mut SavedAttention<B, T>,
-) -> Result<(), Error> {
-    let sum = cx.sum_over_ranks();
-    let len = cx.num_tokens() * cx.tokens.shape.row();
-    let rope = Rope.args(cx, B::view_mut(&mut saved.qkv, 0..len));
-    match (&cx.routers[layer], &mut saved.routing) {
-        (Some(router), Some(routing)) => {
-            let all_reduce = cx.is_tensor_parallel().then_some(&sum as AllReduce<'_, B>);
-            router.forward_and_rotate(
-                cx.backend,
-                QueryNormRopeForward { rope, routing, all_reduce },
-            )?;
-        }
-        _ => cx.backend.rope_forward(rope)?,
-    }
-    Ok(())
-}
-
-/// The backward pass of [`route_and_rotate`].
-fn route_and_rotate_backward<B: Backend, T: Element, G: Element>(
-    cx: &BackwardContext<'_, B, T, G>,
-    layer: usize,
-    saved: &SavedAttention<B, T>,
-    d: &mut ActivationGradients<B, T>,
-    mut d_qkv: ViewMut<'_, B, T>,
-) -> Result<(), Error> {
-    let (sum, len) = (cx.sum_over_ranks(), cx.num_tokens() * cx.tokens.shape.row());
-    let rope = Rope.args(cx, B::reborrow_mut(&mut d_qkv));
-    match (&cx.routers[layer], &saved.routing) {
-        (Some(router), Some(routing)) => {
-            let qkv = B::view(&saved.qkv, 0..len);
-            let gradient = router_gradient(cx, routing, d, &sum);
-            router
-                .backward_and_rotate(cx.backend, QueryNormRopeBackward { qkv, rope, gradient })?;
-        }
-        _ => cx.backend.rope_backward(rope)?,
-    }
-    Ok(())
-}
-
-/// The gradients that reach a layer's router.
-fn router_gradient<'v, B: Backend, T: Element, G: Element>(
-    cx: &BackwardContext<'_, B, T, G>,
-    routing: &'v Routing<B>,
-    d: &'v mut ActivationGradients<B, T>,
-    all_reduce: AllReduce<'v, B>,
-) -> RouterGradient<'v, B> {
-    let table = 0..cx.num_tokens() * routing.routed();
-    RouterGradient {
-        routing,
-        delta: cx.straight_through.then(|| B::whole(&d.delta)),
-        balance_weight: cx.balance_weight,
-        ranks: cx
-            .is_tensor_parallel()
-            .then(|| RouterRanks { table: B::view_mut(&mut d.deltas, table), all_reduce }),
     }
 }

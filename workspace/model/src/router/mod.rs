@@ -1,26 +1,29 @@
 //! Routers select, for every token, the heads that a block's attention computes.
 //!
 //! A model has one router for each layer, or none if the layer is dense. The paper's router for
-//! pretrained models, [`moh_kernels::router::query_norm`], is part of the configuration; any other
-//! one implements [`Router`] and is set with [`Model::set_routers`](crate::Model::set_routers).
-//! Attention and block do not depend on the router: they use the selection of its
-//! [`moh_kernels::router::Routing`].
+//! pretrained models, [`moh_kernels::router::query_norm`], is part of the configuration. Any other
+//! one implements [`Router`] and is given to [`Model::with_routers`](crate::Model::with_routers);
+//! its parameters are tensors of the block. Attention does not depend on the router: it uses the
+//! selection of its [`Routing`].
 
-mod query_norm;
+mod parameters;
 mod statistics;
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use moh_kernels::ranks::Heads;
-use moh_kernels::router::RoutingShape;
-use moh_kernels::router::query_norm::{
-    QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
-};
-use moh_kernels::{Backend, Element, Result};
+use moh_kernels::ranks::{AllReduce, Heads};
+use moh_kernels::rope::QkvShape;
+use moh_kernels::router::query_norm::QueryNormRouter;
+use moh_kernels::router::{RouterGradient, Routing, RoutingShape};
+use moh_kernels::{Backend, Element, Result, View, ViewMut};
 
+pub(crate) use parameters::LayerGradients;
+pub use parameters::{ParameterGradients, Parameters};
 pub use statistics::{LayerRouting, RoutingStatistics};
 
-use crate::ModelConfig;
+use crate::layers::RouterSpec;
+use crate::{LayerHeads, ModelConfig};
 
 /// Selects the active heads of each token of a layer.
 pub trait Router<B: Backend, T: Element>: Send + Sync {
@@ -30,89 +33,128 @@ pub trait Router<B: Backend, T: Element>: Send + Sync {
     /// Fails if the router cannot route these heads.
     fn routing_shape(&self, tokens: usize, heads: Heads) -> Result<RoutingShape>;
 
+    /// The router's parameters, in a block whose input has `hidden_size` elements. Every
+    /// tensor-parallel rank has all of them.
+    fn parameters(&self, _hidden_size: usize) -> Vec<RouterParameter> {
+        Vec::new()
+    }
+
     /// Routes the tokens: begins the routing, writes its selection, gates and weights, and
     /// completes it ([`moh_kernels::router::Routers::complete_routing`]). When blocks are
     /// recomputed it is called again in the backward pass, and must select the same heads.
     ///
     /// # Errors
     /// Fails if the device or another rank fails.
-    fn forward(&self, backend: &B, args: QueryNormForward<'_, B, T>) -> Result<()>;
+    fn forward(&self, backend: &B, args: RouterForward<'_, B, T>) -> Result<()>;
 
-    /// Adds the gradients that reach queries, keys and values through the router, all after RoPE.
+    /// Adds the gradients that reach the block's input, queries, keys and values, and parameters
+    /// through the router.
     ///
     /// # Errors
     /// Fails if the device or another rank fails.
-    fn backward(&self, backend: &B, args: QueryNormBackward<'_, B, T>) -> Result<()>;
+    fn backward(&self, backend: &B, args: RouterBackward<'_, B, T>) -> Result<()>;
 
-    /// Routes, then rotates queries and keys. A router that can do both in one pass over the
-    /// queries overrides it.
+    /// Adds `scale` times the router's own loss over the routed tokens to `out`, `[1]`: the paper's
+    /// balance loss, unless the router overrides it. [`RouterGradient::balance_weight`] is its
+    /// weight in the total loss.
     ///
     /// # Errors
-    /// As [`Router::forward`].
-    fn forward_and_rotate(&self, backend: &B, args: QueryNormRopeForward<'_, B, T>) -> Result<()> {
-        let QueryNormRopeForward { rope, routing, all_reduce } = args;
-        let qkv = B::as_view(&rope.qkv);
-        self.forward(backend, QueryNormForward { shape: rope.shape, qkv, routing, all_reduce })?;
-        backend.rope_forward(rope)
-    }
-
-    /// Adds the router's gradients, then replaces the gradients of rotated queries and keys by
-    /// those of unrotated ones. A router that can do both in one pass over the queries overrides
-    /// it.
-    ///
-    /// # Errors
-    /// As [`Router::backward`].
-    fn backward_and_rotate(
+    /// Fails if the device fails.
+    fn loss(
         &self,
         backend: &B,
-        args: QueryNormRopeBackward<'_, B, T>,
+        routing: &Routing<B>,
+        scale: f64,
+        out: ViewMut<'_, B, f64>,
     ) -> Result<()> {
-        let QueryNormRopeBackward { qkv, mut rope, mut gradient } = args;
-        let (shape, gradient) = (rope.shape, gradient.reborrow());
-        let (qkv, d_qkv) = (B::reborrow(qkv), B::reborrow_mut(&mut rope.qkv));
-        self.backward(backend, QueryNormBackward { shape, qkv, d_qkv, gradient })?;
-        backend.rope_backward(rope)
+        backend.balance_loss(routing, scale, out)
     }
 }
+
+/// A matrix that a router learns. Weight decay applies to it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RouterParameter {
+    /// Its name in the block, such as `self_attn.router.weight`.
+    pub name: String,
+    /// Its outputs and inputs.
+    pub shape: [usize; 2],
+}
+
+/// Arguments of a router's forward pass.
+pub struct RouterForward<'a, B: Backend, T: Element> {
+    /// Shape of `qkv`, of local heads.
+    pub shape: &'a QkvShape,
+    /// The block's normed input, `[N, C]`.
+    pub x: View<'a, B, T>,
+    /// Queries before RoPE, keys and values; `[N, (H + 2G) D]`.
+    pub qkv: View<'a, B, T>,
+    /// The router's parameters.
+    pub parameters: Parameters<'a, B, T>,
+    /// Overwritten.
+    pub routing: &'a mut Routing<B>,
+    /// The sum over the ranks that share the heads; given if there are several. A router calls it
+    /// the same number of times on each of them.
+    pub all_reduce: Option<AllReduce<'a, B>>,
+}
+
+/// Arguments of a router's backward pass. Tensor-parallel ranks share the tokens: each computes the
+/// gradients of the block's input and of the parameters from its own tokens alone.
+pub struct RouterBackward<'a, B: Backend, T: Element> {
+    /// Shape of `qkv`.
+    pub shape: &'a QkvShape,
+    /// This rank's own tokens, M of N.
+    pub tokens: Range<usize>,
+    /// The block's normed input, `[M, C]`.
+    pub x: View<'a, B, T>,
+    /// Queries, keys and values, either both these and `d_qkv` before RoPE or both after it;
+    /// `[N, (H + 2G) D]`.
+    pub qkv: View<'a, B, T>,
+    /// The router's parameters.
+    pub parameters: Parameters<'a, B, T>,
+    /// The gradients that reach the routing. Its table for ranks has room for the delta of every
+    /// head of the layer, `[N, heads]`, if the router weights heads, else for those of the columns.
+    pub gradient: RouterGradient<'a, B>,
+    /// Added to; `[M, C]`.
+    pub d_x: ViewMut<'a, B, T>,
+    /// Added to; `[N, (H + 2G) D]`.
+    pub d_qkv: ViewMut<'a, B, T>,
+    /// The gradients of the parameters.
+    pub d_parameters: &'a mut dyn ParameterGradients<B, T>,
+}
+
+/// The routers of a model that its configuration does not have.
+pub(crate) type Routers<B, T> = Vec<Arc<dyn Router<B, T>>>;
 
 /// The routers of a configuration's layers; `None` for a dense layer, including a layer without
 /// routed heads.
-pub(crate) type Routers<B, T> = Vec<Option<Arc<dyn Router<B, T>>>>;
-
-/// Creates the routers of a configuration.
-pub(crate) fn routers<B: Backend, T: Element>(config: &ModelConfig) -> Routers<B, T> {
-    let router = |layer| query_norm::router::<B, T>(config, layer);
-    (0..config.num_hidden_layers).map(router).collect()
+pub(crate) fn of_config(config: &ModelConfig) -> Vec<Option<RouterSpec>> {
+    let of_layer = |layer| of_layer(config, layer).map(RouterSpec::QueryNorm);
+    (0..config.num_hidden_layers).map(of_layer).collect()
 }
 
-/// Sizes of a routing that fits every layer; `None` if all layers are dense.
-///
-/// # Errors
-/// Heads that a router cannot route.
-pub(crate) fn routing_shape<B: Backend, T: Element>(
-    routers: &Routers<B, T>,
-    tokens: usize,
-    heads: Heads,
-) -> Result<Option<RoutingShape>> {
-    largest(routers.iter().flatten().map(|router| router.routing_shape(tokens, heads)))
+/// The router of one layer of a configuration.
+pub(crate) fn of_layer(config: &ModelConfig, layer: usize) -> Option<QueryNormRouter> {
+    let LayerHeads { shared: shared_heads, top_k } = config.layer_heads(layer);
+    (config.routed_heads(layer) > 0).then_some(QueryNormRouter { shared_heads, top_k })
 }
 
-/// As [`routing_shape`], with the routers that a configuration asks for.
+/// Sizes of a routing that fits every layer of a configuration; `None` if all layers are dense.
 ///
 /// # Errors
-/// As [`routing_shape`].
+/// Heads that the router cannot route.
 pub(crate) fn routing_shape_of(
     config: &ModelConfig,
     tokens: usize,
     heads: Heads,
 ) -> Result<Option<RoutingShape>> {
-    let layers =
-        (0..config.num_hidden_layers).filter_map(|layer| query_norm::of_layer(config, layer));
-    largest(layers.map(|router| router.routing_shape(tokens, heads)))
+    let routers = (0..config.num_hidden_layers).filter_map(|layer| of_layer(config, layer));
+    largest(routers.map(|router| router.routing_shape(tokens, heads)))
 }
 
 /// Sizes that serve each of the layers.
-fn largest(layers: impl Iterator<Item = Result<RoutingShape>>) -> Result<Option<RoutingShape>> {
+pub(crate) fn largest(
+    layers: impl Iterator<Item = Result<RoutingShape>>,
+) -> Result<Option<RoutingShape>> {
     let mut shape: Option<RoutingShape> = None;
     for layer in layers {
         let layer = layer?;

@@ -4,6 +4,7 @@
 
 use moh_kernels::adamw::{AdamW, AdamWUpdate};
 use moh_kernels::{Backend, Element};
+use moh_model::layout::Segment;
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
     Activations, Architecture, AuxiliaryLosses, Error, LossScale, Model, ModelConfig, MohConfig,
@@ -35,15 +36,17 @@ pub fn config(head_dim: usize, tied: bool, moh: Option<MohConfig>) -> ModelConfi
 }
 
 /// Random matrices, and norms around 1.
+pub fn fill(segment: &Segment, values: &mut [f32]) -> Result<(), Error> {
+    initial::initialize(3, 0.2, &segment.name, &[values.len(), 1], values);
+    if segment.shape().len() == 1 {
+        values.iter_mut().for_each(|value| *value += 1.0);
+    }
+    Ok(())
+}
+
+/// A model with the weights of [`fill`].
 pub fn model<B: Backend, T: Element>(backend: B, config: ModelConfig) -> Model<B, T> {
-    Model::new::<Error>(backend, config, 64, |segment, values| {
-        initial::initialize(3, 0.2, &segment.name, &[values.len(), 1], values);
-        if segment.shape().len() == 1 {
-            values.iter_mut().for_each(|value| *value += 1.0);
-        }
-        Ok(())
-    })
-    .unwrap()
+    Model::new::<Error>(backend, config, 64, fill).unwrap()
 }
 
 /// A micro-batch of `tokens` tokens, another one for each `number`, in documents of 23 and the rest

@@ -1,0 +1,270 @@
+//! The router of a layer, which selects the heads that attention computes for each token.
+//!
+//! The paper's router for pretrained models is part of the configuration and has no parameters; any
+//! other one implements [`Router`](crate::router::Router). It reads the block's normed input x, and
+//! the projection's queries, keys and values.
+
+use moh_kernels::ranks::{AllReduce, Heads};
+use moh_kernels::router::query_norm::{
+    QueryNormBackward, QueryNormForward, QueryNormRopeBackward, QueryNormRopeForward,
+    QueryNormRouter,
+};
+use moh_kernels::router::{RouterGradient, RouterRanks, Routing, RoutingShape};
+use moh_kernels::{Backend, Element, View, ViewMut};
+
+use super::rope::Rope;
+use super::{ActivationGradients, BackwardContext, Context};
+use crate::Error;
+use crate::parameters::ParameterRange;
+use crate::router::{
+    LayerGradients, Parameters, Router, RouterBackward, RouterForward, RouterParameter, Routers,
+};
+use crate::tensors::{Division, TensorList};
+
+/// What a layer's router is before the layer has its parameters.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum RouterSpec {
+    /// The router of a configuration.
+    QueryNorm(QueryNormRouter),
+    /// The router of this index among the model's [`Routers`].
+    Custom { index: usize, parameters: Vec<RouterParameter> },
+}
+
+/// A router, and where its parameters are.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum RouterLayer {
+    QueryNorm(QueryNormRouter),
+    Custom(CustomRouter),
+}
+
+/// One of the model's [`Routers`] as a layer.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct CustomRouter {
+    index: usize,
+    /// Width of the block's input, C.
+    width: usize,
+    parameters: Vec<ParameterRange>,
+}
+
+/// What a router's backward pass reads.
+pub(crate) struct RouterInputs<'a, B: Backend, T: Element> {
+    /// The block's normed input, `[M, C]`.
+    pub x: &'a B::Buffer<T>,
+    /// Queries, keys and values, `[N, (H + 2G) D]`, rotated if their gradients are.
+    pub qkv: View<'a, B, T>,
+    pub routing: &'a Routing<B>,
+}
+
+impl RouterLayer {
+    /// Lists the router's parameters, which every tensor-parallel rank has.
+    pub fn new(list: &mut TensorList<'_>, width: usize, spec: &RouterSpec) -> Self {
+        match spec {
+            RouterSpec::QueryNorm(router) => RouterLayer::QueryNorm(*router),
+            RouterSpec::Custom { index, parameters } => {
+                let matrix = |RouterParameter { name, shape }: &RouterParameter| {
+                    list.matrix(name, *shape, Division::Replicated)
+                };
+                let parameters = parameters.iter().map(matrix).collect();
+                RouterLayer::Custom(CustomRouter { index: *index, width, parameters })
+            }
+        }
+    }
+
+    /// Sizes of the routing of up to `tokens` tokens of a layer with `heads`.
+    pub fn routing_shape<B: Backend, T: Element>(
+        &self,
+        routers: &Routers<B, T>,
+        tokens: usize,
+        heads: Heads,
+    ) -> moh_kernels::Result<RoutingShape> {
+        match self {
+            RouterLayer::QueryNorm(router) => router.routing_shape(tokens, heads),
+            RouterLayer::Custom(custom) => routers[custom.index].routing_shape(tokens, heads),
+        }
+    }
+
+    /// Whether the router's gradient reaches the block's input beside queries, keys and values.
+    pub fn reads_input(&self) -> bool {
+        matches!(self, RouterLayer::Custom(_))
+    }
+
+    /// Adds `scale` times the router's auxiliary loss over the routed tokens to `out`, `[1]`.
+    pub fn loss<B: Backend, T: Element>(
+        &self,
+        cx: &Context<'_, B, T>,
+        routing: &Routing<B>,
+        scale: f64,
+        mut out: ViewMut<'_, B, f64>,
+    ) -> Result<(), Error> {
+        let out = B::reborrow_mut(&mut out);
+        match self {
+            RouterLayer::QueryNorm(_) => cx.backend.balance_loss(routing, scale, out)?,
+            RouterLayer::Custom(custom) => custom.of(cx).loss(cx.backend, routing, scale, out)?,
+        }
+        Ok(())
+    }
+
+    /// Selects each token's heads by `x`, `[N, C]` of all tokens, and by `qkv` before RoPE.
+    pub fn forward<B: Backend, T: Element>(
+        &self,
+        cx: &Context<'_, B, T>,
+        x: View<'_, B, T>,
+        qkv: View<'_, B, T>,
+        routing: &mut Routing<B>,
+    ) -> Result<(), Error> {
+        let (shape, sum) = (&cx.tokens.shape, cx.sum_over_ranks());
+        let all_reduce = cx.is_tensor_parallel().then_some(&sum as AllReduce<'_, B>);
+        let (x, qkv) = (B::reborrow(x), B::reborrow(qkv));
+        match self {
+            RouterLayer::QueryNorm(router) => cx.backend.query_norm_forward(
+                *router,
+                QueryNormForward { shape, qkv, routing, all_reduce },
+            )?,
+            RouterLayer::Custom(custom) => {
+                let parameters = custom.parameters(cx);
+                let args = RouterForward { shape, x, qkv, parameters, routing, all_reduce };
+                custom.of(cx).forward(cx.backend, args)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`Self::forward`], then rotates queries and keys in place; the query-norm router does both
+    /// in one pass over the queries.
+    pub fn forward_and_rotate<B: Backend, T: Element>(
+        &self,
+        cx: &Context<'_, B, T>,
+        x: View<'_, B, T>,
+        mut qkv: ViewMut<'_, B, T>,
+        routing: &mut Routing<B>,
+    ) -> Result<(), Error> {
+        let RouterLayer::QueryNorm(router) = self else {
+            self.forward(cx, x, B::as_view(&qkv), routing)?;
+            return Rope.forward(cx, qkv);
+        };
+        let (sum, rope) = (cx.sum_over_ranks(), Rope.args(cx, B::reborrow_mut(&mut qkv)));
+        let all_reduce = cx.is_tensor_parallel().then_some(&sum as AllReduce<'_, B>);
+        let args = QueryNormRopeForward { rope, routing, all_reduce };
+        Ok(cx.backend.query_norm_rope_forward(*router, args)?)
+    }
+
+    /// Adds the router's gradients to those of queries, keys and values in `d_qkv`, and to those of
+    /// its parameters. A router that reads the block's input writes the gradient of it to `d.hidden`:
+    /// `[N, C]`, zeros for the tokens of other ranks.
+    pub fn backward<B: Backend, T: Element, G: Element>(
+        &self,
+        cx: &mut BackwardContext<'_, B, T, G>,
+        inputs: &RouterInputs<'_, B, T>,
+        d: &mut ActivationGradients<B, T>,
+        mut d_qkv: ViewMut<'_, B, T>,
+    ) -> Result<(), Error> {
+        let RouterInputs { qkv, routing, .. } = *inputs;
+        match self {
+            RouterLayer::QueryNorm(_) => {
+                let (shape, sum) = (&cx.tokens.shape, cx.sum_over_ranks());
+                let (qkv, d_qkv) = (B::reborrow(qkv), B::reborrow_mut(&mut d_qkv));
+                let columns = routing.routed();
+                let gradient = gradient(cx, routing, columns, &d.delta, &mut d.deltas, &sum);
+                let args = QueryNormBackward { shape, qkv, d_qkv, gradient };
+                Ok(cx.backend.query_norm_backward(args)?)
+            }
+            RouterLayer::Custom(custom) => custom.backward(cx, inputs, d, d_qkv),
+        }
+    }
+
+    /// As [`Self::backward`], then replaces the gradients of rotated queries and keys by those of
+    /// unrotated ones.
+    pub fn backward_and_rotate<B: Backend, T: Element, G: Element>(
+        &self,
+        cx: &mut BackwardContext<'_, B, T, G>,
+        inputs: &RouterInputs<'_, B, T>,
+        d: &mut ActivationGradients<B, T>,
+        mut d_qkv: ViewMut<'_, B, T>,
+    ) -> Result<(), Error> {
+        let RouterInputs { qkv, routing, .. } = *inputs;
+        match self {
+            RouterLayer::QueryNorm(_) => {
+                let (sum, rope) = (cx.sum_over_ranks(), Rope.args(cx, B::reborrow_mut(&mut d_qkv)));
+                let columns = routing.routed();
+                let gradient = gradient(cx, routing, columns, &d.delta, &mut d.deltas, &sum);
+                let args = QueryNormRopeBackward { qkv: B::reborrow(qkv), rope, gradient };
+                Ok(cx.backend.query_norm_rope_backward(args)?)
+            }
+            RouterLayer::Custom(custom) => {
+                custom.backward(cx, inputs, d, B::reborrow_mut(&mut d_qkv))?;
+                Rope.backward(cx, d_qkv)
+            }
+        }
+    }
+}
+
+impl CustomRouter {
+    /// Its implementation.
+    fn of<'v, B: Backend, T: Element>(&self, cx: &Context<'v, B, T>) -> &'v dyn Router<B, T> {
+        &*cx.routers[self.index]
+    }
+
+    fn parameters<'v, B: Backend, T: Element>(
+        &'v self,
+        cx: &Context<'v, B, T>,
+    ) -> Parameters<'v, B, T> {
+        Parameters { weights: cx.weights, ranges: &self.parameters }
+    }
+
+    fn backward<B: Backend, T: Element, G: Element>(
+        &self,
+        cx: &mut BackwardContext<'_, B, T, G>,
+        inputs: &RouterInputs<'_, B, T>,
+        d: &mut ActivationGradients<B, T>,
+        mut d_qkv: ViewMut<'_, B, T>,
+    ) -> Result<(), Error> {
+        let RouterInputs { x, qkv, routing } = *inputs;
+        let (width, own, sum) = (self.width, cx.own_tokens(), cx.forward.sum_over_ranks());
+        let tokens = own.start()..own.start() + own.local();
+        let elements = tokens.start * width..tokens.end * width;
+        for parameter in &self.parameters {
+            cx.gradients.clear_stale(cx.forward.backend, parameter)?;
+        }
+        cx.backend.zero(B::view_mut(&mut d.hidden, 0..cx.num_tokens() * width))?;
+        let columns = if routing.is_weighted() { routing.heads().count } else { routing.routed() };
+        let gradient = gradient(cx, routing, columns, &d.delta, &mut d.deltas, &sum);
+        let (cx, gradients) = (&cx.forward, &mut *cx.gradients);
+        let mut d_parameters =
+            LayerGradients { backend: cx.backend, gradients, ranges: &self.parameters };
+        self.of(cx).backward(
+            cx.backend,
+            RouterBackward {
+                shape: &cx.tokens.shape,
+                x: B::view(x, 0..elements.len()),
+                qkv: B::reborrow(qkv),
+                parameters: self.parameters(cx),
+                gradient,
+                tokens,
+                d_x: B::view_mut(&mut d.hidden, elements),
+                d_qkv: B::reborrow_mut(&mut d_qkv),
+                d_parameters: &mut d_parameters,
+            },
+        )?;
+        Ok(())
+    }
+}
+
+/// The gradients that reach a layer's router. Ranks that share the heads exchange `columns` elements
+/// for each token.
+fn gradient<'v, B: Backend, T: Element, G: Element>(
+    cx: &BackwardContext<'_, B, T, G>,
+    routing: &'v Routing<B>,
+    columns: usize,
+    delta: &'v B::Buffer<f32>,
+    deltas: &'v mut B::Buffer<f64>,
+    all_reduce: AllReduce<'v, B>,
+) -> RouterGradient<'v, B> {
+    let table = 0..cx.num_tokens() * columns;
+    RouterGradient {
+        routing,
+        delta: cx.straight_through.then(|| B::whole(delta)),
+        balance_weight: cx.balance_weight,
+        ranks: (cx.is_tensor_parallel())
+            .then(|| RouterRanks { table: B::view_mut(deltas, table), all_reduce }),
+    }
+}

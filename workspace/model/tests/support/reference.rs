@@ -1,0 +1,238 @@
+//! A Mixture-of-Head model in f64 (section 2 of docs/design.md), whose gradients candle's autograd
+//! takes, with a router that the test chooses.
+
+#![allow(dead_code, clippy::unwrap_used)]
+
+use std::collections::HashMap;
+
+use candle_core::{D, DType, Device, Result, Tensor, Var};
+use candle_nn::ops::{silu, softmax};
+use moh_kernels::Cpu;
+use moh_model::parameters::FlatBuffers;
+use moh_model::{AuxiliaryLoss, Model, ModelConfig, Sums};
+
+use crate::support::{SCALE, VOCABULARY};
+
+/// What is left of f32's rounding over a pass of a few blocks.
+const TOLERANCE: f64 = 2e-5;
+
+/// A model in f64.
+pub struct Reference {
+    pub config: ModelConfig,
+    pub weights: HashMap<String, Var>,
+    pub route: Route,
+}
+
+/// Routes the tokens of a layer; `None` if it is dense.
+pub type Route = fn(&Reference, &RouterInput<'_>) -> Result<Option<Routed>>;
+
+/// What a router may read.
+pub struct RouterInput<'a> {
+    pub layer: usize,
+    /// The block's normed input, `[N, C]`.
+    pub x: &'a Tensor,
+    /// Queries before RoPE, `[N, H, D]`.
+    pub queries: &'a Tensor,
+}
+
+/// What a pass of the reference gives.
+pub struct Pass {
+    pub cross_entropy: Tensor,
+    /// The mean of the layers that route.
+    pub balance: Tensor,
+    /// `[N, R]` of each layer.
+    pub masks: Vec<Vec<u8>>,
+}
+
+/// What a router gives: a weight for every (token, head), the balance loss and the selection.
+pub struct Routed {
+    pub weights: Tensor,
+    pub balance: Tensor,
+    pub mask: Vec<u8>,
+}
+
+impl Reference {
+    /// A model with these weights, as the reference of `model`.
+    pub fn of(model: &Model<Cpu, f32>, route: Route) -> Self {
+        let weights = model.layout().segments().map(|(flat, segment)| {
+            let values = model.weights().read(&Cpu, flat, segment).unwrap();
+            let values = values.iter().map(|&value| f64::from(value)).collect();
+            let tensor = Tensor::from_vec(values, segment.shape(), &Device::Cpu).unwrap();
+            (segment.name.clone(), Var::from_tensor(&tensor).unwrap())
+        });
+        Reference { weights: weights.collect(), config: model.config().clone(), route }
+    }
+
+    /// `x W^T`.
+    pub fn linear(&self, x: &Tensor, name: &str) -> Result<Tensor> {
+        x.matmul(&self.weights[&format!("{name}.weight")].t()?)
+    }
+
+    fn norm(&self, x: &Tensor, name: &str) -> Result<Tensor> {
+        let mean = (x.sqr()?.mean_keepdim(D::Minus1)? + self.config.rms_norm_eps)?;
+        x.broadcast_div(&mean.sqrt()?)?.broadcast_mul(&self.weights[&format!("{name}.weight")])
+    }
+
+    /// `[B, T, heads, D]` with the pairs (i, i + D / 2) turned.
+    fn rotate(&self, x: &Tensor) -> Result<Tensor> {
+        let (_, length, _, width) = x.dims4()?;
+        let half = width / 2;
+        let angle = |at: usize| {
+            let (position, i) = ((at / half) as f64, (at % half) as f64);
+            position * self.config.rope.theta.powf(-2.0 * i / width as f64)
+        };
+        let table = |of: fn(f64) -> f64| {
+            let values: Vec<f64> = (0..length * half).map(|at| of(angle(at))).collect();
+            Tensor::from_vec(values, (1, length, 1, half), &Device::Cpu)
+        };
+        let (cos, sin) = (table(f64::cos)?, table(f64::sin)?);
+        let (a, b) = (x.narrow(3, 0, half)?, x.narrow(3, half, half)?);
+        let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
+        let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
+        Tensor::cat(&[first, second], 3)
+    }
+
+    /// Causal attention of `[B, T, heads, D]`, as `[N, H, D]`.
+    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        let (batch, length, heads, width) = q.dims4()?;
+        let repeated = |x: &Tensor| {
+            let (group, kv) = (self.config.group_size(), self.config.num_key_value_heads);
+            let shape = (batch, length, kv, group, width);
+            x.unsqueeze(3)?.broadcast_as(shape)?.reshape((batch, length, heads, width))
+        };
+        let by_head = |x: &Tensor| x.transpose(1, 2)?.contiguous();
+        let (q, k, v) = (by_head(q)?, by_head(&repeated(k)?)?, by_head(&repeated(v)?)?);
+        let hidden = (0..length * length)
+            .map(|at| if at % length > at / length { -1e30 } else { 0.0 })
+            .collect::<Vec<f64>>();
+        let hidden = Tensor::from_vec(hidden, (length, length), &Device::Cpu)?;
+        let scores = (q.matmul(&k.transpose(2, 3)?.contiguous()?)? / (width as f64).sqrt())?;
+        let attended = softmax(&scores.broadcast_add(&hidden)?, D::Minus1)?.matmul(&v)?;
+        by_head(&attended)?.reshape((batch * length, heads, width))
+    }
+
+    /// The losses of a micro-batch of `batch` sequences.
+    pub fn forward(&self, ids: &[u32], targets: &[u32], batch: usize) -> Result<Pass> {
+        let (device, config) = (&Device::Cpu, &self.config);
+        let (tokens, length) = (ids.len(), ids.len() / batch);
+        let ids = Tensor::from_slice(ids, tokens, device)?;
+        let mut x = self.weights["model.embed_tokens.weight"].index_select(&ids, 0)?;
+        let mut balance = Tensor::zeros((), DType::F64, device)?;
+        let mut masks = Vec::new();
+        for layer in 0..config.num_hidden_layers {
+            let name = |part: &str| format!("model.layers.{layer}.{part}");
+            let normed = self.norm(&x, &name("input_layernorm"))?;
+            let heads = |part: &str, count: usize| {
+                let shape = (batch, length, count, config.head_dim);
+                self.linear(&normed, &name(&format!("self_attn.{part}_proj")))?.reshape(shape)
+            };
+            let (count, kv) = (config.num_attention_heads, config.num_key_value_heads);
+            let (q, k, v) = (heads("q", count)?, heads("k", kv)?, heads("v", kv)?);
+            let prepare = |heads: &Tensor, norm: &str| {
+                let norms = config.architecture.norms_queries_and_keys();
+                let normed = norms.then(|| self.norm(heads, &name(&format!("self_attn.{norm}"))));
+                self.rotate(normed.transpose()?.as_ref().unwrap_or(heads))
+            };
+            let mut attended = self.attend(&prepare(&q, "q_norm")?, &prepare(&k, "k_norm")?, &v)?;
+            let queries = &q.reshape((tokens, count, config.head_dim))?;
+            let input = RouterInput { layer, x: &normed, queries };
+            let mut mask = Vec::new();
+            if let Some(routed) = (self.route)(self, &input)? {
+                attended = attended.broadcast_mul(&routed.weights.unsqueeze(2)?)?;
+                balance = (balance + routed.balance)?;
+                mask = routed.mask;
+            }
+            masks.push(mask);
+            let attended = attended.reshape((tokens, config.query_width()))?;
+            x = (x + self.linear(&attended, &name("self_attn.o_proj"))?)?;
+            let normed = self.norm(&x, &name("post_attention_layernorm"))?;
+            let gate = silu(&self.linear(&normed, &name("mlp.gate_proj"))?)?;
+            let up = self.linear(&normed, &name("mlp.up_proj"))?;
+            x = (x + self.linear(&(gate * up)?, &name("mlp.down_proj"))?)?;
+        }
+        let logits = self.linear(&self.norm(&x, "model.norm")?, "lm_head")?;
+        let targets = Tensor::from_slice(targets, tokens, device)?;
+        let routing = masks.iter().filter(|mask| !mask.is_empty()).count();
+        Ok(Pass {
+            cross_entropy: candle_nn::loss::cross_entropy(&logits, &targets)?,
+            balance: (balance / routing as f64)?,
+            masks,
+        })
+    }
+
+    /// Compares the losses, and the gradients of the total loss, with those of a model's pass.
+    #[track_caller]
+    pub fn check(
+        &self,
+        model: &Model<Cpu, f32>,
+        gradients: &FlatBuffers<Cpu, f32>,
+        sums: Sums,
+        expected: &Pass,
+    ) {
+        let Sums { cross_entropy, auxiliary, .. } = sums;
+        let balance = auxiliary[AuxiliaryLoss::Balance];
+        let number = |tensor: &Tensor| tensor.to_scalar::<f64>().unwrap();
+        close(cross_entropy / 80.0, number(&expected.cross_entropy), "cross-entropy");
+        close(balance, number(&expected.balance), "balance loss");
+
+        let balance =
+            (f64::from(SCALE.auxiliary[AuxiliaryLoss::Balance]) * &expected.balance).unwrap();
+        let all = (&expected.cross_entropy + balance).unwrap().backward().unwrap();
+        for (flat, segment) in model.layout().segments() {
+            let found = gradients.read(&Cpu, flat, segment).unwrap();
+            let expected = all.get(&self.weights[&segment.name]).unwrap();
+            let expected = expected.flatten_all().unwrap().to_vec1::<f64>().unwrap();
+            let square = |sum: f64, x: f64| sum + x * x;
+            let norm = expected.iter().copied().fold(0.0, square).sqrt();
+            let differences = found.iter().zip(&expected).map(|(&a, &b)| f64::from(a) - b);
+            let error = differences.fold(0.0, square).sqrt() / norm;
+            assert!(error < TOLERANCE, "{}: gradient off by {error}", segment.name);
+        }
+    }
+}
+
+/// The router of a configuration: items 2 to 7.
+pub fn query_norm(reference: &Reference, input: &RouterInput<'_>) -> Result<Option<Routed>> {
+    let heads = reference.config.layer_heads(input.layer);
+    let (tokens, count, _) = input.queries.dims3()?;
+    let routed = count - heads.shared;
+    if routed == 0 {
+        return Ok(None);
+    }
+    let queries = input.queries;
+    let norms = queries.narrow(1, heads.shared, routed)?.sqr()?.sum(2)?.sqrt()?;
+    let deviation = norms.broadcast_sub(&norms.mean_keepdim(1)?)?;
+    let std = (deviation.sqr()?.sum_keepdim(1)? / (routed as f64 - 1.0))?.sqrt()?;
+    let gates = softmax(&norms.broadcast_div(&std)?, 1)?;
+    let mask: Vec<u8> =
+        norms.to_vec2::<f64>()?.iter().flat_map(|norms| select(norms, heads.top_k)).collect();
+    let selected = Tensor::from_slice(&mask, (tokens, routed), &Device::Cpu)?;
+    let selected = selected.to_dtype(DType::F64)?;
+    let balance = (selected.mean(0)? * gates.mean(0)?)?.sum_all()?;
+    let through = (&selected * &gates)?;
+    let weights = (&selected + (&through - through.detach())?)?;
+    let shared = Tensor::ones((tokens, heads.shared), DType::F64, &Device::Cpu)?;
+    Ok(Some(Routed { weights: Tensor::cat(&[shared, weights], 1)?, balance, mask }))
+}
+
+/// 1 for the `top_k` largest scores, lower heads first among equals.
+pub fn select(scores: &[f64], top_k: usize) -> Vec<u8> {
+    let mut order: Vec<usize> = (0..scores.len()).collect();
+    order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
+    (0..scores.len()).map(|head| u8::from(order[..top_k].contains(&head))).collect()
+}
+
+/// Two sequences of 40 tokens and their targets, as the tests' `upload` has them.
+pub fn micro_batch() -> (Vec<u32>, Vec<u32>) {
+    let ids: Vec<u32> = (0..80).map(|i| (i * 37 + i * i) % VOCABULARY).collect();
+    let targets = ids.iter().map(|id| (id * 7 + 3) % VOCABULARY).collect();
+    (ids, targets)
+}
+
+#[track_caller]
+fn close(found: f64, expected: f64, what: &str) {
+    assert!(
+        (found - expected).abs() <= TOLERANCE * expected.abs(),
+        "{what}: {found}, not {expected}"
+    );
+}
