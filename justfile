@@ -4,9 +4,9 @@
 default:
     @just --list --unsorted
 
-# Everything that CI checks
-ci:
-    .ci/run
+# Everything that CI checks, or the parts of it (checks, tests, clients, gpu, programs)
+ci *PARTS:
+    .ci/run {{ PARTS }}
 
 # Format, lint and document, as CI does
 check:
