@@ -189,3 +189,30 @@ fn steps_take_and_give_back_no_memory() {
         take_steps::<f32>(normed, Recompute::Cheap);
     }
 }
+
+/// Two commits compute the same on the emulated GPU if they print the same.
+#[cfg(feature = "cuda-emulator")]
+#[test]
+#[ignore = "prints digests of passes, to compare two commits by"]
+fn digests_of_passes() {
+    fn print<T: Element>(config: ModelConfig, recompute: Recompute) {
+        use std::hash::{DefaultHasher, Hash, Hasher};
+        let name = format!("{:?}, {:?}, {:?}", T::DTYPE, config.architecture, config.moh);
+        let Pass { losses, gradients, .. } = pass::<Cuda, T>(Cuda::emulated(), config, recompute);
+        let mut hasher = DefaultHasher::new();
+        losses.cross_entropy.to_bits().hash(&mut hasher);
+        gradients.iter().for_each(|gradient| gradient.to_bits().hash(&mut hasher));
+        println!("{name}, {recompute:?}: {:016x}", hasher.finish());
+    }
+    for moh in [None, Some(MOH), Some(mixed([8, 3], [0, 2]))] {
+        for architecture in Architecture::ALL {
+            for recompute in [Recompute::None, Recompute::Cheap, Recompute::Block] {
+                let config =
+                    |head_dim| ModelConfig { architecture, ..config(head_dim, true, moh.clone()) };
+                print::<f32>(config(16), recompute);
+                print::<bf16>(config(16), recompute);
+                print::<bf16>(config(64), recompute);
+            }
+        }
+    }
+}
