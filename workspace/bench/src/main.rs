@@ -14,7 +14,7 @@ mod timing;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use moh_cli::exit;
+use moh_program::exit;
 
 /// Measure training steps and operators on this machine.
 ///
@@ -68,7 +68,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    exit::run(|| match moh_cli::arguments::parse::<Arguments>().command {
+    exit::run(|| match moh_program::arguments::parse::<Arguments>().command {
         Command::Step(arguments) => step::run(&arguments),
         Command::Attention(arguments) => attention::run(&arguments),
         Command::Operators(arguments) => operators::run(&arguments),

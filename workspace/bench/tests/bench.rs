@@ -6,8 +6,10 @@ use std::path::Path;
 use std::process::Command;
 
 use serde_json::Value;
-use support::{failure, program, repository, success, workplace};
+use support::options::take_negative_numbers;
+use support::{failure, program, repository, stderr, success, workplace};
 
+#[path = "../../cli/tests/support/mod.rs"]
 mod support;
 
 fn moh_bench(dir: &Path, arguments: &str) -> Command {
@@ -220,4 +222,15 @@ fn the_help_of_every_command_has_an_example() {
         let output = moh_bench(dir.path(), wrong).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{wrong}");
     }
+}
+
+#[test]
+fn every_option_takes_a_negative_number_for_its_value() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = take_negative_numbers(env!("CARGO_BIN_EXE_moh-bench"), &[], dir.path());
+    assert!(options >= 15, "{options}");
+    let output = moh_bench(dir.path(), "attention --shared-heads -1,2").output().unwrap();
+    let text = stderr(&output);
+    assert!(text.contains("a whole number of at least 0"), "{text}");
+    assert_eq!(output.status.code(), Some(2), "{text}");
 }

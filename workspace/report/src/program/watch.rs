@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, bail};
-use moh_cli::exit::stderr_line;
-use moh_cli::report::{self, Runs, Watch};
+use moh_program::exit::stderr_line;
+use moh_report::{Runs, Watch};
 
 use crate::http::{self, Answer};
 
@@ -68,8 +68,8 @@ fn answer(runs: &[PathBuf]) -> Answer {
     // The page says when to ask again, so that this time is needed before it is drawn.
     let watch = Watch { every: EVERY.max(start.elapsed() * PATIENCE) };
     let (status, text) = match runs {
-        Ok(runs) => (200, report::page(&runs, SystemTime::now(), Some(watch))),
-        Err(error) => (500, report::error_page(&format!("{error:#}"), watch)),
+        Ok(runs) => (200, moh_report::page(&runs, SystemTime::now(), Some(watch))),
+        Err(error) => (500, moh_report::error_page(&format!("{error:#}"), watch)),
     };
     Answer { status, kind: "text/html", text }
 }

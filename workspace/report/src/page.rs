@@ -6,7 +6,7 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use super::{Runs, curves, figure, guard, losses, numbers, overview, recipes, routing, speed};
 use crate::chart::{self, shorten};
-use crate::utc;
+use moh_program::utc;
 
 const STYLE: &str = include_str!("page.css");
 

@@ -2,15 +2,15 @@
 //!
 //! The cases alternate, run by run, so that other load on the machine affects all of them.
 
-use moh_cli::arguments::{at_least, between, not_negative};
-use moh_cli::exit::Usage;
-use moh_cli::models;
 use moh_device::{InElements, in_elements};
 use moh_kernels::cases::AttentionCase;
 use moh_kernels::rope::QkvShape;
 use moh_kernels::router::query_norm::QueryNormRouter;
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::{Active, HeadCounts, HeadRequest, LayerHeads};
+use moh_program::arguments::{at_least, between, not_negative};
+use moh_program::exit::Usage;
+use moh_program::models;
 use serde_json::{Value, json};
 
 use crate::device::{Bench, DeviceArguments, Measurement};
@@ -127,7 +127,7 @@ pub fn run(arguments: &AttentionArguments) -> anyhow::Result<()> {
     let (rows, machine) = arguments.device.measure(Job { shape, routers, arguments })?;
     for &share in &arguments.active {
         if let Some(rounding) = request(share, None).rounding(arguments.heads, None) {
-            moh_cli::exit::stderr_line(format_args!("{rounding}"));
+            moh_program::exit::stderr_line(format_args!("{rounding}"));
         }
     }
     report::print(

@@ -2,8 +2,8 @@
 
 use maud::{Markup, html};
 
-use crate::counted;
 use crate::run_log::RunLog;
+use moh_program::counted;
 
 /// Steps that the table lists; the charts show the others.
 const LISTED: usize = 50;

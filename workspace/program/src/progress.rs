@@ -26,7 +26,7 @@ pub struct Bar {
 }
 
 /// Whether standard error is a terminal that can redraw a line; on others indicatif shows nothing.
-pub(crate) fn draws_bars() -> bool {
+pub fn draws_bars() -> bool {
     stderr().is_terminal() && redraws(std::env::var_os("TERM").as_deref())
 }
 

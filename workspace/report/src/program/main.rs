@@ -8,9 +8,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
-use moh_cli::arguments;
-use moh_cli::exit::{self, Usage, stderr_line};
-use moh_cli::report::{self, PAGE};
+use moh_program::arguments;
+use moh_program::exit::{self, Usage, stderr_line};
+use moh_report::PAGE;
 
 /// Write a page that shows a run, or compares several
 ///
@@ -67,7 +67,7 @@ fn write(arguments: &Arguments) -> anyhow::Result<()> {
             return Err(Usage(text).into());
         }
     };
-    for remark in report::write(&arguments.runs, &out, arguments.force)? {
+    for remark in moh_report::write(&arguments.runs, &out, arguments.force)? {
         stderr_line(format_args!("warning: {remark}"));
     }
     writeln!(stdout(), "{}", out.display())?;

@@ -9,15 +9,17 @@ mod directories;
 mod hostile;
 mod routing;
 mod states;
-#[path = "../support/mod.rs"]
+#[path = "../../../cli/tests/support/mod.rs"]
 mod support;
 mod watching;
+mod whole_page;
 
 use std::fs;
 use std::path::Path;
 
 use serde_json::{Value, json};
 use support::{program, success};
+use whole_page::check;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-report");
 
@@ -50,20 +52,6 @@ fn page(dir: &Path, run: &str) -> String {
     let page = fs::read_to_string(dir.join(run).join("report.html")).unwrap();
     check(&page);
     page
-}
-
-/// What holds for every page: it is whole, fetches nothing, and has no number that is none.
-fn check(page: &str) {
-    assert!(page.starts_with("<!DOCTYPE html><html lang=\"en\">") && page.ends_with("</html>\n"));
-    for absent in ["http://", "https://", "<script", "url(", "@import", "NaN", "\"inf"] {
-        let page = page.replace("http://www.w3.org/2000/svg", "");
-        assert!(!page.contains(absent), "{absent}");
-    }
-    for element in ["svg", "g", "figure", "section", "table", "details", "text"] {
-        let opened = page.matches(&format!("<{element}>")).count()
-            + page.matches(&format!("<{element} ")).count();
-        assert_eq!(opened, page.matches(&format!("</{element}>")).count(), "{element}");
-    }
 }
 
 /// The figures with this title.

@@ -8,8 +8,8 @@ use maud::{Markup, html};
 use super::curves::{each, label, over_tokens};
 use super::figure;
 use crate::chart::{Cell, HeatRow, Line, LineChart, Look, TimeMap};
-use crate::counted;
 use crate::run_log::{LayerLoads, Loads, RoutingHistory, RunLog, Spread};
+use moh_program::counted;
 
 /// Most cells of the maps of heads on a page, which its size follows.
 const MAX_CELLS: usize = 20_000;

@@ -7,8 +7,8 @@ use std::time::SystemTime;
 use anyhow::{Context as _, bail};
 
 use crate::chart::{printable, shorten};
-use crate::counted;
 use crate::run_log::{LeftOut, RunLog, is_run};
+use moh_program::counted;
 
 /// Most runs of one directory on a page, the newest ones: more curves are not told apart.
 const MAX_RUNS: usize = 20;

@@ -12,7 +12,7 @@ use super::figure;
 use crate::chart::scale::short;
 use crate::chart::{Line, printable};
 use crate::run_log::RunLog;
-use crate::{counted, utc};
+use moh_program::{counted, utc};
 
 /// Recent steps from which the remaining time is estimated.
 const RECENT: usize = 50;

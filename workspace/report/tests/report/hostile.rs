@@ -4,6 +4,7 @@ use std::fs;
 
 use serde_json::{Value, json};
 
+use super::support::options::take_negative_numbers;
 use super::support::{failure, program, stderr, success};
 use super::{PROGRAM, check, empty, page, step, write_run};
 
@@ -107,4 +108,16 @@ fn only_pages_are_replaced() {
     fs::write(dir.path().join("file"), "").unwrap();
     let error = failure(dir.path(), &mut to("file/page.html"), 1);
     assert!(error.starts_with("file/page.html: ") && !error.contains(".tmp-"), "{error}");
+}
+
+#[test]
+fn every_option_takes_a_negative_number_for_its_value() {
+    let dir = empty();
+    let options = take_negative_numbers(PROGRAM, &[], dir.path());
+    assert!(options >= 2, "{options}");
+    let output = program(PROGRAM, dir.path()).args(["run", "--watch", "--port", "-1"]).output();
+    let output = output.unwrap();
+    let text = stderr(&output);
+    assert!(text.contains("0..=65535"), "{text}");
+    assert_eq!(output.status.code(), Some(2), "{text}");
 }

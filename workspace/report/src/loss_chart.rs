@@ -6,8 +6,8 @@ use moh_train::checkpoint::{Evaluation, EvaluationPoint};
 use crate::chart::scale::short;
 use crate::chart::thin::means;
 use crate::chart::{Line, LineChart, Look, Mark, MarkKind, Size};
-use crate::counted;
 use crate::run_log::{RunLog, StageSteps, StepValue};
+use moh_program::counted;
 
 /// Points of a smoothed curve.
 const SMOOTH_POINTS: usize = 150;

@@ -3,14 +3,14 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
-use moh_cli::arguments::at_least;
-use moh_cli::exit::Usage;
-use moh_cli::models;
 use moh_hf::ConfigFile;
 use moh_kernels::ElementType;
 use moh_model::{
     Active, AuxiliaryLoss, AuxiliaryLosses, HeadCounts, HeadRequest, ModelConfig, Recompute,
 };
+use moh_program::arguments::at_least;
+use moh_program::exit::Usage;
+use moh_program::models;
 use moh_train::recipe::{MohOptions, Optimizer, Precision};
 use moh_train::step::StepPlan;
 use moh_train::{Plan, Recipe};
@@ -122,7 +122,7 @@ impl StepJob {
         match micro_batch.checked_mul(sequence_length) {
             Some(1..=MAX_TOKENS) => {
                 if let Some(rounding) = rounding {
-                    moh_cli::exit::stderr_line(format_args!("{rounding}"));
+                    moh_program::exit::stderr_line(format_args!("{rounding}"));
                 }
                 Ok(job)
             }

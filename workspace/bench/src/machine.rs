@@ -18,8 +18,8 @@ use crate::device::Bench;
 use crate::limits::{self, Machine, gflops};
 use crate::report;
 use crate::timing::Rates;
-use moh_cli::arguments::{between, not_negative};
-use moh_cli::processor::{Processor, plural};
+use moh_program::arguments::{between, not_negative};
+use moh_program::processor::{Processor, plural};
 
 /// Minimum bytes that are read or copied, if the caches are small or not known.
 const MIN_BYTES: u64 = 256 << 20;

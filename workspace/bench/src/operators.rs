@@ -1,10 +1,10 @@
 //! `moh-bench operators`: every operator against the machine's limits.
 
-use moh_cli::exit::Usage;
-use moh_cli::models;
 use moh_device::{InElements, in_elements};
 use moh_kernels::cases::{self, Case, Work};
 use moh_kernels::{Backend, Element, ElementType};
+use moh_program::exit::Usage;
+use moh_program::models;
 use serde_json::{Value, json};
 
 use crate::device::{Bench, DeviceArguments, Measurement};
@@ -26,7 +26,7 @@ pub struct OperatorsArguments {
     #[command(flatten)]
     device: DeviceArguments,
     /// Minimum seconds of each case; every case runs at least three times
-    #[arg(long, default_value_t = 0.3, value_parser = moh_cli::arguments::not_negative)]
+    #[arg(long, default_value_t = 0.3, value_parser = moh_program::arguments::not_negative)]
     seconds: f64,
     /// Print JSON
     #[arg(long)]

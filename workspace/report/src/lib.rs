@@ -1,9 +1,11 @@
 //! The page of a run, or of several that it compares: one HTML file with its style in it, which fetches nothing.
 //! `moh-report` writes it and serves it.
 
+pub mod chart;
 mod curves;
 mod figure;
 mod guard;
+pub mod loss_chart;
 mod losses;
 mod numbers;
 mod overview;
@@ -11,8 +13,10 @@ mod page;
 mod recipes;
 mod routing;
 mod routing_history;
+pub mod run_log;
 mod runs;
 mod speed;
+pub mod summary_table;
 
 use std::io::{ErrorKind, Read as _};
 use std::path::{Path, PathBuf};
