@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The unit that includes all kernels.
-const KERNELS: &str = "src/cuda/kernels.cu";
+const KERNELS: &str = "src/operators/kernels.cu";
 /// The same for the CPU, with the functions that launch them there.
-const EMULATOR: &str = "src/cuda/emulator/emulator.cc";
+const EMULATOR: &str = "src/device/cuda/emulator/emulator.cc";
 /// The architectures of the kernels unless MOH_CUDA_ARCHITECTURES is set: Ampere, as machine code
 /// and as PTX for later GPUs, and Hopper.
 const ARCHITECTURES: &str = "80,90a";

@@ -9,12 +9,12 @@ use crate::cross_entropy::CrossEntropy;
 use crate::embedding::Embedding;
 use crate::key_value_cache::KeyValueCache;
 use crate::linear::Linear;
-use crate::memory::Workspace;
 use crate::qk_norm::QkNorm;
 use crate::rms_norm::RmsNorm;
 use crate::rope::Rope;
 use crate::router::query_norm::QueryNorm;
 use crate::swiglu::Swiglu;
+use crate::workspace::Workspace;
 
 /// Declares [`Backend`] as the sum of these operators.
 macro_rules! backend {

@@ -72,7 +72,7 @@ class Sources(unittest.TestCase):
         self.assertEqual(len(stress), len(listed))
 
     def test_the_kernels_and_paths_of_the_cases_exist(self):
-        source = (ROOT / "kernels/src/attention/cuda/hopper/hopper.cu").read_text()
+        source = (ROOT / "kernels/src/operators/attention/cuda/hopper/hopper.cu").read_text()
         kernels = re.findall(r"__global__ .* (\w+_d)##width\(", source)
         self.assertIn("\nHOPPER_KERNELS(128)", source)
         depth = cases.of("depth", Path("programs"), "scratch", [])
@@ -84,7 +84,7 @@ class Sources(unittest.TestCase):
         self.assertIn(sass.WANTED, "hopper_forward_d128")
         # What shows that the test under compute-sanitizer ran on path hopper.
         self.assertIn('println!("{path:?}, ', (OPERATORS / "attention_paths.rs").read_text())
-        known = (ROOT / "kernels/src/attention/cuda/mod.rs").read_text()
+        known = (ROOT / "kernels/src/operators/attention/cuda/mod.rs").read_text()
         paths = {case.variables["MOH_ATTENTION"] for run in cases.RUNS
                  for case in cases.of(run, Path("programs"), "scratch", [])
                  if "MOH_ATTENTION" in case.variables}

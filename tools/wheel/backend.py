@@ -1,6 +1,6 @@
-"""The build backend of the Python package: maturin, for the programs of two crates.
+"""The build backend of the Python package: maturin, for the programs of several crates.
 
-maturin packages the programs of one crate, moh-convert. Those of moh-cli are built here, and go into the
+maturin packages the programs of one crate, moh-convert. Those of the others are built here, and go into the
 wheel as its scripts. MATURIN_PEP517_ARGS, or pip's `--config-settings build-args=...`, has arguments that
 `cargo build` and maturin both take: `--features moh-cli/nccl` for GPUs, for example. There are wheels
 only: a source distribution of the crates would lack the files that they embed from other directories.
@@ -24,28 +24,37 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "target" / "wheel-data" / "scripts"
 # maturin looks for the directory even when it writes metadata only.
 SCRIPTS.mkdir(parents=True, exist_ok=True)
+# Built together, for the features of dependencies that maturin's build has.
+CRATES = ["moh-cli", "moh-convert", "moh-report", "moh-bench"]
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     collect_programs(maturin.get_maturin_pep517_args(config_settings))
-    return maturin.build_wheel(wheel_directory, config_settings, metadata_directory)
+    return maturin.build_wheel(wheel_directory, for_convert(config_settings), metadata_directory)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
     collect_programs(maturin.get_maturin_pep517_args(config_settings))
-    return maturin.build_editable(wheel_directory, config_settings, metadata_directory)
+    return maturin.build_editable(wheel_directory, for_convert(config_settings), metadata_directory)
+
+
+def for_convert(config_settings):
+    """The settings with the features of moh-cli as those of moh-convert, which does not depend on it."""
+    arguments = maturin.get_maturin_pep517_args(config_settings)
+    arguments = [argument.replace("moh-cli/", "moh-convert/") for argument in arguments]
+    return {**(config_settings or {}), "maturin.build-args": arguments}
 
 
 def collect_programs(build_arguments):
-    """Builds the programs of moh-cli, and leaves nothing but them in SCRIPTS."""
+    """Builds the programs of all crates, and leaves nothing in SCRIPTS but those that maturin does not package."""
     if shutil.which("cargo") is None:
         sys.exit("building moh needs Rust, and cargo is not on the path: install it from https://rustup.rs")
     # maturin builds in release too unless told otherwise.
     named = any(argument in ("-r", "--release") or argument.startswith("--profile") for argument in build_arguments)
     profile = [] if named else ["--release"]
-    # Both crates, for the features of dependencies that maturin's build has.
-    command = ["cargo", "build", "--locked", "--package", "moh-cli", "--package", "moh-convert", "--bins"]
-    command += [*profile, *build_arguments, "--message-format", "json-render-diagnostics"]
+    packages = [word for crate in CRATES for word in ("--package", crate)]
+    command = ["cargo", "build", "--locked", *packages, "--bins", *profile]
+    command += [*build_arguments, "--message-format", "json-render-diagnostics"]
     built = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if built.returncode != 0:
         sys.exit("cargo could not build moh: its messages are above")

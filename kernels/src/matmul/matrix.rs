@@ -5,8 +5,16 @@ use std::ops::Range;
 
 use bytemuck::Pod;
 
-use crate::linear::Accumulation;
 use crate::scalar::Element;
+
+/// Whether a gradient is overwritten or accumulated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Accumulation {
+    /// Overwrites the elements, which need not be initialised.
+    Overwrite,
+    /// Adds the gradient to the elements.
+    Add,
+}
 
 /// A read-only matrix with strides, in elements; contiguous along rows or columns.
 ///

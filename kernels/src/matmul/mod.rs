@@ -28,6 +28,7 @@ pub(crate) use amx::in_place;
 pub(crate) use amx::tiles_run;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx512::pack::interleaved;
+pub use matrix::Accumulation;
 pub(crate) use matrix::{Destination, Matrix, MatrixMut};
 pub(crate) use parallel::matmul_parallel;
 pub use path::Bf16Path;

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::OnceLock;
 
+use crate::cpu::Cpu;
 use crate::error::{Error, Result};
 
 /// How the CPU multiplies bf16 matrices.
@@ -73,6 +74,16 @@ impl Bf16Path {
             return Self::Avx512;
         }
         Self::F32
+    }
+}
+
+impl Cpu {
+    /// The CPU, if the environment's settings for it can be followed.
+    ///
+    /// # Errors
+    /// See [`Bf16Path::from_environment`].
+    pub fn open() -> Result<Self> {
+        Bf16Path::from_environment().map(|_| Cpu)
     }
 }
 

@@ -10,7 +10,7 @@ use moh_train::{
     CheckpointName, OpenDevice, Recipe, RunDirectory, first_that_keeps_model, share_text,
 };
 
-use crate::models;
+use moh_program::models;
 
 /// Where the first rank has found the model.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -10,8 +10,8 @@ use moh_train::checkpoint::{Evaluation, EvaluationPoint};
 use moh_train::rewinds::Rewind;
 use moh_train::{Event, Growth, Recipe, Skipped, SourceEpochs, Speed, Stage, StepMetrics};
 
-use crate::exit::stderr_line;
-use crate::progress::draws_bars;
+use moh_program::exit::stderr_line;
+use moh_program::progress::draws_bars;
 
 /// Recent steps from which the remaining time is estimated.
 const WINDOW: usize = 50;

@@ -5,11 +5,13 @@
 #![cfg(unix)]
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
+use job::{PROGRAM, can_start, mpirun};
 use moh_train::Recipe;
 use stories::{Layout, Stories};
-use support::job::{PROGRAM, can_start, mpirun};
 use support::stderr;
 
+#[path = "support/job.rs"]
+mod job;
 #[path = "../../train/tests/support/results.rs"]
 mod results;
 #[path = "../../train/tests/support/stories.rs"]

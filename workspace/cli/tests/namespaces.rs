@@ -11,11 +11,13 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use support::job::{
+use job::{
     Job, PROGRAM, arguments, assert_alike, losses, prepared, process_of, wait_for_steps, wait_until,
 };
 use support::{isolate, program, success};
 
+#[path = "support/job.rs"]
+mod job;
 mod support;
 
 /// The time within which every rank detects that a host is disconnected.

@@ -1,4 +1,4 @@
-//! Values that begin with a hyphen: every option of every program takes a negative number, and says what it expects.
+//! Values that begin with a hyphen: every option takes a negative number, and says what it expects.
 
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
@@ -15,8 +15,6 @@ fn every_option_takes_a_negative_number_for_its_value() {
         (env!("CARGO_BIN_EXE_moh-data"), 12),
         (env!("CARGO_BIN_EXE_moh-eval"), 15),
         (env!("CARGO_BIN_EXE_moh-generate"), 10),
-        (env!("CARGO_BIN_EXE_moh-bench"), 15),
-        (env!("CARGO_BIN_EXE_moh-report"), 2),
     ] {
         let options = take_negative_numbers(program, &[], dir.path());
         assert!(options >= at_least, "{program}: {options}");
@@ -27,7 +25,6 @@ fn every_option_takes_a_negative_number_for_its_value() {
 fn an_error_names_the_values_that_an_option_takes() {
     let dir = tempfile::tempdir().unwrap();
     let (train, data) = (env!("CARGO_BIN_EXE_moh-train"), env!("CARGO_BIN_EXE_moh-data"));
-    let bench = env!("CARGO_BIN_EXE_moh-bench");
     for (path, arguments, expected) in [
         (train, &["--resume-step", "-1"][..], "a whole number of at least 1"),
         (train, &["--rendezvous-timeout", "-1"], "a whole number from 1 to 2592000"),
@@ -35,8 +32,6 @@ fn an_error_names_the_values_that_an_option_takes() {
         (train, &["checkpoints", "run", "prune", "--keep", "-1"], "a whole number of at least 1"),
         (data, &["stories", "--count", "-1"], "a whole number of at least 1"),
         (data, &["prepare", "--split", "-0.1,1.1"], "expected two shares above 0 that sum to 1"),
-        (bench, &["attention", "--shared-heads", "-1,2"], "a whole number of at least 0"),
-        (env!("CARGO_BIN_EXE_moh-report"), &["run", "--watch", "--port", "-1"], "0..=65535"),
     ] {
         let output = program(path, dir.path()).args(arguments).output().unwrap();
         let text = stderr(&output);

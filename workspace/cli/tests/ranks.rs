@@ -8,12 +8,14 @@ use std::fs;
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
-use support::job::{
+use job::{
     Job, PROGRAM, arguments, assert_alike, losses, mpirun, prepared, process_of, signal,
     wait_for_steps,
 };
 use support::{program, stderr};
 
+#[path = "support/job.rs"]
+mod job;
 mod support;
 
 /// A fault ends a job within this time; a silent rank 0 is detected last.

@@ -11,9 +11,6 @@ use anyhow::{Context, bail};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{CommandFactory, Parser, ValueEnum};
 use indicatif::HumanCount;
-use moh_cli::arguments::{self, at_least};
-use moh_cli::progress::Bar;
-use moh_cli::{exit, models};
 use moh_convert::{
     Attention, Checkpoint, Conversion, Independent, Options, Receipt, Verification, convert,
 };
@@ -22,6 +19,9 @@ use moh_files::PendingFile;
 use moh_hf::{Base, is_license_id};
 use moh_kernels::DType;
 use moh_model::{Active, HeadCounts, HeadRequest};
+use moh_program::arguments::{self, at_least};
+use moh_program::progress::Bar;
+use moh_program::{exit, models};
 
 /// Convert a Llama or Qwen3 checkpoint to Mixture-of-Head attention
 #[derive(Debug, Clone, Parser)]

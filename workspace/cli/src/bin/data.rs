@@ -6,12 +6,12 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, ValueEnum};
-use moh_cli::arguments::at_least;
-use moh_cli::progress::Bar;
-use moh_cli::{counted, exit, models};
 use moh_data::{
     AppendEos, DocumentEnd, Format, Prepare, Prepared, Split, TokenFile, TrainTokenizer,
 };
+use moh_program::arguments::at_least;
+use moh_program::progress::Bar;
+use moh_program::{counted, exit, models};
 use moh_stories::{Setting, story};
 
 /// Convert text to token files, train tokenizers, and write stories to try them on.
@@ -178,7 +178,7 @@ struct InfoArguments {
 }
 
 fn main() -> ExitCode {
-    let arguments = moh_cli::arguments::parse::<Arguments>();
+    let arguments = moh_program::arguments::parse::<Arguments>();
     exit::run(|| {
         exit::remove_temporary_files_on_signals()?;
         match arguments.command {

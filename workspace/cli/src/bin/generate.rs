@@ -9,13 +9,13 @@ use std::time::Instant;
 
 use anyhow::Context as _;
 use clap::{ArgGroup, Parser};
-use moh_cli::arguments::at_least;
 use moh_cli::chat::{ChatTemplate, Message};
-use moh_cli::{counted, exit, models};
 use moh_data::TextTokenizer;
 use moh_device::{Compute, DeviceName};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::{Generator, Model, Sampler, Sampling};
+use moh_program::arguments::at_least;
+use moh_program::{counted, exit, models};
 
 /// Continue a text, or answer a message, with a model, dense or Mixture-of-Head.
 ///
@@ -86,7 +86,7 @@ impl Compute for Generate<'_> {
 
 fn main() -> ExitCode {
     exit::run(|| {
-        let arguments = moh_cli::arguments::parse::<Arguments>();
+        let arguments = moh_program::arguments::parse::<Arguments>();
         check(&arguments)?;
         models::open(arguments.device)?.compute(arguments.dtype, Generate(&arguments))
     })

@@ -1,5 +1,7 @@
 //! Jobs of several ranks of `moh-train`, as processes started by mpirun.
 
+#![allow(dead_code)] // Each test program uses a part of it.
+
 use std::fs;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -8,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::{isolate, trainable};
+use crate::support::{isolate, trainable};
 use launcher::Launcher;
 
 #[path = "../../../comm/tests/support/launcher.rs"]

@@ -12,7 +12,6 @@ use moh_hf::ConfigFile;
 use moh_model::{HeadCounts, MohConfig, RouterKind};
 use serde_json::{Value, json};
 
-pub mod job;
 pub mod options;
 pub mod source;
 

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use super::page::page;
 use super::{PROGRAM, moh_train, newest_checkpoint, prepared, results, started};
 use crate::support::{failure, names, program, stderr, success};
 
@@ -194,8 +195,6 @@ fn validation_sets_may_change_and_a_stage_may_follow_a_finished_run() {
     {
         assert!(table.contains(expected), "{expected}\n{table}");
     }
-    let mut report = program(env!("CARGO_BIN_EXE_moh-report"), dir.path());
-    success(report.arg("run"));
-    let page = fs::read_to_string(dir.path().join("run/report.html")).unwrap();
+    let page = page(&dir.path().join("run"));
     assert!(page.contains("book") && page.contains("after stage more, book"));
 }

@@ -7,12 +7,15 @@
 mod comparing;
 mod directories;
 mod output;
+mod page;
 mod plans;
 mod refusals;
 mod stopping;
 #[path = "../support/mod.rs"]
 mod support;
 mod tracing;
+#[path = "../../../report/tests/report/whole_page.rs"]
+mod whole_page;
 
 use std::fs;
 use std::io::{BufRead, BufReader};

@@ -3,10 +3,10 @@
 use std::io::{Write, stdout};
 use std::path::PathBuf;
 
-use moh_cli::models;
 use moh_device::{Compute, DeviceName};
 use moh_eval::{read_ids, write_logits};
 use moh_kernels::{Backend, Element, ElementType};
+use moh_program::models;
 
 use crate::make_room;
 

@@ -3,15 +3,15 @@
 use std::io::stdout;
 use std::path::{Path, PathBuf};
 
-use moh_cli::arguments::at_least;
-use moh_cli::models;
-use moh_cli::progress::Bar;
-use moh_cli::{counted, exit};
 use moh_data::{TokenFile, Windows};
 use moh_device::{Compute, DeviceName};
 use moh_eval::{EvaluationText, Evaluator};
 use moh_kernels::{Backend, Element, ElementType};
 use moh_model::Model;
+use moh_program::arguments::at_least;
+use moh_program::models;
+use moh_program::progress::Bar;
+use moh_program::{counted, exit};
 
 use crate::loss_report::{Measured, print};
 use crate::model::NamedModel;

@@ -11,7 +11,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::{Parser, Subcommand};
-use moh_cli::exit;
+use moh_program::exit;
 
 use crate::logits::LogitsArguments;
 use crate::loss::LossArguments;
@@ -74,7 +74,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    exit::run(|| match moh_cli::arguments::parse::<Arguments>().command {
+    exit::run(|| match moh_program::arguments::parse::<Arguments>().command {
         Command::Loss(arguments) => arguments.run(),
         Command::Logits(arguments) => arguments.run(),
         Command::Tasks(arguments) => arguments.run(),

@@ -3,11 +3,11 @@
 
 use std::path::PathBuf;
 
-use moh_cli::models;
 use moh_data::TextTokenizer;
 use moh_hf::ConfigFile;
 use moh_kernels::{Backend, DType, Element};
 use moh_model::{Model, ModelConfig};
+use moh_program::models;
 use moh_train::CheckpointName;
 use moh_train::checkpoint::{StoredCheckpoint, TensorKind};
 

@@ -4,15 +4,15 @@ use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
-use moh_cli::arguments::at_least;
-use moh_cli::models;
-use moh_cli::progress::Bar;
-use moh_cli::{counted, exit};
 use moh_device::{Compute, DeviceName};
 use moh_eval::tasks::{Encoder, Outcome, Request, Scores, TaskFile, log_likelihoods};
 use moh_files::PendingFile;
 use moh_hf::{ConfigFile, SpecialTokens};
 use moh_kernels::{Backend, Element, ElementType};
+use moh_program::arguments::at_least;
+use moh_program::models;
+use moh_program::progress::Bar;
+use moh_program::{counted, exit};
 use serde_json::{Value, json};
 
 use crate::make_room;

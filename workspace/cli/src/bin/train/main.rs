@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::{Parser, Subcommand};
-use moh_cli::arguments::{at_least, between};
-use moh_cli::exit;
 use moh_cli::time_limit::parse_time_limit;
 use moh_comm::{OPERATION_LIMIT, RENDEZVOUS_LIMIT};
+use moh_program::arguments::{at_least, between};
+use moh_program::exit;
 use moh_train::{Comparison, Recipe, TraceSteps, Variant};
 
 /// Train a recipe's stages in order, or resume an interrupted run.
@@ -146,7 +146,7 @@ fn start_threads(recipe: &Recipe) -> anyhow::Result<()> {
 fn main() -> ExitCode {
     let start = Instant::now();
     exit::run(|| {
-        let arguments = moh_cli::arguments::parse::<Arguments>();
+        let arguments = moh_program::arguments::parse::<Arguments>();
         match &arguments.command {
             Some(Command::Checkpoints(arguments)) => return checkpoints::run(arguments),
             Some(Command::Replay(arguments)) => return replay::run(arguments),

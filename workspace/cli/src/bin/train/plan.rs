@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use indicatif::{HumanCount, HumanDuration};
-use moh_cli::exit;
 use moh_hf::ConfigFile;
 use moh_model::ModelConfig;
+use moh_program::exit;
 use moh_train::plan::{Hardware, StagePlan, Suggestions};
 use moh_train::{Comparison, Plan, Recipe};
 

@@ -3,10 +3,10 @@
 use std::io::{Write as _, stdout};
 use std::path::PathBuf;
 
-use moh_cli::arguments::at_least;
-use moh_cli::exit::stderr_line;
-use moh_cli::models;
 use moh_cli::replay_table::tables;
+use moh_program::arguments::at_least;
+use moh_program::exit::stderr_line;
+use moh_program::models;
 use moh_train::{CheckpointName, Recipe, RunDirectory, open_device};
 
 /// Repeat one step of a run, and print where its numbers come from.

@@ -4,10 +4,10 @@ use std::io::{Write as _, stdout};
 use std::path::{Path, PathBuf};
 
 use moh_cli::command_line::CommandLine;
-use moh_cli::exit;
-use moh_cli::summary_table::{draw, table};
 use moh_data::TokenFile;
 use moh_model::HeadCounts;
+use moh_program::exit;
+use moh_report::summary_table::{draw, table};
 use moh_train::recipe::{Device, MohOptions};
 use moh_train::{Recipe, RunDirectory, Summary};
 

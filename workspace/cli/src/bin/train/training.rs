@@ -7,14 +7,14 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use moh_cli::exit::{self, StoppedEarly};
 use moh_cli::model_location;
-use moh_cli::processor::Processor;
 use moh_cli::run_view::RunView;
 use moh_cli::signals::{Say, stop_on_signals};
 use moh_cli::time_limit::time_limit;
 use moh_comm::{Fault, Launch, Launcher, Options, World};
 use moh_kernels::span;
+use moh_program::exit::{self, StoppedEarly};
+use moh_program::processor::Processor;
 use moh_train::shell::command;
 use moh_train::{
     Comparison, OpenDevice, Outcome, RankSpeed, Recipe, RunDirectory, RunOptions, Summary,

@@ -8,9 +8,8 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use moh_cli::exit::{self, StoppedEarly};
-use moh_cli::report;
-use moh_cli::summary_table::draw;
+use moh_program::exit::{self, StoppedEarly};
+use moh_report::summary_table::draw;
 use moh_train::comparison::{PlannedRun, results};
 use moh_train::{Comparison, TimeLimit, share_text};
 
@@ -131,9 +130,9 @@ fn print(comparison: &Comparison) -> anyhow::Result<()> {
     let mut out = stdout();
     writeln!(out, "{}", table::table(&rows))?;
     let runs: Vec<PathBuf> = comparison.variants().map(|run| run.recipe.run.dir.clone()).collect();
-    let page = comparison.directory().join(report::PAGE);
+    let page = comparison.directory().join(moh_report::PAGE);
     // The runs have finished, whatever is wrong with the files that a page is made of.
-    match report::write(&runs, &page, false) {
+    match moh_report::write(&runs, &page, false) {
         Ok(remarks) => {
             for remark in remarks {
                 exit::stderr_line(format_args!("warning: {remark}"));

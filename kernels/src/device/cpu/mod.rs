@@ -1,0 +1,139 @@
+//! The CPU: buffers are vectors, operators run on rayon's threads.
+
+pub(crate) mod disjoint;
+mod huge_pages;
+pub(crate) mod math;
+pub(crate) mod scratch;
+pub(crate) mod simd;
+
+use std::cell::Cell;
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use crate::error::{Error, Result, check_len};
+use crate::memory::Memory;
+use crate::region::{Location, LocationMut, Region, RegionMut};
+use crate::scalar::Scalar;
+use crate::span;
+
+/// Elements that one task copies or sets to zero.
+const PART: usize = 256 * 1024;
+
+/// The CPU as a [`crate::Backend`]; its thread count is rayon's (`RAYON_NUM_THREADS`).
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Cpu;
+
+impl Memory for Cpu {
+    type Buffer<S: Scalar> = Vec<S>;
+    type View<'a, S: Scalar> = &'a [S];
+    type ViewMut<'a, S: Scalar> = &'a mut [S];
+
+    fn name(&self) -> String {
+        "the CPU".into()
+    }
+
+    fn install<R: Send>(&self, operators: impl FnOnce() -> R + Send) -> R {
+        let sink = span::of_thread();
+        rayon::scope(|_| span::on_behalf(sink, operators))
+    }
+
+    fn allocate<S: Scalar>(&self, len: usize) -> Result<Vec<S>> {
+        let refuse = || Error::OutOfMemory {
+            device: self.name(),
+            bytes: len.saturating_mul(size_of::<S>()),
+        };
+        ALLOCATED.set(
+            ALLOCATED.get().saturating_add((len as u64).saturating_mul(size_of::<S>() as u64)),
+        );
+        // Zeroed memory directly from the system; returns an error instead of aborting if there is
+        // not enough.
+        let mut buffer = bytemuck::try_zeroed_slice_box(len).map_err(|()| refuse())?;
+        huge_pages::request(&mut buffer);
+        Ok(buffer.into_vec())
+    }
+
+    fn len<S: Scalar>(buffer: &Vec<S>) -> usize {
+        buffer.len()
+    }
+
+    fn view<S: Scalar>(buffer: &Vec<S>, range: Range<usize>) -> &[S] {
+        &buffer[range]
+    }
+
+    fn view_mut<S: Scalar>(buffer: &mut Vec<S>, range: Range<usize>) -> &mut [S] {
+        &mut buffer[range]
+    }
+
+    fn reborrow<'v, 'long: 'v, S: Scalar>(view: &'long [S]) -> &'v [S] {
+        view
+    }
+
+    fn reborrow_mut<'v, S: Scalar>(view: &'v mut &mut [S]) -> &'v mut [S] {
+        view
+    }
+
+    fn as_view<'v, S: Scalar>(view: &'v &mut [S]) -> &'v [S] {
+        view
+    }
+
+    fn region<'a, S: Scalar>(view: Self::View<'a, S>) -> Region<'a> {
+        let location = Location::Host(bytemuck::cast_slice(view));
+        Region { dtype: S::DTYPE, len: view.len(), location }
+    }
+
+    fn region_mut<'a, S: Scalar>(view: Self::ViewMut<'a, S>) -> RegionMut<'a> {
+        let len = view.len();
+        let location = LocationMut::Host(bytemuck::cast_slice_mut(view));
+        RegionMut { dtype: S::DTYPE, len, location }
+    }
+
+    fn upload<S: Scalar>(&self, source: &[S], destination: &mut [S]) -> Result<()> {
+        self.copy(source, destination)
+    }
+
+    fn download<S: Scalar>(&self, source: &[S], destination: &mut [S]) -> Result<()> {
+        self.copy(source, destination)
+    }
+
+    fn on_host<S: Scalar>(
+        &self,
+        elements: &mut [S],
+        change: impl FnOnce(&mut [S]) -> Result<()>,
+    ) -> Result<()> {
+        change(elements)
+    }
+
+    fn copy<S: Scalar>(&self, source: &[S], destination: &mut [S]) -> Result<()> {
+        check_len("copy", "destination", destination.len(), source.len())?;
+        let parts = destination.par_chunks_mut(PART).zip(source.par_chunks(PART));
+        parts.for_each(|(to, from)| to.copy_from_slice(from));
+        Ok(())
+    }
+
+    fn zero<S: Scalar>(&self, destination: &mut [S]) -> Result<()> {
+        destination.par_chunks_mut(PART).for_each(|part| part.fill(S::zeroed()));
+        Ok(())
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+thread_local! {
+    static ALLOCATED: Cell<u64> = const { Cell::new(0) };
+}
+
+impl Cpu {
+    /// Total bytes of buffers that the calling thread has allocated, including freed ones.
+    pub fn allocated(&self) -> u64 {
+        ALLOCATED.get()
+    }
+
+    /// Current bytes of scratch of each of rayon's threads, in any order, in addition to the
+    /// buffers.
+    pub fn thread_scratch(&self) -> Vec<usize> {
+        rayon::broadcast(|_| scratch::held())
+    }
+}

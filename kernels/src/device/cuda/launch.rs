@@ -1,0 +1,80 @@
+//! Launching kernels and matmuls.
+
+use bytemuck::Pod;
+
+use super::{Cuda, Matmul};
+use crate::error::Result;
+use crate::gpu_sizes::MAX_BLOCKS;
+use crate::scalar::Element;
+
+/// Threads per block, unless a kernel specifies another number (`operators.cuh`).
+pub(crate) const THREADS: usize = 256;
+
+/// Asserts the size of a kernel's parameter struct and the offset of each field; the kernel's
+/// struct has the same assertions.
+macro_rules! mirrored {
+    ($structure:ident, $size:literal, $($field:ident $offset:literal),+ $(,)?) => {
+        const _: () = {
+            assert!(size_of::<$structure>() == $size);
+            $(assert!(std::mem::offset_of!($structure, $field) == $offset);)+
+        };
+    };
+}
+pub(crate) use mirrored;
+
+/// Blocks for `count` threads, at most [`MAX_BLOCKS`].
+pub(crate) fn blocks(count: usize) -> usize {
+    count.div_ceil(THREADS).clamp(1, MAX_BLOCKS)
+}
+
+/// The name of a kernel for elements of type `T`.
+pub(crate) fn name<T: Element>(kernel: &str) -> String {
+    format!("{kernel}_{}", T::ELEMENT.name())
+}
+
+impl Cuda {
+    /// Computes a matmul.
+    pub(crate) fn matmul(&self, matmul: &Matmul) -> Result<()> {
+        self.device().matmul(matmul, self.is_deterministic())
+    }
+
+    /// Launches a kernel on `grid` blocks, or nothing if a size is 0.
+    pub(crate) fn launch<P: Pod>(
+        &self,
+        kernel: &str,
+        grid: [usize; 2],
+        shared_bytes: usize,
+        parameters: &P,
+    ) -> Result<()> {
+        self.launch_blocks_of(THREADS, kernel, [grid[0], grid[1], 1], shared_bytes, parameters)
+    }
+
+    /// Like [`Cuda::launch`], with `threads` threads per block.
+    pub(crate) fn launch_blocks_of<P: Pod>(
+        &self,
+        threads: usize,
+        kernel: &str,
+        grid: [usize; 3],
+        shared_bytes: usize,
+        parameters: &P,
+    ) -> Result<()> {
+        self.launch_with(threads, kernel, grid, shared_bytes, &[bytemuck::bytes_of(parameters)])
+    }
+
+    /// Like [`Cuda::launch_blocks_of`], for a kernel of several structs, given as bytes.
+    pub(crate) fn launch_with(
+        &self,
+        threads: usize,
+        kernel: &str,
+        grid: [usize; 3],
+        shared_bytes: usize,
+        parameters: &[&[u8]],
+    ) -> Result<()> {
+        if grid.contains(&0) {
+            return Ok(());
+        }
+        // Grids come from shapes of existing buffers, far below 2^32 blocks.
+        let grid = grid.map(|size| size as u32);
+        self.device().launch(kernel, grid, threads as u32, shared_bytes as u32, parameters)
+    }
+}

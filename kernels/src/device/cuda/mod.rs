@@ -1,0 +1,204 @@
+//! NVIDIA GPUs as a [`crate::Backend`]: operators are this crate's kernels and cuBLASLt's matmuls,
+//! all on one stream.
+//!
+//! Operators run on a [`Device`]: the driver's GPU (`driver`, feature `cuda`), or the same kernels
+//! on the CPU, one block at a time (`emulator`, feature `cuda-emulator`), for tests without a GPU.
+
+mod buffer;
+mod device;
+#[cfg(feature = "cuda")]
+mod driver;
+#[cfg(feature = "cuda-emulator")]
+mod emulator;
+mod launch;
+#[cfg(feature = "cuda")]
+mod matmul;
+mod memory;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+pub(crate) use buffer::address_or_null;
+pub use buffer::{CudaBuffer, CudaView, CudaViewMut};
+pub(crate) use device::{BoxedTensor, Device, Matmul, Operand, TensorMap};
+#[cfg(feature = "cuda-emulator")]
+pub use emulator::EmulatedCalls;
+pub(crate) use launch::{THREADS, blocks, mirrored, name};
+
+use crate::attention::cuda::AttentionPath;
+use crate::error::Result;
+use crate::gpu_sizes;
+use buffer::Allocation;
+
+/// A GPU.
+#[derive(Clone)]
+pub struct Cuda {
+    device: Arc<dyn Device>,
+    /// Scratch memory that operators use in turn; grows to the largest need.
+    scratch: Arc<Mutex<Option<Allocation>>>,
+    /// One u32, 0 between kernels.
+    counter: Arc<Mutex<Option<Allocation>>>,
+    /// The first path that attention tries.
+    first_attention: AttentionPath,
+    /// The path that it used last.
+    last_attention: Arc<Mutex<Option<AttentionPath>>>,
+    /// Maximum shared memory of a block.
+    most_shared_bytes: usize,
+    deterministic: bool,
+}
+
+/// Ignores poisoning: guarded values are consistent whenever a thread can panic.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The handles that an NVIDIA library needs to order its work with the operators.
+#[cfg(feature = "cuda")]
+#[derive(Clone)]
+pub struct CudaStream {
+    /// The GPU's context.
+    pub context: Arc<cudarc::driver::CudaContext>,
+    /// The stream of all operators; it lives as long as the [`Cuda`].
+    pub stream: cudarc::driver::sys::CUstream,
+}
+
+impl Cuda {
+    /// The stream of the operators; `None` if the GPU is emulated.
+    #[cfg(feature = "cuda")]
+    pub fn stream(&self) -> Option<CudaStream> {
+        self.device.stream()
+    }
+
+    /// Opens the GPU with index `ordinal` of this machine.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`] if the driver, cuBLASLt or the GPU is missing or too old, or if the
+    /// variable `MOH_ATTENTION` names no [`AttentionPath`].
+    #[cfg(feature = "cuda")]
+    pub fn new(ordinal: usize) -> Result<Self> {
+        let first = AttentionPath::from_environment()?;
+        Ok(Self::of(Arc::new(driver::Driver::new(ordinal)?)).with_attention(first))
+    }
+
+    /// The number of GPUs visible to this process.
+    ///
+    /// # Errors
+    /// [`crate::Error::Device`] if the driver is missing.
+    #[cfg(feature = "cuda")]
+    pub fn count() -> Result<usize> {
+        driver::count()
+    }
+
+    /// An emulated GPU: the CPU runs the kernels, for tests, thousands of times slower than a GPU.
+    #[cfg(feature = "cuda-emulator")]
+    pub fn emulated() -> Self {
+        Self::of(Arc::new(emulator::Emulator::default()))
+    }
+
+    /// An emulated GPU whose threads and copies run in a random order, the same one for the same
+    /// seed; with 0 they run in the order of [`emulated`](Self::emulated).
+    #[cfg(feature = "cuda-emulator")]
+    pub fn emulated_with_schedule(seed: u32) -> Self {
+        Self::of(Arc::new(emulator::Emulator::with_schedule(seed)))
+    }
+
+    fn of(device: Arc<dyn Device>) -> Self {
+        Cuda {
+            most_shared_bytes: device.most_shared_bytes(),
+            device,
+            scratch: Arc::default(),
+            counter: Arc::default(),
+            first_attention: AttentionPath::Hopper,
+            last_attention: Arc::default(),
+            deterministic: true,
+        }
+    }
+
+    /// Sets the first attention path to try. If it does not support a shape or this GPU, the next
+    /// one is used.
+    pub fn with_attention(self, first: AttentionPath) -> Self {
+        Cuda { first_attention: first, last_attention: Arc::default(), ..self }
+    }
+
+    /// Limits the shared memory of a block to `bytes`, as on a smaller GPU (99 KiB on compute
+    /// capability 8.6, 8.9 and 12.0, 163 KiB on 8.0, 227 KiB on 9.0).
+    pub fn with_shared_bytes(self, bytes: usize) -> Self {
+        let most_shared_bytes = bytes.min(self.most_shared_bytes);
+        Cuda { most_shared_bytes, last_attention: Arc::default(), ..self }
+    }
+
+    /// Enables (default) or disables bitwise reproducibility. Without it attention accumulates the
+    /// gradient of the queries in any order, and large matmuls use the fastest of several
+    /// algorithms, timed when their shape first occurs.
+    pub fn with_deterministic(self, deterministic: bool) -> Self {
+        Cuda { deterministic, ..self }
+    }
+
+    /// Whether results are bitwise reproducible.
+    pub(crate) fn is_deterministic(&self) -> bool {
+        self.deterministic
+    }
+
+    /// Maximum shared memory of a block, in bytes.
+    pub(crate) fn most_shared_bytes(&self) -> usize {
+        self.most_shared_bytes
+    }
+
+    /// Whether this GPU supports the kernels of a path.
+    pub fn has_attention(&self, path: AttentionPath) -> bool {
+        path != AttentionPath::Hopper || self.device.runs_hopper()
+    }
+
+    /// The path of the last attention, forward or backward; `None` before the first.
+    pub fn attention_path(&self) -> Option<AttentionPath> {
+        *locked(&self.last_attention)
+    }
+
+    pub(crate) fn first_attention(&self) -> AttentionPath {
+        self.first_attention
+    }
+
+    pub(crate) fn remember_attention(&self, path: AttentionPath) {
+        *locked(&self.last_attention) = Some(path);
+    }
+
+    pub(crate) fn device(&self) -> &dyn Device {
+        &*self.device
+    }
+
+    /// The calls so far, if the GPU is emulated: for tests.
+    #[cfg(feature = "cuda-emulator")]
+    pub fn emulated_calls(&self) -> Option<EmulatedCalls> {
+        self.device.emulated_calls()
+    }
+
+    /// Address of at least `bytes` bytes of scratch, valid until the next operator's request.
+    /// Growing frees memory, for which the host waits, so
+    /// [`Workspace::reserve`](crate::Workspace::reserve) comes first.
+    pub(crate) fn scratch(&self, bytes: usize) -> Result<u64> {
+        let mut scratch = locked(&self.scratch);
+        if let Some(memory) = scratch.as_ref().filter(|memory| memory.bytes() >= bytes) {
+            return Ok(memory.address());
+        }
+        *scratch = None;
+        let memory = Allocation::new(&self.device, bytes)?;
+        let address = memory.address();
+        *scratch = Some(memory);
+        Ok(address)
+    }
+
+    /// Address of a u32 that is 0, for a kernel that resets it to 0.
+    pub(crate) fn counter(&self) -> Result<u64> {
+        let mut counter = locked(&self.counter);
+        if let Some(memory) = counter.as_ref() {
+            return Ok(memory.address());
+        }
+        let memory = Allocation::new(&self.device, gpu_sizes::COUNTER)?;
+        Ok(counter.insert(memory).address())
+    }
+}
+
+impl std::fmt::Debug for Cuda {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Cuda").field(&self.device.name()).finish()
+    }
+}

@@ -1,0 +1,287 @@
+//! Attention on a GPU: on Hopper's tensor cores (`hopper`) or the tensor cores of any GPU (`tiled`)
+//! if they support the shape, or else by plain arithmetic (`plain`).
+
+mod hopper;
+mod packed;
+mod plain;
+mod tiled;
+
+use super::{
+    Attention, AttentionArgs, AttentionBackward, AttentionForward, AttentionShape, BackwardLens,
+    KeyValues, SelectionLens,
+};
+use crate::cuda::{Cuda, CudaView};
+use crate::error::{Result, ensure};
+use crate::scalar::Element;
+use crate::workspace::gpu::attention::{
+    delta_bytes, fits_32_bits, hopper_backward_bytes, packed_bytes,
+};
+
+/// A way to compute attention on a GPU. Each path supports fewer problems than the next, and is
+/// faster on them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum AttentionPath {
+    /// The tensor cores and the copy engine of Hopper (sm_90a): bf16, heads of 64 or 128,
+    /// contiguous keys, rows that start at multiples of 16 bytes.
+    Hopper,
+    /// The tensor cores of Ampere and later GPUs: bf16, even heads of at most 128.
+    Tiled,
+    /// Plain arithmetic: f32 and bf16, heads of at most 256 elements; wider heads are an error.
+    Plain,
+}
+
+impl AttentionPath {
+    /// The first path to try, from the environment variable `MOH_ATTENTION`.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn from_environment() -> Result<Self> {
+        let name = std::env::var_os("MOH_ATTENTION");
+        name.map_or(Ok(Self::Hopper), |name| Self::named(&name.to_string_lossy()))
+    }
+
+    /// The path of this name, a value of the variable.
+    #[cfg(any(feature = "cuda", test))]
+    fn named(name: &str) -> Result<Self> {
+        let mut paths = [Self::Hopper, Self::Tiled, Self::Plain].into_iter();
+        paths.find(|path| path.name() == name).ok_or_else(|| crate::Error::Device {
+            device: "the GPU".into(),
+            operation: "start",
+            reason: format!("MOH_ATTENTION = {name:?}: expected hopper, tiled or plain"),
+        })
+    }
+
+    /// The path's name, as a value of the variable.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Hopper => "hopper",
+            Self::Tiled => "tiled",
+            Self::Plain => "plain",
+        }
+    }
+
+    /// The first path that supports the problem, starting with the GPU's first path to try.
+    fn choose<T: Element>(cuda: &Cuda, args: &AttentionArgs<'_, Cuda>, at: &Addresses) -> Self {
+        let supports = |path: &Self| match path {
+            Self::Hopper => hopper::supports::<T>(cuda, args, at),
+            Self::Tiled => tiled::supports::<T>(cuda, args, at),
+            Self::Plain => true,
+        };
+        let paths = [Self::Hopper, Self::Tiled, Self::Plain].into_iter();
+        let mut allowed = paths.filter(|&path| path >= cuda.first_attention());
+        allowed.find(supports).unwrap_or(Self::Plain)
+    }
+
+    /// The scratch that the backward pass needs on this path.
+    fn backward_scratch_bytes(self, shape: &AttentionShape, routed: bool) -> usize {
+        match self {
+            Self::Hopper => hopper_backward_bytes(shape, routed),
+            Self::Tiled => packed_bytes(shape, routed),
+            Self::Plain => 0,
+        }
+    }
+}
+
+/// The addresses of the tensors; 0 for those that the pass does not have.
+#[derive(Default)]
+struct Addresses {
+    q: u64,
+    k: u64,
+    v: u64,
+    /// Elements from one key to the next.
+    key_stride: usize,
+    block_table: u64,
+    block_length: usize,
+    out: u64,
+    log_sum_exp: u64,
+    d_out: u64,
+    d_qkv: u64,
+    delta: u64,
+}
+
+impl Addresses {
+    fn of_keys<T: Element>(shape: &AttentionShape, key_values: KeyValues<'_, Cuda, T>) -> Self {
+        match key_values {
+            KeyValues::Contiguous { keys, values, row_stride } => Addresses {
+                k: keys.address,
+                v: values.address,
+                key_stride: row_stride,
+                ..Self::default()
+            },
+            KeyValues::Paged { keys, values, block_table, block_length } => Addresses {
+                k: keys.address,
+                v: values.address,
+                key_stride: shape.kv_heads * shape.head_dim,
+                block_table: block_table.address,
+                block_length,
+                ..Self::default()
+            },
+        }
+    }
+
+    /// The addresses in a buffer with the queries, keys and values of each token in one row.
+    fn of_qkv<T: Element>(shape: &AttentionShape, qkv: u64) -> Self {
+        let at = |heads: usize| qkv + (heads * shape.head_dim * size_of::<T>()) as u64;
+        Addresses {
+            q: qkv,
+            k: at(shape.heads),
+            v: at(shape.heads + shape.kv_heads),
+            key_stride: shape.query_stride,
+            ..Self::default()
+        }
+    }
+
+    /// Whether all rows of bf16 start at multiples of `count` elements.
+    fn are_multiples_of(&self, shape: &AttentionShape, count: usize) -> bool {
+        let strides = [shape.head_dim, shape.query_stride, self.key_stride];
+        let starts = [self.q, self.k, self.v, self.out, self.d_out, self.d_qkv];
+        strides.iter().all(|stride| stride.is_multiple_of(count))
+            && starts.iter().all(|at| at.is_multiple_of(2 * count as u64))
+    }
+
+    /// Whether offsets of queries, keys and values within a sequence fit 32 bits.
+    fn fit_32_bits(&self, shape: &AttentionShape) -> bool {
+        fits_32_bits(shape, self.key_stride)
+    }
+}
+
+impl<'a> AttentionArgs<'a, Cuda> {
+    /// Local heads before the routed ones.
+    fn shared_heads(&self) -> usize {
+        self.selection.map_or(self.shape.heads, |selection| selection.shared_heads)
+    }
+
+    /// The routed heads that each token selected; `None` if every token computes every head.
+    fn routed_mask(&self) -> Option<CudaView<'a, u8>> {
+        self.selection.map(|selection| selection.routed).filter(|mask| mask.len > 0)
+    }
+
+    /// Factors of the outputs.
+    fn weights(&self) -> Option<CudaView<'a, f32>> {
+        self.selection.and_then(|selection| selection.weights)
+    }
+
+    /// Whether some rows may not be selected.
+    fn is_routed(&self) -> bool {
+        self.routed_mask().is_some()
+    }
+
+    fn check_views(&self, operator: &'static str) -> Result<()> {
+        let (tokens, shape) = (self.shape.tokens(), &self.shape);
+        let lens = SelectionLens {
+            routed: self.selection.map_or(0, |selection| selection.routed.len),
+            weights: self.weights().map(|weights| weights.len),
+            document_start: self.document_start.map(|starts| starts.len),
+        };
+        ensure(operator, tokens == 0 || shape.key_length > 0, || "query 0 sees no key".into())?;
+        self.check(operator, &lens)
+    }
+}
+
+/// The most scratch of the backward pass over aligned rows of `T`, including a delta that the
+/// caller does not request.
+pub(crate) fn backward_scratch_bytes<T: Element>(
+    cuda: &Cuda,
+    shape: &AttentionShape,
+    routed: bool,
+) -> usize {
+    let nowhere = Addresses::of_qkv::<T>(shape, 0);
+    let path = AttentionPath::choose::<T>(cuda, &AttentionArgs::causal(*shape), &nowhere);
+    delta_bytes(shape) + path.backward_scratch_bytes(shape, routed)
+}
+
+impl Attention for Cuda {
+    fn last_path(&self) -> Option<&'static str> {
+        self.attention_path().map(AttentionPath::name)
+    }
+
+    fn attention_forward<T: Element>(&self, forward: AttentionForward<'_, Self, T>) -> Result<()> {
+        const OPERATOR: &str = "attention_forward";
+        let AttentionForward { args, queries, key_values, out, log_sum_exp } = forward;
+        let shape = &args.shape;
+        shape.check(OPERATOR, out.len, log_sum_exp.len)?;
+        args.check_views(OPERATOR)?;
+        check_key_values(shape, key_values)?;
+        shape.check_queries(OPERATOR, queries.len)?;
+        let at = Addresses {
+            q: queries.address,
+            out: out.address,
+            log_sum_exp: log_sum_exp.address,
+            ..Addresses::of_keys(shape, key_values)
+        };
+        let packed = || self.scratch(packed_bytes(shape, args.is_routed()));
+        let path = AttentionPath::choose::<T>(self, &args, &at);
+        self.remember_attention(path);
+        match path {
+            AttentionPath::Hopper => hopper::forward(self, &args, &at, packed()?),
+            AttentionPath::Tiled => tiled::forward(self, &args, &at, packed()?),
+            AttentionPath::Plain => plain::forward::<T>(self, &args, &at),
+        }
+    }
+
+    fn attention_backward<T: Element>(
+        &self,
+        backward: AttentionBackward<'_, Self, T>,
+    ) -> Result<()> {
+        let AttentionBackward { args, qkv, out, log_sum_exp, d_out, d_qkv, delta } = backward;
+        let shape = &args.shape;
+        shape.check_backward(&BackwardLens {
+            qkv: qkv.len,
+            out: out.len,
+            log_sum_exp: log_sum_exp.len,
+            d_out: d_out.len,
+            d_qkv: d_qkv.len,
+            delta: delta.as_ref().map(|delta| delta.len),
+        })?;
+        args.check_views("attention_backward")?;
+        let mut at = Addresses {
+            out: out.address,
+            log_sum_exp: log_sum_exp.address,
+            d_out: d_out.address,
+            d_qkv: d_qkv.address,
+            ..Addresses::of_qkv::<T>(shape, qkv.address)
+        };
+        let path = AttentionPath::choose::<T>(self, &args, &at);
+        self.remember_attention(path);
+        let own_delta = if delta.is_some() { 0 } else { delta_bytes(shape) };
+        let others = path.backward_scratch_bytes(shape, args.is_routed());
+        let scratch = self.scratch(own_delta + others)?;
+        at.delta = delta.map_or(scratch, |delta| delta.address);
+        let others = scratch + own_delta as u64;
+        match path {
+            AttentionPath::Hopper => hopper::backward(self, &args, &at, others),
+            AttentionPath::Tiled => tiled::backward(self, &args, &at, others),
+            AttentionPath::Plain => plain::backward::<T>(self, &args, &at),
+        }
+    }
+}
+
+fn check_key_values<T: Element>(
+    shape: &AttentionShape,
+    key_values: KeyValues<'_, Cuda, T>,
+) -> Result<()> {
+    const OPERATOR: &str = "attention_forward";
+    match key_values {
+        KeyValues::Contiguous { keys, values, row_stride } => {
+            shape.check_contiguous(OPERATOR, keys.len, values.len, row_stride)
+        }
+        KeyValues::Paged { keys, values, block_table, block_length } => {
+            // The entries of the table are read by the GPU.
+            let (lens, table) = ((keys.len, values.len), (block_table.len, block_length));
+            shape.check_paged(OPERATOR, lens, table, None)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::AttentionPath;
+
+    #[test]
+    fn the_variable_names_a_path_or_is_refused() {
+        assert_eq!(AttentionPath::named("hopper"), Ok(AttentionPath::Hopper));
+        assert_eq!(AttentionPath::named("tiled"), Ok(AttentionPath::Tiled));
+        assert_eq!(AttentionPath::named("plain"), Ok(AttentionPath::Plain));
+        let refused = AttentionPath::named("flash").map_err(|error| error.to_string());
+        let message = "MOH_ATTENTION = \"flash\": expected hopper, tiled or plain";
+        assert!(refused.is_err_and(|refusal| refusal.ends_with(message)));
+    }
+}

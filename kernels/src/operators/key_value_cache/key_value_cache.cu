@@ -1,0 +1,32 @@
+// Appending to the cache, one block per token.
+#include "../../device/cuda/operators.cuh"
+
+namespace key_value_cache {
+
+struct Append {
+    const void* qkv;
+    void* keys;
+    void* values;
+    // Elements of a token in qkv, before its keys, and of its keys.
+    uint64_t row;
+    uint64_t first;
+    uint64_t width;
+};
+static_assert(sizeof(Append) == 48 && offsetof(Append, qkv) == 0 && offsetof(Append, keys) == 8 &&
+              offsetof(Append, values) == 16 && offsetof(Append, row) == 24 &&
+              offsetof(Append, first) == 32 && offsetof(Append, width) == 40,
+              "as in key_value_cache/cuda.rs");
+
+template <class T>
+__device__ void append(const Append& p) {
+    const T* keys = static_cast<const T*>(p.qkv) + blockIdx.x * p.row + p.first;
+    for (uint64_t i = threadIdx.x; i < p.width; i += THREADS) {
+        static_cast<T*>(p.keys)[blockIdx.x * p.width + i] = keys[i];
+        static_cast<T*>(p.values)[blockIdx.x * p.width + i] = keys[p.width + i];
+    }
+}
+
+}  // namespace key_value_cache
+
+EXPORT(key_value_append_f32, key_value_cache::append<float>, key_value_cache::Append)
+EXPORT(key_value_append_bf16, key_value_cache::append<bf16>, key_value_cache::Append)

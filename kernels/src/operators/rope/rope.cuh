@@ -1,0 +1,44 @@
+// Rotary position embedding of pairs of elements. The query-norm router's kernels rotate in the same
+// pass over the queries.
+#pragma once
+
+#include "../../device/cuda/operators.cuh"
+
+namespace rope {
+
+struct Parameters {
+    // Queries, keys and values, or their gradients: rotated in place.
+    void* qkv;
+    const float* cos;
+    const float* sin;
+    uint64_t first_position;
+    uint64_t length;
+    uint32_t heads;
+    uint32_t kv_heads;
+    uint32_t head_dim;
+    uint32_t padding;
+
+    __device__ __forceinline__ uint64_t row_length() const {
+        return uint64_t(heads + 2 * kv_heads) * head_dim;
+    }
+};
+static_assert(sizeof(Parameters) == 56 && offsetof(Parameters, qkv) == 0 &&
+              offsetof(Parameters, cos) == 8 && offsetof(Parameters, sin) == 16 &&
+              offsetof(Parameters, first_position) == 24 && offsetof(Parameters, length) == 32 &&
+              offsetof(Parameters, heads) == 40 && offsetof(Parameters, kv_heads) == 44 &&
+              offsetof(Parameters, head_dim) == 48 && offsetof(Parameters, padding) == 52,
+              "as in rope/cuda.rs");
+
+// The pair (a, b) rotated; with the negative sine, rotated back. The fused operations are explicit,
+// because a compiler that fuses at its own choice gives each kernel other bits.
+__device__ __forceinline__ float2 rotated(float a, float b, float cos, float sin) {
+    return make_float2(fmaf(a, cos, -(b * sin)), fmaf(b, cos, a * sin));
+}
+
+// Whether the halves of heads and the angles can be read 16 bytes at a time.
+template <class T>
+__device__ __forceinline__ bool rotates_wide(const Parameters& p) {
+    return wide<T>(p.head_dim / 2, p.qkv) && aligned(p.cos) && aligned(p.sin);
+}
+
+}  // namespace rope

@@ -1,0 +1,51 @@
+//! Memory that operators need beside their arguments, so that it is allocated with the buffers and never during a step.
+//! Each device adds up what the operators ask for.
+
+mod counting;
+mod cpu;
+#[cfg(gpu)]
+mod cuda;
+pub(crate) mod gpu;
+
+use crate::attention::AttentionShape;
+use crate::cross_entropy::HeadShape;
+use crate::error::Result;
+use crate::memory::Memory;
+use crate::scalar::Element;
+
+/// Passes and a step that a device can reserve memory for ([`Workspace::reserve`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WorkingSet {
+    /// Attention of a micro-batch.
+    pub attention: AttentionShape,
+    /// Whether a router selects heads.
+    pub routed: bool,
+    /// Whether queries and keys are normed.
+    pub qk_norm: bool,
+    /// Whether there are backward passes and updates.
+    pub training: bool,
+    /// Width of the residual stream, C.
+    pub width: usize,
+    /// Maximum rows, columns or terms of a matmul.
+    pub widest: usize,
+    /// Maximum tensors of a call of [`crate::adamw::Optimizer::squared_norms`].
+    pub tensors: usize,
+}
+
+/// The amount of scratch that operators need.
+pub trait Workspace: Memory {
+    /// Length of the scratch buffer of [`crate::cross_entropy::CrossEntropy::cross_entropy`].
+    fn cross_entropy_scratch(&self, shape: &HeadShape) -> usize;
+
+    /// Length of the sums of [`crate::cross_entropy::HeadRanks`] if `ranks` ranks share the rows of
+    /// the head.
+    fn cross_entropy_sums(&self, shape: &HeadShape, ranks: usize) -> usize;
+
+    /// Allocates the scratch memory of operators in these passes, with elements of type `T`, so
+    /// that none is allocated or freed while they run. Without this call they allocate on first
+    /// use.
+    ///
+    /// # Errors
+    /// [`crate::Error::OutOfMemory`] if the device is out of memory.
+    fn reserve<T: Element>(&self, passes: &WorkingSet) -> Result<()>;
+}

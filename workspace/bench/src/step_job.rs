@@ -1,0 +1,189 @@
+//! The step that `moh-bench step` measures: of a recipe's stage, or of a bare configuration.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context as _;
+use moh_hf::ConfigFile;
+use moh_kernels::ElementType;
+use moh_model::{
+    Active, AuxiliaryLoss, AuxiliaryLosses, HeadCounts, HeadRequest, ModelConfig, Recompute,
+};
+use moh_program::arguments::at_least;
+use moh_program::exit::Usage;
+use moh_program::models;
+use moh_train::recipe::{MohOptions, Optimizer, Precision};
+use moh_train::step::StepPlan;
+use moh_train::{Plan, Recipe};
+
+use crate::device::DeviceArguments;
+
+/// Maximum tokens of a micro-batch: a larger number is a typing error.
+const MAX_TOKENS: usize = 1 << 28;
+/// The learning rate of a bare configuration's steps.
+const LEARNING_RATE: f64 = 1e-4;
+
+#[derive(clap::Args)]
+pub struct StepArguments {
+    /// A recipe, for the model's shape, the batch and the element types
+    #[arg(long, value_name = "FILE", required_unless_present = "config")]
+    recipe: Option<PathBuf>,
+    /// The stage of the recipe; the first if omitted
+    #[arg(long, value_name = "NAME", conflicts_with = "config")]
+    stage: Option<String>,
+    /// Override a key of the recipe, stages by name: stage.moh.micro_batch=4
+    #[arg(long = "set", value_name = "KEY=VALUE", conflicts_with = "config")]
+    overrides: Vec<String>,
+    /// A config.json or its directory, instead of a recipe
+    #[arg(long, value_name = "FILE", conflicts_with = "recipe")]
+    config: Option<PathBuf>,
+    /// Sequences per step, with --config
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "recipe")]
+    #[arg(value_parser = at_least::<usize>(0))]
+    batch: usize,
+    /// Tokens per sequence, with --config
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, conflicts_with = "recipe")]
+    #[arg(value_parser = at_least::<usize>(0))]
+    length: usize,
+    /// Number of layers, instead of the model's
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    layers: Option<u32>,
+    /// Type of weights and activations; the recipe's or f32 if omitted
+    #[arg(long, value_parser = models::element_types())]
+    dtype: Option<ElementType>,
+    /// Fraction of the heads that is active; by default half of all heads are shared, or half of the
+    /// active heads if at most half are active
+    #[arg(long, value_name = "SHARE")]
+    active: Option<f64>,
+    /// Shared heads, active for every token
+    #[arg(long, value_name = "N", requires = "active", value_parser = at_least::<usize>(0))]
+    shared_heads: Option<usize>,
+    /// Dense attention, even if the recipe or the configuration has Mixture-of-Head
+    #[arg(long, conflicts_with = "active")]
+    dense: bool,
+    #[command(flatten)]
+    pub device: DeviceArguments,
+    /// Steps to measure; as many as five seconds allow, at least three, if omitted
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub steps: Option<u32>,
+    /// Warm-up steps, which are not measured
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = at_least::<u32>(0))]
+    pub warmup: u32,
+    /// Take one more step, and show a GPU's time in it by kernel; needs NVIDIA's CUPTI library
+    #[arg(long)]
+    pub kernels: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// A training step to measure.
+pub struct StepJob {
+    pub config: ModelConfig,
+    pub plan: StepPlan,
+    pub dtype: ElementType,
+    pub precision: Precision,
+    pub learning_rate: f64,
+}
+
+impl StepJob {
+    /// The step of the arguments.
+    pub fn new(arguments: &StepArguments) -> anyhow::Result<Self> {
+        let mut job = match (&arguments.recipe, &arguments.config) {
+            (Some(path), _) => of_recipe(path, arguments)?,
+            (None, Some(path)) => of_config(path, arguments)?,
+            (None, None) => return Err(Usage("--recipe or --config is required".into()).into()),
+        };
+        if let Some(dtype) = arguments.dtype {
+            job.dtype = dtype;
+        }
+        if let Some(layers) = arguments.layers {
+            job.config.num_hidden_layers = layers as usize;
+        }
+        let mut rounding = None;
+        let (heads, layers) = (job.config.num_attention_heads, job.config.num_hidden_layers);
+        if arguments.dense {
+            job.config.moh = None;
+        } else if let Some(active) = arguments.active {
+            let request = HeadRequest {
+                shared_heads: arguments.shared_heads.map(HeadCounts::All),
+                active: Some(Active::Share(active)),
+            };
+            let moh = request.resolve(heads, layers, None);
+            job.config.moh = Some(moh.map_err(|error| Usage(error.to_string()))?);
+            rounding = request.rounding(heads, None);
+        }
+        if let Some(moh) = &job.config.moh {
+            moh.validate(heads, layers)?;
+        }
+        if let Err(limit) = job.config.check_limits() {
+            anyhow::bail!("the model has {}: at most {}", limit.what, limit.limit);
+        }
+        let StepPlan { micro_batch, sequence_length, .. } = job.plan;
+        match micro_batch.checked_mul(sequence_length) {
+            Some(1..=MAX_TOKENS) => {
+                if let Some(rounding) = rounding {
+                    moh_program::exit::stderr_line(format_args!("{rounding}"));
+                }
+                Ok(job)
+            }
+            _ => Err(Usage(format!(
+                "{micro_batch} sequences of {sequence_length} tokens: must be 1 to \
+                 {MAX_TOKENS} tokens in all"
+            ))
+            .into()),
+        }
+    }
+}
+
+fn of_recipe(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> {
+    let mut recipe = Recipe::load(path, &arguments.overrides)?;
+    let mut config = recipe.local_model_config(path)?.with_context(|| {
+        format!(
+            "{}: model.config: the step needs the model's shape, but model.from is not on this \
+             machine: name its config.json",
+            path.display()
+        )
+    })?;
+    recipe.resolve(path, &config)?;
+    let stage = match &arguments.stage {
+        None => recipe.stages.first(),
+        Some(name) => recipe.stages.iter().find(|stage| stage.name == *name),
+    };
+    let stage = stage.ok_or_else(|| {
+        let names: Vec<_> = recipe.stages.iter().map(|stage| stage.name.as_str()).collect();
+        let asked = arguments.stage.as_deref().unwrap_or_default();
+        Usage(format!("--stage {asked}: the recipe has {}", names.join(", ")))
+    })?;
+    let moh = stage.moh_config(&config)?;
+    config.vocab_size = Plan::new(&recipe, &config)?.vocabulary.1;
+    config.moh = moh;
+    Ok(StepJob {
+        config,
+        plan: StepPlan::new(&recipe, stage),
+        dtype: recipe.run.dtype,
+        precision: recipe.precision,
+        learning_rate: stage.learning_rate.max,
+    })
+}
+
+fn of_config(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> {
+    Ok(StepJob {
+        config: ConfigFile::read(path)?.config,
+        plan: StepPlan {
+            stage: "bench".into(),
+            sequence_length: arguments.length,
+            micro_batch: arguments.batch,
+            micro_batches: 1,
+            document_mask: false,
+            recompute: Recompute::Cheap,
+            auxiliary_weights: AuxiliaryLosses::new(|loss| match loss {
+                AuxiliaryLoss::Balance => MohOptions::default().balance_loss_weight,
+            }),
+            optimizer: Optimizer::default(),
+            reduce: ElementType::F32,
+        },
+        dtype: ElementType::F32,
+        precision: Precision::default(),
+        learning_rate: LEARNING_RATE,
+    })
+}

@@ -1,0 +1,77 @@
+//! The page that `moh-report` makes of runs of `moh-train`.
+
+use std::fs;
+use std::path::Path;
+
+use super::PROGRAM;
+use super::whole_page::check;
+use crate::support::{program, success, trainable};
+
+/// The page of a run.
+pub(crate) fn page(run: &Path) -> String {
+    let out = run.join(moh_report::PAGE);
+    assert!(moh_report::write(&[run.to_owned()], &out, false).unwrap().is_empty());
+    let page = fs::read_to_string(out).unwrap();
+    check(&page);
+    page
+}
+
+const STAGES: &str = r#"
+validation = { path = "text", batches = 1, every_steps = 2 }
+
+[[stage]]
+name = "adapt"
+attention = "dense"
+tokens = 256
+batch_tokens = 64
+micro_batch = 2
+learning_rate = { max = 1e-2, min = 1e-3, warmup_steps = 1 }
+
+[[stage]]
+name = "moh"
+attention = "moh"
+moh = { shared_heads = 4, routed_top_k = 2 }
+tokens = 256
+batch_tokens = 64
+micro_batch = 2
+learning_rate = { max = 5e-3, min = 1e-3, warmup_steps = 1 }
+"#;
+
+#[test]
+fn a_finished_run_has_every_section() {
+    let dir = trainable(STAGES);
+    let out = success(program(PROGRAM, dir.path()).args(["--recipe", "recipe.toml"]));
+    assert!(out.contains("moh-report run\n"), "{out}");
+    let page = page(&dir.path().join("run"));
+    for expected in [
+        "Run run",
+        "finished",
+        "Training and validation loss",
+        "moh: converted to 6 of 8 heads",
+        "the model as loaded",
+        "converted, 6 of 8 heads active, not tuned",
+        "Balance loss",
+        "Learning rate",
+        "Gradient norm",
+        "Load of the routed heads on validation, after step 8",
+        "Load of the routed heads on validation, converted, not tuned",
+        "Active heads by layer",
+        "Entropy of the gates by layer",
+        "A step of moh",
+        "<dt>machine</dt>",
+        " thread",
+        "routed_top_k = 2",
+    ] {
+        assert!(page.contains(expected), "{expected}");
+    }
+    assert!(!page.contains("Steps that were not applied"));
+    // Two routed heads of four: half of the tokens on average, whatever the head.
+    let table = page.split("Percent of the tokens that select each head").nth(1).unwrap();
+    let row = table.split("<tbody><tr>").nth(1).unwrap().split("</tr>").next().unwrap();
+    let loads: Vec<f64> =
+        row.split("<td>").skip(2).filter_map(|cell| cell.split('<').next()?.parse().ok()).collect();
+    assert_eq!(loads.len(), 4, "{row}");
+    assert!((loads.iter().sum::<f64>() - 200.0).abs() < 0.3, "{loads:?}");
+    let picture = fs::read_to_string(dir.path().join("run/run.svg")).unwrap();
+    assert!(picture.contains("moh: converted to 6 of 8 heads") && picture.ends_with("</svg>\n"));
+}

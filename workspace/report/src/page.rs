@@ -1,0 +1,99 @@
+//! The page as a whole: its head, its style and its sections.
+
+use std::time::{Duration, SystemTime};
+
+use maud::{DOCTYPE, Markup, PreEscaped, html};
+
+use super::{Runs, curves, figure, guard, losses, numbers, overview, recipes, routing, speed};
+use crate::chart::{self, shorten};
+use moh_program::utc;
+
+const STYLE: &str = include_str!("page.css");
+
+/// By which a page is known as one of this program's.
+const GENERATOR: &str = "<meta name=\"generator\" content=\"moh-report";
+
+/// What the page may load: nothing, but for its own style and the empty icon that keeps browsers from asking
+/// for one.
+const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src data:";
+
+/// The same for a watched page, whose script asks its own server for the page again.
+const WATCH_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; \
+     script-src 'self'; connect-src 'self'";
+
+/// Characters of the names in a page's title.
+const TITLE_CHARACTERS: usize = 120;
+
+/// How a page refreshes itself.
+#[derive(Debug, Clone, Copy)]
+pub struct Watch {
+    /// Time between refreshes.
+    pub every: Duration,
+}
+
+/// Whether a file that starts with these bytes is such a page.
+pub(super) fn is_page(start: &[u8]) -> bool {
+    start.windows(GENERATOR.len()).any(|part| part == GENERATOR.as_bytes())
+}
+
+/// The page of runs at the moment `now`.
+pub fn page(runs: &Runs, now: SystemTime, watch: Option<Watch>) -> String {
+    let logs = &runs.logs[..];
+    let names: Vec<&str> = logs.iter().map(|log| log.name.as_str()).collect();
+    let title = shorten(&names.join(", "), TITLE_CHARACTERS);
+    let has_steps = logs.iter().any(|log| !log.steps.all.is_empty());
+    let body = html! {
+        h1 { @if logs.len() == 1 { "Run " (title) } @else { (logs.len()) " runs" } }
+        (overview::section(logs, now))
+        @if !runs.remarks.is_empty() {
+            ul class="remarks" { @for remark in &runs.remarks { li { (remark) } } }
+        }
+        section {
+            h2 { "Loss" }
+            @if has_steps || logs.iter().any(|log| !log.summary.evaluations.is_empty()) {
+                (figure::axes())
+                (curves::losses(logs))
+            } @else {
+                p { "No step has been recorded yet." }
+            }
+        }
+        (losses::section(logs))
+        @if has_steps { section { h2 { "Training" } (curves::quantities(logs)) } }
+        (guard::section(logs))
+        (routing::section(logs))
+        (speed::section(logs))
+        @if has_steps { (numbers::section(logs)) }
+        (recipes::section(logs))
+        footer { "moh-report " (env!("CARGO_PKG_VERSION")) ", " (utc(now)) }
+    };
+    shell(&title, body, watch)
+}
+
+/// The page of an error, which a watched page shows until the next refresh.
+pub fn error_page(error: &str, watch: Watch) -> String {
+    shell("error", html! { h1 { "The run cannot be read" } p { (error) } }, Some(watch))
+}
+
+fn shell(title: &str, body: Markup, watch: Option<Watch>) -> String {
+    let policy = if watch.is_some() { WATCH_POLICY } else { POLICY };
+    let page = html! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta name="generator" content={ "moh-report " (env!("CARGO_PKG_VERSION")) };
+                meta http-equiv="Content-Security-Policy" content=(policy);
+                meta name="viewport" content="width=device-width, initial-scale=1";
+                meta name="color-scheme" content="light dark";
+                title { (title) " - moh-report" }
+                link rel="icon" href="data:,";
+                style { (PreEscaped(chart::STYLE)) (PreEscaped(STYLE)) }
+                @if watch.is_some() { script src="/watch.js" defer {} }
+            }
+            body {
+                main data-seconds=[watch.map(|watch| watch.every.as_secs())] { (body) }
+            }
+        }
+    };
+    format!("{}\n", page.into_string())
+}

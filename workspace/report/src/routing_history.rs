@@ -1,0 +1,223 @@
+//! How the use of the heads changes over training: curves of how unequal the loads are, and maps of each layer and head
+//! over time.
+
+use std::collections::BTreeSet;
+
+use maud::{Markup, html};
+
+use super::curves::{each, label, over_tokens};
+use super::figure;
+use crate::chart::{Cell, HeatRow, Line, LineChart, Look, TimeMap};
+use crate::run_log::{LayerLoads, Loads, RoutingHistory, RunLog, Spread};
+use moh_program::counted;
+
+/// Most cells of the maps of heads on a page, which its size follows.
+const MAX_CELLS: usize = 20_000;
+
+/// Most rows of a map of layers.
+const MAX_LAYERS: usize = 512;
+
+/// Layers whose heads are seen at once; those of the others are in a part that can be opened.
+const SEEN: usize = 5;
+
+/// What a chart shows of an evaluation: title, unit, value.
+type Measure = (&'static str, &'static str, fn(&Spread) -> f64);
+
+const MEASURES: [Measure; 3] = [
+    ("Imbalance of the loads", "percent, mean of the layers", |spread| 100.0 * spread.mean),
+    ("Imbalance of the most unequal layer", "percent", |spread| 100.0 * spread.most),
+    ("Load of the least used routed head", "percent of the tokens", |spread| {
+        100.0 * spread.least_load
+    }),
+];
+
+/// The part; nothing for runs with at most one evaluation.
+pub(super) fn part(logs: &[RunLog]) -> Markup {
+    let has_many = |log: &&RunLog| log.routing_histories.iter().any(is_long);
+    let num_runs = logs.iter().filter(has_many).count();
+    html! {
+        @if num_runs > 0 {
+            h3 { "Over training" }
+            p class="note" {
+                "Imbalance: the standard deviation of the loads of a layer's routed heads, in percent of their mean. \
+                 It is 0% if all serve as many tokens, and decreases where the balance loss works. In the maps, with \
+                 the colours of the loads, a head that stays dark is unused."
+            }
+            div class="panels" {
+                @for chart in charts(logs) { (figure::panel_over_tokens(&chart, false)) }
+            }
+            @for log in logs.iter().filter(has_many) {
+                @if logs.len() > 1 { h3 { (log.name) } }
+                @if let Some(history) = log.routing_histories.iter().find(|history| is_long(history)) {
+                    (maps(&log.name, history, MAX_CELLS / num_runs))
+                }
+            }
+        }
+    }
+}
+
+/// Whether there is more than the one evaluation that the maps of loads show.
+fn is_long(history: &RoutingHistory) -> bool {
+    history.spreads.len() > 1
+}
+
+fn charts(logs: &[RunLog]) -> Vec<LineChart> {
+    let chart = |(title, unit, value): Measure| {
+        let lines = each(logs).flat_map(|(run_look, log)| {
+            log.routing_histories.iter().enumerate().map(move |(place, history)| {
+                let (label, look) = match logs.len() {
+                    1 => (history.set.clone(), Look::nth(place)),
+                    _ => {
+                        let name = format!("{}, {}", label(&log.name), history.set);
+                        (name, Look { dash: place, ..run_look })
+                    }
+                };
+                let point = |spread: &Spread| Some((log.tokens_after(spread.step)?, value(spread)));
+                let points = history.spreads.iter().filter_map(point).collect();
+                Line { label, points, look: Look { dots: true, ..look } }
+            })
+        });
+        over_tokens(logs, (title, unit), lines.collect(), true)
+    };
+    MEASURES.into_iter().map(chart).filter(|chart| !chart.is_empty()).collect()
+}
+
+/// The maps of a set of the run `name`: one of the layers, and one of the heads of each layer, as many as `max_cells`
+/// allow, those of the most unequal layers first.
+fn maps(name: &str, history: &RoutingHistory, max_cells: usize) -> Markup {
+    let RoutingHistory { set, spreads, picked, .. } = history;
+    let layers: BTreeSet<usize> =
+        picked.iter().flat_map(|loads| loads.layers.keys().copied()).collect();
+    let mut unequal: Vec<usize> = layers.iter().copied().collect();
+    let newest = |layer: &usize| {
+        picked
+            .iter()
+            .rev()
+            .find_map(|loads| Some(loads.layers.get(layer)?.imbalance))
+            .unwrap_or(0.0)
+    };
+    unequal.sort_by(|a, b| newest(b).total_cmp(&newest(a)));
+    let mut left = max_cells;
+    let mut seen: Vec<usize> = unequal
+        .into_iter()
+        .map_while(|layer| {
+            left = left.checked_sub(num_heads(picked, layer) * picked.len())?;
+            Some(layer)
+        })
+        .collect();
+    let mut others = seen.split_off(seen.len().min(SEEN));
+    let num_shown = seen.len() + others.len();
+    seen.sort_unstable();
+    others.sort_unstable();
+    html! {
+        p class="note" {
+            "On " (set) ": a column for each evaluation"
+            @if picked.len() < spreads.len() { ", " (picked.len()) " of " (spreads.len()) " with the newest" }
+            ", by the steps done. The layers whose loads are the most unequal now come first"
+            @if num_shown < layers.len() { ", " (num_shown) " of the " (layers.len()) " in all" } "."
+        }
+        div class="panels" {
+            figure {
+                (caption("Imbalance of each layer", "percent"))
+                (map_of_layers(history, &layers).draw())
+            }
+            (heads(history, &seen))
+        }
+        @if !others.is_empty() {
+            details data-part={ "layers " (name) } {
+                summary { "Heads of " (counted(others.len() as u64, "more layer")) }
+                div class="panels" { (heads(history, &others)) }
+            }
+        }
+    }
+}
+
+fn heads(history: &RoutingHistory, layers: &[usize]) -> Markup {
+    html! {
+        @for &layer in layers {
+            figure {
+                (caption(&format!("Layer {layer}"), "load of each head"))
+                (map_of_heads(history, layer).draw())
+            }
+        }
+    }
+}
+
+fn caption(title: &str, unit: &str) -> Markup {
+    html! { figcaption { strong { (title) } " " span class="unit" { (unit) } } }
+}
+
+/// The most heads that a layer has at any time.
+fn num_heads(picked: &[Loads], layer: usize) -> usize {
+    let of = |loads: &Loads| Some(loads.layers.get(&layer)?.num_heads());
+    picked.iter().filter_map(of).max().unwrap_or(0)
+}
+
+fn map_of_layers(history: &RoutingHistory, layers: &BTreeSet<usize>) -> TimeMap {
+    let row = |&number: &usize| {
+        let cell = |loads: &Loads| match loads.layers.get(&number) {
+            Some(layer) => Cell::Share(layer.imbalance.into()),
+            None => Cell::Absent,
+        };
+        HeatRow { number, cells: history.picked.iter().map(cell).collect() }
+    };
+    let rows: Vec<HeatRow> = layers.iter().take(MAX_LAYERS).map(row).collect();
+    map(history, format!("Imbalance of each layer on {}", history.set), "layers", rows)
+}
+
+fn map_of_heads(history: &RoutingHistory, layer: usize) -> TimeMap {
+    let row = |number: usize| {
+        let cell =
+            |loads: &Loads| loads.layers.get(&layer).map_or(Cell::Absent, |l| l.cell(number));
+        HeatRow { number, cells: history.picked.iter().map(cell).collect() }
+    };
+    let rows = (0..num_heads(&history.picked, layer)).map(row).collect();
+    map(history, format!("Load of each head of layer {layer} on {}", history.set), "heads", rows)
+}
+
+fn map(
+    history: &RoutingHistory,
+    title: String,
+    rows_are: &'static str,
+    rows: Vec<HeatRow>,
+) -> TimeMap {
+    let share = |cell: &Cell| match cell {
+        Cell::Share(share) => Some(*share),
+        _ => None,
+    };
+    let ends = |column: Option<usize>| {
+        let shares = rows.iter().filter_map(|row| share(row.cells.get(column?)?));
+        let (least, most) = shares
+            .fold((f64::INFINITY, 0.0), |(least, most): (f64, f64), share| {
+                (least.min(share), most.max(share))
+            });
+        match least <= most {
+            true => format!("{:.1}% to {:.1}%", 100.0 * least, 100.0 * most),
+            false => "none".to_owned(),
+        }
+    };
+    let steps: Vec<u64> = history.picked.iter().map(|loads| loads.step).collect();
+    let description = format!(
+        "{} evaluations; at the first one {}, at the newest {}.",
+        history.spreads.len(),
+        ends(Some(0)),
+        ends(steps.len().checked_sub(1))
+    );
+    TimeMap { title, description, rows_are, rows, steps }
+}
+
+impl LayerLoads {
+    fn num_heads(&self) -> usize {
+        self.shared_heads.saturating_add(self.routed.len())
+    }
+
+    fn cell(&self, head: usize) -> Cell {
+        match head.checked_sub(self.shared_heads) {
+            None => Cell::Shared,
+            Some(routed) => match self.routed.get(routed) {
+                Some(&load) => Cell::Share(load.into()),
+                None => Cell::Absent,
+            },
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! The runs of a page: directories of runs, and those in a directory that holds some. What is left out is said.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use anyhow::{Context as _, bail};
+
+use crate::chart::{printable, shorten};
+use crate::run_log::{LeftOut, RunLog, is_run};
+use moh_program::counted;
+
+/// Most runs of one directory on a page, the newest ones: more curves are not told apart.
+const MAX_RUNS: usize = 20;
+
+/// Most directories that a remark names.
+const MAX_NAMED: usize = 8;
+
+/// Characters of the reason why a run is left out.
+const REASON_CHARACTERS: usize = 240;
+
+/// The runs of a page.
+#[derive(Debug)]
+pub struct Runs {
+    /// The runs, with names that differ.
+    pub logs: Vec<RunLog>,
+    /// What is left out of them, and why, in sentences.
+    pub remarks: Vec<String>,
+}
+
+impl Runs {
+    /// Reads the directories `paths`: each that of a run, or one that holds run directories.
+    ///
+    /// # Errors
+    /// Fails if a directory is neither, or if a file of a run cannot be read; such a run within a directory of runs is
+    /// left out instead, unless all are.
+    pub fn read(paths: &[PathBuf]) -> anyhow::Result<Self> {
+        let mut runs = Runs { logs: Vec::new(), remarks: Vec::new() };
+        for path in paths {
+            match path.is_dir() && !is_run(path) {
+                true => runs.add_those_in(path)?,
+                false => runs.logs.push(RunLog::read(path)?),
+            }
+        }
+        name(&mut runs.logs);
+        for log in &runs.logs {
+            runs.remarks.extend(log.left_out.iter().map(|left_out| of_lines(log, left_out)));
+        }
+        Ok(runs)
+    }
+
+    /// Adds the runs in the directory `path`, by name.
+    fn add_those_in(&mut self, path: &Path) -> anyhow::Result<()> {
+        let shown = path.display();
+        let (mut found, mut others) = (Vec::new(), Vec::new());
+        for entry in std::fs::read_dir(path).with_context(|| shown.to_string())? {
+            let path = entry.with_context(|| shown.to_string())?.path();
+            match path.is_dir() {
+                true if is_run(&path) => found.push((written(&path), path)),
+                true => others.push(path),
+                false => {}
+            }
+        }
+        if found.is_empty() {
+            bail!(
+                "{shown}: is not a run directory, which has a recipe.toml and a metrics.jsonl, and holds none: name \
+                 the run.dir of a recipe, or a directory of such directories"
+            );
+        }
+        // The newest first; the names decide between runs of the same moment.
+        found.sort_by(|a, b| b.0.cmp(&a.0).then_with(|| a.1.cmp(&b.1)));
+        let mut found: Vec<PathBuf> = found.into_iter().map(|(_, path)| path).collect();
+        let older = found.split_off(found.len().min(MAX_RUNS));
+        found.sort();
+        let mut broken = Vec::new();
+        for path in &found {
+            match RunLog::read(path) {
+                Ok(log) => self.logs.push(log),
+                Err(error) => broken.push(format!("{error:#}")),
+            }
+        }
+        if broken.len() == found.len() {
+            bail!("{shown}: none of its runs can be read: {}", broken.swap_remove(0));
+        }
+        let remarks = broken.into_iter().take(MAX_NAMED);
+        self.remarks.extend(
+            remarks.map(|error| format!("left out: {}", shorten(&error, REASON_CHARACTERS))),
+        );
+        let newest = format!("older than the newest {MAX_RUNS} runs");
+        self.remarks.extend(of_directories(path, older, &newest));
+        self.remarks.extend(of_directories(path, others, "not run directories"));
+        Ok(())
+    }
+}
+
+/// When a run has last written a step, or else its recipe.
+fn written(run: &Path) -> SystemTime {
+    let run = moh_train::RunDirectory::new(run);
+    let moment = |path: PathBuf| std::fs::metadata(path).and_then(|data| data.modified()).ok();
+    moment(run.metrics()).or_else(|| moment(run.recipe())).unwrap_or(SystemTime::UNIX_EPOCH)
+}
+
+/// That directories in `path` are left out; `None` without any.
+fn of_directories(path: &Path, mut left_out: Vec<PathBuf>, reason: &str) -> Option<String> {
+    left_out.sort();
+    let count = left_out.len();
+    let names = left_out.iter().filter_map(|path| path.file_name()).take(MAX_NAMED);
+    let names: Vec<String> =
+        names.map(|name| shorten(&name.to_string_lossy(), REASON_CHARACTERS / 4)).collect();
+    let more = count.saturating_sub(names.len());
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    let path = printable(&path.to_string_lossy());
+    (count > 0).then(|| format!("left out of {path}, as {reason}: {}{more}", names.join(", ")))
+}
+
+/// That lines of a file are left out.
+fn of_lines(log: &RunLog, left_out: &LeftOut) -> String {
+    let LeftOut { file, count, first } = left_out;
+    let lines: Vec<String> =
+        first.iter().map(|(number, reason)| format!("line {number}: {reason}")).collect();
+    let more = count.saturating_sub(first.len() as u64);
+    let more = if more > 0 { format!("; and {more} more") } else { String::new() };
+    let file = printable(&log.root.join(file).to_string_lossy());
+    format!("left out of {file}: {}, {}{more}", counted(*count, "line"), lines.join("; "))
+}
+
+/// Gives runs of the same name longer ones, by their paths.
+fn name(logs: &mut [RunLog]) {
+    let mut count = BTreeMap::<String, usize>::new();
+    for log in &*logs {
+        *count.entry(log.name.clone()).or_default() += 1;
+    }
+    for log in logs {
+        if count.get(&log.name).is_some_and(|&count| count > 1) {
+            log.name = printable(&log.root.to_string_lossy());
+        }
+    }
+}

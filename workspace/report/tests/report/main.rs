@@ -1,0 +1,72 @@
+//! `moh-report` as a process: pages of runs in every state, hostile names, several runs, and a page that is
+//! watched.
+
+#![cfg(unix)]
+#![allow(clippy::unwrap_used)] // A test fails by panicking.
+
+mod comparison;
+mod directories;
+mod hostile;
+mod routing;
+mod states;
+#[path = "../../../cli/tests/support/mod.rs"]
+mod support;
+mod watching;
+mod whole_page;
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+use support::{program, success};
+use whole_page::check;
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_moh-report");
+
+/// A line of `metrics.jsonl`.
+fn step(stage: &str, step: u64, tokens: u64) -> Value {
+    json!({
+        "stage": stage, "step": step, "tokens": tokens, "loss": 2.0 + 1.0 / step as f64,
+        "balance_loss": (stage == "moh").then_some(0.5), "learning_rate": 1e-3, "grad_norm": 0.25,
+        "tokens_per_second": 1000.0,
+    })
+}
+
+/// A run directory `name` in `dir` with these steps.
+fn write_run(dir: &Path, name: &str, steps: &[Value]) {
+    let run = dir.join(name);
+    fs::create_dir_all(&run).unwrap();
+    let lines: String = steps.iter().map(|step| format!("{step}\n")).collect();
+    fs::write(run.join(".moh-run"), "").unwrap();
+    fs::write(run.join("metrics.jsonl"), lines).unwrap();
+}
+
+fn empty() -> tempfile::TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+/// The page of a run.
+fn page(dir: &Path, run: &str) -> String {
+    let out = success(program(PROGRAM, dir).arg(run));
+    assert_eq!(out, format!("{run}/report.html\n"));
+    let page = fs::read_to_string(dir.join(run).join("report.html")).unwrap();
+    check(&page);
+    page
+}
+
+/// The figures with this title.
+fn figures<'a>(page: &'a str, title: &str) -> Vec<&'a str> {
+    let figures = page.split("<figure").skip(1).filter_map(|text| text.split("</figure>").next());
+    figures.filter(|figure| figure.contains(&format!("<strong>{title}</strong>"))).collect()
+}
+
+/// The drawing of a figure that is shown for a choice of axes, without that for narrow pages.
+fn drawing<'a>(figure: &'a str, axes: &str) -> &'a str {
+    let parts = figure.split("<div class=\"").skip(1);
+    let mut of_axes = parts.skip_while(|part| {
+        part.split('"').next().is_none_or(|classes| classes.split(' ').all(|class| class != axes))
+    });
+    let first = of_axes.next().unwrap();
+    let part = if first.contains("<svg") { first } else { of_axes.next().unwrap() };
+    part.split("</div>").next().unwrap()
+}
