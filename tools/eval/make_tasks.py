@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Makes the task files of tools/eval/tasks from stories of `moh-data stories`.
+"""Makes the task files of tools/eval/tasks from the quickstart's stories.
 
-    moh-data stories --seed 11 --count 300 --setting village --out stories.jsonl
+    stories --seed 11 --count 300 --setting village >stories.jsonl
     tools/eval/make_tasks.py stories.jsonl --out tools/eval/tasks
 
 village-choice.jsonl asks for the sentence that continues a story, among sentences at the same place of three

@@ -23,18 +23,28 @@ fn stderr(done: &assert_cmd::assert::Assert) -> String {
     String::from_utf8(done.get_output().stderr.clone()).unwrap()
 }
 
-/// A directory with 50 stories, a tokenizer and a token file.
+/// Documents of many words, as JSON lines.
+fn documents(count: usize) -> String {
+    let starts = ["ka", "lo", "mi", "ne", "pu", "ra", "si", "to", "ve", "zu"];
+    let ends = ["bel", "dar", "fin", "gos", "hul", "jim", "kan", "lut", "mor", "nep"];
+    let word = |n: usize| format!("{}{} ", starts[n % 10], ends[n / 10 % 10]);
+    let text = |document: usize| (0..20 + document).map(move |n| word(n * document + n * n));
+    let line = |document| format!("{{\"text\": \"{}\"}}\n", text(document).collect::<String>());
+    (0..count).map(line).collect()
+}
+
+/// A directory with 50 documents, a tokenizer and a token file.
 fn prepared() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("s.jsonl"), documents(50)).unwrap();
     let run = |line: &str| moh_data(dir.path(), &line.split(' ').collect::<Vec<_>>()).success();
-    run("stories --seed 1 --count 50 --out s.jsonl");
     run("tokenizer --vocab-size 400 --out tok s.jsonl");
     run("prepare --tokenizer tok --out p s.jsonl");
     dir
 }
 
 #[test]
-fn stories_become_a_token_file() {
+fn documents_become_a_token_file() {
     let dir = prepared();
     let mut names: Vec<_> = fs::read_dir(dir.path())
         .unwrap()
@@ -61,8 +71,7 @@ fn stories_become_a_token_file() {
 #[test]
 fn outputs_are_kept_unless_forced() {
     let dir = prepared();
-    let cases: [&[&str]; 3] = [
-        &["stories", "--count", "1", "--out", "s.jsonl"],
+    let cases: [&[&str]; 2] = [
         &["tokenizer", "--vocab-size", "300", "--out", "tok", "s.jsonl"],
         &["prepare", "--tokenizer", "tok", "--out", "p", "s.jsonl"],
     ];
@@ -93,13 +102,14 @@ fn special_tokens_in_texts_are_a_warning() {
 fn directories_of_outputs_are_made_and_errors_name_the_users_path() {
     let dir = tempfile::tempdir().unwrap();
     let run = |line: &str| moh_data(dir.path(), &line.split(' ').collect::<Vec<_>>());
-    run("stories --count 20 --out texts/new/s.jsonl").success();
-    run("tokenizer --vocab-size 300 --out tokenizers/new/tok texts/new/s.jsonl").success();
-    run("prepare --tokenizer tokenizers/new/tok --out tokens/new/p texts/new/s.jsonl").success();
+    fs::write(dir.path().join("s.jsonl"), documents(20)).unwrap();
+    run("tokenizer --vocab-size 300 --out tokenizers/new/tok s.jsonl").success();
+    run("prepare --tokenizer tokenizers/new/tok --out tokens/new/p s.jsonl").success();
     assert!(dir.path().join("tokens/new/p.json").is_file());
     fs::write(dir.path().join("file"), "").unwrap();
-    let text = stderr(&run("stories --count 1 --out file/s.jsonl").code(1));
-    assert!(text.starts_with("error: file/s.jsonl: cannot write: "), "{text}");
+    let prepare = "prepare --tokenizer tokenizers/new/tok --out file/p s.jsonl";
+    let text = stderr(&run(prepare).code(1));
+    assert!(text.starts_with("error: file/p.bin: cannot write: "), "{text}");
     assert!(!text.contains(".tmp-") && !text.contains("at path"), "{text}");
 }
 
@@ -127,11 +137,12 @@ fn errors_are_one_sentence_and_name_the_file() {
 #[test]
 fn wrong_usage_exits_with_two() {
     let dir = tempfile::tempdir().unwrap();
+    let tokenizer = ["tokenizer", "--out", "a", "a.txt"];
     let cases: [&[&str]; 5] = [
         &[],
         &["prepare"],
-        &["stories", "--count", "0", "--out", "a"],
-        &["stories", "--count", "1", "--setting", "moon", "--out", "a"],
+        &tokenizer,
+        &[&tokenizer[..], &["--vocab-size", "0"]].concat(),
         &["unknown"],
     ];
     for case in cases {
@@ -142,14 +153,11 @@ fn wrong_usage_exits_with_two() {
 
 #[test]
 fn examples_in_the_help_work_when_pasted() {
-    for help in [
-        &["--help"][..],
-        &["prepare", "--help"],
-        &["stories", "--help"],
-        &["tokenizer", "--help"],
-        &["info", "--help"],
-    ] {
+    for help in
+        [&["--help"][..], &["prepare", "--help"], &["tokenizer", "--help"], &["info", "--help"]]
+    {
         let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("text.jsonl"), documents(50)).unwrap();
         let text = stdout(&moh_data(dir.path(), help).success());
         let lines = text.lines().filter_map(|line| line.trim().strip_prefix("moh-data "));
         let examples: Vec<_> = lines.collect();
@@ -158,18 +166,6 @@ fn examples_in_the_help_work_when_pasted() {
             moh_data(dir.path(), &example.split(' ').collect::<Vec<_>>()).success();
         }
     }
-}
-
-#[test]
-fn the_settings_differ_and_repeat() {
-    let dir = tempfile::tempdir().unwrap();
-    let read = |setting: &str, name: &str| {
-        let arguments = ["stories", "--count", "5", "--setting", setting, "--out", name];
-        moh_data(dir.path(), &arguments).success();
-        fs::read(dir.path().join(name)).unwrap()
-    };
-    assert_eq!(read("village", "a"), read("village", "b"));
-    assert_ne!(read("village", "c"), read("voyage", "d"));
 }
 
 #[cfg(unix)]
@@ -324,8 +320,6 @@ fn a_tokenizer_is_a_directory_a_file_or_a_hub_id() {
 #[test]
 fn one_of_something_is_singular() {
     let dir = prepared();
-    let one = ["stories", "--count", "1", "--out", "one.jsonl"];
-    assert_eq!(stdout(&moh_data(dir.path(), &one).success()), "one.jsonl: 1 story\n");
     fs::write(dir.path().join("tok/tokenizer_config.json"), "{}").unwrap();
     let json = fs::read_to_string(dir.path().join("tok/tokenizer.json")).unwrap();
     let mut json: serde_json::Value = serde_json::from_str(&json).unwrap();

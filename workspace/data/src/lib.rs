@@ -3,10 +3,9 @@
 //! [`prepare`] converts text to a token file (Megatron's indexed dataset), and [`TokenFile`] reads
 //! one, from any writer. [`TrainingData`] maps a sample number to its tokens, as a pure function of
 //! the seed; [`Windows`] divides a file for evaluation. [`TextTokenizer`] converts between text and
-//! ids, [`train_tokenizer`] trains a new tokenizer, and [`write_documents`] writes generated texts.
+//! ids, [`train_tokenizer`] trains a new tokenizer.
 
 mod content;
-mod document_writer;
 mod documents;
 mod end_of_text;
 mod error;
@@ -32,7 +31,6 @@ mod tokenizer_training;
 mod windows;
 
 pub use content::TokenFileContent;
-pub use document_writer::write_documents;
 pub use end_of_text::{AppendEos, DocumentEnd};
 pub use error::{Error, Result};
 pub use input::Format;

@@ -1,4 +1,4 @@
-//! `moh-data`: prepares token files, tokenizers and stories.
+//! `moh-data`: prepares token files and tokenizers.
 
 use std::collections::BTreeMap;
 use std::io::{Write, stdout};
@@ -12,19 +12,17 @@ use moh_data::{
 use moh_program::arguments::at_least;
 use moh_program::progress::Bar;
 use moh_program::{counted, exit, models};
-use moh_stories::{Setting, story};
 
-/// Convert text to token files, train tokenizers, and write stories to try them on.
+/// Convert text to token files, and train tokenizers.
 #[derive(Parser)]
 #[command(
     name = "moh-data",
     version,
     arg_required_else_help = true,
-    after_help = "Example, from nothing to a token file:\n  \
-        moh-data stories --seed 1 --count 2000 --out stories.jsonl\n  \
-        moh-data tokenizer --vocab-size 1024 --out tokenizer stories.jsonl\n  \
-        moh-data prepare --tokenizer tokenizer --out stories stories.jsonl\n  \
-        moh-data info stories"
+    after_help = "Example, from a text to a token file:\n  \
+        moh-data tokenizer --vocab-size 1024 --out tokenizer text.jsonl\n  \
+        moh-data prepare --tokenizer tokenizer --out text text.jsonl\n  \
+        moh-data info text"
 )]
 struct Arguments {
     #[command(subcommand)]
@@ -39,29 +37,22 @@ enum Command {
     /// text and one document, or with --format paragraphs one for each paragraph. The tokenizer determines whether documents start with BOS. Each ends
     /// with EOS: the token that the tokenizer adds or, if it adds none, the eos_token of its
     /// tokenizer_config.json or special_tokens_map.json.
-    #[command(after_help = "Example (writes text.bin, text.idx and text.json):\n  \
-        moh-data stories --seed 1 --count 2000 --out example.jsonl\n  \
-        moh-data tokenizer --vocab-size 1024 --out example-tokenizer example.jsonl\n  \
-        moh-data prepare --tokenizer example-tokenizer --out text example.jsonl")]
+    #[command(after_help = "Example (writes tokens.bin, tokens.idx and tokens.json):\n  \
+        moh-data tokenizer --vocab-size 1024 --out tokenizer text.jsonl\n  \
+        moh-data prepare --tokenizer tokenizer --out tokens text.jsonl")]
     Prepare(PrepareArguments),
-    /// Write short English stories to train a small model on
-    #[command(after_help = "Example:\n  \
-        moh-data stories --seed 1 --count 10000 --setting village --out village.jsonl")]
-    Stories(StoriesArguments),
     /// Train a byte-level BPE tokenizer
     ///
     /// Writes tokenizer.json, tokenizer_config.json and special_tokens_map.json. Every encoding
     /// starts with <|begin_of_text|>; moh-data prepare appends <|end_of_text|> to each document.
     #[command(after_help = "Example:\n  \
-        moh-data stories --seed 1 --count 5000 --out words.jsonl\n  \
-        moh-data tokenizer --vocab-size 2048 --out words-tokenizer words.jsonl")]
+        moh-data tokenizer --vocab-size 2048 --out tokenizer text.jsonl")]
     Tokenizer(TokenizerArguments),
     /// Show the contents of a token file
     #[command(after_help = "Example:\n  \
-        moh-data stories --seed 1 --count 500 --out few.jsonl\n  \
-        moh-data tokenizer --vocab-size 512 --out few-tokenizer few.jsonl\n  \
-        moh-data prepare --tokenizer few-tokenizer --out few few.jsonl\n  \
-        moh-data info few")]
+        moh-data tokenizer --vocab-size 512 --out tokenizer text.jsonl\n  \
+        moh-data prepare --tokenizer tokenizer --out tokens text.jsonl\n  \
+        moh-data info tokens")]
     Info(InfoArguments),
 }
 
@@ -129,33 +120,6 @@ impl InputArguments {
 }
 
 #[derive(clap::Args)]
-struct StoriesArguments {
-    /// Seed; the same seed gives the same stories
-    #[arg(long, default_value_t = 0, value_parser = at_least::<u64>(0))]
-    seed: u64,
-    /// Number of stories
-    #[arg(long, value_parser = at_least::<u64>(1))]
-    count: u64,
-    /// Setting of the stories
-    #[arg(long, value_enum, default_value_t = SettingName::Village)]
-    setting: SettingName,
-    /// JSON lines file to write
-    #[arg(long, value_name = "FILE.jsonl")]
-    out: PathBuf,
-    /// Replace an existing file
-    #[arg(long)]
-    force: bool,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum SettingName {
-    /// Children in a village
-    Village,
-    /// Children on a ship and among islands: new text for a model trained on the village
-    Voyage,
-}
-
-#[derive(clap::Args)]
 struct TokenizerArguments {
     /// Requested number of ids, including special tokens and bytes
     #[arg(long, value_name = "N", value_parser = at_least::<usize>(1))]
@@ -183,7 +147,6 @@ fn main() -> ExitCode {
         exit::remove_temporary_files_on_signals()?;
         match arguments.command {
             Command::Prepare(arguments) => prepare(&arguments),
-            Command::Stories(arguments) => write_stories(&arguments),
             Command::Tokenizer(arguments) => train_tokenizer(&arguments),
             Command::Info(arguments) => info(&arguments),
         }
@@ -238,26 +201,6 @@ fn special_tokens(found: Option<&BTreeMap<String, u64>>) -> Option<String> {
     let shown = |(token, count): (&String, &u64)| format!("{token} {count}");
     let found = found.filter(|found| !found.is_empty())?;
     Some(found.iter().map(shown).collect::<Vec<_>>().join(", "))
-}
-
-fn write_stories(arguments: &StoriesArguments) -> anyhow::Result<()> {
-    let setting = match arguments.setting {
-        SettingName::Village => Setting::Village,
-        SettingName::Voyage => Setting::Voyage,
-    };
-    let (seed, count) = (arguments.seed, arguments.count);
-    let mut bar = Bar::count("stories", count);
-    moh_data::write_documents(
-        &arguments.out,
-        count,
-        |number| story(setting, seed, number),
-        arguments.force,
-        &mut |done, total| bar.update(done, total),
-    )?;
-    drop(bar);
-    let noun = if count == 1 { "story" } else { "stories" };
-    writeln!(stdout(), "{}: {count} {noun}", arguments.out.display())?;
-    Ok(())
 }
 
 fn train_tokenizer(arguments: &TokenizerArguments) -> anyhow::Result<()> {

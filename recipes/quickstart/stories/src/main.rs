@@ -3,6 +3,8 @@
 //! what after it was given away, how many are left, where a thing was hidden, who said which
 //! words. A model without attention cannot tell them.
 //!
+//!     cargo run --release --bin stories -- --seed 1 --count 2000 --setting village >village.jsonl
+//!
 //! A story is a pure function of setting, seed and number. The two settings share their grammar
 //! and most words; [`Setting::Voyage`] is the new text that an adapted model must learn.
 
@@ -17,6 +19,9 @@ mod story_builder;
 mod talking;
 mod working;
 
+use std::io::{BufWriter, Result, Write, stdout};
+
+use clap::{Parser, ValueEnum};
 use lexicon::{VILLAGE, VOYAGE};
 use random::Random;
 use story_builder::{Person, StoryBuilder};
@@ -28,13 +33,35 @@ const MIN_WORDS: usize = 60;
 const MAX_WORDS: usize = 200;
 
 /// The setting of a story.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum Setting {
-    /// Children in a village.
-    #[default]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Setting {
+    /// Children in a village
     Village,
-    /// Children on a ship and among islands.
+    /// Children on a ship and among islands: new text for a model trained on the village
     Voyage,
+}
+
+/// Write short English stories, JSON lines with the field text, to train a small model on.
+#[derive(Parser)]
+struct Arguments {
+    /// Seed; the same seed gives the same stories
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Number of stories
+    #[arg(long)]
+    count: u64,
+    /// Setting of the stories
+    #[arg(long, value_enum, default_value_t = Setting::Village)]
+    setting: Setting,
+}
+
+fn main() -> Result<()> {
+    let Arguments { seed, count, setting } = Arguments::parse();
+    let mut out = BufWriter::new(stdout().lock());
+    for number in 0..count {
+        writeln!(out, "{}", serde_json::json!({ "text": story(setting, seed, number) }))?;
+    }
+    out.flush()
 }
 
 /// Tells a story and returns its main person.
@@ -77,7 +104,7 @@ const SAILING: &[Template] = &[
 ];
 
 /// Story `number` of a seed: 60 to 200 words.
-pub fn story(setting: Setting, seed: u64, number: u64) -> String {
+fn story(setting: Setting, seed: u64, number: u64) -> String {
     let (words, place) = match setting {
         Setting::Village => (&VILLAGE, 0),
         Setting::Voyage => (&VOYAGE, 1),
