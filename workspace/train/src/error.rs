@@ -503,10 +503,7 @@ pub(crate) fn unless_missing<T>(
     path: &Path,
     result: std::io::Result<T>,
 ) -> Result<Option<T>, Error> {
-    match result {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        result => result.map(Some).map_err(Error::io(path)),
-    }
+    moh_files::unless_missing(result).map_err(Error::io(path))
 }
 
 /// A key whose value differs between two recipes; `None` where a recipe lacks it.

@@ -14,7 +14,6 @@ mod export;
 mod export_record;
 mod growth;
 pub mod guard;
-mod held_directory;
 mod json_lines;
 mod machine;
 pub mod metrics;

@@ -3,9 +3,10 @@
 
 use std::path::{Path, PathBuf};
 
+use moh_files::first_free_suffixed;
+
 use crate::checkpoint::RunState;
 use crate::rewinds::Rewind;
-use crate::run_directory::first_free_suffixed;
 use crate::{Error, Recipe, RunDirectory, metrics, routing_log};
 
 /// Prepares `metrics.jsonl` for the steps after `step`; returns a warning if lines before it are lost.

@@ -7,6 +7,7 @@ use std::sync::atomic::AtomicBool;
 
 use moh_comm::{Group, World};
 use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements};
+use moh_files::HeldDirectory;
 use moh_kernels::{Backend, Element};
 
 use crate::branch;
@@ -14,7 +15,6 @@ use crate::checkpoint;
 use crate::checkpoint_name::is_step_of;
 use crate::disk_space::{self, FreeSpace, free_space};
 use crate::event::{Event, Outcome};
-use crate::held_directory::HeldDirectory;
 use crate::machine::Machine;
 use crate::recipe::{Parallel, Stage};
 use crate::rewinds::Rewinds;

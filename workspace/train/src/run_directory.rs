@@ -4,8 +4,9 @@
 mod own_files;
 mod stored_recipe;
 
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+
+use moh_files::first_free_suffixed;
 
 pub(crate) use own_files::{is_unfinished_checkpoint, named};
 pub(crate) use stored_recipe::changes;
@@ -191,10 +192,7 @@ impl RunDirectory {
     /// # Errors
     /// Fails if this directory is missing, or the other one cannot be created.
     pub(crate) fn create_folder(&self, path: &Path) -> Result<(), Error> {
-        match std::fs::create_dir(path) {
-            Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(Error::io(path)(error)),
-            _ => Ok(()),
-        }
+        moh_files::create_directory(path).map_err(Error::io(path))
     }
 
     /// Steps of the complete checkpoints, ascending.
@@ -262,26 +260,6 @@ impl RunDirectory {
         let path = self.summary();
         unless_missing(&path, std::fs::remove_file(&path))?;
         Ok(())
-    }
-}
-
-/// The first of the names with the suffixes "", "-2", "-3", ... that does not exist.
-pub(crate) fn first_free_suffixed(name: impl Fn(&str) -> PathBuf) -> PathBuf {
-    first_free(|n| match n {
-        1 => name(""),
-        _ => name(&format!("-{n}")),
-    })
-}
-
-/// The first of the names for 1, 2, ... that does not exist.
-fn first_free(name: impl Fn(u64) -> PathBuf) -> PathBuf {
-    let mut number = 1;
-    loop {
-        let path = name(number);
-        if path.symlink_metadata().is_err() {
-            return path;
-        }
-        number += 1;
     }
 }
 

@@ -6,7 +6,7 @@
 //! new file with a session start, which makes TensorBoard drop later steps of older files.
 
 use std::fs::{File, OpenOptions};
-use std::io::{ErrorKind, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -48,12 +48,7 @@ impl TensorBoard {
     /// # Errors
     /// Fails if the file cannot be created.
     pub fn create(directory: &Path, steps_kept: u64) -> Result<Self, Error> {
-        match std::fs::create_dir(directory) {
-            Err(error) if error.kind() != ErrorKind::AlreadyExists => {
-                return Err(Error::io(directory)(error));
-            }
-            _ => {}
-        }
+        moh_files::create_directory(directory).map_err(Error::io(directory))?;
         let continues = holds_events(directory)?;
         let (path, file) = new_file(directory)?;
         let mut board = TensorBoard { path, file };

@@ -4,13 +4,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use moh_comm::World;
+use moh_files::first_free_suffixed;
 use moh_kernels::{Backend, Cpu};
 use moh_model::parameters::Shard;
 
 use super::MANIFEST;
 use super::read_error::ReadError;
 use super::stored::StoredCheckpoint;
-use crate::run_directory::first_free_suffixed;
 use crate::{Error, Ranks, RunDirectory};
 
 /// Receives the new path of a damaged checkpoint and the damage, on the first rank.

@@ -7,9 +7,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use moh_files::TEMPORARY;
+use moh_files::{TEMPORARY, first_free, first_free_suffixed};
 
-use super::{AFTER, EXPORT_BEFORE, RunDirectory, first_free, first_free_suffixed};
+use super::{AFTER, EXPORT_BEFORE, RunDirectory};
 use crate::error::unless_missing;
 use crate::run_lock::{CLOCK, HOLDER, LOCK};
 use crate::{Error, Recipe};

@@ -15,10 +15,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::PathBuf;
 
+use moh_files::first_free_suffixed;
 use toml::Value;
 
+use super::RunDirectory;
 use super::own_files::EDITED;
-use super::{RunDirectory, first_free_suffixed};
 use crate::error::unless_missing;
 use crate::recipe::{Stage, is_below};
 use crate::shell::shell_word;

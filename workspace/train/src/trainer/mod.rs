@@ -16,6 +16,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use moh_files::HeldDirectory;
 use moh_kernels::span::Lane;
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
@@ -24,7 +25,6 @@ use crate::checkpoint::{EvaluationPoint, RunState};
 use crate::event::{Event, Outcome};
 use crate::export::{self, Exported};
 use crate::growth;
-use crate::held_directory::HeldDirectory;
 use crate::metrics::MetricsWriter;
 use crate::optimizer::OptimizerState;
 use crate::part_times::PartTimes;

@@ -1,4 +1,4 @@
-//! A directory that is held open, so that its run notices when it is moved or removed, and finds it where it is.
+//! A directory that is held open, so that a program notices when it is moved or removed, and finds it where it is.
 
 use std::fs::{self, File};
 use std::io;
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// A directory, known by itself and not by its path.
 #[derive(Debug)]
-pub(crate) struct HeldDirectory {
+pub struct HeldDirectory {
     /// Open, so that no other directory can get its number; `None` where directories cannot be opened.
     file: Option<File>,
 }
@@ -16,14 +16,14 @@ impl HeldDirectory {
     ///
     /// # Errors
     /// Fails if it cannot be opened.
-    pub(crate) fn open(path: &Path) -> io::Result<Self> {
+    pub fn open(path: &Path) -> io::Result<Self> {
         let file = if cfg!(unix) { Some(File::open(path)?) } else { None };
         Ok(HeldDirectory { file })
     }
 
     /// Whether the directory has left `path`: nothing is there, or something else. A file system that does not answer
     /// says nothing.
-    pub(crate) fn has_left(&self, path: &Path) -> bool {
+    pub fn has_left(&self, path: &Path) -> bool {
         match fs::metadata(path) {
             Ok(found) => !found.is_dir() || !self.is(&found),
             Err(error) => {
@@ -33,7 +33,7 @@ impl HeldDirectory {
     }
 
     /// Where the directory is now; `None` if it was removed, or if the system does not say.
-    pub(crate) fn place(&self) -> Option<PathBuf> {
+    pub fn place(&self) -> Option<PathBuf> {
         let place = self.link()?;
         (!self.has_left(&place)).then_some(place)
     }
