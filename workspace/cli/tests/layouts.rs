@@ -5,7 +5,7 @@
 #![cfg(unix)]
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
-use moh_train::Recipe;
+use moh_recipe::Recipe;
 use stories::{Layout, Stories};
 use support::job::{PROGRAM, can_start, mpirun};
 use support::stderr;

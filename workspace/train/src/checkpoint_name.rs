@@ -6,6 +6,8 @@ use std::path::Path;
 use moh_hf::ConfigFile;
 use moh_hf::config_file::CONFIG_FILE;
 use moh_kernels::Backend;
+use moh_model::ModelConfig;
+use moh_recipe::{Model, Recipe};
 use serde_json::Value;
 
 use crate::checkpoint::{StoredCheckpoint, alone, newest_good, of_step, require};
@@ -96,6 +98,20 @@ pub(crate) fn config_file(
 ) -> Result<ConfigFile, Error> {
     let fields = Value::Object(stored.manifest().config.clone());
     Ok(ConfigFile::from_value(fields, directory)?)
+}
+
+/// The shape of a recipe's initial model, before its vocabulary grows, from the run in `model.from` or as
+/// [`Recipe::model_config`]; `None` for a repository of the hub. Messages name the recipe `path`.
+///
+/// # Errors
+/// Fails if the configuration cannot be read or is invalid.
+pub fn local_model_config(recipe: &Recipe, path: &Path) -> Result<Option<ModelConfig>, Error> {
+    let Model { new, config, from, .. } = &recipe.model;
+    if let (None, None, Some(name)) = (new, config, from.as_deref().and_then(CheckpointName::parse))
+    {
+        return Ok(Some(name.config_file()?.config));
+    }
+    Ok(recipe.model_config(path)?)
 }
 
 /// Whether `name` is `run` with a step.

@@ -3,8 +3,7 @@
 use std::path::PathBuf;
 
 use moh_data::TrainingData;
-
-use crate::Recipe;
+use moh_recipe::Recipe;
 
 /// The part of a token file in a run.
 #[derive(Debug, Clone, PartialEq)]

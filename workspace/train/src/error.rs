@@ -3,10 +3,11 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use moh_recipe::Fault;
+use moh_recipe::shell::shell_word;
+
 use crate::plan::units::{bytes, ranks as counted};
-use crate::recipe::Fault;
 use crate::rewinds::MAX_ATTEMPTS;
-use crate::shell::shell_word;
 
 /// An error of this crate; its message is one sentence: what is wrong, where, and what to do.
 #[derive(Debug, thiserror::Error)]
@@ -18,12 +19,6 @@ pub enum Error {
         path: PathBuf,
         /// The system's error.
         source: std::io::Error,
-    },
-    /// A recipe or an override is invalid: one line for each fault.
-    #[error("{}", lines(faults))]
-    Recipe {
-        /// All faults; never empty.
-        faults: Vec<Fault>,
     },
     /// A hardware profile is invalid: one line for each fault.
     #[error("{}", lines(faults))]
@@ -417,16 +412,6 @@ pub enum Error {
         /// The recipe.
         path: PathBuf,
     },
-    /// The model differs from the recipe.
-    #[error("{}: {key}: {reason}", path.display())]
-    ModelDiffers {
-        /// The recipe.
-        path: PathBuf,
-        /// The key that differs from the model.
-        key: String,
-        /// The difference.
-        reason: String,
-    },
     /// The recipe's device is missing or unsuitable, or this program was built without support for
     /// it.
     #[error("{}: run.device = \"cuda\": {source}, or use --set run.device=cpu", path.display())]
@@ -469,6 +454,9 @@ pub enum Error {
         /// The rank that failed.
         rank: usize,
     },
+    /// A recipe is invalid, or its model differs from it.
+    #[error(transparent)]
+    Recipe(#[from] moh_recipe::Error),
     /// Communication with another rank failed.
     #[error(transparent)]
     Comm(#[from] moh_comm::Error),

@@ -4,15 +4,14 @@ use std::path::Path;
 
 use moh_kernels::MemoryInfo;
 use moh_model::ModelConfig;
+use moh_recipe::Stage;
 
-use crate::Error;
-use crate::SourceEpochs;
 use crate::checkpoint::Evaluation;
 use crate::growth::Growth;
 use crate::metrics::{Skipped, StepMetrics};
-use crate::recipe::Stage;
 use crate::rewinds::Rewind;
 use crate::summary::Summary;
+use crate::{Error, SourceEpochs};
 
 /// An event of a run.
 #[derive(Debug)]

@@ -8,12 +8,12 @@ use moh_hf::model_directory::{self, Contents, DEFAULT_SHARD_BYTES, Sink, TensorS
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
 use moh_model::layout::ModelLayout;
+use moh_recipe::Recipe;
 
 use crate::checkpoint::{RunState, StoredCheckpoint, TensorKind};
 use crate::export_record::{self, ExportRecord};
-use crate::model_card;
 use crate::source::ModelSource;
-use crate::{Error, Recipe, RunDirectory};
+use crate::{Error, RunDirectory, model_card};
 
 /// Whether an export is complete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -8,12 +8,12 @@
 
 use std::path::{Path, PathBuf};
 
+use moh_recipe::{Recipe, Stage};
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::RunState;
 use crate::error::unless_missing;
-use crate::recipe::Stage;
-use crate::{Error, Recipe, RunDirectory};
+use crate::{Error, RunDirectory};
 
 /// Maximum bytes of the file.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -182,11 +182,13 @@ fn read(path: &Path) -> Result<Vec<Growth>, Error> {
 
 #[cfg(test)]
 mod tests {
+
     use super::*;
-    use crate::recipe::tests::small;
+
+    const SMALL: &str = include_str!("../../recipe/src/tests/small.toml");
 
     fn recipe() -> Recipe {
-        Recipe::parse(small(), Path::new("small.toml"), &[]).unwrap()
+        Recipe::parse(SMALL, Path::new("small.toml"), &[]).unwrap()
     }
 
     fn grown(step: u64, before: u64, tokens: u64) -> Growth {

@@ -4,10 +4,11 @@
 use std::path::{Path, PathBuf};
 
 use moh_files::first_free_suffixed;
+use moh_recipe::Recipe;
 
 use crate::checkpoint::RunState;
 use crate::rewinds::Rewind;
-use crate::{Error, Recipe, RunDirectory, metrics, routing_log};
+use crate::{Error, RunDirectory, metrics, routing_log};
 
 /// Prepares `metrics.jsonl` for the steps after `step`; returns a warning if lines before it are lost.
 /// A file that lacks some is renamed, not removed.

@@ -5,11 +5,11 @@ use std::path::Path;
 
 use moh_hf::model_card::grouped;
 use moh_hf::{Base, Origin};
+use moh_recipe::{Attention, Recipe, Stage};
 
 use crate::checkpoint::{Evaluation, EvaluationPoint, RunState, StoredCheckpoint};
 use crate::growth::steps_at;
-use crate::recipe::{Attention, Stage};
-use crate::{Error, Recipe, RunDirectory};
+use crate::{Error, RunDirectory};
 
 /// Where the model of a run comes from after `step` steps.
 ///

@@ -6,8 +6,8 @@ use std::path::Path;
 use moh_comm::{Buffers, Launch, Options, World};
 use moh_device::{OnDevice, OpenDevice};
 use moh_kernels::Backend;
+use moh_recipe::{Device, Recipe};
 
-use crate::recipe::{Device, Recipe};
 use crate::{Error, Ranks};
 
 /// Opens the device of `recipe`; on a machine with several GPUs, the one with this process's local

@@ -1,15 +1,15 @@
 //! How steps change the state of a run: shared by training and by the replay of a step.
 
 use moh_kernels::{Backend, Element};
+use moh_recipe::{Guard, Schedule, Stage};
 
+use crate::Error;
 use crate::checkpoint::RunState;
 use crate::growth::steps_at;
 use crate::metrics::Skipped;
 use crate::optimizer::OptimizerState;
-use crate::recipe::{Guard, Stage};
 use crate::rewinds::Rewinds;
 use crate::step::{StepResult, Update};
-use crate::{Error, Schedule};
 
 impl RunState {
     /// Passes over the samples of a rewind, if its step is the last one done.

@@ -9,11 +9,12 @@ use std::io::Write as _;
 use std::path::Path;
 
 use moh_kernels::Backend;
+use moh_recipe::Recipe;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{RunState, StoredCheckpoint};
 use crate::error::unless_missing;
-use crate::{Error, Ranks, Recipe, RunDirectory};
+use crate::{Error, Ranks, RunDirectory};
 
 /// Returns from one place of a run, after which it ends: other samples have not helped.
 pub const MAX_ATTEMPTS: u64 = 3;

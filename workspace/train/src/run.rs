@@ -9,23 +9,20 @@ use moh_comm::{Group, World};
 use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements};
 use moh_files::HeldDirectory;
 use moh_kernels::{Backend, Element};
+use moh_recipe::{Parallel, Recipe, Stage, shell};
 
-use crate::branch;
-use crate::checkpoint;
 use crate::checkpoint_name::is_step_of;
 use crate::disk_space::{self, FreeSpace, free_space};
 use crate::event::{Event, Outcome};
 use crate::machine::Machine;
-use crate::recipe::{Parallel, Stage};
 use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
 use crate::run_inputs::{RunInputs, Settled};
-use crate::shell;
 use crate::source::ModelSource;
 use crate::summary::Summary;
 use crate::trace::TraceSteps;
 use crate::trainer::{Inputs, train};
-use crate::{CheckpointName, Error, Ranks, Recipe, RunDirectory, RunLock, TimeLimit};
+use crate::{CheckpointName, Error, Ranks, RunDirectory, RunLock, TimeLimit, branch, checkpoint};
 
 static NO_STEPS: TraceSteps = TraceSteps::NONE;
 

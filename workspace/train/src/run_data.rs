@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use moh_data::{DocumentEnd, TextTokenizer, TokenFile, TokenizerMatch, TrainingData, Windows};
+use moh_recipe::{Order, Recipe, ValidationSet, validation_key};
 
 use crate::Error;
 use crate::checkpoint::EvaluatedText;
-use crate::recipe::{Order, Recipe, ValidationSet, validation_key};
 use crate::source::ModelSource;
 use crate::step::ReadSample;
 

@@ -7,14 +7,14 @@ mod stored_recipe;
 use std::path::{Path, PathBuf};
 
 use moh_files::first_free_suffixed;
-
+use moh_recipe::Recipe;
 pub(crate) use own_files::{is_unfinished_checkpoint, named};
 pub(crate) use stored_recipe::changes;
 pub use stored_recipe::leaves;
 
 use crate::error::unless_missing;
 use crate::run_inputs::model_files::TOKENIZER;
-use crate::{Error, Recipe, RunLock};
+use crate::{Error, RunLock};
 
 /// Prefix of the names of checkpoints that the run has left with a rewind.
 pub(crate) const REWOUND: &str = "rewound-step-";

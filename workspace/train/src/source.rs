@@ -9,11 +9,11 @@ use moh_hf::{ConfigFile, Expansion, SpecialTokens, StoredModel, WeightFiles};
 use moh_model::layout::Segment;
 use moh_model::tensors::has_vocabulary_rows;
 use moh_model::{ModelConfig, initial};
+use moh_recipe::{Recipe, read_shape};
 
 use crate::checkpoint::{StoredCheckpoint, TensorKind, Wanted};
-use crate::recipe::read_shape;
 use crate::run_inputs::model_files::TOKENIZER;
-use crate::{CheckpointName, Error, Recipe, checkpoint_name, model_card};
+use crate::{CheckpointName, Error, checkpoint_name, model_card};
 
 /// The initial model of a run.
 pub struct ModelSource {
@@ -405,7 +405,7 @@ fn with_tokenizer(directory: &Path) -> Option<PathBuf> {
 }
 
 fn differs(path: &Path, key: &str, reason: String) -> Error {
-    Error::ModelDiffers { path: path.to_owned(), key: key.to_owned(), reason }
+    moh_recipe::Error::ModelDiffers { path: path.to_owned(), key: key.to_owned(), reason }.into()
 }
 
 /// Gives a new model the special tokens of its tokenizer that its recipe leaves out, so that generation

@@ -4,10 +4,8 @@
 use moh_device::ResidentMemory;
 use moh_kernels::{Backend, ElementType};
 use moh_model::ModelConfig;
+use moh_recipe::{Recipe, Stage};
 use serde::{Deserialize, Serialize};
-
-use crate::Recipe;
-use crate::recipe::Stage;
 
 /// Peak rates of dense bf16 matrix products in TFLOP/s, from NVIDIA's data sheets, rounded as in
 /// torchtitan. The first whose words are all in the device's name counts.

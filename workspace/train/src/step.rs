@@ -14,6 +14,7 @@ use moh_model::{
     Activations, AuxiliaryLoss, AuxiliaryLosses, LossScale, Model, PassShape, PassSlot, Recompute,
     StepSums, Sums,
 };
+use moh_recipe::{Optimizer, Recipe, Stage};
 
 use crate::Error;
 use crate::block_norms::{BlockNorms, SquaredBlockNorms};
@@ -21,7 +22,6 @@ use crate::data_parallel::DataParallel;
 use crate::guard::{Limits, SkipReason};
 use crate::optimizer::OptimizerState;
 use crate::pipeline_schedule::{self, Pass};
-use crate::recipe::{self, Optimizer, Recipe, Stage};
 use crate::replay::TensorGradient;
 use crate::step_buffers::{StepBuffers, StepSizes};
 
@@ -180,9 +180,9 @@ impl StepPlan {
             micro_batches: stage.batch_tokens / tokens as u64,
             document_mask: recipe.data.document_mask,
             recompute: match recipe.memory.recompute {
-                recipe::Recompute::None => Recompute::None,
-                recipe::Recompute::Cheap => Recompute::Cheap,
-                recipe::Recompute::Block => Recompute::Block,
+                moh_recipe::Recompute::None => Recompute::None,
+                moh_recipe::Recompute::Cheap => Recompute::Cheap,
+                moh_recipe::Recompute::Block => Recompute::Block,
             },
             auxiliary_weights: AuxiliaryLosses::new(|loss| match loss {
                 AuxiliaryLoss::Balance => {

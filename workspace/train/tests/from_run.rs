@@ -9,8 +9,9 @@ use std::fs;
 
 use moh_hf::ConfigFile;
 use moh_model::HeadCounts;
+use moh_recipe::Recipe;
 use moh_train::checkpoint::{StoredCheckpoint, TensorKind};
-use moh_train::{Outcome, Recipe, RunDirectory};
+use moh_train::{Outcome, RunDirectory};
 use support::driver::{Start, finish, stop_at};
 use support::results::Results;
 use support::{Workplace, files};
@@ -113,7 +114,7 @@ fn the_first_stage_keeps_the_attention_of_the_step_unless_it_has_another() {
         let mut recipe = next(&place, from, &[]);
         recipe.stages.remove(0);
         recipe.stages[0].moh = None;
-        let moh = moh_train::recipe::MohOptions::default();
+        let moh = moh_recipe::MohOptions::default();
         recipe.stages[0].moh = Some(moh);
         stop_at(&recipe, 1);
         let own = RunDirectory::new(&recipe.run.dir);

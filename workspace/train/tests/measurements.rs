@@ -10,9 +10,10 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
+use moh_recipe::Recipe;
 use moh_train::routing_log::{self, RoutingLine, RoutingMoment};
 use moh_train::{
-    Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions, StepMetrics, Summary, metrics,
+    Event, OpenDevice, Outcome, RunDirectory, RunOptions, StepMetrics, Summary, metrics,
 };
 use support::on_ranks::on_ranks;
 use support::results::Results;

@@ -13,11 +13,12 @@ use moh_kernels::{Cpu, Element};
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
+use moh_recipe::Recipe;
 use moh_train::guard::Limits;
 use moh_train::optimizer::OptimizerState;
 use moh_train::plan::{Layout, RankMemory};
 use moh_train::step::{StepGroups, StepPlan, Stepper, Update};
-use moh_train::{Plan, Ranks, Recipe};
+use moh_train::{Plan, Ranks};
 
 /// Columns of the MLP and rows of the vocabulary do not divide; 7 micro-batches.
 const RECIPE: &str = r#"
@@ -51,7 +52,7 @@ fn read(overrides: &[&str]) -> (Recipe, ModelConfig) {
     let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
     let path = Path::new("recipe.toml");
     let recipe = Recipe::parse(RECIPE, path, &overrides).unwrap();
-    let config = recipe.local_model_config(path).unwrap().unwrap();
+    let config = recipe.model_config(path).unwrap().unwrap();
     (recipe, config)
 }
 

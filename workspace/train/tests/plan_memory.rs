@@ -11,9 +11,10 @@ use moh_eval::Evaluator;
 use moh_kernels::{Cpu, Element};
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
+use moh_recipe::Recipe;
+use moh_train::Plan;
 use moh_train::optimizer::OptimizerState;
 use moh_train::step::{StepGroups, StepPlan, Stepper};
-use moh_train::{Plan, Recipe};
 
 const RECIPE: &str = r#"
 run = { dir = "runs/none", seed = 1, device = "cpu", dtype = "f32" }
@@ -83,7 +84,7 @@ fn planned_and_allocated(recompute: &str, dtype: &str) -> (u64, u64) {
     let overrides = [format!("memory.recompute={recompute}"), format!("run.dtype={dtype}")];
     let path = Path::new("recipe.toml");
     let recipe = Recipe::parse(RECIPE, path, &overrides).unwrap();
-    let config = recipe.local_model_config(path).unwrap().unwrap();
+    let config = recipe.model_config(path).unwrap().unwrap();
     let memory = Plan::new(&recipe, &config).unwrap().stages[0].memory;
     // No checkpoint is written here.
     let planned = memory.total() - memory.other.staging - memory.other.thread_scratch;

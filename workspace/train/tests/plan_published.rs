@@ -5,8 +5,9 @@
 
 use std::path::{Path, PathBuf};
 
+use moh_recipe::Recipe;
+use moh_train::Plan;
 use moh_train::plan::Hardware;
-use moh_train::{Plan, Recipe};
 
 /// Largest accepted difference of a prediction from the published rate.
 const TOLERANCE: f64 = 0.15;
@@ -29,7 +30,7 @@ fn predicted(profile: &str, gpus: usize, sequences: usize, micro_batch: usize) -
     );
     let path = Path::new("published.toml");
     let mut recipe = Recipe::parse(&text, path, &[]).unwrap();
-    let model = recipe.local_model_config(path).unwrap().unwrap();
+    let model = recipe.model_config(path).unwrap().unwrap();
     recipe.resolve(path, &model).unwrap();
     let hardware = Hardware::load(&root().join("recipes/hardware").join(profile)).unwrap();
     let plan = Plan::new(&recipe, &model).unwrap();

@@ -9,7 +9,8 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions};
+use moh_recipe::Recipe;
+use moh_train::{Error, Event, OpenDevice, Outcome, RunDirectory, RunOptions};
 use support::Workplace;
 use support::on_ranks::on_ranks;
 use support::results::{Results, assert_alike};

@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use moh_train::{Plan, Recipe};
+use moh_recipe::Recipe;
+use moh_train::Plan;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -15,7 +16,7 @@ fn the_papers_recipe_has_the_papers_plan() {
     let config = root().join("recipes/llama3-8b/config.json");
     let overrides = [format!("model.config={}", config.display())];
     let mut recipe = Recipe::load(&path, &overrides).unwrap();
-    let model = recipe.local_model_config(&path).unwrap().unwrap();
+    let model = recipe.model_config(&path).unwrap().unwrap();
     recipe.resolve(&path, &model).unwrap();
     let plan = Plan::new(&recipe, &model).unwrap().with_device_tflops(600.0);
     assert_eq!(plan.vocabulary, (128_256, 160_896));

@@ -8,8 +8,8 @@ mod support;
 use std::fs;
 use std::path::Path;
 
-use moh_train::recipe::ValidationSet;
-use moh_train::{Error, Event, Outcome, Recipe, RunDirectory, checkpoint, metrics};
+use moh_recipe::{Recipe, ValidationSet};
+use moh_train::{Error, Event, Outcome, RunDirectory, checkpoint, metrics};
 use support::driver::{Start, finish, stop_at};
 use support::results::Results;
 use support::{Workplace, files, write_tokens};

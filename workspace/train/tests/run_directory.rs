@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use moh_comm::World;
-use moh_train::{Error, Event, OpenDevice, Outcome, Recipe, RunDirectory, RunOptions};
+use moh_recipe::Recipe;
+use moh_train::{Error, Event, OpenDevice, Outcome, RunDirectory, RunOptions};
 use support::driver::{Start, finish, stop_at};
 use support::on_ranks::on_ranks;
 use support::results::Results;

@@ -14,15 +14,16 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use anyhow::{Context as _, bail};
+pub use lines::LeftOut;
+use moh_recipe::Recipe;
 use moh_train::checkpoint::{Evaluation, EvaluationPoint, StoredCheckpoint};
 use moh_train::rewinds::{Rewind, Rewinds};
-use moh_train::{Machine, Recipe, RunDirectory, StepMetrics, Summary};
-
-use crate::chart::printable;
-pub use lines::LeftOut;
+use moh_train::{Machine, RunDirectory, StepMetrics, Summary};
 pub use routing::RoutingEvaluation;
 pub use routing_history::{LayerLoads, Loads, RoutingHistory, Spread, load};
 pub use steps::{SkippedStep, StageSteps, Step, StepValue, Steps};
+
+use crate::chart::printable;
 
 /// The name of a validation set that has none of its own.
 const ONLY_SET: &str = "validation";

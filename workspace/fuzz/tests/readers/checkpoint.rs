@@ -9,8 +9,9 @@ use std::sync::atomic::AtomicBool;
 use moh_comm::World;
 use moh_data::{Provenance, TokenFileWriter};
 use moh_fuzz::Target;
+use moh_recipe::Recipe;
 use moh_train::checkpoint::{StoredCheckpoint, TensorKind};
-use moh_train::{OpenDevice, Recipe, RunDirectory, RunOptions};
+use moh_train::{OpenDevice, RunDirectory, RunOptions};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 

@@ -50,12 +50,12 @@ mod tests {
     use moh_model::ModelConfig;
     use moh_model::model_parallel::ModelParallel;
     use moh_model::parameters::Shard;
+    use moh_recipe::Checkpoint;
     use serde_json::Map;
 
     use super::super::{RunState, Snapshot, TensorKind, begin, prune, publish, write_part};
     use super::*;
     use crate::RunDirectory;
-    use crate::recipe::Checkpoint;
     use crate::tiny_model::tiny_model;
 
     const RANKS: usize = 4;

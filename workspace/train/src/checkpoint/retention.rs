@@ -3,9 +3,9 @@
 use std::fs;
 
 use moh_files::TEMPORARY;
+use moh_recipe::Checkpoint;
 
 use super::read::{alone, newest_good};
-use crate::recipe::Checkpoint;
 use crate::run_directory::{REWOUND, is_unfinished_checkpoint};
 use crate::{Error, RunDirectory};
 

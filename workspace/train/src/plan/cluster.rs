@@ -4,6 +4,7 @@
 use std::path::Path;
 
 use moh_model::ModelConfig;
+use moh_recipe::{Recipe, Stage};
 
 use super::communication::Traffic;
 use super::hardware::Hardware;
@@ -12,7 +13,6 @@ use super::time::StepTime;
 use super::work::{Layout, Work};
 use super::{Plan, grown};
 use crate::Error;
-use crate::recipe::{Recipe, Stage};
 
 /// The stages of a plan on a number of ranks.
 #[derive(Debug, Clone, PartialEq)]

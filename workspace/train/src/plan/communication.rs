@@ -9,9 +9,9 @@ use std::ops::{Add, Mul};
 
 use moh_kernels::ElementType;
 use moh_model::model_parallel::Part;
+use moh_recipe::Recompute;
 
 use super::work::Work;
-use crate::recipe::Recompute;
 
 /// A number of operations, and the bytes that one rank sends in them.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]

@@ -7,13 +7,13 @@ use std::ops::RangeInclusive;
 use std::path::Path;
 
 use moh_kernels::ElementType;
+use moh_recipe::lines::Lines;
+use moh_recipe::{Fault, is_below, reader};
 use serde::Deserialize;
 use toml::Value;
 
 use super::rate::{Basis, Rate};
 use crate::Error;
-use crate::recipe::lines::Lines;
-use crate::recipe::{Fault, is_below, reader};
 
 /// Maximum bytes of a profile.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -374,6 +374,14 @@ mod tests {
                 at(
                     "latency_us",
                     "network.latency_ms: unknown key, did you mean network.latency_us",
+                ),
+            ),
+            (
+                "data_overlap",
+                "data_overlaps",
+                at(
+                    "data_overlap",
+                    "network.data_overlaps: unknown key, did you mean network.data_overlap",
                 ),
             ),
             ("ranks = 8", "ranks = 0", at("ranks", "node.ranks: must be from 1 to 1048576, not 0")),

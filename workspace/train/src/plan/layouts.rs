@@ -2,12 +2,12 @@
 //! fastest first.
 
 use moh_model::ModelConfig;
+use moh_recipe::{Recipe, Stage};
 
 use super::cluster::{ClusterStage, Speed};
 use super::hardware::Hardware;
 use super::work::{Layout, Work};
 use super::{DiskBytes, grown};
-use crate::recipe::{Recipe, Stage};
 
 /// Number of layouts shown for each stage.
 const SHOWN: usize = 5;

@@ -10,14 +10,13 @@ use moh_model::layout::ModelLayout;
 use moh_model::model_parallel::{Part, TensorShare};
 use moh_model::parameters::Shard;
 use moh_model::{ModelBuffers, ModelConfig, PassSizes, Slots};
+use moh_recipe::{Device, Recipe, Stage};
 
 use super::work::{Layout, Work};
-use crate::checkpoint;
 use crate::optimizer::OptimizerState;
-use crate::recipe::{Device, Recipe, Stage};
 use crate::step::StepPlan;
 use crate::step_buffers::{StepBuffers, StepSizes};
-use crate::{Error, pipeline_schedule, ranks};
+use crate::{Error, checkpoint, pipeline_schedule, ranks};
 
 /// GPU memory of a process before its first buffer: the driver's context and the kernels.
 const CONTEXT: u64 = 512 << 20;

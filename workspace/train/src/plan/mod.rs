@@ -22,22 +22,21 @@ mod work;
 
 use std::path::Path;
 
-use moh_kernels::ElementType;
-use moh_model::{HeadCounts, ModelConfig, MohConfig};
-
 pub use cluster::{Cluster, ClusterStage, Speed};
 pub use communication::{Traffic, Volume};
 pub use hardware::{DeviceRates, Hardware, Network, Node};
 pub use layouts::{StageSuggestions, Suggestion, Suggestions};
 pub use memory::{ActivationBytes, OtherBytes, RankMemory, StateBytes};
+use moh_kernels::ElementType;
+use moh_model::{HeadCounts, ModelConfig, MohConfig};
+use moh_recipe::{Parallel, Recipe, Recompute, Source, Stage};
 pub use rate::{Basis, Rate};
 pub use time::StepTime;
 pub use work::Layout;
+use work::Work;
 
-use crate::recipe::{Parallel, Recipe, Recompute, Source, Stage};
 use crate::run_data::open_training;
 use crate::{Error, SourceEpochs};
-use work::Work;
 
 /// The cost of a recipe.
 #[derive(Debug, Clone, PartialEq)]

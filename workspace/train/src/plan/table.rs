@@ -3,6 +3,7 @@
 use std::fmt;
 
 use moh_kernels::ElementType;
+use moh_recipe::{Device, Recompute};
 
 use super::cluster::{Cluster, ClusterStage, Speed};
 use super::hardware::Hardware;
@@ -12,7 +13,6 @@ use super::rate::{Basis, Rate};
 use super::units::{bytes, duration, flops, grouped, moment, percent, ranks, traffic};
 use super::{DiskBytes, Plan, StagePlan};
 use crate::SourceEpochs;
-use crate::recipe::{Device, Recompute};
 
 /// Width of a row's label.
 const LABEL: usize = 40;

@@ -6,17 +6,19 @@ use moh_comm::Coordinates;
 
 use super::*;
 
+const SMALL: &str = include_str!("../../../recipe/src/tests/small.toml");
+
 fn read(text: &str, overrides: &[&str]) -> (Recipe, ModelConfig) {
     let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
     let path = Path::new("recipe.toml");
     let recipe = Recipe::parse(text, path, &overrides).unwrap();
-    let model = recipe.local_model_config(path).unwrap().unwrap();
+    let model = recipe.model_config(path).unwrap().unwrap();
     (recipe, model)
 }
 
 /// The small recipe and its model.
 pub(crate) fn small(overrides: &[&str]) -> (Recipe, ModelConfig) {
-    let (recipe, model) = read(crate::recipe::tests::small(), overrides);
+    let (recipe, model) = read(SMALL, overrides);
     let grown = grown(&recipe, &model);
     (recipe, grown)
 }
@@ -33,7 +35,7 @@ pub(crate) fn llama3_8b(overrides: &[&str]) -> (Recipe, ModelConfig) {
 }
 
 fn plan(overrides: &[&str]) -> Plan {
-    let (recipe, model) = read(crate::recipe::tests::small(), overrides);
+    let (recipe, model) = read(SMALL, overrides);
     Plan::new(&recipe, &model).unwrap()
 }
 

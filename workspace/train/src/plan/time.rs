@@ -6,11 +6,11 @@
 //! the passes.
 
 use moh_model::model_parallel::Part;
+use moh_recipe::Recompute;
 
 use super::communication::{self, Volume};
 use super::hardware::Hardware;
 use super::work::Work;
-use crate::recipe::Recompute;
 
 /// Seconds of one step, by activity; they sum to the step.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]

@@ -7,8 +7,7 @@
 use moh_model::ModelConfig;
 use moh_model::layout::ModelLayout;
 use moh_model::model_parallel::{Part, TensorShare};
-
-use crate::recipe::{Parallel, Recipe, Stage};
+use moh_recipe::{Parallel, Recipe, Stage};
 
 /// The layout of a stage's ranks: tensor fastest, then data, pipeline slowest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

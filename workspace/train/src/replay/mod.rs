@@ -8,26 +8,24 @@ use std::path::Path;
 use moh_comm::World;
 use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_training_elements};
 use moh_kernels::{Backend, Element};
-use moh_model::BlockMagnitudes;
 use moh_model::layout::Segment;
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
-use moh_model::{Activations, Model, PassSlot};
-
+use moh_model::{Activations, BlockMagnitudes, Model, PassSlot};
+use moh_recipe::{Parallel, Recipe, Recompute, Stage};
 pub use samples::SampleSource;
 
 use crate::checkpoint::{self, RunState, StoredCheckpoint};
 use crate::growth::{self, Growth, steps_at};
 use crate::guard::Limits;
 use crate::optimizer::OptimizerState;
-use crate::recipe::{Parallel, Recompute, Stage};
 use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
 use crate::step::{Observer, StepGroups, StepPlan, StepResult, Stepper};
 use crate::trainer::attention_before;
-use crate::{Error, Recipe, RunDirectory};
+use crate::{Error, RunDirectory};
 
 /// A replayed step.
 #[derive(Debug, Clone, PartialEq)]

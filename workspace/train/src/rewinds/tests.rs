@@ -2,7 +2,8 @@ use super::*;
 use crate::checkpoint::RunState;
 use crate::guard::GuardState;
 use crate::ranks::tests::on_ranks;
-use crate::recipe::tests::small;
+
+const SMALL: &str = include_str!("../../../recipe/src/tests/small.toml");
 
 fn rewind(number: u64, step: u64, samples: [u64; 2]) -> Rewind {
     let skipped_steps = [step + 5, step + 6];
@@ -16,7 +17,7 @@ fn list(rewinds: &[Rewind]) -> Rewinds {
 /// The small recipe: 8 steps of 4 sequences in each of two stages.
 fn recipe(distance: u64) -> Recipe {
     let overrides = [format!("guard.rewind={distance}")];
-    Recipe::parse(small(), Path::new("recipe.toml"), &overrides).unwrap()
+    Recipe::parse(SMALL, Path::new("recipe.toml"), &overrides).unwrap()
 }
 
 fn state(step: u64, in_a_row: u64, sample: u64) -> RunState {

@@ -8,11 +8,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use moh_files::{TEMPORARY, first_free, first_free_suffixed};
+use moh_recipe::Recipe;
 
 use super::{AFTER, EXPORT_BEFORE, RunDirectory};
+use crate::Error;
 use crate::error::unless_missing;
 use crate::run_lock::{CLOCK, HOLDER, LOCK};
-use crate::{Error, Recipe};
 
 /// The file that makes a directory a run's: it has the run's recipe.
 pub(super) const MARK: &str = ".moh-run";

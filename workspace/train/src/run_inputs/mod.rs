@@ -13,13 +13,14 @@ use std::sync::atomic::AtomicBool;
 
 use moh_data::TokenFile;
 use moh_kernels::Backend;
+use moh_recipe::Recipe;
 
 use self::model_files::ModelFiles;
 use self::record::{FileRecord, Record, check_mixture};
 use self::token_files::Found;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
-use crate::{Error, Event, Ranks, Recipe, RunDirectory};
+use crate::{Error, Event, Ranks, RunDirectory};
 
 /// A run whose inputs are compared with its record.
 pub(crate) struct RunInputs<'a> {

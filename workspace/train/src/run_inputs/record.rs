@@ -6,12 +6,12 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use moh_data::{TokenFile, TokenFileContent, TrainingData};
+use moh_recipe::{Recipe, is_below};
 use serde::{Deserialize, Serialize};
 
 use super::token_files::Found;
 use crate::error::unless_missing;
-use crate::recipe::is_below;
-use crate::{Error, Recipe, RunDirectory};
+use crate::{Error, RunDirectory};
 
 /// Begins the keys of the validation sets' files.
 const VALIDATION: &str = "data.validation";

@@ -6,15 +6,15 @@ use moh_eval::{EvaluationText, Evaluator, Loss, Sums};
 use moh_kernels::{Backend, Element, span};
 use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
+use moh_recipe::{Recipe, ValidationSet};
 
 use super::Trainer;
 use super::stop_checks::StopChecks;
+use crate::Error;
 use crate::checkpoint::{Evaluation, EvaluationPoint};
 use crate::event::Event;
 use crate::metrics::Validation;
-use crate::recipe::ValidationSet;
 use crate::routing_log::{RoutingLine, RoutingMoment, RoutingOf};
-use crate::{Error, Recipe};
 
 /// The losses of the validation sets that were evaluated, by name.
 pub(super) type Losses = BTreeMap<String, Validation>;

@@ -10,25 +10,25 @@ mod stage;
 mod start;
 mod stop_checks;
 
-pub(crate) use start::attention_before;
-
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use evaluation::Evaluated;
 use moh_files::HeldDirectory;
 use moh_kernels::span::Lane;
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
+use moh_recipe::{Parallel, Recipe};
+use saving::Saving;
+pub(crate) use start::attention_before;
 
 use crate::checkpoint::{EvaluationPoint, RunState};
 use crate::event::{Event, Outcome};
 use crate::export::{self, Exported};
-use crate::growth;
 use crate::metrics::MetricsWriter;
 use crate::optimizer::OptimizerState;
 use crate::part_times::PartTimes;
-use crate::recipe::Parallel;
 use crate::rewinds::Rewinds;
 use crate::routing_log::{RoutingMoment, RoutingWriter};
 use crate::run_data::RunData;
@@ -36,10 +36,7 @@ use crate::source::ModelSource;
 use crate::step::StepGroups;
 use crate::summary::Summary;
 use crate::trace::TraceSteps;
-use crate::{Error, Ranks, Recipe, RunDirectory, SourceEpochs, TensorBoard, TimeLimit};
-
-use evaluation::Evaluated;
-use saving::Saving;
+use crate::{Error, Ranks, RunDirectory, SourceEpochs, TensorBoard, TimeLimit, growth};
 
 /// The inputs of a run beside the device and the other ranks.
 #[derive(Clone)]

@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use moh_eval::Evaluator;
 use moh_kernels::{Backend, Element, span};
+use moh_recipe::Stage;
 
 use super::evaluation::{Evaluated, Losses};
 use super::{Progress, Trainer};
@@ -12,7 +13,6 @@ use crate::checkpoint::EvaluationPoint;
 use crate::event::Event;
 use crate::growth::steps_at;
 use crate::metrics::StepMetrics;
-use crate::recipe::Stage;
 use crate::routing_log::RoutingMoment;
 use crate::speed::{Rates, Speed};
 use crate::step::{StepPlan, StepResult, Stepper};

@@ -10,6 +10,7 @@ use moh_model::layout::Segment;
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
+use moh_recipe::{Parallel, Recipe};
 
 use super::saving::Saving;
 use super::{Inputs, Trainer};
@@ -17,9 +18,7 @@ use crate::checkpoint::{self, RunState};
 use crate::event::Event;
 use crate::growth::{self, Resumed};
 use crate::metrics::MetricsWriter;
-use crate::metrics_resume;
 use crate::optimizer::OptimizerState;
-use crate::recipe::Parallel;
 use crate::rewinds::{Rewinds, leave_path};
 use crate::routing_log::RoutingWriter;
 use crate::run::{check_resumable, warn_of_edited};
@@ -27,7 +26,7 @@ use crate::run_data::RunData;
 use crate::set_aside::set_later_aside;
 use crate::source::ModelSource;
 use crate::step::StepGroups;
-use crate::{Error, Ranks, Recipe, RunDirectory, TensorBoard};
+use crate::{Error, Ranks, RunDirectory, TensorBoard, metrics_resume};
 
 impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a, 'e, B, T, G, M> {
     /// Loads the requested or the newest valid checkpoint, or else the recipe's initial model.

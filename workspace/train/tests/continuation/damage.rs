@@ -4,8 +4,8 @@ use std::fs;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use moh_train::checkpoint;
-use moh_train::{Error, Event, Outcome, Recipe, RunDirectory};
+use moh_recipe::Recipe;
+use moh_train::{Error, Event, Outcome, RunDirectory, checkpoint};
 
 use super::{alone, killed_at, reference, stop_at, train, train_and_hear, watch, watch_from};
 use crate::support::results::Results;

@@ -3,7 +3,8 @@
 use std::fs;
 use std::sync::atomic::Ordering;
 
-use moh_train::{Error, Event, Outcome, RunDirectory, Schedule, metrics};
+use moh_recipe::Schedule;
+use moh_train::{Error, Event, Outcome, RunDirectory, metrics};
 use serde_json::Value;
 
 use super::{STEPS, reference, train, uninterrupted, watch_from};

@@ -11,9 +11,9 @@ use moh_kernels::ElementType;
 use moh_model::{
     Active, AuxiliaryLoss, AuxiliaryLosses, HeadCounts, HeadRequest, ModelConfig, Recompute,
 };
-use moh_train::recipe::{MohOptions, Optimizer, Precision};
+use moh_recipe::{MohOptions, Optimizer, Precision, Recipe};
 use moh_train::step::StepPlan;
-use moh_train::{Plan, Recipe};
+use moh_train::{Plan, local_model_config};
 
 use crate::device::DeviceArguments;
 
@@ -137,7 +137,7 @@ impl StepJob {
 
 fn of_recipe(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> {
     let mut recipe = Recipe::load(path, &arguments.overrides)?;
-    let mut config = recipe.local_model_config(path)?.with_context(|| {
+    let mut config = local_model_config(&recipe, path)?.with_context(|| {
         format!(
             "{}: model.config: the step needs the model's shape, but model.from is not on this \
              machine: name its config.json",

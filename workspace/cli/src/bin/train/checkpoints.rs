@@ -8,9 +8,9 @@ use clap::{Args, Subcommand};
 use indicatif::{HumanBytes, HumanCount};
 use moh_cli::arguments::at_least;
 use moh_cli::{counted, utc};
+use moh_recipe::{Checkpoint, Recipe};
+use moh_train::RunDirectory;
 use moh_train::checkpoint::{self, Condition, ListedCheckpoint, RunState};
-use moh_train::recipe::Checkpoint;
-use moh_train::{Recipe, RunDirectory};
 
 /// List, verify or remove the checkpoints of a run
 ///

@@ -18,7 +18,8 @@ use moh_cli::arguments::{at_least, between};
 use moh_cli::exit;
 use moh_cli::time_limit::parse_time_limit;
 use moh_comm::{OPERATION_LIMIT, RENDEZVOUS_LIMIT};
-use moh_train::{Comparison, Recipe, TraceSteps, Variant};
+use moh_recipe::Recipe;
+use moh_train::{Comparison, TraceSteps, Variant};
 
 /// Train a recipe's stages in order, or resume an interrupted run.
 ///

@@ -8,8 +8,8 @@ use moh_cli::exit;
 use moh_cli::summary_table::{draw, table};
 use moh_data::TokenFile;
 use moh_model::HeadCounts;
-use moh_train::recipe::{Device, MohOptions};
-use moh_train::{Recipe, RunDirectory, Summary};
+use moh_recipe::{Device, MohOptions, Recipe};
+use moh_train::{RunDirectory, Summary};
 
 /// Prints the end of a run: losses, output files and next commands.
 pub(crate) fn report(recipe: &Recipe, run: &RunDirectory, summary: &Summary) -> anyhow::Result<()> {

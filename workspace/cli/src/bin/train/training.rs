@@ -15,10 +15,11 @@ use moh_cli::signals::{Say, stop_on_signals};
 use moh_cli::time_limit::time_limit;
 use moh_comm::{Fault, Launch, Launcher, Options, World};
 use moh_kernels::span;
-use moh_train::shell::command;
+use moh_recipe::Recipe;
+use moh_recipe::shell::command;
 use moh_train::{
-    Comparison, OpenDevice, Outcome, RankSpeed, Recipe, RunDirectory, RunOptions, Summary,
-    TimeLimit, TraceSteps, open_device,
+    Comparison, OpenDevice, Outcome, RankSpeed, RunDirectory, RunOptions, Summary, TimeLimit,
+    TraceSteps, open_device,
 };
 
 use crate::report::report;

@@ -29,11 +29,11 @@ const MAX_WHOLE_FLOAT: f64 = (1u64 << 53) as f64;
 
 /// An invalid key or value, with its path.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Problem {
+pub struct Problem {
     /// The full key; empty until the enclosing value is known.
-    pub(crate) key: String,
+    pub key: String,
     /// The problem.
-    pub(crate) reason: String,
+    pub reason: String,
     /// The field that is missing.
     missing: Option<&'static str>,
 }
@@ -49,7 +49,7 @@ struct UnknownKey {
 ///
 /// # Errors
 /// The syntax error, with its line.
-pub(crate) fn parse_table(text: &str) -> Result<toml::Table, String> {
+pub fn parse_table(text: &str) -> Result<toml::Table, String> {
     text.parse().map_err(|error: toml::de::Error| {
         let line = error.span().map_or(1, |span| {
             let before = text.get(..span.start).unwrap_or(text);
@@ -60,20 +60,20 @@ pub(crate) fn parse_table(text: &str) -> Result<toml::Table, String> {
 }
 
 /// A value that was read from a table, and the faults in it.
-pub(crate) struct Reading<T> {
+pub struct Reading<T> {
     /// The value; stand-ins replace what could not be read. `None` if there are too many faults.
-    pub(crate) value: Option<T>,
+    pub value: Option<T>,
     /// All faults: unknown keys, missing keys and wrong types.
-    pub(crate) problems: Vec<Problem>,
+    pub problems: Vec<Problem>,
     /// The keys whose values are not known: those of stand-ins, and those that were misspelt.
-    pub(crate) stand_ins: BTreeSet<String>,
+    pub stand_ins: BTreeSet<String>,
 }
 
 /// Reads a `T` from a table.
 ///
 /// serde stops at the first fault, so the value is read again, with a stand-in for each faulty one,
 /// until nothing more is found.
-pub(crate) fn read<'de, T: Deserialize<'de>>(table: &'de Value) -> Reading<T> {
+pub fn read<'de, T: Deserialize<'de>>(table: &'de Value) -> Reading<T> {
     let mut problems: Vec<Problem> = Vec::new();
     let mut stand_ins = BTreeSet::new();
     loop {
@@ -472,7 +472,7 @@ impl<'de> SeqAccess<'de> for Elements<'de, '_> {
 }
 
 /// The path component of a list's element: its name if it has one, or else its index from 0.
-pub(crate) fn element_name(value: &Value, index: usize) -> String {
+pub fn element_name(value: &Value, index: usize) -> String {
     match value.get("name").and_then(Value::as_str) {
         Some(name) if !name.is_empty() => name.to_string(),
         _ => index.to_string(),

@@ -5,16 +5,19 @@
 //! shape is known. Relative paths are relative to the current directory.
 
 mod element_type;
-pub(crate) mod lines;
+mod error;
+pub mod lines;
 mod model;
 mod name;
 mod nearest;
 mod overrides;
-pub(crate) mod reader;
+pub mod reader;
+mod schedule;
+pub mod shell;
 mod stage;
 mod stand_in;
 #[cfg(test)]
-pub(crate) mod tests;
+mod tests;
 mod validate;
 mod validation_sets;
 
@@ -27,16 +30,15 @@ use moh_model::ModelConfig;
 use serde::{Deserialize, Serialize};
 use toml::Value;
 
-pub(crate) use model::read_shape;
-pub use model::{Model, NewModel, RopeScaling, TokenIds};
-pub(crate) use overrides::is_below;
-pub(crate) use reader::element_name;
+pub use error::Error;
+pub use model::{Model, NewModel, RopeScaling, TokenIds, read_shape};
+pub use overrides::is_below;
+pub use reader::element_name;
+pub use schedule::Schedule;
 pub use stage::{Attention, Decay, LearningRate, MohOptions, Optimizer, Parallel, Stage};
-pub(crate) use validate::fine_name;
-pub use validation_sets::ValidationSet;
-pub(crate) use validation_sets::key as validation_key;
+pub use validate::fine_name;
+pub use validation_sets::{ValidationSet, key as validation_key};
 
-use crate::Error;
 use lines::Lines;
 use overrides::Origins;
 use stand_in::known_keys;
@@ -379,7 +381,10 @@ impl Recipe {
     }
 
     /// The recipe as a TOML table.
-    pub(crate) fn to_value(&self) -> Result<Value, Error> {
+    ///
+    /// # Errors
+    /// As [`Recipe::to_toml`].
+    pub fn to_value(&self) -> Result<Value, Error> {
         Value::try_from(self).map_err(|error| unwritable(&error))
     }
 

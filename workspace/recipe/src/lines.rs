@@ -13,11 +13,11 @@ const MAX_DEPTH: usize = 16;
 /// The line of every key of a file. Elements of lists are found by index and, if they have one, by
 /// name.
 #[derive(Debug, Default)]
-pub(crate) struct Lines(BTreeMap<String, usize>);
+pub struct Lines(BTreeMap<String, usize>);
 
 impl Lines {
     /// The lines of `text`; none if it is not TOML.
-    pub(crate) fn of(text: &str) -> Self {
+    pub fn of(text: &str) -> Self {
         let mut lines = Lines::default();
         if let Ok(table) = DeTable::parse(text) {
             let ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
@@ -28,12 +28,12 @@ impl Lines {
     }
 
     /// Whether the file has `key`.
-    pub(crate) fn has(&self, key: &str) -> bool {
+    pub fn has(&self, key: &str) -> bool {
         self.0.contains_key(key)
     }
 
     /// The line, from 1, of `key`, or else of the innermost table around it that the file has.
-    pub(crate) fn line(&self, key: &str) -> Option<usize> {
+    pub fn line(&self, key: &str) -> Option<usize> {
         let mut key = key;
         loop {
             if let Some(line) = self.0.get(key) {

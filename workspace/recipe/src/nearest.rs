@@ -87,7 +87,7 @@ fn name_cost(found: &str, known: &str) -> f64 {
 mod tests {
     use super::*;
     use crate::Recipe;
-    use crate::recipe::stand_in::known_keys;
+    use crate::stand_in::known_keys;
 
     #[test]
     fn the_nearest_path_may_be_anywhere_in_the_tree() {

@@ -106,7 +106,7 @@ impl<'a> Origins<'a> {
 }
 
 /// Whether `key` is `table` or below it.
-pub(crate) fn is_below(key: &str, table: &str) -> bool {
+pub fn is_below(key: &str, table: &str) -> bool {
     let rest = key.strip_prefix(table);
     rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }

@@ -38,7 +38,7 @@ fn default_name() -> String {
 }
 
 /// The key of set `set` of `sets` in a recipe.
-pub(crate) fn key(sets: &[ValidationSet], set: &ValidationSet) -> String {
+pub fn key(sets: &[ValidationSet], set: &ValidationSet) -> String {
     match sets {
         [only] if only.name == DEFAULT_NAME => "data.validation".to_owned(),
         _ => format!("data.validation.{}", set.name),
@@ -92,7 +92,7 @@ impl<'de> Visitor<'de> for Sets {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::recipe::tests::{edited, parse, refused, small, with};
+    use crate::tests::{edited, parse, refused, small, with};
 
     /// `small` with two validation sets.
     fn two_sets() -> String {

@@ -152,7 +152,7 @@ impl Stage {
     }
 
     /// Optimiser steps of that many tokens in this stage's batches.
-    pub(crate) fn steps_of(&self, tokens: u64) -> u64 {
+    pub fn steps_of(&self, tokens: u64) -> u64 {
         tokens.div_ceil(self.batch_tokens.max(1))
     }
 
@@ -186,7 +186,7 @@ mod router_name {
     use moh_model::RouterKind;
     use serde::{Deserializer, Serializer};
 
-    use crate::recipe::name::from_name;
+    use crate::name::from_name;
 
     const NAMES: &[&str] = &[RouterKind::QueryNorm.name()];
 

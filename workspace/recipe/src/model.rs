@@ -9,7 +9,7 @@ use serde::de::{self, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{Recipe, file_fault};
-use crate::{CheckpointName, Error};
+use crate::Error;
 
 /// `[model]`: either `from` or `new`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -202,17 +202,15 @@ impl NewModel {
 
 impl Recipe {
     /// The shape of the initial model, before its vocabulary grows, from `[model.new]`, `config` or
-    /// the directory `from`; `None` for a repository of the hub. Messages name the recipe `path`.
+    /// the model directory `from`; `None` for a repository of the hub. Messages name the recipe `path`. A run in
+    /// `from` is not looked into.
     ///
     /// # Errors
     /// Fails if the configuration cannot be read or is invalid.
-    pub fn local_model_config(&self, path: &Path) -> Result<Option<ModelConfig>, Error> {
+    pub fn model_config(&self, path: &Path) -> Result<Option<ModelConfig>, Error> {
         let Model { new, config, from, .. } = &self.model;
         if let Some(new) = new {
             return new.config(path).map(Some);
-        }
-        if let (Some(name), None) = (from.as_deref().and_then(CheckpointName::parse), config) {
-            return Ok(Some(name.config_file()?.config));
         }
         if let Some(file) = config {
             return read_shape(path, file).map(Some);
@@ -228,7 +226,7 @@ impl Recipe {
 ///
 /// # Errors
 /// Fails if the file is missing or not a model's configuration.
-pub(crate) fn read_shape(path: &Path, file: &Path) -> Result<ModelConfig, Error> {
+pub fn read_shape(path: &Path, file: &Path) -> Result<ModelConfig, Error> {
     let fault = |error: moh_hf::Error| {
         let here = std::env::current_dir().ok().filter(|_| file.is_relative() && !file.exists());
         let from = here.map_or(String::new(), |here| {

@@ -6,7 +6,7 @@
 
 use std::f64::consts::PI;
 
-use crate::recipe::{Decay, LearningRate};
+use crate::{Decay, LearningRate};
 
 /// The learning-rate schedule of one stage.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -10,46 +10,8 @@ use proptest::prelude::*;
 use super::*;
 
 /// A recipe of two stages for a fresh model, with everything that has a default left out.
-pub(crate) fn small() -> &'static str {
-    r#"
-[run]
-dir = "runs/small"
-seed = 1
-device = "cpu"
-dtype = "f32"
-
-[model.new]
-vocab_size = 512
-hidden_size = 64
-intermediate_size = 172
-num_hidden_layers = 5
-num_attention_heads = 8
-num_key_value_heads = 4
-
-[data]
-sequence_length = 32
-[[data.sources]]
-path = "data/a"
-[data.validation]
-path = "data/b"
-batches = 4
-
-[[stage]]
-name = "adapt"
-tokens = 1000
-batch_tokens = 128
-micro_batch = 2
-attention = "dense"
-learning_rate = { max = 6e-5, min = 6e-6, warmup_steps = 2 }
-
-[[stage]]
-name = "moh"
-tokens = 1e3
-batch_tokens = 128
-micro_batch = 2
-attention = "moh"
-learning_rate = { max = 2e-5, min = 1e-6, warmup_steps = 2 }
-"#
+pub(super) fn small() -> &'static str {
+    include_str!("tests/small.toml")
 }
 
 pub(super) fn parse(text: &str, overrides: &[&str]) -> Result<Recipe, Error> {
@@ -99,7 +61,7 @@ fn defaults_are_filled_in() {
 fn routing_is_resolved_against_the_models_heads() {
     let path = Path::new("x.toml");
     let mut recipe = with(&[]);
-    let mut model = recipe.local_model_config(path).unwrap().unwrap();
+    let mut model = recipe.model_config(path).unwrap().unwrap();
     recipe.resolve(path, &model).unwrap();
     let moh = recipe.stages[1].moh.clone().unwrap();
     assert_eq!((moh.shared_heads, moh.routed_top_k), (Some(4.into()), Some(2.into())));
@@ -128,7 +90,7 @@ fn head_counts_may_differ_by_layer() {
     let counts = |list: &[usize]| list.iter().copied().collect::<HeadCounts>();
     let resolved = |overrides: &[&str]| {
         let mut recipe = with(overrides);
-        let model = recipe.local_model_config(path).unwrap().unwrap();
+        let model = recipe.model_config(path).unwrap().unwrap();
         recipe.resolve(path, &model).unwrap();
         assert_eq!(parse(&recipe.to_toml().unwrap(), &[]).unwrap(), recipe);
         recipe
@@ -194,7 +156,7 @@ fn a_recipe_that_does_not_fit_its_model_is_refused() {
         ],
     )
     .unwrap();
-    let model = with(&[]).local_model_config(path).unwrap().unwrap();
+    let model = with(&[]).model_config(path).unwrap().unwrap();
     let message = recipe.resolve(path, &model).unwrap_err().to_string();
     for expected in [
         "x.toml: data.sequence_length = 64: the model supports 32 tokens",
@@ -222,7 +184,7 @@ fn the_resolved_recipe_reads_back_equal() {
     ] {
         let mut recipe = with(overrides);
         assert_eq!(parse(&recipe.to_toml().unwrap(), &[]).unwrap(), recipe);
-        let model = recipe.local_model_config(path).unwrap().unwrap();
+        let model = recipe.model_config(path).unwrap().unwrap();
         recipe.resolve(path, &model).unwrap();
         assert_eq!(parse(&recipe.to_toml().unwrap(), &[]).unwrap(), recipe);
     }
