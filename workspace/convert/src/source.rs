@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use moh_hf::{ConfigFile, StoredModel, TensorBytes, WeightFiles};
 use moh_kernels::DType;
 use moh_model::tensors::tensor_shapes;
-use moh_train::checkpoint::{StoredCheckpoint, TensorKind};
+use moh_step::TensorKind;
+use moh_train::checkpoint::StoredCheckpoint;
 use moh_train::{CheckpointName, RunDirectory};
 use serde_json::Value;
 

@@ -8,11 +8,12 @@ use moh_hf::config_file::CONFIG_FILE;
 use moh_kernels::Backend;
 use moh_model::ModelConfig;
 use moh_recipe::{Model, Recipe};
+use moh_step::Ranks;
 use serde_json::Value;
 
 use crate::checkpoint::{StoredCheckpoint, alone, newest_good, of_step, require};
 use crate::run::finished_before;
-use crate::{Error, Ranks, RunDirectory};
+use crate::{Error, RunDirectory};
 
 /// The name of a checkpoint: a run directory and, after `@`, a step over all of its stages.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,7 +48,7 @@ impl CheckpointName {
             return Ok(step);
         }
         // 0 where the newest good checkpoint is wanted.
-        let last = ranks.first(|| {
+        let last = ranks.first::<Error>(|| {
             let finished = finished_before(run)?;
             let steps = run.checkpoint_steps()?;
             Ok(steps.last().copied().filter(|_| finished).unwrap_or(0) as f64)

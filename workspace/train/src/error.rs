@@ -448,12 +448,9 @@ pub enum Error {
         /// The number of ranks.
         ranks: usize,
     },
-    /// Another rank failed, which ends the run on this rank too.
-    #[error("rank {rank} failed; see its output")]
-    OtherRank {
-        /// The rank that failed.
-        rank: usize,
-    },
+    /// A step failed, or another rank.
+    #[error(transparent)]
+    Step(#[from] moh_step::Error),
     /// A recipe is invalid, or its model differs from it.
     #[error(transparent)]
     Recipe(#[from] moh_recipe::Error),

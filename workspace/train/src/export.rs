@@ -9,8 +9,9 @@ use moh_kernels::{Backend, Element};
 use moh_model::Model;
 use moh_model::layout::ModelLayout;
 use moh_recipe::Recipe;
+use moh_step::TensorKind;
 
-use crate::checkpoint::{RunState, StoredCheckpoint, TensorKind};
+use crate::checkpoint::{RunState, StoredCheckpoint};
 use crate::export_record::{self, ExportRecord};
 use crate::source::ModelSource;
 use crate::{Error, RunDirectory, model_card};

@@ -10,11 +10,11 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use moh_model::{AuxiliaryLoss, AuxiliaryLosses};
+use moh_step::guard::SkipReason;
+use moh_step::{BlockNorms, finite_or_nan};
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::block_norms::BlockNorms;
-use crate::guard::SkipReason;
 use crate::json_lines::Lines;
 use crate::speed::Speed;
 
@@ -97,11 +97,6 @@ struct Line {
     norms: Option<BlockNorms>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     speed: Option<Speed>,
-}
-
-/// A number; null is NaN.
-pub(crate) fn finite_or_nan<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
-    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
 /// A field that is present, null or not.
@@ -366,8 +361,9 @@ pub(crate) fn copy_after(path: &Path, skipped: u64, to: &Path) -> Result<(), Err
 
 #[cfg(test)]
 mod tests {
+    use moh_step::Norms;
+
     use super::*;
-    use crate::block_norms::Norms;
 
     fn step(step: u64) -> StepMetrics {
         StepMetrics {

@@ -2,14 +2,13 @@
 
 use moh_kernels::{Backend, Element};
 use moh_recipe::{Guard, Schedule, Stage};
+use moh_step::{OptimizerState, StepResult, Update};
 
 use crate::Error;
 use crate::checkpoint::RunState;
 use crate::growth::steps_at;
 use crate::metrics::Skipped;
-use crate::optimizer::OptimizerState;
 use crate::rewinds::Rewinds;
-use crate::step::{StepResult, Update};
 
 impl RunState {
     /// Passes over the samples of a rewind, if its step is the last one done.

@@ -10,11 +10,12 @@ use std::path::Path;
 
 use moh_kernels::Backend;
 use moh_recipe::Recipe;
+use moh_step::Ranks;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{RunState, StoredCheckpoint};
 use crate::error::unless_missing;
-use crate::{Error, Ranks, RunDirectory};
+use crate::{Error, RunDirectory};
 
 /// Returns from one place of a run, after which it ends: other samples have not helped.
 pub const MAX_ATTEMPTS: u64 = 3;
@@ -110,7 +111,7 @@ impl Rewinds {
     ) -> Result<Self, Error> {
         let json = |error: serde_json::Error| Error::io(&run.rewinds())(error.into());
         let mut text = None;
-        ranks.first_does(|| {
+        ranks.first_does::<Error>(|| {
             text = Some(serde_json::to_vec(&Self::read(run)?.list).map_err(json)?);
             Ok(())
         })?;

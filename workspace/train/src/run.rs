@@ -10,6 +10,7 @@ use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_tra
 use moh_files::HeldDirectory;
 use moh_kernels::{Backend, Element};
 use moh_recipe::{Parallel, Recipe, Stage, shell};
+use moh_step::Ranks;
 
 use crate::checkpoint_name::is_step_of;
 use crate::disk_space::{self, FreeSpace, free_space};
@@ -22,7 +23,7 @@ use crate::source::ModelSource;
 use crate::summary::Summary;
 use crate::trace::TraceSteps;
 use crate::trainer::{Inputs, train};
-use crate::{CheckpointName, Error, Ranks, RunDirectory, RunLock, TimeLimit, branch, checkpoint};
+use crate::{CheckpointName, Error, RunDirectory, RunLock, TimeLimit, branch, checkpoint};
 
 static NO_STEPS: TraceSteps = TraceSteps::NONE;
 
@@ -152,7 +153,7 @@ impl Job<'_> {
         let mut ranks = Ranks::new(backend.clone(), self.group.clone())?;
         let run = RunDirectory::new(&recipe.run.dir);
         let begin_anew = self.options.begin_anew;
-        let resumes = ranks.first_holds(|| {
+        let resumes = ranks.first_holds::<Error>(|| {
             run.check()?;
             let resumes = !begin_anew && run.has_completed_work()?;
             if !resumes {
@@ -169,7 +170,8 @@ impl Job<'_> {
         let opened = self.open(recipe, parent, resumed.is_some());
         let (source, data) = ranks.agree(opened)?;
         // Steps count from 1; the first rank's option counts.
-        let resume_step = ranks.first(|| Ok(self.options.resume_step.unwrap_or(0) as f64))?;
+        let resume_step =
+            ranks.first::<Error>(|| Ok(self.options.resume_step.unwrap_or(0) as f64))?;
         let resume_step = Some(resume_step as u64).filter(|&step| step > 0);
         // A finished run does not need its data, and invalid data must not create a run directory.
         let data = match ranks.any(data.is_err() && !run.root().exists())? {
@@ -177,7 +179,7 @@ impl Job<'_> {
             false => data,
         };
         let mut held = Held::default();
-        let finished = ranks.first_holds(|| {
+        let finished = ranks.first_holds::<Error>(|| {
             if let Some(parent) = parent {
                 branch::begin(&run, parent, recipe)?;
             }
@@ -209,7 +211,7 @@ impl Job<'_> {
         events: &mut dyn FnMut(Event<'_>),
     ) -> Result<Settled, Error> {
         let Prepared { run, recipe, .. } = prepared;
-        let names_others = ranks.first_holds(|| {
+        let names_others = ranks.first_holds::<Error>(|| {
             let stored = run.stored_recipe()?;
             Ok(stored.data != recipe.data || stored.model != recipe.model)
         })?;
@@ -220,7 +222,7 @@ impl Job<'_> {
                 return Ok(compared);
             }
         }
-        ranks.first_does(|| {
+        ranks.first_does::<Error>(|| {
             warn_of_edited(run, run.write_recipe(recipe)?.as_deref(), events);
             Ok(())
         })?;
@@ -250,7 +252,7 @@ impl Job<'_> {
     ) -> Result<Outcome, Error> {
         let Prepared { run, recipe, source, held, resume_step } = prepared;
         let mut data = ranks.agree(data)?;
-        ranks.first_does(|| {
+        ranks.first_does::<Error>(|| {
             let (of_run, model) = ((run, resume_step), (recipe, source));
             let (size, free_space) = (self.group.size(), self.options.free_space);
             if let Some(text) = disk_space::check(of_run, model, size, free_space)? {
@@ -262,7 +264,7 @@ impl Job<'_> {
         let Some(contents) = settled else { return Ok(Outcome::StoppedBeforeTraining) };
         data.set_contents(contents);
         let mut edited = None;
-        ranks.first_does(|| {
+        ranks.first_does::<Error>(|| {
             edited = self.prepare_directory(run, recipe, held.grows, backend.name())?;
             Ok(())
         })?;

@@ -5,11 +5,11 @@ use std::path::Path;
 
 use moh_data::{DocumentEnd, TextTokenizer, TokenFile, TokenizerMatch, TrainingData, Windows};
 use moh_recipe::{Order, Recipe, ValidationSet, validation_key};
+use moh_step::ReadSample;
 
 use crate::Error;
 use crate::checkpoint::EvaluatedText;
 use crate::source::ModelSource;
-use crate::step::ReadSample;
 
 /// The key of the windows' length.
 const LENGTH: &str = "data.sequence_length";
@@ -79,7 +79,8 @@ impl RunData {
     /// Reads the samples of training.
     pub(crate) fn sample_reader(&self) -> impl ReadSample + Send {
         |number: u64, window: &mut [u32], document_start: Option<&mut [u32]>| {
-            Ok(self.training.sample(number, window, document_start)?)
+            let read = self.training.sample(number, window, document_start);
+            read.map_err(moh_step::Error::samples)
         }
     }
 

@@ -10,8 +10,9 @@ use moh_model::layout::Segment;
 use moh_model::tensors::has_vocabulary_rows;
 use moh_model::{ModelConfig, initial};
 use moh_recipe::{Recipe, read_shape};
+use moh_step::TensorKind;
 
-use crate::checkpoint::{StoredCheckpoint, TensorKind, Wanted};
+use crate::checkpoint::{StoredCheckpoint, Wanted};
 use crate::run_inputs::model_files::TOKENIZER;
 use crate::{CheckpointName, Error, checkpoint_name, model_card};
 

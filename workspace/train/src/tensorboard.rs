@@ -11,8 +11,9 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use moh_model::router::{LayerRouting, RoutingStatistics};
+use moh_step::Norms;
 
-use crate::{Error, Norms, Speed, StepMetrics};
+use crate::{Error, Speed, StepMetrics};
 
 const PREFIX: &str = "events.out.tfevents.";
 
@@ -240,12 +241,13 @@ fn put_bytes(out: &mut Vec<u8>, field: u64, bytes: &[u8]) {
 
 #[cfg(test)]
 mod tests {
-    use moh_model::AuxiliaryLosses;
-
     use std::collections::BTreeMap;
 
+    use moh_model::AuxiliaryLosses;
+    use moh_step::BlockNorms;
+
     use super::*;
-    use crate::{BlockNorms, Validation};
+    use crate::Validation;
 
     /// A field of a message: its number, and its value as bytes or an integer.
     #[derive(Debug, PartialEq)]

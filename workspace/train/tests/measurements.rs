@@ -265,8 +265,8 @@ fn every_layout_of_ranks_measures_the_same() {
                     assert_eq!(step.block_norms.is_some(), expected.block_norms.is_some());
                     continue;
                 };
-                let all = |norms: &moh_train::BlockNorms| {
-                    let of = |norms: &moh_train::Norms| {
+                let all = |norms: &moh_step::BlockNorms| {
+                    let of = |norms: &moh_step::Norms| {
                         let ends = [norms.embedding, norms.final_norm];
                         let ends = ends.into_iter().chain(norms.head);
                         ends.chain(norms.blocks.iter().copied()).collect::<Vec<f64>>()

@@ -14,11 +14,10 @@ use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
 use moh_recipe::Recipe;
-use moh_train::guard::Limits;
-use moh_train::optimizer::OptimizerState;
-use moh_train::plan::{Layout, RankMemory};
-use moh_train::step::{StepGroups, StepPlan, Stepper, Update};
-use moh_train::{Plan, Ranks};
+use moh_step::guard::Limits;
+use moh_step::{OptimizerState, Ranks, StepGroups, Stepper, Update};
+use moh_train::Plan;
+use moh_train::plan::{Layout, RankMemory, step_plan};
 
 /// Columns of the MLP and rows of the vocabulary do not divide; 7 micro-batches.
 const RECIPE: &str = r#"
@@ -106,7 +105,7 @@ fn allocated<T: Element, G: Element, M: Element>(
     let shard = Shard::of(&groups.data);
     let mut optimizer = OptimizerState::<Cpu, M>::new(&model, shard).unwrap();
     let groups = StepGroups { all, data: groups.data };
-    let plan = StepPlan::new(recipe, stage);
+    let plan = step_plan(recipe, stage);
     let batch = plan.micro_batch;
     let mut stepper = Stepper::<Cpu, T, G>::new(&model, plan, groups).unwrap();
     let _evaluator = Evaluator::<Cpu, T>::new(&model, batch, length).unwrap();

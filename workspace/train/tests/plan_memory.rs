@@ -12,9 +12,9 @@ use moh_kernels::{Cpu, Element};
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
 use moh_recipe::Recipe;
+use moh_step::{OptimizerState, StepGroups, Stepper};
 use moh_train::Plan;
-use moh_train::optimizer::OptimizerState;
-use moh_train::step::{StepGroups, StepPlan, Stepper};
+use moh_train::plan::step_plan;
 
 const RECIPE: &str = r#"
 run = { dir = "runs/none", seed = 1, device = "cpu", dtype = "f32" }
@@ -51,7 +51,7 @@ fn allocated<T: Element, G: Element, M: Element>(recipe: &Recipe, config: ModelC
     // Threads have stacks of their own: not before they are there.
     rayon::broadcast(|_| ());
     let before = taken();
-    let plan = StepPlan::new(recipe, &recipe.stages[0]);
+    let plan = step_plan(recipe, &recipe.stages[0]);
     let (length, batch) = (plan.sequence_length, plan.micro_batch);
     let model =
         Model::<Cpu, T>::new::<moh_model::Error>(Cpu, config, length, |_, _| Ok(())).unwrap();

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use moh_model::AuxiliaryLosses;
-use moh_train::guard::SkipReason;
+use moh_step::guard::SkipReason;
 use moh_train::{Speed, StepMetrics, Validation};
 
 use crate::chart::printable;

@@ -9,9 +9,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use moh_kernels::Backend;
+use moh_step::Ranks;
 
 use super::background::Background;
-use crate::{Error, Ranks};
+use crate::Error;
 
 /// A rank's part of a checkpoint: its manifest entries, as text.
 type EncodedPart = Vec<u8>;
@@ -168,7 +169,7 @@ mod tests {
     use moh_kernels::Cpu;
 
     use super::*;
-    use crate::ranks;
+    use crate::ranks_on_threads::ranks_on_threads;
 
     const LIMIT: Duration = Duration::from_millis(20);
 
@@ -177,7 +178,7 @@ mod tests {
         size: usize,
         start: impl Fn(usize) -> (Flight, R) + Sync,
     ) -> Vec<(End, R)> {
-        ranks::tests::on_ranks(size, |ranks| {
+        ranks_on_threads(size, |ranks| {
             let (mut flight, more) = start(ranks.group().rank());
             let end = loop {
                 let ThreadFlags { running, failed } = flight.wait(LIMIT);

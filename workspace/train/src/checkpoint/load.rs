@@ -5,11 +5,11 @@ use moh_comm::Group;
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
 use moh_model::layout::Segment;
+use moh_step::OptimizerState;
 
 use super::read_error::ReadError;
 use super::stored::{StoredCheckpoint, Wanted};
 use crate::Error;
-use crate::optimizer::OptimizerState;
 
 /// Fills this rank's shard of the model's weights and the optimiser's state.
 pub(crate) fn load<B: Backend + Clone, T: Element, M: Element>(
@@ -51,9 +51,10 @@ mod tests {
     use moh_model::model_parallel::ModelParallel;
     use moh_model::parameters::Shard;
     use moh_recipe::Checkpoint;
+    use moh_step::TensorKind;
     use serde_json::Map;
 
-    use super::super::{RunState, Snapshot, TensorKind, begin, prune, publish, write_part};
+    use super::super::{RunState, Snapshot, begin, prune, publish, write_part};
     use super::*;
     use crate::RunDirectory;
     use crate::tiny_model::tiny_model;

@@ -4,13 +4,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use moh_model::HeadCounts;
+use moh_step::guard::GuardState;
+use moh_step::{TensorKind, finite_or_nan};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::Validation;
 use crate::growth::Growth;
-use crate::guard::GuardState;
-use crate::metrics::{StepMetrics, finite_or_nan};
+use crate::metrics::StepMetrics;
 
 /// The format version that this program writes and reads.
 pub(super) const FORMAT: u32 = 4;
@@ -209,32 +210,14 @@ pub enum EvaluationPoint {
     },
 }
 
-/// The kind of a checkpoint's tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum TensorKind {
-    /// The exact f32 weight.
-    Weight,
-    /// AdamW's first moment.
-    FirstMoment,
-    /// AdamW's second moment.
-    SecondMoment,
-}
-
-impl TensorKind {
-    /// All kinds.
-    pub const ALL: [TensorKind; 3] =
-        [TensorKind::Weight, TensorKind::FirstMoment, TensorKind::SecondMoment];
-
-    /// The file of rank `rank` of `size` for its shard of these tensors.
-    pub(super) fn file(self, rank: usize, size: usize) -> String {
-        let name = match self {
-            TensorKind::Weight => "weights",
-            TensorKind::FirstMoment => "first_moment",
-            TensorKind::SecondMoment => "second_moment",
-        };
-        numbered(name, "safetensors", rank, size)
-    }
+/// The file of rank `rank` of `size` for its shard of the tensors of a kind.
+pub(super) fn tensor_file(kind: TensorKind, rank: usize, size: usize) -> String {
+    let name = match kind {
+        TensorKind::Weight => "weights",
+        TensorKind::FirstMoment => "first_moment",
+        TensorKind::SecondMoment => "second_moment",
+    };
+    numbered(name, "safetensors", rank, size)
 }
 
 /// The name of a file that each of `size` ranks has.

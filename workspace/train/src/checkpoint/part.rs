@@ -1,9 +1,10 @@
 //! The part of a checkpoint that one rank has written: its shards of tensors, and its files.
 
 use moh_model::slice::Slice;
+use moh_step::TensorKind;
 use serde::{Deserialize, Serialize};
 
-use super::manifest::{TensorKind, numbered};
+use super::manifest::numbered;
 
 /// The shards that a rank has written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -7,11 +7,12 @@ use moh_comm::World;
 use moh_files::first_free_suffixed;
 use moh_kernels::{Backend, Cpu};
 use moh_model::parameters::Shard;
+use moh_step::Ranks;
 
 use super::MANIFEST;
 use super::read_error::ReadError;
 use super::stored::StoredCheckpoint;
-use crate::{Error, Ranks, RunDirectory};
+use crate::{Error, RunDirectory};
 
 /// Receives the new path of a damaged checkpoint and the damage, on the first rank.
 pub type OnDamage<'a> = &'a mut dyn FnMut(&Path, &Error);
@@ -31,7 +32,7 @@ pub fn newest<B: Backend>(
     loop {
         // Steps count from 1, so 0 means none; f64 represents them exactly.
         let listed = || Ok(run.checkpoint_steps()?.last().copied().unwrap_or(0) as f64);
-        let step = ranks.first(listed)? as u64;
+        let step = ranks.first::<Error>(listed)? as u64;
         if step == 0 {
             return Ok(None);
         }
@@ -57,7 +58,7 @@ pub(crate) fn newest_good<B: Backend>(
             let steps = run.checkpoint_steps()?;
             Ok(steps.into_iter().rfind(|&step| (step as f64) < below).unwrap_or(0) as f64)
         };
-        let step = ranks.first(listed)?;
+        let step = ranks.first::<Error>(listed)?;
         if step == 0.0 {
             return Ok(None);
         }
@@ -102,7 +103,7 @@ pub(crate) fn require(run: &RunDirectory, step: u64) -> Result<(), Error> {
 
 /// The only rank of a program that does not train.
 pub(crate) fn alone() -> Result<Ranks<Cpu>, Error> {
-    Ranks::new(Cpu, World::single().group().clone())
+    Ok(Ranks::new(Cpu, World::single().group().clone())?)
 }
 
 /// Opens a checkpoint and checks its hashes, which the ranks share. All ranks return the same verdict:

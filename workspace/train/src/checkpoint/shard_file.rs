@@ -11,10 +11,10 @@ use half::bf16;
 use moh_hf::weight_files::header_type;
 use moh_kernels::adamw::remainder::join;
 use moh_kernels::{DType, Element, Scalar};
+use moh_step::TensorKind;
 use rayon::prelude::*;
 use safetensors::tensor::{Metadata, TensorInfo};
 
-use super::manifest::TensorKind;
 use super::snapshot::{ShardTensor, Snapshot};
 
 /// Bytes that are converted, hashed and written at a time: enough for several threads to share.
@@ -162,6 +162,7 @@ mod tests {
     use moh_model::parameters::Shard;
     use safetensors::tensor::TensorView;
 
+    use super::super::manifest::tensor_file;
     use super::*;
     use crate::tiny_model::tiny_model;
 
@@ -217,7 +218,7 @@ mod tests {
             (TensorKind::Weight, DType::F32, weights),
             (TensorKind::SecondMoment, M::DTYPE, moments),
         ] {
-            let path = dir.path().join(kind.file(0, 1));
+            let path = dir.path().join(tensor_file(kind, 0, 1));
             let written = write(&path, &snapshot, kind).unwrap();
             let (file, hashes) = expected(&snapshot, dtype, &values);
             assert!(std::fs::read(&path).unwrap() == file, "{kind:?}");

@@ -11,9 +11,9 @@ use moh_kernels::{Backend, Cpu, Element, Memory, Scalar};
 use moh_model::Model;
 use moh_model::layout::{ModelLayout, Segment};
 use moh_model::parameters::{FlatBuffers, Shard, overlap};
+use moh_step::OptimizerState;
 
 use crate::Error;
-use crate::optimizer::OptimizerState;
 
 /// A tensor's elements in a rank's shard.
 #[derive(Debug, Clone)]

@@ -8,8 +8,9 @@ use std::sync::OnceLock;
 
 use moh_model::parameters::Shard;
 use moh_model::slice::{Slice, common};
+use moh_step::TensorKind;
 
-use super::manifest::{FORMAT, Manifest, PartFile, RunState, TensorKind};
+use super::manifest::{FORMAT, Manifest, PartFile, RunState};
 use super::part::{Part, TensorEntry};
 use super::read_error::ReadError;
 use super::tensor_file::OpenFiles;

@@ -1,17 +1,17 @@
 //! Writing a checkpoint: to a temporary name, synced, then renamed. The functions run on a background
 //! thread of each rank and use no collectives.
 
-use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::thread;
+use std::{fs, thread};
 
 use moh_files::{PendingDirectory, write_synced};
 use moh_kernels::Element;
+use moh_step::TensorKind;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use super::manifest::{Manifest, RunState, TensorKind};
+use super::manifest::{Manifest, RunState, tensor_file};
 use super::part::{Part, TensorEntry, TensorFile};
 use super::snapshot::{ShardTensor, Snapshot};
 use super::{MANIFEST, MANIFEST_HASH, MAX_TEXT_BYTES, shard_file};
@@ -56,7 +56,7 @@ pub(crate) fn write_part<T: Element, M: Element>(
     let pool = pool.map_err(|error| Error::io(&folder)(std::io::Error::other(error)))?;
     let mut tensors: Vec<TensorEntry> = snapshot.shard.tensors.iter().map(entry).collect();
     let mut files = TensorKind::ALL
-        .map(|kind| TensorFile { file: kind.file(rank, size), dtype: String::new() });
+        .map(|kind| TensorFile { file: tensor_file(kind, rank, size), dtype: String::new() });
     for (kind, file) in TensorKind::ALL.into_iter().zip(&mut files) {
         let path = folder.join(&file.file);
         let written = pool.install(|| shard_file::write(&path, snapshot, kind));

@@ -11,12 +11,11 @@ use moh_model::model_parallel::{Part, TensorShare};
 use moh_model::parameters::Shard;
 use moh_model::{ModelBuffers, ModelConfig, PassSizes, Slots};
 use moh_recipe::{Device, Recipe, Stage};
+use moh_step::{OptimizerState, StepBuffers, StepPlan, StepSizes, pipeline_schedule, ranks};
 
+use super::steps::step_plan;
 use super::work::{Layout, Work};
-use crate::optimizer::OptimizerState;
-use crate::step::StepPlan;
-use crate::step_buffers::{StepBuffers, StepSizes};
-use crate::{Error, checkpoint, pipeline_schedule, ranks};
+use crate::{Error, checkpoint};
 
 /// GPU memory of a process before its first buffer: the driver's context and the kernels.
 const CONTEXT: u64 = 512 << 20;
@@ -257,7 +256,7 @@ impl InTrainingElements for Buffers<'_> {
         let Buffers { work, part, layout, slots, memory } = self;
         let (recipe, config) = (work.recipe, &work.model);
         let (batch, length) = (work.micro_batch, recipe.data.sequence_length);
-        let plan = StepPlan { micro_batch: batch, ..StepPlan::new(recipe, work.stage) };
+        let plan = StepPlan { micro_batch: batch, ..step_plan(recipe, work.stage) };
         let data_ranks = work.layout.data.max(1);
         ranks::values(memory)?;
         ModelBuffers::<_, T>::zeros(memory, config, layout, length)?;

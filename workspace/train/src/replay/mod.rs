@@ -14,16 +14,16 @@ use moh_model::parameters::Shard;
 use moh_model::router::RoutingStatistics;
 use moh_model::{Activations, BlockMagnitudes, Model, PassSlot};
 use moh_recipe::{Parallel, Recipe, Recompute, Stage};
+use moh_step::guard::Limits;
+use moh_step::{Observer, OptimizerState, StepGroups, StepResult, Stepper, TensorGradient};
 pub use samples::SampleSource;
 
 use crate::checkpoint::{self, RunState, StoredCheckpoint};
 use crate::growth::{self, Growth, steps_at};
-use crate::guard::Limits;
-use crate::optimizer::OptimizerState;
+use crate::plan::step_plan;
 use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
 use crate::source::ModelSource;
-use crate::step::{Observer, StepGroups, StepPlan, StepResult, Stepper};
 use crate::trainer::attention_before;
 use crate::{Error, RunDirectory};
 
@@ -52,17 +52,6 @@ pub struct Replay {
     pub routing: RoutingStatistics,
     /// Its samples, in order.
     pub samples: Vec<SampleSource>,
-}
-
-/// The gradient of a tensor.
-#[derive(Debug, Clone, PartialEq)]
-pub struct TensorGradient {
-    /// The tensor.
-    pub name: String,
-    /// The block that it belongs to; `None` outside blocks.
-    pub block: Option<usize>,
-    /// Norm of its gradient before clipping.
-    pub norm: f64,
 }
 
 /// Replays step `step` of the run in `run`, whose recipe is `recipe`; messages name it `path`. `directory`
@@ -229,7 +218,7 @@ impl<'a, B: Backend + Clone, T: Element, M: Element> Replayer<'a, B, T, M> {
         }
         let group = World::single().group().clone();
         let groups = StepGroups { all: group.clone(), data: group };
-        let plan = StepPlan::new(recipe, stage);
+        let plan = step_plan(recipe, stage);
         let mut stepper = Stepper::<B, T, G>::new(&self.model, plan, groups)?;
         let steps = |state: &RunState| steps_at(stage, &state.growth, state.step);
         while self.state.stage_step < steps(&self.state) {
@@ -303,7 +292,7 @@ impl<B: Backend, T: Element> Observer<B, T> for Seen {
         model: &Model<B, T>,
         activations: &Activations<B, T>,
         slot: PassSlot,
-    ) -> Result<(), Error> {
+    ) -> Result<(), moh_step::Error> {
         model.add_magnitudes(activations, slot, &mut self.blocks)?;
         Ok(model.add_routings(activations, slot, &mut self.routing)?)
     }

@@ -1,7 +1,8 @@
+use moh_step::guard::GuardState;
+
 use super::*;
 use crate::checkpoint::RunState;
-use crate::guard::GuardState;
-use crate::ranks::tests::on_ranks;
+use crate::ranks_on_threads::ranks_on_threads;
 
 const SMALL: &str = include_str!("../../../recipe/src/tests/small.toml");
 
@@ -86,7 +87,7 @@ fn the_same_place_is_left_further_back_and_then_given_up() {
 
 #[test]
 fn all_ranks_have_what_the_first_one_reads() {
-    let found = on_ranks(3, |ranks| {
+    let found = ranks_on_threads(3, |ranks| {
         let directory = tempfile::tempdir().unwrap();
         let run = RunDirectory::new(directory.path());
         if ranks.is_first() {

@@ -20,6 +20,7 @@ use moh_kernels::span::Lane;
 use moh_kernels::{Backend, Element};
 use moh_model::Model;
 use moh_recipe::{Parallel, Recipe};
+use moh_step::{OptimizerState, Ranks, StepGroups};
 use saving::Saving;
 pub(crate) use start::attention_before;
 
@@ -27,16 +28,14 @@ use crate::checkpoint::{EvaluationPoint, RunState};
 use crate::event::{Event, Outcome};
 use crate::export::{self, Exported};
 use crate::metrics::MetricsWriter;
-use crate::optimizer::OptimizerState;
 use crate::part_times::PartTimes;
 use crate::rewinds::Rewinds;
 use crate::routing_log::{RoutingMoment, RoutingWriter};
 use crate::run_data::RunData;
 use crate::source::ModelSource;
-use crate::step::StepGroups;
 use crate::summary::Summary;
 use crate::trace::TraceSteps;
-use crate::{Error, Ranks, RunDirectory, SourceEpochs, TensorBoard, TimeLimit, growth};
+use crate::{Error, RunDirectory, SourceEpochs, TensorBoard, TimeLimit, growth};
 
 /// The inputs of a run beside the device and the other ranks.
 #[derive(Clone)]

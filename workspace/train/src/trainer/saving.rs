@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use moh_kernels::{Backend, Element, span};
 use moh_model::Model;
+use moh_step::OptimizerState;
 
 use super::save_clock::{Due, SaveClock};
 use super::{Inputs, Progress, Trainer};
 use crate::checkpoint::{self, Complete, End, Flight, Snapshot, ThreadFlags, WritePart};
 use crate::error::last_good_checkpoint;
 use crate::event::Event;
-use crate::optimizer::OptimizerState;
 use crate::{Error, MetricsWriter, RunDirectory};
 
 /// The time between two exchanges of the ranks that wait for a checkpoint: each of them stays far below
@@ -207,7 +207,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
                 cause,
                 last_good: self.saving.last_good,
             }),
-            Some(_) => Err(Error::OtherRank { rank: 0 }),
+            Some(_) => Err(moh_step::Error::OtherRank { rank: 0 }.into()),
             None => Ok(then),
         }
     }

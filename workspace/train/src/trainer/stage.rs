@@ -5,6 +5,7 @@ use std::time::Instant;
 use moh_eval::Evaluator;
 use moh_kernels::{Backend, Element, span};
 use moh_recipe::Stage;
+use moh_step::{StepResult, Stepper};
 
 use super::evaluation::{Evaluated, Losses};
 use super::{Progress, Trainer};
@@ -13,9 +14,9 @@ use crate::checkpoint::EvaluationPoint;
 use crate::event::Event;
 use crate::growth::steps_at;
 use crate::metrics::StepMetrics;
+use crate::plan::step_plan;
 use crate::routing_log::RoutingMoment;
 use crate::speed::{Rates, Speed};
-use crate::step::{StepPlan, StepResult, Stepper};
 use crate::trace::StepTrace;
 
 /// The buffers of a stage's steps.
@@ -33,7 +34,7 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         if self.state.stage_step == 0 && self.begin_stage(stage)? == Evaluated::Stopped {
             return Ok(Progress::Stopped);
         }
-        let plan = StepPlan::new(self.inputs.recipe, stage);
+        let plan = step_plan(self.inputs.recipe, stage);
         let mut stepper = Stepper::new(&self.model, plan, self.groups.clone())?;
         stepper.set_gradient_faults(self.inputs.gradient_faults);
         let evaluator = self.evaluator(stage.micro_batch)?;
@@ -176,7 +177,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
         let is_due = norms > 0 && (self.state.step + 1).is_multiple_of(norms);
         work.stepper.measure_block_norms(is_due);
         let (read, first) = (self.data.sample_reader(), self.state.sample);
-        work.stepper.step(&mut self.model, &mut self.optimizer, read, first, update)
+        let stepper = &mut work.stepper;
+        Ok(stepper.step(&mut self.model, &mut self.optimizer, read, first, update)?)
     }
 
     /// The losses of the validation sets that are due after the step; `None` if a rank was asked to stop.

@@ -11,6 +11,7 @@ use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
 use moh_model::{Model, ModelConfig};
 use moh_recipe::{Parallel, Recipe};
+use moh_step::{OptimizerState, Ranks, StepGroups};
 
 use super::saving::Saving;
 use super::{Inputs, Trainer};
@@ -18,15 +19,13 @@ use crate::checkpoint::{self, RunState};
 use crate::event::Event;
 use crate::growth::{self, Resumed};
 use crate::metrics::MetricsWriter;
-use crate::optimizer::OptimizerState;
 use crate::rewinds::{Rewinds, leave_path};
 use crate::routing_log::RoutingWriter;
 use crate::run::{check_resumable, warn_of_edited};
 use crate::run_data::RunData;
 use crate::set_aside::set_later_aside;
 use crate::source::ModelSource;
-use crate::step::StepGroups;
-use crate::{Error, Ranks, RunDirectory, TensorBoard, metrics_resume};
+use crate::{Error, RunDirectory, TensorBoard, metrics_resume};
 
 impl<'a, 'e, B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'a, 'e, B, T, G, M> {
     /// Loads the requested or the newest valid checkpoint, or else the recipe's initial model.
@@ -169,7 +168,7 @@ fn plan_growth<B: Backend>(
     let mut resumed = Resumed::default();
     let json = |error: serde_json::Error| Error::io(inputs.run.root())(error.into());
     let mut text = None;
-    ranks.first_does(|| {
+    ranks.first_does::<Error>(|| {
         resumed = Resumed::plan(inputs.run, inputs.recipe, state)?;
         text = Some(serde_json::to_vec(&resumed.growth).map_err(json)?);
         Ok(())
@@ -190,7 +189,7 @@ fn settle<B: Backend>(
 ) -> Result<(), Error> {
     let Inputs { run, recipe, resume_step, .. } = *inputs;
     let (mut aside, mut edited) = (None, None);
-    ranks.first_does(|| {
+    ranks.first_does::<Error>(|| {
         if let Some(step) = resume_step {
             aside = set_later_aside(run, step)?;
         }

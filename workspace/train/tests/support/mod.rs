@@ -5,6 +5,7 @@
 
 pub mod driver;
 pub mod faulty;
+#[path = "../../../step/src/on_ranks.rs"]
 pub mod on_ranks;
 pub mod results;
 pub mod stories;

@@ -12,7 +12,8 @@ use moh_model::{
     Active, AuxiliaryLoss, AuxiliaryLosses, HeadCounts, HeadRequest, ModelConfig, Recompute,
 };
 use moh_recipe::{MohOptions, Optimizer, Precision, Recipe};
-use moh_train::step::StepPlan;
+use moh_step::StepPlan;
+use moh_train::plan::{hyperparameters, step_plan};
 use moh_train::{Plan, local_model_config};
 
 use crate::device::DeviceArguments;
@@ -159,7 +160,7 @@ fn of_recipe(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
     config.moh = moh;
     Ok(StepJob {
         config,
-        plan: StepPlan::new(&recipe, stage),
+        plan: step_plan(&recipe, stage),
         dtype: recipe.run.dtype,
         precision: recipe.precision,
         learning_rate: stage.learning_rate.max,
@@ -179,7 +180,7 @@ fn of_config(path: &Path, arguments: &StepArguments) -> anyhow::Result<StepJob> 
             auxiliary_weights: AuxiliaryLosses::new(|loss| match loss {
                 AuxiliaryLoss::Balance => MohOptions::default().balance_loss_weight,
             }),
-            optimizer: Optimizer::default(),
+            optimizer: hyperparameters(Optimizer::default()),
             reduce: ElementType::F32,
         },
         dtype: ElementType::F32,

@@ -8,8 +8,9 @@ use moh_data::TextTokenizer;
 use moh_hf::ConfigFile;
 use moh_kernels::{Backend, DType, Element};
 use moh_model::{Model, ModelConfig};
+use moh_step::TensorKind;
 use moh_train::CheckpointName;
-use moh_train::checkpoint::{StoredCheckpoint, TensorKind};
+use moh_train::checkpoint::StoredCheckpoint;
 
 /// A model before its weights are read.
 pub(crate) struct NamedModel {

@@ -78,7 +78,10 @@ pub(crate) fn train(
             Err(error)
         }
         Err(error) if world.size() > 1 => {
-            if !matches!(error.downcast_ref(), Some(moh_train::Error::OtherRank { .. })) {
+            if !matches!(
+                error.downcast_ref(),
+                Some(moh_train::Error::Step(moh_step::Error::OtherRank { .. }))
+            ) {
                 exit::stderr_line(format_args!("error: rank {rank}: {error:#}"));
             }
             world.abort(&format!("{error:#}"), exit::ERROR.into())

@@ -8,7 +8,7 @@ use moh_hf::ConfigFile;
 use moh_kernels::Cpu;
 use moh_model::model_parallel::ModelParallel;
 use moh_model::parameters::Shard;
-use moh_model::{HeadCounts, ModelConfig, MohConfig, RouterKind};
+use moh_model::{AuxiliaryLoss, HeadCounts, ModelConfig, MohConfig, RouterKind};
 
 use super::*;
 use crate::on_ranks::on_ranks;
@@ -43,7 +43,13 @@ fn plan(reduce: ElementType) -> StepPlan {
         document_mask: false,
         recompute: Recompute::None,
         auxiliary_weights: AuxiliaryLosses::all(0.01),
-        optimizer: Optimizer::default(),
+        optimizer: Hyperparameters {
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            clip_norm: 1.0,
+        },
         reduce,
     }
 }

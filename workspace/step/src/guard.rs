@@ -101,7 +101,7 @@ impl GuardState {
     }
 
     /// Counts a step. The medians need its values only with a `factor` above 0.
-    pub(crate) fn count(&mut self, skipped: bool, (loss, grad_norm): (f64, f64), factor: f64) {
+    pub fn count(&mut self, skipped: bool, (loss, grad_norm): (f64, f64), factor: f64) {
         if skipped {
             self.skipped += 1;
             self.in_a_row += 1;
@@ -115,7 +115,7 @@ impl GuardState {
     }
 
     /// Forgets the steps of a stage that has ended. Steps that were not applied in a row are counted on.
-    pub(crate) fn end_stage(&mut self) {
+    pub fn end_stage(&mut self) {
         let GuardState { in_a_row, rewinds, .. } = *self;
         *self = GuardState { in_a_row, rewinds, ..GuardState::default() };
     }

@@ -13,7 +13,7 @@ use moh_model::Slots;
 
 /// A pass of one micro-batch through one chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Pass {
+pub struct Pass {
     /// Whether it is a forward pass.
     pub forward: bool,
     /// The chunk of the stage's layers.
@@ -41,7 +41,7 @@ fn assign<K: PartialEq>(taken: &mut Vec<Option<K>>, key: K, forward: bool) -> us
 
 /// A stage's position in the pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Stage {
+pub struct Stage {
     /// Its number.
     pub number: usize,
     /// Stages of the pipeline.

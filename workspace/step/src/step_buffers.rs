@@ -11,7 +11,7 @@ use crate::block_norms::SquaredBlockNorms;
 
 /// What the sizes follow from.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct StepSizes<'a> {
+pub struct StepSizes<'a> {
     /// The tensors of the rank's part.
     pub layout: &'a ModelLayout,
     /// A pass of a micro-batch.
@@ -25,12 +25,12 @@ pub(crate) struct StepSizes<'a> {
 }
 
 /// The buffers of a rank's steps.
-pub(crate) struct StepBuffers<M: Memory, T: Element, G: Element> {
-    pub activations: Activations<M, T>,
-    pub gradients: FlatBuffers<M, G>,
-    pub rounded: Rounded<M>,
-    pub sums: StepSums<M>,
-    pub block_norms: SquaredBlockNorms<M>,
+pub struct StepBuffers<M: Memory, T: Element, G: Element> {
+    pub(crate) activations: Activations<M, T>,
+    pub(crate) gradients: FlatBuffers<M, G>,
+    pub(crate) rounded: Rounded<M>,
+    pub(crate) sums: StepSums<M>,
+    pub(crate) block_norms: SquaredBlockNorms<M>,
 }
 
 impl<M: Workspace, T: Element, G: Element> StepBuffers<M, T, G> {
@@ -38,7 +38,7 @@ impl<M: Workspace, T: Element, G: Element> StepBuffers<M, T, G> {
     ///
     /// # Errors
     /// Fails if the device is out of memory.
-    pub(crate) fn new(memory: &M, sizes: &StepSizes<'_>) -> Result<Self, Error> {
+    pub fn new(memory: &M, sizes: &StepSizes<'_>) -> Result<Self, Error> {
         let StepSizes { layout, passes, slots, data_ranks, reduce } = *sizes;
         let gradients = || FlatBuffers::zeros(memory, layout);
         Ok(StepBuffers {

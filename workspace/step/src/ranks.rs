@@ -17,8 +17,11 @@ pub struct Ranks<B: Backend> {
     values: B::Buffer<f64>,
 }
 
-/// The buffer of the exchanged values.
-pub(crate) fn values<M: Memory>(memory: &M) -> Result<M::Buffer<f64>, Error> {
+/// The buffer of the exchanged values: f64, as many as one message holds.
+///
+/// # Errors
+/// Fails if the device is out of memory.
+pub fn values<M: Memory>(memory: &M) -> Result<M::Buffer<f64>, Error> {
     Ok(memory.allocate(MAX_VALUES)?)
 }
 
@@ -110,7 +113,7 @@ impl<B: Backend> Ranks<B> {
     ///
     /// # Errors
     /// The error of this rank or [`Error::OtherRank`], as above.
-    pub fn agree<R>(&mut self, result: Result<R, Error>) -> Result<R, Error> {
+    pub fn agree<R, E: From<Error>>(&mut self, result: Result<R, E>) -> Result<R, E> {
         let rank = self.group.rank() as f64;
         // The maximum of -rank over the failed ranks is the rank nearest to 0.
         let mine = if result.is_ok() { f64::NEG_INFINITY } else { -rank };
@@ -120,7 +123,7 @@ impl<B: Backend> Ranks<B> {
         }
         match result {
             Err(error) if -first == rank => Err(error),
-            _ => Err(Error::OtherRank { rank: -first as usize }),
+            _ => Err(Error::OtherRank { rank: -first as usize }.into()),
         }
     }
 
@@ -128,9 +131,12 @@ impl<B: Backend> Ranks<B> {
     ///
     /// # Errors
     /// The error of `work`; on the other ranks [`Error::OtherRank`].
-    pub fn first(&mut self, work: impl FnOnce() -> Result<f64, Error>) -> Result<f64, Error> {
+    pub fn first<E: From<Error>>(
+        &mut self,
+        work: impl FnOnce() -> Result<f64, E>,
+    ) -> Result<f64, E> {
         let mut values = [0.0];
-        self.first_does(|| {
+        self.first_does::<E>(|| {
             values = [work()?];
             Ok(())
         })?;
@@ -144,10 +150,10 @@ impl<B: Backend> Ranks<B> {
     ///
     /// # Errors
     /// See [`Self::first`].
-    pub fn first_holds(
+    pub fn first_holds<E: From<Error>>(
         &mut self,
-        condition: impl FnOnce() -> Result<bool, Error>,
-    ) -> Result<bool, Error> {
+        condition: impl FnOnce() -> Result<bool, E>,
+    ) -> Result<bool, E> {
         Ok(self.first(|| condition().map(f64::from))? > 0.0)
     }
 
@@ -155,7 +161,10 @@ impl<B: Backend> Ranks<B> {
     ///
     /// # Errors
     /// See [`Self::first`].
-    pub fn first_does(&mut self, work: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+    pub fn first_does<E: From<Error>>(
+        &mut self,
+        work: impl FnOnce() -> Result<(), E>,
+    ) -> Result<(), E> {
         let done = if self.is_first() { work() } else { Ok(()) };
         self.agree(done)
     }
@@ -226,37 +235,27 @@ impl<B: Backend> Ranks<B> {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
-    use moh_kernels::Cpu;
-
+mod tests {
     use super::*;
-    use crate::on_ranks;
-
-    /// The results of `size` ranks, each a thread.
-    pub(crate) fn on_ranks<R: Send>(
-        size: usize,
-        work: impl Fn(&mut Ranks<Cpu>) -> R + Sync,
-    ) -> Vec<R> {
-        on_ranks::on_ranks(size, |world| work(&mut Ranks::new(Cpu, world.group().clone()).unwrap()))
-    }
+    use crate::ranks_on_threads::ranks_on_threads as on_ranks;
 
     #[test]
     fn the_first_rank_that_fails_tells_why() {
         let found = on_ranks(4, |ranks| {
             let rank = ranks.group().rank();
             let result = if rank == 1 || rank == 3 {
-                Err(Error::Locked { path: rank.to_string().into() })
+                Err(Error::samples(rank.to_string()))
             } else {
                 Ok(rank)
             };
             match ranks.agree(result) {
-                Err(Error::Locked { path }) => format!("locked {}", path.display()),
+                Err(Error::Samples(error)) => format!("failed {error}"),
                 Err(Error::OtherRank { rank }) => format!("because of {rank}"),
                 other => format!("{other:?}"),
             }
         });
-        assert_eq!(found, ["because of 1", "locked 1", "because of 1", "because of 1"]);
-        assert_eq!(on_ranks(3, |ranks| ranks.agree(Ok(7)).unwrap()), [7; 3]);
+        assert_eq!(found, ["because of 1", "failed 1", "because of 1", "because of 1"]);
+        assert_eq!(on_ranks(3, |ranks| ranks.agree::<_, Error>(Ok(7)).unwrap()), [7; 3]);
     }
 
     #[test]
@@ -265,13 +264,13 @@ pub(crate) mod tests {
             let rank = ranks.group().rank();
             let sum = ranks.sum([rank as f64, 1.0]).unwrap();
             let texts = ranks.gather(vec![b'a' + rank as u8; rank]).unwrap();
-            let first = ranks.first(|| Ok(5.5)).unwrap();
+            let first = ranks.first::<Error>(|| Ok(5.5)).unwrap();
             let text = |has: bool| has.then(|| vec![b'x'; rank]);
             assert_eq!(ranks.first_that_has(text(rank > 0)).unwrap(), Some(vec![b'x']));
             assert_eq!(ranks.first_that_has(text(false)).unwrap(), None);
             assert_eq!(ranks.any_of([rank == 1, false, true]).unwrap(), [true, false, true]);
-            assert!(ranks.first_holds(|| Ok(rank == 0)).unwrap());
-            assert!(!ranks.first_holds(|| Ok(rank > 0)).unwrap());
+            assert!(ranks.first_holds::<Error>(|| Ok(rank == 0)).unwrap());
+            assert!(!ranks.first_holds::<Error>(|| Ok(rank > 0)).unwrap());
             (sum, texts, first, ranks.any(rank == 2).unwrap(), ranks.any(false).unwrap())
         });
         let gathered = vec![b"".to_vec(), b"b".to_vec(), b"cc".to_vec()];

@@ -6,8 +6,7 @@ use moh_model::layout::ModelLayout;
 use moh_model::parameters::{FlatBuffers, Shard, overlap};
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
-use crate::metrics::finite_or_nan;
+use crate::{Error, finite_or_nan};
 
 /// The norms of a step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

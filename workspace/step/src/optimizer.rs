@@ -11,15 +11,32 @@ use moh_model::layout::{ModelLayout, Segment};
 use moh_model::parameters::{FlatBuffers, OnBuffer, Shard, overlap};
 use moh_model::{Model, StepSums};
 
-use crate::Error;
-use crate::checkpoint::TensorKind;
+use crate::{Error, TensorKind};
+
+/// The constants of AdamW with decoupled weight decay, and the limit of the gradient norm.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Hyperparameters {
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// Weight decay of matrices, multiplied by the learning rate.
+    pub weight_decay: f64,
+    /// Maximum global gradient norm, above 0.
+    pub clip_norm: f64,
+}
 
 /// The optimiser's state or a shard of it: the moments and, for bf16 weights, the 16 bits that
 /// rounding removed from the f32 weights.
 pub struct OptimizerState<B: Memory, M: Element> {
-    pub(crate) remainder: Option<FlatBuffers<B, i16>>,
-    pub(crate) first_moment: FlatBuffers<B, M>,
-    pub(crate) second_moment: FlatBuffers<B, M>,
+    /// The 16 bits by which bf16 weights differ from the f32 weights; `None` for f32 weights.
+    pub remainder: Option<FlatBuffers<B, i16>>,
+    /// Running mean of the gradients.
+    pub first_moment: FlatBuffers<B, M>,
+    /// Running mean of their squares.
+    pub second_moment: FlatBuffers<B, M>,
     shard: Shard,
 }
 

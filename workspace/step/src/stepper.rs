@@ -11,18 +11,15 @@ use moh_kernels::ranks::share;
 use moh_kernels::{Backend, Element, ElementType, span};
 use moh_model::parameters::FlatBuffers;
 use moh_model::{
-    Activations, AuxiliaryLoss, AuxiliaryLosses, LossScale, Model, PassShape, PassSlot, Recompute,
-    StepSums, Sums,
+    Activations, AuxiliaryLosses, LossScale, Model, PassShape, PassSlot, Recompute, StepSums, Sums,
 };
-use moh_recipe::{Optimizer, Recipe, Stage};
 
 use crate::Error;
 use crate::block_norms::{BlockNorms, SquaredBlockNorms};
 use crate::data_parallel::DataParallel;
 use crate::guard::{Limits, SkipReason};
-use crate::optimizer::OptimizerState;
+use crate::optimizer::{Hyperparameters, OptimizerState};
 use crate::pipeline_schedule::{self, Pass};
-use crate::replay::TensorGradient;
 use crate::step_buffers::{StepBuffers, StepSizes};
 
 /// The settings of all steps of a stage.
@@ -43,7 +40,7 @@ pub struct StepPlan {
     /// Weight of each auxiliary loss; unused by a dense model.
     pub auxiliary_weights: AuxiliaryLosses<f64>,
     /// Hyperparameters of AdamW.
-    pub optimizer: Optimizer,
+    pub optimizer: Hyperparameters,
     /// Element type in which ranks exchange f32 gradients.
     pub reduce: ElementType,
 }
@@ -169,33 +166,20 @@ pub struct StepResult {
     pub skipped: Option<SkipReason>,
 }
 
-impl StepPlan {
-    /// Creates the plan of the steps of `stage` of `recipe`.
-    pub fn new(recipe: &Recipe, stage: &Stage) -> Self {
-        let tokens = stage.micro_batch * recipe.data.sequence_length;
-        StepPlan {
-            stage: stage.name.clone(),
-            sequence_length: recipe.data.sequence_length,
-            micro_batch: stage.micro_batch,
-            micro_batches: stage.batch_tokens / tokens as u64,
-            document_mask: recipe.data.document_mask,
-            recompute: match recipe.memory.recompute {
-                moh_recipe::Recompute::None => Recompute::None,
-                moh_recipe::Recompute::Cheap => Recompute::Cheap,
-                moh_recipe::Recompute::Block => Recompute::Block,
-            },
-            auxiliary_weights: AuxiliaryLosses::new(|loss| match loss {
-                AuxiliaryLoss::Balance => {
-                    stage.moh.as_ref().map_or(0.0, |moh| moh.balance_loss_weight)
-                }
-            }),
-            optimizer: stage.optimizer,
-            reduce: recipe.precision.reduce,
-        }
-    }
+/// The gradient of a tensor.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TensorGradient {
+    /// The tensor.
+    pub name: String,
+    /// The block that it belongs to; `None` outside blocks.
+    pub block: Option<usize>,
+    /// Norm of its gradient before clipping.
+    pub norm: f64,
+}
 
+impl StepPlan {
     /// The shape of a pass over one micro-batch.
-    pub(crate) fn pass_shape(&self) -> PassShape {
+    pub fn pass_shape(&self) -> PassShape {
         PassShape {
             batch: self.micro_batch,
             length: self.sequence_length,
@@ -258,7 +242,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
 
     /// Multiplies the gradients of the micro-batches that contain these samples by the given factors: for
     /// tests of steps that are not applied.
-    pub(crate) fn set_gradient_faults(&mut self, faults: &[(u64, f32)]) {
+    pub fn set_gradient_faults(&mut self, faults: &[(u64, f32)]) {
         self.gradient_faults = faults.to_vec();
     }
 
@@ -329,7 +313,7 @@ impl<B: Backend + Clone, T: Element, G: Element> Stepper<B, T, G> {
             // The next step overwrites the gradients, and no all-gather of weights has begun.
             return Ok(result);
         }
-        let Optimizer { beta1, beta2, eps, weight_decay, clip_norm } = self.plan.optimizer;
+        let Hyperparameters { beta1, beta2, eps, weight_decay, clip_norm } = self.plan.optimizer;
         let Update { number, learning_rate, .. } = update;
         let grad_norm = result.grad_norm;
         let constants = AdamW {

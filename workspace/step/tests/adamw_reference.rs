@@ -12,7 +12,7 @@ use moh_model::{
     Activations, AuxiliaryLoss, AuxiliaryLosses, LossScale, Model, MohConfig, PassShape, Recompute,
     RouterKind, StepSums, Sums,
 };
-use moh_train::optimizer::OptimizerState;
+use moh_step::OptimizerState;
 use safetensors::SafeTensors;
 use serde_json::Value;
 
