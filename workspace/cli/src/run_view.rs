@@ -7,9 +7,9 @@ use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressStyle};
 use moh_kernels::MemoryInfo;
 use moh_model::{AuxiliaryLosses, ModelConfig};
 use moh_recipe::{Recipe, Stage};
-use moh_train::checkpoint::{Evaluation, EvaluationPoint};
+use moh_run_log::{Evaluation, EvaluationPoint, Skipped, Speed, StepMetrics};
 use moh_train::rewinds::Rewind;
-use moh_train::{Event, Growth, Skipped, SourceEpochs, Speed, StepMetrics};
+use moh_train::{Event, Growth, SourceEpochs};
 
 use crate::exit::stderr_line;
 use crate::progress::draws_bars;
@@ -286,7 +286,7 @@ fn describe_rate(speed: &Speed) -> String {
 mod tests {
     use std::path::Path;
 
-    use moh_train::Validation;
+    use moh_run_log::Validation;
 
     use super::*;
 

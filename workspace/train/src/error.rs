@@ -258,48 +258,6 @@ pub enum Error {
         /// Seconds until the file no longer counts.
         wait: u64,
     },
-    /// The list of steps to trace is invalid.
-    #[error("{text:?}: {reason}")]
-    TraceSteps {
-        /// The invalid part of the list.
-        text: String,
-        /// The problem.
-        reason: &'static str,
-    },
-    /// A run's description of its machine is invalid.
-    #[error(
-        "{}: is not a description of a machine: {reason}: remove the file, which the run writes again when it \
-         resumes", path.display()
-    )]
-    Machine {
-        /// The file.
-        path: PathBuf,
-        /// The problem.
-        reason: String,
-    },
-    /// A line of a `.jsonl` file is invalid.
-    #[error("{}:{line}: {reason}", path.display())]
-    JsonLine {
-        /// The file.
-        path: PathBuf,
-        /// Line number, from 1.
-        line: u64,
-        /// The problem.
-        reason: String,
-    },
-    /// A metrics file has fewer steps than its checkpoint.
-    #[error(
-        "{}: has {found} complete lines, but the checkpoint is of step {expected}: \
-         restore the file, or resume from an earlier checkpoint", path.display()
-    )]
-    MetricsShort {
-        /// The file.
-        path: PathBuf,
-        /// Complete lines in the file.
-        found: u64,
-        /// The checkpoint's step.
-        expected: u64,
-    },
     /// A checkpoint, or a file of a finished run, is damaged.
     #[error("{}: {reason}", path.display())]
     Checkpoint {
@@ -448,6 +406,9 @@ pub enum Error {
         /// The number of ranks.
         ranks: usize,
     },
+    /// A file of the run's logs cannot be read or written.
+    #[error(transparent)]
+    RunLog(#[from] moh_run_log::Error),
     /// A step failed, or another rank.
     #[error(transparent)]
     Step(#[from] moh_step::Error),

@@ -5,12 +5,10 @@ use std::path::Path;
 use moh_kernels::MemoryInfo;
 use moh_model::ModelConfig;
 use moh_recipe::Stage;
+use moh_run_log::{Evaluation, Skipped, StepMetrics, Summary};
 
-use crate::checkpoint::Evaluation;
 use crate::growth::Growth;
-use crate::metrics::{Skipped, StepMetrics};
 use crate::rewinds::Rewind;
-use crate::summary::Summary;
 use crate::{Error, SourceEpochs};
 
 /// An event of a run.

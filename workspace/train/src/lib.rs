@@ -11,25 +11,21 @@ mod event;
 mod export;
 mod export_record;
 mod growth;
-mod json_lines;
-mod machine;
-pub mod metrics;
 mod metrics_resume;
 pub mod model_card;
 #[cfg(test)]
 #[path = "../../step/src/on_ranks.rs"]
 mod on_ranks;
 mod open_device;
-mod part_times;
 pub mod plan;
 mod preflight;
 mod progress;
 #[cfg(test)]
 #[path = "../../step/src/ranks_on_threads.rs"]
 mod ranks_on_threads;
+mod rates;
 mod replay;
 pub mod rewinds;
-pub mod routing_log;
 mod run;
 mod run_data;
 pub mod run_directory;
@@ -37,14 +33,10 @@ mod run_inputs;
 mod run_lock;
 mod set_aside;
 mod source;
-mod speed;
-mod summary;
-pub mod tensorboard;
 mod time_limit;
 #[cfg(test)]
 #[path = "../../step/src/tiny_model.rs"]
 mod tiny_model;
-pub mod trace;
 mod trainer;
 
 pub use checkpoint_name::{CheckpointName, local_model_config};
@@ -54,8 +46,6 @@ pub use epochs::SourceEpochs;
 pub use error::{Error, KeyChange};
 pub use event::{Event, Outcome};
 pub use growth::Growth;
-pub use machine::Machine;
-pub use metrics::{MetricsWriter, Skipped, StepMetrics, Validation};
 pub use moh_device::OpenDevice;
 pub use open_device::{connect, open_device, share_text};
 pub use plan::Plan;
@@ -65,8 +55,4 @@ pub use run::{RunOptions, first_that_keeps_model, run};
 pub use run_directory::RunDirectory;
 pub use run_lock::RunLock;
 pub use source::ModelSource;
-pub use speed::Speed;
-pub use summary::Summary;
-pub use tensorboard::TensorBoard;
 pub use time_limit::TimeLimit;
-pub use trace::TraceSteps;

@@ -6,8 +6,9 @@ use std::path::Path;
 use moh_hf::model_card::grouped;
 use moh_hf::{Base, Origin};
 use moh_recipe::{Attention, Recipe, Stage};
+use moh_run_log::{Evaluation, EvaluationPoint};
 
-use crate::checkpoint::{Evaluation, EvaluationPoint, RunState, StoredCheckpoint};
+use crate::checkpoint::{RunState, StoredCheckpoint};
 use crate::growth::steps_at;
 use crate::{Error, RunDirectory};
 

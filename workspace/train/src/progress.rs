@@ -2,12 +2,12 @@
 
 use moh_kernels::{Backend, Element};
 use moh_recipe::{Guard, Schedule, Stage};
+use moh_run_log::Skipped;
 use moh_step::{OptimizerState, StepResult, Update};
 
 use crate::Error;
 use crate::checkpoint::RunState;
 use crate::growth::steps_at;
-use crate::metrics::Skipped;
 use crate::rewinds::Rewinds;
 
 impl RunState {

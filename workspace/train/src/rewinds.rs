@@ -76,7 +76,7 @@ impl Rewinds {
         };
         if file.len() > MAX_FILE_BYTES {
             let reason = format!("{} bytes: it has at most {MAX_FILE_BYTES}", file.len());
-            return Err(Error::JsonLine { path, line: 1, reason });
+            return Err(moh_run_log::Error::JsonLine { path, line: 1, reason }.into());
         }
         let bytes = std::fs::read(&path).map_err(Error::io(&path))?;
         Self::parse(&bytes, &path)
@@ -85,7 +85,7 @@ impl Rewinds {
     fn parse(bytes: &[u8], path: &Path) -> Result<Self, Error> {
         let refuse = |line: usize, reason: String| {
             let path = path.to_owned();
-            Error::JsonLine { path, line: line as u64 + 1, reason }
+            Error::from(moh_run_log::Error::JsonLine { path, line: line as u64 + 1, reason })
         };
         let mut list = Vec::<Rewind>::new();
         let lines = bytes.split_inclusive(|&byte| byte == b'\n');

@@ -10,18 +10,16 @@ use moh_device::{InTrainingElements, OnDevice, OpenDevice, TrainingTypes, in_tra
 use moh_files::HeldDirectory;
 use moh_kernels::{Backend, Element};
 use moh_recipe::{Parallel, Recipe, Stage, shell};
+use moh_run_log::{Machine, Summary, TraceSteps};
 use moh_step::Ranks;
 
 use crate::checkpoint_name::is_step_of;
 use crate::disk_space::{self, FreeSpace, free_space};
 use crate::event::{Event, Outcome};
-use crate::machine::Machine;
 use crate::rewinds::Rewinds;
 use crate::run_data::RunData;
 use crate::run_inputs::{RunInputs, Settled};
 use crate::source::ModelSource;
-use crate::summary::Summary;
-use crate::trace::TraceSteps;
 use crate::trainer::{Inputs, train};
 use crate::{CheckpointName, Error, RunDirectory, RunLock, TimeLimit, branch, checkpoint};
 

@@ -5,10 +5,10 @@ use std::path::Path;
 
 use moh_data::{DocumentEnd, TextTokenizer, TokenFile, TokenizerMatch, TrainingData, Windows};
 use moh_recipe::{Order, Recipe, ValidationSet, validation_key};
+use moh_run_log::EvaluatedText;
 use moh_step::ReadSample;
 
 use crate::Error;
-use crate::checkpoint::EvaluatedText;
 use crate::source::ModelSource;
 
 /// The key of the windows' length.

@@ -11,10 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use moh_comm::World;
 use moh_recipe::Recipe;
-use moh_train::routing_log::{self, RoutingLine, RoutingMoment};
-use moh_train::{
-    Event, OpenDevice, Outcome, RunDirectory, RunOptions, StepMetrics, Summary, metrics,
-};
+use moh_run_log::{RoutingLine, RoutingMoment, StepMetrics, Summary, metrics, routing_log};
+use moh_train::{Event, OpenDevice, Outcome, RunDirectory, RunOptions};
 use support::on_ranks::on_ranks;
 use support::results::Results;
 use support::{Workplace, write_tokens};

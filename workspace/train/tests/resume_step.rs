@@ -9,7 +9,8 @@ use std::fs;
 use std::path::Path;
 
 use moh_recipe::{Recipe, ValidationSet};
-use moh_train::{Error, Event, Outcome, RunDirectory, checkpoint, metrics};
+use moh_run_log::metrics;
+use moh_train::{Error, Event, Outcome, RunDirectory, checkpoint};
 use support::driver::{Start, finish, stop_at};
 use support::results::Results;
 use support::{Workplace, files, write_tokens};

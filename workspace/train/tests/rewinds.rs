@@ -10,8 +10,9 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 
 use moh_recipe::Recipe;
+use moh_run_log::metrics;
 use moh_train::rewinds::{Rewind, Rewinds};
-use moh_train::{Error, Event, Outcome, RunDirectory, metrics};
+use moh_train::{Error, Event, Outcome, RunDirectory};
 use support::faulty::{Faults, finish, finish_on, nan_at, run_on, stop_at};
 use support::results::{Results, assert_alike};
 use support::{Workplace, copy_all, copy_running};

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use indicatif::{HumanCount, HumanDuration};
 use maud::{Markup, html};
 use moh_recipe::{Device, Recipe};
-use moh_train::Machine;
+use moh_run_log::Machine;
 
 use super::curves::each;
 use super::figure;

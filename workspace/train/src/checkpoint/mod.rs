@@ -27,7 +27,7 @@ mod write;
 pub(crate) use flight::{Complete, End, Flight, ThreadFlags, WritePart};
 pub use listing::{Condition, ListedCheckpoint, list};
 pub(crate) use load::{gather_weights, load};
-pub use manifest::{EvaluatedText, Evaluation, EvaluationPoint, Manifest, PartFile, RunState};
+pub use manifest::{Manifest, PartFile, RunState};
 pub use part::{Part, TensorEntry, TensorFile};
 pub use read::{OnDamage, newest, verify};
 pub(crate) use read::{alone, newest_good, of_step, require, undamaged};

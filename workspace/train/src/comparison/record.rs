@@ -5,12 +5,12 @@ use std::fs::File;
 use std::io::Read as _;
 use std::path::Path;
 
+use moh_run_log::{Evaluation, Summary, metrics};
 use serde::{Deserialize, Serialize};
 
 use super::PlannedRun;
-use crate::checkpoint::Evaluation;
 use crate::error::unless_missing;
-use crate::{Error, RunDirectory, Summary, metrics};
+use crate::{Error, RunDirectory};
 
 /// The name of the file in the directory of a comparison.
 pub(crate) const RECORD: &str = "comparison.json";

@@ -139,7 +139,10 @@ fn hostile_files_are_refused_by_line() {
     ] {
         std::fs::write(run.rewinds(), [&good, second.as_bytes()].concat()).unwrap();
         let error = Rewinds::read(&run).unwrap_err();
-        assert!(matches!(error, Error::JsonLine { line: 2, .. }), "{second:?}: {error}");
+        assert!(
+            matches!(error, Error::RunLog(moh_run_log::Error::JsonLine { line: 2, .. })),
+            "{second:?}: {error}"
+        );
     }
     std::fs::write(run.rewinds(), huge + "]").unwrap();
     assert!(Rewinds::read(&run).unwrap_err().to_string().contains("at most"), "too long");

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use moh_kernels::{Backend, Element, span};
 use moh_model::Model;
+use moh_run_log::MetricsWriter;
 use moh_step::OptimizerState;
 
 use super::save_clock::{Due, SaveClock};
@@ -14,7 +15,7 @@ use super::{Inputs, Progress, Trainer};
 use crate::checkpoint::{self, Complete, End, Flight, Snapshot, ThreadFlags, WritePart};
 use crate::error::last_good_checkpoint;
 use crate::event::Event;
-use crate::{Error, MetricsWriter, RunDirectory};
+use crate::{Error, RunDirectory};
 
 /// The time between two exchanges of the ranks that wait for a checkpoint: each of them stays far below
 /// the time limit of an operation, however long the checkpoint takes.

@@ -5,19 +5,16 @@ use std::time::Instant;
 use moh_eval::Evaluator;
 use moh_kernels::{Backend, Element, span};
 use moh_recipe::Stage;
+use moh_run_log::{EvaluationPoint, RoutingMoment, Speed, StepMetrics, StepTrace};
 use moh_step::{StepResult, Stepper};
 
 use super::evaluation::{Evaluated, Losses};
 use super::{Progress, Trainer};
 use crate::Error;
-use crate::checkpoint::EvaluationPoint;
 use crate::event::Event;
 use crate::growth::steps_at;
-use crate::metrics::StepMetrics;
 use crate::plan::step_plan;
-use crate::routing_log::RoutingMoment;
-use crate::speed::{Rates, Speed};
-use crate::trace::StepTrace;
+use crate::rates::Rates;
 
 /// The buffers of a stage's steps.
 struct Work<'a, B: Backend, T: Element, G: Element> {
@@ -68,7 +65,8 @@ impl<B: Backend + Clone, T: Element, G: Element, M: Element> Trainer<'_, '_, B, 
             let trace = self.trace_next();
             let progress = self.step(&mut work)?;
             if let Some(trace) = trace {
-                trace.write(self.inputs.run, self.ranks.group())?;
+                let run = self.inputs.run;
+                trace.write(|step, rank| run.trace(step, rank), self.ranks.group())?;
             }
             if progress != Progress::Done {
                 return Ok(progress);

@@ -19,7 +19,8 @@ use moh_cli::exit;
 use moh_cli::time_limit::parse_time_limit;
 use moh_comm::{OPERATION_LIMIT, RENDEZVOUS_LIMIT};
 use moh_recipe::Recipe;
-use moh_train::{Comparison, TraceSteps, Variant};
+use moh_run_log::TraceSteps;
+use moh_train::{Comparison, Variant};
 
 /// Train a recipe's stages in order, or resume an interrupted run.
 ///

@@ -17,9 +17,9 @@ use moh_comm::{Fault, Launch, Launcher, Options, World};
 use moh_kernels::span;
 use moh_recipe::Recipe;
 use moh_recipe::shell::command;
+use moh_run_log::{Summary, TraceSteps};
 use moh_train::{
-    Comparison, OpenDevice, Outcome, RankSpeed, RunDirectory, RunOptions, Summary, TimeLimit,
-    TraceSteps, open_device,
+    Comparison, OpenDevice, Outcome, RankSpeed, RunDirectory, RunOptions, TimeLimit, open_device,
 };
 
 use crate::report::report;

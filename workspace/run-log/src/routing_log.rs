@@ -51,15 +51,20 @@ pub enum RoutingMoment {
 
 /// The evaluation that lines belong to.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct RoutingOf<'a> {
+pub struct RoutingOf<'a> {
+    /// Steps done, over all stages.
     pub step: u64,
+    /// What the evaluation follows.
     pub moment: RoutingMoment,
+    /// Name of the stage; `None` for the loaded model.
     pub stage: Option<&'a str>,
+    /// Name of the validation set.
     pub validation: &'a str,
 }
 
 impl RoutingLine {
-    pub(crate) fn new(of: RoutingOf<'_>, layer: &LayerRouting) -> Self {
+    /// The line of a layer in the evaluation `of`.
+    pub fn new(of: RoutingOf<'_>, layer: &LayerRouting) -> Self {
         RoutingLine {
             step: of.step,
             moment: of.moment,
@@ -76,13 +81,14 @@ impl RoutingLine {
 
 /// Appends to `routing.jsonl`, which appears with its first line.
 #[derive(Debug)]
-pub(crate) struct RoutingWriter {
+pub struct RoutingWriter {
     path: PathBuf,
     file: Option<File>,
 }
 
 impl RoutingWriter {
-    pub(crate) fn append_to(path: &Path) -> Self {
+    /// For the file at `path`; opens none yet.
+    pub fn append_to(path: &Path) -> Self {
         RoutingWriter { path: path.to_path_buf(), file: None }
     }
 
@@ -90,7 +96,7 @@ impl RoutingWriter {
     ///
     /// # Errors
     /// Fails if the file cannot be written.
-    pub(crate) fn write(&mut self, lines: &[RoutingLine]) -> Result<(), Error> {
+    pub fn write(&mut self, lines: &[RoutingLine]) -> Result<(), Error> {
         if lines.is_empty() {
             return Ok(());
         }
@@ -127,7 +133,7 @@ pub fn read(path: &Path) -> Result<Vec<RoutingLine>, Error> {
 /// # Errors
 /// [`Error::JsonLine`] for a line in another format; fails if the file cannot be read or
 /// replaced.
-pub(crate) fn cut_back(path: &Path, step: u64, unevaluated: bool) -> Result<(), Error> {
+pub fn cut_back(path: &Path, step: u64, unevaluated: bool) -> Result<(), Error> {
     let io = |error| Error::io(path)(error);
     let Some(mut lines) = Lines::open(path)? else { return Ok(()) };
     let mut out = moh_files::PendingFile::create(path).map_err(io)?;

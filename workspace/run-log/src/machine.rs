@@ -30,7 +30,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    pub(crate) fn new(processor: &str, device: String, ranks: usize) -> Self {
+    /// This machine, with the name of its processor and of the device on which `ranks` ranks train.
+    pub fn new(processor: &str, device: String, ranks: usize) -> Self {
         Machine {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             system: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
@@ -54,7 +55,11 @@ impl Machine {
             .map_err(|error| Error::Machine { path: path.to_owned(), reason: error.to_string() })
     }
 
-    pub(crate) fn write(&self, path: &Path) -> Result<(), Error> {
+    /// Writes the file at `path` as a whole.
+    ///
+    /// # Errors
+    /// Fails if the file cannot be written.
+    pub fn write(&self, path: &Path) -> Result<(), Error> {
         let text =
             serde_json::to_vec_pretty(self).map_err(|error| Error::io(path)(error.into()))?;
         moh_files::write(path, &text).map_err(Error::io(path))

@@ -2,12 +2,10 @@
 
 use std::path::Path;
 
-use moh_model::ModelConfig;
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
-use crate::checkpoint::{Evaluation, EvaluationPoint, RunState};
 use crate::error::unless_missing;
+use crate::{Error, Evaluation, EvaluationPoint};
 
 /// The results of a finished run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -24,28 +22,23 @@ pub struct Summary {
 }
 
 impl Summary {
-    pub(crate) fn new(state: &RunState, config: &ModelConfig) -> Self {
-        Summary {
-            steps: state.step,
-            tokens: state.tokens,
-            heads: config.num_attention_heads,
-            evaluations: state.evaluations.clone(),
-        }
-    }
-
     /// Reads a summary; `None` if the file is missing.
     ///
     /// # Errors
     /// Fails if the file cannot be read or is not a summary.
     pub fn read(path: &Path) -> Result<Option<Self>, Error> {
         let Some(bytes) = unless_missing(path, std::fs::read(path))? else { return Ok(None) };
-        serde_json::from_slice(&bytes).map(Some).map_err(|error| Error::Checkpoint {
+        serde_json::from_slice(&bytes).map(Some).map_err(|error| Error::Summary {
             path: path.to_owned(),
             reason: format!("not a summary: {error}"),
         })
     }
 
-    pub(crate) fn write(&self, path: &Path) -> Result<(), Error> {
+    /// Writes a summary as a whole.
+    ///
+    /// # Errors
+    /// Fails if the file cannot be written.
+    pub fn write(&self, path: &Path) -> Result<(), Error> {
         let text = match serde_json::to_vec_pretty(self) {
             Ok(text) => text,
             Err(error) => return Err(Error::io(path)(error.into())),
@@ -86,7 +79,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::checkpoint::EvaluatedText;
+    use crate::EvaluatedText;
 
     fn summary(losses: [f64; 4]) -> Summary {
         let stage = |name: &str| name.to_owned();

@@ -50,7 +50,7 @@ impl Part {
 
 /// Measures the parts of the steps of one thread, which it listens to.
 #[derive(Debug, Default)]
-pub(crate) struct PartTimes(Mutex<State>);
+pub struct PartTimes(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
@@ -89,7 +89,7 @@ impl PartTimes {
     }
 
     /// The times of the parts since the last call; everything else is 0.
-    pub(crate) fn take(&self) -> Speed {
+    pub fn take(&self) -> Speed {
         let mut state = self.locked();
         let part = state.part();
         state.count(part);

@@ -2,6 +2,7 @@
 //! Perfetto and chrome://tracing open (`docs/formats.md`).
 
 use std::ops::RangeInclusive;
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,8 +12,8 @@ use moh_kernels::Backend;
 use moh_kernels::span::{self, Label, Lane, Listening, Sink};
 use serde_json::{Value, json};
 
+use crate::Error;
 use crate::part_times::PartTimes;
-use crate::{Error, RunDirectory};
 
 /// The lanes of a timeline.
 const LANES: [&str; 2] = ["step", "background"];
@@ -64,7 +65,7 @@ fn range(text: &str) -> Result<RangeInclusive<u64>, Error> {
 }
 
 /// A step being recorded by the thread that created this.
-pub(crate) struct StepTrace<B: Backend> {
+pub struct StepTrace<B: Backend> {
     step: u64,
     recorder: Arc<Recorder<B>>,
     background: Arc<Background>,
@@ -75,12 +76,7 @@ pub(crate) struct StepTrace<B: Backend> {
 impl<B: Backend> StepTrace<B> {
     /// Records the spans of this thread, which `times` hears of too, and those of the background
     /// thread that listens to `lane`.
-    pub(crate) fn new(
-        step: u64,
-        backend: B,
-        times: Option<Arc<PartTimes>>,
-        lane: Arc<Lane>,
-    ) -> Self {
+    pub fn new(step: u64, backend: B, times: Option<Arc<PartTimes>>, lane: Arc<Lane>) -> Self {
         let start = Instant::now();
         let recorder = Arc::new(Recorder { backend, start, times, spans: Mutex::default() });
         let background = Arc::new(Background { start, spans: Mutex::default() });
@@ -89,10 +85,18 @@ impl<B: Backend> StepTrace<B> {
         StepTrace { step, recorder, background, lane, _listening }
     }
 
-    /// Writes the recorded spans into the run directory, each rank into its own file.
-    pub(crate) fn write(self, run: &RunDirectory, group: &Group) -> Result<(), Error> {
+    /// Writes the recorded spans, each rank into its own file: `path` gives its path from the step and, if there are
+    /// several ranks, the rank.
+    ///
+    /// # Errors
+    /// Fails if the file cannot be written.
+    pub fn write(
+        self,
+        path: impl FnOnce(u64, Option<usize>) -> PathBuf,
+        group: &Group,
+    ) -> Result<(), Error> {
         let rank = group.rank();
-        let path = run.trace(self.step, (group.size() > 1).then_some(rank));
+        let path = path(self.step, (group.size() > 1).then_some(rank));
         self.lane.connect(None);
         let mut background = locked(&self.background.spans);
         background.end_all(self.background.start.elapsed());
@@ -287,7 +291,6 @@ mod tests {
     #[test]
     fn background_work_has_a_lane_of_its_own_and_is_cut_at_the_end_of_the_step() {
         let dir = tempfile::tempdir().unwrap();
-        let run = RunDirectory::new(dir.path());
         let (lane, times) = (Arc::new(Lane::default()), Arc::new(PartTimes::default()));
         // Begins before the step, and ends after it.
         let writing = {
@@ -301,9 +304,13 @@ mod tests {
             drop(span::enter("hash"));
         }
         let world = moh_comm::World::single();
-        trace.write(&run, world.group()).unwrap();
+        let path = |step, rank: Option<usize>| {
+            assert_eq!((step, rank), (3, None));
+            dir.path().join("trace.json")
+        };
+        trace.write(path, world.group()).unwrap();
         drop(writing);
-        let text = std::fs::read_to_string(run.trace(3, None)).unwrap();
+        let text = std::fs::read_to_string(dir.path().join("trace.json")).unwrap();
         let events: Vec<Value> = serde_json::from_str(&text).unwrap();
         let of =
             |event: &Value| (event["name"].clone(), event["cat"].clone(), event["tid"].clone());

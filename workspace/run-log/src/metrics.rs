@@ -222,18 +222,18 @@ impl MetricsWriter {
     }
 
     /// Whether lines are kept that could not be written.
-    pub(crate) fn is_behind(&self) -> bool {
+    pub fn is_behind(&self) -> bool {
         !self.unwritten.is_empty()
     }
 
     /// Whether the file is found to be removed, for the first time; nobody can read what is written to it.
-    pub(crate) fn finds_removed(&mut self) -> bool {
+    pub fn finds_removed(&mut self) -> bool {
         let is_removed = self.path.try_exists().is_ok_and(|exists| !exists);
         is_removed && !std::mem::replace(&mut self.is_known_removed, true)
     }
 
     /// Its path.
-    pub(crate) fn path(&self) -> &Path {
+    pub fn path(&self) -> &Path {
         &self.path
     }
 
@@ -241,7 +241,7 @@ impl MetricsWriter {
     ///
     /// # Errors
     /// Fails if they cannot be written this time either.
-    pub(crate) fn flush(&mut self) -> Result<(), Error> {
+    pub fn flush(&mut self) -> Result<(), Error> {
         let mut append = || {
             if std::mem::replace(&mut self.is_torn, true) {
                 self.file.set_len(self.len)?;
@@ -260,7 +260,7 @@ impl MetricsWriter {
     ///
     /// # Errors
     /// Fails if lines cannot be written, or if the process has no file descriptor left.
-    pub(crate) fn sync_later(
+    pub fn sync_later(
         &mut self,
     ) -> Result<impl FnOnce() -> Result<(), Error> + Send + use<>, Error> {
         self.flush()?;
@@ -295,7 +295,7 @@ pub fn for_each(path: &Path, visit: impl FnMut(StepMetrics)) -> Result<(), Error
 ///
 /// # Errors
 /// Fails if the file cannot be read.
-pub(crate) fn first(path: &Path) -> Result<Option<StepMetrics>, Error> {
+pub fn first(path: &Path) -> Result<Option<StepMetrics>, Error> {
     let Some(mut lines) = Lines::open(path)? else { return Ok(None) };
     match lines.next() {
         Ok(line) => Ok(line.and_then(|line| serde_json::from_slice(line).ok())),
@@ -339,7 +339,7 @@ pub fn cut_back(path: &Path, steps_kept: u64) -> Result<(), Error> {
 ///
 /// # Errors
 /// Fails if the file has fewer complete lines, or cannot be read, or the copy cannot be written.
-pub(crate) fn copy_after(path: &Path, skipped: u64, to: &Path) -> Result<(), Error> {
+pub fn copy_after(path: &Path, skipped: u64, to: &Path) -> Result<(), Error> {
     let io = |error| Error::io(to)(error);
     let (mut found, short) = (0, |found| {
         let path = path.to_path_buf();
